@@ -1,0 +1,113 @@
+"""Is this tree finite, on every device? The answer is exact, and the same on all devices that take part.
+
+Knows leaves, the axes over which values differ between devices, and collectives; knows no scaler. The answer never
+comes from a maximum (on CPU, XLA's reduce-max drops NaN from arrays of 4,096 elements on) nor from a sum (finite
+values may add up to infinity), but from a test of each element.
+"""
+
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+AxisName = Hashable | tuple[Hashable, ...] | None
+
+
+def all_finite(tree: Any, *, axis_name: AxisName = None) -> jax.Array:
+    """Tells whether every element of every leaf is neither infinite nor NaN.
+
+    Args:
+      tree: any pytree. Leaves of other than inexact dtypes (integers, booleans, PRNG keys, float0, Python objects)
+        are finite, as are empty leaves and empty trees.
+      axis_name: the mapped axis, or a tuple of them, over whose devices to agree. Not needed under `jax.jit`, nor
+        under `jax.shard_map` with `check_vma=True`, where the types tell over which axes the answer varies. Needed
+        under `jax.pmap`, `jax.vmap(axis_name=...)` and `check_vma=False`. `()` asks for the answer of this device.
+
+    Returns:
+      bool[], the same on all devices.
+
+    Raises:
+      TypeError: a leaf is a partial sum that has not been reduced over its devices yet.
+      ValueError: `axis_name` names an axis that is not mapped here.
+
+    >>> tree = {"w": jnp.ones((2, 3)), "step": 7}
+    >>> bool(all_finite(tree)), bool(all_finite(tree | {"b": jnp.array([0.0, jnp.nan])}))
+    (True, False)
+    """
+    _refuse_partial_sums(tree)
+    return agree(_finite_here([x for x in jax.tree.leaves(tree) if is_inexact(x)]), axis_name)
+
+
+@jax.jit
+def _finite_here(leaves: list[Any]) -> jax.Array:
+    if not leaves:
+        return jnp.array(True)
+    return jnp.stack([jnp.isfinite(x).all() for x in leaves]).all()
+
+
+def is_inexact(leaf: Any) -> bool:
+    """Tells whether a leaf holds floating-point or complex numbers: those that can be scaled, and can overflow."""
+    dtype = getattr(leaf, "dtype", None)
+    return isinstance(leaf, (float, complex)) if dtype is None else jnp.issubdtype(dtype, np.inexact)
+
+
+def agree(flags: jax.Array, axis_name: AxisName = None) -> jax.Array:
+    """Combines each device's flags with a logical and over `axis_name`, in at most one collective.
+
+    Args:
+      flags: bool[...].
+      axis_name: as in `all_finite`.
+
+    Returns:
+      bool[...], the same on all devices along the axes.
+    """
+    axes = _axes_to_reduce(flags, axis_name)
+    return jax.lax.pmin(flags.astype(jnp.int32), axes).astype(bool) if axes else flags
+
+
+def _axes_to_reduce(flags: jax.Array, axis_name: AxisName) -> tuple[Any, ...]:
+    varying = varying_axes(flags)
+    if axis_name is None:
+        return tuple(sorted(varying))
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    # Along a typed axis the device's own index varies. A value that does not is equal on all devices already, and
+    # JAX may refuse to reduce it. Along an untyped axis nothing is known to vary, so only a collective can tell.
+    return tuple(name for name in names if name in varying or not varying_axes(_axis_index(name)))
+
+
+def _axis_index(name: Any) -> jax.Array:
+    try:
+        return jax.lax.axis_index(name)
+    except NameError as error:
+        raise ValueError(
+            f"axis_name {name!r} is not the name of a mapped axis here. Use a name given to jax.shard_map's mesh, "
+            "jax.pmap or jax.vmap around this call; under plain jax.jit leave axis_name out."
+        ) from error
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """Returns the mesh axes over which JAX's types say that `x` may differ between devices."""
+    # JAX 0.10 replaced the set `aval.vma` with `aval.manual_axis_type`.
+    aval = jax.typeof(x)
+    manual: Any = getattr(aval, "manual_axis_type", None)
+    return frozenset(getattr(aval, "vma", ()) if manual is None else manual.varying)
+
+
+def _partial_sum_axes(x: Any) -> frozenset[str]:
+    # Inside a shard_map the type says so, under jit with explicit axes the sharding; JAX before 0.10 has neither.
+    aval = jax.typeof(x)
+    manual: Any = getattr(aval, "manual_axis_type", None)
+    spec: Any = getattr(getattr(aval, "sharding", None), "spec", None)
+    return frozenset(getattr(manual, "unreduced", ())) | frozenset(getattr(spec, "unreduced", ()))
+
+
+def _refuse_partial_sums(tree: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if is_inexact(leaf) and (axes := _partial_sum_axes(leaf)):
+            raise TypeError(
+                f"the leaf at tree{jax.tree_util.keystr(path)} is a partial sum over the mesh axes {sorted(axes)}: its "
+                "shards have yet to be added, so whether it is finite is not known. Reduce it first, with "
+                "jax.lax.psum under jax.shard_map or jax.sharding.reshard under jax.jit."
+            )

@@ -1,0 +1,256 @@
+"""Loss scaling itself: multiply the loss, divide and check the gradients, adapt the scale.
+
+Everything here is pure, jitted, and exact for scales that are powers of two. A state that comes out has the
+structure, dtypes, weak types and shardings of the state that went in, so it is a `jax.lax.scan` carry and never
+causes a second compilation.
+"""
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmpscale._finite import AxisName, agree, all_finite, is_inexact
+from jmpscale._state import COUNTER_LIMIT, ScalerState
+
+Tree = TypeVar("Tree")
+
+
+def scale(state: ScalerState, tree: Tree) -> Tree:
+    """Multiplies the loss, or a pytree of losses, with the loss scale.
+
+    `x.astype(promote(x.dtype, float32)) * loss_scale`: a float16 loss times the default scale would be infinite.
+
+    Args:
+      state: the scaler; `unscale_and_check` the gradients with the same one.
+      tree: pytree of floating-point arrays of any shape. Return the loss from the model in float32: the gradient of
+        a loss that is computed in float16 is the scale itself in float16, and that is infinite from 2^16 on.
+
+    Returns:
+      The tree, multiplied; leaves narrower than float32 come back as float32. With `disabled()` the tree itself.
+
+    Raises:
+      TypeError: `state` is not a `ScalerState`, or a leaf is not of a floating-point dtype.
+      ValueError: `state` is a batch of scalers outside `jax.vmap`.
+
+    >>> from jmpscale import dynamic
+    >>> scale(dynamic(2.0**16), jnp.float16(3.0))
+    Array(196608., dtype=float32)
+    """
+    require_one_scaler(state)
+    if state.config.mode == "disabled":
+        return tree
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not (is_inexact(leaf) and not jnp.iscomplexobj(leaf)):
+            raise TypeError(
+                f"scale takes losses of a floating-point dtype, got {_describe(leaf)} at tree{jax.tree_util.keystr(path)}. "
+                "Pass only the losses, or convert with .astype(jnp.float32)."
+            )
+    return _scale(state.loss_scale, tree)
+
+
+@jax.jit
+def _scale(loss_scale: jax.Array, tree: Any) -> Any:
+    def one(x: Any) -> jax.Array:
+        dtype = jnp.promote_types(jnp.result_type(x), jnp.float32)
+        return jnp.asarray(x, dtype) * loss_scale.astype(dtype)
+
+    return jax.tree.map(one, tree)
+
+
+def unscale(state: ScalerState, tree: Tree) -> Tree:
+    """Divides gradients by the loss scale; differentiable, so that gradient penalties can use it.
+
+    `x.astype(wide) * (1 / loss_scale)`, where `wide` is float32 for float16 and float8 leaves, which could not hold
+    the small values that scaling has rescued, and the leaf's own dtype otherwise.
+
+    Args:
+      state: the scaler with which the loss was scaled: the one before `update`.
+      tree: pytree of gradients. Leaves of other than inexact dtypes and None come back as they are.
+
+    Returns:
+      The tree of unscaled gradients. With `disabled()` the tree itself.
+
+    Raises:
+      TypeError: `state` is not a `ScalerState`.
+      ValueError: `state` is a batch of scalers outside `jax.vmap`.
+
+    >>> from jmpscale import dynamic
+    >>> unscale(dynamic(2.0**16), {"w": jnp.float16(2.0), "step": 3})
+    {'step': 3, 'w': Array(3.0517578e-05, dtype=float32)}
+    """
+    require_one_scaler(state)
+    if state.config.mode == "disabled":
+        return tree
+    leaves, treedef = jax.tree.flatten(tree)
+    # Only what is to be divided goes through jit, which would turn float0 into bool and refuse Python objects.
+    divided = iter(_unscale(state.loss_scale, [x for x in leaves if is_inexact(x)]))
+    return jax.tree.unflatten(treedef, [next(divided) if is_inexact(x) else x for x in leaves])
+
+
+@jax.jit
+def _unscale(loss_scale: jax.Array, leaves: list[Any]) -> list[jax.Array]:
+    def one(x: Any) -> jax.Array:
+        dtype = unscaled_dtype(jnp.result_type(x))
+        # A bfloat16 leaf is multiplied in float32 and rounded once; a complex one by a real number, part by part,
+        # since inf * (r + 0j) is NaN.
+        wide = jnp.promote_types(jnp.finfo(dtype).dtype, jnp.float32)
+        inverse = 1 / loss_scale.astype(wide)
+        if jnp.issubdtype(dtype, np.complexfloating):
+            return jax.lax.complex(jnp.real(x) * inverse, jnp.imag(x) * inverse)
+        return (jnp.asarray(x, wide) * inverse).astype(dtype)
+
+    return [one(x) for x in leaves]
+
+
+def unscaled_dtype(dtype: Any) -> Any:
+    """Returns the dtype of an unscaled gradient: float32 for float16 and narrower, else the dtype itself."""
+    narrow = jnp.finfo(dtype).bits <= 16 and dtype != jnp.bfloat16
+    return jnp.dtype(jnp.float32) if narrow else jnp.dtype(dtype)
+
+
+def unscale_and_check(state: ScalerState, grads: Tree, *, axis_name: AxisName = None) -> tuple[Tree, jax.Array]:
+    """Divides gradients by the loss scale and tells whether all of them are finite, on every device.
+
+    The unscaled values are the ones checked: with a scale below 1 finite gradients can become infinite.
+
+    Args:
+      state: the scaler with which the loss was scaled: the one before `update`.
+      grads: pytree of gradients, as in `unscale`.
+      axis_name: the mapped axes over which to agree, where JAX's types do not tell; see `all_finite`.
+
+    Returns:
+      The unscaled gradients, and `finite`, bool[]: apply the step if it is true (`apply_if`), and give it to `update`
+      either way. With `disabled()` the gradients themselves and True.
+
+    Raises:
+      TypeError: `state` is not a `ScalerState`, or gradients are partial sums.
+      ValueError: `state` is a batch of scalers outside `jax.vmap`, or an axis is not mapped here.
+
+    >>> from jmpscale import dynamic
+    >>> grads, finite = unscale_and_check(dynamic(4.0), jnp.array([8.0, jnp.inf]))
+    >>> grads, bool(finite)
+    (Array([ 2., inf], dtype=float32), False)
+    """
+    require_one_scaler(state)
+    if state.config.mode == "disabled":
+        return grads, jnp.array(True)
+    grads = unscale(state, grads)
+    return grads, all_finite(grads, axis_name=axis_name)
+
+
+def update(state: ScalerState, finite: Any, *, loss: Any = None, axis_name: AxisName = None) -> ScalerState:
+    """Adapts the loss scale to the outcome of one step.
+
+    After `growth_interval` finite steps in a row the scale grows, after an overflow it backs off, within its limits.
+    If the loss itself is not finite the step only counts as skipped: no scale cures a forward pass.
+
+    Args:
+      state: the scaler before the step.
+      finite: bool[], from `unscale_and_check`.
+      loss: the unscaled loss (any shape, or a pytree), to tell an overflow from a failed forward pass. It explains a
+        skip and never causes one. It must not depend on the scale: leave out a penalty made of scaled gradients.
+      axis_name: the mapped axes over which to agree, where JAX's types do not tell; see `all_finite`.
+
+    Returns:
+      The scaler for the next step.
+
+    Raises:
+      TypeError: `state` is not a `ScalerState`, or `finite` is not a boolean.
+      ValueError: `state` is a batch of scalers outside `jax.vmap`, `finite` is not a scalar, or an axis is not
+        mapped here.
+
+    >>> from jmpscale import dynamic
+    >>> state = update(dynamic(1024.0), False)
+    >>> float(state.loss_scale), int(state.skipped)
+    (512.0, 1)
+
+    The rule is that of `torch.amp.GradScaler` (PyTorch 2.13) with limits; hysteresis as in Megatron-LM
+    (`refill="growth"`) or apex (`refill="finite"`).
+    """
+    require_one_scaler(state)
+    return adapt(state, *agree_on_outcome(require_flag(finite), loss, axis_name))
+
+
+def agree_on_outcome(finite: jax.Array, loss: Any, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
+    """Returns whether the gradients and the loss are finite on all devices, as two flags from one collective."""
+    if loss is None:
+        return agree(finite, axis_name), jnp.array(True)
+    outcome = agree(jnp.stack([finite, all_finite(loss, axis_name=())]), axis_name)
+    return outcome[0], outcome[1]
+
+
+def adapt(state: ScalerState, finite: jax.Array, loss_finite: jax.Array) -> ScalerState:
+    """Applies the rule to flags on which the devices agree already."""
+    return state if state.config.mode == "disabled" else _adapt(state, finite, loss_finite)
+
+
+@jax.jit
+def _adapt(state: ScalerState, finite: jax.Array, loss_finite: jax.Array) -> ScalerState:
+    def choose(if_finite: jax.Array, if_loss: jax.Array, if_overflow: jax.Array) -> jax.Array:
+        return jnp.where(finite, if_finite, jnp.where(loss_finite, if_overflow, if_loss))
+
+    after_skip = state._replace(skipped=_increment(state.skipped), skipped_in_a_row=_increment(state.skipped_in_a_row))
+    after_bad_loss = after_skip._replace(last_skip=jnp.full_like(state.last_skip, 2))
+    return jax.tree.map(choose, _after_finite(state), after_bad_loss, _after_overflow(after_skip))
+
+
+def _after_finite(state: ScalerState) -> ScalerState:
+    config = state.config
+    state = state._replace(
+        good_steps=_increment(state.good_steps), skipped_in_a_row=jnp.zeros_like(state.skipped_in_a_row)
+    )
+    if config.mode == "static":
+        return state
+    grow = state.good_steps >= config.growth_interval
+    full = jnp.full_like(state.hysteresis_left, config.hysteresis)
+    grown = jnp.minimum(state.loss_scale * config.growth_factor, config.max_scale)
+    return state._replace(
+        loss_scale=jnp.where(grow, grown, state.loss_scale),
+        good_steps=jnp.where(grow, 0, state.good_steps),
+        hysteresis_left=full if config.refill == "finite" else jnp.where(grow, full, state.hysteresis_left),
+    )
+
+
+def _after_overflow(state: ScalerState) -> ScalerState:
+    config = state.config
+    state = state._replace(good_steps=jnp.zeros_like(state.good_steps), last_skip=jnp.full_like(state.last_skip, 1))
+    if config.mode == "static":
+        return state
+    left = jnp.maximum(state.hysteresis_left - 1, 0)
+    reduced = jnp.maximum(state.loss_scale * config.backoff_factor, config.min_scale)
+    return state._replace(loss_scale=jnp.where(left == 0, reduced, state.loss_scale), hysteresis_left=left)
+
+
+def _increment(counter: jax.Array) -> jax.Array:
+    return jnp.where(counter < COUNTER_LIMIT, counter + 1, counter)
+
+
+def require_one_scaler(state: Any) -> None:
+    """Raises unless `state` is a single scaler: a batch would broadcast along the wrong axis in silence."""
+    if not isinstance(state, ScalerState):
+        raise TypeError(
+            f"state must be a ScalerState, got {type(state).__name__}. The scaler comes first, made by "
+            "jmpscale.dynamic, static or disabled; jmpscale.get_scaler finds it in an optimizer state."
+        )
+    if (shape := jnp.shape(state.loss_scale)) != ():
+        raise ValueError(
+            f"state must hold one scaler, got a batch with loss_scale of shape {shape}. Call this under jax.vmap."
+        )
+
+
+def require_flag(finite: Any) -> jax.Array:
+    """Returns `finite` as bool[], or raises if it is something else."""
+    if getattr(finite, "dtype", type(finite)) != bool:
+        raise TypeError(
+            f"finite must be a boolean, got {_describe(finite)}. Pass the flag from unscale_and_check or all_finite."
+        )
+    if (shape := jnp.shape(finite)) != ():
+        raise ValueError(f"finite must be a scalar, got shape {shape}. Combine with .all(), or call under jax.vmap.")
+    return jnp.asarray(finite)
+
+
+def _describe(leaf: Any) -> str:
+    dtype = getattr(leaf, "dtype", None)
+    return repr(leaf) if dtype is None else f"{dtype}{list(leaf.shape)}"

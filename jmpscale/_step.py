@@ -1,0 +1,160 @@
+"""One training step: take scaled gradients, and let the step happen or not happen, whole.
+
+Whatever goes through `apply_if` is identical bit for bit after a skipped step.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, TypeVarTuple, overload
+
+import jax
+import numpy as np
+
+from jmpscale._finite import AxisName
+from jmpscale._scaling import require_flag, require_one_scaler, scale, unscale_and_check
+from jmpscale._state import ScalerState
+
+Carry = TypeVar("Carry")
+Carries = TypeVarTuple("Carries")
+
+
+@overload
+def apply_if(finite: Any, fn: Callable[[Carry], Carry], carry: Carry, /) -> Carry: ...
+@overload
+def apply_if(finite: Any, fn: Callable[[*Carries], tuple[*Carries]], /, *carry: *Carries) -> tuple[*Carries]: ...
+def apply_if(finite: Any, fn: Callable[..., Any], /, *carry: Any) -> Any:
+    """Takes a step if the gradients were finite, else leaves everything as it was, bit for bit.
+
+    `fn(*carry) if finite else carry`, in one branch, so that a skipped step costs nothing.
+
+    Args:
+      finite: bool[], from `unscale_and_check`; combine it with a predicate of your own as you like.
+      fn: takes the carry and returns it changed, with the same structure, shapes and dtypes. Put all that a skipped
+        step must not move in the carry: parameters, optimizer state, averages, batch statistics, step counts.
+      *carry: pytrees. Leaves that are not arrays (functions, strings) go around the branch and must not change.
+
+    Returns:
+      The new carry: one value for one carry, a tuple for several.
+
+    Raises:
+      TypeError: `finite` is not a boolean, there is no carry, or `fn` changes a structure, shape or dtype.
+      ValueError: `finite` is not a scalar.
+
+    >>> import jax.numpy as jnp
+    >>> apply_if(jnp.array(False), lambda w, n: (w / 0, n + 1), jnp.array(2.0), jnp.array(5))
+    (Array(2., dtype=float32, weak_type=True), Array(5, dtype=int32, weak_type=True))
+    """
+    flag = require_flag(finite)
+    if not carry:
+        raise TypeError("apply_if needs at least one carry after fn: the values that fn changes and a skip keeps.")
+    leaves, treedef = jax.tree.flatten(carry)
+    arrays = [x for x in leaves if _is_array(x)]
+
+    def step(arrays: list[Any]) -> list[Any]:
+        source = iter(arrays)
+        before = jax.tree.unflatten(treedef, [next(source) if _is_array(x) else x for x in leaves])
+        out = fn(*before)
+        after = (out,) if len(carry) == 1 else out
+        _require_same(before, after)
+        return [x for x in jax.tree.leaves(after) if _is_array(x)]
+
+    def skip(arrays: list[Any]) -> list[Any]:
+        return arrays
+
+    chosen = iter(jax.lax.cond(flag, step, skip, arrays))
+    result = jax.tree.unflatten(treedef, [next(chosen) if _is_array(x) else x for x in leaves])
+    return result[0] if len(carry) == 1 else result
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
+
+
+def _require_same(before: tuple[Any, ...], after: Any) -> None:
+    """Raises, naming the first place that differs, unless `fn` returned what it was given, other values aside."""
+    old, old_def = jax.tree_util.tree_flatten_with_path(before)
+    new, new_def = jax.tree_util.tree_flatten_with_path(after)
+    for (path, x), (other, y) in zip(old, new, strict=False):
+        if path != other:
+            break
+        if (was := _kind(x)) != (now := _kind(y)):
+            raise TypeError(
+                f"fn must return its carry with the same shapes and dtypes, but carry{jax.tree_util.keystr(path)} "
+                f"went in as {was} and came out as {now}. With parameters in float16 the unscaled gradients are "
+                "float32: initialise the optimizer with parameters in float32 (tx.init on float32 copies) and let "
+                "optax.apply_updates cast back; elsewhere cast with .astype in fn."
+            )
+    if old_def != new_def:
+        paths = [jax.tree_util.keystr(path) for path, _ in old], [jax.tree_util.keystr(path) for path, _ in new]
+        differing = [path for path in paths[0] + paths[1] if (path in paths[0]) != (path in paths[1])]
+        place = f"carry{differing[0]} is only in {'the input' if differing[0] in paths[0] else 'the output'}"
+        raise TypeError(
+            f"fn must return its carry with the same structure, in the same order, but {place if differing else ''}"
+            f"{'' if differing else 'the containers differ'}: got {new_def} for {old_def}. Return exactly the values "
+            "that fn was given, changed."
+        )
+
+
+def _kind(leaf: Any) -> str:
+    if not _is_array(leaf):
+        return repr(leaf)
+    aval = jax.typeof(leaf)
+    return f"{aval.dtype}{list(aval.shape)}"
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    axis_name: AxisName = None,
+) -> Callable[..., tuple[Any, Any, jax.Array]]:
+    """Makes a function that returns the loss, its unscaled gradients, and whether these are finite.
+
+    Like `jax.value_and_grad`, but the result takes a scaler before `fun`'s own arguments, and the backward pass runs
+    on the scaled loss.
+
+    Args:
+      fun: returns a scalar floating-point loss, or a pair of it and auxiliary data if `has_aux`.
+      argnums: which of `fun`'s own positional arguments to differentiate with respect to.
+      has_aux: whether `fun` returns a pair.
+      axis_name: the mapped axes over which to agree, where JAX's types do not tell; see `all_finite`.
+
+    Returns:
+      `f(state, *args, **kwargs) -> (value, grads, finite)`, or `((value, aux), grads, finite)` with `has_aux`. The
+      value is `fun`'s own, bit for bit, never scaled. `grads` and `finite` are as from `unscale_and_check`.
+
+    Raises:
+      TypeError: as `jax.value_and_grad` does, and as `unscale_and_check` does.
+      ValueError: likewise.
+
+    >>> from jmpscale import dynamic
+    >>> loss, grad, finite = value_and_grad(lambda w, x: (w * x) ** 2)(dynamic(), 3.0, 2.0)
+    >>> float(loss), float(grad), bool(finite)
+    (36.0, 24.0, True)
+    """
+    jax.value_and_grad(fun, argnums, has_aux)  # raises for a bad fun or argnums now, as JAX does, and not when called
+
+    @functools.wraps(fun)
+    def value_and_grad_of_fun(state: ScalerState, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, jax.Array]:
+        require_one_scaler(state)
+
+        def scaled(*args: Any, **kwargs: Any) -> Any:
+            out = fun(*args, **kwargs)
+            if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+                return out  # not a pair: JAX's own error says so
+            value = out[0] if has_aux else out
+            return _scale_loss(state, value), out
+
+        (_, out), grads = jax.value_and_grad(scaled, argnums, has_aux=True)(*args, **kwargs)
+        grads, finite = unscale_and_check(state, grads, axis_name=axis_name)
+        return out, grads, finite
+
+    return value_and_grad_of_fun
+
+
+def _scale_loss(state: ScalerState, value: Any) -> Any:
+    """Scales a loss; leaves what is no real scalar to JAX, whose error says what is wrong with it."""
+    aval = jax.typeof(value) if _is_array(value) else None
+    is_loss = aval is not None and aval.shape == () and jax.numpy.issubdtype(aval.dtype, np.floating)
+    return scale(state, value) if is_loss else value
