@@ -1,7 +1,7 @@
 """Other people's formats: the state dict of `torch.amp.GradScaler`. All is checked before anything is made."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -67,7 +67,7 @@ def from_torch_state_dict(
     >>> float(state.loss_scale), state.config.growth_interval
     (1024.0, 100)
     """
-    if not isinstance(mapping, Mapping):
+    if not isinstance(cast(object, mapping), Mapping):
         raise TypeError(f"mapping must be the result of GradScaler.state_dict(), got {type(mapping).__name__}.")
     if not mapping:
         raise ValueError("mapping is empty: it was saved by a disabled scaler. Start afresh with dynamic().")

@@ -5,14 +5,14 @@ comes from a maximum (on CPU, XLA's reduce-max drops NaN from arrays of 4,096 el
 values may add up to infinity), but from a test of each element.
 """
 
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-AxisName = Hashable | tuple[Hashable, ...] | None
+AxisName = str | tuple[str, ...] | Hashable | None
 
 
 def all_finite(tree: Any, *, axis_name: AxisName = None) -> jax.Array:
@@ -36,8 +36,10 @@ def all_finite(tree: Any, *, axis_name: AxisName = None) -> jax.Array:
     >>> bool(all_finite(tree)), bool(all_finite(tree | {"b": jnp.array([0.0, jnp.nan])}))
     (True, False)
     """
-    _refuse_partial_sums(tree)
-    return agree(_finite_here([x for x in jax.tree.leaves(tree) if is_inexact(x)]), axis_name)
+    leaves, _ = partition(tree, is_inexact)
+    if any(map(_partial_sum_axes, leaves)):
+        _refuse_partial_sums(tree)
+    return agree(cast(jax.Array, _finite_here(leaves)), axis_name)
 
 
 @jax.jit
@@ -49,8 +51,27 @@ def _finite_here(leaves: list[Any]) -> jax.Array:
 
 def is_inexact(leaf: Any) -> bool:
     """Tells whether a leaf holds floating-point or complex numbers: those that can be scaled, and can overflow."""
-    dtype = getattr(leaf, "dtype", None)
+    dtype: Any = getattr(leaf, "dtype", None)
     return isinstance(leaf, (float, complex)) if dtype is None else jnp.issubdtype(dtype, np.inexact)
+
+
+def partition(
+    tree: Any, chosen: Callable[[Any], bool], is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
+    """Returns the chosen leaves of a tree, and a function that builds the tree with others in their place."""
+    leaves, treedef = cast(tuple[list[Any], Any], jax.tree.flatten(tree, is_leaf))
+
+    def rebuild(replacements: Iterable[Any]) -> Any:
+        source = iter(replacements)
+        return jax.tree.unflatten(treedef, [next(source) if chosen(x) else x for x in leaves])
+
+    return [x for x in leaves if chosen(x)], rebuild
+
+
+def named_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Yields each leaf after its path, written as Python code: `['w'][0]`."""
+    leaves = cast(list[tuple[Any, Any]], jax.tree_util.tree_leaves_with_path(tree))
+    return ((jax.tree_util.keystr(path), leaf) for path, leaf in leaves)
 
 
 def agree(flags: jax.Array, axis_name: AxisName = None) -> jax.Array:
@@ -71,7 +92,7 @@ def _axes_to_reduce(flags: jax.Array, axis_name: AxisName) -> tuple[Any, ...]:
     varying = varying_axes(flags)
     if axis_name is None:
         return tuple(sorted(varying))
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    names = cast(tuple[Any, ...], axis_name if isinstance(axis_name, tuple) else (axis_name,))
     # Along a typed axis the device's own index varies. A value that does not is equal on all devices already, and
     # JAX may refuse to reduce it. Along an untyped axis nothing is known to vary, so only a collective can tell.
     return tuple(name for name in names if name in varying or not varying_axes(_axis_index(name)))
@@ -104,10 +125,10 @@ def _partial_sum_axes(x: Any) -> frozenset[str]:
 
 
 def _refuse_partial_sums(tree: Any) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    for path, leaf in named_leaves(tree):
         if is_inexact(leaf) and (axes := _partial_sum_axes(leaf)):
             raise TypeError(
-                f"the leaf at tree{jax.tree_util.keystr(path)} is a partial sum over the mesh axes {sorted(axes)}: its "
+                f"the leaf at tree{path} is a partial sum over the mesh axes {sorted(axes)}: its "
                 "shards have yet to be added, so whether it is finite is not known. Reduce it first, with "
                 "jax.lax.psum under jax.shard_map or jax.sharding.reshard under jax.jit."
             )

@@ -4,13 +4,13 @@ On a skipped step the updates are zeros, and nothing of the inner transformation
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jmpscale._finite import AxisName, all_finite, is_inexact
+from jmpscale._finite import AxisName, all_finite, is_inexact, partition
 from jmpscale._scaling import adapt, agree_on_outcome, require_one_scaler, unscale, unscaled_dtype
 from jmpscale._state import ScalerState, dynamic
 
@@ -87,7 +87,7 @@ def with_loss_scaling(
         updates, inner_state = _step_or_zeros(finite, step, grads, state.inner_state, _widen(params))
         return updates, LossScalingState(adapt(state.scaler, finite, loss_finite), inner_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(cast(Any, init), cast(Any, update))
 
 
 def _is_off(scaler: ScalerState) -> bool:
@@ -110,11 +110,15 @@ def _step_or_zeros(finite: jax.Array, step: Callable[..., Any], grads: Any, inne
     updates, _ = jax.eval_shape(step, grads, inner_state, params)
 
     def skip(_: Any, inner_state: Any, __: Any) -> Any:
-        # full_like takes over the sharding and the varying axes too, without which the branches would not match.
-        # The zeros are negative, since x + -0.0 keeps every x, where -0.0 + 0.0 is 0.0.
-        return jax.tree.map(lambda x: jax.lax.full_like(x, -0.0 if is_inexact(x) else 0), updates), inner_state
+        return jax.tree.map(_zeros, updates), inner_state
 
-    return jax.lax.cond(finite, step, skip, grads, inner_state, params)
+    return cast(Any, jax.lax.cond(finite, step, skip, grads, inner_state, params))
+
+
+def _zeros(like: Any) -> jax.Array:
+    # full_like takes over the sharding and the varying axes too, without which the branches would not match. The
+    # zeros are negative, since x + -0.0 keeps every x, where -0.0 + 0.0 is 0.0.
+    return jax.lax.full_like(like, -0.0 if is_inexact(like) else 0)
 
 
 def get_scaler(tree: Any) -> ScalerState:
@@ -158,10 +162,11 @@ def replace_scaler(tree: Tree, scaler: ScalerState) -> Tree:
     old = _only_scaler(tree)
 
     def wrap(was: Any, now: Any) -> Any:
-        return jax.tree.unflatten(jax.tree.structure(was), [now])
+        return jax.tree.unflatten(cast(Any, jax.tree.structure(was)), [now])
 
     new = scaler._replace(**{name: wrap(getattr(old, name), getattr(scaler, name)) for name in _ARRAYS})
-    return jax.tree.map(lambda x: new if _is_scaler(x) else x, tree, is_leaf=_is_scaler)
+    _, rebuild = partition(tree, _is_scaler, is_leaf=_is_scaler)
+    return rebuild([new])
 
 
 def _is_scaler(x: Any) -> bool:
@@ -169,7 +174,7 @@ def _is_scaler(x: Any) -> bool:
 
 
 def _only_scaler(tree: Any) -> ScalerState:
-    found = [x for x in jax.tree.leaves(tree, is_leaf=_is_scaler) if _is_scaler(x)]
+    found, _ = partition(tree, _is_scaler, is_leaf=_is_scaler)
     if len(found) != 1:
         raise ValueError(
             f"tree must contain exactly one ScalerState, found {len(found)} in a {type(tree).__name__}. "

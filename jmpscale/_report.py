@@ -1,10 +1,10 @@
 """Looking at a scaler, never deciding: what to log, and when to give up."""
 
 import jax
-import numpy as np
+import jax.core
 
-from jmpscale._scaling import require_one_scaler
-from jmpscale._state import ScalerState
+from jmpscale._scaling import require_one_scaler, require_scaler
+from jmpscale._state import ScalerState, count
 
 _CAUSES = {
     0: "No skip has been recorded",
@@ -30,8 +30,7 @@ def metrics(state: ScalerState) -> dict[str, jax.Array]:
     >>> {name: float(value) for name, value in metrics(dynamic(8.0)).items() if "scale" in name}
     {'loss_scale': 8.0}
     """
-    if not isinstance(state, ScalerState):
-        require_one_scaler(state)
+    require_scaler(state)
     return {name: value for name, value in state._asdict().items() if name != "config"}
 
 
@@ -54,13 +53,10 @@ def raise_if_stuck(state: ScalerState, *, max_skips_in_a_row: int) -> None:
     >>> raise_if_stuck(dynamic(), max_skips_in_a_row=20)
     """
     require_one_scaler(state)
-    if isinstance(max_skips_in_a_row, bool) or not isinstance(max_skips_in_a_row, (int, np.integer)):
-        raise TypeError(f"max_skips_in_a_row must be an integer, got {max_skips_in_a_row!r}. Pass a number of steps.")
-    if max_skips_in_a_row < 1:
-        raise ValueError(f"max_skips_in_a_row must be at least 1, got {max_skips_in_a_row}. 20 is a good start.")
+    allowed = count("max_skips_in_a_row", max_skips_in_a_row)
     if isinstance(state.skipped_in_a_row, jax.core.Tracer):
         raise TypeError("raise_if_stuck reads the state and so cannot run inside jax.jit. Call it between two steps.")
-    if int(state.skipped_in_a_row) > max_skips_in_a_row:
+    if int(state.skipped_in_a_row) > allowed:
         raise FloatingPointError(_diagnosis(state))
 
 

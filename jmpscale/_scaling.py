@@ -5,13 +5,13 @@ structure, dtypes, weak types and shardings of the state that went in, so it is 
 causes a second compilation.
 """
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpscale._finite import AxisName, agree, all_finite, is_inexact
+from jmpscale._finite import AxisName, agree, all_finite, is_inexact, named_leaves, partition
 from jmpscale._state import COUNTER_LIMIT, ScalerState
 
 Tree = TypeVar("Tree")
@@ -41,13 +41,13 @@ def scale(state: ScalerState, tree: Tree) -> Tree:
     require_one_scaler(state)
     if state.config.mode == "disabled":
         return tree
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    for path, leaf in named_leaves(tree):
         if not (is_inexact(leaf) and not jnp.iscomplexobj(leaf)):
             raise TypeError(
-                f"scale takes losses of a floating-point dtype, got {_describe(leaf)} at tree{jax.tree_util.keystr(path)}. "
+                f"scale takes losses of a floating-point dtype, got {_describe(leaf)} at tree{path}. "
                 "Pass only the losses, or convert with .astype(jnp.float32)."
             )
-    return _scale(state.loss_scale, tree)
+    return cast(Tree, _scale(state.loss_scale, tree))
 
 
 @jax.jit
@@ -83,10 +83,9 @@ def unscale(state: ScalerState, tree: Tree) -> Tree:
     require_one_scaler(state)
     if state.config.mode == "disabled":
         return tree
-    leaves, treedef = jax.tree.flatten(tree)
     # Only what is to be divided goes through jit, which would turn float0 into bool and refuse Python objects.
-    divided = iter(_unscale(state.loss_scale, [x for x in leaves if is_inexact(x)]))
-    return jax.tree.unflatten(treedef, [next(divided) if is_inexact(x) else x for x in leaves])
+    leaves, rebuild = partition(tree, is_inexact)
+    return rebuild(cast(list[jax.Array], _unscale(state.loss_scale, leaves)))
 
 
 @jax.jit
@@ -95,7 +94,7 @@ def _unscale(loss_scale: jax.Array, leaves: list[Any]) -> list[jax.Array]:
         dtype = unscaled_dtype(jnp.result_type(x))
         # A bfloat16 leaf is multiplied in float32 and rounded once; a complex one by a real number, part by part,
         # since inf * (r + 0j) is NaN.
-        wide = jnp.promote_types(jnp.finfo(dtype).dtype, jnp.float32)
+        wide = jnp.promote_types(_finfo(dtype).dtype, jnp.float32)
         inverse = 1 / loss_scale.astype(wide)
         if jnp.issubdtype(dtype, np.complexfloating):
             return jax.lax.complex(jnp.real(x) * inverse, jnp.imag(x) * inverse)
@@ -106,8 +105,12 @@ def _unscale(loss_scale: jax.Array, leaves: list[Any]) -> list[jax.Array]:
 
 def unscaled_dtype(dtype: Any) -> Any:
     """Returns the dtype of an unscaled gradient: float32 for float16 and narrower, else the dtype itself."""
-    narrow = jnp.finfo(dtype).bits <= 16 and dtype != jnp.bfloat16
-    return jnp.dtype(jnp.float32) if narrow else jnp.dtype(dtype)
+    narrow = _finfo(dtype).bits <= 16 and dtype != jnp.bfloat16
+    return np.dtype(np.float32) if narrow else np.dtype(dtype)
+
+
+def _finfo(dtype: Any) -> Any:
+    return cast(Any, jnp.finfo(dtype))
 
 
 def unscale_and_check(state: ScalerState, grads: Tree, *, axis_name: AxisName = None) -> tuple[Tree, jax.Array]:
@@ -183,7 +186,9 @@ def agree_on_outcome(finite: jax.Array, loss: Any, axis_name: AxisName) -> tuple
 
 def adapt(state: ScalerState, finite: jax.Array, loss_finite: jax.Array) -> ScalerState:
     """Applies the rule to flags on which the devices agree already."""
-    return state if state.config.mode == "disabled" else _adapt(state, finite, loss_finite)
+    if state.config.mode == "disabled":
+        return state
+    return cast(ScalerState, _adapt(state, finite, loss_finite))
 
 
 @jax.jit
@@ -229,20 +234,26 @@ def _increment(counter: jax.Array) -> jax.Array:
 
 def require_one_scaler(state: Any) -> None:
     """Raises unless `state` is a single scaler: a batch would broadcast along the wrong axis in silence."""
-    if not isinstance(state, ScalerState):
-        raise TypeError(
-            f"state must be a ScalerState, got {type(state).__name__}. The scaler comes first, made by "
-            "jmpscale.dynamic, static or disabled; jmpscale.get_scaler finds it in an optimizer state."
-        )
+    require_scaler(state)
     if (shape := jnp.shape(state.loss_scale)) != ():
         raise ValueError(
             f"state must hold one scaler, got a batch with loss_scale of shape {shape}. Call this under jax.vmap."
         )
 
 
+def require_scaler(state: Any) -> None:
+    """Raises unless `state` is a scaler, or a batch of them."""
+    if not isinstance(state, ScalerState):
+        raise TypeError(
+            f"state must be a ScalerState, got {type(state).__name__}. The scaler comes first, made by "
+            "jmpscale.dynamic, static or disabled; jmpscale.get_scaler finds it in an optimizer state."
+        )
+
+
 def require_flag(finite: Any) -> jax.Array:
     """Returns `finite` as bool[], or raises if it is something else."""
-    if getattr(finite, "dtype", type(finite)) != bool:
+    dtype: Any = getattr(finite, "dtype", bool if isinstance(finite, bool) else None)
+    if dtype is None or dtype != np.dtype(bool):
         raise TypeError(
             f"finite must be a boolean, got {_describe(finite)}. Pass the flag from unscale_and_check or all_finite."
         )
@@ -252,5 +263,5 @@ def require_flag(finite: Any) -> jax.Array:
 
 
 def _describe(leaf: Any) -> str:
-    dtype = getattr(leaf, "dtype", None)
+    dtype: Any = getattr(leaf, "dtype", None)
     return repr(leaf) if dtype is None else f"{dtype}{list(leaf.shape)}"

@@ -8,9 +8,11 @@ import dataclasses
 import json
 import math
 import sys
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 
@@ -25,10 +27,13 @@ LARGEST_SCALE = 2.0**126
 COUNTER_LIMIT = int(np.iinfo(np.int32).max)
 
 
+def _unboxed(value: Any) -> object:
+    return cast(object, value.item()) if isinstance(value, np.generic) else value
+
+
 def _number(name: str, value: object) -> float:
     """Returns `value` as a Python float, or says why it is none."""
-    if isinstance(value, np.generic):
-        value = value.item()
+    value = _unboxed(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(
             f"{name} must be a Python number, got {value!r} of type {type(value).__name__}. Settings are compiled "
@@ -43,10 +48,9 @@ def _number(name: str, value: object) -> float:
     return number
 
 
-def _count(name: str, value: object) -> int:
+def count(name: str, value: object) -> int:
     """Returns `value` as a Python int of at least 1 that fits a 32-bit counter, or says why it does not."""
-    if isinstance(value, np.generic):
-        value = value.item()
+    value = _unboxed(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}. Use int({name}).")
     if not 1 <= value <= COUNTER_LIMIT:
@@ -110,8 +114,8 @@ class ScalerConfig:
         numbers = {
             "growth_factor": _number("growth_factor", self.growth_factor),
             "backoff_factor": _number("backoff_factor", self.backoff_factor),
-            "growth_interval": _count("growth_interval", self.growth_interval),
-            "hysteresis": _count("hysteresis", self.hysteresis),
+            "growth_interval": count("growth_interval", self.growth_interval),
+            "hysteresis": count("hysteresis", self.hysteresis),
             "min_scale": _within("min_scale", self.min_scale, SMALLEST_SCALE, LARGEST_SCALE, _SCALE_REMEDY),
             "max_scale": _within("max_scale", self.max_scale, SMALLEST_SCALE, LARGEST_SCALE, _SCALE_REMEDY),
         }
@@ -278,8 +282,9 @@ def _register_with_export() -> None:
     def from_bytes(data: bytes) -> ScalerConfig:
         return ScalerConfig(**json.loads(data))
 
-    def only_the_config(config: ScalerConfig, _: Any) -> ScalerConfig:
-        return config
+    def only_the_config(aux_data: Any, children: Sequence[Any]) -> ScalerConfig:
+        del children
+        return cast(ScalerConfig, aux_data)
 
     jax.export.register_namedtuple_serialization(ScalerState, serialized_name="jmpscale.ScalerState")
     jax.export.register_pytree_node_serialization(
@@ -292,3 +297,4 @@ def _register_with_export() -> None:
 
 
 _register_with_flax()
+_register_with_export()

@@ -5,12 +5,13 @@ Whatever goes through `apply_if` is identical bit for bit after a skipped step.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, TypeVarTuple, overload
+from typing import Any, TypeVar, TypeVarTuple, cast, overload
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jmpscale._finite import AxisName
+from jmpscale._finite import AxisName, named_leaves, partition
 from jmpscale._scaling import require_flag, require_one_scaler, scale, unscale_and_check
 from jmpscale._state import ScalerState
 
@@ -40,29 +41,25 @@ def apply_if(finite: Any, fn: Callable[..., Any], /, *carry: Any) -> Any:
       TypeError: `finite` is not a boolean, there is no carry, or `fn` changes a structure, shape or dtype.
       ValueError: `finite` is not a scalar.
 
-    >>> import jax.numpy as jnp
     >>> apply_if(jnp.array(False), lambda w, n: (w / 0, n + 1), jnp.array(2.0), jnp.array(5))
     (Array(2., dtype=float32, weak_type=True), Array(5, dtype=int32, weak_type=True))
     """
     flag = require_flag(finite)
     if not carry:
         raise TypeError("apply_if needs at least one carry after fn: the values that fn changes and a skip keeps.")
-    leaves, treedef = jax.tree.flatten(carry)
-    arrays = [x for x in leaves if _is_array(x)]
+    arrays, rebuild = partition(carry, _is_array)
 
     def step(arrays: list[Any]) -> list[Any]:
-        source = iter(arrays)
-        before = jax.tree.unflatten(treedef, [next(source) if _is_array(x) else x for x in leaves])
+        before = rebuild(arrays)
         out = fn(*before)
         after = (out,) if len(carry) == 1 else out
         _require_same(before, after)
-        return [x for x in jax.tree.leaves(after) if _is_array(x)]
+        return partition(after, _is_array)[0]
 
     def skip(arrays: list[Any]) -> list[Any]:
         return arrays
 
-    chosen = iter(jax.lax.cond(flag, step, skip, arrays))
-    result = jax.tree.unflatten(treedef, [next(chosen) if _is_array(x) else x for x in leaves])
+    result = rebuild(cast(list[Any], jax.lax.cond(flag, step, skip, arrays)))
     return result[0] if len(carry) == 1 else result
 
 
@@ -72,33 +69,30 @@ def _is_array(leaf: Any) -> bool:
 
 def _require_same(before: tuple[Any, ...], after: Any) -> None:
     """Raises, naming the first place that differs, unless `fn` returned what it was given, other values aside."""
-    old, old_def = jax.tree_util.tree_flatten_with_path(before)
-    new, new_def = jax.tree_util.tree_flatten_with_path(after)
-    for (path, x), (other, y) in zip(old, new, strict=False):
-        if path != other:
-            break
-        if (was := _kind(x)) != (now := _kind(y)):
+    old, new = dict(named_leaves(before)), dict(named_leaves(after))
+    structures = cast(tuple[Any, Any], (jax.tree.structure(before), jax.tree.structure(after)))
+    if structures[0] != structures[1]:
+        differing = [f"carry{path} is only in its input" for path in old if path not in new]
+        differing += [f"carry{path} is only in its output" for path in new if path not in old]
+        raise TypeError(
+            f"fn must return its carry with the same structure, but {(differing or ['the containers differ'])[0]}: "
+            f"{structures[0]} went in and {structures[1]} came out. Return all that fn was given, changed, in the "
+            "same order."
+        )
+    for path, leaf in old.items():
+        if (was := _kind(leaf)) != (now := _kind(new[path])):
             raise TypeError(
-                f"fn must return its carry with the same shapes and dtypes, but carry{jax.tree_util.keystr(path)} "
+                f"fn must return its carry with the same shapes and dtypes, but carry{path} "
                 f"went in as {was} and came out as {now}. With parameters in float16 the unscaled gradients are "
                 "float32: initialise the optimizer with parameters in float32 (tx.init on float32 copies) and let "
                 "optax.apply_updates cast back; elsewhere cast with .astype in fn."
             )
-    if old_def != new_def:
-        paths = [jax.tree_util.keystr(path) for path, _ in old], [jax.tree_util.keystr(path) for path, _ in new]
-        differing = [path for path in paths[0] + paths[1] if (path in paths[0]) != (path in paths[1])]
-        place = f"carry{differing[0]} is only in {'the input' if differing[0] in paths[0] else 'the output'}"
-        raise TypeError(
-            f"fn must return its carry with the same structure, in the same order, but {place if differing else ''}"
-            f"{'' if differing else 'the containers differ'}: got {new_def} for {old_def}. Return exactly the values "
-            "that fn was given, changed."
-        )
 
 
 def _kind(leaf: Any) -> str:
     if not _is_array(leaf):
         return repr(leaf)
-    aval = jax.typeof(leaf)
+    aval: Any = jax.typeof(leaf)
     return f"{aval.dtype}{list(aval.shape)}"
 
 
@@ -141,10 +135,9 @@ def value_and_grad(
 
         def scaled(*args: Any, **kwargs: Any) -> Any:
             out = fun(*args, **kwargs)
-            if has_aux and not (isinstance(out, tuple) and len(out) == 2):
-                return out  # not a pair: JAX's own error says so
-            value = out[0] if has_aux else out
-            return _scale_loss(state, value), out
+            if has_aux and not (isinstance(out, tuple) and len(cast(tuple[Any, ...], out)) == 2):
+                return cast(Any, out)  # not a pair: JAX's own error says so
+            return _scale_loss(state, out[0] if has_aux else out), out
 
         (_, out), grads = jax.value_and_grad(scaled, argnums, has_aux=True)(*args, **kwargs)
         grads, finite = unscale_and_check(state, grads, axis_name=axis_name)
@@ -155,6 +148,6 @@ def value_and_grad(
 
 def _scale_loss(state: ScalerState, value: Any) -> Any:
     """Scales a loss; leaves what is no real scalar to JAX, whose error says what is wrong with it."""
-    aval = jax.typeof(value) if _is_array(value) else None
-    is_loss = aval is not None and aval.shape == () and jax.numpy.issubdtype(aval.dtype, np.floating)
+    aval: Any = jax.typeof(value) if _is_array(value) else None
+    is_loss = aval is not None and aval.shape == () and jnp.issubdtype(aval.dtype, np.floating)
     return scale(state, value) if is_loss else value

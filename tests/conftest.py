@@ -1,0 +1,45 @@
+"""A strict session: eight simulated devices, no silent promotion of ranks or dtypes, every warning an error."""
+
+import os
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import chex
+import jax
+import pytest
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture(autouse=True)
+def _count_traces_afresh():
+    chex.clear_trace_counter()
+
+
+def _eager(fn):
+    return fn
+
+
+def _jitted(fn):
+    return jax.jit(fn)
+
+
+def _vmapped(fn):
+    """Runs `fn` on a batch of three equal arguments, requires three equal results, and returns one."""
+
+    def batched(*args):
+        stacked = jax.tree.map(lambda x: jax.numpy.stack([jax.numpy.asarray(x)] * 3), args)
+        out = jax.vmap(fn)(*stacked)
+        first, *others = (jax.tree.map(lambda x, i=i: x[i], out) for i in range(3))
+        for other in others:
+            chex.assert_trees_all_equal(first, other)
+        return first
+
+    return batched
+
+
+@pytest.fixture(params=[_eager, _jitted, _vmapped], ids=["eager", "jit", "vmap"])
+def variant(request):
+    """How a function is run: as it is, under `jax.jit`, or under `jax.vmap`."""
+    return request.param
