@@ -17,6 +17,14 @@ def _count_traces_afresh():
     chex.clear_trace_counter()
 
 
+@pytest.fixture
+def x64():
+    """Allows 64-bit numbers during one test."""
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
 def _eager(fn):
     return fn
 

@@ -1,0 +1,138 @@
+"""Is the finiteness check exact, for every dtype, size and place of the bad value?"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import sparse
+
+import jmpscale
+
+FLOATS = [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64]
+FLOAT8 = [jnp.float8_e5m2, jnp.float8_e4m3fn, jnp.float8_e4m3b11fnuz]
+COMPLEX = [jnp.complex64, jnp.complex128]
+SIZES = [1, 7, 4_095, 4_096, 4_097, 1_000_000]
+
+
+@functools.cache
+def _checker():
+    return jax.jit(jmpscale.all_finite)
+
+
+def _bad_values(dtype):
+    values = [np.nan, -np.nan, np.inf, -np.inf]
+    if jnp.dtype(dtype) in map(jnp.dtype, FLOAT8):
+        return [np.nan]  # infinity converts to NaN, or does not exist
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        values += [complex(0, np.nan), complex(0, -np.inf), complex(np.inf, 1)]
+    return values
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [*FLOATS, *FLOAT8, *COMPLEX], ids=lambda d: jnp.dtype(d).name)
+@pytest.mark.usefixtures("x64")
+def test_one_bad_value_first_in_the_middle_or_last_is_seen(dtype, size):
+    good = np.ones(size, dtype)
+    assert _checker()(good)
+    for place in {0, size // 2, size - 1}:
+        for value in _bad_values(dtype):
+            bad = good.copy()
+            bad[place] = value
+            assert not _checker()(bad), (value, place)
+
+
+@pytest.mark.parametrize("size", [4_096, 65_536])
+def test_many_nans_are_seen_where_a_reduce_max_would_lose_them(size):
+    for count in (1, 17, size // 2, size - 1):
+        bad = np.ones(size, np.float32)
+        bad[-count:] = np.nan
+        assert not _checker()(bad), count
+
+
+def test_one_bad_scalar_among_4100_leaves_is_seen():
+    leaves = [np.float32(1)] * 4_100
+    assert _checker()(leaves)
+    for place in (0, 2_050, 4_099):
+        for value in (np.nan, np.inf):
+            bad = list(leaves)
+            bad[place] = np.float32(value)
+            assert not _checker()(bad), (place, value)
+
+
+@pytest.mark.parametrize("length", range(1, 70))
+def test_every_vector_remainder_is_checked(length):
+    good = np.zeros(length, np.float16)
+    assert _checker()(good)
+    for place in range(length):
+        bad = good.copy()
+        bad[place] = np.nan
+        assert not _checker()(bad)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, jnp.bfloat16], ids=lambda d: jnp.dtype(d).name)
+@pytest.mark.usefixtures("x64")
+def test_every_nan_payload_is_seen_and_no_extreme_number_is_taken_for_one(dtype):
+    info = jnp.finfo(dtype)
+    width = {2: np.uint16, 4: np.uint32, 8: np.uint64}[np.dtype(dtype).itemsize]
+    infinity = np.array(np.inf, dtype).view(width)
+    payloads = [1, 2, 1 << (info.nmant - 1), (1 << info.nmant) - 1]
+    sign = width(1) << width(info.bits - 1)
+    for payload in payloads:
+        for bits in (infinity | width(payload), infinity | width(payload) | sign):
+            assert not _checker()(np.array([0, bits], width).view(dtype)), hex(bits)
+    extremes = np.array([info.max, info.min, info.tiny, info.smallest_subnormal, -0.0, 0.0], dtype)
+    assert _checker()(extremes)
+
+
+@pytest.mark.parametrize("values", [[3e38, 3e38], [3e38, -3e38, 3e38, 3e38], [-3e38] * 5_000])
+def test_values_whose_sum_overflows_are_finite(values):
+    assert _checker()(np.array(values, np.float32))
+
+
+@pytest.mark.parametrize("tree", [None, {}, [], (), jnp.zeros((0, 3)), {"a": jnp.zeros(0), "b": None}])
+def test_nothing_is_finite(tree, variant):
+    assert jmpscale.all_finite(tree)
+
+
+def test_leaves_that_cannot_overflow_are_finite():
+    float0 = jax.grad(lambda n: n * 1.0, allow_int=True)(3)
+    tree = [jnp.arange(3), jnp.array(True), jax.random.key(0), float0, "name", jnp.tanh, 3, np.int8(3), 1.5]
+    assert jmpscale.all_finite(tree)
+    assert not jmpscale.all_finite([*tree, float("nan")])
+
+
+def test_bcoo_is_checked_by_its_data():
+    dense = jnp.array([[0.0, 2.0], [jnp.inf, 0.0]])
+    assert not jmpscale.all_finite(sparse.BCOO.fromdense(dense))
+    assert jmpscale.all_finite(sparse.BCOO.fromdense(jnp.where(jnp.isinf(dense), 1.0, dense)))
+
+
+def test_all_variants_agree(variant):
+    check = variant(lambda x: jmpscale.all_finite({"a": x, "b": x * 2}))
+    assert check(jnp.array([1.0, -0.0]))
+    assert not check(jnp.array([1.0, jnp.nan]))
+    assert not check(jnp.array([2e38, 1.0])), "2e38 * 2 is infinite in float32"
+
+
+def test_under_vmap_each_example_gets_its_own_answer():
+    batch = jnp.array([[1.0, 2.0], [jnp.inf, 2.0], [1.0, jnp.nan]])
+    np.testing.assert_array_equal(jax.vmap(jmpscale.all_finite)(batch), [True, False, False])
+
+
+def test_partial_sums_are_refused():
+    if jax.__version_info__ < (0, 10):
+        pytest.skip("JAX has no type for partial sums inside jit yet")
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])
+    P = jax.sharding.PartitionSpec
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((2, 2)), P(None, "data"))
+        y = jax.device_put(jnp.ones((2, 2)), P("data", None))
+
+        def check(x, y):
+            partial = jnp.einsum("ij,jk->ik", x, y, out_sharding=P(None, None, unreduced={"data"}))
+            return jmpscale.all_finite({"w": partial})
+
+        with pytest.raises(TypeError, match=r"tree\['w'\] is a partial sum over the mesh axes \['data'\].*reshard"):
+            jax.jit(check)(x, y)
