@@ -20,7 +20,7 @@ Tree = TypeVar("Tree")
 def scale(state: ScalerState, tree: Tree) -> Tree:
     """Multiplies the loss, or a pytree of losses, with the loss scale.
 
-    `x.astype(promote(x.dtype, float32)) * loss_scale`: a float16 loss times the default scale would be infinite.
+    `x.astype(wide) * loss_scale`, where `wide` is at least float32: a float16 loss times the default scale would be infinite.
 
     Args:
       state: the scaler; `unscale_and_check` the gradients with the same one.
@@ -53,7 +53,7 @@ def scale(state: ScalerState, tree: Tree) -> Tree:
 @jax.jit
 def _scale(loss_scale: jax.Array, tree: Any) -> Any:
     def one(x: Any) -> jax.Array:
-        dtype = jnp.promote_types(jnp.result_type(x), jnp.float32)
+        dtype = _at_least_float32(jnp.result_type(x))
         return jnp.asarray(x, dtype) * loss_scale.astype(dtype)
 
     return jax.tree.map(one, tree)
@@ -94,7 +94,7 @@ def _unscale(loss_scale: jax.Array, leaves: list[Any]) -> list[jax.Array]:
         dtype = unscaled_dtype(jnp.result_type(x))
         # A bfloat16 leaf is multiplied in float32 and rounded once; a complex one by a real number, part by part,
         # since inf * (r + 0j) is NaN.
-        wide = jnp.promote_types(_finfo(dtype).dtype, jnp.float32)
+        wide = _at_least_float32(_finfo(dtype).dtype)
         inverse = 1 / loss_scale.astype(wide)
         if jnp.issubdtype(dtype, np.complexfloating):
             return jax.lax.complex(jnp.real(x) * inverse, jnp.imag(x) * inverse)
@@ -105,8 +105,11 @@ def _unscale(loss_scale: jax.Array, leaves: list[Any]) -> list[jax.Array]:
 
 def unscaled_dtype(dtype: Any) -> Any:
     """Returns the dtype of an unscaled gradient: float32 for float16 and narrower, else the dtype itself."""
-    narrow = _finfo(dtype).bits <= 16 and dtype != jnp.bfloat16
-    return np.dtype(np.float32) if narrow else np.dtype(dtype)
+    return np.dtype(dtype) if dtype == jnp.bfloat16 else _at_least_float32(dtype)
+
+
+def _at_least_float32(dtype: Any) -> Any:
+    return np.dtype(np.float32) if _finfo(dtype).bits < 32 else np.dtype(dtype)
 
 
 def _finfo(dtype: Any) -> Any:

@@ -25,6 +25,14 @@ def x64():
     jax.config.update("jax_enable_x64", False)
 
 
+@pytest.fixture
+def standard_promotion():
+    """Allows silent promotion of dtypes during one test: optax and Flax rely on it."""
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    yield
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
 def _eager(fn):
     return fn
 
