@@ -20,7 +20,7 @@ Tree = TypeVar("Tree")
 def scale(state: ScalerState, tree: Tree) -> Tree:
     """Multiplies the loss, or a pytree of losses, with the loss scale.
 
-    `x.astype(wide) * loss_scale`, where `wide` is at least float32: a float16 loss times the default scale would be infinite.
+    `x.astype(wide) * loss_scale`, where `wide` is at least float32: in float16 the default scale itself is infinite.
 
     Args:
       state: the scaler; `unscale_and_check` the gradients with the same one.

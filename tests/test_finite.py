@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import sparse
+from jax.sharding import PartitionSpec as Spec
 
 import jmpscale
 
@@ -125,13 +126,12 @@ def test_partial_sums_are_refused():
     if jax.__version_info__ < (0, 10):
         pytest.skip("JAX has no type for partial sums inside jit yet")
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])
-    P = jax.sharding.PartitionSpec
     with jax.set_mesh(mesh):
-        x = jax.device_put(jnp.ones((2, 2)), P(None, "data"))
-        y = jax.device_put(jnp.ones((2, 2)), P("data", None))
+        x = jax.device_put(jnp.ones((2, 2)), Spec(None, "data"))
+        y = jax.device_put(jnp.ones((2, 2)), Spec("data", None))
 
         def check(x, y):
-            partial = jnp.einsum("ij,jk->ik", x, y, out_sharding=P(None, None, unreduced={"data"}))
+            partial = jnp.einsum("ij,jk->ik", x, y, out_sharding=Spec(None, None, unreduced={"data"}))
             return jmpscale.all_finite({"w": partial})
 
         with pytest.raises(TypeError, match=r"tree\['w'\] is a partial sum over the mesh axes \['data'\].*reshard"):

@@ -205,7 +205,7 @@ def test_apply_if_refuses_what_is_no_flag(finite):
         jmpscale.apply_if(finite, lambda x: x, 1.0)
 
 
-# --- value_and_grad -----------------------------------------------------------------------------------------------------
+# --- value_and_grad ---
 
 
 def _loss(w, x, *, power=2.0):
@@ -230,7 +230,7 @@ def test_the_value_is_the_users_own_bit_for_bit():
 
 
 def test_gradients_equal_jaxs():
-    value, grads, finite = jmpscale.value_and_grad(_loss)(jmpscale.dynamic(2.0**8), W, X)
+    _, grads, finite = jmpscale.value_and_grad(_loss)(jmpscale.dynamic(2.0**8), W, X)
     np.testing.assert_allclose(grads, jax.grad(_loss)(W, X), rtol=1e-6)
     assert finite
 

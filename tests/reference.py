@@ -1,0 +1,52 @@
+"""The rule of `update` in plain Python: the specification that the jitted one is compared with, bit for bit.
+
+A state is a dict with the fields of `ScalerState`, less the config. Arithmetic on the scale is rounded to float32
+after every operation, and the settings before the first; counters stop at the largest 32-bit integer.
+"""
+
+import numpy as np
+
+COUNTER_LIMIT = 2147483647
+FIELDS = ("loss_scale", "good_steps", "hysteresis_left", "skipped", "skipped_in_a_row", "last_skip")
+
+
+def start(config, loss_scale):
+    values = (np.float32(loss_scale), 0, config.hysteresis, 0, 0, 0)
+    return dict(zip(FIELDS, values, strict=True))
+
+
+def step(config, state, finite, loss_finite=True):
+    """Returns the state after one step of a dynamic or static scaler."""
+    new = dict(state)
+    dynamic = config.mode == "dynamic"
+    if finite:
+        new["skipped_in_a_row"] = 0
+        new["good_steps"] = _count_up(state["good_steps"])
+        if dynamic and config.refill == "finite":
+            new["hysteresis_left"] = config.hysteresis
+        if dynamic and new["good_steps"] >= config.growth_interval:
+            new["good_steps"] = 0
+            new["hysteresis_left"] = config.hysteresis
+            new["loss_scale"] = min(_multiply(state["loss_scale"], config.growth_factor), np.float32(config.max_scale))
+        return new
+    new["skipped"] = _count_up(state["skipped"])
+    new["skipped_in_a_row"] = _count_up(state["skipped_in_a_row"])
+    if not loss_finite:
+        new["last_skip"] = 2
+        return new
+    new["last_skip"] = 1
+    new["good_steps"] = 0
+    if dynamic:
+        new["hysteresis_left"] = max(state["hysteresis_left"] - 1, 0)
+        if new["hysteresis_left"] == 0:
+            new["loss_scale"] = max(_multiply(state["loss_scale"], config.backoff_factor), np.float32(config.min_scale))
+    return new
+
+
+def _count_up(counter):
+    return min(counter + 1, COUNTER_LIMIT)
+
+
+def _multiply(loss_scale, factor):
+    with np.errstate(over="ignore", under="ignore"):
+        return np.float32(loss_scale * np.float32(factor))

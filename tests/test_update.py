@@ -1,0 +1,275 @@
+"""Is `update` the rule of `tests/reference.py`, bit for bit, however it is run, and what torch does?"""
+
+import json
+import pathlib
+
+import chex
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmpscale
+
+import reference
+
+TORCH = json.loads((pathlib.Path(__file__).parent / "data" / "torch_grad_scaler_traces.json").read_text())
+
+# What one step can meet: whether its gradients are finite, and its loss. A bad loss explains a skip, and with finite
+# gradients it means nothing.
+GOOD = (True, 1.0)
+OVERFLOW = (False, 1.0)
+BAD_LOSS = (False, np.nan)
+GOOD_WITH_BAD_LOSS = (True, np.inf)
+WORD_LENGTH = 48
+WORDS = st.lists(st.sampled_from([GOOD, OVERFLOW, BAD_LOSS, GOOD_WITH_BAD_LOSS]), min_size=1, max_size=WORD_LENGTH)
+
+SCALERS = {
+    "torch": jmpscale.dynamic(min_scale=2.0**-14, growth_interval=3),
+    "every_step_grows": jmpscale.dynamic(128.0, growth_interval=1),
+    "never_grows": jmpscale.dynamic(growth_interval=reference.COUNTER_LIMIT),
+    "megatron": jmpscale.dynamic(256.0, growth_interval=4, hysteresis=3, refill="growth"),
+    "apex": jmpscale.dynamic(256.0, growth_interval=4, hysteresis=3, refill="finite"),
+    "apex_growing_at_once": jmpscale.dynamic(256.0, growth_interval=1, hysteresis=2, refill="finite"),
+    "tight_limits": jmpscale.dynamic(2.0, growth_interval=2, min_scale=1.0, max_scale=8.0),
+    "limits_between_powers": jmpscale.dynamic(2.0, growth_interval=2, min_scale=0.3, max_scale=11.1),
+    "no_room": jmpscale.dynamic(0.1, growth_interval=1, hysteresis=2, min_scale=0.1, max_scale=0.1),
+    "odd_factors": jmpscale.dynamic(1000.0, growth_factor=1.1, backoff_factor=0.7, growth_interval=2, hysteresis=2),
+    "largest_scales": jmpscale.dynamic(2.0**100, growth_factor=2.0**60, growth_interval=1, max_scale=2.0**126),
+    "smallest_scales": jmpscale.dynamic(2.0**-120, backoff_factor=2.0**-60, growth_interval=2, min_scale=2.0**-126),
+    "static": jmpscale.static(1.0),
+    "static_odd": jmpscale.static(0.1),
+}
+each_scaler = pytest.mark.parametrize("scaler", SCALERS.values(), ids=SCALERS)
+
+
+def reproducible(max_examples):
+    return hypothesis.settings(max_examples=max_examples, derandomize=True, deadline=None, database=None)
+
+
+def arrays(word):
+    finite, loss = zip(*word, strict=True)
+    return jnp.array(finite), jnp.array(loss, jnp.float32)
+
+
+@jax.jit
+def scan(state, finite, loss):
+    """Returns the states after each step; without losses if `loss` is None."""
+
+    def body(state, step):
+        state = jmpscale.update(state, step[0], loss=step[1])
+        return state, state
+
+    return jax.lax.scan(body, state, (finite, loss))[1]
+
+
+def expected(state, word):
+    """Returns the states after each step according to the reference, as arrays."""
+    config = state.config
+    now = {name: getattr(state, name).item() for name in reference.FIELDS}
+    now["loss_scale"] = np.float32(now["loss_scale"])
+    after = []
+    for finite, loss in word:
+        now = reference.step(config, now, finite, np.isfinite(loss))
+        after.append(now)
+    return {name: np.array([state[name] for state in after]) for name in reference.FIELDS}
+
+
+def assert_same_bits(states, want):
+    for name in reference.FIELDS:
+        got = np.asarray(getattr(states, name))
+        assert got.dtype == (np.float32 if name == "loss_scale" else np.int32), name
+        np.testing.assert_array_equal(got.view(np.int32), want[name].astype(got.dtype).view(np.int32), err_msg=name)
+
+
+def assert_within_limits(states):
+    limits = np.float32([states.config.min_scale, states.config.max_scale])
+    scales = np.asarray(states.loss_scale)
+    assert (limits[0] <= scales).all()
+    assert (scales <= limits[1]).all()
+
+
+def assert_follows_the_reference(state, word):
+    # Padded, so that the words of all lengths share one compilation.
+    states = scan(state, *arrays(word + [GOOD] * (WORD_LENGTH - len(word))))
+    states = jax.tree.map(lambda x: x[: len(word)], states)
+    assert_same_bits(states, expected(state, word))
+    if state.config.mode == "dynamic":
+        assert_within_limits(states)
+
+
+@each_scaler
+def test_any_word_of_steps_follows_the_reference(scaler):
+    @reproducible(max_examples=60)
+    @hypothesis.given(WORDS)
+    def follows(word):
+        assert_follows_the_reference(scaler, word)
+
+    follows()
+
+
+COUNTS = st.integers(0, 5) | st.integers(reference.COUNTER_LIMIT - 5, reference.COUNTER_LIMIT)
+LEGAL_SCALES = st.floats(-126, 126).map(lambda exponent: 2.0**exponent)
+
+
+@st.composite
+def legal_scalers(draw):
+    """Draws settings, and a state in which another program with other settings may have left off."""
+    low, high = sorted([draw(LEGAL_SCALES), draw(LEGAL_SCALES)])
+    state = jmpscale.dynamic(
+        draw(st.sampled_from([low, high]) | st.floats(low, high)),
+        growth_factor=draw(st.sampled_from([2.0, 1.0 + 2.0**-23, 2.0**126]) | st.floats(1.001, 100.0)),
+        backoff_factor=draw(st.sampled_from([0.5, 1.0 - 2.0**-24, 2.0**-126]) | st.floats(0.01, 0.999)),
+        growth_interval=draw(st.integers(1, 10) | st.just(reference.COUNTER_LIMIT)),
+        hysteresis=draw(st.integers(1, 4)),
+        refill=draw(st.sampled_from(["growth", "finite"])),
+        min_scale=low,
+        max_scale=high,
+    )
+    counters = {name: draw(COUNTS) for name in ("good_steps", "hysteresis_left", "skipped", "skipped_in_a_row")}
+    return state._replace(**{name: jnp.array(count, jnp.int32) for name, count in counters.items()})
+
+
+@reproducible(max_examples=60)
+@hypothesis.given(legal_scalers(), WORDS)
+def test_any_legal_state_and_settings_follow_the_reference(state, word):
+    assert_follows_the_reference(state, word)
+
+
+def one_by_one(update, time_axis=0):
+    def run(state, *steps):
+        states = []
+        for finite, loss in zip(*(jnp.moveaxis(x, time_axis, 0) for x in steps), strict=True):
+            state = update(state, finite, loss)
+            states.append(state)
+        return jax.tree.map(lambda *x: jnp.stack(x, time_axis), *states)
+
+    return run
+
+
+def update_with_loss(state, finite, loss):
+    return jmpscale.update(state, finite, loss=loss)
+
+
+def seeded_words(count, length, seed=0):
+    letters = [GOOD, GOOD, GOOD, GOOD_WITH_BAD_LOSS, OVERFLOW, OVERFLOW, BAD_LOSS]
+    picks = np.random.default_rng(seed).integers(len(letters), size=(count, length))
+    return [[letters[i] for i in row] for row in picks]
+
+
+@each_scaler
+@pytest.mark.parametrize(
+    "run", [one_by_one(update_with_loss), one_by_one(jax.jit(update_with_loss))], ids=["eager", "jit"]
+)
+def test_eager_and_jit_follow_the_reference_as_scan_does(scaler, run):
+    [word] = seeded_words(1, 24)
+    states = run(scaler, *arrays(word))
+    assert_same_bits(states, expected(scaler, word))
+    chex.assert_trees_all_equal(states, scan(scaler, *arrays(word)))
+
+
+@each_scaler
+@pytest.mark.parametrize(
+    "run", [jax.vmap(scan), one_by_one(jax.vmap(update_with_loss), time_axis=1)], ids=["vmap of scan", "steps of vmap"]
+)
+def test_scalers_in_a_batch_do_not_know_of_each_other(scaler, run):
+    words = seeded_words(5, 24)
+    batch = jax.tree.map(lambda x: jnp.stack([x] * len(words)), scaler)
+    finite, loss = zip(*map(arrays, words), strict=True)
+    states = run(batch, jnp.stack(finite), jnp.stack(loss))
+    for i, word in enumerate(words):
+        assert_same_bits(jax.tree.map(lambda x, i=i: x[i], states), expected(scaler, word))
+
+
+@pytest.mark.parametrize("name", ["torch", "megatron", "apex", "odd_factors", "static", "disabled"])
+@pytest.mark.parametrize("letter", [GOOD, OVERFLOW, BAD_LOSS], ids=["good", "overflow", "bad loss"])
+def test_the_types_of_a_state_never_change(name, letter, variant):
+    state = jmpscale.disabled() if name == "disabled" else SCALERS[name]
+    finite, loss = letter
+    after = variant(update_with_loss)(state, jnp.array(finite), jnp.array(loss, jnp.float32))
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    # A type is a dtype, a shape, a weak type and a sharding.
+    assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
+    assert [x.weak_type for x in jax.tree.leaves(after)] == [False] * 6
+
+
+LONG_RUNS = {
+    "defaults": (jmpscale.dynamic(), 1 / 3_000, 1 / 30_000),
+    "odd_factors": (
+        jmpscale.dynamic(
+            growth_factor=1.3, backoff_factor=0.7, growth_interval=7, hysteresis=2, min_scale=0.9, max_scale=1e5
+        ),
+        1 / 10,
+        1 / 50,
+    ),
+}
+
+
+@pytest.mark.parametrize(("scaler", "overflows", "bad_losses"), LONG_RUNS.values(), ids=LONG_RUNS)
+def test_sixty_thousand_steps_keep_to_the_reference(scaler, overflows, bad_losses):
+    random = np.random.default_rng(0)
+    finite = random.random(60_000) >= overflows
+    loss = np.where(random.random(60_000) >= bad_losses, 1.0, np.nan)
+    finite &= np.isfinite(loss)
+    states = scan(scaler, jnp.array(finite), jnp.array(loss, jnp.float32))
+    assert_same_bits(states, expected(scaler, zip(finite, loss, strict=True)))
+    scales = np.asarray(states.loss_scale)
+    assert len(np.unique(scales)) > 5, "the run is to see the scale move"
+    assert (scales[1:] > scales[:-1]).any()
+    assert (scales[1:] < scales[:-1]).any()
+
+
+LAST_TWO = [reference.COUNTER_LIMIT, reference.COUNTER_LIMIT]
+
+
+@each_scaler
+@pytest.mark.parametrize("letter", [OVERFLOW, BAD_LOSS], ids=["overflow", "bad loss"])
+def test_counters_of_skips_stop_at_their_limit(scaler, letter):
+    full = jnp.array(reference.COUNTER_LIMIT - 1, jnp.int32)
+    states = scan(scaler._replace(skipped=full, skipped_in_a_row=full), *arrays([letter] * 2))
+    assert states.skipped.tolist() == LAST_TWO
+    assert states.skipped_in_a_row.tolist() == LAST_TWO
+
+
+def test_the_counter_of_good_steps_stops_at_its_limit():
+    full = jnp.array(reference.COUNTER_LIMIT - 1, jnp.int32)
+    assert scan(SCALERS["static"]._replace(good_steps=full), *arrays([GOOD] * 2)).good_steps.tolist() == LAST_TWO
+
+
+def test_the_longest_growth_interval_ends():
+    almost = SCALERS["never_grows"]._replace(good_steps=jnp.array(reference.COUNTER_LIMIT - 2, jnp.int32))
+    states = scan(almost, *arrays([GOOD] * 2))
+    assert states.good_steps.tolist() == [reference.COUNTER_LIMIT - 1, 0]
+    assert states.loss_scale.tolist() == [2.0**16, 2.0**17]
+
+
+@each_scaler
+def test_any_number_of_steps_is_traced_once(scaler):
+    step = jax.jit(chex.assert_max_traces(update_with_loss, n=1))
+    [word] = seeded_words(1, 40)
+    for finite, loss in zip(*arrays(word), strict=True):
+        scaler = step(scaler, finite, loss)
+    assert scaler.skipped == sum(not finite for finite, _ in word)
+
+
+def test_without_a_loss_every_skip_is_an_overflow():
+    [word] = seeded_words(1, WORD_LENGTH)
+    finite, _ = arrays(word)
+    states = scan(SCALERS["apex"], finite, None)
+    assert_same_bits(states, expected(SCALERS["apex"], [(finite, 1.0) for finite, _ in word]))
+
+
+@pytest.mark.parametrize("trace", TORCH["traces"], ids=range(len(TORCH["traces"])))
+def test_between_the_limits_the_rule_is_that_of_torch(trace):
+    # The lowest scale in these runs of torch, which has no floor, is 2^-13; the highest is below the default ceiling.
+    state = jmpscale.dynamic(min_scale=2.0**-14, **trace["config"])
+    word = [OVERFLOW if found_inf else GOOD for found_inf in trace["found_inf"]]
+    after = expected(state, word)
+    states = scan(state, arrays(word)[0], None)
+    assert_same_bits(states, after)
+    for scales, good_steps in [(states.loss_scale, states.good_steps), (after["loss_scale"], after["good_steps"])]:
+        # Compared as float64, in which every float32 is exact: nothing is rounded on the way.
+        np.testing.assert_array_equal(np.asarray(scales, np.float64), trace["scale_after"])
+        np.testing.assert_array_equal(good_steps, trace["growth_tracker_after"])
