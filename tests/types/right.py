@@ -1,0 +1,32 @@
+"""Calls that type checkers must accept. Read by them, never run."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jmpscale
+
+state: jmpscale.ScalerState = jmpscale.dynamic(2.0**15, growth_interval=1000, refill="finite")
+loss: jax.Array = jmpscale.scale(state, jnp.ones(()))
+grads, finite = jmpscale.unscale_and_check(state, {"w": jnp.ones(2)}, axis_name=("data", "model"))
+w: jax.Array = grads["w"]
+flag: jax.Array = finite & jmpscale.all_finite(grads, axis_name="data")
+state = jmpscale.update(state, flag, loss=loss)
+state = jmpscale.update(state, True)
+one: jax.Array = jmpscale.apply_if(finite, lambda x: x + 1, w)
+
+
+def swap(x: jax.Array, n: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns what it is given."""
+    return x, n
+
+
+first, second = jmpscale.apply_if(finite, swap, w, grads)
+check: dict[str, jax.Array] = second
+value, gradient, ok = jmpscale.value_and_grad(swap, argnums=(0, 1), has_aux=True)(state, w, grads)
+tx: optax.GradientTransformationExtraArgs = jmpscale.with_loss_scaling(optax.adam(1e-3), state)
+opt_state = tx.init(w)
+scaler: jmpscale.ScalerState = jmpscale.get_scaler(opt_state)
+logged: dict[str, jax.Array] = jmpscale.metrics(scaler)
+jmpscale.raise_if_stuck(scaler, max_skips_in_a_row=3)
+restored: jmpscale.ScalerState = jmpscale.from_torch_state_dict(jmpscale.to_torch_state_dict(scaler), min_scale=1.0)

@@ -1,0 +1,30 @@
+"""Calls that type checkers must refuse: every line that begins with `jmpscale.`. Read by them, never run."""
+
+import jax.numpy as jnp
+
+import jmpscale
+
+state = jmpscale.dynamic()
+tree = {"w": jnp.ones(2)}
+
+jmpscale.dynamic(growth_interval=0.5)
+jmpscale.dynamic(refill="never")
+jmpscale.dynamic(1.0, 2.0)
+jmpscale.static()
+jmpscale.disabled(1.0)
+jmpscale.scale(tree, state)
+jmpscale.unscale(tree)
+jmpscale.unscale_and_check(state, tree, "data")
+jmpscale.update(tree, True)
+jmpscale.update(state)
+jmpscale.update(state, True, 1.0)
+jmpscale.all_finite(tree, "data")
+jmpscale.value_and_grad(1.0)
+jmpscale.with_loss_scaling()
+jmpscale.replace_scaler(tree, tree)
+jmpscale.metrics(tree)
+jmpscale.raise_if_stuck(state)
+jmpscale.raise_if_stuck(state, 3)
+jmpscale.to_torch_state_dict(tree)
+jmpscale.from_torch_state_dict(state, 1.0)
+jmpscale.ScalerConfig("dynamic")
