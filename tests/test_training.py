@@ -129,7 +129,7 @@ def test_the_watch_over_transfers_can_see_one(monkeypatch):
         for read in (bool, float, int, lambda x: x.item(), lambda x: x.tolist(), lambda x: [0, 1, 2][x]):
             with pytest.raises(AssertionError, match="read by the host"):
                 read(one)
-    with jax.transfer_guard("disallow"), pytest.raises(Exception, match="[Dd]isallowed host-to-device"):
+    with jax.transfer_guard("disallow"), pytest.raises(Exception, match=r"[Dd]isallowed host-to-device"):
         jax.jit(lambda x: x + 1)(np.ones(3))
 
 
