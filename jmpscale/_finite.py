@@ -39,7 +39,7 @@ def all_finite(tree: Any, *, axis_name: AxisName = None) -> jax.Array:
     leaves, _ = partition(tree, is_inexact)
     if any(map(_partial_sum_axes, leaves)):
         _refuse_partial_sums(tree)
-    return agree(cast(jax.Array, _finite_here(leaves)), axis_name)
+    return agree(cast(jax.Array, _finite_here(leaves)), axis_name=axis_name)[0]
 
 
 @jax.jit
@@ -74,18 +74,25 @@ def named_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
     return ((jax.tree_util.keystr(path), leaf) for path, leaf in leaves)
 
 
-def agree(flags: jax.Array, axis_name: AxisName = None) -> jax.Array:
-    """Combines each device's flags with a logical and over `axis_name`, in at most one collective.
+def agree(*flags: jax.Array, axis_name: AxisName = None) -> tuple[jax.Array, ...]:
+    """Combines each flag with those of the other devices by a logical and, all of them in at most one collective.
 
     Args:
-      flags: bool[...].
+      *flags: bool[] each.
       axis_name: as in `all_finite`.
 
     Returns:
-      bool[...], the same on all devices along the axes.
+      The flags, bool[] each, the same on all devices along the axes.
     """
-    axes = _axes_to_reduce(flags, axis_name)
-    return jax.lax.pmin(flags.astype(jnp.int32), axes).astype(bool) if axes else flags
+    axes = [_axes_to_reduce(flag, axis_name) for flag in flags]
+    varying = [flag for flag, names in zip(flags, axes, strict=True) if names]
+    if not varying:
+        return flags
+    union = tuple(dict.fromkeys(name for names in axes for name in names))
+    # As integers, since the libraries that carry collectives (NCCL, Gloo, MPI) have no booleans.
+    packed = (varying[0] if len(varying) == 1 else jnp.stack(varying)).astype(jnp.int32)
+    agreed = iter(jnp.atleast_1d(jax.lax.pmin(packed, union).astype(bool)))
+    return tuple(next(agreed) if names else flag for flag, names in zip(flags, axes, strict=True))
 
 
 def _axes_to_reduce(flags: jax.Array, axis_name: AxisName) -> tuple[Any, ...]:

@@ -182,9 +182,9 @@ def update(state: ScalerState, finite: Any, *, loss: Any = None, axis_name: Axis
 def agree_on_outcome(finite: jax.Array, loss: Any, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
     """Returns whether the gradients and the loss are finite on all devices, as two flags from one collective."""
     if loss is None:
-        return agree(finite, axis_name), jnp.array(True)
-    outcome = agree(jnp.stack([finite, all_finite(loss, axis_name=())]), axis_name)
-    return outcome[0], outcome[1]
+        return agree(finite, axis_name=axis_name)[0], jnp.array(True)
+    agreed = agree(finite, all_finite(loss, axis_name=()), axis_name=axis_name)
+    return agreed[0], agreed[1]
 
 
 def adapt(state: ScalerState, finite: jax.Array, loss_finite: jax.Array) -> ScalerState:

@@ -3,23 +3,21 @@
 torch is not needed: each run is compared with a control in JAX that scales nothing, at torch's tolerances
 (rtol 1e-5, and atol 1e-7 unless a case says otherwise), and with the numbers in torch's own text.
 
-| torch's test              | reproduced                                      | deliberately better, or other, here          |
-|---------------------------|-------------------------------------------------|----------------------------------------------|
-| `update_scale`            | scale and growth tracker at every step          | -                                            |
-| `unscale`                 | which gradients are finite, and their values    | dtypes and shapes mix in one call; float16   |
-|                           |                                                 | is accepted and comes back as float32        |
-| `unscale_sparse`          | the same for BCOO, in float32 and float16       | float16 duplicates that add up past 65504    |
-|                           |                                                 | are widened first, so finite: no step lost   |
-| `scale`                   | nested losses, structure kept                   | on one device; JAX shards an array instead   |
-| `will_not_overflow`       | scale and parameters stay finite                | there is a max_scale, which the scale is set |
-|                           |                                                 | to where torch keeps the scale it had        |
-| `clipping`                | clip scaled gradients at max_norm times scale   | the control clips as optax does              |
-| `clipping_separate_       | unscale, then clip                              | no order of calls to get wrong: the check    |
-| unscale`                  |                                                 | comes with the division                      |
-| `penalty`                 | gradient penalty through a scaled inner gradient| `unscale` is differentiable                  |
-| `accumulation`            | two micro-batches to a step, summed while scaled| -                                            |
-| `multiple`                | two optimizers, one scale, separate skips       | functional route only: in optax one wrapper  |
-|                           |                                                 | holds one scaler and skips as a whole        |
+| torch's test                | reproduced                    | deliberately better, or other, here                   |
+|-----------------------------|-------------------------------|-------------------------------------------------------|
+| `update_scale`              | scale and growth tracker      | -                                                     |
+| `unscale`                   | what is finite, the values    | dtypes mix in one call; float16 comes back as float32 |
+| `unscale_sparse`            | the same for BCOO             | float16 duplicates that add up past 65504 are widened |
+|                             |                               | first, and so finite: no step is lost                 |
+| `scale`                     | nested losses, same structure | on one device: JAX shards an array, not a list        |
+| `scale_will_not_overflow`   | scale, parameters stay finite | there is a max_scale, to which the scale is set where |
+|                             |                               | torch keeps the one it had                            |
+| `clipping`                  | clips at max_norm times scale | -                                                     |
+| `clipping_separate_unscale` | unscales, then clips          | no order of calls to get wrong, hence no error for it |
+| `penalty`                   | norm of a scaled gradient     | `unscale` is differentiable: nothing done by hand     |
+| `accumulation`              | sums scaled micro-batches     | -                                                     |
+| `multiple`                  | optimizers skip one by one    | functional route only: `with_loss_scaling` holds one  |
+|                             |                               | scaler and skips as a whole                           |
 
 torch has no limits. A port states its `min_scale`, 2^-14, far below any scale it meets; the default `max_scale` is far
 above, except in `will_not_overflow`, whose first scale of 1e38 is above the largest legal one of 2^126 and is moved
@@ -140,18 +138,22 @@ def test_scale(variant):
 # gradient of the second layer's weight overwritten with inf at the third of them. The control leaves that step out.
 
 
-def layer(rng):
-    return {name: rng.uniform(-1, 1, shape).astype(np.float32) / 8**0.5 for name, shape in {"w": (8, 8), "b": 8}.items()}
+def layer(seed, inputs=8, outputs=8):
+    draw = functools.partial(np.random.default_rng(seed).uniform, -(inputs**-0.5), inputs**-0.5)
+    return {"w": jnp.array(draw((inputs, outputs)), jnp.float32), "b": jnp.array(draw(outputs), jnp.float32)}
 
 
-def model(seed):
-    rng = np.random.default_rng(seed)
-    return [layer(rng), layer(rng)]
+def normal(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def two_layers(seed):
+    return [layer(seed), layer(seed + 1)]
 
 
 def predict(params, x):
-    for layer in params:
-        x = x @ layer["w"] + layer["b"][None, :]
+    for one in params:
+        x = x @ one["w"] + one["b"][None, :]
     return x
 
 
@@ -159,8 +161,13 @@ def mean_squared_error(prediction, target):
     return jnp.mean((prediction - target) ** 2)
 
 
-BATCHES = list(np.random.default_rng(1).standard_normal((4, 2, 8, 8), np.float32))
+def loss_of_batch(params, batch):
+    return mean_squared_error(predict(params, batch[0]), batch[1])
+
+
 SGD = optax.sgd(1.0)
+MOMENTUM = optax.sgd(1.0, momentum=0.5)
+BATCHES = list(normal(2, 4, 2, 8, 8))
 
 
 def starting_scaler(enabled):
@@ -169,9 +176,10 @@ def starting_scaler(enabled):
     return jmpscale.dynamic(128.0, growth_factor=2.0, growth_interval=1, min_scale=MIN_SCALE)
 
 
-def fill_with_inf(params):
-    second = params[1] | {"w": jnp.full_like(params[1]["w"], jnp.inf)}
-    return [params[0], second]
+def fill_with_inf(grads):
+    """Overwrites the gradient of the last layer's weight."""
+    *others, last = grads
+    return [*others, last | {"w": jnp.full_like(last["w"], jnp.inf)}]
 
 
 def on_the_way_back(edit, params):
@@ -186,15 +194,19 @@ def on_the_way_back(edit, params):
 
 
 class Case(NamedTuple):
-    """What a test changes in the common training run; the defaults are the plain run."""
+    """What a test changes in the common training run.
 
-    # loss_fn(scaler, params, batch), the same without a scaler, and what is done with the gradients while scaled.
-    loss_fn: Any = lambda _, params, batch: mean_squared_error(predict(params, batch[0]), batch[1])
-    control_loss_fn: Any = None
-    edit_scaled: Any = lambda _, grads: grads
+    Attributes:
+      loss_fn: the loss, from the scaler (None in the control), the parameters and a batch.
+      edit_scaled: what is done, given the scaler, with gradients that are still scaled.
+    """
+
+    loss_fn: Any = lambda scaler, params, batch: loss_of_batch(params, batch)
+    edit_scaled: Any = lambda scaler, grads: grads
     optimizer: optax.GradientTransformation = SGD
     control_optimizer: optax.GradientTransformation = SGD
-    atol: float = 1e-7
+    params: Any = two_layers(0)
+    batches: Any = BATCHES
 
 
 def with_bad_batch(case, scaler, bad):
@@ -209,7 +221,7 @@ def with_bad_batch(case, scaler, bad):
 
 def functional_route(case, scaler):
     tx = case.optimizer
-    params = model(0)
+    params = case.params
 
     @jax.jit
     def train_step(params, opt_state, scaler, batch, bad):
@@ -224,14 +236,14 @@ def functional_route(case, scaler):
         return loss, params, opt_state, jmpscale.update(scaler, finite, loss=loss)
 
     opt_state = tx.init(params)
-    for batch, bad in training_data(scaler):
+    for batch, bad in training_data(case, scaler):
         loss, params, opt_state, scaler = train_step(params, opt_state, scaler, batch, bad)
         yield loss, params, opt_state, scaler
 
 
 def optax_route(case, scaler):
     tx = jmpscale.with_loss_scaling(case.optimizer, scaler)
-    params = model(0)
+    params = case.params
 
     @jax.jit
     def train_step(params, opt_state, batch, bad):
@@ -247,23 +259,23 @@ def optax_route(case, scaler):
         return loss, optax.apply_updates(params, updates), opt_state
 
     opt_state = tx.init(params)
-    for batch, bad in training_data(scaler):
+    for batch, bad in training_data(case, scaler):
         loss, params, opt_state = train_step(params, opt_state, batch, bad)
         yield loss, params, opt_state.inner_state, jmpscale.get_scaler(opt_state)
 
 
-def training_data(scaler):
-    """Yields batches, and whether the gradient is to be overwritten: only torch's enabled runs do that."""
-    for i, batch in enumerate(BATCHES):
+def training_data(case, scaler):
+    """Yields batches, and whether the gradient is to be overwritten: torch's runs without a scaler do not do that."""
+    for i, batch in enumerate(case.batches):
         yield batch, jnp.array(i == SKIPPED_BATCH and scaler.config.mode != "disabled")
 
 
 def control(case, scaler):
     tx = case.control_optimizer
-    loss_fn = case.control_loss_fn or functools.partial(case.loss_fn, None)
-    params = model(0)
+    loss_fn = functools.partial(case.loss_fn, None)
+    params = case.params
     opt_state = tx.init(params)
-    for batch, bad in training_data(scaler):
+    for batch, bad in training_data(case, scaler):
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
         if not bad:
             updates, opt_state = tx.update(grads, opt_state, params)
@@ -282,51 +294,166 @@ def enabled(request):
     return request.param
 
 
-def assert_trains_as_the_control(case, route, enabled):
+def assert_trains_as_the_control(case, route, scaler, atol=1e-7):
+    """Compares losses, parameters and optimizer states at every step; returns the scalers after each."""
     scalers = []
-    for got, want in zip(
-        route(case, starting_scaler(enabled)), control(case, starting_scaler(enabled)), strict=True
-    ):
-        *results, scaler = got
-        jax.tree.map(functools.partial(assert_close, atol=case.atol), tuple(results), want)
-        scalers.append(scaler)
-    scales = [scaler.loss_scale.item() for scaler in scalers]
-    assert scales == ([256.0, 512.0, 256.0, 512.0] if enabled else [1.0] * 4)
-    assert scaler.skipped == (1 if enabled else 0)
+    for got, want in zip(route(case, scaler), control(case, scaler), strict=True):
+        *results, after = got
+        for x, y in zip(jax.tree.leaves(results), jax.tree.leaves(want), strict=True):
+            assert_close(x, y, atol=atol)
+        scalers.append(after)
+    return scalers
 
 
-def momentum_case():
-    tx = optax.sgd(1.0, momentum=0.5)
-    return Case(optimizer=tx, control_optimizer=tx)
+def assert_one_skip_in_four(scalers, enabled):
+    assert [state.loss_scale.item() for state in scalers] == ([256.0, 512.0, 256.0, 512.0] if enabled else [1.0] * 4)
+    assert [state.skipped.item() for state in scalers] == ([0, 0, 1, 1] if enabled else [0] * 4)
 
 
-@pytest.mark.parametrize("case", [Case(), momentum_case()], ids=["sgd", "momentum"])
-def test_the_common_run(case, route, enabled):
-    assert_trains_as_the_control(case, route, enabled)
+@pytest.mark.parametrize("optimizer", [SGD, MOMENTUM], ids=["sgd", "momentum"])
+def test_the_common_run(optimizer, route, enabled):
+    case = Case(optimizer=optimizer, control_optimizer=optimizer)
+    assert_one_skip_in_four(assert_trains_as_the_control(case, route, starting_scaler(enabled)), enabled)
 
 
 MAX_NORM = 0.2
 CLIPPED_SGD = optax.chain(optax.clip_by_global_norm(MAX_NORM), SGD)
 
 
-def clip_scaled(scaler, grads):
-    clip = optax.clip_by_global_norm(MAX_NORM * scaler.loss_scale)
-    return clip.update(grads, clip.init(grads))[0]
-
-
 def test_clipping(route, enabled):
-    # The optimizers' states have other structures with and without a clip, so the control's clip is its loss's.
-    case = Case(edit_scaled=clip_scaled, control_loss_fn=clipped_loss, atol=1e-5)
-    assert_trains_as_the_control(case, route, enabled)
+    def clip_scaled(scaler, grads):
+        return optax.clip_by_global_norm(MAX_NORM * scaler.loss_scale).update(grads, optax.EmptyState())[0]
 
-
-def clipped_loss(params, batch):
-    def clip(grads):
-        return CLIPPED_SGD.update(grads, CLIPPED_SGD.init(grads))[0]
-
-    return Case().loss_fn(None, on_the_way_back(lambda grads: jax.tree.map(jnp.negative, clip(grads)), params), batch)
+    case = Case(edit_scaled=clip_scaled, control_optimizer=CLIPPED_SGD)
+    assert_one_skip_in_four(assert_trains_as_the_control(case, route, starting_scaler(enabled), atol=1e-5), enabled)
 
 
 def test_clipping_separate_unscale(route, enabled):
     case = Case(optimizer=CLIPPED_SGD, control_optimizer=CLIPPED_SGD)
-    assert_trains_as_the_control(case, route, enabled)
+    assert_one_skip_in_four(assert_trains_as_the_control(case, route, starting_scaler(enabled)), enabled)
+
+
+def norm(grads):
+    return jnp.sqrt(sum(jnp.sum(x**2) for x in jax.tree.leaves(grads)))
+
+
+def test_penalty(route, enabled):
+    def penalised_loss(scaler, params, batch):
+        loss = loss_of_batch(params, batch)
+        if scaler is None:
+            return loss + norm(jax.grad(loss_of_batch)(params, batch))
+        scaled_grads = jax.grad(lambda params: jmpscale.scale(scaler, loss_of_batch(params, batch)))(params)
+        return loss + norm(jmpscale.unscale(scaler, scaled_grads))
+
+    case = Case(loss_fn=penalised_loss)
+    assert_one_skip_in_four(assert_trains_as_the_control(case, route, starting_scaler(enabled)), enabled)
+
+
+@pytest.mark.usefixtures("standard_promotion")  # optax.adam relies on it
+def test_scale_will_not_overflow(route):
+    largest = jmpscale.dynamic(
+        2.0**126, growth_factor=2.0**4, growth_interval=1, min_scale=MIN_SCALE, max_scale=2.0**126
+    )
+    adam = optax.adam(1e-3)
+    batch = normal(3, 1, 5), 1e-30 * normal(4, 1, 1)
+    case = Case(optimizer=adam, control_optimizer=adam, params=[layer(0, 5, 1)], batches=[batch])
+    [after] = assert_trains_as_the_control(case, route, largest)
+    assert after.loss_scale == 2.0**126
+    assert after.skipped == 0, "the step is to be one after which the scale would have grown"
+
+
+# Runs whose steps are of another form
+
+
+def sgd_step(grads):
+    return lambda params: optax.apply_updates(params, SGD.update(grads, SGD.init(params))[0])
+
+
+def accumulated(scaler, params, micro_batches):
+    """Returns the sum over two micro-batches of gradients that stay scaled."""
+    first, second = (
+        jax.grad(lambda params, batch: jmpscale.scale(scaler, loss_of_batch(params, batch) / 2))(params, batch)
+        for batch in micro_batches
+    )
+    return jax.tree.map(jnp.add, first, second)
+
+
+def accumulating_functional_route(scaler):
+    @jax.jit
+    def train_step(params, scaler, micro_batches):
+        grads, finite = jmpscale.unscale_and_check(scaler, accumulated(scaler, params, micro_batches))
+        params = jmpscale.apply_if(finite, sgd_step(grads), params)
+        return params, jmpscale.update(scaler, finite)
+
+    params = two_layers(0)
+    for micro_batches in [BATCHES[:2], BATCHES[2:]]:
+        params, scaler = train_step(params, scaler, micro_batches)
+        yield params, scaler
+
+
+def accumulating_optax_route(scaler):
+    tx = jmpscale.with_loss_scaling(SGD, scaler)
+
+    @jax.jit
+    def train_step(params, opt_state, micro_batches):
+        grads = accumulated(jmpscale.get_scaler(opt_state), params, micro_batches)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params = two_layers(0)
+    opt_state = tx.init(params)
+    for micro_batches in [BATCHES[:2], BATCHES[2:]]:
+        params, opt_state = train_step(params, opt_state, micro_batches)
+        yield params, jmpscale.get_scaler(opt_state)
+
+
+@pytest.mark.parametrize(
+    "route", [accumulating_functional_route, accumulating_optax_route], ids=["functional", "optax"]
+)
+def test_accumulation(route, enabled):
+    both_batches = [np.concatenate(pair, axis=1) for pair in (BATCHES[:2], BATCHES[2:])]
+    case = Case(batches=both_batches)
+    scales = []
+    for (params, scaler), (_, want, _) in zip(
+        route(starting_scaler(enabled)), control(case, starting_scaler(enabled)), strict=True
+    ):
+        jax.tree.map(functools.partial(assert_close, atol=1e-7), params, want)
+        scales.append(scaler.loss_scale.item())
+    assert scales == ([256.0, 512.0] if enabled else [1.0, 1.0])
+    assert scaler.skipped == 0
+
+
+def losses_of_two_models(models, batch):
+    outputs = [predict(params, batch[0]) for params in models]
+    return (
+        mean_squared_error(0.3 * outputs[0] + 0.7 * outputs[1], batch[1]),
+        mean_squared_error(0.6 * outputs[0] - 0.4 * outputs[1], batch[1]),
+    )
+
+
+def test_multiple(enabled):
+    @jax.jit
+    def train_step(models, scaler, batch, bad):
+        scaled = jax.grad(lambda models: sum(jmpscale.scale(scaler, losses_of_two_models(models, batch))))(models)
+        scaled[1] = jax.tree.map(functools.partial(jnp.where, bad), fill_with_inf(scaled[1]), scaled[1])
+        results = [jmpscale.unscale_and_check(scaler, grads) for grads in scaled]
+        flags = [finite for _, finite in results]
+        models = [
+            jmpscale.apply_if(finite, sgd_step(grads), params)
+            for params, (grads, finite) in zip(models, results, strict=True)
+        ]
+        return models, jmpscale.update(scaler, flags[0] & flags[1]), flags
+
+    def control_step(models, batch, bad):
+        grads = jax.grad(lambda models: sum(losses_of_two_models(models, batch)))(models)
+        return [sgd_step(grads[0])(models[0]), models[1] if bad else sgd_step(grads[1])(models[1])]
+
+    scaler = starting_scaler(enabled)
+    models = want = [two_layers(0), two_layers(10)]
+    for batch, bad in training_data(Case(), scaler):
+        models, scaler, flags = train_step(models, scaler, batch, bad)
+        want = control_step(want, batch, bad)
+        assert [flag.item() for flag in flags] == [True, not bad]
+        jax.tree.map(functools.partial(assert_close, atol=1e-7), models, want)
+    assert scaler.loss_scale == (512.0 if enabled else 1.0)
+    assert scaler.skipped == (1 if enabled else 0)
