@@ -36,9 +36,8 @@ def all_finite(tree: Any, *, axis_name: AxisName = None) -> jax.Array:
     >>> bool(all_finite(tree)), bool(all_finite(tree | {"b": jnp.array([0.0, jnp.nan])}))
     (True, False)
     """
+    refuse_partial_sums(tree)
     leaves, _ = partition(tree, is_inexact)
-    if any(map(_partial_sum_axes, leaves)):
-        _refuse_partial_sums(tree)
     return agree(cast(jax.Array, _finite_here(leaves)), axis_name=axis_name)[0]
 
 
@@ -131,7 +130,8 @@ def _partial_sum_axes(x: Any) -> frozenset[str]:
     return frozenset(getattr(manual, "unreduced", ())) | frozenset(getattr(spec, "unreduced", ()))
 
 
-def _refuse_partial_sums(tree: Any) -> None:
+def refuse_partial_sums(tree: Any) -> None:
+    """Raises if the shards of a leaf have yet to be added: JAX would raise too, but not say which leaf or what to do."""
     for path, leaf in named_leaves(tree):
         if is_inexact(leaf) and (axes := _partial_sum_axes(leaf)):
             raise TypeError(

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpscale._finite import AxisName, agree, all_finite, is_inexact, named_leaves, partition
+from jmpscale._finite import AxisName, agree, all_finite, is_inexact, named_leaves, partition, refuse_partial_sums
 from jmpscale._state import COUNTER_LIMIT, ScalerState
 
 Tree = TypeVar("Tree")
@@ -73,7 +73,7 @@ def unscale(state: ScalerState, tree: Tree) -> Tree:
       The tree of unscaled gradients. With `disabled()` the tree itself.
 
     Raises:
-      TypeError: `state` is not a `ScalerState`.
+      TypeError: `state` is not a `ScalerState`, or gradients are partial sums.
       ValueError: `state` is a batch of scalers outside `jax.vmap`.
 
     >>> from jmpscale import dynamic
@@ -83,6 +83,7 @@ def unscale(state: ScalerState, tree: Tree) -> Tree:
     require_one_scaler(state)
     if state.config.mode == "disabled":
         return tree
+    refuse_partial_sums(tree)
     # Only what is to be divided goes through jit, which would turn float0 into bool and refuse Python objects.
     leaves, rebuild = partition(tree, is_inexact)
     return rebuild(cast(list[jax.Array], _unscale(state.loss_scale, leaves)))

@@ -1,0 +1,359 @@
+"""One shard of one leaf on one device overflows: every device skips that step, whatever the layout and the mode."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as Spec
+
+import jmpscale
+from jmpscale.testing import assert_replicated
+
+# Each layout: the mesh, and the partition of four leaves, in float16, bfloat16, float32 and float32.
+LAYOUTS = {
+    "fully sharded": ({"data": 8}, [Spec("data"), Spec(None, "data"), Spec("data"), Spec("data")]),
+    "tensor parallel": ({"model": 8}, [Spec(None, "model"), Spec("model"), Spec("model"), Spec()]),
+    "data replicated, tensor parallel": ({"data": 4, "model": 2}, [Spec("model"), Spec(None, "model"), Spec(), Spec("model")]),
+    "fully sharded, tensor parallel": ({"data": 4, "model": 2}, [Spec("data", "model"), Spec("model"), Spec("data"), Spec()]),
+    "three axes": (
+        {"data": 2, "fsdp": 2, "model": 2},
+        [Spec(("data", "fsdp"), "model"), Spec("fsdp"), Spec(None, "model"), Spec("model", "fsdp")],
+    ),
+    "experts": ({"expert": 4, "data": 2}, [Spec("expert"), Spec("expert", None), Spec(), Spec("expert")]),
+}  # fmt: skip
+DTYPES = [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float32]
+MODES = ["auto", "explicit", "shard_map", "unchecked"]
+
+
+def make_mesh(shape, axis_type=AxisType.Auto):
+    return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(axis_type,) * len(shape))
+
+
+def put(tree, mesh, specs):
+    return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), tree, specs)
+
+
+def replicate(tree, mesh):
+    return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, Spec())), tree)
+
+
+def bits(tree):
+    """Returns what each device holds of each array, as bytes."""
+    return [[np.asarray(s.data).tobytes() for s in x.addressable_shards] for x in jax.tree.leaves(tree)]
+
+
+def _step(carry, grads, loss, axis_name=None, traces=None):
+    traces.append(1)
+    params, scaler = carry
+    grads, finite = jmpscale.unscale_and_check(scaler, grads, axis_name=axis_name)
+
+    def descend(params):
+        return jax.tree.map(lambda p, g: p - g.astype(p.dtype), params, grads)
+
+    params = jmpscale.apply_if(finite, descend, params)
+    return params, jmpscale.update(scaler, finite, loss=loss, axis_name=axis_name)
+
+
+def _build(layout, mode):
+    """Returns a jitted step, the mesh, the specs and a list that grows with each trace, of a layout in a mode."""
+    shape, specs = LAYOUTS[layout]
+    traces = []
+    mesh = make_mesh(shape, AxisType.Explicit if mode == "explicit" else AxisType.Auto)
+    step = functools.partial(_step, axis_name=tuple(shape) if mode == "unchecked" else None, traces=traces)
+    if mode in ("shard_map", "unchecked"):
+
+        def local(carry, grads, loss, step=step):
+            return step(carry, grads, loss[0])
+
+        carry_specs = (specs, Spec())
+        step = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(carry_specs, specs, Spec(tuple(shape))),
+            out_specs=carry_specs,
+            check_vma=mode == "shard_map",
+        )
+    return jax.jit(step), mesh, specs, traces
+
+
+def _plant(array, device, value):
+    """Puts a value into the first element of what one device holds, and so of its replicas."""
+    index = array.sharding.devices_indices_map(array.shape)[device]
+    place = tuple(part.indices(size)[0] for part, size in zip(index, array.shape, strict=True))
+    host = np.array(array)
+    host[place] = value
+    return jax.device_put(host, array.sharding)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_overflow_in_one_shard_skips_the_step_everywhere(layout, mode):
+    step, mesh, specs, traces = _build(layout, mode)
+    with jax.set_mesh(mesh):
+        params = put([jnp.ones((16, 16), jnp.float32)] * 4, mesh, specs)
+        scaler = replicate(jmpscale.dynamic(2.0**10), mesh)
+        grads = put([jnp.ones((16, 16), dtype) for dtype in DTYPES], mesh, specs)
+        loss = jnp.ones(8) if mode in ("shard_map", "unchecked") else jnp.float32(1)
+        loss = put(loss, mesh, Spec(tuple(mesh.axis_names)) if loss.shape else Spec())
+        moved, after = step((params, scaler), grads, loss)
+        assert all(a != b for a, b in zip(bits(moved), bits(params), strict=True))
+        expected = 2.0**10
+        carry = params, scaler
+        devices = list(mesh.devices.flat)
+        for leaf in range(4):
+            for device in (devices[0], devices[4], devices[-1]):
+                for value in (np.inf, np.nan):
+                    bad = list(grads)
+                    bad[leaf] = _plant(grads[leaf], device, value)
+                    carry = step(carry, bad, loss)
+                    assert_replicated(carry[1])
+                    expected = max(expected / 2, 1.0)
+                    assert float(carry[1].loss_scale) == expected
+                    assert bits(carry[0]) == bits(params)
+        assert int(carry[1].skipped) == 24
+        assert len(traces) == 1
+        assert_replicated(after)
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "unchecked"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_loss_that_is_nan_on_one_device_explains_the_skip_on_all(layout, mode):
+    step, mesh, specs, _ = _build(layout, mode)
+    with jax.set_mesh(mesh):
+        params = put([jnp.ones((16, 16), jnp.float32)] * 4, mesh, specs)
+        grads = put([jnp.ones((16, 16), dtype) for dtype in DTYPES], mesh, specs)
+        bad = [_plant(grads[0], mesh.devices.flat[0], np.nan), *grads[1:]]
+        for device in (0, 4, 7):
+            scaler = replicate(jmpscale.dynamic(2.0**10), mesh)
+            loss = put(jnp.ones(8).at[device].set(jnp.nan), mesh, Spec(tuple(mesh.axis_names)))
+            kept, skipped = step((params, scaler), bad, loss)
+            assert_replicated(skipped)
+            assert [x.item() for x in jax.tree.leaves(skipped)] == [2.0**10, 0, 1, 1, 1, 2]
+            assert bits(kept) == bits(params)
+            _, fine = step((params, scaler), grads, loss)
+            assert_replicated(fine)
+            assert [x.item() for x in jax.tree.leaves(fine)] == [2.0**10, 1, 1, 0, 0, 0]
+
+
+def test_in_a_scan_over_steps_the_devices_stay_together():
+    mesh = make_mesh({"data": 4, "model": 2})
+    word = np.array([1, 1, np.inf, 1, 1, np.nan, np.inf, 1, 1, 1, 1], np.float32)
+    faults = np.ones((len(word), 4, 2), np.float32)
+    faults[np.arange(len(word)), np.arange(len(word)) % 4, np.arange(len(word)) % 2] = word
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(Spec(), Spec(None, "data", "model")),
+        out_specs=(Spec(), Spec("data", "model"), Spec()),
+    )
+    def run(scaler, faults):
+        def one(carry, fault):
+            w, scaler = carry
+            grads, finite = jmpscale.unscale_and_check(scaler, scaler.loss_scale * fault)
+            w = jmpscale.apply_if(finite, lambda w: w - grads, w)
+            return (w, jmpscale.update(scaler, finite)), scaler.loss_scale
+
+        w = jax.lax.full_like(faults[0], 20.0)
+        (w, scaler), scales = jax.lax.scan(one, (w, scaler), faults)
+        return scaler, w, scales
+
+    scaler, w, scales = run(jmpscale.dynamic(2.0**10, growth_interval=3), faults)
+    assert_replicated((scaler, scales))
+    np.testing.assert_array_equal(w, np.full((4, 2), 12.0))
+    np.testing.assert_array_equal(scales, 2.0 ** np.array([10, 10, 10, 9, 9, 9, 8, 7, 7, 7, 8]))
+
+
+def test_a_stage_that_holds_nothing_of_a_leaf_still_takes_part():
+    """Devices with zero-size shards (as in pytorch#99174), and with a leaf of their own size."""
+    mesh = make_mesh({"stage": 8})
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(Spec("stage"), Spec("stage")), out_specs=Spec())
+    def check(layer, empty):
+        return jmpscale.all_finite({"layer": layer, "none": empty, "absent": None})
+
+    empty = jnp.zeros((8, 0))
+    assert check(jnp.ones((8, 3)), empty)
+    for stage in range(8):
+        assert not check(jnp.ones((8, 3)).at[stage, 1].set(jnp.inf), empty)
+
+
+@pytest.mark.parametrize("size", [1, 3, 9, 10, 23])
+def test_leaves_that_do_not_divide_evenly(size):
+    mesh = make_mesh({"data": 8})
+
+    @jax.jit
+    def check(x):
+        x = jax.lax.with_sharding_constraint(x * 2, NamedSharding(mesh, Spec("data")))
+        return jmpscale.unscale_and_check(jmpscale.static(4.0), {"w": x})[1]
+
+    with jax.set_mesh(mesh):
+        assert check(jnp.ones(size))
+        for place in range(size):
+            assert not check(jnp.ones(size).at[place].set(jnp.nan))
+
+
+# --- axis_name ---
+
+
+def _flag(mesh_shape, axis_name, check_vma, body=None):
+    """Returns each device's flag, from values of which device 5's is infinite."""
+    mesh = make_mesh(mesh_shape)
+    spec = Spec(tuple(mesh_shape))
+
+    def local(x):
+        finite = jmpscale.all_finite(x if body is None else body(x), axis_name=axis_name)
+        return jnp.broadcast_to(finite, (1,)) if not check_vma else jnp.where(x == x, finite, finite)
+
+    fn = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma))
+    return fn(jnp.ones(8).at[5].set(jnp.inf)).tolist()
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    ("axis_name", "expected"),
+    [
+        ("a", [True, False, True, True, True, False, True, True]),  # devices 1 and 5 share b=1
+        ("b", [True] * 4 + [False] * 4),
+        (("a", "b"), [False] * 8),
+        (("b", "a"), [False] * 8),
+        ((), [True] * 5 + [False] + [True] * 2),
+    ],
+)
+def test_axis_name_is_taken_at_its_word(axis_name, expected, check_vma):
+    assert _flag({"a": 2, "b": 4}, axis_name, check_vma) == expected
+
+
+def test_without_axis_name_the_types_decide_and_without_types_each_device_is_alone():
+    assert _flag({"a": 2, "b": 4}, None, True) == [False] * 8
+    assert _flag({"a": 2, "b": 4}, None, False) == [True] * 5 + [False] + [True] * 2
+
+
+@pytest.mark.parametrize("axis_name", ["a", ("a", "b")])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_naming_axes_that_are_already_reduced_is_harmless(axis_name, check_vma):
+    flags = _flag({"a": 2, "b": 4}, axis_name, check_vma, lambda x: jax.lax.psum(x, ("a", "b")))
+    assert flags == [False] * 8
+
+
+@pytest.mark.parametrize("axis_name", ["dta", ("a", "dta")])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_misspelt_axis_is_an_error(axis_name, check_vma):
+    with pytest.raises(
+        ValueError, match=r"axis_name 'dta' is not the name of a mapped axis here\. Use a name given to"
+    ):
+        _flag({"a": 2, "b": 4}, axis_name, check_vma)
+    for call in (
+        lambda: jmpscale.unscale_and_check(jmpscale.dynamic(), jnp.ones(2), axis_name="dta"),
+        lambda: jmpscale.update(jmpscale.dynamic(), True, axis_name="dta"),
+        lambda: jmpscale.value_and_grad(lambda x: x, axis_name="dta")(jmpscale.dynamic(), 1.0),
+    ):
+        with pytest.raises(ValueError, match="axis_name 'dta' is not the name"):
+            call()
+
+
+def test_a_vmap_axis_can_be_named():
+    x = jnp.ones(4).at[2].set(jnp.nan)
+    alone = jax.vmap(jmpscale.all_finite, axis_name="batch")(x)
+    together = jax.vmap(functools.partial(jmpscale.all_finite, axis_name="batch"), axis_name="batch")(x)
+    assert alone.tolist() == [True, True, False, True]
+    assert together.tolist() == [False] * 4
+
+
+def test_vmap_inside_shard_map_and_the_other_way_round():
+    mesh = make_mesh({"data": 8})
+    x = jnp.ones((8, 3)).at[5, 1].set(jnp.inf)
+    inside = jax.shard_map(jax.vmap(jmpscale.all_finite), mesh=mesh, in_specs=Spec(None, "data"), out_specs=Spec())
+    assert jax.jit(inside)(x.T).tolist() == [True, False, True]
+    mapped = jax.vmap(jax.shard_map(jmpscale.all_finite, mesh=mesh, in_specs=Spec("data"), out_specs=Spec()), in_axes=1)
+    assert jax.jit(mapped)(x).tolist() == [True, False, True]
+
+
+def test_partial_sums_inside_shard_map_are_refused():
+    if not hasattr(jax.lax, "pcast"):
+        pytest.skip("this JAX has no type for partial sums inside shard_map")
+    mesh = make_mesh({"data": 8})
+
+    def local(w, x):
+        w = jax.lax.pcast(w, ("data",), to="reduced")
+        grads = jax.grad(lambda w: (w * x).sum())(w)
+        return jmpscale.unscale_and_check(jmpscale.static(1.0), {"w": grads})[1]
+
+    with pytest.raises(TypeError, match=r"tree\['w'\] is a partial sum over the mesh axes \['data'\].*psum"):
+        jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(Spec(), Spec("data")), out_specs=Spec()))(1.0, jnp.ones(8))
+
+
+# --- pmap, and what types cannot see ---
+
+
+def _pmap(step, **options):
+    try:
+        return jax.pmap(step, **options)
+    except AttributeError:
+        pytest.skip("this JAX has no pmap")
+
+
+@pytest.mark.parametrize("summed", [True, False], ids=["summed gradients", "local sgd"])
+def test_pmap(summed):
+    def step(params, scaler, grads, loss):
+        grads = jax.lax.psum(grads, "devices") if summed else grads
+        grads, finite = jmpscale.unscale_and_check(scaler, grads, axis_name="devices")
+        params = jmpscale.apply_if(finite, lambda p: p - grads, params)
+        return params, jmpscale.update(scaler, finite, loss=loss, axis_name="devices")
+
+    step = _pmap(step, axis_name="devices")
+    params = jnp.arange(8.0)
+    scaler = jax.tree.map(lambda x: jnp.stack([x] * 8), jmpscale.dynamic(2.0**4))
+    moved, after = step(params, scaler, jnp.full(8, 16.0), jnp.ones(8))
+    np.testing.assert_array_equal(moved, params - (8 if summed else 1))
+    assert_replicated(after)
+    for device in (0, 3, 7):
+        bad = jnp.full(8, 16.0).at[device].set(jnp.inf)
+        kept, skipped = step(params, scaler, bad, jnp.ones(8))
+        np.testing.assert_array_equal(kept, params)
+        np.testing.assert_array_equal(skipped.loss_scale, 8.0)
+        kept, skipped = step(params, scaler, bad, jnp.ones(8).at[7 - device].set(jnp.nan))
+        np.testing.assert_array_equal(skipped.loss_scale, 16.0)
+        np.testing.assert_array_equal(skipped.last_skip, 2)
+        assert_replicated(skipped)
+
+
+@pytest.mark.parametrize("untyped", ["pmap", "check_vma=False"])
+def test_without_axis_name_devices_drift_apart_where_types_cannot_see_and_assert_replicated_tells(untyped):
+    def step(scaler, grads):
+        return jmpscale.update(scaler, jmpscale.unscale_and_check(scaler, grads)[1])
+
+    grads = jnp.ones(8).at[3].set(jnp.inf)
+    if untyped == "pmap":
+        scaler = jax.tree.map(lambda x: jnp.stack([x] * 8), jmpscale.dynamic())
+        after = _pmap(step, axis_name="devices")(scaler, grads)
+    else:
+        mesh = make_mesh({"data": 8})
+        step = jax.shard_map(step, mesh=mesh, in_specs=(Spec(), Spec("data")), out_specs=Spec(), check_vma=False)
+        after = jax.jit(step)(jmpscale.dynamic(), grads)
+    with pytest.raises(
+        AssertionError, match=r"tree\.loss_scale differs between devices: .*65536.*32768.*give axis_name"
+    ):
+        assert_replicated(after)
+
+
+def test_with_types_jax_itself_refuses_a_state_that_differs():
+    mesh = make_mesh({"data": 8})
+
+    def step(scaler, grads):
+        return jmpscale.update(scaler, jmpscale.all_finite(grads, axis_name=()), axis_name=())
+
+    with pytest.raises(ValueError, match=r"out_specs|vary|replicat"):
+        jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(Spec(), Spec("data")), out_specs=Spec()))(
+            jmpscale.dynamic(), jnp.ones(8)
+        )
+
+
+def test_assert_replicated_refuses_what_is_no_array():
+    with pytest.raises(TypeError, match=r"tree\['a'\] must be a jax\.Array, got float"):
+        assert_replicated({"a": 1.0})
