@@ -131,7 +131,7 @@ def _partial_sum_axes(x: Any) -> frozenset[str]:
 
 
 def refuse_partial_sums(tree: Any) -> None:
-    """Raises if the shards of a leaf have yet to be added: JAX would raise too, but not say which leaf or what to do."""
+    """Raises if the shards of a leaf have yet to be added; JAX would too, but not say which leaf, or what to do."""
     for path, leaf in named_leaves(tree):
         if is_inexact(leaf) and (axes := _partial_sum_axes(leaf)):
             raise TypeError(

@@ -16,14 +16,20 @@ from jmpscale.testing import assert_replicated
 LAYOUTS = {
     "fully sharded": ({"data": 8}, [Spec("data"), Spec(None, "data"), Spec("data"), Spec("data")]),
     "tensor parallel": ({"model": 8}, [Spec(None, "model"), Spec("model"), Spec("model"), Spec()]),
-    "data replicated, tensor parallel": ({"data": 4, "model": 2}, [Spec("model"), Spec(None, "model"), Spec(), Spec("model")]),
-    "fully sharded, tensor parallel": ({"data": 4, "model": 2}, [Spec("data", "model"), Spec("model"), Spec("data"), Spec()]),
+    "data and tensor parallel": (
+        {"data": 4, "model": 2},
+        [Spec("model"), Spec(None, "model"), Spec(), Spec("model")],
+    ),
+    "fully sharded and tensor parallel": (
+        {"data": 4, "model": 2},
+        [Spec("data", "model"), Spec("model"), Spec("data"), Spec()],
+    ),
     "three axes": (
         {"data": 2, "fsdp": 2, "model": 2},
         [Spec(("data", "fsdp"), "model"), Spec("fsdp"), Spec(None, "model"), Spec("model", "fsdp")],
     ),
     "experts": ({"expert": 4, "data": 2}, [Spec("expert"), Spec("expert", None), Spec(), Spec("expert")]),
-}  # fmt: skip
+}
 DTYPES = [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float32]
 MODES = ["auto", "explicit", "shard_map", "unchecked"]
 
