@@ -372,3 +372,11 @@ def test_disabled_returns_its_input():
     assert finite
     assert finite.dtype == bool
     assert jmpscale.update(scaler, False) is scaler
+
+
+@pytest.mark.usefixtures("x64")
+def test_with_64_bit_numbers_the_state_keeps_its_types():
+    state = jmpscale.dynamic(growth_interval=1)
+    for finite in (True, False):
+        state = jax.jit(jmpscale.update)(state, finite, loss=jnp.float64(1))
+        assert [x.dtype for x in jax.tree.leaves(state)] == [F32] + [jnp.int32] * 5

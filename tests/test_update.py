@@ -45,17 +45,17 @@ SCALERS = {
 each_scaler = pytest.mark.parametrize("scaler", SCALERS.values(), ids=SCALERS)
 
 
-def reproducible(max_examples):
+def _reproducible(max_examples):
     return hypothesis.settings(max_examples=max_examples, derandomize=True, deadline=None, database=None)
 
 
-def arrays(word):
+def _arrays(word):
     finite, loss = zip(*word, strict=True)
     return jnp.array(finite), jnp.array(loss, jnp.float32)
 
 
 @jax.jit
-def scan(state, finite, loss):
+def _scan(state, finite, loss):
     """Returns the states after each step; without losses if `loss` is None."""
 
     def body(state, step):
@@ -65,7 +65,7 @@ def scan(state, finite, loss):
     return jax.lax.scan(body, state, (finite, loss))[1]
 
 
-def expected(state, word):
+def _expected(state, word):
     """Returns the states after each step according to the reference, as arrays."""
     config = state.config
     now = {name: getattr(state, name).item() for name in reference.FIELDS}
@@ -77,35 +77,35 @@ def expected(state, word):
     return {name: np.array([state[name] for state in after]) for name in reference.FIELDS}
 
 
-def assert_same_bits(states, want):
+def _assert_same_bits(states, want):
     for name in reference.FIELDS:
         got = np.asarray(getattr(states, name))
         assert got.dtype == (np.float32 if name == "loss_scale" else np.int32), name
         np.testing.assert_array_equal(got.view(np.int32), want[name].astype(got.dtype).view(np.int32), err_msg=name)
 
 
-def assert_within_limits(states):
+def _assert_within_limits(states):
     limits = np.float32([states.config.min_scale, states.config.max_scale])
     scales = np.asarray(states.loss_scale)
     assert (limits[0] <= scales).all()
     assert (scales <= limits[1]).all()
 
 
-def assert_follows_the_reference(state, word):
+def _assert_follows_the_reference(state, word):
     # Padded, so that the words of all lengths share one compilation.
-    states = scan(state, *arrays(word + [GOOD] * (WORD_LENGTH - len(word))))
+    states = _scan(state, *_arrays(word + [GOOD] * (WORD_LENGTH - len(word))))
     states = jax.tree.map(lambda x: x[: len(word)], states)
-    assert_same_bits(states, expected(state, word))
+    _assert_same_bits(states, _expected(state, word))
     if state.config.mode == "dynamic":
-        assert_within_limits(states)
+        _assert_within_limits(states)
 
 
 @each_scaler
 def test_any_word_of_steps_follows_the_reference(scaler):
-    @reproducible(max_examples=60)
+    @_reproducible(max_examples=60)
     @hypothesis.given(WORDS)
     def follows(word):
-        assert_follows_the_reference(scaler, word)
+        _assert_follows_the_reference(scaler, word)
 
     follows()
 
@@ -115,7 +115,7 @@ LEGAL_SCALES = st.floats(-126, 126).map(lambda exponent: 2.0**exponent)
 
 
 @st.composite
-def legal_scalers(draw):
+def _legal_scalers(draw):
     """Draws settings, and a state in which another program with other settings may have left off."""
     low, high = sorted([draw(LEGAL_SCALES), draw(LEGAL_SCALES)])
     state = jmpscale.dynamic(
@@ -132,13 +132,13 @@ def legal_scalers(draw):
     return state._replace(**{name: jnp.array(count, jnp.int32) for name, count in counters.items()})
 
 
-@reproducible(max_examples=60)
-@hypothesis.given(legal_scalers(), WORDS)
+@_reproducible(max_examples=60)
+@hypothesis.given(_legal_scalers(), WORDS)
 def test_any_legal_state_and_settings_follow_the_reference(state, word):
-    assert_follows_the_reference(state, word)
+    _assert_follows_the_reference(state, word)
 
 
-def one_by_one(update, time_axis=0):
+def _one_by_one(update, time_axis=0):
     def run(state, *steps):
         states = []
         for finite, loss in zip(*(jnp.moveaxis(x, time_axis, 0) for x in steps), strict=True):
@@ -149,11 +149,11 @@ def one_by_one(update, time_axis=0):
     return run
 
 
-def update_with_loss(state, finite, loss):
+def _update_with_loss(state, finite, loss):
     return jmpscale.update(state, finite, loss=loss)
 
 
-def seeded_words(count, length, seed=0):
+def _seeded_words(count, length, seed=0):
     letters = [GOOD, GOOD, GOOD, GOOD_WITH_BAD_LOSS, OVERFLOW, OVERFLOW, BAD_LOSS]
     picks = np.random.default_rng(seed).integers(len(letters), size=(count, length))
     return [[letters[i] for i in row] for row in picks]
@@ -161,26 +161,28 @@ def seeded_words(count, length, seed=0):
 
 @each_scaler
 @pytest.mark.parametrize(
-    "run", [one_by_one(update_with_loss), one_by_one(jax.jit(update_with_loss))], ids=["eager", "jit"]
+    "run", [_one_by_one(_update_with_loss), _one_by_one(jax.jit(_update_with_loss))], ids=["eager", "jit"]
 )
 def test_eager_and_jit_follow_the_reference_as_scan_does(scaler, run):
-    [word] = seeded_words(1, 24)
-    states = run(scaler, *arrays(word))
-    assert_same_bits(states, expected(scaler, word))
-    chex.assert_trees_all_equal(states, scan(scaler, *arrays(word)))
+    [word] = _seeded_words(1, 24)
+    states = run(scaler, *_arrays(word))
+    _assert_same_bits(states, _expected(scaler, word))
+    chex.assert_trees_all_equal(states, _scan(scaler, *_arrays(word)))
 
 
 @each_scaler
 @pytest.mark.parametrize(
-    "run", [jax.vmap(scan), one_by_one(jax.vmap(update_with_loss), time_axis=1)], ids=["vmap of scan", "steps of vmap"]
+    "run",
+    [jax.vmap(_scan), _one_by_one(jax.vmap(_update_with_loss), time_axis=1)],
+    ids=["vmap of scan", "steps of vmap"],
 )
 def test_scalers_in_a_batch_do_not_know_of_each_other(scaler, run):
-    words = seeded_words(5, 24)
+    words = _seeded_words(5, 24)
     batch = jax.tree.map(lambda x: jnp.stack([x] * len(words)), scaler)
-    finite, loss = zip(*map(arrays, words), strict=True)
+    finite, loss = zip(*map(_arrays, words), strict=True)
     states = run(batch, jnp.stack(finite), jnp.stack(loss))
     for i, word in enumerate(words):
-        assert_same_bits(jax.tree.map(lambda x, i=i: x[i], states), expected(scaler, word))
+        _assert_same_bits(jax.tree.map(lambda x, i=i: x[i], states), _expected(scaler, word))
 
 
 @pytest.mark.parametrize("name", ["torch", "megatron", "apex", "odd_factors", "static", "disabled"])
@@ -188,7 +190,7 @@ def test_scalers_in_a_batch_do_not_know_of_each_other(scaler, run):
 def test_the_types_of_a_state_never_change(name, letter, variant):
     state = jmpscale.disabled() if name == "disabled" else SCALERS[name]
     finite, loss = letter
-    after = variant(update_with_loss)(state, jnp.array(finite), jnp.array(loss, jnp.float32))
+    after = variant(_update_with_loss)(state, jnp.array(finite), jnp.array(loss, jnp.float32))
     assert jax.tree.structure(after) == jax.tree.structure(state)
     # A type is a dtype, a shape, a weak type and a sharding.
     assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
@@ -213,8 +215,8 @@ def test_sixty_thousand_steps_keep_to_the_reference(scaler, overflows, bad_losse
     finite = random.random(60_000) >= overflows
     loss = np.where(random.random(60_000) >= bad_losses, 1.0, np.nan)
     finite &= np.isfinite(loss)
-    states = scan(scaler, jnp.array(finite), jnp.array(loss, jnp.float32))
-    assert_same_bits(states, expected(scaler, zip(finite, loss, strict=True)))
+    states = _scan(scaler, jnp.array(finite), jnp.array(loss, jnp.float32))
+    _assert_same_bits(states, _expected(scaler, zip(finite, loss, strict=True)))
     scales = np.asarray(states.loss_scale)
     assert len(np.unique(scales)) > 5, "the run is to see the scale move"
     assert (scales[1:] > scales[:-1]).any()
@@ -228,37 +230,37 @@ LAST_TWO = [reference.COUNTER_LIMIT, reference.COUNTER_LIMIT]
 @pytest.mark.parametrize("letter", [OVERFLOW, BAD_LOSS], ids=["overflow", "bad loss"])
 def test_counters_of_skips_stop_at_their_limit(scaler, letter):
     full = jnp.array(reference.COUNTER_LIMIT - 1, jnp.int32)
-    states = scan(scaler._replace(skipped=full, skipped_in_a_row=full), *arrays([letter] * 2))
+    states = _scan(scaler._replace(skipped=full, skipped_in_a_row=full), *_arrays([letter] * 2))
     assert states.skipped.tolist() == LAST_TWO
     assert states.skipped_in_a_row.tolist() == LAST_TWO
 
 
 def test_the_counter_of_good_steps_stops_at_its_limit():
     full = jnp.array(reference.COUNTER_LIMIT - 1, jnp.int32)
-    assert scan(SCALERS["static"]._replace(good_steps=full), *arrays([GOOD] * 2)).good_steps.tolist() == LAST_TWO
+    assert _scan(SCALERS["static"]._replace(good_steps=full), *_arrays([GOOD] * 2)).good_steps.tolist() == LAST_TWO
 
 
 def test_the_longest_growth_interval_ends():
     almost = SCALERS["never_grows"]._replace(good_steps=jnp.array(reference.COUNTER_LIMIT - 2, jnp.int32))
-    states = scan(almost, *arrays([GOOD] * 2))
+    states = _scan(almost, *_arrays([GOOD] * 2))
     assert states.good_steps.tolist() == [reference.COUNTER_LIMIT - 1, 0]
     assert states.loss_scale.tolist() == [2.0**16, 2.0**17]
 
 
 @each_scaler
 def test_any_number_of_steps_is_traced_once(scaler):
-    step = jax.jit(chex.assert_max_traces(update_with_loss, n=1))
-    [word] = seeded_words(1, 40)
-    for finite, loss in zip(*arrays(word), strict=True):
+    step = jax.jit(chex.assert_max_traces(_update_with_loss, n=1))
+    [word] = _seeded_words(1, 40)
+    for finite, loss in zip(*_arrays(word), strict=True):
         scaler = step(scaler, finite, loss)
     assert scaler.skipped == sum(not finite for finite, _ in word)
 
 
 def test_without_a_loss_every_skip_is_an_overflow():
-    [word] = seeded_words(1, WORD_LENGTH)
-    finite, _ = arrays(word)
-    states = scan(SCALERS["apex"], finite, None)
-    assert_same_bits(states, expected(SCALERS["apex"], [(finite, 1.0) for finite, _ in word]))
+    [word] = _seeded_words(1, WORD_LENGTH)
+    finite, _ = _arrays(word)
+    states = _scan(SCALERS["apex"], finite, None)
+    _assert_same_bits(states, _expected(SCALERS["apex"], [(finite, 1.0) for finite, _ in word]))
 
 
 @pytest.mark.parametrize("trace", TORCH["traces"], ids=range(len(TORCH["traces"])))
@@ -266,9 +268,9 @@ def test_between_the_limits_the_rule_is_that_of_torch(trace):
     # The lowest scale in these runs of torch, which has no floor, is 2^-13; the highest is below the default ceiling.
     state = jmpscale.dynamic(min_scale=2.0**-14, **trace["config"])
     word = [OVERFLOW if found_inf else GOOD for found_inf in trace["found_inf"]]
-    after = expected(state, word)
-    states = scan(state, arrays(word)[0], None)
-    assert_same_bits(states, after)
+    after = _expected(state, word)
+    states = _scan(state, _arrays(word)[0], None)
+    _assert_same_bits(states, after)
     for scales, good_steps in [(states.loss_scale, states.good_steps), (after["loss_scale"], after["good_steps"])]:
         # Compared as float64, in which every float32 is exact: nothing is rounded on the way.
         np.testing.assert_array_equal(np.asarray(scales, np.float64), trace["scale_after"])
