@@ -5,12 +5,16 @@ and the scaler differ. What can go wrong outside the training is found out befor
 """
 
 import argparse
+import contextlib
+import functools
 import importlib
+import itertools
 import os
 import pathlib
+import stat
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -24,46 +28,36 @@ import jmpscale
 WIDTHS = (512, 128, 128, 128, 128, 3)
 FREQUENCY = 12.0  # standard deviation of the Fourier features, in cycles over a side of the picture
 LEARNING_RATE = 2e-3
+GROWTH_INTERVAL = 30  # the usual 2000 steps between two growths are for long trainings; this one is over before
 LAST_STEPS = 100
 UNTIL_NEWS = 10  # steps between two looks at the device: often enough for a bar and for Ctrl-C, too seldom to cost time
+GREY, RED, BLUE = "#5c626b", "#d1495b", "#2a7f9e"
 
-OVERFLOW = "#d1495b"
 Floats = npt.NDArray[np.float32]
-
-
-class Layer(NamedTuple):
-    """One dense layer: weights f32[in, out] and biases f32[1, out]."""
-
-    weights: jax.Array
-    biases: jax.Array
-
-
-Params = list[Layer]
-
-
-class Record(NamedTuple):
-    """What one step reports: the scale that it used, whether it was taken, and its share of zero gradients."""
-
-    loss_scale: jax.Array
-    finite: jax.Array
-    zeros: jax.Array
+Params = list[tuple[jax.Array, jax.Array]]  # of each layer the weights, f32[in, out], and the biases, f32[1, out]
 
 
 class Variant(NamedTuple):
-    """One way to train: a name, the dtype to compute in, what makes the scaler, and a colour to draw it in."""
+    """One way to train: the dtype to compute in, whether to scale the loss, and how to show it."""
 
     name: str
     dtype: Any
-    scaler: Callable[[], jmpscale.ScalerState]
+    scaled: bool
     colour: str
+
+
+VARIANTS = (
+    Variant("float32", jnp.float32, False, GREY),
+    Variant("bfloat16", jnp.bfloat16, False, GREY),
+    Variant("float16, no scaling", jnp.float16, False, RED),
+    Variant("float16, jmpscale", jnp.float16, True, BLUE),
+)
 
 
 class Outcome(NamedTuple):
     """What came of one fit; `loss_scale` holds the scale of every step and, at its end, the one after the last."""
 
-    name: str
-    colour: str
-    scaled: bool
+    variant: Variant
     picture: Floats
     psnr: float
     seconds: float
@@ -72,28 +66,14 @@ class Outcome(NamedTuple):
     zeros: float
 
 
-def _dynamic() -> jmpscale.ScalerState:
-    # The usual 2000 steps between two growths are for long trainings; this one is over before.
-    return jmpscale.dynamic(growth_interval=30)
-
-
-VARIANTS = (
-    Variant("float32", jnp.float32, jmpscale.disabled, "#5c626b"),
-    Variant("bfloat16", jnp.bfloat16, jmpscale.disabled, "#5c626b"),
-    Variant("float16, no scaling", jnp.float16, jmpscale.disabled, OVERFLOW),
-    Variant("float16, jmpscale", jnp.float16, _dynamic, "#2a7f9e"),
-)
-
-
 class _DemoError(Exception):
     """Something the user can put right; its text is all that is shown."""
 
 
 def _init(key: jax.Array) -> Params:
-    keys = jax.random.split(key, len(WIDTHS) - 1)
+    layers = zip(jax.random.split(key, len(WIDTHS) - 1), itertools.pairwise(WIDTHS), strict=True)
     return [
-        Layer(jax.random.normal(k, (n, m), jnp.float32) * n**-0.5, jnp.zeros((1, m), jnp.float32))
-        for k, n, m in zip(keys, WIDTHS, WIDTHS[1:], strict=False)
+        (jax.random.normal(k, (n, m), jnp.float32) * n**-0.5, jnp.zeros((1, m), jnp.float32)) for k, (n, m) in layers
     ]
 
 
@@ -108,11 +88,11 @@ def _fourier_features(key: jax.Array, height: int, width: int) -> jax.Array:
 
 def _colours(params: Params, features: jax.Array, dtype: Any) -> jax.Array:
     """Computes f32[pixels, 3] with the network in `dtype`; the master weights stay float32."""
-    *hidden, last = [Layer(layer.weights.astype(dtype), layer.biases.astype(dtype)) for layer in params]
     x = features.astype(dtype)
-    for layer in hidden:
-        x = jax.nn.gelu(x @ layer.weights + layer.biases)
-    return (x @ last.weights + last.biases).astype(jnp.float32)
+    for weights, biases in params[:-1]:
+        x = jax.nn.gelu(x @ weights.astype(dtype) + biases.astype(dtype))
+    weights, biases = params[-1]
+    return (x @ weights.astype(dtype) + biases.astype(dtype)).astype(jnp.float32)
 
 
 def _share_of_zeros(grads: Any) -> jax.Array:
@@ -121,23 +101,23 @@ def _share_of_zeros(grads: Any) -> jax.Array:
     return zeros.astype(jnp.float32) / sum(leaf.size for leaf in leaves)
 
 
-def _make_step(features: jax.Array, target: jax.Array, dtype: Any, tx: optax.GradientTransformation) -> Any:
+def _make_step(dtype: Any, tx: optax.GradientTransformation) -> Any:
     """Makes the training step: the same code with scaling and without it."""
 
-    def loss_fn(params: Params) -> jax.Array:
+    def loss_fn(params: Params, features: jax.Array, target: jax.Array) -> jax.Array:
         return jnp.mean((_colours(params, features, dtype) - target) ** 2)
 
-    def train_step(params: Params, opt_state: optax.OptState, scaler: jmpscale.ScalerState) -> Any:
-        loss, grads, finite = jmpscale.value_and_grad(loss_fn)(scaler, params)
+    def train_step(params: Any, opt_state: Any, scaler: jmpscale.ScalerState, *batch: jax.Array) -> Any:
+        loss, grads, finite = jmpscale.value_and_grad(loss_fn)(scaler, params, *batch)
 
-        def step(params: Params, opt_state: optax.OptState) -> tuple[Params, optax.OptState]:
-            updates, opt_state = tx.update(cast(Any, grads), opt_state, cast(Any, params))
-            return cast(Params, optax.apply_updates(cast(Any, params), updates)), opt_state
+        def step(params: Any, opt_state: Any) -> Any:
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
 
         params, opt_state = jmpscale.apply_if(finite, step, params, opt_state)
         # Unscaling in float32 makes no zero that was not one in float16: these are the zeros of the backward pass.
-        record = Record(scaler.loss_scale, finite, _share_of_zeros(grads))
-        return params, opt_state, jmpscale.update(scaler, finite, loss=loss), record
+        record = scaler.loss_scale, finite, _share_of_zeros(grads)
+        return (params, opt_state, jmpscale.update(scaler, finite, loss=loss)), record
 
     return jax.jit(train_step, donate_argnums=(0, 1, 2))
 
@@ -146,35 +126,27 @@ def _fit(variant: Variant, target: Floats, steps: int, seed: int, report: Callab
     """Trains one network on the picture f32[height, width, 3] and says how it went."""
     report(variant.name, 0, steps)
     for_params, for_features = jax.random.split(jax.random.key(seed))
-    features = _fourier_features(for_features, *target.shape[:2])
+    batch = _fourier_features(for_features, *target.shape[:2]), jnp.asarray(target.reshape(-1, 3))
+    scaler = jmpscale.dynamic(growth_interval=GROWTH_INTERVAL) if variant.scaled else jmpscale.disabled()
+    params: Any = _init(for_params)
     tx = optax.adam(LEARNING_RATE)
-    params, scaler = _init(for_params), variant.scaler()
-    carry: tuple[Params, Any, jmpscale.ScalerState] = params, tx.init(cast(Any, params)), scaler
-    compiled = _make_step(features, jnp.asarray(target.reshape(-1, 3)), variant.dtype, tx).lower(*carry).compile()
-    records: list[Record] = []
+    carry: tuple[Any, Any, jmpscale.ScalerState] = params, tx.init(params), scaler
+    step = _make_step(variant.dtype, tx).lower(*carry, *batch).compile()
+    records: list[Any] = []
     start = time.perf_counter()
     for done in range(1, steps + 1):
-        *carry_out, record = compiled(*carry)
-        carry = cast(tuple[Params, Any, jmpscale.ScalerState], tuple(carry_out))
+        carry, record = step(*carry, *batch)
         records.append(record)
         if done % UNTIL_NEWS == 0 or done == steps:
             jax.block_until_ready(carry)
             report(variant.name, done, steps)
     seconds = (time.perf_counter() - start) / steps
-    params, _, scaler = carry
-    picture = np.clip(np.asarray(_colours(params, features, variant.dtype)).reshape(target.shape), 0.0, 1.0)
+    picture = np.clip(np.asarray(_colours(carry[0], batch[0], variant.dtype)).reshape(target.shape), 0.0, 1.0)
+    psnr = float(-10 * np.log10(np.mean((picture - target) ** 2) + 1e-12))
     loss_scale, finite, zeros = (np.array(column) for column in zip(*jax.device_get(records), strict=True))
-    return Outcome(
-        variant.name,
-        variant.colour,
-        scaler.config.mode != "disabled",
-        picture,
-        float(-10 * np.log10(np.mean((picture - target) ** 2) + 1e-12)),
-        seconds,
-        np.append(loss_scale, np.asarray(scaler.loss_scale)),
-        np.flatnonzero(~finite),
-        float(zeros[-LAST_STEPS:].mean()),
-    )
+    loss_scale = np.append(loss_scale, np.asarray(carry[2].loss_scale))
+    zeros = float(zeros[-LAST_STEPS:].mean())
+    return Outcome(variant, picture, psnr, seconds, loss_scale, np.flatnonzero(~finite), zeros)
 
 
 def _show_progress(name: str, done: int, steps: int) -> None:
@@ -190,10 +162,9 @@ def _show_progress(name: str, done: int, steps: int) -> None:
 def _table(outcomes: Sequence[Outcome]) -> str:
     lines = [f"{'run':<20}{'PSNR (dB)':>10}{'s/step':>9}{'final scale':>13}{'skipped':>9}{'zero gradients':>16}"]
     for run in outcomes:
-        scale = f"2^{np.log2(run.loss_scale[-1]):.0f}" if run.scaled else "-"
-        skipped = str(len(run.skipped)) if run.scaled else "-"
-        numbers = f"{run.psnr:>10.1f}{run.seconds:>9.4f}{scale:>13}{skipped:>9}{run.zeros:>16.2%}"
-        lines.append(f"{run.name:<20}{numbers}")
+        scaling = (f"2^{np.log2(run.loss_scale[-1]):.0f}", len(run.skipped)) if run.variant.scaled else ("-", "-")
+        numbers = f"{run.psnr:>10.1f}{run.seconds:>9.4f}{scaling[0]:>13}{scaling[1]:>9}{run.zeros:>16.2%}"
+        lines.append(f"{run.variant.name:<20}{numbers}")
     return "\n".join(lines)
 
 
@@ -206,96 +177,82 @@ def _draw(target: Floats, outcomes: Sequence[Outcome]) -> Any:
     figure.set_layout_engine("constrained", h_pad=0.12, w_pad=0.08)
     figure.suptitle("A neural field fitted to a photograph, four times from the same seed", fontsize=16)
     pictures, curves = figure.subfigures(2, 1, height_ratios=[2 * panel + 1.1, 3.8])
-    axes = pictures.subplots(2, 1 + len(outcomes))
-    _draw_pictures(target, outcomes, axes, pictures)
+    _draw_pictures(target, outcomes, pictures.subplots(2, 1 + len(outcomes)), pictures)
     left, right = curves.subplots(1, 2, width_ratios=[2.6, 1])
-    _draw_loss_scale(next(run for run in outcomes if run.scaled), left)
+    _draw_loss_scale(next(run for run in outcomes if run.variant.scaled), left)
     _draw_zeros(outcomes, right)
     return figure
 
 
 def _draw_pictures(target: Floats, outcomes: Sequence[Outcome], axes: Any, figure: Any) -> None:
     errors = [255 * np.abs(run.picture - target).mean(axis=-1) for run in outcomes]
-    limit = max(0.1, float(np.nanpercentile(np.stack(errors), 99)))
+    colours = {"cmap": "inferno", "vmin": 0, "vmax": max(0.1, float(np.nanpercentile(np.stack(errors), 99)))}
     axes[0, 0].imshow(target, interpolation="nearest")
     axes[0, 0].set_title(f"original, {target.shape[1]} x {target.shape[0]} pixels")
-    image = None
-    for column, (run, error) in enumerate(zip(outcomes, errors, strict=True), start=1):
-        axes[0, column].imshow(run.picture, interpolation="nearest")
-        axes[0, column].set_title(f"{run.name}: {run.psnr:.1f} dB", fontweight="bold", color=run.colour)
-        image = axes[1, column].imshow(error, cmap="inferno", vmin=0, vmax=limit, interpolation="nearest")
-        axes[1, column].set_title(f"its error, mean {error.mean():.2f}", fontsize=10)
-    for axis in axes.flat:
-        axis.set_xticks([])
-        axis.set_yticks([])
     axes[1, 0].axis("off")
-    bar = figure.colorbar(
-        image, cax=axes[1, 0].inset_axes([0.05, 0.5, 0.9, 0.1]), orientation="horizontal", extend="max"
-    )
+    for (top, bottom), run, error in zip(axes.T[1:], outcomes, errors, strict=True):
+        top.imshow(run.picture, interpolation="nearest")
+        top.set_title(f"{run.variant.name}: {run.psnr:.1f} dB", fontweight="bold", color=run.variant.colour)
+        bottom.imshow(error, interpolation="nearest", **colours)
+        bottom.set_title(f"its error, mean {error.mean():.2f}", fontsize=10)
+    for axis in axes.flat:
+        axis.set(xticks=[], yticks=[])
+    place = axes[1, 0].inset_axes([0.05, 0.5, 0.9, 0.1])
+    bar = figure.colorbar(axes[1, 1].images[0], cax=place, orientation="horizontal", extend="max")
     bar.set_label("absolute error, mean of red, green, blue\n(8-bit levels, of 255)")
 
 
 def _draw_loss_scale(run: Outcome, axis: Any) -> None:
-    steps = np.arange(len(run.loss_scale))
-    axis.step(steps, run.loss_scale, where="post", color=run.colour, linewidth=1.8, label="loss scale")
+    scale = run.loss_scale
+    axis.step(np.arange(len(scale)), scale, where="post", color=BLUE, linewidth=1.8, label="loss scale")
     label = f"overflow: step skipped, {len(run.skipped)} in all"
-    axis.plot(run.skipped, run.loss_scale[run.skipped], "v", color=OVERFLOW, markersize=8, label=label)
+    axis.plot(run.skipped, scale[run.skipped], "v", color=RED, markersize=8, label=label)
     axis.set_yscale("log", base=2)
-    axis.set_ylim(run.loss_scale.min() / 2, run.loss_scale.max() * 4)
-    axis.set_xlim(0, max(len(run.loss_scale) - 1, 1))
-    axis.set_xlabel("step")
-    axis.set_ylabel("loss scale")
-    axis.set_title(f"{run.name}: the loss scale grows until the gradients overflow, and backs off")
+    axis.set(xlabel="step", ylabel="loss scale", xlim=(0, len(scale) - 1), ylim=(scale.min() / 2, scale.max() * 4))
+    axis.set_title(f"{run.variant.name}: the loss scale grows until the gradients overflow, and backs off")
     axis.grid(alpha=0.3)
     axis.legend(loc="lower right")
 
 
 def _draw_zeros(outcomes: Sequence[Outcome], axis: Any) -> None:
     shares = [100 * run.zeros for run in outcomes]
-    bars = axis.barh([run.name for run in outcomes], shares, color=[run.colour for run in outcomes])
-    axis.bar_label(bars, fmt="%.2f %%", padding=4)
+    names, colours = [run.variant.name for run in outcomes], [run.variant.colour for run in outcomes]
+    axis.bar_label(axis.barh(names, shares, color=colours), fmt="%.2f %%", padding=4)
     axis.set_title("Underflow: gradients that are exactly zero")
-    axis.set_xlabel(f"share (%), mean over the last {LAST_STEPS} steps")
-    axis.set_xlim(0, max(1.35 * max(shares), 0.01))
+    axis.set(xlabel=f"share (%), mean over the last {LAST_STEPS} steps", xlim=(0, max(1.35 * max(shares), 0.01)))
     axis.invert_yaxis()
     axis.spines[["top", "right"]].set_visible(False)
 
 
+@contextlib.contextmanager
+def _explaining(task: str, *errors: type[Exception]) -> Generator[None]:
+    try:
+        yield
+    except errors as error:
+        number: int | None = getattr(error, "errno", None)
+        reason = os.strerror(number) if number else " ".join(str(error).split()) or type(error).__name__
+        raise _DemoError(f"cannot {task}: {reason}") from error
+
+
 def _check_output(path: pathlib.Path) -> None:
     """Raises unless a file can be put at `path`; leaves nothing behind."""
-    try:
-        if _exists(path) and not (path.is_file() and os.access(path, os.W_OK)):
-            raise _DemoError(f"cannot write {path}: it exists and is not a file that may be overwritten")
+    with _explaining(f"write {path}", OSError):
+        with contextlib.suppress(FileNotFoundError):
+            if not (stat.S_ISREG(path.stat().st_mode) and os.access(path, os.W_OK)):
+                raise _DemoError(f"cannot write {path}: it exists and is not a file that may be overwritten")
         temporary = _temporary(path)
         temporary.open("xb").close()
         temporary.unlink()
-    except OSError as error:
-        raise _DemoError(f"cannot write {path}: {_reason(error)}") from error
-
-
-def _exists(path: pathlib.Path) -> bool:
-    """Tells whether there is anything at `path`; other than pathlib's own, raises for a name that cannot be."""
-    try:
-        path.stat()
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def _temporary(path: pathlib.Path) -> pathlib.Path:
     return path.with_name(f".jmpscale-{os.getpid()}.tmp")
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError) and error.errno:
-        return os.strerror(error.errno)
-    return " ".join(str(error).split()) or type(error).__name__
-
-
 def _save(figure: Any, path: pathlib.Path) -> None:
     """Writes the figure to `path` whole, or leaves what is there as it is."""
     temporary = _temporary(path)
-    try:
+    with _explaining(f"write {path}", OSError):
         file = temporary.open("xb")
         try:
             with file:
@@ -306,32 +263,19 @@ def _save(figure: Any, path: pathlib.Path) -> None:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-    except OSError as error:
-        raise _DemoError(f"cannot write {path}: {_reason(error)}") from error
-
-
-def _sample() -> Any:
-    from PIL import Image
-
-    datasets: Any = importlib.import_module("sklearn.datasets")
-    return Image.fromarray(datasets.load_sample_image("china.jpg"))
-
-
-def _open(path: pathlib.Path) -> Any:
-    from PIL import Image, ImageOps
-
-    try:
-        with Image.open(path) as file:
-            return ImageOps.exif_transpose(file).convert("RGB")
-    except Exception as error:  # a decoder raises whatever it likes at a damaged file
-        raise _DemoError(f"cannot read {path}: {_reason(error)}") from error
 
 
 def _read_picture(path: pathlib.Path | None, size: int) -> Floats:
     """Reads a picture, at most `size` pixels on its longer side, as f32[height, width, 3] in [0, 1]."""
-    from PIL import Image
+    from PIL import Image, ImageOps
 
-    image = _sample() if path is None else _open(path)
+    if path is None:
+        datasets: Any = importlib.import_module("sklearn.datasets")
+        image = Image.fromarray(datasets.load_sample_image("china.jpg"))
+    else:
+        # A decoder raises whatever it likes at a damaged file.
+        with _explaining(f"read {path}", Exception), Image.open(path) as file:
+            image = ImageOps.exif_transpose(file).convert("RGB")
     ratio = min(1.0, size / max(image.size))
     width, height = (max(1, round(side * ratio)) for side in image.size)
     return np.asarray(image.resize((width, height), Image.Resampling.LANCZOS), np.float32) / np.float32(255)
@@ -342,33 +286,25 @@ def _require_extra() -> None:
         for module in ("matplotlib.figure", "PIL.Image", "sklearn.datasets"):
             importlib.import_module(module)
     except ImportError as error:
-        remedy = 'pip install "jmpscale[demo]"'
-        raise _DemoError(f"{error.name or error} is missing, which the demonstration needs: {remedy}") from error
-
-
-def _integer(low: int, high: int) -> Callable[[str], int]:
-    def integer(text: str) -> int:
-        if not low <= (number := int(text)) <= high:
-            raise argparse.ArgumentTypeError(f"must be between {low} and {high}, got {number}")
-        return number
-
-    return integer
+        text = f'{error.name or error} is missing, which the demonstration needs: pip install "jmpscale[demo]"'
+        raise _DemoError(text) from error
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m jmpscale", description="Fit a neural field to a photograph in float16, with loss scaling."
+        prog="python -m jmpscale", description="Fit a photograph with and without scaling."
     )
-    parser.add_argument("--image", type=pathlib.Path, metavar="FILE", help="photograph to fit (default: a sample)")
-    parser.add_argument("--steps", type=_integer(1, 10**6), default=600, metavar="N", help="steps (default: 600)")
-    size = "longer side in pixels, at most the photograph's own (default: 80)"
-    parser.add_argument("--size", type=_integer(1, 4096), default=80, metavar="N", help=size)
-    parser.add_argument("--seed", type=_integer(0, 2**31 - 1), default=0, metavar="N", help="seed (default: 0)")
-    output = pathlib.Path("jmpscale.png")
-    parser.add_argument(
-        "--output", type=pathlib.Path, default=output, metavar="FILE", help="PNG (default: %(default)s)"
-    )
-    return parser.parse_args(argv)
+    add = functools.partial(parser.add_argument, metavar="N", type=int)
+    add("--image", type=pathlib.Path, metavar="FILE", help="photograph to fit (default: scikit-learn's china.jpg)")
+    add("--steps", default=600, help="training steps of each run (default: 600)")
+    add("--size", default=80, help="longer side in pixels, where the photograph's is more (default: 80)")
+    add("--seed", default=0, help="seed of the random numbers (default: 0)")
+    add("--output", type=pathlib.Path, metavar="FILE", default="jmpscale.png", help="PNG (default: jmpscale.png)")
+    options = parser.parse_args(argv)
+    for name, low, high in (("steps", 1, 10**6), ("size", 1, 4096), ("seed", 0, 2**31 - 1)):
+        if not low <= (value := getattr(options, name)) <= high:
+            parser.error(f"argument --{name}: must be between {low} and {high}, got {value}")
+    return options
 
 
 def _demonstrate(options: argparse.Namespace) -> None:
@@ -384,7 +320,7 @@ def _demonstrate(options: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demonstration and return the exit code: 0, 2 for what the user can put right, 130 for Ctrl-C."""
+    """Runs the demonstration and returns the exit code: 0, 2 for what the user can put right, 130 for Ctrl-C."""
     try:
         _demonstrate(_parse(argv))
     except _DemoError as failure:

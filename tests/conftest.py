@@ -12,6 +12,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
+collect_ignore = ["types", "worker.py"]  # read by type checkers, and run by test_processes.py
+
+
 @pytest.fixture(autouse=True)
 def _count_traces_afresh():
     chex.clear_trace_counter()

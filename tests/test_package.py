@@ -14,7 +14,7 @@ import jmpscale
 
 PACKAGE = pathlib.Path(jmpscale.__file__).parent
 MODULES = sorted(PACKAGE.glob("*.py"))
-FLOORS = ["_state", "_finite", "_scaling", "_exchange", "_report", "_step", "_optax", "__init__", "__main__"]
+FLOORS = ["_state", "_finite", "_scaling", "_exchange", "_report", "_step", "_optax", "__init__", "testing", "__main__"]
 PUBLIC = {
     "ScalerConfig",
     "ScalerState",
@@ -43,7 +43,7 @@ def _run(program):
 
 
 def test_the_public_names_are_these():
-    names = {name for name in vars(jmpscale) if not name.startswith("_")}
+    names = {name for name, value in vars(jmpscale).items() if not name.startswith("_") and not inspect.ismodule(value)}
     assert names == PUBLIC
     assert jmpscale.__version__ == importlib.metadata.version("jmpscale")
     assert (PACKAGE / "py.typed").exists()

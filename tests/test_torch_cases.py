@@ -116,12 +116,14 @@ def test_unscale_sparse(dtype, transform):
         assert not finite
 
 
-def test_sparse_float16_duplicates_do_not_overflow():
+@pytest.mark.parametrize("loss_scale", [4.0, 1.0])  # torch's, and one at which the unscaled sum is too large as well
+def test_sparse_float16_duplicates_do_not_overflow(loss_scale):
     grads = _sparse_gradient([64_000.0, 32.0, 64_000.0], rows=(0, 1, 0), dtype=jnp.float16)
     assert grads.todense()[0, 2] == jnp.inf, "torch adds the duplicates up in float16, and skips"
-    grad, finite = jmpscale.unscale_and_check(FOUR, grads)
+    grad, finite = jmpscale.unscale_and_check(jmpscale.dynamic(loss_scale, min_scale=MIN_SCALE), grads)
     assert finite
-    assert_close(grad.todense(), [[0.0, 0.0, 32_000.0], [8.0, 0.0, 0.0]], atol=1e-7)
+    want = np.array([[0.0, 0.0, 128_000.0], [32.0, 0.0, 0.0]]) / loss_scale
+    assert_close(grad.todense(), want, atol=1e-7)
 
 
 def test_scale(variant):
