@@ -97,8 +97,8 @@ def agree(*flags: jax.Array, axis_name: AxisName = None) -> tuple[jax.Array, ...
 def _axes_to_reduce(flags: jax.Array, axis_name: AxisName) -> tuple[Any, ...]:
     varying = varying_axes(flags)
     if axis_name is None:
-        return tuple(sorted(varying))
-    names = cast(tuple[Any, ...], axis_name if isinstance(axis_name, tuple) else (axis_name,))
+        return tuple(sorted(varying, key=str))
+    names: tuple[Any, ...] = tuple(cast(Any, axis_name)) if isinstance(axis_name, (tuple, list)) else (axis_name,)
     # Along a typed axis the device's own index varies. A value that does not is equal on all devices already, and
     # JAX may refuse to reduce it. Along an untyped axis nothing is known to vary, so only a collective can tell.
     return tuple(name for name in names if name in varying or not varying_axes(_axis_index(name)))

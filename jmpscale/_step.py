@@ -38,7 +38,7 @@ def apply_if(finite: Any, fn: Callable[..., Any], /, *carry: Any) -> Any:
       The new carry: one value for one carry, a tuple for several.
 
     Raises:
-      TypeError: `finite` is not a boolean, there is no carry, or `fn` changes a structure, shape or dtype.
+      TypeError: `finite` is not a boolean, there is no carry, or `fn` changes a structure, shape, dtype or sharding.
       ValueError: `finite` is not a scalar.
 
     >>> apply_if(jnp.array(False), lambda w, n: (w / 0, n + 1), jnp.array(2.0), jnp.array(5))
@@ -82,18 +82,19 @@ def _require_same(before: tuple[Any, ...], after: Any) -> None:
     for path, leaf in old.items():
         if (was := _kind(leaf)) != (now := _kind(new[path])):
             raise TypeError(
-                f"fn must return its carry with the same shapes and dtypes, but carry{path} "
-                f"went in as {was} and came out as {now}. With parameters in float16 the unscaled gradients are "
-                "float32: initialise the optimizer with parameters in float32 (tx.init on float32 copies) and let "
-                "optax.apply_updates cast back; elsewhere cast with .astype in fn."
+                f"fn must return its carry with the same shapes, dtypes and shardings, but carry{path} went in as "
+                f"{was} and came out as {now}. With parameters in float16 the unscaled gradients are float32: "
+                "initialise the optimizer with parameters in float32 (tx.init on float32 copies) and let "
+                "optax.apply_updates cast back; elsewhere cast with .astype in fn. Where only what stands behind an @ "
+                "or in braces differs, the value is sharded, or varies over mesh axes, as it did not before: "
+                "reshard it in fn, or reduce the gradients."
             )
 
 
 def _kind(leaf: Any) -> str:
     if not _is_array(leaf):
         return repr(leaf)
-    aval: Any = jax.typeof(leaf)
-    return f"{aval.dtype}{list(aval.shape)}"
+    return str(jax.typeof(leaf)).removeprefix("~")  # the mark of a weak type, which makes no difference here
 
 
 def value_and_grad(

@@ -228,6 +228,7 @@ def _flag(mesh_shape, axis_name, check_vma, body=None):
         ("b", [True] * 4 + [False] * 4),
         (("a", "b"), [False] * 8),
         (("b", "a"), [False] * 8),
+        (["a", "b"], [False] * 8),
         ((), [True] * 5 + [False] + [True] * 2),
     ],
 )
@@ -278,6 +279,41 @@ def test_vmap_inside_shard_map_and_the_other_way_round():
     assert jax.jit(inside)(x.T).tolist() == [True, False, True]
     mapped = jax.vmap(jax.shard_map(jmpscale.all_finite, mesh=mesh, in_specs=Spec("data"), out_specs=Spec()), in_axes=1)
     assert jax.jit(mapped)(x).tolist() == [True, False, True]
+
+
+def test_under_a_shard_map_over_some_axes_only():
+    mesh = make_mesh({"data": 4, "model": 2})
+
+    def step(scaler, grads):
+        return jmpscale.update(scaler, jmpscale.unscale_and_check(scaler, grads)[1])
+
+    step = jax.shard_map(
+        step, mesh=mesh, in_specs=(Spec(), Spec("data")), out_specs=Spec(), axis_names=frozenset({"data"})
+    )
+    with jax.set_mesh(mesh):
+        for row, column in ((0, 0), (3, 4), (7, 7)):
+            grads = put(jnp.ones((8, 8)).at[row, column].set(jnp.inf), mesh, Spec("data", "model"))
+            after = jax.jit(step)(jmpscale.dynamic(4.0), grads)
+            assert_replicated(after)
+            assert after.loss_scale == 2.0
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_a_step_that_changes_a_sharding_is_refused_by_path(axis_type):
+    mesh = make_mesh({"data": 8}, axis_type)
+
+    def step(w, x):
+        return jmpscale.apply_if(jnp.array(True), lambda c: {"w": c["w"] - x}, {"w": w})
+
+    if axis_type == AxisType.Auto:
+        step = jax.shard_map(step, mesh=mesh, in_specs=(Spec(), Spec("data")), out_specs=Spec())
+    with jax.set_mesh(mesh):
+        w = put(jnp.ones((1,) if axis_type == AxisType.Auto else (8,)), mesh, Spec())
+        x = put(jnp.ones(8), mesh, Spec("data"))
+        with pytest.raises(
+            TypeError, match=r"carry\[0\]\['w'\] went in as float32\[[18]\] and came out as .*reshard it"
+        ):
+            jax.jit(step)(w, x)
 
 
 def test_partial_sums_inside_shard_map_are_refused():
