@@ -5,6 +5,7 @@ comes from a maximum (on CPU, XLA's reduce-max drops NaN from arrays of 4,096 el
 values may add up to infinity), but from a test of each element.
 """
 
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, cast
 
@@ -23,7 +24,8 @@ def all_finite(tree: Any, *, axis_name: AxisName = None) -> jax.Array:
         are finite, as are empty leaves and empty trees.
       axis_name: the mapped axis, or a tuple of them, over whose devices to agree. Not needed under `jax.jit`, nor
         under `jax.shard_map` with `check_vma=True`, where the types tell over which axes the answer varies. Needed
-        under `jax.pmap`, `jax.vmap(axis_name=...)` and `check_vma=False`. `()` asks for the answer of this device.
+        under `jax.pmap`, `jax.vmap(axis_name=...)` and `check_vma=False`. `()` asks for the answer of this device
+        alone, which is right there too if all devices hold the same values, as gradients do after a `psum`.
 
     Returns:
       bool[], the same on all devices.
@@ -32,11 +34,15 @@ def all_finite(tree: Any, *, axis_name: AxisName = None) -> jax.Array:
       TypeError: a leaf is a partial sum that has not been reduced over its devices yet.
       ValueError: `axis_name` names an axis that is not mapped here.
 
+    Warns:
+      UserWarning: without `axis_name` under `jax.pmap` or `check_vma=False`, where devices could drift apart.
+
     >>> tree = {"w": jnp.ones((2, 3)), "step": 7}
     >>> bool(all_finite(tree)), bool(all_finite(tree | {"b": jnp.array([0.0, jnp.nan])}))
     (True, False)
     """
     refuse_partial_sums(tree)
+    warn_if_alone(axis_name)
     leaves, _ = partition(tree, is_inexact)
     return agree(cast(jax.Array, _finite_here(leaves)), axis_name=axis_name)[0]
 
@@ -112,6 +118,19 @@ def _axis_index(name: Any) -> jax.Array:
             f"axis_name {name!r} is not the name of a mapped axis here. Use a name given to jax.shard_map's mesh, "
             "jax.pmap or jax.vmap around this call; under plain jax.jit leave axis_name out."
         ) from error
+
+
+def warn_if_alone(axis_name: AxisName) -> None:
+    """Warns where each device is going to decide for itself though nobody has said that it should."""
+    if axis_name is None:
+        manual: tuple[str, ...] = jax.sharding.get_abstract_mesh().manual_axes
+        if untyped := tuple(name for name in manual if not varying_axes(jax.lax.axis_index(name))):
+            warnings.warn(
+                f"each device decides for itself whether its step was finite: along the mapped axes {untyped} values "
+                "have no types that tell what differs between devices (jax.pmap, or check_vma=False). Pass "
+                f"axis_name={untyped!r} to agree, or axis_name=() if all devices hold the same values.",
+                stacklevel=3,
+            )
 
 
 def varying_axes(x: Any) -> frozenset[str]:

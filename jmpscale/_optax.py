@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmpscale._finite import AxisName, all_finite, is_inexact, partition
+from jmpscale._finite import AxisName, all_finite, is_inexact, partition, warn_if_alone
 from jmpscale._scaling import adapt, agree_on_outcome, require_one_scaler, unscale, unscaled_dtype
 from jmpscale._state import ScalerState, dynamic
 
@@ -78,6 +78,7 @@ def with_loss_scaling(
         if _is_off(state.scaler):
             updates, inner_state = wrapped.update(updates, state.inner_state, params, **extra_args)
             return updates, LossScalingState(state.scaler, inner_state)
+        warn_if_alone(axis_name)
         grads = unscale(state.scaler, updates)
         finite, loss_finite = agree_on_outcome(all_finite(grads, axis_name=()), extra_args.get("value"), axis_name)
 

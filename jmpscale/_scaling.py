@@ -11,7 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpscale._finite import AxisName, agree, all_finite, is_inexact, named_leaves, partition, refuse_partial_sums
+from jmpscale._finite import (
+    AxisName,
+    agree,
+    all_finite,
+    is_inexact,
+    named_leaves,
+    partition,
+    refuse_partial_sums,
+    warn_if_alone,
+)
 from jmpscale._state import COUNTER_LIMIT, ScalerState
 
 Tree = TypeVar("Tree")
@@ -158,7 +167,8 @@ def update(state: ScalerState, finite: Any, *, loss: Any = None, axis_name: Axis
       finite: bool[], from `unscale_and_check`.
       loss: the unscaled loss (any shape, or a pytree), to tell an overflow from a failed forward pass. It explains a
         skip and never causes one. It must not depend on the scale: leave out a penalty made of scaled gradients.
-      axis_name: the mapped axes over which to agree, where JAX's types do not tell; see `all_finite`.
+      axis_name: the mapped axes over which to agree, where JAX's types do not tell; see `all_finite`. Needed there
+        if `finite` or `loss` differs between devices.
 
     Returns:
       The scaler for the next step.
@@ -177,7 +187,12 @@ def update(state: ScalerState, finite: Any, *, loss: Any = None, axis_name: Axis
     (`refill="growth"`) or apex (`refill="finite"`).
     """
     require_one_scaler(state)
-    return adapt(state, *agree_on_outcome(require_flag(finite), loss, axis_name))
+    flag = require_flag(finite)
+    if state.config.mode == "disabled":
+        return state
+    if loss is not None:
+        warn_if_alone(axis_name)
+    return adapt(state, *agree_on_outcome(flag, loss, axis_name))
 
 
 def agree_on_outcome(finite: jax.Array, loss: Any, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
@@ -190,8 +205,6 @@ def agree_on_outcome(finite: jax.Array, loss: Any, axis_name: AxisName) -> tuple
 
 def adapt(state: ScalerState, finite: jax.Array, loss_finite: jax.Array) -> ScalerState:
     """Applies the rule to flags on which the devices agree already."""
-    if state.config.mode == "disabled":
-        return state
     return cast(ScalerState, _adapt(state, finite, loss_finite))
 
 

@@ -12,8 +12,8 @@ from jmpscale._finite import named_leaves
 def assert_replicated(tree: Any) -> None:
     """Raises unless every device holds the same bits of every array of the tree.
 
-    Without it a missing `axis_name` under `jax.pmap`, or under `jax.shard_map` with `check_vma=False`, goes unnoticed:
-    such an array calls itself replicated while each device has gone its own way. Call it on the scaler after a step
+    A missing `axis_name` under `jax.pmap`, or under `jax.shard_map` with `check_vma=False`, only gives a warning: the
+    array calls itself replicated while each device has gone its own way. Call it on the scaler after a step
     that overflowed on one device. With several processes all of them have to call it.
 
     Args:

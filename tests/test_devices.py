@@ -1,10 +1,12 @@
 """One shard of one leaf on one device overflows: every device skips that step, whatever the layout and the mode."""
 
+import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
@@ -238,7 +240,8 @@ def test_axis_name_is_taken_at_its_word(axis_name, expected, check_vma):
 
 def test_without_axis_name_the_types_decide_and_without_types_each_device_is_alone():
     assert _flag({"a": 2, "b": 4}, None, True) == [False] * 8
-    assert _flag({"a": 2, "b": 4}, None, False) == [True] * 5 + [False] + [True] * 2
+    with pytest.warns(UserWarning, match=r"each device decides for itself.*\('a', 'b'\).*Pass axis_name=\('a', 'b'\)"):
+        assert _flag({"a": 2, "b": 4}, None, False) == [True] * 5 + [False] + [True] * 2
 
 
 @pytest.mark.parametrize("axis_name", ["a", ("a", "b")])
@@ -371,17 +374,58 @@ def test_without_axis_name_devices_drift_apart_where_types_cannot_see_and_assert
         return jmpscale.update(scaler, jmpscale.unscale_and_check(scaler, grads)[1])
 
     grads = jnp.ones(8).at[3].set(jnp.inf)
+    scaler = jmpscale.dynamic()
     if untyped == "pmap":
-        scaler = jax.tree.map(lambda x: jnp.stack([x] * 8), jmpscale.dynamic())
-        after = _pmap(step, axis_name="devices")(scaler, grads)
+        scaler = jax.tree.map(lambda x: jnp.stack([x] * 8), scaler)
+        step = _pmap(step, axis_name="devices")
     else:
         mesh = make_mesh({"data": 8})
-        step = jax.shard_map(step, mesh=mesh, in_specs=(Spec(), Spec("data")), out_specs=Spec(), check_vma=False)
-        after = jax.jit(step)(jmpscale.dynamic(), grads)
+        step = jax.jit(
+            jax.shard_map(step, mesh=mesh, in_specs=(Spec(), Spec("data")), out_specs=Spec(), check_vma=False)
+        )
+    # In older versions of JAX pmap does not tell that there is a mesh: assert_replicated is all the help there is.
+    expected = contextlib.nullcontext() if untyped == "pmap" and jax.__version_info__ < (0, 10) else _warns()
+    with expected:
+        after = step(scaler, grads)
     with pytest.raises(
         AssertionError, match=r"tree\.loss_scale differs between devices: .*65536.*32768.*give axis_name"
     ):
         assert_replicated(after)
+
+
+def _warns():
+    return pytest.warns(
+        UserWarning, match=r"each device decides for itself.*or axis_name=\(\) if all devices hold the same"
+    )
+
+
+_TX = jmpscale.with_loss_scaling(optax.scale(1.0))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda s, g: jmpscale.unscale_and_check(s, g)[1],
+        lambda s, g: jmpscale.all_finite(g),
+        lambda s, g: jmpscale.value_and_grad(lambda w: w.sum())(s, g)[2],
+        lambda s, g: jmpscale.update(s, True, loss=g.sum()).skipped,
+        lambda s, g: _TX.update(g, _TX.init(g))[0].sum(),
+    ],
+    ids=["unscale_and_check", "all_finite", "value_and_grad", "update with a loss", "with_loss_scaling"],
+)
+def test_every_door_warns_where_devices_could_drift_apart_and_only_there(call):
+    mesh = make_mesh({"data": 8})
+
+    def run(call, check_vma):
+        step = jax.shard_map(call, mesh=mesh, in_specs=(Spec(), Spec("data")), out_specs=Spec(), check_vma=check_vma)
+        return jax.jit(step).lower(jmpscale.dynamic(), jnp.ones(8))
+
+    with _warns():
+        run(call, False)
+    run(lambda s, g: jmpscale.update(s, jmpscale.all_finite(g, axis_name="data")).skipped, False)
+    run(lambda s, g: jax.lax.psum(call(s, g).astype(jnp.int32), "data"), True)
+    jax.jit(call).lower(jmpscale.dynamic(), jnp.ones(8))
+    jax.vmap(lambda g: call(jmpscale.dynamic(), g), axis_name="batch")(jnp.ones((2, 3)))
 
 
 def test_with_types_jax_itself_refuses_a_state_that_differs():
