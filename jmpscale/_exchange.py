@@ -57,7 +57,8 @@ def from_torch_state_dict(
       max_scale: the upper limit, which torch does not have.
 
     Returns:
-      A dynamic `ScalerState` with the same scale at each step to come.
+      A dynamic `ScalerState` with the same scale at each step to come, between the limits. Bit for bit if the factors
+      are exact in float32, such as 2 and 0.5; torch multiplies with others in float64.
 
     Raises:
       TypeError: `mapping` is not a mapping, or a value in it is of the wrong type.

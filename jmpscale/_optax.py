@@ -99,8 +99,9 @@ def _widen(params: Any) -> Any:
     """Gives parameters the dtype of their unscaled gradients: else optimizer states change dtype when updated."""
 
     def one(x: Any) -> Any:
-        dtype = jnp.result_type(x)
-        return x if not is_inexact(x) or dtype == unscaled_dtype(dtype) else jnp.asarray(x, unscaled_dtype(dtype))
+        if not is_inexact(x) or (wide := unscaled_dtype(jnp.result_type(x))) == jnp.result_type(x):
+            return x
+        return jnp.asarray(x, wide)
 
     return jax.tree.map(one, params)
 

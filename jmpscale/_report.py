@@ -71,8 +71,8 @@ def _diagnosis(state: ScalerState) -> str:
     elif at_floor:
         action = (
             "The scale cannot fall any further: either the gradients overflow on the way back whatever the scale, "
-            "or they are NaN. Run the same batch in float32; if it is finite there, lower min_scale or keep the "
-            "overflowing layers in float32."
+            "or they are NaN. Run the same batch in float32; if it is finite there, allow a smaller scale or keep "
+            "the overflowing layers in float32."
         )
     elif run == total:
         action = (

@@ -241,7 +241,8 @@ def disabled() -> ScalerState:
     """Makes a scaler that compiles to nothing: no scale, no check, no skip; for switching scaling off by a setting.
 
     Returns:
-      A `ScalerState` that every function hands back unchanged.
+      A `ScalerState` that every function hands back unchanged. Gradients come back unchanged too, in float16 where
+      they are float16, which other scalers turn into float32.
 
     >>> disabled().config.mode
     'disabled'

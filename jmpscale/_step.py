@@ -3,7 +3,6 @@
 Whatever goes through `apply_if` is identical bit for bit after a skipped step.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, TypeVarTuple, cast, overload
 
@@ -130,7 +129,6 @@ def value_and_grad(
     """
     jax.value_and_grad(fun, argnums, has_aux)  # raises for a bad fun or argnums now, as JAX does, and not when called
 
-    @functools.wraps(fun)
     def value_and_grad_of_fun(state: ScalerState, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, jax.Array]:
         require_one_scaler(state)
 
@@ -144,6 +142,9 @@ def value_and_grad(
         grads, finite = unscale_and_check(state, grads, axis_name=axis_name)
         return out, grads, finite
 
+    # Not functools.wraps: it would pass off fun's signature, which lacks the scaler, as this function's, and
+    # jax.jit(..., static_argnames=...) would count from there.
+    value_and_grad_of_fun.__name__ = f"value_and_grad_of_{getattr(fun, '__name__', 'fun')}"
     return value_and_grad_of_fun
 
 

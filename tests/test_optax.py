@@ -264,6 +264,14 @@ def test_first_inside_chain_unscales_for_what_follows():
     assert optax.tree.get(state, "loss_scale") == 2.0
 
 
+def test_parameters_that_are_no_numbers_are_left_alone():
+    params = {"w": jnp.ones(2, jnp.float16), "key": jax.random.key(0), "n": jnp.array(3)}
+    tx = jmpscale.with_loss_scaling(optax.identity())
+    grads = {"w": jnp.ones(2, jnp.float16), "key": None, "n": None}
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert updates["w"].dtype == jnp.float32
+
+
 def test_integer_updates_are_zero_on_a_skip():
     tx = jmpscale.with_loss_scaling(optax.identity())
     grads = {"a": jnp.array(jnp.nan), "n": jnp.array(3)}

@@ -48,7 +48,12 @@ def test_nothing_is_raised_up_to_the_limit():
             r"\(3 in all\); the loss scale is 8192\. .*not finite while.*still being sought",
         ),
         (jmpscale.dynamic, "BGBBB", None, r"\(4 in all\); the loss scale is 4096\. .*still falling"),
-        (lambda: jmpscale.dynamic(2.0), "GBBB", None, r"the loss scale is 1\. .*cannot fall any further.*min_scale"),
+        (
+            lambda: jmpscale.dynamic(2.0),
+            "GBBB",
+            None,
+            r"the loss scale is 1\. .*cannot fall any further.*allow a smaller scale",
+        ),
         (lambda: jmpscale.static(8.0), "BBB", None, "the loss scale is 8.*cannot fall any further"),
         (jmpscale.dynamic, "BBB", np.nan, r"65536\. .*loss itself was not finite.*No loss scale cures that"),
     ],

@@ -261,6 +261,15 @@ def test_an_argument_of_the_function_may_be_called_state():
     assert grad == 3.0
 
 
+def test_static_arguments_can_be_named_under_jit():
+    def loss(w, x, train):
+        return _loss(w, x) * (2.0 if train else 1.0)
+
+    step = jax.jit(jmpscale.value_and_grad(loss), static_argnames="train")
+    scaler = jmpscale.dynamic(2.0**8)
+    assert step(scaler, W, X, train=True)[0] == 2 * step(scaler, W, X, train=False)[0]
+
+
 @pytest.mark.parametrize(
     ("fun", "options", "args"),
     [
