@@ -146,6 +146,34 @@ def test_a_loss_that_is_nan_on_one_device_explains_the_skip_on_all(layout, mode)
             assert [x.item() for x in jax.tree.leaves(fine)] == [2.0**10, 1, 1, 0, 0, 0]
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_scan_over_steps_is_the_steps_one_by_one(layout, mode):
+    step, mesh, specs, _ = _build(layout, mode)
+    word = np.array([0, 1, 0, 0, 1, 1, 0], bool)
+
+    def run(carry, grads, bad, loss):
+        def one(carry, overflow):
+            chosen = jax.tree.map(lambda good, bad: jnp.where(overflow, bad, good), grads, bad)
+            carry = step(carry, chosen, loss)
+            return carry, carry[1].loss_scale
+
+        return jax.lax.scan(one, carry, jnp.asarray(word))
+
+    with jax.set_mesh(mesh):
+        carry = put([jnp.ones((16, 16), jnp.float32)] * 4, mesh, specs), replicate(jmpscale.dynamic(2.0**10), mesh)
+        grads = put([jnp.ones((16, 16), dtype) for dtype in DTYPES], mesh, specs)
+        bad = [_plant(grads[0], mesh.devices.flat[5], np.inf), *grads[1:]]
+        local = mode in ("shard_map", "unchecked")
+        loss = put(jnp.ones(8) if local else jnp.ones(()), mesh, Spec(tuple(mesh.axis_names)) if local else Spec())
+        scanned, scales = jax.jit(run)(carry, grads, bad, loss)
+        for overflow in word:
+            carry = step(carry, bad if overflow else grads, loss)
+    assert_replicated((scanned[1], scales))
+    assert scales.tolist() == [2.0**n for n in (10, 9, 9, 9, 8, 7, 7)]
+    assert bits(scanned) == bits(carry)
+
+
 def test_in_a_scan_over_steps_the_devices_stay_together():
     mesh = make_mesh({"data": 4, "model": 2})
     word = np.array([1, 1, np.inf, 1, 1, np.nan, np.inf, 1, 1, 1, 1], np.float32)
