@@ -2,6 +2,7 @@
 
 import jax
 import jax.core
+import numpy as np
 
 from jmpscale._scaling import require_one_scaler, require_scaler
 from jmpscale._state import ScalerState, count
@@ -65,7 +66,7 @@ def _diagnosis(state: ScalerState) -> str:
         x.item() for x in jax.device_get((state.loss_scale, state.skipped_in_a_row, state.skipped, state.last_skip))
     )
     config = state.config
-    at_floor = config.mode == "static" or scale <= config.min_scale
+    at_floor = config.mode == "static" or scale <= float(np.float32(config.min_scale))
     if cause == 2:
         action = "No loss scale cures that: look for bad data, or for an overflow in the forward pass."
     elif at_floor:
@@ -76,7 +77,8 @@ def _diagnosis(state: ScalerState) -> str:
         )
     elif run == total:
         action = (
-            "No step has been finite yet: the scale is still being sought. Expected; allow more skips or start lower."
+            "These are the first skips of this run: the scale is still being sought, as is expected at the start. "
+            "Allow more skips, or start lower."
         )
     else:
         action = "The scale is still falling; allow more skips, or look for what changed in the data or the model."

@@ -54,6 +54,12 @@ def test_nothing_is_raised_up_to_the_limit():
             None,
             r"the loss scale is 1\. .*cannot fall any further.*allow a smaller scale",
         ),
+        (
+            lambda: jmpscale.dynamic(0.5, min_scale=0.3),
+            "GBBB",
+            None,
+            r"the loss scale is 0\.3\. .*cannot fall any further",
+        ),
         (lambda: jmpscale.static(8.0), "BBB", None, "the loss scale is 8.*cannot fall any further"),
         (jmpscale.dynamic, "BBB", np.nan, r"65536\. .*loss itself was not finite.*No loss scale cures that"),
     ],
