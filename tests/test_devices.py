@@ -65,12 +65,20 @@ def _step(carry, grads, loss, axis_name=None, traces=None):
     return params, jmpscale.update(scaler, finite, loss=loss, axis_name=axis_name)
 
 
-def _build(layout, mode):
+def _optax_step(carry, grads, loss, axis_name=None, traces=None):
+    traces.append(1)
+    params, scaler = carry
+    tx = jmpscale.with_loss_scaling(optax.scale(-1.0), axis_name=axis_name)
+    updates, state = tx.update(grads, tx.init(params)._replace(scaler=scaler), params, value=loss)
+    return jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, updates), state.scaler
+
+
+def _build(layout, mode, route=_step):
     """Returns a jitted step, the mesh, the specs and a list that grows with each trace, of a layout in a mode."""
     shape, specs = LAYOUTS[layout]
     traces = []
     mesh = make_mesh(shape, AxisType.Explicit if mode == "explicit" else AxisType.Auto)
-    step = functools.partial(_step, axis_name=tuple(shape) if mode == "unchecked" else None, traces=traces)
+    step = functools.partial(route, axis_name=tuple(shape) if mode == "unchecked" else None, traces=traces)
     if mode in ("shard_map", "unchecked"):
 
         def local(carry, grads, loss, step=step):
@@ -126,10 +134,11 @@ def test_an_overflow_in_one_shard_skips_the_step_everywhere(layout, mode):
         assert_replicated(after)
 
 
+@pytest.mark.parametrize("route", [_step, _optax_step], ids=["loss=", "value="])
 @pytest.mark.parametrize("mode", ["shard_map", "unchecked"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_loss_that_is_nan_on_one_device_explains_the_skip_on_all(layout, mode):
-    step, mesh, specs, _ = _build(layout, mode)
+def test_a_loss_that_is_nan_on_one_device_explains_the_skip_on_all(layout, mode, route):
+    step, mesh, specs, _ = _build(layout, mode, route)
     with jax.set_mesh(mesh):
         params = put([jnp.ones((16, 16), jnp.float32)] * 4, mesh, specs)
         grads = put([jnp.ones((16, 16), dtype) for dtype in DTYPES], mesh, specs)
