@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import jax.numpy as jnp
-import numpy as np
 
 from jmpscale._scaling import require_one_scaler
-from jmpscale._state import COUNTER_LIMIT, LARGEST_SCALE, SMALLEST_SCALE, ScalerState, dynamic
+from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerState, count, dynamic
 
 _SETTINGS = {"growth_factor", "backoff_factor", "growth_interval"}
 _KEYS = _SETTINGS | {"scale", "_growth_tracker"}
@@ -77,11 +76,7 @@ def from_torch_state_dict(
             f"mapping must have the keys of torch.amp.GradScaler.state_dict(): missing {sorted(_KEYS - set(mapping))}, "
             f"foreign {sorted(map(str, set(mapping) - _KEYS))}. Pass the scaler's own state dict, nothing around it."
         )
-    tracker = mapping["_growth_tracker"]
-    if isinstance(tracker, bool) or not isinstance(tracker, (int, np.integer)):
-        raise TypeError(f"mapping['_growth_tracker'] must be an integer, got {tracker!r}.")
-    if not 0 <= tracker <= COUNTER_LIMIT:
-        raise ValueError(f"mapping['_growth_tracker'] must be between 0 and {COUNTER_LIMIT}, got {tracker}.")
+    tracker = count("mapping['_growth_tracker']", mapping["_growth_tracker"], low=0)
     settings = {name: mapping[name] for name in _SETTINGS}
     state = dynamic(mapping["scale"], min_scale=min_scale, max_scale=max_scale, **settings)
     return state._replace(good_steps=jnp.array(tracker, jnp.int32))

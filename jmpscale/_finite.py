@@ -151,6 +151,8 @@ def _partial_sum_axes(x: Any) -> frozenset[str]:
 
 def refuse_partial_sums(tree: Any) -> None:
     """Raises if the shards of a leaf have yet to be added; JAX would too, but not say which leaf, or what to do."""
+    if not any(is_inexact(leaf) and _partial_sum_axes(leaf) for leaf in jax.tree.leaves(tree)):
+        return  # the paths of a large tree take longer to spell than all else here
     for path, leaf in named_leaves(tree):
         if is_inexact(leaf) and (axes := _partial_sum_axes(leaf)):
             raise TypeError(

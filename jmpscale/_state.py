@@ -48,13 +48,13 @@ def _number(name: str, value: object) -> float:
     return number
 
 
-def count(name: str, value: object) -> int:
-    """Returns `value` as a Python int of at least 1 that fits a 32-bit counter, or says why it does not."""
+def count(name: str, value: object, low: int = 1) -> int:
+    """Returns `value` as a Python int of at least `low` that fits a 32-bit counter, or says why it does not."""
     value = _unboxed(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}. Use int({name}).")
-    if not 1 <= value <= COUNTER_LIMIT:
-        raise ValueError(f"{name} must be between 1 and {COUNTER_LIMIT}, got {value}. Pass a number of steps.")
+    if not low <= value <= COUNTER_LIMIT:
+        raise ValueError(f"{name} must be between {low} and {COUNTER_LIMIT}, got {value}. Pass a number of steps.")
     return value
 
 
