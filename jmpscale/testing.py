@@ -3,10 +3,76 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jmpscale._finite import named_leaves
+from jmpscale._finite import is_inexact, named_leaves
+
+
+def inject(tree: Any, value: float, *, path: str, when: Any = True) -> Any:
+    """Plants a bad value in one leaf of a tree: the fault that a training program has to survive.
+
+    Works inside `jax.jit` and `jax.shard_map`; to hit one step or one device, make `when` depend on a step count or on
+    `jax.lax.axis_index`.
+
+    Args:
+      tree: pytree of gradients, or of anything else.
+      value: what to plant, such as `jnp.inf` or `jnp.nan`; in the leaf's dtype.
+      path: which leaf, as `jax.tree_util.keystr` spells it, such as `"['dense']['kernel']"`.
+      when: bool[], whether to plant it at all.
+
+    Returns:
+      The tree; the first element of that leaf is `value` where `when` is true.
+
+    Raises:
+      ValueError: no floating-point or complex leaf is at `path`; names those that there are.
+
+    >>> grads = {"w": jnp.ones(3), "b": jnp.ones(2)}
+    >>> inject(grads, jnp.inf, path="['w']")["w"]
+    Array([inf,  1.,  1.], dtype=float32)
+    """
+    there = [name for name, leaf in named_leaves(tree) if is_inexact(leaf) and jnp.size(leaf)]
+    if path not in there:
+        raise ValueError(f"path must be that of an inexact leaf with elements, got {path!r}. There are: {there[:20]}.")
+
+    def plant(at: Any, leaf: Any) -> Any:
+        if jax.tree_util.keystr(at) != path:
+            return leaf
+        first = (jnp.arange(jnp.size(leaf)) == 0).reshape(jnp.shape(leaf))
+        return jnp.where(first & when, jnp.asarray(value, jnp.result_type(leaf)), leaf)
+
+    return jax.tree_util.tree_map_with_path(plant, tree)
+
+
+def assert_step_is_noop(before: Any, after: Any) -> None:
+    """Raises unless a step has left everything as it was, bit for bit: what a skipped step must do.
+
+    Args:
+      before: parameters, optimizer state, averages and whatever else belongs to the training state, before the step.
+        Copy what the step takes over as donated buffers.
+      after: the same, after the step; without the scaler, which counts the skip.
+
+    Raises:
+      AssertionError: a structure, shape, dtype or bit differs; names the first leaf that does.
+
+    >>> assert_step_is_noop({"w": jnp.ones(3)}, {"w": jnp.ones(3)})
+    """
+    old, new = dict(named_leaves(before)), dict(named_leaves(after))
+    if jax.tree.structure(before) != jax.tree.structure(after):
+        differing = sorted(set(old) ^ set(new)) or ["a container"]
+        raise AssertionError(f"the step changed the structure of the training state: {differing[0]} differs.")
+    for path, was in old.items():
+        if _bits(was) != _bits(new[path]):
+            raise AssertionError(f"the step changed state{path}: {was} before, {new[path]} after. Gate it in apply_if.")
+
+
+def _bits(leaf: Any) -> Any:
+    """Returns something that is equal for two leaves only if they are equal bit for bit."""
+    if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+        return leaf
+    value = np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
+    return value.shape, value.dtype, value.tobytes()
 
 
 def assert_replicated(tree: Any) -> None:
