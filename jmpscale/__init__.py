@@ -8,6 +8,8 @@ from jmpscale._finite import all_finite as all_finite
 from jmpscale._optax import get_scaler as get_scaler
 from jmpscale._optax import replace_scaler as replace_scaler
 from jmpscale._optax import with_loss_scaling as with_loss_scaling
+from jmpscale._report import GradReport as GradReport
+from jmpscale._report import grad_report as grad_report
 from jmpscale._report import metrics as metrics
 from jmpscale._report import raise_if_stuck as raise_if_stuck
 from jmpscale._scaling import scale as scale

@@ -55,14 +55,13 @@ VARIANTS = (
 
 
 class Outcome(NamedTuple):
-    """What came of one fit; `loss_scale` holds the scale of every step and, at its end, the one after the last."""
+    """What came of one fit; `history` holds the scaler's metrics after each step, `zeros` a share of the gradients."""
 
     variant: Variant
     picture: Floats
     psnr: float
     seconds: float
-    loss_scale: Floats
-    skipped: npt.NDArray[np.intp]
+    history: dict[str, Any]
     zeros: float
 
 
@@ -95,12 +94,6 @@ def _colours(params: Params, features: jax.Array, dtype: Any) -> jax.Array:
     return (x @ weights.astype(dtype) + biases.astype(dtype)).astype(jnp.float32)
 
 
-def _share_of_zeros(grads: Any) -> jax.Array:
-    leaves: list[jax.Array] = jax.tree.leaves(grads)
-    zeros = jnp.stack([jnp.sum(leaf == 0) for leaf in leaves]).sum()
-    return zeros.astype(jnp.float32) / sum(leaf.size for leaf in leaves)
-
-
 def _make_step(dtype: Any, tx: optax.GradientTransformation) -> Any:
     """Makes the training step: the same code with scaling and without it."""
 
@@ -116,8 +109,9 @@ def _make_step(dtype: Any, tx: optax.GradientTransformation) -> Any:
 
         params, opt_state = jmpscale.apply_if(finite, step, params, opt_state)
         # Unscaling in float32 makes no zero that was not one in float16: these are the zeros of the backward pass.
-        record = scaler.loss_scale, finite, _share_of_zeros(grads)
-        return (params, opt_state, jmpscale.update(scaler, finite, loss=loss)), record
+        zeros = jmpscale.grad_report(grads).totals()["zero"]
+        scaler = jmpscale.update(scaler, finite, loss=loss)
+        return (params, opt_state, scaler), (jmpscale.metrics(scaler), zeros)
 
     return jax.jit(train_step, donate_argnums=(0, 1, 2))
 
@@ -143,10 +137,8 @@ def _fit(variant: Variant, target: Floats, steps: int, seed: int, report: Callab
     seconds = (time.perf_counter() - start) / steps
     picture = np.clip(np.asarray(_colours(carry[0], batch[0], variant.dtype)).reshape(target.shape), 0.0, 1.0)
     psnr = float(-10 * np.log10(np.mean((picture - target) ** 2) + 1e-12))
-    loss_scale, finite, zeros = (np.array(column) for column in zip(*jax.device_get(records), strict=True))
-    loss_scale = np.append(loss_scale, np.asarray(carry[2].loss_scale))
-    zeros = float(zeros[-LAST_STEPS:].mean())
-    return Outcome(variant, picture, psnr, seconds, loss_scale, np.flatnonzero(~finite), zeros)
+    history, zeros = jax.tree.map(lambda *column: np.stack(column), *jax.device_get(records))
+    return Outcome(variant, picture, psnr, seconds, history, float(zeros[-LAST_STEPS:].mean()))
 
 
 def _show_progress(name: str, done: int, steps: int) -> None:
@@ -162,7 +154,8 @@ def _show_progress(name: str, done: int, steps: int) -> None:
 def _table(outcomes: Sequence[Outcome]) -> str:
     lines = [f"{'run':<20}{'PSNR (dB)':>10}{'s/step':>9}{'final scale':>13}{'skipped':>9}{'zero gradients':>16}"]
     for run in outcomes:
-        scaling = (f"2^{np.log2(run.loss_scale[-1]):.0f}", len(run.skipped)) if run.variant.scaled else ("-", "-")
+        last = {name: values[-1] for name, values in run.history.items()}
+        scaling = (f"2^{np.log2(last['loss_scale']):.0f}", last["skipped"]) if run.variant.scaled else ("-", "-")
         numbers = f"{run.psnr:>10.1f}{run.seconds:>9.4f}{scaling[0]:>13}{scaling[1]:>9}{run.zeros:>16.2%}"
         lines.append(f"{run.variant.name:<20}{numbers}")
     return "\n".join(lines)
@@ -172,6 +165,8 @@ def _draw(target: Floats, outcomes: Sequence[Outcome]) -> Any:
     """Draws the picture, the fits, their errors and the loss scale; returns a matplotlib figure."""
     from matplotlib.figure import Figure
 
+    from jmpscale import plots  # needs matplotlib
+
     panel = 3.1 * min(max(target.shape[0] / target.shape[1], 0.35), 1.6)
     figure = cast(Any, Figure(figsize=(16.5, 2 * panel + 5.2)))
     figure.set_layout_engine("constrained", h_pad=0.12, w_pad=0.08)
@@ -179,7 +174,9 @@ def _draw(target: Floats, outcomes: Sequence[Outcome]) -> Any:
     pictures, curves = figure.subfigures(2, 1, height_ratios=[2 * panel + 1.1, 3.8])
     _draw_pictures(target, outcomes, pictures.subplots(2, 1 + len(outcomes)), pictures)
     left, right = curves.subplots(1, 2, width_ratios=[2.6, 1])
-    _draw_loss_scale(next(run for run in outcomes if run.variant.scaled), left)
+    scaled = next(run for run in outcomes if run.variant.scaled)
+    plots.scale_trajectory(scaled.history, ax=left)
+    left.set_title(f"{scaled.variant.name}: the loss scale grows until the gradients overflow, and backs off")
     _draw_zeros(outcomes, right)
     return figure
 
@@ -200,18 +197,6 @@ def _draw_pictures(target: Floats, outcomes: Sequence[Outcome], axes: Any, figur
     place = axes[1, 0].inset_axes([0.05, 0.5, 0.9, 0.1])
     bar = figure.colorbar(axes[1, 1].images[0], cax=place, orientation="horizontal", extend="max")
     bar.set_label("absolute error, mean of red, green, blue\n(8-bit levels, of 255)")
-
-
-def _draw_loss_scale(run: Outcome, axis: Any) -> None:
-    scale = run.loss_scale
-    axis.step(np.arange(len(scale)), scale, where="post", color=BLUE, linewidth=1.8, label="loss scale")
-    label = f"overflow: step skipped, {len(run.skipped)} in all"
-    axis.plot(run.skipped, scale[run.skipped], "v", color=RED, markersize=8, label=label)
-    axis.set_yscale("log", base=2)
-    axis.set(xlabel="step", ylabel="loss scale", xlim=(0, len(scale) - 1), ylim=(scale.min() / 2, scale.max() * 4))
-    axis.set_title(f"{run.variant.name}: the loss scale grows until the gradients overflow, and backs off")
-    axis.grid(alpha=0.3)
-    axis.legend(loc="lower right")
 
 
 def _draw_zeros(outcomes: Sequence[Outcome], axis: Any) -> None:

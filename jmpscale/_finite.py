@@ -89,7 +89,7 @@ def agree(*flags: jax.Array, axis_name: AxisName = None) -> tuple[jax.Array, ...
     Returns:
       The flags, bool[] each, the same on all devices along the axes.
     """
-    axes = [_axes_to_reduce(flag, axis_name) for flag in flags]
+    axes = [axes_to_reduce(flag, axis_name) for flag in flags]
     varying = [flag for flag, names in zip(flags, axes, strict=True) if names]
     if not varying:
         return flags
@@ -100,7 +100,8 @@ def agree(*flags: jax.Array, axis_name: AxisName = None) -> tuple[jax.Array, ...
     return tuple(next(agreed) if names else flag for flag, names in zip(flags, axes, strict=True))
 
 
-def _axes_to_reduce(flags: jax.Array, axis_name: AxisName) -> tuple[Any, ...]:
+def axes_to_reduce(flags: jax.Array, axis_name: AxisName) -> tuple[Any, ...]:
+    """Returns the mapped axes over which values must be combined for all devices to hold the same."""
     varying = varying_axes(flags)
     if axis_name is None:
         return tuple(sorted(varying, key=str))

@@ -17,6 +17,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
+import jmpscale
 import jmpscale.__main__ as demo
 
 NAMES = ["float32", "bfloat16", "float16, no scaling", "float16, jmpscale"]
@@ -49,8 +50,8 @@ def instant_fits(monkeypatch):
     def fit(variant, target, steps, seed, report):
         trained.append(variant.name)
         report(variant.name, steps, steps)
-        scale = np.full(steps + 1, 2.0**16, np.float32)
-        return demo.Outcome(variant, target, 40.0, 0.01, scale, np.array([0]), 0.01)
+        history = {name: np.stack([value] * steps) for name, value in jmpscale.metrics(jmpscale.dynamic()).items()}
+        return demo.Outcome(variant, target, 40.0, 0.01, history, 0.01)
 
     monkeypatch.setattr(demo, "_fit", fit)
     return trained

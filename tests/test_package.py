@@ -14,8 +14,9 @@ import jmpscale
 
 PACKAGE = pathlib.Path(jmpscale.__file__).parent
 MODULES = sorted(PACKAGE.glob("*.py"))
-FLOORS = ["_state", "_finite", "_scaling", "_exchange", "_report", "_step", "_optax", "__init__", "testing", "__main__"]
+FLOORS = ["_state", "_finite", "_scaling", "_exchange", "_report", "_step", "_optax", "__init__", "testing", "plots", "__main__"]
 PUBLIC = {
+    "GradReport",
     "ScalerConfig",
     "ScalerState",
     "all_finite",
@@ -24,6 +25,7 @@ PUBLIC = {
     "dynamic",
     "from_torch_state_dict",
     "get_scaler",
+    "grad_report",
     "metrics",
     "raise_if_stuck",
     "replace_scaler",
@@ -91,12 +93,12 @@ def test_the_package_can_be_read_in_one_sitting():
         tree = ast.parse(source)
         size = _code_lines(source, tree)
         assert size <= 250, (path.name, size)
-        total += size
+        total += size if path.name != "__main__.py" else 0  # the demonstration uses the library, it is none of it
         for node in ast.walk(tree):
             assert not isinstance(node, ast.Assert), f"{path.name}: an assert vanishes under -O; raise an error"
             if isinstance(node, ast.FunctionDef):
                 assert _code_lines(source, node) <= 40, (path.name, node.name)
-    assert total <= 1_000
+    assert total <= 900
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC))
@@ -104,7 +106,7 @@ def test_docstrings_document_exactly_the_parameters_there_are(name):
     thing = getattr(jmpscale, name)
     doc = inspect.getdoc(thing)
     assert re.match(r"[A-Z][^\n]*[.:;,]?\n", doc + "\n")
-    assert ">>> " in doc or name == "ScalerState"
+    assert ">>> " in doc or name in ("ScalerState", "GradReport")
     section = re.search(r"^(?:Args|Attributes):\n((?:[ ].*\n|\n)+)", doc + "\n", flags=re.MULTILINE)
     documented = re.findall(r"^  \*{0,2}(\w+): ", section[1], flags=re.MULTILINE) if section else []
     documented += re.findall(r"^  \\?\*(\w+): ", section[1], flags=re.MULTILINE) if section else []

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 
 import jmpscale
 
@@ -38,7 +39,7 @@ def test_nothing_is_raised_up_to_the_limit():
     jmpscale.raise_if_stuck(_after("G", state), max_skips_in_a_row=1)
 
 
-@pytest.mark.parametrize(
+STUCK = pytest.mark.parametrize(
     ("state", "word", "loss", "message"),
     [
         (
@@ -64,10 +65,31 @@ def test_nothing_is_raised_up_to_the_limit():
         (jmpscale.dynamic, "BBB", np.nan, r"65536\. .*loss itself was not finite.*No loss scale cures that"),
     ],
 )
+
+
+@STUCK
 def test_the_message_names_scale_run_cause_and_action(state, word, loss, message):
     loss = None if loss is None else jnp.float32(loss)
     with pytest.raises(FloatingPointError, match=message):
         jmpscale.raise_if_stuck(_after(word, state(), loss), max_skips_in_a_row=2)
+
+
+@STUCK
+def test_a_compiled_program_says_the_same_under_checkify(state, word, loss, message):
+    def step(state, finite):
+        state = jmpscale.update(state, finite, loss=None if loss is None else jnp.float32(loss))
+        jmpscale.raise_if_stuck(state, max_skips_in_a_row=2)
+        return state
+
+    def run(state, word):
+        return jax.lax.scan(lambda s, finite: (step(s, finite), None), state, word)[0]
+
+    checked = jax.jit(checkify.checkify(run))
+    error, _ = checked(state(), jnp.array([finite == "G" for finite in word]))
+    with pytest.raises(checkify.JaxRuntimeError, match=r"^3 steps in a row were skipped .*" + message):
+        error.throw()
+    error, _ = checked(state(), jnp.array([finite == "G" for finite in word[:-1] + "G"]))
+    error.throw()
 
 
 def test_raise_if_stuck_refuses_wrong_use():
@@ -76,5 +98,5 @@ def test_raise_if_stuck_refuses_wrong_use():
         jmpscale.raise_if_stuck(state, max_skips_in_a_row=2.5)
     with pytest.raises(ValueError, match="max_skips_in_a_row must be between 1 and 2147483647, got 0"):
         jmpscale.raise_if_stuck(state, max_skips_in_a_row=0)
-    with pytest.raises(TypeError, match=r"cannot run inside jax\.jit"):
+    with pytest.raises(ValueError, match=r"not functionalized.*checkify\.checkify"):
         jax.jit(lambda s: jmpscale.raise_if_stuck(s, max_skips_in_a_row=2))(state)

@@ -1,0 +1,127 @@
+"""Pictures of gradients and of loss scales, with matplotlib (`pip install "jmpscale[demo]"`). They read values.
+
+Each function draws into the matplotlib axes it is given, or else into new ones, and returns the axes.
+"""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import jax
+import matplotlib.pyplot as plt
+import numpy as np
+
+from jmpscale._finite import is_inexact, partition
+from jmpscale._report import FLOAT16_LARGEST, FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL, GradReport
+from jmpscale._state import ScalerState
+
+GREY, RED, BLUE, YELLOW = "#5c626b", "#d1495b", "#2a7f9e", "#e9b44c"
+
+
+def exponent_histogram(grads: Any, *, scaler: ScalerState | None = None, ax: Any = None) -> Any:
+    """Draws how the magnitudes of gradients spread over the powers of two, and what float16 makes of them.
+
+    Args:
+      grads: pytree of unscaled gradients; computed in float32, if what float16 loses is to be seen.
+      scaler: shows what its loss scale rescues, and what it makes too large.
+      ax: matplotlib axes.
+
+    Returns:
+      The axes: share of all values (%) over log2 of the magnitude; after figure 3 of Micikevicius et al. 2017
+      (arXiv:1710.03740).
+
+    >>> exponent_histogram({"w": np.array([0.0, 1e-8, 1e-5, 1.0])}).get_ylabel()
+    'share of all values (%)'
+    """
+    leaves = [np.asarray(x, np.float64).ravel() for x in partition(jax.device_get(grads), is_inexact)[0]]
+    values = np.abs(np.concatenate(leaves))
+    plain = values[np.isfinite(values) & (values > 0)]
+    scaled = plain * (1.0 if scaler is None else float(scaler.loss_scale))
+    lost, fine = scaled < FLOAT16_SMALLEST, (scaled >= FLOAT16_SMALLEST_NORMAL) & (scaled <= FLOAT16_LARGEST)
+    kinds = [
+        ("lost: below float16's smallest", RED, lost),
+        ("rounded: subnormal in float16", YELLOW, ~lost & (scaled < FLOAT16_SMALLEST_NORMAL)),
+        ("rescued by the loss scale", BLUE, fine & (plain < FLOAT16_SMALLEST_NORMAL)),
+        ("kept", GREY, fine & (plain >= FLOAT16_SMALLEST_NORMAL)),
+        ("overflowing", "black", scaled > FLOAT16_LARGEST),
+    ]
+    exponents: Any = np.floor(np.log2(plain))
+    edges = list(range(int(exponents.min(initial=0)), int(exponents.max(initial=0)) + 2))
+    ax, below = _axes(ax), np.zeros(len(edges) - 1)
+    for name, colour, mask in kinds:
+        if mask.any():
+            shares = np.histogram(exponents[mask], edges)[0] * (100 / len(values))
+            label = f"{name} ({shares.sum():.1f}%)"
+            ax.bar(edges[:-1], shares, 1.0, bottom=below, align="edge", color=colour, label=label)
+            below += shares
+    for limit, style in ((FLOAT16_SMALLEST, ":"), (FLOAT16_SMALLEST_NORMAL, "--"), (FLOAT16_LARGEST, "-")):
+        ax.axvline(np.log2(limit), color="black", linestyle=style, linewidth=1, label=f"float16: {limit:.3g}")
+    ax.set(xlabel="log2 of the gradient's magnitude, unscaled", ylabel="share of all values (%)")
+    ax.set_title(f"exactly zero, and not shown: {np.mean(values == 0):.1%}", fontsize=10)
+    ax.legend(fontsize=8)
+    return ax
+
+
+def scale_trajectory(history: Mapping[str, Any], *, ax: Any = None) -> Any:
+    """Draws the loss scale over the steps of a run, with the skipped steps by their cause.
+
+    Args:
+      history: what `metrics` returned after each step, stacked: an array [steps] under each name. `jax.lax.scan`
+        stacks by itself; a list is stacked by `jax.tree.map(lambda *x: np.stack(x), *history)`.
+      ax: matplotlib axes.
+
+    Returns:
+      The axes: loss scale, logarithmic, over steps.
+
+    >>> from jmpscale import dynamic, metrics, update
+    >>> history = [metrics(update(dynamic(), finite)) for finite in (True, False)]
+    >>> scale_trajectory(jax.tree.map(lambda *x: np.stack(x), *history)).get_ylabel()
+    'loss scale'
+    """
+    ax = _axes(ax)
+    scale = np.asarray(history["loss_scale"])
+    steps = np.arange(1, len(scale) + 1)
+    ax.step(steps, scale, where="post", color=BLUE, label="loss scale after the step")
+    for cause, colour, name in ((1, RED, "gradients not finite"), (2, "black", "loss not finite")):
+        at = (np.asarray(history["skipped_in_a_row"]) > 0) & (np.asarray(history["last_skip"]) == cause)
+        if at.any():
+            ax.plot(steps[at], scale[at], "v", color=colour, label=f"skipped, {name}: {at.sum()}")
+    ax.set_yscale("log", base=2)
+    ax.set(xlabel="step", ylabel="loss scale")
+    ax.grid(alpha=0.3)
+    ax.legend(fontsize=8)
+    return ax
+
+
+def headroom(reports: GradReport, *, limit: int = 8, ax: Any = None) -> Any:
+    """Draws over the steps of a run how many bits each leaf's largest gradient is below float16's largest number.
+
+    Args:
+      reports: the `GradReport` of each step, stacked, as `jax.lax.scan` does: arrays [steps, leaves].
+      limit: how many leaves to name, those with the least headroom; the others are grey.
+      ax: matplotlib axes.
+
+    Returns:
+      The axes: log2(65504 / largest) over steps; below zero a leaf overflows. Steps that did are gaps.
+
+    >>> from jmpscale import grad_report
+    >>> headroom(jax.vmap(grad_report)(np.ones((3, 2), np.float32))).get_xlabel()
+    'step'
+    """
+    ax = _axes(ax)
+    largest = np.asarray(reports.largest, np.float64)
+    room = np.where(
+        np.isfinite(largest) & (largest > 0), -np.log2(np.maximum(largest, 1e-300) / FLOAT16_LARGEST), np.nan
+    )
+    order = np.argsort(np.nanmin(room, axis=0, initial=np.inf))
+    steps = np.arange(1, len(room) + 1)
+    ax.plot(steps, room[:, order[limit:]], color="#d0d4da", linewidth=0.7)
+    for leaf in order[:limit]:
+        ax.plot(steps, room[:, leaf], linewidth=1.4, label=reports.paths[leaf])
+    ax.axhline(0, color=RED, linestyle="--", linewidth=1, label="float16 overflows")
+    ax.set(xlabel="step", ylabel="headroom (bits)")
+    ax.legend(fontsize=8)
+    return ax
+
+
+def _axes(ax: Any) -> Any:
+    return cast(Any, plt).subplots(figsize=(8, 4), layout="constrained")[1] if ax is None else ax

@@ -1,0 +1,276 @@
+"""grad_report: what it counts, that it is exact, the same everywhere, and free where it is not looked at."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jmpscale
+from jmpscale.testing import inject
+
+import hlo
+
+NAMES = ("nan", "inf", "zero", "below", "subnormal")
+VALUES = np.array(
+    [1.0, -3.0, 0.0, -0.0, 2.0**-24, -(2.0**-14), 2.0**-25, 1e-40, 6e-5, 65504.0, 7e4, np.inf, -np.inf, np.nan]
+)
+
+
+def _reference(x, loss_scale=1.0):
+    """Counts in float64, where every float32 value times every scale used here is exact."""
+    x = np.asarray(x)
+    values = np.concatenate([x.real.ravel(), x.imag.ravel()]) if np.iscomplexobj(x) else x.ravel()
+    m = np.abs(values.astype(np.float64)) * loss_scale
+    counts = np.isnan(m), np.isinf(m), m == 0, (m > 0) & (m < 2.0**-24), (m >= 2.0**-24) & (m < 2.0**-14)
+    return np.max(m, initial=0.0), [int(c.sum()) for c in counts]
+
+
+def _assert_equals_reference(report, leaves, loss_scale=1.0):
+    for i, leaf in enumerate(leaves):
+        largest, counts = _reference(leaf, loss_scale)
+        np.testing.assert_equal(np.float32(largest), np.float32(report.largest[i]))
+        assert [int(getattr(report, name)[i]) for name in NAMES] == counts, report.paths[i]
+
+
+@pytest.fixture(params=["several devices", "one device"])
+def reduction(request, monkeypatch):
+    """Both ways to reduce a leaf; which one is taken depends on the number of devices."""
+    if request.param == "one device":
+        monkeypatch.setattr(jax, "device_count", lambda: 1)
+    jmpscale._report._look.clear_cache()
+    yield
+    jmpscale._report._look.clear_cache()
+
+
+def _wide(x):
+    return np.asarray(x) if jnp.iscomplexobj(x) else np.asarray(x.astype(jnp.float32))
+
+
+@pytest.mark.usefixtures("reduction")
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64, jnp.float8_e5m2])
+def test_counts_and_largest_are_exact(dtype, variant):
+    leaves = [jnp.asarray(np.resize(VALUES, size)).astype(dtype) for size in (0, 1, 10, 13, 14, 4097)]
+    leaves.append(jnp.asarray(np.resize(VALUES, (3, 5, 7))).astype(dtype))
+    report = variant(jmpscale.grad_report)(leaves)
+    _assert_equals_reference(report, [_wide(x) for x in leaves])
+    assert not report.finite
+    assert variant(jmpscale.grad_report)(leaves[:3]).finite == jmpscale.all_finite(leaves[:3])
+
+
+@pytest.mark.usefixtures("x64", "reduction")
+def test_float64_leaves_are_exact_too():
+    leaves = [jnp.array([1e300, 1e-300, 0.0, 1.0]), jnp.ones(3, jnp.float16)]
+    report = jmpscale.grad_report(leaves)
+    assert report.largest.tolist() == [1e300, 1.0]
+    assert report.below.tolist() == [1, 0]
+    assert report.zero.tolist() == [1, 0]
+
+
+@pytest.mark.usefixtures("reduction")
+def test_no_maximum_loses_a_nan():
+    bad = [np.nan, -np.nan, np.inf, -np.inf]
+    leaves = [jnp.ones(4097).at[place].set(value) for place in (0, 2048, 4096) for value in bad]
+    report = jax.jit(jmpscale.grad_report)([*leaves, jnp.ones(3)])
+    np.testing.assert_equal(np.asarray(report.largest), np.array([*np.abs(bad)] * 3 + [1.0], np.float32))
+    assert (report.nan + report.inf).tolist() == [1] * 12 + [0]
+    assert not report.finite
+
+
+@pytest.mark.parametrize("scale", [2.0**16, 2.0**-10, 2.0**100])
+def test_unscaled_gradients_are_looked_at_as_they_were(scale):
+    scaler = jmpscale.dynamic(scale, min_scale=2.0**-126, max_scale=2.0**126)
+    scaled = jnp.asarray(np.random.default_rng(0).normal(size=1000) * 2.0 ** np.arange(-30, 20).repeat(20), jnp.float32)
+    grads, finite = jmpscale.unscale_and_check(scaler, [scaled])
+    report = jmpscale.grad_report(grads, scaler=scaler)
+    _assert_equals_reference(report, grads, scale)
+    assert bool(report.finite) == bool(finite)
+
+
+def test_the_same_structure_every_step_so_it_is_a_scan_output_and_a_vmap_output():
+    grads = jnp.ones((5, 3)).at[2, 1].set(jnp.inf)
+    _, stacked = jax.lax.scan(lambda c, g: (c, jmpscale.grad_report({"w": g, "n": 3})), None, grads)
+    batch = jax.vmap(lambda g: jmpscale.grad_report({"w": g, "n": 3}))(grads)
+    for report in (stacked, batch):
+        assert report.inf[:, 0].tolist() == [0, 0, 1, 0, 0]
+        assert report.finite.tolist() == [True, True, False, True, True]
+        assert report.paths == ("w",)
+        with pytest.raises(ValueError, match=r"tells about one report, got a batch of shape \(5,\)"):
+            report.describe()
+        assert "began in w" in jax.tree.map(lambda x: x[2], report).describe()
+
+
+# One program on a mesh of eight, with each way to hand the gradients over.
+LEAVES = {"a": np.resize(VALUES, (16, 8)).astype(np.float32), "b": np.arange(8, dtype=np.float32), "c": np.float32(2.0)}
+SPECS = {"a": P("x", "y"), "b": P("y"), "c": P()}
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_under_sharded_jit_it_is_global(kind):
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType[kind],) * 2)
+    with jax.set_mesh(mesh):
+        placed = {k: jax.device_put(v, jax.NamedSharding(mesh, SPECS[k])) for k, v in LEAVES.items()}
+        _assert_equals_reference(jax.jit(jmpscale.grad_report)(placed), list(LEAVES.values()))
+
+
+def _mapped(fn, **kwargs):
+    mesh = jax.make_mesh((4, 2), ("x", "y"))
+    placed = {k: jax.device_put(v, jax.NamedSharding(mesh, SPECS[k])) for k, v in LEAVES.items()}
+    return jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=(SPECS,), **kwargs)), placed
+
+
+def test_under_shard_map_it_is_global_in_two_collectives_per_set_of_axes():
+    fn, placed = _mapped(jmpscale.grad_report, out_specs=P())
+    _assert_equals_reference(fn(placed), list(LEAVES.values()))
+    assert hlo.count(hlo.compiled(fn, placed), "all-reduce") <= 4
+
+
+def test_without_types_the_axes_are_named():
+    def stacked(grads):
+        report = jmpscale.grad_report({"a": grads["a"]}, axis_name=("x", "y"))
+        return jax.tree.map(lambda x: x[None], report)
+
+    fn, placed = _mapped(stacked, out_specs=P(("x", "y")), check_vma=False)
+    report = jax.device_get(fn(placed))
+    for device in range(8):
+        _assert_equals_reference(jax.tree.map(lambda x, i=device: x[i], report), [LEAVES["a"]])
+    with pytest.raises(ValueError, match="axis_name 'nowhere' is not the name of a mapped axis"):
+        _mapped(lambda g: jmpscale.grad_report(g, axis_name="nowhere"), out_specs=P())[0](placed)
+    with pytest.warns(UserWarning, match="each device decides for itself"):
+        _mapped(jmpscale.grad_report, out_specs=P(), check_vma=False)[0].lower(placed)
+
+
+def test_wrong_use_is_refused():
+    with pytest.raises(TypeError, match="state must be a ScalerState, got float"):
+        jmpscale.grad_report(jnp.ones(3), scaler=2.0)
+    with pytest.raises(ValueError, match="grads must have a leaf of an inexact dtype, got none"):
+        jmpscale.grad_report({"n": jnp.array(3), "none": None})
+    with pytest.raises(ValueError, match=r"at most 2147483647 values in a leaf, got 4294967296"):
+        jax.eval_shape(jmpscale.grad_report, jax.ShapeDtypeStruct((2**16, 2**16), jnp.float16))
+    with pytest.raises(TypeError, match=r"describe reads the report and so cannot run inside jax\.jit"):
+        jax.jit(lambda g: jmpscale.grad_report(g).describe())(jnp.ones(3))
+    with pytest.raises(TypeError, match=r"limit must be an integer, got 2\.5"):
+        jmpscale.grad_report(jnp.ones(3)).describe(limit=2.5)
+
+
+# The report in a training step: 100 layers, one of which overflows on its way back.
+DEPTH = 100
+
+
+@jax.custom_vjp
+def _faulty(x, fault):
+    return x
+
+
+_faulty.defvjp(lambda x, fault: (x, fault), lambda fault, g: (g.at[0, 1].multiply(fault), jnp.zeros(())))
+
+
+def _loss(params, x, layer):
+    for i in range(DEPTH):
+        dense = params[f"layer_{i}"]
+        x = jnp.tanh(x @ dense["kernel"] + dense["bias"])
+        x = _faulty(x, jnp.where(i == layer, jnp.float32(jnp.inf), 1.0))
+    return jnp.mean(x**2)
+
+
+@pytest.mark.parametrize("on", ["one device", "a mesh"])
+def test_the_layer_whose_backward_pass_overflows_is_named(on):
+    keys = jax.random.split(jax.random.key(0), DEPTH)
+    params = {
+        f"layer_{i}": {"kernel": jax.random.normal(k, (4, 4)) / 2, "bias": jnp.full((1, 4), 0.1)}
+        for i, k in enumerate(keys)
+    }
+    batch = jax.random.normal(jax.random.key(1), (8, 4))
+    if on == "a mesh":
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        batch = jax.device_put(batch, jax.NamedSharding(mesh, P("data")))
+        params = jax.device_put(params, jax.NamedSharding(mesh, P()))
+
+    @jax.jit
+    def look(params, batch, layer):
+        scaler = jmpscale.dynamic()
+        loss, grads, finite = jmpscale.value_and_grad(_loss)(scaler, params, batch, layer)
+        return jmpscale.grad_report(grads, scaler=scaler), finite, loss
+
+    for layer in (37, 0, 99):
+        report, finite, loss = look(params, batch, layer)
+        assert not finite
+        assert jnp.isfinite(loss)
+        first = report.describe().splitlines()[0]
+        assert f" of 200 leaves are not finite; it most likely began in layer_{layer}/" in first
+    report, finite, _ = look(params, batch, -1)
+    assert finite
+    assert report.describe().startswith("All 200 leaves are finite; the largest magnitude is in layer_")
+
+
+def test_nan_without_infinity_is_told_from_an_overflow():
+    grads = inject({"w": jnp.ones(4), "b": jnp.ones(2)}, jnp.nan, path="['w']")
+    text = jmpscale.grad_report(grads).describe()
+    assert "1 of 2 leaves are not finite; it most likely began in w. All of it is NaN" in text
+    assert "All of it is NaN" not in jmpscale.grad_report(grads | {"b": jnp.full(2, jnp.inf)}).describe()
+
+
+def _made_up(largest):
+    none = jnp.zeros(len(largest), jnp.int32)
+    paths = tuple(f"params/layer_{i}" for i in range(len(largest)))
+    return jmpscale.GradReport(
+        jnp.array(True), jnp.asarray(largest, jnp.float32), none, none, none, none, none, paths, (2,) * len(paths)
+    )
+
+
+def test_describe_is_quick_and_limited_for_a_thousand_leaves(monkeypatch):
+    report = _made_up(1.0 + np.arange(1000.0))
+    gets = []
+    real = jax.device_get
+    monkeypatch.setattr(jax, "device_get", lambda x: gets.append(1) or real(x))
+    start = time.process_time()
+    text = report.describe()
+    assert time.process_time() - start < 5, "it takes milliseconds; a quadratic table would take minutes"
+    assert len(gets) == 1
+    lines = text.splitlines()
+    assert len(lines) == 22
+    assert [line.split()[0] for line in lines[2:5]] == ["params/layer_999", "params/layer_998", "params/layer_997"]
+    assert len(report.describe(limit=1000).splitlines()) == 1002
+
+
+def test_totals_are_the_shares_of_all_values(variant):
+    grads = [jnp.array([0.0, 1e-9, 1.0, jnp.inf]), jnp.array([1e-6] * 4)]
+    totals = variant(lambda g: jmpscale.grad_report(g).totals())(grads)
+    assert {k: float(v) for k, v in totals.items()} == {
+        "largest": np.inf,
+        "nan": 0.0,
+        "inf": 1 / 8,
+        "zero": 1 / 8,
+        "below": 1 / 8,
+        "subnormal": 4 / 8,
+    }
+    assert jnp.isnan(jax.jit(lambda r: r.totals()["largest"])(_made_up(np.append(np.ones(4100), np.nan))))
+
+
+def _step(look):
+    def step(scaler, params, x):
+        scaled = jax.grad(lambda p: jmpscale.scale(scaler, jnp.sum(jnp.tanh(x @ p["w"]) + p["b"])))(params)
+        grads, finite = jmpscale.unscale_and_check(scaler, scaled)
+        params = jmpscale.apply_if(finite, lambda p: optax.apply_updates(p, grads), params)
+        return params, jmpscale.update(scaler, finite), look(grads, scaler)
+
+    arguments = jmpscale.dynamic(), {"w": jnp.ones((32, 16)), "b": jnp.ones((1, 16))}, jnp.ones((8, 32))
+    return hlo.compiled(step, *arguments)
+
+
+def test_a_report_that_is_not_looked_at_compiles_to_nothing():
+    def dropped(grads, scaler):
+        jmpscale.grad_report(grads, scaler=scaler).totals()
+
+    assert hlo.instructions(_step(dropped)) == hlo.instructions(_step(lambda *_: None))
+
+
+def test_what_report_and_check_have_in_common_is_computed_once():
+    kept = hlo.instructions(_step(lambda grads, scaler: jmpscale.grad_report(grads, scaler=scaler)))
+    alone = hlo.instructions(_step(lambda *_: None))
+    for shared in ("is-finite pred[32,16]", "tanh f32[8,16]", "dot f32[32,16]"):
+        assert kept.count(shared) == alone.count(shared) > 0, shared
+    assert len(kept) > len(alone)

@@ -1,0 +1,90 @@
+"""The pictures show what is in the arrays: heights, curves and markers are read back from the axes."""
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+
+import jmpscale
+from jmpscale import plots
+
+matplotlib.use("Agg")
+
+
+@pytest.fixture(autouse=True)
+def _close_figures():
+    yield
+    plt.close("all")
+
+
+def _shares(ax):
+    """Reads the histogram back: {kind: share in percent, as the bars are high}."""
+    return {c.get_label().split(" (")[0]: sum(bar.get_height() for bar in c) for c in ax.containers}
+
+
+GRADS = {
+    "w": jnp.array([1e-9, 2.0**-24, 2.0**-15, 2.0**-14]),
+    "b": jnp.array([1.0, 0.0, jnp.nan, 7e4]),
+    "n": jnp.array(3),
+}
+
+
+def test_the_histogram_sorts_values_as_float16_would():
+    ax = plots.exponent_histogram(GRADS)
+    shares = _shares(ax)
+    assert shares == pytest.approx(
+        {"lost: below float16's smallest": 12.5, "rounded: subnormal in float16": 25, "kept": 25, "overflowing": 12.5}
+    )
+    assert ax.get_title() == "exactly zero, and not shown: 12.5%"
+    limits = {round(line.get_xdata()[0], 3) for line in ax.lines}
+    assert limits == {-24.0, -14.0, round(np.log2(65504), 3)}
+
+
+def test_the_histogram_shows_what_a_scale_rescues():
+    shares = _shares(plots.exponent_histogram(GRADS, scaler=jmpscale.static(2.0**16)))
+    assert shares == pytest.approx({"rescued by the loss scale": 37.5, "kept": 12.5, "overflowing": 25})
+    half = jnp.array([2.0**-20, 1.0], jnp.float16)
+    assert _shares(plots.exponent_histogram(half, scaler=jmpscale.static(4.0))) == pytest.approx(
+        {"rounded: subnormal in float16": 50, "kept": 50}
+    )
+
+
+@pytest.mark.parametrize("grads", [jnp.zeros(3), jnp.full(3, jnp.nan)])
+def test_a_histogram_of_nothing_is_empty(grads):
+    assert _shares(plots.exponent_histogram(grads)) == {}
+
+
+def test_the_trajectory_marks_skips_by_cause():
+    def step(state, finite):
+        state = jmpscale.update(state, finite, loss=jnp.where(state.skipped == 2, jnp.nan, 1.0))
+        return state, jmpscale.metrics(state)
+
+    _, history = jax.lax.scan(
+        step, jmpscale.dynamic(growth_interval=2), jnp.array([True, False, True, True, False, False])
+    )
+    ax = plots.scale_trajectory(history)
+    curve, overflows, losses = ax.lines
+    assert curve.get_ydata().tolist() == [2.0**n for n in (16, 15, 15, 16, 15, 15)]
+    assert overflows.get_xdata().tolist() == [2, 5]
+    assert losses.get_xdata().tolist() == [6]
+    assert [line.get_label() for line in ax.lines[1:]] == [
+        "skipped, gradients not finite: 2",
+        "skipped, loss not finite: 1",
+    ]
+    assert ax.get_yscale() == "log"
+
+
+def test_headroom_names_the_leaves_that_are_nearest_to_an_overflow():
+    grads = {"near": jnp.array([[1024.0], [65504.0], [jnp.inf]]), "far": jnp.array([[1.0], [2.0], [0.0]])}
+    reports = jax.vmap(jmpscale.grad_report)(grads)
+    given = plt.subplots()[1]
+    ax = plots.headroom(reports, limit=1, ax=given)
+    assert ax is given
+    far, near, limit = ax.lines
+    np.testing.assert_allclose(near.get_ydata(), [np.log2(65504 / 1024), 0, np.nan])
+    np.testing.assert_allclose(far.get_ydata(), [np.log2(65504), np.log2(65504 / 2), np.nan])
+    assert near.get_label() == "near"
+    assert limit.get_ydata() == [0, 0]
+    assert len(plots.headroom(reports).lines) == 3
