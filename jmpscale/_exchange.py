@@ -57,7 +57,8 @@ def from_torch_state_dict(
 
     Returns:
       A dynamic `ScalerState` with the same scale at each step to come, between the limits. Bit for bit if the factors
-      are exact in float32, such as 2 and 0.5; torch multiplies with others in float64.
+      are exact in float32, such as 2 and 0.5; torch multiplies with others in float64. If `growth_interval` was lowered
+      to the tracker or below, the scale grows with the next finite step, where torch waits for an overflow first.
 
     Raises:
       TypeError: `mapping` is not a mapping, or a value in it is of the wrong type.

@@ -12,7 +12,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
-collect_ignore = ["types", "worker.py"]  # read by type checkers, and run by test_processes.py
+collect_ignore = ["data", "types", "worker.py"]  # recorded; read by type checkers; run by test_processes.py
 
 
 @pytest.fixture(autouse=True)

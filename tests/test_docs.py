@@ -4,11 +4,13 @@ import pytest
 
 import pages
 
-EXAMPLES = [(page, heading) for page in pages.PAGES for heading in pages.examples(page)]
+EXAMPLES = [
+    pytest.param(page, heading, id=f"{page}: {heading}") for page in pages.PAGES for heading in pages.examples(page)
+]
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize(("page", "heading"), EXAMPLES, ids=" ".join)
+@pytest.mark.parametrize(("page", "heading"), EXAMPLES)
 def test_it_is_short(page, heading):
     lines = [line for line in pages.examples(page)[heading].splitlines() if line.strip()]
     assert len(lines) <= 40
@@ -16,6 +18,6 @@ def test_it_is_short(page, heading):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize(("page", "heading"), EXAMPLES, ids=" ".join)
+@pytest.mark.parametrize(("page", "heading"), EXAMPLES)
 def test_it_runs(page, heading):
     pages.run(page, heading)

@@ -1,0 +1,331 @@
+"""The page on several losses and optimizers, and apex's own cases: who skips, and which scale backs off."""
+
+import functools
+import itertools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jmpscale
+from jmpscale import testing
+
+import pages
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+PAGE = "guides/several_losses"
+GAN, PER_LOSS, TOGETHER = "Two optimizers, one scaler", "One scaler for each loss", "All or nothing"
+BOTH_FLAGS = list(itertools.product([True, False], repeat=2))
+
+
+@functools.cache
+def _names(title):
+    return pages.run(PAGE, title)
+
+
+# Two optimizers, one scaler
+
+
+@functools.cache
+def _gan_step():
+    """The page's own step; each loss is multiplied with a factor, and 2^40 is too much for float16."""
+    names = pages.run(PAGE, GAN)
+    losses = {name: names[name] for name in ("d_loss_fn", "g_loss_fn")}
+
+    @jax.jit
+    def step(d, g, scaler, real, noise, factors):
+        for name, factor in zip(losses, factors, strict=True):
+            names[name] = lambda *args, name=name, factor=factor: factor * losses[name](*args)
+        return names["train_step"].__wrapped__(d, g, scaler, real, noise)
+
+    return step
+
+
+def test_the_generator_moves_to_the_data():
+    names = _names(GAN)
+    noise, key = jax.random.normal(jax.random.key(99), (1000, 2)), jax.random.key(2)
+    at_first = {"in": jax.random.normal(key, (2, 16)), "out": 0.2 * jax.random.normal(key, (16, 2))}
+
+    def distance(params):
+        return np.linalg.norm(names["network"](params, noise).mean(0) - np.array([2.0, -2.0]))
+
+    assert distance(names["g"][0]) < 0.5 * distance(at_first)
+    assert names["scaler"].skipped_in_a_row == 0
+
+
+@pytest.mark.parametrize(("d_finite", "g_finite"), BOTH_FLAGS)
+def test_each_network_skips_alone_and_the_scale_backs_off_once_if_either_overflowed(d_finite, g_finite):
+    names = _names(GAN)
+    before = names["d"], names["g"]
+    factors = jnp.where(jnp.array([d_finite, g_finite]), 1.0, 2.0**40)
+    d, g, scaler, losses = _gan_step()(*before, jmpscale.dynamic(1024.0), names["real"], names["noise"], factors)
+    assert jnp.isfinite(jnp.array(losses)).all()
+    for (params, opt_state), after, finite in zip(before, (d, g), (d_finite, g_finite), strict=True):
+        if finite:
+            assert (after[0]["out"] != params["out"]).any()
+            assert after[1][0].count == opt_state[0].count + 1
+        else:
+            testing.assert_step_is_noop((params, opt_state), after)
+    good = d_finite and g_finite
+    assert (scaler.loss_scale, scaler.good_steps, scaler.skipped) == ((1024.0, 1, 0) if good else (512.0, 0, 1))
+
+
+def test_a_loss_that_is_not_finite_in_one_network_keeps_the_scale():
+    names = _names(GAN)
+    d, g, scaler, losses = _gan_step()(
+        names["d"], names["g"], jmpscale.dynamic(1024.0), names["real"] * jnp.nan, names["noise"], jnp.ones(2)
+    )
+    assert [bool(jnp.isfinite(loss)) for loss in losses] == [False, True]
+    testing.assert_step_is_noop(names["d"], d)
+    assert (g[0]["out"] != names["g"][0]["out"]).any()
+    assert (scaler.loss_scale, scaler.last_skip) == (1024.0, 2)
+
+
+# One scaler for each loss
+
+
+def _gradients(params, x, targets):
+    """Returns the gradient of the sum of both losses, in float64."""
+    params, x, targets = jax.tree.map(lambda a: np.asarray(a, np.float64), (params, x, targets))
+    hidden = np.tanh(x @ params["trunk"])
+    grads = {"trunk": 0.0}
+    for head, weight in (("large", 1e3), ("small", 1e-9)):
+        error = 2 * weight / len(x) * (hidden @ params[head] - targets[head])
+        grads[head] = hidden.T @ error
+        grads["trunk"] = grads["trunk"] + x.T @ (error @ params[head].T * (1 - hidden**2))
+    return grads
+
+
+def _scalers(large, small):
+    return {"large": jmpscale.dynamic(large), "small": jmpscale.dynamic(small)}
+
+
+def _step_of_both_losses(scalers):
+    """Returns parameters and optimizer state before and after a step, and the scalers after it."""
+    names = _names(PER_LOSS)
+    head = jnp.linspace(-0.2, 0.2, 16)[:, None]
+    params = names["params"] | {"large": head, "small": -head}
+    before = params, names["tx"].init(params)
+    *after, scalers, _ = names["train_step"](*before, scalers, names["x"], names["targets"])
+    return before, tuple(after), scalers
+
+
+def test_both_heads_train():
+    names = _names(PER_LOSS)
+    at_first = jax.tree.map(lambda target: jnp.mean(target**2), names["targets"])
+    assert names["values"]["large"] < 0.1 * 1e3 * at_first["large"]
+    assert names["values"]["small"] < 0.1 * 1e-9 * at_first["small"]
+
+
+def test_the_gradients_are_those_of_the_sum_of_the_losses():
+    (params, _), (_, opt_state), _ = _step_of_both_losses(_scalers(64.0, 2.0**32))
+    expected = _gradients(params, _names(PER_LOSS)["x"], _names(PER_LOSS)["targets"])
+    for name, grad in optax.tree.get(opt_state, "mu").items():
+        np.testing.assert_allclose(grad / 0.1, expected[name], atol=5e-3 * np.abs(expected[name]).max(), err_msg=name)
+
+
+def test_with_one_scale_for_both_the_small_loss_would_vanish():
+    _, (_, opt_state), scalers = _step_of_both_losses(_scalers(64.0, 64.0))
+    assert scalers["large"].skipped == 0
+    assert (optax.tree.get(opt_state, "mu")["small"] == 0).all()
+    _, _, scalers = _step_of_both_losses(_scalers(2.0**32, 2.0**32))
+    assert [scaler.skipped.item() for scaler in scalers.values()] == [1, 0], "and the large one overflows"
+
+
+@pytest.mark.parametrize("bad", [["large"], ["small"], ["large", "small"]])
+def test_an_overflow_of_either_loss_stops_the_step_and_only_its_own_scale_backs_off(bad):
+    good = {"large": 64.0, "small": 2.0**32}
+    scalers = {name: jmpscale.dynamic(scale) for name, scale in good.items()}
+    for name in bad:
+        scalers[name] = scalers[name]._replace(loss_scale=jnp.float32(2.0**80))
+    before, after, scalers = _step_of_both_losses(scalers)
+    testing.assert_step_is_noop(before, after)
+    for name, scaler in scalers.items():
+        expected = (2.0**79, 0, 1) if name in bad else (good[name], 1, 0)
+        assert (scaler.loss_scale, scaler.good_steps, scaler.skipped) == expected
+
+
+# All or nothing
+
+
+def test_encoder_and_decoder_train():
+    names = _names(TOGETHER)
+    assert names["loss"] < 0.05 * jnp.mean(names["x"] ** 2)
+
+
+def test_an_overflow_in_the_decoder_alone_leaves_the_encoder_as_it_was_too():
+    names = _names(TOGETHER)
+    networks = names["encoder"], jax.tree.map(lambda w: 1e-3 * w, names["decoder"])
+
+    @jax.jit
+    @jax.vmap
+    def finite(loss_scale):
+        scaler = jmpscale.dynamic()._replace(loss_scale=loss_scale)
+        _, grads, _ = jmpscale.value_and_grad(names["loss_fn"], argnums=(0, 1))(scaler, *networks, names["x"])
+        return [jmpscale.all_finite(grad) for grad in grads]
+
+    scales = jnp.exp2(jnp.arange(10.0, 30.0))
+    encoder_finite, decoder_finite = finite(scales)
+    only_decoder = encoder_finite & ~decoder_finite
+    assert only_decoder.any()
+    scaler = jmpscale.dynamic()._replace(loss_scale=scales[jnp.argmax(only_decoder)])
+    *after, new, _ = names["train_step"](*networks, names["states"], scaler, names["x"])
+    testing.assert_step_is_noop((*networks, names["states"]), tuple(after))
+    assert new.loss_scale == 0.5 * scaler.loss_scale
+
+
+# apex: two and three models, two losses, one and two optimizers, one scaler or one for each loss. The models, the
+# settings, the scales of 4 and 16 and the places of the inf are those of `test_multiple_models_optimizers_losses.py`
+# in NVIDIA/apex, the last version with amp (2025). Every value there is a dyadic fraction of a few bits, so ours are
+# compared with a float64 run bit for bit. apex backs a shared scale off in the middle of a step; ours at its end.
+
+
+class _Apex(NamedTuple):
+    """One of apex's arrangements.
+
+    Attributes:
+      losses: for each loss, the models whose outputs it adds up.
+      optimizers: for each optimizer, its models, their learning rates, and its momentum.
+      gates: for each optimizer, the losses that stop it.
+    """
+
+    losses: tuple
+    optimizers: tuple
+    gates: tuple
+
+    @property
+    def models(self):
+        return sorted({model for loss in self.losses for model in loss})
+
+
+APEX = {
+    "2 models, 1 optimizer": _Apex(((0,), (1,)), (((0, 1), (0.25, 0.5), 0.125),), ((0, 1),)),
+    "3 models, 1 optimizer": _Apex(((0, 2), (1, 2)), (((0, 1, 2), (0.25, 0.5, 0.125), 0.125),), ((0, 1),)),
+    "2 models, 2 optimizers": _Apex(((0,), (1,)), (((0,), (0.25,), 0.125), ((1,), (0.5,), 0.25)), ((0,), (1,))),
+    "3 models, 2 optimizers": _Apex(
+        ((0, 1), (2, 1)), (((0, 1), (0.25, 1.0), 0.5), ((2,), (0.5,), 0.25)), ((0, 1), (1,))
+    ),
+}
+NO_FAULT = (-1, -1, -1, "w0")
+
+
+def _faults(case):
+    """Yields the iteration, the loss, the model and the weight in whose gradient the inf is planted."""
+    yield NO_FAULT
+    for iteration, loss, weight in itertools.product((0, 1), (0, 1), ("w0", "w1")):
+        for model in case.losses[loss]:
+            yield iteration, loss, model, weight
+
+
+def _apex_models(case):
+    """Two weights each: float32, and float16."""
+    return [
+        {
+            "w0": jnp.float32(1 + m) + jnp.arange(2, dtype=jnp.float32),
+            "w1": jnp.float16(2 + m) + jnp.arange(2, dtype=jnp.float16),
+        }
+        for m in case.models
+    ]
+
+
+def _apex_loss(models, loss):
+    x = jnp.ones(2)
+    return sum(jnp.sum(x * models[m]["w0"] * models[m]["w1"].astype(jnp.float32)) for m in loss)
+
+
+def _apex_optimizer(models, rates, momentum):
+    groups = {str(m): optax.sgd(rate, momentum) for m, rate in zip(models, rates, strict=True)}
+    return optax.partition(groups, {str(m): str(m) for m in models})
+
+
+@functools.cache
+def _apex_step(name, shared):
+    case = APEX[name]
+    optimizers = [_apex_optimizer(*optimizer) for optimizer in case.optimizers]
+    paths = [(m, w) for m in case.models for w in ("w0", "w1")]
+
+    def stepped(j, total, finite, models, opt_state):
+        mine = [str(m) for m in case.optimizers[j][0]]
+
+        def step(models, opt_state):
+            updates, opt_state = optimizers[j].update({m: total[int(m)] for m in mine}, opt_state, models)
+            return optax.apply_updates(models, updates), opt_state
+
+        return jmpscale.apply_if(finite, step, {m: models[int(m)] for m in mine}, opt_state)
+
+    @jax.jit
+    def step(models, opt_states, scalers, bad_loss, bad_place):
+        total, flags = None, []
+        for i, loss in enumerate(case.losses):
+            scaler = scalers[0 if shared else i]
+            grads = jax.grad(lambda models, loss=loss, scaler=scaler: jmpscale.scale(scaler, _apex_loss(models, loss)))(
+                models
+            )
+            for n, (m, w) in enumerate(paths):
+                grads = testing.inject(grads, jnp.inf, path=f"[{m}]['{w}']", when=(bad_loss == i) & (bad_place == n))
+            grads, finite = jmpscale.unscale_and_check(scaler, grads)
+            total = grads if total is None else jax.tree.map(jnp.add, total, grads)
+            flags.append(finite)
+        models, opt_states = list(models), list(opt_states)
+        for j, gates in enumerate(case.gates):
+            taken = jnp.array([flags[i] for i in gates]).all()
+            mine, opt_states[j] = stepped(j, total, taken, models, opt_states[j])
+            models = [mine.get(str(m), model) for m, model in zip(case.models, models, strict=True)]
+        if shared:
+            scalers = [jmpscale.update(scalers[0], flags[0] & flags[1])]
+        else:
+            scalers = [jmpscale.update(scaler, finite) for scaler, finite in zip(scalers, flags, strict=True)]
+        return models, opt_states, scalers, total
+
+    def start():
+        models = _apex_models(case)
+        wide = [{str(m): jax.tree.map(jnp.float32, models[m]) for m in ms} for ms, _, _ in case.optimizers]
+        return models, [tx.init(w) for tx, w in zip(optimizers, wide, strict=True)]
+
+    return start, step
+
+
+def _apex_reference(case, fault):
+    """Yields the sum of the gradients and the models of each iteration, in float64, without scaling."""
+    bad_iteration, bad_loss, _, _ = fault
+    models = [jax.tree.map(lambda w: np.asarray(w, np.float64), model) for model in _apex_models(case)]
+    traces = [{"w0": 0.0, "w1": 0.0} for _ in models]
+    for iteration in itertools.count():
+        uses = [sum(m in loss for loss in case.losses) for m in case.models]
+        grads = [{"w0": n * model["w1"], "w1": n * model["w0"]} for n, model in zip(uses, models, strict=True)]
+        for (mine, rates, momentum), gates in zip(case.optimizers, case.gates, strict=True):
+            if iteration == bad_iteration and bad_loss in gates:
+                continue
+            for m, rate in zip(mine, rates, strict=True):
+                traces[m] = {w: momentum * traces[m][w] + grads[m][w] for w in grads[m]}
+                models[m] = {w: models[m][w] - rate * traces[m][w] for w in grads[m]}
+        yield grads, models
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["a scaler for each loss", "one scaler"])
+@pytest.mark.parametrize("name", APEX)
+def test_two_losses_in_the_arrangements_of_apex(name, shared):
+    case = APEX[name]
+    start, step = _apex_step(name, shared)
+    for fault in _faults(case):
+        bad_iteration, bad_loss, bad_model, bad_weight = fault
+        models, opt_states = start()
+        scalers = [jmpscale.dynamic(4.0)] if shared else [jmpscale.dynamic(4.0), jmpscale.dynamic(16.0)]
+        reference = _apex_reference(case, fault)
+        for iteration in range(3 if bad_iteration >= 0 else 2):
+            bad = bad_loss if iteration == bad_iteration else -1
+            place = 2 * bad_model + (bad_weight == "w1")
+            models, opt_states, scalers, grads = step(models, opt_states, scalers, jnp.int32(bad), jnp.int32(place))
+            expected_grads, expected = next(reference)
+            if iteration != bad_iteration:
+                jax.tree.map(np.testing.assert_array_equal, grads, expected_grads)
+            jax.tree.map(np.testing.assert_array_equal, models, expected)
+        scales = [4.0] if shared else [4.0, 16.0]
+        if bad_iteration >= 0:
+            scales[0 if shared else bad_loss] /= 2
+        assert [scaler.loss_scale.item() for scaler in scalers] == scales
+        assert [model["w1"].dtype for model in models] == [jnp.float16] * len(models)
