@@ -14,7 +14,19 @@ import jmpscale
 
 PACKAGE = pathlib.Path(jmpscale.__file__).parent
 MODULES = sorted(PACKAGE.glob("*.py"))
-FLOORS = ["_state", "_finite", "_scaling", "_exchange", "_report", "_step", "_optax", "__init__", "testing", "plots", "__main__"]
+FLOORS = [
+    "_state",
+    "_finite",
+    "_scaling",
+    "_exchange",
+    "_report",
+    "_step",
+    "_optax",
+    "__init__",
+    "testing",
+    "plots",
+    "__main__",
+]
 PUBLIC = {
     "GradReport",
     "ScalerConfig",
