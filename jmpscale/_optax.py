@@ -36,10 +36,10 @@ def with_loss_scaling(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that it takes gradients of a scaled loss, and skips the step if they overflowed.
 
-    Scale the loss with `scale(get_scaler(opt_state), loss)`; this transformation divides the gradients, checks them,
-    runs `inner` or returns zeros, and adapts the scale. It goes around everything that uses gradients, and around
-    `optax.partition`, `optax.masked` and `optax.MultiSteps`: inside them it would see some of the gradients, or sums
-    that a single overflow has spoilt for good.
+    Scale the loss with `scale(get_scaler(opt_state), loss)`: nothing can tell if you forget. This wrapper divides
+    the gradients, checks them, runs `inner` or returns zeros, and adapts the scale. It goes around everything that uses
+    gradients, and around `optax.partition`, `optax.masked` and `optax.MultiSteps`: inside them it would see some of the
+    gradients, or sums that a single overflow has spoilt for good.
 
     Args:
       inner: any optax transformation; extra arguments of `update` reach it untouched. Pass the unscaled loss as
@@ -62,7 +62,10 @@ def with_loss_scaling(
     (-0.0, 2.0)
     """
     if not (hasattr(inner, "init") and hasattr(inner, "update")):
-        raise TypeError(f"inner must be an optax.GradientTransformation, got {inner!r}. Pass one, such as optax.adam.")
+        raise TypeError(
+            f"inner must be an optax.GradientTransformation, got {type(inner).__name__}. Pass one, such as "
+            "optax.adam(1e-3); an optimizer of a framework goes around with_loss_scaling(...), not inside."
+        )
     if scaler is not None:
         require_one_scaler(scaler)
     wrapped = optax.with_extra_args_support(inner)

@@ -3,6 +3,7 @@
 Whatever goes through `apply_if` is identical bit for bit after a skipped step.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, TypeVarTuple, cast, overload
 
@@ -37,7 +38,8 @@ def apply_if(finite: Any, fn: Callable[..., Any], /, *carry: Any) -> Any:
       The new carry: one value for one carry, a tuple for several.
 
     Raises:
-      TypeError: `finite` is not a boolean, there is no carry, or `fn` changes a structure, shape, dtype or sharding.
+      TypeError: `finite` is not a boolean, there is no carry or it holds a Flax NNX object, or `fn` changes a
+        structure, shape, dtype or sharding.
       ValueError: `finite` is not a scalar.
 
     >>> apply_if(jnp.array(False), lambda w, n: (w / 0, n + 1), jnp.array(2.0), jnp.array(5))
@@ -46,6 +48,7 @@ def apply_if(finite: Any, fn: Callable[..., Any], /, *carry: Any) -> Any:
     flag = require_flag(finite)
     if not carry:
         raise TypeError("apply_if needs at least one carry after fn: the values that fn changes and a skip keeps.")
+    _refuse_nnx_objects(carry)
     arrays, rebuild = partition(carry, _is_array)
 
     def step(arrays: list[Any]) -> list[Any]:
@@ -60,6 +63,23 @@ def apply_if(finite: Any, fn: Callable[..., Any], /, *carry: Any) -> Any:
 
     result = rebuild(cast(list[Any], jax.lax.cond(flag, step, skip, arrays)))
     return result[0] if len(carry) == 1 else result
+
+
+def _refuse_nnx_objects(carry: Any) -> None:
+    """Raises for objects that change in place: what is returned would be copies, and those that came in stay behind."""
+    nnx: Any = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return
+    kind = nnx.Pytree if hasattr(nnx, "Pytree") else nnx.Object
+
+    def is_object(node: Any) -> bool:
+        return isinstance(node, kind)
+
+    if found := partition(carry, is_object, is_leaf=is_object)[0]:
+        raise TypeError(
+            f"carry must hold values, got a Flax NNX {type(found[0]).__name__}, which changes in place: nnx.jit would "
+            "not see what the branch did to it. Use nnx.cond(finite, step, skip, ...), or pass nnx.state(...) of it."
+        )
 
 
 def _is_array(leaf: Any) -> bool:

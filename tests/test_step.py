@@ -309,3 +309,14 @@ def test_every_transformation_gives_the_same(variant):
     value, grads, finite = go(W)
     expected = jmpscale.value_and_grad(_loss)(jmpscale.dynamic(2.0**10), W, X)
     chex.assert_trees_all_close((value, grads, finite), expected, rtol=1e-6)
+
+
+def test_objects_that_change_in_place_are_refused():
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    for carry in (model, {"deep": [optimizer]}):
+        with pytest.raises(TypeError, match=r"got a Flax NNX (Linear|Optimizer), which changes in place.*nnx\.cond"):
+            jmpscale.apply_if(True, lambda c: c, carry)
+    state = nnx.state((model, optimizer))
+    chex.assert_trees_all_equal(jmpscale.apply_if(jnp.array(True), lambda c: c, state), state)
