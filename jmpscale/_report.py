@@ -100,7 +100,8 @@ class GradReport:
         """Tells in words, and in a table with the worst leaves first, how the gradients are; outside jit.
 
         Reads the report from the device, once. Among leaves that are not finite the one with the smallest share of
-        such values comes first: an overflow spreads on its way back, so that is where it most likely began.
+        such values, exact zeros aside, comes first: an overflow spreads on its way back, so that is where it most
+        likely began.
 
         Args:
           limit: how many leaves the table shows.
@@ -257,22 +258,25 @@ def _describe(report: GradReport, limit: int) -> str:
     bad = counted["nan"] + counted["inf"]
     with np.errstate(divide="ignore"):
         headroom = np.log2(FLOAT16_LARGEST / largest)
-    order: list[int] = np.lexsort((headroom, bad / np.maximum(report.sizes, 1), bad == 0)).tolist()
+    share = bad / np.maximum(np.asarray(report.sizes) - counted["zero"], 1)
+    order: list[int] = np.lexsort((headroom, share, bad == 0)).tolist()
     cells: dict[str, list[str]] = {"leaf": list(report.paths), "values": [str(n) for n in report.sizes]}
     cells |= {"largest": [f"{x:.3g}" for x in largest], "headroom": [f"{x:.1f}" for x in headroom]}
     cells |= {name: [str(n) for n in column] for name, column in counted.items()}
     rows: list[list[str]] = [list(cells), *([column[i] for column in cells.values()] for i in order[:limit])]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = ("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
-    worst = report.paths[order[0]]
-    if not bad.any():
-        text = f"All {len(bad)} leaves are finite; the largest magnitude is in {worst}."
-    else:
-        text = f"{(bad > 0).sum()} of {len(bad)} leaves are not finite; it most likely began in {worst}."
-        if not counted["inf"].any():
-            text += (
-                " All of it is NaN: bad data, a 0/0 in the model, or an overflow whose infinities met on the way back."
+    text = f"All {len(bad)} leaves are finite; the largest magnitude is in {report.paths[order[0]]}."
+    if bad.any():
+        text = (
+            f"{(bad > 0).sum()} of {len(bad)} leaves are not finite; it most likely began in {report.paths[order[0]]}."
+        )
+        if (bad > 0).sum() > 1 and share[order[0]] > 0.5:
+            text = (
+                f"{(bad > 0).sum()} of {len(bad)} leaves are mostly not finite; a smaller scale shows where it begins."
             )
+        if not counted["inf"].any():
+            text += " All of it is NaN: bad data, a 0/0 in the model, or an overflow whose infinities met on their way."
     return "\n".join([text, *table])
 
 

@@ -227,7 +227,7 @@ def _after_finite(state: ScalerState) -> ScalerState:
         return state
     grow = state.good_steps >= config.growth_interval
     full = jnp.full_like(state.hysteresis_left, config.hysteresis)
-    grown = jnp.clip(state.loss_scale * config.growth_factor, config.min_scale, config.max_scale)
+    grown = jnp.minimum(state.loss_scale * config.growth_factor, config.max_scale)
     return state._replace(
         loss_scale=jnp.where(grow, grown, state.loss_scale),
         good_steps=jnp.where(grow, 0, state.good_steps),
@@ -241,7 +241,7 @@ def _after_overflow(state: ScalerState) -> ScalerState:
     if config.mode == "static":
         return state
     left = jnp.maximum(state.hysteresis_left - 1, 0)
-    reduced = jnp.clip(state.loss_scale * config.backoff_factor, config.min_scale, config.max_scale)
+    reduced = jnp.maximum(state.loss_scale * config.backoff_factor, config.min_scale)
     return state._replace(loss_scale=jnp.where(left == 0, reduced, state.loss_scale), hysteresis_left=left)
 
 

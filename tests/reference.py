@@ -27,7 +27,7 @@ def step(config, state, finite, loss_finite=True):
         if dynamic and new["good_steps"] >= config.growth_interval:
             new["good_steps"] = 0
             new["hysteresis_left"] = config.hysteresis
-            new["loss_scale"] = _within_limits(_multiply(state["loss_scale"], config.growth_factor), config)
+            new["loss_scale"] = min(_multiply(state["loss_scale"], config.growth_factor), np.float32(config.max_scale))
         return new
     new["skipped"] = _count_up(state["skipped"])
     new["skipped_in_a_row"] = _count_up(state["skipped_in_a_row"])
@@ -39,16 +39,12 @@ def step(config, state, finite, loss_finite=True):
     if dynamic:
         new["hysteresis_left"] = max(state["hysteresis_left"] - 1, 0)
         if new["hysteresis_left"] == 0:
-            new["loss_scale"] = _within_limits(_multiply(state["loss_scale"], config.backoff_factor), config)
+            new["loss_scale"] = max(_multiply(state["loss_scale"], config.backoff_factor), np.float32(config.min_scale))
     return new
 
 
 def _count_up(counter):
     return min(counter + 1, COUNTER_LIMIT)
-
-
-def _within_limits(loss_scale, config):
-    return min(max(loss_scale, np.float32(config.min_scale)), np.float32(config.max_scale))
 
 
 def _multiply(loss_scale, factor):

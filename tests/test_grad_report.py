@@ -52,13 +52,19 @@ def _wide(x):
 
 @pytest.mark.usefixtures("reduction")
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64, jnp.float8_e5m2])
-def test_counts_and_largest_are_exact(dtype, variant):
-    leaves = [jnp.asarray(np.resize(VALUES, size)).astype(dtype) for size in (0, 1, 10, 13, 14, 4097)]
+def test_counts_and_largest_are_exact(dtype):
+    leaves = [jnp.asarray(np.resize(VALUES, size)).astype(dtype) for size in (0, 1, 10, 14, 4097)]
     leaves.append(jnp.asarray(np.resize(VALUES, (3, 5, 7))).astype(dtype))
-    report = variant(jmpscale.grad_report)(leaves)
+    report = jax.jit(jmpscale.grad_report)(leaves)
     _assert_equals_reference(report, [_wide(x) for x in leaves])
     assert not report.finite
-    assert variant(jmpscale.grad_report)(leaves[:3]).finite == jmpscale.all_finite(leaves[:3])
+
+
+@pytest.mark.usefixtures("reduction")
+def test_it_is_the_same_eager_jitted_and_vmapped(variant):
+    leaves = [jnp.asarray(VALUES, jnp.float32), jnp.asarray(VALUES[:10], jnp.float16).reshape(2, 5)]
+    _assert_equals_reference(variant(jmpscale.grad_report)(leaves), [_wide(x) for x in leaves])
+    assert variant(jmpscale.grad_report)(leaves[1:]).finite == jmpscale.all_finite(leaves[1:])
 
 
 @pytest.mark.usefixtures("x64", "reduction")
@@ -177,7 +183,9 @@ def _loss(params, x, layer):
 
 
 @pytest.mark.parametrize("on", ["one device", "a mesh"])
-def test_the_layer_whose_backward_pass_overflows_is_named(on):
+def test_the_layer_whose_backward_pass_overflows_is_named(on, monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 8 if on == "a mesh" else 1)
+    jmpscale._report._look.clear_cache()
     keys = jax.random.split(jax.random.key(0), DEPTH)
     params = {
         f"layer_{i}": {"kernel": jax.random.normal(k, (4, 4)) / 2, "bias": jnp.full((1, 4), 0.1)}
@@ -210,7 +218,18 @@ def test_nan_without_infinity_is_told_from_an_overflow():
     grads = inject({"w": jnp.ones(4), "b": jnp.ones(2)}, jnp.nan, path="['w']")
     text = jmpscale.grad_report(grads).describe()
     assert "1 of 2 leaves are not finite; it most likely began in w. All of it is NaN" in text
-    assert "All of it is NaN" not in jmpscale.grad_report(grads | {"b": jnp.full(2, jnp.inf)}).describe()
+    assert "All of it is NaN" not in jmpscale.grad_report(grads | {"b": jnp.array([jnp.inf, 1.0])}).describe()
+
+
+def test_exact_zeros_do_not_hide_a_leaf_that_is_bad_throughout():
+    grads = {"relu": jnp.array([jnp.inf] * 3 + [0.0] * 97), "origin": jnp.array([jnp.inf] + [1.0] * 9)}
+    assert "it most likely began in origin" in jmpscale.grad_report(grads).describe()
+
+
+def test_where_all_is_bad_no_leaf_is_blamed():
+    grads = {"w": jnp.full(4, jnp.inf), "b": jnp.full(2, jnp.nan)}
+    assert "2 of 2 leaves are mostly not finite; a smaller scale shows where" in jmpscale.grad_report(grads).describe()
+    assert "it most likely began in w" in jmpscale.grad_report(grads | {"b": jnp.ones(2)}).describe()
 
 
 def _made_up(largest):

@@ -275,10 +275,3 @@ def test_between_the_limits_the_rule_is_that_of_torch(trace):
         # Compared as float64, in which every float32 is exact: nothing is rounded on the way.
         np.testing.assert_array_equal(np.asarray(scales, np.float64), trace["scale_after"])
         np.testing.assert_array_equal(good_steps, trace["growth_tracker_after"])
-
-
-@pytest.mark.parametrize("scale", [2.0**40, 2.0**-40])
-@pytest.mark.parametrize("finite", [True, False])
-def test_a_restored_scale_outside_the_limits_comes_back_with_the_next_change(scale, finite, variant):
-    state = jmpscale.dynamic(growth_interval=1)._replace(loss_scale=jnp.float32(scale))
-    assert variant(jmpscale.update)(state, jnp.array(finite)).loss_scale == (2.0**32 if scale > 1 else 1.0)
