@@ -9,6 +9,8 @@ import jmpscale
 
 import pages
 
+pytestmark = pytest.mark.once
+
 PAGE = "finding_the_scale"
 SPIKES = "text, spikes, from 2^16"
 HEADING = "A start from one batch"

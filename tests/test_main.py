@@ -20,6 +20,8 @@ from PIL import Image
 import jmpscale
 import jmpscale.__main__ as demo
 
+pytestmark = pytest.mark.once
+
 NAMES = ["float32", "bfloat16", "float16, no scaling", "float16, jmpscale"]
 SMALL = ["--size", "32", "--steps", "150", "--seed", "3"]
 ROW = re.compile(r"^(\w.*?)  +([\d.]+|nan) +([\d.]+) +(2\^\d+|-) +(\d+|-) +([\d.]+)%$")

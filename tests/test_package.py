@@ -12,6 +12,8 @@ import pytest
 
 import jmpscale
 
+pytestmark = pytest.mark.once
+
 PACKAGE = pathlib.Path(jmpscale.__file__).parent
 MODULES = sorted(PACKAGE.glob("*.py"))
 FLOORS = [

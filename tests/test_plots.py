@@ -10,6 +10,8 @@ import pytest
 import jmpscale
 from jmpscale import plots
 
+pytestmark = pytest.mark.once
+
 matplotlib.use("Agg")
 
 
