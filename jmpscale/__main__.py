@@ -11,6 +11,8 @@ import importlib
 import itertools
 import os
 import pathlib
+import secrets
+import signal
 import stat
 import sys
 import time
@@ -144,11 +146,12 @@ def _fit(variant: Variant, target: Floats, steps: int, seed: int, report: Callab
 def _show_progress(name: str, done: int, steps: int) -> None:
     """Draws a bar on a terminal, and else writes a line at every quarter."""
     bar = "#" * (30 * done // steps)
-    if sys.stderr.isatty():
-        end = "\n" if done == steps else ""
-        print(f"\r{name:<20} [{bar:<30}] {done:>{len(str(steps))}}/{steps}", end=end, file=sys.stderr, flush=True)
-    elif done in (0, steps) or 4 * done // steps > 4 * (done - UNTIL_NEWS) // steps:
-        print(f"{name}: {done} of {steps} steps", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a bar that cannot be shown is no reason to stop
+        if sys.stderr.isatty():
+            end = "\n" if done == steps else ""
+            print(f"\r{name:<20} [{bar:<30}] {done:>{len(str(steps))}}/{steps}", end=end, file=sys.stderr, flush=True)
+        elif done in (0, steps) or 4 * done // steps > 4 * (done - UNTIL_NEWS) // steps:
+            print(f"{name}: {done} of {steps} steps", file=sys.stderr, flush=True)
 
 
 def _table(outcomes: Sequence[Outcome]) -> str:
@@ -231,7 +234,7 @@ def _check_output(path: pathlib.Path) -> None:
 
 
 def _temporary(path: pathlib.Path) -> pathlib.Path:
-    return path.with_name(f".jmpscale-{os.getpid()}.tmp")
+    return path.with_name(f".jmpscale-{secrets.token_hex(8)}.tmp")
 
 
 def _save(figure: Any, path: pathlib.Path) -> None:
@@ -299,9 +302,21 @@ def _demonstrate(options: argparse.Namespace) -> None:
     _check_output(output)
     target = _read_picture(options.image, options.size)
     outcomes = [_fit(variant, target, options.steps, options.seed, _show_progress) for variant in VARIANTS]
-    print(_table(outcomes), flush=True)  # before the file, whose failure must not cost the result
-    _save(_draw(target, outcomes), output)
-    print(f"wrote {options.output}")
+    try:
+        _print(_table(outcomes))
+    finally:  # neither must a failure to print cost the picture, nor one to write it the table
+        _save(_draw(target, outcomes), output)
+    _print(f"wrote {options.output}")
+
+
+def _print(text: str) -> None:
+    with _explaining("print the results", OSError):
+        try:
+            print(text, flush=True)
+        except OSError:
+            # What Python still holds it would try to write again at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -319,4 +334,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # By an exception, so that a file half written is removed.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     sys.exit(main())

@@ -6,7 +6,7 @@ from typing import Any, cast
 import jax.numpy as jnp
 
 from jmpscale._scaling import require_one_scaler
-from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerState, count, dynamic
+from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerConfig, ScalerState, count, fresh, within
 
 _SETTINGS = {"growth_factor", "backoff_factor", "growth_interval"}
 _KEYS = _SETTINGS | {"scale", "_growth_tracker"}
@@ -26,6 +26,7 @@ def to_torch_state_dict(state: ScalerState) -> dict[str, float | int]:
       TypeError: `state` is not a `ScalerState`.
       ValueError: `state` is static or disabled, for which torch has no equal, or is a batch of scalers.
 
+    >>> from jmpscale import dynamic
     >>> to_torch_state_dict(dynamic(1024.0))["scale"]
     1024.0
     """
@@ -64,6 +65,7 @@ def from_torch_state_dict(
       TypeError: `mapping` is not a mapping, or a value in it is of the wrong type.
       ValueError: `mapping` is empty, lacks a key, has a foreign one, or a value in it breaks its rule.
 
+    >>> from jmpscale import dynamic
     >>> state = from_torch_state_dict(to_torch_state_dict(dynamic(1024.0, growth_interval=100)))
     >>> float(state.loss_scale), state.config.growth_interval
     (1024.0, 100)
@@ -79,5 +81,7 @@ def from_torch_state_dict(
         )
     tracker = count("mapping['_growth_tracker']", mapping["_growth_tracker"], low=0)
     settings = {name: mapping[name] for name in _SETTINGS}
-    state = dynamic(mapping["scale"], min_scale=min_scale, max_scale=max_scale, **settings)
-    return state._replace(good_steps=jnp.array(tracker, jnp.int32))
+    config = ScalerConfig(min_scale=min_scale, max_scale=max_scale, **settings)
+    remedy = "The limits are the arguments min_scale and max_scale."
+    scale = within("mapping['scale']", mapping["scale"], config.min_scale, config.max_scale, remedy)
+    return fresh(scale, config)._replace(good_steps=jnp.array(tracker, jnp.int32))

@@ -67,7 +67,7 @@ def with_loss_scaling(
             "optax.adam(1e-3); an optimizer of a framework goes around with_loss_scaling(...), not inside."
         )
     if scaler is not None:
-        require_one_scaler(scaler)
+        require_one_scaler(scaler, "scaler")
     wrapped = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> LossScalingState:
@@ -77,18 +77,25 @@ def with_loss_scaling(
     def update(
         updates: optax.Updates, state: LossScalingState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, LossScalingState]:
-        require_one_scaler(state.scaler)
+        if not isinstance(cast(object, state), LossScalingState):
+            raise TypeError(
+                f"state must be what tx.init of with_loss_scaling made, got {type(state).__name__}. The order is "
+                "tx.update(grads, state, params); a state that the bare optimizer made goes in by "
+                "tx.init(params)._replace(inner_state=...)."
+            )
+        require_one_scaler(state.scaler, "state.scaler")
         if _is_off(state.scaler):
             updates, inner_state = wrapped.update(updates, state.inner_state, params, **extra_args)
             return updates, LossScalingState(state.scaler, inner_state)
         warn_if_alone(axis_name)
-        grads = unscale(state.scaler, updates)
-        finite, loss_finite = agree_on_outcome(all_finite(grads, axis_name=()), extra_args.get("value"), axis_name)
+        finite = all_finite(unscale(state.scaler, updates), axis_name=())
+        finite, loss_finite = agree_on_outcome(finite, extra_args.get("value"), axis_name)
 
         def step(grads: Any, inner_state: Any, params: Any) -> Any:
-            return wrapped.update(grads, inner_state, params, **extra_args)
+            # Divided here once more, in the branch: so the unscaled gradients are never written to memory.
+            return wrapped.update(unscale(state.scaler, grads), inner_state, params, **extra_args)
 
-        updates, inner_state = _step_or_zeros(finite, step, grads, state.inner_state, _widen(params))
+        updates, inner_state = _step_or_zeros(finite, step, updates, state.inner_state, _widen(params))
         return updates, LossScalingState(adapt(state.scaler, finite, loss_finite), inner_state)
 
     return optax.GradientTransformationExtraArgs(cast(Any, init), cast(Any, update))
@@ -163,7 +170,7 @@ def replace_scaler(tree: Tree, scaler: ScalerState) -> Tree:
     >>> float(get_scaler(replace_scaler(opt_state, dynamic(8.0))).loss_scale)
     8.0
     """
-    require_one_scaler(scaler)
+    require_one_scaler(scaler, "scaler")
     old = _only_scaler(tree)
 
     def wrap(was: Any, now: Any) -> Any:

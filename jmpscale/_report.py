@@ -14,12 +14,13 @@ from jmpscale._finite import (
     AxisName,
     axes_to_reduce,
     is_inexact,
+    joint_reductions_pay,
     partition,
     refuse_partial_sums,
     warn_if_alone,
 )
 from jmpscale._scaling import require_one_scaler, require_scaler
-from jmpscale._state import COUNTER_LIMIT, ScalerState, count
+from jmpscale._state import COUNTER_LIMIT, LARGEST_SCALE, ScalerState, count
 
 FLOAT16_LARGEST = 65504.0
 FLOAT16_SMALLEST = 2.0**-24  # subnormal
@@ -27,11 +28,14 @@ FLOAT16_SMALLEST_NORMAL = 2.0**-14
 
 _COUNTS = ("nan", "inf", "zero", "below", "subnormal")
 
-_STUCK = "{run} steps in a row were skipped ({total} in all); the loss scale is {scale:g}. In the newest skip "
-_OVERFLOW = _STUCK + "the gradients were not finite while the loss, if given, was. "
+_STUCK = "{run} steps in a row were skipped ({total} in all); the loss scale is {scale:g}. "
+_DAMAGED = _STUCK + (
+    "That is no loss scale: the state was damaged, in storage or by hand. Restore an older checkpoint, or start afresh."
+)
+_OVERFLOW = _STUCK + "In the newest skip the gradients were not finite while the loss, if given, was. "
 _BAD_LOSS = _STUCK + (
-    "the loss itself was not finite, before any scaling. No loss scale cures that: look for bad data, or for an "
-    "overflow in the forward pass."
+    "In the newest skip the loss itself was not finite, before any scaling. No loss scale cures that: look for bad "
+    "data, or for an overflow in the forward pass."
 )
 _AT_FLOOR = _OVERFLOW + (
     "The scale cannot fall any further: either the gradients overflow on the way back whatever the scale, or they are "
@@ -172,7 +176,7 @@ def grad_report(grads: Any, *, scaler: ScalerState | None = None, axis_name: Axi
     {'b': 1, 'w': 0}
     """
     if scaler is not None:
-        require_one_scaler(scaler)
+        require_one_scaler(scaler, "scaler")
     refuse_partial_sums(grads)
     warn_if_alone(axis_name)
     leaves, _ = partition(grads, is_inexact)
@@ -228,10 +232,8 @@ def _look(leaves: list[Any], loss_scale: jax.Array) -> tuple[list[jax.Array], li
 def _reduce(bits: jax.Array, kinds: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns the maximum of `bits`, and how often each of `kinds` is true."""
     tallies = [kind.astype(jnp.int32) for kind in kinds]
-    if jax.device_count() > 1:
-        # XLA's partitioner makes an all-gather of each operand of a joint reduction, and joins no two of them.
+    if not joint_reductions_pay():
         return [bits.max(initial=0), *(t.sum() for t in tallies)]
-    # One joint reduction takes a single pass, vectorised: on CPU it is some 50 times faster than one for each operand.
     start = tuple(jnp.zeros((), t.dtype) for t in (bits, *tallies))
 
     def combine(a: Any, b: Any) -> Any:
@@ -316,12 +318,15 @@ def raise_if_stuck(state: ScalerState, *, max_skips_in_a_row: int) -> None:
 
 def _diagnoses(state: ScalerState) -> list[tuple[Any, str]]:
     """Returns the texts for a run that is stuck, each with whether it is the right one; exactly one is."""
-    bad_loss = state.last_skip == 2
+    damaged = ~((state.loss_scale > 0) & (state.loss_scale <= LARGEST_SCALE))
+    bad_loss = ~damaged & (state.last_skip == 2)
+    overflow = ~damaged & ~bad_loss
     at_floor = (state.loss_scale <= np.float32(state.config.min_scale)) | (state.config.mode == "static")
     at_start = state.skipped_in_a_row == state.skipped
     return [
+        (damaged, _DAMAGED),
         (bad_loss, _BAD_LOSS),
-        (~bad_loss & at_floor, _AT_FLOOR),
-        (~bad_loss & ~at_floor & at_start, _AT_START),
-        (~bad_loss & ~at_floor & ~at_start, _FALLING),
+        (overflow & at_floor, _AT_FLOOR),
+        (overflow & ~at_floor & at_start, _AT_START),
+        (overflow & ~at_floor & ~at_start, _FALLING),
     ]

@@ -21,7 +21,7 @@ from jmpscale._finite import (
     refuse_partial_sums,
     warn_if_alone,
 )
-from jmpscale._state import COUNTER_LIMIT, ScalerState
+from jmpscale._state import COUNTER_LIMIT, ScalerConfig, ScalerState, shown
 
 Tree = TypeVar("Tree")
 
@@ -53,7 +53,7 @@ def scale(state: ScalerState, tree: Tree) -> Tree:
     for path, leaf in named_leaves(tree):
         if not (is_inexact(leaf) and not jnp.iscomplexobj(leaf)):
             raise TypeError(
-                f"scale takes losses of a floating-point dtype, got {_describe(leaf)} at tree{path}. "
+                f"scale takes losses of a floating-point dtype, got {shown(leaf)} at tree{path}. "
                 "Pass only the losses, or convert with .astype(jnp.float32)."
             )
     return cast(Tree, _scale(state.loss_scale, tree))
@@ -249,36 +249,44 @@ def _increment(counter: jax.Array) -> jax.Array:
     return jnp.where(counter < COUNTER_LIMIT, counter + 1, counter)
 
 
-def require_one_scaler(state: Any) -> None:
+def require_one_scaler(state: Any, name: str = "state") -> None:
     """Raises unless `state` is a single scaler: a batch would broadcast along the wrong axis in silence."""
-    require_scaler(state)
+    require_scaler(state, name)
     if (shape := jnp.shape(state.loss_scale)) != ():
         raise ValueError(
-            f"state must hold one scaler, got a batch with loss_scale of shape {shape}. Call this under jax.vmap."
+            f"{name} must hold one scaler, got a batch with loss_scale of shape {shape}. Call this under jax.vmap."
         )
+    for field, value in zip(state._fields[:-1], state, strict=False):
+        kind = np.floating if field == "loss_scale" else np.integer
+        if jnp.shape(value) != () or not jnp.issubdtype(jnp.result_type(value), kind):
+            raise TypeError(
+                f"{name}.{field} must be a scalar of a {kind.__name__} dtype, got {shown(value)}. Restore checkpoints "
+                "into a state made by jmpscale.dynamic, static or disabled."
+            )
 
 
-def require_scaler(state: Any) -> None:
+def require_scaler(state: Any, name: str = "state") -> None:
     """Raises unless `state` is a scaler, or a batch of them."""
     if not isinstance(state, ScalerState):
         raise TypeError(
-            f"state must be a ScalerState, got {type(state).__name__}. The scaler comes first, made by "
-            "jmpscale.dynamic, static or disabled; jmpscale.get_scaler finds it in an optimizer state."
+            f"{name} must be a ScalerState, got {type(state).__name__}. Pass what jmpscale.dynamic, static or disabled "
+            "made; jmpscale.get_scaler finds it in an optimizer state."
+        )
+    if not isinstance(cast(object, state.config), ScalerConfig):
+        raise TypeError(
+            f"{name}.config must be a ScalerConfig, got {type(state.config).__name__}. Settings are no part of a "
+            "checkpoint: restore into a state made by jmpscale.dynamic, static or disabled."
         )
 
 
-def require_flag(finite: Any) -> jax.Array:
+def require_flag(finite: Any, name: str = "finite") -> jax.Array:
     """Returns `finite` as bool[], or raises if it is something else."""
     dtype: Any = getattr(finite, "dtype", bool if isinstance(finite, bool) else None)
     if dtype is None or dtype != np.dtype(bool):
         raise TypeError(
-            f"finite must be a boolean, got {_describe(finite)}. Pass the flag from unscale_and_check or all_finite."
+            f"{name} must be a boolean, got {shown(finite)}. Pass the flag from unscale_and_check or all_finite, or "
+            "a comparison."
         )
     if (shape := jnp.shape(finite)) != ():
-        raise ValueError(f"finite must be a scalar, got shape {shape}. Combine with .all(), or call under jax.vmap.")
+        raise ValueError(f"{name} must be a scalar, got shape {shape}. Combine with .all(), or call under jax.vmap.")
     return jnp.asarray(finite)
-
-
-def _describe(leaf: Any) -> str:
-    dtype: Any = getattr(leaf, "dtype", None)
-    return repr(leaf) if dtype is None else f"{dtype}{list(leaf.shape)}"

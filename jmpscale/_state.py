@@ -27,6 +27,14 @@ LARGEST_SCALE = 2.0**126
 COUNTER_LIMIT = int(np.iinfo(np.int32).max)
 
 
+def shown(value: Any) -> str:
+    """Names a value in an error message: in full if that is short, else by its dtype and shape, or by its type."""
+    if isinstance(shape := getattr(value, "shape", None), tuple):
+        return f"{value.dtype}{list(cast(tuple[Any, ...], shape))}"
+    text = repr(value) if isinstance(value, (str, int, float, complex, type(None))) else type(value).__name__
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def _unboxed(value: Any) -> object:
     return cast(object, value.item()) if isinstance(value, np.generic) else value
 
@@ -36,7 +44,7 @@ def _number(name: str, value: object) -> float:
     value = _unboxed(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(
-            f"{name} must be a Python number, got {value!r} of type {type(value).__name__}. Settings are compiled "
+            f"{name} must be a Python number, got {shown(value)} of type {type(value).__name__}. Settings are compiled "
             "into the program; convert a concrete array with float(), and keep traced values out of them."
         )
     try:
@@ -52,13 +60,17 @@ def count(name: str, value: object, low: int = 1) -> int:
     """Returns `value` as a Python int of at least `low` that fits a 32-bit counter, or says why it does not."""
     value = _unboxed(value)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}. Use int({name}).")
+        raise TypeError(
+            f"{name} must be an integer, got {shown(value)} of type {type(value).__name__}. Use int({name})."
+        )
     if not low <= value <= COUNTER_LIMIT:
-        raise ValueError(f"{name} must be between {low} and {COUNTER_LIMIT}, got {value}. Pass a number of steps.")
+        raise ValueError(
+            f"{name} must be between {low} and {COUNTER_LIMIT}, got {shown(value)}. Choose one in that range."
+        )
     return value
 
 
-def _within(name: str, value: object, low: float, high: float, remedy: str) -> float:
+def within(name: str, value: object, low: float, high: float, remedy: str) -> float:
     """Returns `value` as a Python float in `[low, high]`, or says how to get it there."""
     number = _number(name, value)
     if not low <= number <= high:
@@ -67,8 +79,8 @@ def _within(name: str, value: object, low: float, high: float, remedy: str) -> f
 
 
 def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
+    if not (isinstance(value, str) and value in allowed):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {shown(value)}.")
 
 
 _SCALE_REMEDY = "Outside 2^-126 and 2^126 the scale or its reciprocal is no longer an exact float32 number."
@@ -116,8 +128,8 @@ class ScalerConfig:
             "backoff_factor": _number("backoff_factor", self.backoff_factor),
             "growth_interval": count("growth_interval", self.growth_interval),
             "hysteresis": count("hysteresis", self.hysteresis),
-            "min_scale": _within("min_scale", self.min_scale, SMALLEST_SCALE, LARGEST_SCALE, _SCALE_REMEDY),
-            "max_scale": _within("max_scale", self.max_scale, SMALLEST_SCALE, LARGEST_SCALE, _SCALE_REMEDY),
+            "min_scale": within("min_scale", self.min_scale, SMALLEST_SCALE, LARGEST_SCALE, _SCALE_REMEDY),
+            "max_scale": within("max_scale", self.max_scale, SMALLEST_SCALE, LARGEST_SCALE, _SCALE_REMEDY),
         }
         for name, number in numbers.items():
             object.__setattr__(self, name, number)
@@ -214,7 +226,7 @@ def dynamic(
         max_scale=max_scale,
     )
     remedy = "Move the start, or the limits min_scale and max_scale."
-    return _fresh(_within("init_scale", init_scale, config.min_scale, config.max_scale, remedy), config)
+    return fresh(within("init_scale", init_scale, config.min_scale, config.max_scale, remedy), config)
 
 
 def static(scale: float) -> ScalerState:
@@ -234,7 +246,7 @@ def static(scale: float) -> ScalerState:
     >>> float(static(128).loss_scale)
     128.0
     """
-    return _fresh(_within("scale", scale, SMALLEST_SCALE, LARGEST_SCALE, _SCALE_REMEDY), ScalerConfig(mode="static"))
+    return fresh(within("scale", scale, SMALLEST_SCALE, LARGEST_SCALE, _SCALE_REMEDY), ScalerConfig(mode="static"))
 
 
 def disabled() -> ScalerState:
@@ -247,10 +259,10 @@ def disabled() -> ScalerState:
     >>> disabled().config.mode
     'disabled'
     """
-    return _fresh(1.0, ScalerConfig(mode="disabled"))
+    return fresh(1.0, ScalerConfig(mode="disabled"))
 
 
-def _fresh(loss_scale: float, config: ScalerConfig) -> ScalerState:
+def fresh(loss_scale: float, config: ScalerConfig) -> ScalerState:
     """Builds a state in which no two fields share a buffer: donating one must not destroy another."""
     _register_with_flax()
     counters = [jnp.array(n, jnp.int32) for n in (0, config.hysteresis, 0, 0, 0)]

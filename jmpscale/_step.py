@@ -38,14 +38,19 @@ def apply_if(finite: Any, fn: Callable[..., Any], /, *carry: Any) -> Any:
       The new carry: one value for one carry, a tuple for several.
 
     Raises:
-      TypeError: `finite` is not a boolean, there is no carry or it holds a Flax NNX object, or `fn` changes a
-        structure, shape, dtype or sharding.
+      TypeError: `finite` is not a boolean, `fn` not a function, there is no carry or it holds a Flax NNX object, or
+        `fn` changes a structure, shape, dtype or sharding.
       ValueError: `finite` is not a scalar.
 
     >>> apply_if(jnp.array(False), lambda w, n: (w / 0, n + 1), jnp.array(2.0), jnp.array(5))
     (Array(2., dtype=float32, weak_type=True), Array(5, dtype=int32, weak_type=True))
     """
     flag = require_flag(finite)
+    if not callable(cast(object, fn)):
+        raise TypeError(
+            f"fn must be a function of the carry, got {type(fn).__name__}. Pass the function itself, then what it "
+            "takes: apply_if(finite, fn, *carry)."
+        )
     if not carry:
         raise TypeError("apply_if needs at least one carry after fn: the values that fn changes and a skip keeps.")
     _refuse_nnx_objects(carry)

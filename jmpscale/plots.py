@@ -12,7 +12,8 @@ import numpy as np
 
 from jmpscale._finite import is_inexact, partition
 from jmpscale._report import FLOAT16_LARGEST, FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL, GradReport
-from jmpscale._state import ScalerState
+from jmpscale._scaling import require_one_scaler
+from jmpscale._state import ScalerState, count, shown
 
 GREY, RED, BLUE, YELLOW = "#5c626b", "#d1495b", "#2a7f9e", "#e9b44c"
 
@@ -29,11 +30,19 @@ def exponent_histogram(grads: Any, *, scaler: ScalerState | None = None, ax: Any
       The axes: share of all values (%) over log2 of the magnitude; after figure 3 of Micikevicius et al. 2017
       (arXiv:1710.03740).
 
+    Raises:
+      TypeError: `scaler` is not a `ScalerState`.
+      ValueError: `grads` holds no value of an inexact dtype, or `scaler` is a batch of scalers.
+
     >>> exponent_histogram({"w": np.array([0.0, 1e-8, 1e-5, 1.0])}).get_ylabel()
     'share of all values (%)'
     """
+    if scaler is not None:
+        require_one_scaler(scaler, "scaler")
     leaves = [np.asarray(x, np.float64).ravel() for x in partition(jax.device_get(grads), is_inexact)[0]]
-    values = np.abs(np.concatenate(leaves))
+    values = np.abs(np.concatenate([*leaves, np.zeros(0)]))
+    if not values.size:
+        raise ValueError("grads must have a value of an inexact dtype, got none. Pass the gradients.")
     plain = values[np.isfinite(values) & (values > 0)]
     scaled = plain * (1.0 if scaler is None else float(scaler.loss_scale))
     lost, fine = scaled < FLOAT16_SMALLEST, (scaled >= FLOAT16_SMALLEST_NORMAL) & (scaled <= FLOAT16_LARGEST)
@@ -72,11 +81,22 @@ def scale_trajectory(history: Mapping[str, Any], *, ax: Any = None) -> Any:
     Returns:
       The axes: loss scale, logarithmic, over steps.
 
+    Raises:
+      TypeError: `history` is no mapping of stacked arrays.
+
     >>> from jmpscale import dynamic, metrics, update
     >>> history = [metrics(update(dynamic(), finite)) for finite in (True, False)]
     >>> scale_trajectory(jax.tree.map(lambda *x: np.stack(x), *history)).get_ylabel()
     'loss scale'
     """
+    wanted = {"loss_scale", "skipped_in_a_row", "last_skip"}
+    if not (
+        isinstance(cast(object, history), Mapping) and wanted <= set(history) and np.ndim(history["loss_scale"]) == 1
+    ):
+        raise TypeError(
+            f"history must hold what metrics returned after each step, stacked to arrays [steps], got {shown(history)}."
+            " Stack a list with jax.tree.map(lambda *x: np.stack(x), *history)."
+        )
     ax = _axes(ax)
     scale = np.asarray(history["loss_scale"])
     steps = np.arange(1, len(scale) + 1)
@@ -103,10 +123,20 @@ def headroom(reports: GradReport, *, limit: int = 8, ax: Any = None) -> Any:
     Returns:
       The axes: log2(65504 / largest) over steps; below zero a leaf overflows. Steps that did are gaps.
 
+    Raises:
+      TypeError: `reports` is no stacked `GradReport`, or `limit` no integer.
+      ValueError: `limit` is below 1.
+
     >>> from jmpscale import grad_report
     >>> headroom(jax.vmap(grad_report)(np.ones((3, 2), np.float32))).get_xlabel()
     'step'
     """
+    if not (isinstance(cast(object, reports), GradReport) and np.ndim(reports.largest) == 2):
+        raise TypeError(
+            f"reports must be a GradReport with arrays [steps, leaves], got {shown(reports)}. Stack the reports of "
+            "several steps with jax.tree.map(lambda *x: np.stack(x), *reports)."
+        )
+    count("limit", limit)
     ax = _axes(ax)
     largest = np.asarray(reports.largest, np.float64)
     room = np.where(

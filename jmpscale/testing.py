@@ -8,6 +8,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jmpscale._finite import is_inexact, named_leaves
+from jmpscale._scaling import require_flag
+from jmpscale._state import shown
 
 
 def inject(tree: Any, value: float, *, path: str, when: Any = True) -> Any:
@@ -26,21 +28,28 @@ def inject(tree: Any, value: float, *, path: str, when: Any = True) -> Any:
       The tree; the first element of that leaf is `value` where `when` is true.
 
     Raises:
-      ValueError: no floating-point or complex leaf is at `path`; names those that there are.
+      TypeError: `when` is not a boolean.
+      ValueError: no floating-point or complex leaf is at `path` (names those that there are), or `value` or `when` is
+        not a scalar.
 
     >>> grads = {"w": jnp.ones(3), "b": jnp.ones(2)}
     >>> inject(grads, jnp.inf, path="['w']")["w"]
     Array([inf,  1.,  1.], dtype=float32)
     """
     there = [name for name, leaf in named_leaves(tree) if is_inexact(leaf) and jnp.size(leaf)]
-    if path not in there:
-        raise ValueError(f"path must be that of an inexact leaf with elements, got {path!r}. There are: {there[:20]}.")
+    if not (isinstance(cast(object, path), str) and path in there):
+        raise ValueError(
+            f"path must be that of an inexact leaf with elements, got {shown(path)}. There are: {there[:20]}."
+        )
+    if jnp.shape(value) != ():
+        raise ValueError(f"value must be a scalar such as jnp.inf, got {shown(value)}. Plant one value at a time.")
+    flag = require_flag(when, "when")
 
     def plant(at: Any, leaf: Any) -> Any:
         if jax.tree_util.keystr(at) != path:
             return leaf
         first = (jnp.arange(jnp.size(leaf)) == 0).reshape(jnp.shape(leaf))
-        return jnp.where(first & when, jnp.asarray(value, jnp.result_type(leaf)), leaf)
+        return jnp.where(first & flag, jnp.asarray(value, jnp.result_type(leaf)), leaf)
 
     return jax.tree_util.tree_map_with_path(plant, tree)
 

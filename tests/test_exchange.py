@@ -52,9 +52,9 @@ def test_torch_itself_agrees(route):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"scale": None}, TypeError, "init_scale must be a Python number, got None"),
-        ({"scale": 0.0}, ValueError, "init_scale must be between"),
-        ({"scale": float("inf")}, ValueError, "init_scale must be between"),
+        ({"scale": None}, TypeError, r"mapping\['scale'\] must be a Python number, got None"),
+        ({"scale": 0.0}, ValueError, r"mapping\['scale'\] must be between"),
+        ({"scale": float("inf")}, ValueError, r"mapping\['scale'\] must be between"),
         ({"growth_factor": 1.0}, ValueError, "growth_factor must be above 1"),
         ({"growth_interval": 0}, ValueError, "growth_interval must be between"),
         ({"_growth_tracker": -1}, ValueError, r"mapping\['_growth_tracker'\] must be between 0 and 2147483647, got -1"),

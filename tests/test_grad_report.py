@@ -150,7 +150,7 @@ def test_without_types_the_axes_are_named():
 
 
 def test_wrong_use_is_refused():
-    with pytest.raises(TypeError, match="state must be a ScalerState, got float"):
+    with pytest.raises(TypeError, match="scaler must be a ScalerState, got float"):
         jmpscale.grad_report(jnp.ones(3), scaler=2.0)
     with pytest.raises(ValueError, match="grads must have a leaf of an inexact dtype, got none"):
         jmpscale.grad_report({"n": jnp.array(3), "none": None})

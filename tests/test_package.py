@@ -112,7 +112,7 @@ def test_the_package_can_be_read_in_one_sitting():
             assert not isinstance(node, ast.Assert), f"{path.name}: an assert vanishes under -O; raise an error"
             if isinstance(node, ast.FunctionDef):
                 assert _code_lines(source, node) <= 40, (path.name, node.name)
-    assert total <= 900
+    assert total <= 1000
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC))

@@ -180,7 +180,7 @@ def test_a_batch_of_scalers_outside_vmap_is_refused(call):
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_something_else_in_the_place_of_the_state_is_refused(call):
-    with pytest.raises(TypeError, match=r"state must be a ScalerState, got dict.*comes first"):
+    with pytest.raises(TypeError, match=r"(state|scaler) must be a ScalerState, got dict.*get_scaler finds it"):
         call({"w": 1.0})
 
 
