@@ -15,6 +15,7 @@ from jmpscale._report import FLOAT16_LARGEST, FLOAT16_SMALLEST, FLOAT16_SMALLEST
 from jmpscale._scaling import require_one_scaler
 from jmpscale._state import ScalerState, count, shown
 
+_COLUMNS = "loss_scale", "skipped_in_a_row", "last_skip"  # what a trajectory is drawn from
 GREY, RED, BLUE, YELLOW = "#5c626b", "#d1495b", "#2a7f9e", "#e9b44c"
 
 
@@ -89,20 +90,18 @@ def scale_trajectory(history: Mapping[str, Any], *, ax: Any = None) -> Any:
     >>> scale_trajectory(jax.tree.map(lambda *x: np.stack(x), *history)).get_ylabel()
     'loss scale'
     """
-    wanted = {"loss_scale", "skipped_in_a_row", "last_skip"}
-    if not (
-        isinstance(cast(object, history), Mapping) and wanted <= set(history) and np.ndim(history["loss_scale"]) == 1
-    ):
+    columns = [history.get(name) for name in _COLUMNS] if isinstance(cast(object, history), Mapping) else []
+    if [np.ndim(column) for column in columns] != [1] * len(_COLUMNS):
         raise TypeError(
             f"history must hold what metrics returned after each step, stacked to arrays [steps], got {shown(history)}."
             " Stack a list with jax.tree.map(lambda *x: np.stack(x), *history)."
         )
     ax = _axes(ax)
-    scale = np.asarray(history["loss_scale"])
+    scale, skipped, last_skip = (np.asarray(cast(Any, column)) for column in columns)
     steps = np.arange(1, len(scale) + 1)
     ax.step(steps, scale, where="post", color=BLUE, label="loss scale after the step")
     for cause, colour, name in ((1, RED, "gradients not finite"), (2, "black", "loss not finite")):
-        at = (np.asarray(history["skipped_in_a_row"]) > 0) & (np.asarray(history["last_skip"]) == cause)
+        at = (skipped > 0) & (last_skip == cause)
         if at.any():
             ax.plot(steps[at], scale[at], "v", color=colour, label=f"skipped, {name}: {at.sum()}")
     ax.set_yscale("log", base=2)
