@@ -252,13 +252,15 @@ def _increment(counter: jax.Array) -> jax.Array:
 def require_one_scaler(state: Any, name: str = "state") -> None:
     """Raises unless `state` is a single scaler: a batch would broadcast along the wrong axis in silence."""
     require_scaler(state, name)
-    if (shape := jnp.shape(state.loss_scale)) != ():
+    if shape := getattr(state.loss_scale, "shape", ()):
         raise ValueError(
             f"{name} must hold one scaler, got a batch with loss_scale of shape {shape}. Call this under jax.vmap."
         )
-    for field, value in zip(state._fields[:-1], state, strict=False):
+    arrays: dict[str, Any] = {field: value for field, value in state._asdict().items() if field != "config"}
+    for field, value in arrays.items():
         kind = np.floating if field == "loss_scale" else np.integer
-        if jnp.shape(value) != () or not jnp.issubdtype(jnp.result_type(value), kind):
+        dtype: Any = getattr(value, "dtype", cast(Any, type)(value))
+        if getattr(value, "shape", ()) or not jnp.issubdtype(dtype, kind):
             raise TypeError(
                 f"{name}.{field} must be a scalar of a {kind.__name__} dtype, got {shown(value)}. Restore checkpoints "
                 "into a state made by jmpscale.dynamic, static or disabled."

@@ -31,8 +31,13 @@ def shown(value: Any) -> str:
     """Names a value in an error message: in full if that is short, else by its dtype and shape, or by its type."""
     if isinstance(shape := getattr(value, "shape", None), tuple):
         return f"{value.dtype}{list(cast(tuple[Any, ...], shape))}"
-    text = repr(value) if isinstance(value, (str, int, float, complex, type(None))) else type(value).__name__
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return shortened(repr(value)) if isinstance(value, (str, int, float, complex, type(None))) else type(value).__name__
+
+
+def shortened(value: object, length: int = 60) -> str:
+    """Returns the text of a value, cut where a message would be lost in it."""
+    text = str(value)
+    return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def _unboxed(value: Any) -> object:

@@ -13,7 +13,7 @@ import numpy as np
 
 from jmpscale._finite import AxisName, named_leaves, partition
 from jmpscale._scaling import require_flag, require_one_scaler, scale, unscale_and_check
-from jmpscale._state import ScalerState
+from jmpscale._state import ScalerState, shortened
 
 Carry = TypeVar("Carry")
 Carries = TypeVarTuple("Carries")
@@ -100,8 +100,8 @@ def _require_same(before: tuple[Any, ...], after: Any) -> None:
         differing += [f"carry{path} is only in its output" for path in new if path not in old]
         raise TypeError(
             f"fn must return its carry with the same structure, but {(differing or ['the containers differ'])[0]}: "
-            f"{structures[0]} went in and {structures[1]} came out. Return all that fn was given, changed, in the "
-            "same order."
+            f"{shortened(structures[0])} went in and {shortened(structures[1])} came out. Return all that fn was "
+            "given, changed, in the same order."
         )
     for path, leaf in old.items():
         if (was := _kind(leaf)) != (now := _kind(new[path])):
@@ -152,6 +152,11 @@ def value_and_grad(
     >>> float(loss), float(grad), bool(finite)
     (36.0, 24.0, True)
     """
+    if isinstance(fun, ScalerState) or isinstance(argnums, ScalerState):
+        raise TypeError(
+            "value_and_grad takes the loss function, got a ScalerState. The scaler is the first argument of the "
+            "function that it returns: value_and_grad(loss_fn)(scaler, params, batch)."
+        )
     jax.value_and_grad(fun, argnums, has_aux)  # raises for a bad fun or argnums now, as JAX does, and not when called
 
     def value_and_grad_of_fun(state: ScalerState, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, jax.Array]:

@@ -15,7 +15,6 @@ from jmpscale._report import FLOAT16_LARGEST, FLOAT16_SMALLEST, FLOAT16_SMALLEST
 from jmpscale._scaling import require_one_scaler
 from jmpscale._state import ScalerState, count, shown
 
-_COLUMNS = "loss_scale", "skipped_in_a_row", "last_skip"  # what a trajectory is drawn from
 GREY, RED, BLUE, YELLOW = "#5c626b", "#d1495b", "#2a7f9e", "#e9b44c"
 
 
@@ -90,14 +89,8 @@ def scale_trajectory(history: Mapping[str, Any], *, ax: Any = None) -> Any:
     >>> scale_trajectory(jax.tree.map(lambda *x: np.stack(x), *history)).get_ylabel()
     'loss scale'
     """
-    columns = [history.get(name) for name in _COLUMNS] if isinstance(cast(object, history), Mapping) else []
-    if [np.ndim(column) for column in columns] != [1] * len(_COLUMNS):
-        raise TypeError(
-            f"history must hold what metrics returned after each step, stacked to arrays [steps], got {shown(history)}."
-            " Stack a list with jax.tree.map(lambda *x: np.stack(x), *history)."
-        )
     ax = _axes(ax)
-    scale, skipped, last_skip = (np.asarray(cast(Any, column)) for column in columns)
+    scale, skipped, last_skip = (_column(history, name) for name in ("loss_scale", "skipped_in_a_row", "last_skip"))
     steps = np.arange(1, len(scale) + 1)
     ax.step(steps, scale, where="post", color=BLUE, label="loss scale after the step")
     for cause, colour, name in ((1, RED, "gradients not finite"), (2, "black", "loss not finite")):
@@ -109,6 +102,18 @@ def scale_trajectory(history: Mapping[str, Any], *, ax: Any = None) -> Any:
     ax.grid(alpha=0.3)
     ax.legend(fontsize=8)
     return ax
+
+
+def _column(history: object, name: str) -> Any:
+    stacked = isinstance(history, Mapping)
+    column: Any = cast(Mapping[str, Any], history).get(name) if stacked else None
+    if column is None or np.ndim(column) != 1:
+        got = f"{shown(column)} for {name!r}" if stacked else shown(history)
+        raise TypeError(
+            f"history must hold what metrics returned after each step, stacked to arrays [steps], got {got}. Stack a "
+            "list with jax.tree.map(lambda *x: np.stack(x), *history)."
+        )
+    return np.asarray(column)
 
 
 def headroom(reports: GradReport, *, limit: int = 8, ax: Any = None) -> Any:
@@ -130,9 +135,10 @@ def headroom(reports: GradReport, *, limit: int = 8, ax: Any = None) -> Any:
     >>> headroom(jax.vmap(grad_report)(np.ones((3, 2), np.float32))).get_xlabel()
     'step'
     """
-    if not (isinstance(cast(object, reports), GradReport) and np.ndim(reports.largest) == 2):
+    seen: Any = getattr(reports, "largest", reports)
+    if not isinstance(cast(object, reports), GradReport) or np.ndim(seen) != 2:
         raise TypeError(
-            f"reports must be a GradReport with arrays [steps, leaves], got {shown(reports)}. Stack the reports of "
+            f"reports must be a GradReport with arrays [steps, leaves], got {shown(seen)}. Stack the reports of "
             "several steps with jax.tree.map(lambda *x: np.stack(x), *reports)."
         )
     count("limit", limit)

@@ -9,7 +9,7 @@ from jax.experimental import multihost_utils
 
 from jmpscale._finite import is_inexact, named_leaves
 from jmpscale._scaling import require_flag
-from jmpscale._state import shown
+from jmpscale._state import shortened, shown
 
 
 def inject(tree: Any, value: float, *, path: str, when: Any = True) -> Any:
@@ -41,7 +41,7 @@ def inject(tree: Any, value: float, *, path: str, when: Any = True) -> Any:
         raise ValueError(
             f"path must be that of an inexact leaf with elements, got {shown(path)}. There are: {there[:20]}."
         )
-    if jnp.shape(value) != ():
+    if getattr(value, "shape", ()) or not jnp.issubdtype(getattr(value, "dtype", type(value)), np.number):
         raise ValueError(f"value must be a scalar such as jnp.inf, got {shown(value)}. Plant one value at a time.")
     flag = require_flag(when, "when")
 
@@ -73,7 +73,10 @@ def assert_step_is_noop(before: Any, after: Any) -> None:
         raise AssertionError(f"the step changed the structure of the training state: {differing[0]} differs.")
     for path, was in old.items():
         if _bits(was) != _bits(new[path]):
-            raise AssertionError(f"the step changed state{path}: {was} before, {new[path]} after. Gate it in apply_if.")
+            old_text, new_text = shortened(was, 200), shortened(new[path], 200)
+            raise AssertionError(
+                f"the step changed state{path}: {old_text} before, {new_text} after. Gate it in apply_if."
+            )
 
 
 def _bits(leaf: Any) -> Any:
