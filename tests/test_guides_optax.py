@@ -16,7 +16,8 @@ import pages
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 PAGE = "guides/optax"
-BY_HAND = {"SAM with two gradients", "Average of the parameters"}
+ONE_READ = "Clipping and checking in one read"
+BY_HAND = {ONE_READ, "SAM with two gradients", "Average of the parameters"}
 TITLES = list(pages.examples(PAGE))
 EVERY_EXAMPLE = pytest.mark.parametrize("title", TITLES)
 
@@ -145,6 +146,24 @@ def test_clipping_inside_sees_gradients_of_their_true_size(example):
     outside = optax.chain(optax.clip_by_global_norm(0.2), jmpscale.with_loss_scaling(optax.adamw(2e-2)))
     _, opt_state = outside.update(jax.tree.map(lambda g: g * 65536, gradient), outside.init(params), params)
     np.testing.assert_allclose(jnp.linalg.norm(_mean_of_gradients(opt_state)), 0.1 * 0.2 / 65536, rtol=1e-5)
+
+
+@pytest.mark.parametrize("title", [ONE_READ])
+def test_the_norm_clips_as_optax_does_and_skips_what_optax_would_make_zero(example):
+    state, optaxs = example.start, _namespace("Clipping")
+    opt_state = jmpscale.replace_scaler(optaxs["tx"].init(state["params"]), example.scaler(state))
+    for _ in range(3):
+        state, _ = example.step(state)
+    params = example.start["params"]
+    for _ in range(3):
+        params, opt_state, _ = optaxs["train_step"](params, opt_state, example["x"], example["y"])
+    np.testing.assert_allclose(state["params"]["w"], params["w"], rtol=1e-5)
+
+    large = {"w": jnp.full((4, 1), 1e20)}
+    assert jmpscale.all_finite(large)
+    assert not jmpscale.all_finite(optax.tree.norm(large))
+    clipped, _ = optax.clip_by_global_norm(0.2).update(large, optax.EmptyState())
+    np.testing.assert_array_equal(clipped["w"], 0.0)
 
 
 @pytest.mark.parametrize("title", ["Average of the parameters"])
