@@ -2,17 +2,35 @@
 
 import os
 
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# Unless the process that starts this one has said how many devices there are to be.
+if "device_count" not in (flags := os.environ.get("XLA_FLAGS", "")):
+    os.environ["XLA_FLAGS"] = flags + " --xla_force_host_platform_device_count=8"
 
 import chex
+import hypothesis
 import jax
 import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
+# Both draw the same examples every time; the deep one, `--hypothesis-profile=deep`, wants some ten minutes.
+hypothesis.settings.register_profile("fast", max_examples=30, derandomize=True, deadline=None, database=None)
+hypothesis.settings.register_profile("deep", hypothesis.settings.get_profile("fast"), max_examples=1000)
+hypothesis.settings.load_profile("fast")
 
 collect_ignore = ["data", "types", "worker.py"]  # recorded; read by type checkers; run by test_processes.py
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="also run the tests that take minutes")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--slow"):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="takes minutes: run it with --slow"))
 
 
 @pytest.fixture(autouse=True)

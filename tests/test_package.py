@@ -153,3 +153,30 @@ def test_type_checkers_accept_right_calls_and_refuse_wrong_ones(checker):
     refused = {int(n) for n in re.findall(r"wrong\.py:(\d+)(?::\d+)?(?: -)?:? error", wrong.stdout)}
     lines = (folder / "wrong.py").read_text().splitlines()
     assert refused == {n for n, line in enumerate(lines, 1) if line.startswith("jmpscale.")}, wrong.stdout
+
+
+def test_type_checkers_accept_the_examples_of_the_readme(tmp_path):
+    pytest.importorskip("mypy", reason="only installed with the dev extra")
+    text = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
+    program = tmp_path / "readme.py"
+    program.write_text("\n".join(re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)))
+    command = [sys.executable, "-m", "mypy", "--check-untyped-defs", "--ignore-missing-imports"]
+    command += ["--disable-error-code=no-redef", program]  # the second example has a train_step of its own
+    accepted = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert accepted.returncode == 0, accepted.stdout
+    program.write_text(program.read_text().replace("jmpscale.dynamic()", "jmpscale.dynamic('high')"))
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.stdout.count("error: ") == 1, refused.stdout
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)
+def test_nothing_private_of_another_library_is_used(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [*node.module.split("."), *(alias.name for alias in node.names)]
+            assert node.module.startswith("jmpscale") or not any(name.startswith("_") for name in names), node.module
+        elif isinstance(node, ast.Import):
+            assert not any("._" in alias.name for alias in node.names), ast.unparse(node)
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+            allowed = node.attr.startswith("__") or node.attr in ("_replace", "_asdict", "_fields")
+            assert allowed, f"{ast.unparse(node)}: only a named tuple's own methods may begin with an underscore"
