@@ -14,7 +14,7 @@ import pytest
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-# Both draw the same examples every time; the deep one, `--hypothesis-profile=deep`, wants some ten minutes.
+# Both draw the same examples every time; the deep one, `--hypothesis-profile=deep`, wants a quarter of an hour.
 hypothesis.settings.register_profile("fast", max_examples=30, derandomize=True, deadline=None, database=None)
 hypothesis.settings.register_profile("deep", hypothesis.settings.get_profile("fast"), max_examples=1000)
 hypothesis.settings.load_profile("fast")

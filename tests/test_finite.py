@@ -62,31 +62,6 @@ def test_one_bad_scalar_among_4100_leaves_is_seen():
             assert not _checker()(bad), (place, value)
 
 
-@pytest.mark.parametrize("length", range(1, 70))
-def test_every_vector_remainder_is_checked(length):
-    good = np.zeros(length, np.float16)
-    assert _checker()(good)
-    for place in range(length):
-        bad = good.copy()
-        bad[place] = np.nan
-        assert not _checker()(bad)
-
-
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, jnp.bfloat16], ids=lambda d: jnp.dtype(d).name)
-@pytest.mark.usefixtures("x64")
-def test_every_nan_payload_is_seen_and_no_extreme_number_is_taken_for_one(dtype):
-    info = jnp.finfo(dtype)
-    width = {2: np.uint16, 4: np.uint32, 8: np.uint64}[np.dtype(dtype).itemsize]
-    infinity = np.array(np.inf, dtype).view(width)
-    payloads = [1, 2, 1 << (info.nmant - 1), (1 << info.nmant) - 1]
-    sign = width(1) << width(info.bits - 1)
-    for payload in payloads:
-        for bits in (infinity | width(payload), infinity | width(payload) | sign):
-            assert not _checker()(np.array([0, bits], width).view(dtype)), hex(bits)
-    extremes = np.array([info.max, info.min, info.tiny, info.smallest_subnormal, -0.0, 0.0], dtype)
-    assert _checker()(extremes)
-
-
 @pytest.mark.parametrize("values", [[3e38, 3e38], [3e38, -3e38, 3e38, 3e38], [-3e38] * 5_000])
 def test_values_whose_sum_overflows_are_finite(values):
     assert _checker()(np.array(values, np.float32))

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as Spec
 
 import jmpscale
 
@@ -43,10 +45,6 @@ SCALERS = {
     "static_odd": jmpscale.static(0.1),
 }
 each_scaler = pytest.mark.parametrize("scaler", SCALERS.values(), ids=SCALERS)
-
-
-def _reproducible(max_examples):
-    return hypothesis.settings(max_examples=max_examples, derandomize=True, deadline=None, database=None)
 
 
 def _arrays(word):
@@ -102,7 +100,6 @@ def _assert_follows_the_reference(state, word):
 
 @each_scaler
 def test_any_word_of_steps_follows_the_reference(scaler):
-    @_reproducible(max_examples=60)
     @hypothesis.given(WORDS)
     def follows(word):
         _assert_follows_the_reference(scaler, word)
@@ -132,7 +129,6 @@ def _legal_scalers(draw):
     return state._replace(**{name: jnp.array(count, jnp.int32) for name, count in counters.items()})
 
 
-@_reproducible(max_examples=60)
 @hypothesis.given(_legal_scalers(), WORDS)
 def test_any_legal_state_and_settings_follow_the_reference(state, word):
     _assert_follows_the_reference(state, word)
@@ -185,16 +181,51 @@ def test_scalers_in_a_batch_do_not_know_of_each_other(scaler, run):
         _assert_same_bits(jax.tree.map(lambda x, i=i: x[i], states), _expected(scaler, word))
 
 
-@pytest.mark.parametrize("name", ["torch", "megatron", "apex", "odd_factors", "static", "disabled"])
-@pytest.mark.parametrize("letter", [GOOD, OVERFLOW, BAD_LOSS], ids=["good", "overflow", "bad loss"])
-def test_the_types_of_a_state_never_change(name, letter, variant):
-    state = jmpscale.disabled() if name == "disabled" else SCALERS[name]
-    finite, loss = letter
-    after = variant(_update_with_loss)(state, jnp.array(finite), jnp.array(loss, jnp.float32))
-    assert jax.tree.structure(after) == jax.tree.structure(state)
-    # A type is a dtype, a shape, a weak type and a sharding.
-    assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
-    assert [x.weak_type for x in jax.tree.leaves(after)] == [False] * 6
+def _on_mesh(axis_type, spec):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+    return lambda state: jax.device_put(state, NamedSharding(mesh, spec))
+
+
+def _in_a_batch(state):
+    return jax.tree.map(lambda x: jnp.stack([x] * 8), state)
+
+
+ALONE = {
+    "anywhere": lambda state: state,
+    "weakly typed": lambda state: jax.tree.map(lambda x: jnp.asarray(x.item()), state),
+    "on one device": lambda state: jax.device_put(state, jax.devices()[3]),
+    "replicated": _on_mesh(AxisType.Auto, Spec()),
+    "replicated by type": _on_mesh(AxisType.Explicit, Spec()),
+}
+IN_A_BATCH = {
+    "batch": _in_a_batch,
+    "sharded batch": lambda state: _on_mesh(AxisType.Auto, Spec("data"))(_in_a_batch(state)),
+    "batch sharded by type": lambda state: _on_mesh(AxisType.Explicit, Spec("data"))(_in_a_batch(state)),
+}
+
+
+def _scanned(update):
+    def run(state, finite, loss):
+        return jax.lax.scan(lambda state, _: (update(state, finite, loss), None), state, length=3)[0]
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize("run", [lambda fn: fn, jax.jit, _scanned], ids=["eager", "jit", "scan"])
+@pytest.mark.parametrize("place", ALONE | IN_A_BATCH)
+@pytest.mark.parametrize("name", ["megatron", "apex", "static", "disabled"])
+def test_structure_types_and_sharding_of_a_state_never_change(name, place, run):
+    state = (ALONE | IN_A_BATCH)[place](jmpscale.disabled() if name == "disabled" else SCALERS[name])
+    update = jax.vmap(_update_with_loss, in_axes=(0, None, None)) if place in IN_A_BATCH else _update_with_loss
+    update = run(update)
+    for finite, loss in (GOOD, OVERFLOW, BAD_LOSS):
+        after = update(state, np.bool_(finite), np.float32(loss))
+        assert jax.tree.structure(after) == jax.tree.structure(state)
+        for was, now in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True):
+            # A type is a dtype, a shape, a weak type and, along axes that are explicit, a sharding.
+            assert jax.typeof(now) == jax.typeof(was)
+            assert now.sharding.is_equivalent_to(was.sharding, was.ndim)
+            assert now.committed == was.committed, "else the next step is compiled once more"
 
 
 LONG_RUNS = {
