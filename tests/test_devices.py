@@ -356,7 +356,17 @@ def test_a_step_that_changes_a_sharding_is_refused_by_path(axis_type):
             jax.jit(step)(w, x)
 
 
-def test_partial_sums_inside_shard_map_are_refused():
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda grads: jmpscale.unscale(jmpscale.static(1.0), grads),
+        lambda grads: jmpscale.unscale_and_check(jmpscale.static(1.0), grads),
+        jmpscale.all_finite,
+        jmpscale.grad_report,
+    ],
+    ids=["unscale", "unscale_and_check", "all_finite", "grad_report"],
+)
+def test_partial_sums_inside_shard_map_are_refused(call):
     if not hasattr(jax.lax, "pcast"):
         pytest.skip("this JAX has no type for partial sums inside shard_map")
     mesh = make_mesh({"data": 8})
@@ -364,7 +374,7 @@ def test_partial_sums_inside_shard_map_are_refused():
     def local(w, x):
         w = jax.lax.pcast(w, ("data",), to="reduced")
         grads = jax.grad(lambda w: (w * x).sum())(w)
-        return jmpscale.unscale_and_check(jmpscale.static(1.0), {"w": grads})[1]
+        return call({"b": x, "n": jnp.array(3), "w": grads})
 
     with pytest.raises(TypeError, match=r"tree\['w'\] is a partial sum over the mesh axes \['data'\].*psum"):
         jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(Spec(), Spec("data")), out_specs=Spec()))(1.0, jnp.ones(8))
@@ -463,6 +473,25 @@ def test_every_door_warns_where_devices_could_drift_apart_and_only_there(call):
     run(lambda s, g: jax.lax.psum(call(s, g).astype(jnp.int32), "data"), True)
     jax.jit(call).lower(jmpscale.dynamic(), jnp.ones(8))
     jax.vmap(lambda g: call(jmpscale.dynamic(), g), axis_name="batch")(jnp.ones((2, 3)))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda s, g: jmpscale.all_finite(g),
+        lambda s, g: jmpscale.update(s, True, loss=g.sum()).skipped,
+        lambda s, g: _TX.update(g, _TX.init(g))[0].sum(),
+        lambda s, g: jmpscale.grad_report(g).finite,
+    ],
+    ids=["all_finite", "update with a loss", "with_loss_scaling", "grad_report"],
+)
+def test_the_warning_points_at_the_line_that_lacks_axis_name(call):
+    step = jax.shard_map(
+        call, mesh=make_mesh({"data": 8}), in_specs=(Spec(), Spec("data")), out_specs=Spec(), check_vma=False
+    )
+    with _warns() as caught:
+        jax.jit(step).lower(jmpscale.dynamic(), jnp.ones(8))
+    assert [(w.filename, w.lineno) for w in caught] == [(__file__, call.__code__.co_firstlineno)]
 
 
 def test_with_types_jax_itself_refuses_a_state_that_differs():

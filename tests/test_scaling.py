@@ -171,9 +171,10 @@ CALLS = {
 }
 
 
+@pytest.mark.parametrize("make", [jmpscale.dynamic, jmpscale.disabled])
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_a_batch_of_scalers_outside_vmap_is_refused(call):
-    batch = jax.tree.map(lambda x: jnp.stack([x, x]), jmpscale.dynamic())
+def test_a_batch_of_scalers_outside_vmap_is_refused(call, make):
+    batch = jax.tree.map(lambda x: jnp.stack([x, x]), make())
     with pytest.raises(ValueError, match=r"one scaler, got a batch with loss_scale of shape \(2,\).*vmap"):
         call(batch)
 

@@ -25,6 +25,8 @@ MAKERS = [jmpscale.dynamic, lambda: jmpscale.static(8.0), jmpscale.disabled]
     [
         ({"growth_factor": 1.0}, ValueError, r"growth_factor must be above 1 .*got 1\.0.*default"),
         ({"growth_factor": 1 + 1e-9}, ValueError, "growth_factor must be above 1 in float32"),
+        ({"growth_factor": 1 + 2.0**-24}, ValueError, "growth_factor must be above 1 in float32"),
+        ({"growth_factor": 2.0**126 * 1.5}, ValueError, r"growth_factor must be .* at most 2\^126"),
         ({"growth_factor": 0.5}, ValueError, "growth_factor"),
         ({"growth_factor": float("inf")}, ValueError, r"growth_factor must be above 1 .*got inf"),
         ({"growth_factor": float("nan")}, ValueError, "growth_factor must be a number, got nan"),
@@ -35,6 +37,8 @@ MAKERS = [jmpscale.dynamic, lambda: jmpscale.static(8.0), jmpscale.disabled]
         ({"backoff_factor": 0.0}, ValueError, r"backoff_factor must be below 1 .*got 0\.0.*default"),
         ({"backoff_factor": 1.0}, ValueError, "backoff_factor must be below 1"),
         ({"backoff_factor": 1 - 1e-12}, ValueError, "backoff_factor must be below 1 in float32"),
+        ({"backoff_factor": 1 - 2.0**-25}, ValueError, "backoff_factor must be below 1 in float32"),
+        ({"backoff_factor": 2.0**-127}, ValueError, r"backoff_factor must be .* at least 2\^-126"),
         ({"backoff_factor": -0.5}, ValueError, "backoff_factor"),
         ({"growth_interval": 0}, ValueError, "growth_interval must be between 1 and 2147483647, got 0"),
         ({"growth_interval": 2**31}, ValueError, "growth_interval must be between 1 and 2147483647"),
@@ -57,6 +61,13 @@ MAKERS = [jmpscale.dynamic, lambda: jmpscale.static(8.0), jmpscale.disabled]
 def test_a_bad_setting_is_refused_with_argument_rule_value_and_remedy(arguments, error, message):
     with pytest.raises(error, match=message):
         jmpscale.dynamic(**arguments)
+
+
+def test_a_message_shows_a_value_in_full_up_to_sixty_characters():
+    for length, shown in ((58, repr("x" * 58)), (59, "'" + "x" * 56 + "...")):
+        with pytest.raises(TypeError, match=f"must be an integer, got {shown} of type str") as error:
+            jmpscale.dynamic(growth_interval="x" * length)
+        assert f"got {shown} of" in str(error.value)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, 2.0**-127, 2.0**127, float("inf"), float("nan")])
@@ -82,6 +93,7 @@ def test_the_limits_themselves_are_allowed():
     assert float(state.loss_scale) == 2.0**-126
     assert float(jmpscale.static(2.0**126).loss_scale) == 2.0**126
     jmpscale.ScalerConfig(growth_factor=1 + 2**-23, backoff_factor=1 - 2**-24, min_scale=3, max_scale=3)
+    jmpscale.ScalerConfig(growth_factor=2.0**126, backoff_factor=2.0**-126, growth_interval=2**31 - 1)
 
 
 def test_numpy_numbers_are_taken_and_equal_settings_are_equal():
@@ -128,7 +140,8 @@ def test_leaves_are_six_strongly_typed_scalars_with_buffers_of_their_own(make):
 def test_initial_values():
     state = jmpscale.dynamic(hysteresis=3)
     assert [x.item() for x in jax.tree.leaves(state)] == [65536.0, 0, 3, 0, 0, 0]
-    assert jmpscale.static(128).loss_scale == 128.0
+    assert [x.item() for x in jax.tree.leaves(jmpscale.static(128))] == [128.0, 0, 1, 0, 0, 0]
+    assert [x.item() for x in jax.tree.leaves(jmpscale.disabled())] == [1.0, 0, 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -194,6 +207,11 @@ def test_flax_serialization_stores_it_alone_and_inside_other_states():
     assert restored.scaler.config.min_scale == 0.5
     state_dict = flax.serialization.to_state_dict(holder.scaler)
     assert float(state_dict["loss_scale"]) == 512.0
+    assert state_dict["config"] == {}, "settings are no part of a checkpoint"
+
+
+def _run(program):
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
 
 
 def test_flax_may_be_imported_after_jmpscale():
@@ -204,7 +222,17 @@ def test_flax_may_be_imported_after_jmpscale():
         "state = jmpscale.dynamic(8.0)\n"
         "print(flax.serialization.from_bytes(state, flax.serialization.to_bytes(state)).loss_scale)\n"
     )
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    out = _run(program)
+    assert out.stdout.strip() == "8.0", out.stderr
+
+
+def test_flax_stores_a_state_in_a_program_that_has_made_none():
+    program = (
+        "import flax.serialization, jmpscale, pickle\n"
+        f"state = pickle.loads({pickle.dumps(jmpscale.dynamic(8.0))!r})\n"
+        "print(flax.serialization.from_bytes(state, flax.serialization.to_bytes(state)).loss_scale)\n"
+    )
+    out = _run(program)
     assert out.stdout.strip() == "8.0", out.stderr
 
 

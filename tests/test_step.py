@@ -300,8 +300,10 @@ def test_a_bad_function_is_refused_when_it_is_wrapped():
 
 
 def test_forgetting_the_scaler_is_told():
+    called = []
     with pytest.raises(TypeError, match="state must be a ScalerState, got ArrayImpl"):
-        jmpscale.value_and_grad(_loss)(W, X)
+        jmpscale.value_and_grad(lambda *args: called.append(1) or _loss(*args))(W, X)
+    assert not called, "it is told before the model is traced"
 
 
 def test_every_transformation_gives_the_same(variant):
