@@ -43,6 +43,15 @@ def test_no_layer_has_more_instructions_than_it_had(name):
     assert _instructions_of_a_layer(name) <= LIMITS[name][0] * _instructions_of_a_layer(steps.FLOOR)
 
 
+@pytest.mark.parametrize(("name", "limit"), [("functional", 1.17), ("in optax", 1.06)])
+def test_no_small_leaf_has_more_instructions_than_it_had(name, limit):
+    def of_a_leaf(name):
+        few, many = (timing.build(steps.make_job(steps.tiny_leaves(n)), steps.METHODS[name])[1] for n in (20, 40))
+        return (many["instructions"] - few["instructions"]) / 20
+
+    assert of_a_leaf(name) <= limit * of_a_leaf(steps.FLOOR)
+
+
 @pytest.mark.parametrize("name", LIMITS)
 def test_no_step_needs_more_temporary_memory_than_it_did(name):
     assert _program(name, MANY)["temp_bytes"] <= LIMITS[name][1] * _program(steps.FLOOR, MANY)["temp_bytes"]

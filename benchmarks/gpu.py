@@ -1,0 +1,78 @@
+"""The same on a GPU, in one run of a few minutes: `python -m benchmarks --gpu`.
+
+float16 compute; GPT-2 small (124M parameters) and a tree of 1,000 leaves; a branch against a select for the gate; the
+check's bytes against the card's measured copy bandwidth. Ratios are to the bare step. Needs about 40 GB on the card.
+`--tiny` rehearses the program on any device with small sizes, and writes nothing.
+"""
+
+import json
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import check, steps, timing
+
+RESULTS = pathlib.Path(__file__).parent / "results" / "gpu.json"
+GATES = ("functional", "functional, select", "functional, one read", "in optax")
+# layers, width, heads, vocabulary, length, batch; leaves, their size; elements of the array that is copied
+SIZES = {"gpt2": (12, 768, 12, 50257, 1024, 8), "leaves": (1000, 65536), "copied": 2**28}
+TINY = {"gpt2": (1, 16, 2, 32, 8, 2), "leaves": (10, 64), "copied": 2**12}
+
+
+def copy_bandwidth(elements, seconds):
+    """Returns the bytes that a plain copy reads and writes in a second, in GB/s."""
+    x, add_one = jnp.ones(elements, jnp.float32), jax.jit(lambda x: x + 1)
+    taken = timing.interleave({"copy": lambda: add_one(x).block_until_ready()}, seconds)["copy"]
+    return float(f"{2 * x.nbytes / min(taken) / 1e9:.4g}")
+
+
+def checks(sizes, bandwidth, seconds):
+    """The check alone, on gradients shaped like GPT-2's and on many leaves; also as a share of the bandwidth."""
+    trees = {
+        "GPT-2": steps.transformer(*sizes["gpt2"])[1],
+        f"{sizes['leaves'][0]} leaves": steps.tiny_leaves(*sizes["leaves"])[1],
+    }
+    figures = {}
+    for name, tree in trees.items():
+        for dtype in check.DTYPES:
+            ways = check.compare(steps.to_dtype(dtype, tree), seconds)
+            shares = {way: {"of_bandwidth": float(f"{n['GB/s'] / bandwidth:.3g}")} for way, n in ways.items()}
+            figures[f"{name}, {dtype}"] = {way: numbers | shares[way] for way, numbers in ways.items()}
+    return figures
+
+
+def whole_steps(sizes, seconds):
+    """GPT-2 with gradients in float32, as Flax takes them, and in float16; then many leaves."""
+    gpt2, many = steps.transformer(*sizes["gpt2"]), steps.tiny_leaves(*sizes["leaves"])
+    half = {"compute": jnp.float16}
+    jobs = {
+        "GPT-2, float16, gradients in float32": (gpt2, half, ("bare", "clipped", *GATES, *steps.PEERS)),
+        "GPT-2, float16, gradients in float16": (gpt2, half | {"grads": jnp.float16}, ("bare", "clipped", *GATES)),
+        f"{sizes['leaves'][0]} leaves, float32": (many, {}, ("bare", "clipped", *GATES)),
+    }
+    figures = {}
+    for name, (task, settings, methods) in jobs.items():
+        print(f"  {name}", flush=True)
+        figures[name] = timing.measure(steps.make_job(task, **settings), methods, seconds, floor="bare")
+        figures[name]["device_memory"] = jax.devices()[0].memory_stats()  # since the process began
+    return figures
+
+
+def main(out, tiny, about):
+    """Measures and writes; returns 2 where there is no GPU."""
+    device = jax.devices()[0]
+    if device.platform != "gpu" and not tiny:
+        print(f"no GPU here: JAX found {device.device_kind}. Nothing was measured.", file=sys.stderr)
+        return 2
+    sizes, seconds = (TINY, 0.1) if tiny else (SIZES, 10)
+    bandwidth = copy_bandwidth(sizes["copied"], seconds)
+    print(f"copy: {bandwidth} GB/s", flush=True)
+    figures = {"copy GB/s": bandwidth, "check": checks(sizes, bandwidth, seconds / 5)}
+    figures["steps"] = whole_steps(sizes, seconds)
+    text = json.dumps({"about": about(), "figures": figures}, indent=1)
+    print(text)
+    if not tiny:
+        (out or RESULTS).write_text(text + "\n")
+    return 0

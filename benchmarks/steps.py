@@ -1,0 +1,326 @@
+"""What is measured: training tasks, and one training step for each way to scale, check and skip.
+
+A method takes a job and returns `(init, step)`: `init(params)` gives the state `(params, optimizer state, its own)`,
+and `step(state, batch)` the next state and the loss. Peers are used as their own documentation shows. Nothing is ever
+clipped, so that all methods walk the same path, and their losses must agree; the work is the same as if it were.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jmpscale
+
+MAX_NORM = 1e4
+
+
+class Job(NamedTuple):
+    """A loss of parameters and a batch, in the dtype to compute in; gradients are taken of `cast(params)`."""
+
+    loss_fn: Callable[..., Any]
+    params: Any
+    batch: Any
+    cast: Callable[..., Any]
+    tx: optax.GradientTransformation  # widens 16-bit gradients, then runs the optimizer
+    clipped: optax.GradientTransformation  # the same with clipping in between
+    guarded: optax.GradientTransformation  # the same in apply_if_finite, which fails if it has to widen
+    optimizer: str
+
+
+def make_job(task, optimizer="adamw", compute=jnp.float32, grads=jnp.float32):
+    """Joins a task `(loss_fn, params, batch)` with an optimizer; `grads` is float32 or the dtype to compute in."""
+    loss_fn, params, batch = task
+    plain = {"sgd": optax.sgd(0.1), "adamw": optax.adamw(1e-3), "adafactor": optax.adafactor(1e-3)}[optimizer]
+    clip = optax.clip_by_global_norm(MAX_NORM)
+    # The weights behind the gradients are float32 in every job: 16-bit gradients are widened before anything adds up.
+    widen = [] if grads == jnp.float32 else [optax.stateless(lambda updates, _: to_dtype(jnp.float32, updates))]
+
+    def loss_of(params, batch):
+        return loss_fn(to_dtype(compute, params), to_dtype(compute, batch))
+
+    cast = functools.partial(to_dtype, grads)
+    guarded = optax.apply_if_finite(plain, max_consecutive_errors=5)
+    txs = optax.chain(*widen, plain), optax.chain(*widen, clip, plain), optax.chain(*widen, guarded)
+    return Job(loss_of, params, batch, cast, *txs, optimizer)
+
+
+def to_dtype(dtype, tree):
+    """Casts the floating-point leaves."""
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+
+# --- tasks
+
+
+def mlp(layers, width, batch):
+    """Equal layers, each a matrix and a bias."""
+    keys = jax.random.split(jax.random.key(0), layers)
+    params = [(jax.random.normal(k, (width, width)) * width**-0.5, jnp.zeros((1, width))) for k in keys]
+
+    def loss_fn(params, x):
+        for weights, biases in params:
+            x = jnp.tanh(x @ weights + biases)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    return loss_fn, params, jax.random.normal(jax.random.key(1), (batch, width))
+
+
+def transformer(layers, width, heads, vocabulary, length, batch):
+    """A language model in the shape of GPT-2: twelve leaves a layer, and the output shares the embedding."""
+    shapes = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
+    keys = iter(jax.random.split(jax.random.key(0), 4 * layers + 3))
+
+    def block():
+        weights = {name: jax.random.normal(next(keys), s) * s[0] ** -0.5 for name, s in shapes.items()}
+        biases = {f"{name}_bias": jnp.zeros(s[1]) for name, s in shapes.items()}
+        norms = {f"norm_{i}": {"scale": jnp.ones(width), "bias": jnp.zeros(width)} for i in (1, 2)}
+        return weights | biases | norms
+
+    params = {
+        "embed": 0.02 * jax.random.normal(next(keys), (vocabulary, width)),
+        "place": 0.02 * jax.random.normal(next(keys), (length, width)),
+        "blocks": [block() for _ in range(layers)],
+        "norm": {"scale": jnp.ones(width), "bias": jnp.zeros(width)},
+    }
+
+    def attend(block, x):
+        q, k, v = jnp.split(x @ block["qkv"] + block["qkv_bias"], 3, axis=-1)
+        q, k, v = (t.reshape(*t.shape[:2], heads, width // heads) for t in (q, k, v))
+        logits = jnp.einsum("bqhc,bkhc->bhqk", q, k).astype(jnp.float32) * (width // heads) ** -0.5
+        weights = jax.nn.softmax(jnp.where(jnp.tri(length, dtype=bool), logits, -1e9)).astype(x.dtype)
+        x = jnp.einsum("bhqk,bkhc->bqhc", weights, v).reshape(x.shape)
+        return x @ block["out"] + block["out_bias"]
+
+    def loss_fn(params, tokens):
+        x = params["embed"][tokens[:, :-1]] + params["place"]
+        for block in params["blocks"]:
+            x = x + attend(block, _norm(block["norm_1"], x))
+            hidden = jax.nn.gelu(_norm(block["norm_2"], x) @ block["up"] + block["up_bias"])
+            x = x + hidden @ block["down"] + block["down_bias"]
+        logits = (_norm(params["norm"], x) @ params["embed"].T).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    return loss_fn, params, jax.random.randint(next(keys), (batch, length + 1), 0, vocabulary)
+
+
+def _norm(params, x):
+    wide = x.astype(jnp.float32)
+    centred = wide - wide.mean(-1, keepdims=True)
+    normal = centred * jax.lax.rsqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-5)
+    return normal.astype(x.dtype) * params["scale"] + params["bias"]
+
+
+def tiny_leaves(leaves, size=64):
+    """Many small leaves, each of which meets the batch once."""
+    params = [jnp.full(size, 0.5 + i / leaves, jnp.float32) for i in range(leaves)]
+
+    def loss_fn(params, x):
+        return sum(jnp.mean((x * weights - 1).astype(jnp.float32) ** 2) for weights in params) / leaves
+
+    return loss_fn, params, jax.random.normal(jax.random.key(1), (size,))
+
+
+# --- methods
+
+
+def bare(job, tx=None):
+    tx = tx or job.tx
+
+    def step(state, batch):
+        params, opt_state, own = state
+        loss, grads = jax.value_and_grad(job.loss_fn)(job.cast(params), batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state, own), loss
+
+    return lambda params: (params, tx.init(params), ()), step
+
+
+def functional(job, tx=None, scaler=None, gate=jmpscale.apply_if):
+    tx, scaler = tx or job.tx, scaler or jmpscale.dynamic()
+
+    def step(state, batch):
+        params, opt_state, scaler = state
+        loss, grads, finite = jmpscale.value_and_grad(job.loss_fn)(scaler, job.cast(params), batch)
+
+        def descend(params, opt_state):
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        params, opt_state = gate(finite, descend, params, opt_state)
+        return (params, opt_state, jmpscale.update(scaler, finite, loss=loss)), loss
+
+    return lambda params: (params, tx.init(params), jax.tree.map(jnp.copy, scaler)), step
+
+
+def select(finite, fn, *carry):
+    """Does what `jmpscale.apply_if` does, with a select in the place of the branch."""
+    return jax.tree.map(functools.partial(jnp.where, finite), fn(*carry), carry)
+
+
+def one_read(job):
+    """The norm that clipping needs is also the check: it is finite only if every gradient is."""
+
+    def step(state, batch):
+        params, opt_state, scaler = state
+
+        def scaled(half):
+            loss = job.loss_fn(half, batch)
+            return jmpscale.scale(scaler, loss), loss
+
+        grads, loss = jax.grad(scaled, has_aux=True)(job.cast(params))
+        grads = to_dtype(jnp.float32, jmpscale.unscale(scaler, grads))
+        norm = optax.tree.norm(grads)
+        finite = jmpscale.all_finite(norm)
+
+        def descend(params, opt_state):
+            clipped = jax.tree.map(lambda g: g * jnp.minimum(1.0, MAX_NORM / norm), grads)
+            updates, opt_state = job.tx.update(clipped, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        params, opt_state = jmpscale.apply_if(finite, descend, params, opt_state)
+        return (params, opt_state, jmpscale.update(scaler, finite, loss=loss)), loss
+
+    return lambda params: (params, job.tx.init(params), jmpscale.dynamic()), step
+
+
+def in_optax(job, tx=None):
+    tx = jmpscale.with_loss_scaling(tx or job.tx)
+
+    def step(state, batch):
+        params, opt_state, own = state
+
+        def scaled(half):
+            loss = job.loss_fn(half, batch)
+            return jmpscale.scale(jmpscale.get_scaler(opt_state), loss), loss
+
+        grads, loss = jax.grad(scaled, has_aux=True)(job.cast(params))
+        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+        return (optax.apply_updates(params, updates), opt_state, own), loss
+
+    return lambda params: (params, tx.init(params), ()), step
+
+
+def jmp_steps(job):
+    import jmp
+
+    def step(state, batch):
+        params, opt_state, own = state
+        loss_scale = jmp.DynamicLossScale(*own)  # made here: as a part of the state it could not be lowered
+
+        def scaled(half):
+            loss = job.loss_fn(half, batch)
+            return loss_scale.scale(loss), loss
+
+        grads, loss = jax.grad(scaled, has_aux=True)(job.cast(params))
+        grads = loss_scale.unscale(grads)
+        updates, new_opt_state = job.tx.update(grads, opt_state, params)
+        new = optax.apply_updates(params, updates), new_opt_state
+        finite = jmp.all_finite(grads)
+        loss_scale = loss_scale.adjust(finite)
+        params, opt_state = jmp.select_tree(finite, new, (params, opt_state))
+        return (params, opt_state, (loss_scale.loss_scale, loss_scale.counter)), loss
+
+    return lambda params: (params, job.tx.init(params), (jnp.float32(2.0**15), jnp.int32(0))), step
+
+
+def flax_steps(job):
+    from flax.training.dynamic_scale import DynamicScale
+
+    def step(state, batch):
+        params, opt_state, scale = state
+        scale, finite, loss, grads = scale.value_and_grad(job.loss_fn)(job.cast(params), batch)
+        updates, new_opt_state = job.tx.update(grads, opt_state, params)
+        new_params = optax.apply_updates(params, updates)
+        keep = functools.partial(jnp.where, finite)
+        params, opt_state = jax.tree.map(keep, new_params, params), jax.tree.map(keep, new_opt_state, opt_state)
+        return (params, opt_state, scale), loss
+
+    return lambda params: (params, job.tx.init(params), DynamicScale()), step
+
+
+def mpx_steps(job):
+    """What `mpx.filter_value_and_grad` does, by mpx's own parts; it would also cast, which is the job's business."""
+    import equinox as eqx
+    import mpx
+
+    start = mpx.DynamicLossScaling(jnp.float32(2.0**15), jnp.float32(1.0))
+    arrays, rest = eqx.partition(start, eqx.is_array)  # as eqx.filter_jit would
+
+    def step(state, batch):
+        params, opt_state, scaling = state
+        scaling = eqx.combine(scaling, rest)
+        loss, grads = eqx.filter_value_and_grad(mpx.scaled(job.loss_fn, scaling))(job.cast(params), batch)
+        finite = mpx.all_finite(grads)
+        scaling = scaling.adjust(finite)
+        grads, loss = scaling.unscale(grads), scaling.unscale(loss)
+        params, opt_state = mpx.optimizer_update(params, job.tx, opt_state, grads, finite)
+        return (params, opt_state, eqx.filter(scaling, eqx.is_array)), loss
+
+    return lambda params: (params, job.tx.init(params), arrays), step
+
+
+def keras_steps(job, scaling=True):
+    """Keras has optimizers of its own: compare the two with each other."""
+    import os
+
+    os.environ.setdefault("KERAS_BACKEND", "jax")
+    import keras
+
+    if job.optimizer != "adamw":
+        raise ImportError("Keras is measured with AdamW only")
+    inner = keras.optimizers.AdamW(1e-3, weight_decay=1e-4, epsilon=1e-8)
+    optimizer = keras.optimizers.LossScaleOptimizer(inner) if scaling else inner
+
+    def init(params):
+        if not optimizer.built:
+            optimizer.build([keras.Variable(x) for x in jax.tree.leaves(params)])
+        return params, [jnp.copy(v.value) for v in optimizer.variables], ()
+
+    def step(state, batch):
+        params, variables, own = state
+
+        def scaled(half):
+            loss = job.loss_fn(half, batch)
+            with keras.StatelessScope(state_mapping=zip(optimizer.variables, variables, strict=True)):
+                return (optimizer.scale_loss(loss) if scaling else loss), loss
+
+        grads, loss = jax.grad(scaled, has_aux=True)(job.cast(params))
+        leaves, treedef = jax.tree.flatten(params)
+        leaves, variables = optimizer.stateless_apply(variables, jax.tree.leaves(grads), leaves)
+        return (jax.tree.unflatten(treedef, leaves), variables, own), loss
+
+    return init, step
+
+
+METHODS = {
+    "bare": bare,
+    "clipped": lambda job: bare(job, job.clipped),
+    "functional": functional,
+    "functional, select": lambda job: functional(job, gate=select),
+    "functional, clipping": lambda job: functional(job, job.clipped),
+    "functional, one read": one_read,
+    "in optax": in_optax,
+    "in optax, clipping": lambda job: in_optax(job, job.clipped),
+    "static": lambda job: functional(job, scaler=jmpscale.static(2.0**16)),
+    "disabled": lambda job: functional(job, scaler=jmpscale.disabled()),
+    "jmp": jmp_steps,
+    "Flax DynamicScale": flax_steps,
+    "mpx": mpx_steps,
+    "optax apply_if_finite": lambda job: bare(job, job.guarded),
+    "Keras, bare": lambda job: keras_steps(job, scaling=False),
+    "Keras LossScaleOptimizer": keras_steps,
+}
+FLOOR = "clipped"  # the floor: to skip a step, and to clip, all gradients must be known first
+ROUTES = ("bare", "clipped", "functional", "in optax")
+PEERS = ("jmp", "Flax DynamicScale", "mpx", "optax apply_if_finite")
+UNGUARDED = ("bare", "clipped", "disabled", "Keras, bare")  # these promise nothing about an overflow
+
+
+def count(tree):
+    """Counts the elements of a tree."""
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
