@@ -141,7 +141,7 @@ def _read(path):
 def main():
     """Measures the parts that were asked for, prints their figures, and writes them where others are kept."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a minute instead of twenty; writes nothing without --out")
+    parser.add_argument("--quick", action="store_true", help="a minute instead of thirty; writes nothing without --out")
     parser.add_argument("--full", action="store_true", help="up to 10,000 leaves, within 120 s and 8 GiB each")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="the parts to measure")
     parser.add_argument("--torch-python", help="a Python that has torch, for its own table")
