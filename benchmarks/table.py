@@ -22,7 +22,10 @@ ROWS = {
 def table(written):
     """Returns the table as Markdown: ratios to the clipped step, and the temporary memory of the last shape."""
     shapes, last = written["steps"]["figures"], list(written["steps"]["figures"])[-1]
-    lines = [f"| to the step with clipping | {' | '.join(shapes)} | temporary memory of the last |", "|---|" + "---|" * (len(shapes) + 1)]
+    lines = [
+        f"| to the step with clipping | {' | '.join(shapes)} | temporary memory of the last |",
+        "|---|" + "---|" * (len(shapes) + 1),
+    ]
     for name, title in ROWS.items():
         ratios = [f"{methods[name]['ratio']:.2f}" if name in methods else "-" for methods in shapes.values()]
         memory = f"{shapes[last][name]['temp_bytes'] / 1e6:.0f} MB" if name in shapes[last] else "-"
