@@ -181,9 +181,11 @@ def varying_axes(x: Any) -> frozenset[str]:
     return frozenset(getattr(aval, "vma", ()) if manual is None else manual.varying)
 
 
-def _partial_sum_axes(x: Any) -> frozenset[str]:
+def _unreduced_axes(leaf: Any) -> frozenset[str]:
+    if not is_inexact(leaf):
+        return frozenset()
     # Inside a shard_map the type says so, under jit with explicit axes the sharding; JAX before 0.10 has neither.
-    aval = jax.typeof(x)
+    aval = jax.typeof(leaf)
     manual: Any = getattr(aval, "manual_axis_type", None)
     spec: Any = getattr(getattr(aval, "sharding", None), "spec", None)
     return frozenset(getattr(manual, "unreduced", ())) | frozenset(getattr(spec, "unreduced", ()))
@@ -191,12 +193,11 @@ def _partial_sum_axes(x: Any) -> frozenset[str]:
 
 def refuse_partial_sums(tree: Any) -> None:
     """Raises if the shards of a leaf have yet to be added; JAX would too, but not say which leaf, or what to do."""
-    if not any(is_inexact(leaf) and _partial_sum_axes(leaf) for leaf in jax.tree.leaves(tree)):
+    if not any(_unreduced_axes(leaf) for leaf in jax.tree.leaves(tree)):
         return  # the paths of a large tree take longer to spell than all else here
-    for path, leaf in named_leaves(tree):
-        if is_inexact(leaf) and (axes := _partial_sum_axes(leaf)):
-            raise TypeError(
-                f"the leaf at tree{path} is a partial sum over the mesh axes {sorted(axes)}: its "
-                "shards have yet to be added, so whether it is finite is not known. Reduce it first, with "
-                "jax.lax.psum under jax.shard_map or jax.sharding.reshard under jax.jit."
-            )
+    path, axes = next((path, axes) for path, leaf in named_leaves(tree) if (axes := _unreduced_axes(leaf)))
+    raise TypeError(
+        f"the leaf at tree{path} is a partial sum over the mesh axes {sorted(axes)}: its shards have yet to be added, "
+        "so whether it is finite is not known. Reduce it first, with jax.lax.psum under jax.shard_map or "
+        "jax.sharding.reshard under jax.jit."
+    )
