@@ -79,9 +79,8 @@ def with_loss_scaling(
     ) -> tuple[optax.Updates, LossScalingState]:
         if not isinstance(cast(object, state), LossScalingState):
             raise TypeError(
-                f"state must be what tx.init of with_loss_scaling made, got {type(state).__name__}. The order is "
-                "tx.update(grads, state, params); a state that the bare optimizer made goes in by "
-                "tx.init(params)._replace(inner_state=...)."
+                f"state must be what tx.init of with_loss_scaling made, got {type(state).__name__}. It comes second, "
+                "before params; the state of a bare optimizer goes in by tx.init(params)._replace(inner_state=...)."
             )
         require_one_scaler(state.scaler, "state.scaler")
         if _is_off(state.scaler):
