@@ -52,6 +52,14 @@ def test_many_nans_are_seen_where_a_reduce_max_would_lose_them(size):
         assert not _checker()(bad), count
 
 
+@pytest.mark.parametrize("count", [1, 8, 9, 17])
+def test_a_bad_leaf_is_seen_in_whatever_place(count):
+    check, leaves = _checker(), [np.float32(1)] * count
+    assert check(leaves)
+    for place in range(count):
+        assert not check([*leaves[:place], np.float32(np.nan), *leaves[place + 1 :]]), place
+
+
 def test_one_bad_scalar_among_4100_leaves_is_seen():
     leaves = [np.float32(1)] * 4_100
     assert _checker()(leaves)
