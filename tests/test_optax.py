@@ -1,5 +1,7 @@
 """with_loss_scaling: around every common optimizer and wrapper of optax, and where it does not belong."""
 
+import types
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -307,6 +309,8 @@ def test_multi_steps_itself_and_other_objects():
     tx.update(jnp.array(1.0), tx.init(jnp.array(1.0)), jnp.array(1.0))
     with pytest.raises(TypeError, match=r"inner must be an optax\.GradientTransformation, got function\. Pass one"):
         jmpscale.with_loss_scaling(optax.adam)
+    with pytest.raises(TypeError, match=r"inner must be an optax\.GradientTransformation, got SimpleNamespace"):
+        jmpscale.with_loss_scaling(types.SimpleNamespace(init=optax.adam(1.0).init))
 
 
 # --- get_scaler, replace_scaler ---

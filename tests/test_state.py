@@ -140,6 +140,7 @@ def test_leaves_are_six_strongly_typed_scalars_with_buffers_of_their_own(make):
 def test_initial_values():
     state = jmpscale.dynamic(hysteresis=3)
     assert [x.item() for x in jax.tree.leaves(state)] == [65536.0, 0, 3, 0, 0, 0]
+    assert jmpscale.dynamic().config == jmpscale.ScalerConfig()
     assert [x.item() for x in jax.tree.leaves(jmpscale.static(128))] == [128.0, 0, 1, 0, 0, 0]
     assert [x.item() for x in jax.tree.leaves(jmpscale.disabled())] == [1.0, 0, 1, 0, 0, 0]
 
