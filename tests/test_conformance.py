@@ -32,6 +32,7 @@ import pages
 import test_torch_cases as torch_cases
 
 pytestmark = [
+    pytest.mark.once,
     pytest.mark.usefixtures("standard_promotion"),  # optax, Flax and jmp rely on it
     pytest.mark.filterwarnings("ignore:jax.interpreters.batching.NotMapped"),  # Equinox does on JAX 0.7
 ]

@@ -13,7 +13,7 @@ from jmpscale import testing
 
 import pages
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]
 
 PAGE, MULTI_STEPS, SCAN = "guides/accumulation", "MultiSteps", "A scan over micro-batches"
 BOTH_DROPS = pytest.mark.parametrize("drop", ["window", "micro-batch"])

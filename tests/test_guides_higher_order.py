@@ -12,7 +12,7 @@ from jmpscale import testing
 
 import pages
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]
 
 PAGE = "guides/higher_order"
 PENALTY, CURVATURE, OWN = "Gradient penalty", "Hessian-vector products", "A backward pass with numbers of its own"

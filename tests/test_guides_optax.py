@@ -13,7 +13,7 @@ from jmpscale import testing
 
 import pages
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]
 
 PAGE = "guides/optax"
 ONE_READ = "Clipping and checking in one read"

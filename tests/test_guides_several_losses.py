@@ -15,7 +15,7 @@ from jmpscale import testing
 
 import pages
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]
 
 PAGE = "guides/several_losses"
 GAN, PER_LOSS, TOGETHER = "Two optimizers, one scaler", "One scaler for each loss", "All or nothing"

@@ -20,6 +20,8 @@ from jmpscale.testing import inject
 
 import reference
 
+pytestmark = pytest.mark.once
+
 LIMIT = reference.COUNTER_LIMIT
 
 

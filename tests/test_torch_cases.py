@@ -36,6 +36,8 @@ from jax.experimental import sparse
 
 import jmpscale
 
+pytestmark = pytest.mark.once
+
 MIN_SCALE = 2.0**-14
 SKIPPED_BATCH = 2
 
