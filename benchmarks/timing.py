@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks import steps
 
 BURST = 0.02  # seconds: shorter calls are repeated until a turn takes this long
-SHORT = 10.0  # seconds: what has compiled for less time than this is compiled again, up to three times
+SHORT = 10.0  # seconds: what has compiled for less time than this is compiled again, up to three times in all
 COLLECTIVES = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|collective-broadcast"
 
 
@@ -117,10 +117,10 @@ class Run:
         self.losses.append(loss)
 
 
-def build(job, method, placed=None):
+def build(job, method, placed=None, compilations=3):
     """Returns a Run, and the figures of its program: all but the compilation's time are the same in every run."""
     run, taken = Run(job, method, placed), []
-    while not taken or (len(taken) < 3 and sum(taken) < SHORT):
+    while not taken or (len(taken) < compilations and sum(taken) < SHORT):
         jax.clear_caches()
         start = time.process_time()
         compiled = run.jitted.lower(run.state, run.batch).compile()

@@ -155,6 +155,7 @@ def test_a_loss_that_is_nan_on_one_device_explains_the_skip_on_all(layout, mode,
             assert [x.item() for x in jax.tree.leaves(fine)] == [2.0**10, 1, 1, 0, 0, 0]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_scan_over_steps_is_the_steps_one_by_one(layout, mode):

@@ -110,6 +110,7 @@ def _run(route, sharded):
     return run
 
 
+@pytest.mark.once
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("sharded", [False, True], ids=["jit", "shard_map"])
 @pytest.mark.parametrize("route", [_functional, _in_optax], ids=["functional", "optax"])

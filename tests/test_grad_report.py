@@ -182,6 +182,7 @@ def _loss(params, x, layer):
     return jnp.mean(x**2)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("on", ["one device", "a mesh"])
 def test_the_layer_whose_backward_pass_overflows_is_named(on, monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 8 if on == "a mesh" else 1)

@@ -84,6 +84,7 @@ def test_three_steps_of_each_optimizer_with_one_compilation(name, dtype):
     assert jmpscale.get_scaler(after).skipped == 1
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_in_float32_it_equals_the_optimizer_without_scaling(name):
     def loss(params, x, poison):

@@ -19,6 +19,7 @@ from benchmarks import steps, timing
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 FEW, MANY = 4, 8  # layers
+_build = functools.partial(timing.build, compilations=1)
 LIMITS = {  # of instructions for each layer, of bytes of temporary memory
     "functional": (1.0, 0.7),
     "functional, one read": (1.0, 0.66),
@@ -31,11 +32,17 @@ LIMITS = {  # of instructions for each layer, of bytes of temporary memory
 
 @functools.cache
 def _program(name, layers):
-    return timing.build(steps.make_job(steps.mlp(layers, 64, 8)), steps.METHODS[name])[1]
+    return _build(steps.make_job(steps.mlp(layers, 64, 8)), steps.METHODS[name])[1]
 
 
 def _instructions_of_a_layer(name):
     return (_program(name, MANY)["instructions"] - _program(name, FEW)["instructions"]) / (MANY - FEW)
+
+
+@functools.cache
+def _instructions_of_a_leaf(name):
+    few, many = (_build(steps.make_job(steps.tiny_leaves(n)), steps.METHODS[name])[1] for n in (20, 40))
+    return (many["instructions"] - few["instructions"]) / 20
 
 
 @pytest.mark.parametrize("name", LIMITS)
@@ -45,11 +52,7 @@ def test_no_layer_has_more_instructions_than_it_had(name):
 
 @pytest.mark.parametrize(("name", "limit"), [("functional", 1.17), ("in optax", 1.06)])
 def test_no_small_leaf_has_more_instructions_than_it_had(name, limit):
-    def of_a_leaf(name):
-        few, many = (timing.build(steps.make_job(steps.tiny_leaves(n)), steps.METHODS[name])[1] for n in (20, 40))
-        return (many["instructions"] - few["instructions"]) / 20
-
-    assert of_a_leaf(name) <= limit * of_a_leaf(steps.FLOOR)
+    assert _instructions_of_a_leaf(name) <= limit * _instructions_of_a_leaf(steps.FLOOR)
 
 
 @pytest.mark.parametrize("name", LIMITS)
@@ -67,7 +70,7 @@ def test_disabled_is_the_bare_step():
 
 @pytest.mark.parametrize("name", ["functional", "functional, one read", "in optax"])
 def test_steps_are_traced_once_and_on_one_device_nothing_is_communicated(name):
-    run, figures = timing.build(steps.make_job(steps.mlp(1, 8, 4)), steps.METHODS[name])
+    run, figures = _build(steps.make_job(steps.mlp(1, 8, 4)), steps.METHODS[name])
     for _ in range(3):
         run()
     assert run.traces == 1
@@ -80,5 +83,5 @@ def test_data_parallel_training_communicates_no_more_than_the_step_without_scali
     everywhere, divided = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
     job = steps.make_job(steps.mlp(FEW, 64, 8))
     job = job._replace(batch=jax.device_put(job.batch, divided))
-    bare, ours = (timing.build(job, steps.METHODS[way], everywhere)[1]["collectives"] for way in ("bare", name))
+    bare, ours = (_build(job, steps.METHODS[way], everywhere)[1]["collectives"] for way in ("bare", name))
     assert 0 < ours <= bare

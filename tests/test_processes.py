@@ -68,7 +68,7 @@ def alone(tmp_path_factory):
     return params, scaler
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.once)])
 def test_an_overflow_on_the_last_process_only_is_every_processs(processes, alone, tmp_path):
     params, scaler, scales = _results("train", processes, tmp_path)
     assert scales == SCALES
@@ -76,7 +76,7 @@ def test_an_overflow_on_the_last_process_only_is_every_processs(processes, alone
     assert params == alone[0], "bit for bit what one process computes on the same four devices"
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.once)])
 def test_a_process_that_raises_ends_the_others_with_an_error(processes, tmp_path):
     begun = time.monotonic()
     ended = _run("raise", processes, tmp_path)
@@ -85,7 +85,7 @@ def test_a_process_that_raises_ends_the_others_with_an_error(processes, tmp_path
     assert time.monotonic() - begun < 60, "bounded by the heartbeat, not by a hang"
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(2, 2), (2, 1), (2, 4)])
+@pytest.mark.parametrize(("writers", "readers"), [(2, 2), (2, 4), pytest.param(2, 1, marks=pytest.mark.once)])
 def test_a_checkpoint_written_by_all_is_resumed_bit_for_bit(writers, readers, alone, tmp_path):
     _, _, before = _results("save", writers, tmp_path)
     params, scaler, after = _results("resume", readers, tmp_path)
