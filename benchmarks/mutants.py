@@ -43,11 +43,11 @@ SUBJECTS = {
     "_optax": ["test_optax", "test_devices", "test_bad_use"],
     "_state": ["test_state", "test_exchange"],
 }
-ALONE = ["test_finite", "test_properties"]
-STAGES = {  # name: (simulated devices, test files, seconds until a run counts as hanging)
-    "quick": (8, [], 600),  # those of SUBJECTS
-    "one device": (1, ALONE, 600),
+STAGES = {  # name: (simulated devices, test files or None for those of SUBJECTS)
+    "quick": (8, None),
+    "one device": (1, ["test_finite", "test_properties"]),
 }
+HANGING = 600  # seconds, after which a run counts as failed
 HEAVY = 2.0  # seconds; what takes longer is left out
 LIBRARIES = ("jax", "jaxlib", "optax", "flax", "numpy", "pytest", "hypothesis")
 IMPORTED_ONCE = ["chex", "equinox", "flax.linen", "flax.nnx", "flax.training.train_state", "hypothesis.strategies"]
@@ -95,8 +95,6 @@ def changes(node):
         return new
 
     match node:
-        case ast.Compare(ops=[op]):
-            yield from (("comparison", altered(ops=[new()])) for new in COMPARISONS[type(op)])
         case ast.Compare(ops=ops):
             for i, op in enumerate(ops):
                 for new in COMPARISONS[type(op)]:
@@ -199,18 +197,18 @@ class Finder(ast.NodeVisitor):
         """Leaves texts alone."""
 
     def visit_Call(self, node):
-        if isinstance(node.func, ast.Name) and node.func.id == "cast":
+        called = node.func.id if isinstance(node.func, ast.Name) else None
+        if called == "cast":
             self.visit(node.args[1])
-        elif not (isinstance(node.func, ast.Name) and node.func.id in ("TypeVar", "zip")):
-            self.generic_visit(node)
-        else:
+        elif called in ("TypeVar", "zip"):
             for inner in node.args:
                 self.visit(inner)
+        else:
+            self.generic_visit(node)
 
     def generic_visit(self, node):
-        union = not self.path and isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr)
-        if union:
-            return  # a type
+        if not self.path and isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+            return  # a union of types
         for operator, new in changes(node):
             self.add(node, operator, new)
         super().generic_visit(node)
@@ -263,7 +261,7 @@ class Watch:
             self.failed.append(report.nodeid)
 
 
-def in_child(work, options, watch, devices, seconds):
+def in_child(work, options, watch, devices):
     """Runs pytest on the copy in a forked child; returns what its plugin saw, or why there is nothing."""
     report = work / "report.json"
     report.unlink(missing_ok=True)
@@ -285,7 +283,7 @@ def in_child(work, options, watch, devices, seconds):
             sys.stderr.flush()
             traceback.print_exc()
             os._exit(0)
-    end = time.monotonic() + seconds
+    end = time.monotonic() + HANGING
     while time.monotonic() < end:
         if os.waitpid(child, os.WNOHANG)[0]:
             break
@@ -309,17 +307,16 @@ class Runner:
 
     def run(self, stage, mutant=None):
         """Runs the tests of a stage: up to the first that fails, or without a mutant all of them."""
-        devices, files, limit = STAGES[stage]
+        devices, files = STAGES[stage]
         module, function = (mutant["module"], mutant["function"]) if mutant else (None, None)
         modules = [module] if mutant else self.modules
-        if stage != "one device":
-            files = list(dict.fromkeys([*(file for m in modules for file in SUBJECTS[m]), *files]))
-        options = [f"tests/{file}.py" for file in files] + ["-x"] * bool(mutant)
-        options += [f"jmpscale/{m}.py" for m in modules if stage == "quick"]
+        doctests = [] if files else [f"jmpscale/{m}.py" for m in modules]
+        files = files or list(dict.fromkeys(file for m in modules for file in SUBJECTS[m]))
+        options = [f"tests/{file}.py" for file in files] + ["-x"] * bool(mutant) + doctests
         left_out = self.left_out.get(stage, set())
         first = self.killers.get((module, function), [])
         watch = Watch(first, files, self.seconds.get(stage, {}), left_out)
-        return in_child(self.work, options, watch, devices, limit)
+        return in_child(self.work, options, watch, devices)
 
     def learn(self, stage):
         """Runs a stage without a mutant: all must pass, save on one device what asks for several."""
