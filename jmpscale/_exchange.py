@@ -5,8 +5,8 @@ from typing import Any, cast
 
 import jax.numpy as jnp
 
-from jmpscale._scaling import require_one_scaler
 from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerConfig, ScalerState, count, fresh, within
+from jmpscale._tree import require_one_scaler
 
 _SETTINGS = {"growth_factor", "backoff_factor", "growth_interval"}
 _KEYS = _SETTINGS | {"scale", "_growth_tracker"}

@@ -6,7 +6,7 @@ values may add up to infinity), but from a test of each element.
 """
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Hashable
 from typing import Any, cast
 
 import jax
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._state import shown
+from jmpscale._tree import is_inexact, named_leaves, partition
 
 AxisName = str | tuple[str, ...] | Hashable | None
 
@@ -55,23 +56,36 @@ def all_finite(tree: Any, *, axis_name: AxisName = None) -> jax.Array:
 def _finite_here(leaves: list[Any]) -> jax.Array:
     if not leaves:
         return jnp.array(True)
-    return _all([_is_finite(x) for x in leaves])
+    return cast(
+        Any, jax.lax.platform_dependent([jnp.asarray(x) for x in leaves], cpu=_finite_on_cpu, default=_finite_elsewhere)
+    )
 
 
-def _all(flags: list[jax.Array]) -> jax.Array:
+def _finite_elsewhere(leaves: list[jax.Array]) -> jax.Array:
+    """Counts what is not finite: a sum of zeros and ones is zero only if all of them are.
+
+    XLA divides plain sums over devices, and on TPU merges them with those of a global norm, unlike `all(isfinite)`.
+    """
+    zero, one = np.float32(0), np.float32(1)
+    return jnp.stack([jnp.where(jnp.isfinite(x), zero, one).sum() for x in leaves]).sum() == 0
+
+
+def _finite_on_cpu(leaves: list[jax.Array]) -> jax.Array:
     """Combines the flags of all leaves, in a way that many leaves compile as fast as they run.
 
     Of one long conjunction XLA on CPU makes a chain of scalars, which it repeats in each kernel that uses the answer,
     and compiles in more than linear time. It leaves the place of a minimum as it is.
     """
+    flags = [_is_finite(x) for x in leaves]
     some = jnp.stack([jnp.stack(flags[i : i + 8]).all() for i in range(0, len(flags), 8)])
     return some[jnp.argmin(some)]
 
 
-def _is_finite(x: Any) -> jax.Array:
+def _is_finite(x: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(x):
         return _is_finite(x.real) & _is_finite(x.imag)
-    if x.size < _LARGE or not joint_reductions_pay():
+    size = cast(object, x.size)  # no int where a shape is symbolic
+    if not (isinstance(size, int) and size >= _LARGE and joint_reductions_pay()):
         return jnp.isfinite(x).all()
     wide = x.astype(np.float32) if x.dtype.itemsize < 4 else x  # some float8 types have no infinity
     sides = [side.astype(np.int32) for side in (wide < np.inf, wide > -np.inf)]  # NaN is on neither
@@ -85,37 +99,15 @@ def _is_finite(x: Any) -> jax.Array:
 
 
 def joint_reductions_pay() -> bool:
-    """Tells whether to reduce several values of each element together, which XLA on CPU does in one vectorised pass.
+    """Tells whether a program that is lowered for CPU should reduce several values of each element together.
 
-    There a reduction of a single value takes two to fifty times as long. Over several devices, though, XLA's
-    partitioner makes an all-gather of each operand of a joint reduction, and joins no two of them.
+    There XLA does it in one vectorised pass, where a reduction of a single value takes two to fifty times as long. Over
+    several devices, though, its partitioner makes an all-gather of each operand of a joint reduction.
     """
-    return jax.device_count() == 1
-
-
-def is_inexact(leaf: Any) -> bool:
-    """Tells whether a leaf holds floating-point or complex numbers: those that can be scaled, and can overflow."""
-    dtype: Any = getattr(leaf, "dtype", None)
-    return isinstance(leaf, (float, complex)) if dtype is None else jnp.issubdtype(dtype, np.inexact)
-
-
-def partition(
-    tree: Any, chosen: Callable[[Any], bool], is_leaf: Callable[[Any], bool] | None = None
-) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
-    """Returns the chosen leaves of a tree, and a function that builds the tree with others in their place."""
-    leaves, treedef = cast(tuple[list[Any], Any], jax.tree.flatten(tree, is_leaf))
-
-    def rebuild(replacements: Iterable[Any]) -> Any:
-        source = iter(replacements)
-        return jax.tree.unflatten(treedef, [next(source) if chosen(x) else x for x in leaves])
-
-    return [x for x in leaves if chosen(x)], rebuild
-
-
-def named_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yields each leaf after its path, written as Python code: `['w'][0]`."""
-    leaves = cast(list[tuple[Any, Any]], jax.tree_util.tree_leaves_with_path(tree))
-    return ((jax.tree_util.keystr(path), leaf) for path, leaf in leaves)
+    try:
+        return jax.device_count("cpu") == 1
+    except RuntimeError:  # JAX was told to leave the CPU out, so nothing will be lowered for it here
+        return False
 
 
 def agree(*flags: jax.Array, axis_name: AxisName = None) -> tuple[jax.Array, ...]:

@@ -4,19 +4,19 @@ On a skipped step the updates are zeros, and nothing of the inner transformation
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from jmpscale._finite import AxisName, all_finite, is_inexact, partition, warn_if_alone
-from jmpscale._scaling import adapt, agree_on_outcome, require_one_scaler, unscale, unscaled_dtype
-from jmpscale._state import ScalerState, dynamic
-
-Tree = TypeVar("Tree")
-
-_ARRAYS = tuple(name for name in ScalerState._fields if name != "config")
+from jmpscale._finite import AxisName, all_finite, axes_to_reduce, warn_if_alone
+from jmpscale._gate import gate, kind_of, require_same, select
+from jmpscale._scaling import adapt, agree_on_outcome, multiply, unscale, unscaled_dtype
+from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerState, dynamic, within
+from jmpscale._tree import is_array, is_inexact, partition, require_one_scaler
 
 
 class LossScalingState(NamedTuple):
@@ -32,33 +32,47 @@ class LossScalingState(NamedTuple):
 
 
 def with_loss_scaling(
-    inner: optax.GradientTransformation, scaler: ScalerState | None = None, *, axis_name: AxisName = None
+    inner: optax.GradientTransformation,
+    scaler: ScalerState | None = None,
+    *,
+    max_norm: float | None = None,
+    axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that it takes gradients of a scaled loss, and skips the step if they overflowed.
 
-    Scale the loss with `scale(get_scaler(opt_state), loss)`: nothing can tell if you forget. This wrapper divides
-    the gradients, checks them, runs `inner` or returns zeros, and adapts the scale. It goes around everything that uses
-    gradients, and around `optax.partition`, `optax.masked` and `optax.MultiSteps`: inside them it would see some of the
-    gradients, or sums that a single overflow has spoilt for good.
+    `scaled_value_and_grad` makes these gradients. This wrapper divides them, checks them, runs `inner` or returns
+    zeros, and adapts the scale. It goes around everything that uses gradients, and around `optax.partition`,
+    `optax.masked` and `optax.MultiSteps`: inside them it would see some of the gradients, or sums that a single
+    overflow has spoilt for good.
 
     Args:
-      inner: any optax transformation; extra arguments of `update` reach it untouched. Pass the unscaled loss as
-        `value=`, optax's own name for it: it tells a failed forward pass from an overflow.
+      inner: any optax transformation; extra arguments of `update` reach it. Pass the unscaled loss as `value=`, optax's
+        own name for it: it tells a failed forward pass from an overflow. `grad=`, by optax's convention the gradients
+        once more, is divided too if it has their structure. On platforms other than CPU `inner` runs on a skipped step
+        too, on gradients with zeros for what is not finite, and its result is thrown away; see `apply_if`.
       scaler: the scaler to start from, `dynamic()` by default; it is copied.
-      axis_name: the mapped axes over which to agree, where JAX's types do not tell; see `all_finite`.
+      max_norm: clips the unscaled gradients to this global norm before `inner`, as `optax.clip_by_global_norm` does.
+        The norm is the check as well, so that they are read once: it is finite if and only if they are and the sum of
+        their squares is below 3.4e38, and a larger one counts as an overflow. Over devices it is that of all of them:
+        along an axis on which a gradient varies each device holds a part of it.
+      axis_name: the mapped axes over which to agree, where JAX's types do not tell; see `all_finite`. With `max_norm`
+        `()` if all devices hold the same gradients, or else the axes over which they hold parts.
 
     Returns:
       The transformation. Its `init` and `update` show `inner` parameters in the dtype of the unscaled gradients
       (float16 ones as float32); `optax.apply_updates` casts back. Its updates are -0.0 on a skip, which leave every
-      parameter as it is, -0.0 too. What is outside it (a step count, averages, batch statistics) moves on.
+      parameter as it is, -0.0 too (but a CPU's addition makes subnormal numbers zero, as on any step). What is outside
+      it (a step count, averages, batch statistics) moves on.
 
     Raises:
-      TypeError: `inner` is no gradient transformation, or `scaler` no `ScalerState`.
+      TypeError: `inner` is no gradient transformation or changes the structure or types of its state, `scaler` is no
+        `ScalerState`, or `max_norm` no number.
+      ValueError: `max_norm` is not positive.
 
     >>> tx = with_loss_scaling(optax.sgd(1.0), dynamic(4.0))
     >>> opt_state = tx.init(jnp.array(1.0))
     >>> updates, opt_state = tx.update(jnp.array(jnp.inf), opt_state)
-    >>> float(updates), float(get_scaler(opt_state).loss_scale)
+    >>> float(updates), float(opt_state.scaler.loss_scale)
     (-0.0, 2.0)
     """
     if not (hasattr(inner, "init") and hasattr(inner, "update")):
@@ -68,6 +82,10 @@ def with_loss_scaling(
         )
     if scaler is not None:
         require_one_scaler(scaler, "scaler")
+        scaler = jax.tree.map(jnp.copy, scaler)  # the caller may donate it
+    if max_norm is not None:
+        remedy = "It is the largest norm that gradients keep; leave it out to clip nothing."
+        max_norm = within("max_norm", max_norm, SMALLEST_SCALE, LARGEST_SCALE, remedy)
     wrapped = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> LossScalingState:
@@ -82,20 +100,31 @@ def with_loss_scaling(
                 f"state must be what tx.init of with_loss_scaling made, got {type(state).__name__}. It comes second, "
                 "before params; the state of a bare optimizer goes in by tx.init(params)._replace(inner_state=...)."
             )
-        require_one_scaler(state.scaler, "state.scaler")
-        if _is_off(state.scaler):
-            updates, inner_state = wrapped.update(updates, state.inner_state, params, **extra_args)
-            return updates, LossScalingState(state.scaler, inner_state)
+        scaler = state.scaler
+        require_one_scaler(scaler, "state.scaler")
+        norm = factor = None
+        if max_norm is not None:
+            norm = _global_norm(unscale(scaler, updates), axis_name)
+            factor = jnp.where(norm > max_norm, max_norm / norm, 1)
+        if _is_off(scaler):
+            updates, inner_state = wrapped.update(multiply(updates, factor), state.inner_state, params, **extra_args)
+            return updates, LossScalingState(scaler, inner_state)
         warn_if_alone(axis_name)
-        finite = all_finite(unscale(state.scaler, updates), axis_name=())
+        finite = all_finite(unscale(scaler, updates) if norm is None else norm, axis_name=())
         finite, loss_finite = agree_on_outcome(finite, extra_args.get("value"), axis_name)
+        if jax.tree.structure(extra_args.get("grad")) == jax.tree.structure(updates):
+            extra_args["grad"] = _harmless(unscale(scaler, extra_args["grad"]))
+        params = _widen(params)
 
-        def step(grads: Any, inner_state: Any, params: Any) -> Any:
+        def step(grads: Any, inner_state: Any) -> Any:
             # Divided here once more, in the branch: so the unscaled gradients are never written to memory.
-            return wrapped.update(unscale(state.scaler, grads), inner_state, params, **extra_args)
+            grads = _harmless(multiply(unscale(scaler, grads), factor))
+            updates, after = wrapped.update(grads, inner_state, params, **extra_args)
+            require_same(inner_state, after, "state", "inner")
+            return updates, after
 
-        updates, inner_state = _step_or_zeros(finite, step, updates, state.inner_state, _widen(params))
-        return updates, LossScalingState(adapt(state.scaler, finite, loss_finite), inner_state)
+        updates, inner_state = gate(finite, step, _zeros_and_state, updates, state.inner_state, on_cpu=_branch)
+        return updates, LossScalingState(adapt(scaler, finite, loss_finite), inner_state)
 
     return optax.GradientTransformationExtraArgs(cast(Any, init), cast(Any, update))
 
@@ -108,87 +137,104 @@ def _widen(params: Any) -> Any:
     """Gives parameters the dtype of their unscaled gradients: else optimizer states change dtype when updated."""
 
     def one(x: Any) -> Any:
-        if not is_inexact(x) or (wide := unscaled_dtype(jnp.result_type(x))) == jnp.result_type(x):
+        abstract = isinstance(x, jax.ShapeDtypeStruct)
+        if not (abstract or is_array(x)) or not jnp.issubdtype(x.dtype, np.inexact):
             return x
-        return jnp.asarray(x, wide)
+        wide = unscaled_dtype(x.dtype)
+        if wide == x.dtype:
+            return x
+        return jax.ShapeDtypeStruct(x.shape, wide, sharding=x.sharding) if abstract else jnp.asarray(x, wide)
 
     return jax.tree.map(one, params)
 
 
-def _step_or_zeros(finite: jax.Array, step: Callable[..., Any], grads: Any, inner_state: Any, params: Any) -> Any:
-    """Runs the inner transformation in one branch; in the other makes zeros and hands its state back."""
-    step = jax.jit(step)  # so that it is traced once, for the types and for the branch
-    updates, _ = jax.eval_shape(step, grads, inner_state, params)
+def _global_norm(grads: Any, axis_name: AxisName) -> jax.Array:
+    """Returns the norm over all leaves and devices, in float32, or in float64 where a leaf is."""
+    leaves = [jnp.asarray(x) for x in partition(grads, is_inexact)[0]]
+    wide = jnp.float64 if any(x.real.dtype == jnp.float64 for x in leaves) else jnp.float32
+    groups: dict[tuple[Any, ...], list[jax.Array]] = {}
+    for x in leaves:
+        for part in (x.real, x.imag) if jnp.iscomplexobj(x) else (x,):
+            square = jnp.sum(jnp.square(part.astype(wide)))
+            groups.setdefault(axes_to_reduce(square, axis_name), []).append(square)
+    sums = {axes: jnp.stack(squares).sum() for axes, squares in groups.items()}
+    agreed: list[Any] = [jax.lax.psum(x, axes) if axes else x for axes, x in sums.items()]
+    return jnp.sqrt(sum(agreed, jnp.zeros((), wide)))
 
-    def skip(_: Any, inner_state: Any, __: Any) -> Any:
-        return jax.tree.map(_zeros, updates), inner_state
 
-    return cast(Any, jax.lax.cond(finite, step, skip, grads, inner_state, params))
+def _harmless(grads: Any) -> Any:
+    """Makes zeros of what is not finite: it changes nothing in a step that counts, and spares one that does not."""
+    leaves, rebuild = partition(grads, is_inexact)
+    return rebuild(jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype)) for x in leaves)
+
+
+def _zeros_and_state(like: Any, grads: Any, inner_state: Any) -> Any:
+    return jax.tree.map(_zeros, like[0]), inner_state
 
 
 def _zeros(like: Any) -> jax.Array:
     # full_like takes over the sharding and the varying axes too, without which the branches would not match. The
     # zeros are negative, since x + -0.0 keeps every x, where -0.0 + 0.0 is 0.0.
-    return jax.lax.full_like(like, -0.0 if is_inexact(like) else 0)
+    zero = complex(-0.0, -0.0) if jnp.issubdtype(like.dtype, np.complexfloating) else -0.0
+    return jax.lax.full_like(like, zero if jnp.issubdtype(like.dtype, np.inexact) else 0)
 
 
-def get_scaler(tree: Any) -> ScalerState:
-    """Finds the scaler in an optimizer state, a train state, or any other pytree.
+def _branch(finite: jax.Array, step: Any, skip: Any, grads: Any, inner_state: Any) -> Any:
+    """Runs the step in a branch, unless its result is so small that a select costs less."""
+    if _bytes(inner_state) < _bytes(grads):
+        return select(finite, step, skip, grads, inner_state)
+
+    def hand_back(grads: Any, inner_state: Any) -> Any:
+        # In place of zeros the gradients, where they have the type of the updates: so both share their memory.
+        updates, _ = skip(grads, inner_state)
+        leaves, treedef = cast(tuple[list[Any], Any], jax.tree.flatten(updates))
+        given = jax.tree.leaves(grads)
+        if len(leaves) != len(given):
+            return updates, inner_state
+        fitting = [g if kind_of(g) == kind_of(u) else u for g, u in zip(given, leaves, strict=True)]
+        return jax.tree.unflatten(treedef, fitting), inner_state
+
+    updates, after = cast(Any, jax.lax.cond(finite, step, hand_back, grads, inner_state))
+    return jax.tree.map(partial(jnp.where, finite), updates, skip(grads, inner_state)[0]), after
+
+
+def _bytes(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def optax_step(tx: optax.GradientTransformation, grads: Any, **extra_args: Any) -> Callable[[Any, Any], Any]:
+    """Makes the step of an optax optimizer for `apply_if`: update, then apply.
 
     Args:
-      tree: a pytree that contains exactly one `ScalerState`. Arrays may be wrapped, as Flax NNX does.
+      tx: the optimizer, without `with_loss_scaling`, which gates by itself.
+      grads: the unscaled gradients.
+      **extra_args: of `tx.update`, such as `value=`.
 
     Returns:
-      The `ScalerState`, holding plain arrays.
+      `step(params, opt_state) -> (params, opt_state)`. Leaves of `params` without a gradient, such as the functions in
+      an Equinox model, stay as they are.
 
     Raises:
-      ValueError: the tree contains none, or several.
+      TypeError: `tx` is no gradient transformation.
 
-    >>> float(get_scaler({"model": 1.0, "scaler": dynamic(8.0)}).loss_scale)
-    8.0
+    >>> from jmpscale import apply_if
+    >>> tx, params = optax.sgd(1.0), {"w": jnp.array(3.0)}
+    >>> apply_if(True, optax_step(tx, {"w": jnp.array(1.0)}), params, tx.init(params))[0]
+    {'w': Array(2., dtype=float32)}
     """
-    scaler = _only_scaler(tree)
-    return scaler._replace(**{name: jax.tree.leaves(getattr(scaler, name))[0] for name in _ARRAYS})
+    if not hasattr(tx, "update"):
+        raise TypeError(f"tx must be an optax.GradientTransformation, got {type(tx).__name__}. It comes first.")
+
+    def step(params: Any, opt_state: Any) -> Any:
+        updates, opt_state = optax.with_extra_args_support(tx).update(grads, opt_state, params, **extra_args)
+        return jax.tree.map(_apply, updates, params, is_leaf=_is_none), opt_state
+
+    return step
 
 
-def replace_scaler(tree: Tree, scaler: ScalerState) -> Tree:
-    """Puts a scaler in the place of the one that a pytree contains: to set the scale by hand, or to reset it.
-
-    Args:
-      tree: a pytree that contains exactly one `ScalerState`.
-      scaler: the new one; its settings count from now on, and cost one compilation if they differ.
-
-    Returns:
-      The tree with the scaler replaced, wrapped as the old one was.
-
-    Raises:
-      TypeError: `scaler` is no `ScalerState`.
-      ValueError: the tree contains none, or several.
-
-    >>> opt_state = with_loss_scaling(optax.sgd(0.1)).init(jnp.array(1.0))
-    >>> float(get_scaler(replace_scaler(opt_state, dynamic(8.0))).loss_scale)
-    8.0
-    """
-    require_one_scaler(scaler, "scaler")
-    old = _only_scaler(tree)
-
-    def wrap(was: Any, now: Any) -> Any:
-        return jax.tree.unflatten(cast(Any, jax.tree.structure(was)), [now])
-
-    new = scaler._replace(**{name: wrap(getattr(old, name), getattr(scaler, name)) for name in _ARRAYS})
-    _, rebuild = partition(tree, _is_scaler, is_leaf=_is_scaler)
-    return rebuild([new])
+def _apply(update: Any, param: Any) -> Any:
+    return param if update is None else optax.apply_updates(param, update)
 
 
-def _is_scaler(x: Any) -> bool:
-    return isinstance(x, ScalerState)
-
-
-def _only_scaler(tree: Any) -> ScalerState:
-    found, _ = partition(tree, _is_scaler, is_leaf=_is_scaler)
-    if len(found) != 1:
-        raise ValueError(
-            f"tree must contain exactly one ScalerState, found {len(found)} in a {type(tree).__name__}. "
-            "Pass the optimizer state that tx.init of with_loss_scaling made, or the part of it that is meant."
-        )
-    return found[0]
+def _is_none(x: Any) -> bool:
+    return x is None

@@ -13,14 +13,12 @@ from jax.experimental import checkify
 from jmpscale._finite import (
     AxisName,
     axes_to_reduce,
-    is_inexact,
     joint_reductions_pay,
-    partition,
     refuse_partial_sums,
     warn_if_alone,
 )
-from jmpscale._scaling import require_one_scaler, require_scaler
 from jmpscale._state import COUNTER_LIMIT, LARGEST_SCALE, ScalerState, count
+from jmpscale._tree import is_inexact, partition, require_one_scaler, require_scaler
 
 FLOAT16_LARGEST = 65504.0
 FLOAT16_SMALLEST = 2.0**-24  # subnormal

@@ -5,25 +5,16 @@ structure, dtypes, weak types and shardings of the state that went in, so it is 
 causes a second compilation.
 """
 
-from typing import Any, TypeVar, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpscale._finite import (
-    AxisName,
-    agree,
-    all_finite,
-    is_inexact,
-    named_leaves,
-    partition,
-    refuse_partial_sums,
-    warn_if_alone,
-)
-from jmpscale._state import COUNTER_LIMIT, ScalerConfig, ScalerState, shown
-
-Tree = TypeVar("Tree")
+from jmpscale._finite import AxisName, agree, all_finite, refuse_partial_sums, warn_if_alone
+from jmpscale._state import COUNTER_LIMIT, ScalerState, shown
+from jmpscale._tree import Tree, is_inexact, named_leaves, partition, require_one_scaler
 
 
 def scale(state: ScalerState, tree: Tree) -> Tree:
@@ -100,17 +91,24 @@ def unscale(state: ScalerState, tree: Tree) -> Tree:
 
 @jax.jit
 def _unscale(loss_scale: jax.Array, leaves: list[Any]) -> list[jax.Array]:
-    def one(x: Any) -> jax.Array:
-        dtype = unscaled_dtype(jnp.result_type(x))
-        # A bfloat16 leaf is multiplied in float32 and rounded once; a complex one by a real number, part by part,
-        # since inf * (r + 0j) is NaN.
-        wide = _at_least_float32(_finfo(dtype).dtype)
-        inverse = 1 / loss_scale.astype(wide)
-        if jnp.issubdtype(dtype, np.complexfloating):
-            return jax.lax.complex(jnp.real(x) * inverse, jnp.imag(x) * inverse)
-        return (jnp.asarray(x, wide) * inverse).astype(dtype)
+    return [_product(x, unscaled_dtype(jnp.result_type(x)), lambda wide: 1 / loss_scale.astype(wide)) for x in leaves]
 
-    return [one(x) for x in leaves]
+
+def multiply(grads: Any, factor: jax.Array | None) -> Any:
+    """Multiplies gradients with a real number, and keeps their dtypes; by None with nothing."""
+    if factor is None:
+        return grads
+    leaves, rebuild = partition(grads, is_inexact)
+    return rebuild(_product(x, jnp.result_type(x), factor.astype) for x in leaves)
+
+
+def _product(x: Any, dtype: Any, factor: Callable[[Any], jax.Array]) -> jax.Array:
+    # A bfloat16 leaf is multiplied in float32 and rounded once; a complex one by a real number, part by part, since
+    # inf * (r + 0j) is NaN.
+    wide = _at_least_float32(_finfo(dtype).dtype)
+    if jnp.issubdtype(dtype, np.complexfloating):
+        return jax.lax.complex(jnp.real(x) * factor(wide), jnp.imag(x) * factor(wide))
+    return (jnp.asarray(x, wide) * factor(wide)).astype(dtype)
 
 
 def unscaled_dtype(dtype: Any) -> Any:
@@ -247,38 +245,6 @@ def _after_overflow(state: ScalerState) -> ScalerState:
 
 def _increment(counter: jax.Array) -> jax.Array:
     return jnp.where(counter < COUNTER_LIMIT, counter + 1, counter)
-
-
-def require_one_scaler(state: Any, name: str = "state") -> None:
-    """Raises unless `state` is a single scaler: a batch would broadcast along the wrong axis in silence."""
-    require_scaler(state, name)
-    if shape := getattr(state.loss_scale, "shape", ()):
-        raise ValueError(
-            f"{name} must hold one scaler, got a batch with loss_scale of shape {shape}. Call this under jax.vmap."
-        )
-    arrays: dict[str, Any] = {field: value for field, value in state._asdict().items() if field != "config"}
-    for field, value in arrays.items():
-        kind = np.floating if field == "loss_scale" else np.integer
-        dtype: Any = getattr(value, "dtype", cast(Any, type)(value))
-        if getattr(value, "shape", ()) or not jnp.issubdtype(dtype, kind):
-            raise TypeError(
-                f"{name}.{field} must be a scalar of a {kind.__name__} dtype, got {shown(value)}. Restore checkpoints "
-                "into a state made by jmpscale.dynamic, static or disabled."
-            )
-
-
-def require_scaler(state: Any, name: str = "state") -> None:
-    """Raises unless `state` is a scaler, or a batch of them."""
-    if not isinstance(state, ScalerState):
-        raise TypeError(
-            f"{name} must be a ScalerState, got {type(state).__name__}. Pass what jmpscale.dynamic, static or disabled "
-            "made; jmpscale.get_scaler finds it in an optimizer state."
-        )
-    if not isinstance(cast(object, state.config), ScalerConfig):
-        raise TypeError(
-            f"{name}.config must be a ScalerConfig, got {type(state.config).__name__}. Settings are no part of a "
-            "checkpoint: restore into a state made by jmpscale.dynamic, static or disabled."
-        )
 
 
 def require_flag(finite: Any, name: str = "finite") -> jax.Array:

@@ -181,6 +181,11 @@ class ScalerState(NamedTuple):
     last_skip: jax.Array
     config: ScalerConfig
 
+    @property
+    def step_taken(self) -> jax.Array:
+        """Whether the newest step was taken, bool[]; true before the first."""
+        return self.skipped_in_a_row == 0
+
 
 def dynamic(
     init_scale: float = 2.0**16,

@@ -1,132 +1,27 @@
-"""One training step: take scaled gradients, and let the step happen or not happen, whole.
-
-Whatever goes through `apply_if` is identical bit for bit after a skipped step.
-"""
+"""The loss and its gradients, with the backward pass run on the scaled loss; like `jax.value_and_grad`."""
 
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, TypeVarTuple, cast, overload
+from collections.abc import Callable
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpscale._finite import AxisName, named_leaves, partition
-from jmpscale._scaling import require_flag, require_one_scaler, scale, unscale_and_check
-from jmpscale._state import ScalerState, shortened
-
-Carry = TypeVar("Carry")
-Carries = TypeVarTuple("Carries")
-
-
-@overload
-def apply_if(finite: Any, fn: Callable[[Carry], Carry], carry: Carry, /) -> Carry: ...
-@overload
-def apply_if(finite: Any, fn: Callable[[*Carries], tuple[*Carries]], /, *carry: *Carries) -> tuple[*Carries]: ...
-def apply_if(finite: Any, fn: Callable[..., Any], /, *carry: Any) -> Any:
-    """Takes a step if the gradients were finite, else leaves everything as it was, bit for bit.
-
-    `fn(*carry) if finite else carry`, in one branch, so that a skipped step costs nothing.
-
-    Args:
-      finite: bool[], from `unscale_and_check`; combine it with a predicate of your own as you like.
-      fn: takes the carry and returns it changed, with the same structure, shapes and dtypes. Put all that a skipped
-        step must not move in the carry: parameters, optimizer state, averages, batch statistics, step counts.
-      *carry: pytrees. Leaves that are not arrays (functions, strings) go around the branch and must not change.
-
-    Returns:
-      The new carry: one value for one carry, a tuple for several.
-
-    Raises:
-      TypeError: `finite` is not a boolean, `fn` not a function, there is no carry or it holds a Flax NNX object, or
-        `fn` changes a structure, shape, dtype or sharding.
-      ValueError: `finite` is not a scalar.
-
-    >>> apply_if(jnp.array(False), lambda w, n: (w / 0, n + 1), jnp.array(2.0), jnp.array(5))
-    (Array(2., dtype=float32, weak_type=True), Array(5, dtype=int32, weak_type=True))
-    """
-    flag = require_flag(finite)
-    if not callable(cast(object, fn)):
-        raise TypeError(
-            f"fn must be a function of the carry, got {type(fn).__name__}. Pass the function itself, then what it "
-            "takes: apply_if(finite, fn, *carry)."
-        )
-    if not carry:
-        raise TypeError("apply_if needs at least one carry after fn: the values that fn changes and a skip keeps.")
-    _refuse_nnx_objects(carry)
-    arrays, rebuild = partition(carry, _is_array)
-
-    def step(arrays: list[Any]) -> list[Any]:
-        before = rebuild(arrays)
-        out = fn(*before)
-        after = (out,) if len(carry) == 1 else out
-        _require_same(before, after)
-        return partition(after, _is_array)[0]
-
-    def skip(arrays: list[Any]) -> list[Any]:
-        return arrays
-
-    result = rebuild(cast(list[Any], jax.lax.cond(flag, step, skip, arrays)))
-    return result[0] if len(carry) == 1 else result
-
-
-def _refuse_nnx_objects(carry: Any) -> None:
-    """Raises for objects that change in place: what is returned would be copies, and those that came in stay behind."""
-    nnx: Any = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return
-    kind = nnx.Pytree if hasattr(nnx, "Pytree") else nnx.Object
-
-    def is_object(node: Any) -> bool:
-        return isinstance(node, kind)
-
-    if found := partition(carry, is_object, is_leaf=is_object)[0]:
-        raise TypeError(
-            f"carry must hold values, got a Flax NNX {type(found[0]).__name__}, which changes in place: nnx.jit would "
-            "not see what the branch did to it. Use nnx.cond(finite, step, skip, ...), or pass nnx.state(...) of it."
-        )
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
-
-
-def _require_same(before: tuple[Any, ...], after: Any) -> None:
-    """Raises, naming the first place that differs, unless `fn` returned what it was given, other values aside."""
-    old, new = dict(named_leaves(before)), dict(named_leaves(after))
-    structures = cast(tuple[Any, Any], (jax.tree.structure(before), jax.tree.structure(after)))
-    if structures[0] != structures[1]:
-        differing = [f"carry{path} is only in its input" for path in old if path not in new]
-        differing += [f"carry{path} is only in its output" for path in new if path not in old]
-        raise TypeError(
-            f"fn must return its carry with the same structure, but {(differing or ['the containers differ'])[0]}: "
-            f"{shortened(structures[0])} went in and {shortened(structures[1])} came out. Return all that fn was "
-            "given, changed, in the same order."
-        )
-    for path, leaf in old.items():
-        if (was := _kind(leaf)) != (now := _kind(new[path])):
-            raise TypeError(
-                f"fn must return its carry with the same shapes, dtypes and shardings, but carry{path} went in as "
-                f"{was} and came out as {now}. With parameters in float16 the unscaled gradients are float32: "
-                "initialise the optimizer with parameters in float32 (tx.init on float32 copies) and let "
-                "optax.apply_updates cast back; elsewhere cast with .astype in fn. Where only what stands behind an @ "
-                "or in braces differs, the value is sharded, or varies over mesh axes, as it did not before: "
-                "reshard it in fn, or reduce the gradients."
-            )
-
-
-def _kind(leaf: Any) -> str:
-    if not _is_array(leaf):
-        return repr(leaf)
-    return str(jax.typeof(leaf)).removeprefix("~")  # the mark of a weak type, which makes no difference here
+from jmpscale._finite import AxisName
+from jmpscale._gate import refuse_nnx_objects
+from jmpscale._scaling import scale, unscale_and_check
+from jmpscale._state import ScalerState, shown
+from jmpscale._tree import get_scaler, is_inexact, named_leaves, partition, require_one_scaler
 
 
 def value_and_grad(
     fun: Callable[..., Any],
-    argnums: int | Sequence[int] = 0,
+    argnums: Any = 0,
     has_aux: bool = False,
     *,
     axis_name: AxisName = None,
+    transform: Callable[..., Any] = jax.value_and_grad,
 ) -> Callable[..., tuple[Any, Any, jax.Array]]:
     """Makes a function that returns the loss, its unscaled gradients, and whether these are finite.
 
@@ -135,16 +30,20 @@ def value_and_grad(
 
     Args:
       fun: returns a scalar floating-point loss, or a pair of it and auxiliary data if `has_aux`.
-      argnums: which of `fun`'s own positional arguments to differentiate with respect to.
-      has_aux: whether `fun` returns a pair.
+      argnums: which of `fun`'s own positional arguments to differentiate with respect to; an int, several, or
+        whatever else `transform` takes, such as `nnx.DiffState(0, nnx.LoRAParam)`.
+      has_aux: whether `fun` returns a pair: a tuple or a list of two.
       axis_name: the mapped axes over which to agree, where JAX's types do not tell; see `all_finite`.
+      transform: the `value_and_grad` of the framework that the model belongs to: `flax.nnx.value_and_grad`, which
+        keeps batch statistics and random streams, or `equinox.filter_value_and_grad`, which takes models whole.
 
     Returns:
       `f(state, *args, **kwargs) -> (value, grads, finite)`, or `((value, aux), grads, finite)` with `has_aux`. The
       value is `fun`'s own, bit for bit, never scaled. `grads` and `finite` are as from `unscale_and_check`.
 
     Raises:
-      TypeError: as `jax.value_and_grad` does, and as `unscale_and_check` does.
+      TypeError: as `transform` does, and as `unscale_and_check` does; a Flax NNX object, or what has no gradient (as
+        in an Equinox model), is given to `jax.value_and_grad`.
       ValueError: likewise.
 
     >>> from jmpscale import dynamic
@@ -152,34 +51,110 @@ def value_and_grad(
     >>> float(loss), float(grad), bool(finite)
     (36.0, 24.0, True)
     """
-    if isinstance(fun, ScalerState) or isinstance(argnums, ScalerState):
-        raise TypeError(
-            "value_and_grad takes the loss function, got a ScalerState. The scaler is the first argument of the "
-            "function that it returns: value_and_grad(loss_fn)(scaler, params, batch)."
-        )
-    jax.value_and_grad(fun, argnums, has_aux)  # raises for a bad fun or argnums now, as JAX does, and not when called
+    scaled_value_and_grad_of_fun = scaled_value_and_grad(fun, argnums, has_aux, transform=transform)
 
     def value_and_grad_of_fun(state: ScalerState, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, jax.Array]:
         require_one_scaler(state)
+        value, grads = scaled_value_and_grad_of_fun(state, *args, **kwargs)
+        return value, *unscale_and_check(state, grads, axis_name=axis_name)
 
-        def scaled(*args: Any, **kwargs: Any) -> Any:
-            out = fun(*args, **kwargs)
-            if has_aux and not (isinstance(out, tuple) and len(cast(tuple[Any, ...], out)) == 2):
-                return cast(Any, out)  # not a pair: JAX's own error says so
-            return _scale_loss(state, out[0] if has_aux else out), out
-
-        (_, out), grads = jax.value_and_grad(scaled, argnums, has_aux=True)(*args, **kwargs)
-        grads, finite = unscale_and_check(state, grads, axis_name=axis_name)
-        return out, grads, finite
-
-    # Not functools.wraps: it would pass off fun's signature, which lacks the scaler, as this function's, and
-    # jax.jit(..., static_argnames=...) would count from there.
     value_and_grad_of_fun.__name__ = f"value_and_grad_of_{getattr(fun, '__name__', 'fun')}"
     return value_and_grad_of_fun
 
 
+def scaled_value_and_grad(
+    fun: Callable[..., Any],
+    argnums: Any = 0,
+    has_aux: bool = False,
+    *,
+    transform: Callable[..., Any] = jax.value_and_grad,
+) -> Callable[..., tuple[Any, Any]]:
+    """Makes a function that returns the loss and its scaled gradients, as `with_loss_scaling` takes them.
+
+    Like `jax.value_and_grad`, but the result takes the scaler, or what holds it, before `fun`'s own arguments, and the
+    backward pass runs on the scaled loss.
+
+    Args:
+      fun: as in `value_and_grad`, as are all that follow.
+      argnums: see `value_and_grad`.
+      has_aux: see `value_and_grad`.
+      transform: see `value_and_grad`.
+
+    Returns:
+      `f(holder, *args, **kwargs) -> (value, grads)`, or `((value, aux), grads)` with `has_aux`. `holder` is a
+      `ScalerState`, or a pytree with exactly one in it: the optimizer state of `with_loss_scaling`, a train state.
+      The value is `fun`'s own, bit for bit; the gradients are still multiplied by the loss scale.
+
+    Raises:
+      TypeError: as `value_and_grad`.
+      ValueError: as `transform` does; `holder` contains no scaler, or several, or a batch of them.
+
+    >>> import optax
+    >>> from jmpscale import static, with_loss_scaling
+    >>> tx = with_loss_scaling(optax.sgd(0.5), static(8.0))
+    >>> opt_state = tx.init(3.0)
+    >>> loss, grad = scaled_value_and_grad(lambda w: w**2)(opt_state, 3.0)
+    >>> updates, opt_state = tx.update(grad, opt_state, 3.0, value=loss)
+    >>> float(loss), float(grad), float(updates)
+    (9.0, 48.0, -3.0)
+    """
+    if isinstance(fun, ScalerState) or isinstance(argnums, ScalerState):
+        raise TypeError(
+            "fun must be the loss function, got a ScalerState. The scaler is the first argument of the function that "
+            "comes back: value_and_grad(loss_fn)(scaler, params, batch)."
+        )
+    # Equinox takes no argnums, NNX no positional ones.
+    options = {} if isinstance(argnums, int) and argnums == 0 else {"argnums": argnums}
+    transform(fun, has_aux=has_aux, **options)  # raises for a bad fun or argnums now, as JAX does, and not when called
+
+    def scaled_value_and_grad_of_fun(holder: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        state = get_scaler(holder)
+        require_one_scaler(state, "holder")
+        if transform is jax.value_and_grad:
+            _refuse_models(args, kwargs, argnums)
+
+        def scaled(*args: Any, **kwargs: Any) -> Any:
+            out = fun(*args, **kwargs)
+            if not has_aux:
+                return _scale_loss(state, out), out
+            if not (isinstance(out, (tuple, list)) and len(cast(tuple[Any, ...], out)) == 2):
+                return cast(Any, out)  # not a pair: JAX's own error says so
+            return _scale_loss(state, out[0]), tuple(cast(tuple[Any, ...], out))
+
+        (_, out), grads = transform(scaled, has_aux=True, **options)(*args, **kwargs)
+        return out, grads
+
+    # Not functools.wraps: it would pass off fun's signature, which lacks the scaler, as this function's, and
+    # jax.jit(..., static_argnames=...) would count from there.
+    scaled_value_and_grad_of_fun.__name__ = f"scaled_value_and_grad_of_{getattr(fun, '__name__', 'fun')}"
+    return scaled_value_and_grad_of_fun
+
+
+def _refuse_models(args: tuple[Any, ...], kwargs: Any, argnums: Any) -> None:
+    """Raises for models that `jax.value_and_grad` would lose a part of in silence, or refuse without the way out."""
+    remedy = "Pass transform=flax.nnx.value_and_grad, which keeps batch statistics and random streams."
+    refuse_nnx_objects((args, kwargs), "arguments", remedy)
+    equinox: Any = sys.modules.get("equinox")
+    if equinox is None:
+        return
+
+    def is_module(node: Any) -> bool:
+        return isinstance(node, equinox.Module)
+
+    chosen = (argnums,) if isinstance(argnums, int) else argnums
+    differentiated = [args[i] for i in chosen if -len(args) <= i < len(args)]
+    for model in partition(differentiated, is_module, is_leaf=is_module)[0]:
+        for path, leaf in named_leaves(model):
+            if not is_inexact(leaf):
+                raise TypeError(
+                    f"argument {argnums} has an Equinox {type(model).__name__} with a leaf that has no gradient, "
+                    f"{shown(leaf)} at {path}. Pass transform=equinox.filter_value_and_grad, which goes around it."
+                )
+
+
 def _scale_loss(state: ScalerState, value: Any) -> Any:
     """Scales a loss; leaves what is no real scalar to JAX, whose error says what is wrong with it."""
-    aval: Any = jax.typeof(value) if _is_array(value) else None
-    is_loss = aval is not None and aval.shape == () and jnp.issubdtype(aval.dtype, np.floating)
+    if not is_inexact(value):
+        return value
+    is_loss = jnp.shape(value) == () and jnp.issubdtype(jnp.result_type(value), np.floating)
     return scale(state, value) if is_loss else value

@@ -10,10 +10,9 @@ import jax
 import matplotlib.pyplot as plt
 import numpy as np
 
-from jmpscale._finite import is_inexact, partition
 from jmpscale._report import FLOAT16_LARGEST, FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL, GradReport
-from jmpscale._scaling import require_one_scaler
 from jmpscale._state import ScalerState, count, shown
+from jmpscale._tree import is_inexact, partition, require_one_scaler
 
 GREY, RED, BLUE, YELLOW = "#5c626b", "#d1495b", "#2a7f9e", "#e9b44c"
 

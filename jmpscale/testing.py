@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jmpscale._finite import is_inexact, named_leaves
 from jmpscale._scaling import require_flag
 from jmpscale._state import shortened, shown
+from jmpscale._tree import is_inexact, named_leaves
 
 
 def inject(tree: Any, value: float, *, path: str, when: Any = True) -> Any:
