@@ -17,6 +17,12 @@ import optax
 import jmpscale
 
 MAX_NORM = 1e4
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.1),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    "adamw": lambda: optax.adamw(1e-3),
+    "adafactor": lambda: optax.adafactor(1e-3),
+}
 
 
 class Job(NamedTuple):
@@ -35,7 +41,7 @@ class Job(NamedTuple):
 def make_job(task, optimizer="adamw", compute=jnp.float32, grads=jnp.float32):
     """Joins a task `(loss_fn, params, batch)` with an optimizer; `grads` is float32 or the dtype to compute in."""
     loss_fn, params, batch = task
-    plain = {"sgd": optax.sgd(0.1), "adamw": optax.adamw(1e-3), "adafactor": optax.adafactor(1e-3)}[optimizer]
+    plain = OPTIMIZERS[optimizer]()
     clip = optax.clip_by_global_norm(MAX_NORM)
     # The weights behind the gradients are float32 in every job: 16-bit gradients are widened before anything adds up.
     widen = [] if grads == jnp.float32 else [optax.stateless(lambda updates, _: to_dtype(jnp.float32, updates))]

@@ -1,0 +1,160 @@
+"""What the compilers for H100 and TPU make of each step, without the hardware: `python -m benchmarks.compilers`.
+
+All but the clock is known when a step is compiled: the bytes it moves, the memory it takes, what it runs, copies and
+communicates. A ratio is to the same step with `optax.clip_by_global_norm`, compiled for the same devices.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import pathlib
+import platform
+import sys
+import time
+
+from benchmarks import programs, targets  # before anything that starts JAX
+
+import jax  # isort: skip
+import jax.numpy as jnp  # isort: skip
+
+from benchmarks import steps  # isort: skip
+
+RESULTS = pathlib.Path(__file__).parent / "results" / "compilers.json"
+LIBRARIES = ("jmpscale", "jax", "jaxlib", "jax-cuda12-plugin", "libtpu", "optax", "flax", "jmp", "equinox")
+LIBRARIES += ("mixed-precision-for-jax",)
+# name: the task, and the dtype to compute in
+SHAPES = {
+    "16 layers of 512, batch 256": lambda: steps.mlp(16, 512, 256),
+    "100 of 256, batch 32": lambda: steps.mlp(100, 256, 32),
+    "16 of 1024, batch 32": lambda: steps.mlp(16, 1024, 32),
+    "8 of 2048, batch 32": lambda: steps.mlp(8, 2048, 32),
+    "6 of 2048, batch 256": lambda: steps.mlp(6, 2048, 256),
+    "2 of 8192, batch 32": lambda: steps.mlp(2, 8192, 32),
+    "GPT-2 small": lambda: steps.transformer(12, 768, 12, 50257, 1024, 8),
+}
+HALF = {"h100": jnp.float16, "tpu-v5e": jnp.bfloat16, "tpu-v5p": jnp.bfloat16}
+# Matrices that no cache and no memory on a chip holds; over several devices, those that the mesh divides.
+LARGE = {"h100": "8 of 2048, batch 32", "tpu-v5e": "2 of 8192, batch 32", "tpu-v5p": "2 of 8192, batch 32"}
+SHARDED = "6 of 2048, batch 256"
+
+
+def measure(job, method, mesh):
+    """Compiles one step for the devices of the mesh; returns its figures."""
+    init, step = steps.METHODS[method](job)
+    state = jax.eval_shape(init, job.params)
+    given = targets.spread(state, mesh)
+    jax.clear_caches()
+    start, cpu = time.perf_counter(), time.process_time()
+    jitted = jax.jit(step, donate_argnums=0, in_shardings=(given, targets.batches(job.batch, mesh)))
+    compiled = jitted.lower(state, job.batch).compile()
+    took, cpu = time.perf_counter() - start, time.process_time() - cpu
+    program, memory, cost = programs.parse(compiled.as_text()), compiled.memory_analysis(), compiled.cost_analysis()
+    copied = programs.copies(program)
+    sharded, lost = targets.lost(given, compiled.output_shardings[0], state)
+    return {
+        # XLA adds up the bytes on TPU, and leaves that empty on CUDA.
+        "traffic": round(cost["bytes accessed"]) if cost else programs.traffic(program),
+        "temp_bytes": memory.temp_size_in_bytes,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "kernels": programs.kernels(program),
+        "copies": len(copied),
+        "copied_bytes": sum(map(programs.bytes_of, copied)),
+        "branches": programs.count(program, "conditional"),
+        "loops": programs.count(program, "while"),
+        "collectives": programs.collectives(program),
+        "scalars_reduced": programs.scalars_reduced(program),
+        "sharded": sharded,
+        "lost": lost,
+        "compile_s": round(took, 2),
+        "compile_cpu_s": round(cpu, 2),
+    }
+
+
+def compare(name, job, methods, mesh):
+    """Compiles the methods for one job, the floor first, and shows each as soon as it is done."""
+    print(f"  {name}", flush=True)
+    figures = {}
+    for method in dict.fromkeys((steps.FLOOR, *methods)):
+        try:
+            figures[method] = measure(job, method, mesh)
+        except ImportError as error:
+            print(f"    {method:<26} left out ({error})", flush=True)
+            continue
+        except Exception as error:  # what a compiler refuses, such as a program too large for the device
+            figures[method] = {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
+            print(f"    {method:<26} failed: {figures[method]['failed']}", flush=True)
+            continue
+        floor = figures[steps.FLOOR]
+        for key in ("traffic", "kernels", "compile_cpu_s"):
+            figures[method][f"{key}_ratio"] = float(f"{figures[method][key] / floor[key]:.4g}")
+        show(method, figures[method])
+    return figures
+
+
+def show(method, x):
+    """Prints one line."""
+    collectives = ", ".join(f"{n} {name}" for name, n in sorted(x["collectives"].items()))
+    print(
+        f"    {method:<26} traffic {x['traffic_ratio']:.3f}  temporary {x['temp_bytes'] / 1e6:8.1f} MB  kernels"
+        f" {x['kernels']:4d} ({x['kernels_ratio']:.3f})  copies {x['copies']} ({x['copied_bytes'] / 1e6:.0f} MB)"
+        f"  branches {x['branches']} loops {x['loops']}  lost {x['lost']} of {x['sharded']}  compiled"
+        f" {x['compile_cpu_s']:.1f} s ({x['compile_cpu_s_ratio']:.2f})  {collectives}; {x['scalars_reduced']} scalars reduced",
+        flush=True,
+    )
+
+
+def about():
+    """Returns what the figures depend on."""
+    versions = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    command = " ".join(["python -m benchmarks.compilers", *sys.argv[1:]])
+    return {"date": str(datetime.date.today()), "command": command, "versions": versions}
+
+
+def main():
+    """Compiles what was asked for, prints the figures, and writes them where others are kept."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compilers", description=__doc__)
+    parser.add_argument("--backend", choices=targets.TOPOLOGIES, required=True)
+    parser.add_argument("--devices", type=int, nargs="+", default=[1], help="how many: 1, 8, 1024")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="the networks (default: one of large matrices)")
+    parser.add_argument("--methods", nargs="+", choices=steps.METHODS, default=list(steps.METHODS))
+    parser.add_argument("--optimizers", nargs="+", default=["adamw"], choices=steps.OPTIMIZERS)
+    parser.add_argument("--grads", nargs="+", default=["float32"], choices=("float32", "half"))
+    parser.add_argument("--out", type=pathlib.Path, help="a JSON file to add the figures to")
+    options = parser.parse_args()
+    if not targets.installed(options.backend):
+        sys.exit(
+            f"the compiler for {options.backend} is not installed: see docs/costs.md, or pip install jmpscale[...]"
+        )
+    half = HALF[options.backend]
+    targets.warm_up(options.backend)
+    for devices in options.devices:
+        mesh = targets.mesh(options.backend, devices)
+        for shape in options.shapes or [SHARDED if devices > 1 else LARGE[options.backend]]:
+            task = targets.abstract(SHAPES[shape])
+            for optimizer in options.optimizers:
+                for grads in options.grads:
+                    job = steps.make_job(task, optimizer, half, half if grads == "half" else jnp.float32)
+                    of = str(jnp.dtype(half) if grads == "half" else grads)
+                    name = f"{options.backend}, {devices} devices, {shape}, {optimizer}, gradients in {of}"
+                    figures = compare(name, job, options.methods, mesh)
+                    if options.out:
+                        write(options.out, name, figures)
+
+
+def write(out, name, figures):
+    """Adds the figures to those that are there; of one network, the new methods to the old ones."""
+    written = json.loads(out.read_text()) if out.exists() else {}
+    kept = written.get(name, {}).get("figures", {})
+    written[name] = {"about": about(), "figures": kept | figures}
+    out.parent.mkdir(exist_ok=True)
+    out.write_text(json.dumps(written, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Reads optimized programs: which instructions run, how many bytes they move, what they copy and communicate."""
+
+import math
+import re
+from typing import NamedTuple
+
+COLLECTIVES = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|collective-broadcast"
+# Instructions that name a value that is there already, or that only wait for one that was started before.
+FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id")
+LARGE = 2**14  # bytes: a copy of less is no parameter's or moment's
+BITS = {"pred": 8, "token": 0, "opaque": 0}  # of the element types whose names do not tell
+
+
+class Instruction(NamedTuple):
+    """One line of a program. Types are text, such as `f32[8,128]{1,0}` or a tuple of such in parentheses."""
+
+    name: str
+    type: str
+    operation: str
+    operands: tuple[str, ...]
+    calls: tuple[str, ...]  # the computations that it runs or applies
+    is_root: bool
+
+
+class Program(NamedTuple):
+    """An optimized program: its computations by name."""
+
+    entry: str
+    computations: dict[str, list[Instruction]]
+
+
+def parse(text):
+    """Returns the program that the text of a compiled function tells of."""
+    text, entry, computations, found = re.sub(r"/\*.*?\*/", "", text), None, {}, []
+    for line in text.splitlines():
+        if header := re.match(r"(ENTRY )?%?([\w.-]+) (?:\(.*\) -> .* )?{", line):
+            found = computations[header[2]] = []
+            entry = header[2] if header[1] else entry
+        elif instruction := re.match(r"\s*(ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\(", line):
+            root, name, kind, operation = instruction.groups()
+            operands, rest = _until_closed(line[instruction.end() :])
+            called = re.findall(r"(?:calls|to_apply|body|condition|\w+_computations?)=({[^}]*}|%?[\w.-]+)", rest)
+            calls = tuple(re.findall(r"[\w.-]+", " ".join(called)))
+            named = tuple(re.findall(r"%([\w.-]+)", operands))
+            found.append(Instruction(name, kind, operation, named, calls, bool(root)))
+    return Program(entry, computations)
+
+
+def _until_closed(text):
+    """Splits text behind an opening parenthesis where that is closed."""
+    depth = 1
+    for place, character in enumerate(text):
+        depth += {"(": 1, ")": -1}.get(character, 0)
+        if not depth:
+            return text[:place], text[place:]
+    return text, ""
+
+
+def bytes_of(kind):
+    """Counts the bytes of a value by its type; of a tuple, those of all its parts."""
+    sizes = re.findall(r"([a-z]\w*)\[([\d,]*)\]", kind)
+    return sum(_bits(name) * math.prod(int(n) for n in shape.split(",") if n) for name, shape in sizes) // 8
+
+
+def _bits(name):
+    return BITS.get(name) if name in BITS else int(re.search(r"\d+", name)[0])
+
+
+def running(program, computation=None):
+    """Yields what the program runs: the instructions of the entry, of branches, of loops and of what is called."""
+    for instruction in program.computations[computation or program.entry]:
+        if instruction.operation not in FREE and not instruction.operation.endswith(("-done", "-update")):
+            yield instruction
+        if instruction.operation in ("conditional", "while", "call"):
+            for name in instruction.calls:
+                yield from running(program, name)
+
+
+def traffic(program, computation=None):
+    """Adds up the bytes that instructions read and write: of a conditional, its dearest branch; of a loop, one turn."""
+    instructions = program.computations[computation or program.entry]
+    types, moved = {x.name: x.type for x in instructions}, 0
+    for x in instructions:
+        if x.operation == "conditional":
+            moved += max(traffic(program, name) for name in x.calls)
+        elif x.operation in ("while", "call"):
+            moved += sum(traffic(program, name) for name in x.calls)
+        elif x.operation not in FREE:
+            read = (
+                0 if x.operation.endswith(("-done", "-update")) else sum(bytes_of(types[name]) for name in x.operands)
+            )
+            # What is started writes its result when it is done; until then its type repeats that of the operands.
+            moved += read + (0 if x.operation.endswith(("-start", "-update")) else bytes_of(x.type))
+    return moved
+
+
+def copies(program):
+    """Returns the types of the large values that are copied, within one kind of memory."""
+    types = {x.name: x.type for found in program.computations.values() for x in found}
+    copied = []
+    for x in running(program):
+        if x.operation == "copy-start":
+            copied += [types[x.operands[0]]] if _place(x.type) == _place(types[x.operands[0]]) else []
+        elif x.operation == "copy" or _only_copies(program, x):
+            copied.append(x.type)
+    return [kind for kind in copied if bytes_of(kind) >= LARGE]
+
+
+def _place(kind):
+    """The memory of the first value of a type: TPUs fetch values ahead into another by copies."""
+    return re.search(r"S\(\d+\)", kind.split("]")[1].split("[")[0]) and re.search(r"S\(\d+\)", kind)[0]
+
+
+def _only_copies(program, x):
+    if x.operation != "fusion":
+        return False
+    inside = {y.operation for name in x.calls for y in program.computations[name]}
+    return "copy" in inside and inside <= {"copy", *FREE}
+
+
+def communicating(program, computation=None):
+    """Yields the collectives that run, those inside fusions and asynchronous computations too."""
+    for x in running(program, computation):
+        if re.fullmatch(f"(?:{COLLECTIVES})(?:-start)?", x.operation):
+            yield x
+        elif x.operation in ("async-start", "fusion"):
+            for name in x.calls:
+                yield from communicating(program, name)
+
+
+def collectives(program):
+    """Counts the collectives that run, by operation."""
+    counted = {}
+    for x in communicating(program):
+        name = x.operation.removesuffix("-start")
+        counted[name] = counted.get(name, 0) + 1
+    return counted
+
+
+def scalars_reduced(program):
+    """Counts the scalars that devices add up, or combine otherwise: XLA packs several values into one all-reduce."""
+    reduced = [x for x in communicating(program) if x.operation.removesuffix("-start") == "all-reduce"]
+    return sum(not shape.strip("1,") for x in reduced for shape in re.findall(r"\w\[([\d,]*)\]", x.type))
+
+
+def count(program, *operations):
+    """Counts the instructions that run and are one of the operations."""
+    return sum(x.operation.removesuffix("-start") in operations for x in running(program))
+
+
+def kernels(program):
+    """Counts the instructions that run on the device as something of their own."""
+    return sum(x.operation not in ("conditional", "while", "call") for x in running(program))

@@ -1,0 +1,112 @@
+"""Compiles for accelerators that are not there, with their own compilers. Import it before JAX starts a backend.
+
+One process compiles for one kind: the compiler for H100 comes with `jax-cuda12-plugin`, that for TPU with `libtpu`.
+"""
+
+import importlib.util
+import math
+import os
+from typing import NamedTuple
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # there is no driver, and none is needed
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # nor is there a host with TPUs to ask
+os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+# What XLA asks of the card before it compiles for it, as an H100 SXM answers (openxla/xla#25919).
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
+  clock_rate_ghz: 1.98 device_memory_size: 84929347584 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 } registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 } runtime_version { major: 12 minor: 9 patch: 0 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+TOPOLOGIES = {  # by the number of devices; the smallest that there is, of which one device is taken where that is all
+    "h100": {1: "1x1x1", 8: "1x1x8", 64: "1x8x8", 1024: "1x128x8"},  # slices, hosts, devices of a host
+    "tpu-v5e": {1: "v5e:2x2", 4: "v5e:2x2", 8: "v5e:2x4", 256: "v5e:16x16"},
+    "tpu-v5p": {1: "v5p:2x2x1", 4: "v5p:2x2x1", 8: "v5p:2x2x2", 256: "v5p:4x8x8", 1024: "v5p:8x8x16"},
+}
+MESHES = {1: (1, 1), 4: (2, 2), 8: (4, 2), 64: (64, 1), 256: (256, 1), 1024: (128, 8)}
+AXES = ("data", "model")
+
+
+def installed(backend):
+    """Tells whether the compiler for a backend can be imported here."""
+    return importlib.util.find_spec("jax_cuda12_plugin" if backend == "h100" else "libtpu") is not None
+
+
+def mesh(backend, devices, shape=None):
+    """Returns a mesh of that many devices of the backend, none of which need exist."""
+    if (name := TOPOLOGIES[backend].get(devices)) is None:
+        known = sorted(TOPOLOGIES[backend])
+        raise ValueError(f"{backend} is known with {known} devices, got {devices}: add its topology to TOPOLOGIES")
+    if backend == "h100":
+        topology = topologies.get_topology_desc(
+            platform="cuda", topology_name="", topology=name, target_config=H100.strip()
+        )
+    else:
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=name)
+    shape = shape or MESHES[devices]
+    found = np.array(topology.devices[:devices]).reshape(shape)
+    return Mesh(found, AXES[: len(shape)], axis_types=(AxisType.Auto,) * len(shape))
+
+
+def warm_up(backend):
+    """Compiles a trifle, so that what is measured first does not pay for the compiler's own start."""
+    everywhere = NamedSharding(mesh(backend, 1), PartitionSpec())
+    number = jax.ShapeDtypeStruct((8, 8), np.float32)
+    jax.jit(lambda x: x @ x, in_shardings=everywhere).lower(number).compile()
+
+
+def spread(tree, mesh):
+    """Returns the shardings of a training state: matrices over both axes of the mesh where they divide, else copies."""
+
+    def one(x):
+        matrix = len(x.shape) >= 2 and all(n % m == 0 for n, m in zip(x.shape[-2:], mesh.devices.shape, strict=True))
+        return NamedSharding(mesh, PartitionSpec(*[None] * (len(x.shape) - 2), *AXES) if matrix else PartitionSpec())
+
+    return jax.tree.map(one, tree)
+
+
+def batches(tree, mesh):
+    """Returns the shardings of a batch: its first axis over the first of the mesh."""
+    return jax.tree.map(lambda x: NamedSharding(mesh, PartitionSpec(AXES[0])), tree)
+
+
+class Abstract(NamedTuple):
+    """A task, `(loss_fn, params, batch)`, without a single array."""
+
+    loss_fn: object
+    params: object
+    batch: object
+
+
+def abstract(task):
+    """Makes a task of shapes and dtypes alone, whatever it would take in memory."""
+    loss_fn = []
+
+    def make():
+        fn, params, batch = task()
+        loss_fn.append(fn)
+        return params, batch
+
+    params, batch = jax.eval_shape(make)
+    return Abstract(loss_fn[0], params, batch)
+
+
+def lost(given, returned, tree):
+    """Counts the leaves that go in sharded, and those of them that come out otherwise than they went in."""
+    leaves = zip(*(jax.tree.leaves(x) for x in (given, returned, tree)), strict=True)
+    pairs = [(a, b, len(x.shape)) for a, b, x in leaves if math.prod(a.shard_shape(x.shape)) < math.prod(x.shape)]
+    return len(pairs), sum(not a.is_equivalent_to(b, ndim) for a, b, ndim in pairs)
