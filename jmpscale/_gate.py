@@ -32,7 +32,9 @@ def apply_if(finite: Any, fn: Callable[..., Any], /, *carry: Any) -> Any:
     `fn(*carry) if finite else carry`. On CPU that is a branch, and a skipped step costs nothing. On GPU, TPU and all
     other platforms `fn` always runs and its result is selected or thrown away, which costs nothing on a step that is
     taken: there `fn` must not rely on being left out, so no callbacks with effects, and no `while_loop` that only ends
-    for finite values. Outside `jax.jit`, where the flag is known, it is a plain Python `if`.
+    for finite values. Outside `jax.jit`, where the flag is known, it is a plain Python `if`. A derivative through a
+    skipped step is that of the identity; in reverse mode JAX makes it NaN where it meets an infinite gradient on its
+    way on, unless the gradients are made finite before `fn` uses them.
 
     Args:
       finite: bool[], from `unscale_and_check`; combine it with a predicate of your own as you like.

@@ -155,8 +155,10 @@ def _global_norm(grads: Any, axis_name: AxisName) -> jax.Array:
     groups: dict[tuple[Any, ...], list[jax.Array]] = {}
     for x in leaves:
         for part in (x.real, x.imag) if jnp.iscomplexobj(x) else (x,):
-            square = jnp.sum(jnp.square(part.astype(wide)))
-            groups.setdefault(axes_to_reduce(square, axis_name), []).append(square)
+            # Not square(part) alone, whose derivative at infinity turns a cotangent of zero into NaN.
+            square = jnp.where(jnp.isfinite(part), jnp.square(_harmless(part.astype(wide))), np.array(np.inf, wide))
+            total = square.sum()
+            groups.setdefault(axes_to_reduce(total, axis_name), []).append(total)
     sums = {axes: jnp.stack(squares).sum() for axes, squares in groups.items()}
     agreed: list[Any] = [jax.lax.psum(x, axes) if axes else x for axes, x in sums.items()]
     return jnp.sqrt(sum(agreed, jnp.zeros((), wide)))
