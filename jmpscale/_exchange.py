@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerConfig, ScalerState, count, fresh, within
 from jmpscale._tree import require_one_scaler
 
-_SETTINGS = {"growth_factor", "backoff_factor", "growth_interval"}
-_KEYS = _SETTINGS | {"scale", "_growth_tracker"}
+_SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
+_KEYS = {"scale", "_growth_tracker", *_SETTINGS}
 
 
 def to_torch_state_dict(state: ScalerState) -> dict[str, float | int]:
@@ -31,19 +31,13 @@ def to_torch_state_dict(state: ScalerState) -> dict[str, float | int]:
     1024.0
     """
     require_one_scaler(state)
-    config = state.config
-    if config.mode != "dynamic":
+    if state.config.mode != "dynamic":
         raise ValueError(
-            f"state must be dynamic to become a torch state dict, got mode {config.mode!r}. torch's GradScaler has no "
-            "such mode; construct it with enabled=False instead of a disabled scaler."
+            f"state must be dynamic to become a torch state dict, got mode {state.config.mode!r}. torch's GradScaler "
+            "has no such mode; construct it with enabled=False instead of a disabled scaler."
         )
-    return {
-        "scale": float(state.loss_scale),
-        "growth_factor": config.growth_factor,
-        "backoff_factor": config.backoff_factor,
-        "growth_interval": config.growth_interval,
-        "_growth_tracker": int(state.good_steps),
-    }
+    settings = {name: getattr(state.config, name) for name in _SETTINGS}
+    return {"scale": float(state.loss_scale), **settings, "_growth_tracker": int(state.good_steps)}
 
 
 def from_torch_state_dict(
@@ -80,8 +74,8 @@ def from_torch_state_dict(
             f"foreign {sorted(map(str, set(mapping) - _KEYS))}. Pass the scaler's own state dict, nothing around it."
         )
     tracker = count("mapping['_growth_tracker']", mapping["_growth_tracker"], low=0)
-    settings = {name: mapping[name] for name in _SETTINGS}
-    config = ScalerConfig(min_scale=min_scale, max_scale=max_scale, **settings)
-    remedy = "The limits are the arguments min_scale and max_scale."
-    scale = within("mapping['scale']", mapping["scale"], config.min_scale, config.max_scale, remedy)
+    config = ScalerConfig(min_scale=min_scale, max_scale=max_scale, **{name: mapping[name] for name in _SETTINGS})
+    # A scale at its limit was saved as the float32 number next to the limit, and that may lie outside.
+    low, high = config.min_scale * (1 - 2.0**-24), config.max_scale * (1 + 2.0**-24)
+    scale = within("mapping['scale']", mapping["scale"], low, high, "The limits are min_scale and max_scale.")
     return fresh(scale, config)._replace(good_steps=jnp.array(tracker, jnp.int32))

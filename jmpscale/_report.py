@@ -1,7 +1,8 @@
 """Looking, never deciding: what to log, which leaf overflowed, and when to give up."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -10,43 +11,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
 
-from jmpscale._finite import (
-    AxisName,
-    axes_to_reduce,
-    joint_reductions_pay,
-    refuse_partial_sums,
-    warn_if_alone,
-)
-from jmpscale._state import COUNTER_LIMIT, LARGEST_SCALE, ScalerState, count
-from jmpscale._tree import is_inexact, partition, require_one_scaler, require_scaler
+from jmpscale._finite import AxisName, axes_to_reduce, joint_reductions_pay, refuse_partial_sums, warn_if_alone
+from jmpscale._state import COUNTER_LIMIT, LARGEST_SCALE, ScalerState, count, static
+from jmpscale._tree import is_inexact, require_one_scaler, require_scaler
 
-FLOAT16_LARGEST = 65504.0
-FLOAT16_SMALLEST = 2.0**-24  # subnormal
-FLOAT16_SMALLEST_NORMAL = 2.0**-14
+FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL, FLOAT16_LARGEST = 2.0**-24, 2.0**-14, 65504.0
 
 _COUNTS = ("nan", "inf", "zero", "below", "subnormal")
 
 _STUCK = "{run} steps in a row were skipped ({total} in all); the loss scale is {scale:g}. "
-_DAMAGED = _STUCK + (
-    "That is no loss scale: the state was damaged, in storage or by hand. Restore an older checkpoint, or start afresh."
-)
-_OVERFLOW = _STUCK + "In the newest skip the gradients were not finite while the loss, if given, was. "
-_BAD_LOSS = _STUCK + (
-    "In the newest skip the loss itself was not finite, before any scaling. No loss scale cures that: look for bad "
-    "data, or for an overflow in the forward pass."
-)
-_AT_FLOOR = _OVERFLOW + (
-    "The scale cannot fall any further: either the gradients overflow on the way back whatever the scale, or they are "
-    "NaN. jmpscale.grad_report names the leaf. Run the same batch in float32; if it is finite there, allow a smaller "
-    "scale or keep the overflowing layers in float32."
-)
-_AT_START = _OVERFLOW + (
-    "These are the first skips of this run: the scale is still being sought, as is expected at the start. Allow more "
-    "skips, or start lower."
-)
-_FALLING = _OVERFLOW + (
-    "The scale is still falling; allow more skips, or look for what changed in the data or the model: "
-    "jmpscale.grad_report names the leaf."
+_OVERFLOW = f"{_STUCK}In the newest skip the gradients were not finite while the loss, if given, was. "
+_DIAGNOSES = (  # in the order of _diagnoses
+    f"{_STUCK}That is no loss scale: the state was damaged, in storage or by hand. Restore an older checkpoint.",
+    f"{_STUCK}In the newest skip the loss itself was not finite, before any scaling. No loss scale cures that: look "
+    "for bad data, or for an overflow in the forward pass.",
+    f"{_OVERFLOW}The scale cannot fall any further: either the gradients overflow on the way back whatever the scale, "
+    "or they are NaN. jmpscale.grad_report names the leaf. Run the same batch in float32; if it is finite there, "
+    "allow a smaller scale or keep the overflowing layers in float32.",
+    f"{_OVERFLOW}These are the first skips of this run: the scale is still being sought. Allow more, or start lower.",
+    f"{_OVERFLOW}The scale is still falling; allow more skips, or look for what changed in the data or the model: "
+    "jmpscale.grad_report names the leaf.",
 )
 
 
@@ -85,7 +69,8 @@ class GradReport:
       below: i32[leaves], how many are nonzero and below 2^-24, which float16 cannot hold.
       subnormal: i32[leaves], how many are in [2^-24, 2^-14), where float16 keeps fewer than 11 bits.
       paths: the names of the leaves, such as `params/layer_7/kernel`; static, no leaf.
-      sizes: how many values each leaf has, two for a complex number; static, no leaf.
+      sizes: how many values each leaf has on all the devices that were counted, two for a complex number; static, no
+        leaf.
     """
 
     finite: jax.Array
@@ -130,21 +115,43 @@ class GradReport:
                 f"describe tells about one report, got a batch of shape {shape}. Take one of them: "
                 "jax.tree.map(lambda x: x[0], report)."
             )
-        return _describe(jax.device_get(self), limit)
+        report = jax.device_get(self)
+        counts, largest = np.array([getattr(report, name) for name in _COUNTS]), np.asarray(report.largest)
+        paths, sizes, bad = report.paths, report.sizes, counts[0] + counts[1]
+        with np.errstate(divide="ignore"):
+            headroom = np.log2(FLOAT16_LARGEST / largest)
+        known = [n if isinstance(cast(object, n), int) else np.nan for n in sizes]  # symbolic ones are not
+        share = bad / np.maximum(np.array(known) - counts[2], 1)
+        order: list[int] = np.lexsort((headroom, share, bad == 0)).tolist()
+        rows = [["leaf", "values", "largest", "headroom", *_COUNTS]]
+        for i in order[:limit]:
+            rows.append([paths[i], f"{sizes[i]}", f"{largest[i]:.3g}", f"{headroom[i]:.1f}", *map(str, counts[:, i])])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        table = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+        worst, faulty = paths[order[0]], (bad > 0).sum()
+        if faulty > 1 and share[order[0]] > 0.5:
+            text = f"{faulty} of {len(bad)} leaves are mostly not finite; a smaller scale shows where it begins."
+        elif faulty:
+            text = f"{faulty} of {len(bad)} leaves are not finite; it most likely began in {worst}."
+        else:
+            text = f"All {len(bad)} leaves are finite; the largest magnitude is in {worst}."
+        if faulty and not counts[1].any():
+            text += " All of it is NaN: bad data, a 0/0 in the model, or an overflow whose infinities met on their way."
+        return "\n".join([text, *table])
 
     def totals(self) -> dict[str, jax.Array]:
         """Returns the sums over all leaves, to log beside `metrics`; jittable, nothing is transferred.
 
         Returns:
           f32[] each: `largest` (NaN if any leaf has one), and of `nan`, `inf`, `zero`, `below`, `subnormal` the share
-          of all values, in [0, 1].
+          of all values, in [0, 1]. Of stacked reports, [steps] each.
 
         >>> {name: float(x) for name, x in grad_report({"w": jnp.array([0.0, 4.0])}).totals().items() if x > 0}
         {'largest': 4.0, 'zero': 0.5}
         """
-        largest = jnp.where(jnp.isnan(self.largest).any(), jnp.nan, self.largest.max(initial=0.0))
-        values = max(sum(self.sizes), 1)
-        shares = {name: getattr(self, name).astype(jnp.float32).sum() / values for name in _COUNTS}
+        largest = jnp.where(jnp.isnan(self.largest).any(-1), jnp.nan, self.largest.max(-1, initial=0.0))
+        values = jnp.maximum(jnp.asarray(sum(self.sizes), jnp.float32), 1.0)
+        shares = {name: getattr(self, name).astype(jnp.float32).sum(-1) / values for name in _COUNTS}
         return {"largest": largest} | shares
 
 
@@ -173,30 +180,25 @@ def grad_report(grads: Any, *, scaler: ScalerState | None = None, axis_name: Axi
     >>> dict(zip(report.paths, report.below.tolist()))
     {'b': 1, 'w': 0}
     """
-    if scaler is not None:
-        require_one_scaler(scaler, "scaler")
+    scaler = static(1.0) if scaler is None else scaler
+    require_one_scaler(scaler, "scaler")
     refuse_partial_sums(grads)
     warn_if_alone(axis_name)
-    leaves, _ = partition(grads, is_inexact)
-    if not leaves:
-        raise ValueError("grads must have a leaf of an inexact dtype, got none. Pass the gradients.")
     with_paths = cast(list[tuple[Any, Any]], jax.tree_util.tree_leaves_with_path(grads))
-    paths = tuple(_name(path) for path, leaf in with_paths if is_inexact(leaf))
-    sizes = tuple(int(jnp.size(leaf)) * (1 + jnp.iscomplexobj(leaf)) for leaf in leaves)
-    if max(sizes, default=0) > COUNTER_LIMIT:
-        raise ValueError(f"grads must have at most {COUNTER_LIMIT} values in a leaf, got {max(sizes)}. Split the leaf.")
-    loss_scale = jnp.ones((), jnp.float32) if scaler is None else scaler.loss_scale
-    bits, counted = cast(tuple[list[Any], list[Any]], _look(leaves, loss_scale))
+    named = [(jax.tree_util.keystr(at, simple=True, separator="/"), x) for at, x in with_paths if is_inexact(x)]
+    if not named:
+        raise ValueError("grads must have a leaf of an inexact dtype, got none. Pass the gradients.")
+    paths, leaves = [name or "grads" for name, _ in named], [leaf for _, leaf in named]
+    bits, counted = cast(tuple[list[Any], list[Any]], _look(leaves, scaler.loss_scale))
+    axes = [axes_to_reduce(part, axis_name) for part in bits]
+    sizes = [jnp.size(x) * (1 + jnp.iscomplexobj(x)) * jax.lax.axis_size(a) for x, a in zip(leaves, axes, strict=True)]
+    if large := [n for n in sizes if isinstance(cast(object, n), int) and n > COUNTER_LIMIT]:
+        raise ValueError(f"grads must have at most {COUNTER_LIMIT} values in a leaf, got {large[0]}. Split the leaf.")
     # As bits, magnitudes are integers in the same order, and NaN is above infinity: no maximum can lose it.
-    bits = _combine(bits, cast(Any, jax.lax.pmax), axis_name)
-    largest = jax.lax.bitcast_convert_type(bits, _wide(leaves)[0])
-    tallies = _combine(counted, cast(Any, jax.lax.psum), axis_name).T
-    largest_scaled = largest * loss_scale.astype(largest.dtype)
-    return GradReport(jnp.isfinite(largest).all(), largest_scaled, *tallies, paths=paths, sizes=sizes)
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/") or "grads"
+    largest = jax.lax.bitcast_convert_type(_combine(bits, axes, jax.lax.pmax), _wide(leaves)[0])
+    tallies = _combine(counted, axes, jax.lax.psum).T
+    scaled = largest * jnp.asarray(scaler.loss_scale, largest.dtype)
+    return GradReport(jnp.isfinite(largest).all(), scaled, *tallies, paths=tuple(paths), sizes=tuple(sizes))
 
 
 def _wide(leaves: list[Any]) -> tuple[Any, Any]:
@@ -206,78 +208,48 @@ def _wide(leaves: list[Any]) -> tuple[Any, Any]:
 
 
 @jax.jit
-def _look(leaves: list[Any], loss_scale: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+def _look(leaves: list[Any], loss_scale: jax.Array) -> Any:
     """Returns of each leaf, as this device sees it, the bits of the largest magnitude and the counts i32[5]."""
+    plain, joint = (functools.partial(_count, reduce) for reduce in (_reduce_each, _reduce_jointly))
+    forms: dict[str, Any] = {"cpu": joint} if joint_reductions_pay() else {}
+    return cast(Any, jax.lax.platform_dependent(leaves, loss_scale, default=plain, **forms))
+
+
+def _count(reduce: Callable[..., Any], leaves: list[Any], loss_scale: jax.Array) -> tuple[list[Any], list[Any]]:
     real, integer = _wide(leaves)
 
     def bits(x: Any) -> Any:
         return jax.lax.bitcast_convert_type(jnp.asarray(x, real), integer)
 
     infinity = bits(np.inf)
-    smallest, normal = (bits(x / loss_scale.astype(real)) for x in (FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL))
-    largest: list[jax.Array] = []
-    counted: list[jax.Array] = []
+    smallest, normal = (bits(x / jnp.asarray(loss_scale, real)) for x in (FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL))
+    seen: list[tuple[Any, ...]] = []
     for x in leaves:
         parts = jnp.stack([x.real, x.imag]) if jnp.iscomplexobj(x) else x
         b = bits(parts) & np.iinfo(integer).max  # without the sign
         kinds = b > infinity, b == infinity, b == 0, (b > 0) & (b < smallest), (b >= smallest) & (b < normal)
-        seen = _reduce(b, kinds)
-        largest.append(seen[0])
-        counted.append(jnp.stack(seen[1:]))
-    return largest, counted
+        seen.append(reduce(b, [kind.astype(np.int32) for kind in kinds]))
+    return [largest for largest, *_ in seen], [jnp.stack(tallies) for _, *tallies in seen]
 
 
-def _reduce(bits: jax.Array, kinds: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns the maximum of `bits`, and how often each of `kinds` is true."""
-    tallies = [kind.astype(jnp.int32) for kind in kinds]
-    if not joint_reductions_pay():
-        return [bits.max(initial=0), *(t.sum() for t in tallies)]
-    start = tuple(jnp.zeros((), t.dtype) for t in (bits, *tallies))
+def _reduce_each(bits: jax.Array, tallies: list[jax.Array]) -> Any:
+    return bits.max(initial=0), *(t.sum(dtype=t.dtype) for t in tallies)
 
+
+def _reduce_jointly(bits: jax.Array, tallies: list[jax.Array]) -> Any:
     def combine(a: Any, b: Any) -> Any:
         return jnp.maximum(a[0], b[0]), *(x + y for x, y in zip(a[1:], b[1:], strict=True))
 
-    return list(jax.lax.reduce((bits, *tallies), start, combine, tuple(range(bits.ndim))))
+    operands = (bits, *tallies)
+    return jax.lax.reduce(operands, tuple(np.zeros((), x.dtype) for x in operands), combine, tuple(range(bits.ndim)))
 
 
-def _combine(parts: list[jax.Array], collective: Callable[..., Any], axis_name: AxisName) -> jax.Array:
+def _combine(parts: list[Any], axes: list[tuple[Any, ...]], collective: Any) -> jax.Array:
     """Stacks what the devices saw of the leaves, combined in one collective per set of axes that leaves vary over."""
-    groups: dict[tuple[Any, ...], list[int]] = {}
-    for i, part in enumerate(parts):
-        groups.setdefault(axes_to_reduce(part, axis_name), []).append(i)
-    stacks = [jnp.stack([parts[i] for i in members]) for members in groups.values()]
-    seen = [collective(x, axes) if axes else x for axes, x in zip(groups, stacks, strict=True)]
-    order = np.argsort(np.concatenate(list(groups.values())))
-    return seen[0] if len(seen) == 1 else jnp.concatenate(seen)[order]
-
-
-def _describe(report: GradReport, limit: int) -> str:
-    """Writes the text of a report whose arrays have been read."""
-    counted: dict[str, Any] = {name: getattr(report, name) for name in _COUNTS}
-    largest: Any = report.largest
-    bad = counted["nan"] + counted["inf"]
-    with np.errstate(divide="ignore"):
-        headroom = np.log2(FLOAT16_LARGEST / largest)
-    share = bad / np.maximum(np.asarray(report.sizes) - counted["zero"], 1)
-    order: list[int] = np.lexsort((headroom, share, bad == 0)).tolist()
-    cells: dict[str, list[str]] = {"leaf": list(report.paths), "values": [str(n) for n in report.sizes]}
-    cells |= {"largest": [f"{x:.3g}" for x in largest], "headroom": [f"{x:.1f}" for x in headroom]}
-    cells |= {name: [str(n) for n in column] for name, column in counted.items()}
-    rows: list[list[str]] = [list(cells), *([column[i] for column in cells.values()] for i in order[:limit])]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = ("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
-    text = f"All {len(bad)} leaves are finite; the largest magnitude is in {report.paths[order[0]]}."
-    if bad.any():
-        text = (
-            f"{(bad > 0).sum()} of {len(bad)} leaves are not finite; it most likely began in {report.paths[order[0]]}."
-        )
-        if (bad > 0).sum() > 1 and share[order[0]] > 0.5:
-            text = (
-                f"{(bad > 0).sum()} of {len(bad)} leaves are mostly not finite; a smaller scale shows where it begins."
-            )
-        if not counted["inf"].any():
-            text += " All of it is NaN: bad data, a 0/0 in the model, or an overflow whose infinities met on their way."
-    return "\n".join([text, *table])
+    groups = {names: [i for i, other in enumerate(axes) if other == names] for names in dict.fromkeys(axes)}
+    stacks = [(names, jnp.stack([parts[i] for i in members])) for names, members in groups.items()]
+    seen = [collective(stack, names) if names else stack for names, stack in stacks]
+    return seen[0] if len(seen) == 1 else jnp.concatenate(seen)[np.argsort(np.concatenate([*groups.values()]))]
 
 
 def raise_if_stuck(state: ScalerState, *, max_skips_in_a_row: int) -> None:
@@ -303,28 +275,19 @@ def raise_if_stuck(state: ScalerState, *, max_skips_in_a_row: int) -> None:
     >>> raise_if_stuck(dynamic(), max_skips_in_a_row=20)
     """
     require_one_scaler(state)
-    allowed = count("max_skips_in_a_row", max_skips_in_a_row)
-    stuck = state.skipped_in_a_row > allowed
+    stuck = state.skipped_in_a_row > count("max_skips_in_a_row", max_skips_in_a_row)
     numbers = {"scale": state.loss_scale, "run": state.skipped_in_a_row, "total": state.skipped}
-    if isinstance(stuck, jax.core.Tracer):
-        for holds, text in _diagnoses(state):
-            cast(Any, checkify.check)(~(stuck & holds), text, **numbers)
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state)):
+        for holds, text in _diagnoses(state):  # the first one that fails is the one that is told
+            cast(Any, checkify.check)(jnp.logical_not(stuck & holds), text, **numbers)
     elif stuck:
-        state, numbers = jax.device_get((state, numbers))
         raise FloatingPointError(next(text for holds, text in _diagnoses(state) if holds).format(**numbers))
 
 
 def _diagnoses(state: ScalerState) -> list[tuple[Any, str]]:
-    """Returns the texts for a run that is stuck, each with whether it is the right one; exactly one is."""
-    damaged = ~((state.loss_scale > 0) & (state.loss_scale <= LARGEST_SCALE))
-    bad_loss = ~damaged & (state.last_skip == 2)
-    overflow = ~damaged & ~bad_loss
-    at_floor = (state.loss_scale <= np.float32(state.config.min_scale)) | (state.config.mode == "static")
+    """Returns each diagnosis of a run that is stuck after whether it holds; the first that does is the right one."""
+    scale, config = state.loss_scale, state.config
+    damaged = (scale != scale) | (scale <= 0) | (scale > LARGEST_SCALE)
+    at_floor = (scale <= np.float32(config.min_scale)) | (config.mode == "static")
     at_start = state.skipped_in_a_row == state.skipped
-    return [
-        (damaged, _DAMAGED),
-        (bad_loss, _BAD_LOSS),
-        (overflow & at_floor, _AT_FLOOR),
-        (overflow & ~at_floor & at_start, _AT_START),
-        (overflow & ~at_floor & ~at_start, _FALLING),
-    ]
+    return list(zip((damaged, state.last_skip == 2, at_floor, at_start, True), _DIAGNOSES, strict=True))

@@ -3,7 +3,7 @@
 Each function draws into the matplotlib axes it is given, or else into new ones, and returns the axes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -21,7 +21,8 @@ def exponent_histogram(grads: Any, *, scaler: ScalerState | None = None, ax: Any
     """Draws how the magnitudes of gradients spread over the powers of two, and what float16 makes of them.
 
     Args:
-      grads: pytree of unscaled gradients; computed in float32, if what float16 loses is to be seen.
+      grads: pytree of unscaled gradients; computed in float32, if what float16 loses is to be seen. Of a complex
+        number the real and the imaginary part count as two values.
       scaler: shows what its loss scale rescues, and what it makes too large.
       ax: matplotlib axes.
 
@@ -38,19 +39,20 @@ def exponent_histogram(grads: Any, *, scaler: ScalerState | None = None, ax: Any
     """
     if scaler is not None:
         require_one_scaler(scaler, "scaler")
-    leaves = [np.asarray(x, np.float64).ravel() for x in partition(jax.device_get(grads), is_inexact)[0]]
-    values = np.abs(np.concatenate([*leaves, np.zeros(0)]))
+    leaves: list[Any] = [np.ravel(x) for x in jax.device_get(partition(grads, is_inexact)[0])]
+    parts = [np.concatenate([x.real, x.imag]) if np.iscomplexobj(x) else x.astype(np.float64) for x in leaves]
+    values = np.abs(np.concatenate([np.zeros(0), *parts]))
     if not values.size:
         raise ValueError("grads must have a value of an inexact dtype, got none. Pass the gradients.")
     plain = values[np.isfinite(values) & (values > 0)]
     scaled = plain * (1.0 if scaler is None else float(scaler.loss_scale))
-    lost, fine = scaled < FLOAT16_SMALLEST, (scaled >= FLOAT16_SMALLEST_NORMAL) & (scaled <= FLOAT16_LARGEST)
+    lost, normal, over = scaled < FLOAT16_SMALLEST, scaled >= FLOAT16_SMALLEST_NORMAL, scaled > FLOAT16_LARGEST
     kinds = [
         ("lost: below float16's smallest", RED, lost),
-        ("rounded: subnormal in float16", YELLOW, ~lost & (scaled < FLOAT16_SMALLEST_NORMAL)),
-        ("rescued by the loss scale", BLUE, fine & (plain < FLOAT16_SMALLEST_NORMAL)),
-        ("kept", GREY, fine & (plain >= FLOAT16_SMALLEST_NORMAL)),
-        ("overflowing", "black", scaled > FLOAT16_LARGEST),
+        ("rounded: subnormal in float16", YELLOW, ~lost & ~normal),
+        ("rescued by the loss scale", BLUE, normal & ~over & (plain < FLOAT16_SMALLEST_NORMAL)),
+        ("kept", GREY, normal & ~over & (plain >= FLOAT16_SMALLEST_NORMAL)),
+        ("overflowing", "black", over),
     ]
     exponents: Any = np.floor(np.log2(plain))
     edges = list(range(int(exponents.min(initial=0)), int(exponents.max(initial=0)) + 2))
@@ -63,10 +65,8 @@ def exponent_histogram(grads: Any, *, scaler: ScalerState | None = None, ax: Any
             below += shares
     for limit, style in ((FLOAT16_SMALLEST, ":"), (FLOAT16_SMALLEST_NORMAL, "--"), (FLOAT16_LARGEST, "-")):
         ax.axvline(np.log2(limit), color="black", linestyle=style, linewidth=1, label=f"float16: {limit:.3g}")
-    ax.set(xlabel="log2 of the gradient's magnitude, unscaled", ylabel="share of all values (%)")
     ax.set_title(f"exactly zero, and not shown: {np.mean(values == 0):.1%}", fontsize=10)
-    ax.legend(fontsize=8)
-    return ax
+    return _labelled(ax, "log2 of the gradient's magnitude, unscaled", "share of all values (%)")
 
 
 def scale_trajectory(history: Mapping[str, Any], *, ax: Any = None) -> Any:
@@ -88,31 +88,21 @@ def scale_trajectory(history: Mapping[str, Any], *, ax: Any = None) -> Any:
     >>> scale_trajectory(jax.tree.map(lambda *x: np.stack(x), *history)).get_ylabel()
     'loss scale'
     """
-    ax = _axes(ax)
-    scale, skipped, last_skip = (_column(history, name) for name in ("loss_scale", "skipped_in_a_row", "last_skip"))
-    steps = np.arange(1, len(scale) + 1)
+    names = "loss_scale", "skipped_in_a_row", "last_skip"
+    columns = [history.get(name) for name in names] if isinstance(cast(object, history), Mapping) else [None]
+    _require_stacked(
+        history, columns, 1, f"history must hold what metrics returned after each step, arrays [steps] of {names}"
+    )
+    scale, skipped, last_skip = map(np.asarray, columns)
+    ax, steps = _axes(ax), np.arange(1, len(scale) + 1)
     ax.step(steps, scale, where="post", color=BLUE, label="loss scale after the step")
     for cause, colour, name in ((1, RED, "gradients not finite"), (2, "black", "loss not finite")):
         at = (skipped > 0) & (last_skip == cause)
         if at.any():
             ax.plot(steps[at], scale[at], "v", color=colour, label=f"skipped, {name}: {at.sum()}")
     ax.set_yscale("log", base=2)
-    ax.set(xlabel="step", ylabel="loss scale")
     ax.grid(alpha=0.3)
-    ax.legend(fontsize=8)
-    return ax
-
-
-def _column(history: object, name: str) -> Any:
-    stacked = isinstance(history, Mapping)
-    column: Any = cast(Mapping[str, Any], history).get(name) if stacked else None
-    if column is None or np.ndim(column) != 1:
-        got = f"{shown(column)} for {name!r}" if stacked else shown(history)
-        raise TypeError(
-            f"history must hold what metrics returned after each step, stacked to arrays [steps], got {got}. Stack a "
-            "list with jax.tree.map(lambda *x: np.stack(x), *history)."
-        )
-    return np.asarray(column)
+    return _labelled(ax, "step", "loss scale")
 
 
 def headroom(reports: GradReport, *, limit: int = 8, ax: Any = None) -> Any:
@@ -134,28 +124,32 @@ def headroom(reports: GradReport, *, limit: int = 8, ax: Any = None) -> Any:
     >>> headroom(jax.vmap(grad_report)(np.ones((3, 2), np.float32))).get_xlabel()
     'step'
     """
-    seen: Any = getattr(reports, "largest", reports)
-    if not isinstance(cast(object, reports), GradReport) or np.ndim(seen) != 2:
-        raise TypeError(
-            f"reports must be a GradReport with arrays [steps, leaves], got {shown(seen)}. Stack the reports of "
-            "several steps with jax.tree.map(lambda *x: np.stack(x), *reports)."
-        )
+    seen = reports.largest if isinstance(cast(object, reports), GradReport) else None
+    _require_stacked(reports, [seen], 2, "reports must be a GradReport with arrays [steps, leaves]")
     count("limit", limit)
-    ax = _axes(ax)
-    largest = np.asarray(reports.largest, np.float64)
-    room = np.where(
-        np.isfinite(largest) & (largest > 0), -np.log2(np.maximum(largest, 1e-300) / FLOAT16_LARGEST), np.nan
-    )
-    order = np.argsort(np.nanmin(room, axis=0, initial=np.inf))
-    steps = np.arange(1, len(room) + 1)
+    largest = np.asarray(seen, np.float64)
+    ax, steps = _axes(ax), np.arange(1, len(largest) + 1)
+    room = -np.log2(np.where(np.isfinite(largest) & (largest > 0), largest, np.nan) / FLOAT16_LARGEST)
+    paths = [" " * path.startswith("_") + path for path in reports.paths]  # the legend omits what begins with a _
+    order: list[int] = np.argsort(np.nanmin(room, axis=0, initial=np.inf)).tolist()
     ax.plot(steps, room[:, order[limit:]], color="#d0d4da", linewidth=0.7)
     for leaf in order[:limit]:
-        ax.plot(steps, room[:, leaf], linewidth=1.4, label=reports.paths[leaf])
+        ax.plot(steps, room[:, leaf], linewidth=1.4, label=paths[leaf])
     ax.axhline(0, color=RED, linestyle="--", linewidth=1, label="float16 overflows")
-    ax.set(xlabel="step", ylabel="headroom (bits)")
-    ax.legend(fontsize=8)
-    return ax
+    return _labelled(ax, "step", "headroom (bits)")
+
+
+def _require_stacked(given: object, arrays: Sequence[object], ndim: int, rule: str) -> None:
+    if any(np.ndim(cast(Any, x)) != ndim for x in arrays):
+        got = shown(given) if arrays[0] is None else ", ".join(map(shown, arrays))
+        raise TypeError(f"{rule}, got {got}. Stack a list with jax.tree.map(lambda *x: np.stack(x), *the_list).")
 
 
 def _axes(ax: Any) -> Any:
     return cast(Any, plt).subplots(figsize=(8, 4), layout="constrained")[1] if ax is None else ax
+
+
+def _labelled(ax: Any, x: str, y: str) -> Any:
+    ax.set(xlabel=x, ylabel=y)
+    ax.legend(fontsize=8)
+    return ax

@@ -40,7 +40,7 @@ def _assert_equals_reference(report, leaves, loss_scale=1.0):
 def reduction(request, monkeypatch):
     """Both ways to reduce a leaf; which one is taken depends on the number of devices."""
     if request.param == "one device":
-        monkeypatch.setattr(jax, "device_count", lambda: 1)
+        monkeypatch.setattr(jax, "device_count", lambda *_: 1)
     jmpscale._report._look.clear_cache()
     yield
     jmpscale._report._look.clear_cache()
@@ -185,7 +185,7 @@ def _loss(params, x, layer):
 @pytest.mark.once
 @pytest.mark.parametrize("on", ["one device", "a mesh"])
 def test_the_layer_whose_backward_pass_overflows_is_named(on, monkeypatch):
-    monkeypatch.setattr(jax, "device_count", lambda: 8 if on == "a mesh" else 1)
+    monkeypatch.setattr(jax, "device_count", lambda *_: 8 if on == "a mesh" else 1)
     jmpscale._report._look.clear_cache()
     keys = jax.random.split(jax.random.key(0), DEPTH)
     params = {
