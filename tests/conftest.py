@@ -22,15 +22,23 @@ hypothesis.settings.load_profile("fast")
 collect_ignore = ["data", "types", "worker.py"]  # recorded; read by type checkers; run by test_processes.py
 
 
+OPTIONAL = {  # marker, which is also the option that runs it: what it stands for
+    "full": "what the README's command leaves to CI",
+    "slow": "the tests that take minutes",
+}
+
+
 def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="also run the tests that take minutes")
+    for marker, meaning in OPTIONAL.items():
+        parser.addoption(f"--{marker}", action="store_true", help=f"also run {meaning}")
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--slow"):
-        for item in items:
-            if item.get_closest_marker("slow"):
-                item.add_marker(pytest.mark.skip(reason="takes minutes: run it with --slow"))
+    """Leaves out what was not asked for: such tests count as deselected, so that skipped ones stay visible."""
+    off = [marker for marker in OPTIONAL if not config.getoption(marker)]
+    left_out = [item for item in items if any(map(item.get_closest_marker, off))]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)
