@@ -6,13 +6,19 @@ import pytest
 
 
 def some(cases, default):
-    """Returns parameters of which those in `default` always run; the others show the same elsewhere, with `--full`."""
-    cases, default = list(cases), list(default)
-    assert all(case in cases for case in default), f"not among the cases: {default}"
-    marked = [pytest.mark.full if case not in default else () for case in cases]
+    """Returns the cases as parameters; those not in `default` show the same once more, and run with `--full`.
+
+    Cases with names, in a dictionary, are chosen by name, and their values are the parameters.
+    """
+    named = cases if isinstance(cases, dict) else {case: case for case in cases}
+    assert all(name in named for name in default), f"not among the cases: {default}"
     return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)
-        for case, mark in zip(cases, marked, strict=True)
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=() if name in default else pytest.mark.full,
+            id=name if named is cases else None,
+        )
+        for name, case in named.items()
     ]
 
 

@@ -285,7 +285,7 @@ def test_zero_1_replicated_gradients_and_a_sharded_optimizer_state_with_explicit
         )
         return jax.tree.map(lambda x: jax.sharding.reshard(x, Spec(None, None)), updates)
 
-    check_run(ROUTES[route](_explicit_loss, gather=gather), mesh, specs, (Spec("data"),) * 3)
+    check_run(route(_explicit_loss, gather=gather), mesh, specs, (Spec("data"),) * 3)
 
 
 # --- layers that live on one device each: pipelines and experts ---
