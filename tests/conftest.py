@@ -9,6 +9,7 @@ if "device_count" not in (flags := os.environ.get("XLA_FLAGS", "")):
 import chex
 import hypothesis
 import jax
+import numpy as np
 import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -22,15 +23,23 @@ hypothesis.settings.load_profile("fast")
 collect_ignore = ["data", "types", "worker.py"]  # recorded; read by type checkers; run by test_processes.py
 
 
+OPTIONAL = {  # marker, which is also the option that runs it: what it stands for
+    "full": "what the README's command leaves to CI",
+    "slow": "the tests that take minutes",
+}
+
+
 def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="also run the tests that take minutes")
+    for marker, meaning in OPTIONAL.items():
+        parser.addoption(f"--{marker}", action="store_true", help=f"also run {meaning}")
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--slow"):
-        for item in items:
-            if item.get_closest_marker("slow"):
-                item.add_marker(pytest.mark.skip(reason="takes minutes: run it with --slow"))
+    """Leaves out what was not asked for: such tests count as deselected, so that skipped ones stay visible."""
+    off = [marker for marker in OPTIONAL if not config.getoption(marker)]
+    left_out = [item for item in items if any(map(item.get_closest_marker, off))]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)
@@ -66,9 +75,9 @@ def _vmapped(fn):
     """Runs `fn` on a batch of three equal arguments, requires three equal results, and returns one."""
 
     def batched(*args):
-        stacked = jax.tree.map(lambda x: jax.numpy.stack([jax.numpy.asarray(x)] * 3), args)
-        out = jax.vmap(fn)(*stacked)
-        first, *others = (jax.tree.map(lambda x, i=i: x[i], out) for i in range(3))
+        stacked = jax.tree.map(lambda x: np.stack([np.asarray(jax.numpy.asarray(x))] * 3), args)
+        out = jax.tree.map(np.asarray, jax.jit(jax.vmap(fn))(*stacked))  # compared here: that compiles nothing
+        first, *others = (jax.tree.map(lambda x, i=i: jax.numpy.asarray(x[i]), out) for i in range(3))
         for other in others:
             chex.assert_trees_all_equal(first, other)
         return first

@@ -219,7 +219,7 @@ def test_torch_state_dict_and_pickle_keep_every_field():
         assert jmpscale.scale(same, [jnp.float32(4.0)]) == [12.0]
 
 
-@pytest.mark.parametrize("route", [torch_cases._functional_route, torch_cases._optax_route])
+@pytest.mark.parametrize("route", torch_cases.ROUTES)
 def test_torch_float16_trains_as_float32_does(route):
     """`test_grad_scaling_autocast`: computing in float16 with scaling, against float32 without; min_scale 2^-14."""
 
@@ -229,7 +229,7 @@ def test_torch_float16_trains_as_float32_does(route):
         return jnp.mean((prediction.astype(jnp.float32) - batch[1]) ** 2)
 
     case = torch_cases._Case(loss_fn=loss_fn)
-    scaler = torch_cases._starting_scaler(True)
+    scaler = torch_cases._starting_scaler("dynamic")
     *_, last = torch_cases._assert_trains_as_the_control(case, route, scaler, atol=1e-3)
     assert (last.loss_scale, last.skipped) == (512.0, 1)
 

@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as Spec
 import jmpscale
 from jmpscale.testing import assert_replicated
 
+from cases import some_of_all
+
 # Each layout: the mesh, and the partition of four leaves, in float16, bfloat16, float32 and float32.
 LAYOUTS = {
     "fully sharded": ({"data": 8}, [Spec("data"), Spec(None, "data"), Spec("data"), Spec("data")]),
@@ -34,6 +36,7 @@ LAYOUTS = {
 }
 DTYPES = [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float32]
 MODES = ["auto", "explicit", "shard_map", "unchecked"]
+EACH_MODE = [(layout, mode) for mode in MODES for layout in ("fully sharded", "three axes")]
 
 
 def make_mesh(shape, axis_type=AxisType.Auto):
@@ -104,8 +107,7 @@ def _plant(array, device, value):
     return jax.device_put(host, array.sharding)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "mode"), some_of_all(LAYOUTS, MODES, default=EACH_MODE))
 def test_an_overflow_in_one_shard_skips_the_step_everywhere(layout, mode):
     step, mesh, specs, traces = _build(layout, mode)
     with jax.set_mesh(mesh):
@@ -135,8 +137,12 @@ def test_an_overflow_in_one_shard_skips_the_step_everywhere(layout, mode):
 
 
 @pytest.mark.parametrize("route", [_step, _optax_step], ids=["loss=", "value="])
-@pytest.mark.parametrize("mode", ["shard_map", "unchecked"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "mode"),
+    some_of_all(
+        LAYOUTS, ["shard_map", "unchecked"], default=[("three axes", "shard_map"), ("three axes", "unchecked")]
+    ),
+)
 def test_a_loss_that_is_nan_on_one_device_explains_the_skip_on_all(layout, mode, route):
     step, mesh, specs, _ = _build(layout, mode, route)
     with jax.set_mesh(mesh):
@@ -156,8 +162,10 @@ def test_a_loss_that_is_nan_on_one_device_explains_the_skip_on_all(layout, mode,
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "mode"),
+    some_of_all(LAYOUTS, MODES, default=[("fully sharded", "explicit"), ("experts", "shard_map")]),
+)
 def test_a_scan_over_steps_is_the_steps_one_by_one(layout, mode):
     step, mesh, specs, _ = _build(layout, mode)
     word = np.array([0, 1, 0, 0, 1, 1, 0], bool)

@@ -5,6 +5,7 @@ that it strikes the one device that holds this part of it, in a backward pass wh
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ import jmpscale
 from jmpscale.testing import assert_replicated
 
 import hlo
+from cases import some, some_of_all
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -190,35 +192,58 @@ STYLES = {
 }
 
 
+ROUTES = {"functional": functional_step, "optax": optax_step}
+
+
 def _mesh(shape, axis_type=AxisType.Auto):
     return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(axis_type,) * len(shape))
 
 
-@pytest.mark.parametrize("route", [functional_step, optax_step], ids=["functional", "optax"])
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    ("style", "route"),
+    some_of_all(
+        STYLES,
+        ROUTES,
+        default=[
+            ("data parallel", "functional"),
+            ("fully sharded and tensor parallel", "functional"),
+            ("fully sharded and tensor parallel", "optax"),
+        ],
+    ),
+)
 def test_under_shard_map_no_axis_is_named(style, route):
     loss_fn, shape, param_specs, data_specs = STYLES[style]
     mesh, specs = _mesh(shape), carry_specs(param_specs)
-    step = jax.shard_map(route(loss_fn), mesh=mesh, in_specs=(specs, *data_specs), out_specs=specs)
+    step = jax.shard_map(ROUTES[route](loss_fn), mesh=mesh, in_specs=(specs, *data_specs), out_specs=specs)
     check_run(step, mesh, specs, data_specs)
 
 
-@pytest.mark.parametrize("route", [functional_step, optax_step], ids=["functional", "optax"])
-@pytest.mark.parametrize("style", ["data parallel", "fully sharded"])
+@pytest.mark.parametrize(
+    ("style", "route"),
+    some_of_all(
+        ["data parallel", "fully sharded"],
+        ROUTES,
+        default=[("data parallel", "functional"), ("fully sharded", "optax")],
+    ),
+)
 def test_under_shard_map_without_types_the_axis_is_named(style, route):
     loss_fn, shape, param_specs, data_specs = STYLES[style]
     mesh, specs = _mesh(shape), carry_specs(param_specs)
     add = functools.partial(jax.lax.psum, axis_name="data") if style == "data parallel" else lambda tree: tree
-    step = route(loss_fn, axis_name="data", reduce=add)
+    step = ROUTES[route](loss_fn, axis_name="data", reduce=add)
     step = jax.shard_map(step, mesh=mesh, in_specs=(specs, *data_specs), out_specs=specs, check_vma=False)
     check_run(step, mesh, specs, data_specs)
 
 
-@pytest.mark.parametrize("route", [functional_step, optax_step], ids=["functional", "optax"])
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    ("style", "route"),
+    some_of_all(
+        STYLES, ROUTES, default=[("fully sharded and tensor parallel", "functional"), ("fully sharded", "optax")]
+    ),
+)
 def test_under_jit_with_auto_axes_nothing_is_said(style, route):
     _, shape, param_specs, data_specs = STYLES[style]
-    check_run(route(network_loss), _mesh(shape), carry_specs(param_specs), data_specs)
+    check_run(ROUTES[route](network_loss), _mesh(shape), carry_specs(param_specs), data_specs)
 
 
 def _explicit_loss(params, x, y, fault):
@@ -235,16 +260,20 @@ def _explicit_loss(params, x, y, fault):
     return jnp.sum((out - y) ** 2) / Y.size
 
 
-@pytest.mark.parametrize("route", [functional_step, optax_step], ids=["functional", "optax"])
 @pytest.mark.parametrize(
-    "style", ["data parallel", "fully sharded", "tensor parallel", "fully sharded and tensor parallel"]
+    ("style", "route"),
+    some_of_all(
+        [style for style in STYLES if style != "three axes"],
+        ROUTES,
+        default=[("fully sharded and tensor parallel", "functional"), ("tensor parallel", "optax")],
+    ),
 )
 def test_under_jit_with_explicit_axes_nothing_is_said(style, route):
     _, shape, param_specs, data_specs = STYLES[style]
-    check_run(route(_explicit_loss), _mesh(shape, AxisType.Explicit), carry_specs(param_specs), data_specs)
+    check_run(ROUTES[route](_explicit_loss), _mesh(shape, AxisType.Explicit), carry_specs(param_specs), data_specs)
 
 
-@pytest.mark.parametrize("route", [functional_step, optax_step], ids=["functional", "optax"])
+@pytest.mark.parametrize("route", some(ROUTES, default=["optax"]))
 def test_zero_1_replicated_gradients_and_a_sharded_optimizer_state_with_explicit_axes(route):
     mesh = _mesh({"data": 8}, AxisType.Explicit)
     _, opt_specs, scaler_specs = carry_specs({"w1": Spec("data"), "w2": Spec("data")})
@@ -290,8 +319,10 @@ def _experts_on_one_device(w, x, fault):
 
 @pytest.mark.parametrize(
     ("sharded", "plain"),
-    [(_pipeline, _pipeline_on_one_device), (_experts, _experts_on_one_device)],
-    ids=["pipeline", "experts"],
+    [
+        pytest.param(_pipeline, _pipeline_on_one_device, id="pipeline"),
+        pytest.param(_experts, _experts_on_one_device, id="experts", marks=pytest.mark.full),
+    ],
 )
 def test_layers_of_which_each_device_holds_one(sharded, plain):
     mesh = _mesh({"stage": 8})
@@ -334,8 +365,10 @@ def _clip_across(axis):
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("route", ["functional", "optax"])
+@pytest.mark.parametrize(
+    ("route", "check_vma"),
+    some_of_all(ROUTES, [True, False], default=[("functional", True), ("optax", False)]),
+)
 def test_a_collective_inside_the_branch_does_not_deadlock(route, check_vma):
     mesh = _mesh({"data": 8})
     clip = _clip_across("data")
@@ -367,25 +400,38 @@ def test_a_collective_inside_the_branch_does_not_deadlock(route, check_vma):
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
-def _program(grads_spec, loss_spec, leaves, mesh, with_loss=True):
+def _lowered(grads_spec, loss_spec, leaves, mesh):
     def step(scaler, grads, loss):
         tx = jmpscale.with_loss_scaling(optax.scale(-1.0), scaler)
-        updates, state = tx.update(grads, tx.init(grads), value=loss[0] if with_loss else None)
+        updates, state = tx.update(grads, tx.init(grads), value=loss[0])
         return updates, state.scaler
 
     grads_specs = [grads_spec] * leaves
     step = jax.shard_map(step, mesh=mesh, in_specs=(Spec(), grads_specs, loss_spec), out_specs=(grads_specs, Spec()))
-    return hlo.compiled(step, jmpscale.dynamic(), [jnp.ones((8, 8))] * leaves, jnp.ones(8))
+    return jax.jit(step).lower(jmpscale.dynamic(), [jnp.ones((8, 8))] * leaves, jnp.ones(8))
 
 
-@pytest.mark.parametrize("leaves", [1, 10, pytest.param(1_000, marks=pytest.mark.once)])
-@pytest.mark.parametrize("axes", [("data",), ("data", "model")])
-def test_one_all_reduce_for_flag_and_loss_whatever_the_number_of_leaves_and_axes(leaves, axes):
+def _program(*args):
+    return _lowered(*args).compile().as_text()
+
+
+@pytest.mark.parametrize(
+    ("leaves", "axes"), some_of_all([1, 10], [("data",), ("data", "model")], default=[(10, ("data", "model"))])
+)
+def test_one_all_reduce_for_flag_and_loss_whatever_the_number_of_axes(leaves, axes):
     mesh = _mesh({"data": 4, "model": 2})
     program = _program(Spec(axes), Spec(axes), leaves, mesh)
     assert hlo.count(program, *COLLECTIVES) == 1
     assert hlo.count(program, "all-reduce") == 1
     assert "s32[2]" in next(line for line in program.splitlines() if " all-reduce(" in line)
+
+
+@pytest.mark.parametrize("leaves", [1, 10, 1_000])
+def test_one_all_reduce_whatever_the_number_of_leaves(leaves):
+    """In the program as it is handed to the compiler, which adds no collective to what `shard_map` says."""
+    program = _lowered(Spec("data"), Spec("data"), leaves, _mesh({"data": 4, "model": 2})).as_text()
+    collectives = re.findall(r"stablehlo\.(all_reduce|all_gather|reduce_scatter|all_to_all|collective_\w+)", program)
+    assert collectives == ["all_reduce"]
 
 
 def test_no_collective_where_gradients_and_loss_arrive_summed():

@@ -36,6 +36,8 @@ from jax.experimental import sparse
 
 import jmpscale
 
+from cases import some_of_all
+
 pytestmark = pytest.mark.once
 
 MIN_SCALE = 2.0**-14
@@ -58,9 +60,8 @@ def test_update_scale(variant):
 
 
 FOUR = jmpscale.dynamic(4.0, min_scale=MIN_SCALE)
-FULL = jnp.full((10, 10), 4.0, jnp.float32)
-INF = FULL.at[2, 2].set(jnp.inf)
-NAN = FULL.at[2, 2].set(jnp.nan)
+FULL, INF, NAN = (np.full((10, 10), 4.0, np.float32) for _ in range(3))
+INF[2, 2], NAN[2, 2] = np.inf, np.nan
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ NAN = FULL.at[2, 2].set(jnp.nan)
 def test_unscale(grads, finite, variant):
     unscaled, flag = variant(jmpscale.unscale_and_check)(FOUR, grads)
     assert flag.item() is finite
-    for before, after in zip(grads, unscaled, strict=True):
+    for before, after in zip(*map(jax.device_get, (grads, unscaled)), strict=True):
         good = np.isfinite(before)
         assert_close(after[good], 1.0, atol=1e-7)
         assert not np.isfinite(after[~good]).any()
@@ -90,9 +91,9 @@ def test_unscale(grads, finite, variant):
 @pytest.mark.parametrize("bad_value", [jnp.inf, jnp.nan])
 @pytest.mark.parametrize("bad_leaf", [None, 0, 1, 2, 3])
 def test_unscale_of_mixed_dtypes(bad_value, bad_leaf, variant):
-    grads = [FULL, FULL[:, :5], FULL.astype(jnp.float16), FULL.astype(jnp.float16)]
+    grads = [x.copy() for x in (FULL, FULL[:, :5], FULL.astype(np.float16), FULL.astype(np.float16))]
     if bad_leaf is not None:
-        grads[bad_leaf] = grads[bad_leaf].at[2, 2].set(bad_value)
+        grads[bad_leaf][2, 2] = bad_value
     unscaled, finite = variant(jmpscale.unscale_and_check)(FOUR, grads)
     assert finite.item() is (bad_leaf is None)
     for i, grad in enumerate(unscaled):
@@ -176,7 +177,7 @@ BATCHES = list(_normal(2, 4, 2, 8, 8))
 
 
 def _starting_scaler(enabled):
-    if not enabled:
+    if not SCALERS[enabled]:
         return jmpscale.disabled()
     return jmpscale.dynamic(128.0, growth_factor=2.0, growth_interval=1, min_scale=MIN_SCALE)
 
@@ -275,34 +276,36 @@ def _training_data(case, scaler):
         yield batch, jnp.array(i == SKIPPED_BATCH and scaler.config.mode != "disabled")
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _control_step(loss_fn, tx, params, opt_state, batch, bad):
+    loss, grads = jax.value_and_grad(lambda params: loss_fn(None, params, batch))(params)
+    updates, new_opt_state = tx.update(grads, opt_state, params)
+    trained = optax.apply_updates(params, updates), new_opt_state
+    return loss, *jax.tree.map(functools.partial(jnp.where, bad), (params, opt_state), trained)
+
+
 def _control(case, scaler):
-    tx = case.control_optimizer
-    loss_fn = functools.partial(case.loss_fn, None)
     params = case.params
-    opt_state = tx.init(params)
+    opt_state = case.control_optimizer.init(params)
     for batch, bad in _training_data(case, scaler):
-        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-        if not bad:
-            updates, opt_state = tx.update(grads, opt_state, params)
-            params = optax.apply_updates(params, updates)
+        loss, params, opt_state = _control_step(case.loss_fn, case.control_optimizer, params, opt_state, batch, bad)
         yield loss, params, opt_state
 
 
-@pytest.fixture(params=[_functional_route, _optax_route], ids=["functional", "optax"])
-def route(request):
-    """One of the two ways to train with a scaler; yields loss, parameters, optimizer state, scaler at each step."""
-    return request.param
+# The ways to train with a scaler; each yields loss, parameters, optimizer state and scaler at each step.
+ROUTES = {"functional": _functional_route, "optax": _optax_route}
+SCALERS = {"dynamic": True, "disabled": False}
 
 
-@pytest.fixture(params=[True, False], ids=["dynamic", "disabled"])
-def enabled(request):
-    return request.param
+def routes(*default):
+    """Runs a test on a route with a scaler or a disabled one; all but `default`, pairs of names, with `--full`."""
+    return pytest.mark.parametrize(("route", "enabled"), some_of_all(ROUTES, SCALERS, default=default))
 
 
 def _assert_trains_as_the_control(case, route, scaler, atol=1e-7):
     """Compares losses, parameters and optimizer states at every step; returns the scalers after each."""
     scalers = []
-    for got, want in zip(route(case, scaler), _control(case, scaler), strict=True):
+    for got, want in zip(ROUTES[route](case, scaler), _control(case, scaler), strict=True):
         *results, after = got
         for x, y in zip(jax.tree.leaves(results), jax.tree.leaves(want), strict=True):
             assert_close(x, y, atol=atol)
@@ -311,13 +314,23 @@ def _assert_trains_as_the_control(case, route, scaler, atol=1e-7):
 
 
 def _assert_one_skip_in_four(scalers, enabled):
-    assert [state.loss_scale.item() for state in scalers] == ([256.0, 512.0, 256.0, 512.0] if enabled else [1.0] * 4)
-    assert [state.skipped.item() for state in scalers] == ([0, 0, 1, 1] if enabled else [0] * 4)
-    assert [state.last_skip.item() for state in scalers] == ([0, 0, 1, 1] if enabled else [0] * 4)
+    dynamic = SCALERS[enabled]
+    assert [state.loss_scale.item() for state in scalers] == ([256.0, 512.0, 256.0, 512.0] if dynamic else [1.0] * 4)
+    assert [state.skipped.item() for state in scalers] == ([0, 0, 1, 1] if dynamic else [0] * 4)
+    assert [state.last_skip.item() for state in scalers] == ([0, 0, 1, 1] if dynamic else [0] * 4)
 
 
-@pytest.mark.parametrize("optimizer", [SGD, MOMENTUM], ids=["sgd", "momentum"])
+@pytest.mark.parametrize(
+    ("optimizer", "route", "enabled"),
+    some_of_all(
+        ["sgd", "momentum"],
+        ROUTES,
+        SCALERS,
+        default=[("momentum", "functional", "dynamic"), ("momentum", "optax", "disabled")],
+    ),
+)
 def test_the_common_run(optimizer, route, enabled):
+    optimizer = {"sgd": SGD, "momentum": MOMENTUM}[optimizer]
     case = _Case(optimizer=optimizer, control_optimizer=optimizer)
     _assert_one_skip_in_four(_assert_trains_as_the_control(case, route, _starting_scaler(enabled)), enabled)
 
@@ -326,6 +339,7 @@ MAX_NORM = 0.2
 CLIPPED_SGD = optax.chain(optax.clip_by_global_norm(MAX_NORM), SGD)
 
 
+@routes(("optax", "dynamic"))
 def test_clipping(route, enabled):
     def clip_scaled(scaler, grads):
         return optax.clip_by_global_norm(MAX_NORM * scaler.loss_scale).update(grads, optax.EmptyState())[0]
@@ -334,6 +348,7 @@ def test_clipping(route, enabled):
     _assert_one_skip_in_four(_assert_trains_as_the_control(case, route, _starting_scaler(enabled), atol=1e-5), enabled)
 
 
+@routes(("functional", "dynamic"))
 def test_clipping_separate_unscale(route, enabled):
     case = _Case(optimizer=CLIPPED_SGD, control_optimizer=CLIPPED_SGD)
     _assert_one_skip_in_four(_assert_trains_as_the_control(case, route, _starting_scaler(enabled)), enabled)
@@ -343,6 +358,7 @@ def _norm(grads):
     return jnp.sqrt(sum(jnp.sum(x**2) for x in jax.tree.leaves(grads)))
 
 
+@routes(("functional", "dynamic"))
 def test_penalty(route, enabled):
     def penalised_loss(scaler, params, batch):
         loss = _loss_of_batch(params, batch)
@@ -356,6 +372,7 @@ def test_penalty(route, enabled):
 
 
 @pytest.mark.usefixtures("standard_promotion")  # optax.adam relies on it
+@pytest.mark.parametrize("route", some_of_all(ROUTES, default=[("optax",)]))
 def test_scale_will_not_overflow(route):
     largest = jmpscale.dynamic(
         2.0**126, growth_factor=2.0**4, growth_interval=1, min_scale=MIN_SCALE, max_scale=2.0**126
@@ -414,19 +431,20 @@ def _accumulating_optax_route(scaler):
         yield params, jmpscale.get_scaler(opt_state)
 
 
-@pytest.mark.parametrize(
-    "route", [_accumulating_functional_route, _accumulating_optax_route], ids=["functional", "optax"]
-)
+ACCUMULATING_ROUTES = {"functional": _accumulating_functional_route, "optax": _accumulating_optax_route}
+
+
+@routes(("optax", "dynamic"))
 def test_accumulation(route, enabled):
     both_batches = [np.concatenate(pair, axis=1) for pair in (BATCHES[:2], BATCHES[2:])]
     case = _Case(batches=both_batches)
     scales = []
     for (params, scaler), (_, want, _) in zip(
-        route(_starting_scaler(enabled)), _control(case, _starting_scaler(enabled)), strict=True
+        ACCUMULATING_ROUTES[route](_starting_scaler(enabled)), _control(case, _starting_scaler(enabled)), strict=True
     ):
         jax.tree.map(functools.partial(assert_close, atol=1e-7), params, want)
         scales.append(scaler.loss_scale.item())
-    assert scales == ([256.0, 512.0] if enabled else [1.0, 1.0])
+    assert scales == ([256.0, 512.0] if SCALERS[enabled] else [1.0, 1.0])
     assert scaler.skipped == 0
 
 
@@ -438,6 +456,7 @@ def _losses_of_two_models(models, batch):
     )
 
 
+@pytest.mark.parametrize("enabled", some_of_all(SCALERS, default=[("dynamic",)]))
 def test_multiple(enabled):
     @jax.jit
     def train_step(models, scaler, batch, bad):
@@ -451,9 +470,11 @@ def test_multiple(enabled):
         ]
         return models, jmpscale.update(scaler, flags[0] & flags[1]), flags
 
+    @jax.jit
     def control_step(models, batch, bad):
         grads = jax.grad(lambda models: sum(_losses_of_two_models(models, batch)))(models)
-        return [_sgd_step(grads[0])(models[0]), models[1] if bad else _sgd_step(grads[1])(models[1])]
+        first, second = (_sgd_step(grads)(params) for grads, params in zip(grads, models, strict=True))
+        return [first, jax.tree.map(functools.partial(jnp.where, bad), models[1], second)]
 
     scaler = _starting_scaler(enabled)
     models = want = [_two_layers(0), _two_layers(10)]
@@ -462,5 +483,5 @@ def test_multiple(enabled):
         want = control_step(want, batch, bad)
         assert [flag.item() for flag in flags] == [True, not bad]
         jax.tree.map(functools.partial(assert_close, atol=1e-7), models, want)
-    assert scaler.loss_scale == (512.0 if enabled else 1.0)
-    assert scaler.skipped == (1 if enabled else 0)
+    assert scaler.loss_scale == (512.0 if SCALERS[enabled] else 1.0)
+    assert scaler.skipped == (1 if SCALERS[enabled] else 0)

@@ -1,6 +1,7 @@
 """One of several processes of a training run; started by test_processes.py, never collected.
 
 Usage: worker.py SCENARIO ADDRESS NUMBER_OF_PROCESSES PROCESS FOLDER
+"train" saves half way and goes on; "resume" begins with what was saved; "raise" fails on the last process.
 Prints one JSON line with what this process ended with.
 """
 
@@ -101,29 +102,31 @@ def digest(params, opt_state):
     return {"params": shards, "scaler": scaler}
 
 
-def train(params, opt_state, first, last):
-    step = make_step(opt_state)
-    scales = []
-    for number in range(first, last):
-        if scenario == "raise" and number == 3 and process == processes - 1:
-            raise RuntimeError("this process fails in the middle of the run")
-        params, opt_state = step(params, opt_state, *batch(number))
-        scaler = jmpscale.get_scaler(opt_state)
-        assert_replicated(scaler)
-        scales.append(np.asarray(scaler.loss_scale.addressable_shards[0].data).item())
-    return params, opt_state, scales
+def save(params, opt_state):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "checkpoint", {"params": params, "opt_state": opt_state})
+
+
+def restore(params, opt_state):
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(folder / "checkpoint", {"params": params, "opt_state": opt_state})
+    return restored["params"], restored["opt_state"]
 
 
 params, opt_state = start()
-if scenario in ("train", "raise"):
-    params, opt_state, scales = train(params, opt_state, 0, STEPS)
-elif scenario == "save":
-    params, opt_state, scales = train(params, opt_state, 0, STEPS // 2)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "checkpoint", {"params": params, "opt_state": opt_state})
-        checkpointer.wait_until_finished()
-elif scenario == "resume":
-    with ocp.StandardCheckpointer() as checkpointer:
-        restored = checkpointer.restore(folder / "checkpoint", {"params": params, "opt_state": opt_state})
-    params, opt_state, scales = train(restored["params"], restored["opt_state"], STEPS // 2, STEPS)
+first = 0
+if scenario == "resume":
+    params, opt_state = restore(params, opt_state)
+    first = STEPS // 2
+step = make_step(opt_state)
+scales = []
+for number in range(first, STEPS):
+    if scenario == "train" and number == STEPS // 2:
+        save(params, opt_state)
+    if scenario == "raise" and number == 3 and process == processes - 1:
+        raise RuntimeError("this process fails in the middle of the run")
+    params, opt_state = step(params, opt_state, *batch(number))
+    scaler = jmpscale.get_scaler(opt_state)
+    assert_replicated(scaler)
+    scales.append(np.asarray(scaler.loss_scale.addressable_shards[0].data).item())
 print(json.dumps(digest(params, opt_state) | {"scales": scales}), flush=True)
