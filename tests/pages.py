@@ -9,6 +9,7 @@ The word after `python` on a fence says how a block is run:
 """
 
 import ast
+import itertools
 import pathlib
 import re
 
@@ -32,6 +33,16 @@ def _parts(page):
 def shown(page):
     """Returns the Python code that stands on the page under each of its headings."""
     return {heading: "\n".join(code for _, code in blocks) for heading, blocks in _parts(page).items()}
+
+
+def printed(page):
+    """Returns what each example of a page prints, by its own word; of those that show it, below the code."""
+    text = re.split(r"^## +(.+?) *$", (DOCS / f"{page}.md").read_text(), flags=re.MULTILINE)
+    found = {}
+    for heading, body in zip(text[1::2], text[2::2], strict=True):
+        if blocks := re.findall(r"^```text\n(.*?)^```", body, flags=re.MULTILINE | re.DOTALL):
+            found[heading] = "".join(blocks)
+    return found
 
 
 def examples(page):
@@ -91,3 +102,13 @@ def _bound(statement):
             return set().union(*map(_bound, body))
         case _:
             return set()
+
+
+def assert_alike(printed, expected):
+    """Compares texts word by word; a number may differ in its last digit, with another version of JAX."""
+    for ours, theirs in itertools.zip_longest(printed.split(), expected.split()):
+        try:
+            places = len(theirs.rstrip(",").partition(".")[2])
+            assert abs(float(ours.rstrip(",")) - float(theirs.rstrip(","))) <= 2 * 10**-places * bool(places)
+        except (ValueError, AttributeError):
+            assert ours == theirs, (printed, expected)

@@ -1,5 +1,6 @@
 """Every example of the documentation is short enough to copy, and runs as it stands."""
 
+import ast
 import pathlib
 
 import pytest
@@ -32,6 +33,26 @@ def test_it_is_short(page, heading):
 @pytest.mark.parametrize(("page", "heading"), [e for e in EXAMPLES if not _has_tests_of_its_own(*e)], ids=_name)
 def test_it_runs(page, heading):
     pages.run(page, heading)
+
+
+@pytest.mark.once
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(("page", "heading"), [(page, heading) for page in pages.PAGES for heading in pages.printed(page)])
+def test_it_prints_what_the_page_says(page, heading, capsys):
+    pages.run(page, heading)
+    expected = pages.printed(page)[heading]
+    lines = capsys.readouterr().out.splitlines()[-expected.count("\n") :]
+    pages.assert_alike("\n".join(lines), expected)
+
+
+@pytest.mark.parametrize("page", pages.PAGES)
+def test_linters_take_its_code(page):
+    """One import in a line, no lambda with a name; `ruff format` looks at pages by itself."""
+    for heading, code in pages.shown(page).items():
+        tree = ast.parse(code)
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
+        assert all(len(node.names) == 1 for node in imports), heading
+        assert not [node for node in ast.walk(tree) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda)]
 
 
 PAGE = """# A page
