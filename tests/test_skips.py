@@ -102,11 +102,18 @@ def test_one_bad_batch_in_fifty_does_not_move_the_scale():
 
 def test_the_report_in_a_branch_is_computed_in_the_branch():
     page = pages.run(PAGE, "Which leaf")
-    arguments = jmpscale.dynamic(2.0**32), page["params"], jnp.ones((2, 4))
-    report, finite = page["look"](*arguments)
-    assert not finite
-    assert report.describe().startswith("2 of 2 leaves are mostly not finite")
-    report, finite = page["look"](jmpscale.dynamic(1.0), *arguments[1:])
-    assert finite
-    assert not report.largest.any()
-    assert hlo.count(hlo.compiled(page["look"], *arguments), "conditional") == 1
+    arguments = page["params"], page["x"]
+    assert page["look"](jmpscale.dynamic(), *arguments).describe().startswith("1 of 2 leaves are not finite")
+    assert page["look"](jmpscale.dynamic(2.0**32), *arguments).describe().startswith("2 of 2 leaves are mostly not")
+    report = page["look"](jmpscale.dynamic(1.0), *arguments)
+    assert not report.largest.any(), "the empty one: nothing overflowed"
+    assert hlo.count(hlo.compiled(page["look"], jmpscale.dynamic(), *arguments), "conditional") == 1
+
+
+def test_a_skipped_loss_stays_out_of_the_sums():
+    page = pages.run(PAGE, "Around a skipped step")
+    totals = {"loss": jnp.float32(0), "steps": jnp.int32(0)}
+    scaler = jmpscale.update(jmpscale.dynamic(), False, loss=jnp.float32(jnp.nan))
+    assert page["log"](totals, scaler, jnp.float32(jnp.nan)) == totals
+    scaler = jmpscale.update(scaler, True, loss=jnp.float32(3))
+    assert page["log"](totals, scaler, jnp.float32(3)) == {"loss": 3, "steps": 1}
