@@ -224,7 +224,7 @@ def optax_step(tx: optax.GradientTransformation, grads: Any, **extra_args: Any) 
     >>> apply_if(True, optax_step(tx, {"w": jnp.array(1.0)}), params, tx.init(params))[0]
     {'w': Array(2., dtype=float32)}
     """
-    if not hasattr(tx, "update"):
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(f"tx must be an optax.GradientTransformation, got {type(tx).__name__}. It comes first.")
 
     def step(params: Any, opt_state: Any) -> Any:

@@ -1,6 +1,7 @@
 """A strict session: eight simulated devices, no silent promotion of ranks or dtypes, every warning an error."""
 
 import os
+import sys
 
 # Unless the process that starts this one has said how many devices there are to be.
 if "device_count" not in (flags := os.environ.get("XLA_FLAGS", "")):
@@ -11,6 +12,8 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
+
+import jmpscale  # noqa: F401  (its modules are looked up by name)
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -32,6 +35,17 @@ OPTIONAL = {  # marker, which is also the option that runs it: what it stands fo
 def pytest_addoption(parser):
     for marker, meaning in OPTIONAL.items():
         parser.addoption(f"--{marker}", action="store_true", help=f"also run {meaning}")
+    parser.addoption("--elsewhere", action="store_true", help="run the form that programs have on GPUs and TPUs")
+
+
+def _elsewhere(*args, default, **_):
+    return default(*args)
+
+
+def pytest_configure(config):
+    """Gives every program of the session the form that it has on GPUs and TPUs, if asked to."""
+    if config.getoption("--elsewhere"):
+        jax.lax.platform_dependent = _elsewhere
 
 
 def pytest_collection_modifyitems(config, items):
@@ -45,6 +59,26 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(autouse=True)
 def _count_traces_afresh():
     chex.clear_trace_counter()
+
+
+@pytest.fixture(params=["on CPU", "elsewhere"])
+def platform(request, monkeypatch):
+    """For which platform the package's programs are made: on CPU the form for all others runs, too."""
+    if request.param == "on CPU":
+        yield request.param
+        return
+    monkeypatch.setattr(jax.lax, "platform_dependent", _elsewhere)
+    _forget_programs()
+    yield request.param
+    _forget_programs()
+
+
+def _forget_programs():
+    """Makes the package's own jitted functions trace again; all else in a test is traced afresh anyway."""
+    for name in ("_finite", "_report"):
+        for fn in vars(sys.modules[f"jmpscale.{name}"]).values():
+            if hasattr(fn, "clear_cache"):
+                fn.clear_cache()
 
 
 @pytest.fixture
