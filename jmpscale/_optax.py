@@ -75,17 +75,14 @@ def with_loss_scaling(
     >>> float(updates), float(opt_state.scaler.loss_scale)
     (-0.0, 2.0)
     """
-    if not (hasattr(inner, "init") and hasattr(inner, "update")):
-        raise TypeError(
-            f"inner must be an optax.GradientTransformation, got {type(inner).__name__}. Pass one, such as "
-            "optax.adam(1e-3); an optimizer of a framework goes around with_loss_scaling(...), not inside."
-        )
+    _require_transformation(
+        inner, "inner", "optax.adam(1e-3); an optimizer of a framework goes around with_loss_scaling(...), not inside"
+    )
     if scaler is not None:
         require_one_scaler(scaler, "scaler")
         scaler = jax.tree.map(jnp.copy, scaler)  # the caller may donate it
     if max_norm is not None:
-        remedy = "It is the largest norm that gradients keep; leave it out to clip nothing."
-        max_norm = within("max_norm", max_norm, SMALLEST_SCALE, LARGEST_SCALE, remedy)
+        max_norm = within("max_norm", max_norm, SMALLEST_SCALE, LARGEST_SCALE, "Leave it out to clip nothing.")
     wrapped = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> LossScalingState:
@@ -95,38 +92,50 @@ def with_loss_scaling(
     def update(
         updates: optax.Updates, state: LossScalingState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, LossScalingState]:
-        if not isinstance(cast(object, state), LossScalingState):
-            raise TypeError(
-                f"state must be what tx.init of with_loss_scaling made, got {type(state).__name__}. It comes second, "
-                "before params; the state of a bare optimizer goes in by tx.init(params)._replace(inner_state=...)."
-            )
-        scaler = state.scaler
-        require_one_scaler(scaler, "state.scaler")
+        _require_state(state)
+        scaler, grads = state.scaler, unscale(state.scaler, updates)
         norm = factor = None
         if max_norm is not None:
-            norm = _global_norm(unscale(scaler, updates), axis_name)
+            norm = _global_norm(grads, axis_name)
             factor = jnp.where(norm > max_norm, max_norm / norm, 1)
         if _is_off(scaler):
-            updates, inner_state = wrapped.update(multiply(updates, factor), state.inner_state, params, **extra_args)
+            updates, inner_state = wrapped.update(multiply(grads, factor), state.inner_state, params, **extra_args)
             return updates, LossScalingState(scaler, inner_state)
         warn_if_alone(axis_name)
-        finite = all_finite(unscale(scaler, updates) if norm is None else norm, axis_name=())
+        finite = all_finite(grads if norm is None else norm, axis_name=())
         finite, loss_finite = agree_on_outcome(finite, extra_args.get("value"), axis_name)
         if jax.tree.structure(extra_args.get("grad")) == jax.tree.structure(updates):
             extra_args["grad"] = _harmless(unscale(scaler, extra_args["grad"]))
-        params = _widen(params)
 
-        def step(grads: Any, inner_state: Any) -> Any:
-            # Divided here once more, in the branch: so the unscaled gradients are never written to memory.
-            grads = _harmless(multiply(unscale(scaler, grads), factor))
-            updates, after = wrapped.update(grads, inner_state, params, **extra_args)
-            require_same(inner_state, after, "state", "inner")
-            return updates, after
-
+        step = partial(_step, wrapped, scaler, factor, _widen(params), extra_args)
         updates, inner_state = gate(finite, step, _zeros_and_state, updates, state.inner_state, on_cpu=_branch)
         return updates, LossScalingState(adapt(scaler, finite, loss_finite), inner_state)
 
     return optax.GradientTransformationExtraArgs(cast(Any, init), cast(Any, update))
+
+
+def _require_transformation(tx: object, name: str, remedy: str) -> None:
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(
+            f"{name} must be an optax.GradientTransformation, got {type(tx).__name__}. Pass one, such as {remedy}."
+        )
+
+
+def _require_state(state: object) -> None:
+    if not isinstance(state, LossScalingState):
+        raise TypeError(
+            f"state must be what tx.init of with_loss_scaling made, got {type(state).__name__}. It comes second, "
+            "before params; the state of a bare optimizer goes in by tx.init(params)._replace(inner_state=...)."
+        )
+    require_one_scaler(state.scaler, "state.scaler")
+
+
+def _step(tx: Any, scaler: ScalerState, factor: Any, params: Any, extra_args: Any, grads: Any, inner_state: Any) -> Any:
+    # The gradients are divided here once more: so the unscaled ones are never written to memory.
+    grads = _harmless(multiply(unscale(scaler, grads), factor))
+    updates, after = tx.update(grads, inner_state, params, **extra_args)
+    require_same(inner_state, after, "state", "inner")
+    return updates, after
 
 
 def _is_off(scaler: ScalerState) -> bool:
@@ -224,8 +233,7 @@ def optax_step(tx: optax.GradientTransformation, grads: Any, **extra_args: Any) 
     >>> apply_if(True, optax_step(tx, {"w": jnp.array(1.0)}), params, tx.init(params))[0]
     {'w': Array(2., dtype=float32)}
     """
-    if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        raise TypeError(f"tx must be an optax.GradientTransformation, got {type(tx).__name__}. It comes first.")
+    _require_transformation(tx, "tx", "optax.adam(1e-3), and the gradients after it")
 
     def step(params: Any, opt_state: Any) -> Any:
         updates, opt_state = optax.with_extra_args_support(tx).update(grads, opt_state, params, **extra_args)

@@ -113,7 +113,7 @@ def test_the_package_can_be_read_in_one_sitting():
         size = _code_lines(source, tree)
         assert size <= 250, (path.name, size)
         # What `import jmpscale` brings; the demonstration, the pictures and the checks for tests only use it.
-        total += size if path.stem == "__init__" or path.name.startswith("_") and path.stem != "__main__" else 0
+        total += size if path.stem == "__init__" or (path.name.startswith("_") and path.stem != "__main__") else 0
         for node in ast.walk(tree):
             assert not isinstance(node, ast.Assert), f"{path.name}: an assert vanishes under -O; raise an error"
             if isinstance(node, ast.FunctionDef):

@@ -24,8 +24,12 @@ def swap(x: jax.Array, n: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, ja
 first, second = jmpscale.apply_if(finite, swap, w, grads)
 check: dict[str, jax.Array] = second
 value, gradient, ok = jmpscale.value_and_grad(swap, argnums=(0, 1), has_aux=True)(state, w, grads)
-tx: optax.GradientTransformationExtraArgs = jmpscale.with_loss_scaling(optax.adam(1e-3), state)
+tx: optax.GradientTransformationExtraArgs = jmpscale.with_loss_scaling(optax.adam(1e-3), state, max_norm=1.0)
 opt_state = tx.init(w)
+value, gradient = jmpscale.scaled_value_and_grad(swap, has_aux=True)(opt_state, w, grads)
+one, opt_state = jmpscale.apply_if(finite, jmpscale.optax_step(tx, grads, value=loss), w, opt_state)
+half: dict[str, jax.Array] = jmpscale.cast(grads, jnp.float16)
+taken: jax.Array = state.step_taken
 scaler: jmpscale.ScalerState = jmpscale.get_scaler(opt_state)
 logged: dict[str, jax.Array] = jmpscale.metrics(scaler)
 jmpscale.raise_if_stuck(scaler, max_skips_in_a_row=3)
