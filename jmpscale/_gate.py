@@ -151,7 +151,7 @@ def require_same(before: Any, after: Any, name: str = "carry", fn: str = "fn") -
             "given, changed, in the same order."
         )
     for path, leaf in old.items():
-        if (was := kind_of(leaf)) != (now := kind_of(new[path])):
+        if not _equal(leaf, new[path]) and (was := kind_of(leaf)) != (now := kind_of(new[path])):
             raise TypeError(
                 f"{fn} must return its {name} with the same shapes, dtypes and shardings, but {name}{path} went in as "
                 f"{was} and came out as {now}. With parameters in float16 the unscaled gradients are float32: "
@@ -170,4 +170,5 @@ def kind_of(leaf: Any) -> str:
 
 
 def _equal(was: Any, now: Any) -> bool:
-    return was is now or (not is_array(now) and repr(was) == repr(now))  # the texts of -0.0, 0 and 0.0 differ
+    """Tells whether a leaf that is no array has stayed as it was."""
+    return was is now or (not (is_array(was) or is_array(now)) and repr(was) == repr(now))  # -0.0 and 0 are not 0.0

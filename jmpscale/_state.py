@@ -29,7 +29,7 @@ COUNTER_LIMIT = int(np.iinfo(np.int32).max)
 
 def shown(value: Any) -> str:
     """Names a value in an error message: in full if that is short, else by its dtype and shape, or by its type."""
-    if isinstance(shape := getattr(value, "shape", None), tuple):
+    if isinstance(shape := getattr(value, "shape", None), tuple) and hasattr(value, "dtype"):
         return f"{value.dtype}{list(cast(tuple[Any, ...], shape))}"
     return shortened(repr(value)) if isinstance(value, (str, int, float, complex, type(None))) else type(value).__name__
 

@@ -141,8 +141,7 @@ def _refuse_models(args: tuple[Any, ...], kwargs: Any, argnums: Any) -> None:
     def is_module(node: Any) -> bool:
         return isinstance(node, equinox.Module)
 
-    chosen = (argnums,) if hasattr(argnums, "__index__") else argnums
-    differentiated = [args[i] for i in chosen if -len(args) <= i < len(args)]
+    differentiated = [args[i] for i in np.atleast_1d(argnums) if -len(args) <= i < len(args)]
     for model in partition(differentiated, is_module, is_leaf=is_module)[0]:
         for path, leaf in named_leaves(model):
             if not is_inexact(leaf):
