@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import threading
+from unittest import mock
 
 import flax.training.dynamic_scale
 import jax
@@ -80,6 +81,22 @@ def _different_shards():
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
     local = jax.shard_map(lambda x: x[0], mesh=mesh, in_specs=P("d"), out_specs=P(), check_vma=False)
     testing.assert_replicated({"w": jax.jit(local)(jnp.arange(8.0))})
+
+
+def _different_processes():
+    """Plays the part of a second process, which holds other bits of the same shard."""
+
+    def gather(sums):
+        return np.stack([sums, sums + np.array([0, other], np.uint32)])
+
+    with (
+        mock.patch.object(jax, "process_count", return_value=2),
+        mock.patch.object(testing.multihost_utils, "process_allgather", gather),
+    ):
+        other = 0
+        testing.assert_replicated({"w": LOSS})
+        other = 1
+        testing.assert_replicated({"w": LOSS})
 
 
 def _stuck(last_skip=1, **fields):
@@ -418,6 +435,14 @@ ERRORS = {
         lambda: testing.inject(GRADS, jnp.full((2, 3), jnp.inf), path="['w']"), (TypeError, ValueError),
         r"value must be a scalar .*got float32\[2, 3\]\. ",
     ),
+    "inject_backward: no such leaf": (
+        lambda: testing.inject_backward(GRADS, jnp.inf, path="w"), ValueError,
+        r"""path must be that of an inexact leaf with elements, got 'w'\. There are: """,
+    ),
+    "inject_backward: a step number for a flag": (
+        lambda: testing.inject_backward(GRADS, jnp.inf, path="['w']", when=2), TypeError,
+        r"when must be a boolean, got 2\. ",
+    ),
     "inject: no value": (
         lambda: testing.inject(GRADS, None, path="['w']"), (TypeError, ValueError),
         r"value must be a scalar .*got None\. ",
@@ -434,6 +459,9 @@ ERRORS = {
     ),
     "assert_replicated: not": (
         _different_shards, AssertionError, r"tree\['w'\] differs between devices: .*give axis_name",
+    ),
+    "assert_replicated: processes": (
+        _different_processes, AssertionError, r"^tree\['w'\] differs between processes\.",
     ),
     # jmpscale.plots
     "exponent_histogram: nothing": (
@@ -500,7 +528,9 @@ def _pattern(node, names):
         # What `.format` will fill in.
         return ".*".join(map(re.escape, re.split(r"\{[^{}]*\}", node.value))) if isinstance(node.value, str) else ".*"
     if isinstance(node, ast.JoinedStr):
-        return "".join(_pattern(part, names) if isinstance(part, ast.Constant) else ".*" for part in node.values)
+        return "".join(
+            _pattern(getattr(x, "value", x) if isinstance(x, ast.FormattedValue) else x, names) for x in node.values
+        )
     if isinstance(node, ast.BinOp):
         return _pattern(node.left, names) + _pattern(node.right, names)
     if isinstance(node, ast.Name) and node.id in names:
@@ -522,8 +552,9 @@ def _texts():
         module = ast.parse(path.read_text())
         constants = _assigned(module.body)
         for name, value in constants.items():
-            if " " in (text := _pattern(value, constants)) and name.isupper():
-                yield f"{path.name}, {name}", text
+            for i, part in enumerate(value.elts if isinstance(value, ast.Tuple) else [value]):
+                if " " in (text := _pattern(part, constants)) and name.isupper():
+                    yield f"{path.name}, {name} {i}", text
         for function in ast.walk(module):
             if not isinstance(function, ast.FunctionDef):
                 continue
@@ -539,6 +570,7 @@ def test_every_message_of_the_package_is_in_the_list():
     messages = [str(_raised(name)) for name in ERRORS]
     texts = dict(_texts())
     assert len(texts) > 40
+    assert sum("_DIAGNOSES" in place for place in texts) == 5
     assert sum(not text.replace(".*", "") for text in texts.values()) <= 1, (
         "raise_if_stuck's, whose texts are constants"
     )
