@@ -17,6 +17,7 @@ import sys
 import threading
 from unittest import mock
 
+import equinox as eqx
 import flax.training.dynamic_scale
 import jax
 import jax.numpy as jnp
@@ -273,6 +274,10 @@ ERRORS = {
         lambda: jmpscale.value_and_grad(_loss, STATE), TypeError,
         r"got .*ScalerState.*value_and_grad\(.*\)\(scaler, params",
     ),
+    "value_and_grad: an Equinox model": (
+        lambda: jmpscale.value_and_grad(_loss)(STATE, eqx.nn.MLP(1, 1, 1, 1, key=jax.random.key(0))), TypeError,
+        r"argument 0 has an Equinox MLP with a leaf that has no gradient, .*\. Pass transform=equinox\.filter_value",
+    ),
     # optax
     "with_loss_scaling: swapped": (
         lambda: jmpscale.with_loss_scaling(STATE, ADAM), TypeError,
@@ -300,6 +305,18 @@ ERRORS = {
     ),
     "get_scaler: wrapped twice": (
         lambda: jmpscale.get_scaler(jmpscale.with_loss_scaling(TX).init(GRADS)), ValueError, "exactly one .* found 2",
+    ),
+    "get_scaler: the arrays filtered out": (
+        lambda: jmpscale.get_scaler(jax.tree.map(lambda _: None, OPT_STATE)), ValueError,
+        r"got one without loss_scale\. A filter has taken them out; pass the whole tree",
+    ),
+    "optax_step: swapped": (
+        lambda: jmpscale.optax_step(GRADS, ADAM), TypeError,
+        r"tx must be an optax\.GradientTransformation, got dict\. It comes first",
+    ),
+    "cast: an integer": (
+        lambda: jmpscale.cast(GRADS, jnp.int8), TypeError,
+        r"dtype must be a floating-point dtype, got .*int8.*\. Pass jnp\.float16",
     ),
     # making a scaler
     "dynamic: a scaler": (
