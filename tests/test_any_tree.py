@@ -183,6 +183,7 @@ def test_the_gate_changes_what_the_step_changes_and_hands_the_rest_around(jitted
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 @hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 2)
 @hypothesis.given(tree=ANY)
+@hypothesis.example(tree={"seed": 2**40, "w": jnp.ones(2)})
 def test_a_step_that_hands_everything_back_leaves_every_object_as_it_is(jitted, tree):
     seen = []
 
@@ -257,6 +258,7 @@ def test_unscaling_divides_numbers_that_can_overflow_and_hands_back_the_rest(tre
 
 
 @hypothesis.given(tree=ANY)
+@hypothesis.example(tree=np.dtype("f2"))
 def test_losses_are_scaled_and_all_else_is_refused(tree):
     losses = [leaf for leaf in _leaves(tree) if _is_inexact(leaf) and not jnp.iscomplexobj(leaf)]
     for loss, scaled in zip(losses, jmpscale.scale(SCALER, losses), strict=True):
