@@ -1,5 +1,8 @@
 """The checks that users build their own tests from: they bite, and they name what is wrong."""
 
+import os
+import socket
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import jmpscale
 from jmpscale.testing import assert_replicated, assert_step_is_noop, inject, inject_backward
+
+import children
 
 STATE = {"w": jnp.arange(3.0), "n": jnp.array(3), "key": jax.random.key(0), "f": jnp.tanh, "s": "text"}
 
@@ -260,3 +265,43 @@ def test_of_what_pmap_returns_the_rows_are_compared():
     assert_replicated(step(scaler, jnp.ones(8, bool)))
     with pytest.raises(AssertionError, match=r"tree\[0\]\.(loss_scale|good_steps) differs between devices"):
         assert_replicated(step(scaler, jnp.arange(8) != 5))
+
+
+# Two processes of two devices each; of every shard along "model" each process holds a copy.
+PROCESSES = """
+import sys, os
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+import jax, numpy as np
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
+from jmpscale.testing import assert_replicated
+
+mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "model"))
+
+def held(values, *spec):
+    sharding = jax.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+
+w, fsdp, n = np.arange(8.0, dtype=np.float32), np.arange(4.0, dtype=np.float32), np.float32(3.0)
+own = np.float32(jax.process_index())
+state = {"w": held(w, "model"), "fsdp": held(fsdp, ("data", "model")), "n": held(np.asarray(n))}
+assert_replicated(state)
+for name, drifted in (("w", held(w + own, "model")), ("n", held(np.asarray(n + own)))):
+    try:
+        assert_replicated(state | {name: drifted})
+    except AssertionError as error:
+        print(error)
+"""
+
+
+@pytest.mark.full
+def test_several_processes_compare_the_shards_that_they_hold_alike():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    started = [children.start("-c", PROCESSES, address, number, env=environment) for number in range(2)]
+    for said, errors in [children.end(process) for process in started]:
+        told = [line for line in said.splitlines() if line.startswith("tree")]  # Gloo talks, too
+        assert told == [f"tree['{name}'] differs between processes." for name in "wn"], errors
