@@ -15,7 +15,9 @@ import re
 import subprocess
 import sys
 import threading
+from unittest import mock
 
+import equinox as eqx
 import flax.training.dynamic_scale
 import jax
 import jax.numpy as jnp
@@ -80,6 +82,22 @@ def _different_shards():
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
     local = jax.shard_map(lambda x: x[0], mesh=mesh, in_specs=P("d"), out_specs=P(), check_vma=False)
     testing.assert_replicated({"w": jax.jit(local)(jnp.arange(8.0))})
+
+
+def _different_processes():
+    """Plays the part of a second process, which holds other bits of the same shard."""
+
+    def gather(sums):
+        return np.stack([sums, sums + np.array([0, other], np.uint32)])
+
+    with (
+        mock.patch.object(jax, "process_count", return_value=2),
+        mock.patch.object(testing.multihost_utils, "process_allgather", gather),
+    ):
+        other = 0
+        testing.assert_replicated({"w": LOSS})
+        other = 1
+        testing.assert_replicated({"w": LOSS})
 
 
 def _stuck(last_skip=1, **fields):
@@ -256,6 +274,10 @@ ERRORS = {
         lambda: jmpscale.value_and_grad(_loss, STATE), TypeError,
         r"got .*ScalerState.*value_and_grad\(.*\)\(scaler, params",
     ),
+    "value_and_grad: an Equinox model": (
+        lambda: jmpscale.value_and_grad(_loss)(STATE, eqx.nn.MLP(1, 1, 1, 1, key=jax.random.key(0))), TypeError,
+        r"argument 0 has an Equinox MLP with a leaf that has no gradient, .*\. Pass transform=equinox\.filter_value",
+    ),
     # optax
     "with_loss_scaling: swapped": (
         lambda: jmpscale.with_loss_scaling(STATE, ADAM), TypeError,
@@ -283,6 +305,18 @@ ERRORS = {
     ),
     "get_scaler: wrapped twice": (
         lambda: jmpscale.get_scaler(jmpscale.with_loss_scaling(TX).init(GRADS)), ValueError, "exactly one .* found 2",
+    ),
+    "get_scaler: the arrays filtered out": (
+        lambda: jmpscale.get_scaler(jax.tree.map(lambda _: None, OPT_STATE)), ValueError,
+        r"got one without loss_scale\. A filter has taken them out; pass the whole tree",
+    ),
+    "optax_step: swapped": (
+        lambda: jmpscale.optax_step(GRADS, ADAM), TypeError,
+        r"tx must be an optax\.GradientTransformation, got dict\. It comes first",
+    ),
+    "cast: an integer": (
+        lambda: jmpscale.cast(GRADS, jnp.int8), TypeError,
+        r"dtype must be a floating-point dtype, got .*int8.*\. Pass jnp\.float16",
     ),
     # making a scaler
     "dynamic: a scaler": (
@@ -418,6 +452,14 @@ ERRORS = {
         lambda: testing.inject(GRADS, jnp.full((2, 3), jnp.inf), path="['w']"), (TypeError, ValueError),
         r"value must be a scalar .*got float32\[2, 3\]\. ",
     ),
+    "inject_backward: no such leaf": (
+        lambda: testing.inject_backward(GRADS, jnp.inf, path="w"), ValueError,
+        r"""path must be that of an inexact leaf with elements, got 'w'\. There are: """,
+    ),
+    "inject_backward: a step number for a flag": (
+        lambda: testing.inject_backward(GRADS, jnp.inf, path="['w']", when=2), TypeError,
+        r"when must be a boolean, got 2\. ",
+    ),
     "inject: no value": (
         lambda: testing.inject(GRADS, None, path="['w']"), (TypeError, ValueError),
         r"value must be a scalar .*got None\. ",
@@ -434,6 +476,9 @@ ERRORS = {
     ),
     "assert_replicated: not": (
         _different_shards, AssertionError, r"tree\['w'\] differs between devices: .*give axis_name",
+    ),
+    "assert_replicated: processes": (
+        _different_processes, AssertionError, r"^tree\['w'\] differs between processes\.",
     ),
     # jmpscale.plots
     "exponent_histogram: nothing": (
@@ -500,7 +545,9 @@ def _pattern(node, names):
         # What `.format` will fill in.
         return ".*".join(map(re.escape, re.split(r"\{[^{}]*\}", node.value))) if isinstance(node.value, str) else ".*"
     if isinstance(node, ast.JoinedStr):
-        return "".join(_pattern(part, names) if isinstance(part, ast.Constant) else ".*" for part in node.values)
+        return "".join(
+            _pattern(getattr(x, "value", x) if isinstance(x, ast.FormattedValue) else x, names) for x in node.values
+        )
     if isinstance(node, ast.BinOp):
         return _pattern(node.left, names) + _pattern(node.right, names)
     if isinstance(node, ast.Name) and node.id in names:
@@ -522,8 +569,9 @@ def _texts():
         module = ast.parse(path.read_text())
         constants = _assigned(module.body)
         for name, value in constants.items():
-            if " " in (text := _pattern(value, constants)) and name.isupper():
-                yield f"{path.name}, {name}", text
+            for i, part in enumerate(value.elts if isinstance(value, ast.Tuple) else [value]):
+                if " " in (text := _pattern(part, constants)) and name.isupper():
+                    yield f"{path.name}, {name} {i}", text
         for function in ast.walk(module):
             if not isinstance(function, ast.FunctionDef):
                 continue
@@ -539,6 +587,7 @@ def test_every_message_of_the_package_is_in_the_list():
     messages = [str(_raised(name)) for name in ERRORS]
     texts = dict(_texts())
     assert len(texts) > 40
+    assert sum("_DIAGNOSES" in place for place in texts) == 5
     assert sum(not text.replace(".*", "") for text in texts.values()) <= 1, (
         "raise_if_stuck's, whose texts are constants"
     )

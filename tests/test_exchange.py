@@ -90,3 +90,14 @@ def test_the_limits_are_the_callers():
     for _ in range(5):
         state = jmpscale.update(state, jnp.array(False))
     assert state.loss_scale == 512.0
+
+
+@pytest.mark.parametrize("limit", [0.7, 0.3, 1.1, 3.0, 2.0**-126, 2.0**126])
+def test_a_scale_at_its_limit_comes_back_though_float32_has_rounded_it(limit):
+    state = jmpscale.dynamic(limit, min_scale=limit, max_scale=limit)
+    saved = jmpscale.to_torch_state_dict(state)
+    back = jmpscale.from_torch_state_dict(saved, min_scale=limit, max_scale=limit)
+    assert back == state
+    for outside in (1 - 1e-6, 1 + 1e-6):
+        with pytest.raises(ValueError, match=r"mapping\['scale'\] must be between .* The limits are min_scale and"):
+            jmpscale.from_torch_state_dict(saved | {"scale": limit * outside}, min_scale=limit, max_scale=limit)

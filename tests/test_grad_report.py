@@ -1,8 +1,11 @@
 """grad_report: what it counts, that it is exact, the same everywhere, and free where it is not looked at."""
 
+import dataclasses
+import functools
 import time
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -36,11 +39,13 @@ def _assert_equals_reference(report, leaves, loss_scale=1.0):
         assert [int(getattr(report, name)[i]) for name in NAMES] == counts, report.paths[i]
 
 
-@pytest.fixture(params=["several devices", "one device"])
+@pytest.fixture(params=["CPU, several devices", "CPU, one device", "accelerator"])
 def reduction(request, monkeypatch):
-    """Both ways to reduce a leaf; which one is taken depends on the number of devices."""
-    if request.param == "one device":
+    """Each way to reduce a leaf; which one is taken depends on the platform and on the number of devices."""
+    if request.param == "CPU, one device":
         monkeypatch.setattr(jax, "device_count", lambda *_: 1)
+    if request.param == "accelerator":
+        monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, **_: default(*args))
     jmpscale._report._look.clear_cache()
     yield
     jmpscale._report._look.clear_cache()
@@ -86,6 +91,18 @@ def test_no_maximum_loses_a_nan():
     assert not report.finite
 
 
+@pytest.mark.parametrize(("platform", "reductions"), [("cpu", 2), ("cuda", 12)])
+def test_several_counts_are_reduced_together_on_a_cpu_only(platform, reductions, monkeypatch, request):
+    if request.config.getoption("--elsewhere"):
+        pytest.skip("every program has the other form")
+    monkeypatch.setattr(jax, "device_count", lambda *_: 1)
+    jmpscale._report._look.clear_cache()
+    exported = jax.export.export(jax.jit(jmpscale.grad_report), platforms=[platform])([jnp.ones(8), jnp.ones((4, 4))])
+    jmpscale._report._look.clear_cache()
+    # The last one is for the flag, over all leaves.
+    assert exported.mlir_module().count("stablehlo.reduce(") == reductions + 1
+
+
 @pytest.mark.parametrize("scale", [2.0**16, 2.0**-10, 2.0**100])
 def test_unscaled_gradients_are_looked_at_as_they_were(scale):
     scaler = jmpscale.dynamic(scale, min_scale=2.0**-126, max_scale=2.0**126)
@@ -128,10 +145,46 @@ def _mapped(fn, **kwargs):
     return jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=(SPECS,), **kwargs)), placed
 
 
-def test_under_shard_map_it_is_global_in_two_collectives_per_set_of_axes():
-    fn, placed = _mapped(jmpscale.grad_report, out_specs=P())
-    _assert_equals_reference(fn(placed), list(LEAVES.values()))
+@pytest.mark.parametrize("axis_name", [None, ("x", "y"), ()])
+def test_under_shard_map_it_is_global_in_two_collectives_per_set_of_axes(axis_name):
+    fn, placed = _mapped(functools.partial(jmpscale.grad_report, axis_name=axis_name), out_specs=P())
+    if axis_name == ():
+        with pytest.raises(ValueError, match="replicated"):  # each device's own report is no global value
+            fn(placed)
+        return
+    report = fn(placed)
+    _assert_equals_reference(report, list(LEAVES.values()))
+    assert report.describe() == jmpscale.grad_report(LEAVES).describe()
+    assert _floats(report.totals()) == _floats(jmpscale.grad_report(LEAVES).totals())
     assert hlo.count(hlo.compiled(fn, placed), "all-reduce") <= 4
+
+
+def _floats(totals):
+    return {name: str(float(value)) for name, value in totals.items()}  # as text, NaN equals NaN
+
+
+def test_the_leaf_that_is_split_over_devices_is_not_spared_for_its_size():
+    grads = {"kernel": jnp.ones((8, 8)).at[5, 2].set(jnp.inf), "bias": jnp.ones(10).at[3].set(jnp.inf)}
+    mesh = jax.make_mesh((8,), ("d",))
+    specs = {"kernel": P("d"), "bias": P()}
+    placed = {name: jax.device_put(x, jax.NamedSharding(mesh, specs[name])) for name, x in grads.items()}
+    report = jax.jit(jax.shard_map(jmpscale.grad_report, mesh=mesh, in_specs=(specs,), out_specs=P()))(placed)
+    assert report.describe().startswith("2 of 2 leaves are not finite; it most likely began in kernel.")
+    assert report.sizes == (10, 64)
+    assert float(report.totals()["inf"]) == np.float32(2 / 74)
+
+
+@pytest.mark.filterwarnings("ignore:.*pmap:DeprecationWarning")
+@pytest.mark.parametrize("mapped", [jax.pmap, jax.vmap], ids=["pmap", "vmap"])
+@pytest.mark.parametrize("axis_name", ["d", ()])
+def test_where_each_device_has_its_own_leaves_all_of_them_count(mapped, axis_name):
+    grads = {"a": jnp.asarray(np.resize(VALUES, (8, 5)), jnp.float32), "b": jnp.zeros((8, 3), jnp.complex64)}
+    reports = mapped(lambda g: jmpscale.grad_report(g, axis_name=axis_name), axis_name="d")(grads)
+    for device in range(8):
+        expected = jmpscale.grad_report(grads if axis_name else jax.tree.map(lambda x, i=device: x[i], grads))
+        report = jax.tree.map(lambda x, i=device: x[i], reports)
+        assert report.sizes == expected.sizes == ((40, 48) if axis_name else (5, 6))
+        assert report.describe() == expected.describe()
 
 
 def test_without_types_the_axes_are_named():
@@ -254,6 +307,36 @@ def test_describe_is_quick_and_limited_for_a_thousand_leaves(monkeypatch):
     assert len(lines) == 22
     assert [line.split()[0] for line in lines[2:5]] == ["params/layer_999", "params/layer_998", "params/layer_997"]
     assert len(report.describe(limit=1000).splitlines()) == 1002
+
+
+def test_totals_of_stacked_reports_are_those_of_each():
+    grads = jnp.zeros((3, 2)).at[1, 0].set(jnp.nan).at[2].set(4.0)
+    totals = jax.vmap(jmpscale.grad_report)(grads).totals()
+    for step in range(3):
+        assert _floats({k: v[step] for k, v in totals.items()}) == _floats(jmpscale.grad_report(grads[step]).totals())
+    assert totals["zero"].tolist() == [1.0, 0.5, 0.0]
+
+
+def test_totals_of_more_values_than_an_int32_counts():
+    big = dataclasses.replace(_made_up(np.ones(2)), zero=jnp.full(2, 2**30), sizes=(2**31 - 1, 2**31 - 1))
+    assert float(big.totals()["zero"]) == 0.5
+    leaves = [jax.ShapeDtypeStruct((2**15, 2**15), jnp.float16)] * 2
+    assert jax.eval_shape(lambda g: jmpscale.grad_report(g).totals(), leaves)["zero"].dtype == jnp.float32
+
+
+def test_a_leaf_may_have_a_symbolic_shape():
+    def look(x):
+        report = jmpscale.grad_report({"x": x, "y": jnp.ones(3)})
+        return report, report.totals()
+
+    shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("a,b"), jnp.float32)
+    exported = jax.export.export(jax.jit(look))(shape)
+    x = jnp.zeros((2, 3)).at[1, 1].set(jnp.inf)
+    report, totals = exported.call(x)
+    assert totals["zero"] == np.float32(5 / 9)
+    text = report.describe()
+    assert "1 of 2 leaves are not finite; it most likely began in x." in text
+    assert text.splitlines()[2].split() == ["x", "a*b", "inf", "-inf", "0", "1", "5", "0", "0"]
 
 
 def test_totals_are_the_shares_of_all_values(variant):

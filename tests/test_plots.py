@@ -53,6 +53,26 @@ def test_the_histogram_shows_what_a_scale_rescues():
     )
 
 
+def test_the_histogram_counts_both_parts_of_a_complex_number():
+    grads = [jnp.array([1 + 1e-9j, 2.0**-15 + 7e4j], jnp.complex64), 1j]
+    ax = plots.exponent_histogram(grads)
+    sixth = 100 / 6
+    assert _shares(ax) == pytest.approx(
+        {
+            "lost: below float16's smallest": sixth,
+            "rounded: subnormal in float16": sixth,
+            "kept": 2 * sixth,
+            "overflowing": sixth,
+        }
+    )
+    assert ax.get_title() == "exactly zero, and not shown: 16.7%"
+
+
+def test_the_histogram_passes_over_what_is_no_array():
+    others = [np.float32, jnp.float16, np.dtype("f2"), jax.random.key(0), "text", np.str_("text"), jnp.tanh, None, 3]
+    assert _shares(plots.exponent_histogram([GRADS, others])) == _shares(plots.exponent_histogram(GRADS))
+
+
 @pytest.mark.parametrize("grads", [jnp.zeros(3), jnp.full(3, jnp.nan)])
 def test_a_histogram_of_nothing_is_empty(grads):
     assert _shares(plots.exponent_histogram(grads)) == {}
@@ -90,3 +110,9 @@ def test_headroom_names_the_leaves_that_are_nearest_to_an_overflow():
     assert near.get_label() == "near"
     assert limit.get_ydata() == [0, 0]
     assert len(plots.headroom(reports).lines) == 3
+
+
+def test_headroom_names_every_leaf_that_it_shows():
+    reports = jax.vmap(jmpscale.grad_report)({"_scale": jnp.ones((3, 1)), "w": {"_0": jnp.ones((3, 1))}})
+    names = [text.get_text().strip() for text in plots.headroom(reports).get_legend().get_texts()]
+    assert names == ["_scale", "w/_0", "float16 overflows"]

@@ -68,10 +68,20 @@ STUCK = pytest.mark.parametrize(
 
 
 @STUCK
-def test_the_message_names_scale_run_cause_and_action(state, word, loss, message):
-    loss = None if loss is None else jnp.float32(loss)
+@pytest.mark.parametrize("leaf", [jnp.asarray, np.asarray, lambda x: x.item()], ids=["jax", "numpy", "Python"])
+def test_the_message_names_scale_run_cause_and_action(state, word, loss, message, leaf):
+    stuck = jax.tree.map(leaf, _after(word, state(), None if loss is None else jnp.float32(loss)))
     with pytest.raises(FloatingPointError, match=message):
-        jmpscale.raise_if_stuck(_after(word, state(), loss), max_skips_in_a_row=2)
+        jmpscale.raise_if_stuck(stuck, max_skips_in_a_row=2)
+    jmpscale.raise_if_stuck(stuck, max_skips_in_a_row=3)
+
+
+@pytest.mark.parametrize("scale", [np.nan, 0.0, -1.0, np.inf])
+@pytest.mark.parametrize("leaf", [jnp.float32, float])
+def test_what_is_no_scale_is_told_from_an_overflow(scale, leaf):
+    state = _after("BBB", jmpscale.dynamic())._replace(loss_scale=leaf(scale))
+    with pytest.raises(FloatingPointError, match="That is no loss scale: the state was damaged"):
+        jmpscale.raise_if_stuck(state, max_skips_in_a_row=2)
 
 
 @STUCK
