@@ -64,7 +64,7 @@ OTHERS = {
     "conditionally_mask": _takes(optax.conditionally_mask, should_transform_fn=lambda step: step % 2 == 0),
     "conditionally_transform": _takes(
         optax.conditionally_transform,
-        should_transform_fn=lambda step, value, **_: (step > 0) & (value < 10),
+        should_transform_fn=lambda state, value, **_: (state > 0) & (value < 10),  # `state` is a step count
         forward_extra_args=True,
     ),
     "ema": lambda: optax.ema(0.9),
@@ -183,9 +183,9 @@ def _taken(tx):
         seen.add(id(at))
         if isinstance(at, types.FunctionType):
             parameters = inspect.signature(at).parameters
-            if {"state", "params"} <= set(parameters) or {"opt_state", "params"} <= set(parameters):
-                takes_more = [p for p in list(parameters.values())[3:] if p.kind is not p.VAR_KEYWORD]
-                found |= {p.name for p in takes_more}
+            if parameters.keys() & {"state", "opt_state"}:
+                known = {"self", "updates", "state", "opt_state", "params"}
+                found |= {name for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD} - known
             waiting += [cell.cell_contents for cell in at.__closure__ or ()]
         elif isinstance(at, types.MethodType):
             waiting += [at.__func__, vars(at.__self__)]
@@ -246,7 +246,8 @@ def _program(name, tx, scaled):
         updates, state = tx.update(grads, state, params, **{arg: make(value, grads) for arg, make in extra.items()})
         if jax.tree.structure(updates) == jax.tree.structure(params):  # not so where only something is measured
             params = optax.apply_updates(params, updates)
-        return (params, state), (params, state, updates)
+        # The gradients are returned too, else the compiler computes them otherwise where some of them are not used.
+        return (params, state), (params, state, updates, value, grads)
 
     def steps(params, state, overflows):
         return jax.lax.scan(step, (params, state), overflows)[1]
@@ -286,9 +287,10 @@ def test_the_same_steps_as_without_and_skips_that_change_nothing(name):
     program = _program(name, tx, scaled=True)
     for scaler in (jmpscale.static(1.0), jmpscale.static(2.0**16)):
         start = jmpscale.replace_scaler(tx.init(params), scaler)
-        after, state, updates = program(params, start, OVERFLOWS)
+        after, state, updates, value, grads = program(params, start, OVERFLOWS)
+        grads = jax.tree.map(lambda g, scale=scaler.loss_scale: g / scale, grads)
         for step, at in enumerate(TAKEN):
-            assert _bits(_at(at, (after, state.inner_state, updates))) == _bits(_at(step, plain)), (scaler, step)
+            assert _bits(_at(at, (after, state.inner_state, updates, value, grads))) == _bits(_at(step, plain))
         assert _bits(_at(2, (after, state.inner_state))) == _bits(_at(1, (after, state.inner_state)))
         assert all((x == 0).all() and np.signbit(x.real).all() for x in jax.tree.leaves(_at(2, updates)))
         assert int(state.scaler.skipped[-1]) == 1
