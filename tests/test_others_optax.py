@@ -47,8 +47,7 @@ NO_ARGUMENT = {
     "scale_by_lion scale_by_novograd scale_by_optimistic_gradient scale_by_param_block_norm scale_by_param_block_rms "
     "scale_by_polyak scale_by_radam scale_by_rms scale_by_rss scale_by_sign scale_by_sm3 scale_by_stddev "
     "scale_by_trust_ratio scale_by_yogi set_to_zero zero_nans lbfgs polyak_sgd",
-    contrib: "normalize scale_by_acprop scale_by_ademamix scale_by_adopt scale_by_cocob "
-    "scale_by_simplified_ademamix",
+    contrib: "normalize scale_by_acprop scale_by_ademamix scale_by_adopt scale_by_cocob scale_by_simplified_ademamix",
 }
 OTHERS = {
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=2, momentum=0.9),
