@@ -15,7 +15,18 @@ from optax import contrib
 
 import jmpscale
 
-pytestmark = [pytest.mark.usefixtures("standard_promotion")]
+pytestmark = [
+    pytest.mark.usefixtures("standard_promotion", "standard_ranks"),
+    pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning"),  # what optax is about to drop is listed too
+]
+
+
+@pytest.fixture
+def standard_ranks():
+    """Allows silent promotion of ranks: optax relies on it."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
 
 RNG = np.random.default_rng(0)
 X, Y = (jnp.asarray(RNG.standard_normal(shape), jnp.float32) for shape in ((8, 4), (8, 2)))
@@ -265,6 +276,12 @@ def _at(step, tree):
     return jax.tree.map(lambda x: x[step], tree)
 
 
+def _start(name, inner, params):
+    """The state to start from: `monitor` has one of a fixed structure only after an update."""
+    state = inner.init(params)
+    return inner.update(params, state, params)[1] if name == "monitor" else state
+
+
 OVERFLOWS = jnp.array([False, False, True, False])
 TAKEN = (0, 1, 3)
 
@@ -281,11 +298,11 @@ QUICK = {
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in CASES])
 def test_the_same_steps_as_without_and_skips_that_change_nothing(name):
     inner, params = CASES[name](), Problem(name).params
-    plain = _program(name, inner, scaled=False)(params, inner.init(params), jnp.zeros(len(TAKEN), bool))
+    plain = _program(name, inner, scaled=False)(params, _start(name, inner, params), jnp.zeros(len(TAKEN), bool))
     tx = jmpscale.with_loss_scaling(inner)
     program = _program(name, tx, scaled=True)
     for scaler in (jmpscale.static(1.0), jmpscale.static(2.0**16)):
-        start = jmpscale.replace_scaler(tx.init(params), scaler)
+        start = tx.init(params)._replace(scaler=scaler, inner_state=_start(name, inner, params))
         after, state, updates, value, grads = program(params, start, OVERFLOWS)
         grads = jax.tree.map(lambda g, scale=scaler.loss_scale: g / scale, grads)
         for step, at in enumerate(TAKEN):
@@ -293,3 +310,34 @@ def test_the_same_steps_as_without_and_skips_that_change_nothing(name):
         assert _bits(_at(2, (after, state.inner_state))) == _bits(_at(1, (after, state.inner_state)))
         assert all((x == 0).all() and np.signbit(x.real).all() for x in jax.tree.leaves(_at(2, updates)))
         assert int(state.scaler.skipped[-1]) == 1
+
+
+def test_a_state_that_changes_its_structure_is_refused():
+    tx = jmpscale.with_loss_scaling(CASES["monitor"]())
+    with pytest.raises(TypeError, match=r"inner must return its state with the same structure, but .*'(mean|norm)'"):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+@pytest.mark.full
+@pytest.mark.once
+def test_gradients_from_the_state_of_a_line_search():
+    """They are not scaled, neither those that the search has left in the state nor new ones."""
+    inner = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10, store_grad=True))
+    tx = jmpscale.with_loss_scaling(inner, jmpscale.static(2.0**16))
+
+    def program(tx, scale):
+        def step(carry, _):
+            params, state = carry
+            value, grads = optax.value_and_grad_from_state(_loss)(params, state=state)
+            grads = scale(state, grads)
+            updates, state = tx.update(grads, state, params, value=value, grad=grads, value_fn=_loss)
+            params = optax.apply_updates(params, updates)
+            return (params, state), (params, value)
+
+        return jax.jit(
+            lambda: jax.lax.scan(step, (PARAMS, tx.init(PARAMS)), None, 3)[1],
+            compiler_options={"xla_backend_optimization_level": 0},
+        )
+
+    plain = program(inner, lambda state, grads: grads)()
+    assert _bits(program(tx, lambda state, grads: jmpscale.scale(state.scaler, grads))()) == _bits(plain)
