@@ -298,8 +298,8 @@ def _start(name, inner, params):
 OVERFLOWS = jnp.array([False, False, True, False])
 TAKEN = (0, 1, 3)
 
-# These run with the README's command, all in CI: one of each kind, with every extra argument, with states and updates of
-# every form.
+# These run with the README's command, all in CI: one of each kind, with every extra argument, with states and updates
+# of every form.
 QUICK = {
     "adafactor", "conditionally_transform", "lbfgs", "lookahead", "measure_with_ema", "MultiSteps", "contrib.dpsgd",
     "contrib.reduce_on_plateau", "contrib.sam", "contrib.sophia",
