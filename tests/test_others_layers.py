@@ -482,9 +482,20 @@ def _bits(tree):
     return {jax.tree_util.keystr(path): one(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def _differing(one, other):
+def _differing(one, other, rounded=False):
+    """The paths of the leaves whose bits differ; with `rounded`, floats may differ in the last of them."""
+
+    def same(one, other):
+        if not rounded or one is None or other is None or one[:2] != other[:2] or one[0] != "float32":
+            return one == other
+        return np.allclose(np.frombuffer(one[2], np.float32), np.frombuffer(other[2], np.float32), 2e-6, 1e-7)
+
     one, other = _bits(one), _bits(other)
-    return sorted(path for path in one.keys() | other.keys() if one.get(path) != other.get(path))
+    return sorted(path for path in one.keys() | other.keys() if not same(one.get(path), other.get(path)))
+
+
+# From JAX 0.11 on the compiler fuses the arithmetic of some layers otherwise where gradients are divided afterwards.
+SAME_ARITHMETIC = jax.__version_info__ < (0, 11)
 
 
 KEYS = jax.random.split(jax.random.key(7))
@@ -504,7 +515,7 @@ def _check(framework, ways):
         carry = framework.start(route, scaler)
         for key, plain in zip(KEYS, expected, strict=True):
             carry = step(carry, key, ONE)
-            assert not _differing(framework.parts(carry, route), plain), way
+            assert not _differing(framework.parts(carry, route), plain, rounded=not SAME_ARITHMETIC), way
         skipped = step(carry, KEYS[0], INFINITE)
         before, after = framework.parts(carry, route), framework.parts(skipped, route)
         if route == "optax":  # what a forward pass moves is outside the optimizer, and moves on
