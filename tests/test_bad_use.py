@@ -5,6 +5,7 @@
 
 import ast
 import contextlib
+import errno
 import functools
 import inspect
 import io
@@ -32,11 +33,11 @@ from jax.sharding import PartitionSpec as P
 
 import jmpscale
 from jmpscale import plots, testing
-from jmpscale.__main__ import _check_output, _explaining, _parse, _require_extra
+from jmpscale.__main__ import _check_output, _demonstrate, _explaining, _parse, read_text
 
 import pages
 
-PACKAGE = pathlib.Path(jmpscale.__file__).parent
+PACKAGE, HERE = pathlib.Path(jmpscale.__file__).parent, pathlib.Path(__file__)
 
 STATE = jmpscale.dynamic()
 BATCH = jax.tree.map(lambda x: jnp.stack([x, x]), STATE)
@@ -116,7 +117,7 @@ def _stuck_checkified():
 def _without_matplotlib():
     missing, sys.modules["matplotlib.figure"] = sys.modules["matplotlib.figure"], None
     try:
-        _require_extra()
+        _demonstrate(_parse([]))
     finally:
         sys.modules["matplotlib.figure"] = missing
 
@@ -130,7 +131,7 @@ def _parser_error():
 
 def _demo_fails():
     with _explaining("read old.png", OSError):
-        raise OSError(28, "")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _history(**change):
@@ -510,6 +511,13 @@ ERRORS = {
     "demo: a failing file system": (_demo_fails, Exception, "^cannot read old.png: No space left on device$"),
     "demo: not a file": (
         lambda: _check_output(pathlib.Path(os.devnull)), Exception, r"cannot write .*null: it exists and is not a file",
+    ),
+    "demo: the text to learn": (
+        lambda: _check_output(HERE, HERE), Exception, r"cannot write .*py: it is the text to learn; name another file",
+    ),
+    "demo: no file": (lambda: read_text(pathlib.Path(os.devnull)), Exception, r"cannot read .*: it is not a regular"),
+    "demo: a short text": (
+        lambda: read_text(PACKAGE / "py.typed"), Exception, r"cannot read .*: it must have 4,096 characters.*has 0",
     ),
     "demo: without the extra": (_without_matplotlib, Exception, r'is missing.*pip install "jmpscale\[demo\]"'),
     "demo: options": (_parser_error, SystemExit, r"argument --steps: must be between 1 and 1000000, got 0"),
