@@ -308,7 +308,7 @@ def test_with_one_device_what_is_finite_is_known_as_exactly(request):
     files = [here / "test_properties.py", here / "test_finite.py"]
     done = subprocess.run(command + files, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-    assert int(re.search(r"(\d+) passed", done.stdout).group(1)) >= 10, done.stdout
+    assert int(re.search(r"(\d+) passed", done.stdout).group(1)) >= 8, done.stdout
 
 
 # --- the same bits, however it is run ---
