@@ -2,12 +2,14 @@
 
 A mutant is the package with one expression changed. It is killed if a test fails, and survives if none does; each
 survivor is listed in the results with the reason why it may. One process imports the libraries, but starts no device;
-for each mutant it forks a child that runs pytest on a copy of the repository: first the quick tests, in front those
-that have killed a mutant of the same function; then, for what survives, some on a single device. Work that was
-interrupted is taken up again. Compiled programs are kept: one that a mutant does not change is compiled once, not once
-for each mutant. The mutants are a sample with a fixed seed, of every function at least one.
+for each mutant it forks a child that runs pytest on a copy of the repository: first those of the tests run by the
+README's command that are about the mutant's room, in front the ones that have killed a mutant of the same function;
+then, for what survives, those that only `--full` runs, and some on a single device. Work that was interrupted is taken
+up again. Compiled programs are kept: one that a mutant does not change is compiled once, not once for each mutant. The
+mutants are a sample with a fixed seed, of every function at least one.
 
-Not mutated: texts, types, docstrings, overloads, and `strict=` of zip, which asserts what always holds.
+Not mutated: texts, types, docstrings, overloads, `strict=` of zip, which asserts what always holds, and how pictures
+look.
 """
 
 import argparse
@@ -33,22 +35,28 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 RESULTS = pathlib.Path(__file__).parent / "results" / "mutants.json"
-MODULES = ("_scaling", "_finite", "_step", "_optax", "_state")
-
-# The tests of each module that are tried first; their doctests too.
+# The tests that should notice a fault in a room, in this order; its doctests come first.
 SUBJECTS = {
-    "_scaling": ["test_scaling", "test_update", "test_devices"],
-    "_finite": ["test_finite", "test_devices"],
-    "_step": ["test_step", "test_devices"],
-    "_optax": ["test_optax", "test_devices", "test_bad_use"],
-    "_state": ["test_state", "test_exchange"],
+    "_scaling": ["test_scaling", "test_update", "test_bad_use", "test_devices", "test_training"],
+    "_finite": ["test_finite", "test_devices", "test_bad_use", "test_parallel_training", "test_properties"],
+    "_tree": ["test_tree", "test_scaling", "test_step", "test_optax", "test_bad_use", "test_state"],
+    "_gate": ["test_gate", "test_step", "test_optax", "test_bad_use", "test_training", "test_devices"],
+    "_step": ["test_step", "test_gate", "test_bad_use", "test_devices"],
+    "_optax": ["test_optax", "test_gate", "test_tree", "test_bad_use", "test_devices", "test_training"],
+    "_state": ["test_state", "test_update", "test_exchange", "test_bad_use", "test_report"],
+    "_report": ["test_grad_report", "test_report", "test_bad_use"],
+    "_exchange": ["test_exchange", "test_torch_checkpoints", "test_conformance", "test_damaged_checkpoints"],
+    "testing": ["test_testing", "test_bad_use", "test_devices"],
+    "plots": ["test_plots"],
 }
-STAGES = {  # name: (simulated devices, test files or None for those of SUBJECTS)
-    "quick": (8, None),
-    "one device": (1, ["test_finite", "test_properties"]),
+MODULES = tuple(SUBJECTS)
+STAGES = {  # name: (simulated devices, test files or None for those of SUBJECTS, options)
+    "default": (8, None, []),
+    "full": (8, None, ["--full", "-m", "full"]),
+    "one device": (1, ["test_finite", "test_properties"], []),
 }
 HANGING = 600  # seconds, after which a run counts as failed
-HEAVY = 2.0  # seconds; what takes longer is left out
+HEAVY = 2.0  # seconds; what takes longer comes last
 LIBRARIES = ("jax", "jaxlib", "optax", "flax", "numpy", "pytest", "hypothesis")
 IMPORTED_ONCE = ["chex", "equinox", "flax.linen", "flax.nnx", "flax.training.train_state", "hypothesis.strategies"]
 IMPORTED_ONCE += ["jax.experimental.checkify", "jax.experimental.sparse", "matplotlib.pyplot", "optax"]
@@ -83,6 +91,7 @@ ARITHMETIC = {
 }
 FUNCTIONS = {"all": "any", "any": "all", "minimum": "maximum", "maximum": "minimum", "pmin": "pmax", "min": "max"}
 FUNCTIONS |= {"max": "min", "zeros_like": "ones_like"}
+LOOKS = {"alpha", "color", "figsize", "fontsize", "layout", "linestyle", "linewidth", "where"}  # of a picture
 
 
 def changes(node):
@@ -121,7 +130,7 @@ def changes(node):
             yield "swap", altered(args=[condition, no, yes, *others])
     if isinstance(node, ast.Call):
         for i, keyword in enumerate(node.keywords):
-            if keyword.arg:
+            if keyword.arg and keyword.arg not in LOOKS:
                 yield "argument dropped", altered(keywords=node.keywords[:i] + node.keywords[i + 1 :])
 
 
@@ -196,6 +205,10 @@ class Finder(ast.NodeVisitor):
     def visit_JoinedStr(self, node):
         """Leaves texts alone."""
 
+    def visit_keyword(self, node):
+        if node.arg not in LOOKS:
+            self.generic_visit(node)
+
     def visit_Call(self, node):
         called = node.func.id if isinstance(node.func, ast.Name) else None
         if called == "cast":
@@ -243,7 +256,8 @@ class Watch:
         def place(item):
             killed = self.first.index(item.nodeid) if item.nodeid in self.first else len(self.first)
             file = self.files.index(item.path.stem) if item.path.stem in self.files else -1  # -1: doctests
-            return killed, file, self.seconds.get(item.nodeid, 0.0)
+            seconds = self.seconds.get(item.nodeid, 0.0)
+            return killed, seconds > HEAVY, file, seconds
 
         items[:] = sorted(kept, key=place)
 
@@ -307,12 +321,12 @@ class Runner:
 
     def run(self, stage, mutant=None):
         """Runs the tests of a stage: up to the first that fails, or without a mutant all of them."""
-        devices, files = STAGES[stage]
+        devices, files, chosen = STAGES[stage]
         module, function = (mutant["module"], mutant["function"]) if mutant else (None, None)
         modules = [module] if mutant else self.modules
-        doctests = [] if files else [f"jmpscale/{m}.py" for m in modules]
+        doctests = [] if files or chosen else [f"jmpscale/{m}.py" for m in modules]
         files = files or list(dict.fromkeys(file for m in modules for file in SUBJECTS[m]))
-        options = [f"tests/{file}.py" for file in files] + ["-x"] * bool(mutant) + doctests
+        options = [*chosen, *(f"tests/{file}.py" for file in files), *["-x"] * bool(mutant), *doctests]
         left_out = self.left_out.get(stage, set())
         first = self.killers.get((module, function), [])
         watch = Watch(first, files, self.seconds.get(stage, {}), left_out)
@@ -331,8 +345,6 @@ class Runner:
             self.left_out.setdefault(stage, set(seen["failed"]))
             if not seen["failed"]:
                 break
-        if stage == "quick":
-            self.left_out[stage] |= {test for test, seconds in seen["took"].items() if seconds > HEAVY}
 
     def judge(self, mutant, stages):
         """Returns the stage and the test that killed a mutant, or two times None."""
@@ -370,13 +382,14 @@ def summary(finders, chosen, verdicts):
         functions = {}
         for name in dict.fromkeys(m["function"] for m in finder.found):
             ours = [m for m in chosen if (m["module"], m["function"]) == (finder.module, name)]
-            killed = sum(verdicts[m["id"]]["stage"] is not None for m in ours)
+            stages = [verdicts[m["id"]]["stage"] for m in ours]
             exist = sum(m["function"] == name for m in finder.found)
-            functions[name] = {"exist": exist, "run": len(ours), "killed": killed}
+            counts = {"by default": stages.count("default"), "killed": len(ours) - stages.count(None)}
+            functions[name] = {"exist": exist, "run": len(ours)} | counts
         without = sorted(set(finder.functions) - set(functions))
         if without:
             raise SystemExit(f"{finder.module}: functions without a mutant: {without}")
-        totals = {key: sum(f[key] for f in functions.values()) for key in ("exist", "run", "killed")}
+        totals = {key: sum(f[key] for f in functions.values()) for key in ("exist", "run", "by default", "killed")}
         modules[finder.module] = totals | {"functions": functions}
     survivors = []
     for mutant in chosen:
@@ -454,11 +467,14 @@ def write(finders, chosen, verdicts, seed):
     """Writes the result."""
     modules, survivors = summary(finders, chosen, verdicts)
     killed = len(chosen) - len(survivors)
+    by_default = sum(module["by default"] for module in modules.values()) / len(chosen)
     versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
     result = {"date": str(datetime.date.today()), "python": platform.python_version()} | versions
     result |= {"seed": seed, "mutants": len(chosen), "killed": killed, "share": round(killed / len(chosen), 4)}
+    result["share of the README's command"] = round(by_default, 4)
     RESULTS.write_text(json.dumps(result | {"modules": modules, "survivors": survivors}, indent=1) + "\n")
-    print(f"{killed} of {len(chosen)} killed ({killed / len(chosen):.1%}); the others are listed in {RESULTS}")
+    shares = f"{killed / len(chosen):.1%}, {by_default:.1%} by the README's command"
+    print(f"{killed} of {len(chosen)} killed ({shares}); the others are listed in {RESULTS}")
 
 
 if __name__ == "__main__":

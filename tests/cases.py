@@ -14,7 +14,7 @@ def some(cases, default):
     assert all(name in named for name in default), f"not among the cases: {default}"
     return [
         pytest.param(
-            *(case if isinstance(case, tuple) else (case,)),
+            *(case if type(case) is tuple else (case,)),
             marks=() if name in default else pytest.mark.full,
             id=name if named is cases else None,
         )

@@ -19,6 +19,7 @@ import hlo
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
+FULL = pytest.mark.full
 P = PartitionSpec
 PARAMS = {"w": jnp.arange(6.0).reshape(2, 3) / 7, "b": jnp.array([-0.0, 3.0, 1e-3])}
 GRADS = {"w": jnp.full((2, 3), 0.25), "b": jnp.array([1.0, -2.0, 0.5])}
@@ -56,13 +57,16 @@ ROUTES = {
 }
 
 
-@pytest.fixture(params=ROUTES)
+# Inside optax without `max_norm` most is as with it, and test_optax.py has more on it.
+@pytest.fixture(params=["functional", pytest.param("in optax", marks=FULL), "max_norm"])
 def route(request):
     return ROUTES[request.param]
 
 
 @pytest.mark.usefixtures("platform")
-@pytest.mark.parametrize("tx", [SMALL_STATE, LARGE_STATE], ids=["small state", "large state"])
+@pytest.mark.parametrize(
+    "tx", [pytest.param(SMALL_STATE, marks=FULL, id="small state"), pytest.param(LARGE_STATE, id="large state")]
+)
 def test_a_step_is_that_of_optax_and_a_skip_leaves_every_bit(route, tx):
     opt_state, step = route(tx)
     step = jax.jit(step)
@@ -115,7 +119,7 @@ def test_the_step_is_traced_once_on_every_platform(route):
 
 
 @pytest.mark.usefixtures("platform")
-@pytest.mark.parametrize("added", [0.0, np.inf])
+@pytest.mark.parametrize("added", [pytest.param(0.0, marks=FULL), np.inf])
 def test_derivatives_in_both_modes(route, added):
     """Of a taken step they are those of optax, of a skipped one those of the identity."""
     opt_state, step = route(LARGE_STATE)
@@ -159,7 +163,7 @@ def test_under_vmap_and_scan_each_takes_its_own(route):
 
 
 @pytest.mark.usefixtures("platform")
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda k: k.name)
+@pytest.mark.parametrize("kind", [pytest.param(AxisType.Auto, marks=FULL), AxisType.Explicit], ids=lambda k: k.name)
 def test_nothing_loses_its_sharding(route, kind):
     """Neither with `out_shardings` nor without; a donated state is reused."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
@@ -289,7 +293,7 @@ def test_eager_training_compiles_once():
 @pytest.mark.parametrize(
     "dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64], ids=lambda d: jnp.dtype(d).name
 )
-@pytest.mark.parametrize("max_norm", [0.1, 2.0, 1e6])
+@pytest.mark.parametrize("max_norm", [pytest.param(0.1, marks=FULL), 2.0, 1e6])
 def test_max_norm_clips_as_optax_does(dtype, max_norm):
     grads = jax.tree.map(lambda g: (g * (1 + 1j) if dtype == jnp.complex64 else g).astype(dtype), GRADS)
     wide = jax.tree.map(lambda g: g.astype(jnp.float32) if dtype == jnp.float16 else g, grads)

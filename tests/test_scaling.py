@@ -350,8 +350,15 @@ def _optax_step(tx):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("route", [_functional_step, _optax_step])
-@pytest.mark.parametrize("donate", [(), (0, 1, 2)])
+@pytest.mark.parametrize(
+    ("route", "donate"),
+    [
+        (_functional_step, (0, 1, 2)),
+        (_optax_step, ()),
+        pytest.param(_functional_step, (), marks=pytest.mark.full),
+        pytest.param(_optax_step, (0, 1, 2), marks=pytest.mark.full),
+    ],
+)
 def test_disabled_compiles_to_the_program_without_jmpscale(route, donate):
     tx = optax.adamw(1e-3)
     params = [jnp.ones((16, 16))] * 3
