@@ -110,6 +110,7 @@ def test_the_report_in_a_branch_is_computed_in_the_branch():
     assert hlo.count(hlo.compiled(page["look"], jmpscale.dynamic(), *arguments), "conditional") == 1
 
 
+@pytest.mark.usefixtures("standard_promotion")
 def test_a_skipped_loss_stays_out_of_the_sums():
     page = pages.run(PAGE, "Around a skipped step")
     totals = {"loss": jnp.float32(0), "steps": jnp.int32(0)}
