@@ -1,6 +1,5 @@
 """The page on dtypes: what it says of float16's edges, of the frameworks' settings, and of products is so."""
 
-import equinox as eqx
 import flax.linen as nn
 import haiku as hk
 import jax
@@ -43,6 +42,7 @@ def _nnx(x):
 
 
 def _equinox(x):
+    eqx = pytest.importorskip("equinox")  # here: what it imports on JAX 0.7 warns
     return jax.vmap(jmpscale.cast(eqx.nn.LayerNorm(4), HALF))(x)
 
 
