@@ -88,8 +88,9 @@ def test_on_a_cpu_a_product_of_float16_is_one_of_float32():
     assert "f16[128,128]{1,0} dot(" not in text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("compute", [jnp.float32, jnp.bfloat16])
-def test_the_switch_trains_in_every_dtype(compute, monkeypatch):
+def test_the_switch_trains_in_every_dtype(compute):
     program = pages.examples("dtypes")["One switch"]
     assert program.count("COMPUTE = jnp.float16") == 1
     names = {}

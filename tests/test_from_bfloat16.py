@@ -96,6 +96,7 @@ def test_parameters_in_float16_on_both_routes():
     assert (after["w"] < 1).all()
 
 
+@pytest.mark.full
 def test_lora_trains_what_it_adds_and_nothing_else():
     page = pages.run(PAGE, "LoRA and other subsets")
     assert jax.tree.leaves(page["frozen"])[0].dtype == HALF
@@ -103,6 +104,7 @@ def test_lora_trains_what_it_adds_and_nothing_else():
     assert jmpscale.get_scaler(page["opt_state"]).skipped == 0
 
 
+@pytest.mark.full
 def test_a_subset_of_an_equinox_model():
     """As the page says: `eqx.partition` by a filter, and a loss that begins with `eqx.combine`."""
     eqx = pytest.importorskip("equinox")  # here: what it imports on JAX 0.7 warns
