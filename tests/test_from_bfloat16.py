@@ -1,5 +1,6 @@
 """The page for those who come from bfloat16: masks, weights in 16 bits, subsets, and what a skip leaves alone."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,6 +95,16 @@ def test_parameters_in_float16_on_both_routes():
     after, _ = jmpscale.apply_if(finite, step, params, tx.init(jmpscale.cast(params, jnp.float32)))
     assert after["w"].dtype == HALF
     assert (after["w"] < 1).all()
+
+
+def test_the_report_reads_the_activations_that_linen_captures():
+    net = nn.Sequential([nn.Dense(4, dtype=HALF), nn.Dense(1, dtype=HALF)])
+    x = jnp.full((2, 3), 6e4, HALF)
+    variables = net.init(jax.random.key(0), x)
+    _, seen = net.apply(variables, x, capture_intermediates=True, mutable=["intermediates"])
+    report = jmpscale.grad_report(seen)
+    assert any("layers_0" in path for path in report.paths)
+    assert report.largest.max() > 1e3
 
 
 @pytest.mark.full
