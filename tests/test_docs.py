@@ -20,6 +20,9 @@ def _name(value):
     return value
 
 
+RUN = [e for e in EXAMPLES if not _has_tests_of_its_own(*e) or e[1] in pages.printed(e[0])]
+
+
 @pytest.mark.parametrize(("page", "heading"), EXAMPLES, ids=_name)
 def test_it_is_short(page, heading):
     lines = [line for line in pages.shown(page)[heading].splitlines() if line.strip()]
@@ -30,19 +33,12 @@ def test_it_is_short(page, heading):
 # Equinox 0.13.0, the newest for JAX 0.7, imports what that calls deprecated.
 @pytest.mark.filterwarnings("ignore:jax.interpreters.batching:DeprecationWarning")
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize(("page", "heading"), [e for e in EXAMPLES if not _has_tests_of_its_own(*e)], ids=_name)
-def test_it_runs(page, heading):
+@pytest.mark.parametrize(("page", "heading"), RUN, ids=_name)
+def test_it_runs_and_prints_what_the_page_says(page, heading, capsys):
     pages.run(page, heading)
-
-
-@pytest.mark.once
-@pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize(("page", "heading"), [(page, heading) for page in pages.PAGES for heading in pages.printed(page)])
-def test_it_prints_what_the_page_says(page, heading, capsys):
-    pages.run(page, heading)
-    expected = pages.printed(page)[heading]
-    lines = capsys.readouterr().out.splitlines()[-expected.count("\n") :]
-    pages.assert_alike("\n".join(lines), expected)
+    if expected := pages.printed(page).get(heading):
+        lines = capsys.readouterr().out.splitlines()[-expected.count("\n") :]
+        pages.assert_alike("\n".join(lines), expected)
 
 
 @pytest.mark.parametrize("page", pages.PAGES)
@@ -52,7 +48,9 @@ def test_linters_take_its_code(page):
         tree = ast.parse(code)
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
         assert all(len(node.names) == 1 for node in imports), heading
-        assert not [node for node in ast.walk(tree) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda)]
+        assert not [
+            node for node in ast.walk(tree) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda)
+        ]
 
 
 PAGE = """# A page
@@ -102,6 +100,25 @@ def test_a_variant_is_the_complete_program_with_its_lines(tmp_path, monkeypatch)
     assert (other["last"], other["y"]) == (12, 5)
     function = pages.run("page", "Another function")
     assert (function["last"], function["root"]) == (2**0.5, 4)
+
+
+@pytest.mark.parametrize(
+    ("printed", "alike"),
+    [
+        ("loss 0.194, 1 of 200", True),
+        ("loss 0.196, 1 of 200", True),
+        ("loss 0.199, 1 of 200", False),
+        ("loss 0.194, 2 of 200", False),
+        ("loss 0.194, 1 of", False),
+        ("loss 0.194, 1 of 200 steps", False),
+    ],
+)
+def test_what_is_printed_may_differ_in_a_last_digit_only(printed, alike):
+    if alike:
+        pages.assert_alike(printed, "loss 0.194, 1 of 200")
+    else:
+        with pytest.raises(AssertionError):
+            pages.assert_alike(printed, "loss 0.194, 1 of 200")
 
 
 @pytest.mark.parametrize(

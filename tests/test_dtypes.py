@@ -1,6 +1,5 @@
 """The page on dtypes: what it says of float16's edges, of the frameworks' settings, and of products is so."""
 
-import equinox as eqx
 import flax.linen as nn
 import haiku as hk
 import jax
@@ -43,6 +42,7 @@ def _nnx(x):
 
 
 def _equinox(x):
+    eqx = pytest.importorskip("equinox")  # here: what it imports on JAX 0.7 warns
     return jax.vmap(jmpscale.cast(eqx.nn.LayerNorm(4), HALF))(x)
 
 
@@ -88,8 +88,9 @@ def test_on_a_cpu_a_product_of_float16_is_one_of_float32():
     assert "f16[128,128]{1,0} dot(" not in text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("compute", [jnp.float32, jnp.bfloat16])
-def test_the_switch_trains_in_every_dtype(compute, monkeypatch):
+def test_the_switch_trains_in_every_dtype(compute):
     program = pages.examples("dtypes")["One switch"]
     assert program.count("COMPUTE = jnp.float16") == 1
     names = {}

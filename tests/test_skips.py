@@ -108,12 +108,3 @@ def test_the_report_in_a_branch_is_computed_in_the_branch():
     report = page["look"](jmpscale.dynamic(1.0), *arguments)
     assert not report.largest.any(), "the empty one: nothing overflowed"
     assert hlo.count(hlo.compiled(page["look"], jmpscale.dynamic(), *arguments), "conditional") == 1
-
-
-def test_a_skipped_loss_stays_out_of_the_sums():
-    page = pages.run(PAGE, "Around a skipped step")
-    totals = {"loss": jnp.float32(0), "steps": jnp.int32(0)}
-    scaler = jmpscale.update(jmpscale.dynamic(), False, loss=jnp.float32(jnp.nan))
-    assert page["log"](totals, scaler, jnp.float32(jnp.nan)) == totals
-    scaler = jmpscale.update(scaler, True, loss=jnp.float32(3))
-    assert page["log"](totals, scaler, jnp.float32(3)) == {"loss": 3, "steps": 1}
