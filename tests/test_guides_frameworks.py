@@ -238,7 +238,8 @@ def _short(example):
     def own_step(names):
         del names
         source = _without_jmpscale(example).split("\nfor ")[0].replace("float16", "float32")
-        exec(source, mine := {"__name__": "float32"})
+        clipped = "optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))"  # which `max_norm` does besides
+        exec(source.replace("optax.adamw(1e-2)", clipped), mine := {"__name__": "float32"})
         call = compile(_call(example), "the step", "exec")
 
         def step():
@@ -346,7 +347,7 @@ def test_it_trains_to_the_float32_result(program):
         program.step()
         losses.append(float(program.names["loss"]))
     # The mean, since a step skipped in float16 may shift the dropout masks by one step.
-    np.testing.assert_allclose(np.mean(losses), np.mean(expected[-20:]), rtol=0.05)
+    np.testing.assert_allclose(np.mean(losses), np.mean(expected[-20:]), rtol=0.05, atol=0.005 * expected[0])
     assert np.mean(losses) < 0.5 * expected[0]
 
 

@@ -101,6 +101,7 @@ def test_an_inner_gradient_that_overflows_is_skipped_and_the_scale_comes_down():
     assert (after[0]["out"] != before[0]["out"]).any()
 
 
+@pytest.mark.full
 def test_told_the_loss_with_the_penalty_the_scale_would_never_come_down():
     params, scaler = _fresh_critic(), jmpscale.dynamic(2.0**32)
     for _ in range(3):
@@ -111,6 +112,7 @@ def test_told_the_loss_with_the_penalty_the_scale_would_never_come_down():
     assert (scaler.loss_scale, scaler.last_skip) == (2.0**32, 2)
 
 
+@pytest.mark.full
 def test_a_penalty_that_counts_very_little_needs_an_inner_scale_of_its_own():
     weight, outer, params = 1e-7, jmpscale.dynamic(2.0**14), _fresh_critic()
 
@@ -128,6 +130,7 @@ def test_a_penalty_that_counts_very_little_needs_an_inner_scale_of_its_own():
     _assert_close(gradient_of_penalty(jmpscale.dynamic(1.0)), expected, 1e-2)
 
 
+@pytest.mark.full
 def test_a_penalty_that_swallows_an_infinity_needs_the_check_of_the_inner_gradient():
     @jax.jit
     def gradient(scaler, w):
@@ -175,6 +178,7 @@ def test_the_product_is_that_of_a_float64_run(scale):
     _assert_close(product, expected, 1e-2)
 
 
+@pytest.mark.full
 def test_the_largest_curvature_is_the_largest_eigenvalue_also_from_a_scale_that_is_far_too_large():
     params, x, y = _curvature_arguments()
     leaves, treedef = jax.tree.flatten(params)
@@ -199,6 +203,7 @@ def test_the_largest_curvature_is_the_largest_eigenvalue_also_from_a_scale_that_
     assert 10 < scaler.skipped < 30
 
 
+@pytest.mark.full
 def test_a_small_vector_vanishes_in_float16_whatever_the_scale():
     params, x, y = _curvature_arguments()
     tiny = jax.tree.map(lambda p: jnp.full_like(p, 1e-8), params)
@@ -324,6 +329,7 @@ def _iterations():
     return count
 
 
+@pytest.mark.full
 def test_a_relative_tolerance_takes_as_many_iterations_at_every_scale_and_an_absolute_one_does_not():
     (few, small), (many, large) = (_iterations()(scale, relative=1e-3) for scale in (2.0**-8, 2.0**12))
     assert 5 < few < 50
@@ -334,6 +340,7 @@ def test_a_relative_tolerance_takes_as_many_iterations_at_every_scale_and_an_abs
     assert _far_off(small * 2.0**20, large, 0.05)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_an_iteration_on_a_gradient_that_is_not_finite_ends_at_once(bad):
     count, solution = _iterations()(bad, relative=1e-3)
