@@ -129,7 +129,7 @@ def test_a_flag_gates_the_statistics_of_both_networks_that_its_pass_would_move(d
         else:
             testing.assert_step_is_noop(before, after)
     expected = moved("d_loss_fn", d[0], g[0], stats, real, noise) if d_finite else stats
-    expected = moved("g_loss_fn", g[0], new_d[0], expected, noise) if g_finite else expected
+    expected = moved("g_loss_fn", g[0], new_d[0], expected, real, noise) if g_finite else expected
     if d_finite or g_finite:
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3), new_stats, expected)
         with pytest.raises(AssertionError, match="the step changed"):
