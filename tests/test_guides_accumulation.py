@@ -82,7 +82,7 @@ def _with(bad, places):
 OVERFLOW, FAILED_FORWARD_PASS = 1e6, np.nan
 
 
-@pytest.mark.parametrize("title", [MULTI_STEPS, SCAN])
+@pytest.mark.parametrize("title", [pytest.param(MULTI_STEPS, marks=pytest.mark.full), SCAN])
 def test_it_trains(title):
     names = _names(title)
     x, y, mask = names["batch"] if title == SCAN else (names["x"], names["y"], None)
@@ -151,6 +151,7 @@ def test_a_failed_forward_pass_does_not_hide_an_overflow_in_another_micro_batch(
     assert (scaler.loss_scale, scaler.last_skip) == (8.0, 1)
 
 
+@pytest.mark.full
 @BOTH_DROPS
 @pytest.mark.parametrize("bad", [OVERFLOW, 0.0], ids=["all overflow", "all are padding"])
 def test_when_nothing_is_left_nothing_moves(drop, bad):

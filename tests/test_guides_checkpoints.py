@@ -60,6 +60,7 @@ def test_restored_as_the_page_says_the_run_goes_on_with_its_moments(tmp_path):
     assert jmpscale.get_scaler(new).good_steps == 1
 
 
+@pytest.mark.full
 def test_a_chain_that_clips_becomes_max_norm(tmp_path):
     adam = _names()["adam"]
     chain = optax.chain(optax.clip_by_global_norm(1.0), adam)

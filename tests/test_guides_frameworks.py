@@ -94,7 +94,7 @@ JAX_SCAN = Example("jax", "Many steps in a scan", "params, momentum")
 SHORT = [LINEN, NNX, EQUINOX]
 GATED = [LINEN_GATED, NNX_GATED, NNX_STATE, EQUINOX_GATED, HAIKU, JAX]
 ONE_STEP = [*SHORT, *GATED, LINEN_TOLD, NNX_LORA]
-IN_CI = [LINEN, LINEN_TOLD, NNX_STATE, NNX_LORA, HAIKU]  # variants: by default one of each kind runs
+IN_CI = [LINEN, LINEN_TOLD, NNX_STATE, NNX_LORA, EQUINOX, HAIKU, JAX_SCAN]  # variants: by default one of each kind runs
 
 
 def _source(example):

@@ -71,6 +71,7 @@ def _penalty_value_and_grad():
     return jax.jit(jmpscale.value_and_grad(_names(PENALTY)["loss_fn"], has_aux=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scale", [1.0, 2.0**12])
 def test_the_penalised_gradient_is_that_of_a_float64_run(scale):
     params, scaler = _fresh_critic(), jmpscale.dynamic(scale)
@@ -165,6 +166,7 @@ def _product():
     return jax.jit(_names(CURVATURE)["hessian_vector_product"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scale", [2.0**4, 2.0**14])
 def test_the_product_is_that_of_a_float64_run(scale):
     params, x, y = _curvature_arguments()
@@ -272,6 +274,7 @@ def _equilibrium_loss(params, x, y):
     return jnp.mean((z - y) ** 2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scale", [2.0**-5, 1.0, 2.0**16])
 @pytest.mark.parametrize("title", [ITERATION, ROOT])
 def test_the_gradient_at_an_equilibrium_is_that_of_an_unrolled_float64_run(title, scale):
@@ -295,6 +298,7 @@ def _value_and_grad(title):
     return jax.jit(jmpscale.value_and_grad(_names(title)["loss_fn"]))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("title", [ITERATION, ROOT])
 def test_an_overflow_at_an_equilibrium_is_seen(title):
     names = _names(title)

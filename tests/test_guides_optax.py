@@ -21,7 +21,7 @@ MULTI_STEPS, SETTINGS = "Gradient accumulation: MultiSteps", "A learning rate se
 AVERAGE, LINE_SEARCH = "Exponential moving average (EMA) of the parameters", "Line searches and L-BFGS"
 BY_HAND = {"SAM with two gradients", FUNCTIONAL}
 TITLES = list(pages.examples(PAGE))
-IN_CI = {"schedule_free", LINE_SEARCH, "SAM of optax"}  # the others are shown by default; these cost most
+IN_CI = {"reduce_on_plateau", "lookahead", "schedule_free", LINE_SEARCH, "SAM of optax"}  # the rarer ones
 EVERY_EXAMPLE = pytest.mark.parametrize(
     "title", [pytest.param(title, marks=[pytest.mark.full] * (title in IN_CI)) for title in TITLES]
 )
@@ -140,14 +140,14 @@ def test_it_comes_back_from_a_scale_that_is_far_too_large(example):
 
 @pytest.mark.parametrize("title", ["Clipping"])
 def test_clipping_inside_sees_gradients_of_their_true_size(example):
-    state, tx = example.start, example["tx"]
+    state, update = example.start, jax.jit(example["tx"].update)
     large = {"w": jnp.full((4, 1), 4.0), "b": jnp.array(6.0)}  # of norm 10
     scaled = jax.tree.map(lambda g: g * 2.0**12, large)
-    _, opt_state = tx.update(scaled, state["opt_state"], state["params"])
+    _, opt_state = update(scaled, state["opt_state"], state["params"])
     np.testing.assert_allclose(optax.tree.norm(optax.tree.get(opt_state, "mu")), 0.1 * 0.2, rtol=1e-5)
 
     outside = optax.chain(optax.clip_by_global_norm(0.2), jmpscale.with_loss_scaling(optax.adamw(2e-2)))
-    _, opt_state = outside.update(scaled, outside.init(state["params"]), state["params"])
+    _, opt_state = jax.jit(outside.update)(scaled, outside.init(state["params"]), state["params"])
     np.testing.assert_allclose(optax.tree.norm(optax.tree.get(opt_state, "mu")), 0.1 * 0.2 / 65536, rtol=1e-5)
 
 
@@ -160,7 +160,8 @@ def test_max_norm_clips_as_optax_does_and_skips_what_optax_would_make_zero(examp
     large = jax.tree.map(lambda p: jnp.full_like(p, 1e20), example["params"])
     assert jmpscale.all_finite(large)
     state = example.start
-    updates, opt_state = example["tx"].update(large, state["opt_state"], state["params"])
+    scaled = jax.tree.map(lambda g: g * 2.0**12, large)
+    updates, opt_state = jax.jit(example["tx"].update)(scaled, state["opt_state"], state["params"])
     assert all((update == 0).all() for update in jax.tree.leaves(updates))
     assert jmpscale.get_scaler(opt_state).last_skip == 1
     clipped, _ = optax.clip_by_global_norm(0.2).update(large, optax.EmptyState())
@@ -170,9 +171,10 @@ def test_max_norm_clips_as_optax_does_and_skips_what_optax_would_make_zero(examp
 @pytest.mark.parametrize("title", [FUNCTIONAL])
 def test_value_and_grad_together_with_with_loss_scaling_unscales_twice(example):
     scaler, params = jmpscale.dynamic(2.0**10), example.start["params"]
-    _, grads, _ = jmpscale.value_and_grad(example["loss_fn"])(scaler, params, example["x"], example["y"])
+    value_and_grad = jax.jit(jmpscale.value_and_grad(example["loss_fn"]))
+    _, grads, _ = value_and_grad(scaler, params, example["x"], example["y"])
     tx = jmpscale.with_loss_scaling(optax.sgd(1.0), scaler)
-    updates, _ = tx.update(grads, tx.init(params), params)
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
     np.testing.assert_array_equal(updates["w"], -grads["w"] / 2**10)
 
 
@@ -214,16 +216,17 @@ def test_a_window_takes_one_micro_batch_more_for_each_that_was_dropped(example):
 def test_an_overflow_in_one_part_stops_all_parts(example):
     state = example.start
     grads = testing.inject(jax.tree.map(jnp.ones_like, state["params"]), jnp.inf, path="['b']")
-    updates, opt_state = example["tx"].update(grads, state["opt_state"], state["params"])
+    updates, opt_state = jax.jit(example["tx"].update)(grads, state["opt_state"], state["params"])
     assert all((update == 0).all() for update in jax.tree.leaves(updates))
     testing.assert_step_is_noop(state["opt_state"].inner_state, opt_state.inner_state)
 
 
+@pytest.mark.full
 def test_an_overflow_in_a_part_that_is_frozen_stops_the_others_too():
     inner = optax.partition({"on": optax.sgd(1.0), "off": optax.set_to_zero()}, {"w": "on", "b": "off"})
     tx = jmpscale.with_loss_scaling(inner)
     params = {"w": jnp.ones(()), "b": jnp.ones(())}
-    updates, _ = tx.update({"w": jnp.ones(()), "b": jnp.array(jnp.inf)}, tx.init(params), params)
+    updates, _ = jax.jit(tx.update)({"w": jnp.ones(()), "b": jnp.array(jnp.inf)}, tx.init(params), params)
     assert updates["w"] == 0
 
 
@@ -245,6 +248,7 @@ def test_a_learning_rate_set_by_hand_survives_a_skip_and_then_counts(example):
     assert example["train_step"]._cache_size() == compilations
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("title", ["reduce_on_plateau"])
 def test_the_plateau_never_sees_the_loss_of_a_skipped_step(example):
     state = example.start
@@ -268,6 +272,7 @@ def test_the_plateau_never_sees_the_loss_of_a_skipped_step(example):
         tx.update(good, opt_state, params)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("title", ["lookahead"])
 def test_fast_and_slow_parameters_meet_after_every_fifth_step_that_was_taken(example):
     state, met = example.start, []

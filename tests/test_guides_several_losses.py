@@ -28,13 +28,26 @@ def _names(title):
     return pages.run(PAGE, title)
 
 
+@functools.cache
+def _untrained(title):
+    """The names that a page's program has before it trains."""
+    names = {"__name__": title}
+    exec(pages.examples(PAGE)[title].split("\nfor ")[0], names)
+    return names
+
+
 # Two optimizers, one scaler
+
+
+def _batch(key=0):
+    real, noise = jax.random.normal(jax.random.key(key), (2, 64, 2))
+    return {"real": real + jnp.array([[2.0, -2.0]]), "noise": noise}
 
 
 @functools.cache
 def _gan_step():
     """The page's own step; each loss is multiplied with a factor, and 2^40 is too much for float16."""
-    names = pages.run(PAGE, GAN)
+    names = _untrained.__wrapped__(GAN)  # of its own, since its losses are replaced
     losses = {name: names[name] for name in ("d_loss_fn", "g_loss_fn")}
 
     @jax.jit
@@ -46,6 +59,7 @@ def _gan_step():
     return step
 
 
+@pytest.mark.full
 def test_the_generator_moves_to_the_data():
     names = _names(GAN)
     noise, key = jax.random.normal(jax.random.key(99), (1000, 2)), jax.random.key(2)
@@ -60,7 +74,7 @@ def test_the_generator_moves_to_the_data():
 
 @pytest.mark.parametrize(("d_finite", "g_finite"), BOTH_FLAGS)
 def test_each_network_skips_alone_and_the_scale_backs_off_once_if_either_overflowed(d_finite, g_finite):
-    names = _names(GAN)
+    names = _untrained(GAN) | _batch()
     before = names["d"], names["g"]
     factors = jnp.where(jnp.array([d_finite, g_finite]), 1.0, 2.0**40)
     d, g, scaler, losses = _gan_step()(*before, jmpscale.dynamic(1024.0), names["real"], names["noise"], factors)
@@ -77,7 +91,7 @@ def test_each_network_skips_alone_and_the_scale_backs_off_once_if_either_overflo
 
 @pytest.mark.full
 def test_a_loss_that_is_not_finite_in_one_network_keeps_the_scale():
-    names = _names(GAN)
+    names = _untrained(GAN) | _batch()
     d, g, scaler, losses = _gan_step()(
         names["d"], names["g"], jmpscale.dynamic(1024.0), names["real"] * jnp.nan, names["noise"], jnp.ones(2)
     )
@@ -180,7 +194,7 @@ def _scalers(large, small):
 
 def _step_of_both_losses(scalers):
     """Returns parameters and optimizer state before and after a step, and the scalers after it."""
-    names = _names(PER_LOSS)
+    names = _untrained(PER_LOSS)
     head = jnp.linspace(-0.2, 0.2, 16)[:, None]
     params = names["params"] | {"large": head, "small": -head}
     before = params, names["tx"].init(params)
@@ -188,6 +202,7 @@ def _step_of_both_losses(scalers):
     return before, tuple(after), scalers
 
 
+@pytest.mark.full
 def test_both_heads_train():
     names = _names(PER_LOSS)
     at_first = jax.tree.map(lambda target: jnp.mean(target**2), names["targets"])
@@ -198,7 +213,7 @@ def test_both_heads_train():
 @pytest.mark.full
 def test_the_gradients_are_those_of_the_sum_of_the_losses():
     (params, _), (_, opt_state), _ = _step_of_both_losses(_scalers(64.0, 2.0**32))
-    expected = _gradients(params, _names(PER_LOSS)["x"], _names(PER_LOSS)["targets"])
+    expected = _gradients(params, _untrained(PER_LOSS)["x"], _untrained(PER_LOSS)["targets"])
     for name, grad in optax.tree.get(opt_state, "mu").items():
         np.testing.assert_allclose(grad / 0.1, expected[name], atol=5e-3 * np.abs(expected[name]).max(), err_msg=name)
 
