@@ -234,12 +234,14 @@ def test_at_most_three_lines_of_the_step_change_and_none_is_added(example):
     assert "jmpscale" not in step
 
 
-def _short(example):
+def _short(example, clipped=True):
     def own_step(names):
         del names
         source = _without_jmpscale(example).split("\nfor ")[0].replace("float16", "float32")
-        clipped = "optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))"  # which `max_norm` does besides
-        exec(source.replace("optax.adamw(1e-2)", clipped), mine := {"__name__": "float32"})
+        if clipped:  # which `max_norm` does besides
+            tx = "optax.adamw(1e-2)"
+            source = source.replace(tx, f"optax.chain(optax.clip_by_global_norm(1.0), {tx})")
+        exec(source, mine := {"__name__": "float32"})
         call = compile(_call(example), "the step", "exec")
 
         def step():
@@ -329,7 +331,7 @@ IN_FLOAT32 = {
     LINEN_TOLD: (LINEN, _short(LINEN)),
     LINEN_GATED: (LINEN_GATED, _linen),
     NNX_GATED: (NNX_GATED, _nnx),
-    NNX_STATE: (NNX, _short(NNX)),
+    NNX_STATE: (NNX, _short(NNX, clipped=False)),
     EQUINOX_GATED: (EQUINOX_GATED, _equinox_norm),
     HAIKU: (HAIKU, _haiku),
     JAX: (JAX, _jax),
@@ -347,7 +349,7 @@ def test_it_trains_to_the_float32_result(program):
         program.step()
         losses.append(float(program.names["loss"]))
     # The mean, since a step skipped in float16 may shift the dropout masks by one step.
-    np.testing.assert_allclose(np.mean(losses), np.mean(expected[-20:]), rtol=0.05, atol=0.005 * expected[0])
+    np.testing.assert_allclose(np.mean(losses), np.mean(expected[-20:]), rtol=0.05, atol=0.02 * expected[0])
     assert np.mean(losses) < 0.5 * expected[0]
 
 
