@@ -491,6 +491,33 @@ def test_nnx_in_the_optimizer_a_forward_overflow_spoils_batch_statistics_for_goo
     assert not jmpscale.all_finite(nnx.state(model, nnx.BatchStat))
 
 
+@pytest.mark.full
+@pytest.mark.once
+def test_a_bias_before_a_batch_normalisation_gets_nothing_but_rounding_noise():
+    """The reason that the pages give for `use_bias=False`."""
+
+    class Net(nnx.Module):
+        def __init__(self, dtype):
+            rngs = nnx.Rngs(0)
+            self.inner = nnx.Linear(8, 64, dtype=dtype, rngs=rngs)
+            self.norm, self.outer = nnx.BatchNorm(64, dtype=dtype, rngs=rngs), nnx.Linear(64, 1, dtype=dtype, rngs=rngs)
+
+        def __call__(self, x):
+            return self.outer(nnx.relu(self.norm(self.inner(x)))).astype(jnp.float32)
+
+    @nnx.jit
+    def share_of_the_bias(model, x):
+        grad_fn = jmpscale.value_and_grad(lambda model: jnp.mean((model(x) - 1) ** 2), transform=nnx.value_and_grad)
+        _, grads, finite = grad_fn(jmpscale.static(2.0**10), model)
+        return optax.tree.norm(grads.inner.bias[...]) / optax.tree.norm(grads.inner.kernel[...]), finite
+
+    x = jax.random.normal(jax.random.key(0), (256, 8))
+    (exact, _), (half, finite) = (share_of_the_bias(Net(dtype), x) for dtype in (jnp.float32, jnp.float16))
+    assert finite
+    assert exact < 1e-5
+    assert half > 100 * exact
+
+
 @each(NNX_STATE)
 def test_nnx_a_train_state_runs_in_a_scan(program):
     train_step, batch = program.names["train_step"], program.names["batch"]
