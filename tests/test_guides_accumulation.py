@@ -82,7 +82,7 @@ def _with(bad, places):
 OVERFLOW, FAILED_FORWARD_PASS = 1e6, np.nan
 
 
-@pytest.mark.parametrize("title", [MULTI_STEPS, SCAN])
+@pytest.mark.parametrize("title", [pytest.param(MULTI_STEPS, marks=pytest.mark.full), SCAN])
 def test_it_trains(title):
     names = _names(title)
     x, y, mask = names["batch"] if title == SCAN else (names["x"], names["y"], None)
@@ -101,12 +101,14 @@ def test_without_an_overflow_the_scan_gives_the_full_batchs_gradient_bit_for_bit
     assert (scaler.loss_scale, scaler.good_steps, scaler.skipped) == (16.0, 1, 0)
 
 
+@pytest.mark.full
 def test_the_plain_mean_of_the_micro_batches_would_be_another_gradient():
     means = [_gradient(*(a[i] for a in WHOLE_NUMBERS))[0] for i in np.flatnonzero(WEIGHTS)]
     expected, _ = _gradient(*WHOLE_NUMBERS)
     assert (np.abs(np.mean(means, 0) - expected) > 0.01 * np.abs(expected)).any()
 
 
+@pytest.mark.full
 @BOTH_DROPS
 def test_with_the_pages_own_model_it_is_the_full_batchs_gradient_to_float16s_precision(drop):
     names = _names(SCAN)
@@ -149,6 +151,7 @@ def test_a_failed_forward_pass_does_not_hide_an_overflow_in_another_micro_batch(
     assert (scaler.loss_scale, scaler.last_skip) == (8.0, 1)
 
 
+@pytest.mark.full
 @BOTH_DROPS
 @pytest.mark.parametrize("bad", [OVERFLOW, 0.0], ids=["all overflow", "all are padding"])
 def test_when_nothing_is_left_nothing_moves(drop, bad):
@@ -161,6 +164,7 @@ def test_when_nothing_is_left_nothing_moves(drop, bad):
     assert (scaler.loss_scale, scaler.skipped) == ((2.0**9, 1) if bad else (2.0**10, 0))
 
 
+@pytest.mark.full
 def test_a_lost_window_leaves_parameters_and_optimizer_state_as_they_were():
     names = _names(SCAN)
     x, y, mask = names["batch"]
@@ -173,6 +177,7 @@ def test_a_lost_window_leaves_parameters_and_optimizer_state_as_they_were():
     assert optax.tree.get(micro[1], "count") == optax.tree.get(before[1], "count") + 1
 
 
+@pytest.mark.full
 @BOTH_DROPS
 def test_a_scale_that_is_far_too_large_comes_down_by_one_backoff_for_each_window(drop):
     scaler = jmpscale.dynamic(2.0**30)
@@ -185,6 +190,7 @@ def test_a_scale_that_is_far_too_large_comes_down_by_one_backoff_for_each_window
     np.testing.assert_array_equal(got, _gradient(*WHOLE_NUMBERS)[0])
 
 
+@pytest.mark.full
 @BOTH_DROPS
 def test_growth_counts_windows(drop):
     scaler = jmpscale.dynamic(16.0, growth_interval=2)
@@ -205,6 +211,7 @@ def _multi_steps(micro_batches):
         yield np.asarray(params["w"]), jmpscale.get_scaler(opt_state)
 
 
+@pytest.mark.full
 def test_without_an_overflow_multi_steps_gives_the_full_batchs_gradient():
     *waiting, (after, scaler) = _multi_steps(zip(X, Y, strict=True))
     assert all((w == W).all() for w, _ in waiting)
@@ -212,6 +219,7 @@ def test_without_an_overflow_multi_steps_gives_the_full_batchs_gradient():
     assert scaler.good_steps == 16
 
 
+@pytest.mark.full
 def test_multi_steps_puts_the_next_micro_batch_in_the_place_of_a_bad_one():
     bad = Y[0] + OVERFLOW
     windows = [*zip(X[:3], Y[:3], strict=True), (X[0], bad), *zip(X[3:], Y[3:], strict=True)]
@@ -221,6 +229,7 @@ def test_multi_steps_puts_the_next_micro_batch_in_the_place_of_a_bad_one():
     np.testing.assert_allclose(W - seen[-1][0], _gradient(X, Y)[0], rtol=1e-6)
 
 
+@pytest.mark.full
 def test_micro_batches_sharded_over_devices_give_the_same_step():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))

@@ -71,6 +71,7 @@ def _penalty_value_and_grad():
     return jax.jit(jmpscale.value_and_grad(_names(PENALTY)["loss_fn"], has_aux=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scale", [1.0, 2.0**12])
 def test_the_penalised_gradient_is_that_of_a_float64_run(scale):
     params, scaler = _fresh_critic(), jmpscale.dynamic(scale)
@@ -101,6 +102,7 @@ def test_an_inner_gradient_that_overflows_is_skipped_and_the_scale_comes_down():
     assert (after[0]["out"] != before[0]["out"]).any()
 
 
+@pytest.mark.full
 def test_told_the_loss_with_the_penalty_the_scale_would_never_come_down():
     params, scaler = _fresh_critic(), jmpscale.dynamic(2.0**32)
     for _ in range(3):
@@ -111,6 +113,7 @@ def test_told_the_loss_with_the_penalty_the_scale_would_never_come_down():
     assert (scaler.loss_scale, scaler.last_skip) == (2.0**32, 2)
 
 
+@pytest.mark.full
 def test_a_penalty_that_counts_very_little_needs_an_inner_scale_of_its_own():
     weight, outer, params = 1e-7, jmpscale.dynamic(2.0**14), _fresh_critic()
 
@@ -128,6 +131,7 @@ def test_a_penalty_that_counts_very_little_needs_an_inner_scale_of_its_own():
     _assert_close(gradient_of_penalty(jmpscale.dynamic(1.0)), expected, 1e-2)
 
 
+@pytest.mark.full
 def test_a_penalty_that_swallows_an_infinity_needs_the_check_of_the_inner_gradient():
     @jax.jit
     def gradient(scaler, w):
@@ -162,6 +166,7 @@ def _product():
     return jax.jit(_names(CURVATURE)["hessian_vector_product"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scale", [2.0**4, 2.0**14])
 def test_the_product_is_that_of_a_float64_run(scale):
     params, x, y = _curvature_arguments()
@@ -175,6 +180,7 @@ def test_the_product_is_that_of_a_float64_run(scale):
     _assert_close(product, expected, 1e-2)
 
 
+@pytest.mark.full
 def test_the_largest_curvature_is_the_largest_eigenvalue_also_from_a_scale_that_is_far_too_large():
     params, x, y = _curvature_arguments()
     leaves, treedef = jax.tree.flatten(params)
@@ -199,6 +205,7 @@ def test_the_largest_curvature_is_the_largest_eigenvalue_also_from_a_scale_that_
     assert 10 < scaler.skipped < 30
 
 
+@pytest.mark.full
 def test_a_small_vector_vanishes_in_float16_whatever_the_scale():
     params, x, y = _curvature_arguments()
     tiny = jax.tree.map(lambda p: jnp.full_like(p, 1e-8), params)
@@ -267,6 +274,7 @@ def _equilibrium_loss(params, x, y):
     return jnp.mean((z - y) ** 2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scale", [2.0**-5, 1.0, 2.0**16])
 @pytest.mark.parametrize("title", [ITERATION, ROOT])
 def test_the_gradient_at_an_equilibrium_is_that_of_an_unrolled_float64_run(title, scale):
@@ -290,6 +298,7 @@ def _value_and_grad(title):
     return jax.jit(jmpscale.value_and_grad(_names(title)["loss_fn"]))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("title", [ITERATION, ROOT])
 def test_an_overflow_at_an_equilibrium_is_seen(title):
     names = _names(title)
@@ -324,6 +333,7 @@ def _iterations():
     return count
 
 
+@pytest.mark.full
 def test_a_relative_tolerance_takes_as_many_iterations_at_every_scale_and_an_absolute_one_does_not():
     (few, small), (many, large) = (_iterations()(scale, relative=1e-3) for scale in (2.0**-8, 2.0**12))
     assert 5 < few < 50
@@ -334,6 +344,7 @@ def test_a_relative_tolerance_takes_as_many_iterations_at_every_scale_and_an_abs
     assert _far_off(small * 2.0**20, large, 0.05)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_an_iteration_on_a_gradient_that_is_not_finite_ends_at_once(bad):
     count, solution = _iterations()(bad, relative=1e-3)

@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]
 
 PAGE = "guides/several_losses"
 GAN, PER_LOSS, TOGETHER = "Two optimizers, one scaler", "One scaler for each loss", "All or nothing"
+NORMED_GAN = "A GAN with batch normalisation: what each flag gates"
 BOTH_FLAGS = list(itertools.product([True, False], repeat=2))
 
 
@@ -27,13 +28,26 @@ def _names(title):
     return pages.run(PAGE, title)
 
 
+@functools.cache
+def _untrained(title):
+    """The names that a page's program has before it trains."""
+    names = {"__name__": title}
+    exec(pages.examples(PAGE)[title].split("\nfor ")[0], names)
+    return names
+
+
 # Two optimizers, one scaler
+
+
+def _batch(key=0):
+    real, noise = jax.random.normal(jax.random.key(key), (2, 64, 2))
+    return {"real": real + jnp.array([[2.0, -2.0]]), "noise": noise}
 
 
 @functools.cache
 def _gan_step():
     """The page's own step; each loss is multiplied with a factor, and 2^40 is too much for float16."""
-    names = pages.run(PAGE, GAN)
+    names = _untrained.__wrapped__(GAN)  # of its own, since its losses are replaced
     losses = {name: names[name] for name in ("d_loss_fn", "g_loss_fn")}
 
     @jax.jit
@@ -45,6 +59,7 @@ def _gan_step():
     return step
 
 
+@pytest.mark.full
 def test_the_generator_moves_to_the_data():
     names = _names(GAN)
     noise, key = jax.random.normal(jax.random.key(99), (1000, 2)), jax.random.key(2)
@@ -59,7 +74,7 @@ def test_the_generator_moves_to_the_data():
 
 @pytest.mark.parametrize(("d_finite", "g_finite"), BOTH_FLAGS)
 def test_each_network_skips_alone_and_the_scale_backs_off_once_if_either_overflowed(d_finite, g_finite):
-    names = _names(GAN)
+    names = _untrained(GAN) | _batch()
     before = names["d"], names["g"]
     factors = jnp.where(jnp.array([d_finite, g_finite]), 1.0, 2.0**40)
     d, g, scaler, losses = _gan_step()(*before, jmpscale.dynamic(1024.0), names["real"], names["noise"], factors)
@@ -74,8 +89,9 @@ def test_each_network_skips_alone_and_the_scale_backs_off_once_if_either_overflo
     assert (scaler.loss_scale, scaler.good_steps, scaler.skipped) == ((1024.0, 1, 0) if good else (512.0, 0, 1))
 
 
+@pytest.mark.full
 def test_a_loss_that_is_not_finite_in_one_network_keeps_the_scale():
-    names = _names(GAN)
+    names = _untrained(GAN) | _batch()
     d, g, scaler, losses = _gan_step()(
         names["d"], names["g"], jmpscale.dynamic(1024.0), names["real"] * jnp.nan, names["noise"], jnp.ones(2)
     )
@@ -83,6 +99,78 @@ def test_a_loss_that_is_not_finite_in_one_network_keeps_the_scale():
     testing.assert_step_is_noop(names["d"], d)
     assert (g[0]["out"] != names["g"][0]["out"]).any()
     assert (scaler.loss_scale, scaler.last_skip) == (1024.0, 2)
+
+
+# A GAN with batch normalisation
+
+
+@functools.cache
+def _normed_gan():
+    """The page's own step; each loss is multiplied with a factor, and 2^40 is too much for float16."""
+    names = _names(NORMED_GAN)
+    losses = {name: names[name] for name in ("d_loss_fn", "g_loss_fn")}
+
+    def scaled(name, factor):
+        def loss_fn(*args):
+            loss, moved = losses[name](*args)
+            return factor * loss, moved
+
+        return loss_fn
+
+    @jax.jit
+    def step(d, g, stats, scaler, real, noise, factors):
+        for name, factor in zip(losses, factors, strict=True):
+            names[name] = scaled(name, factor)
+        return names["train_step"].__wrapped__(d, g, stats, scaler, real, noise)
+
+    def moved(name, *args):
+        return jax.jit(losses[name])(*args)[1]
+
+    return names, step, moved
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("d_finite", "g_finite"), BOTH_FLAGS)
+def test_a_flag_gates_the_statistics_of_both_networks_that_its_pass_would_move(d_finite, g_finite):
+    names, step, moved = _normed_gan()
+    d, g, stats, real, noise = (names[name] for name in ("d", "g", "stats", "real", "noise"))
+    factors = jnp.where(jnp.array([d_finite, g_finite]), 1.0, 2.0**40)
+    new_d, new_g, new_stats, scaler, losses = step(d, g, stats, jmpscale.dynamic(1024.0), real, noise, factors)
+    assert jnp.isfinite(jnp.array(losses)).all()
+    for before, after, finite in ((d, new_d, d_finite), (g, new_g, g_finite)):
+        if finite:
+            assert after[1][0].count == before[1][0].count + 1
+        else:
+            testing.assert_step_is_noop(before, after)
+    expected = moved("d_loss_fn", d[0], g[0], stats, real, noise) if d_finite else stats
+    expected = moved("g_loss_fn", g[0], new_d[0], expected, real, noise) if g_finite else expected
+    if d_finite or g_finite:
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3), new_stats, expected)
+        with pytest.raises(AssertionError, match="the step changed"):
+            testing.assert_step_is_noop(stats, new_stats)
+    else:
+        testing.assert_step_is_noop(stats, new_stats)
+    assert scaler.loss_scale == (1024.0 if d_finite and g_finite else 512.0)
+
+
+@pytest.mark.full
+def test_a_forward_pass_that_fails_spoils_no_statistics():
+    names, step, _ = _normed_gan()
+    d, g, stats, real, noise = (names[name] for name in ("d", "g", "stats", "real", "noise"))
+    scaler = jmpscale.dynamic(1024.0)
+    new_d, new_g, new_stats, scaler, losses = step(d, g, stats, scaler, real * jnp.nan, noise, jnp.ones(2))
+    assert [bool(jnp.isfinite(loss)) for loss in losses] == [False, True]
+    testing.assert_step_is_noop(d, new_d)
+    assert jmpscale.all_finite(new_stats)
+    assert new_g[1][0].count == g[1][0].count + 1
+    assert (scaler.loss_scale, scaler.last_skip) == (1024.0, 2)
+
+
+@pytest.mark.full
+def test_the_generator_with_batch_normalisation_moves_to_the_data():
+    names = _names(NORMED_GAN)
+    fake, _ = names["run"](names["g_net"], names["g"][0], names["stats"]["g"], names["noise"])
+    assert np.linalg.norm(fake.mean(0) - np.array([2.0, -2.0])) < 0.5 * np.linalg.norm([2.0, -2.0])
 
 
 # One scaler for each loss
@@ -106,7 +194,7 @@ def _scalers(large, small):
 
 def _step_of_both_losses(scalers):
     """Returns parameters and optimizer state before and after a step, and the scalers after it."""
-    names = _names(PER_LOSS)
+    names = _untrained(PER_LOSS)
     head = jnp.linspace(-0.2, 0.2, 16)[:, None]
     params = names["params"] | {"large": head, "small": -head}
     before = params, names["tx"].init(params)
@@ -114,6 +202,7 @@ def _step_of_both_losses(scalers):
     return before, tuple(after), scalers
 
 
+@pytest.mark.full
 def test_both_heads_train():
     names = _names(PER_LOSS)
     at_first = jax.tree.map(lambda target: jnp.mean(target**2), names["targets"])
@@ -121,13 +210,15 @@ def test_both_heads_train():
     assert names["values"]["small"] < 0.1 * 1e-9 * at_first["small"]
 
 
+@pytest.mark.full
 def test_the_gradients_are_those_of_the_sum_of_the_losses():
     (params, _), (_, opt_state), _ = _step_of_both_losses(_scalers(64.0, 2.0**32))
-    expected = _gradients(params, _names(PER_LOSS)["x"], _names(PER_LOSS)["targets"])
+    expected = _gradients(params, _untrained(PER_LOSS)["x"], _untrained(PER_LOSS)["targets"])
     for name, grad in optax.tree.get(opt_state, "mu").items():
         np.testing.assert_allclose(grad / 0.1, expected[name], atol=5e-3 * np.abs(expected[name]).max(), err_msg=name)
 
 
+@pytest.mark.full
 def test_with_one_scale_for_both_the_small_loss_would_vanish():
     _, (_, opt_state), scalers = _step_of_both_losses(_scalers(64.0, 64.0))
     assert scalers["large"].skipped == 0
@@ -152,29 +243,30 @@ def test_an_overflow_of_either_loss_stops_the_step_and_only_its_own_scale_backs_
 # All or nothing
 
 
+@pytest.mark.full
 def test_encoder_and_decoder_train():
     names = _names(TOGETHER)
     assert names["loss"] < 0.05 * jnp.mean(names["x"] ** 2)
 
 
+@pytest.mark.full
 def test_an_overflow_in_the_decoder_alone_leaves_the_encoder_as_it_was_too():
     names = _names(TOGETHER)
-    networks = names["encoder"], jax.tree.map(lambda w: 1e-3 * w, names["decoder"])
+    params = names["params"] | {"decoder": 1e-3 * names["params"]["decoder"]}
 
     @jax.jit
     @jax.vmap
     def finite(loss_scale):
         scaler = jmpscale.dynamic()._replace(loss_scale=loss_scale)
-        _, grads, _ = jmpscale.value_and_grad(names["loss_fn"], argnums=(0, 1))(scaler, *networks, names["x"])
-        return [jmpscale.all_finite(grad) for grad in grads]
+        _, grads, _ = jmpscale.value_and_grad(names["loss_fn"])(scaler, params, names["x"])
+        return {part: jmpscale.all_finite(grad) for part, grad in grads.items()}
 
     scales = jnp.exp2(jnp.arange(10.0, 30.0))
-    encoder_finite, decoder_finite = finite(scales)
-    only_decoder = encoder_finite & ~decoder_finite
+    only_decoder = finite(scales)["encoder"] & ~finite(scales)["decoder"]
     assert only_decoder.any()
     scaler = jmpscale.dynamic()._replace(loss_scale=scales[jnp.argmax(only_decoder)])
-    *after, new, _ = names["train_step"](*networks, names["states"], scaler, names["x"])
-    testing.assert_step_is_noop((*networks, names["states"]), tuple(after))
+    *after, new, _ = names["train_step"](params, names["opt_state"], scaler, names["x"])
+    testing.assert_step_is_noop((params, names["opt_state"]), tuple(after))
     assert new.loss_scale == 0.5 * scaler.loss_scale
 
 
@@ -306,6 +398,7 @@ def _apex_reference(case, fault):
         yield grads, models
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shared", [False, True], ids=["a scaler for each loss", "one scaler"])
 @pytest.mark.parametrize("name", APEX)
 def test_two_losses_in_the_arrangements_of_apex(name, shared):
