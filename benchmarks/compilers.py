@@ -6,6 +6,7 @@ communicates. A ratio is to the same step with `optax.clip_by_global_norm`, comp
 
 import argparse
 import datetime
+import functools
 import importlib.metadata
 import json
 import pathlib
@@ -23,15 +24,17 @@ from benchmarks import steps  # isort: skip
 RESULTS = pathlib.Path(__file__).parent / "results" / "compilers.json"
 LIBRARIES = ("jmpscale", "jax", "jaxlib", "jax-cuda12-plugin", "libtpu", "optax", "flax", "jmp", "equinox")
 LIBRARIES += ("mixed-precision-for-jax",)
-# name: the task, and the dtype to compute in
+# Batches are small, so that the optimizer's share of the traffic is large: any excess shows at its worst.
 SHAPES = {
-    "16 layers of 512, batch 256": lambda: steps.mlp(16, 512, 256),
-    "100 of 256, batch 32": lambda: steps.mlp(100, 256, 32),
-    "16 of 1024, batch 32": lambda: steps.mlp(16, 1024, 32),
-    "8 of 2048, batch 32": lambda: steps.mlp(8, 2048, 32),
-    "6 of 2048, batch 256": lambda: steps.mlp(6, 2048, 256),
-    "2 of 8192, batch 32": lambda: steps.mlp(2, 8192, 32),
-    "GPT-2 small": lambda: steps.transformer(12, 768, 12, 50257, 1024, 8),
+    "16 layers of 512, batch 256": lambda devices: steps.mlp(16, 512, 256),
+    "100 of 256, batch 32": lambda devices: steps.mlp(100, 256, 32),
+    "16 of 1024, batch 32": lambda devices: steps.mlp(16, 1024, 32),
+    "8 of 2048, batch 32": lambda devices: steps.mlp(8, 2048, 32),
+    "6 of 2048, batch 256": lambda devices: steps.mlp(6, 2048, 256),
+    "2 of 8192, batch 32": lambda devices: steps.mlp(2, 8192, 32),
+    "GPT-2 small": lambda devices: steps.transformer(12, 768, 12, 50257, 128, 1),
+    "GPT-2 small, 8 sequences of 1024": lambda devices: steps.transformer(12, 768, 12, 50257, 1024, 8),
+    "decoder of 6.6 billion": lambda devices: steps.transformer(32, 4096, 32, 32000, 2048, devices),
 }
 HALF = {"h100": jnp.float16, "tpu-v5e": jnp.bfloat16, "tpu-v5p": jnp.bfloat16}
 # Matrices that no cache and no memory on a chip holds; over several devices, those that the mesh divides.
@@ -63,7 +66,7 @@ def measure(job, method, mesh):
         "branches": programs.count(program, "conditional"),
         "loops": programs.count(program, "while"),
         "collectives": programs.collectives(program),
-        "scalars_reduced": programs.scalars_reduced(program),
+        "small_all_reduces": programs.small_all_reduces(program),
         "sharded": sharded,
         "lost": lost,
         "compile_s": round(took, 2),
@@ -94,14 +97,19 @@ def compare(name, job, methods, mesh):
 
 def show(method, x):
     """Prints one line."""
-    collectives = ", ".join(f"{n} {name}" for name, n in sorted(x["collectives"].items()))
-    print(
-        f"    {method:<26} traffic {x['traffic_ratio']:.3f}  temporary {x['temp_bytes'] / 1e6:8.1f} MB  kernels"
-        f" {x['kernels']:4d} ({x['kernels_ratio']:.3f})  copies {x['copies']} ({x['copied_bytes'] / 1e6:.0f} MB)"
-        f"  branches {x['branches']} loops {x['loops']}  lost {x['lost']} of {x['sharded']}  compiled"
-        f" {x['compile_cpu_s']:.1f} s ({x['compile_cpu_s_ratio']:.2f})  {collectives}; {x['scalars_reduced']} scalars reduced",
-        flush=True,
-    )
+    counts = [f"{n} {name}" for name, n in sorted(x["collectives"].items())]
+    parts = [
+        f"traffic {x['traffic_ratio']:.3f}",
+        f"temporary {x['temp_bytes'] / 1e6:8.1f} MB",
+        f"kernels {x['kernels']:4d} ({x['kernels_ratio']:.3f})",
+        f"copies {x['copies']} ({x['copied_bytes'] / 1e6:.0f} MB)",
+        f"branches {x['branches']}",
+        f"loops {x['loops']}",
+        f"lost {x['lost']} of {x['sharded']}",
+        f"compiled {x['compile_cpu_s']:.1f} s ({x['compile_cpu_s_ratio']:.2f})",
+        *([", ".join([*counts, f"{x['small_all_reduces']} of them small all-reduces"])] if counts else []),
+    ]
+    print(f"    {method:<26} {'  '.join(parts)}", flush=True)
 
 
 def about():
@@ -125,23 +133,24 @@ def main():
     parser.add_argument("--methods", nargs="+", choices=steps.METHODS, default=list(steps.METHODS))
     parser.add_argument("--optimizers", nargs="+", default=["adamw"], choices=steps.OPTIMIZERS)
     parser.add_argument("--grads", nargs="+", default=["float32"], choices=("float32", "half"))
+    parser.add_argument("--half", choices=("float16", "bfloat16"), help="what to compute in (default: the chip's own)")
     parser.add_argument("--out", type=pathlib.Path, help="a JSON file to add the figures to")
     options = parser.parse_args()
     if not targets.installed(options.backend):
         sys.exit(
             f"the compiler for {options.backend} is not installed: see docs/costs.md, or pip install jmpscale[...]"
         )
-    half = HALF[options.backend]
+    half = jnp.dtype(options.half or HALF[options.backend])
     targets.warm_up(options.backend)
     for devices in options.devices:
         mesh = targets.mesh(options.backend, devices)
         for shape in options.shapes or [SHARDED if devices > 1 else LARGE[options.backend]]:
-            task = targets.abstract(SHAPES[shape])
+            task = targets.abstract(functools.partial(SHAPES[shape], devices))
             for optimizer in options.optimizers:
                 for grads in options.grads:
                     job = steps.make_job(task, optimizer, half, half if grads == "half" else jnp.float32)
-                    of = str(jnp.dtype(half) if grads == "half" else grads)
-                    name = f"{options.backend}, {devices} devices, {shape}, {optimizer}, gradients in {of}"
+                    of = str(half) if grads == "half" else grads
+                    name = f"{options.backend}, {devices} devices, {shape}, {optimizer}, {half}, gradients in {of}"
                     figures = compare(name, job, options.methods, mesh)
                     if options.out:
                         write(options.out, name, figures)
