@@ -8,7 +8,6 @@ import math
 import os
 from typing import NamedTuple
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # there is no driver, and none is needed
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # nor is there a host with TPUs to ask
@@ -19,6 +18,9 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+if "JAX_PLATFORMS" not in os.environ:
+    jax.config.update("jax_platforms", "cpu")  # where all that is no program for the target runs
 
 # What XLA asks of the card before it compiles for it, as an H100 SXM answers (openxla/xla#25919).
 H100 = """
