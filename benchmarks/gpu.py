@@ -46,7 +46,7 @@ def checks(sizes, bandwidth, seconds):
 
 
 def jobs(sizes):
-    """The task, settings and methods: GPT-2 with gradients in float32, as Flax takes them, and in float16; many leaves."""
+    """The task, settings and methods: GPT-2 with gradients in float32, as Flax takes them, or float16; many leaves."""
     gpt2, many = partial(steps.transformer, *sizes["gpt2"]), partial(steps.tiny_leaves, *sizes["leaves"])
     half = {"compute": jnp.float16}
     return {
