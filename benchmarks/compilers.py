@@ -32,6 +32,7 @@ SHAPES = {
     "16 of 1024, batch 32": lambda devices: steps.mlp(16, 1024, 32),
     "8 of 2048, batch 32": lambda devices: steps.mlp(8, 2048, 32),
     "6 of 2048, batch 256": lambda devices: steps.mlp(6, 2048, 256),
+    "4 of 8192, batch 256": lambda devices: steps.mlp(4, 8192, 256),
     "2 of 8192, batch 32": lambda devices: steps.mlp(2, 8192, 32),
     "GPT-2 small": lambda devices: steps.transformer(12, 768, 12, 50257, 128, 1),
     "GPT-2 small, 8 sequences of 1024": lambda devices: steps.transformer(12, 768, 12, 50257, 1024, 8),
@@ -40,7 +41,7 @@ SHAPES = {
 HALF = {"h100": jnp.float16, "tpu-v5e": jnp.bfloat16, "tpu-v5p": jnp.bfloat16}
 # Matrices that no cache and no memory on a chip holds; over several devices, those that the mesh divides.
 LARGE = {"h100": "8 of 2048, batch 32", "tpu-v5e": "2 of 8192, batch 32", "tpu-v5p": "2 of 8192, batch 32"}
-SHARDED = "6 of 2048, batch 256"
+SHARDED = {"h100": "6 of 2048, batch 256", "tpu-v5e": "4 of 8192, batch 256", "tpu-v5p": "4 of 8192, batch 256"}
 OURS = ("functional", "functional, one read", "in optax", "in optax, max_norm")
 OTHERS = ("functional, clipping", "in optax, clipping", "functional, branch", "bare")
 ALL = {  # what `--all` compiles: the devices, the networks (the usual one if None), the optimizers, the methods
@@ -172,7 +173,7 @@ def main():
     asked = [(options.devices, options.shapes, options.optimizers, options.methods)]
     for devices, shapes, optimizers, methods in ALL[options.backend] if options.all else asked:
         for number, optimizer in itertools.product(devices, optimizers):
-            usual = SHARDED if number > 1 else LARGE[options.backend]
+            usual = (SHARDED if number > 1 else LARGE)[options.backend]
             for shape in shapes or [usual]:
                 name, job = make_job(options, number, shape, optimizer)
                 figures = compare(name, job, methods, targets.mesh(options.backend, number))

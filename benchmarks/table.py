@@ -17,7 +17,7 @@ PAGE, PICTURE, COMPILERS_PICTURE = (
     ROOT / "docs" / "compilers.png",
 )
 ROWS = {  # what the step is called, and whether it clips
-    "clipped": ("neither scaled nor checked", "yes"),
+    "clipped": ("clipped, neither scaled nor checked", "yes"),
     "bare": ("neither scaled nor checked", "no"),
     "functional": ("**jmpscale**, functional", "no"),
     "functional, one read": ("**jmpscale**, functional, the norm as the check", "yes"),
@@ -36,7 +36,8 @@ H100 = "h100, {} devices, {}, {}, float16, gradients in float32"
 V5E = "tpu-v5e, {} devices, {}, {}, bfloat16, gradients in float32"
 V5P = "tpu-v5p, {} devices, {}, {}, bfloat16, gradients in float32"
 LARGE = {H100: "8 of 2048, batch 32", V5E: "2 of 8192, batch 32"}
-SHARDED, DECODER = "6 of 2048, batch 256", "decoder of 6.6 billion"
+SHARDED = {H100: "6 of 2048, batch 256", V5E: "4 of 8192, batch 256", V5P: "4 of 8192, batch 256"}
+DECODER = "decoder of 6.6 billion"
 
 
 def tables(measured, compiled):
@@ -58,7 +59,7 @@ def steps(shapes, of):
     heads = [f"CPU, time: {shape}" for shape in shapes] + ["CPU, memory of the last"]
     for device in ("H100", "TPU v5e"):
         heads += [f"{device}, traffic", f"{device}, memory"]
-    lines = [_row("to the step that clips", "clips", *heads), _row(*["---"] * (len(heads) + 2))]
+    lines = [_row("to the step that clips", "clips", *heads), _rule(len(heads) + 2)]
     compiled = [of.get(name.format(1, shape, "adamw"), {}) for name, shape in LARGE.items()]
     for name, (title, clips) in ROWS.items():
         cells = [_ratio(methods.get(name, {}), "ratio") for methods in shapes.values()]
@@ -79,22 +80,19 @@ def torch(figures):
 
 def optimizers(varied, of):
     """Each optimizer, by the four ways to scale: time on the CPU, traffic on H100 and TPU."""
-    names = {"functional": "functional", "functional, one read": "the norm as the check"}
-    names |= {"in optax": "in optax", "in optax, max_norm": "in optax, `max_norm`", "jmp": "jmp"}
-    heads = [f"{device}: {title}" for device in ("CPU, time", "H100", "TPU v5e") for title in names.values()]
-    lines = [_row("to the step that clips", *heads), _row(*["---"] * (len(heads) + 1))]
-    for optimizer in ("sgd", "momentum", "adamw", "adafactor"):
-        cells = [_ratio(varied.get(optimizer, {}).get(name, {}), "ratio") for name in names]
-        for kind, shape in LARGE.items():
-            figures = of.get(kind.format(1, shape, optimizer), {})
-            cells += [_ratio(figures.get(name, {}), "traffic_ratio", 3) for name in names]
-        lines.append(_row(optimizer, *cells))
+    names = ("functional", "functional, one read", "in optax", "in optax, max_norm", "jmp")
+    lines = [_row("to the step that clips", "", *map(_called, names)), _rule(len(names) + 2)]
+    for title, kind in (("CPU, time", None), ("H100, traffic", H100), ("TPU v5e, traffic", V5E)):
+        for optimizer in ("sgd", "momentum", "adamw", "adafactor"):
+            figures = of.get(kind.format(1, LARGE[kind], optimizer), {}) if kind else varied.get(optimizer, {})
+            key, digits = ("traffic_ratio", 3) if kind else ("ratio", 2)
+            lines.append(_row(title, optimizer, *(_ratio(figures.get(name, {}), key, digits) for name in names)))
     return "\n".join(lines)
 
 
 def networks(of):
     """Traffic, memory and kernels of GPT-2 small and of the benchmark's own networks."""
-    lines = [_row("", "step", "traffic", "memory", "kernels", "copies"), _row(*["---"] * 6)]
+    lines = [_row("", "step", "traffic", "memory", "kernels", "copies"), _rule(6)]
     for title, kind in (("H100", H100), ("TPU v5e", V5E)):
         for shape in ("GPT-2 small", "16 layers of 512, batch 256", "100 of 256, batch 32", "16 of 1024, batch 32"):
             for name, x in of.get(kind.format(1, shape, "adamw"), {}).items():
@@ -106,10 +104,10 @@ def networks(of):
 def devices(of):
     """What a sharded state becomes on 8 and on 1,024 devices."""
     heads = ("traffic", "memory", "lost shardings", "all-gathers", "small all-reduces")
-    lines = [_row("", "step", *heads), _row(*["---"] * (len(heads) + 2))]
+    lines = [_row("", "step", *heads), _rule(len(heads) + 2)]
     known = (("8 H100", H100, 8), ("1,024 H100", H100, 1024), ("8 TPU v5e", V5E, 8), ("1,024 TPU v5p", V5P, 1024))
     for title, kind, number in known:
-        figures = of.get(kind.format(number, SHARDED, "adamw"), {})
+        figures = of.get(kind.format(number, SHARDED[kind], "adamw"), {})
         for name in ("clipped", "functional", "in optax", "in optax, max_norm", "functional, branch", "jmp"):
             if "traffic" in (x := figures.get(name, {})):
                 gathers, reduced = x["collectives"].get("all-gather", 0), x["small_all_reduces"]
@@ -121,7 +119,7 @@ def devices(of):
 def decoder(of):
     """The large model: memory of a device, and what its devices tell each other."""
     heads = ("arguments of a device", "temporary", "all-gathers", "all-reduces", "lost shardings", "compiled in")
-    lines = [_row("", "step", *heads), _row(*["---"] * (len(heads) + 2))]
+    lines = [_row("", "step", *heads), _rule(len(heads) + 2)]
     for title, name in (
         ("64 H100", H100.format(64, DECODER, "adamw")),
         ("256 TPU v5p", V5P.format(256, DECODER, "adamw")),
@@ -138,12 +136,15 @@ def decoder(of):
 def _called(name):
     if name == "functional, branch":
         return "functional, a branch in the place of `apply_if`"
-    title = ROWS[name][0]
-    return f"{title}, clipping" if name == "clipped" else title
+    return ROWS[name][0]
 
 
 def _row(*cells):
     return f"| {' | '.join(str(cell) for cell in cells)} |".replace("| --- |", "|---|").replace("| ---", "|---")
+
+
+def _rule(columns):
+    return "|" + columns * "---|"
 
 
 def _ratio(figures, key, digits=2):

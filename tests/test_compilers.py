@@ -21,9 +21,8 @@ from benchmarks import compilers, steps
 KIND = KINDS[0]  # one process compiles for one kind
 ONE, MANY = {"h100": ("h100", "h100"), "tpu": ("tpu-v5e", "tpu-v5p")}[KIND]
 METHODS = ("functional", "functional, one read", "in optax", "in optax, max_norm")
-# Large enough that no memory on the chip holds a matrix, and small enough to compile in a second.
-TASKS = {"h100": functools.partial(steps.mlp, 3, 2048, 32), "tpu": functools.partial(steps.mlp, 2, 8192, 32)}
-SHARDED = functools.partial(steps.mlp, 3, 2048, 256)
+# Large enough that no memory on the chip holds a matrix, and small enough to compile in two seconds.
+SHAPE = {"h100": (3, 2048), "tpu": (2, 8192)}[KIND]
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]
 
@@ -35,7 +34,7 @@ def _mesh(devices):
 
 @functools.cache
 def _figures(method, optimizer, devices):
-    task = targets.abstract(TASKS[KIND] if devices == 1 else SHARDED)
+    task = targets.abstract(functools.partial(steps.mlp, *SHAPE, 32 if devices == 1 else 256))
     return compilers.measure(steps.make_job(task, optimizer, compilers.HALF[ONE]), method, _mesh(devices))
 
 
