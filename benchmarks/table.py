@@ -183,13 +183,13 @@ def draw_compiled(compiled, path):
     names = [*(name for name in ROWS if not name.startswith("Keras")), "functional, branch"][::-1]
     for i, (title, kind) in enumerate((("H100", H100), ("TPU v5e", V5E))):
         figures = compiled[kind.format(1, LARGE[kind], "adamw")]["figures"]
-        known = [(row + 0.2 * (0.5 - i), figures[name]) for row, name in enumerate(names) if name in figures]
+        known = [(row + 0.3 * (0.5 - i), figures[name]) for row, name in enumerate(names) if name in figures]
         rows, floor = [row for row, _ in known], figures["clipped"]["temp_bytes"]
         label = f"{title}, {LARGE[kind]}"
         left.plot([x["traffic_ratio"] for _, x in known], rows, "o", label=label)
         right.plot([x["temp_bytes"] / floor for _, x in known], rows, "o", label=label)
     left.set(yticks=range(len(names)), yticklabels=names, xlabel="bytes read and written, to the step with clipping")
-    right.set(xscale="symlog", xlim=(0, None), xlabel="temporary memory, to the step with clipping")
+    right.set(xlabel="temporary memory, to the step with clipping")
     for axes in (left, right):
         axes.axvline(1, color="black", linewidth=1)
     about = compiled[H100.format(1, LARGE[H100], "adamw")]["about"]
