@@ -89,6 +89,7 @@ def measure(job, method, mesh):
         "kernels": programs.kernels(program),
         "copies": len(copied),
         "copied_bytes": sum(map(programs.bytes_of, copied)),
+        "copies_of_state": sum(kind.split("{")[0] in targets.shards(state, given) for kind in copied),
         "branches": programs.count(program, "conditional"),
         "loops": programs.count(program, "while"),
         "collectives": programs.collectives(program),

@@ -107,6 +107,14 @@ def abstract(task):
     return Abstract(loss_fn[0], params, batch)
 
 
+def shards(tree, shardings):
+    """Returns what XLA calls the part of each floating-point leaf that a device holds: `f32[512,1024]`."""
+    leaves = zip(*map(jax.tree.leaves, (tree, shardings)), strict=True)
+    parts = [(x.dtype, sharding.shard_shape(x.shape)) for x, sharding in leaves]
+    names = {np.dtype("float32"): "f32", np.dtype("float16"): "f16", np.dtype("bfloat16"): "bf16"}
+    return {f"{names[dtype]}[{','.join(map(str, shape))}]" for dtype, shape in parts if dtype in names}
+
+
 def lost(given, returned, tree):
     """Counts the leaves that go in sharded, and those of them that come out otherwise than they went in."""
     leaves = zip(*(jax.tree.leaves(x) for x in (given, returned, tree)), strict=True)

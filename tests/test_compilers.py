@@ -53,7 +53,7 @@ def test_a_step_moves_and_takes_no_more_bytes_than_the_step_that_clips(devices, 
     ours, clipped = (_figures(name, optimizer, devices) for name in (method, steps.FLOOR))
     assert ours["traffic"] <= 1.01 * clipped["traffic"]
     assert ours["temp_bytes"] <= 1.01 * clipped["temp_bytes"]
-    assert ours["copied_bytes"] <= clipped["copied_bytes"]
+    assert ours["copies_of_state"] == 0
 
 
 @pytest.mark.skipif(KIND != "h100", reason="on a GPU the host decides which branch is taken, and waits for it")
