@@ -159,7 +159,7 @@ def main():
     if options.gpu:
         from benchmarks import gpu
 
-        sys.exit(gpu.compile_all() if options.compile else gpu.main(options.out, options.tiny, about))
+        sys.exit(gpu.compile_all(options.tiny) if options.compile else gpu.main(options.out, options.tiny, about))
     parts = {"quick": (quick, 5), "check": (check.measure, 0.3)} if options.quick else PARTS
     out = options.out or (None if options.quick else RESULTS)
     written = json.loads(out.read_text()) if out and out.exists() else {}

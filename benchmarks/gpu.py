@@ -66,7 +66,7 @@ def whole_steps(sizes, seconds):
     return figures
 
 
-def compile_all(sizes=SIZES):
+def compile_all(tiny):
     """Compiles all steps for an H100 that need not be there, and shows what they are made of; writes nothing."""
     from benchmarks import compilers, targets
 
@@ -74,7 +74,7 @@ def compile_all(sizes=SIZES):
         print('the compiler for H100 is not installed: pip install ".[compile-h100]"', file=sys.stderr)
         return 2
     failed = 0
-    for name, (task, settings, methods) in jobs(sizes).items():
+    for name, (task, settings, methods) in jobs(TINY if tiny else SIZES).items():
         job = steps.make_job(targets.abstract(task), **settings)
         figures = compilers.compare(name, job, methods, targets.mesh("h100", 1))
         failed += sum("failed" in x for x in figures.values())

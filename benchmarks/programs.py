@@ -65,6 +65,15 @@ def bytes_of(kind):
     return sum(_bits(name) * math.prod(int(n) for n in shape.split(",") if n) for name, shape in sizes) // 8
 
 
+def _far(kind):
+    """Counts the bytes of what lies in the device's main memory, which XLA numbers 0 and does not write out."""
+    return bytes_of(re.sub(r"[a-z]\w*\[[\d,]*\]\{[^}]*S\([1-9]\d*\)[^}]*\}", "", kind))
+
+
+def _fetched(kind):
+    return bytes_of(kind) - _far(kind)
+
+
 def _bits(name):
     return BITS.get(name) if name in BITS else int(re.search(r"\d+", name)[0])
 
@@ -80,7 +89,11 @@ def running(program, computation=None):
 
 
 def traffic(program, computation=None):
-    """Adds up the bytes that instructions read and write: of a conditional, its dearest branch; of a loop, one turn."""
+    """Adds up the bytes that instructions read from and write to the device's main memory.
+
+    Of a conditional its dearest branch, of a loop one turn. On a TPU, whose compiler fetches what fits into the memory
+    on the chip ahead of its use, the fetch counts and the use there does not.
+    """
     instructions = program.computations[computation or program.entry]
     types, moved = {x.name: x.type for x in instructions}, 0
     for x in instructions:
@@ -89,9 +102,11 @@ def traffic(program, computation=None):
         elif x.operation in ("while", "call"):
             moved += sum(traffic(program, name) for name in x.calls)
         elif x.operation not in FREE:
-            read = 0 if x.operation.endswith(WAITS) else sum(bytes_of(types[name]) for name in x.operands)
+            read = 0 if x.operation.endswith(WAITS) else sum(_far(types[name]) for name in x.operands)
+            if x.operation.startswith("slice"):  # reads no more than it returns
+                read = min(read, _far(x.type) if x.operation == "slice" else _fetched(x.type))
             # What is started writes its result when it is done; until then its type repeats that of the operands.
-            moved += read + (0 if x.operation.endswith(("-start", "-update")) else bytes_of(x.type))
+            moved += read + (0 if x.operation.endswith(("-start", "-update")) else _far(x.type))
     return moved
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # there is no driver, and none is needed
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # nor is there a host with TPUs to ask
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no two processes here fight for one
 os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 

@@ -68,7 +68,7 @@ def test_the_optax_route_needs_no_more_memory_than_clipping_with_any_optimizer(o
         _build(steps.make_job(steps.mlp(FEW, 128, 8), optimizer), steps.METHODS[name])[1]["temp_bytes"]
         for name in ("in optax", steps.FLOOR)
     )
-    assert ours <= 1.03 * clipped
+    assert ours <= 1.08 * clipped  # on several devices the check of one leaf is written out, as booleans
 
 
 def test_disabled_is_the_bare_step():
