@@ -32,9 +32,10 @@ SHAPES = {
 BASE = SHAPES["16 of 1024, batch 32"]  # the optimizer's share is large, and 32 leaves compile fast
 # One thing at a time differs from the base: the optimizer, the dtype of compute and gradients, the network. Peers that
 # select leaf by leaf are left out where XLA on CPU would compile them for minutes: see `leaves --full`.
-FEW, SOME = (*steps.ROUTES, "functional, one read"), ("jmp", "Flax DynamicScale")
+FEW, SOME = (*steps.ROUTES, "functional, one read", "in optax, max_norm"), ("jmp", "Flax DynamicScale")
 VARIED = {
     "sgd": (lambda: steps.mlp(*BASE), {"optimizer": "sgd"}, FEW + steps.PEERS),
+    "momentum": (lambda: steps.mlp(*BASE), {"optimizer": "momentum"}, FEW + steps.PEERS),
     "adafactor": (lambda: steps.mlp(*BASE), {"optimizer": "adafactor"}, FEW + steps.PEERS),
     "float16": (lambda: steps.mlp(*BASE), {"compute": jnp.float16, "grads": jnp.float16}, FEW + SOME),
     "bfloat16": (lambda: steps.mlp(*BASE), {"compute": jnp.bfloat16, "grads": jnp.bfloat16}, FEW + SOME),
@@ -48,8 +49,8 @@ VARIED = {
 
 
 def whole_steps(seconds, options):
-    """All methods on the three shapes; a select as the gate is for GPUs."""
-    names = [name for name in steps.METHODS if name != "functional, select"]
+    """All methods on the three shapes; other gates than `apply_if` are for GPUs."""
+    names = [name for name in steps.METHODS if name not in steps.GATES]
     return {name: _case(name, lambda s=s: steps.mlp(*s), {}, names, seconds) for name, s in SHAPES.items()}
 
 
@@ -152,12 +153,13 @@ def main():
     parser.add_argument("--torch-python", help="a Python that has torch, for its own table")
     parser.add_argument("--gpu", action="store_true", help="measure a GPU instead (benchmarks.gpu)")
     parser.add_argument("--tiny", action="store_true", help="with --gpu: a rehearsal on any device; writes nothing")
+    parser.add_argument("--compile", action="store_true", help="with --gpu: only compile its steps, without a GPU")
     parser.add_argument("--out", type=pathlib.Path, help="where to write (default: benchmarks/results/)")
     options = parser.parse_args()
     if options.gpu:
         from benchmarks import gpu
 
-        sys.exit(gpu.main(options.out, options.tiny, about))
+        sys.exit(gpu.compile_all(options.tiny) if options.compile else gpu.main(options.out, options.tiny, about))
     parts = {"quick": (quick, 5), "check": (check.measure, 0.3)} if options.quick else PARTS
     out = options.out or (None if options.quick else RESULTS)
     written = json.loads(out.read_text()) if out and out.exists() else {}

@@ -6,12 +6,14 @@ communicates. A ratio is to the same step with `optax.clip_by_global_norm`, comp
 
 import argparse
 import datetime
+import functools
 import importlib.metadata
+import itertools
 import json
+import os
 import pathlib
 import platform
 import sys
-import time
 
 from benchmarks import programs, targets  # before anything that starts JAX
 
@@ -23,20 +25,47 @@ from benchmarks import steps  # isort: skip
 RESULTS = pathlib.Path(__file__).parent / "results" / "compilers.json"
 LIBRARIES = ("jmpscale", "jax", "jaxlib", "jax-cuda12-plugin", "libtpu", "optax", "flax", "jmp", "equinox")
 LIBRARIES += ("mixed-precision-for-jax",)
-# name: the task, and the dtype to compute in
+# Batches are small, so that the optimizer's share of the traffic is large: any excess shows at its worst.
 SHAPES = {
-    "16 layers of 512, batch 256": lambda: steps.mlp(16, 512, 256),
-    "100 of 256, batch 32": lambda: steps.mlp(100, 256, 32),
-    "16 of 1024, batch 32": lambda: steps.mlp(16, 1024, 32),
-    "8 of 2048, batch 32": lambda: steps.mlp(8, 2048, 32),
-    "6 of 2048, batch 256": lambda: steps.mlp(6, 2048, 256),
-    "2 of 8192, batch 32": lambda: steps.mlp(2, 8192, 32),
-    "GPT-2 small": lambda: steps.transformer(12, 768, 12, 50257, 1024, 8),
+    "16 layers of 512, batch 256": lambda devices: steps.mlp(16, 512, 256),
+    "100 of 256, batch 32": lambda devices: steps.mlp(100, 256, 32),
+    "16 of 1024, batch 32": lambda devices: steps.mlp(16, 1024, 32),
+    "8 of 2048, batch 32": lambda devices: steps.mlp(8, 2048, 32),
+    "6 of 2048, batch 256": lambda devices: steps.mlp(6, 2048, 256),
+    "4 of 8192, batch 256": lambda devices: steps.mlp(4, 8192, 256),
+    "2 of 8192, batch 32": lambda devices: steps.mlp(2, 8192, 32),
+    "GPT-2 small": lambda devices: steps.transformer(12, 768, 12, 50257, 128, 1),
+    "GPT-2 small, 8 sequences of 1024": lambda devices: steps.transformer(12, 768, 12, 50257, 1024, 8),
+    "decoder of 6.6 billion": lambda devices: steps.transformer(32, 4096, 32, 32000, 2048, devices),
 }
 HALF = {"h100": jnp.float16, "tpu-v5e": jnp.bfloat16, "tpu-v5p": jnp.bfloat16}
 # Matrices that no cache and no memory on a chip holds; over several devices, those that the mesh divides.
 LARGE = {"h100": "8 of 2048, batch 32", "tpu-v5e": "2 of 8192, batch 32", "tpu-v5p": "2 of 8192, batch 32"}
-SHARDED = "6 of 2048, batch 256"
+SHARDED = {"h100": "6 of 2048, batch 256", "tpu-v5e": "4 of 8192, batch 256", "tpu-v5p": "4 of 8192, batch 256"}
+OURS = ("functional", "functional, one read", "in optax", "in optax, max_norm")
+OTHERS = ("functional, clipping", "in optax, clipping", "functional, branch", "bare")
+ALL = {  # what `--all` compiles: the devices, the networks (the usual one if None), the optimizers, the methods
+    "h100": [
+        ([1], None, ["adamw"], [*OURS, *OTHERS, *steps.PEERS]),
+        ([8, 1024], None, ["adamw"], [*OURS, *OTHERS, *steps.PEERS]),
+        ([1, 8, 1024], None, ["sgd", "momentum", "adafactor"], [*OURS, "jmp"]),
+        ([1], ["GPT-2 small"], ["adamw"], [*OURS, *steps.PEERS]),
+        ([64], ["decoder of 6.6 billion"], ["adamw"], ["functional", "in optax", "in optax, max_norm"]),
+        ([1], list(SHAPES)[:3], ["adamw"], [*OURS, "jmp"]),
+    ],
+    "tpu-v5e": [
+        ([1], None, ["adamw"], [*OURS, *OTHERS, *steps.PEERS]),
+        ([1], None, ["sgd", "momentum", "adafactor"], [*OURS, "jmp"]),
+        ([1], ["GPT-2 small"], ["adamw"], [*OURS, "jmp"]),
+        ([8], None, ["adamw"], [*OURS, "jmp"]),
+        ([1], ["16 of 1024, batch 32"], ["adamw"], [*OURS, "jmp"]),
+    ],
+    "tpu-v5p": [
+        ([1, 8, 1024], None, ["adamw"], [*OURS, *OTHERS, *steps.PEERS]),
+        ([8, 1024], None, ["sgd", "momentum", "adafactor"], [*OURS, "jmp"]),
+        ([256], ["decoder of 6.6 billion"], ["adamw"], ["functional", "in optax", "in optax, max_norm"]),
+    ],
+}
 
 
 def measure(job, method, mesh):
@@ -45,30 +74,36 @@ def measure(job, method, mesh):
     state = jax.eval_shape(init, job.params)
     given = targets.spread(state, mesh)
     jax.clear_caches()
-    start, cpu = time.perf_counter(), time.process_time()
+    start = cpu_seconds()
     jitted = jax.jit(step, donate_argnums=0, in_shardings=(given, targets.batches(job.batch, mesh)))
     compiled = jitted.lower(state, job.batch).compile()
-    took, cpu = time.perf_counter() - start, time.process_time() - cpu
+    took = cpu_seconds() - start
     program, memory, cost = programs.parse(compiled.as_text()), compiled.memory_analysis(), compiled.cost_analysis()
     copied = programs.copies(program)
     sharded, lost = targets.lost(given, compiled.output_shardings[0], state)
     return {
-        # XLA adds up the bytes on TPU, and leaves that empty on CUDA.
+        # XLA adds up the bytes on TPU, those of the memory on the chip too, and leaves that empty on CUDA.
         "traffic": round(cost["bytes accessed"]) if cost else programs.traffic(program),
+        "main_memory_bytes": programs.traffic(program),
         "temp_bytes": memory.temp_size_in_bytes,
         "argument_bytes": memory.argument_size_in_bytes,
         "kernels": programs.kernels(program),
         "copies": len(copied),
         "copied_bytes": sum(map(programs.bytes_of, copied)),
+        "copies_of_state": sum(kind.split("{")[0] in targets.shards(state, given) for kind in copied),
         "branches": programs.count(program, "conditional"),
         "loops": programs.count(program, "while"),
         "collectives": programs.collectives(program),
-        "scalars_reduced": programs.scalars_reduced(program),
+        "small_all_reduces": programs.small_all_reduces(program),
         "sharded": sharded,
         "lost": lost,
-        "compile_s": round(took, 2),
-        "compile_cpu_s": round(cpu, 2),
+        "compile_cpu_s": round(took, 2),
     }
+
+
+def cpu_seconds():
+    """Returns what this process and its children, such as the assembler for GPUs, have used."""
+    return sum(os.times()[:4])
 
 
 def compare(name, job, methods, mesh):
@@ -86,7 +121,7 @@ def compare(name, job, methods, mesh):
             print(f"    {method:<26} failed: {figures[method]['failed']}", flush=True)
             continue
         floor = figures[steps.FLOOR]
-        for key in ("traffic", "kernels", "compile_cpu_s"):
+        for key in ("traffic", "main_memory_bytes", "kernels", "compile_cpu_s"):
             figures[method][f"{key}_ratio"] = float(f"{figures[method][key] / floor[key]:.4g}")
         show(method, figures[method])
     return figures
@@ -94,14 +129,19 @@ def compare(name, job, methods, mesh):
 
 def show(method, x):
     """Prints one line."""
-    collectives = ", ".join(f"{n} {name}" for name, n in sorted(x["collectives"].items()))
-    print(
-        f"    {method:<26} traffic {x['traffic_ratio']:.3f}  temporary {x['temp_bytes'] / 1e6:8.1f} MB  kernels"
-        f" {x['kernels']:4d} ({x['kernels_ratio']:.3f})  copies {x['copies']} ({x['copied_bytes'] / 1e6:.0f} MB)"
-        f"  branches {x['branches']} loops {x['loops']}  lost {x['lost']} of {x['sharded']}  compiled"
-        f" {x['compile_cpu_s']:.1f} s ({x['compile_cpu_s_ratio']:.2f})  {collectives}; {x['scalars_reduced']} scalars reduced",
-        flush=True,
-    )
+    counts = [f"{n} {name}" for name, n in sorted(x["collectives"].items())]
+    parts = [
+        f"traffic {x['traffic_ratio']:.3f} ({x['main_memory_bytes_ratio']:.3f} of the main memory's)",
+        f"temporary {x['temp_bytes'] / 1e6:8.1f} MB",
+        f"kernels {x['kernels']:4d} ({x['kernels_ratio']:.3f})",
+        f"copies {x['copies']} ({x['copied_bytes'] / 1e6:.0f} MB)",
+        f"branches {x['branches']}",
+        f"loops {x['loops']}",
+        f"lost {x['lost']} of {x['sharded']}",
+        f"compiled {x['compile_cpu_s']:.1f} s ({x['compile_cpu_s_ratio']:.2f})",
+        *([", ".join([*counts, f"{x['small_all_reduces']} of them small all-reduces"])] if counts else []),
+    ]
+    print(f"    {method:<26} {'  '.join(parts)}", flush=True)
 
 
 def about():
@@ -120,31 +160,36 @@ def main():
     """Compiles what was asked for, prints the figures, and writes them where others are kept."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compilers", description=__doc__)
     parser.add_argument("--backend", choices=targets.TOPOLOGIES, required=True)
+    parser.add_argument("--all", action="store_true", help="all that docs/costs.md shows, into benchmarks/results/")
     parser.add_argument("--devices", type=int, nargs="+", default=[1], help="how many: 1, 8, 1024")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="the networks (default: one of large matrices)")
     parser.add_argument("--methods", nargs="+", choices=steps.METHODS, default=list(steps.METHODS))
     parser.add_argument("--optimizers", nargs="+", default=["adamw"], choices=steps.OPTIMIZERS)
-    parser.add_argument("--grads", nargs="+", default=["float32"], choices=("float32", "half"))
+    parser.add_argument("--half", choices=("float16", "bfloat16"), help="what to compute in (default: the chip's own)")
+    parser.add_argument("--half-grads", action="store_true", help="gradients in that dtype too, not in float32")
     parser.add_argument("--out", type=pathlib.Path, help="a JSON file to add the figures to")
     options = parser.parse_args()
     if not targets.installed(options.backend):
-        sys.exit(
-            f"the compiler for {options.backend} is not installed: see docs/costs.md, or pip install jmpscale[...]"
-        )
-    half = HALF[options.backend]
+        sys.exit(f"the compiler for {options.backend} is not installed here: see docs/costs.md")
     targets.warm_up(options.backend)
-    for devices in options.devices:
-        mesh = targets.mesh(options.backend, devices)
-        for shape in options.shapes or [SHARDED if devices > 1 else LARGE[options.backend]]:
-            task = targets.abstract(SHAPES[shape])
-            for optimizer in options.optimizers:
-                for grads in options.grads:
-                    job = steps.make_job(task, optimizer, half, half if grads == "half" else jnp.float32)
-                    of = str(jnp.dtype(half) if grads == "half" else grads)
-                    name = f"{options.backend}, {devices} devices, {shape}, {optimizer}, gradients in {of}"
-                    figures = compare(name, job, options.methods, mesh)
-                    if options.out:
-                        write(options.out, name, figures)
+    asked = [(options.devices, options.shapes, options.optimizers, options.methods)]
+    for devices, shapes, optimizers, methods in ALL[options.backend] if options.all else asked:
+        for number, optimizer in itertools.product(devices, optimizers):
+            usual = (SHARDED if number > 1 else LARGE)[options.backend]
+            for shape in shapes or [usual]:
+                name, job = make_job(options, number, shape, optimizer)
+                figures = compare(name, job, methods, targets.mesh(options.backend, number))
+                if out := options.out or (RESULTS if options.all else None):
+                    write(out, name, figures)
+
+
+def make_job(options, devices, shape, optimizer):
+    """Returns a name that tells all about a job, and the job."""
+    half = jnp.dtype(options.half or HALF[options.backend])
+    grads = half if options.half_grads else jnp.dtype("float32")
+    task = targets.abstract(functools.partial(SHAPES[shape], devices))
+    name = f"{options.backend}, {devices} devices, {shape}, {optimizer}, {half}, gradients in {grads}"
+    return name, steps.make_job(task, optimizer, half, grads)
 
 
 def write(out, name, figures):

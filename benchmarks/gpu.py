@@ -2,12 +2,14 @@
 
 float16 compute; GPT-2 small (124M parameters) and a tree of 1,000 leaves; a branch against a select for the gate; the
 check's bytes against the card's measured copy bandwidth. Ratios are to the bare step. Needs about 40 GB on the card.
-`--tiny` rehearses the program on any device with small sizes, and writes nothing.
+`--tiny` rehearses the program on any device with small sizes, and writes nothing; `--compile` compiles the steps for an
+H100 in their real sizes, where its compiler is installed (`pip install ".[compile-h100]"`).
 """
 
 import json
 import pathlib
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ import jax.numpy as jnp
 from benchmarks import check, steps, timing
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "gpu.json"
-GATES = ("functional", "functional, select", "functional, one read", "in optax")
+OURS = ("functional", "functional, branch", "functional, one read", "in optax", "in optax, max_norm")
 # layers, width, heads, vocabulary, length, batch; leaves, their size; elements of the array that is copied
 SIZES = {"gpt2": (12, 768, 12, 50257, 1024, 8), "leaves": (1000, 65536), "copied": 2**28}
 TINY = {"gpt2": (1, 16, 2, 32, 8, 2), "leaves": (10, 64), "copied": 2**12}
@@ -43,21 +45,40 @@ def checks(sizes, bandwidth, seconds):
     return figures
 
 
-def whole_steps(sizes, seconds):
-    """GPT-2 with gradients in float32, as Flax takes them, and in float16; then many leaves."""
-    gpt2, many = steps.transformer(*sizes["gpt2"]), steps.tiny_leaves(*sizes["leaves"])
+def jobs(sizes):
+    """The task, settings and methods: GPT-2 with gradients in float32, as Flax takes them, or float16; many leaves."""
+    gpt2, many = partial(steps.transformer, *sizes["gpt2"]), partial(steps.tiny_leaves, *sizes["leaves"])
     half = {"compute": jnp.float16}
-    jobs = {
-        "GPT-2, float16, gradients in float32": (gpt2, half, ("bare", "clipped", *GATES, *steps.PEERS)),
-        "GPT-2, float16, gradients in float16": (gpt2, half | {"grads": jnp.float16}, ("bare", "clipped", *GATES)),
-        f"{sizes['leaves'][0]} leaves, float32": (many, {}, ("bare", "clipped", *GATES)),
+    return {
+        "GPT-2, float16, gradients in float32": (gpt2, half, ("bare", "clipped", *OURS, *steps.PEERS)),
+        "GPT-2, float16, gradients in float16": (gpt2, half | {"grads": jnp.float16}, ("bare", "clipped", *OURS)),
+        f"{sizes['leaves'][0]} leaves, float32": (many, {}, ("bare", "clipped", *OURS)),
     }
+
+
+def whole_steps(sizes, seconds):
+    """All jobs, each step in turns with the others."""
     figures = {}
-    for name, (task, settings, methods) in jobs.items():
+    for name, (task, settings, methods) in jobs(sizes).items():
         print(f"  {name}", flush=True)
-        figures[name] = timing.measure(steps.make_job(task, **settings), methods, seconds, floor="bare")
+        figures[name] = timing.measure(steps.make_job(task(), **settings), methods, seconds, floor="bare")
         figures[name]["device_memory"] = jax.devices()[0].memory_stats()  # since the process began
     return figures
+
+
+def compile_all(tiny):
+    """Compiles all steps for an H100 that need not be there, and shows what they are made of; writes nothing."""
+    from benchmarks import compilers, targets
+
+    if not targets.installed("h100"):
+        print('the compiler for H100 is not installed: pip install ".[compile-h100]"', file=sys.stderr)
+        return 2
+    failed = 0
+    for name, (task, settings, methods) in jobs(TINY if tiny else SIZES).items():
+        job = steps.make_job(targets.abstract(task), **settings)
+        figures = compilers.compare(name, job, methods, targets.mesh("h100", 1))
+        failed += sum("failed" in x for x in figures.values())
+    return int(failed > 0)
 
 
 def main(out, tiny, about):

@@ -7,7 +7,10 @@ from typing import NamedTuple
 COLLECTIVES = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|collective-broadcast"
 # Instructions that name a value that is there already, or that only wait for one that was started before.
 FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id")
+WAITS = ("-done", "-update")
+FLOW = ("conditional", "while", "call")
 LARGE = 2**14  # bytes: a copy of less is no parameter's or moment's
+FEW = 256  # elements: an all-reduce of no more moves numbers about gradients, no gradients
 BITS = {"pred": 8, "token": 0, "opaque": 0}  # of the element types whose names do not tell
 
 
@@ -62,6 +65,15 @@ def bytes_of(kind):
     return sum(_bits(name) * math.prod(int(n) for n in shape.split(",") if n) for name, shape in sizes) // 8
 
 
+def _far(kind):
+    """Counts the bytes of what lies in the device's main memory, which XLA numbers 0 and does not write out."""
+    return bytes_of(re.sub(r"[a-z]\w*\[[\d,]*\]\{[^}]*S\([1-9]\d*\)[^}]*\}", "", kind))
+
+
+def _fetched(kind):
+    return bytes_of(kind) - _far(kind)
+
+
 def _bits(name):
     return BITS.get(name) if name in BITS else int(re.search(r"\d+", name)[0])
 
@@ -69,15 +81,19 @@ def _bits(name):
 def running(program, computation=None):
     """Yields what the program runs: the instructions of the entry, of branches, of loops and of what is called."""
     for instruction in program.computations[computation or program.entry]:
-        if instruction.operation not in FREE and not instruction.operation.endswith(("-done", "-update")):
+        if instruction.operation not in FREE and not instruction.operation.endswith(WAITS):
             yield instruction
-        if instruction.operation in ("conditional", "while", "call"):
+        if instruction.operation in FLOW:
             for name in instruction.calls:
                 yield from running(program, name)
 
 
 def traffic(program, computation=None):
-    """Adds up the bytes that instructions read and write: of a conditional, its dearest branch; of a loop, one turn."""
+    """Adds up the bytes that instructions read from and write to the device's main memory.
+
+    Of a conditional its dearest branch, of a loop one turn. On a TPU, whose compiler fetches what fits into the memory
+    on the chip ahead of its use, the fetch counts and the use there does not.
+    """
     instructions = program.computations[computation or program.entry]
     types, moved = {x.name: x.type for x in instructions}, 0
     for x in instructions:
@@ -86,11 +102,11 @@ def traffic(program, computation=None):
         elif x.operation in ("while", "call"):
             moved += sum(traffic(program, name) for name in x.calls)
         elif x.operation not in FREE:
-            read = (
-                0 if x.operation.endswith(("-done", "-update")) else sum(bytes_of(types[name]) for name in x.operands)
-            )
+            read = 0 if x.operation.endswith(WAITS) else sum(_far(types[name]) for name in x.operands)
+            if x.operation.startswith("slice"):  # reads no more than it returns
+                read = min(read, _far(x.type) if x.operation == "slice" else _fetched(x.type))
             # What is started writes its result when it is done; until then its type repeats that of the operands.
-            moved += read + (0 if x.operation.endswith(("-start", "-update")) else bytes_of(x.type))
+            moved += read + (0 if x.operation.endswith(("-start", "-update")) else _far(x.type))
     return moved
 
 
@@ -137,10 +153,15 @@ def collectives(program):
     return counted
 
 
-def scalars_reduced(program):
-    """Counts the scalars that devices add up, or combine otherwise: XLA packs several values into one all-reduce."""
+def small_all_reduces(program):
+    """Counts the all-reduces of a few numbers, such as a norm's or a flag's; XLA packs those of all leaves into one."""
     reduced = [x for x in communicating(program) if x.operation.removesuffix("-start") == "all-reduce"]
-    return sum(not shape.strip("1,") for x in reduced for shape in re.findall(r"\w\[([\d,]*)\]", x.type))
+    return sum(_elements(x.type) <= FEW for x in reduced)
+
+
+def _elements(kind):
+    shapes = re.findall(r"\w\[([\d,]*)\]", kind)
+    return sum(math.prod(int(n) for n in shape.split(",") if n) for shape in shapes)
 
 
 def count(program, *operations):
@@ -148,6 +169,13 @@ def count(program, *operations):
     return sum(x.operation.removesuffix("-start") in operations for x in running(program))
 
 
-def kernels(program):
-    """Counts the instructions that run on the device as something of their own."""
-    return sum(x.operation not in ("conditional", "while", "call") for x in running(program))
+def kernels(program, computation=None):
+    """Counts what runs on the device as something of its own: of a conditional, the branch that has most."""
+    n = 0
+    for x in program.computations[computation or program.entry]:
+        inside = [kernels(program, name) for name in x.calls] if x.operation in FLOW else []
+        if x.operation in FLOW:
+            n += max(inside) if x.operation == "conditional" else sum(inside)
+        else:
+            n += x.operation not in FREE and not x.operation.endswith(WAITS)
+    return n

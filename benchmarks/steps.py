@@ -152,19 +152,19 @@ def functional(job, tx=None, scaler=None, gate=jmpscale.apply_if):
     def step(state, batch):
         params, opt_state, scaler = state
         loss, grads, finite = jmpscale.value_and_grad(job.loss_fn)(scaler, job.cast(params), batch)
-
-        def descend(params, opt_state):
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state
-
-        params, opt_state = gate(finite, descend, params, opt_state)
+        params, opt_state = gate(finite, jmpscale.optax_step(tx, grads), params, opt_state)
         return (params, opt_state, jmpscale.update(scaler, finite, loss=loss)), loss
 
     return lambda params: (params, tx.init(params), jax.tree.map(jnp.copy, scaler)), step
 
 
+def branch(finite, fn, *carry):
+    """Does what `jmpscale.apply_if` does, with a branch on every platform: what it does on CPU alone."""
+    return jax.lax.cond(finite, fn, lambda *carry: carry, *carry)
+
+
 def select(finite, fn, *carry):
-    """Does what `jmpscale.apply_if` does, with a select in the place of the branch."""
+    """Does what `jmpscale.apply_if` does, with a select on every platform: what it does on all but CPU."""
     return jax.tree.map(functools.partial(jnp.where, finite), fn(*carry), carry)
 
 
@@ -173,38 +173,23 @@ def one_read(job):
 
     def step(state, batch):
         params, opt_state, scaler = state
-
-        def scaled(half):
-            loss = job.loss_fn(half, batch)
-            return jmpscale.scale(scaler, loss), loss
-
-        grads, loss = jax.grad(scaled, has_aux=True)(job.cast(params))
+        loss, grads = jmpscale.scaled_value_and_grad(job.loss_fn)(scaler, job.cast(params), batch)
         grads = to_dtype(jnp.float32, jmpscale.unscale(scaler, grads))
         norm = optax.tree.norm(grads)
         finite = jmpscale.all_finite(norm)
-
-        def descend(params, opt_state):
-            clipped = jax.tree.map(lambda g: g * jnp.minimum(1.0, MAX_NORM / norm), grads)
-            updates, opt_state = job.tx.update(clipped, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state
-
-        params, opt_state = jmpscale.apply_if(finite, descend, params, opt_state)
+        clipped = jax.tree.map(lambda g: g * jnp.minimum(1.0, MAX_NORM / norm), grads)
+        params, opt_state = jmpscale.apply_if(finite, jmpscale.optax_step(job.tx, clipped), params, opt_state)
         return (params, opt_state, jmpscale.update(scaler, finite, loss=loss)), loss
 
     return lambda params: (params, job.tx.init(params), jmpscale.dynamic()), step
 
 
-def in_optax(job, tx=None):
-    tx = jmpscale.with_loss_scaling(tx or job.tx)
+def in_optax(job, tx=None, **options):
+    tx = jmpscale.with_loss_scaling(tx or job.tx, **options)
 
     def step(state, batch):
         params, opt_state, own = state
-
-        def scaled(half):
-            loss = job.loss_fn(half, batch)
-            return jmpscale.scale(jmpscale.get_scaler(opt_state), loss), loss
-
-        grads, loss = jax.grad(scaled, has_aux=True)(job.cast(params))
+        loss, grads = jmpscale.scaled_value_and_grad(job.loss_fn)(opt_state, job.cast(params), batch)
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)
         return (optax.apply_updates(params, updates), opt_state, own), loss
 
@@ -307,11 +292,13 @@ METHODS = {
     "bare": bare,
     "clipped": lambda job: bare(job, job.clipped),
     "functional": functional,
+    "functional, branch": lambda job: functional(job, gate=branch),
     "functional, select": lambda job: functional(job, gate=select),
     "functional, clipping": lambda job: functional(job, job.clipped),
     "functional, one read": one_read,
     "in optax": in_optax,
     "in optax, clipping": lambda job: in_optax(job, job.clipped),
+    "in optax, max_norm": lambda job: in_optax(job, max_norm=MAX_NORM),
     "static": lambda job: functional(job, scaler=jmpscale.static(2.0**16)),
     "disabled": lambda job: functional(job, scaler=jmpscale.disabled()),
     "jmp": jmp_steps,
@@ -322,6 +309,7 @@ METHODS = {
     "Keras LossScaleOptimizer": keras_steps,
 }
 FLOOR = "clipped"  # the floor: to skip a step, and to clip, all gradients must be known first
+GATES = ("functional, branch", "functional, select")
 ROUTES = ("bare", "clipped", "functional", "in optax")
 PEERS = ("jmp", "Flax DynamicScale", "mpx", "optax apply_if_finite")
 UNGUARDED = ("bare", "clipped", "disabled", "Keras, bare")  # these promise nothing about an overflow

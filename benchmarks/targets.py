@@ -8,10 +8,10 @@ import math
 import os
 from typing import NamedTuple
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # there is no driver, and none is needed
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # nor is there a host with TPUs to ask
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no two processes here fight for one
 os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
@@ -19,6 +19,9 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+if "JAX_PLATFORMS" not in os.environ:
+    jax.config.update("jax_platforms", "cpu")  # where all that is no program for the target runs
 
 # What XLA asks of the card before it compiles for it, as an H100 SXM answers (openxla/xla#25919).
 H100 = """
@@ -103,6 +106,14 @@ def abstract(task):
 
     params, batch = jax.eval_shape(make)
     return Abstract(loss_fn[0], params, batch)
+
+
+def shards(tree, shardings):
+    """Returns what XLA calls the part of each floating-point leaf that a device holds: `f32[512,1024]`."""
+    leaves = zip(*map(jax.tree.leaves, (tree, shardings)), strict=True)
+    parts = [(x.dtype, sharding.shard_shape(x.shape)) for x, sharding in leaves]
+    names = {np.dtype("float32"): "f32", np.dtype("float16"): "f16", np.dtype("bfloat16"): "bf16"}
+    return {f"{names[dtype]}[{','.join(map(str, shape))}]" for dtype, shape in parts if dtype in names}
 
 
 def lost(given, returned, tree):

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import steps
+from benchmarks.programs import COLLECTIVES
 
 BURST = 0.02  # seconds: shorter calls are repeated until a turn takes this long
 SHORT = 10.0  # seconds: what has compiled for less time than this is compiled again, up to three times in all
-COLLECTIVES = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|collective-broadcast"
 
 
 def interleave(turns, seconds, rounds=(7, 41)):

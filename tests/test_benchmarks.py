@@ -16,7 +16,7 @@ from jmpscale.testing import assert_step_is_noop
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import gpu, growth, steps, table, timing  # noqa: E402
+from benchmarks import gpu, growth, programs, steps, table, timing  # noqa: E402
 
 pytestmark = [
     pytest.mark.once,
@@ -106,6 +106,66 @@ def test_instructions_and_collectives_are_counted():
     assert timing.instructions(program) == {"instructions": 2, "collectives": 1}
 
 
+PROGRAM = programs.parse("""HloModule jit_step
+
+%fused (p: f32[1024,8]) -> f32[1024,8] {
+  %p = f32[1024,8]{1,0} parameter(0)
+  ROOT %copy.9 = f32[1024,8]{1,0} copy(%p)
+}
+
+%taken (t: (f32[1024,8], f32[])) -> f32[1024,8] {
+  %t = (f32[1024,8]{1,0}, f32[]) parameter(0)
+  %get-tuple-element.1 = f32[1024,8]{1,0} get-tuple-element(%t), index=0
+  ROOT %negate.1 = f32[1024,8]{1,0} negate(%get-tuple-element.1)
+}
+
+%kept (t: (f32[1024,8], f32[])) -> f32[1024,8] {
+  %t.1 = (f32[1024,8]{1,0}, f32[]) parameter(0)
+  ROOT %get-tuple-element.2 = f32[1024,8]{1,0} get-tuple-element(%t.1), index=0
+}
+
+ENTRY %main (a: f32[1024,8], b: pred[]) -> f32[1024,8] {
+  %a = f32[1024,8]{1,0:T(8,128)} parameter(0)
+  %b = pred[] parameter(1)
+  %copy-start.1 = (f32[1024,8]{1,0:T(8,128)S(1)}, f32[1024,8]{1,0}, u32[]) copy-start(%a)
+  %copy-done.1 = f32[1024,8]{1,0:T(8,128)S(1)} copy-done(%copy-start.1)
+  %loop_fusion = f32[1024,8]{1,0} fusion(%copy-done.1), kind=kLoop, calls=%fused
+  %sum = f32[] constant(0)
+  %all-reduce-start.1 = (f32[1024,8]{1,0}, /*index=1*/f32[]) all-reduce-start(%loop_fusion, %sum), to_apply=%add
+  %all-reduce-done.1 = (f32[1024,8]{1,0}, f32[]) all-reduce-done(%all-reduce-start.1)
+  %all-reduce.2 = f32[7]{0} all-reduce(%sum), to_apply=%add
+  %both = (f32[1024,8]{1,0}, f32[]) tuple(%all-reduce-done.1)
+  ROOT %cond.1 = f32[1024,8]{1,0} conditional(%b, %both, %both), true_computation=%taken, false_computation=%kept
+}
+""")
+
+
+def test_a_program_is_read_with_its_branches_and_fusions():
+    assert programs.count(PROGRAM, "conditional") == 1
+    assert programs.copies(PROGRAM) == ["f32[1024,8]{1,0}"]  # that of the fusion; the other fetches into the chip
+    assert programs.collectives(PROGRAM) == {"all-reduce": 2}
+    assert programs.small_all_reduces(PROGRAM) == 1
+    assert programs.kernels(PROGRAM) == 5  # a fetch, a fusion, two all-reduces, and of the branches the dearer one
+
+
+def test_the_bytes_of_a_program_are_those_that_its_instructions_read_and_write():
+    large = 4 * 1024 * 8
+    fetched, fused, reduced, few, branch = 2 * large, 2 * large, 2 * (large + 4), 4 + 28, 2 * large
+    assert programs.traffic(PROGRAM) == fetched + fused + reduced + few + branch
+
+
+def test_bytes_are_counted_by_dtype():
+    kinds = (
+        "(f32[2,3]{1,0:T(8,128)(2,1)}, s8[], pred[5])",
+        "bf16[8]",
+        "f8e4m3fn[8]",
+        "s4[8]",
+        "token[]",
+        "u32[]{:S(2)}",
+    )
+    assert [programs.bytes_of(kind) for kind in kinds] == [30, 16, 8, 4, 0, 4]
+
+
 def test_without_a_gpu_nothing_is_measured_and_nothing_claimed(capsys, tmp_path):
     if jax.devices()[0].platform == "gpu":
         pytest.skip("there is a GPU")
@@ -122,11 +182,12 @@ def test_the_results_say_where_and_with_what_they_were_measured():
         assert about["versions"].keys() >= {"python", "jax", "jaxlib", "optax", "flax", "jmp", "keras"}
 
 
-def test_the_table_in_the_readme_is_the_one_that_the_results_make():
-    text = table.README.read_text()
-    assert table.rewrite(text, table.table(json.loads(table.RESULTS.read_text()))) == text
+def test_the_tables_on_the_page_are_those_that_the_results_make():
+    text = table.PAGE.read_text()
+    measured, compiled = (json.loads(path.read_text()) for path in (table.RESULTS, table.COMPILED))
+    assert table.rewrite(text, table.tables(measured, compiled)) == text
 
 
-def test_a_readme_without_the_marks_is_refused():
-    with pytest.raises(ValueError, match="<!-- benchmark -->"):
-        table.rewrite("# a page", "| table |")
+def test_a_page_without_the_marks_is_refused():
+    with pytest.raises(ValueError, match="<!-- steps -->"):
+        table.rewrite("# a page", {"steps": "| table |"})

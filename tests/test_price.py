@@ -24,8 +24,9 @@ LIMITS = {  # of instructions for each layer, of bytes of temporary memory
     "functional": (1.0, 0.7),
     "functional, one read": (1.0, 0.66),
     "functional, clipping": (1.25, 1.01),
-    "in optax": (1.0, 1.01),
-    "in optax, clipping": (1.35, 1.01),
+    "in optax": (1.25, 0.58),
+    "in optax, max_norm": (1.25, 0.64),
+    "in optax, clipping": (1.5, 1.55),
     "static": (1.0, 0.7),
 }
 
@@ -50,7 +51,7 @@ def test_no_layer_has_more_instructions_than_it_had(name):
     assert _instructions_of_a_layer(name) <= LIMITS[name][0] * _instructions_of_a_layer(steps.FLOOR)
 
 
-@pytest.mark.parametrize(("name", "limit"), [("functional", 1.17), ("in optax", 1.06)])
+@pytest.mark.parametrize(("name", "limit"), [("functional", 1.17), ("in optax", 1.3), ("in optax, max_norm", 1.36)])
 def test_no_small_leaf_has_more_instructions_than_it_had(name, limit):
     assert _instructions_of_a_leaf(name) <= limit * _instructions_of_a_leaf(steps.FLOOR)
 
@@ -58,6 +59,16 @@ def test_no_small_leaf_has_more_instructions_than_it_had(name, limit):
 @pytest.mark.parametrize("name", LIMITS)
 def test_no_step_needs_more_temporary_memory_than_it_did(name):
     assert _program(name, MANY)["temp_bytes"] <= LIMITS[name][1] * _program(steps.FLOOR, MANY)["temp_bytes"]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adafactor"])
+def test_the_optax_route_needs_no_more_memory_than_clipping_with_any_optimizer(optimizer):
+    ours, clipped = (
+        # As wide as adafactor wants matrices to be to store their moments by rows and columns.
+        _build(steps.make_job(steps.mlp(FEW, 128, 8), optimizer), steps.METHODS[name])[1]["temp_bytes"]
+        for name in ("in optax", steps.FLOOR)
+    )
+    assert ours <= 1.08 * clipped  # on several devices the check of one leaf is written out, as booleans
 
 
 def test_disabled_is_the_bare_step():
@@ -68,7 +79,7 @@ def test_disabled_is_the_bare_step():
         ]
 
 
-@pytest.mark.parametrize("name", ["functional", "functional, one read", "in optax"])
+@pytest.mark.parametrize("name", ["functional", "functional, one read", "in optax", "in optax, max_norm"])
 def test_steps_are_traced_once_and_on_one_device_nothing_is_communicated(name):
     run, figures = _build(steps.make_job(steps.mlp(1, 8, 4)), steps.METHODS[name])
     for _ in range(3):
@@ -77,7 +88,7 @@ def test_steps_are_traced_once_and_on_one_device_nothing_is_communicated(name):
     assert figures["collectives"] == 0
 
 
-@pytest.mark.parametrize("name", ["functional", "in optax"])
+@pytest.mark.parametrize("name", ["functional", "in optax", "in optax, max_norm"])
 def test_data_parallel_training_communicates_no_more_than_the_step_without_scaling(name):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     everywhere, divided = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))

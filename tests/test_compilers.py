@@ -1,0 +1,73 @@
+"""What the compilers for H100 and TPU make of our steps: no more than of the step that clips. Needs no such device.
+
+Runs where one of the compilers is installed (the extras `compile-h100` and `compile-tpu`), and is skipped elsewhere.
+"""
+
+import functools
+import pathlib
+import sys
+
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+
+from benchmarks import targets
+
+if not (KINDS := [name for name in ("h100", "tpu") if targets.installed(name)]):
+    pytest.skip("neither the compiler for H100 nor that for TPU is installed", allow_module_level=True)
+
+from benchmarks import compilers, steps
+
+KIND = KINDS[0]  # one process compiles for one kind
+ONE, MANY = {"h100": ("h100", "h100"), "tpu": ("tpu-v5e", "tpu-v5p")}[KIND]
+METHODS = ("functional", "functional, one read", "in optax", "in optax, max_norm")
+# Large enough that no memory on the chip holds a matrix, and small enough to compile in two seconds.
+SHAPE = {"h100": (3, 2048), "tpu": (2, 8192)}[KIND]
+
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]
+
+
+@functools.cache
+def _mesh(devices):
+    return targets.mesh(ONE if devices == 1 else MANY, devices)
+
+
+@functools.cache
+def _figures(method, optimizer, devices):
+    task = targets.abstract(functools.partial(steps.mlp, *SHAPE, 32 if devices == 1 else 256))
+    return compilers.measure(steps.make_job(task, optimizer, compilers.HALF[ONE]), method, _mesh(devices))
+
+
+@pytest.fixture(params=steps.OPTIMIZERS)
+def optimizer(request):
+    return request.param
+
+
+@pytest.fixture(params=METHODS)
+def method(request):
+    return request.param
+
+
+@pytest.mark.parametrize("devices", [1, 8, 1024])
+def test_a_step_moves_and_takes_no_more_bytes_than_the_step_that_clips(devices, optimizer, method):
+    ours, clipped = (_figures(name, optimizer, devices) for name in (method, steps.FLOOR))
+    assert ours["main_memory_bytes"] <= 1.01 * clipped["main_memory_bytes"]
+    assert ours["temp_bytes"] <= 1.01 * clipped["temp_bytes"]
+    assert ours["copies_of_state"] == 0
+
+
+@pytest.mark.skipif(KIND != "h100", reason="on a GPU the host decides which branch is taken, and waits for it")
+@pytest.mark.parametrize("devices", [1, 8, 1024])
+def test_no_gpu_waits_for_the_host(devices, optimizer, method):
+    ours = _figures(method, optimizer, devices)
+    assert (ours["branches"], ours["loops"]) == (0, 0)
+
+
+@pytest.mark.parametrize("devices", [8, 1024])
+def test_a_sharded_state_stays_as_it_is_and_nothing_is_gathered_for_it(devices, optimizer, method):
+    ours, clipped = (_figures(name, optimizer, devices) for name in (method, steps.FLOOR))
+    assert ours["sharded"] > 0
+    assert ours["lost"] == 0
+    gathers = [sum(n for name, n in x["collectives"].items() if name != "all-reduce") for x in (ours, clipped)]
+    assert gathers[0] <= gathers[1]
+    assert ours["small_all_reduces"] <= clipped["small_all_reduces"]
