@@ -82,7 +82,8 @@ def _with(bad, places):
 OVERFLOW, FAILED_FORWARD_PASS = 1e6, np.nan
 
 
-@pytest.mark.parametrize("title", [pytest.param(MULTI_STEPS, marks=pytest.mark.full), SCAN])
+@pytest.mark.full
+@pytest.mark.parametrize("title", [MULTI_STEPS, SCAN])
 def test_it_trains(title):
     names = _names(title)
     x, y, mask = names["batch"] if title == SCAN else (names["x"], names["y"], None)

@@ -197,8 +197,8 @@ def program(ran):
     return Program(*ran)
 
 
-def each(*examples, full=()):
-    cases = [pytest.param(x, marks=[pytest.mark.full] * (x in IN_CI or x in full)) for x in examples]
+def each(*examples):
+    cases = [pytest.param(x, marks=[pytest.mark.full] * (x in IN_CI)) for x in examples]
     return pytest.mark.parametrize("ran", cases, ids=[f"{x.page}: {x.heading}" for x in examples], indirect=True)
 
 
@@ -341,7 +341,8 @@ IN_FLOAT32 = {
 # --- every example ---
 
 
-@each(*IN_FLOAT32, full=set(IN_FLOAT32) - {JAX})
+@pytest.mark.full
+@each(*IN_FLOAT32)
 def test_it_trains_to_the_float32_result(program):
     expected = _float32_losses(*IN_FLOAT32[program.example])
     losses = []

@@ -168,6 +168,7 @@ def test_max_norm_clips_as_optax_does_and_skips_what_optax_would_make_zero(examp
     np.testing.assert_array_equal(clipped["w"], 0.0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("title", [FUNCTIONAL])
 def test_value_and_grad_together_with_with_loss_scaling_unscales_twice(example):
     scaler, params = jmpscale.dynamic(2.0**10), example.start["params"]
@@ -365,6 +366,7 @@ def test_sam_of_optax_takes_no_value_unless_it_is_made_a_plain_transformation(ex
         bare.update(state["params"], bare.init(state["params"]), state["params"], value=jnp.float32(1))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("title", [AVERAGE])
 def test_an_average_without_apply_if_moves_on_at_a_skip(example, monkeypatch):
     before = example.overflowing(example.trained)
