@@ -22,6 +22,7 @@ import jmpscale
 pytestmark = [
     pytest.mark.usefixtures("standard_promotion", "standard_ranks"),
     pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The Fp8DotGeneralOp is deprecated:DeprecationWarning"),
 ]
 
 TX = optax.sgd(0.1, momentum=0.9)
