@@ -22,6 +22,7 @@ import jmpscale
 pytestmark = [
     pytest.mark.usefixtures("standard_promotion", "standard_ranks"),
     pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The Fp8DotGeneralOp is deprecated:DeprecationWarning"),
 ]
 
 TX = optax.sgd(0.1, momentum=0.9)
@@ -568,6 +569,7 @@ def test_layers_of_each_kind_train_as_without_and_skip_whole(framework):
 
 
 @pytest.mark.full
+@pytest.mark.once
 @pytest.mark.parametrize("framework", ALL)
 def test_all_layers_train_as_without_and_skip_whole(framework):
     _check(framework([name for name in ALL[framework] if framework.has(name)]), WAYS)

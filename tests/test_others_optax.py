@@ -322,7 +322,9 @@ def _assert_same(name, got, expected):
             assert _bits(x) == _bits(y)
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in CASES])
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=[pytest.mark.full, pytest.mark.once]) for n in CASES]
+)
 def test_the_same_steps_as_without_and_skips_that_change_nothing(name):
     inner, params = CASES[name](), Problem(name).params
     plain = _program(name, inner, scaled=False)(params, _start(name, inner, params), jnp.zeros(len(TAKEN), bool))
