@@ -39,9 +39,9 @@ RESULTS = pathlib.Path(__file__).parent / "results" / "mutants.json"
 SUBJECTS = {
     "_scaling": ["test_scaling", "test_update", "test_bad_use", "test_devices", "test_training"],
     "_finite": ["test_finite", "test_devices", "test_bad_use", "test_parallel_training", "test_properties"],
-    "_tree": ["test_tree", "test_scaling", "test_step", "test_optax", "test_bad_use", "test_state"],
-    "_gate": ["test_gate", "test_step", "test_optax", "test_bad_use", "test_training", "test_devices"],
-    "_step": ["test_step", "test_gate", "test_bad_use", "test_devices"],
+    "_tree": ["test_tree", "test_any_tree", "test_scaling", "test_step", "test_optax", "test_bad_use", "test_state"],
+    "_gate": ["test_gate", "test_eager", "test_step", "test_any_tree", "test_bad_use", "test_training", "test_devices"],
+    "_step": ["test_step", "test_like_jax", "test_gate", "test_bad_use", "test_devices"],
     "_optax": ["test_optax", "test_gate", "test_tree", "test_bad_use", "test_devices", "test_training"],
     "_state": ["test_state", "test_update", "test_exchange", "test_bad_use", "test_report"],
     "_report": ["test_grad_report", "test_report", "test_bad_use"],

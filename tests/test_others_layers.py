@@ -562,7 +562,9 @@ ALL = {Equinox: EQUINOX_MODELS, FlaxNNX: NNX, FlaxLinen: LINEN}
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("framework", ALL)
+@pytest.mark.parametrize(
+    "framework", [Equinox, *(pytest.param(f, marks=pytest.mark.full) for f in (FlaxNNX, FlaxLinen))]
+)
 def test_layers_of_each_kind_train_as_without_and_skip_whole(framework):
     names = [name for name in ALL[framework] if name in QUICK[framework] and framework.has(name)]
     _check(framework(names), [("functional", jmpscale.dynamic()), ("optax", jmpscale.static(1.0))])
@@ -570,7 +572,9 @@ def test_layers_of_each_kind_train_as_without_and_skip_whole(framework):
 
 @pytest.mark.full
 @pytest.mark.once
-@pytest.mark.parametrize("framework", ALL)
+@pytest.mark.parametrize(
+    "framework", [Equinox, *(pytest.param(f, marks=pytest.mark.full) for f in (FlaxNNX, FlaxLinen))]
+)
 def test_all_layers_train_as_without_and_skip_whole(framework):
     _check(framework([name for name in ALL[framework] if framework.has(name)]), WAYS)
 

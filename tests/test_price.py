@@ -16,7 +16,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 from benchmarks import steps, timing
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("standard_promotion")]
 
 FEW, MANY = 4, 8  # layers
 _build = functools.partial(timing.build, compilations=1)
