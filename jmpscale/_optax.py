@@ -104,7 +104,7 @@ def with_loss_scaling(
         warn_if_alone(axis_name)
         finite = all_finite(grads if norm is None else norm, axis_name=())
         finite, loss_finite = agree_on_outcome(finite, extra_args.get("value"), axis_name)
-        if jax.tree.structure(extra_args.get("grad")) == jax.tree.structure(updates):
+        if "grad" in extra_args and jax.tree.structure(extra_args["grad"]) == jax.tree.structure(updates):
             extra_args["grad"] = _harmless(unscale(scaler, extra_args["grad"]))
 
         step = partial(_step, wrapped, scaler, factor, _widen(params), extra_args)
