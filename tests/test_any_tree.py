@@ -213,7 +213,9 @@ def test_a_number_that_the_step_changes_comes_back_as_an_array(flag, number):
 
 
 @each_flag
-@pytest.mark.parametrize("leaf", ["text", np.str_("text"), jnp.tanh, np.float32, jnp.float16, np.dtype("f2")], ids=str)
+@pytest.mark.parametrize(
+    "leaf", ["text", np.str_("text"), jnp.tanh, np.float32, jnp.float16, np.dtype("f2")], ids=lambda x: type(x).__name__
+)
 def test_what_is_no_number_must_not_change(flag, leaf):
     step = jax.jit(
         lambda flag, w: jmpscale.apply_if(flag, lambda c: {"w": c["w"], "x": "other"}, {"w": w, "x": leaf})["w"]
