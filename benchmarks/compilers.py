@@ -84,7 +84,7 @@ def measure(job, method, mesh):
     return {
         # XLA adds up the bytes on TPU, those of the memory on the chip too, and leaves that empty on CUDA.
         "traffic": round(cost["bytes accessed"]) if cost else programs.traffic(program),
-        "main_memory_bytes": programs.traffic(program),
+        "moved_bytes": programs.traffic(program),
         "temp_bytes": memory.temp_size_in_bytes,
         "argument_bytes": memory.argument_size_in_bytes,
         "kernels": programs.kernels(program),
@@ -121,7 +121,7 @@ def compare(name, job, methods, mesh):
             print(f"    {method:<26} failed: {figures[method]['failed']}", flush=True)
             continue
         floor = figures[steps.FLOOR]
-        for key in ("traffic", "main_memory_bytes", "kernels", "compile_cpu_s"):
+        for key in ("traffic", "moved_bytes", "kernels", "compile_cpu_s"):
             figures[method][f"{key}_ratio"] = float(f"{figures[method][key] / floor[key]:.4g}")
         show(method, figures[method])
     return figures
@@ -131,7 +131,7 @@ def show(method, x):
     """Prints one line."""
     counts = [f"{n} {name}" for name, n in sorted(x["collectives"].items())]
     parts = [
-        f"traffic {x['traffic_ratio']:.3f} ({x['main_memory_bytes_ratio']:.3f} of the main memory's)",
+        f"traffic {x['traffic_ratio']:.3f} ({x['moved_bytes_ratio']:.3f} without what is fetched ahead)",
         f"temporary {x['temp_bytes'] / 1e6:8.1f} MB",
         f"kernels {x['kernels']:4d} ({x['kernels_ratio']:.3f})",
         f"copies {x['copies']} ({x['copied_bytes'] / 1e6:.0f} MB)",

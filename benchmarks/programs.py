@@ -65,15 +65,6 @@ def bytes_of(kind):
     return sum(_bits(name) * math.prod(int(n) for n in shape.split(",") if n) for name, shape in sizes) // 8
 
 
-def _far(kind):
-    """Counts the bytes of what lies in the device's main memory, which XLA numbers 0 and does not write out."""
-    return bytes_of(re.sub(r"[a-z]\w*\[[\d,]*\]\{[^}]*S\([1-9]\d*\)[^}]*\}", "", kind))
-
-
-def _fetched(kind):
-    return bytes_of(kind) - _far(kind)
-
-
 def _bits(name):
     return BITS.get(name) if name in BITS else int(re.search(r"\d+", name)[0])
 
@@ -89,25 +80,31 @@ def running(program, computation=None):
 
 
 def traffic(program, computation=None):
-    """Adds up the bytes that instructions read from and write to the device's main memory.
+    """Adds up the bytes that instructions read and write: of a conditional its dearest branch, of a loop one turn.
 
-    Of a conditional its dearest branch, of a loop one turn. On a TPU, whose compiler fetches what fits into the memory
-    on the chip ahead of its use, the fetch counts and the use there does not.
+    What only moves a value between a TPU's main memory and the memory on the chip does not count: the compiler fetches
+    ahead whatever has room there, which says more about the room than about the program.
     """
     instructions = program.computations[computation or program.entry]
     types, moved = {x.name: x.type for x in instructions}, 0
     for x in instructions:
         if x.operation == "conditional":
             moved += max(traffic(program, name) for name in x.calls)
-        elif x.operation in ("while", "call"):
+        elif x.operation in FLOW:
             moved += sum(traffic(program, name) for name in x.calls)
-        elif x.operation not in FREE:
-            read = 0 if x.operation.endswith(WAITS) else sum(_far(types[name]) for name in x.operands)
-            if x.operation.startswith("slice"):  # reads no more than it returns
-                read = min(read, _far(x.type) if x.operation == "slice" else _fetched(x.type))
+        elif x.operation not in FREE and not _fetches(x, types):
+            read = 0 if x.operation.endswith(WAITS) else sum(bytes_of(types[name]) for name in x.operands)
             # What is started writes its result when it is done; until then its type repeats that of the operands.
-            moved += read + (0 if x.operation.endswith(("-start", "-update")) else _far(x.type))
+            moved += read + (0 if x.operation.endswith(("-start", "-update")) else bytes_of(x.type))
     return moved
+
+
+def _fetches(x, types):
+    if x.operation.startswith("slice-"):
+        return True
+    started = types[x.operands[0]] if x.operation == "copy-done" else x.type
+    parts = re.findall(r"[a-z]\w*\[[\d,]*\]\{[^}]*\}", started)
+    return x.operation in ("copy-start", "copy-done") and _place(parts[0]) != _place(parts[1])
 
 
 def copies(program):

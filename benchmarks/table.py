@@ -111,7 +111,7 @@ def devices(of):
         for name in ("clipped", "functional", "in optax", "in optax, max_norm", "functional, branch", "jmp"):
             if "traffic" in (x := figures.get(name, {})):
                 gathers, reduced = x["collectives"].get("all-gather", 0), x["small_all_reduces"]
-                cells = [_ratio(x, "main_memory_bytes_ratio", 3), _megabytes(x), f"{x['lost']} of {x['sharded']}"]
+                cells = [_ratio(x, "moved_bytes_ratio", 3), _megabytes(x), f"{x['lost']} of {x['sharded']}"]
                 lines.append(_row(title, _called(name), *cells, gathers, reduced))
     return "\n".join(lines)
 
