@@ -313,7 +313,7 @@ ERRORS = {
     ),
     "optax_step: swapped": (
         lambda: jmpscale.optax_step(GRADS, ADAM), TypeError,
-        r"tx must be an optax\.GradientTransformation, got dict\. It comes first",
+        r"tx must be an optax\.GradientTransformation, got dict\. Pass one, such as optax",
     ),
     "cast: an integer": (
         lambda: jmpscale.cast(GRADS, jnp.int8), TypeError,

@@ -85,7 +85,7 @@ def run(tmp_path_factory):
     with _lenient(), _tiny(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo, "_draw", lambda *args: drawn.append((*args, draw(*args))) or drawn[0][-1])
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = demo.main(["--steps", "150", "--batch-tokens", str(2**21), "--output", str(path)])
+            code = demo.main(["--steps", "150", "--batch-tokens", str(2**20), "--output", str(path)])
     return code, out.getvalue(), err.getvalue(), path, drawn[0]
 
 

