@@ -50,13 +50,20 @@ VARIED = {
 
 def whole_steps(seconds, options):
     """All methods on the three shapes; other gates than `apply_if` are for GPUs."""
-    names = [name for name in steps.METHODS if name not in steps.GATES]
+    names = _chosen([name for name in steps.METHODS if name not in steps.GATES], options)
     return {name: _case(name, lambda s=s: steps.mlp(*s), {}, names, seconds) for name, s in SHAPES.items()}
 
 
 def varied(seconds, options):
     """The routes and the peers, one thing at a time different from the base."""
-    return {case: _case(case, *job, seconds / 2) for case, job in VARIED.items()}
+    return {
+        case: _case(case, task, settings, _chosen(names, options), seconds / 2)
+        for case, (task, settings, names) in VARIED.items()
+    }
+
+
+def _chosen(names, options):
+    return [name for name in names if options.methods is None or name in (*options.methods, steps.FLOOR)]
 
 
 def dispatch(seconds, options):
@@ -150,6 +157,9 @@ def main():
     parser.add_argument("--quick", action="store_true", help="a minute instead of thirty; writes nothing without --out")
     parser.add_argument("--full", action="store_true", help="3,000 leaves too, and peers with 100: an hour or so more")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="the parts to measure")
+    parser.add_argument(
+        "--methods", nargs="+", choices=steps.METHODS, help="of steps and varied these, beside the others' old figures"
+    )
     parser.add_argument("--torch-python", help="a Python that has torch, for its own table")
     parser.add_argument("--gpu", action="store_true", help="measure a GPU instead (benchmarks.gpu)")
     parser.add_argument("--tiny", action="store_true", help="with --gpu: a rehearsal on any device; writes nothing")
@@ -169,7 +179,12 @@ def main():
         start = time.monotonic()
         figures = fn(seconds, options)
         took = round(time.monotonic() - start)
-        written[name] = {"about": about() | {"seconds": took}, "figures": figures}
+        told = about() | {"seconds": took}
+        if options.methods is not None and name in written:
+            before = written[name]
+            told["other methods"] = before["about"]
+            figures = {case: before["figures"].get(case, {}) | new for case, new in figures.items()}
+        written[name] = {"about": told, "figures": figures}
         if name not in ("steps", "varied", "dispatch", "quick", "torch"):
             show(figures)
         print(f"  {took} s", flush=True)
