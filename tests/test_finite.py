@@ -10,6 +10,7 @@ from jax.experimental import sparse
 from jax.sharding import PartitionSpec as Spec
 
 import jmpscale
+from jmpscale._finite import joint_reductions_pay
 
 from cases import some_of_all
 
@@ -129,3 +130,11 @@ def test_partial_sums_are_refused():
 
         with pytest.raises(TypeError, match=r"tree\['w'\] is a partial sum over the mesh axes \['data'\].*reshard"):
             jax.jit(check)(x, y)
+
+
+def test_where_jax_was_told_to_leave_the_cpu_out_no_form_for_it_is_wanted(monkeypatch):
+    def no_cpu(backend):
+        raise RuntimeError(f"Unknown backend {backend}")
+
+    monkeypatch.setattr(jax, "device_count", no_cpu)
+    assert not joint_reductions_pay()

@@ -322,3 +322,15 @@ def test_objects_that_change_in_place_are_refused():
             jmpscale.apply_if(True, lambda c: c, carry)
     state = nnx.state((model, optimizer))
     chex.assert_trees_all_equal(jmpscale.apply_if(jnp.array(True), lambda c: c, state), state)
+
+
+def test_an_equinox_module_of_floating_point_arrays_alone_needs_no_transform():
+    equinox = pytest.importorskip("equinox")
+
+    class Line(equinox.Module):
+        slope: jax.Array
+        start: jax.Array
+
+    line = Line(jnp.float32(2.0), jnp.float32(1.0))
+    loss, grads, finite = jmpscale.value_and_grad(lambda m, x: m.slope * x + m.start)(jmpscale.dynamic(), line, 3.0)
+    assert (float(loss), float(grads.slope), float(grads.start), bool(finite)) == (7.0, 3.0, 1.0, True)

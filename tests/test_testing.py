@@ -305,3 +305,8 @@ def test_several_processes_compare_the_shards_that_they_hold_alike():
     for said, errors in [children.end(process) for process in started]:
         told = [line for line in said.splitlines() if line.startswith("tree")]  # Gloo talks, too
         assert told == [f"tree['{name}'] differs between processes." for name in "wn"], errors
+
+
+def test_inject_backward_changes_nothing_on_the_way_forward():
+    params = {"w": jnp.ones(2), "b": jnp.zeros(2)}
+    testing.assert_step_is_noop(params, testing.inject_backward(params, jnp.inf, path="['w']"))
