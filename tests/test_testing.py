@@ -309,4 +309,4 @@ def test_several_processes_compare_the_shards_that_they_hold_alike():
 
 def test_inject_backward_changes_nothing_on_the_way_forward():
     params = {"w": jnp.ones(2), "b": jnp.zeros(2)}
-    testing.assert_step_is_noop(params, testing.inject_backward(params, jnp.inf, path="['w']"))
+    assert_step_is_noop(params, inject_backward(params, jnp.inf, path="['w']"))
