@@ -183,7 +183,8 @@ def main():
         if options.methods is not None and name in written:
             before = written[name]
             told["other methods"] = before["about"]
-            figures = {case: before["figures"].get(case, {}) | new for case, new in figures.items()}
+            merged = {case: before["figures"].get(case, {}) | new for case, new in figures.items()}
+            figures = before["figures"] | merged
         written[name] = {"about": told, "figures": figures}
         if name not in ("steps", "varied", "dispatch", "quick", "torch"):
             show(figures)
