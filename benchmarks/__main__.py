@@ -6,7 +6,6 @@ Whole training steps, jitted and donated, timed in turns in one process. A ratio
 
 import argparse
 import datetime
-import importlib.metadata
 import json
 import math
 import os
@@ -19,7 +18,7 @@ import time
 import jax
 import jax.numpy as jnp
 
-from benchmarks import check, growth, steps, timing
+from benchmarks import check, growth, steps, timing, versions
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "cpu.json"
 LIBRARIES = ("jmpscale", "jax", "jaxlib", "optax", "flax", "jmp", "mixed-precision-for-jax", "equinox", "keras")
@@ -129,12 +128,6 @@ def _times(numbers):
 
 def about():
     """Returns what the figures depend on."""
-    versions = {"python": platform.python_version()}
-    for name in LIBRARIES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
     models = [x.split(":")[1].strip() for x in _read("/proc/cpuinfo").splitlines() if x.startswith("model name")]
     return {
         "date": str(datetime.date.today()),
@@ -143,7 +136,7 @@ def about():
         "cpu": models[0] if models else platform.processor(),
         "cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 1),
-        "versions": versions,
+        "versions": versions(LIBRARIES),
     }
 
 

@@ -7,15 +7,13 @@ communicates. A ratio is to the same step with `optax.clip_by_global_norm`, comp
 import argparse
 import datetime
 import functools
-import importlib.metadata
 import itertools
 import json
 import os
 import pathlib
-import platform
 import sys
 
-from benchmarks import programs, targets  # before anything that starts JAX
+from benchmarks import programs, targets, versions  # before anything that starts JAX
 
 import jax  # isort: skip
 import jax.numpy as jnp  # isort: skip
@@ -146,14 +144,8 @@ def show(method, x):
 
 def about():
     """Returns what the figures depend on."""
-    versions = {"python": platform.python_version()}
-    for name in LIBRARIES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
     command = " ".join(["python -m benchmarks.compilers", *sys.argv[1:]])
-    return {"date": str(datetime.date.today()), "command": command, "versions": versions}
+    return {"date": str(datetime.date.today()), "command": command, "versions": versions(LIBRARIES)}
 
 
 def main():

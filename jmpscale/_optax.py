@@ -94,10 +94,7 @@ def with_loss_scaling(
     ) -> tuple[optax.Updates, LossScalingState]:
         _require_state(state)
         scaler, grads = state.scaler, unscale(state.scaler, updates)
-        norm = factor = None
-        if max_norm is not None:
-            norm = _global_norm(grads, axis_name)
-            factor = jnp.where(norm > max_norm, max_norm / norm, 1)
+        norm, factor = (None, None) if max_norm is None else _clipping(grads, max_norm, axis_name)
         if _is_off(scaler):
             updates, inner_state = wrapped.update(multiply(grads, factor), state.inner_state, params, **extra_args)
             return updates, LossScalingState(scaler, inner_state)
@@ -106,7 +103,6 @@ def with_loss_scaling(
         finite, loss_finite = agree_on_outcome(finite, extra_args.get("value"), axis_name)
         if "grad" in extra_args and jax.tree.structure(extra_args["grad"]) == jax.tree.structure(updates):
             extra_args["grad"] = _harmless(unscale(scaler, extra_args["grad"]))
-
         step = partial(_step, wrapped, scaler, factor, _widen(params), extra_args)
         updates, inner_state = gate(finite, step, _zeros_and_state, updates, state.inner_state, on_cpu=_branch)
         return updates, LossScalingState(adapt(scaler, finite, loss_finite), inner_state)
@@ -155,6 +151,12 @@ def _widen(params: Any) -> Any:
         return jax.ShapeDtypeStruct(x.shape, wide, sharding=x.sharding) if abstract else jnp.asarray(x, wide)
 
     return jax.tree.map(one, params)
+
+
+def _clipping(grads: Any, max_norm: float, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
+    """Returns the global norm, and what to multiply gradients with for it to be at most `max_norm`."""
+    norm = _global_norm(grads, axis_name)
+    return norm, jnp.where(norm > max_norm, max_norm / norm, 1)
 
 
 def _global_norm(grads: Any, axis_name: AxisName) -> jax.Array:
