@@ -42,12 +42,16 @@ LARGE = {"h100": "8 of 2048, batch 32", "tpu-v5e": "2 of 8192, batch 32", "tpu-v
 SHARDED = {"h100": "6 of 2048, batch 256", "tpu-v5e": "4 of 8192, batch 256", "tpu-v5p": "4 of 8192, batch 256"}
 OURS = ("functional", "functional, one read", "in optax", "in optax, max_norm")
 OTHERS = ("functional, clipping", "in optax, clipping", "functional, branch", "bare")
-ALL = {  # what `--all` compiles: the devices, the networks (the usual one if None), the optimizers, the methods
+# What `--all` compiles: devices, networks (the usual one if None), optimizers, methods; and the same once more with
+# gradients in 16 bits where that is said.
+HALF_GRADS = True
+ALL = {
     "h100": [
         ([1], None, ["adamw"], [*OURS, *OTHERS, *steps.PEERS]),
         ([8, 1024], None, ["adamw"], [*OURS, *OTHERS, *steps.PEERS]),
         ([1, 8, 1024], None, ["sgd", "momentum", "adafactor"], [*OURS, "jmp"]),
         ([1], ["GPT-2 small"], ["adamw"], [*OURS, *steps.PEERS]),
+        ([1, 8], None, ["adamw"], [*OURS, "jmp"], HALF_GRADS),
         ([64], ["decoder of 6.6 billion"], ["adamw"], ["functional", "in optax", "in optax, max_norm"]),
         ([1], list(SHAPES)[:3], ["adamw"], [*OURS, "jmp"]),
     ],
@@ -56,6 +60,7 @@ ALL = {  # what `--all` compiles: the devices, the networks (the usual one if No
         ([1], None, ["sgd", "momentum", "adafactor"], [*OURS, "jmp"]),
         ([1], ["GPT-2 small"], ["adamw"], [*OURS, "jmp"]),
         ([8], None, ["adamw"], [*OURS, "jmp"]),
+        ([1, 8], None, ["adamw"], [*OURS, "jmp"], HALF_GRADS),
         ([1], ["16 of 1024, batch 32"], ["adamw"], [*OURS, "jmp"]),
     ],
     "tpu-v5p": [
@@ -164,21 +169,21 @@ def main():
     if not targets.installed(options.backend):
         sys.exit(f"the compiler for {options.backend} is not installed here: see docs/costs.md")
     targets.warm_up(options.backend)
-    asked = [(options.devices, options.shapes, options.optimizers, options.methods)]
-    for devices, shapes, optimizers, methods in ALL[options.backend] if options.all else asked:
+    asked = [(options.devices, options.shapes, options.optimizers, options.methods, options.half_grads)]
+    for devices, shapes, optimizers, methods, *half_grads in ALL[options.backend] if options.all else asked:
         for number, optimizer in itertools.product(devices, optimizers):
             usual = (SHARDED if number > 1 else LARGE)[options.backend]
             for shape in shapes or [usual]:
-                name, job = make_job(options, number, shape, optimizer)
+                name, job = make_job(options, number, shape, optimizer, *half_grads)
                 figures = compare(name, job, methods, targets.mesh(options.backend, number))
                 if out := options.out or (RESULTS if options.all else None):
                     write(out, name, figures)
 
 
-def make_job(options, devices, shape, optimizer):
+def make_job(options, devices, shape, optimizer, half_grads=False):
     """Returns a name that tells all about a job, and the job."""
     half = jnp.dtype(options.half or HALF[options.backend])
-    grads = half if options.half_grads else jnp.dtype("float32")
+    grads = half if half_grads else jnp.dtype("float32")
     task = targets.abstract(functools.partial(SHAPES[shape], devices))
     name = f"{options.backend}, {devices} devices, {shape}, {optimizer}, {half}, gradients in {grads}"
     return name, steps.make_job(task, optimizer, half, grads)

@@ -138,7 +138,7 @@ def refuse_nnx_objects(tree: Any, name: str, remedy: str) -> None:
         )
 
 
-def require_same(before: Any, after: Any, name: str = "carry", fn: str = "fn") -> None:
+def require_same(before: Any, after: Any, name: str = "carry", fn: str = "fn", remedy: str = "") -> None:
     """Raises, naming the first place that differs, unless `fn` returned what it was given, other values aside."""
     old, new = dict(named_leaves(before)), dict(named_leaves(after))
     structures = cast(tuple[Any, Any], (jax.tree.structure(before), jax.tree.structure(after)))
@@ -147,8 +147,8 @@ def require_same(before: Any, after: Any, name: str = "carry", fn: str = "fn") -
         differing += [f"{name}{path} is only in its output" for path in new if path not in old]
         raise TypeError(
             f"{fn} must return its {name} with the same structure, but {(differing or ['the containers differ'])[0]}: "
-            f"{shortened(structures[0])} went in and {shortened(structures[1])} came out. Return all that {fn} was "
-            "given, changed, in the same order."
+            f"{shortened(structures[0])} went in and {shortened(structures[1])} came out. "
+            + (remedy or f"Return all that {fn} was given, changed, in the same order.")
         )
     for path, leaf in old.items():
         if not _equal(leaf, new[path]) and (was := kind_of(leaf)) != (now := kind_of(new[path])):

@@ -130,7 +130,9 @@ def _step(tx: Any, scaler: ScalerState, factor: Any, params: Any, extra_args: An
     # The gradients are divided here once more: so the unscaled ones are never written to memory.
     grads = _harmless(multiply(unscale(scaler, grads), factor))
     updates, after = tx.update(grads, inner_state, params, **extra_args)
-    require_same(inner_state, after, "state", "inner")
+    remedy = "A transformation that only adds to its state what it has seen, such as optax.monitor, goes around "
+    remedy += "with_loss_scaling: optax.chain(with_loss_scaling(...), optax.monitor(...))."
+    require_same(inner_state, after, "state", "inner", remedy)
     return updates, after
 
 

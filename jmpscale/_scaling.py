@@ -14,7 +14,7 @@ import numpy as np
 
 from jmpscale._finite import AxisName, agree, all_finite, refuse_partial_sums, warn_if_alone
 from jmpscale._state import COUNTER_LIMIT, ScalerState, shown
-from jmpscale._tree import Tree, is_inexact, named_leaves, partition, require_one_scaler
+from jmpscale._tree import Tree, is_inexact, named_leaves, partition, partition_gradients, require_one_scaler
 
 
 def scale(state: ScalerState, tree: Tree) -> Tree:
@@ -67,7 +67,8 @@ def unscale(state: ScalerState, tree: Tree) -> Tree:
 
     Args:
       state: the scaler with which the loss was scaled: the one before `update`.
-      tree: pytree of gradients. Leaves of other than inexact dtypes and None come back as they are.
+      tree: pytree of gradients. Leaves of other than inexact dtypes and None come back as they are, and so does what
+        Flax's fp8 layers return in the place of gradients, under `_overwrite_with_gradient`.
 
     Returns:
       The tree of unscaled gradients. With `disabled()` the tree itself.
@@ -85,7 +86,7 @@ def unscale(state: ScalerState, tree: Tree) -> Tree:
         return tree
     refuse_partial_sums(tree)
     # Only what is to be divided goes through jit, which would turn float0 into bool and refuse Python objects.
-    leaves, rebuild = partition(tree, is_inexact)
+    leaves, rebuild = partition_gradients(tree)
     return rebuild(cast(list[jax.Array], _unscale(state.loss_scale, leaves)))
 
 

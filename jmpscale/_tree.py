@@ -15,6 +15,7 @@ from jmpscale._state import ScalerConfig, ScalerState, shown
 
 Tree = TypeVar("Tree")
 
+_OVERWRITING = "_overwrite_with_gradient"  # flax.linen.fp8_ops.OVERWRITE_WITH_GRADIENT
 _ARRAYS = tuple(name for name in ScalerState._fields if name != "config")
 
 
@@ -36,12 +37,26 @@ def partition(
 ) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
     """Returns the chosen leaves of a tree, and a function that builds the tree with others in their place."""
     leaves, treedef = typing.cast(tuple[list[Any], Any], jax.tree.flatten(tree, is_leaf))
+    return _divide(leaves, treedef, list(map(chosen, leaves)))
 
+
+def partition_gradients(tree: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
+    """Like `partition`, by what can be scaled; without what Flax's fp8 layers return in the place of gradients."""
+    entries, treedef = typing.cast(tuple[list[tuple[Any, Any]], Any], jax.tree_util.tree_flatten_with_path(tree))
+    chosen = [
+        is_inexact(leaf) and _OVERWRITING not in (getattr(key, "key", None) for key in path) for path, leaf in entries
+    ]
+    return _divide([leaf for _, leaf in entries], treedef, chosen)
+
+
+def _divide(leaves: list[Any], treedef: Any, chosen: list[bool]) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
     def rebuild(replacements: Iterable[Any]) -> Any:
         source = iter(replacements)
-        return jax.tree.unflatten(treedef, [next(source) if chosen(x) else x for x in leaves])
+        return jax.tree.unflatten(
+            treedef, [next(source) if mine else x for x, mine in zip(leaves, chosen, strict=True)]
+        )
 
-    return [x for x in leaves if chosen(x)], rebuild
+    return [x for x, mine in zip(leaves, chosen, strict=True) if mine], rebuild
 
 
 def named_leaves(tree: Any) -> Iterator[tuple[str, Any]]:

@@ -848,6 +848,7 @@ print(json.dumps([events.count("/jax/compilation_cache/cache_hits"), bits]))
 """
 
 
+@pytest.mark.full
 def test_a_second_process_reads_the_compilation_cache_and_gets_the_same_bits(expected, tmp_path):
     program = CACHED.format(sources="\n".join(map(inspect.getsource, (_step, _tx, _train))))
     command = [sys.executable, "-c", program, tmp_path]

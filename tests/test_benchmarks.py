@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import gpu, growth, programs, steps, table, timing  # noqa: E402
 
 pytestmark = [
+    pytest.mark.full,  # users of the library do not run them
     pytest.mark.once,
     pytest.mark.usefixtures("standard_promotion"),
     pytest.mark.filterwarnings("ignore:jax.interpreters.batching.NotMapped:DeprecationWarning"),  # Equinox, in mpx

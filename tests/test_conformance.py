@@ -13,6 +13,7 @@ legal, is moved to the nearest legal one, and the port says so.
 import ast
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import pathlib
@@ -31,9 +32,9 @@ from jmpscale.testing import assert_step_is_noop
 
 import pages
 import test_torch_cases as torch_cases
-from cases import some, some_of_all
 
 pytestmark = [
+    pytest.mark.full,  # torch's rule, the one that is kept, is in test_torch_cases.py and test_update.py
     pytest.mark.once,
     pytest.mark.usefixtures("standard_promotion"),  # optax, Flax and jmp rely on it
     pytest.mark.filterwarnings("ignore:jax.interpreters.batching.NotMapped"),  # Equinox does on JAX 0.7
@@ -131,10 +132,9 @@ def _name_of_run(run):
 
 
 FOLLOWED = {_name_of_run(run): run for run in ORACLE["runs"] if run["from"] not in NOT_FOLLOWED}
-FIRST_OF_EACH = {run["from"]: name for name, run in reversed(FOLLOWED.items())}.values()
 
 
-@pytest.mark.parametrize("run", some(FOLLOWED, default=FIRST_OF_EACH))
+@pytest.mark.parametrize("run", FOLLOWED.values(), ids=FOLLOWED)
 def test_each_row_of_the_table_follows_its_original(run):
     start, edit = _edits_of_row(run["from"])
     scaler = start(_scaler_of_row(run["from"], run["settings"]))
@@ -225,7 +225,7 @@ def test_torch_state_dict_and_pickle_keep_every_field():
         assert jmpscale.scale(same, [jnp.float32(4.0)]) == [12.0]
 
 
-@pytest.mark.parametrize("route", some(list(torch_cases.ROUTES), default=["functional"]))
+@pytest.mark.parametrize("route", torch_cases.ROUTES)
 def test_torch_float16_trains_as_float32_does(route):
     """`test_grad_scaling_autocast`: computing in float16 with scaling, against float32 without; min_scale 2^-14."""
 
@@ -404,9 +404,7 @@ def test_gradients_are_divided_by_the_scale_that_was_used(tx, step):
 
 @pytest.mark.parametrize(
     ("growth_factor", "backoff_factor", "growth_interval", "hysteresis"),
-    some_of_all(
-        [1.0, 2.0, 4.0], [0.5, 0.25], [10, 100], [10, 100], default=[(1.0, 0.5, 10, 100), (4.0, 0.25, 100, 10)]
-    ),
+    list(itertools.product([1.0, 2.0, 4.0], [0.5, 0.25], [10, 100], [10, 100])),
 )
 def test_apex_fuzz(growth_factor, backoff_factor, growth_interval, hysteresis):
     """min_scale is 2^-126, the smallest normal number, where apex goes to 0; max_scale 2^126, half of apex's.

@@ -30,6 +30,8 @@ def test_it_is_short(page, heading):
     assert max(map(len, lines)) <= 120
 
 
+# With the README's command those of the README and of the guides run, with tests of their own.
+@pytest.mark.full
 # Equinox 0.13.0, the newest for JAX 0.7, imports what that calls deprecated.
 @pytest.mark.filterwarnings("ignore:jax.interpreters.batching:DeprecationWarning")
 @pytest.mark.usefixtures("standard_promotion")

@@ -104,7 +104,7 @@ def _run(route, sharded):
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
     ("route", "where"),
-    some_of_all(ROUTES, ["jit", "shard_map"], default=[("functional", "shard_map"), ("optax", "jit")]),
+    some_of_all(ROUTES, ["jit", "shard_map"], default=[("optax", "jit")]),
 )
 def test_a_fault_at_any_leaf_device_and_step_is_as_if_that_step_had_never_been(route, where):
     sharded = where == "shard_map"

@@ -82,6 +82,7 @@ def test_the_penalised_gradient_is_that_of_a_float64_run(scale):
     _assert_close(grads, expected, 1e-2)
 
 
+@pytest.mark.full
 def test_the_critic_trains():
     names = _names(PENALTY)
     before, after = (_penalised_loss(params, *_penalty_batch()) for params in (_fresh_critic(), names["params"]))

@@ -14,7 +14,7 @@ from jmpscale.testing import assert_step_is_noop
 from checkpointing import example, same
 from children import end, start
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("standard_promotion")]
 HERE = pathlib.Path(__file__).parent
 
 IN_ORBAX = """
@@ -42,7 +42,7 @@ page["train"](sys.argv[2], 14, make_batch)
 """
 
 
-@pytest.mark.parametrize("when", ["while saving", pytest.param("between two steps", marks=pytest.mark.full)])
+@pytest.mark.parametrize("when", ["while saving", "between two steps"])
 def test_a_killed_run_resumes_from_orbax(when, tmp_path):
     train, killed = example("Orbax")["train"], tmp_path / "killed"
     child = start("-c", IN_ORBAX, HERE, killed, when)
@@ -104,7 +104,6 @@ test_killed_runs.train_to_file(pathlib.Path(sys.argv[2]), 12, at_step)
 """
 
 
-@pytest.mark.full
 def test_a_killed_run_resumes_from_its_msgpack_file(tmp_path):
     child = start("-c", IN_A_FILE, HERE, tmp_path / "killed")
     try:

@@ -553,8 +553,7 @@ def test_the_tables_hold_all_layers_that_there_are(module, base, known):
 
 # The layers of these run with the README's command, all of them in CI: one of each kind, with every kind of leaf.
 QUICK = {
-    Equinox: {"a user's", "BatchNorm", "Dropout", "Embedding", "LSTMCell", "MLP", "MaxPool1d", "MultiheadAttention",
-              "Shared", "SpectralNorm", "WeightNorm"},
+    Equinox: {"a user's", "BatchNorm", "Dropout", "MLP", "MultiheadAttention", "Shared", "SpectralNorm"},
     FlaxNNX: {"BatchNorm", "Dropout", "Embed", "LoRALinear", "LSTMCell", "MultiHeadAttention", "SpectralNorm"},
     FlaxLinen: {"BatchNorm", "ConvLSTMCell", "Dropout", "Embed", "MultiHeadAttention", "SpectralNorm"},
 }  # fmt: skip
@@ -596,11 +595,8 @@ def test_arithmetic_in_8_bits_trains_as_without_and_skips_whole(name):
 
     @functools.partial(jax.jit, **EXACT)
     def functional(state, scaler, poison):
-        _, grads = jmpscale.scaled_value_and_grad(loss)(scaler, state.params, poison)
-        unscaled, finite = jmpscale.unscale_and_check(scaler, grads["params"])  # the others are no gradients
-        return jmpscale.apply_if(
-            finite, lambda state: state.apply_gradients(grads={**grads, "params": unscaled}), state
-        )
+        _, grads, finite = jmpscale.value_and_grad(loss)(scaler, state.params, poison)
+        return jmpscale.apply_if(finite, lambda state: state.apply_gradients(grads=grads), state)
 
     state = expected = TrainState.create(apply_fn=None, params=variables, tx=TX)
     for _ in KEYS:

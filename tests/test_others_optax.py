@@ -301,8 +301,7 @@ TAKEN = (0, 1, 3)
 # These run with the README's command, all in CI: one of each kind, with every extra argument, with states and updates
 # of every form.
 QUICK = {
-    "adafactor", "conditionally_transform", "lbfgs", "lookahead", "measure_with_ema", "MultiSteps", "contrib.dpsgd",
-    "contrib.reduce_on_plateau", "contrib.sam", "contrib.sophia",
+    "adafactor", "conditionally_transform", "lbfgs", "lookahead", "MultiSteps", "contrib.sam", "contrib.sophia",
 }  # fmt: skip
 
 
@@ -343,8 +342,15 @@ def test_the_same_steps_as_without_and_skips_that_change_nothing(name):
 
 def test_a_state_that_changes_its_structure_is_refused():
     tx = jmpscale.with_loss_scaling(CASES["monitor"]())
-    with pytest.raises(TypeError, match=r"inner must return its state with the same structure, but .*'(mean|norm)'"):
+    refused = (
+        r"(?s)inner must return its state with the same structure, but .*'(mean|norm)'.*goes around with_loss_scaling"
+    )
+    with pytest.raises(TypeError, match=refused):
         tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    around = optax.chain(jmpscale.with_loss_scaling(optax.sgd(1.0)), CASES["monitor"]())
+    state = around.init(PARAMS)
+    for _ in range(2):
+        _, state = jax.jit(around.update)(PARAMS, state, PARAMS)
 
 
 @pytest.mark.full

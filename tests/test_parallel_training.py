@@ -206,7 +206,6 @@ def _mesh(shape, axis_type=AxisType.Auto):
         ROUTES,
         default=[
             ("data parallel", "functional"),
-            ("fully sharded and tensor parallel", "functional"),
             ("fully sharded and tensor parallel", "optax"),
         ],
     ),
@@ -426,7 +425,7 @@ def test_one_all_reduce_for_flag_and_loss_whatever_the_number_of_axes(leaves, ax
     assert "s32[2]" in next(line for line in program.splitlines() if " all-reduce(" in line)
 
 
-@pytest.mark.parametrize("leaves", [1, 10, 1_000])
+@pytest.mark.parametrize("leaves", some([1, 10, 1_000], default=[1, 10]))
 def test_one_all_reduce_whatever_the_number_of_leaves(leaves):
     """In the program as it is handed to the compiler, which adds no collective to what `shard_map` says."""
     program = _lowered(Spec("data"), Spec("data"), leaves, _mesh({"data": 4, "model": 2})).as_text()

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.core import FrozenDict
 from jax.experimental import sparse
 
 import jmpscale
@@ -154,6 +155,18 @@ def test_unscale_is_differentiable():
     scaler = jmpscale.static(8.0)
     assert jax.grad(lambda x: jmpscale.unscale(scaler, x))(jnp.float32(3)) == 0.125
     assert jax.grad(lambda x: jmpscale.scale(scaler, x))(jnp.float32(3)) == 8.0
+
+
+def test_what_overwrites_instead_of_a_gradient_is_not_divided():
+    own = {"amax": jnp.array([3.0]), "scale": [jnp.array(2.0)]}  # as Flax's fp8 layers name and nest it
+    grads = {"params": {"w": jnp.array([8.0])}, "_overwrite_with_gradient": {"dense": own}}
+    for tree in (grads, (grads, jnp.array(8.0)), FrozenDict(grads)):
+        unscaled, finite = jmpscale.unscale_and_check(jmpscale.dynamic(4.0), tree)
+        assert jax.tree.structure(unscaled) == jax.tree.structure(tree)
+        first = unscaled[0] if isinstance(tree, tuple) else unscaled
+        chex.assert_trees_all_equal(dict(first["params"]), {"w": jnp.array([2.0])})
+        chex.assert_trees_all_equal(jax.tree.leaves(first["_overwrite_with_gradient"]), jax.tree.leaves(own))
+        assert finite
 
 
 # --- the three of them, wrongly used ---

@@ -11,6 +11,8 @@ from flax.training import train_state
 
 import jmpscale
 
+from cases import some
+
 
 class TrainState(train_state.TrainState):
     batch_stats: dict
@@ -65,7 +67,7 @@ def _flax_step(state, batch, poison):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.parametrize("poison", some([np.nan, np.inf], default=[np.inf]))
 def test_a_skip_leaves_a_whole_flax_train_state_as_it_was_bit_for_bit(poison):
     state, batch = _train_state(), jax.random.normal(jax.random.key(1), (8, 3))
     step = jax.jit(_flax_step)

@@ -326,7 +326,7 @@ def _assert_one_skip_in_four(scalers, enabled):
         ["sgd", "momentum"],
         ROUTES,
         SCALERS,
-        default=[("momentum", "functional", "dynamic"), ("momentum", "optax", "disabled")],
+        default=[("momentum", "functional", "dynamic")],
     ),
 )
 def test_the_common_run(optimizer, route, enabled):
