@@ -90,28 +90,45 @@ def apply_if(finite: Any, fn: Callable[..., Any], /, *carry: Any) -> Any:
     return result[0] if len(carry) == 1 else result
 
 
+def _as_they_are(_: jax.Array | None, *operands: Any) -> Any:
+    return operands
+
+
 def gate(
-    flag: jax.Array, step: Callable[..., Any], skip: Callable[..., Any], *operands: Any, on_cpu: Any = jax.lax.cond
+    flag: jax.Array,
+    step: Callable[..., Any],
+    skip: Callable[..., Any],
+    *operands: Any,
+    prepare: Callable[..., Any] = _as_they_are,
+    on_cpu: Any = jax.lax.cond,
 ) -> Any:
-    """Returns `step(*operands)` if the flag is true, else `skip(like, *operands)`; `step` is traced once.
+    """Returns the step's result if the flag is true, else `skip(like, *operands)`; `step` is traced once.
 
     Args:
       flag: bool[], the same on all devices.
-      step: returns a pytree of arrays.
+      step: takes what `prepare` returns, and returns a pytree of arrays.
       skip: returns the same structure and types; `like` is the abstract result of the step, `jax.ShapeDtypeStruct`s.
       *operands: pytrees of arrays; all else goes into the closures.
+      prepare: `prepare(flag, *operands)` gives a step that may be thrown away nothing that hurts: by the flag where it
+        is known before the step begins, as in a branch, else with None in its place.
       on_cpu: the form of the gate on CPU, called like `jax.lax.cond`.
     """
-    if not isinstance(flag, jax.core.Tracer):
-        return step(*operands) if flag else skip(jax.eval_shape(step, *operands), *operands)
-    step = jax.jit(step)
-    skip = functools.partial(skip, jax.eval_shape(step, *operands))
+    traced = isinstance(flag, jax.core.Tracer)
+    once: Any = jax.jit(step) if traced else step
+
+    def prepared(flag: jax.Array | None, *operands: Any) -> Any:
+        return once(*prepare(flag, *operands))
+
+    blindly = functools.partial(prepared, None)
+    if not traced:
+        return blindly(*operands) if flag else skip(jax.eval_shape(blindly, *operands), *operands)
+    skip = functools.partial(skip, jax.eval_shape(blindly, *operands))
 
     def branch(flag: jax.Array, *operands: Any) -> Any:
-        return on_cpu(flag, step, skip, *operands)
+        return on_cpu(flag, functools.partial(prepared, flag), skip, *operands)
 
     def elsewhere(flag: jax.Array, *operands: Any) -> Any:
-        return select(flag, step, skip, *operands)
+        return select(flag, blindly, skip, *operands)
 
     return cast(Any, jax.lax.platform_dependent(flag, *operands, cpu=branch, default=elsewhere))
 

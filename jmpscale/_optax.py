@@ -103,8 +103,10 @@ def with_loss_scaling(
         finite, loss_finite = agree_on_outcome(finite, extra_args.get("value"), axis_name)
         if "grad" in extra_args and jax.tree.structure(extra_args["grad"]) == jax.tree.structure(updates):
             extra_args["grad"] = _harmless(unscale(scaler, extra_args["grad"]))
-        step = partial(_step, wrapped, scaler, factor, _widen(params), extra_args)
-        updates, inner_state = gate(finite, step, _zeros_and_state, updates, state.inner_state, on_cpu=_branch)
+        step = partial(_step, wrapped, _widen(params), extra_args)
+        prepare = partial(_prepare, scaler, factor)
+        operands = updates, state.inner_state
+        updates, inner_state = gate(finite, step, _zeros_and_state, *operands, prepare=prepare, on_cpu=_branch)
         return updates, LossScalingState(adapt(scaler, finite, loss_finite), inner_state)
 
     return optax.GradientTransformationExtraArgs(cast(Any, init), cast(Any, update))
@@ -126,9 +128,12 @@ def _require_state(state: object) -> None:
     require_one_scaler(state.scaler, "state.scaler")
 
 
-def _step(tx: Any, scaler: ScalerState, factor: Any, params: Any, extra_args: Any, grads: Any, inner_state: Any) -> Any:
+def _prepare(scaler: ScalerState, factor: Any, finite: Any, grads: Any, inner_state: Any) -> tuple[Any, Any]:
     # The gradients are divided here once more: so the unscaled ones are never written to memory.
-    grads = _harmless(multiply(unscale(scaler, grads), factor))
+    return _harmless(multiply(unscale(scaler, grads), factor), finite), inner_state
+
+
+def _step(tx: Any, params: Any, extra_args: Any, grads: Any, inner_state: Any) -> Any:
     updates, after = tx.update(grads, inner_state, params, **extra_args)
     remedy = "A transformation that only adds to its state what it has seen, such as optax.monitor, goes around "
     remedy += "with_loss_scaling: optax.chain(with_loss_scaling(...), optax.monitor(...))."
@@ -177,10 +182,10 @@ def _global_norm(grads: Any, axis_name: AxisName) -> jax.Array:
     return jnp.sqrt(sum(agreed, jnp.zeros((), wide)))
 
 
-def _harmless(grads: Any) -> Any:
+def _harmless(grads: Any, finite: jax.Array | None = None) -> Any:
     """Makes zeros of what is not finite: it changes nothing in a step that counts, and spares one that does not."""
     leaves, rebuild = partition(grads, is_inexact)
-    return rebuild(jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype)) for x in leaves)
+    return rebuild(jnp.where(jnp.isfinite(x) if finite is None else finite, x, jnp.zeros((), x.dtype)) for x in leaves)
 
 
 def _zeros_and_state(like: Any, grads: Any, inner_state: Any) -> Any:

@@ -1,6 +1,5 @@
 """Every public function gives the same eager, under `jax.jit` and under `jax.disable_jit()`, and compiles once."""
 
-import contextlib
 import resource
 
 import equinox
@@ -13,6 +12,7 @@ import pytest
 import jmpscale
 from jmpscale import testing
 
+import compilations
 from cases import some
 
 PARAMS = {"w": jnp.arange(6.0).reshape(3, 2), "b": jnp.array([[0.5, -1.0]])}
@@ -157,24 +157,11 @@ def test_the_same_with_and_without_jit_where_values_are_read(name):
 
 # --- eager use compiles once for each shape, and keeps nothing ---
 
-COMPILED = []
-jax.monitoring.register_event_duration_secs_listener(
-    lambda event, *_, **__: COMPILED.append(event) if "backend_compile" in event else None
-)
-
-
-@contextlib.contextmanager
-def _compilations():
-    COMPILED.clear()
-    counted = []
-    yield counted
-    counted[:] = COMPILED
-
 
 def test_the_counter_counts():
     f, x = jax.jit(lambda x: x + 1), jnp.ones(3)
     for expected in (1, 0):
-        with _compilations() as seen:
+        with compilations.counted() as seen:
             f(x)
         assert len(seen) == expected
 
@@ -189,7 +176,7 @@ def test_an_eager_call_compiles_for_the_first_of_its_shapes_only(name):
     call, *args = CALLS[name]
     first, *others = (jax.tree.map(_anew, args) for _ in range(3))
     call(*first)
-    with _compilations() as seen:
+    with compilations.counted() as seen:
         for other in others:
             call(*other)
     assert not seen, f"{len(seen)} programs were compiled for shapes that were there before"
@@ -216,7 +203,7 @@ def test_a_thousand_eager_steps_compile_nothing_and_keep_nothing(route):
     for number in range(20):  # both ways of the gate
         state = step(*state, X * (1e30 if number % 5 == 4 else 1.0))
     arrays, memory = len(jax.live_arrays()), _megabytes()
-    with _compilations() as seen:
+    with compilations.counted() as seen:
         for number in range(1000):
             state = step(*state, X * (1e30 if number % 5 == 4 else 1.0))
     assert not seen
@@ -242,7 +229,7 @@ def test_a_notebook_that_trains_a_model_eagerly_compiles_its_first_steps_only():
     vag = jmpscale.scaled_value_and_grad(loss_fn, transform=equinox.filter_value_and_grad)
     counts = []
     for _ in range(6):
-        with _compilations() as seen:
+        with compilations.counted() as seen:
             loss, grads = vag(opt_state, model, X)
             updates, opt_state = tx.update(grads, opt_state, model, value=loss)
             model = equinox.apply_updates(model, updates)

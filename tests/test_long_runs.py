@@ -17,6 +17,7 @@ import pytest
 import jmpscale
 from jmpscale.testing import inject
 
+import compilations
 import reference
 from cases import some
 
@@ -358,12 +359,6 @@ def _resident():
 
 
 WARM_UP = 60
-COMPILATIONS = []  # JAX offers no way of taking a listener back, so that there is one for all of the session
-
-
-def _count_compilations(event, duration, **_):
-    if event.startswith("/jax/core/compile"):
-        COMPILATIONS.append(event)
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -403,11 +398,10 @@ def test_memory_stays_flat(steps):
     def measure():
         gc.collect()
         arrays = jax.live_arrays()
-        held = len(arrays), sum(x.nbytes for x in arrays), step._cache_size(), len(COMPILATIONS)
+        held = len(arrays), sum(x.nbytes for x in arrays), step._cache_size(), len(compilations.SEEN)
         del arrays
         return held, len(gc.get_objects()), tracemalloc.get_traced_memory()[0], _resident()
 
-    jax.monitoring.register_event_duration_secs_listener(_count_compilations)
     tracemalloc.start()
     try:
         carry = run(0, WARM_UP, params, state, own)
