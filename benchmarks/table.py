@@ -91,14 +91,25 @@ def optimizers(varied, of):
 
 
 def networks(of):
-    """Traffic, memory and kernels of GPT-2 small and of the benchmark's own networks."""
+    """Traffic, memory and kernels of GPT-2 small, of the benchmark's own networks, and with gradients in 16 bits."""
     lines = [_row("", "step", "traffic", "memory", "kernels", "copies"), _rule(6)]
     for title, kind in (("H100", H100), ("TPU v5e", V5E)):
         for shape in ("GPT-2 small", "16 layers of 512, batch 256", "100 of 256, batch 32", "16 of 1024, batch 32"):
             for name, x in of.get(kind.format(1, shape, "adamw"), {}).items():
-                cells = [_ratio(x, "traffic_ratio", 3), _megabytes(x), x.get("kernels", "-"), x.get("copies", "-")]
-                lines.append(_row(f"{title}, {shape}", _called(name), *cells))
+                lines.append(_network(f"{title}, {shape}", name, x))
+        for name, x in of.get(_in_16_bits(kind.format(1, LARGE[kind], "adamw")), {}).items():
+            lines.append(_network(f"{title}, {LARGE[kind]}, gradients in 16 bits", name, x))
     return "\n".join(lines)
+
+
+def _network(title, name, x):
+    cells = [_ratio(x, "traffic_ratio", 3), _megabytes(x), x.get("kernels", "-"), x.get("copies", "-")]
+    return _row(title, _called(name), *cells)
+
+
+def _in_16_bits(name):
+    computed = name.split(", ")[-2]
+    return name.replace("gradients in float32", f"gradients in {computed}")
 
 
 def devices(of):
