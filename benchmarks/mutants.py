@@ -37,8 +37,15 @@ ROOT = pathlib.Path(__file__).parent.parent
 RESULTS = pathlib.Path(__file__).parent / "results" / "mutants.json"
 # The tests that should notice a fault in a room, in this order; its doctests come first.
 SUBJECTS = {
-    "_scaling": ["test_scaling", "test_update", "test_bad_use", "test_devices", "test_training"],
-    "_finite": ["test_finite", "test_devices", "test_bad_use", "test_parallel_training", "test_properties"],
+    "_scaling": ["test_scaling", "test_update", "test_bad_use", "test_devices", "test_training", "test_gate"],
+    "_finite": [
+        "test_finite",
+        "test_devices",
+        "test_bad_use",
+        "test_parallel_training",
+        "test_properties",
+        "test_gate",
+    ],
     "_tree": ["test_tree", "test_any_tree", "test_scaling", "test_step", "test_optax", "test_bad_use", "test_state"],
     "_gate": ["test_gate", "test_eager", "test_step", "test_any_tree", "test_bad_use", "test_training", "test_devices"],
     "_step": ["test_step", "test_like_jax", "test_gate", "test_bad_use", "test_devices"],
@@ -355,6 +362,8 @@ class Runner:
         try:
             for stage in stages:
                 seen = self.run(stage, mutant)
+                if seen["code"] == pytest.ExitCode.USAGE_ERROR:  # pytest's word for a package that does not import
+                    seen["failed"] = ["import"]
                 if seen["code"] and not seen["failed"]:
                     raise SystemExit(f"pytest ended with {seen['code']} and no failed test; see {self.work}/log.txt")
                 if seen["failed"]:

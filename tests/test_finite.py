@@ -22,8 +22,14 @@ SIZES = [7, 1, 4_095, 4_096, 4_097, 1_000_000]
 
 
 @functools.cache
-def _checker():
-    return jax.jit(jmpscale.all_finite)
+def _checker(platform):
+    return jax.jit(lambda tree: jmpscale.all_finite(tree))  # a program of its own for each platform
+
+
+@pytest.fixture
+def check(platform):
+    """The check, jitted, in the form that it has on a CPU and in that for all else."""
+    return _checker(platform)
 
 
 def _bad_values(dtype):
@@ -44,46 +50,46 @@ def _bad_values(dtype):
     ),
 )
 @pytest.mark.usefixtures("x64")
-def test_one_bad_value_first_in_the_middle_or_last_is_seen(dtype, size):
+def test_one_bad_value_first_in_the_middle_or_last_is_seen(dtype, size, check):
     good = np.ones(size, dtype)
-    assert _checker()(good)
+    assert check(good)
     for place in {0, size // 2, size - 1}:
         for value in _bad_values(dtype):
             bad = good.copy()
             bad[place] = value
-            assert not _checker()(bad), (value, place)
+            assert not check(bad), (value, place)
 
 
 @pytest.mark.parametrize("size", [4_096, 65_536])
-def test_many_nans_are_seen_where_a_reduce_max_would_lose_them(size):
+def test_many_nans_are_seen_where_a_reduce_max_would_lose_them(size, check):
     for count in (1, 17, size // 2, size - 1):
         bad = np.ones(size, np.float32)
         bad[-count:] = np.nan
-        assert not _checker()(bad), count
+        assert not check(bad), count
 
 
 @pytest.mark.parametrize("count", [1, 8, 9, 17])
-def test_a_bad_leaf_is_seen_in_whatever_place(count):
-    check, leaves = _checker(), [np.float32(1)] * count
+def test_a_bad_leaf_is_seen_in_whatever_place(count, check):
+    leaves = [np.float32(1)] * count
     assert check(leaves)
     for place in range(count):
         assert not check([*leaves[:place], np.float32(np.nan), *leaves[place + 1 :]]), place
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(4_100, marks=pytest.mark.full)])
-def test_one_bad_scalar_among_many_leaves_is_seen(count):
+def test_one_bad_scalar_among_many_leaves_is_seen(count, check):
     leaves = [np.float32(1)] * count
-    assert _checker()(leaves)
+    assert check(leaves)
     for place in (0, count // 2, count - 1):
         for value in (np.nan, np.inf):
             bad = list(leaves)
             bad[place] = np.float32(value)
-            assert not _checker()(bad), (place, value)
+            assert not check(bad), (place, value)
 
 
 @pytest.mark.parametrize("values", [[3e38, 3e38], [3e38, -3e38, 3e38, 3e38], [-3e38] * 5_000])
-def test_values_whose_sum_overflows_are_finite(values):
-    assert _checker()(np.array(values, np.float32))
+def test_values_whose_sum_overflows_are_finite(values, check):
+    assert check(np.array(values, np.float32))
 
 
 @pytest.mark.parametrize("tree", [None, {}, [], (), jnp.zeros((0, 3)), {"a": jnp.zeros(0), "b": None}])
@@ -104,6 +110,7 @@ def test_bcoo_is_checked_by_its_data():
     assert jmpscale.all_finite(sparse.BCOO.fromdense(jnp.where(jnp.isinf(dense), 1.0, dense)))
 
 
+@pytest.mark.usefixtures("platform")
 def test_all_variants_agree(variant):
     check = variant(lambda x: jmpscale.all_finite({"a": x, "b": x * 2}))
     assert check(jnp.array([1.0, -0.0]))
@@ -111,6 +118,7 @@ def test_all_variants_agree(variant):
     assert not check(jnp.array([2e38, 1.0])), "2e38 * 2 is infinite in float32"
 
 
+@pytest.mark.usefixtures("platform")
 def test_under_vmap_each_example_gets_its_own_answer():
     batch = jnp.array([[1.0, 2.0], [jnp.inf, 2.0], [1.0, jnp.nan]])
     np.testing.assert_array_equal(jax.vmap(jmpscale.all_finite)(batch), [True, False, False])

@@ -230,7 +230,7 @@ def test_python_numbers_that_stay_are_the_same_objects_and_others_become_arrays(
 
     def step(w, settings, count):
         seen.update(settings)
-        return w + settings["rate"], settings, count + 1
+        return w + settings["rate"], settings | {"rate": float("0.25")}, count + 1  # another object that says the same
 
     def run(w, finite):
         w, after, count = jmpscale.apply_if(finite, step, w, settings, 5)

@@ -326,6 +326,17 @@ def test_objects_that_change_in_place_are_refused():
     chex.assert_trees_all_equal(jmpscale.apply_if(jnp.array(True), lambda c: c, state), state)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_transform_that_is_given_is_the_one_that_differentiates(scaled):
+    def tenfold(fun, **options):
+        grad = jax.value_and_grad(fun, **options)
+        return lambda *args: jax.tree.map(lambda x: 10 * x, grad(*args))
+
+    make = jmpscale.scaled_value_and_grad if scaled else jmpscale.value_and_grad
+    loss, grad, *_ = make(lambda w: w**2, transform=tenfold)(jmpscale.dynamic(4.0), 3.0)
+    assert (float(loss), float(grad)) == (90.0, 240.0 if scaled else 60.0)
+
+
 def test_an_equinox_module_of_floating_point_arrays_alone_needs_no_transform():
     equinox = pytest.importorskip("equinox")
 
