@@ -100,7 +100,9 @@ def test_nan_payloads_and_negative_zeros_survive_a_skip(variant):
     assert _bits(kept) == _bits(carry)
 
 
-def test_the_step_is_not_run_when_skipped():
+def test_on_a_cpu_the_step_is_not_run_when_skipped(request):
+    if request.config.getoption("--elsewhere"):
+        pytest.skip("elsewhere it is, and thrown away: test_gate.py")
     ran = []
     step = jax.jit(
         lambda f, x: jmpscale.apply_if(f, lambda x: (jax.debug.callback(lambda: ran.append(1)), x + 1)[1], x)
