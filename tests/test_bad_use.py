@@ -177,6 +177,9 @@ ERRORS = {
     "a batch of scalers": (
         lambda: jmpscale.scale(BATCH, LOSS), ValueError, r"state must hold one scaler, got .*shape \(2,\).*jax\.vmap",
     ),
+    "a batch of scalers to torch": (
+        lambda: jmpscale.to_torch_state_dict(BATCH), ValueError, r"state must hold one scaler, got .*shape \(2,\)",
+    ),
     "a batch of scalers in a plot": (
         lambda: plots.exponent_histogram(GRADS, scaler=BATCH), ValueError, r"must hold one scaler, got .*shape \(2,\)",
     ),

@@ -101,3 +101,12 @@ def test_a_scale_at_its_limit_comes_back_though_float32_has_rounded_it(limit):
     for outside in (1 - 1e-6, 1 + 1e-6):
         with pytest.raises(ValueError, match=r"mapping\['scale'\] must be between .* The limits are min_scale and"):
             jmpscale.from_torch_state_dict(saved | {"scale": limit * outside}, min_scale=limit, max_scale=limit)
+
+
+def test_a_scale_may_lie_beyond_its_limit_by_the_rounding_to_float32_and_no_further():
+    saved = jmpscale.to_torch_state_dict(jmpscale.dynamic(2.0))
+    for outside, limits in ((2 + 2.0**-22, {"max_scale": 2.0}), (2 - 2.0**-22, {"min_scale": 2.0})):
+        with pytest.raises(ValueError, match=r"mapping\['scale'\] must be between"):
+            jmpscale.from_torch_state_dict(saved | {"scale": outside}, **limits)
+        rounded = 2 + (outside - 2) / 4
+        assert jmpscale.from_torch_state_dict(saved | {"scale": rounded}, **limits).loss_scale == np.float32(rounded)

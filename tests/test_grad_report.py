@@ -381,3 +381,13 @@ def test_what_report_and_check_have_in_common_is_computed_once():
     for shared in ("is-finite pred[32,16]", "tanh f32[8,16]", "dot f32[32,16]"):
         assert kept.count(shared) == alone.count(shared) > 0, shared
     assert len(kept) > len(alone)
+
+
+def test_totals_of_few_values():
+    assert _floats(jmpscale.grad_report(jnp.array([0.25])).totals())["largest"] == "0.25"
+    assert float(jmpscale.grad_report(jnp.zeros(1)).totals()["zero"]) == 1.0
+
+
+def test_a_report_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        jmpscale.grad_report(jnp.ones(1)).largest = jnp.zeros(1)

@@ -95,7 +95,7 @@ def test_the_trajectory_marks_skips_by_cause():
         "skipped, gradients not finite: 2",
         "skipped, loss not finite: 1",
     ]
-    assert ax.get_yscale() == "log"
+    assert (ax.get_yscale(), ax.yaxis.get_transform().base) == ("log", 2)
 
 
 def test_headroom_names_the_leaves_that_are_nearest_to_an_overflow():
@@ -116,3 +116,17 @@ def test_headroom_names_every_leaf_that_it_shows():
     reports = jax.vmap(jmpscale.grad_report)({"_scale": jnp.ones((3, 1)), "w": {"_0": jnp.ones((3, 1))}})
     names = [text.get_text().strip() for text in plots.headroom(reports).get_legend().get_texts()]
     assert names == ["_scale", "w/_0", "float16 overflows"]
+
+
+def test_each_bar_stands_over_its_exponent_and_on_the_bars_below():
+    ax = plots.exponent_histogram(jnp.array([2.0**-3, 8.0, 60_000.0, 65_530.0]))
+    kept, overflowing = ([bar for bar in bars if bar.get_height()] for bars in ax.containers)
+    assert [(bar.get_x(), bar.get_y(), bar.get_height()) for bar in kept] == [(-3, 0, 25), (3, 0, 25), (15, 0, 25)]
+    assert [(bar.get_x(), bar.get_y(), bar.get_height()) for bar in overflowing] == [(15, 25, 25)]
+    assert [bar.get_x() for bar in ax.containers[0]] == list(range(-3, 16))
+    assert [bar.get_x() for bar in plots.exponent_histogram(jnp.array([8.0])).containers[0]] == [0, 1, 2, 3]
+
+
+def test_as_many_leaves_are_drawn_as_are_asked_for():
+    reports = jax.vmap(jmpscale.grad_report)([jnp.full((3, 1), 2.0**i) for i in range(9)])
+    assert [len(plots.headroom(reports, **options).lines) for options in ({}, {"limit": 2})] == [9, 3]

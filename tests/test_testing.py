@@ -258,6 +258,12 @@ def test_partly_sharded_states_and_keys_are_compared_where_they_overlap():
             assert_replicated(state | {name: spoilt})
 
 
+def test_as_many_rows_as_devices_are_not_one_for_each_where_they_are_not_so_divided():
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    both = jax.device_put(jnp.arange(16.0).reshape(8, 2), jax.NamedSharding(mesh, jax.P("a", "b")))
+    assert_replicated(both)
+
+
 @pytest.mark.filterwarnings("ignore:.*pmap:DeprecationWarning")
 def test_of_what_pmap_returns_the_rows_are_compared():
     scaler = jax.tree.map(lambda x: jnp.stack([x] * 8), jmpscale.dynamic())
