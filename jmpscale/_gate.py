@@ -111,7 +111,7 @@ def gate(
       *operands: pytrees of arrays; all else goes into the closures.
       prepare: `prepare(flag, *operands)` gives a step that may be thrown away nothing that hurts: by the flag where it
         is known before the step begins, as in a branch, else with None in its place.
-      on_cpu: the form of the gate on CPU, called like `jax.lax.cond`.
+      on_cpu: the form of the gate on CPU, called like `jax.lax.cond`; None: a select there, too.
     """
     traced = isinstance(flag, jax.core.Tracer)
     once: Any = jax.jit(step) if traced else step
@@ -127,15 +127,12 @@ def gate(
     def branch(flag: jax.Array, *operands: Any) -> Any:
         return on_cpu(flag, functools.partial(prepared, flag), skip, *operands)
 
-    def elsewhere(flag: jax.Array, *operands: Any) -> Any:
-        return select(flag, blindly, skip, *operands)
+    def elsewhere(flag: Any, *operands: Any) -> Any:
+        return jax.tree.map(functools.partial(jnp.where, flag), blindly(*operands), skip(*operands))
 
+    if on_cpu is None:
+        return elsewhere(flag, *operands)
     return cast(Any, jax.lax.platform_dependent(flag, *operands, cpu=branch, default=elsewhere))
-
-
-def select(flag: jax.Array, step: Callable[..., Any], skip: Callable[..., Any], *operands: Any) -> Any:
-    """Does what `jax.lax.cond` does, running both."""
-    return jax.tree.map(functools.partial(jnp.where, flag), step(*operands), skip(*operands))
 
 
 def refuse_nnx_objects(tree: Any, name: str, remedy: str) -> None:

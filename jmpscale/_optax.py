@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from jmpscale._finite import AxisName, all_finite, axes_to_reduce, warn_if_alone
-from jmpscale._gate import gate, kind_of, require_same, select
+from jmpscale._gate import gate, kind_of, require_same
 from jmpscale._scaling import adapt, agree_on_outcome, multiply, unscale, unscaled_dtype
 from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerState, dynamic, within
 from jmpscale._tree import is_array, is_inexact, partition, require_one_scaler
@@ -105,8 +105,8 @@ def with_loss_scaling(
             extra_args["grad"] = _harmless(unscale(scaler, extra_args["grad"]))
         step = partial(_step, wrapped, _widen(params), extra_args)
         prepare = partial(_prepare, scaler, factor)
-        operands = updates, state.inner_state
-        updates, inner_state = gate(finite, step, _zeros_and_state, *operands, prepare=prepare, on_cpu=_branch)
+        operands, on_cpu = (updates, state.inner_state), _cheapest_on_cpu(updates, state.inner_state)
+        updates, inner_state = gate(finite, step, _zeros_and_state, *operands, prepare=prepare, on_cpu=on_cpu)
         return updates, LossScalingState(adapt(scaler, finite, loss_finite), inner_state)
 
     return optax.GradientTransformationExtraArgs(cast(Any, init), cast(Any, update))
@@ -199,11 +199,12 @@ def _zeros(like: Any) -> jax.Array:
     return jax.lax.full_like(like, zero if jnp.issubdtype(like.dtype, np.inexact) else 0)
 
 
-def _branch(finite: jax.Array, step: Any, skip: Any, grads: Any, inner_state: Any) -> Any:
-    """Runs the step in a branch, unless its result is so small that a select costs less."""
-    if _bytes(inner_state) < _bytes(grads):
-        return select(finite, step, skip, grads, inner_state)
+def _cheapest_on_cpu(grads: Any, inner_state: Any) -> Any:
+    """Returns the form of the gate: a branch, or None, for a select, where there is so little to be selected."""
+    return None if _bytes(inner_state) < _bytes(grads) else _branch
 
+
+def _branch(finite: jax.Array, step: Any, skip: Any, grads: Any, inner_state: Any) -> Any:
     def hand_back(grads: Any, inner_state: Any) -> Any:
         # In place of zeros the gradients, where they have the type of the updates: so both share their memory.
         updates, _ = skip(grads, inner_state)
