@@ -438,8 +438,8 @@ def main():
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     verdicts = judge_all(chosen, options, work)
-    if set(options.modules) == set(MODULES) and set(options.stages) == set(STAGES):
-        write(finders, chosen, verdicts, options.seed)
+    if set(options.modules) == set(MODULES):
+        write(finders, chosen, verdicts, options)
 
 
 def judge_all(chosen, options, work):
@@ -472,14 +472,15 @@ def show(mutant):
     return f"{place} [{mutant['operator']}] {mutant['before'][:70]} -> {mutant['after'][:70]}"
 
 
-def write(finders, chosen, verdicts, seed):
-    """Writes the result."""
+def write(finders, chosen, verdicts, options):
+    """Writes the result, and by which tests it was found."""
     modules, survivors = summary(finders, chosen, verdicts)
     killed = len(chosen) - len(survivors)
     by_default = sum(module["by default"] for module in modules.values()) / len(chosen)
     versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
     result = {"date": str(datetime.date.today()), "python": platform.python_version()} | versions
-    result |= {"seed": seed, "mutants": len(chosen), "killed": killed, "share": round(killed / len(chosen), 4)}
+    result |= {"seed": options.seed, "stages": options.stages}
+    result |= {"mutants": len(chosen), "killed": killed, "share": round(killed / len(chosen), 4)}
     result["share of the README's command"] = round(by_default, 4)
     RESULTS.write_text(json.dumps(result | {"modules": modules, "survivors": survivors}, indent=1) + "\n")
     shares = f"{killed / len(chosen):.1%}, {by_default:.1%} by the README's command"
