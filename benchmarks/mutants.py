@@ -52,7 +52,13 @@ SUBJECTS = {
     "_optax": ["test_optax", "test_gate", "test_tree", "test_bad_use", "test_devices", "test_training"],
     "_state": ["test_state", "test_update", "test_exchange", "test_bad_use", "test_report", "test_tree"],
     "_report": ["test_grad_report", "test_report", "test_bad_use"],
-    "_exchange": ["test_exchange", "test_torch_checkpoints", "test_conformance", "test_damaged_checkpoints"],
+    "_exchange": [
+        "test_exchange",
+        "test_torch_checkpoints",
+        "test_bad_use",
+        "test_conformance",
+        "test_damaged_checkpoints",
+    ],
     "testing": ["test_testing", "test_bad_use", "test_devices", "test_processes"],
     "plots": ["test_plots"],
 }

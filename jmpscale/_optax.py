@@ -201,7 +201,9 @@ def _zeros(like: Any) -> jax.Array:
 
 def _cheapest_on_cpu(grads: Any, inner_state: Any) -> Any:
     """Returns the form of the gate: a branch, or None, for a select, where there is so little to be selected."""
-    return None if _bytes(inner_state) < _bytes(grads) else _branch
+    state, gradients = _bytes(inner_state), _bytes(grads)
+    known = isinstance(state, int) and isinstance(gradients, int)  # not so where shapes are symbolic
+    return None if known and state < gradients else _branch
 
 
 def _branch(finite: jax.Array, step: Any, skip: Any, grads: Any, inner_state: Any) -> Any:
@@ -219,8 +221,8 @@ def _branch(finite: jax.Array, step: Any, skip: Any, grads: Any, inner_state: An
     return jax.tree.map(partial(jnp.where, finite), updates, skip(grads, inner_state)[0]), after
 
 
-def _bytes(tree: Any) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+def _bytes(tree: Any) -> Any:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree) if is_array(x))
 
 
 def optax_step(tx: optax.GradientTransformation, grads: Any, **extra_args: Any) -> Callable[[Any, Any], Any]:

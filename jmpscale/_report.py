@@ -149,7 +149,7 @@ class GradReport:
         >>> {name: float(x) for name, x in grad_report({"w": jnp.array([0.0, 4.0])}).totals().items() if x > 0}
         {'largest': 4.0, 'zero': 0.5}
         """
-        largest = jnp.where(jnp.isnan(self.largest).any(-1), jnp.nan, self.largest.max(-1, initial=0.0))
+        largest = jnp.where(jnp.isnan(self.largest).any(-1), jnp.nan, self.largest.max(-1))
         values = jnp.maximum(jnp.asarray(sum(self.sizes), jnp.float32), 1.0)
         shares = {name: getattr(self, name).astype(jnp.float32).sum(-1) / values for name in _COUNTS}
         return {"largest": largest} | shares

@@ -386,6 +386,7 @@ def test_what_report_and_check_have_in_common_is_computed_once():
 def test_totals_of_few_values():
     assert _floats(jmpscale.grad_report(jnp.array([0.25])).totals())["largest"] == "0.25"
     assert float(jmpscale.grad_report(jnp.zeros(1)).totals()["zero"]) == 1.0
+    assert {float(x) for x in jmpscale.grad_report(jnp.zeros(0)).totals().values()} == {0.0}
 
 
 def test_a_report_cannot_be_changed():

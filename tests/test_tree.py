@@ -96,6 +96,15 @@ def test_shapes_may_be_symbolic():
         assert stored.call(jnp.ones(n).at[-1].set(jnp.nan))[0] == 1
 
 
+def test_in_optax_too_even_where_it_is_not_known_whether_the_state_is_larger_than_the_gradients():
+    tx = jmpscale.with_loss_scaling(optax.sgd(optax.constant_schedule(1.0)), jmpscale.static(4.0))
+    shapes = jax.ShapeDtypeStruct(jax.export.symbolic_shape("size"), jnp.float32)
+    stored = jax.export.export(jax.jit(lambda g: tx.update(g, tx.init(g))[0]))(shapes)
+    for n in (1, 3):
+        assert stored.call(jnp.full(n, 8.0)).tolist() == [-2.0] * n
+        assert stored.call(jnp.full(n, jnp.inf)).tolist() == [0.0] * n
+
+
 @pytest.mark.usefixtures("standard_promotion")
 def test_states_are_planned_for_abstract_float16_parameters():
     tx = jmpscale.with_loss_scaling(optax.adam(1e-3))
