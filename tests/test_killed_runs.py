@@ -14,7 +14,7 @@ from jmpscale.testing import assert_step_is_noop
 from checkpointing import example, same
 from children import end, start
 
-pytestmark = [pytest.mark.full, pytest.mark.usefixtures("standard_promotion")]
+pytestmark = [pytest.mark.full, pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]
 HERE = pathlib.Path(__file__).parent
 
 IN_ORBAX = """
