@@ -90,16 +90,12 @@ def apply_if(finite: Any, fn: Callable[..., Any], /, *carry: Any) -> Any:
     return result[0] if len(carry) == 1 else result
 
 
-def _as_they_are(_: jax.Array | None, *operands: Any) -> Any:
-    return operands
-
-
 def gate(
     flag: jax.Array,
     step: Callable[..., Any],
     skip: Callable[..., Any],
     *operands: Any,
-    prepare: Callable[..., Any] = _as_they_are,
+    prepare: Callable[..., Any] | None = None,
     on_cpu: Any = jax.lax.cond,
 ) -> Any:
     """Returns the step's result if the flag is true, else `skip(like, *operands)`; `step` is traced once.
@@ -109,26 +105,26 @@ def gate(
       step: takes what `prepare` returns, and returns a pytree of arrays.
       skip: returns the same structure and types; `like` is the abstract result of the step, `jax.ShapeDtypeStruct`s.
       *operands: pytrees of arrays; all else goes into the closures.
-      prepare: `prepare(flag, *operands)` gives a step that may be thrown away nothing that hurts: by the flag where it
-        is known before the step begins, as in a branch, else with None in its place.
+      prepare: `prepare(in_vain, *operands)` makes what the step takes; `in_vain` tells that it may run on what is not
+        finite, and be thrown away.
       on_cpu: the form of the gate on CPU, called like `jax.lax.cond`; None: a select there, too.
     """
     traced = isinstance(flag, jax.core.Tracer)
     once: Any = jax.jit(step) if traced else step
 
-    def prepared(flag: jax.Array | None, *operands: Any) -> Any:
-        return once(*prepare(flag, *operands))
+    def run(in_vain: bool, *operands: Any) -> Any:
+        return once(*(prepare(in_vain, *operands) if prepare else operands))
 
-    blindly = functools.partial(prepared, None)
+    chosen, always = functools.partial(run, False), functools.partial(run, True)
     if not traced:
-        return blindly(*operands) if flag else skip(jax.eval_shape(blindly, *operands), *operands)
-    skip = functools.partial(skip, jax.eval_shape(blindly, *operands))
+        return chosen(*operands) if flag else skip(jax.eval_shape(chosen, *operands), *operands)
+    skip = functools.partial(skip, jax.eval_shape(chosen, *operands))
 
     def branch(flag: jax.Array, *operands: Any) -> Any:
-        return on_cpu(flag, functools.partial(prepared, flag), skip, *operands)
+        return on_cpu(flag, chosen, skip, *operands)
 
     def elsewhere(flag: Any, *operands: Any) -> Any:
-        return jax.tree.map(functools.partial(jnp.where, flag), blindly(*operands), skip(*operands))
+        return jax.tree.map(functools.partial(jnp.where, flag), always(*operands), skip(*operands))
 
     if on_cpu is None:
         return elsewhere(flag, *operands)

@@ -128,9 +128,10 @@ def _require_state(state: object) -> None:
     require_one_scaler(state.scaler, "state.scaler")
 
 
-def _prepare(scaler: ScalerState, factor: Any, finite: Any, grads: Any, inner_state: Any) -> tuple[Any, Any]:
+def _prepare(scaler: ScalerState, factor: Any, in_vain: bool, grads: Any, inner_state: Any) -> tuple[Any, Any]:
     # The gradients are divided here once more: so the unscaled ones are never written to memory.
-    return _harmless(multiply(unscale(scaler, grads), factor), finite), inner_state
+    grads = multiply(unscale(scaler, grads), factor)
+    return _harmless(grads) if in_vain else grads, inner_state
 
 
 def _step(tx: Any, params: Any, extra_args: Any, grads: Any, inner_state: Any) -> Any:
@@ -182,10 +183,10 @@ def _global_norm(grads: Any, axis_name: AxisName) -> jax.Array:
     return jnp.sqrt(sum(agreed, jnp.zeros((), wide)))
 
 
-def _harmless(grads: Any, finite: jax.Array | None = None) -> Any:
+def _harmless(grads: Any) -> Any:
     """Makes zeros of what is not finite: it changes nothing in a step that counts, and spares one that does not."""
     leaves, rebuild = partition(grads, is_inexact)
-    return rebuild(jnp.where(jnp.isfinite(x) if finite is None else finite, x, jnp.zeros((), x.dtype)) for x in leaves)
+    return rebuild(jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype)) for x in leaves)
 
 
 def _zeros_and_state(like: Any, grads: Any, inner_state: Any) -> Any:
