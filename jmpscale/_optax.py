@@ -104,9 +104,7 @@ def with_loss_scaling(
         if "grad" in extra_args and jax.tree.structure(extra_args["grad"]) == jax.tree.structure(updates):
             extra_args["grad"] = _harmless(unscale(scaler, extra_args["grad"]))
         step = partial(_step, wrapped, _widen(params), extra_args)
-        prepare = partial(_prepare, scaler, factor)
-        operands, on_cpu = (updates, state.inner_state), _cheapest_on_cpu(updates, state.inner_state)
-        updates, inner_state = gate(finite, step, _zeros_and_state, *operands, prepare=prepare, on_cpu=on_cpu)
+        updates, inner_state = _gated(step, scaler, factor, finite, updates, state.inner_state)
         return updates, LossScalingState(adapt(scaler, finite, loss_finite), inner_state)
 
     return optax.GradientTransformationExtraArgs(cast(Any, init), cast(Any, update))
@@ -200,11 +198,12 @@ def _zeros(like: Any) -> jax.Array:
     return jax.lax.full_like(like, zero if jnp.issubdtype(like.dtype, np.inexact) else 0)
 
 
-def _cheapest_on_cpu(grads: Any, inner_state: Any) -> Any:
-    """Returns the form of the gate: a branch, or None, for a select, where there is so little to be selected."""
+def _gated(step: Any, scaler: ScalerState, factor: Any, finite: jax.Array, grads: Any, inner_state: Any) -> Any:
+    """Takes the step or skips it; on CPU by a branch, or by a select where there is so little to be selected."""
     state, gradients = _bytes(inner_state), _bytes(grads)
     known = isinstance(state, int) and isinstance(gradients, int)  # not so where shapes are symbolic
-    return None if known and state < gradients else _branch
+    on_cpu, prepare = None if known and state < gradients else _branch, partial(_prepare, scaler, factor)
+    return gate(finite, step, _zeros_and_state, grads, inner_state, prepare=prepare, on_cpu=on_cpu)
 
 
 def _branch(finite: jax.Array, step: Any, skip: Any, grads: Any, inner_state: Any) -> Any:
