@@ -1,30 +1,43 @@
-"""Loss scaling for JAX: exact, jitted, the same on every device."""
+"""Loss scaling for JAX: exact, jitted, and equal on every device."""
 
 from importlib.metadata import version as _version
 
-from jmpscale._exchange import from_torch_state_dict as from_torch_state_dict
-from jmpscale._exchange import to_torch_state_dict as to_torch_state_dict
-from jmpscale._finite import all_finite as all_finite
-from jmpscale._gate import apply_if as apply_if
-from jmpscale._optax import optax_step as optax_step
-from jmpscale._optax import with_loss_scaling as with_loss_scaling
-from jmpscale._report import GradReport as GradReport
-from jmpscale._report import grad_report as grad_report
-from jmpscale._report import metrics as metrics
-from jmpscale._report import raise_if_stuck as raise_if_stuck
-from jmpscale._scaling import scale as scale
-from jmpscale._scaling import unscale as unscale
-from jmpscale._scaling import unscale_and_check as unscale_and_check
-from jmpscale._scaling import update as update
-from jmpscale._state import ScalerConfig as ScalerConfig
-from jmpscale._state import ScalerState as ScalerState
-from jmpscale._state import disabled as disabled
-from jmpscale._state import dynamic as dynamic
-from jmpscale._state import static as static
-from jmpscale._step import scaled_value_and_grad as scaled_value_and_grad
-from jmpscale._step import value_and_grad as value_and_grad
-from jmpscale._tree import cast as cast
-from jmpscale._tree import get_scaler as get_scaler
-from jmpscale._tree import replace_scaler as replace_scaler
+from jmpscale._exchange import from_torch_state_dict, to_torch_state_dict
+from jmpscale._finite import all_finite
+from jmpscale._gate import apply_if
+from jmpscale._optax import optax_step, with_loss_scaling
+from jmpscale._report import GradReport, grad_report, metrics, raise_if_stuck
+from jmpscale._scaling import scale, unscale, unscale_and_check, update
+from jmpscale._state import LossScalingState, ScalerConfig, ScalerState, SkipReason, disabled, dynamic, static
+from jmpscale._step import value_and_grad
+from jmpscale._tree import cast, get_scaler, replace_scaler
+
+__all__ = [
+    "GradReport",
+    "LossScalingState",
+    "ScalerConfig",
+    "ScalerState",
+    "SkipReason",
+    "all_finite",
+    "apply_if",
+    "cast",
+    "disabled",
+    "dynamic",
+    "from_torch_state_dict",
+    "get_scaler",
+    "grad_report",
+    "metrics",
+    "optax_step",
+    "raise_if_stuck",
+    "replace_scaler",
+    "scale",
+    "static",
+    "to_torch_state_dict",
+    "unscale",
+    "unscale_and_check",
+    "update",
+    "value_and_grad",
+    "with_loss_scaling",
+]
 
 __version__ = _version("jmpscale")

@@ -132,11 +132,11 @@ def train(name: str, text: tuple[Any, Any], steps: int, whole: int, seed: int) -
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
-        loss, grads = jmpscale.scaled_value_and_grad(loss_fn)(opt_state, params, batch)
+        loss, grads = jmpscale.value_and_grad(loss_fn)(opt_state, params, batch)
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)
         params = optax.apply_updates(params, updates)
         seen = {"loss": loss * (whole / SHARE), "zero": jmpscale.grad_report(grads).totals()["zero"]}
-        return params, opt_state, seen | jmpscale.metrics(jmpscale.get_scaler(opt_state))
+        return params, opt_state, seen | jmpscale.metrics(opt_state)
 
     params = cast(Any, jax.jit(init, static_argnums=1)(jax.random.key(seed), len(alphabet)))
     opt_state: Any = tx.init(params)

@@ -1,184 +1,258 @@
-"""The gate: a step happens, whole, or everything stays as it was, bit for bit.
+"""The gate: a step is applied, or everything keeps its value bit for bit.
 
-Which form the gate takes is decided by the platform that a program is lowered for: a branch on CPU, where a select
-costs a pass over everything; a select on all others, where XLA copies whatever goes through a branch, waits for the
-host to read the flag, and may lose shardings.
+On CPU the gate is a branch, because a select costs a pass over the whole training state. On every other platform it is
+a select, because XLA copies what passes through a branch, waits for the host to read the flag, and may lose shardings.
+The platform is that for which the program is lowered.
 """
 
 import functools
 import sys
-from collections.abc import Callable
-from typing import Any, TypeVar, TypeVarTuple, cast, overload
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, TypeVarTuple, overload
 
 import jax
-import jax.core
 import jax.numpy as jnp
+import numpy as np
 
-from jmpscale._scaling import require_flag
-from jmpscale._state import shortened
-from jmpscale._tree import is_array, named_leaves, partition
+from jmpscale._finite import varying_axes
+from jmpscale._scaling import check_flag
+from jmpscale._state import truncate
+from jmpscale._tree import PyTree, check_no_refs, find_instances, is_array, is_traced, named_leaves
 
-Carry = TypeVar("Carry")
-Carries = TypeVarTuple("Carries")
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 @overload
-def apply_if(finite: Any, fn: Callable[[Carry], Carry], carry: Carry, /) -> Carry: ...
+def apply_if(finite: Any, fn: Callable[[T], T], carry: T, /) -> T: ...
 @overload
-def apply_if(finite: Any, fn: Callable[[*Carries], tuple[*Carries]], /, *carry: *Carries) -> tuple[*Carries]: ...
+def apply_if(finite: Any, fn: Callable[[*Ts], tuple[*Ts]], /, *carry: *Ts) -> tuple[*Ts]: ...
 def apply_if(finite: Any, fn: Callable[..., Any], /, *carry: Any) -> Any:
-    """Takes a step if the gradients were finite, else leaves everything as it was, bit for bit.
+    """Applies a step if the gradients were finite; otherwise returns the carry unchanged, bit for bit.
 
-    `fn(*carry) if finite else carry`. On CPU that is a branch, and a skipped step costs nothing. On GPU, TPU and all
-    other platforms `fn` always runs and its result is selected or thrown away, which costs nothing on a step that is
-    taken: there `fn` must not rely on being left out, so no callbacks with effects, and no `while_loop` that only ends
-    for finite values. Outside `jax.jit`, where the flag is known, it is a plain Python `if`. A derivative through a
-    skipped step is that of the identity; in reverse mode JAX makes it NaN where it meets an infinite gradient on its
-    way on, unless the gradients are made finite before `fn` uses them.
+    `fn(*carry) if finite else carry`. `fn` must be pure. On GPU, TPU and every other platform except CPU it always
+    runs, and its result is selected or discarded, at no cost to a step that is applied. On CPU it runs only if `finite`
+    is true, except under `jax.vmap`, with a flag that varies over devices, or on a mesh with Explicit axes. Outside
+    `jax.jit`, where the flag is known, the gate is a Python `if`.
+
+    The derivative through a skipped step is that of the identity. In reverse mode it may be NaN (0 * inf) unless `fn`
+    replaces non-finite gradients before it uses them.
 
     Args:
-      finite: bool[], from `unscale_and_check`; combine it with a predicate of your own as you like.
-      fn: takes the carry and returns it changed, with the same structure, shapes and dtypes; traced once. `optax_step`
-        makes the usual one.
-      *carry: pytrees: all that a skipped step must not move, such as parameters, optimizer state, averages, batch
-        statistics, step counts. Leaves that are not arrays go around the gate. Those that are no numbers must not
-        change; a Python number that `fn` hands back unchanged stays the same object, a changed one becomes an array.
+      finite: bool[], from `all_finite` or `unscale_and_check`, alone or combined with other conditions.
+      fn: takes the carry and returns it with the same structure, shapes and dtypes; traced once. `optax_step` creates
+        the usual one.
+      *carry: pytrees of everything that a skipped step must not change: parameters, optimizer state, averages, batch
+        statistics, step counts. Leaves that are not arrays bypass the gate. A Python number that `fn` changes becomes
+        an array; any other object must not change.
 
     Returns:
-      The new carry: one value for one carry, a tuple for several.
+      The new carry: a single value for a single carry, otherwise a tuple.
 
     Raises:
-      TypeError: `finite` is not a boolean, `fn` not a function, there is no carry or it holds a Flax NNX object, or
-        `fn` changes a structure, shape, dtype or sharding.
+      TypeError: `finite` is not a boolean; `fn` is not callable, or changes the structure, a shape, a dtype or a
+        sharding; there is no carry, or it contains a Flax NNX object or a `jax.Ref`.
       ValueError: `finite` is not a scalar.
 
     >>> apply_if(jnp.array(False), lambda w, n: (w / 0, n + 1), jnp.array(2.0), jnp.array(5))
     (Array(2., dtype=float32, weak_type=True), Array(5, dtype=int32, weak_type=True))
     """
-    flag = require_flag(finite)
-    if not callable(cast(object, fn)):
+    flag = check_flag(finite)
+    if not callable(fn):
         raise TypeError(
-            f"fn must be a function of the carry, got {type(fn).__name__}. Pass the function itself, then what it "
-            "takes: apply_if(finite, fn, *carry)."
+            f"fn must be a function of the carry, got {type(fn).__name__}. Pass the function, then its arguments: "
+            "apply_if(finite, fn, *carry)."
         )
     if not carry:
-        raise TypeError("apply_if needs at least one carry after fn: the values that fn changes and a skip keeps.")
-    refuse_nnx_objects(carry, "carry", "Use nnx.cond(finite, step, skip, ...), or pass nnx.state(...) of it.")
-    if not isinstance(flag, jax.core.Tracer) and not flag:
-        return carry[0] if len(carry) == 1 else carry
-    leaves, treedef = cast(tuple[list[Any], Any], jax.tree.flatten(carry))
-    moving = [i for i, leaf in enumerate(leaves) if is_array(leaf)]  # and, once fn is traced, the numbers it changes
+        raise TypeError("carry must hold at least one value, got none. Pass what fn changes: apply_if(finite, fn, x).")
+    check_no_refs(carry, "carry")
+    check_no_nnx_objects(
+        carry, "carry", "Gate the values: carry nnx.state(model), and write the result back with nnx.update."
+    )
+    gated = GatedTree(carry)
 
-    def put(arrays: list[Any]) -> Any:
-        now = dict(zip(moving, arrays, strict=False))
-        return jax.tree.unflatten(treedef, [now.get(i, leaf) for i, leaf in enumerate(leaves)])
+    def step(arrays: list[Any]) -> tuple[list[Any]]:
+        before = gated.combine(arrays)
+        after = _as_carry(fn(*before), len(carry))
+        check_same_types(before, after)
+        return (gated.split(after),)
 
-    def step(arrays: list[Any]) -> list[Any]:
-        before = put(arrays)
-        out = fn(*before)
-        after: Any = (out,) if len(carry) == 1 else out
-        require_same(before, after)
-        new = jax.tree.leaves(after)
-        moving.extend(i for i, leaf in enumerate(leaves) if not (is_array(leaf) or _equal(leaf, new[i])))
-        return [jnp.asarray(new[i]) for i in moving]
+    def keep(like: tuple[list[Any]], arrays: list[Any]) -> tuple[list[Any]]:
+        return (gated.keep(like[0], arrays),)
 
-    def skip(like: list[Any], arrays: list[Any]) -> list[Any]:
-        changed = zip(like[len(arrays) :], moving[len(arrays) :], strict=True)
-        return [*arrays, *(jax.lax.full_like(x, leaves[i]) for x, i in changed)]
-
-    result = put(gate(cast(Any, flag), step, skip, [leaves[i] for i in moving]))
+    (arrays,) = gate(flag, step, keep, gated.arrays)
+    result = gated.combine(arrays)
     return result[0] if len(carry) == 1 else result
+
+
+def _as_carry(out: Any, length: int) -> tuple[Any, ...]:
+    if length == 1:
+        return (out,)
+    if not isinstance(out, tuple):
+        raise TypeError(
+            f"fn returned a {type(out).__name__}, expected a tuple of {length} values, one for each carry. Return "
+            "them as `return a, b`."
+        )
+    return out
+
+
+class GatedTree:
+    """A pytree, split into the arrays that pass through the gate and the leaves that bypass it.
+
+    Attributes:
+      arrays: a list as long as the tree's leaves, with None for each leaf that is not an array.
+    """
+
+    def __init__(self, tree: PyTree):
+        self._leaves, self._treedef = jax.tree.flatten(tree)
+        self.arrays = [leaf if is_array(leaf) else None for leaf in self._leaves]
+
+    def combine(self, arrays: Sequence[Any]) -> Any:
+        """Returns the tree with new arrays; where there is None, the leaf is the original object."""
+        leaves = [leaf if array is None else array for leaf, array in zip(self._leaves, arrays, strict=True)]
+        return jax.tree.unflatten(self._treedef, leaves)
+
+    def split(self, tree: PyTree) -> list[Any]:
+        """Returns the arrays of a tree of the same structure, with None for each leaf that bypasses the gate."""
+        pairs = zip(self._leaves, jax.tree.leaves(tree), strict=True)
+        return [None if not is_array(old) and _is_unchanged(old, new) else jnp.asarray(new) for old, new in pairs]
+
+    def keep(self, like: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+        """Returns the original arrays, and as arrays the Python numbers that the step changes."""
+        triples = zip(like, arrays, self._leaves, strict=True)
+        return [
+            jax.lax.full_like(new, leaf) if array is None and new is not None else array for new, array, leaf in triples
+        ]
 
 
 def gate(
     flag: jax.Array,
-    step: Callable[..., Any],
-    skip: Callable[..., Any],
-    *operands: Any,
-    prepare: Callable[..., Any] | None = None,
-    on_cpu: Any = jax.lax.cond,
-) -> Any:
-    """Returns the step's result if the flag is true, else `skip(like, *operands)`; `step` is traced once.
+    step: Callable[..., tuple[Any, ...]],
+    keep: Callable[..., tuple[Any, ...]],
+    *operands: PyTree,
+    sanitize: Callable[..., tuple[Any, ...]] = lambda *operands: operands,
+) -> tuple[Any, ...]:
+    """Returns `step(*operands)` if the flag is true, otherwise the operands; traces `step` once.
 
     Args:
-      flag: bool[], the same on all devices.
-      step: takes what `prepare` returns, and returns a pytree of arrays.
-      skip: returns the same structure and types; `like` is the abstract result of the step, `jax.ShapeDtypeStruct`s.
-      *operands: pytrees of arrays; all else goes into the closures.
-      prepare: `prepare(in_vain, *operands)` makes what the step takes; `in_vain` tells that it may run on what is not
-        finite, and be thrown away.
-      on_cpu: the form of the gate on CPU, called like `jax.lax.cond`; None: a select there, too.
+      flag: bool[].
+      step: returns a new value for each operand: a pytree of arrays, of the same structure.
+      keep: `keep(like, *operands)` returns the operands with the types of the step's result. `like` shows them: it is
+        the result, or its `jax.ShapeDtypeStruct`s.
+      *operands: pytrees of arrays. Everything else must be closed over.
+      sanitize: maps the operands to those of a step that runs although its result may be discarded.
     """
-    traced = isinstance(flag, jax.core.Tracer)
-    once: Any = jax.jit(step) if traced else step
+    if not is_traced(flag):
+        return step(*operands) if flag else operands
+    step = jax.jit(step)  # both forms share one trace
 
-    def run(in_vain: bool, *operands: Any) -> Any:
-        return once(*(prepare(in_vain, *operands) if prepare else operands))
+    def branch(flag: jax.Array, *operands: PyTree) -> Any:
+        like = jax.eval_shape(step, *operands)
+        return jax.lax.cond(flag, step, functools.partial(keep, like), *operands)
 
-    chosen, always = functools.partial(run, False), functools.partial(run, True)
-    if not traced:
-        return chosen(*operands) if flag else skip(jax.eval_shape(chosen, *operands), *operands)
-    skip = functools.partial(skip, jax.eval_shape(chosen, *operands))
+    def select(flag: jax.Array, *operands: PyTree) -> Any:
+        new = step(*sanitize(*operands))
+        return jax.tree.map(functools.partial(_where, flag), new, keep(new, *operands))
 
-    def branch(flag: jax.Array, *operands: Any) -> Any:
-        return on_cpu(flag, chosen, skip, *operands)
-
-    def elsewhere(flag: Any, *operands: Any) -> Any:
-        return jax.tree.map(functools.partial(jnp.where, flag), always(*operands), skip(*operands))
-
-    if on_cpu is None:
-        return elsewhere(flag, *operands)
-    return cast(Any, jax.lax.platform_dependent(flag, *operands, cpu=branch, default=elsewhere))
+    if not _branch_is_possible(flag):
+        return select(flag, *operands)
+    return jax.lax.platform_dependent(flag, *operands, cpu=branch, default=select)
 
 
-def refuse_nnx_objects(tree: Any, name: str, remedy: str) -> None:
-    """Raises for objects that change in place: what is returned would be copies, and those that came in stay behind."""
-    nnx: Any = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return
-    kind = nnx.Pytree if hasattr(nnx, "Pytree") else nnx.Object
+def _branch_is_possible(flag: jax.Array) -> bool:
+    """Tests whether JAX can type a branch on this flag.
 
-    def is_object(node: Any) -> bool:
-        return isinstance(node, kind)
+    It cannot where the flag varies over manual axes, because the results of a branch do not, and not under `jax.vmap`
+    on a mesh with Explicit axes. JAX traces the forms for all platforms, so the branch must then be avoided on each.
+    """
+    explicit = jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+    return not (explicit or varying_axes(flag))
 
-    if found := partition(tree, is_object, is_leaf=is_object)[0]:
+
+def _where(flag: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    out = jnp.where(flag, new, old)
+    # A select of scalars in host memory is in device memory.
+    space = getattr(jax.typeof(old), "memory_space", None)
+    return out if space == getattr(jax.typeof(out), "memory_space", None) else jax.device_put(out, space)
+
+
+def check_no_nnx_objects(tree: PyTree, name: str, remedy: str) -> None:
+    """Raises if a tree contains Flax NNX objects: inside a transformation copies of them would be changed."""
+    nnx = sys.modules.get("flax.nnx")
+    # While another thread is still importing Flax, the module exists without its classes.
+    kind = getattr(nnx, "Pytree", getattr(nnx, "Object", None))
+    if kind is not None and (found := find_instances(tree, kind)):
         raise TypeError(
-            f"{name} must hold values, got a Flax NNX {type(found[0]).__name__}, which changes in place: what happens "
-            f"to it in here would not be seen outside. {remedy}"
+            f"{name} must hold values, got a Flax NNX {type(found[0]).__name__}, which is changed in place: the change "
+            f"would be lost. {remedy}"
         )
 
 
-def require_same(before: Any, after: Any, name: str = "carry", fn: str = "fn", remedy: str = "") -> None:
-    """Raises, naming the first place that differs, unless `fn` returned what it was given, other values aside."""
-    old, new = dict(named_leaves(before)), dict(named_leaves(after))
-    structures = cast(tuple[Any, Any], (jax.tree.structure(before), jax.tree.structure(after)))
+def check_same_types(before: PyTree, after: PyTree, name: str = "carry", fn: str = "fn", remedy: str = "") -> None:
+    """Raises, naming the first difference, unless two trees have the same structure, shapes, dtypes and shardings."""
+    old, new = named_leaves(before), named_leaves(after)
+    structures: tuple[Any, Any] = jax.tree.structure(before), jax.tree.structure(after)
     if structures[0] != structures[1]:
-        differing = [f"{name}{path} is only in its input" for path in old if path not in new]
-        differing += [f"{name}{path} is only in its output" for path in new if path not in old]
+        old_paths, new_paths = {path for path, _ in old}, {path for path, _ in new}
+        differences = [f"{name}{path} is only in its input" for path, _ in old if path not in new_paths]
+        differences += [f"{name}{path} is only in its output" for path, _ in new if path not in old_paths]
         raise TypeError(
-            f"{fn} must return its {name} with the same structure, but {(differing or ['the containers differ'])[0]}: "
-            f"{shortened(structures[0])} went in and {shortened(structures[1])} came out. "
-            + (remedy or f"Return all that {fn} was given, changed, in the same order.")
+            f"{fn} must return its {name} with the same structure, but "
+            f"{(differences or ['the containers differ'])[0]}: the input is {truncate(structures[0])}, the output is "
+            f"{truncate(structures[1])}. " + (remedy or f"Return every value that {fn} takes, in the same order.")
         )
-    for path, leaf in old.items():
-        if not _equal(leaf, new[path]) and (was := kind_of(leaf)) != (now := kind_of(new[path])):
+    for (path, was), (_, now) in zip(old, new, strict=True):
+        if not has_same_type(was, now):
             raise TypeError(
-                f"{fn} must return its {name} with the same shapes, dtypes and shardings, but {name}{path} went in as "
-                f"{was} and came out as {now}. With parameters in float16 the unscaled gradients are float32: "
-                "initialise the optimizer with parameters in float32 (tx.init on float32 copies) and let "
-                f"optax.apply_updates cast back; elsewhere cast with .astype in {fn}. Where only what stands behind an "
-                "@ or in braces differs, the value is sharded, or varies over mesh axes, as it did not before: "
-                f"reshard it in {fn}, or reduce the gradients."
+                f"{fn} must return its {name} with the same shapes, dtypes and shardings, but {name}{path} was "
+                f"{_describe_type(was)} and is {_describe_type(now)}. " + _type_remedy(was, now, fn)
             )
 
 
-def kind_of(leaf: Any) -> str:
-    """Returns the type of a number or an array: shape, dtype, sharding, varying axes; of anything else its text."""
-    if not (is_array(leaf) or isinstance(leaf, (bool, int, float, complex))):
-        return repr(leaf)
-    return str(jax.typeof(leaf)).removeprefix("~")  # the mark of a weak type, which makes no difference here
+def _is_numeric(leaf: Any) -> bool:
+    return is_array(leaf) or isinstance(leaf, (bool, int, float, complex))
 
 
-def _equal(was: Any, now: Any) -> bool:
-    """Tells whether a leaf that is no array has stayed as it was."""
-    return was is now or (not (is_array(was) or is_array(now)) and repr(was) == repr(now))  # -0.0 and 0 are not 0.0
+def _strong_type(x: Any) -> Any:
+    """Returns the type of an array: shape, dtype, sharding, varying axes and memory space, but not weak typing."""
+    return jax.typeof(x).strip_weak_type()
+
+
+def _describe_type(leaf: Any) -> str:
+    return str(_strong_type(leaf)) if _is_numeric(leaf) else truncate(repr(leaf))
+
+
+def _type_remedy(was: Any, now: Any, fn: str) -> str:
+    if not (_is_numeric(was) and _is_numeric(now)):
+        return "Only arrays and Python numbers may change; close over other objects."
+    if jnp.result_type(was) != jnp.result_type(now):
+        return (
+            f"Convert it with .astype in {fn}. Unscaled gradients of float16 parameters are float32: create the "
+            "optimizer state from float32 parameters, tx.init(jmpscale.cast(params, jnp.float32))."
+        )
+    if jnp.shape(was) != jnp.shape(now):
+        return f"Return an array of the same shape from {fn}."
+    return (
+        f"The sharding, the memory space or the axes over which it varies have changed: reshard it in {fn}, or reduce "
+        "the gradients."
+    )
+
+
+def has_same_type(was: Any, now: Any) -> bool:
+    """Tests whether two arrays or numbers have the same type, and whether any other leaf is unchanged."""
+    if not (_is_numeric(was) and _is_numeric(now)):
+        return _is_unchanged(was, now)
+    return _strong_type(was) == _strong_type(now)
+
+
+def _is_unchanged(was: Any, now: Any) -> bool:
+    """Tests whether a leaf that is not an array is the same object or an equal one."""
+    if was is now:
+        return True
+    if type(was) is not type(now) or is_array(now):
+        return False
+    if isinstance(was, (bool, int, float, complex)):
+        return repr(was) == repr(now)  # NaN equals NaN, and 0.0 differs from -0.0
+    if isinstance(was, np.ndarray):
+        return was.dtype == now.dtype and np.array_equal(was, now)
+    return bool(was == now)

@@ -1,34 +1,47 @@
-"""Loss scaling as an optax gradient transformation. The only module that knows optax.
+"""Loss scaling as an optax gradient transformation. The only module that knows optax."""
 
-On a skipped step the updates are zeros, and nothing of the inner transformation's state has moved.
-"""
-
+import functools
+import inspect
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmpscale._finite import AxisName, all_finite, axes_to_reduce, warn_if_alone
-from jmpscale._gate import gate, kind_of, require_same
-from jmpscale._scaling import adapt, agree_on_outcome, multiply, unscale, unscaled_dtype
-from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerState, dynamic, within
-from jmpscale._tree import is_array, is_inexact, partition, require_one_scaler
-
-
-class LossScalingState(NamedTuple):
-    """The state of `with_loss_scaling`.
-
-    Attributes:
-      scaler: the loss scaler; read it with `get_scaler`.
-      inner_state: the state of the inner transformation.
-    """
-
-    scaler: ScalerState
-    inner_state: optax.OptState
+from jmpscale._finite import (
+    AxisName,
+    all_finite_here,
+    as_axes,
+    axes_to_reduce,
+    check_no_partial_sums,
+    manual_axes,
+    varying_axes,
+    warn_if_unsynchronised,
+)
+from jmpscale._gate import GatedTree, check_same_types, gate, has_same_type
+from jmpscale._scaling import adjust, all_reduce_outcome, multiply, unscaled_dtype
+from jmpscale._state import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    LossScalingState,
+    ScalerState,
+    check_in_range,
+    dynamic,
+    truncate,
+)
+from jmpscale._tree import (
+    PyTree,
+    check_no_refs,
+    check_one_scaler,
+    find_instances,
+    flatten_matching,
+    is_array,
+    is_gradient,
+    is_inexact,
+    is_traced,
+)
 
 
 def with_loss_scaling(
@@ -37,37 +50,40 @@ def with_loss_scaling(
     *,
     max_norm: float | None = None,
     axis_name: AxisName = None,
+    norm_axis_name: AxisName = (),
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer so that it takes gradients of a scaled loss, and skips the step if they overflowed.
+    """Wraps an optimizer so that it skips steps whose gradients are not finite, and adjusts the loss scale.
 
-    `scaled_value_and_grad` makes these gradients. This wrapper divides them, checks them, runs `inner` or returns
-    zeros, and adapts the scale. It goes around everything that uses gradients, and around `optax.partition`,
-    `optax.masked` and `optax.MultiSteps`: inside them it would see some of the gradients, or sums that a single
-    overflow has spoilt for good.
+    `update` checks the gradients, clips them if `max_norm` is given, runs `inner` or returns zeros, and applies the
+    rule of `jmpscale.update` to the scaler. It divides nothing: gradients must be in true units, as
+    `jmpscale.value_and_grad` returns them. Place it outside `optax.MultiSteps`, `optax.partition` and `optax.masked`.
+    Inside them it would see sums, which a single overflow makes NaN permanently, or only some of the gradients.
 
     Args:
-      inner: any optax transformation; extra arguments of `update` reach it. Pass the unscaled loss as `value=`, optax's
-        own name for it: it tells a failed forward pass from an overflow. `grad=`, by optax's convention the gradients
-        once more, is divided too if it has their structure. On platforms other than CPU `inner` runs on a skipped step
-        too, on gradients with zeros for what is not finite, and its result is thrown away; see `apply_if`.
-      scaler: the scaler to start from, `dynamic()` by default; it is copied.
-      max_norm: clips the unscaled gradients to this global norm before `inner`, as `optax.clip_by_global_norm` does.
-        The norm is the check as well, so that they are read once: it is finite if and only if they are and the sum of
-        their squares is below 3.4e38, and a larger one counts as an overflow. Over devices it is that of all of them:
-        along an axis on which a gradient varies each device holds a part of it.
-      axis_name: the mapped axes over which to agree, where JAX's types do not tell; see `all_finite`. With `max_norm`
-        `()` if all devices hold the same gradients, or else the axes over which they hold parts.
+      inner: any optax gradient transformation. It receives all extra arguments of `update`. On GPU and TPU it also runs
+        on skipped steps, with zeros in place of non-finite gradients, and its result is discarded; see `apply_if`.
+      scaler: the initial scaler, `dynamic()` by default.
+      max_norm: clips the gradients to this global norm before `inner`, as `optax.clip_by_global_norm` does. The norm
+        doubles as the check, so gradients are read once. A step is also skipped if the sum of their squares exceeds
+        3.4e38.
+      axis_name: the mapped axes over which the devices combine their decisions where JAX's types do not show them; see
+        `all_finite` and `update`.
+      norm_axis_name: the mapped axes along which each device holds a part of the gradients, such as the axis of
+        hand-written FSDP, where JAX's types do not show them. The squares are summed over these axes. Do not name axes
+        over which the gradients were averaged.
 
     Returns:
-      The transformation. Its `init` and `update` show `inner` parameters in the dtype of the unscaled gradients
-      (float16 ones as float32); `optax.apply_updates` casts back. Its updates are -0.0 on a skip, which leave every
-      parameter as it is, -0.0 too (but a CPU's addition makes subnormal numbers zero, as on any step). What is outside
-      it (a step count, averages, batch statistics) moves on.
+      A transformation whose `update(grads, state, params, *, value=loss)` returns updates of -0.0 on a skipped step,
+      which change no parameter. `value=` or `loss=`, the unscaled loss, distinguishes an overflow in the backward pass
+      from one in the forward pass. `grad=`, by optax's convention the gradients again, is sanitised as they are. Its
+      state is a `LossScalingState`. `inner` sees float16 parameters as float32, the dtype of their gradients, in `init`
+      and `update`; `optax.apply_updates` casts back.
 
     Raises:
-      TypeError: `inner` is no gradient transformation or changes the structure or types of its state, `scaler` is no
-        `ScalerState`, or `max_norm` no number.
-      ValueError: `max_norm` is not positive.
+      TypeError: `inner` is not a gradient transformation, `scaler` is not a `ScalerState`, or `max_norm` is not a
+        number. From `update`: `inner` changes the structure or the types of its state, or a gradient is a partial sum
+        or a `jax.Ref`.
+      ValueError: `max_norm` is not positive, or an axis is not mapped.
 
     >>> tx = with_loss_scaling(optax.sgd(1.0), dynamic(4.0))
     >>> opt_state = tx.init(jnp.array(1.0))
@@ -75,188 +91,259 @@ def with_loss_scaling(
     >>> float(updates), float(opt_state.scaler.loss_scale)
     (-0.0, 2.0)
     """
-    _require_transformation(
-        inner, "inner", "optax.adam(1e-3); an optimizer of a framework goes around with_loss_scaling(...), not inside"
+    _check_transformation(
+        inner, "inner", "optax.adam(1e-3); wrap a framework's optimizer around with_loss_scaling(...), not inside it"
     )
-    if scaler is not None:
-        require_one_scaler(scaler, "scaler")
-        scaler = jax.tree.map(jnp.copy, scaler)  # the caller may donate it
+    initial = dynamic() if scaler is None else scaler
+    check_one_scaler(initial, "scaler")
+    initial = jax.tree.map(lambda x: x.copy(), initial)  # the caller may donate its arrays
     if max_norm is not None:
-        max_norm = within("max_norm", max_norm, SMALLEST_SCALE, LARGEST_SCALE, "Leave it out to clip nothing.")
-    wrapped = optax.with_extra_args_support(inner)
+        max_norm = check_in_range("max_norm", max_norm, SMALLEST_SCALE, LARGEST_SCALE, "Omit it to clip nothing.")
+    tx = _with_extra_args(inner)
 
-    def init(params: optax.Params) -> LossScalingState:
-        start = dynamic() if scaler is None else jax.tree.map(jnp.copy, scaler)
-        return LossScalingState(start, wrapped.init(params if _is_off(start) else _widen(params)))
+    def init(params: optax.Params) -> Any:
+        scaler = jax.tree.map(jnp.array, initial)
+        inner_state = tx.init(params if _is_disabled(scaler) else _widen(params))
+        return LossScalingState(scaler, inner_state, None if max_norm is None else jnp.zeros((), jnp.float32))
 
     def update(
-        updates: optax.Updates, state: LossScalingState, params: optax.Params | None = None, **extra_args: Any
-    ) -> tuple[optax.Updates, LossScalingState]:
-        _require_state(state)
-        scaler, grads = state.scaler, unscale(state.scaler, updates)
-        norm, factor = (None, None) if max_norm is None else _clipping(grads, max_norm, axis_name)
-        if _is_off(scaler):
-            updates, inner_state = wrapped.update(multiply(grads, factor), state.inner_state, params, **extra_args)
-            return updates, LossScalingState(scaler, inner_state)
-        warn_if_alone(axis_name)
-        finite = all_finite(grads if norm is None else norm, axis_name=())
-        finite, loss_finite = agree_on_outcome(finite, extra_args.get("value"), axis_name)
-        if "grad" in extra_args and jax.tree.structure(extra_args["grad"]) == jax.tree.structure(updates):
-            extra_args["grad"] = _harmless(unscale(scaler, extra_args["grad"]))
-        step = partial(_step, wrapped, _widen(params), extra_args)
-        updates, inner_state = _gated(step, scaler, factor, finite, updates, state.inner_state)
-        return updates, LossScalingState(adapt(scaler, finite, loss_finite), inner_state)
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, Any]:
+        grads = updates
+        _check_update_arguments(grads, state)
+        scaler, norm, factor = state.scaler, None, None
+        if max_norm is not None:
+            norm = _global_norm(grads, axis_name, norm_axis_name)
+            factor = jnp.where(norm > max_norm, max_norm / norm, 1)
+            norm = norm.astype(jnp.float32)
 
-    return optax.GradientTransformationExtraArgs(cast(Any, init), cast(Any, update))
+        def step(grads: PyTree, inner_state: PyTree, params: PyTree) -> tuple[Any, Any]:
+            clipped = grads if factor is None else multiply(grads, factor)
+            return tx.update(clipped, inner_state, params, **extra_args)
+
+        if _is_disabled(scaler):
+            updates, inner_state = step(grads, state.inner_state, params)
+            return updates, LossScalingState(scaler, inner_state, norm)
+
+        warn_if_unsynchronised(axis_name, norm_axis_name)
+        loss = extra_args.get("value", extra_args.get("loss"))
+        decision_axes = _decision_axes(axis_name, norm_axis_name)
+        finite, loss_finite = all_reduce_outcome(_is_finite(grads, norm), loss, decision_axes)
+        if "grad" in extra_args:  # by optax's convention the gradients again
+            extra_args["grad"] = _zero_nonfinite(extra_args["grad"])
+        gated_step = functools.partial(step, params=_widen(params))
+        updates, inner_state = _update_if(finite, gated_step, grads, state.inner_state)
+        return updates, LossScalingState(adjust(scaler, finite, loss_finite), inner_state, norm)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _require_transformation(tx: object, name: str, remedy: str) -> None:
+def _check_transformation(tx: Any, name: str, remedy: str) -> None:
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(
             f"{name} must be an optax.GradientTransformation, got {type(tx).__name__}. Pass one, such as {remedy}."
         )
 
 
-def _require_state(state: object) -> None:
+def _with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
+    """Returns a transformation that accepts any extra argument and passes on those that `tx` takes.
+
+    optax does this for its own class. Others, such as `optax.MultiSteps`, are inspected.
+    """
+    if isinstance(tx, optax.GradientTransformation):
+        return optax.with_extra_args_support(tx)
+    parameters = inspect.signature(tx.update).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        passed_on = {name: value for name, value in extra_args.items() if takes_all or name in parameters}
+        return tx.update(updates, state, params, **passed_on)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def _decision_axes(axis_name: AxisName, norm_axis_name: AxisName) -> AxisName:
+    """Returns the axes over which decisions are combined: devices that hold parts of a gradient decide together."""
+    parts = as_axes(norm_axis_name)
+    if not parts:
+        return axis_name
+    named = manual_axes(typed=True) if axis_name is None else as_axes(axis_name)
+    return tuple(dict.fromkeys([*named, *parts]))
+
+
+def _check_update_arguments(grads: PyTree, state: Any) -> None:
     if not isinstance(state, LossScalingState):
         raise TypeError(
-            f"state must be what tx.init of with_loss_scaling made, got {type(state).__name__}. It comes second, "
-            "before params; the state of a bare optimizer goes in by tx.init(params)._replace(inner_state=...)."
+            f"state must be the state that init of with_loss_scaling returned, got {type(state).__name__}. The "
+            "arguments are (grads, state, params). To add loss scaling to the state of an existing optimizer, use "
+            "tx.init(params)._replace(inner_state=...)."
         )
-    require_one_scaler(state.scaler, "state.scaler")
+    check_one_scaler(state.scaler, "state.scaler")
+    check_no_refs(grads, "updates")
+    check_no_partial_sums(grads)
 
 
-def _prepare(scaler: ScalerState, factor: Any, in_vain: bool, grads: Any, inner_state: Any) -> tuple[Any, Any]:
-    # The gradients are divided here once more: so the unscaled ones are never written to memory.
-    grads = multiply(unscale(scaler, grads), factor)
-    return _harmless(grads) if in_vain else grads, inner_state
-
-
-def _step(tx: Any, params: Any, extra_args: Any, grads: Any, inner_state: Any) -> Any:
-    updates, after = tx.update(grads, inner_state, params, **extra_args)
-    remedy = "A transformation that only adds to its state what it has seen, such as optax.monitor, goes around "
-    remedy += "with_loss_scaling: optax.chain(with_loss_scaling(...), optax.monitor(...))."
-    require_same(inner_state, after, "state", "inner", remedy)
-    return updates, after
-
-
-def _is_off(scaler: ScalerState) -> bool:
+def _is_disabled(scaler: ScalerState) -> bool:
     return scaler.config.mode == "disabled"
 
 
-def _widen(params: Any) -> Any:
-    """Gives parameters the dtype of their unscaled gradients: else optimizer states change dtype when updated."""
+def _widen(params: PyTree) -> PyTree:
+    """Converts parameters to the dtype of their gradients; otherwise optimizer states would change dtype."""
 
-    def one(x: Any) -> Any:
-        abstract = isinstance(x, jax.ShapeDtypeStruct)
-        if not (abstract or is_array(x)) or not jnp.issubdtype(x.dtype, np.inexact):
+    def widen(x: Any) -> Any:
+        is_abstract = isinstance(x, jax.ShapeDtypeStruct)
+        if not (is_abstract or is_array(x)) or not jnp.issubdtype(x.dtype, np.inexact):
             return x
-        wide = unscaled_dtype(x.dtype)
-        if wide == x.dtype:
+        dtype = unscaled_dtype(x.dtype)
+        if dtype == x.dtype:
             return x
-        return jax.ShapeDtypeStruct(x.shape, wide, sharding=x.sharding) if abstract else jnp.asarray(x, wide)
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding) if is_abstract else jnp.asarray(x, dtype)
 
-    return jax.tree.map(one, params)
-
-
-def _clipping(grads: Any, max_norm: float, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
-    """Returns the global norm, and what to multiply gradients with for it to be at most `max_norm`."""
-    norm = _global_norm(grads, axis_name)
-    return norm, jnp.where(norm > max_norm, max_norm / norm, 1)
+    return jax.tree.map(widen, params)
 
 
-def _global_norm(grads: Any, axis_name: AxisName) -> jax.Array:
-    """Returns the norm over all leaves and devices, in float32, or in float64 where a leaf is."""
-    leaves = [jnp.asarray(x) for x in partition(grads, is_inexact)[0]]
-    wide = jnp.float64 if any(x.real.dtype == jnp.float64 for x in leaves) else jnp.float32
-    groups: dict[tuple[Any, ...], list[jax.Array]] = {}
+def _global_norm(grads: PyTree, axis_name: AxisName, norm_axis_name: AxisName) -> jax.Array:
+    """Returns the norm over all leaves and devices, in float32, or in float64 if a leaf is."""
+    leaves = [jnp.asarray(x) for x in flatten_matching(grads, is_gradient)[0]]
+    dtype = jnp.float64 if any(x.real.dtype == jnp.float64 for x in leaves) else jnp.float32
+    sums: dict[tuple[Any, ...], list[jax.Array]] = {}  # by the axes over which to add them
     for x in leaves:
         for part in (x.real, x.imag) if jnp.iscomplexobj(x) else (x,):
-            # Not square(part) alone, whose derivative at infinity turns a cotangent of zero into NaN.
-            square = jnp.where(jnp.isfinite(part), jnp.square(_harmless(part.astype(wide))), np.array(np.inf, wide))
-            total = square.sum()
-            groups.setdefault(axes_to_reduce(total, axis_name), []).append(total)
-    sums = {axes: jnp.stack(squares).sum() for axes, squares in groups.items()}
-    agreed: list[Any] = [jax.lax.psum(x, axes) if axes else x for axes, x in sums.items()]
-    return jnp.sqrt(sum(agreed, jnp.zeros((), wide)))
+            total = _sum_of_squares(part.astype(dtype))
+            sums.setdefault(_norm_axes(total, axis_name, norm_axis_name), []).append(total)
+    totals = {axes: jnp.stack(squares).sum() for axes, squares in sums.items()}
+    reduced = [jax.lax.psum(total, axes) if axes else total for axes, total in totals.items()]
+    return jnp.sqrt(sum(reduced, jnp.zeros((), dtype)))
 
 
-def _harmless(grads: Any) -> Any:
-    """Makes zeros of what is not finite: it changes nothing in a step that counts, and spares one that does not."""
-    leaves, rebuild = partition(grads, is_inexact)
-    return rebuild(jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype)) for x in leaves)
+def _sum_of_squares(x: jax.Array) -> jax.Array:
+    # The derivative of square(x) alone turns a cotangent of zero into NaN where x is infinite.
+    return jnp.where(jnp.isfinite(x), jnp.square(_zero_nonfinite(x)), np.array(np.inf, x.dtype)).sum()
 
 
-def _zeros_and_state(like: Any, grads: Any, inner_state: Any) -> Any:
-    return jax.tree.map(_zeros, like[0]), inner_state
+def _norm_axes(x: jax.Array, axis_name: AxisName, norm_axis_name: AxisName) -> tuple[Any, ...]:
+    """Returns the axes along which each device holds a part: those that the types show, and those that are named."""
+    typed = [name for name in axes_to_reduce(x, axis_name) if name in varying_axes(x)]
+    return tuple(dict.fromkeys([*typed, *axes_to_reduce(x, as_axes(norm_axis_name))]))
 
 
-def _zeros(like: Any) -> jax.Array:
-    # full_like takes over the sharding and the varying axes too, without which the branches would not match. The
-    # zeros are negative, since x + -0.0 keeps every x, where -0.0 + 0.0 is 0.0.
+def _is_finite(grads: PyTree, norm: jax.Array | None) -> jax.Array:
+    """Tests the gradients on this device; their norm, if it is known, is finite only if all of them are."""
+    if norm is None:
+        return all_finite_here(grads)
+    others, _ = flatten_matching(grads, lambda path, leaf: not is_gradient(path, leaf))
+    return jnp.isfinite(norm) & all_finite_here(others)
+
+
+def _update_if(
+    finite: jax.Array, step: Callable[[Any, Any], tuple[Any, Any]], grads: PyTree, inner_state: PyTree
+) -> tuple[Any, Any]:
+    """Returns the updates and the new state of the step if the gradients are finite, otherwise zeros and the state."""
+    gated_grads, gated_state = GatedTree(grads), GatedTree(inner_state)
+
+    def gated_step(grad_arrays: list[Any], state_arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+        updates, after = step(gated_grads.combine(grad_arrays), gated_state.combine(state_arrays))
+        _check_structure_of_updates(grads, updates)
+        check_same_types(
+            inner_state,
+            after,
+            "state",
+            "inner",
+            "Place a transformation that only adds what it has seen to its state, such as optax.monitor, outside: "
+            "optax.chain(with_loss_scaling(...), optax.monitor(...)).",
+        )
+        return gated_grads.split(updates), gated_state.split(after)
+
+    def keep(like: Any, grad_arrays: list[Any], state_arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+        # In place of zeros, which are selected below, the gradients: XLA then reuses their memory for the updates.
+        updates = [_first_if_same_type(g, u) for g, u in zip(grad_arrays, like[0], strict=True)]
+        return updates, gated_state.keep(like[1], state_arrays)
+
+    def sanitize(grad_arrays: list[Any], state_arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+        return _zero_nonfinite(grad_arrays), state_arrays
+
+    updates, arrays = gate(finite, gated_step, keep, gated_grads.arrays, gated_state.arrays, sanitize=sanitize)
+    updates = jax.tree.map(functools.partial(_zero_unless, finite), updates)
+    return gated_grads.combine(updates), gated_state.combine(arrays)
+
+
+def _check_structure_of_updates(grads: PyTree, updates: PyTree) -> None:
+    expected: Any = jax.tree.structure(grads)
+    structure: Any = jax.tree.structure(updates)
+    if structure != expected:
+        raise TypeError(
+            f"inner must return updates with the structure of the gradients, {truncate(expected)}, got "
+            f"{truncate(structure)}. Wrap the part of the optimizer that keeps the structure."
+        )
+
+
+def _first_if_same_type(grad: Any, update: Any) -> Any:
+    if update is None:
+        return None
+    zero = _negative_zeros(update)
+    return grad if has_same_type(grad, zero) else zero
+
+
+def _zero_unless(finite: jax.Array, update: jax.Array) -> jax.Array:
+    if is_traced(finite):
+        return jnp.where(finite, update, _negative_zeros(update))
+    return update if finite else _negative_zeros(update)
+
+
+def _negative_zeros(like: Any) -> jax.Array:
+    """Returns -0.0 of the dtype, sharding and varying axes of `like`: x + -0.0 is x for every x, even for -0.0."""
     zero = complex(-0.0, -0.0) if jnp.issubdtype(like.dtype, np.complexfloating) else -0.0
     return jax.lax.full_like(like, zero if jnp.issubdtype(like.dtype, np.inexact) else 0)
 
 
-def _gated(step: Any, scaler: ScalerState, factor: Any, finite: jax.Array, grads: Any, inner_state: Any) -> Any:
-    """Takes the step or skips it; on CPU by a branch, or by a select where there is so little to be selected."""
-    state, gradients = _bytes(inner_state), _bytes(grads)
-    known = isinstance(state, int) and isinstance(gradients, int)  # not so where shapes are symbolic
-    on_cpu, prepare = None if known and state < gradients else _branch, partial(_prepare, scaler, factor)
-    return gate(finite, step, _zeros_and_state, grads, inner_state, prepare=prepare, on_cpu=on_cpu)
+def _zero_nonfinite(tree: PyTree) -> PyTree:
+    """Replaces non-finite values by zero, which keeps NaN out of a step whose result is discarded.
+
+    The zeros are negative for the reason that `all_finite` gives.
+    """
+
+    def replace(x: Any) -> Any:
+        return jnp.where(jnp.isfinite(x), x, jnp.asarray(-0.0, x.dtype)) if is_inexact(x) else x
+
+    return jax.tree.map(replace, tree)
 
 
-def _branch(finite: jax.Array, step: Any, skip: Any, grads: Any, inner_state: Any) -> Any:
-    def hand_back(grads: Any, inner_state: Any) -> Any:
-        # In place of zeros the gradients, where they have the type of the updates: so both share their memory.
-        updates, _ = skip(grads, inner_state)
-        leaves, treedef = cast(tuple[list[Any], Any], jax.tree.flatten(updates))
-        given = jax.tree.leaves(grads)
-        if len(leaves) != len(given):
-            return updates, inner_state
-        fitting = [g if kind_of(g) == kind_of(u) else u for g, u in zip(given, leaves, strict=True)]
-        return jax.tree.unflatten(treedef, fitting), inner_state
-
-    updates, after = cast(Any, jax.lax.cond(finite, step, hand_back, grads, inner_state))
-    return jax.tree.map(partial(jnp.where, finite), updates, skip(grads, inner_state)[0]), after
-
-
-def _bytes(tree: Any) -> Any:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree) if is_array(x))
-
-
-def optax_step(tx: optax.GradientTransformation, grads: Any, **extra_args: Any) -> Callable[[Any, Any], Any]:
-    """Makes the step of an optax optimizer for `apply_if`: update, then apply.
+def optax_step(tx: optax.GradientTransformation, grads: PyTree, **extra_args: Any) -> Callable[[Any, Any], Any]:
+    """Creates the step of an optax optimizer for `apply_if`: update, then apply the updates.
 
     Args:
-      tx: the optimizer, without `with_loss_scaling`, which gates by itself.
-      grads: the unscaled gradients.
-      **extra_args: of `tx.update`, such as `value=`.
+      tx: the optimizer, not wrapped in `with_loss_scaling`, which skips steps by itself.
+      grads: the gradients, in true units.
+      **extra_args: extra arguments of `tx.update`, such as `value=`.
 
     Returns:
-      `step(params, opt_state) -> (params, opt_state)`. Leaves of `params` without a gradient, such as the functions in
-      an Equinox model, stay as they are.
+      `step(params, opt_state) -> (params, opt_state)`. Leaves of `params` without an update, such as the functions in
+      an Equinox model, are unchanged.
 
     Raises:
-      TypeError: `tx` is no gradient transformation.
+      TypeError: `tx` is not a gradient transformation. From the step: `tx` is wrapped in `with_loss_scaling`.
 
     >>> from jmpscale import apply_if
     >>> tx, params = optax.sgd(1.0), {"w": jnp.array(3.0)}
     >>> apply_if(True, optax_step(tx, {"w": jnp.array(1.0)}), params, tx.init(params))[0]
     {'w': Array(2., dtype=float32)}
     """
-    _require_transformation(tx, "tx", "optax.adam(1e-3), and the gradients after it")
+    if callable(tx) and not hasattr(tx, "update"):
+        raise TypeError(f"tx must be the optimizer, got the function {tx!r}. Pass the optimizer, not its update.")
+    _check_transformation(tx, "tx", "optax.adam(1e-3), and the gradients after it")
+    wide = _with_extra_args(tx)
 
     def step(params: Any, opt_state: Any) -> Any:
-        updates, opt_state = optax.with_extra_args_support(tx).update(grads, opt_state, params, **extra_args)
-        return jax.tree.map(_apply, updates, params, is_leaf=_is_none), opt_state
+        if find_instances(opt_state, LossScalingState):
+            raise TypeError(
+                "tx must not be wrapped in with_loss_scaling: a skipped step would not adjust its scale. Pass the "
+                "inner optimizer, or call tx.update without apply_if."
+            )
+        updates, opt_state = wide.update(grads, opt_state, params, **extra_args)
+        return jax.tree.map(_apply_update, updates, params, is_leaf=lambda x: x is None), opt_state
 
     return step
 
 
-def _apply(update: Any, param: Any) -> Any:
+def _apply_update(update: Any, param: Any) -> Any:
     return param if update is None else optax.apply_updates(param, update)
-
-
-def _is_none(x: Any) -> bool:
-    return x is None

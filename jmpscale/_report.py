@@ -1,242 +1,344 @@
-"""Looking, never deciding: what to log, which leaf overflowed, and when to give up."""
+"""Logging and diagnosis: metrics, a report on each gradient, and an error for a run that is stuck.
+
+Nothing here changes a state.
+"""
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, cast
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
-import jax.core
+import jax.export
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import checkify
 
-from jmpscale._finite import AxisName, axes_to_reduce, joint_reductions_pay, refuse_partial_sums, warn_if_alone
-from jmpscale._state import COUNTER_LIMIT, LARGEST_SCALE, ScalerState, count, static
-from jmpscale._tree import is_inexact, require_one_scaler, require_scaler
+from jmpscale._finite import (
+    AxisName,
+    axes_to_reduce,
+    check_no_partial_sums,
+    use_variadic_reduce,
+    warn_if_unsynchronised,
+)
+from jmpscale._state import (
+    ARRAY_FIELDS,
+    COUNTER_LIMIT,
+    LARGEST_SCALE,
+    LossScalingState,
+    ScalerState,
+    SkipReason,
+    check_count,
+)
+from jmpscale._tree import (
+    PyTree,
+    check_no_refs,
+    check_one_scaler,
+    check_scaler,
+    find_instances,
+    get_scaler,
+    is_gradient,
+    is_traced,
+    path_names,
+)
 
-FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL, FLOAT16_LARGEST = 2.0**-24, 2.0**-14, 65504.0
+FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL, FLOAT16_MAX = 2.0**-24, 2.0**-14, 65504.0
 
-_COUNTS = ("nan", "inf", "zero", "below", "subnormal")
+_COUNTS = ("nan", "inf", "zero", "underflow", "subnormal")
 
-_STUCK = "{run} steps in a row were skipped ({total} in all); the loss scale is {scale:g}. "
-_OVERFLOW = f"{_STUCK}In the newest skip the gradients were not finite while the loss, if given, was. "
+_STUCK = "{run} consecutive steps were skipped ({total} in total); the loss scale is {scale:g}. "
+_OVERFLOW = f"{_STUCK}In the most recent skip the gradients were not finite, while the loss, if given, was. "
 _DIAGNOSES = (  # in the order of _diagnoses
-    f"{_STUCK}That is no loss scale: the state was damaged, in storage or by hand. Restore an older checkpoint.",
-    f"{_STUCK}In the newest skip the loss itself was not finite, before any scaling. No loss scale cures that: look "
-    "for bad data, or for an overflow in the forward pass.",
-    f"{_OVERFLOW}The scale cannot fall any further: either the gradients overflow on the way back whatever the scale, "
-    "or they are NaN. jmpscale.grad_report names the leaf. Run the same batch in float32; if it is finite there, "
-    "allow a smaller scale or keep the overflowing layers in float32.",
-    f"{_OVERFLOW}These are the first skips of this run: the scale is still being sought. Allow more, or start lower.",
-    f"{_OVERFLOW}The scale is still falling; allow more skips, or look for what changed in the data or the model: "
+    f"{_STUCK}The loss scale is invalid: the state was damaged, in storage or by hand. Restore an older checkpoint.",
+    f"{_STUCK}In the most recent skip the loss itself was not finite, before any scaling. No loss scale prevents "
+    "that. Look for invalid data, or for an overflow in the forward pass.",
+    f"{_OVERFLOW}The scale cannot back off any further: the gradients overflow at every allowed scale, or they are "
+    "NaN. jmpscale.grad_report names the leaf. Run the same batch in float32; if the gradients are finite there, "
+    "decrease min_scale or keep the overflowing layers in float32.",
+    f"{_OVERFLOW}These are the first skips of this run: the scale is still backing off from its initial value. Allow "
+    "more skips, or decrease init_scale.",
+    f"{_OVERFLOW}The scale is still backing off. Allow more skips, or look for what changed in the data or the model: "
     "jmpscale.grad_report names the leaf.",
 )
 
 
-def metrics(state: ScalerState) -> dict[str, jax.Array]:
-    """Returns what there is to log about a scaler, under stable names.
+def metrics(holder: PyTree) -> dict[str, jax.Array]:
+    """Returns the values to log about a scaler, under stable names.
 
     Args:
-      state: a scaler, or a batch of scalers.
+      holder: a scaler, a batch of scalers, or any pytree that contains exactly one, such as the optimizer state of
+        `with_loss_scaling`.
 
     Returns:
-      `loss_scale` f32[], and i32[] `good_steps`, `hysteresis_left`, `skipped`, `skipped_in_a_row`, `last_skip`; see
-      `ScalerState`. They stay on the device: nothing is transferred until they are read.
+      `loss_scale` f32[], and i32[] `finite_steps`, `hysteresis_left`, `skipped`, `consecutive_skips` and `last_skip`;
+      see `ScalerState`. For an optimizer state of `with_loss_scaling(max_norm=...)` also `grad_norm` f32[], the global
+      norm before clipping. They are the arrays of the state itself: read or copy them before the state is donated.
 
     Raises:
-      TypeError: `state` is not a `ScalerState`.
+      ValueError: `holder` contains no scaler, or more than one.
 
     >>> from jmpscale import dynamic
     >>> {name: float(value) for name, value in metrics(dynamic(8.0)).items() if "scale" in name}
     {'loss_scale': 8.0}
     """
-    require_scaler(state)
-    return {name: value for name, value in state._asdict().items() if name != "config"}
+    scaler = get_scaler(holder)
+    check_scaler(scaler)
+    values = {name: getattr(scaler, name) for name in ARRAY_FIELDS}
+    for state in find_instances(holder, LossScalingState):
+        norm = jax.tree.leaves(state.grad_norm)  # wrapped, in an optimizer of Flax NNX; empty without max_norm
+        values |= {"grad_norm": norm[0]} if norm else {}
+    return values
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GradReport:
-    """What `grad_report` saw in each leaf of a gradient tree, as float16 would hold it.
+    """Statistics of each leaf of a gradient tree, as float16 would hold it; created by `grad_report`.
 
     Attributes:
-      finite: bool[], whether all of the gradients are finite; the flag that `all_finite` gives.
-      largest: f32[leaves], the largest magnitude; NaN where a leaf contains NaN.
-      nan: i32[leaves], how many values are NaN.
-      inf: i32[leaves], how many are infinite.
-      zero: i32[leaves], how many are exactly zero.
-      below: i32[leaves], how many are nonzero and below 2^-24, which float16 cannot hold.
-      subnormal: i32[leaves], how many are in [2^-24, 2^-14), where float16 keeps fewer than 11 bits.
-      paths: the names of the leaves, such as `params/layer_7/kernel`; static, no leaf.
-      sizes: how many values each leaf has on all the devices that were counted, two for a complex number; static, no
-        leaf.
+      finite: bool[], whether all gradients are finite.
+      max_abs: f32[leaves], the largest magnitude; NaN if a leaf contains NaN.
+      nan: i32[leaves], the number of NaN values.
+      inf: i32[leaves], the number of infinite values.
+      zero: i32[leaves], the number of zeros.
+      underflow: i32[leaves], the number of nonzero values below 2^-24, which float16 cannot hold.
+      subnormal: i32[leaves], the number of values in [2^-24, 2^-14), for which float16 has fewer than 11 significant
+        bits.
+      paths: the names of the leaves, such as `params/layer_7/kernel`; not a leaf of this pytree.
+      sizes: the number of values of each leaf on all devices that were combined, two for a complex number; not a leaf
+        of this pytree.
     """
 
     finite: jax.Array
-    largest: jax.Array
+    max_abs: jax.Array
     nan: jax.Array
     inf: jax.Array
     zero: jax.Array
-    below: jax.Array
+    underflow: jax.Array
     subnormal: jax.Array
     paths: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     sizes: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     def describe(self, limit: int = 20) -> str:
-        """Tells in words, and in a table with the worst leaves first, how the gradients are; outside jit.
+        """Describes the gradients in a sentence and a table, the most suspicious leaves first; outside `jax.jit`.
 
-        Reads the report from the device, once. Among leaves that are not finite the one with the smallest share of
-        such values, exact zeros aside, comes first: an overflow spreads on its way back, so that is where it most
-        likely began.
+        Reads the report from the device once. An overflow spreads through the backward pass, so among leaves that are
+        not finite, the overflow most likely began in the one with the smallest fraction of non-finite values, not
+        counting zeros. That leaf comes first.
 
         Args:
-          limit: how many leaves the table shows.
+          limit: the number of leaves in the table.
 
         Returns:
-          A sentence that names the leaf that matters most, and the table. Headroom is log2(65504 / largest): by how
-          many bits the gradients could still grow in float16.
+          The sentence and the table. Headroom is log2(65504 / max_abs): the number of bits by which the gradients could
+          grow in float16.
 
         Raises:
           TypeError: the report is traced, or `limit` is not an integer.
           ValueError: the report is one of a batch or of several steps; index its arrays first.
 
         >>> print(grad_report({"w": jnp.array([1.0, jnp.inf]), "b": jnp.ones(3)}).describe())
-        1 of 2 leaves are not finite; it most likely began in w.
-        leaf  values  largest  headroom  nan  inf  zero  below  subnormal
-        w          2      inf      -inf    0    1     0      0          0
-        b          3        1      16.0    0    0     0      0          0
+        1 of 2 leaves are not finite; the overflow most likely began in w.
+        leaf  values  max_abs  headroom  nan  inf  zero  underflow  subnormal
+        w          2      inf      -inf    0    1     0          0          0
+        b          3        1      16.0    0    0     0          0          0
         """
-        count("limit", limit)
-        if isinstance(self.finite, jax.core.Tracer):
+        check_count("limit", limit)
+        if is_traced(self.finite):
             raise TypeError("describe reads the report and so cannot run inside jax.jit. Return the report first.")
         if (shape := jnp.shape(self.finite)) != ():
             raise ValueError(
-                f"describe tells about one report, got a batch of shape {shape}. Take one of them: "
+                f"describe takes a single report, got a batch of shape {shape}. Select one: "
                 "jax.tree.map(lambda x: x[0], report)."
             )
         report = jax.device_get(self)
-        counts, largest = np.array([getattr(report, name) for name in _COUNTS]), np.asarray(report.largest)
-        paths, sizes, bad = report.paths, report.sizes, counts[0] + counts[1]
+        counts = np.array([getattr(report, name) for name in _COUNTS])
+        max_abs, paths, sizes = np.asarray(report.max_abs), report.paths, report.sizes
+        nonfinite = counts[0] + counts[1]
         with np.errstate(divide="ignore"):
-            headroom = np.log2(FLOAT16_LARGEST / largest)
-        known = [n if isinstance(cast(object, n), int) else np.nan for n in sizes]  # symbolic ones are not
-        share = bad / np.maximum(np.array(known) - counts[2], 1)
-        order: list[int] = np.lexsort((headroom, share, bad == 0)).tolist()
-        rows = [["leaf", "values", "largest", "headroom", *_COUNTS]]
-        for i in order[:limit]:
-            rows.append([paths[i], f"{sizes[i]}", f"{largest[i]:.3g}", f"{headroom[i]:.1f}", *map(str, counts[:, i])])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        table = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
-        worst, faulty = paths[order[0]], (bad > 0).sum()
-        if faulty > 1 and share[order[0]] > 0.5:
-            text = f"{faulty} of {len(bad)} leaves are mostly not finite; a smaller scale shows where it begins."
-        elif faulty:
-            text = f"{faulty} of {len(bad)} leaves are not finite; it most likely began in {worst}."
-        else:
-            text = f"All {len(bad)} leaves are finite; the largest magnitude is in {worst}."
-        if faulty and not counts[1].any():
-            text += " All of it is NaN: bad data, a 0/0 in the model, or an overflow whose infinities met on their way."
-        return "\n".join([text, *table])
+            headroom = np.log2(FLOAT16_MAX / max_abs)
+        known_sizes = np.array([size if isinstance(size, int) else np.nan for size in sizes])  # symbolic shapes
+        fraction = nonfinite / np.maximum(known_sizes - counts[2], 1)
+        order = np.lexsort((headroom, fraction, nonfinite == 0)).tolist()
+        rows = [
+            [paths[i], f"{sizes[i]}", f"{max_abs[i]:.3g}", f"{headroom[i]:.1f}", *map(str, counts[:, i])]
+            for i in order[:limit]
+        ]
+        sentence = _summarise(paths[order[0]], nonfinite, fraction[order[0]], counts[1])
+        return f"{sentence}\n{_format_table([['leaf', 'values', 'max_abs', 'headroom', *_COUNTS], *rows])}"
 
     def totals(self) -> dict[str, jax.Array]:
-        """Returns the sums over all leaves, to log beside `metrics`; jittable, nothing is transferred.
+        """Returns statistics of all leaves together, to log beside `metrics`; jittable.
 
         Returns:
-          f32[] each: `largest` (NaN if any leaf has one), and of `nan`, `inf`, `zero`, `below`, `subnormal` the share
-          of all values, in [0, 1]. Of stacked reports, [steps] each.
+          f32[] each: `max_abs` (NaN if a leaf has NaN), and as fractions of all values, in [0, 1], `nan`, `inf`,
+          `zero`, `underflow` and `subnormal`. For stacked reports [steps] each.
 
         >>> {name: float(x) for name, x in grad_report({"w": jnp.array([0.0, 4.0])}).totals().items() if x > 0}
-        {'largest': 4.0, 'zero': 0.5}
+        {'max_abs': 4.0, 'zero': 0.5}
         """
-        largest = jnp.where(jnp.isnan(self.largest).any(-1), jnp.nan, self.largest.max(-1))
+        max_abs = jnp.where(jnp.isnan(self.max_abs).any(-1), jnp.nan, self.max_abs.max(-1))
         values = jnp.maximum(jnp.asarray(sum(self.sizes), jnp.float32), 1.0)
-        shares = {name: getattr(self, name).astype(jnp.float32).sum(-1) / values for name in _COUNTS}
-        return {"largest": largest} | shares
+        fractions = {name: getattr(self, name).astype(jnp.float32).sum(-1) / values for name in _COUNTS}
+        return {"max_abs": max_abs} | fractions
 
 
-def grad_report(grads: Any, *, scaler: ScalerState | None = None, axis_name: AxisName = None) -> GradReport:
-    """Looks at each leaf of a gradient tree as float16 holds it: what overflowed, what was lost, what room is left.
+def _summarise(first: str, nonfinite: Any, fraction: float, inf: Any) -> str:
+    """Summarises a report; `first` is the most suspicious leaf, and `fraction` that of its non-finite values."""
+    leaves, faulty = len(nonfinite), int((nonfinite > 0).sum())
+    if not faulty:
+        return f"All {leaves} leaves are finite; the largest magnitude is in {first}."
+    if faulty > 1 and fraction > 0.5:
+        sentence = (
+            f"{faulty} of {leaves} leaves are mostly not finite; a smaller scale shows where the overflow begins."
+        )
+    else:
+        sentence = f"{faulty} of {leaves} leaves are not finite; the overflow most likely began in {first}."
+    if not inf.any():
+        sentence += (
+            " All non-finite values are NaN: invalid data, a 0/0 in the model, or infinities that met later in the "
+            "backward pass."
+        )
+    return sentence
 
-    Jittable. What is not used costs nothing under jit; what is used reads the gradients once more. To pay only for
-    skipped steps, call it in the branch of a `jax.lax.cond` on `finite`.
+
+def _format_table(rows: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
+    return "\n".join(map("  ".join, lines))
+
+
+def _serialize_names(names: tuple[tuple[str, ...], tuple[int, ...]]) -> bytes:
+    return json.dumps(names).encode()
+
+
+def _deserialize_names(data: bytes | bytearray) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    paths, sizes = json.loads(data)
+    return tuple(paths), tuple(sizes)
+
+
+jax.export.register_pytree_node_serialization(
+    GradReport,
+    serialized_name="jmpscale.GradReport",
+    serialize_auxdata=_serialize_names,
+    deserialize_auxdata=_deserialize_names,
+)
+
+
+def grad_report(grads: PyTree, *, scaler: ScalerState | None = None, axis_name: AxisName = None) -> GradReport:
+    """Reports for each leaf of a gradient tree what overflows, what underflows, and the headroom in float16.
+
+    Jittable. Under jit, parts of the report that are not used cost nothing; parts that are used read the gradients once
+    more. To pay only for skipped steps, call it in a branch of `jax.lax.cond` on `finite`.
 
     Args:
-      grads: pytree of gradients as `jax.grad` gave them, of the scaled loss. Leaves of other than inexact dtypes are
-        left out. Of a complex number the real and the imaginary part count as two values.
-      scaler: give it if `grads` are unscaled already: they are then looked at as they were before, multiplied by its
-        scale. Their `finite` is then the same as that of `unscale_and_check`.
-      axis_name: the mapped axes over which to combine, where JAX's types do not tell; see `all_finite`.
+      grads: pytree of gradients in true units, as `value_and_grad` returns them. Leaves that are not floating-point or
+        complex are omitted, and so are the values that Flax's fp8 layers return under `_overwrite_with_gradient`. The
+        real and imaginary parts of a complex number count as two values.
+      scaler: reports on the gradients of the loss scaled by this scaler, which the backward pass held. Without it the
+        report is on the gradients in true units.
+      axis_name: the mapped axes over which to combine the report where JAX's types do not show them; see `all_finite`.
 
     Returns:
-      A `GradReport`, of the same structure for every step, and equal on all devices.
+      A `GradReport`, of the same structure for each step and equal on all devices.
 
     Raises:
-      TypeError: `scaler` is not a `ScalerState`, or gradients are partial sums.
-      ValueError: `scaler` is a batch of scalers, no leaf is of an inexact dtype, a leaf has more than 2147483647
+      TypeError: `scaler` is not a `ScalerState`, or a leaf is a partial sum or a `jax.Ref`.
+      ValueError: `scaler` is a batch of scalers, there is no floating-point leaf, a leaf has more than 2147483647
         values, or an axis is not mapped here.
 
     >>> report = grad_report({"w": jnp.array([1e-6, 0.0]), "b": jnp.array([3.0, 1e-8])})
-    >>> dict(zip(report.paths, report.below.tolist()))
+    >>> dict(zip(report.paths, report.underflow.tolist()))
     {'b': 1, 'w': 0}
     """
-    scaler = static(1.0) if scaler is None else scaler
-    require_one_scaler(scaler, "scaler")
-    refuse_partial_sums(grads)
-    warn_if_alone(axis_name)
-    with_paths = cast(list[tuple[Any, Any]], jax.tree_util.tree_leaves_with_path(grads))
-    named = [(jax.tree_util.keystr(at, simple=True, separator="/"), x) for at, x in with_paths if is_inexact(x)]
-    if not named:
-        raise ValueError("grads must have a leaf of an inexact dtype, got none. Pass the gradients.")
-    paths, leaves = [name or "grads" for name, _ in named], [leaf for _, leaf in named]
-    bits, counted = cast(tuple[list[Any], list[Any]], _look(leaves, scaler.loss_scale))
+    if scaler is not None:
+        check_one_scaler(scaler, "scaler")
+    check_no_refs(grads, "grads")
+    check_no_partial_sums(grads)
+    warn_if_unsynchronised(axis_name)
+    entries = [(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(grads) if is_gradient(path, leaf)]
+    if not entries:
+        raise ValueError("grads must have a leaf of a floating-point dtype, got none. Pass the gradients.")
+    names = [name or "grads" for name in path_names([path for path, _ in entries])]
+    leaves = [leaf for _, leaf in entries]
+    loss_scale = None if scaler is None else scaler.loss_scale
+    bits, counts = _leaf_statistics(leaves, loss_scale)
     axes = [axes_to_reduce(part, axis_name) for part in bits]
     sizes = [jnp.size(x) * (1 + jnp.iscomplexobj(x)) * jax.lax.axis_size(a) for x, a in zip(leaves, axes, strict=True)]
-    if large := [n for n in sizes if isinstance(cast(object, n), int) and n > COUNTER_LIMIT]:
+    if large := [size for size in sizes if isinstance(size, int) and size > COUNTER_LIMIT]:
         raise ValueError(f"grads must have at most {COUNTER_LIMIT} values in a leaf, got {large[0]}. Split the leaf.")
-    # As bits, magnitudes are integers in the same order, and NaN is above infinity: no maximum can lose it.
-    largest = jax.lax.bitcast_convert_type(_combine(bits, axes, jax.lax.pmax), _wide(leaves)[0])
-    tallies = _combine(counted, axes, jax.lax.psum).T
-    scaled = largest * jnp.asarray(scaler.loss_scale, largest.dtype)
-    return GradReport(jnp.isfinite(largest).all(), scaled, *tallies, paths=tuple(paths), sizes=tuple(sizes))
+    # The bits of magnitudes are integers in the same order, with NaN above infinity, so a maximum cannot lose NaN.
+    max_abs = jax.lax.bitcast_convert_type(_all_reduce(bits, axes, jax.lax.pmax), _wide_dtypes(leaves)[0])
+    if loss_scale is not None:
+        max_abs = max_abs * jnp.asarray(loss_scale, max_abs.dtype)
+    nan, inf, zero, underflow, subnormal = _all_reduce(counts, axes, jax.lax.psum).T
+    return GradReport(
+        finite=jnp.isfinite(max_abs).all(),
+        max_abs=max_abs,
+        nan=nan,
+        inf=inf,
+        zero=zero,
+        underflow=underflow,
+        subnormal=subnormal,
+        paths=tuple(names),
+        sizes=tuple(sizes),
+    )
 
 
-def _wide(leaves: list[Any]) -> tuple[Any, Any]:
-    """Returns the floating-point dtype that holds all leaves' values, and the integer dtype of its bits."""
-    double = any(cast(Any, jnp.finfo(jnp.result_type(x))).bits == 64 for x in leaves)
+def _wide_dtypes(leaves: list[Any]) -> tuple[Any, Any]:
+    """Returns the floating-point dtype that holds the values of all leaves, and the integer dtype of its bits."""
+    double = any(jnp.finfo(jnp.result_type(x)).bits == 64 for x in leaves)
     return (np.float64, np.int64) if double else (np.float32, np.int32)
 
 
 @jax.jit
-def _look(leaves: list[Any], loss_scale: jax.Array) -> Any:
-    """Returns of each leaf, as this device sees it, the bits of the largest magnitude and the counts i32[5]."""
-    plain, joint = (functools.partial(_count, reduce) for reduce in (_reduce_each, _reduce_jointly))
-    forms: dict[str, Any] = {"cpu": joint} if joint_reductions_pay() else {}
-    return cast(Any, jax.lax.platform_dependent(leaves, loss_scale, default=plain, **forms))
+def _leaf_statistics(leaves: list[Any], loss_scale: jax.Array | None) -> tuple[list[Any], list[Any]]:
+    """Returns for each leaf, on this device, the bits of the largest magnitude, and the counts i32[5]."""
+    forms = {"cpu": functools.partial(_count, _reduce_variadic)} if use_variadic_reduce() else {}
+    return jax.lax.platform_dependent(leaves, loss_scale, default=functools.partial(_count, _reduce_each), **forms)
 
 
-def _count(reduce: Callable[..., Any], leaves: list[Any], loss_scale: jax.Array) -> tuple[list[Any], list[Any]]:
-    real, integer = _wide(leaves)
-
-    def bits(x: Any) -> Any:
-        return jax.lax.bitcast_convert_type(jnp.asarray(x, real), integer)
-
-    infinity = bits(np.inf)
-    smallest, normal = (bits(x / jnp.asarray(loss_scale, real)) for x in (FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL))
-    seen: list[tuple[Any, ...]] = []
+def _count(reduce: Callable[..., Any], leaves: list[Any], loss_scale: jax.Array | None) -> tuple[list[Any], list[Any]]:
+    dtype, int_dtype = _wide_dtypes(leaves)
+    smallest, smallest_normal = (
+        _bits_of_quotient(limit, loss_scale, dtype, int_dtype) for limit in (FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL)
+    )
+    infinity = jax.lax.bitcast_convert_type(jnp.asarray(np.inf, dtype), int_dtype)
+    bits, counts = [], []
     for x in leaves:
-        parts = jnp.stack([x.real, x.imag]) if jnp.iscomplexobj(x) else x
-        b = bits(parts) & np.iinfo(integer).max  # without the sign
-        kinds = b > infinity, b == infinity, b == 0, (b > 0) & (b < smallest), (b >= smallest) & (b < normal)
-        seen.append(reduce(b, [kind.astype(np.int32) for kind in kinds]))
-    return [largest for largest, *_ in seen], [jnp.stack(tallies) for _, *tallies in seen]
+        parts = jnp.stack([x.real, x.imag]) if jnp.iscomplexobj(x) else jnp.asarray(x)
+        b = jax.lax.bitcast_convert_type(parts.astype(dtype), int_dtype) & np.iinfo(int_dtype).max  # without the sign
+        kinds = (
+            b > infinity,
+            b == infinity,
+            b == 0,
+            (b > 0) & (b < smallest),
+            (b >= smallest) & (b < smallest_normal),
+        )
+        largest, *tallies = reduce(b, [kind.astype(np.int32) for kind in kinds])
+        bits.append(largest)
+        counts.append(jnp.stack(tallies))
+    return bits, counts
 
 
-def _reduce_each(bits: jax.Array, tallies: list[jax.Array]) -> Any:
-    return bits.max(initial=0), *(t.sum(dtype=t.dtype) for t in tallies)
+def _bits_of_quotient(limit: float, scale: jax.Array | None, dtype: Any, int_dtype: Any) -> Any:
+    """Returns the bits of `limit / scale`, rounded up, also if that is subnormal, which devices flush to zero."""
+    scale = jnp.asarray(1.0 if scale is None else scale, dtype)
+    quotient = jnp.asarray(limit, dtype) / scale
+    bits = jax.lax.bitcast_convert_type(quotient, int_dtype)
+    if dtype == np.float64:  # never subnormal
+        return bits
+    # The bits of a subnormal number are its multiple of 2^-149. In two factors, because 2^149 overflows.
+    multiple = jnp.asarray(limit * 2.0**109, dtype) / scale * 2.0**40
+    subnormal_bits = jnp.ceil(jnp.minimum(multiple, 2.0**23)).astype(int_dtype)
+    return jnp.where(quotient < 2.0**-126, subnormal_bits, bits)
 
 
-def _reduce_jointly(bits: jax.Array, tallies: list[jax.Array]) -> Any:
+def _reduce_each(bits: jax.Array, tallies: list[jax.Array]) -> tuple[jax.Array, ...]:
+    return bits.max(initial=0), *(tally.sum(dtype=tally.dtype) for tally in tallies)
+
+
+def _reduce_variadic(bits: jax.Array, tallies: list[jax.Array]) -> Sequence[jax.Array]:
     def combine(a: Any, b: Any) -> Any:
         return jnp.maximum(a[0], b[0]), *(x + y for x, y in zip(a[1:], b[1:], strict=True))
 
@@ -244,50 +346,54 @@ def _reduce_jointly(bits: jax.Array, tallies: list[jax.Array]) -> Any:
     return jax.lax.reduce(operands, tuple(np.zeros((), x.dtype) for x in operands), combine, tuple(range(bits.ndim)))
 
 
-def _combine(parts: list[Any], axes: list[tuple[Any, ...]], collective: Any) -> jax.Array:
-    """Stacks what the devices saw of the leaves, combined in one collective per set of axes that leaves vary over."""
+def _all_reduce(parts: list[Any], axes: list[tuple[Any, ...]], collective: Callable[..., Any]) -> jax.Array:
+    """Stacks the statistics of all leaves, combined over devices in one collective for each set of axes."""
     groups = {names: [i for i, other in enumerate(axes) if other == names] for names in dict.fromkeys(axes)}
     stacks = [(names, jnp.stack([parts[i] for i in members])) for names, members in groups.items()]
-    seen = [collective(stack, names) if names else stack for names, stack in stacks]
-    return seen[0] if len(seen) == 1 else jnp.concatenate(seen)[np.argsort(np.concatenate([*groups.values()]))]
+    reduced = [collective(stack, names) if names else stack for names, stack in stacks]
+    if len(reduced) == 1:
+        return reduced[0]
+    return jnp.concatenate(reduced)[np.argsort(np.concatenate([*groups.values()]))]
 
 
-def raise_if_stuck(state: ScalerState, *, max_skips_in_a_row: int) -> None:
-    """Raises if too many steps in a row have been skipped; call it between two steps, as often as you like.
+def raise_if_stuck(state: ScalerState, *, max_consecutive_skips: int) -> None:
+    """Raises if too many consecutive steps were skipped; call it between steps.
 
-    Reads one scalar from the device, and waits for it; calling it every hundred steps costs next to nothing. Inside a
-    compiled program it is a `jax.experimental.checkify` check: transform the program with `checkify.checkify`, and
-    throw the error that it returns.
+    Reads one scalar from the device, and waits for it; a call every hundred steps costs next to nothing. In a compiled
+    program it is a `jax.experimental.checkify` check: transform the program with `checkify.checkify`, and throw the
+    error that it returns.
 
     Args:
       state: the scaler.
-      max_skips_in_a_row: how many skips in a row are still fine, at least 1. Finding the scale at the start can take
-        some: from 2^16 down to 1 it takes 16.
+      max_consecutive_skips: the number of consecutive skips that is acceptable, at least 1. The initial backoff can
+        take some: from 2^16 down to 1 it takes 16.
 
     Raises:
-      FloatingPointError: more steps in a row have been skipped; says which scale, why, and what to do. Under
-        `checkify` it is a `JaxRuntimeError` with the same text.
-      TypeError: `state` is not a `ScalerState`, or `max_skips_in_a_row` is not an integer.
-      ValueError: `state` is a batch of scalers, or `max_skips_in_a_row` is below 1; or JAX's own, under `jax.jit`
-        without `checkify`.
+      FloatingPointError: more consecutive steps were skipped. The message states the scale, the cause and the remedy.
+        Under `checkify` it is a `JaxRuntimeError` with the same text.
+      TypeError: `state` is not a `ScalerState`, or `max_consecutive_skips` is not an integer.
+      ValueError: `state` is a batch of scalers, or `max_consecutive_skips` is below 1; or JAX's own error, under
+        `jax.jit` without `checkify`.
 
     >>> from jmpscale import dynamic
-    >>> raise_if_stuck(dynamic(), max_skips_in_a_row=20)
+    >>> raise_if_stuck(dynamic(), max_consecutive_skips=20)
     """
-    require_one_scaler(state)
-    stuck = state.skipped_in_a_row > count("max_skips_in_a_row", max_skips_in_a_row)
-    numbers = {"scale": state.loss_scale, "run": state.skipped_in_a_row, "total": state.skipped}
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state)):
-        for holds, text in _diagnoses(state):  # the first one that fails is the one that is told
-            cast(Any, checkify.check)(jnp.logical_not(stuck & holds), text, **numbers)
+    check_one_scaler(state)
+    stuck = state.consecutive_skips > check_count("max_consecutive_skips", max_consecutive_skips)
+    numbers = {"scale": state.loss_scale, "run": state.consecutive_skips, "total": state.skipped}
+    if any(map(is_traced, jax.tree.leaves(state))):
+        from jax.experimental import checkify
+
+        for holds, text in _diagnoses(state):  # checkify reports the first check that fails
+            checkify.check(jnp.logical_not(stuck & holds), text, debug=False, **numbers)
     elif stuck:
         raise FloatingPointError(next(text for holds, text in _diagnoses(state) if holds).format(**numbers))
 
 
 def _diagnoses(state: ScalerState) -> list[tuple[Any, str]]:
-    """Returns each diagnosis of a run that is stuck after whether it holds; the first that does is the right one."""
+    """Returns each diagnosis with whether it applies; the first one that applies is the right one."""
     scale, config = state.loss_scale, state.config
-    damaged = (scale != scale) | (scale <= 0) | (scale > LARGEST_SCALE)
-    at_floor = (scale <= np.float32(config.min_scale)) | (config.mode == "static")
-    at_start = state.skipped_in_a_row == state.skipped
-    return list(zip((damaged, state.last_skip == 2, at_floor, at_start, True), _DIAGNOSES, strict=True))
+    damaged = ~jnp.isfinite(scale) | (scale <= 0) | (scale > LARGEST_SCALE)
+    at_limit = (scale <= np.float32(config.min_scale)) | (config.mode == "static")
+    at_start = state.consecutive_skips == state.skipped
+    return list(zip((damaged, state.last_skip == SkipReason.LOSS, at_limit, at_start, True), _DIAGNOSES, strict=True))

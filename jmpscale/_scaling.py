@@ -1,146 +1,177 @@
-"""Loss scaling itself: multiply the loss, divide and check the gradients, adapt the scale.
+"""The algorithm of loss scaling: scale the loss, unscale and check the gradients, adjust the scale.
 
-Everything here is pure, jitted, and exact for scales that are powers of two. A state that comes out has the
-structure, dtypes, weak types and shardings of the state that went in, so it is a `jax.lax.scan` carry and never
-causes a second compilation.
+Every function is pure and jitted. A state keeps its structure, dtypes, weak types and shardings, so that it can be the
+carry of a `jax.lax.scan` and never causes a second compilation.
 """
 
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpscale._finite import AxisName, agree, all_finite, refuse_partial_sums, warn_if_alone
-from jmpscale._state import COUNTER_LIMIT, ScalerState, shown
-from jmpscale._tree import Tree, is_inexact, named_leaves, partition, partition_gradients, require_one_scaler
+from jmpscale._finite import (
+    AxisName,
+    all_finite,
+    all_finite_here,
+    all_reduce_and,
+    as_axes,
+    check_no_partial_sums,
+    manual_axes,
+    warn_if_unsynchronised,
+    warn_user,
+)
+from jmpscale._state import COUNTER_LIMIT, ScalerState, SkipReason, describe
+from jmpscale._tree import (
+    PyTree,
+    Tree,
+    check_no_refs,
+    check_one_scaler,
+    flatten_matching,
+    is_gradient,
+    is_inexact,
+    is_traced,
+    named_leaves,
+)
 
 
 def scale(state: ScalerState, tree: Tree) -> Tree:
-    """Multiplies the loss, or a pytree of losses, with the loss scale.
+    """Multiplies a loss, or a pytree of losses, by the loss scale.
 
-    `x.astype(wide) * loss_scale`, where `wide` is at least float32: in float16 the default scale itself is infinite.
+    `x.astype(wide) * loss_scale`, where `wide` is at least float32: the default scale is infinite in float16.
 
     Args:
-      state: the scaler; `unscale_and_check` the gradients with the same one.
-      tree: pytree of floating-point arrays of any shape. Return the loss from the model in float32: the gradient of
-        a loss that is computed in float16 is the scale itself in float16, and that is infinite from 2^16 on.
+      state: the scaler. Unscale the gradients with the same one.
+      tree: pytree of floating-point arrays of any shape. Return the loss from the model in float32. The backward pass
+        of a float16 loss starts from the scale in float16, which is infinite from 2^16 on.
 
     Returns:
-      The tree, multiplied; leaves narrower than float32 come back as float32. With `disabled()` the tree itself.
+      The scaled tree; leaves narrower than float32 are returned as float32. With `disabled()` the tree itself.
 
     Raises:
-      TypeError: `state` is not a `ScalerState`, or a leaf is not of a floating-point dtype.
+      TypeError: `state` is not a `ScalerState`, or a leaf does not have a floating-point dtype.
       ValueError: `state` is a batch of scalers outside `jax.vmap`.
+
+    Warns:
+      UserWarning: a traced leaf has a dtype that cannot hold the scale, such as float16.
 
     >>> from jmpscale import dynamic
     >>> scale(dynamic(2.0**16), jnp.float16(3.0))
     Array(196608., dtype=float32)
     """
-    require_one_scaler(state)
+    check_one_scaler(state)
+    check_no_refs(tree)
     if state.config.mode == "disabled":
         return tree
     for path, leaf in named_leaves(tree):
         if not (is_inexact(leaf) and not jnp.iscomplexobj(leaf)):
             raise TypeError(
-                f"scale takes losses of a floating-point dtype, got {shown(leaf)} at tree{path}. "
+                f"scale takes losses of a floating-point dtype, got {describe(leaf)} at tree{path}. "
                 "Pass only the losses, or convert with .astype(jnp.float32)."
             )
-    return cast(Tree, _scale(state.loss_scale, tree))
+        if is_traced(leaf) and unscaled_dtype(leaf.dtype) != leaf.dtype:
+            warn_user(
+                f"the loss is {leaf.dtype}, so the backward pass starts from the loss scale in {leaf.dtype}, where "
+                "large scales are infinite. Return the loss in float32: convert the model's output with "
+                ".astype(jnp.float32) before the loss is computed."
+            )
+    return _scale(state.loss_scale, tree)
 
 
 @jax.jit
-def _scale(loss_scale: jax.Array, tree: Any) -> Any:
-    def one(x: Any) -> jax.Array:
+def _scale(loss_scale: jax.Array, tree: PyTree) -> PyTree:
+    def multiply(x: Any) -> jax.Array:
         dtype = _at_least_float32(jnp.result_type(x))
         return jnp.asarray(x, dtype) * loss_scale.astype(dtype)
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(multiply, tree)
 
 
 def unscale(state: ScalerState, tree: Tree) -> Tree:
     """Divides gradients by the loss scale; differentiable, so that gradient penalties can use it.
 
     `x.astype(wide) * (1 / loss_scale)`, where `wide` is float32 for float16 and float8 leaves, which could not hold
-    the small values that scaling has rescued, and the leaf's own dtype otherwise.
+    the small values that scaling has preserved, and the leaf's dtype otherwise.
 
     Args:
-      state: the scaler with which the loss was scaled: the one before `update`.
-      tree: pytree of gradients. Leaves of other than inexact dtypes and None come back as they are, and so does what
-        Flax's fp8 layers return in the place of gradients, under `_overwrite_with_gradient`.
+      state: the scaler that scaled the loss: the one from before `update`.
+      tree: pytree of gradients. Leaves that are not floating-point or complex are unchanged, and so are the values that
+        Flax's fp8 layers return under `_overwrite_with_gradient`.
 
     Returns:
-      The tree of unscaled gradients. With `disabled()` the tree itself.
+      The unscaled gradients. With `disabled()` the tree itself.
 
     Raises:
-      TypeError: `state` is not a `ScalerState`, or gradients are partial sums.
+      TypeError: `state` is not a `ScalerState`, or a leaf is a partial sum or a `jax.Ref`.
       ValueError: `state` is a batch of scalers outside `jax.vmap`.
 
     >>> from jmpscale import dynamic
     >>> unscale(dynamic(2.0**16), {"w": jnp.float16(2.0), "step": 3})
     {'step': 3, 'w': Array(3.0517578e-05, dtype=float32)}
     """
-    require_one_scaler(state)
+    check_one_scaler(state)
+    check_no_refs(tree)
     if state.config.mode == "disabled":
         return tree
-    refuse_partial_sums(tree)
-    # Only what is to be divided goes through jit, which would turn float0 into bool and refuse Python objects.
-    leaves, rebuild = partition_gradients(tree)
-    return rebuild(cast(list[jax.Array], _unscale(state.loss_scale, leaves)))
+    check_no_partial_sums(tree)
+    # Only gradients pass through jit, which converts float0 to bool and refuses Python objects.
+    grads, unflatten = flatten_matching(tree, is_gradient)
+    return unflatten(_unscale(state.loss_scale, grads))
 
 
 @jax.jit
-def _unscale(loss_scale: jax.Array, leaves: list[Any]) -> list[jax.Array]:
-    return [_product(x, unscaled_dtype(jnp.result_type(x)), lambda wide: 1 / loss_scale.astype(wide)) for x in leaves]
+def _unscale(loss_scale: jax.Array, grads: list[Any]) -> list[jax.Array]:
+    loss_scale = jnp.asarray(loss_scale)
+    inverse = {dtype: 1 / loss_scale.astype(dtype) for dtype in map(_real_dtype, grads)}
+    return [_product(x, inverse[_real_dtype(x)], unscaled_dtype(jnp.result_type(x))) for x in grads]
 
 
-def multiply(grads: Any, factor: jax.Array | None) -> Any:
-    """Multiplies gradients with a real number, and keeps their dtypes; by None with nothing."""
-    if factor is None:
-        return grads
-    leaves, rebuild = partition(grads, is_inexact)
-    return rebuild(_product(x, jnp.result_type(x), factor.astype) for x in leaves)
+def multiply(grads: PyTree, factor: jax.Array) -> PyTree:
+    """Multiplies gradients by a real number and keeps their dtypes."""
+    leaves, unflatten = flatten_matching(grads, is_gradient)
+    return unflatten(_product(x, factor.astype(_real_dtype(x)), jnp.result_type(x)) for x in leaves)
 
 
-def _product(x: Any, dtype: Any, factor: Callable[[Any], jax.Array]) -> jax.Array:
-    # A bfloat16 leaf is multiplied in float32 and rounded once; a complex one by a real number, part by part, since
-    # inf * (r + 0j) is NaN.
-    wide = _at_least_float32(_finfo(dtype).dtype)
-    if jnp.issubdtype(dtype, np.complexfloating):
-        return jax.lax.complex(jnp.real(x) * factor(wide), jnp.imag(x) * factor(wide))
-    return (jnp.asarray(x, wide) * factor(wide)).astype(dtype)
+def _product(x: Any, factor: jax.Array, dtype: Any) -> jax.Array:
+    """Multiplies in at least float32 and rounds once, to `dtype`."""
+    if jnp.iscomplexobj(x):  # part by part: inf * (factor + 0j) is NaN
+        return jax.lax.complex(jnp.real(x) * factor, jnp.imag(x) * factor)
+    wide = jnp.asarray(x, factor.dtype)
+    if jax.typeof(x).weak_type:
+        return x * jax.lax.full_like(x, factor)  # weakly typed as well
+    return (wide * factor).astype(dtype)
+
+
+def _real_dtype(x: Any) -> Any:
+    """Returns the real dtype in which a leaf is multiplied: at least float32."""
+    return _at_least_float32(jnp.finfo(jnp.result_type(x)).dtype)
 
 
 def unscaled_dtype(dtype: Any) -> Any:
-    """Returns the dtype of an unscaled gradient: float32 for float16 and narrower, else the dtype itself."""
+    """Returns the dtype of an unscaled gradient: float32 for float16 and float8, otherwise the dtype itself."""
     return np.dtype(dtype) if dtype == jnp.bfloat16 else _at_least_float32(dtype)
 
 
 def _at_least_float32(dtype: Any) -> Any:
-    return np.dtype(np.float32) if _finfo(dtype).bits < 32 else np.dtype(dtype)
-
-
-def _finfo(dtype: Any) -> Any:
-    return cast(Any, jnp.finfo(dtype))
+    return np.dtype(np.float32) if jnp.finfo(dtype).bits < 32 else np.dtype(dtype)
 
 
 def unscale_and_check(state: ScalerState, grads: Tree, *, axis_name: AxisName = None) -> tuple[Tree, jax.Array]:
-    """Divides gradients by the loss scale and tells whether all of them are finite, on every device.
+    """Divides gradients by the loss scale and tests whether all of them are finite, on all devices.
 
-    The unscaled values are the ones checked: with a scale below 1 finite gradients can become infinite.
+    The unscaled values are tested, because a scale below 1 can make finite gradients infinite.
 
     Args:
-      state: the scaler with which the loss was scaled: the one before `update`.
+      state: the scaler that scaled the loss: the one from before `update`.
       grads: pytree of gradients, as in `unscale`.
-      axis_name: the mapped axes over which to agree, where JAX's types do not tell; see `all_finite`.
+      axis_name: the mapped axes over which to combine the result where JAX's types do not show them; see `all_finite`.
 
     Returns:
-      The unscaled gradients, and `finite`, bool[]: apply the step if it is true (`apply_if`), and give it to `update`
-      either way. With `disabled()` the gradients themselves and True.
+      The unscaled gradients, and `finite`, bool[]. Pass `finite` to `apply_if` and to `update`. With `disabled()` the
+      gradients themselves and True.
 
     Raises:
-      TypeError: `state` is not a `ScalerState`, or gradients are partial sums.
+      TypeError: `state` is not a `ScalerState`, or a leaf is a partial sum or a `jax.Ref`.
       ValueError: `state` is a batch of scalers outside `jax.vmap`, or an axis is not mapped here.
 
     >>> from jmpscale import dynamic
@@ -148,112 +179,141 @@ def unscale_and_check(state: ScalerState, grads: Tree, *, axis_name: AxisName = 
     >>> grads, bool(finite)
     (Array([ 2., inf], dtype=float32), False)
     """
-    require_one_scaler(state)
+    grads = unscale(state, grads)
     if state.config.mode == "disabled":
         return grads, jnp.array(True)
-    grads = unscale(state, grads)
     return grads, all_finite(grads, axis_name=axis_name)
 
 
-def update(state: ScalerState, finite: Any, *, loss: Any = None, axis_name: AxisName = None) -> ScalerState:
-    """Adapts the loss scale to the outcome of one step.
+def update(state: ScalerState, finite: Any, *, loss: PyTree = None, axis_name: AxisName = None) -> ScalerState:
+    """Adjusts the loss scale and the counters to the outcome of a step.
 
-    After `growth_interval` finite steps in a row the scale grows, after an overflow it backs off, within its limits.
-    If the loss itself is not finite the step only counts as skipped: no scale cures a forward pass.
+    The rule, for a dynamic scaler:
+
+    ```text
+    if finite:
+        consecutive_skips = 0; finite_steps += 1
+        if hysteresis_reset == "finite": hysteresis_left = hysteresis
+        if finite_steps >= growth_interval:
+            finite_steps = 0; hysteresis_left = hysteresis
+            loss_scale = min(loss_scale * growth_factor, max_scale)
+    else:
+        skipped += 1; consecutive_skips += 1
+        if the loss is given and not finite: last_skip = LOSS  # no scale prevents an overflow in the forward pass
+        else:
+            last_skip = GRADIENTS; finite_steps = 0; hysteresis_left = max(hysteresis_left - 1, 0)
+            if hysteresis_left == 0: loss_scale = max(loss_scale * backoff_factor, min_scale)
+    ```
+
+    A static scaler counts steps and skips; its scale and its hysteresis do not change.
 
     Args:
-      state: the scaler before the step.
-      finite: bool[], from `unscale_and_check`.
-      loss: the unscaled loss (any shape, or a pytree), to tell an overflow from a failed forward pass. It explains a
-        skip and never causes one. It must not depend on the scale: leave out a penalty made of scaled gradients.
-      axis_name: the mapped axes over which to agree, where JAX's types do not tell; see `all_finite`. Needed there
-        if `finite` or `loss` differs between devices.
+      state: the scaler from before the step.
+      finite: bool[], from `all_finite` or `unscale_and_check`.
+      loss: the unscaled loss, of any shape, or a pytree of losses. It distinguishes an overflow in the backward pass
+        from one in the forward pass, and never causes a skip. It must not depend on the loss scale.
+      axis_name: the mapped axes over which to combine `finite` and the finiteness of the loss where JAX's types do not
+        show them; see `all_finite`. There the loss is used only if all mapped axes are named, because along another
+        axis it may differ between devices, and their scales would diverge.
 
     Returns:
-      The scaler for the next step.
+      The scaler for the next step, with the structure, dtypes, weak types and shardings of `state`.
 
     Raises:
       TypeError: `state` is not a `ScalerState`, or `finite` is not a boolean.
-      ValueError: `state` is a batch of scalers outside `jax.vmap`, `finite` is not a scalar, or an axis is not
-        mapped here.
+      ValueError: `state` is a batch of scalers outside `jax.vmap`, `finite` is not a scalar, or an axis is not mapped
+        here.
 
     >>> from jmpscale import dynamic
     >>> state = update(dynamic(1024.0), False)
     >>> float(state.loss_scale), int(state.skipped)
     (512.0, 1)
 
-    The rule is that of `torch.amp.GradScaler` (PyTorch 2.13) with limits; hysteresis as in Megatron-LM
-    (`refill="growth"`) or apex (`refill="finite"`).
+    With `hysteresis=1` this is the rule of `torch.amp.GradScaler` (PyTorch 2.13) with limits. With hysteresis it is
+    the rule of Megatron-LM and DeepSpeed, and with `hysteresis_reset="finite"` that of apex and NeMo.
     """
-    require_one_scaler(state)
-    flag = require_flag(finite)
+    check_one_scaler(state)
+    flag = check_flag(finite)
     if state.config.mode == "disabled":
         return state
     if loss is not None:
-        warn_if_alone(axis_name)
-    return adapt(state, *agree_on_outcome(flag, loss, axis_name))
+        warn_if_unsynchronised(axis_name)
+    return adjust(state, *all_reduce_outcome(flag, loss, axis_name))
 
 
-def agree_on_outcome(finite: jax.Array, loss: Any, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
-    """Returns whether the gradients and the loss are finite on all devices, as two flags from one collective."""
-    if loss is None:
-        return agree(finite, axis_name=axis_name)[0], jnp.array(True)
-    agreed = agree(finite, all_finite(loss, axis_name=()), axis_name=axis_name)
-    return agreed[0], agreed[1]
+def all_reduce_outcome(finite: jax.Array, loss: PyTree, axis_name: AxisName) -> tuple[jax.Array, jax.Array | None]:
+    """Returns whether the gradients and the loss are finite on all devices; None for a loss that is not used."""
+    if loss is None or _loss_may_diverge(axis_name):
+        return all_reduce_and(finite, axis_name=axis_name)[0], None
+    finite, loss_finite = all_reduce_and(finite, all_finite_here(loss), axis_name=axis_name)
+    return finite, loss_finite
 
 
-def adapt(state: ScalerState, finite: jax.Array, loss_finite: jax.Array) -> ScalerState:
-    """Applies the rule to flags on which the devices agree already."""
-    return cast(ScalerState, _adapt(state, finite, loss_finite))
+def _loss_may_diverge(axis_name: AxisName) -> bool:
+    """Tests whether an axis along which the loss may differ is not named.
+
+    Gradients are equal along such an axis, after a `psum` for example. A loss that is not finite on one device would
+    change the scale there, and on no other device.
+    """
+    return axis_name is not None and not set(manual_axes(typed=False)) <= set(as_axes(axis_name))
 
 
 @jax.jit
-def _adapt(state: ScalerState, finite: jax.Array, loss_finite: jax.Array) -> ScalerState:
-    def choose(if_finite: jax.Array, if_loss: jax.Array, if_overflow: jax.Array) -> jax.Array:
-        return jnp.where(finite, if_finite, jnp.where(loss_finite, if_overflow, if_loss))
+def adjust(state: ScalerState, finite: jax.Array, loss_finite: jax.Array | None) -> ScalerState:
+    """Applies the rule of `update` to flags that are equal on all devices."""
+    skipped = state._replace(skipped=_increment(state.skipped), consecutive_skips=_increment(state.consecutive_skips))
+    after_skip = _after_overflow(skipped)
+    if loss_finite is not None:
+        after_loss = skipped._replace(last_skip=jnp.full_like(state.last_skip, SkipReason.LOSS))
+        after_skip = _select(loss_finite, after_skip, after_loss)
+    return _select(finite, _after_finite(state), after_skip)
 
-    after_skip = state._replace(skipped=_increment(state.skipped), skipped_in_a_row=_increment(state.skipped_in_a_row))
-    after_bad_loss = after_skip._replace(last_skip=jnp.full_like(state.last_skip, 2))
-    return jax.tree.map(choose, _after_finite(state), after_bad_loss, _after_overflow(after_skip))
+
+def _select(flag: jax.Array, if_true: ScalerState, if_false: ScalerState) -> ScalerState:
+    return jax.tree.map(lambda a, b: jnp.where(flag, a, b), if_true, if_false)
 
 
 def _after_finite(state: ScalerState) -> ScalerState:
     config = state.config
-    state = state._replace(
-        good_steps=_increment(state.good_steps), skipped_in_a_row=jnp.zeros_like(state.skipped_in_a_row)
-    )
+    finite_steps = _increment(state.finite_steps)
+    state = state._replace(finite_steps=finite_steps, consecutive_skips=jnp.zeros_like(state.consecutive_skips))
     if config.mode == "static":
         return state
-    grow = state.good_steps >= config.growth_interval
-    full = jnp.full_like(state.hysteresis_left, config.hysteresis)
+    grow = finite_steps >= config.growth_interval
     grown = jnp.minimum(state.loss_scale * config.growth_factor, config.max_scale)
+    reset = True if config.hysteresis_reset == "finite" else grow
     return state._replace(
         loss_scale=jnp.where(grow, grown, state.loss_scale),
-        good_steps=jnp.where(grow, 0, state.good_steps),
-        hysteresis_left=full if config.refill == "finite" else jnp.where(grow, full, state.hysteresis_left),
+        finite_steps=jnp.where(grow, 0, finite_steps),
+        hysteresis_left=jnp.where(reset, config.hysteresis, state.hysteresis_left),
     )
 
 
 def _after_overflow(state: ScalerState) -> ScalerState:
     config = state.config
-    state = state._replace(good_steps=jnp.zeros_like(state.good_steps), last_skip=jnp.full_like(state.last_skip, 1))
+    state = state._replace(
+        finite_steps=jnp.zeros_like(state.finite_steps),
+        last_skip=jnp.full_like(state.last_skip, SkipReason.GRADIENTS),
+    )
     if config.mode == "static":
         return state
-    left = jnp.maximum(state.hysteresis_left - 1, 0)
+    hysteresis_left = jnp.maximum(state.hysteresis_left - 1, 0)
     reduced = jnp.maximum(state.loss_scale * config.backoff_factor, config.min_scale)
-    return state._replace(loss_scale=jnp.where(left == 0, reduced, state.loss_scale), hysteresis_left=left)
+    return state._replace(
+        loss_scale=jnp.where(hysteresis_left == 0, reduced, state.loss_scale), hysteresis_left=hysteresis_left
+    )
 
 
 def _increment(counter: jax.Array) -> jax.Array:
     return jnp.where(counter < COUNTER_LIMIT, counter + 1, counter)
 
 
-def require_flag(finite: Any, name: str = "finite") -> jax.Array:
-    """Returns `finite` as bool[], or raises if it is something else."""
-    dtype: Any = getattr(finite, "dtype", bool if isinstance(finite, bool) else None)
+def check_flag(finite: Any, name: str = "finite") -> jax.Array:
+    """Returns `finite` as bool[], or raises if it is not a boolean scalar."""
+    dtype = getattr(finite, "dtype", bool if isinstance(finite, bool) else None)
     if dtype is None or dtype != np.dtype(bool):
         raise TypeError(
-            f"{name} must be a boolean, got {shown(finite)}. Pass the flag from unscale_and_check or all_finite, or "
+            f"{name} must be a boolean, got {describe(finite)}. Pass the flag from all_finite or unscale_and_check, or "
             "a comparison."
         )
     if (shape := jnp.shape(finite)) != ():

@@ -1,56 +1,57 @@
-"""What is stored: the scaler's state and its configuration, and the three ways to make one.
+"""The scaler's state and settings, and the three functions that create one.
 
-Everything a user can configure is validated here, once, in Python. No other module looks at a value, because no
-other module may: inside a compiled program there are only tracers.
+This is the only module that validates settings. It does so in Python, before anything is traced.
 """
 
 import dataclasses
+import enum
 import json
 import math
 import sys
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, cast, get_args
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.export
-import jax.numpy as jnp
 import numpy as np
 
 Mode = Literal["dynamic", "static", "disabled"]
-Refill = Literal["growth", "finite"]
+HysteresisReset = Literal["growth", "finite"]
 
-# Below the smallest scale its reciprocal overflows on the way to 2^128; above the largest the reciprocal is subnormal,
-# which CPUs, GPUs and TPUs flush to zero: every gradient would become zero without a sign of it.
+# The reciprocal of a scale below 2^-126 may overflow. That of a scale above 2^126 is subnormal, and CPUs, GPUs and TPUs
+# flush subnormal numbers to zero, so every unscaled gradient would be zero.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
 
 COUNTER_LIMIT = int(np.iinfo(np.int32).max)
 
 
-def shown(value: Any) -> str:
-    """Names a value in an error message: in full if that is short, else by its dtype and shape, or by its type."""
+def describe(value: Any) -> str:
+    """Describes a value in an error message: its text if that is short, else its dtype and shape, or its type."""
     if isinstance(shape := getattr(value, "shape", None), tuple) and hasattr(value, "dtype"):
-        return f"{value.dtype}{list(cast(tuple[Any, ...], shape))}"
-    return shortened(repr(value)) if isinstance(value, (str, int, float, complex, type(None))) else type(value).__name__
+        return f"{value.dtype}{list(shape)}"
+    if isinstance(value, (str, int, float, complex, type(None))):
+        return truncate(repr(value))
+    return type(value).__name__
 
 
-def shortened(value: object, length: int = 60) -> str:
-    """Returns the text of a value, cut where a message would be lost in it."""
+def truncate(value: object, length: int = 60) -> str:
+    """Returns the text of a value, cut to `length` characters."""
     text = str(value)
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
-def _unboxed(value: Any) -> object:
-    return cast(object, value.item()) if isinstance(value, np.generic) else value
+def _to_python_scalar(value: object) -> object:
+    return value.item() if isinstance(value, np.generic) else value
 
 
-def _number(name: str, value: object) -> float:
-    """Returns `value` as a Python float, or says why it is none."""
-    value = _unboxed(value)
+def _check_number(name: str, value: object) -> float:
+    """Returns `value` as a Python float, or raises."""
+    value = _to_python_scalar(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(
-            f"{name} must be a Python number, got {shown(value)} of type {type(value).__name__}. Settings are compiled "
-            "into the program; convert a concrete array with float(), and keep traced values out of them."
+            f"{name} must be a Python number, got {describe(value)} of type {type(value).__name__}. Settings are "
+            "compiled into the program: convert a concrete array with float(); a traced value cannot be a setting."
         )
     try:
         number = float(value)
@@ -61,56 +62,58 @@ def _number(name: str, value: object) -> float:
     return number
 
 
-def count(name: str, value: object, low: int = 1) -> int:
-    """Returns `value` as a Python int of at least `low` that fits a 32-bit counter, or says why it does not."""
-    value = _unboxed(value)
+def check_count(name: str, value: object, low: int = 1) -> int:
+    """Returns `value` as a Python int of at least `low` that fits a 32-bit counter, or raises."""
+    value = _to_python_scalar(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(
-            f"{name} must be an integer, got {shown(value)} of type {type(value).__name__}. Use int({name})."
+            f"{name} must be an integer, got {describe(value)} of type {type(value).__name__}. Use int({name})."
         )
     if not low <= value <= COUNTER_LIMIT:
         raise ValueError(
-            f"{name} must be between {low} and {COUNTER_LIMIT}, got {shown(value)}. Choose one in that range."
+            f"{name} must be between {low} and {COUNTER_LIMIT}, got {describe(value)}. Choose one in that range."
         )
     return value
 
 
-def within(name: str, value: object, low: float, high: float, remedy: str) -> float:
-    """Returns `value` as a Python float in `[low, high]`, or says how to get it there."""
-    number = _number(name, value)
+def check_in_range(name: str, value: object, low: float, high: float, remedy: str) -> float:
+    """Returns `value` as a Python float in `[low, high]`, or raises with the remedy."""
+    number = _check_number(name, value)
     if not low <= number <= high:
         raise ValueError(f"{name} must be between {low:g} and {high:g}, got {number:g}. {remedy}")
     return number
 
 
-def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if not (isinstance(value, str) and value in allowed):
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {shown(value)}.")
+        raise ValueError(
+            f"{name} must be one of {', '.join(map(repr, allowed))}, got {describe(value)}. Choose one of them."
+        )
 
 
-_SCALE_REMEDY = "Outside 2^-126 and 2^126 the scale or its reciprocal is no longer an exact float32 number."
+_SCALE_REMEDY = "Outside 2^-126 and 2^126 the scale or its reciprocal is not an exact float32 number."
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScalerConfig:
-    """The settings of a scaler: Python numbers, fixed while a program is compiled, never part of a checkpoint.
+    """The settings of a scaler: Python numbers that are compiled into the program and never saved in a checkpoint.
 
     Attributes:
-      mode: `"dynamic"` adapts the scale, `"static"` keeps it, `"disabled"` does nothing. The other settings are
-        read only when `mode` is `"dynamic"`.
-      growth_factor: the scale is multiplied by this after `growth_interval` finite steps in a row; above 1.
-      backoff_factor: the scale is multiplied by this after an overflow; between 0 and 1.
-      growth_interval: steps, at least 1.
-      hysteresis: the scale backs off on the `hysteresis`-th overflow; 1 is at once.
-      refill: when the hysteresis is refilled, `"growth"` (when the scale grows: Megatron-LM, DeepSpeed) or `"finite"`
-        (after every finite step: apex, NeMo).
-      min_scale: the scale never falls below; in [2^-126, 2^126].
-      max_scale: the scale never grows above; in [2^-126, 2^126].
+      mode: `"dynamic"` adjusts the scale, `"static"` keeps it, `"disabled"` does nothing. The other settings apply only
+        to `"dynamic"`.
+      growth_factor: the factor by which the scale grows after `growth_interval` consecutive finite steps; above 1.
+      backoff_factor: the factor by which the scale backs off after an overflow; between 0 and 1.
+      growth_interval: number of steps, at least 1.
+      hysteresis: the scale backs off on the `hysteresis`-th overflow; with 1, on the first.
+      hysteresis_reset: when `hysteresis_left` is reset to `hysteresis`: `"growth"`, when the scale grows, as in
+        Megatron-LM and DeepSpeed; or `"finite"`, after each finite step, as in apex and NeMo.
+      min_scale: the lower limit of the scale, in [2^-126, 2^126].
+      max_scale: the upper limit of the scale, in [2^-126, 2^126].
 
     Raises:
-      TypeError: a setting is of the wrong type (an array, a bool, a fraction where a count belongs).
-      ValueError: a setting breaks its rule.
+      TypeError: a setting has the wrong type (an array, a bool, a fraction where an integer is expected).
+      ValueError: a setting is out of range.
 
     >>> ScalerConfig(growth_interval=1000).backoff_factor
     0.5
@@ -121,24 +124,24 @@ class ScalerConfig:
     backoff_factor: float = 0.5
     growth_interval: int = 2000
     hysteresis: int = 1
-    refill: Refill = "growth"
+    hysteresis_reset: HysteresisReset = "growth"
     min_scale: float = 1.0
     max_scale: float = 2.0**32
 
     def __post_init__(self) -> None:
-        _choice("mode", self.mode, get_args(Mode))
-        _choice("refill", self.refill, get_args(Refill))
+        _check_choice("mode", self.mode, get_args(Mode))
+        _check_choice("hysteresis_reset", self.hysteresis_reset, get_args(HysteresisReset))
         numbers = {
-            "growth_factor": _number("growth_factor", self.growth_factor),
-            "backoff_factor": _number("backoff_factor", self.backoff_factor),
-            "growth_interval": count("growth_interval", self.growth_interval),
-            "hysteresis": count("hysteresis", self.hysteresis),
-            "min_scale": within("min_scale", self.min_scale, SMALLEST_SCALE, LARGEST_SCALE, _SCALE_REMEDY),
-            "max_scale": within("max_scale", self.max_scale, SMALLEST_SCALE, LARGEST_SCALE, _SCALE_REMEDY),
+            "growth_factor": _check_number("growth_factor", self.growth_factor),
+            "backoff_factor": _check_number("backoff_factor", self.backoff_factor),
+            "growth_interval": check_count("growth_interval", self.growth_interval),
+            "hysteresis": check_count("hysteresis", self.hysteresis),
+            "min_scale": check_in_range("min_scale", self.min_scale, SMALLEST_SCALE, LARGEST_SCALE, _SCALE_REMEDY),
+            "max_scale": check_in_range("max_scale", self.max_scale, SMALLEST_SCALE, LARGEST_SCALE, _SCALE_REMEDY),
         }
         for name, number in numbers.items():
             object.__setattr__(self, name, number)
-        # The rule is applied in float32, so that is where a factor has to differ from 1.
+        # The scale is a float32 number, so a factor must differ from 1 in float32.
         if not 1.0 + 2.0**-23 <= self.growth_factor <= LARGEST_SCALE:
             raise ValueError(
                 f"growth_factor must be above 1 in float32 and at most 2^126, got {self.growth_factor!r}. "
@@ -155,36 +158,83 @@ class ScalerConfig:
             )
 
 
-class ScalerState(NamedTuple):
-    """A loss scale, what it has seen so far, and its configuration: an immutable pytree with six scalar leaves.
+class SkipReason(enum.IntEnum):
+    """Why the most recent skipped step was skipped: the values of `ScalerState.last_skip`."""
 
-    Make one with `dynamic`, `static` or `disabled`. A batch of scalers is a state whose arrays share a leading axis;
+    NONE = 0
+    """No step has been skipped."""
+    GRADIENTS = 1
+    """The gradients were not finite."""
+    LOSS = 2
+    """The loss itself was not finite, so the forward pass failed."""
+
+
+class ScalerState(NamedTuple):
+    """The state of a loss scaler: an immutable pytree of six scalars, and its settings.
+
+    Create one with `dynamic`, `static` or `disabled`. A batch of scalers is a state whose arrays share a leading axis;
     use it under `jax.vmap`.
 
     Attributes:
-      loss_scale: f32[], what the loss is multiplied with; within `[config.min_scale, config.max_scale]`.
-      good_steps: i32[], finite steps since the scale last changed.
+      loss_scale: f32[], the factor by which the loss is multiplied; in `[config.min_scale, config.max_scale]`.
+      finite_steps: i32[], consecutive finite steps since the scale grew or gradients overflowed.
       hysteresis_left: i32[], overflows until the scale backs off.
       skipped: i32[], skipped steps in total.
-      skipped_in_a_row: i32[], skipped steps since the last finite one.
-      last_skip: i32[], why the newest skip happened: 0 none yet, 1 gradients not finite, 2 loss not finite.
-      config: the settings; static, no leaf.
+      consecutive_skips: i32[], skipped steps since the last finite one.
+      last_skip: i32[], the `SkipReason` of the most recent skip.
+      config: the `ScalerConfig`; part of the tree's structure, not a leaf.
 
-    The counters stop at 2147483647 rather than wrap.
+    Counters stop at 2147483647 instead of wrapping around.
     """
 
     loss_scale: jax.Array
-    good_steps: jax.Array
+    finite_steps: jax.Array
     hysteresis_left: jax.Array
     skipped: jax.Array
-    skipped_in_a_row: jax.Array
+    consecutive_skips: jax.Array
     last_skip: jax.Array
     config: ScalerConfig
 
     @property
-    def step_taken(self) -> jax.Array:
-        """Whether the newest step was taken, bool[]; true before the first."""
-        return self.skipped_in_a_row == 0
+    def step_applied(self) -> jax.Array:
+        """Whether the most recent step was applied, bool[]; true before the first step."""
+        return self.consecutive_skips == 0
+
+
+ARRAY_FIELDS = ScalerState._fields[:-1]
+
+
+def _flatten(state: ScalerState) -> tuple[tuple[Any, ...], ScalerConfig]:
+    return state[:-1], state.config
+
+
+def _flatten_with_keys(state: ScalerState) -> tuple[tuple[tuple[Any, Any], ...], ScalerConfig]:
+    keys = map(jax.tree_util.GetAttrKey, ARRAY_FIELDS)
+    return tuple(zip(keys, state[:-1], strict=True)), state.config
+
+
+def _unflatten(aux_data: Any, children: Iterable[Any]) -> ScalerState:
+    return ScalerState._make([*children, aux_data])
+
+
+# Registered explicitly, so that the settings are auxiliary data. As a child without leaves they would be counted by
+# trainers and checkpointers that enumerate a state's children. Still a named tuple, because optax.tree.get and
+# flax.serialization look into named tuples.
+jax.tree_util.register_pytree_with_keys(ScalerState, _flatten_with_keys, _unflatten, _flatten)
+
+
+class LossScalingState(NamedTuple):
+    """The optimizer state of `with_loss_scaling`.
+
+    Attributes:
+      scaler: the `ScalerState`.
+      inner_state: the state of the wrapped optimizer.
+      grad_norm: f32[], the global norm of the latest gradients before clipping; None without `max_norm`.
+    """
+
+    scaler: ScalerState
+    inner_state: Any
+    grad_norm: jax.Array | None
 
 
 def dynamic(
@@ -194,60 +244,63 @@ def dynamic(
     backoff_factor: float = 0.5,
     growth_interval: int = 2000,
     hysteresis: int = 1,
-    refill: Refill = "growth",
+    hysteresis_reset: HysteresisReset = "growth",
     min_scale: float = 1.0,
     max_scale: float = 2.0**32,
 ) -> ScalerState:
-    """Makes a scaler that shrinks its scale after an overflow and grows it after a run of finite steps.
+    """Creates a scaler that decreases its scale after an overflow and increases it after a run of finite steps.
+
+    `update` states the rule. The defaults are those of `torch.amp.GradScaler`, with a lower limit of 1 (Megatron-LM's)
+    and an upper limit of 2^32 (ColossalAI's).
 
     Args:
-      init_scale: the first loss scale, within `[min_scale, max_scale]`. Powers of two make scaling exact.
-      growth_factor: see `ScalerConfig`, as are all that follow.
-      backoff_factor: see `ScalerConfig`.
-      growth_interval: see `ScalerConfig`.
-      hysteresis: see `ScalerConfig`.
-      refill: see `ScalerConfig`.
-      min_scale: see `ScalerConfig`.
-      max_scale: see `ScalerConfig`.
+      init_scale: the first loss scale, in `[min_scale, max_scale]`. Scaling by a power of two is exact.
+      growth_factor: the factor by which the scale grows; above 1.
+      backoff_factor: the factor by which the scale backs off after an overflow; between 0 and 1.
+      growth_interval: the number of consecutive finite steps after which the scale grows; at least 1.
+      hysteresis: the scale backs off on the `hysteresis`-th overflow; with 1, on the first.
+      hysteresis_reset: when the remaining hysteresis is reset: `"growth"`, when the scale grows (Megatron-LM,
+        DeepSpeed), or `"finite"`, after each finite step (apex, NeMo).
+      min_scale: the lower limit of the scale, in [2^-126, 2^126].
+      max_scale: the upper limit of the scale, in [2^-126, 2^126].
 
     Returns:
-      A `ScalerState` of strongly typed scalar arrays. Under a mesh of several devices make it under
-      `jax.set_mesh(mesh)`, or `jax.device_put` it replicated: else the second step is compiled once more.
+      A `ScalerState` of NumPy scalars, f32[] and i32[]. JAX's backend is not started, so a scaler may be created at
+      module level, before `jax.distributed.initialize`. On a mesh of several devices pass it through
+      `jax.device_put(scaler, NamedSharding(mesh, PartitionSpec()))`; otherwise the second step is compiled again.
 
     Raises:
-      TypeError: an argument is of the wrong type.
-      ValueError: an argument breaks its rule.
+      TypeError: an argument has the wrong type.
+      ValueError: an argument is out of range.
 
     >>> state = dynamic(2.0**15, growth_interval=1000)
     >>> float(state.loss_scale), int(state.skipped)
     (32768.0, 0)
 
-    The scheme is that of Micikevicius et al. 2017 (arXiv:1710.03740), section 3.2; the defaults are those of
-    `torch.amp.GradScaler` (PyTorch 2.13), which has no limits; here the floor of 1 is Megatron-LM's and the ceiling
-    ColossalAI's.
+    Reference: Micikevicius et al., "Mixed Precision Training", 2017 (arXiv:1710.03740), section 3.2.
     """
     config = ScalerConfig(
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=growth_interval,
         hysteresis=hysteresis,
-        refill=refill,
+        hysteresis_reset=hysteresis_reset,
         min_scale=min_scale,
         max_scale=max_scale,
     )
-    remedy = "Move the start, or the limits min_scale and max_scale."
-    return fresh(within("init_scale", init_scale, config.min_scale, config.max_scale, remedy), config)
+    remedy = "Change init_scale, or the limits min_scale and max_scale."
+    return init_state(check_in_range("init_scale", init_scale, config.min_scale, config.max_scale, remedy), config)
 
 
 def static(scale: float) -> ScalerState:
-    """Makes a scaler whose scale never changes, but which still checks, skips and counts.
+    """Creates a scaler whose scale never changes, but which still checks, skips and counts.
 
     Args:
-      scale: the loss scale, in [2^-126, 2^126]. `static(1.0)` is the guard for bfloat16 and float32 training: it
-        changes no number and skips the steps whose gradients are not finite.
+      scale: the loss scale, in [2^-126, 2^126]. `static(1.0)` guards bfloat16 and float32 training: the gradients are
+        unchanged, and steps whose gradients are not finite are skipped.
 
     Returns:
-      A `ScalerState`.
+      A `ScalerState`, as from `dynamic`.
 
     Raises:
       TypeError: `scale` is not a Python number.
@@ -256,68 +309,59 @@ def static(scale: float) -> ScalerState:
     >>> float(static(128).loss_scale)
     128.0
     """
-    return fresh(within("scale", scale, SMALLEST_SCALE, LARGEST_SCALE, _SCALE_REMEDY), ScalerConfig(mode="static"))
+    config = ScalerConfig(mode="static")
+    return init_state(check_in_range("scale", scale, SMALLEST_SCALE, LARGEST_SCALE, _SCALE_REMEDY), config)
 
 
 def disabled() -> ScalerState:
-    """Makes a scaler that compiles to nothing: no scale, no check, no skip; for switching scaling off by a setting.
+    """Creates a scaler that compiles to nothing: no scale, no check, no skip. It turns scaling off by a setting.
 
     Returns:
-      A `ScalerState` that every function hands back unchanged. Gradients come back unchanged too, in float16 where
-      they are float16, which other scalers turn into float32.
+      A `ScalerState` that every function returns unchanged. Gradients are returned unchanged as well, so float16
+      gradients stay float16, where other scalers return float32.
 
     >>> disabled().config.mode
     'disabled'
     """
-    return fresh(1.0, ScalerConfig(mode="disabled"))
+    return init_state(1.0, ScalerConfig(mode="disabled"))
 
 
-def fresh(loss_scale: float, config: ScalerConfig) -> ScalerState:
-    """Builds a state in which no two fields share a buffer: donating one must not destroy another."""
-    _register_with_flax()
-    counters = [jnp.array(n, jnp.int32) for n in (0, config.hysteresis, 0, 0, 0)]
-    return ScalerState(jnp.array(loss_scale, jnp.float32), *counters, config=config)
+def init_state(loss_scale: float, config: ScalerConfig, finite_steps: int = 0) -> ScalerState:
+    """Creates a state from validated settings."""
+    register_with_flax()
+    # NumPy arrays, because a JAX array would start the backend. Zero-dimensional arrays instead of NumPy scalars,
+    # because Orbax does not save NumPy scalars.
+    counters = [np.array(n, np.int32) for n in (finite_steps, config.hysteresis, 0, 0, SkipReason.NONE)]
+    return _unflatten(config, [np.array(loss_scale, np.float32), *counters])
 
 
-def _register_with_flax() -> None:
-    """Lets `flax.serialization` store states, if the program uses Flax; never imports it.
+def register_with_flax() -> None:
+    """Registers the settings with `flax.serialization` if the program has imported it.
 
-    Only the arrays are stored. A state is restored into one that the program has made, and keeps that one's settings.
+    Called whenever a state is created or used, because the program may import Flax later than this package. Only the
+    arrays are serialized. A restored state keeps the settings of the state that it is restored into.
     """
     serialization = sys.modules.get("flax.serialization")
-    if serialization is not None:
-
-        def to_nothing(_: ScalerConfig) -> dict[str, Any]:
-            return {}
-
-        def keep_the_targets(config: ScalerConfig, _: dict[str, Any]) -> ScalerConfig:
-            return config
-
-        serialization.register_serialization_state(ScalerConfig, to_nothing, keep_the_targets, override=True)
+    # While another thread is still importing Flax, the module exists without its functions.
+    register = getattr(serialization, "register_serialization_state", None)
+    if register is not None:
+        register(ScalerConfig, lambda config: {}, lambda config, state_dict: config, override=True)
 
 
-def _register_with_export() -> None:
-    """Lets `jax.export` store a program that takes or returns states; settings travel as JSON, never as a pickle."""
-
-    def to_bytes(config: ScalerConfig) -> bytes:
-        return json.dumps(dataclasses.asdict(config)).encode()
-
-    def from_bytes(data: bytes) -> ScalerConfig:
-        return ScalerConfig(**json.loads(data))
-
-    def only_the_config(aux_data: Any, children: Sequence[Any]) -> ScalerConfig:
-        del children
-        return cast(ScalerConfig, aux_data)
-
-    jax.export.register_namedtuple_serialization(ScalerState, serialized_name="jmpscale.ScalerState")
-    jax.export.register_pytree_node_serialization(
-        ScalerConfig,
-        serialized_name="jmpscale.ScalerConfig",
-        serialize_auxdata=to_bytes,
-        deserialize_auxdata=from_bytes,
-        from_children=only_the_config,
-    )
+def _serialize_config(config: ScalerConfig) -> bytes:
+    return json.dumps(dataclasses.asdict(config)).encode()
 
 
-_register_with_flax()
-_register_with_export()
+def _deserialize_config(data: bytes | bytearray) -> ScalerConfig:
+    return ScalerConfig(**json.loads(data))
+
+
+jax.export.register_pytree_node_serialization(
+    ScalerState,
+    serialized_name="jmpscale.ScalerState",
+    serialize_auxdata=_serialize_config,
+    deserialize_auxdata=_deserialize_config,
+    from_children=_unflatten,
+)
+jax.export.register_namedtuple_serialization(LossScalingState, serialized_name="jmpscale.LossScalingState")
+register_with_flax()

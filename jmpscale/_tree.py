@@ -1,188 +1,228 @@
-"""What is in a tree: which leaves are arrays, what they are called, and where the scaler is.
+"""What the leaves of a tree are, and where its scaler is.
 
-Leaves that are no arrays go around everything that this package does.
+Leaves that are not arrays pass through every function of this package unchanged.
 """
 
-import typing
-from collections.abc import Callable, Iterable, Iterator
+import collections
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jmpscale._state import ScalerConfig, ScalerState, shown
+from jmpscale._state import ARRAY_FIELDS, ScalerConfig, ScalerState, describe, register_with_flax
 
+PyTree = Any
 Tree = TypeVar("Tree")
+Path = tuple[Any, ...]
 
-_OVERWRITING = "_overwrite_with_gradient"  # flax.linen.fp8_ops.OVERWRITE_WITH_GRADIENT
-_ARRAYS = tuple(name for name in ScalerState._fields if name != "config")
+_OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"  # flax.linen.fp8_ops.OVERWRITE_WITH_GRADIENT
+_REF = getattr(jax, "Ref", ())  # JAX before 0.8 has no public references
 
 
-def is_array(leaf: Any) -> bool:
-    """Tells whether a leaf is an array of JAX, or one of NumPy that JAX takes; a Python number is none."""
+def is_traced(x: object) -> bool:
+    """Tests whether a value is traced, so that Python cannot read it."""
+    return isinstance(x, jax.core.Tracer)
+
+
+def is_array(leaf: object) -> bool:
+    """Tests whether a leaf is a JAX array, or a NumPy array or scalar that JAX accepts; Python numbers are not."""
     if isinstance(leaf, (np.ndarray, np.generic)):
-        dtype: Any = typing.cast(Any, leaf).dtype
-        return jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)
+        return jnp.issubdtype(leaf.dtype, np.number) or jnp.issubdtype(leaf.dtype, np.bool_)
     return isinstance(leaf, jax.Array)
 
 
 def is_inexact(leaf: Any) -> bool:
-    """Tells whether a leaf holds floating-point or complex numbers: those that can be scaled, and can overflow."""
+    """Tests whether a leaf holds floating-point or complex numbers."""
     return isinstance(leaf, (float, complex)) or (is_array(leaf) and jnp.issubdtype(leaf.dtype, np.inexact))
 
 
-def partition(
-    tree: Any, chosen: Callable[[Any], bool], is_leaf: Callable[[Any], bool] | None = None
+def is_gradient(path: Path, leaf: Any) -> bool:
+    """Tests whether a leaf of a gradient tree is a gradient.
+
+    Flax's fp8 layers return new values of their scales and histories where gradients belong, under a name of its own.
+    """
+    return is_inexact(leaf) and all(getattr(key, "key", None) != _OVERWRITE_WITH_GRADIENT for key in path)
+
+
+def flatten_matching(
+    tree: PyTree, matches: Callable[[Path, Any], bool], is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
-    """Returns the chosen leaves of a tree, and a function that builds the tree with others in their place."""
-    leaves, treedef = typing.cast(tuple[list[Any], Any], jax.tree.flatten(tree, is_leaf))
-    return _divide(leaves, treedef, list(map(chosen, leaves)))
+    """Returns the leaves for which `matches(path, leaf)` holds, and a function that replaces them in the tree."""
+    entries, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf)
+    mask = [matches(path, leaf) for path, leaf in entries]
+
+    def unflatten(replacements: Iterable[Any]) -> Any:
+        new = iter(replacements)
+        leaves = [next(new) if matched else leaf for (_, leaf), matched in zip(entries, mask, strict=True)]
+        return jax.tree.unflatten(treedef, leaves)
+
+    return [leaf for (_, leaf), matched in zip(entries, mask, strict=True) if matched], unflatten
 
 
-def partition_gradients(tree: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
-    """Like `partition`, by what can be scaled; without what Flax's fp8 layers return in the place of gradients."""
-    entries, treedef = typing.cast(tuple[list[tuple[Any, Any]], Any], jax.tree_util.tree_flatten_with_path(tree))
-    chosen = [
-        is_inexact(leaf) and _OVERWRITING not in (getattr(key, "key", None) for key in path) for path, leaf in entries
-    ]
-    return _divide([leaf for _, leaf in entries], treedef, chosen)
+def find_instances(tree: PyTree, kind: type) -> list[Any]:
+    """Returns the nodes of a tree that are instances of a class, outermost first; does not look inside them."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
+    return [leaf for leaf in leaves if isinstance(leaf, kind)]
 
 
-def _divide(leaves: list[Any], treedef: Any, chosen: list[bool]) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
-    def rebuild(replacements: Iterable[Any]) -> Any:
-        source = iter(replacements)
-        return jax.tree.unflatten(
-            treedef, [next(source) if mine else x for x, mine in zip(leaves, chosen, strict=True)]
+def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
+    """Returns each leaf with its path as Python code, such as `['w'][0]`."""
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def check_no_refs(tree: PyTree, name: str = "tree") -> None:
+    """Raises if a leaf is a mutable array reference: its updates would be neither checked nor gated."""
+    if any(isinstance(leaf, _REF) for leaf in jax.tree.leaves(tree)):
+        path = next(path for path, leaf in named_leaves(tree) if isinstance(leaf, _REF))
+        raise TypeError(
+            f"{name} must hold values, got a jax.Ref at {name}{path}. Read it with ref[...], pass the value, and write "
+            "the result back with ref[...] = value."
         )
-
-    return [x for x, mine in zip(leaves, chosen, strict=True) if mine], rebuild
-
-
-def named_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yields each leaf after its path, written as Python code: `['w'][0]`."""
-    leaves = typing.cast(list[tuple[Any, Any]], jax.tree_util.tree_leaves_with_path(tree))
-    return ((jax.tree_util.keystr(path), leaf) for path, leaf in leaves)
 
 
 def cast(tree: Tree, dtype: Any) -> Tree:
-    """Converts the floating-point arrays of a tree to another dtype: parameters or a batch to float16, say.
+    """Converts the floating-point arrays of a tree to another dtype, such as parameters or a batch to float16.
 
     Args:
-      tree: any pytree, models included. Integers, booleans, complex numbers, PRNG keys, Python numbers and whatever
-        else is no floating-point array stay as they are.
+      tree: any pytree, models included. Leaves that are not floating-point arrays (integers, booleans, complex
+        numbers, PRNG keys, Python numbers, other objects) are unchanged, and so are scalers.
       dtype: a floating-point dtype.
 
     Returns:
-      The tree, with the same shapes and shardings. Gradients with respect to what was cast are in its own dtype.
+      The tree with the same structure, shapes and shardings. The gradient with respect to a converted array has the
+      dtype of the original.
 
     Raises:
-      TypeError: `dtype` is not a floating-point dtype.
+      TypeError: `dtype` is not a floating-point dtype, or a leaf is a `jax.Ref`.
 
     >>> cast({"w": jnp.ones(2), "step": 3, "ids": jnp.arange(2)}, jnp.float16)
     {'ids': Array([0, 1], dtype=int32), 'step': 3, 'w': Array([1., 1.], dtype=float16)}
     """
-    if not jnp.issubdtype(dtype, np.floating):
-        raise TypeError(f"dtype must be a floating-point dtype, got {dtype}. Pass jnp.float16 or another.")
-    floats, rebuild = partition(tree, lambda leaf: is_array(leaf) and jnp.issubdtype(leaf.dtype, np.floating))
-    return typing.cast(Tree, rebuild(jnp.asarray(x, dtype) for x in floats))
+    if dtype is None or not jnp.issubdtype(dtype, np.floating):
+        raise TypeError(f"dtype must be a floating-point dtype, got {dtype}. Pass a dtype such as jnp.float16.")
+    check_no_refs(tree)
+
+    def is_floating(_: Path, leaf: Any) -> bool:
+        return is_array(leaf) and jnp.issubdtype(leaf.dtype, np.floating)
+
+    leaves, unflatten = flatten_matching(tree, is_floating, is_leaf=_is_scaler)
+    return unflatten(jnp.asarray(x, dtype) for x in leaves)
 
 
-def get_scaler(tree: Any) -> ScalerState:
-    """Finds the scaler in an optimizer state, a train state, or any other pytree.
+def get_scaler(tree: PyTree) -> ScalerState:
+    """Returns the scaler that an optimizer state, a train state or any other pytree contains.
 
     Args:
-      tree: a pytree that contains exactly one `ScalerState`. Arrays may be wrapped, as Flax NNX does.
+      tree: a pytree that contains exactly one `ScalerState`. Its arrays may be wrapped, as Flax NNX does.
 
     Returns:
-      The `ScalerState`, holding plain arrays.
+      The `ScalerState`, with its arrays unwrapped.
 
     Raises:
-      ValueError: the tree contains none, or several, or one whose arrays were taken out of it.
+      ValueError: the tree contains no scaler, or more than one, or one whose arrays were removed.
 
     >>> from jmpscale import dynamic
     >>> float(get_scaler({"model": 1.0, "scaler": dynamic(8.0)}).loss_scale)
     8.0
     """
-    scaler = _only_scaler(tree)
-    arrays = {name: jax.tree.leaves(getattr(scaler, name)) for name in _ARRAYS}
+    return unwrap_arrays(_only_scaler(tree))
+
+
+def unwrap_arrays(scaler: ScalerState) -> ScalerState:
+    """Returns a scaler with its arrays taken out of the containers that Flax NNX puts around them."""
+    arrays = {name: jax.tree.leaves(getattr(scaler, name)) for name in ARRAY_FIELDS}
     if empty := [name for name, leaves in arrays.items() if not leaves]:
         raise ValueError(
-            f"tree must contain a ScalerState with its arrays, got one without {empty[0]}. A filter has taken them "
-            "out; pass the whole tree."
+            f"tree must contain a ScalerState with its arrays, got one without {empty[0]}. A filter has removed it; "
+            "pass the unfiltered tree."
         )
     return scaler._replace(**{name: leaves[0] for name, leaves in arrays.items()})
 
 
 def replace_scaler(tree: Tree, scaler: ScalerState) -> Tree:
-    """Puts a scaler in the place of the one that a pytree contains: to set the scale by hand, or to reset it.
+    """Returns a copy of a pytree with another scaler in place of the one that it contains.
 
     Args:
       tree: a pytree that contains exactly one `ScalerState`.
-      scaler: the new one; its settings count from now on, and cost one compilation if they differ.
+      scaler: the new scaler; it is copied. Its settings apply from now on; different settings cost one compilation.
 
     Returns:
-      The tree with the scaler replaced, wrapped as the old one was.
+      The tree with the new scaler, wrapped as the old one was.
 
     Raises:
-      TypeError: `scaler` is no `ScalerState`.
-      ValueError: the tree contains none, or several.
+      TypeError: `scaler` is not a `ScalerState`.
+      ValueError: the tree contains no scaler, or more than one.
 
     >>> from jmpscale import dynamic
-    >>> replace_scaler((dynamic(), 1), dynamic(8.0))[0].loss_scale
-    Array(8., dtype=float32)
+    >>> float(replace_scaler((dynamic(), 1), dynamic(8.0))[0].loss_scale)
+    8.0
     """
-    require_one_scaler(scaler, "scaler")
+    check_one_scaler(scaler, "scaler")
     old = _only_scaler(tree)
 
-    def wrap(was: Any, now: Any) -> Any:
-        return jax.tree.unflatten(typing.cast(Any, jax.tree.structure(was)), [now])
+    def wrap(name: str) -> Any:
+        # Copied, so that donating the tree does not delete the caller's scaler.
+        return jax.tree.unflatten(jax.tree.structure(getattr(old, name)), [jnp.array(getattr(scaler, name))])
 
-    new = scaler._replace(**{name: wrap(getattr(old, name), getattr(scaler, name)) for name in _ARRAYS})
-    _, rebuild = partition(tree, _is_scaler, is_leaf=_is_scaler)
-    return rebuild([new])
+    new = scaler._replace(**{name: wrap(name) for name in ARRAY_FIELDS})
+    _, unflatten = flatten_matching(tree, lambda _, leaf: _is_scaler(leaf), is_leaf=_is_scaler)
+    return unflatten([new])
 
 
-def _is_scaler(x: Any) -> bool:
+def _is_scaler(x: object) -> bool:
     return isinstance(x, ScalerState)
 
 
-def _only_scaler(tree: Any) -> ScalerState:
-    found, _ = partition(tree, _is_scaler, is_leaf=_is_scaler)
+def _only_scaler(tree: PyTree) -> ScalerState:
+    found = find_instances(tree, ScalerState)
     if len(found) != 1:
         raise ValueError(
-            f"tree must contain exactly one ScalerState, found {len(found)} in a {type(tree).__name__}. "
-            "Pass the optimizer state that tx.init of with_loss_scaling made, or the part of it that is meant."
+            f"tree must contain exactly one ScalerState, found {len(found)} in a {type(tree).__name__}. Pass a scaler, "
+            "the optimizer state of with_loss_scaling, or the part of a tree that contains the scaler."
         )
     return found[0]
 
 
-def require_one_scaler(state: Any, name: str = "state") -> None:
-    """Raises unless `state` is a single scaler: a batch would broadcast along the wrong axis in silence."""
-    require_scaler(state, name)
+def check_one_scaler(state: Any, name: str = "state") -> None:
+    """Raises unless `state` is a single scaler: a batch would broadcast against the wrong axis."""
+    check_scaler(state, name)
     if shape := getattr(state.loss_scale, "shape", ()):
         raise ValueError(
             f"{name} must hold one scaler, got a batch with loss_scale of shape {shape}. Call this under jax.vmap."
         )
-    for field in _ARRAYS:
-        kind, value = np.floating if field == "loss_scale" else np.integer, getattr(state, field)
-        dtype: Any = getattr(value, "dtype", typing.cast(Any, type)(value))
-        if getattr(value, "shape", ()) or not jnp.issubdtype(dtype, kind):
+    for field in ARRAY_FIELDS:
+        kind = np.floating if field == "loss_scale" else np.integer
+        value = getattr(state, field)
+        dtype = getattr(value, "dtype", type(value))
+        # In 8 or 16 bits growth_interval would wrap around.
+        narrow = is_array(value) and value.dtype.itemsize < 4
+        if getattr(value, "shape", ()) or not jnp.issubdtype(dtype, kind) or narrow:
             raise TypeError(
-                f"{name}.{field} must be a scalar of a {kind.__name__} dtype, got {shown(value)}. Restore checkpoints "
-                "into a state made by jmpscale.dynamic, static or disabled."
+                f"{name}.{field} must be a scalar of a {kind.__name__} dtype of 32 bits, got {describe(value)}. "
+                "Restore checkpoints into a state created by jmpscale.dynamic, static or disabled."
             )
 
 
-def require_scaler(state: Any, name: str = "state") -> None:
-    """Raises unless `state` is a scaler, or a batch of them."""
+def check_scaler(state: Any, name: str = "state") -> None:
+    """Raises unless `state` is a scaler, or a batch of scalers."""
     if not isinstance(state, ScalerState):
         raise TypeError(
-            f"{name} must be a ScalerState, got {type(state).__name__}. Pass what jmpscale.dynamic, static or disabled "
-            "made; jmpscale.get_scaler finds it in an optimizer state."
+            f"{name} must be a ScalerState, got {type(state).__name__}. Create one with jmpscale.dynamic, static or "
+            "disabled; jmpscale.get_scaler finds it in an optimizer state."
         )
-    if not isinstance(typing.cast(object, state.config), ScalerConfig):
+    if not isinstance(state.config, ScalerConfig):
         raise TypeError(
-            f"{name}.config must be a ScalerConfig, got {type(state.config).__name__}. Settings are no part of a "
-            "checkpoint: restore into a state made by jmpscale.dynamic, static or disabled."
+            f"{name}.config must be a ScalerConfig, got {type(state.config).__name__}. Settings are not part of a "
+            "checkpoint: restore into a state created by jmpscale.dynamic, static or disabled."
         )
+    register_with_flax()
+
+
+def path_names(paths: Sequence[Path]) -> list[str]:
+    """Returns names of leaves, such as `params/layer_7/kernel`; unambiguous paths where two would be equal."""
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
+    counts = collections.Counter(names)
+    return [jax.tree_util.keystr(path) if counts[name] > 1 else name for path, name in zip(paths, names, strict=True)]

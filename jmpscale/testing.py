@@ -1,7 +1,7 @@
-"""Checks for the tests and the debugging of training programs that use jmpscale. They read values, on the host."""
+"""Tools for the tests of training programs. They read values on the host."""
 
 import zlib
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,57 +9,55 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jmpscale._finite import varying_axes
-from jmpscale._scaling import require_flag
-from jmpscale._state import shortened, shown
-from jmpscale._tree import is_inexact, named_leaves
+from jmpscale._scaling import check_flag
+from jmpscale._state import describe, truncate
+from jmpscale._tree import PyTree, is_array, is_inexact, named_leaves
 
 
-def inject(tree: Any, value: float, *, path: str, when: Any = True) -> Any:
-    """Plants a bad value in one leaf of a tree: the fault that a training program has to survive.
+def inject(tree: PyTree, value: float, *, path: str, when: Any = True) -> Any:
+    """Replaces the first element of one leaf by a value: a fault that a training program has to survive.
 
-    Works inside `jax.jit` and `jax.shard_map`; to hit one step or one device, make `when` depend on a step count or on
-    `jax.lax.axis_index`. Count with something that moves on when a step is skipped, such as the loop's own counter.
-    `when=state.step == 3` with a `step` that the gate holds back plants the fault at every step from then on: step 3
-    is skipped, so the count stays at 3, and the run skips for ever.
+    Works inside `jax.jit` and `jax.shard_map`. To inject a fault in one step or on one device, make `when` depend on a
+    step count or on `jax.lax.axis_index`. Use a count that advances on skipped steps as well, such as that of the loop.
+    With `when=state.step == 3` and a `step` that is gated, step 3 is skipped, so the count stays at 3 and every later
+    step is skipped.
 
     Args:
-      tree: pytree of gradients, or of anything else.
-      value: what to plant, such as `jnp.inf` or `jnp.nan`; in the leaf's dtype.
-      path: which leaf, as `jax.tree_util.keystr` spells it, such as `"['dense']['kernel']"`.
-      when: bool[], whether to plant it at all.
+      tree: pytree of gradients, or any other.
+      value: the value, such as `jnp.inf` or `jnp.nan`, converted to the leaf's dtype.
+      path: the leaf, in the notation of `jax.tree_util.keystr`, such as `"['dense']['kernel']"`.
+      when: bool[], whether to inject the fault.
 
     Returns:
-      The tree; the first element of that leaf is `value` where `when` is true.
+      The tree. The first element of the leaf is `value` if `when` is true.
 
     Raises:
       TypeError: `when` is not a boolean.
-      ValueError: no floating-point or complex leaf is at `path` (names those that there are), or `value` or `when` is
-        not a scalar.
+      ValueError: there is no floating-point or complex leaf at `path` (the message lists the paths), or `value` or
+        `when` is not a scalar.
 
     >>> grads = {"w": jnp.ones(3), "b": jnp.ones(2)}
     >>> inject(grads, jnp.inf, path="['w']")["w"]
     Array([inf,  1.,  1.], dtype=float32)
     """
-    return _at(path, tree, _plant, value, when)
+    return _map_leaf(path, tree, _set_first, value, when)
 
 
-def inject_backward(tree: Any, value: float, *, path: str, when: Any = True) -> Any:
-    """Returns a tree as it is, and plants a bad value in the cotangent of one leaf: an overflow where it happens.
+def inject_backward(tree: PyTree, value: float, *, path: str, when: Any = True) -> Any:
+    """Returns a tree unchanged, and injects a value into the cotangent of one leaf: an overflow in the backward pass.
 
-    Call it inside the loss function, on parameters or on activations. The fault then goes through all that a real one
-    goes through: the rest of the backward pass, the check, and whatever else stands between the gradients and the
-    step. `value_and_grad` hands back gradients and flag together, which leaves no place for `inject` in between.
+    Call it in the loss function, on parameters or activations. The fault then passes through the rest of the backward
+    pass, the unscaling and the check, as a real overflow does.
 
     Args:
       tree: pytree that the loss depends on, of parameters or activations.
-      value: what to plant, as in `inject`.
-      path: which leaf, as in `inject`; `""` if the tree is one array.
-      when: bool[], whether to plant it at all; `inject` names a trap. If it differs between devices that hold the
-        same leaf, all of them see the fault, as they do one in any term of a sum over devices.
+      value: the value, as in `inject`.
+      path: the leaf, as in `inject`; `""` if the tree is a single array.
+      when: bool[], whether to inject the fault; see `inject`. If it differs between devices that hold the same leaf,
+        all of them receive the fault, because the cotangent is a sum over them.
 
     Returns:
-      The tree, bit for bit. The first element of that leaf's cotangent is `value` where `when` is true; reverse mode
-      only.
+      The tree, bit for bit. In reverse mode, the first element of the leaf's cotangent is `value` if `when` is true.
 
     Raises:
       TypeError: as `inject`.
@@ -68,122 +66,137 @@ def inject_backward(tree: Any, value: float, *, path: str, when: Any = True) -> 
     >>> jax.grad(lambda w: jnp.sum(inject_backward(w, jnp.inf, path="") ** 2))(jnp.ones(3))
     Array([inf,  2.,  2.], dtype=float32)
     """
-    return _at(path, tree, cast(Any, _spoilt_on_the_way_back), value, when)
+    return _map_leaf(path, tree, _fault_in_cotangent, value, when)
 
 
-def _at(path: str, tree: Any, change: Any, value: float, when: Any) -> Any:
-    """Returns the tree with `change(leaf, value, when)` in the place of the leaf at `path`."""
-    there = [name for name, leaf in named_leaves(tree) if is_inexact(leaf) and jnp.size(leaf)]
-    if not (isinstance(cast(object, path), str) and path in there):
+def _map_leaf(path: str, tree: PyTree, change: Any, value: float, when: Any) -> Any:
+    """Returns the tree with `change(leaf, value, when)` in place of the leaf at `path`."""
+    paths = [name for name, leaf in named_leaves(tree) if is_inexact(leaf) and jnp.size(leaf)]
+    if not (isinstance(path, str) and path in paths):
         raise ValueError(
-            f"path must be that of an inexact leaf with elements, got {shown(path)}. There are: {there[:20]}."
+            f"path must be that of a floating-point leaf with elements, got {describe(path)}. The paths of this tree "
+            f"are {paths[:20]}."
         )
     if getattr(value, "shape", ()) or not jnp.issubdtype(getattr(value, "dtype", type(value)), np.number):
-        raise ValueError(f"value must be a scalar such as jnp.inf, got {shown(value)}. Plant one value at a time.")
+        raise ValueError(f"value must be a scalar such as jnp.inf, got {describe(value)}. Inject one value at a time.")
+    flag = check_flag(when, "when")
 
     def visit(at: Any, leaf: Any) -> Any:
-        return change(leaf, value, require_flag(when, "when")) if jax.tree_util.keystr(at) == path else leaf
+        return change(leaf, value, flag) if jax.tree_util.keystr(at) == path else leaf
 
     return jax.tree_util.tree_map_with_path(visit, tree)
 
 
-def _plant(leaf: Any, value: Any, flag: Any) -> Any:
+def _set_first(leaf: Any, value: Any, flag: Any) -> Any:
     first = (jnp.arange(jnp.size(leaf)) == 0).reshape(jnp.shape(leaf))
     return jnp.where(first & flag, jnp.asarray(value, jnp.result_type(leaf)), leaf)
 
 
 @jax.custom_vjp
-def _spoilt_on_the_way_back(leaf: Any, value: Any, flag: Any) -> Any:
+def _fault_in_cotangent(leaf: Any, value: Any, flag: Any) -> Any:
     return leaf
 
 
-def _forward(leaf: Any, value: Any, flag: Any) -> Any:
-    # The cotangent of a value that devices share is a sum over them, spoilt for all if one term is.
-    if own := varying_axes(flag) - varying_axes(leaf):
-        flag = jax.lax.pmax(flag.astype(np.int32), tuple(sorted(own))).astype(bool)
+def _fault_forward(leaf: Any, value: Any, flag: Any) -> Any:
+    # The cotangent of a value that devices share is a sum over them: a fault on one device is a fault on all.
+    if axes := varying_axes(flag) - varying_axes(leaf):
+        flag = jax.lax.pmax(flag.astype(np.int32), tuple(sorted(axes))).astype(bool)
     return leaf, (value, flag)
 
 
-def _backward(fault: Any, cotangent: Any) -> Any:
-    return _plant(cotangent, *fault), None, None
+def _fault_backward(fault: Any, cotangent: Any) -> Any:
+    return _set_first(cotangent, *fault), None, None
 
 
-_spoilt_on_the_way_back.defvjp(_forward, _backward)
+_fault_in_cotangent.defvjp(_fault_forward, _fault_backward)
 
 
-def assert_step_is_noop(before: Any, after: Any) -> None:
-    """Raises unless a step has left everything as it was, bit for bit: what a skipped step must do.
+def assert_step_is_noop(before: PyTree, after: PyTree) -> None:
+    """Raises unless a step changed nothing, bit for bit, as a skipped step must.
 
     Args:
-      before: parameters, optimizer state, averages and whatever else belongs to the training state, before the step.
-        Copy what the step takes over as donated buffers.
+      before: parameters, optimizer state, averages and everything else in the training state, before the step. Copy
+        what the step takes as donated buffers.
       after: the same, after the step; without the scaler, which counts the skip.
 
     Raises:
-      AssertionError: a structure, shape, dtype or bit differs; names the first leaf that does.
+      AssertionError: a structure, shape, dtype or bit differs; the message names the first such leaf.
 
     >>> assert_step_is_noop({"w": jnp.ones(3)}, {"w": jnp.ones(3)})
     """
-    old, new = dict(named_leaves(before)), dict(named_leaves(after))
-    if jax.tree.structure(before) != jax.tree.structure(after):
-        differing = sorted(set(old) ^ set(new)) or ["a container"]
+    old, new = named_leaves(before), named_leaves(after)
+    structures: tuple[Any, Any] = jax.tree.structure(before), jax.tree.structure(after)
+    if structures[0] != structures[1]:
+        differing = sorted({path for path, _ in old} ^ {path for path, _ in new}) or ["a container"]
         raise AssertionError(f"the step changed the structure of the training state: {differing[0]} differs.")
-    for path in old:
-        if _bits(old[path]) != _bits(new[path]):
-            was, now = shortened(repr(old[path]), 200), shortened(repr(new[path]), 200)
-            raise AssertionError(f"the step changed state{path}: {was} before, {now} after. Gate it in apply_if.")
+    for (path, was), (_, now) in zip(old, new, strict=True):
+        if _bits(was) != _bits(now):
+            raise AssertionError(
+                f"the step changed state{path}: {truncate(repr(was), 200)} before, {truncate(repr(now), 200)} after. "
+                "Gate it in apply_if."
+            )
 
 
 def _bits(leaf: Any) -> Any:
-    """Returns something that is equal for two leaves only if they are equal bit for bit."""
-    if isinstance(cast(object, leaf), (jax.Array, np.ndarray, np.generic)):
-        value = np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
+    """Returns a value that is equal for two leaves only if they are equal bit for bit."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return leaf.dtype, np.asarray(jax.random.key_data(leaf)).tobytes()
+    if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+        value = np.asarray(leaf)
         return value.shape, leaf.dtype, value.tobytes()
-    # NaN is not equal to itself, while 1, 1.0 and True are equal, and so are the two zeros; their texts tell.
+    # By their texts, because NaN does not equal itself, while 1, 1.0 and True are equal, and 0.0 and -0.0.
     return (type(leaf), repr(leaf)) if isinstance(leaf, (int, float, complex)) else leaf
 
 
-def assert_replicated(tree: Any) -> None:
+def assert_replicated(tree: PyTree) -> None:
     """Raises unless devices that hold the same part of an array hold the same bits.
 
-    A missing `axis_name` under `jax.pmap`, or under `jax.shard_map` with `check_vma=False`, only gives a warning: the
-    array calls itself replicated while each device has gone its own way. Call it on the scaler after a step
-    that overflowed on one device, or on the whole training state. With several processes all of them have to call it.
+    Under `jax.pmap`, or under `jax.shard_map` with `check_vma=False`, a missing `axis_name` gives only a warning: the
+    array is marked as replicated although devices have diverged. Call this function on the scaler after a step that
+    overflowed on one device, or on the whole training state. With several processes, all of them must call it.
 
     Args:
-      tree: a scaler, or any pytree of arrays. Of an array that is sharded along some axes of a mesh and replicated
-        along others, the copies of each shard are compared. Where every array has one row for each device, as
-        `jax.pmap` returns them, it is the rows.
+      tree: a scaler, or any pytree of arrays. If an array is sharded along some axes of a mesh and replicated along
+        others, the copies of each shard are compared. If every array has one row for each device, as `jax.pmap` returns
+        them, the rows are compared.
 
     Raises:
-      AssertionError: two devices differ; names the leaf, the devices and the values.
-      TypeError: a leaf is no `jax.Array`.
+      AssertionError: two devices differ; the message names the leaf, the devices and the values.
+      TypeError: a leaf is not an array.
 
     >>> import jmpscale
     >>> assert_replicated(jmpscale.dynamic())
     """
-    leaves = list(named_leaves(tree))
-    by_rows = all(isinstance(leaf, jax.Array) and _has_a_row_for_each_device(leaf) for _, leaf in leaves)
+    leaves = named_leaves(tree)
     for path, leaf in leaves:
-        if not isinstance(leaf, jax.Array):
-            raise TypeError(f"tree{path} must be a jax.Array, got {type(leaf).__name__}. Pass what a step returned.")
-        held: dict[str, tuple[Any, Any]] = {}
+        if not is_array(leaf):
+            raise TypeError(f"tree{path} must be an array, got {type(leaf).__name__}. Pass what a step returned.")
+    on_devices = [(path, leaf) for path, leaf in leaves if isinstance(leaf, jax.Array)]  # not those of NumPy
+    by_rows = all(_has_one_row_per_device(leaf) for _, leaf in on_devices)
+    for path, leaf in on_devices:
+        shards: dict[str, tuple[Any, Any]] = {}  # the first shard of each part, and its bits
         for shard in leaf.addressable_shards:
             bits = _bits(shard.data)
-            other, first = held.setdefault("" if by_rows else str(shard.index), (shard, bits))
-            if bits != first:
+            other, expected = shards.setdefault("" if by_rows else str(shard.index), (shard, bits))
+            if bits != expected:
                 raise AssertionError(
-                    f"tree{path} differs between devices: {shortened(other.data, 200)} on {other.device}, "
-                    f"{shortened(shard.data, 200)} on {shard.device}. Each device has decided for itself; give "
-                    "axis_name to unscale_and_check, update or with_loss_scaling."
+                    f"tree{path} differs between devices: {truncate(other.data, 200)} on {other.device}, "
+                    f"{truncate(shard.data, 200)} on {shard.device}. Each device has decided independently: pass "
+                    "axis_name to all_finite, unscale_and_check, update or with_loss_scaling."
                 )
         if jax.process_count() > 1:
-            sums = [[zlib.crc32(x) for x in (part.encode(), bits[-1])] for part, (_, bits) in held.items()]
-            everywhere: Any = multihost_utils.process_allgather(np.array(sums, np.uint32))
-            pairs: set[Any] = set(map(tuple, everywhere.reshape(-1, 2).tolist()))
-            if len(pairs) > len(dict(pairs)):
-                raise AssertionError(f"tree{path} differs between processes.")
+            _assert_equal_on_processes(path, {part: bits for part, (_, bits) in shards.items()})
 
 
-def _has_a_row_for_each_device(x: jax.Array) -> bool:
-    return (len({str(shard.index[:1]) for shard in x.global_shards}),) == (len(x.global_shards),) == x.shape[:1]
+def _assert_equal_on_processes(path: str, bits: dict[str, Any]) -> None:
+    sums = [[zlib.crc32(part.encode()), zlib.crc32(value[-1])] for part, value in bits.items()]
+    gathered = multihost_utils.process_allgather(np.array(sums, np.uint32))
+    pairs = set(map(tuple, np.asarray(gathered).reshape(-1, 2).tolist()))
+    if len(pairs) > len({part for part, _ in pairs}):
+        raise AssertionError(f"tree{path} differs between processes.")
+
+
+def _has_one_row_per_device(x: jax.Array) -> bool:
+    rows = {str(shard.index[:1]) for shard in x.global_shards}
+    devices = len(x.global_shards)
+    return len(rows) == devices and x.shape[:1] == (devices,)

@@ -35,17 +35,26 @@ OPTIONAL = {  # marker, which is also the option that runs it: what it stands fo
 def pytest_addoption(parser):
     for marker, meaning in OPTIONAL.items():
         parser.addoption(f"--{marker}", action="store_true", help=f"also run {meaning}")
-    parser.addoption("--elsewhere", action="store_true", help="run the form that programs have on GPUs and TPUs")
+    parser.addoption("--default-form", action="store_true", help="run the form that programs have on GPUs and TPUs")
 
 
-def _elsewhere(*args, default, **_):
+def _default_form(*args, default, **forms):
+    """Runs the form for GPUs and TPUs; traces the others too and compares their types, as `platform_dependent` does."""
+    expected = _result_types(default, args)
+    for name, form in forms.items():
+        types = _result_types(form, args)
+        assert types == expected, f"the form for {name} returns {types}, the default form {expected}"
     return default(*args)
+
+
+def _result_types(form, args):
+    return [aval.strip_weak_type() for aval in jax.make_jaxpr(form)(*args).out_avals]
 
 
 def pytest_configure(config):
     """Gives every program of the session the form that it has on GPUs and TPUs, if asked to."""
-    if config.getoption("--elsewhere"):
-        jax.lax.platform_dependent = _elsewhere
+    if config.getoption("--default-form"):
+        jax.lax.platform_dependent = _default_form
 
 
 def pytest_collection_modifyitems(config, items):
@@ -70,13 +79,13 @@ def _count_traces_afresh():
     chex.clear_trace_counter()
 
 
-@pytest.fixture(params=["on CPU", "elsewhere"])
+@pytest.fixture(params=["cpu", "default"])
 def platform(request, monkeypatch):
-    """For which platform the package's programs are made: on CPU the form for all others runs, too."""
-    if request.param == "on CPU":
+    """The form of the package's programs: that for CPU, or that for every other platform."""
+    if request.param == "cpu":
         yield request.param
         return
-    monkeypatch.setattr(jax.lax, "platform_dependent", _elsewhere)
+    monkeypatch.setattr(jax.lax, "platform_dependent", _default_form)
     _forget_programs()
     yield request.param
     _forget_programs()
