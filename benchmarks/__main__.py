@@ -31,7 +31,7 @@ SHAPES = {
 BASE = SHAPES["16 of 1024, batch 32"]  # the optimizer's share is large, and 32 leaves compile fast
 # One thing at a time differs from the base: the optimizer, the dtype of compute and gradients, the network. Peers that
 # select leaf by leaf are left out where XLA on CPU would compile them for minutes: see `leaves --full`.
-FEW, SOME = (*steps.ROUTES, "functional, one read", "in optax, max_norm"), ("jmp", "Flax DynamicScale")
+FEW, SOME = (*steps.ROUTES, "functional, norm as check", "optax wrapper, max_norm"), ("jmp", "Flax DynamicScale")
 VARIED = {
     "sgd": (lambda: steps.mlp(*BASE), {"optimizer": "sgd"}, FEW + steps.PEERS),
     "momentum": (lambda: steps.mlp(*BASE), {"optimizer": "momentum"}, FEW + steps.PEERS),

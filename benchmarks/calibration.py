@@ -139,13 +139,9 @@ def _train(network, dtype, scaler, steps, look):
     @jax.jit
     def train_step(params, opt_state, scaler, batch):
         fn = functools.partial(loss_fn, batch=batch, dtype=dtype)
-        loss, grads, finite = jmpscale.value_and_grad(fn)(scaler, params)
-
-        def step(params, opt_state):
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state
-
-        params, opt_state = jmpscale.apply_if(finite, step, params, opt_state)
+        loss, grads = jmpscale.value_and_grad(fn)(scaler, params)
+        finite = jmpscale.all_finite(grads)
+        params, opt_state = jmpscale.apply_if(finite, jmpscale.optax_step(tx, grads), params, opt_state)
         return params, opt_state, jmpscale.update(scaler, finite, loss=loss), look(grads, finite)
 
     opt_state, seen = tx.init(params), []

@@ -29,9 +29,11 @@ SHAPES = {
     "100 of 256, batch 32": lambda devices: steps.mlp(100, 256, 32),
     "16 of 1024, batch 32": lambda devices: steps.mlp(16, 1024, 32),
     "8 of 2048, batch 32": lambda devices: steps.mlp(8, 2048, 32),
+    "6 of 1024, batch 32": lambda devices: steps.mlp(6, 1024, 32),
     "6 of 2048, batch 256": lambda devices: steps.mlp(6, 2048, 256),
     "4 of 8192, batch 256": lambda devices: steps.mlp(4, 8192, 256),
     "2 of 8192, batch 32": lambda devices: steps.mlp(2, 8192, 32),
+    "embedding of 32,000 x 1,024": lambda devices: steps.embedding(32_000, 1024, 256, 8),
     "GPT-2 small": lambda devices: steps.transformer(12, 768, 12, 50257, 128, 1),
     "GPT-2 small, 8 sequences of 1024": lambda devices: steps.transformer(12, 768, 12, 50257, 1024, 8),
     "decoder of 6.6 billion": lambda devices: steps.transformer(32, 4096, 32, 32000, 2048, devices),
@@ -40,41 +42,25 @@ HALF = {"h100": jnp.float16, "tpu-v5e": jnp.bfloat16, "tpu-v5p": jnp.bfloat16}
 # Matrices that no cache and no memory on a chip holds; over several devices, those that the mesh divides.
 LARGE = {"h100": "8 of 2048, batch 32", "tpu-v5e": "2 of 8192, batch 32", "tpu-v5p": "2 of 8192, batch 32"}
 SHARDED = {"h100": "6 of 2048, batch 256", "tpu-v5e": "4 of 8192, batch 256", "tpu-v5p": "4 of 8192, batch 256"}
-OURS = ("functional", "functional, one read", "in optax", "in optax, max_norm")
-OTHERS = ("functional, clipping", "in optax, clipping", "functional, branch", "bare")
-# What `--all` compiles: devices, networks (the usual one if None), optimizers, methods; and the same once more with
-# gradients in 16 bits where that is said.
-HALF_GRADS = True
+EMBEDDING = "embedding of 32,000 x 1,024"
+OURS = ("functional", "functional, norm as check", "optax wrapper", "optax wrapper, max_norm")
+# What `--all` compiles, for the table of docs/costs.md: devices, networks (the usual one if None), optimizers, methods.
+TABLE = (*OURS, *steps.PEERS)
 ALL = {
-    "h100": [
-        ([1], None, ["adamw"], [*OURS, *OTHERS, *steps.PEERS]),
-        ([8, 1024], None, ["adamw"], [*OURS, *OTHERS, *steps.PEERS]),
-        ([1, 8, 1024], None, ["sgd", "momentum", "adafactor"], [*OURS, "jmp"]),
-        ([1], ["GPT-2 small"], ["adamw"], [*OURS, *steps.PEERS]),
-        ([1, 8], None, ["adamw"], [*OURS, "jmp"], HALF_GRADS),
-        ([64], ["decoder of 6.6 billion"], ["adamw"], ["functional", "in optax", "in optax, max_norm"]),
-        ([1], list(SHAPES)[:3], ["adamw"], [*OURS, "jmp"]),
-    ],
-    "tpu-v5e": [
-        ([1], None, ["adamw"], [*OURS, *OTHERS, *steps.PEERS]),
-        ([1], None, ["sgd", "momentum", "adafactor"], [*OURS, "jmp"]),
-        ([1], ["GPT-2 small"], ["adamw"], [*OURS, "jmp"]),
-        ([8], None, ["adamw"], [*OURS, "jmp"]),
-        ([1, 8], None, ["adamw"], [*OURS, "jmp"], HALF_GRADS),
-        ([1], ["16 of 1024, batch 32"], ["adamw"], [*OURS, "jmp"]),
-    ],
-    "tpu-v5p": [
-        ([1, 8, 1024], None, ["adamw"], [*OURS, *OTHERS, *steps.PEERS]),
-        ([8, 1024], None, ["sgd", "momentum", "adafactor"], [*OURS, "jmp"]),
-        ([256], ["decoder of 6.6 billion"], ["adamw"], ["functional", "in optax", "in optax, max_norm"]),
-    ],
+    "h100": [([1], None, ["adamw"], TABLE), ([1, 8], [EMBEDDING], ["adamw"], TABLE)],
+    "tpu-v5e": [([1], None, ["adamw"], TABLE), ([1], [EMBEDDING], ["adamw"], TABLE)],
+    "tpu-v5p": [],
 }
 
 
-def measure(job, method, mesh):
-    """Compiles one step for the devices of the mesh; returns its figures."""
+def measure(job, method, mesh, members=None):
+    """Compiles one step, or that of an ensemble, for the devices of the mesh; returns its figures."""
     init, step = steps.METHODS[method](job)
-    state = jax.eval_shape(init, job.params)
+    params = job.params
+    if members:
+        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct((members, *x.shape), x.dtype), params)
+        init, step = jax.vmap(init), jax.vmap(step, in_axes=(0, None))
+    state = jax.eval_shape(init, params)
     given = targets.spread(state, mesh)
     jax.clear_caches()
     start = cpu_seconds()
@@ -109,13 +95,13 @@ def cpu_seconds():
     return sum(os.times()[:4])
 
 
-def compare(name, job, methods, mesh):
+def compare(name, job, methods, mesh, members=None):
     """Compiles the methods for one job, the floor first, and shows each as soon as it is done."""
     print(f"  {name}", flush=True)
     figures = {}
     for method in dict.fromkeys((steps.FLOOR, *methods)):
         try:
-            figures[method] = measure(job, method, mesh)
+            figures[method] = measure(job, method, mesh, members)
         except ImportError as error:
             print(f"    {method:<26} left out ({error})", flush=True)
             continue
@@ -162,6 +148,7 @@ def main():
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="the networks (default: one of large matrices)")
     parser.add_argument("--methods", nargs="+", choices=steps.METHODS, default=list(steps.METHODS))
     parser.add_argument("--optimizers", nargs="+", default=["adamw"], choices=steps.OPTIMIZERS)
+    parser.add_argument("--members", type=int, help="compile an ensemble of so many members, under jax.vmap")
     parser.add_argument("--half", choices=("float16", "bfloat16"), help="what to compute in (default: the chip's own)")
     parser.add_argument("--half-grads", action="store_true", help="gradients in that dtype too, not in float32")
     parser.add_argument("--out", type=pathlib.Path, help="a JSON file to add the figures to")
@@ -175,17 +162,19 @@ def main():
             usual = (SHARDED if number > 1 else LARGE)[options.backend]
             for shape in shapes or [usual]:
                 name, job = make_job(options, number, shape, optimizer, *half_grads)
-                figures = compare(name, job, methods, targets.mesh(options.backend, number))
+                figures = compare(name, job, methods, targets.mesh(options.backend, number), options.members)
                 if out := options.out or (RESULTS if options.all else None):
                     write(out, name, figures)
 
 
 def make_job(options, devices, shape, optimizer, half_grads=False):
     """Returns a name that tells all about a job, and the job."""
-    half = jnp.dtype(options.half or HALF[options.backend])
+    # Of a table in 16 bits the gradients are too, and their zeros are not those of the check.
+    half = jnp.dtype("float32" if shape == EMBEDDING else options.half or HALF[options.backend])
     grads = half if half_grads else jnp.dtype("float32")
     task = targets.abstract(functools.partial(SHAPES[shape], devices))
     name = f"{options.backend}, {devices} devices, {shape}, {optimizer}, {half}, gradients in {grads}"
+    name += f", {options.members} members" if options.members else ""
     return name, steps.make_job(task, optimizer, half, grads)
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from benchmarks import check, steps, timing
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "gpu.json"
-OURS = ("functional", "functional, branch", "functional, one read", "in optax", "in optax, max_norm")
+OURS = ("functional", "functional, branch", "functional, norm as check", "optax wrapper", "optax wrapper, max_norm")
 # layers, width, heads, vocabulary, length, batch; leaves, their size; elements of the array that is copied
 SIZES = {"gpt2": (12, 768, 12, 50257, 1024, 8), "leaves": (1000, 65536), "copied": 2**28}
 TINY = {"gpt2": (1, 16, 2, 32, 8, 2), "leaves": (10, 64), "copied": 2**12}

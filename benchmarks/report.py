@@ -65,14 +65,10 @@ def make(layers, width, batch, look):
         return jnp.mean(x**2)
 
     def train_step(params, opt_state, scaler, x):
-        loss, grads, finite = jmpscale.value_and_grad(loss_fn)(scaler, params, x)
-
-        def step(params, opt_state):
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state
-
+        loss, grads = jmpscale.value_and_grad(loss_fn)(scaler, params, x)
+        finite = jmpscale.all_finite(grads)
         seen = look(grads, scaler, finite)
-        params, opt_state = jmpscale.apply_if(finite, step, params, opt_state)
+        params, opt_state = jmpscale.apply_if(finite, jmpscale.optax_step(tx, grads), params, opt_state)
         return (params, opt_state, jmpscale.update(scaler, finite, loss=loss)), seen
 
     state, x = (params, tx.init(params), jmpscale.dynamic()), jax.random.normal(jax.random.key(1), (batch, width))

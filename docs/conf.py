@@ -1,4 +1,4 @@
-"""The documentation site: `sphinx-build -W -c docs . build/site`, from the root, since it shows the notebooks too."""
+"""The documentation site, built from the root: `sphinx-build -W -c docs . build/site`. It includes the notebooks."""
 
 import re
 
@@ -19,34 +19,33 @@ root_doc = "docs/index"
 include_patterns = ["docs/**.md", "notebooks/*.ipynb"]
 exclude_patterns = ["**/_build/**", ".venv/**", "build/**"]
 
-nb_execution_mode = "off"  # shown with the outputs they are committed with; a test executes them
+nb_execution_mode = "off"  # the committed outputs are shown; a test executes the notebooks
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 suppress_warnings = ["myst.strikethrough"]
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # the docstrings say more: shapes and units
+autodoc_typehints = "none"  # the docstrings also give shapes and units
 napoleon_google_docstring = True
 napoleon_use_rtype = False
 default_role = "code"  # docstrings write `code`, as Markdown does
 
 html_theme = "furo"
 html_title = "jmpscale"
-html_extra_path = ["site_root"]  # an index.html that leads to docs/index.html
+html_extra_path = ["site_root"]  # an index.html that redirects to docs/index.html
 
-PUBLIC = {
-    f"{prefix}{name}": f"{module.__name__}.{name}"
-    for prefix, module in (("", jmpscale), ("testing.", jmpscale.testing), ("plots.", jmpscale.plots))
-    for name, value in vars(module).items()
-    if getattr(value, "__module__", "").startswith("jmpscale") and not name.startswith("_")
-}
+PUBLIC = {name: f"jmpscale.{name}" for name in jmpscale.__all__}
+for module in (jmpscale.testing, jmpscale.plots):
+    for name, value in vars(module).items():
+        if getattr(value, "__module__", "") == module.__name__ and not name.startswith("_"):
+            PUBLIC[f"{module.__name__.removeprefix('jmpscale.')}.{name}"] = f"{module.__name__}.{name}"
 PUBLIC |= {name.removeprefix("testing."): target for name, target in PUBLIC.items() if name.startswith("testing.")}
 
 
 class LinkNamesToTheApi(SphinxTransform):
-    """Makes every `name` or `jmpscale.name(...)` of the public API, written as code, a link to its description.
+    """Makes every `name` or `jmpscale.name(...)` of the public API that is written as code a link to its description.
 
-    So that pages are plain Markdown, which looks right in any viewer.
+    The pages stay plain Markdown, which every viewer renders.
     """
 
     default_priority = 500
@@ -66,6 +65,19 @@ class LinkNamesToTheApi(SphinxTransform):
                 link += code
 
 
+def make_fenced_blocks_literal(app, what, name, obj, options, lines):
+    """Converts the fenced blocks of a docstring, which are Markdown, to literal blocks."""
+    converted, fenced = [], False
+    for line in lines:
+        if line.startswith("```"):
+            converted += [] if fenced else ["::", ""]
+            fenced = not fenced
+        else:
+            converted.append(f"    {line}" if fenced else line)
+    lines[:] = converted
+
+
 def setup(app):
-    """Registers the transform with Sphinx."""
+    """Registers the transform and the conversion with Sphinx."""
     app.add_transform(LinkNamesToTheApi)
+    app.connect("autodoc-process-docstring", make_fenced_blocks_literal)

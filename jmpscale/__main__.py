@@ -18,7 +18,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -138,7 +138,7 @@ def train(name: str, text: tuple[Any, Any], steps: int, whole: int, seed: int) -
         seen = {"loss": loss * (whole / SHARE), "zero": jmpscale.grad_report(grads).totals()["zero"]}
         return params, opt_state, seen | jmpscale.metrics(opt_state)
 
-    params = cast(Any, jax.jit(init, static_argnums=1)(jax.random.key(seed), len(alphabet)))
+    params = jax.jit(init, static_argnums=1)(jax.random.key(seed), len(alphabet))
     opt_state: Any = tx.init(params)
     starts = np.random.default_rng(seed).integers(0, len(tokens) - LENGTH, (steps, SEQUENCES, 1))
     batch = tokens[starts[0] + np.arange(LENGTH + 1)]
@@ -183,7 +183,7 @@ def _draw(outcomes: Mapping[str, Outcome], whole: int) -> Any:
     from jmpscale import plots  # needs matplotlib
 
     fonts = importlib.import_module("matplotlib.font_manager")
-    figure = cast(Any, Figure(figsize=(16, 9.5), layout="constrained"))
+    figure = Figure(figsize=(16, 9.5), layout="constrained")
     axes = figure.subplot_mosaic([["loss", "texts"], ["scale", "window"]], height_ratios=[1.25, 1])
     losses = [run.mean("loss") for run in outcomes.values()]
     title = f"float16 ends {losses[2] - losses[0]:z.2f} nats above float32, with jmpscale {losses[3] - losses[0]:z.2f}"
@@ -192,9 +192,14 @@ def _draw(outcomes: Mapping[str, Outcome], whole: int) -> Any:
     for (name, run), colour in zip(outcomes.items(), VARIANTS.values(), strict=True):
         loss, text = run.history["loss"], "".join(c if ord(c) in known else "\u25a1" for c in run.writing)
         smooth = [loss[max(0, n - UNTIL_NEWS) : n].mean() for n in range(1, len(loss) + 1)]
-        shape = {"linewidth": 8 if colour == GREY else 2, "linestyle": ":" if colour == DARK else "-"}
+        shape: dict[str, Any] = {"linewidth": 8 if colour == GREY else 2, "linestyle": ":" if colour == DARK else "-"}
         axes["loss"].plot(smooth, color=colour, label=f"{name}: {run.mean('loss'):.3f}", **shape)
-        look = {"size": 13, "color": DARK if colour == GREY else colour, "va": "top", "parse_math": False}
+        look: dict[str, Any] = {
+            "size": 13,
+            "color": DARK if colour == GREY else colour,
+            "va": "top",
+            "parse_math": False,
+        }
         axes["texts"].text(0, top, f"{name} writes:", weight="bold", **look)
         axes["texts"].text(0, top - 0.07, textwrap.fill(text, 66), family="monospace", **look)
         top -= 0.26

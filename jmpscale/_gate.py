@@ -27,7 +27,7 @@ Ts = TypeVarTuple("Ts")
 def apply_if(finite: Any, fn: Callable[[T], T], carry: T, /) -> T: ...
 @overload
 def apply_if(finite: Any, fn: Callable[[*Ts], tuple[*Ts]], /, *carry: *Ts) -> tuple[*Ts]: ...
-def apply_if(finite: Any, fn: Callable[..., Any], /, *carry: Any) -> Any:
+def apply_if(finite: Any, fn: Callable[..., Any], /, *carry: object) -> Any:
     """Applies a step if the gradients were finite; otherwise returns the carry unchanged, bit for bit.
 
     `fn(*carry) if finite else carry`. `fn` must be pure. On GPU, TPU and every other platform except CPU it always
@@ -213,13 +213,14 @@ def _is_numeric(leaf: Any) -> bool:
     return is_array(leaf) or isinstance(leaf, (bool, int, float, complex))
 
 
-def _strong_type(x: Any) -> Any:
-    """Returns the type of an array: shape, dtype, sharding, varying axes and memory space, but not weak typing."""
-    return jax.typeof(x).strip_weak_type()
+def _strong_type(x: Any) -> tuple[Any, ...]:
+    """Returns the type of an array, without weak typing and without the mesh, which JAX 0.7 does not always know."""
+    aval = jax.typeof(x)
+    return aval.shape, aval.dtype, aval.sharding.spec, varying_axes(x), getattr(aval, "memory_space", None)
 
 
 def _describe_type(leaf: Any) -> str:
-    return str(_strong_type(leaf)) if _is_numeric(leaf) else truncate(repr(leaf))
+    return str(jax.typeof(leaf).strip_weak_type()) if _is_numeric(leaf) else truncate(repr(leaf))
 
 
 def _type_remedy(was: Any, now: Any, fn: str) -> str:
@@ -240,9 +241,9 @@ def _type_remedy(was: Any, now: Any, fn: str) -> str:
 
 def has_same_type(was: Any, now: Any) -> bool:
     """Tests whether two arrays or numbers have the same type, and whether any other leaf is unchanged."""
-    if not (_is_numeric(was) and _is_numeric(now)):
-        return _is_unchanged(was, now)
-    return _strong_type(was) == _strong_type(now)
+    if _is_unchanged(was, now):  # perhaps an integer that is too large for an array
+        return True
+    return _is_numeric(was) and _is_numeric(now) and _strong_type(was) == _strong_type(now)
 
 
 def _is_unchanged(was: Any, now: Any) -> bool:

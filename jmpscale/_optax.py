@@ -29,6 +29,7 @@ from jmpscale._state import (
     ScalerState,
     check_in_range,
     dynamic,
+    register_with_flax,
     truncate,
 )
 from jmpscale._tree import (
@@ -102,6 +103,7 @@ def with_loss_scaling(
     tx = _with_extra_args(inner)
 
     def init(params: optax.Params) -> Any:
+        register_with_flax()
         scaler = jax.tree.map(jnp.array, initial)
         inner_state = tx.init(params if _is_disabled(scaler) else _widen(params))
         return LossScalingState(scaler, inner_state, None if max_norm is None else jnp.zeros((), jnp.float32))
@@ -111,11 +113,11 @@ def with_loss_scaling(
     ) -> tuple[optax.Updates, Any]:
         grads = updates
         _check_update_arguments(grads, state)
-        scaler, norm, factor = state.scaler, None, None
+        scaler, norm, grad_norm, factor = state.scaler, None, None, None
         if max_norm is not None:
             norm = _global_norm(grads, axis_name, norm_axis_name)
             factor = jnp.where(norm > max_norm, max_norm / norm, 1)
-            norm = norm.astype(jnp.float32)
+            grad_norm = norm.astype(jnp.float32)
 
         def step(grads: PyTree, inner_state: PyTree, params: PyTree) -> tuple[Any, Any]:
             clipped = grads if factor is None else multiply(grads, factor)
@@ -123,7 +125,7 @@ def with_loss_scaling(
 
         if _is_disabled(scaler):
             updates, inner_state = step(grads, state.inner_state, params)
-            return updates, LossScalingState(scaler, inner_state, norm)
+            return updates, LossScalingState(scaler, inner_state, grad_norm)
 
         warn_if_unsynchronised(axis_name, norm_axis_name)
         loss = extra_args.get("value", extra_args.get("loss"))
@@ -133,7 +135,7 @@ def with_loss_scaling(
             extra_args["grad"] = _zero_nonfinite(extra_args["grad"])
         gated_step = functools.partial(step, params=_widen(params))
         updates, inner_state = _update_if(finite, gated_step, grads, state.inner_state)
-        return updates, LossScalingState(adjust(scaler, finite, loss_finite), inner_state, norm)
+        return updates, LossScalingState(adjust(scaler, finite, loss_finite), inner_state, grad_norm)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -303,7 +305,7 @@ def _zero_nonfinite(tree: PyTree) -> PyTree:
     """
 
     def replace(x: Any) -> Any:
-        return jnp.where(jnp.isfinite(x), x, jnp.asarray(-0.0, x.dtype)) if is_inexact(x) else x
+        return jnp.where(jnp.isfinite(x), x, -0.0) if is_inexact(x) else x
 
     return jax.tree.map(replace, tree)
 

@@ -381,19 +381,20 @@ def raise_if_stuck(state: ScalerState, *, max_consecutive_skips: int) -> None:
     check_one_scaler(state)
     stuck = state.consecutive_skips > check_count("max_consecutive_skips", max_consecutive_skips)
     numbers = {"scale": state.loss_scale, "run": state.consecutive_skips, "total": state.skipped}
-    if any(map(is_traced, jax.tree.leaves(state))):
+    if any(map(is_traced, [stuck, *jax.tree.leaves(state)])):
         from jax.experimental import checkify
 
         for holds, text in _diagnoses(state):  # checkify reports the first check that fails
             checkify.check(jnp.logical_not(stuck & holds), text, debug=False, **numbers)
     elif stuck:
+        state = jax.tree.map(np.asarray, state)  # under a transformation JAX would trace operations on known arrays
         raise FloatingPointError(next(text for holds, text in _diagnoses(state) if holds).format(**numbers))
 
 
 def _diagnoses(state: ScalerState) -> list[tuple[Any, str]]:
     """Returns each diagnosis with whether it applies; the first one that applies is the right one."""
     scale, config = state.loss_scale, state.config
-    damaged = ~jnp.isfinite(scale) | (scale <= 0) | (scale > LARGEST_SCALE)
+    damaged = ~((scale > 0) & (scale <= LARGEST_SCALE))  # also NaN
     at_limit = (scale <= np.float32(config.min_scale)) | (config.mode == "static")
     at_start = state.consecutive_skips == state.skipped
     return list(zip((damaged, state.last_skip == SkipReason.LOSS, at_limit, at_start, True), _DIAGNOSES, strict=True))

@@ -82,7 +82,7 @@ def scale(state: ScalerState, tree: Tree) -> Tree:
 def _scale(loss_scale: jax.Array, tree: PyTree) -> PyTree:
     def multiply(x: Any) -> jax.Array:
         dtype = _at_least_float32(jnp.result_type(x))
-        return jnp.asarray(x, dtype) * loss_scale.astype(dtype)
+        return jnp.asarray(x, dtype) * jnp.asarray(loss_scale, dtype)
 
     return jax.tree.map(multiply, tree)
 

@@ -318,7 +318,8 @@ def disabled() -> ScalerState:
 
     Returns:
       A `ScalerState` that every function returns unchanged. Gradients are returned unchanged as well, so float16
-      gradients stay float16, where other scalers return float32.
+      gradients stay float16, where other scalers return float32. `all_finite` and `apply_if` do not know the scaler:
+      a step that calls them still checks and skips, unless it replaces the flag by True.
 
     >>> disabled().config.mode
     'disabled'

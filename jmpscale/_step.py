@@ -92,24 +92,27 @@ def value_and_grad(
         @functools.wraps(fun, updated=())
         def scaled_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
             out = fun(*args, **kwargs)
-            loss = _split_aux(out)[0] if has_aux else out
+            out = _as_pair(out) if has_aux else out
+            loss = out[0] if has_aux else out
             return scale(state, loss) if _is_real_scalar(loss) else loss, out
 
         (_, out), grads = transform(scaled_fun, has_aux=True, **options)(*args, **kwargs)
-        return tuple(out) if has_aux else out, unscale(state, grads)
+        return out, unscale(state, grads)
 
     # Not functools.wraps: the signature of fun lacks the holder, and jax.jit(..., static_argnames=...) reads it.
     value_and_grad_fun.__name__ = f"value_and_grad_of_{getattr(fun, '__name__', 'fun')}"
     return value_and_grad_fun
 
 
-def _split_aux(out: Any) -> Any:
+def _as_pair(out: Any) -> tuple[Any, Any]:
+    """Returns the loss and the auxiliary data as a tuple: JAX would not look inside a subclass of it."""
     if not (isinstance(out, (tuple, list)) and len(out) == 2):
         raise TypeError(
             f"fun must return a pair (loss, aux) because has_aux is true, got {describe(out)}. Return both, or omit "
             "has_aux."
         )
-    return out
+    loss, aux = out
+    return loss, aux
 
 
 def _is_real_scalar(loss: Any) -> bool:

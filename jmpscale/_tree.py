@@ -177,6 +177,7 @@ def _is_scaler(x: object) -> bool:
 
 
 def _only_scaler(tree: PyTree) -> ScalerState:
+    register_with_flax()
     found = find_instances(tree, ScalerState)
     if len(found) != 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Which of many alike cases the README's command runs; the rest is for `--full`."""
+"""Selects which of many similar cases run by default; the others run with `--full`."""
 
 import itertools
 
@@ -6,9 +6,9 @@ import pytest
 
 
 def some(cases, default):
-    """Returns the cases as parameters; those not in `default` show the same once more, and run with `--full`.
+    """Returns the cases as parameters; those not in `default` run only with `--full`.
 
-    Cases with names, in a dictionary, are chosen by name, and their values are the parameters.
+    Cases in a dictionary are selected by name, and their values are the parameters.
     """
     named = cases if isinstance(cases, dict) else {case: case for case in cases}
     assert all(name in named for name in default), f"not among the cases: {default}"

@@ -1,4 +1,4 @@
-"""Counts what is traced and compiled, by one listener for the process: JAX can only forget all of them at once."""
+"""Counts compilations with one listener for the process, because JAX can only remove all listeners at once."""
 
 import contextlib
 
@@ -12,7 +12,7 @@ jax.monitoring.register_event_duration_secs_listener(
 
 @contextlib.contextmanager
 def counted():
-    """Yields a list that holds, once the block is left, an entry for each program that was compiled within it."""
+    """Yields a list that has, after the block, an entry for each program that was compiled within it."""
     before, found = len(SEEN), []
     yield found
     found[:] = [event for event in SEEN[before:] if "backend_compile" in event]

@@ -48,7 +48,7 @@ def _default_form(*args, default, **forms):
 
 
 def _result_types(form, args):
-    return [aval.strip_weak_type() for aval in jax.make_jaxpr(form)(*args).out_avals]
+    return [str(aval.strip_weak_type()) for aval in jax.make_jaxpr(form)(*args).out_avals]
 
 
 def pytest_configure(config):

@@ -1,13 +1,13 @@
-"""The rule of `update` in plain Python: the specification that the jitted one is compared with, bit for bit.
+"""The rule of `update` in plain Python: the specification with which the jitted rule is compared bit for bit.
 
-A state is a dict with the fields of `ScalerState`, less the config. Arithmetic on the scale is rounded to float32
-after every operation, and the settings before the first; counters stop at the largest 32-bit integer.
+A state is a dict with the fields of `ScalerState` except the config. The settings are rounded to float32 first, and
+arithmetic on the scale after every operation; counters stop at the largest 32-bit integer.
 """
 
 import numpy as np
 
 COUNTER_LIMIT = 2147483647
-FIELDS = ("loss_scale", "good_steps", "hysteresis_left", "skipped", "skipped_in_a_row", "last_skip")
+FIELDS = ("loss_scale", "finite_steps", "hysteresis_left", "skipped", "consecutive_skips", "last_skip")
 
 
 def start(config, loss_scale):
@@ -20,22 +20,22 @@ def step(config, state, finite, loss_finite=True):
     new = dict(state)
     dynamic = config.mode == "dynamic"
     if finite:
-        new["skipped_in_a_row"] = 0
-        new["good_steps"] = _count_up(state["good_steps"])
-        if dynamic and config.refill == "finite":
+        new["consecutive_skips"] = 0
+        new["finite_steps"] = _count_up(state["finite_steps"])
+        if dynamic and config.hysteresis_reset == "finite":
             new["hysteresis_left"] = config.hysteresis
-        if dynamic and new["good_steps"] >= config.growth_interval:
-            new["good_steps"] = 0
+        if dynamic and new["finite_steps"] >= config.growth_interval:
+            new["finite_steps"] = 0
             new["hysteresis_left"] = config.hysteresis
             new["loss_scale"] = min(_multiply(state["loss_scale"], config.growth_factor), np.float32(config.max_scale))
         return new
     new["skipped"] = _count_up(state["skipped"])
-    new["skipped_in_a_row"] = _count_up(state["skipped_in_a_row"])
+    new["consecutive_skips"] = _count_up(state["consecutive_skips"])
     if not loss_finite:
         new["last_skip"] = 2
         return new
     new["last_skip"] = 1
-    new["good_steps"] = 0
+    new["finite_steps"] = 0
     if dynamic:
         new["hysteresis_left"] = max(state["hysteresis_left"] - 1, 0)
         if new["hysteresis_left"] == 0:

@@ -100,15 +100,15 @@ def used():
     scaler = jmpscale.dynamic(2.0**12, growth_interval=3, hysteresis=3)
     for finite in (True, True, True, False, False, True, True):
         scaler = _update(scaler, jnp.asarray(finite))
-    assert (float(scaler.loss_scale), int(scaler.good_steps), int(scaler.hysteresis_left)) == (2.0**13, 2, 1)
+    assert (float(scaler.loss_scale), int(scaler.finite_steps), int(scaler.hysteresis_left)) == (2.0**13, 2, 1)
     return scaler
 
 
 def test_a_scale_set_by_hand_counts_from_there_and_compiles_nothing(used):
     compiled = _update._cache_size()
     scaler = example("By hand")["set_scale"](used, 256.0)
-    assert (float(scaler.loss_scale), int(scaler.good_steps)) == (256.0, 0)
-    assert scaler._replace(loss_scale=used.loss_scale, good_steps=used.good_steps) == used
+    assert (float(scaler.loss_scale), int(scaler.finite_steps)) == (256.0, 0)
+    assert scaler._replace(loss_scale=used.loss_scale, finite_steps=used.finite_steps) == used
     _hard_times(scaler, used.config)
     assert _update._cache_size() == compiled
 
@@ -118,7 +118,7 @@ def test_a_scale_set_by_hand_counts_from_there_and_compiles_nothing(used):
     [
         ({"growth_interval": 2, "growth_factor": 4.0}, 2.0**13, 1),
         ({"max_scale": 2.0**10}, 2.0**10, 1),
-        ({"min_scale": 2.0**20, "refill": "finite"}, 2.0**20, 1),
+        ({"min_scale": 2.0**20, "hysteresis_reset": "finite"}, 2.0**20, 1),
         ({"hysteresis": 1, "backoff_factor": 0.25}, 2.0**13, 1),
     ],
 )
@@ -126,14 +126,14 @@ def test_a_setting_changed_in_the_middle_of_a_run_counts_from_there(settings, lo
     compiled = _update._cache_size()
     scaler = example("By hand")["change"](used, **settings)
     assert (float(scaler.loss_scale), int(scaler.hysteresis_left)) == (loss_scale, left)
-    assert int(scaler.good_steps) == 2
+    assert int(scaler.finite_steps) == 2
     assert all(getattr(scaler.config, name) == value for name, value in settings.items())
     after = _hard_times(scaler, scaler.config)
     assert after.config.min_scale <= float(after.loss_scale) <= after.config.max_scale
     assert _update._cache_size() == compiled + 1
 
 
-def test_a_hysteresis_made_smaller_does_not_keep_the_old_ones_patience():
+def test_a_reduced_hysteresis_limits_hysteresis_left():
     scaler = example("By hand")["change"](jmpscale.dynamic(hysteresis=3), hysteresis=1)
     assert _update(scaler, jnp.array(False)).loss_scale == 2.0**15
 
@@ -181,7 +181,7 @@ def test_the_recipes_keep_a_scaler_where_it_was_on_a_mesh(recipe, arguments):
 
 
 @pytest.mark.parametrize("kind", some(["chain", "TrainState", "nnx.Optimizer"], default=["chain"]))
-def test_a_new_scaler_takes_the_old_ones_place(kind, used):
+def test_replace_scaler_puts_a_scaler_into_every_kind_of_state(kind, used):
     if kind == "chain":
         tx = optax.chain(jmpscale.with_loss_scaling(optax.adam(1e-2)))
         state, params = tx.init(jnp.ones(3)), jnp.ones(3)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as Spec
 import jmpscale
 from jmpscale.testing import assert_replicated
 
+import pages
 from cases import some_of_all
 
 # Each layout: the mesh, and the partition of four leaves, in float16, bfloat16, float32 and float32.
@@ -56,7 +57,7 @@ def bits(tree):
     return [[np.asarray(s.data).tobytes() for s in x.addressable_shards] for x in jax.tree.leaves(tree)]
 
 
-def _step(carry, grads, loss, axis_name=None, traces=None):
+def _functional_step(carry, grads, loss, axis_name=None, traces=None):
     traces.append(1)
     params, scaler = carry
     grads, finite = jmpscale.unscale_and_check(scaler, grads, axis_name=axis_name)
@@ -68,7 +69,7 @@ def _step(carry, grads, loss, axis_name=None, traces=None):
     return params, jmpscale.update(scaler, finite, loss=loss, axis_name=axis_name)
 
 
-def _optax_step(carry, grads, loss, axis_name=None, traces=None):
+def _wrapper_step(carry, grads, loss, axis_name=None, traces=None):
     traces.append(1)
     params, scaler = carry
     tx = jmpscale.with_loss_scaling(optax.scale(-1.0), axis_name=axis_name)
@@ -76,12 +77,12 @@ def _optax_step(carry, grads, loss, axis_name=None, traces=None):
     return jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, updates), state.scaler
 
 
-def _build(layout, mode, route=_step):
+def _build(layout, mode, step_fn=_functional_step):
     """Returns a jitted step, the mesh, the specs and a list that grows with each trace, of a layout in a mode."""
     shape, specs = LAYOUTS[layout]
     traces = []
     mesh = make_mesh(shape, AxisType.Explicit if mode == "explicit" else AxisType.Auto)
-    step = functools.partial(route, axis_name=tuple(shape) if mode == "unchecked" else None, traces=traces)
+    step = functools.partial(step_fn, axis_name=tuple(shape) if mode == "unchecked" else None, traces=traces)
     if mode in ("shard_map", "unchecked"):
 
         def local(carry, grads, loss, step=step):
@@ -136,15 +137,15 @@ def test_an_overflow_in_one_shard_skips_the_step_everywhere(layout, mode):
         assert_replicated(after)
 
 
-@pytest.mark.parametrize("route", [_step, _optax_step], ids=["loss=", "value="])
+@pytest.mark.parametrize("step_fn", [_functional_step, _wrapper_step], ids=["loss=", "value="])
 @pytest.mark.parametrize(
     ("layout", "mode"),
     some_of_all(
         LAYOUTS, ["shard_map", "unchecked"], default=[("three axes", "shard_map"), ("three axes", "unchecked")]
     ),
 )
-def test_a_loss_that_is_nan_on_one_device_explains_the_skip_on_all(layout, mode, route):
-    step, mesh, specs, _ = _build(layout, mode, route)
+def test_a_loss_that_is_nan_on_one_device_explains_the_skip_on_all(layout, mode, step_fn):
+    step, mesh, specs, _ = _build(layout, mode, step_fn)
     with jax.set_mesh(mesh):
         params = put([jnp.ones((16, 16), jnp.float32)] * 4, mesh, specs)
         grads = put([jnp.ones((16, 16), dtype) for dtype in DTYPES], mesh, specs)
@@ -222,8 +223,8 @@ def test_in_a_scan_over_steps_the_devices_stay_together():
     np.testing.assert_array_equal(scales, 2.0 ** np.array([10, 10, 10, 9, 9, 9, 8, 7, 7, 7, 8]))
 
 
-def test_a_stage_that_holds_nothing_of_a_leaf_still_takes_part():
-    """Devices with zero-size shards (as in pytorch#99174), and with a leaf of their own size."""
+def test_all_finite_with_zero_size_shards():
+    """Devices that hold nothing of a leaf still take part in the reduction (pytorch#99174)."""
     mesh = make_mesh({"stage": 8})
 
     @jax.jit
@@ -280,21 +281,28 @@ def _flag(mesh_shape, axis_name, check_vma, body=None):
         ((), [True] * 5 + [False] + [True] * 2),
     ],
 )
-def test_axis_name_is_taken_at_its_word(axis_name, expected, check_vma):
+def test_axis_name_reduces_over_exactly_the_named_axes(axis_name, expected, check_vma):
     assert _flag({"a": 2, "b": 4}, axis_name, check_vma) == expected
 
 
-def test_without_axis_name_the_types_decide_and_without_types_each_device_is_alone():
+def test_without_axis_name_the_types_decide_and_without_types_each_device_decides_alone():
     assert _flag({"a": 2, "b": 4}, None, True) == [False] * 8
-    with pytest.warns(UserWarning, match=r"each device decides for itself.*\('a', 'b'\).*Pass axis_name=\('a', 'b'\)"):
+    with pytest.warns(
+        UserWarning, match=r"each device decides independently.*\('a', 'b'\).*Pass axis_name=\('a', 'b'\)"
+    ):
         assert _flag({"a": 2, "b": 4}, None, False) == [True] * 5 + [False] + [True] * 2
 
 
 @pytest.mark.parametrize("axis_name", ["a", ("a", "b")])
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_naming_axes_that_are_already_reduced_is_harmless(axis_name, check_vma):
+def test_naming_axes_that_are_already_reduced_changes_nothing(axis_name, check_vma):
     flags = _flag({"a": 2, "b": 4}, axis_name, check_vma, lambda x: jax.lax.psum(x, ("a", "b")))
     assert flags == [False] * 8
+
+
+def _update_wrapped(**options):
+    tx = jmpscale.with_loss_scaling(optax.scale(1.0), **options)
+    return tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
 
 
 @pytest.mark.parametrize("axis_name", ["dta", ("a", "dta")])
@@ -307,7 +315,9 @@ def test_a_misspelt_axis_is_an_error(axis_name, check_vma):
     for call in (
         lambda: jmpscale.unscale_and_check(jmpscale.dynamic(), jnp.ones(2), axis_name="dta"),
         lambda: jmpscale.update(jmpscale.dynamic(), True, axis_name="dta"),
-        lambda: jmpscale.value_and_grad(lambda x: x, axis_name="dta")(jmpscale.dynamic(), 1.0),
+        lambda: _update_wrapped(axis_name="dta"),
+        lambda: _update_wrapped(norm_axis_name="dta"),
+        lambda: _update_wrapped(max_norm=1.0, norm_axis_name="dta"),
     ):
         with pytest.raises(ValueError, match="axis_name 'dta' is not the name"):
             call()
@@ -359,9 +369,7 @@ def test_a_step_that_changes_a_sharding_is_refused_by_path(axis_type):
     with jax.set_mesh(mesh):
         w = put(jnp.ones((1,) if axis_type == AxisType.Auto else (8,)), mesh, Spec())
         x = put(jnp.ones(8), mesh, Spec("data"))
-        with pytest.raises(
-            TypeError, match=r"carry\[0\]\['w'\] went in as float32\[[18]\] and came out as .*reshard it"
-        ):
+        with pytest.raises(TypeError, match=r"carry\[0\]\['w'\] was float32\[[18]\] and is float32.*reshard it in fn"):
             jax.jit(step)(w, x)
 
 
@@ -389,7 +397,7 @@ def test_partial_sums_inside_shard_map_are_refused(call):
         jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(Spec(), Spec("data")), out_specs=Spec()))(1.0, jnp.ones(8))
 
 
-# --- pmap, and what types cannot see ---
+# --- pmap, and what JAX's types do not show ---
 
 
 def _pmap(step, **options):
@@ -420,12 +428,12 @@ def test_pmap(summed):
         np.testing.assert_array_equal(skipped.loss_scale, 8.0)
         kept, skipped = step(params, scaler, bad, jnp.ones(8).at[7 - device].set(jnp.nan))
         np.testing.assert_array_equal(skipped.loss_scale, 16.0)
-        np.testing.assert_array_equal(skipped.last_skip, 2)
+        np.testing.assert_array_equal(skipped.last_skip, jmpscale.SkipReason.LOSS)
         assert_replicated(skipped)
 
 
 @pytest.mark.parametrize("untyped", ["pmap", "check_vma=False"])
-def test_without_axis_name_devices_drift_apart_where_types_cannot_see_and_assert_replicated_tells(untyped):
+def test_without_axis_name_devices_diverge_where_types_do_not_show_it_and_assert_replicated_raises(untyped):
     def step(scaler, grads):
         return jmpscale.update(scaler, jmpscale.unscale_and_check(scaler, grads)[1])
 
@@ -444,14 +452,14 @@ def test_without_axis_name_devices_drift_apart_where_types_cannot_see_and_assert
     with expected:
         after = step(scaler, grads)
     with pytest.raises(
-        AssertionError, match=r"tree\.loss_scale differs between devices: .*65536.*32768.*give axis_name"
+        AssertionError, match=r"tree\.loss_scale differs between devices: .*65536.*32768.*pass axis_name"
     ):
         assert_replicated(after)
 
 
 def _warns():
     return pytest.warns(
-        UserWarning, match=r"each device decides for itself.*or axis_name=\(\) if all devices hold the same"
+        UserWarning, match=r"each device decides independently.*or axis_name=\(\) if all devices hold the same"
     )
 
 
@@ -463,44 +471,26 @@ _TX = jmpscale.with_loss_scaling(optax.scale(1.0))
     [
         lambda s, g: jmpscale.unscale_and_check(s, g)[1],
         lambda s, g: jmpscale.all_finite(g),
-        lambda s, g: jmpscale.value_and_grad(lambda w: w.sum())(s, g)[2],
         lambda s, g: jmpscale.update(s, True, loss=g.sum()).skipped,
         lambda s, g: _TX.update(g, _TX.init(g))[0].sum(),
+        lambda s, g: jmpscale.grad_report(g).finite,
     ],
-    ids=["unscale_and_check", "all_finite", "value_and_grad", "update with a loss", "with_loss_scaling"],
+    ids=["unscale_and_check", "all_finite", "update with a loss", "with_loss_scaling", "grad_report"],
 )
-def test_every_door_warns_where_devices_could_drift_apart_and_only_there(call):
+def test_a_missing_axis_name_warns_once_at_the_users_line_and_only_where_devices_could_diverge(call):
     mesh = make_mesh({"data": 8})
 
     def run(call, check_vma):
         step = jax.shard_map(call, mesh=mesh, in_specs=(Spec(), Spec("data")), out_specs=Spec(), check_vma=check_vma)
         return jax.jit(step).lower(jmpscale.dynamic(), jnp.ones(8))
 
-    with _warns():
+    with _warns() as caught:
         run(call, False)
+    assert [(w.filename, w.lineno) for w in caught] == [(__file__, call.__code__.co_firstlineno)]
     run(lambda s, g: jmpscale.update(s, jmpscale.all_finite(g, axis_name="data")).skipped, False)
     run(lambda s, g: jax.lax.psum(call(s, g).astype(jnp.int32), "data"), True)
     jax.jit(call).lower(jmpscale.dynamic(), jnp.ones(8))
     jax.vmap(lambda g: call(jmpscale.dynamic(), g), axis_name="batch")(jnp.ones((2, 3)))
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda s, g: jmpscale.all_finite(g),
-        lambda s, g: jmpscale.update(s, True, loss=g.sum()).skipped,
-        lambda s, g: _TX.update(g, _TX.init(g))[0].sum(),
-        lambda s, g: jmpscale.grad_report(g).finite,
-    ],
-    ids=["all_finite", "update with a loss", "with_loss_scaling", "grad_report"],
-)
-def test_the_warning_points_at_the_line_that_lacks_axis_name(call):
-    step = jax.shard_map(
-        call, mesh=make_mesh({"data": 8}), in_specs=(Spec(), Spec("data")), out_specs=Spec(), check_vma=False
-    )
-    with _warns() as caught:
-        jax.jit(step).lower(jmpscale.dynamic(), jnp.ones(8))
-    assert [(w.filename, w.lineno) for w in caught] == [(__file__, call.__code__.co_firstlineno)]
 
 
 def test_with_types_jax_itself_refuses_a_state_that_differs():
@@ -516,5 +506,253 @@ def test_with_types_jax_itself_refuses_a_state_that_differs():
 
 
 def test_assert_replicated_refuses_what_is_no_array():
-    with pytest.raises(TypeError, match=r"tree\['a'\] must be a jax\.Array, got float"):
+    with pytest.raises(TypeError, match=r"tree\['a'\] must be an array, got float"):
         assert_replicated({"a": 1.0})
+
+
+# --- averaged gradients, where JAX's types do not show what differs ---
+
+UNTYPED = ["pmap", "check_vma=False", "vmap"]
+
+
+def _map_untyped(how, step, devices, axis_name="batch"):
+    """Maps `step` over the first axis of its arguments, of which each device, or batch entry, has one element."""
+    if how == "vmap":
+        return jax.jit(jax.vmap(step, axis_name=axis_name))
+    if how == "pmap":
+        return _pmap(step, axis_name=axis_name, devices=jax.devices()[:devices])
+
+    def local(*args):
+        out = step(*jax.tree.map(lambda x: x[0], args))
+        return jax.tree.map(lambda x: x[None], out)
+
+    mesh = jax.make_mesh((devices,), (axis_name,), devices=jax.devices()[:devices], axis_types=(AxisType.Auto,))
+    return jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=Spec(axis_name), out_specs=Spec(axis_name), check_vma=False)
+    )
+
+
+def _rows(tree, devices):
+    return jax.tree.map(lambda x: jnp.stack([x] * devices), tree)
+
+
+def _assert_equal_rows(tree):
+    for x in map(np.asarray, jax.tree.leaves(tree)):
+        np.testing.assert_array_equal(x, np.broadcast_to(x[0], x.shape))
+
+
+@pytest.mark.parametrize(
+    ("how", "devices"), some_of_all(UNTYPED, [2, 8], default=[("pmap", 2), ("pmap", 8), ("check_vma=False", 8)])
+)
+def test_with_loss_scaling_clips_averaged_gradients_to_max_norm(how, devices, platform):
+    tx = jmpscale.with_loss_scaling(optax.scale(-1.0), max_norm=1.0, axis_name="batch")
+
+    def step(state, grads):
+        return tx.update(jax.lax.pmean(grads, "batch"), state)
+
+    grads = jnp.stack([jnp.array([3.0, 4.0]) * 2 * i / (devices - 1) for i in range(devices)])  # on average [3, 4]
+    updates, state = _map_untyped(how, step, devices)(_rows(tx.init(jnp.ones(2)), devices), grads)
+    np.testing.assert_allclose(state.grad_norm, 5.0, rtol=1e-6)
+    np.testing.assert_allclose(updates, _rows(jnp.array([-0.6, -0.8]), devices), rtol=1e-6)
+    _assert_equal_rows((updates, state))
+
+
+def _train_in_the_wrapper(axis_name, max_norm):
+    scaler = jmpscale.dynamic(1024.0)
+    tx = jmpscale.with_loss_scaling(optax.sgd(0.1, 0.9), scaler, max_norm=max_norm, axis_name=axis_name)
+
+    def step(params, opt_state, x):
+        loss, grads = jmpscale.value_and_grad(_loss_of_a_line)(opt_state, params, x)
+        updates, opt_state = tx.update(jax.lax.pmean(grads, "batch"), opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state
+
+    return tx.init, step
+
+
+def _train_by_functions(axis_name, max_norm):
+    assert max_norm is None
+    tx = optax.sgd(0.1, 0.9)
+
+    def step(params, state, x):
+        opt_state, scaler = state
+        loss, grads = jmpscale.value_and_grad(_loss_of_a_line)(scaler, params, x)
+        grads = jax.lax.pmean(grads, "batch")
+        finite = jmpscale.all_finite(grads, axis_name=axis_name)
+        params, opt_state = jmpscale.apply_if(finite, jmpscale.optax_step(tx, grads), params, opt_state)
+        return params, (opt_state, jmpscale.update(scaler, finite, loss=loss, axis_name=axis_name))
+
+    return lambda params: (tx.init(params), jmpscale.dynamic(1024.0)), step
+
+
+def _loss_of_a_line(params, x):
+    return (x @ params - 1.0) ** 2
+
+
+CALLS = {
+    "optax wrapper, max_norm": (_train_in_the_wrapper, 1.0),
+    "optax wrapper": (_train_in_the_wrapper, None),
+    "functional API": (_train_by_functions, None),
+}
+MAPS = [*((how, "batch") for how in UNTYPED), ("pmap", ()), ("check_vma=False", ())]
+
+
+@pytest.mark.parametrize(
+    ("call", "mapped"), some_of_all(CALLS, MAPS, default=[("optax wrapper, max_norm", mapped) for mapped in MAPS])
+)
+def test_a_loss_that_is_nan_on_one_device_does_not_make_devices_diverge(call, mapped, platform):
+    (make, max_norm), (how, axis_name) = CALLS[call], mapped
+    if how == "pmap" and axis_name == () and jax.__version_info__ < (0, 10):
+        pytest.skip("here pmap does not show that there is an axis that is not named")
+    init, step = make(axis_name, max_norm)
+    step, params = _map_untyped(how, step, 8), jnp.zeros(2)
+    carry = _rows((params, init(params)), 8)
+    x = np.random.default_rng(0).standard_normal((5, 8, 2)).astype(np.float32)
+    x[2, 3, 0] = np.nan
+    for number, batch in enumerate(x):
+        before, carry = carry, step(*carry, batch)
+        _assert_equal_rows(carry)
+        assert (bits(before[0]) == bits(carry[0])) == (number == 2)
+    scaler = jax.tree.map(lambda rows: rows[0], jmpscale.get_scaler(carry[1]))
+    assert (scaler.skipped, scaler.finite_steps) == ((1, 4) if axis_name else (1, 2))
+    # Where an axis is not named the loss could differ along it, so it does not count as the reason.
+    assert scaler.last_skip == (jmpscale.SkipReason.LOSS if axis_name else jmpscale.SkipReason.GRADIENTS)
+    assert scaler.loss_scale == (1024.0 if axis_name else 512.0)
+
+
+# --- parts of a gradient, where JAX's types do not show them: fully sharded parameters, gathered by hand ---
+
+
+def _fully_sharded_by_hand(shape, max_norm=1.0, **axes):
+    """Returns a step on a mesh with the axis "f", along which parameters are sharded, and the specs of its carry."""
+    mesh = make_mesh(shape)
+    tx = jmpscale.with_loss_scaling(optax.sgd(1.0), jmpscale.dynamic(1024.0), max_norm=max_norm, **axes)
+
+    def local(w, state, x, fault):
+        def loss_fn(w):
+            full = jax.lax.all_gather(w, "f", tiled=True)
+            return jnp.mean((x @ full) ** 2) / jax.lax.axis_size("f")  # gathering adds the gradients up
+
+        loss, grads = jmpscale.value_and_grad(loss_fn)(state, w)
+        grads = (jax.lax.pmean(grads, "b") if "b" in shape else grads) + fault
+        updates, state = tx.update(grads, state, w, value=loss)
+        return optax.apply_updates(w, updates), state, state.grad_norm[None]
+
+    everywhere = Spec(tuple(shape))
+    step = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(Spec("f"), Spec(), everywhere, Spec("f")),
+        out_specs=(Spec("f"), Spec(), everywhere),
+        check_vma=False,
+    )
+    return tx, jax.jit(step), mesh
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "loss_counts"),
+    [
+        ({"b": 4, "f": 2}, {"axis_name": ("b", "f"), "norm_axis_name": "f"}, True),
+        ({"b": 4, "f": 2}, {"norm_axis_name": "f"}, False),
+        ({"f": 8}, {"norm_axis_name": "f"}, True),
+        ({"f": 8}, {"axis_name": "f", "norm_axis_name": ("f",)}, True),
+    ],
+    ids=["both, both named", "both, parts named", "sharded, parts named", "sharded, both named"],
+)
+def test_with_loss_scaling_adds_up_the_squares_over_norm_axis_name(shape, axes, loss_counts, platform):
+    tx, step, mesh = _fully_sharded_by_hand(shape, **axes)
+    w = np.arange(1.0, 9.0, dtype=np.float32)
+    x = np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)
+    grads = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+    norm = np.linalg.norm(grads)
+    warns = contextlib.nullcontext()
+    if "b" in shape and "axis_name" not in axes:
+        warns = pytest.warns(UserWarning, match=r"along the mapped axes \('b',\)")
+    carry, none = (put(w, mesh, Spec("f")), replicate(tx.init(w), mesh)), np.zeros(8, np.float32)
+    with warns:
+        *carry, norms = step(*carry, x, none)
+    np.testing.assert_allclose(norms, np.full(8, norm), rtol=1e-5)
+    np.testing.assert_allclose(carry[0], w - grads / norm, rtol=1e-5)
+    assert_replicated(tuple(carry))
+    for part in (0, 5):  # an infinity in what some devices hold, and a batch that is NaN on one device
+        *after, _ = step(*carry, x, none + np.where(np.arange(8) == part, np.inf, 0).astype(np.float32))
+        assert bits(after[0]) == bits(carry[0])
+        assert_replicated(after[1])
+        assert after[1].scaler.loss_scale == 512.0
+        bad = x.copy()
+        bad[part, 0] = np.nan
+        *after, _ = step(*carry, bad, none)
+        assert bits(after[0]) == bits(carry[0])
+        assert_replicated(after[1])
+        assert after[1].scaler.loss_scale == (1024.0 if loss_counts else 512.0)
+
+
+# --- one model on each device ---
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_with_loss_scaling_trains_one_model_on_each_device(max_norm, platform):
+    """In a typed `shard_map` with `axis_name=()`, and with a state that is created inside."""
+    tx = jmpscale.with_loss_scaling(optax.adam(0.1), max_norm=max_norm, axis_name=())
+    bare = optax.adam(0.1) if max_norm is None else optax.chain(optax.clip_by_global_norm(max_norm), optax.adam(0.1))
+
+    def train(tx, w, grads):
+        state = tx.init(w)
+        for g in grads:
+            updates, state = tx.update(g, state, w)
+            w = optax.apply_updates(w, updates)
+        return w, state
+
+    def local(w, grads):
+        return jax.tree.map(lambda x: jnp.asarray(x)[None], train(tx, w[0], grads[0]))
+
+    mesh = make_mesh({"data": 8})
+    step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=Spec("data"), out_specs=Spec("data")))
+    w = jnp.ones((8, 2))
+    # Norms from 1 to 8 and then from 8 to 1: a norm of all devices together would clip by another factor.
+    sizes = jnp.stack([jnp.arange(1.0, 9.0), jnp.arange(8.0, 0.0, -1.0)], 1)
+    grads = jnp.stack([0.6 * sizes, 0.8 * sizes], -1)
+    expected = jax.vmap(functools.partial(train, bare))(w, grads)[0]
+    after, state = step(w, grads)
+    np.testing.assert_allclose(after, expected, rtol=1e-6)
+    after, state = step(w, grads.at[3, 1, 0].set(jnp.inf))
+    alone = jax.vmap(functools.partial(train, bare))(w, grads[:, :1])[0]
+    np.testing.assert_allclose(after, expected.at[3].set(alone[3]), rtol=1e-6)
+    assert state.scaler.skipped.tolist() == [0, 0, 0, 1, 0, 0, 0, 0]
+    assert optax.tree.get(state.inner_state, "count").tolist() == [2, 2, 2, 1, 2, 2, 2, 2]
+    if max_norm is not None:
+        np.testing.assert_allclose(state.grad_norm, sizes[:, 1].at[3].set(jnp.inf), rtol=1e-6)
+
+
+def test_apply_if_applies_one_step_on_each_device(platform):
+    """Also to values that do not vary over devices before the step, and to a Python number."""
+
+    def local(flag, x):
+        carry = jnp.int32(0), 3, x[0]
+        return jax.tree.map(
+            lambda x: x[None], jmpscale.apply_if(flag[0], lambda n, m, x: (n + 1, m + 2, x / 2), *carry)
+        )
+
+    step = jax.shard_map(local, mesh=make_mesh({"data": 8}), in_specs=Spec("data"), out_specs=Spec("data"))
+    flags = np.arange(8) > 3
+    n, m, x = jax.jit(step)(flags, jnp.full(8, 4.0))
+    assert n.tolist() == [0] * 4 + [1] * 4
+    assert m.tolist() == [3] * 4 + [5] * 4
+    assert x.tolist() == [4.0] * 4 + [2.0] * 4
+
+
+# --- the guide ---
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_guides_example_for_pmap_clips_to_max_norm_and_skips_on_all_devices():
+    if not hasattr(jax, "pmap"):
+        pytest.skip("this JAX has no pmap")
+    page = pages.run("guides/devices", "pmap")
+    assert page["opt_state"].scaler.skipped.tolist() == [1] * 8
+    assert page["opt_state"].scaler.last_skip.tolist() == [jmpscale.SkipReason.LOSS] * 8
+    start = page["replicate"]({"w": jnp.ones((8, 1))})
+    moved, state = page["train_step"](start, page["replicate"](page["tx"].init({"w": jnp.ones((8, 1))})), page["x"])
+    np.testing.assert_allclose(state.grad_norm, 16 * 8**0.5, rtol=1e-6)
+    np.testing.assert_allclose(start["w"] - moved["w"], 0.5 / 8**0.5, rtol=1e-6)
+    assert bits(moved) == bits(page["params"])

@@ -30,9 +30,9 @@ def test_it_is_short(page, heading):
     assert max(map(len, lines)) <= 120
 
 
-# With the README's command those of the README and of the guides run, with tests of their own.
+# The examples of the README and of the guides run by default, in tests of their own.
 @pytest.mark.full
-# Equinox 0.13.0, the newest for JAX 0.7, imports what that calls deprecated.
+# Equinox 0.13.0, the newest version for JAX 0.7, imports a name that JAX 0.7 has deprecated.
 @pytest.mark.filterwarnings("ignore:jax.interpreters.batching:DeprecationWarning")
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(("page", "heading"), RUN, ids=_name)
@@ -44,8 +44,8 @@ def test_it_runs_and_prints_what_the_page_says(page, heading, capsys):
 
 
 @pytest.mark.parametrize("page", pages.PAGES)
-def test_linters_take_its_code(page):
-    """One import in a line, no lambda with a name; `ruff format` looks at pages by itself."""
+def test_linters_accept_its_code(page):
+    """One import in each line, no lambda with a name; `ruff format` checks pages by itself."""
     for heading, code in pages.shown(page).items():
         tree = ast.parse(code)
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
@@ -115,7 +115,7 @@ def test_a_variant_is_the_complete_program_with_its_lines(tmp_path, monkeypatch)
         ("loss 0.194, 1 of 200 steps", False),
     ],
 )
-def test_what_is_printed_may_differ_in_a_last_digit_only(printed, alike):
+def test_assert_alike_allows_a_difference_in_the_last_digit_only(printed, alike):
     if alike:
         pages.assert_alike(printed, "loss 0.194, 1 of 200")
     else:
@@ -135,7 +135,7 @@ def test_what_is_printed_may_differ_in_a_last_digit_only(printed, alike):
         ("```python\nimport", "```python continued\nimport", "no complete program to go on from"),
     ],
 )
-def test_a_block_that_fits_nowhere_is_refused(tmp_path, monkeypatch, old, new, error):
+def test_a_block_without_a_place_is_refused(tmp_path, monkeypatch, old, new, error):
     assert old in PAGE
     (tmp_path / "page.md").write_text(PAGE.replace(old, new, 1))
     monkeypatch.setattr(pages, "DOCS", tmp_path)

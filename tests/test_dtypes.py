@@ -1,4 +1,4 @@
-"""The page on dtypes: what it says of float16's edges, of the frameworks' settings, and of products is so."""
+"""What the page on dtypes says about the limits of float16, the settings of frameworks, and matmuls."""
 
 import flax.linen as nn
 import haiku as hk
@@ -19,7 +19,7 @@ pytestmark = [
 HALF = jnp.float16
 
 
-def test_the_edges_of_float16_are_where_the_page_says():
+def test_the_limits_of_float16_are_those_on_the_page():
     assert HALF(1) + HALF(1e-4) == 1
     assert jnp.isinf(jnp.float32(2.0**16).astype(HALF))
     logs = jnp.log(jax.nn.softmax(jnp.array([20, 0], HALF)))
@@ -52,7 +52,7 @@ def _haiku(x):
 
 
 @pytest.mark.parametrize("layer_norm", [_linen, _nnx, _equinox, _haiku])
-def test_who_computes_the_statistics_of_layer_norm_in_float32(layer_norm):
+def test_all_but_haiku_compute_the_statistics_of_layer_norm_in_float32(layer_norm):
     signs = jnp.array([[1, -1, 1, -1]], HALF)
     normalised = layer_norm(300 * signs)
     assert normalised.dtype == HALF
@@ -67,21 +67,21 @@ def test_set_attributes_makes_all_layers_of_an_nnx_model_compute_in_float16():
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
-def test_the_softmax_of_jax_s_attention_is_float32s():
+def test_jax_computes_the_softmax_of_attention_in_float32():
     query = jnp.full((1, 1, 1, 16), 10, HALF)
     key = jnp.stack([query[0, 0], -query[0, 0]])[None] * HALF(0.2)  # scores of 80 and -80
     program = str(jax.make_jaxpr(jax.nn.dot_product_attention)(query, key, key))
     assert "f32" in program.split(" exp ")[0].split("\n")[-1]
 
 
-def test_a_float32_batch_is_found_by_counting_products():
+def test_counting_matmuls_finds_a_float32_batch():
     page = pages.run("dtypes", "Did it stay in 16 bits?")
     x, w = jnp.ones((8, 3)), jnp.ones((3, 1), HALF)
-    assert list(page["products"](jnp.matmul, x, w)) == ["tensor<8x3xf32>, tensor<3x1xf32>"]
-    assert list(page["products"](jnp.matmul, x.astype(HALF), w)) == ["tensor<8x3xf16>, tensor<3x1xf16>"]
+    assert list(page["matmuls"](jnp.matmul, x, w)) == ["tensor<8x3xf32>, tensor<3x1xf32>"]
+    assert list(page["matmuls"](jnp.matmul, x.astype(HALF), w)) == ["tensor<8x3xf16>, tensor<3x1xf16>"]
 
 
-def test_on_a_cpu_a_product_of_float16_is_one_of_float32():
+def test_on_a_cpu_a_float16_matmul_is_executed_in_float32():
     x = jnp.ones((128, 128), HALF)
     text = jax.jit(jnp.matmul).lower(x, x).compile().as_text()
     assert "f32[128,128]{1,0} dot(" in text

@@ -1,4 +1,4 @@
-"""Every public function gives the same eager, under `jax.jit` and under `jax.disable_jit()`, and compiles once."""
+"""Every public function returns the same eagerly, under jax.jit and under jax.disable_jit(), and compiles once."""
 
 import resource
 
@@ -33,7 +33,7 @@ def _loss(params, x):
     return jnp.mean((x @ params["w"] + params["b"]) ** 2)
 
 
-def _loss_and_more(params, x):
+def _loss_and_aux(params, x):
     return _loss(params, x), {"pred": x @ params["w"]}
 
 
@@ -51,22 +51,23 @@ def _optax(tx, grads, opt_state, params, value):
 
 
 def _functional(params, opt_state, scaler, x):
-    loss, grads, finite = jmpscale.value_and_grad(_loss)(scaler, params, x)
+    loss, grads = jmpscale.value_and_grad(_loss)(scaler, params, x)
+    finite = jmpscale.all_finite(grads)
     params, opt_state = jmpscale.apply_if(finite, jmpscale.optax_step(BASE, grads), params, opt_state)
     return params, opt_state, jmpscale.update(scaler, finite, loss=loss)
 
 
-def _in_optax(params, opt_state, x):
-    loss, grads = jmpscale.scaled_value_and_grad(_loss)(opt_state, params, x)
+def _wrapper(params, opt_state, x):
+    loss, grads = jmpscale.value_and_grad(_loss)(opt_state, params, x)
     return _optax(CLIPPED, grads, opt_state, params, loss)
 
 
 YES, NO = jnp.array(True), jnp.array(False)
 LARGE = {"w": jnp.ones((70, 70)), "b": jnp.ones(5000).at[4999].set(jnp.nan)}
 
-# By name: a function of arrays, and what to call it with; the first word is the public name.
+# By name: a function of arrays, and its arguments; the first word is the public name.
 CALLS = {
-    "scale": (jmpscale.scale, STATE, {"loss": jnp.float16(3.0)}),
+    "scale": (jmpscale.scale, STATE, {"loss": jnp.bfloat16(3.0)}),
     "scale, numbers": (jmpscale.scale, STATE, 3.0),
     "unscale": (jmpscale.unscale, STATE, GRADS),
     "unscale, numbers": (jmpscale.unscale, STATE, NUMBERS),
@@ -75,18 +76,19 @@ CALLS = {
     "unscale_and_check, numbers": (jmpscale.unscale_and_check, STATE, NUMBERS),
     "update": (jmpscale.update, STATE, YES),
     "update, overflow": (jmpscale.update, STATE, NO),
+    "update, a loss": (lambda s, f, loss: jmpscale.update(s, f, loss=loss), STATE, NO, jnp.float32(1.0)),
     "update, a number": (lambda s, f: jmpscale.update(s, f, loss=1.0), STATE, NO),
     "update, a bad loss": (lambda s, f: jmpscale.update(s, f, loss={"a": float("nan")}), STATE, NO),
     "all_finite": (jmpscale.all_finite, GRADS),
     "all_finite, large": (jmpscale.all_finite, LARGE),
     "all_finite, a number": (jmpscale.all_finite, 1.0),
     "all_finite, nothing": (jmpscale.all_finite, {}),
-    "apply_if, taken": (_stateful, YES, PARAMS, jnp.array(3)),
+    "apply_if, applied": (_stateful, YES, PARAMS, jnp.array(3)),
     "apply_if, skipped": (_stateful, NO, PARAMS, jnp.array(3)),
     "apply_if, half": (_stateful, YES, HALF, 3),
     "value_and_grad": (jmpscale.value_and_grad(_loss), STATE, PARAMS, X),
-    "value_and_grad, more": (jmpscale.value_and_grad(_loss_and_more, has_aux=True), STATE, PARAMS, X),
-    "scaled_value_and_grad": (jmpscale.scaled_value_and_grad(_loss), OPT_STATE, PARAMS, X),
+    "value_and_grad, aux": (jmpscale.value_and_grad(_loss_and_aux, has_aux=True), STATE, PARAMS, X),
+    "value_and_grad, optimizer state": (jmpscale.value_and_grad(_loss), OPT_STATE, PARAMS, X),
     "with_loss_scaling, init": (TX.init, PARAMS),
     "with_loss_scaling": (lambda *args: _optax(TX, *args), GRADS, OPT_STATE, PARAMS, 1.0),
     "with_loss_scaling, overflow": (lambda *args: _optax(TX, *args), BAD, OPT_STATE, PARAMS, 1.0),
@@ -96,7 +98,7 @@ CALLS = {
     "get_scaler": (jmpscale.get_scaler, OPT_STATE),
     "replace_scaler": (jmpscale.replace_scaler, OPT_STATE, STATE),
     "grad_report": (jmpscale.grad_report, BAD),
-    "grad_report, unscaled": (lambda g, s: jmpscale.grad_report(g, scaler=s), GRADS, STATE),
+    "grad_report, scaler": (lambda g, s: jmpscale.grad_report(g, scaler=s), GRADS, STATE),
     "grad_report, numbers": (jmpscale.grad_report, NUMBERS),
     "GradReport": (lambda g: jmpscale.grad_report(g).totals(), BAD),
     "metrics": (jmpscale.metrics, STATE),
@@ -104,20 +106,22 @@ CALLS = {
     "inject_backward": (jax.grad(lambda p: _loss(testing.inject_backward(p, jnp.inf, path="['b']"), X)), PARAMS),
     "functional": (_functional, PARAMS, BASE.init(PARAMS), STATE, X),
     "functional, overflow": (_functional, PARAMS, BASE.init(PARAMS), STATE, X * 1e30),
-    "in optax": (_in_optax, PARAMS, CLIPPED.init(PARAMS), X),
-    "in optax, overflow": (_in_optax, PARAMS, CLIPPED.init(PARAMS), X * 1e30),
+    "wrapper": (_wrapper, PARAMS, CLIPPED.init(PARAMS), X),
+    "wrapper, overflow": (_wrapper, PARAMS, CLIPPED.init(PARAMS), X * 1e30),
 }
-BY_DEFAULT = [name for name in CALLS if not name.endswith((" numbers", " more", " half", " unscaled", " clipped"))]
-# What reads values, or makes or names what is static, and so has no place in a compiled program.
+BY_DEFAULT = [name for name in CALLS if not name.endswith((" numbers", " aux", " half", " scaler", " clipped"))]
+# Functions that read values or create what is static, and so cannot be part of a compiled program.
 NOT_COMPILED = {
     "ScalerConfig": lambda: jmpscale.ScalerConfig(growth_interval=3),
     "ScalerState": lambda: jmpscale.ScalerState(*STATE),
+    "LossScalingState": lambda: jmpscale.LossScalingState(STATE, None, None),
+    "SkipReason": lambda: jmpscale.SkipReason(STATE.last_skip.item()),
     "disabled": jmpscale.disabled,
     "dynamic": lambda: jmpscale.dynamic(8.0),
     "static": lambda: jmpscale.static(8.0),
     "from_torch_state_dict": lambda: jmpscale.from_torch_state_dict(jmpscale.to_torch_state_dict(STATE)),
     "to_torch_state_dict": lambda: jmpscale.to_torch_state_dict(STATE),
-    "raise_if_stuck": lambda: jmpscale.raise_if_stuck(STATE, max_skips_in_a_row=3),
+    "raise_if_stuck": lambda: jmpscale.raise_if_stuck(STATE, max_consecutive_skips=3),
     "describe": lambda: jmpscale.grad_report(BAD).describe(),
     "assert_step_is_noop": lambda: testing.assert_step_is_noop(PARAMS, PARAMS),
     "assert_replicated": lambda: testing.assert_replicated(STATE),
@@ -131,7 +135,7 @@ def test_every_public_function_is_here():
 
 
 def _assert_close(a, b):
-    """The same, but for the last bits: a compiled program may fuse a product and a sum."""
+    """Asserts equality up to the last bits: a compiled program may fuse a product and a sum."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert jnp.result_type(x) == jnp.result_type(y)
@@ -155,6 +159,29 @@ def test_the_same_with_and_without_jit_where_values_are_read(name):
         assert str(NOT_COMPILED[name]()) == str(with_jit)
 
 
+@pytest.mark.parametrize("batched", [False, True])
+def test_disable_jit_lets_apply_if_change_a_python_number(batched):
+    def run(finite, w):
+        return jmpscale.apply_if(finite, lambda w, n: (w + 1, n + 1), w, 3)
+
+    if batched:
+        run, finite, w = jax.vmap(run), jnp.array([True, False]), jnp.ones((2, 3))
+    else:
+        finite, w = NO, jnp.ones(3)
+    with jax.disable_jit():
+        _, number = run(finite, w)
+    assert number.tolist() == [4, 3] if batched else number == 3
+
+
+@pytest.mark.parametrize("name", ["update", "update, a loss", "grad_report", "grad_report, scaler", "all_finite"])
+def test_an_eager_call_with_jax_arrays_transfers_nothing(name):
+    call, *args = CALLS[name]
+    args = jax.tree.map(jnp.asarray, args)
+    call(*args)
+    with jax.transfer_guard("disallow"):
+        call(*args)
+
+
 # --- eager use compiles once for each shape, and keeps nothing ---
 
 
@@ -167,7 +194,7 @@ def test_the_counter_counts():
 
 
 def _anew(leaf):
-    """Returns another array: what is remembered for one must not help the next."""
+    """Returns a new array, so that nothing that JAX caches for the old one counts."""
     return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
 
 
@@ -186,21 +213,21 @@ def _megabytes():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-ROUTES = {
+APIS = {
     "functional": (_functional, lambda: (PARAMS, BASE.init(PARAMS), jmpscale.dynamic(growth_interval=7))),
-    "in optax": (
-        _in_optax,
+    "wrapper": (
+        _wrapper,
         lambda: (PARAMS, jmpscale.replace_scaler(CLIPPED.init(PARAMS), jmpscale.dynamic(growth_interval=7))),
     ),
 }
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("route", ROUTES)
-def test_a_thousand_eager_steps_compile_nothing_and_keep_nothing(route):
-    step, start = ROUTES[route]
+@pytest.mark.parametrize("api", APIS)
+def test_a_thousand_eager_steps_compile_nothing_and_keep_nothing(api):
+    step, start = APIS[api]
     state = start()
-    for number in range(20):  # both ways of the gate
+    for number in range(20):  # applied and skipped steps
         state = step(*state, X * (1e30 if number % 5 == 4 else 1.0))
     arrays, memory = len(jax.live_arrays()), _megabytes()
     with compilations.counted() as seen:
@@ -208,7 +235,7 @@ def test_a_thousand_eager_steps_compile_nothing_and_keep_nothing(route):
             state = step(*state, X * (1e30 if number % 5 == 4 else 1.0))
     assert not seen
     assert len(jax.live_arrays()) == arrays
-    assert _megabytes() - memory < 50, "a compiled step that is kept takes one or two megabytes"
+    assert _megabytes() - memory < 50, "each compiled step that is kept takes one or two megabytes"
     assert int(jmpscale.get_scaler(state).skipped) > 200
 
 
@@ -226,7 +253,7 @@ def test_a_notebook_that_trains_a_model_eagerly_compiles_its_first_steps_only():
     def loss_fn(model, x):
         return jnp.mean(model.act(jax.vmap(model.layer)(x)) ** 2) * model.rate
 
-    vag = jmpscale.scaled_value_and_grad(loss_fn, transform=equinox.filter_value_and_grad)
+    vag = jmpscale.value_and_grad(loss_fn, transform=equinox.filter_value_and_grad)
     counts = []
     for _ in range(6):
         with compilations.counted() as seen:

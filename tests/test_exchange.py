@@ -1,4 +1,4 @@
-"""State dicts of torch's GradScaler, in both directions."""
+"""The state dicts of torch's GradScaler, in both directions."""
 
 import json
 import pathlib
@@ -13,14 +13,14 @@ GOOD = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_in
 TRACES = json.loads((pathlib.Path(__file__).parent / "data" / "torch_grad_scaler_traces.json").read_text())["traces"]
 
 
-def test_both_directions_are_each_others_inverse():
+def test_to_and_from_torch_state_dict_are_inverse():
     state = jmpscale.from_torch_state_dict(GOOD)
     assert jmpscale.to_torch_state_dict(state) == GOOD
     assert all(type(value) in (int, float) for value in jmpscale.to_torch_state_dict(state).values())
 
 
 @pytest.mark.parametrize("index", range(0, len(TRACES), 7))
-def test_a_run_of_torch_continues_with_the_same_scales(index):
+def test_from_torch_state_dict_continues_a_run_of_torch(index):
     trace = TRACES[index]
     half = len(trace["found_inf"]) // 2
     saved = {name: trace["config"][name] for name in ("growth_factor", "backoff_factor", "growth_interval")}
@@ -31,17 +31,17 @@ def test_a_run_of_torch_continues_with_the_same_scales(index):
         assert float(state.loss_scale) == scale
 
 
-@pytest.mark.parametrize("route", ["to torch", "from torch"])
-def test_torch_itself_agrees(route):
+@pytest.mark.parametrize("direction", ["to torch", "from torch"])
+def test_torch_continues_with_the_same_scales(direction):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     scaler = torch.amp.GradScaler("cpu", init_scale=4096.0, growth_interval=4)
     scaler.scale(torch.zeros(()))  # creates the state
     state = jmpscale.dynamic(4096.0, growth_interval=4, min_scale=2.0**-126, max_scale=2.0**126)
     word = np.random.default_rng(0).random(100) < 0.7
     for step, finite in enumerate(word):
-        if step == 50 and route == "to torch":
+        if step == 50 and direction == "to torch":
             scaler.load_state_dict(jmpscale.to_torch_state_dict(state))
-        if step == 50 and route == "from torch":
+        if step == 50 and direction == "from torch":
             state = jmpscale.from_torch_state_dict(scaler.state_dict())
         state = jmpscale.update(state, bool(finite))
         tracker, scale = scaler._growth_tracker, scaler._scale
@@ -60,32 +60,32 @@ def test_torch_itself_agrees(route):
         ({"_growth_tracker": -1}, ValueError, r"mapping\['_growth_tracker'\] must be between 0 and 2147483647, got -1"),
         ({"_growth_tracker": 1.5}, TypeError, r"mapping\['_growth_tracker'\] must be an integer, got 1\.5"),
         ({"_growth_tracker": True}, TypeError, r"mapping\['_growth_tracker'\] must be an integer, got True"),
-        ({"extra": 1}, ValueError, r"missing \[\], foreign \['extra'\]"),
+        ({"extra": 1}, ValueError, r"missing \[\], unexpected \['extra'\]"),
     ],
 )
-def test_a_bad_mapping_is_refused_whole(change, error, message):
+def test_from_torch_state_dict_refuses_an_invalid_value(change, error, message):
     with pytest.raises(error, match=message):
         jmpscale.from_torch_state_dict(GOOD | change)
 
 
-def test_a_missing_key_an_empty_mapping_and_no_mapping_are_refused():
-    with pytest.raises(ValueError, match=r"missing \['scale'\], foreign \[\]"):
+def test_from_torch_state_dict_refuses_other_mappings():
+    with pytest.raises(ValueError, match=r"missing \['scale'\], unexpected \[\]"):
         jmpscale.from_torch_state_dict({name: value for name, value in GOOD.items() if name != "scale"})
-    with pytest.raises(ValueError, match="saved by a disabled scaler"):
+    with pytest.raises(ValueError, match="saved by a disabled GradScaler"):
         jmpscale.from_torch_state_dict({})
     with pytest.raises(TypeError, match="mapping must be the result of"):
         jmpscale.from_torch_state_dict(None)
 
 
 @pytest.mark.parametrize("make", [lambda: jmpscale.static(8.0), jmpscale.disabled])
-def test_modes_that_torch_lacks_are_refused(make):
+def test_to_torch_state_dict_refuses_modes_that_torch_lacks(make):
     with pytest.raises(
         ValueError, match=r"state must be dynamic to become a torch state dict, got mode '(static|disabled)'"
     ):
         jmpscale.to_torch_state_dict(make())
 
 
-def test_the_limits_are_the_callers():
+def test_from_torch_state_dict_takes_the_limits_of_the_caller():
     state = jmpscale.from_torch_state_dict(GOOD, min_scale=512.0, max_scale=2048.0)
     for _ in range(5):
         state = jmpscale.update(state, jnp.array(False))
@@ -93,7 +93,7 @@ def test_the_limits_are_the_callers():
 
 
 @pytest.mark.parametrize("limit", [0.7, 0.3, 1.1, 3.0, 2.0**-126, 2.0**126])
-def test_a_scale_at_its_limit_comes_back_though_float32_has_rounded_it(limit):
+def test_from_torch_state_dict_accepts_a_limit_that_float32_has_rounded(limit):
     state = jmpscale.dynamic(limit, min_scale=limit, max_scale=limit)
     saved = jmpscale.to_torch_state_dict(state)
     back = jmpscale.from_torch_state_dict(saved, min_scale=limit, max_scale=limit)
@@ -103,7 +103,7 @@ def test_a_scale_at_its_limit_comes_back_though_float32_has_rounded_it(limit):
             jmpscale.from_torch_state_dict(saved | {"scale": limit * outside}, min_scale=limit, max_scale=limit)
 
 
-def test_a_scale_may_lie_beyond_its_limit_by_the_rounding_to_float32_and_no_further():
+def test_from_torch_state_dict_allows_the_rounding_to_float32_and_no_more():
     saved = jmpscale.to_torch_state_dict(jmpscale.dynamic(2.0))
     for outside, limits in ((2 + 2.0**-22, {"max_scale": 2.0}), (2 - 2.0**-22, {"min_scale": 2.0})):
         with pytest.raises(ValueError, match=r"mapping\['scale'\] must be between"):

@@ -1,4 +1,4 @@
-"""A bad value in any leaf, on any device, at any step: the run is as if that step had never been."""
+"""A non-finite value in any leaf, on any device, at any step: the run is that without this step."""
 
 import functools
 
@@ -18,7 +18,7 @@ from cases import some_of_all
 DEVICES, STEPS = 8, 5
 VALUES = [np.inf, -np.inf, np.nan]
 
-# Each device holds its part of every leaf, so that each leaf's gradient can be struck on one device alone.
+# Each device holds a shard of every leaf, so that a fault can be injected into a leaf on one device alone.
 RNG = np.random.default_rng(0)
 PARAMS = {
     "dense": [RNG.standard_normal((16, 4)).astype(np.float32), RNG.standard_normal((8, 4)).astype(np.float32)],
@@ -31,39 +31,39 @@ SGD = optax.sgd(0.1, momentum=0.9)
 
 def _loss(params, x, whole):
     h = jnp.tanh(x @ whole(params["dense"][0])) @ whole(params["dense"][1]).T
-    # In float32, where another power of two as the scale changes no bit of the gradients.
+    # In float32, where the gradients have the same bits at another power of two as the scale.
     return jnp.mean((h + jnp.broadcast_to(whole(params["bias"]), h.shape)) ** 2)
 
 
-def _struck(grads, number, device, fault):
+def _inject(grads, number, device, fault):
     for leaf, path in enumerate(PATHS):
         when = (fault["leaf"] == leaf) & (fault["step"] == number) & (fault["device"] == device)
         grads = inject(grads, fault["value"], path=path, when=when)
     return grads
 
 
-def _functional(carry, number, x, device, whole, fault):
+def _grads(scaler, params, number, x, device, whole, fault):
+    _, grads = jmpscale.value_and_grad(_loss)(scaler, params, x, whole)
+    return _inject(grads, number, device, fault)
+
+
+def _functional(carry, *step):
     params, opt_state, scaler = carry
-    grads = jax.grad(lambda params: jmpscale.scale(scaler, _loss(params, x, whole)))(params)
-    grads, finite = jmpscale.unscale_and_check(scaler, _struck(grads, number, device, fault))
-
-    def step(params, opt_state):
-        updates, opt_state = SGD.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    return *jmpscale.apply_if(finite, step, params, opt_state), jmpscale.update(scaler, finite)
+    grads = _grads(scaler, params, *step)
+    finite = jmpscale.all_finite(grads)
+    params, opt_state = jmpscale.apply_if(finite, jmpscale.optax_step(SGD, grads), params, opt_state)
+    return params, opt_state, jmpscale.update(scaler, finite)
 
 
-def _in_optax(carry, number, x, device, whole, fault):
+def _wrapped(carry, *step):
     params, inner_state, scaler = carry
-    grads = jax.grad(lambda params: jmpscale.scale(scaler, _loss(params, x, whole)))(params)
     tx = jmpscale.with_loss_scaling(SGD, scaler)
-    opt_state = tx.init(params)._replace(scaler=scaler, inner_state=inner_state)
-    updates, opt_state = tx.update(_struck(grads, number, device, fault), opt_state, params)
+    opt_state = jmpscale.LossScalingState(scaler, inner_state, None)
+    updates, opt_state = tx.update(_grads(opt_state, params, *step), opt_state, params)
     return optax.apply_updates(params, updates), opt_state.inner_state, opt_state.scaler
 
 
-ROUTES = {"functional": _functional, "optax": _in_optax}
+APIS = {"functional API": _functional, "optax wrapper": _wrapped}
 
 
 def _specs(tree, *leading):
@@ -71,8 +71,8 @@ def _specs(tree, *leading):
 
 
 @functools.cache
-def _run(route, sharded):
-    """Makes `run(steps, fault) -> history`: the training state after each of the steps, of each device's own part."""
+def _run(step_fn, sharded):
+    """Returns `run(steps, ...) -> history`, the training states after the steps; a device holds its own shards."""
 
     def local(carry, numbers, batches, fault):
         device, whole = 0, lambda w: w
@@ -81,7 +81,7 @@ def _run(route, sharded):
 
         def step(carry, this):
             number, x = this
-            carry = route(carry, number, x.reshape(-1, 16), device, whole, fault)
+            carry = step_fn(carry, number, x.reshape(-1, 16), device, whole, fault)
             return carry, carry
 
         return jax.lax.scan(step, carry, (numbers, batches))[1]
@@ -103,12 +103,12 @@ def _run(route, sharded):
 @pytest.mark.once
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
-    ("route", "where"),
-    some_of_all(ROUTES, ["jit", "shard_map"], default=[("optax", "jit")]),
+    ("api", "where"),
+    some_of_all(APIS, ["jit", "shard_map"], default=[("optax wrapper", "jit")]),
 )
-def test_a_fault_at_any_leaf_device_and_step_is_as_if_that_step_had_never_been(route, where):
+def test_a_fault_at_any_leaf_device_and_step_gives_the_run_without_that_step(api, where):
     sharded = where == "shard_map"
-    run = _run(ROUTES[route], sharded)
+    run = _run(APIS[api], sharded)
     everything = list(range(STEPS))
     for step in everything:
         without = jax.device_get(run([number for number in everything if number != step]))
@@ -126,5 +126,5 @@ def test_a_fault_at_any_leaf_device_and_step_is_as_if_that_step_had_never_been(r
                     before, after = (jax.tree.map(lambda x, at=at: x[at], trained) for at in (step - 1, step))
                     assert_step_is_noop(before, after)
                 assert scaler.skipped.tolist() == [int(number >= step) for number in everything]
-                assert scaler.last_skip[-1] == 1
+                assert scaler.last_skip[-1] == jmpscale.SkipReason.GRADIENTS
                 assert scaler.loss_scale.tolist() == [2.0**9 if number >= step else 2.0**10 for number in everything]

@@ -1,4 +1,4 @@
-"""The page on finding the scale: the recipe leaves the headroom it promises, and the table is the recorded one."""
+"""The page on finding the scale: the recipe leaves the promised headroom, and the table has the recorded figures."""
 
 import json
 
@@ -24,24 +24,24 @@ def calibrated():
 
 @pytest.mark.parametrize("size", [1e-6, 1.0, 300.0])
 @pytest.mark.parametrize("headroom", [0, 2, 5])
-def test_the_largest_gradient_has_the_headroom_asked_for(calibrated, size, headroom):
+def test_the_largest_gradient_has_the_requested_headroom(calibrated, size, headroom):
     scaler = calibrated(lambda w: jnp.sum(w * size), jnp.ones(3), headroom=headroom, max_scale=2.0**40)
     assert 65504 / 2 ** (headroom + 1) < float(scaler.loss_scale) * size <= 65504 / 2**headroom
 
 
-def test_settings_and_limits_are_kept(calibrated):
+def test_settings_and_limits_are_respected(calibrated):
     scaler = calibrated(lambda w: jnp.sum(w), jnp.ones(3), growth_interval=7, max_scale=16.0)
     assert scaler.loss_scale == 16.0
     assert scaler.config == jmpscale.ScalerConfig(growth_interval=7, max_scale=16.0)
 
 
 @pytest.mark.parametrize("factor", [0.0, jnp.inf])
-def test_a_batch_that_tells_nothing_is_refused(calibrated, factor):
+def test_a_batch_without_a_largest_gradient_is_refused(calibrated, factor):
     with pytest.raises(ValueError, match="the largest gradient of this batch is"):
         calibrated(lambda w: jnp.sum(w * factor), jnp.ones(3))
 
 
-def test_the_table_holds_the_recorded_figures():
+def test_the_table_has_the_recorded_figures():
     rows = [line.split("|")[1:-1] for line in (pages.DOCS / f"{PAGE}.md").read_text().splitlines() if line[:3] == "| `"]
     assert len(rows) >= 5
     for name, *cells in rows:

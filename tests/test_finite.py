@@ -1,4 +1,4 @@
-"""Is the finiteness check exact, for every dtype, size and place of the bad value?"""
+"""all_finite is exact for every dtype, size and position of the bad value."""
 
 import functools
 
@@ -10,7 +10,7 @@ from jax.experimental import sparse
 from jax.sharding import PartitionSpec as Spec
 
 import jmpscale
-from jmpscale._finite import joint_reductions_pay
+from jmpscale._finite import use_variadic_reduce
 
 from cases import some_of_all
 
@@ -23,12 +23,12 @@ SIZES = [7, 1, 4_095, 4_096, 4_097, 1_000_000]
 
 @functools.cache
 def _checker(platform):
-    return jax.jit(lambda tree: jmpscale.all_finite(tree))  # a program of its own for each platform
+    return jax.jit(lambda tree: jmpscale.all_finite(tree))  # one program for each platform
 
 
 @pytest.fixture
 def check(platform):
-    """The check, jitted, in the form that it has on a CPU and in that for all else."""
+    """The jitted check, in its form for CPU and in its default form."""
     return _checker(platform)
 
 
@@ -69,7 +69,7 @@ def test_many_nans_are_seen_where_a_reduce_max_would_lose_them(size, check):
 
 
 @pytest.mark.parametrize("count", [1, 8, 9, 17])
-def test_a_bad_leaf_is_seen_in_whatever_place(count, check):
+def test_a_bad_leaf_is_seen_in_any_position(count, check):
     leaves = [np.float32(1)] * count
     assert check(leaves)
     for place in range(count):
@@ -111,7 +111,7 @@ def test_bcoo_is_checked_by_its_data():
 
 
 @pytest.mark.usefixtures("platform")
-def test_all_variants_agree(variant):
+def test_all_finite_is_equal_eager_jitted_and_vmapped(variant):
     check = variant(lambda x: jmpscale.all_finite({"a": x, "b": x * 2}))
     assert check(jnp.array([1.0, -0.0]))
     assert not check(jnp.array([1.0, jnp.nan]))
@@ -119,7 +119,7 @@ def test_all_variants_agree(variant):
 
 
 @pytest.mark.usefixtures("platform")
-def test_under_vmap_each_example_gets_its_own_answer():
+def test_all_finite_tests_each_example_under_vmap():
     batch = jnp.array([[1.0, 2.0], [jnp.inf, 2.0], [1.0, jnp.nan]])
     np.testing.assert_array_equal(jax.vmap(jmpscale.all_finite)(batch), [True, False, False])
 
@@ -140,9 +140,9 @@ def test_partial_sums_are_refused():
             jax.jit(check)(x, y)
 
 
-def test_where_jax_was_told_to_leave_the_cpu_out_no_form_for_it_is_wanted(monkeypatch):
+def test_use_variadic_reduce_is_false_without_the_cpu_backend(monkeypatch):
     def no_cpu(backend):
         raise RuntimeError(f"Unknown backend {backend}")
 
     monkeypatch.setattr(jax, "device_count", no_cpu)
-    assert not joint_reductions_pay()
+    assert not use_variadic_reduce()

@@ -1,4 +1,4 @@
-"""The page on accumulation: without an overflow the full batch's step, with one what the page says, scale included."""
+"""The page on accumulation: finite windows give the full batch's step, and an overflow does what the page says."""
 
 import functools
 
@@ -18,15 +18,15 @@ pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]
 PAGE, MULTI_STEPS, SCAN = "guides/accumulation", "MultiSteps", "A scan over micro-batches"
 BOTH_DROPS = pytest.mark.parametrize("drop", ["window", "micro-batch"])
 
-# Whole numbers small enough that float16 holds every value on the way, and sums too large for it: only sums in float32
-# give the exact gradient. 12 micro-batches with 8 or 4 examples, and 4 that are padding altogether.
+# Integers so small that float16 holds every gradient exactly, while their sums need float32: only sums in float32 give
+# the exact gradient. 12 micro-batches have 8 or 4 examples, and 4 consist of padding.
 RNG = np.random.default_rng(0)
 X = RNG.integers(0, 4, (16, 8, 3)).astype(np.float32)
 WEIGHTS = np.array([4, 8, 4, 0, 8, 4, 4, 0, 0, 4, 8, 4, 4, 8, 0, 4])
 MASK = (np.arange(8) < WEIGHTS[:, None]).astype(np.float32)[..., None]
 W = np.array([[1.0], [-2.0], [3.0]], np.float32)
 Y = (X @ W - RNG.integers(1, 20, (16, 8, 1))).astype(np.float32)
-WHOLE_NUMBERS = X, Y, MASK
+INTEGERS = X, Y, MASK
 
 
 def _gradient(x, y, mask=None, w=W, activation=lambda z: z, slope=lambda z: 1.0):
@@ -45,7 +45,7 @@ def _names(title):
 
 @functools.cache
 def _linear_step(title):
-    """The page's own step, around a linear model and an optimizer that shows the gradient: it subtracts it."""
+    """The page's own step with a linear model and `sgd(1.0)`, whose update is the gradient itself."""
     names = pages.run(PAGE, title)
 
     def loss_fn(params, micro_batch):
@@ -57,7 +57,7 @@ def _linear_step(title):
 
     names["loss_fn"], names["tx"] = loss_fn, optax.sgd(1.0)
     if title == MULTI_STEPS:
-        window = optax.MultiSteps(names["tx"], 16).gradient_transformation()
+        window = optax.MultiSteps(names["tx"], 16)
         names["tx"] = jmpscale.with_loss_scaling(window, jmpscale.dynamic(16.0))
         return names["tx"], jax.jit(names["train_step"].__wrapped__)
     return jax.jit(names["train_step"].__wrapped__, static_argnames="drop")
@@ -94,24 +94,24 @@ def test_it_trains(title):
 
 @BOTH_DROPS
 def test_without_an_overflow_the_scan_gives_the_full_batchs_gradient_bit_for_bit(drop):
-    expected, expected_loss = _gradient(*WHOLE_NUMBERS)
-    got, scaler, loss = _scan_step(WHOLE_NUMBERS, drop)
+    expected, expected_loss = _gradient(*INTEGERS)
+    got, scaler, loss = _scan_step(INTEGERS, drop)
     assert np.abs(expected * 128).max() > 4096
     np.testing.assert_array_equal(got, expected)
     assert loss == expected_loss
-    assert (scaler.loss_scale, scaler.good_steps, scaler.skipped) == (16.0, 1, 0)
+    assert (scaler.loss_scale, scaler.finite_steps, scaler.skipped) == (16.0, 1, 0)
 
 
 @pytest.mark.full
 def test_the_plain_mean_of_the_micro_batches_would_be_another_gradient():
-    means = [_gradient(*(a[i] for a in WHOLE_NUMBERS))[0] for i in np.flatnonzero(WEIGHTS)]
-    expected, _ = _gradient(*WHOLE_NUMBERS)
+    means = [_gradient(*(a[i] for a in INTEGERS))[0] for i in np.flatnonzero(WEIGHTS)]
+    expected, _ = _gradient(*INTEGERS)
     assert (np.abs(np.mean(means, 0) - expected) > 0.01 * np.abs(expected)).any()
 
 
 @pytest.mark.full
 @BOTH_DROPS
-def test_with_the_pages_own_model_it_is_the_full_batchs_gradient_to_float16s_precision(drop):
+def test_the_pages_own_model_gives_the_full_batchs_gradient_to_float16s_precision(drop):
     names = _names(SCAN)
     params = {"w": jnp.array([[0.5], [-0.25], [0.125], [0.75]])}
     state = params, names["tx"].init(params), jmpscale.dynamic(2.0**10)
@@ -127,21 +127,22 @@ def test_an_overflow_drops_the_micro_batch_or_the_window_and_the_scale_backs_off
     places = [i for i in places if WEIGHTS[i]] + [4]
     got, scaler, loss = _scan_step(_with(OVERFLOW, places), drop)
     kept = np.setdiff1d(np.arange(16), places)
-    expected, expected_loss = _gradient(*(a[kept] for a in WHOLE_NUMBERS))
+    expected, expected_loss = _gradient(*(a[kept] for a in INTEGERS))
     if drop == "window":
         np.testing.assert_array_equal(got, 0)
     else:
         np.testing.assert_allclose(got, expected, rtol=1e-6)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
-    assert (scaler.loss_scale, scaler.good_steps, scaler.skipped, scaler.last_skip) == (8.0, 0, 1, 1)
-    assert scaler.skipped_in_a_row == 1, "which is what raise_if_stuck looks at, also if a step was taken"
+    assert (scaler.loss_scale, scaler.finite_steps, scaler.skipped) == (8.0, 0, 1)
+    assert scaler.last_skip == jmpscale.SkipReason.GRADIENTS
+    assert scaler.consecutive_skips == 1, "raise_if_stuck counts the window, even if the step was applied"
 
 
 @BOTH_DROPS
-def test_a_failed_forward_pass_drops_the_same_and_does_not_move_the_scale(drop):
+def test_a_failed_forward_pass_drops_the_same_and_leaves_the_scale_unchanged(drop):
     got, scaler, _ = _scan_step(_with(FAILED_FORWARD_PASS, [4]), drop)
     assert (got == 0).all() == (drop == "window")
-    assert (scaler.loss_scale, scaler.skipped, scaler.last_skip) == (16.0, 1, 2)
+    assert (scaler.loss_scale, scaler.skipped, scaler.last_skip) == (16.0, 1, jmpscale.SkipReason.LOSS)
 
 
 @BOTH_DROPS
@@ -149,13 +150,13 @@ def test_a_failed_forward_pass_does_not_hide_an_overflow_in_another_micro_batch(
     x, y, mask = _with(FAILED_FORWARD_PASS, [4])
     y[9, 0] = OVERFLOW
     _, scaler, _ = _scan_step((x, y, mask), drop)
-    assert (scaler.loss_scale, scaler.last_skip) == (8.0, 1)
+    assert (scaler.loss_scale, scaler.last_skip) == (8.0, jmpscale.SkipReason.GRADIENTS)
 
 
 @pytest.mark.full
 @BOTH_DROPS
 @pytest.mark.parametrize("bad", [OVERFLOW, 0.0], ids=["all overflow", "all are padding"])
-def test_when_nothing_is_left_nothing_moves(drop, bad):
+def test_a_window_without_a_micro_batch_is_skipped(drop, bad):
     names = _names(SCAN)
     x, y, mask = names["batch"]
     batch = x, y + bad, mask * bool(bad)
@@ -166,7 +167,7 @@ def test_when_nothing_is_left_nothing_moves(drop, bad):
 
 
 @pytest.mark.full
-def test_a_lost_window_leaves_parameters_and_optimizer_state_as_they_were():
+def test_a_skipped_window_leaves_parameters_and_optimizer_state_unchanged():
     names = _names(SCAN)
     x, y, mask = names["batch"]
     batch = x, y.at[1, 0].set(OVERFLOW), mask
@@ -180,15 +181,15 @@ def test_a_lost_window_leaves_parameters_and_optimizer_state_as_they_were():
 
 @pytest.mark.full
 @BOTH_DROPS
-def test_a_scale_that_is_far_too_large_comes_down_by_one_backoff_for_each_window(drop):
+def test_a_scale_that_is_far_too_large_backs_off_once_for_each_window(drop):
     scaler = jmpscale.dynamic(2.0**30)
     for _ in range(30):
-        got, scaler, _ = _scan_step(WHOLE_NUMBERS, drop, scaler)
-        if not scaler.skipped_in_a_row:
+        got, scaler, _ = _scan_step(INTEGERS, drop, scaler)
+        if not scaler.consecutive_skips:
             break
     assert scaler.skipped > 16
     assert scaler.loss_scale == 2.0 ** (30 - int(scaler.skipped))
-    np.testing.assert_array_equal(got, _gradient(*WHOLE_NUMBERS)[0])
+    np.testing.assert_array_equal(got, _gradient(*INTEGERS)[0])
 
 
 @pytest.mark.full
@@ -197,7 +198,7 @@ def test_growth_counts_windows(drop):
     scaler = jmpscale.dynamic(16.0, growth_interval=2)
     scales = []
     for _ in range(4):
-        _, scaler, _ = _scan_step(WHOLE_NUMBERS, drop, scaler)
+        _, scaler, _ = _scan_step(INTEGERS, drop, scaler)
         scales.append(float(scaler.loss_scale))
     assert scales == [16.0, 32.0, 32.0, 64.0]
 
@@ -217,11 +218,11 @@ def test_without_an_overflow_multi_steps_gives_the_full_batchs_gradient():
     *waiting, (after, scaler) = _multi_steps(zip(X, Y, strict=True))
     assert all((w == W).all() for w, _ in waiting)
     np.testing.assert_allclose(W - after, _gradient(X, Y)[0], rtol=1e-6)
-    assert scaler.good_steps == 16
+    assert scaler.finite_steps == 16
 
 
 @pytest.mark.full
-def test_multi_steps_puts_the_next_micro_batch_in_the_place_of_a_bad_one():
+def test_multi_steps_replaces_a_dropped_micro_batch_by_the_next_one():
     bad = Y[0] + OVERFLOW
     windows = [*zip(X[:3], Y[:3], strict=True), (X[0], bad), *zip(X[3:], Y[3:], strict=True)]
     seen = list(_multi_steps(windows))

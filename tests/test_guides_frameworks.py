@@ -1,4 +1,4 @@
-"""The guides on frameworks: their examples train as in float32, skip what they say they skip, and compile once."""
+"""The guides on frameworks: their examples train as in float32, skip exactly what the page says, and compile once."""
 
 import contextlib
 import functools
@@ -23,12 +23,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:jax.interpreters.batching:Deprec
 
 
 class Example(NamedTuple):
-    """One example, and what its page says of it: expressions and a statement in the names that it uses."""
+    """One example, and what its page says about it: expressions and a statement in the names that it uses."""
 
     page: str
     heading: str
-    kept: str  # what a skipped step leaves as it was
-    moving: tuple[str, ...] = ()  # what moves on
+    kept: str  # unchanged by a skipped step
+    moving: tuple[str, ...] = ()  # changed by a skipped step
     scaler: str = "scaler"
     set_scaler: str = "scaler = new"
     sees_the_loss: bool = True
@@ -49,6 +49,14 @@ LINEN_TOLD = Example(
     "jmpscale.get_scaler(state)",
     "state = jmpscale.replace_scaler(state, new)",
 )  # fmt: skip
+LINEN_STATISTICS = Example(
+    "linen", "Batch normalisation with the optax wrapper",
+    "state.params, state.opt_state.inner_state, state.batch_stats",
+    ("state.step",),
+    "jmpscale.get_scaler(state)",
+    "state = jmpscale.replace_scaler(state, new)",
+    sees_the_loss=False,
+)  # fmt: skip
 LINEN_GATED = Example(
     "linen", "Batch normalisation: a TrainState that holds the scaler",
     "state.params, state.opt_state, state.step, state.batch_stats",
@@ -61,6 +69,13 @@ SET_IN_NNX = "optimizer.opt_state = jmpscale.replace_scaler(optimizer.opt_state,
 NNX = Example(
     "nnx", "Three changed lines",
     "nnx.state(model, nnx.Param), optimizer.opt_state.inner_state",
+    ("optimizer.step", "nnx.state(model, nnx.RngState)"),
+    IN_NNX,
+    SET_IN_NNX,
+)  # fmt: skip
+NNX_STATISTICS = Example(
+    "nnx", "Batch normalisation with the optax wrapper",
+    "nnx.state(model, (nnx.Param, nnx.BatchStat)), optimizer.opt_state.inner_state",
     ("optimizer.step", "nnx.state(model, nnx.RngState)"),
     IN_NNX,
     SET_IN_NNX,
@@ -93,8 +108,10 @@ JAX = Example("jax", "One step", "params, momentum")
 JAX_SCAN = Example("jax", "Many steps in a scan", "params, momentum")
 SHORT = [LINEN, NNX, EQUINOX]
 GATED = [LINEN_GATED, NNX_GATED, NNX_STATE, EQUINOX_GATED, HAIKU, JAX]
-ONE_STEP = [*SHORT, *GATED, LINEN_TOLD, NNX_LORA]
-IN_CI = [LINEN, LINEN_TOLD, NNX_STATE, NNX_LORA, EQUINOX, HAIKU, JAX_SCAN]  # variants: by default one of each kind runs
+STATISTICS = [LINEN_STATISTICS, NNX_STATISTICS]
+ONE_STEP = [*SHORT, *GATED, *STATISTICS, LINEN_TOLD, NNX_LORA]
+# Variants: by default one of each kind runs.
+IN_CI = [LINEN, LINEN_TOLD, LINEN_STATISTICS, NNX_STATISTICS, NNX_STATE, NNX_LORA, EQUINOX, HAIKU, JAX_SCAN]
 
 
 def _source(example):
@@ -102,7 +119,7 @@ def _source(example):
 
 
 def _call(example):
-    """Returns the statement inside the example's loop, which takes one step."""
+    """Returns the statement inside the example's loop, which runs one step."""
     return re.search(r"^for .*:\n +(.*\))$", _source(example), flags=re.MULTILINE)[1]
 
 
@@ -136,7 +153,7 @@ def _copy(tree):
 
 
 class Program:
-    """A copy of an example that has run to its end, to go on from there; the compiled functions are shared."""
+    """A copy of an example that has run to its end, to continue from there; the compiled functions are shared."""
 
     def __init__(self, example, names, compilations):
         self.example, self.compilations = example, compilations
@@ -206,7 +223,7 @@ def each(*examples):
 
 
 def _diff(page, number=0):
-    """Returns the lines that a page's diff takes away, those that it adds, and how many stand before the step."""
+    """Returns the lines that a page's diff removes, those that it adds, and how many it adds before the step."""
     text = (pages.DOCS / f"guides/{page}.md").read_text()
     lines = re.findall(r"^```diff\n(.*?)^```", text, flags=re.M | re.S)[number].splitlines()
     step = next((at for at, line in enumerate(lines) if line.startswith(" def ")), 0)
@@ -215,7 +232,7 @@ def _diff(page, number=0):
 
 
 def _without_jmpscale(example, heading=None):
-    """Returns the program with the lines of its page's diff as they were before."""
+    """Returns the program with the lines that its page's diff removes, instead of those that it adds."""
     source = pages.examples(f"guides/{example.page}")[heading or example.heading]
     for old, new in zip(*_diff(example.page)[:2], strict=True):
         assert source.count("\n" + new) == 1, f"{example.page}: the program lacks {new!r}"
@@ -225,11 +242,11 @@ def _without_jmpscale(example, heading=None):
 
 @pytest.mark.parametrize("example", [*SHORT, Example("optax", "Clipping", "")], ids=lambda x: x.page)
 def test_at_most_three_lines_of_the_step_change_and_none_is_added(example):
-    """Each line of the diff is a line of the program, and the others make a whole program without jmpscale."""
+    """Each added line is a line of the program; with the removed ones instead it is a program without jmpscale."""
     old, new, before_the_step = _diff(example.page)
     assert len(old) == len(new)
     assert 1 <= len(new) - before_the_step <= 3
-    assert before_the_step == 1, "where the optimizer is made"
+    assert before_the_step == 1, "where the optimizer is created"
     step = re.search(r"^def train_step.*?\n\n", _without_jmpscale(example), flags=re.M | re.S)[0]
     assert "jmpscale" not in step
 
@@ -238,7 +255,7 @@ def _short(example, clipped=True):
     def own_step(names):
         del names
         source = _without_jmpscale(example).split("\nfor ")[0].replace("float16", "float32")
-        if clipped:  # which `max_norm` does besides
+        if clipped:  # as `max_norm` does
             tx = "optax.adamw(1e-2)"
             source = source.replace(tx, f"optax.chain(optax.clip_by_global_norm(1.0), {tx})")
         exec(source, mine := {"__name__": "float32"})
@@ -315,7 +332,7 @@ def _jax(names):
 
 @functools.cache
 def _float32_losses(functional, own_step):
-    """Returns the losses of 220 steps of the example's model in float32, taken with the framework's own step."""
+    """Returns the losses of 220 steps of the example's model in float32, with the framework's own step."""
     names = {"__name__": "float32"}
     exec(_source(functional).split("\nfor ")[0].replace("float16", "float32"), names)
     step, carry = own_step(names)
@@ -329,7 +346,9 @@ def _float32_losses(functional, own_step):
 IN_FLOAT32 = {
     **{example: (example, _short(example)) for example in SHORT},
     LINEN_TOLD: (LINEN, _short(LINEN)),
+    LINEN_STATISTICS: (LINEN_GATED, _linen),
     LINEN_GATED: (LINEN_GATED, _linen),
+    NNX_STATISTICS: (NNX_GATED, _nnx),
     NNX_GATED: (NNX_GATED, _nnx),
     NNX_STATE: (NNX, _short(NNX, clipped=False)),
     EQUINOX_GATED: (EQUINOX_GATED, _equinox_norm),
@@ -355,7 +374,7 @@ def test_it_trains_to_the_float32_result(program):
 
 
 @each(*ONE_STEP)
-def test_an_overflow_on_the_way_back_moves_only_what_the_page_says(program):
+def test_an_overflow_in_the_backward_pass_changes_only_what_the_page_says(program):
     program.set_loss_scale(2.0**32)
     before, skipped = program.kept(), int(program.scaler.skipped)
     moving = [_copy(program.read(part)) for part in program.example.moving]
@@ -370,7 +389,7 @@ def test_an_overflow_on_the_way_back_moves_only_what_the_page_says(program):
 
 
 @each(*ONE_STEP)
-def test_an_overflow_in_the_forward_pass_moves_only_what_the_page_says(program):
+def test_an_overflow_in_the_forward_pass_changes_only_what_the_page_says(program):
     before, scaler = program.kept(), _copy(program.scaler)
     after = program.step_that_overflows_forward()
     assert_step_is_noop(before, program.kept())
@@ -380,10 +399,10 @@ def test_an_overflow_in_the_forward_pass_moves_only_what_the_page_says(program):
 
 
 @each(*ONE_STEP)
-def test_after_an_overflow_the_scale_recovers_and_training_goes_on(program):
+def test_after_an_overflow_the_scale_recovers_and_training_continues(program):
     program.set_loss_scale(2.0**32)
     before, skips = program.kept(), 0
-    while program.step().skipped_in_a_row:
+    while program.step().consecutive_skips:
         skips += 1
         assert skips < 32
         assert_step_is_noop(before, program.kept())
@@ -420,7 +439,7 @@ def test_the_count_of_compilations_sees_a_second_one():
 def test_it_multiplies_in_float16_and_keeps_float32(program):
     lower = _call(program.example).split(" = ")[1].replace("(", ".lower(", 1)
     products = re.findall(r"stablehlo\.dot_general.*: \((.*)\) ->", program.read(lower).as_text())
-    assert len(products) >= 4  # two on the way forward, two or more on the way back
+    assert len(products) >= 4  # two in the forward pass, two or more in the backward pass
     for operands in products:
         assert re.fullmatch(r"tensor<[0-9x]+xf16>, tensor<[0-9x]+xf16>", operands)
     kept = [x.dtype for x in jax.tree.leaves(program.kept()) if isinstance(x, jax.Array)]
@@ -431,7 +450,7 @@ def test_it_multiplies_in_float16_and_keeps_float32(program):
 
 
 @each(*GATED, EQUINOX)
-def test_after_a_skip_all_goes_on_as_if_it_had_not_been_random_masks_too(ran):
+def test_after_a_skip_training_continues_as_without_it_random_masks_too(ran):
     skipping, straight = Program(*ran), Program(*ran)
     skipping.step_that_overflows_forward()
     for program in (skipping, straight, skipping, straight):
@@ -445,10 +464,8 @@ def test_linen_the_count_of_calls_is_one_line(monkeypatch):
     (old,), (new,), _ = _diff("linen", 1)
     assert pages.shown("guides/linen")[LINEN_GATED.heading].count(old) == 1
     old, new = (line.strip().removeprefix("return ").removesuffix(", loss") for line in (old, new))
-    source = _source(LINEN_GATED).replace(old, new)
-    monkeypatch.setattr(pages, "examples", lambda _: {LINEN_GATED.heading: source})
-    counting = LINEN_GATED._replace(kept="state.params, state.opt_state, state.batch_stats", moving=("state.step",))
-    program = Program(counting, *_run(counting))
+    claims = {"kept": "state.params, state.opt_state, state.batch_stats", "moving": ("state.step",)}
+    program = _run_variant(LINEN_GATED, old, new, monkeypatch, **claims)
     assert int(program.names["state"].step) == 200
     before = program.kept()
     program.step_that_overflows_forward()
@@ -458,38 +475,61 @@ def test_linen_the_count_of_calls_is_one_line(monkeypatch):
 
 
 @each(LINEN_TOLD)
-def test_linen_the_step_count_is_that_of_the_steps_taken(program):
+def test_linen_the_step_count_is_that_of_the_applied_steps(program):
     assert int(program.names["state"].step) == 200 - int(program.scaler.skipped)
 
 
-class _Normed(nnx.Module):
-    """The page's warning: batch normalisation in a model that only the optimizer gates."""
-
-    def __init__(self, rngs):
-        self.norm, self.outer = nnx.BatchNorm(8, dtype=jnp.float16, rngs=rngs), nnx.Linear(8, 1, rngs=rngs)
-
-    def __call__(self, x):
-        return self.outer(self.norm(x)).astype(jnp.float32)
+def _run_variant(example, old, new, monkeypatch, **claims):
+    """Runs an example with one expression replaced, as the page suggests or warns against."""
+    source = _source(example)
+    assert old in source
+    with monkeypatch.context() as patch:
+        patch.setattr(pages, "examples", lambda _: {example.heading: source.replace(old, new)})
+        variant = example._replace(**claims)
+        return Program(variant, *_run.__wrapped__(variant))
 
 
 @pytest.mark.full
-def test_nnx_in_the_optimizer_a_forward_overflow_spoils_batch_statistics_for_good():
-    tx = jmpscale.with_loss_scaling(optax.adamw(1e-2), max_norm=1.0)
-    optimizer = nnx.Optimizer(model := _Normed(nnx.Rngs(0)), tx, wrt=nnx.Param)
+@pytest.mark.parametrize(
+    ("example", "gated", "ungated", "statistics"),
+    [
+        (
+            LINEN_STATISTICS,
+            "jmpscale.apply_if(applied, lambda _: new_stats, state.batch_stats)",
+            "new_stats",
+            "state.batch_stats",
+        ),
+        (
+            NNX_STATISTICS,
+            "jmpscale.apply_if(applied, lambda _: nnx.state(model, nnx.BatchStat), old_stats)",
+            "nnx.state(model, nnx.BatchStat)",
+            "nnx.state(model, nnx.BatchStat)",
+        ),
+    ],
+    ids=["linen", "nnx"],
+)
+def test_without_the_gate_batch_statistics_stay_nan_and_the_loss_does_not_show_it(
+    example, gated, ungated, statistics, monkeypatch
+):
+    program = _run_variant(example, gated, ungated, monkeypatch)
+    program.step_that_overflows_forward()
+    for _ in range(3):
+        assert not program.step().consecutive_skips
+    assert not jmpscale.all_finite(program.read(statistics))
+    assert jnp.isfinite(program.names["loss"])
+    assert jmpscale.all_finite(
+        program.read("state.params" if example is LINEN_STATISTICS else "nnx.state(model, nnx.Param)")
+    )
 
-    @nnx.jit
-    def train_step(model, optimizer, x):
-        grad_fn = jmpscale.scaled_value_and_grad(lambda model, x: jnp.mean(model(x) ** 2), transform=nnx.value_and_grad)
-        loss, grads = grad_fn(optimizer.opt_state, model, x)
-        optimizer.update(model, grads, value=loss)
 
-    x = jax.random.normal(jax.random.key(0), (16, 8))
-    for factor in (1.0, jnp.inf, 1.0, 1.0):
-        train_step(model, optimizer, factor * x)
-    scaler = jmpscale.get_scaler(optimizer.opt_state)
-    assert (scaler.skipped, scaler.skipped_in_a_row) == (1, 0)
-    assert jmpscale.all_finite(nnx.state(model, nnx.Param))
-    assert not jmpscale.all_finite(nnx.state(model, nnx.BatchStat))
+@pytest.mark.full
+def test_nnx_the_gate_of_the_statistics_can_gate_random_streams_too(monkeypatch):
+    gated = "nnx.state(model), optimizer.opt_state.inner_state"
+    names = {"kept": gated, "moving": ("optimizer.step",)}
+    program = _run_variant(NNX_STATISTICS, "nnx.BatchStat", "nnx.Not(nnx.Param)", monkeypatch, **names)
+    before = program.kept()
+    program.step_that_overflows_forward()
+    assert_step_is_noop(before, program.kept())
 
 
 @pytest.mark.full
@@ -509,8 +549,9 @@ def test_a_bias_before_a_batch_normalisation_gets_nothing_but_rounding_noise():
     @nnx.jit
     def share_of_the_bias(model, x):
         grad_fn = jmpscale.value_and_grad(lambda model: jnp.mean((model(x) - 1) ** 2), transform=nnx.value_and_grad)
-        _, grads, finite = grad_fn(jmpscale.static(2.0**10), model)
-        return optax.tree.norm(grads.inner.bias[...]) / optax.tree.norm(grads.inner.kernel[...]), finite
+        _, grads = grad_fn(jmpscale.static(2.0**10), model)
+        share = optax.tree.norm(grads.inner.bias[...]) / optax.tree.norm(grads.inner.kernel[...])
+        return share, jmpscale.all_finite(grads)
 
     x = jax.random.normal(jax.random.key(0), (256, 8))
     (exact, _), (half, finite) = (share_of_the_bias(Net(dtype), x) for dtype in (jnp.float32, jnp.float16))
@@ -534,7 +575,7 @@ def test_nnx_a_train_state_runs_in_a_scan(program):
 
 
 @each(NNX_LORA)
-def test_nnx_lora_moves_nothing_but_its_own_parameters(program):
+def test_nnx_lora_changes_nothing_but_its_own_parameters(program):
     before = _copy(nnx.split(program.names["model"], nnx.LoRAParam, ...)[1:])
     program.step()
     after = nnx.split(program.names["model"], nnx.LoRAParam, ...)[1:]
@@ -569,16 +610,16 @@ def test_nnx_a_model_that_exists_computes_in_float16_and_attention_on_cpu_in_flo
 
 
 @each(JAX)
-def test_jax_a_skipped_step_is_called_a_step_that_was_not_taken_and_its_loss_is_in_no_sum(program):
+def test_jax_a_skipped_step_counts_as_a_call_only_and_its_loss_is_in_no_sum(program):
     names = program.names
     exec(pages.shown("guides/jax")["Step counts and running sums of metrics"], names)
-    assert (int(names["calls"]), int(names["taken"])) == (3, 2)
+    assert (int(names["calls"]), int(names["applied"])) == (3, 2)
     assert jnp.isfinite(names["loss_sum"])
-    assert names["scaler"].step_taken
+    assert names["scaler"].step_applied
 
 
 @each(EQUINOX, EQUINOX_GATED)
-def test_equinox_what_is_no_array_goes_around_the_branch(program):
+def test_equinox_leaves_that_are_not_arrays_bypass_the_gate(program):
     others = [x for x in jax.tree.leaves(program.names["model"]) if not isinstance(x, jax.Array)]
     assert others
     program.step()
@@ -587,7 +628,7 @@ def test_equinox_what_is_no_array_goes_around_the_branch(program):
 
 
 @each(JAX_SCAN)
-def test_in_a_scan_an_overflow_in_the_middle_might_as_well_not_have_been(ran):
+def test_in_a_scan_a_batch_that_overflows_makes_no_difference(ran):
     middle, end = Program(*ran), Program(*ran)
     (x, y), bad = middle.names["batches"], jnp.full((1, 64, 8), 1e6)
     middle.names["batches"] = jnp.concatenate([x[:4], bad, x[4:9]]), jnp.concatenate([y[:4], y[:1], y[4:9]])
@@ -595,7 +636,7 @@ def test_in_a_scan_an_overflow_in_the_middle_might_as_well_not_have_been(ran):
     middle.step()
     end.step()
     np.testing.assert_array_equal(jnp.isfinite(middle.names["log"]["loss"]), np.arange(10) != 4)
-    np.testing.assert_array_equal(middle.names["log"]["skipped_in_a_row"], np.arange(10) == 4)
+    np.testing.assert_array_equal(middle.names["log"]["consecutive_skips"], np.arange(10) == 4)
     assert_step_is_noop(end.kept(), middle.kept())
 
 

@@ -1,4 +1,4 @@
-"""The page on several losses and optimizers, and apex's own cases: who skips, and which scale backs off."""
+"""The page on several losses and optimizers, and apex's own cases: which optimizer skips, which scale backs off."""
 
 import functools
 import itertools
@@ -30,7 +30,7 @@ def _names(title):
 
 @functools.cache
 def _untrained(title):
-    """The names that a page's program has before it trains."""
+    """Returns the names that a page's program has before it trains."""
     names = {"__name__": title}
     exec(pages.examples(PAGE)[title].split("\nfor ")[0], names)
     return names
@@ -46,8 +46,8 @@ def _batch(key=0):
 
 @functools.cache
 def _gan_step():
-    """The page's own step; each loss is multiplied with a factor, and 2^40 is too much for float16."""
-    names = _untrained.__wrapped__(GAN)  # of its own, since its losses are replaced
+    """Returns the page's own step, with each loss multiplied by a factor; 2^40 overflows in float16."""
+    names = _untrained.__wrapped__(GAN)  # not the cached one, because its losses are replaced
     losses = {name: names[name] for name in ("d_loss_fn", "g_loss_fn")}
 
     @jax.jit
@@ -69,7 +69,7 @@ def test_the_generator_moves_to_the_data():
         return np.linalg.norm(names["network"](params, noise).mean(0) - np.array([2.0, -2.0]))
 
     assert distance(names["g"][0]) < 0.5 * distance(at_first)
-    assert names["scaler"].skipped_in_a_row == 0
+    assert names["scaler"].consecutive_skips == 0
 
 
 @pytest.mark.parametrize(("d_finite", "g_finite"), BOTH_FLAGS)
@@ -85,8 +85,8 @@ def test_each_network_skips_alone_and_the_scale_backs_off_once_if_either_overflo
             assert after[1][0].count == opt_state[0].count + 1
         else:
             testing.assert_step_is_noop((params, opt_state), after)
-    good = d_finite and g_finite
-    assert (scaler.loss_scale, scaler.good_steps, scaler.skipped) == ((1024.0, 1, 0) if good else (512.0, 0, 1))
+    expected = (1024.0, 1, 0) if d_finite and g_finite else (512.0, 0, 1)
+    assert (scaler.loss_scale, scaler.finite_steps, scaler.skipped) == expected
 
 
 @pytest.mark.full
@@ -106,14 +106,14 @@ def test_a_loss_that_is_not_finite_in_one_network_keeps_the_scale():
 
 @functools.cache
 def _normed_gan():
-    """The page's own step; each loss is multiplied with a factor, and 2^40 is too much for float16."""
+    """Returns the page's own step, with each loss multiplied by a factor; 2^40 overflows in float16."""
     names = _names(NORMED_GAN)
     losses = {name: names[name] for name in ("d_loss_fn", "g_loss_fn")}
 
     def scaled(name, factor):
         def loss_fn(*args):
-            loss, moved = losses[name](*args)
-            return factor * loss, moved
+            loss, new_stats = losses[name](*args)
+            return factor * loss, new_stats
 
         return loss_fn
 
@@ -123,16 +123,16 @@ def _normed_gan():
             names[name] = scaled(name, factor)
         return names["train_step"].__wrapped__(d, g, stats, scaler, real, noise)
 
-    def moved(name, *args):
+    def new_stats(name, *args):
         return jax.jit(losses[name])(*args)[1]
 
-    return names, step, moved
+    return names, step, new_stats
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("d_finite", "g_finite"), BOTH_FLAGS)
-def test_a_flag_gates_the_statistics_of_both_networks_that_its_pass_would_move(d_finite, g_finite):
-    names, step, moved = _normed_gan()
+def test_a_flag_gates_the_statistics_of_both_networks_that_its_pass_would_change(d_finite, g_finite):
+    names, step, stats_after = _normed_gan()
     d, g, stats, real, noise = (names[name] for name in ("d", "g", "stats", "real", "noise"))
     factors = jnp.where(jnp.array([d_finite, g_finite]), 1.0, 2.0**40)
     new_d, new_g, new_stats, scaler, losses = step(d, g, stats, jmpscale.dynamic(1024.0), real, noise, factors)
@@ -142,8 +142,8 @@ def test_a_flag_gates_the_statistics_of_both_networks_that_its_pass_would_move(d
             assert after[1][0].count == before[1][0].count + 1
         else:
             testing.assert_step_is_noop(before, after)
-    expected = moved("d_loss_fn", d[0], g[0], stats, real, noise) if d_finite else stats
-    expected = moved("g_loss_fn", g[0], new_d[0], expected, real, noise) if g_finite else expected
+    expected = stats_after("d_loss_fn", d[0], g[0], stats, real, noise) if d_finite else stats
+    expected = stats_after("g_loss_fn", g[0], new_d[0], expected, real, noise) if g_finite else expected
     if d_finite or g_finite:
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3), new_stats, expected)
         with pytest.raises(AssertionError, match="the step changed"):
@@ -190,7 +190,7 @@ def _scalers(large, small):
 
 
 def _step_of_both_losses(scalers):
-    """Returns parameters and optimizer state before and after a step, and the scalers after it."""
+    """Returns the parameters and the optimizer state before and after a step, and the scalers after it."""
     names = _untrained(PER_LOSS)
     head = jnp.linspace(-0.2, 0.2, 16)[:, None]
     params = names["params"] | {"large": head, "small": -head}
@@ -216,7 +216,7 @@ def test_the_gradients_are_those_of_the_sum_of_the_losses():
 
 
 @pytest.mark.full
-def test_with_one_scale_for_both_the_small_loss_would_vanish():
+def test_with_one_scale_for_both_the_small_loss_would_underflow():
     _, (_, opt_state), scalers = _step_of_both_losses(_scalers(64.0, 64.0))
     assert scalers["large"].skipped == 0
     assert (optax.tree.get(opt_state, "mu")["small"] == 0).all()
@@ -225,7 +225,7 @@ def test_with_one_scale_for_both_the_small_loss_would_vanish():
 
 
 @pytest.mark.parametrize("bad", [["large"], ["small"], ["large", "small"]])
-def test_an_overflow_of_either_loss_stops_the_step_and_only_its_own_scale_backs_off(bad):
+def test_an_overflow_of_either_loss_skips_the_step_and_only_its_own_scale_backs_off(bad):
     good = {"large": 64.0, "small": 2.0**32}
     scalers = {name: jmpscale.dynamic(scale) for name, scale in good.items()}
     for name in bad:
@@ -234,7 +234,7 @@ def test_an_overflow_of_either_loss_stops_the_step_and_only_its_own_scale_backs_
     testing.assert_step_is_noop(before, after)
     for name, scaler in scalers.items():
         expected = (2.0**79, 0, 1) if name in bad else (good[name], 1, 0)
-        assert (scaler.loss_scale, scaler.good_steps, scaler.skipped) == expected
+        assert (scaler.loss_scale, scaler.finite_steps, scaler.skipped) == expected
 
 
 # All or nothing
@@ -247,7 +247,7 @@ def test_encoder_and_decoder_train():
 
 
 @pytest.mark.full
-def test_an_overflow_in_the_decoder_alone_leaves_the_encoder_as_it_was_too():
+def test_an_overflow_in_the_decoder_alone_skips_the_encoder_too():
     names = _names(TOGETHER)
     params = names["params"] | {"decoder": 1e-3 * names["params"]["decoder"]}
 
@@ -255,7 +255,7 @@ def test_an_overflow_in_the_decoder_alone_leaves_the_encoder_as_it_was_too():
     @jax.vmap
     def finite(loss_scale):
         scaler = jmpscale.dynamic()._replace(loss_scale=loss_scale)
-        _, grads, _ = jmpscale.value_and_grad(names["loss_fn"])(scaler, params, names["x"])
+        _, grads = jmpscale.value_and_grad(names["loss_fn"])(scaler, params, names["x"])
         return {part: jmpscale.all_finite(grad) for part, grad in grads.items()}
 
     scales = jnp.exp2(jnp.arange(10.0, 30.0))
@@ -268,18 +268,18 @@ def test_an_overflow_in_the_decoder_alone_leaves_the_encoder_as_it_was_too():
 
 
 # apex: two and three models, two losses, one and two optimizers, one scaler or one for each loss. The models, the
-# settings, the scales of 4 and 16 and the places of the inf are those of `test_multiple_models_optimizers_losses.py`
-# in NVIDIA/apex, the last version with amp (2025). Every value there is a dyadic fraction of a few bits, so ours are
-# compared with a float64 run bit for bit. apex backs a shared scale off in the middle of a step; ours at its end.
+# settings, the scales of 4 and 16 and the places of the inf are taken from `test_multiple_models_optimizers_losses.py`
+# in NVIDIA/apex, the last version with amp (2025). Every value is a dyadic fraction of a few bits, so the results are
+# compared with a float64 run bit for bit. apex backs a shared scale off in the middle of a step, jmpscale at its end.
 
 
 class _Apex(NamedTuple):
     """One of apex's arrangements.
 
     Attributes:
-      losses: for each loss, the models whose outputs it adds up.
+      losses: for each loss, the models whose outputs it adds.
       optimizers: for each optimizer, its models, their learning rates, and its momentum.
-      gates: for each optimizer, the losses that stop it.
+      gates: for each optimizer, the losses whose overflow makes it skip.
     """
 
     losses: tuple
@@ -303,7 +303,7 @@ NO_FAULT = (-1, -1, -1, "w0")
 
 
 def _faults(case):
-    """Yields the iteration, the loss, the model and the weight in whose gradient the inf is planted."""
+    """Yields the iteration, the loss, the model and the weight in whose gradient the inf is injected."""
     yield NO_FAULT
     for iteration, loss, weight in itertools.product((0, 1), (0, 1), ("w0", "w1")):
         for model in case.losses[loss]:
@@ -311,7 +311,7 @@ def _faults(case):
 
 
 def _apex_models(case):
-    """Two weights each: float32, and float16."""
+    """Returns models of two weights each, in float32 and in float16."""
     return [
         {
             "w0": jnp.float32(1 + m) + jnp.arange(2, dtype=jnp.float32),
@@ -337,14 +337,10 @@ def _apex_step(name, shared):
     optimizers = [_apex_optimizer(*optimizer) for optimizer in case.optimizers]
     paths = [(m, w) for m in case.models for w in ("w0", "w1")]
 
-    def stepped(j, total, finite, models, opt_state):
-        mine = [str(m) for m in case.optimizers[j][0]]
-
-        def step(models, opt_state):
-            updates, opt_state = optimizers[j].update({m: total[int(m)] for m in mine}, opt_state, models)
-            return optax.apply_updates(models, updates), opt_state
-
-        return jmpscale.apply_if(finite, step, {m: models[int(m)] for m in mine}, opt_state)
+    def apply_optimizer(j, total, finite, models, opt_state):
+        mine = case.optimizers[j][0]
+        step = jmpscale.optax_step(optimizers[j], {str(m): total[m] for m in mine})
+        return jmpscale.apply_if(finite, step, {str(m): models[m] for m in mine}, opt_state)
 
     @jax.jit
     def step(models, opt_states, scalers, bad_loss, bad_place):
@@ -361,8 +357,8 @@ def _apex_step(name, shared):
             flags.append(finite)
         models, opt_states = list(models), list(opt_states)
         for j, gates in enumerate(case.gates):
-            taken = jnp.array([flags[i] for i in gates]).all()
-            mine, opt_states[j] = stepped(j, total, taken, models, opt_states[j])
+            finite = jnp.array([flags[i] for i in gates]).all()
+            mine, opt_states[j] = apply_optimizer(j, total, finite, models, opt_states[j])
             models = [mine.get(str(m), model) for m, model in zip(case.models, models, strict=True)]
         if shared:
             scalers = [jmpscale.update(scalers[0], flags[0] & flags[1])]

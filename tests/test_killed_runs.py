@@ -1,4 +1,4 @@
-"""A run that is killed, while it saves or between two steps, goes on as though it had never stopped."""
+"""A run that is killed, while it saves or between two steps, continues as though it had never stopped."""
 
 import pathlib
 import signal
@@ -73,7 +73,7 @@ def _batch(step):
 
 
 def train_to_file(path, steps, at_step=lambda step: None):
-    """Trains with the guide's functions for Flax, goes on from the file if there is one, and saves every third step."""
+    """Trains with the guide's functions for Flax; continues from the file if there is one; saves every third step."""
     page = example("Flax")
     state = page["state"]
     if path.exists():
@@ -115,7 +115,7 @@ def test_a_killed_run_resumes_from_its_msgpack_file(tmp_path):
     assert int(jmpscale.get_scaler(whole).skipped) > 0
     seen = []
     resumed = train_to_file(tmp_path / "killed", 12, seen.append)
-    assert seen[0] == 3, "half of the second checkpoint has not taken the place of the first"
+    assert seen[0] == 3, "half of the second checkpoint has not replaced the first"
     for part in ("step", "params", "opt_state"):
         assert_step_is_noop(getattr(whole, part), getattr(resumed, part))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["killed", "whole"], "the next save cleans up"

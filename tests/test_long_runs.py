@@ -1,6 +1,6 @@
 """Runs as long as real ones: ten million updates, thousands of training steps with faults, memory that stays flat.
 
-What takes seconds is marked full, what takes minutes slow; a shorter form of most runs always.
+Runs of seconds are marked full, runs of minutes slow; a shorter form of most of them is unmarked.
 """
 
 import functools
@@ -25,13 +25,14 @@ pytestmark = pytest.mark.once
 FULL, SLOW = pytest.mark.full, pytest.mark.slow
 
 LIMIT = reference.COUNTER_LIMIT
+GRADIENTS, LOSS = jmpscale.SkipReason.GRADIENTS, jmpscale.SkipReason.LOSS
 
 
 # --- ten million updates ---
 
 UPDATES, LOOKS = 10_000_000, 1_000
 
-# Each with how often the gradients overflow, and the loss fails.
+# Each rule with the frequencies of overflows and of non-finite losses.
 RULES = {
     "defaults": (jmpscale.dynamic(), 1 / 3_000, 1 / 30_000),
     "apex with odd factors": (
@@ -41,7 +42,7 @@ RULES = {
             backoff_factor=0.7,
             growth_interval=450,
             hysteresis=2,
-            refill="finite",
+            hysteresis_reset="finite",
             min_scale=0.9,
             max_scale=1e30,
         ),
@@ -56,7 +57,7 @@ OF_A_RULE = ("scaler", "overflows", "bad_losses")
 
 @jax.jit
 def _scan(state, finite, loss_finite):
-    """Returns the states after each chunk of steps, and the least and the greatest loss scale that there ever was."""
+    """Returns the states after each chunk of steps, and the smallest and the largest loss scale of the run."""
 
     def one(carry, step):
         state, low, high = carry
@@ -73,7 +74,7 @@ def _scan(state, finite, loss_finite):
     return states, low, high
 
 
-def _words(overflows, bad_losses):
+def _flags(overflows, bad_losses):
     random = np.random.default_rng(0)
     loss_finite = random.random(UPDATES, np.float32) >= bad_losses
     finite = (random.random(UPDATES, np.float32) >= overflows) & loss_finite
@@ -81,21 +82,21 @@ def _words(overflows, bad_losses):
 
 
 def _near_the_limits(state):
-    """Returns the state with counters that reach their limit on the way, after some skips or some good steps."""
+    """Returns the state with counters that reach their limit in the run, after some skips or some finite steps."""
     skips = jnp.array(LIMIT - 2_000, jnp.int32)
-    good = jnp.array(LIMIT - 50 if state.config.mode == "static" else 0, jnp.int32)
-    return state._replace(good_steps=good, skipped=skips, skipped_in_a_row=skips)
+    finite = jnp.array(LIMIT - 50 if state.config.mode == "static" else 0, jnp.int32)
+    return state._replace(finite_steps=finite, skipped=skips, consecutive_skips=skips)
 
 
-def _after_good_steps(config, state, count):
-    """Applies the rule to finite steps in a row, all at once."""
+def _after_finite_steps(config, state, count):
+    """Applies the rule to consecutive finite steps, all at once."""
     if not count:
         return state
-    good, growths = min(state["good_steps"] + count, LIMIT), 0
+    finite, growths = min(state["finite_steps"] + count, LIMIT), 0
     if config.mode == "dynamic":
-        growths, good = divmod(state["good_steps"] + count, config.growth_interval)
-    state = state | {"good_steps": good, "skipped_in_a_row": 0}
-    if growths or (config.mode == "dynamic" and config.refill == "finite"):
+        growths, finite = divmod(state["finite_steps"] + count, config.growth_interval)
+    state = state | {"finite_steps": finite, "consecutive_skips": 0}
+    if growths or (config.mode == "dynamic" and config.hysteresis_reset == "finite"):
         state["hysteresis_left"] = config.hysteresis
     highest = np.float32(config.max_scale)
     for _ in range(growths):
@@ -114,10 +115,10 @@ def _run_by_run(state, finite, loss_finite):
     for flags, losses in zip(finite, loss_finite, strict=True):
         done = 0
         for skip in np.flatnonzero(~flags).tolist():
-            now = _after_good_steps(config, now, skip - done)
+            now = _after_finite_steps(config, now, skip - done)
             now = reference.step(config, now, False, losses[skip])
             done = skip + 1
-        now = _after_good_steps(config, now, len(flags) - done)
+        now = _after_finite_steps(config, now, len(flags) - done)
         looks.append(now)
     return looks
 
@@ -134,7 +135,7 @@ def _step_by_step(state, finite, loss_finite):
 
 
 def _assert_long_run(expected, scaler, overflows, bad_losses):
-    finite, loss_finite = _words(overflows, bad_losses)
+    finite, loss_finite = _flags(overflows, bad_losses)
     scaler = _near_the_limits(scaler)
     states, low, high = _scan(scaler, finite, loss_finite)
     looks = expected(scaler, finite, loss_finite)
@@ -142,14 +143,14 @@ def _assert_long_run(expected, scaler, overflows, bad_losses):
         got = np.asarray(getattr(states, name))
         want = np.array([look[name] for look in looks], got.dtype)
         np.testing.assert_array_equal(got.view(np.int32), want.view(np.int32), err_msg=name)
-    assert states.skipped[-1] == LIMIT, "the run is long enough to see a counter stop"
+    assert states.skipped[-1] == LIMIT, "the run is so long that a counter reaches its limit"
     config = scaler.config
     if config.mode == "static":
         assert low == high == scaler.loss_scale
-        assert states.good_steps.max() < LIMIT, "every overflow starts the count of good steps anew"
+        assert states.finite_steps.max() < LIMIT, "every overflow resets the count of finite steps"
     else:
         assert np.float32(config.min_scale) <= low < high <= np.float32(config.max_scale)
-        assert len(np.unique(states.loss_scale)) > 5, "the run is to see the scale move"
+        assert len(np.unique(states.loss_scale)) > 5, "the scale changes in the run"
 
 
 @pytest.mark.parametrize(OF_A_RULE, some(RULES, default=["apex with odd factors"]))
@@ -164,24 +165,24 @@ def test_after_ten_million_updates_the_state_is_that_of_the_reference(scaler, ov
 
 
 EXTREMES = {"growth_factor": 2.0**126, "backoff_factor": 2.0**-126, "min_scale": 2.0**-126, "max_scale": 2.0**126}
-VIOLENT = {
-    "anything goes": (jmpscale.dynamic(**EXTREMES, growth_interval=1), None),
-    "nothing but good steps": (jmpscale.dynamic(**EXTREMES, growth_interval=1), True),
-    "nothing but overflows": (jmpscale.dynamic(**EXTREMES, hysteresis=LIMIT), False),
-    "only good steps, static": (jmpscale.static(2.0**-126), True),
-    "creeping up": (jmpscale.dynamic(2.0**-126, **EXTREMES | {"growth_factor": 1 + 2.0**-23}, growth_interval=1), True),
-    "creeping down": (jmpscale.dynamic(2.0**126, **EXTREMES | {"backoff_factor": 1 - 2.0**-24}), False),
+EXTREME_RUNS = {
+    "random steps": (jmpscale.dynamic(**EXTREMES, growth_interval=1), None),
+    "only finite steps": (jmpscale.dynamic(**EXTREMES, growth_interval=1), True),
+    "only overflows": (jmpscale.dynamic(**EXTREMES, hysteresis=LIMIT), False),
+    "only finite steps, static": (jmpscale.static(2.0**-126), True),
+    "slow growth": (jmpscale.dynamic(2.0**-126, **EXTREMES | {"growth_factor": 1 + 2.0**-23}, growth_interval=1), True),
+    "slow backoff": (jmpscale.dynamic(2.0**126, **EXTREMES | {"backoff_factor": 1 - 2.0**-24}), False),
 }
 
 
-@pytest.mark.parametrize(("scaler", "always"), some(VIOLENT, default=["anything goes"]))
-def test_in_ten_million_updates_the_scale_keeps_its_limits_and_no_counter_wraps(scaler, always):
+@pytest.mark.parametrize(("scaler", "always"), some(EXTREME_RUNS, default=["random steps"]))
+def test_in_ten_million_updates_the_scale_stays_within_its_limits_and_no_counter_wraps(scaler, always):
     if always is None:
-        finite, loss_finite = _words(0.5, 0.1)
+        finite, loss_finite = _flags(0.5, 0.1)
     else:
         finite, loss_finite = np.full((LOOKS, UPDATES // LOOKS), always), np.ones((LOOKS, UPDATES // LOOKS), bool)
     half_way = jnp.array(LIMIT - UPDATES // 2, jnp.int32)
-    start = scaler._replace(good_steps=half_way, skipped=half_way, skipped_in_a_row=half_way)
+    start = scaler._replace(finite_steps=half_way, skipped=half_way, consecutive_skips=half_way)
     states, low, high = _scan(start, finite, loss_finite)
     config = scaler.config
     lowest, highest = (np.float32(x) for x in (config.min_scale, config.max_scale))
@@ -190,22 +191,22 @@ def test_in_ten_million_updates_the_scale_keeps_its_limits_and_no_counter_wraps(
     assert lowest <= low <= high <= highest  # false of NaN
     skips = np.cumsum(~finite.reshape(-1), dtype=np.int64)[UPDATES // LOOKS - 1 :: UPDATES // LOOKS]
     np.testing.assert_array_equal(states.skipped, np.minimum(int(half_way) + skips, LIMIT))
-    in_a_row, good = np.asarray(states.skipped_in_a_row), np.asarray(states.good_steps)
-    assert in_a_row.min() >= 0
-    assert good.min() >= 0
+    consecutive_skips, finite_steps = np.asarray(states.consecutive_skips), np.asarray(states.finite_steps)
+    assert consecutive_skips.min() >= 0
+    assert finite_steps.min() >= 0
     if always is False:
-        np.testing.assert_array_equal(in_a_row, states.skipped)
+        np.testing.assert_array_equal(consecutive_skips, states.skipped)
         np.testing.assert_array_equal(states.hysteresis_left, np.maximum(config.hysteresis - skips, 0))
     elif config.mode == "static":
         steps = (1 + np.arange(LOOKS)) * (UPDATES // LOOKS)
-        np.testing.assert_array_equal(good, np.minimum(int(half_way) + steps, LIMIT))
+        np.testing.assert_array_equal(finite_steps, np.minimum(int(half_way) + steps, LIMIT))
 
 
 # --- training with faults, next to a float64 run that skips the same steps ---
 
 
 def _examples(count=1_797):
-    """Returns noisy pictures of ten shapes, values from 0 to 1, and which shape each is of."""
+    """Returns noisy pictures of ten shapes, with values from 0 to 1, and the number of each picture's shape."""
     random = np.random.default_rng(0)
     labels = random.integers(10, size=count)
     shapes = random.random((10, 64)) < 0.4
@@ -237,7 +238,7 @@ def _loss(params, inputs, labels):
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-# Without the option XLA may keep float32 between the operations, and an overflow of float16 would not be one.
+# Without the option XLA may keep float32 between the operations, where the float16 overflow does not occur.
 @functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
 def _train(carry, rows, faults, values):
     def one(carry, step):
@@ -245,14 +246,10 @@ def _train(carry, rows, faults, values):
         rows, fault, value = step
         inputs = jnp.where(fault == IN_THE_BATCH, jnp.nan, jnp.asarray(INPUTS)[rows])
 
-        def scaled(params):
-            loss = _loss(params, inputs, jnp.asarray(LABELS)[rows])
-            return jmpscale.scale(scaler, loss), loss
-
-        grads, loss = jax.grad(scaled, has_aux=True)(params)
+        loss, grads = jmpscale.value_and_grad(_loss)(scaler, params, inputs, jnp.asarray(LABELS)[rows])
         for i, path in enumerate(PATHS):
             grads = inject(grads, value, path=path, when=fault == i)
-        grads, finite = jmpscale.unscale_and_check(scaler, grads)
+        finite = jmpscale.all_finite(grads)
 
         def descend(params, velocity):
             velocity = jax.tree.map(lambda v, g, p: MOMENTUM * v + g + DECAY * p, velocity, grads, params)
@@ -266,7 +263,7 @@ def _train(carry, rows, faults, values):
 
 
 def _backward(params, inputs, labels):
-    """Returns the gradients in float64, their largest magnitude, and what no sum on the way to them can exceed."""
+    """Returns the gradients in float64, their largest magnitude, and a bound for all sums in the backward pass."""
     hidden = np.tanh(inputs @ params["hidden"]["w"] + params["hidden"]["b"])
     logits = hidden @ params["out"]["w"] + params["out"]["b"]
     exp = np.exp(logits - logits.max(1, keepdims=True))
@@ -284,14 +281,14 @@ def _backward(params, inputs, labels):
 
 
 def _train_in_float64(finite, rows, looks):
-    """Returns the parameters at each look, and for each step how large the gradients and the sums in them were."""
+    """Returns the parameters at each look, and for each step the largest gradient and the bound of the sums."""
     params = _params()
     velocity = jax.tree.map(np.zeros_like, params)
     seen, sizes = [], []
-    for i, (step_is_taken, batch) in enumerate(zip(finite, rows, strict=True), 1):
+    for i, (apply, batch) in enumerate(zip(finite, rows, strict=True), 1):
         grads, *size = _backward(params, INPUTS[batch].astype(np.float64), LABELS[batch])
         sizes.append(size)
-        if step_is_taken:
+        if apply:
             velocity = jax.tree.map(lambda v, g, p: MOMENTUM * v + g + DECAY * p, velocity, grads, params)
             params = jax.tree.map(lambda p, v: p - RATE * v, params, velocity)
         if i % (len(rows) // looks) == 0:
@@ -321,30 +318,30 @@ def test_training_through_faults_is_the_float64_run_that_skips_the_same_steps(st
         history.append(happened)
     finite, loss, states = jax.tree.map(lambda *x: np.concatenate(x), *history)
 
-    # Every fault is a skip of its kind, and the scaler has followed its rule.
+    # Every fault causes a skip for the right reason, and the scaler has followed its rule.
     assert not finite[faults >= 0].any()
     np.testing.assert_array_equal(np.isnan(loss), faults == IN_THE_BATCH)
-    np.testing.assert_array_equal(states.last_skip[~finite], np.where(faults == IN_THE_BATCH, 2, 1)[~finite])
+    np.testing.assert_array_equal(states.last_skip[~finite], np.where(faults == IN_THE_BATCH, LOSS, GRADIENTS)[~finite])
     now = reference.start(scaler.config, FIRST_SCALE)
     for step, flags in enumerate(zip(finite, np.isfinite(loss), strict=True)):
         now = reference.step(scaler.config, now, *flags)
         assert all(getattr(states, name)[step] == now[name] for name in reference.FIELDS), step
     assert states.skipped[-1] == (~finite).sum()
 
-    # Every other skip is an overflow of float16, and there is none without one; 2% for what rounding moves.
+    # All other skips are float16 overflows, and every float16 overflow is a skip; 2 % allows for rounding.
     expected, largest, bound = _train_in_float64(finite, rows, looks)
     used = np.concatenate([[FIRST_SCALE], states.loss_scale[:-1]])
     natural = ~finite & (faults < 0)
-    assert natural.sum() > steps / 400, "the run is to meet overflows of its own"
+    assert natural.sum() > steps / 400, "float16 overflows occur in the run"
     assert ((used * bound)[natural] > 0.98 * LARGEST).all()
     assert ((used * largest)[finite] < 1.02 * LARGEST).all()
 
-    # An operation in float16 rounds to 2^-11. The runs stay within some twenty of that, relative to the way that the
-    # parameters have gone: roundings are independent of each other, and weight decay forgets them.
+    # A float16 operation rounds to 2^-11. The difference of the runs stays within twenty times that, relative to the
+    # distance from the initial parameters: roundings are independent of each other, and weight decay reduces them.
     for ours, theirs in zip(seen, expected, strict=True):
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(ours))
         assert _norm(ours, theirs) < 0.01 * _norm(theirs, _params())
-    if steps < 10_000:  # The measure is fine enough to tell one schedule of skips from another.
+    if steps < 10_000:  # The measure distinguishes one sequence of skips from another.
         shifted = _train_in_float64(np.roll(finite, 1), rows, looks)[0]
         assert _norm(seen[-1], shifted[-1]) > 0.01 * _norm(shifted[-1], _params())
 
@@ -353,7 +350,7 @@ def test_training_through_faults_is_the_float64_run_that_skips_the_same_steps(st
 
 
 def _resident():
-    """Returns the bytes of memory that this process occupies, where the system tells."""
+    """Returns the bytes of memory that this process occupies, or 0 where that is unknown."""
     statm = pathlib.Path("/proc/self/statm")
     return int(statm.read_text().split()[1]) * 4096 if statm.exists() else 0
 
@@ -371,11 +368,7 @@ def test_memory_stays_flat(steps):
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, inputs, labels):
-        def scaled(params):
-            loss = _loss(params, inputs, labels)
-            return jmpscale.scale(jmpscale.get_scaler(state), loss), loss
-
-        grads, loss = jax.grad(scaled, has_aux=True)(params)
+        loss, grads = jmpscale.value_and_grad(_loss)(state, params, inputs, labels)
         updates, state = tx.update(grads, state, params, value=loss)
         return optax.apply_updates(params, updates), state, loss, jmpscale.grad_report(grads)
 
@@ -383,9 +376,9 @@ def test_memory_stays_flat(steps):
         for i in range(first, last):
             inputs = INPUTS[i % 1_000 :][:BATCH] * np.float32(np.nan if i % 13 == 0 else 1)
             params, state, loss, report = step(params, state, inputs, LABELS[i % 1_000 :][:BATCH])
-            # What a program does between its steps, and the functions outside jit.
+            # The calls that a program makes between its steps, and the functions outside jit.
             scaler = jmpscale.get_scaler(state)
-            jmpscale.raise_if_stuck(scaler, max_skips_in_a_row=5)
+            jmpscale.raise_if_stuck(scaler, max_consecutive_skips=5)
             seen = {name: float(value) for name, value in jmpscale.metrics(scaler).items()}
             assert seen
             assert np.isnan(loss) == (i % 13 == 0)
@@ -410,9 +403,9 @@ def test_memory_stays_flat(steps):
         after = measure()
     finally:
         tracemalloc.stop()
-    assert after[0] == held, "as many arrays, as many bytes in them, as many programs, no trace since"
+    assert after[0] == held, "no new array, program or trace"
     assert held[3] > 0
-    # What each step left behind would come to 500 objects, or in the long form to some hundred kilobytes.
+    # One leaked object for each step would be 500 objects, or in the long form some hundred kilobytes.
     assert after[1] - objects < 100
     assert after[2] - traced < 2**16
     assert after[3] - resident < 2**24

@@ -1,4 +1,4 @@
-"""The guides to moving: the old program beside the new one, and what the examples promise."""
+"""The migration guides: the old program against the new one, and the promises of the examples."""
 
 import functools
 import re
@@ -20,8 +20,6 @@ pytestmark = [
     pytest.mark.usefixtures("standard_promotion"),  # optax, Flax and jmp rely on it
     pytest.mark.filterwarnings("ignore:jax.interpreters.batching.NotMapped"),  # Equinox does on JAX 0.7
 ]
-
-NO_FLOOR, NO_CEILING = 2.0**-126, 2.0**126
 
 GUIDES = [page for page in pages.PAGES if page.startswith("moving/")]
 
@@ -60,7 +58,7 @@ def _batch(seed):
 OVERFLOW = _batch(0)[0], np.full((8, 1), 6e4, np.float32)  # a finite loss whose scaled gradient is no float16
 NOT_A_NUMBER = np.full((8, 3), np.inf, np.float32), np.ones((8, 1), np.float32)  # tanh has no gradient there
 PROGRAMS = {
-    # page: the module it needs, the names of what its steps take and return, before and after, and a bad batch
+    # page: the module that it needs, the names of the carry before and after the change, and a batch that is skipped
     "moving/jmp": ("jmp", ["params", "opt_state", "loss_scale"], ["params", "opt_state", "scaler"], OVERFLOW),
     "moving/flax": ("flax", ["state", "dynamic_scale"], ["state", "scaler"], OVERFLOW),
     "moving/mpx": ("mpx", ["model", "opt_state", "scaler"], ["model", "opt_state", "scaler"], OVERFLOW),
@@ -78,8 +76,8 @@ def _copy(tree):
 
 @pytest.mark.parametrize("page", some(list(PROGRAMS), default=[]))
 def test_the_old_program_and_the_new_one_train_alike(page):
-    """From the same start over the same batches, two of which are bad; the new one leaves all as it was on those."""
-    module, old_names, new_names, bad = PROGRAMS[page]
+    """Both start from the same parameters; on two of the batches the new program skips, and changes nothing."""
+    module, old_names, new_names, skipped_batch = PROGRAMS[page]
     pytest.importorskip(module, reason=f"{module} is not installed")
     old = {}
     exec(compile(_old_program(page, "The training step"), f"docs/{page}.md, before", "exec"), old)
@@ -87,7 +85,7 @@ def test_the_old_program_and_the_new_one_train_alike(page):
     old_carry, new_carry = [old[name] for name in old_names], [new[name] for name in new_names]
     for step in range(6):
         skip = step in (2, 3)
-        batch = bad if skip else _batch(step)
+        batch = skipped_batch if skip else _batch(step)
         kept = _copy(new_carry[:2] if page != "moving/flax" else new_carry[0])
         scaler = _scaler_in(new_carry)
         skipped = scaler.skipped.item()
@@ -106,7 +104,7 @@ def _scaler_in(carry):
 
 
 def _without_scaler(tree):
-    """Leaves out the scaler, and what is no array."""
+    """Returns the arrays of a tree, except those of its scaler."""
     return _arrays(jax.tree.map(lambda x: 0 if _is_scaler(x) else x, tree, is_leaf=_is_scaler))
 
 
@@ -117,7 +115,7 @@ def _is_scaler(x):
 def _assert_alike(page, old_carry, new_carry):
     if page == "moving/flax":
         (old, dynamic_scale), (new, scaler) = old_carry, new_carry
-        assert old.step == new.step + scaler.skipped, "Flax counts the steps that it skips"
+        assert old.step == new.step + scaler.skipped, "Flax also counts the steps that it skips"
         assert dynamic_scale.scale == scaler.loss_scale
         old_carry, new_carry = (old.params, old.opt_state), (new.params, new.opt_state)
     elif page == "moving/apply_if_finite":
@@ -131,7 +129,7 @@ def _assert_alike(page, old_carry, new_carry):
 
 
 def test_torchs_training_loop_and_its_translation_train_alike():
-    """The loop of the guide in torch itself, under its float16 autocast on the CPU, against the example."""
+    """Runs the loop of the guide in torch, under float16 autocast on the CPU, and compares the example with it."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
     new = pages.run("moving/torch", "The training loop")
     batches = [OVERFLOW if step in (3, 4) else _batch(step) for step in range(12)]
@@ -146,7 +144,7 @@ def test_torchs_training_loop_and_its_translation_train_alike():
     exec(_hunks("moving/torch", "The training loop")[0][0], old)
     params = {"w": jnp.full((3, 1), 0.1)}
     opt_state = new["tx"].init(params)
-    scaler = jmpscale.dynamic(min_scale=NO_FLOOR, max_scale=NO_CEILING)
+    scaler = jmpscale.dynamic(min_scale=2.0**-126, max_scale=2.0**126)
     for batch in batches:
         params, opt_state, scaler, _ = new["train_step"](params, opt_state, scaler, batch)
     assert scaler.skipped >= 2
@@ -188,11 +186,11 @@ def test_the_example_of_accumulation_equals_the_full_batch_and_skips_the_window(
     *after, _ = example["train_step"](*start, tuple(window))
     full_batch = tuple(part.reshape(32, -1) for part in window)
     _assert_equals_an_unscaled_step(example, start[:2], full_batch, tuple(after))
-    for bad in range(4):
-        spoilt = tuple(part.copy() for part in window)
-        for part, bad_part in zip(spoilt, OVERFLOW, strict=True):
-            part[bad] = bad_part
-        *trained, scaler = example["train_step"](*start, spoilt)
+    for position in range(4):
+        overflowing = tuple(part.copy() for part in window)
+        for part, overflow_part in zip(overflowing, OVERFLOW, strict=True):
+            part[position] = overflow_part
+        *trained, scaler = example["train_step"](*start, overflowing)
         assert_step_is_noop(start[:2], trained)
         assert scaler.loss_scale == start[2].loss_scale / 2
 
@@ -200,8 +198,8 @@ def test_the_example_of_accumulation_equals_the_full_batch_and_skips_the_window(
 def test_the_example_of_several_optimizers_skips_each_alone_and_backs_off_for_any():
     example = pages.run("moving/torch", "Several optimizers")
     x, tx = _batch(0)[0], example["optimizers"]
-    # With these parameters the second loss is 0, and one gradient 0.7 / 0.3 times the other: some power of two lies
-    # between the scales from which each of them overflows.
+    # With these parameters the second loss is 0, and one gradient is 0.7 / 0.3 times the other: some power of two lies
+    # between the scales at which each of them begins to overflow.
     params = {"a": jnp.full((3, 1), 0.5), "b": jnp.full((3, 1), 0.75)}
     states = {name: tx[name].init(params[name]) for name in tx}
     seen = set()
@@ -222,9 +220,9 @@ def test_the_example_of_a_penalty_recovers_from_an_inner_overflow():
     params, batch = {"w": jnp.full((3, 1), 0.1)}, _batch(0)
     scaler = jmpscale.dynamic(2.0**22)
     after, scaler = example["train_step"](params, scaler, batch)
-    while scaler.skipped_in_a_row > 0:
+    while scaler.consecutive_skips > 0:
         assert_step_is_noop(params, after)
-        assert scaler.last_skip == 1, "the scale is to blame, not the loss"
+        assert scaler.last_skip == jmpscale.SkipReason.GRADIENTS, "the plain loss is finite"
         after, scaler = example["train_step"](params, scaler, batch)
     assert scaler.skipped > 0
     plain = example["plain_loss"]
@@ -246,16 +244,16 @@ def test_the_example_of_sharded_training_skips_on_every_device():
     assert len(params["w"].sharding.device_set) == 8
     x, y = example["batch"]
     with jax.set_mesh(example["mesh"]):
-        spoilt = jax.device_put((x, y.at[-1].set(6e4)), example["shard"])  # a row that the last device holds
-        *trained, after, _ = example["train_step"](params, opt_state, scaler, spoilt)
+        overflowing = jax.device_put((x, y.at[-1].set(6e4)), example["shard"])  # a row of the last device
+        *trained, after, _ = example["train_step"](params, opt_state, scaler, overflowing)
         assert_step_is_noop((params, opt_state), tuple(trained))
         assert_replicated(after)
-        assert (after.loss_scale, after.skipped_in_a_row) == (scaler.loss_scale / 2, 1)
+        assert (after.loss_scale, after.consecutive_skips) == (scaler.loss_scale / 2, 1)
         moved, *_ = example["train_step"](params, opt_state, scaler, (x, y))
     assert (moved["w"] != params["w"]).all()
 
 
-def test_the_example_of_a_running_jobs_state_goes_on_where_torch_was():
+def test_the_example_of_a_running_jobs_state_continues_where_torch_stopped():
     example = pages.run("moving/torch", "A running job's state")
     assert example["scaler"].loss_scale == 16384.0
     assert example["saved"] == example["checkpoint"]["scaler"] | {"scale": 16384.0, "_growth_tracker": 0}

@@ -1,7 +1,7 @@
-"""Test suites that come with the installed optax and jmp, run as they are against jmpscale in the place of theirs.
+"""The test suites of the installed optax and jmp, run unchanged against jmpscale.
 
-optax's suites get every optimizer inside `with_loss_scaling(..., static(1.0))`, which must make no difference to them;
-jmp's tests of its loss scales, and optax's of `apply_if_finite`, get adapters of a few lines.
+optax's suites get every optimizer inside `with_loss_scaling(..., static(1.0))`, which must not change their results.
+jmp's tests of its loss scales, and optax's tests of `apply_if_finite`, get adapters of a few lines.
 """
 
 import functools
@@ -31,24 +31,24 @@ def standard_ranks():
         yield
 
 
-LEFT_OUT = "mixed_precision"  # wants states in float16 beside gradients in float16; unscaled ones are float32
+OMITTED = "mixed_precision"  # requires float16 states for float16 gradients; here the states are float32
 
 
 def _tests(module, names):
-    """The tests of a module of someone else's whose names begin so, with all their parameters."""
+    """Returns the tests of another project's module whose names begin with `names`, with all their parameters."""
 
     def flat(suite):
         for one in suite:
             yield from flat(one) if isinstance(one, unittest.TestSuite) else [one]
 
     tests = flat(unittest.defaultTestLoader.loadTestsFromModule(module))
-    chosen = [test for test in tests if test._testMethodName.startswith(tuple(names)) and LEFT_OUT not in test.id()]
+    chosen = [test for test in tests if test._testMethodName.startswith(tuple(names)) and OMITTED not in test.id()]
     assert chosen, f"{module.__name__} has no tests called {names}"
     return chosen
 
 
 def _run(test):
-    """Runs one; returns the traceback of its failure, or None."""
+    """Runs a test; returns the traceback of its failure, or None."""
     result = unittest.TestResult()
     test.run(result)
     found = [*result.errors, *result.failures]
@@ -77,7 +77,7 @@ class Guarded:
         return factory
 
 
-# Of optax's suites: the module whose transformations are wrapped, and the tests that do not look inside their state.
+# optax's suites: the module whose transformations are wrapped, and the tests that do not read fields of their state.
 SUITES = {
     "optax._src.lookahead_test": ("alias", ["test_"]),
     "optax.contrib._schedule_free_test": ("alias", ["test_"]),
@@ -109,11 +109,11 @@ class ApplyIfFiniteState(NamedTuple):
 
     @property
     def last_finite(self):
-        return self.opt_state.scaler.skipped_in_a_row == 0
+        return self.opt_state.scaler.step_applied
 
     @property
     def notfinite_count(self):
-        return self.opt_state.scaler.skipped_in_a_row
+        return self.opt_state.scaler.consecutive_skips
 
     @property
     def total_notfinite(self):
@@ -122,7 +122,7 @@ class ApplyIfFiniteState(NamedTuple):
 
 def _apply_if_finite(inner, max_consecutive_errors):
     assert max_consecutive_errors == 2
-    # Nothing to agree on: under pmap these tests sum the gradients first.
+    # Nothing needs to be combined: under pmap these tests sum the gradients first.
     tx = jmpscale.with_loss_scaling(inner, jmpscale.static(1.0), axis_name=())
 
     def update(updates, state, params=None, **extra_args):
@@ -132,20 +132,20 @@ def _apply_if_finite(inner, max_consecutive_errors):
     return optax.GradientTransformationExtraArgs(lambda params: ApplyIfFiniteState(tx.init(params)), update)
 
 
-def test_what_optax_asks_of_apply_if_finite(monkeypatch):
+def test_with_loss_scaling_passes_the_tests_of_apply_if_finite(monkeypatch):
     suite = importlib.import_module("optax.transforms._conditionality_test")
     monkeypatch.setattr(suite._conditionality, "apply_if_finite", _apply_if_finite)
     for test in _tests(suite, ["test_apply_if_finite"]):
         found = _run(test)
         if "pmap" in test._testMethodName:
             assert not found
-        else:  # all but the last demand: that the third bad step in a row is taken, which spoils the parameters
+        else:  # all but the last assertion: the third consecutive bad step is applied, and the parameters become NaN
             assert "self.assertTrue(bool(jnp.isnan(jax.tree.flatten(params)[0][0])))" in found
             assert found.count("Error") == 1
 
 
 class Static:
-    """A scaler of jmp, by the names that its tests use."""
+    """A loss scale with jmp's interface."""
 
     def __init__(self, loss_scale):
         self.state = jmpscale.static(float(loss_scale))
@@ -179,7 +179,7 @@ class Dynamic(Static):
 
     @property
     def counter(self):
-        return self.state.good_steps
+        return self.state.finite_steps
 
     def adjust(self, grads_finite):
         new = Dynamic(1.0, 0, self.period, self.factor)
@@ -194,18 +194,18 @@ JMP = types.SimpleNamespace(
     all_finite=jmpscale.all_finite,
     select_tree=lambda finite, new, old: jmpscale.apply_if(finite, lambda _: new, old),
 )
-NOT_OF_US = {
-    "test_static_empty_trees_StaticLossScale": "a static scaler has leaves too: it counts the steps skipped",
+DIFFERENT = {
+    "test_static_empty_trees_StaticLossScale": "a static scaler has leaves too: it counts the skipped steps",
     "test_dynamic_loss_scale_tree": "other leaves in another order",
-    "test_dynamic_loss_scale_raises_type_error_on_int_loss_scale": "a warning about arrays of integers; none are taken",
+    "test_dynamic_loss_scale_raises_type_error_on_int_loss_scale": "a warning about integer arrays; here a TypeError",
     "test_dynamic_loss_scale_raises_type_error_on_int_min_loss_scale": "the same",
     "test_select_tree_rejects_non_scalar": "an AssertionError; here a TypeError",
 }
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")  # 3**100 in the test itself
-def test_what_jmp_asks_of_its_loss_scales(monkeypatch):
+def test_the_scaler_passes_the_tests_of_jmp(monkeypatch):
     suite = importlib.import_module("jmp._src.loss_scale_test")
     monkeypatch.setattr(suite, "jmp", JMP)
     failed = {test._testMethodName for test in _tests(suite, ["test_"]) if _run(test)}
-    assert failed == set(NOT_OF_US)
+    assert failed == set(DIFFERENT)

@@ -1,4 +1,4 @@
-"""Real training, sharded in every usual way, equals the same run on one device, overflows and all.
+"""Real training, sharded in every usual way, equals the same run on one device, overflows included.
 
 One network throughout: `tanh(x @ w1) @ w2`. A fault is a matrix that is added to the gradient of the hidden layer, so
 that it strikes the one device that holds this part of it, in a backward pass whose loss is finite.
@@ -58,31 +58,27 @@ def network_loss(params, x, y, fault):
 def functional_step(loss_fn, axis_name=None, reduce=lambda tree: tree, gather=lambda tree: tree):
     def step(carry, x, y, fault):
         params, opt_state, scaler = carry
-        scaled_loss, grads = jax.value_and_grad(lambda p: jmpscale.scale(scaler, loss_fn(p, x, y, fault)))(params)
-        grads, finite = jmpscale.unscale_and_check(scaler, reduce(grads), axis_name=axis_name)
+        loss, grads = jmpscale.value_and_grad(loss_fn)(scaler, params, x, y, fault)
+        grads = reduce(grads)
+        finite = jmpscale.all_finite(grads, axis_name=axis_name)
 
         def descend(params, opt_state):
             updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
             return optax.apply_updates(params, gather(updates)), opt_state
 
         params, opt_state = jmpscale.apply_if(finite, descend, params, opt_state)
-        return params, opt_state, jmpscale.update(scaler, finite, loss=scaled_loss, axis_name=axis_name)
+        return params, opt_state, jmpscale.update(scaler, finite, loss=loss, axis_name=axis_name)
 
     return step
 
 
-def optax_step(loss_fn, axis_name=None, reduce=lambda tree: tree, gather=lambda tree: tree):
+def wrapper_step(loss_fn, axis_name=None, reduce=lambda tree: tree, gather=lambda tree: tree):
     tx = jmpscale.with_loss_scaling(OPTIMIZER, axis_name=axis_name)
 
     def step(carry, x, y, fault):
         params, inner_state, scaler = carry
         opt_state = tx.init(params)._replace(scaler=scaler, inner_state=inner_state)
-
-        def scaled(params):
-            loss = loss_fn(params, x, y, fault)
-            return jmpscale.scale(jmpscale.get_scaler(opt_state), loss), loss
-
-        grads, loss = jax.grad(scaled, has_aux=True)(params)
+        loss, grads = jmpscale.value_and_grad(loss_fn)(opt_state, params, x, y, fault)
         updates, opt_state = tx.update(reduce(grads), opt_state, params, value=loss)
         return optax.apply_updates(params, gather(updates)), opt_state.inner_state, opt_state.scaler
 
@@ -192,7 +188,7 @@ STYLES = {
 }
 
 
-ROUTES = {"functional": functional_step, "optax": optax_step}
+APIS = {"functional": functional_step, "wrapper": wrapper_step}
 
 
 def _mesh(shape, axis_type=AxisType.Auto):
@@ -200,49 +196,49 @@ def _mesh(shape, axis_type=AxisType.Auto):
 
 
 @pytest.mark.parametrize(
-    ("style", "route"),
+    ("style", "api"),
     some_of_all(
         STYLES,
-        ROUTES,
+        APIS,
         default=[
             ("data parallel", "functional"),
-            ("fully sharded and tensor parallel", "optax"),
+            ("fully sharded and tensor parallel", "wrapper"),
         ],
     ),
 )
-def test_under_shard_map_no_axis_is_named(style, route):
+def test_under_shard_map_no_axis_is_named(style, api):
     loss_fn, shape, param_specs, data_specs = STYLES[style]
     mesh, specs = _mesh(shape), carry_specs(param_specs)
-    step = jax.shard_map(ROUTES[route](loss_fn), mesh=mesh, in_specs=(specs, *data_specs), out_specs=specs)
+    step = jax.shard_map(APIS[api](loss_fn), mesh=mesh, in_specs=(specs, *data_specs), out_specs=specs)
     check_run(step, mesh, specs, data_specs)
 
 
 @pytest.mark.parametrize(
-    ("style", "route"),
+    ("style", "api"),
     some_of_all(
         ["data parallel", "fully sharded"],
-        ROUTES,
-        default=[("data parallel", "functional"), ("fully sharded", "optax")],
+        APIS,
+        default=[("data parallel", "functional"), ("fully sharded", "wrapper")],
     ),
 )
-def test_under_shard_map_without_types_the_axis_is_named(style, route):
+def test_under_shard_map_without_types_the_axis_is_named(style, api):
     loss_fn, shape, param_specs, data_specs = STYLES[style]
     mesh, specs = _mesh(shape), carry_specs(param_specs)
     add = functools.partial(jax.lax.psum, axis_name="data") if style == "data parallel" else lambda tree: tree
-    step = ROUTES[route](loss_fn, axis_name="data", reduce=add)
+    step = APIS[api](loss_fn, axis_name="data", reduce=add)
     step = jax.shard_map(step, mesh=mesh, in_specs=(specs, *data_specs), out_specs=specs, check_vma=False)
     check_run(step, mesh, specs, data_specs)
 
 
 @pytest.mark.parametrize(
-    ("style", "route"),
+    ("style", "api"),
     some_of_all(
-        STYLES, ROUTES, default=[("fully sharded and tensor parallel", "functional"), ("fully sharded", "optax")]
+        STYLES, APIS, default=[("fully sharded and tensor parallel", "functional"), ("fully sharded", "wrapper")]
     ),
 )
-def test_under_jit_with_auto_axes_nothing_is_said(style, route):
+def test_under_jit_with_auto_axes_no_axis_is_named(style, api):
     _, shape, param_specs, data_specs = STYLES[style]
-    check_run(ROUTES[route](network_loss), _mesh(shape), carry_specs(param_specs), data_specs)
+    check_run(APIS[api](network_loss), _mesh(shape), carry_specs(param_specs), data_specs)
 
 
 def _explicit_loss(params, x, y, fault):
@@ -260,20 +256,20 @@ def _explicit_loss(params, x, y, fault):
 
 
 @pytest.mark.parametrize(
-    ("style", "route"),
+    ("style", "api"),
     some_of_all(
         [style for style in STYLES if style != "three axes"],
-        ROUTES,
-        default=[("fully sharded and tensor parallel", "functional"), ("tensor parallel", "optax")],
+        APIS,
+        default=[("fully sharded and tensor parallel", "functional"), ("tensor parallel", "wrapper")],
     ),
 )
-def test_under_jit_with_explicit_axes_nothing_is_said(style, route):
+def test_under_jit_with_explicit_axes_no_axis_is_named(style, api):
     _, shape, param_specs, data_specs = STYLES[style]
-    check_run(ROUTES[route](_explicit_loss), _mesh(shape, AxisType.Explicit), carry_specs(param_specs), data_specs)
+    check_run(APIS[api](_explicit_loss), _mesh(shape, AxisType.Explicit), carry_specs(param_specs), data_specs)
 
 
-@pytest.mark.parametrize("route", some(ROUTES, default=["optax"]))
-def test_zero_1_replicated_gradients_and_a_sharded_optimizer_state_with_explicit_axes(route):
+@pytest.mark.parametrize("api", some(APIS, default=["wrapper"]))
+def test_zero_1_replicated_gradients_and_a_sharded_optimizer_state_with_explicit_axes(api):
     mesh = _mesh({"data": 8}, AxisType.Explicit)
     _, opt_specs, scaler_specs = carry_specs({"w1": Spec("data"), "w2": Spec("data")})
     specs = ({"w1": Spec(), "w2": Spec()}, opt_specs, scaler_specs)
@@ -284,7 +280,7 @@ def test_zero_1_replicated_gradients_and_a_sharded_optimizer_state_with_explicit
         )
         return jax.tree.map(lambda x: jax.sharding.reshard(x, Spec(None, None)), updates)
 
-    check_run(route(_explicit_loss, gather=gather), mesh, specs, (Spec("data"),) * 3)
+    check_run(api(_explicit_loss, gather=gather), mesh, specs, (Spec("data"),) * 3)
 
 
 # --- layers that live on one device each: pipelines and experts ---
@@ -328,7 +324,8 @@ def test_layers_of_which_each_device_holds_one(sharded, plain):
 
     def make(loss_fn):
         def step(w, scaler, fault):
-            loss, grads, finite = jmpscale.value_and_grad(loss_fn)(scaler, w, X, fault)
+            loss, grads = jmpscale.value_and_grad(loss_fn)(scaler, w, X, fault)
+            finite = jmpscale.all_finite(grads)
             w = jmpscale.apply_if(finite, lambda w: w - 0.1 * grads, w)
             return w, jmpscale.update(scaler, finite, loss=loss)
 
@@ -355,7 +352,7 @@ def test_layers_of_which_each_device_holds_one(sharded, plain):
 
 
 def _clip_across(axis):
-    """Clips by the norm over all shards: a collective inside the branch that a skip does not take."""
+    """Clips by the norm over all shards: a collective inside the branch, which a skipped step does not run."""
 
     def update(updates, state, params=None):
         norm = jnp.sqrt(jax.lax.psum(sum(jnp.sum(g**2) for g in jax.tree.leaves(updates)), axis))
@@ -365,16 +362,16 @@ def _clip_across(axis):
 
 
 @pytest.mark.parametrize(
-    ("route", "check_vma"),
-    some_of_all(ROUTES, [True, False], default=[("functional", True), ("optax", False)]),
+    ("api", "check_vma"),
+    some_of_all(APIS, [True, False], default=[("functional", True), ("wrapper", False)]),
 )
-def test_a_collective_inside_the_branch_does_not_deadlock(route, check_vma):
+def test_a_collective_inside_the_branch_does_not_deadlock(api, check_vma):
     mesh = _mesh({"data": 8})
     clip = _clip_across("data")
     tx = jmpscale.with_loss_scaling(clip, axis_name=None if check_vma else "data")
 
     def step(grads, scaler):
-        if route == "optax":
+        if api == "wrapper":
             state = tx.init(grads)._replace(scaler=scaler)
             updates, state = tx.update(grads, state)
             return updates, state.scaler
@@ -465,7 +462,7 @@ def test_under_sharded_jit_nothing_but_flags_is_reduced_and_nothing_moves(axis_t
     assert hlo.count(program, *COLLECTIVES[1:]) == 0
 
 
-def test_a_state_made_under_the_mesh_is_compiled_for_once():
+def test_a_scaler_that_is_put_on_the_mesh_is_compiled_for_once():
     mesh = _mesh({"data": 8}, AxisType.Explicit)
     traces = []
 
@@ -476,7 +473,7 @@ def test_a_state_made_under_the_mesh_is_compiled_for_once():
 
     with jax.set_mesh(mesh):
         grads = place(jnp.ones(8), mesh, Spec("data"))
-        scaler = jmpscale.dynamic()
+        scaler = jax.device_put(jmpscale.dynamic(), NamedSharding(mesh, Spec()))
         for _ in range(3):
             scaler = step(scaler, grads)
     assert len(traces) == 1
@@ -498,7 +495,8 @@ def test_fsdp_found_inf_on_the_first_device_only_ten_iterations():
         def loss_fn(p):
             return jnp.sum(strike(p["w"] * 2.0, fault) ** 2) + jnp.sum(p["b"] ** 2)
 
-        loss, grads, finite = jmpscale.value_and_grad(loss_fn)(scaler, params)
+        loss, grads = jmpscale.value_and_grad(loss_fn)(scaler, params)
+        finite = jmpscale.all_finite(grads)
 
         def descend(params, opt_state):
             updates, opt_state = tx.update(grads, opt_state, params)

@@ -1,4 +1,4 @@
-"""The pictures show what is in the arrays: heights, curves and markers are read back from the axes."""
+"""The plots show the values of the arrays: heights, curves and markers are read back from the axes."""
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,8 @@ def _close_figures():
     plt.close("all")
 
 
-def _shares(ax):
-    """Reads the histogram back: {kind: share in percent, as the bars are high}."""
+def _percentages(ax):
+    """Reads the histogram back: for each kind, the sum of the heights of its bars."""
     return {c.get_label().split(" (")[0]: sum(bar.get_height() for bar in c) for c in ax.containers}
 
 
@@ -33,52 +33,62 @@ GRADS = {
 }
 
 
-def test_the_histogram_sorts_values_as_float16_would():
+def test_exponent_histogram_sorts_values_by_kind():
     ax = plots.exponent_histogram(GRADS)
-    shares = _shares(ax)
-    assert shares == pytest.approx(
-        {"lost: below float16's smallest": 12.5, "rounded: subnormal in float16": 25, "kept": 25, "overflowing": 12.5}
+    percentages = _percentages(ax)
+    assert percentages == pytest.approx(
+        {"underflow in float16": 12.5, "subnormal in float16": 25, "normal in float16": 25, "overflow in float16": 12.5}
     )
-    assert ax.get_title() == "exactly zero, and not shown: 12.5%"
+    assert ax.get_title() == "not shown: zero 12.5%, infinite 0.0%, NaN 12.5%"
     limits = {round(line.get_xdata()[0], 3) for line in ax.lines}
     assert limits == {-24.0, -14.0, round(np.log2(65504), 3)}
 
 
-def test_the_histogram_shows_what_a_scale_rescues():
-    shares = _shares(plots.exponent_histogram(GRADS, scaler=jmpscale.static(2.0**16)))
-    assert shares == pytest.approx({"rescued by the loss scale": 37.5, "kept": 12.5, "overflowing": 25})
+def test_exponent_histogram_shows_values_that_a_scale_preserves():
+    percentages = _percentages(plots.exponent_histogram(GRADS, scaler=jmpscale.static(2.0**16)))
+    assert percentages == pytest.approx(
+        {"preserved by the loss scale": 37.5, "normal in float16": 12.5, "overflow in float16": 25}
+    )
     half = jnp.array([2.0**-20, 1.0], jnp.float16)
-    assert _shares(plots.exponent_histogram(half, scaler=jmpscale.static(4.0))) == pytest.approx(
-        {"rounded: subnormal in float16": 50, "kept": 50}
+    assert _percentages(plots.exponent_histogram(half, scaler=jmpscale.static(4.0))) == pytest.approx(
+        {"subnormal in float16": 50, "normal in float16": 50}
     )
 
 
-def test_the_histogram_counts_both_parts_of_a_complex_number():
+def test_exponent_histogram_counts_both_parts_of_a_complex_number():
     grads = [jnp.array([1 + 1e-9j, 2.0**-15 + 7e4j], jnp.complex64), 1j]
     ax = plots.exponent_histogram(grads)
     sixth = 100 / 6
-    assert _shares(ax) == pytest.approx(
+    assert _percentages(ax) == pytest.approx(
         {
-            "lost: below float16's smallest": sixth,
-            "rounded: subnormal in float16": sixth,
-            "kept": 2 * sixth,
-            "overflowing": sixth,
+            "underflow in float16": sixth,
+            "subnormal in float16": sixth,
+            "normal in float16": 2 * sixth,
+            "overflow in float16": sixth,
         }
     )
-    assert ax.get_title() == "exactly zero, and not shown: 16.7%"
+    assert ax.get_title() == "not shown: zero 16.7%, infinite 0.0%, NaN 0.0%"
 
 
-def test_the_histogram_passes_over_what_is_no_array():
+def test_exponent_histogram_ignores_leaves_that_are_not_gradients():
     others = [np.float32, jnp.float16, np.dtype("f2"), jax.random.key(0), "text", np.str_("text"), jnp.tanh, None, 3]
-    assert _shares(plots.exponent_histogram([GRADS, others])) == _shares(plots.exponent_histogram(GRADS))
+    assert _percentages(plots.exponent_histogram([GRADS, others])) == _percentages(plots.exponent_histogram(GRADS))
+
+
+def test_exponent_histogram_states_the_percentages_of_infinities_and_nan():
+    grads = jnp.array([1.0, jnp.inf, -jnp.inf, jnp.nan, 0.0])
+    for scaler in (None, jmpscale.dynamic()):
+        ax = plots.exponent_histogram(grads, scaler=scaler)
+        assert ax.get_title() == "not shown: zero 20.0%, infinite 40.0%, NaN 20.0%"
+        assert sum(_percentages(ax).values()) == pytest.approx(20)
 
 
 @pytest.mark.parametrize("grads", [jnp.zeros(3), jnp.full(3, jnp.nan)])
-def test_a_histogram_of_nothing_is_empty(grads):
-    assert _shares(plots.exponent_histogram(grads)) == {}
+def test_exponent_histogram_of_zeros_or_nan_is_empty(grads):
+    assert _percentages(plots.exponent_histogram(grads)) == {}
 
 
-def test_the_trajectory_marks_skips_by_cause():
+def test_scale_trajectory_marks_skips_by_reason():
     def step(state, finite):
         state = jmpscale.update(state, finite, loss=jnp.where(state.skipped == 2, jnp.nan, 1.0))
         return state, jmpscale.metrics(state)
@@ -98,7 +108,7 @@ def test_the_trajectory_marks_skips_by_cause():
     assert (ax.get_yscale(), ax.yaxis.get_transform().base) == ("log", 2)
 
 
-def test_headroom_names_the_leaves_that_are_nearest_to_an_overflow():
+def test_headroom_names_the_leaves_with_the_least_headroom():
     grads = {"near": jnp.array([[1024.0], [65504.0], [jnp.inf]]), "far": jnp.array([[1.0], [2.0], [0.0]])}
     reports = jax.vmap(jmpscale.grad_report)(grads)
     given = plt.subplots()[1]
@@ -118,7 +128,7 @@ def test_headroom_names_every_leaf_that_it_shows():
     assert names == ["_scale", "w/_0", "float16 overflows"]
 
 
-def test_each_bar_stands_over_its_exponent_and_on_the_bars_below():
+def test_exponent_histogram_stacks_bars_over_their_exponents():
     ax = plots.exponent_histogram(jnp.array([2.0**-3, 8.0, 60_000.0, 65_530.0]))
     kept, overflowing = ([bar for bar in bars if bar.get_height()] for bars in ax.containers)
     assert [(bar.get_x(), bar.get_y(), bar.get_height()) for bar in kept] == [(-3, 0, 25), (3, 0, 25), (15, 0, 25)]
@@ -127,7 +137,7 @@ def test_each_bar_stands_over_its_exponent_and_on_the_bars_below():
     assert [bar.get_x() for bar in plots.exponent_histogram(jnp.array([8.0])).containers[0]] == [0, 1, 2, 3]
 
 
-def test_as_many_leaves_are_drawn_as_are_asked_for():
+def test_headroom_names_as_many_leaves_as_the_limit():
     reports = jax.vmap(jmpscale.grad_report)([jnp.full((3, 1), 2.0**i) for i in range(9)])
     legends = [plots.headroom(reports, **options).get_legend().get_texts() for options in ({}, {"limit": 2})]
-    assert [len(names) for names in legends] == [8 + 1, 2 + 1]  # and the line above which float16 overflows
+    assert [len(names) for names in legends] == [8 + 1, 2 + 1]  # and the line at which float16 overflows

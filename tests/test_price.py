@@ -22,11 +22,11 @@ FEW, MANY = 4, 8  # layers
 _build = functools.partial(timing.build, compilations=1)
 LIMITS = {  # of instructions for each layer, of bytes of temporary memory
     "functional": (1.0, 0.7),
-    "functional, one read": (1.0, 0.66),
-    "functional, clipping": (1.25, 1.01),
-    "in optax": (1.25, 0.58),
-    "in optax, max_norm": (1.25, 0.64),
-    "in optax, clipping": (1.5, 1.55),
+    "functional, norm as check": (1.0, 0.66),
+    "functional, clip in chain": (1.25, 1.01),
+    "optax wrapper": (1.25, 0.7),
+    "optax wrapper, max_norm": (1.25, 0.64),
+    "optax wrapper, clip in chain": (1.5, 1.55),
     "static": (1.0, 0.7),
 }
 
@@ -51,7 +51,9 @@ def test_no_layer_has_more_instructions_than_it_had(name):
     assert _instructions_of_a_layer(name) <= LIMITS[name][0] * _instructions_of_a_layer(steps.FLOOR)
 
 
-@pytest.mark.parametrize(("name", "limit"), [("functional", 1.17), ("in optax", 1.3), ("in optax, max_norm", 1.36)])
+@pytest.mark.parametrize(
+    ("name", "limit"), [("functional", 1.17), ("optax wrapper", 1.3), ("optax wrapper, max_norm", 1.36)]
+)
 def test_no_small_leaf_has_more_instructions_than_it_had(name, limit):
     assert _instructions_of_a_leaf(name) <= limit * _instructions_of_a_leaf(steps.FLOOR)
 
@@ -62,13 +64,14 @@ def test_no_step_needs_more_temporary_memory_than_it_did(name):
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adafactor"])
-def test_the_optax_route_needs_no_more_memory_than_clipping_with_any_optimizer(optimizer):
+def test_with_loss_scaling_takes_at_most_one_gradient_more_memory_than_clipping(optimizer):
+    """On CPU, where a gradient is in memory both before and after it is unscaled."""
+    width = 128  # from which on adafactor factorises its moments
     ours, clipped = (
-        # As wide as adafactor wants matrices to be to store their moments by rows and columns.
-        _build(steps.make_job(steps.mlp(FEW, 128, 8), optimizer), steps.METHODS[name])[1]["temp_bytes"]
-        for name in ("in optax", steps.FLOOR)
+        _build(steps.make_job(steps.mlp(FEW, width, 8), optimizer), steps.METHODS[name])[1]["temp_bytes"]
+        for name in ("optax wrapper", steps.FLOOR)
     )
-    assert ours <= 1.08 * clipped  # on several devices the check of one leaf is written out, as booleans
+    assert ours <= clipped + 1.3 * 4 * width**2
 
 
 def test_disabled_is_the_bare_step():
@@ -79,7 +82,9 @@ def test_disabled_is_the_bare_step():
         ]
 
 
-@pytest.mark.parametrize("name", ["functional", "functional, one read", "in optax", "in optax, max_norm"])
+@pytest.mark.parametrize(
+    "name", ["functional", "functional, norm as check", "optax wrapper", "optax wrapper, max_norm"]
+)
 def test_steps_are_traced_once_and_on_one_device_nothing_is_communicated(name):
     run, figures = _build(steps.make_job(steps.mlp(1, 8, 4)), steps.METHODS[name])
     for _ in range(3):
@@ -88,7 +93,7 @@ def test_steps_are_traced_once_and_on_one_device_nothing_is_communicated(name):
     assert figures["collectives"] == 0
 
 
-@pytest.mark.parametrize("name", ["functional", "in optax", "in optax, max_norm"])
+@pytest.mark.parametrize("name", ["functional", "optax wrapper", "optax wrapper, max_norm"])
 def test_data_parallel_training_communicates_no_more_than_the_step_without_scaling(name):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     everywhere, divided = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))

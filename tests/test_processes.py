@@ -82,14 +82,14 @@ def _assert_the_run(params, scaler, scales, alone):
     assert params == alone[0], "bit for bit what one process computes on the same four devices"
 
 
-def test_an_overflow_on_the_last_process_only_is_every_processs(alone, together):
+def test_an_overflow_on_the_last_process_skips_the_step_on_all(alone, together):
     *results, _ = together
     _assert_the_run(*results, alone)
 
 
 @FULL
 @pytest.mark.once
-def test_an_overflow_on_the_last_of_four_processes_is_every_processs(alone, tmp_path):
+def test_an_overflow_on_the_last_of_four_processes_skips_the_step_on_all(alone, tmp_path):
     _assert_the_run(*_results("train", 4, tmp_path), alone)
 
 

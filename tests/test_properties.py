@@ -1,4 +1,4 @@
-"""What holds for all inputs: drawn by hypothesis, or tried one and all where there are few enough of them."""
+"""Properties of all inputs: drawn by hypothesis, or enumerated where there are few enough."""
 
 import functools
 import os
@@ -68,15 +68,15 @@ def _wide(dtype):
 
 
 def _is_subnormal(x, exponent=0):
-    """Tells where `x * 2^exponent`, before it is rounded, is too small for a normal number of its dtype."""
+    """Tests where `x * 2^exponent`, before rounding, is too small for a normal number of its dtype."""
     return (x != 0) & np.isfinite(x) & (np.frexp(x)[1] + exponent <= np.finfo(x.dtype).minexp)
 
 
 def _assert_is_the_product(got, x, exponent, dtype):
     """Asserts that `got` is `x * 2^exponent` in `dtype` bit for bit.
 
-    Save where an operand or the result is subnormal in the dtype in which it is computed, float32 or float64: there a
-    machine that has no such numbers says zero. XLA on CPU is one.
+    The exception is an operand or a result that is subnormal in the dtype of the computation, float32 or float64: XLA
+    on CPU flushes it to zero.
     """
     x = x.astype(_wide(x.dtype))
     with np.errstate(over="ignore", under="ignore"):
@@ -110,7 +110,7 @@ def test_every_narrow_number_is_scaled_and_unscaled_exactly_by_every_power_of_tw
     for exponent in EXPONENTS:
         representable = _assert_scaling_is_exact(numbers, exponent)
         if exponent in range(-100, 100) and dtype not in (jnp.bfloat16, jnp.float8_e8m0fnu):
-            assert (representable == finite).all(), "float16 and float8 survive all that is likely, subnormals too"
+            assert (representable == finite).all(), "float16 and float8 survive all likely scales, including subnormals"
 
 
 def _significands(dtype):
@@ -119,7 +119,7 @@ def _significands(dtype):
 
 
 def _each_exponent_with(significands, dtype):
-    """Returns numbers of each sign and exponent, those of zero and infinity included, with each of the significands."""
+    """Returns numbers of each sign and exponent, including zero and infinity, with each of the significands."""
     word, info = _unsigned(dtype).type, ml_dtypes.finfo(dtype)
     tops = np.arange(2 ** (info.bits - info.nmant), dtype=word) << word(info.nmant)
     return (tops[:, None] | np.array(significands, word)[None]).reshape(-1).view(dtype)
@@ -154,7 +154,7 @@ def test_any_complex_number_is_unscaled_part_by_part(dtype):
 # --- finite ---
 
 
-LARGE = 2**12  # elements; in a process with one device the check of a leaf of this size is compiled in another way
+LARGE = 2**12  # elements, from which on the check is a variadic reduction in a process with one device
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ LARGE = 2**12  # elements; in a process with one device the check of a leaf of t
     ),
     ids=str,
 )
-def test_of_every_narrow_number_it_is_known_whether_it_is_finite(dtype, size):
+def test_all_finite_classifies_every_narrow_number(dtype, size):
     numbers, word = _all_numbers(dtype), _unsigned(dtype)
     finite, bad = numbers[np.isfinite(numbers)], numbers[~np.isfinite(numbers)]
     leaf = np.resize(finite, max(size, len(finite)))
@@ -179,21 +179,21 @@ def test_of_every_narrow_number_it_is_known_whether_it_is_finite(dtype, size):
         bits = jnp.asarray(leaf.view(word)).at[place].set(bits)
         return jmpscale.all_finite(jax.lax.bitcast_convert_type(bits, dtype))
 
-    # A loop, and not a vmap, which would make another kind of reduction of it.
+    # A loop instead of vmap, which would compile to another kind of reduction.
     places = len(leaf) - 1 - np.arange(len(bad)) * 61 % len(leaf)
     assert not jax.jit(lambda *args: jax.lax.map(plant, args))(bad.view(word), places).any()
 
 
-def test_with_one_device_it_is_another_program_that_tells_whether_a_large_leaf_is_finite():
+def test_with_one_device_all_finite_uses_a_variadic_reduction_for_a_large_leaf():
     if jax.device_count() > 1:
-        pytest.skip("holds in the process that the last test of this matter starts")
+        pytest.skip("runs in the process that test_with_one_device_all_finite_is_as_exact starts")
     small, large = (hlo.instructions(hlo.compiled(jmpscale.all_finite, np.ones(n))) for n in (LARGE - 1, LARGE))
     assert not [x for x in small if x.startswith("reduce (")]
     assert [x for x in large if x.startswith("reduce (s32[], s32[])")]
 
 
 def _not_finite(dtype, payload, negative):
-    """Returns an infinity (payload 0) or a NaN, quiet or signalling, of a dtype; the n-th that there is of few."""
+    """Returns an infinity (payload 0) or a NaN, quiet or signalling; for narrow dtypes the n-th non-finite number."""
     if np.issubdtype(dtype, np.complexfloating):
         part = np.empty(0, dtype).real.dtype
         parts = [_not_finite(part, payload // 2, negative), np.ones((), part)]
@@ -245,7 +245,7 @@ _faults = st.lists(st.tuples(st.integers(0, 2**52), st.booleans(), st.floats(0, 
 INFINITY, SIGNALLING, QUIET = (0, 1, -1)
 
 
-def test_any_tree_is_finite_until_anything_bad_is_anywhere_in_it():
+def test_any_tree_is_finite_until_one_element_is_not():
     @hypothesis.given(_trees(), _faults)
     def exact(tree, faults):
         assert jmpscale.all_finite(tree)
@@ -296,10 +296,10 @@ def test_a_vector_of_any_length_is_not_finite_with_one_bad_value_in_any_place(dt
         np.testing.assert_array_equal(check(bad), lengths <= place)
 
 
-def test_with_one_device_what_is_finite_is_known_as_exactly(request):
-    """Runs the tests of this matter again with a single device, for which the check is compiled in another way."""
+def test_with_one_device_all_finite_is_as_exact(request):
+    """Runs the tests above again with a single device, for which the check compiles to other reductions."""
     if jax.device_count() == 1:
-        pytest.skip("this is that process")
+        pytest.skip("this is the process with one device")
     here = pathlib.Path(__file__).parent
     chosen = "(test_properties and finite and not short and not 67) or (test_finite and 1000000)"
     if not request.config.getoption("--full"):
@@ -333,7 +333,8 @@ def _loss(params, batch, total):
 
 
 def _step(state, data, total):
-    loss, grads, finite = jmpscale.value_and_grad(_loss)(state, data["params"], data["batch"], total)
+    loss, grads = jmpscale.value_and_grad(_loss)(state, data["params"], data["batch"], total)
+    finite = jmpscale.all_finite(grads)
 
     def descend(params, velocity):
         velocity = jax.tree.map(lambda v, g: v * 0.5 + g, velocity, grads)
@@ -343,7 +344,7 @@ def _step(state, data, total):
     return (params, velocity), (jmpscale.update(state, finite, loss=loss), loss, finite)
 
 
-# Each returns what is sharded as the data are, and what every device has whole.
+# Each returns what is sharded like the data, and what is replicated.
 PROGRAMS = {
     "scale": lambda state, data, _: (jmpscale.scale(state, data["leaves"]), ()),
     "unscale": lambda state, data, _: (jmpscale.unscale(state, data["leaves"]), ()),
@@ -354,7 +355,7 @@ PROGRAMS = {
 
 
 def _example(random):
-    """Returns a scaler's arrays, in any state, and data, most of the time finite."""
+    """Returns the arrays of a scaler in any state, and data that is finite most of the time."""
 
     def whole(*shape):
         return random.integers(-8, 9, shape).astype(np.float32)
@@ -377,7 +378,7 @@ def _example(random):
 
 SCALER = jmpscale.dynamic(growth_factor=1.7, growth_interval=4, hysteresis=2, min_scale=2.0**-126, max_scale=2.0**126)
 DATA_SPECS = dict.fromkeys(("leaves", "params", "velocity", "batch"), SHARDED) | {"loss": WHOLE, "finite": WHOLE}
-STRICT = {"xla_allow_excess_precision": False}  # else float16 may be float32 in one program and not in the other
+STRICT = {"xla_allow_excess_precision": False}  # otherwise float16 may be float32 in one of the programs
 
 
 def _stack(trees):
@@ -407,7 +408,7 @@ def _sharded(run, axis_type):
 
 
 def _ways(program):
-    """Returns functions of a batch of states and data, which all should do the same for each of them."""
+    """Returns functions of a batch of states and data, which should all return the same."""
 
     def alone(state, data):
         return program(state, data, lambda x: x)
@@ -430,7 +431,7 @@ def _ways(program):
 
 
 def _bits(x):
-    """Returns the bits of an array; those of one NaN for each, since operations promise nothing about which it is."""
+    """Returns the bits of an array, with every NaN replaced by the same one, since its payload is not specified."""
     x = np.asarray(x)
     return np.where(np.isnan(x), np.full_like(x, np.nan), x).tobytes() if x.dtype.kind in "fV" else x.tobytes()
 
@@ -438,7 +439,9 @@ def _bits(x):
 @pytest.mark.parametrize("name", some(list(PROGRAMS), default=["unscale_and_check"]))
 def test_eager_jit_vmap_scan_and_sharded_give_the_same_bits(name):
     ways = _ways(PROGRAMS[name])
-    examples = hypothesis.settings.default.max_examples // (6 if name == "a step" else 1)  # compiles anew when eager
+    examples = hypothesis.settings.default.max_examples // (
+        6 if name == "a step" else 1
+    )  # each eager step compiles again
 
     @hypothesis.settings(max_examples=examples)
     @hypothesis.given(st.integers(0, 2**32))

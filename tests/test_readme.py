@@ -1,4 +1,4 @@
-"""Every code block of the README runs by itself and prints what it says, and nothing in it is broken elsewhere."""
+"""Every code block of the README runs by itself and prints what it says, and a package index can show the README."""
 
 import re
 
@@ -13,8 +13,8 @@ PRINTED = dict(re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```", TEXT, 
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("code", PYTHON, ids=["optax", "functional"])
-def test_a_block_copied_alone_trains_and_prints_what_it_says(code, capsys):
+@pytest.mark.parametrize("code", PYTHON, ids=["optax wrapper", "functional API"])
+def test_each_block_alone_trains_and_prints_what_it_says(code, capsys):
     names = {}
     exec(compile(code, "README.md", "exec"), names)
     printed = capsys.readouterr().out
@@ -35,7 +35,7 @@ def test_it_is_short_and_has_the_two_commands():
 
 
 def test_a_package_index_can_show_it():
-    """Relative links lead nowhere there: pages are named by their paths, which exist. The one picture has a text."""
+    """Relative links do not work there, so pages are named by their paths. The picture has an alternative text."""
     assert re.findall(r"(?<!!)\[[^\]]*\]\((?!https://)", TEXT) == []
     assert re.findall(r"!\[(.+)\]\((.+)\)", TEXT)[0][1] == "docs/jmpscale.png"
     named = re.findall(r"`((?:docs|notebooks)/[\w./]*)`", TEXT)
@@ -43,8 +43,8 @@ def test_a_package_index_can_show_it():
     assert not [path for path in named if not (pages.DOCS.parent / path).exists()]
 
 
-def test_what_it_compares_stands_in_the_full_comparison():
-    rows = [line for line in TEXT.split("## Compared")[1].split("## ")[0].splitlines() if line.startswith("|")]
+def test_its_comparison_is_part_of_the_full_comparison():
+    rows = [line for line in TEXT.split("## Comparison")[1].split("## ")[0].splitlines() if line.startswith("|")]
     full = (pages.DOCS / "comparison.md").read_text().splitlines()
     assert len(rows) >= 6
     assert [row for row in rows if row not in full] == []

@@ -1,4 +1,4 @@
-"""scale, unscale, unscale_and_check and update: dtypes, exactness, and every transformation of JAX around them."""
+"""scale, unscale, unscale_and_check and update: dtypes, exactness, and the transformations of JAX around them."""
 
 import chex
 import jax
@@ -21,6 +21,7 @@ F16, BF16, F32, F64 = jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64
 
 @pytest.mark.parametrize(("dtype", "out"), [(F16, F32), (BF16, F32), (F32, F32), (F64, F64), (jnp.float8_e5m2, F32)])
 @pytest.mark.usefixtures("x64")
+@pytest.mark.filterwarnings("ignore:the loss is float:UserWarning")
 def test_scale_promotes_to_at_least_float32(dtype, out, variant):
     scaled = variant(lambda x: jmpscale.scale(jmpscale.dynamic(), x))(jnp.ones((3,), dtype))
     assert scaled.dtype == out
@@ -46,7 +47,8 @@ def test_scale_refuses_a_prng_key():
 
 def test_a_loss_returned_in_float16_caps_the_scale_at_2_to_the_15():
     def gradient(scale, w):
-        return jax.grad(lambda w: jmpscale.scale(jmpscale.static(scale), (w * w).astype(F16)))(w)
+        with pytest.warns(UserWarning, match="the loss is float16.*in float16, where large scales are infinite"):
+            return jax.grad(lambda w: jmpscale.scale(jmpscale.static(scale), (w * w).astype(F16)))(w)
 
     assert jnp.isfinite(gradient(2.0**15, jnp.float32(0.5)))
     assert jnp.isinf(gradient(2.0**16, jnp.float32(0.5)))
@@ -157,8 +159,8 @@ def test_unscale_is_differentiable():
     assert jax.grad(lambda x: jmpscale.scale(scaler, x))(jnp.float32(3)) == 8.0
 
 
-def test_what_overwrites_instead_of_a_gradient_is_not_divided():
-    own = {"amax": jnp.array([3.0]), "scale": [jnp.array(2.0)]}  # as Flax's fp8 layers name and nest it
+def test_unscale_keeps_values_that_overwrite_instead_of_a_gradient():
+    own = {"amax": jnp.array([3.0]), "scale": [jnp.array(2.0)]}  # as in Flax's fp8 layers
     grads = {"params": {"w": jnp.array([8.0])}, "_overwrite_with_gradient": {"dense": own}}
     for tree in (grads, (grads, jnp.array(8.0)), FrozenDict(grads)):
         unscaled, finite = jmpscale.unscale_and_check(jmpscale.dynamic(4.0), tree)
@@ -169,15 +171,21 @@ def test_what_overwrites_instead_of_a_gradient_is_not_divided():
         assert finite
 
 
-# --- the three of them, wrongly used ---
+def test_unscale_keeps_weak_types():
+    for x in (1.5, jnp.asarray(1.5), jnp.float32(1.5), np.float32(1.5)):
+        out = jmpscale.unscale(jmpscale.static(4.0), x)
+        assert jax.typeof(out) == jax.typeof(jnp.asarray(x))
+        assert out == 0.375
+
+
+# --- invalid arguments ---
 
 CALLS = {
     "scale": lambda s: jmpscale.scale(s, 1.0),
     "unscale": lambda s: jmpscale.unscale(s, 1.0),
     "unscale_and_check": lambda s: jmpscale.unscale_and_check(s, 1.0),
     "update": lambda s: jmpscale.update(s, True),
-    "value_and_grad": lambda s: jmpscale.value_and_grad(lambda x: x)(s, 1.0),
-    "raise_if_stuck": lambda s: jmpscale.raise_if_stuck(s, max_skips_in_a_row=1),
+    "raise_if_stuck": lambda s: jmpscale.raise_if_stuck(s, max_consecutive_skips=1),
     "to_torch_state_dict": jmpscale.to_torch_state_dict,
     "with_loss_scaling": lambda s: jmpscale.with_loss_scaling(optax.sgd(1.0), s),
     "replace_scaler": lambda s: jmpscale.replace_scaler(jmpscale.dynamic(), s),
@@ -196,6 +204,22 @@ def test_a_batch_of_scalers_outside_vmap_is_refused(call, make):
 def test_something_else_in_the_place_of_the_state_is_refused(call):
     with pytest.raises(TypeError, match=r"(state|scaler) must be a ScalerState, got dict.*get_scaler finds it"):
         call({"w": 1.0})
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_scaler_with_arrays_of_other_types_is_refused(call):
+    for field, value, kind in (
+        ("finite_steps", jnp.int8(0), "integer"),  # growth_interval would wrap around
+        ("finite_steps", jnp.int16(0), "integer"),
+        ("skipped", jnp.float32(0), "integer"),
+        ("consecutive_skips", jnp.zeros(2, jnp.int32), "integer"),
+        ("loss_scale", jnp.float16(1024), "floating"),
+        ("loss_scale", jnp.bfloat16(1024), "floating"),
+        ("loss_scale", jnp.int32(1024), "floating"),
+    ):
+        message = rf"{field} must be a scalar of a {kind} dtype of 32 bits, got {value.dtype}\[.*created by jmpscale"
+        with pytest.raises(TypeError, match=message):
+            call(jmpscale.dynamic()._replace(**{field: value}))
 
 
 @pytest.mark.parametrize("finite", [1, 1.0, None, "yes", np.int32(1), np.ones(())])
@@ -241,15 +265,15 @@ def test_static_counts_and_never_changes():
     ):
         state = jmpscale.update(state, finite)
         assert [x.item() for x in jax.tree.leaves(state)] == leaves
-    state = state._replace(good_steps=jnp.int32(5000))
-    assert jmpscale.update(state, True).good_steps == 5001, "the growth interval means nothing to a static scaler"
+    state = state._replace(finite_steps=jnp.int32(5000))
+    assert jmpscale.update(state, True).finite_steps == 5001, "a static scaler ignores the growth interval"
 
 
 # --- inside the transformations of JAX ---
 
 
 def _train(steps, scaler, gradient_dtype=F16):
-    """Runs a few steps on a quadratic, with an overflow planted at step 2."""
+    """Runs a few steps on a quadratic, with an overflow injected at step 2."""
 
     def one(carry, step):
         w, scaler = carry
@@ -304,7 +328,7 @@ def test_inside_custom_vjp_code():
     assert jax.grad(lambda x: double_gradient(x) ** 2)(jnp.float32(3)) == 12.0
 
 
-def test_a_batch_of_scalers_under_vmap_adapts_each_by_itself():
+def test_update_adjusts_each_scaler_of_a_batch_under_vmap():
     batch = jax.tree.map(lambda x: jnp.stack([x] * 3), jmpscale.dynamic(16.0, growth_interval=1))
     batch = batch._replace(loss_scale=jnp.array([4.0, 8.0, 16.0]))
     out = jax.vmap(jmpscale.update)(batch, jnp.array([True, False, True]))
@@ -324,13 +348,10 @@ def _mlp_loss(params, batch):
 
 def _functional_step(tx):
     def step(params, opt_state, scaler, batch):
-        loss, grads, finite = jmpscale.value_and_grad(_mlp_loss)(scaler, params, batch)
-
-        def apply(params, opt_state):
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state
-
-        params, opt_state = jmpscale.apply_if(finite, apply, params, opt_state)
+        loss = _mlp_loss(params, batch)
+        grads = jax.grad(lambda params: jmpscale.scale(scaler, _mlp_loss(params, batch)))(params)
+        grads, finite = jmpscale.unscale_and_check(scaler, grads)
+        params, opt_state = jmpscale.apply_if(finite, jmpscale.optax_step(tx, grads), params, opt_state)
         return params, opt_state, jmpscale.update(scaler, finite, loss=loss), loss
 
     return step
@@ -345,17 +366,12 @@ def _bare_step(tx):
     return step
 
 
-def _optax_step(tx):
+def _wrapper_step(tx):
     tx = jmpscale.with_loss_scaling(tx, jmpscale.disabled())
 
     def step(params, opt_state, scaler, batch):
-        opt_state = jmpscale.with_loss_scaling(tx).init(params)._replace(scaler=scaler, inner_state=opt_state)
-
-        def scaled(params):
-            loss = _mlp_loss(params, batch)
-            return jmpscale.scale(jmpscale.get_scaler(opt_state), loss), loss
-
-        grads, loss = jax.grad(scaled, has_aux=True)(params)
+        opt_state = jmpscale.LossScalingState(scaler, opt_state, None)
+        loss, grads = jmpscale.value_and_grad(_mlp_loss)(opt_state, params, batch)
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)
         return optax.apply_updates(params, updates), opt_state.inner_state, opt_state.scaler, loss
 
@@ -364,20 +380,20 @@ def _optax_step(tx):
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
-    ("route", "donate"),
+    ("make_step", "donate"),
     [
         (_functional_step, (0, 1, 2)),
-        (_optax_step, ()),
+        (_wrapper_step, ()),
         pytest.param(_functional_step, (), marks=pytest.mark.full),
-        pytest.param(_optax_step, (0, 1, 2), marks=pytest.mark.full),
+        pytest.param(_wrapper_step, (0, 1, 2), marks=pytest.mark.full),
     ],
 )
-def test_disabled_compiles_to_the_program_without_jmpscale(route, donate):
+def test_disabled_compiles_to_the_program_without_jmpscale(make_step, donate):
     tx = optax.adamw(1e-3)
     params = [jnp.ones((16, 16))] * 3
     args = params, tx.init(params), jmpscale.disabled(), (jnp.ones((4, 16)), jnp.ones((4, 16)))
     bare = hlo.instructions(hlo.compiled(_bare_step(tx), *args, donate_argnums=donate))
-    ours = hlo.instructions(hlo.compiled(route(tx), *args, donate_argnums=donate))
+    ours = hlo.instructions(hlo.compiled(make_step(tx), *args, donate_argnums=donate))
     assert ours == bare
     active = hlo.instructions(hlo.compiled(_functional_step(tx), *args[:2], jmpscale.dynamic(), args[3]))
     assert active != bare, "the comparison can tell programs apart"
@@ -393,6 +409,13 @@ def test_disabled_returns_its_input():
     assert finite
     assert finite.dtype == bool
     assert jmpscale.update(scaler, False) is scaler
+
+
+def test_disable_jit_takes_a_loss_scale_that_is_a_python_float():
+    scaler = jmpscale.dynamic()._replace(loss_scale=8.0)
+    with jax.disable_jit():
+        assert jmpscale.scale(scaler, 2.0) == 16.0
+        assert jmpscale.unscale(scaler, jnp.ones(1)).tolist() == [0.125]
 
 
 @pytest.mark.usefixtures("x64")

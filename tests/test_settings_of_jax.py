@@ -1,4 +1,4 @@
-"""Under unusual settings of JAX, in several threads, and from its compilation cache: a training gives the same bits."""
+"""A training run gives the same bits under all settings of JAX, in several threads, and from the compilation cache."""
 
 import inspect
 import json
@@ -19,18 +19,19 @@ import pages
 
 
 def _step(carry, x):
-    """Both routes, side by side, from one and the same loss."""
-    params, scaler, inside, opt_state = carry
+    """Trains with the functional API and with the optax wrapper, on the same loss."""
+    params, scaler, wrapped, opt_state = carry
 
     def loss_fn(w):
         return jnp.mean((x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32) ** 2)
 
-    loss, grads, finite = jmpscale.value_and_grad(loss_fn)(scaler, params)
+    loss, grads = jmpscale.value_and_grad(loss_fn)(scaler, params)
+    finite = jmpscale.all_finite(grads)
     params = jmpscale.apply_if(finite, lambda w: w - jnp.float32(0.01) * grads, params)
     scaler = jmpscale.update(scaler, finite, loss=loss)
-    scaled = jmpscale.scale(jmpscale.get_scaler(opt_state), jnp.float32(1.0))
-    updates, opt_state = _tx().update(jax.grad(lambda w: scaled * loss_fn(w))(inside), opt_state, inside, value=loss)
-    return params, scaler, optax.apply_updates(inside, updates), opt_state
+    loss, grads = jmpscale.value_and_grad(loss_fn)(opt_state, wrapped)
+    updates, opt_state = _tx().update(grads, opt_state, wrapped, value=loss)
+    return params, scaler, optax.apply_updates(wrapped, updates), opt_state
 
 
 def _tx():
@@ -38,10 +39,10 @@ def _tx():
 
 
 def _train(step=None):
-    """Trains from a scale that is too large, with one bad batch; returns the bits of what came out."""
+    """Trains from a scale that is too large, with one bad batch; returns the bits of the result, and the result."""
     step = jax.jit(lambda *args: _step(*args)) if step is None else step
     w = np.random.default_rng(0).standard_normal((8, 2)).astype(np.float32)
-    carry = jnp.asarray(w), jmpscale.dynamic(2.0**18, growth_interval=3), jnp.asarray(w), _tx().init(jnp.asarray(w))
+    carry = jax.tree.map(jnp.asarray, (w, jmpscale.dynamic(2.0**18, growth_interval=3), w, _tx().init(w)))
     for number in range(9):
         x = np.random.default_rng(number).standard_normal((4, 8)).astype(np.float32)
         carry = step(carry, x * np.float32(1e5) if number == 4 else x)
@@ -91,7 +92,7 @@ def test_64_bits_allowed_or_not_a_state_keeps_its_32(enable):
     try:
         state = jmpscale.update(jmpscale.dynamic(), np.bool_(False), loss=np.float64(1.0))
         assert {x.dtype.name for x in jax.tree.leaves(state)} == {"float32", "int32"}
-        loss, grads, _ = jmpscale.value_and_grad(lambda w: jnp.sum(w**2))(state, jnp.asarray([1.0, 3.0]))
+        loss, grads = jmpscale.value_and_grad(lambda w: jnp.sum(w**2))(state, jnp.asarray([1.0, 3.0]))
         assert loss.dtype == grads.dtype == (jnp.float64 if enable else jnp.float32)
         assert grads.tolist() == [2.0, 6.0]
     finally:
@@ -113,9 +114,9 @@ def test_with_the_debugging_flags_on_a_jitted_step_goes_on_after_an_overflow_and
             jax.jit(jmpscale.value_and_grad(page["loss_fn"]))(jmpscale.dynamic(2.0**24), params, x)
         with jax.disable_jit(), pytest.raises(FloatingPointError, match="invalid value"):
             step(params, jmpscale.dynamic(2.0**24), x)
-        # Without jit all that is computed is looked at; where nothing overflows, nothing may be found.
+        # Without jit every result is checked. Where nothing overflows, nothing may be found.
         grads, finite = jmpscale.unscale_and_check(jmpscale.dynamic(), {"w": jnp.ones(3), "b": jnp.ones(2)})
-        assert int(jmpscale.update(jmpscale.dynamic(), finite, loss=jnp.float32(1.0)).good_steps) == 1
+        assert int(jmpscale.update(jmpscale.dynamic(), finite, loss=jnp.float32(1.0)).finite_steps) == 1
         assert jmpscale.grad_report(grads).describe().startswith("All 2 leaves are finite")
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit():
             after, scaler = step(params, jmpscale.dynamic(2.0**24), x)[:2]
@@ -142,7 +143,7 @@ def test_threads_that_share_a_jitted_step_do_not_disturb_each_other(expected):
     assert step._cache_size() == 1
 
 
-# What the tests above train with, and nothing else of this module, which takes long to import.
+# Only the training of the tests above, because this module takes long to import.
 CACHED = """
 import json, sys, jax, jax.numpy as jnp, jmpscale, numpy as np, optax
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])

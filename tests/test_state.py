@@ -1,7 +1,9 @@
-"""The state: what is validated, how it is laid out, and where it can be stored."""
+"""The state: its validation, its layout, and where it can be stored."""
 
+import copy
 import dataclasses
 import pickle
+import socket
 import subprocess
 import sys
 
@@ -9,6 +11,7 @@ import chex
 import flax.serialization
 import flax.struct
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -46,8 +49,8 @@ MAKERS = [jmpscale.dynamic, lambda: jmpscale.static(8.0), jmpscale.disabled]
         ({"growth_interval": False}, TypeError, "growth_interval must be an integer"),
         ({"hysteresis": 0}, ValueError, "hysteresis must be between 1 and"),
         ({"hysteresis": 1.5}, TypeError, "hysteresis must be an integer"),
-        ({"refill": "never"}, ValueError, "refill must be one of 'growth', 'finite', got 'never'"),
-        ({"refill": None}, ValueError, "refill must be one of"),
+        ({"hysteresis_reset": "never"}, ValueError, "hysteresis_reset must be one of 'growth', 'finite', got 'never'"),
+        ({"hysteresis_reset": None}, ValueError, "hysteresis_reset must be one of"),
         ({"min_scale": 2.0**-127}, ValueError, r"min_scale must be between 1\.17549e-38 and 8\.50706e\+37.*2\^-126"),
         ({"max_scale": 2.0**127}, ValueError, "max_scale must be between"),
         ({"max_scale": 10**400}, ValueError, "max_scale must be between .*got inf"),
@@ -96,7 +99,7 @@ def test_the_limits_themselves_are_allowed():
     jmpscale.ScalerConfig(growth_factor=2.0**126, backoff_factor=2.0**-126, growth_interval=2**31 - 1)
 
 
-def test_numpy_numbers_are_taken_and_equal_settings_are_equal():
+def test_numpy_numbers_are_accepted_and_equal_settings_are_equal():
     config = jmpscale.ScalerConfig(growth_factor=np.float32(2), growth_interval=np.int64(2000), min_scale=1)
     assert config == jmpscale.ScalerConfig()
     assert hash(config) == hash(jmpscale.ScalerConfig())
@@ -107,10 +110,10 @@ def test_numpy_numbers_are_taken_and_equal_settings_are_equal():
 def test_the_layout_is_frozen():
     assert jmpscale.ScalerState._fields == (
         "loss_scale",
-        "good_steps",
+        "finite_steps",
         "hysteresis_left",
         "skipped",
-        "skipped_in_a_row",
+        "consecutive_skips",
         "last_skip",
         "config",
     )
@@ -121,7 +124,7 @@ def test_the_layout_is_frozen():
         "backoff_factor": 0.5,
         "growth_interval": 2000,
         "hysteresis": 1,
-        "refill": "growth",
+        "hysteresis_reset": "growth",
         "min_scale": 1.0,
         "max_scale": 2.0**32,
     }
@@ -129,12 +132,19 @@ def test_the_layout_is_frozen():
 
 @pytest.mark.parametrize("make", MAKERS)
 def test_leaves_are_six_strongly_typed_scalars_with_buffers_of_their_own(make):
+    """NumPy arrays from the constructors, and JAX arrays from a jitted function and from tx.init."""
     state = make()
     leaves = jax.tree.leaves(state)
-    assert [(x.shape, x.dtype, x.weak_type) for x in leaves] == [((), jnp.float32, False)] + [
-        ((), jnp.int32, False)
+    assert [(type(x), x.shape, x.dtype) for x in leaves] == [(np.ndarray, (), np.float32)] + [
+        (np.ndarray, (), np.int32)
     ] * 5
-    assert len({x.unsafe_buffer_pointer() for x in leaves}) == 6
+    assert len({x.ctypes.data for x in leaves}) == 6
+    tx = jmpscale.with_loss_scaling(optax.sgd(1.0), state)
+    for converted in (jax.jit(lambda s: s)(state), tx.init(jnp.ones(2)).scaler):
+        leaves = jax.tree.leaves(converted)
+        assert [str(jax.typeof(x)) for x in leaves] == ["float32[]"] + ["int32[]"] * 5
+        assert not any(x.weak_type for x in leaves)
+        assert len({x.unsafe_buffer_pointer() for x in leaves}) == 6
 
 
 def test_initial_values():
@@ -146,13 +156,14 @@ def test_initial_values():
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_donating_one_state_leaves_another_alone(make):
-    first, second = make(), make()
+def test_donating_one_state_keeps_the_others(make):
+    first, second = (jax.tree.map(jnp.asarray, make()) for _ in range(2))
     tx = jmpscale.with_loss_scaling(optax.sgd(1.0), first)
-    in_optax = tx.init(jnp.ones(2)).scaler
+    before, replaced = tx.init(jnp.ones(2)).scaler, jmpscale.replace_scaler({"scaler": make()}, first)["scaler"]
     jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)(first)
-    for state in (second, in_optax):
-        assert all(np.isfinite(x) for x in jax.tree.leaves(state))
+    assert first.loss_scale.is_deleted()
+    for state in (second, before, replaced, tx.init(jnp.ones(2)).scaler):
+        chex.assert_trees_all_equal(state, make())
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -164,7 +175,10 @@ def test_the_state_survives_transformations_flattening_and_pickling(make):
         jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(state)),
         jax.lax.scan(lambda s, _: (s, None), state, length=2)[0],
         pickle.loads(pickle.dumps(state)),
+        copy.deepcopy(state),
+        copy.copy(state),
     ):
+        assert type(same) is jmpscale.ScalerState
         assert same.config == state.config
         chex.assert_trees_all_equal(same, state)
     assert jax.tree.map(lambda _: None, state).config == state.config
@@ -208,7 +222,30 @@ def test_flax_serialization_stores_it_alone_and_inside_other_states():
     assert restored.scaler.config.min_scale == 0.5
     state_dict = flax.serialization.to_state_dict(holder.scaler)
     assert float(state_dict["loss_scale"]) == 512.0
-    assert state_dict["config"] == {}, "settings are no part of a checkpoint"
+    assert state_dict["config"] == {}, "a checkpoint contains no settings"
+
+
+def test_the_settings_are_auxiliary_data():
+    """As a child without leaves they would be counted by trainers that enumerate the children of a state."""
+    opt_state = jmpscale.with_loss_scaling(optax.adam(1e-3), max_norm=1.0).init({"w": jnp.ones(2)})
+    assert jax.tree.structure(jmpscale.dynamic()).num_nodes == 7
+    for tree in (jmpscale.dynamic(), opt_state.scaler):
+        children = jax.tree_util.default_registry.flatten_one_level(tree)[0]
+        assert len(list(children)) == 6
+        assert all(jax.tree.leaves(child) for child in children)
+        paths = [jax.tree_util.keystr(path, simple=True) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+        assert paths == list(jmpscale.ScalerState._fields[:-1])
+
+
+def test_optax_gets_and_sets_the_fields_of_a_scaler_by_name():
+    tx = optax.chain(jmpscale.with_loss_scaling(optax.adam(1e-3), jmpscale.dynamic(8.0)))
+    opt_state = tx.init(jnp.ones(2))
+    assert optax.tree.get(opt_state, "loss_scale") == 8.0
+    changed = optax.tree.set(opt_state, loss_scale=jnp.float32(4.0), skipped=jnp.int32(3))
+    scaler = jmpscale.get_scaler(changed)
+    assert (float(scaler.loss_scale), int(scaler.skipped)) == (4.0, 3)
+    assert scaler.config == jmpscale.get_scaler(opt_state).config
+    assert jax.tree.structure(changed) == jax.tree.structure(opt_state)
 
 
 def _run(program):
@@ -237,6 +274,25 @@ def test_flax_stores_a_state_in_a_program_that_has_made_none():
     assert out.stdout.strip() == "8.0", out.stderr
 
 
+def test_creating_a_scaler_does_not_start_the_backend():
+    """So a scaler and an optimizer may be created at module level, before jax.distributed.initialize."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    program = (
+        "import jax, jmpscale, optax\n"
+        "jmpscale.ScalerConfig(), jmpscale.static(1.0), jmpscale.disabled()\n"
+        "state_dict = jmpscale.to_torch_state_dict(jmpscale.dynamic())\n"
+        "jmpscale.from_torch_state_dict(state_dict)\n"
+        "tx = jmpscale.with_loss_scaling(optax.adam(1e-3), jmpscale.dynamic(8.0), max_norm=1.0)\n"
+        "jmpscale.value_and_grad(lambda w: w)\n"
+        f"jax.distributed.initialize({address!r}, num_processes=1, process_id=0)\n"
+        "print(tx.init(1.0).scaler.loss_scale)\n"
+    )
+    out = _run(program)
+    assert out.stdout.strip() == "8.0", out.stderr
+
+
 def test_jax_export_stores_a_program_that_takes_and_returns_a_state():
     state = jmpscale.dynamic(1024.0, growth_interval=1)
     exported = jax.export.export(jax.jit(lambda s: jmpscale.update(s, jnp.array(True))))(state)
@@ -246,6 +302,15 @@ def test_jax_export_stores_a_program_that_takes_and_returns_a_state():
     assert float(out.loss_scale) == 2048.0
 
 
-def test_optax_finds_the_loss_scale_by_name():
-    tx = optax.chain(jmpscale.with_loss_scaling(optax.adam(1e-3), jmpscale.dynamic(8.0)))
-    assert optax.tree.get(tx.init(jnp.ones(2)), "loss_scale") == 8.0
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_jax_export_stores_a_program_that_takes_and_returns_an_optimizer_state(max_norm):
+    # An inner state of its own, because optax does not register its states with jax.export.
+    inner = optax.GradientTransformation(lambda _: {}, lambda grads, state, params=None: (grads, state))
+    tx = jmpscale.with_loss_scaling(inner, jmpscale.dynamic(8.0), max_norm=max_norm)
+    grads = jnp.array([3.0, jnp.inf])
+    state = tx.init(grads)
+    loaded = jax.export.deserialize(jax.export.export(jax.jit(tx.update))(grads, state).serialize())
+    _, after = loaded.call(grads, state)
+    assert type(after) is jmpscale.LossScalingState
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    assert (float(after.scaler.loss_scale), after.scaler.config) == (4.0, state.scaler.config)

@@ -3,24 +3,24 @@
 torch is not needed: each run is compared with a control in JAX that scales nothing, at torch's tolerances
 (rtol 1e-5, and atol 1e-7 unless a case says otherwise), and with the numbers in torch's own text.
 
-| torch's test                | reproduced                    | deliberately better, or other, here                   |
+| torch's test                | reproduced                    | deliberately different here                           |
 |-----------------------------|-------------------------------|-------------------------------------------------------|
 | `update_scale`              | scale and growth tracker      | -                                                     |
-| `unscale`                   | what is finite, the values    | dtypes mix in one call; float16 comes back as float32 |
+| `unscale`                   | the flag, the values          | dtypes mix in one call; float16 is returned as float32|
 | `unscale_sparse`            | the same for BCOO             | float16 duplicates that add up past 65504 are widened |
-|                             |                               | first, and so finite: no step is lost                 |
+|                             |                               | first, so the sum is finite and no step is skipped    |
 | `scale`                     | nested losses, same structure | on one device: JAX shards an array, not a list        |
 | `scale_will_not_overflow`   | scale, parameters stay finite | there is a max_scale, to which the scale is set where |
 |                             |                               | torch keeps the one it had                            |
 | `clipping`                  | clips at max_norm times scale | -                                                     |
 | `clipping_separate_unscale` | unscales, then clips          | no order of calls to get wrong, hence no error for it |
 | `penalty`                   | norm of a scaled gradient     | `unscale` is differentiable: nothing done by hand     |
-| `accumulation`              | sums scaled micro-batches     | -                                                     |
-| `multiple`                  | optimizers skip one by one    | functional route only: `with_loss_scaling` holds one  |
-|                             |                               | scaler and skips as a whole                           |
+| `accumulation`              | sums scaled micro-batches     | with the optax wrapper, unscaled ones                 |
+| `multiple`                  | optimizers skip one by one    | functional API only: `with_loss_scaling` holds one    |
+|                             |                               | scaler and skips the step of all parameters           |
 
 torch has no limits. A port states its `min_scale`, 2^-14, far below any scale it meets; the default `max_scale` is far
-above, except in `scale_will_not_overflow`, whose first scale of 1e38 is above 2^126, the largest legal one, and is
+above, except in `scale_will_not_overflow`, whose first scale of 1e38 is above 2^126, the largest valid one, and is
 moved there.
 """
 
@@ -55,7 +55,7 @@ def test_update_scale(variant):
     seen = []
     for finite in [True, True, False]:
         state = update(state, jnp.array(finite))
-        seen.append((state.loss_scale.item(), state.good_steps.item()))
+        seen.append((state.loss_scale.item(), state.finite_steps.item()))
     assert seen == [(4.0, 1), (8.0, 0), (2.0, 0)]
 
 
@@ -140,8 +140,8 @@ def test_scale(variant):
 
 
 # Training runs. torch's `_create_scaling_case`: two linear layers, SGD, four batches, mean squared error, and the
-# gradient of the second layer's weight overwritten with inf at the third of them. The control leaves that step out.
-# `test_the_common_run` is just that; the other tests, as torch's, change one thing in it.
+# gradient of the second layer's weight overwritten with inf at the third of them. The control skips that step.
+# `test_the_common_run` is just that; the other tests change one thing in it, as torch's do.
 
 
 def _layer(seed, inputs=8, outputs=8):
@@ -188,8 +188,8 @@ def _fill_with_inf(grads):
     return [*others, last | {"w": jnp.full_like(last["w"], jnp.inf)}]
 
 
-def _on_the_way_back(edit, params):
-    """Returns `params`, so that the gradient reaching them is edited: as torch's tests overwrite `.grad`."""
+def _edit_cotangent(edit, params):
+    """Returns `params`, and edits their gradient in the backward pass, as torch's tests overwrite `.grad`."""
 
     @jax.custom_vjp
     def identity(params):
@@ -203,8 +203,8 @@ class _Case(NamedTuple):
     """What a test changes in the common training run.
 
     Attributes:
-      loss_fn: the loss, from the scaler (None in the control), the parameters and a batch.
-      edit_scaled: what is done, given the scaler, with gradients that are still scaled.
+      loss_fn: maps the scaler (None in the control), the parameters and a batch to the loss.
+      edit_scaled: maps the scaler and the scaled gradients to new scaled gradients.
     """
 
     loss_fn: Any = lambda scaler, params, batch: _loss_of_batch(params, batch)
@@ -215,97 +215,89 @@ class _Case(NamedTuple):
     batches: Any = BATCHES
 
 
-def _with_bad_batch(case, scaler, bad):
-    """Returns the loss of one step, whose scaled gradient is bad if `bad`, and then edited."""
+def _with_overflow(case, scaler, overflow):
+    """Returns the loss of one step, whose scaled gradient is overwritten with inf if `overflow`, and then edited."""
 
     def edit(grads):
-        bad_grads = jax.tree.map(functools.partial(jnp.where, bad), _fill_with_inf(grads), grads)
-        return case.edit_scaled(scaler, bad_grads)
+        new = jax.tree.map(functools.partial(jnp.where, overflow), _fill_with_inf(grads), grads)
+        return case.edit_scaled(scaler, new)
 
-    return lambda params, batch: case.loss_fn(scaler, _on_the_way_back(edit, params), batch)
+    return lambda params, batch: case.loss_fn(scaler, _edit_cotangent(edit, params), batch)
 
 
-def _functional_route(case, scaler):
+def _functional_api(case, scaler):
     tx = case.optimizer
     params = case.params
 
     @jax.jit
-    def train_step(params, opt_state, scaler, batch, bad):
-        loss_fn = _with_bad_batch(case, scaler, bad)
-        loss, grads, finite = jmpscale.value_and_grad(loss_fn)(scaler, params, batch)
-
-        def step(params, opt_state):
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state
-
-        params, opt_state = jmpscale.apply_if(finite, step, params, opt_state)
+    def train_step(params, opt_state, scaler, batch, overflow):
+        loss_fn = _with_overflow(case, scaler, overflow)
+        loss, grads = jmpscale.value_and_grad(loss_fn)(scaler, params, batch)
+        finite = jmpscale.all_finite(grads)
+        params, opt_state = jmpscale.apply_if(finite, jmpscale.optax_step(tx, grads), params, opt_state)
         return loss, params, opt_state, jmpscale.update(scaler, finite, loss=loss)
 
     opt_state = tx.init(params)
-    for batch, bad in _training_data(case, scaler):
-        loss, params, opt_state, scaler = train_step(params, opt_state, scaler, batch, bad)
+    for batch, overflow in _training_data(case, scaler):
+        loss, params, opt_state, scaler = train_step(params, opt_state, scaler, batch, overflow)
         yield loss, params, opt_state, scaler
 
 
-def _optax_route(case, scaler):
+def _optax_wrapper(case, scaler):
     tx = jmpscale.with_loss_scaling(case.optimizer, scaler)
     params = case.params
 
     @jax.jit
-    def train_step(params, opt_state, batch, bad):
-        scaler = jmpscale.get_scaler(opt_state)
-        loss_fn = _with_bad_batch(case, scaler, bad)
-
-        def scaled_loss(params):
-            loss = loss_fn(params, batch)
-            return jmpscale.scale(scaler, loss), loss
-
-        grads, loss = jax.grad(scaled_loss, has_aux=True)(params)
+    def train_step(params, opt_state, batch, overflow):
+        loss_fn = _with_overflow(case, jmpscale.get_scaler(opt_state), overflow)
+        loss, grads = jmpscale.value_and_grad(loss_fn)(opt_state, params, batch)
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)
         return loss, optax.apply_updates(params, updates), opt_state
 
     opt_state = tx.init(params)
-    for batch, bad in _training_data(case, scaler):
-        loss, params, opt_state = train_step(params, opt_state, batch, bad)
+    for batch, overflow in _training_data(case, scaler):
+        loss, params, opt_state = train_step(params, opt_state, batch, overflow)
         yield loss, params, opt_state.inner_state, jmpscale.get_scaler(opt_state)
 
 
 def _training_data(case, scaler):
-    """Yields batches, and whether the gradient is to be overwritten: torch's runs without a scaler do not do that."""
+    """Yields batches, and whether the gradient overflows; in torch's runs without a scaler it does not."""
     for i, batch in enumerate(case.batches):
         yield batch, jnp.array(i == SKIPPED_BATCH and scaler.config.mode != "disabled")
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _control_step(loss_fn, tx, params, opt_state, batch, bad):
+def _control_step(loss_fn, tx, params, opt_state, batch, overflow):
     loss, grads = jax.value_and_grad(lambda params: loss_fn(None, params, batch))(params)
     updates, new_opt_state = tx.update(grads, opt_state, params)
     trained = optax.apply_updates(params, updates), new_opt_state
-    return loss, *jax.tree.map(functools.partial(jnp.where, bad), (params, opt_state), trained)
+    return loss, *jax.tree.map(functools.partial(jnp.where, overflow), (params, opt_state), trained)
 
 
 def _control(case, scaler):
     params = case.params
     opt_state = case.control_optimizer.init(params)
-    for batch, bad in _training_data(case, scaler):
-        loss, params, opt_state = _control_step(case.loss_fn, case.control_optimizer, params, opt_state, batch, bad)
+    for batch, overflow in _training_data(case, scaler):
+        loss, params, opt_state = _control_step(
+            case.loss_fn, case.control_optimizer, params, opt_state, batch, overflow
+        )
         yield loss, params, opt_state
 
 
-# The ways to train with a scaler; each yields loss, parameters, optimizer state and scaler at each step.
-ROUTES = {"functional": _functional_route, "optax": _optax_route}
+# Each yields loss, parameters, optimizer state and scaler after each step.
+APIS = {"functional": _functional_api, "optax": _optax_wrapper}
 SCALERS = {"dynamic": True, "disabled": False}
 
 
-def routes(*default):
-    """Runs a test on a route with a scaler or a disabled one; all but `default`, pairs of names, with `--full`."""
-    return pytest.mark.parametrize(("route", "enabled"), some_of_all(ROUTES, SCALERS, default=default))
+def apis(*default):
+    """Runs a test with an API and a scaler or a disabled one; all but `default`, pairs of names, with `--full`."""
+    return pytest.mark.parametrize(("api", "enabled"), some_of_all(APIS, SCALERS, default=default))
 
 
-def _assert_trains_as_the_control(case, route, scaler, atol=1e-7):
+def _assert_trains_as_the_control(case, api, scaler, atol=1e-7):
     """Compares losses, parameters and optimizer states at every step; returns the scalers after each."""
     scalers = []
-    for got, want in zip(ROUTES[route](case, scaler), _control(case, scaler), strict=True):
+    for got, want in zip(APIS[api](case, scaler), _control(case, scaler), strict=True):
         *results, after = got
         for x, y in zip(jax.tree.leaves(results), jax.tree.leaves(want), strict=True):
             assert_close(x, y, atol=atol)
@@ -321,45 +313,45 @@ def _assert_one_skip_in_four(scalers, enabled):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "route", "enabled"),
+    ("optimizer", "api", "enabled"),
     some_of_all(
         ["sgd", "momentum"],
-        ROUTES,
+        APIS,
         SCALERS,
         default=[("momentum", "functional", "dynamic")],
     ),
 )
-def test_the_common_run(optimizer, route, enabled):
+def test_the_common_run(optimizer, api, enabled):
     optimizer = {"sgd": SGD, "momentum": MOMENTUM}[optimizer]
     case = _Case(optimizer=optimizer, control_optimizer=optimizer)
-    _assert_one_skip_in_four(_assert_trains_as_the_control(case, route, _starting_scaler(enabled)), enabled)
+    _assert_one_skip_in_four(_assert_trains_as_the_control(case, api, _starting_scaler(enabled)), enabled)
 
 
 MAX_NORM = 0.2
 CLIPPED_SGD = optax.chain(optax.clip_by_global_norm(MAX_NORM), SGD)
 
 
-@routes(("optax", "dynamic"))
-def test_clipping(route, enabled):
+@apis(("optax", "dynamic"))
+def test_clipping(api, enabled):
     def clip_scaled(scaler, grads):
         return optax.clip_by_global_norm(MAX_NORM * scaler.loss_scale).update(grads, optax.EmptyState())[0]
 
     case = _Case(edit_scaled=clip_scaled, control_optimizer=CLIPPED_SGD)
-    _assert_one_skip_in_four(_assert_trains_as_the_control(case, route, _starting_scaler(enabled), atol=1e-5), enabled)
+    _assert_one_skip_in_four(_assert_trains_as_the_control(case, api, _starting_scaler(enabled), atol=1e-5), enabled)
 
 
-@routes(("functional", "dynamic"))
-def test_clipping_separate_unscale(route, enabled):
+@apis(("functional", "dynamic"))
+def test_clipping_separate_unscale(api, enabled):
     case = _Case(optimizer=CLIPPED_SGD, control_optimizer=CLIPPED_SGD)
-    _assert_one_skip_in_four(_assert_trains_as_the_control(case, route, _starting_scaler(enabled)), enabled)
+    _assert_one_skip_in_four(_assert_trains_as_the_control(case, api, _starting_scaler(enabled)), enabled)
 
 
 def _norm(grads):
     return jnp.sqrt(sum(jnp.sum(x**2) for x in jax.tree.leaves(grads)))
 
 
-@routes(("functional", "dynamic"))
-def test_penalty(route, enabled):
+@apis(("functional", "dynamic"))
+def test_penalty(api, enabled):
     def penalised_loss(scaler, params, batch):
         loss = _loss_of_batch(params, batch)
         if scaler is None:
@@ -368,12 +360,12 @@ def test_penalty(route, enabled):
         return loss + _norm(jmpscale.unscale(scaler, scaled_grads))
 
     case = _Case(loss_fn=penalised_loss)
-    _assert_one_skip_in_four(_assert_trains_as_the_control(case, route, _starting_scaler(enabled)), enabled)
+    _assert_one_skip_in_four(_assert_trains_as_the_control(case, api, _starting_scaler(enabled)), enabled)
 
 
 @pytest.mark.usefixtures("standard_promotion")  # optax.adam relies on it
-@pytest.mark.parametrize("route", some_of_all(ROUTES, default=[("optax",)]))
-def test_scale_will_not_overflow(route):
+@pytest.mark.parametrize("api", some_of_all(APIS, default=[("optax",)]))
+def test_scale_will_not_overflow(api):
     largest = jmpscale.dynamic(
         2.0**126, growth_factor=2.0**4, growth_interval=1, min_scale=MIN_SCALE, max_scale=2.0**126
     )
@@ -381,31 +373,28 @@ def test_scale_will_not_overflow(route):
     # Inputs so small that the gradients times 2^126 are finite: torch's are left to chance.
     batch = 0.1 * _normal(3, 1, 5), 1e-30 * _normal(4, 1, 1)
     case = _Case(optimizer=adam, control_optimizer=adam, params=[_layer(0, 5, 1)], batches=[batch])
-    [after] = _assert_trains_as_the_control(case, route, largest)
+    [after] = _assert_trains_as_the_control(case, api, largest)
     assert after.loss_scale == 2.0**126
-    assert after.skipped == 0, "the step is to be one after which the scale would have grown"
+    assert after.skipped == 0, "the scale would have grown after this step"
 
 
-# Runs whose steps are of another form
+# Runs whose steps have another form
 
 
 def _sgd_step(grads):
     return lambda params: optax.apply_updates(params, SGD.update(grads, SGD.init(params))[0])
 
 
-def _accumulated(scaler, params, micro_batches):
-    """Returns the sum over two micro-batches of gradients that stay scaled."""
-    first, second = (
-        jax.grad(lambda params, batch: jmpscale.scale(scaler, _loss_of_batch(params, batch) / 2))(params, batch)
-        for batch in micro_batches
-    )
-    return jax.tree.map(jnp.add, first, second)
+def _accumulating_functional_api(scaler):
+    """Sums scaled gradients, as torch does, and unscales the sum."""
 
-
-def _accumulating_functional_route(scaler):
     @jax.jit
     def train_step(params, scaler, micro_batches):
-        grads, finite = jmpscale.unscale_and_check(scaler, _accumulated(scaler, params, micro_batches))
+        scaled = [
+            jax.grad(lambda params, batch: jmpscale.scale(scaler, _loss_of_batch(params, batch) / 2))(params, batch)
+            for batch in micro_batches
+        ]
+        grads, finite = jmpscale.unscale_and_check(scaler, jax.tree.map(jnp.add, *scaled))
         params = jmpscale.apply_if(finite, _sgd_step(grads), params)
         return params, jmpscale.update(scaler, finite)
 
@@ -415,13 +404,14 @@ def _accumulating_functional_route(scaler):
         yield params, scaler
 
 
-def _accumulating_optax_route(scaler):
+def _accumulating_optax_wrapper(scaler):
     tx = jmpscale.with_loss_scaling(SGD, scaler)
 
     @jax.jit
     def train_step(params, opt_state, micro_batches):
-        grads = _accumulated(jmpscale.get_scaler(opt_state), params, micro_batches)
-        updates, opt_state = tx.update(grads, opt_state, params)
+        value_and_grad = jmpscale.value_and_grad(_loss_of_batch)
+        grads = [value_and_grad(opt_state, params, batch)[1] for batch in micro_batches]
+        updates, opt_state = tx.update(jax.tree.map(lambda a, b: (a + b) / 2, *grads), opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
     params = _two_layers(0)
@@ -431,16 +421,16 @@ def _accumulating_optax_route(scaler):
         yield params, jmpscale.get_scaler(opt_state)
 
 
-ACCUMULATING_ROUTES = {"functional": _accumulating_functional_route, "optax": _accumulating_optax_route}
+ACCUMULATING = {"functional": _accumulating_functional_api, "optax": _accumulating_optax_wrapper}
 
 
-@routes(("optax", "dynamic"))
-def test_accumulation(route, enabled):
+@apis(("optax", "dynamic"))
+def test_accumulation(api, enabled):
     both_batches = [np.concatenate(pair, axis=1) for pair in (BATCHES[:2], BATCHES[2:])]
     case = _Case(batches=both_batches)
     scales = []
     for (params, scaler), (_, want, _) in zip(
-        ACCUMULATING_ROUTES[route](_starting_scaler(enabled)), _control(case, _starting_scaler(enabled)), strict=True
+        ACCUMULATING[api](_starting_scaler(enabled)), _control(case, _starting_scaler(enabled)), strict=True
     ):
         jax.tree.map(functools.partial(assert_close, atol=1e-7), params, want)
         scales.append(scaler.loss_scale.item())
@@ -459,9 +449,9 @@ def _losses_of_two_models(models, batch):
 @pytest.mark.parametrize("enabled", some_of_all(SCALERS, default=[("dynamic",)]))
 def test_multiple(enabled):
     @jax.jit
-    def train_step(models, scaler, batch, bad):
+    def train_step(models, scaler, batch, overflow):
         scaled = jax.grad(lambda models: sum(jmpscale.scale(scaler, _losses_of_two_models(models, batch))))(models)
-        scaled[1] = jax.tree.map(functools.partial(jnp.where, bad), _fill_with_inf(scaled[1]), scaled[1])
+        scaled[1] = jax.tree.map(functools.partial(jnp.where, overflow), _fill_with_inf(scaled[1]), scaled[1])
         results = [jmpscale.unscale_and_check(scaler, grads) for grads in scaled]
         flags = [finite for _, finite in results]
         models = [
@@ -471,17 +461,17 @@ def test_multiple(enabled):
         return models, jmpscale.update(scaler, flags[0] & flags[1]), flags
 
     @jax.jit
-    def control_step(models, batch, bad):
+    def control_step(models, batch, overflow):
         grads = jax.grad(lambda models: sum(_losses_of_two_models(models, batch)))(models)
         first, second = (_sgd_step(grads)(params) for grads, params in zip(grads, models, strict=True))
-        return [first, jax.tree.map(functools.partial(jnp.where, bad), models[1], second)]
+        return [first, jax.tree.map(functools.partial(jnp.where, overflow), models[1], second)]
 
     scaler = _starting_scaler(enabled)
     models = want = [_two_layers(0), _two_layers(10)]
-    for batch, bad in _training_data(_Case(), scaler):
-        models, scaler, flags = train_step(models, scaler, batch, bad)
-        want = control_step(want, batch, bad)
-        assert [flag.item() for flag in flags] == [True, not bad]
+    for batch, overflow in _training_data(_Case(), scaler):
+        models, scaler, flags = train_step(models, scaler, batch, overflow)
+        want = control_step(want, batch, overflow)
+        assert [flag.item() for flag in flags] == [True, not overflow]
         jax.tree.map(functools.partial(assert_close, atol=1e-7), models, want)
     assert scaler.loss_scale == (512.0 if SCALERS[enabled] else 1.0)
     assert scaler.skipped == (1 if SCALERS[enabled] else 0)

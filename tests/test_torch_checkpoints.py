@@ -1,4 +1,4 @@
-"""A checkpoint of PyTorch goes on here, and one of ours there, with the scales that the other would have had."""
+"""A checkpoint of PyTorch continues in jmpscale, and the reverse, with the same scales at each step."""
 
 import importlib.util
 import json
@@ -19,11 +19,8 @@ TORCH = json.loads((HERE / "data" / "torch_state_dicts.json").read_text())
 _update = jax.jit(jmpscale.update)
 
 
-# PyTorch
-
-
 @pytest.mark.parametrize("name", TORCH["runs"])
-def test_a_checkpoint_of_torch_goes_on_with_the_scales_that_torch_had(name):
+def test_from_torch_state_dict_continues_with_the_scales_of_torch(name):
     run = TORCH["runs"][name]
     scaler, scales = jmpscale.from_torch_state_dict(run["state_dict"]), []
     assert jmpscale.to_torch_state_dict(scaler) == run["state_dict"]
@@ -35,7 +32,7 @@ def test_a_checkpoint_of_torch_goes_on_with_the_scales_that_torch_had(name):
     assert jmpscale.to_torch_state_dict(scaler) == run["state_dict_after"]
 
 
-def test_what_torch_recorded_covers_growth_backoff_and_odd_factors():
+def test_the_recorded_runs_cover_growth_backoff_and_factors_other_than_two():
     ups, downs = 0, 0
     for run in TORCH["runs"].values():
         signs = np.sign(np.diff([run["state_dict"]["scale"], *run["scales"]])).tolist()
@@ -44,7 +41,7 @@ def test_what_torch_recorded_covers_growth_backoff_and_odd_factors():
     assert {run["state_dict"]["growth_factor"] for run in TORCH["runs"].values()} == {2.0, 1.5, 4.0, 1.25}
 
 
-def test_a_state_dict_of_torch_survives_the_other_formats_on_its_way(tmp_path):
+def test_a_state_from_torch_survives_orbax(tmp_path):
     run = TORCH["runs"]["growth 1.5, backoff 0.75"]
     scaler = jmpscale.from_torch_state_dict(run["state_dict"])
     for found_inf in run["found_inf"][:50]:
@@ -55,25 +52,25 @@ def test_a_state_dict_of_torch_survives_the_other_formats_on_its_way(tmp_path):
     assert jmpscale.to_torch_state_dict(scaler) == run["state_dict_after"]
 
 
-def test_the_dictionary_of_a_disabled_torch_scaler_is_refused():
+def test_from_torch_state_dict_refuses_that_of_a_disabled_scaler():
     assert TORCH["disabled"] == {}
-    with pytest.raises(ValueError, match="saved by a disabled scaler"):
+    with pytest.raises(ValueError, match="saved by a disabled GradScaler"):
         jmpscale.from_torch_state_dict(TORCH["disabled"])
 
 
-def test_an_interval_lowered_below_the_count_is_where_torch_differs():
+def test_from_torch_state_dict_with_an_interval_below_the_tracker_grows_where_torch_waits():
     run = TORCH["lowered_interval"]
     tracker, interval = run["state_dict"]["_growth_tracker"], run["state_dict"]["growth_interval"]
     assert tracker >= interval
-    before_the_overflow = run["found_inf"].index(1)
-    assert set(run["scales"][:before_the_overflow]) == {run["state_dict"]["scale"]}
+    first_overflow = run["found_inf"].index(1)
+    assert set(run["scales"][:first_overflow]) == {run["state_dict"]["scale"]}
     scaler = jmpscale.update(jmpscale.from_torch_state_dict(run["state_dict"]), True)
     assert scaler.loss_scale == 2 * run["state_dict"]["scale"]
 
 
 @pytest.fixture
 def recorder():
-    """The script that has recorded torch, with torch."""
+    """The script that recorded torch, with torch."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
     spec = importlib.util.spec_from_file_location("recorder", HERE / "data" / "record_torch_state_dicts.py")
     module = importlib.util.module_from_spec(spec)
@@ -83,13 +80,13 @@ def recorder():
 
 
 @pytest.mark.parametrize("name", TORCH["runs"])
-def test_torch_still_does_what_it_did_when_it_was_recorded(name, recorder):
+def test_torch_repeats_the_recorded_runs(name, recorder):
     seed = list(recorder.RUNS).index(name)
     assert recorder.record(*recorder.RUNS[name], seed) == TORCH["runs"][name]
 
 
 @pytest.mark.parametrize("name", TORCH["runs"])
-def test_torch_goes_on_with_a_checkpoint_of_ours(name, recorder):
+def test_to_torch_state_dict_continues_in_torch(name, recorder):
     run = TORCH["runs"][name]
     settings = {name: run["state_dict"][name] for name in ("growth_factor", "backoff_factor", "growth_interval")}
     scaler = jmpscale.dynamic(2.0**10, **settings, min_scale=2.0**-126, max_scale=2.0**126)
@@ -106,7 +103,7 @@ def test_torch_goes_on_with_a_checkpoint_of_ours(name, recorder):
     assert theirs.state_dict() == jmpscale.to_torch_state_dict(scaler)
 
 
-def test_torchs_disabled_scaler_saves_nothing_and_takes_anything(recorder):
+def test_a_disabled_scaler_of_torch_saves_nothing_and_loads_anything(recorder):
     disabled = recorder.torch.amp.GradScaler("cpu", enabled=False)
     assert disabled.state_dict() == TORCH["disabled"]
     disabled.load_state_dict(jmpscale.to_torch_state_dict(jmpscale.dynamic()))

@@ -1,4 +1,4 @@
-"""Whole training loops on both routes: one compilation, no transfer, and no bad value ever in a parameter."""
+"""Whole training loops with both APIs: one compilation, no transfer, and never a non-finite parameter."""
 
 import functools
 import re
@@ -37,13 +37,13 @@ def _loss(params, batch, dtype=jnp.float16):
 
 SCALER = jmpscale.dynamic(2.0**12, growth_interval=5)
 TX = optax.adamw(1e-2)
-SCALING_TX = jmpscale.with_loss_scaling(TX, SCALER)
-NOWHERE = np.int32(-1), np.int32(0), np.float32(0)  # the fault of a step that has none
-FAULT_FREE = tuple(map(jnp.asarray, NOWHERE))
+WRAPPED_TX = jmpscale.with_loss_scaling(TX, SCALER)
+NO_FAULT = np.int32(-1), np.int32(0), np.float32(0)
+FAULT_FREE = tuple(map(jnp.asarray, NO_FAULT))
 
 
-def _strike(grads, fault):
-    """Puts a value at one place of one leaf of the gradients."""
+def _inject(grads, fault):
+    """Replaces one value of one leaf of the gradients."""
     leaf, place, value = fault
     leaves, treedef = jax.tree.flatten(grads)
     for i, x in enumerate(leaves):
@@ -54,63 +54,49 @@ def _strike(grads, fault):
 
 def _functional(carry, batch, fault):
     params, opt_state, scaler = carry
-
-    def scaled(params):
-        loss = _loss(params, batch)
-        return jmpscale.scale(scaler, loss), loss
-
-    grads, loss = jax.grad(scaled, has_aux=True)(params)
-    grads, finite = jmpscale.unscale_and_check(scaler, _strike(grads, fault))
-
-    def apply(params, opt_state):
-        updates, opt_state = TX.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    params, opt_state = jmpscale.apply_if(finite, apply, params, opt_state)
+    loss, grads = jmpscale.value_and_grad(_loss)(scaler, params, batch)
+    grads = _inject(grads, fault)
+    finite = jmpscale.all_finite(grads)
+    params, opt_state = jmpscale.apply_if(finite, jmpscale.optax_step(TX, grads), params, opt_state)
     return params, opt_state, jmpscale.update(scaler, finite, loss=loss)
 
 
-def _in_optax(carry, batch, fault):
+def _wrapped(carry, batch, fault):
     params, opt_state = carry
-
-    def scaled(params):
-        loss = _loss(params, batch)
-        return jmpscale.scale(jmpscale.get_scaler(opt_state), loss), loss
-
-    grads, loss = jax.grad(scaled, has_aux=True)(params)
-    updates, opt_state = SCALING_TX.update(_strike(grads, fault), opt_state, params, value=loss)
+    loss, grads = jmpscale.value_and_grad(_loss)(opt_state, params, batch)
+    updates, opt_state = WRAPPED_TX.update(_inject(grads, fault), opt_state, params, value=loss)
     return optax.apply_updates(params, updates), opt_state
 
 
-def _start(route):
+def _start(api):
     params = _params()
-    if route is _functional:
-        return params, TX.init(params), jax.tree.map(jnp.copy, SCALER)
-    return params, SCALING_TX.init(params)
+    if api is _functional:
+        return params, TX.init(params), jax.tree.map(jnp.asarray, SCALER)
+    return params, WRAPPED_TX.init(params)
 
 
 @functools.cache
-def _jitted(route):
-    """One compilation serves all tests of a route; tracing it a second time is an error."""
-    return jax.jit(chex.assert_max_traces(n=1)(route), donate_argnums=0)
+def _jitted(api):
+    """One compilation serves all tests of an API; a second trace is an error."""
+    return jax.jit(chex.assert_max_traces(n=1)(api), donate_argnums=0)
 
 
-ROUTES = pytest.mark.parametrize("route", [_functional, _in_optax], ids=["functional", "in optax"])
+BOTH_APIS = pytest.mark.parametrize("api", [_functional, _wrapped], ids=["functional API", "optax wrapper"])
 
 
-@ROUTES
-def test_it_trains_with_one_compilation(route):
-    step, carry = _jitted(route), _start(route)
+@BOTH_APIS
+def test_it_trains_with_one_compilation(api):
+    step, carry = _jitted(api), _start(api)
     before = _loss(carry[0], BATCH)
     for _ in range(150):
         carry = step(carry, BATCH, FAULT_FREE)
     assert _loss(carry[0], BATCH) < 0.2 * before
-    assert int(jmpscale.get_scaler(carry).good_steps) < 5
+    assert int(jmpscale.get_scaler(carry).finite_steps) < 5
     assert step._cache_size() == 1
 
 
 def _forbid_reading(monkeypatch):
-    """Makes every way from a device array to a Python value raise."""
+    """Makes every conversion of a device array to a Python value raise."""
 
     def forbidden(self, *args, **kwargs):
         raise AssertionError("a device array was read by the host")
@@ -120,9 +106,9 @@ def _forbid_reading(monkeypatch):
         monkeypatch.setattr(array, name, forbidden)
 
 
-@ROUTES
-def test_no_value_crosses_between_host_and_device_inside_the_loop(route, monkeypatch):
-    step, carry = _jitted(route), _start(route)
+@BOTH_APIS
+def test_no_value_crosses_between_host_and_device_inside_the_loop(api, monkeypatch):
+    step, carry = _jitted(api), _start(api)
     program = step.lower(carry, BATCH, FAULT_FREE).compile().as_text()
     assert not re.search(r"callback|infeed|outfeed|\bsend\b|\brecv\b", program)
     carry = step(carry, BATCH, FAULT_FREE)
@@ -131,17 +117,17 @@ def test_no_value_crosses_between_host_and_device_inside_the_loop(route, monkeyp
         for _ in range(5):
             carry = step(carry, BATCH, FAULT_FREE)
         jmpscale.metrics(jmpscale.get_scaler(carry))
-    assert jmpscale.get_scaler(carry).good_steps == 1
+    assert jmpscale.get_scaler(carry).finite_steps == 1
 
 
-@ROUTES
-def test_the_program_has_one_conditional_and_no_collective(route):
-    program = _jitted(route).lower(_start(route), BATCH, FAULT_FREE).compile().as_text()
+@BOTH_APIS
+def test_the_program_has_one_conditional_and_no_collective(api):
+    program = _jitted(api).lower(_start(api), BATCH, FAULT_FREE).compile().as_text()
     assert hlo.count(program, "conditional") == 1
     assert hlo.count(program, "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute") == 0
 
 
-def test_the_watch_over_transfers_can_see_one(monkeypatch):
+def test_the_checks_for_transfers_detect_one(monkeypatch):
     one = jnp.array(1)
     with monkeypatch.context() as patch:
         _forbid_reading(patch)
@@ -152,10 +138,10 @@ def test_the_watch_over_transfers_can_see_one(monkeypatch):
         jax.jit(lambda x: x + 1)(np.ones(3))
 
 
-@ROUTES
-def test_one_bad_value_anywhere_in_any_gradient_never_reaches_a_parameter(route):
-    step = _jitted(route)
-    carry = step(_start(route), BATCH, FAULT_FREE)
+@BOTH_APIS
+def test_one_non_finite_value_in_any_gradient_never_reaches_a_parameter(api):
+    step = _jitted(api)
+    carry = step(_start(api), BATCH, FAULT_FREE)
     frozen = jax.tree.map(np.array, carry[0])
     for leaf in range(4):
         for place in (0, 1, 7, 8, 127, 255):
@@ -168,22 +154,22 @@ def test_one_bad_value_anywhere_in_any_gradient_never_reaches_a_parameter(route)
     assert all((a != b).any() for a, b in zip(*map(jax.tree.leaves, (carry[0], frozen)), strict=True))
 
 
-@ROUTES
-def test_a_loop_in_scan_equals_a_loop_in_python(route):
-    faults = [NOWHERE] * 12
+@BOTH_APIS
+def test_a_loop_in_scan_equals_a_loop_in_python(api):
+    faults = [NO_FAULT] * 12
     faults[3], faults[4], faults[9] = (0, 5, np.nan), (3, 0, np.inf), (2, 200, -np.inf)
     faults = tuple(jnp.asarray(x, dtype) for x, dtype in zip(zip(*faults, strict=True), "iif", strict=True))
-    step, carry = _jitted(route), _start(route)
+    step, carry = _jitted(api), _start(api)
     for i in range(12):
         carry = step(carry, BATCH, jax.tree.map(lambda x, i=i: x[i], faults))
-    scan = jax.jit(lambda start: jax.lax.scan(lambda c, fault: (route(c, BATCH, fault), None), start, faults)[0])
-    scanned = scan(_start(route))
+    scan = jax.jit(lambda start: jax.lax.scan(lambda c, fault: (api(c, BATCH, fault), None), start, faults)[0])
+    scanned = scan(_start(api))
     assert jmpscale.get_scaler(scanned).skipped == 3
     chex.assert_trees_all_close(scanned, carry, rtol=2e-3, atol=1e-5)
 
 
-def test_scaling_brings_back_gradients_that_float16_loses():
-    """On a loss so small that every unscaled float16 gradient is zero."""
+def test_value_and_grad_recovers_gradients_that_underflow_in_float16():
+    """With a loss so small that every float16 gradient of the unscaled loss is zero."""
     params = _params()
 
     @jax.jit

@@ -1,4 +1,4 @@
-"""Is `update` the rule of `tests/reference.py`, bit for bit, however it is run, and what torch does?"""
+"""update follows the rule of `tests/reference.py` bit for bit, however it is run, and the recorded runs of torch."""
 
 import json
 import pathlib
@@ -20,8 +20,8 @@ from cases import some, some_of_all
 
 TORCH = json.loads((pathlib.Path(__file__).parent / "data" / "torch_grad_scaler_traces.json").read_text())
 
-# What one step can meet: whether its gradients are finite, and its loss. A bad loss explains a skip, and with finite
-# gradients it means nothing.
+# The outcomes of a step: whether its gradients are finite, and its loss. A non-finite loss explains a skip; with finite
+# gradients it changes nothing.
 GOOD = (True, 1.0)
 OVERFLOW = (False, 1.0)
 BAD_LOSS = (False, np.nan)
@@ -33,12 +33,12 @@ SCALERS = {
     "torch": jmpscale.dynamic(min_scale=2.0**-14, growth_interval=3),
     "every_step_grows": jmpscale.dynamic(128.0, growth_interval=1),
     "never_grows": jmpscale.dynamic(growth_interval=reference.COUNTER_LIMIT),
-    "megatron": jmpscale.dynamic(256.0, growth_interval=4, hysteresis=3, refill="growth"),
-    "apex": jmpscale.dynamic(256.0, growth_interval=4, hysteresis=3, refill="finite"),
-    "apex_growing_at_once": jmpscale.dynamic(256.0, growth_interval=1, hysteresis=2, refill="finite"),
+    "megatron": jmpscale.dynamic(256.0, growth_interval=4, hysteresis=3, hysteresis_reset="growth"),
+    "apex": jmpscale.dynamic(256.0, growth_interval=4, hysteresis=3, hysteresis_reset="finite"),
+    "apex_growing_at_once": jmpscale.dynamic(256.0, growth_interval=1, hysteresis=2, hysteresis_reset="finite"),
     "tight_limits": jmpscale.dynamic(2.0, growth_interval=2, min_scale=1.0, max_scale=8.0),
     "limits_between_powers": jmpscale.dynamic(2.0, growth_interval=2, min_scale=0.3, max_scale=11.1),
-    "no_room": jmpscale.dynamic(0.1, growth_interval=1, hysteresis=2, min_scale=0.1, max_scale=0.1),
+    "equal_limits": jmpscale.dynamic(0.1, growth_interval=1, hysteresis=2, min_scale=0.1, max_scale=0.1),
     "odd_factors": jmpscale.dynamic(1000.0, growth_factor=1.1, backoff_factor=0.7, growth_interval=2, hysteresis=2),
     "largest_scales": jmpscale.dynamic(2.0**100, growth_factor=2.0**60, growth_interval=1, max_scale=2.0**126),
     "smallest_scales": jmpscale.dynamic(2.0**-120, backoff_factor=2.0**-60, growth_interval=2, min_scale=2.0**-126),
@@ -115,7 +115,7 @@ LEGAL_SCALES = st.floats(-126, 126).map(lambda exponent: 2.0**exponent)
 
 @st.composite
 def _legal_scalers(draw):
-    """Draws settings, and a state in which another program with other settings may have left off."""
+    """Draws settings, and a state that a program with other settings may have saved."""
     low, high = sorted([draw(LEGAL_SCALES), draw(LEGAL_SCALES)])
     state = jmpscale.dynamic(
         draw(st.sampled_from([low, high]) | st.floats(low, high)),
@@ -123,11 +123,11 @@ def _legal_scalers(draw):
         backoff_factor=draw(st.sampled_from([0.5, 1.0 - 2.0**-24, 2.0**-126]) | st.floats(0.01, 0.999)),
         growth_interval=draw(st.integers(1, 10) | st.just(reference.COUNTER_LIMIT)),
         hysteresis=draw(st.integers(1, 4)),
-        refill=draw(st.sampled_from(["growth", "finite"])),
+        hysteresis_reset=draw(st.sampled_from(["growth", "finite"])),
         min_scale=low,
         max_scale=high,
     )
-    counters = {name: draw(COUNTS) for name in ("good_steps", "hysteresis_left", "skipped", "skipped_in_a_row")}
+    counters = {name: draw(COUNTS) for name in ("finite_steps", "hysteresis_left", "skipped", "consecutive_skips")}
     return state._replace(**{name: jnp.array(count, jnp.int32) for name, count in counters.items()})
 
 
@@ -174,7 +174,7 @@ def test_eager_and_jit_follow_the_reference_as_scan_does(scaler, run):
     [jax.vmap(_scan), _one_by_one(jax.vmap(_update_with_loss), time_axis=1)],
     ids=["vmap of scan", "steps of vmap"],
 )
-def test_scalers_in_a_batch_do_not_know_of_each_other(scaler, run):
+def test_scalers_in_a_batch_are_independent(scaler, run):
     words = _seeded_words(5, 24)
     batch = jax.tree.map(lambda x: jnp.stack([x] * len(words)), scaler)
     finite, loss = zip(*map(_arrays, words), strict=True)
@@ -193,7 +193,7 @@ def _in_a_batch(state):
 
 
 ALONE = {
-    "anywhere": lambda state: state,
+    "default device": lambda state: jax.tree.map(jnp.asarray, state),
     "weakly typed": lambda state: jax.tree.map(lambda x: jnp.asarray(x.item()), state),
     "on one device": lambda state: jax.device_put(state, jax.devices()[3]),
     "replicated": _on_mesh(AxisType.Auto, Spec()),
@@ -219,7 +219,11 @@ def _scanned(update):
     some_of_all(
         ["megatron", "apex", "static", "disabled"],
         ALONE | IN_A_BATCH,
-        default=[*(("apex", place) for place in ALONE | IN_A_BATCH), ("static", "anywhere"), ("disabled", "batch")],
+        default=[
+            *(("apex", place) for place in ALONE | IN_A_BATCH),
+            ("static", "default device"),
+            ("disabled", "batch"),
+        ],
     ),
 )
 def test_structure_types_and_sharding_of_a_state_never_change(name, place, run):
@@ -257,7 +261,7 @@ def test_sixty_thousand_steps_keep_to_the_reference(scaler, overflows, bad_losse
     states = _scan(scaler, jnp.array(finite), jnp.array(loss, jnp.float32))
     _assert_same_bits(states, _expected(scaler, zip(finite, loss, strict=True)))
     scales = np.asarray(states.loss_scale)
-    assert len(np.unique(scales)) > 5, "the run is to see the scale move"
+    assert len(np.unique(scales)) > 5, "the scale must change in this run"
     assert (scales[1:] > scales[:-1]).any()
     assert (scales[1:] < scales[:-1]).any()
 
@@ -269,20 +273,20 @@ LAST_TWO = [reference.COUNTER_LIMIT, reference.COUNTER_LIMIT]
 @pytest.mark.parametrize("letter", [OVERFLOW, BAD_LOSS], ids=["overflow", "bad loss"])
 def test_counters_of_skips_stop_at_their_limit(scaler, letter):
     full = jnp.array(reference.COUNTER_LIMIT - 1, jnp.int32)
-    states = _scan(scaler._replace(skipped=full, skipped_in_a_row=full), *_arrays([letter] * 2))
+    states = _scan(scaler._replace(skipped=full, consecutive_skips=full), *_arrays([letter] * 2))
     assert states.skipped.tolist() == LAST_TWO
-    assert states.skipped_in_a_row.tolist() == LAST_TWO
+    assert states.consecutive_skips.tolist() == LAST_TWO
 
 
-def test_the_counter_of_good_steps_stops_at_its_limit():
+def test_the_counter_of_finite_steps_stops_at_its_limit():
     full = jnp.array(reference.COUNTER_LIMIT - 1, jnp.int32)
-    assert _scan(SCALERS["static"]._replace(good_steps=full), *_arrays([GOOD] * 2)).good_steps.tolist() == LAST_TWO
+    assert _scan(SCALERS["static"]._replace(finite_steps=full), *_arrays([GOOD] * 2)).finite_steps.tolist() == LAST_TWO
 
 
 def test_the_longest_growth_interval_ends():
-    almost = SCALERS["never_grows"]._replace(good_steps=jnp.array(reference.COUNTER_LIMIT - 2, jnp.int32))
+    almost = SCALERS["never_grows"]._replace(finite_steps=jnp.array(reference.COUNTER_LIMIT - 2, jnp.int32))
     states = _scan(almost, *_arrays([GOOD] * 2))
-    assert states.good_steps.tolist() == [reference.COUNTER_LIMIT - 1, 0]
+    assert states.finite_steps.tolist() == [reference.COUNTER_LIMIT - 1, 0]
     assert states.loss_scale.tolist() == [2.0**16, 2.0**17]
 
 
@@ -310,7 +314,10 @@ def test_between_the_limits_the_rule_is_that_of_torch(trace):
     after = _expected(state, word)
     states = _scan(state, _arrays(word)[0], None)
     _assert_same_bits(states, after)
-    for scales, good_steps in [(states.loss_scale, states.good_steps), (after["loss_scale"], after["good_steps"])]:
+    for scales, finite_steps in [
+        (states.loss_scale, states.finite_steps),
+        (after["loss_scale"], after["finite_steps"]),
+    ]:
         # Compared as float64, in which every float32 is exact: nothing is rounded on the way.
         np.testing.assert_array_equal(np.asarray(scales, np.float64), trace["scale_after"])
-        np.testing.assert_array_equal(good_steps, trace["growth_tracker_after"])
+        np.testing.assert_array_equal(finite_steps, trace["growth_tracker_after"])

@@ -1,7 +1,7 @@
 """One of several processes of a training run; started by test_processes.py, never collected.
 
 Usage: worker.py SCENARIO ADDRESS NUMBER_OF_PROCESSES PROCESS FOLDER
-"train" saves half way and goes on; "resume" begins with what was saved; "raise" fails on the last process.
+"train" saves half way and continues; "resume" begins with what was saved; "raise" fails on the last process.
 Prints one JSON line with what this process ended with.
 """
 
@@ -27,7 +27,7 @@ if processes > 1:
     timeouts = {"heartbeat_timeout_seconds": 10, "initialization_timeout": 60}
     shutdown = {"shutdown_timeout_seconds": 10}
     if not shutdown.keys() <= inspect.signature(jax.distributed.initialize).parameters.keys():
-        # Before JAX 0.8 a process that fails waits for the others at its exit, and they for it: leave at once.
+        # Before JAX 0.8 a process that fails waits for the others at its exit, and they for it: exit at once.
         sys.excepthook = lambda *error: (traceback.print_exception(*error), sys.stderr.flush(), os._exit(1))
         shutdown = {}
     jax.distributed.initialize(address, num_processes=processes, process_id=process, **timeouts, **shutdown)
@@ -64,13 +64,12 @@ def start():
 
 
 def local_step(params, opt_state, x, fault):
-    def scaled(params):
+    def loss_fn(params):
         w = jax.lax.all_gather(params, "data", axis=0, tiled=True)
-        loss = jnp.mean((x @ w) ** 2) + jnp.sum(fault * params)
-        return jmpscale.scale(jmpscale.get_scaler(opt_state), loss), loss - jnp.sum(fault * params)
+        loss = jnp.mean((x @ w) ** 2)
+        return loss + jnp.sum(fault * params), loss  # the reported loss stays finite
 
-    grads, loss = jax.grad(scaled, has_aux=True)(params)
-    loss = jnp.where(jnp.isnan(loss), jnp.zeros_like(loss), loss)  # the loss itself stays finite
+    (_, loss), grads = jmpscale.value_and_grad(loss_fn, has_aux=True)(opt_state, params)
     updates, opt_state = tx.update(grads, opt_state, params, value=loss)
     return optax.apply_updates(params, updates), opt_state
 

@@ -1,4 +1,4 @@
-"""Calls that type checkers must accept. Read by them, never run."""
+"""Calls that type checkers must accept. Nothing runs this file."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import optax
 
 import jmpscale
 
-state: jmpscale.ScalerState = jmpscale.dynamic(2.0**15, growth_interval=1000, refill="finite")
+state: jmpscale.ScalerState = jmpscale.dynamic(2.0**15, growth_interval=1000, hysteresis_reset="finite")
 loss: jax.Array = jmpscale.scale(state, jnp.ones(()))
 grads, finite = jmpscale.unscale_and_check(state, {"w": jnp.ones(2)}, axis_name=("data", "model"))
 w: jax.Array = grads["w"]
@@ -17,20 +17,34 @@ one: jax.Array = jmpscale.apply_if(finite, lambda x: x + 1, w)
 
 
 def swap(x: jax.Array, n: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns what it is given."""
+    """Returns its arguments."""
     return x, n
 
 
 first, second = jmpscale.apply_if(finite, swap, w, grads)
 check: dict[str, jax.Array] = second
-value, gradient, ok = jmpscale.value_and_grad(swap, argnums=(0, 1), has_aux=True)(state, w, grads)
-tx: optax.GradientTransformationExtraArgs = jmpscale.with_loss_scaling(optax.adam(1e-3), state, max_norm=1.0)
+value, gradient = jmpscale.value_and_grad(swap, argnums=(0, 1), has_aux=True)(state, w, grads)
+tx: optax.GradientTransformationExtraArgs = jmpscale.with_loss_scaling(
+    optax.adam(1e-3), state, max_norm=1.0, axis_name="data", norm_axis_name=("model",)
+)
 opt_state = tx.init(w)
-value, gradient = jmpscale.scaled_value_and_grad(swap, has_aux=True)(opt_state, w, grads)
+value, gradient = jmpscale.value_and_grad(swap, has_aux=True, transform=jax.value_and_grad)(opt_state, w, grads)
+
+
+@jmpscale.value_and_grad(has_aux=True)
+def decorated(x: jax.Array) -> tuple[jax.Array, int]:
+    """Returns a loss and auxiliary data."""
+    return x.sum(), 1
+
+
+value, gradient = decorated(opt_state, w)
 one, opt_state = jmpscale.apply_if(finite, jmpscale.optax_step(tx, grads, value=loss), w, opt_state)
 half: dict[str, jax.Array] = jmpscale.cast(grads, jnp.float16)
-taken: jax.Array = state.step_taken
+applied: jax.Array = state.step_applied
+overflow: bool = jmpscale.SkipReason(int(state.last_skip)) is jmpscale.SkipReason.GRADIENTS
+norm: jax.Array | None = jmpscale.LossScalingState(state, opt_state, None).grad_norm
 scaler: jmpscale.ScalerState = jmpscale.get_scaler(opt_state)
-logged: dict[str, jax.Array] = jmpscale.metrics(scaler)
-jmpscale.raise_if_stuck(scaler, max_skips_in_a_row=3)
+logged: dict[str, jax.Array] = jmpscale.metrics(opt_state)
+report: jmpscale.GradReport = jmpscale.grad_report(grads, scaler=scaler)
+jmpscale.raise_if_stuck(scaler, max_consecutive_skips=3)
 restored: jmpscale.ScalerState = jmpscale.from_torch_state_dict(jmpscale.to_torch_state_dict(scaler), min_scale=1.0)
