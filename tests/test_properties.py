@@ -436,6 +436,7 @@ def _bits(x):
     return np.where(np.isnan(x), np.full_like(x, np.nan), x).tobytes() if x.dtype.kind in "fV" else x.tobytes()
 
 
+@pytest.mark.filterwarnings("ignore:the loss is:UserWarning")  # the leaves that are scaled have every dtype
 @pytest.mark.parametrize("name", some(list(PROGRAMS), default=["unscale_and_check"]))
 def test_eager_jit_vmap_scan_and_sharded_give_the_same_bits(name):
     ways = _ways(PROGRAMS[name])
