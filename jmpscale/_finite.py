@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._state import describe
-from jmpscale._tree import Path, PyTree, check_no_refs, flatten_matching, is_inexact, named_leaves
+from jmpscale._tree import PyTree, check_no_refs, flatten_matching, is_inexact, named_leaves
 
 AxisName = Hashable | Sequence[Hashable] | None
 
@@ -61,11 +61,7 @@ def all_finite(tree: PyTree, *, axis_name: AxisName = None) -> jax.Array:
 
 def all_finite_here(tree: PyTree) -> jax.Array:
     """Tests whether a tree is finite on this device."""
-
-    def matches(_: Path, leaf: Any) -> bool:
-        return is_inexact(leaf)
-
-    leaves, _ = flatten_matching(tree, matches)
+    leaves, _ = flatten_matching(tree, lambda _, leaf: is_inexact(leaf))
     return _all_leaves_finite(leaves)
 
 

@@ -301,7 +301,7 @@ def _negative_zeros(like: Any) -> jax.Array:
 def _zero_nonfinite(tree: PyTree) -> PyTree:
     """Replaces non-finite values by zero, which keeps NaN out of a step whose result is discarded.
 
-    The zeros are negative for the reason that `all_finite` gives.
+    The zeros are negative so that XLA does not merge them with others; see `_finite._all_leaves_finite_default`.
     """
 
     def replace(x: Any) -> Any:

@@ -136,10 +136,9 @@ def _product(x: Any, factor: jax.Array, dtype: Any) -> jax.Array:
     """Multiplies in at least float32 and rounds once, to `dtype`."""
     if jnp.iscomplexobj(x):  # part by part: inf * (factor + 0j) is NaN
         return jax.lax.complex(jnp.real(x) * factor, jnp.imag(x) * factor)
-    wide = jnp.asarray(x, factor.dtype)
     if jax.typeof(x).weak_type:
         return x * jax.lax.full_like(x, factor)  # weakly typed as well
-    return (wide * factor).astype(dtype)
+    return (jnp.asarray(x, factor.dtype) * factor).astype(dtype)
 
 
 def _real_dtype(x: Any) -> Any:
