@@ -9,7 +9,7 @@ from jmpscale._optax import optax_step, with_loss_scaling
 from jmpscale._report import GradReport, grad_report, metrics, raise_if_stuck
 from jmpscale._scaling import scale, unscale, unscale_and_check, update
 from jmpscale._state import LossScalingState, ScalerConfig, ScalerState, SkipReason, disabled, dynamic, static
-from jmpscale._step import value_and_grad
+from jmpscale._step import loss_scaled, value_and_grad
 from jmpscale._tree import cast, get_scaler, replace_scaler
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "from_torch_state_dict",
     "get_scaler",
     "grad_report",
+    "loss_scaled",
     "metrics",
     "optax_step",
     "raise_if_stuck",

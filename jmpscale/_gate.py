@@ -6,7 +6,6 @@ The platform is that for which the program is lowered.
 """
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, TypeVarTuple, overload
 
@@ -17,7 +16,7 @@ import numpy as np
 from jmpscale._finite import varying_axes
 from jmpscale._scaling import check_flag
 from jmpscale._state import truncate
-from jmpscale._tree import PyTree, check_no_refs, find_instances, is_array, is_traced, named_leaves
+from jmpscale._tree import PyTree, check_no_nnx_objects, check_no_refs, is_array, is_traced, named_leaves
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -174,18 +173,6 @@ def _where(flag: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     # A select of scalars in host memory is in device memory.
     space = getattr(jax.typeof(old), "memory_space", None)
     return out if space == getattr(jax.typeof(out), "memory_space", None) else jax.device_put(out, space)
-
-
-def check_no_nnx_objects(tree: PyTree, name: str, remedy: str) -> None:
-    """Raises if a tree contains Flax NNX objects: inside a transformation copies of them would be changed."""
-    nnx = sys.modules.get("flax.nnx")
-    # While another thread is still importing Flax, the module exists without its classes.
-    kind = getattr(nnx, "Pytree", getattr(nnx, "Object", None))
-    if kind is not None and (found := find_instances(tree, kind)):
-        raise TypeError(
-            f"{name} must hold values, got a Flax NNX {type(found[0]).__name__}, which is changed in place: the change "
-            f"would be lost. {remedy}"
-        )
 
 
 def check_same_types(before: PyTree, after: PyTree, name: str = "carry", fn: str = "fn", remedy: str = "") -> None:

@@ -69,13 +69,18 @@ def scale(state: ScalerState, tree: Tree) -> Tree:
                 f"scale takes losses of a floating-point dtype, got {describe(leaf)} at tree{path}. "
                 "Pass only the losses, or convert with .astype(jnp.float32)."
             )
-        if is_traced(leaf) and unscaled_dtype(leaf.dtype) != leaf.dtype:
-            warn_user(
-                f"the loss is {leaf.dtype}, so the backward pass starts from the loss scale in {leaf.dtype}, where "
-                "large scales are infinite. Return the loss in float32: convert the model's output with "
-                ".astype(jnp.float32) before the loss is computed."
-            )
+        warn_if_narrow(leaf)
     return _scale(state.loss_scale, tree)
+
+
+def warn_if_narrow(loss: Any) -> None:
+    """Warns if a loss that may be differentiated has a dtype that cannot hold large scales."""
+    if is_traced(loss) and is_narrow(loss):
+        warn_user(
+            f"the loss is {loss.dtype}, so the backward pass starts from the loss scale in {loss.dtype}, where large "
+            "scales are infinite. Return the loss in float32: convert the model's output with .astype(jnp.float32) "
+            "before the loss is computed."
+        )
 
 
 @jax.jit
@@ -116,11 +121,12 @@ def unscale(state: ScalerState, tree: Tree) -> Tree:
     check_no_partial_sums(tree)
     # Only gradients pass through jit, which converts float0 to bool and refuses Python objects.
     grads, unflatten = flatten_matching(tree, is_gradient)
-    return unflatten(_unscale(state.loss_scale, grads))
+    return unflatten(divide(grads, state.loss_scale))
 
 
 @jax.jit
-def _unscale(loss_scale: jax.Array, grads: list[Any]) -> list[jax.Array]:
+def divide(grads: list[Any], loss_scale: jax.Array) -> list[jax.Array]:
+    """Divides arrays by the loss scale; the dtypes of the results are those of `unscaled_dtype`."""
     loss_scale = jnp.asarray(loss_scale)
     inverse = {dtype: 1 / loss_scale.astype(dtype) for dtype in map(_real_dtype, grads)}
     return [_product(x, inverse[_real_dtype(x)], unscaled_dtype(jnp.result_type(x))) for x in grads]
@@ -149,6 +155,11 @@ def _real_dtype(x: Any) -> Any:
 def unscaled_dtype(dtype: Any) -> Any:
     """Returns the dtype of an unscaled gradient: float32 for float16 and float8, otherwise the dtype itself."""
     return np.dtype(dtype) if dtype == jnp.bfloat16 else _at_least_float32(dtype)
+
+
+def is_narrow(x: Any) -> bool:
+    """Tests whether a leaf is float16 or float8, which cannot hold unscaled gradients."""
+    return unscaled_dtype(x.dtype) != x.dtype
 
 
 def _at_least_float32(dtype: Any) -> Any:

@@ -1,19 +1,39 @@
-"""The loss and its gradients in true units, with a backward pass that runs on the scaled loss."""
+"""Gradients in true units, computed by a backward pass at the loss scale.
+
+`value_and_grad` takes the gradients itself. `loss_scaled` is for loops that take them with a function of their own.
+"""
 
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jmpscale._gate import check_no_nnx_objects
-from jmpscale._scaling import scale, unscale
-from jmpscale._state import ScalerState, describe
-from jmpscale._tree import PyTree, check_one_scaler, find_instances, get_scaler, is_inexact, named_leaves
+from jmpscale._finite import varying_axes
+from jmpscale._scaling import divide, is_narrow, multiply, scale, unscale, warn_if_narrow
+from jmpscale._state import ScalerState, describe, static
+from jmpscale._tree import (
+    PyTree,
+    check_no_nnx_objects,
+    check_no_refs,
+    check_one_scaler,
+    find_instances,
+    flatten_matching,
+    get_scaler,
+    is_array,
+    is_gradient,
+    is_inexact,
+    is_traced,
+    named_leaves,
+    nnx_objects,
+)
 
+P = ParamSpec("P")
+T = TypeVar("T")
 ValueAndGrad = Callable[..., tuple[Any, Any]]
 
 
@@ -140,3 +160,178 @@ def _check_differentiable(args: tuple[Any, ...], argnums: Any) -> None:
                     f"argument {argnums} must have gradients for all leaves, got an Equinox {type(model).__name__} "
                     f"with {describe(leaf)} at {path}. Pass transform=equinox.filter_value_and_grad."
                 )
+
+
+def loss_scaled(fun: Callable[P, T], scale: Any, *, has_aux: bool = False) -> Callable[P, T]:
+    """Creates a function with the values and gradients of `fun`, whose backward pass runs at the loss scale.
+
+    For training loops that take a loss function and differentiate it themselves. The cotangents of the outputs are
+    multiplied by the scale, and those of the values that `fun` depends on are divided by it. The loop therefore sees
+    gradients in true units, like those of `jmpscale.value_and_grad`. Where the scale is a power of two, both operations
+    are exact. The optimizer should skip steps that overflow: pass `with_loss_scaling(tx, static(1.0))`, or
+    `with_loss_scaling(tx)` if `scale` can read the optimizer state.
+
+    `fun` is traced in every call, so it must be a function that `jax.jit` accepts.
+
+    Args:
+      fun: the loss function. Return the loss in float32. All floating-point values that it depends on are handled:
+        positional and keyword arguments, pytrees, Equinox modules, Flax NNX objects, and values that it closes over.
+        They must be float32, bfloat16 or wider where they are differentiated, so convert parameters to float16 inside
+        `fun`.
+      scale: the loss scale, a Python number or an array f32[]; a scaler, or a pytree that contains exactly one; or a
+        function of the arguments of `fun` that returns any of these. It is not differentiated.
+      has_aux: whether `fun` returns a pair of the loss and auxiliary data.
+
+    Returns:
+      A function with the signature of `fun`. It supports reverse-mode differentiation, to any order. With `disabled()`
+      it calls `fun`.
+
+    Raises:
+      TypeError: `fun` is not callable, `scale` is none of the above, `fun` does not return what `has_aux` says, or an
+        argument is a `jax.Ref`. When differentiated: a differentiated value is float16 or float8, in which an unscaled
+        gradient would underflow; or differentiation is in forward mode.
+      ValueError: `scale` is out of range, or contains no scaler, more than one, or a batch of scalers. When
+        differentiated: the scale differs between devices that share a parameter.
+
+    Warns:
+      UserWarning: the loss has a dtype that cannot hold the scale, such as float16.
+
+    >>> loss_fn = loss_scaled(lambda w, x: (w * x) ** 2, 2.0**16)
+    >>> loss, grad = jax.value_and_grad(loss_fn)(3.0, 2.0)
+    >>> float(loss), float(grad)
+    (36.0, 24.0)
+    """
+    if not callable(fun):
+        raise TypeError(
+            f"fun must be the loss function, got {describe(fun)}. Pass the function: loss_scaled(fun, scale)."
+        )
+    if isinstance(scale, (int, float)):
+        scale = static(scale)
+
+    # With the signature of fun, by which nnx.value_and_grad finds the positions of keyword arguments.
+    @functools.wraps(fun, updated=())
+    def loss_scaled_fun(*args: P.args, **kwargs: P.kwargs) -> T:
+        loss_scale = _read_loss_scale(scale, args, kwargs)
+        if loss_scale is None:
+            return fun(*args, **kwargs)
+        check_no_refs((args, kwargs), "the arguments")
+
+        transform = functools.partial(_scale_backward_pass, loss_scale)
+        return _lift_nnx(transform, _with_checked_output(fun, has_aux), args, kwargs)
+
+    return loss_scaled_fun
+
+
+def _read_loss_scale(scale: Any, args: Any, kwargs: Any) -> jax.Array | None:
+    """Returns the loss scale, f32[], or None if scaling is disabled."""
+    if callable(scale) and not find_instances(scale, ScalerState):
+        scale = scale(*args, **kwargs)
+    if isinstance(scale, (int, float)):
+        scale = static(scale)
+    leaves = jax.tree.leaves(scale)  # an nnx.Variable is a container of one array
+    if len(leaves) == 1 and is_array(leaves[0]):
+        if jnp.shape(leaves[0]) != () or not jnp.issubdtype(leaves[0].dtype, jnp.floating):
+            raise TypeError(f"scale must be a floating-point scalar, got {describe(leaves[0])}. Pass the loss scale.")
+        return jax.lax.stop_gradient(jnp.asarray(leaves[0], jnp.float32))
+    state = get_scaler(scale)
+    check_one_scaler(state, "scale")
+    return None if state.config.mode == "disabled" else jax.lax.stop_gradient(jnp.asarray(state.loss_scale))
+
+
+def _with_checked_output(fun: Callable[..., Any], has_aux: bool) -> Callable[[Any, Any], Any]:
+    def checked(args: Any, kwargs: Any) -> Any:
+        out = fun(*args, **kwargs)
+        out = _as_pair(out) if has_aux else out
+        for loss in jax.tree.leaves(out[0] if has_aux else out):
+            warn_if_narrow(loss)
+        return out
+
+    return checked
+
+
+def _lift_nnx(transform: Callable[..., Any], fun: Callable[..., Any], *args: Any) -> Any:
+    """Applies a transformation of functions of pytrees to a function whose arguments may contain Flax NNX objects.
+
+    Inside a transformation `fun` would change copies of the objects. Flax passes their state in and out.
+    """
+    if not nnx_objects(args):
+        return transform(fun, *args)
+    from flax.nnx.transforms.general import merge_inputs, split_inputs
+
+    return split_inputs(functools.partial(transform, merge_inputs(fun)))(*args)
+
+
+def _scale_backward_pass(loss_scale: jax.Array, fun: Callable[..., Any], *args: Any) -> Any:
+    """Calls `fun`, with the cotangents of its outputs multiplied and those of all its inputs divided by the scale."""
+    unflatten: Callable[..., Any] = tuple
+
+    def traced_outputs() -> list[Any]:
+        nonlocal unflatten
+        leaves, unflatten = flatten_matching(fun(*args), lambda _, leaf: is_traced(leaf))
+        return leaves
+
+    # The constants of the jaxpr are all values that fun depends on, whether it receives them as arguments or closes
+    # over them. jax.closure_convert would find them too, but keeps what fun closes over in a cache.
+    closed = jax.make_jaxpr(traced_outputs)()
+    paths = {id(leaf): path for path, leaf in jax.tree_util.tree_leaves_with_path(args)}
+    inputs = [_unscale_if_differentiable(x, loss_scale, paths.get(id(x), ())) for x in closed.consts]
+    outputs = jax.core.eval_jaxpr(closed.jaxpr, inputs)
+    return unflatten(_scale_cotangent(y, loss_scale) if is_inexact(y) else y for y in outputs)
+
+
+def _unscale_if_differentiable(x: Any, loss_scale: jax.Array, path: tuple[Any, ...]) -> Any:
+    if not (is_traced(x) and is_gradient(path, x)):
+        return x
+    name = "a value that fun closes over"
+    if path:
+        name = ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
+    try:
+        return _unscale_cotangent(x, loss_scale, name)
+    except TypeError as error:
+        if "forward-mode" in str(error):
+            error.add_note("loss_scaled supports reverse mode. In forward mode nothing underflows: differentiate fun.")
+        raise
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _unscale_cotangent(x: jax.Array, loss_scale: jax.Array, name: str) -> jax.Array:
+    """Returns `x`, and divides its cotangent by the loss scale."""
+    return x
+
+
+def _unscale_cotangent_fwd(x: jax.Array, loss_scale: jax.Array, name: str) -> tuple[jax.Array, jax.Array]:
+    # Runs only for values that are differentiated.
+    if is_narrow(x):
+        raise TypeError(
+            f"values that are differentiated must be float32, bfloat16 or wider, got {name} of {describe(x)}: unscaled "
+            f"gradients underflow in {x.dtype}. Keep it in float32 and convert it inside fun, with jmpscale.cast for "
+            "example; or take the gradients with jmpscale.value_and_grad, which returns them in float32."
+        )
+    if axes := varying_axes(loss_scale) - varying_axes(x):
+        raise ValueError(
+            f"scale must be equal on all devices that share {name}, but it may differ along the mesh axes "
+            f"{sorted(axes)}. Pass the scaler into jax.shard_map with in_specs=jax.P()."
+        )
+    return x, loss_scale
+
+
+def _unscale_cotangent_bwd(name: str, loss_scale: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None]:
+    return divide([cotangent], loss_scale)[0], None
+
+
+@jax.custom_vjp
+def _scale_cotangent(x: jax.Array, loss_scale: jax.Array) -> jax.Array:
+    """Returns `x`, and multiplies its cotangent by the loss scale."""
+    return x
+
+
+def _scale_cotangent_fwd(x: jax.Array, loss_scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x, loss_scale
+
+
+def _scale_cotangent_bwd(loss_scale: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None]:
+    return multiply(cotangent, loss_scale), None
+
+
+_unscale_cotangent.defvjp(_unscale_cotangent_fwd, _unscale_cotangent_bwd)
+_scale_cotangent.defvjp(_scale_cotangent_fwd, _scale_cotangent_bwd)

@@ -4,6 +4,7 @@ Leaves that are not arrays pass through every function of this package unchanged
 """
 
 import collections
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -80,6 +81,23 @@ def check_no_refs(tree: PyTree, name: str = "tree") -> None:
         raise TypeError(
             f"{name} must hold values, got a jax.Ref at {name}{path}. Read it with ref[...], pass the value, and write "
             "the result back with ref[...] = value."
+        )
+
+
+def nnx_objects(tree: PyTree) -> list[Any]:
+    """Returns the Flax NNX objects that a tree contains, which are changed in place."""
+    nnx = sys.modules.get("flax.nnx")
+    # While another thread is still importing Flax, the module exists without its classes.
+    kind = getattr(nnx, "Pytree", getattr(nnx, "Object", None))
+    return [] if kind is None else find_instances(tree, kind)
+
+
+def check_no_nnx_objects(tree: PyTree, name: str, remedy: str) -> None:
+    """Raises if a tree contains Flax NNX objects: inside a transformation copies of them would be changed."""
+    if found := nnx_objects(tree):
+        raise TypeError(
+            f"{name} must hold values, got a Flax NNX {type(found[0]).__name__}, which is changed in place: the change "
+            f"would be lost. {remedy}"
         )
 
 
