@@ -75,7 +75,7 @@ def scale(state: ScalerState, tree: Tree) -> Tree:
 
 def warn_if_narrow(loss: Any) -> None:
     """Warns if a loss that may be differentiated has a dtype that cannot hold large scales."""
-    if is_traced(loss) and is_narrow(loss):
+    if is_traced(loss) and is_inexact(loss) and is_narrow(loss):
         warn_user(
             f"the loss is {loss.dtype}, so the backward pass starts from the loss scale in {loss.dtype}, where large "
             "scales are infinite. Return the loss in float32: convert the model's output with .astype(jnp.float32) "

@@ -275,7 +275,8 @@ def _scale_backward_pass(loss_scale: jax.Array, fun: Callable[..., Any], *args: 
     closed = jax.make_jaxpr(traced_outputs)()
     paths = {id(leaf): path for path, leaf in jax.tree_util.tree_leaves_with_path(args)}
     inputs = [_unscale_if_differentiable(x, loss_scale, paths.get(id(x), ())) for x in closed.consts]
-    outputs = jax.core.eval_jaxpr(closed.jaxpr, inputs)
+    # As arrays, because a constant output is a literal of the jaxpr.
+    outputs = map(jnp.asarray, jax.core.eval_jaxpr(closed.jaxpr, inputs))
     return unflatten(_scale_cotangent(y, loss_scale) if is_inexact(y) else y for y in outputs)
 
 

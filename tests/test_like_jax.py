@@ -1,6 +1,6 @@
-"""value_and_grad accepts, returns and refuses what jax.value_and_grad does.
+"""value_and_grad and loss_scaled accept, return and refuse what jax.value_and_grad does.
 
-Each program runs with both, and must return equal results of equal types, or raise errors of the same type. The scale
+Each program runs with and without them, and must return equal results of equal types, or raise errors of the same type. The scale
 is a power of two and everything is float32, so the results are equal bit for bit.
 """
 
@@ -27,6 +27,10 @@ def _ours(fun, *options, **more):
     return functools.partial(jmpscale.value_and_grad(fun, *options, **more), SCALER)
 
 
+def _with_loss_scaled(fun, argnums=0, has_aux=False):
+    return jax.value_and_grad(jmpscale.loss_scaled(fun, SCALER, has_aux=has_aux), argnums, has_aux)
+
+
 def _outcome(call):
     """Returns the result of a call in comparable form, down to the bits, or the type of its exception."""
     try:
@@ -48,6 +52,7 @@ def _assert_alike(fun, args=(), kwargs=None, **options):
     kwargs = kwargs or {}
     expected = _outcome(lambda: jax.value_and_grad(fun, **options)(*args, **kwargs))
     assert _outcome(lambda: _ours(fun, **options)(*args, **kwargs)) == expected
+    assert _outcome(lambda: _with_loss_scaled(fun, **options)(*args, **kwargs)) == expected
     return expected
 
 
@@ -138,8 +143,8 @@ def test_auxiliary_data_of_any_type(aux):
         return jnp.sum(w**2), AUX[aux](w)
 
     _assert_alike(fun, (W,), has_aux=True)
-    plain, own = (jax.jit(make(fun, has_aux=True)) for make in (jax.value_and_grad, _ours))
-    assert _outcome(lambda: own(W)) == _outcome(lambda: plain(W))
+    plain, *own = (jax.jit(make(fun, has_aux=True)) for make in (jax.value_and_grad, _ours, _with_loss_scaled))
+    assert [_outcome(lambda: program(W)) for program in own] == [_outcome(lambda: plain(W))] * 2
 
 
 LOSSES = {
