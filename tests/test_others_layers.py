@@ -1,4 +1,4 @@
-"""Every layer of Equinox, Flax NNX and Flax Linen, trained with both APIs: the same bits as without jmpscale.
+"""Every layer of Equinox, Flax NNX and Flax Linen trains with both APIs and loss_scaled as without jmpscale, bit for bit.
 
 All layers of a framework are parts of one model, so that few programs are compiled; leaves that differ are named by
 their paths. The tables are compared with the frameworks' own modules, so a layer that a new version adds is reported as
@@ -27,6 +27,17 @@ pytestmark = [
 ]
 
 TX = optax.sgd(0.1, momentum=0.9)
+
+
+def _by_value_and_grad(loss, holder, transform, has_aux):
+    return functools.partial(jmpscale.value_and_grad(loss, has_aux=has_aux, transform=transform), holder)
+
+
+def _by_loss_scaled(loss, holder, transform, has_aux):
+    return transform(jmpscale.loss_scaled(loss, holder, has_aux=has_aux), has_aux=has_aux)
+
+
+WRAPPED = {"optax wrapper": _by_value_and_grad, "loss_scaled": _by_loss_scaled}  # how each takes gradients
 # Without LLVM's optimizations: they fuse some products and sums into one operation that rounds once, and not the same
 # ones in each program, so two programs with the same arithmetic could differ in the last bit.
 EXACT = {"compiler_options": {"xla_backend_optimization_level": 0}}
@@ -163,7 +174,7 @@ class Equinox:
         return loss, state
 
     def start(self, api, scaler):
-        tx = jmpscale.with_loss_scaling(TX, scaler) if api == "optax wrapper" else TX
+        tx = jmpscale.with_loss_scaling(TX, scaler) if api in WRAPPED else TX
         return self.model, self.state, tx.init(eqx.filter(self.model, eqx.is_inexact_array)), scaler
 
     @functools.cached_property
@@ -187,14 +198,15 @@ class Equinox:
             carry = jmpscale.apply_if(finite, step, model, state, opt_state)
             return *carry, jmpscale.update(scaler, finite, loss=loss)
 
-        def wrapper(carry, key, poison):
+        def wrapper(api, carry, key, poison):
             model, state, opt_state, scaler = carry
-            grad_fn = jmpscale.value_and_grad(self.loss, has_aux=True, transform=eqx.filter_value_and_grad)
-            (loss, state), grads = grad_fn(opt_state, model, state, key, poison)
+            grad_fn = WRAPPED[api](self.loss, opt_state, eqx.filter_value_and_grad, has_aux=True)
+            (loss, state), grads = grad_fn(model, state, key, poison)
             updates, opt_state = jmpscale.with_loss_scaling(TX).update(grads, opt_state, model, value=loss)
             return eqx.apply_updates(model, updates), state, opt_state, scaler
 
-        steps = {"plain": plain, "functional API": functional, "optax wrapper": wrapper}
+        steps = {"plain": plain, "functional API": functional}
+        steps |= {api: functools.partial(wrapper, api) for api in WRAPPED}
         return {api: eqx.filter_jit(step, **EXACT) for api, step in steps.items()}
 
     def parts(self, carry, api):
@@ -297,7 +309,7 @@ class FlaxNNX:
         return loss
 
     def start(self, api, scaler):
-        tx = jmpscale.with_loss_scaling(TX, scaler) if api == "optax wrapper" else TX
+        tx = jmpscale.with_loss_scaling(TX, scaler) if api in WRAPPED else TX
         optimizer = nnx.Optimizer(self.model, tx, wrt=nnx.Param)
         self.graphdefs[api], state = nnx.split((self.model, optimizer))
         return state, scaler
@@ -321,15 +333,16 @@ class FlaxNNX:
             state = jmpscale.apply_if(finite, lambda _: nnx.state((model, optimizer)), state)
             return state, jmpscale.update(scaler, finite, loss=loss)
 
-        def wrapper(carry, key, poison):
+        def wrapper(api, carry, key, poison):
             state, scaler = carry
-            model, optimizer = nnx.clone(nnx.merge(self.graphdefs["optax wrapper"], state))
-            grad_fn = jmpscale.value_and_grad(self.loss, transform=nnx.value_and_grad)
-            loss, grads = grad_fn(optimizer.opt_state, model, poison)
+            model, optimizer = nnx.clone(nnx.merge(self.graphdefs[api], state))
+            grad_fn = WRAPPED[api](self.loss, optimizer.opt_state, nnx.value_and_grad, has_aux=False)
+            loss, grads = grad_fn(model, poison)
             optimizer.update(model, grads, value=loss)
             return nnx.state((model, optimizer)), scaler
 
-        steps = {"plain": plain, "functional API": functional, "optax wrapper": wrapper}
+        steps = {"plain": plain, "functional API": functional}
+        steps |= {api: functools.partial(wrapper, api) for api in WRAPPED}
         return {api: jax.jit(step, **EXACT) for api, step in steps.items()}
 
     def parts(self, carry, api):
@@ -436,7 +449,7 @@ class FlaxLinen:
         return loss, new_state
 
     def start(self, api, scaler):
-        tx = jmpscale.with_loss_scaling(TX, scaler) if api == "optax wrapper" else TX
+        tx = jmpscale.with_loss_scaling(TX, scaler) if api in WRAPPED else TX
         return self.params, self.state, tx.init(self.params), scaler
 
     @functools.cached_property
@@ -456,14 +469,15 @@ class FlaxLinen:
             state = jmpscale.apply_if(finite, lambda _: new_state, state)
             return params, state, opt_state, jmpscale.update(scaler, finite, loss=loss)
 
-        def wrapper(carry, key, poison):
+        def wrapper(api, carry, key, poison):
             params, state, opt_state, scaler = carry
-            grad_fn = jmpscale.value_and_grad(self.loss, has_aux=True)
-            (loss, state), grads = grad_fn(opt_state, params, state, key, poison)
+            grad_fn = WRAPPED[api](self.loss, opt_state, jax.value_and_grad, has_aux=True)
+            (loss, state), grads = grad_fn(params, state, key, poison)
             updates, opt_state = jmpscale.with_loss_scaling(TX).update(grads, opt_state, params, value=loss)
             return optax.apply_updates(params, updates), state, opt_state, scaler
 
-        steps = {"plain": plain, "functional API": functional, "optax wrapper": wrapper}
+        steps = {"plain": plain, "functional API": functional}
+        steps |= {api: functools.partial(wrapper, api) for api in WRAPPED}
         return {api: jax.jit(step, **EXACT) for api, step in steps.items()}
 
     @staticmethod
@@ -507,9 +521,11 @@ ONE, INFINITE = np.float32(1), np.float32(np.inf)
 
 
 CASES = [
-    (api, scaler)
-    for api in ("functional API", "optax wrapper")
-    for scaler in (jmpscale.static(1.0), jmpscale.dynamic())
+    ("functional API", jmpscale.static(1.0)),
+    ("functional API", jmpscale.dynamic()),
+    ("optax wrapper", jmpscale.static(1.0)),
+    ("optax wrapper", jmpscale.dynamic()),
+    ("loss_scaled", jmpscale.dynamic()),
 ]
 
 
@@ -526,10 +542,10 @@ def _check(framework, cases):
             assert not _differing(framework.parts(carry, api), plain, rounded=not SAME_ARITHMETIC), case
         skipped = step(carry, KEYS[0], INFINITE)
         before, after = framework.parts(carry, api), framework.parts(skipped, api)
-        if api == "optax wrapper":  # it does not gate what a forward pass changes
+        if api in WRAPPED:  # it does not gate what a forward pass changes
             before, after = before[0], after[0]
         changed = _differing(after, before)
-        if api == "optax wrapper":
+        if api in WRAPPED:
             changed = [path for path in changed if not framework.changes_in_a_forward_pass(path)]
         assert not changed, case
         assert int(framework.scaler(skipped, api).skipped) == 1
@@ -566,7 +582,8 @@ ALL = {Equinox: EQUINOX_MODELS, FlaxNNX: NNX, FlaxLinen: LINEN}
 @pytest.mark.once
 def test_layers_of_each_kind_train_as_without_jmpscale_and_skip():
     names = [name for name in QUICK if Equinox.has(name)]
-    _check(Equinox(names), [("functional API", jmpscale.dynamic()), ("optax wrapper", jmpscale.static(1.0))])
+    cases = [("functional API", jmpscale.dynamic()), ("optax wrapper", jmpscale.static(1.0))]
+    _check(Equinox(names), [*cases, ("loss_scaled", jmpscale.dynamic())])
 
 
 @pytest.mark.full
