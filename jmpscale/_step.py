@@ -214,8 +214,8 @@ def loss_scaled(fun: Callable[P, T], scale: Any, *, has_aux: bool = False) -> Ca
         loss_scale = _read_loss_scale(scale, args, kwargs)
         if loss_scale is None:
             return fun(*args, **kwargs)
-        check_no_refs((args, kwargs), "the arguments")
-
+        check_no_refs(args, "args")
+        check_no_refs(kwargs, "kwargs")
         transform = functools.partial(_scale_backward_pass, loss_scale)
         return _lift_nnx(transform, _with_checked_output(fun, has_aux), args, kwargs)
 
@@ -224,7 +224,7 @@ def loss_scaled(fun: Callable[P, T], scale: Any, *, has_aux: bool = False) -> Ca
 
 def _read_loss_scale(scale: Any, args: Any, kwargs: Any) -> jax.Array | None:
     """Returns the loss scale, f32[], or None if scaling is disabled."""
-    if callable(scale) and not find_instances(scale, ScalerState):
+    if callable(scale) and not any(map(is_array, jax.tree.leaves(scale))):  # some containers of arrays are callable
         scale = scale(*args, **kwargs)
     if isinstance(scale, (int, float)):
         scale = static(scale)

@@ -1,4 +1,4 @@
-"""Every layer of Equinox, Flax NNX and Flax Linen trains with both APIs and loss_scaled as without jmpscale, bit for bit.
+"""Every layer of Equinox, Flax NNX and Flax Linen trains with both APIs and loss_scaled as it does without jmpscale.
 
 All layers of a framework are parts of one model, so that few programs are compiled; leaves that differ are named by
 their paths. The tables are compared with the frameworks' own modules, so a layer that a new version adds is reported as
