@@ -19,6 +19,7 @@ from jmpscale._finite import (
     manual_axes,
     varying_axes,
     warn_if_unsynchronised,
+    warn_user,
 )
 from jmpscale._gate import GatedTree, check_same_types, gate, has_same_type
 from jmpscale._scaling import adjust, all_reduce_outcome, multiply, unscaled_dtype
@@ -104,6 +105,7 @@ def with_loss_scaling(
 
     def init(params: optax.Params) -> Any:
         register_with_flax()
+        _warn_if_inside_multi_steps()
         scaler = jax.tree.map(jnp.array, initial)
         inner_state = tx.init(params if _is_disabled(scaler) else _widen(params))
         return LossScalingState(scaler, inner_state, None if max_norm is None else jnp.zeros((), jnp.float32))
@@ -162,6 +164,22 @@ def _with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
         return tx.update(updates, state, params, **passed_on)
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def _warn_if_inside_multi_steps() -> None:
+    """Warns if `optax.MultiSteps` initializes the wrapper, because its sum never recovers from an overflow.
+
+    `MultiSteps` resets its sum by a multiplication with zero, and 0 * inf is NaN.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not optax.MultiSteps.init.__code__:
+        frame = frame.f_back
+    if frame is not None:
+        warn_user(
+            "with_loss_scaling is inside optax.MultiSteps: after one overflow its accumulated gradients stay NaN, and "
+            "every later step is skipped. Place it outside: with_loss_scaling(optax.MultiSteps(tx, k)). If a training "
+            "loop adds MultiSteps itself, turn its gradient accumulation off."
+        )
 
 
 def _decision_axes(axis_name: AxisName, norm_axis_name: AxisName) -> AxisName:

@@ -16,6 +16,7 @@ import numpy as np
 
 from jmpscale._finite import (
     AxisName,
+    all_finite_here,
     axes_to_reduce,
     check_no_partial_sums,
     use_variadic_reduce,
@@ -38,6 +39,7 @@ from jmpscale._tree import (
     find_instances,
     get_scaler,
     is_gradient,
+    is_inexact,
     is_traced,
     path_names,
 )
@@ -52,6 +54,9 @@ _DIAGNOSES = (  # in the order of _diagnoses
     f"{_STUCK}The loss scale is invalid: the state was damaged, in storage or by hand. Restore an older checkpoint.",
     f"{_STUCK}In the most recent skip the loss itself was not finite, before any scaling. No loss scale prevents "
     "that. Look for invalid data, or for an overflow in the forward pass.",
+    f"{_STUCK}The gradients that optax.MultiSteps has accumulated are not finite, and never will be again: it resets "
+    "them by a multiplication with zero, and 0 * inf is NaN. Place with_loss_scaling outside: "
+    "with_loss_scaling(optax.MultiSteps(tx, k)).",
     f"{_OVERFLOW}The scale cannot back off any further: the gradients overflow at every allowed scale, or they are "
     "NaN. jmpscale.grad_report names the leaf. Run the same batch in float32; if the gradients are finite there, "
     "decrease min_scale or keep the overflowing layers in float32.",
@@ -356,7 +361,7 @@ def _all_reduce(parts: list[Any], axes: list[tuple[Any, ...]], collective: Calla
     return jnp.concatenate(reduced)[np.argsort(np.concatenate([*groups.values()]))]
 
 
-def raise_if_stuck(state: ScalerState, *, max_consecutive_skips: int) -> None:
+def raise_if_stuck(holder: PyTree, *, max_consecutive_skips: int) -> None:
     """Raises if too many consecutive steps were skipped; call it between steps.
 
     Reads one scalar from the device, and waits for it; a call every hundred steps costs next to nothing. In a compiled
@@ -364,37 +369,52 @@ def raise_if_stuck(state: ScalerState, *, max_consecutive_skips: int) -> None:
     error that it returns.
 
     Args:
-      state: the scaler.
+      holder: a `ScalerState`, or any pytree that contains exactly one. In a whole optimizer state, sums of
+        `optax.MultiSteps` that an overflow has made NaN are recognised as well.
       max_consecutive_skips: the number of consecutive skips that is acceptable, at least 1. The initial backoff can
         take some: from 2^16 down to 1 it takes 16.
 
     Raises:
       FloatingPointError: more consecutive steps were skipped. The message states the scale, the cause and the remedy.
         Under `checkify` it is a `JaxRuntimeError` with the same text.
-      TypeError: `state` is not a `ScalerState`, or `max_consecutive_skips` is not an integer.
-      ValueError: `state` is a batch of scalers, or `max_consecutive_skips` is below 1; or JAX's own error, under
-        `jax.jit` without `checkify`.
+      TypeError: `max_consecutive_skips` is not an integer.
+      ValueError: `holder` contains no scaler, more than one, or a batch of scalers; or `max_consecutive_skips` is below
+        1; or JAX's own error, under `jax.jit` without `checkify`.
 
     >>> from jmpscale import dynamic
     >>> raise_if_stuck(dynamic(), max_consecutive_skips=20)
     """
-    check_one_scaler(state)
+    state = get_scaler(holder)
+    check_one_scaler(state, "holder")
     stuck = state.consecutive_skips > check_count("max_consecutive_skips", max_consecutive_skips)
     numbers = {"scale": state.loss_scale, "run": state.consecutive_skips, "total": state.skipped}
     if any(map(is_traced, [stuck, *jax.tree.leaves(state)])):
         from jax.experimental import checkify
 
-        for holds, text in _diagnoses(state):  # checkify reports the first check that fails
+        for holds, text in _diagnoses(state, holder):  # checkify reports the first check that fails
             checkify.check(jnp.logical_not(stuck & holds), text, debug=False, **numbers)
     elif stuck:
         state = jax.tree.map(np.asarray, state)  # under a transformation JAX would trace operations on known arrays
-        raise FloatingPointError(next(text for holds, text in _diagnoses(state) if holds).format(**numbers))
+        raise FloatingPointError(next(text for holds, text in _diagnoses(state, holder) if holds).format(**numbers))
 
 
-def _diagnoses(state: ScalerState) -> list[tuple[Any, str]]:
+def _diagnoses(state: ScalerState, holder: PyTree) -> list[tuple[Any, str]]:
     """Returns each diagnosis with whether it applies; the first one that applies is the right one."""
     scale, config = state.loss_scale, state.config
     damaged = ~((scale > 0) & (scale <= LARGEST_SCALE))  # also NaN
     at_limit = (scale <= np.float32(config.min_scale)) | (config.mode == "static")
     at_start = state.consecutive_skips == state.skipped
-    return list(zip((damaged, state.last_skip == SkipReason.LOSS, at_limit, at_start, True), _DIAGNOSES, strict=True))
+    applies = (damaged, state.last_skip == SkipReason.LOSS, _has_nonfinite_sums(holder), at_limit, at_start, True)
+    return list(zip(applies, _DIAGNOSES, strict=True))
+
+
+def _has_nonfinite_sums(holder: PyTree) -> Any:
+    """Tests whether gradients that `optax.MultiSteps` has accumulated are not finite, on this process's devices."""
+    entries = jax.tree_util.tree_leaves_with_path(holder)
+    in_sums = [leaf for path, leaf in entries if any(getattr(key, "name", "") == "acc_grads" for key in path)]
+    sums = [leaf for leaf in in_sums if is_inexact(leaf)]
+    if any(map(is_traced, sums)):
+        return jnp.logical_not(all_finite_here(sums))
+    # Shard by shard, because only one process may have called, and a process reads only its own devices.
+    shards = [shard.data for leaf in sums for shard in getattr(leaf, "addressable_shards", ())]
+    return not all(np.isfinite(shard).all() for shard in shards)

@@ -131,7 +131,7 @@ ERRORS = {
     ),
     "update: swapped": (lambda: jmpscale.update(TRUE, STATE), TypeError, A_SCALER.format("ArrayImpl")),
     "raise_if_stuck": (
-        lambda: jmpscale.raise_if_stuck(TORCH, max_consecutive_skips=1), TypeError, A_SCALER.format("dict"),
+        lambda: jmpscale.raise_if_stuck(TORCH, max_consecutive_skips=1), ValueError, NO_SCALER.format("dict"),
     ),
     "to_torch_state_dict": (lambda: jmpscale.to_torch_state_dict(TORCH), TypeError, A_SCALER.format("dict")),
     "grad_report: scaler": (lambda: jmpscale.grad_report(GRADS, scaler=8.0), TypeError, AS_SCALER.format("float")),
@@ -651,7 +651,6 @@ TAKE_A_SCALER = {
     "unscale": lambda s: jmpscale.unscale(s, GRADS),
     "unscale_and_check": lambda s: jmpscale.unscale_and_check(s, GRADS),
     "update": lambda s: jmpscale.update(s, True),
-    "raise_if_stuck": lambda s: jmpscale.raise_if_stuck(s, max_consecutive_skips=1),
     "to_torch_state_dict": jmpscale.to_torch_state_dict,
     "with_loss_scaling": lambda s: jmpscale.with_loss_scaling(ADAM, s),
     "replace_scaler": lambda s: jmpscale.replace_scaler(OPT_STATE, s),
@@ -661,7 +660,9 @@ TAKE_A_SCALER = {
 TAKE_A_HOLDER = {
     "get_scaler": jmpscale.get_scaler,
     "metrics": jmpscale.metrics,
+    "raise_if_stuck": lambda s: jmpscale.raise_if_stuck(s, max_consecutive_skips=1),
     "value_and_grad": lambda s: jmpscale.value_and_grad(_loss)(s, GRADS),
+    "loss_scaled": lambda s: jmpscale.loss_scaled(_loss, lambda grads: s)(GRADS),
     "replace_scaler": lambda s: jmpscale.replace_scaler(s, STATE),
 }
 

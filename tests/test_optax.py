@@ -372,12 +372,18 @@ def test_with_loss_scaling_around_multi_steps_skips_only_the_micro_batch_that_ov
     assert jmpscale.get_scaler(state).skipped == 2
 
 
-def test_with_loss_scaling_inside_multi_steps_never_recovers_from_an_overflow():
-    tx = optax.MultiSteps(jmpscale.with_loss_scaling(optax.sgd(1.0)), 2).gradient_transformation()
-    state = tx.init(jnp.array(1.0))
+@pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: optax.chain(optax.scale(1.0), tx)], ids=["alone", "chain"])
+def test_with_loss_scaling_inside_multi_steps_warns_and_raise_if_stuck_names_the_cause(wrap):
+    tx = optax.MultiSteps(wrap(jmpscale.with_loss_scaling(optax.sgd(1.0))), 2).gradient_transformation()
+    with pytest.warns(
+        UserWarning, match=r"inside optax\.MultiSteps.*Place it outside: with_loss_scaling\(optax\.Multi"
+    ):
+        state = tx.init(jnp.array(1.0))
     for grad in (jnp.inf, 1.0, 1.0, 1.0, 1.0, 1.0):
         _, state = tx.update(jnp.array(grad), state, jnp.array(1.0))
     assert jmpscale.get_scaler(state).skipped == 3, "every window is skipped, though all later gradients are 1"
+    with pytest.raises(FloatingPointError, match=r"gradients that optax\.MultiSteps has accumulated are not finite"):
+        jmpscale.raise_if_stuck(state, max_consecutive_skips=2)
 
 
 def _part_of_masked(tx):

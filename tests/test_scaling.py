@@ -200,10 +200,13 @@ def test_a_batch_of_scalers_outside_vmap_is_refused(call, make):
         call(batch)
 
 
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_something_else_in_the_place_of_the_state_is_refused(call):
+TAKE_ANY_HOLDER = ["raise_if_stuck"]
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in TAKE_ANY_HOLDER])
+def test_something_else_in_the_place_of_the_state_is_refused(name):
     with pytest.raises(TypeError, match=r"(state|scaler) must be a ScalerState, got dict.*get_scaler finds it"):
-        call({"w": 1.0})
+        CALLS[name]({"w": 1.0})
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
