@@ -159,7 +159,7 @@ def unscaled_dtype(dtype: Any) -> Any:
 
 def is_narrow(x: Any) -> bool:
     """Tests whether a leaf is float16 or float8, which cannot hold unscaled gradients."""
-    return unscaled_dtype(x.dtype) != x.dtype
+    return unscaled_dtype(jnp.result_type(x)) != jnp.result_type(x)
 
 
 def _at_least_float32(dtype: Any) -> Any:
