@@ -43,7 +43,7 @@ HALF = {"h100": jnp.float16, "tpu-v5e": jnp.bfloat16, "tpu-v5p": jnp.bfloat16}
 LARGE = {"h100": "8 of 2048, batch 32", "tpu-v5e": "2 of 8192, batch 32", "tpu-v5p": "2 of 8192, batch 32"}
 SHARDED = {"h100": "6 of 2048, batch 256", "tpu-v5e": "4 of 8192, batch 256", "tpu-v5p": "4 of 8192, batch 256"}
 EMBEDDING = "embedding of 32,000 x 1,024"
-OURS = ("functional", "functional, norm as check", "optax wrapper", "optax wrapper, max_norm")
+OURS = ("functional", "functional, norm as check", "optax wrapper", "optax wrapper, max_norm", "loss_scaled")
 # What `--all` compiles, for the table of docs/costs.md: devices, networks (the usual one if None), optimizers, methods.
 TABLE = (*OURS, *steps.PEERS)
 ALL = {

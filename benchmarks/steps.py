@@ -212,6 +212,20 @@ def optax_wrapper(job, tx=None, **options):
     return lambda params: (params, tx.init(params), ()), step
 
 
+def loss_scaled(job):
+    """What a training loop does that takes a loss function and an optimizer, and differentiates by itself."""
+    tx = jmpscale.with_loss_scaling(job.tx, jmpscale.static(1.0))
+    loss_fn = jmpscale.loss_scaled(job.loss_fn, 2.0**16)
+
+    def step(state, batch):
+        params, opt_state, own = state
+        loss, grads = jax.value_and_grad(loss_fn)(job.cast(params), batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state, own), loss
+
+    return lambda params: (params, tx.init(params), ()), step
+
+
 def jmp_steps(job):
     import jmp
 
@@ -315,6 +329,7 @@ METHODS = {
     "optax wrapper": optax_wrapper,
     "optax wrapper, clip in chain": lambda job: optax_wrapper(job, job.clipped),
     "optax wrapper, max_norm": lambda job: optax_wrapper(job, max_norm=MAX_NORM),
+    "loss_scaled": loss_scaled,
     "static": lambda job: functional(job, scaler=jmpscale.static(2.0**16)),
     "disabled": lambda job: optax_wrapper(job, scaler=jmpscale.disabled()),
     "jmp": jmp_steps,

@@ -18,6 +18,7 @@ ROWS = {  # the name of the step, and whether it clips
     "functional, norm as check": ("functional API, the norm as the check", "yes"),
     "optax wrapper": ("optax wrapper", "no"),
     "optax wrapper, max_norm": ("optax wrapper, `max_norm`", "yes"),
+    "loss_scaled": ("`loss_scaled`, optax wrapper", "no"),
     "jmp": ("jmp", "no"),
     "Flax DynamicScale": ("Flax `DynamicScale`", "no"),
     "mpx": ("mpx", "no"),

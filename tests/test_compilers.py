@@ -22,7 +22,7 @@ KIND = KINDS[0]  # one process compiles for one kind
 ONE, MANY = {"h100": ("h100", "h100"), "tpu": ("tpu-v5e", "tpu-v5p")}[KIND]
 SLACK = {"h100": 0, "tpu": 2**19}[KIND]  # bytes: how the TPU's compiler packs a few MB, with any other scaler too
 MORE_KERNELS = 9  # one for each scalar of the state, and with max_norm the factor
-METHODS = ("functional", "functional, norm as check", "optax wrapper", "optax wrapper, max_norm")
+METHODS = ("functional", "functional, norm as check", "optax wrapper", "optax wrapper, max_norm", "loss_scaled")
 # Large enough that no memory on the chip holds a matrix, and small enough to compile in two seconds.
 SHAPE = {"h100": (3, 2048), "tpu": (2, 8192)}[KIND]
 
