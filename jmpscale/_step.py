@@ -13,7 +13,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jmpscale._finite import varying_axes
+from jmpscale._finite import varying_axes, warn_user
 from jmpscale._scaling import divide, is_narrow, multiply, scale, unscale, warn_if_narrow
 from jmpscale._state import ScalerState, describe, static
 from jmpscale._tree import (
@@ -179,7 +179,8 @@ def loss_scaled(fun: Callable[P, T], scale: Any, *, has_aux: bool = False) -> Ca
         They must be float32, bfloat16 or wider where they are differentiated, so convert parameters to float16 inside
         `fun`.
       scale: the loss scale, a Python number or an array f32[]; a scaler, or a pytree that contains exactly one; or a
-        function of the arguments of `fun` that returns any of these. It is not differentiated.
+        function of the arguments of `fun`, as the loop passes them, that returns any of these. The scale is not
+        differentiated.
       has_aux: whether `fun` returns a pair of the loss and auxiliary data.
 
     Returns:
@@ -194,7 +195,8 @@ def loss_scaled(fun: Callable[P, T], scale: Any, *, has_aux: bool = False) -> Ca
         differentiated: the scale differs between devices that share a parameter.
 
     Warns:
-      UserWarning: the loss has a dtype that cannot hold the scale, such as float16.
+      UserWarning: the loss has a dtype that cannot hold the scale, such as float16; or a dynamic scale is a constant of
+        a compiled program.
 
     >>> loss_fn = loss_scaled(lambda w, x: (w * x) ** 2, 2.0**16)
     >>> loss, grad = jax.value_and_grad(loss_fn)(3.0, 2.0)
@@ -224,18 +226,30 @@ def loss_scaled(fun: Callable[P, T], scale: Any, *, has_aux: bool = False) -> Ca
 
 def _read_loss_scale(scale: Any, args: Any, kwargs: Any) -> jax.Array | None:
     """Returns the loss scale, f32[], or None if scaling is disabled."""
-    if callable(scale) and not any(map(is_array, jax.tree.leaves(scale))):  # some containers of arrays are callable
-        scale = scale(*args, **kwargs)
-    if isinstance(scale, (int, float)):
-        scale = static(scale)
-    leaves = jax.tree.leaves(scale)  # an nnx.Variable is a container of one array
+    is_function = callable(scale) and not any(map(is_array, jax.tree.leaves(scale)))  # containers may be callable too
+    holder = scale(*args, **kwargs) if is_function else scale
+    leaves = jax.tree.leaves(holder)  # an nnx.Variable is a container of one array
     if len(leaves) == 1 and is_array(leaves[0]):
-        if jnp.shape(leaves[0]) != () or not jnp.issubdtype(leaves[0].dtype, jnp.floating):
-            raise TypeError(f"scale must be a floating-point scalar, got {describe(leaves[0])}. Pass the loss scale.")
-        return jax.lax.stop_gradient(jnp.asarray(leaves[0], jnp.float32))
-    state = get_scaler(scale)
-    check_one_scaler(state, "scale")
-    return None if state.config.mode == "disabled" else jax.lax.stop_gradient(jnp.asarray(state.loss_scale))
+        value, adapts = leaves[0], is_function
+        if jnp.shape(value) != () or not jnp.issubdtype(value.dtype, jnp.floating):
+            raise TypeError(f"scale must be a floating-point scalar, got {describe(value)}. Pass the loss scale.")
+    else:
+        state = static(holder) if isinstance(holder, (int, float)) else get_scaler(holder)
+        check_one_scaler(state, "scale")
+        if state.config.mode == "disabled":
+            return None
+        value, adapts = state.loss_scale, state.config.mode == "dynamic"
+    if adapts and not is_traced(value) and _is_compiling():
+        warn_user(
+            "the loss scale is a constant of the compiled program, so it will not adapt: scale does not read it from "
+            "the arguments of fun. Pass a function that does, such as `lambda model, *args, **kwargs: "
+            "model.loss_scale`; or pass a number, or static(...)."
+        )
+    return jax.lax.stop_gradient(jnp.asarray(value, jnp.float32))
+
+
+def _is_compiling() -> bool:
+    return is_traced(jnp.zeros(()))
 
 
 def _with_checked_output(fun: Callable[..., Any], has_aux: bool) -> Callable[[Any, Any], Any]:

@@ -23,7 +23,7 @@ hypothesis.settings.register_profile("fast", max_examples=30, derandomize=True, 
 hypothesis.settings.register_profile("deep", hypothesis.settings.get_profile("fast"), max_examples=1000)
 hypothesis.settings.load_profile("fast")
 
-collect_ignore = ["data", "types", "worker.py"]  # recorded; read by type checkers; run by test_processes.py
+collect_ignore = ["data", "frameworks", "types", "worker.py"]  # recorded; in other environments; type-checked; a script
 
 
 OPTIONAL = {  # marker, which is also the option that runs it: what it stands for

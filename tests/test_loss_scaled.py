@@ -275,7 +275,7 @@ def test_loss_scaled_warns_about_a_float16_loss_but_not_about_auxiliary_data():
 
 # --- the scale ---
 
-HOLDER = {"params": W, "scaler": jmpscale.dynamic(SCALE)}
+HOLDER = {"params": W, "scaler": jmpscale.static(SCALE)}
 SCALES = {
     "a Python number": 65536,
     "an array": jnp.float32(SCALE),
@@ -338,6 +338,17 @@ def test_a_scaler_among_the_differentiated_arguments_gets_no_gradient():
     grads = jax.grad(loss_fn)({"w": W, "scale": jnp.float32(SCALE)}, X)
     assert grads["scale"] == 0
     chex.assert_trees_all_close(grads["w"], jax.grad(mean_square)(W, X), rtol=2e-6)
+
+
+ARRAY, DYNAMIC = jnp.float32(SCALE), jmpscale.dynamic(SCALE)
+
+
+@pytest.mark.parametrize("scale", [DYNAMIC, lambda w, x: DYNAMIC, lambda w, x: ARRAY, lambda w, x: nnx.Variable(ARRAY)])
+def test_loss_scaled_warns_if_a_dynamic_scale_is_a_constant_of_a_compiled_program(scale):
+    grad = jax.grad(jmpscale.loss_scaled(mean_square, scale))
+    grad(W, X)  # outside jit the scale is read in each call
+    with pytest.warns(UserWarning, match="constant of the compiled program, so it will not adapt"):
+        jax.jit(grad)(W, X)
 
 
 def test_an_nnx_model_may_hold_an_alias_of_the_scale_in_its_optimizer():
