@@ -154,6 +154,7 @@ LOSSES = {
     "bfloat16": lambda w: jnp.sum(w).astype(jnp.bfloat16),
     "a constant": lambda w: 3.0,
     "a constant of NumPy": lambda w: np.float32(3.0),
+    "a constant of JAX": lambda w: jnp.float32(3.0),
     "an array of one": lambda w: jnp.sum(w)[None],
     "one for each": lambda w: w,
     "an integer": lambda w: 3,
