@@ -87,6 +87,10 @@ def with_loss_scaling(
         or a `jax.Ref`.
       ValueError: `max_norm` is not positive, or an axis is not mapped.
 
+    Warns:
+      UserWarning: from `init`, `optax.MultiSteps` is around the transformation; from `update`, devices would decide
+        independently.
+
     >>> tx = with_loss_scaling(optax.sgd(1.0), dynamic(4.0))
     >>> opt_state = tx.init(jnp.array(1.0))
     >>> updates, opt_state = tx.update(jnp.array(jnp.inf), opt_state)
