@@ -54,13 +54,16 @@ def flatten_matching(
     """Returns the leaves for which `matches(path, leaf)` holds, and a function that replaces them in the tree."""
     entries, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf)
     mask = [matches(path, leaf) for path, leaf in entries]
+    matching = [leaf for (_, leaf), matched in zip(entries, mask, strict=True) if matched]
+    # Without the matching leaves, because unflatten may outlive the trace that they belong to.
+    others = [None if matched else leaf for (_, leaf), matched in zip(entries, mask, strict=True)]
 
     def unflatten(replacements: Iterable[Any]) -> Any:
         new = iter(replacements)
-        leaves = [next(new) if matched else leaf for (_, leaf), matched in zip(entries, mask, strict=True)]
+        leaves = [next(new) if matched else leaf for leaf, matched in zip(others, mask, strict=True)]
         return jax.tree.unflatten(treedef, leaves)
 
-    return [leaf for (_, leaf), matched in zip(entries, mask, strict=True) if matched], unflatten
+    return matching, unflatten
 
 
 def find_instances(tree: PyTree, kind: type) -> list[Any]:

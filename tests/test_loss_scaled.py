@@ -446,6 +446,12 @@ def test_loss_scaled_under_disable_jit():
         chex.assert_trees_all_close(jax.grad(scaled(mean_square))(W, X), jax.grad(mean_square)(W, X), rtol=2e-6)
 
 
+def test_loss_scaled_leaks_no_tracers():
+    loss_fn = jmpscale.loss_scaled(lambda w: (mean_square(w, X), {"kept": w, "text": "kept"}), SCALE, has_aux=True)
+    with jax.checking_leaks():
+        jax.jit(lambda w: jax.value_and_grad(lambda w: loss_fn(w)[0])(w))(W)
+
+
 def test_forward_mode_names_the_remedy():
     with pytest.raises(TypeError, match="forward-mode") as raised:
         jax.jvp(scaled(mean_square), (W, X), (W, X))
