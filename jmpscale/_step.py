@@ -4,6 +4,7 @@
 """
 
 import functools
+import importlib
 import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, overload
@@ -270,9 +271,8 @@ def _lift_nnx(transform: Callable[..., Any], fun: Callable[..., Any], *args: Any
     """
     if not nnx_objects(args):
         return transform(fun, *args)
-    from flax.nnx.transforms.general import merge_inputs, split_inputs
-
-    return split_inputs(functools.partial(transform, merge_inputs(fun)))(*args)
+    lift = importlib.import_module("flax.nnx.transforms.general")  # Flax is there, for it made the objects
+    return lift.split_inputs(functools.partial(transform, lift.merge_inputs(fun)))(*args)
 
 
 def _scale_backward_pass(loss_scale: jax.Array, fun: Callable[..., Any], *args: Any) -> Any:
