@@ -101,7 +101,7 @@ CALLS = {
     "grad_report, scaler": (lambda g, s: jmpscale.grad_report(g, scaler=s), GRADS, STATE),
     "grad_report, numbers": (jmpscale.grad_report, NUMBERS),
     "GradReport": (lambda g: jmpscale.grad_report(g).totals(), BAD),
-    "loss_scaled": (jax.value_and_grad(jmpscale.loss_scaled(_loss, STATE)), PARAMS, X),
+    "loss_scaled": (lambda p, x, s: jax.value_and_grad(jmpscale.loss_scaled(_loss, s))(p, x), PARAMS, X, STATE),
     "metrics": (jmpscale.metrics, STATE),
     "inject": (lambda t, w: testing.inject(t, jnp.nan, path="['w']", when=w), PARAMS, YES),
     "inject_backward": (jax.grad(lambda p: _loss(testing.inject_backward(p, jnp.inf, path="['b']"), X)), PARAMS),
