@@ -100,13 +100,6 @@ def accumulate(tx: optax.GradientTransformation) -> optax.MultiSteps:
     return optax.MultiSteps(tx, ACCUMULATED)
 
 
-class AccumulatingConfig(TrainingConfig):
-    """Counts micro-batches like `gradient_accumulation_steps`, and leaves the accumulation to the given optimizer."""
-
-    def get_with_default(self, key: str, default: Any) -> Any:
-        return ACCUMULATED if key == "gradient_accumulation_steps" else super().get_with_default(key, default)
-
-
 # The ways to create a trainer: as without jmpscale, and with the lines that a user adds.
 
 
@@ -157,13 +150,12 @@ def make_trainer(
     dtype: Any = jnp.float16,
     *,
     task: Task = TASKS["all_parameters"],
-    config: Callable[..., Any] = TrainingConfig,
     transform_optimizer: Callable[[Any], Any] = lambda tx: tx,
     **settings: Any,
 ) -> PeftTrainer:
     tx = transform_optimizer(make_optimizer(task.learning_rate))
     model = task.make_model(dtype)
-    return way(model, tx, config(eval_every_n_steps=10, **settings), task.loss_fn, has_aux=task.has_aux)
+    return way(model, tx, TrainingConfig(eval_every_n_steps=10, **settings), task.loss_fn, has_aux=task.has_aux)
 
 
 def train(way: Callable[..., PeftTrainer], batches: list[Any], *args: Any, **options: Any) -> PeftTrainer:
@@ -279,7 +271,7 @@ def test_logged_values_are_in_true_units(way: str, name: str, mode: str) -> None
     np.testing.assert_allclose(logged(trained(way, "all_parameters"), name, mode), expected, rtol=1e-3)
 
 
-ACCUMULATING = {"config": AccumulatingConfig, "transform_optimizer": accumulate}
+ACCUMULATING = {"transform_optimizer": accumulate}
 
 
 @pytest.mark.parametrize(
@@ -314,30 +306,12 @@ def test_accumulation_by_tunix_warns() -> None:
         make_trainer(static, gradient_accumulation_steps=ACCUMULATED)
 
 
-@pytest.mark.parametrize(
-    ("way", "config"),
-    [(static, TrainingConfig), (static, AccumulatingConfig), (dynamic_patient, AccumulatingConfig)],
-    ids=["static", "static_with_counters", "dynamic_with_counters"],
-)
-def test_accumulation_inside_skips_only_the_micro_batch_that_overflows(
-    way: Callable[..., PeftTrainer], config: Callable[..., Any]
-) -> None:
+@pytest.mark.parametrize("way", [static, dynamic_patient], ids=WAYS)
+def test_accumulation_inside_skips_only_the_micro_batch_that_overflows(way: Callable[..., PeftTrainer]) -> None:
     batches = make_batches(ACCUMULATED * STEPS + 1, OVERFLOW_AT)
     good = batches[:OVERFLOW_AT] + batches[OVERFLOW_AT + 1 :]
-    options = {"config": config, "transform_optimizer": accumulate}
-    trainer, without = train(way, batches, **options), train(way, good, **options)
+    trainer, without = train(way, batches, **ACCUMULATING), train(way, good, **ACCUMULATING)
     expected = train(unscaled, good, jnp.float32, gradient_accumulation_steps=ACCUMULATED)
     assert scaler_of(trainer).skipped == 1
     assert_same_bits(gated_state(without), gated_state(trainer))
     assert final_loss(trainer) == pytest.approx(final_loss(expected), abs=1e-3)
-
-
-def test_accumulation_inside_keeps_the_counters_of_tunix() -> None:
-    def counters(trainer: PeftTrainer) -> Any:
-        numbers = [len(logged(trainer, "loss", mode)) for mode in ("train", "eval")]
-        return trainer.train_steps, trainer.iter_steps, *numbers
-
-    batches = make_batches(ACCUMULATED * STEPS)
-    trainer = train(static, batches, **ACCUMULATING, max_steps=STEPS - 5)
-    expected = train(unscaled, batches, jnp.float32, gradient_accumulation_steps=ACCUMULATED, max_steps=STEPS - 5)
-    assert counters(trainer) == counters(expected) == (25, 50, 25, 3)
