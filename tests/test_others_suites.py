@@ -92,6 +92,8 @@ def _parameters():
             yield pytest.param(suite, wrapped, name, id=f"{suite.rpartition('.')[2]}, {name}")
 
 
+# The suite of MultiSteps puts the wrapped optimizers inside it, where only an overflow would be harmful.
+@pytest.mark.filterwarnings("ignore:with_loss_scaling is inside optax.MultiSteps:UserWarning")
 @pytest.mark.full
 @pytest.mark.parametrize(("suite", "wrapped", "name"), list(_parameters()))
 def test_suites_of_optax_with_every_optimizer_wrapped(suite, wrapped, name, monkeypatch):
