@@ -213,7 +213,7 @@ def optax_wrapper(job, tx=None, **options):
 
 
 def loss_scaled(job):
-    """What a training loop does that takes a loss function and an optimizer, and differentiates by itself."""
+    """Returns the step of a training loop that takes a loss function and differentiates it by itself."""
     tx = jmpscale.with_loss_scaling(job.tx, jmpscale.static(1.0))
     loss_fn = jmpscale.loss_scaled(job.loss_fn, 2.0**16)
 

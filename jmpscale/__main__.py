@@ -259,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, low, high in (("steps", 1, 10**6), ("batch-tokens", SHARD_TOKENS, 2**30), ("seed", 0, 2**31 - 1)):
         if not low <= (value := getattr(options, name.replace("-", "_"))) <= high:
             parser.error(f"argument --{name}: must be between {low} and {high}, got {value}")
-    # Errors that training would only delay.
+    # Checked before the training, which takes minutes.
     try:
         import matplotlib  # noqa: F401
 

@@ -88,8 +88,8 @@ def with_loss_scaling(
       ValueError: `max_norm` is not positive, or an axis is not mapped.
 
     Warns:
-      UserWarning: from `init`, `optax.MultiSteps` is around the transformation; from `update`, devices would decide
-        independently.
+      UserWarning: from `init`, if `optax.MultiSteps` contains the transformation; from `update`, if `axis_name` is
+        missing, so that devices would decide independently.
 
     >>> tx = with_loss_scaling(optax.sgd(1.0), dynamic(4.0))
     >>> opt_state = tx.init(jnp.array(1.0))

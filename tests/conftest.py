@@ -23,7 +23,8 @@ hypothesis.settings.register_profile("fast", max_examples=30, derandomize=True, 
 hypothesis.settings.register_profile("deep", hypothesis.settings.get_profile("fast"), max_examples=1000)
 hypothesis.settings.load_profile("fast")
 
-collect_ignore = ["data", "frameworks", "types", "worker.py"]  # recorded; in other environments; type-checked; a script
+# Recorded data, tests for another environment, code for type checkers, and a script that test_processes.py runs.
+collect_ignore = ["data", "frameworks", "types", "worker.py"]
 
 
 OPTIONAL = {  # marker, which is also the option that runs it: what it stands for

@@ -223,7 +223,7 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_no_gradient_leaves_loss_scaled_scaled(name):
+def test_loss_scaled_unscales_the_gradients_of_every_argument(name):
     result, expected = (jax.grad(functools.partial(ARGUMENTS[name], wrap))(W) for wrap in (scaled, lambda fun: fun))
     chex.assert_trees_all_close(result, expected, rtol=2e-6)
 
@@ -296,7 +296,7 @@ def test_loss_scaled_takes_the_scale_in_every_form(name):
     chex.assert_trees_all_equal(result, expected)
 
 
-def test_a_scale_that_is_no_power_of_two_divides_out():
+def test_scales_other_than_powers_of_two_divide_out():
     result = jax.grad(jmpscale.loss_scaled(mean_square, 1000))(W, X)
     chex.assert_trees_all_close(result, jax.grad(mean_square)(W, X), rtol=1e-6)
 

@@ -50,7 +50,7 @@ class LanguageModel(nn.Module):
 
 
 class LossScaledLanguageModel(LanguageModel):
-    """The same, with the lines of a user who wants to replace nothing: the scale is static."""
+    """Scales its own backward pass by a constant, so that nothing in Kauldron is replaced."""
 
     def apply(self, *args, **kwargs):
         return jmpscale.loss_scaled(super().apply, 2.0**24, has_aux=True)(*args, **kwargs)
