@@ -35,7 +35,7 @@ def compare(tree, seconds, **others):
     return {name: figures[name] | speed[name] | compiling[name] for name in ways}
 
 
-def measure(seconds, options):
+def measure(seconds):
     """Sixteen equal leaves of normally distributed numbers, by dtype and size."""
     figures = {}
     for dtype in DTYPES:
@@ -44,4 +44,5 @@ def measure(seconds, options):
             leaf = size // jnp.dtype(dtype).itemsize // 16
             tree = [jax.random.normal(k, leaf, dtype) for k in jax.random.split(jax.random.key(0), 16)]
             figures[f"{dtype}, {name}"] = compare(tree, seconds)
+            print(figures[f"{dtype}, {name}"], flush=True)
     return figures

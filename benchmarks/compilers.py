@@ -99,7 +99,7 @@ def compare(name, job, methods, mesh, members=None):
     """Compiles the methods for one job, the floor first, and shows each as soon as it is done."""
     print(f"  {name}", flush=True)
     figures = {}
-    for method in dict.fromkeys((steps.FLOOR, *methods)):
+    for method in dict.fromkeys((steps.BASELINE, *methods)):
         try:
             figures[method] = measure(job, method, mesh, members)
         except ImportError as error:
@@ -109,7 +109,7 @@ def compare(name, job, methods, mesh, members=None):
             figures[method] = {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
             print(f"    {method:<26} failed: {figures[method]['failed']}", flush=True)
             continue
-        floor = figures[steps.FLOOR]
+        floor = figures[steps.BASELINE]
         for key in ("traffic", "moved_bytes", "kernels", "compile_cpu_s"):
             figures[method][f"{key}_ratio"] = float(f"{figures[method][key] / floor[key]:.4g}")
         show(method, figures[method])

@@ -1,496 +1,273 @@
-"""Do the tests bite? Faults are planted in the package, one at a time. Run with `python -m benchmarks.mutants`.
+"""Mutation testing: plants one fault at a time in the package, and runs the tests that execute the changed line.
 
-A mutant is the package with one expression changed. It is killed if a test fails, and survives if none does; each
-survivor is listed in the results with the reason why it may. One process imports the libraries, but starts no device;
-for each mutant it forks a child that runs pytest on a copy of the repository: first those of the tests run by the
-README's command that are about the mutant's room, in front the ones that have killed a mutant of the same function;
-then, for what survives, those that only `--full` runs, and some on a single device. Work that was interrupted is taken
-up again. Compiled programs are kept: one that a mutant does not change is compiled once, not once for each mutant. The
-mutants are a sample with a fixed seed, of every function at least one.
+A fault is caught if a test fails. First all tests run once with coverage, which tells which tests execute which lines.
+In this run each test traces its own programs; otherwise a test would seem not to execute what an earlier test has
+traced. Then, for each fault, a forked process runs the tests of the README's command that execute the line, and, if
+none of them fails, those that only `--full` runs: first the tests that caught a fault in the same function, then the
+others, the fastest first. Faults that an earlier run caught are not planted again while the module is unchanged.
 
-Not mutated: texts, types, docstrings, overloads, `strict=` of zip, which asserts what always holds, and how pictures
-look.
+The faults are a sample with a fixed seed. `python -m benchmarks.mutants --count 300` writes results/mutants.json.
 """
 
 import argparse
-import ast
-import contextlib
-import copy
+import collections
 import datetime
 import hashlib
 import importlib
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import pathlib
 import platform
-import random
 import shutil
 import signal
+import subprocess
 import sys
 import time
-import traceback
 
+import coverage
+import jax
 import pytest
 
+from benchmarks import faults
+
 ROOT = pathlib.Path(__file__).parent.parent
-RESULTS = pathlib.Path(__file__).parent / "results" / "mutants.json"
-# The tests that should notice a fault in a room, in this order; its doctests come first.
-SUBJECTS = {
-    "_scaling": ["test_scaling", "test_update", "test_bad_use", "test_devices", "test_training", "test_gate"],
-    "_finite": [
-        "test_finite",
-        "test_devices",
-        "test_bad_use",
-        "test_parallel_training",
-        "test_properties",
-        "test_gate",
-    ],
-    "_tree": ["test_tree", "test_any_tree", "test_scaling", "test_step", "test_optax", "test_bad_use", "test_state"],
-    "_gate": ["test_gate", "test_eager", "test_step", "test_any_tree", "test_bad_use", "test_training", "test_devices"],
-    "_step": ["test_step", "test_like_jax", "test_gate", "test_bad_use", "test_devices"],
-    "_optax": ["test_optax", "test_gate", "test_tree", "test_bad_use", "test_devices", "test_training"],
-    "_state": ["test_state", "test_update", "test_exchange", "test_bad_use", "test_report", "test_tree"],
-    "_report": ["test_grad_report", "test_report", "test_bad_use"],
-    "_exchange": [
-        "test_exchange",
-        "test_torch_checkpoints",
-        "test_bad_use",
-        "test_conformance",
-        "test_damaged_checkpoints",
-    ],
-    "testing": ["test_testing", "test_bad_use", "test_devices", "test_processes"],
-    "plots": ["test_plots"],
-}
-MODULES = tuple(SUBJECTS)
-STAGES = {  # name: (simulated devices, test files or None for those of SUBJECTS, options)
-    "default": (8, None, []),
-    "full": (8, None, ["--full", "-m", "full"]),
-    "one device": (1, ["test_finite", "test_properties"], []),
-}
-HANGING = 600  # seconds, after which a run counts as failed
-HEAVY = 2.0  # seconds; what takes longer comes last
-LIBRARIES = ("jax", "jaxlib", "optax", "flax", "numpy", "pytest", "hypothesis")
-IMPORTED_ONCE = ["chex", "equinox", "flax.linen", "flax.nnx", "flax.training.train_state", "hypothesis.strategies"]
-IMPORTED_ONCE += ["jax.experimental.checkify", "jax.experimental.sparse", "matplotlib.pyplot", "optax"]
-IMPORTED_ONCE += ["orbax.checkpoint"]
-PYTEST = ["-q", "-p", "no:cacheprovider", "-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
-
-# --- the mutants
-
-COMPARISONS = {
-    ast.Lt: [ast.LtE, ast.GtE],
-    ast.LtE: [ast.Lt, ast.Gt],
-    ast.Gt: [ast.GtE, ast.LtE],
-    ast.GtE: [ast.Gt, ast.Lt],
-    ast.Eq: [ast.NotEq],
-    ast.NotEq: [ast.Eq],
-    ast.Is: [ast.IsNot],
-    ast.IsNot: [ast.Is],
-    ast.In: [ast.NotIn],
-    ast.NotIn: [ast.In],
-}
-ARITHMETIC = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Div,
-    ast.Div: ast.Mult,
-    ast.Pow: ast.Mult,
-    ast.FloorDiv: ast.Div,
-    ast.Mod: ast.FloorDiv,
-    ast.BitAnd: ast.BitOr,
-    ast.BitOr: ast.BitAnd,
-    ast.LShift: ast.RShift,
-}
-FUNCTIONS = {"all": "any", "any": "all", "minimum": "maximum", "maximum": "minimum", "pmin": "pmax", "min": "max"}
-FUNCTIONS |= {"max": "min", "zeros_like": "ones_like"}
-LOOKS = {"alpha", "color", "figsize", "fontsize", "layout", "linestyle", "linewidth", "where"}  # of a picture
+RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
+WORK = ROOT / "build" / "mutants"
+MODULES = sorted(p.stem for p in (ROOT / "jmpscale").glob("*.py") if not p.stem.startswith("__"))
+STAGES = {"default": [], "full": ["--full", "-m", "full"]}  # the options of pytest
+TIMEOUT = 300  # seconds, after which a fault counts as caught: the tests do not end
+# A forked process that finds these imported starts its tests sooner. None of them starts a device.
+IMPORTED_ONCE = ("chex", "equinox", "flax.linen", "flax.nnx", "flax.training.train_state", "haiku", "matplotlib.pyplot")
+IMPORTED_ONCE += ("hypothesis.strategies", "optax", "orbax.checkpoint")
+VERSIONS = ("jax", "jaxlib", "optax", "flax", "numpy", "pytest", "hypothesis")
 
 
-def changes(node):
-    """Yields pairs of an operator's name and what it puts in the place of an expression."""
+# A plugin of pytest, which the run with coverage loads by the name of this module.
 
-    def altered(**fields):
-        new = copy.copy(node)
-        for name, value in fields.items():
-            setattr(new, name, value)
-        return new
-
-    match node:
-        case ast.Compare(ops=ops):
-            for i, op in enumerate(ops):
-                for new in COMPARISONS[type(op)]:
-                    yield "comparison", altered(ops=[*ops[:i], new(), *ops[i + 1 :]])
-        case ast.BoolOp(op=op):
-            yield "boolean", altered(op=ast.Or() if isinstance(op, ast.And) else ast.And())
-        case ast.UnaryOp(op=ast.Not() | ast.Invert(), operand=operand):
-            yield "boolean", operand
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            yield "arithmetic", operand
-        case ast.BinOp(op=op) if type(op) in ARITHMETIC:
-            yield "arithmetic", altered(op=ARITHMETIC[type(op)]())
-        case ast.Constant(value=bool(value)):
-            yield "constant", altered(value=not value)
-        case ast.Constant(value=int(value) | float(value)):
-            yield from (
-                ("number", altered(value=new)) for new in dict.fromkeys((value + 1, value - 1, 0)) if new != value
-            )
-        case ast.Attribute(attr=name) if name in FUNCTIONS:
-            yield "function", altered(attr=FUNCTIONS[name])
-        case ast.Name(id=name) if name in FUNCTIONS:
-            yield "function", altered(id=FUNCTIONS[name])
-        case ast.Call(func=ast.Attribute(attr="where" | "cond"), args=[condition, yes, no, *others]):
-            yield "swap", altered(args=[condition, no, yes, *others])
-    if isinstance(node, ast.Call):
-        for i, keyword in enumerate(node.keywords):
-            if keyword.arg and keyword.arg not in LOOKS:
-                yield "argument dropped", altered(keywords=node.keywords[:i] + node.keywords[i + 1 :])
+_durations = collections.Counter()
 
 
-class Finder(ast.NodeVisitor):
-    """Collects the mutants of a module, each as a dict that tells where, what and how."""
-
-    def __init__(self, module):
-        self.module, self.path, self.found = module, [], []
-        self.source = (ROOT / "jmpscale" / f"{module}.py").read_bytes()
-        self.starts = [0]
-        for line in self.source.splitlines(keepends=True):
-            self.starts.append(self.starts[-1] + len(line))
-        self.functions = []
-        for node in ast.parse(self.source).body:
-            self.first = self.starts[node.lineno - 1]
-            text = self.source[self.first : self.starts[node.end_lineno]]
-            self.unit = hashlib.sha256(text).hexdigest()[:12]  # of the function or statement that the mutant is in
-            self.visit(node)
-
-    def add(self, node, operator, new):
-        """Records that the text of `node` is replaced by that of `new`, in brackets if it is an expression."""
-        start, end = (
-            self.starts[r - 1] + c for r, c in [(node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)]
-        )
-        text = new if isinstance(new, str) else f"({ast.unparse(new)})"
-        before = " ".join(self.source[start:end].decode().split())
-        mutant = {"module": self.module, "function": ".".join(self.path) or "module", "line": node.lineno}
-        mutant |= {"operator": operator, "before": before, "after": text, "span": [start, end]}
-        mutant["id"] = f"{self.module} {self.unit} {start - self.first} {end - self.first} {text}"
-        self.found.append(mutant)
-
-    def visit_FunctionDef(self, node):
-        if any("overload" in ast.unparse(d) for d in node.decorator_list):
-            return
-        self.path.append(node.name)
-        self.functions.append(".".join(self.path))
-        for inner in [*node.args.defaults, *filter(None, node.args.kw_defaults), *node.body]:
-            self.visit(inner)
-        self.path.pop()
-
-    def visit_ClassDef(self, node):
-        self.path.append(node.name)
-        for inner in [*node.decorator_list, *node.body]:
-            self.visit(inner)
-        self.path.pop()
-
-    def visit_AnnAssign(self, node):
-        if node.value:
-            self.visit(node.value)
-
-    def visit_Return(self, node):
-        if node.value:
-            self.add(node.value, "return", "None")
-            self.visit(node.value)
-
-    def visit_Expr(self, node):
-        if isinstance(node.value, ast.Call):
-            self.add(node, "statement", "pass")
-        self.generic_visit(node)
-
-    def visit_If(self, node):
-        if not isinstance(node.test, ast.Compare | ast.UnaryOp):  # those have mutants that do the same
-            self.add(node.test, "boolean", ast.UnaryOp(ast.Not(), node.test))
-        self.generic_visit(node)
-
-    def visit_IfExp(self, node):
-        self.visit_If(node)
-
-    def visit_Raise(self, node):
-        """Leaves texts alone."""
-
-    def visit_JoinedStr(self, node):
-        """Leaves texts alone."""
-
-    def visit_keyword(self, node):
-        if node.arg not in LOOKS:
-            self.generic_visit(node)
-
-    def visit_Call(self, node):
-        called = node.func.id if isinstance(node.func, ast.Name) else None
-        if called == "cast":
-            self.visit(node.args[1])
-        elif called in ("TypeVar", "zip"):
-            for inner in node.args:
-                self.visit(inner)
-        else:
-            self.generic_visit(node)
-
-    def generic_visit(self, node):
-        if not self.path and isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-            return  # a union of types
-        for operator, new in changes(node):
-            self.add(node, operator, new)
-        super().generic_visit(node)
+def pytest_runtest_setup(item):
+    """Makes each test trace its own programs."""
+    jax.clear_caches()
 
 
-def sample(finders, count, seed):
-    """Returns at least one mutant of each function, and others at random until there are `count`, in order."""
-    everything = [mutant for finder in finders for mutant in finder.found]
-    shuffled = everything[:]
-    random.Random(seed).shuffle(shuffled)
-    of_each = {(m["module"], m["function"]): m for m in reversed(shuffled)}
-    chosen = [*of_each.values(), *(m for m in shuffled if m is not of_each[m["module"], m["function"]])]
-    chosen = {id(m) for m in chosen[: max(count, len(of_each))]}
-    return [m for m in everything if id(m) in chosen]
+def pytest_runtest_logreport(report):
+    """Adds up how long each test takes."""
+    _durations[report.nodeid] += report.duration
 
 
-# --- running tests on them
+def pytest_sessionfinish(session):
+    """Writes the durations, once for all processes of the run."""
+    if not hasattr(session.config, "workerinput"):
+        (session.config.rootpath / "durations.json").write_text(json.dumps(_durations))
 
 
-class Watch:
-    """A pytest plugin: orders tests by how likely and how quickly they kill, and records what they did."""
+class FirstFailure:
+    """A plugin of pytest that remembers which test failed first."""
 
-    def __init__(self, first, files, seconds, leave_out):
-        self.first, self.files, self.seconds, self.leave_out = first, files, seconds, leave_out
-        self.failed, self.took, self.passed, self.clock = [], {}, 0, sum(os.times()[:4])
-
-    def pytest_collection_modifyitems(self, config, items):
-        """Sorts, and leaves out what fails without a mutant."""
-        kept = [item for item in items if item.nodeid not in self.leave_out]
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in self.leave_out])
-
-        def place(item):
-            killed = self.first.index(item.nodeid) if item.nodeid in self.first else len(self.first)
-            file = self.files.index(item.path.stem) if item.path.stem in self.files else -1  # -1: doctests
-            seconds = self.seconds.get(item.nodeid, 0.0)
-            return killed, seconds > HEAVY, file, seconds
-
-        items[:] = sorted(kept, key=place)
+    name = None
 
     def pytest_runtest_logreport(self, report):
-        """Notes how much of the processor a test took, its own processes included, and whether it failed."""
-        before, self.clock = self.clock, sum(os.times()[:4])
-        self.took[report.nodeid] = self.took.get(report.nodeid, 0.0) + self.clock - before
-        self.passed += report.passed and report.when == "call"
-        if report.failed:
-            self.failed.append(report.nodeid)
-
-    def pytest_collectreport(self, report):
-        """Notes that a file could not even be read."""
-        if report.failed:
-            self.failed.append(report.nodeid)
+        """Remembers a failed test."""
+        if report.failed and self.name is None:
+            self.name = report.nodeid
 
 
-def in_child(work, options, watch, devices):
-    """Runs pytest on the copy in a forked child; returns what its plugin saw, or why there is nothing."""
-    report = work / "report.json"
-    report.unlink(missing_ok=True)
+class TestMap:
+    """Which tests of a stage execute which lines, and how long they take."""
+
+    def __init__(self, folder, options):
+        copy_repository(folder)
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "-p", "benchmarks.mutants", *options]
+        command += ["-p", "no:cacheprovider", "--cov=jmpscale", "--cov-context=test", "--cov-report="]
+        run = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        print(f"pytest {' '.join(options)} without a fault: {run.stdout.strip().splitlines()[-1]}", flush=True)
+        if run.returncode:
+            raise SystemExit(f"tests fail without a fault:\n{run.stdout[-3000:]}")
+        self._durations = json.loads((folder / "durations.json").read_text())
+        data = coverage.CoverageData(str(folder / ".coverage"))
+        data.read()
+        self._tests_by_line = {
+            module: {
+                line: {context.rpartition("|")[0] for context in contexts if context}
+                for line, contexts in data.contexts_by_lineno(str(folder / "jmpscale" / f"{module}.py")).items()
+            }
+            for module in MODULES
+        }
+
+    def tests(self, fault):
+        """Returns the tests that execute a line of the fault, the fastest first."""
+        by_line = self._tests_by_line[fault.module]
+        first, last = fault.lines
+        tests = set().union(*(by_line.get(line, ()) for line in range(first, last + 1)))
+        if not tests:  # the line is executed when the package is imported
+            tests = set().union(*by_line.values())
+        return sorted(tests, key=lambda name: self._durations.get(name, 0.0))
+
+
+def copy_repository(folder):
+    """Creates a copy of the repository without what no test reads."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info"))
+
+
+def run_tests(folder, tests, options):
+    """Runs tests in a forked process up to the first that fails, and returns its name, or None if all pass."""
+    reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        os.setsid()
-        with open(work / "log.txt", "wb") as log:
-            os.dup2(log.fileno(), 1), os.dup2(log.fileno(), 2)
-        os.chdir(work / "copy")
-        sys.path.insert(0, str(work / "copy"))
-        os.environ |= {"PYTHONPATH": str(work / "copy"), "PYTHONDONTWRITEBYTECODE": "1"}
-        os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
-        sys.dont_write_bytecode = True  # a stale one would hide the next mutant
         try:
-            code = int(pytest.main([*PYTEST, *options], plugins=[watch]))
-            seen = {"failed": watch.failed, "took": watch.took, "passed": watch.passed, "code": code}
-            report.write_text(json.dumps(seen))
+            _run_in_child(folder, tests, options, writer)
         finally:
-            sys.stderr.flush()
-            traceback.print_exc()
             os._exit(0)
-    end = time.monotonic() + HANGING
-    while time.monotonic() < end:
-        if os.waitpid(child, os.WNOHANG)[0]:
-            break
+    os.close(writer)
+    end = time.monotonic() + TIMEOUT
+    while not os.waitpid(child, os.WNOHANG)[0]:
+        if time.monotonic() > end:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            os.close(reader)
+            return "timeout"
         time.sleep(0.02)
-    else:
-        os.killpg(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        return {"failed": ["timeout"], "code": 1}
-    return json.loads(report.read_text()) if report.exists() else {"failed": ["crash"], "code": 1}
+    with os.fdopen(reader) as pipe:
+        verdict = pipe.read()
+    return json.loads(verdict) if verdict else "crash"
 
 
-class Runner:
-    """Knows the copy, the stages, and what a run without a mutant looks like."""
+def _run_in_child(folder, tests, options, writer):
+    os.setsid()
+    log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    os.environ |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    sys.dont_write_bytecode = True  # bytecode of one fault would hide the next
+    failure = FirstFailure()
+    quiet = [
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "ignore:Module already imported:pytest.PytestAssertRewriteWarning",
+    ]
+    code = pytest.main([*quiet, *options, *tests], plugins=[failure])
+    os.write(writer, json.dumps(failure.name or (None if code == 0 else f"exit status {int(code)}")).encode())
 
-    def __init__(self, work, modules):
-        self.modules = modules
-        self.work, self.seconds, self.left_out, self.killers = work, {}, {}, {}
-        shutil.rmtree(work / "copy", ignore_errors=True)
-        junk = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "notebooks")
-        shutil.copytree(ROOT, work / "copy", ignore=junk)
 
-    def run(self, stage, mutant=None):
-        """Runs the tests of a stage: up to the first that fails, or without a mutant all of them."""
-        devices, files, chosen = STAGES[stage]
-        module, function = (mutant["module"], mutant["function"]) if mutant else (None, None)
-        modules = [module] if mutant else self.modules
-        doctests = [] if files or chosen else [f"jmpscale/{m}.py" for m in modules]
-        files = files or list(dict.fromkeys(file for m in modules for file in SUBJECTS[m]))
-        options = [*chosen, *(f"tests/{file}.py" for file in files), *["-x"] * bool(mutant), *doctests]
-        left_out = self.left_out.get(stage, set())
-        first = self.killers.get((module, function), [])
-        watch = Watch(first, files, self.seconds.get(stage, {}), left_out)
-        return in_child(self.work, options, watch, devices)
+class Judge:
+    """Plants faults in a copy of the repository, in a process of its own."""
 
-    def learn(self, stage):
-        """Runs a stage without a mutant: all must pass, save on one device what asks for several."""
-        for last in (False, True):
-            start = time.monotonic()
-            seen = self.run(stage)
-            counts = f"{seen.get('passed', 0)} passed, {len(seen['failed'])} failed"
-            print(f"without a mutant, {stage}: {counts}, {time.monotonic() - start:.0f} s", flush=True)
-            if not seen.get("passed") or (seen["failed"] and (last or STAGES[stage][0] > 1)):
-                raise SystemExit(f"tests fail without a mutant: {seen['failed'][:5]}; see {self.work / 'log.txt'}")
-            self.seconds[stage] = seen["took"]
-            self.left_out.setdefault(stage, set(seen["failed"]))
-            if not seen["failed"]:
-                break
+    def __init__(self, maps):
+        self._maps = maps
+        self._catchers = collections.defaultdict(list)
+        self._folder = WORK / f"copy-{os.getpid()}"
+        copy_repository(self._folder)
 
-    def judge(self, mutant, stages):
-        """Returns the stage and the test that killed a mutant, or two times None."""
-        target = self.work / "copy" / "jmpscale" / f"{mutant['module']}.py"
-        source = target.read_bytes()
-        start, end = mutant["span"]
-        target.write_bytes(source[:start] + mutant["after"].encode() + source[end:])
+    def judge(self, fault):
+        """Returns the stage and the test that caught a fault, or two times None."""
+        path = self._folder / "jmpscale" / f"{fault.module}.py"
+        source = path.read_bytes()
+        path.write_bytes(fault.plant(source))
         try:
-            for stage in stages:
-                seen = self.run(stage, mutant)
-                if seen["code"] == pytest.ExitCode.USAGE_ERROR:  # pytest's word for a package that does not import
-                    seen["failed"] = ["import"]
-                if seen["code"] and not seen["failed"]:
-                    raise SystemExit(f"pytest ended with {seen['code']} and no failed test; see {self.work}/log.txt")
-                if seen["failed"]:
-                    killer = seen["failed"][0]
-                    known = self.killers.setdefault((mutant["module"], mutant["function"]), [])
-                    if "::" in killer and killer not in known:
-                        known.append(killer)
-                    return stage, killer
+            for stage, test_map in self._maps.items():
+                tests = test_map.tests(fault)
+                known = [test for test in self._catchers[fault.module, fault.function] if test in tests]
+                tests = list(dict.fromkeys([*known, *tests]))
+                if tests and (caught_by := run_tests(self._folder, tests, STAGES[stage])):
+                    self._catchers[fault.module, fault.function].insert(0, caught_by)
+                    return stage, caught_by
         finally:
-            target.write_bytes(source)
+            path.write_bytes(source)
         return None, None
 
 
-# --- the command
+def _start_worker(maps):
+    global _judge
+    _judge = Judge(maps)
 
 
-def summary(finders, chosen, verdicts):
-    """Counts by module and function, and lists the survivors with the reasons that the last results gave for them."""
-    reasons = {}
-    if RESULTS.exists():
-        for old in json.loads(RESULTS.read_text())["survivors"]:
-            reasons[old["module"], old["function"], old["before"], old["after"]] = old["why"]
-    modules = {}
-    for finder in finders:
-        functions = {}
-        for name in dict.fromkeys(m["function"] for m in finder.found):
-            ours = [m for m in chosen if (m["module"], m["function"]) == (finder.module, name)]
-            stages = [verdicts[m["id"]]["stage"] for m in ours]
-            exist = sum(m["function"] == name for m in finder.found)
-            counts = {"by default": stages.count("default"), "killed": len(ours) - stages.count(None)}
-            functions[name] = {"exist": exist, "run": len(ours)} | counts
-        without = sorted(set(finder.functions) - set(functions))
-        if without:
-            raise SystemExit(f"{finder.module}: functions without a mutant: {without}")
-        totals = {key: sum(f[key] for f in functions.values()) for key in ("exist", "run", "by default", "killed")}
-        modules[finder.module] = totals | {"functions": functions}
-    survivors = []
-    for mutant in chosen:
-        if verdicts[mutant["id"]]["stage"] is None:
-            shown = {k: v for k, v in mutant.items() if k not in ("span", "id")}
-            why = reasons.get((mutant["module"], mutant["function"], mutant["before"], mutant["after"]), "")
-            survivors.append(shown | {"why": why})
-    return modules, survivors
+def _judge_one(fault):
+    start = time.monotonic()
+    stage, test = _judge.judge(fault)
+    return fault, stage, test, time.monotonic() - start
 
 
-def main():
-    """Plants faults, runs tests, and writes the result."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--count", type=int, default=400, help="how many mutants (default: 400)")
-    parser.add_argument("--seed", type=int, default=0, help="which ones (default: 0)")
-    parser.add_argument(
-        "--modules", nargs="+", default=MODULES, choices=MODULES, help="of which modules (default: all)"
-    )
-    parser.add_argument("--stages", nargs="+", default=list(STAGES), choices=STAGES, help="which tests (default: all)")
-    parser.add_argument("--work", type=pathlib.Path, default=ROOT / "build" / "mutants", help="folder for the work")
-    parser.add_argument("--again", action="store_true", help="try the survivors of an earlier run again")
-    parser.add_argument("--list", action="store_true", help="only show the mutants")
-    options = parser.parse_args()
-    finders = [Finder(module) for module in MODULES]
-    chosen = [m for m in sample(finders, options.count, options.seed) if m["module"] in options.modules]
-    if options.list:
-        print(*map(show, chosen), sep="\n")
-        print(len(chosen), "of", sum(len(f.found) for f in finders))
-        return
-    work = options.work.resolve()
-    work.mkdir(parents=True, exist_ok=True)
-    for module in IMPORTED_ONCE:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(module)
-    jax = sys.modules["jax"]
-    jax.config.update("jax_compilation_cache_dir", str(work / "compiled"))
+def judge_all(chosen, sources, stages, processes):
+    """Returns the stage and the test that caught each fault; keeps what was caught for later runs."""
+    record = WORK / "caught.jsonl"
+    caught = dict(map(json.loads, record.read_text().splitlines())) if record.exists() else {}
+    verdicts = {fault: caught.get(_key(fault, sources), (None, None)) for fault in chosen}
+    left = [fault for fault in chosen if verdicts[fault][0] is None]
+    if not left:
+        return verdicts
+    maps = {stage: TestMap(WORK / f"map-{stage}", STAGES[stage]) for stage in stages}
+    for name in IMPORTED_ONCE:
+        importlib.import_module(name)
+    # A program that a fault does not change is compiled once for all faults.
+    jax.config.update("jax_compilation_cache_dir", str(WORK / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    verdicts = judge_all(chosen, options, work)
-    if set(options.modules) == set(MODULES):
-        write(finders, chosen, verdicts, options)
-
-
-def judge_all(chosen, options, work):
-    """Returns the verdict on each mutant; those of earlier runs on the same function hold, and each is kept at once."""
-    record = work / "verdicts.jsonl"
-    verdicts = {}
-    for line in record.read_text().splitlines() if record.exists() else []:
-        old = json.loads(line)
-        if old["stage"] or (set(options.stages) <= set(old["stages"]) and not options.again):
-            verdicts[old["id"]] = old
-    left = [m for m in chosen if m["id"] not in verdicts]
-    runner = Runner(work, options.modules)
-    for stage in options.stages if left else []:
-        runner.learn(stage)
-    for done, mutant in enumerate(left, 1):
-        start = time.monotonic()
-        stage, killer = runner.judge(mutant, options.stages)
-        about = {"stage": stage, "killer": killer, "stages": options.stages}
-        verdicts[mutant["id"]] = mutant | about
-        with record.open("a") as file:
-            file.write(json.dumps(mutant | about) + "\n")
-        said = f"killed by {killer}" if stage else "SURVIVED"
-        print(f"{done}/{len(left)} {time.monotonic() - start:.1f} s {show(mutant)}: {said}", flush=True)
+    with multiprocessing.get_context("fork").Pool(processes, _start_worker, [maps]) as pool, record.open("a") as file:
+        for done, (fault, stage, test, seconds) in enumerate(pool.imap_unordered(_judge_one, left), 1):
+            verdicts[fault] = stage, test
+            print(
+                f"{done}/{len(left)} {seconds:.1f} s {fault}: {f'caught by {test}' if stage else 'SURVIVED'}",
+                flush=True,
+            )
+            if stage:
+                file.write(json.dumps([_key(fault, sources), [stage, test]]) + "\n")
+                file.flush()
     return verdicts
 
 
-def show(mutant):
-    """Returns a mutant in one line."""
-    place = f"{mutant['module']}:{mutant['line']} {mutant['function']}"
-    return f"{place} [{mutant['operator']}] {mutant['before'][:70]} -> {mutant['after'][:70]}"
+def _key(fault, sources):
+    digest = hashlib.sha256(sources[fault.module]).hexdigest()[:12]
+    return f"{fault.module} {digest} {fault.span} {fault.after}"
 
 
-def write(finders, chosen, verdicts, options):
-    """Writes the result, and by which tests it was found."""
-    modules, survivors = summary(finders, chosen, verdicts)
-    killed = len(chosen) - len(survivors)
-    by_default = sum(module["by default"] for module in modules.values()) / len(chosen)
-    versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
-    result = {"date": str(datetime.date.today()), "python": platform.python_version()} | versions
-    result |= {"seed": options.seed, "stages": options.stages}
-    result |= {"mutants": len(chosen), "killed": killed, "share": round(killed / len(chosen), 4)}
-    result["share of the README's command"] = round(by_default, 4)
-    RESULTS.write_text(json.dumps(result | {"modules": modules, "survivors": survivors}, indent=1) + "\n")
-    shares = f"{killed / len(chosen):.1%}, {by_default:.1%} by the README's command"
-    print(f"{killed} of {len(chosen)} killed ({shares}); the others are listed in {RESULTS}")
+def summarize(verdicts, settings):
+    """Returns the counts of each module, and the survivors with the reasons that the last results gave for them."""
+    old = json.loads(RESULTS.read_text())["survivors"] if RESULTS.exists() else []
+    reasons = {(s["module"], s["function"], s["before"], s["after"]): s["reason"] for s in old if "reason" in s}
+    modules, survivors = {}, []
+    for fault, (stage, _) in verdicts.items():
+        counts = modules.setdefault(fault.module, {"faults": 0, "default": 0, "caught": 0})
+        counts["faults"] += 1
+        counts["default"] += stage == "default"
+        counts["caught"] += stage is not None
+        if stage is None:
+            about = {key: getattr(fault, key) for key in ("module", "function", "before", "after")}
+            survivors.append(about | {"line": fault.lines[1], "reason": reasons.get(tuple(about.values()), "")})
+    total = {key: sum(counts[key] for counts in modules.values()) for key in ("faults", "default", "caught")}
+    versions = {name: importlib.metadata.version(name) for name in VERSIONS}
+    about = {"date": str(datetime.date.today()), "python": platform.python_version()} | versions | settings
+    return about | {"total": total, "modules": modules, "survivors": survivors}
+
+
+def main():
+    """Plants the faults and writes the results."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--count", type=int, default=300, help="the number of faults (default: 300)")
+    parser.add_argument("--seed", type=int, default=0, help="selects the faults (default: 0)")
+    parser.add_argument("--modules", nargs="+", default=MODULES, choices=MODULES, help="default: all modules")
+    parser.add_argument("--stages", nargs="+", default=list(STAGES), choices=STAGES, help="default: all stages")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="default: one for each core")
+    options = parser.parse_args()
+    sources = {module: (ROOT / "jmpscale" / f"{module}.py").read_bytes() for module in MODULES}
+    everything = [fault for module in MODULES for fault in faults.find(module, sources[module])]
+    chosen = [f for f in faults.sample(everything, options.count, options.seed) if f.module in options.modules]
+    WORK.mkdir(parents=True, exist_ok=True)
+    verdicts = judge_all(chosen, sources, options.stages, options.processes)
+    settings = {"seed": options.seed, "stages": options.stages, "possible faults": len(everything)}
+    summary = summarize(verdicts, settings)
+    print(json.dumps(summary, indent=1))
+    if set(options.modules) == set(MODULES):
+        RESULTS.write_text(json.dumps(summary, indent=1) + "\n")
 
 
 if __name__ == "__main__":

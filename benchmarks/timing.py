@@ -1,6 +1,5 @@
-"""Measures several functions in turns in one process, so that the machine's drift cancels in their ratios."""
+"""Times several functions in turns in one process, so that changes of the machine's speed cancel in their ratios."""
 
-import re
 import time
 
 import jax
@@ -8,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import steps
-from benchmarks.programs import COLLECTIVES
 
 BURST = 0.02  # seconds: shorter calls are repeated until a turn takes this long
-SHORT = 10.0  # seconds: what has compiled for less time than this is compiled again, up to three times in all
+SHORT = 10.0  # seconds: a program that compiles faster is compiled three times
 
 
 def interleave(turns, seconds, rounds=(7, 41)):
@@ -37,11 +35,11 @@ def interleave(turns, seconds, rounds=(7, 41)):
     return {name: np.array(times) for name, times in taken.items()}
 
 
-def summarize(taken, floor):
-    """Returns for each name the median time in ms, and the quartiles of its ratio to the floor of the same round."""
+def summarize(taken, baseline):
+    """Returns for each name the median time in ms, and the quartiles of its ratio to the baseline in the same round."""
     figures = {}
     for name, times in taken.items():
-        low, middle, high = np.percentile(times / taken[floor], (25, 50, 75))
+        low, middle, high = np.percentile(times / taken[baseline], (25, 50, 75))
         figures[name] = {
             "ms": _round(1e3 * np.median(times)),
             "ratio": _round(middle),
@@ -55,34 +53,31 @@ def _round(number):
     return float(f"{number:.4g}")
 
 
-def measure(job, names, seconds, floor=steps.FLOOR, sittings=1, **options):
+def measure(job, names, seconds, sittings=4):
     """Compiles the named methods for one job and times them; returns their figures.
 
-    In each sitting the states lie in other places in memory: equal programs differ by several per cent between them.
+    In each sitting the states are at other addresses: the times of equal programs differ by several per cent between
+    sittings.
     """
-    built, figures = {}, {}
+    runs, figures = {}, {}
     for name in names:
         try:
-            built[name], figures[name] = build(job, steps.METHODS[name], **options)
+            runs[name], figures[name] = build(job, steps.METHODS[name])
         except ImportError as error:
-            print(f"  {name}: left out ({error})", flush=True)
-    taken = {name: [] for name in built}
+            print(f"  {name}: omitted ({error})", flush=True)
+    times = {name: [] for name in runs}
     for _ in range(sittings):
-        for run in built.values():
+        for run in runs.values():
             run.start()
-        for name, times in interleave(built, seconds / sittings).items():
-            taken[name] = np.append(taken[name], times)
-    for keras in (False, True):  # whose AdamW places epsilon otherwise, and so goes a way of its own
-        if group := {name: run.losses for name, run in built.items() if name.startswith("Keras") is keras}:
-            require_same_work(group)
-    return {
-        name: numbers | figures[name] | {"traces": built[name].traces}
-        for name, numbers in summarize(taken, floor).items()
-    }
+        for name, new in interleave(runs, seconds / sittings).items():
+            times[name] = np.append(times[name], new)
+    require_same_work({name: run.losses for name, run in runs.items()})
+    summary = summarize(times, steps.BASELINE)
+    return {name: summary[name] | figures[name] for name in runs}
 
 
 def require_same_work(losses):
-    """Raises unless all methods have come down the same path: one that skipped steps would be measured as fast."""
+    """Raises unless the losses of all methods agree: a method that skips steps would seem fast."""
     first = {name: [float(loss) for loss in seen[:5]] for name, seen in losses.items()}
     for name, seen in first.items():
         if len(set(seen)) < len(seen):  # a step that changes nothing leaves the loss as it was
@@ -93,54 +88,31 @@ def require_same_work(losses):
 
 
 class Run:
-    """A compiled step that feeds itself: each call is one training step, done when the call returns."""
+    """A training run: each call is one step, which is complete when the call returns."""
 
-    def __init__(self, job, method, placed=None):
-        init, step = method(job)
-        self.batch, self.traces, self.losses = job.batch, 0, []
+    def __init__(self, job, method):
+        self._init, step = method(job)
+        self._params, self.batch, self.losses = job.params, job.batch, []
+        self.jitted = jax.jit(step, donate_argnums=0)
+        self.start()
 
-        def start():  # on copies, since a step donates its state
-            state = jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, init(job.params))
-            self.state = jax.device_put(state, placed)
-
-        self.start = start
-        start()
-
-        def counted(state, batch):
-            self.traces += 1
-            return step(state, batch)
-
-        self.jitted = jax.jit(counted, donate_argnums=0)
+    def start(self):
+        """Starts again, with copies, because a step donates its state."""
+        state = self._init(self._params)
+        self.state = jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, state)
 
     def __call__(self):
         self.state, loss = jax.block_until_ready(self.jitted(self.state, self.batch))
         self.losses.append(loss)
 
 
-def build(job, method, placed=None, compilations=3):
-    """Returns a Run, and the figures of its program: all but the compilation's time are the same in every run."""
-    run, taken = Run(job, method, placed), []
-    while not taken or (len(taken) < compilations and sum(taken) < SHORT):
+def build(job, method):
+    """Returns a `Run`, and the figures of its compilation."""
+    run, seconds = Run(job, method), []
+    while not seconds or (len(seconds) < 3 and sum(seconds) < SHORT):
         jax.clear_caches()
         start = time.process_time()
         compiled = run.jitted.lower(run.state, run.batch).compile()
-        taken.append(time.process_time() - start)
-    jax.clear_caches()
-    run.traces = 0
-    memory = compiled.memory_analysis()
-    peak = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return run, {
-        "compile_cpu_s": _round(np.median(taken)),
-        "temp_bytes": memory.temp_size_in_bytes,
-        "peak_bytes": getattr(memory, "peak_memory_in_bytes", peak + memory.temp_size_in_bytes),
-        **instructions(compiled.as_text()),
-    }
-
-
-def instructions(program):
-    """Counts the instructions of an optimized program, and those among them that are collectives."""
-    found = re.findall(r"^\s*(?:ROOT )?%?[\w.-]+ = .*? ([\w-]+)\(", program, flags=re.MULTILINE)
-    return {
-        "instructions": sum(name not in ("parameter", "tuple", "get-tuple-element") for name in found),
-        "collectives": sum(bool(re.fullmatch(f"(?:{COLLECTIVES})(?:-start)?", name)) for name in found),
-    }
+        seconds.append(time.process_time() - start)
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    return run, {"compile_cpu_s": _round(np.median(seconds)), "temp_bytes": temporary}

@@ -1,7 +1,7 @@
-"""The rule of `update` in plain Python: the specification with which the jitted rule is compared bit for bit.
+"""The rule of `update` in plain Python, with which tests compare the jitted rule bit for bit.
 
-A state is a dict with the fields of `ScalerState` except the config. The settings are rounded to float32 first, and
-arithmetic on the scale after every operation; counters stop at the largest 32-bit integer.
+A state is a dict of the fields of `ScalerState` without the settings. The settings, and the scale after each operation,
+are rounded to float32; counters stop at the largest 32-bit integer.
 """
 
 import numpy as np
@@ -11,6 +11,7 @@ FIELDS = ("loss_scale", "finite_steps", "hysteresis_left", "skipped", "consecuti
 
 
 def start(config, loss_scale):
+    """Returns the state before the first step."""
     values = (np.float32(loss_scale), 0, config.hysteresis, 0, 0, 0)
     return dict(zip(FIELDS, values, strict=True))
 
@@ -49,4 +50,4 @@ def _count_up(counter):
 
 def _multiply(loss_scale, factor):
     with np.errstate(over="ignore", under="ignore"):
-        return np.float32(loss_scale * np.float32(factor))
+        return np.float32(np.float32(loss_scale) * np.float32(factor))

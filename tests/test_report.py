@@ -1,24 +1,324 @@
-"""metrics and raise_if_stuck."""
+"""grad_report, metrics and raise_if_stuck: statistics are exact on all devices, and each diagnosis names its cause."""
+
+import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax.experimental import checkify
+from jax.sharding import PartitionSpec as P
 
 import jmpscale
+from jmpscale.testing import inject_backward
+
+import compiling
+
+COUNTS = ("nan", "inf", "zero", "underflow", "subnormal")
+VALUES = np.array(
+    [1.0, -3.0, 0.0, -0.0, 2.0**-24, -(2.0**-14), 2.0**-25, 1e-40, 6e-5, 65504.0, 7e4, np.inf, -np.inf, np.nan]
+)
 
 
-def _after(word, state, loss=None):
-    for letter in word:
-        state = jmpscale.update(state, letter == "G", loss=loss)
-    return state
+def _reference(leaf, scale=1.0):
+    """Returns the largest magnitude and the counts, computed in float64, in which scaling is exact."""
+    leaf = np.asarray(leaf) if jnp.iscomplexobj(leaf) else np.asarray(leaf, np.float64)
+    parts = np.concatenate([leaf.real.ravel(), leaf.imag.ravel()]) if np.iscomplexobj(leaf) else leaf.ravel()
+    m = np.abs(parts.astype(np.float64)) * scale
+    kinds = np.isnan(m), np.isinf(m), m == 0, (m > 0) & (m < 2.0**-24), (m >= 2.0**-24) & (m < 2.0**-14)
+    return np.max(m, initial=0.0), [int(kind.sum()) for kind in kinds], parts.size
 
 
-def test_metrics_have_stable_names_and_stay_on_the_device(variant):
-    state = _after("GGB", jmpscale.dynamic(1024.0))
+def _assert_exact(report, leaves, scale=1.0):
+    for i, leaf in enumerate(leaves):
+        largest, counts, size = _reference(leaf, scale)
+        with np.errstate(over="ignore"):
+            np.testing.assert_equal(np.float32(report.max_abs[i]), np.float32(largest))
+        assert [int(getattr(report, name)[i]) for name in COUNTS] == counts, report.paths[i]
+        assert report.sizes[i] == size
+    assert bool(report.finite) == bool(np.isfinite(report.max_abs).all())
+
+
+@pytest.fixture(scope="module", params=["one device", "several devices"])
+def reductions(request):
+    """The form of the reductions on CPU: with one device a single one for all counts."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "one device":
+            patch.setattr(jax, "device_count", lambda *_: 1)
+        jax.clear_caches()
+        yield
+    jax.clear_caches()
+
+
+# --- the statistics ---
+
+
+@pytest.mark.usefixtures("reductions")
+def test_grad_report_is_exact():
+    leaves = [np.zeros(0, np.float32), VALUES.astype(np.float32).reshape(2, 7)]
+    leaves += [jnp.asarray(VALUES).astype(dtype) for dtype in ("float16", "bfloat16", "float8_e5m2", "complex64")]
+    leaves += [np.where(np.arange(4097) == 2048, -np.nan, 1).astype(np.float32)]  # XLA's maximum on CPU loses this NaN
+    report = jmpscale.grad_report(leaves)
+    _assert_exact(report, leaves)
+    assert not report.finite
+    assert report.max_abs.dtype == jnp.float32
+
+
+@pytest.mark.usefixtures("x64")
+def test_grad_report_of_float64_is_exact():
+    leaves = [jnp.array([1e300, 1e-300, 0.0, 2.0**-139, 2.0**-138, 2.0**-129, 2.0**-128]), jnp.ones(3, jnp.float16)]
+    report = jmpscale.grad_report(leaves)
+    assert report.max_abs.tolist() == [1e300, 1.0]
+    assert report.underflow.tolist() == [5, 0]
+    report = jmpscale.grad_report(leaves, scaler=jmpscale.static(2.0**114))
+    assert (report.underflow.tolist(), report.subnormal.tolist()) == ([2, 0], [2, 0])
+
+
+@pytest.mark.usefixtures("reductions")
+@pytest.mark.parametrize("scale", [2.0**16, 2.0**-10, 2.0**100, 2.0**112, 2.0**113, 2.0**114, 5e37, 2.0**126])
+def test_grad_report_counts_scaled_gradients(scale):
+    """From 2^112 on the limits of float16, divided by the scale, are subnormal numbers."""
+    limits = np.float32([2.0**-24 / scale, 2.0**-14 / scale])
+    around = [np.nextafter(limits, np.float32(bound)) for bound in (0, 1)]
+    leaf = np.concatenate([limits, *around, np.ldexp(np.float32(1), np.arange(-149, 30)), np.zeros(3, np.float32)])
+    scaler = jmpscale.static(scale)
+    report = jmpscale.grad_report([leaf], scaler=scaler)
+    _assert_exact(report, [leaf], float(scaler.loss_scale))
+
+
+@pytest.mark.parametrize(("platform", "expected"), [("cpu", 2 + 1), ("cuda", 12 + 1)])
+def test_grad_report_combines_reductions_on_cpu_only(platform, expected, monkeypatch, request):
+    """The last reduction is that of the flag, over all leaves."""
+    if request.config.getoption("--default-form"):
+        pytest.skip("every program has the other form")
+    monkeypatch.setattr(jax, "device_count", lambda *_: 1)
+    grads = [jnp.ones(8), jnp.ones((4, 4))]
+    exported = jax.export.export(jax.jit(jmpscale.grad_report), platforms=[platform])(grads)
+    assert exported.mlir_module().count("stablehlo.reduce(") == expected
+
+
+def test_grad_report_names_leaves_unambiguously():
+    one = np.ones(1, np.float32)
+    report = jmpscale.grad_report({"a": {"b": one}, "a/b": one, "c": {"d": one}, "n": 3})
+    assert report.paths == ("['a']['b']", "['a/b']", "c/d")
+    assert jmpscale.grad_report(one).paths == ("grads",)
+
+
+def test_grad_report_is_an_output_of_scan():
+    grads = jnp.ones((5, 3)).at[2, 1].set(jnp.inf)
+    _, reports = jax.lax.scan(lambda carry, g: (carry, jmpscale.grad_report({"w": g})), None, grads)
+    assert reports.inf[:, 0].tolist() == [0, 0, 1, 0, 0]
+    assert reports.finite.tolist() == [True, True, False, True, True]
+    assert "began in w" in jax.tree.map(lambda x: x[2], reports).describe()
+
+
+def test_grad_report_is_an_output_of_an_exported_program():
+    grads = {"w": jnp.array([1.0, jnp.inf])}
+    stored = jax.export.export(jax.jit(jmpscale.grad_report))(grads).serialize()
+    report, expected = jax.export.deserialize(stored).call(grads), jmpscale.grad_report(grads)
+    assert jax.tree.structure(report) == jax.tree.structure(expected)
+    assert report.describe() == expected.describe()
+
+
+def test_grad_report_of_a_symbolic_shape():
+    def report_and_totals(x):
+        report = jmpscale.grad_report({"x": x})
+        return report, report.totals()
+
+    shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("a,b"), jnp.float32)
+    report, totals = jax.export.export(jax.jit(report_and_totals))(shape).call(jnp.zeros((2, 3)).at[1, 1].set(jnp.inf))
+    assert float(totals["zero"]) == pytest.approx(5 / 6)
+    assert report.describe().splitlines()[2].split() == ["x", "a*b", "inf", "-inf", "0", "1", "5", "0", "0"]
+
+
+# --- several devices ---
+
+LEAVES = {
+    "a": np.resize(VALUES, (16, 8)).astype(np.float32),
+    "b": np.arange(8, dtype=np.float32),
+    "c": np.float32(2.0),
+    "d": np.ones((8, 2), np.float32),
+}
+SPECS = {"a": P("x", "y"), "b": P("y"), "c": P(), "d": P("x", "y")}
+
+
+def _placed(axis_type):
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(axis_type,) * 2)
+    return mesh, {name: jax.device_put(x, jax.NamedSharding(mesh, SPECS[name])) for name, x in LEAVES.items()}
+
+
+@pytest.mark.parametrize("kind", ["Explicit", pytest.param("Auto", marks=pytest.mark.full)])
+def test_grad_report_is_global_under_jit(kind):
+    mesh, grads = _placed(jax.sharding.AxisType[kind])
+    with jax.set_mesh(mesh):
+        _assert_exact(jax.jit(jmpscale.grad_report)(grads), list(LEAVES.values()))
+
+
+def test_grad_report_is_global_under_shard_map():
+    mesh, grads = _placed(jax.sharding.AxisType.Auto)
+    mapped = jax.shard_map(jmpscale.grad_report, mesh=mesh, in_specs=(SPECS,), out_specs=P())
+    program = jax.jit(mapped).lower(grads).compile()
+    report = program(grads)
+    _assert_exact(report, list(LEAVES.values()))
+    assert float(report.totals()["nan"]) == np.float32(_reference(LEAVES["a"])[1][0] / (128 + 8 + 1 + 16))
+    assert compiling.count(program.as_text(), "all-reduce") <= 4, "two for each set of axes"
+
+
+@pytest.mark.filterwarnings("ignore:.*pmap:DeprecationWarning")
+@pytest.mark.parametrize("map_", [jax.vmap, pytest.param(jax.pmap, marks=pytest.mark.full)], ids=["vmap", "pmap"])
+@pytest.mark.parametrize("axis_name", ["d", ()])
+def test_grad_report_combines_devices_along_axis_name(map_, axis_name):
+    grads = [np.resize(VALUES, (8, 5)).astype(np.float32), np.zeros((8, 3), np.complex64)]
+    reports = jax.device_get(map_(lambda g: jmpscale.grad_report(g, axis_name=axis_name), axis_name="d")(grads))
+    for device in range(8):
+        report = jax.tree.map(lambda x, device=device: x[device], reports)
+        _assert_exact(report, grads if axis_name else [leaf[device] for leaf in grads])
+
+
+# --- descriptions and totals ---
+
+
+def _report(max_abs, sizes=None, **counts):
+    """Returns a report with the given arrays, and zeros for other counts."""
+    arrays = {name: np.asarray(counts.get(name, np.zeros(len(max_abs))), np.int32) for name in COUNTS}
+    paths = tuple(f"layer_{i}" for i in range(len(max_abs)))
+    max_abs = np.asarray(max_abs, np.float32)
+    return jmpscale.GradReport(
+        np.isfinite(max_abs).all(), max_abs, **arrays, paths=paths, sizes=tuple(sizes or [10] * len(max_abs))
+    )
+
+
+INF, NAN = np.inf, np.nan
+MOST = "mostly not finite; a smaller scale shows where the overflow begins."
+DESCRIBED = {  # the report, the beginning and the end of the sentence, and the order of the leaves
+    "finite": (_report([4.0, 9.0, 0.0, 9.1]), "All 4 leaves are finite", "magnitude is in layer_3.", [3, 1, 0, 2]),
+    "zero": (_report([0.0, 1.0], zero=[10, 0]), "All 2 leaves are finite", "magnitude is in layer_1.", [1, 0]),
+    "one": (_report([9.0, INF, 8.0], inf=[0, 1, 0]), "1 of 3 leaves are not finite", "began in layer_1.", [1, 0, 2]),
+    "smallest-fraction": (
+        _report([INF, INF, NAN], inf=[5, 3, 2], nan=[0, 0, 2]),
+        *("3 of 3 leaves are not finite", "began in layer_1.", [1, 2, 0]),
+    ),
+    "zeros-do-not-count": (
+        _report([INF, INF], [100, 10], inf=[3, 1], zero=[97, 0]),
+        *("2 of 2 leaves are not finite", "began in layer_1.", [1, 0]),
+    ),
+    "half": (_report([INF, INF], inf=[5, 6]), "2 of 2 leaves are not finite", "began in layer_0.", [0, 1]),
+    "most": (_report([INF, INF], [1, 1], inf=[1, 1]), "2 of 2 leaves are mostly", MOST, [0, 1]),
+    "all-of-one": (_report([1.0, INF], inf=[0, 10]), "1 of 2 leaves are not finite", "began in layer_1.", [1, 0]),
+    "nan": (_report([1.0, NAN], nan=[0, 1]), "1 of 2 leaves are not finite", "in the backward pass.", [1, 0]),
+}
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_describe_names_the_most_suspicious_leaf_first(name):
+    report, beginning, end, order = DESCRIBED[name]
+    sentence, _, *rows = report.describe().splitlines()
+    assert sentence.startswith(beginning)
+    assert sentence.endswith(end)
+    assert ("All non-finite values are NaN" in sentence) == (name == "nan")
+    assert [int(row.split()[0].removeprefix("layer_")) for row in rows] == order
+
+
+def test_describe_lists_as_many_leaves_as_the_limit(monkeypatch):
+    report, device_get, calls = _report(1.0 + np.arange(30.0)), jax.device_get, []
+    monkeypatch.setattr(jax, "device_get", lambda x: calls.append(x) or device_get(x))
+    assert len(report.describe().splitlines()) == 2 + 20
+    assert len(calls) == 1, "the report is read from the device once"
+    assert len(report.describe(limit=2).splitlines()) == 2 + 2
+    assert len(report.describe(limit=99).splitlines()) == 2 + 30
+
+
+def test_describe_shows_values_and_headroom():
+    lines = _report([65504.0 / 4, 0.0], underflow=[1, 2], subnormal=[3, 4]).describe().splitlines()
+    assert lines[2].split() == ["layer_0", "10", "1.64e+04", "2.0", "0", "0", "0", "1", "3"]
+    assert lines[3].split() == ["layer_1", "10", "0", "inf", "0", "0", "0", "2", "4"]
+    assert len({len(line) for line in lines[1:]}) == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("devices", [1, 8])
+def test_describe_names_the_layer_whose_backward_pass_overflows(devices):
+    def loss_fn(params, x, layer):
+        for i, (kernel, bias) in enumerate(params.values()):
+            x = inject_backward(jnp.tanh(x @ kernel + bias), jnp.inf, path="", when=layer == i)
+        return jnp.mean(x**2)
+
+    @jax.jit
+    def report_of_fault(params, x, layer):
+        scaler = jmpscale.dynamic()
+        _, grads = jmpscale.value_and_grad(loss_fn)(scaler, params, x, layer)
+        return jmpscale.grad_report(grads, scaler=scaler)
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {f"layer_{i}": (jax.random.normal(key, (4, 4)) / 2, jnp.full((1, 4), 0.1)) for i, key in enumerate(keys)}
+    x = jax.random.normal(jax.random.key(1), (8, 4))
+    mesh = jax.make_mesh((devices,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices])
+    params, x = jax.device_put((params, x), (jax.NamedSharding(mesh, P()), jax.NamedSharding(mesh, P("d"))))
+    for layer in (1, 0, 2):
+        sentence = report_of_fault(params, x, layer).describe().splitlines()[0]
+        assert f"of 6 leaves are not finite; the overflow most likely began in layer_{layer}/" in sentence
+    assert report_of_fault(params, x, -1).describe().startswith("All 6 leaves are finite")
+
+
+def _floats(totals):
+    return {name: float(value) for name, value in totals.items()}
+
+
+def test_totals_are_fractions_of_all_values(variant):
+    report = _report([4.0, INF], [4, 12], nan=[0, 1], inf=[0, 2], zero=[1, 2], underflow=[2, 2], subnormal=[1, 4])
+    expected = {"nan": 1 / 16, "inf": 2 / 16, "zero": 3 / 16, "underflow": 4 / 16, "subnormal": 5 / 16}
+    assert _floats(variant(lambda report: report.totals())(report)) == {"max_abs": INF} | expected
+
+
+def test_totals_of_stacked_reports_are_those_of_each_step():
+    reports = jax.tree.map(lambda *x: np.stack(x), _report([1.0, NAN]), _report([4.0, 2.0], zero=[5, 10]))
+    np.testing.assert_array_equal(reports.totals()["max_abs"], [NAN, 4.0])
+    np.testing.assert_array_equal(reports.totals()["zero"], [0.0, 0.75])
+
+
+@pytest.mark.parametrize(
+    ("report", "max_abs", "zero"),
+    [
+        (_report([0.0], [0]), 0.0, 0.0),
+        (_report([0.0], [1], zero=[1]), 0.0, 1.0),
+        (_report([1.0, 1.0], [2**31 - 1] * 2, zero=[2**30] * 2), 1.0, 0.5),
+        (_report(np.append(np.ones(4100), NAN)), NAN, 0.0),
+    ],
+    ids=["empty", "one-value", "more-than-int32", "nan-among-many-leaves"],
+)
+def test_totals_of_extreme_sizes(report, max_abs, zero):
+    totals = report.totals()
+    np.testing.assert_equal((float(totals["max_abs"]), float(totals["zero"])), (max_abs, zero))
+    assert {value.dtype for value in totals.values()} == {jnp.dtype(jnp.float32)}
+
+
+def test_grad_report_costs_nothing_if_unused_and_shares_computations():
+    def step(use, w, x):
+        grads = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+        return jmpscale.apply_if(jmpscale.all_finite(grads), lambda w: w - grads, w), use(grads)
+
+    def instructions(use):
+        program = compiling.compiled(functools.partial(step, use), jnp.ones((4, 2)), jnp.ones((3, 4)))
+        return compiling.instructions(program)
+
+    without, used = instructions(lambda _: None), instructions(jmpscale.grad_report)
+    unused = instructions(lambda grads: jmpscale.grad_report(grads).totals() and None)
+    assert unused == without
+    assert len(used) > len(unused)
+    for shared in ("tanh f32[3,2]", "dot f32[4,2]"):
+        assert used.count(shared) == unused.count(shared) > 0
+
+
+# --- metrics ---
+
+
+def test_metrics_are_the_arrays_of_the_state(variant):
+    state = jmpscale.update(jmpscale.dynamic(1024.0), False)
     logged = variant(jmpscale.metrics)(state)
-    assert {name: np.asarray(value).item() for name, value in logged.items()} == {
+    assert {name: value.item() for name, value in logged.items()} == {
         "loss_scale": 512.0,
         "finite_steps": 0,
         "hysteresis_left": 0,
@@ -29,77 +329,78 @@ def test_metrics_have_stable_names_and_stay_on_the_device(variant):
     assert all(isinstance(value, jax.Array) for value in logged.values())
 
 
-def test_metrics_of_a_batch_of_scalers_are_batches():
-    batch = jax.tree.map(lambda x: np.stack([x] * 3), jmpscale.dynamic(8.0))
-    assert jmpscale.metrics(batch)["loss_scale"].tolist() == [8.0] * 3
+def test_metrics_of_an_optimizer_state_contain_the_norm():
+    opt_state = jmpscale.LossScalingState(jmpscale.dynamic(), (), jnp.float32(5.0))
+    for state in ([opt_state], jax.tree.map(nnx.Variable, opt_state)):
+        logged = jmpscale.metrics(state)
+        assert (logged["grad_norm"], logged["loss_scale"]) == (5.0, 2.0**16)
+    assert "grad_norm" not in jmpscale.metrics(opt_state._replace(grad_norm=None))
 
 
-def test_raise_if_stuck_accepts_as_many_skips_as_the_limit():
-    state = _after("BBB", jmpscale.dynamic())
-    jmpscale.raise_if_stuck(state, max_consecutive_skips=3)
-    with pytest.raises(FloatingPointError, match=r"^3 consecutive steps were skipped"):
-        jmpscale.raise_if_stuck(state, max_consecutive_skips=np.int64(2))
-    jmpscale.raise_if_stuck(_after("G", state), max_consecutive_skips=1)
+# --- raise_if_stuck ---
+
+DYNAMIC = jmpscale.dynamic(8.0)
+MULTI_STEPS = optax.MultiSteps(optax.identity(), 2).init({"w": jnp.ones(2), "n": 1})
 
 
-STUCK = pytest.mark.parametrize(
-    ("state", "word", "loss", "message"),
-    [
-        (
-            jmpscale.dynamic,
-            "BBB",
-            None,
-            r"\(3 in total\); the loss scale is 8192\. .*not finite, while.*backing off from its initial value",
-        ),
-        (jmpscale.dynamic, "BGBBB", None, r"\(4 in total\); the loss scale is 4096\. .*still backing off\. Allow"),
-        (
-            lambda: jmpscale.dynamic(2.0),
-            "GBBB",
-            None,
-            r"the loss scale is 1\. .*cannot back off any further.*decrease min_scale",
-        ),
-        (
-            lambda: jmpscale.dynamic(0.5, min_scale=0.3),
-            "GBBB",
-            None,
-            r"the loss scale is 0\.3\. .*cannot back off any further",
-        ),
-        (lambda: jmpscale.static(8.0), "BBB", None, "the loss scale is 8.*cannot back off any further"),
-        (jmpscale.dynamic, "BBB", np.nan, r"65536\. .*loss itself was not finite.*No loss scale prevents that"),
-    ],
-)
+def _with_sums(scaler, value):
+    return scaler, MULTI_STEPS._replace(acc_grads={"w": jnp.array([1.0, value]), "n": 1})
 
 
-@STUCK
-@pytest.mark.parametrize("leaf", [jnp.asarray, np.asarray, lambda x: x.item()], ids=["jax", "numpy", "Python"])
-def test_raise_if_stuck_names_scale_skips_cause_and_remedy(state, word, loss, message, leaf):
-    stuck = jax.tree.map(leaf, _after(word, state(), None if loss is None else jnp.float32(loss)))
-    with pytest.raises(FloatingPointError, match=message):
-        jmpscale.raise_if_stuck(stuck, max_consecutive_skips=2)
-    jmpscale.raise_if_stuck(stuck, max_consecutive_skips=3)
+def _is_scaler(x):
+    return isinstance(x, jmpscale.ScalerState)
 
 
-@pytest.mark.parametrize("scale", [np.nan, 0.0, -1.0, np.inf, 2.0**127])
-@pytest.mark.parametrize("leaf", [jnp.float32, np.float32, float])
-def test_raise_if_stuck_calls_an_impossible_scale_damaged(scale, leaf):
-    state = _after("BBB", jmpscale.dynamic())._replace(loss_scale=leaf(scale))
-    with pytest.raises(FloatingPointError, match="The loss scale is invalid: the state was damaged"):
-        jmpscale.raise_if_stuck(state, max_consecutive_skips=2)
+def _stuck(**fields):
+    fields = {"skipped": 5, "consecutive_skips": 3, "last_skip": 1} | fields
+    return DYNAMIC._replace(**{name: np.asarray(x, getattr(DYNAMIC, name).dtype) for name, x in fields.items()})
 
 
-@STUCK
-def test_raise_if_stuck_raises_the_same_error_under_checkify(state, word, loss, message):
-    def step(state, finite):
-        state = jmpscale.update(state, finite, loss=None if loss is None else jnp.float32(loss))
-        jmpscale.raise_if_stuck(state, max_consecutive_skips=2)
-        return state
+STUCK = _stuck()
+ROUNDED_LIMIT = _stuck(loss_scale=0.3)._replace(config=jmpscale.ScalerConfig(min_scale=0.3))
+DIAGNOSES = {  # the holder, and the words of the diagnosis; of several that apply the first one is given
+    "scale-nan": (_stuck(loss_scale=NAN, last_skip=2), "the loss scale is nan.*The loss scale is invalid"),
+    "scale-zero": (_stuck(loss_scale=0.0), "the loss scale is 0.*The loss scale is invalid"),
+    "scale-large": (_stuck(loss_scale=2.0**126 * 1.5), "The loss scale is invalid"),
+    "scale-largest": (_stuck(loss_scale=2.0**126), "The scale is still backing off"),
+    "loss": (_with_sums(_stuck(last_skip=2), INF), "the loss itself was not finite.*Look for invalid data"),
+    "sums": (_with_sums(_stuck(loss_scale=1.0), INF), r"optax\.MultiSteps has accumulated.*Place with_loss_scal"),
+    "finite-sums": (_with_sums(STUCK, 1.0), "The scale is still backing off"),
+    "limit": (_stuck(loss_scale=1.0, skipped=3), "cannot back off any further.*decrease min_scale"),
+    "rounded-limit": (ROUNDED_LIMIT, r"the loss scale is 0\.3\. .*cannot back off any further"),
+    "static": (STUCK._replace(config=jmpscale.static(8.0).config), "cannot back off any further"),
+    "start": (_stuck(skipped=3), r"\(3 in total\).*the first skips of this run.*decrease init_scale"),
+    "backing-off": (STUCK, r"\(5 in total\); the loss scale is 8\. .*is still backing off\. Allow"),
+}
 
-    def run(state, word):
-        return jax.lax.scan(lambda s, finite: (step(s, finite), None), state, word)[0]
 
-    checked = jax.jit(checkify.checkify(run))
-    error, _ = checked(state(), jnp.array([letter == "G" for letter in word]))
-    with pytest.raises(checkify.JaxRuntimeError, match=r"^3 consecutive steps were skipped .*" + message):
+@pytest.mark.parametrize("leaf", [jnp.asarray, np.asarray, np.ndarray.item], ids=["jax", "numpy", "python"])
+@pytest.mark.parametrize("name", DIAGNOSES)
+def test_raise_if_stuck_names_the_cause(name, leaf):
+    holder, words = DIAGNOSES[name]
+    holder = jax.tree.map(lambda x: jax.tree.map(leaf, x) if _is_scaler(x) else x, holder, is_leaf=_is_scaler)
+    with pytest.raises(FloatingPointError, match=f"^3 consecutive steps were skipped .*{words}"):
+        jmpscale.raise_if_stuck(holder, max_consecutive_skips=2)
+    jmpscale.raise_if_stuck(holder, max_consecutive_skips=3)
+
+
+@pytest.mark.parametrize("name", DIAGNOSES)
+def test_raise_if_stuck_raises_under_checkify(name):
+    holder, words = DIAGNOSES[name]
+    error, _ = CHECKED(holder)
+    with pytest.raises(checkify.JaxRuntimeError, match=f"^3 consecutive steps were skipped .*{words}"):
         error.throw()
-    error, _ = checked(state(), jnp.array([letter == "G" for letter in word[:-1] + "G"]))
+    error, _ = CHECKED(jmpscale.replace_scaler(holder, jmpscale.get_scaler(holder)._replace(consecutive_skips=2)))
     error.throw()
+
+
+CHECKED = jax.jit(checkify.checkify(functools.partial(jmpscale.raise_if_stuck, max_consecutive_skips=2)))
+
+
+def test_raise_if_stuck_raises_at_once_if_the_state_is_known():
+    def fn(x):
+        jmpscale.raise_if_stuck(STUCK, max_consecutive_skips=2)
+        return x
+
+    with pytest.raises(FloatingPointError, match="3 consecutive steps were skipped"):
+        checkify.checkify(fn)(1.0)

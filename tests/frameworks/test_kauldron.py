@@ -1,9 +1,8 @@
-"""Users of Kauldron's `kd.train.Trainer` train in float16 with two added lines, or with three that replace nothing.
+"""Kauldron's `kd.train.Trainer` trains in float16 with two added lines, or with three that replace nothing.
 
 Run: python -m pytest --confcutdir=tests/frameworks -W default tests/frameworks/test_kauldron.py
 """
 
-import contextlib
 import dataclasses
 import functools
 import os
@@ -18,7 +17,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from kauldron import kd, kontext
 from kauldron.train import metric_writer, train_step
@@ -26,11 +24,19 @@ from kauldron.train import metric_writer, train_step
 import jmpscale
 from jmpscale.testing import assert_replicated, assert_step_is_noop, inject_backward
 
-from page import changed_programs
+from common import (
+    BATCH,
+    LENGTH,
+    OVERFLOW,
+    VOCABULARY,
+    WEIGHT,
+    adamw,
+    changed_programs,
+    next_token_losses,
+    token_batches,
+)
 
-VOCABULARY, LENGTH, BATCH, STEPS = 32, 12, 16, 40
-WEIGHT = 2.0**-16  # of the loss: without loss scaling most gradients are below the smallest float16
-OVERFLOW = 12  # the step, counted from 0, that overflows where a test asks for it
+STEPS = 40
 
 
 class LanguageModel(nn.Module):
@@ -50,7 +56,7 @@ class LanguageModel(nn.Module):
 
 
 class LossScaledLanguageModel(LanguageModel):
-    """Scales its own backward pass by a constant, so that nothing in Kauldron is replaced."""
+    """Scales its backward pass by a constant, so that nothing in Kauldron is replaced."""
 
     def apply(self, *args, **kwargs):
         return jmpscale.loss_scaled(super().apply, 2.0**24, has_aux=True)(*args, **kwargs)
@@ -62,7 +68,7 @@ class NextToken(kd.losses.Loss):
     tokens: kontext.Key = "batch.tokens"
 
     def get_values(self, logits, tokens):
-        return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])[..., None]
+        return next_token_losses(logits[:, :-1], tokens)[..., None]
 
 
 @dataclasses.dataclass(eq=True, frozen=True, kw_only=True)
@@ -77,50 +83,21 @@ class Recorder(metric_writer.NoopWriter):
             self.logs.setdefault(name, []).append(float(value))
 
 
-def sequences():
-    """Returns examples in which each token is the one before it plus 3."""
-    starts = np.random.default_rng(0).integers(VOCABULARY, size=STEPS * BATCH)
-    return [{"tokens": np.int32((start + 3 * np.arange(LENGTH)) % VOCABULARY)} for start in starts]
-
-
-def adamw():
-    # With the usual epsilon of 1e-8 the gradients of this loss would train nothing in float32 either.
-    return optax.chain(optax.clip_by_global_norm(0.5 * WEIGHT), optax.adamw(3e-3, eps=1e-8 * WEIGHT))
-
-
-def loss_scaling_adamw():
-    # The scale grows a few times, so that tests see it move.
-    return jmpscale.with_loss_scaling(adamw(), jmpscale.dynamic(2.0**24, growth_interval=8))
-
-
 @pytest.fixture(scope="module", autouse=True)
 def compilation_cache(tmp_path_factory):
     """Compiles equal steps of different trainers once."""
     jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("cache")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-
-
-@contextlib.contextmanager
-def loss_scaled_trainer():
-    """Contains the line that a user adds once; undone here because other runs must be without it."""
-    with mock.patch.object(train_step, "forward_with_loss"):
-        # kd.train keeps the original: a notebook may execute the line again.
-        train_step.forward_with_loss = jmpscale.loss_scaled(
-            kd.train.forward_with_loss, lambda context, **_: context.opt_state, has_aux=True
-        )
-        yield
 
 
 def train(model, optimizer, *, steps=STEPS, **options):
     """Runs `Trainer.train` and returns the final state and what was logged in each step."""
     writer = Recorder()
     norm = kd.metrics.Norm(tensor="grads", axis=None, aggregation_type="concat")
+    sequences = [{"tokens": tokens} for tokens in token_batches(STEPS).reshape(-1, LENGTH)]
     with tempfile.TemporaryDirectory() as workdir:
-        options = {"workdir": workdir, **options}
         trainer = kd.train.Trainer(
-            train_ds=kd.data.py.DataSource(data_source=sequences(), shuffle=False, batch_size=BATCH, num_workers=0),
+            train_ds=kd.data.py.DataSource(data_source=sequences, shuffle=False, batch_size=BATCH, num_workers=0),
             model=model,
             train_losses={"next_token": NextToken(weight=WEIGHT)},
             train_metrics={"grad_norm": kd.metrics.TreeReduce(metric=norm)},
@@ -131,60 +108,63 @@ def train(model, optimizer, *, steps=STEPS, **options):
             log_summaries_every=1,  # with another interval Kauldron would compile two steps
             writer=writer,
             profiler=None,
-            **options,
+            **{"workdir": workdir, **options},
         )
         state, _ = trainer.train()
     return state, {name: np.array(values) / WEIGHT for name, values in writer.logs.items()}
 
 
+def restored_afterwards():
+    """Undoes the replacement of Kauldron's function, because other runs must be without it."""
+    return mock.patch.object(train_step, "forward_with_loss", train_step.forward_with_loss)
+
+
 def train_loss_scaled(*, overflows=False, **options):
-    with loss_scaled_trainer():
-        return train(LanguageModel(jnp.float16, overflows), loss_scaling_adamw(), **options)
+    with restored_afterwards():
+        # kd.train keeps the original: a notebook may execute the line again.
+        train_step.forward_with_loss = jmpscale.loss_scaled(
+            kd.train.forward_with_loss, lambda context, **_: context.opt_state, has_aux=True
+        )
+        # The scale grows a few times, so that tests see it move.
+        tx = jmpscale.with_loss_scaling(adamw(), jmpscale.dynamic(2.0**24, growth_interval=8))
+        return train(LanguageModel(jnp.float16, overflows), tx, **options)
 
 
-@functools.cache
-def finished(way):
-    """Returns the state and the logs of a run of all steps."""
-    match way:
-        case "float32":
-            return train(LanguageModel(jnp.float32), adamw())
-        case "float16":
-            return train(LanguageModel(jnp.float16), adamw())
-        case "dynamic":
-            return train_loss_scaled()
-        case "static":
-            optimizer = jmpscale.with_loss_scaling(adamw(), jmpscale.static(1.0))
-            return train(LossScaledLanguageModel(jnp.float16), optimizer)
-
-
-@pytest.mark.parametrize("way", ["dynamic", "static"])
-def test_float16_with_loss_scaled_trains_like_float32(way):
-    losses = {name: finished(name)[1]["losses/total"] for name in ("float32", "float16", way)}
-    assert losses["float16"][-1] > losses["float32"][-1] + 2
-    assert abs(losses[way][-1] - losses["float32"][-1]) < 1e-3
-    assert jmpscale.get_scaler(finished(way)[0]).skipped == 0
-
-
-@pytest.mark.parametrize("program", changed_programs("Kauldron"), ids=["dynamic", "static"])
-def test_the_lines_of_the_page_train_like_float32(program):
+def train_as_on_the_page(program):
     names = {"kd": kd, "jmpscale": jmpscale, "Model": LanguageModel, "LossScaledModel": LanguageModel, "tx": adamw()}
-    with mock.patch.object(train_step, "forward_with_loss", train_step.forward_with_loss):  # undone afterwards
+    with restored_afterwards():
         exec(program, names)
-        _, logs = train(names["LossScaledModel"](jnp.float16), names["optimizer"])
-    expected = finished("float32")[1]["losses/total"][-1]
-    assert abs(logs["losses/total"][-1] - expected) < 1e-3
+        return train(names["LossScaledModel"](jnp.float16), names["optimizer"])
 
 
-def test_scale_grows_in_the_optimizer_state_of_kauldron():
-    scaler = jmpscale.get_scaler(finished("dynamic")[0])
-    assert scaler.loss_scale == 2.0 ** (24 + STEPS // 8)
+DYNAMIC_ON_PAGE, STATIC_ON_PAGE = changed_programs("Kauldron")
+RUNS = {
+    "float32": lambda: train(LanguageModel(jnp.float32), adamw()),
+    "float16": lambda: train(LanguageModel(jnp.float16), adamw()),
+    "dynamic": train_loss_scaled,
+    "static": lambda: train(
+        LossScaledLanguageModel(jnp.float16), jmpscale.with_loss_scaling(adamw(), jmpscale.static(1.0))
+    ),
+    "dynamic, as on the page": lambda: train_as_on_the_page(DYNAMIC_ON_PAGE),
+    "static, as on the page": lambda: train_as_on_the_page(STATIC_ON_PAGE),
+}
+run = functools.cache(lambda name: RUNS[name]())
+
+
+@pytest.mark.parametrize("way", list(RUNS)[2:])
+def test_float16_with_loss_scaled_trains_like_float32(way):
+    losses = {name: run(name)[1]["losses/total"][-1] for name in ("float32", "float16", way)}
+    assert losses["float16"] > losses["float32"] + 2
+    assert abs(losses[way] - losses["float32"]) < 1e-3
+    scaler = jmpscale.get_scaler(run(way)[0])
+    assert scaler.skipped == 0
+    assert scaler.loss_scale == 2.0 ** (24 + STEPS // 8) or way != "dynamic"
 
 
 @pytest.mark.parametrize("way", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["losses/next_token", "metrics/grad_norm"])
 def test_logged_numbers_are_in_true_units(name, way):
-    expected, logged = finished("float32")[1][name], finished(way)[1][name]
-    np.testing.assert_allclose(logged, expected, rtol=0.01)
+    np.testing.assert_allclose(run(way)[1][name], run("float32")[1][name], rtol=0.01)
 
 
 SHARDINGS = {
@@ -193,15 +173,15 @@ SHARDINGS = {
 }
 
 
-@functools.cache
-def train_with_overflow(sharding, steps):
-    return train_loss_scaled(overflows=True, steps=steps, sharding=SHARDINGS[sharding])
-
-
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_overflow_leaves_parameters_and_optimizer_state_unchanged(sharding):
-    before, _ = train_with_overflow(sharding, OVERFLOW)
-    after, logs = train_with_overflow(sharding, OVERFLOW + 1)
+    options = {"overflows": True, "sharding": SHARDINGS[sharding]}
+    before, logs = train_loss_scaled(steps=OVERFLOW, **options)
+    kernel = before.params["Dense_0"]["kernel"]
+    assert len(kernel.sharding.device_set) == 2
+    assert kernel.is_fully_replicated == (sharding == "replicated")
+    np.testing.assert_allclose(logs["losses/total"], run("float32")[1]["losses/total"][:OVERFLOW], rtol=0, atol=1e-3)
+    after, logs = train_loss_scaled(steps=OVERFLOW + 1, **options)
     assert not np.isfinite(logs["metrics/grad_norm"][OVERFLOW])
     assert_step_is_noop((before.params, before.opt_state.inner_state), (after.params, after.opt_state.inner_state))
     scaler = after.opt_state.scaler
@@ -210,19 +190,10 @@ def test_overflow_leaves_parameters_and_optimizer_state_unchanged(sharding):
     assert scaler.loss_scale == before.opt_state.scaler.loss_scale / 2
 
 
-def test_parameters_sharded_over_two_devices_train_like_float32():
-    state, logs = train_with_overflow("fsdp", OVERFLOW)
-    kernel = state.params["Dense_0"]["kernel"]
-    assert len(kernel.sharding.device_set) == 2
-    assert not kernel.is_fully_replicated
-    expected = finished("float32")[1]["losses/total"][:OVERFLOW]
-    np.testing.assert_allclose(logs["losses/total"], expected, rtol=0, atol=1e-3)
-
-
 def test_restored_checkpoint_continues_like_the_unbroken_run(tmp_path):
     options = {"workdir": tmp_path, "checkpointer": kd.ckpts.Checkpointer(save_interval_steps=20)}
     train_loss_scaled(steps=22, **options)
     state, logs = train_loss_scaled(**options)
-    expected_state, expected_logs = finished("dynamic")
+    expected_state, expected_logs = run("dynamic")
     assert_step_is_noop(expected_state, state)
     np.testing.assert_array_equal(logs["losses/total"], expected_logs["losses/total"][20:])

@@ -1,0 +1,188 @@
+"""The checks that a change must pass. `nox --list` shows them, `nox -s lint` runs one, and `.ci/run` runs all of them.
+
+Every environment is resolved as of RELEASES_UNTIL, so that a new release of a dependency cannot break a check. To
+renew the versions, set a later date and run all checks; the session `latest` shows in advance what would break.
+"""
+
+import pathlib
+import re
+import tempfile
+import tomllib
+import zipfile
+
+import nox
+
+RELEASES_UNTIL = "2026-11-20"
+OLDEST_PYTHON, NEWEST_PYTHON = "3.11", "3.13"
+FRAMEWORKS_PYTHON = "3.12"
+FRAMEWORKS = ("tunix", "kauldron", "keras")
+
+# The files that are about one program on one device, in all forms that it can have.
+CORE_TESTS = [
+    f"tests/test_{name}.py"
+    for name in ("update", "scale", "all_finite", "apply_if", "value_and_grad", "loss_scaled", "with_loss_scaling")
+]
+
+nox.options.default_venv_backend = "uv"
+nox.options.error_on_missing_interpreters = True
+nox.options.stop_on_first_error = True
+nox.options.sessions = [
+    "readme_tests",
+    "lint",
+    "docs",
+    "notebooks",
+    "tests_full",
+    "tests_oldest",
+    "tests_forms",
+    "frameworks",
+    "compilers",
+    "wheel",
+    "readme_demo",
+]
+
+
+def install(session, *requirements, until=RELEASES_UNTIL):
+    """Installs requirements in the versions that were the newest on a date."""
+    session.install("--quiet", *requirements, env={"UV_EXCLUDE_NEWER": until} if until else {})
+
+
+def clone(session):
+    """Returns a clean clone of the repository."""
+    folder = pathlib.Path(session.create_tmp()) / "clone"
+    session.run("rm", "-rf", str(folder), external=True)
+    session.run("git", "clone", "-q", ".", str(folder), external=True)
+    return folder
+
+
+def run_readme_command(session, word, folder):
+    """Runs the command of the README that contains a word, as it is written there."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", pathlib.Path("README.md").read_text(), flags=re.M | re.S)
+    commands = [block for block in blocks if word in block]
+    if len(commands) != 1:
+        session.error(f"README.md must have one command with {word!r}, but it has {len(commands)}")
+    # pip takes its versions from a file, so that the command itself stays as it is.
+    pins = pathlib.Path(session.create_tmp()).resolve() / "constraints.txt"
+    session.run(
+        *("uv", "pip", "compile", "--quiet", "pyproject.toml", "--extra", "test", "--python-version", OLDEST_PYTHON),
+        *("--exclude-newer", RELEASES_UNTIL, "--no-header", "--output-file", str(pins)),
+        external=True,
+        silent=True,
+    )
+    with session.chdir(folder):
+        session.run("bash", "-euc", commands[0], external=True, env={"PIP_CONSTRAINT": str(pins)})
+
+
+@nox.session(python=False)
+def readme_tests(session):
+    """Runs the README's test command in a clean clone."""
+    run_readme_command(session, "-m pytest", clone(session))
+
+
+@nox.session(python=False)
+def readme_demo(session):
+    """Runs the README's main command in a clean clone."""
+    folder = clone(session)
+    run_readme_command(session, "-m jmpscale", folder)
+    if not (folder / "jmpscale.png").stat().st_size:
+        session.error("the demonstration did not draw its plot")
+
+
+@nox.session(python=OLDEST_PYTHON)
+def lint(session):
+    """Checks style and types."""
+    install(session, "-e", ".[dev]")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("pyright")
+    session.run("mypy", "jmpscale")
+    session.run("pytest", "-q", "--full", "tests/test_package.py", "-k", "type_checkers")
+
+
+@nox.session(python=OLDEST_PYTHON)
+def docs(session):
+    """Builds the site, with warnings as errors."""
+    install(session, "-e", ".[docs]")
+    session.run("sphinx-build", "-q", "-W", "--keep-going", "-c", "docs", ".", "build/site")
+
+
+@nox.session(python=OLDEST_PYTHON)
+def notebooks(session):
+    """Executes the notebooks and compares their outputs."""
+    install(session, "-e", ".[notebooks,test]")
+    session.run("pytest", "-q", "-n", "auto", "--full", "tests/test_notebooks.py")
+
+
+@nox.session(python=NEWEST_PYTHON)
+def tests_full(session):
+    """Runs all tests with the newest JAX."""
+    install(session, "-e", ".[test]")
+    session.run("pytest", "-q", "-n", "auto", "--full")
+
+
+@nox.session(python=OLDEST_PYTHON)
+def tests_oldest(session):
+    """Runs the default tests with the oldest versions that pyproject.toml allows."""
+    project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
+    requirements = project["dependencies"] + project["optional-dependencies"]["flax"]
+    install(session, "-e", ".[test]", *(requirement.replace(">=", "==") for requirement in requirements))
+    session.run("pytest", "-q", "-n", "auto")
+
+
+@nox.session(python=OLDEST_PYTHON)
+def tests_forms(session):
+    """Runs the core tests on a single device, and in the form that programs have on GPUs and TPUs."""
+    install(session, "-e", ".[test]")
+    one_device = {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    session.run("pytest", "-q", "-n", "auto", *CORE_TESTS, env=one_device)
+    session.run("pytest", "-q", "-n", "auto", "--default-form", *CORE_TESTS)
+
+
+@nox.session(python=FRAMEWORKS_PYTHON)
+def frameworks(session):
+    """Trains with Tunix, Kauldron and Keras, each in a process of its own, because they configure JAX differently."""
+    install(session, "-e", ".[frameworks]")
+    for name in FRAMEWORKS:
+        command = ("pytest", "-q", "--confcutdir=tests/frameworks", "-W", "default")
+        session.run(*command, f"tests/frameworks/test_{name}.py")
+
+
+@nox.session(python=OLDEST_PYTHON)
+@nox.parametrize("device", ["h100", "tpu"])
+def compilers(session, device):
+    """Compiles training steps for a device that is not needed."""
+    install(session, "-e", f".[compile-{device}]", "chex", "hypothesis", "pytest")
+    session.run("pytest", "-q", "tests/test_compiled.py")
+
+
+@nox.session(python=OLDEST_PYTHON)
+def wheel(session):
+    """Builds the package, checks what it contains, and runs its doctests where nothing else is installed."""
+    install(session, "build", "twine", "pytest")
+    with tempfile.TemporaryDirectory() as folder:
+        session.run("python", "-m", "build", "--outdir", folder, ".", silent=True)
+        files = sorted(map(str, pathlib.Path(folder).iterdir()))
+        session.run("twine", "check", "--strict", *files)
+        (built,) = (file for file in files if file.endswith(".whl"))
+        inside = {name for name in zipfile.ZipFile(built).namelist() if ".dist-info/" not in name}
+        expected = {str(p) for p in pathlib.Path("jmpscale").iterdir() if p.suffix == ".py" or p.name == "py.typed"}
+        if inside != expected:
+            session.error(f"the wheel must contain the package and nothing else; it differs in {inside ^ expected}")
+        install(session, built)
+        with session.chdir(folder):
+            command = ("pytest", "-q", "-p", "no:cacheprovider", "-W", "error", "--doctest-modules")
+            # The modules that need matplotlib cannot be imported.
+            session.run(*command, "--doctest-ignore-import-errors", "--pyargs", "jmpscale")
+
+
+@nox.session(python=NEWEST_PYTHON)
+def latest(session):
+    """Runs all tests with the latest releases, and fails at warnings of deprecation. It stops no change."""
+    install(session, "-e", ".[test]", until=None)
+    session.run("pytest", "-q", "-n", "auto", "--full", "-W", "error::DeprecationWarning")
+
+
+@nox.session(python=OLDEST_PYTHON)
+def audit(session):
+    """Looks up known vulnerabilities of what users install with the package. It needs access to the database."""
+    install(session, "pip-audit", ".")
+    session.run("pip-audit", "--skip-editable")

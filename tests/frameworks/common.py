@@ -1,0 +1,35 @@
+"""The task of the tests of frameworks, and the lines that docs/guides/training_loops.md adds to a user's program."""
+
+import pathlib
+import re
+
+import numpy as np
+import optax
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "guides" / "training_loops.md"
+VOCABULARY, LENGTH, BATCH = 32, 12, 16
+WEIGHT = 2.0**-16  # of the loss: without loss scaling most gradients are below the smallest float16 number
+EPSILON = 1e-8 * WEIGHT  # the usual one would hide gradients as small as these
+OVERFLOW = 12  # the step, counted from 0, that overflows where a test asks for it
+
+
+def token_batches(count):
+    """Returns batches in which each token is the one before it plus 3: i32[count, BATCH, LENGTH]."""
+    starts = np.random.default_rng(0).integers(VOCABULARY, size=(count, BATCH, 1))
+    return np.int32((starts + 3 * np.arange(LENGTH)) % VOCABULARY)
+
+
+def next_token_losses(logits, tokens):
+    """Returns the loss of each token but the first, from logits that were computed from all tokens but the last."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+
+
+def adamw(learning_rate=3e-3):
+    return optax.chain(optax.clip_by_global_norm(0.5 * WEIGHT), optax.adamw(learning_rate, eps=EPSILON))
+
+
+def changed_programs(heading):
+    """Returns the program after each of the changes that the page shows under a heading."""
+    section = re.search(rf"^## {heading}\n(.*?)(?=^## )", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+    changes = re.findall(r"^```diff\n(.*?)^```", section[1], flags=re.MULTILINE | re.DOTALL)
+    return ["".join(line[1:] for line in change.splitlines(True) if line[0] != "-") for change in changes]

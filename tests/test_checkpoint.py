@@ -1,0 +1,347 @@
+"""Checkpoints: each format restores every bit, and a resumed run equals one that was never interrupted."""
+
+import dataclasses
+import functools
+import pickle
+
+import flax.serialization
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jmpscale
+from jmpscale.testing import assert_replicated, assert_step_is_noop
+
+import compiling
+import reference
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+ADAM = optax.adam(1e-2)
+SCALER = jmpscale.dynamic(2.0**10, growth_interval=3)
+TX = jmpscale.with_loss_scaling(ADAM, SCALER)
+CLIPPING_TX = jmpscale.with_loss_scaling(ADAM, SCALER, max_norm=1.0)
+PARAMS = {"w": jnp.full((8, 1), 0.1)}
+# Halves the time that compiling takes.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+update = jit(jmpscale.update)
+
+
+# The formats: save a state, and restore it into a template.
+
+
+def orbax(folder, state, template=None):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "state", state)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(folder / "state", template)
+
+
+def orbax_abstract(folder, state, template):
+    return orbax(folder, state, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), template))
+
+
+def orbax_without_template(folder, state, template):
+    return jmpscale.ScalerState(**{**orbax(folder, state), "config": template.config})
+
+
+def msgpack(folder, state, template):
+    return flax.serialization.from_bytes(template, flax.serialization.to_bytes(state))
+
+
+def state_dict(folder, state, template):
+    return flax.serialization.from_state_dict(template, flax.serialization.to_state_dict(state))
+
+
+def unpickle(folder, state, template):
+    return pickle.loads(pickle.dumps(state))
+
+
+def used_scaler():
+    """Returns a scaler in which each field has been changed by a step, and no two fields are equal."""
+    scaler = jmpscale.dynamic(2.0**10, hysteresis=5)
+    for finite, loss in [(False, 1.0), (False, 1.0), (False, jnp.nan), *[(True, 1.0)] * 6, (False, jnp.nan)]:
+        scaler = update(scaler, jnp.array(finite), loss=jnp.float32(loss))
+    return scaler
+
+
+STATES = {
+    "new_scaler": jmpscale.dynamic,  # consists of NumPy arrays
+    "scaler": used_scaler,
+    "opt_state": lambda: CLIPPING_TX.init(PARAMS)._replace(scaler=used_scaler(), grad_norm=jnp.float32(3)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("roundtrip", [orbax, orbax_abstract, msgpack, state_dict, unpickle])
+def test_restore_keeps_every_bit(roundtrip, name, tmp_path):
+    state = STATES[name]()
+    assert_step_is_noop(state, roundtrip(tmp_path, state, jax.tree.map(np.zeros_like, state)))
+
+
+@pytest.mark.parametrize("roundtrip", [orbax, orbax_without_template, msgpack])
+def test_restore_takes_the_settings_of_the_template(roundtrip, tmp_path):
+    template = jmpscale.dynamic(4.0, growth_interval=7, min_scale=0.5)
+    restored = roundtrip(tmp_path, used_scaler(), template)
+    assert restored.config == template.config
+    assert_step_is_noop(used_scaler()._replace(config=template.config), restored)
+
+
+def test_exported_step_equals_the_original():
+    # An inner state of its own, because optax does not register its states with jax.export.
+    inner = optax.GradientTransformation(lambda _: {}, lambda grads, state, params=None: (grads, state))
+    tx = jmpscale.with_loss_scaling(inner, SCALER)
+    step, state = jax.jit(lambda grads, state: tx.update(grads, state)[1]), tx.init(1.0)
+    exported = jax.export.deserialize(jax.export.export(step)(1.0, state).serialize())
+    for grads in (1.0, jnp.inf):
+        expected, state = step(grads, state), exported.call(grads, state)
+        assert_step_is_noop(expected, state)
+    with pytest.raises(ValueError, match="tree"):
+        exported.call(1.0, state._replace(scaler=jmpscale.dynamic(growth_interval=7)))
+
+
+# Checkpoints of other layouts, of other optimizers, and damaged ones.
+
+LAYOUT = {
+    "loss_scale": np.float32(8.0),
+    "finite_steps": np.int32(1),
+    "hysteresis_left": np.int32(2),
+    "skipped": np.int32(3),
+    "consecutive_skips": np.int32(4),
+    "last_skip": np.int32(1),
+    "config": {},
+}
+OTHER_LAYOUTS = {
+    "missing_field": ({name: value for name, value in LAYOUT.items() if name != "last_skip"}, "last_skip"),
+    "unknown_field": ({**LAYOUT, "grown": np.float32(1)}, "grown"),
+    "other_library": ({"fin_steps": np.int32(0), "scale": np.float32(8.0)}, "fin_steps"),
+    "empty": ({}, "scaler"),
+}
+
+
+def test_layout_is_that_of_version_0_1():
+    restored = flax.serialization.from_state_dict(jmpscale.dynamic(), LAYOUT)
+    assert flax.serialization.to_state_dict(restored) == LAYOUT
+
+
+@pytest.mark.parametrize("name", OTHER_LAYOUTS)
+@pytest.mark.parametrize("roundtrip", [orbax, msgpack])
+def test_restore_refuses_another_layout(roundtrip, name, tmp_path):
+    saved, field = OTHER_LAYOUTS[name]
+    with pytest.raises(ValueError, match=rf"do not match(.|\n)*{field}"):
+        roundtrip(tmp_path, {"scaler": saved, "w": jnp.ones(2)}, {"scaler": jmpscale.dynamic(), "w": jnp.zeros(2)})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("config", {}, "config must be a ScalerConfig"),
+        ("finite_steps", np.float32(3.7), "finite_steps must be a scalar of a integer dtype"),
+        ("loss_scale", np.int32(8), "loss_scale must be a scalar of a floating dtype"),
+        ("loss_scale", np.float16(8), "loss_scale must be .* of 32 bits"),
+        ("skipped", np.int16(8), "skipped must be .* of 32 bits"),
+        ("last_skip", np.ones(1, np.int32), "last_skip must be a scalar"),
+    ],
+)
+def test_update_refuses_a_damaged_scaler_and_names_the_remedy(field, value, message):
+    with pytest.raises(TypeError, match=rf"state\.{message}.*estore .*into a state created by"):
+        jmpscale.update(SCALER._replace(**{field: value}), True)
+
+
+@pytest.mark.parametrize(("scale", "recovers"), [(0.0, True), (1e-45, True), (np.inf, False), (np.nan, False)])
+def test_damaged_scale_skips_until_it_recovers_or_is_reported(scale, recovers):
+    state, finite = SCALER._replace(loss_scale=np.float32(scale)), []
+    for _ in range(3):
+        _, grad = jmpscale.value_and_grad(jnp.square)(state, 3.0)
+        finite.append(bool(jmpscale.all_finite(grad)))
+        state = update(state, jnp.array(finite[-1]))
+    assert finite == [False, recovers, recovers]
+    if not recovers:
+        with pytest.raises(FloatingPointError, match=rf"the loss scale is {scale:g}.*damaged.*[Rr]estore"):
+            jmpscale.raise_if_stuck(state, max_consecutive_skips=2)
+
+
+@pytest.mark.parametrize("roundtrip", [orbax, msgpack])
+@pytest.mark.parametrize(("old", "new"), [(TX, CLIPPING_TX), (CLIPPING_TX, TX)], ids=["added", "removed"])
+def test_restore_after_max_norm_is_added_or_removed(old, new, roundtrip, tmp_path):
+    saved, template = old.init(PARAMS)._replace(scaler=used_scaler()), new.init(PARAMS)
+    restored = roundtrip(tmp_path, saved, template)._replace(grad_norm=template.grad_norm)
+    assert jax.tree.structure(restored) == jax.tree.structure(template)
+    assert_step_is_noop(jax.tree.leaves(saved[:2]), jax.tree.leaves(restored[:2]))
+
+
+def test_inner_state_of_an_older_run_continues_with_a_scaler():
+    _, saved = ADAM.update(PARAMS, ADAM.init(PARAMS), PARAMS)
+    updates, state = TX.update(PARAMS, TX.init(PARAMS)._replace(inner_state=saved), PARAMS)
+    expected = ADAM.update(PARAMS, saved, PARAMS)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), (updates, state.inner_state), expected)
+
+
+# Resumed training. In some batches the targets are so large that the gradients overflow in float16.
+
+STEPS, OVERFLOWS = 14, (4, 5, 9)
+X = jnp.asarray(np.random.default_rng(0).standard_normal((STEPS, 4, 8)), jnp.float16)
+Y = jnp.array([6e4 if number in OVERFLOWS else 1.0 for number in range(STEPS)])
+
+
+def loss_fn(w, number):
+    return jnp.mean(((X[number] @ w.astype(jnp.float16)).astype(jnp.float32) - Y[number]) ** 2)
+
+
+def functional(state, number):
+    loss, grads = jmpscale.value_and_grad(loss_fn)(state, state["w"], number)
+    finite = jmpscale.all_finite(grads)
+    w, opt_state = jmpscale.apply_if(finite, jmpscale.optax_step(ADAM, grads), state["w"], state["opt_state"])
+    return {"w": w, "opt_state": opt_state, "scaler": jmpscale.update(state["scaler"], finite, loss=loss)}
+
+
+def train_state(state, number):
+    _, grads = jmpscale.value_and_grad(lambda params: loss_fn(params["w"], number))(state, state.params)
+    return state.apply_gradients(grads=grads)
+
+
+def make_nnx(state=None):
+    model = nnx.Linear(8, 1, dtype=jnp.float16, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+    if state is not None:
+        nnx.update((model, optimizer), state)
+    return model, optimizer
+
+
+def nnx_optimizer(state, number):
+    model, optimizer = make_nnx(state)
+    grad_fn = jmpscale.value_and_grad(lambda model: loss_fn(model.kernel[...], number), transform=nnx.value_and_grad)
+    loss, grads = grad_fn(optimizer.opt_state, model)
+    optimizer.update(model, grads, value=loss)
+    return nnx.state((model, optimizer))
+
+
+START = {
+    functional: lambda: {"w": PARAMS["w"], "opt_state": ADAM.init(PARAMS["w"]), "scaler": SCALER},
+    train_state: lambda: TrainState.create(apply_fn=None, params=PARAMS, tx=CLIPPING_TX),
+    nnx_optimizer: lambda: nnx.state(make_nnx()),
+}
+
+
+def scaler_of(state):
+    return jmpscale.get_scaler(make_nnx(state)[1].opt_state if isinstance(state, nnx.State) else state)
+
+
+@functools.cache
+def uninterrupted(program):
+    """Returns the jitted step, and the state before each step and after the last."""
+    step, states = jit(program), [START[program]()]
+    for number in range(STEPS):
+        states.append(step(states[-1], number))
+    return step, states
+
+
+@pytest.mark.parametrize(
+    ("program", "roundtrip", "stops"),
+    [
+        (functional, msgpack, range(STEPS)),
+        (functional, unpickle, range(STEPS)),
+        (functional, orbax, [5]),
+        (train_state, msgpack, range(STEPS)),
+        (nnx_optimizer, orbax, [10]),
+        pytest.param(train_state, orbax, range(STEPS), marks=pytest.mark.full),
+        pytest.param(nnx_optimizer, orbax, range(STEPS), marks=pytest.mark.full),
+    ],
+)
+def test_resumed_training_equals_uninterrupted_training(program, roundtrip, stops, tmp_path):
+    step, states = uninterrupted(program)
+    scales = np.asarray([scaler_of(state).loss_scale for state in states])
+    assert set(np.sign(np.diff(scales))) == {-1, 0, 1}
+    for stop in stops:
+        (folder := tmp_path / str(stop)).mkdir()
+        state = roundtrip(folder, states[stop], START[program]())
+        for number in range(stop, STEPS):
+            state = step(state, number)
+        assert_step_is_noop(states[-1], state)
+
+
+@pytest.mark.parametrize("program", START)
+def test_replace_scaler_changes_the_scaler_of_a_run(program):
+    (step, states), scaler = uninterrupted(program), used_scaler()._replace(config=SCALER.config)
+    if program is nnx_optimizer:
+        model, optimizer = make_nnx()
+        optimizer.opt_state = jmpscale.replace_scaler(optimizer.opt_state, scaler)
+        state = nnx.state((model, optimizer))
+    else:
+        state = jmpscale.replace_scaler(states[0], scaler)
+    assert_step_is_noop(update(scaler, jnp.array(True)), scaler_of(step(state, 0)))
+
+
+CHANGES = {  # fields, settings, and the number of programs that their change compiles
+    "scale": ({"loss_scale": np.float32(256.0), "finite_steps": np.int32(0)}, {}, 0),
+    "growth": ({}, {"growth_interval": 8, "growth_factor": 4.0}, 1),
+    "interval_below_count": ({}, {"growth_interval": 2}, 1),
+    "max_scale_below_scale": ({}, {"max_scale": 2.0**9, "growth_interval": 3}, 1),
+    "min_scale_above_scale": ({}, {"min_scale": 2.0**12, "hysteresis": 1, "backoff_factor": 0.25}, 1),
+    "hysteresis": ({}, {"hysteresis": 2, "hysteresis_reset": "finite"}, 1),
+}
+
+
+def host_fields(scaler):
+    return {name: np.asarray(getattr(scaler, name))[()] for name in reference.FIELDS}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_change_in_a_run_applies_from_the_next_step(name):
+    fields, settings, programs = CHANGES[name]
+    old = used_scaler()
+    scaler = old._replace(**fields, config=dataclasses.replace(old.config, **settings))
+    expected = host_fields(scaler)
+    update(old, jnp.array(True))
+    with compiling.count_compilations() as compiled:
+        for finite in np.random.default_rng(0).random(40) < 0.7:
+            scaler = update(scaler, jnp.array(bool(finite)))
+            expected = reference.step(scaler.config, expected, finite)
+            assert host_fields(scaler) == expected
+    assert len(compiled) == programs
+
+
+@pytest.mark.parametrize("devices", [4, 2])
+def test_restore_follows_the_sharding_of_the_template(devices, tmp_path):
+    def start(devices):
+        mesh = jax.make_mesh((len(devices),), ("model",), devices=devices)
+        w = jax.device_put(np.full((16, 8), 0.1, np.float32), NamedSharding(mesh, PartitionSpec(None, "model")))
+        with jax.set_mesh(mesh):
+            return {"w": w, "opt_state": TX.init({"w": w})}
+
+    state, template = start(jax.devices()[:4]), start(jax.devices()[-devices:])
+    state["opt_state"] = jmpscale.replace_scaler(state["opt_state"], used_scaler())
+    restored = orbax(tmp_path, state, template)
+    assert_replicated(restored)
+    assert_step_is_noop(jax.tree.leaves(state), jax.tree.leaves(restored))
+    assert [x.sharding for x in jax.tree.leaves(restored)] == [x.sharding for x in jax.tree.leaves(template)]
+
+
+# flax.serialization learns how to store the settings when a scaler is used, because Flax may be imported late.
+
+CALLS = {
+    "init": lambda state: TX.init(PARAMS),
+    "update": lambda state: TX.update(PARAMS, state, PARAMS),
+    "value_and_grad": lambda state: jmpscale.value_and_grad(jnp.square)(state, 3.0),
+    "metrics": lambda state: jmpscale.metrics(state.scaler),
+    "to_torch_state_dict": lambda state: jmpscale.to_torch_state_dict(state.scaler),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_call_registers_the_settings_with_flax(name, monkeypatch):
+    def register(kind, to_state_dict, from_state_dict, override):
+        registered.append(kind)
+
+    state, registered = TX.init(PARAMS), []
+    monkeypatch.setattr(flax.serialization, "register_serialization_state", register)
+    CALLS[name](state)
+    assert set(registered) == {jmpscale.ScalerConfig}

@@ -1,0 +1,546 @@
+"""Each wrong call raises an error or a warning that names the argument, its value and the remedy; limits are exact.
+
+The diagnoses of `raise_if_stuck` are in test_report.py, the assertions of `jmpscale.testing` in test_testing.py, the
+errors of the command line in test_main.py.
+"""
+
+import re
+import warnings
+from types import SimpleNamespace
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jmpscale
+from jmpscale import plots, testing
+
+STATE = jmpscale.dynamic()
+BATCH = jax.tree.map(lambda x: np.stack([x, x]), STATE)
+LOSS, TRUE, FLAGS, INTS = jnp.float32(1.0), jnp.array(True), jnp.array([True, False]), np.zeros(2, np.int32)
+W32, W16, W8 = jnp.ones(2), jnp.ones(2, jnp.float16), jnp.ones(2, jnp.float8_e4m3fn)
+GRADS = {"w": jnp.ones(3), "b": jnp.ones(2)}
+BIG = {f"layer_{i}": {"kernel": np.full((30, 30), 1 / 3, np.float32), "bias": np.zeros(9)} for i in range(100)}
+ADAM = optax.adam(1e-3)
+TX = jmpscale.with_loss_scaling(ADAM)
+OPT_STATE = TX.init(GRADS)
+TORCH = {"scale": 2.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, "_growth_tracker": 2}
+REPORT = jmpscale.GradReport(np.array(True), np.ones(2, np.float32), *[INTS] * 5, paths=("b", "w"), sizes=(2, 3))
+REPORTS = jax.tree.map(lambda x: np.stack([x, x]), REPORT)
+NNX, EQUINOX = nnx.Dropout(0.5), eqx.nn.Lambda(jnp.tanh)
+AUTO = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+EXPLICIT = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
+SMALLEST, LARGEST, COUNTER = 2.0**-126, 2.0**126, 2**31 - 1
+ULP = 2.0**-23  # half the distance of float32 numbers above 2, by which a limit of 2 may have been rounded
+
+
+def _same(*carry):
+    return carry[0] if len(carry) == 1 else carry
+
+
+def _sum(tree, *_):
+    """A loss of any model."""
+    return sum(jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(eqx.filter(tree, eqx.is_inexact_array)))
+
+
+def _half_sum(w):
+    return jnp.sum(w.astype(jnp.float16))
+
+
+def _traced(fn, *args):
+    return jax.eval_shape(fn, *args)
+
+
+def _per_device(fn, *args, check_vma=False):
+    """Traces `fn` under `shard_map`, on an argument that differs between the devices, and on others that do not."""
+    specs = (P("d"), *[P() for _ in args])
+    _traced(jax.shard_map(fn, mesh=AUTO, in_specs=specs, out_specs=P("d"), check_vma=check_vma), jnp.ones(8), *args)
+
+
+def _apply(fn, *carry):
+    return lambda: jmpscale.apply_if(TRUE, fn, *carry)
+
+
+def _update(**fields):
+    return lambda: jmpscale.update(STATE._replace(**fields), True)
+
+
+def _value_and_grad(*args, fun=_sum, **options):
+    return lambda: jmpscale.value_and_grad(fun, **options)(STATE, *args)
+
+
+def _loss_scaled(scale, fun=_sum, **options):
+    return lambda: jmpscale.loss_scaled(fun, scale, **options)(GRADS)
+
+
+def _grad(w, fun=_sum, scale=8.0, **options):
+    """Differentiates a loss-scaled function."""
+    return lambda: jax.grad(jmpscale.loss_scaled(fun, scale, **options), **options)(w)
+
+
+def _inner(update):
+    """Updates with the loss-scaled form of an optimizer whose state is a count."""
+    tx = jmpscale.with_loss_scaling(optax.GradientTransformation(lambda _: jnp.int32(0), update))
+    return lambda: tx.update(GRADS, tx.init(GRADS), GRADS)
+
+
+def _wrap(*args, **options):
+    return lambda: jmpscale.with_loss_scaling(*args, **options)
+
+
+def _torch(limits=(), **values):
+    return lambda: jmpscale.from_torch_state_dict(TORCH | values, **dict(limits))
+
+
+def _inject(value=jnp.inf, path="['w']", **options):
+    return lambda: testing.inject(GRADS | {"n": 1, "empty": jnp.ones(0)}, value, path=path, **options)
+
+
+def _stuck(limit):
+    return lambda state=STATE: jmpscale.raise_if_stuck(state, max_consecutive_skips=limit)
+
+
+def _reshard_in_step():
+    with jax.set_mesh(EXPLICIT):
+        x = jax.device_put(jnp.ones(8), jax.NamedSharding(EXPLICIT, P("d")))
+        jmpscale.apply_if(TRUE, lambda x: jax.sharding.reshard(x, P()), x)
+
+
+def _float16(size):
+    return jax.ShapeDtypeStruct((size,), jnp.float16)
+
+
+def _raises(error, words):
+    """Expects an error whose message contains the words; `...` is any text, as in doctests."""
+    return pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, words.split("..."))))
+
+
+# --- arguments that several functions have ---
+
+TAKE_SCALER = {  # the call, and the name of the argument
+    "scale": (lambda s: jmpscale.scale(s, LOSS), "state"),
+    "unscale": (lambda s: jmpscale.unscale(s, GRADS), "state"),
+    "unscale_and_check": (lambda s: jmpscale.unscale_and_check(s, GRADS), "state"),
+    "update": (lambda s: jmpscale.update(s, True), "state"),
+    "to_torch_state_dict": (jmpscale.to_torch_state_dict, "state"),
+    "with_loss_scaling": (lambda s: jmpscale.with_loss_scaling(ADAM, s), "scaler"),
+    "tx.update": (lambda s: TX.update(GRADS, OPT_STATE._replace(scaler=s), GRADS), r"state\.scaler"),
+    "replace_scaler": (lambda s: jmpscale.replace_scaler(OPT_STATE, s), "scaler"),
+    "grad_report": (lambda s: jmpscale.grad_report(GRADS, scaler=s), "scaler"),
+    "exponent_histogram": (lambda s: plots.exponent_histogram(GRADS, scaler=s), "scaler"),
+}
+
+
+@pytest.mark.parametrize("name", TAKE_SCALER)
+def test_scaler_is_required(name):
+    call, argument = TAKE_SCALER[name]
+    with pytest.raises(TypeError, match=rf"{argument} must be a ScalerState, got tuple\. .*dynamic.*get_scaler"):
+        call(tuple(STATE))
+    with pytest.raises(TypeError, match=rf"{argument}\.config must be a ScalerConfig, got NoneType\. .*restore into"):
+        call(STATE._replace(config=None))
+    with pytest.raises(ValueError, match=rf"{argument} must hold one scaler, got .* shape \(2,\).*jax\.vmap"):
+        call(BATCH)
+
+
+TAKE_HOLDER = {  # the call, and the name of the argument if a batch of scalers is refused
+    "get_scaler": (jmpscale.get_scaler, None),
+    "metrics": (jmpscale.metrics, None),
+    "raise_if_stuck": (lambda h: jmpscale.raise_if_stuck(h, max_consecutive_skips=1), "holder"),
+    "value_and_grad": (lambda h: jmpscale.value_and_grad(_sum)(h, GRADS), "holder"),
+    "loss_scaled": (lambda h: jmpscale.loss_scaled(_sum, lambda _: h)(GRADS), "scale"),
+}
+
+
+@pytest.mark.parametrize("name", TAKE_HOLDER)
+def test_holder_of_one_scaler_is_required(name):
+    call, argument = TAKE_HOLDER[name]
+    for call_with in (call, lambda holder: jmpscale.replace_scaler(holder, STATE)):
+        with pytest.raises(ValueError, match=r"tree must contain exactly one ScalerState, found 0 in a dict\. Pass a"):
+            call_with(GRADS)
+        with pytest.raises(ValueError, match="exactly one ScalerState, found 2 in a list"):
+            call_with([STATE, {"b": STATE}])
+    with pytest.raises(ValueError, match=r"without loss_scale\. A filter has removed it; pass the unfiltered tree"):
+        call(jax.tree.map(lambda _: None, OPT_STATE))
+    if argument is None:
+        call((BATCH, 1))
+    else:
+        with pytest.raises(ValueError, match=rf"{argument} must hold one scaler, got .*shape \(2,\)"):
+            call((BATCH, 1))
+
+
+TAKE_NO_REF = {  # the call, and the path of the reference
+    "all_finite": (jmpscale.all_finite, "tree['w']"),
+    "scale": (lambda tree: jmpscale.scale(STATE, tree), "tree['w']"),
+    "scale-disabled": (lambda tree: jmpscale.scale(jmpscale.disabled(), tree), "tree['w']"),
+    "unscale": (lambda tree: jmpscale.unscale(STATE, tree), "tree['w']"),
+    "unscale-disabled": (lambda tree: jmpscale.unscale(jmpscale.disabled(), tree), "tree['w']"),
+    "cast": (lambda tree: jmpscale.cast(tree, jnp.float16), "tree['w']"),
+    "apply_if": (lambda tree: jmpscale.apply_if(True, _same, tree), "carry[0]['w']"),
+    "grad_report": (jmpscale.grad_report, "grads['w']"),
+    "tx.update": (lambda tree: TX.update(tree, OPT_STATE), "updates['w']"),
+    "loss_scaled-args": (lambda tree: jmpscale.loss_scaled(_sum, 8.0)(GRADS, tree), "args[1]['w']"),
+    "loss_scaled-kwargs": (lambda tree: jmpscale.loss_scaled(_sum, 8.0)(tree=tree), "kwargs['tree']['w']"),
+}
+
+
+@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="this version of JAX has no public references")
+@pytest.mark.parametrize("name", TAKE_NO_REF)
+def test_ref_is_refused(name):
+    call, path = TAKE_NO_REF[name]
+    with pytest.raises(TypeError, match=re.escape(f"must hold values, got a jax.Ref at {path}. Read it with ref[...]")):
+        call({"b": jnp.ones(1), "w": jax.new_ref(jnp.ones(2))})
+
+
+TAKE_NO_PARTIAL_SUM = {
+    "all_finite": jmpscale.all_finite,
+    "unscale": lambda tree: jmpscale.unscale(STATE, tree),
+    "grad_report": jmpscale.grad_report,
+    "tx.update": lambda tree: TX.update(tree, OPT_STATE),
+}
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="this version of JAX has no type for partial sums under jit")
+@pytest.mark.parametrize("name", TAKE_NO_PARTIAL_SUM)
+def test_partial_sum_is_refused(name):
+    def fn(x):
+        total = jnp.einsum("ij,kj->ik", x, x, out_sharding=P(None, None, unreduced={"d"}))
+        return TAKE_NO_PARTIAL_SUM[name]({"a": 1, "b": x, "w": total})
+
+    with jax.set_mesh(EXPLICIT):
+        x = jax.sharding.reshard(jnp.ones((4, 8)), P(None, "d"))
+        words = r"the leaf at tree\['w'\] is a partial sum over the mesh axes \['d'\].*psum.*reshard"
+        with pytest.raises(TypeError, match=words):
+            _traced(fn, x)
+
+
+# --- settings ---
+
+SETTINGS = [  # the settings, the class of the error, and the words of the message
+    ({"growth_factor": 1.0}, ValueError, "growth_factor must be above 1 in float32 ...got 1.0. ...default"),
+    ({"growth_factor": 1 + 2.0**-24}, ValueError, "growth_factor must be above 1 in float32"),
+    ({"growth_factor": LARGEST * 1.5}, ValueError, "growth_factor ... at most 2^126"),
+    ({"growth_factor": float("nan")}, ValueError, "growth_factor must be a number, got nan. Pass"),
+    ({"growth_factor": True}, TypeError, "growth_factor must be a Python number, got True of type bool"),
+    ({"growth_factor": jnp.ones(())}, TypeError, "growth_factor must be ...got float32[] of type ArrayImpl...float("),
+    ({"growth_factor": jnp.float16}, TypeError, "growth_factor must be a Python number, got"),
+    ({"growth_factor": np.ones(9999)}, TypeError, "growth_factor must be ...got float64[9999] of type ndarray"),
+    ({"backoff_factor": 1.0}, ValueError, "backoff_factor must be below 1 in float32 ...got 1.0. ...default"),
+    ({"backoff_factor": 1 - 2.0**-25}, ValueError, "backoff_factor must be below 1 in float32"),
+    ({"backoff_factor": SMALLEST / 2}, ValueError, "backoff_factor ... at least 2^-126"),
+    ({"backoff_factor": "0.5"}, TypeError, "backoff_factor must be a Python number, got '0.5' of type str"),
+    ({"growth_interval": 0}, ValueError, "growth_interval must be between 1 and 2147483647, got 0. Choose"),
+    ({"growth_interval": 2**31}, ValueError, "growth_interval must be between 1 and 2147483647, got 2147483648"),
+    ({"growth_interval": 100.0}, TypeError, "growth_interval must be an integer, got 100.0 of type float. Use int("),
+    ({"growth_interval": "x" * 58}, TypeError, f"must be an integer, got '{58 * 'x'}' of type str"),
+    ({"growth_interval": "x" * 59}, TypeError, f"must be an integer, got '{56 * 'x'}"),
+    ({"hysteresis": 0}, ValueError, "hysteresis must be between 1 and"),
+    ({"hysteresis": True}, TypeError, "hysteresis must be an integer, got True"),
+    ({"hysteresis_reset": "never"}, ValueError, "hysteresis_reset must be one of 'growth', 'finite', got 'never'"),
+    ({"hysteresis_reset": BIG}, ValueError, "hysteresis_reset must be one of ...got dict"),
+    ({"min_scale": SMALLEST / 2}, ValueError, "min_scale must be between 1.17549e-38 and 8.50706e+37...2^-126"),
+    ({"max_scale": LARGEST * 1.5}, ValueError, "max_scale must be between ...2^126"),
+    ({"max_scale": 10**400}, ValueError, "max_scale must be between ...got inf"),
+    ({"min_scale": 4.0, "max_scale": 2.0}, ValueError, "min_scale must not exceed max_scale, got 4 and 2. Swap"),
+    ({"init_scale": 0.5}, ValueError, "init_scale must be between 1 and 4.29497e+09, got 0.5. Change...min_scale"),
+    ({"init_scale": 2.0**32 + 1}, ValueError, "init_scale must be between"),
+    ({"init_scale": STATE}, TypeError, "init_scale must be a Python number, got ScalerState"),
+    ({"init_scale": None}, TypeError, "init_scale must be a Python number, got None"),
+]
+
+
+@pytest.mark.parametrize(("settings", "error", "words"), SETTINGS, ids=[str(row[0])[:40] for row in SETTINGS])
+def test_dynamic_refuses_bad_settings(settings, error, words):
+    with _raises(error, words):
+        jmpscale.dynamic(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"growth_factor": 1 + 2.0**-23, "backoff_factor": 1 - 2.0**-24, "growth_interval": 1},
+        {"growth_factor": LARGEST, "backoff_factor": SMALLEST, "growth_interval": COUNTER, "hysteresis": COUNTER},
+        {"growth_factor": np.float32(2), "growth_interval": np.int64(3), "hysteresis_reset": "finite"},
+        {"init_scale": SMALLEST, "min_scale": SMALLEST, "max_scale": LARGEST},
+        {"init_scale": LARGEST, "min_scale": LARGEST, "max_scale": LARGEST},
+        {"init_scale": 1},
+        {"init_scale": 2.0**32},
+    ],
+    ids=str,
+)
+def test_dynamic_accepts_settings_at_the_limits(settings):
+    config = jmpscale.dynamic(**settings).config
+    for name, value in settings.items():
+        assert name == "init_scale" or getattr(config, name) == value
+    assert {type(getattr(config, name)) for name in ("growth_factor", "backoff_factor", "min_scale")} == {float}
+    assert {type(getattr(config, name)) for name in ("growth_interval", "hysteresis")} == {int}
+
+
+# --- all other errors and warnings: the call, and the words of the message ---
+
+TYPE_ERRORS = {
+    "dynamic-traced": (lambda: _traced(jmpscale.dynamic, 8.0), "init_scale must be ...a traced value cannot"),
+    # the arrays of a scaler
+    "update-vector-field": (_update(finite_steps=INTS), "state.finite_steps must be a scalar ...got int32[2]"),
+    "update-float-field": (_update(finite_steps=np.float32(3)), "state.finite_steps ...integer...got float32[]"),
+    "update-int16-field": (_update(skipped=np.int16(3)), "state.skipped ...32 bits, got int16[]. Restore"),
+    "update-float16-scale": (_update(loss_scale=np.float16(8)), "state.loss_scale ...floating...got float16[]"),
+    "update-complex-scale": (_update(loss_scale=np.complex64(8)), "state.loss_scale ...got complex64[]"),
+    "update-string-scale": (_update(loss_scale="8"), "state.loss_scale ...got '8'. "),
+    # losses and flags
+    "scale-int": (lambda: jmpscale.scale(STATE, {"n": jnp.int32(3)}), "got int32[] at tree['n']. ...astype"),
+    "scale-complex": (lambda: jmpscale.scale(STATE, 1j), "losses of a floating-point dtype, got 1j at tree. "),
+    "scale-string": (lambda: jmpscale.scale(STATE, "x"), "got 'x' at tree. "),
+    "update-number": (lambda: jmpscale.update(STATE, 1), "finite must be a boolean, got 1. ...all_finite"),
+    "update-int32": (lambda: jmpscale.update(STATE, jnp.int32(1)), "finite must be a boolean, got int32"),
+    "update-tuple": (lambda: jmpscale.update(STATE, (GRADS, TRUE)), "finite must be a boolean, got tuple"),
+    "apply_if-no-flag": (lambda: jmpscale.apply_if(BIG, _same, LOSS), "finite must be a boolean, got dict"),
+    "inject-step": (_inject(when=2), "when must be a boolean, got 2"),
+    # apply_if
+    "apply_if-called": (_apply(LOSS, LOSS), "fn must be a function of the carry, got ArrayImpl. ...fn, *carry)"),
+    "apply_if-no-carry": (_apply(_same), "carry must hold at least one value, got none. Pass"),
+    "apply_if-nnx": (_apply(_same, NNX), "carry must hold values, got a Flax NNX Dropout...carry nnx.state..."),
+    "apply_if-list": (_apply(lambda a, b: [a, b], 1, 1), "returned a list, expected a tuple of 2 ...`return a, b`"),
+    "apply_if-dropped": (_apply(lambda c: c["layer_1"], BIG), "carry[0]['layer_0']...is only in its input..."),
+    "apply_if-added": (_apply(lambda c: c | {"v": 1}, GRADS), "carry[0]['v'] is only in its output"),
+    "apply_if-container": (_apply(list, (LOSS, LOSS)), "same structure, but the containers differ"),
+    "apply_if-dtype": (_apply(lambda w: w.astype("f2"), LOSS), "[0] was float32[] and is float16[]. ...astype in fn"),
+    "apply_if-shape": (_apply(lambda w: w[None], LOSS), "[0] was float32[] and is float32[1]. ...same shape from fn"),
+    "apply_if-sharding": (_reshard_in_step, "was float32[8@d] and is float32[8]. The sharding...reshard it in fn"),
+    "apply_if-varying": (
+        lambda: _per_device(lambda x: _apply(lambda w: w * x, jnp.ones(1))(), check_vma=True),
+        "the axes over which it varies have changed...reduce the gradients",
+    ),
+    "apply_if-object": (_apply(lambda w, _: (w, "b"), 1, "a"), "carry[1] was 'a' and is 'b'. Only arrays and Python"),
+    "apply_if-number": (_apply(lambda n: n + 0.5, 1), "carry[0] was int32[] and is float32[]"),
+    # value_and_grad
+    "value_and_grad-scaler": (lambda: jmpscale.value_and_grad(STATE), "fun must be ...got ScalerState. ...(scaler,"),
+    "value_and_grad-argnums": (lambda: jmpscale.value_and_grad(_sum, STATE), "fun must be the loss function"),
+    "value_and_grad-loss": (lambda: jmpscale.value_and_grad(LOSS), "fun must be ...got float32[]. "),
+    "value_and_grad-no-pair": (_value_and_grad(GRADS, has_aux=True), "pair (loss, aux) because has_aux ...got float32"),
+    "value_and_grad-triple": (_value_and_grad(LOSS, fun=lambda w: (w, w, w), has_aux=True), "a pair ...got tuple"),
+    "value_and_grad-nnx": (_value_and_grad(NNX), "differentiated arguments ...NNX Dropout...=flax.nnx.value_and_grad"),
+    "value_and_grad-nnx-first": (_value_and_grad(NNX, LOSS, argnums=-2), "got a Flax NNX Dropout"),
+    "value_and_grad-equinox": (
+        _value_and_grad(1.0, EQUINOX, argnums=(0, 1)),
+        "argument (0, 1) ...Lambda with ...at .fn. Pass",
+    ),
+    "value_and_grad-absent": (_value_and_grad(GRADS, argnums=1), "argnums=1 ...got only 1 positional"),
+    # loss_scaled
+    "loss_scaled-loss": (lambda: jmpscale.loss_scaled(3.0, 8.0), "fun must be the loss ...got 3.0. ...loss_scaled("),
+    "loss_scaled-vector": (_loss_scaled(jnp.ones(3)), "scale must be a floating-point scalar, got float32[3]. Pass"),
+    "loss_scaled-int": (_loss_scaled(jnp.int32(3)), "scale must be a floating-point scalar, got int32[]"),
+    "loss_scaled-no-pair": (_loss_scaled(8.0, has_aux=True), "a pair (loss, aux)...got float32[]"),
+    "loss_scaled-float16": (_grad({"h": W16}), "bfloat16 or wider, got args[0]['h'] of float16[2]...jmpscale.cast"),
+    "loss_scaled-float8": (
+        lambda: jax.grad(lambda h: jmpscale.loss_scaled(_sum, 8.0)(tree=h))(W8),
+        "got kwargs['tree'] of float8_e4m3fn[2]",
+    ),
+    "loss_scaled-closure": (
+        lambda: jax.grad(lambda h: jmpscale.loss_scaled(lambda: _sum(h), 8.0)())(W16),
+        "got a value that fun closes over of float16[2]",
+    ),
+    # optax
+    "with_loss_scaling-scaler": (
+        _wrap(STATE),
+        "inner must be an optax...got ScalerState. Pass one, such as optax.adam",
+    ),
+    "with_loss_scaling-function": (_wrap(optax.adam), "inner must be ...got function"),
+    "with_loss_scaling-init": (_wrap(SimpleNamespace(init=ADAM.init)), "inner must be ...got SimpleNamespace"),
+    "with_loss_scaling-update": (_wrap(SimpleNamespace(update=ADAM.update)), "inner must be ...got SimpleNamespace"),
+    "max_norm-string": (_wrap(ADAM, max_norm="1"), "max_norm must be a Python number, got '1'"),
+    "tx.update-inner-state": (
+        lambda: TX.update(GRADS, ADAM.init(GRADS)),
+        "state must be ...init of with_loss_scaling ...got tuple. ...tx.init(params)._replace(inner_state",
+    ),
+    "inner-updates": (_inner(lambda g, s, p: (g["w"], s)), "inner must return updates ..., got ...Wrap the part"),
+    "inner-structure": (_inner(lambda g, s, p: (g, (s, s))), "inner ...but state...only in ...outside: optax.chain"),
+    "inner-dtype": (_inner(lambda g, s, p: (g, s > 0)), "inner ...state was int32[] and is bool[]. ... in inner"),
+    "optax_step-swapped": (lambda: jmpscale.optax_step(LOSS, ADAM), "tx must be an optax...got ArrayImpl. Pass one"),
+    "optax_step-update": (lambda: jmpscale.optax_step(ADAM.update, 1), "tx must be the optimizer, got the function"),
+    "optax_step-wrapped": (
+        lambda: jmpscale.optax_step(TX, 1)(1, [OPT_STATE]),
+        "tx must not be wrapped in with_loss_sc",
+    ),
+    # torch, reports and tools
+    "from_torch-scaler": (lambda: jmpscale.from_torch_state_dict(STATE), "mapping must be the ...got ScalerState"),
+    "from_torch-tracker": (_torch(_growth_tracker=1.5), "['_growth_tracker'] must be an integer, got 1.5"),
+    "cast-int": (lambda: jmpscale.cast(GRADS, jnp.int8), "dtype must be a floating-point...int8...such as jnp.float16"),
+    "cast-complex": (lambda: jmpscale.cast(GRADS, jnp.complex64), "dtype must be a floating-point dtype, got"),
+    "cast-None": (lambda: jmpscale.cast(GRADS, None), "dtype must be a floating-point dtype, got None"),
+    "raise_if_stuck-fraction": (_stuck(2.5), "max_consecutive_skips must be an integer, got 2.5"),
+    "describe-traced": (lambda: _traced(lambda r: r.describe(), REPORT), "describe ...jax.jit. Return the report"),
+    "assert_replicated": (lambda: testing.assert_replicated({"w": 1}), "tree['w'] must be an array, got int. Pass"),
+    "trajectory-list": (lambda: plots.scale_trajectory([]), "history must hold ...metrics...got list. ...np.stack"),
+    "trajectory-step": (lambda: plots.scale_trajectory(jmpscale.metrics(STATE)), "got float32[], int32[], int32[]"),
+    "trajectory-partial": (lambda: plots.scale_trajectory({"loss_scale": np.ones(3)}), "got float64[3], None, None"),
+    "headroom-list": (lambda: plots.headroom([REPORT]), "reports must be a GradReport...got list. ...np.stack"),
+    "headroom-step": (lambda: plots.headroom(REPORT), "arrays [steps, leaves], got float32[2]"),
+}
+
+VALUE_ERRORS = {
+    "ScalerConfig-mode": (lambda: jmpscale.ScalerConfig(mode="off"), "mode must be one of ...'disabled', got 'off'"),
+    "static-small": (lambda: jmpscale.static(SMALLEST / 2), "scale must be between ...Outside 2^-126 and"),
+    "static-large": (lambda: jmpscale.static(LARGEST * 1.5), "scale must be between"),
+    "update-flags": (lambda: jmpscale.update(STATE, FLAGS), "finite must be a scalar, got shape (2,). ...all()"),
+    "axis-string": (lambda: jmpscale.update(STATE, TRUE, axis_name="x"), "axis_name 'x' is not ...omit axis_name"),
+    "axis-set": (lambda: jmpscale.all_finite(GRADS, axis_name={"x"}), "axis_name 'x' is not the name of a mapped"),
+    "axis-nested": (lambda: jmpscale.all_finite(GRADS, axis_name=[["x"]]), "axis_name list is not the name of"),
+    "axis-of-norm": (
+        lambda: _wrap(ADAM, max_norm=1.0, norm_axis_name="x")().update(GRADS, OPT_STATE),
+        "axis_name 'x' is not the name of a mapped axis",
+    ),
+    "loss_scaled-number": (_loss_scaled(-1), "scale must be between ...got -1"),
+    "loss_scaled-function": (_loss_scaled(lambda _: 0), "scale must be between ...got 0"),
+    "loss_scaled-string": (_loss_scaled("x"), "exactly one ScalerState, found 0 in a str"),
+    "loss_scaled-varying": (
+        lambda: _per_device(lambda x, w: _grad(w, scale=x[0])(), W32, check_vma=True),
+        "scale must be equal on all devices that share args[0]...['d']...in_specs=jax.P()",
+    ),
+    "max_norm-small": (_wrap(ADAM, max_norm=SMALLEST / 2), "max_norm must be between ..., got ...Omit it"),
+    "max_norm-large": (_wrap(ADAM, max_norm=LARGEST * 1.5), "max_norm must be between"),
+    "to_torch-static": (lambda: jmpscale.to_torch_state_dict(jmpscale.static(8)), "got mode 'static'...enabled=False"),
+    "to_torch-disabled": (lambda: jmpscale.to_torch_state_dict(jmpscale.disabled()), "got mode 'disabled'"),
+    "from_torch-empty": (lambda: jmpscale.from_torch_state_dict({}), "mapping is empty...Create ...dynamic()"),
+    "from_torch-nested": (lambda: jmpscale.from_torch_state_dict({"x": TORCH}), "missing ['_gr...unexpected ['x']"),
+    "from_torch-extra": (_torch(extra=1), "missing [], unexpected ['extra']"),
+    "from_torch-tracker": (_torch(_growth_tracker=-1), "['_growth_tracker'] must be between 0 and ...got -1"),
+    "from_torch-interval": (_torch(growth_interval=0), "growth_interval must be between 1 and ...got 0"),
+    "from_torch-scale": (_torch(scale=0.0), "mapping['scale'] must be between ...got 0. The limits are min_scale"),
+    "from_torch-below": (_torch({"min_scale": 2.0}, scale=2 - 1.5 * ULP), "mapping['scale'] must be between 2 and"),
+    "from_torch-above": (_torch({"max_scale": 2.0}, scale=2 + 1.5 * ULP), "mapping['scale'] must be between ... 2,"),
+    "raise_if_stuck-zero": (_stuck(0), "max_consecutive_skips must be between 1 and 2147483647, got 0"),
+    "raise_if_stuck-jit": (lambda: jax.jit(_stuck(1))(STATE), "checkify.checkify"),  # the message is JAX's
+    "grad_report-empty": (lambda: jmpscale.grad_report({"n": 1}), "grads must have a leaf ...got none. Pass"),
+    "grad_report-large": (lambda: _traced(jmpscale.grad_report, _float16(2**31)), "2147483647 ...got 2147483648"),
+    "describe-limit": (lambda: REPORT.describe(0), "limit must be between 1 and 2147483647, got 0"),
+    "describe-several": (REPORTS.describe, "a single report, got a batch of shape (2,). Select one...x[0]"),
+    "inject-path": (_inject(path="w"), """path must be ...got 'w'. ... are ["['b']", "['w']"]."""),
+    "inject-path-of-int": (_inject(path="['n']"), "path must be that of a floating-point leaf"),
+    "inject-path-of-nothing": (_inject(path="['empty']"), "path must be that of a floating-point leaf"),
+    "inject-tree": (lambda: testing.inject(BIG, jnp.inf, path=GRADS), "path must be that of ...got dict"),
+    "inject-values": (_inject(jnp.ones((2, 3))), "value must be a scalar such as ...got float32[2, 3]. Inject one"),
+    "inject-None": (_inject(None), "value must be a scalar such as ...got None"),
+    "inject-flags": (_inject(when=FLAGS), "when must be a scalar, got shape (2,)"),
+    "inject_backward-path": (lambda: testing.inject_backward(GRADS, 1, path="w"), "path must be ...got 'w'"),
+    "histogram-ints": (lambda: plots.exponent_histogram({"n": INTS}), "grads must have ...got none. Pass"),
+    "histogram-empty": (lambda: plots.exponent_histogram({"w": np.zeros(0)}), "grads must have ...got none"),
+    "headroom-limit": (lambda: plots.headroom(REPORTS, limit=0), "limit must be between 1 and 2147483647, got 0"),
+}
+
+WARNINGS = {
+    "scale-float16": (lambda: _traced(jmpscale.scale, STATE, W16), "the loss is float16, ...Return ...in float32"),
+    "scale-float8": (lambda: _traced(jmpscale.scale, STATE, W8), "the loss is float8_e4m3fn"),
+    "loss_scaled-float16": (_grad(W32, _half_sum), "the loss is float16"),
+    "loss_scaled-constant": (lambda: _traced(_grad(W32, scale=STATE)), "constant of the compiled program...Pass"),
+    "loss_scaled-function": (lambda: _traced(_grad(W32, scale=lambda _: LOSS)), "constant of the compiled program"),
+    "multi_steps": (lambda: optax.MultiSteps(TX, 2).init(GRADS), "inside optax.MultiSteps...Place it outside: with_"),
+    "axis-missing": (lambda: _per_device(jmpscale.all_finite), "axes ('d',)...axis_name=('d',) ...axis_name=()"),
+}
+
+
+ROWS = [
+    pytest.param(call, error, words, id=f"{error.__name__}-{name}")
+    for error, rows in ((TypeError, TYPE_ERRORS), (ValueError, VALUE_ERRORS), (UserWarning, WARNINGS))
+    for name, (call, words) in rows.items()
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), ROWS)
+def test_wrong_call(call, error, words):
+    with _raises(error, words) as caught:
+        call()
+    assert len(str(caught.value)) < 1000, "the message prints the numbers of a model"
+
+
+def test_loss_scaled_explains_that_forward_mode_needs_no_scaling():
+    with pytest.raises(TypeError, match="forward-mode") as caught:
+        jax.jvp(jmpscale.loss_scaled(_sum, 8.0), (W32,), (W32,))
+    assert "In forward mode nothing underflows: differentiate fun." in "".join(caught.value.__notes__)
+
+
+def _without_axis_name(grads):
+    flags = [
+        jmpscale.all_finite(grads),
+        jmpscale.unscale_and_check(STATE, grads)[1],
+        jmpscale.update(STATE, True, loss=grads.sum()).step_applied,
+        jmpscale.grad_report(grads).finite,
+        SCALE.update(grads, SCALE.init(grads))[1].scaler.step_applied,
+        CHAIN.update(grads, CHAIN.init(grads))[1][0].scaler.step_applied,
+        jax.tree.map(jmpscale.all_finite, [grads])[0],
+    ]
+    return jnp.stack(flags)[None]
+
+
+SCALE = jmpscale.with_loss_scaling(optax.scale(1.0))
+CHAIN = optax.chain(SCALE, optax.scale(1.0))
+
+
+@pytest.mark.parametrize("map_", ["shard_map", pytest.param("pmap", marks=pytest.mark.full)])
+def test_warnings_name_the_line_of_the_caller(map_):
+    if map_ == "pmap" and jax.__version_info__ < (0, 10):
+        pytest.skip("in this version of JAX pmap does not show that there is a mesh")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", "each device decides independently", UserWarning)
+        if map_ == "pmap":
+            jax.pmap(_without_axis_name, axis_name="d")(jnp.ones((8, 3)))
+        else:
+            _per_device(_without_axis_name)
+    first = _without_axis_name.__code__.co_firstlineno + 2
+    assert [(warning.filename, warning.lineno) for warning in caught] == [(__file__, first + i) for i in range(7)]
+
+
+# --- calls that are almost wrong ---
+
+WORDS = np.array(["a", "b"])
+ACCEPTED = {
+    "static-small": lambda: jmpscale.static(SMALLEST),
+    "static-large": lambda: jmpscale.static(LARGEST),
+    "update-python-fields": _update(skipped=3, loss_scale=8.0),
+    "update-int64-field": _update(skipped=np.int64(3)),
+    "update-numpy-flag": lambda: jmpscale.update(STATE, np.True_),
+    "scale-eager-float16": lambda: jmpscale.scale(STATE, W16),
+    "scale-bfloat16": lambda: _traced(jmpscale.scale, STATE, W32.astype(jnp.bfloat16)),
+    "axis-of-no-loss": lambda: _per_device(lambda x: jmpscale.update(STATE, TRUE).loss_scale[None]),
+    "axis-empty": lambda: _per_device(lambda x: jmpscale.all_finite(x, axis_name=())[None]),
+    "axis-given": lambda: _per_device(lambda x: jmpscale.all_finite(x, axis_name="d")[None]),
+    "axis-of-norm": lambda: _per_device(
+        lambda x: (tx := jmpscale.with_loss_scaling(optax.scale(1.0), norm_axis_name="d")).update(x, tx.init(x))[0]
+    ),
+    "apply_if-number": _apply(lambda n: n + 1, 1),
+    "apply_if-objects": _apply(lambda w, words: (w, words.copy()), LOSS, WORDS),
+    "apply_if-nan": _apply(lambda x, n: (float("nan"), 10**40), float("nan"), 10**40),
+    "value_and_grad-list": _value_and_grad(LOSS, fun=lambda w: [w, 1], has_aux=True),
+    "value_and_grad-nnx": _value_and_grad(GRADS, NNX),
+    "value_and_grad-equinox": lambda: _value_and_grad(eqx.nn.LayerNorm(2), EQUINOX)(),
+    "loss_scaled-bfloat16": _grad(W32.astype(jnp.bfloat16)),
+    "loss_scaled-float16-batch": lambda: _grad(W32, lambda w: _sum([w, W16]))(),
+    "loss_scaled-float16-aux": _grad(W32, lambda w: (_sum(w), _half_sum(w)), has_aux=True),
+    "loss_scaled-eager": _grad(W32, scale=STATE),
+    "loss_scaled-static": lambda: _traced(_grad(W32, scale=jmpscale.static(8.0))),
+    "loss_scaled-array": lambda: _traced(_grad(W32, scale=LOSS)),
+    "loss_scaled-argument": lambda: _traced(lambda state: _grad(W32, scale=state)(), STATE),
+    "max_norm-small": _wrap(ADAM, max_norm=SMALLEST),
+    "max_norm-large": _wrap(ADAM, max_norm=LARGEST),
+    "multi_steps-inside": lambda: _wrap(optax.MultiSteps(ADAM, 2))().init(GRADS),
+    "optax_step-multi_steps": lambda: jmpscale.optax_step(optax.MultiSteps(ADAM, 2), GRADS),
+    "from_torch-tracker": _torch(_growth_tracker=0),
+    "from_torch-below": _torch({"min_scale": 2.0}, scale=2 - ULP),
+    "from_torch-above": _torch({"max_scale": 2.0}, scale=2 + ULP),
+    "raise_if_stuck": _stuck(1),
+    "grad_report": lambda: _traced(jmpscale.grad_report, _float16(COUNTER)),
+    "describe": lambda: REPORT.describe(1),
+    "inject": _inject(np.float32(1), when=np.True_),
+    "headroom": lambda: plots.headroom(REPORTS, limit=1),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_right_call(name):
+    ACCEPTED[name]()

@@ -1,0 +1,85 @@
+"""Real processes, connected by jax.distributed: an overflow on the last one, checkpoints, and a process that fails."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import worker
+
+SCALES = [2.0**n for n in (10, 9, 8, 8, 7, 7)]
+full = pytest.mark.full  # each process takes seconds to start
+
+
+def _free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _run(scenario, processes, folder):
+    """Runs the processes to their end; returns exit code, output and errors of each."""
+    address = f"127.0.0.1:{_free_port()}"
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = []
+    try:
+        for number in range(processes):
+            command = [sys.executable, worker.__file__, scenario, address, str(processes), str(number), str(folder)]
+            started.append(subprocess.Popen(command, env=environment, **pipes))
+        return [(process, *process.communicate(timeout=120)) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def _outcome(scenario, processes, folder):
+    """Returns what the processes have in common, and the shards of all of them."""
+    ended = _run(scenario, processes, folder)
+    assert all(process.returncode == 0 for process, _, _ in ended), [errors for _, _, errors in ended]
+    outcomes = [json.loads(output.splitlines()[-1]) for _, output, _ in ended]
+    shards = {start: shard for outcome in outcomes for start, shard in outcome.pop("shards").items()}
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+    differs = outcomes[0].pop("differs")
+    assert differs == ("tree['w'] differs between processes." if processes > 1 else None)
+    return outcomes[0] | {"shards": shards}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The outcome in this process, on as many devices."""
+    with jax.numpy_dtype_promotion("standard"):  # which optax needs
+        return worker.train()
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=full)])
+def test_overflow_on_one_process_skips_the_step_on_all(processes, alone, tmp_path):
+    assert alone["scales"] == SCALES
+    assert _outcome("train", processes, tmp_path) == alone
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """The folder with a checkpoint that two processes have written together."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    _outcome("save", 2, folder)
+    return folder
+
+
+@full
+@pytest.mark.parametrize("readers", [1, 2, 4])
+def test_checkpoint_of_two_processes_resumes_on(readers, alone, checkpoint):
+    assert _outcome("resume", readers, checkpoint) == alone | {"scales": SCALES[len(SCALES) // 2 :]}
+
+
+@full
+@pytest.mark.parametrize("processes", [2, 4])
+def test_process_that_raises_ends_the_others(processes, tmp_path):
+    ended = _run("raise", processes, tmp_path)
+    assert all(process.returncode != 0 for process, _, _ in ended), ended
+    assert "fails in the middle of the run" in ended[-1][2]

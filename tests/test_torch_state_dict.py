@@ -1,0 +1,89 @@
+"""Tests that `to_torch_state_dict` and `from_torch_state_dict` continue runs of `torch.amp.GradScaler`.
+
+`data/torch_state_dicts.json` was recorded by `data/record_torch_state_dicts.py` with torch.
+"""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jmpscale
+
+TORCH = json.loads((pathlib.Path(__file__).parent / "data" / "torch_state_dicts.json").read_text())
+RUNS = TORCH["runs"]
+SAVED = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, "_growth_tracker": 2}
+
+
+@jax.jit
+def _scan(scaler, found_inf):
+    def step(scaler, found_inf):
+        scaler = jmpscale.update(scaler, ~found_inf)
+        return scaler, scaler.loss_scale
+
+    return jax.lax.scan(step, scaler, found_inf)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_from_torch_state_dict_continues_run_of_torch(name):
+    run = RUNS[name]
+    scaler = jmpscale.from_torch_state_dict(run["state_dict"])
+    assert jmpscale.to_torch_state_dict(scaler) == run["state_dict"]
+    assert (scaler.config.min_scale, scaler.config.max_scale) == (2.0**-126, 2.0**126)
+    scaler, scales = _scan(scaler, jnp.array(run["found_inf"], bool))
+    assert scales.tolist() == run["scales"]
+    assert jmpscale.to_torch_state_dict(scaler) == run["state_dict_after"]
+
+
+def test_to_torch_state_dict_returns_python_numbers():
+    saved = jmpscale.to_torch_state_dict(jmpscale.from_torch_state_dict(SAVED))
+    assert saved == SAVED
+    assert {name: type(value) for name, value in saved.items()} == {name: type(value) for name, value in SAVED.items()}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", RUNS)
+def test_to_torch_state_dict_continues_in_torch(name):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    run = RUNS[name]
+    settings = {name: run["state_dict"][name] for name in ("growth_factor", "backoff_factor", "growth_interval")}
+    scaler = jmpscale.dynamic(2.0**10, **settings, min_scale=2.0**-126, max_scale=2.0**126)
+    found_inf = jnp.array(run["found_inf"], bool)
+    scaler, _ = _scan(scaler, found_inf)
+    theirs = torch.amp.GradScaler("cpu")
+    theirs.load_state_dict(jmpscale.to_torch_state_dict(scaler))
+    _, scales = _scan(scaler, found_inf)
+    for bad, scale in zip(run["found_inf"], scales.tolist(), strict=True):
+        weight = torch.nn.Parameter(torch.ones(()))
+        theirs.scale(weight * (torch.inf if bad else 0.25)).backward()
+        theirs.step(torch.optim.SGD([weight], lr=1.0))
+        theirs.update()
+        assert theirs.get_scale() == scale
+
+
+def test_from_torch_state_dict_grows_at_once_if_interval_was_lowered():
+    run = TORCH["lowered_interval"]
+    first_overflow = run["found_inf"].index(1)
+    assert set(run["scales"][:first_overflow]) == {run["state_dict"]["scale"]}, "torch does not grow before"
+    scaler = jmpscale.update(jmpscale.from_torch_state_dict(run["state_dict"]), True)
+    assert scaler.loss_scale == 2 * run["state_dict"]["scale"]
+
+
+def test_from_torch_state_dict_applies_limits():
+    scaler = jmpscale.from_torch_state_dict(SAVED, min_scale=512.0, max_scale=2048.0)
+    assert (scaler.config.min_scale, scaler.config.max_scale) == (512.0, 2048.0)
+
+
+@pytest.mark.parametrize("limit", [0.7, 0.3, 1.1, 2.0, 2.0**-126, 2.0**126])
+def test_from_torch_state_dict_accepts_rounded_limits(limit):
+    """A scale at its limit was saved as the nearest float32 number, which may be outside the limit."""
+    limits = {"min_scale": limit, "max_scale": limit}
+    scaler = jmpscale.dynamic(limit, **limits)
+    assert jmpscale.from_torch_state_dict(jmpscale.to_torch_state_dict(scaler), **limits) == scaler
+
+
+def test_from_torch_state_dict_refuses_that_of_a_disabled_scaler():
+    with pytest.raises(ValueError, match="saved by a disabled GradScaler"):
+        jmpscale.from_torch_state_dict(TORCH["disabled"])

@@ -1,0 +1,229 @@
+"""value_and_grad: true gradients from a scaled backward pass, with the interface of jax.value_and_grad."""
+
+import functools
+import sys
+import types
+
+import chex
+import equinox
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jmpscale
+
+import programs
+
+W, X = jnp.array([1.0, 2.0, 3.0]), jnp.array([0.5, 0.25, 2.0], jnp.float16)
+SCALER = jmpscale.static(2.0**8)
+
+
+def _loss(w, x, *, power=2.0):
+    return jnp.mean((w.astype(jnp.float16) * x).astype(jnp.float32) ** power)
+
+
+def _half_loss(w):
+    return jnp.sum(w.astype(jnp.float16))
+
+
+# --- like jax.value_and_grad ---
+
+
+def _at_scale(fun, **options):
+    """Like `jax.value_and_grad`, with a constant scale."""
+    return functools.partial(jmpscale.value_and_grad(fun, **options), SCALER)
+
+
+@pytest.mark.filterwarnings("ignore:the loss is float16:UserWarning")
+@pytest.mark.parametrize("program", programs.PROGRAMS.values(), ids=programs.PROGRAMS)
+def test_value_and_grad_agrees_with_jax(program):
+    programs.assert_like_jax(program, _at_scale)
+
+
+ARGNUMS = [1, -1, -2, (0, 1), (1, 0), [0, 1], (0, -1), (0, 0), (0,), (), np.int64(1), np.arange(2)]
+BAD_ARGNUMS = [2, -3, (0, 5), 1.0, "x", (0.0, 1)]
+
+
+@pytest.mark.parametrize("argnums", [*ARGNUMS, *BAD_ARGNUMS], ids=repr)
+def test_value_and_grad_takes_argnums_as_jax_does(argnums):
+    args = programs.W, programs.X
+    programs.assert_like_jax(programs.Program(programs.product, args, options={"argnums": argnums}), _at_scale)
+
+
+@pytest.mark.parametrize("count", [8, pytest.param(300, marks=pytest.mark.full)])
+def test_value_and_grad_agrees_on_random_programs(count):
+    programs.assert_like_jax_on_random_programs(_at_scale, count)
+
+
+def _tenfold(fun, **options):
+    grad = jax.value_and_grad(fun, **options)
+    return lambda *args: jax.tree.map(lambda x: 10 * x, grad(*args))
+
+
+def test_value_and_grad_is_a_decorator_with_options():
+    def loss(w, x):
+        return w * x**2, {"w": w}
+
+    for value_and_grad in (
+        jmpscale.value_and_grad(argnums=1, has_aux=True, transform=_tenfold)(loss),
+        jmpscale.value_and_grad(loss, 1, True, transform=_tenfold),
+    ):
+        (value, aux), grad = value_and_grad(SCALER, 2.0, 3.0)
+        assert (value, aux["w"], grad) == (180.0, 20.0, 120.0)
+    assert jmpscale.value_and_grad()(lambda w: w**2)(SCALER, 3.0)[1] == 6.0
+
+
+def test_value_and_grad_names_the_new_function():
+    assert jmpscale.value_and_grad(_loss).__name__ == "value_and_grad_of__loss"
+    assert jmpscale.value_and_grad(functools.partial(_loss, power=3.0)).__name__ == "value_and_grad_of_fun"
+
+
+def test_value_and_grad_under_jit_takes_static_arguments_and_returns_aux():
+    def loss(w, x, train):
+        return _loss(w, x) * (2.0 if train else 1.0), {"half": x, "key": jax.random.key(0)}
+
+    step = jax.jit(jmpscale.value_and_grad(loss, has_aux=True), static_argnames="train")
+    (doubled, aux), grads = step(SCALER, W, X, train=True)
+    (value, _), _ = step(SCALER, W, X, train=False)
+    assert doubled == 2 * value
+    chex.assert_trees_all_equal(aux["half"], X)
+    np.testing.assert_allclose(grads, 2 * jax.grad(_loss)(W, X), rtol=1e-6)
+
+
+# --- the gradients ---
+
+
+@pytest.mark.parametrize(("scale", "rtol"), [(2.0**8, 1e-6), (3.0, 1e-3)])  # float16 is exact for powers of two only
+def test_value_and_grad_returns_true_gradients(scale, rtol):
+    value, grads = jax.jit(jmpscale.value_and_grad(_loss))(jmpscale.static(scale), W, X)
+    assert value == jax.jit(_loss)(W, X)
+    np.testing.assert_allclose(grads, jax.grad(_loss)(W, X), rtol=rtol)
+
+
+def test_value_and_grad_keeps_gradients_that_float16_loses():
+    x = jnp.full(3, 2.0**-14, jnp.float16)
+
+    def loss(w, x):
+        return jnp.sum((w.astype(jnp.float16) * x).astype(jnp.float32)) * jnp.float32(2.0**-12)
+
+    assert (jax.grad(loss)(W, x) == 0).all()
+    _, grads = jmpscale.value_and_grad(loss)(jmpscale.static(2.0**12), W, x)
+    np.testing.assert_array_equal(grads, np.full(3, 2.0**-26, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("scaler", "expected"),
+    [(SCALER, ("float32", "bfloat16", "float32")), (jmpscale.disabled(), ("float16", "bfloat16", "float32"))],
+    ids=["static", "disabled"],
+)
+def test_value_and_grad_returns_float16_gradients_in_float32(scaler, expected):
+    args = tuple(W.astype(dtype) for dtype in ("float16", "bfloat16", "float32"))
+
+    def loss(*args):
+        return sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in args)
+
+    _, grads = jmpscale.value_and_grad(loss, argnums=(0, 1, 2))(scaler, *args)
+    assert tuple(grad.dtype for grad in grads) == expected
+    for grad in grads:
+        np.testing.assert_array_equal(grad, 2 * W)
+
+
+def test_value_and_grad_warns_about_a_float16_loss():
+    with pytest.warns(UserWarning, match="the loss is float16"):
+        value, _ = jax.jit(jmpscale.value_and_grad(_half_loss))(SCALER, W)
+    assert (value, value.dtype) == (6.0, jnp.float16)
+
+
+def test_value_and_grad_returns_nonfinite_gradients_after_overflow(variant):
+    grad = variant(lambda scale: jmpscale.value_and_grad(_loss)(SCALER._replace(loss_scale=scale), W, X)[1])
+    assert jmpscale.all_finite(grad(jnp.float32(2.0**8)))
+    assert not jmpscale.all_finite(grad(jnp.float32(2.0**20)))
+
+
+def test_value_and_grad_keeps_weak_types():
+    """A gradient of a strong type would change the type of a weakly typed parameter, and compile the step again."""
+
+    @jax.jit
+    def step(w):
+        return w - 0.1 * jmpscale.value_and_grad(lambda w: w**2)(SCALER, w)[1]
+
+    w = jnp.asarray(3.0)
+    for _ in range(3):
+        w = step(w)
+    assert w.weak_type
+    assert step._cache_size() == 1
+    np.testing.assert_allclose(w, 3.0 * 0.8**3, rtol=1e-6)
+
+
+# --- the scaler ---
+
+
+@pytest.mark.parametrize(
+    "holder",
+    [
+        {"model": W, "state": (SCALER, None)},
+        jmpscale.with_loss_scaling(optax.sgd(1.0), SCALER).init(W),
+        jax.tree.map(nnx.Variable, SCALER),
+    ],
+    ids=["tree", "optimizer state", "NNX variables"],
+)
+def test_value_and_grad_finds_the_scaler(holder):
+    grad = jax.jit(jmpscale.value_and_grad(_loss))
+    chex.assert_trees_all_equal(grad(holder, W, X), grad(SCALER, W, X))
+
+
+# --- models of frameworks ---
+
+
+class NNXModel(nnx.Module):
+    def __init__(self):
+        self.w, self.bias = nnx.Param(W), nnx.Param(jnp.float32(1.0))
+        self.calls = nnx.Variable(jnp.array(0))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return jnp.sum(self.w[...] * x) + self.bias[...]
+
+
+@pytest.mark.parametrize("options", [{}, {"argnums": nnx.DiffState(0, nnx.PathContains("w"))}], ids=["all", "some"])
+def test_value_and_grad_with_nnx_transform_updates_the_model(options):
+    def loss(model, x, target):
+        prediction = model(x)
+        return (prediction - target) ** 2, prediction
+
+    def run(value_and_grad, *holder):
+        model = NNXModel()
+        out = value_and_grad(loss, has_aux=True, **options)(*holder, model, x=W, target=jnp.float32(2.0))
+        assert model.calls[...] == 1
+        return out
+
+    ours = run(functools.partial(jmpscale.value_and_grad, transform=nnx.value_and_grad), SCALER)
+    chex.assert_trees_all_equal(ours, run(nnx.value_and_grad))
+
+
+class Line(equinox.Module):
+    slope: jax.Array
+    start: jax.Array
+
+    def __call__(self, x):
+        return self.slope * x + self.start
+
+
+def test_value_and_grad_takes_equinox_models_of_floats():
+    value, grads = jmpscale.value_and_grad(Line.__call__)(SCALER, Line(jnp.float32(2.0), jnp.float32(1.0)), 3.0)
+    assert (value, grads.slope, grads.start) == (7.0, 3.0, 1.0)
+
+
+def test_value_and_grad_with_equinox_transform_takes_any_model():
+    model, transform = Line(jnp.float32(2.0), jnp.int32(1)), equinox.filter_value_and_grad
+    _, grads = jmpscale.value_and_grad(lambda m, x: m.slope * x, transform=transform)(SCALER, model, 3.0)
+    assert (grads.slope, grads.start) == (3.0, None)
+
+
+@pytest.mark.parametrize("module", [None, types.ModuleType("equinox")], ids=["absent", "being imported"])
+def test_value_and_grad_runs_without_equinox(module, monkeypatch):
+    monkeypatch.setitem(sys.modules, "equinox", module)
+    assert jmpscale.value_and_grad(lambda w: w**2)(SCALER, 3.0)[1] == 6.0
