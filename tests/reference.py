@@ -10,12 +10,6 @@ COUNTER_LIMIT = 2147483647
 FIELDS = ("loss_scale", "finite_steps", "hysteresis_left", "skipped", "consecutive_skips", "last_skip")
 
 
-def start(config, loss_scale):
-    """Returns the state before the first step."""
-    values = (np.float32(loss_scale), 0, config.hysteresis, 0, 0, 0)
-    return dict(zip(FIELDS, values, strict=True))
-
-
 def step(config, state, finite, loss_finite=True):
     """Returns the state after one step of a dynamic or static scaler."""
     new = dict(state)

@@ -41,7 +41,7 @@ def standard_promotion_and_ranks():
 
 
 def filled(create, *args):
-    """Returns what `create` returns with other numbers in the arrays, because compiling `create` takes long."""
+    """Returns what `create` returns, with arrays of other numbers, because compiling `create` takes long."""
     random = np.random.default_rng(0)
 
     def fill(leaf):
@@ -71,8 +71,8 @@ def take_gradients(api, loss_fn, holder, *args, transform=jax.value_and_grad, ha
     return jmpscale.value_and_grad(loss_fn, has_aux=has_aux, transform=transform)(holder, *args)
 
 
-# Each framework has a function that creates the training state, and a step for each API. The step returns the new state
-# and, with the functional API, the new scaler; otherwise the scaler is in the optimizer state.
+# Each framework has a function that creates the training state, and a step with one branch for each API. The step
+# returns the new state and the scaler, which is new only with the functional API; the wrapper's is in the state.
 
 
 class LinenNet(nn.Module):
@@ -235,7 +235,7 @@ def start_equinox(tx):
 
 @hk.transform_with_state
 def haiku_net(x):
-    x = hk.BatchNorm(True, True, decay_rate=0.9)(hk.Linear(4)(x), is_training=True)
+    x = hk.BatchNorm(create_scale=True, create_offset=True, decay_rate=0.9)(hk.Linear(4)(x), is_training=True)
     x = hk.dropout(hk.next_rng_key(), 0.5, jnp.tanh(x))
     return hk.GRU(2)(x, jnp.ones((5, 2)))[0]
 
@@ -309,7 +309,7 @@ def assert_close(ours, expected):
         *[pytest.param(name, "loss_scaled", marks=pytest.mark.full) for name in ("linen", "equinox", "haiku")],
     ],
 )
-def test_model_trains_as_without_jmpscale_and_skips(framework, api):
+def test_framework_step_trains_and_skips(framework, api):
     step, before, scaler = jit_and_run(framework, api)
     assert_close(parts(framework, api, before), run_plain(framework))
     for fault in (BACKWARD, FORWARD):
@@ -328,13 +328,13 @@ def test_model_trains_as_without_jmpscale_and_skips(framework, api):
         assert (new.skipped, new.last_skip, new.loss_scale) == expected
 
 
-# Gradients of some leaves alone, or of leaves that have none.
+# Gradients of a part of the parameters, and leaves that are overwritten with their gradients.
 
 
 def test_value_and_grad_takes_gradients_of_lora_parameters_alone():
     which = nnx.DiffState(0, nnx.LoRAParam)
     grad_fn = jmpscale.value_and_grad(nnx_loss, which, transform=nnx.value_and_grad)
-    grads = jax.eval_shape(lambda: grad_fn(SCALER, make_nnx(SGD)[0], NO_FAULT)[1])
+    grads = nnx.eval_shape(lambda model: grad_fn(SCALER, model, NO_FAULT)[1], make_nnx(SGD)[0])
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
     assert len(paths) == 2
     assert all("['lora']['lora_" in path for path in paths)
@@ -355,11 +355,11 @@ def test_train_state_with_fp8_layers_trains_and_skips():
         finite = jmpscale.all_finite(grads)
         return jmpscale.apply_if(finite, lambda state: state.apply_gradients(grads=grads), state)
 
-    def double_history_of_cotangents(path, x):  # it is of the scaled cotangents, to which they are compared
+    def double_cotangent_history(path, x):  # the layer records the largest cotangents, which are scaled
         return x.at[0].multiply(2.0) if "output_grad_amax_history" in jax.tree_util.keystr(path) else x
 
     plain, scaled = (step(api, state, NO_FAULT) for api in ("plain", "functional"))
-    expected = jax.tree_util.tree_map_with_path(double_history_of_cotangents, plain)
+    expected = jax.tree_util.tree_map_with_path(double_cotangent_history, plain)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), scaled, expected)
     for fault in (BACKWARD, FORWARD):
         assert_step_is_noop(scaled, step("functional", scaled, fault))

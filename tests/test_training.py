@@ -1,4 +1,4 @@
-"""Whole training runs: float16 reaches the loss of float32, faults change nothing, and old programs train alike."""
+"""Whole training runs: float16 reaches float32's loss, faults change nothing, and migrated programs train as before."""
 
 import functools
 import gc
@@ -88,15 +88,13 @@ def train(way, steps=1_000):
 @pytest.mark.parametrize("way", ["functional", "wrapper", "loss_scaled", "too_large_scale"])
 def test_float16_with_loss_scaling_reaches_the_loss_of_float32(way):
     (scaled, scalers), float32, float16 = train(way), train("float32")[0], train("float16")[0]
-    print(float16, float32, scaled, scalers.skipped[-1], np.log2(scalers.loss_scale[-1]))
-    assert float16 > 5 * float32
-    assert scaled == pytest.approx(float32, rel=0.1)
+    assert float16 > 50 * float32
+    assert scaled == pytest.approx(float32, rel=0.2)
     assert_follows_the_rule(WAYS[way][1], scalers, np.diff(scalers.skipped, prepend=0) == 0)
     assert (scalers.skipped[-1] > 10) == (way != "loss_scaled")
 
 
 # Faults. A run is equal, bit for bit, to one without the batches in which there was a fault.
-
 
 ADAMW = optax.adamw(optax.linear_schedule(1e-2, 0.0, 100))
 # The scale stays, because float16 rounds subnormal numbers differently at another scale.
@@ -182,7 +180,6 @@ def test_step_makes_no_transfer_between_host_and_device(api):
 
 # Long runs of the scaler alone, with counters that reach their limit.
 
-
 RULES = {  # the scaler, and how often gradients overflow and losses are not finite
     "defaults": (jmpscale.dynamic(), 1 / 3_000, 1 / 10_000),
     "hysteresis": (jmpscale.dynamic(growth_interval=105, hysteresis=3), 1 / 90, 1 / 900),
@@ -227,7 +224,7 @@ def test_update_over_20000_steps_follows_the_rule(name):
 
 
 @pytest.mark.full
-def test_memory_does_not_grow():
+def test_memory_of_a_training_loop_does_not_grow():
     step, carry, sizes = compiled_step("functional"), start(ADAMW), []
     for i in range(300):
         carry = step(carry, X[i % 16], Y[i % 16], i % 16)
@@ -237,8 +234,9 @@ def test_memory_does_not_grow():
         if i in (100, 299):
             gc.collect()
             sizes.append((len(jax.live_arrays()), len(gc.get_objects())))
-    assert sizes[0][0] == sizes[1][0]
-    assert sizes[1][1] - sizes[0][1] < 100  # an object for each step would be 200
+    (arrays, objects), (arrays_after, objects_after) = sizes
+    assert arrays_after == arrays
+    assert objects_after - objects < 100  # an object for each step would be 199
 
 
 # Migration: the programs of other libraries and their translation, from the same parameters and through two overflows.

@@ -28,7 +28,7 @@ def adamw(learning_rate=3e-3):
     return optax.chain(optax.clip_by_global_norm(0.5 * WEIGHT), optax.adamw(learning_rate, eps=EPSILON))
 
 
-def changed_programs(heading):
+def page_programs(heading):
     """Returns the program after each of the changes that the page shows under a heading."""
     section = re.search(rf"^## {heading}\n(.*?)(?=^## )", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
     changes = re.findall(r"^```diff\n(.*?)^```", section[1], flags=re.MULTILINE | re.DOTALL)

@@ -24,17 +24,7 @@ from kauldron.train import metric_writer, train_step
 import jmpscale
 from jmpscale.testing import assert_replicated, assert_step_is_noop, inject_backward
 
-from common import (
-    BATCH,
-    LENGTH,
-    OVERFLOW,
-    VOCABULARY,
-    WEIGHT,
-    adamw,
-    changed_programs,
-    next_token_losses,
-    token_batches,
-)
+from common import BATCH, LENGTH, OVERFLOW, VOCABULARY, WEIGHT, adamw, next_token_losses, page_programs, token_batches
 
 STEPS = 40
 
@@ -137,7 +127,7 @@ def train_as_on_the_page(program):
         return train(names["LossScaledModel"](jnp.float16), names["optimizer"])
 
 
-DYNAMIC_ON_PAGE, STATIC_ON_PAGE = changed_programs("Kauldron")
+DYNAMIC_ON_PAGE, STATIC_ON_PAGE = page_programs("Kauldron")
 RUNS = {
     "float32": lambda: train(LanguageModel(jnp.float32), adamw()),
     "float16": lambda: train(LanguageModel(jnp.float16), adamw()),

@@ -17,7 +17,7 @@ from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig
 import jmpscale
 from jmpscale.testing import assert_step_is_noop, inject_backward
 
-from common import BATCH, OVERFLOW, VOCABULARY, WEIGHT, adamw, changed_programs, next_token_losses, token_batches
+from common import BATCH, OVERFLOW, VOCABULARY, WEIGHT, adamw, next_token_losses, page_programs, token_batches
 
 STEPS, ACCUMULATED = 30, 2
 
@@ -36,7 +36,7 @@ class LanguageModel(nnx.Module):
 
 
 def lora_model(dtype):
-    """Returns a model with float16 weights and float32 LoRA parameters; qwix creates them in the dtype of the weights."""
+    """Returns a model with float16 weights and float32 LoRA parameters; qwix creates both in one dtype."""
     model = LanguageModel(dtype)
     nnx.update(model, jmpscale.cast(nnx.state(model), jnp.float16))
     provider = qwix.LoraProvider(module_path="up|down|head", rank=8, alpha=8.0)
@@ -106,7 +106,7 @@ keeps_scale = functools.partial(dynamic, growth_interval=2000, hysteresis=2)
 WAYS = {"static": static, "dynamic": dynamic}
 ON_PAGE = {
     f"{way}, as on the page": functools.partial(as_on_the_page, program)
-    for way, program in zip(WAYS, changed_programs("Tunix"), strict=True)
+    for way, program in zip(WAYS, page_programs("Tunix"), strict=True)
 }
 
 
