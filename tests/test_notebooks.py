@@ -32,9 +32,9 @@ def _outputs(cell):
 
 
 def _matches(committed, printed):
-    """Tests whether two texts have the same words, and numbers that differ only by another processor's rounding.
+    """Tests whether two texts have the same words, and numbers that differ only by the rounding of another processor.
 
-    That is 15 percent, plus one for whole numbers, such as counts of skips and of recognised images.
+    They may differ by 15 %, and whole numbers by 3 more: counts of rare values are small.
     """
     words, printed_words = (NUMBER.sub("#", text).split() for text in (committed, printed))
     if words != printed_words:
@@ -42,7 +42,7 @@ def _matches(committed, printed):
     for one, other in zip(NUMBER.findall(committed), NUMBER.findall(printed), strict=True):
         whole = one.isdigit() and other.isdigit()
         a, b = (float(text.replace(",", "")) for text in (one, other))
-        if abs(a - b) > 0.15 * max(abs(a), abs(b)) + whole:
+        if abs(a - b) > 0.15 * max(abs(a), abs(b)) + 3 * whole:
             return False
     return True
 
@@ -55,7 +55,7 @@ def _matches(committed, printed):
         ("7.8e-04  -inf nan", "7.9e-04 -inf nan", True),
         ("loss 0.0179", "loss 0.0279", False),
         ("2^20", "2^14", False),
-        ("3 skipped", "5 skipped", False),
+        ("3 skipped", "8 skipped", False),
         ("an overflow in the backward pass", "an overflow in the forward pass", False),
         ("f32[32,64]", "f32[32,32]", False),
     ],
