@@ -443,11 +443,25 @@ def test_with_loss_scaling_has_no_norm_without_max_norm():
 def test_norm_axis_name_adds_up_the_squares(options, own_norm):
     parts = jnp.arange(1.0, 5.0).reshape(2, 2)
     tx = jmpscale.with_loss_scaling(optax.identity(), jmpscale.static(1.0), max_norm=1.0, **options)
-    run = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(None)), axis_name="data"))
+    updates = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(None))[0], axis_name="data"))(parts)
     norm = np.linalg.norm(parts, axis=1, keepdims=True) if own_norm else np.linalg.norm(parts)
-    np.testing.assert_allclose(run(parts)[0], parts / norm, rtol=1e-6)
-    _, state = run(parts.at[0, 0].set(jnp.inf))
-    assert state.scaler.skipped.tolist() == [1, int(options != {"axis_name": ()})]
+    np.testing.assert_allclose(updates, parts / norm, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "skipped"),
+    [
+        ({"axis_name": ()}, [[1, 0], [0, 0]]),
+        ({"axis_name": "data"}, [[1, 0], [1, 0]]),
+        ({"norm_axis_name": "model"}, [[1, 1], [0, 0]]),
+        ({"axis_name": "data", "norm_axis_name": "model"}, [[1, 1], [1, 1]]),
+    ],
+)
+def test_norm_axis_name_combines_decisions(options, skipped):
+    tx = jmpscale.with_loss_scaling(optax.identity(), **options)
+    run = jax.vmap(lambda g: tx.update(g, tx.init(None))[1].scaler.skipped, axis_name="model")
+    run = jax.jit(jax.vmap(run, axis_name="data"))
+    assert run(jnp.ones((2, 2)).at[0, 0].set(jnp.inf)).tolist() == skipped
 
 
 FP8 = "_overwrite_with_gradient"
