@@ -95,7 +95,7 @@ def lint(session):
     session.run("ruff", "format", "--check", ".")
     session.run("pyright")
     session.run("mypy", "jmpscale")
-    session.run("pytest", "-q", "--full", "tests/test_package.py", "-k", "type_checkers")
+    session.run("pytest", "-q", "--full", "tests/test_package.py")
 
 
 @nox.session(python=OLDEST_PYTHON)

@@ -43,26 +43,6 @@ def test_to_torch_state_dict_returns_python_numbers():
     assert {name: type(value) for name, value in saved.items()} == {name: type(value) for name, value in SAVED.items()}
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", RUNS)
-def test_to_torch_state_dict_continues_in_torch(name):
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    run = RUNS[name]
-    settings = {name: run["state_dict"][name] for name in ("growth_factor", "backoff_factor", "growth_interval")}
-    scaler = jmpscale.dynamic(2.0**10, **settings, min_scale=2.0**-126, max_scale=2.0**126)
-    found_inf = jnp.array(run["found_inf"], bool)
-    scaler, _ = _scan(scaler, found_inf)
-    theirs = torch.amp.GradScaler("cpu")
-    theirs.load_state_dict(jmpscale.to_torch_state_dict(scaler))
-    _, scales = _scan(scaler, found_inf)
-    for bad, scale in zip(run["found_inf"], scales.tolist(), strict=True):
-        weight = torch.nn.Parameter(torch.ones(()))
-        theirs.scale(weight * (torch.inf if bad else 0.25)).backward()
-        theirs.step(torch.optim.SGD([weight], lr=1.0))
-        theirs.update()
-        assert theirs.get_scale() == scale
-
-
 def test_from_torch_state_dict_grows_at_once_if_interval_was_lowered():
     run = TORCH["lowered_interval"]
     first_overflow = run["found_inf"].index(1)
