@@ -213,7 +213,7 @@ def test_update_returns_disabled_scaler_itself():
 
 
 def _on_mesh(axis_type, spec):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(axis_type,))
     return lambda state: jax.device_put(state, NamedSharding(mesh, spec))
 
 
@@ -224,7 +224,7 @@ def _batch(state):
 ALONE = {
     "default_device": lambda state: jax.tree.map(jnp.asarray, state),
     "weakly_typed": lambda state: jax.tree.map(lambda x: jnp.asarray(x.item()), state),
-    "other_device": lambda state: jax.device_put(state, jax.devices()[3]),
+    "other_device": lambda state: jax.device_put(state, jax.devices()[-1]),
     "replicated": _on_mesh(AxisType.Auto, Spec()),
     "replicated_by_type": _on_mesh(AxisType.Explicit, Spec()),
 }
