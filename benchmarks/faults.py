@@ -114,7 +114,7 @@ class _Finder(ast.NodeVisitor):
             self.visit(node.value)
 
     def visit_Return(self, node):
-        if node.value:
+        if node.value and ast.unparse(node.value) != "None":
             self._add(node.value, "return", "None")
             self.visit(node.value)
 
