@@ -77,7 +77,7 @@ def test_notebook_is_committed_with_its_outputs(path):
 @EACH
 def test_notebook_prints_its_committed_outputs(path, tmp_path):
     notebook = nbformat.read(path, as_version=4)
-    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": tmp_path}}).execute()
+    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": tmp_path}}).execute()
     printed_cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     for committed, printed in zip(_code_cells(path), printed_cells, strict=True):
         expected, outputs = _outputs(committed), _outputs(printed)
