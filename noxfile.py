@@ -6,6 +6,7 @@ renew the versions, set a later date and run all checks; the session `latest` sh
 
 import pathlib
 import re
+import shutil
 import tempfile
 import tomllib
 import zipfile
@@ -49,7 +50,7 @@ def install(session, *requirements, until=RELEASES_UNTIL):
 def clone(session):
     """Returns a clean clone of the repository."""
     folder = pathlib.Path(session.create_tmp()) / "clone"
-    session.run("rm", "-rf", str(folder), external=True)
+    shutil.rmtree(folder, ignore_errors=True)
     session.run("git", "clone", "-q", ".", str(folder), external=True)
     return folder
 

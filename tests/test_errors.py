@@ -542,5 +542,5 @@ ACCEPTED = {
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_right_call(name):
+def test_limit_is_accepted_without_a_warning(name):
     ACCEPTED[name]()
