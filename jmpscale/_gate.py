@@ -120,7 +120,7 @@ class GatedTree:
         """Returns the original arrays, and as arrays the Python numbers that the step changes."""
         triples = zip(like, arrays, self._leaves, strict=True)
         return [
-            jax.lax.full_like(new, leaf) if array is None and new is not None else array for new, array, leaf in triples
+            full_like(new, leaf) if array is None and new is not None else array for new, array, leaf in triples
         ]
 
 
@@ -166,6 +166,15 @@ def _branch_is_possible(flag: jax.Array) -> bool:
     """
     explicit = jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
     return not (explicit or varying_axes(flag))
+
+
+def full_like(like: Any, value: Any) -> jax.Array:
+    """Returns an array with the type of `like`, which is an array or a result of `jax.eval_shape`."""
+    manual = getattr(like, "manual_axis_type", None) if isinstance(like, jax.ShapeDtypeStruct) else None
+    if manual is None or not manual.varying:
+        return jax.lax.full_like(like, value)
+    # eval_shape drops the mesh, so JAX 0.10 and newer raise where a shard_map leaves other axes to the compiler.
+    return jax.lax.pcast(jnp.full(like.shape, value, like.dtype), tuple(manual.varying), to="varying")
 
 
 def _where(flag: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:

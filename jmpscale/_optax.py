@@ -21,7 +21,7 @@ from jmpscale._finite import (
     warn_if_unsynchronised,
     warn_user,
 )
-from jmpscale._gate import GatedTree, check_same_types, gate, has_same_type
+from jmpscale._gate import GatedTree, check_same_types, full_like, gate, has_same_type
 from jmpscale._scaling import adjust, all_reduce_outcome, multiply, unscaled_dtype
 from jmpscale._state import (
     LARGEST_SCALE,
@@ -263,6 +263,8 @@ def _update_if(
     finite: jax.Array, step: Callable[[Any, Any], tuple[Any, Any]], grads: PyTree, inner_state: PyTree
 ) -> tuple[Any, Any]:
     """Returns the updates and the new state of the step if the gradients are finite, otherwise zeros and the state."""
+    # A Python number would bypass the gate, and with it the zeros.
+    grads = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, (int, float, complex)) else x, grads)
     gated_grads, gated_state = GatedTree(grads), GatedTree(inner_state)
 
     def gated_step(grad_arrays: list[Any], state_arrays: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -317,7 +319,7 @@ def _zero_unless(finite: jax.Array, update: jax.Array) -> jax.Array:
 def _negative_zeros(like: Any) -> jax.Array:
     """Returns -0.0 of the dtype, sharding and varying axes of `like`: x + -0.0 is x for every x, even for -0.0."""
     zero = complex(-0.0, -0.0) if jnp.issubdtype(like.dtype, np.complexfloating) else -0.0
-    return jax.lax.full_like(like, zero if jnp.issubdtype(like.dtype, np.inexact) else 0)
+    return full_like(like, zero if jnp.issubdtype(like.dtype, np.inexact) else 0)
 
 
 def _zero_nonfinite(tree: PyTree) -> PyTree:

@@ -349,6 +349,25 @@ def test_update_under_shard_map_over_one_of_two_axes():
             assert scaler.loss_scale == 2.0
 
 
+@pytest.mark.parametrize("factor", [1.0, np.inf])
+def test_with_loss_scaling_under_shard_map_over_one_of_two_axes(factor):
+    """The gradients vary over the mapped axis, and the compiler partitions them along the other."""
+    mesh = make_mesh()
+    tx = jmpscale.with_loss_scaling(optax.sgd(1.0))
+
+    def step(grads):
+        updates, state = tx.update(grads, tx.init(None))
+        return updates, state.scaler.skipped
+
+    step = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=(P("data"), P()), axis_names={"data"})
+    grads = np.ones((8, 8), np.float32)
+    grads[3, 4] = factor
+    with jax.set_mesh(mesh):
+        updates, skipped = jax.jit(step)(put(grads, mesh, P(*AXES)))
+    assert_step_is_noop(np.full_like(grads, -1.0 if factor == 1.0 else -0.0), updates)
+    assert skipped == (factor != 1.0)
+
+
 def test_all_finite_of_an_uneven_partition():
     sharding = NamedSharding(make_mesh(data=8), P("data"))
     check = jax.jit(lambda x: jmpscale.all_finite(jax.lax.with_sharding_constraint(x * 2, sharding)))

@@ -217,11 +217,12 @@ def test_with_loss_scaling_keeps_everything_on_a_skip(dtype, platform):
 @pytest.mark.parametrize("jit", [jax.jit, lambda fn: fn], ids=["jit", "eager"])
 def test_with_loss_scaling_returns_zeros_of_every_kind_on_a_skip(jit):
     tx = jmpscale.with_loss_scaling(optax.identity())
+    numbers = {"number": 3.0, "integer": 3}  # Python numbers, which the step closes over
     grads = {"bad": jnp.array(jnp.nan), "complex": jnp.array(1j), "n": jnp.array(3), "none": None}
-    updates, _ = jit(tx.update)(grads, tx.init(grads))
+    updates, _ = jit(lambda grads: tx.update(grads | numbers, tx.init(grads)))(grads)
     zero = jnp.array(-0.0)
     expected = {"bad": zero, "complex": jax.lax.complex(zero, zero), "n": jnp.array(0), "none": None}
-    testing.assert_step_is_noop(expected, updates)
+    testing.assert_step_is_noop(expected | {"number": zero, "integer": jnp.array(0)}, updates)
 
 
 def test_with_loss_scaling_takes_updates_of_other_types(platform):
