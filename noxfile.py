@@ -110,7 +110,7 @@ def docs(session):
 def notebooks(session):
     """Executes the notebooks and compares their outputs."""
     install(session, "-e", ".[notebooks,test]")
-    session.run("pytest", "-q", "--full", "tests/test_notebooks.py")
+    session.run("pytest", "-q", "-n", "2", "--dist", "worksteal", "--full", "tests/test_notebooks.py")
 
 
 @nox.session(python=NEWEST_PYTHON)

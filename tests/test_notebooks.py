@@ -18,6 +18,11 @@ def _code_cells(path):
     return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
 
 
+def _varies(cell):
+    """Tests whether a cell is tagged: rounding on another processor changes its numbers, but not what it asserts."""
+    return "numbers-vary" in cell.metadata.get("tags", [])
+
+
 def _outputs(cell):
     """Returns the outputs of a cell as (kind, text): parts of one stream joined, pictures without their pixels."""
     outputs = []
@@ -31,18 +36,18 @@ def _outputs(cell):
     return outputs
 
 
-def _matches(committed, printed):
-    """Tests whether two texts have the same words, and numbers that differ only by the rounding of another processor.
+def _words(text):
+    return NUMBER.sub("#", text).split()
 
-    They may differ by 40 % or 1e-8, and whole numbers by 3 more: rounding decides when and how often a run overflows.
-    """
-    words, printed_words = (NUMBER.sub("#", text).split() for text in (committed, printed))
-    if words != printed_words:
+
+def _matches(committed, printed):
+    """Tests whether two texts have the same words, and numbers within 15 %, or within 1 where both are whole."""
+    if _words(committed) != _words(printed):
         return False
     for one, other in zip(NUMBER.findall(committed), NUMBER.findall(printed), strict=True):
         whole = one.isdigit() and other.isdigit()
         a, b = (float(text.replace(",", "")) for text in (one, other))
-        if abs(a - b) > 0.4 * max(abs(a), abs(b)) + 1e-8 + 3 * whole:
+        if abs(a - b) > 0.15 * max(abs(a), abs(b)) + whole:
             return False
     return True
 
@@ -53,9 +58,9 @@ def _matches(committed, printed):
         ("loss 0.0179, 10 skipped\n", "loss 0.0181,  11 skipped\n", True),
         ("1,099,511 -> 2^20, 98.7%", "1,099,511 -> 2^20, 98.3%", True),
         ("7.8e-04  -inf nan", "7.9e-04 -inf nan", True),
-        ("loss 0.0179", "loss 0.0379", False),
-        ("2^20", "2^8", False),
-        ("3 skipped", "12 skipped", False),
+        ("loss 0.0179", "loss 0.0279", False),
+        ("2^20", "2^14", False),
+        ("3 skipped", "5 skipped", False),
         ("an overflow in the backward pass", "an overflow in the forward pass", False),
         ("f32[32,64]", "f32[32,32]", False),
     ],
@@ -72,6 +77,12 @@ def test_notebook_is_committed_with_its_outputs(path):
     assert any("image/png" in output.get("data", {}) for cell in cells for output in cell.outputs)
 
 
+@EACH
+def test_cell_whose_numbers_vary_asserts_its_claims(path):
+    for cell in _code_cells(path):
+        assert not _varies(cell) or re.search(r"^ *assert", cell.source, flags=re.M), cell.source
+
+
 @pytest.mark.full
 @pytest.mark.filterwarnings("default")  # the kernel's own machinery warns; the outputs are checked for warnings
 @EACH
@@ -84,4 +95,5 @@ def test_notebook_prints_its_committed_outputs(path, tmp_path):
         assert not any(kind == "stderr" and "Warning" in text for kind, text in outputs), outputs
         assert [kind for kind, _ in outputs] == [kind for kind, _ in expected], committed.source
         for (_, old), (_, new) in zip(expected, outputs, strict=True):
-            assert _matches(old, new), f"{path.name} has\n{old}\nwhere its code now prints\n{new}"
+            same = _words(old) == _words(new) if _varies(committed) else _matches(old, new)
+            assert same, f"{path.name} has\n{old}\nwhere its code now prints\n{new}"
