@@ -119,9 +119,7 @@ class GatedTree:
     def keep(self, like: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
         """Returns the original arrays, and as arrays the Python numbers that the step changes."""
         triples = zip(like, arrays, self._leaves, strict=True)
-        return [
-            full_like(new, leaf) if array is None and new is not None else array for new, array, leaf in triples
-        ]
+        return [full_like(new, leaf) if array is None and new is not None else array for new, array, leaf in triples]
 
 
 def gate(

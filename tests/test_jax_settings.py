@@ -3,7 +3,6 @@
 import contextlib
 import inspect
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -71,6 +70,8 @@ SETTINGS = {
     "rank-promotion": {"jax_numpy_rank_promotion": "allow"},
     "transfer-guard": {"jax_transfer_guard": "disallow"},
 }
+DEFAULT = ("x64", "debug", "checks", "tracer-leaks")
+FULL = [pytest.param(name, marks=pytest.mark.full) for name in SETTINGS if name not in DEFAULT]
 
 
 @contextlib.contextmanager
@@ -86,7 +87,7 @@ def _settings(**settings):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", [*DEFAULT, *FULL])
 def test_setting_keeps_the_bits_of_a_compiled_training(name, expected):
     start = _start()
     with _settings(**SETTINGS[name]):
@@ -117,17 +118,6 @@ def test_debug_nans_accepts_finite_gradients_without_jit():
         grads, finite = jmpscale.unscale_and_check(jmpscale.dynamic(), {"w": jnp.ones(3)})
         assert jmpscale.update(jmpscale.dynamic(), finite, loss=jnp.float32(1.0)).finite_steps == 1
         assert jmpscale.grad_report(grads).describe().startswith("All 1 leaves are finite")
-
-
-def test_import_starts_no_backend():
-    """A scaler may be created before the number of devices is set, and before `jax.distributed.initialize`."""
-    program = (
-        "import jax, jmpscale; scaler = jmpscale.dynamic(); tx = jmpscale.with_loss_scaling; "
-        "jax.config.update('jax_num_cpu_devices', 3); print(jax.device_count('cpu'))"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    command = [sys.executable, "-c", program]
-    assert subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.strip() == "3"
 
 
 @pytest.mark.usefixtures("standard_promotion")

@@ -142,7 +142,16 @@ CASES = TRANSFORMATIONS | {
     f"argument: {name}": lambda wrap, call=call: jax.jit(jax.grad(functools.partial(call, wrap)))(W)
     for name, call in ARGUMENTS.items()
 }
-FULL = {"grad inside scan", "closure under vmap", "shard_map without types", "Auto axes"}
+FULL = {
+    "checkpoint outside",
+    "grad of vmap",
+    "grad inside scan",
+    "closure under vmap",
+    "closure in scan",
+    "shard_map without types",
+    "shard_map inside",
+    "Auto axes",
+}
 
 
 @pytest.mark.parametrize("case", _rows(CASES, FULL))

@@ -44,6 +44,7 @@ def _runs(run):
     return {name: run._replace(sample=f"sample of {name}") for name in demo.RUNS}
 
 
+@pytest.mark.full
 def test_train_records_each_step(scaled):
     assert {len(values) for values in scaled.history.values()} == {6}
     assert np.isfinite(scaled.history["loss"]).all()
@@ -59,6 +60,7 @@ def test_train_records_each_step(scaled):
     assert scaled.mean("zero") == pytest.approx(scaled.history["zero"].mean())
 
 
+@pytest.mark.full
 def test_format_table_has_a_row_and_a_text_for_each_run(scaled):
     table = demo.format_table(_runs(scaled))
     rows = {row[0]: row[1:] for row in ROW.findall(table)}
@@ -69,6 +71,7 @@ def test_format_table_has_a_row_and_a_text_for_each_run(scaled):
         assert f"\n{name} writes:\nsample of {name}" in table
 
 
+@pytest.mark.full
 def test_plot_shows_what_was_recorded(scaled):
     loss, texts, scale, gradients = demo.plot(_runs(scaled), 2**20).axes
     losses = scaled.history["loss"]
@@ -84,6 +87,7 @@ def test_plot_shows_what_was_recorded(scaled):
         assert f"{np.mean(values < 2.0 ** (-24 - shift)):.0%} underflow" in patch.get_label()
 
 
+@pytest.mark.full
 def test_main_prints_the_table_and_writes_a_picture(scaled, tmp_path, monkeypatch, capsys):
     calls = []
     monkeypatch.setattr(demo, "train", lambda name, *args: calls.append((name, *args[1:])) or _runs(scaled)[name])

@@ -201,7 +201,14 @@ def _results(transformation):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("transformation", [name for name in TRANSFORMATIONS if name != "one device"])
+@pytest.mark.parametrize(
+    "transformation",
+    [
+        pytest.param(name, marks=[pytest.mark.full] * (name in ("jit, Explicit", "vmap in vmap")))
+        for name in TRANSFORMATIONS
+        if name != "one device"
+    ],
+)
 def test_devices_agree(transformation, function):
     for case, results in _results(transformation).items():
         assert_replicated(results[function][0])
@@ -546,7 +553,6 @@ MODES = {"shard_map": STYLES, "check_vma=False": UNTYPED, "jit, Auto": STYLES, "
 DEFAULT = [
     ("shard_map", "data parallel", "functional"),
     ("shard_map", "FSDP and tensor parallel", "with_loss_scaling"),
-    ("check_vma=False", "data parallel", "functional"),
     ("check_vma=False", "FSDP", "with_loss_scaling"),
     ("jit, Auto", "FSDP and tensor parallel", "functional"),
     ("jit, Explicit", "tensor parallel", "with_loss_scaling"),

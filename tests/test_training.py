@@ -85,7 +85,10 @@ def train(way, steps=1_000):
     return float(losses[-32:].mean() / SMALL), scalers
 
 
-@pytest.mark.parametrize("way", ["functional", "wrapper", "loss_scaled", "too_large_scale"])
+FULL = [pytest.param(way, marks=pytest.mark.full) for way in ("loss_scaled", "too_large_scale")]
+
+
+@pytest.mark.parametrize("way", ["functional", "wrapper", *FULL])
 def test_float16_with_loss_scaling_reaches_the_loss_of_float32(way):
     (scaled, scalers), float32, float16 = train(way), train("float32")[0], train("float16")[0]
     assert float16 > 50 * float32
@@ -307,6 +310,7 @@ MIGRATIONS = {  # the old program, its scale, how to read that, and the new scal
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MIGRATIONS)
 def test_migrated_program_trains_like_the_old_one(name):
     old_program, make_scale, read_scale, scaler = MIGRATIONS[name]
@@ -322,6 +326,7 @@ def test_migrated_program_trains_like_the_old_one(name):
     assert scales == [2.0**n for n in (10, 10, 9, 8, 8, 8, 9, 9)]
 
 
+@pytest.mark.full
 def test_migrated_apply_if_finite_skips_like_the_old_one():
     old_tx = optax.apply_if_finite(MOMENTUM, max_consecutive_errors=5)
     new_tx = jmpscale.with_loss_scaling(MOMENTUM, jmpscale.static(1.0))
