@@ -1,5 +1,6 @@
 """Runs the code of the README and of the documentation, and compares what it prints with the page."""
 
+import math
 import re
 
 import pytest
@@ -13,7 +14,7 @@ README_BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, flags=re.MULTILINE |
 README_OUTPUTS = dict(
     re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
 )
-PROGRAMS = [(page, heading) for page in pages.PAGES for heading in pages.examples(page)]
+STEPS_OF_A_TRAINING = 20  # a block with fewer losses is not a training
 
 
 @pytest.mark.parametrize(
@@ -40,12 +41,27 @@ def test_readme_names_existing_files():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("page", "heading"), PROGRAMS, ids=str)
-def test_page_program_runs(page, heading, capsys):
-    pages.run(page, heading)
-    if expected := pages.printed(page).get(heading):
-        lines = capsys.readouterr().out.splitlines()[-expected.count("\n") :]
-        pages.assert_alike("\n".join(lines), expected)
+@pytest.mark.parametrize("page", [page for page in pages.PAGES if pages.blocks(page)])
+def test_page_runs_as_pasted(page, capsys):
+    namespace = {"__name__": f"docs/{page}.md"}
+    for heading, code, expected in pages.blocks(page):
+        losses = pages.run(code, f"docs/{page}.md, {heading!r}", namespace)
+        losses = [loss for loss in losses if math.isfinite(loss)]  # that of a skipped step may be NaN
+        printed = capsys.readouterr().out
+        if len(losses) >= STEPS_OF_A_TRAINING:
+            assert sum(losses[-5:]) < sum(losses[:5]), f"docs/{page}.md, {heading!r}: the loss did not fall, {losses}"
+        if expected is not None:
+            pages.assert_alike("\n".join(printed.splitlines()[-expected.count("\n") :]), expected)
+
+
+def test_pages_have_no_other_kind_of_block():
+    """Such as one whose fence has a second word, which would not run."""
+    languages = {
+        fence
+        for page in pages.PAGES
+        for fence in re.findall(r"^```(.+)$", (pages.DOCS / f"{page}.md").read_text(), re.M)
+    }
+    assert languages <= {"python", "text", "bash", "diff", "py", "{eval-rst}", "{toctree}"}
 
 
 @pytest.mark.parametrize(
