@@ -11,33 +11,32 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 README = (pages.DOCS.parent / "README.md").read_text()
 README_BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
-README_OUTPUTS = dict(
-    re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
-)
 STEPS_OF_A_TRAINING = 20  # a block with fewer losses is not a training
 
 
-@pytest.mark.parametrize(
-    "code", [code for language, code in README_BLOCKS if language == "python"], ids=["optax wrapper", "functional API"]
-)
-def test_readme_program_runs(code, capsys):
-    exec(compile(code, "README.md", "exec"), {})
-    printed = capsys.readouterr().out
-    assert re.search(r"loss .*, scale", printed)
-    if code in README_OUTPUTS:
-        pages.assert_alike(printed, README_OUTPUTS[code])
+def test_readme_runs_as_pasted(capsys):
+    namespace, losses = {"__name__": "README.md"}, []
+    for language, code in README_BLOCKS:
+        if language == "python":
+            losses += pages.run(code, "README.md", namespace)
+    (expected,) = (text for language, text in README_BLOCKS if language == "text")
+    pages.assert_alike(capsys.readouterr().out, expected)
+    assert losses[-1] < losses[0]
+    assert namespace["scaler"].step_applied
 
 
-def test_readme_has_outputs_and_commands():
-    assert len(README_OUTPUTS) == 1
-    for module in ("jmpscale", "pytest"):
-        assert sum(language == "bash" and f"-m {module}" in code for language, code in README_BLOCKS) == 1
+def test_readme_has_two_commands():
+    commands = [code for language, code in README_BLOCKS if language == "bash"]
+    assert [[module in code for module in ("-m jmpscale", "-m pytest")] for code in commands] == [
+        [True, False],
+        [False, True],
+    ]
 
 
-def test_readme_names_existing_files():
-    named = re.findall(r"`((?:docs|notebooks)/[\w./]*)`", README)
-    assert len(named) >= 8
-    assert [path for path in named if not (pages.DOCS.parent / path).exists()] == []
+def test_readme_links_to_existing_files():
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
+    assert len(targets) >= 8
+    assert [target for target in targets if not (pages.DOCS.parent / target).exists()] == []
 
 
 @pytest.mark.full
