@@ -90,10 +90,11 @@ def readme_demo(session):
 
 @nox.session(python=OLDEST_PYTHON)
 def lint(session):
-    """Checks style and types."""
+    """Checks style, types and spelling."""
     install(session, "-e", ".[dev]")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    session.run("codespell")
     session.run("pyright")
     session.run("mypy", "jmpscale")
     session.run("pytest", "-q", "--full", "tests/test_package.py")

@@ -103,7 +103,7 @@ def compare(name, job, methods, mesh, members=None):
         try:
             figures[method] = measure(job, method, mesh, members)
         except ImportError as error:
-            print(f"    {method:<26} left out ({error})", flush=True)
+            print(f"    {method:<26} skipped ({error})", flush=True)
             continue
         except Exception as error:  # what a compiler refuses, such as a program too large for the device
             figures[method] = {"failed": f"{type(error).__name__}: {str(error)[:300]}"}

@@ -9,7 +9,7 @@ COLLECTIVES = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permut
 FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id")
 WAITS = ("-done", "-update")
 FLOW = ("conditional", "while", "call")
-LARGE = 2**14  # bytes: a copy of less is no parameter's or moment's
+LARGE = 2**14  # bytes: smaller copies are not of parameters or moments
 FEW = 256  # elements: an all-reduce of no more moves numbers about gradients, no gradients
 BITS = {"pred": 8, "token": 0, "opaque": 0}  # of the element types whose names do not tell
 
@@ -80,10 +80,10 @@ def running(program, computation=None):
 
 
 def traffic(program, computation=None):
-    """Adds up the bytes that instructions read and write: of a conditional its dearest branch, of a loop one turn.
+    """Adds up the bytes that instructions read and write: of a conditional the largest branch, of a loop one iteration.
 
     What only moves a value between a TPU's main memory and the memory on the chip does not count: the compiler fetches
-    ahead whatever has room there, which says more about the room than about the program.
+    ahead as much as the memory on the chip can hold, which depends little on the program.
     """
     instructions = program.computations[computation or program.entry]
     types, moved = {x.name: x.type for x in instructions}, 0

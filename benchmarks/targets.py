@@ -21,7 +21,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 if "JAX_PLATFORMS" not in os.environ:
-    jax.config.update("jax_platforms", "cpu")  # where all that is no program for the target runs
+    jax.config.update("jax_platforms", "cpu")  # runs everything except the programs for the target
 
 # What XLA asks of the card before it compiles for it, as an H100 SXM answers (openxla/xla#25919).
 H100 = """

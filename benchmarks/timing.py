@@ -80,7 +80,7 @@ def require_same_work(losses):
     """Raises unless the losses of all methods agree: a method that skips steps would seem fast."""
     first = {name: [float(loss) for loss in seen[:5]] for name, seen in losses.items()}
     for name, seen in first.items():
-        if len(set(seen)) < len(seen):  # a step that changes nothing leaves the loss as it was
+        if len(set(seen)) < len(seen):  # a step that changes nothing does not change the loss
             raise RuntimeError(f"{name} skipped one of its first steps: their losses are {seen}")
     at_last = {name: seen[-1] for name, seen in first.items()}
     if not np.allclose(list(at_last.values()), np.median(list(at_last.values())), rtol=0.05):

@@ -271,7 +271,7 @@ def _lift_nnx(transform: Callable[..., Any], fun: Callable[..., Any], *args: Any
     """
     if not nnx_objects(args):
         return transform(fun, *args)
-    lift = importlib.import_module("flax.nnx.transforms.general")  # imported already, by whoever created the objects
+    lift = importlib.import_module("flax.nnx.transforms.general")  # the module that created the objects has imported it
     return lift.split_inputs(functools.partial(transform, lift.merge_inputs(fun)))(*args)
 
 

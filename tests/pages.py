@@ -56,7 +56,7 @@ class _Losses(collections.abc.MutableMapping):
         return len(self._namespace)
 
 
-def assert_alike(printed, expected):
+def assert_same_output(printed, expected):
     """Compares texts word by word; a number with decimals may differ in the last ones, with another version of JAX."""
     for ours, theirs in itertools.zip_longest(printed.split(), expected.split()):
         decimals = re.fullmatch(r"-?\d+\.(\d+)(e[-+]\d+)?,?", theirs or "")

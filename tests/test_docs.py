@@ -20,7 +20,7 @@ def test_readme_runs_as_pasted(capsys):
         if language == "python":
             losses += pages.run(code, "README.md", namespace)
     (expected,) = (text for language, text in README_BLOCKS if language == "text")
-    pages.assert_alike(capsys.readouterr().out, expected)
+    pages.assert_same_output(capsys.readouterr().out, expected)
     assert losses[-1] < losses[0]
     assert namespace["scaler"].step_applied
 
@@ -50,7 +50,7 @@ def test_page_runs_as_pasted(page, capsys):
         if len(losses) >= STEPS_OF_A_TRAINING:
             assert sum(losses[-5:]) < sum(losses[:5]), f"docs/{page}.md, {heading!r}: the loss did not fall, {losses}"
         if expected is not None:
-            pages.assert_alike("\n".join(printed.splitlines()[-expected.count("\n") :]), expected)
+            pages.assert_same_output("\n".join(printed.splitlines()[-expected.count("\n") :]), expected)
 
 
 def test_pages_have_no_other_kind_of_block():
@@ -64,7 +64,7 @@ def test_pages_have_no_other_kind_of_block():
 
 
 @pytest.mark.parametrize(
-    ("printed", "alike"),
+    ("printed", "same"),
     [
         ("loss 0.196, 1 of 200", True),
         ("loss 0.199, 1 of 200", False),
@@ -72,9 +72,9 @@ def test_pages_have_no_other_kind_of_block():
         ("loss 0.194, 1 of 200 steps", False),
     ],
 )
-def test_assert_alike_tolerates_the_last_digit(printed, alike):
-    if alike:
-        pages.assert_alike(printed, "loss 0.194, 1 of 200")
+def test_assert_same_output_tolerates_the_last_digit(printed, same):
+    if same:
+        pages.assert_same_output(printed, "loss 0.194, 1 of 200")
     else:
         with pytest.raises(AssertionError):
-            pages.assert_alike(printed, "loss 0.194, 1 of 200")
+            pages.assert_same_output(printed, "loss 0.194, 1 of 200")

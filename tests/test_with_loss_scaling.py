@@ -95,7 +95,7 @@ def _extra_args(name, value, grads):
     return {extra: EXTRA_ARGS[extra](value, grads) for extra in NEEDS.get(name, [])}
 
 
-# XLA compiles faster without LLVM's optimizations, and rounds products and sums alike in different programs.
+# XLA compiles faster without LLVM's optimizations, and rounds products and sums in the same way in different programs.
 UNFUSED = {"xla_backend_optimization_level": 0}
 
 

@@ -2,7 +2,7 @@
 
 Three networks are trained in float32 while the distribution of their gradients is recorded at every step; each rule is
 then replayed on those records, together with two made from them: spikes, and a stretch of huge gradients. A step
-overflows if its largest gradient times the scale exceeds 65504. That leaves out gradients of activations, which a real
+overflows if its largest gradient times the scale exceeds 65504. That ignores gradients of activations, which a real
 float16 run also has; so the plain rule and calibration are run in float16 as well, and their skipped steps counted.
 """
 
