@@ -42,7 +42,7 @@ def _assert_exact(report, leaves, scale=1.0):
     assert bool(report.finite) == bool(np.isfinite(report.max_abs).all())
 
 
-@pytest.fixture(scope="module", params=[pytest.param("one device", marks=pytest.mark.full), "several devices"])
+@pytest.fixture(scope="module", params=["one device", "several devices"])
 def reductions(request):
     """The form of the reductions on CPU: with one device a single one for all counts."""
     with pytest.MonkeyPatch.context() as patch:
@@ -366,6 +366,7 @@ DIAGNOSES = {  # the holder, and the words of the diagnosis; of several that app
     "loss": (_with_sums(_stuck(last_skip=2), INF), "the loss itself was not finite.*Look for invalid data"),
     "sums": (_with_sums(_stuck(loss_scale=1.0), INF), r"optax\.MultiSteps has accumulated.*Place with_loss_scal"),
     "finite-sums": (_with_sums(STUCK, 1.0), "The scale is still backing off"),
+    "nan-elsewhere": ((STUCK, {"moment": jnp.array(NAN)}), "The scale is still backing off"),
     "limit": (_stuck(loss_scale=1.0, skipped=3), "cannot back off any further.*decrease min_scale"),
     "rounded-limit": (ROUNDED_LIMIT, r"the loss scale is 0\.3\. .*cannot back off any further"),
     "static": (STUCK._replace(config=jmpscale.static(8.0).config), "cannot back off any further"),
