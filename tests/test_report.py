@@ -167,6 +167,14 @@ def test_grad_report_is_global_under_shard_map():
     assert compiling.count(program.as_text(), "all-reduce") <= 4, "two for each set of axes"
 
 
+def test_grad_report_combines_two_sets_of_axes():
+    mesh, grads = _placed(jax.sharding.AxisType.Auto)
+    names = list(SPECS)[:2]
+    grads, specs = ({name: tree[name] for name in names} for tree in (grads, SPECS))
+    report = jax.jit(jax.shard_map(jmpscale.grad_report, mesh=mesh, in_specs=(specs,), out_specs=P()))(grads)
+    _assert_exact(report, [LEAVES[name] for name in names])
+
+
 @pytest.mark.filterwarnings("ignore:.*pmap:DeprecationWarning")
 @pytest.mark.parametrize("map_", [jax.vmap, pytest.param(jax.pmap, marks=pytest.mark.full)], ids=["vmap", "pmap"])
 @pytest.mark.parametrize("axis_name", ["d", ()])
