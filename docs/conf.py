@@ -16,7 +16,7 @@ version = release = jmpscale.__version__
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "docs/index"
-include_patterns = ["docs/**.md", "notebooks/*.ipynb"]
+include_patterns = ["docs/**.md", "notebooks/*.ipynb", "CHANGELOG.md"]
 exclude_patterns = ["**/_build/**", ".venv/**", "build/**"]
 
 nb_execution_mode = "off"  # the committed outputs are shown; a test executes the notebooks
