@@ -178,7 +178,7 @@ class ScalerState(NamedTuple):
     Attributes:
       loss_scale: f32[], the factor by which the loss is multiplied; in `[config.min_scale, config.max_scale]`.
       finite_steps: i32[], consecutive finite steps since the scale grew or gradients overflowed.
-      hysteresis_left: i32[], overflows until the scale backs off.
+      hysteresis_left: i32[], overflows tolerated before the next backoff.
       skipped: i32[], skipped steps in total.
       consecutive_skips: i32[], skipped steps since the last finite one.
       last_skip: i32[], the `SkipReason` of the most recent skip.
