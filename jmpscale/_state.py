@@ -178,7 +178,7 @@ class ScalerState(NamedTuple):
     Attributes:
       loss_scale: f32[], the factor by which the loss is multiplied; in `[config.min_scale, config.max_scale]`.
       finite_steps: i32[], consecutive finite steps since the scale grew or gradients overflowed.
-      hysteresis_left: i32[], overflows tolerated before the next backoff.
+      hysteresis_left: i32[], number of overflows after which the scale backs off; at 0 and 1 the next one does.
       skipped: i32[], skipped steps in total.
       consecutive_skips: i32[], skipped steps since the last finite one.
       last_skip: i32[], the `SkipReason` of the most recent skip.
