@@ -9,7 +9,7 @@ COLLECTIVES = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permut
 FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id")
 WAITS = ("-done", "-update")
 FLOW = ("conditional", "while", "call")
-LARGE = 2**14  # bytes: smaller copies are not of parameters or moments
+LARGE = 2**14  # bytes: smaller copies are not copies of parameters or moments
 FEW = 256  # elements: an all-reduce of no more moves numbers about gradients, no gradients
 BITS = {"pred": 8, "token": 0, "opaque": 0}  # of the element types whose names do not tell
 

@@ -54,7 +54,7 @@ def test_page_runs_as_pasted(page, capsys):
 
 
 def test_pages_have_no_other_kind_of_block():
-    """Such as one whose fence has a second word, which would not run."""
+    """A block with another word on its fence would not run."""
     languages = {
         fence
         for page in pages.PAGES

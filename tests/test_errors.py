@@ -543,4 +543,5 @@ ACCEPTED = {
 
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_limit_is_accepted_without_a_warning(name):
+    """A warning would raise, because warnings are errors."""
     ACCEPTED[name]()
