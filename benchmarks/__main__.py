@@ -41,6 +41,16 @@ CASES = {
     "transformer, 148 leaves": (lambda: steps.transformer(12, 128, 4, 512, 64, 4), {}, OURS),
 }
 
+GUARDED = ("bare", *OURS)
+# Steps that are long enough for a GPU. In the first the optimizer has the largest share; the language model has the
+# size of GPT-2.
+LARGE_CASES = {
+    "8 of 2048, batch 32, float16": (lambda: steps.mlp(8, 2048, 32), jnp.float16, GUARDED + steps.PEERS),
+    "language model, float32": (lambda: steps.transformer(12, 768, 12, 32_768, 512, 16), jnp.float32, ("bare",)),
+    "language model, bfloat16": (lambda: steps.transformer(12, 768, 12, 32_768, 512, 16), jnp.bfloat16, ("bare",)),
+    "language model, float16": (lambda: steps.transformer(12, 768, 12, 32_768, 512, 16), jnp.float16, GUARDED),
+}
+
 
 def measure_steps(methods):
     """Measures all methods on the three shapes of the documentation's table."""
@@ -52,6 +62,14 @@ def measure_varied(methods):
     return {
         name: _measure_case(name, task(), settings, [method for method in case_methods if method in methods], 10)
         for name, (task, settings, case_methods) in CASES.items()
+    }
+
+
+def measure_large(methods):
+    """Measures large steps, for a GPU or TPU."""
+    return {
+        name: _measure_case(name, task(), {"compute": compute}, [m for m in case_methods if m in methods], 20)
+        for name, (task, compute, case_methods) in LARGE_CASES.items()
     }
 
 
@@ -70,7 +88,8 @@ def measure_check(methods):
     return check.measure(seconds=2)
 
 
-PARTS = {"steps": measure_steps, "varied": measure_varied, "check": measure_check}
+PARTS = {"steps": measure_steps, "varied": measure_varied, "check": measure_check, "large": measure_large}
+DEFAULT_PARTS = ["steps", "varied", "check"]
 
 
 def describe_machine():
@@ -91,7 +110,9 @@ def describe_machine():
 def main():
     """Measures the requested parts, and adds the figures to those that were written before."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="default: all parts")
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, default=["steps", "varied", "check"], help="default: all but large"
+    )
     parser.add_argument("--methods", nargs="+", choices=steps.METHODS, default=list(steps.METHODS))
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="default: benchmarks/results/cpu.json")
     options = parser.parse_args()

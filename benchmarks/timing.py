@@ -1,4 +1,7 @@
-"""Times several functions in turns in one process, so that changes of the machine's speed cancel in their ratios."""
+"""Times several functions in turns in one process, so that changes of the machine's speed cancel in their ratios.
+
+Calls of one turn follow one another without waiting, as the steps of a training run do.
+"""
 
 import time
 
@@ -21,7 +24,7 @@ def interleave(turns, seconds, rounds=(7, 41)):
     warm = {}
     for name in 3 * names:  # the first turns compile and touch memory, the last is an estimate
         start = time.perf_counter()
-        turns[name]()
+        jax.block_until_ready(turns[name]())
         warm[name] = time.perf_counter() - start
     repeats = {name: int(np.clip(BURST / warm[name], 1, 10_000)) for name in names}
     expected = sum(repeats[name] * warm[name] for name in names)
@@ -30,7 +33,8 @@ def interleave(turns, seconds, rounds=(7, 41)):
         for name in rng.permutation(names):
             start = time.perf_counter()
             for _ in range(repeats[name]):
-                turns[name]()
+                result = turns[name]()
+            jax.block_until_ready(result)
             taken[name].append((time.perf_counter() - start) / repeats[name])
     return {name: np.array(times) for name, times in taken.items()}
 
@@ -88,7 +92,7 @@ def require_same_work(losses):
 
 
 class Run:
-    """A training run: each call is one step, which is complete when the call returns."""
+    """A training run: each call starts one step, and returns its result."""
 
     def __init__(self, job, method):
         self._init, step = method(job)
@@ -102,8 +106,9 @@ class Run:
         self.state = jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, state)
 
     def __call__(self):
-        self.state, loss = jax.block_until_ready(self.jitted(self.state, self.batch))
+        self.state, loss = self.jitted(self.state, self.batch)
         self.losses.append(loss)
+        return self.state, loss
 
 
 def build(job, method):

@@ -15,6 +15,8 @@ import pytest
 import jmpscale._finite
 import jmpscale._report
 
+import meshes
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -75,6 +77,7 @@ def _clear_trace_counter():
 def platform(request, monkeypatch):
     """The form of the package's programs: for CPU, or for every other platform."""
     if request.param == "cpu":
+        meshes.require_cpu()
         yield request.param
         return
     monkeypatch.setattr(jax.lax, "platform_dependent", _default_form)

@@ -12,6 +12,7 @@ import pytest
 import jmpscale
 
 import compiling
+import meshes
 
 EIGHT_BITS = ["e3m4", "e4m3", "e4m3b11fnuz", "e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu"]
 NARROW = [*(np.dtype(getattr(jnp, f"float8_{name}")) for name in EIGHT_BITS), np.dtype("f2"), np.dtype(jnp.bfloat16)]
@@ -245,6 +246,7 @@ def _no_backend(name):
 def test_all_finite_uses_a_variadic_reduction(device_count, size, variadic, monkeypatch, request):
     if request.config.getoption("--default-form"):
         pytest.skip("the form for GPUs and TPUs has no variadic reduction")
+    meshes.require_cpu()
     monkeypatch.setattr(jax, "device_count", device_count)
     jax.clear_caches()
     program = compiling.instructions(compiling.compiled(jmpscale.all_finite, np.ones(size, np.float32)))

@@ -22,6 +22,7 @@ import jmpscale
 from jmpscale.testing import assert_step_is_noop
 
 import compiling
+import meshes
 
 FULL = pytest.mark.full
 PARAMS = {"w": jnp.arange(6.0).reshape(2, 3) / 7, "b": jnp.array([-0.0, 3.0, 1e-3])}
@@ -78,8 +79,7 @@ def branch(platform, request):
 
 def _mesh(*axis_types):
     """Returns a mesh of eight devices with one or two axes."""
-    if jax.device_count() < 8:
-        pytest.skip("needs 8 devices")
+    meshes.require_devices(8)
     shape, names = {1: ((8,), ("data",)), 2: ((4, 2), ("data", "model"))}[len(axis_types)]
     return jax.make_mesh(shape, names, axis_types=axis_types)
 

@@ -24,6 +24,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 from benchmarks import compilers, steps, targets
 
+import meshes
 from compiling import compiled, count, instructions
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -37,6 +38,7 @@ SCALARS = 9  # kernels for the scalars of the state, and with max_norm for the f
 
 def _mesh(backend, devices):
     if backend == "cpu":
+        meshes.require_cpu()
         grid = np.array(jax.devices()[:devices]).reshape(targets.MESHES[devices])
         return Mesh(grid, targets.AXES, axis_types=(AxisType.Auto,) * 2)
     return targets.mesh(TARGETS[backend][devices > 1], devices)
@@ -183,7 +185,7 @@ def _updated(grads, loss):
 )
 def test_number_of_collectives(call, grads_spec, loss_spec, expected):
     """In the program that the compiler is given, for ten leaves."""
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = meshes.make_mesh()
     fn = jax.shard_map(call, mesh=mesh, in_specs=(grads_spec, loss_spec), out_specs=(grads_spec, P()))
     program = jax.jit(fn).lower([np.ones((8, 8), np.float32)] * 10, np.ones(8, np.float32)).as_text()
     found = re.findall(r"stablehlo\.(all_reduce|all_gather|reduce_scatter|all_to_all|collective_\w+)", program)
@@ -192,7 +194,7 @@ def test_number_of_collectives(call, grads_spec, loss_spec, expected):
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
 def test_sharded_check_reduces_only_scalars(axis_type):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type,) * 2)
+    mesh = meshes.make_mesh(axis_type)
     specs = [P("data", "model"), P("model"), P(), P("data")]
     with jax.set_mesh(mesh):
         grads = [jax.device_put(np.ones((8, 8), np.float32), NamedSharding(mesh, spec)) for spec in specs]

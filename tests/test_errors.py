@@ -21,6 +21,8 @@ from jax.sharding import PartitionSpec as P
 import jmpscale
 from jmpscale import plots, testing
 
+import meshes
+
 STATE = jmpscale.dynamic()
 BATCH = jax.tree.map(lambda x: np.stack([x, x]), STATE)
 LOSS, TRUE, FLAGS, INTS = jnp.float32(1.0), jnp.array(True), jnp.array([True, False]), np.zeros(2, np.int32)
@@ -34,8 +36,6 @@ TORCH = {"scale": 2.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_inte
 REPORT = jmpscale.GradReport(np.array(True), np.ones(2, np.float32), *[INTS] * 5, paths=("b", "w"), sizes=(2, 3))
 REPORTS = jax.tree.map(lambda x: np.stack([x, x]), REPORT)
 NNX, EQUINOX = nnx.Dropout(0.5), eqx.nn.Lambda(jnp.tanh)
-AUTO = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
-EXPLICIT = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
 SMALLEST, LARGEST, COUNTER = 2.0**-126, 2.0**126, 2**31 - 1
 ULP = 2.0**-23  # half the distance of float32 numbers above 2, by which a limit of 2 may have been rounded
 
@@ -60,7 +60,8 @@ def _traced(fn, *args):
 def _per_device(fn, *args, check_vma=False):
     """Traces `fn` under `shard_map`, on an argument that differs between the devices, and on others that do not."""
     specs = (P("d"), *[P() for _ in args])
-    _traced(jax.shard_map(fn, mesh=AUTO, in_specs=specs, out_specs=P("d"), check_vma=check_vma), jnp.ones(8), *args)
+    mesh = meshes.make_mesh(d=8)
+    _traced(jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=P("d"), check_vma=check_vma), jnp.ones(8), *args)
 
 
 def _apply(fn, *carry):
@@ -107,8 +108,9 @@ def _stuck(limit):
 
 
 def _reshard_in_step():
-    with jax.set_mesh(EXPLICIT):
-        x = jax.device_put(jnp.ones(8), jax.NamedSharding(EXPLICIT, P("d")))
+    mesh = meshes.make_mesh(AxisType.Explicit, d=8)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones(8), jax.NamedSharding(mesh, P("d")))
         jmpscale.apply_if(TRUE, lambda x: jax.sharding.reshard(x, P()), x)
 
 
@@ -212,7 +214,7 @@ def test_partial_sum_is_refused(name):
         total = jnp.einsum("ij,kj->ik", x, x, out_sharding=P(None, None, unreduced={"d"}))
         return TAKE_NO_PARTIAL_SUM[name]({"a": 1, "b": x, "w": total})
 
-    with jax.set_mesh(EXPLICIT):
+    with jax.set_mesh(meshes.make_mesh(AxisType.Explicit, d=8)):
         x = jax.sharding.reshard(jnp.ones((4, 8)), P(None, "d"))
         words = r"the leaf at tree\['w'\] is a partial sum over the mesh axes \['d'\].*psum.*reshard"
         with pytest.raises(TypeError, match=words):
@@ -485,6 +487,7 @@ CHAIN = optax.chain(SCALE, optax.scale(1.0))
 def test_warnings_name_the_line_of_the_caller(map_):
     if map_ == "pmap" and jax.__version_info__ < (0, 10):
         pytest.skip("in this version of JAX pmap does not show that there is a mesh")
+    meshes.require_devices(8)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")
         warnings.filterwarnings("default", "each device decides independently", UserWarning)

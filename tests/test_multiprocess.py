@@ -9,6 +9,7 @@ import sys
 import jax
 import pytest
 
+import meshes
 import worker
 
 SCALES = [2.0**n for n in (10, 9, 8, 8, 7, 7)]
@@ -53,6 +54,7 @@ def _outcome(scenario, processes, folder):
 @pytest.fixture(scope="module")
 def alone():
     """The outcome in this process, on as many devices."""
+    meshes.require_devices(4)
     with jax.numpy_dtype_promotion("standard"):  # which optax needs
         return worker.train()
 

@@ -16,6 +16,7 @@ import jmpscale
 from jmpscale.testing import inject_backward
 
 import compiling
+import meshes
 
 COUNTS = ("nan", "inf", "zero", "underflow", "subnormal")
 VALUES = np.array(
@@ -146,7 +147,7 @@ SPECS = {"a": P("x", "y"), "b": P("y"), "c": P(), "d": P("x", "y")}
 
 
 def _placed(axis_type):
-    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(axis_type,) * 2)
+    mesh = meshes.make_mesh(axis_type, x=4, y=2)
     return mesh, {name: jax.device_put(x, jax.NamedSharding(mesh, SPECS[name])) for name, x in LEAVES.items()}
 
 

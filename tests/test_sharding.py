@@ -17,17 +17,13 @@ import jmpscale
 from jmpscale.testing import assert_replicated, assert_step_is_noop
 
 from compiling import count_compilations
+from meshes import make_mesh, require_devices
 
 AXES = ("data", "model")
 pytestmark = [
     pytest.mark.usefixtures("standard_promotion"),
     pytest.mark.filterwarnings("ignore:.*pmap:DeprecationWarning"),
 ]
-
-
-def make_mesh(axis_type=AxisType.Auto, **shape):
-    shape = shape or {"data": 4, "model": 2}
-    return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(axis_type,) * len(shape))
 
 
 def put(tree, mesh, specs):
@@ -42,6 +38,7 @@ def put(tree, mesh, specs):
 def pmap(fn, axis_name="devices", **options):
     if not hasattr(jax, "pmap"):
         pytest.skip("this version of JAX has no pmap")
+    require_devices(8)
     return jax.pmap(fn, axis_name=axis_name, **options)
 
 

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jmpscale
 from jmpscale.testing import assert_replicated, assert_step_is_noop, inject, inject_backward
+
+import meshes
 
 # --- assert_step_is_noop ---
 
@@ -163,7 +164,7 @@ def test_inject_backward_skips_the_step_in_which_it_injects():
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("place", ["parameters", "activations"])
 def test_inject_backward_on_one_device(place, check_vma):
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    mesh = meshes.make_mesh(d=8)
 
     def loss_fn(w, x):
         when = jax.lax.axis_index("d") == 5
@@ -186,7 +187,6 @@ def test_inject_backward_on_one_device(place, check_vma):
 
 # --- assert_replicated ---
 
-MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 PLACED = {  # each with an axis along which its shards are copies
     "w": (np.arange(1.0, 33.0, dtype=np.float32).reshape(8, 4), P("data"), "model"),
     "v": (np.arange(1.0, 33.0, dtype=np.float32).reshape(4, 8), P(None, "model"), "data"),
@@ -197,7 +197,7 @@ PLACED = {  # each with an axis along which its shards are copies
 
 def _placed(name):
     x, spec, _ = PLACED[name]
-    return jax.device_put(x, jax.NamedSharding(MESH, spec))
+    return jax.device_put(x, jax.NamedSharding(meshes.make_mesh(), spec))
 
 
 def _drifted(x, spec, axis):
@@ -206,13 +206,17 @@ def _drifted(x, spec, axis):
     def change(x):
         return jnp.where(jax.lax.axis_index(axis) == 1, -x, x)
 
-    return jax.jit(jax.shard_map(change, mesh=MESH, in_specs=spec, out_specs=spec, check_vma=False))(x)
+    return jax.jit(jax.shard_map(change, mesh=meshes.make_mesh(), in_specs=spec, out_specs=spec, check_vma=False))(x)
 
 
 def test_assert_replicated_accepts_equal_copies():
     state = {name: _placed(name) for name in PLACED}
-    rows = jax.device_put(np.arange(16.0, dtype=np.float32).reshape(8, 2), jax.NamedSharding(MESH, P("data", "model")))
-    all_axes = jax.device_put(np.arange(8.0, dtype=np.float32), jax.NamedSharding(MESH, P(("data", "model"))))
+    rows = jax.device_put(
+        np.arange(16.0, dtype=np.float32).reshape(8, 2), jax.NamedSharding(meshes.make_mesh(), P("data", "model"))
+    )
+    all_axes = jax.device_put(
+        np.arange(8.0, dtype=np.float32), jax.NamedSharding(meshes.make_mesh(), P(("data", "model")))
+    )
     assert_replicated(state | {"rows": rows, "all_axes": all_axes, "numpy": np.ones(2), "key": jax.random.key(0)})
     assert_replicated(rows)
     assert_replicated({"matrix": all_axes.reshape(2, 4), "keys": jax.random.split(jax.random.key(1))})
@@ -230,13 +234,15 @@ def test_assert_replicated_names_a_key_that_differs():
     def local(key):
         return jax.random.fold_in(key, jax.lax.axis_index("data"))
 
-    key = jax.jit(jax.shard_map(local, mesh=MESH, in_specs=P(), out_specs=P(), check_vma=False))(jax.random.key(0))
+    key = jax.jit(jax.shard_map(local, mesh=meshes.make_mesh(), in_specs=P(), out_specs=P(), check_vma=False))(
+        jax.random.key(0)
+    )
     with pytest.raises(AssertionError, match="tree differs between devices"):
         assert_replicated(key)
 
 
 def test_assert_replicated_compares_rows_if_there_is_one_for_each_device():
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    mesh = meshes.make_mesh(d=8)
     rows = jax.NamedSharding(mesh, P("d"))
     equal, different = jax.device_put((np.full((8, 2), 3.0), np.arange(8.0)), rows)
     assert_replicated({"w": equal, "n": equal[:, 0]})

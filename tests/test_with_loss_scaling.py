@@ -179,7 +179,10 @@ def test_with_loss_scaling_equals_inner_bit_for_bit(platform):
 
     params, opt_state = train(tx, jmpscale.value_and_grad(_loss))
     expected = train(inner, lambda _, params: jax.value_and_grad(_loss)(params))
-    testing.assert_step_is_noop(expected, (params, opt_state.inner_state))
+    if jax.default_backend() == "cpu":
+        testing.assert_step_is_noop(expected, (params, opt_state.inner_state))
+    else:  # XLA rounds products and sums differently in different programs
+        chex.assert_trees_all_close(expected, (params, opt_state.inner_state), rtol=1e-6)
     assert opt_state.scaler.loss_scale == 2.0**19
 
 
