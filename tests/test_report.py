@@ -180,6 +180,7 @@ def test_grad_report_combines_two_sets_of_axes():
 @pytest.mark.parametrize("map_", [jax.vmap, pytest.param(jax.pmap, marks=pytest.mark.full)], ids=["vmap", "pmap"])
 @pytest.mark.parametrize("axis_name", ["d", ()])
 def test_grad_report_combines_devices_along_axis_name(map_, axis_name):
+    meshes.require_devices(8 if map_ is not jax.vmap else 1)
     grads = [np.resize(VALUES, (8, 5)).astype(np.float32), np.zeros((8, 3), np.complex64)]
     reports = jax.device_get(map_(lambda g: jmpscale.grad_report(g, axis_name=axis_name), axis_name="d")(grads))
     for device in range(8):
@@ -264,6 +265,7 @@ def test_describe_names_the_layer_whose_backward_pass_overflows(devices):
     keys = jax.random.split(jax.random.key(0), 3)
     params = {f"layer_{i}": (jax.random.normal(key, (4, 4)) / 2, jnp.full((1, 4), 0.1)) for i, key in enumerate(keys)}
     x = jax.random.normal(jax.random.key(1), (8, 4))
+    meshes.require_devices(devices)
     mesh = jax.make_mesh((devices,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices])
     params, x = jax.device_put((params, x), (jax.NamedSharding(mesh, P()), jax.NamedSharding(mesh, P("d"))))
     for layer in (1, 0, 2):
