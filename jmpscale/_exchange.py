@@ -53,13 +53,14 @@ def from_torch_state_dict(
 
     Args:
       mapping: `scaler.state_dict()`, which contains torch's settings.
-      min_scale: the lower limit of the scale, which torch does not have.
-      max_scale: the upper limit of the scale, which torch does not have.
+      min_scale: the lower limit of the scale, which torch does not have; 2^-126 by default.
+      max_scale: the upper limit of the scale, which torch does not have; 2^126 by default.
 
     Returns:
-      A dynamic `ScalerState` with the same scale at each later step, between the limits: bit for bit if the factors
-      are exact in float32, such as 2 and 0.5, because torch multiplies in float64. If `growth_interval` was lowered to
-      the tracker or below, the scale grows at the next finite step, where torch waits for an overflow first.
+      A dynamic `ScalerState` whose scale equals torch's at each later step, between the limits. The scales are equal
+      bit for bit if the factors are exact in float32, such as 2 and 0.5, because torch multiplies in float64. If
+      `growth_interval` is not above `_growth_tracker`, the scale grows at the next finite step; torch's grows only
+      after an overflow has reset the tracker.
 
     Raises:
       TypeError: `mapping` is not a mapping, or a value in it has the wrong type.

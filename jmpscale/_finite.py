@@ -29,15 +29,15 @@ _LIBRARIES = {"jmpscale", "jax", "optax", "flax", "equinox", "chex", "contextlib
 
 
 def all_finite(tree: PyTree, *, axis_name: AxisName = None) -> jax.Array:
-    """Tests whether every element of every leaf is neither infinite nor NaN.
+    """Tests whether a pytree contains no infinity and no NaN.
 
     Args:
       tree: any pytree. Only floating-point and complex leaves are tested; integers, booleans, PRNG keys, float0, Python
         objects and empty arrays count as finite.
-      axis_name: the mapped axis, or a sequence of mapped axes, over which to combine the result. Not needed under
-        `jax.jit`, nor under `jax.shard_map` with `check_vma=True`, where JAX's types show the axes over which the
-        result varies. Needed under `jax.pmap`, `jax.vmap(axis_name=...)` and `check_vma=False`. `()` means this device
-        alone, which is also correct if all devices hold the same values, such as gradients after a `psum`.
+      axis_name: the mapped axis, or a sequence of mapped axes, over which to combine the result. It is needed only
+        under `jax.pmap`, `jax.vmap(axis_name=...)` and `check_vma=False`. Under `jax.jit` the result is global, and
+        under `jax.shard_map` with `check_vma=True` JAX's types show the axes. Pass `()` to test only the values on this
+        device; that suffices if all devices hold the same values, such as gradients after a `psum`.
 
     Returns:
       bool[], equal on all devices along the axes.
@@ -179,7 +179,7 @@ def warn_if_unsynchronised(axis_name: AxisName, other_axes: AxisName = ()) -> No
     if missing := tuple(name for name in manual_axes(typed=False) if name not in as_axes(other_axes)):
         warn_user(
             f"each device decides independently whether its step was finite: along the mapped axes {missing} JAX's "
-            "types do not show what differs between devices (jax.pmap, or check_vma=False). Pass "
+            "types do not show which values differ between devices (jax.pmap, or check_vma=False). Pass "
             f"axis_name={missing!r} to combine the decisions, or axis_name=() if all devices hold the same values."
         )
 

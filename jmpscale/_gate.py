@@ -29,24 +29,25 @@ def apply_if(finite: Any, fn: Callable[[*Ts], tuple[*Ts]], /, *carry: *Ts) -> tu
 def apply_if(finite: Any, fn: Callable[..., Any], /, *carry: object) -> Any:
     """Applies a step if the gradients were finite; otherwise returns the carry unchanged, bit for bit.
 
-    `fn(*carry) if finite else carry`. `fn` must be pure. On GPU, TPU and every other platform except CPU it always
-    runs, and its result is selected or discarded, at no cost to a step that is applied. On CPU it runs only if `finite`
-    is true, except under `jax.vmap`, with a flag that varies over devices, or on a mesh with Explicit axes. Outside
-    `jax.jit`, where the flag is known, the gate is a Python `if`.
+    Returns `fn(*carry) if finite else carry`.
 
-    The derivative through a skipped step is that of the identity. In reverse mode it may be NaN (0 * inf) unless `fn`
+    `fn` must be pure, because on GPU and TPU it also runs on skipped steps, and its result is discarded. On CPU it runs
+    only if `finite` is true, except under `jax.vmap`, with a flag that varies over devices, or on a mesh with Explicit
+    axes. Outside `jax.jit`, where the flag is known, it runs only if the flag is true.
+
+    A skipped step has the derivative of the identity. In reverse mode this derivative may be NaN (0 * inf) unless `fn`
     replaces non-finite gradients before it uses them.
 
     Args:
       finite: bool[], from `all_finite` or `unscale_and_check`, alone or combined with other conditions.
-      fn: takes the carry and returns it with the same structure, shapes and dtypes; traced once. `optax_step` creates
-        the usual one.
+      fn: the step, a function that takes the carry and returns it with the same structure, shapes and dtypes, such as
+        the result of `optax_step`. It is traced once.
       *carry: pytrees of everything that a skipped step must not change: parameters, optimizer state, averages, batch
         statistics, step counts. Leaves that are not arrays bypass the gate. A Python number that `fn` changes becomes
         an array; any other object must not change.
 
     Returns:
-      The new carry: a single value for a single carry, otherwise a tuple.
+      The new carry. It is a tuple if there is more than one carry.
 
     Raises:
       TypeError: `finite` is not a boolean; `fn` is not callable, or changes the structure, a shape, a dtype or a
@@ -63,7 +64,7 @@ def apply_if(finite: Any, fn: Callable[..., Any], /, *carry: object) -> Any:
             "apply_if(finite, fn, *carry)."
         )
     if not carry:
-        raise TypeError("carry must hold at least one value, got none. Pass what fn changes: apply_if(finite, fn, x).")
+        raise TypeError("carry must hold at least one value, got none. Pass one to fn: apply_if(finite, fn, x).")
     check_no_refs(carry, "carry")
     check_no_nnx_objects(
         carry, "carry", "Gate the values: carry nnx.state(model), and write the result back with nnx.update."

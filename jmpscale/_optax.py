@@ -56,40 +56,41 @@ def with_loss_scaling(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that it skips steps whose gradients are not finite, and adjusts the loss scale.
 
-    `update` checks the gradients, clips them if `max_norm` is given, runs `inner` or returns zeros, and applies the
-    rule of `jmpscale.update` to the scaler. It divides nothing: gradients must be in true units, as
-    `jmpscale.value_and_grad` returns them. Place it outside `optax.MultiSteps`, `optax.partition` and `optax.masked`.
-    Inside them it would see sums, which a single overflow makes NaN permanently, or only some of the gradients.
+    `tx.update` checks the gradients, clips them if `max_norm` is given, runs `inner` or returns zeros, and adjusts the
+    scaler as `jmpscale.update` does. It does not unscale: pass gradients in true units, as `jmpscale.value_and_grad`
+    returns them. Place the wrapper outside `optax.MultiSteps`, `optax.partition` and `optax.masked`. Inside
+    `MultiSteps`, one overflow would make the sum of the gradients NaN permanently; inside the others the wrapper would
+    see only some of the gradients.
 
     Args:
-      inner: any optax gradient transformation. It receives all extra arguments of `update`. On GPU and TPU it also runs
-        on skipped steps, with zeros in place of non-finite gradients, and its result is discarded; see `apply_if`.
+      inner: any optax gradient transformation. It receives all extra arguments of `tx.update`. On GPU and TPU it also
+        runs on skipped steps, with zeros in place of non-finite gradients, and its result is discarded.
       scaler: the initial scaler, `dynamic()` by default.
-      max_norm: clips the gradients to this global norm before `inner`, as `optax.clip_by_global_norm` does. The norm
-        doubles as the check, so gradients are read once. A step is also skipped if the sum of their squares exceeds
-        3.4e38.
-      axis_name: the mapped axes over which the devices combine their decisions where JAX's types do not show them; see
-        `all_finite` and `update`.
+      max_norm: the global norm to which the gradients are clipped before `inner`, as by `optax.clip_by_global_norm`.
+        The norm is also the finiteness check, so the gradients are read once. A step is also skipped if the sum of the
+        squares exceeds 3.4e38.
+      axis_name: the mapped axes over which the devices combine their decisions, as in `all_finite` and
+        `jmpscale.update`; needed only under `jax.pmap`, `jax.vmap(axis_name=...)` and `check_vma=False`.
       norm_axis_name: the mapped axes along which each device holds a part of the gradients, such as the axis of
-        hand-written FSDP, where JAX's types do not show them. The squares are summed over these axes. Do not name axes
+        hand-written FSDP; needed only where `axis_name` is. The squares are summed over these axes. Do not name axes
         over which the gradients were averaged.
 
     Returns:
-      A transformation whose `update(grads, state, params, *, value=loss)` returns updates of -0.0 on a skipped step,
-      which change no parameter. `value=` or `loss=`, the unscaled loss, distinguishes an overflow in the backward pass
-      from one in the forward pass. `grad=`, by optax's convention the gradients again, is sanitised as they are. Its
-      state is a `LossScalingState`. `inner` sees float16 parameters as float32, the dtype of their gradients, in `init`
-      and `update`; `optax.apply_updates` casts back.
+      A gradient transformation, whose state is a `LossScalingState`. Call `tx.update(grads, opt_state, params,
+      value=loss)`. On a skipped step the updates are -0.0, which change no parameter. `value=` or `loss=` is the
+      unscaled loss; a skipped step whose loss is not finite does not change the scale. In `grad=`, which some optax
+      transformations read, non-finite values are replaced by zeros. `inner` sees float16 parameters as float32, the
+      dtype of their gradients, and `optax.apply_updates` converts back.
 
     Raises:
       TypeError: `inner` is not a gradient transformation, `scaler` is not a `ScalerState`, or `max_norm` is not a
-        number. From `update`: `inner` changes the structure or the types of its state, or a gradient is a partial sum
-        or a `jax.Ref`.
+        number. From `tx.update`: `inner` changes the structure or the types of its state, or a gradient is a partial
+        sum or a `jax.Ref`.
       ValueError: `max_norm` is not positive, or an axis is not mapped.
 
     Warns:
-      UserWarning: from `init`, if `optax.MultiSteps` contains the transformation; from `update`, if `axis_name` is
-        missing, so that devices would decide independently.
+      UserWarning: from `tx.init`, if `optax.MultiSteps` contains the transformation; from `tx.update`, if `axis_name`
+        is missing, so that devices would decide independently.
 
     >>> tx = with_loss_scaling(optax.sgd(1.0), dynamic(4.0))
     >>> opt_state = tx.init(jnp.array(1.0))
@@ -275,7 +276,7 @@ def _update_if(
             after,
             "state",
             "inner",
-            "Place a transformation that only adds what it has seen to its state, such as optax.monitor, outside: "
+            "Place a transformation that only records values, such as optax.monitor, outside: "
             "optax.chain(with_loss_scaling(...), optax.monitor(...)).",
         )
         return gated_grads.split(updates), gated_state.split(after)
@@ -335,10 +336,10 @@ def _zero_nonfinite(tree: PyTree) -> PyTree:
 
 
 def optax_step(tx: optax.GradientTransformation, grads: PyTree, **extra_args: Any) -> Callable[[Any, Any], Any]:
-    """Creates the step of an optax optimizer for `apply_if`: update, then apply the updates.
+    """Creates the step that `apply_if` gates: it computes the updates of an optax optimizer and applies them.
 
     Args:
-      tx: the optimizer, not wrapped in `with_loss_scaling`, which skips steps by itself.
+      tx: the optimizer. It must not be wrapped in `with_loss_scaling`, which skips steps by itself.
       grads: the gradients, in true units.
       **extra_args: extra arguments of `tx.update`, such as `value=`.
 

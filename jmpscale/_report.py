@@ -49,7 +49,7 @@ FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL, FLOAT16_MAX = 2.0**-24, 2.0**-14, 655
 _COUNTS = ("nan", "inf", "zero", "underflow", "subnormal")
 
 _STUCK = "{run} consecutive steps were skipped ({total} in total); the loss scale is {scale:g}. "
-_OVERFLOW = f"{_STUCK}In the most recent skip the gradients were not finite, while the loss, if given, was. "
+_OVERFLOW = f"{_STUCK}In the most recent skip the gradients were not finite; the loss, if passed, was finite. "
 _DIAGNOSES = (  # in the order of _diagnoses
     f"{_STUCK}The loss scale is invalid: the state was damaged, in storage or by hand. Restore an older checkpoint.",
     f"{_STUCK}In the most recent skip the loss itself was not finite, before any scaling. No loss scale prevents "
@@ -62,22 +62,23 @@ _DIAGNOSES = (  # in the order of _diagnoses
     "decrease min_scale or keep the overflowing layers in float32.",
     f"{_OVERFLOW}These are the first skips of this run: the scale is still backing off from its initial value. Allow "
     "more skips, or decrease init_scale.",
-    f"{_OVERFLOW}The scale is still backing off. Allow more skips, or look for what changed in the data or the model: "
+    f"{_OVERFLOW}The scale is still backing off. Allow more skips, or look for a change in the data or the model: "
     "jmpscale.grad_report names the leaf.",
 )
 
 
 def metrics(holder: PyTree) -> dict[str, jax.Array]:
-    """Returns the values to log about a scaler, under stable names.
+    """Returns the values of a scaler that are worth logging.
 
     Args:
       holder: a scaler, a batch of scalers, or any pytree that contains exactly one, such as the optimizer state of
         `with_loss_scaling`.
 
     Returns:
-      `loss_scale` f32[], and i32[] `finite_steps`, `hysteresis_left`, `skipped`, `consecutive_skips` and `last_skip`;
-      see `ScalerState`. For an optimizer state of `with_loss_scaling(max_norm=...)` also `grad_norm` f32[], the global
-      norm before clipping. They are the arrays of the state itself: read or copy them before the state is donated.
+      A dict of `loss_scale`, `finite_steps`, `hysteresis_left`, `skipped`, `consecutive_skips` and `last_skip`, which
+      are fields of `ScalerState`. For an optimizer state of `with_loss_scaling(max_norm=...)` it also contains
+      `grad_norm`, f32[], the global norm before clipping. The values are the arrays of the state itself, so read or
+      copy them before the state is donated.
 
     Raises:
       ValueError: `holder` contains no scaler, or more than one.
@@ -127,16 +128,16 @@ class GradReport:
     def describe(self, limit: int = 20) -> str:
         """Describes the gradients in a sentence and a table, the most suspicious leaves first; outside `jax.jit`.
 
-        Reads the report from the device once. An overflow spreads through the backward pass, so among leaves that are
-        not finite, the overflow most likely began in the one with the smallest fraction of non-finite values, not
-        counting zeros. That leaf comes first.
+        The report is read from the device once. An overflow spreads through the backward pass, so it most likely began
+        in the non-finite leaf with the smallest fraction of non-finite values among its nonzero values. That leaf comes
+        first.
 
         Args:
           limit: the number of leaves in the table.
 
         Returns:
-          The sentence and the table. Headroom is log2(65504 / max_abs): the number of bits by which the gradients could
-          grow in float16.
+          The sentence and the table. The headroom, log2(65504 / max_abs), is the number of bits by which the gradients
+          could grow in float16.
 
         Raises:
           TypeError: the report is traced, or `limit` is not an integer.
@@ -173,11 +174,11 @@ class GradReport:
         return f"{sentence}\n{_format_table([['leaf', 'values', 'max_abs', 'headroom', *_COUNTS], *rows])}"
 
     def totals(self) -> dict[str, jax.Array]:
-        """Returns statistics of all leaves together, to log beside `metrics`; jittable.
+        """Returns statistics of all leaves together, to log beside `metrics`; also under `jax.jit`.
 
         Returns:
-          f32[] each: `max_abs` (NaN if a leaf has NaN), and as fractions of all values, in [0, 1], `nan`, `inf`,
-          `zero`, `underflow` and `subnormal`. For stacked reports [steps] each.
+          A dict of f32[], or of f32[steps] for stacked reports. `max_abs` is the largest magnitude, NaN if a leaf
+          contains NaN. `nan`, `inf`, `zero`, `underflow` and `subnormal` are fractions of all values, in [0, 1].
 
         >>> {name: float(x) for name, x in grad_report({"w": jnp.array([0.0, 4.0])}).totals().items() if x > 0}
         {'max_abs': 4.0, 'zero': 0.5}
@@ -231,21 +232,22 @@ jax.export.register_pytree_node_serialization(
 
 
 def grad_report(grads: PyTree, *, scaler: ScalerState | None = None, axis_name: AxisName = None) -> GradReport:
-    """Reports for each leaf of a gradient tree what overflows, what underflows, and the headroom in float16.
+    """Reports the overflows, the underflows and the headroom in float16 of each leaf of a gradient tree.
 
-    Jittable. Under jit, parts of the report that are not used cost nothing; parts that are used read the gradients once
-    more. To pay only for skipped steps, call it in a branch of `jax.lax.cond` on `finite`.
+    It reads the gradients once more. Under `jax.jit`, unused parts of the report are removed by the compiler. To report
+    only on skipped steps, call it in a branch of `jax.lax.cond` on `finite`.
 
     Args:
       grads: pytree of gradients in true units, as `value_and_grad` returns them. Leaves that are not floating-point or
         complex are omitted, and so are the values that Flax's fp8 layers return under `_overwrite_with_gradient`. The
         real and imaginary parts of a complex number count as two values.
-      scaler: reports on the gradients of the loss scaled by this scaler, which the backward pass held. Without it the
-        report is on the gradients in true units.
-      axis_name: the mapped axes over which to combine the report where JAX's types do not show them; see `all_finite`.
+      scaler: the scaler of the step, for a report on the scaled gradients, as the backward pass held them. Without it
+        the report is on the gradients in true units.
+      axis_name: the mapped axes over which to combine the report, as in `all_finite`; needed only under `jax.pmap`,
+        `jax.vmap(axis_name=...)` and `check_vma=False`.
 
     Returns:
-      A `GradReport`, of the same structure for each step and equal on all devices.
+      A `GradReport`, with the same structure for each step and equal on all devices.
 
     Raises:
       TypeError: `scaler` is not a `ScalerState`, or a leaf is a partial sum or a `jax.Ref`.
@@ -364,22 +366,22 @@ def _all_reduce(parts: list[Any], axes: list[tuple[Any, ...]], collective: Calla
 def raise_if_stuck(holder: PyTree, *, max_consecutive_skips: int) -> None:
     """Raises if too many consecutive steps were skipped; call it between steps.
 
-    Reads one scalar from the device, and waits for it; a call every hundred steps costs next to nothing. In a compiled
-    program it is a `jax.experimental.checkify` check: transform the program with `checkify.checkify`, and throw the
-    error that it returns.
+    It waits for one scalar from the device, so call it every hundred steps, for example. In a compiled program it is a
+    check of `jax.experimental.checkify`: transform the program with `checkify.checkify`, and throw the error that the
+    program returns.
 
     Args:
       holder: a `ScalerState`, or any pytree that contains exactly one. In a whole optimizer state, sums of
         `optax.MultiSteps` that an overflow has made NaN are recognised as well.
-      max_consecutive_skips: the number of consecutive skips that is acceptable, at least 1. The initial backoff can
-        take some: from 2^16 down to 1 it takes 16.
+      max_consecutive_skips: the number of consecutive skips that is acceptable, at least 1. The initial backoff skips
+        some steps: from a scale of 2^16 to 1, it skips 16.
 
     Raises:
       FloatingPointError: more consecutive steps were skipped. The message states the scale, the cause and the remedy.
         Under `checkify` it is a `JaxRuntimeError` with the same text.
       TypeError: `max_consecutive_skips` is not an integer.
       ValueError: `holder` contains no scaler, more than one, or a batch of scalers; or `max_consecutive_skips` is below
-        1; or JAX's own error, under `jax.jit` without `checkify`.
+        1; or the call is under `jax.jit` without `checkify`.
 
     >>> from jmpscale import dynamic
     >>> raise_if_stuck(dynamic(), max_consecutive_skips=20)

@@ -38,15 +38,15 @@ from jmpscale._tree import (
 def scale(state: ScalerState, tree: Tree) -> Tree:
     """Multiplies a loss, or a pytree of losses, by the loss scale.
 
-    `x.astype(wide) * loss_scale`, where `wide` is at least float32: the default scale is infinite in float16.
+    The product is at least float32, because the default scale is infinite in float16.
 
     Args:
-      state: the scaler. Unscale the gradients with the same one.
-      tree: pytree of floating-point arrays of any shape. Return the loss from the model in float32. The backward pass
-        of a float16 loss starts from the scale in float16, which is infinite from 2^16 on.
+      state: the scaler. Unscale the gradients with the same scaler.
+      tree: pytree of floating-point arrays of any shape. The loss should be float32: the backward pass of a float16
+        loss starts from the scale in float16, which is infinite from 2^16 on.
 
     Returns:
-      The scaled tree; leaves narrower than float32 are returned as float32. With `disabled()` the tree itself.
+      The scaled tree; leaves narrower than float32 become float32. With `disabled()`, the tree itself.
 
     Raises:
       TypeError: `state` is not a `ScalerState`, or a leaf does not have a floating-point dtype.
@@ -93,18 +93,18 @@ def _scale(loss_scale: jax.Array, tree: PyTree) -> PyTree:
 
 
 def unscale(state: ScalerState, tree: Tree) -> Tree:
-    """Divides gradients by the loss scale; differentiable, so that gradient penalties can use it.
+    """Divides gradients by the loss scale.
 
-    `x.astype(wide) * (1 / loss_scale)`, where `wide` is float32 for float16 and float8 leaves, which could not hold
-    the small values that scaling has preserved, and the leaf's dtype otherwise.
+    Gradients in float16 and float8 become float32, because the small values that scaling has preserved would underflow
+    again. The function is differentiable, so that gradient penalties can use it.
 
     Args:
-      state: the scaler that scaled the loss: the one from before `update`.
+      state: the scaler that scaled the loss, from before `update`.
       tree: pytree of gradients. Leaves that are not floating-point or complex are unchanged, and so are the values that
         Flax's fp8 layers return under `_overwrite_with_gradient`.
 
     Returns:
-      The unscaled gradients. With `disabled()` the tree itself.
+      The unscaled gradients. With `disabled()`, the tree itself.
 
     Raises:
       TypeError: `state` is not a `ScalerState`, or a leaf is a partial sum or a `jax.Ref`.
@@ -169,15 +169,16 @@ def _at_least_float32(dtype: Any) -> Any:
 def unscale_and_check(state: ScalerState, grads: Tree, *, axis_name: AxisName = None) -> tuple[Tree, jax.Array]:
     """Divides gradients by the loss scale and tests whether all of them are finite, on all devices.
 
-    The unscaled values are tested, because a scale below 1 can make finite gradients infinite.
+    The unscaled values are tested, because unscaling by a scale below 1 can make finite gradients infinite.
 
     Args:
-      state: the scaler that scaled the loss: the one from before `update`.
+      state: the scaler that scaled the loss, from before `update`.
       grads: pytree of gradients, as in `unscale`.
-      axis_name: the mapped axes over which to combine the result where JAX's types do not show them; see `all_finite`.
+      axis_name: the mapped axes over which to combine the result, as in `all_finite`; needed only under `jax.pmap`,
+        `jax.vmap(axis_name=...)` and `check_vma=False`.
 
     Returns:
-      The unscaled gradients, and `finite`, bool[]. Pass `finite` to `apply_if` and to `update`. With `disabled()` the
+      The unscaled gradients, and `finite`, bool[]. Pass `finite` to `apply_if` and to `update`. With `disabled()`, the
       gradients themselves and True.
 
     Raises:
@@ -196,35 +197,44 @@ def unscale_and_check(state: ScalerState, grads: Tree, *, axis_name: AxisName = 
 
 
 def update(state: ScalerState, finite: Any, *, loss: PyTree = None, axis_name: AxisName = None) -> ScalerState:
-    """Adjusts the loss scale and the counters to the outcome of a step.
+    """Adjusts the loss scale and the counters after a step.
 
-    The rule, for a dynamic scaler:
+    This is the rule of a dynamic scaler:
 
     ```text
     if finite:
-        consecutive_skips = 0; finite_steps += 1
-        if hysteresis_reset == "finite": hysteresis_left = hysteresis
+        consecutive_skips = 0
+        finite_steps += 1
+        if hysteresis_reset == "finite":
+            hysteresis_left = hysteresis
         if finite_steps >= growth_interval:
-            finite_steps = 0; hysteresis_left = hysteresis
+            finite_steps = 0
+            hysteresis_left = hysteresis
             loss_scale = min(loss_scale * growth_factor, max_scale)
     else:
-        skipped += 1; consecutive_skips += 1
-        if the loss is given and not finite: last_skip = LOSS  # no scale prevents an overflow in the forward pass
+        skipped += 1
+        consecutive_skips += 1
+        if the loss is given and not finite:
+            last_skip = LOSS
         else:
-            last_skip = GRADIENTS; finite_steps = 0; hysteresis_left = max(hysteresis_left - 1, 0)
-            if hysteresis_left == 0: loss_scale = max(loss_scale * backoff_factor, min_scale)
+            last_skip = GRADIENTS
+            finite_steps = 0
+            hysteresis_left = max(hysteresis_left - 1, 0)
+            if hysteresis_left == 0:
+                loss_scale = max(loss_scale * backoff_factor, min_scale)
     ```
 
-    A static scaler counts steps and skips; its scale and its hysteresis do not change.
+    A static scaler counts steps and skips. Its scale and its hysteresis do not change.
 
     Args:
       state: the scaler from before the step.
       finite: bool[], from `all_finite` or `unscale_and_check`.
-      loss: the unscaled loss, of any shape, or a pytree of losses. It distinguishes an overflow in the backward pass
-        from one in the forward pass, and never causes a skip. It must not depend on the loss scale.
-      axis_name: the mapped axes over which to combine `finite` and the finiteness of the loss where JAX's types do not
-        show them; see `all_finite`. There the loss is used only if all mapped axes are named, because along another
-        axis it may differ between devices, and their scales would diverge.
+      loss: the unscaled loss, of any shape, or a pytree of losses, which must not depend on the loss scale. A skipped
+        step whose loss is not finite does not change the scale. A non-finite loss alone never causes a skip.
+      axis_name: the mapped axes over which to combine `finite` and the finiteness of the loss, as in `all_finite`;
+        needed only under `jax.pmap`, `jax.vmap(axis_name=...)` and `check_vma=False`. If it names only some of the
+        mapped axes, the loss is ignored, because along the other axes the loss may differ between devices, and their
+        scales would diverge.
 
     Returns:
       The scaler for the next step, with the structure, dtypes, weak types and shardings of `state`.
@@ -239,8 +249,8 @@ def update(state: ScalerState, finite: Any, *, loss: PyTree = None, axis_name: A
     >>> float(state.loss_scale), int(state.skipped)
     (512.0, 1)
 
-    With `hysteresis=1` this is the rule of `torch.amp.GradScaler` (PyTorch 2.13) with limits. With hysteresis it is
-    the rule of Megatron-LM and DeepSpeed, and with `hysteresis_reset="finite"` that of apex and NeMo.
+    With `hysteresis=1` this is the rule of `torch.amp.GradScaler` (PyTorch 2.13), with limits. With hysteresis it is
+    the rule of Megatron-LM and DeepSpeed, and with `hysteresis_reset="finite"` the rule of apex and NeMo.
     """
     check_one_scaler(state)
     flag = check_flag(finite)

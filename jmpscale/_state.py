@@ -104,10 +104,10 @@ class ScalerConfig:
         to `"dynamic"`.
       growth_factor: the factor by which the scale grows after `growth_interval` consecutive finite steps; above 1.
       backoff_factor: the factor by which the scale backs off after an overflow; between 0 and 1.
-      growth_interval: number of steps, at least 1.
-      hysteresis: the scale backs off on the `hysteresis`-th overflow; with 1, on the first.
-      hysteresis_reset: when `hysteresis_left` is reset to `hysteresis`: `"growth"`, when the scale grows, as in
-        Megatron-LM and DeepSpeed; or `"finite"`, after each finite step, as in apex and NeMo.
+      growth_interval: the number of consecutive finite steps after which the scale grows; at least 1.
+      hysteresis: the scale backs off from the `hysteresis`-th overflow on; with 1, on every overflow.
+      hysteresis_reset: when the count of overflows restarts: with `"growth"` when the scale grows, as in Megatron-LM
+        and DeepSpeed; with `"finite"` after each finite step, as in apex and NeMo.
       min_scale: the lower limit of the scale, in [2^-126, 2^126].
       max_scale: the upper limit of the scale, in [2^-126, 2^126].
 
@@ -159,30 +159,31 @@ class ScalerConfig:
 
 
 class SkipReason(enum.IntEnum):
-    """Why the most recent skipped step was skipped: the values of `ScalerState.last_skip`."""
+    """The reason for a skip: the values of `ScalerState.last_skip`."""
 
     NONE = 0
     """No step has been skipped."""
     GRADIENTS = 1
     """The gradients were not finite."""
     LOSS = 2
-    """The loss itself was not finite, so the forward pass failed."""
+    """The loss was not finite, because the data were invalid or the forward pass overflowed."""
 
 
 class ScalerState(NamedTuple):
-    """The state of a loss scaler: an immutable pytree of six scalars, and its settings.
+    """The state of a loss scaler: an immutable pytree of six scalar arrays, and its settings.
 
-    Create one with `dynamic`, `static` or `disabled`. A batch of scalers is a state whose arrays share a leading axis;
-    use it under `jax.vmap`.
+    `dynamic`, `static` and `disabled` create it. In a batch of scalers all arrays have a leading axis; use it under
+    `jax.vmap`.
 
     Attributes:
       loss_scale: f32[], the factor by which the loss is multiplied; in `[config.min_scale, config.max_scale]`.
-      finite_steps: i32[], consecutive finite steps since the scale grew or gradients overflowed.
-      hysteresis_left: i32[], number of overflows after which the scale backs off; at 0 and 1 the next one does.
-      skipped: i32[], skipped steps in total.
-      consecutive_skips: i32[], skipped steps since the last finite one.
+      finite_steps: i32[], the number of finite steps since the scale last grew or gradients last overflowed.
+      hysteresis_left: i32[], the number of overflows until the scale backs off. At 0, as at 1, the next overflow
+        backs it off.
+      skipped: i32[], the total number of skipped steps.
+      consecutive_skips: i32[], the number of skipped steps since the last applied step.
       last_skip: i32[], the `SkipReason` of the most recent skip.
-      config: the `ScalerConfig`; part of the tree's structure, not a leaf.
+      config: the settings; part of the tree's structure, not a leaf.
 
     Counters stop at 2147483647 instead of wrapping around.
     """
@@ -197,7 +198,7 @@ class ScalerState(NamedTuple):
 
     @property
     def step_applied(self) -> jax.Array:
-        """Whether the most recent step was applied, bool[]; true before the first step."""
+        """bool[], whether the most recent step was applied; true before the first step."""
         return self.consecutive_skips == 0
 
 
@@ -227,7 +228,7 @@ class LossScalingState(NamedTuple):
     """The optimizer state of `with_loss_scaling`.
 
     Attributes:
-      scaler: the `ScalerState`.
+      scaler: the state of the loss scaler.
       inner_state: the state of the wrapped optimizer.
       grad_norm: f32[], the global norm of the latest gradients before clipping; None without `max_norm`.
     """
@@ -248,25 +249,25 @@ def dynamic(
     min_scale: float = 1.0,
     max_scale: float = 2.0**32,
 ) -> ScalerState:
-    """Creates a scaler that decreases its scale after an overflow and increases it after a run of finite steps.
+    """Creates a scaler whose scale backs off after an overflow and grows after consecutive finite steps.
 
-    `update` states the rule. The defaults are those of `torch.amp.GradScaler`, with a lower limit of 1 (Megatron-LM's)
-    and an upper limit of 2^32 (ColossalAI's).
+    `update` defines the rule. The defaults are the defaults of `torch.amp.GradScaler`, with a lower limit of 1 as in
+    Megatron-LM and an upper limit of 2^32 as in ColossalAI.
 
     Args:
       init_scale: the first loss scale, in `[min_scale, max_scale]`. Scaling by a power of two is exact.
-      growth_factor: the factor by which the scale grows; above 1.
+      growth_factor: the factor by which the scale grows after `growth_interval` consecutive finite steps; above 1.
       backoff_factor: the factor by which the scale backs off after an overflow; between 0 and 1.
       growth_interval: the number of consecutive finite steps after which the scale grows; at least 1.
-      hysteresis: the scale backs off on the `hysteresis`-th overflow; with 1, on the first.
-      hysteresis_reset: when the remaining hysteresis is reset: `"growth"`, when the scale grows (Megatron-LM,
-        DeepSpeed), or `"finite"`, after each finite step (apex, NeMo).
+      hysteresis: the scale backs off from the `hysteresis`-th overflow on; with 1, on every overflow.
+      hysteresis_reset: when the count of overflows restarts: with `"growth"` when the scale grows, as in Megatron-LM
+        and DeepSpeed; with `"finite"` after each finite step, as in apex and NeMo.
       min_scale: the lower limit of the scale, in [2^-126, 2^126].
       max_scale: the upper limit of the scale, in [2^-126, 2^126].
 
     Returns:
-      A `ScalerState` of NumPy scalars, f32[] and i32[]. JAX's backend is not started, so a scaler may be created at
-      module level, before `jax.distributed.initialize`. On a mesh of several devices pass it through
+      A `ScalerState` of NumPy arrays, f32[] and i32[]. JAX's backend is not started, so a scaler may be created at
+      module level, before `jax.distributed.initialize`. On a mesh of several devices replicate the scaler with
       `jax.device_put(scaler, NamedSharding(mesh, PartitionSpec()))`; otherwise the second step is compiled again.
 
     Raises:
@@ -293,11 +294,11 @@ def dynamic(
 
 
 def static(scale: float) -> ScalerState:
-    """Creates a scaler whose scale never changes, but which still checks, skips and counts.
+    """Creates a scaler whose scale never changes; steps are still checked, skipped and counted.
 
     Args:
-      scale: the loss scale, in [2^-126, 2^126]. `static(1.0)` guards bfloat16 and float32 training: the gradients are
-        unchanged, and steps whose gradients are not finite are skipped.
+      scale: the loss scale, in [2^-126, 2^126]. `static(1.0)` is for training in bfloat16 or float32: it does not
+        change the gradients, and steps whose gradients are not finite are skipped.
 
     Returns:
       A `ScalerState`, as from `dynamic`.
@@ -314,12 +315,12 @@ def static(scale: float) -> ScalerState:
 
 
 def disabled() -> ScalerState:
-    """Creates a scaler that compiles to nothing: no scale, no check, no skip. It turns scaling off by a setting.
+    """Creates a scaler that turns loss scaling off and adds nothing to the compiled program.
 
     Returns:
-      A `ScalerState` that every function returns unchanged. Gradients are returned unchanged as well, so float16
-      gradients stay float16, where other scalers return float32. `all_finite` and `apply_if` do not know the scaler:
-      a step that calls them still checks and skips, unless it replaces the flag by True.
+      A `ScalerState` that no step changes. With this scaler float16 gradients stay float16; with other scalers they
+      become float32. `all_finite` and `apply_if` do not receive the scaler, so a step that calls them still checks and
+      skips. To prevent that, pass True in place of the flag.
 
     >>> disabled().config.mode
     'disabled'

@@ -62,14 +62,14 @@ def value_and_grad(
 ) -> Any:
     """Creates a function that returns the loss and its gradients, computed by a scaled backward pass.
 
-    Like `jax.value_and_grad`, except that the new function takes a scaler before the arguments of `fun`. The backward
-    pass runs on the loss times the loss scale. The gradients are unscaled before they are returned.
+    It replaces `jax.value_and_grad`; the new function takes a scaler before the arguments of `fun`. The backward pass
+    runs on the loss times the loss scale. The gradients are unscaled before they are returned.
 
-    Also a decorator with options: `@jmpscale.value_and_grad(has_aux=True)`.
+    It is also a decorator with options: `@jmpscale.value_and_grad(has_aux=True)`.
 
     Args:
-      fun: returns a scalar floating-point loss, or a pair of the loss and auxiliary data if `has_aux` is true. Return
-        the loss in float32.
+      fun: the loss function. It returns a scalar loss in float32, or a pair of the loss and auxiliary data if `has_aux`
+        is true.
       argnums: which positional arguments of `fun` to differentiate with respect to: an int, a sequence of ints, or
         whatever else `transform` takes, such as `nnx.DiffState(0, nnx.LoRAParam)`.
       has_aux: whether `fun` returns a pair.
@@ -79,14 +79,13 @@ def value_and_grad(
     Returns:
       `f(holder, *args, **kwargs) -> (value, grads)`, or `((value, aux), grads)` if `has_aux` is true. `holder` is a
       `ScalerState`, or any pytree that contains exactly one, such as the optimizer state of `with_loss_scaling`. The
-      value is that of `fun`, bit for bit. The gradients are in true units: of the dtype of the argument, or float32 if
-      that is float16 or narrower. They are not finite where the backward pass overflowed.
+      value is the result of `fun`, bit for bit. The gradients are in true units. They have the dtype of the argument,
+      or float32 if the argument is float16 or narrower. They are not finite where the backward pass overflowed.
 
     Raises:
-      TypeError: `fun` is not callable or does not return what `has_aux` says; an argument that is differentiated is a
-        Flax NNX object, or contains leaves without gradients, and `transform` is `jax.value_and_grad`; or as
-        `transform` raises.
-      ValueError: `holder` contains no scaler, more than one, or a batch of scalers; or as `transform` raises.
+      TypeError: `fun` is not callable, or does not return a pair although `has_aux` is true; or `transform` is
+        `jax.value_and_grad`, and a differentiated argument is a Flax NNX object or contains leaves without gradients.
+      ValueError: `holder` contains no scaler, more than one, or a batch of scalers.
 
     >>> from jmpscale import dynamic
     >>> loss, grad = value_and_grad(lambda w, x: (w * x) ** 2)(dynamic(), 3.0, 2.0)
@@ -166,19 +165,18 @@ def _check_differentiable(args: tuple[Any, ...], argnums: Any) -> None:
 def loss_scaled(fun: Callable[P, T], scale: Any, *, has_aux: bool = False) -> Callable[P, T]:
     """Creates a function with the values and gradients of `fun`, whose backward pass runs at the loss scale.
 
-    For training loops that take a loss function and differentiate it themselves. The cotangents of the outputs are
-    multiplied by the scale, and those of the values that `fun` depends on are divided by it. The loop therefore sees
-    gradients in true units, like those of `jmpscale.value_and_grad`. Where the scale is a power of two, both operations
-    are exact. The optimizer should skip steps that overflow: pass `with_loss_scaling(tx, static(1.0))`, or
-    `with_loss_scaling(tx)` if `scale` can read the optimizer state.
+    Use it for training loops that take a loss function and differentiate it themselves. In the backward pass, the
+    cotangents of the outputs are multiplied by the scale, and the cotangents of all inputs are divided by it. The loop
+    therefore receives gradients in true units, as from `jmpscale.value_and_grad`. To skip steps that overflow, give
+    the loop the optimizer `with_loss_scaling(tx, static(1.0))`, or `with_loss_scaling(tx)` if `scale` can read the
+    optimizer state.
 
     `fun` is traced in every call, so it must be a function that `jax.jit` accepts.
 
     Args:
-      fun: the loss function. Return the loss in float32. All floating-point values that it depends on are handled:
-        positional and keyword arguments, pytrees, Equinox modules, Flax NNX objects, and values that it closes over.
-        They must be float32, bfloat16 or wider where they are differentiated, so convert parameters to float16 inside
-        `fun`.
+      fun: the loss function. Return the loss in float32. Its inputs are positional and keyword arguments, pytrees,
+        Equinox modules, Flax NNX objects, and values that it closes over. Differentiated inputs must be float32,
+        bfloat16 or wider, so convert parameters to float16 inside `fun`.
       scale: the loss scale, a Python number or an array f32[]; a scaler, or a pytree that contains exactly one; or a
         function of the arguments of `fun`, as the loop passes them, that returns any of these. The scale is not
         differentiated.
@@ -189,9 +187,9 @@ def loss_scaled(fun: Callable[P, T], scale: Any, *, has_aux: bool = False) -> Ca
       it calls `fun`.
 
     Raises:
-      TypeError: `fun` is not callable, `scale` is none of the above, `fun` does not return what `has_aux` says, or an
-        argument is a `jax.Ref`. When differentiated: a differentiated value is float16 or float8, in which an unscaled
-        gradient would underflow; or differentiation is in forward mode.
+      TypeError: `fun` is not callable, `scale` has another type, `fun` does not return a pair although `has_aux` is
+        true, or an argument is a `jax.Ref`. When differentiated: a differentiated value is float16 or float8, in which
+        an unscaled gradient would underflow; or differentiation is in forward mode.
       ValueError: `scale` is out of range, or contains no scaler, more than one, or a batch of scalers. When
         differentiated: the scale differs between devices that share a parameter.
 

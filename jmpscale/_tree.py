@@ -164,14 +164,14 @@ def unwrap_arrays(scaler: ScalerState) -> ScalerState:
 
 
 def replace_scaler(tree: Tree, scaler: ScalerState) -> Tree:
-    """Returns a copy of a pytree with another scaler in place of the one that it contains.
+    """Returns a copy of a pytree with its scaler replaced.
 
     Args:
       tree: a pytree that contains exactly one `ScalerState`.
-      scaler: the new scaler; it is copied. Its settings apply from now on; different settings cost one compilation.
+      scaler: the new scaler; it is copied. Its settings apply from now on. Different settings cost one compilation.
 
     Returns:
-      The tree with the new scaler, wrapped as the old one was.
+      The tree with the new scaler, whose arrays are wrapped like the arrays of the old scaler.
 
     Raises:
       TypeError: `scaler` is not a `ScalerState`.

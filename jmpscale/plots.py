@@ -18,17 +18,17 @@ GREY, RED, BLUE, YELLOW = "#5c626b", "#d1495b", "#2a7f9e", "#e9b44c"
 
 
 def exponent_histogram(grads: PyTree, *, scaler: ScalerState | None = None, ax: Any = None) -> Any:
-    """Plots the distribution of the gradients' magnitudes over the powers of two, and what float16 makes of them.
+    """Plots a histogram of the gradients' magnitudes and how float16 represents them.
 
     Args:
       grads: pytree of gradients in true units, computed in float32 to show what float16 would lose. The real and
         imaginary parts of a complex number count as two values.
-      scaler: shows which values its loss scale preserves, and which overflow.
+      scaler: a scaler, to show which values its loss scale preserves and which overflow.
       ax: matplotlib axes.
 
     Returns:
-      The axes: percentage of all values over log2 of the magnitude, as in figure 3 of Micikevicius et al. 2017
-      (arXiv:1710.03740). Zeros, infinities and NaN have no place on the axis; the title states their percentages.
+      The axes. They show the percentage of all values over log2 of the magnitude, as in figure 3 of Micikevicius et al.
+      2017 (arXiv:1710.03740). The title states the percentages of zeros, infinities and NaN.
 
     Raises:
       TypeError: `scaler` is not a `ScalerState`.
@@ -84,7 +84,7 @@ def scale_trajectory(history: Mapping[str, Any], *, ax: Any = None) -> Any:
       ax: matplotlib axes.
 
     Returns:
-      The axes: loss scale, logarithmic, over steps.
+      The axes, which show the loss scale over the steps, with a logarithmic axis.
 
     Raises:
       TypeError: `history` is not a mapping of stacked arrays.
@@ -113,15 +113,16 @@ def scale_trajectory(history: Mapping[str, Any], *, ax: Any = None) -> Any:
 
 
 def headroom(reports: GradReport, *, limit: int = 8, ax: Any = None) -> Any:
-    """Plots over the steps of a run by how many bits each leaf's gradients are below float16's largest number.
+    """Plots the headroom of each leaf's gradients in float16 over the steps of a run.
 
     Args:
       reports: the `GradReport` of each step, stacked, as `jax.lax.scan` does: arrays [steps, leaves].
-      limit: the number of leaves to name, those with the least headroom; the others are grey.
+      limit: the number of leaves to name, in the order of their headroom, the least first; the others are grey.
       ax: matplotlib axes.
 
     Returns:
-      The axes: log2(65504 / max_abs) over steps. Below zero a leaf overflows. Steps with non-finite gradients are gaps.
+      The axes, which show log2(65504 / max_abs) over the steps. Below zero a leaf overflows. Steps with non-finite
+      gradients are gaps.
 
     Raises:
       TypeError: `reports` is not a stacked `GradReport`, or `limit` is not an integer.

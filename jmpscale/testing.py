@@ -15,12 +15,11 @@ from jmpscale._tree import PyTree, is_array, is_inexact, named_leaves
 
 
 def inject(tree: PyTree, value: float, *, path: str, when: Any = True) -> Any:
-    """Replaces the first element of one leaf by a value: a fault that a training program has to survive.
+    """Replaces the first element of one leaf by a value, such as an infinity.
 
-    Works inside `jax.jit` and `jax.shard_map`. To inject a fault in one step or on one device, make `when` depend on a
-    step count or on `jax.lax.axis_index`. Use a count that advances on skipped steps as well, such as that of the loop.
-    With `when=state.step == 3` and a `step` that is gated, step 3 is skipped, so the count stays at 3 and every later
-    step is skipped.
+    It works inside `jax.jit` and `jax.shard_map`. To inject a fault in one step or on one device, make `when` depend on
+    a step count or on `jax.lax.axis_index`. Use a count that advances on skipped steps as well, such as the index of
+    the loop. A gated count would stay at the step of the fault, and every later step would be skipped.
 
     Args:
       tree: pytree of gradients, or any other.
@@ -44,7 +43,7 @@ def inject(tree: PyTree, value: float, *, path: str, when: Any = True) -> Any:
 
 
 def inject_backward(tree: PyTree, value: float, *, path: str, when: Any = True) -> Any:
-    """Returns a tree unchanged, and injects a value into the cotangent of one leaf: an overflow in the backward pass.
+    """Returns a tree unchanged, and in the backward pass sets the first element of one leaf's cotangent to a value.
 
     Call it in the loss function, on parameters or activations. The fault then passes through the rest of the backward
     pass, the unscaling and the check, as a real overflow does.
@@ -115,9 +114,9 @@ def assert_step_is_noop(before: PyTree, after: PyTree) -> None:
     """Raises unless a step changed nothing, bit for bit, as a skipped step must.
 
     Args:
-      before: parameters, optimizer state, averages and everything else in the training state, before the step. Copy
-        what the step takes as donated buffers.
-      after: the same, after the step; without the scaler, which counts the skip.
+      before: the training state before the step: parameters, optimizer state, averages and everything else. Copy
+        arrays that the step donates.
+      after: the same after the step, without the scaler, which counts the skip.
 
     Raises:
       AssertionError: a structure, shape, dtype or bit differs; the message names the first such leaf.
@@ -153,7 +152,7 @@ def assert_replicated(tree: PyTree) -> None:
 
     Under `jax.pmap`, or under `jax.shard_map` with `check_vma=False`, a missing `axis_name` gives only a warning: the
     array is marked as replicated although devices have diverged. Call this function on the scaler after a step that
-    overflowed on one device, or on the whole training state. With several processes, all of them must call it.
+    overflowed on one device, or on the whole training state. On multiple hosts, every process must call it.
 
     Args:
       tree: a scaler, or any pytree of arrays. If an array is sharded along some axes of a mesh and replicated along
@@ -170,7 +169,7 @@ def assert_replicated(tree: PyTree) -> None:
     leaves = named_leaves(tree)
     for path, leaf in leaves:
         if not is_array(leaf):
-            raise TypeError(f"tree{path} must be an array, got {type(leaf).__name__}. Pass what a step returned.")
+            raise TypeError(f"tree{path} must be an array, got {type(leaf).__name__}. Pass the result of a step.")
     on_devices = [(path, leaf) for path, leaf in leaves if isinstance(leaf, jax.Array)]  # not those of NumPy
     by_rows = all(_has_one_row_per_device(leaf) for _, leaf in on_devices)
     for path, leaf in on_devices:
