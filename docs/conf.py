@@ -1,5 +1,6 @@
 """The documentation site, built from the root: `sphinx-build -W -c docs . build/site`. It includes the notebooks."""
 
+import enum
 import re
 
 from docutils import nodes
@@ -14,7 +15,7 @@ project = "jmpscale"
 author = "the jmpscale developers"
 version = release = jmpscale.__version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
 root_doc = "docs/index"
 include_patterns = ["docs/**.md", "notebooks/*.ipynb", "CHANGELOG.md"]
 exclude_patterns = ["**/_build/**", ".venv/**", "build/**"]
@@ -26,6 +27,9 @@ suppress_warnings = ["myst.strikethrough"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the docstrings also give shapes and units
+autodoc_preserve_defaults = True  # 2.0**32, not 4294967296.0
+python_maximum_signature_line_length = 40  # longer signatures have one argument on each line
+toc_object_entries_show_parents = "hide"
 napoleon_google_docstring = True
 napoleon_use_rtype = False
 default_role = "code"  # docstrings write `code`, as Markdown does
@@ -45,24 +49,36 @@ PUBLIC |= {name.removeprefix("testing."): target for name, target in PUBLIC.item
 class LinkNamesToTheApi(SphinxTransform):
     """Makes every `name` or `jmpscale.name(...)` of the public API that is written as code a link to its description.
 
-    The pages stay plain Markdown, which every viewer renders.
+    The pages stay plain Markdown, which every viewer renders. In a description, the names of its own object and of its
+    arguments stay code.
     """
 
     default_priority = 500
 
     def apply(self, **kwargs):
-        """Wraps the code in a reference that Sphinx resolves, except in headings, links and the API page itself."""
-        if self.env.docname.endswith("/api"):
-            return
+        """Wraps the code in a reference that Sphinx resolves, except in headings and links."""
         for code in list(self.document.findall(nodes.literal)):
             found = re.fullmatch(r"(?:jmpscale\.)?([\w.]+?)(?:\(.*\))?", code.astext(), flags=re.DOTALL)
             target = PUBLIC.get(found[1]) if found else None
+            if target in self._local_names(code):
+                continue
             if target and not isinstance(code.parent, nodes.title | nodes.reference | addnodes.pending_xref):
                 link = addnodes.pending_xref(
                     "", refdomain="py", reftype="obj", reftarget=target, refexplicit=True, refwarn=True
                 )
                 code.replace_self(link)
                 link += code
+
+    def _local_names(self, node):
+        """Returns the full names of the objects that a node describes, and those that their arguments hide."""
+        names = set()
+        while node := node.parent:
+            if isinstance(node, addnodes.desc):
+                for signature in node.findall(addnodes.desc_signature):
+                    names.add(f"{signature['module']}.{signature['fullname']}")
+                    for parameters in signature.findall(addnodes.desc_parameterlist):
+                        names |= {f"jmpscale.{name.astext()}" for name in parameters.findall(addnodes.desc_sig_name)}
+        return names
 
 
 def make_fenced_blocks_literal(app, what, name, obj, options, lines):
@@ -77,7 +93,24 @@ def make_fenced_blocks_literal(app, what, name, obj, options, lines):
     lines[:] = converted
 
 
+def show_public_types(app, what, name, obj, options, lines):
+    """Replaces the private modules in the types of attributes by the names that users know."""
+    lines[:] = [line.replace("jax.jaxlib._jax.Array", "jax.Array").replace("jmpscale._state.", "") for line in lines]
+
+
+def show_public_defaults(app, what, name, obj, options, signature, return_annotation):
+    """Writes default values as users write them, and omits the signature of an enumeration."""
+    if isinstance(obj, enum.EnumType):
+        return "", None
+    defaults = {"SMALLEST_SCALE": "2.0**-126", "LARGEST_SCALE": "2.0**126", "4294967296.0": "2.0**32"}
+    for private, public in defaults.items():
+        signature = signature and signature.replace(private, public)
+    return signature, return_annotation
+
+
 def setup(app):
-    """Registers the transform and the conversion with Sphinx."""
+    """Registers the transform and the conversions with Sphinx."""
     app.add_transform(LinkNamesToTheApi)
     app.connect("autodoc-process-docstring", make_fenced_blocks_literal)
+    app.connect("autodoc-process-docstring", show_public_types)
+    app.connect("autodoc-process-signature", show_public_defaults)
