@@ -64,7 +64,7 @@ def apply_if(finite: Any, fn: Callable[..., Any], /, *carry: object) -> Any:
             "apply_if(finite, fn, *carry)."
         )
     if not carry:
-        raise TypeError("carry must hold at least one value, got none. Pass one to fn: apply_if(finite, fn, x).")
+        raise TypeError("carry must hold at least one value, got none. Pass fn's arguments: apply_if(finite, fn, x).")
     check_no_refs(carry, "carry")
     check_no_nnx_objects(
         carry, "carry", "Gate the values: carry nnx.state(model), and write the result back with nnx.update."
