@@ -179,7 +179,7 @@ def warn_if_unsynchronised(axis_name: AxisName, other_axes: AxisName = ()) -> No
     if missing := tuple(name for name in manual_axes(typed=False) if name not in as_axes(other_axes)):
         warn_user(
             f"each device decides independently whether its step was finite: along the mapped axes {missing} JAX's "
-            "types do not show which values differ between devices (jax.pmap, or check_vma=False). Pass "
+            "types do not show what differs between devices (jax.pmap, or check_vma=False). Pass "
             f"axis_name={missing!r} to combine the decisions, or axis_name=() if all devices hold the same values."
         )
 
