@@ -49,7 +49,7 @@ FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL, FLOAT16_MAX = 2.0**-24, 2.0**-14, 655
 _COUNTS = ("nan", "inf", "zero", "underflow", "subnormal")
 
 _STUCK = "{run} consecutive steps were skipped ({total} in total); the loss scale is {scale:g}. "
-_OVERFLOW = f"{_STUCK}In the most recent skip the gradients were not finite; the loss, if passed, was finite. "
+_OVERFLOW = f"{_STUCK}In the most recent skip the gradients were not finite, while the loss, if given, was. "
 _DIAGNOSES = (  # in the order of _diagnoses
     f"{_STUCK}The loss scale is invalid: the state was damaged, in storage or by hand. Restore an older checkpoint.",
     f"{_STUCK}In the most recent skip the loss itself was not finite, before any scaling. No loss scale prevents "
