@@ -27,19 +27,6 @@ CORE_TESTS = [
 nox.options.default_venv_backend = "uv"
 nox.options.error_on_missing_interpreters = True
 nox.options.stop_on_first_error = True
-nox.options.sessions = [
-    "readme_tests",
-    "lint",
-    "docs",
-    "notebooks",
-    "tests_full",
-    "tests_oldest",
-    "tests_forms",
-    "frameworks",
-    "compilers",
-    "wheel",
-    "readme_demo",
-]
 
 
 def install(session, *requirements, until=RELEASES_UNTIL):
@@ -73,13 +60,13 @@ def run_readme_command(session, word, folder):
         session.run("bash", "-euc", commands[0], external=True, env={"PIP_CONSTRAINT": str(pins)})
 
 
-@nox.session(python=False)
+@nox.session(python=False, tags=["tests"])
 def readme_tests(session):
     """Runs the README's test command in a clean clone."""
     run_readme_command(session, "-m pytest", clone(session))
 
 
-@nox.session(python=False)
+@nox.session(python=False, tags=["checks"])
 def readme_demo(session):
     """Runs the README's main command in a clean clone."""
     folder = clone(session)
@@ -88,7 +75,7 @@ def readme_demo(session):
         session.error("the demonstration did not draw its plot")
 
 
-@nox.session(python=OLDEST_PYTHON)
+@nox.session(python=OLDEST_PYTHON, tags=["checks"])
 def lint(session):
     """Checks style, types and spelling."""
     install(session, "-e", ".[dev]")
@@ -100,28 +87,28 @@ def lint(session):
     session.run("pytest", "-q", "--full", "tests/test_package.py")
 
 
-@nox.session(python=OLDEST_PYTHON)
+@nox.session(python=OLDEST_PYTHON, tags=["checks"])
 def docs(session):
     """Builds the site, with warnings as errors."""
     install(session, "-e", ".[docs]")
     session.run("sphinx-build", "-q", "-W", "--keep-going", "-c", "docs", ".", "build/site")
 
 
-@nox.session(python=OLDEST_PYTHON)
+@nox.session(python=OLDEST_PYTHON, tags=["checks"])
 def notebooks(session):
     """Executes the notebooks and compares their outputs."""
     install(session, "-e", ".[notebooks,test]")
     session.run("pytest", "-q", "-n", "2", "--dist", "worksteal", "--full", "tests/test_notebooks.py")
 
 
-@nox.session(python=NEWEST_PYTHON)
+@nox.session(python=NEWEST_PYTHON, tags=["tests"])
 def tests_full(session):
     """Runs all tests with the newest JAX."""
     install(session, "-e", ".[test]")
     session.run("pytest", "-q", "-n", "auto", "--full")
 
 
-@nox.session(python=OLDEST_PYTHON)
+@nox.session(python=OLDEST_PYTHON, tags=["tests"])
 def tests_oldest(session):
     """Runs the default tests with the oldest versions that pyproject.toml allows."""
     project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
@@ -130,7 +117,7 @@ def tests_oldest(session):
     session.run("pytest", "-q", "-n", "auto")
 
 
-@nox.session(python=OLDEST_PYTHON)
+@nox.session(python=OLDEST_PYTHON, tags=["tests"])
 def tests_forms(session):
     """Runs the core tests on a single device, and in the form that programs have on GPUs and TPUs."""
     install(session, "-e", ".[test]")
@@ -139,7 +126,7 @@ def tests_forms(session):
     session.run("pytest", "-q", "-n", "auto", "--default-form", *CORE_TESTS)
 
 
-@nox.session(python=FRAMEWORKS_PYTHON)
+@nox.session(python=FRAMEWORKS_PYTHON, tags=["checks"])
 def frameworks(session):
     """Trains with Tunix, Kauldron and Keras, each in a process of its own, because they configure JAX differently."""
     install(session, "-e", ".[frameworks]")
@@ -148,7 +135,7 @@ def frameworks(session):
         session.run(*command, f"tests/frameworks/test_{name}.py")
 
 
-@nox.session(python=OLDEST_PYTHON)
+@nox.session(python=OLDEST_PYTHON, tags=["checks"])
 @nox.parametrize("device", ["h100", "tpu"])
 def compilers(session, device):
     """Compiles training steps for a device that is not needed."""
@@ -156,7 +143,7 @@ def compilers(session, device):
     session.run("pytest", "-q", "tests/test_compiled.py")
 
 
-@nox.session(python=OLDEST_PYTHON)
+@nox.session(python=OLDEST_PYTHON, tags=["checks"])
 def wheel(session):
     """Builds the package, checks what it contains, and runs its doctests where nothing else is installed."""
     install(session, "build", "twine", "pytest")
@@ -176,14 +163,14 @@ def wheel(session):
             session.run(*command, "--doctest-ignore-import-errors", "--pyargs", "jmpscale")
 
 
-@nox.session(python=NEWEST_PYTHON)
+@nox.session(python=NEWEST_PYTHON, default=False)
 def latest(session):
     """Runs all tests with the latest releases, and fails at warnings of deprecation. It stops no change."""
     install(session, "-e", ".[test]", until=None)
     session.run("pytest", "-q", "-n", "auto", "--full", "-W", "error::DeprecationWarning")
 
 
-@nox.session(python=OLDEST_PYTHON)
+@nox.session(python=OLDEST_PYTHON, default=False)
 def audit(session):
     """Looks up known vulnerabilities of what users install with the package. It needs access to the database."""
     install(session, "pip-audit", ".")
