@@ -9,8 +9,7 @@ import pathlib
 import re
 
 ROOT = pathlib.Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "cpu.json"
-COMPILED = ROOT / "benchmarks" / "results" / "compilers.json"
+RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "costs.md"
 ROWS = {  # the name of the step, and whether it clips
     "clipped": ("clipping only", "yes"),
@@ -24,28 +23,37 @@ ROWS = {  # the name of the step, and whether it clips
     "mpx": ("mpx", "no"),
     "optax apply_if_finite": ("optax `apply_if_finite`", "no"),
 }
-DEVICES = {
-    "H100": "h100, 1 devices, 8 of 2048, batch 32, adamw, float16, gradients in float32",
-    "H100, embedding": "h100, 1 devices, embedding of 32,000 x 1,024, adamw, float32, gradients in float32",
+TIMED = {"H100": "8 of 2048, batch 32, float16", "H100, GPT-2": "language model, float16"}
+COMPILED = {
+    "bytes on H100": "h100, 1 devices, 8 of 2048, batch 32, adamw, float16, gradients in float32",
+    "embedding": "h100, 1 devices, embedding of 32,000 x 1,024, adamw, float32, gradients in float32",
     "TPU v5e": "tpu-v5e, 1 devices, 2 of 8192, batch 32, adamw, bfloat16, gradients in float32",
 }
 MARKS = r"(<!-- steps -->\n).*?(\n<!-- /steps -->)"
 
 
-def table(measured, compiled):
+def read_results():
+    """Returns the arguments of `table`."""
+    return [json.loads((RESULTS / f"{name}.json").read_text()) for name in ("cpu", "gpu", "compilers")]
+
+
+def table(cpu, gpu, compilers):
     """Returns the table as Markdown."""
-    shapes = list(measured["steps"]["figures"].values())
-    compiled = [compiled[name]["figures"] for name in DEVICES.values()]
-    heads = ["step", "clips", "CPU time", *(f"{name}: bytes, temporary" for name in DEVICES)]
+    on_cpu = cpu["steps"]["figures"].values()
+    on_gpu = [gpu["large"]["figures"][name] for name in TIMED.values()]
+    compiled = [compilers[name]["figures"] for name in COMPILED.values()]
+    heads = ["step", "clips", "time on CPU", *(f"time on {name}" for name in TIMED), *COMPILED]
     lines = [_row(heads), "|" + len(heads) * "---|"]
     for name, (title, clips) in ROWS.items():
-        times = " / ".join(f"{methods[name]['ratio']:.2f}" for methods in shapes)
-        lines.append(_row([title, clips, times, *(_memory(figures.get(name)) for figures in compiled)]))
+        times = " / ".join(f"{figures[name]['ratio']:.2f}" for figures in on_cpu)
+        ratios = [_cell(figures, name, "ratio") for figures in on_gpu]
+        traffic = [_cell(figures, name, "traffic_ratio") for figures in compiled]
+        lines.append(_row([title, clips, times, *ratios, *traffic]))
     return "\n".join(lines)
 
 
-def _memory(figures):
-    return f"{figures['traffic_ratio']:.3f}, {figures['temp_bytes'] / 1e6:.0f} MB" if figures else "-"
+def _cell(figures, name, ratio):
+    return f"{figures[name][ratio]:.3f}" if name in figures else "-"
 
 
 def _row(cells):
@@ -61,7 +69,7 @@ def rewrite(text, new):
 
 def main():
     """Rewrites the page's table, and prints it."""
-    new = table(*(json.loads(path.read_text()) for path in (RESULTS, COMPILED)))
+    new = table(*read_results())
     print(new)
     PAGE.write_text(rewrite(PAGE.read_text(), new))
 

@@ -1,11 +1,15 @@
 """Runs the Python blocks of the documentation as a reader pastes them into a notebook: in order, in one namespace."""
 
 import collections.abc
+import functools
 import itertools
+import json
 import pathlib
 import re
 
-DOCS = pathlib.Path(__file__).parent.parent / "docs"
+ROOT = pathlib.Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+TEXTS = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "notebooks").glob("*.ipynb")])
 PAGES = sorted(str(path.relative_to(DOCS).with_suffix("")) for path in DOCS.rglob("*.md") if "_build" not in path.parts)
 _HEADING_OR_BLOCK = re.compile(r"^##+ +(.+?) *$|^```(python|text)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 
@@ -21,6 +25,35 @@ def blocks(page):
         elif found:
             found[-1] = (*found[-1][:2], code)
     return found
+
+
+@functools.cache
+def _markdown(path):
+    """Returns the text of a page or notebook without its code."""
+    text = path.read_text()
+    if path.suffix == ".ipynb":
+        cells = json.loads(text)["cells"]
+        text = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def links(path):
+    """Returns the targets of the links and pictures of a page or notebook."""
+    return re.findall(r"\]\(([^)\s]+)\)", _markdown(path))
+
+
+def resolves(path, target):
+    """Tests whether a relative link leads to a file, and its anchor to a heading."""
+    name, _, anchor = target.partition("#")
+    target = (path.parent / name).resolve() if name else path
+    return target.is_file() and (not anchor or anchor in _anchors(target))
+
+
+def _anchors(path):
+    """Returns the anchors of the headings as code hosts make them: in lower case, without punctuation."""
+    headings = re.findall(r"^#+ +(.+?) *$", _markdown(path), flags=re.MULTILINE)
+    texts = (re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading) for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in texts}
 
 
 def run(code, name, namespace):

@@ -136,5 +136,4 @@ def test_programs_bytes_of(kind, size):
 
 def test_table_on_the_page_shows_the_results():
     page = table.PAGE.read_text()
-    measured, compiled = (json.loads(path.read_text()) for path in (table.RESULTS, table.COMPILED))
-    assert table.rewrite(page, table.table(measured, compiled)) == page
+    assert table.rewrite(page, table.table(*table.read_results())) == page
