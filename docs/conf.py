@@ -1,7 +1,9 @@
-"""The documentation site, built from the root: `sphinx-build -W -c docs . build/site`. It includes the notebooks."""
+"""The documentation site: `sphinx-build -W -c docs . build/site` builds it."""
 
 import enum
+import pathlib
 import re
+import tomllib
 
 from docutils import nodes
 from sphinx import addnodes
@@ -15,12 +17,17 @@ project = "jmpscale"
 author = "the jmpscale developers"
 version = release = jmpscale.__version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+]
 root_doc = "docs/index"
 include_patterns = ["docs/**.md", "notebooks/*.ipynb", "CHANGELOG.md"]
 exclude_patterns = ["**/_build/**", ".venv/**", "build/**"]
 
-nb_execution_mode = "off"  # the committed outputs are shown; a test executes the notebooks
+nb_execution_mode = "off"  # the committed outputs are shown
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 suppress_warnings = ["myst.strikethrough"]
@@ -28,7 +35,7 @@ suppress_warnings = ["myst.strikethrough"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the docstrings also give shapes and units
 autodoc_preserve_defaults = True  # 2.0**32, not 4294967296.0
-python_maximum_signature_line_length = 36  # longer signatures have one argument on each line
+python_maximum_signature_line_length = 36  # longer ones have an argument on each line
 toc_object_entries_show_parents = "hide"
 napoleon_google_docstring = True
 napoleon_use_rtype = False
@@ -36,53 +43,83 @@ default_role = "code"  # docstrings write `code`, as Markdown does
 
 html_theme = "furo"
 html_title = "jmpscale"
+html_static_path = ["static"]
+html_css_files = ["code.css"]
+pyproject = pathlib.Path(__file__).parents[1] / "pyproject.toml"
+urls = tomllib.loads(pyproject.read_text())["project"].get("urls", {})
+if "Repository" in urls:
+    html_theme_options = {
+        "source_repository": urls["Repository"],
+        "source_branch": "main",
+        "source_directory": "",
+    }
 html_extra_path = ["site_root"]  # an index.html that redirects to docs/index.html
 
 PUBLIC = {name: f"jmpscale.{name}" for name in jmpscale.__all__}
 for module in (jmpscale.testing, jmpscale.plots):
     for name, value in vars(module).items():
-        if getattr(value, "__module__", "") == module.__name__ and not name.startswith("_"):
-            PUBLIC[f"{module.__name__.removeprefix('jmpscale.')}.{name}"] = f"{module.__name__}.{name}"
-PUBLIC |= {name.removeprefix("testing."): target for name, target in PUBLIC.items() if name.startswith("testing.")}
+        if getattr(value, "__module__", "") == module.__name__ and not name.startswith(
+            "_"
+        ):
+            PUBLIC[f"{module.__name__.removeprefix('jmpscale.')}.{name}"] = (
+                f"{module.__name__}.{name}"
+            )
+PUBLIC |= {
+    name.removeprefix("testing."): target
+    for name, target in PUBLIC.items()
+    if name.startswith("testing.")
+}
 
 
 class LinkNamesToTheApi(SphinxTransform):
-    """Makes every `name` or `jmpscale.name(...)` of the public API that is written as code a link to its description.
+    """Links every name of the public API that is written as code to its description.
 
-    The pages stay plain Markdown, which every viewer renders. In a description, the names of its own object and of its
-    arguments stay code.
+    The pages stay plain Markdown, which every viewer renders. In the description of an
+    object, its own name and the names of its arguments stay code.
     """
 
     default_priority = 500
 
     def apply(self, **kwargs):
-        """Wraps the code in a reference that Sphinx resolves, except in headings and links."""
+        """Wraps the code in a reference, except in headings and links."""
         for code in list(self.document.findall(nodes.literal)):
-            found = re.fullmatch(r"(?:jmpscale\.)?([\w.]+?)(?:\(.*\))?", code.astext(), flags=re.DOTALL)
+            found = re.fullmatch(
+                r"(?:jmpscale\.)?([\w.]+?)(?:\(.*\))?", code.astext(), flags=re.DOTALL
+            )
             target = PUBLIC.get(found[1]) if found else None
             if target in self._local_names(code):
                 continue
-            if target and not isinstance(code.parent, nodes.title | nodes.reference | addnodes.pending_xref):
+            if target and not isinstance(
+                code.parent, nodes.title | nodes.reference | addnodes.pending_xref
+            ):
                 link = addnodes.pending_xref(
-                    "", refdomain="py", reftype="obj", reftarget=target, refexplicit=True, refwarn=True
+                    "",
+                    refdomain="py",
+                    reftype="obj",
+                    reftarget=target,
+                    refexplicit=True,
+                    refwarn=True,
                 )
                 code.replace_self(link)
                 link += code
 
     def _local_names(self, node):
-        """Returns the full names of the objects that a node describes, and those that their arguments hide."""
+        """Returns the names that the descriptions around a node document or hide."""
         names = set()
         while node := node.parent:
             if isinstance(node, addnodes.desc):
                 for signature in node.findall(addnodes.desc_signature):
                     names.add(f"{signature['module']}.{signature['fullname']}")
                     for parameters in signature.findall(addnodes.desc_parameterlist):
-                        names |= {f"jmpscale.{name.astext()}" for name in parameters.findall(addnodes.desc_sig_name)}
+                        names |= {
+                            f"jmpscale.{name.astext()}"
+                            for name in parameters.findall(addnodes.desc_sig_name)
+                        }
         return names
 
 
 def make_fenced_blocks_literal(app, what, name, obj, options, lines):
-    """Converts the fenced blocks of a docstring, which are Markdown, to literal blocks."""
+    """Converts the fenced blocks of a docstring to literal blocks."""
     converted, fenced = [], False
     for line in lines:
         if line.startswith("```"):
@@ -94,15 +131,24 @@ def make_fenced_blocks_literal(app, what, name, obj, options, lines):
 
 
 def show_public_types(app, what, name, obj, options, lines):
-    """Replaces the private modules in the types of attributes by the names that users know."""
-    lines[:] = [line.replace("jax.jaxlib._jax.Array", "jax.Array").replace("jmpscale._state.", "") for line in lines]
+    """Replaces private names in the types of attributes by public ones."""
+    lines[:] = [
+        line.replace("jax.jaxlib._jax.Array", "jax.Array").replace(
+            "jmpscale._state.", ""
+        )
+        for line in lines
+    ]
 
 
 def show_public_defaults(app, what, name, obj, options, signature, return_annotation):
-    """Writes default values as users write them, and omits the signature of an enumeration."""
+    """Writes defaults as users do, and omits the signature of an enumeration."""
     if isinstance(obj, enum.EnumType):
         return "", None
-    defaults = {"SMALLEST_SCALE": "2.0**-126", "LARGEST_SCALE": "2.0**126", "4294967296.0": "2.0**32"}
+    defaults = {
+        "SMALLEST_SCALE": "2.0**-126",
+        "LARGEST_SCALE": "2.0**126",
+        "4294967296.0": "2.0**32",
+    }
     for private, public in defaults.items():
         signature = signature and signature.replace(private, public)
     return signature, return_annotation

@@ -1,6 +1,5 @@
 """The benchmarks compare methods that do the same work, and read compiled programs correctly. Nothing is timed."""
 
-import json
 import pathlib
 import sys
 

@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -38,6 +39,13 @@ def test_skip_reason_has_the_values_of_checkpoints():
 def test_api_page_lists_the_public_names():
     page = (ROOT / "docs" / "api.md").read_text()
     assert sorted(re.findall(r"^\.\. auto(?:function|class):: (\w+)$", page, flags=re.MULTILINE)) == jmpscale.__all__
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_page_gives_the_address_of_the_repository_once_it_is_set(page):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    addresses = re.findall(r"git\+(https?://[^\s\"'`)]+)", (ROOT / page).read_text())
+    assert set(addresses) == {project["urls"]["Repository"]} if "urls" in project else not addresses
 
 
 @pytest.mark.parametrize("name", jmpscale.__all__)
