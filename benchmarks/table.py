@@ -25,9 +25,9 @@ ROWS = {  # the name of the step, and whether it clips
 }
 TIMED = {"H100": "8 of 2048, batch 32, float16", "H100, GPT-2": "language model, float16"}
 COMPILED = {
-    "bytes on H100": "h100, 1 devices, 8 of 2048, batch 32, adamw, float16, gradients in float32",
-    "embedding": "h100, 1 devices, embedding of 32,000 x 1,024, adamw, float32, gradients in float32",
-    "TPU v5e": "tpu-v5e, 1 devices, 2 of 8192, batch 32, adamw, bfloat16, gradients in float32",
+    "bytes: H100": "h100, 1 devices, 8 of 2048, batch 32, adamw, float16, gradients in float32",
+    "bytes: H100, embedding": "h100, 1 devices, embedding of 32,000 x 1,024, adamw, float32, gradients in float32",
+    "bytes: TPU v5e": "tpu-v5e, 1 devices, 2 of 8192, batch 32, adamw, bfloat16, gradients in float32",
 }
 MARKS = r"(<!-- steps -->\n).*?(\n<!-- /steps -->)"
 
@@ -42,7 +42,7 @@ def table(cpu, gpu, compilers):
     on_cpu = cpu["steps"]["figures"].values()
     on_gpu = [gpu["large"]["figures"][name] for name in TIMED.values()]
     compiled = [compilers[name]["figures"] for name in COMPILED.values()]
-    heads = ["step", "clips", "time on CPU", *(f"time on {name}" for name in TIMED), *COMPILED]
+    heads = ["step", "clips", "time: CPU", *(f"time: {name}" for name in TIMED), *COMPILED]
     lines = [_row(heads), "|" + len(heads) * "---|"]
     for name, (title, clips) in ROWS.items():
         times = " / ".join(f"{figures[name]['ratio']:.2f}" for figures in on_cpu)

@@ -42,9 +42,11 @@ napoleon_use_rtype = False
 default_role = "code"  # docstrings write `code`, as Markdown does
 
 html_theme = "furo"
+pygments_style = "default"  # shows diffs in red and green
+pygments_dark_style = "monokai"
 html_title = "jmpscale"
 html_static_path = ["static"]
-html_css_files = ["code.css"]
+html_css_files = ["narrow.css"]
 pyproject = pathlib.Path(__file__).parents[1] / "pyproject.toml"
 urls = tomllib.loads(pyproject.read_text())["project"].get("urls", {})
 if "Repository" in urls:
