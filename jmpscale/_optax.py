@@ -111,6 +111,7 @@ def with_loss_scaling(
     def init(params: optax.Params) -> Any:
         register_with_flax()
         _warn_if_inside_multi_steps()
+        _warn_if_masked(params)
         scaler = jax.tree.map(jnp.array, initial)
         inner_state = tx.init(params if _is_disabled(scaler) else _widen(params))
         return LossScalingState(scaler, inner_state, None if max_norm is None else jnp.zeros((), jnp.float32))
@@ -184,6 +185,16 @@ def _warn_if_inside_multi_steps() -> None:
             "with_loss_scaling is inside optax.MultiSteps: after one overflow its accumulated gradients stay NaN, and "
             "every later step is skipped. Place it outside: with_loss_scaling(optax.MultiSteps(tx, k)). If a training "
             "loop adds MultiSteps itself, turn its gradient accumulation off."
+        )
+
+
+def _warn_if_masked(params: optax.Params) -> None:
+    """Warns if the wrapper does not see all parameters, because it neither checks nor skips the rest."""
+    if find_instances(params, optax.MaskedNode):
+        warn_user(
+            "with_loss_scaling is inside optax.masked or optax.partition: it checks only some of the gradients, and "
+            "does not skip the updates of the other parameters. Place it outside: with_loss_scaling(optax.masked(tx, "
+            "mask))."
         )
 
 

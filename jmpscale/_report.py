@@ -37,7 +37,7 @@ from jmpscale._tree import (
     check_one_scaler,
     check_scaler,
     find_instances,
-    get_scaler,
+    find_scaler,
     is_gradient,
     is_inexact,
     is_traced,
@@ -87,7 +87,7 @@ def metrics(holder: PyTree) -> dict[str, jax.Array]:
     >>> {name: float(value) for name, value in metrics(dynamic(8.0)).items() if "scale" in name}
     {'loss_scale': 8.0}
     """
-    scaler = get_scaler(holder)
+    scaler = find_scaler(holder, "holder")
     check_scaler(scaler)
     values = {name: getattr(scaler, name) for name in ARRAY_FIELDS}
     for state in find_instances(holder, LossScalingState):
@@ -386,7 +386,7 @@ def raise_if_stuck(holder: PyTree, *, max_consecutive_skips: int) -> None:
     >>> from jmpscale import dynamic
     >>> raise_if_stuck(dynamic(), max_consecutive_skips=20)
     """
-    state = get_scaler(holder)
+    state = find_scaler(holder, "holder")
     check_one_scaler(state, "holder")
     stuck = state.consecutive_skips > check_count("max_consecutive_skips", max_consecutive_skips)
     numbers = {"scale": state.loss_scale, "run": state.consecutive_skips, "total": state.skipped}

@@ -23,8 +23,8 @@ from jmpscale._tree import (
     check_no_refs,
     check_one_scaler,
     find_instances,
+    find_scaler,
     flatten_matching,
-    get_scaler,
     is_array,
     is_gradient,
     is_inexact,
@@ -103,7 +103,7 @@ def value_and_grad(
     options = {} if isinstance(argnums, int) and argnums == 0 else {"argnums": argnums}
 
     def value_and_grad_fun(holder: PyTree, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        state = get_scaler(holder)
+        state = find_scaler(holder, "holder")
         check_one_scaler(state, "holder")
         if transform is jax.value_and_grad:
             _check_differentiable(args, argnums)
@@ -233,7 +233,7 @@ def _read_loss_scale(scale: Any, args: Any, kwargs: Any) -> jax.Array | None:
         if jnp.shape(value) != () or not jnp.issubdtype(value.dtype, jnp.floating):
             raise TypeError(f"scale must be a floating-point scalar, got {describe(value)}. Pass the loss scale.")
     else:
-        state = static(holder) if isinstance(holder, (int, float)) else get_scaler(holder)
+        state = static(holder) if isinstance(holder, (int, float)) else find_scaler(holder, "scale")
         check_one_scaler(state, "scale")
         if state.config.mode == "disabled":
             return None

@@ -149,18 +149,23 @@ def get_scaler(tree: PyTree) -> ScalerState:
     >>> float(get_scaler({"model": 1.0, "scaler": dynamic(8.0)}).loss_scale)
     8.0
     """
-    return unwrap_arrays(_only_scaler(tree))
+    return find_scaler(tree, "tree")
 
 
-def unwrap_arrays(scaler: ScalerState) -> ScalerState:
+def find_scaler(tree: PyTree, name: str) -> ScalerState:
+    """Returns the only scaler in a tree, unwrapped; `name` is the argument that errors name."""
+    return unwrap_arrays(_only_scaler(tree, name), name)
+
+
+def unwrap_arrays(scaler: ScalerState, name: str) -> ScalerState:
     """Returns a scaler with its arrays taken out of the containers that Flax NNX puts around them."""
     arrays = {name: jax.tree.leaves(getattr(scaler, name)) for name in ARRAY_FIELDS}
-    if empty := [name for name, leaves in arrays.items() if not leaves]:
+    if empty := [field for field, leaves in arrays.items() if not leaves]:
         raise ValueError(
-            f"tree must contain a ScalerState with its arrays, got one without {empty[0]}. A filter has removed it; "
+            f"{name} must contain a ScalerState with its arrays, got one without {empty[0]}. A filter has removed it; "
             "pass the unfiltered tree."
         )
-    return scaler._replace(**{name: leaves[0] for name, leaves in arrays.items()})
+    return scaler._replace(**{field: leaves[0] for field, leaves in arrays.items()})
 
 
 def replace_scaler(tree: Tree, scaler: ScalerState) -> Tree:
@@ -182,7 +187,7 @@ def replace_scaler(tree: Tree, scaler: ScalerState) -> Tree:
     8.0
     """
     check_one_scaler(scaler, "scaler")
-    old = _only_scaler(tree)
+    old = _only_scaler(tree, "tree")
 
     def wrap(name: str) -> Any:
         # Copied, so that donating the tree does not delete the caller's scaler.
@@ -197,13 +202,13 @@ def _is_scaler(x: object) -> bool:
     return isinstance(x, ScalerState)
 
 
-def _only_scaler(tree: PyTree) -> ScalerState:
+def _only_scaler(tree: PyTree, name: str) -> ScalerState:
     register_with_flax()
     found = find_instances(tree, ScalerState)
     if len(found) != 1:
         raise ValueError(
-            f"tree must contain exactly one ScalerState, found {len(found)} in a {type(tree).__name__}. Pass a scaler, "
-            "the optimizer state of with_loss_scaling, or the part of a tree that contains the scaler."
+            f"{name} must contain exactly one ScalerState, found {len(found)} in a {type(tree).__name__}. Pass a "
+            "scaler, the optimizer state of with_loss_scaling, or the part of a tree that contains the scaler."
         )
     return found[0]
 

@@ -28,6 +28,7 @@ BATCH = jax.tree.map(lambda x: np.stack([x, x]), STATE)
 LOSS, TRUE, FLAGS, INTS = jnp.float32(1.0), jnp.array(True), jnp.array([True, False]), np.zeros(2, np.int32)
 W32, W16, W8 = jnp.ones(2), jnp.ones(2, jnp.float16), jnp.ones(2, jnp.float8_e4m3fn)
 GRADS = {"w": jnp.ones(3), "b": jnp.ones(2)}
+MASK = {"w": True, "b": False}
 BIG = {f"layer_{i}": {"kernel": np.full((30, 30), 1 / 3, np.float32), "bias": np.zeros(9)} for i in range(100)}
 ADAM = optax.adam(1e-3)
 TX = jmpscale.with_loss_scaling(ADAM)
@@ -150,26 +151,28 @@ def test_scaler_is_required(name):
         call(BATCH)
 
 
-TAKE_HOLDER = {  # the call, and the name of the argument if a batch of scalers is refused
-    "get_scaler": (jmpscale.get_scaler, None),
-    "metrics": (jmpscale.metrics, None),
-    "raise_if_stuck": (lambda h: jmpscale.raise_if_stuck(h, max_consecutive_skips=1), "holder"),
-    "value_and_grad": (lambda h: jmpscale.value_and_grad(_sum)(h, GRADS), "holder"),
-    "loss_scaled": (lambda h: jmpscale.loss_scaled(_sum, lambda _: h)(GRADS), "scale"),
+TAKE_HOLDER = {  # the call, the name of the argument, and whether a batch of scalers is accepted
+    "get_scaler": (jmpscale.get_scaler, "tree", True),
+    "metrics": (jmpscale.metrics, "holder", True),
+    "raise_if_stuck": (lambda h: jmpscale.raise_if_stuck(h, max_consecutive_skips=1), "holder", False),
+    "value_and_grad": (lambda h: jmpscale.value_and_grad(_sum)(h, GRADS), "holder", False),
+    "loss_scaled": (lambda h: jmpscale.loss_scaled(_sum, lambda _: h)(GRADS), "scale", False),
 }
 
 
 @pytest.mark.parametrize("name", TAKE_HOLDER)
 def test_holder_of_one_scaler_is_required(name):
-    call, argument = TAKE_HOLDER[name]
-    for call_with in (call, lambda holder: jmpscale.replace_scaler(holder, STATE)):
-        with pytest.raises(ValueError, match=r"tree must contain exactly one ScalerState, found 0 in a dict\. Pass a"):
+    call, argument, accepts_batch = TAKE_HOLDER[name]
+    for call_with, named in ((call, argument), (lambda holder: jmpscale.replace_scaler(holder, STATE), "tree")):
+        words = rf"{named} must contain exactly one ScalerState, found 0 in a dict\. Pass a"
+        with pytest.raises(ValueError, match=words):
             call_with(GRADS)
         with pytest.raises(ValueError, match="exactly one ScalerState, found 2 in a list"):
             call_with([STATE, {"b": STATE}])
-    with pytest.raises(ValueError, match=r"without loss_scale\. A filter has removed it; pass the unfiltered tree"):
+    words = rf"{argument} must contain .* without loss_scale\. A filter has removed it; pass the unfiltered tree"
+    with pytest.raises(ValueError, match=words):
         call(jax.tree.map(lambda _: None, OPT_STATE))
-    if argument is None:
+    if accepts_batch:
         call((BATCH, 1))
     else:
         with pytest.raises(ValueError, match=rf"{argument} must hold one scaler, got .*shape \(2,\)"):
@@ -442,6 +445,7 @@ WARNINGS = {
     "loss_scaled-constant": (lambda: _traced(_grad(W32, scale=STATE)), "constant of the compiled program...Pass"),
     "loss_scaled-function": (lambda: _traced(_grad(W32, scale=lambda _: LOSS)), "constant of the compiled program"),
     "multi_steps": (lambda: optax.MultiSteps(TX, 2).init(GRADS), "inside optax.MultiSteps...Place it outside: with_"),
+    "masked": (lambda: optax.masked(TX, MASK).init(GRADS), "inside optax.masked...Place it outside: with_"),
     "axis-missing": (lambda: _per_device(jmpscale.all_finite), "axes ('d',)...axis_name=('d',) ...axis_name=()"),
 }
 
@@ -532,6 +536,7 @@ ACCEPTED = {
     "max_norm-small": _wrap(ADAM, max_norm=SMALLEST),
     "max_norm-large": _wrap(ADAM, max_norm=LARGEST),
     "multi_steps-inside": lambda: _wrap(optax.MultiSteps(ADAM, 2))().init(GRADS),
+    "masked-inside": lambda: _wrap(optax.masked(ADAM, MASK))().init(GRADS),
     "optax_step-multi_steps": lambda: jmpscale.optax_step(optax.MultiSteps(ADAM, 2), GRADS),
     "from_torch-tracker": _torch(_growth_tracker=0),
     "from_torch-below": _torch({"min_scale": 2.0}, scale=2 - ULP),

@@ -514,6 +514,7 @@ def test_with_loss_scaling_around_multi_steps_drops_the_micro_batch(as_object):
     assert (scaler.skipped, scaler.loss_scale) == (2, 2.0)
 
 
+@pytest.mark.filterwarnings("ignore:with_loss_scaling is inside optax.masked")
 @pytest.mark.parametrize(
     "part",
     [
