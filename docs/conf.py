@@ -45,8 +45,9 @@ html_theme = "furo"
 pygments_style = "default"  # shows diffs in red and green
 pygments_dark_style = "monokai"
 html_title = "jmpscale"
+html_show_copyright = False
 html_static_path = ["static"]
-html_css_files = ["narrow.css"]
+html_css_files = ["wrap.css"]
 pyproject = pathlib.Path(__file__).parents[1] / "pyproject.toml"
 urls = tomllib.loads(pyproject.read_text())["project"].get("urls", {})
 if "Repository" in urls:
