@@ -27,7 +27,7 @@ import jmpscale
 SEQUENCES, LENGTH, WIDTH, HEADS, LAYERS = 16, 64, 64, 4, 2
 SHARD_TOKENS = SEQUENCES * LENGTH  # in each step
 LEARNING_RATE, WARMUP_STEPS = 3e-3, 50
-GROWTH_INTERVAL = 40  # instead of 2000, because the training is short
+GROWTH_INTERVAL = 40  # instead of 2000, because the runs are short
 MAX_TEXT, MIN_TEXT, MAX_ALPHABET = 2**21, 4096, 512  # characters
 SAMPLE_LENGTH, SHOWN_LENGTH, TEMPERATURE = 400, 190, 0.6
 AVERAGED_STEPS, SMOOTHING, PROGRESS_STEPS = 100, 10, 200
@@ -41,9 +41,9 @@ NO_PERTURBATIONS: Mapping[str, Any] = collections.defaultdict(float)
 
 
 class Run(NamedTuple):
-    """The result of one training."""
+    """The result of one training run."""
 
-    history: dict[str, np.ndarray]  # the loss, the share of gradients that are zero, and the scaler's metrics, by step
+    history: dict[str, np.ndarray]  # the loss, the fraction of zero gradients, and the scaler's metrics, by step
     seconds_per_step: float
     sample: str  # text written by the trained model
     activation_grads: dict[str, jax.Array]  # of the final parameters, unscaled, in float32
@@ -78,7 +78,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 def predict(params: Any, tokens: Any, dtype: Any, perturbations: Mapping[str, Any] = NO_PERTURBATIONS) -> jax.Array:
     """Computes the logits of the next character, f32[sequences, LENGTH, characters], in `dtype`.
 
-    `perturbations` are added to the activations: the gradients with respect to them are those of the activations.
+    `perturbations` are added to the activations, so their gradients are the gradients of the activations.
     """
     w = {name: x.astype(dtype) for name, x in params.items()}
     h = w["embed"][tokens] + w["position"] + perturbations["embed"]
@@ -90,7 +90,7 @@ def predict(params: Any, tokens: Any, dtype: Any, perturbations: Mapping[str, An
 
 
 def zero_perturbations(characters: int, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
-    """Returns the perturbations that change nothing."""
+    """Returns perturbations of zero."""
     widths = {"embed": WIDTH, "logits": characters} | {f"layer_{n}/mlp": 4 * WIDTH for n in range(LAYERS)}
     return {name: jnp.zeros((SEQUENCES, LENGTH, width), dtype) for name, width in widths.items()}
 
@@ -100,7 +100,7 @@ def shard_loss(
 ) -> jax.Array:
     """Computes the loss of one shard of a batch of `batch_tokens` tokens.
 
-    The gradients of all shards add up to those of the mean loss over the batch.
+    The gradients of all shards add up to the gradients of the mean loss over the batch.
     """
     logits = predict(params, batch[:, :-1], dtype, perturbations)
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).sum() / batch_tokens
@@ -122,7 +122,7 @@ def sample(params: Any, prompt: Any, seed: int, dtype: Any) -> jax.Array:
 
 
 def train(name: str, text: tuple[Any, Any], steps: int, batch_tokens: int, seed: int) -> Run:
-    """Trains the model in one of the ways of `RUNS` on an encoded text."""
+    """Trains the model on an encoded text; `name` is one of `RUNS`."""
     (alphabet, tokens), dtype = text, jnp.dtype(name.removesuffix(", jmpscale"))
     scaler = jmpscale.dynamic(growth_interval=GROWTH_INTERVAL) if "jmpscale" in name else jmpscale.disabled()
     schedule = optax.warmup_cosine_decay_schedule(1e-4, LEARNING_RATE, min(WARMUP_STEPS, steps // 4), steps)
@@ -191,7 +191,7 @@ def plot(runs: Mapping[str, Run], batch_tokens: int) -> Any:
 
 
 def _plot_losses(runs: Mapping[str, Run], axis: Any) -> None:
-    # The curves of float32 and bfloat16 would be hidden below that of jmpscale.
+    # The curve of jmpscale would hide the curves of float32 and bfloat16.
     styles: dict[str, Any] = {"float32": {"linewidth": 8}, "bfloat16": {"linestyle": ":"}}
     for name, run in runs.items():
         loss = run.history["loss"]
@@ -272,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     runs = {name: train(name, text, options.steps, options.batch_tokens, options.seed) for name in RUNS}
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # characters that the terminal does not know
+        sys.stdout.reconfigure(errors="replace")  # characters that the terminal cannot print
     print(format_table(runs))
     plot(runs, options.batch_tokens).savefig(options.output, format="png", dpi=110)
     print(f"\nwrote {options.output}")

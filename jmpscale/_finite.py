@@ -1,9 +1,9 @@
-"""Whether a tree is finite, on all devices.
+"""Tests whether a tree is finite, on all devices.
 
 Each element is tested. A maximum does not suffice, because XLA's maximum on CPU loses NaN in arrays of 4,096 elements
 or more, and neither does a sum, because finite values may add up to infinity.
 
-This module knows arrays, mapped axes and collectives; it knows no scaler.
+This module handles arrays, mapped axes and collectives; it never reads a scaler.
 """
 
 import inspect
@@ -76,8 +76,8 @@ def _all_leaves_finite(leaves: list[Any]) -> jax.Array:
 def _all_leaves_finite_default(leaves: list[jax.Array]) -> jax.Array:
     """Counts the non-finite values: a sum of zeros and ones is zero if and only if all of them are.
 
-    XLA partitions plain sums over devices and, on TPU, fuses them with those of a global norm; it does neither with
-    `all(isfinite(x))`. The zeros are negative because XLA on GPUs merges equal constants: positive ones would be
+    XLA partitions plain sums over devices and, on TPU, fuses them with the sums of a global norm; it does neither with
+    `all(isfinite(x))`. The zeros are negative because XLA on GPUs merges equal constants: positive zeros would be
     merged with the zeros that an embedding's gradient starts from, and written to memory.
     """
     zero, one = np.float32(-0.0), np.float32(1)
@@ -150,8 +150,8 @@ def axes_to_reduce(x: jax.Array, axis_name: AxisName) -> tuple[Any, ...]:
     varying = varying_axes(x)
     if axis_name is None:
         return tuple(sorted(varying))
-    # Along a typed axis JAX's types show whether the value varies; if it does not, JAX may refuse to reduce it. Along
-    # an untyped axis only a collective can tell.
+    # Along a typed axis JAX's types show whether the value varies, and JAX may raise if a value that does not vary is
+    # reduced. Along an untyped axis the types show nothing, so the value is always reduced.
     return tuple(name for name in as_axes(axis_name) if not varying_axes(_axis_index(name)) or name in varying)
 
 
@@ -173,7 +173,7 @@ def _axis_index(name: Any) -> jax.Array:
 
 
 def warn_if_unsynchronised(axis_name: AxisName, other_axes: AxisName = ()) -> None:
-    """Warns if devices would decide independently although the user has not asked for that."""
+    """Warns if devices would decide independently although the user has not requested it."""
     if axis_name is not None:
         return
     if missing := tuple(name for name in manual_axes(typed=False) if name not in as_axes(other_axes)):
@@ -185,7 +185,7 @@ def warn_if_unsynchronised(axis_name: AxisName, other_axes: AxisName = ()) -> No
 
 
 def manual_axes(typed: bool) -> tuple[str, ...]:
-    """Returns the manual mesh axes around this call along which JAX's types show, or do not show, what varies."""
+    """Returns the manual mesh axes around this call along which JAX's types show variation, or the other ones."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     return tuple(name for name in axes if bool(varying_axes(jax.lax.axis_index(name))) == typed)
 
@@ -209,7 +209,8 @@ def varying_axes(x: Any) -> frozenset[str]:
 def _unreduced_axes(leaf: Any) -> frozenset[str]:
     if not is_inexact(leaf):
         return frozenset()
-    # Inside a shard_map the type shows it; under jit with Explicit axes the sharding. JAX before 0.10 has neither.
+    # Inside a shard_map the type has these axes; under jit with Explicit axes the sharding has them. JAX before 0.10
+    # has neither attribute.
     aval = jax.typeof(leaf)
     manual = getattr(aval, "manual_axis_type", None)
     spec = getattr(getattr(aval, "sharding", None), "spec", None)

@@ -1,8 +1,8 @@
 """The gate: a step is applied, or everything keeps its value bit for bit.
 
-On CPU the gate is a branch, because a select costs a pass over the whole training state. On every other platform it is
-a select, because XLA copies what passes through a branch, waits for the host to read the flag, and may lose shardings.
-The platform is that for which the program is lowered.
+On CPU the gate is a branch, because a select costs a pass over the whole training state. On every other platform the
+gate is a select, because XLA copies the values that pass through a branch, waits for the host to read the flag, and may
+lose shardings. The platform is the one for which the program is lowered.
 """
 
 import functools
@@ -118,7 +118,7 @@ class GatedTree:
         return [None if not is_array(old) and _is_unchanged(old, new) else jnp.asarray(new) for old, new in pairs]
 
     def keep(self, like: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-        """Returns the original arrays, and as arrays the Python numbers that the step changes."""
+        """Returns the original arrays; Python numbers that the step changes become arrays."""
         triples = zip(like, arrays, self._leaves, strict=True)
         return [full_like(new, leaf) if array is None and new is not None else array for new, array, leaf in triples]
 
@@ -135,10 +135,10 @@ def gate(
     Args:
       flag: bool[].
       step: returns a new value for each operand: a pytree of arrays, of the same structure.
-      keep: `keep(like, *operands)` returns the operands with the types of the step's result. `like` shows them: it is
-        the result, or its `jax.ShapeDtypeStruct`s.
+      keep: `keep(like, *operands)` returns the operands with the types of the step's result. `like` is the result, or
+        its `jax.ShapeDtypeStruct`s.
       *operands: pytrees of arrays. Everything else must be closed over.
-      sanitize: maps the operands to those of a step that runs although its result may be discarded.
+      sanitize: returns the operands for a step that runs although its result may be discarded.
     """
     if not is_traced(flag):
         return step(*operands) if flag else operands
@@ -160,8 +160,9 @@ def gate(
 def _branch_is_possible(flag: jax.Array) -> bool:
     """Tests whether JAX can type a branch on this flag.
 
-    It cannot where the flag varies over manual axes, because the results of a branch do not, and not under `jax.vmap`
-    on a mesh with Explicit axes. JAX traces the forms for all platforms, so the branch must then be avoided on each.
+    JAX cannot type a branch if the flag varies over manual axes, because the results of a branch do not vary, nor under
+    `jax.vmap` on a mesh with Explicit axes. JAX traces the forms for all platforms, so the branch must then be avoided
+    on every platform.
     """
     explicit = jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
     return not (explicit or varying_axes(flag))
@@ -178,7 +179,7 @@ def full_like(like: Any, value: Any) -> jax.Array:
 
 def _where(flag: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     out = jnp.where(flag, new, old)
-    # A select of scalars in host memory is in device memory.
+    # The result of a select of scalars in host memory is in device memory.
     space = getattr(jax.typeof(old), "memory_space", None)
     return out if space == getattr(jax.typeof(out), "memory_space", None) else jax.device_put(out, space)
 

@@ -1,4 +1,4 @@
-"""Loss scaling as an optax gradient transformation. The only module that knows optax."""
+"""Loss scaling as an optax gradient transformation. Only this module and the demonstration use optax."""
 
 import functools
 import inspect
@@ -139,7 +139,7 @@ def with_loss_scaling(
         loss = extra_args.get("value", extra_args.get("loss"))
         decision_axes = _decision_axes(axis_name, norm_axis_name)
         finite, loss_finite = all_reduce_outcome(_is_finite(grads, norm), loss, decision_axes)
-        if "grad" in extra_args:  # by optax's convention the gradients again
+        if "grad" in extra_args:  # by optax's convention, the same gradients
             extra_args["grad"] = _zero_nonfinite(extra_args["grad"])
         gated_step = functools.partial(step, params=_widen(params))
         updates, inner_state = _update_if(finite, gated_step, grads, state.inner_state)
@@ -156,9 +156,9 @@ def _check_transformation(tx: Any, name: str, remedy: str) -> None:
 
 
 def _with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
-    """Returns a transformation that accepts any extra argument and passes on those that `tx` takes.
+    """Returns a transformation that accepts any extra argument and passes to `tx` only the arguments that `tx` takes.
 
-    optax does this for its own class. Others, such as `optax.MultiSteps`, are inspected.
+    optax does this for its own class. Objects of other classes, such as `optax.MultiSteps`, are inspected.
     """
     if isinstance(tx, optax.GradientTransformation):
         return optax.with_extra_args_support(tx)
@@ -173,9 +173,9 @@ def _with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def _warn_if_inside_multi_steps() -> None:
-    """Warns if `optax.MultiSteps` initializes the wrapper, because its sum never recovers from an overflow.
+    """Warns if `optax.MultiSteps` initializes the wrapper, because `MultiSteps` never recovers from an overflow.
 
-    `MultiSteps` resets its sum by a multiplication with zero, and 0 * inf is NaN.
+    `MultiSteps` resets its sum of gradients by a multiplication with zero, and 0 * inf is NaN.
     """
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not optax.MultiSteps.init.__code__:
@@ -239,7 +239,7 @@ def _widen(params: PyTree) -> PyTree:
 
 
 def _global_norm(grads: PyTree, axis_name: AxisName, norm_axis_name: AxisName) -> jax.Array:
-    """Returns the norm over all leaves and devices, in float32, or in float64 if a leaf is."""
+    """Returns the norm over all leaves and devices, in float32, or in float64 if a leaf is float64."""
     leaves = [jnp.asarray(x) for x in flatten_matching(grads, is_gradient)[0]]
     dtype = jnp.float64 if any(x.real.dtype == jnp.float64 for x in leaves) else jnp.float32
     sums: dict[tuple[Any, ...], list[jax.Array]] = {}  # by the axes over which to add them
@@ -258,13 +258,13 @@ def _sum_of_squares(x: jax.Array) -> jax.Array:
 
 
 def _norm_axes(x: jax.Array, axis_name: AxisName, norm_axis_name: AxisName) -> tuple[Any, ...]:
-    """Returns the axes along which each device holds a part: those that the types show, and those that are named."""
+    """Returns the axes along which each device holds a part: the axes that the types show, and the named axes."""
     typed = [name for name in axes_to_reduce(x, axis_name) if name in varying_axes(x)]
     return tuple(dict.fromkeys([*typed, *axes_to_reduce(x, as_axes(norm_axis_name))]))
 
 
 def _is_finite(grads: PyTree, norm: jax.Array | None) -> jax.Array:
-    """Tests the gradients on this device; their norm, if it is known, is finite only if all of them are."""
+    """Tests the gradients on this device; their norm, if it is given, is finite only if every gradient is finite."""
     if norm is None:
         return all_finite_here(grads)
     others, _ = flatten_matching(grads, lambda path, leaf: not is_gradient(path, leaf))
@@ -274,8 +274,8 @@ def _is_finite(grads: PyTree, norm: jax.Array | None) -> jax.Array:
 def _update_if(
     finite: jax.Array, step: Callable[[Any, Any], tuple[Any, Any]], grads: PyTree, inner_state: PyTree
 ) -> tuple[Any, Any]:
-    """Returns the updates and the new state of the step if the gradients are finite, otherwise zeros and the state."""
-    # A Python number would bypass the gate, and with it the zeros.
+    """Returns the updates and the new state if the gradients are finite, otherwise zeros and the old state."""
+    # A Python number would bypass the gate, which returns zeros on a skip.
     grads = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, (int, float, complex)) else x, grads)
     gated_grads, gated_state = GatedTree(grads), GatedTree(inner_state)
 
@@ -293,7 +293,7 @@ def _update_if(
         return gated_grads.split(updates), gated_state.split(after)
 
     def keep(like: Any, grad_arrays: list[Any], state_arrays: list[Any]) -> tuple[list[Any], list[Any]]:
-        # In place of zeros, which are selected below, the gradients: XLA then reuses their memory for the updates.
+        # Returns the gradients in place of zeros, which are selected below, so that XLA reuses the gradients' memory.
         updates = [_first_if_same_type(g, u) for g, u in zip(grad_arrays, like[0], strict=True)]
         return updates, gated_state.keep(like[1], state_arrays)
 
@@ -337,7 +337,7 @@ def _negative_zeros(like: Any) -> jax.Array:
 def _zero_nonfinite(tree: PyTree) -> PyTree:
     """Replaces non-finite values by zero, which keeps NaN out of a step whose result is discarded.
 
-    The zeros are negative so that XLA does not merge them with others; see `_finite._all_leaves_finite_default`.
+    The zeros are negative so that XLA does not merge them with other zeros; see `_finite._all_leaves_finite_default`.
     """
 
     def replace(x: Any) -> Any:

@@ -91,7 +91,7 @@ def metrics(holder: PyTree) -> dict[str, jax.Array]:
     check_scaler(scaler)
     values = {name: getattr(scaler, name) for name in ARRAY_FIELDS}
     for state in find_instances(holder, LossScalingState):
-        norm = jax.tree.leaves(state.grad_norm)  # wrapped, in an optimizer of Flax NNX; empty without max_norm
+        norm = jax.tree.leaves(state.grad_norm)  # an optimizer of Flax NNX wraps it; without max_norm it is None
         values |= {"grad_norm": norm[0]} if norm else {}
     return values
 
@@ -190,7 +190,7 @@ class GradReport:
 
 
 def _summarise(first: str, nonfinite: Any, fraction: float, inf: Any) -> str:
-    """Summarises a report; `first` is the most suspicious leaf, and `fraction` that of its non-finite values."""
+    """Summarises a report; `fraction` of the nonzero values in `first`, the most suspicious leaf, are non-finite."""
     leaves, faulty = len(nonfinite), int((nonfinite > 0).sum())
     if not faulty:
         return f"All {leaves} leaves are finite; the largest magnitude is in {first}."
@@ -329,7 +329,7 @@ def _count(reduce: Callable[..., Any], leaves: list[Any], loss_scale: jax.Array 
 
 
 def _bits_of_quotient(limit: float, scale: jax.Array | None, dtype: Any, int_dtype: Any) -> Any:
-    """Returns the bits of `limit / scale`, rounded up, also if that is subnormal, which devices flush to zero."""
+    """Returns the bits of `limit / scale`, rounded up, even for a subnormal quotient, which devices flush to zero."""
     scale = jnp.asarray(1.0 if scale is None else scale, dtype)
     quotient = jnp.asarray(limit, dtype) / scale
     bits = jax.lax.bitcast_convert_type(quotient, int_dtype)
@@ -401,7 +401,7 @@ def raise_if_stuck(holder: PyTree, *, max_consecutive_skips: int) -> None:
 
 
 def _diagnoses(state: ScalerState, holder: PyTree) -> list[tuple[Any, str]]:
-    """Returns each diagnosis with whether it applies; the first one that applies is the right one."""
+    """Returns each diagnosis with a flag: whether it applies. The first diagnosis that applies is reported."""
     scale, config = state.loss_scale, state.config
     damaged = ~((scale > 0) & (scale <= LARGEST_SCALE))  # also NaN
     at_limit = (scale <= np.float32(config.min_scale)) | (config.mode == "static")
@@ -417,6 +417,6 @@ def _has_nonfinite_sums(holder: PyTree) -> Any:
     sums = [leaf for leaf in in_sums if is_inexact(leaf)]
     if any(map(is_traced, sums)):
         return jnp.logical_not(all_finite_here(sums))
-    # Shard by shard, because only one process may have called, and a process reads only its own devices.
+    # Each process tests its own shards: it cannot read others, and other processes may not have called this function.
     shards = [shard.data for leaf in sums for shard in getattr(leaf, "addressable_shards", ())]
     return not all(np.isfinite(shard).all() for shard in shards)

@@ -119,14 +119,14 @@ def unscale(state: ScalerState, tree: Tree) -> Tree:
     if state.config.mode == "disabled":
         return tree
     check_no_partial_sums(tree)
-    # Only gradients pass through jit, which converts float0 to bool and refuses Python objects.
+    # Only gradients pass through jit, which converts float0 to bool and raises for Python objects.
     grads, unflatten = flatten_matching(tree, is_gradient)
     return unflatten(divide(grads, state.loss_scale))
 
 
 @jax.jit
 def divide(grads: list[Any], loss_scale: jax.Array) -> list[jax.Array]:
-    """Divides arrays by the loss scale; the dtypes of the results are those of `unscaled_dtype`."""
+    """Divides arrays by the loss scale; `unscaled_dtype` gives the dtypes of the results."""
     loss_scale = jnp.asarray(loss_scale)
     inverse = {dtype: 1 / loss_scale.astype(dtype) for dtype in map(_real_dtype, grads)}
     return [_product(x, inverse[_real_dtype(x)], unscaled_dtype(jnp.result_type(x))) for x in grads]

@@ -18,8 +18,8 @@ import numpy as np
 Mode = Literal["dynamic", "static", "disabled"]
 HysteresisReset = Literal["growth", "finite"]
 
-# The reciprocal of a scale below 2^-126 may overflow. That of a scale above 2^126 is subnormal, and CPUs, GPUs and TPUs
-# flush subnormal numbers to zero, so every unscaled gradient would be zero.
+# The reciprocal of a scale below 2^-126 may overflow. The reciprocal of a scale above 2^126 is subnormal, and CPUs,
+# GPUs and TPUs flush subnormal numbers to zero, so every unscaled gradient would be zero.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
 
@@ -218,8 +218,8 @@ def _unflatten(aux_data: Any, children: Iterable[Any]) -> ScalerState:
     return ScalerState._make([*children, aux_data])
 
 
-# Registered explicitly, so that the settings are auxiliary data. As a child without leaves they would be counted by
-# trainers and checkpointers that enumerate a state's children. Still a named tuple, because optax.tree.get and
+# The state is registered explicitly, so that the settings are auxiliary data: trainers and checkpointers that enumerate
+# a state's children would count a child without leaves. The state is still a named tuple, because optax.tree.get and
 # flax.serialization look into named tuples.
 jax.tree_util.register_pytree_with_keys(ScalerState, _flatten_with_keys, _unflatten, _flatten)
 
@@ -331,8 +331,8 @@ def disabled() -> ScalerState:
 def init_state(loss_scale: float, config: ScalerConfig, finite_steps: int = 0) -> ScalerState:
     """Creates a state from validated settings."""
     register_with_flax()
-    # NumPy arrays, because a JAX array would start the backend. Zero-dimensional arrays instead of NumPy scalars,
-    # because Orbax does not save NumPy scalars.
+    # The fields are NumPy arrays, because a JAX array would start the backend, and zero-dimensional arrays instead of
+    # NumPy scalars, because Orbax does not save NumPy scalars.
     counters = [np.array(n, np.int32) for n in (finite_steps, config.hysteresis, 0, 0, SkipReason.NONE)]
     return _unflatten(config, [np.array(loss_scale, np.float32), *counters])
 
@@ -340,8 +340,8 @@ def init_state(loss_scale: float, config: ScalerConfig, finite_steps: int = 0) -
 def register_with_flax() -> None:
     """Registers the settings with `flax.serialization` if the program has imported it.
 
-    Called whenever a state is created or used, because the program may import Flax later than this package. Only the
-    arrays are serialized. A restored state keeps the settings of the state that it is restored into.
+    It is called whenever a state is created or used, because the program may import Flax later than this package. Only
+    the arrays are serialized. A restored state keeps the settings of the state that it is restored into.
     """
     serialization = sys.modules.get("flax.serialization")
     # While another thread is still importing Flax, the module exists without its functions.

@@ -1,6 +1,6 @@
 """Gradients in true units, computed by a backward pass at the loss scale.
 
-`value_and_grad` takes the gradients itself. `loss_scaled` is for loops that take them with a function of their own.
+`value_and_grad` computes the gradients itself. `loss_scaled` is for training loops that compute the gradients.
 """
 
 import functools
@@ -108,7 +108,7 @@ def value_and_grad(
         if transform is jax.value_and_grad:
             _check_differentiable(args, argnums)
 
-        # With the signature of fun, by which nnx.value_and_grad finds the positions of keyword arguments.
+        # Has the signature of fun, in which nnx.value_and_grad finds the positions of keyword arguments.
         @functools.wraps(fun, updated=())
         def scaled_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
             out = fun(*args, **kwargs)
@@ -119,13 +119,13 @@ def value_and_grad(
         (_, out), grads = transform(scaled_fun, has_aux=True, **options)(*args, **kwargs)
         return out, unscale(state, grads)
 
-    # Not functools.wraps: the signature of fun lacks the holder, and jax.jit(..., static_argnames=...) reads it.
+    # functools.wraps would copy the signature of fun, which lacks the holder, for jax.jit(..., static_argnames=...).
     value_and_grad_fun.__name__ = f"value_and_grad_of_{getattr(fun, '__name__', 'fun')}"
     return value_and_grad_fun
 
 
 def _as_pair(out: Any) -> tuple[Any, Any]:
-    """Returns the loss and the auxiliary data as a tuple: JAX would not look inside a subclass of it."""
+    """Returns the loss and the auxiliary data as a plain tuple: JAX does not look inside a subclass of tuple."""
     if not (isinstance(out, (tuple, list)) and len(out) == 2):
         raise TypeError(
             f"fun must return a pair (loss, aux) because has_aux is true, got {describe(out)}. Return both, or omit "
@@ -141,7 +141,7 @@ def _is_real_scalar(loss: Any) -> bool:
 
 
 def _check_differentiable(args: tuple[Any, ...], argnums: Any) -> None:
-    """Raises for models of which `jax.value_and_grad` would lose a part silently (NNX) or that it refuses (Equinox)."""
+    """Raises for models whose state `jax.value_and_grad` would silently lose (NNX) or for which it raises (Equinox)."""
     positions = np.atleast_1d(np.asarray(argnums)).tolist()
     differentiated = [args[i] for i in positions if isinstance(i, int) and -len(args) <= i < len(args)]
     check_no_nnx_objects(
@@ -209,7 +209,7 @@ def loss_scaled(fun: Callable[P, T], scale: Any, *, has_aux: bool = False) -> Ca
     if isinstance(scale, (int, float)):
         scale = static(scale)
 
-    # With the signature of fun, by which nnx.value_and_grad finds the positions of keyword arguments.
+    # Has the signature of fun, in which nnx.value_and_grad finds the positions of keyword arguments.
     @functools.wraps(fun, updated=())
     def loss_scaled_fun(*args: P.args, **kwargs: P.kwargs) -> T:
         loss_scale = _read_loss_scale(scale, args, kwargs)
@@ -274,7 +274,7 @@ def _lift_nnx(transform: Callable[..., Any], fun: Callable[..., Any], *args: Any
 
 
 def _scale_backward_pass(loss_scale: jax.Array, fun: Callable[..., Any], *args: Any) -> Any:
-    """Calls `fun`, with the cotangents of its outputs multiplied and those of all its inputs divided by the scale."""
+    """Calls `fun`, with output cotangents multiplied by the scale, and input cotangents divided by the scale."""
     unflatten: Callable[..., Any] = tuple
 
     def traced_outputs() -> list[Any]:
@@ -283,11 +283,11 @@ def _scale_backward_pass(loss_scale: jax.Array, fun: Callable[..., Any], *args: 
         return leaves
 
     # The constants of the jaxpr are all values that fun depends on, whether it receives them as arguments or closes
-    # over them. jax.closure_convert would find them too, but keeps what fun closes over in a cache.
+    # over them. jax.closure_convert would find them too, but it keeps the closed-over values in a cache.
     closed = jax.make_jaxpr(traced_outputs)()
     paths = {id(leaf): path for path, leaf in jax.tree_util.tree_leaves_with_path(args)}
     inputs = [_unscale_if_differentiable(x, loss_scale, paths.get(id(x), ())) for x in closed.consts]
-    # As arrays, because a constant output is a literal of the jaxpr.
+    # The outputs are converted to arrays, because a constant output is a literal of the jaxpr.
     outputs = map(jnp.asarray, jax.core.eval_jaxpr(closed.jaxpr, inputs))
     return unflatten(_scale_cotangent(y, loss_scale) if is_inexact(y) else y for y in outputs)
 
@@ -313,7 +313,7 @@ def _unscale_cotangent(x: jax.Array, loss_scale: jax.Array, name: str) -> jax.Ar
 
 
 def _unscale_cotangent_fwd(x: jax.Array, loss_scale: jax.Array, name: str) -> tuple[jax.Array, jax.Array]:
-    # Runs only for values that are differentiated.
+    # This runs only for values that are differentiated.
     if is_narrow(x):
         raise TypeError(
             f"values that are differentiated must be float32, bfloat16 or wider, got {name} of {describe(x)}: unscaled "

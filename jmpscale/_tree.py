@@ -1,4 +1,4 @@
-"""What the leaves of a tree are, and where its scaler is.
+"""Classifies the leaves of a tree, and finds its scaler.
 
 Leaves that are not arrays pass through every function of this package unchanged.
 """
@@ -43,7 +43,7 @@ def is_inexact(leaf: Any) -> bool:
 def is_gradient(path: Path, leaf: Any) -> bool:
     """Tests whether a leaf of a gradient tree is a gradient.
 
-    Flax's fp8 layers return new values of their scales and histories where gradients belong, under a name of its own.
+    Flax's fp8 layers return new values of their scales and histories in place of gradients, under a special name.
     """
     return is_inexact(leaf) and all(getattr(key, "key", None) != _OVERWRITE_WITH_GRADIENT for key in path)
 
@@ -55,7 +55,7 @@ def flatten_matching(
     entries, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf)
     mask = [matches(path, leaf) for path, leaf in entries]
     matching = [leaf for (_, leaf), matched in zip(entries, mask, strict=True) if matched]
-    # Without the matching leaves, because unflatten may outlive the trace that they belong to.
+    # The matching leaves are not kept, because unflatten may outlive the trace that they belong to.
     others = [None if matched else leaf for (_, leaf), matched in zip(entries, mask, strict=True)]
 
     def unflatten(replacements: Iterable[Any]) -> Any:
@@ -96,7 +96,7 @@ def nnx_objects(tree: PyTree) -> list[Any]:
 
 
 def check_no_nnx_objects(tree: PyTree, name: str, remedy: str) -> None:
-    """Raises if a tree contains Flax NNX objects: inside a transformation copies of them would be changed."""
+    """Raises if a tree contains Flax NNX objects: a transformation would change only copies of them."""
     if found := nnx_objects(tree):
         raise TypeError(
             f"{name} must hold values, got a Flax NNX {type(found[0]).__name__}, which is changed in place: the change "
@@ -190,7 +190,7 @@ def replace_scaler(tree: Tree, scaler: ScalerState) -> Tree:
     old = _only_scaler(tree, "tree")
 
     def wrap(name: str) -> Any:
-        # Copied, so that donating the tree does not delete the caller's scaler.
+        # The arrays are copied, so that donating the tree does not delete the caller's scaler.
         return jax.tree.unflatten(jax.tree.structure(getattr(old, name)), [jnp.array(getattr(scaler, name))])
 
     new = scaler._replace(**{name: wrap(name) for name in ARRAY_FIELDS})
@@ -249,7 +249,7 @@ def check_scaler(state: Any, name: str = "state") -> None:
 
 
 def path_names(paths: Sequence[Path]) -> list[str]:
-    """Returns names of leaves, such as `params/layer_7/kernel`; unambiguous paths where two would be equal."""
+    """Returns names of leaves, such as `params/layer_7/kernel`; full paths where two names would be equal."""
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
     counts = collections.Counter(names)
     return [jax.tree_util.keystr(path) if counts[name] > 1 else name for path, name in zip(paths, names, strict=True)]

@@ -143,7 +143,7 @@ def _bits(leaf: Any) -> Any:
     if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
         value = np.asarray(leaf)
         return value.shape, leaf.dtype, value.tobytes()
-    # By their texts, because NaN does not equal itself, while 1, 1.0 and True are equal, and 0.0 and -0.0.
+    # Numbers are compared as text, because NaN does not equal itself, while 1, 1.0 and True are equal, as 0.0 and -0.0.
     return (type(leaf), repr(leaf)) if isinstance(leaf, (int, float, complex)) else leaf
 
 
@@ -170,7 +170,7 @@ def assert_replicated(tree: PyTree) -> None:
     for path, leaf in leaves:
         if not is_array(leaf):
             raise TypeError(f"tree{path} must be an array, got {type(leaf).__name__}. Pass the result of a step.")
-    on_devices = [(path, leaf) for path, leaf in leaves if isinstance(leaf, jax.Array)]  # not those of NumPy
+    on_devices = [(path, leaf) for path, leaf in leaves if isinstance(leaf, jax.Array)]  # NumPy arrays have no copies
     by_rows = all(_has_one_row_per_device(leaf) for _, leaf in on_devices)
     for path, leaf in on_devices:
         shards: dict[str, tuple[Any, Any]] = {}  # the first shard of each part, and its bits
