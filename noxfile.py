@@ -18,7 +18,7 @@ OLDEST_PYTHON, NEWEST_PYTHON = "3.11", "3.13"
 FRAMEWORKS_PYTHON = "3.12"
 FRAMEWORKS = ("tunix", "kauldron", "keras")
 
-# The files that are about one program on one device, in all forms that it can have.
+# The tests of programs for one device, which run in every form that such a program can have.
 CORE_TESTS = [
     f"tests/test_{name}.py"
     for name in ("update", "scale", "all_finite", "apply_if", "value_and_grad", "loss_scaled", "with_loss_scaling")
@@ -48,7 +48,7 @@ def run_readme_command(session, word, folder):
     commands = [block for block in blocks if word in block]
     if len(commands) != 1:
         session.error(f"README.md must have one command with {word!r}, but it has {len(commands)}")
-    # pip takes its versions from a file, so that the command itself stays as it is.
+    # pip reads the versions from a file of constraints, so that the command itself need not change.
     pins = pathlib.Path(session.create_tmp()).resolve() / "constraints.txt"
     session.run(
         *("uv", "pip", "compile", "--quiet", "pyproject.toml", "--extra", "test", "--python-version", OLDEST_PYTHON),
@@ -138,14 +138,14 @@ def frameworks(session):
 @nox.session(python=OLDEST_PYTHON, tags=["checks"])
 @nox.parametrize("device", ["h100", "tpu"])
 def compilers(session, device):
-    """Compiles training steps for a device that is not needed."""
+    """Compiles training steps for a GPU or TPU. The device itself is not needed."""
     install(session, "-e", f".[compile-{device}]", "chex", "hypothesis", "pytest")
     session.run("pytest", "-q", "tests/test_compiled.py")
 
 
 @nox.session(python=OLDEST_PYTHON, tags=["checks"])
 def wheel(session):
-    """Builds the package, checks what it contains, and runs its doctests where nothing else is installed."""
+    """Builds the package, checks its contents, and runs its doctests in an environment without any extra."""
     install(session, "build", "twine", "pytest")
     with tempfile.TemporaryDirectory() as folder:
         session.run("python", "-m", "build", "--outdir", folder, ".", silent=True)
@@ -165,13 +165,13 @@ def wheel(session):
 
 @nox.session(python=NEWEST_PYTHON, default=False)
 def latest(session):
-    """Runs all tests with the latest releases, and fails at warnings of deprecation. It stops no change."""
+    """Runs all tests with the latest releases, and fails at deprecation warnings. No change has to pass it."""
     install(session, "-e", ".[test]", until=None)
     session.run("pytest", "-q", "-n", "auto", "--full", "-W", "error::DeprecationWarning")
 
 
 @nox.session(python=OLDEST_PYTHON, default=False)
 def audit(session):
-    """Looks up known vulnerabilities of what users install with the package. It needs access to the database."""
+    """Looks up known vulnerabilities of the package's dependencies. It needs access to their database."""
     install(session, "pip-audit", ".")
     session.run("pip-audit", "--skip-editable")
