@@ -27,9 +27,9 @@ SHAPES = {
     "100 of 256, batch 32": (100, 256, 32),
     "16 of 1024, batch 32": (16, 1024, 32),
 }
-BASE = SHAPES["16 of 1024, batch 32"]  # the optimizer's share is large, and 32 leaves compile quickly
+BASE = SHAPES["16 of 1024, batch 32"]  # the optimizer takes a large part of the time, and 32 leaves compile quickly
 OURS = ("functional", "optax wrapper", "functional, norm as check", "optax wrapper, max_norm")
-# Each case differs from the base in one respect. Peers that select leaf by leaf are omitted where XLA on CPU compiles
+# Each case differs from the base in one setting. Peers that select leaf by leaf are omitted where XLA on CPU compiles
 # them for minutes.
 CASES = {
     "sgd": (lambda: steps.mlp(*BASE), {"optimizer": "sgd"}, OURS + steps.PEERS),
@@ -42,8 +42,8 @@ CASES = {
 }
 
 GUARDED = ("bare", *OURS)
-# Steps that are long enough for a GPU. In the first the optimizer has the largest share; the language model has the
-# size of GPT-2.
+# Steps that are long enough for a GPU. In the first, the optimizer takes the largest part of the time; the language
+# model has the size of GPT-2.
 LARGE_CASES = {
     "8 of 2048, batch 32, float16": (lambda: steps.mlp(8, 2048, 32), jnp.float16, GUARDED + steps.PEERS),
     "language model, float32": (lambda: steps.transformer(12, 768, 12, 32_768, 512, 16), jnp.float32, ("bare",)),
@@ -58,7 +58,7 @@ def measure_steps(methods):
 
 
 def measure_varied(methods):
-    """Measures steps that differ from one of the three shapes in one respect."""
+    """Measures steps that differ from one of the three shapes in one setting."""
     return {
         name: _measure_case(name, task(), settings, [method for method in case_methods if method in methods], 10)
         for name, (task, settings, case_methods) in CASES.items()
@@ -93,7 +93,7 @@ DEFAULT_PARTS = ["steps", "varied", "check"]
 
 
 def describe_machine():
-    """Returns what the figures depend on."""
+    """Returns the machine, the software and the command that produced the figures."""
     cpu_info = pathlib.Path("/proc/cpuinfo")
     models = [line for line in cpu_info.read_text().splitlines() if "model name" in line] if cpu_info.exists() else []
     return {
@@ -108,7 +108,7 @@ def describe_machine():
 
 
 def main():
-    """Measures the requested parts, and adds the figures to those that were written before."""
+    """Measures the requested parts, and adds the figures to the figures of earlier runs."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.split("\n\n")[0])
     parser.add_argument(
         "--only", nargs="+", choices=PARTS, default=["steps", "varied", "check"], help="default: all but large"

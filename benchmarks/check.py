@@ -1,4 +1,4 @@
-"""The check alone: `jmpscale.all_finite` against `all(isfinite)` and against a plain sum of the same tree."""
+"""Compares the check alone, `jmpscale.all_finite`, with `all(isfinite)` and with a plain sum of the same tree."""
 
 import functools
 import time
@@ -10,7 +10,11 @@ import jmpscale
 from benchmarks import steps, timing
 
 DTYPES = ("float32", "float16", "bfloat16")
-SIZES = {"256 kB": 2**18, "4 MB": 2**22, "100 MB": 10**8}  # of the second cache, of the third, and of neither
+SIZES = {
+    "256 kB": 2**18,
+    "4 MB": 2**22,
+    "100 MB": 10**8,
+}  # sizes that fit into the L2 cache, into the L3 cache, and into neither
 
 
 def isfinite(tree):
@@ -22,7 +26,7 @@ def total(tree):
 
 
 def compare(tree, seconds, **others):
-    """Times the ways in turns; ratios are to the sum."""
+    """Times the functions in turns; each ratio is to the plain sum."""
     ways = {"jmpscale": jmpscale.all_finite, "isfinite": isfinite, "sum": total} | others
     turns, compiling = {}, {}
     for name, fn in ways.items():
@@ -37,7 +41,7 @@ def compare(tree, seconds, **others):
 
 
 def measure(seconds):
-    """Sixteen equal leaves of normally distributed numbers, by dtype and size."""
+    """Measures sixteen equal leaves of normally distributed numbers, for each dtype and size."""
     figures = {}
     for dtype in DTYPES:
         for name, size in SIZES.items():

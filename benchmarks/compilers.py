@@ -1,7 +1,7 @@
-"""What the compilers for H100 and TPU make of each step, without the hardware: `python -m benchmarks.compilers`.
+"""Compiles each step for H100 or TPU, without the hardware: `python -m benchmarks.compilers`.
 
-All but the clock is known when a step is compiled: the bytes it moves, the memory it takes, what it runs, copies and
-communicates. A ratio is to the same step with `optax.clip_by_global_norm`, compiled for the same devices.
+A compiled program shows everything but the run time: the bytes that it moves, the memory that it needs, its kernels,
+copies and collectives. Each ratio is to the same step with `optax.clip_by_global_norm`, compiled for the same devices.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from benchmarks import steps  # isort: skip
 RESULTS = pathlib.Path(__file__).parent / "results" / "compilers.json"
 LIBRARIES = ("jmpscale", "jax", "jaxlib", "jax-cuda12-plugin", "libtpu", "optax", "flax", "jmp", "equinox")
 LIBRARIES += ("mixed-precision-for-jax",)
-# Batches are small, so that the optimizer's share of the traffic is large: any excess shows at its worst.
+# Batches are small, so that the optimizer causes a large part of the traffic, and any excess is most visible.
 SHAPES = {
     "16 layers of 512, batch 256": lambda devices: steps.mlp(16, 512, 256),
     "100 of 256, batch 32": lambda devices: steps.mlp(100, 256, 32),
@@ -39,12 +39,12 @@ SHAPES = {
     "decoder of 6.6 billion": lambda devices: steps.transformer(32, 4096, 32, 32000, 2048, devices),
 }
 HALF = {"h100": jnp.float16, "tpu-v5e": jnp.bfloat16, "tpu-v5p": jnp.bfloat16}
-# Matrices that no cache and no memory on a chip holds; over several devices, those that the mesh divides.
+# Matrices that are too large for a cache and for on-chip memory; on several devices, matrices that the mesh divides.
 LARGE = {"h100": "8 of 2048, batch 32", "tpu-v5e": "2 of 8192, batch 32", "tpu-v5p": "2 of 8192, batch 32"}
 SHARDED = {"h100": "6 of 2048, batch 256", "tpu-v5e": "4 of 8192, batch 256", "tpu-v5p": "4 of 8192, batch 256"}
 EMBEDDING = "embedding of 32,000 x 1,024"
 OURS = ("functional", "functional, norm as check", "optax wrapper", "optax wrapper, max_norm", "loss_scaled")
-# What `--all` compiles, for the table of docs/costs.md: devices, networks (the usual one if None), optimizers, methods.
+# The runs of `--all`, for the table of docs/costs.md: devices, networks (the default if None), optimizers, methods.
 TABLE = (*OURS, *steps.PEERS)
 ALL = {
     "h100": [([1], None, ["adamw"], TABLE), ([1, 8], [EMBEDDING], ["adamw"], TABLE)],
@@ -54,7 +54,7 @@ ALL = {
 
 
 def measure(job, method, mesh, members=None):
-    """Compiles one step, or that of an ensemble, for the devices of the mesh; returns its figures."""
+    """Compiles one step, or the step of an ensemble, for the devices of the mesh; returns its figures."""
     init, step = steps.METHODS[method](job)
     params = job.params
     if members:
@@ -71,7 +71,7 @@ def measure(job, method, mesh, members=None):
     copied = programs.copies(program)
     sharded, lost = targets.lost(given, compiled.output_shardings[0], state)
     return {
-        # XLA adds up the bytes on TPU, those of the memory on the chip too, and leaves that empty on CUDA.
+        # XLA's own count, which includes the on-chip memory of a TPU, is missing on CUDA.
         "traffic": round(cost["bytes accessed"]) if cost else programs.traffic(program),
         "moved_bytes": programs.traffic(program),
         "temp_bytes": memory.temp_size_in_bytes,
@@ -91,12 +91,12 @@ def measure(job, method, mesh, members=None):
 
 
 def cpu_seconds():
-    """Returns what this process and its children, such as the assembler for GPUs, have used."""
+    """Returns the CPU time of this process and its children, such as the assembler for GPUs."""
     return sum(os.times()[:4])
 
 
 def compare(name, job, methods, mesh, members=None):
-    """Compiles the methods for one job, the floor first, and shows each as soon as it is done."""
+    """Compiles the methods for one job, the baseline first, and prints the figures of each at once."""
     print(f"  {name}", flush=True)
     figures = {}
     for method in dict.fromkeys((steps.BASELINE, *methods)):
@@ -105,22 +105,22 @@ def compare(name, job, methods, mesh, members=None):
         except ImportError as error:
             print(f"    {method:<26} skipped ({error})", flush=True)
             continue
-        except Exception as error:  # what a compiler refuses, such as a program too large for the device
+        except Exception as error:  # an error of the compiler, such as a program too large for the device
             figures[method] = {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
             print(f"    {method:<26} failed: {figures[method]['failed']}", flush=True)
             continue
-        floor = figures[steps.BASELINE]
+        baseline = figures[steps.BASELINE]
         for key in ("traffic", "moved_bytes", "kernels", "compile_cpu_s"):
-            figures[method][f"{key}_ratio"] = float(f"{figures[method][key] / floor[key]:.4g}")
+            figures[method][f"{key}_ratio"] = float(f"{figures[method][key] / baseline[key]:.4g}")
         show(method, figures[method])
     return figures
 
 
 def show(method, x):
-    """Prints one line."""
+    """Prints the figures of a method in one line."""
     counts = [f"{n} {name}" for name, n in sorted(x["collectives"].items())]
     parts = [
-        f"traffic {x['traffic_ratio']:.3f} ({x['moved_bytes_ratio']:.3f} without what is fetched ahead)",
+        f"traffic {x['traffic_ratio']:.3f} ({x['moved_bytes_ratio']:.3f} without prefetches)",
         f"temporary {x['temp_bytes'] / 1e6:8.1f} MB",
         f"kernels {x['kernels']:4d} ({x['kernels_ratio']:.3f})",
         f"copies {x['copies']} ({x['copied_bytes'] / 1e6:.0f} MB)",
@@ -134,30 +134,32 @@ def show(method, x):
 
 
 def about():
-    """Returns what the figures depend on."""
+    """Returns the software and the command that produced the figures."""
     command = " ".join(["python -m benchmarks.compilers", *sys.argv[1:]])
     return {"date": str(datetime.date.today()), "command": command, "versions": versions(LIBRARIES)}
 
 
 def main():
-    """Compiles what was asked for, prints the figures, and writes them where others are kept."""
+    """Compiles the requested steps, prints their figures, and adds them to the results."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compilers", description=__doc__)
     parser.add_argument("--backend", choices=targets.TOPOLOGIES, required=True)
-    parser.add_argument("--all", action="store_true", help="all that docs/costs.md shows, into benchmarks/results/")
-    parser.add_argument("--devices", type=int, nargs="+", default=[1], help="how many: 1, 8, 1024")
+    parser.add_argument(
+        "--all", action="store_true", help="compile the table of docs/costs.md, into benchmarks/results/"
+    )
+    parser.add_argument("--devices", type=int, nargs="+", default=[1], help="numbers of devices, such as 1, 8, 1024")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="the networks (default: one of large matrices)")
     parser.add_argument("--methods", nargs="+", choices=steps.METHODS, default=list(steps.METHODS))
     parser.add_argument("--optimizers", nargs="+", default=["adamw"], choices=steps.OPTIMIZERS)
-    parser.add_argument("--members", type=int, help="compile an ensemble of so many members, under jax.vmap")
-    parser.add_argument("--half", choices=("float16", "bfloat16"), help="what to compute in (default: the chip's own)")
-    parser.add_argument("--half-grads", action="store_true", help="gradients in that dtype too, not in float32")
+    parser.add_argument("--members", type=int, help="compile an ensemble with this number of members, under jax.vmap")
+    parser.add_argument("--half", choices=("float16", "bfloat16"), help="the dtype of the model (default: the chip's)")
+    parser.add_argument("--half-grads", action="store_true", help="compute gradients in that dtype, not in float32")
     parser.add_argument("--out", type=pathlib.Path, help="a JSON file to add the figures to")
     options = parser.parse_args()
     if not targets.installed(options.backend):
         sys.exit(f"the compiler for {options.backend} is not installed here: see docs/costs.md")
     targets.warm_up(options.backend)
-    asked = [(options.devices, options.shapes, options.optimizers, options.methods, options.half_grads)]
-    for devices, shapes, optimizers, methods, *half_grads in ALL[options.backend] if options.all else asked:
+    requested = [(options.devices, options.shapes, options.optimizers, options.methods, options.half_grads)]
+    for devices, shapes, optimizers, methods, *half_grads in ALL[options.backend] if options.all else requested:
         for number, optimizer in itertools.product(devices, optimizers):
             usual = (SHARDED if number > 1 else LARGE)[options.backend]
             for shape in shapes or [usual]:
@@ -168,8 +170,8 @@ def main():
 
 
 def make_job(options, devices, shape, optimizer, half_grads=False):
-    """Returns a name that tells all about a job, and the job."""
-    # Of a table in 16 bits the gradients are too, and their zeros are not those of the check.
+    """Returns a name that describes a job, and the job."""
+    # Gradients of a 16-bit table would have 16 bits, so XLA could not merge their zeros with the zeros of the check.
     half = jnp.dtype("float32" if shape == EMBEDDING else options.half or HALF[options.backend])
     grads = half if half_grads else jnp.dtype("float32")
     task = targets.abstract(functools.partial(SHAPES[shape], devices))
@@ -179,7 +181,7 @@ def make_job(options, devices, shape, optimizer, half_grads=False):
 
 
 def write(out, name, figures):
-    """Adds the figures to those that are there; of one network, the new methods to the old ones."""
+    """Adds the figures to the file; of one network, new methods are added to the old ones."""
     written = json.loads(out.read_text()) if out.exists() else {}
     kept = written.get(name, {}).get("figures", {})
     written[name] = {"about": about(), "figures": kept | figures}

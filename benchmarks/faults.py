@@ -145,7 +145,7 @@ class _Finder(ast.NodeVisitor):
         called = node.func.id if isinstance(node.func, ast.Name) else None
         if called == "cast":  # its first argument is a type
             self.visit(node.args[1])
-        elif called in ("TypeVar", "zip"):  # strict= of zip asserts what always holds
+        elif called in ("TypeVar", "zip"):  # strict= of zip never changes a result
             for child in node.args:
                 self.visit(child)
         else:

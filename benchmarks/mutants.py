@@ -1,10 +1,11 @@
 """Mutation testing: plants one fault at a time in the package, and runs the tests that execute the changed line.
 
-A fault is caught if a test fails. First all tests run once with coverage, which tells which tests execute which lines.
-In this run each test traces its own programs; otherwise a test would seem not to execute what an earlier test has
-traced. Then, for each fault, a forked process runs the tests of the README's command that execute the line, and, if
-none of them fails, those that only `--full` runs: first the tests that caught a fault in the same function, then the
-others, the fastest first. Faults that an earlier run caught are not planted again while the module is unchanged.
+A fault is caught if a test fails. First all tests run once with coverage, which records the lines that each test
+executes. In this run each test traces its own programs; otherwise a test would seem not to execute code that an earlier
+test has traced. Then, for each fault, a forked process runs the tests of the README's command that execute the line,
+and, if none of them fails, the tests that only `--full` runs: first the tests that caught a fault in the same function,
+then the others, the fastest first. Faults that an earlier run caught are not planted again while the module is
+unchanged.
 
 The faults are a sample with a fixed seed. `python -m benchmarks.mutants --count 300` writes results/mutants.json.
 """
@@ -77,7 +78,7 @@ class FirstFailure:
 
 
 class TestMap:
-    """Which tests of a stage execute which lines, and how long they take."""
+    """Maps each line to the tests of a stage that execute it, with their durations."""
 
     def __init__(self, folder, options):
         copy_repository(folder)
@@ -109,7 +110,7 @@ class TestMap:
 
 
 def copy_repository(folder):
-    """Creates a copy of the repository without what no test reads."""
+    """Creates a copy of the repository without the files that no test reads."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info"))
 
@@ -169,7 +170,7 @@ class Judge:
         copy_repository(self._folder)
 
     def judge(self, fault):
-        """Returns the stage and the test that caught a fault, or two times None."""
+        """Returns the stage and the test that caught a fault, or None and None."""
         path = self._folder / "jmpscale" / f"{fault.module}.py"
         source = path.read_bytes()
         path.write_bytes(fault.plant(source))
@@ -198,7 +199,7 @@ def _judge_one(fault):
 
 
 def judge_all(chosen, sources, stages, processes):
-    """Returns the stage and the test that caught each fault; keeps what was caught for later runs."""
+    """Returns the stage and the test that caught each fault; records caught faults for later runs."""
     record = WORK / "caught.jsonl"
     caught = dict(map(json.loads, record.read_text().splitlines())) if record.exists() else {}
     verdicts = {fault: caught.get(_key(fault, sources), (None, None)) for fault in chosen}

@@ -1,17 +1,17 @@
-"""Reads optimized programs: which instructions run, how many bytes they move, what they copy and communicate."""
+"""Reads optimized programs: the instructions that run, the bytes that they move, their copies and collectives."""
 
 import math
 import re
 from typing import NamedTuple
 
 COLLECTIVES = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|collective-broadcast"
-# Instructions that name a value that is there already, or that only wait for one that was started before.
+# Instructions that only name an existing value, and suffixes of instructions that only wait for a started operation.
 FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id")
 WAITS = ("-done", "-update")
 FLOW = ("conditional", "while", "call")
 LARGE = 2**14  # bytes: smaller copies are not copies of parameters or moments
-FEW = 256  # elements: an all-reduce of no more moves numbers about gradients, no gradients
-BITS = {"pred": 8, "token": 0, "opaque": 0}  # of the element types whose names do not tell
+FEW = 256  # elements: a smaller all-reduce combines norms or flags, not gradients
+BITS = {"pred": 8, "token": 0, "opaque": 0}  # of the element types whose names do not contain it
 
 
 class Instruction(NamedTuple):
@@ -33,7 +33,7 @@ class Program(NamedTuple):
 
 
 def parse(text):
-    """Returns the program that the text of a compiled function tells of."""
+    """Parses the text of a compiled function."""
     text, entry, computations, found = re.sub(r"/\*.*?\*/", "", text), None, {}, []
     for line in text.splitlines():
         if header := re.match(r"(ENTRY )?%?([\w.-]+) (?:\(.*\) -> .* )?{", line):
@@ -50,7 +50,7 @@ def parse(text):
 
 
 def _until_closed(text):
-    """Splits text behind an opening parenthesis where that is closed."""
+    """Splits the text after an opening parenthesis at the closing one."""
     depth = 1
     for place, character in enumerate(text):
         depth += {"(": 1, ")": -1}.get(character, 0)
@@ -60,7 +60,7 @@ def _until_closed(text):
 
 
 def bytes_of(kind):
-    """Counts the bytes of a value by its type; of a tuple, those of all its parts."""
+    """Returns the number of bytes of a value by its type; a tuple is the sum of its parts."""
     sizes = re.findall(r"([a-z]\w*)\[([\d,]*)\]", kind)
     return sum(_bits(name) * math.prod(int(n) for n in shape.split(",") if n) for name, shape in sizes) // 8
 
@@ -70,7 +70,7 @@ def _bits(name):
 
 
 def running(program, computation=None):
-    """Yields what the program runs: the instructions of the entry, of branches, of loops and of what is called."""
+    """Yields the instructions that run, in the entry, in branches, in loops and in called computations."""
     for instruction in program.computations[computation or program.entry]:
         if instruction.operation not in FREE and not instruction.operation.endswith(WAITS):
             yield instruction
@@ -80,10 +80,10 @@ def running(program, computation=None):
 
 
 def traffic(program, computation=None):
-    """Adds up the bytes that instructions read and write: of a conditional the largest branch, of a loop one iteration.
+    """Adds up the bytes that instructions read and write, of the largest branch, and of one iteration of a loop.
 
-    What only moves a value between a TPU's main memory and the memory on the chip does not count: the compiler fetches
-    ahead as much as the memory on the chip can hold, which depends little on the program.
+    Moves between a TPU's main memory and its on-chip memory do not count: the compiler prefetches as much as the
+    on-chip memory can hold, which depends little on the program.
     """
     instructions = program.computations[computation or program.entry]
     types, moved = {x.name: x.type for x in instructions}, 0
@@ -94,7 +94,7 @@ def traffic(program, computation=None):
             moved += sum(traffic(program, name) for name in x.calls)
         elif x.operation not in FREE and not _fetches(x, types):
             read = 0 if x.operation.endswith(WAITS) else sum(bytes_of(types[name]) for name in x.operands)
-            # What is started writes its result when it is done; until then its type repeats that of the operands.
+            # An asynchronous operation writes its result when it is done; the type of its start repeats the operands.
             moved += read + (0 if x.operation.endswith(("-start", "-update")) else bytes_of(x.type))
     return moved
 
@@ -120,7 +120,7 @@ def copies(program):
 
 
 def _place(kind):
-    """The memory of the first value of a type: TPUs fetch values ahead into another by copies."""
+    """Returns the memory space of the first value of a type; TPUs prefetch by copies into another space."""
     return re.search(r"S\(\d+\)", kind.split("]")[1].split("[")[0]) and re.search(r"S\(\d+\)", kind)[0]
 
 
@@ -132,7 +132,7 @@ def _only_copies(program, x):
 
 
 def communicating(program, computation=None):
-    """Yields the collectives that run, those inside fusions and asynchronous computations too."""
+    """Yields the collectives that run, also inside fusions and asynchronous computations."""
     for x in running(program, computation):
         if re.fullmatch(f"(?:{COLLECTIVES})(?:-start)?", x.operation):
             yield x
@@ -151,7 +151,7 @@ def collectives(program):
 
 
 def small_all_reduces(program):
-    """Counts the all-reduces of a few numbers, such as a norm's or a flag's; XLA packs those of all leaves into one."""
+    """Counts the all-reduces of a few numbers, such as norms or flags; XLA combines all leaves into one."""
     reduced = [x for x in communicating(program) if x.operation.removesuffix("-start") == "all-reduce"]
     return sum(_elements(x.type) <= FEW for x in reduced)
 
@@ -167,7 +167,7 @@ def count(program, *operations):
 
 
 def kernels(program, computation=None):
-    """Counts what runs on the device as something of its own: of a conditional, the branch that has most."""
+    """Counts the kernels that run on the device; a conditional counts as its branch with the most kernels."""
     n = 0
     for x in program.computations[computation or program.entry]:
         inside = [kernels(program, name) for name in x.calls] if x.operation in FLOW else []

@@ -1,8 +1,8 @@
-"""What is measured: training tasks, and one training step for each way to scale, check and skip.
+"""The measured programs: training tasks, and one training step for each way to scale, check and skip.
 
-A method takes a job and returns `(init, step)`: `init(params)` gives the state `(params, optimizer state, its own)`,
-and `step(state, batch)` the next state and the loss. Peers are used as their own documentation shows. Nothing is ever
-clipped, so that all methods walk the same path, and their losses must agree; the work is the same as if it were.
+A method takes a job and returns `(init, step)`: `init(params)` returns the state `(params, optimizer state, its own)`,
+and `step(state, batch)` the next state and the loss. Peers are used as their own documentation shows. No norm exceeds
+MAX_NORM, so all methods apply the same updates, and their losses must be equal; the work does not depend on the norm.
 """
 
 import functools
@@ -26,7 +26,7 @@ OPTIMIZERS = {
 
 
 class Job(NamedTuple):
-    """A loss of parameters and a batch, in the dtype to compute in; gradients are taken of `cast(params)`."""
+    """A loss of parameters and a batch, with its dtype; gradients are with respect to `cast(params)`."""
 
     loss_fn: Callable[..., Any]
     params: Any
@@ -34,16 +34,18 @@ class Job(NamedTuple):
     cast: Callable[..., Any]
     tx: optax.GradientTransformation  # widens 16-bit gradients, then runs the optimizer
     clipped: optax.GradientTransformation  # the same with clipping in between
-    guarded: optax.GradientTransformation  # the same in apply_if_finite, which fails if it has to widen
+    guarded: (
+        optax.GradientTransformation
+    )  # the same in apply_if_finite, which raises if the updates are widened inside it
     optimizer: str
 
 
 def make_job(task, optimizer="adamw", compute=jnp.float32, grads=jnp.float32):
-    """Joins a task `(loss_fn, params, batch)` with an optimizer; `grads` is float32 or the dtype to compute in."""
+    """Joins a task `(loss_fn, params, batch)` with an optimizer; `grads` is float32 or `compute`."""
     loss_fn, params, batch = task
     plain = OPTIMIZERS[optimizer]()
     clip = optax.clip_by_global_norm(MAX_NORM)
-    # The weights behind the gradients are float32 in every job: 16-bit gradients are widened before anything adds up.
+    # The master weights are float32 in every job: 16-bit gradients are widened before the optimizer adds them up.
     widen = [] if grads == jnp.float32 else [optax.stateless(lambda updates, _: to_dtype(jnp.float32, updates))]
 
     def loss_of(params, batch):
@@ -122,7 +124,7 @@ def _norm(params, x):
 
 
 def embedding(words, width, length, batch):
-    """A table of word vectors, of which each step reads few rows, and one matrix behind it."""
+    """A table of word vectors, of which each step reads few rows, followed by one matrix."""
     keys = jax.random.split(jax.random.key(0), 3)
     params = {
         "table": 0.02 * jax.random.normal(keys[0], (words, width)),
@@ -211,7 +213,7 @@ def jmp_steps(job):
 
     def step(state, batch):
         params, opt_state, own = state
-        loss_scale = jmp.DynamicLossScale(*own)  # made here: as a part of the state it could not be lowered
+        loss_scale = jmp.DynamicLossScale(*own)  # created here: as a part of the state it could not be lowered
 
         def scaled(half):
             loss = job.loss_fn(half, batch)
@@ -245,7 +247,7 @@ def flax_steps(job):
 
 
 def mpx_steps(job):
-    """What `mpx.filter_value_and_grad` does, by mpx's own parts; it would also cast, which is the job's business."""
+    """Follows `mpx.filter_value_and_grad`, with mpx's own functions, except its cast, because the job casts."""
     import equinox as eqx
     import mpx
 

@@ -1,4 +1,4 @@
-"""Writes the table of docs/costs.md from the measured figures: `python -m benchmarks.table`. Measures nothing.
+"""Writes the table of docs/costs.md from the results of earlier runs: `python -m benchmarks.table`.
 
 Each ratio is to the same step with `optax.clip_by_global_norm`: on the same machine and in the same round, or compiled
 for the same device.

@@ -1,6 +1,6 @@
-"""Compiles for accelerators that are not there, with their own compilers. Import it before JAX starts a backend.
+"""Compiles for accelerators that are not present, with their own compilers. Import it before JAX starts a backend.
 
-One process compiles for one kind: the compiler for H100 comes with `jax-cuda12-plugin`, that for TPU with `libtpu`.
+One process compiles for one kind. `jax-cuda12-plugin` contains the compiler for H100, and `libtpu` the one for TPU.
 """
 
 import importlib.util
@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # there is no driver, and none is needed
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # nor is there a host with TPUs to ask
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no two processes here fight for one
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no host with TPUs to query
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no process here uses a TPU
 os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
@@ -23,7 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 if "JAX_PLATFORMS" not in os.environ:
     jax.config.update("jax_platforms", "cpu")  # runs everything except the programs for the target
 
-# What XLA asks of the card before it compiles for it, as an H100 SXM answers (openxla/xla#25919).
+# The properties of the device that XLA needs to compile for it, as an H100 SXM reports them (openxla/xla#25919).
 H100 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
@@ -35,7 +35,7 @@ gpu_device_info {
 platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 } runtime_version { major: 12 minor: 9 patch: 0 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
-TOPOLOGIES = {  # by the number of devices; the smallest that there is, of which one device is taken where that is all
+TOPOLOGIES = {  # by the number of devices; for one device, the smallest topology, of which one device is used
     "h100": {1: "1x1x1", 8: "1x1x8", 64: "1x8x8", 1024: "1x128x8"},  # slices, hosts, devices of a host
     "tpu-v5e": {1: "v5e:2x2", 4: "v5e:2x2", 8: "v5e:2x4", 256: "v5e:16x16"},
     "tpu-v5p": {1: "v5p:2x2x1", 4: "v5p:2x2x1", 8: "v5p:2x2x2", 256: "v5p:4x8x8", 1024: "v5p:8x8x16"},
@@ -45,12 +45,12 @@ AXES = ("data", "model")
 
 
 def installed(backend):
-    """Tells whether the compiler for a backend can be imported here."""
+    """Tests whether the compiler for a backend can be imported here."""
     return importlib.util.find_spec("jax_cuda12_plugin" if backend == "h100" else "libtpu") is not None
 
 
 def mesh(backend, devices, shape=None):
-    """Returns a mesh of that many devices of the backend, none of which need exist."""
+    """Returns a mesh of devices of the backend, which need not exist."""
     if (name := TOPOLOGIES[backend].get(devices)) is None:
         known = sorted(TOPOLOGIES[backend])
         raise ValueError(f"{backend} is known with {known} devices, got {devices}: add its topology to TOPOLOGIES")
@@ -66,14 +66,14 @@ def mesh(backend, devices, shape=None):
 
 
 def warm_up(backend):
-    """Compiles a trifle, so that what is measured first does not pay for the compiler's own start."""
+    """Compiles a small program, so that the first measurement does not include the start of the compiler."""
     everywhere = NamedSharding(mesh(backend, 1), PartitionSpec())
     number = jax.ShapeDtypeStruct((8, 8), np.float32)
     jax.jit(lambda x: x @ x, in_shardings=everywhere).lower(number).compile()
 
 
 def spread(tree, mesh):
-    """Returns the shardings of a training state: matrices over both axes of the mesh where they divide, else copies."""
+    """Returns the shardings of a training state: matrices are sharded if the mesh divides them."""
 
     def one(x):
         matrix = len(x.shape) >= 2 and all(n % m == 0 for n, m in zip(x.shape[-2:], mesh.devices.shape, strict=True))
@@ -83,12 +83,12 @@ def spread(tree, mesh):
 
 
 def batches(tree, mesh):
-    """Returns the shardings of a batch: its first axis over the first of the mesh."""
+    """Returns the shardings of a batch: its first axis is sharded over the first axis of the mesh."""
     return jax.tree.map(lambda x: NamedSharding(mesh, PartitionSpec(AXES[0])), tree)
 
 
 class Abstract(NamedTuple):
-    """A task, `(loss_fn, params, batch)`, without a single array."""
+    """A task, `(loss_fn, params, batch)`, without arrays."""
 
     loss_fn: object
     params: object
@@ -96,7 +96,7 @@ class Abstract(NamedTuple):
 
 
 def abstract(task):
-    """Makes a task of shapes and dtypes alone, whatever it would take in memory."""
+    """Creates a task of shapes and dtypes alone, which needs no memory."""
     loss_fn = []
 
     def make():
@@ -109,7 +109,7 @@ def abstract(task):
 
 
 def shards(tree, shardings):
-    """Returns what XLA calls the part of each floating-point leaf that a device holds: `f32[512,1024]`."""
+    """Returns the XLA types of the shards of all floating-point leaves, such as `f32[512,1024]`."""
     leaves = zip(*map(jax.tree.leaves, (tree, shardings)), strict=True)
     parts = [(x.dtype, sharding.shard_shape(x.shape)) for x, sharding in leaves]
     names = {np.dtype("float32"): "f32", np.dtype("float16"): "f16", np.dtype("bfloat16"): "bf16"}
@@ -117,7 +117,7 @@ def shards(tree, shardings):
 
 
 def lost(given, returned, tree):
-    """Counts the leaves that go in sharded, and those of them that come out otherwise than they went in."""
+    """Counts the leaves that are sharded before a step, and the ones whose sharding differs after the step."""
     leaves = zip(*(jax.tree.leaves(x) for x in (given, returned, tree)), strict=True)
     pairs = [(a, b, len(x.shape)) for a, b, x in leaves if math.prod(a.shard_shape(x.shape)) < math.prod(x.shape)]
     return len(pairs), sum(not a.is_equivalent_to(b, ndim) for a, b, ndim in pairs)

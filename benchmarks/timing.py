@@ -1,6 +1,6 @@
 """Times several functions in turns in one process, so that changes of the machine's speed cancel in their ratios.
 
-Calls of one turn follow one another without waiting, as the steps of a training run do.
+Calls within a turn do not wait for each other's results, like the steps of a training run.
 """
 
 import time
@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks import steps
 
-BURST = 0.02  # seconds: shorter calls are repeated until a turn takes this long
+BURST = 0.02  # seconds: a shorter call is repeated until a turn takes this long
 SHORT = 10.0  # seconds: a program that compiles faster is compiled three times
 
 
@@ -92,7 +92,7 @@ def require_same_work(losses):
 
 
 class Run:
-    """A training run: each call starts one step, and returns its result."""
+    """A training run: each call starts one step, and returns the step's result."""
 
     def __init__(self, job, method):
         self._init, step = method(job)
@@ -101,7 +101,7 @@ class Run:
         self.start()
 
     def start(self):
-        """Starts again, with copies, because a step donates its state."""
+        """Starts again from copies of the parameters, because a step donates its state."""
         state = self._init(self._params)
         self.state = jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, state)
 
