@@ -8,9 +8,9 @@ import optax
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "guides" / "training_loops.md"
 VOCABULARY, LENGTH, BATCH = 32, 12, 16
-WEIGHT = 2.0**-16  # of the loss: without loss scaling most gradients are below the smallest float16 number
-EPSILON = 1e-8 * WEIGHT  # the usual one would hide gradients as small as these
-OVERFLOW = 12  # the step, counted from 0, that overflows where a test asks for it
+WEIGHT = 2.0**-16  # of the loss: without loss scaling most gradients underflow in float16
+EPSILON = 1e-8 * WEIGHT  # the default would hide such small gradients
+OVERFLOW = 12  # the step, counted from 0, that overflows if a test requests it
 
 
 def token_batches(count):

@@ -1,4 +1,4 @@
-"""Kauldron's `kd.train.Trainer` trains in float16 with two added lines, or with three that replace nothing.
+"""Kauldron's `kd.train.Trainer` trains in float16 with two added lines, or with three that replace no function.
 
 Run: python -m pytest --confcutdir=tests/frameworks -W default tests/frameworks/test_kauldron.py
 """
@@ -46,7 +46,7 @@ class LanguageModel(nn.Module):
 
 
 class LossScaledLanguageModel(LanguageModel):
-    """Scales its backward pass by a constant, so that nothing in Kauldron is replaced."""
+    """Scales its backward pass by a constant, so that no function of Kauldron is replaced."""
 
     def apply(self, *args, **kwargs):
         return jmpscale.loss_scaled(super().apply, 2.0**24, has_aux=True)(*args, **kwargs)
@@ -63,7 +63,7 @@ class NextToken(kd.losses.Loss):
 
 @dataclasses.dataclass(eq=True, frozen=True, kw_only=True)
 class Recorder(metric_writer.NoopWriter):
-    """Keeps what Kauldron logs."""
+    """Records the values that Kauldron logs."""
 
     logs: dict[str, list[float]] = dataclasses.field(default_factory=dict, compare=False)
 
@@ -81,7 +81,7 @@ def compilation_cache(tmp_path_factory):
 
 
 def train(model, optimizer, *, steps=STEPS, **options):
-    """Runs `Trainer.train` and returns the final state and what was logged in each step."""
+    """Runs `Trainer.train` and returns the final state and the values logged in each step."""
     writer = Recorder()
     norm = kd.metrics.Norm(tensor="grads", axis=None, aggregation_type="concat")
     sequences = [{"tokens": tokens} for tokens in token_batches(STEPS).reshape(-1, LENGTH)]
@@ -105,7 +105,7 @@ def train(model, optimizer, *, steps=STEPS, **options):
 
 
 def restored_afterwards():
-    """Undoes the replacement of Kauldron's function, because other runs must be without it."""
+    """Undoes the replacement of Kauldron's function, because other runs need the original."""
     return mock.patch.object(train_step, "forward_with_loss", train_step.forward_with_loss)
 
 
@@ -115,7 +115,7 @@ def train_loss_scaled(*, overflows=False, **options):
         train_step.forward_with_loss = jmpscale.loss_scaled(
             kd.train.forward_with_loss, lambda context, **_: context.opt_state, has_aux=True
         )
-        # The scale grows a few times, so that tests see it move.
+        # The scale grows a few times, so that tests can observe it.
         tx = jmpscale.with_loss_scaling(adamw(), jmpscale.dynamic(2.0**24, growth_interval=8))
         return train(LanguageModel(jnp.float16, overflows), tx, **options)
 
@@ -180,7 +180,7 @@ def test_overflow_leaves_parameters_and_optimizer_state_unchanged(sharding):
     assert scaler.loss_scale == before.opt_state.scaler.loss_scale / 2
 
 
-def test_restored_checkpoint_continues_like_the_unbroken_run(tmp_path):
+def test_restored_checkpoint_continues_like_the_uninterrupted_run(tmp_path):
     options = {"workdir": tmp_path, "checkpointer": kd.ckpts.Checkpointer(save_interval_steps=20)}
     train_loss_scaled(steps=22, **options)
     state, logs = train_loss_scaled(**options)

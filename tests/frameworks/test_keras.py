@@ -51,7 +51,7 @@ def fit(policy, auto_scale_loss):
     return history.history["loss"][-1] / WEIGHT
 
 
-def test_fit_in_float16_needs_nothing_but_the_loss_scaling_of_keras():
+def test_fit_in_float16_needs_only_the_loss_scaling_of_keras():
     float32, float16, scaled = fit("float32", False), fit("mixed_float16", False), fit("mixed_float16", True)
     assert float16 > float32 + 0.5
     assert abs(scaled - float32) < 1e-3

@@ -54,7 +54,7 @@ def loss_alone(model, tokens, overflow):
     return loss_and_accuracy(model, tokens, overflow)[0]
 
 
-TASKS = {  # the model, the loss function, whether that returns auxiliary data, and the learning rate
+TASKS = {  # the model, the loss function, whether it returns auxiliary data, and the learning rate
     "all_parameters": (LanguageModel, loss_alone, False, 3e-3),
     "auxiliary_data": (LanguageModel, loss_and_accuracy, True, 3e-3),
     "lora": (lora_model, loss_alone, False, 1e-2),
@@ -69,7 +69,7 @@ def make_batches(count, overflow_at=None):
 VALIDATION = make_batches(100)[-1]
 
 
-# The ways to create a trainer: as without jmpscale, and with the lines that a user adds.
+# The ways to create a trainer: without jmpscale, and with the lines that a user adds.
 
 
 def unscaled(model, tx, config, loss_fn, has_aux):
@@ -86,7 +86,7 @@ def static(model, tx, config, loss_fn, has_aux):
 
 def dynamic(model, tx, config, loss_fn, has_aux, init_scale=2.0**24, growth_interval=10, **settings):
     scaler = jmpscale.dynamic(init_scale, growth_interval=growth_interval, **settings)
-    model.loss_scale = nnx.Variable(jnp.float32(0))  # a place for it, where a checkpoint of the model is restored
+    model.loss_scale = nnx.Variable(jnp.float32(0))  # into which a checkpoint of the model is restored
     trainer = PeftTrainer(model, jmpscale.with_loss_scaling(tx, scaler), config)
     trainer.model.loss_scale = trainer.optimizer.opt_state.scaler.loss_scale  # the variable of the optimizer
     # Tunix passes the batch by keyword in evaluation, and nnx.value_and_grad by position in training.
@@ -168,7 +168,7 @@ def test_float16_with_loss_scaled_trains_like_float32(way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_float16_with_auxiliary_data_trains_like_float32_and_returns_them(way):
+def test_float16_with_auxiliary_data_trains_like_float32(way):
     trainer, auxiliary = make_trainer(WAYS[way], task="auxiliary_data"), []
     trainer._post_process_train_step = auxiliary.append
     trainer.train(make_batches(STEPS))
@@ -178,7 +178,7 @@ def test_float16_with_auxiliary_data_trains_like_float32_and_returns_them(way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_float16_with_lora_trains_like_float32_and_keeps_the_other_weights(way):
+def test_float16_with_lora_trains_only_lora_parameters_like_float32(way):
     trainer, expected = trained(way, "lora"), trained("unscaled", "lora", jnp.float32)
     assert final_loss(trained("unscaled", "lora")) > final_loss(expected) + 1
     assert_trains_like(expected, trainer)
@@ -205,7 +205,7 @@ def test_overflow_changes_neither_parameters_nor_optimizer_state(way, scale_afte
     before, after = train(WAYS[way], batches[:-1]), train(WAYS[way], batches)
     assert_same_bits(gated_state(before), gated_state(after))
     assert (scaler_of(before).skipped, scaler_of(after).skipped) == (0, 1)
-    assert scaler_of(after).loss_scale == scale_after  # the dynamic one grew after 10 steps
+    assert scaler_of(after).loss_scale == scale_after  # the dynamic scale grew after 10 steps
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -225,17 +225,17 @@ ACCUMULATING = {"wrap": lambda tx: optax.MultiSteps(tx, ACCUMULATED)}
 )
 def test_training_continues_identically_from_a_checkpoint(way, accumulation, tmp_path):
     batches = make_batches(STEPS, OVERFLOW)
-    unbroken = train(way, batches, **accumulation)
+    uninterrupted = train(way, batches, **accumulation)
     train(way, batches[:16], **accumulation, checkpoint_root_directory=str(tmp_path))
     restored = make_trainer(way, **accumulation, checkpoint_root_directory=str(tmp_path))
     assert (restored.iter_steps, scaler_of(restored).skipped) == (16, 1)
     restored.train(batches)
     assert restored.iter_steps == STEPS
-    assert_same_bits(nnx.state(unbroken.model), nnx.state(restored.model))
-    assert_same_bits(nnx.state(unbroken.optimizer), nnx.state(restored.optimizer))
+    assert_same_bits(nnx.state(uninterrupted.model), nnx.state(restored.model))
+    assert_same_bits(nnx.state(uninterrupted.optimizer), nnx.state(restored.optimizer))
 
 
-def test_accumulation_by_tunix_warns_and_without_overflow_trains_like_float32():
+def test_accumulation_by_tunix_warns_and_trains_like_float32():
     accumulating, batches = {"gradient_accumulation_steps": ACCUMULATED}, make_batches(ACCUMULATED * STEPS)
     with pytest.warns(UserWarning, match="MultiSteps"):
         trainer = train(static, batches, **accumulating)
@@ -243,11 +243,11 @@ def test_accumulation_by_tunix_warns_and_without_overflow_trains_like_float32():
 
 
 @pytest.mark.parametrize("way", [static, keeps_scale], ids=WAYS)
-def test_accumulation_inside_skips_only_the_micro_batch_that_overflows(way):
+def test_accumulation_inside_skips_only_the_overflowing_micro_batch(way):
     batches = make_batches(ACCUMULATED * STEPS + 1, OVERFLOW)
-    good = batches[:OVERFLOW] + batches[OVERFLOW + 1 :]
-    trainer, without = train(way, batches, **ACCUMULATING), train(way, good, **ACCUMULATING)
+    finite = batches[:OVERFLOW] + batches[OVERFLOW + 1 :]
+    trainer, without = train(way, batches, **ACCUMULATING), train(way, finite, **ACCUMULATING)
     assert scaler_of(trainer).skipped == 1
     assert_same_bits(gated_state(without), gated_state(trainer))
-    expected = train(unscaled, good, jnp.float32, gradient_accumulation_steps=ACCUMULATED)
+    expected = train(unscaled, finite, jnp.float32, gradient_accumulation_steps=ACCUMULATED)
     assert_trains_like(expected, trainer)
