@@ -34,7 +34,7 @@ def pytest_addoption(parser):
 
 
 def _default_form(*args, default, **forms):
-    """Runs the form for GPUs and TPUs. Traces the others and compares their types, as `platform_dependent` does."""
+    """Runs the form for GPUs and TPUs. Traces the other forms and compares types, as `platform_dependent` does."""
     expected = _result_types(default, args)
     for name, form in forms.items():
         types = _result_types(form, args)

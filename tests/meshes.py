@@ -1,4 +1,4 @@
-"""Meshes, and what else a test needs: it is skipped where there are fewer devices, or no CPU, as on a single GPU."""
+"""Meshes and other requirements of tests, which are skipped where there are too few devices, or no CPU."""
 
 import math
 
@@ -21,6 +21,6 @@ def require_devices(number):
 
 
 def require_cpu():
-    """Skips the test of a program for CPU if the default device is another one."""
+    """Skips the test of a program for CPU if the default device is not a CPU."""
     if jax.default_backend() != "cpu":
         pytest.skip("tests a program for CPU")

@@ -15,7 +15,7 @@ _HEADING_OR_BLOCK = re.compile(r"^##+ +(.+?) *$|^```(python|text)\n(.*?)^```", f
 
 
 def blocks(page):
-    """Returns the Python blocks of a page as (heading, code, what it prints or None)."""
+    """Returns the Python blocks of a page as (heading, code, expected output or None)."""
     found, heading = [], ""
     for title, language, code in _HEADING_OR_BLOCK.findall((DOCS / f"{page}.md").read_text()):
         if title:
@@ -57,14 +57,14 @@ def _anchors(path):
 
 
 def run(code, name, namespace):
-    """Runs a block in a namespace, and returns the losses of a training: the values of `loss`, or the list `losses`."""
+    """Runs a block in a namespace, and returns its losses: the values of `loss`, or the list `losses`."""
     recorder = _Losses(namespace)
     exec(compile(code, name, "exec"), namespace, recorder)
     return recorder.losses
 
 
 class _Losses(collections.abc.MutableMapping):
-    """The namespace itself, with a record of the losses."""
+    """A view of the namespace that records the losses."""
 
     def __init__(self, namespace):
         self._namespace, self.losses = namespace, []
@@ -90,7 +90,7 @@ class _Losses(collections.abc.MutableMapping):
 
 
 def assert_same_output(printed, expected):
-    """Compares texts word by word; a number with decimals may differ in the last ones, with another version of JAX."""
+    """Compares texts word by word; the last digits of decimal numbers may differ between versions of JAX."""
     for ours, theirs in itertools.zip_longest(printed.split(), expected.split()):
         decimals = re.fullmatch(r"-?\d+\.(\d+)(e[-+]\d+)?,?", theirs or "")
         if ours is None or not decimals:

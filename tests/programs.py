@@ -1,4 +1,4 @@
-"""Programs with which `value_and_grad` and `loss_scaled` are compared with `jax.value_and_grad`.
+"""Programs on which `value_and_grad` and `loss_scaled` are compared with `jax.value_and_grad`.
 
 They compute in float32 and their loss scale is a power of two, so that all results are equal bit for bit.
 """
@@ -36,7 +36,7 @@ def assert_like_jax(program, transform):
 
 
 def _outcome(program, transform):
-    """Returns the result of a program down to the bits, or the type and the message of its exception."""
+    """Returns the bits of the result of a program, or the type and the message of its exception."""
     fun, args, kwargs, options = program
     try:
         out = transform(fun, **options)(*args, **kwargs)
@@ -52,7 +52,7 @@ def _comparable(leaf):
     return str(jax.typeof(leaf)), jax.typeof(leaf).weak_type, np.asarray(data).tobytes()
 
 
-# What a function with auxiliary data returns.
+# Results of functions with auxiliary data.
 
 
 class Pair(NamedTuple):
@@ -128,7 +128,7 @@ def _with_custom_vjp(w, x):
     return jnp.sum(w * x)
 
 
-_with_custom_vjp.defvjp(lambda w, x: (jnp.sum(w * x), (w, x)), lambda kept, g: (g * kept[1] * 2, g * kept[0]))
+_with_custom_vjp.defvjp(lambda w, x: (jnp.sum(w * x), (w, x)), lambda saved, g: (g * saved[1] * 2, g * saved[0]))
 
 FUNCTIONS = {
     "bound method": Model(3.0).loss,

@@ -94,7 +94,7 @@ def _local_step(params, opt_state, x, fault):
 
 
 def _put(mesh, x, spec):
-    """Creates a global array, of which this process holds its part."""
+    """Creates a global array, of which this process holds its shards."""
     return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
 
 
