@@ -1,7 +1,7 @@
-"""Tests of the numbers in the tests of other loss scalers, and of recorded runs of those scalers.
+"""The package reproduces the numbers in the tests of other loss scalers, and recorded runs of these scalers.
 
-Most upstream tests give a sequence of finite steps and overflows, and a scale after each step: a row of `CASES`. A row
-whose original has no limits has the widest that are valid. Sources: PyTorch 2.13 (`test_torch.py`, `test_cuda.py`,
+Most upstream tests give a sequence of finite steps and overflows, and a scale after each step: a row of `CASES`. If the
+original has no limits, the row has the widest valid limits. Sources: PyTorch 2.13 (`test_torch.py`, `test_cuda.py`,
 `test_fsdp_sharded_grad_scaler.py`, `test_fully_shard_grad_scaler.py`), DeepSpeed (`unit/runtime/half_precision`), apex
 (`L0/run_amp`), TensorFlow (`loss_scale_test.py`), Keras 3 (`loss_scale_optimizer_test.py`), jmp (`loss_scale_test.py`),
 Flax (`DynamicScaleTest` of 2021), mpx (`test_loss_scaling.py`), optax (`_conditionality_test.py`,
@@ -10,12 +10,12 @@ Flax (`DynamicScaleTest` of 2021), mpx (`test_loss_scaling.py`), optax (`_condit
 jmpscale deliberately differs from the original in these tests:
 
 - PyTorch, `test_grad_scaling_unscale`, `..._sparse`: dtypes may differ in one call. float16 is unscaled to float32,
-  so duplicates in a sparse gradient add up without an overflow. Infinities that unscaling causes are found.
+  so duplicates in a sparse gradient add up without an overflow. Infinities that unscaling causes are detected.
 - PyTorch, `test_grad_scale_will_not_overflow`; TensorFlow, `test_keep_increasing_until_capped`; Flax: the scale stops
-  at 2^126. PyTorch, TensorFlow, apex, `test_fuzz`: it stops at 2^-126 instead of 0. A growth factor of 1 is refused.
-- Flax: the loss that Flax returns as NaN is that of the program.
+  at 2^126. PyTorch, TensorFlow, apex, `test_fuzz`: it stops at 2^-126 instead of 0. A growth factor of 1 raises.
+- Flax: where Flax returns NaN as the loss, jmpscale returns the loss of the program.
 - jmp: an integer scale is accepted, and the lower limit also applies under `jit`.
-- mpx, `test_scaling_clipping`, and DeepSpeed's `loss_scale` of 0: a scale outside the limits is refused.
+- mpx, `test_scaling_clipping`, and DeepSpeed's `loss_scale` of 0: a scale outside the limits raises.
 - DeepSpeed (PR 8588), ColossalAI, mpx: gradients are unscaled by the scale that scaled the loss, not by the next one.
 - optax, `test_apply_if_finite`: all non-finite updates are skipped, and `raise_if_stuck` reports too many of them.
 
@@ -66,14 +66,14 @@ def _scan(scaler, finite, edit):
     return jax.lax.scan(step, scaler, finite)[1]
 
 
-def _run(scaler, word, edit=lambda scaler: scaler):
-    """Returns the scalers after each step of a word of G (finite) and B (overflow)."""
-    # Padded, so that words of several lengths share one compilation.
-    finite = np.array([letter == "G" for letter in word] + [True] * (-len(word) % 64))
-    return jax.tree.map(lambda x: x[: len(word)], _scan(scaler, finite, edit))
+def _run(scaler, sequence, edit=lambda scaler: scaler):
+    """Returns the scalers after each step of a sequence of G (finite) and B (overflow)."""
+    # Padded, so that sequences of several lengths share one compilation.
+    finite = np.array([letter == "G" for letter in sequence] + [True] * (-len(sequence) % 64))
+    return jax.tree.map(lambda x: x[: len(sequence)], _scan(scaler, finite, edit))
 
 
-# Scales
+# Scales are reproduced
 
 
 @functools.cache
@@ -85,14 +85,14 @@ def _example(heading):
     return names
 
 
-def _run_of_row(scaler, besides, word):
-    """Returns the scalers after each step with what a row of the table of settings requires besides the settings."""
-    if "late growth" in besides:
+def _run_of_row(scaler, note, sequence):
+    """Returns the scalers after each step, with the change that the note in a row of the table of settings requires."""
+    if "late growth" in note:
         example = _example("Late growth")
-        return _run(example["late_start"](scaler), word, example["late_growth"])
-    if "fresh hysteresis" in besides:
-        return _run(scaler, word, _example("Fresh hysteresis")["fresh_hysteresis"])
-    return _run(scaler, word)
+        return _run(example["late_start"](scaler), sequence, example["late_growth"])
+    if "fresh hysteresis" in note:
+        return _run(scaler, sequence, _example("Fresh hysteresis")["fresh_hysteresis"])
+    return _run(scaler, sequence)
 
 
 class Case(NamedTuple):
@@ -101,23 +101,23 @@ class Case(NamedTuple):
     Attributes:
       scales: the scale after each step, or a dict of the scales after some steps, counted from 1.
       finite_steps: the same for the count of finite steps.
-      besides: as in the table of settings in the documentation.
+      note: the last column of the table of settings in the documentation.
     """
 
     scaler: jmpscale.ScalerState
-    word: str
+    sequence: str
     scales: list[float] | dict[int, float]
     finite_steps: list[int] | None = None
-    besides: str = ""
+    note: str = ""
     rtol: float = 0.0
 
 
 def _torch_run(trace):
-    word = "".join("GB"[found_inf] for found_inf in trace["found_inf"])
-    return Case(dynamic(**trace["config"]), word, trace["scale_after"], trace["growth_tracker_after"])
+    sequence = "".join("GB"[found_inf] for found_inf in trace["found_inf"])
+    return Case(dynamic(**trace["config"]), sequence, trace["scale_after"], trace["growth_tracker_after"])
 
 
-def _apex_fuzz(growth_factor, backoff_factor, growth_interval, hysteresis, more_bad=30, more_good=250, init=1024.0):
+def _apex_fuzz(growth_factor, backoff_factor, growth_interval, hysteresis, overflows=30, finite=250, init=1024.0):
     scaler = dynamic(
         init,
         growth_factor=growth_factor,
@@ -126,12 +126,12 @@ def _apex_fuzz(growth_factor, backoff_factor, growth_interval, hysteresis, more_
         hysteresis=hysteresis,
         hysteresis_reset="finite",
     )
-    lengths = (hysteresis - 1, growth_interval - 1, hysteresis + more_bad, growth_interval + more_good)
+    lengths = (hysteresis - 1, growth_interval - 1, hysteresis + overflows, growth_interval + finite)
     ends = np.cumsum(lengths).tolist()
-    low = init * backoff_factor ** (1.0 + more_bad)
-    high = low * growth_factor ** (1 + more_good // growth_interval)
-    word = "".join(letter * length for letter, length in zip("BGBG", lengths, strict=True))
-    return Case(scaler, word, dict(zip(ends, (init, init, low, high), strict=True)))
+    low = init * backoff_factor ** (1.0 + overflows)
+    high = low * growth_factor ** (1 + finite // growth_interval)
+    sequence = "".join(letter * length for letter, length in zip("BGBG", lengths, strict=True))
+    return Case(scaler, sequence, dict(zip(ends, (init, init, low, high), strict=True)))
 
 
 def _jmp(period, factor, min_scale=1.0, loss_scale=10.0):
@@ -145,9 +145,9 @@ def _jmp_backoff(period, factor, min_scale):
     return Case(_jmp(period, factor, min_scale), "B" * 100, scales, [0] * 100, rtol=1e-5)
 
 
-def _deepspeed(word, scales, hysteresis=1, power=8, min_scale=1.0):
+def _deepspeed(sequence, scales, hysteresis=1, power=8, min_scale=1.0):
     scaler = dynamic(2.0**power, growth_interval=2, hysteresis=hysteresis, min_scale=min_scale)
-    return Case(scaler, word, scales, besides="late growth")
+    return Case(scaler, sequence, scales, note="late growth")
 
 
 MPX = functools.partial(dynamic, 2.0**14, min_scale=2.0**-14, max_scale=65504.0)
@@ -166,7 +166,7 @@ CASES = {
     "deepspeed_zero_all_overflow": _deepspeed("B" * 8, [128, 64, 32, 16, 8, 4, 2, 1]),
     "apex_fuzz_2_0.5_10_10": _apex_fuzz(2.0, 0.5, 10, 10),
     "apex_fuzz_4_0.25_10_100": _apex_fuzz(4.0, 0.25, 10, 100),
-    "apex_fuzz_2_0.25_100_10": _apex_fuzz(2.0, 0.25, 100, 10, more_good=550),
+    "apex_fuzz_2_0.25_100_10": _apex_fuzz(2.0, 0.25, 100, 10, finite=550),
     "tensorflow_keep_increasing_until_capped": Case(
         dynamic(HIGHEST / 4, growth_interval=2, min_scale=1.0),
         "GGGGGG",
@@ -202,16 +202,16 @@ TORCH_RUNS = [
 
 @pytest.mark.parametrize("case", [*(pytest.param(case, id=name) for name, case in CASES.items()), *TORCH_RUNS])
 def test_update_reproduces_scales(case):
-    states = _run_of_row(case.scaler, case.besides, case.word)
+    states = _run_of_row(case.scaler, case.note, case.sequence)
     expected = case.scales if isinstance(case.scales, dict) else dict(enumerate(case.scales, start=1))
     scales = [states.loss_scale[step - 1].item() for step in expected]
     np.testing.assert_allclose(scales, list(expected.values()), rtol=case.rtol, atol=0)
     if case.finite_steps is not None:
         assert states.finite_steps.tolist() == case.finite_steps
-    assert states.skipped[-1] == case.word.count("B")
+    assert states.skipped[-1] == case.sequence.count("B")
 
 
-# Recorded runs, with the settings in the documentation
+# The settings in the documentation reproduce recorded runs
 
 
 def _settings_table():
@@ -258,16 +258,16 @@ def test_settings_table_has_a_recorded_run_of_each_row():
 
 @pytest.mark.parametrize("run", RECORDED, ids=lambda run: f"{run['from']} {run['trace']}")
 def test_settings_table_reproduces_recorded_run(run):
-    defaults, call, besides = (cell.strip("` ") for cell in SETTINGS[run["from"]])
+    defaults, call, note = (cell.strip("` ") for cell in SETTINGS[run["from"]])
     scaler = eval(call, {"jmpscale": jmpscale, "math": math} | eval(f"dict({defaults})") | run["settings"])
     trace = ORACLE["traces"][run["trace"]]
     for name, scales in trace["scales"].items():
         end = trace.get("raises", {}).get(name, [None])[0]  # the original ends the run there, at its lowest scale
-        states = _run_of_row(scaler, besides, ORACLE["words"][name])
+        states = _run_of_row(scaler, note, ORACLE["words"][name])
         assert states.loss_scale.tolist()[:end] == scales[:end]
 
 
-# Gradients
+# Gradients are reproduced
 
 FULL, INF, NAN = (np.full((10, 10), 4.0, np.float32) for _ in range(3))
 INF[2, 2], NAN[2, 2] = np.inf, np.nan
@@ -311,7 +311,7 @@ def test_unscale_and_check_reproduces_gradients(loss_scale, grads, expected):
 
 def test_unscale_and_check_adds_sparse_duplicates_in_float32():
     grads = _sparse([64_000.0, 32.0, 64_000.0], F16, indices=((0, 2), (1, 0), (0, 2)))
-    assert jnp.isinf(grads.todense()[0, 2]), "torch adds them in float16, and skips"
+    assert jnp.isinf(grads.todense()[0, 2]), "in float16 the sum must overflow, as in torch"
     unscaled, finite = jmpscale.unscale_and_check(jmpscale.static(1.0), grads)
     assert finite
     assert unscaled.todense().tolist() == [[0, 0, 128_000], [32, 0, 0]]
@@ -326,7 +326,7 @@ def test_scale_reproduces_losses(loss_scale):
         assert jmpscale.unscale(scaler, scaled) == (8, (4, {"a": 1}))
 
 
-# Training
+# Training is reproduced
 
 
 def _descend(tx, grads):
@@ -376,7 +376,7 @@ def test_with_loss_scaling_reproduces_parameters(tx, scaler, grads, params):
 
 @pytest.mark.parametrize(("tx", "step"), [(SGD, 3.0), (optax.chain(optax.clip(1.5), SGD), 1.5)], ids=["sgd", "clip"])
 def test_value_and_grad_unscales_by_scale_of_the_same_step(tx, step):
-    """DeepSpeed (PR 8588), ColossalAI and mpx apply half of the update on a step of growth."""
+    """DeepSpeed (PR 8588), ColossalAI and mpx apply half of the update when the scale grows."""
     tx = jmpscale.with_loss_scaling(tx, dynamic(4.0, growth_interval=1))
 
     def descend(opt_state, finite):
@@ -443,8 +443,8 @@ def _train(gradient, tx, scaler):
         grads = gradient(scaler, params, batch)
         grads["w1"] = jnp.where(overflow & (scaler.config.mode != "disabled"), jnp.inf, grads["w1"])
         grads, finite = jmpscale.unscale_and_check(scaler, grads)
-        take = ~overflow if scaler.config.mode == "disabled" else finite
-        params, opt_state = jmpscale.apply_if(take, jmpscale.optax_step(tx, grads), params, opt_state)
+        applied = ~overflow if scaler.config.mode == "disabled" else finite
+        params, opt_state = jmpscale.apply_if(applied, jmpscale.optax_step(tx, grads), params, opt_state)
         carry = params, opt_state, jmpscale.update(scaler, finite)
         return carry, carry[::2]
 
@@ -471,7 +471,7 @@ def test_functional_api_reproduces_runs_of_torch(gradient, tx, atol):
     assert scalers.skipped.tolist() == [0, 0, 1, 1]
 
 
-def test_update_adjusts_one_scaler_for_each_loss():
+def test_update_adjusts_the_scaler_of_each_loss():
     """`test_loss_scale_decrease` of apex: no, one and two overflows in three losses that share parameters."""
 
     def scaled_loss(params, scaler, factor):
