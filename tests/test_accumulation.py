@@ -1,4 +1,4 @@
-"""Steps with several gradients: accumulation over micro-batches, several losses or optimizers, higher derivatives."""
+"""An overflow skips the right part of a step with micro-batches, multiple losses or optimizers, or two derivatives."""
 
 import functools
 
@@ -16,7 +16,7 @@ from jmpscale import testing
 RNG = np.random.default_rng(0)
 X, W = RNG.integers(0, 4, (16, 8, 3)).astype(np.float32), np.array([[1.0], [-2.0], [3.0]], np.float32)
 Y = (X @ W - RNG.integers(1, 20, (16, 8, 1))).astype(np.float32)
-OVERFLOW, FAILED = 1e6, np.nan  # targets with which the backward pass overflows, and with which the loss is NaN
+OVERFLOW, INVALID = 1e6, np.nan  # targets: with the first the backward pass overflows, with the second the loss is NaN
 
 
 def _loss(w, x, y):
@@ -30,39 +30,39 @@ def _expected(indices):
     return 2 * x.T @ (x @ W - y) / len(x)
 
 
-@functools.partial(jax.jit, static_argnames="drop")
-def _accumulate(scaler, y, drop):
-    """Returns the mean gradient over the finite micro-batches, or zero, and the scaler after the window."""
+@functools.partial(jax.jit, static_argnames="skip")
+def _accumulate(scaler, y, skip):
+    """Returns the mean gradient over the finite micro-batches, or zero, and the scaler after the accumulated step."""
 
     def add(carry, micro_batch):
         total, count = carry
         loss, grads = jmpscale.value_and_grad(_loss)(scaler, jnp.asarray(W), *micro_batch)
         finite = jmpscale.all_finite(grads)
-        keep = finite | (drop == "window")
-        carry = jmpscale.apply_if(keep, lambda total, count: (total + grads, count + 1), total, count)
+        add_grads = finite | (skip == "step")
+        carry = jmpscale.apply_if(add_grads, lambda total, count: (total + grads, count + 1), total, count)
         return carry, (finite, loss)
 
     start = jnp.zeros_like(W), jnp.float32(0)
     (total, count), (flags, losses) = jax.lax.scan(add, start, (jnp.asarray(X), y))
-    finite = flags.all() if drop == "window" else count > 0
+    finite = flags.all() if skip == "step" else count > 0
     mean = jmpscale.apply_if(finite, lambda _: total / jnp.maximum(count, 1), jnp.zeros_like(W))
     return mean, jmpscale.update(scaler, flags.all(), loss=losses)
 
 
-@pytest.mark.parametrize("drop", ["window", "micro-batch"])
+@pytest.mark.parametrize("skip", ["step", "micro-batch"])
 @pytest.mark.parametrize(
-    ("value", "bad", "scale", "reason"),
-    [(0.0, [], 16.0, "NONE"), (OVERFLOW, [4, 15], 8.0, "GRADIENTS"), (FAILED, [4], 16.0, "LOSS")],
+    ("value", "at", "scale", "reason"),
+    [(0.0, [], 16.0, "NONE"), (OVERFLOW, [4, 15], 8.0, "GRADIENTS"), (INVALID, [4], 16.0, "LOSS")],
     ids=["finite", "overflow", "NaN"],
 )
-def test_apply_if_drops_a_window_or_a_micro_batch(value, bad, scale, reason, drop):
+def test_apply_if_skips_an_accumulated_step_or_a_micro_batch(value, at, scale, reason, skip):
     y = Y.copy()
-    y[bad, 0] = value
-    grads, scaler = _accumulate(jmpscale.dynamic(16.0), jnp.asarray(y), drop)
-    kept = np.setdiff1d(np.arange(16), bad)
-    expected = _expected(kept) if drop == "micro-batch" or not bad else np.zeros_like(W)
+    y[at, 0] = value
+    grads, scaler = _accumulate(jmpscale.dynamic(16.0), jnp.asarray(y), skip)
+    finite = np.setdiff1d(np.arange(16), at)
+    expected = _expected(finite) if skip == "micro-batch" or not at else np.zeros_like(W)
     np.testing.assert_allclose(grads, expected, rtol=1e-6)
-    assert (scaler.loss_scale, bool(scaler.skipped)) == (scale, bool(bad))
+    assert (scaler.loss_scale, bool(scaler.skipped)) == (scale, bool(at))
     assert scaler.last_skip == jmpscale.SkipReason[reason]
 
 
@@ -87,20 +87,20 @@ def _step_of_two_losses(scalers):
     return after, {name: jmpscale.update(scaler, flags[name]) for name, scaler in scalers.items()}
 
 
-@pytest.mark.parametrize("bad", [[], ["large"], ["small"], ["large", "small"]], ids="+".join)
-def test_update_with_a_scaler_for_each_loss(bad):
-    """Either overflow skips the step, and only the scale of its loss backs off."""
-    scales = {"large": 2.0**4, "small": 2.0**32} | dict.fromkeys(bad, 2.0**80)
+@pytest.mark.parametrize("overflows", [[], ["large"], ["small"], ["large", "small"]], ids="+".join)
+def test_update_adjusts_the_scaler_of_each_loss(overflows):
+    """An overflow of either loss skips the step, and only the scale of that loss backs off."""
+    scales = {"large": 2.0**4, "small": 2.0**32} | dict.fromkeys(overflows, 2.0**80)
     (params, opt_state), scalers = _step_of_two_losses(
         {name: jmpscale.dynamic()._replace(loss_scale=jnp.float32(scale)) for name, scale in scales.items()}
     )
-    if bad:
+    if overflows:
         testing.assert_step_is_noop((PARAMS, TX.init(PARAMS)), (params, opt_state))
     else:
         for name, grads in opt_state.trace.items():
             np.testing.assert_allclose(grads, WEIGHTS[name] * X[0].mean(0)[:, None], rtol=1e-3)
     for name, scaler in scalers.items():
-        assert scaler.loss_scale == scales[name] * (0.5 if name in bad else 1.0)
+        assert scaler.loss_scale == scales[name] * (0.5 if name in overflows else 1.0)
 
 
 @jax.jit
@@ -118,17 +118,17 @@ def _step_of_two_networks(params, scaler, factors):
     return params, jmpscale.update(scaler, flags["d"] & flags["g"])
 
 
-@pytest.mark.parametrize("bad", [[], ["g"], ["d", "g"]], ids="+".join)
-def test_update_with_a_scaler_for_two_optimizers(bad):
-    """Each network skips alone, and the scale backs off once."""
+@pytest.mark.parametrize("overflows", [[], ["g"], ["d", "g"]], ids="+".join)
+def test_update_adjusts_one_scaler_for_two_optimizers(overflows):
+    """Each network skips independently, and the scale backs off once."""
     params = {"d": jnp.ones(2), "g": jnp.full(2, 2.0)}
-    factors = {name: 2.0 ** (126 * (name in bad)) for name in params}
+    factors = {name: 2.0 ** (126 * (name in overflows)) for name in params}
     after, scaler = _step_of_two_networks(params, jmpscale.dynamic(16.0), factors)
-    assert [name for name in params if (after[name] == params[name]).all()] == bad
-    assert (scaler.loss_scale, scaler.skipped) == ((8.0, 1) if bad else (16.0, 0))
+    assert [name for name in params if (after[name] == params[name]).all()] == overflows
+    assert (scaler.loss_scale, scaler.skipped) == ((8.0, 1) if overflows else (16.0, 0))
 
 
-def test_value_and_grad_under_vmap_returns_gradients_of_each_example():
+def test_value_and_grad_under_vmap_differentiates_each_example():
     x, y = jnp.asarray(X[:, 0]), jnp.asarray(Y[:, 0]).at[4].set(OVERFLOW)
     run = jax.jit(jax.vmap(jmpscale.value_and_grad(_loss), in_axes=(None, None, 0, 0)))
     _, grads = run(jmpscale.static(2.0**6), jnp.asarray(W), x, y)
@@ -152,7 +152,7 @@ def _half_slopes(scaler):
 
 
 @pytest.mark.parametrize(("scale", "finite"), [(1.0, True), (2.0**10, True), (2.0**40, False)])
-def test_unscale_in_a_gradient_penalty(scale, finite):
+def test_unscale_works_in_a_gradient_penalty(scale, finite):
     """Both derivatives are in float16, and either may overflow."""
     scaler = jmpscale.static(scale)
     loss_fn = functools.partial(_penalty, slopes_of=_half_slopes(scaler))
@@ -162,7 +162,7 @@ def test_unscale_in_a_gradient_penalty(scale, finite):
         np.testing.assert_allclose(grads, jax.jit(jax.grad(_penalty), static_argnums=1)(W, jax.grad), rtol=0.02)
 
 
-def test_jvp_of_value_and_grad_is_the_hessian_vector_product():
+def test_value_and_grad_under_jvp_gives_hessian_vector_products():
     scaled = functools.partial(jmpscale.value_and_grad(lambda w: jnp.sum(jnp.sin(w) * w)), jmpscale.static(2.0**10))
     product = jax.jvp(scaled, (jnp.asarray(W),), (jnp.ones_like(W),))[1][1]
     np.testing.assert_allclose(product, 2 * np.cos(W) - W * np.sin(W), rtol=1e-5)

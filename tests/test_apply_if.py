@@ -1,4 +1,4 @@
-"""apply_if and optax_step: what a skipped step keeps, in the branch on CPU and in the select of other platforms.
+"""apply_if and optax_step: a skipped step changes nothing, in the branch on CPU and in the select elsewhere.
 
 Tests with the fixture `api` also run with `with_loss_scaling`, which has the same gate.
 """
@@ -67,7 +67,7 @@ def _plain(api):
 
 
 def _inner(opt_state):
-    """Returns the part of an optimizer state that a skipped step keeps."""
+    """Returns the part of an optimizer state that a skipped step does not change."""
     return opt_state.inner_state if isinstance(opt_state, jmpscale.LossScalingState) else opt_state
 
 
@@ -84,11 +84,11 @@ def _mesh(*axis_types):
     return jax.make_mesh(shape, names, axis_types=axis_types)
 
 
-# Steps that are applied and steps that are skipped
+# An applied step equals optax, and a skipped step changes nothing
 
 
 @pytest.mark.usefixtures("platform")
-def test_step_equals_optax_or_keeps_every_bit(api):
+def test_step_equals_optax_or_changes_no_bit(api):
     opt_state, step = api(TX)
     step, plain = jax.jit(step), _plain(api)
     for bad in (np.inf, np.nan):
@@ -151,7 +151,7 @@ def test_skipped_step_runs_update_only_without_a_branch(api, branch):
         assert len(calls) == expected
 
 
-def test_eager_skip_does_not_call_update(api):
+def test_skipped_step_outside_jit_does_not_call_update(api):
     """Outside jit the gate is a Python `if`, so the update may read values."""
     seen = []
 
@@ -193,12 +193,12 @@ def test_step_has_the_derivative_of_optax_or_of_the_identity(api):
     chex.assert_trees_all_close(found, identity, rtol=1e-5)
 
 
-# Platforms
+# The gate is a branch only on CPU
 
 
 def test_step_has_a_branch_only_on_cpu(api, request):
     if request.config.getoption("--default-form"):
-        pytest.skip("the session traces the default form alone")
+        pytest.skip("this run traces only the default form")
     opt_state, step = api(TX)
     traced = jax.jit(step).trace(PARAMS, opt_state, GRADS)
     for platform in ("cpu", "cuda", "rocm", "tpu"):
@@ -217,7 +217,7 @@ def test_exported_step_runs_on_its_platforms():
     chex.assert_trees_all_equal(stored.call(*args), run(*args))
 
 
-# Shardings, axes and memory spaces
+# The gate keeps shardings, varying axes and memory spaces
 
 
 @pytest.mark.parametrize(
@@ -275,11 +275,11 @@ def test_step_in_shard_map_keeps_varying_axes(api):
     opt_state, step = api(TX)
     varying = jax.tree.map(lambda x: jnp.stack([x] * 8), (PARAMS, _inner(opt_state)))
 
-    def local(varying, bad):
+    def local(varying, overflow):
         params, inner = jax.tree.map(lambda x: x[0], varying)
         state = opt_state._replace(inner_state=inner) if hasattr(opt_state, "inner_state") else inner
         here = jax.lax.axis_index("data") == 3
-        grads = jax.tree.map(lambda g, p: jnp.where(here & bad, jnp.inf, g) + 0 * p, GRADS, params)
+        grads = jax.tree.map(lambda g, p: jnp.where(here & overflow, jnp.inf, g) + 0 * p, GRADS, params)
         params, state = step(params, state, grads)
         return jax.tree.map(lambda x: x[None], (params, _inner(state)))
 
@@ -288,8 +288,8 @@ def test_step_in_shard_map_keeps_varying_axes(api):
     assert not np.array_equal(run(varying, False)[0]["w"], varying[0]["w"])
 
 
-def test_apply_if_takes_a_flag_that_varies_over_devices():
-    """Each device decides on its own, also about a value that does not vary before the step."""
+def test_apply_if_accepts_a_flag_that_varies_over_devices():
+    """Each device decides independently, even about a value that does not vary before the step."""
 
     def local(finite):
         count, number = jmpscale.apply_if(finite[0], lambda count, n: (count + 1, n + 1), jnp.int32(0), 5)
@@ -310,7 +310,7 @@ def _memory_spaces():
 
 @pytest.mark.usefixtures("platform")
 def test_step_keeps_memory_spaces(api):
-    """Of an optimizer state in host memory, with its scalar count, which a select would move to the device."""
+    """The optimizer state is in host memory, with a scalar count, which a select would move to the device."""
     host, device = _memory_spaces()
 
     def update(grads, state, params=None):
@@ -325,14 +325,14 @@ def test_step_keeps_memory_spaces(api):
     assert int(_inner(opt_state)[1].count) == 1
 
 
-def test_apply_if_refuses_a_change_of_memory_space():
+def test_apply_if_raises_if_the_memory_space_changes():
     host, _ = _memory_spaces()
     run = jax.jit(lambda finite, w: jmpscale.apply_if(finite, lambda w: jax.device_put(w, host), w))
     with pytest.raises(TypeError, match=r"carry\[0\] was float32.* and is float32.* the memory space"):
         run(True, jnp.ones(2))
 
 
-# The carry and its leaves
+# The carry may contain any leaves
 
 
 def test_apply_if_returns_one_value_or_a_tuple(variant):
@@ -452,7 +452,7 @@ def test_apply_if_ignores_weak_types():
 
 
 @pytest.mark.parametrize("new", [["word"] * 2, ["word", "a", "word"], "word", [1, 2, 3]], ids=repr)
-def test_apply_if_refuses_changed_arrays_of_strings(new):
+def test_apply_if_raises_if_an_array_of_strings_changes(new):
     words = np.array(["word"] * 3)
     with pytest.raises(TypeError, match=r"carry\[1\] was array.*Only arrays and Python numbers may change"):
         jmpscale.apply_if(True, lambda w, words: (w, np.array(new)), 1.0, words)
@@ -483,14 +483,14 @@ def test_optax_step_keeps_leaves_without_an_update():
     assert after["n"] == 3
 
 
-def test_optax_step_passes_extra_arguments_on():
+def test_optax_step_passes_extra_arguments_to_update():
     tx = optax.GradientTransformationExtraArgs(optax.identity().init, lambda g, s, p=None, *, value: (g * value, s))
     step = jmpscale.optax_step(tx, jnp.float32(1), value=jnp.float32(3))
     assert jmpscale.apply_if(True, step, jnp.float32(1), tx.init(None))[0] == 4
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_optax_step_needs_a_float32_state_for_float16_parameters():
+def test_optax_step_requires_a_float32_state_for_float16_parameters():
     """The error names the remedy, and the remedy works."""
     params, tx = {"w": jnp.ones(3, jnp.float16)}, optax.trace(0.9)
     step = jmpscale.optax_step(tx, {"w": jnp.ones(3)})

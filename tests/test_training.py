@@ -23,13 +23,13 @@ RANDOM = np.random.default_rng(0)
 X = jnp.asarray(RANDOM.standard_normal((16, 32, 4)), jnp.float32)  # batches
 Y = jnp.sin(X.sum(2, keepdims=True))
 PARAMS = [jnp.asarray(RANDOM.standard_normal(shape) / 2, jnp.float32) for shape in ((4, 16), (16, 1))]
-# Halves the time that compiling takes.
+# Halves the compile time.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 GRADIENTS, LOSS = jmpscale.SkipReason.GRADIENTS, jmpscale.SkipReason.LOSS
 
 
 def assert_follows_the_rule(start, states, finite, loss_finite=None):
-    """Compares the states after each step with those of the rule in plain Python."""
+    """Compares the states after each step with the states of the rule in plain Python."""
     states = jax.tree.map(np.asarray, states)
     expected = {name: getattr(start, name).item() for name in reference.FIELDS}
     expected["loss_scale"] = np.float32(expected["loss_scale"])
@@ -44,7 +44,7 @@ def loss_fn(params, x, y, dtype=jnp.float16, factor=1.0):
     return factor * jnp.mean((prediction - y) ** 2)
 
 
-# With this factor before the loss nearly all gradients are zero in float16, whose smallest number is 2^-24.
+# With this factor before the loss nearly all gradients underflow in float16, whose smallest number is 2^-24.
 SMALL = 2.0**-28
 SGD = optax.sgd(0.05 / SMALL, momentum=0.9)
 WAYS = {  # the dtype of the model, the scaler, and the API
@@ -100,9 +100,9 @@ def test_float16_with_loss_scaling_reaches_the_loss_of_float32(way):
 # Faults. A run is equal, bit for bit, to one without the batches in which there was a fault.
 
 ADAMW = optax.adamw(optax.linear_schedule(1e-2, 0.0, 100))
-# The scale stays, because float16 rounds subnormal numbers differently at another scale.
-KEEPS_ITS_SCALE = jmpscale.dynamic(2.0**10, hysteresis=100)
-WRAPPED_ADAMW = jmpscale.with_loss_scaling(ADAMW, KEEPS_ITS_SCALE)
+# The scale must not change, because float16 rounds subnormal numbers differently at another scale.
+CONSTANT_SCALE = jmpscale.dynamic(2.0**10, hysteresis=100)
+WRAPPED_ADAMW = jmpscale.with_loss_scaling(ADAMW, CONSTANT_SCALE)
 FAULTS = {  # step: the value, and the gradient that it replaces, or None for a target, which the loss depends on
     2: (jnp.inf, "[0]"),
     3: (jnp.nan, "[1]"),
@@ -147,7 +147,7 @@ STEPS = {"functional": (functional, ADAMW), "wrapper": (wrapper, WRAPPED_ADAMW)}
 
 
 def start(tx):
-    return PARAMS, tx.init(PARAMS), PARAMS, jax.tree.map(jnp.asarray, KEEPS_ITS_SCALE)
+    return PARAMS, tx.init(PARAMS), PARAMS, jax.tree.map(jnp.asarray, CONSTANT_SCALE)
 
 
 @functools.cache
@@ -173,7 +173,7 @@ def test_run_with_faults_equals_the_run_without_these_batches(api):
     (with_faults, scaler), (without, _) = run(range(16)), run(sorted(set(range(16)) - FAULTS.keys()))
     assert_step_is_noop(without, with_faults)
     assert (scaler.skipped, scaler.loss_scale) == (len(FAULTS), 2.0**10)
-    assert with_faults[1][-1].count == 16 - len(FAULTS)  # of the learning rate's schedule
+    assert with_faults[1][-1].count == 16 - len(FAULTS)  # the count of the learning rate's schedule
 
 
 @pytest.mark.parametrize("api", STEPS)
@@ -206,9 +206,9 @@ RULES = {  # the scaler, and how often gradients overflow and losses are not fin
 
 @pytest.mark.parametrize("name", RULES)
 def test_update_over_20000_steps_follows_the_rule(name):
-    start, overflows, bad_losses = RULES[name]
+    start, overflows, nonfinite_losses = RULES[name]
     random = np.random.default_rng(1)
-    loss_finite = random.random(20_000) >= bad_losses
+    loss_finite = random.random(20_000) >= nonfinite_losses
     finite = (random.random(20_000) >= overflows) & loss_finite
     near_limit = np.int32(reference.COUNTER_LIMIT - 5)
     start = start._replace(skipped=near_limit, finite_steps=near_limit if name == "static" else np.int32(0))
@@ -239,7 +239,7 @@ def test_memory_of_a_training_loop_does_not_grow():
             sizes.append((len(jax.live_arrays()), len(gc.get_objects())))
     (arrays, objects), (arrays_after, objects_after) = sizes
     assert arrays_after == arrays
-    assert objects_after - objects < 100  # an object for each step would be 199
+    assert objects_after - objects < 100  # one object for each step would add 199
 
 
 # Migration: the programs of other libraries and their translation, from the same parameters and through two overflows.
@@ -265,8 +265,8 @@ def old_flax(params, opt_state, dynamic_scale, x, y):
 def old_jmp(params, opt_state, loss_scale, x, y):
     grads = loss_scale.unscale(jax.grad(lambda params: loss_scale.scale(loss_fn(params, x, y)))(params))
     finite = jmp.all_finite(grads)
-    kept = jmp.select_tree(finite, apply(params, opt_state, grads), (params, opt_state))
-    return *kept, loss_scale.adjust(finite)
+    selected = jmp.select_tree(finite, apply(params, opt_state, grads), (params, opt_state))
+    return *selected, loss_scale.adjust(finite)
 
 
 def old_torch(params, opt_state, grad_scaler, x, y):
@@ -277,8 +277,8 @@ def old_torch(params, opt_state, grad_scaler, x, y):
     finite = jnp.all(jnp.array([jnp.isfinite(g).all() for g in grads]))
     tracker = jnp.where(finite, tracker + 1, 0)
     scale = jnp.where(finite, jnp.where(tracker == 3, scale * 2.0, scale), scale * 0.5)
-    kept = select(finite, apply(params, opt_state, grads), (params, opt_state))
-    return *kept, (scale, jnp.where(tracker == 3, 0, tracker))
+    selected = select(finite, apply(params, opt_state, grads), (params, opt_state))
+    return *selected, (scale, jnp.where(tracker == 3, 0, tracker))
 
 
 def new_program(params, opt_state, scaler, x, y):
@@ -288,7 +288,7 @@ def new_program(params, opt_state, scaler, x, y):
     return params, opt_state, jmpscale.update(scaler, finite, loss=loss)
 
 
-MIGRATIONS = {  # the old program, its scale, how to read that, and the new scaler
+MIGRATIONS = {  # the old program, its scaler, a function that reads its scale, and the new scaler
     "flax": (
         old_flax,
         lambda: DynamicScale(growth_interval=2, scale=jnp.float32(2.0**10)),

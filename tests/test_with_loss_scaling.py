@@ -1,4 +1,4 @@
-"""with_loss_scaling: around the optimizers of optax, what a skipped step keeps, and max_norm."""
+"""with_loss_scaling applies the steps of any optax optimizer, skips without a change, and clips with max_norm."""
 
 import functools
 import types
@@ -29,7 +29,7 @@ def _loss(params, dtype=jnp.float32):
     return jnp.mean((prediction.astype(jnp.float32) - Y) ** 2)
 
 
-# --- around every optimizer ---
+# --- every optimizer can be wrapped ---
 
 ALIASES = {
     optax: "adabelief adadelta adagrad adam adamax adamaxw adamw adan amsgrad fromage lamb lars lion nadam nadamw "
@@ -157,7 +157,7 @@ def test_with_loss_scaling_keeps_the_types_of_the_state(name):
     chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
 
 
-# --- steps and skips ---
+# --- an applied step equals inner, and a skip changes nothing ---
 
 
 def test_with_loss_scaling_equals_inner_bit_for_bit(platform):
@@ -187,7 +187,7 @@ def test_with_loss_scaling_equals_inner_bit_for_bit(platform):
 
 
 @pytest.mark.parametrize("dtype", ["float16", *(pytest.param(dtype, marks=FULL) for dtype in ("bfloat16", "float32"))])
-def test_with_loss_scaling_keeps_everything_on_a_skip(dtype, platform):
+def test_with_loss_scaling_changes_nothing_on_a_skip(dtype, platform):
     traces, sgd = [], optax.sgd(1e-2, momentum=0.9)
 
     def update(*args):
@@ -228,8 +228,8 @@ def test_with_loss_scaling_returns_zeros_of_every_kind_on_a_skip(jit):
     testing.assert_step_is_noop(expected | {"number": zero, "integer": jnp.array(0)}, updates)
 
 
-def test_with_loss_scaling_takes_updates_of_other_types(platform):
-    """Such as the mean of the gradients of single examples."""
+def test_with_loss_scaling_accepts_updates_of_other_types(platform):
+    """The inner optimizer returns, for example, the mean of per-example gradients."""
     inner = optax.stateless(lambda grads, params: jax.tree.map(lambda g: g.mean(0).astype(jnp.bfloat16), grads))
     tx = jmpscale.with_loss_scaling(inner)
     grads = jnp.ones((2, 3))
@@ -238,7 +238,7 @@ def test_with_loss_scaling_takes_updates_of_other_types(platform):
         testing.assert_step_is_noop(jnp.full(3, expected, jnp.bfloat16), updates)
 
 
-def test_with_loss_scaling_keeps_leaves_of_the_state_that_are_not_arrays(platform):
+def test_with_loss_scaling_keeps_leaves_that_are_not_arrays(platform):
     names = {"name": "inner", "fn": jnp.tanh, "size": 3}
     inner = optax.GradientTransformation(
         lambda _: names | {"count": jnp.int32(0)},
@@ -255,7 +255,7 @@ def test_with_loss_scaling_keeps_leaves_of_the_state_that_are_not_arrays(platfor
     assert [step(jnp.ones(2) * factor) for factor in (1.0, jnp.inf)] == [1, 0]
 
 
-def test_with_loss_scaling_compiles_nothing_after_the_first_eager_steps():
+def test_with_loss_scaling_compiles_nothing_after_eager_steps():
     tx = jmpscale.with_loss_scaling(optax.sgd(1e-2, momentum=0.9), max_norm=1.0)
     opt_state = tx.init(PARAMS)
 
@@ -270,8 +270,8 @@ def test_with_loss_scaling_compiles_nothing_after_the_first_eager_steps():
     assert not compilations
 
 
-def test_with_loss_scaling_gives_inner_zeros_for_nonfinite_gradients(platform, request):
-    """On a skipped step inner runs only in the form for GPUs and TPUs."""
+def test_with_loss_scaling_passes_zeros_for_nonfinite_gradients(platform, request):
+    """Only the form for GPUs and TPUs runs inner on a skipped step."""
     runs = 1 if platform == "cpu" and not request.config.getoption("--default-form") else 3
     seen = []
 
@@ -292,7 +292,7 @@ def test_with_loss_scaling_gives_inner_zeros_for_nonfinite_gradients(platform, r
     assert all(np.isnan(value) for _, _, value in seen)
 
 
-def test_with_loss_scaling_takes_a_state_off_the_mesh_of_the_gradients():
+def test_with_loss_scaling_accepts_a_state_without_a_mesh():
     """Gradients of data that is sharded on Auto axes have a mesh in their types, and the initial state has none."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     x = jax.device_put(jnp.ones((8, 3)), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
@@ -307,8 +307,8 @@ def test_with_loss_scaling_takes_a_state_off_the_mesh_of_the_gradients():
 
 
 @pytest.mark.parametrize("max_norm", [None, 100.0])
-def test_with_loss_scaling_takes_symbolic_shapes(max_norm):
-    """As in a program that is exported for every batch size."""
+def test_with_loss_scaling_accepts_symbolic_shapes(max_norm):
+    """A program may be exported for every batch size."""
     tx = jmpscale.with_loss_scaling(optax.sgd(1.0), max_norm=max_norm)
     shapes = jax.ShapeDtypeStruct(jax.export.symbolic_shape("size"), jnp.float32)
     stored = jax.export.export(jax.jit(lambda g: tx.update(g, tx.init(g))[0]))(shapes)
@@ -317,7 +317,7 @@ def test_with_loss_scaling_takes_symbolic_shapes(max_norm):
         assert stored.call(jnp.full(n, jnp.inf)).tolist() == [0.0] * n
 
 
-# --- extra arguments ---
+# --- extra arguments are read and passed to inner ---
 
 
 @pytest.mark.parametrize("name", ["value", "loss"])
@@ -360,14 +360,14 @@ def test_with_loss_scaling_passes_extra_arguments_unchanged():
     ],
     ids=["by name", "all", "none"],
 )
-def test_with_loss_scaling_passes_to_other_objects_what_they_take(update, expected):
+def test_with_loss_scaling_passes_only_arguments_that_inner_accepts(update, expected):
     inner = types.SimpleNamespace(init=lambda params: (), update=update)
     tx = jmpscale.with_loss_scaling(inner)
     updates, _ = tx.update(jnp.array(1.0), tx.init(None), value=jnp.float32(3), other=jnp.float32(2))
     assert updates == expected
 
 
-# --- max_norm ---
+# --- max_norm clips and checks ---
 
 
 def _clip(max_norm, grads, scaler=None):
@@ -411,7 +411,7 @@ def test_max_norm_skips_if_the_norm_is_not_finite(platform):
         np.testing.assert_array_equal(updates, [0.0, 0.0])
 
 
-def test_max_norm_is_computed_in_float64_if_a_leaf_is(x64):
+def test_max_norm_uses_float64_if_a_leaf_does(x64):
     grads = {"a": jnp.array([3e100], jnp.float64), "b": jnp.array([4.0], jnp.float32)}
     updates, state = _clip(1.0, grads)
     assert state.scaler.skipped == 0
@@ -444,7 +444,7 @@ def test_with_loss_scaling_has_no_norm_without_max_norm():
         ({"axis_name": (), "norm_axis_name": "data"}, False),
     ],
 )
-def test_norm_axis_name_adds_up_the_squares(options, own_norm):
+def test_norm_axis_name_sums_the_squares(options, own_norm):
     parts = jnp.arange(1.0, 5.0).reshape(2, 2)
     tx = jmpscale.with_loss_scaling(optax.identity(), jmpscale.static(1.0), max_norm=1.0, **options)
     updates = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(None))[0], axis_name="data"))(parts)
@@ -472,7 +472,7 @@ FP8 = "_overwrite_with_gradient"
 
 
 def _fp8_grads(amax, w=0.4):
-    """Gradients like those of Flax's fp8 layers: their norm is 0.5, and one leaf replaces the old value."""
+    """Returns gradients as from Flax's fp8 layers: the norm is 0.5, and one leaf replaces the old value."""
     return {"params": {"w": jnp.array([0.3, w])}, FP8: {"amax_history": jnp.array([amax])}}
 
 
@@ -491,13 +491,13 @@ def test_with_loss_scaling_neither_counts_nor_clips_fp8_statistics(max_norm, fac
         assert all((x == 0).all() for x in jax.tree.leaves(updates))
 
 
-# --- around wrappers of optax, and inside them ---
+# --- with_loss_scaling combines with other wrappers of optax ---
 
 
 @pytest.mark.parametrize("as_object", [True, pytest.param(False, marks=FULL)])
-def test_with_loss_scaling_around_multi_steps_drops_the_micro_batch(as_object):
-    window = optax.MultiSteps(optax.sgd(1.0), 3)
-    tx = jmpscale.with_loss_scaling(window if as_object else window.gradient_transformation(), jmpscale.dynamic(8.0))
+def test_with_loss_scaling_around_multi_steps_skips_the_micro_batch(as_object):
+    inner = optax.MultiSteps(optax.sgd(1.0), 3)
+    tx = jmpscale.with_loss_scaling(inner if as_object else inner.gradient_transformation(), jmpscale.dynamic(8.0))
 
     @jax.jit
     def train(grads):
@@ -523,7 +523,7 @@ def test_with_loss_scaling_around_multi_steps_drops_the_micro_batch(as_object):
     ],
     ids=["masked", "partition"],
 )
-def test_with_loss_scaling_sees_the_gradients_of_its_part(part):
+def test_with_loss_scaling_checks_only_the_gradients_it_receives(part):
     params = {"a": jnp.array(1.0), "b": jnp.array(1.0)}
     grads = {"a": jnp.array(8.0), "b": jnp.array(jnp.inf)}
     inside = part(jmpscale.with_loss_scaling(optax.sgd(1.0)))
@@ -533,7 +533,7 @@ def test_with_loss_scaling_sees_the_gradients_of_its_part(part):
         assert (updates["a"], updates["b"]) == expected
 
 
-def test_with_loss_scaling_first_in_a_chain_passes_zeros_on():
+def test_with_loss_scaling_first_in_a_chain_passes_zeros():
     tx = optax.chain(jmpscale.with_loss_scaling(optax.identity(), jmpscale.dynamic(4.0)), optax.sgd(1.0))
     update, state = jax.jit(tx.update), tx.init(jnp.array(1.0))
     for grad, expected, scale in ((8.0, -8.0, 4.0), (jnp.nan, 0.0, 2.0)):
@@ -550,7 +550,7 @@ def test_with_loss_scaling_counts_applied_steps_in_schedules():
         assert optax.tree.get(state, "count") == count
 
 
-# --- settings and initial states ---
+# --- the initial state has its own scaler ---
 
 
 def test_with_loss_scaling_defaults_to_a_dynamic_scaler():
@@ -589,7 +589,7 @@ def test_with_loss_scaling_initializes_from_any_parameters():
 
 
 def test_with_loss_scaling_copies_its_scaler():
-    """So the caller may donate the scaler, and each state that is created from it."""
+    """The caller may donate the scaler, and each state that is created from the scaler."""
     scaler = jax.tree.map(jnp.asarray, jmpscale.dynamic(8.0))
     tx = jmpscale.with_loss_scaling(optax.sgd(1.0), scaler)
     donate = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
