@@ -24,9 +24,9 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 @pytest.fixture
 def devices(request, monkeypatch):
-    """Lets the package see this number of CPU devices, which decides between two forms of the program for CPU."""
+    """Makes JAX report this number of CPU devices, on which the form of the program for CPU depends."""
     monkeypatch.setattr(jax, "device_count", lambda *_: request.param)
-    jax.clear_caches()  # so that nothing is taken from another form
+    jax.clear_caches()  # so that no program of another form is reused
     yield
     jax.clear_caches()
 
@@ -92,7 +92,7 @@ def _finite_values(dtype, shape):
     return values.reshape(shape)
 
 
-# Values
+# Every value is classified
 
 
 def _default_if(named, cases):
@@ -128,7 +128,7 @@ PLACES = [i for i, leaf in enumerate(LEAVES) if np.size(leaf)]
 
 
 @each_form
-def test_all_finite_sees_any_bad_element_of_a_tree(check):
+def test_all_finite_detects_any_nonfinite_element_of_a_tree(check):
     assert check(TREE)
 
     @hypothesis.settings(max_examples=4 * hypothesis.settings.default.max_examples)
@@ -138,12 +138,12 @@ def test_all_finite_sees_any_bad_element_of_a_tree(check):
         st.sampled_from([0, 1, -1]) | st.integers(0, 2**52),  # infinity, signalling NaN, quiet NaN
         st.booleans(),
     )
-    def sees(leaf, position, payload, negative):
+    def detects(leaf, position, payload, negative):
         bad = np.array(LEAVES[leaf])
         bad.reshape(-1)[round(position * (bad.size - 1))] = _not_finite(bad.dtype, payload, negative)
         assert not check(jax.tree.unflatten(TREEDEF, [*LEAVES[:leaf], bad, *LEAVES[leaf + 1 :]]))
 
-    sees()
+    detects()
 
 
 @each_form
@@ -173,13 +173,13 @@ def test_all_finite_ignores_leaves_without_floats(tree):
         assert not jmpscale.all_finite([tree, bad])
 
 
-# Sizes and positions
+# Every element of every leaf is tested
 
 
 @each_form
 @pytest.mark.parametrize("dtype", _default_if(["float32"], [np.dtype("f4"), np.dtype("f2"), np.dtype("c8")]))
-def test_all_finite_sees_each_position(dtype, check):
-    """In vectors of many lengths, because vectorised loops treat the remainder differently."""
+def test_all_finite_tests_each_position(dtype, check):
+    """The vectors have many lengths, because vectorised loops treat the remainder differently."""
     lengths = np.array([*range(1, 10), 15, 16, 17, 31, 33, 65, LARGE - 1, LARGE, LARGE + 1, LARGE + 31])
     run = jax.jit(lambda x: jnp.stack([check(x[:length]) for length in lengths]))
     good = _finite_values(dtype, (max(lengths),))
@@ -191,8 +191,8 @@ def test_all_finite_sees_each_position(dtype, check):
 
 
 @each_form
-def test_all_finite_sees_many_nans_at_the_end(check):
-    """A maximum loses them on CPU."""
+def test_all_finite_detects_many_nans_at_the_end(check):
+    """XLA's maximum on CPU loses these NaN values."""
     size = 1_000_000
     assert check(np.ones(size, np.float32))
     for count in (1, 17, size // 2, size - 1):
@@ -201,14 +201,14 @@ def test_all_finite_sees_many_nans_at_the_end(check):
 
 @each_form
 @pytest.mark.parametrize("count", [1, 8, 9, 17, pytest.param(300, marks=pytest.mark.full)])
-def test_all_finite_sees_each_leaf(count, check):
+def test_all_finite_tests_each_leaf(count, check):
     leaves = [np.float32(1)] * count
     assert check(leaves)
     for place in range(count) if count < 20 else (0, count // 2, count - 1):
         assert not check([*leaves[:place], np.float32(np.nan), *leaves[place + 1 :]]), place
 
 
-# Programs
+# Every kind of program is supported
 
 
 @each_form
@@ -221,7 +221,7 @@ def test_all_finite_tests_each_example_under_vmap(platform, devices):
 
 
 @each_form
-def test_all_finite_takes_symbolic_shapes(platform, devices):
+def test_all_finite_accepts_symbolic_shapes(platform, devices):
     (size,) = jax.export.symbolic_shape("size")
     stored = jax.export.export(jax.jit(jmpscale.all_finite))(jax.ShapeDtypeStruct((size,), jnp.float32))
     good = np.ones(LARGE + 1, np.float32)

@@ -29,7 +29,7 @@ SGD = optax.sgd(optax.linear_schedule(0.1, 0.0, 100), momentum=0.9)
 SCALER = jmpscale.dynamic(2.0**10)
 WRAPPED_SGD = jmpscale.with_loss_scaling(SGD, SCALER)
 X = jnp.asarray(np.random.default_rng(0).standard_normal((5, 3)), jnp.float32)
-FAST = {"compiler_options": {"xla_backend_optimization_level": 0}}  # halves the time that compiling takes
+FAST = {"compiler_options": {"xla_backend_optimization_level": 0}}  # halves the compile time
 NO_FAULT, BACKWARD, FORWARD = map(jnp.array, range(3))  # where a step overflows
 
 
@@ -41,7 +41,7 @@ def standard_promotion_and_ranks():
 
 
 def filled(create, *args):
-    """Returns what `create` returns, with arrays of other numbers, because compiling `create` takes long."""
+    """Returns a tree like the result of `create`, with other numbers, because compiling `create` is slow."""
     random = np.random.default_rng(0)
 
     def fill(leaf):
@@ -63,7 +63,7 @@ def loss_of(prediction, fault):
     return jnp.mean((prediction - 1) ** 2)
 
 
-def take_gradients(api, loss_fn, holder, *args, transform=jax.value_and_grad, has_aux=True):
+def compute_gradients(api, loss_fn, holder, *args, transform=jax.value_and_grad, has_aux=True):
     if api == "plain":
         return transform(loss_fn, has_aux=has_aux)(*args)
     if api == "loss_scaled":
@@ -72,7 +72,7 @@ def take_gradients(api, loss_fn, holder, *args, transform=jax.value_and_grad, ha
 
 
 # Each framework has a function that creates the training state, and a step with one branch for each API. The step
-# returns the new state and the scaler, which is new only with the functional API; the wrapper's is in the state.
+# returns the new state and the scaler. Only the functional API changes this scaler; the wrapper has one in the state.
 
 
 class LinenNet(nn.Module):
@@ -102,7 +102,7 @@ def start_linen(tx):
 def linen(api, state, scaler, fault):
     key = jax.random.fold_in(jax.random.key(7), state.step)
     holder = scaler if api == "functional" else state
-    (loss, stats), grads = take_gradients(api, linen_loss, holder, state.params, state.stats, key, fault)
+    (loss, stats), grads = compute_gradients(api, linen_loss, holder, state.params, state.stats, key, fault)
     if api == "plain":
         return state.apply_gradients(grads=grads, stats=stats), scaler
     if api == "functional":
@@ -152,7 +152,7 @@ def nnx_optimizer(api, state, scaler, fault):
     model, optimizer = make_nnx(TX[api], state)
     others = nnx.clone(nnx.state(model, nnx.Not(nnx.Param)))  # batch statistics and random streams
     holder, options = scaler if api == "functional" else optimizer.opt_state, {"transform": nnx.value_and_grad}
-    loss, grads = take_gradients(api, nnx_loss, holder, model, fault, has_aux=False, **options)
+    loss, grads = compute_gradients(api, nnx_loss, holder, model, fault, has_aux=False, **options)
     if api in ("plain", "functional"):
         optimizer.update(model, grads)
         new = nnx.state((model, optimizer))
@@ -180,7 +180,7 @@ def explicit(loss_fn, transform, api, state, scaler, fault):
     now, later = jax.random.split(state.key)
     holder = scaler if api == "functional" else state.opt_state
     args = state.params, state.stats, now, fault
-    (loss, stats), grads = take_gradients(api, loss_fn, holder, *args, transform=transform)
+    (loss, stats), grads = compute_gradients(api, loss_fn, holder, *args, transform=transform)
     if api == "functional":
         finite = jmpscale.all_finite(grads)
         step = jmpscale.optax_step(SGD, grads)
@@ -283,7 +283,7 @@ def run_plain(framework):
 
 
 def parts(framework, api, state):
-    """Returns the parameters, what the forward pass changes, and the inner optimizer state."""
+    """Returns the parameters, the state that the forward pass changes, and the inner optimizer state."""
     if framework == "nnx":
         model, optimizer = make_nnx(TX[api], state)
         return *nnx.state(model, nnx.Param, ...), getattr(optimizer.opt_state, "inner_state", optimizer.opt_state)
@@ -329,16 +329,16 @@ def test_framework_step_trains_and_skips(framework, api):
             assert_step_is_noop(parts(framework, api, before), parts(framework, api, after))
             opt_state = make_nnx(TX[api], after)[1].opt_state if framework == "nnx" else after.opt_state
             new = jmpscale.get_scaler(opt_state)
-        # TrainState.apply_gradients does not pass on the loss, which shows that the forward pass has overflowed.
+        # TrainState.apply_gradients does not pass the loss to the scaler, which then reports non-finite gradients.
         loss_is_known = framework != "linen" or api == "functional"
         expected = (1, 2, 2.0**10) if fault == FORWARD and loss_is_known else (1, 1, 2.0**9)
         assert (new.skipped, new.last_skip, new.loss_scale) == expected
 
 
-# Gradients of a part of the parameters, and leaves that are overwritten with their gradients.
+# Gradients may be computed for a part of the parameters, and fp8 layers return new statistics as gradients.
 
 
-def test_value_and_grad_takes_gradients_of_lora_parameters_alone():
+def test_value_and_grad_differentiates_only_lora_parameters():
     which = nnx.DiffState(0, nnx.LoRAParam)
     grad_fn = jmpscale.value_and_grad(nnx_loss, which, transform=nnx.value_and_grad)
     grads = nnx.eval_shape(lambda model: grad_fn(SCALER, model, NO_FAULT)[1], make_nnx(SGD)[0])
@@ -358,7 +358,7 @@ def test_train_state_with_fp8_layers_trains_and_skips():
 
     @functools.partial(jax.jit, static_argnums=0, **FAST)
     def step(api, state, fault):
-        _, grads = take_gradients(api, loss_fn, jmpscale.static(2.0), state.params, fault, has_aux=False)
+        _, grads = compute_gradients(api, loss_fn, jmpscale.static(2.0), state.params, fault, has_aux=False)
         finite = jmpscale.all_finite(grads)
         return jmpscale.apply_if(finite, lambda state: state.apply_gradients(grads=grads), state)
 
@@ -382,6 +382,6 @@ def test_train_state_with_fp8_layers_trains_and_skips():
     ],
     ids=["apply_if", "value_and_grad", "loss_scaled"],
 )
-def test_call_ignores_a_framework_while_it_is_being_imported(call, expected, module, monkeypatch):
+def test_call_ignores_a_framework_that_is_being_imported(call, expected, module, monkeypatch):
     monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
     assert call() == expected

@@ -1,4 +1,4 @@
-"""loss_scaled: true gradients under every transformation, for every value that the function depends on."""
+"""loss_scaled gives true gradients under every transformation, for every value that the function depends on."""
 
 import functools
 import gc
@@ -46,17 +46,17 @@ def _rows(table, full=()):
     return [pytest.param(row, id=name, marks=[pytest.mark.full] * (name in full)) for name, row in table.items()]
 
 
-# --- like the function itself ---
+# --- values and gradients equal jax.value_and_grad ---
 
 
 @pytest.mark.filterwarnings("ignore:the loss is float16:UserWarning")
 @pytest.mark.parametrize("program", _rows(programs.PROGRAMS))
-def test_loss_scaled_agrees_with_jax(program):
+def test_loss_scaled_equals_jax(program):
     programs.assert_like_jax(program, _value_and_grad)
 
 
 @pytest.mark.parametrize("count", [8, pytest.param(300, marks=pytest.mark.full)])
-def test_loss_scaled_agrees_on_random_programs(count):
+def test_loss_scaled_equals_jax_on_random_programs(count):
     programs.assert_like_jax_on_random_programs(_value_and_grad, count)
 
 
@@ -164,7 +164,7 @@ def test_loss_scaled_returns_true_gradients(case):
 # --- the backward pass runs at the scale ---
 
 
-def test_loss_scaled_keeps_gradients_that_float16_loses():
+def test_loss_scaled_keeps_gradients_that_underflow_in_float16():
     assert not np.any(jax.jit(jax.grad(underflowing))(W, X))
     loss, grads = jax.jit(jmpscale.value_and_grad(underflowing))(SCALER, W, X)
     chex.assert_trees_all_equal(jax.jit(jax.value_and_grad(scaled(underflowing)))(W, X), (loss, grads))
@@ -192,7 +192,7 @@ def test_loss_scaled_divides_by_any_scale(x64):
     np.testing.assert_allclose(grads, jnp.cos(w), rtol=1e-15)
 
 
-# --- models ---
+# --- models of Flax NNX and Equinox are differentiated ---
 
 
 class Model(nnx.Module):
@@ -286,7 +286,7 @@ def test_loss_scaled_returns_new_fp8_statistics_unchanged():
     np.testing.assert_array_equal(grads["params"], np.ones_like(W))
 
 
-# --- the scale ---
+# --- the scale is read in every form ---
 
 
 @jax.custom_vjp
@@ -314,7 +314,7 @@ SCALES = {
 
 
 @pytest.mark.parametrize("scale", _rows(SCALES))
-def test_loss_scaled_takes_the_scale_in_every_form(scale):
+def test_loss_scaled_accepts_the_scale_in_every_form(scale):
     assert jax.jit(jax.grad(jmpscale.loss_scaled(reveal_scale, scale)))(1.0) == SCALE
 
 
@@ -344,7 +344,7 @@ def test_loss_scaled_does_not_differentiate_the_scale():
         return mean_square(state["w"], x.astype(jnp.float32))
 
     loss_fn = jmpscale.loss_scaled(loss, lambda state, x: state["scale"])
-    # Nor does the scale make the batch a differentiated value, which could not be float16 then.
+    # The scale does not make the batch a differentiated value either: a differentiated float16 value would raise.
     grads = jax.jit(jax.grad(loss_fn))({"w": W, "scale": jnp.float32(SCALE)}, X.astype(jnp.float16))
     assert grads["scale"] == 0
     assert np.all(grads["w"] != 0)
@@ -355,7 +355,7 @@ def test_loss_scaled_with_a_disabled_scaler_calls_fun():
     assert str(jax.make_jaxpr(jax.grad(loss_fn))(W, X)) == str(jax.make_jaxpr(jax.grad(mean_square))(W, X))
 
 
-# --- calls of fun ---
+# --- fun is called once, and nothing is kept ---
 
 
 def test_loss_scaled_has_the_signature_of_fun():

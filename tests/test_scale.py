@@ -1,4 +1,4 @@
-"""Tests of `scale`, `unscale` and `unscale_and_check`: dtypes, exactness, and transformations of JAX."""
+"""`scale`, `unscale` and `unscale_and_check` are exact, in every dtype and under every transformation."""
 
 import chex
 import jax
@@ -74,7 +74,7 @@ def test_unscale_keeps_weak_types(x):
     assert jax.typeof(out) == jax.typeof(jnp.asarray(x))
 
 
-def test_unscale_returns_other_leaves_themselves():
+def test_unscale_returns_leaves_without_gradients_unchanged():
     float0 = jax.grad(lambda n: n * 1.0, allow_int=True)(3)
     others = [jnp.arange(3), jnp.array(True), jax.random.key(0), float0, None, "name", jnp.tanh, 3]
     out, finite = jmpscale.unscale_and_check(jmpscale.dynamic(), [*others, F32(65536.0)])
@@ -107,7 +107,7 @@ def test_unscale_keeps_indices_of_sparse_gradients():
     assert finite
 
 
-# Exactness
+# Unscaling is exact
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
@@ -128,7 +128,7 @@ def test_unscale_inverts_scale_bit_for_bit(exponent):
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("dtype", "rtol"), [(F16, 1.3e-7), (BF16, 4e-3), (F32, 1.3e-7), (F64, 3e-16)])
-def test_unscale_rounds_as_its_dtype(dtype, rtol):
+def test_unscale_rounds_to_its_dtype(dtype, rtol):
     x = jnp.linspace(1, 2, 999).astype(dtype)
     for loss_scale in (3.0, 1000.0, 0.7):
         out = jmpscale.unscale(jmpscale.static(loss_scale), x)
@@ -145,7 +145,7 @@ def test_unscale_rounds_as_its_dtype(dtype, rtol):
         pytest.param(2.0, C64(complex(4, -np.inf)), complex(2, -np.inf), id="complex_infinite_imaginary"),
     ],
 )
-def test_unscale_values(loss_scale, grad, expected):
+def test_unscale_is_exact_for_extreme_values(loss_scale, grad, expected):
     assert jmpscale.unscale(jmpscale.static(loss_scale), grad) == expected
 
 
@@ -174,7 +174,7 @@ def test_unscale_and_check_combines_over_axis_name():
     assert check(()) == [True, False]
 
 
-# Transformations
+# Every transformation is supported
 
 
 def test_scale_and_unscale_are_differentiable():
@@ -205,7 +205,7 @@ def test_unscale_and_check_works_in_custom_vjp():
 
 
 def test_scale_and_unscale_work_with_disable_jit():
-    scaler = jmpscale.dynamic()._replace(loss_scale=8.0)  # scan without jit makes Python numbers of a state
+    scaler = jmpscale.dynamic()._replace(loss_scale=8.0)  # scan without jit passes Python numbers
     with jax.disable_jit():
         assert jmpscale.scale(scaler, 2.0) == 16.0
         assert jmpscale.unscale(scaler, jnp.ones(1)).tolist() == [0.125]
@@ -227,7 +227,7 @@ def _train(steps, scaler):
     return jax.lax.scan(step, (F32(1), scaler), jnp.arange(steps))
 
 
-def test_functional_api_trains_in_scan_vmap_and_remat():
+def test_functional_api_trains_under_scan_vmap_and_remat():
     scaler = jmpscale.dynamic(2.0**10, growth_interval=2)
     (w, after), scales = expected = _train(5, scaler)
     assert scales.tolist() == [2**10, 2**10, 2**11, 2**10, 2**10]
@@ -237,7 +237,7 @@ def test_functional_api_trains_in_scan_vmap_and_remat():
     chex.assert_trees_all_equal(jax.tree.map(lambda x: x[1], batch), expected)
 
 
-# disabled()
+# disabled() changes nothing
 
 
 def test_disabled_returns_its_input():
@@ -258,7 +258,7 @@ def _mlp_loss(params, x):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("donate", [(0, 1, 2), pytest.param((), marks=pytest.mark.full)], ids=["donated", "kept"])
+@pytest.mark.parametrize("donate", [(0, 1, 2), pytest.param((), marks=pytest.mark.full)], ids=["donated", "copied"])
 def test_disabled_compiles_to_the_program_without_jmpscale(donate):
     tx = optax.adam(1e-3)
 

@@ -1,4 +1,4 @@
-"""cast, get_scaler and replace_scaler, in trees of any containers and leaves."""
+"""cast, get_scaler and replace_scaler accept trees of any containers and leaves."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -93,7 +93,7 @@ def test_cast_converts_only_floating_point_arrays(dtype, tree):
 
 
 @pytest.mark.parametrize("dtype", ["float16", np.float16, np.dtype("f2"), jnp.float16])
-def test_cast_takes_any_name_of_a_dtype(dtype):
+def test_cast_accepts_any_name_of_a_dtype(dtype):
     assert jmpscale.cast(jnp.ones(2), dtype).dtype == jnp.float16
 
 
@@ -149,14 +149,14 @@ def test_get_scaler_and_replace_scaler_find_the_scaler(name):
     assert_step_is_noop(holder, jmpscale.replace_scaler(replaced, OLD))
 
 
-def test_get_scaler_and_replace_scaler_take_shapes():
+def test_get_scaler_and_replace_scaler_accept_shapes():
     shapes = jax.eval_shape(TX.init, PARAMS)
     assert jmpscale.get_scaler(shapes).loss_scale.dtype == jnp.float32
     assert jmpscale.replace_scaler(shapes, NEW).scaler == NEW
 
 
 @hypothesis.given(tree=trees)
-def test_get_scaler_and_replace_scaler_take_any_tree(tree):
+def test_get_scaler_and_replace_scaler_accept_any_tree(tree):
     holder = {"before": tree, "scaler": OLD, "after": (tree, None)}
     assert jmpscale.get_scaler(holder) == OLD
     out = jmpscale.replace_scaler(holder, NEW)
@@ -170,13 +170,13 @@ def test_get_scaler_and_replace_scaler_take_any_tree(tree):
                 call(other)
 
 
-def test_get_scaler_refuses_a_scaler_without_an_array():
+def test_get_scaler_raises_for_a_scaler_without_an_array():
     with pytest.raises(ValueError, match="got one without skipped"):
         jmpscale.get_scaler({"scaler": OLD._replace(skipped=None)})
 
 
 def test_replace_scaler_copies_the_scaler():
-    """Each state may be donated."""
+    """Each state may then be donated."""
     scaler = jax.tree.map(jnp.asarray, NEW)
     for _ in range(2):
         state = jmpscale.replace_scaler([OLD], scaler)
@@ -186,13 +186,13 @@ def test_replace_scaler_copies_the_scaler():
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_replace_scaler_in_an_nnx_optimizer_applies_from_the_next_step():
+def test_replace_scaler_changes_the_scaler_of_an_nnx_optimizer():
     model = NNXModel()
     optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
 
     @nnx.jit
-    def step(model, optimizer, bad):
-        optimizer.update(model, nnx.State({"w": nnx.Param(jnp.array([1.0, bad]))}))
+    def step(model, optimizer, gradient):
+        optimizer.update(model, nnx.State({"w": nnx.Param(jnp.array([1.0, gradient]))}))
 
     optimizer.opt_state = jmpscale.replace_scaler(optimizer.opt_state, jmpscale.dynamic(64.0, backoff_factor=0.25))
     step(model, optimizer, jnp.inf)

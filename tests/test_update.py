@@ -1,4 +1,4 @@
-"""Tests that `update` follows the rule in `reference.py` bit for bit, under every transformation."""
+"""`update` follows the rule in `reference.py` bit for bit, under every transformation."""
 
 import functools
 
@@ -73,7 +73,7 @@ def _assert_equal_bits(states, expected):
         np.testing.assert_array_equal(got.view(np.int32), want.view(np.int32), err_msg=name)
 
 
-# The rule
+# update follows the rule
 
 
 @st.composite
@@ -93,7 +93,7 @@ def _configs(draw):
 
 
 def _random_states(config, count):
-    """Returns a batch of states at and between the limits of `config`, counters near those where the rule changes."""
+    """Returns a batch of states at and between the limits of `config`, with counters at which the rule changes."""
     random = np.random.default_rng(0)
     low, high = np.float32(config.min_scale), np.float32(config.max_scale)
     scales = [low, np.float32(low * np.float32(1.5)), np.float32(high / np.float32(1.5)), high]
@@ -178,7 +178,7 @@ def test_update_grows_after_the_longest_interval():
     assert (state.finite_steps, state.loss_scale) == (0, 8.0)
 
 
-# The arguments
+# The loss decides the reason of a skip
 
 SKIPPED_FOR_GRADIENTS = [512.0, 0, 0, 1, 1, 1]
 SKIPPED_FOR_LOSS = [1024.0, 1, 1, 1, 1, 2]
@@ -199,17 +199,17 @@ APPLIED = [1024.0, 2, 1, 0, 0, 0]
         (False, {"a": jnp.float16(1), "b": jnp.array([1.0, jnp.inf])}, SKIPPED_FOR_LOSS),
     ],
 )
-def test_update_distinguishes_reasons_of_a_skip(finite, loss, expected):
+def test_update_distinguishes_the_reasons_of_a_skip(finite, loss, expected):
     state = jmpscale.dynamic(1024.0)._replace(finite_steps=np.int32(1))
     assert [x.item() for x in jax.tree.leaves(jmpscale.update(state, finite, loss=loss))] == expected
 
 
-def test_update_returns_disabled_scaler_itself():
+def test_update_returns_a_disabled_scaler_itself():
     state = jmpscale.disabled()
     assert jmpscale.update(state, False, loss=np.nan) is state
 
 
-# The state as a carry
+# The state keeps its type as a carry
 
 
 def _on_mesh(axis_type, spec):
@@ -247,7 +247,7 @@ def test_update_keeps_types_and_shardings(place, mode):
             # A type is a dtype, a shape, a weak type and, along axes that are explicit, a sharding.
             assert jax.typeof(now) == jax.typeof(was)
             assert now.sharding.is_equivalent_to(was.sharding, was.ndim)
-            assert now.committed == was.committed, "otherwise the next step is compiled again"
+            assert now.committed == was.committed, "otherwise the next step would be compiled again"
 
 
 @pytest.mark.parametrize("mode", ["dynamic", "static", "disabled"])

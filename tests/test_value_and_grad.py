@@ -1,4 +1,4 @@
-"""value_and_grad: true gradients from a scaled backward pass, with the interface of jax.value_and_grad."""
+"""value_and_grad returns true gradients from a scaled backward pass, with the interface of jax.value_and_grad."""
 
 import functools
 import sys
@@ -29,7 +29,7 @@ def _half_loss(w):
     return jnp.sum(w.astype(jnp.float16))
 
 
-# --- like jax.value_and_grad ---
+# --- the interface equals jax.value_and_grad ---
 
 
 def _at_scale(fun, **options):
@@ -39,22 +39,22 @@ def _at_scale(fun, **options):
 
 @pytest.mark.filterwarnings("ignore:the loss is float16:UserWarning")
 @pytest.mark.parametrize("program", programs.PROGRAMS.values(), ids=programs.PROGRAMS)
-def test_value_and_grad_agrees_with_jax(program):
+def test_value_and_grad_equals_jax(program):
     programs.assert_like_jax(program, _at_scale)
 
 
 ARGNUMS = [1, -1, -2, (0, 1), (1, 0), [0, 1], (0, -1), (0, 0), (0,), (), np.int64(1), np.arange(2)]
-BAD_ARGNUMS = [2, -3, (0, 5), 1.0, "x", (0.0, 1)]
+INVALID_ARGNUMS = [2, -3, (0, 5), 1.0, "x", (0.0, 1)]
 
 
-@pytest.mark.parametrize("argnums", [*ARGNUMS, *BAD_ARGNUMS], ids=repr)
-def test_value_and_grad_takes_argnums_as_jax_does(argnums):
+@pytest.mark.parametrize("argnums", [*ARGNUMS, *INVALID_ARGNUMS], ids=repr)
+def test_value_and_grad_accepts_argnums_like_jax(argnums):
     args = programs.W, programs.X
     programs.assert_like_jax(programs.Program(programs.product, args, options={"argnums": argnums}), _at_scale)
 
 
 @pytest.mark.parametrize("count", [8, pytest.param(300, marks=pytest.mark.full)])
-def test_value_and_grad_agrees_on_random_programs(count):
+def test_value_and_grad_equals_jax_on_random_programs(count):
     programs.assert_like_jax_on_random_programs(_at_scale, count)
 
 
@@ -81,7 +81,7 @@ def test_value_and_grad_names_the_new_function():
     assert jmpscale.value_and_grad(functools.partial(_loss, power=3.0)).__name__ == "value_and_grad_of_fun"
 
 
-def test_value_and_grad_under_jit_takes_static_arguments_and_returns_aux():
+def test_value_and_grad_under_jit_accepts_static_arguments():
     def loss(w, x, train):
         return _loss(w, x) * (2.0 if train else 1.0), {"half": x, "key": jax.random.key(0)}
 
@@ -93,7 +93,7 @@ def test_value_and_grad_under_jit_takes_static_arguments_and_returns_aux():
     np.testing.assert_allclose(grads, 2 * jax.grad(_loss)(W, X), rtol=1e-6)
 
 
-# --- the gradients ---
+# --- gradients are in true units ---
 
 
 @pytest.mark.parametrize(("scale", "rtol"), [(2.0**8, 1e-6), (3.0, 1e-3)])  # float16 is exact for powers of two only
@@ -103,7 +103,7 @@ def test_value_and_grad_returns_true_gradients(scale, rtol):
     np.testing.assert_allclose(grads, jax.grad(_loss)(W, X), rtol=rtol)
 
 
-def test_value_and_grad_keeps_gradients_that_float16_loses():
+def test_value_and_grad_keeps_gradients_that_underflow_in_float16():
     x = jnp.full(3, 2.0**-14, jnp.float16)
 
     def loss(w, x):
@@ -158,7 +158,7 @@ def test_value_and_grad_keeps_weak_types():
     np.testing.assert_allclose(w, 3.0 * 0.8**3, rtol=1e-6)
 
 
-# --- the scaler ---
+# --- the scaler is found in its holder ---
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_value_and_grad_finds_the_scaler(holder):
     chex.assert_trees_all_equal(grad(holder, W, X), grad(SCALER, W, X))
 
 
-# --- models of frameworks ---
+# --- models of frameworks are differentiated ---
 
 
 class NNXModel(nnx.Module):
@@ -212,12 +212,12 @@ class Line(equinox.Module):
         return self.slope * x + self.start
 
 
-def test_value_and_grad_takes_equinox_models_of_floats():
+def test_value_and_grad_accepts_equinox_models_of_floats():
     value, grads = jmpscale.value_and_grad(Line.__call__)(SCALER, Line(jnp.float32(2.0), jnp.float32(1.0)), 3.0)
     assert (value, grads.slope, grads.start) == (7.0, 3.0, 1.0)
 
 
-def test_value_and_grad_with_equinox_transform_takes_any_model():
+def test_value_and_grad_with_equinox_transform_accepts_any_model():
     model, transform = Line(jnp.float32(2.0), jnp.int32(1)), equinox.filter_value_and_grad
     _, grads = jmpscale.value_and_grad(lambda m, x: m.slope * x, transform=transform)(SCALER, model, 3.0)
     assert (grads.slope, grads.start) == (3.0, None)
