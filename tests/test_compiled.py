@@ -1,4 +1,4 @@
-"""What the compilers for CPU, H100 and TPU make of a training step: memory, instructions, branches and collectives.
+"""A compiled step costs little more than clipping, on CPU, H100 and TPU: in memory, instructions and collectives.
 
 Neither a GPU nor a TPU is needed, only the compiler: the extra `compile-h100` or `compile-tpu`, each in an environment
 of its own. The limits are ratios to the same step with `optax.clip_by_global_norm`, which also needs all gradients
@@ -30,10 +30,10 @@ from compiling import compiled, count, instructions
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 full = pytest.mark.full
 METHODS = ("functional", "functional, norm as check", "optax wrapper", "optax wrapper, max_norm", "loss_scaled")
-# The topologies for one device and for several; layers and width, so large that no memory on the chip holds a matrix;
-# and by how many bytes the temporary memory may differ, because the compiler for TPU packs it in other ways.
+# The topologies for one device and for multiple devices; layers and width, so large that no on-chip memory holds a
+# matrix; and the bytes by which the temporary memory may differ, because the compiler for TPU packs it differently.
 TARGETS = {"h100": ("h100", "h100", (3, 2048), 0), "tpu": ("tpu-v5e", "tpu-v5p", (2, 8192), 2**19)}
-SCALARS = 9  # kernels for the scalars of the state, and with max_norm for the factor
+SCALARS = 9  # kernels for the scalars of the state and, with max_norm, for the clipping factor
 
 
 def _mesh(backend, devices):
@@ -66,7 +66,7 @@ def _ratios(ours, baseline):
 
 
 def _check_collectives(ours, baseline):
-    """Checks that no sharding is lost, nothing is gathered, and only the loss is reduced in addition to the norm."""
+    """Checks that no sharding is lost, and that neither gathers nor small all-reduces are added."""
     gathered = [sum(n for name, n in x["collectives"].items() if name != "all-reduce") for x in (ours, baseline)]
     assert ours["sharded"] > 0
     assert ours["lost"] == 0
@@ -111,7 +111,7 @@ def test_step_costs_as_much_as_clipping(target, devices, optimizer, method):
 
 @pytest.mark.parametrize("target", ["h100"], indirect=True)
 def test_step_with_embedding_costs_as_much_as_clipping(target):
-    """The zeros of the check are not merged with those from which the gradient of a table starts."""
+    """XLA does not merge the zeros of the check with the zeros from which the gradient of the table starts."""
     _check_costs(target, *(_figures(target, name, task="embedding") for name in ("functional", steps.BASELINE)))
 
 
@@ -135,7 +135,7 @@ def test_step_on_cpu_costs_little_more_than_clipping(method, limits):
 
 @full
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
-def test_wrapper_on_cpu_needs_one_gradient_more_memory(optimizer):
+def test_wrapper_on_cpu_holds_one_more_gradient(optimizer):
     """A gradient is in memory both before and after it is unscaled."""
     ours, baseline = (_figures("cpu", name, optimizer) for name in ("optax wrapper", steps.BASELINE))
     assert ours["temp_bytes"] <= baseline["temp_bytes"] + 1.3 * 4 * 64**2
@@ -143,7 +143,7 @@ def test_wrapper_on_cpu_needs_one_gradient_more_memory(optimizer):
 
 @full
 @pytest.mark.parametrize("method", ["functional", "optax wrapper, max_norm"])
-def test_sharded_step_on_cpu_gathers_nothing_more(method):
+def test_sharded_step_on_cpu_adds_no_gathers(method):
     _check_collectives(*(_figures("cpu", name, devices=8) for name in (method, steps.BASELINE)))
 
 
@@ -183,8 +183,8 @@ def _updated(grads, loss):
         pytest.param(lambda grads, _: (grads, jmpscale.grad_report(grads)), P("data"), P(), 2, id="grad_report"),
     ],
 )
-def test_number_of_collectives(call, grads_spec, loss_spec, expected):
-    """In the program that the compiler is given, for ten leaves."""
+def test_functions_lower_to_few_collectives(call, grads_spec, loss_spec, expected):
+    """The collectives are counted before XLA combines them, for ten leaves."""
     mesh = meshes.make_mesh()
     fn = jax.shard_map(call, mesh=mesh, in_specs=(grads_spec, loss_spec), out_specs=(grads_spec, P()))
     program = jax.jit(fn).lower([np.ones((8, 8), np.float32)] * 10, np.ones(8, np.float32)).as_text()
@@ -193,7 +193,7 @@ def test_number_of_collectives(call, grads_spec, loss_spec, expected):
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
-def test_sharded_check_reduces_only_scalars(axis_type):
+def test_unscale_and_check_of_shards_reduces_only_scalars(axis_type):
     mesh = meshes.make_mesh(axis_type)
     specs = [P("data", "model"), P("model"), P(), P("data")]
     with jax.set_mesh(mesh):

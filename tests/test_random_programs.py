@@ -28,7 +28,7 @@ BATCHES = {  # all factors are powers of two, so that it does not matter whether
     "y": RNG.integers(-8, 9, (STEPS, ROWS)).astype(np.float32),
     "row": np.tile(np.arange(ROWS, dtype=np.int32), (STEPS, 1)),
 }
-# In each step the place of the fault, its row and its value.
+# Each step has a fault, which consists of its place, its row and its value.
 NOWHERE, IN_GRAD_OF_B, IN_GRAD_OF_W, IN_LOSS = range(4)
 FAULTS = st.tuples(
     st.sampled_from([NOWHERE, NOWHERE, IN_GRAD_OF_B, IN_GRAD_OF_W, IN_LOSS]),
@@ -94,7 +94,7 @@ def _wrapper(carry, batch, fault, total=lambda x: x):
     return optax.apply_updates(params, updates), opt_state.inner_state, opt_state.scaler
 
 
-# Each way makes from a step the function `run(carry, batches, faults)`, which returns the states after each step.
+# Each way turns a step into a function `run(carry, batches, faults)`, which returns the states after each step.
 
 
 def _loop(step):
@@ -183,5 +183,5 @@ def test_training_with_faults_equals_the_reference(step, way):
     with count_compilations() as compilations:
         check(EACH_KIND)
     assert not compilations
-    if way not in ("eager", "disable_jit"):  # these take long
+    if way not in ("eager", "disable_jit"):  # these are slow
         hypothesis.given(st.lists(FAULTS, min_size=STEPS, max_size=STEPS))(check)()

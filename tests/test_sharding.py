@@ -1,4 +1,4 @@
-"""Several devices: an overflow in one shard is an overflow on all of them, under every transformation and partition."""
+"""An overflow in one shard skips the step on all devices, under every transformation and partition."""
 
 import functools
 import itertools
@@ -43,12 +43,12 @@ def pmap(fn, axis_name="devices", **options):
 
 
 def untyped(fn, in_specs, out_specs, mesh=None):
-    """Maps over the devices without the types that show what differs between them."""
+    """Maps over the devices without the types that show which values differ between devices."""
     mesh = make_mesh() if mesh is None else mesh
     return jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
 
 
-# The functions under each transformation, compared with one device
+# Each function returns the results of one device, under each transformation
 
 GRADS = {
     "a": np.linspace(1, 2, 32, dtype=np.float16).reshape(8, 4),
@@ -91,7 +91,7 @@ def update_wrapped(grads, loss=None, **options):
 
 
 def call_all(grads, whole, loss, *, axis_name=None, report_axis_name=None, wrapper_options=None):
-    """Calls each function; returns what is equal on all devices, and what is sharded like the gradients."""
+    """Calls each function; returns the results that are equal on all devices, and the sharded results."""
     scaler = jmpscale.dynamic(SCALE, growth_interval=1)
     finite_here = jmpscale.all_finite(grads, axis_name=())
     unscaled, finite = jmpscale.unscale_and_check(scaler, grads, axis_name=axis_name)
@@ -206,7 +206,7 @@ def _results(transformation):
         if name != "one device"
     ],
 )
-def test_devices_agree(transformation, function):
+def test_functions_return_the_results_of_one_device(transformation, function):
     for case, results in _results(transformation).items():
         assert_replicated(results[function][0])
         expected = _results("one device")[case][function]
@@ -214,7 +214,7 @@ def test_devices_agree(transformation, function):
 
 
 def test_one_device_detects_overflow():
-    """The results with which those of several devices are compared."""
+    """The results on multiple devices are compared with these results."""
     results = _results("one device").values()
     assert [bool(x["all_finite"][0]) for x in results] == [True, False, False, False, False]
     for function in ("update, loss", "with_loss_scaling"):
@@ -223,12 +223,12 @@ def test_one_device_detects_overflow():
         assert [int(scaler.last_skip) for scaler in scalers] == [0, 1, 1, 1, 2]
 
 
-# axis_name
+# axis_name selects the devices that decide together
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_all_finite_reduces_over_axis_name(check_vma):
-    """Of the devices, numbered along both axes, number 5 holds an infinity."""
+    """Device 5, counted along both axes, holds an infinity."""
     everywhere = [*range(8)]
     expected = {
         (): [5],
@@ -278,8 +278,8 @@ def test_missing_axis_name_warns(transformation, call, axes):
 
 
 @pytest.mark.parametrize("transformation", ["check_vma=False", "pmap"])
-def test_loss_is_ignored_if_an_axis_is_not_named(transformation):
-    """The gradients have overflowed on all devices, and the loss on one, which would change the scale there alone."""
+def test_update_ignores_the_loss_if_an_axis_is_missing(transformation):
+    """The gradients overflow on all devices, and the loss is NaN on one device, where the scale would diverge."""
     _skip_if_pmap_is_untyped(transformation)
     names = [(), "devices"] if transformation == "pmap" else [(), "data", AXES]
     grads, loss = np.float32([np.inf]), np.where(np.arange(8) == 5, np.float32(np.nan), 1)
@@ -296,8 +296,8 @@ def test_loss_is_ignored_if_an_axis_is_not_named(transformation):
         assert reasons == ["GRADIENTS"] * (len(names) - 1) + ["LOSS"]
 
 
-def test_empty_axis_name_is_one_model_on_each_device():
-    """Under shard_map, from a scaler that does not vary yet, as under vmap."""
+def test_empty_axis_name_trains_one_model_on_each_device():
+    """Under shard_map the initial scaler does not vary; the results equal the results under vmap."""
 
     def local(grads, loss):
         return update_wrapped(grads, loss, max_norm=1.0, axis_name=())
@@ -327,10 +327,10 @@ def _update_scaler(scaler, grads, **options):
     return jmpscale.update(scaler, jmpscale.unscale_and_check(scaler, grads, **options)[1])
 
 
-# Other partitions
+# Other partitions give the same decisions
 
 
-def test_all_finite_under_vmap_in_shard_map():
+def test_all_finite_under_vmap_in_shard_map_tests_each_row():
     """Each row has a flag of its own, combined over the devices."""
     x = np.ones((8, 3), np.float32)
     x[5, 1] = np.inf
@@ -341,7 +341,7 @@ def test_all_finite_under_vmap_in_shard_map():
         assert jax.jit(fn)(x).tolist() == [True, False, True]
 
 
-def test_update_under_shard_map_over_one_of_two_axes():
+def test_update_under_shard_map_over_one_axis_backs_off():
     mesh = make_mesh()
     step = jax.shard_map(_update_scaler, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"})
     with jax.set_mesh(mesh):
@@ -354,7 +354,7 @@ def test_update_under_shard_map_over_one_of_two_axes():
 
 
 @pytest.mark.parametrize("factor", [1.0, np.inf])
-def test_with_loss_scaling_under_shard_map_over_one_of_two_axes(factor):
+def test_with_loss_scaling_under_shard_map_over_one_axis_skips(factor):
     """The gradients vary over the mapped axis, and the compiler partitions them along the other."""
     mesh = make_mesh()
     tx = jmpscale.with_loss_scaling(optax.sgd(1.0))
@@ -372,7 +372,7 @@ def test_with_loss_scaling_under_shard_map_over_one_of_two_axes(factor):
     assert skipped == (factor != 1.0)
 
 
-def test_all_finite_of_an_uneven_partition():
+def test_all_finite_accepts_an_uneven_partition():
     sharding = NamedSharding(make_mesh(data=8), P("data"))
     check = jax.jit(lambda x: jmpscale.all_finite(jax.lax.with_sharding_constraint(x * 2, sharding)))
     assert check(np.ones(10, np.float32))
@@ -380,7 +380,7 @@ def test_all_finite_of_an_uneven_partition():
         assert not check(np.where(np.arange(10) == place, np.float32(np.nan), 1))
 
 
-def test_apply_if_refuses_a_value_that_starts_to_vary():
+def test_apply_if_raises_if_a_value_starts_to_vary():
     def step(w, x):
         return jmpscale.apply_if(jnp.array(True), lambda carry: {"w": carry["w"] - x}, {"w": w})
 
@@ -389,7 +389,7 @@ def test_apply_if_refuses_a_value_that_starts_to_vary():
         jax.eval_shape(step, np.ones(1, np.float32), np.ones(8, np.float32))
 
 
-# Training, compared with one device
+# Training equals training on one device
 
 BATCH, WIDTH, HIDDEN = 16, 16, 32
 rng = np.random.default_rng(0)
@@ -522,7 +522,7 @@ def _explicit_loss(params, x, y, fault):
     return jnp.sum((out - y) ** 2) / Y.size
 
 
-STYLES = {  # the loss on each device, the mesh, the specs of the parameters, and those of the data and of the faults
+STYLES = {  # the loss on each device, the mesh, the specs of the parameters, and the specs of data and faults
     "data parallel": (_network_loss, {"data": 8}, {"w1": P(), "w2": P()}, (P("data"),) * 3),
     "FSDP": (_fsdp_loss, {"data": 8}, {"w1": P("data"), "w2": P("data")}, (P("data"),) * 3),
     "tensor parallel": (
