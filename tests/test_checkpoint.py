@@ -29,7 +29,7 @@ SCALER = jmpscale.dynamic(2.0**10, growth_interval=3)
 TX = jmpscale.with_loss_scaling(ADAM, SCALER)
 CLIPPING_TX = jmpscale.with_loss_scaling(ADAM, SCALER, max_norm=1.0)
 PARAMS = {"w": jnp.full((8, 1), 0.1)}
-# Halves the time that compiling takes.
+# Halves the compile time.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 update = jit(jmpscale.update)
 
@@ -88,7 +88,7 @@ def test_restore_keeps_every_bit(roundtrip, name, tmp_path):
 
 
 @pytest.mark.parametrize("roundtrip", [orbax, orbax_without_template, msgpack])
-def test_restore_takes_the_settings_of_the_template(roundtrip, tmp_path):
+def test_restore_uses_the_settings_of_the_template(roundtrip, tmp_path):
     template = jmpscale.dynamic(4.0, growth_interval=7, min_scale=0.5)
     restored = roundtrip(tmp_path, used_scaler(), template)
     assert restored.config == template.config
@@ -96,7 +96,7 @@ def test_restore_takes_the_settings_of_the_template(roundtrip, tmp_path):
 
 
 def test_exported_step_equals_the_original():
-    # An inner state of its own, because optax does not register its states with jax.export.
+    # An optimizer whose state is a dict, because optax does not register its states with jax.export.
     inner = optax.GradientTransformation(lambda _: {}, lambda grads, state, params=None: (grads, state))
     tx = jmpscale.with_loss_scaling(inner, SCALER)
     step, state = jax.jit(lambda grads, state: tx.update(grads, state)[1]), tx.init(1.0)
@@ -108,7 +108,7 @@ def test_exported_step_equals_the_original():
         exported.call(1.0, state._replace(scaler=jmpscale.dynamic(growth_interval=7)))
 
 
-# Checkpoints of other layouts, of other optimizers, and damaged ones.
+# Checkpoints with another layout, with another optimizer, or with damage restore correctly or raise.
 
 LAYOUT = {
     "loss_scale": np.float32(8.0),
@@ -127,14 +127,14 @@ OTHER_LAYOUTS = {
 }
 
 
-def test_layout_is_that_of_version_0_1():
+def test_layout_equals_the_layout_of_version_0_1():
     restored = flax.serialization.from_state_dict(jmpscale.dynamic(), LAYOUT)
     assert flax.serialization.to_state_dict(restored) == LAYOUT
 
 
 @pytest.mark.parametrize("name", OTHER_LAYOUTS)
 @pytest.mark.parametrize("roundtrip", [orbax, msgpack])
-def test_restore_refuses_another_layout(roundtrip, name, tmp_path):
+def test_restore_raises_for_another_layout(roundtrip, name, tmp_path):
     saved, field = OTHER_LAYOUTS[name]
     with pytest.raises(ValueError, match=rf"do not match(.|\n)*{field}"):
         roundtrip(tmp_path, {"scaler": saved, "w": jnp.ones(2)}, {"scaler": jmpscale.dynamic(), "w": jnp.zeros(2)})
@@ -151,13 +151,13 @@ def test_restore_refuses_another_layout(roundtrip, name, tmp_path):
         ("last_skip", np.ones(1, np.int32), "last_skip must be a scalar"),
     ],
 )
-def test_update_refuses_a_damaged_scaler_and_names_the_remedy(field, value, message):
+def test_update_raises_for_a_damaged_scaler_with_the_remedy(field, value, message):
     with pytest.raises(TypeError, match=rf"state\.{message}.*estore .*into a state created by"):
         jmpscale.update(SCALER._replace(**{field: value}), True)
 
 
 @pytest.mark.parametrize(("scale", "recovers"), [(0.0, True), (1e-45, True), (np.inf, False), (np.nan, False)])
-def test_damaged_scale_skips_until_it_recovers_or_is_reported(scale, recovers):
+def test_damaged_scale_recovers_or_is_reported(scale, recovers):
     state, finite = SCALER._replace(loss_scale=np.float32(scale)), []
     for _ in range(3):
         _, grad = jmpscale.value_and_grad(jnp.square)(state, 3.0)
@@ -185,7 +185,8 @@ def test_inner_state_of_an_older_run_continues_with_a_scaler():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), (updates, state.inner_state), expected)
 
 
-# Resumed training. In some batches the targets are so large that the gradients overflow in float16.
+# Resumed training equals uninterrupted training. In some batches the targets are so large that the gradients overflow
+# in float16.
 
 STEPS, OVERFLOWS = 14, (4, 5, 9)
 X = jnp.asarray(np.random.default_rng(0).standard_normal((STEPS, 4, 8)), jnp.float16)
@@ -295,7 +296,7 @@ def host_fields(scaler):
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_change_in_a_run_applies_from_the_next_step(name):
+def test_update_applies_changed_settings_from_the_next_step(name):
     fields, settings, programs = CHANGES[name]
     old = used_scaler()
     scaler = old._replace(**fields, config=dataclasses.replace(old.config, **settings))
@@ -325,7 +326,7 @@ def test_restore_follows_the_sharding_of_the_template(devices, tmp_path):
     assert [x.sharding for x in jax.tree.leaves(restored)] == [x.sharding for x in jax.tree.leaves(template)]
 
 
-# flax.serialization learns how to store the settings when a scaler is used, because Flax may be imported late.
+# The settings are registered with flax.serialization when a scaler is used, because Flax may be imported late.
 
 CALLS = {
     "init": lambda state: TX.init(PARAMS),

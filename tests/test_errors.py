@@ -38,7 +38,7 @@ REPORT = jmpscale.GradReport(np.array(True), np.ones(2, np.float32), *[INTS] * 5
 REPORTS = jax.tree.map(lambda x: np.stack([x, x]), REPORT)
 NNX, EQUINOX = nnx.Dropout(0.5), eqx.nn.Lambda(jnp.tanh)
 SMALLEST, LARGEST, COUNTER = 2.0**-126, 2.0**126, 2**31 - 1
-ULP = 2.0**-23  # half the distance of float32 numbers above 2, by which a limit of 2 may have been rounded
+ULP = 2.0**-23  # half the spacing of float32 numbers above 2, by which a limit of 2 may have been rounded
 
 
 def _same(*carry):
@@ -87,7 +87,7 @@ def _grad(w, fun=_sum, scale=8.0, **options):
 
 
 def _inner(update):
-    """Updates with the loss-scaled form of an optimizer whose state is a count."""
+    """Calls `update` of `with_loss_scaling` around an optimizer whose state is a count."""
     tx = jmpscale.with_loss_scaling(optax.GradientTransformation(lambda _: jnp.int32(0), update))
     return lambda: tx.update(GRADS, tx.init(GRADS), GRADS)
 
@@ -141,7 +141,7 @@ TAKE_SCALER = {  # the call, and the name of the argument
 
 
 @pytest.mark.parametrize("name", TAKE_SCALER)
-def test_scaler_is_required(name):
+def test_function_requires_a_scaler(name):
     call, argument = TAKE_SCALER[name]
     with pytest.raises(TypeError, match=rf"{argument} must be a ScalerState, got tuple\. .*dynamic.*get_scaler"):
         call(tuple(STATE))
@@ -161,7 +161,7 @@ TAKE_HOLDER = {  # the call, the name of the argument, and whether a batch of sc
 
 
 @pytest.mark.parametrize("name", TAKE_HOLDER)
-def test_holder_of_one_scaler_is_required(name):
+def test_function_requires_a_holder_of_one_scaler(name):
     call, argument, accepts_batch = TAKE_HOLDER[name]
     for call_with, named in ((call, argument), (lambda holder: jmpscale.replace_scaler(holder, STATE), "tree")):
         words = rf"{named} must contain exactly one ScalerState, found 0 in a dict\. Pass a"
@@ -196,7 +196,7 @@ TAKE_NO_REF = {  # the call, and the path of the reference
 
 @pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="this version of JAX has no public references")
 @pytest.mark.parametrize("name", TAKE_NO_REF)
-def test_ref_is_refused(name):
+def test_ref_raises(name):
     call, path = TAKE_NO_REF[name]
     with pytest.raises(TypeError, match=re.escape(f"must hold values, got a jax.Ref at {path}. Read it with ref[...]")):
         call({"b": jnp.ones(1), "w": jax.new_ref(jnp.ones(2))})
@@ -212,7 +212,7 @@ TAKE_NO_PARTIAL_SUM = {
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="this version of JAX has no type for partial sums under jit")
 @pytest.mark.parametrize("name", TAKE_NO_PARTIAL_SUM)
-def test_partial_sum_is_refused(name):
+def test_partial_sum_raises(name):
     def fn(x):
         total = jnp.einsum("ij,kj->ik", x, x, out_sharding=P(None, None, unreduced={"d"}))
         return TAKE_NO_PARTIAL_SUM[name]({"a": 1, "b": x, "w": total})
@@ -260,7 +260,7 @@ SETTINGS = [  # the settings, the class of the error, and the words of the messa
 
 
 @pytest.mark.parametrize(("settings", "error", "words"), SETTINGS, ids=[str(row[0])[:40] for row in SETTINGS])
-def test_dynamic_refuses_bad_settings(settings, error, words):
+def test_dynamic_raises_for_invalid_settings(settings, error, words):
     with _raises(error, words):
         jmpscale.dynamic(**settings)
 
@@ -458,13 +458,13 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("call", "error", "words"), ROWS)
-def test_wrong_call(call, error, words):
+def test_wrong_call_raises_or_warns(call, error, words):
     with _raises(error, words) as caught:
         call()
-    assert len(str(caught.value)) < 1000, "the message prints the numbers of a model"
+    assert len(str(caught.value)) < 1000, "the message must not print the arrays of a model"
 
 
-def test_loss_scaled_explains_that_forward_mode_needs_no_scaling():
+def test_loss_scaled_explains_its_error_in_forward_mode():
     with pytest.raises(TypeError, match="forward-mode") as caught:
         jax.jvp(jmpscale.loss_scaled(_sum, 8.0), (W32,), (W32,))
     assert "In forward mode nothing underflows: differentiate fun." in "".join(caught.value.__notes__)
@@ -503,7 +503,7 @@ def test_warnings_name_the_line_of_the_caller(map_):
     assert [(warning.filename, warning.lineno) for warning in caught] == [(__file__, first + i) for i in range(7)]
 
 
-# --- calls that are almost wrong ---
+# --- valid calls, some of them at a limit ---
 
 WORDS = np.array(["a", "b"])
 ACCEPTED = {
@@ -550,6 +550,6 @@ ACCEPTED = {
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_limit_is_accepted_without_a_warning(name):
+def test_valid_call_neither_raises_nor_warns(name):
     """A warning would raise, because warnings are errors."""
     ACCEPTED[name]()

@@ -1,4 +1,4 @@
-"""Tests of `ScalerConfig`, of the functions that create a scaler, and of `ScalerState` as a pytree."""
+"""Settings have their documented defaults, new scalers have their initial values, and `ScalerState` is a pytree."""
 
 import copy
 import inspect
@@ -45,7 +45,7 @@ def _values(state):
     return [x.item() for x in jax.tree.leaves(state)]
 
 
-# Settings
+# Settings are kept
 
 
 def _keyword_defaults(fn):
@@ -53,13 +53,13 @@ def _keyword_defaults(fn):
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-def test_defaults_are_those_of_the_documentation():
+def test_dynamic_has_the_documented_defaults():
     assert _keyword_defaults(jmpscale.dynamic) == DEFAULTS
     assert _keyword_defaults(jmpscale.ScalerConfig) == {"mode": "dynamic"} | DEFAULTS
     assert jmpscale.dynamic().config == jmpscale.ScalerConfig()
 
 
-def test_dynamic_passes_every_setting_on():
+def test_dynamic_passes_every_setting_to_its_config():
     config = jmpscale.dynamic(**OTHERS).config
     assert config == jmpscale.ScalerConfig(**OTHERS)
     assert {name: getattr(config, name) for name in OTHERS} == OTHERS
@@ -72,7 +72,7 @@ def test_scaler_config_normalizes_numbers():
     assert [type(x) for x in (config.growth_factor, config.growth_interval, config.min_scale)] == [float, int, float]
 
 
-# Initial states
+# A new scaler has its initial values
 
 
 @pytest.mark.parametrize(
@@ -84,16 +84,16 @@ def test_scaler_config_normalizes_numbers():
         (jmpscale.disabled(), "disabled", [1.0, 0, 1, 0, 0, 0]),
     ],
 )
-def test_initial_values(state, mode, values):
+def test_new_scaler_has_its_initial_values(state, mode, values):
     assert state.config.mode == mode
     assert _values(state) == values
     assert state.step_applied
 
 
 @each_mode
-def test_initial_arrays_are_separate_numpy_scalars(state):
+def test_new_scaler_consists_of_separate_numpy_arrays(state):
     leaves = jax.tree.leaves(state)
-    assert {(type(x), x.shape) for x in leaves} == {(np.ndarray, ())}  # not np.generic, which Orbax refuses
+    assert {(type(x), x.shape) for x in leaves} == {(np.ndarray, ())}  # not np.generic, which Orbax does not save
     assert [x.dtype for x in leaves] == [np.float32] + [np.int32] * 5
     assert len({x.ctypes.data for x in leaves}) == 6
 
@@ -113,7 +113,7 @@ def _run_python(program):
     assert out.returncode == 0, out.stderr
 
 
-def test_creating_a_scaler_does_not_start_the_backend():
+def test_new_scaler_does_not_start_the_backend():
     """A scaler and an optimizer may be created before `jax.distributed.initialize`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -129,7 +129,7 @@ def test_creating_a_scaler_does_not_start_the_backend():
     )
 
 
-# The state as a pytree
+# The state is a pytree
 
 
 @each_mode
@@ -147,7 +147,7 @@ def test_scaler_state_survives_transformations_and_copies(state):
 
 
 def test_scaler_state_settings_are_auxiliary_data():
-    """As a child without leaves they would be counted by trainers that enumerate the children of a state."""
+    """Trainers that enumerate the children of a state would count a child without leaves."""
     state = jmpscale.dynamic()
     assert state._fields == (
         *("loss_scale", "finite_steps", "hysteresis_left", "skipped", "consecutive_skips", "last_skip"),
@@ -167,7 +167,7 @@ def test_optax_gets_and_sets_fields_of_a_scaler_by_name():
     assert jax.tree.structure(changed) == jax.tree.structure(opt_state)
 
 
-# Serialization
+# The state is serialized without its settings
 
 
 def test_flax_serialization_stores_arrays_and_no_settings():

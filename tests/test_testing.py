@@ -147,7 +147,7 @@ def test_inject_backward_works_under_vmap_and_second_derivatives():
     assert second.tolist() == [6.0] * 3
 
 
-def test_inject_backward_skips_the_step_in_which_it_injects():
+def test_inject_backward_causes_a_skip():
     def loss_fn(w, step):
         return jnp.mean(inject_backward(w, jnp.inf, path="", when=step == 3) ** 2)
 
@@ -166,7 +166,7 @@ def test_inject_backward_skips_the_step_in_which_it_injects():
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("place", ["parameters", "activations"])
-def test_inject_backward_on_one_device(place, check_vma):
+def test_inject_backward_reaches_devices_that_share_a_value(place, check_vma):
     mesh = meshes.make_mesh(d=8)
 
     def loss_fn(w, x):
@@ -182,7 +182,7 @@ def test_inject_backward_on_one_device(place, check_vma):
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"), check_vma=check_vma)
     of_w, of_x = jax.jit(mapped)(jnp.float32(2.0), jnp.ones(8))
-    # With types, the cotangent of a value that the devices share is a sum over them; without, each device has its own.
+    # With types, the cotangent of a shared value is a sum over the devices; without types, each device has its own.
     shared = list(range(8)) if check_vma else [5]
     assert np.flatnonzero(np.isnan(of_w)).tolist() == (shared if place == "parameters" else [])
     assert np.flatnonzero(np.isnan(of_x)).tolist() == ([5] if place == "activations" else [])
@@ -244,7 +244,7 @@ def test_assert_replicated_names_a_key_that_differs():
         assert_replicated(key)
 
 
-def test_assert_replicated_compares_rows_if_there_is_one_for_each_device():
+def test_assert_replicated_compares_one_row_per_device():
     mesh = meshes.make_mesh(d=8)
     rows = jax.NamedSharding(mesh, P("d"))
     equal, different = jax.device_put((np.full((8, 2), 3.0), np.arange(8.0)), rows)
@@ -255,7 +255,7 @@ def test_assert_replicated_compares_rows_if_there_is_one_for_each_device():
 
 
 @pytest.mark.parametrize(("other", "error"), [(0, False), (1, True)])
-def test_assert_replicated_compares_the_shards_of_other_processes(other, error, monkeypatch):
+def test_assert_replicated_compares_shards_of_other_processes(other, error, monkeypatch):
     """Simulates a second process, which holds other bits of the same shards."""
 
     def gather(sums):
@@ -299,7 +299,7 @@ for name, drifted in (("w", held(w + own, "model")), ("n", held(np.asarray(n + o
 
 
 @pytest.mark.full
-def test_assert_replicated_in_several_processes():
+def test_assert_replicated_compares_processes():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{listener.getsockname()[1]}"

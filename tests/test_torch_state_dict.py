@@ -1,4 +1,4 @@
-"""Tests that `to_torch_state_dict` and `from_torch_state_dict` continue runs of `torch.amp.GradScaler`.
+"""`to_torch_state_dict` and `from_torch_state_dict` continue runs of `torch.amp.GradScaler`.
 
 `data/torch_state_dicts.json` was recorded by `data/record_torch_state_dicts.py` with torch.
 """
@@ -43,10 +43,10 @@ def test_to_torch_state_dict_returns_python_numbers():
     assert {name: type(value) for name, value in saved.items()} == {name: type(value) for name, value in SAVED.items()}
 
 
-def test_from_torch_state_dict_grows_at_once_if_interval_was_lowered():
+def test_from_torch_state_dict_grows_after_a_lowered_interval():
     run = TORCH["lowered_interval"]
     first_overflow = run["found_inf"].index(1)
-    assert set(run["scales"][:first_overflow]) == {run["state_dict"]["scale"]}, "torch does not grow before"
+    assert set(run["scales"][:first_overflow]) == {run["state_dict"]["scale"]}, "torch must not grow before an overflow"
     scaler = jmpscale.update(jmpscale.from_torch_state_dict(run["state_dict"]), True)
     assert scaler.loss_scale == 2 * run["state_dict"]["scale"]
 
@@ -64,6 +64,6 @@ def test_from_torch_state_dict_accepts_rounded_limits(limit):
     assert jmpscale.from_torch_state_dict(jmpscale.to_torch_state_dict(scaler), **limits) == scaler
 
 
-def test_from_torch_state_dict_refuses_that_of_a_disabled_scaler():
+def test_from_torch_state_dict_raises_for_a_disabled_scaler():
     with pytest.raises(ValueError, match="saved by a disabled GradScaler"):
         jmpscale.from_torch_state_dict(TORCH["disabled"])
