@@ -35,7 +35,7 @@ def bare_losses():
 
 
 @pytest.mark.parametrize("name", steps.METHODS)
-def test_method_trains_like_the_bare_step_and_skips_an_overflow(name, bare_losses):
+def test_method_trains_like_bare_and_skips_an_overflow(name, bare_losses):
     run = train(name)
     np.testing.assert_allclose(run.losses, bare_losses, rtol=1e-5)
     params, opt_state, _ = jax.tree.map(np.asarray, run.state)
@@ -55,7 +55,7 @@ def test_float16_gradients_train_float32_weights(name, bare_losses):
     np.testing.assert_allclose(run.losses, bare_losses, rtol=1e-2)
 
 
-def test_require_same_work_raises():
+def test_require_same_work_raises_if_a_loss_differs():
     timing.require_same_work({"one": [3.0, 2.0], "other": [3.0, 2.0]})
     with pytest.raises(RuntimeError, match="lazy skipped"):
         timing.require_same_work({"lazy": [3.0, 3.0, 2.0]})
@@ -63,7 +63,7 @@ def test_require_same_work_raises():
         timing.require_same_work({"one": [3.0, 2.0], "other": [3.0, 2.0], "third": [3.0, 1.0]})
 
 
-def test_interleave_and_summarize():
+def test_interleave_and_summarize_give_times_and_ratios():
     times = timing.interleave({"a": lambda: None, "b": lambda: sum(range(2000))}, 0.0)
     assert {len(rounds) for rounds in times.values()} == {7}
     summary = timing.summarize({"a": np.array([1.0, 2.0, 8.0]), "b": np.array([2.0, 2.0, 4.0])}, "b")
@@ -77,13 +77,13 @@ PROGRAM = programs.parse("""HloModule jit_step
   ROOT %copy.9 = f32[1024,8]{1,0} copy(%p)
 }
 
-%taken (t: (f32[1024,8], f32[])) -> f32[1024,8] {
+%applied (t: (f32[1024,8], f32[])) -> f32[1024,8] {
   %t = (f32[1024,8]{1,0}, f32[]) parameter(0)
   %get-tuple-element.1 = f32[1024,8]{1,0} get-tuple-element(%t), index=0
   ROOT %negate.1 = f32[1024,8]{1,0} negate(%get-tuple-element.1)
 }
 
-%kept (t: (f32[1024,8], f32[])) -> f32[1024,8] {
+%skipped (t: (f32[1024,8], f32[])) -> f32[1024,8] {
   %t.1 = (f32[1024,8]{1,0}, f32[]) parameter(0)
   ROOT %get-tuple-element.2 = f32[1024,8]{1,0} get-tuple-element(%t.1), index=0
 }
@@ -99,12 +99,12 @@ ENTRY %main (a: f32[1024,8], b: pred[]) -> f32[1024,8] {
   %all-reduce-done.1 = (f32[1024,8]{1,0}, f32[]) all-reduce-done(%all-reduce-start.1)
   %all-reduce.2 = f32[7]{0} all-reduce(%sum), to_apply=%add
   %both = (f32[1024,8]{1,0}, f32[]) tuple(%all-reduce-done.1)
-  ROOT %cond.1 = f32[1024,8]{1,0} conditional(%b, %both, %both), true_computation=%taken, false_computation=%kept
+  ROOT %cond.1 = f32[1024,8]{1,0} conditional(%b, %both, %both), true_computation=%applied, false_computation=%skipped
 }
 """)
 
 
-def test_programs_counts_operations():
+def test_programs_counts_copies_collectives_and_kernels():
     assert programs.count(PROGRAM, "conditional") == 1
     assert programs.copies(PROGRAM) == ["f32[1024,8]{1,0}"]  # in the fusion; the other one prefetches
     assert programs.collectives(PROGRAM) == {"all-reduce": 2}
@@ -112,7 +112,7 @@ def test_programs_counts_operations():
     assert programs.kernels(PROGRAM) == 5  # a prefetch, a fusion, two all-reduces, and the larger branch
 
 
-def test_programs_traffic_omits_prefetches():
+def test_traffic_omits_prefetches():
     matrix = 4 * 1024 * 8
     fusion, large_reduce, small_reduce, branch = 2 * matrix, 2 * (matrix + 4), 4 + 28, 2 * matrix
     assert programs.traffic(PROGRAM) == fusion + large_reduce + small_reduce + branch
@@ -129,10 +129,10 @@ def test_programs_traffic_omits_prefetches():
         ("u32[]{:S(2)}", 4),
     ],
 )
-def test_programs_bytes_of(kind, size):
+def test_bytes_of_adds_up_the_parts_of_a_type(kind, size):
     assert programs.bytes_of(kind) == size
 
 
-def test_table_on_the_page_shows_the_results():
+def test_table_equals_the_table_on_the_page():
     page = table.PAGE.read_text()
     assert table.rewrite(page, table.table(*table.read_results())) == page

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 README = (pages.DOCS.parent / "README.md").read_text()
 README_BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
-STEPS_OF_A_TRAINING = 20  # a block with fewer losses is not a training
+MIN_TRAINING_STEPS = 20  # a block with fewer losses is not a training run
 
 
 def test_readme_runs_as_pasted(capsys):
@@ -37,7 +37,7 @@ def test_readme_has_two_commands():
 
 @pytest.mark.parametrize("path", pages.TEXTS, ids=lambda path: str(path.relative_to(pages.ROOT)))
 def test_links_resolve(path):
-    """The anchors are those that code hosts give to headings; Sphinx tests those of the site."""
+    """The anchors are tested as code hosts form them from headings; Sphinx tests the anchors of the site."""
     targets = [target for target in pages.links(path) if "://" not in target]
     assert [target for target in targets if not pages.resolves(path, target)] == []
 
@@ -48,16 +48,16 @@ def test_page_runs_as_pasted(page, capsys):
     namespace = {"__name__": f"docs/{page}.md"}
     for heading, code, expected in pages.blocks(page):
         losses = pages.run(code, f"docs/{page}.md, {heading!r}", namespace)
-        losses = [loss for loss in losses if math.isfinite(loss)]  # that of a skipped step may be NaN
+        losses = [loss for loss in losses if math.isfinite(loss)]  # the loss of a skipped step may be NaN
         printed = capsys.readouterr().out
-        if len(losses) >= STEPS_OF_A_TRAINING:
+        if len(losses) >= MIN_TRAINING_STEPS:
             assert sum(losses[-5:]) < sum(losses[:5]), f"docs/{page}.md, {heading!r}: the loss did not fall, {losses}"
         if expected is not None:
             pages.assert_same_output("\n".join(printed.splitlines()[-expected.count("\n") :]), expected)
 
 
-def test_pages_have_no_other_kind_of_block():
-    """A block with another word on its fence would not run."""
+def test_pages_have_only_known_kinds_of_blocks():
+    """A block with another language on its fence would not run."""
     languages = {
         fence
         for page in pages.PAGES

@@ -40,7 +40,7 @@ def _start():
 
 
 def _train(step, carry):
-    """Trains from a scale that is too large, with one bad batch; returns the final carry."""
+    """Trains from a scale that is too large, with one batch that overflows; returns the final carry."""
     for number in range(9):
         x = np.random.default_rng(number).standard_normal((4, 8)).astype(np.float32)
         carry = step(carry, jax.device_put(x * np.float32(1e5) if number == 4 else x))
@@ -88,7 +88,7 @@ def _settings(**settings):
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("name", [*DEFAULT, *FULL])
-def test_setting_keeps_the_bits_of_a_compiled_training(name, expected):
+def test_setting_keeps_the_bits_of_a_compiled_run(name, expected):
     start = _start()
     with _settings(**SETTINGS[name]):
         assert _bits(_train(jax.jit(lambda *args: _step(*args)), start)) == _bits(expected)
@@ -96,7 +96,7 @@ def test_setting_keeps_the_bits_of_a_compiled_training(name, expected):
 
 @pytest.mark.full
 @pytest.mark.usefixtures("standard_promotion")
-def test_disable_jit_keeps_the_decisions_of_a_training(expected):
+def test_disable_jit_keeps_the_decisions_of_a_run(expected):
     with jax.disable_jit():
         carry = _train(_step, _start())
     assert _bits([carry[1], carry[3].scaler]) == _bits([expected[1], expected[3].scaler])

@@ -1,4 +1,4 @@
-"""The prose of the project uses the field's terms: no phrase at which a reader has stumbled before."""
+"""The texts of the project use the field's terms, and no phrase that has confused a reader before."""
 
 import json
 import pathlib
@@ -30,7 +30,7 @@ PHRASES = {
 
 
 def _lines(path):
-    """Returns the lines of a text; of a notebook those of its sources."""
+    """Returns the lines of a text, or the lines of the cells of a notebook."""
     if path.suffix != ".ipynb":
         return path.read_text().splitlines()
     return [line for cell in json.loads(path.read_text())["cells"] for line in cell["source"]]

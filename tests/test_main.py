@@ -1,4 +1,4 @@
-"""The demonstration, `python -m jmpscale`: its public functions and its command line."""
+"""The demonstration, `python -m jmpscale`, trains, prints and plots its results, and rejects invalid options."""
 
 import re
 import sys
@@ -72,7 +72,7 @@ def test_format_table_has_a_row_and_a_text_for_each_run(scaled):
 
 
 @pytest.mark.full
-def test_plot_shows_what_was_recorded(scaled):
+def test_plot_shows_the_recorded_values(scaled):
     loss, texts, scale, gradients = demo.plot(_runs(scaled), 2**20).axes
     losses = scaled.history["loss"]
     for curve, name in zip(loss.lines, demo.RUNS, strict=True):
@@ -99,7 +99,7 @@ def test_main_prints_the_table_and_writes_a_picture(scaled, tmp_path, monkeypatc
 
 
 @pytest.mark.full
-def test_main_shows_that_loss_scaling_keeps_the_gradients_of_float16(small, tmp_path, capsys, monkeypatch):
+def test_main_shows_that_loss_scaling_prevents_underflow(small, tmp_path, capsys, monkeypatch):
     for name, value in {"SEQUENCES": 4, "LENGTH": 16, "SHARD_TOKENS": 64, "WIDTH": 16, "GROWTH_INTERVAL": 5}.items():
         monkeypatch.setattr(demo, name, value)
     demo.main(["--steps", "150", "--batch-tokens", str(2**20), "--output", str(tmp_path / "out.png")])
@@ -121,7 +121,7 @@ def test_predict_is_causal_and_computes_in_its_dtype(small):
     predict = jax.jit(demo.predict, static_argnums=2)
     before, after = (predict(params, batch, jnp.float32) for batch in (tokens, tokens.at[:, 5].add(1) % 7))
     np.testing.assert_array_equal(before[:, :5], after[:, :5])
-    assert (np.abs(before - after)[:, 5:].max(axis=(0, 2)) > 1e-6).all(), "each later position depends on it"
+    assert (np.abs(before - after)[:, 5:].max(axis=(0, 2)) > 1e-6).all(), "each later position must depend on it"
     for dtype, smallest, largest in ((jnp.float16, 1e-6, 0.02), (jnp.bfloat16, 1e-3, 0.2)):
         logits = predict(params, tokens, dtype)
         assert logits.dtype == jnp.float32
@@ -129,7 +129,7 @@ def test_predict_is_causal_and_computes_in_its_dtype(small):
 
 
 @pytest.mark.full
-def test_shard_loss_has_gradients_that_add_up_to_those_of_the_mean(small):
+def test_shard_loss_gradients_add_up_to_the_mean_gradient(small):
     params, batch = demo.init(jax.random.key(1), 7), jax.random.randint(jax.random.key(2), (6, 9), 0, 7)
 
     def mean(params):
@@ -174,7 +174,7 @@ def test_encode_numbers_characters_and_merges_rare_ones(monkeypatch):
     assert "".join(alphabet[tokens]) == "aaabbb\ufffd\ufffd"
 
 
-def test_read_text_reads_a_file_or_the_manual_of_python(tmp_path, monkeypatch):
+def test_read_text_reads_a_file_or_the_python_manual(tmp_path, monkeypatch):
     assert len(demo.read_text()) > 100_000
     (tmp_path / "text.txt").write_bytes(b"\xef\xbb\xbf" + "äö\r\n".encode() * 2000)
     assert demo.read_text(tmp_path / "text.txt") == "äö\n" * 2000
@@ -199,7 +199,7 @@ def test_read_text_reads_a_file_or_the_manual_of_python(tmp_path, monkeypatch):
     ],
     ids=" ".join,
 )
-def test_main_reports_bad_options_before_it_trains(options, message, tmp_path, monkeypatch, capsys):
+def test_main_reports_invalid_options_before_it_trains(options, message, tmp_path, monkeypatch, capsys):
     (tmp_path / "short.txt").write_text("too short")
     (tmp_path / "equal.txt").write_text("a" * 10_000)
     (tmp_path / "binary.bin").write_bytes(b"\xff" * 10_000)

@@ -19,7 +19,7 @@ def _code_cells(path):
 
 
 def _varies(cell):
-    """Tests whether a cell is tagged: rounding on another processor changes its numbers, but not what it asserts."""
+    """Tests whether a cell is tagged: on another processor its numbers may differ, but its assertions hold."""
     return "numbers-vary" in cell.metadata.get("tags", [])
 
 
@@ -65,7 +65,7 @@ def _matches(committed, printed):
         ("f32[32,64]", "f32[32,32]", False),
     ],
 )
-def test_matches_allows_for_rounding_only(committed, printed, same):
+def test_matches_tolerates_only_rounding(committed, printed, same):
     assert _matches(committed, printed) == same
 
 
@@ -78,13 +78,13 @@ def test_notebook_is_committed_with_its_outputs(path):
 
 
 @EACH
-def test_cell_whose_numbers_vary_asserts_its_claims(path):
+def test_cell_with_varying_numbers_asserts_its_claims(path):
     for cell in _code_cells(path):
         assert not _varies(cell) or re.search(r"^ *assert", cell.source, flags=re.M), cell.source
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("default")  # the kernel's own machinery warns; the outputs are checked for warnings
+@pytest.mark.filterwarnings("default")  # the kernel itself warns; the outputs are tested for warnings
 @EACH
 def test_notebook_prints_its_committed_outputs(path, tmp_path):
     notebook = nbformat.read(path, as_version=4)

@@ -1,4 +1,4 @@
-"""The package as a whole: its public names, the layers of its modules, its documentation and its types."""
+"""The package exports its documented names, its modules have layers, and type checkers accept it."""
 
 import importlib.metadata
 import inspect
@@ -42,7 +42,7 @@ def test_api_page_lists_the_public_names():
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
-def test_page_gives_the_address_of_the_repository_once_it_is_set(page):
+def test_page_gives_the_repository_once_it_is_set(page):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     addresses = re.findall(r"git\+(https?://[^\s\"'`)]+)", (ROOT / page).read_text())
     assert set(addresses) == {project["urls"]["Repository"]} if "urls" in project else not addresses
@@ -52,7 +52,7 @@ def test_page_gives_the_address_of_the_repository_once_it_is_set(page):
 def test_docstring_documents_the_parameters(name):
     thing = getattr(jmpscale, name)
     doc = inspect.getdoc(thing)
-    assert re.match(r"[A-Z].*\.\n", doc + "\n"), "the first line is a sentence"
+    assert re.match(r"[A-Z].*\.\n", doc + "\n"), "the first line must be a sentence"
     if thing is jmpscale.SkipReason:
         return  # its members have docstrings
     assert ">>> " in doc or name in ("ScalerState", "LossScalingState", "GradReport")
@@ -70,7 +70,7 @@ def test_module_imports_lower_layers_only(module):
     for name in imports:
         assert name.partition(".")[0] in ALWAYS | MAY_IMPORT.get(module, set())
         assert not name.startswith("jmpscale.") or name in lower
-        assert not (module == "__main__" and name.startswith("jmpscale._")), "the demonstration uses public names"
+        assert not (module == "__main__" and name.startswith("jmpscale._")), "the demonstration must use public names"
 
 
 def test_every_module_has_a_layer():
@@ -101,14 +101,14 @@ CHECKERS = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("checker", CHECKERS)
-def test_type_checkers_accept_right_calls_only(checker):
+def test_type_checkers_accept_only_right_calls(checker):
     pytest.importorskip(checker, reason="only installed with the dev extra")
     right = _run(*CHECKERS[checker], TESTS / "types" / "right.py")
     assert right.returncode == 0, right.stdout
     wrong = _run(*CHECKERS[checker], TESTS / "types" / "wrong.py")
-    refused = {int(n) for n in re.findall(r"wrong\.py:(\d+)(?::\d+)?(?: -)?:? error", wrong.stdout)}
+    rejected = {int(n) for n in re.findall(r"wrong\.py:(\d+)(?::\d+)?(?: -)?:? error", wrong.stdout)}
     lines = (TESTS / "types" / "wrong.py").read_text().splitlines()
-    assert refused == {n for n, line in enumerate(lines, 1) if line.startswith("jmpscale.")}, wrong.stdout
+    assert rejected == {n for n, line in enumerate(lines, 1) if line.startswith("jmpscale.")}, wrong.stdout
 
 
 @pytest.mark.full

@@ -45,7 +45,7 @@ def _assert_exact(report, leaves, scale=1.0):
 
 @pytest.fixture(scope="module", params=["one device", "several devices"])
 def reductions(request):
-    """The form of the reductions on CPU: with one device a single one for all counts."""
+    """The form of the reductions on CPU: with one device, a single reduction computes all counts."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "one device":
             patch.setattr(jax, "device_count", lambda *_: 1)
@@ -54,7 +54,7 @@ def reductions(request):
     jax.clear_caches()
 
 
-# --- the statistics ---
+# --- statistics are exact ---
 
 
 @pytest.mark.usefixtures("reductions")
@@ -92,7 +92,7 @@ def test_grad_report_counts_scaled_gradients(scale):
 
 @pytest.mark.parametrize(("platform", "expected"), [("cpu", 2 + 1), ("cuda", 12 + 1)])
 def test_grad_report_combines_reductions_on_cpu_only(platform, expected, monkeypatch, request):
-    """The last reduction is that of the flag, over all leaves."""
+    """The last reduction computes the flag, over all leaves."""
     if request.config.getoption("--default-form"):
         pytest.skip("every program has the other form")
     monkeypatch.setattr(jax, "device_count", lambda *_: 1)
@@ -124,7 +124,7 @@ def test_grad_report_is_an_output_of_an_exported_program():
     assert report.describe() == expected.describe()
 
 
-def test_grad_report_of_a_symbolic_shape():
+def test_grad_report_accepts_symbolic_shapes():
     def report_and_totals(x):
         report = jmpscale.grad_report({"x": x})
         return report, report.totals()
@@ -135,7 +135,7 @@ def test_grad_report_of_a_symbolic_shape():
     assert report.describe().splitlines()[2].split() == ["x", "a*b", "inf", "-inf", "0", "1", "5", "0", "0"]
 
 
-# --- several devices ---
+# --- statistics are global on multiple devices ---
 
 LEAVES = {
     "a": np.resize(VALUES, (16, 8)).astype(np.float32),
@@ -165,7 +165,7 @@ def test_grad_report_is_global_under_shard_map():
     report = program(grads)
     _assert_exact(report, list(LEAVES.values()))
     assert float(report.totals()["nan"]) == np.float32(_reference(LEAVES["a"])[1][0] / (128 + 8 + 1 + 16))
-    assert compiling.count(program.as_text(), "all-reduce") <= 4, "two for each set of axes"
+    assert compiling.count(program.as_text(), "all-reduce") <= 4, "at most two for each set of axes"
 
 
 def test_grad_report_combines_two_sets_of_axes():
@@ -188,7 +188,7 @@ def test_grad_report_combines_devices_along_axis_name(map_, axis_name):
         _assert_exact(report, grads if axis_name else [leaf[device] for leaf in grads])
 
 
-# --- descriptions and totals ---
+# --- descriptions name the leaf, and totals are fractions ---
 
 
 def _report(max_abs, sizes=None, **counts):
@@ -236,7 +236,7 @@ def test_describe_lists_as_many_leaves_as_the_limit(monkeypatch):
     report, device_get, calls = _report(1.0 + np.arange(30.0)), jax.device_get, []
     monkeypatch.setattr(jax, "device_get", lambda x: calls.append(x) or device_get(x))
     assert len(report.describe().splitlines()) == 2 + 20
-    assert len(calls) == 1, "the report is read from the device once"
+    assert len(calls) == 1, "the report must be read from the device once"
     assert len(report.describe(limit=2).splitlines()) == 2 + 2
     assert len(report.describe(limit=99).splitlines()) == 2 + 30
 
@@ -284,7 +284,7 @@ def test_totals_are_fractions_of_all_values(variant):
     assert _floats(variant(lambda report: report.totals())(report)) == {"max_abs": INF} | expected
 
 
-def test_totals_of_stacked_reports_are_those_of_each_step():
+def test_totals_of_stacked_reports_have_an_entry_for_each_step():
     reports = jax.tree.map(lambda *x: np.stack(x), _report([1.0, NAN]), _report([4.0, 2.0], zero=[5, 10]))
     np.testing.assert_array_equal(reports.totals()["max_abs"], [NAN, 4.0])
     np.testing.assert_array_equal(reports.totals()["zero"], [0.0, 0.75])
@@ -300,13 +300,13 @@ def test_totals_of_stacked_reports_are_those_of_each_step():
     ],
     ids=["empty", "one-value", "more-than-int32", "nan-among-many-leaves"],
 )
-def test_totals_of_extreme_sizes(report, max_abs, zero):
+def test_totals_are_exact_for_extreme_sizes(report, max_abs, zero):
     totals = report.totals()
     np.testing.assert_equal((float(totals["max_abs"]), float(totals["zero"])), (max_abs, zero))
     assert {value.dtype for value in totals.values()} == {jnp.dtype(jnp.float32)}
 
 
-def test_grad_report_costs_nothing_if_unused_and_shares_computations():
+def test_grad_report_costs_nothing_if_unused():
     def step(use, w, x):
         grads = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
         return jmpscale.apply_if(jmpscale.all_finite(grads), lambda w: w - grads, w), use(grads)
@@ -323,7 +323,7 @@ def test_grad_report_costs_nothing_if_unused_and_shares_computations():
         assert used.count(shared) == unused.count(shared) > 0
 
 
-# --- metrics ---
+# --- metrics are the arrays of the state ---
 
 
 def test_metrics_are_the_arrays_of_the_state(variant):
@@ -348,7 +348,7 @@ def test_metrics_of_an_optimizer_state_contain_the_norm():
     assert "grad_norm" not in jmpscale.metrics(opt_state._replace(grad_norm=None))
 
 
-# --- raise_if_stuck ---
+# --- raise_if_stuck names the cause ---
 
 DYNAMIC = jmpscale.dynamic(8.0)
 MULTI_STEPS = optax.MultiSteps(optax.identity(), 2).init({"w": jnp.ones(2), "n": 1})
@@ -369,7 +369,7 @@ def _stuck(**fields):
 
 STUCK = _stuck()
 ROUNDED_LIMIT = _stuck(loss_scale=0.3)._replace(config=jmpscale.ScalerConfig(min_scale=0.3))
-DIAGNOSES = {  # the holder, and the words of the diagnosis; of several that apply the first one is given
+DIAGNOSES = {  # the holder, and the words of the diagnosis; if several apply, the first is given
     "scale-nan": (_stuck(loss_scale=NAN, last_skip=2), "the loss scale is nan.*The loss scale is invalid"),
     "scale-zero": (_stuck(loss_scale=0.0), "the loss scale is 0.*The loss scale is invalid"),
     "scale-large": (_stuck(loss_scale=2.0**126 * 1.5), "The loss scale is invalid"),
@@ -409,7 +409,7 @@ def test_raise_if_stuck_raises_under_checkify(name):
 CHECKED = jax.jit(checkify.checkify(functools.partial(jmpscale.raise_if_stuck, max_consecutive_skips=2)))
 
 
-def test_raise_if_stuck_raises_at_once_if_the_state_is_known():
+def test_raise_if_stuck_raises_immediately_for_a_known_state():
     def fn(x):
         jmpscale.raise_if_stuck(STUCK, max_consecutive_skips=2)
         return x
