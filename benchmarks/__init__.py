@@ -5,7 +5,7 @@ import platform
 
 
 def versions(libraries):
-    """Returns the versions of Python and of the named libraries, None for those that are not installed."""
+    """Returns the versions of Python and of the named libraries, None for libraries that are not installed."""
     found = {"python": platform.python_version()}
     for name in libraries:
         try:

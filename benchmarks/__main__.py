@@ -1,4 +1,4 @@
-"""Measures what loss scaling costs on this machine, compared with other libraries: `python -m benchmarks`.
+"""Measures the cost of loss scaling on this machine, compared with other libraries: `python -m benchmarks`.
 
 Whole training steps, jitted and with donated states, are timed in turns in one process. Each ratio is to the same step
 with `optax.clip_by_global_norm` in the same round: clipping, like skipping, needs all gradients before the first

@@ -18,7 +18,7 @@ SHORT = 10.0  # seconds: a program that compiles faster is compiled three times
 def interleave(turns, seconds, rounds=(7, 41)):
     """Calls each of the named functions once in every round, in a new random order; returns seconds[name][round].
 
-    The number of rounds is what fits into `seconds`, within the two limits.
+    It runs as many rounds as fit into `seconds`, within the two limits.
     """
     names, rng = list(turns), np.random.default_rng(0)
     warm = {}

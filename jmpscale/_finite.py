@@ -185,7 +185,7 @@ def warn_if_unsynchronised(axis_name: AxisName, other_axes: AxisName = ()) -> No
 
 
 def manual_axes(typed: bool) -> tuple[str, ...]:
-    """Returns the manual mesh axes around this call along which JAX's types show variation, or the other ones."""
+    """Returns the manual mesh axes around this call along which JAX's types show, or do not show, variation."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     return tuple(name for name in axes if bool(varying_axes(jax.lax.axis_index(name))) == typed)
 

@@ -71,8 +71,8 @@ def _not_finite(dtype, payload, negative):
         return np.stack(parts[:: 1 if payload % 2 else -1]).view(dtype)[0]
     if dtype in NARROW:
         numbers = _all_numbers(dtype)
-        bad = numbers[~_is_finite(numbers)]
-        return bad[(2 * payload + negative) % len(bad)]
+        nonfinite = numbers[~_is_finite(numbers)]
+        return nonfinite[(2 * payload + negative) % len(nonfinite)]
     info = ml_dtypes.finfo(dtype)
     bits = ((1 << info.nexp) - 1) << info.nmant | payload % (1 << info.nmant) | negative << (info.bits - 1)
     return np.array(bits, _unsigned(dtype)).view(dtype)
@@ -103,7 +103,7 @@ def _default_if(named, cases):
 @pytest.mark.parametrize("dtype", _default_if(["float8_e4m3fn", "float16", "bfloat16"], NARROW))
 def test_all_finite_classifies_every_narrow_number(dtype, check):
     numbers = _all_numbers(dtype)
-    finite, bad = numbers[_is_finite(numbers)], numbers[~_is_finite(numbers)]
+    finite, nonfinite = numbers[_is_finite(numbers)], numbers[~_is_finite(numbers)]
     assert check(np.resize(finite, max(LARGE + 67, len(finite))))
     leaf = np.resize(finite, LARGE + 67)
 
@@ -113,8 +113,8 @@ def test_all_finite_classifies_every_narrow_number(dtype, check):
         return check(jax.lax.bitcast_convert_type(bits, dtype))
 
     # A loop, because vmap would compile another kind of reduction.
-    places = len(leaf) - 1 - np.arange(len(bad)) * 61 % len(leaf)
-    assert not jax.jit(lambda *args: jax.lax.map(plant, args))(bad.view(_unsigned(dtype)), places).any()
+    places = len(leaf) - 1 - np.arange(len(nonfinite)) * 61 % len(leaf)
+    assert not jax.jit(lambda *args: jax.lax.map(plant, args))(nonfinite.view(_unsigned(dtype)), places).any()
 
 
 SHAPES = [(LARGE + 1,), (3, 5), (), (2, 3, 5, 7), (61, 83), (1,)]
@@ -139,9 +139,9 @@ def test_all_finite_detects_any_nonfinite_element_of_a_tree(check):
         st.booleans(),
     )
     def detects(leaf, position, payload, negative):
-        bad = np.array(LEAVES[leaf])
-        bad.reshape(-1)[round(position * (bad.size - 1))] = _not_finite(bad.dtype, payload, negative)
-        assert not check(jax.tree.unflatten(TREEDEF, [*LEAVES[:leaf], bad, *LEAVES[leaf + 1 :]]))
+        nonfinite = np.array(LEAVES[leaf])
+        nonfinite.reshape(-1)[round(position * (nonfinite.size - 1))] = _not_finite(nonfinite.dtype, payload, negative)
+        assert not check(jax.tree.unflatten(TREEDEF, [*LEAVES[:leaf], nonfinite, *LEAVES[leaf + 1 :]]))
 
     detects()
 
@@ -169,8 +169,14 @@ FLOAT0 = np.zeros(2, jax.dtypes.float0)
 )
 def test_all_finite_ignores_leaves_without_floats(tree):
     assert jmpscale.all_finite(tree)
-    for bad in (jnp.inf, np.float32("nan"), float("nan"), complex(0, np.inf), jnp.array([1.0, np.nan], np.float16)):
-        assert not jmpscale.all_finite([tree, bad])
+    for nonfinite in (
+        jnp.inf,
+        np.float32("nan"),
+        float("nan"),
+        complex(0, np.inf),
+        jnp.array([1.0, np.nan], np.float16),
+    ):
+        assert not jmpscale.all_finite([tree, nonfinite])
 
 
 # Every element of every leaf is tested
@@ -182,12 +188,12 @@ def test_all_finite_tests_each_position(dtype, check):
     """The vectors have many lengths, because vectorised loops treat the remainder differently."""
     lengths = np.array([*range(1, 10), 15, 16, 17, 31, 33, 65, LARGE - 1, LARGE, LARGE + 1, LARGE + 31])
     run = jax.jit(lambda x: jnp.stack([check(x[:length]) for length in lengths]))
-    good = _finite_values(dtype, (max(lengths),))
-    assert run(good).all()
+    finite = _finite_values(dtype, (max(lengths),))
+    assert run(finite).all()
     for place in (*range(70), *range(LARGE - 40, max(lengths))):
-        bad = good.copy()
-        bad[place] = _not_finite(dtype, payload=place // 2, negative=place % 2)
-        np.testing.assert_array_equal(run(bad), lengths <= place)
+        nonfinite = finite.copy()
+        nonfinite[place] = _not_finite(dtype, payload=place // 2, negative=place % 2)
+        np.testing.assert_array_equal(run(nonfinite), lengths <= place)
 
 
 @each_form
@@ -224,9 +230,9 @@ def test_all_finite_tests_each_example_under_vmap(platform, devices):
 def test_all_finite_accepts_symbolic_shapes(platform, devices):
     (size,) = jax.export.symbolic_shape("size")
     stored = jax.export.export(jax.jit(jmpscale.all_finite))(jax.ShapeDtypeStruct((size,), jnp.float32))
-    good = np.ones(LARGE + 1, np.float32)
-    assert stored.call(good)
-    assert not stored.call(np.where(good.cumsum() > LARGE, np.float32(np.nan), good))
+    finite = np.ones(LARGE + 1, np.float32)
+    assert stored.call(finite)
+    assert not stored.call(np.where(finite.cumsum() > LARGE, np.float32(np.nan), finite))
 
 
 def _no_backend(name):

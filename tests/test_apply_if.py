@@ -254,10 +254,10 @@ MIXED = (AxisType.Explicit, AxisType.Auto)
 def test_step_keeps_types_with_explicit_axes(api, axis_types, spec, vmapped):
     """Under vmap the batch is sharded along one axis, and the values of each member along another."""
     mesh = _mesh(*axis_types)
-    bad = np.ones((8, 4), np.float32)
-    bad[3] = np.inf
+    overflow = np.ones((8, 4), np.float32)
+    overflow[3] = np.inf
     with jax.set_mesh(mesh):
-        params, grads = jax.device_put((np.ones((8, 4), np.float32), bad), NamedSharding(mesh, spec))
+        params, grads = jax.device_put((np.ones((8, 4), np.float32), overflow), NamedSharding(mesh, spec))
         opt_state, step = api(TX, params)
         if vmapped:
             _, step = api(TX, jnp.ones(4))
@@ -348,8 +348,8 @@ def test_apply_if_returns_one_value_or_a_tuple(variant):
 
 def test_apply_if_keeps_nan_payloads_and_negative_zeros(variant):
     carry = jnp.array([0x7FC12345, 0xFFC00001, 0x80000000, 1], jnp.uint32).view(jnp.float32)
-    kept = variant(lambda finite, x: jmpscale.apply_if(finite, lambda x: x * 2, x))(jnp.array(False), carry)
-    assert_step_is_noop(carry, kept)
+    skipped = variant(lambda finite, x: jmpscale.apply_if(finite, lambda x: x * 2, x))(jnp.array(False), carry)
+    assert_step_is_noop(carry, skipped)
 
 
 class Point(NamedTuple):

@@ -74,7 +74,7 @@ def _check_collectives(ours, baseline):
     assert ours["small_all_reduces"] <= baseline["small_all_reduces"]
 
 
-# H100 and TPU
+# A step costs as much as clipping on H100 and TPU
 
 STEPS = [  # the number of devices, the optimizer and the method
     *((1, "adamw", method) for method in METHODS),
@@ -115,7 +115,7 @@ def test_step_with_embedding_costs_as_much_as_clipping(target):
     _check_costs(target, *(_figures(target, name, task="embedding") for name in ("functional", steps.BASELINE)))
 
 
-# CPU
+# A step costs little more than clipping on CPU
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_disabled_scaler_compiles_to_the_bare_step():
     assert programs[0] == programs[1]
 
 
-# Collectives
+# Few collectives are added
 
 
 def _wrapped(grads, loss, **options):

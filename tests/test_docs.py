@@ -1,4 +1,4 @@
-"""Runs the code of the README and of the documentation, and compares what it prints with the page."""
+"""Runs the code of the README and of the documentation, and compares its output with the page."""
 
 import math
 import re

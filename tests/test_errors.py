@@ -124,7 +124,7 @@ def _raises(error, words):
     return pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, words.split("..."))))
 
 
-# --- arguments that several functions have ---
+# --- arguments of multiple functions are checked ---
 
 TAKE_SCALER = {  # the call, and the name of the argument
     "scale": (lambda s: jmpscale.scale(s, LOSS), "state"),
@@ -224,7 +224,7 @@ def test_partial_sum_raises(name):
             _traced(fn, x)
 
 
-# --- settings ---
+# --- settings are checked ---
 
 SETTINGS = [  # the settings, the class of the error, and the words of the message
     ({"growth_factor": 1.0}, ValueError, "growth_factor must be above 1 in float32 ...got 1.0. ...default"),

@@ -94,7 +94,7 @@ def test_grad_report_counts_scaled_gradients(scale):
 def test_grad_report_combines_reductions_on_cpu_only(platform, expected, monkeypatch, request):
     """The last reduction computes the flag, over all leaves."""
     if request.config.getoption("--default-form"):
-        pytest.skip("every program has the other form")
+        pytest.skip("every program has the form for GPUs and TPUs")
     monkeypatch.setattr(jax, "device_count", lambda *_: 1)
     grads = [jnp.ones(8), jnp.ones((4, 4))]
     exported = jax.export.export(jax.jit(jmpscale.grad_report), platforms=[platform])(grads)

@@ -181,7 +181,7 @@ def test_step_makes_no_transfer_between_host_and_device(api):
     assert not re.search(r"callback|infeed|outfeed|\bsend\b|\brecv\b", compiled_step(api).as_text())
 
 
-# Long runs of the scaler alone, with counters that reach their limit.
+# Long runs of the scaler follow the rule, also when counters reach their limit.
 
 RULES = {  # the scaler, and how often gradients overflow and losses are not finite
     "defaults": (jmpscale.dynamic(), 1 / 3_000, 1 / 10_000),
@@ -242,7 +242,7 @@ def test_memory_of_a_training_loop_does_not_grow():
     assert objects_after - objects < 100  # one object for each step would add 199
 
 
-# Migration: the programs of other libraries and their translation, from the same parameters and through two overflows.
+# Migrated programs train like the originals, from the same parameters and through two overflows.
 
 MOMENTUM = optax.sgd(1e-2, momentum=0.9)
 OVERFLOWS = (2, 3)

@@ -1,4 +1,4 @@
-"""Keras 3 on JAX trains in float16: `fit` with Keras's loss scaling, and a hand-written loop with jmpscale's.
+"""Keras 3 on JAX trains in float16: `fit` with Keras's loss scaling, and a hand-written loop with jmpscale.
 
 Run: python -m pytest --confcutdir=tests/frameworks -W default tests/frameworks/test_keras.py
 """
