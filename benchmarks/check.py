@@ -10,11 +10,7 @@ import jmpscale
 from benchmarks import steps, timing
 
 DTYPES = ("float32", "float16", "bfloat16")
-SIZES = {
-    "256 kB": 2**18,
-    "4 MB": 2**22,
-    "100 MB": 10**8,
-}  # sizes that fit into the L2 cache, into the L3 cache, and into neither
+SIZES = {"256 kB": 2**18, "4 MB": 2**22, "100 MB": 10**8}  # for the L2 cache, for the L3 cache, and too large for both
 
 
 def isfinite(tree):

@@ -34,9 +34,7 @@ class Job(NamedTuple):
     cast: Callable[..., Any]
     tx: optax.GradientTransformation  # widens 16-bit gradients, then runs the optimizer
     clipped: optax.GradientTransformation  # the same with clipping in between
-    guarded: (
-        optax.GradientTransformation
-    )  # the same in apply_if_finite, which raises if the updates are widened inside it
+    guarded: optax.GradientTransformation  # the same in apply_if_finite, outside which the gradients are widened
     optimizer: str
 
 
