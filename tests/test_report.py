@@ -79,7 +79,9 @@ def test_grad_report_of_float64_is_exact():
 
 
 @pytest.mark.usefixtures("reductions")
-@pytest.mark.parametrize("scale", [2.0**16, 2.0**-10, 2.0**100, 2.0**112, 2.0**113, 2.0**114, 5e37, 2.0**126])
+@pytest.mark.parametrize(
+    "scale", [2.0**16, 2.0**-10, 2.0**100, 2.0**112, 1.5 * 2.0**112, 2.0**113, 2.0**114, 5e37, 2.0**126]
+)
 def test_grad_report_counts_scaled_gradients(scale):
     """From 2^112 on the limits of float16, divided by the scale, are subnormal numbers."""
     limits = np.float32([2.0**-24 / scale, 2.0**-14 / scale])
