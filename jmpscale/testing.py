@@ -73,7 +73,7 @@ def _map_leaf(path: str, tree: PyTree, change: Any, value: float, when: Any) -> 
     paths = [name for name, leaf in named_leaves(tree) if is_inexact(leaf) and jnp.size(leaf)]
     if not (isinstance(path, str) and path in paths):
         raise ValueError(
-            f"path must be that of a floating-point leaf with elements, got {describe(path)}. The paths of this tree "
+            f"path must lead to a floating-point leaf with elements, got {describe(path)}. The paths of this tree "
             f"are {paths[:20]}."
         )
     if getattr(value, "shape", ()) or not jnp.issubdtype(getattr(value, "dtype", type(value)), np.number):

@@ -25,6 +25,8 @@ PHRASES = {
     r"\bas (?:it was|they were)\b": "unchanged",
     r"\bfor good\b": "permanently",
     r"\bwhoever\b": "the caller",
+    r"\b(?:that|those) of\b": "the noun again",
+    r"\btells?\b": "shows, returns",
     r"all or nothing": "one decision for all",
 }
 
