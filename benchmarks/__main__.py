@@ -110,9 +110,7 @@ def describe_machine():
 def main():
     """Measures the requested parts, and adds the figures to the figures of earlier runs."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.split("\n\n")[0])
-    parser.add_argument(
-        "--only", nargs="+", choices=PARTS, default=["steps", "varied", "check"], help="default: all but large"
-    )
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=DEFAULT_PARTS, help="default: all but large")
     parser.add_argument("--methods", nargs="+", choices=steps.METHODS, default=list(steps.METHODS))
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="default: benchmarks/results/cpu.json")
     options = parser.parse_args()
