@@ -61,17 +61,12 @@ html_extra_path = ["site_root"]  # an index.html that redirects to docs/index.ht
 PUBLIC = {name: f"jmpscale.{name}" for name in jmpscale.__all__}
 for module in (jmpscale.testing, jmpscale.plots):
     for name, value in vars(module).items():
-        if getattr(value, "__module__", "") == module.__name__ and not name.startswith(
-            "_"
-        ):
-            PUBLIC[f"{module.__name__.removeprefix('jmpscale.')}.{name}"] = (
-                f"{module.__name__}.{name}"
-            )
-PUBLIC |= {
-    name.removeprefix("testing."): target
-    for name, target in PUBLIC.items()
-    if name.startswith("testing.")
-}
+        is_own = getattr(value, "__module__", "") == module.__name__
+        if is_own and not name.startswith("_"):
+            target = f"{module.__name__}.{name}"
+            PUBLIC[target.removeprefix("jmpscale.")] = target
+            if module is jmpscale.testing:
+                PUBLIC[name] = target
 
 
 class LinkNamesToTheApi(SphinxTransform):

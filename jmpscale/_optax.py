@@ -89,8 +89,8 @@ def with_loss_scaling(
       ValueError: `max_norm` is not positive, or an axis is not mapped.
 
     Warns:
-      UserWarning: from `tx.init`, if `optax.MultiSteps` contains the transformation; from `tx.update`, if `axis_name`
-        is missing, so that devices would decide independently.
+      UserWarning: from `tx.init`, if `optax.MultiSteps`, `optax.partition` or `optax.masked` contains the
+        transformation; from `tx.update`, if `axis_name` is missing, so that devices would decide independently.
 
     >>> tx = with_loss_scaling(optax.sgd(1.0), dynamic(4.0))
     >>> opt_state = tx.init(jnp.array(1.0))
