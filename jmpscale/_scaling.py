@@ -28,6 +28,7 @@ from jmpscale._tree import (
     check_no_refs,
     check_one_scaler,
     flatten_matching,
+    is_compiling,
     is_gradient,
     is_inexact,
     is_traced,
@@ -244,6 +245,9 @@ def update(state: ScalerState, finite: Any, *, loss: PyTree = None, axis_name: A
       ValueError: `state` is a batch of scalers outside `jax.vmap`, `finite` is not a scalar, or an axis is not mapped
         here.
 
+    Warns:
+      UserWarning: `state` is a constant of a compiled program, so it would start every step from the same scale.
+
     >>> from jmpscale import dynamic
     >>> state = update(dynamic(1024.0), False)
     >>> float(state.loss_scale), int(state.skipped)
@@ -256,9 +260,19 @@ def update(state: ScalerState, finite: Any, *, loss: PyTree = None, axis_name: A
     flag = check_flag(finite)
     if state.config.mode == "disabled":
         return state
+    _warn_if_constant(state, finite)
     if loss is not None:
         warn_if_unsynchronised(axis_name)
     return adjust(state, *all_reduce_outcome(flag, loss, axis_name))
+
+
+def _warn_if_constant(state: ScalerState, finite: Any) -> None:
+    """Warns if a compiled step contains its scaler, because every call would then start from the same state."""
+    if is_compiling() and is_traced(finite) and not any(map(is_traced, jax.tree.leaves(state))):
+        warn_user(
+            "state is a constant of the compiled program, so the scale never adapts and skips are not counted. Pass "
+            "the scaler to the compiled function as an argument, and return the new scaler."
+        )
 
 
 def all_reduce_outcome(finite: jax.Array, loss: PyTree, axis_name: AxisName) -> tuple[jax.Array, jax.Array | None]:

@@ -26,6 +26,7 @@ from jmpscale._tree import (
     find_scaler,
     flatten_matching,
     is_array,
+    is_compiling,
     is_gradient,
     is_inexact,
     is_traced,
@@ -238,17 +239,13 @@ def _read_loss_scale(scale: Any, args: Any, kwargs: Any) -> jax.Array | None:
         if state.config.mode == "disabled":
             return None
         value, adapts = state.loss_scale, state.config.mode == "dynamic"
-    if adapts and not is_traced(value) and _is_compiling():
+    if adapts and not is_traced(value) and is_compiling():
         warn_user(
             "the loss scale is a constant of the compiled program, so it will not adapt: scale does not read it from "
             "the arguments of fun. Pass a function that does, such as `lambda model, *args, **kwargs: "
             "model.loss_scale`; or pass a number, or static(...)."
         )
     return jax.lax.stop_gradient(jnp.asarray(value, jnp.float32))
-
-
-def _is_compiling() -> bool:
-    return is_traced(jnp.zeros(()))
 
 
 def _with_checked_output(fun: Callable[..., Any], has_aux: bool) -> Callable[[Any, Any], Any]:

@@ -28,6 +28,11 @@ def is_traced(x: object) -> bool:
     return isinstance(x, jax.core.Tracer)
 
 
+def is_compiling() -> bool:
+    """Tests whether JAX traces a program to compile it, as in `jax.jit` and `jax.lax.scan`, but not in `jax.vmap`."""
+    return is_traced(jnp.zeros(()))
+
+
 def is_array(leaf: object) -> bool:
     """Tests whether a leaf is a JAX array, or a NumPy array or scalar that JAX accepts; Python numbers are not."""
     if isinstance(leaf, (np.ndarray, np.generic)):

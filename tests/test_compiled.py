@@ -27,7 +27,10 @@ from benchmarks import compilers, steps, targets
 import meshes
 from compiling import compiled, count, instructions
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [
+    pytest.mark.usefixtures("standard_promotion"),
+    pytest.mark.filterwarnings("ignore:state is a constant"),  # these programs take one step
+]
 full = pytest.mark.full
 METHODS = ("functional", "functional, norm as check", "optax wrapper", "optax wrapper, max_norm", "loss_scaled")
 # The topologies for one device and for multiple devices; layers and width, so large that no on-chip memory holds a

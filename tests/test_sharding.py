@@ -23,6 +23,7 @@ AXES = ("data", "model")
 pytestmark = [
     pytest.mark.usefixtures("standard_promotion"),
     pytest.mark.filterwarnings("ignore:.*pmap:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:state is a constant"),  # most of these programs take one step
 ]
 
 
