@@ -35,6 +35,14 @@ def test_readme_has_two_commands():
     ]
 
 
+def test_links_are_found_and_broken_links_do_not_resolve():
+    readme = pages.ROOT / "README.md"
+    assert len([target for target in pages.links(readme) if "://" not in target]) >= 8
+    assert pages.resolves(readme, "docs/costs.md#how-steps-are-skipped")
+    assert not pages.resolves(readme, "docs/costs.md#no-such-heading")
+    assert not pages.resolves(readme, "docs/no_such_page.md")
+
+
 @pytest.mark.parametrize("path", pages.TEXTS, ids=lambda path: str(path.relative_to(pages.ROOT)))
 def test_links_resolve(path):
     """The anchors are tested as code hosts form them from headings; Sphinx tests the anchors of the site."""
