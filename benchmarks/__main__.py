@@ -42,13 +42,19 @@ CASES = {
 }
 
 GUARDED = ("bare", *OURS)
+
+
+def _language_model():
+    return steps.transformer(12, 768, 12, 32_768, 512, 16)
+
+
 # Steps that are long enough for a GPU. In the first, the optimizer takes the largest part of the time; the language
 # model has the size of GPT-2.
 LARGE_CASES = {
-    "8 of 2048, batch 32, float16": (lambda: steps.mlp(8, 2048, 32), jnp.float16, GUARDED + steps.PEERS),
-    "language model, float32": (lambda: steps.transformer(12, 768, 12, 32_768, 512, 16), jnp.float32, ("bare",)),
-    "language model, bfloat16": (lambda: steps.transformer(12, 768, 12, 32_768, 512, 16), jnp.bfloat16, ("bare",)),
-    "language model, float16": (lambda: steps.transformer(12, 768, 12, 32_768, 512, 16), jnp.float16, GUARDED),
+    "8 of 2048, batch 32, float16": (lambda: steps.mlp(8, 2048, 32), {"compute": jnp.float16}, GUARDED + steps.PEERS),
+    "language model, float32": (_language_model, {}, ("bare",)),
+    "language model, bfloat16": (_language_model, {"compute": jnp.bfloat16}, ("bare",)),
+    "language model, float16": (_language_model, {"compute": jnp.float16}, GUARDED),
 }
 
 
@@ -59,17 +65,18 @@ def measure_steps(methods):
 
 def measure_varied(methods):
     """Measures steps that differ from one of the three shapes in one setting."""
-    return {
-        name: _measure_case(name, task(), settings, [method for method in case_methods if method in methods], 10)
-        for name, (task, settings, case_methods) in CASES.items()
-    }
+    return _measure_cases(CASES, methods, 10)
 
 
 def measure_large(methods):
     """Measures large steps, for a GPU or TPU."""
+    return _measure_cases(LARGE_CASES, methods, 20)
+
+
+def _measure_cases(cases, methods, seconds):
     return {
-        name: _measure_case(name, task(), {"compute": compute}, [m for m in case_methods if m in methods], 20)
-        for name, (task, compute, case_methods) in LARGE_CASES.items()
+        name: _measure_case(name, task(), settings, [method for method in case_methods if method in methods], seconds)
+        for name, (task, settings, case_methods) in cases.items()
     }
 
 

@@ -159,10 +159,10 @@ def get_scaler(tree: PyTree) -> ScalerState:
 
 def find_scaler(tree: PyTree, name: str) -> ScalerState:
     """Returns the only scaler in a tree, unwrapped; `name` is the argument that errors name."""
-    return unwrap_arrays(_only_scaler(tree, name), name)
+    return _unwrap_arrays(_only_scaler(tree, name), name)
 
 
-def unwrap_arrays(scaler: ScalerState, name: str) -> ScalerState:
+def _unwrap_arrays(scaler: ScalerState, name: str) -> ScalerState:
     """Returns a scaler with its arrays taken out of the containers that Flax NNX puts around them."""
     arrays = {name: jax.tree.leaves(getattr(scaler, name)) for name in ARRAY_FIELDS}
     if empty := [field for field, leaves in arrays.items() if not leaves]:
