@@ -11,7 +11,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 TEXTS = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "notebooks").glob("*.ipynb")])
 PAGES = sorted(str(path.relative_to(DOCS).with_suffix("")) for path in DOCS.rglob("*.md") if "_build" not in path.parts)
-_HEADING_OR_BLOCK = re.compile(r"^##+ +(.+?) *$|^```(python|text)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
+_HEADING_OR_BLOCK = re.compile(r"^##+ +(.+?) *$|^```(python|text|diff)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 
 
 def blocks(page):
@@ -22,9 +22,31 @@ def blocks(page):
             heading = title
         elif language == "python":
             found.append((heading, code, None))
-        elif found:
+        elif language == "text" and found:
             found[-1] = (*found[-1][:2], code)
     return found
+
+
+def diffs(page):
+    """Returns the diffs of a page."""
+    text = (DOCS / f"{page}.md").read_text()
+    return [code for _, language, code in _HEADING_OR_BLOCK.findall(text) if language == "diff"]
+
+
+def apply_diff(diff, code):
+    """Returns the code with the change, or None if the code lacks a line of the diff. Lines between hunks are kept."""
+    lines, changed, position = code.splitlines(), [], 0
+    for line in diff.splitlines():
+        sign, text = line[:1], line[1:]
+        if sign == "+":
+            changed.append(text)
+            continue
+        if text not in lines[position:]:
+            return None
+        found = lines.index(text, position)
+        changed += lines[position : found + (sign == " ")]
+        position = found + 1
+    return "\n".join(changed + lines[position:])
 
 
 @functools.cache
