@@ -171,6 +171,13 @@ def latest(session):
 
 
 @nox.session(python=OLDEST_PYTHON, default=False)
+def links(session):
+    """Opens the external links of the site. It needs access to the internet."""
+    install(session, "-e", ".[docs]")
+    session.run("sphinx-build", "-q", "-b", "linkcheck", "-c", "docs", ".", "build/links")
+
+
+@nox.session(python=OLDEST_PYTHON, default=False)
 def audit(session):
     """Looks up known vulnerabilities of the package's dependencies. It needs access to their database."""
     install(session, "pip-audit", ".")
