@@ -90,8 +90,8 @@ def _run_of_row(scaler, note, sequence):
     if "late growth" in note:
         example = _example("Late growth")
         return _run(example["late_start"](scaler), sequence, example["late_growth"])
-    if "fresh hysteresis" in note:
-        return _run(scaler, sequence, _example("Fresh hysteresis")["fresh_hysteresis"])
+    if "hysteresis reset" in note:
+        return _run(scaler, sequence, _example("Hysteresis reset")["reset_hysteresis"])
     return _run(scaler, sequence)
 
 
