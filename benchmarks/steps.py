@@ -116,8 +116,8 @@ def transformer(layers, width, heads, vocabulary, length, batch):
 
 def _norm(params, x):
     wide = x.astype(jnp.float32)
-    centred = wide - wide.mean(-1, keepdims=True)
-    normal = centred * jax.lax.rsqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-5)
+    centered = wide - wide.mean(-1, keepdims=True)
+    normal = centered * jax.lax.rsqrt(jnp.mean(centered**2, -1, keepdims=True) + 1e-5)
     return normal.astype(x.dtype) * params["scale"] + params["bias"]
 
 

@@ -31,7 +31,7 @@ GROWTH_INTERVAL = 40  # instead of 2000, because the runs are short
 MAX_TEXT, MIN_TEXT, MAX_ALPHABET = 2**21, 4096, 512  # characters
 SAMPLE_LENGTH, SHOWN_LENGTH, TEMPERATURE = 400, 190, 0.6
 AVERAGED_STEPS, SMOOTHING, PROGRESS_STEPS = 100, 10, 200
-RUNS = {  # name: colour
+RUNS = {  # name: color
     "float32": "#b3b9c1",
     "bfloat16": "#3c4046",
     "float16": "#d1495b",

@@ -55,7 +55,7 @@ def all_finite(tree: PyTree, *, axis_name: AxisName = None) -> jax.Array:
     """
     check_no_refs(tree)
     check_no_partial_sums(tree)
-    warn_if_unsynchronised(axis_name)
+    warn_if_unsynchronized(axis_name)
     return all_reduce_and(all_finite_here(tree), axis_name=axis_name)[0]
 
 
@@ -115,7 +115,7 @@ def _is_finite_cpu(x: jax.Array) -> jax.Array:
 def use_variadic_reduce() -> bool:
     """Tests whether a program lowered for CPU should use variadic reductions.
 
-    XLA on CPU vectorises a variadic reduction, while a reduction of a single value takes two to fifty times as long.
+    XLA on CPU vectorizes a variadic reduction, while a reduction of a single value takes two to fifty times as long.
     Over several devices, however, its partitioner gathers each operand of a variadic reduction.
     """
     try:
@@ -172,7 +172,7 @@ def _axis_index(name: Any) -> jax.Array:
         ) from error
 
 
-def warn_if_unsynchronised(axis_name: AxisName, other_axes: AxisName = ()) -> None:
+def warn_if_unsynchronized(axis_name: AxisName, other_axes: AxisName = ()) -> None:
     """Warns if devices would decide independently although the user has not requested it."""
     if axis_name is not None:
         return

@@ -18,7 +18,7 @@ from jmpscale._finite import (
     check_no_partial_sums,
     manual_axes,
     varying_axes,
-    warn_if_unsynchronised,
+    warn_if_unsynchronized,
     warn_user,
 )
 from jmpscale._gate import GatedTree, check_same_types, full_like, gate, has_same_type
@@ -135,7 +135,7 @@ def with_loss_scaling(
             updates, inner_state = step(grads, state.inner_state, params)
             return updates, LossScalingState(scaler, inner_state, grad_norm)
 
-        warn_if_unsynchronised(axis_name, norm_axis_name)
+        warn_if_unsynchronized(axis_name, norm_axis_name)
         loss = extra_args.get("value", extra_args.get("loss"))
         decision_axes = _decision_axes(axis_name, norm_axis_name)
         finite, loss_finite = all_reduce_outcome(_is_finite(grads, norm), loss, decision_axes)

@@ -20,7 +20,7 @@ from jmpscale._finite import (
     axes_to_reduce,
     check_no_partial_sums,
     use_variadic_reduce,
-    warn_if_unsynchronised,
+    warn_if_unsynchronized,
 )
 from jmpscale._state import (
     ARRAY_FIELDS,
@@ -190,7 +190,7 @@ class GradReport:
 
 
 def _summarise(first: str, nonfinite: Any, fraction: float, inf: Any) -> str:
-    """Summarises a report; `fraction` of the nonzero values in `first`, the most suspicious leaf, are non-finite."""
+    """Summarizes a report; `fraction` of the nonzero values in `first`, the most suspicious leaf, are non-finite."""
     leaves, faulty = len(nonfinite), int((nonfinite > 0).sum())
     if not faulty:
         return f"All {leaves} leaves are finite; the largest magnitude is in {first}."
@@ -262,7 +262,7 @@ def grad_report(grads: PyTree, *, scaler: ScalerState | None = None, axis_name: 
         check_one_scaler(scaler, "scaler")
     check_no_refs(grads, "grads")
     check_no_partial_sums(grads)
-    warn_if_unsynchronised(axis_name)
+    warn_if_unsynchronized(axis_name)
     entries = [(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(grads) if is_gradient(path, leaf)]
     if not entries:
         raise ValueError("grads must have a leaf of a floating-point dtype, got none. Pass the gradients.")
@@ -372,7 +372,7 @@ def raise_if_stuck(holder: PyTree, *, max_consecutive_skips: int) -> None:
 
     Args:
       holder: a `ScalerState`, or any pytree that contains exactly one. In a whole optimizer state, sums of
-        `optax.MultiSteps` that an overflow has made NaN are recognised as well.
+        `optax.MultiSteps` that an overflow has made NaN are recognized as well.
       max_consecutive_skips: the number of consecutive skips that is acceptable, at least 1. The initial backoff skips
         some steps: from a scale of 2^16 to 1, it skips 16.
 

@@ -18,7 +18,7 @@ from jmpscale._finite import (
     as_axes,
     check_no_partial_sums,
     manual_axes,
-    warn_if_unsynchronised,
+    warn_if_unsynchronized,
     warn_user,
 )
 from jmpscale._state import COUNTER_LIMIT, ScalerState, SkipReason, describe
@@ -262,7 +262,7 @@ def update(state: ScalerState, finite: Any, *, loss: PyTree = None, axis_name: A
         return state
     _warn_if_constant(state, finite)
     if loss is not None:
-        warn_if_unsynchronised(axis_name)
+        warn_if_unsynchronized(axis_name)
     return adjust(state, *all_reduce_outcome(flag, loss, axis_name))
 
 

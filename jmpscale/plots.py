@@ -14,7 +14,7 @@ from jmpscale._report import FLOAT16_MAX, FLOAT16_SMALLEST, FLOAT16_SMALLEST_NOR
 from jmpscale._state import ScalerState, SkipReason, check_count, describe
 from jmpscale._tree import PyTree, check_one_scaler, flatten_matching, is_gradient
 
-GREY, RED, BLUE, YELLOW = "#5c626b", "#d1495b", "#2a7f9e", "#e9b44c"
+GRAY, RED, BLUE, YELLOW = "#5c626b", "#d1495b", "#2a7f9e", "#e9b44c"
 
 
 def exponent_histogram(grads: PyTree, *, scaler: ScalerState | None = None, ax: Any = None) -> Any:
@@ -50,17 +50,17 @@ def exponent_histogram(grads: PyTree, *, scaler: ScalerState | None = None, ax: 
         ("underflow in float16", RED, underflow),
         ("subnormal in float16", YELLOW, ~underflow & ~normal),
         ("preserved by the loss scale", BLUE, normal & ~overflow & ~was_normal),
-        ("normal in float16", GREY, normal & ~overflow & was_normal),
+        ("normal in float16", GRAY, normal & ~overflow & was_normal),
         ("overflow in float16", "black", overflow),
     ]
     exponents = np.floor(np.log2(plain))
     edges = list(range(int(exponents.min(initial=0)), int(exponents.max(initial=0)) + 2))
     ax, bottom = _axes(ax), np.zeros(len(edges) - 1)
-    for name, colour, mask in kinds:
+    for name, color, mask in kinds:
         if mask.any():
             percentages = np.histogram(exponents[mask], edges)[0] * (100 / len(values))
             label = f"{name} ({percentages.sum():.1f}%)"
-            ax.bar(edges[:-1], percentages, 1.0, bottom=bottom, align="edge", color=colour, label=label)
+            ax.bar(edges[:-1], percentages, 1.0, bottom=bottom, align="edge", color=color, label=label)
             bottom += percentages
     for limit, style in ((FLOAT16_SMALLEST, ":"), (FLOAT16_SMALLEST_NORMAL, "--"), (FLOAT16_MAX, "-")):
         ax.axvline(np.log2(limit), color="black", linestyle=style, linewidth=1, label=f"float16: {limit:.3g}")
@@ -103,10 +103,10 @@ def scale_trajectory(history: Mapping[str, Any], *, ax: Any = None) -> Any:
     ax, steps = _axes(ax), np.arange(1, len(scale) + 1)
     ax.step(steps, scale, where="post", color=BLUE, label="loss scale after the step")
     reasons = ((SkipReason.GRADIENTS, RED, "gradients not finite"), (SkipReason.LOSS, "black", "loss not finite"))
-    for reason, colour, name in reasons:
+    for reason, color, name in reasons:
         at = (skips > 0) & (last_skip == reason)
         if at.any():
-            ax.plot(steps[at], scale[at], "v", color=colour, label=f"skipped, {name}: {at.sum()}")
+            ax.plot(steps[at], scale[at], "v", color=color, label=f"skipped, {name}: {at.sum()}")
     ax.set_yscale("log", base=2)
     ax.grid(alpha=0.3)
     return _with_labels(ax, "step", "loss scale")
@@ -117,7 +117,7 @@ def headroom(reports: GradReport, *, limit: int = 8, ax: Any = None) -> Any:
 
     Args:
       reports: the `GradReport` of each step, stacked, as `jax.lax.scan` does: arrays [steps, leaves].
-      limit: the number of leaves to name, in the order of their headroom, the least first; the others are grey.
+      limit: the number of leaves to name, in the order of their headroom, the least first; the others are gray.
       ax: matplotlib axes.
 
     Returns:

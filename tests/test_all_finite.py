@@ -55,7 +55,7 @@ def _all_numbers(dtype):
 
 
 def _is_finite(numbers):
-    with np.errstate(invalid="ignore"):  # signalling NaN
+    with np.errstate(invalid="ignore"):  # signaling NaN
         return np.isfinite(numbers)
 
 
@@ -65,7 +65,7 @@ def _part(dtype):
 
 
 def _not_finite(dtype, payload, negative):
-    """Returns an infinity (payload 0) or a NaN, quiet or signalling; for narrow dtypes the n-th non-finite number."""
+    """Returns an infinity (payload 0) or a NaN, quiet or signaling; for narrow dtypes the n-th non-finite number."""
     if dtype.kind == "c":
         parts = [_not_finite(_part(dtype), payload // 2, negative), np.ones((), _part(dtype))]
         return np.stack(parts[:: 1 if payload % 2 else -1]).view(dtype)[0]
@@ -135,7 +135,7 @@ def test_all_finite_detects_any_nonfinite_element_of_a_tree(check):
     @hypothesis.given(
         st.sampled_from(PLACES),
         st.sampled_from([0.0, 0.5, 1.0]) | st.floats(0, 1),
-        st.sampled_from([0, 1, -1]) | st.integers(0, 2**52),  # infinity, signalling NaN, quiet NaN
+        st.sampled_from([0, 1, -1]) | st.integers(0, 2**52),  # infinity, signaling NaN, quiet NaN
         st.booleans(),
     )
     def detects(leaf, position, payload, negative):
@@ -185,7 +185,7 @@ def test_all_finite_ignores_leaves_without_floats(tree):
 @each_form
 @pytest.mark.parametrize("dtype", _default_if(["float32"], [np.dtype("f4"), np.dtype("f2"), np.dtype("c8")]))
 def test_all_finite_tests_each_position(dtype, check):
-    """The vectors have many lengths, because vectorised loops treat the remainder differently."""
+    """The vectors have many lengths, because vectorized loops treat the remainder differently."""
     lengths = np.array([*range(1, 10), 15, 16, 17, 31, 33, 65, LARGE - 1, LARGE, LARGE + 1, LARGE + 31])
     run = jax.jit(lambda x: jnp.stack([check(x[:length]) for length in lengths]))
     finite = _finite_values(dtype, (max(lengths),))

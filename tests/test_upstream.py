@@ -414,7 +414,7 @@ def _clipped(scaler, params, batch):
     return CLIP(MAX_NORM * scaler.loss_scale).update(_gradient(scaler, params, batch), optax.EmptyState())[0]
 
 
-def _penalised(scaler, params, batch):
+def _penalized(scaler, params, batch):
     def loss_fn(params):
         norm = optax.tree.norm(jmpscale.unscale(scaler, _gradient(scaler, params, batch)))
         return jmpscale.scale(scaler, _loss(params, batch) + norm)
@@ -455,7 +455,7 @@ def _train(gradient, tx, scaler):
 @pytest.mark.parametrize(
     ("gradient", "tx", "atol"),
     [
-        pytest.param(_penalised, SGD, 1e-7, id="penalty"),
+        pytest.param(_penalized, SGD, 1e-7, id="penalty"),
         pytest.param(_clipped, SGD, 1e-5, id="clipping"),
         pytest.param(_accumulated, SGD, 1e-7, id="accumulation", marks=pytest.mark.full),
         pytest.param(_in_float16, SGD, 1e-3, id="autocast", marks=pytest.mark.full),

@@ -35,9 +35,9 @@ def photo():
     """A neural field fitted to a photograph."""
     image = jnp.asarray(sklearn.datasets.load_sample_image("china.jpg")[::16, ::16] / 255.0, jnp.float32)
     rows, columns = np.mgrid[0 : image.shape[0], 0 : image.shape[1]]
-    centres = jnp.asarray(np.stack([rows, columns], -1).reshape(-1, 2) / 40.0, jnp.float32)
+    centers = jnp.asarray(np.stack([rows, columns], -1).reshape(-1, 2) / 40.0, jnp.float32)
     keys = jax.random.split(jax.random.key(0), 5)
-    phases = centres @ (40.0 * jax.random.normal(keys[0], (2, 64)))
+    phases = centers @ (40.0 * jax.random.normal(keys[0], (2, 64)))
     features = jnp.concatenate([jnp.sin(phases), jnp.cos(phases)], -1)
     params = _dense(keys[1:], (128, 128, 128, 3))
 
@@ -124,8 +124,8 @@ def _mlp(params, x, dtype):
 
 def _norm(x):
     wide = x.astype(jnp.float32)
-    centred = wide - wide.mean(-1, keepdims=True)
-    return (centred * jax.lax.rsqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-6)).astype(x.dtype)
+    centered = wide - wide.mean(-1, keepdims=True)
+    return (centered * jax.lax.rsqrt(jnp.mean(centered**2, -1, keepdims=True) + 1e-6)).astype(x.dtype)
 
 
 # --- recording and replaying
