@@ -30,7 +30,7 @@ def to_torch_state_dict(state: ScalerState) -> dict[str, float | int]:
 
     Raises:
       TypeError: `state` is not a `ScalerState`.
-      ValueError: `state` is static or disabled, for which torch has no equivalent, or is a batch of scalers.
+      ValueError: `state` is not dynamic, or is a batch of scalers.
 
     >>> from jmpscale import dynamic
     >>> to_torch_state_dict(dynamic(1024.0))["scale"]
@@ -39,8 +39,8 @@ def to_torch_state_dict(state: ScalerState) -> dict[str, float | int]:
     check_one_scaler(state)
     if state.config.mode != "dynamic":
         raise ValueError(
-            f"state must be dynamic to become a torch state dict, got mode {state.config.mode!r}. torch's GradScaler "
-            "has no such mode; construct it with enabled=False instead of a disabled scaler."
+            f"state must be dynamic to become a torch state dict, got mode {state.config.mode!r}. In torch, "
+            "construct a GradScaler with enabled=False for a disabled scaler; it has no static scale."
         )
     settings = {name: getattr(state.config, name) for name in _SETTINGS}
     return {"scale": float(state.loss_scale), **settings, "_growth_tracker": int(state.finite_steps)}
@@ -57,9 +57,9 @@ def from_torch_state_dict(
       max_scale: the upper limit of the scale, which torch does not have; 2^126 by default.
 
     Returns:
-      A dynamic `ScalerState` whose scale equals torch's at each later step, between the limits. The scales are equal
-      bit for bit if the factors are exact in float32, such as 2 and 0.5, because torch multiplies in float64. If
-      `growth_interval` is not above `_growth_tracker`, the scale grows at the next finite step; torch's grows only
+      A dynamic `ScalerState` whose scale equals torch's at each later step within the limits. torch multiplies in
+      float64, so the scales are equal bit for bit if the factors are exact in float32, such as 2 and 0.5. If
+      `_growth_tracker` has reached `growth_interval`, the scale grows at the next finite step; torch's grows only
       after an overflow has reset the tracker.
 
     Raises:

@@ -32,7 +32,7 @@ def all_finite(tree: PyTree, *, axis_name: AxisName = None) -> jax.Array:
     """Tests whether a pytree contains no infinity and no NaN.
 
     Args:
-      tree: any pytree. Only floating-point and complex leaves are tested; integers, booleans, PRNG keys, float0, Python
+      tree: any pytree. Only floating-point and complex leaves are tested; integers, booleans, PRNG keys, float0, other
         objects and empty arrays count as finite.
       axis_name: the mapped axis, or a sequence of mapped axes, over which to combine the result. It is needed only
         under `jax.pmap`, `jax.vmap(axis_name=...)` and `check_vma=False`. Under `jax.jit` the result is global, and
@@ -125,7 +125,7 @@ def use_variadic_reduce() -> bool:
 
 
 def all_reduce_and(*flags: jax.Array, axis_name: AxisName = None) -> tuple[jax.Array, ...]:
-    """Combines each flag over devices by a logical and, in at most one collective for all flags.
+    """Combines each flag over devices by a logical AND, in at most one collective for all flags.
 
     Args:
       *flags: bool[] each.
@@ -167,7 +167,7 @@ def _axis_index(name: Any) -> jax.Array:
         return jax.lax.axis_index(name)
     except (NameError, TypeError, ValueError, KeyError) as error:
         raise ValueError(
-            f"axis_name {describe(name)} is not the name of a mapped axis here. Use a name given to jax.shard_map's "
+            f"axis_name {describe(name)} is not the name of a mapped axis here. Use an axis name of the jax.shard_map "
             "mesh, jax.pmap or jax.vmap around this call; under plain jax.jit omit axis_name."
         ) from error
 

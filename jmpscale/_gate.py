@@ -32,8 +32,8 @@ def apply_if(finite: Any, fn: Callable[..., Any], /, *carry: object) -> Any:
     Returns `fn(*carry) if finite else carry`.
 
     `fn` must be pure, because on GPU and TPU it also runs on skipped steps, and its result is discarded. On CPU it runs
-    only if `finite` is true, except under `jax.vmap`, with a flag that varies over devices, or on a mesh with Explicit
-    axes. Outside `jax.jit`, where the flag is known, it runs only if the flag is true.
+    only if `finite` is true, except under `jax.vmap`, if the flag varies over devices, or on a mesh with Explicit axes.
+    Outside `jax.jit`, where the flag is known, it runs only if the flag is true.
 
     A skipped step has the derivative of the identity. In reverse mode this derivative may be NaN (0 * inf) unless `fn`
     replaces non-finite gradients before it uses them.
@@ -160,9 +160,9 @@ def gate(
 def _branch_is_possible(flag: jax.Array) -> bool:
     """Tests whether JAX can type a branch on this flag.
 
-    JAX cannot type a branch if the flag varies over manual axes, because the results of a branch do not vary, nor under
-    `jax.vmap` on a mesh with Explicit axes. JAX traces the forms for all platforms, so the branch must then be avoided
-    on every platform.
+    JAX cannot type a branch under `jax.vmap` on a mesh with Explicit axes, nor if the flag varies over manual axes,
+    because the results of a branch do not vary. JAX traces the forms for all platforms, so the branch must then be
+    avoided on every platform.
     """
     explicit = jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
     return not (explicit or varying_axes(flag))
@@ -179,7 +179,7 @@ def full_like(like: Any, value: Any) -> jax.Array:
 
 def _where(flag: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     out = jnp.where(flag, new, old)
-    # The result of a select of scalars in host memory is in device memory.
+    # A select of scalars in host memory returns device memory.
     space = getattr(jax.typeof(old), "memory_space", None)
     return out if space == getattr(jax.typeof(out), "memory_space", None) else jax.device_put(out, space)
 
@@ -225,7 +225,7 @@ def _type_remedy(was: Any, now: Any, fn: str) -> str:
     if jnp.result_type(was) != jnp.result_type(now):
         return (
             f"Convert it with .astype in {fn}. Unscaled gradients of float16 parameters are float32: create the "
-            "optimizer state from float32 parameters, tx.init(jmpscale.cast(params, jnp.float32))."
+            "optimizer state with tx.init(jmpscale.cast(params, jnp.float32))."
         )
     if jnp.shape(was) != jnp.shape(now):
         return f"Return an array of the same shape from {fn}."

@@ -63,8 +63,8 @@ def with_loss_scaling(
     see only some of the gradients.
 
     Args:
-      inner: any optax gradient transformation. It receives all extra arguments of `tx.update`. On GPU and TPU it also
-        runs on skipped steps, with zeros in place of non-finite gradients, and its result is discarded.
+      inner: any optax gradient transformation. It receives the extra arguments of `tx.update` that it accepts. On GPU
+        and TPU it also runs on skipped steps, with zeros in place of non-finite gradients, and its result is discarded.
       scaler: the initial scaler, `dynamic()` by default.
       max_norm: the global norm to which the gradients are clipped before `inner`, as by `optax.clip_by_global_norm`.
         The norm is also the finiteness check, so the gradients are read once. A step is also skipped if the sum of the
@@ -73,7 +73,7 @@ def with_loss_scaling(
         `jmpscale.update`; needed only under `jax.pmap`, `jax.vmap(axis_name=...)` and `check_vma=False`.
       norm_axis_name: the mapped axes along which each device holds a part of the gradients, such as the axis of
         hand-written FSDP; needed only where `axis_name` is. The squares are summed over these axes. Do not name axes
-        over which the gradients were averaged.
+        along which every device holds the whole gradient.
 
     Returns:
       A gradient transformation, whose state is a `LossScalingState`. Call `tx.update(grads, opt_state, params,
@@ -86,7 +86,7 @@ def with_loss_scaling(
       TypeError: `inner` is not a gradient transformation, `scaler` is not a `ScalerState`, or `max_norm` is not a
         number. From `tx.update`: `inner` changes the structure or the types of its state, or a gradient is a partial
         sum or a `jax.Ref`.
-      ValueError: `max_norm` is not positive, or an axis is not mapped.
+      ValueError: `max_norm` is out of range, or an axis is not mapped.
 
     Warns:
       UserWarning: from `tx.init`, if `optax.MultiSteps`, `optax.partition` or `optax.masked` contains the
@@ -99,7 +99,7 @@ def with_loss_scaling(
     (-0.0, 2.0)
     """
     _check_transformation(
-        inner, "inner", "optax.adam(1e-3); wrap a framework's optimizer around with_loss_scaling(...), not inside it"
+        inner, "inner", "optax.adam(1e-3); a framework's optimizer goes around with_loss_scaling(...), not inside it"
     )
     initial = dynamic() if scaler is None else scaler
     check_one_scaler(initial, "scaler")
@@ -175,7 +175,7 @@ def _with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
 def _warn_if_inside_multi_steps() -> None:
     """Warns if `optax.MultiSteps` initializes the wrapper, because `MultiSteps` never recovers from an overflow.
 
-    `MultiSteps` resets its sum of gradients by a multiplication with zero, and 0 * inf is NaN.
+    `MultiSteps` resets its sum of gradients by multiplying it by zero, and 0 * inf is NaN.
     """
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not optax.MultiSteps.init.__code__:
@@ -210,7 +210,7 @@ def _decision_axes(axis_name: AxisName, norm_axis_name: AxisName) -> AxisName:
 def _check_update_arguments(grads: PyTree, state: Any) -> None:
     if not isinstance(state, LossScalingState):
         raise TypeError(
-            f"state must be the state that init of with_loss_scaling returned, got {type(state).__name__}. The "
+            f"state must be the state that with_loss_scaling(...).init returned, got {type(state).__name__}. The "
             "arguments are (grads, state, params). To add loss scaling to the state of an existing optimizer, use "
             "tx.init(params)._replace(inner_state=...)."
         )
@@ -275,7 +275,7 @@ def _update_if(
     finite: jax.Array, step: Callable[[Any, Any], tuple[Any, Any]], grads: PyTree, inner_state: PyTree
 ) -> tuple[Any, Any]:
     """Returns the updates and the new state if the gradients are finite, otherwise zeros and the old state."""
-    # A Python number would bypass the gate, which returns zeros on a skip.
+    # A Python number would bypass the gate and not become zero.
     grads = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, (int, float, complex)) else x, grads)
     gated_grads, gated_state = GatedTree(grads), GatedTree(inner_state)
 
@@ -293,7 +293,7 @@ def _update_if(
         return gated_grads.split(updates), gated_state.split(after)
 
     def keep(like: Any, grad_arrays: list[Any], state_arrays: list[Any]) -> tuple[list[Any], list[Any]]:
-        # Returns the gradients in place of zeros, which are selected below, so that XLA reuses the gradients' memory.
+        # Returns the gradients: zeros are selected below, so that XLA reuses the gradients' memory.
         updates = [_first_if_same_type(g, u) for g, u in zip(grad_arrays, like[0], strict=True)]
         return updates, gated_state.keep(like[1], state_arrays)
 
@@ -329,13 +329,13 @@ def _zero_unless(finite: jax.Array, update: jax.Array) -> jax.Array:
 
 
 def _negative_zeros(like: Any) -> jax.Array:
-    """Returns -0.0 of the dtype, sharding and varying axes of `like`: x + -0.0 is x for every x, even for -0.0."""
+    """Returns -0.0 with the dtype, sharding and varying axes of `like`: x + -0.0 is x for every x, even for -0.0."""
     zero = complex(-0.0, -0.0) if jnp.issubdtype(like.dtype, np.complexfloating) else -0.0
     return full_like(like, zero if jnp.issubdtype(like.dtype, np.inexact) else 0)
 
 
 def _zero_nonfinite(tree: PyTree) -> PyTree:
-    """Replaces non-finite values by zero, which keeps NaN out of a step whose result is discarded.
+    """Replaces non-finite values with zero, which keeps NaN out of a step whose result is discarded.
 
     The zeros are negative so that XLA does not merge them with other zeros; see `_finite._all_leaves_finite_default`.
     """
@@ -368,7 +368,7 @@ def optax_step(tx: optax.GradientTransformation, grads: PyTree, **extra_args: An
     """
     if callable(tx) and not hasattr(tx, "update"):
         raise TypeError(f"tx must be the optimizer, got the function {tx!r}. Pass the optimizer, not its update.")
-    _check_transformation(tx, "tx", "optax.adam(1e-3), and the gradients after it")
+    _check_transformation(tx, "tx", "optax.adam(1e-3), then the gradients")
     wide = _with_extra_args(tx)
 
     def step(params: Any, opt_state: Any) -> Any:

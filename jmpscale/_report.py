@@ -49,17 +49,17 @@ FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL, FLOAT16_MAX = 2.0**-24, 2.0**-14, 655
 _COUNTS = ("nan", "inf", "zero", "underflow", "subnormal")
 
 _STUCK = "{run} consecutive steps were skipped ({total} in total); the loss scale is {scale:g}. "
-_OVERFLOW = f"{_STUCK}In the most recent skip the gradients were not finite, while the loss, if given, was. "
+_OVERFLOW = f"{_STUCK}In the most recent skip the loss, if given, was finite, but the gradients were not. "
 _DIAGNOSES = (  # in the order of _diagnoses
     f"{_STUCK}The loss scale is invalid: the state was damaged, in storage or by hand. Restore an older checkpoint.",
-    f"{_STUCK}In the most recent skip the loss itself was not finite, before any scaling. No loss scale prevents "
-    "that. Look for invalid data, or for an overflow in the forward pass.",
-    f"{_STUCK}The gradients that optax.MultiSteps has accumulated are not finite, and never will be again: it resets "
-    "them by a multiplication with zero, and 0 * inf is NaN. Place with_loss_scaling outside: "
+    f"{_STUCK}In the most recent skip the loss itself was not finite, before any scaling. A loss scale cannot "
+    "prevent that. Look for invalid data, or for an overflow in the forward pass.",
+    f"{_STUCK}The gradients that optax.MultiSteps has accumulated can never become finite again: it resets them "
+    "by multiplying them by zero, and 0 * inf is NaN. Place with_loss_scaling outside: "
     "with_loss_scaling(optax.MultiSteps(tx, k)).",
     f"{_OVERFLOW}The scale cannot back off any further: the gradients overflow at every allowed scale, or they are "
     "NaN. jmpscale.grad_report names the leaf. Run the same batch in float32; if the gradients are finite there, "
-    "decrease min_scale or keep the overflowing layers in float32.",
+    "decrease min_scale (or a static scale), or keep the overflowing layers in float32.",
     f"{_OVERFLOW}These are the first skips of this run: the scale is still backing off from its initial value. Allow "
     "more skips, or decrease init_scale.",
     f"{_OVERFLOW}The scale is still backing off. Allow more skips, or look for a change in the data or the model: "
@@ -99,20 +99,20 @@ def metrics(holder: PyTree) -> dict[str, jax.Array]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GradReport:
-    """Statistics of each leaf of a gradient tree, as float16 would hold it; created by `grad_report`.
+    """Statistics of each leaf of a gradient tree with respect to the range of float16; created by `grad_report`.
 
     Attributes:
       finite: bool[], whether all gradients are finite.
-      max_abs: f32[leaves], the largest magnitude; NaN if a leaf contains NaN.
+      max_abs: f32[leaves], the largest magnitude; NaN if the leaf contains NaN.
       nan: i32[leaves], the number of NaN values.
       inf: i32[leaves], the number of infinite values.
       zero: i32[leaves], the number of zeros.
-      underflow: i32[leaves], the number of nonzero values below 2^-24, which float16 cannot hold.
-      subnormal: i32[leaves], the number of values in [2^-24, 2^-14), for which float16 has fewer than 11 significant
-        bits.
+      underflow: i32[leaves], the number of nonzero magnitudes below 2^-24, which float16 cannot hold.
+      subnormal: i32[leaves], the number of magnitudes in [2^-24, 2^-14), for which float16 has fewer than 11
+        significant bits.
       paths: the names of the leaves, such as `params/layer_7/kernel`; not a leaf of this pytree.
-      sizes: the number of values of each leaf on all devices that were combined, two for a complex number; not a leaf
-        of this pytree.
+      sizes: the number of values of each leaf over all combined devices, where a complex number counts as two; not a
+        leaf of this pytree.
     """
 
     finite: jax.Array
@@ -126,11 +126,11 @@ class GradReport:
     sizes: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     def describe(self, limit: int = 20) -> str:
-        """Describes the gradients in a sentence and a table, the most suspicious leaves first; outside `jax.jit`.
+        """Describes the gradients in a sentence and a table, the most suspicious leaves first.
 
-        The report is read from the device once. An overflow spreads through the backward pass, so it most likely began
-        in the non-finite leaf with the smallest fraction of non-finite values among its nonzero values. That leaf comes
-        first.
+        Call it outside `jax.jit`. The report is read from the device once. An overflow spreads through the backward
+        pass, so it most likely began in the non-finite leaf with the smallest fraction of non-finite values among its
+        nonzero values. That leaf comes first.
 
         Args:
           limit: the number of leaves in the table.
@@ -141,10 +141,10 @@ class GradReport:
 
         Raises:
           TypeError: the report is traced, or `limit` is not an integer.
-          ValueError: the report is one of a batch or of several steps; index its arrays first.
+          ValueError: the report is a batch, or covers several steps; index its arrays first.
 
         >>> print(grad_report({"w": jnp.array([1.0, jnp.inf]), "b": jnp.ones(3)}).describe())
-        1 of 2 leaves are not finite; the overflow most likely began in w.
+        1 of 2 leaves is not finite; the overflow most likely began in w.
         leaf  values  max_abs  headroom  nan  inf  zero  underflow  subnormal
         w          2      inf      -inf    0    1     0          0          0
         b          3        1      16.0    0    0     0          0          0
@@ -170,11 +170,11 @@ class GradReport:
             [paths[i], f"{sizes[i]}", f"{max_abs[i]:.3g}", f"{headroom[i]:.1f}", *map(str, counts[:, i])]
             for i in order[:limit]
         ]
-        sentence = _summarise(paths[order[0]], nonfinite, fraction[order[0]], counts[1])
+        sentence = _summarize(paths[order[0]], nonfinite, fraction[order[0]], counts[1])
         return f"{sentence}\n{_format_table([['leaf', 'values', 'max_abs', 'headroom', *_COUNTS], *rows])}"
 
     def totals(self) -> dict[str, jax.Array]:
-        """Returns statistics of all leaves together, to log beside `metrics`; also under `jax.jit`.
+        """Returns statistics of all leaves together, to log beside `metrics`. It also works under `jax.jit`.
 
         Returns:
           A dict of f32[], or of f32[steps] for stacked reports. `max_abs` is the largest magnitude, NaN if a leaf
@@ -189,21 +189,21 @@ class GradReport:
         return {"max_abs": max_abs} | fractions
 
 
-def _summarise(first: str, nonfinite: Any, fraction: float, inf: Any) -> str:
+def _summarize(first: str, nonfinite: Any, fraction: float, inf: Any) -> str:
     """Summarizes a report; `fraction` of the nonzero values in `first`, the most suspicious leaf, are non-finite."""
     leaves, faulty = len(nonfinite), int((nonfinite > 0).sum())
     if not faulty:
-        return f"All {leaves} leaves are finite; the largest magnitude is in {first}."
+        return f"All leaves are finite; the largest magnitude is in {first}."
     if faulty > 1 and fraction > 0.5:
         sentence = (
             f"{faulty} of {leaves} leaves are mostly not finite; a smaller scale shows where the overflow begins."
         )
     else:
-        sentence = f"{faulty} of {leaves} leaves are not finite; the overflow most likely began in {first}."
+        verb = "is" if faulty == 1 else "are"
+        sentence = f"{faulty} of {leaves} leaves {verb} not finite; the overflow most likely began in {first}."
     if not inf.any():
         sentence += (
-            " All non-finite values are NaN: invalid data, a 0/0 in the model, or infinities that met later in the "
-            "backward pass."
+            " All non-finite values are NaN: invalid data, a 0/0 in the model, or inf - inf later in the backward pass."
         )
     return sentence
 
@@ -232,7 +232,7 @@ jax.export.register_pytree_node_serialization(
 
 
 def grad_report(grads: PyTree, *, scaler: ScalerState | None = None, axis_name: AxisName = None) -> GradReport:
-    """Reports the overflows, the underflows and the headroom in float16 of each leaf of a gradient tree.
+    """Reports the non-finite values, the underflows and the headroom in float16 of each leaf of a gradient tree.
 
     It reads the gradients once more. Under `jax.jit`, unused parts of the report are removed by the compiler. To report
     only on skipped steps, call it in a branch of `jax.lax.cond` on `finite`.
@@ -335,7 +335,7 @@ def _bits_of_quotient(limit: float, scale: jax.Array | None, dtype: Any, int_dty
     bits = jax.lax.bitcast_convert_type(quotient, int_dtype)
     if dtype == np.float64:  # never subnormal
         return bits
-    # The bits of a subnormal number are its multiple of 2^-149. In two factors, because 2^149 overflows.
+    # The bits of a subnormal x are x * 2^149, computed in two factors because 2^149 overflows.
     multiple = jnp.asarray(limit * 2.0**109, dtype) / scale * 2.0**40
     subnormal_bits = jnp.ceil(jnp.minimum(multiple, 2.0**23)).astype(int_dtype)
     return jnp.where(quotient < 2.0**-126, subnormal_bits, bits)
@@ -377,8 +377,8 @@ def raise_if_stuck(holder: PyTree, *, max_consecutive_skips: int) -> None:
         some steps: from a scale of 2^16 to 1, it skips 16.
 
     Raises:
-      FloatingPointError: more consecutive steps were skipped. The message states the scale, the cause and the remedy.
-        Under `checkify` it is a `JaxRuntimeError` with the same text.
+      FloatingPointError: the limit was exceeded. The message states the scale, the cause and the remedy.
+        Under `checkify` it is a `checkify.JaxRuntimeError` with the same text.
       TypeError: `max_consecutive_skips` is not an integer.
       ValueError: `holder` contains no scaler, more than one, or a batch of scalers; or `max_consecutive_skips` is below
         1; or the call is under `jax.jit` without `checkify`.

@@ -1,7 +1,7 @@
 """The algorithm of loss scaling: scale the loss, unscale and check the gradients, adjust the scale.
 
-Every function is pure and jitted. A state keeps its structure, dtypes, weak types and shardings, so that it can be the
-carry of a `jax.lax.scan` and never causes a second compilation.
+Every function is pure. A state keeps its structure, dtypes, weak types and shardings, so that it can be the carry of a
+`jax.lax.scan` and does not cause a second compilation.
 """
 
 from typing import Any
@@ -54,7 +54,7 @@ def scale(state: ScalerState, tree: Tree) -> Tree:
       ValueError: `state` is a batch of scalers outside `jax.vmap`.
 
     Warns:
-      UserWarning: a traced leaf has a dtype that cannot hold the scale, such as float16.
+      UserWarning: a traced leaf has a dtype that cannot hold large scales, such as float16.
 
     >>> from jmpscale import dynamic
     >>> scale(dynamic(2.0**16), jnp.float16(3.0))
@@ -100,7 +100,7 @@ def unscale(state: ScalerState, tree: Tree) -> Tree:
     again. The function is differentiable, so that gradient penalties can use it.
 
     Args:
-      state: the scaler that scaled the loss, from before `update`.
+      state: the scaler that scaled the loss, before its update.
       tree: pytree of gradients. Leaves that are not floating-point or complex are unchanged, and so are the values that
         Flax's fp8 layers return under `_overwrite_with_gradient`.
 
@@ -173,7 +173,7 @@ def unscale_and_check(state: ScalerState, grads: Tree, *, axis_name: AxisName = 
     The unscaled values are tested, because unscaling by a scale below 1 can make finite gradients infinite.
 
     Args:
-      state: the scaler that scaled the loss, from before `update`.
+      state: the scaler that scaled the loss, before its update.
       grads: pytree of gradients, as in `unscale`.
       axis_name: the mapped axes over which to combine the result, as in `all_finite`; needed only under `jax.pmap`,
         `jax.vmap(axis_name=...)` and `check_vma=False`.
@@ -230,12 +230,12 @@ def update(state: ScalerState, finite: Any, *, loss: PyTree = None, axis_name: A
     Args:
       state: the scaler from before the step.
       finite: bool[], from `all_finite` or `unscale_and_check`.
-      loss: the unscaled loss, of any shape, or a pytree of losses, which must not depend on the loss scale. A skipped
-        step whose loss is not finite does not change the scale. A non-finite loss alone never causes a skip.
+      loss: the unscaled loss, of any shape, or a pytree of unscaled losses. A skipped step whose loss is not finite
+        does not change the scale. A non-finite loss alone never causes a skip.
       axis_name: the mapped axes over which to combine `finite` and the finiteness of the loss, as in `all_finite`;
-        needed only under `jax.pmap`, `jax.vmap(axis_name=...)` and `check_vma=False`. If it names only some of the
-        mapped axes, the loss is ignored, because along the other axes the loss may differ between devices, and their
-        scales would diverge.
+        needed only under `jax.pmap`, `jax.vmap(axis_name=...)` and `check_vma=False`. If `jax.pmap` or
+        `check_vma=False` maps further axes, the loss is ignored: along these axes it may differ between devices, whose
+        scales would then diverge.
 
     Returns:
       The scaler for the next step, with the structure, dtypes, weak types and shardings of `state`.
@@ -246,7 +246,7 @@ def update(state: ScalerState, finite: Any, *, loss: PyTree = None, axis_name: A
         here.
 
     Warns:
-      UserWarning: `state` is a constant of a compiled program, so it would start every step from the same scale.
+      UserWarning: `state` is a constant of a compiled program, so every step would start from the same scale.
 
     >>> from jmpscale import dynamic
     >>> state = update(dynamic(1024.0), False)
@@ -284,7 +284,7 @@ def all_reduce_outcome(finite: jax.Array, loss: PyTree, axis_name: AxisName) -> 
 
 
 def _loss_may_diverge(axis_name: AxisName) -> bool:
-    """Tests whether an axis along which the loss may differ is not named.
+    """Tests whether the loss may differ along an axis that is not named.
 
     Gradients are equal along such an axis, after a `psum` for example. A loss that is not finite on one device would
     change the scale there, and on no other device.

@@ -27,7 +27,7 @@ COUNTER_LIMIT = int(np.iinfo(np.int32).max)
 
 
 def describe(value: Any) -> str:
-    """Describes a value in an error message: its text if that is short, else its dtype and shape, or its type."""
+    """Describes a value in an error message: the dtype and shape of an array, a short text, or the type."""
     if isinstance(shape := getattr(value, "shape", None), tuple) and hasattr(value, "dtype"):
         return f"{value.dtype}{list(shape)}"
     if isinstance(value, (str, int, float, complex, type(None))):
@@ -91,7 +91,7 @@ def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
         )
 
 
-_SCALE_REMEDY = "Outside 2^-126 and 2^126 the scale or its reciprocal is not an exact float32 number."
+_SCALE_REMEDY = "Outside [2^-126, 2^126] the scale or its reciprocal is subnormal or infinite in float32."
 
 
 @jax.tree_util.register_static
@@ -104,15 +104,16 @@ class ScalerConfig:
         to `"dynamic"`.
       growth_factor: the factor by which the scale grows after `growth_interval` consecutive finite steps; above 1.
       backoff_factor: the factor by which the scale backs off after an overflow; between 0 and 1.
-      growth_interval: the number of consecutive finite steps after which the scale grows; at least 1.
-      hysteresis: the scale backs off from the `hysteresis`-th overflow on; with 1, on every overflow.
-      hysteresis_reset: when the count of overflows restarts: with `"growth"` when the scale grows, as in Megatron-LM
-        and DeepSpeed; with `"finite"` after each finite step, as in apex and NeMo.
+      growth_interval: the number of finite steps without an overflow in between after which the scale grows; at
+        least 1.
+      hysteresis: the scale backs off on overflow number `hysteresis` and on every later one; at least 1.
+      hysteresis_reset: what restarts the count of overflows: `"growth"`, a growth of the scale, as in Megatron-LM and
+        DeepSpeed; or `"finite"`, each finite step, as in apex and NeMo.
       min_scale: the lower limit of the scale, in [2^-126, 2^126].
       max_scale: the upper limit of the scale, in [2^-126, 2^126].
 
     Raises:
-      TypeError: a setting has the wrong type (an array, a bool, a fraction where an integer is expected).
+      TypeError: a setting has the wrong type (an array, a bool, a float where an integer is expected).
       ValueError: a setting is out of range.
 
     >>> ScalerConfig(growth_interval=1000).backoff_factor
@@ -176,10 +177,11 @@ class ScalerState(NamedTuple):
     `jax.vmap`.
 
     Attributes:
-      loss_scale: f32[], the factor by which the loss is multiplied; in `[config.min_scale, config.max_scale]`.
+      loss_scale: f32[], the factor by which the loss is multiplied. A dynamic scale is in `[config.min_scale,
+        config.max_scale]`.
       finite_steps: i32[], the number of finite steps since the scale last grew or gradients last overflowed.
-      hysteresis_left: i32[], the number of overflows until the scale backs off. At 0, as at 1, the next overflow
-        backs it off.
+      hysteresis_left: i32[], the number of overflows until the scale backs off. At 0, as at 1, it backs off
+        at the next overflow.
       skipped: i32[], the total number of skipped steps.
       consecutive_skips: i32[], the number of skipped steps since the last applied step.
       last_skip: i32[], the `SkipReason` of the most recent skip.
@@ -258,17 +260,18 @@ def dynamic(
       init_scale: the first loss scale, in `[min_scale, max_scale]`. Scaling by a power of two is exact.
       growth_factor: the factor by which the scale grows after `growth_interval` consecutive finite steps; above 1.
       backoff_factor: the factor by which the scale backs off after an overflow; between 0 and 1.
-      growth_interval: the number of consecutive finite steps after which the scale grows; at least 1.
-      hysteresis: the scale backs off from the `hysteresis`-th overflow on; with 1, on every overflow.
-      hysteresis_reset: when the count of overflows restarts: with `"growth"` when the scale grows, as in Megatron-LM
-        and DeepSpeed; with `"finite"` after each finite step, as in apex and NeMo.
+      growth_interval: the number of finite steps without an overflow in between after which the scale grows; at
+        least 1.
+      hysteresis: the scale backs off on overflow number `hysteresis` and on every later one; at least 1.
+      hysteresis_reset: what restarts the count of overflows: `"growth"`, a growth of the scale, as in Megatron-LM and
+        DeepSpeed; or `"finite"`, each finite step, as in apex and NeMo.
       min_scale: the lower limit of the scale, in [2^-126, 2^126].
       max_scale: the upper limit of the scale, in [2^-126, 2^126].
 
     Returns:
       A `ScalerState` of NumPy arrays, f32[] and i32[]. JAX's backend is not started, so a scaler may be created at
       module level, before `jax.distributed.initialize`. On a mesh of several devices replicate the scaler with
-      `jax.device_put(scaler, NamedSharding(mesh, PartitionSpec()))`; otherwise the second step is compiled again.
+      `jax.device_put(scaler, NamedSharding(mesh, PartitionSpec()))`; otherwise the second call compiles the step again.
 
     Raises:
       TypeError: an argument has the wrong type.

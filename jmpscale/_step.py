@@ -1,6 +1,6 @@
-"""Gradients in true units, computed by a backward pass at the loss scale.
+"""Gradients in true units, computed by a scaled backward pass.
 
-`value_and_grad` computes the gradients itself. `loss_scaled` is for training loops that compute the gradients.
+`value_and_grad` computes the gradients. `loss_scaled` is for training loops that compute the gradients themselves.
 """
 
 import functools
@@ -66,7 +66,7 @@ def value_and_grad(
     It replaces `jax.value_and_grad`; the new function takes a scaler before the arguments of `fun`. The backward pass
     runs on the loss times the loss scale. The gradients are unscaled before they are returned.
 
-    It is also a decorator with options: `@jmpscale.value_and_grad(has_aux=True)`.
+    As a decorator it takes options: `@jmpscale.value_and_grad(has_aux=True)`.
 
     Args:
       fun: the loss function. It returns a scalar loss in float32, or a pair of the loss and auxiliary data if `has_aux`
@@ -81,11 +81,12 @@ def value_and_grad(
       `f(holder, *args, **kwargs) -> (value, grads)`, or `((value, aux), grads)` if `has_aux` is true. `holder` is a
       `ScalerState`, or any pytree that contains exactly one, such as the optimizer state of `with_loss_scaling`. The
       value is the result of `fun`, bit for bit. The gradients are in true units. They have the dtype of the argument,
-      or float32 if the argument is float16 or narrower. They are not finite where the backward pass overflowed.
+      or float32 if the argument is float16 or float8. They are not finite where the backward pass overflowed.
 
     Raises:
       TypeError: `fun` is not callable, or does not return a pair although `has_aux` is true; or `transform` is
-        `jax.value_and_grad`, and a differentiated argument is a Flax NNX object or contains leaves without gradients.
+        `jax.value_and_grad`, and a differentiated argument is a Flax NNX object or contains leaves that are not
+        differentiable.
       ValueError: `holder` contains no scaler, more than one, or a batch of scalers.
 
     >>> from jmpscale import dynamic
@@ -95,11 +96,11 @@ def value_and_grad(
     """
     if fun is None:
         return functools.partial(value_and_grad, argnums=argnums, has_aux=has_aux, transform=transform)
-    if not callable(fun) or isinstance(argnums, ScalerState):
-        raise TypeError(
-            f"fun must be the loss function, got {describe(fun)}. The scaler is the first argument of the new "
-            "function: value_and_grad(loss_fn)(scaler, params, batch)."
-        )
+    remedy = "The scaler is the first argument of the new function: value_and_grad(loss_fn)(scaler, params, batch)."
+    if not callable(fun):
+        raise TypeError(f"fun must be the loss function, got {describe(fun)}. {remedy}")
+    if isinstance(argnums, ScalerState):
+        raise TypeError(f"argnums must be an int or a sequence of ints, got a ScalerState. {remedy}")
     # equinox.filter_value_and_grad has no argnums, and nnx.value_and_grad takes it by keyword only.
     options = {} if isinstance(argnums, int) and argnums == 0 else {"argnums": argnums}
 
@@ -120,7 +121,7 @@ def value_and_grad(
         (_, out), grads = transform(scaled_fun, has_aux=True, **options)(*args, **kwargs)
         return out, unscale(state, grads)
 
-    # functools.wraps would copy the signature of fun, which lacks the holder, for jax.jit(..., static_argnames=...).
+    # functools.wraps would show jax.jit(..., static_argnames=...) the signature of fun, which lacks the holder.
     value_and_grad_fun.__name__ = f"value_and_grad_of_{getattr(fun, '__name__', 'fun')}"
     return value_and_grad_fun
 
@@ -158,13 +159,13 @@ def _check_differentiable(args: tuple[Any, ...], argnums: Any) -> None:
         for path, leaf in named_leaves(model):
             if not is_inexact(leaf):
                 raise TypeError(
-                    f"argument {argnums} must have gradients for all leaves, got an Equinox {type(model).__name__} "
+                    f"argument {argnums} must have only differentiable leaves, got an Equinox {type(model).__name__} "
                     f"with {describe(leaf)} at {path}. Pass transform=equinox.filter_value_and_grad."
                 )
 
 
 def loss_scaled(fun: Callable[P, T], scale: Any, *, has_aux: bool = False) -> Callable[P, T]:
-    """Creates a function with the values and gradients of `fun`, whose backward pass runs at the loss scale.
+    """Creates a function with the values and gradients of `fun`, and a scaled backward pass.
 
     Use it for training loops that take a loss function and differentiate it themselves. In the backward pass, the
     cotangents of the outputs are multiplied by the scale, and the cotangents of all inputs are divided by it. The loop
@@ -175,9 +176,9 @@ def loss_scaled(fun: Callable[P, T], scale: Any, *, has_aux: bool = False) -> Ca
     `fun` is traced in every call, so it must be a function that `jax.jit` accepts.
 
     Args:
-      fun: the loss function. Return the loss in float32. Its inputs are positional and keyword arguments, pytrees,
-        Equinox modules, Flax NNX objects, and values that it closes over. Differentiated inputs must be float32,
-        bfloat16 or wider, so convert parameters to float16 inside `fun`.
+      fun: the loss function. Return the loss in float32. Its inputs are its arguments (pytrees, Equinox modules, Flax
+        NNX objects) and the values that it closes over. Differentiated inputs must not be float16 or float8, so convert
+        parameters to float16 inside `fun`.
       scale: the loss scale, a Python number or an array f32[]; a scaler, or a pytree that contains exactly one; or a
         function of the arguments of `fun`, as the loop passes them, that returns any of these. The scale is not
         differentiated.
@@ -188,15 +189,15 @@ def loss_scaled(fun: Callable[P, T], scale: Any, *, has_aux: bool = False) -> Ca
       it calls `fun`.
 
     Raises:
-      TypeError: `fun` is not callable, `scale` has another type, `fun` does not return a pair although `has_aux` is
-        true, or an argument is a `jax.Ref`. When differentiated: a differentiated value is float16 or float8, in which
-        an unscaled gradient would underflow; or differentiation is in forward mode.
+      TypeError: `fun` is not callable, `scale` is a bool or not a real scalar, `fun` does not return a pair although
+        `has_aux` is true, or an argument is a `jax.Ref`. When differentiated: a differentiated value is float16 or
+        float8, in which an unscaled gradient would underflow; or differentiation is in forward mode.
       ValueError: `scale` is out of range, or contains no scaler, more than one, or a batch of scalers. When
         differentiated: the scale differs between devices that share a parameter.
 
     Warns:
-      UserWarning: the loss has a dtype that cannot hold the scale, such as float16; or a dynamic scale is a constant of
-        a compiled program.
+      UserWarning: the loss has a dtype that cannot hold large scales, such as float16; or a dynamic scale is a constant
+        of a compiled program.
 
     >>> loss_fn = loss_scaled(lambda w, x: (w * x) ** 2, 2.0**16)
     >>> loss, grad = jax.value_and_grad(loss_fn)(3.0, 2.0)
@@ -299,7 +300,7 @@ def _unscale_if_differentiable(x: Any, loss_scale: jax.Array, path: tuple[Any, .
         return _unscale_cotangent(x, loss_scale, name)
     except TypeError as error:
         if "forward-mode" in str(error):
-            error.add_note("loss_scaled supports reverse mode. In forward mode nothing underflows: differentiate fun.")
+            error.add_note("loss_scaled supports only reverse mode. In forward mode, differentiate fun itself.")
         raise
 
 
@@ -313,7 +314,7 @@ def _unscale_cotangent_fwd(x: jax.Array, loss_scale: jax.Array, name: str) -> tu
     # This runs only for values that are differentiated.
     if is_narrow(x):
         raise TypeError(
-            f"values that are differentiated must be float32, bfloat16 or wider, got {name} of {describe(x)}: unscaled "
+            f"differentiated values must not be float16 or float8, got {name} of {describe(x)}: unscaled "
             f"gradients underflow in {x.dtype}. Keep it in float32 and convert it inside fun, with jmpscale.cast for "
             "example; or take the gradients with jmpscale.value_and_grad, which returns them in float32."
         )

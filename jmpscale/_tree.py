@@ -24,12 +24,12 @@ _REF = getattr(jax, "Ref", ())  # JAX before 0.8 has no public references
 
 
 def is_traced(x: object) -> bool:
-    """Tests whether a value is traced, so that Python cannot read it."""
+    """Tests whether a value is traced, so Python cannot read it."""
     return isinstance(x, jax.core.Tracer)
 
 
 def is_compiling() -> bool:
-    """Tests whether JAX traces a program to compile it, as in `jax.jit` and `jax.lax.scan`, but not in `jax.vmap`."""
+    """Tests whether JAX is tracing a program to compile it, as in `jax.jit` and `jax.lax.scan`, not in `jax.vmap`."""
     return is_traced(jnp.zeros(()))
 
 
@@ -110,7 +110,7 @@ def check_no_nnx_objects(tree: PyTree, name: str, remedy: str) -> None:
 
 
 def cast(tree: Tree, dtype: Any) -> Tree:
-    """Converts the floating-point arrays of a tree to another dtype, such as parameters or a batch to float16.
+    """Converts the floating-point arrays of a tree, such as parameters or a batch, to another dtype.
 
     Args:
       tree: any pytree, models included. Leaves that are not floating-point arrays (integers, booleans, complex
@@ -142,7 +142,7 @@ def get_scaler(tree: PyTree) -> ScalerState:
     """Returns the scaler that an optimizer state, a train state or any other pytree contains.
 
     Args:
-      tree: a pytree that contains exactly one `ScalerState`. Its arrays may be wrapped, as Flax NNX does.
+      tree: a pytree that contains exactly one `ScalerState`. Its arrays may be wrapped, as by Flax NNX.
 
     Returns:
       The `ScalerState`, with its arrays unwrapped.
@@ -158,7 +158,7 @@ def get_scaler(tree: PyTree) -> ScalerState:
 
 
 def find_scaler(tree: PyTree, name: str) -> ScalerState:
-    """Returns the only scaler in a tree, unwrapped; `name` is the argument that errors name."""
+    """Returns the only scaler in a tree, unwrapped; errors call the tree `name`."""
     return _unwrap_arrays(_only_scaler(tree, name), name)
 
 
@@ -229,12 +229,12 @@ def check_one_scaler(state: Any, name: str = "state") -> None:
         kind = np.floating if field == "loss_scale" else np.integer
         value = getattr(state, field)
         dtype = getattr(value, "dtype", type(value))
-        # In 8 or 16 bits growth_interval would wrap around.
+        # Counters of 8 or 16 bits would wrap around.
         narrow = is_array(value) and value.dtype.itemsize < 4
         if getattr(value, "shape", ()) or not jnp.issubdtype(dtype, kind) or narrow:
             raise TypeError(
-                f"{name}.{field} must be a scalar of a {kind.__name__} dtype of 32 bits, got {describe(value)}. "
-                "Restore checkpoints into a state created by jmpscale.dynamic, static or disabled."
+                f"{name}.{field} must be a scalar of {kind.__name__} dtype with at least 32 bits, got "
+                f"{describe(value)}. Restore checkpoints into a state created by jmpscale.dynamic, static or disabled."
             )
 
 

@@ -76,7 +76,7 @@ def _magnitudes(grads: PyTree) -> np.ndarray:
 
 
 def scale_trajectory(history: Mapping[str, Any], *, ax: Any = None) -> Any:
-    """Plots the loss scale over the steps of a run, with the skipped steps by their reason.
+    """Plots the loss scale over the steps of a run, and marks skipped steps by reason.
 
     Args:
       history: the result of `metrics` after each step, stacked: an array [steps] under each name. `jax.lax.scan`
@@ -116,13 +116,13 @@ def headroom(reports: GradReport, *, limit: int = 8, ax: Any = None) -> Any:
     """Plots the headroom of each leaf's gradients in float16 over the steps of a run.
 
     Args:
-      reports: the `GradReport` of each step, stacked, as `jax.lax.scan` does: arrays [steps, leaves].
-      limit: the number of leaves to name, in the order of their headroom, the least first; the others are gray.
+      reports: the `GradReport` of each step, stacked as by `jax.lax.scan`: arrays [steps, leaves].
+      limit: the number of leaves to name, in order of headroom, least first; the others are gray.
       ax: matplotlib axes.
 
     Returns:
-      The axes, which show log2(65504 / max_abs) over the steps. Below zero a leaf overflows. Steps with non-finite
-      gradients are gaps.
+      The axes, which show log2(65504 / max_abs) over the steps. Below zero a leaf overflows. Steps at which a leaf is
+      not finite or all zero are gaps in its line.
 
     Raises:
       TypeError: `reports` is not a stacked `GradReport`, or `limit` is not an integer.

@@ -1,4 +1,4 @@
-"""Tools for the tests of training programs. They read values on the host."""
+"""Tools for testing training programs."""
 
 import zlib
 from typing import Any
@@ -15,7 +15,7 @@ from jmpscale._tree import PyTree, is_array, is_inexact, named_leaves
 
 
 def inject(tree: PyTree, value: float, *, path: str, when: Any = True) -> Any:
-    """Replaces the first element of one leaf by a value, such as an infinity.
+    """Replaces the first element of one leaf with a value, such as an infinity.
 
     It works inside `jax.jit` and `jax.shard_map`. To inject a fault in one step or on one device, make `when` depend on
     a step count or on `jax.lax.axis_index`. Use a count that advances on skipped steps as well, such as the index of
@@ -49,7 +49,7 @@ def inject_backward(tree: PyTree, value: float, *, path: str, when: Any = True) 
     pass, the unscaling and the check, as a real overflow does.
 
     Args:
-      tree: pytree that the loss depends on, of parameters or activations.
+      tree: pytree of parameters or activations that the loss depends on.
       value: the value, as in `inject`.
       path: the leaf, as in `inject`; `""` if the tree is a single array.
       when: bool[], whether to inject the fault; see `inject`. If it differs between devices that hold the same leaf,
@@ -111,12 +111,12 @@ _fault_in_cotangent.defvjp(_fault_forward, _fault_backward)
 
 
 def assert_step_is_noop(before: PyTree, after: PyTree) -> None:
-    """Raises unless a step changed nothing, bit for bit, as a skipped step must.
+    """Raises if a step changed any bit. A skipped step must not.
 
     Args:
-      before: the training state before the step: parameters, optimizer state, averages and everything else. Copy
-        arrays that the step donates.
-      after: the same after the step, without the scaler, which counts the skip.
+      before: the training state before the step: parameters, optimizer state, averages and everything else,
+        except the scaler, which counts the skip. Copy arrays that the step donates.
+      after: the same after the step.
 
     Raises:
       AssertionError: a structure, shape, dtype or bit differs; the message names the first such leaf.
@@ -132,7 +132,7 @@ def assert_step_is_noop(before: PyTree, after: PyTree) -> None:
         if _bits(was) != _bits(now):
             raise AssertionError(
                 f"the step changed state{path}: {truncate(repr(was), 200)} before, {truncate(repr(now), 200)} after. "
-                "Gate it in apply_if."
+                "Gate it with apply_if."
             )
 
 
@@ -143,7 +143,8 @@ def _bits(leaf: Any) -> Any:
     if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
         value = np.asarray(leaf)
         return value.shape, leaf.dtype, value.tobytes()
-    # Numbers are compared as text, because NaN does not equal itself, while 1, 1.0 and True are equal, as 0.0 and -0.0.
+    # Numbers are compared as text, because NaN does not equal itself, while 1, 1.0 and True are equal, as are 0.0 and
+    # -0.0.
     return (type(leaf), repr(leaf)) if isinstance(leaf, (int, float, complex)) else leaf
 
 
@@ -160,7 +161,7 @@ def assert_replicated(tree: PyTree) -> None:
         them, the rows are compared.
 
     Raises:
-      AssertionError: two devices differ; the message names the leaf, the devices and the values.
+      AssertionError: two devices differ; the message names the leaf, and within a process the devices and the values.
       TypeError: a leaf is not an array.
 
     >>> import jmpscale

@@ -144,10 +144,10 @@ def test_restore_raises_for_another_layout(roundtrip, name, tmp_path):
     ("field", "value", "message"),
     [
         ("config", {}, "config must be a ScalerConfig"),
-        ("finite_steps", np.float32(3.7), "finite_steps must be a scalar of a integer dtype"),
-        ("loss_scale", np.int32(8), "loss_scale must be a scalar of a floating dtype"),
-        ("loss_scale", np.float16(8), "loss_scale must be .* of 32 bits"),
-        ("skipped", np.int16(8), "skipped must be .* of 32 bits"),
+        ("finite_steps", np.float32(3.7), "finite_steps must be a scalar of integer dtype"),
+        ("loss_scale", np.int32(8), "loss_scale must be a scalar of floating dtype"),
+        ("loss_scale", np.float16(8), "loss_scale must be .* with at least 32 bits"),
+        ("skipped", np.int16(8), "skipped must be .* with at least 32 bits"),
         ("last_skip", np.ones(1, np.int32), "last_skip must be a scalar"),
     ],
 )

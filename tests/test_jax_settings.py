@@ -117,7 +117,7 @@ def test_debug_nans_accepts_finite_gradients_without_jit():
     with _settings(jax_debug_nans=True, jax_debug_infs=True):
         grads, finite = jmpscale.unscale_and_check(jmpscale.dynamic(), {"w": jnp.ones(3)})
         assert jmpscale.update(jmpscale.dynamic(), finite, loss=jnp.float32(1.0)).finite_steps == 1
-        assert jmpscale.grad_report(grads).describe().startswith("All 1 leaves are finite")
+        assert jmpscale.grad_report(grads).describe().startswith("All leaves are finite")
 
 
 @pytest.mark.usefixtures("standard_promotion")

@@ -24,24 +24,25 @@ assert keras.backend.backend() == "jax", "another module has imported Keras befo
 STEPS = 60
 
 
-def language_model(policy):
+def language_model(policy, layers_only=False):
     """Returns a model that predicts each token from the one before it."""
     keras.utils.set_random_seed(0)
-    keras.config.set_dtype_policy(policy)
+    keras.config.set_dtype_policy("float32" if layers_only else policy)
     tokens = keras.Input((LENGTH - 1,), dtype="int32")
-    x = keras.layers.Embedding(VOCABULARY, 32)(tokens)
-    x = keras.layers.add([x, keras.layers.Dense(32)(keras.layers.Dense(128, activation="gelu")(x))])
-    logits = keras.layers.Activation("linear", dtype="float32")(keras.layers.Dense(VOCABULARY)(x))
-    model = keras.Model(tokens, logits)
+    x = keras.layers.Embedding(VOCABULARY, 32, dtype=policy)(tokens)
+    hidden = keras.layers.Dense(128, activation="gelu", dtype=policy)(x)
+    x = keras.layers.add([x, keras.layers.Dense(32, dtype=policy)(hidden)], dtype=policy)
+    logits = keras.layers.Dense(VOCABULARY, dtype=policy)(x)
+    model = keras.Model(tokens, keras.layers.Activation("linear", dtype="float32")(logits))
     keras.config.set_dtype_policy("float32")
     return model
 
 
-def fit(policy, auto_scale_loss):
+def fit(policy, auto_scale_loss, layers_only=False, wrap=lambda optimizer: optimizer):
     """Returns the mean loss of the steps of `fit`."""
-    model = language_model(policy)
+    model = language_model(policy, layers_only)
     model.compile(
-        keras.optimizers.Adam(3e-3, epsilon=EPSILON),
+        wrap(keras.optimizers.Adam(3e-3, epsilon=EPSILON)),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         loss_weights=WEIGHT,
         auto_scale_loss=auto_scale_loss,
@@ -55,6 +56,13 @@ def test_fit_in_float16_needs_only_the_loss_scaling_of_keras():
     float32, float16, scaled = fit("float32", False), fit("mixed_float16", False), fit("mixed_float16", True)
     assert float16 > float32 + 0.5
     assert abs(scaled - float32) < 1e-3
+
+
+def test_policy_on_layers_only_needs_a_loss_scale_optimizer():
+    """`compile` scales the loss only if the policy of the model is "mixed_float16"."""
+    unscaled = fit("mixed_float16", True, layers_only=True)
+    scaled = fit("mixed_float16", True, layers_only=True, wrap=keras.optimizers.LossScaleOptimizer)
+    assert unscaled > scaled + 0.5
 
 
 # A hand-written loop. Each function returns the initial state and the step. The state contains the scaler.
