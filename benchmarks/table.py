@@ -14,7 +14,7 @@ PAGE = ROOT / "docs" / "costs.md"
 ROWS = {  # the name of the step, and whether it clips
     "clipped": ("clipping only", "yes"),
     "functional": ("functional API", "no"),
-    "functional, norm as check": ("functional API, the norm as the check", "yes"),
+    "functional, norm as check": ("functional API, `all_finite(norm)`", "yes"),
     "optax wrapper": ("optax wrapper", "no"),
     "optax wrapper, max_norm": ("optax wrapper, `max_norm`", "yes"),
     "loss_scaled": ("`loss_scaled`, optax wrapper", "no"),
