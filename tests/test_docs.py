@@ -54,11 +54,12 @@ def test_links_resolve(path):
 
 
 def run_block(code, name, namespace):
-    """Runs a block of a page, and requires that the loss of a training run falls."""
+    """Runs a block of a page, requires that the loss of a training run falls, and returns the finite losses."""
     losses = pages.run(code, name, namespace)
     losses = [loss for loss in losses if math.isfinite(loss)]  # the loss of a skipped step may be NaN
     if len(losses) >= MIN_TRAINING_STEPS:
         assert sum(losses[-5:]) < sum(losses[:5]), f"{name}: the loss did not fall, {losses}"
+    return losses
 
 
 @pytest.mark.full
@@ -81,7 +82,8 @@ def test_program_runs_after_a_diff(page, diff):
     last = max(i for i, code in enumerate(changed) if code is not None)
     namespace = {"__name__": f"docs/{page}.md"}
     for heading, code in [*blocks[:last], (blocks[last][0], changed[last])]:
-        run_block(code, f"docs/{page}.md, {heading!r}", namespace)
+        losses = run_block(code, f"docs/{page}.md, {heading!r}", namespace)
+    assert len(losses) >= MIN_TRAINING_STEPS, "the changed block does not train"
 
 
 def test_pages_have_only_known_kinds_of_blocks():
