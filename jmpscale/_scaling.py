@@ -233,9 +233,9 @@ def update(state: ScalerState, finite: Any, *, loss: PyTree = None, axis_name: A
       loss: the unscaled loss, of any shape, or a pytree of unscaled losses. A skipped step whose loss is not finite
         does not change the scale. A non-finite loss alone never causes a skip.
       axis_name: the mapped axes over which to combine `finite` and the finiteness of the loss, as in `all_finite`;
-        needed only under `jax.pmap`, `jax.vmap(axis_name=...)` and `check_vma=False`. If `jax.pmap` or
-        `check_vma=False` maps further axes, the loss is ignored: along these axes it may differ between devices, whose
-        scales would then diverge.
+        needed only under `jax.pmap`, `jax.vmap(axis_name=...)` and `check_vma=False`. If the
+        program maps further axes, by `jax.pmap` or with `check_vma=False`, the loss is ignored: along these axes it may
+        differ between devices, whose scales would then diverge.
 
     Returns:
       The scaler for the next step, with the structure, dtypes, weak types and shardings of `state`.

@@ -104,8 +104,7 @@ class ScalerConfig:
         to `"dynamic"`.
       growth_factor: the factor by which the scale grows after `growth_interval` consecutive finite steps; above 1.
       backoff_factor: the factor by which the scale backs off after an overflow; between 0 and 1.
-      growth_interval: the number of finite steps without an overflow in between after which the scale grows; at
-        least 1.
+      growth_interval: the scale grows after this number of finite steps without an overflow; at least 1.
       hysteresis: the scale backs off on overflow number `hysteresis` and on every later one; at least 1.
       hysteresis_reset: what restarts the count of overflows: `"growth"`, a growth of the scale, as in Megatron-LM and
         DeepSpeed; or `"finite"`, each finite step, as in apex and NeMo.
@@ -260,8 +259,7 @@ def dynamic(
       init_scale: the first loss scale, in `[min_scale, max_scale]`. Scaling by a power of two is exact.
       growth_factor: the factor by which the scale grows after `growth_interval` consecutive finite steps; above 1.
       backoff_factor: the factor by which the scale backs off after an overflow; between 0 and 1.
-      growth_interval: the number of finite steps without an overflow in between after which the scale grows; at
-        least 1.
+      growth_interval: the scale grows after this number of finite steps without an overflow; at least 1.
       hysteresis: the scale backs off on overflow number `hysteresis` and on every later one; at least 1.
       hysteresis_reset: what restarts the count of overflows: `"growth"`, a growth of the scale, as in Megatron-LM and
         DeepSpeed; or `"finite"`, each finite step, as in apex and NeMo.

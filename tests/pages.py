@@ -14,10 +14,15 @@ PAGES = sorted(str(path.relative_to(DOCS).with_suffix("")) for path in DOCS.rglo
 _HEADING_OR_BLOCK = re.compile(r"^##+ +(.+?) *$|^```(python|text|diff)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 
 
+def _parts(page):
+    """Returns the headings and blocks of a page as (heading, language, code)."""
+    return _HEADING_OR_BLOCK.findall((DOCS / f"{page}.md").read_text())
+
+
 def blocks(page):
     """Returns the Python blocks of a page as (heading, code, expected output or None)."""
     found, heading = [], ""
-    for title, language, code in _HEADING_OR_BLOCK.findall((DOCS / f"{page}.md").read_text()):
+    for title, language, code in _parts(page):
         if title:
             heading = title
         elif language == "python":
@@ -29,8 +34,7 @@ def blocks(page):
 
 def diffs(page):
     """Returns the diffs of a page."""
-    text = (DOCS / f"{page}.md").read_text()
-    return [code for _, language, code in _HEADING_OR_BLOCK.findall(text) if language == "diff"]
+    return [code for _, language, code in _parts(page) if language == "diff"]
 
 
 def apply_diff(diff, code):

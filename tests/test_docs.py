@@ -12,7 +12,8 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 README = (pages.DOCS.parent / "README.md").read_text()
 README_BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
-# The overview and the page on bfloat16 do not show the program that they change. `tests/frameworks` runs the others.
+# The overview and the page on bfloat16 do not show the program that they change. `tests/frameworks` runs the
+# programs of the page on training loops.
 UNTESTED_DIFFS = {"index", "moving/bfloat16", "guides/training_loops"}
 DIFFS = [(page, diff) for page in pages.PAGES if page not in UNTESTED_DIFFS for diff in pages.diffs(page)]
 MIN_TRAINING_STEPS = 20  # a block with fewer losses is not a training run
@@ -76,10 +77,12 @@ def test_page_runs_as_pasted(page, capsys):
 @pytest.mark.full
 @pytest.mark.parametrize(("page", "diff"), DIFFS, ids=[page for page, _ in DIFFS])
 def test_program_runs_after_a_diff(page, diff):
-    """A diff changes the last block before it that has all its lines."""
+    """A diff changes the last block of its page that has all its lines."""
     blocks = [(heading, code) for heading, code, _ in pages.blocks(page)]
     changed = [pages.apply_diff(diff, code) for _, code in blocks]
-    last = max(i for i, code in enumerate(changed) if code is not None)
+    fitting = [i for i, code in enumerate(changed) if code is not None]
+    assert fitting, "no block of the page has all lines of the diff"
+    last = fitting[-1]
     namespace = {"__name__": f"docs/{page}.md"}
     for heading, code in [*blocks[:last], (blocks[last][0], changed[last])]:
         losses = run_block(code, f"docs/{page}.md, {heading!r}", namespace)
