@@ -159,7 +159,7 @@ def format_table(runs: Mapping[str, Run]) -> str:
     """Formats the final losses, the scale and the skips, and the sampled texts."""
     lines = [f"{'run':<20}{'loss':>8}{'s/step':>9}{'final scale':>13}{'skipped':>9}{'zero gradients':>16}"]
     for name, run in runs.items():
-        scale, skipped = f"2^{np.log2(run.history['loss_scale'][-1]):.0f}", run.history["skipped"][-1]
+        scale, skipped = f"2^{np.log2(run.history['loss_scale'][-1]):.0f}", run.history["total_skips"][-1]
         scaling = f"{scale:>13}{skipped:>9}" if "jmpscale" in name else f"{'-':>13}{'-':>9}"
         lines.append(
             f"{name:<20}{run.mean('loss'):>8.3f}{run.seconds_per_step:>9.4f}{scaling}{run.mean('zero'):>16.2%}"

@@ -7,26 +7,26 @@ lose shardings. The platform is the one for which the program is lowered.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, TypeVarTuple, overload
+from typing import Any, TypeGuard, TypeVar, TypeVarTuple, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
-from jmpscale._finite import varying_axes
-from jmpscale._scaling import check_flag
-from jmpscale._state import truncate
-from jmpscale._tree import PyTree, check_no_nnx_objects, check_no_refs, is_array, is_traced, named_leaves
+from jmpscale._axes import varying_axes
+from jmpscale._check import check_flag, truncate, type_name
+from jmpscale._tree import PyTree, check_no_nnx_objects, check_no_refs, is_array, is_traced, named_leaves, structure
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 
 @overload
-def apply_if(finite: Any, fn: Callable[[T], T], carry: T, /) -> T: ...
+def apply_if(finite: ArrayLike, fn: Callable[[T], T], carry: T, /) -> T: ...
 @overload
-def apply_if(finite: Any, fn: Callable[[*Ts], tuple[*Ts]], /, *carry: *Ts) -> tuple[*Ts]: ...
-def apply_if(finite: Any, fn: Callable[..., Any], /, *carry: object) -> Any:
+def apply_if(finite: ArrayLike, fn: Callable[[*Ts], tuple[*Ts]], /, *carry: *Ts) -> tuple[*Ts]: ...
+def apply_if(finite: ArrayLike, fn: Callable[..., Any], /, *carry: object) -> object:
     """Applies a step if the gradients were finite; otherwise returns the carry unchanged, bit for bit.
 
     Returns `fn(*carry) if finite else carry`.
@@ -54,13 +54,15 @@ def apply_if(finite: Any, fn: Callable[..., Any], /, *carry: object) -> Any:
         sharding; there is no carry, or it contains a Flax NNX object or a `jax.Ref`.
       ValueError: `finite` is not a scalar.
 
-    >>> apply_if(jnp.array(False), lambda w, n: (w / 0, n + 1), jnp.array(2.0), jnp.array(5))
+    >>> import jax.numpy as jnp
+    >>> import jmpscale
+    >>> jmpscale.apply_if(jnp.array(False), lambda w, n: (w / 0, n + 1), jnp.array(2.0), jnp.array(5))
     (Array(2., dtype=float32, weak_type=True), Array(5, dtype=int32, weak_type=True))
     """
     flag = check_flag(finite)
     if not callable(fn):
         raise TypeError(
-            f"fn must be a function of the carry, got {type(fn).__name__}. Pass the function, then its arguments: "
+            f"fn must be a function of the carry, got {type_name(fn)}. Pass the function, then its arguments: "
             "apply_if(finite, fn, *carry)."
         )
     if not carry:
@@ -71,26 +73,26 @@ def apply_if(finite: Any, fn: Callable[..., Any], /, *carry: object) -> Any:
     )
     gated = GatedTree(carry)
 
-    def step(arrays: list[Any]) -> tuple[list[Any]]:
+    def apply(arrays: list[Any]) -> tuple[list[Any]]:
         before = gated.combine(arrays)
         after = _as_carry(fn(*before), len(carry))
         check_same_types(before, after)
         return (gated.split(after),)
 
-    def keep(like: tuple[list[Any]], arrays: list[Any]) -> tuple[list[Any]]:
-        return (gated.keep(like[0], arrays),)
+    def skip(like: tuple[list[Any]], arrays: list[Any]) -> tuple[list[Any]]:
+        return (gated.originals(like[0], arrays),)
 
-    (arrays,) = gate(flag, step, keep, gated.arrays)
+    (arrays,) = gate(flag, apply, skip, gated.arrays)
     result = gated.combine(arrays)
     return result[0] if len(carry) == 1 else result
 
 
-def _as_carry(out: Any, length: int) -> tuple[Any, ...]:
+def _as_carry(out: object, length: int) -> tuple[Any, ...]:
     if length == 1:
         return (out,)
     if not isinstance(out, tuple):
         raise TypeError(
-            f"fn returned a {type(out).__name__}, expected a tuple of {length} values, one for each carry. Return "
+            f"fn returned a {type_name(out)}, expected a tuple of {length} values, one for each carry. Return "
             "them as `return a, b`."
         )
     return out
@@ -107,50 +109,50 @@ class GatedTree:
         self._leaves, self._treedef = jax.tree.flatten(tree)
         self.arrays = [leaf if is_array(leaf) else None for leaf in self._leaves]
 
-    def combine(self, arrays: Sequence[Any]) -> Any:
+    def combine(self, arrays: Sequence[Any]) -> PyTree:
         """Returns the tree with new arrays; where there is None, the leaf is the original object."""
         leaves = [leaf if array is None else array for leaf, array in zip(self._leaves, arrays, strict=True)]
         return jax.tree.unflatten(self._treedef, leaves)
 
-    def split(self, tree: PyTree) -> list[Any]:
+    def split(self, tree: PyTree) -> list[jax.Array | None]:
         """Returns the arrays of a tree of the same structure, with None for each leaf that bypasses the gate."""
         pairs = zip(self._leaves, jax.tree.leaves(tree), strict=True)
         return [None if not is_array(old) and _is_unchanged(old, new) else jnp.asarray(new) for old, new in pairs]
 
-    def keep(self, like: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-        """Returns the original arrays; Python numbers that the step changes become arrays."""
+    def originals(self, like: Sequence[Any], arrays: Sequence[Any]) -> list[jax.Array | None]:
+        """Returns the original arrays; Python numbers that the step changes become arrays with the types of `like`."""
         triples = zip(like, arrays, self._leaves, strict=True)
         return [full_like(new, leaf) if array is None and new is not None else array for new, array, leaf in triples]
 
 
 def gate(
     flag: jax.Array,
-    step: Callable[..., tuple[Any, ...]],
-    keep: Callable[..., tuple[Any, ...]],
+    apply: Callable[..., tuple[Any, ...]],
+    skip: Callable[..., tuple[Any, ...]],
     *operands: PyTree,
     sanitize: Callable[..., tuple[Any, ...]] = lambda *operands: operands,
 ) -> tuple[Any, ...]:
-    """Returns `step(*operands)` if the flag is true, otherwise the operands; traces `step` once.
+    """Returns `apply(*operands)` if the flag is true, otherwise the operands; traces `apply` once.
 
     Args:
       flag: bool[].
-      step: returns a new value for each operand: a pytree of arrays, of the same structure.
-      keep: `keep(like, *operands)` returns the operands with the types of the step's result. `like` is the result, or
-        its `jax.ShapeDtypeStruct`s.
+      apply: returns a new value for each operand: a pytree of arrays, of the same structure.
+      skip: `skip(like, *operands)` returns the operands with the types of the result of `apply`, because JAX requires
+        equal types on both sides of a branch. `like` is this result, or its `jax.ShapeDtypeStruct`s.
       *operands: pytrees of arrays. Everything else must be closed over.
-      sanitize: returns the operands for a step that runs although its result may be discarded.
+      sanitize: returns the operands for an `apply` that runs although its result may be discarded.
     """
     if not is_traced(flag):
-        return step(*operands) if flag else operands
-    step = jax.jit(step)  # both forms share one trace
+        return apply(*operands) if flag else operands
+    apply = jax.jit(apply)  # both forms share one trace
 
-    def branch(flag: jax.Array, *operands: PyTree) -> Any:
-        like = jax.eval_shape(step, *operands)
-        return jax.lax.cond(flag, step, functools.partial(keep, like), *operands)
+    def branch(flag: jax.Array, *operands: PyTree) -> PyTree:
+        like = jax.eval_shape(apply, *operands)
+        return jax.lax.cond(flag, apply, functools.partial(skip, like), *operands)
 
-    def select(flag: jax.Array, *operands: PyTree) -> Any:
-        new = step(*sanitize(*operands))
-        return jax.tree.map(functools.partial(_where, flag), new, keep(new, *operands))
+    def select(flag: jax.Array, *operands: PyTree) -> PyTree:
+        new = apply(*sanitize(*operands))
+        return jax.tree.map(functools.partial(_where, flag), new, skip(new, *operands))
 
     if not _branch_is_possible(flag):
         return select(flag, *operands)
@@ -168,7 +170,7 @@ def _branch_is_possible(flag: jax.Array) -> bool:
     return not (explicit or varying_axes(flag))
 
 
-def full_like(like: Any, value: Any) -> jax.Array:
+def full_like(like: jax.Array | jax.ShapeDtypeStruct, value: ArrayLike) -> jax.Array:
     """Returns an array with the type of `like`, which is an array or a result of `jax.eval_shape`."""
     manual = getattr(like, "manual_axis_type", None) if isinstance(like, jax.ShapeDtypeStruct) else None
     if manual is None or not manual.varying:
@@ -187,7 +189,7 @@ def _where(flag: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
 def check_same_types(before: PyTree, after: PyTree, name: str = "carry", fn: str = "fn", remedy: str = "") -> None:
     """Raises, naming the first difference, unless two trees have the same structure, shapes, dtypes and shardings."""
     old, new = named_leaves(before), named_leaves(after)
-    structures: tuple[Any, Any] = jax.tree.structure(before), jax.tree.structure(after)
+    structures = structure(before), structure(after)
     if structures[0] != structures[1]:
         old_paths, new_paths = {path for path, _ in old}, {path for path, _ in new}
         differences = [f"{name}{path} is only in its input" for path, _ in old if path not in new_paths]
@@ -205,21 +207,21 @@ def check_same_types(before: PyTree, after: PyTree, name: str = "carry", fn: str
             )
 
 
-def _is_numeric(leaf: Any) -> bool:
+def _is_numeric(leaf: object) -> TypeGuard[ArrayLike]:
     return is_array(leaf) or isinstance(leaf, (bool, int, float, complex))
 
 
-def _strong_type(x: Any) -> tuple[Any, ...]:
+def _strong_type(x: ArrayLike) -> tuple[object, ...]:
     """Returns the type of an array, without weak typing and without the mesh, which JAX 0.7 does not always know."""
     aval = jax.typeof(x)
     return aval.shape, aval.dtype, aval.sharding.spec, varying_axes(x), getattr(aval, "memory_space", None)
 
 
-def _describe_type(leaf: Any) -> str:
+def _describe_type(leaf: object) -> str:
     return str(jax.typeof(leaf).strip_weak_type()) if _is_numeric(leaf) else truncate(repr(leaf))
 
 
-def _type_remedy(was: Any, now: Any, fn: str) -> str:
+def _type_remedy(was: object, now: object, fn: str) -> str:
     if not (_is_numeric(was) and _is_numeric(now)):
         return "Only arrays and Python numbers may change; close over other objects."
     if jnp.result_type(was) != jnp.result_type(now):
@@ -235,14 +237,14 @@ def _type_remedy(was: Any, now: Any, fn: str) -> str:
     )
 
 
-def has_same_type(was: Any, now: Any) -> bool:
+def has_same_type(was: object, now: object) -> bool:
     """Tests whether two arrays or numbers have the same type, and whether any other leaf is unchanged."""
     if _is_unchanged(was, now):  # perhaps an integer that is too large for an array
         return True
     return _is_numeric(was) and _is_numeric(now) and _strong_type(was) == _strong_type(now)
 
 
-def _is_unchanged(was: Any, now: Any) -> bool:
+def _is_unchanged(was: object, now: object) -> bool:
     """Tests whether a leaf that is not an array is the same object or an equal one."""
     if was is now:
         return True
@@ -250,6 +252,6 @@ def _is_unchanged(was: Any, now: Any) -> bool:
         return False
     if isinstance(was, (bool, int, float, complex)):
         return repr(was) == repr(now)  # NaN equals NaN, and 0.0 differs from -0.0
-    if isinstance(was, np.ndarray):
+    if isinstance(was, np.ndarray) and isinstance(now, np.ndarray):
         return was.dtype == now.dtype and np.array_equal(was, now)
     return bool(was == now)

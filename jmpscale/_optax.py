@@ -1,48 +1,48 @@
-"""Loss scaling as an optax gradient transformation. Only this module and the demonstration use optax."""
+"""Loss scaling as an optax gradient transformation. Only this module and the demonstration import optax."""
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
-from jmpscale._finite import (
+from jmpscale._axes import (
     AxisName,
-    all_finite_here,
     as_axes,
     axes_to_reduce,
     check_no_partial_sums,
     manual_axes,
     varying_axes,
     warn_if_unsynchronized,
-    warn_user,
 )
+from jmpscale._check import check_in_range, is_called_by, truncate, type_name, warn_user
+from jmpscale._finite import all_finite_here
 from jmpscale._gate import GatedTree, check_same_types, full_like, gate, has_same_type
-from jmpscale._scaling import adjust, all_reduce_outcome, multiply, unscaled_dtype
+from jmpscale._scaling import all_reduce_outcome, apply_rule, multiply_gradients, unscaled_dtype
 from jmpscale._state import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
-    LossScalingState,
     ScalerState,
-    check_in_range,
+    WithLossScalingState,
     dynamic,
     register_with_flax,
-    truncate,
 )
 from jmpscale._tree import (
     PyTree,
     check_no_refs,
-    check_one_scaler,
+    check_scaler,
     find_instances,
-    flatten_matching,
+    flatten_gradients,
+    gradients_with_path,
     is_array,
-    is_gradient,
     is_inexact,
     is_traced,
+    structure,
 )
 
 
@@ -63,8 +63,9 @@ def with_loss_scaling(
     see only some of the gradients.
 
     Args:
-      inner: any optax gradient transformation. It receives the extra arguments of `tx.update` that it accepts. On GPU
-        and TPU it also runs on skipped steps, with zeros in place of non-finite gradients, and its result is discarded.
+      inner: an optax gradient transformation whose updates have the structure of the gradients. It receives the extra
+        arguments of `tx.update` that it accepts. On GPU and TPU it also runs on skipped steps, with zeros in place of
+        non-finite gradients, and its result is discarded.
       scaler: the initial scaler, `dynamic()` by default.
       max_norm: the global norm to which the gradients are clipped before `inner`, as by `optax.clip_by_global_norm`.
         The norm is also the finiteness check, so the gradients are read once. A step is also skipped if the sum of the
@@ -76,11 +77,12 @@ def with_loss_scaling(
         along which every device holds the whole gradient.
 
     Returns:
-      A gradient transformation, whose state is a `LossScalingState`. Call `tx.update(grads, opt_state, params,
-      value=loss)`. On a skipped step the updates are -0.0, which change no parameter. `value=` or `loss=` is the
-      unscaled loss; a skipped step whose loss is not finite does not change the scale. In `grad=`, which some optax
-      transformations read, non-finite values are replaced by zeros. `inner` sees float16 parameters as float32, the
-      dtype of their gradients, and `optax.apply_updates` converts back.
+      A gradient transformation, whose state is a `WithLossScalingState`. Call `tx.update(grads, opt_state, params,
+      value=loss)`. On a skipped step the updates are -0.0, which change no parameter; only that, as in every addition,
+      a CPU flushes parameters below 2^-126 to zero. `value=` or `loss=` is the unscaled loss; a skipped step whose loss
+      is not finite does not change the scale. In `grad=`, which some optax transformations read, non-finite values are
+      replaced by zeros. `inner` sees float16 parameters as float32, the dtype of their gradients, and
+      `optax.apply_updates` converts back.
 
     Raises:
       TypeError: `inner` is not a gradient transformation, `scaler` is not a `ScalerState`, or `max_norm` is not a
@@ -92,7 +94,10 @@ def with_loss_scaling(
       UserWarning: from `tx.init`, if `optax.MultiSteps`, `optax.partition` or `optax.masked` contains the
         transformation; from `tx.update`, if `axis_name` is missing, so that devices would decide independently.
 
-    >>> tx = with_loss_scaling(optax.sgd(1.0), dynamic(4.0))
+    >>> import jax.numpy as jnp
+    >>> import jmpscale
+    >>> import optax
+    >>> tx = jmpscale.with_loss_scaling(optax.sgd(1.0), jmpscale.dynamic(4.0))
     >>> opt_state = tx.init(jnp.array(1.0))
     >>> updates, opt_state = tx.update(jnp.array(jnp.inf), opt_state)
     >>> float(updates), float(opt_state.scaler.loss_scale)
@@ -102,7 +107,7 @@ def with_loss_scaling(
         inner, "inner", "optax.adam(1e-3); a framework's optimizer goes around with_loss_scaling(...), not inside it"
     )
     initial = dynamic() if scaler is None else scaler
-    check_one_scaler(initial, "scaler")
+    check_scaler(initial)
     initial = jax.tree.map(lambda x: x.copy(), initial)  # the caller may donate its arrays
     if max_norm is not None:
         max_norm = check_in_range("max_norm", max_norm, SMALLEST_SCALE, LARGEST_SCALE, "Omit it to clip nothing.")
@@ -114,26 +119,26 @@ def with_loss_scaling(
         _warn_if_masked(params)
         scaler = jax.tree.map(jnp.array, initial)
         inner_state = tx.init(params if _is_disabled(scaler) else _widen(params))
-        return LossScalingState(scaler, inner_state, None if max_norm is None else jnp.zeros((), jnp.float32))
+        return WithLossScalingState(scaler, inner_state, None if max_norm is None else jnp.zeros((), jnp.float32))
 
     def update(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+        updates: optax.Updates, state: PyTree, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
         grads = updates
-        _check_update_arguments(grads, state)
+        state = _check_update_arguments(grads, state)
         scaler, norm, grad_norm, factor = state.scaler, None, None, None
         if max_norm is not None:
             norm = _global_norm(grads, axis_name, norm_axis_name)
             factor = jnp.where(norm > max_norm, max_norm / norm, 1)
             grad_norm = norm.astype(jnp.float32)
 
-        def step(grads: PyTree, inner_state: PyTree, params: PyTree) -> tuple[Any, Any]:
-            clipped = grads if factor is None else multiply(grads, factor)
+        def update_inner(grads: PyTree, inner_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+            clipped = grads if factor is None else multiply_gradients(grads, factor)
             return tx.update(clipped, inner_state, params, **extra_args)
 
         if _is_disabled(scaler):
-            updates, inner_state = step(grads, state.inner_state, params)
-            return updates, LossScalingState(scaler, inner_state, grad_norm)
+            updates, inner_state = update_inner(grads, state.inner_state, params)
+            return updates, WithLossScalingState(scaler, inner_state, grad_norm)
 
         warn_if_unsynchronized(axis_name, norm_axis_name)
         loss = extra_args.get("value", extra_args.get("loss"))
@@ -141,21 +146,34 @@ def with_loss_scaling(
         finite, loss_finite = all_reduce_outcome(_is_finite(grads, norm), loss, decision_axes)
         if "grad" in extra_args:  # by optax's convention, the same gradients
             extra_args["grad"] = _zero_nonfinite(extra_args["grad"])
-        gated_step = functools.partial(step, params=_widen(params))
-        updates, inner_state = _update_if(finite, gated_step, grads, state.inner_state)
-        return updates, LossScalingState(adjust(scaler, finite, loss_finite), inner_state, grad_norm)
+        wide_params = _widen(params)
+        if is_traced(finite) or finite:
+            inner_with_params = functools.partial(update_inner, params=wide_params)
+            updates, inner_state = _update_if(finite, inner_with_params, grads, state.inner_state)
+        else:  # outside jit; the updates of inner are not computed, because inner may read values
+            updates, inner_state = _skipped_updates(grads, wide_params), state.inner_state
+        return updates, WithLossScalingState(apply_rule(scaler, finite, loss_finite), inner_state, grad_norm)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _check_transformation(tx: Any, name: str, remedy: str) -> None:
+class _Transformation(Protocol):
+    """An optimizer of optax, or of a class of its own with the same methods, such as `optax.MultiSteps`."""
+
+    @property
+    def init(self) -> Callable[..., Any]: ...
+    @property
+    def update(self) -> Callable[..., Any]: ...
+
+
+def _check_transformation(tx: object, name: str, remedy: str) -> None:
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(
-            f"{name} must be an optax.GradientTransformation, got {type(tx).__name__}. Pass one, such as {remedy}."
+            f"{name} must be an optax.GradientTransformation, got {type_name(tx)}. Pass one, such as {remedy}."
         )
 
 
-def _with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
+def _with_extra_args(tx: _Transformation) -> optax.GradientTransformationExtraArgs:
     """Returns a transformation that accepts any extra argument and passes to `tx` only the arguments that `tx` takes.
 
     optax does this for its own class. Objects of other classes, such as `optax.MultiSteps`, are inspected.
@@ -165,7 +183,7 @@ def _with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
     parameters = inspect.signature(tx.update).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, PyTree]:
         passed_on = {name: value for name, value in extra_args.items() if takes_all or name in parameters}
         return tx.update(updates, state, params, **passed_on)
 
@@ -177,20 +195,19 @@ def _warn_if_inside_multi_steps() -> None:
 
     `MultiSteps` resets its sum of gradients by multiplying it by zero, and 0 * inf is NaN.
     """
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not optax.MultiSteps.init.__code__:
-        frame = frame.f_back
-    if frame is not None:
+    if is_called_by(lambda frame: frame.f_code is optax.MultiSteps.init.__code__):
         warn_user(
             "with_loss_scaling is inside optax.MultiSteps: after one overflow its accumulated gradients stay NaN, and "
             "every later step is skipped. Place it outside: with_loss_scaling(optax.MultiSteps(tx, k)). If a training "
-            "loop adds MultiSteps itself, turn its gradient accumulation off."
+            "loop adds MultiSteps itself, turn its gradient accumulation off, or replace its optimizer."
         )
 
 
 def _warn_if_masked(params: optax.Params) -> None:
     """Warns if the wrapper does not see all parameters, because it neither checks nor skips the rest."""
-    if find_instances(params, optax.MaskedNode):
+    # The user's own parameters may contain optax.MaskedNode, too.
+    inside_masked = is_called_by(lambda frame: frame.f_globals.get("__name__") == optax.masked.__module__)
+    if inside_masked and find_instances(params, optax.MaskedNode):
         warn_user(
             "with_loss_scaling is inside optax.masked or optax.partition: it checks only some of the gradients, and "
             "does not skip the updates of the other parameters. Place it outside: with_loss_scaling(optax.masked(tx, "
@@ -207,16 +224,17 @@ def _decision_axes(axis_name: AxisName, norm_axis_name: AxisName) -> AxisName:
     return tuple(dict.fromkeys([*named, *parts]))
 
 
-def _check_update_arguments(grads: PyTree, state: Any) -> None:
-    if not isinstance(state, LossScalingState):
+def _check_update_arguments(grads: PyTree, state: object) -> WithLossScalingState:
+    if not isinstance(state, WithLossScalingState):
         raise TypeError(
-            f"state must be the state that with_loss_scaling(...).init returned, got {type(state).__name__}. The "
+            f"state must be the state that with_loss_scaling(...).init returned, got {type_name(state)}. The "
             "arguments are (grads, state, params). To add loss scaling to the state of an existing optimizer, use "
             "tx.init(params)._replace(inner_state=...)."
         )
-    check_one_scaler(state.scaler, "state.scaler")
+    check_scaler(state.scaler, "state.scaler")
     check_no_refs(grads, "updates")
     check_no_partial_sums(grads)
+    return state
 
 
 def _is_disabled(scaler: ScalerState) -> bool:
@@ -226,23 +244,24 @@ def _is_disabled(scaler: ScalerState) -> bool:
 def _widen(params: PyTree) -> PyTree:
     """Converts parameters to the dtype of their gradients; otherwise optimizer states would change dtype."""
 
-    def widen(x: Any) -> Any:
-        is_abstract = isinstance(x, jax.ShapeDtypeStruct)
-        if not (is_abstract or is_array(x)) or not jnp.issubdtype(x.dtype, np.inexact):
+    def widen(x: object) -> object:
+        if not (isinstance(x, jax.ShapeDtypeStruct) or is_array(x)) or not jnp.issubdtype(x.dtype, np.inexact):
             return x
         dtype = unscaled_dtype(x.dtype)
         if dtype == x.dtype:
             return x
-        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding) if is_abstract else jnp.asarray(x, dtype)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
+        return jnp.asarray(x, dtype)
 
     return jax.tree.map(widen, params)
 
 
 def _global_norm(grads: PyTree, axis_name: AxisName, norm_axis_name: AxisName) -> jax.Array:
     """Returns the norm over all leaves and devices, in float32, or in float64 if a leaf is float64."""
-    leaves = [jnp.asarray(x) for x in flatten_matching(grads, is_gradient)[0]]
+    leaves = [jnp.asarray(x) for x in flatten_gradients(grads)[0]]
     dtype = jnp.float64 if any(x.real.dtype == jnp.float64 for x in leaves) else jnp.float32
-    sums: dict[tuple[Any, ...], list[jax.Array]] = {}  # by the axes over which to add them
+    sums: dict[tuple[Hashable, ...], list[jax.Array]] = {}  # by the axes over which to add them
     for x in leaves:
         for part in (x.real, x.imag) if jnp.iscomplexobj(x) else (x,):
             total = _sum_of_squares(part.astype(dtype))
@@ -257,7 +276,7 @@ def _sum_of_squares(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(x), jnp.square(_zero_nonfinite(x)), np.array(np.inf, x.dtype)).sum()
 
 
-def _norm_axes(x: jax.Array, axis_name: AxisName, norm_axis_name: AxisName) -> tuple[Any, ...]:
+def _norm_axes(x: jax.Array, axis_name: AxisName, norm_axis_name: AxisName) -> tuple[Hashable, ...]:
     """Returns the axes along which each device holds a part: the axes that the types show, and the named axes."""
     typed = [name for name in axes_to_reduce(x, axis_name) if name in varying_axes(x)]
     return tuple(dict.fromkeys([*typed, *axes_to_reduce(x, as_axes(norm_axis_name))]))
@@ -267,55 +286,68 @@ def _is_finite(grads: PyTree, norm: jax.Array | None) -> jax.Array:
     """Tests the gradients on this device; their norm, if it is given, is finite only if every gradient is finite."""
     if norm is None:
         return all_finite_here(grads)
-    others, _ = flatten_matching(grads, lambda path, leaf: not is_gradient(path, leaf))
+    in_norm = {id(leaf) for _, leaf in gradients_with_path(grads)}
+    others = [leaf for leaf in jax.tree.leaves(grads) if id(leaf) not in in_norm]
     return jnp.isfinite(norm) & all_finite_here(others)
 
 
+# apply_if does not suffice here, because the updates may have other types than the gradients: with ZeRO-1 they have
+# other shardings, and the optimizers of differential privacy average over a leading axis of the gradients.
 def _update_if(
-    finite: jax.Array, step: Callable[[Any, Any], tuple[Any, Any]], grads: PyTree, inner_state: PyTree
-) -> tuple[Any, Any]:
+    finite: jax.Array, update_inner: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], grads: PyTree, state: PyTree
+) -> tuple[PyTree, PyTree]:
     """Returns the updates and the new state if the gradients are finite, otherwise zeros and the old state."""
     # A Python number would bypass the gate and not become zero.
-    grads = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, (int, float, complex)) else x, grads)
-    gated_grads, gated_state = GatedTree(grads), GatedTree(inner_state)
+    grads = jax.tree.map(lambda x: jnp.asarray(x) if _is_numeric(x) else x, grads)
+    gated_grads, gated_state = GatedTree(grads), GatedTree(state)
 
-    def gated_step(grad_arrays: list[Any], state_arrays: list[Any]) -> tuple[list[Any], list[Any]]:
-        updates, after = step(gated_grads.combine(grad_arrays), gated_state.combine(state_arrays))
+    def apply(grad_arrays: list[Any], state_arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+        updates, new_state = update_inner(gated_grads.combine(grad_arrays), gated_state.combine(state_arrays))
         _check_structure_of_updates(grads, updates)
         check_same_types(
-            inner_state,
-            after,
+            state,
+            new_state,
             "state",
             "inner",
             "Place a transformation that only records values, such as optax.monitor, outside: "
             "optax.chain(with_loss_scaling(...), optax.monitor(...)).",
         )
-        return gated_grads.split(updates), gated_state.split(after)
+        return gated_grads.split(updates), gated_state.split(new_state)
 
-    def keep(like: Any, grad_arrays: list[Any], state_arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+    def skip(like: Any, grad_arrays: list[Any], state_arrays: list[Any]) -> tuple[list[Any], list[Any]]:
         # Returns the gradients: zeros are selected below, so that XLA reuses the gradients' memory.
         updates = [_first_if_same_type(g, u) for g, u in zip(grad_arrays, like[0], strict=True)]
-        return updates, gated_state.keep(like[1], state_arrays)
+        return updates, gated_state.originals(like[1], state_arrays)
 
     def sanitize(grad_arrays: list[Any], state_arrays: list[Any]) -> tuple[list[Any], list[Any]]:
         return _zero_nonfinite(grad_arrays), state_arrays
 
-    updates, arrays = gate(finite, gated_step, keep, gated_grads.arrays, gated_state.arrays, sanitize=sanitize)
+    updates, arrays = gate(finite, apply, skip, gated_grads.arrays, gated_state.arrays, sanitize=sanitize)
     updates = jax.tree.map(functools.partial(_zero_unless, finite), updates)
     return gated_grads.combine(updates), gated_state.combine(arrays)
 
 
+def _skipped_updates(grads: PyTree, params: PyTree) -> PyTree:
+    """Returns zeros of the types of the parameters, which updates have even where gradients have others."""
+    like = params if structure(params) == structure(grads) else grads
+    return jax.tree.map(lambda grad, x: _negative_zeros(jnp.asarray(x)) if _is_numeric(grad) else grad, grads, like)
+
+
+def _is_numeric(leaf: object) -> bool:
+    return is_array(leaf) or isinstance(leaf, (int, float, complex))
+
+
 def _check_structure_of_updates(grads: PyTree, updates: PyTree) -> None:
-    expected: Any = jax.tree.structure(grads)
-    structure: Any = jax.tree.structure(updates)
-    if structure != expected:
+    expected, got = structure(grads), structure(updates)
+    if got != expected:
         raise TypeError(
             f"inner must return updates with the structure of the gradients, {truncate(expected)}, got "
-            f"{truncate(structure)}. Wrap the part of the optimizer that keeps the structure."
+            f"{truncate(got)}. Gate such an optimizer, for example optax.lookahead, with the functional API: "
+            "jmpscale.apply_if(finite, jmpscale.optax_step(tx, grads), params, opt_state)."
         )
 
 
-def _first_if_same_type(grad: Any, update: Any) -> Any:
+def _first_if_same_type(grad: jax.Array | None, update: jax.Array | jax.ShapeDtypeStruct | None) -> jax.Array | None:
     if update is None:
         return None
     zero = _negative_zeros(update)
@@ -328,7 +360,7 @@ def _zero_unless(finite: jax.Array, update: jax.Array) -> jax.Array:
     return update if finite else _negative_zeros(update)
 
 
-def _negative_zeros(like: Any) -> jax.Array:
+def _negative_zeros(like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
     """Returns -0.0 with the dtype, sharding and varying axes of `like`: x + -0.0 is x for every x, even for -0.0."""
     zero = complex(-0.0, -0.0) if jnp.issubdtype(like.dtype, np.complexfloating) else -0.0
     return full_like(like, zero if jnp.issubdtype(like.dtype, np.inexact) else 0)
@@ -340,13 +372,15 @@ def _zero_nonfinite(tree: PyTree) -> PyTree:
     The zeros are negative so that XLA does not merge them with other zeros; see `_finite._all_leaves_finite_default`.
     """
 
-    def replace(x: Any) -> Any:
+    def replace(x: object) -> object:
         return jnp.where(jnp.isfinite(x), x, -0.0) if is_inexact(x) else x
 
     return jax.tree.map(replace, tree)
 
 
-def optax_step(tx: optax.GradientTransformation, grads: PyTree, **extra_args: Any) -> Callable[[Any, Any], Any]:
+def optax_step(
+    tx: optax.GradientTransformation, grads: PyTree, **extra_args: Any
+) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
     """Creates the step that `apply_if` gates: it computes the updates of an optax optimizer and applies them.
 
     Args:
@@ -361,9 +395,12 @@ def optax_step(tx: optax.GradientTransformation, grads: PyTree, **extra_args: An
     Raises:
       TypeError: `tx` is not a gradient transformation. From the step: `tx` is wrapped in `with_loss_scaling`.
 
-    >>> from jmpscale import apply_if
+    >>> import jax.numpy as jnp
+    >>> import jmpscale
+    >>> import optax
     >>> tx, params = optax.sgd(1.0), {"w": jnp.array(3.0)}
-    >>> apply_if(True, optax_step(tx, {"w": jnp.array(1.0)}), params, tx.init(params))[0]
+    >>> step = jmpscale.optax_step(tx, {"w": jnp.array(1.0)})
+    >>> jmpscale.apply_if(True, step, params, tx.init(params))[0]
     {'w': Array(2., dtype=float32)}
     """
     if callable(tx) and not hasattr(tx, "update"):
@@ -371,8 +408,8 @@ def optax_step(tx: optax.GradientTransformation, grads: PyTree, **extra_args: An
     _check_transformation(tx, "tx", "optax.adam(1e-3), then the gradients")
     wide = _with_extra_args(tx)
 
-    def step(params: Any, opt_state: Any) -> Any:
-        if find_instances(opt_state, LossScalingState):
+    def step(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+        if find_instances(opt_state, WithLossScalingState):
             raise TypeError(
                 "tx must not be wrapped in with_loss_scaling: a skipped step would not adjust its scale. Pass the "
                 "inner optimizer, or call tx.update without apply_if."
@@ -383,5 +420,5 @@ def optax_step(tx: optax.GradientTransformation, grads: PyTree, **extra_args: An
     return step
 
 
-def _apply_update(update: Any, param: Any) -> Any:
+def _apply_update(update: ArrayLike | None, param: PyTree) -> PyTree:
     return param if update is None else optax.apply_updates(param, update)

@@ -14,31 +14,17 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from jmpscale._finite import (
-    AxisName,
-    all_finite_here,
-    axes_to_reduce,
-    check_no_partial_sums,
-    use_variadic_reduce,
-    warn_if_unsynchronized,
-)
-from jmpscale._state import (
-    ARRAY_FIELDS,
-    COUNTER_LIMIT,
-    LARGEST_SCALE,
-    LossScalingState,
-    ScalerState,
-    SkipReason,
-    check_count,
-)
+from jmpscale._axes import AxisName, axes_to_reduce, check_no_partial_sums, warn_if_unsynchronized
+from jmpscale._check import COUNTER_LIMIT, check_count, format_number
+from jmpscale._finite import all_finite_here, use_variadic_reduce
+from jmpscale._state import ARRAY_FIELDS, LARGEST_SCALE, ScalerState, SkipReason, WithLossScalingState
 from jmpscale._tree import (
     PyTree,
     check_no_refs,
-    check_one_scaler,
     check_scaler,
     find_instances,
     find_scaler,
-    is_gradient,
+    gradients_with_path,
     is_inexact,
     is_traced,
     path_names,
@@ -48,7 +34,7 @@ FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL, FLOAT16_MAX = 2.0**-24, 2.0**-14, 655
 
 _COUNTS = ("nan", "inf", "zero", "underflow", "subnormal")
 
-_STUCK = "{run} consecutive steps were skipped ({total} in total); the loss scale is {scale:g}. "
+_STUCK = "{run} consecutive steps were skipped ({total} in total); the loss scale is {scale}. "
 _OVERFLOW = f"{_STUCK}In the most recent skip the loss, if given, was finite, but the gradients were not. "
 _DIAGNOSES = (  # in the order of _diagnoses
     f"{_STUCK}The loss scale is invalid: the state was damaged, in storage or by hand. Restore an older checkpoint.",
@@ -57,9 +43,16 @@ _DIAGNOSES = (  # in the order of _diagnoses
     f"{_STUCK}The gradients that optax.MultiSteps has accumulated can never become finite again: it resets them "
     "by multiplying them by zero, and 0 * inf is NaN. Place with_loss_scaling outside: "
     "with_loss_scaling(optax.MultiSteps(tx, k)).",
+    "{total} steps were skipped, and the loss scale has fallen to {scale}, its lower limit, at which steps are still "
+    "skipped, although not consecutive ones. Some batches have no finite gradients at any scale. Common causes are "
+    "invalid data, and a softmax over a row in which a mask hides every value. jmpscale.grad_report of such a batch "
+    "names the leaf. Correct these batches or the lines that make them NaN; the scale then grows again.",
     f"{_OVERFLOW}The scale cannot back off any further: the gradients overflow at every allowed scale, or they are "
     "NaN. jmpscale.grad_report names the leaf. Run the same batch in float32; if the gradients are finite there, "
-    "decrease min_scale (or a static scale), or keep the overflowing layers in float32.",
+    "decrease min_scale, or keep the overflowing layers in float32.",
+    f"{_OVERFLOW}The scale is static and does not back off. If the gradients of the same batch are finite in float32, "
+    "decrease the scale of the backward pass: the number given to loss_scaled(fun, number) if the loss function is "
+    "wrapped by it, and otherwise the number given to static. jmpscale.grad_report names the leaf that overflows.",
     f"{_OVERFLOW}These are the first skips of this run: the scale is still backing off from its initial value. Allow "
     "more skips, or decrease init_scale.",
     f"{_OVERFLOW}The scale is still backing off. Allow more skips, or look for a change in the data or the model: "
@@ -67,30 +60,30 @@ _DIAGNOSES = (  # in the order of _diagnoses
 )
 
 
-def metrics(holder: PyTree) -> dict[str, jax.Array]:
+def metrics(scaler: PyTree) -> dict[str, jax.Array]:
     """Returns the values of a scaler that are worth logging.
 
     Args:
-      holder: a scaler, a batch of scalers, or any pytree that contains exactly one, such as the optimizer state of
+      scaler: a scaler, a batch of scalers, or any pytree that contains exactly one, such as the optimizer state of
         `with_loss_scaling`.
 
     Returns:
-      A dict of `loss_scale`, `finite_steps`, `hysteresis_left`, `skipped`, `consecutive_skips` and `last_skip`, which
-      are fields of `ScalerState`. For an optimizer state of `with_loss_scaling(max_norm=...)` it also contains
-      `grad_norm`, f32[], the global norm before clipping. The values are the arrays of the state itself, so read or
-      copy them before the state is donated.
+      A dict of `loss_scale`, `finite_steps`, `hysteresis_left`, `total_skips`, `consecutive_skips` and
+      `last_skip_reason`, which are fields of `ScalerState`. If the loss function is wrapped by `loss_scaled(fun,
+      number)`, the scale of the backward pass is this number, and `loss_scale` is only the scaler's own. For an
+      optimizer state of `with_loss_scaling(max_norm=...)` the dict also contains `grad_norm`, f32[], the global norm
+      before clipping. The values are the arrays of the state itself, so read or copy them before the state is donated.
 
     Raises:
-      ValueError: `holder` contains no scaler, or more than one.
+      ValueError: `scaler` contains no scaler, or more than one.
 
-    >>> from jmpscale import dynamic
-    >>> {name: float(value) for name, value in metrics(dynamic(8.0)).items() if "scale" in name}
+    >>> import jmpscale
+    >>> {name: float(value) for name, value in jmpscale.metrics(jmpscale.dynamic(8.0)).items() if "scale" in name}
     {'loss_scale': 8.0}
     """
-    scaler = find_scaler(holder, "holder")
-    check_scaler(scaler)
-    values = {name: getattr(scaler, name) for name in ARRAY_FIELDS}
-    for state in find_instances(holder, LossScalingState):
+    found = find_scaler(scaler, allow_batch=True)
+    values = {name: getattr(found, name) for name in ARRAY_FIELDS}
+    for state in find_instances(scaler, WithLossScalingState):
         norm = jax.tree.leaves(state.grad_norm)  # an optimizer of Flax NNX wraps it; without max_norm it is None
         values |= {"grad_norm": norm[0]} if norm else {}
     return values
@@ -143,7 +136,9 @@ class GradReport:
           TypeError: the report is traced, or `limit` is not an integer.
           ValueError: the report is a batch, or covers several steps; index its arrays first.
 
-        >>> print(grad_report({"w": jnp.array([1.0, jnp.inf]), "b": jnp.ones(3)}).describe())
+        >>> import jax.numpy as jnp
+        >>> import jmpscale
+        >>> print(jmpscale.grad_report({"w": jnp.array([1.0, jnp.inf]), "b": jnp.ones(3)}).describe())
         1 of 2 leaves is not finite; the overflow most likely began in w.
         leaf  values  max_abs  headroom  nan  inf  zero  underflow  subnormal
         w          2      inf      -inf    0    1     0          0          0
@@ -180,7 +175,10 @@ class GradReport:
           A dict of f32[], or of f32[steps] for stacked reports. `max_abs` is the largest magnitude, NaN if a leaf
           contains NaN. `nan`, `inf`, `zero`, `underflow` and `subnormal` are fractions of all values, in [0, 1].
 
-        >>> {name: float(x) for name, x in grad_report({"w": jnp.array([0.0, 4.0])}).totals().items() if x > 0}
+        >>> import jax.numpy as jnp
+        >>> import jmpscale
+        >>> report = jmpscale.grad_report({"w": jnp.array([0.0, 4.0])})
+        >>> {name: float(x) for name, x in report.totals().items() if x > 0}
         {'max_abs': 4.0, 'zero': 0.5}
         """
         max_abs = jnp.where(jnp.isnan(self.max_abs).any(-1), jnp.nan, self.max_abs.max(-1))
@@ -194,16 +192,18 @@ def _summarize(first: str, nonfinite: Any, fraction: float, inf: Any) -> str:
     leaves, faulty = len(nonfinite), int((nonfinite > 0).sum())
     if not faulty:
         return f"All leaves are finite; the largest magnitude is in {first}."
+    what, remedy = "the overflow", "; a smaller scale shows where the overflow begins"
+    if not inf.any():
+        what, remedy = "the NaN", ""
     if faulty > 1 and fraction > 0.5:
-        sentence = (
-            f"{faulty} of {leaves} leaves are mostly not finite; a smaller scale shows where the overflow begins."
-        )
+        sentence = f"{faulty} of {leaves} leaves are mostly not finite{remedy}."
     else:
         verb = "is" if faulty == 1 else "are"
-        sentence = f"{faulty} of {leaves} leaves {verb} not finite; the overflow most likely began in {first}."
+        sentence = f"{faulty} of {leaves} leaves {verb} not finite; {what} most likely began in {first}."
     if not inf.any():
         sentence += (
-            " All non-finite values are NaN: invalid data, a 0/0 in the model, or inf - inf later in the backward pass."
+            " All non-finite values are NaN: invalid data, a 0/0 in the model (such as a softmax over a row that is "
+            "masked everywhere), or inf - inf later in the backward pass."
         )
     return sentence
 
@@ -239,8 +239,8 @@ def grad_report(grads: PyTree, *, scaler: ScalerState | None = None, axis_name: 
 
     Args:
       grads: pytree of gradients in true units, as `value_and_grad` returns them. Leaves that are not floating-point or
-        complex are omitted, and so are the values that Flax's fp8 layers return under `_overwrite_with_gradient`. The
-        real and imaginary parts of a complex number count as two values.
+        complex are omitted, and so are the new scales and histories of Flax's fp8 layers. The real and imaginary parts
+        of a complex number count as two values.
       scaler: the scaler of the step, for a report on the scaled gradients, as the backward pass held them. Without it
         the report is on the gradients in true units.
       axis_name: the mapped axes over which to combine the report, as in `all_finite`; needed only under `jax.pmap`,
@@ -254,16 +254,18 @@ def grad_report(grads: PyTree, *, scaler: ScalerState | None = None, axis_name: 
       ValueError: `scaler` is a batch of scalers, there is no floating-point leaf, a leaf has more than 2147483647
         values, or an axis is not mapped here.
 
-    >>> report = grad_report({"w": jnp.array([1e-6, 0.0]), "b": jnp.array([3.0, 1e-8])})
+    >>> import jax.numpy as jnp
+    >>> import jmpscale
+    >>> report = jmpscale.grad_report({"w": jnp.array([1e-6, 0.0]), "b": jnp.array([3.0, 1e-8])})
     >>> dict(zip(report.paths, report.underflow.tolist()))
     {'b': 1, 'w': 0}
     """
     if scaler is not None:
-        check_one_scaler(scaler, "scaler")
+        check_scaler(scaler)
     check_no_refs(grads, "grads")
     check_no_partial_sums(grads)
     warn_if_unsynchronized(axis_name)
-    entries = [(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(grads) if is_gradient(path, leaf)]
+    entries = gradients_with_path(grads)
     if not entries:
         raise ValueError("grads must have a leaf of a floating-point dtype, got none. Pass the gradients.")
     names = [name or "grads" for name in path_names([path for path, _ in entries])]
@@ -363,56 +365,88 @@ def _all_reduce(parts: list[Any], axes: list[tuple[Any, ...]], collective: Calla
     return jnp.concatenate(reduced)[np.argsort(np.concatenate([*groups.values()]))]
 
 
-def raise_if_stuck(holder: PyTree, *, max_consecutive_skips: int) -> None:
-    """Raises if too many consecutive steps were skipped; call it between steps.
+def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
+    """Raises if too many steps were skipped; call it between steps.
+
+    It raises if more than `max_consecutive_skips` consecutive steps were skipped; or if more steps were skipped in
+    total, the scale of a dynamic scaler is `min_scale`, and the most recent overflow happened at this scale.
 
     It waits for one scalar from the device, so call it every hundred steps, for example. In a compiled program it is a
     check of `jax.experimental.checkify`: transform the program with `checkify.checkify`, and throw the error that the
     program returns.
 
     Args:
-      holder: a `ScalerState`, or any pytree that contains exactly one. In a whole optimizer state, sums of
+      scaler: a `ScalerState`, or any pytree that contains exactly one. In a whole optimizer state, sums of
         `optax.MultiSteps` that an overflow has made NaN are recognized as well.
       max_consecutive_skips: the number of consecutive skips that is acceptable, at least 1. The initial backoff skips
         some steps: from a scale of 2^16 to 1, it skips 16.
 
     Raises:
       FloatingPointError: the limit was exceeded. The message states the scale, the cause and the remedy.
-        Under `checkify` it is a `checkify.JaxRuntimeError` with the same text.
+        Under `checkify` it is a `checkify.JaxRuntimeError`.
       TypeError: `max_consecutive_skips` is not an integer.
-      ValueError: `holder` contains no scaler, more than one, or a batch of scalers; or `max_consecutive_skips` is below
+      ValueError: `scaler` contains no scaler, more than one, or a batch of scalers; or `max_consecutive_skips` is below
         1; or the call is under `jax.jit` without `checkify`.
 
-    >>> from jmpscale import dynamic
-    >>> raise_if_stuck(dynamic(), max_consecutive_skips=20)
+    >>> import jmpscale
+    >>> jmpscale.raise_if_stuck(jmpscale.dynamic(), max_consecutive_skips=20)
     """
-    state = find_scaler(holder, "holder")
-    check_one_scaler(state, "holder")
-    stuck = state.consecutive_skips > check_count("max_consecutive_skips", max_consecutive_skips)
-    numbers = {"scale": state.loss_scale, "run": state.consecutive_skips, "total": state.skipped}
-    if any(map(is_traced, [stuck, *jax.tree.leaves(state)])):
-        from jax.experimental import checkify
-
-        for holds, text in _diagnoses(state, holder):  # checkify reports the first check that fails
-            checkify.check(jnp.logical_not(stuck & holds), text, debug=False, **numbers)
-    elif stuck:
-        state = jax.tree.map(np.asarray, state)  # under a transformation JAX would trace operations on known arrays
-        raise FloatingPointError(next(text for holds, text in _diagnoses(state, holder) if holds).format(**numbers))
+    state = find_scaler(scaler)
+    limit = check_count("max_consecutive_skips", max_consecutive_skips)
+    if any(map(is_traced, jax.tree.leaves(state))):
+        _check_in_program(state, scaler, limit)
+        return
+    state = jax.tree.map(np.asarray, state)  # under a transformation JAX would trace operations on known arrays
+    if _is_stuck(state, limit):
+        text = next(text for holds, text in _diagnoses(state, scaler, limit) if holds)
+        scale = format_number(float(str(np.float32(state.loss_scale))))  # the shortest of the numbers with this float32
+        raise FloatingPointError(text.format(scale=scale, run=state.consecutive_skips, total=state.total_skips))
 
 
-def _diagnoses(state: ScalerState, holder: PyTree) -> list[tuple[Any, str]]:
+def _check_in_program(state: ScalerState, tree: PyTree, limit: int) -> None:
+    from jax.experimental import checkify
+
+    stuck = _is_stuck(state, limit)
+    numbers = {"scale": state.loss_scale, "run": state.consecutive_skips, "total": state.total_skips}
+    for holds, text in _diagnoses(state, tree, limit):  # checkify reports the first check that fails
+        checkify.check(jnp.logical_not(stuck & holds), text.replace("{scale}", "{scale:g}"), debug=False, **numbers)
+
+
+def _is_stuck(state: ScalerState, limit: int) -> Any:
+    return (state.consecutive_skips > limit) | _skips_at_min_scale(state, limit)
+
+
+def _skips_at_min_scale(state: ScalerState, limit: int) -> Any:
+    """Tests whether a dynamic scale has fallen to its lower limit and steps are still skipped there.
+
+    A run whose scale touches the limit and recovers has no skip at the limit, or few skips in total.
+    """
+    at_limit = (state.loss_scale <= np.float32(state.config.min_scale)) & (state.config.mode == "dynamic")
+    return at_limit & (state.last_skip_reason == SkipReason.MIN_SCALE) & (state.total_skips > limit)
+
+
+def _diagnoses(state: ScalerState, tree: PyTree, limit: int) -> list[tuple[Any, str]]:
     """Returns each diagnosis with a flag: whether it applies. The first diagnosis that applies is reported."""
     scale, config = state.loss_scale, state.config
     damaged = ~((scale > 0) & (scale <= LARGEST_SCALE))  # also NaN
-    at_limit = (scale <= np.float32(config.min_scale)) | (config.mode == "static")
-    at_start = state.consecutive_skips == state.skipped
-    applies = (damaged, state.last_skip == SkipReason.LOSS, _has_nonfinite_sums(holder), at_limit, at_start, True)
+    at_limit = (scale <= np.float32(config.min_scale)) & (config.mode == "dynamic")
+    applies = (
+        damaged,
+        state.last_skip_reason == SkipReason.LOSS,
+        _has_nonfinite_sums(tree),
+        _skips_at_min_scale(state, limit) & (state.consecutive_skips <= limit),
+        at_limit,
+        config.mode == "static",
+        state.consecutive_skips == state.total_skips,
+        True,
+    )
     return list(zip(applies, _DIAGNOSES, strict=True))
 
 
-def _has_nonfinite_sums(holder: PyTree) -> Any:
+def _has_nonfinite_sums(tree: PyTree) -> Any:
     """Tests whether gradients that `optax.MultiSteps` has accumulated are not finite, on this process's devices."""
-    entries = jax.tree_util.tree_leaves_with_path(holder)
+    # The sums are recognized by the name of their field, so that this module needs no optax.
+    entries = jax.tree_util.tree_leaves_with_path(tree)
     in_sums = [leaf for path, leaf in entries if any(getattr(key, "name", "") == "acc_grads" for key in path)]
     sums = [leaf for leaf in in_sums if is_inexact(leaf)]
     if any(map(is_traced, sums)):

@@ -6,7 +6,6 @@ This is the only module that validates settings. It does so in Python, before an
 import dataclasses
 import enum
 import json
-import math
 import sys
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, get_args
@@ -15,6 +14,8 @@ import jax
 import jax.export
 import numpy as np
 
+from jmpscale._check import check_choice, check_count, check_in_range, check_number, format_number
+
 Mode = Literal["dynamic", "static", "disabled"]
 HysteresisReset = Literal["growth", "finite"]
 
@@ -22,75 +23,6 @@ HysteresisReset = Literal["growth", "finite"]
 # GPUs and TPUs flush subnormal numbers to zero, so every unscaled gradient would be zero.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
-
-COUNTER_LIMIT = int(np.iinfo(np.int32).max)
-
-
-def describe(value: Any) -> str:
-    """Describes a value in an error message: the dtype and shape of an array, a short text, or the type."""
-    if isinstance(shape := getattr(value, "shape", None), tuple) and hasattr(value, "dtype"):
-        return f"{value.dtype}{list(shape)}"
-    if isinstance(value, (str, int, float, complex, type(None))):
-        return truncate(repr(value))
-    return type(value).__name__
-
-
-def truncate(value: object, length: int = 60) -> str:
-    """Returns the text of a value, cut to `length` characters."""
-    text = str(value)
-    return text if len(text) <= length else f"{text[: length - 3]}..."
-
-
-def _to_python_scalar(value: object) -> object:
-    return value.item() if isinstance(value, np.generic) else value
-
-
-def _check_number(name: str, value: object) -> float:
-    """Returns `value` as a Python float, or raises."""
-    value = _to_python_scalar(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(
-            f"{name} must be a Python number, got {describe(value)} of type {type(value).__name__}. Settings are "
-            "compiled into the program: convert a concrete array with float(); a traced value cannot be a setting."
-        )
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if math.isnan(number):
-        raise ValueError(f"{name} must be a number, got nan. Pass a finite value.")
-    return number
-
-
-def check_count(name: str, value: object, low: int = 1) -> int:
-    """Returns `value` as a Python int of at least `low` that fits a 32-bit counter, or raises."""
-    value = _to_python_scalar(value)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(
-            f"{name} must be an integer, got {describe(value)} of type {type(value).__name__}. Use int({name})."
-        )
-    if not low <= value <= COUNTER_LIMIT:
-        raise ValueError(
-            f"{name} must be between {low} and {COUNTER_LIMIT}, got {describe(value)}. Choose one in that range."
-        )
-    return value
-
-
-def check_in_range(name: str, value: object, low: float, high: float, remedy: str) -> float:
-    """Returns `value` as a Python float in `[low, high]`, or raises with the remedy."""
-    number = _check_number(name, value)
-    if not low <= number <= high:
-        raise ValueError(f"{name} must be between {low:g} and {high:g}, got {number:g}. {remedy}")
-    return number
-
-
-def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if not (isinstance(value, str) and value in allowed):
-        raise ValueError(
-            f"{name} must be one of {', '.join(map(repr, allowed))}, got {describe(value)}. Choose one of them."
-        )
-
-
 _SCALE_REMEDY = "Outside [2^-126, 2^126] the scale or its reciprocal is subnormal or infinite in float32."
 
 
@@ -100,23 +32,16 @@ class ScalerConfig:
     """The settings of a scaler: Python numbers that are compiled into the program and never saved in a checkpoint.
 
     Attributes:
-      mode: `"dynamic"` adjusts the scale, `"static"` keeps it, `"disabled"` does nothing. The other settings apply only
-        to `"dynamic"`.
-      growth_factor: the factor by which the scale grows after `growth_interval` consecutive finite steps; above 1.
-      backoff_factor: the factor by which the scale backs off after an overflow; between 0 and 1.
-      growth_interval: the scale grows after this number of finite steps without an overflow; at least 1.
-      hysteresis: the scale backs off on overflow number `hysteresis` and on every later one; at least 1.
-      hysteresis_reset: what restarts the count of overflows: `"growth"`, a growth of the scale, as in Megatron-LM and
-        DeepSpeed; or `"finite"`, each finite step, as in apex and NeMo.
-      min_scale: the lower limit of the scale, in [2^-126, 2^126].
-      max_scale: the upper limit of the scale, in [2^-126, 2^126].
+      mode: `"dynamic"` adjusts the scale, `"static"` keeps it, `"disabled"` does nothing. The other settings are the
+        arguments of `dynamic` and apply only to this mode.
 
     Raises:
       TypeError: a setting has the wrong type (an array, a bool, a float where an integer is expected).
       ValueError: a setting is out of range.
 
-    >>> ScalerConfig(growth_interval=1000).backoff_factor
-    0.5
+    >>> import jmpscale
+    >>> jmpscale.dynamic(growth_interval=1000).config.growth_interval
+    1000
     """
 
     mode: Mode = "dynamic"
@@ -129,11 +54,11 @@ class ScalerConfig:
     max_scale: float = 2.0**32
 
     def __post_init__(self) -> None:
-        _check_choice("mode", self.mode, get_args(Mode))
-        _check_choice("hysteresis_reset", self.hysteresis_reset, get_args(HysteresisReset))
+        check_choice("mode", self.mode, get_args(Mode))
+        check_choice("hysteresis_reset", self.hysteresis_reset, get_args(HysteresisReset))
         numbers = {
-            "growth_factor": _check_number("growth_factor", self.growth_factor),
-            "backoff_factor": _check_number("backoff_factor", self.backoff_factor),
+            "growth_factor": check_number("growth_factor", self.growth_factor),
+            "backoff_factor": check_number("backoff_factor", self.backoff_factor),
             "growth_interval": check_count("growth_interval", self.growth_interval),
             "hysteresis": check_count("hysteresis", self.hysteresis),
             "min_scale": check_in_range("min_scale", self.min_scale, SMALLEST_SCALE, LARGEST_SCALE, _SCALE_REMEDY),
@@ -154,12 +79,13 @@ class ScalerConfig:
             )
         if self.min_scale > self.max_scale:
             raise ValueError(
-                f"min_scale must not exceed max_scale, got {self.min_scale:g} and {self.max_scale:g}. Swap them."
+                f"min_scale must not exceed max_scale, got {format_number(self.min_scale)} and "
+                f"{format_number(self.max_scale)}."
             )
 
 
 class SkipReason(enum.IntEnum):
-    """The reason for a skip: the values of `ScalerState.last_skip`."""
+    """The reason for a skip: the values of `ScalerState.last_skip_reason`."""
 
     NONE = 0
     """No step has been skipped."""
@@ -167,6 +93,8 @@ class SkipReason(enum.IntEnum):
     """The gradients were not finite."""
     LOSS = 2
     """The loss was not finite, because the data were invalid or the forward pass overflowed."""
+    MIN_SCALE = 3
+    """The gradients were not finite although the dynamic scale was `min_scale`, so it could not back off."""
 
 
 class ScalerState(NamedTuple):
@@ -178,12 +106,13 @@ class ScalerState(NamedTuple):
     Attributes:
       loss_scale: f32[], the factor by which the loss is multiplied. A dynamic scale is in `[config.min_scale,
         config.max_scale]`.
-      finite_steps: i32[], the number of finite steps since the scale last grew or gradients last overflowed.
+      finite_steps: i32[], the number of finite steps since the scale last grew or gradients last overflowed; a skip
+        because of a non-finite loss does not reset it.
       hysteresis_left: i32[], the number of overflows until the scale backs off. At 0, as at 1, it backs off
         at the next overflow.
-      skipped: i32[], the total number of skipped steps.
+      total_skips: i32[], the number of skipped steps.
       consecutive_skips: i32[], the number of skipped steps since the last applied step.
-      last_skip: i32[], the `SkipReason` of the most recent skip.
+      last_skip_reason: i32[], the `SkipReason` of the most recent skip.
       config: the settings; part of the tree's structure, not a leaf.
 
     Counters stop at 2147483647 instead of wrapping around.
@@ -192,9 +121,9 @@ class ScalerState(NamedTuple):
     loss_scale: jax.Array
     finite_steps: jax.Array
     hysteresis_left: jax.Array
-    skipped: jax.Array
+    total_skips: jax.Array
     consecutive_skips: jax.Array
-    last_skip: jax.Array
+    last_skip_reason: jax.Array
     config: ScalerConfig
 
     @property
@@ -206,17 +135,32 @@ class ScalerState(NamedTuple):
 ARRAY_FIELDS = ScalerState._fields[:-1]
 
 
-def _flatten(state: ScalerState) -> tuple[tuple[Any, ...], ScalerConfig]:
-    return state[:-1], state.config
+class _AnySettings:
+    """The auxiliary data of a `ScalerState` without settings, which equal all settings.
+
+    Some checkpointers (Levanter's) rebuild a state field by field, with None for a field that has no leaves, and map
+    the result together with the original state. JAX requires that the auxiliary data of the two are equal.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, (_AnySettings, ScalerConfig))
+
+    def __hash__(self) -> int:
+        return hash(_AnySettings)
 
 
-def _flatten_with_keys(state: ScalerState) -> tuple[tuple[tuple[Any, Any], ...], ScalerConfig]:
+def _flatten(scaler: ScalerState) -> tuple[tuple[Any, ...], object]:
+    return scaler[:-1], _AnySettings() if scaler.config is None else scaler.config
+
+
+def _flatten_with_keys(scaler: ScalerState) -> tuple[tuple[tuple[Any, Any], ...], object]:
+    children, settings = _flatten(scaler)
     keys = map(jax.tree_util.GetAttrKey, ARRAY_FIELDS)
-    return tuple(zip(keys, state[:-1], strict=True)), state.config
+    return tuple(zip(keys, children, strict=True)), settings
 
 
 def _unflatten(aux_data: Any, children: Iterable[Any]) -> ScalerState:
-    return ScalerState._make([*children, aux_data])
+    return ScalerState._make([*children, None if isinstance(aux_data, _AnySettings) else aux_data])
 
 
 # The state is registered explicitly, so that the settings are auxiliary data: trainers and checkpointers that enumerate
@@ -225,7 +169,7 @@ def _unflatten(aux_data: Any, children: Iterable[Any]) -> ScalerState:
 jax.tree_util.register_pytree_with_keys(ScalerState, _flatten_with_keys, _unflatten, _flatten)
 
 
-class LossScalingState(NamedTuple):
+class WithLossScalingState(NamedTuple):
     """The optimizer state of `with_loss_scaling`.
 
     Attributes:
@@ -250,14 +194,14 @@ def dynamic(
     min_scale: float = 1.0,
     max_scale: float = 2.0**32,
 ) -> ScalerState:
-    """Creates a scaler whose scale backs off after an overflow and grows after consecutive finite steps.
+    """Creates a scaler whose scale backs off after an overflow and grows after many finite steps without one.
 
     `update` defines the rule. The defaults are the defaults of `torch.amp.GradScaler`, with a lower limit of 1 as in
     Megatron-LM and an upper limit of 2^32 as in ColossalAI.
 
     Args:
       init_scale: the first loss scale, in `[min_scale, max_scale]`. Scaling by a power of two is exact.
-      growth_factor: the factor by which the scale grows after `growth_interval` consecutive finite steps; above 1.
+      growth_factor: the factor by which the scale grows; above 1.
       backoff_factor: the factor by which the scale backs off after an overflow; between 0 and 1.
       growth_interval: the scale grows after this number of finite steps without an overflow; at least 1.
       hysteresis: the scale backs off on overflow number `hysteresis` and on every later one; at least 1.
@@ -275,8 +219,9 @@ def dynamic(
       TypeError: an argument has the wrong type.
       ValueError: an argument is out of range.
 
-    >>> state = dynamic(2.0**15, growth_interval=1000)
-    >>> float(state.loss_scale), int(state.skipped)
+    >>> import jmpscale
+    >>> scaler = jmpscale.dynamic(2.0**15, growth_interval=1000)
+    >>> float(scaler.loss_scale), int(scaler.total_skips)
     (32768.0, 0)
 
     Reference: Micikevicius et al., "Mixed Precision Training", 2017 (arXiv:1710.03740), section 3.2.
@@ -308,7 +253,8 @@ def static(scale: float) -> ScalerState:
       TypeError: `scale` is not a Python number.
       ValueError: `scale` is out of range.
 
-    >>> float(static(128).loss_scale)
+    >>> import jmpscale
+    >>> float(jmpscale.static(128).loss_scale)
     128.0
     """
     config = ScalerConfig(mode="static")
@@ -320,10 +266,10 @@ def disabled() -> ScalerState:
 
     Returns:
       A `ScalerState` that no step changes. With this scaler float16 gradients stay float16; with other scalers they
-      become float32. `all_finite` and `apply_if` do not receive the scaler, so a step that calls them still checks and
-      skips. To prevent that, pass True in place of the flag.
+      become float32. With the functional API, pass it to `all_finite(grads, scaler=scaler)`, which then checks nothing.
 
-    >>> disabled().config.mode
+    >>> import jmpscale
+    >>> jmpscale.disabled().config.mode
     'disabled'
     """
     return init_state(1.0, ScalerConfig(mode="disabled"))
@@ -334,8 +280,15 @@ def init_state(loss_scale: float, config: ScalerConfig, finite_steps: int = 0) -
     register_with_flax()
     # The fields are NumPy arrays, because a JAX array would start the backend, and zero-dimensional arrays instead of
     # NumPy scalars, because Orbax does not save NumPy scalars.
-    counters = [np.array(n, np.int32) for n in (finite_steps, config.hysteresis, 0, 0, SkipReason.NONE)]
-    return _unflatten(config, [np.array(loss_scale, np.float32), *counters])
+    fields: dict[str, Any] = {
+        "loss_scale": np.array(loss_scale, np.float32),
+        "finite_steps": np.array(finite_steps, np.int32),
+        "hysteresis_left": np.array(config.hysteresis, np.int32),
+        "total_skips": np.array(0, np.int32),
+        "consecutive_skips": np.array(0, np.int32),
+        "last_skip_reason": np.array(SkipReason.NONE, np.int32),
+    }
+    return ScalerState(**fields, config=config)
 
 
 def register_with_flax() -> None:
@@ -366,5 +319,5 @@ jax.export.register_pytree_node_serialization(
     deserialize_auxdata=_deserialize_config,
     from_children=_unflatten,
 )
-jax.export.register_namedtuple_serialization(LossScalingState, serialized_name="jmpscale.LossScalingState")
+jax.export.register_namedtuple_serialization(WithLossScalingState, serialized_name="jmpscale.WithLossScalingState")
 register_with_flax()

@@ -10,9 +10,10 @@ import jax
 import matplotlib.pyplot as plt
 import numpy as np
 
+from jmpscale._check import check_count, describe
 from jmpscale._report import FLOAT16_MAX, FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL, GradReport
-from jmpscale._state import ScalerState, SkipReason, check_count, describe
-from jmpscale._tree import PyTree, check_one_scaler, flatten_matching, is_gradient
+from jmpscale._state import ScalerState, SkipReason
+from jmpscale._tree import PyTree, check_scaler, flatten_gradients
 
 GRAY, RED, BLUE, YELLOW = "#5c626b", "#d1495b", "#2a7f9e", "#e9b44c"
 
@@ -34,11 +35,13 @@ def exponent_histogram(grads: PyTree, *, scaler: ScalerState | None = None, ax: 
       TypeError: `scaler` is not a `ScalerState`.
       ValueError: `grads` has no floating-point values, or `scaler` is a batch of scalers.
 
-    >>> exponent_histogram({"w": np.array([0.0, 1e-8, 1e-5, 1.0])}).get_ylabel()
+    >>> import numpy as np
+    >>> from jmpscale import plots
+    >>> plots.exponent_histogram({"w": np.array([0.0, 1e-8, 1e-5, 1.0])}).get_ylabel()
     'percentage of all values'
     """
     if scaler is not None:
-        check_one_scaler(scaler, "scaler")
+        check_scaler(scaler)
     values = _magnitudes(grads)
     if not values.size:
         raise ValueError("grads must have a value of a floating-point dtype, got none. Pass the gradients.")
@@ -70,7 +73,7 @@ def exponent_histogram(grads: PyTree, *, scaler: ScalerState | None = None, ax: 
 
 
 def _magnitudes(grads: PyTree) -> np.ndarray:
-    leaves: list[Any] = [np.ravel(x) for x in jax.device_get(flatten_matching(grads, is_gradient)[0])]
+    leaves: list[Any] = [np.ravel(x) for x in jax.device_get(flatten_gradients(grads)[0])]
     parts = [np.concatenate([x.real, x.imag]) if np.iscomplexobj(x) else x.astype(np.float64) for x in leaves]
     return np.abs(np.concatenate([np.zeros(0), *parts]))
 
@@ -89,22 +92,25 @@ def scale_trajectory(history: Mapping[str, Any], *, ax: Any = None) -> Any:
     Raises:
       TypeError: `history` is not a mapping of stacked arrays.
 
-    >>> from jmpscale import dynamic, metrics, update
-    >>> history = [metrics(update(dynamic(), finite)) for finite in (True, False)]
-    >>> scale_trajectory(jax.tree.map(lambda *x: np.stack(x), *history)).get_ylabel()
+    >>> import jax
+    >>> import jmpscale
+    >>> import numpy as np
+    >>> from jmpscale import plots
+    >>> history = [jmpscale.metrics(jmpscale.update(jmpscale.dynamic(), finite)) for finite in (True, False)]
+    >>> plots.scale_trajectory(jax.tree.map(lambda *x: np.stack(x), *history)).get_ylabel()
     'loss scale'
     """
-    names = "loss_scale", "consecutive_skips", "last_skip"
+    names = "loss_scale", "consecutive_skips", "last_skip_reason"
     columns = [history.get(name) for name in names] if isinstance(history, Mapping) else [None]
     _check_stacked(
         history, columns, 1, f"history must hold the results of metrics after each step, arrays [steps] of {names}"
     )
-    scale, skips, last_skip = map(np.asarray, columns)
+    scale, skips, last_skip_reason = map(np.asarray, columns)
     ax, steps = _axes(ax), np.arange(1, len(scale) + 1)
     ax.step(steps, scale, where="post", color=BLUE, label="loss scale after the step")
-    reasons = ((SkipReason.GRADIENTS, RED, "gradients not finite"), (SkipReason.LOSS, "black", "loss not finite"))
-    for reason, color, name in reasons:
-        at = (skips > 0) & (last_skip == reason)
+    overflow, invalid = [SkipReason.GRADIENTS, SkipReason.MIN_SCALE], [SkipReason.LOSS]
+    for reasons, color, name in ((overflow, RED, "gradients not finite"), (invalid, "black", "loss not finite")):
+        at = (skips > 0) & np.isin(last_skip_reason, reasons)
         if at.any():
             ax.plot(steps[at], scale[at], "v", color=color, label=f"skipped, {name}: {at.sum()}")
     ax.set_yscale("log", base=2)
@@ -128,8 +134,11 @@ def headroom(reports: GradReport, *, limit: int = 8, ax: Any = None) -> Any:
       TypeError: `reports` is not a stacked `GradReport`, or `limit` is not an integer.
       ValueError: `limit` is below 1.
 
-    >>> from jmpscale import grad_report
-    >>> headroom(jax.vmap(grad_report)(np.ones((3, 2), np.float32))).get_xlabel()
+    >>> import jax
+    >>> import jmpscale
+    >>> import numpy as np
+    >>> from jmpscale import plots
+    >>> plots.headroom(jax.vmap(jmpscale.grad_report)(np.ones((3, 2), np.float32))).get_xlabel()
     'step'
     """
     stacked = reports.max_abs if isinstance(reports, GradReport) else None

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jmpscale._finite import varying_axes
-from jmpscale._scaling import check_flag
-from jmpscale._state import describe, truncate
-from jmpscale._tree import PyTree, is_array, is_inexact, named_leaves
+from jmpscale._axes import varying_axes
+from jmpscale._check import check_flag, describe, truncate, type_name
+from jmpscale._tree import PyTree, is_array, is_inexact, named_leaves, structure
 
 
 def inject(tree: PyTree, value: float, *, path: str, when: Any = True) -> Any:
@@ -35,8 +34,10 @@ def inject(tree: PyTree, value: float, *, path: str, when: Any = True) -> Any:
       ValueError: there is no floating-point or complex leaf at `path` (the message lists the paths), or `value` or
         `when` is not a scalar.
 
+    >>> import jax.numpy as jnp
+    >>> from jmpscale import testing
     >>> grads = {"w": jnp.ones(3), "b": jnp.ones(2)}
-    >>> inject(grads, jnp.inf, path="['w']")["w"]
+    >>> testing.inject(grads, jnp.inf, path="['w']")["w"]
     Array([inf,  1.,  1.], dtype=float32)
     """
     return _map_leaf(path, tree, _set_first, value, when)
@@ -46,7 +47,9 @@ def inject_backward(tree: PyTree, value: float, *, path: str, when: Any = True) 
     """Returns a tree unchanged, and in the backward pass sets the first element of one leaf's cotangent to a value.
 
     Call it in the loss function, on parameters or activations. The fault then passes through the rest of the backward
-    pass, the unscaling and the check, as a real overflow does.
+    pass, the unscaling and the check, as a real overflow does. A ReLU or a maximum before this point may remove the
+    fault: where it is not active, its derivative sets the cotangent to zero. Parameters and logits have no such
+    operation before them.
 
     Args:
       tree: pytree of parameters or activations that the loss depends on.
@@ -62,7 +65,10 @@ def inject_backward(tree: PyTree, value: float, *, path: str, when: Any = True) 
       TypeError: as `inject`.
       ValueError: as `inject`.
 
-    >>> jax.grad(lambda w: jnp.sum(inject_backward(w, jnp.inf, path="") ** 2))(jnp.ones(3))
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from jmpscale import testing
+    >>> jax.grad(lambda w: jnp.sum(testing.inject_backward(w, jnp.inf, path="") ** 2))(jnp.ones(3))
     Array([inf,  2.,  2.], dtype=float32)
     """
     return _map_leaf(path, tree, _fault_in_cotangent, value, when)
@@ -121,18 +127,20 @@ def assert_step_is_noop(before: PyTree, after: PyTree) -> None:
     Raises:
       AssertionError: a structure, shape, dtype or bit differs; the message names the first such leaf.
 
-    >>> assert_step_is_noop({"w": jnp.ones(3)}, {"w": jnp.ones(3)})
+    >>> import jax.numpy as jnp
+    >>> from jmpscale import testing
+    >>> testing.assert_step_is_noop({"w": jnp.ones(3)}, {"w": jnp.ones(3)})
     """
     old, new = named_leaves(before), named_leaves(after)
-    structures: tuple[Any, Any] = jax.tree.structure(before), jax.tree.structure(after)
-    if structures[0] != structures[1]:
+    if structure(before) != structure(after):
         differing = sorted({path for path, _ in old} ^ {path for path, _ in new}) or ["a container"]
         raise AssertionError(f"the step changed the structure of the training state: {differing[0]} differs.")
     for (path, was), (_, now) in zip(old, new, strict=True):
         if _bits(was) != _bits(now):
             raise AssertionError(
                 f"the step changed state{path}: {truncate(repr(was), 200)} before, {truncate(repr(now), 200)} after. "
-                "Gate it with apply_if."
+                "If the step was skipped (total_skips of its scaler has increased), gate this value with apply_if; "
+                "otherwise no overflow reached the gradients."
             )
 
 
@@ -165,12 +173,13 @@ def assert_replicated(tree: PyTree) -> None:
       TypeError: a leaf is not an array.
 
     >>> import jmpscale
-    >>> assert_replicated(jmpscale.dynamic())
+    >>> from jmpscale import testing
+    >>> testing.assert_replicated(jmpscale.dynamic())
     """
     leaves = named_leaves(tree)
     for path, leaf in leaves:
         if not is_array(leaf):
-            raise TypeError(f"tree{path} must be an array, got {type(leaf).__name__}. Pass the result of a step.")
+            raise TypeError(f"tree{path} must be an array, got {type_name(leaf)}. Pass the result of a step.")
     on_devices = [(path, leaf) for path, leaf in leaves if isinstance(leaf, jax.Array)]  # NumPy arrays have no copies
     by_rows = all(_has_one_row_per_device(leaf) for _, leaf in on_devices)
     for path, leaf in on_devices:

@@ -7,33 +7,38 @@ are rounded to float32; counters stop at the largest 32-bit integer.
 import numpy as np
 
 COUNTER_LIMIT = 2147483647
-FIELDS = ("loss_scale", "finite_steps", "hysteresis_left", "skipped", "consecutive_skips", "last_skip")
+FIELDS = ("loss_scale", "finite_steps", "hysteresis_left", "total_skips", "consecutive_skips", "last_skip_reason")
 
 
 def step(config, state, finite, loss_finite=True):
     """Returns the state after one step of a dynamic or static scaler."""
     new = dict(state)
     dynamic = config.mode == "dynamic"
+    counts_overflows = dynamic and config.hysteresis > 1
     if finite:
         new["consecutive_skips"] = 0
         new["finite_steps"] = _count_up(state["finite_steps"])
-        if dynamic and config.hysteresis_reset == "finite":
+        if counts_overflows and config.hysteresis_reset == "finite":
             new["hysteresis_left"] = config.hysteresis
         if dynamic and new["finite_steps"] >= config.growth_interval:
             new["finite_steps"] = 0
-            new["hysteresis_left"] = config.hysteresis
+            if counts_overflows:
+                new["hysteresis_left"] = config.hysteresis
             new["loss_scale"] = min(_multiply(state["loss_scale"], config.growth_factor), np.float32(config.max_scale))
         return new
-    new["skipped"] = _count_up(state["skipped"])
+    new["total_skips"] = _count_up(state["total_skips"])
     new["consecutive_skips"] = _count_up(state["consecutive_skips"])
     if not loss_finite:
-        new["last_skip"] = 2
+        new["last_skip_reason"] = 2
         return new
-    new["last_skip"] = 1
+    new["last_skip_reason"] = 1
     new["finite_steps"] = 0
     if dynamic:
-        new["hysteresis_left"] = max(state["hysteresis_left"] - 1, 0)
-        if new["hysteresis_left"] == 0:
+        if state["loss_scale"] <= np.float32(config.min_scale):
+            new["last_skip_reason"] = 3
+        if counts_overflows:
+            new["hysteresis_left"] = max(state["hysteresis_left"] - 1, 0)
+        if not counts_overflows or new["hysteresis_left"] == 0:
             new["loss_scale"] = max(_multiply(state["loss_scale"], config.backoff_factor), np.float32(config.min_scale))
     return new
 

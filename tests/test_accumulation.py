@@ -62,8 +62,8 @@ def test_apply_if_skips_an_accumulated_step_or_a_micro_batch(value, at, scale, r
     finite = np.setdiff1d(np.arange(16), at)
     expected = _expected(finite) if skip == "micro-batch" or not at else np.zeros_like(W)
     np.testing.assert_allclose(grads, expected, rtol=1e-6)
-    assert (scaler.loss_scale, bool(scaler.skipped)) == (scale, bool(at))
-    assert scaler.last_skip == jmpscale.SkipReason[reason]
+    assert (scaler.loss_scale, bool(scaler.total_skips)) == (scale, bool(at))
+    assert scaler.last_skip_reason == jmpscale.SkipReason[reason]
 
 
 WEIGHTS = {"large": 1e3, "small": 1e-9}
@@ -125,7 +125,7 @@ def test_update_adjusts_one_scaler_for_two_optimizers(overflows):
     factors = {name: 2.0 ** (126 * (name in overflows)) for name in params}
     after, scaler = _step_of_two_networks(params, jmpscale.dynamic(16.0), factors)
     assert [name for name in params if (after[name] == params[name]).all()] == overflows
-    assert (scaler.loss_scale, scaler.skipped) == ((8.0, 1) if overflows else (16.0, 0))
+    assert (scaler.loss_scale, scaler.total_skips) == ((8.0, 1) if overflows else (16.0, 0))
 
 
 def test_value_and_grad_under_vmap_differentiates_each_example():

@@ -68,7 +68,7 @@ def _plain(api):
 
 def _inner(opt_state):
     """Returns the part of an optimizer state that a skipped step does not change."""
-    return opt_state.inner_state if isinstance(opt_state, jmpscale.LossScalingState) else opt_state
+    return opt_state.inner_state if isinstance(opt_state, jmpscale.WithLossScalingState) else opt_state
 
 
 @pytest.fixture

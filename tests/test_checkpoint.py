@@ -114,13 +114,16 @@ LAYOUT = {
     "loss_scale": np.float32(8.0),
     "finite_steps": np.int32(1),
     "hysteresis_left": np.int32(2),
-    "skipped": np.int32(3),
+    "total_skips": np.int32(3),
     "consecutive_skips": np.int32(4),
-    "last_skip": np.int32(1),
+    "last_skip_reason": np.int32(1),
     "config": {},
 }
 OTHER_LAYOUTS = {
-    "missing_field": ({name: value for name, value in LAYOUT.items() if name != "last_skip"}, "last_skip"),
+    "missing_field": (
+        {name: value for name, value in LAYOUT.items() if name != "last_skip_reason"},
+        "last_skip_reason",
+    ),
     "unknown_field": ({**LAYOUT, "grown": np.float32(1)}, "grown"),
     "other_library": ({"fin_steps": np.int32(0), "scale": np.float32(8.0)}, "fin_steps"),
     "empty": ({}, "scaler"),
@@ -147,12 +150,12 @@ def test_restore_raises_for_another_layout(roundtrip, name, tmp_path):
         ("finite_steps", np.float32(3.7), "finite_steps must be a scalar of integer dtype"),
         ("loss_scale", np.int32(8), "loss_scale must be a scalar of floating dtype"),
         ("loss_scale", np.float16(8), "loss_scale must be .* with at least 32 bits"),
-        ("skipped", np.int16(8), "skipped must be .* with at least 32 bits"),
-        ("last_skip", np.ones(1, np.int32), "last_skip must be a scalar"),
+        ("total_skips", np.int16(8), "total_skips must be .* with at least 32 bits"),
+        ("last_skip_reason", np.ones(1, np.int32), "last_skip_reason must be a scalar"),
     ],
 )
 def test_update_raises_for_a_damaged_scaler_with_the_remedy(field, value, message):
-    with pytest.raises(TypeError, match=rf"state\.{message}.*estore .*into a state created by"):
+    with pytest.raises(TypeError, match=rf"scaler\.{message}.*estore .*into a state created by"):
         jmpscale.update(SCALER._replace(**{field: value}), True)
 
 

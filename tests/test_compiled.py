@@ -29,7 +29,7 @@ from compiling import compiled, count, instructions
 
 pytestmark = [
     pytest.mark.usefixtures("standard_promotion"),
-    pytest.mark.filterwarnings("ignore:state is a constant"),  # these programs take one step
+    pytest.mark.filterwarnings("ignore:the scaler is a constant"),  # these programs take one step
 ]
 full = pytest.mark.full
 METHODS = ("functional", "functional, norm as check", "optax wrapper", "optax wrapper, max_norm", "loss_scaled")

@@ -74,7 +74,7 @@ def test_scale_trajectory_marks_skips_by_reason():
     history = {
         "loss_scale": jnp.array([8.0, 4.0, 4.0, 8.0, 4.0, 4.0]),
         "consecutive_skips": jnp.array([0, 1, 0, 0, 1, 2]),
-        "last_skip": jnp.array([0, 1, 1, 1, 1, 2]),
+        "last_skip_reason": jnp.array([0, 1, 1, 1, 1, 2]),
     }
     ax = plots.scale_trajectory(history)
     curve, overflows, losses = ax.lines
@@ -86,7 +86,7 @@ def test_scale_trajectory_marks_skips_by_reason():
     assert labels[1:] == ["skipped, gradients not finite: 2", "skipped, loss not finite: 1"]
     assert (ax.get_yscale(), ax.yaxis.get_transform().base) == ("log", 2)
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("step", "loss scale")
-    finite = history | {"consecutive_skips": jnp.zeros(6), "last_skip": jnp.ones(6)}
+    finite = history | {"consecutive_skips": jnp.zeros(6), "last_skip_reason": jnp.ones(6)}
     assert len(plots.scale_trajectory(finite, ax=plt.subplots()[1]).lines) == 1
 
 

@@ -88,7 +88,7 @@ def _functional(carry, batch, fault, total=lambda x: x):
 
 def _wrapper(carry, batch, fault, total=lambda x: x):
     params, velocity, scaler = carry
-    opt_state = jmpscale.LossScalingState(scaler, velocity, None)
+    opt_state = jmpscale.WithLossScalingState(scaler, velocity, None)
     loss, grads = _loss_and_grads(opt_state, params, batch, fault, total)
     updates, opt_state = jmpscale.with_loss_scaling(MOMENTUM).update(grads, opt_state, params, value=loss)
     return optax.apply_updates(params, updates), opt_state.inner_state, opt_state.scaler

@@ -337,16 +337,16 @@ def test_metrics_are_the_arrays_of_the_state(variant):
     assert {name: value.item() for name, value in logged.items()} == {
         "loss_scale": 512.0,
         "finite_steps": 0,
-        "hysteresis_left": 0,
-        "skipped": 1,
+        "hysteresis_left": 1,
+        "total_skips": 1,
         "consecutive_skips": 1,
-        "last_skip": jmpscale.SkipReason.GRADIENTS,
+        "last_skip_reason": jmpscale.SkipReason.GRADIENTS,
     }
     assert all(isinstance(value, jax.Array) for value in logged.values())
 
 
 def test_metrics_of_an_optimizer_state_contain_the_norm():
-    opt_state = jmpscale.LossScalingState(jmpscale.dynamic(), (), jnp.float32(5.0))
+    opt_state = jmpscale.WithLossScalingState(jmpscale.dynamic(), (), jnp.float32(5.0))
     for state in ([opt_state], jax.tree.map(nnx.Variable, opt_state)):
         logged = jmpscale.metrics(state)
         assert (logged["grad_norm"], logged["loss_scale"]) == (5.0, 2.0**16)
@@ -368,46 +368,76 @@ def _is_scaler(x):
 
 
 def _stuck(**fields):
-    fields = {"skipped": 5, "consecutive_skips": 3, "last_skip": 1} | fields
+    fields = {"total_skips": 5, "consecutive_skips": 3, "last_skip_reason": 1} | fields
     return DYNAMIC._replace(**{name: np.asarray(x, getattr(DYNAMIC, name).dtype) for name, x in fields.items()})
 
 
 STUCK = _stuck()
 ROUNDED_LIMIT = _stuck(loss_scale=0.3)._replace(config=jmpscale.ScalerConfig(min_scale=0.3))
-DIAGNOSES = {  # the holder, and the words of the diagnosis; if several apply, the first is given
-    "scale-nan": (_stuck(loss_scale=NAN, last_skip=2), "the loss scale is nan.*The loss scale is invalid"),
+DIAGNOSES = {  # the tree, and the words of the diagnosis; if several apply, the first is given
+    "scale-nan": (_stuck(loss_scale=NAN, last_skip_reason=2), "the loss scale is nan.*The loss scale is invalid"),
     "scale-zero": (_stuck(loss_scale=0.0), "the loss scale is 0.*The loss scale is invalid"),
     "scale-large": (_stuck(loss_scale=2.0**126 * 1.5), "The loss scale is invalid"),
     "scale-largest": (_stuck(loss_scale=2.0**126), "The scale is still backing off"),
-    "loss": (_with_sums(_stuck(last_skip=2), INF), "the loss itself was not finite.*Look for invalid data"),
+    "loss": (_with_sums(_stuck(last_skip_reason=2), INF), "the loss itself was not finite.*Look for invalid data"),
     "sums": (_with_sums(_stuck(loss_scale=1.0), INF), r"optax\.MultiSteps has accumulated.*Place with_loss_scal"),
     "finite-sums": (_with_sums(STUCK, 1.0), "The scale is still backing off"),
     "nan-elsewhere": ((STUCK, {"moment": jnp.array(NAN)}), "The scale is still backing off"),
-    "limit": (_stuck(loss_scale=1.0, skipped=3), "cannot back off any further.*decrease min_scale"),
+    "limit": (_stuck(loss_scale=1.0, total_skips=3), "cannot back off any further.*decrease min_scale"),
     "rounded-limit": (ROUNDED_LIMIT, r"the loss scale is 0\.3\. .*cannot back off any further"),
-    "static": (STUCK._replace(config=jmpscale.static(8.0).config), "cannot back off any further"),
-    "start": (_stuck(skipped=3), r"\(3 in total\).*the first skips of this run.*decrease init_scale"),
+    "static": (
+        STUCK._replace(config=jmpscale.static(8.0).config),
+        "static and does not back off.*given to loss_scaled",
+    ),
+    "start": (_stuck(total_skips=3), r"\(3 in total\).*the first skips of this run.*decrease init_scale"),
     "backing-off": (STUCK, r"\(5 in total\); the loss scale is 8\. .*is still backing off\. Allow"),
+}
+
+
+# Skips at the lower limit, none of them consecutive: the fields, and whether a limit of 2 skips is exceeded.
+AT_LIMIT = {"loss_scale": 1.0, "total_skips": 3, "consecutive_skips": 0, "last_skip_reason": 3}
+ISOLATED_SKIPS = {
+    "at the limit": (AT_LIMIT, True),
+    "at the limit, one of them consecutive": (AT_LIMIT | {"consecutive_skips": 1}, True),
+    "above the limit after growth": (AT_LIMIT | {"loss_scale": 2.0}, False),
+    "reached the limit": (AT_LIMIT | {"last_skip_reason": 1}, False),
+    "at the limit because of the loss": (AT_LIMIT | {"last_skip_reason": 2}, False),
+    "few in total": (AT_LIMIT | {"total_skips": 2}, False),
 }
 
 
 @pytest.mark.parametrize("leaf", [jnp.asarray, np.asarray, np.ndarray.item], ids=["jax", "numpy", "python"])
 @pytest.mark.parametrize("name", DIAGNOSES)
 def test_raise_if_stuck_names_the_cause(name, leaf):
-    holder, words = DIAGNOSES[name]
-    holder = jax.tree.map(lambda x: jax.tree.map(leaf, x) if _is_scaler(x) else x, holder, is_leaf=_is_scaler)
+    tree, words = DIAGNOSES[name]
+    tree = jax.tree.map(lambda x: jax.tree.map(leaf, x) if _is_scaler(x) else x, tree, is_leaf=_is_scaler)
     with pytest.raises(FloatingPointError, match=f"^3 consecutive steps were skipped .*{words}"):
-        jmpscale.raise_if_stuck(holder, max_consecutive_skips=2)
-    jmpscale.raise_if_stuck(holder, max_consecutive_skips=3)
+        jmpscale.raise_if_stuck(tree, max_consecutive_skips=2)
+    jmpscale.raise_if_stuck(tree, max_consecutive_skips=3)
+
+
+@pytest.mark.parametrize("name", ISOLATED_SKIPS)
+def test_raise_if_stuck_finds_isolated_skips_at_the_lowest_scale(name):
+    fields, stuck = ISOLATED_SKIPS[name]
+    state, (error, _) = _stuck(**fields), CHECKED(_stuck(**fields))
+    if not stuck:
+        error.throw()
+        jmpscale.raise_if_stuck(state, max_consecutive_skips=2)
+        return
+    words = "^3 steps were skipped, and the loss scale has fallen to 1, .*Some batches have no finite gradients"
+    with pytest.raises(FloatingPointError, match=words):
+        jmpscale.raise_if_stuck(state, max_consecutive_skips=2)
+    with pytest.raises(checkify.JaxRuntimeError, match=words):
+        error.throw()
 
 
 @pytest.mark.parametrize("name", DIAGNOSES)
 def test_raise_if_stuck_raises_under_checkify(name):
-    holder, words = DIAGNOSES[name]
-    error, _ = CHECKED(holder)
+    tree, words = DIAGNOSES[name]
+    error, _ = CHECKED(tree)
     with pytest.raises(checkify.JaxRuntimeError, match=f"^3 consecutive steps were skipped .*{words}"):
         error.throw()
-    error, _ = CHECKED(jmpscale.replace_scaler(holder, jmpscale.get_scaler(holder)._replace(consecutive_skips=2)))
+    error, _ = CHECKED(jmpscale.replace_scaler(tree, jmpscale.get_scaler(tree)._replace(consecutive_skips=2)))
     error.throw()
 
 

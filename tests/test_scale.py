@@ -231,7 +231,7 @@ def test_functional_api_trains_under_scan_vmap_and_remat():
     scaler = jmpscale.dynamic(2.0**10, growth_interval=2)
     (w, after), scales = expected = _train(5, scaler)
     assert scales.tolist() == [2**10, 2**10, 2**11, 2**10, 2**10]
-    assert (w, after.skipped) == (0.5**4, 1)
+    assert (w, after.total_skips) == (0.5**4, 1)
     chex.assert_trees_all_equal(jax.jit(jax.remat(lambda s: _train(5, s)))(scaler), expected)
     batch = jax.vmap(lambda s: _train(5, s))(jax.tree.map(lambda x: jnp.stack([x] * 3), scaler))
     chex.assert_trees_all_equal(jax.tree.map(lambda x: x[1], batch), expected)

@@ -23,7 +23,7 @@ AXES = ("data", "model")
 pytestmark = [
     pytest.mark.usefixtures("standard_promotion"),
     pytest.mark.filterwarnings("ignore:.*pmap:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:state is a constant"),  # most of these programs take one step
+    pytest.mark.filterwarnings("ignore:the scaler is a constant"),  # most of these programs take one step
 ]
 
 
@@ -221,7 +221,7 @@ def test_one_device_detects_overflow():
     for function in ("update, loss", "with_loss_scaling"):
         scalers = [jmpscale.get_scaler(x[function]) for x in results]
         assert [float(scaler.loss_scale) for scaler in scalers] == [32, 8, 8, 8, 16]
-        assert [int(scaler.last_skip) for scaler in scalers] == [0, 1, 1, 1, 2]
+        assert [int(scaler.last_skip_reason) for scaler in scalers] == [0, 1, 1, 1, 2]
 
 
 # axis_name selects the devices that decide together
@@ -293,7 +293,7 @@ def test_update_ignores_the_loss_if_an_axis_is_missing(transformation):
     results = mapped(loss)
     assert_replicated(results)
     for scalers in results:
-        reasons = [jmpscale.SkipReason(np.ravel(scaler.last_skip)[0]).name for scaler in scalers]
+        reasons = [jmpscale.SkipReason(np.ravel(scaler.last_skip_reason)[0]).name for scaler in scalers]
         assert reasons == ["GRADIENTS"] * (len(names) - 1) + ["LOSS"]
 
 
@@ -312,7 +312,7 @@ def test_empty_axis_name_trains_one_model_on_each_device():
     typed = jax.shard_map(one, mesh=make_mesh(data=8), in_specs=P("data"), out_specs=P("data"))
     expected, results = jax.jit(jax.vmap(local))(*args), jax.jit(typed)(*args)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), results, expected)
-    assert np.flatnonzero(results[1].scaler.skipped).tolist() == [3]
+    assert np.flatnonzero(results[1].scaler.total_skips).tolist() == [3]
 
 
 @pytest.mark.parametrize("transformation", ["check_vma=False", "pmap"])
@@ -362,7 +362,7 @@ def test_with_loss_scaling_under_shard_map_over_one_axis_skips(factor):
 
     def step(grads):
         updates, state = tx.update(grads, tx.init(None))
-        return updates, state.scaler.skipped
+        return updates, state.scaler.total_skips
 
     step = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=(P("data"), P()), axis_names={"data"})
     grads = np.ones((8, 8), np.float32)

@@ -98,14 +98,14 @@ def test_new_scaler_consists_of_separate_numpy_arrays(state):
     assert len({x.ctypes.data for x in leaves}) == 6
 
 
-def test_skip_reasons_are_the_values_of_last_skip():
-    assert dict(jmpscale.SkipReason.__members__) == {"NONE": 0, "GRADIENTS": 1, "LOSS": 2}
+def test_skip_reasons_are_the_values_of_last_skip_reason():
+    assert dict(jmpscale.SkipReason.__members__) == {"NONE": 0, "GRADIENTS": 1, "LOSS": 2, "MIN_SCALE": 3}
 
 
 def test_step_applied_is_false_after_a_skip():
     state = jmpscale.dynamic()
     assert not state._replace(consecutive_skips=np.int32(2)).step_applied
-    assert state._replace(skipped=np.int32(2)).step_applied
+    assert state._replace(total_skips=np.int32(2)).step_applied
 
 
 def _run_python(program):
@@ -150,7 +150,7 @@ def test_scaler_state_settings_are_auxiliary_data():
     """Trainers that enumerate the children of a state would count a child without leaves."""
     state = jmpscale.dynamic()
     assert state._fields == (
-        *("loss_scale", "finite_steps", "hysteresis_left", "skipped", "consecutive_skips", "last_skip"),
+        *("loss_scale", "finite_steps", "hysteresis_left", "total_skips", "consecutive_skips", "last_skip_reason"),
         "config",
     )
     paths = [jax.tree_util.keystr(path, simple=True) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
@@ -162,7 +162,7 @@ def test_scaler_state_settings_are_auxiliary_data():
 def test_optax_gets_and_sets_fields_of_a_scaler_by_name():
     opt_state = (jmpscale.dynamic(8.0), optax.EmptyState())
     assert optax.tree.get(opt_state, "loss_scale") == 8.0
-    changed = optax.tree.set(opt_state, loss_scale=np.float32(4.0), skipped=np.int32(3))
+    changed = optax.tree.set(opt_state, loss_scale=np.float32(4.0), total_skips=np.int32(3))
     assert _values(changed) == [4.0, 0, 1, 3, 0, 0]
     assert jax.tree.structure(changed) == jax.tree.structure(opt_state)
 
@@ -171,7 +171,7 @@ def test_optax_gets_and_sets_fields_of_a_scaler_by_name():
 
 
 def test_flax_serialization_stores_arrays_and_no_settings():
-    state = jmpscale.dynamic(1024.0, min_scale=0.25)._replace(skipped=np.int32(5))
+    state = jmpscale.dynamic(1024.0, min_scale=0.25)._replace(total_skips=np.int32(5))
     assert flax.serialization.to_state_dict(state)["config"] == {}
     template = jmpscale.dynamic(min_scale=0.5)
     restored = flax.serialization.from_bytes(template, flax.serialization.to_bytes(state))
@@ -210,10 +210,10 @@ def test_scaler_config_is_registered_when_flax_is_imported_first():
 
 
 def test_jax_export_keeps_states_and_settings():
-    state = jmpscale.LossScalingState(jmpscale.dynamic(1024.0, **OTHERS), {"count": jnp.int32(3)}, jnp.float32(2.0))
+    state = jmpscale.WithLossScalingState(jmpscale.dynamic(1024.0, **OTHERS), {"count": jnp.int32(3)}, jnp.float32(2.0))
     exported = jax.export.export(jax.jit(lambda s: s))(state)
     restored = jax.export.deserialize(exported.serialize()).call(state)
-    assert type(restored) is jmpscale.LossScalingState
+    assert type(restored) is jmpscale.WithLossScalingState
     assert type(restored.scaler) is jmpscale.ScalerState
     assert restored.scaler.config == state.scaler.config
     chex.assert_trees_all_equal(restored, state)

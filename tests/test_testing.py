@@ -160,7 +160,7 @@ def test_inject_backward_causes_a_skip():
 
     (w, scaler), finite = jax.lax.scan(one, (jnp.ones(4), jmpscale.dynamic()), jnp.arange(6))
     assert finite.tolist() == [True, True, True, False, True, True]
-    assert int(scaler.last_skip) == jmpscale.SkipReason.GRADIENTS
+    assert int(scaler.last_skip_reason) == jmpscale.SkipReason.GRADIENTS
     assert jnp.isfinite(w).all()
 
 

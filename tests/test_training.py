@@ -93,8 +93,8 @@ def test_float16_with_loss_scaling_reaches_the_loss_of_float32(way):
     (scaled, scalers), float32, float16 = train(way), train("float32")[0], train("float16")[0]
     assert float16 > 50 * float32
     assert scaled == pytest.approx(float32, rel=0.2)
-    assert_follows_the_rule(WAYS[way][1], scalers, np.diff(scalers.skipped, prepend=0) == 0)
-    assert (scalers.skipped[-1] > 10) == (way != "loss_scaled")
+    assert_follows_the_rule(WAYS[way][1], scalers, np.diff(scalers.total_skips, prepend=0) == 0)
+    assert (scalers.total_skips[-1] > 10) == (way != "loss_scaled")
 
 
 # Faults. A run is equal, bit for bit, to one without the batches in which there was a fault.
@@ -166,13 +166,13 @@ def test_run_with_faults_equals_the_run_without_these_batches(api):
         for number in numbers:
             carry = step(carry, X[number], Y[number], number)
             if number in FAULTS:
-                assert carry[-1].last_skip == (GRADIENTS if FAULTS[number][1] else LOSS)
+                assert carry[-1].last_skip_reason == (GRADIENTS if FAULTS[number][1] else LOSS)
         params, opt_state, ema, scaler = carry
         return (params, getattr(opt_state, "inner_state", opt_state), ema), scaler
 
     (with_faults, scaler), (without, _) = run(range(16)), run(sorted(set(range(16)) - FAULTS.keys()))
     assert_step_is_noop(without, with_faults)
-    assert (scaler.skipped, scaler.loss_scale) == (len(FAULTS), 2.0**10)
+    assert (scaler.total_skips, scaler.loss_scale) == (len(FAULTS), 2.0**10)
     assert with_faults[1][-1].count == 16 - len(FAULTS)  # the count of the learning rate's schedule
 
 
@@ -211,7 +211,7 @@ def test_update_over_20000_steps_follows_the_rule(name):
     loss_finite = random.random(20_000) >= nonfinite_losses
     finite = (random.random(20_000) >= overflows) & loss_finite
     near_limit = np.int32(reference.COUNTER_LIMIT - 5)
-    start = start._replace(skipped=near_limit, finite_steps=near_limit if name == "static" else np.int32(0))
+    start = start._replace(total_skips=near_limit, finite_steps=near_limit if name == "static" else np.int32(0))
 
     @jax.jit
     def run(state):
@@ -223,7 +223,7 @@ def test_update_over_20000_steps_follows_the_rule(name):
 
     states = run(start)
     assert_follows_the_rule(start, states, finite, loss_finite)
-    assert states.skipped[-1] == reference.COUNTER_LIMIT
+    assert states.total_skips[-1] == reference.COUNTER_LIMIT
 
 
 @pytest.mark.full
@@ -346,4 +346,4 @@ def test_migrated_apply_if_finite_skips_like_the_old_one():
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), *parts)
         scaler = jmpscale.get_scaler(new[1])
         counts = old[1].notfinite_count, old[1].total_notfinite, old[1].last_finite
-        assert counts == (scaler.consecutive_skips, scaler.skipped, scaler.step_applied)
+        assert counts == (scaler.consecutive_skips, scaler.total_skips, scaler.step_applied)

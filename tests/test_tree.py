@@ -171,8 +171,8 @@ def test_get_scaler_and_replace_scaler_accept_any_tree(tree):
 
 
 def test_get_scaler_raises_for_a_scaler_without_an_array():
-    with pytest.raises(ValueError, match="got one without skipped"):
-        jmpscale.get_scaler({"scaler": OLD._replace(skipped=None)})
+    with pytest.raises(ValueError, match="got one without total_skips"):
+        jmpscale.get_scaler({"scaler": OLD._replace(total_skips=None)})
 
 
 def test_replace_scaler_copies_the_scaler():

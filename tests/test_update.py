@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 import jmpscale
+from jmpscale import SkipReason
 
 import reference
 from compiling import count_compilations
@@ -99,7 +100,7 @@ def _random_states(config, count):
     scales = [low, np.float32(low * np.float32(1.5)), np.float32(high / np.float32(1.5)), high]
     counters = [0, 1, 2, 3, LIMIT - 1, LIMIT, config.growth_interval - 1, config.hysteresis]
     arrays = [np.clip(random.choice(scales, count), low, high)]
-    arrays += [random.choice(np.int32(counters), count) for _ in range(4)] + [random.integers(0, 3, count, np.int32)]
+    arrays += [random.choice(np.int32(counters), count) for _ in range(4)] + [random.integers(0, 4, count, np.int32)]
     return jmpscale.ScalerState(*arrays, config)
 
 
@@ -159,9 +160,9 @@ def test_update_follows_reference_for_thousands_of_steps():
 @pytest.mark.parametrize(
     ("state", "name", "finite"),
     [
-        (APEX, "skipped", False),
+        (APEX, "total_skips", False),
         (APEX, "consecutive_skips", False),
-        (jmpscale.static(1.0), "skipped", False),
+        (jmpscale.static(1.0), "total_skips", False),
         (jmpscale.static(1.0), "finite_steps", True),
     ],
 )
@@ -180,28 +181,47 @@ def test_update_grows_after_the_longest_interval():
 
 # The loss decides the reason of a skip
 
-SKIPPED_FOR_GRADIENTS = [512.0, 0, 0, 1, 1, 1]
-SKIPPED_FOR_LOSS = [1024.0, 1, 1, 1, 1, 2]
-APPLIED = [1024.0, 2, 1, 0, 0, 0]
+START = jmpscale.dynamic(1024.0)._replace(finite_steps=np.int32(1))
+AT_LIMIT = jmpscale.dynamic(1.0)._replace(finite_steps=np.int32(1))
+SKIPPED_FOR_GRADIENTS = {"loss_scale": 512, "finite_steps": 0, "last_skip_reason": SkipReason.GRADIENTS}
+SKIPPED_AT_LIMIT = {"loss_scale": 1, "finite_steps": 0, "last_skip_reason": SkipReason.MIN_SCALE}
+SKIPPED_FOR_LOSS = {"loss_scale": 1024, "finite_steps": 1, "last_skip_reason": SkipReason.LOSS}
+SKIPPED_FOR_LOSS_AT_LIMIT = SKIPPED_FOR_LOSS | {"loss_scale": 1}
+APPLIED = {"loss_scale": 1024, "finite_steps": 2, "last_skip_reason": SkipReason.NONE}
 
 
 @pytest.mark.parametrize(
-    ("finite", "loss", "expected"),
+    ("state", "finite", "loss", "expected"),
     [
-        (True, None, APPLIED),
-        (np.True_, np.nan, APPLIED),  # a loss never causes a skip
-        (False, None, SKIPPED_FOR_GRADIENTS),
-        (np.False_, 1.0, SKIPPED_FOR_GRADIENTS),
-        (jnp.array(False), {"a": jnp.ones(3), "count": jnp.int32(2), "name": "x"}, SKIPPED_FOR_GRADIENTS),
-        (False, {}, SKIPPED_FOR_GRADIENTS),
-        (False, np.nan, SKIPPED_FOR_LOSS),
-        (False, -np.inf, SKIPPED_FOR_LOSS),
-        (False, {"a": jnp.float16(1), "b": jnp.array([1.0, jnp.inf])}, SKIPPED_FOR_LOSS),
+        pytest.param(START, True, None, APPLIED, id="finite"),
+        pytest.param(START, np.True_, np.nan, APPLIED, id="finite, although the loss is not"),
+        pytest.param(START, False, None, SKIPPED_FOR_GRADIENTS, id="no loss"),
+        pytest.param(START, np.False_, 1.0, SKIPPED_FOR_GRADIENTS, id="finite loss"),
+        pytest.param(
+            START,
+            jnp.array(False),
+            {"a": jnp.ones(3), "count": jnp.int32(2), "name": "x"},
+            SKIPPED_FOR_GRADIENTS,
+            id="tree of finite losses",
+        ),
+        pytest.param(START, False, {}, SKIPPED_FOR_GRADIENTS, id="empty tree of losses"),
+        pytest.param(START, False, np.nan, SKIPPED_FOR_LOSS, id="NaN loss"),
+        pytest.param(START, False, -np.inf, SKIPPED_FOR_LOSS, id="infinite loss"),
+        pytest.param(
+            START,
+            False,
+            {"a": jnp.float16(1), "b": jnp.array([1.0, jnp.inf])},
+            SKIPPED_FOR_LOSS,
+            id="one infinite loss",
+        ),
+        pytest.param(AT_LIMIT, False, None, SKIPPED_AT_LIMIT, id="at min_scale"),
+        pytest.param(AT_LIMIT, False, np.nan, SKIPPED_FOR_LOSS_AT_LIMIT, id="at min_scale, NaN loss"),
     ],
 )
-def test_update_distinguishes_the_reasons_of_a_skip(finite, loss, expected):
-    state = jmpscale.dynamic(1024.0)._replace(finite_steps=np.int32(1))
-    assert [x.item() for x in jax.tree.leaves(jmpscale.update(state, finite, loss=loss))] == expected
+def test_update_distinguishes_the_reasons_of_a_skip(state, finite, loss, expected):
+    skips = 0 if finite else 1
+    after = jmpscale.update(state, finite, loss=loss)
+    assert after == state._replace(total_skips=skips, consecutive_skips=skips, **expected)
 
 
 def test_update_returns_a_disabled_scaler_itself():
@@ -261,7 +281,7 @@ def test_update_compiles_once(mode):
             state = update(state, *outcome)
             skipped += not outcome[0]
     assert len(compilations) == 1
-    assert state.skipped == (0 if mode == "disabled" else skipped)
+    assert state.total_skips == (0 if mode == "disabled" else skipped)
 
 
 def test_update_is_the_same_in_cond_while_loop_and_remat():
@@ -270,7 +290,7 @@ def test_update_is_the_same_in_cond_while_loop_and_remat():
     once = jax.lax.cond(True, overflow, lambda state: jmpscale.update(state, True), state)
     chex.assert_trees_all_equal(once, overflow(state))
     chex.assert_trees_all_equal(jax.jit(jax.remat(overflow))(state), overflow(state))
-    last = jax.lax.while_loop(lambda s: s.skipped < 3, lambda s: jmpscale.update(s, s.skipped == 3), state)
+    last = jax.lax.while_loop(lambda s: s.total_skips < 3, lambda s: jmpscale.update(s, s.total_skips == 3), state)
     assert last.loss_scale == 2.0**7
 
 

@@ -30,7 +30,7 @@ def measure(steps, batches, seeds):
         for seed in seeds.get(whole, (0,)):
             for name in VARIANTS:
                 run = demo.train(name, text, steps, whole, seed)
-                scale, skipped = (float(run.history[key][-1]) for key in ("loss_scale", "skipped"))
+                scale, skipped = (float(run.history[key][-1]) for key in ("loss_scale", "total_skips"))
                 figures = {"loss": round(run.mean("loss"), 4), "zero gradients": round(run.mean("zero"), 4)}
                 figures |= {"final scale": f"2^{np.log2(scale):.0f}", "skipped": int(skipped)}
                 runs.append({"batch tokens": whole, "seed": seed, "run": name} | figures)

@@ -147,7 +147,7 @@ def test_float16_with_loss_scaled_trains_like_float32(way):
     assert losses["float16"] > losses["float32"] + 2
     assert abs(losses[way] - losses["float32"]) < 1e-3
     scaler = jmpscale.get_scaler(run(way)[0])
-    assert scaler.skipped == 0
+    assert scaler.total_skips == 0
     assert scaler.loss_scale == 2.0 ** (24 + STEPS // 8) or way != "dynamic"
 
 
@@ -176,7 +176,7 @@ def test_overflow_leaves_parameters_and_optimizer_state_unchanged(sharding):
     assert_step_is_noop((before.params, before.opt_state.inner_state), (after.params, after.opt_state.inner_state))
     scaler = after.opt_state.scaler
     assert_replicated(scaler)
-    assert (after.step, scaler.skipped) == (OVERFLOW + 1, 1)
+    assert (after.step, scaler.total_skips) == (OVERFLOW + 1, 1)
     assert scaler.loss_scale == before.opt_state.scaler.loss_scale / 2
 
 

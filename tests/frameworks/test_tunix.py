@@ -194,7 +194,7 @@ def test_dynamic_scale_decreases_until_gradients_are_finite():
     finite = np.isfinite(logged(trainer, "grad_norm", "train"))
     skips = np.sum(~finite)
     assert not finite[0]
-    assert scaler_of(trainer).skipped == skips < 10
+    assert scaler_of(trainer).total_skips == skips < 10
     assert scaler_of(trainer).loss_scale == 2.0 ** (40 - skips)
     assert_trains_like(train(unscaled, [batches[i] for i in np.flatnonzero(finite)], jnp.float32), trainer)
 
@@ -204,7 +204,7 @@ def test_overflow_changes_neither_parameters_nor_optimizer_state(way, scale_afte
     batches = make_batches(OVERFLOW + 1, OVERFLOW)
     before, after = train(WAYS[way], batches[:-1]), train(WAYS[way], batches)
     assert_same_bits(gated_state(before), gated_state(after))
-    assert (scaler_of(before).skipped, scaler_of(after).skipped) == (0, 1)
+    assert (scaler_of(before).total_skips, scaler_of(after).total_skips) == (0, 1)
     assert scaler_of(after).loss_scale == scale_after  # the dynamic scale grew after 10 steps
 
 
@@ -228,7 +228,7 @@ def test_training_continues_identically_from_a_checkpoint(way, accumulation, tmp
     uninterrupted = train(way, batches, **accumulation)
     train(way, batches[:16], **accumulation, checkpoint_root_directory=str(tmp_path))
     restored = make_trainer(way, **accumulation, checkpoint_root_directory=str(tmp_path))
-    assert (restored.iter_steps, scaler_of(restored).skipped) == (16, 1)
+    assert (restored.iter_steps, scaler_of(restored).total_skips) == (16, 1)
     restored.train(batches)
     assert restored.iter_steps == STEPS
     assert_same_bits(nnx.state(uninterrupted.model), nnx.state(restored.model))
@@ -247,7 +247,7 @@ def test_accumulation_inside_skips_only_the_overflowing_micro_batch(way):
     batches = make_batches(ACCUMULATED * STEPS + 1, OVERFLOW)
     finite = batches[:OVERFLOW] + batches[OVERFLOW + 1 :]
     trainer, without = train(way, batches, **ACCUMULATING), train(way, finite, **ACCUMULATING)
-    assert scaler_of(trainer).skipped == 1
+    assert scaler_of(trainer).total_skips == 1
     assert_same_bits(gated_state(without), gated_state(trainer))
     expected = train(unscaled, finite, jnp.float32, gradient_accumulation_steps=ACCUMULATED)
     assert_trains_like(expected, trainer)

@@ -41,8 +41,8 @@ value, gradient = decorated(opt_state, w)
 one, opt_state = jmpscale.apply_if(finite, jmpscale.optax_step(tx, grads, value=loss), w, opt_state)
 half: dict[str, jax.Array] = jmpscale.cast(grads, jnp.float16)
 applied: jax.Array = state.step_applied
-overflow: bool = jmpscale.SkipReason(int(state.last_skip)) is jmpscale.SkipReason.GRADIENTS
-norm: jax.Array | None = jmpscale.LossScalingState(state, opt_state, None).grad_norm
+overflow: bool = jmpscale.SkipReason(int(state.last_skip_reason)) is jmpscale.SkipReason.GRADIENTS
+norm: jax.Array | None = jmpscale.WithLossScalingState(state, opt_state, None).grad_norm
 scaler: jmpscale.ScalerState = jmpscale.get_scaler(opt_state)
 logged: dict[str, jax.Array] = jmpscale.metrics(opt_state)
 report: jmpscale.GradReport = jmpscale.grad_report(grads, scaler=scaler)

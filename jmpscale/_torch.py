@@ -3,47 +3,46 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jmpscale._state import (
-    LARGEST_SCALE,
-    SMALLEST_SCALE,
-    ScalerConfig,
-    ScalerState,
-    check_count,
-    check_in_range,
-    init_state,
-)
-from jmpscale._tree import check_one_scaler
+from jmpscale._check import check_count, check_in_range, check_number, type_name
+from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerConfig, ScalerState, init_state
+from jmpscale._tree import check_scaler
 
 _SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
 _KEYS = {"scale", "_growth_tracker", *_SETTINGS}
 
 
-def to_torch_state_dict(state: ScalerState) -> dict[str, float | int]:
+def to_torch_state_dict(scaler: ScalerState) -> dict[str, float | int]:
     """Converts a scaler to the state dict that `torch.amp.GradScaler.load_state_dict` takes.
 
     Args:
-      state: a dynamic scaler, outside `jax.jit`. Its values are read from the device.
+      scaler: a dynamic scaler, outside `jax.jit`. Its values are read from the device.
 
     Returns:
       Python numbers under torch's keys `scale`, `growth_factor`, `backoff_factor`, `growth_interval` and
-      `_growth_tracker`. The limits, the hysteresis and the counts of skips are lost, because torch has none.
+      `_growth_tracker`. The limits, the hysteresis and the counts of skips are lost, because torch has none. The
+      tracker is below `growth_interval`, because torch never grows a scale whose tracker has passed it.
 
     Raises:
-      TypeError: `state` is not a `ScalerState`.
-      ValueError: `state` is not dynamic, or is a batch of scalers.
+      TypeError: `scaler` is not a `ScalerState`.
+      ValueError: `scaler` is not dynamic, is a batch of scalers, or has an invalid scale.
 
-    >>> from jmpscale import dynamic
-    >>> to_torch_state_dict(dynamic(1024.0))["scale"]
+    >>> import jmpscale
+    >>> jmpscale.to_torch_state_dict(jmpscale.dynamic(1024.0))["scale"]
     1024.0
     """
-    check_one_scaler(state)
-    if state.config.mode != "dynamic":
+    check_scaler(scaler)
+    config = scaler.config
+    if config.mode != "dynamic":
         raise ValueError(
-            f"state must be dynamic to become a torch state dict, got mode {state.config.mode!r}. In torch, "
+            f"scaler must be dynamic to become a torch state dict, got mode {config.mode!r}. In torch, "
             "construct a GradScaler with enabled=False for a disabled scaler; it has no static scale."
         )
-    settings = {name: getattr(state.config, name) for name in _SETTINGS}
-    return {"scale": float(state.loss_scale), **settings, "_growth_tracker": int(state.finite_steps)}
+    remedy = "The state was damaged; restore an older checkpoint."
+    return {
+        "scale": check_in_range("scaler.loss_scale", float(scaler.loss_scale), SMALLEST_SCALE, LARGEST_SCALE, remedy),
+        **{name: getattr(config, name) for name in _SETTINGS},
+        "_growth_tracker": min(int(scaler.finite_steps), config.growth_interval - 1),
+    }
 
 
 def from_torch_state_dict(
@@ -66,13 +65,14 @@ def from_torch_state_dict(
       TypeError: `mapping` is not a mapping, or a value in it has the wrong type.
       ValueError: `mapping` is empty, lacks a key or has an unexpected one, or a value is out of range.
 
-    >>> from jmpscale import dynamic
-    >>> state = from_torch_state_dict(to_torch_state_dict(dynamic(1024.0, growth_interval=100)))
-    >>> float(state.loss_scale), state.config.growth_interval
+    >>> import jmpscale
+    >>> saved = jmpscale.to_torch_state_dict(jmpscale.dynamic(1024.0, growth_interval=100))
+    >>> scaler = jmpscale.from_torch_state_dict(saved)
+    >>> float(scaler.loss_scale), scaler.config.growth_interval
     (1024.0, 100)
     """
     if not isinstance(mapping, Mapping):
-        raise TypeError(f"mapping must be the result of GradScaler.state_dict(), got {type(mapping).__name__}.")
+        raise TypeError(f"mapping must be the result of GradScaler.state_dict(), got {type_name(mapping)}.")
     if not mapping:
         raise ValueError("mapping is empty: it was saved by a disabled GradScaler. Create a new scaler with dynamic().")
     if set(mapping) != _KEYS:
@@ -82,7 +82,11 @@ def from_torch_state_dict(
         )
     tracker = check_count("mapping['_growth_tracker']", mapping["_growth_tracker"], low=0)
     config = ScalerConfig(min_scale=min_scale, max_scale=max_scale, **{name: mapping[name] for name in _SETTINGS})
+    scale = check_number("mapping['scale']", mapping["scale"])
     # A scale at its limit was saved as the nearest float32 number, which may be just outside the limit.
-    low, high = config.min_scale * (1 - 2.0**-24), config.max_scale * (1 + 2.0**-24)
-    scale = check_in_range("mapping['scale']", mapping["scale"], low, high, "The limits are min_scale and max_scale.")
+    nearest = min(max(scale, config.min_scale), config.max_scale)
+    if abs(scale - nearest) <= 2.0**-24 * nearest:
+        scale = nearest
+    remedy = "The limits are min_scale and max_scale."
+    scale = check_in_range("mapping['scale']", scale, config.min_scale, config.max_scale, remedy)
     return init_state(scale, config, finite_steps=tracker)

@@ -1,0 +1,122 @@
+"""Mapped axes: which of them a value varies over, and over which of them devices combine their decisions."""
+
+from collections.abc import Hashable, Sequence
+
+import jax
+import jax.core
+import jax.extend.core
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jmpscale._check import describe, warn_user
+from jmpscale._tree import PyTree, is_inexact, named_leaves
+
+AxisName = Hashable | Sequence[Hashable] | None
+
+# JAX has moved this function. If neither module has it, only the axes of meshes are known.
+_AXIS_NAMES = "unsafe_get_axis_names_DO_NOT_USE"
+_core = jax.extend.core if hasattr(jax.extend.core, _AXIS_NAMES) else jax.core
+_axis_names_in_scope = getattr(_core, _AXIS_NAMES, tuple)
+
+
+def as_axes(axis_name: AxisName) -> tuple[Hashable, ...]:
+    """Returns the names of axes as a tuple."""
+    if axis_name is None:
+        return ()
+    return tuple(axis_name) if isinstance(axis_name, (tuple, list, set, frozenset)) else (axis_name,)
+
+
+def varying_axes(x: ArrayLike | jax.ShapeDtypeStruct) -> frozenset[str]:
+    """Returns the mesh axes over which JAX's types show that `x` may differ between devices."""
+    # JAX 0.10 replaced the set `aval.vma` by `aval.manual_axis_type`.
+    aval = jax.typeof(x)
+    manual = getattr(aval, "manual_axis_type", None)
+    return frozenset(getattr(aval, "vma", ()) if manual is None else manual.varying)
+
+
+def manual_axes(typed: bool) -> tuple[str, ...]:
+    """Returns the manual mesh axes around this call along which JAX's types show, or do not show, variation."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    return tuple(name for name in axes if bool(varying_axes(jax.lax.axis_index(name))) == typed)
+
+
+def untyped_axes() -> set[Hashable]:
+    """Returns the mapped axes around this call along which JAX's types do not show variation."""
+    return set(_axis_names_in_scope()) - set(manual_axes(typed=True)) | set(manual_axes(typed=False))
+
+
+def axes_to_reduce(x: jax.Array, axis_name: AxisName) -> tuple[Hashable, ...]:
+    """Returns the mapped axes over which a value must be combined to be equal on all devices."""
+    varying = varying_axes(x)
+    if axis_name is None:
+        return tuple(sorted(varying))
+    # Along a typed axis JAX's types show whether the value varies, and JAX may raise if a value that does not vary is
+    # reduced. Along an untyped axis the types show nothing, so the value is always reduced.
+    return tuple(name for name in as_axes(axis_name) if not varying_axes(_axis_index(name)) or name in varying)
+
+
+def _axis_index(name: Hashable) -> jax.Array:
+    try:
+        return jax.lax.axis_index(name)
+    except (NameError, TypeError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"axis_name {describe(name)} is not the name of a mapped axis here. Use an axis name of the jax.shard_map "
+            "mesh, jax.pmap or jax.vmap around this call; under plain jax.jit omit axis_name."
+        ) from error
+
+
+def all_reduce_and(*flags: jax.Array, axis_name: AxisName = None) -> tuple[jax.Array, ...]:
+    """Combines each flag over devices by a logical AND, in at most one collective for all flags.
+
+    Args:
+      *flags: bool[] each.
+      axis_name: as in `all_finite`.
+
+    Returns:
+      The flags, bool[] each, equal on all devices along the axes.
+    """
+    axes = [axes_to_reduce(flag, axis_name) for flag in flags]
+    varying = [flag for flag, names in zip(flags, axes, strict=True) if names]
+    if not varying:
+        return flags
+    union = tuple(dict.fromkeys(name for names in axes for name in names))
+    # As integers, because the libraries that carry collectives (NCCL, Gloo, MPI) have no booleans.
+    packed = (varying[0] if len(varying) == 1 else jnp.stack(varying)).astype(jnp.int32)
+    reduced = iter(jnp.atleast_1d(jax.lax.pmin(packed, union).astype(bool)))
+    return tuple(next(reduced) if names else flag for flag, names in zip(flags, axes, strict=True))
+
+
+def warn_if_unsynchronized(axis_name: AxisName, other_axes: AxisName = ()) -> None:
+    """Warns if devices would decide independently although the user has not requested it."""
+    if axis_name is not None:
+        return
+    if missing := tuple(name for name in manual_axes(typed=False) if name not in as_axes(other_axes)):
+        warn_user(
+            f"each device decides independently whether its step was finite: along the mapped axes {missing} JAX's "
+            "types do not show what differs between devices (jax.pmap, or check_vma=False). Pass "
+            f"axis_name={missing!r} to combine the decisions, or axis_name=() if all devices hold the same values."
+        )
+
+
+def check_no_partial_sums(tree: PyTree) -> None:
+    """Raises, naming the leaf, if the shards of a leaf have not been summed yet."""
+    if not any(unreduced_axes(leaf) for leaf in jax.tree.leaves(tree)):
+        return  # finding the paths of a large tree takes longer than the check
+    path, axes = next((path, axes) for path, leaf in named_leaves(tree) if (axes := unreduced_axes(leaf)))
+    raise TypeError(
+        f"the leaf at tree{path} is a partial sum over the mesh axes {sorted(axes)}: its shards have not been summed, "
+        "so it is not known whether it is finite. Reduce it first, with jax.lax.psum under jax.shard_map or "
+        "jax.sharding.reshard under jax.jit."
+    )
+
+
+def unreduced_axes(leaf: object) -> frozenset[str]:
+    """Returns the mesh axes over which the shards of a leaf must still be summed."""
+    if not is_inexact(leaf):
+        return frozenset()
+    # Inside a shard_map the type has these axes; under jit with Explicit axes the sharding has them. JAX before 0.10
+    # has neither attribute.
+    aval = jax.typeof(leaf)
+    manual = getattr(aval, "manual_axis_type", None)
+    spec = getattr(getattr(aval, "sharding", None), "spec", None)
+    return frozenset(getattr(manual, "unreduced", ())) | frozenset(getattr(spec, "unreduced", ()))

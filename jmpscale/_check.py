@@ -1,0 +1,129 @@
+"""Checks of arguments, and the texts of errors and warnings.
+
+Every error names the argument, its value and a remedy. Values of arrays are never read.
+"""
+
+import inspect
+import math
+import types
+import warnings
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+COUNTER_LIMIT = int(np.iinfo(np.int32).max)
+
+# A warning names the first line of the stack that is not in one of these packages.
+_LIBRARIES = {"jmpscale", "jax", "optax", "flax", "equinox", "chex", "contextlib", "functools"}
+
+
+def warn_user(message: str) -> None:
+    """Warns at the innermost line of the stack that belongs to the user."""
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
+
+
+def is_called_by(matches: Callable[[types.FrameType], bool]) -> bool:
+    """Tests whether a function whose frame matches is on the stack."""
+    frame = inspect.currentframe()
+    while frame is not None and not matches(frame):
+        frame = frame.f_back
+    return frame is not None
+
+
+def describe(value: object) -> str:
+    """Describes a value in an error message: the dtype and shape of an array, a short text, or the type."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if isinstance(shape, tuple) and dtype is not None:
+        return f"{dtype}{list(shape)}"
+    if isinstance(value, (str, int, float, complex, type(None))):
+        return truncate(repr(value))
+    return type_name(value)
+
+
+def type_name(value: object) -> str:
+    """Returns the name of a value's type; `Array` for every class of JAX arrays."""
+    return "Array" if isinstance(value, jax.Array) else type(value).__name__
+
+
+def format_number(value: float) -> str:
+    """Formats a number, and a large or small power of two as one, such as 2^16."""
+    mantissa, exponent = math.frexp(value)
+    if mantissa == 0.5 and not -10 <= exponent - 1 <= 10:
+        return f"2^{exponent - 1}"
+    return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+
+
+def truncate(value: object, length: int = 60) -> str:
+    """Returns the text of a value, cut to `length` characters."""
+    text = str(value)
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+def check_flag(finite: ArrayLike, name: str = "finite") -> jax.Array:
+    """Returns `finite` as bool[], or raises if it is not a boolean scalar."""
+    dtype = getattr(finite, "dtype", bool if isinstance(finite, bool) else None)
+    if dtype is None or dtype != np.dtype(bool):
+        raise TypeError(
+            f"{name} must be a boolean, got {describe(finite)}. Pass the flag from all_finite or unscale_and_check, or "
+            "a comparison."
+        )
+    if (shape := jnp.shape(finite)) != ():
+        raise ValueError(f"{name} must be a scalar, got shape {shape}. Combine with .all(), or call under jax.vmap.")
+    return jnp.asarray(finite)
+
+
+def check_number(name: str, value: object) -> float:
+    """Returns `value` as a Python float, or raises."""
+    value = _to_python_scalar(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(
+            f"{name} must be a Python number, got {describe(value)} of type {type_name(value)}. Settings are compiled "
+            "into the program: convert a concrete array with float(); a traced value cannot be a setting."
+        )
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if math.isnan(number):
+        raise ValueError(f"{name} must be a number, got nan. Pass a finite value.")
+    return number
+
+
+def check_count(name: str, value: object, low: int = 1) -> int:
+    """Returns `value` as a Python int of at least `low` that fits a 32-bit counter, or raises."""
+    value = _to_python_scalar(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(
+            f"{name} must be an integer, got {describe(value)} of type {type_name(value)}. Use int({name})."
+        )
+    if not low <= value <= COUNTER_LIMIT:
+        raise ValueError(
+            f"{name} must be between {low} and {COUNTER_LIMIT}, the largest 32-bit integer, got {describe(value)}. "
+            f"Pass a count of at least {low}."
+        )
+    return value
+
+
+def check_in_range(name: str, value: object, low: float, high: float, remedy: str) -> float:
+    """Returns `value` as a Python float in `[low, high]`, or raises with the remedy."""
+    number = check_number(name, value)
+    if not low <= number <= high:
+        limits = f"{format_number(low)} and {format_number(high)}"
+        raise ValueError(f"{name} must be between {limits}, got {format_number(number)}. {remedy}")
+    return number
+
+
+def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raises unless `value` is one of the allowed strings."""
+    if not (isinstance(value, str) and value in allowed):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {describe(value)}.")
+
+
+def _to_python_scalar(value: object) -> object:
+    return value.item() if isinstance(value, np.generic) else value
