@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jmpscale._check import describe, warn_user
-from jmpscale._tree import PyTree, is_inexact, named_leaves
+from jmpscale._tree import PyTree, is_inexact, is_traced, named_leaves
 
 AxisName = Hashable | Sequence[Hashable] | None
 
@@ -43,6 +43,15 @@ def manual_axes(typed: bool) -> tuple[str, ...]:
 def untyped_axes() -> set[Hashable]:
     """Returns the mapped axes around this call along which JAX's types do not show variation."""
     return set(_axis_names_in_scope()) - set(manual_axes(typed=True)) | set(manual_axes(typed=False))
+
+
+def map_like(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns `x`, mapped by `jax.vmap` if the scalar `like` is; compiles to nothing.
+
+    If the residuals of a custom derivative rule are mapped and its operand is not, the rule receives the sum of the
+    cotangents over the batch, and returns it once for each element of the batch.
+    """
+    return jax.lax.select(like == like, x, x) if is_traced(like) else x
 
 
 def axes_to_reduce(x: jax.Array, axis_name: AxisName) -> tuple[Hashable, ...]:

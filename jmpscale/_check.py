@@ -51,12 +51,12 @@ def type_name(value: object) -> str:
     return "Array" if isinstance(value, jax.Array) else type(value).__name__
 
 
-def format_number(value: float) -> str:
+def format_number(value: float | np.floating) -> str:
     """Formats a number, and a large or small power of two as one, such as 2^16."""
     mantissa, exponent = math.frexp(value)
     if mantissa == 0.5 and not -10 <= exponent - 1 <= 10:
         return f"2^{exponent - 1}"
-    return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    return f"{value:g}" if type(value)(f"{value:g}") == value else str(value)
 
 
 def truncate(value: object, length: int = 60) -> str:

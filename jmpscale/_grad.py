@@ -16,7 +16,7 @@ import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.extend import core as jex
 
-from jmpscale._axes import varying_axes
+from jmpscale._axes import map_like, varying_axes
 from jmpscale._check import describe, type_name, warn_user
 from jmpscale._scaling import (
     is_narrow,
@@ -344,22 +344,16 @@ def _input_name(path: Path) -> str:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _unscale_cotangents(roles: tuple[_Role, ...], loss_scale: jax.Array, inputs: list[jax.Array]) -> list[jax.Array]:
     """Returns the inputs, and divides their cotangents by the loss scale."""
-    return inputs
+    return [map_like(x, loss_scale) for x in inputs]
 
 
 def _unscale_cotangents_fwd(
     roles: tuple[_Role, ...], loss_scale: CustomVJPPrimal, inputs: list[CustomVJPPrimal]
 ) -> tuple[list[jax.Array], jax.Array]:
-    differentiated = [(x.value, role) for x, role in zip(inputs, roles, strict=True) if x.perturbed]
-    for x, role in differentiated:
-        _check_differentiated_input(x, role, loss_scale.value)
-    # If jax.vmap maps the scale, the inputs must be mapped as well, so that each cotangent is divided by its own scale.
-    return [_map_like(x.value, loss_scale.value) if x.perturbed else x.value for x in inputs], loss_scale.value
-
-
-def _map_like(x: jax.Array, loss_scale: jax.Array) -> jax.Array:
-    """Returns `x`, mapped by `jax.vmap` if the scale is; compiles to nothing."""
-    return jnp.where(loss_scale == loss_scale, x, x) if is_traced(loss_scale) else x
+    for x, role in zip(inputs, roles, strict=True):
+        if x.perturbed:
+            _check_differentiated_input(x.value, role, loss_scale.value)
+    return [map_like(x.value, loss_scale.value) for x in inputs], loss_scale.value
 
 
 def _check_differentiated_input(x: jax.Array, role: _Role, loss_scale: jax.Array) -> None:

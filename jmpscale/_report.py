@@ -399,7 +399,7 @@ def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
     state = jax.tree.map(np.asarray, state)  # under a transformation JAX would trace operations on known arrays
     if _is_stuck(state, limit):
         text = next(text for holds, text in _diagnoses(state, scaler, limit) if holds)
-        scale = format_number(float(str(np.float32(state.loss_scale))))  # the shortest of the numbers with this float32
+        scale = format_number(np.float32(state.loss_scale))
         raise FloatingPointError(text.format(scale=scale, run=state.consecutive_skips, total=state.total_skips))
 
 

@@ -22,7 +22,7 @@ from jmpscale._axes import (
 )
 from jmpscale._check import COUNTER_LIMIT, check_flag, describe, warn_user
 from jmpscale._finite import all_finite, all_finite_here
-from jmpscale._state import ScalerState, SkipReason
+from jmpscale._state import ScalerState, SkipReason, is_created_in_program
 from jmpscale._tree import (
     PyTree,
     Tree,
@@ -276,7 +276,8 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
 
 def _warn_if_constant(scaler: ScalerState, finite: ArrayLike) -> None:
     """Warns if a compiled step contains its scaler, because every call would then start from the same state."""
-    if is_compiling() and is_traced(finite) and not any(map(is_traced, jax.tree.leaves(scaler))):
+    is_constant = not any(map(is_traced, jax.tree.leaves(scaler))) and not is_created_in_program(scaler)
+    if is_constant and is_traced(finite) and is_compiling():
         warn_user(
             "the scaler is a constant of the compiled program, so the scale never adapts and skips are not counted. "
             "Pass the scaler to the compiled function as an argument, and return the new scaler."

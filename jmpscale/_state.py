@@ -7,11 +7,14 @@ import dataclasses
 import enum
 import json
 import sys
+import weakref
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
+import jax.core
 import jax.export
+import jax.extend.core
 import numpy as np
 
 from jmpscale._check import check_choice, check_count, check_in_range, check_number, format_number
@@ -275,13 +278,29 @@ def disabled() -> ScalerState:
     return init_state(1.0, ScalerConfig(mode="disabled"))
 
 
+# JAX has moved this function. Unlike a test of whether a new array is traced, it does not start JAX's backend.
+_IS_COMPILING = "unsafe_am_i_under_a_jit_DO_NOT_USE"
+_core = jax.extend.core if hasattr(jax.extend.core, _IS_COMPILING) else jax.core
+_is_compiling = getattr(_core, _IS_COMPILING, bool)
+
+_created_in_programs: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
+
+
+def is_created_in_program(scaler: ScalerState) -> bool:
+    """Tests whether a scaler was created while JAX traced a program, to which it then belongs."""
+    return _created_in_programs.get(id(scaler.loss_scale)) is scaler.loss_scale
+
+
 def init_state(loss_scale: float, config: ScalerConfig, finite_steps: int = 0) -> ScalerState:
     """Creates a state from validated settings."""
     register_with_flax()
+    scale = np.array(loss_scale, np.float32)
+    if _is_compiling():
+        _created_in_programs[id(scale)] = scale
     # The fields are NumPy arrays, because a JAX array would start the backend, and zero-dimensional arrays instead of
     # NumPy scalars, because Orbax does not save NumPy scalars.
     fields: dict[str, Any] = {
-        "loss_scale": np.array(loss_scale, np.float32),
+        "loss_scale": scale,
         "finite_steps": np.array(finite_steps, np.int32),
         "hysteresis_left": np.array(config.hysteresis, np.int32),
         "total_skips": np.array(0, np.int32),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jmpscale._axes import varying_axes
+from jmpscale._axes import map_like, varying_axes
 from jmpscale._check import check_flag, describe, truncate, type_name
 from jmpscale._tree import PyTree, is_array, is_inexact, named_leaves, structure
 
@@ -99,14 +99,14 @@ def _set_first(leaf: Any, value: Any, flag: Any) -> Any:
 
 @jax.custom_vjp
 def _fault_in_cotangent(leaf: Any, value: Any, flag: Any) -> Any:
-    return leaf
+    return map_like(leaf, flag)
 
 
 def _fault_forward(leaf: Any, value: Any, flag: Any) -> Any:
     # The cotangent of a value that devices share is a sum over them: a fault on one device is a fault on all.
     if axes := varying_axes(flag) - varying_axes(leaf):
         flag = jax.lax.pmax(flag.astype(np.int32), tuple(sorted(axes))).astype(bool)
-    return leaf, (value, flag)
+    return map_like(leaf, flag), (value, flag)
 
 
 def _fault_backward(fault: Any, cotangent: Any) -> Any:

@@ -37,6 +37,20 @@ def underflowing(w, x):
     return jnp.float32(2.0**-24) * jnp.mean(hidden.astype(jnp.float32) ** 2)
 
 
+def residual(net, w, x):
+    """The residual of the differential equation u'' = -u, for a network with one input."""
+    return jax.grad(jax.grad(net, 1), 1)(w, x) + net(w, x)
+
+
+def net(w, x):
+    return jnp.sum(jnp.tanh(x * w[0]) * w[1])
+
+
+def diverging_aux(w, x):
+    """Returns a loss, and a metric that is infinite and not differentiable."""
+    return mean_square(w, x), jnp.log(jnp.sum(w * 0)) * jnp.sum(x)
+
+
 def scaled(fun):
     return jmpscale.loss_scaled(fun, SCALE)
 
@@ -111,6 +125,29 @@ TRANSFORMATIONS = {
     )[0],
     "forward over reverse": lambda wrap: jax.jit(jax.hessian(wrap(mean_square)))(W, X),
     "gradient penalty": lambda wrap: jax.jit(jax.grad(lambda w: jnp.sum(jax.grad(wrap(mean_square))(w, X) ** 2)))(W),
+    "gradient penalty on the input": lambda wrap: jax.jit(
+        jax.grad(lambda w: jnp.sum(jax.grad(wrap(mean_square), 1)(w, X) ** 2))
+    )(W),
+    "gradient penalty outside jit": lambda wrap: jax.grad(
+        lambda w: jnp.sum(jax.grad(jax.jit(wrap(mean_square)), 1)(w, X) ** 2)
+    )(W),
+    "hypergradient": lambda wrap: jax.jit(
+        jax.grad(lambda x: mean_square(W - 0.1 * jax.grad(wrap(mean_square))(W, x), X))
+    )(X + 1),
+    "PINN residual": lambda wrap: jax.jit(jax.grad(lambda w: residual(wrap(net), w, 0.7) ** 2))(W[:2]),
+    "blocks of the Hessian": lambda wrap: jax.jit(jax.jacrev(jax.jacrev(wrap(mean_square), (0, 1)), (0, 1)))(W, X),
+    "blocks of the Hessian, forward over reverse": lambda wrap: jax.jit(jax.hessian(wrap(mean_square), (0, 1)))(W, X),
+    "third order": lambda wrap: jax.jit(jax.grad(jax.grad(jax.grad(wrap(net), 1), 1), 0))(W[:2], 0.7),
+    "output that does not depend on the inner value": lambda wrap: jax.grad(
+        lambda w: (
+            jax.grad(lambda x: sum(wrap(lambda w, x: (jnp.sum(w**3), jnp.sum(w * x)))(w, x)))(W).sum()
+            + wrap(lambda w, x: (jnp.sum(w**3), jnp.sum(w * x)))(w, W)[0]
+        )
+    )(W),
+    "second derivative under vmap": lambda wrap: jax.jit(
+        jax.vmap(jax.grad(lambda w, x: jnp.sum(jax.grad(wrap(mean_square), 1)(w, x) ** 2)), (None, 0))
+    )(W, X[:, None]),
+    "metric that is infinite": lambda wrap: jax.jit(jax.grad(wrap(diverging_aux), has_aux=True))(W, X)[0],
     "nested": lambda wrap: jax.grad(wrap(wrap(mean_square)))(W, X),
     "sum with another loss": lambda wrap: jax.grad(lambda w: wrap(mean_square)(w, X) + jnp.sum(w**2))(W),
     "closure": lambda wrap: jax.grad(lambda w: wrap(lambda x: mean_square(w, x))(X))(W),
@@ -337,6 +374,30 @@ def test_loss_scaled_reads_the_scale_of_each_step():
 def test_loss_scaled_under_vmap_uses_the_scale_of_each_model():
     grad = jax.vmap(lambda scale, w: jax.grad(jmpscale.loss_scaled(reveal_scale, scale))(w))
     np.testing.assert_array_equal(jax.jit(grad)(jnp.array([1.0, SCALE]), jnp.ones(2)), [1.0, SCALE])
+
+
+SHARED = {  # losses of one shared value, with one scale for each element of a batch
+    "mapped input": lambda wrap, w, scales: jax.vmap(wrap(lambda w, x, scale: (w * x) ** 2), (None, 0, 0))(
+        w, XS, scales
+    ),
+    "no mapped input": lambda wrap, w, scales: jax.vmap(wrap(lambda w, scale: jnp.sin(w)), (None, 0))(w, scales),
+    "closure": lambda wrap, w, scales: jax.vmap(lambda x, s: wrap(lambda scale: (w * x) ** 2)(s))(XS, scales),
+    "map": lambda wrap, w, scales: jax.lax.map(lambda s: wrap(lambda w, scale: w**3)(w, s), scales, batch_size=2),
+    "jit inside": lambda wrap, w, scales: jax.vmap(jax.jit(wrap(lambda w, x, scale: w * x)), (None, 0, 0))(
+        w, XS, scales
+    ),
+}
+XS, BATCH_OF_SCALES = jnp.arange(1.0, 5.0), jnp.array([2.0, 8.0, SCALE, 1.0])
+
+
+@pytest.mark.parametrize("jit", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("losses", _rows(SHARED))
+def test_gradient_of_a_value_that_losses_with_different_scales_share(losses, jit):
+    def gradient(wrap):
+        return jit(jax.grad(lambda w: losses(wrap, w, BATCH_OF_SCALES).mean()))(1.5)
+
+    ours = gradient(lambda fun: jmpscale.loss_scaled(fun, lambda *args: args[-1]))
+    np.testing.assert_allclose(ours, gradient(lambda fun: fun), rtol=1e-6)
 
 
 def test_loss_scaled_does_not_differentiate_the_scale():
