@@ -304,14 +304,24 @@ def _loss_may_diverge(axis_name: AxisName) -> bool:
 @jax.jit
 def apply_rule(scaler: ScalerState, finite: jax.Array, loss_finite: jax.Array | None) -> ScalerState:
     """Applies the rule of `update` to flags that are equal on all devices."""
-    counted = scaler._replace(
+    reason = jnp.where(finite, scaler.last_skip_reason, _reason_of_skip(scaler, loss_finite))
+    # The reason depends on the scale, and the new scale depends on the reason. XLA on GPUs would compute both from the
+    # old scale, in two kernels in any order, and copy the old scale first. The barrier orders them.
+    reason = jax.lax.optimization_barrier(reason)
+    skipped = scaler._replace(
         total_skips=_increment(scaler.total_skips), consecutive_skips=_increment(scaler.consecutive_skips)
     )
-    after_skip = _after_overflow(counted)
+    after_skip = _after_overflow(skipped)
     if loss_finite is not None:
-        after_loss = counted._replace(last_skip_reason=jnp.full_like(scaler.last_skip_reason, SkipReason.LOSS))
-        after_skip = _select(loss_finite, after_skip, after_loss)
-    return _select(finite, _after_finite(scaler), after_skip)
+        after_skip = _select(reason == SkipReason.LOSS, skipped, after_skip)
+    return _select(finite, _after_finite(scaler), after_skip)._replace(last_skip_reason=reason)
+
+
+def _reason_of_skip(scaler: ScalerState, loss_finite: jax.Array | None) -> jax.Array:
+    reason = jnp.full_like(scaler.last_skip_reason, SkipReason.GRADIENTS)
+    if scaler.config.mode == "dynamic":
+        reason = jnp.where(scaler.loss_scale <= scaler.config.min_scale, SkipReason.MIN_SCALE, reason)
+    return reason if loss_finite is None else jnp.where(loss_finite, reason, SkipReason.LOSS)
 
 
 def _select(flag: jax.Array, if_true: ScalerState, if_false: ScalerState) -> ScalerState:
@@ -338,11 +348,8 @@ def _after_finite(scaler: ScalerState) -> ScalerState:
 def _after_overflow(scaler: ScalerState) -> ScalerState:
     config = scaler.config
     scaler = scaler._replace(finite_steps=jnp.zeros_like(scaler.finite_steps))
-    gradients = jnp.full_like(scaler.last_skip_reason, SkipReason.GRADIENTS)
     if config.mode == "static":
-        return scaler._replace(last_skip_reason=gradients)
-    at_limit = scaler.loss_scale <= config.min_scale
-    scaler = scaler._replace(last_skip_reason=jnp.where(at_limit, SkipReason.MIN_SCALE, gradients))
+        return scaler
     reduced = jnp.maximum(scaler.loss_scale * config.backoff_factor, config.min_scale)
     # With a hysteresis of 1 the rule does not depend on the count. On GPUs each scalar that changes costs a kernel.
     if config.hysteresis == 1:
