@@ -313,15 +313,18 @@ def apply_rule(scaler: ScalerState, finite: jax.Array, loss_finite: jax.Array | 
     )
     after_skip = _after_overflow(skipped)
     if loss_finite is not None:
-        after_skip = _select(reason == SkipReason.LOSS, skipped, after_skip)
+        after_skip = _select(reason == int(SkipReason.LOSS), skipped, after_skip)
     return _select(finite, _after_finite(scaler), after_skip)._replace(last_skip_reason=reason)
 
 
 def _reason_of_skip(scaler: ScalerState, loss_finite: jax.Array | None) -> jax.Array:
-    reason = jnp.full_like(scaler.last_skip_reason, SkipReason.GRADIENTS)
+    # The constants are computed from the state: JAX 0.7 cannot select one of two constants by a sharded flag.
+    reasons = {reason: scaler.last_skip_reason * 0 + int(reason) for reason in SkipReason}
+    reason = reasons[SkipReason.GRADIENTS]
     if scaler.config.mode == "dynamic":
-        reason = jnp.where(scaler.loss_scale <= scaler.config.min_scale, SkipReason.MIN_SCALE, reason)
-    return reason if loss_finite is None else jnp.where(loss_finite, reason, SkipReason.LOSS)
+        at_limit = scaler.loss_scale <= scaler.config.min_scale
+        reason = jnp.where(at_limit, reasons[SkipReason.MIN_SCALE], reason)
+    return reason if loss_finite is None else jnp.where(loss_finite, reason, reasons[SkipReason.LOSS])
 
 
 def _select(flag: jax.Array, if_true: ScalerState, if_false: ScalerState) -> ScalerState:
