@@ -151,17 +151,17 @@ def bare(job, tx=None):
     return lambda params: (params, tx.init(params), ()), step
 
 
-def functional(job, tx=None):
-    tx = tx or job.tx
+def functional(job, tx=None, scaler=None):
+    tx, initial = tx or job.tx, scaler or jmpscale.dynamic()
 
     def step(state, batch):
         params, opt_state, scaler = state
         loss, grads = jmpscale.value_and_grad(job.loss_fn)(scaler, job.cast(params), batch)
-        finite = jmpscale.all_finite(grads)
+        finite = jmpscale.all_finite(grads, scaler=scaler)
         params, opt_state = jmpscale.apply_if(finite, jmpscale.optax_step(tx, grads), params, opt_state)
         return (params, opt_state, jmpscale.update(scaler, finite, loss=loss)), loss
 
-    return lambda params: (params, tx.init(params), jax.tree.map(jnp.array, jmpscale.dynamic())), step
+    return lambda params: (params, tx.init(params), jax.tree.map(jnp.array, initial)), step
 
 
 def norm_as_check(job):

@@ -155,10 +155,11 @@ def test_sharded_step_on_cpu_adds_no_gathers(method):
     _check_collectives(*(_figures("cpu", name, devices=8) for name in (method, steps.BASELINE)))
 
 
-def test_disabled_scaler_compiles_to_the_bare_step():
+@pytest.mark.parametrize("method", [steps.optax_wrapper, steps.functional], ids=["wrapper", "functional"])
+def test_disabled_scaler_compiles_to_the_bare_step(method):
     job = steps.make_job(steps.mlp(1, 8, 4))
     programs = []
-    for init, step in (steps.bare(job), steps.optax_wrapper(job, scaler=jmpscale.disabled())):
+    for init, step in (steps.bare(job), method(job, scaler=jmpscale.disabled())):
         programs.append(instructions(compiled(step, init(job.params), job.batch, donate_argnums=0)))
     assert programs[0] == programs[1]
 

@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
+from flax.linen import fp8_ops
 
 import jmpscale
 from jmpscale import testing
 
+import compiling
 import programs
 
 SCALE = 2.0**16
@@ -175,6 +177,21 @@ ARGUMENTS = {
     "bfloat16": lambda wrap, w: wrap(lambda w: jnp.sum(w.astype(jnp.float32) ** 2))(w.astype(jnp.bfloat16)),
     "auxiliary data": lambda wrap, w: sum(wrap(lambda w: (jnp.sum(w**2), jnp.sum(w**3)))(w)),
 }
+
+
+def _partial_sums(wrap):
+    """Returns gradients of reduced parameters, which JAX leaves as partial sums until the user adds them."""
+
+    def gradient(w, x):
+        return jax.sharding.reshard(jax.grad(wrap(mean_square))(w, x), jax.P())
+
+    with jax.set_mesh(EXPLICIT):
+        w = jax.sharding.reshard(W, jax.P(None, None, reduced={"data"}))
+        return jax.jit(gradient)(w, jax.device_put(X, jax.NamedSharding(EXPLICIT, jax.P("data"))))
+
+
+if jax.__version_info__ >= (0, 10):  # earlier versions have no types for partial sums
+    TRANSFORMATIONS["partial sums"] = _partial_sums
 CASES = TRANSFORMATIONS | {
     f"argument: {name}": lambda wrap, call=call: jax.jit(jax.grad(functools.partial(call, wrap)))(W)
     for name, call in ARGUMENTS.items()
@@ -323,6 +340,57 @@ def test_loss_scaled_returns_new_fp8_statistics_unchanged():
     np.testing.assert_array_equal(grads["params"], np.ones_like(W))
 
 
+class Fp8Model(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(16, use_bias=False, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp)(x)
+
+
+FP8_MODEL, FP8_INPUT = Fp8Model(), 3 * jnp.ones((16, 16))
+FP8 = "_overwrite_with_gradient"
+
+
+def fp8_loss(params, statistics):
+    return jnp.mean(FP8_MODEL.apply({"params": params, FP8: statistics}, FP8_INPUT).astype(jnp.float32) ** 2)
+
+
+FP8_GRADIENTS = {  # of the parameters and the statistics, in separate arguments
+    "jax": lambda args: jax.grad(fp8_loss, (0, 1))(*args),
+    "loss_scaled": lambda args: jax.grad(scaled(fp8_loss), (0, 1))(*args),
+    "value_and_grad": lambda args: jmpscale.value_and_grad(fp8_loss, (0, 1))(SCALER, *args)[1],
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("way", ["loss_scaled", "value_and_grad"])
+def test_fp8_statistics_may_be_an_argument_of_their_own(way):
+    variables = FP8_MODEL.init(jax.random.key(0), FP8_INPUT)
+    args = variables["params"], variables[FP8]
+    (params, statistics), (_, expected) = (jax.jit(FP8_GRADIENTS[name])(args) for name in (way, "jax"))
+    for side in ("input", "kernel"):  # the history of the output's gradients is that of the scaled backward pass
+        for name in (f"{side}_scale", f"{side}_amax_history"):
+            chex.assert_trees_all_equal(_leaf(statistics, name), _leaf(expected, name))
+    assert np.all(params["Dense_0"]["kernel"] != 0)
+
+
+def _leaf(tree, name):
+    (leaf,) = [x for path, x in jax.tree_util.tree_leaves_with_path(tree) if path[-1].key == name]
+    return leaf
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_loss_scaled_raises_for_fp8_statistics_that_fun_closes_over():
+    variables = FP8_MODEL.init(jax.random.key(0), FP8_INPUT)
+
+    def loss(statistics):
+        return scaled(lambda params: fp8_loss(params, statistics))(variables["params"])
+
+    with pytest.raises(TypeError, match=r"closes over a differentiated value of float32\[1\].*Pass the variables"):
+        jax.grad(loss)(variables[FP8])
+    bias = jax.grad(lambda b: scaled(lambda: jnp.sum(b[0] * W))())(jnp.ones(1))  # the same shape, without fp8 layers
+    assert bias == jnp.sum(W)
+
+
 # --- the scale is read in every form ---
 
 
@@ -416,6 +484,21 @@ def test_loss_scaled_with_a_disabled_scaler_calls_fun():
     assert str(jax.make_jaxpr(jax.grad(loss_fn))(W, X)) == str(jax.make_jaxpr(jax.grad(mean_square))(W, X))
 
 
+# --- only losses are warned about ---
+
+OUTPUTS_WITHOUT_A_WARNING = {
+    "float16 logits beside the loss": lambda w: {"loss": jnp.sum(w), "logits": w.astype(jnp.float16)},
+    "float16 metric beside the loss": lambda w: (jnp.sum(w), jnp.sum(w).astype(jnp.float16)),
+    "float16 activations alone": lambda w: w.astype(jnp.float16),
+}
+
+
+@pytest.mark.parametrize("fun", _rows(OUTPUTS_WITHOUT_A_WARNING))
+def test_loss_scaled_does_not_take_other_outputs_for_a_float16_loss(fun):
+    """A warning would raise, because warnings are errors."""
+    jax.vjp(scaled(fun), W)
+
+
 # --- fun is called once, and nothing is kept ---
 
 
@@ -446,6 +529,19 @@ def test_loss_scaled_calls_fun_once():
     jax.effects_barrier()
     assert (len(traces), len(runs)) == (1, 1)
     assert ref is None or ref[...] == 1
+
+
+def test_loss_scaled_costs_nothing_where_nothing_is_differentiated():
+    programs = [compiling.compiled(jax.jit(wrap(mean_square)), W, X) for wrap in (scaled, lambda fun: fun)]
+    assert compiling.instructions(programs[0]) == compiling.instructions(programs[1])
+
+
+def test_loss_scaled_does_not_compute_gradients_of_values_that_are_not_differentiated():
+    def matmuls(wrap):
+        program = compiling.compiled(lambda w, x: jax.grad(wrap(mean_square))(w, x), W, X)
+        return sum(line.startswith(("dot", "custom-call")) for line in compiling.instructions(program))
+
+    assert matmuls(scaled) == matmuls(lambda fun: fun) > 0
 
 
 def test_loss_scaled_keeps_no_reference_to_its_arguments():

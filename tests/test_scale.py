@@ -93,6 +93,15 @@ def test_unscale_returns_statistics_of_fp8_layers_unchanged():
         assert finite
 
 
+def test_unscale_recognizes_statistics_of_fp8_layers_outside_their_collection():
+    """A pair of a scale and a history with the same owner; either name alone is a parameter."""
+    pair = {"input_scale": jnp.float32(2.0), "input_amax_history": jnp.ones(3)}
+    grads = {"layer": pair | {"kernel": jnp.float32(2.0)}, "norm": {"input_scale": jnp.float32(2.0)}}
+    out = jmpscale.unscale(jmpscale.static(2.0), ({"w": jnp.float32(2.0)}, grads))
+    expected = {"layer": pair | {"kernel": jnp.float32(1.0)}, "norm": {"input_scale": jnp.float32(1.0)}}
+    chex.assert_trees_all_equal(out, ({"w": jnp.float32(1.0)}, expected))
+
+
 @pytest.mark.parametrize("tree", [{}, (), None, jnp.zeros((0, 4), F16)], ids=str)
 def test_unscale_and_check_accepts_trees_without_elements(tree):
     out, finite = jmpscale.unscale_and_check(jmpscale.dynamic(), tree)

@@ -104,6 +104,21 @@ def test_cast_returns_scalers_unchanged():
     assert out.inner_state.trace.dtype == jnp.float16
 
 
+class Net(nnx.Module):
+    def __init__(self):
+        self.dropout, self.weight = nnx.Dropout(0.5, rngs=nnx.Rngs(0)), nnx.Param(jnp.ones(3))
+
+
+def test_cast_raises_for_nnx_objects_and_casts_their_state():
+    """A copy of the model would draw the same dropout mask in every step."""
+    model = Net()
+    for tree in (model, {"model": model, "x": jnp.ones(3)}):
+        with pytest.raises(TypeError, match=r"got a Flax NNX Net.*autocast.*dtype=jnp\.float16.*cast nnx\.state"):
+            jmpscale.cast(tree, jnp.float16)
+    half = jmpscale.cast(nnx.state(model), jnp.float16)
+    assert (half["weight"].get_value().dtype, model.weight.get_value().dtype) == (jnp.float16, jnp.float32)
+
+
 def test_cast_is_differentiable():
     """The gradient has the dtype of the array before the conversion."""
     grad = jax.jit(jax.grad(lambda p: jmpscale.cast(p, jnp.float16)["w"].astype(jnp.float32).sum()))

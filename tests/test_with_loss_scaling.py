@@ -599,3 +599,88 @@ def test_with_loss_scaling_copies_its_scaler():
         assert state.scaler.loss_scale == 8.0
         donate(state)
         assert all(x.is_deleted() for x in jax.tree.leaves(state.scaler))
+
+
+# --- a skipped step outside jit ---
+
+
+def _average_of_examples():
+    """Averages over the leading axis of the gradients, as the optimizers of differential privacy do."""
+
+    def update(updates, state, params=None):
+        return jax.tree.map(lambda g: jnp.mean(g, 0).astype(jnp.bfloat16), updates), state
+
+    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+
+
+def test_skip_outside_jit_keeps_the_shapes_of_the_parameters():
+    tx = jmpscale.with_loss_scaling(_average_of_examples())
+    grads = jax.tree.map(lambda p: jnp.stack([p, p * jnp.inf]), PARAMS)
+    for update in (tx.update, jax.jit(tx.update)):
+        updates, state = update(grads, tx.init(PARAMS), PARAMS)
+        assert state.scaler.total_skips == 1
+        testing.assert_step_is_noop(PARAMS, optax.apply_updates(PARAMS, updates))
+
+
+def test_skip_outside_jit_without_parameters_returns_zeros_like_the_gradients():
+    tx = jmpscale.with_loss_scaling(optax.identity())
+    grads = {"w": jnp.array([jnp.inf, 1.0]), "n": 2, "x": 3.0, "none": None, "name": jnp.tanh}
+    updates, _ = tx.update(grads, tx.init(None))
+    assert (updates["n"], updates["x"], updates["none"], updates["name"]) == (0, 0.0, None, jnp.tanh)
+    assert not np.any(updates["w"])
+
+
+# --- lanes of vmap agree ---
+
+
+@pytest.mark.parametrize("way", ["wrapper", "functional"])
+def test_loss_is_ignored_along_a_named_axis_over_which_gradients_are_averaged(way):
+    """Otherwise a NaN loss in one lane would keep its scale, while the others back off."""
+    tx = jmpscale.with_loss_scaling(optax.sgd(0.1), jmpscale.dynamic(1024.0), axis_name=())
+
+    def step(scaler, x):
+        loss, grad = jmpscale.value_and_grad(lambda w: jnp.sum(w * x))(scaler, jnp.float32(1.0))
+        grad = jax.lax.pmean(grad, "lanes")
+        if way == "functional":
+            return jmpscale.update(scaler, jmpscale.all_finite(grad, axis_name=()), loss=loss, axis_name=())
+        return tx.update(grad, tx.init(1.0)._replace(scaler=scaler), value=loss)[1].scaler
+
+    x = jnp.ones(4).at[0].set(jnp.nan)
+    scaler = jax.jit(jax.vmap(step, (None, 0), axis_name="lanes"))(jmpscale.dynamic(1024.0), x)
+    np.testing.assert_array_equal(scaler.loss_scale, np.full(4, 512.0))
+    alone = jax.vmap(lambda flag, loss: jmpscale.update(jmpscale.dynamic(1024.0), flag, loss=loss), axis_name="lanes")
+    np.testing.assert_array_equal(alone(jnp.zeros(2, bool), jnp.array([jnp.nan, 1.0])).loss_scale, [1024.0, 512.0])
+
+
+# --- false alarms ---
+
+
+def test_init_accepts_masked_nodes_in_the_parameters_of_the_user():
+    params = {"w": jnp.ones(2), "frozen": optax.MaskedNode()}
+    tx = optax.chain(jmpscale.with_loss_scaling(optax.adamw(0.1, mask={"w": True, "frozen": optax.MaskedNode()})))
+    tx.init(params)
+    with pytest.warns(UserWarning, match=r"inside optax\.masked"):
+        optax.masked(tx, {"w": True, "frozen": False}).init({"w": jnp.ones(2), "frozen": jnp.ones(2)})
+
+
+def test_scaler_that_is_created_in_a_program_and_adapts_there_is_accepted():
+    @jax.jit
+    def train(grads):
+        scaler = jmpscale.dynamic(1024.0)
+        for grad in grads:
+            scaler = jmpscale.update(scaler, jmpscale.all_finite(grad))
+        return scaler
+
+    assert train([jnp.ones(2), jnp.full(2, jnp.inf), jnp.ones(2)]).loss_scale == 512.0
+
+
+def test_scale_of_zero_recovers_or_is_diagnosed():
+    tx = jmpscale.with_loss_scaling(optax.sgd(0.1))
+    opt_state = optax.tree.zeros_like(tx.init(PARAMS))
+    for applied in (False, True):
+        _, grads = jmpscale.value_and_grad(_loss)(opt_state, PARAMS)
+        _, opt_state = tx.update(grads, opt_state, PARAMS)
+        assert opt_state.scaler.step_applied == applied
+    static = optax.tree.zeros_like(jmpscale.static(8.0))._replace(consecutive_skips=jnp.int32(3))
+    with pytest.raises(FloatingPointError, match="The loss scale is invalid"):
+        jmpscale.raise_if_stuck(static, max_consecutive_skips=2)
