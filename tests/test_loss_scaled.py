@@ -367,7 +367,7 @@ def test_fp8_statistics_may_be_an_argument_of_their_own(way):
     variables = FP8_MODEL.init(jax.random.key(0), FP8_INPUT)
     args = variables["params"], variables[FP8]
     (params, statistics), (_, expected) = (jax.jit(FP8_GRADIENTS[name])(args) for name in (way, "jax"))
-    for side in ("input", "kernel"):  # the history of the output's gradients is that of the scaled backward pass
+    for side in ("input", "kernel"):  # the backward pass of the history of the output's gradients is scaled
         for name in (f"{side}_scale", f"{side}_amax_history"):
             chex.assert_trees_all_equal(_leaf(statistics, name), _leaf(expected, name))
     assert np.all(params["Dense_0"]["kernel"] != 0)
