@@ -15,14 +15,23 @@ import sys
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
 import jmpscale
+
+if TYPE_CHECKING:  # matplotlib may be missing until the arguments are checked
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Params: TypeAlias = dict[str, jax.Array]
+Perturbations: TypeAlias = Mapping[str, ArrayLike]
+Text: TypeAlias = tuple[np.ndarray, np.ndarray]  # the alphabet, and the characters as integers
 
 SEQUENCES, LENGTH, WIDTH, HEADS, LAYERS = 16, 64, 64, 4, 2
 SHARD_TOKENS = SEQUENCES * LENGTH  # in each step
@@ -37,7 +46,7 @@ RUNS = {  # name: color
     "float16": "#d1495b",
     "float16, jmpscale": "#2a7f9e",
 }
-NO_PERTURBATIONS: Mapping[str, Any] = collections.defaultdict(float)
+NO_PERTURBATIONS: Perturbations = collections.defaultdict(float)
 
 
 class Run(NamedTuple):
@@ -75,7 +84,9 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.einsum("bhqk,bkhd->bqhd", weights.astype(v.dtype), v)
 
 
-def predict(params: Any, tokens: Any, dtype: Any, perturbations: Mapping[str, Any] = NO_PERTURBATIONS) -> jax.Array:
+def predict(
+    params: Params, tokens: jax.Array, dtype: DTypeLike, perturbations: Perturbations = NO_PERTURBATIONS
+) -> jax.Array:
     """Computes the logits of the next character, f32[sequences, LENGTH, characters], in `dtype`.
 
     `perturbations` are added to the activations, so their gradients are the gradients of the activations.
@@ -89,14 +100,18 @@ def predict(params: Any, tokens: Any, dtype: Any, perturbations: Mapping[str, An
     return (normalize(h) @ w["unembed"] + perturbations["logits"]).astype(jnp.float32)
 
 
-def zero_perturbations(characters: int, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
+def zero_perturbations(characters: int, dtype: DTypeLike = jnp.float32) -> dict[str, jax.Array]:
     """Returns perturbations of zero."""
     widths = {"embed": WIDTH, "logits": characters} | {f"layer_{n}/mlp": 4 * WIDTH for n in range(LAYERS)}
     return {name: jnp.zeros((SEQUENCES, LENGTH, width), dtype) for name, width in widths.items()}
 
 
 def shard_loss(
-    params: Any, batch: Any, batch_tokens: Any, dtype: Any, perturbations: Mapping[str, Any] = NO_PERTURBATIONS
+    params: Params,
+    batch: jax.Array,
+    batch_tokens: float,
+    dtype: DTypeLike,
+    perturbations: Perturbations = NO_PERTURBATIONS,
 ) -> jax.Array:
     """Computes the loss of one shard of a batch of `batch_tokens` tokens.
 
@@ -110,7 +125,7 @@ activation_grads: Any = jax.jit(jax.grad(shard_loss, argnums=4), static_argnums=
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
-def sample(params: Any, prompt: Any, seed: int, dtype: Any) -> jax.Array:
+def sample(params: Params, prompt: jax.Array, seed: int, dtype: DTypeLike) -> jax.Array:
     """Samples the characters that follow a prompt, i32[LENGTH]."""
 
     def step(context: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -121,7 +136,7 @@ def sample(params: Any, prompt: Any, seed: int, dtype: Any) -> jax.Array:
     return jax.lax.scan(step, prompt, jax.random.split(jax.random.key(seed), SAMPLE_LENGTH))[1]
 
 
-def train(name: str, text: tuple[Any, Any], steps: int, batch_tokens: int, seed: int) -> Run:
+def train(name: str, text: Text, steps: int, batch_tokens: int, seed: int) -> Run:
     """Trains the model on an encoded text; `name` is one of `RUNS`."""
     (alphabet, tokens), dtype = text, jnp.dtype(name.removesuffix(", jmpscale"))
     scaler = jmpscale.dynamic(growth_interval=GROWTH_INTERVAL) if "jmpscale" in name else jmpscale.disabled()
@@ -130,7 +145,7 @@ def train(name: str, text: tuple[Any, Any], steps: int, batch_tokens: int, seed:
     loss_fn = functools.partial(shard_loss, batch_tokens=batch_tokens, dtype=dtype)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
+    def train_step(params: Any, opt_state: Any, batch: jax.Array) -> tuple[Any, Any, dict[str, jax.Array]]:
         loss, grads = jmpscale.value_and_grad(loss_fn)(opt_state, params, batch)
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)
         params = optax.apply_updates(params, updates)
@@ -167,7 +182,7 @@ def format_table(runs: Mapping[str, Run]) -> str:
     return "\n".join(lines + [f"\n{name} writes:\n{textwrap.fill(run.sample, 100)}" for name, run in runs.items()])
 
 
-def plot(runs: Mapping[str, Run], batch_tokens: int) -> Any:
+def plot(runs: Mapping[str, Run], batch_tokens: int) -> "Figure":
     """Plots the losses, the sampled texts, the loss scale and the gradients; returns a matplotlib figure."""
     from matplotlib.figure import Figure
 
@@ -190,7 +205,7 @@ def plot(runs: Mapping[str, Run], batch_tokens: int) -> Any:
     return figure
 
 
-def _plot_losses(runs: Mapping[str, Run], axis: Any) -> None:
+def _plot_losses(runs: Mapping[str, Run], axis: "Axes") -> None:
     # The curve of jmpscale would hide the curves of float32 and bfloat16.
     styles: dict[str, Any] = {"float32": {"linewidth": 8}, "bfloat16": {"linestyle": ":"}}
     for name, run in runs.items():
@@ -203,7 +218,7 @@ def _plot_losses(runs: Mapping[str, Run], axis: Any) -> None:
     axis.legend(fontsize=13)
 
 
-def _plot_texts(runs: Mapping[str, Run], axis: Any) -> None:
+def _plot_texts(runs: Mapping[str, Run], axis: "Axes") -> None:
     for row, (name, run) in enumerate(runs.items()):
         top, color = 1 - 0.26 * row, RUNS["bfloat16" if name == "float32" else name]
         look: dict[str, Any] = {"size": 13, "color": color, "va": "top", "parse_math": False}
@@ -212,7 +227,7 @@ def _plot_texts(runs: Mapping[str, Run], axis: Any) -> None:
     axis.axis("off")
 
 
-def _plot_gradients(run: Run, axis: Any) -> None:
+def _plot_gradients(run: Run, axis: "Axes") -> None:
     values = np.concatenate([np.abs(g).ravel() for g in jax.device_get(run.activation_grads).values()])
     axis.axvspan(-24, 16, color="#f3ead7", label="range of float16")
     power = int(np.log2(run.history["loss_scale"][-1]))
@@ -239,7 +254,7 @@ def read_text(path: pathlib.Path | None = None) -> str:
     return text
 
 
-def encode(text: str) -> tuple[Any, Any]:
+def encode(text: str) -> Text:
     """Encodes characters as integers: returns the alphabet and the text, i32[length]. Rare characters share a code."""
     common = {c for c, _ in collections.Counter(text).most_common(MAX_ALPHABET)}
     alphabet, tokens = np.unique([c if c in common else "\ufffd" for c in text], return_inverse=True)

@@ -6,13 +6,14 @@ Nothing here changes a state.
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 from jmpscale._axes import AxisName, axes_to_reduce, check_no_partial_sums, warn_if_unsynchronized
 from jmpscale._check import COUNTER_LIMIT, check_count, format_number
@@ -32,6 +33,8 @@ from jmpscale._tree import (
 
 FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL, FLOAT16_MAX = 2.0**-24, 2.0**-14, 65504.0
 
+# For each leaf: the bits of the largest magnitude, and the counts i32[5] of the kinds of values.
+_Statistics: TypeAlias = tuple[list[jax.Array], list[jax.Array]]
 _COUNTS = ("nan", "inf", "zero", "underflow", "subnormal")
 
 _STUCK = "{run} consecutive steps were skipped ({total} in total); the loss scale is {scale}. "
@@ -187,7 +190,7 @@ class GradReport:
         return {"max_abs": max_abs} | fractions
 
 
-def _summarize(first: str, nonfinite: Any, fraction: float, inf: Any) -> str:
+def _summarize(first: str, nonfinite: np.ndarray, fraction: float, inf: np.ndarray) -> str:
     """Summarizes a report; `fraction` of the nonzero values in `first`, the most suspicious leaf, are non-finite."""
     leaves, faulty = len(nonfinite), int((nonfinite > 0).sum())
     if not faulty:
@@ -294,20 +297,22 @@ def grad_report(grads: PyTree, *, scaler: ScalerState | None = None, axis_name: 
     )
 
 
-def _wide_dtypes(leaves: list[Any]) -> tuple[Any, Any]:
+def _wide_dtypes(leaves: Sequence[ArrayLike]) -> tuple[DTypeLike, DTypeLike]:
     """Returns the floating-point dtype that holds the values of all leaves, and the integer dtype of its bits."""
     double = any(jnp.finfo(jnp.result_type(x)).bits == 64 for x in leaves)
     return (np.float64, np.int64) if double else (np.float32, np.int32)
 
 
 @jax.jit
-def _leaf_statistics(leaves: list[Any], loss_scale: jax.Array | None) -> tuple[list[Any], list[Any]]:
+def _leaf_statistics(leaves: Sequence[ArrayLike], loss_scale: jax.Array | None) -> _Statistics:
     """Returns for each leaf, on this device, the bits of the largest magnitude, and the counts i32[5]."""
     forms = {"cpu": functools.partial(_count, _reduce_variadic)} if use_variadic_reduce() else {}
     return jax.lax.platform_dependent(leaves, loss_scale, default=functools.partial(_count, _reduce_each), **forms)
 
 
-def _count(reduce: Callable[..., Any], leaves: list[Any], loss_scale: jax.Array | None) -> tuple[list[Any], list[Any]]:
+def _count(
+    reduce: Callable[..., Sequence[jax.Array]], leaves: Sequence[jax.Array], loss_scale: jax.Array | None
+) -> _Statistics:
     dtype, int_dtype = _wide_dtypes(leaves)
     smallest, smallest_normal = (
         _bits_of_quotient(limit, loss_scale, dtype, int_dtype) for limit in (FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL)
@@ -330,9 +335,9 @@ def _count(reduce: Callable[..., Any], leaves: list[Any], loss_scale: jax.Array 
     return bits, counts
 
 
-def _bits_of_quotient(limit: float, scale: jax.Array | None, dtype: Any, int_dtype: Any) -> Any:
+def _bits_of_quotient(limit: float, loss_scale: jax.Array | None, dtype: DTypeLike, int_dtype: DTypeLike) -> jax.Array:
     """Returns the bits of `limit / scale`, rounded up, even for a subnormal quotient, which devices flush to zero."""
-    scale = jnp.asarray(1.0 if scale is None else scale, dtype)
+    scale = jnp.asarray(1.0 if loss_scale is None else loss_scale, dtype)
     quotient = jnp.asarray(limit, dtype) / scale
     bits = jax.lax.bitcast_convert_type(quotient, int_dtype)
     if dtype == np.float64:  # never subnormal
@@ -348,14 +353,16 @@ def _reduce_each(bits: jax.Array, tallies: list[jax.Array]) -> tuple[jax.Array, 
 
 
 def _reduce_variadic(bits: jax.Array, tallies: list[jax.Array]) -> Sequence[jax.Array]:
-    def combine(a: Any, b: Any) -> Any:
+    def combine(a: list[jax.Array], b: list[jax.Array]) -> tuple[jax.Array, ...]:
         return jnp.maximum(a[0], b[0]), *(x + y for x, y in zip(a[1:], b[1:], strict=True))
 
     operands = (bits, *tallies)
     return jax.lax.reduce(operands, tuple(np.zeros((), x.dtype) for x in operands), combine, tuple(range(bits.ndim)))
 
 
-def _all_reduce(parts: list[Any], axes: list[tuple[Any, ...]], collective: Callable[..., Any]) -> jax.Array:
+def _all_reduce(
+    parts: list[jax.Array], axes: list[tuple[Hashable, ...]], collective: Callable[..., jax.Array]
+) -> jax.Array:
     """Stacks the statistics of all leaves, combined over devices in one collective for each set of axes."""
     groups = {names: [i for i, other in enumerate(axes) if other == names] for names in dict.fromkeys(axes)}
     stacks = [(names, jnp.stack([parts[i] for i in members])) for names, members in groups.items()]
@@ -412,11 +419,11 @@ def _check_in_program(state: ScalerState, tree: PyTree, limit: int) -> None:
         checkify.check(jnp.logical_not(stuck & holds), text.replace("{scale}", "{scale:g}"), debug=False, **numbers)
 
 
-def _is_stuck(state: ScalerState, limit: int) -> Any:
+def _is_stuck(state: ScalerState, limit: int) -> jax.Array:
     return (state.consecutive_skips > limit) | _skips_at_min_scale(state, limit)
 
 
-def _skips_at_min_scale(state: ScalerState, limit: int) -> Any:
+def _skips_at_min_scale(state: ScalerState, limit: int) -> jax.Array:
     """Tests whether a dynamic scale has fallen to its lower limit and steps are still skipped there.
 
     A run whose scale touches the limit and recovers has no skip at the limit, or few skips in total.
@@ -425,7 +432,7 @@ def _skips_at_min_scale(state: ScalerState, limit: int) -> Any:
     return at_limit & (state.last_skip_reason == SkipReason.MIN_SCALE) & (state.total_skips > limit)
 
 
-def _diagnoses(state: ScalerState, tree: PyTree, limit: int) -> list[tuple[Any, str]]:
+def _diagnoses(state: ScalerState, tree: PyTree, limit: int) -> list[tuple[jax.Array | bool, str]]:
     """Returns each diagnosis with a flag: whether it applies. The first diagnosis that applies is reported."""
     scale, config = state.loss_scale, state.config
     damaged = ~((scale > 0) & (scale <= LARGEST_SCALE))  # also NaN
@@ -443,7 +450,7 @@ def _diagnoses(state: ScalerState, tree: PyTree, limit: int) -> list[tuple[Any, 
     return list(zip(applies, _DIAGNOSES, strict=True))
 
 
-def _has_nonfinite_sums(tree: PyTree) -> Any:
+def _has_nonfinite_sums(tree: PyTree) -> jax.Array | bool:
     """Tests whether gradients that `optax.MultiSteps` has accumulated are not finite, on this process's devices."""
     # The sums are recognized by the name of their field, so that this module needs no optax.
     entries = jax.tree_util.tree_leaves_with_path(tree)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.axes import Axes
 
 from jmpscale._check import check_count, describe
 from jmpscale._report import FLOAT16_MAX, FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL, GradReport
@@ -18,7 +19,7 @@ from jmpscale._tree import PyTree, check_scaler, flatten_gradients
 GRAY, RED, BLUE, YELLOW = "#5c626b", "#d1495b", "#2a7f9e", "#e9b44c"
 
 
-def exponent_histogram(grads: PyTree, *, scaler: ScalerState | None = None, ax: Any = None) -> Any:
+def exponent_histogram(grads: PyTree, *, scaler: ScalerState | None = None, ax: Axes | None = None) -> Axes:
     """Plots a histogram of the gradients' magnitudes and how float16 represents them.
 
     Args:
@@ -78,7 +79,7 @@ def _magnitudes(grads: PyTree) -> np.ndarray:
     return np.abs(np.concatenate([np.zeros(0), *parts]))
 
 
-def scale_trajectory(history: Mapping[str, Any], *, ax: Any = None) -> Any:
+def scale_trajectory(history: Mapping[str, Any], *, ax: Axes | None = None) -> Axes:
     """Plots the loss scale over the steps of a run, and marks skipped steps by reason.
 
     Args:
@@ -118,7 +119,7 @@ def scale_trajectory(history: Mapping[str, Any], *, ax: Any = None) -> Any:
     return _with_labels(ax, "step", "loss scale")
 
 
-def headroom(reports: GradReport, *, limit: int = 8, ax: Any = None) -> Any:
+def headroom(reports: GradReport, *, limit: int = 8, ax: Axes | None = None) -> Axes:
     """Plots the headroom of each leaf's gradients in float16 over the steps of a run.
 
     Args:
@@ -162,11 +163,11 @@ def _check_stacked(given: object, arrays: Sequence[Any], ndim: int, rule: str) -
         raise TypeError(f"{rule}, got {got}. Stack a list with jax.tree.map(lambda *x: np.stack(x), *the_list).")
 
 
-def _axes(ax: Any) -> Any:
+def _axes(ax: Axes | None) -> Axes:
     return plt.subplots(figsize=(8, 4), layout="constrained")[1] if ax is None else ax
 
 
-def _with_labels(ax: Any, x: str, y: str) -> Any:
+def _with_labels(ax: Axes, x: str, y: str) -> Axes:
     ax.set(xlabel=x, ylabel=y)
     ax.legend(fontsize=8)
     return ax

@@ -1,19 +1,21 @@
 """Tools for testing training programs."""
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.typing import ArrayLike
 
 from jmpscale._axes import map_like, varying_axes
 from jmpscale._check import check_flag, describe, truncate, type_name
-from jmpscale._tree import PyTree, is_array, is_inexact, named_leaves, structure
+from jmpscale._tree import Path, PyTree, Tree, is_array, is_inexact, named_leaves, structure
 
 
-def inject(tree: PyTree, value: float, *, path: str, when: Any = True) -> Any:
+def inject(tree: Tree, value: ArrayLike, *, path: str, when: ArrayLike = True) -> Tree:
     """Replaces the first element of one leaf with a value, such as an infinity.
 
     It works inside `jax.jit` and `jax.shard_map`. To inject a fault in one step or on one device, make `when` depend on
@@ -43,7 +45,7 @@ def inject(tree: PyTree, value: float, *, path: str, when: Any = True) -> Any:
     return _map_leaf(path, tree, _set_first, value, when)
 
 
-def inject_backward(tree: PyTree, value: float, *, path: str, when: Any = True) -> Any:
+def inject_backward(tree: Tree, value: ArrayLike, *, path: str, when: ArrayLike = True) -> Tree:
     """Returns a tree unchanged, and in the backward pass sets the first element of one leaf's cotangent to a value.
 
     Call it in the loss function, on parameters or activations. The fault then passes through the rest of the backward
@@ -74,7 +76,7 @@ def inject_backward(tree: PyTree, value: float, *, path: str, when: Any = True) 
     return _map_leaf(path, tree, _fault_in_cotangent, value, when)
 
 
-def _map_leaf(path: str, tree: PyTree, change: Any, value: float, when: Any) -> Any:
+def _map_leaf(path: str, tree: Tree, change: Callable[..., object], value: ArrayLike, when: ArrayLike) -> Tree:
     """Returns the tree with `change(leaf, value, when)` in place of the leaf at `path`."""
     paths = [name for name, leaf in named_leaves(tree) if is_inexact(leaf) and jnp.size(leaf)]
     if not (isinstance(path, str) and path in paths):
@@ -86,30 +88,30 @@ def _map_leaf(path: str, tree: PyTree, change: Any, value: float, when: Any) -> 
         raise ValueError(f"value must be a scalar such as jnp.inf, got {describe(value)}. Inject one value at a time.")
     flag = check_flag(when, "when")
 
-    def visit(at: Any, leaf: Any) -> Any:
+    def visit(at: Path, leaf: object) -> object:
         return change(leaf, value, flag) if jax.tree_util.keystr(at) == path else leaf
 
     return jax.tree_util.tree_map_with_path(visit, tree)
 
 
-def _set_first(leaf: Any, value: Any, flag: Any) -> Any:
+def _set_first(leaf: jax.Array, value: ArrayLike, flag: jax.Array) -> jax.Array:
     first = (jnp.arange(jnp.size(leaf)) == 0).reshape(jnp.shape(leaf))
     return jnp.where(first & flag, jnp.asarray(value, jnp.result_type(leaf)), leaf)
 
 
 @jax.custom_vjp
-def _fault_in_cotangent(leaf: Any, value: Any, flag: Any) -> Any:
+def _fault_in_cotangent(leaf: jax.Array, value: ArrayLike, flag: jax.Array) -> jax.Array:
     return map_like(leaf, flag)
 
 
-def _fault_forward(leaf: Any, value: Any, flag: Any) -> Any:
+def _fault_forward(leaf: jax.Array, value: ArrayLike, flag: jax.Array) -> tuple[jax.Array, tuple[ArrayLike, jax.Array]]:
     # The cotangent of a value that devices share is a sum over them: a fault on one device is a fault on all.
     if axes := varying_axes(flag) - varying_axes(leaf):
         flag = jax.lax.pmax(flag.astype(np.int32), tuple(sorted(axes))).astype(bool)
     return map_like(leaf, flag), (value, flag)
 
 
-def _fault_backward(fault: Any, cotangent: Any) -> Any:
+def _fault_backward(fault: tuple[ArrayLike, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, None, None]:
     return _set_first(cotangent, *fault), None, None
 
 
@@ -144,7 +146,7 @@ def assert_step_is_noop(before: PyTree, after: PyTree) -> None:
             )
 
 
-def _bits(leaf: Any) -> Any:
+def _bits(leaf: object) -> object:
     """Returns a value that is equal for two leaves only if they are equal bit for bit."""
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return leaf.dtype, np.asarray(jax.random.key_data(leaf)).tobytes()
@@ -183,7 +185,7 @@ def assert_replicated(tree: PyTree) -> None:
     on_devices = [(path, leaf) for path, leaf in leaves if isinstance(leaf, jax.Array)]  # NumPy arrays have no copies
     by_rows = all(_has_one_row_per_device(leaf) for _, leaf in on_devices)
     for path, leaf in on_devices:
-        shards: dict[str, tuple[Any, Any]] = {}  # the first shard of each part, and its bits
+        shards: dict[str, tuple[Any, object]] = {}  # the first shard of each part, and its bits
         for shard in leaf.addressable_shards:
             bits = _bits(shard.data)
             other, expected = shards.setdefault("" if by_rows else str(shard.index), (shard, bits))
