@@ -2,6 +2,7 @@
 
 from importlib.metadata import version as _version
 
+from jmpscale._autocast import autocast
 from jmpscale._exchange import from_torch_state_dict, to_torch_state_dict
 from jmpscale._finite import all_finite
 from jmpscale._gate import apply_if
@@ -20,6 +21,7 @@ __all__ = [
     "SkipReason",
     "all_finite",
     "apply_if",
+    "autocast",
     "cast",
     "disabled",
     "dynamic",

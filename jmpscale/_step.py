@@ -4,17 +4,16 @@
 """
 
 import functools
-import importlib
 import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._finite import varying_axes, warn_user
+from jmpscale._jaxpr import lift_nnx, trace
 from jmpscale._scaling import divide, is_narrow, multiply, scale, unscale, warn_if_narrow
 from jmpscale._state import ScalerState, describe, static
 from jmpscale._tree import (
@@ -24,14 +23,12 @@ from jmpscale._tree import (
     check_one_scaler,
     find_instances,
     find_scaler,
-    flatten_matching,
     is_array,
     is_compiling,
     is_gradient,
     is_inexact,
     is_traced,
     named_leaves,
-    nnx_objects,
 )
 
 P = ParamSpec("P")
@@ -220,7 +217,7 @@ def loss_scaled(fun: Callable[P, T], scale: Any, *, has_aux: bool = False) -> Ca
         check_no_refs(args, "args")
         check_no_refs(kwargs, "kwargs")
         transform = functools.partial(_scale_backward_pass, loss_scale)
-        return _lift_nnx(transform, _with_checked_output(fun, has_aux), args, kwargs)
+        return lift_nnx(transform, _with_checked_output(fun, has_aux), args, kwargs)
 
     return loss_scaled_fun
 
@@ -260,34 +257,13 @@ def _with_checked_output(fun: Callable[..., Any], has_aux: bool) -> Callable[[An
     return checked
 
 
-def _lift_nnx(transform: Callable[..., Any], fun: Callable[..., Any], *args: Any) -> Any:
-    """Applies a transformation of functions of pytrees to a function whose arguments may contain Flax NNX objects.
-
-    Inside a transformation `fun` would change copies of the objects. Flax passes their state in and out.
-    """
-    if not nnx_objects(args):
-        return transform(fun, *args)
-    lift = importlib.import_module("flax.nnx.transforms.general")  # the module that created the objects has imported it
-    return lift.split_inputs(functools.partial(transform, lift.merge_inputs(fun)))(*args)
-
-
 def _scale_backward_pass(loss_scale: jax.Array, fun: Callable[..., Any], *args: Any) -> Any:
     """Calls `fun`, with output cotangents multiplied by the scale, and input cotangents divided by the scale."""
-    unflatten: Callable[..., Any] = tuple
-
-    def traced_outputs() -> list[Any]:
-        nonlocal unflatten
-        leaves, unflatten = flatten_matching(fun(*args), lambda _, leaf: is_traced(leaf))
-        return leaves
-
-    # The constants of the jaxpr are all values that fun depends on, whether it receives them as arguments or closes
-    # over them. jax.closure_convert would find them too, but it keeps the closed-over values in a cache.
-    closed = jax.make_jaxpr(traced_outputs)()
+    traced = trace(fun, *args)
     paths = {id(leaf): path for path, leaf in jax.tree_util.tree_leaves_with_path(args)}
-    inputs = [_unscale_if_differentiable(x, loss_scale, paths.get(id(x), ())) for x in closed.consts]
-    # The outputs are converted to arrays, because a constant output is a literal of the jaxpr.
-    outputs = map(jnp.asarray, jax.core.eval_jaxpr(closed.jaxpr, inputs))
-    return unflatten(_scale_cotangent(y, loss_scale) if is_inexact(y) else y for y in outputs)
+    inputs = [_unscale_if_differentiable(x, loss_scale, paths.get(id(x), ())) for x in traced.inputs]
+    outputs = traced._replace(inputs=inputs).evaluate()
+    return traced.unflatten(_scale_cotangent(y, loss_scale) if is_inexact(y) else y for y in outputs)
 
 
 def _unscale_if_differentiable(x: Any, loss_scale: jax.Array, path: tuple[Any, ...]) -> Any:

@@ -15,8 +15,8 @@ import jmpscale
 PACKAGE = pathlib.Path(jmpscale.__file__).parent
 TESTS = pathlib.Path(__file__).parent
 ROOT = TESTS.parent
-LAYERS = ["_state", "_tree", "_finite", "_scaling", "_exchange", "_report", "_gate", "_step", "_optax", "__init__"]
-LAYERS += ["testing", "plots", "__main__"]
+LAYERS = ["_state", "_tree", "_finite", "_scaling", "_exchange", "_report", "_gate", "_jaxpr", "_autocast"]
+LAYERS += ["_step", "_optax", "__init__", "testing", "plots", "__main__"]
 MAY_IMPORT = {"_optax": {"optax"}, "plots": {"matplotlib"}, "__main__": {"optax", "matplotlib"}}
 ALWAYS = {*sys.stdlib_module_names, "jax", "jmpscale", "numpy"}
 
