@@ -182,7 +182,7 @@ def _conversion_to(dtype: np.dtype) -> core.JaxprEqn:
 def _check_arguments(fun: object, dtype: object) -> np.dtype:
     """Returns the dtype, or raises."""
     if not callable(fun) or _as_half(fun) is not None:
-        remedy = "The arguments are swapped: pass" if callable(dtype) else "Pass"
+        remedy = "Pass" if _as_half(fun) is None else "The arguments are swapped: pass"
         raise TypeError(f"fun must be the loss function, got {_describe(fun)}. {remedy} autocast(loss_fn, dtype).")
     half = _as_half(dtype)
     if half is None:

@@ -1,10 +1,11 @@
 """autocast runs the matmuls of a float32 program in half precision, under every transformation, and nothing else."""
 
-import collections
 import functools
+import gc
 import inspect
 import re
 import warnings
+import weakref
 
 import chex
 import jax
@@ -13,16 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas
-from jax.extend import core
 
 import jmpscale
 
 import meshes
 import programs
-from compiling import compiled, count_compilations
+from compiling import count_compilations
+from precision import F16, F32, assert_close, assert_half, matmul_dtypes
 
 SCALER = jmpscale.static(2.0**8)
 RANDOM = np.random.default_rng(0)
@@ -34,56 +34,11 @@ def random_array(shape):
 
 
 W, X = random_array((N, N)), random_array((N, N))
-MATMULS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
-F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 
 
 def loss(w, x):
     """Two matmuls, both with gradients for w and x."""
     return jnp.mean((jnp.tanh(x @ w) @ w.T - x) ** 2)
-
-
-# --- the program: which operations run in which dtype
-
-
-def equations(jaxpr):
-    """Yields all equations of a jaxpr, also of the jaxprs inside it."""
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        yield eqn
-        for value in eqn.params.values():
-            for held in value if isinstance(value, (tuple, list)) else (value,):
-                if isinstance(held, (core.Jaxpr, core.ClosedJaxpr)):
-                    yield from equations(held)
-
-
-def matmul_dtypes(fn, *args):
-    """Counts the matmuls of a traced function by the dtypes of their operands and result."""
-    counts = collections.Counter()
-    for eqn in equations(jax.make_jaxpr(fn)(*args)):
-        if eqn.primitive.name in MATMULS:
-            (dtype,) = {x.aval.dtype for x in (*eqn.invars[:2], *eqn.outvars)}
-            counts[dtype] += 1
-    return counts
-
-
-def assert_half(fn, float32_fn, *args, dtype=F16):
-    """Checks that each matmul of a function is in half precision, and that none was added or lost."""
-    expected = matmul_dtypes(float32_fn, *args)
-    assert set(expected) == {F32}
-    assert matmul_dtypes(fn, *args) == {dtype: expected[F32]}
-
-
-def assert_close(result, expected, rtol):
-    """Compares each leaf by its norm, and its type exactly."""
-    chex.assert_trees_all_equal_structs(result, expected)
-    for x, y in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
-        if not jnp.issubdtype(y.dtype, jnp.inexact):
-            np.testing.assert_array_equal(x, y)
-            continue
-        assert (x.shape, x.dtype, jax.typeof(x).weak_type) == (y.shape, y.dtype, jax.typeof(y).weak_type)
-        x, y = (np.asarray(value, np.float64) for value in (x, y))
-        assert np.all(np.isfinite(x))
-        assert np.linalg.norm(x - y) <= rtol * np.linalg.norm(y)
 
 
 def rows(table, full=()):
@@ -179,7 +134,7 @@ def ragged(w, x):
 
 
 def convolution(layout, **options):
-    """A convolution whose dimensions have the order of `layout`, such as ("NHWC", "HWIO", "NHWC"), and its arguments."""
+    """A row with a convolution whose dimensions have the order of `layout`, such as ("NHWC", "HWIO", "NHWC")."""
     options = {"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": layout} | options
     inputs = options.get("feature_group_count", 1)
     sizes = {"N": 2 * options.get("batch_group_count", 1), "C": 4, "H": 6, "W": 5}
@@ -521,7 +476,7 @@ KEPT = {
 def test_autocast_leaves_program_unchanged(fun):
     autocast_fun = jmpscale.autocast(fun)
     assert _text(jax.make_jaxpr(autocast_fun)(X, W)) == _text(jax.make_jaxpr(fun)(X, W))
-    chex.assert_trees_all_equal(autocast_fun(X, W), fun(X, W))
+    chex.assert_trees_all_equal(jax.jit(autocast_fun)(X, W), jax.jit(fun)(X, W))
 
 
 def _text(jaxpr):
@@ -530,7 +485,7 @@ def _text(jaxpr):
 
 @pytest.mark.parametrize("precision", [None, "default", "high"])
 def test_autocast_converts_matmuls_of_low_precision(precision):
-    assert matmul_dtypes(jmpscale.autocast(with_precision(precision)), X, W) == {F16: 1}
+    assert matmul_dtypes(jmpscale.autocast(with_precision(precision)), X, W) == {(F16,): 1}
 
 
 def test_autocast_leaves_float64_unchanged(x64):
@@ -585,7 +540,9 @@ EXACT = {
     "mask of -1e9": lambda a, b: jax.nn.softmax(jnp.where(jnp.tri(4, 6, dtype=bool), a @ b, -1e9)),
     "empty row of a mask": lambda a, b: jax.nn.softmax(jnp.where(jnp.zeros((4, 6), bool), a @ b, -1e9)),
     "epsilon of 1e-8": lambda a, b: jax.lax.rsqrt(jnp.sum((0 * a @ b) ** 2, 1) + 1e-8),
-    "p - 1 near convergence": lambda a, b: jax.nn.softmax(jnp.log1p(jnp.abs(a @ b)) * 8) - jax.nn.one_hot(jnp.zeros(4, int), 6),
+    "p - 1 near convergence": lambda a, b: (
+        jax.nn.softmax(jnp.log1p(jnp.abs(a @ b)) * 8) - jax.nn.one_hot(jnp.zeros(4, int), 6)
+    ),
     "cross entropy": lambda a, b: -jax.nn.log_softmax(10 * (a @ b))[:, 0],
     "square above 65504": lambda a, b: (100 * (a @ b)) ** 2,
     "sum above 65504": lambda a, b: jnp.sum(jnp.abs(1000 * (a @ b))),
@@ -620,3 +577,258 @@ def test_autocast_adds_gradients_exactly(fun, order):
 def _assert_equal(result, expected):
     chex.assert_trees_all_equal(result, expected)
     assert jax.tree.map(jax.typeof, result) == jax.tree.map(jax.typeof, expected)
+
+
+# --- arguments and results may be any objects
+
+
+class NotAPytree:
+    weight = W
+
+    def apply(self, x):
+        return x @ self.weight
+
+
+ARGUMENTS = {
+    "keyword arguments": lambda wrap: wrap(lambda x, *, w: x @ w)(X, w=W),
+    "tree with Python numbers": lambda wrap: wrap(lambda tree, x: x @ tree["w"][0] * tree["n"])({"w": [W], "n": 2}, X),
+    "strings and functions": lambda wrap: wrap(lambda w, name, fun: {name: fun(X @ w)})(W, "text", jnp.tanh),
+    "object that is not a pytree": lambda wrap: wrap(lambda model, x: x @ model.weight)(NotAPytree(), X),
+    "NumPy arrays": lambda wrap: wrap(lambda w, x: jnp.dot(x, w))(np.asarray(W), np.asarray(X)),
+    "PRNG key": lambda wrap: wrap(lambda w, key: (X @ w, jax.random.uniform(key), key))(W, jax.random.key(0)),
+    "bound method": lambda wrap: wrap(NotAPytree().apply)(X),
+    "other results": lambda wrap: wrap(lambda w: (X @ w, None, "text", 3, jnp.tanh, np.float32(2), W, 1.5))(W),
+    "constant results": lambda wrap: wrap(lambda w: (X @ w, jnp.float32(3), jnp.zeros(2), jnp.asarray(3.0)))(W),
+    "argument as result": lambda wrap: wrap(lambda w: (w, X @ w))(W),
+    "no result": lambda wrap: wrap(lambda w: jax.debug.callback(lambda y: None, X @ w))(W),
+    "closure": lambda wrap: jax.jit(lambda w: wrap(lambda x: x @ w)(X))(W),
+    "closure under vmap": lambda wrap: jax.vmap(lambda w: wrap(lambda: X @ w)())(jnp.stack([W, W])),
+    "closure under grad": lambda wrap: jax.grad(lambda w: wrap(lambda x: jnp.sum(x @ w))(X))(W),
+}
+
+
+@pytest.mark.parametrize("call", rows(ARGUMENTS))
+def test_autocast_accepts_any_arguments_and_results(call):
+    result, expected = call(jmpscale.autocast), call(lambda fun: fun)
+    assert jax.tree.structure(result) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
+        if isinstance(y, jax.Array) and jnp.issubdtype(y.dtype, jnp.floating):
+            assert_close(x, y, rtol=2e-3)
+        else:
+            assert type(x) is type(y)
+            assert x == y
+
+
+def test_autocast_has_the_signature_of_fun():
+    def loss(w, x, *, activation=jnp.tanh):
+        """Returns the loss."""
+        return jnp.sum(activation(x @ w))
+
+    loss_fn = jmpscale.autocast(loss)
+    assert (loss_fn.__name__, loss_fn.__doc__) == ("loss", "Returns the loss.")
+    assert inspect.signature(loss_fn) == inspect.signature(loss)
+    result = jax.jit(loss_fn, static_argnames="activation")(W, X, activation=jnp.sin)
+    assert_close(result, loss(W, X, activation=jnp.sin), rtol=1e-2)
+
+
+# --- the compiled program shows the user's names and lines
+
+
+def _location(line, text):
+    """Returns the location of an operation in a lowered program, with all references resolved."""
+    definitions = dict(re.findall(r"^(#loc\d*) = (.*)$", text, flags=re.MULTILINE))
+    (location,) = re.findall(r"loc\((#loc\d*)\)$", line)
+    while references := re.findall(r"#loc\d+", location):
+        location = location.replace(references[0], definitions[references[0]])
+    return location
+
+
+def test_autocast_keeps_names_and_source_lines():
+    def inner(w, x):
+        with jax.named_scope("inner_scope"):
+            return jnp.tanh(x @ w)
+
+    lines, first = inspect.getsourcelines(inner)
+    inner_line = first + next(i for i, line in enumerate(lines) if "x @ w" in line)
+
+    def named_loss(w, x):
+        with jax.named_scope("outer_scope"):
+            h = jax.jit(inner)(w, x)
+        h = jax.lax.scan(lambda h, _: (inner(w, h), None), h, None, length=2)[0]
+        return jnp.sum(h)
+
+    lowered = jax.jit(jax.grad(jmpscale.autocast(named_loss))).lower(W, X)
+    text = lowered.as_text(debug_info=True)
+    found = [_location(line, text) for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert len(found) == 5  # the input has no gradient
+    for location in found:
+        assert "inner_scope" in location
+        assert re.search(rf'test_autocast\.py":{inner_line}\b', location)
+    converted = [_location(line, text) for line in text.splitlines() if re.search(r"stablehlo.convert.*xf16>", line)]
+    assert converted
+    assert all("inner_scope" in location for location in converted)
+    assert re.search(r'op_name="[^"]*outer_scope\)*/jit\(inner\)/[^"]*inner_scope', lowered.compile().as_text())
+
+
+def test_autocast_shows_the_line_of_the_user_in_errors():
+    def fails(w, x):
+        return x @ w[:3]  # the line of the error
+
+    with pytest.raises(TypeError) as caught:
+        jmpscale.autocast(fails)(W, X)
+    assert any(entry.name == "fails" for entry in caught.traceback)
+
+
+# --- a function is traced once, compiled once, and nothing is kept
+
+
+def test_autocast_calls_fun_once_per_trace():
+    traces, runs = [], []
+    ref = jax.new_ref(jnp.float32(0)) if hasattr(jax, "new_ref") else None
+
+    def loss(w):
+        traces.append(None)
+        jax.debug.callback(lambda: runs.append(None))
+        if ref is not None:
+            ref[...] = ref[...] + 1
+        return jnp.sum((X @ w) ** 2)
+
+    step = jax.jit(jax.grad(jmpscale.autocast(loss)))
+    for _ in range(3):
+        step(W)
+    jax.effects_barrier()
+    assert (len(traces), len(runs)) == (1, 3)
+    assert ref is None or ref[...] == 3
+
+
+def test_autocast_compiles_nothing_in_a_second_eager_call():
+    layer = jax.jit(lambda w, x: jnp.tanh(x @ w))
+    fun = jmpscale.autocast(lambda w, x: layer(w, layer(w, x)) @ w)
+    fun(W, X)
+    with count_compilations() as compilations:
+        fun(W, X)
+    assert not compilations
+
+
+def test_autocast_rewrites_an_inner_function_once():
+    layer = jax.jit(lambda w, x: jnp.tanh(x @ w))
+    unused = jax.jit(lambda x: x + 1)
+
+    def fun(w, x):
+        for _ in range(4):
+            x = unused(layer(w, x))
+        return x
+
+    jaxpr, expected = (jax.make_jaxpr(wrap(fun))(W, X) for wrap in (jmpscale.autocast, lambda fun: fun))
+    calls = [eqn.params["jaxpr"] for eqn in jaxpr.eqns if "jaxpr" in eqn.params]
+    assert len(calls) == 8
+    assert len(set(calls)) == 2
+    assert calls[1] in [eqn.params["jaxpr"] for eqn in expected.eqns]  # unchanged, and therefore the same object
+    assert jax.jit(jmpscale.autocast(fun)).lower(W, X).as_text().count("stablehlo.dot_general") == 1
+
+
+def test_autocast_keeps_no_reference_to_its_arguments_or_programs():
+    memo = jmpscale._autocast._MEMOS[F16]
+    gc.collect()
+    before = len(memo)
+
+    def objects_of_a_step():
+        w, x = W + 1, X + 1
+        closed_over = X + 2
+        jax.grad(jmpscale.autocast(lambda w: jnp.sum(jax.lax.map(lambda x: x @ w, jnp.stack([closed_over, x])))))(w)
+        return [weakref.ref(array) for array in (w, x, closed_over)]
+
+    references = objects_of_a_step()
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3
+    jax.clear_caches()
+    gc.collect()
+    assert len(memo) <= before
+
+
+def test_autocast_leaks_no_tracers():
+    fun = jmpscale.autocast(lambda w: (loss(w, X), {"kept": w, "text": "kept"}))
+    with jax.checking_leaks():
+        jax.jit(lambda w: jax.value_and_grad(lambda w: fun(w)[0])(w))(W)
+
+
+# --- wrong calls
+
+
+CALLS = {
+    "fun is not callable": (
+        lambda: jmpscale.autocast(3.0),
+        "fun must be the loss function, got 3.0. Pass autocast(loss_fn, dtype).",
+    ),
+    "arguments are swapped": (
+        lambda: jmpscale.autocast(jnp.float16, loss),
+        "fun must be the loss function, got float16. The arguments are swapped: pass autocast(loss_fn, dtype).",
+    ),
+    "name of a dtype first": (
+        lambda: jmpscale.autocast("bfloat16", loss),
+        "fun must be the loss function, got 'bfloat16'. The arguments are swapped: pass autocast(loss_fn, dtype).",
+    ),
+    "dtype is float32": (
+        lambda: jmpscale.autocast(loss, jnp.float32),
+        "dtype must be float16 or bfloat16, got float32. Pass jnp.float16, with loss scaling, or jnp.bfloat16.",
+    ),
+    "dtype is None": (
+        lambda: jmpscale.autocast(loss, None),
+        "dtype must be float16 or bfloat16, got None. Pass jnp.float16, with loss scaling, or jnp.bfloat16.",
+    ),
+    "dtype is an array": (
+        lambda: jmpscale.autocast(loss, W),
+        "dtype must be float16 or bfloat16, got float32[8, 8]. Pass jnp.float16, with loss scaling, or jnp.bfloat16.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), [pytest.param(*row, id=name) for name, row in CALLS.items()])
+def test_wrong_call_of_autocast_raises(call, message):
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        call()
+
+
+@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="this version of JAX has no references")
+def test_autocast_of_a_reference_raises():
+    message = "args must hold values, got a jax.Ref at args[0]['w']. Read it with ref[...], pass the value"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        jmpscale.autocast(lambda tree, x: x @ tree["w"][...])({"w": jax.new_ref(W)}, X)
+
+
+NOT_CONVERTED = {
+    "no matmul": lambda x, w: x * w,
+    "half precision already": in_dtype(jnp.float16),
+    "autocast already": lambda x, w: jmpscale.autocast(loss)(w, x),
+    "custom derivative rule": custom_matmul,
+    "inner product": jnp.vdot,
+}
+
+
+@pytest.mark.parametrize("fun", rows(NOT_CONVERTED))
+def test_autocast_without_effect_warns_once(fun):
+    fun = jmpscale.autocast(fun)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        line = inspect.currentframe().f_lineno + 1
+        fun(X, W)
+        fun(X, W)
+        jax.jit(fun)(X, W)
+    (warning,) = found
+    assert str(warning.message).startswith("autocast has no effect: it found no float32 matmul or convolution in ")
+    assert (warning.category, warning.filename, warning.lineno) == (UserWarning, __file__, line)
+
+
+CONVERTED_OR_KEPT_BY_THE_USER = {
+    **KEPT_BY_PRECISION,
+    "matmul": lambda x, w: x @ w,
+    "matmul beside a kernel": lambda x, w: pallas_matmul(x, w) @ w,
+    "matmul in a scan": lambda x, w: layers_in_scan(w, x),
+}
+
+
+@pytest.mark.parametrize("fun", rows(CONVERTED_OR_KEPT_BY_THE_USER))
+def test_autocast_with_effect_does_not_warn(fun):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jmpscale.autocast(fun)(X, W)
