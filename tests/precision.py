@@ -53,12 +53,27 @@ def assert_close(result, expected, rtol):
     """Compares floating-point leaves by their norm, all other leaves and all types exactly."""
     chex.assert_trees_all_equal_structs(result, expected)
     for x, y in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
-        if jnp.issubdtype(y.dtype, jax.dtypes.prng_key):
-            x, y = jax.random.key_data(x), jax.random.key_data(y)
-        assert (x.shape, x.dtype, jax.typeof(x).weak_type) == (y.shape, y.dtype, jax.typeof(y).weak_type)
+        _assert_same_type(x, y)
         if jnp.issubdtype(y.dtype, jnp.floating):
-            x, y = (np.asarray(value, np.float64) for value in (x, y))
-            assert np.all(np.isfinite(x))
-            assert np.linalg.norm(x - y) <= rtol * np.linalg.norm(y)
+            assert _distance([x], [y]) <= rtol
         else:
-            np.testing.assert_array_equal(x, y)
+            chex.assert_trees_all_equal(x, y)
+
+
+def assert_norms_close(result, expected, rtol):
+    """Compares two trees of floating-point numbers by their common norm, and all types exactly."""
+    chex.assert_trees_all_equal_structs(result, expected)
+    leaves = [jax.tree.leaves(tree) for tree in (result, expected)]
+    for x, y in zip(*leaves, strict=True):
+        _assert_same_type(x, y)
+    assert _distance(*leaves) <= rtol
+
+
+def _assert_same_type(x, y):
+    assert (x.shape, x.dtype, jax.typeof(x).weak_type) == (y.shape, y.dtype, jax.typeof(y).weak_type)
+
+
+def _distance(xs, ys):
+    """Returns the norm of the difference of two lists of arrays, relative to the second; NaN if not finite."""
+    xs, ys = (np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in arrays]) for arrays in (xs, ys))
+    return np.linalg.norm(xs - ys) / np.linalg.norm(ys) if np.any(ys) else np.linalg.norm(xs)

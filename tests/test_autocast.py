@@ -302,6 +302,11 @@ TRANSFORMATIONS = {
 
 
 FULL = {
+    "loss_scaled outside",
+    "hessian",
+    "checkpoint, dots saved",
+    "switch",
+    "recurrent network",
     "value_and_grad of jmpscale inside",
     "loss_scaled inside",
     "linearize",
@@ -472,7 +477,7 @@ KEPT = {
 
 
 @pytest.mark.filterwarnings("ignore:autocast has no effect")
-@pytest.mark.parametrize("fun", rows(KEPT | KEPT_BY_PRECISION))
+@pytest.mark.parametrize("fun", rows(KEPT | KEPT_BY_PRECISION, {"linear solve", "conjugate gradients", "scan"}))
 def test_autocast_leaves_program_unchanged(fun):
     autocast_fun = jmpscale.autocast(fun)
     assert _text(jax.make_jaxpr(autocast_fun)(X, W)) == _text(jax.make_jaxpr(fun)(X, W))
@@ -562,8 +567,7 @@ EXACT_GRADIENTS = {
 
 @pytest.mark.parametrize("fun", rows(EXACT))
 def test_autocast_is_exact_between_matmuls(fun):
-    """The results are compared bit for bit, operation by operation, because XLA may fuse two programs differently."""
-    _assert_equal(jmpscale.autocast(fun)(A, B), fun(A, B))
+    _assert_equal(jmpscale.autocast(fun)(A, B), _one_by_one(fun, A, B))
 
 
 @pytest.mark.parametrize("order", ["grad outside", "grad inside"])
@@ -571,7 +575,13 @@ def test_autocast_is_exact_between_matmuls(fun):
 def test_autocast_adds_gradients_exactly(fun, order):
     """Sums of gradients that float16 cannot hold, such as 2048 + 1."""
     grad = jax.grad(jmpscale.autocast(fun)) if order == "grad outside" else jmpscale.autocast(jax.grad(fun))
-    _assert_equal(grad(A, B), jax.grad(fun)(A, B))
+    _assert_equal(grad(A, B), _one_by_one(jax.grad(fun), A, B))
+
+
+def _one_by_one(fun, *args):
+    """Runs each operation by itself, because XLA may round differently in two programs that it fuses differently."""
+    closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+    return jax.tree.unflatten(jax.tree.structure(shapes), jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args))
 
 
 def _assert_equal(result, expected):
