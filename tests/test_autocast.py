@@ -116,6 +116,34 @@ def with_clipped_gradient(x):
 with_clipped_gradient.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -1, 1),))
 
 
+@jax.custom_vjp
+def custom_matmul(x, w):
+    return x @ w
+
+
+custom_matmul.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g))
+
+
+@jax.custom_jvp
+def custom_product(x, w):
+    return x @ w
+
+
+custom_product.defjvp(lambda p, t: (p[0] @ p[1], t[0] @ p[1] + p[0] @ t[1]))
+
+
+def autocast_inside_custom_vjp(wrap):
+    """A derivative rule whose author has chosen where to use autocast."""
+    matmul = wrap(jnp.matmul)
+
+    @jax.custom_vjp
+    def layer(w, x):
+        return matmul(x, w)
+
+    layer.defvjp(lambda w, x: (matmul(x, w), (w, x)), lambda saved, g: (matmul(saved[1].T, g), matmul(g, saved[0].T)))
+    return lambda w, x: jnp.mean(jnp.tanh(layer(w, x)) ** 2)
+
+
 def between_custom_rules(w, x):
     return jnp.mean(with_clipped_gradient(softsign(x @ w) @ w.T) ** 2)
 
@@ -277,6 +305,17 @@ TRANSFORMATIONS = {
         X,
     ),
     "custom derivatives": lambda wrap: (value_and_grad(wrap(between_custom_rules)), W, X),
+    "custom_vjp, differentiated before": lambda wrap: (
+        jax.jit(wrap(jax.value_and_grad(lambda w, x: jnp.mean(jnp.tanh(custom_matmul(x, w)) ** 2), (0, 1)))),
+        W,
+        X,
+    ),
+    "custom_jvp, differentiated before": lambda wrap: (
+        jax.jit(wrap(jax.value_and_grad(lambda w, x: jnp.mean(jnp.tanh(custom_product(x, w)) ** 2), (0, 1)))),
+        W,
+        X,
+    ),
+    "custom_vjp, autocast inside": lambda wrap: (value_and_grad(autocast_inside_custom_vjp(wrap)), W, X),
     "dot_product_attention": lambda wrap: (value_and_grad(wrap(attention)), W, X),
     "einsum": lambda wrap: (value_and_grad(wrap(einsum)), W, X),
     "ragged_dot": lambda wrap: (value_and_grad(wrap(ragged)), W, X),
@@ -401,22 +440,6 @@ def test_autocast_accepts_bfloat16():
 
 
 # --- some operations run as written
-
-
-@jax.custom_vjp
-def custom_matmul(x, w):
-    return x @ w
-
-
-custom_matmul.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g))
-
-
-@jax.custom_jvp
-def custom_product(x, w):
-    return x @ w
-
-
-custom_product.defjvp(lambda p, t: (p[0] @ p[1], t[0] @ p[1] + p[0] @ t[1]))
 
 
 def pallas_matmul(x, w):

@@ -298,3 +298,23 @@ def test_autocast_runs_layers_in_half_precision(case):
     # By their common norm, because the gradients of some parameters, such as a bias before a normalization, are zero.
     assert_norms_close(grads, expected_grads, rtol=1e-2)
     assert_close((value, state), (expected_value, expected_state), rtol=1e-2)
+
+
+@pytest.mark.full
+def test_autocast_runs_a_vector_field_in_half_precision():
+    """The solver of diffrax has its own derivative rule, so autocast is used on the function that it calls."""
+    diffrax = pytest.importorskip("diffrax", reason="not a dependency of the tests")
+    weights = [jnp.asarray(RANDOM.standard_normal((6, 6)) / 3, jnp.float32) for _ in range(2)]
+
+    def gradients(wrap):
+        field = wrap(lambda t, y, weights: jnp.tanh(y @ weights[0]) @ weights[1])
+
+        def loss_fn(weights):
+            solution = diffrax.diffeqsolve(
+                diffrax.ODETerm(field), diffrax.Tsit5(), 0.0, 1.0, 0.25, VECTORS, weights, max_steps=16
+            )
+            return mean_square(solution.ys)
+
+        return jax.jit(jax.grad(loss_fn), **FAST)(weights)
+
+    assert_norms_close(gradients(jmpscale.autocast), gradients(lambda fun: fun), rtol=1e-2)
