@@ -83,6 +83,7 @@ def measure(job, method, mesh, members=None):
         "branches": programs.count(program, "conditional"),
         "loops": programs.count(program, "while"),
         "collectives": programs.collectives(program),
+        "communicated_bytes": sum(programs.bytes_of(x.type) for x in programs.communicating(program)),
         "small_all_reduces": programs.small_all_reduces(program),
         "sharded": sharded,
         "lost": lost,

@@ -38,17 +38,22 @@ class Job(NamedTuple):
     optimizer: str
 
 
-def make_job(task, optimizer="adamw", compute=jnp.float32, grads=jnp.float32):
-    """Joins a task `(loss_fn, params, batch)` with an optimizer; `grads` is float32 or `compute`."""
+def make_job(task, optimizer="adamw", compute=jnp.float32, grads=jnp.float32, autocast=False):
+    """Joins a task `(loss_fn, params, batch)` with an optimizer; `grads` is float32 or `compute`.
+
+    The parameters and the batch are cast to `compute`, from which the task's float32 operations are excluded by hand;
+    or they remain float32, and `jmpscale.autocast` casts.
+    """
     loss_fn, params, batch = task
     plain = OPTIMIZERS[optimizer]()
     clip = optax.clip_by_global_norm(MAX_NORM)
     # The master weights are float32 in every job: 16-bit gradients are widened before the optimizer adds them up.
     widen = [] if grads == jnp.float32 else [optax.stateless(lambda updates, _: to_dtype(jnp.float32, updates))]
 
-    def loss_of(params, batch):
+    def by_hand(params, batch):
         return loss_fn(to_dtype(compute, params), to_dtype(compute, batch))
 
+    loss_of = jmpscale.autocast(loss_fn, compute) if autocast else by_hand
     cast = functools.partial(to_dtype, grads)
     guarded = optax.apply_if_finite(plain, max_consecutive_errors=5)
     txs = optax.chain(*widen, plain), optax.chain(*widen, clip, plain), optax.chain(*widen, guarded)
@@ -118,6 +123,53 @@ def _norm(params, x):
     wide = x.astype(jnp.float32)
     centered = wide - wide.mean(-1, keepdims=True)
     normal = centered * jax.lax.rsqrt(jnp.mean(centered**2, -1, keepdims=True) + 1e-5)
+    return normal.astype(x.dtype) * params["scale"] + params["bias"]
+
+
+def resnet(blocks, width, size, batch):
+    """An image classifier with residual blocks of two convolutions and batch normalization, in four stages."""
+    keys = iter(jax.random.split(jax.random.key(0), 16 * sum(blocks)))
+
+    def convolution(kernel, inputs, outputs):
+        shape = (kernel, kernel, inputs, outputs)
+        weights = jax.random.normal(next(keys), shape) * math.prod(shape[:3]) ** -0.5
+        return {"kernel": weights, "scale": jnp.ones(outputs), "bias": jnp.zeros(outputs)}
+
+    def block(inputs, outputs):
+        layers = {"first": convolution(3, inputs, outputs), "second": convolution(3, outputs, outputs)}
+        return layers if inputs == outputs else layers | {"shortcut": convolution(1, inputs, outputs)}
+
+    params, inputs = {"stem": convolution(7, 3, width), "stages": []}, width
+    for stage, count in enumerate(blocks):
+        outputs = width * 2**stage
+        params["stages"].append([block(inputs if i == 0 else outputs, outputs) for i in range(count)])
+        inputs = outputs
+    params["head"] = jax.random.normal(next(keys), (inputs, 1000)) * inputs**-0.5
+
+    def convolve(layer, x, stride=1):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        x = jax.lax.conv_general_dilated(x, layer["kernel"], (stride, stride), "SAME", dimension_numbers=numbers)
+        return _batch_norm(layer, x)
+
+    def loss_fn(params, batch):
+        images, labels = batch
+        x = jax.nn.relu(convolve(params["stem"], images, 2))
+        for stage, blocks in enumerate(params["stages"]):
+            for i, block in enumerate(blocks):
+                stride = 2 if i == 0 and stage > 0 else 1
+                y = convolve(block["second"], jax.nn.relu(convolve(block["first"], x, stride)))
+                x = jax.nn.relu(y + (convolve(block["shortcut"], x, stride) if "shortcut" in block else x))
+        logits = (x.mean((1, 2)) @ params["head"]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    images = jax.random.normal(next(keys), (batch, size, size, 3))
+    return loss_fn, params, (images, jax.random.randint(next(keys), (batch,), 0, 1000))
+
+
+def _batch_norm(params, x):
+    wide = x.astype(jnp.float32)
+    mean, mean_square = wide.mean((0, 1, 2)), (wide**2).mean((0, 1, 2))
+    normal = (wide - mean) * jax.lax.rsqrt(mean_square - mean**2 + 1e-5)
     return normal.astype(x.dtype) * params["scale"] + params["bias"]
 
 

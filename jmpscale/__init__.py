@@ -2,6 +2,7 @@
 
 from importlib.metadata import version as _version
 
+from jmpscale._autocast import autocast
 from jmpscale._finite import all_finite
 from jmpscale._gate import apply_if
 from jmpscale._grad import loss_scaled, value_and_grad
@@ -20,6 +21,7 @@ __all__ = [
     "WithLossScalingState",
     "all_finite",
     "apply_if",
+    "autocast",
     "cast",
     "disabled",
     "dynamic",

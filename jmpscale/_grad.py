@@ -10,14 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeGuard, TypeVar, overload
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
-from jax.extend import core as jex
 
 from jmpscale._axes import map_like, varying_axes
 from jmpscale._check import describe, type_name, warn_user
+from jmpscale._jaxpr import Jaxpr, lift_nnx, trace
 from jmpscale._scaling import (
     is_narrow,
     multiply_leaf,
@@ -41,7 +40,6 @@ from jmpscale._tree import (
     is_inexact,
     is_real,
     is_traced,
-    lift_nnx,
     named_leaves,
 )
 
@@ -287,29 +285,19 @@ def _scale_backward_pass(loss_scale: jax.Array, fun: Function, *args: PyTree) ->
     Derivatives of derivatives are right only if both rules apply at the same one. Therefore each rule has all inputs
     as operands, although the rule for the outputs does not read them.
     """
-    unflatten: Callable[..., Any] = tuple
-
-    def traced_outputs() -> list[jax.Array]:
-        nonlocal unflatten
-        leaves, unflatten = flatten_matching(fun(*args), is_traced)
-        return leaves
-
-    # The constants of the jaxpr are all values that fun depends on, whether it receives them as arguments or closes
-    # over them. jax.closure_convert would find them too, but it keeps the closed-over values in a cache.
-    closed = jax.make_jaxpr(traced_outputs)()
-    inputs, replace_inputs = flatten_matching(closed.consts, lambda x: is_traced(x) and is_inexact(x))
-    roles = _roles(inputs, args, closed)
+    traced = trace(fun, *args)
+    inputs, replace_inputs = flatten_matching(traced.inputs, lambda x: is_traced(x) and is_inexact(x))
+    roles = _roles(inputs, args, traced.jaxpr)
     try:
         unscaled: Any = _unscale_cotangents(roles, loss_scale, inputs)
     except TypeError as error:
         if "forward-mode" in str(error):
             error.add_note("loss_scaled supports only reverse mode. In forward mode, differentiate fun itself.")
         raise
-    # The outputs are converted to arrays, because a constant output is a literal of the jaxpr.
-    outputs = [jnp.asarray(y) for y in jax.core.eval_jaxpr(closed.jaxpr, replace_inputs(unscaled))]
+    outputs = traced._replace(inputs=replace_inputs(unscaled)).evaluate()
     differentiable, replace_outputs = flatten_matching(outputs, is_inexact)
     scaled: Any = _scale_cotangents(loss_scale, differentiable, unscaled)
-    return unflatten(replace_outputs(scaled))
+    return traced.unflatten(replace_outputs(scaled))
 
 
 class _Role(NamedTuple):
@@ -322,12 +310,12 @@ class _Role(NamedTuple):
     is_gradient: bool | None
 
 
-def _roles(inputs: list[jax.Array], args: tuple[PyTree, ...], closed: jex.ClosedJaxpr) -> tuple[_Role, ...]:
+def _roles(inputs: list[jax.Array], args: tuple[PyTree, ...], jaxpr: Jaxpr) -> tuple[_Role, ...]:
     paths = {id(leaf): path for path, leaf in jax.tree_util.tree_leaves_with_path(args)}
     gradients = {id(leaf) for _, leaf in gradients_with_path(args)}
     # The scales of fp8 layers have this shape. Values that fun closes over have no names by which to recognize them.
     unknown = {id(x) for x in inputs if id(x) not in paths and jnp.shape(x) == (1,)}
-    if unknown and not _FP8_FUNCTION.search(str(closed)):
+    if unknown and not _FP8_FUNCTION.search(str(jaxpr)):
         unknown = set()
     return tuple(
         _Role(_input_name(paths.get(id(x), ())), None if id(x) in unknown else id(x) in gradients or id(x) not in paths)

@@ -4,8 +4,6 @@ Leaves that are not arrays pass through every function of this package unchanged
 """
 
 import collections
-import functools
-import importlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeGuard, TypeVar
@@ -160,17 +158,6 @@ def check_no_nnx_objects(tree: PyTree, name: str, remedy: str) -> None:
             f"{name} must hold values, got a Flax NNX {type_name(found[0])}, which is changed in place: the change "
             f"would be lost. {remedy}"
         )
-
-
-def lift_nnx(transform: Callable[..., Any], fun: Callable[..., Any], *args: PyTree) -> Any:
-    """Applies a transformation of functions of pytrees to a function whose arguments may contain Flax NNX objects.
-
-    Inside a transformation `fun` would change copies of the objects. Flax passes their state in and out.
-    """
-    if not nnx_objects(args):
-        return transform(fun, *args)
-    lift = importlib.import_module("flax.nnx.transforms.general")  # the module that created the objects has imported it
-    return lift.split_inputs(functools.partial(transform, lift.merge_inputs(fun)))(*args)
 
 
 def cast(tree: Tree, dtype: DTypeLike) -> Tree:

@@ -22,7 +22,7 @@ import jmpscale
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
-from benchmarks import compilers, steps, targets
+from benchmarks import autocast, compilers, steps, targets
 
 import meshes
 from compiling import compiled, count, instructions
@@ -121,6 +121,32 @@ def test_step_with_embedding_costs_as_much_as_clipping(target):
     """XLA does not merge the zeros of the check with the zeros from which the gradient of the table starts."""
     figures = (_figures(target, name, task="embedding") for name in ("functional", steps.BASELINE))
     _check_costs(target, "functional", *figures)
+
+
+# A step with autocast costs little more than the step of a model that is cast by hand
+
+AUTOCAST = {  # the limits for traffic and temporary memory; in float32 they are 1.3 to 2.0 times those by hand
+    ("h100", "GPT-2 small, 2 layers"): (1.12, 1.10),
+    ("h100", "GPT-2 small, 2 layers, FSDP"): (1.12, 1.10),
+    # Half of a small residual network's traffic is its residual stream, which autocast leaves in float32.
+    ("h100", "ResNet-10"): (1.17, 1.10),
+    ("tpu-v5e", "GPT-2 small, 2 layers"): (1.12, 1.10),
+    ("tpu-v5e", "GPT-2 small, 2 layers, FSDP"): (1.12, 1.10),
+}
+
+
+@pytest.mark.parametrize(("backend", "model"), AUTOCAST)
+def test_autocast_costs_little_more_than_casts_by_hand(backend, model):
+    if not targets.installed(backend):
+        pytest.skip(f"the compiler for {backend} is not installed")
+    targets.warm_up(backend)
+    with jax.numpy_rank_promotion("allow"):
+        ours, by_hand = (autocast.measure(backend, model, cast) for cast in (autocast.AUTOCAST, autocast.BY_HAND))
+    ratios, (traffic, memory) = autocast.ratios(ours, by_hand), AUTOCAST[backend, model]
+    assert ratios["traffic"] <= traffic
+    assert ratios["temp_bytes"] <= memory
+    assert ratios["compile_cpu_s"] <= 1.3
+    assert ours["lost"] == 0
 
 
 # A step costs little more than clipping on CPU

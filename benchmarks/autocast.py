@@ -1,0 +1,70 @@
+"""Compiles a step with autocast for H100 or TPU, without the hardware: `python -m benchmarks.autocast --backend h100`.
+
+Each ratio is to the same step of the same model that is cast by hand: parameters and inputs at the top of the loss
+function, and the statistics of normalizations, the softmax and the loss in float32.
+"""
+
+import argparse
+import functools
+import json
+import pathlib
+import sys
+
+from benchmarks import compilers, targets  # before anything that starts JAX
+
+import jax.numpy as jnp  # isort: skip
+
+from benchmarks import steps  # isort: skip
+
+RESULTS = pathlib.Path(__file__).parent / "results" / "autocast.json"
+METHOD = "optax wrapper"
+BY_HAND, AUTOCAST, FLOAT32 = "cast by hand", "autocast", "float32"
+MODELS = {  # the task, and the number of devices, over which parameters and batch are sharded
+    "GPT-2 small": (functools.partial(steps.transformer, 12, 768, 12, 50257, 1024, 8), 1),
+    "GPT-2 small, FSDP": (functools.partial(steps.transformer, 12, 768, 12, 50304, 1024, 8), 8),
+    "ResNet-34": (functools.partial(steps.resnet, (3, 4, 6, 3), 64, 224, 64), 1),
+    # Fewer layers, which compile faster.
+    "GPT-2 small, 2 layers": (functools.partial(steps.transformer, 2, 768, 12, 50257, 1024, 8), 1),
+    "GPT-2 small, 2 layers, FSDP": (functools.partial(steps.transformer, 2, 768, 12, 50304, 1024, 8), 8),
+    "ResNet-10": (functools.partial(steps.resnet, (1, 1, 1, 1), 64, 224, 64), 1),
+}
+RATIOS = ("traffic", "moved_bytes", "temp_bytes", "kernels", "communicated_bytes", "compile_cpu_s")
+
+
+def measure(backend, model, variant):
+    """Compiles one step of a model; returns its figures, as `compilers.measure`."""
+    task, devices = MODELS[model]
+    half = jnp.float32 if variant == FLOAT32 else compilers.HALF[backend]
+    job = steps.make_job(targets.abstract(task), compute=half, autocast=variant == AUTOCAST)
+    return compilers.measure(job, METHOD, targets.mesh(backend, devices, (devices, 1)))
+
+
+def ratios(figures, by_hand):
+    """Returns the figures relative to the step that is cast by hand, without those that are zero."""
+    return {name: float(f"{figures[name] / by_hand[name]:.4g}") for name in RATIOS if by_hand[name]}
+
+
+def main():
+    """Compiles the models, prints their figures, and adds them to the results."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.autocast", description=__doc__)
+    parser.add_argument("--backend", choices=compilers.HALF, required=True)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="the JSON file to add the figures to")
+    options = parser.parse_args()
+    if not targets.installed(options.backend):
+        sys.exit(f"the compiler for {options.backend} is not installed here: see docs/costs.md")
+    targets.warm_up(options.backend)
+    for model in options.models:
+        figures = {}
+        for variant in (BY_HAND, AUTOCAST, FLOAT32):
+            figures[variant] = measure(options.backend, model, variant)
+            figures[variant]["ratios"] = ratios(figures[variant], figures[BY_HAND])
+            shown = "  ".join(f"{name} {ratio:.3f}" for name, ratio in figures[variant]["ratios"].items())
+            print(f"{options.backend}, {model}: {variant:<12}  {shown}", flush=True)
+        written = json.loads(options.out.read_text()) if options.out.exists() else {}
+        written[f"{options.backend}, {model}"] = {"about": compilers.about(), "figures": figures}
+        options.out.write_text(json.dumps(written, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

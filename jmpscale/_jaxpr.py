@@ -1,0 +1,142 @@
+"""Traces functions to jaxprs, rewrites their equations, and evaluates them.
+
+A jaxpr is a list of equations, such as `c = dot_general[params] a b`. `trace` and `Traced.evaluate` call a function in
+two steps, between which its equations can be changed. `rewrite` replaces equations by others that define the same
+variables, also inside the jaxprs that equations hold, such as the body of a scan. A rewritten jaxpr has the same inputs
+and outputs as the original, so the equation that holds it needs no other change.
+"""
+
+import functools
+import importlib
+import operator
+from collections.abc import Callable, Collection, Iterator, MutableMapping
+from typing import Any, NamedTuple, TypeGuard, TypeVar
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax.extend import core
+
+from jmpscale._tree import PyTree, flatten_matching, is_traced, nnx_objects
+
+Jaxpr = core.Jaxpr | core.ClosedJaxpr  # one class from JAX 0.12 on
+T = TypeVar("T")
+RewriteEquation = Callable[[core.JaxprEqn], list[core.JaxprEqn]]
+Memo = MutableMapping[Any, Any]  # a jaxpr, and the jaxpr that replaces it, if another does
+
+# Primitives that run the jaxprs among their parameters, and require nothing of them but their inputs and outputs; some
+# have other names in other versions of JAX. Any other primitive runs as written, with the jaxprs that it holds, which
+# may have to agree with something else: a derivative rule, a kernel's memory, the convergence of a solver.
+_TRANSPARENT = {"jit", "pjit", "core_call", "closed_call", "core_closed_call", "checkpoint", "remat", "remat2"}
+_TRANSPARENT |= {"scan", "while", "cond", "shard_map", "pmap", "xla_pmap"}
+
+
+class Traced(NamedTuple):
+    """A traced call of a function."""
+
+    jaxpr: core.Jaxpr
+    inputs: list[Any]  # the values of jaxpr.constvars: all arrays that the function depends on
+    unflatten: Callable[..., PyTree]  # makes the result of the function from the outputs
+
+    def evaluate(self) -> list[jax.Array]:
+        """Returns the outputs. The operations keep their names, named scopes and source lines."""
+        # A constant output is a literal of the jaxpr, not an array.
+        return [jnp.asarray(y) for y in jax.core.eval_jaxpr(self.jaxpr, self.inputs)]
+
+
+def trace(fun: Callable[..., PyTree], *args: PyTree) -> Traced:
+    """Calls a function, once, to record its equations; arguments and results may be any objects."""
+    unflatten: Callable[..., PyTree] = tuple
+
+    def traced_outputs() -> list[Any]:
+        nonlocal unflatten
+        leaves, unflatten = flatten_matching(fun(*args), is_traced)
+        return leaves
+
+    # The constants of the jaxpr are all values that fun depends on, whether it receives them as arguments or closes
+    # over them. jax.closure_convert would find them too, but it keeps the closed-over values in a cache.
+    closed = jax.make_jaxpr(traced_outputs)()
+    return Traced(closed.jaxpr, closed.consts, unflatten)
+
+
+def lift_nnx(transform: Callable[..., PyTree], fun: Callable[..., PyTree], *args: PyTree) -> PyTree:
+    """Applies a transformation of functions of pytrees to a function whose arguments may contain Flax NNX objects.
+
+    Inside a transformation `fun` would change copies of the objects. Flax passes their state in and out.
+    """
+    if not nnx_objects(args):
+        return transform(fun, *args)
+    lift = importlib.import_module("flax.nnx.transforms.general")  # the module that created the objects has imported it
+    return lift.split_inputs(functools.partial(transform, lift.merge_inputs(fun)))(*args)
+
+
+def rewrite(jaxpr: core.Jaxpr, rewrite_equation: RewriteEquation, memo: Memo) -> core.Jaxpr:
+    """Replaces the equations of a jaxpr, and of the jaxprs that its equations hold.
+
+    Args:
+      jaxpr: an open jaxpr.
+      rewrite_equation: returns equations that define the same variables, or `[eqn]` to keep the equation.
+      memo: the results of earlier calls with the same `rewrite_equation`. A jaxpr that occurs many times is rewritten
+        once, and its occurrences remain one object, which JAX compiles once.
+
+    Returns:
+      The new jaxpr, with the same inputs and outputs; or the same object, if no equation has changed.
+    """
+
+    def new_jaxpr() -> core.Jaxpr:
+        eqns: list[core.JaxprEqn] = []
+        for eqn in jaxpr.eqns:
+            eqns += rewrite_equation(_rewrite_held(eqn, rewrite_equation, memo))
+        return jaxpr if _same(eqns, jaxpr.eqns) else jaxpr.replace(eqns=eqns)
+
+    return _memoized(jaxpr, new_jaxpr, memo)
+
+
+def _rewrite_held(eqn: core.JaxprEqn, rewrite_equation: RewriteEquation, memo: Memo) -> core.JaxprEqn:
+    """Rewrites the jaxprs that an equation holds."""
+    if eqn.primitive.name not in _TRANSPARENT:
+        return eqn
+
+    def new_closed(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+        new = rewrite(closed.jaxpr, rewrite_equation, memo)
+        return closed if new is closed.jaxpr else closed.replace(jaxpr=new)
+
+    def new_value(value: Any) -> Any:
+        if isinstance(value, core.Jaxpr):
+            return rewrite(value, rewrite_equation, memo)
+        if isinstance(value, core.ClosedJaxpr):
+            return _memoized(value, lambda: new_closed(value), memo)
+        if isinstance(value, tuple) and all(map(_is_jaxpr, value)):  # the branches of a cond
+            new = tuple(map(new_value, value))
+            return value if _same(new, value) else new
+        return value
+
+    new = {name: new_value(value) for name, value in eqn.params.items()}
+    return eqn if _same(new.values(), eqn.params.values()) else eqn.replace(params=new)
+
+
+def _same(new: Collection[object], old: Collection[object]) -> bool:
+    """Tests whether two collections hold the same objects."""
+    return len(new) == len(old) and all(map(operator.is_, new, old))
+
+
+def _memoized(jaxpr: T, compute: Callable[[], T], memo: Memo) -> T:
+    if jaxpr not in memo:
+        new = compute()
+        memo[jaxpr] = None if new is jaxpr else new  # in a weak dictionary, a value must not keep its own key alive
+    return memo[jaxpr] or jaxpr
+
+
+def equations(jaxpr: Jaxpr) -> Iterator[core.JaxprEqn]:
+    """Yields all equations that `rewrite` would pass to `rewrite_equation`."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        if eqn.primitive.name in _TRANSPARENT:
+            for value in eqn.params.values():
+                for held in value if isinstance(value, tuple) else (value,):
+                    if _is_jaxpr(held):
+                        yield from equations(held)
+
+
+def _is_jaxpr(value: object) -> TypeGuard[Jaxpr]:
+    return isinstance(value, (core.Jaxpr, core.ClosedJaxpr))

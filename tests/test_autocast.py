@@ -1,0 +1,867 @@
+"""autocast runs the matmuls of a float32 program in half precision, under every transformation, and nothing else."""
+
+import functools
+import gc
+import inspect
+import re
+import warnings
+import weakref
+
+import chex
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas
+
+import jmpscale
+
+import meshes
+import programs
+from compiling import count_compilations
+from precision import F16, F32, assert_close, assert_half, matmul_dtypes
+
+SCALER = jmpscale.static(2.0**8)
+RANDOM = np.random.default_rng(0)
+N = 8
+
+
+def random_array(shape):
+    return jnp.asarray(RANDOM.standard_normal(shape) / shape[0] ** 0.5, jnp.float32)
+
+
+W, X = random_array((N, N)), random_array((N, N))
+
+
+def loss(w, x):
+    """Two matmuls, both with gradients for w and x."""
+    return jnp.mean((jnp.tanh(x @ w) @ w.T - x) ** 2)
+
+
+def rows(table, full=()):
+    """Returns the values of a table as parameters; those named in `full` run only with --full."""
+    return [pytest.param(row, id=name, marks=[pytest.mark.full] * (name in full)) for name, row in table.items()]
+
+
+# --- transformations: each row takes `wrap`, which is autocast or the identity, and returns a function and arguments
+
+
+def value_and_grad(fun, argnums=(0, 1)):
+    return jax.jit(jax.value_and_grad(fun, argnums))
+
+
+def micro_batches(fun):
+    return lambda w, xs: jax.lax.scan(lambda total, x: (total + fun(w, x), None), jnp.float32(0), xs)[0]
+
+
+def layers_in_scan(w, x):
+    return jnp.mean(jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length=3)[0] ** 2)
+
+
+def in_fori_loop(w, x):
+    return jnp.mean(jax.lax.fori_loop(0, 3, lambda _, h: jnp.tanh(h @ w), x) ** 2)
+
+
+def in_while_loop(w, x):
+    count, h = jax.lax.while_loop(
+        lambda state: (state[0] < 3) & (jnp.sum(state[1] @ w) < 1e9),
+        lambda state: (state[0] + 1, jnp.tanh(state[1] @ w)),
+        (0, x),
+    )
+    return h, count
+
+
+def in_cond(w, x):
+    return jnp.mean(jax.lax.cond(jnp.sum(x) < 1e9, lambda x: jnp.tanh(x @ w), lambda x: x, x) ** 2)
+
+
+def in_switch(w, x):
+    branches = [lambda x: x, lambda x: x @ w, lambda x: jnp.tanh(x @ w) @ w.T]
+    return jnp.mean(jax.lax.switch(jnp.int32(2), branches, x) ** 2)
+
+
+def on_platform(w, x):
+    return jnp.mean(jax.lax.platform_dependent(x, cpu=lambda x: x @ w, default=lambda x: x @ w) ** 2)
+
+
+def in_nested_jit(w, x):
+    layer = jax.jit(lambda x: jnp.tanh(x @ w))
+    return jnp.mean(jax.jit(lambda x: layer(layer(x)))(x) ** 2)
+
+
+def checkpointed(policy):
+    @functools.partial(jax.checkpoint, policy=policy)
+    def block(w, x):
+        return jnp.tanh(checkpoint_name(x @ w, "hidden")) @ w.T
+
+    return lambda w, x: jnp.mean(block(w, block(w, x)) ** 2)
+
+
+@jax.custom_jvp
+def softsign(x):
+    return x / (1 + jnp.abs(x))
+
+
+softsign.defjvp(lambda primals, tangents: (softsign(*primals), tangents[0] / (1 + jnp.abs(primals[0])) ** 2))
+
+
+@jax.custom_vjp
+def with_clipped_gradient(x):
+    return x
+
+
+with_clipped_gradient.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -1, 1),))
+
+
+@jax.custom_vjp
+def custom_matmul(x, w):
+    return x @ w
+
+
+custom_matmul.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g))
+
+
+@jax.custom_jvp
+def custom_product(x, w):
+    return x @ w
+
+
+custom_product.defjvp(lambda p, t: (p[0] @ p[1], t[0] @ p[1] + p[0] @ t[1]))
+
+
+def autocast_inside_custom_vjp(wrap):
+    """A derivative rule whose author has chosen where to use autocast."""
+    matmul = wrap(jnp.matmul)
+
+    @jax.custom_vjp
+    def layer(w, x):
+        return matmul(x, w)
+
+    layer.defvjp(lambda w, x: (matmul(x, w), (w, x)), lambda saved, g: (matmul(saved[1].T, g), matmul(g, saved[0].T)))
+    return lambda w, x: jnp.mean(jnp.tanh(layer(w, x)) ** 2)
+
+
+def between_custom_rules(w, x):
+    return jnp.mean(with_clipped_gradient(softsign(x @ w) @ w.T) ** 2)
+
+
+def attention(w, x):
+    q, k, v = (jnp.reshape(x @ w * i, (2, 4, 2, 4)) for i in (1, 2, 3))
+    return jnp.mean(jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla") ** 2)
+
+
+def einsum(w, x):
+    return jnp.mean(jnp.einsum("ij,jk,lk->il", x, w, x) ** 2)
+
+
+def ragged(w, x):
+    return jnp.mean(jax.lax.ragged_dot(x, jnp.stack([w, w.T]), jnp.array([3, 5], jnp.int32)) ** 2)
+
+
+def convolution(layout, **options):
+    """A row with a convolution whose dimensions have the order of `layout`, such as ("NHWC", "HWIO", "NHWC")."""
+    options = {"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": layout} | options
+    inputs = options.get("feature_group_count", 1)
+    sizes = {"N": 2 * options.get("batch_group_count", 1), "C": 4, "H": 6, "W": 5}
+    images = random_array([sizes[name] for name in layout[0]])
+    sizes = {"O": 4, "I": 4 // inputs, "H": 3, "W": 3}
+    kernel = random_array([sizes[name] for name in layout[1]])
+
+    def fun(kernel, images):
+        return jnp.mean(jnp.tanh(jax.lax.conv_general_dilated(images, kernel, **options)) ** 2)
+
+    return lambda wrap: (value_and_grad(wrap(fun)), kernel, images)
+
+
+def transposed_convolution(kernel, images):
+    return jnp.mean(jax.lax.conv_transpose(images, kernel, (2, 2), "SAME") ** 2)
+
+
+def recurrent(w, x):
+    """A GRU-like cell over time; each step has two matmuls."""
+
+    def cell(h, x):
+        gate = jax.nn.sigmoid(x @ w + h @ w.T)
+        return gate * h + (1 - gate) * jnp.tanh(x), gate
+
+    h, gates = jax.lax.scan(cell, jnp.zeros((2, N)), x.reshape(4, 2, N))
+    return jnp.mean(h**2) + jnp.mean(gates)
+
+
+def with_callbacks(w, x):
+    jax.debug.callback(lambda value: None, x)
+    h = jax.pure_callback(lambda h: np.tanh(h), jax.ShapeDtypeStruct((N, N), jnp.float32), x @ w)
+    return jnp.mean(h @ w), h
+
+
+def contrastive(w, x):
+    """Losses of optax, after matmuls whose results they read in float32."""
+    logits, labels = x @ w, jnp.arange(N)
+    total = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    total += optax.sigmoid_binary_cross_entropy(logits @ w, jax.nn.one_hot(labels, N)).mean()
+    return total + optax.huber_loss(w @ w.T, jnp.ones((N, N))).mean()
+
+
+def shard_map(fun, check_vma, mesh_axis="data"):
+    mesh = meshes.make_mesh(data=4)
+
+    def step(w, x):
+        value, grads = jax.value_and_grad(fun)(w, x)
+        grads = grads if check_vma else jax.lax.psum(grads, "data")
+        return jax.lax.pmean(value, "data"), grads
+
+    specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": (jax.P(), jax.P())}
+    return jax.jit(jax.shard_map(step, mesh=mesh, check_vma=check_vma, **specs)), W, X
+
+
+def shard_map_inside(check_vma):
+    """The loss of a model that is parallel over its hidden units, by hand; it is summed over the devices."""
+
+    def sharded_loss(w, x):
+        hidden = jnp.tanh(x @ w)
+        return jax.lax.psum(jnp.mean((hidden @ w.T) ** 2), "data")
+
+    def fun(w, x):
+        mesh = meshes.make_mesh(data=4)
+        specs = {"in_specs": (jax.P(None, "data"), jax.P()), "out_specs": jax.P()}
+        return jax.shard_map(sharded_loss, mesh=mesh, check_vma=check_vma, **specs)(w, x)
+
+    return fun
+
+
+TRANSFORMATIONS = {
+    "jit": lambda wrap: (jax.jit(wrap(loss)), W, X),
+    "eager": lambda wrap: (wrap(loss), W, X),
+    "grad outside": lambda wrap: (value_and_grad(wrap(loss)), W, X),
+    "grad inside": lambda wrap: (jax.jit(wrap(jax.value_and_grad(loss, (0, 1)))), W, X),
+    "value_and_grad of jmpscale outside": lambda wrap: (
+        jax.jit(jmpscale.value_and_grad(wrap(loss), (0, 1))),
+        SCALER,
+        W,
+        X,
+    ),
+    "value_and_grad of jmpscale inside": lambda wrap: (
+        jax.jit(wrap(jmpscale.value_and_grad(loss, (0, 1)))),
+        SCALER,
+        W,
+        X,
+    ),
+    "loss_scaled outside": lambda wrap: (value_and_grad(jmpscale.loss_scaled(wrap(loss), 2.0**8)), W, X),
+    "loss_scaled inside": lambda wrap: (value_and_grad(wrap(jmpscale.loss_scaled(loss, 2.0**8))), W, X),
+    "nested": lambda wrap: (value_and_grad(wrap(lambda w, x: wrap(loss)(w, x) + jnp.mean(x @ w))), W, X),
+    "forward mode": lambda wrap: (jax.jit(lambda w, x: jax.jvp(wrap(loss), (w, x), (x, w))), W, X),
+    "linearize": lambda wrap: (jax.jit(lambda w, x: jax.linearize(wrap(loss), w, x)[1](x, w)), W, X),
+    "hessian": lambda wrap: (jax.jit(jax.hessian(lambda scale: wrap(loss)(scale * W, X))), jnp.float32(1.0)),
+    "gradient penalty": lambda wrap: (value_and_grad(lambda w, x: jnp.sum(jax.grad(wrap(loss), 1)(w, x) ** 2)), W, X),
+    "second derivatives inside": lambda wrap: (
+        value_and_grad(wrap(lambda w, x: jnp.sum(jax.jacfwd(lambda t: jnp.tanh((x + t) @ w))(1.0) ** 2))),
+        W,
+        X,
+    ),
+    "vmap of grad": lambda wrap: (jax.jit(jax.vmap(jax.grad(wrap(loss)), (None, 0))), W, X.reshape(2, 4, N)),
+    "vmap inside": lambda wrap: (
+        value_and_grad(wrap(lambda w, x: jnp.mean(jax.vmap(lambda x: jnp.tanh(x @ w))(x)))),
+        W,
+        X,
+    ),
+    "ensemble": lambda wrap: (jax.jit(jax.vmap(jax.value_and_grad(wrap(loss)), (0, None))), jnp.stack([W, W.T]), X),
+    "pmap": lambda wrap: (
+        jax.pmap(jax.value_and_grad(wrap(loss)), in_axes=(None, 0), devices=devices(2)),
+        W,
+        X.reshape(2, 4, N),
+    ),
+    "pmap inside": lambda wrap: (
+        wrap(jax.pmap(jax.value_and_grad(loss), in_axes=(None, 0), devices=devices(2))),
+        W,
+        X.reshape(2, 4, N),
+    ),
+    "shard_map": lambda wrap: shard_map(wrap(loss), check_vma=True),
+    "shard_map without types": lambda wrap: shard_map(wrap(loss), check_vma=False),
+    "shard_map inside": lambda wrap: (value_and_grad(wrap(shard_map_inside(True))), W, X),
+    "shard_map inside, without types": lambda wrap: (value_and_grad(wrap(shard_map_inside(False))), W, X),
+    "scan over layers": lambda wrap: (value_and_grad(wrap(layers_in_scan)), W, X),
+    "scan over micro-batches": lambda wrap: (value_and_grad(micro_batches(wrap(loss))), W, X.reshape(2, 4, N)),
+    "scan over micro-batches inside": lambda wrap: (value_and_grad(wrap(micro_batches(loss))), W, X.reshape(2, 4, N)),
+    "fori_loop": lambda wrap: (value_and_grad(wrap(in_fori_loop)), W, X),
+    "while": lambda wrap: (jax.jit(lambda w, x: jax.jvp(lambda w: wrap(in_while_loop)(w, x)[0], (w,), (x,))), W, X),
+    "while, without derivatives": lambda wrap: (jax.jit(wrap(in_while_loop)), W, X),
+    "cond": lambda wrap: (value_and_grad(wrap(in_cond)), W, X),
+    "switch": lambda wrap: (value_and_grad(wrap(in_switch)), W, X),
+    "platform_dependent": lambda wrap: (value_and_grad(wrap(on_platform)), W, X),
+    "nested jit": lambda wrap: (value_and_grad(wrap(in_nested_jit)), W, X),
+    "checkpoint outside": lambda wrap: (value_and_grad(jax.checkpoint(wrap(loss))), W, X),
+    "checkpoint": lambda wrap: (value_and_grad(wrap(checkpointed(None))), W, X),
+    "checkpoint, dots saved": lambda wrap: (
+        value_and_grad(wrap(checkpointed(jax.checkpoint_policies.dots_saveable))),
+        W,
+        X,
+    ),
+    "checkpoint, names saved": lambda wrap: (
+        value_and_grad(wrap(checkpointed(jax.checkpoint_policies.save_only_these_names("hidden")))),
+        W,
+        X,
+    ),
+    "custom derivatives": lambda wrap: (value_and_grad(wrap(between_custom_rules)), W, X),
+    "custom_vjp, differentiated before": lambda wrap: (
+        jax.jit(wrap(jax.value_and_grad(lambda w, x: jnp.mean(jnp.tanh(custom_matmul(x, w)) ** 2), (0, 1)))),
+        W,
+        X,
+    ),
+    "custom_jvp, differentiated before": lambda wrap: (
+        jax.jit(wrap(jax.value_and_grad(lambda w, x: jnp.mean(jnp.tanh(custom_product(x, w)) ** 2), (0, 1)))),
+        W,
+        X,
+    ),
+    "custom_vjp, autocast inside": lambda wrap: (value_and_grad(autocast_inside_custom_vjp(wrap)), W, X),
+    "dot_product_attention": lambda wrap: (value_and_grad(wrap(attention)), W, X),
+    "einsum": lambda wrap: (value_and_grad(wrap(einsum)), W, X),
+    "ragged_dot": lambda wrap: (value_and_grad(wrap(ragged)), W, X),
+    "matrix and vector": lambda wrap: (value_and_grad(wrap(lambda w, x: jnp.mean(jnp.tanh(w @ x[0])))), W, X),
+    "convolution NHWC": convolution(("NHWC", "HWIO", "NHWC")),
+    "convolution NCHW": convolution(("NCHW", "OIHW", "NCHW")),
+    "convolution CHWN": convolution(("CHWN", "IHWO", "CHWN")),
+    "convolution with strides": convolution(("NHWC", "HWIO", "NHWC"), window_strides=(2, 1), padding="VALID"),
+    "convolution with dilation": convolution(
+        ("NHWC", "HWIO", "NHWC"), rhs_dilation=(2, 2), lhs_dilation=(1, 2), padding=[(2, 2), (2, 2)]
+    ),
+    "depthwise convolution": convolution(("NHWC", "HWIO", "NHWC"), feature_group_count=4),
+    "convolution of batch groups": convolution(("NHWC", "HWIO", "NHWC"), batch_group_count=2),
+    "transposed convolution": lambda wrap: (
+        value_and_grad(wrap(transposed_convolution)),
+        random_array((3, 3, 4, 4)),
+        random_array((2, 5, 5, 4)),
+    ),
+    "recurrent network": lambda wrap: (value_and_grad(wrap(recurrent)), W, X),
+    "callbacks": lambda wrap: (jax.jit(wrap(with_callbacks)), W, X),
+    "losses of optax": lambda wrap: (value_and_grad(wrap(contrastive)), W, X),
+}
+
+
+FULL = {
+    "loss_scaled outside",
+    "hessian",
+    "checkpoint, dots saved",
+    "switch",
+    "recurrent network",
+    "value_and_grad of jmpscale inside",
+    "loss_scaled inside",
+    "linearize",
+    "second derivatives inside",
+    "vmap inside",
+    "ensemble",
+    "pmap inside",
+    "shard_map without types",
+    "shard_map inside, without types",
+    "scan over micro-batches",
+    "scan over micro-batches inside",
+    "fori_loop",
+    "while, without derivatives",
+    "platform_dependent",
+    "nested jit",
+    "checkpoint outside",
+    "checkpoint",
+    "einsum",
+    "matrix and vector",
+    "convolution NCHW",
+    "convolution CHWN",
+    "convolution with strides",
+    "convolution with dilation",
+    "depthwise convolution",
+    "convolution of batch groups",
+    "transposed convolution",
+    "losses of optax",
+}
+
+
+def devices(count):
+    meshes.require_devices(count)
+    return jax.devices()[:count]
+
+
+@pytest.mark.parametrize("case", rows(TRANSFORMATIONS, FULL))
+def test_autocast_runs_matmuls_in_half_precision(case):
+    (run, *args), (expected, *_) = case(jmpscale.autocast), case(lambda fun: fun)
+    assert_half(run, expected, *args)
+    assert_close(run(*args), expected(*args), rtol=5e-3)
+
+
+def test_autocast_is_compiled_ahead_of_time_and_exported():
+    program = value_and_grad(jmpscale.autocast(loss))
+    stored = jax.export.deserialize(jax.export.export(program)(W, X).serialize())
+    expected = program(W, X)
+    chex.assert_trees_all_equal(program.lower(W, X).compile()(W, X), expected)
+    chex.assert_trees_all_equal(stored.call(W, X), expected)
+    assert "f16" in stored.mlir_module()
+
+
+def test_autocast_exports_symbolic_shapes():
+    (batch,) = jax.export.symbolic_shape("batch")
+    types = jax.ShapeDtypeStruct((N, N), jnp.float32), jax.ShapeDtypeStruct((batch, N), jnp.float32)
+    stored = jax.export.export(jax.jit(jmpscale.autocast(loss)))(*types)
+    chex.assert_trees_all_close(stored.call(W, X[:3]), loss(W, X[:3]), rtol=1e-3)
+    matmuls = re.findall(r" stablehlo.dot_general .*", stored.mlir_module())
+    assert [re.findall(r"x(f\d+)>", line) for line in matmuls] == [["f16"] * 3] * 2
+
+
+@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("order", ["grad outside", "grad inside"])
+def test_autocast_keeps_shardings(axis_type, order):
+    mesh = meshes.make_mesh(axis_type, data=4, model=2)
+    is_explicit = axis_type is jax.sharding.AxisType.Explicit
+
+    def sharded_loss(w, x):
+        hidden = jnp.einsum("bi,ij->bj", x, w, out_sharding=jax.P("data") if is_explicit else None)
+        hidden = hidden if is_explicit else jax.lax.with_sharding_constraint(hidden, jax.P("data"))
+        return jnp.mean(jnp.tanh(hidden) ** 2), hidden
+
+    def gradients(wrap):
+        if order == "grad outside":
+            return jax.jit(jax.value_and_grad(wrap(sharded_loss), has_aux=True))
+        return jax.jit(wrap(jax.value_and_grad(sharded_loss, has_aux=True)))
+
+    with jax.set_mesh(mesh):
+        w, x = jax.device_put(W, jax.P() if is_explicit else jax.P(None, "model")), jax.device_put(X, jax.P("data"))
+        run, expected = gradients(jmpscale.autocast), gradients(lambda fun: fun)
+        assert_half(run, expected, w, x)
+        result, expected = run(w, x), expected(w, x)
+    assert_close(result, expected, rtol=5e-3)
+    assert jax.tree.map(jax.typeof, result) == jax.tree.map(jax.typeof, expected)
+    same = jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), result, expected)
+    assert jax.tree.all(same)
+
+
+def test_autocast_accepts_bfloat16():
+    run = value_and_grad(jmpscale.autocast(loss, jnp.bfloat16))
+    assert_half(run, value_and_grad(loss), W, X, dtype=np.dtype(jnp.bfloat16))
+    assert_close(run(W, X), value_and_grad(loss)(W, X), rtol=4e-2)
+
+
+# --- some operations run as written
+
+
+def pallas_matmul(x, w):
+    def kernel(x, w, out):
+        out[...] = jnp.dot(x[...], w[...])
+
+    return pallas.pallas_call(kernel, jax.ShapeDtypeStruct((N, N), jnp.float32), interpret=True)(x, w)
+
+
+def with_precision(precision):
+    return lambda x, w: jnp.dot(x, w, precision=precision)
+
+
+def with_default_precision(precision):
+    def fun(x, w):
+        with jax.default_matmul_precision(precision):
+            return jnp.tanh(x @ w) @ w
+
+    return fun
+
+
+def in_dtype(dtype):
+    return lambda x, w: x.astype(dtype) @ w.astype(dtype)
+
+
+KEPT_BY_PRECISION = {
+    "precision='highest'": with_precision("highest"),
+    "Precision.HIGHEST": with_precision(jax.lax.Precision.HIGHEST),
+    "precision of one operand": with_precision(("highest", "default")),
+    "default_matmul_precision": with_default_precision("highest"),
+    "algorithm": with_precision(jax.lax.DotAlgorithmPreset.F32_F32_F32),
+    "algorithm as default": with_default_precision("BF16_BF16_F32_X3"),
+    "convolution": lambda x, w: jax.lax.conv(x[None, None], w[None, None], (1, 1), "SAME", precision="highest"),
+    "scan": lambda x, w: jax.lax.scan(lambda x, _: (with_precision("highest")(x, w), None), x, None, length=2)[0],
+}
+KEPT = {
+    "inner product": lambda x, w: jnp.vdot(x, w),
+    "inner product by einsum": lambda x, w: jnp.einsum("ij,ij->", x, w),
+    "inner products of rows": lambda x, w: jnp.einsum("ij,ij->i", x, w),
+    "inner product of a row and a column": lambda x, w: x[:1] @ w[:, :1],
+    "outer product": lambda x, w: jnp.einsum("i,j->ij", x[0], w[0]),
+    "outer product of a column and a row": lambda x, w: x[:, :1] @ w[:1],
+    "float16": in_dtype(jnp.float16),
+    "bfloat16": in_dtype(jnp.bfloat16),
+    "complex": in_dtype(jnp.complex64),
+    "integer": in_dtype(jnp.int32),
+    "float32 result of bfloat16": lambda x, w: jnp.dot(
+        x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), preferred_element_type=jnp.float32
+    ),
+    "mixed operands": lambda x, w: jax.lax.dot(x, w.astype(jnp.bfloat16), preferred_element_type=jnp.float32),
+    "custom_vjp": custom_matmul,
+    "custom_jvp": custom_product,
+    "Pallas": pallas_matmul,
+    "linear solve": lambda x, w: jnp.linalg.solve(x + 9 * jnp.eye(N), w),
+    "conjugate gradients": lambda x, w: jax.scipy.sparse.linalg.cg(lambda v: x.T @ (x @ v) + v, w[0], maxiter=2)[0],
+    "no operation": lambda x, w: x,
+}
+
+
+@pytest.mark.filterwarnings("ignore:autocast has no effect")
+@pytest.mark.parametrize("fun", rows(KEPT | KEPT_BY_PRECISION, {"linear solve", "conjugate gradients", "scan"}))
+def test_autocast_leaves_program_unchanged(fun):
+    autocast_fun = jmpscale.autocast(fun)
+    assert _text(jax.make_jaxpr(autocast_fun)(X, W)) == _text(jax.make_jaxpr(fun)(X, W))
+    chex.assert_trees_all_equal(jax.jit(autocast_fun)(X, W), jax.jit(fun)(X, W))
+
+
+def _text(jaxpr):
+    return re.sub(r" at 0x\w+", "", str(jaxpr))
+
+
+@pytest.mark.parametrize("precision", [None, "default", "high"])
+def test_autocast_converts_matmuls_of_low_precision(precision):
+    assert matmul_dtypes(jmpscale.autocast(with_precision(precision)), X, W) == {(F16,): 1}
+
+
+def test_autocast_leaves_float64_unchanged(x64):
+    fun = in_dtype(jnp.float64)
+    for fun in (in_dtype(jnp.float64), lambda x, w: jnp.dot(x, w, preferred_element_type=jnp.float64)):
+        mixed = jmpscale.autocast(lambda x, w, fun=fun: (x @ w, fun(x, w)))
+        out = mixed(X, W)
+        assert [y.dtype for y in out] == [F32, np.float64]
+        np.testing.assert_array_equal(out[1], fun(X, W))
+
+
+# The messages of the others show a traced value, which is another one inside autocast.
+RUNNING_PROGRAMS = {
+    name: program
+    for name, program in programs.PROGRAMS.items()
+    if name.removeprefix("returns ") not in programs.NOT_PAIRS and name != "loss: pair"
+}
+
+
+@pytest.mark.filterwarnings("ignore:autocast has no effect", "ignore:the loss is float16:UserWarning")
+@pytest.mark.parametrize("program", rows(RUNNING_PROGRAMS))
+def test_autocast_without_matmuls_equals_jax(program):
+    programs.assert_like_jax(program, _autocast_outside)
+    programs.assert_like_jax(program, _autocast_inside)
+
+
+@pytest.mark.filterwarnings("ignore:autocast has no effect")
+@pytest.mark.parametrize("count", [8, pytest.param(300, marks=pytest.mark.full)])
+def test_autocast_without_matmuls_equals_jax_on_random_programs(count):
+    programs.assert_like_jax_on_random_programs(_autocast_inside, count)
+
+
+def _autocast_inside(fun, argnums=0, has_aux=False):
+    return jax.value_and_grad(jmpscale.autocast(fun), argnums, has_aux)
+
+
+def _autocast_outside(fun, argnums=0, has_aux=False):
+    return jmpscale.autocast(jax.value_and_grad(fun, argnums, has_aux))
+
+
+# --- between matmuls, all operations are as exact as in float32
+
+
+def integers(*shape, largest=4):
+    """Small integers, whose matmuls are exact in float16."""
+    return jnp.asarray(RANDOM.integers(-largest, largest + 1, shape), jnp.float32)
+
+
+A, B = integers(4, N), integers(N, 6)
+ONES = jnp.ones((N, N))
+EXACT = {
+    "mask of -1e9": lambda a, b: jax.nn.softmax(jnp.where(jnp.tri(4, 6, dtype=bool), a @ b, -1e9)),
+    "empty row of a mask": lambda a, b: jax.nn.softmax(jnp.where(jnp.zeros((4, 6), bool), a @ b, -1e9)),
+    "epsilon of 1e-8": lambda a, b: jax.lax.rsqrt(jnp.sum((0 * a @ b) ** 2, 1) + 1e-8),
+    "p - 1 near convergence": lambda a, b: (
+        jax.nn.softmax(jnp.log1p(jnp.abs(a @ b)) * 8) - jax.nn.one_hot(jnp.zeros(4, int), 6)
+    ),
+    "cross entropy": lambda a, b: -jax.nn.log_softmax(10 * (a @ b))[:, 0],
+    "square above 65504": lambda a, b: (100 * (a @ b)) ** 2,
+    "sum above 65504": lambda a, b: jnp.sum(jnp.abs(1000 * (a @ b))),
+    "inner product above 65504": lambda a, b: jnp.vdot(1000 * a, a) + jnp.sum(a @ b),
+    "rotary angles": lambda a, b: (
+        jnp.sin(jnp.arange(4, 8196, 2048.0)[:, None] @ jnp.array([[1.0, 1e-4]])) + (a @ b)[:, :2]
+    ),
+    "weak type": lambda a, b: (a @ jnp.full((N, 2), 2.0), jnp.full((2, N), 2.0) @ jnp.full((N, 2), 1.0)),
+}
+EXACT_GRADIENTS = {
+    "bias": lambda c, b: jnp.sum((A @ b + c[0, 0]) ** 3 * 1e-9),
+    "sum of two matmuls": lambda a, b: jnp.sum(a @ (256 * ONES)) + jnp.sum(a @ jnp.eye(N)),  # 2048 + 1
+    "repeated rows": lambda a, b: jnp.sum(a[jnp.array([0, 0, 0, 1])] @ jnp.full((N, 2), 341.5)),  # 3 * 683
+    "broadcast": lambda a, b: jnp.sum(jnp.broadcast_to(a[:, :1], (4, N)) @ jnp.eye(N).at[1:].set(300.0)),
+}
+
+
+@pytest.mark.parametrize("fun", rows(EXACT))
+def test_autocast_is_exact_between_matmuls(fun):
+    _assert_equal(jmpscale.autocast(fun)(A, B), _one_by_one(fun, A, B))
+
+
+@pytest.mark.parametrize("order", ["grad outside", "grad inside"])
+@pytest.mark.parametrize("fun", rows(EXACT_GRADIENTS))
+def test_autocast_adds_gradients_exactly(fun, order):
+    """Sums of gradients that float16 cannot hold, such as 2048 + 1."""
+    grad = jax.grad(jmpscale.autocast(fun)) if order == "grad outside" else jmpscale.autocast(jax.grad(fun))
+    _assert_equal(grad(A, B), _one_by_one(jax.grad(fun), A, B))
+
+
+def _one_by_one(fun, *args):
+    """Runs each operation by itself, because XLA may round differently in two programs that it fuses differently."""
+    closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+    return jax.tree.unflatten(jax.tree.structure(shapes), jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args))
+
+
+def _assert_equal(result, expected):
+    chex.assert_trees_all_equal(result, expected)
+    assert jax.tree.map(jax.typeof, result) == jax.tree.map(jax.typeof, expected)
+
+
+# --- arguments and results may be any objects
+
+
+class NotAPytree:
+    weight = W
+
+    def apply(self, x):
+        return x @ self.weight
+
+
+ARGUMENTS = {
+    "keyword arguments": lambda wrap: wrap(lambda x, *, w: x @ w)(X, w=W),
+    "tree with Python numbers": lambda wrap: wrap(lambda tree, x: x @ tree["w"][0] * tree["n"])({"w": [W], "n": 2}, X),
+    "strings and functions": lambda wrap: wrap(lambda w, name, fun: {name: fun(X @ w)})(W, "text", jnp.tanh),
+    "object that is not a pytree": lambda wrap: wrap(lambda model, x: x @ model.weight)(NotAPytree(), X),
+    "NumPy arrays": lambda wrap: wrap(lambda w, x: jnp.dot(x, w))(np.asarray(W), np.asarray(X)),
+    "PRNG key": lambda wrap: wrap(lambda w, key: (X @ w, jax.random.uniform(key), key))(W, jax.random.key(0)),
+    "bound method": lambda wrap: wrap(NotAPytree().apply)(X),
+    "other results": lambda wrap: wrap(lambda w: (X @ w, None, "text", 3, jnp.tanh, np.float32(2), W, 1.5))(W),
+    "constant results": lambda wrap: wrap(lambda w: (X @ w, jnp.float32(3), jnp.zeros(2), jnp.asarray(3.0)))(W),
+    "argument as result": lambda wrap: wrap(lambda w: (w, X @ w))(W),
+    "no result": lambda wrap: wrap(lambda w: jax.debug.callback(lambda y: None, X @ w))(W),
+    "closure": lambda wrap: jax.jit(lambda w: wrap(lambda x: x @ w)(X))(W),
+    "closure under vmap": lambda wrap: jax.vmap(lambda w: wrap(lambda: X @ w)())(jnp.stack([W, W])),
+    "closure under grad": lambda wrap: jax.grad(lambda w: wrap(lambda x: jnp.sum(x @ w))(X))(W),
+}
+
+
+@pytest.mark.parametrize("call", rows(ARGUMENTS))
+def test_autocast_accepts_any_arguments_and_results(call):
+    result, expected = call(jmpscale.autocast), call(lambda fun: fun)
+    assert jax.tree.structure(result) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
+        if isinstance(y, jax.Array) and jnp.issubdtype(y.dtype, jnp.floating):
+            assert_close(x, y, rtol=2e-3)
+        else:
+            assert type(x) is type(y)
+            assert x == y
+
+
+def test_autocast_has_the_signature_of_fun():
+    def loss(w, x, *, activation=jnp.tanh):
+        """Returns the loss."""
+        return jnp.sum(activation(x @ w))
+
+    loss_fn = jmpscale.autocast(loss)
+    assert (loss_fn.__name__, loss_fn.__doc__) == ("loss", "Returns the loss.")
+    assert inspect.signature(loss_fn) == inspect.signature(loss)
+    result = jax.jit(loss_fn, static_argnames="activation")(W, X, activation=jnp.sin)
+    assert_close(result, loss(W, X, activation=jnp.sin), rtol=1e-2)
+
+
+# --- the compiled program shows the user's names and lines
+
+
+def _location(line, text):
+    """Returns the location of an operation in a lowered program, with all references resolved."""
+    definitions = dict(re.findall(r"^(#loc\d*) = (.*)$", text, flags=re.MULTILINE))
+    (location,) = re.findall(r"loc\((#loc\d*)\)$", line)
+    while references := re.findall(r"#loc\d+", location):
+        location = location.replace(references[0], definitions[references[0]])
+    return location
+
+
+def test_autocast_keeps_names_and_source_lines():
+    def inner(w, x):
+        with jax.named_scope("inner_scope"):
+            return jnp.tanh(x @ w)
+
+    lines, first = inspect.getsourcelines(inner)
+    inner_line = first + next(i for i, line in enumerate(lines) if "x @ w" in line)
+
+    def named_loss(w, x):
+        with jax.named_scope("outer_scope"):
+            h = jax.jit(inner)(w, x)
+        h = jax.lax.scan(lambda h, _: (inner(w, h), None), h, None, length=2)[0]
+        return jnp.sum(h)
+
+    lowered = jax.jit(jax.grad(jmpscale.autocast(named_loss))).lower(W, X)
+    text = lowered.as_text(debug_info=True)
+    found = [_location(line, text) for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert len(found) == 5  # the input has no gradient
+    for location in found:
+        assert "inner_scope" in location
+        assert re.search(rf'test_autocast\.py":{inner_line}\b', location)
+    converted = [_location(line, text) for line in text.splitlines() if re.search(r"stablehlo.convert.*xf16>", line)]
+    assert converted
+    assert all("inner_scope" in location for location in converted)
+    assert re.search(r'op_name="[^"]*outer_scope\)*/jit\(inner\)/[^"]*inner_scope', lowered.compile().as_text())
+
+
+def test_autocast_shows_the_line_of_the_user_in_errors():
+    def fails(w, x):
+        return x @ w[:3]  # the line of the error
+
+    with pytest.raises(TypeError) as caught:
+        jmpscale.autocast(fails)(W, X)
+    assert any(entry.name == "fails" for entry in caught.traceback)
+
+
+# --- a function is traced once, compiled once, and nothing is kept
+
+
+def test_autocast_calls_fun_once_per_trace():
+    traces, runs = [], []
+    ref = jax.new_ref(jnp.float32(0)) if hasattr(jax, "new_ref") else None
+
+    def loss(w):
+        traces.append(None)
+        jax.debug.callback(lambda: runs.append(None))
+        if ref is not None:
+            ref[...] = ref[...] + 1
+        return jnp.sum((X @ w) ** 2)
+
+    step = jax.jit(jax.grad(jmpscale.autocast(loss)))
+    for _ in range(3):
+        step(W)
+    jax.effects_barrier()
+    assert (len(traces), len(runs)) == (1, 3)
+    assert ref is None or ref[...] == 3
+
+
+def test_autocast_compiles_nothing_in_a_second_eager_call():
+    layer = jax.jit(lambda w, x: jnp.tanh(x @ w))
+    fun = jmpscale.autocast(lambda w, x: layer(w, layer(w, x)) @ w)
+    fun(W, X)
+    with count_compilations() as compilations:
+        fun(W, X)
+    assert not compilations
+
+
+def test_autocast_rewrites_an_inner_function_once():
+    layer = jax.jit(lambda w, x: jnp.tanh(x @ w))
+    unused = jax.jit(lambda x: x + 1)
+
+    def fun(w, x):
+        for _ in range(4):
+            x = unused(layer(w, x))
+        return x
+
+    jaxpr, expected = (jax.make_jaxpr(wrap(fun))(W, X) for wrap in (jmpscale.autocast, lambda fun: fun))
+    calls = [eqn.params["jaxpr"] for eqn in jaxpr.eqns if "jaxpr" in eqn.params]
+    assert len(calls) == 8
+    assert len(set(calls)) == 2
+    assert calls[1] in [eqn.params["jaxpr"] for eqn in expected.eqns]  # unchanged, and therefore the same object
+    assert jax.jit(jmpscale.autocast(fun)).lower(W, X).as_text().count("stablehlo.dot_general") == 1
+
+
+def test_autocast_keeps_no_reference_to_its_arguments_or_programs():
+    memo = jmpscale._autocast._MEMOS[F16]
+    gc.collect()
+    before = len(memo)
+
+    def objects_of_a_step():
+        w, x = W + 1, X + 1
+        closed_over = X + 2
+        jax.grad(jmpscale.autocast(lambda w: jnp.sum(jax.lax.map(lambda x: x @ w, jnp.stack([closed_over, x])))))(w)
+        return [weakref.ref(array) for array in (w, x, closed_over)]
+
+    references = objects_of_a_step()
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3
+    jax.clear_caches()
+    gc.collect()
+    assert len(memo) <= before
+
+
+def test_autocast_leaks_no_tracers():
+    fun = jmpscale.autocast(lambda w: (loss(w, X), {"kept": w, "text": "kept"}))
+    with jax.checking_leaks():
+        jax.jit(lambda w: jax.value_and_grad(lambda w: fun(w)[0])(w))(W)
+
+
+# --- wrong calls
+
+
+CALLS = {
+    "fun is not callable": (
+        lambda: jmpscale.autocast(3.0),
+        "fun must be the loss function, got 3.0. Pass autocast(loss_fn, dtype).",
+    ),
+    "arguments are swapped": (
+        lambda: jmpscale.autocast(jnp.float16, loss),
+        "fun must be the loss function, got float16. The arguments are swapped: pass autocast(loss_fn, dtype).",
+    ),
+    "name of a dtype first": (
+        lambda: jmpscale.autocast("bfloat16", loss),
+        "fun must be the loss function, got 'bfloat16'. The arguments are swapped: pass autocast(loss_fn, dtype).",
+    ),
+    "dtype is float32": (
+        lambda: jmpscale.autocast(loss, jnp.float32),
+        "dtype must be float16 or bfloat16, got float32. Pass jnp.float16, with loss scaling, or jnp.bfloat16.",
+    ),
+    "dtype is None": (
+        lambda: jmpscale.autocast(loss, None),
+        "dtype must be float16 or bfloat16, got None. Pass jnp.float16, with loss scaling, or jnp.bfloat16.",
+    ),
+    "dtype is an array": (
+        lambda: jmpscale.autocast(loss, W),
+        "dtype must be float16 or bfloat16, got float32[8, 8]. Pass jnp.float16, with loss scaling, or jnp.bfloat16.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), [pytest.param(*row, id=name) for name, row in CALLS.items()])
+def test_wrong_call_of_autocast_raises(call, message):
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        call()
+
+
+@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="this version of JAX has no references")
+def test_autocast_of_a_reference_raises():
+    message = "args must hold values, got a jax.Ref at args[0]['w']. Read it with ref[...], pass the value"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        jmpscale.autocast(lambda tree, x: x @ tree["w"][...])({"w": jax.new_ref(W)}, X)
+
+
+NOT_CONVERTED = {
+    "no matmul": lambda x, w: x * w,
+    "half precision already": in_dtype(jnp.float16),
+    "autocast already": lambda x, w: jmpscale.autocast(loss)(w, x),
+    "custom derivative rule": custom_matmul,
+    "inner product": jnp.vdot,
+}
+
+
+@pytest.mark.parametrize("fun", rows(NOT_CONVERTED))
+def test_autocast_without_effect_warns_once(fun):
+    fun = jmpscale.autocast(fun)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        line = inspect.currentframe().f_lineno + 1
+        fun(X, W)
+        fun(X, W)
+        jax.jit(fun)(X, W)
+    (warning,) = found
+    assert str(warning.message).startswith("autocast has no effect: it found no float32 matmul or convolution in ")
+    assert (warning.category, warning.filename, warning.lineno) == (UserWarning, __file__, line)
+
+
+CONVERTED_OR_KEPT_BY_THE_USER = {
+    **KEPT_BY_PRECISION,
+    "matmul": lambda x, w: x @ w,
+    "matmul beside a kernel": lambda x, w: pallas_matmul(x, w) @ w,
+    "matmul in a scan": lambda x, w: layers_in_scan(w, x),
+}
+
+
+@pytest.mark.parametrize("fun", rows(CONVERTED_OR_KEPT_BY_THE_USER))
+def test_autocast_with_effect_does_not_warn(fun):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jmpscale.autocast(fun)(X, W)

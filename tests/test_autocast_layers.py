@@ -1,0 +1,320 @@
+"""autocast runs the layers of JAX, Flax, Equinox and Haiku in half precision, with gradients close to float32.
+
+The models are the unchanged float32 layers; a layer that needs no matmul stands behind a dense layer.
+"""
+
+import functools
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jmpscale
+
+from precision import assert_close, assert_half, assert_norms_close
+
+RANDOM = np.random.default_rng(0)
+VECTORS = jnp.asarray(RANDOM.standard_normal((4, 6)), jnp.float32)
+SEQUENCES = jnp.asarray(RANDOM.standard_normal((2, 5, 6)), jnp.float32)
+IMAGES = jnp.asarray(RANDOM.standard_normal((2, 6, 6, 3)), jnp.float32)
+TOKENS = jnp.asarray(RANDOM.integers(0, 7, (2, 5)))
+KEY = jax.random.key(0)
+FAST = {"compiler_options": {"xla_backend_optimization_level": 0}}  # halves the compile time
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion_and_ranks():
+    """Allows silent promotion of dtypes and ranks, on which layers rely."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def filled(create, *args):
+    """Returns a tree like the result of `create`, with other numbers, because compiling `create` is slow."""
+
+    def fill(leaf):
+        if not isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return KEY
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return jnp.zeros(leaf.shape, leaf.dtype)
+        return jnp.asarray(RANDOM.uniform(-0.5, 0.6, leaf.shape).astype(leaf.dtype))
+
+    return jax.tree.map(fill, eqx.filter_eval_shape(create, *args))
+
+
+def mean_square(prediction):
+    return jnp.mean((prediction - 1) ** 2)
+
+
+# --- each framework makes a function of `wrap` that returns a step and its arguments
+
+
+def linen(layer, x, call=lambda layer, *args: layer(*args)):
+    """A Linen layer; the step returns the loss, the gradients and the new statistics."""
+
+    def case(wrap):
+        rngs = {"params": KEY, "dropout": KEY, "carry": KEY}
+        variables = filled(functools.partial(layer.init, method=call), rngs, x)
+        params = variables.pop("params")
+
+        def loss_fn(params, stats, x):
+            out, stats = layer.apply({"params": params, **stats}, x, method=call, rngs=rngs, mutable=list(stats))
+            return sum(mean_square(leaf) for leaf in jax.tree.leaves(out)), stats
+
+        return jax.value_and_grad(wrap(loss_fn), has_aux=True), params, variables, x
+
+    return case
+
+
+def stateful(create, x, call=lambda model, x: model(x)):
+    """An NNX model; the step returns the loss, the gradients and the new state of the model."""
+
+    def case(wrap):
+        graphdef, state = nnx.split(nnx.eval_shape(lambda: create(nnx.Rngs(0))))
+        state = filled(lambda: state)
+
+        def loss_fn(model, x):
+            out = call(model, x)
+            return sum(mean_square(leaf) for leaf in jax.tree.leaves(out))
+
+        def step(state, x):
+            model = nnx.merge(graphdef, state)
+            loss, grads = nnx.value_and_grad(wrap(loss_fn))(model, x)
+            return loss, nnx.to_pure_dict(grads), nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.RngKey)))
+
+        return step, state, x
+
+    return case
+
+
+def equinox(create, x, call=lambda model, x: jax.vmap(model)(x)):
+    def case(wrap):
+        arrays, rest = eqx.partition(filled(create), eqx.is_array)
+
+        def loss_fn(model, x):
+            return sum(mean_square(leaf) for leaf in jax.tree.leaves(call(model, x)))
+
+        def step(arrays, x):
+            return eqx.filter_value_and_grad(wrap(loss_fn))(eqx.combine(arrays, rest), x)
+
+        return step, arrays, x
+
+    return case
+
+
+def haiku(forward, x):
+    def case(wrap):
+        transformed = hk.transform_with_state(forward)
+        params, state = filled(transformed.init, KEY, x)
+
+        def loss_fn(params, state, x):
+            out, state = transformed.apply(params, state, KEY, x)
+            return sum(mean_square(leaf) for leaf in jax.tree.leaves(out)), state
+
+        return jax.value_and_grad(wrap(loss_fn), has_aux=True), params, state, x
+
+    return case
+
+
+class LinenBlock(nn.Module):
+    """Statistics, dropout and rematerialization in a scan over layers, after an embedding that is used twice."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        embed = nn.Embed(7, 6)
+        x = embed(tokens)
+
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                y = nn.Dropout(0.5, deterministic=False)(nn.LayerNorm()(x))
+                return x + nn.MultiHeadDotProductAttention(2)(y), None
+
+        layers = nn.scan(
+            nn.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True, "dropout": True}, length=2
+        )
+        return embed.attend(nn.BatchNorm(use_running_average=False)(layers()(x, None)[0]))
+
+
+class NNXBlock(nnx.Module):
+    """The same in NNX, with LoRA."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(7, 6, rngs=rngs)
+        self.norm, self.dropout = nnx.BatchNorm(6, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, 6, decode=False, rngs=rngs)
+        self.lora = nnx.LoRALinear(6, 6, lora_rank=2, rngs=rngs)
+
+        @nnx.split_rngs(splits=2)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def create(rngs):
+            return nnx.Linear(6, 6, rngs=rngs)
+
+        self.layers = create(rngs)
+
+    def __call__(self, tokens):
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        @nnx.remat
+        def run(layer, x):
+            return jnp.tanh(layer(x))
+
+        x = self.lora(self.dropout(self.norm(self.embed(tokens))))
+        return self.embed.attend(run(self.layers, x + self.attention(x)))
+
+
+def equinox_with_state(model_and_state, x):
+    model, state = model_and_state
+    return jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)[0]
+
+
+class EquinoxNet(eqx.Module):
+    dense: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+    spectral: eqx.nn.SpectralNorm
+
+    def __init__(self, key):
+        self.dense = eqx.nn.Linear(6, 6, key=key)
+        self.norm = eqx.nn.BatchNorm(6, axis_name="batch", mode="batch")
+        self.spectral = eqx.nn.SpectralNorm(eqx.nn.Linear(6, 4, key=key), "weight", key=key)
+
+    def __call__(self, x, state):
+        x, state = self.norm(self.dense(x), state)
+        return self.spectral(x, state)
+
+
+def unroll(cell, xs, carry):
+    return jax.lax.scan(lambda carry, x: (cell(x, carry), None), carry, xs)[0]
+
+
+def haiku_unroll(core, x):
+    return hk.dynamic_unroll(core, x, core.initial_state(x.shape[1]))
+
+
+LINEN = {
+    "Dense": linen(nn.Dense(5), VECTORS),
+    "DenseGeneral": linen(nn.DenseGeneral((2, 3), axis=(-2, -1)), SEQUENCES),
+    "Einsum": linen(nn.Einsum((6, 5), "abc,cd->abd"), SEQUENCES),
+    "Conv": linen(nn.Conv(4, (3, 3)), IMAGES),
+    "Conv, causal, one dimension": linen(nn.Conv(4, (3,), padding="CAUSAL", kernel_dilation=2), SEQUENCES),
+    "Conv, grouped": linen(nn.Conv(6, (3, 3), feature_group_count=3, strides=2), IMAGES),
+    "ConvTranspose": linen(nn.ConvTranspose(4, (3, 3), (2, 2)), IMAGES),
+    "ConvLocal": linen(nn.ConvLocal(4, (3, 3)), IMAGES),
+    "MultiHeadDotProductAttention": linen(nn.MultiHeadDotProductAttention(2), SEQUENCES),
+    "LSTMCell": linen(nn.RNN(nn.LSTMCell(5)), SEQUENCES),
+    "OptimizedLSTMCell": linen(nn.RNN(nn.OptimizedLSTMCell(5)), SEQUENCES),
+    "GRUCell": linen(nn.Bidirectional(nn.RNN(nn.GRUCell(5)), nn.RNN(nn.GRUCell(5))), SEQUENCES),
+    "MGUCell": linen(nn.RNN(nn.MGUCell(5)), SEQUENCES),
+    "SimpleCell": linen(nn.RNN(nn.SimpleCell(5)), SEQUENCES),
+    "ConvLSTMCell": linen(nn.RNN(nn.ConvLSTMCell(4, (3, 3))), IMAGES[:, None]),
+    "SpectralNorm": linen(nn.SpectralNorm(nn.Dense(5)), VECTORS, lambda layer, x: layer(x, update_stats=True)),
+    "WeightNorm": linen(nn.WeightNorm(nn.Dense(5)), VECTORS),
+    "GroupNorm": linen(nn.Sequential([nn.Conv(4, (3, 3)), nn.GroupNorm(2), nn.PReLU()]), IMAGES),
+    "RMSNorm": linen(nn.Sequential([nn.Dense(6), nn.RMSNorm(), nn.Dense(4)]), VECTORS),
+    "scan, remat, BatchNorm, Dropout": linen(LinenBlock(), TOKENS),
+}
+NNX = {
+    "Linear": stateful(lambda rngs: nnx.Linear(6, 5, rngs=rngs), VECTORS),
+    "LinearGeneral": stateful(lambda rngs: nnx.LinearGeneral((5, 6), (2, 3), axis=(-2, -1), rngs=rngs), SEQUENCES),
+    "Einsum": stateful(lambda rngs: nnx.Einsum("abc,cd->abd", (6, 5), rngs=rngs), SEQUENCES),
+    "Conv": stateful(lambda rngs: nnx.Conv(3, 4, (3, 3), rngs=rngs), IMAGES),
+    "ConvTranspose": stateful(lambda rngs: nnx.ConvTranspose(3, 4, (3, 3), (2, 2), rngs=rngs), IMAGES),
+    "MultiHeadAttention": stateful(lambda rngs: nnx.MultiHeadAttention(2, 6, decode=False, rngs=rngs), SEQUENCES),
+    "LSTMCell": stateful(lambda rngs: nnx.RNN(nnx.LSTMCell(6, 5, rngs=rngs)), SEQUENCES),
+    "OptimizedLSTMCell": stateful(lambda rngs: nnx.RNN(nnx.OptimizedLSTMCell(6, 5, rngs=rngs)), SEQUENCES),
+    "GRUCell": stateful(lambda rngs: nnx.RNN(nnx.GRUCell(6, 5, rngs=rngs)), SEQUENCES),
+    "SimpleCell": stateful(lambda rngs: nnx.RNN(nnx.SimpleCell(6, 5, rngs=rngs)), SEQUENCES),
+    "LoRA": stateful(lambda rngs: nnx.LoRA(6, 2, 5, rngs=rngs), VECTORS),
+    "scan, remat, BatchNorm, Dropout, LoRALinear": stateful(NNXBlock, TOKENS),
+}
+EQUINOX = {
+    "Linear": equinox(lambda: eqx.nn.Linear(6, 5, key=KEY), VECTORS),
+    "MLP": equinox(lambda: eqx.nn.MLP(6, 5, 4, 2, key=KEY), VECTORS),
+    "Conv1d": equinox(lambda: eqx.nn.Conv1d(5, 4, 3, key=KEY), SEQUENCES),
+    "Conv2d": equinox(lambda: eqx.nn.Conv2d(6, 4, 3, groups=2, key=KEY), IMAGES),
+    "ConvTranspose2d": equinox(lambda: eqx.nn.ConvTranspose2d(6, 4, 3, stride=2, key=KEY), IMAGES),
+    "MultiheadAttention": equinox(
+        lambda: eqx.nn.MultiheadAttention(2, 6, key=KEY), SEQUENCES, lambda model, x: jax.vmap(model)(x, x, x)
+    ),
+    "GRUCell": equinox(
+        lambda: eqx.nn.GRUCell(6, 4, key=KEY),
+        SEQUENCES,
+        lambda model, x: jax.vmap(lambda x: unroll(model, x, jnp.zeros(4)))(x),
+    ),
+    "LSTMCell": equinox(
+        lambda: eqx.nn.LSTMCell(6, 4, key=KEY),
+        SEQUENCES,
+        lambda model, x: jax.vmap(lambda x: unroll(model, x, (jnp.zeros(4), jnp.zeros(4))))(x),
+    ),
+    "LayerNorm": equinox(
+        lambda: eqx.nn.Sequential([eqx.nn.Linear(6, 5, key=KEY), eqx.nn.LayerNorm(5), eqx.nn.Lambda(jax.nn.gelu)]),
+        VECTORS,
+    ),
+    "WeightNorm": equinox(lambda: eqx.nn.WeightNorm(eqx.nn.Linear(6, 5, key=KEY)), VECTORS),
+    "BatchNorm, SpectralNorm": equinox(lambda: eqx.nn.make_with_state(EquinoxNet)(KEY), VECTORS, equinox_with_state),
+}
+HAIKU = {
+    "Linear": haiku(lambda x: hk.Linear(5)(x), VECTORS),
+    "MLP": haiku(lambda x: hk.nets.MLP([5, 4])(x), VECTORS),
+    "Conv2D": haiku(lambda x: hk.Conv2D(4, 3)(x), IMAGES),
+    "Conv2DTranspose": haiku(lambda x: hk.Conv2DTranspose(4, 3, 2)(x), IMAGES),
+    "SeparableDepthwiseConv2D": haiku(lambda x: hk.SeparableDepthwiseConv2D(2, 3)(x), IMAGES),
+    "MultiHeadAttention": haiku(lambda x: hk.MultiHeadAttention(2, 3, w_init=jnp.zeros)(x, x, x), SEQUENCES),
+    "GRU": haiku(lambda x: haiku_unroll(hk.GRU(4), x), SEQUENCES),
+    "LSTM": haiku(lambda x: haiku_unroll(hk.LSTM(4), x), SEQUENCES),
+    "VanillaRNN": haiku(lambda x: haiku_unroll(hk.VanillaRNN(4), x), SEQUENCES),
+    "BatchNorm, dropout": haiku(
+        lambda x: hk.dropout(hk.next_rng_key(), 0.5, hk.BatchNorm(True, True, 0.9)(hk.Linear(5)(x), True)), VECTORS
+    ),
+    "remat": haiku(lambda x: hk.remat(hk.Linear(5))(x), VECTORS),
+}
+LAYERS = {
+    f"{framework}: {name}": case
+    for framework, table in {"Linen": LINEN, "NNX": NNX, "Equinox": EQUINOX, "Haiku": HAIKU}.items()
+    for name, case in table.items()
+}
+DEFAULT = {
+    "Linen: scan, remat, BatchNorm, Dropout",
+    "NNX: scan, remat, BatchNorm, Dropout, LoRALinear",
+    "Equinox: BatchNorm, SpectralNorm",
+    "Haiku: BatchNorm, dropout",
+}
+ROWS = [pytest.param(case, id=name, marks=[pytest.mark.full] * (name not in DEFAULT)) for name, case in LAYERS.items()]
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_autocast_runs_layers_in_half_precision(case):
+    (step, *args), (expected, *_) = case(jmpscale.autocast), case(lambda fun: fun)
+    assert_half(step, expected, *args)
+    (value, grads, *state), (expected_value, expected_grads, *expected_state) = (
+        jax.jit(fn, **FAST)(*args) for fn in (step, expected)
+    )
+    # By their common norm, because the gradients of some parameters, such as a bias before a normalization, are zero.
+    assert_norms_close(grads, expected_grads, rtol=1e-2)
+    assert_close((value, state), (expected_value, expected_state), rtol=1e-2)
+
+
+@pytest.mark.full
+def test_autocast_runs_a_vector_field_in_half_precision():
+    """The solver of diffrax has its own derivative rule, so autocast is used on the function that it calls."""
+    diffrax = pytest.importorskip("diffrax", reason="not a dependency of the tests")
+    weights = [jnp.asarray(RANDOM.standard_normal((6, 6)) / 3, jnp.float32) for _ in range(2)]
+
+    def gradients(wrap):
+        field = wrap(lambda t, y, weights: jnp.tanh(y @ weights[0]) @ weights[1])
+
+        def loss_fn(weights):
+            solution = diffrax.diffeqsolve(
+                diffrax.ODETerm(field), diffrax.Tsit5(), 0.0, 1.0, 0.25, VECTORS, weights, max_steps=16
+            )
+            return mean_square(solution.ys)
+
+        return jax.jit(jax.grad(loss_fn), **FAST)(weights)
+
+    assert_norms_close(gradients(jmpscale.autocast), gradients(lambda fun: fun), rtol=1e-2)
