@@ -125,5 +125,5 @@ def test_type_checkers_accept_the_readme(tmp_path):
     program.write_text("\n".join(blocks))
     accepted = _run(*command)
     assert accepted.returncode == 0, accepted.stdout
-    program.write_text("\n".join(blocks).replace("jmpscale.dynamic()", "jmpscale.dynamic('high')"))
+    program.write_text("\n".join(blocks).replace("jmpscale.dynamic()", "jmpscale.dynamic('high')", 1))
     assert _run(*command).stdout.count("error: ") == 1
