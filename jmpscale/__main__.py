@@ -1,9 +1,9 @@
 """The demonstration, `python -m jmpscale`: training in float16 without and with loss scaling.
 
-A small character-level language model is trained four times, from the same initial parameters and on the same batches:
-in float32, in bfloat16, in float16, and in float16 with loss scaling. Each step computes the loss of one shard of a
-large batch, as in data-parallel training. The loss is divided by the size of the whole batch, so its gradients are
-small.
+A small character-level language model, written in float32, is trained four times, from the same initial parameters and
+on the same batches: in float32, with autocast to bfloat16, with autocast to float16, and with autocast to float16 and
+loss scaling. Each step computes the loss of one shard of a large batch, as in data-parallel training. The loss is
+divided by the size of the whole batch, so its gradients are small.
 """
 
 import argparse
@@ -84,20 +84,18 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.einsum("bhqk,bkhd->bqhd", weights.astype(v.dtype), v)
 
 
-def predict(
-    params: Params, tokens: jax.Array, dtype: DTypeLike, perturbations: Perturbations = NO_PERTURBATIONS
-) -> jax.Array:
-    """Computes the logits of the next character, f32[sequences, LENGTH, characters], in `dtype`.
+def predict(params: Params, tokens: jax.Array, perturbations: Perturbations = NO_PERTURBATIONS) -> jax.Array:
+    """Computes the logits of the next character, f32[sequences, LENGTH, characters], in the dtype of the parameters.
 
     `perturbations` are added to the activations, so their gradients are the gradients of the activations.
     """
-    w = {name: x.astype(dtype) for name, x in params.items()}
-    h = w["embed"][tokens] + w["position"] + perturbations["embed"]
+    h = params["embed"][tokens] + params["position"] + perturbations["embed"]
     for layer in (f"layer_{n}" for n in range(LAYERS)):
-        qkv = (normalize(h) @ w[f"{layer}/qkv"]).reshape(*tokens.shape, HEADS, -1)
-        h = h + attend(*jnp.split(qkv, 3, -1)).reshape(h.shape) @ w[f"{layer}/out"]
-        h = h + jax.nn.gelu(normalize(h) @ w[f"{layer}/up"] + perturbations[f"{layer}/mlp"]) @ w[f"{layer}/down"]
-    return (normalize(h) @ w["unembed"] + perturbations["logits"]).astype(jnp.float32)
+        qkv = (normalize(h) @ params[f"{layer}/qkv"]).reshape(*tokens.shape, HEADS, -1)
+        h = h + attend(*jnp.split(qkv, 3, -1)).reshape(h.shape) @ params[f"{layer}/out"]
+        up = normalize(h) @ params[f"{layer}/up"] + perturbations[f"{layer}/mlp"]
+        h = h + jax.nn.gelu(up) @ params[f"{layer}/down"]
+    return (normalize(h) @ params["unembed"] + perturbations["logits"]).astype(jnp.float32)
 
 
 def zero_perturbations(characters: int, dtype: DTypeLike = jnp.float32) -> dict[str, jax.Array]:
@@ -107,29 +105,25 @@ def zero_perturbations(characters: int, dtype: DTypeLike = jnp.float32) -> dict[
 
 
 def shard_loss(
-    params: Params,
-    batch: jax.Array,
-    batch_tokens: float,
-    dtype: DTypeLike,
-    perturbations: Perturbations = NO_PERTURBATIONS,
+    params: Params, batch: jax.Array, batch_tokens: float, perturbations: Perturbations = NO_PERTURBATIONS
 ) -> jax.Array:
     """Computes the loss of one shard of a batch of `batch_tokens` tokens.
 
     The gradients of all shards add up to the gradients of the mean loss over the batch.
     """
-    logits = predict(params, batch[:, :-1], dtype, perturbations)
+    logits = predict(params, batch[:, :-1], perturbations)
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).sum() / batch_tokens
 
 
-activation_grads: Any = jax.jit(jax.grad(shard_loss, argnums=4), static_argnums=3)
+activation_grads = jax.jit(jax.grad(shard_loss, argnums=3))
 
 
-@functools.partial(jax.jit, static_argnames="dtype")
-def sample(params: Params, prompt: jax.Array, seed: int, dtype: DTypeLike) -> jax.Array:
+@jax.jit
+def sample(params: Params, prompt: jax.Array, seed: int) -> jax.Array:
     """Samples the characters that follow a prompt, i32[LENGTH]."""
 
     def step(context: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits = predict(params, context[None], dtype)[0, -1]
+        logits = predict(params, context[None])[0, -1]
         character = jax.random.categorical(key, logits / TEMPERATURE).astype(context.dtype)
         return jnp.append(context[1:], character), character
 
@@ -138,11 +132,13 @@ def sample(params: Params, prompt: jax.Array, seed: int, dtype: DTypeLike) -> ja
 
 def train(name: str, text: Text, steps: int, batch_tokens: int, seed: int) -> Run:
     """Trains the model on an encoded text; `name` is one of `RUNS`."""
-    (alphabet, tokens), dtype = text, jnp.dtype(name.removesuffix(", jmpscale"))
+    alphabet, tokens = text
+    loss_fn = functools.partial(shard_loss, batch_tokens=batch_tokens)  # a program in float32
+    if name != "float32":
+        loss_fn = jmpscale.autocast(loss_fn, name.removesuffix(", jmpscale"))  # the same in float16 or bfloat16
     scaler = jmpscale.dynamic(growth_interval=GROWTH_INTERVAL) if "jmpscale" in name else jmpscale.disabled()
     schedule = optax.warmup_cosine_decay_schedule(1e-4, LEARNING_RATE, min(WARMUP_STEPS, steps // 4), steps)
     tx = jmpscale.with_loss_scaling(optax.adam(schedule), scaler)
-    loss_fn = functools.partial(shard_loss, batch_tokens=batch_tokens, dtype=dtype)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def train_step(params: Any, opt_state: Any, batch: jax.Array) -> tuple[Any, Any, dict[str, jax.Array]]:
@@ -163,10 +159,10 @@ def train(name: str, text: Text, steps: int, batch_tokens: int, seed: int) -> Ru
         if step % PROGRESS_STEPS == 0 or step == steps:
             print(f"{name}: step {step} of {steps}, loss {logged['loss']:.3f}", file=sys.stderr, flush=True)
     seconds_per_step = (time.perf_counter() - begin) / steps
-    characters = alphabet[sample(params, tokens[-LENGTH:], seed, dtype)]
+    characters = alphabet[sample(params, tokens[-LENGTH:], seed)]
     # Characters that are not printable could control the terminal.
     printable = " ".join("".join(c if c.isprintable() else " " for c in characters).split())[:SHOWN_LENGTH]
-    grads = activation_grads(params, batches[-1], batch_tokens, jnp.float32, zero_perturbations(len(alphabet)))
+    grads = activation_grads(params, batches[-1], batch_tokens, zero_perturbations(len(alphabet)))
     return Run(jax.tree.map(lambda *x: np.stack(x), *jax.device_get(history)), seconds_per_step, printable, grads)
 
 

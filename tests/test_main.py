@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+import jmpscale
 import jmpscale.__main__ as demo
 
 SMALL = {"SEQUENCES": 2, "LENGTH": 8, "SHARD_TOKENS": 16, "WIDTH": 8, "HEADS": 2, "LAYERS": 1, "SAMPLE_LENGTH": 40}
@@ -116,14 +117,14 @@ def test_main_shows_that_loss_scaling_prevents_underflow(small, tmp_path, capsys
 
 
 @pytest.mark.full
-def test_predict_is_causal_and_computes_in_its_dtype(small):
+def test_predict_is_causal_and_computes_in_the_dtype_of_its_parameters(small):
     params, tokens = demo.init(jax.random.key(0), 7), jnp.arange(16).reshape(2, 8) % 7
-    predict = jax.jit(demo.predict, static_argnums=2)
-    before, after = (predict(params, batch, jnp.float32) for batch in (tokens, tokens.at[:, 5].add(1) % 7))
+    predict = jax.jit(demo.predict)
+    before, after = (predict(params, batch) for batch in (tokens, tokens.at[:, 5].add(1) % 7))
     np.testing.assert_array_equal(before[:, :5], after[:, :5])
     assert (np.abs(before - after)[:, 5:].max(axis=(0, 2)) > 1e-6).all(), "each later position must depend on it"
     for dtype, smallest, largest in ((jnp.float16, 1e-6, 0.02), (jnp.bfloat16, 1e-3, 0.2)):
-        logits = predict(params, tokens, dtype)
+        logits = predict(jmpscale.cast(params, dtype), tokens)
         assert logits.dtype == jnp.float32
         assert smallest < np.abs(logits - before).max() < largest
 
@@ -133,11 +134,11 @@ def test_shard_loss_gradients_add_up_to_the_mean_gradient(small):
     params, batch = demo.init(jax.random.key(1), 7), jax.random.randint(jax.random.key(2), (6, 9), 0, 7)
 
     def mean(params):
-        logits = demo.predict(params, batch[:, :-1], jnp.float32)
+        logits = demo.predict(params, batch[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
 
-    gradient = jax.jit(jax.grad(demo.shard_loss), static_argnums=(2, 3))
-    shards = [gradient(params, part, batch[:, 1:].size, jnp.float32) for part in np.split(np.asarray(batch), 3)]
+    gradient = jax.jit(jax.grad(demo.shard_loss), static_argnums=2)
+    shards = [gradient(params, part, batch[:, 1:].size) for part in np.split(np.asarray(batch), 3)]
     for name, exact in jax.jit(jax.grad(mean))(params).items():
         np.testing.assert_allclose(sum(np.asarray(shard[name]) for shard in shards), exact, atol=1e-6)
 
@@ -145,11 +146,11 @@ def test_shard_loss_gradients_add_up_to_the_mean_gradient(small):
 @pytest.mark.full
 def test_activation_grads_are_the_gradients_of_the_activations(small):
     params, batch = demo.init(jax.random.key(1), 7), jax.random.randint(jax.random.key(2), (2, 9), 0, 7)
-    grads = demo.activation_grads(params, batch, 2.0, jnp.float32, demo.zero_perturbations(7))
-    logits = jax.jit(demo.predict, static_argnums=2)(params, batch[:, :-1], jnp.float32)
+    grads = demo.activation_grads(params, batch, 2.0, demo.zero_perturbations(7))
+    logits = jax.jit(demo.predict)(params, batch[:, :-1])
     errors = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True) - np.eye(7)[batch[:, 1:]]
     np.testing.assert_allclose(grads["logits"], errors / 2, atol=1e-6)
-    by_parameter = jax.jit(jax.grad(demo.shard_loss), static_argnums=(2, 3))(params, batch, 2.0, jnp.float32)
+    by_parameter = jax.jit(jax.grad(demo.shard_loss))(params, batch, 2.0)
     np.testing.assert_allclose(np.sum(grads["embed"], 0), by_parameter["position"], atol=1e-5)
 
 
