@@ -1,6 +1,7 @@
 """Settings have their documented defaults, new scalers have their initial values, and `ScalerState` is a pytree."""
 
 import copy
+import dataclasses
 import inspect
 import pickle
 import socket
@@ -19,24 +20,17 @@ import pytest
 
 import jmpscale
 
-DEFAULTS = {
-    "growth_factor": 2.0,
-    "backoff_factor": 0.5,
-    "growth_interval": 2000,
-    "hysteresis": 1,
-    "hysteresis_reset": "growth",
-    "min_scale": 1.0,
-    "max_scale": 2.0**32,
+SETTINGS = {  # the default, and another value
+    "growth_factor": (2.0, 3.0),
+    "backoff_factor": (0.5, 0.25),
+    "growth_interval": (2000, 7),
+    "hysteresis": (1, 3),
+    "hysteresis_reset": ("growth", "finite"),
+    "min_scale": (1.0, 0.5),
+    "max_scale": (2.0**32, 2.0**20),
 }
-OTHERS = {
-    "growth_factor": 3.0,
-    "backoff_factor": 0.25,
-    "growth_interval": 7,
-    "hysteresis": 3,
-    "hysteresis_reset": "finite",
-    "min_scale": 0.5,
-    "max_scale": 2.0**20,
-}
+DEFAULTS = {name: default for name, (default, _) in SETTINGS.items()}
+OTHERS = {name: other for name, (_, other) in SETTINGS.items()}
 MODES = {"dynamic": jmpscale.dynamic(**OTHERS), "static": jmpscale.static(8.0), "disabled": jmpscale.disabled()}
 each_mode = pytest.mark.parametrize("state", MODES.values(), ids=MODES)
 
@@ -62,7 +56,8 @@ def test_dynamic_has_the_documented_defaults():
 def test_dynamic_passes_every_setting_to_its_config():
     config = jmpscale.dynamic(**OTHERS).config
     assert config == jmpscale.ScalerConfig(**OTHERS)
-    assert {name: getattr(config, name) for name in OTHERS} == OTHERS
+    assert dataclasses.asdict(config) == {"mode": "dynamic"} | OTHERS
+    assert all(OTHERS[name] != DEFAULTS[name] for name in SETTINGS), "a setting that is dropped keeps its default"
 
 
 def test_scaler_config_normalizes_numbers():
