@@ -151,28 +151,36 @@ def test_function_requires_a_scaler(name):
         call(BATCH)
 
 
-TAKE_TREE_WITH_SCALER = {  # the call, the name of the argument, and whether a batch of scalers is accepted
-    "get_scaler": (jmpscale.get_scaler, "tree", True),
-    "metrics": (jmpscale.metrics, "scaler", True),
-    "raise_if_stuck": (lambda tree: jmpscale.raise_if_stuck(tree, max_consecutive_skips=1), "scaler", False),
-    "value_and_grad": (lambda tree: jmpscale.value_and_grad(_sum)(tree, GRADS), "scaler", False),
-    "loss_scaled": (lambda tree: jmpscale.loss_scaled(_sum, lambda _: tree)(GRADS), "scale", False),
+READ_SCALER_OF_TREE = {  # the call, and the name of the argument
+    "get_scaler": (jmpscale.get_scaler, "tree"),
+    "metrics": (jmpscale.metrics, "scaler"),
+    "raise_if_stuck": (lambda tree: jmpscale.raise_if_stuck(tree, max_consecutive_skips=1), "scaler"),
+    "value_and_grad": (lambda tree: jmpscale.value_and_grad(_sum)(tree, GRADS), "scaler"),
+    "loss_scaled": (lambda tree: jmpscale.loss_scaled(_sum, lambda _: tree)(GRADS), "scale"),
+}
+ACCEPT_BATCH_OF_SCALERS = {"get_scaler", "metrics"}
+TAKE_TREE_WITH_SCALER = READ_SCALER_OF_TREE | {
+    "replace_scaler": (lambda tree: jmpscale.replace_scaler(tree, STATE), "tree"),
 }
 
 
 @pytest.mark.parametrize("name", TAKE_TREE_WITH_SCALER)
 def test_function_requires_a_tree_with_one_scaler(name):
-    call, argument, accepts_batch = TAKE_TREE_WITH_SCALER[name]
-    for call_with, named in ((call, argument), (lambda tree: jmpscale.replace_scaler(tree, STATE), "tree")):
-        words = rf"{named} must contain exactly one ScalerState, found 0 in a dict\. (Pass a|The scaler is the first)"
-        with pytest.raises(ValueError, match=words):
-            call_with(GRADS)
-        with pytest.raises(ValueError, match="exactly one ScalerState, found 2 in a list"):
-            call_with([STATE, {"b": STATE}])
+    call, argument = TAKE_TREE_WITH_SCALER[name]
+    words = rf"{argument} must contain exactly one ScalerState, found 0 in a dict\. (Pass a|The scaler is the first)"
+    with pytest.raises(ValueError, match=words):
+        call(GRADS)
+    with pytest.raises(ValueError, match="exactly one ScalerState, found 2 in a list"):
+        call([STATE, {"b": STATE}])
+
+
+@pytest.mark.parametrize("name", READ_SCALER_OF_TREE)
+def test_function_requires_the_arrays_of_one_scaler(name):
+    call, argument = READ_SCALER_OF_TREE[name]
     words = rf"{argument} must contain .* without loss_scale\. A filter has removed it; pass the unfiltered tree"
     with pytest.raises(ValueError, match=words):
         call(jax.tree.map(lambda _: None, OPT_STATE))
-    if accepts_batch:
+    if name in ACCEPT_BATCH_OF_SCALERS:
         call((BATCH, 1))
     else:
         with pytest.raises(ValueError, match=rf"{argument} must hold one scaler, got .*shape \(2,\)"):
@@ -292,14 +300,19 @@ TYPE_ERRORS = {
     "dynamic-traced": (lambda: _traced(jmpscale.dynamic, 8.0), "init_scale must be ...a traced value cannot"),
     # the arrays of a scaler
     "update-vector-field": (_update(finite_steps=INTS), "scaler.finite_steps must be a scalar ...got int32[2]"),
-    "update-float-field": (_update(finite_steps=np.float32(3)), "scaler.finite_steps ...integer...got float32[]"),
-    "update-int16-field": (
-        _update(total_skips=np.int16(3)),
-        "scaler.total_skips ...32 bits, got int16[]. Set...restore",
+    "update-float-field": (
+        _update(finite_steps=np.float32(3)),
+        "scaler.finite_steps must be ...integer dtype ...got float32[]. Set it to an integer, and restore ...into a",
     ),
-    "update-float16-scale": (_update(loss_scale=np.float16(8)), "scaler.loss_scale ...floating...got float16[]"),
+    "update-int16-field": (_update(total_skips=np.int16(3)), "scaler.total_skips ...at least 32 bits, got int16[]"),
+    "update-float16-scale": (_update(loss_scale=np.float16(8)), "scaler.loss_scale ...32 bits, got float16[]"),
+    "update-int32-scale": (
+        _update(loss_scale=np.int32(8)),
+        "scaler.loss_scale must be ...floating dtype ...got int32[]. Set it to a float ...and restore ...into a state",
+    ),
     "update-complex-scale": (_update(loss_scale=np.complex64(8)), "scaler.loss_scale ...got complex64[]"),
     "update-string-scale": (_update(loss_scale="8"), "scaler.loss_scale ...got '8'. "),
+    "update-dict-config": (_update(config={}), "scaler.config must be a ScalerConfig, got dict. ...restore into a"),
     # losses and flags
     "scale-int": (lambda: jmpscale.scale(STATE, {"n": jnp.int32(3)}), "got int32[] at tree['n']. ...astype"),
     "scale-complex": (lambda: jmpscale.scale(STATE, 1j), "losses of a floating-point dtype, got 1j at tree. "),
@@ -423,7 +436,10 @@ VALUE_ERRORS = {
     "max_norm-large": (_wrap(ADAM, max_norm=LARGEST * 1.5), "max_norm must be between"),
     "to_torch-static": (lambda: jmpscale.to_torch_state_dict(jmpscale.static(8)), "got mode 'static'...enabled=False"),
     "to_torch-disabled": (lambda: jmpscale.to_torch_state_dict(jmpscale.disabled()), "got mode 'disabled'"),
-    "from_torch-empty": (lambda: jmpscale.from_torch_state_dict({}), "mapping is empty...Create ...dynamic()"),
+    "from_torch-empty": (
+        lambda: jmpscale.from_torch_state_dict({}),
+        "mapping is empty: it was saved by a disabled GradScaler. Create ...dynamic()",
+    ),
     "from_torch-nested": (lambda: jmpscale.from_torch_state_dict({"x": TORCH}), "missing ['_gr...unexpected ['x']"),
     "from_torch-extra": (_torch(extra=1), "missing [], unexpected ['extra']"),
     "from_torch-tracker": (_torch(_growth_tracker=-1), "['_growth_tracker'] must be between 0 and ...got -1"),

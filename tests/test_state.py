@@ -10,7 +10,6 @@ import sys
 import types
 
 import chex
-import flax.serialization
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -162,38 +161,36 @@ def test_optax_gets_and_sets_fields_of_a_scaler_by_name():
     assert jax.tree.structure(changed) == jax.tree.structure(opt_state)
 
 
-# The state is serialized without its settings
+# The settings are registered with Flax and with jax.export
 
 
-def test_flax_serialization_stores_arrays_and_no_settings():
-    state = jmpscale.dynamic(1024.0, min_scale=0.25)._replace(total_skips=np.int32(5))
-    assert flax.serialization.to_state_dict(state)["config"] == {}
-    template = jmpscale.dynamic(min_scale=0.5)
-    restored = flax.serialization.from_bytes(template, flax.serialization.to_bytes(state))
-    assert _values(restored) == _values(state)
-    assert restored.config == template.config
+TX = jmpscale.with_loss_scaling(optax.trace(0.9))
+OPT_STATE = TX.init(1.0)
+CALLS = {
+    "dynamic": jmpscale.dynamic,
+    "update": lambda: jmpscale.update(MODES["disabled"], True),
+    "get_scaler": lambda: jmpscale.get_scaler(MODES["static"]),
+    "value_and_grad": lambda: jmpscale.value_and_grad(jnp.square)(OPT_STATE, 3.0),
+    "metrics": lambda: jmpscale.metrics(MODES["static"]),
+    "to_torch_state_dict": lambda: jmpscale.to_torch_state_dict(MODES["dynamic"]),
+    "tx.init": lambda: TX.init(1.0),
+    "tx.update": lambda: TX.update(1.0, OPT_STATE),
+}
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        jmpscale.dynamic,
-        lambda: jmpscale.update(MODES["disabled"], True),
-        lambda: jmpscale.get_scaler(MODES["static"]),
-    ],
-    ids=["dynamic", "update", "get_scaler"],
-)
-def test_scaler_config_is_registered_when_flax_is_imported_late(use, monkeypatch):
+@pytest.mark.parametrize("name", CALLS)
+def test_scaler_config_is_registered_when_flax_is_imported_late(name, monkeypatch):
     def register(kind, to_state_dict, from_state_dict, override):
         config = jmpscale.ScalerConfig()
         registered.append((kind, to_state_dict(config), from_state_dict(config, {}) is config, override))
 
     registered = []
     monkeypatch.setitem(sys.modules, "flax.serialization", types.ModuleType("flax.serialization"))
-    use()  # while Flax is being imported, its module is still empty
+    CALLS[name]()  # while Flax is being imported, its module is still empty
     sys.modules["flax.serialization"].register_serialization_state = register
-    use()
-    assert registered == [(jmpscale.ScalerConfig, {}, True, True)]
+    CALLS[name]()
+    assert registered
+    assert all(entry == (jmpscale.ScalerConfig, {}, True, True) for entry in registered)
 
 
 def test_scaler_config_is_registered_when_flax_is_imported_first():

@@ -72,8 +72,3 @@ def test_from_torch_state_dict_accepts_rounded_limits(limit):
     limits = {"min_scale": limit, "max_scale": limit}
     scaler = jmpscale.dynamic(limit, **limits)
     assert jmpscale.from_torch_state_dict(jmpscale.to_torch_state_dict(scaler), **limits) == scaler
-
-
-def test_from_torch_state_dict_raises_for_a_disabled_scaler():
-    with pytest.raises(ValueError, match="saved by a disabled GradScaler"):
-        jmpscale.from_torch_state_dict(TORCH["disabled"])
