@@ -243,6 +243,7 @@ def uninterrupted(program):
         pytest.param(train_state, orbax, range(STEPS), marks=pytest.mark.full),
         pytest.param(nnx_optimizer, orbax, range(STEPS), marks=pytest.mark.full),
     ],
+    ids=lambda value: getattr(value, "__name__", "every step" if value == range(STEPS) else f"steps {value}"),
 )
 def test_resumed_training_equals_uninterrupted_training(program, roundtrip, stops, tmp_path):
     step, states = uninterrupted(program)

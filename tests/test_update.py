@@ -57,7 +57,7 @@ def _random_outcomes(length, seed=0):
 
 def _expected(state, finite, loss):
     """Returns the states after each step according to the reference."""
-    now = dict(zip(reference.FIELDS, (x.item() for x in jax.tree.leaves(state)), strict=True))
+    now = {name: getattr(state, name).item() for name in reference.FIELDS}
     after = []
     for flag, value in zip(finite, loss, strict=True):
         now = reference.step(state.config, now, flag, np.isfinite(value))
@@ -100,9 +100,10 @@ def _random_states(config, count):
     scales = [low, np.float32(low * np.float32(1.5)), np.float32(high / np.float32(1.5)), high]
     before_growth = [max(config.growth_interval - steps, 0) for steps in (1, 2)]
     counters = [0, 1, 2, 3, LIMIT - 1, LIMIT, *before_growth, config.hysteresis]
-    arrays = [np.clip(random.choice(scales, count), low, high)]
-    arrays += [random.choice(np.int32(counters), count) for _ in range(4)] + [random.integers(0, 4, count, np.int32)]
-    return jmpscale.ScalerState(*arrays, config)
+    fields = {name: random.choice(np.int32(counters), count) for name in reference.FIELDS}
+    fields["loss_scale"] = np.clip(random.choice(scales, count), low, high)
+    fields["last_skip_reason"] = random.choice(np.int32(SkipReason), count)
+    return jmpscale.ScalerState(**fields, config=config)
 
 
 @hypothesis.given(_configs())
