@@ -82,6 +82,7 @@ def lint(session):
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("codespell")
+    session.run("python", "tests/language.py")
     session.run("pyright")
     session.run("mypy", "jmpscale")
     session.run("pytest", "-q", "--full", "tests/test_package.py")

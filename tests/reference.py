@@ -7,7 +7,15 @@ are rounded to float32; counters stop at the largest 32-bit integer.
 import numpy as np
 
 COUNTER_LIMIT = 2147483647
-FIELDS = ("loss_scale", "finite_steps", "hysteresis_left", "total_skips", "consecutive_skips", "last_skip_reason")
+INITIAL = {  # the state of `jmpscale.dynamic()`
+    "loss_scale": 65536.0,
+    "finite_steps": 0,
+    "hysteresis_left": 1,
+    "total_skips": 0,
+    "consecutive_skips": 0,
+    "last_skip_reason": 0,
+}
+FIELDS = tuple(INITIAL)
 
 
 def step(config, state, finite, loss_finite=True):

@@ -143,22 +143,6 @@ def test_restore_raises_for_another_layout(roundtrip, name, tmp_path):
         roundtrip(tmp_path, {"scaler": saved, "w": jnp.ones(2)}, {"scaler": jmpscale.dynamic(), "w": jnp.zeros(2)})
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("config", {}, "config must be a ScalerConfig"),
-        ("finite_steps", np.float32(3.7), "finite_steps must be a scalar of integer dtype"),
-        ("loss_scale", np.int32(8), "loss_scale must be a scalar of floating dtype"),
-        ("loss_scale", np.float16(8), "loss_scale must be .* with at least 32 bits"),
-        ("total_skips", np.int16(8), "total_skips must be .* with at least 32 bits"),
-        ("last_skip_reason", np.ones(1, np.int32), "last_skip_reason must be a scalar"),
-    ],
-)
-def test_update_raises_for_a_damaged_scaler_with_the_remedy(field, value, message):
-    with pytest.raises(TypeError, match=rf"scaler\.{message}.*estore .*into a state created by"):
-        jmpscale.update(SCALER._replace(**{field: value}), True)
-
-
 @pytest.mark.parametrize(("scale", "recovers"), [(0.0, True), (1e-45, True), (np.inf, False), (np.nan, False)])
 def test_damaged_scale_recovers_or_is_reported(scale, recovers):
     state, finite = SCALER._replace(loss_scale=np.float32(scale)), []
@@ -259,6 +243,7 @@ def uninterrupted(program):
         pytest.param(train_state, orbax, range(STEPS), marks=pytest.mark.full),
         pytest.param(nnx_optimizer, orbax, range(STEPS), marks=pytest.mark.full),
     ],
+    ids=lambda value: getattr(value, "__name__", "every step" if value == range(STEPS) else f"steps {value}"),
 )
 def test_resumed_training_equals_uninterrupted_training(program, roundtrip, stops, tmp_path):
     step, states = uninterrupted(program)
@@ -327,25 +312,3 @@ def test_restore_follows_the_sharding_of_the_template(devices, tmp_path):
     assert_replicated(restored)
     assert_step_is_noop(jax.tree.leaves(state), jax.tree.leaves(restored))
     assert [x.sharding for x in jax.tree.leaves(restored)] == [x.sharding for x in jax.tree.leaves(template)]
-
-
-# The settings are registered with flax.serialization when a scaler is used, because Flax may be imported late.
-
-CALLS = {
-    "init": lambda state: TX.init(PARAMS),
-    "update": lambda state: TX.update(PARAMS, state, PARAMS),
-    "value_and_grad": lambda state: jmpscale.value_and_grad(jnp.square)(state, 3.0),
-    "metrics": lambda state: jmpscale.metrics(state.scaler),
-    "to_torch_state_dict": lambda state: jmpscale.to_torch_state_dict(state.scaler),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_call_registers_the_settings_with_flax(name, monkeypatch):
-    def register(kind, to_state_dict, from_state_dict, override):
-        registered.append(kind)
-
-    state, registered = TX.init(PARAMS), []
-    monkeypatch.setattr(flax.serialization, "register_serialization_state", register)
-    CALLS[name](state)
-    assert set(registered) == {jmpscale.ScalerConfig}

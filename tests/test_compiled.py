@@ -1,7 +1,7 @@
 """A compiled step costs little more than clipping, on CPU, H100 and TPU: in memory, instructions and collectives.
 
 Neither a GPU nor a TPU is needed, only the compiler: the extra `compile-h100` or `compile-tpu`, each in an environment
-of its own. The limits are ratios to the same step with `optax.clip_by_global_norm`, which also needs all gradients
+of its own. The limits compare with the same step with `optax.clip_by_global_norm`, which also needs all gradients
 before it changes a parameter.
 """
 
@@ -67,7 +67,7 @@ def _figures(backend, method, optimizer="adamw", devices=1, task="mlp"):
 
 
 def _ratios(ours, baseline):
-    return {name: ours[name] / baseline[name] for name in ("moved_bytes", "temp_bytes", "kernels")}
+    return {name: ours[name] / baseline[name] for name in ("moved_bytes", "temp_bytes")}
 
 
 def _check_collectives(ours, baseline):
@@ -152,18 +152,23 @@ def test_autocast_costs_little_more_than_casts_by_hand(backend, model):
 # A step costs little more than clipping on CPU
 
 
+# The kernels have a margin of 5 for a few more counters in the state, each of which costs one on CPU.
+LIMITS_ON_CPU = {
+    "functional": {"moved_bytes": 0.95, "temp_bytes": 0.7, "added_kernels": 24},
+    "optax wrapper": {"moved_bytes": 1.09, "temp_bytes": 0.7, "added_kernels": 32},
+    "optax wrapper, max_norm": {"moved_bytes": 1.17, "temp_bytes": 0.66, "added_kernels": 26},
+    "loss_scaled": {"moved_bytes": 1.09, "temp_bytes": 0.7, "added_kernels": 27},
+}
+
+
 @pytest.mark.parametrize(
-    ("method", "limits"),
-    [
-        ("functional", {"moved_bytes": 0.95, "temp_bytes": 0.7, "kernels": 1.3}),
-        pytest.param("optax wrapper", {"moved_bytes": 1.09, "temp_bytes": 0.7, "kernels": 1.4}, marks=full),
-        ("optax wrapper, max_norm", {"moved_bytes": 1.17, "temp_bytes": 0.66, "kernels": 1.3}),
-        pytest.param("loss_scaled", {"moved_bytes": 1.09, "temp_bytes": 0.7, "kernels": 1.3}, marks=full),
-    ],
+    "method",
+    ["functional", "optax wrapper, max_norm", *(pytest.param(m, marks=full) for m in ("optax wrapper", "loss_scaled"))],
 )
-def test_step_on_cpu_costs_little_more_than_clipping(method, limits):
+def test_step_on_cpu_costs_little_more_than_clipping(method):
     ours, baseline = (_figures("cpu", name) for name in (method, steps.BASELINE))
-    assert all(ratio <= limits[name] for name, ratio in _ratios(ours, baseline).items()), _ratios(ours, baseline)
+    costs = _ratios(ours, baseline) | {"added_kernels": ours["kernels"] - baseline["kernels"]}
+    assert not {name: cost for name, cost in costs.items() if cost > LIMITS_ON_CPU[method][name]}
     assert (ours["copies_of_state"], ours["branches"], ours["collectives"]) == (0, 1, {})
 
 

@@ -106,8 +106,11 @@ def test_disable_jit_keeps_the_decisions_of_a_run(expected):
 @pytest.mark.parametrize("x64", [False, True])
 def test_x64_keeps_the_dtypes_of_a_state(x64):
     with _settings(jax_enable_x64=x64):
-        state = jmpscale.update(jmpscale.dynamic(), np.bool_(False), loss=np.float64(1.0))
-        assert {x.dtype.name for x in jax.tree.leaves(state)} == {"float32", "int32"}
+        state = jmpscale.dynamic(growth_interval=1)
+        dtypes = [x.dtype for x in jax.tree.leaves(state)]
+        for finite in (True, False):
+            state = jmpscale.update(state, np.bool_(finite), loss=np.float64(1.0))
+            assert [x.dtype for x in jax.tree.leaves(state)] == dtypes
         loss, grads = jmpscale.value_and_grad(lambda w: jnp.sum(w**2))(state, jnp.array([1.0, 3.0]))
         assert loss.dtype == grads.dtype == (jnp.float64 if x64 else jnp.float32)
         assert grads.tolist() == [2.0, 6.0]

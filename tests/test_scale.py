@@ -67,7 +67,9 @@ def test_unscale_widens_only_float16_and_float8(dtype, out, variant):
     np.testing.assert_array_equal(unscaled.astype(C128), 0.5)
 
 
-@pytest.mark.parametrize("x", [1.5, jnp.asarray(1.5), F32(1.5), np.float32(1.5)])
+@pytest.mark.parametrize(
+    "x", [1.5, jnp.asarray(1.5), F32(1.5), np.float32(1.5)], ids=["Python", "weakly typed", "strongly typed", "NumPy"]
+)
 def test_unscale_keeps_weak_types(x):
     out = jmpscale.unscale(jmpscale.static(4.0), x)
     assert out == 0.375

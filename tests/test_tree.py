@@ -92,7 +92,9 @@ def test_cast_converts_only_floating_point_arrays(dtype, tree):
             assert now is was
 
 
-@pytest.mark.parametrize("dtype", ["float16", np.float16, np.dtype("f2"), jnp.float16])
+@pytest.mark.parametrize(
+    "dtype", ["float16", np.float16, np.dtype("f2"), jnp.float16], ids=["name", "np.float16", "np.dtype", "jnp.float16"]
+)
 def test_cast_accepts_any_name_of_a_dtype(dtype):
     assert jmpscale.cast(jnp.ones(2), dtype).dtype == jnp.float16
 

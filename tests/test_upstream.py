@@ -469,24 +469,3 @@ def test_functional_api_reproduces_runs_of_torch(gradient, tx, atol):
         np.testing.assert_allclose(params[name], control[name], rtol=1e-5, atol=atol)
     assert scalers.loss_scale.tolist() == [256, 512, 256, 512]
     assert scalers.total_skips.tolist() == [0, 0, 1, 1]
-
-
-def test_update_adjusts_the_scaler_of_each_loss():
-    """`test_loss_scale_decrease` of apex: no, one and two overflows in three losses that share parameters."""
-
-    def scaled_loss(params, scaler, factor):
-        return jmpscale.scale(scaler, jnp.sum(params) * factor)
-
-    def step(carry, factors):
-        params, scalers = carry
-        total, flags = jnp.zeros(3), []
-        for scaler, factor in zip(scalers, factors, strict=True):
-            grads, finite = jmpscale.unscale_and_check(scaler, jax.grad(scaled_loss)(params, scaler, factor))
-            total, flags = total + grads, [*flags, finite]
-        params = jmpscale.apply_if(jnp.stack(flags).all(), lambda params: params - total, params)
-        return (params, [jmpscale.update(*pair) for pair in zip(scalers, flags, strict=True)]), params[0]
-
-    factors = jnp.array([[1.0, jnp.inf, jnp.inf], [1.0, 1.0, jnp.inf], [1.0, 1.0, 1.0]])
-    (_, scalers), params = jax.lax.scan(step, (jnp.ones(3), [dynamic()] * 3), factors)
-    assert [scaler.loss_scale.item() for scaler in scalers] == [2.0**16, 2.0**15, 2.0**14]
-    assert params.tolist() == [1, 1, -2]

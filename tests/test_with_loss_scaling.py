@@ -443,6 +443,7 @@ def test_with_loss_scaling_has_no_norm_without_max_norm():
         ({"norm_axis_name": "data"}, False),
         ({"axis_name": (), "norm_axis_name": "data"}, False),
     ],
+    ids=["no axis", "axis_name", "norm_axis_name", "norm_axis_name without axis_name"],
 )
 def test_norm_axis_name_sums_the_squares(options, own_norm):
     parts = jnp.arange(1.0, 5.0).reshape(2, 2)
@@ -460,6 +461,7 @@ def test_norm_axis_name_sums_the_squares(options, own_norm):
         ({"norm_axis_name": "model"}, [[1, 1], [0, 0]]),
         ({"axis_name": "data", "norm_axis_name": "model"}, [[1, 1], [1, 1]]),
     ],
+    ids=["no axis", "axis_name", "norm_axis_name", "both"],
 )
 def test_norm_axis_name_combines_decisions(options, skipped):
     tx = jmpscale.with_loss_scaling(optax.identity(), **options)

@@ -1,0 +1,67 @@
+"""Finds phrases for which the field has a term: `python tests/language.py`, which is part of the `lint` session.
+
+It prints the file, the line and the term to write instead, and exits with 1 if it has found a phrase.
+"""
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PHRASES = {  # a regular expression, and the terms to write instead
+    r"(?<!there )\bis no [a-z]": "is not a",
+    r"leav(?:es?|ing) out|left out": "skip, omit",
+    r"\balike\b": "equally, the same",
+    r"\banew\b": "again",
+    r"on (?:the|its) way back": "in the backward pass",
+    r"mov(?:es?|ing) on\b": "changes, advances",
+    r"stands? in\b|in the place of": "replaces",
+    r"\bforeign\b": "unexpected",
+    r"without a word": "silently",
+    r"in vain": "without effect",
+    r"\bas (?:it was|they were)\b": "unchanged",
+    r"\bfor good\b": "permanently",
+    r"\bwhoever\b": "the caller",
+    r"\b(?:that|those) of\b": "the noun again",
+    r"\btells?\b": "shows, returns",
+    r"all or nothing": "one decision for all",
+}
+
+
+def _texts():
+    """Returns the files of the repository that are written by hand, except this one, which lists the phrases."""
+    command = ("git", "ls-files", "--cached", "--others", "--exclude-standard", "--", "*.py", "*.md", "*.ipynb")
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    paths = (ROOT / name for name in listed)
+    return [path for path in paths if path.exists() and path != pathlib.Path(__file__).resolve()]
+
+
+def _lines(path):
+    """Yields the place and the text of each line, in a notebook of each line of the cells."""
+    text = path.read_text()
+    if path.suffix != ".ipynb":
+        for number, line in enumerate(text.splitlines(), 1):
+            yield f"{path.relative_to(ROOT)}:{number}", line
+        return
+    for index, cell in enumerate(json.loads(text)["cells"], 1):
+        for number, line in enumerate(cell["source"], 1):
+            yield f"{path.relative_to(ROOT)}:cell {index}:{number}", line
+
+
+def main():
+    """Prints the phrases that are found; returns whether there are any."""
+    found = [
+        f"{place}: write {term!r} instead of {match[0]!r}"
+        for path in _texts()
+        for place, line in _lines(path)
+        for phrase, term in PHRASES.items()
+        if (match := re.search(phrase, line, flags=re.IGNORECASE))
+    ]
+    print(*found, sep="\n", end="\n" if found else "")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
