@@ -824,9 +824,15 @@ def test_wrong_call_of_autocast_raises(call, message):
 
 @pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="this version of JAX has no references")
 def test_autocast_of_a_reference_raises():
-    message = "args must hold values, got a jax.Ref at args[0]['w']. Read it with ref[...], pass the value"
-    with pytest.raises(TypeError, match=re.escape(message)):
-        jmpscale.autocast(lambda tree, x: x @ tree["w"][...])({"w": jax.new_ref(W)}, X)
+    fun = jmpscale.autocast(lambda tree, x: x @ tree["w"][...])
+    tree = {"w": jax.new_ref(W)}
+    remedy = "Read it with ref[...], pass the value, and write the result back with ref[...] = value."
+    with pytest.raises(TypeError, match=re.escape(f"args must hold values, got a jax.Ref at args[0]['w']. {remedy}")):
+        fun(tree, X)
+    with pytest.raises(
+        TypeError, match=re.escape(f"kwargs must hold values, got a jax.Ref at kwargs['tree']['w']. {remedy}")
+    ):
+        fun(tree=tree, x=X)
 
 
 NOT_CONVERTED = {
