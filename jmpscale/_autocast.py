@@ -65,7 +65,8 @@ def autocast(fun: Callable[P, T], dtype: DTypeLike = jnp.float16) -> Callable[P,
 
     Args:
       fun: the loss function, or any function that `jax.jit` accepts. It is called once per call of the new function, to
-        trace it. Arguments and results may be any pytrees, Equinox modules, Flax NNX objects and Python objects.
+        trace it. Arguments and results may be any pytrees, Equinox modules, Flax NNX objects and Python objects. Pass
+        NNX objects that the function changes as arguments; JAX raises if it closes over them.
       dtype: `jnp.float16` or `jnp.bfloat16`.
 
     Returns:
@@ -149,7 +150,7 @@ def _size(shape: Sequence[int], excluded: Sequence[int]) -> int:
     return math.prod(size for axis, size in enumerate(shape) if axis not in excluded)
 
 
-def _keeps_precision(precision: Any) -> bool:
+def _keeps_precision(precision: object) -> bool:
     """Tests whether the user has requested the highest precision, or an algorithm, for a matmul."""
     if isinstance(precision, (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)):
         return True

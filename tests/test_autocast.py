@@ -341,6 +341,13 @@ TRANSFORMATIONS = {
 
 
 FULL = {
+    "forward mode",
+    "gradient penalty",
+    "pmap",
+    "callbacks",
+    "vmap of grad",
+    "checkpoint, names saved",
+    "custom_jvp, differentiated before",
     "loss_scaled outside",
     "hessian",
     "checkpoint, dots saved",
@@ -500,7 +507,9 @@ KEPT = {
 
 
 @pytest.mark.filterwarnings("ignore:autocast has no effect")
-@pytest.mark.parametrize("fun", rows(KEPT | KEPT_BY_PRECISION, {"linear solve", "conjugate gradients", "scan"}))
+@pytest.mark.parametrize(
+    "fun", rows(KEPT | KEPT_BY_PRECISION, {"linear solve", "conjugate gradients", "scan", "complex", "integer"})
+)
 def test_autocast_leaves_program_unchanged(fun):
     autocast_fun = jmpscale.autocast(fun)
     assert _text(jax.make_jaxpr(autocast_fun)(X, W)) == _text(jax.make_jaxpr(fun)(X, W))
@@ -509,6 +518,18 @@ def test_autocast_leaves_program_unchanged(fun):
 
 def _text(jaxpr):
     return re.sub(r" at 0x\w+", "", str(jaxpr))
+
+
+def test_autocast_runs_unknown_primitives_as_written(monkeypatch):
+    """A new version of JAX may have other primitives that hold jaxprs."""
+    monkeypatch.setattr(jmpscale._jaxpr, "_TRANSPARENT", set())
+
+    def fun(w, x):
+        return layers_in_scan(w, x) + loss(w, x)
+
+    run = jax.jit(jax.grad(jmpscale.autocast(fun)))
+    assert matmul_dtypes(jmpscale.autocast(fun), W, X) == {(F32,): 1, (F16,): 2}
+    assert_close(run(W, X), jax.grad(fun)(W, X), rtol=5e-3)
 
 
 @pytest.mark.parametrize("precision", [None, "default", "high"])
@@ -588,13 +609,15 @@ EXACT_GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("fun", rows(EXACT))
+@pytest.mark.parametrize(
+    "fun", rows(EXACT, {"cross entropy", "square above 65504", "sum above 65504", "empty row of a mask"})
+)
 def test_autocast_is_exact_between_matmuls(fun):
     _assert_equal(jmpscale.autocast(fun)(A, B), _one_by_one(fun, A, B))
 
 
 @pytest.mark.parametrize("order", ["grad outside", "grad inside"])
-@pytest.mark.parametrize("fun", rows(EXACT_GRADIENTS))
+@pytest.mark.parametrize("fun", rows(EXACT_GRADIENTS, {"bias", "broadcast"}))
 def test_autocast_adds_gradients_exactly(fun, order):
     """Sums of gradients that float16 cannot hold, such as 2048 + 1."""
     grad = jax.grad(jmpscale.autocast(fun)) if order == "grad outside" else jmpscale.autocast(jax.grad(fun))
@@ -640,7 +663,7 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize("call", rows(ARGUMENTS))
+@pytest.mark.parametrize("call", rows(ARGUMENTS, {"closure under vmap", "bound method", "no result", "PRNG key"}))
 def test_autocast_accepts_any_arguments_and_results(call):
     result, expected = call(jmpscale.autocast), call(lambda fun: fun)
     assert jax.tree.structure(result) == jax.tree.structure(expected)
@@ -762,20 +785,25 @@ def test_autocast_rewrites_an_inner_function_once():
 
 def test_autocast_keeps_no_reference_to_its_arguments_or_programs():
     memo = jmpscale._autocast._MEMOS[F16]
-    gc.collect()
-    before = len(memo)
 
-    def objects_of_a_step():
+    def collect_garbage():
+        jax.clear_caches()
+        gc.collect()
+
+    def arrays_of_a_step():
         w, x = W + 1, X + 1
         closed_over = X + 2
-        jax.grad(jmpscale.autocast(lambda w: jnp.sum(jax.lax.map(lambda x: x @ w, jnp.stack([closed_over, x])))))(w)
+        without_matmul, with_matmul = jax.jit(lambda x: jnp.sin(x)), jax.jit(lambda w, x: x @ w)
+        fun = jmpscale.autocast(lambda w: jnp.sum(with_matmul(w, without_matmul(closed_over)) + x))
+        jax.grad(fun)(w)
         return [weakref.ref(array) for array in (w, x, closed_over)]
 
-    references = objects_of_a_step()
+    collect_garbage()
+    before = len(memo)
+    references = arrays_of_a_step()
     gc.collect()
     assert [reference() for reference in references] == [None] * 3
-    jax.clear_caches()
-    gc.collect()
+    collect_garbage()
     assert len(memo) <= before
 
 
@@ -824,9 +852,15 @@ def test_wrong_call_of_autocast_raises(call, message):
 
 @pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="this version of JAX has no references")
 def test_autocast_of_a_reference_raises():
-    message = "args must hold values, got a jax.Ref at args[0]['w']. Read it with ref[...], pass the value"
-    with pytest.raises(TypeError, match=re.escape(message)):
-        jmpscale.autocast(lambda tree, x: x @ tree["w"][...])({"w": jax.new_ref(W)}, X)
+    fun = jmpscale.autocast(lambda tree, x: x @ tree["w"][...])
+    tree = {"w": jax.new_ref(W)}
+    remedy = "Read it with ref[...], pass the value, and write the result back with ref[...] = value."
+    with pytest.raises(TypeError, match=re.escape(f"args must hold values, got a jax.Ref at args[0]['w']. {remedy}")):
+        fun(tree, X)
+    with pytest.raises(
+        TypeError, match=re.escape(f"kwargs must hold values, got a jax.Ref at kwargs['tree']['w']. {remedy}")
+    ):
+        fun(tree=tree, x=X)
 
 
 NOT_CONVERTED = {
