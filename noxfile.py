@@ -16,7 +16,7 @@ import nox
 RELEASES_UNTIL = "2026-11-20"
 OLDEST_PYTHON, NEWEST_PYTHON = "3.11", "3.13"
 FRAMEWORKS_PYTHON = "3.12"
-FRAMEWORKS = ("tunix", "kauldron", "keras")
+FRAMEWORKS = {"frameworks": ("tunix", "kauldron", "keras"), "levanter": ("levanter",)}  # the tests for each extra
 
 # The tests of programs for one device, which run in every form that such a program can have.
 CORE_TESTS = [
@@ -128,10 +128,11 @@ def tests_forms(session):
 
 
 @nox.session(python=FRAMEWORKS_PYTHON, tags=["checks"])
-def frameworks(session):
-    """Trains with Tunix, Kauldron and Keras, each in a process of its own, because they configure JAX differently."""
-    install(session, "-e", ".[frameworks]")
-    for name in FRAMEWORKS:
+@nox.parametrize("extra", list(FRAMEWORKS))
+def frameworks(session, extra):
+    """Trains with other frameworks, each in a process of its own, because they configure JAX differently."""
+    install(session, "-e", f".[{extra}]")
+    for name in FRAMEWORKS[extra]:
         command = ("pytest", "-q", "--confcutdir=tests/frameworks", "-W", "default")
         session.run(*command, f"tests/frameworks/test_{name}.py")
 

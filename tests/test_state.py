@@ -150,6 +150,46 @@ def test_scaler_state_settings_are_auxiliary_data():
     assert jax.tree.structure(state) != jax.tree.structure(jmpscale.dynamic(growth_interval=5))
 
 
+def _leaves_by_registry(tree):
+    """Returns the leaves that a program finds if it opens one level after the other."""
+    level = jax.tree_util.default_registry.flatten_one_level(tree)
+    return [tree] if level is None else [leaf for child in level[0] for leaf in _leaves_by_registry(child)]
+
+
+def _paths_by_fields(tree, path=""):
+    """Rebuilds a tree as Levanter's checkpointer does: each leaf becomes its path, and a field without leaves None."""
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        fields = tree._asdict().items()
+        return type(tree)(**{name: _paths_by_fields(value, f"{path}.{name}") for name, value in fields})
+    if isinstance(tree, tuple):
+        return tuple(_paths_by_fields(value, f"{path}.{i}") for i, value in enumerate(tree))
+    return path if jax.tree.leaves(tree) else None
+
+
+@each_mode
+def test_each_child_of_a_scaler_is_a_leaf(state):
+    leaves = jax.tree.leaves(state)
+    assert [jax.tree_util.treedef_is_leaf(child) for child in jax.tree.structure(state).children()] == [True] * 6
+    assert list(map(id, _leaves_by_registry(state))) == list(map(id, leaves))
+    by_key = jax.tree_util.default_registry.flatten_one_level_with_keys(state)[0]
+    assert [(str(key), id(child)) for key, child in by_key] == [
+        (f".{name}", id(leaf)) for name, leaf in zip(state._fields, leaves, strict=False)
+    ]
+
+
+@each_mode
+def test_state_rebuilt_by_its_fields_is_mapped_beside_the_original(state):
+    original = jmpscale.with_loss_scaling(optax.sgd(0.1, momentum=0.9), state).init(jnp.ones(2))
+    paths = _paths_by_fields(original)
+    pairs = []
+    jax.tree.map(lambda path, leaf: pairs.append((path, id(leaf))), paths, original)
+    expected = [*(f".scaler.{name}" for name in state._fields[:-1]), ".inner_state.0.trace"]
+    assert pairs == list(zip(expected, map(id, jax.tree.leaves(original)), strict=True))
+    kept = jax.tree.map(lambda leaf, path: leaf, original, paths)
+    assert kept.scaler.config == state.config
+    assert list(map(id, jax.tree.leaves(kept))) == list(map(id, jax.tree.leaves(original)))
+
+
 def test_optax_gets_and_sets_fields_of_a_scaler_by_name():
     opt_state = (jmpscale.dynamic(8.0), optax.EmptyState())
     assert optax.tree.get(opt_state, "loss_scale") == 8.0

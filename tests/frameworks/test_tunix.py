@@ -1,9 +1,10 @@
-"""The `PeftTrainer` of google-tunix trains in float16 with at most three added lines.
+"""The `PeftTrainer` of google-tunix trains in float16 with two added lines, or with an overridden train step.
 
 Run: python -m pytest --confcutdir=tests/frameworks -W default tests/frameworks/test_tunix.py
 """
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -84,8 +85,26 @@ def static(model, tx, config, loss_fn, has_aux):
     return trainer
 
 
+class LossScaledTrainer(PeftTrainer):
+    def _train_step(self, model, optimizer, inputs):
+        loss_fn = self.loss_fn
+        self.loss_fn = jmpscale.loss_scaled(loss_fn, optimizer.opt_state.scaler, has_aux=self._has_aux)
+        try:
+            return super()._train_step(model, optimizer, inputs)
+        finally:
+            self.loss_fn = loss_fn
+
+
 def dynamic(model, tx, config, loss_fn, has_aux, init_scale=2.0**24, growth_interval=10, **settings):
     scaler = jmpscale.dynamic(init_scale, growth_interval=growth_interval, **settings)
+    trainer = LossScaledTrainer(model, jmpscale.with_loss_scaling(tx, scaler), config)
+    trainer.with_loss_fn(loss_fn, has_aux=has_aux)
+    return trainer
+
+
+def alias(model, tx, config, loss_fn, has_aux):
+    """Gives the model an alias of the scale, for trainers that cannot be subclassed."""
+    scaler = jmpscale.dynamic(2.0**24, growth_interval=10)
     model.loss_scale = nnx.Variable(jnp.float32(0))  # into which a checkpoint of the model is restored
     trainer = PeftTrainer(model, jmpscale.with_loss_scaling(tx, scaler), config)
     trainer.model.loss_scale = trainer.optimizer.opt_state.scaler.loss_scale  # the variable of the optimizer
@@ -96,17 +115,32 @@ def dynamic(model, tx, config, loss_fn, has_aux, init_scale=2.0**24, growth_inte
 
 
 def as_on_the_page(program, model, tx, config, loss_fn, has_aux):
-    names = {"model": model, "tx": tx, "config": config, "loss_fn": loss_fn}
-    exec(program, {"PeftTrainer": PeftTrainer, "jmpscale": jmpscale, **names}, names)
-    return names["trainer"]
+    def grpo_learner(*args):
+        """Returns as much of a `GRPOLearner` as the page uses: its loss function returns auxiliary data."""
+        learner = types.SimpleNamespace(rl_cluster=types.SimpleNamespace())
+        learner.rl_cluster.actor_trainer = unscaled(model, tx, config, loss_fn, has_aux)
+        return learner
+
+    libraries = {
+        "PeftTrainer": PeftTrainer,
+        "GRPOLearner": grpo_learner,
+        "jmpscale": jmpscale,
+        "nnx": nnx,
+        "optax": optax,
+    }
+    names = {"model": model, "tx": tx, "config": config, "loss_fn": loss_fn, "k": ACCUMULATED}
+    namespace = {**libraries, **names, **dict.fromkeys(("cluster", "reward_fns", "algo_config"))}
+    exec(program, namespace)
+    return namespace["trainer"]
 
 
 # For runs that must be equal bit for bit with and without an overflow: float16 rounds subnormal numbers by the scale.
 keeps_scale = functools.partial(dynamic, growth_interval=2000, hysteresis=2)
 WAYS = {"static": static, "dynamic": dynamic}
+STATIC_ON_PAGE, DYNAMIC_ON_PAGE, *GRPO_ON_PAGE = page_programs("Tunix")
 ON_PAGE = {
-    f"{way}, as on the page": functools.partial(as_on_the_page, program)
-    for way, program in zip(WAYS, page_programs("Tunix"), strict=True)
+    "static, as on the page": functools.partial(as_on_the_page, STATIC_ON_PAGE),
+    "dynamic, as on the page": functools.partial(as_on_the_page, DYNAMIC_ON_PAGE),
 }
 
 
@@ -132,7 +166,7 @@ def train(way, batches, *args, **options):
 
 @functools.cache
 def trained(way, task="all_parameters", dtype=jnp.float16):
-    return train({"unscaled": unscaled, **WAYS, **ON_PAGE}[way], make_batches(STEPS), dtype, task=task)
+    return train({"unscaled": unscaled, "alias": alias, **WAYS, **ON_PAGE}[way], make_batches(STEPS), dtype, task=task)
 
 
 def final_loss(trainer):
@@ -161,7 +195,7 @@ def assert_same_bits(one, other):
     assert_step_is_noop(nnx.as_pure(one), nnx.as_pure(other))
 
 
-@pytest.mark.parametrize("way", [*WAYS, *ON_PAGE])
+@pytest.mark.parametrize("way", ["alias", *WAYS, *ON_PAGE])
 def test_float16_with_loss_scaled_trains_like_float32(way):
     assert final_loss(trained("unscaled")) > final_loss(trained("unscaled", dtype=jnp.float32)) + 2
     assert_trains_like(trained("unscaled", dtype=jnp.float32), trained(way))
@@ -220,8 +254,8 @@ ACCUMULATING = {"wrap": lambda tx: optax.MultiSteps(tx, ACCUMULATED)}
 
 @pytest.mark.parametrize(
     ("way", "accumulation"),
-    [(static, {}), (dynamic, {}), (keeps_scale, ACCUMULATING)],
-    ids=["static", "dynamic", "dynamic_with_accumulation"],
+    [(static, {}), (alias, {}), (dynamic, {}), (keeps_scale, ACCUMULATING)],
+    ids=["static", "alias", "dynamic", "dynamic_with_accumulation"],
 )
 def test_training_continues_identically_from_a_checkpoint(way, accumulation, tmp_path):
     batches = make_batches(STEPS, OVERFLOW)
@@ -242,6 +276,14 @@ def test_accumulation_by_tunix_warns_and_trains_like_float32():
     assert_trains_like(train(unscaled, batches, jnp.float32, **accumulating), trainer)
 
 
+@functools.cache
+def accumulated_in_float32():
+    """Trains without the batch that overflows in the other runs."""
+    batches = make_batches(ACCUMULATED * STEPS + 1)
+    finite = batches[:OVERFLOW] + batches[OVERFLOW + 1 :]
+    return train(unscaled, finite, jnp.float32, gradient_accumulation_steps=ACCUMULATED)
+
+
 @pytest.mark.parametrize("way", [static, keeps_scale], ids=WAYS)
 def test_accumulation_inside_skips_only_the_overflowing_micro_batch(way):
     batches = make_batches(ACCUMULATED * STEPS + 1, OVERFLOW)
@@ -249,5 +291,13 @@ def test_accumulation_inside_skips_only_the_overflowing_micro_batch(way):
     trainer, without = train(way, batches, **ACCUMULATING), train(way, finite, **ACCUMULATING)
     assert scaler_of(trainer).total_skips == 1
     assert_same_bits(gated_state(without), gated_state(trainer))
-    expected = train(unscaled, finite, jnp.float32, gradient_accumulation_steps=ACCUMULATED)
-    assert_trains_like(expected, trainer)
+    assert_trains_like(accumulated_in_float32(), trainer)
+
+
+@pytest.mark.parametrize("program", GRPO_ON_PAGE, ids=WAYS)
+def test_replaced_optimizer_skips_only_the_overflowing_micro_batch(program):
+    batches = make_batches(ACCUMULATED * STEPS + 1, OVERFLOW)
+    way, accumulating = functools.partial(as_on_the_page, program), {"gradient_accumulation_steps": ACCUMULATED}
+    trainer = train(way, batches, task="auxiliary_data", **accumulating)
+    assert (trainer.train_steps, scaler_of(trainer).total_skips) == (STEPS, 1)
+    assert_trains_like(accumulated_in_float32(), trainer)
