@@ -83,7 +83,8 @@ def lint(session):
     session.run("ruff", "format", "--check", ".")
     session.run("codespell")
     session.run("python", "tests/language.py")
-    session.run("pyright")
+    # pyproject.toml names the contributor's environment, so that a bare `pyright` works.
+    session.run("pyright", "--pythonpath", str(pathlib.Path(session.bin, "python")))
     session.run("mypy", "jmpscale")
     session.run("pytest", "-q", "--full", "tests/test_package.py")
 

@@ -2,12 +2,15 @@
 
 import json
 import os
+import pathlib
 import socket
 import subprocess
 import sys
 
 import jax
 import pytest
+
+import jmpscale
 
 import meshes
 import worker
@@ -26,6 +29,7 @@ def _run(scenario, processes, folder):
     """Runs the processes to their end; returns each process with its output and its errors."""
     address = f"127.0.0.1:{_free_port()}"
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment["PYTHONPATH"] = str(pathlib.Path(jmpscale.__file__).parent.parent)  # the package under test
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     started = []
     try:
