@@ -323,6 +323,10 @@ ALGORITHM_ERRORS = {
             _update(loss_scale=np.int32(8)),
             "scaler.loss_scale must be ...floating dtype ...got int32[]. Set it to a float...restore ...into a state",
         ),
+        "update-int-scale": (
+            _update(loss_scale=1024),
+            "scaler.loss_scale ...got 1024. Set it to a float such as 1024.0",
+        ),
         "update-complex-scale": (_update(loss_scale=np.complex64(8)), "scaler.loss_scale ...got complex64[]"),
         "update-string-scale": (_update(loss_scale="8"), "scaler.loss_scale ...got '8'. "),
         "update-dict-config": (_update(config={}), "scaler.config must be a ScalerConfig, got dict. ...restore into a"),
@@ -402,6 +406,11 @@ def _value_and_grad(*args, fun=_sum, **options):
     return lambda: jmpscale.value_and_grad(fun, **options)(STATE, *args)
 
 
+def _without_scaler():
+    """Calls the new function like `jax.value_and_grad`."""
+    return jmpscale.value_and_grad(_sum)(GRADS, W32)
+
+
 VALUE_AND_GRAD_ERRORS = {
     TypeError: {
         "scaler": (lambda: jmpscale.value_and_grad(STATE), "fun must be ...got ScalerState. ...(scaler,"),
@@ -419,6 +428,9 @@ VALUE_AND_GRAD_ERRORS = {
             "argument (0, 1) ...Lambda with ...at .fn. Pass",
         ),
         "absent": (_value_and_grad(GRADS, argnums=1), "argnums=1 ...got only 1 positional"),
+    },
+    ValueError: {
+        "no-scaler": (_without_scaler, "found 0 in a dict. The scaler is the first argument...(scaler, params, batch)"),
     },
 }
 
@@ -452,7 +464,7 @@ LOSS_SCALED_ERRORS = {
         "no-pair": (_loss_scaled(8.0, has_aux=True), "a pair (loss, aux)...got float32[]"),
         "float16": (
             _grad({"h": W16}),
-            "must not be float16 or float8, got args[0]['h'] of float16[2]...jmpscale.cast",
+            "must not be float16 or float8, got args[0]['h'] of float16[2]...jmpscale.cast ...framework...wrap the",
         ),
         "float8": (
             lambda: jax.grad(lambda w: jmpscale.loss_scaled(_sum, 8.0)(tree=w))(W8),
@@ -465,6 +477,8 @@ LOSS_SCALED_ERRORS = {
     },
     ValueError: {
         "number": (_loss_scaled(-1), "scale must be between ...got -1"),
+        "zero": (_loss_scaled(jnp.float32(0)), "scale must be between 2^-126 and 2^126, got 0"),
+        "nan": (_loss_scaled(np.float32("nan")), "scale must be a number, got nan"),
         "function": (_loss_scaled(lambda _: 0), "scale must be between ...got 0"),
         "string": (_loss_scaled("x"), "exactly one ScalerState, found 0 in a str"),
         "varying": (
@@ -583,6 +597,14 @@ TORCH_ERRORS = {
             "got mode 'static'...enabled=False",
         ),
         "to_torch-disabled": (lambda: jmpscale.to_torch_state_dict(jmpscale.disabled()), "got mode 'disabled'"),
+        "to_torch-nan": (
+            lambda: jmpscale.to_torch_state_dict(STATE._replace(loss_scale=jnp.float32(jnp.nan))),
+            "scaler.loss_scale must be a number, got nan",
+        ),
+        "to_torch-zero": (
+            lambda: jmpscale.to_torch_state_dict(STATE._replace(loss_scale=jnp.float32(0))),
+            "scaler.loss_scale must be between 2^-126 and ...got 0. The state was damaged",
+        ),
         "from_torch-empty": (
             lambda: jmpscale.from_torch_state_dict({}),
             "mapping is empty: it was saved by a disabled GradScaler. Create ...dynamic()",
@@ -627,6 +649,8 @@ REPORT_ERRORS = {
             "dtype must be a floating-point...int8...such as jnp.float16",
         ),
         "cast-complex": (lambda: jmpscale.cast(GRADS, jnp.complex64), "dtype must be a floating-point dtype, got"),
+        "cast-swapped": (lambda: jmpscale.cast(jnp.float16, GRADS), "got dict. Pass the tree, then a dtype"),
+        "cast-string": (lambda: jmpscale.cast(GRADS, "float17"), "got 'float17'. Pass the tree"),
         "cast-None": (lambda: jmpscale.cast(GRADS, None), "dtype must be a floating-point dtype, got None"),
         "raise_if_stuck-fraction": (_stuck(2.5), "max_consecutive_skips must be an integer, got 2.5"),
         "describe-traced": (lambda: _traced(lambda r: r.describe(), REPORT), "describe ...jax.jit. Return the report"),

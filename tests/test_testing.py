@@ -100,6 +100,11 @@ def test_assert_step_is_noop_names_a_change_of_the_structure():
         assert_step_is_noop([1.0], (1.0,))
 
 
+def test_assert_step_is_noop_says_that_the_step_may_not_have_been_skipped():
+    with pytest.raises(AssertionError, match=r"If the step was skipped .*apply_if; otherwise no overflow reached"):
+        assert_step_is_noop({"w": jnp.ones(2)}, {"w": jnp.zeros(2)})
+
+
 # --- inject and inject_backward ---
 
 TREE = {"w": [jnp.array([[-0.0, 1.0], [2.0, 3.0]]), jnp.array(5)], "v": jnp.ones(3), "n": 7, "f": jnp.tanh}
@@ -186,6 +191,20 @@ def test_inject_backward_reaches_devices_that_share_a_value(place, check_vma):
     shared = list(range(8)) if check_vma else [5]
     assert np.flatnonzero(np.isnan(of_w)).tolist() == (shared if place == "parameters" else [])
     assert np.flatnonzero(np.isnan(of_x)).tolist() == ([5] if place == "activations" else [])
+
+
+@pytest.mark.parametrize("jit", [lambda fn: fn, jax.jit], ids=["eager", "jit"])
+def test_inject_backward_into_some_examples_of_a_batch(jit):
+    """The parameter is shared by the examples, and its gradient is the sum over them."""
+
+    def loss(w, x, when):
+        return inject_backward(w, 100.0, path="", when=when) * x
+
+    def gradient(flags):
+        return jax.grad(lambda w: jax.vmap(loss, (None, 0, 0))(w, jnp.arange(1.0, 5.0), flags).sum())(1.0)
+
+    assert jit(gradient)(jnp.zeros(4, bool)) == 10
+    assert jit(gradient)(jnp.array([False, True, False, False])) == 108
 
 
 # --- assert_replicated ---

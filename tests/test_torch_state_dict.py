@@ -61,6 +61,14 @@ def test_from_torch_state_dict_grows_after_a_lowered_interval():
     assert scaler.loss_scale == 2 * run["state_dict"]["scale"]
 
 
+def test_to_torch_state_dict_exports_a_tracker_from_which_torch_can_grow():
+    """torch never grows a scale whose tracker has passed its interval."""
+    scaler = jmpscale.dynamic(1024.0)._replace(finite_steps=jnp.int32(500))
+    saved = jmpscale.to_torch_state_dict(scaler._replace(config=jmpscale.ScalerConfig(growth_interval=10)))
+    assert saved["_growth_tracker"] == 9
+    assert jmpscale.update(jmpscale.from_torch_state_dict(saved), True).loss_scale == 2048.0
+
+
 def test_from_torch_state_dict_applies_limits():
     scaler = jmpscale.from_torch_state_dict(SAVED, min_scale=512.0, max_scale=2048.0)
     assert (scaler.config.min_scale, scaler.config.max_scale) == (512.0, 2048.0)
