@@ -200,7 +200,7 @@ def haiku_unroll(core, x):
 LINEN = {
     "Dense": linen(nn.Dense(5), VECTORS),
     "DenseGeneral": linen(nn.DenseGeneral((2, 3), axis=(-2, -1)), SEQUENCES),
-    "Einsum": linen(nn.Einsum((6, 5), "abc,cd->abd"), SEQUENCES),
+    "Einsum": linen(nn.Einsum((6, 5), "abc,ck->abk"), SEQUENCES),
     "Conv": linen(nn.Conv(4, (3, 3)), IMAGES),
     "Conv, causal, one dimension": linen(nn.Conv(4, (3,), padding="CAUSAL", kernel_dilation=2), SEQUENCES),
     "Conv, grouped": linen(nn.Conv(6, (3, 3), feature_group_count=3, strides=2), IMAGES),
@@ -222,7 +222,7 @@ LINEN = {
 NNX = {
     "Linear": stateful(lambda rngs: nnx.Linear(6, 5, rngs=rngs), VECTORS),
     "LinearGeneral": stateful(lambda rngs: nnx.LinearGeneral((5, 6), (2, 3), axis=(-2, -1), rngs=rngs), SEQUENCES),
-    "Einsum": stateful(lambda rngs: nnx.Einsum("abc,cd->abd", (6, 5), rngs=rngs), SEQUENCES),
+    "Einsum": stateful(lambda rngs: nnx.Einsum("abc,ck->abk", (6, 5), rngs=rngs), SEQUENCES),
     "Conv": stateful(lambda rngs: nnx.Conv(3, 4, (3, 3), rngs=rngs), IMAGES),
     "ConvTranspose": stateful(lambda rngs: nnx.ConvTranspose(3, 4, (3, 3), (2, 2), rngs=rngs), IMAGES),
     "MultiHeadAttention": stateful(lambda rngs: nnx.MultiHeadAttention(2, 6, decode=False, rngs=rngs), SEQUENCES),
