@@ -46,7 +46,7 @@ def table(cpu, gpu, compilers):
     heads = ["step", "clips", "time: CPU", *(f"time: {name}" for name in TIMED), *COMPILED]
     lines = [_row(heads), "|" + len(heads) * "---|"]
     for name, (title, clips) in ROWS.items():
-        times = ", ".join(f"{figures[name]['ratio']:.2f}" if name in figures else "-" for figures in on_cpu)
+        times = ", ".join(f"{figures[name]['ratio']:.2f}" for figures in on_cpu if name in figures) or "-"
         ratios = [_cell(figures, name, "ratio") for figures in on_gpu]
         traffic = [_cell(figures, name, "traffic_ratio") for figures in compiled]
         lines.append(_row([title, clips, times, *ratios, *traffic]))
