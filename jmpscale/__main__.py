@@ -14,7 +14,7 @@ import pathlib
 import sys
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
@@ -133,7 +133,7 @@ def sample(params: Params, prompt: jax.Array, seed: int) -> jax.Array:
 def train(name: str, text: Text, steps: int, batch_tokens: int, seed: int) -> Run:
     """Trains the model on an encoded text; `name` is one of `RUNS`."""
     alphabet, tokens = text
-    loss_fn = functools.partial(shard_loss, batch_tokens=batch_tokens)  # a program in float32
+    loss_fn: Callable[..., jax.Array] = functools.partial(shard_loss, batch_tokens=batch_tokens)  # in float32
     if name != "float32":
         loss_fn = jmpscale.autocast(loss_fn, name.removesuffix(", jmpscale"))  # the same in float16 or bfloat16
     scaler = jmpscale.dynamic(growth_interval=GROWTH_INTERVAL) if "jmpscale" in name else jmpscale.disabled()
