@@ -120,6 +120,14 @@ def train_loss_scaled(*, overflows=False, **options):
         return train(LanguageModel(jnp.float16, overflows), tx, **options)
 
 
+def train_autocast():
+    """Trains the program in float32, with its matmuls in float16."""
+    with restored_afterwards():
+        half = jmpscale.autocast(kd.train.forward_with_loss)
+        train_step.forward_with_loss = jmpscale.loss_scaled(half, 2.0**24, has_aux=True)
+        return train(LanguageModel(jnp.float32), jmpscale.with_loss_scaling(adamw(), jmpscale.static(1.0)))
+
+
 def train_as_on_the_page(program):
     names = {"kd": kd, "jmpscale": jmpscale, "Model": LanguageModel, "LossScaledModel": LanguageModel, "tx": adamw()}
     with restored_afterwards():
@@ -132,6 +140,7 @@ RUNS = {
     "float32": lambda: train(LanguageModel(jnp.float32), adamw()),
     "float16": lambda: train(LanguageModel(jnp.float16), adamw()),
     "dynamic": train_loss_scaled,
+    "autocast": train_autocast,
     "static": lambda: train(
         LossScaledLanguageModel(jnp.float16), jmpscale.with_loss_scaling(adamw(), jmpscale.static(1.0))
     ),

@@ -101,7 +101,7 @@ LOOPS = {"optax": optax_loop, "keras": keras_loop}
 
 
 @functools.cache
-def train(loop, policy, loss_scaling, *, steps=STEPS, overflows=False):
+def train(loop, policy, loss_scaling, *, steps=STEPS, overflows=False, wrap=lambda loss_fn: loss_fn):
     """Returns the final state and the loss of the last step."""
     model = language_model(policy)
     non_trainable = [variable.value for variable in model.non_trainable_variables]
@@ -111,7 +111,7 @@ def train(loop, policy, loss_scaling, *, steps=STEPS, overflows=False):
         return WEIGHT * jnp.mean(next_token_losses(inject_backward(logits, jnp.inf, path="", when=overflow), tokens))
 
     scaler = jmpscale.dynamic(2.0**24, growth_interval=8) if loss_scaling else jmpscale.disabled()
-    state, step = LOOPS[loop](model, loss_fn, scaler)
+    state, step = LOOPS[loop](model, wrap(loss_fn), scaler)
     step = jax.jit(step)
     for i, tokens in enumerate(token_batches(STEPS)[:steps]):
         state, loss = step(state, tokens, jnp.array(overflows and i == OVERFLOW))
@@ -126,6 +126,16 @@ def test_hand_written_loop_in_float16_trains_like_float32(loop):
     assert float16 > float32 + 2
     assert abs(scaled - float32) < 1e-3
     assert jmpscale.get_scaler(state).loss_scale == 2.0 ** (24 + STEPS // 8)
+
+
+def test_autocast_trains_a_float32_model_like_float32():
+    """Keras' policy stays float32, and the matmuls run in float16."""
+    (_, float32), (_, float16), (_, scaled) = (
+        train("optax", "float32", scaling, wrap=wrap)
+        for scaling, wrap in ((False, lambda fun: fun), (False, jmpscale.autocast), (True, jmpscale.autocast))
+    )
+    assert float16 > float32 + 0.5
+    assert abs(scaled - float32) < 1e-3
 
 
 @pytest.mark.parametrize("loop", LOOPS)

@@ -109,6 +109,12 @@ def dynamic(config, tx):
     return LossScaledTrainer(config, tx, loss_fn)
 
 
+def autocast(config, tx, scale=2.0**24):
+    """Trains the program in float32, with its matmuls in float16."""
+    half_loss_fn = jmpscale.loss_scaled(jmpscale.autocast(loss_fn), scale)
+    return Trainer(config, jmpscale.with_loss_scaling(tx, jmpscale.static(1.0)), half_loss_fn)
+
+
 def as_on_the_page(program, config, tx):
     names = {"config": config, "tx": tx, "loss_fn": loss_fn}
     namespace = {"Trainer": Trainer, "jmpscale": jmpscale, "tracker": tracker, **names}
@@ -120,6 +126,8 @@ STATIC_ON_PAGE, DYNAMIC_ON_PAGE, HOOK_ON_PAGE = page_programs("Levanter")
 WAYS = {
     "unscaled": lambda config, tx: Trainer(config, tx, loss_fn),
     "around the function of the user": lambda config, tx: Trainer(config, tx, jmpscale.loss_scaled(loss_fn, 2.0**24)),
+    "autocast": autocast,
+    "autocast without scaling": functools.partial(autocast, scale=1.0),
     "static": static,
     "dynamic": dynamic,
     "static, as on the page": functools.partial(as_on_the_page, STATIC_ON_PAGE),
@@ -178,7 +186,14 @@ def logged(name, *args):
     return np.array(trainer.tracker.logs[name])
 
 
-@pytest.mark.parametrize("way", list(WAYS)[2:])
+def test_autocast_trains_a_float32_program_like_float32():
+    runs = (("unscaled", FLOAT32), ("autocast without scaling", FLOAT32), ("autocast", FLOAT32))
+    float32, float16, scaled = (logged("train/loss", *run)[-1] / WEIGHT for run in runs)
+    assert float16 > float32 + 0.5
+    assert abs(scaled - float32) < 1e-3
+
+
+@pytest.mark.parametrize("way", list(WAYS)[4:])
 def test_float16_with_loss_scaled_trains_like_float32(way):
     losses = [logged("train/loss", *run)[-1] / WEIGHT for run in (("unscaled", FLOAT32), ("unscaled",), (way,))]
     float32, float16, scaled = losses

@@ -85,6 +85,14 @@ def static(model, tx, config, loss_fn, has_aux):
     return trainer
 
 
+def autocast(model, tx, config, loss_fn, has_aux, scale=2.0**24):
+    """Trains the program in float32, with its matmuls in float16."""
+    trainer = PeftTrainer(model, jmpscale.with_loss_scaling(tx, jmpscale.static(1.0)), config)
+    half_loss_fn = jmpscale.loss_scaled(jmpscale.autocast(loss_fn), scale, has_aux=has_aux)
+    trainer.with_loss_fn(half_loss_fn, has_aux=has_aux)
+    return trainer
+
+
 class LossScaledTrainer(PeftTrainer):
     def _train_step(self, model, optimizer, inputs):
         loss_fn = self.loss_fn
@@ -199,6 +207,14 @@ def assert_same_bits(one, other):
 def test_float16_with_loss_scaled_trains_like_float32(way):
     assert final_loss(trained("unscaled")) > final_loss(trained("unscaled", dtype=jnp.float32)) + 2
     assert_trains_like(trained("unscaled", dtype=jnp.float32), trained(way))
+
+
+def test_autocast_trains_a_float32_program_like_float32():
+    batches = make_batches(STEPS)
+    unscaled_half = train(functools.partial(autocast, scale=1.0), batches, jnp.float32)
+    float32 = trained("unscaled", dtype=jnp.float32)
+    assert final_loss(unscaled_half) > final_loss(float32) + 0.5
+    assert_trains_like(float32, train(autocast, batches, jnp.float32))
 
 
 @pytest.mark.parametrize("way", WAYS)
