@@ -117,8 +117,9 @@ def test_cast_raises_for_nnx_objects_and_casts_their_state():
     for tree in (model, {"model": model, "x": jnp.ones(3)}):
         with pytest.raises(TypeError, match=r"got a Flax NNX Net.*autocast.*dtype=jnp\.float16.*cast nnx\.state"):
             jmpscale.cast(tree, jnp.float16)
-    half = jmpscale.cast(nnx.state(model), jnp.float16)
-    assert (half["weight"].get_value().dtype, model.weight.get_value().dtype) == (jnp.float16, jnp.float32)
+    half = jmpscale.cast(nnx.state(model, nnx.Param), jnp.float16)
+    assert [x.dtype for x in jax.tree.leaves(half)] == [jnp.float16]
+    assert [x.dtype for x in jax.tree.leaves(nnx.state(model, nnx.Param))] == [jnp.float32]
 
 
 def test_cast_is_differentiable():
