@@ -35,22 +35,29 @@ _ROUNDING = 2.0**-12  # the relative error of a value in float16
 _MOVES = {"all_gather", "all_to_all", "broadcast_in_dim", "concatenate", "copy", "copy_p", "device_put"}
 _MOVES |= {"dynamic_slice", "dynamic_update_slice", "expand_dims", "gather", "mesh_cast", "name", "optimization_barrier"}
 _MOVES |= {"pad", "pbroadcast", "pcast", "ppermute", "pvary", "reshape", "reshard", "rev", "scatter", "select_n"}
-_MOVES |= {"sharding_constraint", "slice", "split", "squeeze", "stop_gradient", "transpose"}
+_MOVES |= {"sharding_constraint", "slice", "split", "squeeze", "stack", "stop_gradient", "tile"}
+_MOVES |= {"transpose", "unstack"}
 _PRODUCTS = MATMULS | {"mul"}
 _ADDITIONS = {"add", "add_any", "sub"}
 _SENSITIVE = {"div", "exp", "exp2", "expm1", "log", "log1p", "pow", "rsqrt"}
 
 # Primitives of JAX that compute in the dtype of their operands, so that they can compute in float32 instead. Other
 # primitives (kernels, callbacks) have operands and results of fixed dtypes.
-_KNOWN = {p.name for p in vars(core.primitives).values() if isinstance(p, core.Primitive)}
-_KNOWN |= {"mesh_cast", "mul", "optimization_barrier", "pcast", "psum_invariant", "pvary", "ragged_dot_general"}
-_KNOWN |= {"reshard", "split", "psum2", "pbroadcast", "psum_scatter", "reduce_scatter", "square", "unreduced_psum"}
+_KNOWN = {
+    primitive.name
+    for module in (core.primitives, jax.lax)
+    for primitive in vars(module).values()
+    if isinstance(primitive, core.Primitive)
+}
+_KNOWN |= {"mesh_cast", "pbroadcast", "pcast", "psum2", "psum_invariant", "pvary", "ragged_dot_general", "reshard"}
 _KNOWN -= {"bitcast_convert_type", "nextafter", "reduce_precision", "custom_linear_solve", "custom_lin"}
 _KNOWN -= {"rng_bit_generator", "rng_uniform", "random_bits"}
 _DTYPE_PARAMETERS = ("new_dtype", "dtype", "preferred_element_type", "accum_dtype", "out_dtype")
 
 
 # --- what is recorded
+
+FINITE, INFINITE, NAN = 0, 1, 2
 
 
 class Site(NamedTuple):
@@ -81,8 +88,9 @@ class Range(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    nan: jax.Array  # bool[]
-    inf: jax.Array  # bool[]
+    """Statistics of a result over all executions of the operation."""
+
+    kind: jax.Array  # i32[], FINITE, INFINITE or NAN: the worst of its values
     range: Range | None  # None if the program would not hold the result in half precision
 
 
@@ -93,7 +101,7 @@ def _merge(a: Statistics, b: Statistics) -> Statistics:
         step = jnp.where(b.range.max_abs > a.range.max_abs, b.range.step, a.range.step)
         counts = a.range.counts + b.range.counts
         merged = Range(counts, jnp.maximum(a.range.max_abs, b.range.max_abs), step)
-    return Statistics(a.nan | b.nan, a.inf | b.inf, merged)
+    return Statistics(jnp.maximum(a.kind, b.kind), merged)
 
 
 def _at_step(statistics: Statistics, index: jax.Array) -> Statistics:
@@ -106,29 +114,30 @@ def _at_step(statistics: Statistics, index: jax.Array) -> Statistics:
 
 def _nothing_like(statistics: list[Statistics]) -> list[Statistics]:
     """Returns the statistics of operations that were not executed."""
-    empty = Statistics(np.False_, np.False_, None)
-    none = Range(np.zeros(256, np.float32), np.float32(-1), np.int32(-1))
-    return [
-        jax.tree.map(jnp.asarray, empty._replace(range=None if s.range is None else none)) for s in statistics
-    ]
+    none = Range(jnp.zeros(256, np.float32), jnp.float32(-1), jnp.int32(-1))
+    return [Statistics(jnp.int32(FINITE), None if s.range is None else none) for s in statistics]
 
 
 @jax.jit
-def _measure_range(x: jax.Array) -> Range:
+def _measure_values(x: jax.Array) -> Statistics:
     x = x.astype(np.float32)
     exponents = jax.lax.shift_right_logical(jax.lax.bitcast_convert_type(x, np.int32), np.int32(23)) & np.int32(255)
-    counts = jnp.zeros(256, np.int32).at[exponents.ravel()].add(np.int32(1))
-    counts = counts.at[np.array([0, 255])].set(np.int32(0))  # zeros; infinities and NaN
+    counts = jnp.zeros(257, np.int32).at[exponents.ravel() + jnp.isnan(x).ravel()].add(np.int32(1))
+    kind = jnp.where(counts[256] > 0, np.int32(NAN), (counts[255] > 0).astype(np.int32))
+    counts = counts[:256].at[np.array([0, 255])].set(np.int32(0))  # zeros and infinities
     max_abs = jnp.where(jnp.isfinite(x), jnp.abs(x), np.float32(0)).max(initial=0)
-    return Range(counts.astype(np.float32), max_abs, jnp.int32(-1))
+    return Statistics(kind, Range(counts.astype(np.float32), max_abs, jnp.int32(-1)))
+
+
+@jax.jit
+def _measure_kind(x: jax.Array) -> Statistics:
+    kinds = jnp.isnan(x).astype(np.int32) + (jnp.logical_not(jnp.isfinite(x))).astype(np.int32)
+    return Statistics(kinds.max(initial=FINITE), None)
 
 
 def _measure(x: jax.Array, in_half: bool) -> Statistics:
     """Returns the statistics of a result."""
-
-    def measure(x: jax.Array) -> Statistics:
-        return Statistics(jnp.isnan(x).any(), jnp.isinf(x).any(), _measure_range(x) if in_half else None)
-
+    measure = _measure_values if in_half else _measure_kind
     mesh = jax.typeof(x).sharding.mesh
     if any(kind == AxisType.Explicit for kind in mesh.axis_types):
         # With Explicit axes JAX would require the sharding of each intermediate array.
@@ -471,13 +480,12 @@ def _widen_reducer(jaxpr: core.Jaxpr, consts: Sequence[Any]) -> core.ClosedJaxpr
 
 def _over_devices(statistics: Statistics, axes: tuple[str, ...]) -> Statistics:
     """Combines statistics over the devices of manual mesh axes."""
-    nan, inf = (jax.lax.pmax(flag.astype(np.int32), axes) > 0 for flag in (statistics.nan, statistics.inf))
-    found = statistics.range
+    kind, found = jax.lax.pmax(statistics.kind, axes), statistics.range
     if found is None:
-        return Statistics(nan, inf, None)
+        return Statistics(kind, None)
     max_abs = jax.lax.pmax(found.max_abs, axes)
     step = jax.lax.pmax(jnp.where(found.max_abs == max_abs, found.step, -1), axes)
-    return Statistics(nan, inf, Range(jax.lax.psum(found.counts, axes), max_abs, step))
+    return Statistics(kind, Range(jax.lax.psum(found.counts, axes), max_abs, step))
 
 
 def _without_rounding_errors(eqn: core.JaxprEqn, inputs: list[Any], x: jax.Array) -> jax.Array:

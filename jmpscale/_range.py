@@ -13,7 +13,7 @@ import numpy as np
 
 from jmpscale._check import check_count, describe, format_number
 from jmpscale._grad import value_and_grad
-from jmpscale._measure import Evaluation, Place, Site, Statistics
+from jmpscale._measure import INFINITE, NAN, Evaluation, Place, Site, Statistics
 from jmpscale._report import format_table
 from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerState, static
 from jmpscale._tree import (
@@ -34,6 +34,8 @@ MAX_UNDERFLOW = 0.01  # of the L1 norm of a result, at the smallest scale that f
 _EXPONENTS = np.arange(256) - 127  # of the values that each entry of RangeRow.counts counts
 _NORMS = np.ldexp(1 / math.log(2), _EXPONENTS)  # the mean magnitude of these values, evenly distributed logarithms
 _SHOWN_LINES = 8
+# The program runs once, so a short compilation is worth more than fast code.
+_COMPILER_OPTIONS = {"cpu": {"xla_backend_optimization_level": 0}}
 
 _NOT_FINITE = (
     "A loss scale cannot prevent that. Common causes are invalid data, a softmax over a row that is masked everywhere, "
@@ -241,15 +243,15 @@ class RangeReport:
         lowest = max(scaled, key=lambda row: row.smallest_power)
         highest = min(scaled, key=lambda row: row.largest_power)
         low, high = (_power(lowest.smallest_power), _power(highest.largest_power))
-        below = f"{lowest.name} underflows below {format_number(low)}"
-        above = f"{highest.name} overflows above {format_number(high)}"
+        below = f"{lowest.name} underflows below {_format_scale(low)}"
+        above = f"{highest.name} overflows above {_format_scale(high)}"
         if low > high:
             return f"No loss scale fits: {below}, and {above}. Keep one of them in float32."
-        text = f"Loss scales from {format_number(low)} to {format_number(high)} fit; yours is {format_number(self.scale)}"
+        text = f"Loss scales from {_format_scale(low)} to {_format_scale(high)} fit; yours is {_format_scale(self.scale)}"
         if self.scale > high:
-            return f"{text}, which is too large: {above}. Set max_scale, or a static scale, to {format_number(high)}."
+            return f"{text}, which is too large: {above}. Set max_scale, or a static scale, to {_format_scale(high)}."
         if self.scale < low:
-            return f"{text}, which is too small: {below}. Set min_scale, or a static scale, to {format_number(low)}."
+            return f"{text}, which is too small: {below}. Set min_scale, or a static scale, to {_format_scale(low)}."
         return f"{text}."
 
     def _remarks(self) -> list[str]:
@@ -268,6 +270,12 @@ class RangeReport:
             for cells, step in zip(table, ["step", *("" if r.step is None else str(r.step) for r in shown)], strict=True):
                 cells.append(step)
         return format_table(table)
+
+
+def _format_scale(scale: float) -> str:
+    """Formats a loss scale, as a power of two if it is one."""
+    mantissa, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if mantissa == 0.5 else format_number(scale)
 
 
 def _power(exponent: float) -> float:
@@ -305,10 +313,14 @@ def _criticality(row: RangeRow) -> tuple[int, float]:
 
 
 def _cells(row: RangeRow) -> list[str]:
-    fractions = [f"{x:.1%}" if x else "0" for x in (row.overflow, row.underflow, row.subnormal)]
+    fractions = map(_percentage, (row.overflow, row.underflow, row.subnormal))
     kind = "backward" if row.backward else "forward"
     headroom = f"{row.headroom:.1f}"
     return [f"{row.operation}, {row.line}", row.module, kind, f"{row.max_abs:.3g}", headroom, *fractions]
+
+
+def _percentage(fraction: float) -> str:
+    return f"{fraction:.1%}" if fraction >= 0.0005 else "<0.1%" if fraction else "0"
 
 
 def range_report(
@@ -412,7 +424,8 @@ def _report(loss_and_grads: Function, scale: float, args: PyTree, kwargs: PyTree
 
     # Non-finite values are what is looked for.
     with jax.debug_nans(False), jax.debug_infs(False):
-        finite, statistics = jax.device_get(jax.jit(evaluate)(closed.consts, inputs))
+        compiled = jax.jit(evaluate, compiler_options=_COMPILER_OPTIONS.get(jax.default_backend()))
+        finite, statistics = jax.device_get(compiled(closed.consts, inputs))
     return _conclude(evaluation, statistics, bool(finite), scale)
 
 
@@ -441,7 +454,8 @@ def _conclude(evaluation: Evaluation, statistics: list[Statistics], finite: bool
     not_finite = None
     if not finite:
         # NaN spreads and stays, but an infinity may be harmless, such as the logarithm of a probability of zero.
-        first = next((site for site, s in pairs if s.nan), None) or next((site for site, s in pairs if s.inf), None)
+        first = next((site for site, s in pairs if s.kind == NAN), None)
+        first = first or next((site for site, s in pairs if s.kind == INFINITE), None)
         not_finite = f"{first.operation} at {first.line}" if first else "an argument"
     executed = [(site, s) for site, s in pairs if s.range is not None and s.range.max_abs >= 0]
     return RangeReport(
