@@ -122,7 +122,7 @@ def _nothing_like(statistics: list[Statistics]) -> list[Statistics]:
 def _measure_values(x: jax.Array) -> Statistics:
     x = x.astype(np.float32)
     exponents = jax.lax.shift_right_logical(jax.lax.bitcast_convert_type(x, np.int32), np.int32(23)) & np.int32(255)
-    counts = jnp.zeros(257, np.int32).at[exponents.ravel() + jnp.isnan(x).ravel()].add(np.int32(1))
+    counts = jnp.zeros(257, np.int32).at[exponents.ravel() + jnp.isnan(x).ravel().astype(np.int32)].add(np.int32(1))
     kind = jnp.where(counts[256] > 0, np.int32(NAN), (counts[255] > 0).astype(np.int32))
     counts = counts[:256].at[np.array([0, 255])].set(np.int32(0))  # zeros and infinities
     max_abs = jnp.where(jnp.isfinite(x), jnp.abs(x), np.float32(0)).max(initial=0)
@@ -532,7 +532,7 @@ _LIBRARY = re.compile(r"[/\\](?:site|dist)-packages[/\\](?:jax|flax|optax|equino
 _TRANSFORMATION = re.compile(r"\b(?:jvp|transpose|vmap|pmap|shard_map|checkpoint|remat|linearize)\(([^()]*)\)")
 _NOT_A_MODULE = re.compile(
     r"|(?:p?jit|core_call|closed_call|custom_[jv]{2,3}p?_call|checkpoint|rematted_computation|remat2?|while|body|cond"
-    r"|scan|shard_map|branch_\d+_fun|xla_pmap|jvp|vmap|transpose|\w*jit\(.*\)|custom_jvp_call|custom_vjp_call)(?:\(.*\))?"
+    r"|scan|shard_map|[^/]*->.*|branch_\d+_fun|xla_pmap|jvp|vmap|transpose|\w*jit\(.*\)|custom_jvp_call|custom_vjp_call)(?:\(.*\))?"
 )
 
 
@@ -548,7 +548,8 @@ def _user_line(summary: str) -> str:
     if not (users or frames):
         return ""
     frame = (users or frames)[-1]
-    function = frame["function"].removeprefix("<locals>.").split(".<locals>.")[-1]
+    names = frame["function"].split(".<locals>.")
+    function = next((name for name in reversed(names) if not name.startswith("<")), names[-1])
     return f"{pathlib.PurePath(frame['file']).name}:{frame['line']} ({function})"
 
 
