@@ -12,7 +12,7 @@ import functools
 import math
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -23,8 +23,9 @@ from jax.extend import core, source_info_util
 from jax.sharding import AxisType
 
 from jmpscale._autocast import MATMULS, is_float32_matmul, keeps_precision
+from jmpscale._axes import varying_axes
 from jmpscale._jaxpr import evaluate_equation, called_jaxpr
-from jmpscale._tree import PyTree
+from jmpscale._tree import PyTree, is_traced
 
 Function: TypeAlias = Callable[..., Any]
 
@@ -115,7 +116,8 @@ def _at_step(statistics: Statistics, index: jax.Array) -> Statistics:
 def _nothing_like(statistics: list[Statistics]) -> list[Statistics]:
     """Returns the statistics of operations that were not executed."""
     none = Range(jnp.zeros(256, np.float32), jnp.float32(-1), jnp.int32(-1))
-    return [Statistics(jnp.int32(FINITE), None if s.range is None else none) for s in statistics]
+    empty = [Statistics(jnp.int32(FINITE), None if s.range is None else none) for s in statistics]
+    return [_varying(new, varying_axes(s.kind)) for new, s in zip(empty, statistics, strict=True)]
 
 
 @jax.jit
@@ -142,7 +144,20 @@ def _measure(x: jax.Array, in_half: bool) -> Statistics:
     if any(kind == AxisType.Explicit for kind in mesh.axis_types):
         # With Explicit axes JAX would require the sharding of each intermediate array.
         return jax.sharding.auto_axes(measure, out_sharding=jax.P())(x)
-    return measure(x)
+    return _varying(measure(x), varying_axes(x))
+
+
+def _varying(statistics: Statistics, axes: Collection[str]) -> Statistics:
+    """Returns statistics of which all vary over the same mesh axes, as the types of loops and branches require."""
+
+    def vary(x: jax.Array) -> jax.Array:
+        missing = tuple(sorted(set(axes) - varying_axes(x)))
+        if not missing:
+            return x
+        # JAX has renamed the function.
+        return jax.lax.pcast(x, missing, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, missing)
+
+    return jax.tree.map(vary, statistics)
 
 
 # --- evaluation
@@ -163,7 +178,7 @@ def _is_floating(aval: Any) -> bool:
 
 
 def _widen(x: Any) -> Any:
-    return jnp.asarray(x).astype(np.float32) if _is_narrow_float(x) else x
+    return x.astype(np.float32) if _is_narrow_float(x) else x
 
 
 def _narrow(x: Any, aval: Any) -> Any:
@@ -375,22 +390,25 @@ class Evaluation:
 
     def _shard_map(self, eqn: core.JaxprEqn, inputs: list[Any], degrees: list[int], place: Place) -> Outputs:
         params = eqn.params
-        axes = tuple(params["manual_axes"])
+        # JAX has renamed the parameter.
+        found = [params[name] for name in ("newly_manual_axes", "manual_axes") if name in params]
+        if not found:
+            return self._operation(eqn, inputs, degrees, place)
+        axes, typed = tuple(found[0]), params["check_vma"]
 
         def body(*args: Any) -> Outputs:
             outputs, statistics = self.run(params["jaxpr"], (), args, degrees, place)
-            return outputs, [_over_devices(s, axes) for s in statistics]
+            return outputs, [_over_devices(s, varying_axes(s.kind) if typed else axes) for s in statistics]
 
-        # Without types of variation the statistics can be combined over all manual axes.
         specs = {"in_specs": tuple(params["in_specs"]), "out_specs": (list(params["out_specs"]), jax.P())}
-        run = jax.shard_map(body, mesh=params["mesh"], axis_names=set(axes), check_vma=False, **specs)
+        run = jax.shard_map(body, mesh=params["mesh"], axis_names=set(axes), check_vma=typed, **specs)
         return run(*inputs)
 
     # Single operations.
 
     def _operation(self, eqn: core.JaxprEqn, inputs: list[Any], degrees: list[int], place: Place) -> Outputs:
         outputs = self._compute(eqn, inputs, place)
-        if eqn.primitive.name in _MOVES or all(isinstance(x, core.Literal) for x in eqn.invars) and eqn.invars:
+        if eqn.primitive.name in _MOVES or _are_constants(inputs):
             return outputs, []
         if any(_is_narrow_float(x.aval) for x in (*eqn.invars, *eqn.outvars)):
             self._note_sensitive(eqn, degrees, place)
@@ -416,14 +434,15 @@ class Evaluation:
         params = eqn.params
         has_narrow = any(_is_narrow_float(x.aval) for x in (*eqn.invars, *eqn.outvars))
         # Constants are as the program holds them: -1e9 is -inf in float16, and 1e-8 is 0.
-        is_constant = bool(eqn.invars) and all(isinstance(x, core.Literal) for x in eqn.invars)
+        is_constant = _are_constants(inputs)
         if has_narrow and not is_constant and eqn.primitive.name in _KNOWN:
             with contextlib.suppress(TypeError, ValueError, NotImplementedError, AssertionError, KeyError):
                 return [_widen(x) for x in evaluate_equation(eqn, _widen_params(params), inputs)]
         if not is_constant and (has_narrow or eqn.primitive.name not in _KNOWN):
             self._note_opaque(eqn, has_narrow, place)
-        narrow = [_narrow(x, variable.aval) for x, variable in zip(inputs, eqn.invars, strict=True)]
-        return [_widen(x) for x in evaluate_equation(eqn, params, narrow)]
+        with np.errstate(over="ignore"):  # of constants, which NumPy converts
+            narrow = [_narrow(x, variable.aval) for x, variable in zip(inputs, eqn.invars, strict=True)]
+            return [_widen(x) for x in evaluate_equation(eqn, params, narrow)]
 
     def _note_opaque(self, eqn: core.JaxprEqn, has_narrow: bool, place: Place) -> None:
         holds_program = any(
@@ -433,9 +452,9 @@ class Evaluation:
             self.opaque[f"{_line(eqn, place)}: {eqn.primitive.name}"] = None
 
     def _note_sensitive(self, eqn: core.JaxprEqn, degrees: list[int], place: Place) -> None:
-        name, (x, *others) = eqn.primitive.name, eqn.invars
-        if any(degrees) or not _is_half(eqn.outvars[0].aval):
+        if any(degrees) or not any(_is_half(x.aval) for x in eqn.outvars):
             return
+        name, (x, *others) = eqn.primitive.name, eqn.invars
         is_long_sum = name in ("reduce_sum", "cumsum") and x.aval.size >= _LONG_SUM * eqn.outvars[0].aval.size
         is_long_sum |= name == "cumsum" and x.aval.shape[eqn.params["axis"]] >= _LONG_SUM
         divides_by_constant = name == "div" and isinstance(others[0], core.Literal)
@@ -447,6 +466,11 @@ class Evaluation:
             self.has_half_matmul = True
         elif is_float32_matmul(eqn) and not keeps_precision(eqn.params["precision"]):
             self.wide_matmuls[_line(eqn, place)] = None
+
+
+def _are_constants(inputs: list[Any]) -> bool:
+    """Tests whether all inputs are literals of the program; all other values are traced."""
+    return not any(map(is_traced, inputs))
 
 
 def _with_type_of(x: Any, like: Any) -> Any:
@@ -478,8 +502,11 @@ def _widen_reducer(jaxpr: core.Jaxpr, consts: Sequence[Any]) -> core.ClosedJaxpr
     return jax.make_jaxpr(lambda *args: Evaluation().run(jaxpr, consts, args, [0] * len(args), Place())[0])(*args)
 
 
-def _over_devices(statistics: Statistics, axes: tuple[str, ...]) -> Statistics:
-    """Combines statistics over the devices of manual mesh axes."""
+def _over_devices(statistics: Statistics, axes: Collection[str]) -> Statistics:
+    """Combines statistics over the devices along manual mesh axes."""
+    axes = tuple(sorted(axes))
+    if not axes:
+        return statistics
     kind, found = jax.lax.pmax(statistics.kind, axes), statistics.range
     if found is None:
         return Statistics(kind, None)

@@ -447,7 +447,7 @@ HEALTHY = {
     "confident softmax": (confident_softmax, PARAMS, X * 3),
     "dropout": (dropout, PARAMS, X, jax.random.key(0)),
     "sparse embedding": (sparse_embedding, random_array(512, 8), jnp.arange(4)),
-    "bias before normalization": (bias_before_normalization, PARAMS | {"bias": jnp.zeros(16)}, X),
+    "bias before normalization": (bias_before_normalization, PARAMS | {"bias": jnp.zeros((1, 16))}, X),
 }
 
 
@@ -460,3 +460,307 @@ def test_healthy_program_gives_no_alarm(program):
     low, high = report.scales()
     assert low <= 2.0**4
     assert high / low >= 2.0**14
+
+
+# --- what a report says
+
+
+def named(report, **fields):
+    """Returns the rows that have these values."""
+    return [row for row in report.rows if all(getattr(row, name) == value for name, value in fields.items())]
+
+
+def swiglu(params, x):
+    half, x = jmpscale.cast((params, x), F16)
+    gate, up = x @ half["q"], x @ half["k"]
+    hidden = jax.nn.silu(gate) * up  # the product
+    return squared_error(hidden @ half["v"])
+
+
+def test_forward_overflow_is_named_first_with_its_line():
+    report = jmpscale.range_report(swiglu)(jmpscale.dynamic(), PARAMS, X * 300)
+    assert report.scales() is None
+    line = line_of(swiglu, "the product")
+    assert re.match(
+        rf"The forward pass overflows: mul at {re.escape(line)} reaches [\d.e+]+, and the largest number of float16 is "
+        r"65504\. A loss scale cannot prevent that: keep this line in float32\.",
+        first_line(report),
+    )
+    table = report.describe().splitlines()
+    (header,) = [i for i, text in enumerate(table) if text.startswith("result ")]
+    assert table[header + 1].startswith(f"mul, {line}")
+
+
+def small_and_large(w, x):
+    small = jnp.sum((w.astype(F16) * F16(2.0**-20)).astype(jnp.float32)) * 2.0**-30  # small
+    large = jnp.sum((x.astype(F16) * F16(2.0**10)).astype(jnp.float32)) * 2.0**10  # large
+    return small + large
+
+
+def test_no_scale_fits_two_results():
+    report = jmpscale.range_report(small_and_large, argnums=(0, 1))(jmpscale.dynamic(), PARAMS["q"], PARAMS["k"])
+    low, high = report.scales()
+    assert low > high
+    assert re.fullmatch(
+        rf"No loss scale fits: \w+ at {re.escape(line_of(small_and_large, '# small'))} underflows below 2\^25, and \w+ "
+        rf"at {re.escape(line_of(small_and_large, '# large'))} overflows above 2\^-5\. Keep one of them in float32\.",
+        first_line(report),
+    )
+
+
+def test_scale_below_the_range():
+    report = jmpscale.range_report(lambda p, x: mlp(p, x) * 2.0**-20)(jmpscale.static(1.0), PARAMS, X)
+    low, _ = report.scales()
+    assert low > 1
+    assert re.search(rf"which is too small: .* underflows below 2\^{math.log2(low):.0f}\. Set min_scale", first_line(report))
+    assert max(row.underflow for row in report.rows if row.scaled) > 0.01
+
+
+def empty_row(params, x):
+    half, x = jmpscale.cast((params, x), F16)
+    valid = jnp.arange(len(x)) >= len(x)
+    scores = jnp.where(valid[None, :], (x @ half["q"]) @ (x @ half["k"]).T, -1e9)
+    weights = jax.nn.softmax(scores)  # not finite
+    return squared_error(weights @ x)
+
+
+def test_loss_that_is_not_finite_names_the_line():
+    report = jmpscale.range_report(empty_row)(jmpscale.dynamic(), PARAMS, X)
+    assert report.scales() is None
+    assert first_line(report).startswith(f"The result of sub at {line_of(empty_row, '# not finite')} is not finite")
+    assert "a softmax over a row that is masked everywhere" in first_line(report)
+
+
+def test_constant_epsilon_that_float16_rounds_to_zero():
+    def normalized(x):
+        x = x.astype(F16)
+        return squared_error(x / (jnp.abs(x) + F16(1e-9)))
+
+    report = jmpscale.range_report(normalized)(jmpscale.dynamic(), jnp.zeros(3))
+    assert first_line(report).startswith(f"The result of div at {line_of(normalized, 'return')} is not finite")
+
+
+def test_program_in_float32():
+    report = jmpscale.range_report(plain_mlp)(jmpscale.dynamic(), PARAMS, X)
+    assert report.rows == ()
+    assert report.scales() == (2.0**-126, 2.0**126)
+    assert report.describe() == (
+        "The program computes in float32: it holds no result in half precision, and needs no loss scale. "
+        "jmpscale.autocast runs its matmuls in half precision."
+    )
+
+
+def test_program_in_bfloat16():
+    report = jmpscale.range_report(jmpscale.autocast(plain_mlp, jnp.bfloat16))(jmpscale.dynamic(), PARAMS, X)
+    assert report.rows
+    assert first_line(report) == "The backward pass holds no result in float16, and needs no loss scale."
+
+
+def layers(params, x):
+    """Layers of different size, the third of which has the largest result."""
+    w = jnp.stack([params["q"] * factor for factor in (1, 2, 64, 0.5)]).astype(F16)
+    return squared_error(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x.astype(F16), w)[0])
+
+
+def test_scan_has_one_row_for_all_steps_with_the_worst_one():
+    report = jmpscale.range_report(layers)(jmpscale.dynamic(), PARAMS, X)
+    (row,) = named(report, operation="dot_general", backward=False)
+    assert row.step == 2
+    assert row.line == line_of(layers, "lax.scan")
+    sizes = [row.size for row in named(report, operation="dot_general", backward=True)]
+    assert sorted(sizes) == [64, 128]
+    assert "step" in report.describe().splitlines()[1].split()
+
+
+def test_while_loop_has_one_row_for_all_steps():
+    report = jmpscale.range_report(counted)(jmpscale.dynamic(), PARAMS, X * 3)
+    rows = [row for row in named(report, operation="dot_general", backward=False) if row.step is not None]
+    assert [row.step for row in rows] == [0]
+
+
+def branches(params, x, flag):
+    half, x = jmpscale.cast((params, x), F16)
+    large = lambda x: x @ half["q"] * F16(60000)
+    small = lambda x: x @ half["k"]
+    return squared_error(jax.lax.cond(flag, large, small, x))
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_cond_reports_the_branch_taken(flag):
+    report = jmpscale.range_report(branches)(jmpscale.dynamic(), PARAMS, X, jnp.asarray(flag))
+    line = line_of(branches, "large =" if flag else "small =")
+    other = line_of(branches, "small =" if flag else "large =")
+    assert any(row.line == line for row in report.rows)
+    assert not any(row.line == other for row in report.rows)
+    assert (report.scales() is None) == flag
+
+
+def test_values_computed_again_in_the_backward_pass_do_not_scale():
+    def loss(params, x):
+        half, x = jmpscale.cast((params, x), F16)
+        block = jax.checkpoint(lambda x: jnp.tanh(x @ half["q"]) * F16(30))
+        return squared_error(block(block(x)))
+
+    reports = [jmpscale.range_report(loss)(jmpscale.static(scale), PARAMS, X) for scale in (1.0, 2.0**10)]
+    pairs = list(zip(*(report.rows for report in reports), strict=True))
+    assert all(large.max_abs == small.max_abs * (2**10 if small.scaled else 1) for small, large in pairs)
+    again = named(reports[0], operation="tanh", backward=True)
+    assert len(again) == 2
+    assert not any(row.scaled for row in again)
+    assert reports[0].scales() == reports[1].scales()
+
+
+def test_scale_of_loss_scaled_is_a_constant_factor():
+    report = jmpscale.range_report(jmpscale.loss_scaled(mlp, 2.0**8))(jmpscale.static(1.0), PARAMS, X)
+    plain = jmpscale.range_report(mlp)(jmpscale.static(2.0**8), PARAMS, X)
+    assert report.scales() == tuple(scale / 2**8 for scale in plain.scales())
+
+
+def test_lines_and_modules_of_frameworks():
+    report = jmpscale.range_report(linen_loss)(jmpscale.dynamic(), LINEN, X)
+    rows = named(report, operation="dot_general")
+    assert {row.module for row in rows} == {"Linen/hidden", "Linen/readout"}
+    hidden = {row.line for row in rows if row.module == "Linen/hidden"}
+    assert hidden == {line_of(Linen.__call__, "hidden").replace("(", "(Linen.")}
+    assert {(row.backward, row.scaled) for row in rows} == {(False, False), (True, True)}
+
+
+def test_named_scopes_are_modules():
+    def loss(params, x):
+        with jax.named_scope("outer"):
+            return jax.jit(inner)(params, x)
+
+    def inner(params, x):
+        with jax.named_scope("inner"):
+            return squared_error(x.astype(F16) @ params["q"].astype(F16))
+
+    report = jmpscale.range_report(loss)(jmpscale.dynamic(), PARAMS, X)
+    assert {row.module for row in named(report, operation="dot_general")} == {"outer/inner"}
+
+
+def careless(params, x):
+    logits = x.astype(F16) @ params["first"].astype(F16)
+    weights = jnp.exp(logits)  # exponential
+    total = jax.lax.reduce_sum(jnp.ones((64, 64), F16), axes=(0, 1))  # long sum
+    rest = jnp.mean(x @ params["q"]) + jnp.mean(jnp.dot(x, params["k"], precision="highest"))  # matmul
+    return jnp.mean((jnp.log(weights) / F16(3)).astype(jnp.float32)) + total.astype(jnp.float32) + rest
+
+
+def test_sensitive_operations_and_wide_matmuls_are_listed_by_line():
+    report = jmpscale.range_report(careless)(jmpscale.dynamic(), PARAMS, X)
+    assert dict(report.sensitive) == {
+        line_of(careless, "# exponential"): ("exp",),
+        line_of(careless, "# long sum"): ("reduce_sum",),
+        line_of(careless, "jnp.log"): ("log",),
+    }
+    assert report.float32_matmuls == (line_of(careless, "# matmul"),)
+    text = report.describe()
+    assert f"compute them in float32:\n  {line_of(careless, '# exponential')}: exp\n" in text
+    assert f"These lines have matmuls in float32:\n  {line_of(careless, '# matmul')}\n" in text
+
+
+def test_kernels_run_in_their_own_dtype_and_are_named():
+    def kernel(x, y):
+        y[...] = x[...] * 2
+
+    def loss(w):
+        double = pallas.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((8, 8), F16), interpret=True)
+        return squared_error(w.astype(F16)) + squared_error(double(jax.lax.stop_gradient(w.astype(F16))))
+
+    report = jmpscale.range_report(loss)(jmpscale.dynamic(), PARAMS["q"])
+    (entry,) = report.not_entered
+    assert entry == f"{line_of(loss, 'double(')}: pallas_call"
+    assert report.describe().splitlines()[-1] == f"  {entry}"
+    assert report.scales() is not None
+
+
+def test_callback_receives_its_own_dtype():
+    received = []
+
+    def loss(w):
+        jax.debug.callback(lambda x: received.append(x.dtype), w.astype(F16))
+        return squared_error(w.astype(F16))
+
+    jmpscale.range_report(loss)(jmpscale.dynamic(), PARAMS["q"])
+    jax.effects_barrier()
+    assert received == [F16]
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_report_changes_no_nnx_object_and_compiles_one_program():
+    model = Nnx(nnx.Rngs(0))
+    mean = model.norm.mean[...]
+    report = jmpscale.range_report(nnx_loss, transform=nnx.value_and_grad)
+    with count_compilations() as compilations:
+        report(jmpscale.dynamic(), model, X)
+    assert model.norm.mean[...] is mean
+    assert len(compilations) == 1
+
+
+def test_report_takes_any_tree_with_a_scaler():
+    tx = jmpscale.with_loss_scaling(optax.sgd(1.0), jmpscale.dynamic(2.0**12))
+    assert jmpscale.range_report(mlp)(tx.init(PARAMS), PARAMS, X).scale == 2.0**12
+    assert jmpscale.range_report(mlp)(jmpscale.disabled(), PARAMS, X).scale == 1.0
+
+
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+def test_sharded_arrays(axis_type):
+    mesh = meshes.make_mesh(getattr(jax.sharding.AxisType, axis_type), data=4)
+    x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data")))
+    params = jax.device_put(PARAMS, jax.NamedSharding(mesh, jax.P()))
+    with jax.set_mesh(mesh):
+        sharded = jmpscale.range_report(mlp)(jmpscale.dynamic(), params, x)
+    plain = jmpscale.range_report(mlp)(jmpscale.dynamic(), PARAMS, X)
+    assert sharded.scales() == plain.scales()
+    found, expected = ([row.max_abs for row in report.rows] for report in (sharded, plain))
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
+# --- wrong calls
+
+
+def donated():
+    w = jnp.ones(3)
+    jax.jit(lambda w: w + 1, donate_argnums=0)(w)
+    return w
+
+
+WRONG = {
+    "fun is not callable": (lambda: jmpscale.range_report(3.0), TypeError, "fun must be the loss function, got 3.0. The scaler"),
+    "no scaler": (
+        lambda: jmpscale.range_report(mlp)(PARAMS, X),
+        ValueError,
+        "scaler must contain exactly one ScalerState, found 0 in a dict. Call range_report(loss_fn)(scaler, params",
+    ),
+    "batch of scalers": (
+        lambda: jmpscale.range_report(mlp)(jax.tree.map(lambda x: jnp.stack([x] * 3), jmpscale.dynamic()), PARAMS, X),
+        ValueError,
+        "scaler must hold one scaler, got a batch with loss_scale of shape (3,).",
+    ),
+    "abstract argument": (
+        lambda: jmpscale.range_report(mlp)(jmpscale.dynamic(), PARAMS, jax.ShapeDtypeStruct((2, 8), F16)),
+        TypeError,
+        "args must hold arrays with values, got float16[2, 8] without values at args[1]. Call range_report outside of",
+    ),
+    "traced argument": (
+        lambda: jax.jit(lambda x: jmpscale.range_report(mlp)(jmpscale.dynamic(), PARAMS, x).scale)(X),
+        TypeError,
+        "args must hold arrays with values, got float32[16, 8] without values at args[1]. Call range_report outside of",
+    ),
+    "donated argument": (
+        lambda: jmpscale.range_report(jnp.sum)(jmpscale.dynamic(), {"w": donated()}),
+        ValueError,
+        "args must hold arrays with values, got a deleted float32[3] at args[0]['w']. It was donated to a compiled",
+    ),
+    "limit": (
+        lambda: jmpscale.range_report(jnp.sum)(jmpscale.dynamic(), jnp.ones(3)).describe(0),
+        ValueError,
+        "limit must be between 1 and",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_call_raises(call, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        call()
