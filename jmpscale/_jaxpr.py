@@ -159,6 +159,24 @@ def called_jaxpr(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, list[Any]] | None:
     return None
 
 
+def split_scan_inputs(eqn: core.JaxprEqn, inputs: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+    """Splits the inputs of a scan into constants, the carry, and sequences.
+
+    The parameters with these numbers differ between versions of JAX. Inside the body, sequences have one axis less.
+    """
+    body = eqn.params["jaxpr"].jaxpr
+    pairs = zip(eqn.invars, body.invars, strict=True)
+    last = sum(len(outer.aval.shape) == len(inner.aval.shape) for outer, inner in pairs)
+    first = last - scan_carry_size(eqn)
+    return list(inputs[:first]), list(inputs[first:last]), list(inputs[last:])
+
+
+def scan_carry_size(eqn: core.JaxprEqn) -> int:
+    """Returns the number of values in the carry of a scan."""
+    pairs = zip(eqn.outvars, eqn.params["jaxpr"].jaxpr.outvars, strict=True)
+    return sum(len(outer.aval.shape) == len(inner.aval.shape) for outer, inner in pairs)
+
+
 def evaluate_equation(eqn: core.JaxprEqn, params: dict[str, Any], values: Sequence[Any]) -> list[Any]:
     """Computes the results of an equation from values and parameters that may differ in dtype from its own.
 

@@ -24,7 +24,7 @@ from jax.sharding import AxisType
 
 from jmpscale._autocast import MATMULS, is_float32_matmul, keeps_precision
 from jmpscale._axes import varying_axes
-from jmpscale._jaxpr import evaluate_equation, called_jaxpr
+from jmpscale._jaxpr import called_jaxpr, evaluate_equation, split_scan_inputs
 from jmpscale._tree import PyTree, is_traced
 
 Function: TypeAlias = Callable[..., Any]
@@ -34,7 +34,15 @@ _ROUNDING = 2.0**-12  # the relative error of a value in float16
 
 # Results of these primitives consist of values that exist already, and are not recorded again.
 _MOVES = {"all_gather", "all_to_all", "broadcast_in_dim", "concatenate", "copy", "copy_p", "device_put"}
-_MOVES |= {"dynamic_slice", "dynamic_update_slice", "expand_dims", "gather", "mesh_cast", "name", "optimization_barrier"}
+_MOVES |= {
+    "dynamic_slice",
+    "dynamic_update_slice",
+    "expand_dims",
+    "gather",
+    "mesh_cast",
+    "name",
+    "optimization_barrier",
+}
 _MOVES |= {"pad", "pbroadcast", "pcast", "ppermute", "pvary", "reshape", "reshard", "rev", "scatter", "select_n"}
 _MOVES |= {"sharding_constraint", "slice", "split", "squeeze", "stack", "stop_gradient", "tile"}
 _MOVES |= {"transpose", "unstack"}
@@ -223,7 +231,7 @@ def _degrees(jaxpr: core.Jaxpr, inputs: Sequence[int]) -> list[int]:
 def _equation_degrees(eqn: core.JaxprEqn, inputs: Sequence[int]) -> list[int]:
     name, params = eqn.primitive.name, eqn.params
     if name == "scan":
-        return _scan_degrees(params, inputs)[1]
+        return _scan_degrees(eqn, inputs)[1]
     if name == "while":
         return _while_degrees(params, inputs)
     if name == "cond":
@@ -233,15 +241,16 @@ def _equation_degrees(eqn: core.JaxprEqn, inputs: Sequence[int]) -> list[int]:
     return _degree(eqn, inputs) if inner is None else _degrees(inner[0], inputs)
 
 
-def _scan_degrees(params: dict[str, Any], inputs: Sequence[int]) -> tuple[list[int], list[int]]:
+def _scan_degrees(eqn: core.JaxprEqn, inputs: Sequence[int]) -> tuple[list[int], list[int]]:
     """Returns the degrees of the inputs of a scan's body, and of the scan's outputs."""
-    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+    consts, carry, xs = split_scan_inputs(eqn, inputs)
 
     def body(carry: list[int]) -> list[int]:
-        return _degrees(params["jaxpr"].jaxpr, [*inputs[:first], *carry, *inputs[last:]])
+        return _degrees(eqn.params["jaxpr"].jaxpr, [*consts, *carry, *xs])
 
-    carry = _fixed_point(lambda carry: body(carry)[: last - first], list(inputs[first:last]))
-    return [*inputs[:first], *carry, *inputs[last:]], [*carry, *body(carry)[last - first :]]
+    size = len(carry)
+    carry = _fixed_point(lambda carry: body(carry)[:size], carry)
+    return [*consts, *carry, *xs], [*carry, *body(carry)[size:]]
 
 
 def _while_degrees(params: dict[str, Any], inputs: Sequence[int]) -> list[int]:
@@ -317,9 +326,8 @@ class Evaluation:
 
     def _scan(self, eqn: core.JaxprEqn, inputs: list[Any], degrees: list[int], place: Place) -> Outputs:
         params, closed = eqn.params, eqn.params["jaxpr"]
-        first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
-        consts, carry, xs = inputs[:first], inputs[first:last], inputs[last:]
-        inner_degrees, _ = _scan_degrees(params, degrees)
+        consts, carry, xs = split_scan_inputs(eqn, inputs)
+        inner_degrees, _ = _scan_degrees(eqn, degrees)
 
         def body(carry: list[Any], index: jax.Array, x: list[Any], consts: list[Any]) -> Any:
             outputs, statistics = self.run(closed.jaxpr, closed.consts, [*consts, *carry, *x], inner_degrees, place)
@@ -445,9 +453,7 @@ class Evaluation:
             return [_widen(x) for x in evaluate_equation(eqn, params, narrow)]
 
     def _note_opaque(self, eqn: core.JaxprEqn, has_narrow: bool, place: Place) -> None:
-        holds_program = any(
-            isinstance(value, (core.Jaxpr, core.ClosedJaxpr)) for value in eqn.params.values()
-        )
+        holds_program = any(isinstance(value, (core.Jaxpr, core.ClosedJaxpr)) for value in eqn.params.values())
         if has_narrow or holds_program or "call" in eqn.primitive.name:
             self.opaque[f"{_line(eqn, place)}: {eqn.primitive.name}"] = None
 
@@ -498,7 +504,10 @@ def _widen_params(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _widen_reducer(jaxpr: core.Jaxpr, consts: Sequence[Any]) -> core.ClosedJaxpr:
-    args = [jax.ShapeDtypeStruct(x.aval.shape, np.float32 if _is_narrow_float(x.aval) else x.aval.dtype) for x in jaxpr.invars]
+    args = [
+        jax.ShapeDtypeStruct(x.aval.shape, np.float32 if _is_narrow_float(x.aval) else x.aval.dtype)
+        for x in jaxpr.invars
+    ]
     return jax.make_jaxpr(lambda *args: Evaluation().run(jaxpr, consts, args, [0] * len(args), Place())[0])(*args)
 
 
@@ -536,8 +545,7 @@ def _with_saturated_masks(eqn: core.JaxprEqn, inputs: list[Any], x: jax.Array) -
     A mask is a value of -inf or about the dtype's lowest number, to which scores may be added; or a lower number, such
     as -1e9, that is the same in all masked positions.
     """
-    (aval,) = (v.aval for v in eqn.outvars) if len(eqn.outvars) == 1 else (eqn.outvars[0].aval,)
-    limit = np.float32(jnp.finfo(aval.dtype).max)
+    limit = np.float32(jnp.finfo(eqn.outvars[0].aval.dtype).max)
     masked = jnp.zeros((), bool)
     for variable, operand in zip(eqn.invars, inputs, strict=True):
         if _is_half(variable.aval) and jnp.shape(operand) in ((), x.shape) and eqn.primitive.name not in MATMULS:
@@ -548,7 +556,7 @@ def _with_saturated_masks(eqn: core.JaxprEqn, inputs: list[Any], x: jax.Array) -
         is_mask = (overflows == (x == fill)).all() & (overflows.sum() > 1) & (x.max(initial=0) <= limit)
         masked = masked | (overflows & is_mask)
     saturated = jnp.where(masked & (x < -limit), -np.float32(np.inf), x)
-    return saturated, jnp.where(masked, np.float32(0), x)
+    return saturated, jnp.where(masked & jnp.logical_not(jnp.isnan(x)), np.float32(0), x)
 
 
 # --- source lines and names

@@ -113,7 +113,11 @@ def _make_row(site: Site, statistics: Statistics, scale: float) -> RangeRow:
     found = statistics.range
     assert found is not None
     scale = scale if site.scaled else 1.0
-    counts, max_abs, limits = np.asarray(found.counts, np.float64), float(found.max_abs) * scale, _limits(site.dtype.name)
+    counts, max_abs, limits = (
+        np.asarray(found.counts, np.float64),
+        float(found.max_abs) * scale,
+        _limits(site.dtype.name),
+    )
     exponents = _EXPONENTS + round(math.log2(scale))
     norms = counts * _NORMS
     total = norms.sum() or 1.0
@@ -247,7 +251,9 @@ class RangeReport:
         above = f"{highest.name} overflows above {_format_scale(high)}"
         if low > high:
             return f"No loss scale fits: {below}, and {above}. Keep one of them in float32."
-        text = f"Loss scales from {_format_scale(low)} to {_format_scale(high)} fit; yours is {_format_scale(self.scale)}"
+        text = (
+            f"Loss scales from {_format_scale(low)} to {_format_scale(high)} fit; yours is {_format_scale(self.scale)}"
+        )
         if self.scale > high:
             return f"{text}, which is too large: {above}. Set max_scale, or a static scale, to {_format_scale(high)}."
         if self.scale < low:
@@ -267,7 +273,9 @@ class RangeReport:
         shown = [self.rows[i] for i in order[:limit]]
         table = [header, *map(_cells, shown)]
         if any(row.step is not None for row in shown):
-            for cells, step in zip(table, ["step", *("" if r.step is None else str(r.step) for r in shown)], strict=True):
+            for cells, step in zip(
+                table, ["step", *("" if r.step is None else str(r.step) for r in shown)], strict=True
+            ):
                 cells.append(step)
         return format_table(table)
 

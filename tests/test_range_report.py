@@ -16,7 +16,7 @@ from jax.experimental import pallas
 from jax.extend import core
 
 import jmpscale
-from jmpscale._jaxpr import called_jaxpr, evaluate_equation
+from jmpscale._jaxpr import called_jaxpr, evaluate_equation, split_scan_inputs
 
 import meshes
 from compiling import count_compilations
@@ -83,7 +83,9 @@ def convolution(params, x):
     images, kernel = x.reshape(2, 8, 8, 1).astype(F16), params["kernel"].astype(F16)
     layout = ("NHWC", "HWIO", "NHWC")
     hidden = jax.nn.relu(jax.lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=layout))
-    return squared_error(jax.lax.reduce_window(hidden, -np.float16(np.inf), jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "SAME"))
+    return squared_error(
+        jax.lax.reduce_window(hidden, -np.float16(np.inf), jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "SAME")
+    )
 
 
 def checkpointed(params, x):
@@ -266,7 +268,7 @@ def first_non_finite(gradients, scale):
             inputs = [jnp.asarray(read(x)) for x in eqn.invars]
             inner = called_jaxpr(eqn)
             if eqn.primitive.name == "scan":
-                outputs = run_scan(eqn.params, inputs)
+                outputs = run_scan(eqn, inputs)
             elif inner and eqn.primitive.name != "shard_map":
                 outputs = run(*inner, inputs)
             else:
@@ -278,9 +280,9 @@ def first_non_finite(gradients, scale):
             values.update(zip(eqn.outvars, outputs, strict=True))
         return [read(x) for x in jaxpr.outvars]
 
-    def run_scan(params, inputs):
-        first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
-        consts, carry, xs = inputs[:first], inputs[first:last], inputs[last:]
+    def run_scan(eqn, inputs):
+        params = eqn.params
+        consts, carry, xs = split_scan_inputs(eqn, inputs)
         order = range(params["length"])
         ys = {}
         for i in reversed(order) if params["reverse"] else order:
@@ -512,7 +514,9 @@ def test_scale_below_the_range():
     report = jmpscale.range_report(lambda p, x: mlp(p, x) * 2.0**-20)(jmpscale.static(1.0), PARAMS, X)
     low, _ = report.scales()
     assert low > 1
-    assert re.search(rf"which is too small: .* underflows below 2\^{math.log2(low):.0f}\. Set min_scale", first_line(report))
+    assert re.search(
+        rf"which is too small: .* underflows below 2\^{math.log2(low):.0f}\. Set min_scale", first_line(report)
+    )
     assert max(row.underflow for row in report.rows if row.scaled) > 0.01
 
 
@@ -726,7 +730,11 @@ def donated():
 
 
 WRONG = {
-    "fun is not callable": (lambda: jmpscale.range_report(3.0), TypeError, "fun must be the loss function, got 3.0. The scaler"),
+    "fun is not callable": (
+        lambda: jmpscale.range_report(3.0),
+        TypeError,
+        "fun must be the loss function, got 3.0. The scaler",
+    ),
     "no scaler": (
         lambda: jmpscale.range_report(mlp)(PARAMS, X),
         ValueError,
