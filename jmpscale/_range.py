@@ -104,9 +104,18 @@ class RangeRow:
         """The power of two that is the smallest scale at which little of the result underflows."""
         if not self.counts.any():
             return -math.inf
-        norms = np.cumsum(self.counts * _NORMS)
-        smallest = int(np.searchsorted(norms, MAX_UNDERFLOW * norms[-1], side="right"))
-        return _limits(self.dtype).underflow - float(_EXPONENTS[smallest])
+        norms = self.counts * _NORMS
+        return _limits(self.dtype).underflow - _quantile(norms, MAX_UNDERFLOW)
+
+    def percentile_power(self, fraction: float) -> int:
+        """Returns the power of two below which a fraction of the nonzero magnitudes lies, at a scale of 1."""
+        return _quantile(self.counts, fraction)
+
+
+def _quantile(weights: np.ndarray, fraction: float) -> int:
+    """Returns the largest exponent such that all smaller ones have at most a fraction of the total weight."""
+    sums = np.cumsum(weights)
+    return int(_EXPONENTS[np.searchsorted(sums, fraction * sums[-1], side="right")])
 
 
 def _make_row(site: Site, statistics: Statistics, scale: float) -> RangeRow:
@@ -247,17 +256,17 @@ class RangeReport:
         lowest = max(scaled, key=lambda row: row.smallest_power)
         highest = min(scaled, key=lambda row: row.largest_power)
         low, high = (_power(lowest.smallest_power), _power(highest.largest_power))
-        below = f"{lowest.name} underflows below {_format_scale(low)}"
-        above = f"{highest.name} overflows above {_format_scale(high)}"
+        below = f"{lowest.name} underflows below {format_scale(low)}"
+        above = f"{highest.name} overflows above {format_scale(high)}"
         if low > high:
             return f"No loss scale fits: {below}, and {above}. Keep one of them in float32."
-        text = (
-            f"Loss scales from {_format_scale(low)} to {_format_scale(high)} fit; yours is {_format_scale(self.scale)}"
-        )
+        text = f"Loss scales from {format_scale(low)} to {format_scale(high)} fit; yours is {format_scale(self.scale)}"
         if self.scale > high:
-            return f"{text}, which is too large: {above}. Set max_scale, or a static scale, to {_format_scale(high)}."
+            return f"{text}, which is too large: {above}. A dynamic scale backs off; decrease a static scale."
         if self.scale < low:
-            return f"{text}, which is too small: {below}. Set min_scale, or a static scale, to {_format_scale(low)}."
+            return (
+                f"{text}, which is too small: {below}. A dynamic scale grows up to max_scale; increase a static scale."
+            )
         return f"{text}."
 
     def _remarks(self) -> list[str]:
@@ -280,7 +289,7 @@ class RangeReport:
         return format_table(table)
 
 
-def _format_scale(scale: float) -> str:
+def format_scale(scale: float) -> str:
     """Formats a loss scale, as a power of two if it is one."""
     mantissa, exponent = math.frexp(scale)
     return f"2^{exponent - 1}" if mantissa == 0.5 else format_number(scale)

@@ -515,7 +515,7 @@ def test_scale_below_the_range():
     low, _ = report.scales()
     assert low > 1
     assert re.search(
-        rf"which is too small: .* underflows below 2\^{math.log2(low):.0f}\. Set min_scale", first_line(report)
+        rf"which is too small: .* underflows below 2\^{math.log2(low):.0f}\. A dynamic scale grows", first_line(report)
     )
     assert max(row.underflow for row in report.rows if row.scaled) > 0.01
 
