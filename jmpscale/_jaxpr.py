@@ -146,6 +146,11 @@ def _is_jaxpr(value: object) -> TypeGuard[Jaxpr]:
     return isinstance(value, (core.Jaxpr, core.ClosedJaxpr))
 
 
+def type_of(x: Any) -> Any:
+    """Returns the type of a variable or literal: an object with a shape and a dtype, if the value is an array."""
+    return x.aval
+
+
 def called_jaxpr(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, list[Any]] | None:
     """Returns the jaxpr that an equation calls with its operands, and the jaxpr's constants; None if there is none."""
     if eqn.primitive.name not in _CALLS:
@@ -166,7 +171,7 @@ def split_scan_inputs(eqn: core.JaxprEqn, inputs: Sequence[T]) -> tuple[list[T],
     """
     body = eqn.params["jaxpr"].jaxpr
     pairs = zip(eqn.invars, body.invars, strict=True)
-    last = sum(len(outer.aval.shape) == len(inner.aval.shape) for outer, inner in pairs)
+    last = sum(len(type_of(outer).shape) == len(type_of(inner).shape) for outer, inner in pairs)
     first = last - scan_carry_size(eqn)
     return list(inputs[:first]), list(inputs[first:last]), list(inputs[last:])
 
@@ -174,7 +179,7 @@ def split_scan_inputs(eqn: core.JaxprEqn, inputs: Sequence[T]) -> tuple[list[T],
 def scan_carry_size(eqn: core.JaxprEqn) -> int:
     """Returns the number of values in the carry of a scan."""
     pairs = zip(eqn.outvars, eqn.params["jaxpr"].jaxpr.outvars, strict=True)
-    return sum(len(outer.aval.shape) == len(inner.aval.shape) for outer, inner in pairs)
+    return sum(len(type_of(outer).shape) == len(type_of(inner).shape) for outer, inner in pairs)
 
 
 def evaluate_equation(eqn: core.JaxprEqn, params: dict[str, Any], values: Sequence[Any]) -> list[Any]:
@@ -183,7 +188,8 @@ def evaluate_equation(eqn: core.JaxprEqn, params: dict[str, Any], values: Sequen
     The operation keeps its mesh, named scopes and source line. How a primitive is called differs between versions of
     JAX, so a jaxpr with this equation alone is evaluated.
     """
-    inputs, outputs = ([core.Var(x.aval) for x in variables] for variables in (eqn.invars, eqn.outvars))
+    inputs: list[Any] = [core.Var(x.aval) for x in eqn.invars]
+    outputs = [core.Var(x.aval) for x in eqn.outvars]
     single = eqn.replace(invars=inputs, outvars=outputs, params=params)
     jaxpr = _empty_jaxpr().replace(invars=inputs, outvars=outputs, eqns=[single])
     return jax.core.eval_jaxpr(jaxpr, (), *values)

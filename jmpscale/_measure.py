@@ -7,7 +7,6 @@ the result is proportional to the loss scale.
 
 import collections
 import contextlib
-import dataclasses
 import functools
 import math
 import pathlib
@@ -24,7 +23,7 @@ from jax.sharding import AxisType
 
 from jmpscale._autocast import MATMULS, is_float32_matmul, keeps_precision
 from jmpscale._axes import varying_axes
-from jmpscale._jaxpr import called_jaxpr, evaluate_equation, split_scan_inputs
+from jmpscale._jaxpr import called_jaxpr, evaluate_equation, split_scan_inputs, type_of
 from jmpscale._tree import PyTree, is_traced
 
 Function: TypeAlias = Callable[..., Any]
@@ -62,6 +61,9 @@ _KNOWN |= {"mesh_cast", "pbroadcast", "pcast", "psum2", "psum_invariant", "pvary
 _KNOWN -= {"bitcast_convert_type", "nextafter", "reduce_precision", "custom_linear_solve", "custom_lin"}
 _KNOWN -= {"rng_bit_generator", "rng_uniform", "random_bits"}
 _DTYPE_PARAMETERS = ("new_dtype", "dtype", "preferred_element_type", "accum_dtype", "out_dtype")
+
+
+_PVARY = None if hasattr(jax.lax, "pcast") else getattr(jax.lax, "pvary", None)
 
 
 # --- what is recorded
@@ -151,7 +153,8 @@ def _measure(x: jax.Array, in_half: bool) -> Statistics:
     mesh = jax.typeof(x).sharding.mesh
     if any(kind == AxisType.Explicit for kind in mesh.axis_types):
         # With Explicit axes JAX would require the sharding of each intermediate array.
-        return jax.sharding.auto_axes(measure, out_sharding=jax.P())(x)
+        in_auto_mode: Any = jax.sharding.auto_axes(measure, out_sharding=jax.P())
+        return in_auto_mode(x)
     return _varying(measure(x), varying_axes(x))
 
 
@@ -162,8 +165,8 @@ def _varying(statistics: Statistics, axes: Collection[str]) -> Statistics:
         missing = tuple(sorted(set(axes) - varying_axes(x)))
         if not missing:
             return x
-        # JAX has renamed the function.
-        return jax.lax.pcast(x, missing, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, missing)
+        # JAX has replaced jax.lax.pvary by pcast.
+        return _PVARY(x, missing) if _PVARY else jax.lax.pcast(x, missing, to="varying")
 
     return jax.tree.map(vary, statistics)
 
@@ -213,7 +216,7 @@ def _degree(eqn: core.JaxprEqn, degrees: Sequence[int]) -> list[int]:
         found = min(max(degrees[0] - degrees[1], -1), 1)
     else:
         found = _largest_degree(degrees)
-    return [found if _is_floating(x.aval) else 0 for x in eqn.outvars]
+    return [found if _is_floating(type_of(x)) else 0 for x in eqn.outvars]
 
 
 def _degrees(jaxpr: core.Jaxpr, inputs: Sequence[int]) -> list[int]:
@@ -418,29 +421,29 @@ class Evaluation:
         outputs = self._compute(eqn, inputs, place)
         if eqn.primitive.name in _MOVES or _are_constants(inputs):
             return outputs, []
-        if any(_is_narrow_float(x.aval) for x in (*eqn.invars, *eqn.outvars)):
+        if any(_is_narrow_float(type_of(x)) for x in (*eqn.invars, *eqn.outvars)):
             self._note_sensitive(eqn, degrees, place)
         if eqn.primitive.name in MATMULS:
             self._note_matmul(eqn, place)
         statistics: list[Statistics] = []
         scaled = [degree == 1 for degree in _equation_degrees(eqn, degrees)]
         for i, x in enumerate(eqn.outvars):
-            if not _is_floating(x.aval):
+            if not _is_floating(type_of(x)):
                 continue
-            in_half = _is_half(x.aval)
+            in_half = _is_half(type_of(x))
             counted = outputs[i]
             if in_half and scaled[i]:
                 counted = _without_rounding_errors(eqn, inputs, counted)
             elif in_half:
                 outputs[i], counted = _with_saturated_masks(eqn, inputs, counted)
             statistics.append(_measure(counted, in_half))
-            self.sites.append(_site(eqn, x.aval, scaled[i], place))
+            self.sites.append(_site(eqn, type_of(x), scaled[i], place))
         return outputs, statistics
 
     def _compute(self, eqn: core.JaxprEqn, inputs: list[Any], place: Place) -> list[Any]:
         """Returns the results of an equation, computed in float32 where the program computes in less."""
         params = eqn.params
-        has_narrow = any(_is_narrow_float(x.aval) for x in (*eqn.invars, *eqn.outvars))
+        has_narrow = any(_is_narrow_float(type_of(x)) for x in (*eqn.invars, *eqn.outvars))
         # Constants are as the program holds them: -1e9 is -inf in float16, and 1e-8 is 0.
         is_constant = _are_constants(inputs)
         if has_narrow and not is_constant and eqn.primitive.name in _KNOWN:
@@ -449,7 +452,7 @@ class Evaluation:
         if not is_constant and (has_narrow or eqn.primitive.name not in _KNOWN):
             self._note_opaque(eqn, has_narrow, place)
         with np.errstate(over="ignore"):  # of constants, which NumPy converts
-            narrow = [_narrow(x, variable.aval) for x, variable in zip(inputs, eqn.invars, strict=True)]
+            narrow = [_narrow(x, type_of(variable)) for x, variable in zip(inputs, eqn.invars, strict=True)]
             return [_widen(x) for x in evaluate_equation(eqn, params, narrow)]
 
     def _note_opaque(self, eqn: core.JaxprEqn, has_narrow: bool, place: Place) -> None:
@@ -458,17 +461,17 @@ class Evaluation:
             self.opaque[f"{_line(eqn, place)}: {eqn.primitive.name}"] = None
 
     def _note_sensitive(self, eqn: core.JaxprEqn, degrees: list[int], place: Place) -> None:
-        if any(degrees) or not any(_is_half(x.aval) for x in eqn.outvars):
+        if any(degrees) or not any(_is_half(type_of(x)) for x in eqn.outvars):
             return
         name, (x, *others) = eqn.primitive.name, eqn.invars
-        is_long_sum = name in ("reduce_sum", "cumsum") and x.aval.size >= _LONG_SUM * eqn.outvars[0].aval.size
-        is_long_sum |= name == "cumsum" and x.aval.shape[eqn.params["axis"]] >= _LONG_SUM
+        is_long_sum = name in ("reduce_sum", "cumsum") and type_of(x).size >= _LONG_SUM * type_of(eqn.outvars[0]).size
+        is_long_sum |= name == "cumsum" and type_of(x).shape[eqn.params["axis"]] >= _LONG_SUM
         divides_by_constant = name == "div" and isinstance(others[0], core.Literal)
         if is_long_sum or (name in _SENSITIVE and not divides_by_constant):
             self.sensitive[_line(eqn, place)][name] = None
 
     def _note_matmul(self, eqn: core.JaxprEqn, place: Place) -> None:
-        if _is_half(eqn.invars[0].aval) and _is_half(eqn.invars[1].aval):
+        if _is_half(type_of(eqn.invars[0])) and _is_half(type_of(eqn.invars[1])):
             self.has_half_matmul = True
         elif is_float32_matmul(eqn) and not keeps_precision(eqn.params["precision"]):
             self.wide_matmuls[_line(eqn, place)] = None
@@ -505,7 +508,7 @@ def _widen_params(params: dict[str, Any]) -> dict[str, Any]:
 
 def _widen_reducer(jaxpr: core.Jaxpr, consts: Sequence[Any]) -> core.ClosedJaxpr:
     args = [
-        jax.ShapeDtypeStruct(x.aval.shape, np.float32 if _is_narrow_float(x.aval) else x.aval.dtype)
+        jax.ShapeDtypeStruct(type_of(x).shape, np.float32 if _is_narrow_float(type_of(x)) else type_of(x).dtype)
         for x in jaxpr.invars
     ]
     return jax.make_jaxpr(lambda *args: Evaluation().run(jaxpr, consts, args, [0] * len(args), Place())[0])(*args)
@@ -545,10 +548,10 @@ def _with_saturated_masks(eqn: core.JaxprEqn, inputs: list[Any], x: jax.Array) -
     A mask is a value of -inf or about the dtype's lowest number, to which scores may be added; or a lower number, such
     as -1e9, that is the same in all masked positions.
     """
-    limit = np.float32(jnp.finfo(eqn.outvars[0].aval.dtype).max)
+    limit = np.float32(jnp.finfo(type_of(eqn.outvars[0]).dtype).max)
     masked = jnp.zeros((), bool)
     for variable, operand in zip(eqn.invars, inputs, strict=True):
-        if _is_half(variable.aval) and jnp.shape(operand) in ((), x.shape) and eqn.primitive.name not in MATMULS:
+        if _is_half(type_of(variable)) and jnp.shape(operand) in ((), x.shape) and eqn.primitive.name not in MATMULS:
             masked = masked | (operand <= -limit)
     if eqn.primitive.name in ("convert_element_type", "mul"):
         overflows = x < -limit

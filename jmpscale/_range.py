@@ -260,7 +260,8 @@ class RangeReport:
         above = f"{highest.name} overflows above {format_scale(high)}"
         if low > high:
             return f"No loss scale fits: {below}, and {above}. Keep one of them in float32."
-        text = f"Loss scales from {format_scale(low)} to {format_scale(high)} fit; yours is {format_scale(self.scale)}"
+        fitting = f"Loss scales from {format_scale(low)} to {format_scale(high)} fit"
+        text = f"{fitting}; yours is {format_scale(self.scale)}"
         if self.scale > high:
             return f"{text}, which is too large: {above}. A dynamic scale backs off; decrease a static scale."
         if self.scale < low:
@@ -281,6 +282,8 @@ class RangeReport:
         header = ["result", "module", "pass", "max_abs", "headroom", "overflow", "underflow", "subnormal"]
         shown = [self.rows[i] for i in order[:limit]]
         table = [header, *map(_cells, shown)]
+        if not any(row.module for row in shown):
+            table = [[first, *others] for first, _, *others in table]
         if any(row.step is not None for row in shown):
             for cells, step in zip(
                 table, ["step", *("" if r.step is None else str(r.step) for r in shown)], strict=True
@@ -382,8 +385,8 @@ def range_report(
     """
     if not callable(fun):
         raise TypeError(
-            f"fun must be the loss function, got {describe(fun)}. The scaler is the first argument of the new function: "
-            "range_report(loss_fn)(scaler, params, batch)."
+            f"fun must be the loss function, got {describe(fun)}. The scaler is the first argument of the new "
+            "function: range_report(loss_fn)(scaler, params, batch)."
         )
     differentiate = functools.partial(value_and_grad, argnums=argnums, has_aux=has_aux, transform=transform)
     differentiated = differentiate(fun)  # checks the options
