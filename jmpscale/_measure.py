@@ -69,6 +69,7 @@ _PVARY = None if hasattr(jax.lax, "pcast") else getattr(jax.lax, "pvary", None)
 # --- what is recorded
 
 FINITE, INFINITE, NAN = 0, 1, 2
+POLE = float(np.finfo(np.float32).max)  # the magnitude of a quotient or logarithm whose operand rounds to zero
 
 
 class Site(NamedTuple):
@@ -436,6 +437,7 @@ class Evaluation:
                 counted = _without_rounding_errors(eqn, inputs, counted)
             elif in_half:
                 outputs[i], counted = _with_saturated_masks(eqn, inputs, counted)
+                counted = _with_poles(eqn, inputs, counted)
             statistics.append(_measure(counted, in_half))
             self.sites.append(_site(eqn, type_of(x), scaled[i], place))
         return outputs, statistics
@@ -560,6 +562,17 @@ def _with_saturated_masks(eqn: core.JaxprEqn, inputs: list[Any], x: jax.Array) -
         masked = masked | (overflows & is_mask)
     saturated = jnp.where(masked & (x < -limit), -np.float32(np.inf), x)
     return saturated, jnp.where(masked & jnp.logical_not(jnp.isnan(x)), np.float32(0), x)
+
+
+def _with_poles(eqn: core.JaxprEqn, inputs: list[Any], x: jax.Array) -> jax.Array:
+    """Returns a result of the forward pass that is `POLE` where half precision rounds an operand to zero at a pole."""
+    name = eqn.primitive.name
+    if name not in ("div", "log", "rsqrt") or not _is_half(type_of(eqn.invars[-1])):
+        return x
+    operand = inputs[-1]  # of a quotient, the divisor
+    smallest = float(jnp.finfo(type_of(eqn.invars[-1]).dtype).smallest_subnormal)
+    rounds_to_zero = (operand != 0) & (jnp.abs(operand) < np.float32(smallest / 2))
+    return jnp.where(rounds_to_zero, np.float32(POLE), x)
 
 
 # --- source lines and names

@@ -13,7 +13,7 @@ import numpy as np
 
 from jmpscale._check import check_count, describe, format_number
 from jmpscale._grad import value_and_grad
-from jmpscale._measure import INFINITE, NAN, Evaluation, Place, Site, Statistics
+from jmpscale._measure import INFINITE, NAN, POLE, Evaluation, Place, Site, Statistics
 from jmpscale._report import format_table
 from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerState, static
 from jmpscale._tree import (
@@ -38,8 +38,8 @@ _SHOWN_LINES = 8
 _COMPILER_OPTIONS = {"cpu": {"xla_backend_optimization_level": 0}}
 
 _NOT_FINITE = (
-    "A loss scale cannot prevent that. Common causes are invalid data, a softmax over a row that is masked everywhere, "
-    "an epsilon that float16 rounds to zero, and a derivative such as the derivative of a norm at zero."
+    "Correct this line, or compute it in float32. Common causes are invalid data, a softmax over a row that is masked "
+    "everywhere, an epsilon that float16 rounds to zero, and a derivative such as the derivative of a norm at zero."
 )
 
 
@@ -169,8 +169,8 @@ class RangeReport:
         precision, such as exponentials, logarithms, quotients and long sums.
       float32_matmuls: the lines with matmuls and convolutions in float32.
       has_half_matmuls: whether the program contains matmuls or convolutions in half precision.
-      not_finite: the first operation whose result is not finite although it is computed in float32, and its line, if
-        the loss or a gradient is not finite; otherwise None.
+      not_finite: the first operation with a result that is not finite although it is computed in float32, and its line,
+        if the loss or a gradient is not finite; otherwise None.
       not_entered: the operations that were computed in their own dtype, such as kernels, with their lines.
     """
 
@@ -239,7 +239,7 @@ class RangeReport:
     def _summary(self) -> str:
         """Returns what to do."""
         if self.not_finite:
-            return f"The result of {self.not_finite} is not finite, even if it is computed in float32. {_NOT_FINITE}"
+            return f"The result of {self.not_finite} is not finite at any loss scale. {_NOT_FINITE}"
         if overflows := self._forward_overflows():
             return _describe_forward_overflow(overflows)
         if not self.rows:
@@ -306,10 +306,10 @@ def _power(exponent: float) -> float:
 
 def _describe_forward_overflow(rows: list[RangeRow]) -> str:
     first, lines = rows[0], list(dict.fromkeys(row.line for row in rows))
-    text = (
-        f"The forward pass overflows: {first.name} reaches {first.max_abs:.3g}, and the largest number of {first.dtype} "
-        f"is {float(jnp.finfo(first.dtype).max):g}. A loss scale cannot prevent that"
-    )
+    cause = f"reaches {first.max_abs:.3g}, and the largest number of {first.dtype} is {jnp.finfo(first.dtype).max:g}"
+    if first.max_abs >= POLE:
+        cause = f"is infinite, because {first.dtype} rounds its operand to zero"
+    text = f"The forward pass overflows: {first.name} {cause}. A loss scale cannot prevent that"
     if len(lines) == 1:
         return f"{text}: keep this line in float32."
     others = f" and {len(lines) - 4} others" if len(lines) > 4 else ""

@@ -223,8 +223,7 @@ PROGRAMS = {  # the loss function, the arguments, the options of value_and_grad
     "while": (counted, (PARAMS, X), {}),
     "custom rule": (custom_rule, (PARAMS, X), {}),
 }
-DEFAULT = {"mlp", "attention", "cross-entropy", "scan", "convolution", "remat", "nnx", "equinox", "autocast"}
-DEFAULT |= {"shard_map"}
+DEFAULT = {"mlp", "attention", "equinox", "autocast"}
 
 
 def rows(table, default):
@@ -370,7 +369,7 @@ def train(loss_fn, params, batch, scale, steps=200):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("name", ["regression", pytest.param("attention", marks=pytest.mark.full)])
 def test_training_at_the_smallest_scale_reaches_the_loss_of_float32(name):
     loss_fn, params, batch = TRAINING[name]
     trained, expected = train(loss_fn, params, batch, 1.0)
@@ -452,8 +451,11 @@ HEALTHY = {
 }
 
 
+SHORT = {"attention masked by -inf", "confident softmax", "sparse embedding", "bias before normalization"}
+
+
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("program", rows(HEALTHY, HEALTHY))
+@pytest.mark.parametrize("program", rows(HEALTHY, SHORT))
 def test_healthy_program_gives_no_alarm(program):
     fun, *args = program
     report = jmpscale.range_report(fun)(jmpscale.static(2.0**10), *args)
@@ -534,6 +536,20 @@ def test_loss_that_is_not_finite_names_the_line():
     assert "a softmax over a row that is masked everywhere" in first_line(report)
 
 
+def test_operand_that_float16_rounds_to_zero_before_a_logarithm():
+    def loss(x):
+        p = jax.nn.sigmoid(x.astype(F16))
+        return -jnp.sum(jnp.log(p).astype(jnp.float32))  # infinite
+
+    report = jmpscale.range_report(loss)(jmpscale.dynamic(), jnp.array([0.0, -20.0]))
+    line = line_of(loss, "# infinite")
+    assert first_line(report) == (
+        f"The forward pass overflows: log at {line} is infinite, because float16 rounds its operand to zero. A loss "
+        "scale cannot prevent that: keep this line in float32."
+    )
+    assert report.scales() is None
+
+
 def test_constant_epsilon_that_float16_rounds_to_zero():
     def normalized(x):
         x = x.astype(F16)
@@ -596,8 +612,9 @@ def branches(params, x, flag):
 @pytest.mark.parametrize("flag", [True, False])
 def test_cond_reports_the_branch_taken(flag):
     report = jmpscale.range_report(branches)(jmpscale.dynamic(), PARAMS, X, jnp.asarray(flag))
-    lines = [line_of(branches, text).replace("branches", text[-2]) for text in ('half["k"]', 'half["q"]')]
-    line, other = lines[flag], lines[not flag]
+    large = line_of(branches, 'half["q"]').replace("branches", "large")
+    small = line_of(branches, 'half["k"]').replace("branches", "small")
+    line, other = (large, small) if flag else (small, large)
     assert any(row.line == line for row in report.rows)
     assert not any(row.line == other for row in report.rows)
     assert (report.scales() is None) == flag
@@ -618,6 +635,7 @@ def test_values_computed_again_in_the_backward_pass_do_not_scale():
     assert reports[0].scales() == reports[1].scales()
 
 
+@pytest.mark.full
 def test_scale_of_loss_scaled_is_a_constant_factor():
     report = jmpscale.range_report(jmpscale.loss_scaled(mlp, 2.0**8))(jmpscale.static(1.0), PARAMS, X)
     plain = jmpscale.range_report(mlp)(jmpscale.static(2.0**8), PARAMS, X)
@@ -694,6 +712,7 @@ def test_callback_receives_its_own_dtype():
     assert received == [F16]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("standard_promotion")
 def test_report_changes_no_nnx_object_and_compiles_one_program():
     model = Nnx(nnx.Rngs(0))
@@ -707,11 +726,11 @@ def test_report_changes_no_nnx_object_and_compiles_one_program():
 
 def test_report_takes_any_tree_with_a_scaler():
     tx = jmpscale.with_loss_scaling(optax.sgd(1.0), jmpscale.dynamic(2.0**12))
-    assert jmpscale.range_report(mlp)(tx.init(PARAMS), PARAMS, X).scale == 2.0**12
-    assert jmpscale.range_report(mlp)(jmpscale.disabled(), PARAMS, X).scale == 1.0
+    assert jmpscale.range_report(jnp.sum)(tx.init(PARAMS), X).scale == 2.0**12
+    assert jmpscale.range_report(jnp.sum)(jmpscale.disabled(), X).scale == 1.0
 
 
-@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+@pytest.mark.parametrize("axis_type", [pytest.param("Auto", marks=pytest.mark.full), "Explicit"])
 def test_sharded_arrays(axis_type):
     mesh = meshes.make_mesh(getattr(jax.sharding.AxisType, axis_type), data=4)
     x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data")))
