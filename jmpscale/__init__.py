@@ -7,6 +7,7 @@ from jmpscale._finite import all_finite
 from jmpscale._gate import apply_if
 from jmpscale._grad import loss_scaled, value_and_grad
 from jmpscale._optax import optax_step, with_loss_scaling
+from jmpscale._range import RangeReport, range_report
 from jmpscale._report import GradReport, grad_report, metrics, raise_if_stuck
 from jmpscale._scaling import scale, unscale, unscale_and_check, update
 from jmpscale._state import ScalerConfig, ScalerState, SkipReason, WithLossScalingState, disabled, dynamic, static
@@ -15,6 +16,7 @@ from jmpscale._tree import cast, get_scaler, replace_scaler
 
 __all__ = [
     "GradReport",
+    "RangeReport",
     "ScalerConfig",
     "ScalerState",
     "SkipReason",
@@ -32,6 +34,7 @@ __all__ = [
     "metrics",
     "optax_step",
     "raise_if_stuck",
+    "range_report",
     "replace_scaler",
     "scale",
     "static",

@@ -34,7 +34,7 @@ from jmpscale._tree import PyTree, check_no_refs
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_MATMULS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
+MATMULS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
 _HALF = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
 # Results of earlier calls. A function under jax.jit has one jaxpr in all of its calls, and JAX finds the compiled
 # program of the rewritten jaxpr only if that is one object, too.
@@ -94,7 +94,7 @@ def autocast(fun: Callable[P, T], dtype: DTypeLike = jnp.float16) -> Callable[P,
         nonlocal has_warned
         traced = trace(call, *args)
         jaxpr = rewrite(traced.jaxpr, functools.partial(_rewrite_matmul, half), _MEMOS[half])
-        if jaxpr is traced.jaxpr and not has_warned and not any(map(_is_float32_matmul, equations(jaxpr))):
+        if jaxpr is traced.jaxpr and not has_warned and not any(map(is_float32_matmul, equations(jaxpr))):
             has_warned = True
             _warn_unchanged(fun, half)
         return traced.unflatten(traced._replace(jaxpr=jaxpr).evaluate())
@@ -114,7 +114,7 @@ def _call(fun: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTree:
 
 def _rewrite_matmul(half: np.dtype, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
     """Returns the equations that compute a matmul in half precision, or the equation itself."""
-    if not _is_float32_matmul(eqn) or _keeps_precision(eqn.params["precision"]):
+    if not is_float32_matmul(eqn) or keeps_precision(eqn.params["precision"]):
         return [eqn]
     # Each matmul converts its own operands, even if another one converts them too: the derivative of a shared
     # conversion would add the gradients of the two matmuls in half precision. XLA merges equal conversions.
@@ -129,9 +129,9 @@ def _rewrite_matmul(half: np.dtype, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
     return [*conversions, matmul, _convert(eqn, result, out)]
 
 
-def _is_float32_matmul(eqn: core.JaxprEqn) -> bool:
+def is_float32_matmul(eqn: core.JaxprEqn) -> bool:
     """Tests whether an equation is a matmul or convolution that would be faster in half precision."""
-    if eqn.primitive.name not in _MATMULS:
+    if eqn.primitive.name not in MATMULS:
         return False
     types: list[Any] = [x.aval for x in (*eqn.invars[:2], *eqn.outvars)]
     if any(x.dtype != np.float32 for x in types):
@@ -150,7 +150,7 @@ def _size(shape: Sequence[int], excluded: Sequence[int]) -> int:
     return math.prod(size for axis, size in enumerate(shape) if axis not in excluded)
 
 
-def _keeps_precision(precision: object) -> bool:
+def keeps_precision(precision: object) -> bool:
     """Tests whether the user has requested the highest precision, or an algorithm, for a matmul."""
     if isinstance(precision, (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)):
         return True

@@ -9,7 +9,7 @@ and outputs as the original, so the equation that holds it needs no other change
 import functools
 import importlib
 import operator
-from collections.abc import Callable, Collection, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import jax
@@ -29,6 +29,10 @@ Memo = MutableMapping[Any, Any]  # a jaxpr, and the jaxpr that replaces it, if a
 # may have to agree with something else: a derivative rule, a kernel's memory, the convergence of a solver.
 _TRANSPARENT = {"jit", "pjit", "core_call", "closed_call", "core_closed_call", "checkpoint", "remat", "remat2"}
 _TRANSPARENT |= {"scan", "while", "cond", "shard_map", "pmap", "xla_pmap"}
+
+# Primitives that call one jaxpr with their operands.
+_CALLS = _TRANSPARENT - {"scan", "while", "cond", "pmap", "xla_pmap"}
+_CALLS |= {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 
 
 class Traced(NamedTuple):
@@ -140,3 +144,57 @@ def equations(jaxpr: Jaxpr) -> Iterator[core.JaxprEqn]:
 
 def _is_jaxpr(value: object) -> TypeGuard[Jaxpr]:
     return isinstance(value, (core.Jaxpr, core.ClosedJaxpr))
+
+
+def type_of(x: Any) -> Any:
+    """Returns the type of a variable or literal: an object with a shape and a dtype, if the value is an array."""
+    return x.aval
+
+
+def called_jaxpr(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, list[Any]] | None:
+    """Returns the jaxpr that an equation calls with its operands, and the jaxpr's constants; None if there is none."""
+    if eqn.primitive.name not in _CALLS:
+        return None
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        held = eqn.params.get(name)
+        if isinstance(held, core.ClosedJaxpr):
+            return held.jaxpr, list(held.consts)
+        if isinstance(held, core.Jaxpr):
+            return held, []
+    return None
+
+
+def split_scan_inputs(eqn: core.JaxprEqn, inputs: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+    """Splits the inputs of a scan into constants, the carry, and sequences.
+
+    The parameters with these numbers differ between versions of JAX. Inside the body, sequences have one axis less.
+    """
+    body = eqn.params["jaxpr"].jaxpr
+    pairs = zip(eqn.invars, body.invars, strict=True)
+    last = sum(len(type_of(outer).shape) == len(type_of(inner).shape) for outer, inner in pairs)
+    first = last - scan_carry_size(eqn)
+    return list(inputs[:first]), list(inputs[first:last]), list(inputs[last:])
+
+
+def scan_carry_size(eqn: core.JaxprEqn) -> int:
+    """Returns the number of values in the carry of a scan."""
+    pairs = zip(eqn.outvars, eqn.params["jaxpr"].jaxpr.outvars, strict=True)
+    return sum(len(type_of(outer).shape) == len(type_of(inner).shape) for outer, inner in pairs)
+
+
+def evaluate_equation(eqn: core.JaxprEqn, params: dict[str, Any], values: Sequence[Any]) -> list[Any]:
+    """Computes the results of an equation from values and parameters that may differ in dtype from its own.
+
+    The operation keeps its mesh, named scopes and source line. How a primitive is called differs between versions of
+    JAX, so a jaxpr with this equation alone is evaluated.
+    """
+    inputs: list[Any] = [core.Var(x.aval) for x in eqn.invars]
+    outputs = [core.Var(x.aval) for x in eqn.outvars]
+    single = eqn.replace(invars=inputs, outvars=outputs, params=params)
+    jaxpr = _empty_jaxpr().replace(invars=inputs, outvars=outputs, eqns=[single])
+    return jax.core.eval_jaxpr(jaxpr, (), *values)
+
+
+@functools.cache
+def _empty_jaxpr() -> core.Jaxpr:
+    return jax.make_jaxpr(lambda: ())().jaxpr

@@ -169,7 +169,7 @@ class GradReport:
             for i in order[:limit]
         ]
         sentence = _summarize(paths[order[0]], nonfinite, fraction[order[0]], counts[1])
-        return f"{sentence}\n{_format_table([['leaf', 'values', 'max_abs', 'headroom', *_COUNTS], *rows])}"
+        return f"{sentence}\n{format_table([['leaf', 'values', 'max_abs', 'headroom', *_COUNTS], *rows])}"
 
     def totals(self) -> dict[str, jax.Array]:
         """Returns statistics of all leaves together, to log beside `metrics`. It also works under `jax.jit`.
@@ -211,7 +211,7 @@ def _summarize(first: str, nonfinite: np.ndarray, fraction: float, inf: np.ndarr
     return sentence
 
 
-def _format_table(rows: list[list[str]]) -> str:
+def format_table(rows: list[list[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
     return "\n".join(map("  ".join, lines))

@@ -145,10 +145,15 @@ def check_no_refs(tree: PyTree, name: str = "tree") -> None:
 
 def nnx_objects(tree: PyTree) -> list[object]:
     """Returns the Flax NNX objects that a tree contains, which are changed in place."""
+    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_nnx_object) if is_nnx_object(leaf)]
+
+
+def is_nnx_object(node: object) -> bool:
+    """Tests whether a node of a tree is a Flax NNX object."""
     nnx = sys.modules.get("flax.nnx")
     # While another thread is still importing Flax, the module exists without its classes.
     kind = getattr(nnx, "Pytree", getattr(nnx, "Object", None))
-    return [] if kind is None else find_instances(tree, kind)
+    return kind is not None and isinstance(node, kind)
 
 
 def check_no_nnx_objects(tree: PyTree, name: str, remedy: str) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from jmpscale._check import check_count, describe
+from jmpscale._range import RangeReport, RangeRow, format_scale
 from jmpscale._report import FLOAT16_MAX, FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL, GradReport
 from jmpscale._state import ScalerState, SkipReason
 from jmpscale._tree import PyTree, check_scaler, flatten_gradients
@@ -155,6 +156,57 @@ def headroom(reports: GradReport, *, limit: int = 8, ax: Axes | None = None) -> 
         ax.plot(steps, bits[:, leaf], linewidth=1.4, label=paths[leaf])
     ax.axhline(0, color=RED, linestyle="--", linewidth=1, label="float16 overflows")
     return _with_labels(ax, "step", "headroom (bits)")
+
+
+def range_report(report: RangeReport, *, ax: Axes | None = None) -> Axes:
+    """Plots the magnitudes of all results that a training step holds in half precision, in program order.
+
+    Args:
+      report: the result of `jmpscale.range_report`.
+      ax: matplotlib axes.
+
+    Returns:
+      The axes. They show log2 of the magnitude over the number of the result: a band from the 5th percentile of the
+      nonzero magnitudes to the largest one. Results that are proportional to the loss scale have two bands, at a scale
+      of 1 and at the present scale. The range of float16 is shaded, darker where it holds all bits.
+
+    Raises:
+      TypeError: `report` is not a `RangeReport`.
+      ValueError: `report` has no results in half precision.
+
+    >>> import jax.numpy as jnp
+    >>> import jmpscale
+    >>> from jmpscale import plots
+    >>> loss_fn = lambda w: jnp.sum((w * w).astype(jnp.float32))
+    >>> report = jmpscale.range_report(loss_fn)(jmpscale.dynamic(), jnp.ones(3, jnp.float16))
+    >>> plots.range_report(report).get_xlabel()
+    'result, in program order'
+    """
+    if not isinstance(report, RangeReport):
+        raise TypeError(f"report must be a RangeReport, got {describe(report)}. Pass the result of range_report.")
+    if not report.rows:
+        raise ValueError("report must have results in half precision, got none. The program computes in float32.")
+    ax = _axes(ax)
+    lowest, normal, largest = map(np.log2, (FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL, FLOAT16_MAX))
+    ax.axhspan(lowest, largest, color="#f3ead7", label="range of float16")
+    ax.axhspan(normal, largest, color="#e6d5b3", label="with 11 significant bits")
+    rows = [(i, row) for i, row in enumerate(report.rows) if row.max_abs > 0]
+    plain = [(i, row, 1.0) for i, row in rows if not row.scaled]
+    unscaled = [(i, row, 1.0) for i, row in rows if row.scaled]
+    scaled = [(i, row, report.scale) for i, row in rows if row.scaled]
+    _plot_bands(ax, plain, BLUE, "independent of the loss scale")
+    _plot_bands(ax, unscaled, "#e6a5ae", "proportional to the loss scale, at 1")
+    _plot_bands(ax, scaled, RED, f"proportional to the loss scale, at {format_scale(report.scale)}")
+    return _with_labels(ax, "result, in program order", "log2 of the magnitude")
+
+
+def _plot_bands(ax: Axes, rows: Sequence[tuple[int, RangeRow, float]], color: str, label: str) -> None:
+    if rows:
+        positions = [i for i, _, _ in rows]
+        shifts = np.array([np.log2(scale / row.scale) for _, row, scale in rows])
+        tops = np.array([np.log2(row.max_abs) for _, row, _ in rows]) + shifts
+        bottoms = np.array([row.percentile_power(0.05) + np.log2(scale) for _, row, scale in rows])
+        ax.vlines(positions, np.minimum(bottoms, tops), tops, color=color, linewidth=3, label=label)
 
 
 def _check_stacked(given: object, arrays: Sequence[Any], ndim: int, rule: str) -> None:

@@ -16,7 +16,7 @@ PACKAGE = pathlib.Path(jmpscale.__file__).parent
 TESTS = pathlib.Path(__file__).parent
 ROOT = TESTS.parent
 LAYERS = ["_check", "_state", "_tree", "_axes", "_finite", "_torch", "_gate", "_scaling", "_report", "_jaxpr"]
-LAYERS += ["_autocast", "_grad", "_optax", "__init__", "testing", "plots", "__main__"]
+LAYERS += ["_autocast", "_grad", "_measure", "_range", "_optax", "__init__", "testing", "plots", "__main__"]
 MAY_IMPORT = {"_optax": {"optax"}, "plots": {"matplotlib"}, "__main__": {"optax", "matplotlib"}}
 ALWAYS = {*sys.stdlib_module_names, "jax", "jmpscale", "numpy"}
 
@@ -51,7 +51,7 @@ def test_docstring_documents_the_parameters(name):
     assert re.match(r"[A-Z].*\.\n", doc + "\n"), "the first line must be a sentence"
     if thing is jmpscale.SkipReason:
         return  # its members have docstrings
-    assert ">>> " in doc or name in ("ScalerState", "WithLossScalingState", "GradReport")
+    assert ">>> " in doc or name in ("ScalerState", "WithLossScalingState", "GradReport", "RangeReport")
     section = re.search(r"^(?:Args|Attributes):\n((?:[ ].*\n|\n)+)", doc + "\n", flags=re.MULTILINE)
     documented = re.findall(r"^  (?:\*){0,2}(\w+): ", section[1], flags=re.MULTILINE) if section else []
     # The settings are described once, as the arguments of `dynamic`.

@@ -115,3 +115,45 @@ def test_headroom_names_leaves_up_to_the_limit():
     for options, count in (({}, 8), ({"limit": 2}, 2), ({"limit": 99}, 10)):
         labels = [text.get_text().strip() for text in plots.headroom(reports, **options).get_legend().get_texts()]
         assert labels == [*paths[:count], "float16 overflows"]
+
+
+# --- range_report ---
+
+
+def _bands(ax):
+    """Returns the bands of each label: {position: (bottom, top)}."""
+    return {
+        lines.get_label(): {int(x): (bottom, top) for (x, bottom), (_, top) in lines.get_segments()}
+        for lines in ax.collections
+    }
+
+
+def test_range_report_shows_bands_in_program_order():
+    def loss_fn(w, x):
+        hidden = x.astype(jnp.float16) * jnp.float16(3)
+        return jnp.sum((w.astype(jnp.float16) * hidden).astype(jnp.float32)) * 2.0**-10
+
+    x = jnp.array([1.0, 1.0, 4.0, 0.0])
+    report = jmpscale.range_report(loss_fn)(jmpscale.static(2.0**8), jnp.full(4, 0.5), x)
+    given = plt.subplots()[1]
+    ax = plots.range_report(report, ax=given)
+    assert ax is given
+    plain, unscaled, scaled = _bands(ax).values()
+    forward = [(0.0, 2.0), (1.0, np.log2(12)), (-1.0, -1.0), (0.0, np.log2(6))]  # x, 3x, w, 3wx
+    assert np.array(sorted(plain.values())) == pytest.approx(np.array(sorted(forward)))
+    assert sorted({*plain, *scaled}) == list(range(len(report.rows)))
+    assert min(scaled) > max(plain)
+    assert unscaled.keys() == scaled.keys()
+    assert min(bottom for bottom, _ in unscaled.values()) == pytest.approx(-10)
+    for position, band in unscaled.items():
+        assert np.add(band, 8) == pytest.approx(scaled[position])
+    labels = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert labels[-1] == "proportional to the loss scale, at 2^8"
+
+
+def test_range_report_of_something_else_raises():
+    with pytest.raises(TypeError, match=r"^report must be a RangeReport, got 3\. Pass the result of range_report\.$"):
+        plots.range_report(3)
+    report = jmpscale.range_report(jnp.sum)(jmpscale.dynamic(), jnp.ones(3))
+    with pytest.raises(ValueError, match=r"^report must have results in half precision, got none\."):
+        plots.range_report(report)
