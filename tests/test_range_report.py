@@ -452,7 +452,7 @@ HEALTHY = {
 }
 
 
-SHORT = {"attention masked by -inf", "confident softmax", "sparse embedding", "bias before normalization"}
+SHORT = {"additive mask of the lowest number", "confident softmax", "sparse embedding", "bias before normalization"}
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -627,13 +627,35 @@ def test_values_computed_again_in_the_backward_pass_do_not_scale():
         block = jax.checkpoint(lambda x: jnp.tanh(x @ half["q"]) * F16(30))
         return squared_error(block(block(x)))
 
-    reports = [jmpscale.range_report(loss)(jmpscale.static(scale), PARAMS, X) for scale in (1.0, 2.0**10)]
-    pairs = list(zip(*(report.rows for report in reports), strict=True))
-    assert all(large.max_abs == small.max_abs * (2**10 if small.scaled else 1) for small, large in pairs)
-    again = named(reports[0], operation="tanh", backward=True)
-    assert len(again) == 2
+    report = jmpscale.range_report(loss)(jmpscale.static(2.0**10), PARAMS, X)
+    first, again = (named(report, operation="tanh", backward=backward) for backward in (False, True))
+    assert [row.max_abs for row in again] == pytest.approx([row.max_abs for row in reversed(first)])
     assert not any(row.scaled for row in again)
-    assert reports[0].scales() == reports[1].scales()
+    assert all(row.scaled for row in named(report, operation="add_any"))
+
+
+@jax.custom_vjp
+def normalized_backward(x):
+    return x
+
+
+def _normalize(_, g):
+    inverse = F16(1) / jnp.max(jnp.abs(g))
+    return (g * inverse,)
+
+
+normalized_backward.defvjp(lambda x: (x, None), _normalize)
+
+
+def test_quotient_of_scaled_values_does_not_scale():
+    def loss(w, x):
+        return squared_error(normalized_backward(x.astype(F16) @ w.astype(F16)))
+
+    report = jmpscale.range_report(loss)(jmpscale.dynamic(), PARAMS["q"], X)
+    (row,) = named(report, operation="mul", backward=True)
+    assert (row.scaled, row.max_abs) == (False, 1.0)
+    (gradient,) = named(report, operation="dot_general", backward=True)
+    assert not gradient.scaled
 
 
 @pytest.mark.full
