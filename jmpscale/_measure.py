@@ -301,7 +301,7 @@ class Evaluation:
     ) -> Outputs:
         """Returns the outputs, half-precision ones in float32, and the statistics of all recorded operations."""
         values: dict[Any, Any] = dict(zip(jaxpr.constvars, map(_widen, consts), strict=True))
-        values.update(zip(jaxpr.invars, args, strict=True))
+        values.update(zip(jaxpr.invars, map(_widen, args), strict=True))
         known = dict(zip(jaxpr.invars, degrees, strict=True))
         statistics: list[Statistics] = []
 

@@ -195,7 +195,7 @@ class RangeReport:
         >>> import jmpscale
         >>> loss_fn = lambda w: jnp.sum((w * jnp.float16(2.0**-20)).astype(jnp.float32))
         >>> jmpscale.range_report(loss_fn)(jmpscale.dynamic(), jnp.ones(3, jnp.float16)).scales()
-        (0.5, 32768.0)
+        (0.03125, 32768.0)
         """
         if self.not_finite or self._forward_overflows():
             return None
@@ -381,7 +381,7 @@ def range_report(
     >>> w, x = jnp.ones((4, 2), jnp.float16), jnp.ones((8, 4), jnp.float16)
     >>> report = jmpscale.range_report(loss_fn)(jmpscale.dynamic(), w, x)
     >>> report.scales()
-    (8.0, 1048576.0)
+    (0.5, 524288.0)
     """
     if not callable(fun):
         raise TypeError(

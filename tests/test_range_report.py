@@ -495,6 +495,12 @@ def test_forward_overflow_is_named_first_with_its_line():
     assert table[header + 1].startswith(f"mul, {line}")
 
 
+def test_overflow_of_float16_arguments():
+    report = jmpscale.range_report(lambda w: squared_error(w * w))(jmpscale.dynamic(), jnp.full(3, 300, F16))
+    assert first_line(report).startswith("The forward pass overflows: mul at ")
+    assert "reaches 9e+04" in first_line(report)
+
+
 def small_and_large(w, x):
     small = jnp.sum((w.astype(F16) * F16(2.0**-20)).astype(jnp.float32)) * 2.0**-30  # small
     large = jnp.sum((x.astype(F16) * F16(2.0**10)).astype(jnp.float32)) * 2.0**10  # large
