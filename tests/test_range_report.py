@@ -223,7 +223,7 @@ PROGRAMS = {  # the loss function, the arguments, the options of value_and_grad
     "while": (counted, (PARAMS, X), {}),
     "custom rule": (custom_rule, (PARAMS, X), {}),
 }
-DEFAULT = {"mlp", "attention", "equinox", "autocast"}
+DEFAULT = {"mlp", "autocast"}
 
 
 def rows(table, default):
@@ -452,7 +452,7 @@ HEALTHY = {
 }
 
 
-SHORT = {"additive mask of the lowest number", "confident softmax", "sparse embedding", "bias before normalization"}
+SHORT = {"attention masked by -inf", "confident softmax"}
 
 
 @pytest.mark.usefixtures("standard_promotion")
