@@ -583,7 +583,7 @@ _LIBRARY = re.compile(r"[/\\](?:site|dist)-packages[/\\](?:jax|flax|optax|equino
 _TRANSFORMATION = re.compile(r"\b(?:jvp|transpose|vmap|pmap|shard_map|checkpoint|remat|linearize)\(([^()]*)\)")
 _NOT_A_MODULE = re.compile(
     r"|(?:p?jit|core_call|closed_call|custom_[jv]{2,3}p?_call|checkpoint|rematted_computation|remat2?|while|body|cond"
-    r"|scan|shard_map|[^/]*->.*|branch_\d+_fun|xla_pmap|jvp|vmap|transpose|\w*jit\(.*\)|custom_jvp_call|custom_vjp_call)(?:\(.*\))?"
+    r"|scan|shard_map|[^/]*->.*|branch_\d+_fun|xla_pmap|jvp|vmap|transpose)(?:\(.*\))?"
 )
 
 
