@@ -13,7 +13,7 @@ import numpy as np
 
 from jmpscale._check import check_count, describe, format_number
 from jmpscale._grad import value_and_grad
-from jmpscale._measure import INFINITE, NAN, POLE, Evaluation, Place, Site, Statistics
+from jmpscale._measure import INFINITE, NAN, POLE, Evaluation, Place, Range, Site, Statistics
 from jmpscale._report import format_table
 from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerState, static
 from jmpscale._tree import (
@@ -118,9 +118,7 @@ def _quantile(weights: np.ndarray, fraction: float) -> int:
     return int(_EXPONENTS[np.searchsorted(sums, fraction * sums[-1], side="right")])
 
 
-def _make_row(site: Site, statistics: Statistics, scale: float) -> RangeRow:
-    found = statistics.range
-    assert found is not None
+def _make_row(site: Site, found: Range, scale: float) -> RangeRow:
     scale = scale if site.scaled else 1.0
     counts, max_abs, limits = (
         np.asarray(found.counts, np.float64),
@@ -477,9 +475,9 @@ def _conclude(evaluation: Evaluation, statistics: list[Statistics], finite: bool
         first = next((site for site, s in pairs if s.kind == NAN), None)
         first = first or next((site for site, s in pairs if s.kind == INFINITE), None)
         not_finite = f"{first.operation} at {first.line}" if first else "an argument"
-    executed = [(site, s) for site, s in pairs if s.range is not None and s.range.max_abs >= 0]
+    executed = [(site, s.range) for site, s in pairs if s.range is not None and s.range.max_abs >= 0]
     return RangeReport(
-        rows=tuple(_make_row(site, s, scale) for site, s in executed),
+        rows=tuple(_make_row(site, found, scale) for site, found in executed),
         scale=scale,
         sensitive=tuple((line, tuple(operations)) for line, operations in evaluation.sensitive.items()),
         float32_matmuls=tuple(evaluation.wide_matmuls),
