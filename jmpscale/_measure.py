@@ -551,10 +551,12 @@ def _with_saturated_masks(eqn: core.JaxprEqn, inputs: list[Any], x: jax.Array) -
     as -1e9, that is the same in all masked positions.
     """
     limit = np.float32(jnp.finfo(type_of(eqn.outvars[0]).dtype).max)
+    # Scores may have been added to the lowest number, or a maximum subtracted.
+    lowest = -limit * np.float32(15 / 16) if eqn.primitive.name in _ADDITIONS else -limit
     masked = jnp.zeros((), bool)
     for variable, operand in zip(eqn.invars, inputs, strict=True):
         if _is_half(type_of(variable)) and jnp.shape(operand) in ((), x.shape) and eqn.primitive.name not in MATMULS:
-            masked = masked | (operand <= -limit)
+            masked = masked | (operand <= lowest)
     if eqn.primitive.name in ("convert_element_type", "mul"):
         overflows = x < -limit
         fill = x.min(initial=0)
