@@ -207,7 +207,8 @@ def check_same_types(before: PyTree, after: PyTree, name: str = "carry", fn: str
             )
 
 
-def _is_numeric(leaf: object) -> TypeGuard[ArrayLike]:
+def is_numeric(leaf: object) -> TypeGuard[ArrayLike]:
+    """Tests whether a leaf is an array or a Python number."""
     return is_array(leaf) or isinstance(leaf, (bool, int, float, complex))
 
 
@@ -218,11 +219,11 @@ def _strong_type(x: ArrayLike) -> tuple[object, ...]:
 
 
 def _describe_type(leaf: object) -> str:
-    return str(jax.typeof(leaf).strip_weak_type()) if _is_numeric(leaf) else truncate(repr(leaf))
+    return str(jax.typeof(leaf).strip_weak_type()) if is_numeric(leaf) else truncate(repr(leaf))
 
 
 def _type_remedy(was: object, now: object, fn: str) -> str:
-    if not (_is_numeric(was) and _is_numeric(now)):
+    if not (is_numeric(was) and is_numeric(now)):
         return "Only arrays and Python numbers may change; close over other objects."
     if jnp.result_type(was) != jnp.result_type(now):
         return (
@@ -241,7 +242,7 @@ def has_same_type(was: object, now: object) -> bool:
     """Tests whether two arrays or numbers have the same type, and whether any other leaf is unchanged."""
     if _is_unchanged(was, now):  # perhaps an integer that is too large for an array
         return True
-    return _is_numeric(was) and _is_numeric(now) and _strong_type(was) == _strong_type(now)
+    return is_numeric(was) and is_numeric(now) and _strong_type(was) == _strong_type(now)
 
 
 def _is_unchanged(was: object, now: object) -> bool:

@@ -22,7 +22,7 @@ from jmpscale._axes import (
 )
 from jmpscale._check import check_in_range, is_called_by, truncate, type_name, warn_user
 from jmpscale._finite import all_finite_here
-from jmpscale._gate import GatedTree, check_same_types, full_like, gate, has_same_type
+from jmpscale._gate import GatedTree, check_same_types, full_like, gate, has_same_type, is_numeric
 from jmpscale._scaling import all_reduce_outcome, apply_rule, multiply_gradients, unscaled_dtype
 from jmpscale._state import (
     LARGEST_SCALE,
@@ -298,7 +298,7 @@ def _update_if(
 ) -> tuple[PyTree, PyTree]:
     """Returns the updates and the new state if the gradients are finite, otherwise zeros and the old state."""
     # A Python number would bypass the gate and not become zero.
-    grads = jax.tree.map(lambda x: jnp.asarray(x) if _is_numeric(x) else x, grads)
+    grads = jax.tree.map(lambda x: jnp.asarray(x) if is_numeric(x) else x, grads)
     gated_grads, gated_state = GatedTree(grads), GatedTree(state)
 
     def apply(grad_arrays: list[Any], state_arrays: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -330,11 +330,7 @@ def _update_if(
 def _skipped_updates(grads: PyTree, params: PyTree) -> PyTree:
     """Returns zeros of the types of the parameters, which updates have even where gradients have others."""
     like = params if structure(params) == structure(grads) else grads
-    return jax.tree.map(lambda grad, x: _negative_zeros(jnp.asarray(x)) if _is_numeric(grad) else grad, grads, like)
-
-
-def _is_numeric(leaf: object) -> bool:
-    return is_array(leaf) or isinstance(leaf, (int, float, complex))
+    return jax.tree.map(lambda grad, x: _negative_zeros(jnp.asarray(x)) if is_numeric(grad) else grad, grads, like)
 
 
 def _check_structure_of_updates(grads: PyTree, updates: PyTree) -> None:
