@@ -57,6 +57,20 @@ def micro_batches(fun):
     return lambda w, xs: jax.lax.scan(lambda total, x: (total + fun(w, x), None), jnp.float32(0), xs)[0]
 
 
+def accumulated_steps(fun):
+    """Two steps of two micro-batches each, whose gradients `optax.MultiSteps` adds up."""
+    tx = jmpscale.with_loss_scaling(optax.MultiSteps(optax.sgd(0.1), every_k_schedule=2))
+
+    def step(carry, x):
+        w, opt_state = carry
+        value, grads = jmpscale.value_and_grad(fun)(opt_state, w, x)
+        with jax.numpy_dtype_promotion("standard"):  # optax divides floats by integers
+            updates, opt_state = tx.update(grads, opt_state, w, value=value)
+        return (optax.apply_updates(w, updates), opt_state), value
+
+    return lambda w, xs: jax.lax.scan(step, (w, tx.init(w)), xs)
+
+
 def layers_in_scan(w, x):
     return jnp.mean(jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length=3)[0] ** 2)
 
@@ -284,6 +298,7 @@ TRANSFORMATIONS = {
     "shard_map inside, without types": lambda wrap: (value_and_grad(wrap(shard_map_inside(False))), W, X),
     "scan over layers": lambda wrap: (value_and_grad(wrap(layers_in_scan)), W, X),
     "scan over micro-batches": lambda wrap: (value_and_grad(micro_batches(wrap(loss))), W, X.reshape(2, 4, N)),
+    "MultiSteps": lambda wrap: (jax.jit(accumulated_steps(wrap(loss))), W, X.reshape(4, 2, N)),
     "scan over micro-batches inside": lambda wrap: (value_and_grad(wrap(micro_batches(loss))), W, X.reshape(2, 4, N)),
     "fori_loop": lambda wrap: (value_and_grad(wrap(in_fori_loop)), W, X),
     "while": lambda wrap: (jax.jit(lambda w, x: jax.jvp(lambda w: wrap(in_while_loop)(w, x)[0], (w,), (x,))), W, X),
@@ -364,6 +379,7 @@ FULL = {
     "shard_map inside, without types",
     "scan over micro-batches",
     "scan over micro-batches inside",
+    "MultiSteps",
     "fori_loop",
     "while, without derivatives",
     "platform_dependent",
