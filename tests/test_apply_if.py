@@ -55,7 +55,7 @@ def _wrapper(tx, params=PARAMS, **options):
 APIS = {"functional": _functional, "wrapper": _wrapper, "max_norm": functools.partial(_wrapper, max_norm=1.0)}
 
 
-@pytest.fixture(params=["functional", pytest.param("wrapper", marks=FULL), "max_norm"])
+@pytest.fixture(params=["functional", *(pytest.param(name, marks=FULL) for name in ("wrapper", "max_norm"))])
 def api(request, standard_promotion):
     """Creates the state of an optimizer, and the function `step(params, opt_state, grads)`."""
     return APIS[request.param]

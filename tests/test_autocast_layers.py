@@ -279,12 +279,7 @@ LAYERS = {
     for framework, table in {"Linen": LINEN, "NNX": NNX, "Equinox": EQUINOX, "Haiku": HAIKU}.items()
     for name, case in table.items()
 }
-DEFAULT = {
-    "Linen: scan, remat, BatchNorm, Dropout",
-    "NNX: scan, remat, BatchNorm, Dropout, LoRALinear",
-    "Equinox: BatchNorm, SpectralNorm",
-    "Haiku: BatchNorm, dropout",
-}
+DEFAULT = {"Linen: Dense", "NNX: LoRA", "Equinox: BatchNorm, SpectralNorm", "Haiku: BatchNorm, dropout"}
 ROWS = [pytest.param(case, id=name, marks=[pytest.mark.full] * (name not in DEFAULT)) for name, case in LAYERS.items()]
 
 

@@ -202,6 +202,11 @@ FULL = {
     "grad inside scan",
     "closure under vmap",
     "closure in scan",
+    "blocks of the Hessian, forward over reverse",
+    "output that does not depend on the inner value",
+    "PINN residual",
+    "third order",
+    "gradient penalty outside jit",
     "shard_map without types",
     "shard_map inside",
     "Auto axes",
@@ -362,7 +367,7 @@ FP8_GRADIENTS = {  # of the parameters and the statistics, in separate arguments
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("way", ["loss_scaled", "value_and_grad"])
+@pytest.mark.parametrize("way", ["loss_scaled", pytest.param("value_and_grad", marks=pytest.mark.full)])
 def test_fp8_statistics_may_be_an_argument_of_their_own(way):
     variables = FP8_MODEL.init(jax.random.key(0), FP8_INPUT)
     args = variables["params"], variables[FP8]

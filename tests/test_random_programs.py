@@ -158,7 +158,7 @@ WAYS = {
 }
 
 
-DEFAULT = {_functional: ("eager", "scan", "explicit", "shard_map"), _wrapper: ("vmap", "auto")}
+DEFAULT = {_functional: ("scan", "shard_map"), _wrapper: ("vmap",)}
 
 
 @pytest.mark.parametrize(

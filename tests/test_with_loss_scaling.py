@@ -88,7 +88,7 @@ NEEDS = {  # the extra arguments of `update` that an optimizer needs
     "polyak_sgd": ["value"], "reduce_on_plateau": ["value"], "sam": ["grad_fn"], "sophia": ["obj_fn"],
     "scale_by_backtracking_linesearch": LINE_SEARCH, "scale_by_zoom_linesearch": LINE_SEARCH,
 }  # fmt: skip
-DEFAULT = {"scale_by_backtracking_linesearch"}
+DEFAULT = {"polyak_sgd"}
 
 
 def _extra_args(name, value, grads):
