@@ -3,6 +3,7 @@
 import functools
 
 import chex
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,6 +65,30 @@ def test_apply_if_skips_an_accumulated_step_or_a_micro_batch(value, at, scale, r
     np.testing.assert_allclose(grads, expected, rtol=1e-6)
     assert (scaler.loss_scale, bool(scaler.total_skips)) == (scale, bool(at))
     assert scaler.last_skip_reason == jmpscale.SkipReason[reason]
+
+
+def test_scan_accumulates_the_gradients_of_an_equinox_model():
+    """The sum starts at zeros with the structure of the gradients: without the functions and integers of the model."""
+    linear = eqx.nn.Linear(3, 1, use_bias=False, key=jax.random.key(0))
+    linear = eqx.tree_at(lambda layer: layer.weight, linear, jnp.asarray(W.T))
+    model = eqx.nn.Sequential([linear, eqx.nn.Lambda(jax.nn.identity)])
+
+    @jmpscale.value_and_grad(transform=eqx.filter_value_and_grad)
+    @jmpscale.autocast
+    def grad_fn(model, x, y):
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    @eqx.filter_jit
+    def accumulate(model, scaler, x, y):
+        def add(total, micro_batch):
+            loss, grads = grad_fn(scaler, model, *micro_batch)
+            return jax.tree.map(jnp.add, total, grads), loss
+
+        zeros = optax.tree.zeros_like(eqx.filter(model, eqx.is_inexact_array))
+        return jax.lax.scan(add, zeros, (x, y))[0]
+
+    total = accumulate(model, jmpscale.dynamic(16.0), jnp.asarray(X), jnp.asarray(Y))
+    np.testing.assert_allclose(total[0].weight.T / len(X), _expected(np.arange(len(X))), rtol=1e-6)
 
 
 WEIGHTS = {"large": 1e3, "small": 1e-9}

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import pickle
 
+import equinox as eqx
 import flax.serialization
 import jax
 import jax.export
@@ -60,6 +61,11 @@ def state_dict(folder, state, template):
     return flax.serialization.from_state_dict(template, flax.serialization.to_state_dict(state))
 
 
+def equinox(folder, state, template):
+    eqx.tree_serialise_leaves(folder / "state.eqx", state)
+    return eqx.tree_deserialise_leaves(folder / "state.eqx", template)
+
+
 def unpickle(folder, state, template):
     return pickle.loads(pickle.dumps(state))
 
@@ -81,13 +87,13 @@ STATES = {
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
 @pytest.mark.parametrize("name", STATES)
-@pytest.mark.parametrize("roundtrip", [orbax, orbax_abstract, msgpack, state_dict, unpickle])
+@pytest.mark.parametrize("roundtrip", [orbax, orbax_abstract, msgpack, state_dict, equinox, unpickle])
 def test_restore_keeps_every_bit(roundtrip, name, tmp_path):
     state = STATES[name]()
     assert_step_is_noop(state, roundtrip(tmp_path, state, jax.tree.map(np.zeros_like, state)))
 
 
-@pytest.mark.parametrize("roundtrip", [orbax, orbax_without_template, msgpack])
+@pytest.mark.parametrize("roundtrip", [orbax, orbax_without_template, msgpack, equinox])
 def test_restore_uses_the_settings_of_the_template(roundtrip, tmp_path):
     template = jmpscale.dynamic(4.0, growth_interval=7, min_scale=0.5)
     restored = roundtrip(tmp_path, used_scaler(), template)

@@ -6,6 +6,8 @@ import re
 import jax
 import pytest
 
+import jmpscale
+
 import pages
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -162,3 +164,58 @@ def test_assert_same_output_tolerates_the_last_digit(printed, same):
     else:
         with pytest.raises(AssertionError):
             pages.assert_same_output(printed, "loss 0.194, 1 of 200")
+
+
+def assert_needs_loss_scaling(float32, float16, ours):
+    """Compares final losses: float16 alone must be clearly worse than float32, and jmpscale must close the gap."""
+    assert float16 - float32 > 0.2 * abs(float32)
+    assert ours - float32 < 0.1 * (float16 - float32)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("page", ["guides/autocast", "guides/optax", "guides/training_loops"])
+def test_page_shows_that_it_needs_loss_scaling(page):
+    printed = next(text for _, _, text in pages.blocks(page) if text)
+    names = "float32", "float16", "float16 with jmpscale"
+    lines = [re.fullmatch(r"(.*?) +([\d.]+)", line) for line in printed.splitlines()[:3]]
+    assert tuple(line[1] for line in lines) == names
+    assert_needs_loss_scaling(*(float(line[2]) for line in lines))
+
+
+# The result of the first training run of a page, of which less is better.
+RESULTS = {
+    "guides/accumulation": "loss",
+    "guides/checkpoints": "loss_fn(resumed['params'], np.random.default_rng(0).standard_normal((64, 8), np.float32))",
+    "guides/devices": "loss",
+    "guides/higher_order": "loss",
+    "guides/logging": "loss",
+    "guides/multiple_losses": "abs(a - 2) + abs(b + 2)",  # the distance of the samples from the data
+    "guides/reinforcement_learning": "log['loss']",
+}
+
+
+def _first_training_run(page, dtype="float16"):
+    """Runs the blocks of a page until one of them computes its result."""
+    namespace = {"__name__": f"docs/{page}.md"}
+    for _, code, _ in pages.blocks(page):
+        pages.run(code.replace("jnp.float16", f"jnp.{dtype}"), f"docs/{page}.md", namespace)
+        try:
+            return float(eval(RESULTS[page], namespace))
+        except NameError:  # the blocks so far only define functions and data
+            continue
+    raise AssertionError(f"{page} does not compute {RESULTS[page]}")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("page", RESULTS)
+def test_recipe_needs_loss_scaling(page, monkeypatch):
+    ours = _first_training_run(page)
+    with_loss_scaling, disabled = jmpscale.with_loss_scaling, jmpscale.disabled()
+    for name in "dynamic", "static":
+        monkeypatch.setattr(jmpscale, name, lambda *_, **__: disabled)
+    monkeypatch.setattr(
+        jmpscale, "with_loss_scaling", lambda tx, _=None, **options: with_loss_scaling(tx, disabled, **options)
+    )
+    float16 = _first_training_run(page)
+    monkeypatch.setattr(jmpscale, "autocast", lambda fun: fun)
+    assert_needs_loss_scaling(_first_training_run(page, "float32"), float16, ours)
