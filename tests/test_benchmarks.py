@@ -133,6 +133,6 @@ def test_bytes_of_adds_up_the_parts_of_a_type(kind, size):
     assert programs.bytes_of(kind) == size
 
 
-def test_table_equals_the_table_on_the_page():
+def test_tables_equal_the_tables_on_the_page():
     page = table.PAGE.read_text()
-    assert table.rewrite(page, table.table(*table.read_results())) == page
+    assert table.rewrite(page, table.tables(*table.read_results())) == page
