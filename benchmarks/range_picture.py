@@ -1,4 +1,4 @@
-"""Draws docs/range_report.png: the ranges of the demonstration's model in float16, `python -m benchmarks.range_picture`.
+"""Draws docs/range_report.png, the ranges of the demonstration's model: `python -m benchmarks.range_picture`.
 
 The model has its initial parameters. The scale of the picture is the largest one that the report allows.
 """
@@ -7,9 +7,10 @@ import functools
 import pathlib
 
 import jax
+import matplotlib.pyplot as plt
+
 import jmpscale
 import jmpscale.__main__ as demonstration
-import matplotlib.pyplot as plt
 from jmpscale import plots
 
 PICTURE = pathlib.Path(__file__).parent.parent / "docs" / "range_report.png"

@@ -1,7 +1,7 @@
 """Writes the tables of docs/costs.md from the results of earlier runs: `python -m benchmarks.table`.
 
-Each cell has two ratios: to the same step with `optax.clip_by_global_norm`, on the same machine and in the same round or
-compiled for the same device; and, in parentheses, to the step that neither clips nor scales the loss.
+Each cell has two ratios: to the same step with `optax.clip_by_global_norm`, on the same machine and in the same round,
+or compiled for the same device; and, in parentheses, to the step that neither clips nor scales the loss.
 """
 
 import json
@@ -12,8 +12,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "costs.md"
 ROWS = {  # the name of the step, and whether it clips
-    "clipped": ("clipping only", "yes"),
-    "bare": ("neither clipping nor loss scaling", "no"),
+    "clipped": ("clipped step", "yes"),
+    "bare": ("bare step", "no"),
     "functional": ("functional API", "no"),
     "functional, norm as check": ("functional API, `all_finite(norm)`", "yes"),
     "optax wrapper": ("optax wrapper", "no"),
@@ -53,12 +53,19 @@ def tables(cpu, gpu, compilers):
 
 
 def _table(columns, figures, ratio, digits):
-    """Returns a table with the ratios of each step in each column; steps without any are omitted."""
-    lines = [_row(["step", "clips", *columns]), "|" + (2 + len(columns)) * "---|"]
+    """Returns a table with the ratios of each step in each column.
+
+    Steps without any ratio are omitted. Steps with the same ratios share a row.
+    """
+    rows = {}  # the titles of the steps, by their ratios
     for name, titles in ROWS.items():
-        cells = [_cell(figures[key], name, ratio, digits) for key in columns.values()]
+        cells = tuple(_cell(figures[key], name, ratio, digits) for key in columns.values())
         if any(cells):
-            lines.append(_row([*titles, *cells]))
+            rows.setdefault(cells, []).append(titles)
+    lines = [_row(["step", "clips", *columns]), "|" + (2 + len(columns)) * "---|"]
+    for cells, titles in sorted(rows.items(), key=lambda row: len(row[1]) > 1):
+        shown = titles[0] if len(titles) == 1 else ("all other steps", "")
+        lines.append(_row([*shown, *cells]))
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""The wrong code of docs/common_mistakes.md gives the message on the page, or does the harm; the right code does not."""
+"""The wrong code of docs/common_mistakes.md gives the message on the page or does harm; the right code does not."""
 
 import functools
 import re
@@ -42,7 +42,7 @@ def _loss(params, batch):
 
 
 def _half_loss(params, batch):
-    half, (x, y) = jmpscale.cast((params, batch), jnp.float16)
+    half, (x, _) = jmpscale.cast((params, batch), jnp.float16)
     return 1e-8 * jnp.mean((x @ half["w"]).astype(jnp.float32))
 
 

@@ -58,6 +58,12 @@ def test_links_resolve(path):
     assert [target for target in targets if not pages.resolves(path, target)] == []
 
 
+def test_overview_links_every_page():
+    linked = {(pages.DOCS / target.partition("#")[0]).resolve() for target in pages.links(pages.DOCS / "index.md")}
+    missing = {path.resolve() for path in pages.TEXTS} - linked
+    assert {path.name for path in missing} == {"README.md", "index.md"}
+
+
 def run_block(code, name, namespace):
     """Runs a block of a page, requires that the loss of a training run falls, and returns the finite losses."""
     losses = pages.run(code, name, namespace)
