@@ -72,8 +72,9 @@ for module in (jmpscale.testing, jmpscale.plots):
 class LinkNamesToTheApi(SphinxTransform):
     """Links every name of the public API that is written as code to its description.
 
-    The pages stay plain Markdown, which every viewer renders. In the description of an
-    object, its own name and the names of its arguments stay code.
+    The pages, except the API reference, stay plain Markdown, which every viewer
+    renders. In the description of an object, its own name and the names of its
+    arguments stay code.
     """
 
     default_priority = 500

@@ -13,7 +13,7 @@ from jmpscale.testing import assert_step_is_noop
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
-from benchmarks import programs, steps, table, timing
+from benchmarks import programs, range_picture, steps, table, timing
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("standard_promotion")]
 
@@ -133,6 +133,14 @@ def test_bytes_of_adds_up_the_parts_of_a_type(kind, size):
     assert programs.bytes_of(kind) == size
 
 
-def test_table_equals_the_table_on_the_page():
+def test_tables_equal_the_tables_on_the_page():
     page = table.PAGE.read_text()
-    assert table.rewrite(page, table.table(*table.read_results())) == page
+    assert table.rewrite(page, table.tables(*table.read_results())) == page
+
+
+def test_range_picture_shows_the_largest_scale_that_fits():
+    with jax.numpy_rank_promotion("allow"):
+        report = range_picture.report()
+    low, high = report.scales()
+    assert report.scale == high > low
+    assert report.has_half_matmuls

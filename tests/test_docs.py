@@ -15,8 +15,8 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 README = (pages.DOCS.parent / "README.md").read_text()
 README_BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
 # The overview and the page on bfloat16 do not show the program that they change. `tests/frameworks` runs the
-# programs of the page on training loops.
-UNTESTED_DIFFS = {"index", "moving/bfloat16", "guides/training_loops"}
+# programs of the page on training loops, and `test_common_mistakes.py` the page on mistakes.
+UNTESTED_DIFFS = {"index", "moving/bfloat16", "guides/training_loops", "common_mistakes"}
 DIFFS = [(page, diff) for page in pages.PAGES if page not in UNTESTED_DIFFS for diff in pages.diffs(page)]
 MIN_TRAINING_STEPS = 20  # a block with fewer losses is not a training run
 # Pages whose first program prints its loss in float32, in float16 alone, and in float16 with loss scaling.
@@ -63,8 +63,8 @@ def test_readme_has_two_commands():
 def test_links_are_found_and_broken_links_do_not_resolve():
     readme = pages.ROOT / "README.md"
     assert len([target for target in pages.links(readme) if "://" not in target]) >= 8
-    assert pages.resolves(readme, "docs/costs.md#how-steps-are-skipped")
-    assert not pages.resolves(readme, "docs/costs.md#no-such-heading")
+    assert pages.resolves(readme, "docs/how_it_works.md#how-steps-are-skipped")
+    assert not pages.resolves(readme, "docs/how_it_works.md#no-such-heading")
     assert not pages.resolves(readme, "docs/no_such_page.md")
 
 
@@ -73,6 +73,12 @@ def test_links_resolve(path):
     """The anchors are tested as code hosts form them from headings; Sphinx tests the anchors of the site."""
     targets = [target for target in pages.links(path) if "://" not in target]
     assert [target for target in targets if not pages.resolves(path, target)] == []
+
+
+def test_overview_links_every_page():
+    linked = {(pages.DOCS / target.partition("#")[0]).resolve() for target in pages.links(pages.DOCS / "index.md")}
+    missing = {path.resolve() for path in pages.TEXTS} - linked
+    assert {path.name for path in missing} == {"README.md", "index.md"}
 
 
 def run_block(code, name, namespace):

@@ -49,7 +49,7 @@ from jmpscale.testing import inject_backward
 TESTS = pathlib.Path(__file__).parent
 TORCH = json.loads((TESTS / "data" / "torch_grad_scaler_traces.json").read_text())["traces"]
 ORACLE = json.loads((TESTS / "data" / "oracle_traces.json").read_text())
-PAGE = (TESTS.parent / "docs" / "moving" / "index.md").read_text()
+PAGE = (TESTS.parent / "docs" / "schedules.md").read_text()
 
 LOWEST, HIGHEST = 2.0**-126, 2.0**126
 dynamic = functools.partial(jmpscale.dynamic, min_scale=LOWEST, max_scale=HIGHEST)
@@ -80,13 +80,13 @@ def _run(scaler, sequence, edit=lambda scaler: scaler):
 def _example(heading):
     """Returns the names that an example in the documentation defines."""
     [code] = re.findall(rf"^## {heading}$.*?^```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
-    names = {}
+    names = {"jmpscale": jmpscale, "jnp": jnp}
     exec(code, names)
     return names
 
 
 def _run_of_row(scaler, note, sequence):
-    """Returns the scalers after each step, with the change that the note in a row of the table of settings requires."""
+    """Returns the scalers after each step, with the change that the note on a framework requires."""
     if "late growth" in note:
         example = _example("Late growth")
         return _run(example["late_start"](scaler), sequence, example["late_growth"])
@@ -101,7 +101,7 @@ class Case(NamedTuple):
     Attributes:
       scales: the scale after each step, or a dict of the scales after some steps, counted from 1.
       finite_steps: the same for the count of finite steps.
-      note: the last column of the table of settings in the documentation.
+      note: the text on the framework in the documentation.
     """
 
     scaler: jmpscale.ScalerState
@@ -214,52 +214,58 @@ def test_update_reproduces_scales(case):
 # The settings in the documentation reproduce recorded runs
 
 
-def _settings_table():
-    """Returns the rows of the table of settings by the name of the framework."""
-    section = PAGE.split("\n## The table of settings\n")[1].split("\n## ")[0]
-    rows = [line.strip("|").split(" | ") for line in section.splitlines() if line.startswith("|")][2:]
-    return {re.sub(r"\[(.*?)\]\(.*?\)", r"\1", row[0]).replace("`", "").strip(): row[2:] for row in rows}
+def _settings_on_page():
+    """Returns for each framework the function that creates its scaler, and the text of its section."""
+    part = PAGE.split("\n## Settings\n")[1].split("\n## ")[0]
+    found, function = {}, None
+    for title, text in re.findall(r"^### (.*?)\n(.*?)(?=^### |\Z)", part, flags=re.MULTILINE | re.DOTALL):
+        for code in re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
+            names = {"jmpscale": jmpscale, "math": math}
+            exec(code, names)
+            function = list(names.values())[-1]  # a section without code refers to the section before it
+        found[title.replace("`", "")] = function, text
+    return found
 
 
-# Scalers that the table omits: they are obsolete, or have the settings of another row.
+def _apex_amp(init_scale=2.0**16, scale_window=2000, min_loss_scale=None, max_loss_scale=2.0**24):
+    start, lowest = min(init_scale, max_loss_scale), min_loss_scale or LOWEST
+    return jmpscale.dynamic(start, growth_interval=scale_window, min_scale=lowest, max_scale=max_loss_scale)
+
+
+def _apex_fp16_utils(init_scale=2.0**32, scale_factor=2.0, scale_window=1000):
+    factors = {"growth_factor": scale_factor, "backoff_factor": 1 / scale_factor}
+    return jmpscale.dynamic(init_scale, **factors, growth_interval=scale_window, min_scale=1.0, max_scale=HIGHEST)
+
+
+def _openseq2seq(scale_min=1.0, scale_max=2.0**14, step_factor=2.0, step_window=2000):
+    factors = {"growth_factor": step_factor, "backoff_factor": 1 / step_factor}
+    return jmpscale.dynamic(scale_max, **factors, growth_interval=step_window, min_scale=scale_min, max_scale=scale_max)
+
+
+def _sharded_grad_scaler(init_scale=2.0**16, growth_interval=2000):
+    return dynamic(init_scale, growth_interval=growth_interval)
+
+
+# Scalers that the page omits: they are obsolete, or have the settings of another framework.
 OMITTED = {
-    "torch ShardedGradScaler": (
-        "init_scale=2.0**16, growth_interval=2000",
-        "jmpscale.dynamic(init_scale, growth_interval=growth_interval, min_scale=2.0**-126, max_scale=2.0**126)",
-        "",
-    ),
-    "NVIDIA apex amp": (
-        "init_scale=2.0**16, scale_window=2000, min_loss_scale=None, max_loss_scale=2.0**24",
-        "jmpscale.dynamic(min(init_scale, max_loss_scale), growth_interval=scale_window, "
-        "min_scale=min_loss_scale or 2.0**-126, max_scale=max_loss_scale)",
-        "",
-    ),
-    "NVIDIA apex fp16_utils": (
-        "init_scale=2.0**32, scale_factor=2.0, scale_window=1000",
-        "jmpscale.dynamic(init_scale, growth_factor=scale_factor, backoff_factor=1 / scale_factor, "
-        "growth_interval=scale_window, min_scale=1.0, max_scale=2.0**126)",
-        "",
-    ),
-    "OpenSeq2Seq BackoffScaler": (
-        "scale_min=1.0, scale_max=2.0**14, step_factor=2.0, step_window=2000",
-        "jmpscale.dynamic(scale_max, growth_factor=step_factor, backoff_factor=1 / step_factor, "
-        "growth_interval=step_window, min_scale=scale_min, max_scale=scale_max)",
-        "",
-    ),
+    "torch ShardedGradScaler": (_sharded_grad_scaler, ""),
+    "NVIDIA apex amp": (_apex_amp, ""),
+    "NVIDIA apex fp16_utils": (_apex_fp16_utils, ""),
+    "OpenSeq2Seq BackoffScaler": (_openseq2seq, ""),
 }
 UNSUPPORTED = {"fairseq, fp16_scale_tolerance above 0", "metaseq", "OpenSeq2Seq LogMaxScaler"}  # other rules
-SETTINGS = _settings_table() | OMITTED
+SETTINGS = _settings_on_page() | OMITTED
 RECORDED = [run for run in ORACLE["runs"] if run["from"] not in UNSUPPORTED]
 
 
-def test_settings_table_has_a_recorded_run_of_each_row():
+def test_settings_on_page_have_a_recorded_run_of_each_framework():
     assert SETTINGS.keys() == {run["from"] for run in RECORDED}
 
 
 @pytest.mark.parametrize("run", RECORDED, ids=lambda run: f"{run['from']} {run['trace']}")
-def test_settings_table_reproduces_recorded_run(run):
-    defaults, call, note = (cell.strip("` ") for cell in SETTINGS[run["from"]])
-    scaler = eval(call, {"jmpscale": jmpscale, "math": math} | eval(f"dict({defaults})") | run["settings"])
+def test_settings_on_page_reproduce_recorded_run(run):
+    create, note = SETTINGS[run["from"]]
+    scaler = create(**run["settings"])
     trace = ORACLE["traces"][run["trace"]]
     for name, scales in trace["scales"].items():
         end = trace.get("raises", {}).get(name, [None])[0]  # the original ends the run there, at its lowest scale

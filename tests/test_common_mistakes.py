@@ -1,0 +1,203 @@
+"""The wrong code of docs/common_mistakes.md gives the message on the page or does harm; the right code does not."""
+
+import functools
+import re
+import warnings
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import jmpscale
+
+import meshes
+import pages
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+PAGE = (pages.DOCS / "common_mistakes.md").read_text()
+WITH_MESSAGE, WITHOUT_MESSAGE = (
+    dict(re.findall(r"^### (.*?)\n(.*?)(?=^###? |\Z)", part, flags=re.MULTILINE | re.DOTALL))
+    for part in re.findall(r"^## Mistakes.*?(?=^## )", PAGE, flags=re.MULTILINE | re.DOTALL)
+)
+LEARNING_RATE = 1e-3
+
+
+def _blocks(section, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", section, flags=re.MULTILINE | re.DOTALL)
+
+
+def _sides(diff):
+    """Returns the wrong code and the right code."""
+    return ["".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] in f" {sign}") for sign in "-+"]
+
+
+def _loss(params, batch):
+    x, y = batch
+    return jnp.mean((x @ params["w"] - y) ** 2)
+
+
+def _half_loss(params, batch):
+    half, (x, _) = jmpscale.cast((params, batch), jnp.float16)
+    return 1e-8 * jnp.mean((x @ half["w"]).astype(jnp.float32))
+
+
+def _model_loss(model, batch):
+    x, y = batch
+    return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+
+def _program():
+    """Returns the names that the snippets use."""
+    params = {"w": jnp.ones((3, 1))}
+    tx = jmpscale.with_loss_scaling(optax.adam(LEARNING_RATE))
+    return {
+        "jax": jax,
+        "jnp": jnp,
+        "optax": optax,
+        "nnx": nnx,
+        "jmpscale": jmpscale,
+        "params": params,
+        "batch": (jnp.ones((4, 3)), jnp.zeros((4, 1))),
+        "loss_fn": _loss,
+        "loss": jnp.float32(1.0),
+        "grads": params,
+        "finite": jnp.array(True),
+        "scaler": jmpscale.dynamic(),
+        "adam": optax.adam(LEARNING_RATE),
+        "tx": tx,
+        "opt_state": tx.init(params),
+    }
+
+
+def _run(code, program):
+    exec(code, program)
+    return program
+
+
+def _call_loss(code, program, model="params"):
+    _run(code, program)
+    transform = nnx.value_and_grad if model == "model" else jax.value_and_grad
+    grad_fn = jmpscale.value_and_grad(program["loss_fn"], transform=transform)
+    grad_fn(program["scaler"], program[model], program["batch"])
+
+
+def _call_step(code, program):
+    _run(code, program)
+    step, opt_state = program["train_step"], program["adam"].init(program["params"])
+    scaler = [program["scaler"]] if "scaler, batch" in code else []
+    step(program["params"], opt_state, *scaler, program["batch"])
+
+
+def _run_on_each_device(code, program):
+    def run(grads):
+        return _run(code, program | {"grads": grads})["finite"][None]
+
+    mesh = meshes.make_mesh(devices=8)
+    specs = {"in_specs": P("devices"), "out_specs": P("devices"), "check_vma": False}
+    jax.eval_shape(jax.shard_map(run, mesh=mesh, **specs), jnp.ones(8))
+
+
+def _run_with_model(code, program, model=None, call=_run):
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0)) if model is None else model
+    call(code, program | {"model": model, "new_model": model, "loss_fn": _model_loss})
+
+
+EQUINOX = eqx.nn.MLP(3, 1, 4, 1, key=jax.random.key(0))
+RUN = {  # the programs that need more than the names above
+    "The loss is float16": _call_loss,
+    "The compiled step closes over the scaler": _call_step,
+    "`axis_name` is missing": _run_on_each_device,
+    "`transform` is missing for an NNX or Equinox model": _run_with_model,
+    "An NNX model is cast": functools.partial(_run_with_model, call=functools.partial(_call_loss, model="model")),
+    "An NNX model is gated": _run_with_model,
+}
+
+
+def _messages(run, code):
+    """Returns the error and the warnings of a program."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            run(code, _program())
+            errors = []
+        except Exception as error:  # the test compares its class and text
+            errors = [error]
+    return [f"{type(found).__name__}: {found}" for found in [*errors, *(warning.message for warning in caught)]]
+
+
+@pytest.mark.parametrize("mistake", WITH_MESSAGE)
+def test_mistake_has_the_message_on_the_page(mistake):
+    section, run = WITH_MESSAGE[mistake], RUN.get(mistake, _run)
+    [diff], [message, *_] = _blocks(section, "diff"), _blocks(section, "text")
+    wrong, right = _sides(diff)
+    [given] = _messages(run, wrong)
+    assert given.startswith(message.strip())
+    assert _messages(run, right) == []
+
+
+def test_mistake_with_equinox_has_the_message_on_the_page():
+    section = WITH_MESSAGE["`transform` is missing for an NNX or Equinox model"]
+    [diff], [_, message] = _blocks(section, "diff"), _blocks(section, "text")
+    wrong, right = _sides(diff)
+    run = functools.partial(_run_with_model, model=EQUINOX)
+    [given] = _messages(run, wrong)
+    assert given.startswith(message.strip())
+    [transform] = re.findall(r"For Equinox, pass `transform=(.*?)`", section)
+    with_eqx = f"import equinox as eqx\n{right.replace('nnx.value_and_grad', transform)}"
+    assert _messages(run, with_eqx) == []
+
+
+# --- mistakes without a message: whether the program has suffered the harm ---
+
+
+def _underflows(program):
+    return not program["grads"]["w"].any()
+
+
+def _has_wrong_gradients(program):
+    true = jax.grad(_loss)(program["params"], program["batch"])
+    return not jnp.allclose(program["grads"]["w"], true["w"])
+
+
+def _computes_in_float32(program):
+    return "f16" not in str(jax.make_jaxpr(program["loss_fn"])(program["params"], program["batch"]))
+
+
+def _changes_parameters_on_overflow(program):
+    params, tx = program["params"], program["tx"]
+    updates, _ = tx.update({"w": jnp.full((3, 1), jnp.inf)}, tx.init(params), params)
+    return bool(jnp.any(updates["w"] != 0))
+
+
+def _reduces_the_scale(program):
+    return jmpscale.get_scaler(program["opt_state"]).loss_scale < jmpscale.dynamic().loss_scale
+
+
+def _keeps_nan(program):
+    return bool(jnp.isnan(program["batch_stats"]).any())
+
+
+NAN = {"grads": {"w": jnp.full((3, 1), jnp.nan)}, "loss": jnp.float32(jnp.nan)}
+HARM = {  # the test of the harm, and the names with which the snippet runs
+    "The gradients come from JAX": (_underflows, {"loss_fn": _half_loss}),
+    "The gradients are unscaled twice": (_has_wrong_gradients, {}),
+    "Nothing is computed in float16": (_computes_in_float32, {}),
+    "Part of the optimizer is outside the wrapper": (_changes_parameters_on_overflow, {}),
+    "The loss is not passed": (_reduces_the_scale, NAN),
+    "Other state is not gated": (_keeps_nan, NAN | {"batch_stats": jnp.ones(3), "new_batch_stats": NAN["grads"]["w"]}),
+}
+
+
+@pytest.mark.parametrize("mistake", WITHOUT_MESSAGE)
+def test_mistake_without_a_message_does_the_harm(mistake):
+    harmed, names = HARM[mistake]
+    diffs = _blocks(WITHOUT_MESSAGE[mistake], "diff")
+    assert diffs
+    for wrong, right in map(_sides, diffs):
+        assert harmed(_run(wrong, _program() | names))
+        assert not harmed(_run(right, _program() | names))
