@@ -89,6 +89,7 @@ class Place(NamedTuple):
 
     scope: str = ""
     line: str = "an unknown line"
+    in_library: bool = False  # whether the jaxpr belongs to a function of a library, such as jax.nn.silu
 
 
 class Range(NamedTuple):
@@ -96,7 +97,7 @@ class Range(NamedTuple):
 
     counts: jax.Array  # f32[256], how many nonzero finite values have each exponent (the bits of float32)
     max_abs: jax.Array  # f32[], of the finite values
-    step: jax.Array  # i32[], the iteration of the innermost loop with the largest magnitude; -1 outside of loops
+    steps: jax.Array  # i32[loops], the iterations with the largest magnitude, of the outermost loop first
 
 
 class Statistics(NamedTuple):
@@ -110,25 +111,30 @@ def _merge(a: Statistics, b: Statistics) -> Statistics:
     """Combines the statistics of two executions of an operation."""
     merged = None
     if a.range is not None and b.range is not None:
-        step = jnp.where(b.range.max_abs > a.range.max_abs, b.range.step, a.range.step)
+        steps = jnp.where(b.range.max_abs > a.range.max_abs, b.range.steps, a.range.steps)
         counts = a.range.counts + b.range.counts
-        merged = Range(counts, jnp.maximum(a.range.max_abs, b.range.max_abs), step)
+        merged = Range(counts, jnp.maximum(a.range.max_abs, b.range.max_abs), steps)
     return Statistics(jnp.maximum(a.kind, b.kind), merged)
 
 
 def _at_step(statistics: Statistics, index: jax.Array) -> Statistics:
-    """Sets the step, unless an inner loop has set it."""
+    """Adds the iteration of a loop to the iterations of the loops inside it."""
     if statistics.range is None:
         return statistics
-    step = jnp.where(statistics.range.step < 0, index.astype(np.int32), statistics.range.step)
-    return statistics._replace(range=statistics.range._replace(step=step))
+    steps = jnp.concatenate([index.astype(np.int32)[None], statistics.range.steps])
+    return statistics._replace(range=statistics.range._replace(steps=steps))
 
 
 def _nothing_like(statistics: list[Statistics]) -> list[Statistics]:
     """Returns the statistics of operations that were not executed."""
-    none = Range(jnp.zeros(256, np.float32), jnp.float32(-1), jnp.int32(-1))
-    empty = [Statistics(jnp.int32(FINITE), None if s.range is None else none) for s in statistics]
-    return [_varying(new, varying_axes(s.kind)) for new, s in zip(empty, statistics, strict=True)]
+
+    def empty(statistics: Statistics) -> Statistics:
+        found = statistics.range
+        if found is not None:
+            found = Range(jnp.zeros(256, np.float32), jnp.float32(-1), jnp.zeros(found.steps.shape, np.int32))
+        return _varying(Statistics(jnp.int32(FINITE), found), varying_axes(statistics.kind))
+
+    return list(map(empty, statistics))
 
 
 @jax.jit
@@ -139,7 +145,7 @@ def _measure_values(x: jax.Array) -> Statistics:
     kind = jnp.where(counts[256] > 0, np.int32(NAN), (counts[255] > 0).astype(np.int32))
     counts = counts[:256].at[np.array([0, 255])].set(np.int32(0))  # zeros and infinities
     max_abs = jnp.where(jnp.isfinite(x), jnp.abs(x), np.float32(0)).max(initial=0)
-    return Statistics(kind, Range(counts.astype(np.float32), max_abs, jnp.int32(-1)))
+    return Statistics(kind, Range(counts.astype(np.float32), max_abs, jnp.zeros(0, np.int32)))
 
 
 @jax.jit
@@ -176,8 +182,7 @@ def _varying(statistics: Statistics, axes: Collection[str]) -> Statistics:
 
 
 def _is_narrow_float(aval: Any) -> bool:
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, np.floating) and dtype.itemsize < 4
+    return _is_floating(aval) and aval.dtype.itemsize < 4
 
 
 def _is_half(aval: Any) -> bool:
@@ -459,7 +464,8 @@ class Evaluation:
 
     def _note_opaque(self, eqn: core.JaxprEqn, has_narrow: bool, place: Place) -> None:
         holds_program = any(isinstance(value, (core.Jaxpr, core.ClosedJaxpr)) for value in eqn.params.values())
-        if has_narrow or holds_program or "call" in eqn.primitive.name:
+        from_bits = eqn.primitive.name == "bitcast_convert_type" and not _is_narrow_float(type_of(eqn.invars[0]))
+        if (has_narrow and not from_bits) or holds_program or "call" in eqn.primitive.name:
             self.opaque[f"{_line(eqn, place)}: {eqn.primitive.name}"] = None
 
     def _note_sensitive(self, eqn: core.JaxprEqn, degrees: list[int], place: Place) -> None:
@@ -496,6 +502,8 @@ def _strongly_typed(x: Any) -> Any:
 def _widen_params(params: dict[str, Any]) -> dict[str, Any]:
     """Returns parameters of an equation that computes in float32."""
     new = dict(params)
+    if isinstance(params.get("precision"), (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)):
+        new["precision"] = None  # an algorithm has the dtypes of its operands
     for name in _DTYPE_PARAMETERS:
         dtype = params.get(name)
         if dtype is not None and jnp.issubdtype(dtype, np.floating) and np.dtype(dtype).itemsize < 4:
@@ -525,8 +533,11 @@ def _over_devices(statistics: Statistics, axes: Collection[str]) -> Statistics:
     if found is None:
         return Statistics(kind, None)
     max_abs = jax.lax.pmax(found.max_abs, axes)
-    step = jax.lax.pmax(jnp.where(found.max_abs == max_abs, found.step, -1), axes)
-    return Statistics(kind, Range(jax.lax.psum(found.counts, axes), max_abs, step))
+    steps, is_largest = [], found.max_abs == max_abs
+    for step in found.steps:  # of several devices with this magnitude, the last iterations in lexicographic order
+        steps.append(jax.lax.pmax(jnp.where(is_largest, step, np.int32(-1)), axes))
+        is_largest = is_largest & (step == steps[-1])
+    return Statistics(kind, Range(jax.lax.psum(found.counts, axes), max_abs, jnp.array(steps, np.int32)))
 
 
 def _without_rounding_errors(eqn: core.JaxprEqn, inputs: list[Any], x: jax.Array) -> jax.Array:
@@ -591,6 +602,8 @@ _NOT_A_MODULE = re.compile(
 
 def _line(eqn: core.JaxprEqn, place: Place) -> str:
     """Returns the user's line of an equation, such as `model.py:41 (mlp)`, or the line of the call around it."""
+    if place.in_library:
+        return place.line
     return _user_line(source_info_util.summarize(eqn.source_info, num_frames=100)) or place.line
 
 
@@ -598,12 +611,11 @@ def _line(eqn: core.JaxprEqn, place: Place) -> str:
 def _user_line(summary: str) -> str:
     frames = [match for match in map(_FRAME.fullmatch, summary.splitlines()) if match]  # outermost first
     users = [frame for frame in frames if not _is_library(frame["file"])]
-    if not (users or frames):
+    if not users:
         return ""
-    frame = (users or frames)[-1]
-    names = frame["function"].split(".<locals>.")
+    names = users[-1]["function"].split(".<locals>.")
     function = next((name for name in reversed(names) if not name.startswith("<")), names[-1])
-    return f"{pathlib.PurePath(frame['file']).name}:{frame['line']} ({function})"
+    return f"{pathlib.PurePath(users[-1]['file']).name}:{users[-1]['line']} ({function})"
 
 
 def _is_library(file: str) -> bool:
@@ -617,7 +629,25 @@ def _scope(eqn: core.JaxprEqn, place: Place) -> str:
 
 
 def _inside(place: Place, eqn: core.JaxprEqn) -> Place:
-    return Place(_scope(eqn, place), _line(eqn, place))
+    """Returns the place of the jaxprs that an equation holds.
+
+    JAX keeps the jaxprs of compiled functions. In a function such as `jax.nn.silu`, the user's line of an equation is
+    the line of the first call, whichever call it belongs to.
+    """
+    called = called_jaxpr(eqn)
+    file = getattr(called[0].debug_info, "func_filename", None) if called else None
+    in_library = place.in_library if file is None else _calls_no_user_code(file)
+    line = _line(eqn, place)
+    if line == Place().line and file is not None and file.startswith(_PACKAGE):
+        line = "the scaling of the loss"
+    return Place(_scope(eqn, place), line, in_library)
+
+
+def _calls_no_user_code(file: str) -> bool:
+    """Tests whether a compiled function in a file is one of JAX, optax or jmpscale; others compile users' functions."""
+    return (
+        file.startswith(_PACKAGE) or re.search(r"[/\\](?:site|dist)-packages[/\\](?:jax|optax)[/\\]", file) is not None
+    )
 
 
 @functools.lru_cache(maxsize=10_000)

@@ -72,15 +72,21 @@ class RangeRow:
     overflow: float
     underflow: float
     subnormal: float
-    step: int | None
+    steps: tuple[int, ...]
     size: int
     scale: float = dataclasses.field(repr=False)  # 1 if the result is not scaled
     counts: np.ndarray = dataclasses.field(repr=False, compare=False)  # [256], of nonzero values at scale 1
 
     @property
     def name(self) -> str:
-        """The operation and its line."""
-        return f"{self.operation} at {self.line}"
+        """The operation and its line, and its iteration of loops."""
+        text = f"{self.operation} at {self.line}"
+        return f"{text} in step {self.formatted_steps}" if self.steps else text
+
+    @property
+    def formatted_steps(self) -> str:
+        """The iterations of loops, such as 2/0."""
+        return "/".join(map(str, self.steps))
 
     @property
     def overflows(self) -> bool:
@@ -143,7 +149,7 @@ def _make_row(site: Site, found: Range, scale: float) -> RangeRow:
         overflow=float(overflow / (max(site.size, 1) * executions)),
         underflow=float(underflow),
         subnormal=float(subnormal),
-        step=None if int(found.step) < 0 else int(found.step),
+        steps=tuple(np.asarray(found.steps).tolist()),
         size=site.size,
         scale=scale,
         counts=counts,
@@ -160,8 +166,8 @@ class RangeReport:
         operation is part of the backward pass; `scaled`, whether the result is proportional to the loss scale;
         `max_abs`, the largest magnitude at the present scale; `overflow`, the fraction of values above the range of the
         dtype; `underflow` and `subnormal`, the fractions of the L1 norm in values that round to zero or have less
-        precision; `step`, the iteration of a loop with the largest magnitude, or None; and `size`, the number of values
-        in one execution.
+        precision; `steps`, the iterations with the largest magnitude, counted from 0, of the loops around the
+        operation, outermost first; and `size`, the number of values in one execution.
       scale: the present loss scale.
       sensitive: pairs of a line and the operations of the forward pass in this line that are inaccurate in half
         precision, such as exponentials, logarithms, quotients and long sums.
@@ -211,7 +217,8 @@ class RangeReport:
         Returns:
           The sentences; the lines with operations that are inaccurate in half precision; the matmuls that are not in
           half precision, if others are; the table; and what could not be evaluated in float32. In the table, `headroom`
-          is the number of bits by which the result could grow, and `step` the iteration of a loop.
+          is the number of bits by which the result could grow, and `step` the iteration with the largest magnitude; 2/0
+          is iteration 0 of a loop in iteration 2 of another loop.
 
         Raises:
           TypeError: `limit` is not an integer.
@@ -261,7 +268,10 @@ class RangeReport:
         fitting = f"Loss scales from {format_scale(low)} to {format_scale(high)} fit"
         text = f"{fitting}; yours is {format_scale(self.scale)}"
         if self.scale > high:
-            return f"{text}, which is too large: {above}. A dynamic scale backs off; decrease a static scale."
+            remedy = "A dynamic scale backs off; decrease a static scale."
+            if highest.line in dict(self.sensitive):
+                remedy = "Compute this line in float32. Otherwise a dynamic scale backs off; decrease a static scale."
+            return f"{text}, which is too large: {above}. {remedy}"
         if self.scale < low:
             return (
                 f"{text}, which is too small: {below}. A dynamic scale grows up to max_scale; increase a static scale."
@@ -282,11 +292,9 @@ class RangeReport:
         table = [header, *map(_cells, shown)]
         if not any(row.module for row in shown):
             table = [[first, *others] for first, _, *others in table]
-        if any(row.step is not None for row in shown):
-            for cells, step in zip(
-                table, ["step", *("" if r.step is None else str(r.step) for r in shown)], strict=True
-            ):
-                cells.append(step)
+        if any(row.steps for row in shown):
+            steps = ["step", *(row.formatted_steps for row in shown)]
+            table = [[*cells, step] for cells, step in zip(table, steps, strict=True)]
         return format_table(table)
 
 
@@ -355,8 +363,9 @@ def range_report(
     derivative rules and `jax.shard_map`. Kernels and callbacks run in their own dtype.
 
     Args:
-      fun: the loss function, as for `value_and_grad`; `autocast` may be applied to it. If it is wrapped by
-        `loss_scaled`, the scale of `loss_scaled` is a constant factor, and the report is about the scaler.
+      fun: the loss function, as for `value_and_grad`; `autocast` may be applied to it. Of a training step that is
+        written with `scale` and `unscale`, pass the loss function without them. If `fun` itself multiplies by a scale,
+        as `loss_scaled` does, that scale is a constant factor, and the report is about the scaler.
       argnums: which positional arguments of `fun` to differentiate with respect to.
       has_aux: whether `fun` returns a pair of the loss and auxiliary data.
       transform: the `value_and_grad` of the model's framework.
