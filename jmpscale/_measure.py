@@ -23,11 +23,12 @@ from jax.sharding import AxisType
 
 from jmpscale._autocast import MATMULS, is_float32_matmul, keeps_precision
 from jmpscale._axes import varying_axes
-from jmpscale._jaxpr import called_jaxpr, evaluate_equation, split_scan_inputs, type_of
+from jmpscale._jaxpr import called_jaxpr, evaluate_equation, scan_carry_size, split_scan_inputs, type_of
 from jmpscale._tree import PyTree, is_traced
 
 Function: TypeAlias = Callable[..., Any]
 
+MAX_UNDERFLOW = 0.01  # of the L1 norm of a result, at the smallest scale that fits
 _LONG_SUM = 2048  # terms: as many ones as float16 can count
 _ROUNDING = 2.0**-12  # the relative error of a value in float16
 
@@ -69,6 +70,7 @@ _PVARY = None if hasattr(jax.lax, "pcast") else getattr(jax.lax, "pvary", None)
 # --- what is recorded
 
 FINITE, INFINITE, NAN = 0, 1, 2
+_NO_STEPS = np.zeros(0, np.int32)
 POLE = float(np.finfo(np.float32).max)  # the magnitude of a quotient or logarithm whose operand rounds to zero
 
 
@@ -81,15 +83,29 @@ class Site(NamedTuple):
     dtype: np.dtype
     backward: bool
     scaled: bool
+    separate: tuple[bool, ...]  # for each loop, outermost first: whether its iterations are like different operations
     size: int
 
 
 class Place(NamedTuple):
-    """The call that a jaxpr belongs to: its name stack, and its source line."""
+    """What surrounds a jaxpr: the name stack and the source line of the call, and the use of its variables."""
 
     scope: str = ""
     line: str = "an unknown line"
     in_library: bool = False  # whether the jaxpr belongs to a function of a library, such as jax.nn.silu
+    outputs: frozenset[Any] = frozenset()  # the variables of the jaxpr that are outputs of the program
+    # The variables that the outputs of each iteration of the innermost loop depend on, if these are outputs of the
+    # program. In a scan over layers, the gradients of a layer depend on them, and in other loops only sums do.
+    needed: frozenset[Any] = frozenset()
+    separate: tuple[bool, ...] = ()  # whether this jaxpr is needed in the program, and in each loop but the innermost
+
+
+class Smallest(NamedTuple):
+    """The execution of an operation that has the smallest magnitudes."""
+
+    exponent: jax.Array  # i32[], such that values with smaller exponents have at most MAX_UNDERFLOW of the L1 norm
+    counts: jax.Array
+    steps: jax.Array
 
 
 class Range(NamedTuple):
@@ -98,6 +114,7 @@ class Range(NamedTuple):
     counts: jax.Array  # f32[256], how many nonzero finite values have each exponent (the bits of float32)
     max_abs: jax.Array  # f32[], of the finite values
     steps: jax.Array  # i32[loops], the iterations with the largest magnitude, of the outermost loop first
+    smallest: Smallest | None  # of the iterations of loops that are separate, if there are any
 
 
 class Statistics(NamedTuple):
@@ -113,16 +130,30 @@ def _merge(a: Statistics, b: Statistics) -> Statistics:
     if a.range is not None and b.range is not None:
         steps = jnp.where(b.range.max_abs > a.range.max_abs, b.range.steps, a.range.steps)
         counts = a.range.counts + b.range.counts
-        merged = Range(counts, jnp.maximum(a.range.max_abs, b.range.max_abs), steps)
+        smallest = a.range.smallest
+        if smallest is not None and b.range.smallest is not None:
+            is_smaller = b.range.smallest.exponent < smallest.exponent
+            smallest = jax.tree.map(functools.partial(jnp.where, is_smaller), b.range.smallest, smallest)
+        merged = Range(counts, jnp.maximum(a.range.max_abs, b.range.max_abs), steps, smallest)
     return Statistics(jnp.maximum(a.kind, b.kind), merged)
 
 
-def _at_step(statistics: Statistics, index: jax.Array) -> Statistics:
+def _at_step(statistics: list[Statistics], index: jax.Array, sites: list[Site], place: Place) -> list[Statistics]:
     """Adds the iteration of a loop to the iterations of the loops inside it."""
-    if statistics.range is None:
-        return statistics
-    steps = jnp.concatenate([index.astype(np.int32)[None], statistics.range.steps])
-    return statistics._replace(range=statistics.range._replace(steps=steps))
+    loop, step = len(place.separate) - 1, index.astype(np.int32)[None]
+
+    def at_step(statistics: Statistics, site: Site) -> Statistics:
+        found = statistics.range
+        if found is None:
+            return statistics
+        smallest = None
+        if site.scaled and site.separate[loop]:
+            smallest = found.smallest or Smallest(_smallest_exponent(found.counts), found.counts, _NO_STEPS)
+            smallest = smallest._replace(steps=jnp.concatenate([step, smallest.steps]))
+        found = found._replace(steps=jnp.concatenate([step, found.steps]), smallest=smallest)
+        return statistics._replace(range=found)
+
+    return list(map(at_step, statistics, sites))
 
 
 def _nothing_like(statistics: list[Statistics]) -> list[Statistics]:
@@ -131,7 +162,10 @@ def _nothing_like(statistics: list[Statistics]) -> list[Statistics]:
     def empty(statistics: Statistics) -> Statistics:
         found = statistics.range
         if found is not None:
-            found = Range(jnp.zeros(256, np.float32), jnp.float32(-1), jnp.zeros(found.steps.shape, np.int32))
+            smallest = found.smallest and jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), found.smallest)
+            smallest = smallest and smallest._replace(exponent=jnp.int32(256))
+            steps = jnp.zeros(found.steps.shape, np.int32)
+            found = Range(jnp.zeros(256, np.float32), jnp.float32(-1), steps, smallest)
         return _varying(Statistics(jnp.int32(FINITE), found), varying_axes(statistics.kind))
 
     return list(map(empty, statistics))
@@ -145,7 +179,16 @@ def _measure_values(x: jax.Array) -> Statistics:
     kind = jnp.where(counts[256] > 0, np.int32(NAN), (counts[255] > 0).astype(np.int32))
     counts = counts[:256].at[np.array([0, 255])].set(np.int32(0))  # zeros and infinities
     max_abs = jnp.where(jnp.isfinite(x), jnp.abs(x), np.float32(0)).max(initial=0)
-    return Statistics(kind, Range(counts.astype(np.float32), max_abs, jnp.zeros(0, np.int32)))
+    return Statistics(kind, Range(counts.astype(np.float32), max_abs, _NO_STEPS, None))
+
+
+def _smallest_exponent(counts: jax.Array) -> jax.Array:
+    exponents = np.arange(256, dtype=np.int32)
+    largest = jnp.where(counts > 0, exponents, np.int32(-1)).max()
+    # Relative to the largest exponent, so that no norm overflows; there are no values above it.
+    norms = jnp.cumsum(counts * jnp.exp2(jnp.minimum(exponents - largest, 0).astype(np.float32)))
+    exponent = (norms <= np.float32(MAX_UNDERFLOW) * norms[-1]).sum(dtype=np.int32)
+    return jnp.where(largest < 0, np.int32(256), exponent)
 
 
 @jax.jit
@@ -284,6 +327,61 @@ def _stage(fun: Function, *args: PyTree) -> Function:
     return lambda *args: jax.tree.unflatten(treedef, core.jaxpr_as_fun(closed)(*jax.tree.leaves(args)))
 
 
+def output_variables(jaxpr: core.Jaxpr, are_outputs: Sequence[bool], through_all: bool = False) -> frozenset[Any]:
+    """Returns the variables that outputs consist of.
+
+    Args:
+      jaxpr: the jaxpr.
+      are_outputs: the outputs in question.
+      through_all: whether to return all variables that the outputs depend on, and not only those whose values are
+        moved, converted or multiplied.
+    """
+    found = {x for x, is_output in zip(jaxpr.outvars, are_outputs, strict=True) if is_output and _is_variable(x)}
+    for eqn in reversed(jaxpr.eqns):
+        flags = [x in found for x in eqn.outvars]
+        if not any(flags):
+            continue
+        inner = called_jaxpr(eqn)
+        if inner is not None:
+            passed = output_variables(inner[0], flags, through_all)
+            found |= {x for x, y in zip(eqn.invars, inner[0].invars, strict=True) if y in passed and _is_variable(x)}
+        elif through_all or eqn.primitive.name in _MOVES | {"convert_element_type", "mul", "div"}:
+            found |= set(filter(_is_variable, eqn.invars))
+    return frozenset(found)
+
+
+def _held_variables(eqn: core.JaxprEqn, place: Place) -> tuple[frozenset[Any], frozenset[Any]]:
+    """Returns `Place.outputs` and `Place.needed` for the jaxprs of an equation."""
+    outputs, needed = ([x in found for x in eqn.outvars] for found in (place.outputs, place.needed))
+    if eqn.primitive.name == "scan":
+        return _scan_variables(eqn, outputs)
+    inner = called_jaxpr(eqn)
+    jaxprs = [branch.jaxpr for branch in eqn.params["branches"]] if eqn.primitive.name == "cond" else []
+    jaxprs = [inner[0]] if inner else jaxprs
+    nothing: frozenset[Any] = frozenset()
+    return (
+        nothing.union(*(output_variables(jaxpr, outputs) for jaxpr in jaxprs)),
+        nothing.union(*(output_variables(jaxpr, needed, through_all=True) for jaxpr in jaxprs)),
+    )
+
+
+def _scan_variables(eqn: core.JaxprEqn, are_outputs: Sequence[bool]) -> tuple[frozenset[Any], frozenset[Any]]:
+    body, size = eqn.params["jaxpr"].jaxpr, scan_carry_size(eqn)
+    _, carry, _ = split_scan_inputs(eqn, body.invars)
+    flags = [False] * size + list(are_outputs[size:])
+    outputs = output_variables(body, flags)
+    while True:  # what an iteration needs from the previous one is an output of the previous one
+        needed = output_variables(body, flags, through_all=True)
+        new = [flag or x in needed for flag, x in zip(flags[:size], carry, strict=True)] + flags[size:]
+        if new == flags:
+            return outputs, needed
+        flags = new
+
+
+def _is_variable(x: Any) -> bool:
+    return not isinstance(x, core.Literal)
+
+
 Outputs: TypeAlias = tuple[list[Any], list[Statistics]]
 
 
@@ -339,9 +437,10 @@ class Evaluation:
         inner_degrees, _ = _scan_degrees(eqn, degrees)
 
         def body(carry: list[Any], index: jax.Array, x: list[Any], consts: list[Any]) -> Any:
+            first = len(self.sites)
             outputs, statistics = self.run(closed.jaxpr, closed.consts, [*consts, *carry, *x], inner_degrees, place)
             new_carry = list(map(_with_type_of, outputs, carry))
-            return new_carry, outputs[len(carry) :], [_at_step(s, index) for s in statistics]
+            return new_carry, outputs[len(carry) :], _at_step(statistics, index, self.sites[first:], place)
 
         indices = jnp.arange(params["length"], dtype=np.int32)
         if not params["length"]:
@@ -366,8 +465,10 @@ class Evaluation:
         body_degrees = [*degrees[first:last], *carry_degrees]
 
         def run_body(carry: list[Any], index: jax.Array, consts: list[Any]) -> Any:
+            first = len(self.sites)
             outputs, statistics = self.run(body.jaxpr, body.consts, [*consts, *carry], body_degrees, place)
-            return list(map(_with_type_of, outputs, carry)), [_at_step(s, index) for s in statistics]
+            statistics = _at_step(statistics, index, self.sites[first:], place)
+            return list(map(_with_type_of, outputs, carry)), statistics
 
         def condition(state: Any) -> Any:
             recorder = Evaluation()  # the condition is not part of the computation of the loss
@@ -533,11 +634,22 @@ def _over_devices(statistics: Statistics, axes: Collection[str]) -> Statistics:
     if found is None:
         return Statistics(kind, None)
     max_abs = jax.lax.pmax(found.max_abs, axes)
-    steps, is_largest = [], found.max_abs == max_abs
-    for step in found.steps:  # of several devices with this magnitude, the last iterations in lexicographic order
-        steps.append(jax.lax.pmax(jnp.where(is_largest, step, np.int32(-1)), axes))
-        is_largest = is_largest & (step == steps[-1])
-    return Statistics(kind, Range(jax.lax.psum(found.counts, axes), max_abs, jnp.array(steps, np.int32)))
+    steps = _steps_of(found.max_abs == max_abs, found.steps, axes)
+    smallest = found.smallest
+    if smallest is not None:
+        exponent = jax.lax.pmin(smallest.exponent, axes)
+        smallest_steps = _steps_of(smallest.exponent == exponent, smallest.steps, axes)
+        smallest = Smallest(exponent, jax.lax.psum(smallest.counts, axes), smallest_steps)
+    return Statistics(kind, Range(jax.lax.psum(found.counts, axes), max_abs, steps, smallest))
+
+
+def _steps_of(is_chosen: jax.Array, steps: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Returns the iterations of a chosen device; of several ones, the last in lexicographic order."""
+    found = []
+    for step in steps:
+        found.append(jax.lax.pmax(jnp.where(is_chosen, step, np.int32(-1)), axes))
+        is_chosen = is_chosen & (step == found[-1])
+    return jnp.array(found, np.int32)
 
 
 def _without_rounding_errors(eqn: core.JaxprEqn, inputs: list[Any], x: jax.Array) -> jax.Array:
@@ -640,7 +752,10 @@ def _inside(place: Place, eqn: core.JaxprEqn) -> Place:
     line = _line(eqn, place)
     if line == Place().line and file is not None and file.startswith(_PACKAGE):
         line = "the scaling of the loss"
-    return Place(_scope(eqn, place), line, in_library)
+    separate = place.separate
+    if eqn.primitive.name in ("scan", "while"):
+        separate = (*separate, any(x in place.needed for x in eqn.outvars))
+    return Place(_scope(eqn, place), line, in_library, *_held_variables(eqn, place), separate)
 
 
 def _calls_no_user_code(file: str) -> bool:
@@ -663,4 +778,5 @@ def _site(eqn: core.JaxprEqn, aval: Any, scaled: bool, place: Place) -> Site:
     scope = _scope(eqn, place)
     backward = scaled or "transpose(" in scope
     name = eqn.primitive.name
-    return Site(_line(eqn, place), _module(scope), name, aval.dtype, backward, scaled, math.prod(aval.shape))
+    separate = (*place.separate, any(x in place.needed for x in eqn.outvars))[1:]
+    return Site(_line(eqn, place), _module(scope), name, aval.dtype, backward, scaled, separate, math.prod(aval.shape))

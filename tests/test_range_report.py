@@ -472,6 +472,18 @@ def bias_before_normalization(params, x):
     return squared_error(normalized.astype(F16) @ params["second"].astype(F16))
 
 
+def forgetful(params, ids):
+    """A recurrent network whose first steps have nearly no influence on the loss, in a scan over layers."""
+    half = jmpscale.cast(params, F16)
+
+    def layer(x, w):
+        _, x = jax.lax.scan(lambda h, x: (jnp.tanh(x @ w + h * F16(0.1)),) * 2, jnp.zeros_like(x[0]), x)
+        return x, None
+
+    x, _ = jax.lax.scan(layer, half["first"].T[ids], jnp.stack([half[name] for name in "qkv"]))
+    return squared_error(x[-1])
+
+
 HEALTHY = {
     "attention masked by -inf": (masked_attention, PARAMS, X),
     "additive mask of the lowest number": (additive_mask, PARAMS, X),
@@ -482,6 +494,7 @@ HEALTHY = {
     "confident softmax": (confident_softmax, PARAMS, X * 3),
     "dropout": (dropout, PARAMS, X, jax.random.key(0)),
     "sparse embedding": (sparse_embedding, random_array(512, 8), jnp.arange(4)),
+    "recurrent network": (forgetful, PARAMS, jnp.arange(16)),
     "bias before normalization": (bias_before_normalization, PARAMS | {"bias": jnp.zeros((1, 16))}, X),
 }
 
@@ -673,10 +686,10 @@ def test_scan_has_one_row_for_all_steps_with_the_worst_one():
 
 def one_large_layer(params, x):
     """A scan over layers, of which only the third overflows, in a scan over two halves of the batch."""
-    w = jnp.stack([params["q"] * factor for factor in (1, 1, 2.0**15, 1)]).astype(F16)
+    w = jnp.stack([params["q"] * factor for factor in (1, 1, 2.0**12, 1)]).astype(F16)
 
     def half_batch(x):
-        return squared_error(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x.astype(F16), w)[0])  # layer
+        return squared_error(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w * F16(64)), None), x.astype(F16), w)[0])  # layer
 
     return jax.lax.map(half_batch, x.reshape(2, 8, 8)).sum()
 
@@ -684,10 +697,27 @@ def one_large_layer(params, x):
 @pytest.mark.full
 def test_sentence_names_the_layer_of_a_nested_scan_that_overflows():
     report = jmpscale.range_report(one_large_layer)(jmpscale.dynamic(), PARAMS, X)
-    (row,) = named(report, operation="dot_general", backward=False)
+    (row,) = named(report, overflows=True, backward=False)
     line = line_of(one_large_layer, "# layer").replace("(one_large_layer)", "(half_batch)")
-    assert re.search(rf"dot_general at {re.escape(line)} in step [01]/2 reaches", first_line(report))
+    assert re.search(rf"mul at {re.escape(line)} in step [01]/2 reaches", first_line(report))
     assert f"{row.steps[0]}/2" in report.describe().splitlines()[2].split()
+
+
+def vanishing_layers(w, x, run):
+    for layer in range(4) if run == "unrolled" else ():
+        x = jnp.tanh(x @ w[layer])
+    if run == "scan":
+        x = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0]
+    return jnp.mean(x**2)
+
+
+@pytest.mark.full
+def test_scan_over_layers_hides_no_layer_whose_gradients_underflow():
+    w = jnp.stack([PARAMS["q"] * factor for factor in (1, 2.0**-12, 1, 1)])
+    make_report = jmpscale.range_report(jmpscale.autocast(vanishing_layers))
+    scan, unrolled = (make_report(jmpscale.static(1.0), w, X, run) for run in ("scan", "unrolled"))
+    assert scan.scales() == unrolled.scales()
+    assert re.search(r"too small: \w+ at .* in step 0 underflows below", first_line(scan))
 
 
 @pytest.mark.full
