@@ -70,7 +70,6 @@ _PVARY = None if hasattr(jax.lax, "pcast") else getattr(jax.lax, "pvary", None)
 # --- what is recorded
 
 FINITE, INFINITE, NAN = 0, 1, 2
-_NO_STEPS = np.zeros(0, np.int32)
 POLE = float(np.finfo(np.float32).max)  # the magnitude of a quotient or logarithm whose operand rounds to zero
 
 
@@ -148,7 +147,9 @@ def _at_step(statistics: list[Statistics], index: jax.Array, sites: list[Site], 
             return statistics
         smallest = None
         if site.scaled and site.separate[loop]:
-            smallest = found.smallest or Smallest(_smallest_exponent(found.counts), found.counts, _NO_STEPS)
+            smallest = found.smallest or Smallest(
+                _smallest_exponent(found.counts), found.counts, jnp.zeros(0, np.int32)
+            )
             smallest = smallest._replace(steps=jnp.concatenate([step, smallest.steps]))
         found = found._replace(steps=jnp.concatenate([step, found.steps]), smallest=smallest)
         return statistics._replace(range=found)
@@ -179,7 +180,7 @@ def _measure_values(x: jax.Array) -> Statistics:
     kind = jnp.where(counts[256] > 0, np.int32(NAN), (counts[255] > 0).astype(np.int32))
     counts = counts[:256].at[np.array([0, 255])].set(np.int32(0))  # zeros and infinities
     max_abs = jnp.where(jnp.isfinite(x), jnp.abs(x), np.float32(0)).max(initial=0)
-    return Statistics(kind, Range(counts.astype(np.float32), max_abs, _NO_STEPS, None))
+    return Statistics(kind, Range(counts.astype(np.float32), max_abs, jnp.zeros(0, np.int32), None))
 
 
 def _smallest_exponent(counts: jax.Array) -> jax.Array:
