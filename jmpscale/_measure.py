@@ -60,7 +60,7 @@ _KNOWN = {
 }
 _KNOWN |= {"mesh_cast", "pbroadcast", "pcast", "psum2", "psum_invariant", "pvary", "ragged_dot_general", "reshard"}
 _KNOWN -= {"bitcast_convert_type", "nextafter", "reduce_precision", "custom_linear_solve", "custom_lin"}
-_KNOWN -= {"rng_bit_generator", "rng_uniform", "random_bits"}
+_KNOWN -= {"rng_bit_generator", "rng_uniform", "random_bits", "pmap", "xla_pmap"}
 _DTYPE_PARAMETERS = ("new_dtype", "dtype", "preferred_element_type", "accum_dtype", "out_dtype")
 
 
@@ -556,7 +556,7 @@ class Evaluation:
         # Constants are as the program holds them: -1e9 is -inf in float16, and 1e-8 is 0.
         is_constant = _are_constants(inputs)
         if has_narrow and not is_constant and eqn.primitive.name in _KNOWN:
-            with contextlib.suppress(TypeError, ValueError, NotImplementedError, AssertionError, KeyError):
+            with contextlib.suppress(Exception):  # whatever a primitive raises for operands of another dtype
                 return [_widen(x) for x in evaluate_equation(eqn, _widen_params(params), inputs)]
         if not is_constant and (has_narrow or eqn.primitive.name not in _KNOWN):
             self._note_opaque(eqn, has_narrow, place)
@@ -706,6 +706,9 @@ def _with_poles(eqn: core.JaxprEqn, inputs: list[Any], x: jax.Array) -> jax.Arra
 _PACKAGE = str(pathlib.Path(__file__).parent)
 _FRAME = re.compile(r"(?P<file>.+?):(?P<line>\d+)(?::\d+)? \((?P<function>.*)\)")
 _LIBRARY = re.compile(r"[/\\](?:site|dist)-packages[/\\](?:jax|flax|optax|equinox|haiku|chex|jmpscale)[/\\]")
+_MATHEMATICS = re.compile(
+    r"[/\\](?:site|dist)-packages[/\\](?:optax|jax[/\\]_src[/\\](?:image|lax|nn|numpy|ops|random|scipy))\b"
+)
 _TRANSFORMATION = re.compile(r"\b(?:jvp|transpose|vmap|pmap|shard_map|checkpoint|remat|linearize)\(([^()]*)\)")
 _NOT_A_MODULE = re.compile(
     r"|(?:p?jit|core_call|closed_call|custom_[jv]{2,3}p?_call|checkpoint|rematted_computation|remat2?|while|body|cond"
@@ -760,10 +763,8 @@ def _inside(place: Place, eqn: core.JaxprEqn) -> Place:
 
 
 def _calls_no_user_code(file: str) -> bool:
-    """Tests whether a compiled function in a file is one of JAX, optax or jmpscale; others compile users' functions."""
-    return (
-        file.startswith(_PACKAGE) or re.search(r"[/\\](?:site|dist)-packages[/\\](?:jax|optax)[/\\]", file) is not None
-    )
+    """Tests whether a file contains mathematical functions; other compiled functions, such as pmap's, call users'."""
+    return file.startswith(_PACKAGE) or _MATHEMATICS.search(file) is not None
 
 
 @functools.lru_cache(maxsize=10_000)

@@ -233,6 +233,8 @@ def custom_rule(params, x):
     return squared_error(doubled_backward(jax.nn.relu(x @ half["first"])) @ half["second"])
 
 
+# In older versions of JAX, pmap is a primitive, which does not run under jit without a warning.
+PMAP_IS_ENTERED = "xla_pmap" not in str(jax.make_jaxpr(jax.pmap(jnp.sin))(jnp.zeros(1)))
 PROGRAMS = {  # the loss function, the arguments, the options of value_and_grad
     "mlp": (mlp, (PARAMS, X), {}),
     "attention": (masked_attention, (PARAMS, X), {}),
@@ -332,6 +334,8 @@ def first_non_finite(gradients, scale):
 @pytest.mark.parametrize("program", rows(PROGRAMS, DEFAULT))
 def test_report_finds_the_largest_scale_and_the_first_overflow_of_float16_runs(program):
     fun, args, options = program
+    if fun is mapped_to_devices and not PMAP_IS_ENTERED:
+        pytest.skip("jax.pmap is not entered")
     gradients = gradients_of(fun, args, options)
     measured = largest_finite_power(gradients)
     report = jmpscale.range_report(fun, **options)(jmpscale.static(2.0 ** (measured + 4)), *args)
@@ -852,6 +856,16 @@ def test_sensitive_operations_and_wide_matmuls_are_listed_by_line():
     text = report.describe()
     assert f"compute them in float32:\n  {line_of(careless, '# exponential')}: exp\n" in text
     assert f"These lines have matmuls in float32:\n  {line_of(careless, '# matmul')}\n" in text
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:The function jit.* includes a pmap:UserWarning")
+def test_pmap_is_entered_or_named():
+    report = jmpscale.range_report(mapped_to_devices)(jmpscale.dynamic(), PARAMS, X)
+    assert bool(report.not_entered) != PMAP_IS_ENTERED
+    assert all("pmap" in text for text in report.not_entered)
+    assert PMAP_IS_ENTERED == (line_of(squared_error, "return") in {row.line for row in report.rows if row.scaled})
+    assert report.scales() is not None
 
 
 @pytest.mark.full
