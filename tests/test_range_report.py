@@ -864,7 +864,7 @@ def test_pmap_is_entered_or_named():
     report = jmpscale.range_report(mapped_to_devices)(jmpscale.dynamic(), PARAMS, X)
     assert bool(report.not_entered) != PMAP_IS_ENTERED
     assert all("pmap" in text for text in report.not_entered)
-    assert PMAP_IS_ENTERED == (line_of(squared_error, "return") in {row.line for row in report.rows if row.scaled})
+    assert (line_of(squared_error, "return") in {row.line for row in report.rows if row.scaled}) == PMAP_IS_ENTERED
     assert report.scales() is not None
 
 
