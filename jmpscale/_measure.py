@@ -23,11 +23,12 @@ from jax.sharding import AxisType
 
 from jmpscale._autocast import MATMULS, is_float32_matmul, keeps_precision
 from jmpscale._axes import varying_axes
-from jmpscale._jaxpr import called_jaxpr, evaluate_equation, split_scan_inputs, type_of
+from jmpscale._jaxpr import called_jaxpr, evaluate_equation, scan_carry_size, split_scan_inputs, type_of
 from jmpscale._tree import PyTree, is_traced
 
 Function: TypeAlias = Callable[..., Any]
 
+MAX_UNDERFLOW = 0.01  # of the L1 norm of a result, at the smallest scale that fits
 _LONG_SUM = 2048  # terms: as many ones as float16 can count
 _ROUNDING = 2.0**-12  # the relative error of a value in float16
 
@@ -59,7 +60,7 @@ _KNOWN = {
 }
 _KNOWN |= {"mesh_cast", "pbroadcast", "pcast", "psum2", "psum_invariant", "pvary", "ragged_dot_general", "reshard"}
 _KNOWN -= {"bitcast_convert_type", "nextafter", "reduce_precision", "custom_linear_solve", "custom_lin"}
-_KNOWN -= {"rng_bit_generator", "rng_uniform", "random_bits"}
+_KNOWN -= {"rng_bit_generator", "rng_uniform", "random_bits", "pmap", "xla_pmap"}
 _DTYPE_PARAMETERS = ("new_dtype", "dtype", "preferred_element_type", "accum_dtype", "out_dtype")
 
 
@@ -81,14 +82,29 @@ class Site(NamedTuple):
     dtype: np.dtype
     backward: bool
     scaled: bool
+    separate: tuple[bool, ...]  # for each loop, outermost first: whether its iterations are like different operations
     size: int
 
 
 class Place(NamedTuple):
-    """The call that a jaxpr belongs to: its name stack, and its source line."""
+    """What surrounds a jaxpr: the name stack and the source line of the call, and the use of its variables."""
 
     scope: str = ""
     line: str = "an unknown line"
+    in_library: bool = False  # whether the jaxpr belongs to a function of a library, such as jax.nn.silu
+    outputs: frozenset[Any] = frozenset()  # the variables of the jaxpr that are outputs of the program
+    # The variables that the outputs of each iteration of the innermost loop depend on, if these are outputs of the
+    # program. In a scan over layers, the gradients of a layer depend on them, and in other loops only sums do.
+    needed: frozenset[Any] = frozenset()
+    separate: tuple[bool, ...] = ()  # whether this jaxpr is needed in the program, and in each loop but the innermost
+
+
+class Smallest(NamedTuple):
+    """The execution of an operation that has the smallest magnitudes."""
+
+    exponent: jax.Array  # i32[], such that values with smaller exponents have at most MAX_UNDERFLOW of the L1 norm
+    counts: jax.Array
+    steps: jax.Array
 
 
 class Range(NamedTuple):
@@ -96,7 +112,8 @@ class Range(NamedTuple):
 
     counts: jax.Array  # f32[256], how many nonzero finite values have each exponent (the bits of float32)
     max_abs: jax.Array  # f32[], of the finite values
-    step: jax.Array  # i32[], the iteration of the innermost loop with the largest magnitude; -1 outside of loops
+    steps: jax.Array  # i32[loops], the iterations with the largest magnitude, of the outermost loop first
+    smallest: Smallest | None  # of the iterations of loops that are separate, if there are any
 
 
 class Statistics(NamedTuple):
@@ -110,25 +127,49 @@ def _merge(a: Statistics, b: Statistics) -> Statistics:
     """Combines the statistics of two executions of an operation."""
     merged = None
     if a.range is not None and b.range is not None:
-        step = jnp.where(b.range.max_abs > a.range.max_abs, b.range.step, a.range.step)
+        steps = jnp.where(b.range.max_abs > a.range.max_abs, b.range.steps, a.range.steps)
         counts = a.range.counts + b.range.counts
-        merged = Range(counts, jnp.maximum(a.range.max_abs, b.range.max_abs), step)
+        smallest = a.range.smallest
+        if smallest is not None and b.range.smallest is not None:
+            is_smaller = b.range.smallest.exponent < smallest.exponent
+            smallest = jax.tree.map(functools.partial(jnp.where, is_smaller), b.range.smallest, smallest)
+        merged = Range(counts, jnp.maximum(a.range.max_abs, b.range.max_abs), steps, smallest)
     return Statistics(jnp.maximum(a.kind, b.kind), merged)
 
 
-def _at_step(statistics: Statistics, index: jax.Array) -> Statistics:
-    """Sets the step, unless an inner loop has set it."""
-    if statistics.range is None:
-        return statistics
-    step = jnp.where(statistics.range.step < 0, index.astype(np.int32), statistics.range.step)
-    return statistics._replace(range=statistics.range._replace(step=step))
+def _at_step(statistics: list[Statistics], index: jax.Array, sites: list[Site], place: Place) -> list[Statistics]:
+    """Adds the iteration of a loop to the iterations of the loops inside it."""
+    loop, step = len(place.separate) - 1, index.astype(np.int32)[None]
+
+    def at_step(statistics: Statistics, site: Site) -> Statistics:
+        found = statistics.range
+        if found is None:
+            return statistics
+        smallest = None
+        if site.scaled and site.separate[loop]:
+            smallest = found.smallest or Smallest(
+                _smallest_exponent(found.counts), found.counts, jnp.zeros(0, np.int32)
+            )
+            smallest = smallest._replace(steps=jnp.concatenate([step, smallest.steps]))
+        found = found._replace(steps=jnp.concatenate([step, found.steps]), smallest=smallest)
+        return statistics._replace(range=found)
+
+    return list(map(at_step, statistics, sites))
 
 
 def _nothing_like(statistics: list[Statistics]) -> list[Statistics]:
     """Returns the statistics of operations that were not executed."""
-    none = Range(jnp.zeros(256, np.float32), jnp.float32(-1), jnp.int32(-1))
-    empty = [Statistics(jnp.int32(FINITE), None if s.range is None else none) for s in statistics]
-    return [_varying(new, varying_axes(s.kind)) for new, s in zip(empty, statistics, strict=True)]
+
+    def empty(statistics: Statistics) -> Statistics:
+        found = statistics.range
+        if found is not None:
+            smallest = found.smallest and jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), found.smallest)
+            smallest = smallest and smallest._replace(exponent=jnp.int32(256))
+            steps = jnp.zeros(found.steps.shape, np.int32)
+            found = Range(jnp.zeros(256, np.float32), jnp.float32(-1), steps, smallest)
+        return _varying(Statistics(jnp.int32(FINITE), found), varying_axes(statistics.kind))
+
+    return list(map(empty, statistics))
 
 
 @jax.jit
@@ -139,7 +180,16 @@ def _measure_values(x: jax.Array) -> Statistics:
     kind = jnp.where(counts[256] > 0, np.int32(NAN), (counts[255] > 0).astype(np.int32))
     counts = counts[:256].at[np.array([0, 255])].set(np.int32(0))  # zeros and infinities
     max_abs = jnp.where(jnp.isfinite(x), jnp.abs(x), np.float32(0)).max(initial=0)
-    return Statistics(kind, Range(counts.astype(np.float32), max_abs, jnp.int32(-1)))
+    return Statistics(kind, Range(counts.astype(np.float32), max_abs, jnp.zeros(0, np.int32), None))
+
+
+def _smallest_exponent(counts: jax.Array) -> jax.Array:
+    exponents = np.arange(256, dtype=np.int32)
+    largest = jnp.where(counts > 0, exponents, np.int32(-1)).max()
+    # Relative to the largest exponent, so that no norm overflows; there are no values above it.
+    norms = jnp.cumsum(counts * jnp.exp2(jnp.minimum(exponents - largest, 0).astype(np.float32)))
+    exponent = (norms <= np.float32(MAX_UNDERFLOW) * norms[-1]).sum(dtype=np.int32)
+    return jnp.where(largest < 0, np.int32(256), exponent)
 
 
 @jax.jit
@@ -176,8 +226,7 @@ def _varying(statistics: Statistics, axes: Collection[str]) -> Statistics:
 
 
 def _is_narrow_float(aval: Any) -> bool:
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, np.floating) and dtype.itemsize < 4
+    return _is_floating(aval) and aval.dtype.itemsize < 4
 
 
 def _is_half(aval: Any) -> bool:
@@ -279,6 +328,61 @@ def _stage(fun: Function, *args: PyTree) -> Function:
     return lambda *args: jax.tree.unflatten(treedef, core.jaxpr_as_fun(closed)(*jax.tree.leaves(args)))
 
 
+def output_variables(jaxpr: core.Jaxpr, are_outputs: Sequence[bool], through_all: bool = False) -> frozenset[Any]:
+    """Returns the variables that outputs consist of.
+
+    Args:
+      jaxpr: the jaxpr.
+      are_outputs: the outputs in question.
+      through_all: whether to return all variables that the outputs depend on, and not only those whose values are
+        moved, converted or multiplied.
+    """
+    found = {x for x, is_output in zip(jaxpr.outvars, are_outputs, strict=True) if is_output and _is_variable(x)}
+    for eqn in reversed(jaxpr.eqns):
+        flags = [x in found for x in eqn.outvars]
+        if not any(flags):
+            continue
+        inner = called_jaxpr(eqn)
+        if inner is not None:
+            passed = output_variables(inner[0], flags, through_all)
+            found |= {x for x, y in zip(eqn.invars, inner[0].invars, strict=True) if y in passed and _is_variable(x)}
+        elif through_all or eqn.primitive.name in _MOVES | {"convert_element_type", "mul", "div"}:
+            found |= set(filter(_is_variable, eqn.invars))
+    return frozenset(found)
+
+
+def _held_variables(eqn: core.JaxprEqn, place: Place) -> tuple[frozenset[Any], frozenset[Any]]:
+    """Returns `Place.outputs` and `Place.needed` for the jaxprs of an equation."""
+    outputs, needed = ([x in found for x in eqn.outvars] for found in (place.outputs, place.needed))
+    if eqn.primitive.name == "scan":
+        return _scan_variables(eqn, outputs)
+    inner = called_jaxpr(eqn)
+    jaxprs = [branch.jaxpr for branch in eqn.params["branches"]] if eqn.primitive.name == "cond" else []
+    jaxprs = [inner[0]] if inner else jaxprs
+    nothing: frozenset[Any] = frozenset()
+    return (
+        nothing.union(*(output_variables(jaxpr, outputs) for jaxpr in jaxprs)),
+        nothing.union(*(output_variables(jaxpr, needed, through_all=True) for jaxpr in jaxprs)),
+    )
+
+
+def _scan_variables(eqn: core.JaxprEqn, are_outputs: Sequence[bool]) -> tuple[frozenset[Any], frozenset[Any]]:
+    body, size = eqn.params["jaxpr"].jaxpr, scan_carry_size(eqn)
+    _, carry, _ = split_scan_inputs(eqn, body.invars)
+    flags = [False] * size + list(are_outputs[size:])
+    outputs = output_variables(body, flags)
+    while True:  # what an iteration needs from the previous one is an output of the previous one
+        needed = output_variables(body, flags, through_all=True)
+        new = [flag or x in needed for flag, x in zip(flags[:size], carry, strict=True)] + flags[size:]
+        if new == flags:
+            return outputs, needed
+        flags = new
+
+
+def _is_variable(x: Any) -> bool:
+    return not isinstance(x, core.Literal)
+
+
 Outputs: TypeAlias = tuple[list[Any], list[Statistics]]
 
 
@@ -334,9 +438,10 @@ class Evaluation:
         inner_degrees, _ = _scan_degrees(eqn, degrees)
 
         def body(carry: list[Any], index: jax.Array, x: list[Any], consts: list[Any]) -> Any:
+            first = len(self.sites)
             outputs, statistics = self.run(closed.jaxpr, closed.consts, [*consts, *carry, *x], inner_degrees, place)
             new_carry = list(map(_with_type_of, outputs, carry))
-            return new_carry, outputs[len(carry) :], [_at_step(s, index) for s in statistics]
+            return new_carry, outputs[len(carry) :], _at_step(statistics, index, self.sites[first:], place)
 
         indices = jnp.arange(params["length"], dtype=np.int32)
         if not params["length"]:
@@ -361,8 +466,10 @@ class Evaluation:
         body_degrees = [*degrees[first:last], *carry_degrees]
 
         def run_body(carry: list[Any], index: jax.Array, consts: list[Any]) -> Any:
+            first = len(self.sites)
             outputs, statistics = self.run(body.jaxpr, body.consts, [*consts, *carry], body_degrees, place)
-            return list(map(_with_type_of, outputs, carry)), [_at_step(s, index) for s in statistics]
+            statistics = _at_step(statistics, index, self.sites[first:], place)
+            return list(map(_with_type_of, outputs, carry)), statistics
 
         def condition(state: Any) -> Any:
             recorder = Evaluation()  # the condition is not part of the computation of the loss
@@ -449,7 +556,7 @@ class Evaluation:
         # Constants are as the program holds them: -1e9 is -inf in float16, and 1e-8 is 0.
         is_constant = _are_constants(inputs)
         if has_narrow and not is_constant and eqn.primitive.name in _KNOWN:
-            with contextlib.suppress(TypeError, ValueError, NotImplementedError, AssertionError, KeyError):
+            with contextlib.suppress(Exception):  # whatever a primitive raises for operands of another dtype
                 return [_widen(x) for x in evaluate_equation(eqn, _widen_params(params), inputs)]
         if not is_constant and (has_narrow or eqn.primitive.name not in _KNOWN):
             self._note_opaque(eqn, has_narrow, place)
@@ -459,7 +566,8 @@ class Evaluation:
 
     def _note_opaque(self, eqn: core.JaxprEqn, has_narrow: bool, place: Place) -> None:
         holds_program = any(isinstance(value, (core.Jaxpr, core.ClosedJaxpr)) for value in eqn.params.values())
-        if has_narrow or holds_program or "call" in eqn.primitive.name:
+        from_bits = eqn.primitive.name == "bitcast_convert_type" and not _is_narrow_float(type_of(eqn.invars[0]))
+        if (has_narrow and not from_bits) or holds_program or "call" in eqn.primitive.name:
             self.opaque[f"{_line(eqn, place)}: {eqn.primitive.name}"] = None
 
     def _note_sensitive(self, eqn: core.JaxprEqn, degrees: list[int], place: Place) -> None:
@@ -496,6 +604,8 @@ def _strongly_typed(x: Any) -> Any:
 def _widen_params(params: dict[str, Any]) -> dict[str, Any]:
     """Returns parameters of an equation that computes in float32."""
     new = dict(params)
+    if isinstance(params.get("precision"), (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)):
+        new["precision"] = None  # an algorithm has the dtypes of its operands
     for name in _DTYPE_PARAMETERS:
         dtype = params.get(name)
         if dtype is not None and jnp.issubdtype(dtype, np.floating) and np.dtype(dtype).itemsize < 4:
@@ -525,8 +635,22 @@ def _over_devices(statistics: Statistics, axes: Collection[str]) -> Statistics:
     if found is None:
         return Statistics(kind, None)
     max_abs = jax.lax.pmax(found.max_abs, axes)
-    step = jax.lax.pmax(jnp.where(found.max_abs == max_abs, found.step, -1), axes)
-    return Statistics(kind, Range(jax.lax.psum(found.counts, axes), max_abs, step))
+    steps = _steps_of(found.max_abs == max_abs, found.steps, axes)
+    smallest = found.smallest
+    if smallest is not None:
+        exponent = jax.lax.pmin(smallest.exponent, axes)
+        smallest_steps = _steps_of(smallest.exponent == exponent, smallest.steps, axes)
+        smallest = Smallest(exponent, jax.lax.psum(smallest.counts, axes), smallest_steps)
+    return Statistics(kind, Range(jax.lax.psum(found.counts, axes), max_abs, steps, smallest))
+
+
+def _steps_of(is_chosen: jax.Array, steps: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Returns the iterations of a chosen device; of several ones, the last in lexicographic order."""
+    found = []
+    for step in steps:
+        found.append(jax.lax.pmax(jnp.where(is_chosen, step, np.int32(-1)), axes))
+        is_chosen = is_chosen & (step == found[-1])
+    return jnp.array(found, np.int32)
 
 
 def _without_rounding_errors(eqn: core.JaxprEqn, inputs: list[Any], x: jax.Array) -> jax.Array:
@@ -582,6 +706,9 @@ def _with_poles(eqn: core.JaxprEqn, inputs: list[Any], x: jax.Array) -> jax.Arra
 _PACKAGE = str(pathlib.Path(__file__).parent)
 _FRAME = re.compile(r"(?P<file>.+?):(?P<line>\d+)(?::\d+)? \((?P<function>.*)\)")
 _LIBRARY = re.compile(r"[/\\](?:site|dist)-packages[/\\](?:jax|flax|optax|equinox|haiku|chex|jmpscale)[/\\]")
+_MATHEMATICS = re.compile(
+    r"[/\\](?:site|dist)-packages[/\\](?:optax|jax[/\\]_src[/\\](?:image|lax|nn|numpy|ops|random|scipy))\b"
+)
 _TRANSFORMATION = re.compile(r"\b(?:jvp|transpose|vmap|pmap|shard_map|checkpoint|remat|linearize)\(([^()]*)\)")
 _NOT_A_MODULE = re.compile(
     r"|(?:p?jit|core_call|closed_call|custom_[jv]{2,3}p?_call|checkpoint|rematted_computation|remat2?|while|body|cond"
@@ -591,6 +718,8 @@ _NOT_A_MODULE = re.compile(
 
 def _line(eqn: core.JaxprEqn, place: Place) -> str:
     """Returns the user's line of an equation, such as `model.py:41 (mlp)`, or the line of the call around it."""
+    if place.in_library:
+        return place.line
     return _user_line(source_info_util.summarize(eqn.source_info, num_frames=100)) or place.line
 
 
@@ -598,12 +727,11 @@ def _line(eqn: core.JaxprEqn, place: Place) -> str:
 def _user_line(summary: str) -> str:
     frames = [match for match in map(_FRAME.fullmatch, summary.splitlines()) if match]  # outermost first
     users = [frame for frame in frames if not _is_library(frame["file"])]
-    if not (users or frames):
+    if not users:
         return ""
-    frame = (users or frames)[-1]
-    names = frame["function"].split(".<locals>.")
+    names = users[-1]["function"].split(".<locals>.")
     function = next((name for name in reversed(names) if not name.startswith("<")), names[-1])
-    return f"{pathlib.PurePath(frame['file']).name}:{frame['line']} ({function})"
+    return f"{pathlib.PurePath(users[-1]['file']).name}:{users[-1]['line']} ({function})"
 
 
 def _is_library(file: str) -> bool:
@@ -617,7 +745,26 @@ def _scope(eqn: core.JaxprEqn, place: Place) -> str:
 
 
 def _inside(place: Place, eqn: core.JaxprEqn) -> Place:
-    return Place(_scope(eqn, place), _line(eqn, place))
+    """Returns the place of the jaxprs that an equation holds.
+
+    JAX keeps the jaxprs of compiled functions. In a function such as `jax.nn.silu`, the user's line of an equation is
+    the line of the first call, whichever call it belongs to.
+    """
+    called = called_jaxpr(eqn)
+    file = getattr(called[0].debug_info, "func_filename", None) if called else None
+    in_library = place.in_library if file is None else _calls_no_user_code(file)
+    line = _line(eqn, place)
+    if line == Place().line and file is not None and file.startswith(_PACKAGE):
+        line = "the scaling of the loss"
+    separate = place.separate
+    if eqn.primitive.name in ("scan", "while"):
+        separate = (*separate, any(x in place.needed for x in eqn.outvars))
+    return Place(_scope(eqn, place), line, in_library, *_held_variables(eqn, place), separate)
+
+
+def _calls_no_user_code(file: str) -> bool:
+    """Tests whether a file contains mathematical functions; other compiled functions, such as pmap's, call users'."""
+    return file.startswith(_PACKAGE) or _MATHEMATICS.search(file) is not None
 
 
 @functools.lru_cache(maxsize=10_000)
@@ -633,4 +780,5 @@ def _site(eqn: core.JaxprEqn, aval: Any, scaled: bool, place: Place) -> Site:
     scope = _scope(eqn, place)
     backward = scaled or "transpose(" in scope
     name = eqn.primitive.name
-    return Site(_line(eqn, place), _module(scope), name, aval.dtype, backward, scaled, math.prod(aval.shape))
+    separate = (*place.separate, any(x in place.needed for x in eqn.outvars))[1:]
+    return Site(_line(eqn, place), _module(scope), name, aval.dtype, backward, scaled, separate, math.prod(aval.shape))

@@ -13,7 +13,18 @@ import numpy as np
 
 from jmpscale._check import check_count, describe, format_number
 from jmpscale._grad import value_and_grad
-from jmpscale._measure import INFINITE, NAN, POLE, Evaluation, Place, Range, Site, Statistics
+from jmpscale._measure import (
+    INFINITE,
+    MAX_UNDERFLOW,
+    NAN,
+    POLE,
+    Evaluation,
+    Place,
+    Range,
+    Site,
+    Statistics,
+    output_variables,
+)
 from jmpscale._report import format_table
 from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerState, static
 from jmpscale._tree import (
@@ -30,7 +41,6 @@ from jmpscale._tree import (
 
 Function = Callable[..., Any]
 
-MAX_UNDERFLOW = 0.01  # of the L1 norm of a result, at the smallest scale that fits
 _EXPONENTS = np.arange(256) - 127  # of the values that each entry of RangeRow.counts counts
 _NORMS = np.ldexp(1 / math.log(2), _EXPONENTS)  # the mean magnitude of these values, evenly distributed logarithms
 _SHOWN_LINES = 8
@@ -72,15 +82,27 @@ class RangeRow:
     overflow: float
     underflow: float
     subnormal: float
-    step: int | None
+    steps: tuple[int, ...]
     size: int
     scale: float = dataclasses.field(repr=False)  # 1 if the result is not scaled
     counts: np.ndarray = dataclasses.field(repr=False, compare=False)  # [256], of nonzero values at scale 1
+    # Of the iteration with the smallest magnitudes, for loops such as a scan over layers.
+    smallest_counts: np.ndarray = dataclasses.field(repr=False, compare=False)
+    smallest_steps: tuple[int, ...] = dataclasses.field(repr=False)
 
     @property
     def name(self) -> str:
-        """The operation and its line."""
-        return f"{self.operation} at {self.line}"
+        """The operation and its line, and the iterations of loops with the largest magnitude."""
+        return self._name_in(self.steps)
+
+    @property
+    def underflow_name(self) -> str:
+        """The operation and its line, and the iterations in which most underflows, if they are known."""
+        return self._name_in(self.smallest_steps)
+
+    def _name_in(self, steps: tuple[int, ...]) -> str:
+        text = f"{self.operation} at {self.line}"
+        return f"{text} in step {format_steps(steps)}" if steps else text
 
     @property
     def overflows(self) -> bool:
@@ -102,9 +124,9 @@ class RangeRow:
     @property
     def smallest_power(self) -> float:
         """The power of two that is the smallest scale at which little of the result underflows."""
-        if not self.counts.any():
+        if not self.smallest_counts.any():
             return -math.inf
-        norms = self.counts * _NORMS
+        norms = self.smallest_counts * _NORMS
         return _limits(self.dtype).underflow - _quantile(norms, MAX_UNDERFLOW)
 
     def percentile_power(self, fraction: float) -> int:
@@ -126,12 +148,17 @@ def _make_row(site: Site, found: Range, scale: float) -> RangeRow:
         _limits(site.dtype.name),
     )
     exponents = _EXPONENTS + round(math.log2(scale))
-    norms = counts * _NORMS
+    smallest_counts = counts if found.smallest is None else np.asarray(found.smallest.counts, np.float64)
+    norms = smallest_counts * _NORMS
     total = norms.sum() or 1.0
     underflow = norms[exponents < limits.underflow].sum() / total
     subnormal = norms[(exponents >= limits.underflow) & (exponents < limits.normal)].sum() / total
     executions = max(counts.sum() / max(site.size, 1), 1.0)
     overflow = max(counts[exponents > math.log2(limits.overflow)].sum(), float(max_abs >= limits.overflow))
+    steps = tuple(np.asarray(found.steps).tolist())
+    smallest_steps = () if found.smallest is None else tuple(np.asarray(found.smallest.steps).tolist())
+    if smallest_steps and underflow > MAX_UNDERFLOW and not overflow:
+        steps = smallest_steps
     return RangeRow(
         line=site.line,
         module=site.module,
@@ -143,10 +170,12 @@ def _make_row(site: Site, found: Range, scale: float) -> RangeRow:
         overflow=float(overflow / (max(site.size, 1) * executions)),
         underflow=float(underflow),
         subnormal=float(subnormal),
-        step=None if int(found.step) < 0 else int(found.step),
+        steps=steps,
         size=site.size,
         scale=scale,
         counts=counts,
+        smallest_counts=smallest_counts,
+        smallest_steps=smallest_steps,
     )
 
 
@@ -160,8 +189,10 @@ class RangeReport:
         operation is part of the backward pass; `scaled`, whether the result is proportional to the loss scale;
         `max_abs`, the largest magnitude at the present scale; `overflow`, the fraction of values above the range of the
         dtype; `underflow` and `subnormal`, the fractions of the L1 norm in values that round to zero or have less
-        precision; `step`, the iteration of a loop with the largest magnitude, or None; and `size`, the number of values
-        in one execution.
+        precision; `steps`, the iterations of the loops around the operation, outermost first and counted from 0, with
+        the largest magnitude; and `size`, the number of values in one execution. A scan over layers has one row for
+        all layers. If its results are the layers' gradients, `underflow` and `subnormal` are the fractions in the layer
+        with the smallest ones, and `steps` is this layer if more than 1% underflows there and nothing overflows.
       scale: the present loss scale.
       sensitive: pairs of a line and the operations of the forward pass in this line that are inaccurate in half
         precision, such as exponentials, logarithms, quotients and long sums.
@@ -211,7 +242,8 @@ class RangeReport:
         Returns:
           The sentences; the lines with operations that are inaccurate in half precision; the matmuls that are not in
           half precision, if others are; the table; and what could not be evaluated in float32. In the table, `headroom`
-          is the number of bits by which the result could grow, and `step` the iteration of a loop.
+          is the number of bits by which the result could grow, and `step` the iteration with the largest magnitude; 2/0
+          is iteration 0 of a loop in iteration 2 of another loop.
 
         Raises:
           TypeError: `limit` is not an integer.
@@ -254,14 +286,17 @@ class RangeReport:
         lowest = max(scaled, key=lambda row: row.smallest_power)
         highest = min(scaled, key=lambda row: row.largest_power)
         low, high = (_power(lowest.smallest_power), _power(highest.largest_power))
-        below = f"{lowest.name} underflows below {format_scale(low)}"
+        below = f"{lowest.underflow_name} underflows below {format_scale(low)}"
         above = f"{highest.name} overflows above {format_scale(high)}"
         if low > high:
             return f"No loss scale fits: {below}, and {above}. Keep one of them in float32."
         fitting = f"Loss scales from {format_scale(low)} to {format_scale(high)} fit"
         text = f"{fitting}; yours is {format_scale(self.scale)}"
         if self.scale > high:
-            return f"{text}, which is too large: {above}. A dynamic scale backs off; decrease a static scale."
+            remedy = "A dynamic scale backs off; decrease a static scale."
+            if highest.line in dict(self.sensitive):
+                remedy = "Compute this line in float32. Otherwise a dynamic scale backs off; decrease a static scale."
+            return f"{text}, which is too large: {above}. {remedy}"
         if self.scale < low:
             return (
                 f"{text}, which is too small: {below}. A dynamic scale grows up to max_scale; increase a static scale."
@@ -282,12 +317,15 @@ class RangeReport:
         table = [header, *map(_cells, shown)]
         if not any(row.module for row in shown):
             table = [[first, *others] for first, _, *others in table]
-        if any(row.step is not None for row in shown):
-            for cells, step in zip(
-                table, ["step", *("" if r.step is None else str(r.step) for r in shown)], strict=True
-            ):
-                cells.append(step)
+        if any(row.steps for row in shown):
+            steps = ["step", *(format_steps(row.steps) for row in shown)]
+            table = [[*cells, step] for cells, step in zip(table, steps, strict=True)]
         return format_table(table)
+
+
+def format_steps(steps: tuple[int, ...]) -> str:
+    """Formats the iterations of nested loops, such as 2/0."""
+    return "/".join(map(str, steps))
 
 
 def format_scale(scale: float) -> str:
@@ -355,8 +393,9 @@ def range_report(
     derivative rules and `jax.shard_map`. Kernels and callbacks run in their own dtype.
 
     Args:
-      fun: the loss function, as for `value_and_grad`; `autocast` may be applied to it. If it is wrapped by
-        `loss_scaled`, the scale of `loss_scaled` is a constant factor, and the report is about the scaler.
+      fun: the loss function, as for `value_and_grad`; `autocast` may be applied to it. Of a training step that is
+        written with `scale` and `unscale`, pass the loss function without them. If `fun` itself multiplies by a scale,
+        as `loss_scaled` does, that scale is a constant factor, and the report is about the scaler.
       argnums: which positional arguments of `fun` to differentiate with respect to.
       has_aux: whether `fun` returns a pair of the loss and auxiliary data.
       transform: the `value_and_grad` of the model's framework.
@@ -433,10 +472,11 @@ def _report(loss_and_grads: Function, scale: float, args: PyTree, kwargs: PyTree
     inputs = [jnp.float32(1.0), *arrays]
     closed = jax.make_jaxpr(lambda inputs: floating_outputs(inputs[0], inputs[1:]))(inputs)
     evaluation = Evaluation()
+    place = Place(outputs=output_variables(closed.jaxpr, [True] * len(closed.jaxpr.outvars)))
 
     def evaluate(consts: list[Any], inputs: list[Any]) -> tuple[jax.Array, list[Statistics]]:
         degrees = [1, *(0 for _ in arrays)]
-        outputs, statistics = evaluation.run(closed.jaxpr, consts, inputs, degrees, Place())
+        outputs, statistics = evaluation.run(closed.jaxpr, consts, inputs, degrees, place)
         finite = [jnp.isfinite(x).all() for x in outputs]
         return functools.reduce(jnp.logical_and, finite, jnp.bool_(True)), statistics
 

@@ -42,24 +42,25 @@ _OVERFLOW = f"{_STUCK}In the most recent skip the loss, if given, was finite, bu
 _DIAGNOSES = (  # in the order of _diagnoses
     f"{_STUCK}The loss scale is invalid: the state was damaged, in storage or by hand. Restore an older checkpoint.",
     f"{_STUCK}In the most recent skip the loss itself was not finite, before any scaling. A loss scale cannot "
-    "prevent that. Look for invalid data, or for an overflow in the forward pass.",
+    "prevent that. Look for invalid data, or for an overflow in the forward pass; jmpscale.range_report names the "
+    "line.",
     f"{_STUCK}The gradients that optax.MultiSteps has accumulated can never become finite again: it resets them "
     "by multiplying them by zero, and 0 * inf is NaN. Place with_loss_scaling outside: "
     "with_loss_scaling(optax.MultiSteps(tx, k)).",
     "{total} steps were skipped, and the loss scale has fallen to {scale}, its lower limit, at which steps are still "
     "skipped, although not consecutive ones. Some batches have no finite gradients at any scale. Common causes are "
-    "invalid data, and a softmax over a row in which a mask hides every value. jmpscale.grad_report of such a batch "
-    "names the leaf. Correct these batches or the lines that make them NaN; the scale then grows again.",
+    "invalid data, and a softmax over a row in which a mask hides every value. jmpscale.range_report of such a batch "
+    "names the line. Correct these batches or the lines that make them NaN; the scale then grows again.",
     f"{_OVERFLOW}The scale cannot back off any further: the gradients overflow at every allowed scale, or they are "
-    "NaN. jmpscale.grad_report names the leaf. Run the same batch in float32; if the gradients are finite there, "
-    "decrease min_scale, or keep the overflowing layers in float32.",
+    "NaN. jmpscale.range_report of the same batch names the line: correct it or keep it in float32. If smaller scales "
+    "fit, decrease min_scale.",
     f"{_OVERFLOW}The scale is static and does not back off. If the gradients of the same batch are finite in float32, "
     "decrease the scale of the backward pass: the number given to loss_scaled(fun, number) if the loss function is "
-    "wrapped by it, and otherwise the number given to static. jmpscale.grad_report names the leaf that overflows.",
+    "wrapped by it, and otherwise the number given to static. jmpscale.range_report prints the scales that fit.",
     f"{_OVERFLOW}These are the first skips of this run: the scale is still backing off from its initial value. Allow "
     "more skips, or decrease init_scale.",
     f"{_OVERFLOW}The scale is still backing off. Allow more skips, or look for a change in the data or the model: "
-    "jmpscale.grad_report names the leaf.",
+    "jmpscale.range_report names the line.",
 )
 
 
@@ -142,7 +143,7 @@ class GradReport:
         >>> import jax.numpy as jnp
         >>> import jmpscale
         >>> print(jmpscale.grad_report({"w": jnp.array([1.0, jnp.inf]), "b": jnp.ones(3)}).describe())
-        1 of 2 leaves is not finite; the overflow most likely began in w.
+        1 of 2 leaves is not finite; the overflow most likely began in w. jmpscale.range_report names the line.
         leaf  values  max_abs  headroom  nan  inf  zero  underflow  subnormal
         w          2      inf      -inf    0    1     0          0          0
         b          3        1      16.0    0    0     0          0          0
@@ -208,7 +209,7 @@ def _summarize(first: str, nonfinite: np.ndarray, fraction: float, inf: np.ndarr
             " All non-finite values are NaN: invalid data, a 0/0 in the model (such as a softmax over a row that is "
             "masked everywhere), or inf - inf later in the backward pass."
         )
-    return sentence
+    return f"{sentence} jmpscale.range_report names the line."
 
 
 def format_table(rows: list[list[str]]) -> str:

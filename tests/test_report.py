@@ -231,7 +231,8 @@ def test_describe_names_the_most_suspicious_leaf_first(name):
     report, beginning, end, order = DESCRIBED[name]
     sentence, _, *rows = report.describe().splitlines()
     assert sentence.startswith(beginning)
-    assert sentence.endswith(end)
+    next_step = "" if beginning.startswith("All") else " jmpscale.range_report names the line."
+    assert sentence.endswith(end + next_step)
     assert ("All non-finite values are NaN" in sentence) == (name == "nan")
     assert [int(row.split()[0].removeprefix("layer_")) for row in rows] == order
 
@@ -374,18 +375,24 @@ DIAGNOSES = {  # the tree, and the words of the diagnosis; if several apply, the
     "scale-zero": (_stuck(loss_scale=0.0), "the loss scale is 0.*The loss scale is invalid"),
     "scale-large": (_stuck(loss_scale=2.0**126 * 1.5), "The loss scale is invalid"),
     "scale-largest": (_stuck(loss_scale=2.0**126), "The scale is still backing off"),
-    "loss": (_with_sums(_stuck(last_skip_reason=2), INF), "the loss itself was not finite.*Look for invalid data"),
+    "loss": (
+        _with_sums(_stuck(last_skip_reason=2), INF),
+        "the loss itself was not finite.*range_report names the line",
+    ),
     "sums": (_with_sums(_stuck(loss_scale=1.0), INF), r"optax\.MultiSteps has accumulated.*Place with_loss_scal"),
     "finite-sums": (_with_sums(STUCK, 1.0), "The scale is still backing off"),
     "nan-elsewhere": ((STUCK, {"moment": jnp.array(NAN)}), "The scale is still backing off"),
-    "limit": (_stuck(loss_scale=1.0, total_skips=3), "cannot back off any further.*decrease min_scale"),
+    "limit": (
+        _stuck(loss_scale=1.0, total_skips=3),
+        "cannot back off any further.*range_report of the same batch.*decrease min_scale",
+    ),
     "rounded-limit": (ROUNDED_LIMIT, r"the loss scale is 0\.3\. .*cannot back off any further"),
     "static": (
         STUCK._replace(config=jmpscale.static(8.0).config),
-        "static and does not back off.*given to loss_scaled",
+        "static and does not back off.*given to loss_scaled.*range_report prints the scales",
     ),
     "start": (_stuck(total_skips=3), r"\(3 in total\).*the first skips of this run.*decrease init_scale"),
-    "backing-off": (STUCK, r"\(5 in total\); the loss scale is 8\. .*is still backing off\. Allow"),
+    "backing-off": (STUCK, r"\(5 in total\); the loss scale is 8\. .*is still backing off\. Allow.*range_report names"),
 }
 
 
