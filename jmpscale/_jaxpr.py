@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeGuard, TypeVar
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from jmpscale._tree import PyTree, flatten_matching, is_traced, nnx_objects
@@ -149,6 +150,12 @@ def _is_jaxpr(value: object) -> TypeGuard[Jaxpr]:
 def type_of(x: Any) -> Any:
     """Returns the type of a variable or literal: an object with a shape and a dtype, if the value is an array."""
     return x.aval
+
+
+def is_floating(aval: Any) -> bool:
+    """Tests whether a type is the type of floating-point arrays."""
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, np.floating)
 
 
 def called_jaxpr(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, list[Any]] | None:

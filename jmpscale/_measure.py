@@ -9,44 +9,28 @@ import collections
 import contextlib
 import functools
 import math
-import pathlib
-import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core, source_info_util
-from jax.sharding import AxisType
+from jax.extend import core
 
 from jmpscale._autocast import MATMULS, is_float32_matmul, keeps_precision
 from jmpscale._axes import varying_axes
-from jmpscale._jaxpr import called_jaxpr, evaluate_equation, scan_carry_size, split_scan_inputs, type_of
+from jmpscale._dataflow import MOVES, equation_degrees, held_variables, scan_degrees, while_degrees
+from jmpscale._jaxpr import called_jaxpr, evaluate_equation, is_floating, split_scan_inputs, type_of
+from jmpscale._source import is_library_function, is_own, module_path, user_line
+from jmpscale._statistics import Statistics, at_step, measure, merge, nothing_like, over_devices
 from jmpscale._tree import PyTree, is_traced
 
 Function: TypeAlias = Callable[..., Any]
 
-MAX_UNDERFLOW = 0.01  # of the L1 norm of a result, at the smallest scale that fits
 _LONG_SUM = 2048  # terms: as many ones as float16 can count
 _ROUNDING = 2.0**-12  # the relative error of a value in float16
 
-# Results of these primitives consist of values that exist already, and are not recorded again.
-_MOVES = {"all_gather", "all_to_all", "broadcast_in_dim", "concatenate", "copy", "copy_p", "device_put"}
-_MOVES |= {
-    "dynamic_slice",
-    "dynamic_update_slice",
-    "expand_dims",
-    "gather",
-    "mesh_cast",
-    "name",
-    "optimization_barrier",
-}
-_MOVES |= {"pad", "pbroadcast", "pcast", "ppermute", "pvary", "reshape", "reshard", "rev", "scatter", "select_n"}
-_MOVES |= {"sharding_constraint", "slice", "split", "squeeze", "stack", "stop_gradient", "tile"}
-_MOVES |= {"transpose", "unstack"}
-_PRODUCTS = MATMULS | {"mul"}
 _ADDITIONS = {"add", "add_any", "sub"}
 _SENSITIVE = {"div", "exp", "exp2", "expm1", "log", "log1p", "pow", "rsqrt"}
 
@@ -63,13 +47,6 @@ _KNOWN -= {"bitcast_convert_type", "nextafter", "reduce_precision", "custom_line
 _KNOWN -= {"rng_bit_generator", "rng_uniform", "random_bits", "pmap", "xla_pmap"}
 _DTYPE_PARAMETERS = ("new_dtype", "dtype", "preferred_element_type", "accum_dtype", "out_dtype")
 
-
-_PVARY = None if hasattr(jax.lax, "pcast") else getattr(jax.lax, "pvary", None)
-
-
-# --- what is recorded
-
-FINITE, INFINITE, NAN = 0, 1, 2
 POLE = float(np.finfo(np.float32).max)  # the magnitude of a quotient or logarithm whose operand rounds to zero
 
 
@@ -99,143 +76,12 @@ class Place(NamedTuple):
     separate: tuple[bool, ...] = ()  # whether this jaxpr is needed in the program, and in each loop but the innermost
 
 
-class Smallest(NamedTuple):
-    """The execution of an operation that has the smallest magnitudes."""
-
-    exponent: jax.Array  # i32[], such that values with smaller exponents have at most MAX_UNDERFLOW of the L1 norm
-    counts: jax.Array
-    steps: jax.Array
-
-
-class Range(NamedTuple):
-    """The magnitudes of a result."""
-
-    counts: jax.Array  # f32[256], how many nonzero finite values have each exponent (the bits of float32)
-    max_abs: jax.Array  # f32[], of the finite values
-    steps: jax.Array  # i32[loops], the iterations with the largest magnitude, of the outermost loop first
-    smallest: Smallest | None  # of the iterations of loops that are separate, if there are any
-
-
-class Statistics(NamedTuple):
-    """Statistics of a result over all executions of the operation."""
-
-    kind: jax.Array  # i32[], FINITE, INFINITE or NAN: the worst of its values
-    range: Range | None  # None if the program would not hold the result in half precision
-
-
-def _merge(a: Statistics, b: Statistics) -> Statistics:
-    """Combines the statistics of two executions of an operation."""
-    merged = None
-    if a.range is not None and b.range is not None:
-        steps = jnp.where(b.range.max_abs > a.range.max_abs, b.range.steps, a.range.steps)
-        counts = a.range.counts + b.range.counts
-        smallest = a.range.smallest
-        if smallest is not None and b.range.smallest is not None:
-            is_smaller = b.range.smallest.exponent < smallest.exponent
-            smallest = jax.tree.map(functools.partial(jnp.where, is_smaller), b.range.smallest, smallest)
-        merged = Range(counts, jnp.maximum(a.range.max_abs, b.range.max_abs), steps, smallest)
-    return Statistics(jnp.maximum(a.kind, b.kind), merged)
-
-
-def _at_step(statistics: list[Statistics], index: jax.Array, sites: list[Site], place: Place) -> list[Statistics]:
-    """Adds the iteration of a loop to the iterations of the loops inside it."""
-    loop, step = len(place.separate) - 1, index.astype(np.int32)[None]
-
-    def at_step(statistics: Statistics, site: Site) -> Statistics:
-        found = statistics.range
-        if found is None:
-            return statistics
-        smallest = None
-        if site.scaled and site.separate[loop]:
-            smallest = found.smallest or Smallest(
-                _smallest_exponent(found.counts), found.counts, jnp.zeros(0, np.int32)
-            )
-            smallest = smallest._replace(steps=jnp.concatenate([step, smallest.steps]))
-        found = found._replace(steps=jnp.concatenate([step, found.steps]), smallest=smallest)
-        return statistics._replace(range=found)
-
-    return list(map(at_step, statistics, sites))
-
-
-def _nothing_like(statistics: list[Statistics]) -> list[Statistics]:
-    """Returns the statistics of operations that were not executed."""
-
-    def empty(statistics: Statistics) -> Statistics:
-        found = statistics.range
-        if found is not None:
-            smallest = found.smallest and jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), found.smallest)
-            smallest = smallest and smallest._replace(exponent=jnp.int32(256))
-            steps = jnp.zeros(found.steps.shape, np.int32)
-            found = Range(jnp.zeros(256, np.float32), jnp.float32(-1), steps, smallest)
-        return _varying(Statistics(jnp.int32(FINITE), found), varying_axes(statistics.kind))
-
-    return list(map(empty, statistics))
-
-
-@jax.jit
-def _measure_values(x: jax.Array) -> Statistics:
-    x = x.astype(np.float32)
-    exponents = jax.lax.shift_right_logical(jax.lax.bitcast_convert_type(x, np.int32), np.int32(23)) & np.int32(255)
-    counts = jnp.zeros(257, np.int32).at[exponents.ravel() + jnp.isnan(x).ravel().astype(np.int32)].add(np.int32(1))
-    kind = jnp.where(counts[256] > 0, np.int32(NAN), (counts[255] > 0).astype(np.int32))
-    counts = counts[:256].at[np.array([0, 255])].set(np.int32(0))  # zeros and infinities
-    max_abs = jnp.where(jnp.isfinite(x), jnp.abs(x), np.float32(0)).max(initial=0)
-    return Statistics(kind, Range(counts.astype(np.float32), max_abs, jnp.zeros(0, np.int32), None))
-
-
-def _smallest_exponent(counts: jax.Array) -> jax.Array:
-    exponents = np.arange(256, dtype=np.int32)
-    largest = jnp.where(counts > 0, exponents, np.int32(-1)).max()
-    # Relative to the largest exponent, so that no norm overflows; there are no values above it.
-    norms = jnp.cumsum(counts * jnp.exp2(jnp.minimum(exponents - largest, 0).astype(np.float32)))
-    exponent = (norms <= np.float32(MAX_UNDERFLOW) * norms[-1]).sum(dtype=np.int32)
-    return jnp.where(largest < 0, np.int32(256), exponent)
-
-
-@jax.jit
-def _measure_kind(x: jax.Array) -> Statistics:
-    kinds = jnp.isnan(x).astype(np.int32) + (jnp.logical_not(jnp.isfinite(x))).astype(np.int32)
-    return Statistics(kinds.max(initial=FINITE), None)
-
-
-def _measure(x: jax.Array, in_half: bool) -> Statistics:
-    """Returns the statistics of a result."""
-    measure = _measure_values if in_half else _measure_kind
-    mesh = jax.typeof(x).sharding.mesh
-    if any(kind == AxisType.Explicit for kind in mesh.axis_types):
-        # With Explicit axes JAX would require the sharding of each intermediate array.
-        in_auto_mode: Any = jax.sharding.auto_axes(measure, out_sharding=jax.P())
-        return in_auto_mode(x)
-    return _varying(measure(x), varying_axes(x))
-
-
-def _varying(statistics: Statistics, axes: Collection[str]) -> Statistics:
-    """Returns statistics of which all vary over the same mesh axes, as the types of loops and branches require."""
-
-    def vary(x: jax.Array) -> jax.Array:
-        missing = tuple(sorted(set(axes) - varying_axes(x)))
-        if not missing:
-            return x
-        # JAX has replaced jax.lax.pvary by pcast.
-        return _PVARY(x, missing) if _PVARY else jax.lax.pcast(x, missing, to="varying")
-
-    return jax.tree.map(vary, statistics)
-
-
-# --- evaluation
-
-
 def _is_narrow_float(aval: Any) -> bool:
-    return _is_floating(aval) and aval.dtype.itemsize < 4
+    return is_floating(aval) and aval.dtype.itemsize < 4
 
 
 def _is_half(aval: Any) -> bool:
     return _is_narrow_float(aval) and aval.dtype.itemsize == 2
-
-
-def _is_floating(aval: Any) -> bool:
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, np.floating)
 
 
 def _widen(x: Any) -> Any:
@@ -246,141 +92,11 @@ def _narrow(x: Any, aval: Any) -> Any:
     return x.astype(aval.dtype) if _is_narrow_float(aval) else x
 
 
-def _largest_degree(degrees: Iterable[int]) -> int:
-    """Returns the degree of a sum: linear terms before inverse ones, and constants last."""
-    return max(degrees, key=lambda degree: (abs(degree), degree), default=0)
-
-
-def _degree(eqn: core.JaxprEqn, degrees: Sequence[int]) -> list[int]:
-    """Returns the degrees of the results of an equation without inner jaxprs.
-
-    A value of degree 1 is proportional to the loss scale, a value of degree -1 to its inverse, and a value of degree 0
-    does not depend on it.
-    """
-    name = eqn.primitive.name
-    if name == "optimization_barrier":
-        return list(degrees)
-    if name in _PRODUCTS:
-        found = min(max(sum(degrees[:2]), -1), 1)
-    elif name == "div":
-        found = min(max(degrees[0] - degrees[1], -1), 1)
-    else:
-        found = _largest_degree(degrees)
-    return [found if _is_floating(type_of(x)) else 0 for x in eqn.outvars]
-
-
-def _degrees(jaxpr: core.Jaxpr, inputs: Sequence[int]) -> list[int]:
-    """Returns the degrees of the outputs of a jaxpr in the loss scale."""
-    known = dict(zip(jaxpr.invars, inputs, strict=True))
-
-    def read(x: Any) -> int:
-        return 0 if isinstance(x, core.Literal) else known.get(x, 0)
-
-    for eqn in jaxpr.eqns:
-        known.update(zip(eqn.outvars, _equation_degrees(eqn, [read(x) for x in eqn.invars]), strict=True))
-    return [read(x) for x in jaxpr.outvars]
-
-
-def _equation_degrees(eqn: core.JaxprEqn, inputs: Sequence[int]) -> list[int]:
-    name, params = eqn.primitive.name, eqn.params
-    if name == "scan":
-        return _scan_degrees(eqn, inputs)[1]
-    if name == "while":
-        return _while_degrees(params, inputs)
-    if name == "cond":
-        branches = [_degrees(branch.jaxpr, inputs[1:]) for branch in params["branches"]]
-        return [_largest_degree(outs) for outs in zip(*branches, strict=True)]
-    inner = called_jaxpr(eqn)
-    return _degree(eqn, inputs) if inner is None else _degrees(inner[0], inputs)
-
-
-def _scan_degrees(eqn: core.JaxprEqn, inputs: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Returns the degrees of the inputs of a scan's body, and of the scan's outputs."""
-    consts, carry, xs = split_scan_inputs(eqn, inputs)
-
-    def body(carry: list[int]) -> list[int]:
-        return _degrees(eqn.params["jaxpr"].jaxpr, [*consts, *carry, *xs])
-
-    size = len(carry)
-    carry = _fixed_point(lambda carry: body(carry)[:size], carry)
-    return [*consts, *carry, *xs], [*carry, *body(carry)[size:]]
-
-
-def _while_degrees(params: dict[str, Any], inputs: Sequence[int]) -> list[int]:
-    """Returns the degrees of the carry of a while loop."""
-    consts = inputs[params["cond_nconsts"] :][: params["body_nconsts"]]
-    carry = list(inputs[params["cond_nconsts"] + params["body_nconsts"] :])
-    return _fixed_point(lambda carry: _degrees(params["body_jaxpr"].jaxpr, [*consts, *carry]), carry)
-
-
-def _fixed_point(step: Callable[[list[int]], list[int]], carry: list[int]) -> list[int]:
-    while True:
-        new = [_largest_degree(pair) for pair in zip(carry, step(carry), strict=True)]
-        if new == carry:
-            return carry
-        carry = new
-
-
 def _stage(fun: Function, *args: PyTree) -> Function:
     """Traces a function once; the new function runs its equations."""
     closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
     treedef = jax.tree.structure(shapes)
     return lambda *args: jax.tree.unflatten(treedef, core.jaxpr_as_fun(closed)(*jax.tree.leaves(args)))
-
-
-def output_variables(jaxpr: core.Jaxpr, are_outputs: Sequence[bool], through_all: bool = False) -> frozenset[Any]:
-    """Returns the variables that outputs consist of.
-
-    Args:
-      jaxpr: the jaxpr.
-      are_outputs: the outputs in question.
-      through_all: whether to return all variables that the outputs depend on, and not only those whose values are
-        moved, converted or multiplied.
-    """
-    found = {x for x, is_output in zip(jaxpr.outvars, are_outputs, strict=True) if is_output and _is_variable(x)}
-    for eqn in reversed(jaxpr.eqns):
-        flags = [x in found for x in eqn.outvars]
-        if not any(flags):
-            continue
-        inner = called_jaxpr(eqn)
-        if inner is not None:
-            passed = output_variables(inner[0], flags, through_all)
-            found |= {x for x, y in zip(eqn.invars, inner[0].invars, strict=True) if y in passed and _is_variable(x)}
-        elif through_all or eqn.primitive.name in _MOVES | {"convert_element_type", "mul", "div"}:
-            found |= set(filter(_is_variable, eqn.invars))
-    return frozenset(found)
-
-
-def _held_variables(eqn: core.JaxprEqn, place: Place) -> tuple[frozenset[Any], frozenset[Any]]:
-    """Returns `Place.outputs` and `Place.needed` for the jaxprs of an equation."""
-    outputs, needed = ([x in found for x in eqn.outvars] for found in (place.outputs, place.needed))
-    if eqn.primitive.name == "scan":
-        return _scan_variables(eqn, outputs)
-    inner = called_jaxpr(eqn)
-    jaxprs = [branch.jaxpr for branch in eqn.params["branches"]] if eqn.primitive.name == "cond" else []
-    jaxprs = [inner[0]] if inner else jaxprs
-    nothing: frozenset[Any] = frozenset()
-    return (
-        nothing.union(*(output_variables(jaxpr, outputs) for jaxpr in jaxprs)),
-        nothing.union(*(output_variables(jaxpr, needed, through_all=True) for jaxpr in jaxprs)),
-    )
-
-
-def _scan_variables(eqn: core.JaxprEqn, are_outputs: Sequence[bool]) -> tuple[frozenset[Any], frozenset[Any]]:
-    body, size = eqn.params["jaxpr"].jaxpr, scan_carry_size(eqn)
-    _, carry, _ = split_scan_inputs(eqn, body.invars)
-    flags = [False] * size + list(are_outputs[size:])
-    outputs = output_variables(body, flags)
-    while True:  # what an iteration needs from the previous one is an output of the previous one
-        needed = output_variables(body, flags, through_all=True)
-        new = [flag or x in needed for flag, x in zip(flags[:size], carry, strict=True)] + flags[size:]
-        if new == flags:
-            return outputs, needed
-        flags = new
-
-
-def _is_variable(x: Any) -> bool:
-    return not isinstance(x, core.Literal)
 
 
 Outputs: TypeAlias = tuple[list[Any], list[Statistics]]
@@ -417,7 +133,7 @@ class Evaluation:
             degrees = [0 if isinstance(x, core.Literal) else known.get(x, 0) for x in eqn.invars]
             outputs, new = self._equation(eqn, inputs, degrees, place)
             values.update(zip(eqn.outvars, outputs, strict=True))
-            known.update(zip(eqn.outvars, _equation_degrees(eqn, degrees), strict=True))
+            known.update(zip(eqn.outvars, equation_degrees(eqn, degrees), strict=True))
             statistics += new
         return [read(x) for x in jaxpr.outvars], statistics
 
@@ -430,18 +146,23 @@ class Evaluation:
             return structured[eqn.primitive.name](eqn, inputs, degrees, _inside(place, eqn))
         return self._operation(eqn, inputs, degrees, place)
 
+    def _separate(self, first: int, place: Place) -> list[bool]:
+        """Returns whether the iterations of a loop are like different operations, for the sites from `first` on."""
+        loop = len(place.separate) - 1
+        return [site.scaled and site.separate[loop] for site in self.sites[first:]]
+
     # Loops and branches. A body is traced once, so that its operations are recorded once.
 
     def _scan(self, eqn: core.JaxprEqn, inputs: list[Any], degrees: list[int], place: Place) -> Outputs:
         params, closed = eqn.params, eqn.params["jaxpr"]
         consts, carry, xs = split_scan_inputs(eqn, inputs)
-        inner_degrees, _ = _scan_degrees(eqn, degrees)
+        inner_degrees, _ = scan_degrees(eqn, degrees)
 
         def body(carry: list[Any], index: jax.Array, x: list[Any], consts: list[Any]) -> Any:
             first = len(self.sites)
             outputs, statistics = self.run(closed.jaxpr, closed.consts, [*consts, *carry, *x], inner_degrees, place)
             new_carry = list(map(_with_type_of, outputs, carry))
-            return new_carry, outputs[len(carry) :], _at_step(statistics, index, self.sites[first:], place)
+            return new_carry, outputs[len(carry) :], at_step(statistics, index, self._separate(first, place))
 
         indices = jnp.arange(params["length"], dtype=np.int32)
         if not params["length"]:
@@ -452,9 +173,9 @@ class Evaluation:
         def step(state: Any, x: Any) -> Any:
             carry, total = state
             carry, y, statistics = staged(carry, *x, consts)
-            return (carry, list(map(_merge, total, statistics))), y
+            return (carry, list(map(merge, total, statistics))), y
 
-        state = (carry, _nothing_like(shapes))
+        state = (carry, nothing_like(shapes))
         (carry, total), ys = jax.lax.scan(step, state, (indices, xs), reverse=params["reverse"])
         return [*carry, *ys], total
 
@@ -462,13 +183,13 @@ class Evaluation:
         params = eqn.params
         cond, body = params["cond_jaxpr"], params["body_jaxpr"]
         first, last = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        carry_degrees = _while_degrees(params, degrees)
+        carry_degrees = while_degrees(params, degrees)
         body_degrees = [*degrees[first:last], *carry_degrees]
 
         def run_body(carry: list[Any], index: jax.Array, consts: list[Any]) -> Any:
             first = len(self.sites)
             outputs, statistics = self.run(body.jaxpr, body.consts, [*consts, *carry], body_degrees, place)
-            statistics = _at_step(statistics, index, self.sites[first:], place)
+            statistics = at_step(statistics, index, self._separate(first, place))
             return list(map(_with_type_of, outputs, carry)), statistics
 
         def condition(state: Any) -> Any:
@@ -483,9 +204,9 @@ class Evaluation:
         def step(state: Any) -> Any:
             carry, index, total = state
             carry, statistics = staged(carry, index, consts)
-            return carry, index + jnp.int32(1), list(map(_merge, total, statistics))
+            return carry, index + jnp.int32(1), list(map(merge, total, statistics))
 
-        carry, _, total = jax.lax.while_loop(condition, step, (carry, jnp.int32(0), _nothing_like(shapes)))
+        carry, _, total = jax.lax.while_loop(condition, step, (carry, jnp.int32(0), nothing_like(shapes)))
         return carry, total
 
     def _cond(self, eqn: core.JaxprEqn, inputs: list[Any], degrees: list[int], place: Place) -> Outputs:
@@ -499,7 +220,7 @@ class Evaluation:
         def with_all_statistics(taken: int) -> Function:
             def run(operands: list[Any]) -> Outputs:
                 outputs, statistics = branches[taken](operands)
-                parts = [statistics if i == taken else _nothing_like(shapes[i]) for i in range(len(shapes))]
+                parts = [statistics if i == taken else nothing_like(shapes[i]) for i in range(len(shapes))]
                 outputs = [_strongly_typed(x) for x in outputs]
                 return outputs, [s for part in parts for s in part]
 
@@ -517,7 +238,7 @@ class Evaluation:
 
         def body(*args: Any) -> Outputs:
             outputs, statistics = self.run(params["jaxpr"], (), args, degrees, place)
-            return outputs, [_over_devices(s, varying_axes(s.kind) if typed else axes) for s in statistics]
+            return outputs, [over_devices(s, varying_axes(s.kind) if typed else axes) for s in statistics]
 
         specs = {"in_specs": tuple(params["in_specs"]), "out_specs": (list(params["out_specs"]), jax.P())}
         run = jax.shard_map(body, mesh=params["mesh"], axis_names=set(axes), check_vma=typed, **specs)
@@ -527,16 +248,16 @@ class Evaluation:
 
     def _operation(self, eqn: core.JaxprEqn, inputs: list[Any], degrees: list[int], place: Place) -> Outputs:
         outputs = self._compute(eqn, inputs, place)
-        if eqn.primitive.name in _MOVES or _are_constants(inputs):
+        if eqn.primitive.name in MOVES or _are_constants(inputs):
             return outputs, []
         if any(_is_narrow_float(type_of(x)) for x in (*eqn.invars, *eqn.outvars)):
             self._note_sensitive(eqn, degrees, place)
         if eqn.primitive.name in MATMULS:
             self._note_matmul(eqn, place)
         statistics: list[Statistics] = []
-        scaled = [degree == 1 for degree in _equation_degrees(eqn, degrees)]
+        scaled = [degree == 1 for degree in equation_degrees(eqn, degrees)]
         for i, x in enumerate(eqn.outvars):
-            if not _is_floating(type_of(x)):
+            if not is_floating(type_of(x)):
                 continue
             in_half = _is_half(type_of(x))
             counted = outputs[i]
@@ -545,7 +266,7 @@ class Evaluation:
             elif in_half:
                 outputs[i], counted = _with_saturated_masks(eqn, inputs, counted)
                 counted = _with_poles(eqn, inputs, counted)
-            statistics.append(_measure(counted, in_half))
+            statistics.append(measure(counted, in_half))
             self.sites.append(_site(eqn, type_of(x), scaled[i], place))
         return outputs, statistics
 
@@ -594,11 +315,11 @@ def _are_constants(inputs: list[Any]) -> bool:
 
 def _with_type_of(x: Any, like: Any) -> Any:
     """Returns a loop's new carry with the dtype of the old one, and without a weak type."""
-    return jax.lax.convert_element_type(x, like.dtype) if _is_floating(like) else x
+    return jax.lax.convert_element_type(x, like.dtype) if is_floating(like) else x
 
 
 def _strongly_typed(x: Any) -> Any:
-    return jax.lax.convert_element_type(x, x.dtype) if _is_floating(x) else x
+    return jax.lax.convert_element_type(x, x.dtype) if is_floating(x) else x
 
 
 def _widen_params(params: dict[str, Any]) -> dict[str, Any]:
@@ -624,33 +345,6 @@ def _widen_reducer(jaxpr: core.Jaxpr, consts: Sequence[Any]) -> core.ClosedJaxpr
         for x in jaxpr.invars
     ]
     return jax.make_jaxpr(lambda *args: Evaluation().run(jaxpr, consts, args, [0] * len(args), Place())[0])(*args)
-
-
-def _over_devices(statistics: Statistics, axes: Collection[str]) -> Statistics:
-    """Combines statistics over the devices along manual mesh axes."""
-    axes = tuple(sorted(axes))
-    if not axes:
-        return statistics
-    kind, found = jax.lax.pmax(statistics.kind, axes), statistics.range
-    if found is None:
-        return Statistics(kind, None)
-    max_abs = jax.lax.pmax(found.max_abs, axes)
-    steps = _steps_of(found.max_abs == max_abs, found.steps, axes)
-    smallest = found.smallest
-    if smallest is not None:
-        exponent = jax.lax.pmin(smallest.exponent, axes)
-        smallest_steps = _steps_of(smallest.exponent == exponent, smallest.steps, axes)
-        smallest = Smallest(exponent, jax.lax.psum(smallest.counts, axes), smallest_steps)
-    return Statistics(kind, Range(jax.lax.psum(found.counts, axes), max_abs, steps, smallest))
-
-
-def _steps_of(is_chosen: jax.Array, steps: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Returns the iterations of a chosen device; of several ones, the last in lexicographic order."""
-    found = []
-    for step in steps:
-        found.append(jax.lax.pmax(jnp.where(is_chosen, step, np.int32(-1)), axes))
-        is_chosen = is_chosen & (step == found[-1])
-    return jnp.array(found, np.int32)
 
 
 def _without_rounding_errors(eqn: core.JaxprEqn, inputs: list[Any], x: jax.Array) -> jax.Array:
@@ -701,43 +395,11 @@ def _with_poles(eqn: core.JaxprEqn, inputs: list[Any], x: jax.Array) -> jax.Arra
     return jnp.where(rounds_to_zero, np.float32(POLE), x)
 
 
-# --- source lines and names
-
-_PACKAGE = str(pathlib.Path(__file__).parent)
-_FRAME = re.compile(r"(?P<file>.+?):(?P<line>\d+)(?::\d+)? \((?P<function>.*)\)")
-_LIBRARY = re.compile(r"[/\\](?:site|dist)-packages[/\\](?:jax|flax|optax|equinox|haiku|chex|jmpscale)[/\\]")
-_MATHEMATICS = re.compile(
-    r"[/\\](?:site|dist)-packages[/\\](?:optax|jax[/\\]_src[/\\](?:image|lax|nn|numpy|ops|random|scipy))\b"
-)
-_TRANSFORMATION = re.compile(r"\b(?:jvp|transpose|vmap|pmap|shard_map|checkpoint|remat|linearize)\(([^()]*)\)")
-_NOT_A_MODULE = re.compile(
-    r"|(?:p?jit|core_call|closed_call|custom_[jv]{2,3}p?_call|checkpoint|rematted_computation|remat2?|while|body|cond"
-    r"|scan|shard_map|[^/]*->.*|branch_\d+_fun|xla_pmap|jvp|vmap|transpose)(?:\(.*\))?"
-)
-
-
 def _line(eqn: core.JaxprEqn, place: Place) -> str:
     """Returns the user's line of an equation, such as `model.py:41 (mlp)`, or the line of the call around it."""
     if place.in_library:
         return place.line
-    return _user_line(source_info_util.summarize(eqn.source_info, num_frames=100)) or place.line
-
-
-@functools.lru_cache(maxsize=10_000)
-def _user_line(summary: str) -> str:
-    frames = [match for match in map(_FRAME.fullmatch, summary.splitlines()) if match]  # outermost first
-    users = [frame for frame in frames if not _is_library(frame["file"])]
-    if not users:
-        return ""
-    names = users[-1]["function"].split(".<locals>.")
-    function = next((name for name in reversed(names) if not name.startswith("<")), names[-1])
-    return f"{pathlib.PurePath(users[-1]['file']).name}:{users[-1]['line']} ({function})"
-
-
-def _is_library(file: str) -> bool:
-    if file.startswith(_PACKAGE):
-        return not file.endswith("__main__.py")
-    return _LIBRARY.search(file) is not None
+    return user_line(eqn) or place.line
 
 
 def _scope(eqn: core.JaxprEqn, place: Place) -> str:
@@ -752,28 +414,14 @@ def _inside(place: Place, eqn: core.JaxprEqn) -> Place:
     """
     called = called_jaxpr(eqn)
     file = getattr(called[0].debug_info, "func_filename", None) if called else None
-    in_library = place.in_library if file is None else _calls_no_user_code(file)
+    in_library = place.in_library if file is None else is_library_function(file)
     line = _line(eqn, place)
-    if line == Place().line and file is not None and file.startswith(_PACKAGE):
+    if line == Place().line and file is not None and is_own(file):
         line = "the scaling of the loss"
     separate = place.separate
     if eqn.primitive.name in ("scan", "while"):
         separate = (*separate, any(x in place.needed for x in eqn.outvars))
-    return Place(_scope(eqn, place), line, in_library, *_held_variables(eqn, place), separate)
-
-
-def _calls_no_user_code(file: str) -> bool:
-    """Tests whether a file contains mathematical functions; other compiled functions, such as pmap's, call users'."""
-    return file.startswith(_PACKAGE) or _MATHEMATICS.search(file) is not None
-
-
-@functools.lru_cache(maxsize=10_000)
-def _module(scope: str) -> str:
-    """Returns the path of the module, such as `encoder/dense_1`, without the names of transformations."""
-    previous = ""
-    while previous != scope:
-        previous, scope = scope, _TRANSFORMATION.sub(r"\1", scope)
-    return "/".join(part for part in scope.split("/") if not _NOT_A_MODULE.fullmatch(part))
+    return Place(_scope(eqn, place), line, in_library, *held_variables(eqn, place.outputs, place.needed), separate)
 
 
 def _site(eqn: core.JaxprEqn, aval: Any, scaled: bool, place: Place) -> Site:
@@ -781,4 +429,6 @@ def _site(eqn: core.JaxprEqn, aval: Any, scaled: bool, place: Place) -> Site:
     backward = scaled or "transpose(" in scope
     name = eqn.primitive.name
     separate = (*place.separate, any(x in place.needed for x in eqn.outvars))[1:]
-    return Site(_line(eqn, place), _module(scope), name, aval.dtype, backward, scaled, separate, math.prod(aval.shape))
+    return Site(
+        _line(eqn, place), module_path(scope), name, aval.dtype, backward, scaled, separate, math.prod(aval.shape)
+    )

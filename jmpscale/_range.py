@@ -12,21 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._check import check_count, describe, format_number
+from jmpscale._dataflow import output_variables
 from jmpscale._grad import value_and_grad
-from jmpscale._measure import (
-    INFINITE,
-    MAX_UNDERFLOW,
-    NAN,
-    POLE,
-    Evaluation,
-    Place,
-    Range,
-    Site,
-    Statistics,
-    output_variables,
-)
+from jmpscale._measure import POLE, Evaluation, Place, Site
 from jmpscale._report import format_table
 from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerState, static
+from jmpscale._statistics import INFINITE, MAX_UNDERFLOW, NAN, Range, Statistics
 from jmpscale._tree import (
     PyTree,
     check_no_refs,
@@ -142,11 +133,8 @@ def _quantile(weights: np.ndarray, fraction: float) -> int:
 
 def _make_row(site: Site, found: Range, scale: float) -> RangeRow:
     scale = scale if site.scaled else 1.0
-    counts, max_abs, limits = (
-        np.asarray(found.counts, np.float64),
-        float(found.max_abs) * scale,
-        _limits(site.dtype.name),
-    )
+    counts, max_abs = np.asarray(found.counts, np.float64), float(found.max_abs) * scale
+    limits = _limits(site.dtype.name)
     exponents = _EXPONENTS + round(math.log2(scale))
     smallest_counts = counts if found.smallest is None else np.asarray(found.smallest.counts, np.float64)
     norms = smallest_counts * _NORMS
@@ -285,7 +273,7 @@ class RangeReport:
         scaled = [row for row in self.rows if row.scaled]
         lowest = max(scaled, key=lambda row: row.smallest_power)
         highest = min(scaled, key=lambda row: row.largest_power)
-        low, high = (_power(lowest.smallest_power), _power(highest.largest_power))
+        low, high = _power(lowest.smallest_power), _power(highest.largest_power)
         below = f"{lowest.underflow_name} underflows below {format_scale(low)}"
         above = f"{highest.name} overflows above {format_scale(high)}"
         if low > high:
