@@ -51,7 +51,8 @@ Function = Callable[..., Any]
 _FP8_FUNCTION = re.compile(r"\bname=(?:in_qdq|out_qdq|in_q|quantized_dot)\b")
 
 _SCALER_COMES_FIRST = (
-    "The scaler is the first argument of the new function: value_and_grad(loss_fn)(scaler, params, batch)."
+    "The scaler is the first argument of the new function: value_and_grad(loss_fn)(scaler, params, batch). It may also "
+    "be the state of an optimizer that is wrapped in with_loss_scaling."
 )
 
 

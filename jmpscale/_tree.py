@@ -156,6 +156,12 @@ def is_nnx_object(node: object) -> bool:
     return kind is not None and isinstance(node, kind)
 
 
+def nnx_variables(tree: PyTree) -> list[object]:
+    """Returns the Flax NNX variables that a tree contains, which are changed in place."""
+    variable = getattr(sys.modules.get("flax.nnx"), "Variable", None)
+    return find_instances(tree, variable) if variable else []
+
+
 def check_no_nnx_objects(tree: PyTree, name: str, remedy: str) -> None:
     """Raises if a tree contains Flax NNX objects: a transformation would change only copies of them."""
     if found := nnx_objects(tree):

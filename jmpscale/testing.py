@@ -12,10 +12,20 @@ from jax.typing import ArrayLike
 
 from jmpscale._axes import map_like, varying_axes
 from jmpscale._check import check_flag, describe, truncate, type_name
-from jmpscale._tree import Path, PyTree, Tree, is_array, is_inexact, named_leaves, structure
+from jmpscale._tree import (
+    Path,
+    PyTree,
+    Tree,
+    check_no_nnx_objects,
+    is_array,
+    is_inexact,
+    named_leaves,
+    nnx_variables,
+    structure,
+)
 
 
-def inject(tree: Tree, value: ArrayLike, *, path: str, when: ArrayLike = True) -> Tree:
+def inject(tree: Tree, value: ArrayLike, *, path: str = "", when: ArrayLike = True) -> Tree:
     """Replaces the first element of one leaf with a value, such as an infinity.
 
     It works inside `jax.jit` and `jax.shard_map`. To inject a fault in one step or on one device, make `when` depend on
@@ -25,14 +35,15 @@ def inject(tree: Tree, value: ArrayLike, *, path: str, when: ArrayLike = True) -
     Args:
       tree: pytree of gradients, or any other.
       value: the value, such as `jnp.inf` or `jnp.nan`, converted to the leaf's dtype.
-      path: the leaf, in the notation of `jax.tree_util.keystr`, such as `"['dense']['kernel']"`.
+      path: the leaf, in the notation of `jax.tree_util.keystr`: `"['dense']['kernel']"` in dictionaries,
+        `".layers[0].weight"` in an Equinox model, and `""` if the tree is a single array.
       when: bool[], whether to inject the fault.
 
     Returns:
       The tree. The first element of the leaf is `value` if `when` is true.
 
     Raises:
-      TypeError: `when` is not a boolean.
+      TypeError: `when` is not a boolean, or the tree contains a Flax NNX object, of which a copy would be returned.
       ValueError: there is no floating-point or complex leaf at `path` (the message lists the paths), or `value` or
         `when` is not a scalar.
 
@@ -45,7 +56,7 @@ def inject(tree: Tree, value: ArrayLike, *, path: str, when: ArrayLike = True) -
     return _map_leaf(path, tree, _set_first, value, when)
 
 
-def inject_backward(tree: Tree, value: ArrayLike, *, path: str, when: ArrayLike = True) -> Tree:
+def inject_backward(tree: Tree, value: ArrayLike, *, path: str = "", when: ArrayLike = True) -> Tree:
     """Returns a tree unchanged, and in the backward pass sets the first element of one leaf's cotangent to a value.
 
     Call it in the loss function, on parameters or activations. The fault then passes through the rest of the backward
@@ -56,7 +67,7 @@ def inject_backward(tree: Tree, value: ArrayLike, *, path: str, when: ArrayLike 
     Args:
       tree: pytree of parameters or activations that the loss depends on.
       value: the value, as in `inject`.
-      path: the leaf, as in `inject`; `""` if the tree is a single array.
+      path: the leaf, as in `inject`.
       when: bool[], whether to inject the fault; see `inject`. If it differs between devices that hold the same leaf,
         all of them receive the fault, because the cotangent is a sum over them.
 
@@ -70,7 +81,7 @@ def inject_backward(tree: Tree, value: ArrayLike, *, path: str, when: ArrayLike 
     >>> import jax
     >>> import jax.numpy as jnp
     >>> from jmpscale import testing
-    >>> jax.grad(lambda w: jnp.sum(testing.inject_backward(w, jnp.inf, path="") ** 2))(jnp.ones(3))
+    >>> jax.grad(lambda w: jnp.sum(testing.inject_backward(w, jnp.inf) ** 2))(jnp.ones(3))
     Array([inf,  2.,  2.], dtype=float32)
     """
     return _map_leaf(path, tree, _fault_in_cotangent, value, when)
@@ -78,6 +89,9 @@ def inject_backward(tree: Tree, value: ArrayLike, *, path: str, when: ArrayLike 
 
 def _map_leaf(path: str, tree: Tree, change: Callable[..., object], value: ArrayLike, when: ArrayLike) -> Tree:
     """Returns the tree with `change(leaf, value, when)` in place of the leaf at `path`."""
+    check_no_nnx_objects(
+        tree, "tree", "Inject into the result of the model: inject_backward(model(x), jnp.inf, when=...)."
+    )
     paths = [name for name, leaf in named_leaves(tree) if is_inexact(leaf) and jnp.size(leaf)]
     if not (isinstance(path, str) and path in paths):
         raise ValueError(
@@ -123,16 +137,19 @@ def assert_step_is_noop(before: PyTree, after: PyTree) -> None:
 
     Args:
       before: the training state before the step: parameters, optimizer state, averages and everything else,
-        except the scaler, which counts the skip. Copy arrays that the step donates.
+        except the scaler, which counts the skip, and the `grad_norm` of `with_loss_scaling`. Copy arrays that the step
+        donates, and the variables of Flax NNX models, which change in place: `nnx.clone(nnx.state(model))`.
       after: the same after the step.
 
     Raises:
       AssertionError: a structure, shape, dtype or bit differs; the message names the first such leaf.
+      TypeError: an argument contains a Flax NNX object, or both contain the same NNX variable.
 
     >>> import jax.numpy as jnp
     >>> from jmpscale import testing
     >>> testing.assert_step_is_noop({"w": jnp.ones(3)}, {"w": jnp.ones(3)})
     """
+    _check_is_copy(before, after)
     old, new = named_leaves(before), named_leaves(after)
     if structure(before) != structure(after):
         differing = sorted({path for path, _ in old} ^ {path for path, _ in new}) or ["a container"]
@@ -144,6 +161,19 @@ def assert_step_is_noop(before: PyTree, after: PyTree) -> None:
                 "If the step was skipped (total_skips of its scaler has increased), gate this value with apply_if; "
                 "otherwise no overflow reached the gradients."
             )
+
+
+def _check_is_copy(before: PyTree, after: PyTree) -> None:
+    """Raises if a step may have changed `before` in place."""
+    remedy = "Copy the state before the step: before = nnx.clone(nnx.state(model))."
+    for name, tree in (("before", before), ("after", after)):
+        check_no_nnx_objects(tree, name, remedy)
+    new = set(map(id, nnx_variables(after)))
+    if any(id(variable) in new for variable in nnx_variables(before)):
+        raise TypeError(
+            "before must be a copy of the training state, got variables of Flax NNX that after contains, too: the step "
+            f"has changed both in place. {remedy}"
+        )
 
 
 def _bits(leaf: object) -> object:

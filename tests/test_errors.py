@@ -680,6 +680,11 @@ def _inject(value=jnp.inf, path="['w']", **options):
 
 TOOL_ERRORS = {
     TypeError: {
+        "inject-nnx": (lambda: testing.inject(NNX, jnp.inf), "tree must hold values, got a Flax NNX Dropout...lost."),
+        "inject_backward-nnx": (
+            lambda: testing.inject_backward(NNX, jnp.inf),
+            "got a Flax NNX Dropout...Inject into the result of the model: inject_backward(model(x), jnp.inf, when",
+        ),
         "inject-step": (_inject(when=2), "when must be a boolean, got 2"),
         "assert_replicated": (lambda: testing.assert_replicated({"w": 1}), "tree['w'] must be an array, got int. Pass"),
         "trajectory-list": (lambda: plots.scale_trajectory([]), "history must hold ...metrics...got list. ...np.stack"),

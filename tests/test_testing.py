@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 
@@ -103,6 +104,21 @@ def test_assert_step_is_noop_names_a_change_of_the_structure():
 def test_assert_step_is_noop_says_that_the_step_may_not_have_been_skipped():
     with pytest.raises(AssertionError, match=r"If the step was skipped .*apply_if; otherwise no overflow reached"):
         assert_step_is_noop({"w": jnp.ones(2)}, {"w": jnp.zeros(2)})
+
+
+def test_assert_step_is_noop_requires_copies_of_nnx_variables():
+    """A step changes the variables of a model in place, so an alias would always be equal."""
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    alias, copy = nnx.state(model), nnx.clone(nnx.state(model))
+    assert_step_is_noop(copy, nnx.state(model))
+    model.kernel[...] += 1
+    with pytest.raises(AssertionError, match=r"the step changed state\['kernel'\]"):
+        assert_step_is_noop(copy, nnx.state(model))
+    with pytest.raises(TypeError, match=r"before must be a copy .* before = nnx\.clone\(nnx\.state\(model\)\)"):
+        assert_step_is_noop(alias, nnx.state(model))
+    for before, after, name in ((model, copy, "before"), (copy, model, "after")):
+        with pytest.raises(TypeError, match=f"{name} must hold values, got a Flax NNX Linear, which is changed in"):
+            assert_step_is_noop(before, after)
 
 
 # --- inject and inject_backward ---
