@@ -39,9 +39,11 @@ _SHOWN_LINES = 8
 _COMPILER_OPTIONS = {"cpu": {"xla_backend_optimization_level": 0}}
 
 _NOT_FINITE = (
-    "Correct this line, or compute it in float32. Common causes are invalid data, a softmax over a row that is masked "
-    "everywhere, an epsilon that float16 rounds to zero, and a derivative such as the derivative of a norm at zero."
+    "Correct this line. Common causes are invalid data; a softmax over a row that is masked everywhere, which needs a "
+    "finite mask or where=; an epsilon that float16 rounds to zero, which needs float32; and a derivative such as the "
+    "derivative of a norm at zero."
 )
+_LOST = 0.5  # of the L1 norm of a result in the forward pass; the rest hardly represents the result
 
 
 class _Limits(NamedTuple):
@@ -277,23 +279,33 @@ class RangeReport:
         below = f"{lowest.underflow_name} underflows below {format_scale(low)}"
         above = f"{highest.name} overflows above {format_scale(high)}"
         if low > high:
-            return f"No loss scale fits: {below}, and {above}. Keep one of them in float32."
+            return f"{self._first_remedy()}No loss scale fits: {below}, and {above}. Keep one of them in float32."
         fitting = f"Loss scales from {format_scale(low)} to {format_scale(high)} fit"
         text = f"{fitting}; yours is {format_scale(self.scale)}"
         if self.scale > high:
             remedy = "A dynamic scale backs off; decrease a static scale."
-            if highest.line in dict(self.sensitive):
-                remedy = "Compute this line in float32. Otherwise a dynamic scale backs off; decrease a static scale."
-            return f"{text}, which is too large: {above}. {remedy}"
+            return f"{self._first_remedy()}{text}, which is too large: {above}. {remedy}"
         if self.scale < low:
-            return (
-                f"{text}, which is too small: {below}. A dynamic scale grows up to max_scale; increase a static scale."
-            )
+            remedy = "A dynamic scale grows up to max_scale; increase a static scale."
+            return f"{self._first_remedy()}{text}, which is too small: {below}. {remedy}"
         return f"{text}."
 
+    def _first_remedy(self) -> str:
+        """Returns a sentence on operations that may be the reason why a scale does not fit, or nothing."""
+        if not self.sensitive:
+            return ""
+        operations = list(dict.fromkeys(name for _, names in self.sensitive for name in names))
+        lines = _enumerate([line for line, _ in self.sensitive])
+        return f"First compute {lines} in float32, because {_enumerate(operations)} are inaccurate in half precision. "
+
     def _remarks(self) -> list[str]:
+        lost = [row.line for row in self.rows if not row.scaled and row.underflow > _LOST]
+        parts = _listing(
+            "Most of the result of these lines in the forward pass underflows; compute them in float32:",
+            list(dict.fromkeys(lost)),
+        )
         sensitive = [f"{line}: {', '.join(operations)}" for line, operations in self.sensitive]
-        parts = _listing("These operations are inaccurate in half precision; compute them in float32:", sensitive)
+        parts += _listing("These operations are inaccurate in half precision; compute them in float32:", sensitive)
         if self.has_half_matmuls:
             parts += _listing("These lines have matmuls in float32:", self.float32_matmuls)
         return parts
@@ -331,13 +343,20 @@ def _power(exponent: float) -> float:
 def _describe_forward_overflow(rows: list[RangeRow]) -> str:
     first, lines = rows[0], list(dict.fromkeys(row.line for row in rows))
     cause = f"reaches {first.max_abs:.3g}, and the largest number of {first.dtype} is {jnp.finfo(first.dtype).max:g}"
+    remedy = "compute this line, and the lines that read its result, in float32, or normalize its input"
     if first.max_abs >= POLE:
         cause = f"is infinite, because {first.dtype} rounds its operand to zero"
-    text = f"The forward pass overflows: {first.name} {cause}. A loss scale cannot prevent that"
-    if len(lines) == 1:
-        return f"{text}: keep this line in float32."
-    others = f" and {len(lines) - 4} others" if len(lines) > 4 else ""
-    return f"{text}: keep this line in float32. These lines overflow, too: {', '.join(lines[1:4])}{others}."
+        remedy = "compute this line, and the lines that its operand comes from, in float32"
+    text = f"The forward pass overflows: {first.name} {cause}. A loss scale cannot prevent that: {remedy}."
+    return f"{text} These lines overflow, too: {_enumerate(lines[1:])}." if len(lines) > 1 else text
+
+
+def _enumerate(names: Sequence[str], limit: int = 4) -> str:
+    """Returns names as in `a, b and c`."""
+    shown = list(names[:limit])
+    if len(names) > limit:
+        shown[limit - 1 :] = [f"{len(names) - limit + 1} others"]
+    return " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
 
 
 def _listing(title: str, lines: Sequence[str]) -> list[str]:

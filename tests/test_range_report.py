@@ -563,14 +563,16 @@ def padded(params, x):
 OVERFLOW = (
     r"The forward pass overflows: {} reaches [\d.e+]+, and the largest number of float16 is 65504\. A loss scale "
 )
-OVERFLOW += r"cannot prevent that: keep this line in float32\.( These lines overflow, too: .*\.)?"
+OVERFLOW += (
+    r"cannot prevent that: compute this line, and the lines that read its result, in float32, or normalize its input\."
+)
+OVERFLOW += r"( These lines overflow, too: .*\.)?"
 TOO_LARGE = (
+    r"First compute .*(?<!\w){line}.* in float32, because .*log.* are inaccurate in half precision\. "
     r"Loss scales from 2\^-?\d+ to 2\^-?\d+ fit; yours is 2\^16, which is too large: {} overflows above 2\^-?\d+\. "
 )
-TOO_LARGE += r"Compute this line in float32\. Otherwise a dynamic scale backs off; decrease a static scale\."
-NOT_FINITE = (
-    r"The result of {} is not finite at any loss scale\. Correct this line, or compute it in float32\. Common .*"
-)
+TOO_LARGE += r"A dynamic scale backs off; decrease a static scale\."
+NOT_FINITE = r"The result of {} is not finite at any loss scale\. Correct this line\. Common .*"
 FOOLED = {  # the loss function and the batch; the operation, its line, and the first sentences
     "product of SwiGLU": (swiglu, X * 300, "mul", "# the product", OVERFLOW),
     "cross-entropy": (autoencoder, X.at[0].multiply(8.0), "div", "# cross-entropy", TOO_LARGE),
@@ -586,7 +588,7 @@ def test_first_sentences_name_the_line_and_the_remedy(program):
     fun, x, operation, text, sentences = program
     report = jmpscale.range_report(fun)(jmpscale.dynamic(), PARAMS, x)
     name = f"{operation} at {line_of(fun, text)}"
-    assert re.fullmatch(sentences.format(re.escape(name)), first_line(report))
+    assert re.fullmatch(sentences.format(re.escape(name), line=re.escape(line_of(fun, text))), first_line(report))
     if sentences != NOT_FINITE:  # the first row is the first result that overflows
         lines = report.describe().splitlines()
         (header,) = [i for i, line in enumerate(lines) if line.startswith("result ")]
@@ -640,9 +642,23 @@ def test_operand_that_float16_rounds_to_zero_before_a_logarithm():
     line = line_of(loss, "# infinite")
     assert first_line(report) == (
         f"The forward pass overflows: log at {line} is infinite, because float16 rounds its operand to zero. A loss "
-        "scale cannot prevent that: keep this line in float32."
+        "scale cannot prevent that: compute this line, and the lines that its operand comes from, in float32."
     )
     assert report.scales() is None
+
+
+@pytest.mark.full
+def test_result_that_underflows_in_the_forward_pass_is_listed():
+    def loss(x):
+        half = x.astype(F16)
+        variance = jnp.mean(half**2)  # underflows
+        return (jax.lax.rsqrt(variance.astype(jnp.float32) + 1e-12) * x).sum()
+
+    title = "Most of the result of these lines in the forward pass underflows; compute them in float32:"
+    for size, is_listed in ((1e-5, True), (1.0, False)):
+        lines = jmpscale.range_report(loss)(jmpscale.dynamic(), size * X).describe().splitlines()
+        assert (title in lines) == is_listed
+        assert (f"  {line_of(loss, '# underflows')}" in lines) == is_listed
 
 
 def test_constant_epsilon_that_float16_rounds_to_zero():
