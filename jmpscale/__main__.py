@@ -184,21 +184,31 @@ def plot(runs: Mapping[str, Run], batch_tokens: int) -> "Figure":
 
     from jmpscale import plots  # needs matplotlib
 
-    figure = Figure(figsize=(16, 9.5), layout="constrained")
-    axes = figure.subplot_mosaic([["loss", "texts"], ["scale", "gradients"]], height_ratios=[1.25, 1])
+    # One column, so that the picture is readable on a phone.
+    figure = Figure(figsize=(8, 15), layout="constrained")
+    axes = figure.subplot_mosaic([["loss"], ["texts"], ["scale"], ["gradients"]], height_ratios=[4, 4.6, 3, 3.4])
     losses = {name: run.mean("loss") for name, run in runs.items()}
     alone, scaled = (losses[name] - losses["float32"] for name in ("float16", "float16, jmpscale"))
-    title = f"float16 ends {alone:z.2f} nats above float32, float16 with jmpscale {scaled:z.2f}"
-    figure.suptitle(title, size=21, weight="bold")
+    title = f"float16 ends {alone:z.2f} nats above float32,\nfloat16 with jmpscale {scaled:z.2f}"
+    figure.suptitle(title, size=19, weight="bold")
     _plot_losses(runs, axes["loss"])
     _plot_texts(runs, axes["texts"])
     plots.scale_trajectory(runs["float16, jmpscale"].history, ax=axes["scale"])
-    axes["scale"].set_title("The loss scale grows until gradients overflow, then it is halved", size=14)
+    axes["scale"].set_title("The loss scale grows until gradients overflow, then it is halved")
+    axes["scale"].legend(fontsize=13)
     _plot_gradients(runs["float16, jmpscale"], axes["gradients"])
-    figure.supxlabel(
-        f"Loss of a step: the sum over its {SHARD_TOKENS:,} tokens, divided by the {batch_tokens:,} tokens of the batch"
-    )
+    for name in ("loss", "scale", "gradients"):
+        _enlarge_text(axes[name])
+    loss = f"the sum over its {SHARD_TOKENS:,} tokens,\ndivided by the {batch_tokens:,} tokens of the batch"
+    figure.supxlabel(f"Loss of a step: {loss}", size=13)
     return figure
+
+
+def _enlarge_text(axis: "Axes") -> None:
+    axis.title.set_fontsize(15)
+    axis.xaxis.label.set_fontsize(14)
+    axis.yaxis.label.set_fontsize(14)
+    axis.tick_params(labelsize=13)
 
 
 def _plot_losses(runs: Mapping[str, Run], axis: "Axes") -> None:
@@ -209,17 +219,17 @@ def _plot_losses(runs: Mapping[str, Run], axis: "Axes") -> None:
         smooth = [loss[max(0, n - SMOOTHING) : n].mean() for n in range(1, len(loss) + 1)]
         label = f"{name}: {run.mean('loss'):.3f}"
         axis.plot(smooth, color=RUNS[name], label=label, **{"linewidth": 2, **styles.get(name, {})})
-    axis.set(xlabel="step", ylabel=f"loss (nats per character), mean of {SMOOTHING} steps")
-    axis.set_title("The same language model, trained four times from the same seed", size=14)
+    axis.set(xlabel="step", ylabel="loss (nats per character)")
+    axis.set_title("The same language model, trained four times")
     axis.legend(fontsize=13)
 
 
 def _plot_texts(runs: Mapping[str, Run], axis: "Axes") -> None:
     for row, (name, run) in enumerate(runs.items()):
-        top, color = 1 - 0.26 * row, RUNS["bfloat16" if name == "float32" else name]
-        look: dict[str, Any] = {"size": 13, "color": color, "va": "top", "parse_math": False}
+        top, color = 1 - 0.25 * row, RUNS["bfloat16" if name == "float32" else name]
+        look: dict[str, Any] = {"size": 12, "color": color, "va": "top", "parse_math": False}
         axis.text(0, top, f"{name} writes:", weight="bold", **look)
-        axis.text(0, top - 0.07, textwrap.fill(run.sample, 66), family="monospace", **look)
+        axis.text(0, top - 0.06, textwrap.fill(run.sample, 66), family="monospace", **look)
     axis.axis("off")
 
 
@@ -232,8 +242,8 @@ def _plot_gradients(run: Run, axis: "Axes") -> None:
         counts, edges = np.histogram(np.log2(values[values > 0]) + shift, np.arange(-50, 20))
         label = f"{name}: {np.mean(values * 2.0**shift < 2.0**-24):.0%} underflow"
         axis.stairs(100 * counts / values.size, edges, fill=True, color=color, label=label)
-    axis.set(xlabel="log2 of the magnitude", ylabel="percentage of values", xlim=(-48, 19), ymargin=0.5)
-    axis.set_title("Gradients of the activations", size=14)
+    axis.set(xlabel="log2 of the magnitude", ylabel="percentage of values", xlim=(-48, 19), ymargin=0.7)
+    axis.set_title("Gradients of the activations")
     axis.legend(fontsize=13, loc="upper left")
 
 
