@@ -37,7 +37,9 @@ ROOT = pathlib.Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
 WORK = ROOT / "build" / "mutants"
 MODULES = sorted(p.stem for p in (ROOT / "jmpscale").glob("*.py") if not p.stem.startswith("__"))
-STAGES = {"default": [], "full": ["--full", "-m", "full"]}  # the options of pytest
+FULL = ["--full", "-m", "full"]
+STAGES = {"default": [], "range_report": FULL, "full": FULL}  # the options of pytest
+PATHS = {"range_report": ["tests/test_range_report.py"]}  # most of its tests only run with --full
 TIMEOUT = 300  # seconds, after which a fault counts as caught: the tests do not end
 # A forked process that finds these imported starts its tests sooner. None of them starts a device.
 IMPORTED_ONCE = ("chex", "equinox", "flax.linen", "flax.nnx", "flax.training.train_state", "haiku", "matplotlib.pyplot")
@@ -80,9 +82,9 @@ class FirstFailure:
 class TestMap:
     """Maps each line to the tests of a stage that execute it, with their durations."""
 
-    def __init__(self, folder, options):
+    def __init__(self, folder, options, paths=()):
         copy_repository(folder)
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "-p", "benchmarks.mutants", *options]
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "-p", "benchmarks.mutants", *options, *paths]
         command += ["-p", "no:cacheprovider", "--cov=jmpscale", "--cov-context=test", "--cov-report="]
         run = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         print(f"pytest {' '.join(options)} without a fault: {run.stdout.strip().splitlines()[-1]}", flush=True)
@@ -206,7 +208,7 @@ def judge_all(chosen, sources, stages, processes):
     left = [fault for fault in chosen if verdicts[fault][0] is None]
     if not left:
         return verdicts
-    maps = {stage: TestMap(WORK / f"map-{stage}", STAGES[stage]) for stage in stages}
+    maps = {stage: TestMap(WORK / f"map-{stage}", STAGES[stage], PATHS.get(stage, ())) for stage in stages}
     for name in IMPORTED_ONCE:
         importlib.import_module(name)
     # A program that a fault does not change is compiled once for all faults.

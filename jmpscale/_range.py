@@ -296,7 +296,8 @@ class RangeReport:
             return ""
         operations = list(dict.fromkeys(name for _, names in self.sensitive for name in names))
         lines = _enumerate([line for line, _ in self.sensitive])
-        return f"First compute {lines} in float32, because {_enumerate(operations)} are inaccurate in half precision. "
+        cause = f"{_enumerate(operations)} {'is' if len(operations) == 1 else 'are'} inaccurate in half precision"
+        return f"First compute {lines} in float32, because {cause}. "
 
     def _remarks(self) -> list[str]:
         lost = [row.line for row in self.rows if not row.scaled and row.underflow > _LOST]
