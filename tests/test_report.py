@@ -76,6 +76,7 @@ def test_grad_report_of_float64_is_exact():
     report = jmpscale.grad_report(leaves)
     assert report.max_abs.tolist() == [1e300, 1.0]
     assert report.underflow.tolist() == [5, 0]
+    assert report.underflow.dtype == np.int32
     report = jmpscale.grad_report(leaves, scaler=jmpscale.static(2.0**114))
     assert (report.underflow.tolist(), report.subnormal.tolist()) == ([2, 0], [2, 0])
 
