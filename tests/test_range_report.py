@@ -1,5 +1,6 @@
 """range_report finds what float16 runs at every scale find, by brute force, and gives no alarm for healthy programs."""
 
+import dataclasses
 import inspect
 import math
 import re
@@ -621,6 +622,25 @@ def test_no_scale_fits_two_results():
     )
 
 
+def test_long_lists_of_lines_are_shortened():
+    report = jmpscale.range_report(lambda w: jnp.sum((w * F16(2)).astype(jnp.float32)))(
+        jmpscale.dynamic(), jnp.ones(2, F16)
+    )
+
+    def lines_with(count, scale):
+        sensitive = tuple((f"model.py:{i} (f)", ("exp", "log")) for i in range(count))
+        return dataclasses.replace(report, sensitive=sensitive, scale=scale).describe().splitlines()
+
+    assert lines_with(1, 2.0**60)[0].startswith("First compute model.py:0 (f) in float32, because exp and log are ")
+    words = "First compute model.py:0 (f), model.py:1 (f), model.py:2 (f) and "
+    assert lines_with(4, 2.0**60)[0].startswith(f"{words}model.py:3 (f) in float32, because exp and log are inaccurate")
+    assert lines_with(5, 2.0**60)[0].startswith(f"{words}2 others in float32")
+    assert "  model.py:7 (f): exp, log" in lines_with(8, 1.0)
+    assert "  and 1 more" not in lines_with(8, 1.0)
+    assert "  and 1 more" in lines_with(9, 1.0)
+    assert "First compute" not in lines_with(9, 1.0)[0]
+
+
 @pytest.mark.full
 def test_scale_below_the_range():
     report = jmpscale.range_report(lambda p, x: mlp(p, x) * 2.0**-20)(jmpscale.static(1.0), PARAMS, X)
@@ -750,11 +770,16 @@ def test_line_of_a_library_function_that_was_compiled_for_another_line():
     assert {row.line for row in report.rows if row.overflows and not row.scaled} == {line_of(loss, "# large")}
 
 
-@pytest.mark.full
 def test_while_loop_has_one_row_for_all_steps():
-    report = jmpscale.range_report(counted)(jmpscale.dynamic(), PARAMS, X * 3)
-    rows = [row for row in named(report, operation="dot_general", backward=False) if row.steps]
-    assert [row.steps for row in rows] == [(0,)]
+    def loss(w):
+        def body(i, total):
+            return total + jnp.sum((w.astype(F16) * jnp.where(i == 2, F16(4), F16(1))).astype(jnp.float32))
+
+        return jax.lax.while_loop(lambda c: c[0] < 4, lambda c: (c[0] + 1, body(*c)), (0, jnp.float32(0)))[1]
+
+    report = jmpscale.range_report(lambda w: loss(jax.lax.stop_gradient(w)) + w.sum())(jmpscale.dynamic(), jnp.ones(2))
+    (row,) = named(report, operation="mul")
+    assert (row.steps, row.max_abs, row.backward) == ((2,), 4.0, False)
 
 
 def branches(params, x, flag):
