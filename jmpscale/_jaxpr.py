@@ -111,7 +111,7 @@ def _rewrite_held(eqn: core.JaxprEqn, rewrite_equation: RewriteEquation, memo: M
             return rewrite(value, rewrite_equation, memo)
         if isinstance(value, core.ClosedJaxpr):
             return _memoized(value, lambda: new_closed(value), memo)
-        if isinstance(value, tuple) and all(map(_is_jaxpr, value)):  # the branches of a cond
+        if isinstance(value, tuple) and all(map(is_jaxpr, value)):  # the branches of a cond
             new = tuple(map(new_value, value))
             return value if _same(new, value) else new
         return value
@@ -139,11 +139,12 @@ def equations(jaxpr: Jaxpr) -> Iterator[core.JaxprEqn]:
         if eqn.primitive.name in _TRANSPARENT:
             for value in eqn.params.values():
                 for held in value if isinstance(value, tuple) else (value,):
-                    if _is_jaxpr(held):
+                    if is_jaxpr(held):
                         yield from equations(held)
 
 
-def _is_jaxpr(value: object) -> TypeGuard[Jaxpr]:
+def is_jaxpr(value: object) -> TypeGuard[Jaxpr]:
+    """Tests whether a parameter of an equation is a jaxpr."""
     return isinstance(value, (core.Jaxpr, core.ClosedJaxpr))
 
 

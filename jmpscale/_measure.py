@@ -21,7 +21,7 @@ from jax.extend import core
 from jmpscale._autocast import MATMULS, is_float32_matmul, keeps_precision
 from jmpscale._axes import varying_axes
 from jmpscale._dataflow import MOVES, equation_degrees, held_variables, scan_degrees, while_degrees
-from jmpscale._jaxpr import called_jaxpr, evaluate_equation, is_floating, split_scan_inputs, type_of
+from jmpscale._jaxpr import called_jaxpr, evaluate_equation, is_floating, is_jaxpr, split_scan_inputs, type_of
 from jmpscale._source import is_library_function, is_own, module_path, user_line
 from jmpscale._statistics import Statistics, at_step, measure, merge, nothing_like, over_devices
 from jmpscale._tree import PyTree, is_traced
@@ -286,7 +286,7 @@ class Evaluation:
             return [_widen(x) for x in evaluate_equation(eqn, params, narrow)]
 
     def _note_opaque(self, eqn: core.JaxprEqn, has_narrow: bool, place: Place) -> None:
-        holds_program = any(isinstance(value, (core.Jaxpr, core.ClosedJaxpr)) for value in eqn.params.values())
+        holds_program = any(map(is_jaxpr, eqn.params.values()))
         from_bits = eqn.primitive.name == "bitcast_convert_type" and not _is_narrow_float(type_of(eqn.invars[0]))
         if (has_narrow and not from_bits) or holds_program or "call" in eqn.primitive.name:
             self.opaque[f"{_line(eqn, place)}: {eqn.primitive.name}"] = None

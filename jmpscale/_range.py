@@ -354,10 +354,10 @@ def _describe_forward_overflow(rows: list[RangeRow]) -> str:
 
 def _enumerate(names: Sequence[str], limit: int = 4) -> str:
     """Returns names as in `a, b and c`."""
-    shown = list(names[:limit])
     if len(names) > limit:
-        shown[limit - 1 :] = [f"{len(names) - limit + 1} others"]
-    return " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
+        names = [*names[: limit - 1], f"{len(names) - limit + 1} others"]
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _listing(title: str, lines: Sequence[str]) -> list[str]:
@@ -519,7 +519,7 @@ def _conclude(evaluation: Evaluation, statistics: list[Statistics], finite: bool
     pairs = list(zip(evaluation.sites, statistics, strict=True))
     not_finite = None
     if not finite:
-        # NaN spreads and stays, but an infinity may be harmless, such as the logarithm of a probability of zero.
+        # NaN spreads and stays, but an infinity may be intended, such as the logarithm of a probability of zero.
         first = next((site for site, s in pairs if s.kind == NAN), None)
         first = first or next((site for site, s in pairs if s.kind == INFINITE), None)
         not_finite = f"{first.operation} at {first.line}" if first else "an argument"
