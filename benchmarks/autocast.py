@@ -1,7 +1,8 @@
 """Compiles a step with autocast for H100 or TPU, without the hardware: `python -m benchmarks.autocast --backend h100`.
 
 Each ratio is to the same step of the same model that is cast by hand: parameters and inputs at the top of the loss
-function, and the statistics of normalizations, the softmax and the loss in float32.
+function, and the statistics of normalizations, the softmax and the loss in float32. With autocast, the model is the
+float32 program, unchanged, or with a conversion to half precision of what each block returns.
 """
 
 import argparse
@@ -18,11 +19,17 @@ from benchmarks import steps  # isort: skip
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "autocast.json"
 METHOD = "optax wrapper"
-BY_HAND, AUTOCAST, FLOAT32 = "cast by hand", "autocast", "float32"
+BY_HAND, AUTOCAST, STORED, FLOAT32 = "cast by hand", "autocast", "autocast, blocks return half", "float32"
+VARIANTS = (BY_HAND, AUTOCAST, STORED, FLOAT32)
 MODELS = {  # the task, and the number of devices, over which parameters and batch are sharded
     "GPT-2 small": (functools.partial(steps.transformer, 12, 768, 12, 50257, 1024, 8), 1),
     "GPT-2 small, FSDP": (functools.partial(steps.transformer, 12, 768, 12, 50304, 1024, 8), 8),
     "ResNet-34": (functools.partial(steps.resnet, (3, 4, 6, 3), 64, 224, 64), 1),
+    "GPT-2 small, scan": (functools.partial(steps.transformer, 12, 768, 12, 50257, 1024, 8, scan=True), 1),
+    "GPT-2 small, scan with remat": (
+        functools.partial(steps.transformer, 12, 768, 12, 50257, 1024, 8, scan=True, remat=True),
+        1,
+    ),
     # Fewer layers, which compile faster.
     "GPT-2 small, 2 layers": (functools.partial(steps.transformer, 2, 768, 12, 50257, 1024, 8), 1),
     "GPT-2 small, 2 layers, FSDP": (functools.partial(steps.transformer, 2, 768, 12, 50304, 1024, 8), 8),
@@ -33,9 +40,11 @@ RATIOS = ("traffic", "moved_bytes", "temp_bytes", "kernels", "communicated_bytes
 
 def measure(backend, model, variant):
     """Compiles one step of a model; returns its figures, as `compilers.measure`."""
-    task, devices = MODELS[model]
-    half = jnp.float32 if variant == FLOAT32 else compilers.HALF[backend]
-    job = steps.make_job(targets.abstract(task), compute=half, autocast=variant == AUTOCAST)
+    (task, devices), half = MODELS[model], compilers.HALF[backend]
+    if variant == STORED:
+        task = functools.partial(task, stored=half)
+    compute = jnp.float32 if variant == FLOAT32 else half
+    job = steps.make_job(targets.abstract(task), compute=compute, autocast=variant in (AUTOCAST, STORED))
     return compilers.measure(job, METHOD, targets.mesh(backend, devices, (devices, 1)))
 
 
@@ -56,13 +65,13 @@ def main():
     targets.warm_up(options.backend)
     for model in options.models:
         figures = {}
-        for variant in (BY_HAND, AUTOCAST, FLOAT32):
+        for variant in VARIANTS:
             figures[variant] = measure(options.backend, model, variant)
             figures[variant]["ratios"] = ratios(figures[variant], figures[BY_HAND])
             shown = "  ".join(f"{name} {ratio:.3f}" for name, ratio in figures[variant]["ratios"].items())
-            print(f"{options.backend}, {model}: {variant:<12}  {shown}", flush=True)
+            print(f"{options.backend}, {model}: {variant:<28}  {shown}", flush=True)
         written = json.loads(options.out.read_text()) if options.out.exists() else {}
-        written[f"{options.backend}, {model}"] = {"about": compilers.about(), "figures": figures}
+        written[f"{options.backend}, {model}"] = {"about": compilers.about("benchmarks.autocast"), "figures": figures}
         options.out.write_text(json.dumps(written, indent=1) + "\n")
 
 

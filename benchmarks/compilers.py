@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import pathlib
+import shlex
 import sys
 
 from benchmarks import programs, targets, versions  # before anything that starts JAX
@@ -134,9 +135,9 @@ def show(method, x):
     print(f"    {method:<26} {'  '.join(parts)}", flush=True)
 
 
-def about():
+def about(module):
     """Returns the software and the command that produced the figures."""
-    command = " ".join(["python -m benchmarks.compilers", *sys.argv[1:]])
+    command = shlex.join(["python", "-m", module, *sys.argv[1:]])
     return {"date": str(datetime.date.today()), "command": command, "versions": versions(LIBRARIES)}
 
 
@@ -185,7 +186,7 @@ def write(out, name, figures):
     """Adds the figures to the file; of one network, new methods are added to the old ones."""
     written = json.loads(out.read_text()) if out.exists() else {}
     kept = written.get(name, {}).get("figures", {})
-    written[name] = {"about": about(), "figures": kept | figures}
+    written[name] = {"about": about("benchmarks.compilers"), "figures": kept | figures}
     out.parent.mkdir(exist_ok=True)
     out.write_text(json.dumps(written, indent=1) + "\n")
 

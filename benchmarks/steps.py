@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import jmpscale
@@ -81,8 +82,12 @@ def mlp(layers, width, batch):
     return loss_fn, params, jax.random.normal(jax.random.key(1), (batch, width))
 
 
-def transformer(layers, width, heads, vocabulary, length, batch):
-    """A language model in the shape of GPT-2: twelve leaves a layer, and the output shares the embedding."""
+def transformer(layers, width, heads, vocabulary, length, batch, *, scan=False, remat=False, stored=None):
+    """A language model in the shape of GPT-2: twelve leaves a layer, and the output shares the embedding.
+
+    With `scan`, one layer runs in a loop over stacked parameters; with `remat`, only the results of its matmuls with
+    parameters are kept for the backward pass. The results of blocks are converted to the dtype `stored`, if given.
+    """
     shapes = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
     keys = iter(jax.random.split(jax.random.key(0), 4 * layers + 3))
 
@@ -95,7 +100,7 @@ def transformer(layers, width, heads, vocabulary, length, batch):
     params = {
         "embed": 0.02 * jax.random.normal(next(keys), (vocabulary, width)),
         "place": 0.02 * jax.random.normal(next(keys), (length, width)),
-        "blocks": [block() for _ in range(layers)],
+        "blocks": _stack([block() for _ in range(layers)]) if scan else [block() for _ in range(layers)],
         "norm": {"scale": jnp.ones(width), "bias": jnp.zeros(width)},
     }
 
@@ -107,16 +112,33 @@ def transformer(layers, width, heads, vocabulary, length, batch):
         x = jnp.einsum("bhqk,bkhc->bqhc", weights, v).reshape(x.shape)
         return x @ block["out"] + block["out_bias"]
 
+    def layer(x, block):
+        x = _store(x + attend(block, _norm(block["norm_1"], x)), stored)
+        hidden = jax.nn.gelu(_norm(block["norm_2"], x) @ block["up"] + block["up_bias"])
+        return _store(x + hidden @ block["down"] + block["down_bias"], stored), None
+
+    if remat:
+        layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+
     def loss_fn(params, tokens):
         x = params["embed"][tokens[:, :-1]] + params["place"]
-        for block in params["blocks"]:
-            x = x + attend(block, _norm(block["norm_1"], x))
-            hidden = jax.nn.gelu(_norm(block["norm_2"], x) @ block["up"] + block["up_bias"])
-            x = x + hidden @ block["down"] + block["down_bias"]
+        if scan:
+            x, _ = jax.lax.scan(layer, _store(x, stored), params["blocks"])
+        else:
+            for block in params["blocks"]:
+                x, _ = layer(x, block)
         logits = (_norm(params["norm"], x) @ params["embed"].T).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
     return loss_fn, params, jax.random.randint(next(keys), (batch, length + 1), 0, vocabulary)
+
+
+def _stack(trees):
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def _store(x, dtype):
+    return x if dtype is None else x.astype(dtype)
 
 
 def _norm(params, x):
@@ -126,8 +148,11 @@ def _norm(params, x):
     return normal.astype(x.dtype) * params["scale"] + params["bias"]
 
 
-def resnet(blocks, width, size, batch):
-    """An image classifier with residual blocks of two convolutions and batch normalization, in four stages."""
+def resnet(blocks, width, size, batch, *, stored=None):
+    """An image classifier with residual blocks of two convolutions and batch normalization, in four stages.
+
+    The results of blocks, and the operand of max pooling, are converted to the dtype `stored`, if given.
+    """
     keys = iter(jax.random.split(jax.random.key(0), 16 * sum(blocks)))
 
     def convolution(kernel, inputs, outputs):
@@ -147,18 +172,20 @@ def resnet(blocks, width, size, batch):
     params["head"] = jax.random.normal(next(keys), (inputs, 1000)) * inputs**-0.5
 
     def convolve(layer, x, stride=1):
-        numbers = ("NHWC", "HWIO", "NHWC")
-        x = jax.lax.conv_general_dilated(x, layer["kernel"], (stride, stride), "SAME", dimension_numbers=numbers)
+        x, kernel, numbers = x.astype(layer["kernel"].dtype), layer["kernel"], ("NHWC", "HWIO", "NHWC")
+        x = jax.lax.conv_general_dilated(x, kernel, (stride, stride), "SAME", dimension_numbers=numbers)
         return _batch_norm(layer, x)
 
     def loss_fn(params, batch):
         images, labels = batch
-        x = jax.nn.relu(convolve(params["stem"], images, 2))
+        x = _store(jax.nn.relu(convolve(params["stem"], images, 2)), stored)
+        x = jax.lax.reduce_window(x, np.array(-np.inf, x.dtype), jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
         for stage, blocks in enumerate(params["stages"]):
             for i, block in enumerate(blocks):
                 stride = 2 if i == 0 and stage > 0 else 1
                 y = convolve(block["second"], jax.nn.relu(convolve(block["first"], x, stride)))
-                x = jax.nn.relu(y + (convolve(block["shortcut"], x, stride) if "shortcut" in block else x))
+                y = y + (convolve(block["shortcut"], x, stride) if "shortcut" in block else x)
+                x = _store(jax.nn.relu(y), stored)
         logits = (x.mean((1, 2)) @ params["head"]).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
