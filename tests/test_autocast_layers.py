@@ -169,6 +169,19 @@ class NNXBlock(nnx.Module):
         return self.embed.attend(run(self.layers, x + self.attention(x)))
 
 
+class NNXStored(nnx.Module):
+    """A residual block whose input and result are converted to float16."""
+
+    def __init__(self, rngs):
+        self.stem, self.conv = nnx.Conv(3, 4, (3, 3), rngs=rngs), nnx.Conv(4, 4, (3, 3), rngs=rngs)
+        self.norm, self.head = nnx.BatchNorm(4, rngs=rngs), nnx.Linear(4, 5, rngs=rngs)
+
+    def __call__(self, images):
+        x = nnx.max_pool(nnx.relu(self.stem(images)).astype(jnp.float16), (2, 2))
+        x = nnx.relu(x + self.norm(self.conv(x))).astype(jnp.float16)
+        return self.head(x)
+
+
 def equinox_with_state(model_and_state, x):
     model, state = model_and_state
     return jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)[0]
@@ -231,6 +244,7 @@ NNX = {
     "GRUCell": stateful(lambda rngs: nnx.RNN(nnx.GRUCell(6, 5, rngs=rngs)), SEQUENCES),
     "SimpleCell": stateful(lambda rngs: nnx.RNN(nnx.SimpleCell(6, 5, rngs=rngs)), SEQUENCES),
     "LoRA": stateful(lambda rngs: nnx.LoRA(6, 2, 5, rngs=rngs), VECTORS),
+    "blocks that return float16": stateful(NNXStored, IMAGES),
     "scan, remat, BatchNorm, Dropout, LoRALinear": stateful(NNXBlock, TOKENS),
 }
 EQUINOX = {

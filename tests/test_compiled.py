@@ -126,23 +126,29 @@ def test_step_with_embedding_costs_as_much_as_clipping(target):
 # A step with autocast costs little more than the step of a model that is cast by hand
 
 AUTOCAST = {  # the limits for traffic and temporary memory; in float32 they are 1.3 to 2.0 times those by hand
-    ("h100", "GPT-2 small, 2 layers"): (1.12, 1.10),
-    ("h100", "GPT-2 small, 2 layers, FSDP"): (1.12, 1.10),
-    # Half of a small residual network's traffic is its residual stream, which autocast leaves in float32.
-    ("h100", "ResNet-10"): (1.17, 1.10),
-    ("tpu-v5e", "GPT-2 small, 2 layers"): (1.12, 1.10),
-    ("tpu-v5e", "GPT-2 small, 2 layers, FSDP"): (1.12, 1.10),
+    ("h100", "GPT-2 small, 2 layers", autocast.AUTOCAST): (1.12, 1.10),
+    ("h100", "GPT-2 small, 2 layers, FSDP", autocast.AUTOCAST): (1.12, 1.10),
+    # Autocast leaves the residual stream and the operand of max pooling in float32, unless the model converts them.
+    ("h100", "ResNet-10", autocast.AUTOCAST): (1.40, 1.45),
+    ("h100", "ResNet-10", autocast.STORED): (1.12, 1.10),
+    ("tpu-v5e", "GPT-2 small, 2 layers", autocast.AUTOCAST): (1.12, 1.10),
+    ("tpu-v5e", "GPT-2 small, 2 layers, FSDP", autocast.AUTOCAST): (1.12, 1.10),
 }
 
 
-@pytest.mark.parametrize(("backend", "model"), AUTOCAST)
-def test_autocast_costs_little_more_than_casts_by_hand(backend, model):
-    if not targets.installed(backend):
-        pytest.skip(f"the compiler for {backend} is not installed")
+@functools.cache
+def _autocast_figures(backend, model, variant):
     targets.warm_up(backend)
     with jax.numpy_rank_promotion("allow"):
-        ours, by_hand = (autocast.measure(backend, model, cast) for cast in (autocast.AUTOCAST, autocast.BY_HAND))
-    ratios, (traffic, memory) = autocast.ratios(ours, by_hand), AUTOCAST[backend, model]
+        return autocast.measure(backend, model, variant)
+
+
+@pytest.mark.parametrize(("backend", "model", "variant"), AUTOCAST)
+def test_autocast_costs_little_more_than_casts_by_hand(backend, model, variant):
+    if not targets.installed(backend):
+        pytest.skip(f"the compiler for {backend} is not installed")
+    ours, by_hand = (_autocast_figures(backend, model, cast) for cast in (variant, autocast.BY_HAND))
+    ratios, (traffic, memory) = autocast.ratios(ours, by_hand), AUTOCAST[backend, model, variant]
     assert ratios["traffic"] <= traffic
     assert ratios["temp_bytes"] <= memory
     assert ratios["compile_cpu_s"] <= 1.3
