@@ -106,7 +106,7 @@ def notebooks(session):
 @nox.session(python=NEWEST_PYTHON, tags=["tests"])
 def tests_full(session):
     """Runs all tests with the newest JAX."""
-    install(session, "-e", ".[test]")
+    install(session, "-e", ".[test]", "diffrax")
     session.run("pytest", "-q", "-n", "auto", "--full")
 
 
@@ -169,7 +169,7 @@ def wheel(session):
 @nox.session(python=NEWEST_PYTHON, default=False)
 def latest(session):
     """Runs all tests with the latest releases, and fails at deprecation warnings. No change has to pass it."""
-    install(session, "-e", ".[test]", until=None)
+    install(session, "-e", ".[test]", "diffrax", until=None)
     session.run("pytest", "-q", "-n", "auto", "--full", "-W", "error::DeprecationWarning")
 
 

@@ -312,7 +312,7 @@ def test_autocast_runs_layers_in_half_precision(case):
 @pytest.mark.full
 def test_autocast_runs_a_vector_field_in_half_precision():
     """The solver of diffrax has its own derivative rule, so autocast is used on the function that it calls."""
-    diffrax = pytest.importorskip("diffrax", reason="not a dependency of the tests")
+    diffrax = pytest.importorskip("diffrax", reason="only installed by nox")
     weights = [jnp.asarray(RANDOM.standard_normal((6, 6)) / 3, jnp.float32) for _ in range(2)]
 
     def gradients(wrap):
