@@ -2,7 +2,7 @@
 
 Each ratio is to the same step of the same model that is cast by hand: parameters and inputs at the top of the loss
 function, and the statistics of normalizations, the softmax and the loss in float32. With autocast, the model is the
-float32 program, unchanged, or with a conversion to half precision of what each block returns.
+unchanged float32 program, or one whose blocks convert their results to half precision.
 """
 
 import argparse
@@ -21,18 +21,16 @@ RESULTS = pathlib.Path(__file__).parent / "results" / "autocast.json"
 METHOD = "optax wrapper"
 BY_HAND, AUTOCAST, STORED, FLOAT32 = "cast by hand", "autocast", "autocast, blocks return half", "float32"
 VARIANTS = (BY_HAND, AUTOCAST, STORED, FLOAT32)
+GPT2 = functools.partial(steps.transformer, width=768, heads=12, length=1024, batch=8)
 MODELS = {  # the task, and the number of devices, over which parameters and batch are sharded
-    "GPT-2 small": (functools.partial(steps.transformer, 12, 768, 12, 50257, 1024, 8), 1),
-    "GPT-2 small, FSDP": (functools.partial(steps.transformer, 12, 768, 12, 50304, 1024, 8), 8),
+    "GPT-2 small": (functools.partial(GPT2, 12, vocabulary=50257), 1),
+    "GPT-2 small, FSDP": (functools.partial(GPT2, 12, vocabulary=50304), 8),
+    "GPT-2 small, scan": (functools.partial(GPT2, 12, vocabulary=50257, scan=True), 1),
+    "GPT-2 small, scan with remat": (functools.partial(GPT2, 12, vocabulary=50257, scan=True, remat=True), 1),
     "ResNet-34": (functools.partial(steps.resnet, (3, 4, 6, 3), 64, 224, 64), 1),
-    "GPT-2 small, scan": (functools.partial(steps.transformer, 12, 768, 12, 50257, 1024, 8, scan=True), 1),
-    "GPT-2 small, scan with remat": (
-        functools.partial(steps.transformer, 12, 768, 12, 50257, 1024, 8, scan=True, remat=True),
-        1,
-    ),
     # Fewer layers, which compile faster.
-    "GPT-2 small, 2 layers": (functools.partial(steps.transformer, 2, 768, 12, 50257, 1024, 8), 1),
-    "GPT-2 small, 2 layers, FSDP": (functools.partial(steps.transformer, 2, 768, 12, 50304, 1024, 8), 8),
+    "GPT-2 small, 2 layers": (functools.partial(GPT2, 2, vocabulary=50257), 1),
+    "GPT-2 small, 2 layers, FSDP": (functools.partial(GPT2, 2, vocabulary=50304), 8),
     "ResNet-10": (functools.partial(steps.resnet, (1, 1, 1, 1), 64, 224, 64), 1),
 }
 RATIOS = ("traffic", "moved_bytes", "temp_bytes", "kernels", "communicated_bytes", "compile_cpu_s")

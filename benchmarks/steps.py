@@ -100,9 +100,11 @@ def transformer(layers, width, heads, vocabulary, length, batch, *, scan=False, 
     params = {
         "embed": 0.02 * jax.random.normal(next(keys), (vocabulary, width)),
         "place": 0.02 * jax.random.normal(next(keys), (length, width)),
-        "blocks": _stack([block() for _ in range(layers)]) if scan else [block() for _ in range(layers)],
+        "blocks": [block() for _ in range(layers)],
         "norm": {"scale": jnp.ones(width), "bias": jnp.zeros(width)},
     }
+    if scan:
+        params["blocks"] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["blocks"])
 
     def attend(block, x):
         q, k, v = jnp.split(x @ block["qkv"] + block["qkv_bias"], 3, axis=-1)
@@ -131,10 +133,6 @@ def transformer(layers, width, heads, vocabulary, length, batch, *, scan=False, 
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
     return loss_fn, params, jax.random.randint(next(keys), (batch, length + 1), 0, vocabulary)
-
-
-def _stack(trees):
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
 def _store(x, dtype):
@@ -172,7 +170,8 @@ def resnet(blocks, width, size, batch, *, stored=None):
     params["head"] = jax.random.normal(next(keys), (inputs, 1000)) * inputs**-0.5
 
     def convolve(layer, x, stride=1):
-        x, kernel, numbers = x.astype(layer["kernel"].dtype), layer["kernel"], ("NHWC", "HWIO", "NHWC")
+        kernel, numbers = layer["kernel"], ("NHWC", "HWIO", "NHWC")
+        x = x.astype(kernel.dtype)  # the operands of a convolution are not promoted
         x = jax.lax.conv_general_dilated(x, kernel, (stride, stride), "SAME", dimension_numbers=numbers)
         return _batch_norm(layer, x)
 

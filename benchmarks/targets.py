@@ -8,9 +8,9 @@ import math
 import os
 from typing import NamedTuple
 
-os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # there is no driver, and none is needed
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # compiling needs no driver
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no host with TPUs to query
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # this host has no TPU
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no process here uses a TPU
 os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")

@@ -125,7 +125,7 @@ def test_step_with_embedding_costs_as_much_as_clipping(target):
 
 # A step with autocast costs little more than the step of a model that is cast by hand
 
-AUTOCAST = {  # the limits for traffic and temporary memory; in float32 they are 1.3 to 2.0 times those by hand
+AUTOCAST = {  # the limits for traffic and temporary memory; in float32, traffic is 1.3 to 1.9 times that by hand
     ("h100", "GPT-2 small, 2 layers", autocast.AUTOCAST): (1.12, 1.10),
     ("h100", "GPT-2 small, 2 layers, FSDP", autocast.AUTOCAST): (1.12, 1.10),
     # Autocast leaves the residual stream and the operand of max pooling in float32, unless the model converts them.
