@@ -156,7 +156,7 @@ def wheel(session):
         session.run("twine", "check", "--strict", *files)
         (built,) = (file for file in files if file.endswith(".whl"))
         inside = {name for name in zipfile.ZipFile(built).namelist() if ".dist-info/" not in name}
-        expected = {str(p) for p in pathlib.Path("jmpscale").iterdir() if p.suffix == ".py" or p.name == "py.typed"}
+        expected = {str(p) for p in pathlib.Path("jmpscale").rglob("*") if p.suffix == ".py" or p.name == "py.typed"}
         if inside != expected:
             session.error(f"the wheel must contain the package and nothing else; it differs in {inside ^ expected}")
         install(session, built)

@@ -36,7 +36,9 @@ from benchmarks import faults
 ROOT = pathlib.Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
 WORK = ROOT / "build" / "mutants"
-MODULES = sorted(p.stem for p in (ROOT / "jmpscale").glob("*.py") if not p.stem.startswith("__"))
+PACKAGE = ROOT / "jmpscale"
+FILES = [path for path in PACKAGE.rglob("*.py") if not path.name.startswith("__")]
+MODULES = sorted(str(path.relative_to(PACKAGE).with_suffix("")) for path in FILES)
 FULL = ["--full", "-m", "full"]
 STAGES = {"default": [], "range_report": FULL, "full": FULL}  # the options of pytest
 PATHS = {"range_report": ["tests/test_range_report.py"]}  # most of its tests only run with --full
@@ -261,7 +263,7 @@ def main():
     parser.add_argument("--stages", nargs="+", default=list(STAGES), choices=STAGES, help="default: all stages")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="default: one for each core")
     options = parser.parse_args()
-    sources = {module: (ROOT / "jmpscale" / f"{module}.py").read_bytes() for module in MODULES}
+    sources = {module: (PACKAGE / f"{module}.py").read_bytes() for module in MODULES}
     everything = [fault for module in MODULES for fault in faults.find(module, sources[module])]
     chosen = [f for f in faults.sample(everything, options.count, options.seed) if f.module in options.modules]
     WORK.mkdir(parents=True, exist_ok=True)

@@ -3,16 +3,19 @@
 from importlib.metadata import version as _version
 
 from jmpscale._autocast import autocast
+from jmpscale._cast import cast
+from jmpscale._find_scaler import get_scaler, replace_scaler
 from jmpscale._finite import all_finite
 from jmpscale._gate import apply_if
-from jmpscale._grad import loss_scaled, value_and_grad
+from jmpscale._grad import value_and_grad
+from jmpscale._grad_report import GradReport, grad_report
+from jmpscale._loss_scaled import loss_scaled
+from jmpscale._monitor import metrics, raise_if_stuck
 from jmpscale._optax import optax_step, with_loss_scaling
 from jmpscale._range import RangeReport, range_report
-from jmpscale._report import GradReport, grad_report, metrics, raise_if_stuck
 from jmpscale._scaling import scale, unscale, unscale_and_check, update
 from jmpscale._state import ScalerConfig, ScalerState, SkipReason, WithLossScalingState, disabled, dynamic, static
 from jmpscale._torch import from_torch_state_dict, to_torch_state_dict
-from jmpscale._tree import cast, get_scaler, replace_scaler
 
 __all__ = [
     "GradReport",

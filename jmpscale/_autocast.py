@@ -27,9 +27,10 @@ import numpy as np
 from jax.extend import core
 from jax.typing import DTypeLike
 
-from jmpscale._check import describe, warn_user
-from jmpscale._jaxpr import Memo, equations, lift_nnx, rewrite, trace
-from jmpscale._tree import PyTree, check_no_refs
+from jmpscale._base.check import warn_user
+from jmpscale._base.jaxpr import Memo, equations, lift_nnx, rewrite, trace
+from jmpscale._base.text import describe
+from jmpscale._base.tree import PyTree, check_no_refs
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from typing import Any
 from jax.extend import core
 
 from jmpscale._autocast import MATMULS
-from jmpscale._jaxpr import called_jaxpr, is_floating, scan_carry_size, split_scan_inputs, type_of
+from jmpscale._base.jaxpr import called_jaxpr, is_floating, scan_carry_size, split_scan_inputs, type_of
 
 # Results of these primitives consist of values that exist already.
 MOVES = {"all_gather", "all_to_all", "broadcast_in_dim", "concatenate", "copy", "copy_p", "device_put", "dynamic_slice"}

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jmpscale._axes import AxisName, all_reduce_and, check_no_partial_sums, warn_if_unsynchronized
-from jmpscale._tree import PyTree, check_no_refs, find_scaler, flatten_matching, is_inexact
+from jmpscale._base.axes import AxisName, all_reduce_and, check_no_partial_sums, warn_if_unsynchronized
+from jmpscale._base.tree import PyTree, check_no_refs, flatten_matching, is_inexact
+from jmpscale._find_scaler import find_scaler
 
 # With fewer elements a single-value reduction is as fast as a variadic one on CPU, and compiles faster
 # (`python -m benchmarks --only check`).

@@ -14,9 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jmpscale._axes import varying_axes
-from jmpscale._check import check_flag, truncate, type_name
-from jmpscale._tree import PyTree, check_no_nnx_objects, check_no_refs, is_array, is_traced, named_leaves, structure
+from jmpscale._base.check import check_flag
+from jmpscale._base.compat import full_like, memory_space, varying_axes
+from jmpscale._base.text import truncate, type_name
+from jmpscale._base.tree import (
+    PyTree,
+    check_no_nnx_objects,
+    check_no_refs,
+    is_array,
+    is_traced,
+    named_leaves,
+    structure,
+)
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -170,20 +179,11 @@ def _branch_is_possible(flag: jax.Array) -> bool:
     return not (explicit or varying_axes(flag))
 
 
-def full_like(like: jax.Array | jax.ShapeDtypeStruct, value: ArrayLike) -> jax.Array:
-    """Returns an array with the type of `like`, which is an array or a result of `jax.eval_shape`."""
-    manual = getattr(like, "manual_axis_type", None) if isinstance(like, jax.ShapeDtypeStruct) else None
-    if manual is None or not manual.varying:
-        return jax.lax.full_like(like, value)
-    # eval_shape drops the mesh, so JAX 0.10 and newer raise where a shard_map leaves other axes to the compiler.
-    return jax.lax.pcast(jnp.full(like.shape, value, like.dtype), tuple(manual.varying), to="varying")
-
-
 def _where(flag: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     out = jnp.where(flag, new, old)
     # A select of scalars in host memory returns device memory.
-    space = getattr(jax.typeof(old), "memory_space", None)
-    return out if space == getattr(jax.typeof(out), "memory_space", None) else jax.device_put(out, space)
+    space: Any = memory_space(old)
+    return out if space == memory_space(out) else jax.device_put(out, space)
 
 
 def check_same_types(before: PyTree, after: PyTree, name: str = "carry", fn: str = "fn", remedy: str = "") -> None:
@@ -215,7 +215,7 @@ def is_numeric(leaf: object) -> TypeGuard[ArrayLike]:
 def _strong_type(x: ArrayLike) -> tuple[object, ...]:
     """Returns the type of an array, without weak typing and without the mesh, which JAX 0.7 does not always know."""
     aval = jax.typeof(x)
-    return aval.shape, aval.dtype, aval.sharding.spec, varying_axes(x), getattr(aval, "memory_space", None)
+    return aval.shape, aval.dtype, aval.sharding.spec, varying_axes(x), memory_space(x)
 
 
 def _describe_type(leaf: object) -> str:

@@ -19,12 +19,12 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._autocast import MATMULS, is_float32_matmul, keeps_precision
-from jmpscale._axes import varying_axes
+from jmpscale._base.compat import varying_axes
+from jmpscale._base.jaxpr import called_jaxpr, evaluate_equation, is_floating, is_jaxpr, split_scan_inputs, type_of
+from jmpscale._base.tree import PyTree, is_traced
 from jmpscale._dataflow import MOVES, equation_degrees, held_variables, scan_degrees, while_degrees
-from jmpscale._jaxpr import called_jaxpr, evaluate_equation, is_floating, is_jaxpr, split_scan_inputs, type_of
 from jmpscale._source import is_library_function, is_own, module_path, user_line
 from jmpscale._statistics import Statistics, at_step, measure, merge, nothing_like, over_devices
-from jmpscale._tree import PyTree, is_traced
 
 Function: TypeAlias = Callable[..., Any]
 

@@ -11,18 +11,31 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from jmpscale._axes import (
+from jmpscale._base.axes import (
     AxisName,
     as_axes,
     axes_to_reduce,
     check_no_partial_sums,
     manual_axes,
-    varying_axes,
     warn_if_unsynchronized,
 )
-from jmpscale._check import check_in_range, is_called_by, truncate, type_name, warn_user
+from jmpscale._base.check import check_in_range, is_called_by, warn_user
+from jmpscale._base.compat import full_like, varying_axes
+from jmpscale._base.text import truncate, type_name
+from jmpscale._base.tree import (
+    PyTree,
+    check_no_refs,
+    find_instances,
+    flatten_gradients,
+    gradients_with_path,
+    is_array,
+    is_inexact,
+    is_traced,
+    structure,
+)
+from jmpscale._find_scaler import check_scaler
 from jmpscale._finite import all_finite_here
-from jmpscale._gate import GatedTree, check_same_types, full_like, gate, has_same_type, is_numeric
+from jmpscale._gate import GatedTree, check_same_types, gate, has_same_type, is_numeric
 from jmpscale._scaling import all_reduce_outcome, apply_rule, multiply_gradients, unscaled_dtype
 from jmpscale._state import (
     LARGEST_SCALE,
@@ -31,18 +44,6 @@ from jmpscale._state import (
     WithLossScalingState,
     dynamic,
     register_with_flax,
-)
-from jmpscale._tree import (
-    PyTree,
-    check_no_refs,
-    check_scaler,
-    find_instances,
-    flatten_gradients,
-    gradients_with_path,
-    is_array,
-    is_inexact,
-    is_traced,
-    structure,
 )
 
 

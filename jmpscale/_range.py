@@ -11,24 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpscale._check import check_count, describe, format_number
+from jmpscale._base.check import check_count
+from jmpscale._base.frameworks import is_nnx_object
+from jmpscale._base.text import describe, format_number, format_table
+from jmpscale._base.tree import PyTree, check_no_refs, flatten_matching, is_array, is_inexact, is_traced, named_leaves
 from jmpscale._dataflow import output_variables
+from jmpscale._find_scaler import find_scaler
 from jmpscale._grad import value_and_grad
 from jmpscale._measure import POLE, Evaluation, Place, Site
-from jmpscale._report import format_table
 from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerState, static
 from jmpscale._statistics import INFINITE, MAX_UNDERFLOW, NAN, Range, Statistics
-from jmpscale._tree import (
-    PyTree,
-    check_no_refs,
-    find_scaler,
-    flatten_matching,
-    is_array,
-    is_inexact,
-    is_nnx_object,
-    is_traced,
-    named_leaves,
-)
 
 Function = Callable[..., Any]
 

@@ -11,29 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jmpscale._axes import (
+from jmpscale._base.axes import (
     AxisName,
     all_reduce_and,
     as_axes,
     check_no_partial_sums,
-    unreduced_axes,
     untyped_axes,
     warn_if_unsynchronized,
 )
-from jmpscale._check import COUNTER_LIMIT, check_flag, describe, warn_user
+from jmpscale._base.check import COUNTER_LIMIT, check_flag, warn_user
+from jmpscale._base.compat import is_compiling, unreduced_axes
+from jmpscale._base.text import describe
+from jmpscale._base.tree import PyTree, Tree, check_no_refs, flatten_gradients, is_real, is_traced, named_leaves
+from jmpscale._find_scaler import check_scaler
 from jmpscale._finite import all_finite, all_finite_here
 from jmpscale._state import ScalerState, SkipReason, is_created_in_program
-from jmpscale._tree import (
-    PyTree,
-    Tree,
-    check_no_refs,
-    check_scaler,
-    flatten_gradients,
-    is_compiling,
-    is_real,
-    is_traced,
-    named_leaves,
-)
 
 
 def scale(scaler: ScalerState, tree: Tree) -> Tree:

@@ -6,18 +6,18 @@ This is the only module that validates settings. It does so in Python, before an
 import dataclasses
 import enum
 import json
-import sys
 import weakref
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
-import jax.core
 import jax.export
-import jax.extend.core
 import numpy as np
 
-from jmpscale._check import check_choice, check_count, check_in_range, check_number, format_number
+from jmpscale._base.check import check_choice, check_count, check_in_range, check_number
+from jmpscale._base.compat import is_compiling
+from jmpscale._base.frameworks import register_serialization
+from jmpscale._base.text import format_number
 
 Mode = Literal["dynamic", "static", "disabled"]
 HysteresisReset = Literal["growth", "finite"]
@@ -278,11 +278,6 @@ def disabled() -> ScalerState:
     return init_state(1.0, ScalerConfig(mode="disabled"))
 
 
-# JAX has moved this function. Unlike a test of whether a new array is traced, it does not start JAX's backend.
-_IS_COMPILING = "unsafe_am_i_under_a_jit_DO_NOT_USE"
-_core = jax.extend.core if hasattr(jax.extend.core, _IS_COMPILING) else jax.core
-_is_compiling = getattr(_core, _IS_COMPILING, bool)
-
 _created_in_programs: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
 
 
@@ -295,7 +290,7 @@ def init_state(loss_scale: float, config: ScalerConfig, finite_steps: int = 0) -
     """Creates a state from validated settings."""
     register_with_flax()
     scale = np.array(loss_scale, np.float32)
-    if _is_compiling():
+    if is_compiling():
         _created_in_programs[id(scale)] = scale
     # The fields are NumPy arrays, because a JAX array would start the backend, and zero-dimensional arrays instead of
     # NumPy scalars, because Orbax does not save NumPy scalars.
@@ -316,11 +311,7 @@ def register_with_flax() -> None:
     It is called whenever a state is created or used, because the program may import Flax later than this package. Only
     the arrays are serialized. A restored state keeps the settings of the state that it is restored into.
     """
-    serialization = sys.modules.get("flax.serialization")
-    # While another thread is still importing Flax, the module exists without its functions.
-    register = getattr(serialization, "register_serialization_state", None)
-    if register is not None:
-        register(ScalerConfig, lambda config: {}, lambda config, state_dict: config, override=True)
+    register_serialization(ScalerConfig, lambda config: {}, lambda config, state_dict: config)
 
 
 def _serialize_config(config: ScalerConfig) -> bytes:

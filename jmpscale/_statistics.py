@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from jmpscale._axes import varying_axes
+from jmpscale._base.compat import varying_axes
 
 MAX_UNDERFLOW = 0.01  # of the L1 norm of a result, at the smallest scale that fits
 FINITE, INFINITE, NAN = 0, 1, 2

@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jmpscale._check import check_count, check_in_range, check_number, type_name
+from jmpscale._base.check import check_count, check_in_range, check_number
+from jmpscale._base.text import type_name
+from jmpscale._find_scaler import check_scaler
 from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerConfig, ScalerState, init_state
-from jmpscale._tree import check_scaler
 
 _SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
 _KEYS = {"scale", "_growth_tracker", *_SETTINGS}

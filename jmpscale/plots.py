@@ -11,11 +11,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
-from jmpscale._check import check_count, describe
+from jmpscale._base.check import check_count
+from jmpscale._base.text import describe
+from jmpscale._base.tree import PyTree, flatten_gradients
+from jmpscale._find_scaler import check_scaler
+from jmpscale._grad_report import FLOAT16_MAX, FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL, GradReport
 from jmpscale._range import RangeReport, RangeRow, format_scale
-from jmpscale._report import FLOAT16_MAX, FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL, GradReport
 from jmpscale._state import ScalerState, SkipReason
-from jmpscale._tree import PyTree, check_scaler, flatten_gradients
 
 GRAY, RED, BLUE, YELLOW = "#5c626b", "#d1495b", "#2a7f9e", "#e9b44c"
 

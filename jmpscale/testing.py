@@ -10,9 +10,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.typing import ArrayLike
 
-from jmpscale._axes import map_like, varying_axes
-from jmpscale._check import check_flag, describe, truncate, type_name
-from jmpscale._tree import (
+from jmpscale._base.axes import map_like
+from jmpscale._base.check import check_flag
+from jmpscale._base.compat import varying_axes
+from jmpscale._base.text import describe, truncate, type_name
+from jmpscale._base.tree import (
     Path,
     PyTree,
     Tree,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jmpscale._finite
-import jmpscale._report
+import jmpscale._grad_report
 
 import meshes
 
@@ -88,7 +88,7 @@ def platform(request, monkeypatch):
 
 def _clear_caches_of_forms():
     """Makes the jitted functions of the package that have two forms trace again."""
-    for module in (jmpscale._finite, jmpscale._report):
+    for module in (jmpscale._finite, jmpscale._grad_report):
         for fn in vars(module).values():
             if hasattr(fn, "clear_cache"):
                 fn.clear_cache()

@@ -542,7 +542,7 @@ def _text(jaxpr):
 @pytest.mark.full
 def test_autocast_runs_unknown_primitives_as_written(monkeypatch):
     """A new version of JAX may have other primitives that hold jaxprs."""
-    monkeypatch.setattr(jmpscale._jaxpr, "_TRANSPARENT", set())
+    monkeypatch.setattr(jmpscale._base.jaxpr, "_TRANSPARENT", set())
 
     def fun(w, x):
         return layers_in_scan(w, x) + loss(w, x)

@@ -1,5 +1,7 @@
 """The package exports its documented names, its modules have layers, and type checkers accept it."""
 
+import ast
+import graphlib
 import importlib.metadata
 import inspect
 import pathlib
@@ -15,9 +17,9 @@ import jmpscale
 PACKAGE = pathlib.Path(jmpscale.__file__).parent
 TESTS = pathlib.Path(__file__).parent
 ROOT = TESTS.parent
-LAYERS = ["_check", "_state", "_tree", "_axes", "_finite", "_torch", "_gate", "_scaling", "_report", "_jaxpr"]
-LAYERS += ["_autocast", "_grad", "_dataflow", "_statistics", "_source", "_measure", "_range", "_optax", "__init__"]
-LAYERS += ["testing", "plots", "__main__"]
+# A module may import modules of its own part of the package, and of the parts before it.
+PARTS = ["_base", "training path", "_diagnosis", "__init__", "tools", "__main__"]
+MODULES = sorted(str(path.relative_to(PACKAGE).with_suffix("")) for path in PACKAGE.rglob("*.py"))
 MAY_IMPORT = {"_optax": {"optax"}, "plots": {"matplotlib"}, "__main__": {"optax", "matplotlib"}}
 ALWAYS = {*sys.stdlib_module_names, "jax", "jmpscale", "numpy"}
 
@@ -61,19 +63,38 @@ def test_docstring_documents_the_parameters(name):
     assert "Returns:\n" in doc or inspect.isclass(thing) or name == "raise_if_stuck"
 
 
-@pytest.mark.parametrize("module", LAYERS)
-def test_module_imports_lower_layers_only(module):
-    source = (PACKAGE / f"{module}.py").read_text()
-    imports = re.findall(r"^ *(?:from|import) ([\w.]+)(?: import .*| as \w+)?(?: +#.*)?$", source, flags=re.MULTILINE)
-    lower = {f"jmpscale.{name}" for name in LAYERS[: LAYERS.index(module)]}
-    for name in imports:
-        assert name.partition(".")[0] in ALWAYS | MAY_IMPORT.get(module, set())
-        assert not name.startswith("jmpscale.") or name in lower
-        assert not (module == "__main__" and name.startswith("jmpscale._")), "the demonstration must use public names"
+def _part(module):
+    """Returns the number of the part that a module belongs to: its folder, or what its name shows."""
+    folder, _, name = module.rpartition("/")
+    return PARTS.index(folder or (name if name in PARTS else "training path" if name.startswith("_") else "tools"))
 
 
-def test_every_module_has_a_layer():
-    assert sorted(LAYERS) == sorted(path.stem for path in PACKAGE.glob("*.py"))
+def _imports(module):
+    """Returns the modules that a module imports, at its top or in a function."""
+    nodes = list(ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text())))
+    found = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
+    return found | {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+
+
+def _own_imports(module):
+    names = [name.removeprefix("jmpscale.").replace(".", "/") for name in _imports(module) if "jmpscale" in name]
+    return {name for name in names if name in MODULES}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_module_imports_its_own_part_and_lower_parts_only(module):
+    assert all(_part(name) <= _part(module) for name in _own_imports(module))
+    libraries = {name.partition(".")[0] for name in _imports(module)}
+    assert libraries <= ALWAYS | MAY_IMPORT.get(module, set())
+
+
+def test_imports_have_no_cycles():
+    order = graphlib.TopologicalSorter({module: _own_imports(module) for module in MODULES}).static_order()
+    assert sorted(order) == MODULES
+
+
+def test_demonstration_uses_public_names():
+    assert not any(name.startswith("_") for name in _own_imports("__main__"))
 
 
 def test_package_uses_no_private_names_of_other_libraries():

@@ -17,7 +17,7 @@ from jax.experimental import pallas
 from jax.extend import core
 
 import jmpscale
-from jmpscale._jaxpr import called_jaxpr, evaluate_equation, split_scan_inputs
+from jmpscale._base.jaxpr import called_jaxpr, evaluate_equation, split_scan_inputs
 
 import meshes
 from compiling import count_compilations

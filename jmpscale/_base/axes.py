@@ -6,17 +6,13 @@ import jax
 import jax.core
 import jax.extend.core
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 
-from jmpscale._check import describe, warn_user
-from jmpscale._tree import PyTree, is_inexact, is_traced, named_leaves
+from jmpscale._base.check import warn_user
+from jmpscale._base.compat import axis_names_in_scope, unreduced_axes, varying_axes
+from jmpscale._base.text import describe
+from jmpscale._base.tree import PyTree, is_inexact, is_traced, named_leaves
 
 AxisName = Hashable | Sequence[Hashable] | None
-
-# JAX has moved this function. If neither module has it, only the axes of meshes are known.
-_AXIS_NAMES = "unsafe_get_axis_names_DO_NOT_USE"
-_core = jax.extend.core if hasattr(jax.extend.core, _AXIS_NAMES) else jax.core
-_axis_names_in_scope = getattr(_core, _AXIS_NAMES, tuple)
 
 
 def as_axes(axis_name: AxisName) -> tuple[Hashable, ...]:
@@ -24,14 +20,6 @@ def as_axes(axis_name: AxisName) -> tuple[Hashable, ...]:
     if axis_name is None:
         return ()
     return tuple(axis_name) if isinstance(axis_name, (tuple, list, set, frozenset)) else (axis_name,)
-
-
-def varying_axes(x: ArrayLike | jax.ShapeDtypeStruct) -> frozenset[str]:
-    """Returns the mesh axes over which JAX's types show that `x` may differ between devices."""
-    # JAX 0.10 replaced the set `aval.vma` by `aval.manual_axis_type`.
-    aval = jax.typeof(x)
-    manual = getattr(aval, "manual_axis_type", None)
-    return frozenset(getattr(aval, "vma", ()) if manual is None else manual.varying)
 
 
 def manual_axes(typed: bool) -> tuple[str, ...]:
@@ -42,7 +30,7 @@ def manual_axes(typed: bool) -> tuple[str, ...]:
 
 def untyped_axes() -> set[Hashable]:
     """Returns the mapped axes around this call along which JAX's types do not show variation."""
-    return set(_axis_names_in_scope()) - set(manual_axes(typed=True)) | set(manual_axes(typed=False))
+    return set(axis_names_in_scope()) - set(manual_axes(typed=True)) | set(manual_axes(typed=False))
 
 
 def map_like(x: jax.Array, like: jax.Array) -> jax.Array:
@@ -109,9 +97,9 @@ def warn_if_unsynchronized(axis_name: AxisName, other_axes: AxisName = ()) -> No
 
 def check_no_partial_sums(tree: PyTree) -> None:
     """Raises, naming the leaf, if the shards of a leaf have not been summed yet."""
-    if not any(unreduced_axes(leaf) for leaf in jax.tree.leaves(tree)):
+    if not any(_unreduced(leaf) for leaf in jax.tree.leaves(tree)):
         return  # finding the paths of a large tree takes longer than the check
-    path, axes = next((path, axes) for path, leaf in named_leaves(tree) if (axes := unreduced_axes(leaf)))
+    path, axes = next((path, axes) for path, leaf in named_leaves(tree) if (axes := _unreduced(leaf)))
     raise TypeError(
         f"the leaf at tree{path} is a partial sum over the mesh axes {sorted(axes)}: its shards have not been summed, "
         "so it is not known whether it is finite. Reduce it first, with jax.lax.psum under jax.shard_map or "
@@ -119,13 +107,5 @@ def check_no_partial_sums(tree: PyTree) -> None:
     )
 
 
-def unreduced_axes(leaf: object) -> frozenset[str]:
-    """Returns the mesh axes over which the shards of a leaf must still be summed."""
-    if not is_inexact(leaf):
-        return frozenset()
-    # Inside a shard_map the type has these axes; under jit with Explicit axes the sharding has them. JAX before 0.10
-    # has neither attribute.
-    aval = jax.typeof(leaf)
-    manual = getattr(aval, "manual_axis_type", None)
-    spec = getattr(getattr(aval, "sharding", None), "spec", None)
-    return frozenset(getattr(manual, "unreduced", ())) | frozenset(getattr(spec, "unreduced", ()))
+def _unreduced(leaf: object) -> frozenset[str]:
+    return unreduced_axes(leaf) if is_inexact(leaf) else frozenset()

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jmpscale._tree import PyTree, flatten_matching, is_traced, nnx_objects
+from jmpscale._base.tree import PyTree, flatten_matching, is_traced, nnx_objects
 
 Jaxpr = core.Jaxpr | core.ClosedJaxpr  # one class from JAX 0.12 on
 T = TypeVar("T")

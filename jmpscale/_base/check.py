@@ -1,4 +1,4 @@
-"""Checks of arguments, and the texts of errors and warnings.
+"""Checks of arguments, and warnings at the user's line.
 
 Every error names the argument, its value and a remedy. Values of arrays are never read.
 """
@@ -14,16 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-COUNTER_LIMIT = int(np.iinfo(np.int32).max)
+from jmpscale._base.frameworks import PACKAGES
+from jmpscale._base.text import describe, format_number, type_name
 
-# A warning names the first line of the stack that is not in one of these packages.
-_LIBRARIES = {"jmpscale", "jax", "optax", "flax", "equinox", "chex", "contextlib", "functools"}
+COUNTER_LIMIT = int(np.iinfo(np.int32).max)
 
 
 def warn_user(message: str) -> None:
     """Warns at the innermost line of the stack that belongs to the user."""
     level, frame = 1, inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in PACKAGES:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
 
@@ -34,35 +34,6 @@ def is_called_by(matches: Callable[[types.FrameType], bool]) -> bool:
     while frame is not None and not matches(frame):
         frame = frame.f_back
     return frame is not None
-
-
-def describe(value: object) -> str:
-    """Describes a value in an error message: the dtype and shape of an array, a short text, or the type."""
-    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    if isinstance(shape, tuple) and dtype is not None:
-        return f"{dtype}{list(shape)}"
-    if isinstance(value, (str, int, float, complex, type(None))):
-        return truncate(repr(value))
-    return type_name(value)
-
-
-def type_name(value: object) -> str:
-    """Returns the name of a value's type; `Array` for every class of JAX arrays."""
-    return "Array" if isinstance(value, jax.Array) else type(value).__name__
-
-
-def format_number(value: float | np.floating) -> str:
-    """Formats a number, and a large or small power of two as one, such as 2^16."""
-    mantissa, exponent = math.frexp(value)
-    if mantissa == 0.5 and not -10 <= exponent - 1 <= 10:
-        return f"2^{exponent - 1}"
-    return f"{value:g}" if type(value)(f"{value:g}") == value else str(value)
-
-
-def truncate(value: object, length: int = 60) -> str:
-    """Returns the text of a value, cut to `length` characters."""
-    text = str(value)
-    return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def check_flag(finite: ArrayLike, name: str = "finite") -> jax.Array:

@@ -1,0 +1,56 @@
+"""The parts of JAX that differ between its versions. No other module of the training path tests for them."""
+
+from typing import Any
+
+import jax
+import jax.core
+import jax.extend.core
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+REF = getattr(jax, "Ref", ())  # JAX before 0.8 has no public references
+
+
+def _find(name: str) -> Any:
+    """Returns a function that JAX has moved from one module to another."""
+    return getattr(jax.extend.core if hasattr(jax.extend.core, name) else jax.core, name, None)
+
+
+# If neither module has it, only the axes of meshes are known.
+axis_names_in_scope = _find("unsafe_get_axis_names_DO_NOT_USE") or tuple
+
+# Tests whether JAX is tracing a program to compile it, as in `jax.jit` and `jax.lax.scan`, not in `jax.vmap`. Unlike a
+# test of whether a new array is traced, it does not start JAX's backend.
+is_compiling = _find("unsafe_am_i_under_a_jit_DO_NOT_USE") or bool
+
+
+def varying_axes(x: ArrayLike | jax.ShapeDtypeStruct) -> frozenset[str]:
+    """Returns the mesh axes over which JAX's types show that `x` may differ between devices."""
+    # JAX 0.10 replaced the set `aval.vma` by `aval.manual_axis_type`.
+    aval = jax.typeof(x)
+    manual = getattr(aval, "manual_axis_type", None)
+    return frozenset(getattr(aval, "vma", ()) if manual is None else manual.varying)
+
+
+def unreduced_axes(x: ArrayLike) -> frozenset[str]:
+    """Returns the mesh axes over which the shards of an array must still be summed."""
+    # Inside a shard_map the type has these axes; under jit with Explicit axes the sharding has them. JAX before 0.10
+    # has neither attribute.
+    aval = jax.typeof(x)
+    manual = getattr(aval, "manual_axis_type", None)
+    spec = getattr(getattr(aval, "sharding", None), "spec", None)
+    return frozenset(getattr(manual, "unreduced", ())) | frozenset(getattr(spec, "unreduced", ()))
+
+
+def memory_space(x: ArrayLike) -> object:
+    """Returns the memory space of an array, such as host memory; None where JAX's types do not show it."""
+    return getattr(jax.typeof(x), "memory_space", None)
+
+
+def full_like(like: jax.Array | jax.ShapeDtypeStruct, value: ArrayLike) -> jax.Array:
+    """Returns an array with the type of `like`, which is an array or a result of `jax.eval_shape`."""
+    manual = getattr(like, "manual_axis_type", None) if isinstance(like, jax.ShapeDtypeStruct) else None
+    if manual is None or not manual.varying:
+        return jax.lax.full_like(like, value)
+    # eval_shape drops the mesh, so JAX 0.10 and newer raise where a shard_map leaves other axes to the compiler.
+    return jax.lax.pcast(jnp.full(like.shape, value, like.dtype), tuple(manual.varying), to="varying")

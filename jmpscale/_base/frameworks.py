@@ -1,0 +1,69 @@
+"""The names of Flax, Equinox and optax that the package recognizes without importing them.
+
+Only this module looks for these libraries, among the modules that the program has imported. The exception is
+`with_loss_scaling`, which is written for optax and imports it.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+# A warning names the first line of the stack that is not in one of these packages.
+PACKAGES = {"jmpscale", "jax", "optax", "flax", "equinox", "chex", "contextlib", "functools"}
+
+# The names of the variables of Flax's fp8 layers, for which a backward pass returns new values in place of gradients:
+# their collection (flax.linen.fp8_ops.OVERWRITE_WITH_GRADIENT), and pairs such as input_scale and input_amax_history.
+_OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
+_SCALE, _HISTORY = "_scale", "_amax_history"
+
+
+def is_nnx_object(node: object) -> bool:
+    """Tests whether a node of a tree is a Flax NNX object, which is changed in place."""
+    nnx = sys.modules.get("flax.nnx")
+    # While another thread is still importing Flax, the module exists without its classes.
+    kind = getattr(nnx, "Pytree", getattr(nnx, "Object", None))
+    return kind is not None and isinstance(node, kind)
+
+
+def nnx_variable_class() -> type | None:
+    """Returns `flax.nnx.Variable` if the program has imported it."""
+    return getattr(sys.modules.get("flax.nnx"), "Variable", None)
+
+
+def equinox_module_class() -> type | None:
+    """Returns `equinox.Module` if the program has imported it."""
+    # While another thread is still importing Equinox, the module exists without its classes.
+    return getattr(sys.modules.get("equinox"), "Module", None)
+
+
+def register_serialization(kind: type, to_state_dict: Callable[..., Any], from_state_dict: Callable[..., Any]) -> None:
+    """Registers a class with `flax.serialization` if the program has imported it."""
+    serialization = sys.modules.get("flax.serialization")
+    # While another thread is still importing Flax, the module exists without its functions.
+    register = getattr(serialization, "register_serialization_state", None)
+    if register is not None:
+        register(kind, to_state_dict, from_state_dict, override=True)
+
+
+def fp8_statistics(paths: Sequence[tuple[Any, ...]]) -> set[int]:
+    """Returns the indices of the scales and histories of Flax's fp8 layers, also outside their named collection."""
+    found = {i for i, path in enumerate(paths) if any(_key_name(key) == _OVERWRITE_WITH_GRADIENT for key in path)}
+    names = [_key_name(path[-1]) if path else None for path in paths]
+    histories = [i for i, name in enumerate(names) if isinstance(name, str) and name.endswith(_HISTORY)]
+    for i in histories:
+        scale = str(names[i]).removesuffix(_HISTORY) + _SCALE
+        siblings = [j for j, name in enumerate(names) if name == scale and paths[j][:-1] == paths[i][:-1]]
+        found |= {i, *siblings} if siblings else set()
+    return found
+
+
+def _key_name(key: object) -> object:
+    return getattr(key, "key", getattr(key, "name", None))
+
+
+def multi_steps_sums(tree: Any) -> list[Any]:
+    """Returns the leaves of the gradients that `optax.MultiSteps` has accumulated, recognized by their field's name."""
+    entries = jax.tree_util.tree_leaves_with_path(tree)
+    return [leaf for path, leaf in entries if any(getattr(key, "name", "") == "acc_grads" for key in path)]

@@ -1,0 +1,42 @@
+"""The texts of errors, warnings and reports."""
+
+import math
+
+import jax
+import numpy as np
+
+
+def describe(value: object) -> str:
+    """Describes a value in an error message: the dtype and shape of an array, a short text, or the type."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if isinstance(shape, tuple) and dtype is not None:
+        return f"{dtype}{list(shape)}"
+    if isinstance(value, (str, int, float, complex, type(None))):
+        return truncate(repr(value))
+    return type_name(value)
+
+
+def type_name(value: object) -> str:
+    """Returns the name of a value's type; `Array` for every class of JAX arrays."""
+    return "Array" if isinstance(value, jax.Array) else type(value).__name__
+
+
+def format_number(value: float | np.floating) -> str:
+    """Formats a number, and a large or small power of two as one, such as 2^16."""
+    mantissa, exponent = math.frexp(value)
+    if mantissa == 0.5 and not -10 <= exponent - 1 <= 10:
+        return f"2^{exponent - 1}"
+    return f"{value:g}" if type(value)(f"{value:g}") == value else str(value)
+
+
+def truncate(value: object, length: int = 60) -> str:
+    """Returns the text of a value, cut to `length` characters."""
+    text = str(value)
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+def format_table(rows: list[list[str]]) -> str:
+    """Aligns the columns of a table, the first to the left and all others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
+    return "\n".join(map("  ".join, lines))

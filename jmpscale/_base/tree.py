@@ -1,0 +1,136 @@
+"""Leaves of a tree: which are arrays, and which are gradients.
+
+Leaves that are not arrays pass through every function of this package unchanged.
+"""
+
+import collections
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias, TypeGuard, TypeVar
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jmpscale._base.compat import REF
+from jmpscale._base.frameworks import fp8_statistics, is_nnx_object, nnx_variable_class
+from jmpscale._base.text import type_name
+
+PyTree: TypeAlias = Any
+Tree = TypeVar("Tree")
+Kind = TypeVar("Kind")
+Path: TypeAlias = tuple[Any, ...]  # of the keys of jax.tree_util
+
+
+def is_traced(x: object) -> TypeGuard[jax.Array]:
+    """Tests whether a value is traced, so Python cannot read it."""
+    return isinstance(x, jax.core.Tracer)
+
+
+def is_array(leaf: object) -> TypeGuard[jax.Array]:
+    """Tests whether a leaf is a JAX array, or a NumPy array or scalar that JAX accepts; Python numbers are not."""
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return jnp.issubdtype(leaf.dtype, np.number) or jnp.issubdtype(leaf.dtype, np.bool_)
+    return isinstance(leaf, jax.Array)
+
+
+def is_inexact(leaf: object) -> TypeGuard[ArrayLike]:
+    """Tests whether a leaf holds floating-point or complex numbers."""
+    return isinstance(leaf, (float, complex)) or (is_array(leaf) and jnp.issubdtype(leaf.dtype, np.inexact))
+
+
+def is_real(leaf: object) -> TypeGuard[ArrayLike]:
+    """Tests whether a leaf holds floating-point numbers that are not complex."""
+    return is_inexact(leaf) and not jnp.iscomplexobj(leaf)
+
+
+def flatten_matching(
+    tree: PyTree, matches: Callable[[object], bool], is_leaf: Callable[[object], bool] | None = None
+) -> tuple[list[Any], Callable[[Iterable[object]], PyTree]]:
+    """Returns the leaves for which `matches(leaf)` holds, and a function that replaces them in the tree."""
+    leaves, treedef = jax.tree.flatten(tree, is_leaf)
+    return _split(leaves, treedef, [matches(leaf) for leaf in leaves])
+
+
+def flatten_gradients(tree: PyTree) -> tuple[list[Any], Callable[[Iterable[object]], PyTree]]:
+    """Returns the gradients in a tree of gradients, and a function that replaces them in the tree."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return _split(leaves, treedef, _gradient_mask(tree))
+
+
+def _split(leaves: list[Any], treedef: Any, mask: list[bool]) -> tuple[list[Any], Callable[[Iterable[object]], PyTree]]:
+    # The matching leaves are not kept, because unflatten may outlive the trace that they belong to.
+    others = [None if matched else leaf for leaf, matched in zip(leaves, mask, strict=True)]
+
+    def unflatten(replacements: Iterable[object]) -> PyTree:
+        new = iter(replacements)
+        merged = [next(new) if matched else leaf for leaf, matched in zip(others, mask, strict=True)]
+        return jax.tree.unflatten(treedef, merged)
+
+    return [leaf for leaf, matched in zip(leaves, mask, strict=True) if matched], unflatten
+
+
+def gradients_with_path(tree: PyTree) -> list[tuple[Path, Any]]:
+    """Returns the gradients in a tree of gradients, with their paths."""
+    entries = jax.tree_util.tree_leaves_with_path(tree)
+    return [entry for entry, matched in zip(entries, _gradient_mask(tree), strict=True) if matched]
+
+
+def _gradient_mask(tree: PyTree) -> list[bool]:
+    """Tests which leaves of a tree of gradients are gradients, and not new statistics of Flax's fp8 layers."""
+    entries = jax.tree_util.tree_leaves_with_path(tree)
+    statistics = fp8_statistics([path for path, _ in entries])
+    return [is_inexact(leaf) and index not in statistics for index, (_, leaf) in enumerate(entries)]
+
+
+def find_instances(tree: PyTree, kind: type[Kind]) -> list[Kind]:
+    """Returns the nodes of a tree that are instances of a class, outermost first; does not look inside them."""
+    return [x for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind)) if isinstance(x, kind)]
+
+
+def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
+    """Returns each leaf with its path as Python code, such as `['w'][0]`."""
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def structure(tree: PyTree) -> object:
+    """Returns the structure of a tree, which Python compares by `==`."""
+    return jax.tree.structure(tree)
+
+
+def path_names(paths: Sequence[Path]) -> list[str]:
+    """Returns names of leaves, such as `params/layer_7/kernel`; full paths where two names would be equal."""
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
+    counts = collections.Counter(names)
+    return [jax.tree_util.keystr(path) if counts[name] > 1 else name for path, name in zip(paths, names, strict=True)]
+
+
+def check_no_refs(tree: PyTree, name: str = "tree") -> None:
+    """Raises if a leaf is a mutable array reference: its updates would be neither checked nor gated."""
+    if any(isinstance(leaf, REF) for leaf in jax.tree.leaves(tree)):
+        path = next(path for path, leaf in named_leaves(tree) if isinstance(leaf, REF))
+        raise TypeError(
+            f"{name} must hold values, got a jax.Ref at {name}{path}. Read it with ref[...], pass the value, and write "
+            "the result back with ref[...] = value."
+        )
+
+
+def nnx_objects(tree: PyTree) -> list[object]:
+    """Returns the Flax NNX objects that a tree contains, which are changed in place."""
+    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_nnx_object) if is_nnx_object(leaf)]
+
+
+def nnx_variables(tree: PyTree) -> list[object]:
+    """Returns the Flax NNX variables that a tree contains, which are changed in place."""
+    variable = nnx_variable_class()
+    return find_instances(tree, variable) if variable else []
+
+
+def check_no_nnx_objects(tree: PyTree, name: str, remedy: str) -> None:
+    """Raises if a tree contains Flax NNX objects: a transformation would change only copies of them."""
+    if found := nnx_objects(tree):
+        raise TypeError(
+            f"{name} must hold values, got a Flax NNX {type_name(found[0])}, which is changed in place: the change "
+            f"would be lost. {remedy}"
+        )

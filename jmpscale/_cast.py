@@ -1,0 +1,60 @@
+"""Conversion of the arrays of a tree to another dtype."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jmpscale._base.text import describe
+from jmpscale._base.tree import Tree, check_no_nnx_objects, check_no_refs, flatten_matching, is_array
+from jmpscale._find_scaler import is_scaler
+
+
+def cast(tree: Tree, dtype: DTypeLike) -> Tree:
+    """Converts the floating-point arrays of a tree, such as parameters or a batch, to another dtype.
+
+    Args:
+      tree: any pytree, Equinox models included. Leaves that are not floating-point arrays (integers, booleans, complex
+        numbers, PRNG keys, Python numbers, other objects) are unchanged, and so are scalers.
+      dtype: a floating-point dtype.
+
+    Returns:
+      The tree with the same structure, shapes and shardings. The gradient with respect to a converted array has the
+      dtype of the original.
+
+    Raises:
+      TypeError: `dtype` is not a floating-point dtype, or the tree contains a `jax.Ref` or a Flax NNX object. An NNX
+        object is changed in place, so that the random streams and batch statistics of a copy would be lost.
+
+    >>> import jax.numpy as jnp
+    >>> import jmpscale
+    >>> jmpscale.cast({"w": jnp.ones(2), "step": 3, "ids": jnp.arange(2)}, jnp.float16)
+    {'ids': Array([0, 1], dtype=int32), 'step': 3, 'w': Array([1., 1.], dtype=float16)}
+    """
+    _check_floating(dtype)
+    check_no_refs(tree)
+    check_no_nnx_objects(
+        tree,
+        "tree",
+        "Wrap the loss function in jmpscale.autocast, pass dtype=jnp.float16 to the layers, or cast nnx.state(model).",
+    )
+
+    def is_floating(leaf: object) -> bool:
+        return is_array(leaf) and jnp.issubdtype(leaf.dtype, np.floating)
+
+    leaves, unflatten = flatten_matching(tree, is_floating, is_leaf=is_scaler)
+    return unflatten(jnp.asarray(x, dtype) for x in leaves)
+
+
+def _check_floating(dtype: DTypeLike) -> None:
+    got = describe(dtype)
+    if dtype is not None:
+        try:
+            got = np.dtype(dtype).name
+            if jnp.issubdtype(np.dtype(dtype), np.floating):
+                return
+        except (TypeError, ValueError):  # NumPy's errors for values that do not describe a dtype
+            pass
+    raise TypeError(
+        f"dtype must be a floating-point dtype, got {got}. Pass the tree, then a dtype such as jnp.float16: "
+        "cast(params, jnp.float16)."
+    )

@@ -1,0 +1,135 @@
+"""The scaler of a tree: finding it, checking it, replacing it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmpscale._base.text import describe, type_name
+from jmpscale._base.tree import PyTree, Tree, find_instances, flatten_matching, is_array
+from jmpscale._state import ARRAY_FIELDS, ScalerConfig, ScalerState, register_with_flax
+
+
+def get_scaler(tree: PyTree) -> ScalerState:
+    """Returns the scaler that an optimizer state, a train state or any other pytree contains.
+
+    Args:
+      tree: a pytree that contains exactly one `ScalerState`. Its arrays may be wrapped, as by Flax NNX.
+
+    Returns:
+      The `ScalerState`, with its arrays unwrapped.
+
+    Raises:
+      ValueError: the tree contains no scaler, or more than one, or one whose arrays were removed.
+
+    >>> import jmpscale
+    >>> float(jmpscale.get_scaler({"model": 1.0, "scaler": jmpscale.dynamic(8.0)}).loss_scale)
+    8.0
+    """
+    return _unwrap_arrays(_only_scaler(tree, "tree"), "tree")
+
+
+def find_scaler(tree: PyTree, name: str = "scaler", *, allow_batch: bool = False, remedy: str = "") -> ScalerState:
+    """Returns the only scaler in a tree, unwrapped and checked; errors call the tree `name`."""
+    scaler = _unwrap_arrays(_only_scaler(tree, name, remedy), name)
+    check = _check_scaler_type if allow_batch else check_scaler
+    check(scaler, name)
+    return scaler
+
+
+def _unwrap_arrays(scaler: ScalerState, name: str) -> ScalerState:
+    """Returns a scaler with its arrays taken out of the containers that Flax NNX puts around them."""
+    arrays = {field: jax.tree.leaves(getattr(scaler, field)) for field in ARRAY_FIELDS}
+    if empty := [field for field, leaves in arrays.items() if not leaves]:
+        raise ValueError(
+            f"{name} must contain a ScalerState with its arrays, got one without {empty[0]}. A filter has removed it; "
+            "pass the unfiltered tree."
+        )
+    return scaler._replace(**{field: leaves[0] for field, leaves in arrays.items()})
+
+
+def replace_scaler(tree: Tree, scaler: ScalerState) -> Tree:
+    """Returns a copy of a pytree with its scaler replaced.
+
+    Args:
+      tree: a pytree that contains exactly one `ScalerState`.
+      scaler: the new scaler; it is copied. Its settings apply from now on. Different settings cost one compilation.
+
+    Returns:
+      The tree with the new scaler, whose arrays are wrapped like the arrays of the old scaler.
+
+    Raises:
+      TypeError: `scaler` is not a `ScalerState`.
+      ValueError: the tree contains no scaler, or more than one.
+
+    >>> import jmpscale
+    >>> float(jmpscale.replace_scaler((jmpscale.dynamic(), 1), jmpscale.dynamic(8.0))[0].loss_scale)
+    8.0
+    """
+    check_scaler(scaler)
+    old = _only_scaler(tree, "tree")
+
+    def wrap(field: str) -> PyTree:
+        # The arrays are copied, so that donating the tree does not delete the caller's scaler.
+        return jax.tree.unflatten(jax.tree.structure(getattr(old, field)), [jnp.array(getattr(scaler, field))])
+
+    new = scaler._replace(**{field: wrap(field) for field in ARRAY_FIELDS})
+    _, unflatten = flatten_matching(tree, is_scaler, is_leaf=is_scaler)
+    return unflatten([new])
+
+
+def _only_scaler(tree: PyTree, name: str, remedy: str = "") -> ScalerState:
+    register_with_flax()
+    found = find_instances(tree, ScalerState)
+    if len(found) != 1:
+        remedy = remedy or (
+            "Pass a scaler, the optimizer state of with_loss_scaling, or the part of a tree that contains the scaler."
+        )
+        raise ValueError(
+            f"{name} must contain exactly one ScalerState, found {len(found)} in a {type_name(tree)}. {remedy}"
+        )
+    return found[0]
+
+
+def check_scaler(scaler: object, name: str = "scaler") -> None:
+    """Raises unless `scaler` is a single scaler: a batch would broadcast against the wrong axis."""
+    state = _check_scaler_type(scaler, name)
+    if shape := getattr(state.loss_scale, "shape", ()):
+        raise ValueError(
+            f"{name} must hold one scaler, got a batch with loss_scale of shape {shape}. Call this under jax.vmap."
+        )
+    for field in ARRAY_FIELDS:
+        _check_field(getattr(state, field), field, name)
+
+
+def _check_scaler_type(scaler: object, name: str) -> ScalerState:
+    """Raises unless `scaler` is a scaler, or a batch of scalers."""
+    if not isinstance(scaler, ScalerState):
+        raise TypeError(
+            f"{name} must be a ScalerState, got {type_name(scaler)}. Create one with jmpscale.dynamic, static or "
+            "disabled; jmpscale.get_scaler finds it in an optimizer state."
+        )
+    if not isinstance(scaler.config, ScalerConfig):
+        raise TypeError(
+            f"{name}.config must be a ScalerConfig, got {type_name(scaler.config)}. Settings are not part of a "
+            "checkpoint: restore into a state created by jmpscale.dynamic, static or disabled."
+        )
+    register_with_flax()
+    return scaler
+
+
+def _check_field(value: object, field: str, name: str) -> None:
+    kind, example = (np.floating, "a float such as 1024.0") if field == "loss_scale" else (np.integer, "an integer")
+    dtype = getattr(value, "dtype", type(value))
+    # Counters of 8 or 16 bits would wrap around.
+    narrow = is_array(value) and value.dtype.itemsize < 4
+    if getattr(value, "shape", ()) or not jnp.issubdtype(dtype, kind) or narrow:
+        raise TypeError(
+            f"{name}.{field} must be a scalar of {kind.__name__} dtype with at least 32 bits, got {describe(value)}. "
+            f"Set it to {example}, and restore checkpoints into a state created by jmpscale.dynamic, static or "
+            "disabled."
+        )
+
+
+def is_scaler(x: object) -> bool:
+    """Tests whether a node of a tree is a scaler, or a batch of scalers."""
+    return isinstance(x, ScalerState)

@@ -1,0 +1,272 @@
+"""Gradients in true units for training loops that compute the gradients themselves."""
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeGuard, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+
+from jmpscale._base.axes import map_like
+from jmpscale._base.check import warn_user
+from jmpscale._base.compat import is_compiling, varying_axes
+from jmpscale._base.jaxpr import Jaxpr, lift_nnx, trace
+from jmpscale._base.text import describe
+from jmpscale._base.tree import (
+    Path,
+    PyTree,
+    check_no_refs,
+    flatten_matching,
+    gradients_with_path,
+    is_array,
+    is_inexact,
+    is_real,
+    is_traced,
+)
+from jmpscale._find_scaler import find_scaler
+from jmpscale._grad import as_pair, is_real_scalar
+from jmpscale._scaling import is_narrow, multiply_leaf, unscale_leaves, warn_about_narrow_loss
+from jmpscale._state import static
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Function = Callable[..., Any]
+
+# The functions of flax.linen.fp8_ops that return new statistics in their backward pass, as they occur in a jaxpr.
+_FP8_FUNCTION = re.compile(r"\bname=(?:in_qdq|out_qdq|in_q|quantized_dot)\b")
+
+
+def loss_scaled(fun: Callable[P, T], scale: Any, *, has_aux: bool = False) -> Callable[P, T]:
+    """Creates a function with the values and gradients of `fun`, and a scaled backward pass.
+
+    Use it for training loops that take a loss function and differentiate it themselves. In the backward pass, the
+    cotangents of the outputs are multiplied by the scale, and the cotangents of all inputs are divided by it. The loop
+    therefore receives gradients in true units, as from `jmpscale.value_and_grad`. To skip steps that overflow, give
+    the loop the optimizer `with_loss_scaling(tx, static(1.0))`, or `with_loss_scaling(tx)` if `scale` can read the
+    optimizer state.
+
+    `fun` is traced in every call, so it must be a function that `jax.jit` accepts.
+
+    Args:
+      fun: the loss function. Return the loss in float32. Its inputs are its arguments (pytrees, Equinox modules, Flax
+        NNX objects) and the values that it closes over. Differentiated inputs must not be float16 or float8, so convert
+        parameters to float16 inside `fun`.
+      scale: the loss scale, a Python number or an array f32[]; a scaler, or a pytree that contains exactly one; or a
+        function of the arguments of `fun`, as the loop passes them, that returns any of these. The scale is not
+        differentiated.
+      has_aux: whether `fun` returns a pair of the loss and auxiliary data.
+
+    Returns:
+      A function with the signature of `fun`. It supports reverse-mode differentiation, to any order and with respect to
+      different values at each order. With `disabled()` it calls `fun`.
+
+    Raises:
+      TypeError: `fun` is not callable, `scale` is a bool or not a real scalar, `fun` does not return a pair although
+        `has_aux` is true, or an argument is a `jax.Ref`. When differentiated: a differentiated value is float16 or
+        float8, in which an unscaled gradient would underflow; `fun` closes over the statistics of Flax's fp8 layers; or
+        differentiation is in forward mode.
+      ValueError: `scale` is out of range, or contains no scaler, more than one, or a batch of scalers. When
+        differentiated: the scale differs between devices that share a parameter.
+
+    Warns:
+      UserWarning: the loss has a dtype that cannot hold large scales, such as float16; or a dynamic scale is a constant
+        of a compiled program.
+
+    >>> import jax
+    >>> import jmpscale
+    >>> loss_fn = jmpscale.loss_scaled(lambda w, x: (w * x) ** 2, 2.0**16)
+    >>> loss, grad = jax.value_and_grad(loss_fn)(3.0, 2.0)
+    >>> float(loss), float(grad)
+    (36.0, 24.0)
+    """
+    if not callable(fun):
+        raise TypeError(
+            f"fun must be the loss function, got {describe(fun)}. Pass the function: loss_scaled(fun, scale)."
+        )
+    if isinstance(scale, (int, float)):
+        scale = static(scale)
+    elif _is_loss_scale(scale) and not is_traced(scale):
+        scale = static(float(scale))  # raises for a scale of 0, which would make every gradient NaN
+
+    # Has the signature of fun, in which nnx.value_and_grad finds the positions of keyword arguments.
+    @functools.wraps(fun, updated=())
+    def loss_scaled_fun(*args: P.args, **kwargs: P.kwargs) -> T:
+        loss_scale = _read_loss_scale(scale, args, kwargs)
+        if loss_scale is None:
+            return fun(*args, **kwargs)
+        check_no_refs(args, "args")
+        check_no_refs(kwargs, "kwargs")
+        transform = functools.partial(_scale_backward_pass, loss_scale)
+        return lift_nnx(transform, _with_checked_output(fun, has_aux), args, kwargs)
+
+    return loss_scaled_fun
+
+
+def _read_loss_scale(scale: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> jax.Array | None:
+    """Returns the loss scale, f32[], or None if scaling is disabled."""
+    is_function = callable(scale) and not any(map(is_array, jax.tree.leaves(scale)))  # containers may be callable too
+    source = scale(*args, **kwargs) if is_function else scale
+    leaves = jax.tree.leaves(source)  # an nnx.Variable is a container of one array
+    if len(leaves) == 1 and is_array(leaves[0]):
+        value, adapts = leaves[0], is_function
+        if not _is_loss_scale(value):
+            raise TypeError(f"scale must be a floating-point scalar, got {describe(value)}. Pass the loss scale.")
+    else:
+        state = static(source) if isinstance(source, (int, float)) else find_scaler(source, "scale")
+        if state.config.mode == "disabled":
+            return None
+        value, adapts = state.loss_scale, state.config.mode == "dynamic"
+    if adapts and not is_traced(value) and is_compiling():
+        warn_user(
+            "the loss scale is a constant of the compiled program, so it will not adapt: scale does not read it from "
+            "the arguments of fun. Pass a function that does, such as `lambda model, *args, **kwargs: "
+            "model.loss_scale`; or pass a number, or static(...)."
+        )
+    return jax.lax.stop_gradient(jnp.asarray(value, jnp.float32))
+
+
+def _is_loss_scale(value: object) -> TypeGuard[jax.Array]:
+    return is_array(value) and is_real(value) and jnp.shape(value) == ()
+
+
+def _with_checked_output(fun: Function, has_aux: bool) -> Callable[[tuple[PyTree, ...], dict[str, PyTree]], Any]:
+    def checked(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Any:
+        out = fun(*args, **kwargs)
+        out = as_pair(out) if has_aux else out
+        _warn_if_narrow(out[0] if has_aux else out)
+        return out
+
+    return checked
+
+
+def _warn_if_narrow(out: PyTree) -> None:
+    """Warns if the loss is float16: if no scalar output has a wider dtype that could be the loss."""
+    losses = [x for x in jax.tree.leaves(out) if is_traced(x) and is_real_scalar(x)]
+    if losses and all(map(is_narrow, losses)):
+        warn_about_narrow_loss(losses[0])
+
+
+def _scale_backward_pass(loss_scale: jax.Array, fun: Function, *args: PyTree) -> Any:
+    """Calls `fun`, with output cotangents multiplied by the scale, and input cotangents divided by the scale.
+
+    JAX applies a custom derivative rule at the innermost differentiation in which one of its operands takes part.
+    Derivatives of derivatives are right only if both rules apply at the same one. Therefore each rule has all inputs
+    as operands, although the rule for the outputs does not read them.
+    """
+    traced = trace(fun, *args)
+    inputs, replace_inputs = flatten_matching(traced.inputs, lambda x: is_traced(x) and is_inexact(x))
+    roles = _roles(inputs, args, traced.jaxpr)
+    try:
+        unscaled: Any = _unscale_cotangents(roles, loss_scale, inputs)
+    except TypeError as error:
+        if "forward-mode" in str(error):
+            error.add_note("loss_scaled supports only reverse mode. In forward mode, differentiate fun itself.")
+        raise
+    outputs = traced._replace(inputs=replace_inputs(unscaled)).evaluate()
+    differentiable, replace_outputs = flatten_matching(outputs, is_inexact)
+    scaled: Any = _scale_cotangents(loss_scale, differentiable, unscaled)
+    return traced.unflatten(replace_outputs(scaled))
+
+
+class _Role(NamedTuple):
+    """What an input is: its name in errors, and whether its cotangent is a gradient or new statistics of an fp8 layer.
+
+    None if it is not known which of the two.
+    """
+
+    name: str
+    is_gradient: bool | None
+
+
+def _roles(inputs: list[jax.Array], args: tuple[PyTree, ...], jaxpr: Jaxpr) -> tuple[_Role, ...]:
+    paths = {id(leaf): path for path, leaf in jax.tree_util.tree_leaves_with_path(args)}
+    gradients = {id(leaf) for _, leaf in gradients_with_path(args)}
+    # The scales of fp8 layers have this shape. Values that fun closes over have no names by which to recognize them.
+    unknown = {id(x) for x in inputs if id(x) not in paths and jnp.shape(x) == (1,)}
+    if unknown and not _FP8_FUNCTION.search(str(jaxpr)):
+        unknown = set()
+    return tuple(
+        _Role(_input_name(paths.get(id(x), ())), None if id(x) in unknown else id(x) in gradients or id(x) not in paths)
+        for x in inputs
+    )
+
+
+def _input_name(path: Path) -> str:
+    if not path:
+        return "a value that fun closes over"
+    return ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _unscale_cotangents(roles: tuple[_Role, ...], loss_scale: jax.Array, inputs: list[jax.Array]) -> list[jax.Array]:
+    """Returns the inputs, and divides their cotangents by the loss scale."""
+    return [map_like(x, loss_scale) for x in inputs]
+
+
+def _unscale_cotangents_fwd(
+    roles: tuple[_Role, ...], loss_scale: CustomVJPPrimal, inputs: list[CustomVJPPrimal]
+) -> tuple[list[jax.Array], jax.Array]:
+    for x, role in zip(inputs, roles, strict=True):
+        if x.perturbed:
+            _check_differentiated_input(x.value, role, loss_scale.value)
+    return [map_like(x.value, loss_scale.value) for x in inputs], loss_scale.value
+
+
+def _check_differentiated_input(x: jax.Array, role: _Role, loss_scale: jax.Array) -> None:
+    if is_narrow(x):
+        raise TypeError(
+            f"differentiated values must not be float16 or float8, got {role.name} of {describe(x)}: unscaled "
+            f"gradients underflow in {x.dtype}. Keep it in float32 and convert it inside fun, with jmpscale.autocast "
+            "or jmpscale.cast for example; if a framework converts it, wrap the function that converts; or take the "
+            "gradients with jmpscale.value_and_grad, which returns them in float32."
+        )
+    if role.is_gradient is None:
+        raise TypeError(
+            f"fun contains fp8 layers of Flax and closes over a differentiated value of {describe(x)}, which may be a "
+            "scale of such a layer, and must then not be divided by the loss scale. Pass the variables of the model "
+            "as an argument of fun."
+        )
+    if axes := varying_axes(loss_scale) - varying_axes(x):
+        raise ValueError(
+            f"scale must be equal on all devices that share {role.name}, but it may differ along the mesh axes "
+            f"{sorted(axes)}. Pass the scaler into jax.shard_map with in_specs=jax.P()."
+        )
+
+
+def _unscale_cotangents_bwd(
+    roles: tuple[_Role, ...], loss_scale: jax.Array, cotangents: list[jax.Array | SymbolicZero]
+) -> tuple[None, list[jax.Array | None]]:
+    known = [None if isinstance(g, SymbolicZero) else g for g in cotangents]
+    grads = [g for g, role in zip(known, roles, strict=True) if g is not None and role.is_gradient]
+    unscaled = iter(unscale_leaves(grads, loss_scale))
+    return None, [
+        next(unscaled) if g is not None and role.is_gradient else g for g, role in zip(known, roles, strict=True)
+    ]
+
+
+_unscale_cotangents.defvjp(_unscale_cotangents_fwd, _unscale_cotangents_bwd, symbolic_zeros=True)
+
+
+@jax.custom_vjp
+def _scale_cotangents(loss_scale: jax.Array, outputs: list[jax.Array], inputs: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns the outputs, and multiplies their cotangents by the loss scale."""
+    return outputs
+
+
+def _scale_cotangents_fwd(
+    loss_scale: CustomVJPPrimal, outputs: list[CustomVJPPrimal], inputs: Sequence[CustomVJPPrimal]
+) -> tuple[list[jax.Array], jax.Array]:
+    return [y.value for y in outputs], loss_scale.value
+
+
+def _scale_cotangents_bwd(
+    loss_scale: jax.Array, cotangents: list[jax.Array | SymbolicZero]
+) -> tuple[None, list[jax.Array | None], None]:
+    # An output that is not differentiated has no cotangent. A zero in its place could become NaN (0 * inf).
+    scaled = [None if isinstance(ct, SymbolicZero) else multiply_leaf(ct, loss_scale) for ct in cotangents]
+    return None, scaled, None
+
+
+_scale_cotangents.defvjp(_scale_cotangents_fwd, _scale_cotangents_bwd, symbolic_zeros=True)
