@@ -4,6 +4,7 @@ from importlib.metadata import version as _version
 
 from jmpscale._autocast import autocast
 from jmpscale._cast import cast
+from jmpscale._diagnosis import Diagnosis, DiagnosisRow, diagnose
 from jmpscale._find_scaler import get_scaler, replace_scaler
 from jmpscale._finite import all_finite
 from jmpscale._gate import apply_if
@@ -12,14 +13,14 @@ from jmpscale._grad_report import GradReport, grad_report
 from jmpscale._loss_scaled import loss_scaled
 from jmpscale._monitor import metrics, raise_if_stuck
 from jmpscale._optax import optax_step, with_loss_scaling
-from jmpscale._range import RangeReport, range_report
 from jmpscale._scaling import scale, unscale, unscale_and_check, update
 from jmpscale._state import ScalerConfig, ScalerState, SkipReason, WithLossScalingState, disabled, dynamic, static
 from jmpscale._torch import from_torch_state_dict, to_torch_state_dict
 
 __all__ = [
+    "Diagnosis",
+    "DiagnosisRow",
     "GradReport",
-    "RangeReport",
     "ScalerConfig",
     "ScalerState",
     "SkipReason",
@@ -28,6 +29,7 @@ __all__ = [
     "apply_if",
     "autocast",
     "cast",
+    "diagnose",
     "disabled",
     "dynamic",
     "from_torch_state_dict",
@@ -37,7 +39,6 @@ __all__ = [
     "metrics",
     "optax_step",
     "raise_if_stuck",
-    "range_report",
     "replace_scaler",
     "scale",
     "static",

@@ -15,15 +15,18 @@ No other equation changes. Differentiation, batching and partitioning are left t
 XLA fuses the conversions into the operations around them.
 """
 
+import contextlib
+import contextvars
 import functools
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core
 from jax.typing import DTypeLike
 
@@ -40,6 +43,9 @@ _HALF = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
 # Results of earlier calls. A function under jax.jit has one jaxpr in all of its calls, and JAX finds the compiled
 # program of the rewritten jaxpr only if that is one object, too.
 _MEMOS: dict[np.dtype, Memo] = {dtype: weakref.WeakKeyDictionary() for dtype in _HALF}
+_IS_KEPT: contextvars.ContextVar[Callable[[core.JaxprEqn], bool] | None] = contextvars.ContextVar(
+    "is_kept", default=None
+)
 
 
 def autocast(fun: Callable[P, T], dtype: DTypeLike = jnp.float16) -> Callable[P, T]:
@@ -94,7 +100,7 @@ def autocast(fun: Callable[P, T], dtype: DTypeLike = jnp.float16) -> Callable[P,
     def run_in_half(call: Callable[..., PyTree], *args: PyTree) -> PyTree:
         nonlocal has_warned
         traced = trace(call, *args)
-        jaxpr = rewrite(traced.jaxpr, functools.partial(_rewrite_matmul, half), _MEMOS[half])
+        jaxpr = _in_half(traced.jaxpr, half)
         if jaxpr is traced.jaxpr and not has_warned and not any(map(is_float32_matmul, equations(jaxpr))):
             has_warned = True
             _warn_unchanged(fun, half)
@@ -107,6 +113,28 @@ def autocast(fun: Callable[P, T], dtype: DTypeLike = jnp.float16) -> Callable[P,
         return lift_nnx(run_in_half, functools.partial(_call, fun), args, kwargs)
 
     return autocast_fun
+
+
+@contextlib.contextmanager
+def matmuls_in_float32(is_kept: Callable[[core.JaxprEqn], bool]) -> Iterator[None]:
+    """Leaves matmuls as they are in functions of `autocast` that are called inside of this context.
+
+    A compiled function is traced again, because the metadata of operations is part of the key by which JAX finds
+    earlier traces.
+    """
+    token = _IS_KEPT.set(is_kept)
+    try:
+        with set_xla_metadata(jmpscale_trial=str(id(token))):
+            yield
+    finally:
+        _IS_KEPT.reset(token)
+
+
+def _in_half(jaxpr: core.Jaxpr, half: np.dtype) -> core.Jaxpr:
+    is_kept = _IS_KEPT.get()
+    if is_kept is None:
+        return rewrite(jaxpr, functools.partial(_rewrite_matmul, half), _MEMOS[half])
+    return rewrite(jaxpr, lambda eqn: [eqn] if is_kept(eqn) else _rewrite_matmul(half, eqn), {})
 
 
 def _call(fun: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTree:

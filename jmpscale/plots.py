@@ -14,9 +14,9 @@ from matplotlib.axes import Axes
 from jmpscale._base.check import check_count
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, flatten_gradients
+from jmpscale._diagnosis import Diagnosis
 from jmpscale._find_scaler import check_scaler
 from jmpscale._grad_report import FLOAT16_MAX, FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL, GradReport
-from jmpscale._range import RangeReport, RangeRow, format_scale
 from jmpscale._state import ScalerState, SkipReason
 
 GRAY, RED, BLUE, YELLOW = "#5c626b", "#d1495b", "#2a7f9e", "#e9b44c"
@@ -160,55 +160,43 @@ def headroom(reports: GradReport, *, limit: int = 8, ax: Axes | None = None) -> 
     return _with_labels(ax, "step", "headroom (bits)")
 
 
-def range_report(report: RangeReport, *, ax: Axes | None = None) -> Axes:
-    """Plots the magnitudes of all results that a training step holds in half precision, in program order.
+def diagnosis(diagnosis: Diagnosis, *, ax: Axes | None = None) -> Axes:
+    """Plots the error of the gradients over the loss scale.
 
     Args:
-      report: the result of `jmpscale.range_report`.
+      diagnosis: the result of a function of `jmpscale.diagnose`.
       ax: matplotlib axes.
 
     Returns:
-      The axes. They show log2 of the magnitude over the number of the result: a band from the 5th percentile of the
-      nonzero magnitudes to the largest one. Results that are proportional to the loss scale have two bands, at a scale
-      of 1 and at the present scale. The range of float16 is shaded, darker where it holds all bits.
+      The axes. They show `gradient_error` over log2 of the loss scale, for all scales that were tried, with the scales
+      that fit shaded, and the present scale as a line. At scales without a point the gradients are not finite.
 
     Raises:
-      TypeError: `report` is not a `RangeReport`.
-      ValueError: `report` has no results in half precision.
+      TypeError: `diagnosis` is not a `Diagnosis`.
+      ValueError: the gradients are not finite at any scale.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
     >>> from jmpscale import plots
     >>> loss_fn = lambda w: jnp.sum((w * w).astype(jnp.float32))
-    >>> report = jmpscale.range_report(loss_fn)(jmpscale.dynamic(), jnp.ones(3, jnp.float16))
-    >>> plots.range_report(report).get_xlabel()
-    'result, in program order'
+    >>> diagnosis = jmpscale.diagnose(loss_fn)(jmpscale.dynamic(), jnp.ones(3, jnp.float16))
+    >>> plots.diagnosis(diagnosis).get_xlabel()
+    'log2 of the loss scale'
     """
-    if not isinstance(report, RangeReport):
-        raise TypeError(f"report must be a RangeReport, got {describe(report)}. Pass the result of range_report.")
-    if not report.rows:
-        raise ValueError("report must have results in half precision, got none. The program computes in float32.")
+    if not isinstance(diagnosis, Diagnosis):
+        raise TypeError(
+            f"diagnosis must be a Diagnosis, got {describe(diagnosis)}. Pass the result of diagnose(loss_fn)(...)."
+        )
+    points = [(np.log2(scale), error) for scale, error in diagnosis.scale_errors if np.isfinite(error)]
+    if not points:
+        raise ValueError("diagnosis must have a scale with finite gradients, got none. Print diagnosis.summary.")
     ax = _axes(ax)
-    lowest, normal, largest = map(np.log2, (FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL, FLOAT16_MAX))
-    ax.axhspan(lowest, largest, color="#f3ead7", label="range of float16")
-    ax.axhspan(normal, largest, color="#e6d5b3", label="with 11 significant bits")
-    rows = [(i, row) for i, row in enumerate(report.rows) if row.max_abs > 0]
-    plain = [(i, row, 1.0) for i, row in rows if not row.scaled]
-    unscaled = [(i, row, 1.0) for i, row in rows if row.scaled]
-    scaled = [(i, row, report.scale) for i, row in rows if row.scaled]
-    _plot_bands(ax, plain, BLUE, "independent of the loss scale")
-    _plot_bands(ax, unscaled, "#e6a5ae", "proportional to the loss scale, at 1")
-    _plot_bands(ax, scaled, RED, f"proportional to the loss scale, at {format_scale(report.scale)}")
-    return _with_labels(ax, "result, in program order", "log2 of the magnitude")
-
-
-def _plot_bands(ax: Axes, rows: Sequence[tuple[int, RangeRow, float]], color: str, label: str) -> None:
-    if rows:
-        positions = [i for i, _, _ in rows]
-        shifts = np.array([np.log2(scale / row.scale) for _, row, scale in rows])
-        tops = np.array([np.log2(row.max_abs) for _, row, _ in rows]) + shifts
-        bottoms = np.array([row.percentile_power(0.05) + np.log2(scale) for _, row, scale in rows])
-        ax.vlines(positions, np.minimum(bottoms, tops), tops, color=color, linewidth=3, label=label)
+    if fitting := diagnosis.fitting_scales():
+        ax.axvspan(*np.log2(fitting), color="#e6d5b3", label="scales that fit")
+    ax.axvline(np.log2(diagnosis.loss_scale), color=RED, linestyle="--", linewidth=1, label="the present scale")
+    ax.plot(*zip(*points, strict=True), color=BLUE, marker="o", markersize=3, label="as written, against float32")
+    ax.set_yscale("symlog", linthresh=1e-4)
+    return _with_labels(ax, "log2 of the loss scale", "relative error of the gradients")
 
 
 def _check_stacked(given: object, arrays: Sequence[Any], ndim: int, rule: str) -> None:

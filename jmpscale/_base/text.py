@@ -40,3 +40,9 @@ def format_table(rows: list[list[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
     return "\n".join(map("  ".join, lines))
+
+
+def format_scale(scale: float) -> str:
+    """Formats a loss scale, as a power of two if it is one."""
+    mantissa, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if mantissa == 0.5 else format_number(scale)

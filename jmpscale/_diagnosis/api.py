@@ -1,0 +1,144 @@
+"""`diagnose`, which measures what half precision does to a training step."""
+
+import functools
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, overload
+
+import jax
+
+from jmpscale._base.text import describe
+from jmpscale._base.tree import PyTree
+from jmpscale._diagnosis.findings import examine
+from jmpscale._diagnosis.inputs import are_finite, are_zero, harmful_constant, infinite_arguments_matter
+from jmpscale._diagnosis.progress import Progress
+from jmpscale._diagnosis.remedy import try_remedy
+from jmpscale._diagnosis.report import Diagnosis, make_rows
+from jmpscale._diagnosis.step import Step, check_concrete, non_finite_arguments, trace_step
+from jmpscale._diagnosis.summary import summarize, summarize_argument, summarize_constant
+from jmpscale._find_scaler import find_scaler
+from jmpscale._grad import value_and_grad
+from jmpscale._state import ScalerState
+
+Function = Callable[..., Any]
+
+
+@overload
+def diagnose(
+    fun: Function, argnums: Any = 0, has_aux: bool = False, *, transform: Function = jax.value_and_grad
+) -> Callable[..., Diagnosis]: ...
+@overload
+def diagnose(
+    *, argnums: Any = 0, has_aux: bool = False, transform: Function = jax.value_and_grad
+) -> Callable[[Function], Callable[..., Diagnosis]]: ...
+def diagnose(
+    fun: Function | None = None, argnums: Any = 0, has_aux: bool = False, *, transform: Function = jax.value_and_grad
+) -> Function:
+    """Creates a function that measures what half precision does to a training step, and names the line to change.
+
+    Call it as `jmpscale.value_and_grad` is called, with the same options, outside of `jax.jit`. It compiles the loss
+    and the gradients, runs them at powers of two as loss scales, and compares the gradients with the gradients of the
+    same program in float32. Then it evaluates each operation of the program in float32 and as written, so that an error
+    is found where it begins. Errors that later operations remove, such as the infinity of a mask, do not count.
+
+    In a program of `autocast`, a remedy is tried before it is recommended: the program runs with the matmuls in float32
+    at which the errors begin.
+
+    The evaluation enters compiled functions, loops, the branches that are taken, checkpointed functions and custom
+    derivative rules. Kernels, callbacks and `jax.shard_map` run as one operation; the measured scales include them.
+    Loops with very many iterations continue as one operation. Callbacks without results, such as `jax.debug.print`, do
+    not run.
+
+    Args:
+      fun: the loss function, as for `value_and_grad`; `autocast` may be applied to it. Of a training step that is
+        written with `scale` and `unscale`, pass the loss function without them. If `fun` itself multiplies by a scale,
+        as `loss_scaled` does, that scale is a constant factor, and the diagnosis is about the scaler.
+      argnums: which positional arguments of `fun` to differentiate with respect to.
+      has_aux: whether `fun` returns a pair of the loss and auxiliary data.
+      transform: the `value_and_grad` of the model's framework.
+
+    Returns:
+      `f(scaler, *args, **kwargs) -> Diagnosis`. The first argument is a scaler, or any pytree that contains exactly
+      one. Flax NNX objects among the arguments are not changed.
+
+    Raises:
+      TypeError: `fun` is not callable; an argument is abstract or traced; or an argument, or a value that `fun` closes
+        over, is a `jax.Ref`.
+      ValueError: the first argument contains no scaler, more than one, or a batch of scalers; or an argument was
+        donated to a compiled function.
+
+    >>>     >>> import jmpscale
+    >>> loss_fn = lambda w, x: jnp.mean(((x @ w) * 1e-6).astype(jnp.float32))
+    >>> w, x = jnp.ones((4, 2), jnp.float16), jnp.ones((8, 4), jnp.float16)
+    >>> diagnosis = jmpscale.diagnose(loss_fn)(jmpscale.dynamic(), w, x)
+    >>> diagnosis.fitting_scales()
+    (2.0, 524288.0)
+    """
+    if fun is None:
+        return functools.partial(diagnose, argnums=argnums, has_aux=has_aux, transform=transform)
+    if not callable(fun):
+        raise TypeError(
+            f"fun must be the loss function, got {describe(fun)}. The scaler is the first argument of the new "
+            "function: diagnose(loss_fn)(scaler, params, batch)."
+        )
+    differentiated = value_and_grad(fun, argnums, has_aux, transform=transform)  # checks the options
+
+    def loss_and_grads(state: ScalerState, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[Any, PyTree]:
+        value, grads = differentiated(state, *args, **kwargs)
+        return value[0] if has_aux else value, grads
+
+    def diagnose_fun(scaler: PyTree, /, *args: Any, **kwargs: Any) -> Diagnosis:
+        state = find_scaler(scaler, remedy="Call diagnose(loss_fn)(scaler, params, batch).")
+        check_concrete({"scaler": state, "args": args, "kwargs": kwargs})
+        scale = 1.0 if state.config.mode == "disabled" else float(state.loss_scale)
+
+        # Non-finite values are what is looked for, and a function that is not compiled cannot be entered.
+        with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
+            return _diagnose(
+                lambda: trace_step(loss_and_grads, args, kwargs),
+                scale,
+                lambda: non_finite_arguments(fun, args, kwargs),
+            )
+
+    diagnose_fun.__name__ = f"diagnose_of_{getattr(fun, '__name__', 'fun')}"
+    return diagnose_fun
+
+
+def _diagnose(trace: Callable[[], Step], scale: float, non_finite_names: Callable[[], list[str]]) -> Diagnosis:
+    with Progress() as progress:
+        step = trace()
+        findings = examine(step, scale, progress)
+        summary = _harmful_input(step, [findings.reference.loss, *findings.reference.grads], non_finite_names)
+        if summary is None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the first trace has warned
+                remedy = None if findings.healthy else try_remedy(trace, findings, scale, progress)
+            summary = summarize(findings, remedy, scale)
+    rows = make_rows(findings.evaluation.results)
+    scales = findings.scales
+    fitting = scales.fitting if scales else None
+    return Diagnosis(
+        loss=float(scales.loss if scales else findings.evaluation.outputs[0].written),
+        loss_float32=float(findings.reference.loss),
+        gradient_error=scales.error if scales else math.inf,
+        loss_scale=scale,
+        scale_errors=tuple((2.0**k, error) for k, error in scales.errors.items()) if scales else (),
+        rows=tuple(rows.values()),
+        causes=tuple(dict.fromkeys(rows[x.site] for x in findings.origins if x.site in rows)),
+        not_entered=tuple(findings.evaluation.not_entered),
+        summary=summary,
+        _fitting=(2.0 ** fitting[0], 2.0 ** fitting[1]) if fitting else None,
+    )
+
+
+def _harmful_input(step: Step, outputs: list[jax.Array], non_finite_names: Callable[[], list[str]]) -> str | None:
+    """Returns a description of an argument or constant that makes the step useless, in float32 too."""
+    finite = are_finite(outputs)
+    if finite and not are_zero(outputs):
+        return None
+    names = [] if finite else non_finite_names()
+    if names and infinite_arguments_matter(step):
+        return summarize_argument(names[0])
+    constant = harmful_constant(step, finite)
+    return summarize_constant(constant) if constant else None

@@ -1,0 +1,83 @@
+"""Finds arguments and constants because of which a step has no useful gradients, by running the step without them."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from jmpscale._base.jaxpr import equations, rewrite, type_of
+from jmpscale._diagnosis.float32 import is_narrow
+from jmpscale._diagnosis.measure import is_finite, is_zero
+from jmpscale._diagnosis.scales import run_float32
+from jmpscale._diagnosis.source import user_line
+from jmpscale._diagnosis.step import Step
+
+_ARITHMETIC = {"add", "div", "mul", "sub"}
+_TRIED_LINES = 8
+
+
+class Constant(NamedTuple):
+    """A constant that half precision holds as zero or infinity."""
+
+    line: str
+    operation: str
+    dtype: np.dtype
+    value: float
+
+
+def are_finite(outputs: list[Any]) -> bool:
+    """Tests whether a loss and gradients are finite."""
+    return all(map(is_finite, outputs))
+
+
+def are_zero(outputs: list[Any]) -> bool:
+    """Tests whether a loss or all gradients are zero."""
+    loss, *grads = outputs
+    return is_zero(loss) or all(map(is_zero, grads))
+
+
+def infinite_arguments_matter(step: Step) -> bool:
+    """Tests whether a step that is not finite becomes finite if zeros replace infinities and NaN in its arguments."""
+    consts = [jnp.nan_to_num(x, posinf=0.0, neginf=0.0) if _is_inexact(x) else x for x in step.consts]
+    return are_finite(run_float32(step._replace(consts=consts)))
+
+
+def _is_inexact(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, np.inexact)
+
+
+def harmful_constant(step: Step, was_finite: bool) -> Constant | None:
+    """Returns a constant in whose place a nearby number makes a step finite, or not zero if it was finite already."""
+    found = dict.fromkeys(constant for eqn in equations(step.jaxpr) for constant in _constants(eqn))
+    for constant in list(found)[:_TRIED_LINES]:
+        changed = step._replace(jaxpr=rewrite(step.jaxpr, lambda eqn, constant=constant: [_without(eqn, constant)], {}))
+        outputs = run_float32(changed)
+        if are_finite(outputs) and not (was_finite and are_zero(outputs)):
+            return constant
+    return None
+
+
+def _constants(eqn: core.JaxprEqn) -> list[Constant]:
+    """Returns the operands of an equation that are constants of zero or infinity in half precision."""
+    if eqn.primitive.name not in _ARITHMETIC:
+        return []
+    literals = [x for x in eqn.invars if isinstance(x, core.Literal) and is_narrow(type_of(x)) and np.ndim(x.val) == 0]
+    values = [(type_of(x).dtype, float(x.val)) for x in literals]
+    line = user_line(eqn) or "an unknown line"
+    return [Constant(line, eqn.primitive.name, *x) for x in values if x[1] == 0 or math.isinf(x[1])]
+
+
+def _without(eqn: core.JaxprEqn, constant: Constant) -> core.JaxprEqn:
+    """Returns an equation with the nearest finite, nonzero number in place of a constant."""
+    if constant not in _constants(eqn):
+        return eqn
+    info = jnp.finfo(constant.dtype)
+    nearest = math.copysign(info.max if constant.value else info.smallest_subnormal, constant.value)
+
+    def new(x: Any) -> Any:
+        is_it = isinstance(x, core.Literal) and is_narrow(type_of(x)) and float(x.val) == constant.value
+        return core.Literal(np.asarray(nearest, constant.dtype), type_of(x)) if is_it else x
+
+    return eqn.replace(invars=[new(x) for x in eqn.invars])

@@ -1,0 +1,104 @@
+"""Traces a training step: the loss and the gradients as a program of the loss scale."""
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from jmpscale._base.frameworks import is_nnx_object
+from jmpscale._base.jaxpr import rewrite
+from jmpscale._base.text import describe
+from jmpscale._base.tree import PyTree, check_no_refs, flatten_gradients, is_traced, named_leaves
+from jmpscale._state import ScalerState, static
+
+_CALLBACKS = {"debug_callback", "debug_print", "io_callback"}
+
+
+class Step(NamedTuple):
+    """A training step: a program that computes the loss and the gradients, in true units, from the loss scale."""
+
+    jaxpr: core.Jaxpr
+    consts: list[Any]  # the arrays that the step depends on
+
+
+def trace_step(loss_and_grads: Callable[[ScalerState, PyTree, PyTree], PyTree], args: PyTree, kwargs: PyTree) -> Step:
+    """Traces a training step once.
+
+    Args:
+      loss_and_grads: a function of a scaler and of the two other arguments that returns a loss and gradients.
+      args: the positional arguments of the loss function. Flax NNX objects are copied, because a step changes them.
+      kwargs: its keyword arguments.
+    """
+    copy_arguments = _copier((args, kwargs))
+
+    def outputs(loss_scale: jax.Array) -> list[Any]:
+        loss, grads = loss_and_grads(static(1.0)._replace(loss_scale=loss_scale), *copy_arguments())
+        return [loss, *flatten_gradients(grads)[0]]
+
+    try:
+        closed = jax.make_jaxpr(outputs)(jnp.float32(1.0))
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+        error.add_note(
+            "diagnose traces the loss function, as jax.jit does, so Python cannot read the values of JAX arrays in it. "
+            "Arguments that are Python numbers or NumPy arrays remain values."
+        )
+        raise
+    check_no_refs(closed.consts, "the values that fun closes over")
+    return Step(rewrite(closed.jaxpr, _without_callback, {}), closed.consts)
+
+
+def _without_callback(eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
+    """Removes callbacks without results, such as `jax.debug.print`: a diagnosis runs the step many times."""
+    return [] if eqn.primitive.name in _CALLBACKS and not eqn.outvars else [eqn]
+
+
+def _copier(tree: PyTree) -> Callable[[], PyTree]:
+    """Returns a function that returns a tree with copies of its Flax NNX objects."""
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_nnx_object)
+    positions = [i for i, leaf in enumerate(leaves) if is_nnx_object(leaf)]
+    if not positions:
+        return lambda: tree
+    nnx = sys.modules["flax.nnx"]
+    graph, state = nnx.split([leaves[i] for i in positions])
+
+    def copied() -> PyTree:
+        copies = dict(zip(positions, nnx.merge(graph, state), strict=True))
+        return jax.tree.unflatten(treedef, [copies.get(i, leaf) for i, leaf in enumerate(leaves)])
+
+    return copied
+
+
+def check_concrete(trees: dict[str, PyTree]) -> None:
+    """Raises if an argument has no values."""
+    for name, tree in trees.items():
+        check_no_refs(tree, name)
+        for path, leaf in named_leaves(tree):
+            if is_traced(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+                raise TypeError(
+                    f"{name} must hold arrays with values, got {describe(leaf)} without values at {name}{path}. Call "
+                    "diagnose outside of jax.jit, with the arrays of a training step."
+                )
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise ValueError(
+                    f"{name} must hold arrays with values, got a deleted {describe(leaf)} at {name}{path}. It was "
+                    "donated to a compiled function: call diagnose before the training step."
+                )
+
+
+def non_finite_arguments(fun: Callable[..., Any], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> list[str]:
+    """Returns the paths of arguments with infinities or NaN, such as `batch['image']`."""
+    try:
+        named = inspect.signature(fun).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # fun has no signature, or another one than it is called with
+        named = {f"args[{i}]": arg for i, arg in enumerate(args)} | kwargs
+    leaves = [(name + path, leaf) for name, tree in named.items() for path, leaf in named_leaves(tree)]
+    return [name for name, leaf in leaves if _is_floating(leaf) and not bool(jnp.isfinite(leaf).all())]
+
+
+def _is_floating(leaf: object) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and jnp.issubdtype(leaf.dtype, np.inexact)
