@@ -54,7 +54,7 @@ def make_job(task, optimizer="adamw", compute=jnp.float32, grads=jnp.float32, au
     def by_hand(params, batch):
         return loss_fn(to_dtype(compute, params), to_dtype(compute, batch))
 
-    loss_of = jmpscale.autocast(loss_fn, compute) if autocast else by_hand
+    loss_of = jmpscale.autocast(loss_fn, dtype=compute) if autocast else by_hand
     cast = functools.partial(to_dtype, grads)
     guarded = optax.apply_if_finite(plain, max_consecutive_errors=5)
     txs = optax.chain(*widen, plain), optax.chain(*widen, clip, plain), optax.chain(*widen, guarded)

@@ -221,6 +221,8 @@ def loss_scaled(fun: Callable[P, T], scale: Any, *, has_aux: bool = False) -> Ca
     elif _is_loss_scale(scale) and not is_traced(scale):
         scale = static(float(scale))  # raises for a scale of 0, which would make every gradient NaN
 
+    name = getattr(fun, "__name__", None) or describe(fun)
+
     # Has the signature of fun, in which nnx.value_and_grad finds the positions of keyword arguments.
     @functools.wraps(fun, updated=())
     def loss_scaled_fun(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -229,7 +231,7 @@ def loss_scaled(fun: Callable[P, T], scale: Any, *, has_aux: bool = False) -> Ca
             return fun(*args, **kwargs)
         check_no_refs(args, "args")
         check_no_refs(kwargs, "kwargs")
-        transform = functools.partial(_scale_backward_pass, loss_scale)
+        transform = functools.partial(_scale_backward_pass, loss_scale, f"{name} in jmpscale.loss_scaled")
         return lift_nnx(transform, _with_checked_output(fun, has_aux), args, kwargs)
 
     return loss_scaled_fun
@@ -279,14 +281,16 @@ def _warn_if_narrow(out: PyTree) -> None:
         warn_about_narrow_loss(losses[0])
 
 
-def _scale_backward_pass(loss_scale: jax.Array, fun: Function, *args: PyTree) -> Any:
+def _scale_backward_pass(loss_scale: jax.Array, name: str, fun: Function, *args: PyTree) -> Any:
     """Calls `fun`, with output cotangents multiplied by the scale, and input cotangents divided by the scale.
+
+    Errors call the function `name`.
 
     JAX applies a custom derivative rule at the innermost differentiation in which one of its operands takes part.
     Derivatives of derivatives are right only if both rules apply at the same one. Therefore each rule has all inputs
     as operands, although the rule for the outputs does not read them.
     """
-    traced = trace(fun, *args)
+    traced = trace(fun, *args, name=name)
     inputs, replace_inputs = flatten_matching(traced.inputs, lambda x: is_traced(x) and is_inexact(x))
     roles = _roles(inputs, args, traced.jaxpr)
     try:

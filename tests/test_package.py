@@ -16,7 +16,19 @@ PACKAGE = pathlib.Path(jmpscale.__file__).parent
 TESTS = pathlib.Path(__file__).parent
 ROOT = TESTS.parent
 LAYERS = ["_check", "_state", "_tree", "_axes", "_finite", "_torch", "_gate", "_scaling", "_report", "_jaxpr"]
-LAYERS += ["_autocast", "_grad", "_dataflow", "_statistics", "_source", "_measure", "_range", "_optax", "__init__"]
+LAYERS += [
+    "_constants",
+    "_autocast_warnings",
+    "_autocast",
+    "_grad",
+    "_dataflow",
+    "_statistics",
+    "_source",
+    "_measure",
+    "_range",
+    "_optax",
+    "__init__",
+]
 LAYERS += ["testing", "plots", "__main__"]
 MAY_IMPORT = {"_optax": {"optax"}, "plots": {"matplotlib"}, "__main__": {"optax", "matplotlib"}}
 ALWAYS = {*sys.stdlib_module_names, "jax", "jmpscale", "numpy"}

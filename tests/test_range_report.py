@@ -702,7 +702,7 @@ def test_program_in_float32():
 
 @pytest.mark.full
 def test_program_in_bfloat16():
-    report = jmpscale.range_report(jmpscale.autocast(plain_mlp, jnp.bfloat16))(jmpscale.dynamic(), PARAMS, X)
+    report = jmpscale.range_report(jmpscale.autocast(plain_mlp, dtype=jnp.bfloat16))(jmpscale.dynamic(), PARAMS, X)
     assert report.rows
     assert first_line(report) == "The backward pass holds no result in float16, and needs no loss scale."
 
