@@ -21,6 +21,7 @@ from jax.experimental import compute_on, pallas
 import jmpscale
 
 import meshes
+import pages
 import programs
 from compiling import count_compilations
 from precision import F16, F32, assert_close, assert_half, matmul_dtypes
@@ -593,6 +594,41 @@ def test_autocast_converts_matmuls_with_one_float32_operand(case, order):
     with jax.numpy_dtype_promotion("standard"):
         assert_half(run, expected, *args, dtype=jnp.dtype(half))
         assert_close(run(*args), expected(*args), rtol=2e-2)
+
+
+# --- kernels get half-precision operands by hand
+
+
+@pytest.mark.parametrize("order", ["grad outside", "grad inside"])
+def test_recipe_of_the_guide_runs_fused_attention(monkeypatch, order):
+    """The kernel is only traced, with the check for the library stubbed."""
+    cudnn = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(cudnn, "check_compute_capability", lambda *_, **__: True)
+    monkeypatch.setattr(cudnn, "is_cuda_compute_capability_equal", lambda *_: False, raising=False)
+    page = (pages.DOCS / "guides" / "autocast.md").read_text()
+    (recipe,) = re.findall(r"^```py\n(def attend.*?)^```", page, flags=re.M | re.S)
+    namespace = {"jax": jax, "jnp": jnp, "jmpscale": jmpscale}
+    exec(recipe, namespace)
+
+    def fun(w, x, attend):
+        q, k, v = (jnp.reshape(x @ w * i, (1, 8, 1, 8)) for i in (1, 2, 3))
+        return jnp.mean(attend(q, k, v) ** 2)
+
+    def unchanged(q, k, v):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+    def gradients(attend):
+        loss_fn = functools.partial(fun, attend=attend)
+        grad = jax.grad(jmpscale.autocast(loss_fn)) if order == "grad outside" else jmpscale.autocast(jax.grad(loss_fn))
+        return jax.make_jaxpr(grad)(W, X)
+
+    with jax.numpy_dtype_promotion("standard"):
+        with pytest.raises(NotImplementedError, match="Q must be fp16/bf16"):
+            gradients(unchanged)
+        kernels = [eqn for eqn in gradients(namespace["attend"]).eqns if "dot_product_attention" in eqn.primitive.name]
+    assert len(kernels) == 2  # forward and backward
+    assert all(x.aval.dtype == F16 for eqn in kernels for x in eqn.invars[:3])
 
 
 # --- some operations run as written
