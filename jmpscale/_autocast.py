@@ -51,10 +51,11 @@ def autocast(*, dtype: DTypeLike = jnp.float16) -> Callable[[Callable[P, T]], Ca
 def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.float16) -> Callable[..., Any]:
     """Creates a function that runs the matmuls and convolutions of `fun` in half precision.
 
-    Write `fun` in float32, with float32 parameters. Where both operands of a matmul or convolution are float32, they
-    are converted to `dtype`, the result is computed in `dtype`, and it is converted back to float32 at once. All other
-    operations run as written, so softmax, normalization, losses, masks of -1e9 and epsilons of 1e-8 are as accurate as
-    in float32. The gradients of float32 parameters are float32.
+    Write `fun` in float32, with float32 parameters. The float32 operands of matmuls and convolutions are converted to
+    `dtype`, the result is computed in `dtype`, and it is converted back to float32 at once. The other operand may be in
+    `dtype` already, or hold integers or booleans. All other operations run as written, so softmax, normalization,
+    masks of -1e9 before a softmax and epsilons of 1e-8 are as accurate as in float32. The gradients of float32
+    parameters are float32.
 
     Wrap the loss function, not the training step: some optimizers contain matmuls, too. In float16, gradients
     underflow without loss scaling: differentiate with `jmpscale.value_and_grad`, or use `loss_scaled`. bfloat16 needs
@@ -65,15 +66,18 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
     - inner products, such as `jnp.vdot(w, w)`, which are sums;
     - outer products, such as positions times frequencies in rotary embeddings, which are element-wise products.
 
-    `precision="highest"` keeps a matmul in float32, and so does `jax.default_matmul_precision("highest")` around it.
-    Matmuls of other dtypes, kernels (Pallas, FFI), solvers, and functions with their own derivative rule
+    Sums, angles and gathers that are written as other matmuls are rounded; the guide lists programs that must stay in
+    float32. `precision="highest"` keeps a matmul in float32, and so does `jax.default_matmul_precision("highest")`
+    around it. Matmuls of other dtypes, kernels (Pallas, FFI), solvers, and functions with their own derivative rule
     (`jax.custom_vjp`, `jax.custom_jvp`) run as written. To convert the matmuls of such a function, wrap `fun` after
     differentiation, `autocast(jmpscale.value_and_grad(loss_fn))`, or use `autocast` inside the function.
+
+    As a decorator it takes the dtype: `@jmpscale.autocast(dtype=jnp.bfloat16)`.
 
     Args:
       fun: the loss function, or any function that `jax.jit` accepts. It is called once per call of the new function, to
         trace it. Arguments and results may be any pytrees, Equinox modules, Flax NNX objects and Python objects. Pass
-        NNX objects that the function changes as arguments; JAX raises if it closes over them.
+        the NNX objects and variables that the function changes as arguments; Flax raises if it closes over them.
       dtype: `jnp.float16` or `jnp.bfloat16`.
 
     Returns:
@@ -81,10 +85,12 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
       can be transformed like `fun`: differentiated, batched, compiled, sharded.
 
     Raises:
-      TypeError: `fun` is not callable, `dtype` is not float16 or bfloat16, or an argument is a `jax.Ref`.
+      TypeError: `fun` is not callable, `dtype` is not float16 or bfloat16, an argument is a `jax.Ref`, or `fun` stores
+        a traced value in a Python object among its arguments or results.
 
     Warns:
-      UserWarning: `fun` contains no float32 matmul or convolution that can be converted.
+      UserWarning: no matmul or convolution of `fun` is converted, with the reason; or a constant that `dtype` cannot
+        hold enters a converted matmul. Both are checked when `fun` is first traced.
 
     The rule follows `torch.autocast` and NVIDIA's "Mixed Precision Training" (arXiv:1710.03740).
 
