@@ -1,4 +1,4 @@
-"""Compiles a step with autocast for H100 or TPU, without the hardware: `python -m benchmarks.autocast --backend h100`.
+"""Compiles a step with autocast for a GPU or TPU, without the hardware: `python -m benchmarks.autocast --backend h100`.
 
 Each ratio is to the same step of the same model that is cast by hand: parameters and inputs at the top of the loss
 function, and the statistics of normalizations, the softmax and the loss in float32. With autocast, the model is the
@@ -13,6 +13,7 @@ import sys
 
 from benchmarks import compilers, targets  # before anything that starts JAX
 
+import jax  # isort: skip
 import jax.numpy as jnp  # isort: skip
 
 from benchmarks import steps  # isort: skip
@@ -20,13 +21,18 @@ from benchmarks import steps  # isort: skip
 RESULTS = pathlib.Path(__file__).parent / "results" / "autocast.json"
 METHOD = "optax wrapper"
 BY_HAND, AUTOCAST, STORED, FLOAT32 = "cast by hand", "autocast", "autocast, blocks return half", "float32"
-VARIANTS = (BY_HAND, AUTOCAST, STORED, FLOAT32)
+BFLOAT16 = "cast by hand to bfloat16"
+VARIANTS = (BY_HAND, AUTOCAST, STORED, FLOAT32, BFLOAT16)
+WEIGHTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable  # the results of matmuls with parameters
+DOTS = jax.checkpoint_policies.dots_saveable
 GPT2 = functools.partial(steps.transformer, width=768, heads=12, length=1024, batch=8)
 MODELS = {  # the task, and the number of devices, over which parameters and batch are sharded
     "GPT-2 small": (functools.partial(GPT2, 12, vocabulary=50257), 1),
     "GPT-2 small, FSDP": (functools.partial(GPT2, 12, vocabulary=50304), 8),
     "GPT-2 small, scan": (functools.partial(GPT2, 12, vocabulary=50257, scan=True), 1),
-    "GPT-2 small, scan with remat": (functools.partial(GPT2, 12, vocabulary=50257, scan=True, remat=True), 1),
+    "GPT-2 small, scan with remat": (functools.partial(GPT2, 12, vocabulary=50257, scan=True, remat=WEIGHTS), 1),
+    "GPT-2 small, scan, dots saved": (functools.partial(GPT2, 12, vocabulary=50257, scan=True, remat=DOTS), 1),
+    "U-Net": (functools.partial(steps.unet, 64, 128, 16), 1),
     "ResNet-34": (functools.partial(steps.resnet, (3, 4, 6, 3), 64, 224, 64), 1),
     # Fewer layers, which compile faster.
     "GPT-2 small, 2 layers": (functools.partial(GPT2, 2, vocabulary=50257), 1),
@@ -41,7 +47,7 @@ def measure(backend, model, variant):
     (task, devices), half = MODELS[model], compilers.HALF[backend]
     if variant == STORED:
         task = functools.partial(task, stored=half)
-    compute = jnp.float32 if variant == FLOAT32 else half
+    compute = {FLOAT32: jnp.float32, BFLOAT16: jnp.bfloat16}.get(variant, half)
     job = steps.make_job(targets.abstract(task), compute=compute, autocast=variant in (AUTOCAST, STORED))
     return compilers.measure(job, METHOD, targets.mesh(backend, devices, (devices, 1)))
 
@@ -56,6 +62,7 @@ def main():
     parser = argparse.ArgumentParser(prog="python -m benchmarks.autocast", description=__doc__)
     parser.add_argument("--backend", choices=compilers.HALF, required=True)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="by hand comes first")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="the JSON file to add the figures to")
     options = parser.parse_args()
     if not targets.installed(options.backend):
@@ -63,11 +70,11 @@ def main():
     targets.warm_up(options.backend)
     for model in options.models:
         figures = {}
-        for variant in VARIANTS:
+        for variant in options.variants:
             figures[variant] = measure(options.backend, model, variant)
             figures[variant]["ratios"] = ratios(figures[variant], figures[BY_HAND])
             shown = "  ".join(f"{name} {ratio:.3f}" for name, ratio in figures[variant]["ratios"].items())
-            print(f"{options.backend}, {model}: {variant:<28}  {shown}", flush=True)
+            print(f"{options.backend}, {model}: {variant:<28}  {shown}  {figures[variant]['matmuls']}", flush=True)
         written = json.loads(options.out.read_text()) if options.out.exists() else {}
         written[f"{options.backend}, {model}"] = {"about": compilers.about("benchmarks.autocast"), "figures": figures}
         options.out.write_text(json.dumps(written, indent=1) + "\n")

@@ -39,10 +39,18 @@ SHAPES = {
     "GPT-2 small, 8 sequences of 1024": lambda devices: steps.transformer(12, 768, 12, 50257, 1024, 8),
     "decoder of 6.6 billion": lambda devices: steps.transformer(32, 4096, 32, 32000, 2048, devices),
 }
-HALF = {"h100": jnp.float16, "tpu-v5e": jnp.bfloat16, "tpu-v5p": jnp.bfloat16}
+HALF = {"h100": jnp.float16, "v100": jnp.float16, "t4": jnp.float16, "tpu-v5e": jnp.bfloat16, "tpu-v5p": jnp.bfloat16}
 # Matrices that are too large for a cache and for on-chip memory; on several devices, matrices that the mesh divides.
-LARGE = {"h100": "8 of 2048, batch 32", "tpu-v5e": "2 of 8192, batch 32", "tpu-v5p": "2 of 8192, batch 32"}
-SHARDED = {"h100": "6 of 2048, batch 256", "tpu-v5e": "4 of 8192, batch 256", "tpu-v5p": "4 of 8192, batch 256"}
+LARGE = {
+    **dict.fromkeys(targets.GPUS, "8 of 2048, batch 32"),
+    "tpu-v5e": "2 of 8192, batch 32",
+    "tpu-v5p": "2 of 8192, batch 32",
+}
+SHARDED = {
+    **dict.fromkeys(targets.GPUS, "6 of 2048, batch 256"),
+    "tpu-v5e": "4 of 8192, batch 256",
+    "tpu-v5p": "4 of 8192, batch 256",
+}
 EMBEDDING = "embedding of 32,000 x 1,024"
 OURS = ("functional", "functional, norm as check", "optax wrapper", "optax wrapper, max_norm", "loss_scaled")
 # The runs of `--all`, for the table of docs/costs.md: devices, networks (the default if None), optimizers, methods.
@@ -50,7 +58,6 @@ TABLE = (*OURS, *steps.PEERS)
 ALL = {
     "h100": [([1], None, ["adamw"], TABLE), ([1, 8], [EMBEDDING], ["adamw"], TABLE)],
     "tpu-v5e": [([1], None, ["adamw"], TABLE), ([1], [EMBEDDING], ["adamw"], TABLE)],
-    "tpu-v5p": [],
 }
 
 
@@ -78,6 +85,7 @@ def measure(job, method, mesh, members=None):
         "temp_bytes": memory.temp_size_in_bytes,
         "argument_bytes": memory.argument_size_in_bytes,
         "kernels": programs.kernels(program),
+        "matmuls": programs.matmuls(program),
         "copies": len(copied),
         "copied_bytes": sum(map(programs.bytes_of, copied)),
         "copies_of_state": sum(kind.split("{")[0] in targets.shards(state, given) for kind in copied),
@@ -161,7 +169,7 @@ def main():
         sys.exit(f"the compiler for {options.backend} is not installed here: see docs/costs.md")
     targets.warm_up(options.backend)
     requested = [(options.devices, options.shapes, options.optimizers, options.methods, options.half_grads)]
-    for devices, shapes, optimizers, methods, *half_grads in ALL[options.backend] if options.all else requested:
+    for devices, shapes, optimizers, methods, *half_grads in ALL.get(options.backend, []) if options.all else requested:
         for number, optimizer in itertools.product(devices, optimizers):
             usual = (SHARDED if number > 1 else LARGE)[options.backend]
             for shape in shapes or [usual]:

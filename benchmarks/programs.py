@@ -23,6 +23,8 @@ class Instruction(NamedTuple):
     operands: tuple[str, ...]
     calls: tuple[str, ...]  # the computations that it runs or applies
     is_root: bool
+    iterations: int  # of a loop, 1 if unknown
+    target: str  # of a call to a library, such as __cublas$gemm
 
 
 class Program(NamedTuple):
@@ -45,7 +47,15 @@ def parse(text):
             called = re.findall(r"(?:calls|to_apply|body|condition|\w+_computations?)=({[^}]*}|%?[\w.-]+)", rest)
             calls = tuple(re.findall(r"[\w.-]+", " ".join(called)))
             named = tuple(re.findall(r"%([\w.-]+)", operands))
-            found.append(Instruction(name, kind, operation, named, calls, bool(root)))
+            iterations = re.search(r'"known_trip_count":{"n":"(\d+)"', rest)
+            target = re.search(r'custom_call_target="([^"]*)"', rest)
+            found.append(
+                Instruction(
+                    *(name, kind, operation, named, calls, bool(root)),
+                    iterations=int(iterations[1]) if iterations else 1,
+                    target=target[1] if target else "",
+                )
+            )
     return Program(entry, computations)
 
 
@@ -59,10 +69,17 @@ def _until_closed(text):
     return text, ""
 
 
-def bytes_of(kind):
-    """Returns the number of bytes of a value by its type; a tuple is the sum of its parts."""
-    sizes = re.findall(r"([a-z]\w*)\[([\d,]*)\]", kind)
-    return sum(_bits(name) * math.prod(int(n) for n in shape.split(",") if n) for name, shape in sizes) // 8
+def bytes_of(kind, iterations=1):
+    """Returns the number of bytes of a value by its type; a tuple is the sum of its parts.
+
+    In a loop of several iterations, an array with as many rows counts as one row.
+    """
+    moved = 0
+    for name, shape in re.findall(r"([a-z]\w*)\[([\d,]*)\]", kind):
+        sizes = [int(n) for n in shape.split(",") if n]
+        is_stacked = iterations > 1 and len(sizes) > 1 and sizes[0] == iterations
+        moved += _bits(name) * math.prod(sizes[1:] if is_stacked else sizes)
+    return moved // 8
 
 
 def _bits(name):
@@ -79,23 +96,26 @@ def running(program, computation=None):
                 yield from running(program, name)
 
 
-def traffic(program, computation=None):
-    """Adds up the bytes that instructions read and write, of the largest branch, and of one iteration of a loop.
+def traffic(program, computation=None, iterations=1):
+    """Adds up the bytes that instructions read and write, of the largest branch, and of all iterations of a loop.
 
-    Moves between a TPU's main memory and its on-chip memory do not count: the compiler prefetches as much as the
-    on-chip memory can hold, which depends little on the program.
+    An array in a loop that has as many rows as the loop has iterations holds one row for each of them, of which an
+    iteration reads or writes one. Moves between a TPU's main memory and its on-chip memory do not count: the compiler
+    prefetches as much as the on-chip memory can hold, which depends little on the program.
     """
     instructions = program.computations[computation or program.entry]
     types, moved = {x.name: x.type for x in instructions}, 0
     for x in instructions:
         if x.operation == "conditional":
-            moved += max(traffic(program, name) for name in x.calls)
+            moved += max(traffic(program, name, iterations) for name in x.calls)
+        elif x.operation == "while":
+            moved += x.iterations * sum(traffic(program, name, x.iterations) for name in x.calls)
         elif x.operation in FLOW:
-            moved += sum(traffic(program, name) for name in x.calls)
+            moved += sum(traffic(program, name, iterations) for name in x.calls)
         elif x.operation not in FREE and not _fetches(x, types):
-            read = 0 if x.operation.endswith(WAITS) else sum(bytes_of(types[name]) for name in x.operands)
+            read = 0 if x.operation.endswith(WAITS) else sum(bytes_of(types[name], iterations) for name in x.operands)
             # An asynchronous operation writes its result when it is done; the type of its start repeats the operands.
-            moved += read + (0 if x.operation.endswith(("-start", "-update")) else bytes_of(x.type))
+            moved += read + (0 if x.operation.endswith(("-start", "-update")) else bytes_of(x.type, iterations))
     return moved
 
 
@@ -159,6 +179,18 @@ def small_all_reduces(program):
 def _elements(kind):
     shapes = re.findall(r"\w\[([\d,]*)\]", kind)
     return sum(math.prod(int(n) for n in shape.split(",") if n) for shape in shapes)
+
+
+def matmuls(program):
+    """Counts the matmuls and convolutions that run, by the element type of their first operand, such as `f16`."""
+    counted = {}
+    for found in program.computations.values():
+        types = {x.name: x.type for x in found}
+        for x in found:
+            if x.operation in ("dot", "convolution") or re.match(r"__cublas|__cudnn\$conv", x.target):
+                name = types[x.operands[0]].partition("[")[0]
+                counted[name] = counted.get(name, 0) + 1
+    return counted
 
 
 def count(program, *operations):

@@ -18,6 +18,7 @@ import optax
 import jmpscale
 
 MAX_NORM = 1e4
+_CHANNELS_LAST = ("NHWC", "HWIO", "NHWC")
 OPTIMIZERS = {
     "sgd": lambda: optax.sgd(0.1),
     "momentum": lambda: optax.sgd(0.1, momentum=0.9),
@@ -54,7 +55,7 @@ def make_job(task, optimizer="adamw", compute=jnp.float32, grads=jnp.float32, au
     def by_hand(params, batch):
         return loss_fn(to_dtype(compute, params), to_dtype(compute, batch))
 
-    loss_of = jmpscale.autocast(loss_fn, compute) if autocast else by_hand
+    loss_of = jmpscale.autocast(loss_fn, dtype=compute) if autocast else by_hand
     cast = functools.partial(to_dtype, grads)
     guarded = optax.apply_if_finite(plain, max_consecutive_errors=5)
     txs = optax.chain(*widen, plain), optax.chain(*widen, clip, plain), optax.chain(*widen, guarded)
@@ -82,11 +83,12 @@ def mlp(layers, width, batch):
     return loss_fn, params, jax.random.normal(jax.random.key(1), (batch, width))
 
 
-def transformer(layers, width, heads, vocabulary, length, batch, *, scan=False, remat=False, stored=None):
+def transformer(layers, width, heads, vocabulary, length, batch, *, scan=False, remat=None, stored=None):
     """A language model in the shape of GPT-2: twelve leaves a layer, and the output shares the embedding.
 
-    With `scan`, one layer runs in a loop over stacked parameters; with `remat`, only the results of its matmuls with
-    parameters are kept for the backward pass. The results of blocks are converted to the dtype `stored`, if given.
+    With `scan`, one layer runs in a loop over stacked parameters. The policy `remat` of `jax.checkpoint`, if given,
+    selects the values that are kept for the backward pass. The results of blocks are converted to the dtype `stored`,
+    if given.
     """
     shapes = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
     keys = iter(jax.random.split(jax.random.key(0), 4 * layers + 3))
@@ -120,7 +122,7 @@ def transformer(layers, width, heads, vocabulary, length, batch, *, scan=False, 
         return _store(x + hidden @ block["down"] + block["down_bias"], stored), None
 
     if remat:
-        layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+        layer = jax.checkpoint(layer, policy=remat)
 
     def loss_fn(params, tokens):
         x = params["embed"][tokens[:, :-1]] + params["place"]
@@ -170,9 +172,9 @@ def resnet(blocks, width, size, batch, *, stored=None):
     params["head"] = jax.random.normal(next(keys), (inputs, 1000)) * inputs**-0.5
 
     def convolve(layer, x, stride=1):
-        kernel, numbers = layer["kernel"], ("NHWC", "HWIO", "NHWC")
+        kernel = layer["kernel"]
         x = x.astype(kernel.dtype)  # the operands of a convolution are not promoted
-        x = jax.lax.conv_general_dilated(x, kernel, (stride, stride), "SAME", dimension_numbers=numbers)
+        x = jax.lax.conv_general_dilated(x, kernel, (stride, stride), "SAME", dimension_numbers=_CHANNELS_LAST)
         return _batch_norm(layer, x)
 
     def loss_fn(params, batch):
@@ -190,6 +192,67 @@ def resnet(blocks, width, size, batch, *, stored=None):
 
     images = jax.random.normal(next(keys), (batch, size, size, 3))
     return loss_fn, params, (images, jax.random.randint(next(keys), (batch,), 0, 1000))
+
+
+def unet(width, size, batch, *, stored=None):
+    """A denoiser of images: residual blocks with group normalization, and skip connections between three resolutions.
+
+    The results of blocks are converted to the dtype `stored`, if given.
+    """
+    keys = iter(jax.random.split(jax.random.key(0), 99))
+
+    def kernel(size, inputs, outputs):
+        return jax.random.normal(next(keys), (size, size, inputs, outputs)) * (size**2 * inputs) ** -0.5
+
+    def norm(channels):
+        return {"scale": jnp.ones(channels), "bias": jnp.zeros(channels)}
+
+    def block(inputs, outputs):
+        layers = {"norm_1": norm(inputs), "conv_1": kernel(3, inputs, outputs)}
+        layers |= {"norm_2": norm(outputs), "conv_2": kernel(3, outputs, outputs)}
+        return layers if inputs == outputs else layers | {"shortcut": kernel(1, inputs, outputs)}
+
+    params = {
+        "stem": kernel(3, 3, width),
+        "down": [block(width, width), block(width, 2 * width), block(2 * width, 4 * width)],
+        "middle": block(4 * width, 4 * width),
+        "up": [block(8 * width, 2 * width), block(4 * width, width), block(2 * width, width)],
+        "norm": norm(width),
+        "head": kernel(3, width, 3),
+    }
+
+    def convolve(kernel, x):
+        x = x.astype(kernel.dtype)  # the operands of a convolution are not promoted
+        return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=_CHANNELS_LAST)
+
+    def run(block, x):
+        y = convolve(block["conv_1"], jax.nn.silu(_group_norm(block["norm_1"], x)))
+        y = convolve(block["conv_2"], jax.nn.silu(_group_norm(block["norm_2"], y)))
+        return _store(y + (convolve(block["shortcut"], x) if "shortcut" in block else x), stored)
+
+    def loss_fn(params, batch):
+        noisy, noise = batch
+        x, skips = convolve(params["stem"], noisy), []
+        for block in params["down"]:
+            x = run(block, x)
+            skips.append(x)
+            x = x[:, ::2, ::2]
+        x = run(params["middle"], x)
+        for block in params["up"]:
+            x = jnp.repeat(jnp.repeat(x, 2, axis=1), 2, axis=2)
+            x = run(block, jnp.concatenate([x, skips.pop()], axis=-1))
+        prediction = convolve(params["head"], jax.nn.silu(_group_norm(params["norm"], x)))
+        return jnp.mean((prediction.astype(jnp.float32) - noise.astype(jnp.float32)) ** 2)
+
+    images = jax.random.normal(next(keys), (batch, size, size, 3))
+    return loss_fn, params, (images, images)
+
+
+def _group_norm(params, x, groups=8):
+    wide = x.astype(jnp.float32).reshape(*x.shape[:3], groups, x.shape[3] // groups)
+    centered = wide - wide.mean((1, 2, 4), keepdims=True)
+    normal = centered * jax.lax.rsqrt(jnp.mean(centered**2, (1, 2, 4), keepdims=True) + 1e-5)
+    return normal.reshape(x.shape).astype(x.dtype) * params["scale"] + params["bias"]
 
 
 def _batch_norm(params, x):

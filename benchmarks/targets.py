@@ -1,6 +1,6 @@
 """Compiles for accelerators that are not present, with their own compilers. Import it before JAX starts a backend.
 
-One process compiles for one kind. `jax-cuda12-plugin` contains the compiler for H100, and `libtpu` the one for TPU.
+One process compiles for one kind. `jax-cuda12-plugin` contains the compiler for GPUs, and `libtpu` the one for TPU.
 """
 
 import importlib.util
@@ -23,20 +23,44 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 if "JAX_PLATFORMS" not in os.environ:
     jax.config.update("jax_platforms", "cpu")  # runs everything except the programs for the target
 
-# The properties of the device that XLA needs to compile for it, as an H100 SXM reports them (openxla/xla#25919).
-H100 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
-  clock_rate_ghz: 1.98 device_memory_size: 84929347584 shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 } registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 } runtime_version { major: 12 minor: 9 patch: 0 }
-device_description_str: "NVIDIA H100 80GB HBM3"
+# The properties of the devices that XLA needs to compile for them: of an H100 SXM as it reports them
+# (openxla/xla#25919), of the others from NVIDIA's tables of compute capabilities and data sheets.
+_GPU = """
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535 block_dim_limit_z: 65535 registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  {properties}
+}}
+platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }} runtime_version {{ major: 12 minor: 9 patch: 0 }}
+device_description_str: "{name}"
 """
+GPUS = {
+    "h100": _GPU.format(
+        name="NVIDIA H100 80GB HBM3",
+        properties="""cuda_compute_capability { major: 9 }
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  threads_per_core_limit: 2048 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 device_memory_size: 84929347584""",
+    ),
+    "v100": _GPU.format(
+        name="Tesla V100-SXM2-16GB",
+        properties="""cuda_compute_capability { major: 7 minor: 0 }
+  core_count: 80 fpus_per_core: 64 clock_rate_ghz: 1.53
+  threads_per_core_limit: 2048 shared_memory_per_core: 98304 shared_memory_per_block_optin: 98304
+  memory_bandwidth: 900000000000 l2_cache_size: 6291456 device_memory_size: 16945512448""",
+    ),
+    "t4": _GPU.format(
+        name="Tesla T4",
+        properties="""cuda_compute_capability { major: 7 minor: 5 }
+  core_count: 40 fpus_per_core: 64 clock_rate_ghz: 1.59
+  threads_per_core_limit: 1024 shared_memory_per_core: 65536 shared_memory_per_block_optin: 65536
+  memory_bandwidth: 320000000000 l2_cache_size: 4194304 device_memory_size: 15843721216""",
+    ),
+}
 TOPOLOGIES = {  # by the number of devices; for one device, the smallest topology, of which one device is used
     "h100": {1: "1x1x1", 8: "1x1x8", 64: "1x8x8", 1024: "1x128x8"},  # slices, hosts, devices of a host
+    "v100": {1: "1x1x1", 8: "1x1x8"},
+    "t4": {1: "1x1x1", 8: "1x1x8"},
     "tpu-v5e": {1: "v5e:2x2", 4: "v5e:2x2", 8: "v5e:2x4", 256: "v5e:16x16"},
     "tpu-v5p": {1: "v5p:2x2x1", 4: "v5p:2x2x1", 8: "v5p:2x2x2", 256: "v5p:4x8x8", 1024: "v5p:8x8x16"},
 }
@@ -46,7 +70,7 @@ AXES = ("data", "model")
 
 def installed(backend):
     """Tests whether the compiler for a backend can be imported here."""
-    return importlib.util.find_spec("jax_cuda12_plugin" if backend == "h100" else "libtpu") is not None
+    return importlib.util.find_spec("jax_cuda12_plugin" if backend in GPUS else "libtpu") is not None
 
 
 def mesh(backend, devices, shape=None):
@@ -54,9 +78,9 @@ def mesh(backend, devices, shape=None):
     if (name := TOPOLOGIES[backend].get(devices)) is None:
         known = sorted(TOPOLOGIES[backend])
         raise ValueError(f"{backend} is known with {known} devices, got {devices}: add its topology to TOPOLOGIES")
-    if backend == "h100":
+    if backend in GPUS:
         topology = topologies.get_topology_desc(
-            platform="cuda", topology_name="", topology=name, target_config=H100.strip()
+            platform="cuda", topology_name="", topology=name, target_config=GPUS[backend].strip()
         )
     else:
         topology = topologies.get_topology_desc(platform="tpu", topology_name=name)

@@ -135,7 +135,7 @@ def train(name: str, text: Text, steps: int, batch_tokens: int, seed: int) -> Ru
     alphabet, tokens = text
     loss_fn: Callable[..., jax.Array] = functools.partial(shard_loss, batch_tokens=batch_tokens)  # in float32
     if name != "float32":
-        loss_fn = jmpscale.autocast(loss_fn, name.removesuffix(", jmpscale"))  # the same in float16 or bfloat16
+        loss_fn = jmpscale.autocast(loss_fn, dtype=name.removesuffix(", jmpscale"))  # the same in float16 or bfloat16
     scaler = jmpscale.dynamic(growth_interval=GROWTH_INTERVAL) if "jmpscale" in name else jmpscale.disabled()
     schedule = optax.warmup_cosine_decay_schedule(1e-4, LEARNING_RATE, min(WARMUP_STEPS, steps // 4), steps)
     tx = jmpscale.with_loss_scaling(optax.adam(schedule), scaler)

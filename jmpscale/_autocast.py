@@ -11,8 +11,9 @@ becomes four equations, which define the same variable:
     z:f16 = dot_general x y
     c:f32 = convert_element_type z
 
-No other equation changes. Differentiation, batching and partitioning are left to JAX, before or after the rewriting.
-XLA fuses the conversions into the operations around them.
+An operand that has the half-precision dtype already is not converted. No other equation changes. Differentiation,
+batching and partitioning are left to JAX, before or after the rewriting. XLA fuses the conversions into the operations
+around them.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +31,8 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core
 from jax.typing import DTypeLike
 
-from jmpscale._base.check import warn_user
-from jmpscale._base.jaxpr import Memo, equations, lift_nnx, rewrite, trace
+from jmpscale._autocast_warnings import Kept, warn_about_constants, warn_unchanged
+from jmpscale._base.jaxpr import Memo, Traced, equations, lift_nnx, rewrite, trace, type_of
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, check_no_refs
 
@@ -39,6 +40,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MATMULS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
+_FLOAT32 = np.dtype(np.float32)
 _HALF = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
 # Results of earlier calls. A function under jax.jit has one jaxpr in all of its calls, and JAX finds the compiled
 # program of the rewritten jaxpr only if that is one object, too.
@@ -48,13 +50,18 @@ _IS_KEPT: contextvars.ContextVar[Callable[[core.JaxprEqn], bool] | None] = conte
 )
 
 
-def autocast(fun: Callable[P, T], dtype: DTypeLike = jnp.float16) -> Callable[P, T]:
+@overload
+def autocast(fun: Callable[P, T], *, dtype: DTypeLike = jnp.float16) -> Callable[P, T]: ...
+@overload
+def autocast(*, dtype: DTypeLike = jnp.float16) -> Callable[[Callable[P, T]], Callable[P, T]]: ...
+def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.float16) -> Callable[..., Any]:
     """Creates a function that runs the matmuls and convolutions of `fun` in half precision.
 
-    Write `fun` in float32, with float32 parameters. Where both operands of a matmul or convolution are float32, they
-    are converted to `dtype`, the result is computed in `dtype`, and it is converted back to float32 at once. All other
-    operations run as written, so softmax, normalization, losses, masks of -1e9 and epsilons of 1e-8 are as accurate as
-    in float32. The gradients of float32 parameters are float32.
+    Write `fun` in float32, with float32 parameters. The float32 operands of matmuls and convolutions are converted to
+    `dtype`, the result is computed in `dtype`, and it is converted back to float32 at once. The other operand may be in
+    `dtype` already, or hold integers or booleans. All other operations run as written, so softmax, normalization,
+    masks of -1e9 before a softmax and epsilons of 1e-8 are as accurate as in float32. The gradients of float32
+    parameters are float32.
 
     Wrap the loss function, not the training step: some optimizers contain matmuls, too. In float16, gradients
     underflow without loss scaling: differentiate with `jmpscale.value_and_grad`, or use `loss_scaled`. bfloat16 needs
@@ -65,15 +72,18 @@ def autocast(fun: Callable[P, T], dtype: DTypeLike = jnp.float16) -> Callable[P,
     - inner products, such as `jnp.vdot(w, w)`, which are sums;
     - outer products, such as positions times frequencies in rotary embeddings, which are element-wise products.
 
-    `precision="highest"` keeps a matmul in float32, and so does `jax.default_matmul_precision("highest")` around it.
-    Matmuls of other dtypes, kernels (Pallas, FFI), solvers, and functions with their own derivative rule
+    Sums, angles and gathers that are written as other matmuls are rounded; the guide lists programs that must stay in
+    float32. `precision="highest"` keeps a matmul in float32, and so does `jax.default_matmul_precision("highest")`
+    around it. Matmuls of other dtypes, kernels (Pallas, FFI), solvers, and functions with their own derivative rule
     (`jax.custom_vjp`, `jax.custom_jvp`) run as written. To convert the matmuls of such a function, wrap `fun` after
     differentiation, `autocast(jmpscale.value_and_grad(loss_fn))`, or use `autocast` inside the function.
+
+    As a decorator it takes the dtype: `@jmpscale.autocast(dtype=jnp.bfloat16)`.
 
     Args:
       fun: the loss function, or any function that `jax.jit` accepts. It is called once per call of the new function, to
         trace it. Arguments and results may be any pytrees, Equinox modules, Flax NNX objects and Python objects. Pass
-        NNX objects that the function changes as arguments; JAX raises if it closes over them.
+        the NNX objects and variables that the function changes as arguments; Flax raises if it closes over them.
       dtype: `jnp.float16` or `jnp.bfloat16`.
 
     Returns:
@@ -81,10 +91,12 @@ def autocast(fun: Callable[P, T], dtype: DTypeLike = jnp.float16) -> Callable[P,
       can be transformed like `fun`: differentiated, batched, compiled, sharded.
 
     Raises:
-      TypeError: `fun` is not callable, `dtype` is not float16 or bfloat16, or an argument is a `jax.Ref`.
+      TypeError: `fun` is not callable, `dtype` is not float16 or bfloat16, an argument is a `jax.Ref`, or `fun` stores
+        a traced value in a Python object among its arguments or results.
 
     Warns:
-      UserWarning: `fun` contains no float32 matmul or convolution that can be converted.
+      UserWarning: no matmul or convolution of `fun` is converted, with the reason; or a constant that `dtype` cannot
+        hold enters a converted matmul. Both are checked when `fun` is first traced.
 
     The rule follows `torch.autocast` and NVIDIA's "Mixed Precision Training" (arXiv:1710.03740).
 
@@ -94,23 +106,17 @@ def autocast(fun: Callable[P, T], dtype: DTypeLike = jnp.float16) -> Callable[P,
     >>> predict(jnp.eye(2), jnp.full((1, 2), 1.001)) == jnp.tanh(jnp.float16(1.001).astype(jnp.float32))
     Array([[ True,  True]], dtype=bool)
     """
-    half = _check_arguments(fun, dtype)
-    has_warned = False
-
-    def run_in_half(call: Callable[..., PyTree], *args: PyTree) -> PyTree:
-        nonlocal has_warned
-        traced = trace(call, *args)
-        jaxpr = _in_half(traced.jaxpr, half)
-        if jaxpr is traced.jaxpr and not has_warned and not any(map(is_float32_matmul, equations(jaxpr))):
-            has_warned = True
-            _warn_unchanged(fun, half)
-        return traced.unflatten(traced._replace(jaxpr=jaxpr).evaluate())
+    half = _check_dtype(dtype)
+    if fun is None:
+        return functools.partial(autocast, dtype=half)
+    _check_function(fun)
+    checks = _Checks(_describe(fun), half)
 
     @functools.wraps(fun, updated=())
-    def autocast_fun(*args: P.args, **kwargs: P.kwargs) -> T:
+    def autocast_fun(*args: Any, **kwargs: Any) -> Any:
         check_no_refs(args, "args")
         check_no_refs(kwargs, "kwargs")
-        return lift_nnx(run_in_half, functools.partial(_call, fun), args, kwargs)
+        return lift_nnx(functools.partial(_run_in_half, checks), functools.partial(_call, fun), args, kwargs)
 
     return autocast_fun
 
@@ -130,49 +136,113 @@ def matmuls_in_float32(is_kept: Callable[[core.JaxprEqn], bool]) -> Iterator[Non
         _IS_KEPT.reset(token)
 
 
-def _in_half(jaxpr: core.Jaxpr, half: np.dtype) -> core.Jaxpr:
-    is_kept = _IS_KEPT.get()
-    if is_kept is None:
-        return rewrite(jaxpr, functools.partial(_rewrite_matmul, half), _MEMOS[half])
-    return rewrite(jaxpr, lambda eqn: [eqn] if is_kept(eqn) else _rewrite_matmul(half, eqn), {})
-
-
 def _call(fun: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTree:
     return fun(*args, **kwargs)
 
 
-def _rewrite_matmul(half: np.dtype, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
-    """Returns the equations that compute a matmul in half precision, or the equation itself."""
-    if not is_float32_matmul(eqn) or keeps_precision(eqn.params["precision"]):
+class _Checks:
+    """The checks of one autocast function, which run when it is first traced."""
+
+    def __init__(self, name: str, half: np.dtype) -> None:
+        self.name, self.half, self._have_run = name, half, False
+
+    def run_once(self, traced: Traced, args: PyTree, *, is_unchanged: bool) -> None:
+        """Warns if no matmul is converted, or if a constant overflows in one."""
+        if self._have_run:
+            return
+        self._have_run = True
+        if is_unchanged:
+            reason = functools.partial(reason_to_keep, self.half)
+            warn_unchanged(self.name, self.half, [*_kept_matmuls(traced.jaxpr, reason)])
+        else:
+            warn_about_constants(self.half, traced, args, functools.partial(_is_converted, self.half))
+
+
+# The functions below are not defined inside autocast, so that a pickled function does not contain _MEMOS.
+
+
+def _run_in_half(checks: _Checks, fun: Callable[..., PyTree], *args: PyTree) -> PyTree:
+    traced = trace(fun, *args, name=f"{checks.name} in jmpscale.autocast")
+    jaxpr = _in_half(traced.jaxpr, checks.half)
+    checks.run_once(traced, args, is_unchanged=jaxpr is traced.jaxpr)
+    return traced.unflatten(traced._replace(jaxpr=jaxpr).evaluate())
+
+
+def _in_half(jaxpr: core.Jaxpr, half: np.dtype) -> core.Jaxpr:
+    is_kept = _IS_KEPT.get()
+    if is_kept is None:
+        return rewrite(jaxpr, functools.partial(matmul_in_half, half), _MEMOS[half])
+    return rewrite(jaxpr, lambda eqn: [eqn] if is_kept(eqn) else matmul_in_half(half, eqn), {})
+
+
+def matmul_in_half(half: np.dtype, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
+    """Returns the equations that compute a matmul in half precision, or `[eqn]` if it runs as written."""
+    if not _is_converted(half, eqn):
         return [eqn]
     # Each matmul converts its own operands, even if another one converts them too: the derivative of a shared
     # conversion would add the gradients of the two matmuls in half precision. XLA merges equal conversions.
     conversions, operands = [], []
     for operand in eqn.invars[:2]:
-        operands.append(_variable_like(operand, half))
-        conversions.append(_convert(eqn, operand, operands[-1]))
+        if _dtype(operand) == half:
+            operands.append(operand)
+        else:
+            operands.append(_variable_like(operand, half))
+            conversions.append(_convert(eqn, operand, operands[-1]))
     (out,) = eqn.outvars
-    result = _variable_like(out, half)
+    result = out if _dtype(out) == half else _variable_like(out, half)
     preferred = {"preferred_element_type": half} if "preferred_element_type" in eqn.params else {}
     matmul = eqn.replace(invars=[*operands, *eqn.invars[2:]], outvars=[result], params=eqn.params | preferred)
-    return [*conversions, matmul, _convert(eqn, result, out)]
+    return [*conversions, matmul] if result is out else [*conversions, matmul, _convert(eqn, result, out)]
+
+
+def _is_converted(half: np.dtype, eqn: core.JaxprEqn) -> bool:
+    return eqn.primitive.name in MATMULS and reason_to_keep(half, eqn) is None
+
+
+def _kept_matmuls(
+    jaxpr: core.Jaxpr, reason: Callable[[core.JaxprEqn], Kept | None]
+) -> Iterator[tuple[core.JaxprEqn, Kept, str]]:
+    """Yields the matmuls of a jaxpr that run as written, the reasons, and the primitives that hold them."""
+    for eqn, holder in equations(jaxpr):
+        if eqn.primitive.name in MATMULS:
+            yield eqn, reason(eqn) or Kept.HELD, holder
 
 
 def is_float32_matmul(eqn: core.JaxprEqn) -> bool:
-    """Tests whether an equation is a matmul or convolution that would be faster in half precision."""
+    """Tests whether an equation is a matmul or convolution with a float32 operand that could be faster in half."""
     if eqn.primitive.name not in MATMULS:
         return False
-    types: list[Any] = [x.aval for x in (*eqn.invars[:2], *eqn.outvars)]
-    if any(x.dtype != np.float32 for x in types):
-        return False
-    if eqn.primitive.name != "dot_general":
-        return True
-    lhs, rhs = (x.shape for x in types[:2])
+    return any(reason_to_keep(half, eqn) in (None, Kept.PRECISION) for half in _HALF)
+
+
+def reason_to_keep(half: np.dtype, eqn: core.JaxprEqn) -> Kept | None:
+    """Returns why a matmul or convolution runs as written, or None if autocast converts it."""
+    operands = [_dtype(x) for x in eqn.invars[:2]]
+    # Wider operands were requested, and the other half-precision dtype, too.
+    if _FLOAT32 not in operands or not all(dtype in (_FLOAT32, half) or _is_whole(dtype) for dtype in operands):
+        return Kept.DTYPE
+    if _dtype(eqn.outvars[0]) not in (_FLOAT32, half):
+        return Kept.DTYPE
+    if eqn.primitive.name == "dot_general" and (shape_reason := _reason_by_shape(eqn)) is not None:
+        return shape_reason
+    return Kept.PRECISION if keeps_precision(eqn.params["precision"]) else None
+
+
+def _reason_by_shape(eqn: core.JaxprEqn) -> Kept | None:
+    lhs, rhs = (type_of(x).shape for x in eqn.invars[:2])
     contracting, batch = eqn.params["dimension_numbers"]
     free = [_size(shape, excluded=(*c, *b)) for shape, c, b in zip((lhs, rhs), contracting, batch, strict=True)]
-    is_inner_product = all(size == 1 for size in free)
-    is_outer_product = all(lhs[axis] == 1 for axis in contracting[0])
-    return not (is_inner_product or is_outer_product)
+    if all(size == 1 for size in free):
+        return Kept.INNER_PRODUCT
+    return Kept.OUTER_PRODUCT if all(lhs[axis] == 1 for axis in contracting[0]) else None
+
+
+def _is_whole(dtype: np.dtype) -> bool:
+    return jnp.issubdtype(dtype, np.integer) or dtype == np.dtype(bool)
+
+
+def _dtype(x: Any) -> np.dtype:
+    return type_of(x).dtype
 
 
 def _size(shape: Sequence[int], excluded: Sequence[int]) -> int:
@@ -208,11 +278,14 @@ def _conversion_to(dtype: np.dtype) -> core.JaxprEqn:
     return jax.make_jaxpr(lambda x: jax.lax.convert_element_type(x, dtype))(other).eqns[0]
 
 
-def _check_arguments(fun: object, dtype: object) -> np.dtype:
-    """Returns the dtype, or raises."""
-    if not callable(fun) or _as_half(fun) is not None:
-        remedy = "Pass" if _as_half(fun) is None else "The arguments are swapped: pass"
-        raise TypeError(f"fun must be the loss function, got {_describe(fun)}. {remedy} autocast(loss_fn, dtype).")
+def _check_function(fun: object) -> None:
+    if callable(fun) and _as_half(fun) is None:
+        return
+    remedy = "Pass it first" if _as_half(fun) is None else "Pass the dtype by its name"
+    raise TypeError(f"fun must be the loss function, got {_describe(fun)}. {remedy}: autocast(loss_fn, dtype=...).")
+
+
+def _check_dtype(dtype: object) -> np.dtype:
     half = _as_half(dtype)
     if half is None:
         raise TypeError(
@@ -234,12 +307,3 @@ def _as_half(dtype: object) -> np.dtype | None:
 
 def _describe(value: object) -> str:
     return getattr(value, "__name__", None) or describe(value)
-
-
-def _warn_unchanged(fun: Callable[..., Any], half: np.dtype) -> None:
-    warn_user(
-        f"autocast has no effect: it found no float32 matmul or convolution in {_describe(fun)} that it can convert to "
-        f"{half}. If the function is in half precision already, remove autocast; float32 parameters and inputs are "
-        "converted by it. If the matmuls are inside a function with its own derivative rule, such as jax.custom_vjp, "
-        "use autocast inside that function."
-    )

@@ -64,9 +64,10 @@ def loss_scaled(fun: Callable[P, T], scale: Any, *, has_aux: bool = False) -> Ca
 
     Raises:
       TypeError: `fun` is not callable, `scale` is a bool or not a real scalar, `fun` does not return a pair although
-        `has_aux` is true, or an argument is a `jax.Ref`. When differentiated: a differentiated value is float16 or
-        float8, in which an unscaled gradient would underflow; `fun` closes over the statistics of Flax's fp8 layers; or
-        differentiation is in forward mode.
+        `has_aux` is true, an argument is a `jax.Ref`, or `fun` stores a traced value in a Python object among its
+        arguments or results. When differentiated: a differentiated value is float16 or float8, in which an unscaled
+        gradient would underflow; `fun` closes over the statistics of Flax's fp8 layers; or differentiation is in
+        forward mode.
       ValueError: `scale` is out of range, or contains no scaler, more than one, or a batch of scalers. When
         differentiated: the scale differs between devices that share a parameter.
 
@@ -90,6 +91,8 @@ def loss_scaled(fun: Callable[P, T], scale: Any, *, has_aux: bool = False) -> Ca
     elif _is_loss_scale(scale) and not is_traced(scale):
         scale = static(float(scale))  # raises for a scale of 0, which would make every gradient NaN
 
+    name = getattr(fun, "__name__", None) or describe(fun)
+
     # Has the signature of fun, in which nnx.value_and_grad finds the positions of keyword arguments.
     @functools.wraps(fun, updated=())
     def loss_scaled_fun(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -98,7 +101,7 @@ def loss_scaled(fun: Callable[P, T], scale: Any, *, has_aux: bool = False) -> Ca
             return fun(*args, **kwargs)
         check_no_refs(args, "args")
         check_no_refs(kwargs, "kwargs")
-        transform = functools.partial(_scale_backward_pass, loss_scale)
+        transform = functools.partial(_scale_backward_pass, loss_scale, f"{name} in jmpscale.loss_scaled")
         return lift_nnx(transform, _with_checked_output(fun, has_aux), args, kwargs)
 
     return loss_scaled_fun
@@ -148,14 +151,16 @@ def _warn_if_narrow(out: PyTree) -> None:
         warn_about_narrow_loss(losses[0])
 
 
-def _scale_backward_pass(loss_scale: jax.Array, fun: Function, *args: PyTree) -> Any:
+def _scale_backward_pass(loss_scale: jax.Array, name: str, fun: Function, *args: PyTree) -> Any:
     """Calls `fun`, with output cotangents multiplied by the scale, and input cotangents divided by the scale.
+
+    Errors call the function `name`.
 
     JAX applies a custom derivative rule at the innermost differentiation in which one of its operands takes part.
     Derivatives of derivatives are right only if both rules apply at the same one. Therefore each rule has all inputs
     as operands, although the rule for the outputs does not read them.
     """
-    traced = trace(fun, *args)
+    traced = trace(fun, *args, name=name)
     inputs, replace_inputs = flatten_matching(traced.inputs, lambda x: is_traced(x) and is_inexact(x))
     roles = _roles(inputs, args, traced.jaxpr)
     try:

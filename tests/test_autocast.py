@@ -4,22 +4,24 @@ import functools
 import gc
 import inspect
 import re
-import warnings
 import weakref
 
 import chex
 import jax
+import jax.custom_batching
+import jax.custom_derivatives
 import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental import pallas
+from jax.experimental import compute_on, pallas
 
 import jmpscale
 
 import meshes
+import pages
 import programs
 from compiling import count_compilations
 from precision import F16, F32, assert_close, assert_half, matmul_dtypes
@@ -160,6 +162,36 @@ def autocast_inside_custom_vjp(wrap):
 
 def between_custom_rules(w, x):
     return jnp.mean(with_clipped_gradient(softsign(x @ w) @ w.T) ** 2)
+
+
+@jax.custom_batching.custom_vmap
+def with_vmap_rule(w, x):
+    return jnp.tanh(x @ w)
+
+
+@with_vmap_rule.def_vmap
+def _(size, is_batched, w, x):
+    return jnp.tanh(jnp.einsum("bi,ij->bj", x, w)), True
+
+
+@jax.custom_batching.sequential_vmap
+def in_sequence(w, x):
+    return jnp.tanh(x @ w)
+
+
+def linear_layer(w, x):
+    return jax.custom_derivatives.linear_call(lambda w, x: x @ w, lambda w, g: g @ w.T, w, x)
+
+
+def on_host(w, x):
+    if hasattr(compute_on, "compute_on2"):
+        place = {"compute_type": "device_host", "out_memory_spaces": jax.memory.Space.Device}
+        return jnp.tanh(compute_on.compute_on2(lambda w, x: x @ w, **place)(w, x))
+    if "out_memory_spaces" in inspect.signature(compute_on.compute_on).parameters:
+        place = {"compute_type": "device_host", "out_memory_spaces": jax.memory.Space.Device}
+        return jnp.tanh(compute_on.compute_on(lambda w, x: x @ w, **place)(w, x))
+    with compute_on.compute_on("device_host"):
+        return jnp.tanh(x @ w)
 
 
 def attention(w, x):
@@ -349,6 +381,22 @@ TRANSFORMATIONS = {
         random_array((3, 3, 4, 4)),
         random_array((2, 5, 5, 4)),
     ),
+    "composite": lambda wrap: (jax.jit(wrap(jax.lax.composite(lambda w, x: jnp.tanh(x @ w), name="my.layer"))), W, X),
+    "custom_vmap": lambda wrap: (jax.jit(wrap(with_vmap_rule)), W, X),
+    "custom_vmap, forward mode": lambda wrap: (
+        jax.jit(lambda w, x: jax.jvp(wrap(with_vmap_rule), (w, x), (x, w))),
+        W,
+        X,
+    ),
+    "custom_vmap, batched before": lambda wrap: (jax.jit(wrap(jax.vmap(with_vmap_rule, (None, 0)))), W, X),
+    "sequential_vmap": lambda wrap: (jax.jit(wrap(in_sequence)), W, X),
+    "linear_call": lambda wrap: (jax.jit(wrap(linear_layer)), W, X),
+    "linear_call, differentiated before": lambda wrap: (
+        jax.jit(wrap(jax.grad(lambda w, x: jnp.mean(linear_layer(w, x) ** 2), 1))),
+        W,
+        X,
+    ),
+    "compute_on": lambda wrap: (jax.jit(wrap(on_host)), W, X),
     "recurrent network": lambda wrap: (value_and_grad(wrap(recurrent)), W, X),
     "callbacks": lambda wrap: (jax.jit(wrap(with_callbacks)), W, X),
     "losses of optax": lambda wrap: (value_and_grad(wrap(contrastive)), W, X),
@@ -356,6 +404,10 @@ TRANSFORMATIONS = {
 
 
 FULL = {
+    "custom_vmap, forward mode",
+    "custom_vmap, batched before",
+    "sequential_vmap",
+    "linear_call, differentiated before",
     "forward mode",
     "gradient penalty",
     "pmap",
@@ -460,10 +512,123 @@ def test_autocast_keeps_shardings(axis_type, order):
     assert jax.tree.all(same)
 
 
+@pytest.mark.parametrize("half", [jnp.float16, "bfloat16", jnp.bfloat16], ids=str)
+def test_autocast_takes_the_dtype_in_a_decorator(half):
+    @jmpscale.autocast(dtype=half)
+    def predict(x, w):
+        """Returns a prediction."""
+        return x @ w
+
+    assert (predict.__name__, predict.__doc__) == ("predict", "Returns a prediction.")
+    assert matmul_dtypes(predict, X, W) == {(jnp.dtype(half),): 1}
+
+
 def test_autocast_accepts_bfloat16():
-    run = value_and_grad(jmpscale.autocast(loss, jnp.bfloat16))
+    run = value_and_grad(jmpscale.autocast(loss, dtype=jnp.bfloat16))
     assert_half(run, value_and_grad(loss), W, X, dtype=np.dtype(jnp.bfloat16))
     assert_close(run(W, X), value_and_grad(loss)(W, X), rtol=4e-2)
+
+
+# --- one operand is float32
+
+
+def in_blocks_that_return(dtype):
+    """Blocks of a matmul and a convolution whose results, and therefore residuals, are stored in half precision."""
+
+    def fun(w, x):
+        for _ in range(2):
+            x = jnp.tanh(x @ w).astype(dtype)
+        images = jax.lax.conv(x.astype(jnp.float32)[None, None], w[None, None], (1, 1), "SAME")
+        return jnp.mean(jnp.einsum("ij,jk", images[0, 0].astype(dtype), w) ** 2)
+
+    return fun
+
+
+def counts(w, x):
+    return jnp.mean(jnp.tanh(x @ w / 9) @ w)
+
+
+MIXED = {
+    "blocks that return float16": lambda wrap: (wrap(in_blocks_that_return(jnp.float16)), W, X),
+    "float16 inputs": lambda wrap: (wrap(lambda w, x: jnp.mean(jnp.tanh(x @ w) @ w.T)), W, X.astype(jnp.float16)),
+    "float16 parameters": lambda wrap: (wrap(lambda w, x: jnp.mean(jnp.tanh(x @ w) @ w.T)), W.astype(jnp.float16), X),
+    "bool inputs": lambda wrap: (wrap(lambda w, mask: jnp.mean(jnp.tanh(mask @ w) @ w)), W, X > 0),
+    "uint8 inputs": lambda wrap: (
+        wrap(lambda w, x: jnp.mean(jnp.tanh(x @ w / 9) @ w)),
+        W,
+        jnp.arange(8, dtype="uint8"),
+    ),
+    "int32 inputs": lambda wrap: (
+        wrap(lambda w, x: jnp.mean(jnp.tanh(x @ w / 9) @ w)),
+        W,
+        jnp.arange(64).reshape(N, N),
+    ),
+    "float16 result": lambda wrap: (wrap(lambda w, x: jnp.mean(jnp.dot(x, w, preferred_element_type="float16"))), W, X),
+    "float16 by bfloat16": lambda wrap: (
+        wrap(lambda w, x: jnp.mean(jax.lax.dot(x, w, preferred_element_type=jnp.float32)), dtype=jnp.bfloat16),
+        W,
+        X.astype(jnp.bfloat16),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", rows(MIXED, {"float16 parameters", "int32 inputs", "float16 by bfloat16"}))
+@pytest.mark.parametrize("order", ["grad outside", "grad inside"])
+def test_autocast_converts_matmuls_with_one_float32_operand(case, order):
+    def gradients(transform):
+        def wrap(fun, **options):
+            return transform(jax.value_and_grad, fun, **options)
+
+        fun, *args = case(wrap)
+        return jax.jit(fun), args
+
+    def outside(grad, fun, **options):
+        return grad(jmpscale.autocast(fun, **options))
+
+    def inside(grad, fun, **options):
+        return jmpscale.autocast(grad(fun), **options)
+
+    run, args = gradients(outside if order == "grad outside" else inside)
+    expected, _ = gradients(lambda grad, fun, **_: grad(fun))
+    half = jnp.bfloat16 if any(x.dtype == jnp.bfloat16 for x in args) else jnp.float16
+    with jax.numpy_dtype_promotion("standard"):
+        assert_half(run, expected, *args, dtype=jnp.dtype(half))
+        assert_close(run(*args), expected(*args), rtol=2e-2)
+
+
+# --- kernels get half-precision operands by hand
+
+
+@pytest.mark.parametrize("order", ["grad outside", "grad inside"])
+def test_recipe_of_the_guide_runs_fused_attention(monkeypatch, order):
+    """The kernel is only traced, with the check for the library stubbed."""
+    cudnn = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(cudnn, "check_compute_capability", lambda *_, **__: True)
+    monkeypatch.setattr(cudnn, "is_cuda_compute_capability_equal", lambda *_: False, raising=False)
+    page = (pages.DOCS / "guides" / "autocast.md").read_text()
+    (recipe,) = re.findall(r"^```py\n(def attend.*?)^```", page, flags=re.M | re.S)
+    namespace = {"jax": jax, "jnp": jnp, "jmpscale": jmpscale}
+    exec(recipe, namespace)
+
+    def fun(w, x, attend):
+        q, k, v = (jnp.reshape(x @ w * i, (1, 8, 1, 8)) for i in (1, 2, 3))
+        return jnp.mean(attend(q, k, v) ** 2)
+
+    def unchanged(q, k, v):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+    def gradients(attend):
+        loss_fn = functools.partial(fun, attend=attend)
+        grad = jax.grad(jmpscale.autocast(loss_fn)) if order == "grad outside" else jmpscale.autocast(jax.grad(loss_fn))
+        return jax.make_jaxpr(grad)(W, X)
+
+    with jax.numpy_dtype_promotion("standard"):
+        with pytest.raises(NotImplementedError, match="Q must be fp16/bf16"):
+            gradients(unchanged)
+        kernels = [eqn for eqn in gradients(namespace["attend"]).eqns if "dot_product_attention" in eqn.primitive.name]
+    assert len(kernels) == 2  # forward and backward
+    assert all(x.aval.dtype == F16 for eqn in kernels for x in eqn.invars[:3])
 
 
 # --- some operations run as written
@@ -516,7 +681,11 @@ KEPT = {
     "float32 result of bfloat16": lambda x, w: jnp.dot(
         x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), preferred_element_type=jnp.float32
     ),
-    "mixed operands": lambda x, w: jax.lax.dot(x, w.astype(jnp.bfloat16), preferred_element_type=jnp.float32),
+    "float32 and bfloat16": lambda x, w: jax.lax.dot(x, w.astype(jnp.bfloat16), preferred_element_type=jnp.float32),
+    "bfloat16 result": lambda x, w: jax.lax.dot(x, w, preferred_element_type=jnp.bfloat16),
+    "inner product of float16 and float32": lambda x, w: jax.lax.dot(
+        x[0].astype(jnp.float16), w[0], preferred_element_type=jnp.float32
+    ),
     "custom_vjp": custom_matmul,
     "custom_jvp": custom_product,
     "Pallas": pallas_matmul,
@@ -707,6 +876,25 @@ def test_autocast_has_the_signature_of_fun():
     assert_close(result, loss(W, X, activation=jnp.sin), rtol=1e-2)
 
 
+PICKLED = {
+    "autocast": lambda fun: jmpscale.autocast(fun),
+    "bfloat16": lambda fun: jmpscale.autocast(fun, dtype=jnp.bfloat16),
+    "inside another function": lambda fun: functools.partial(lambda half, w, x: half(w, x) + 1, jmpscale.autocast(fun)),
+    "loss_scaled": lambda fun: jmpscale.loss_scaled(jmpscale.autocast(fun), 2.0**8),
+    "value_and_grad": lambda fun: functools.partial(jmpscale.value_and_grad(jmpscale.autocast(fun)), SCALER),
+}
+
+
+@pytest.mark.parametrize("wrap", rows(PICKLED))
+def test_autocast_is_pickled_by_value(wrap):
+    """Programs that run functions in other processes, such as Ray and joblib, use cloudpickle."""
+    cloudpickle = pytest.importorskip("cloudpickle")
+    fun = wrap(lambda w, x: jnp.mean((x @ w) ** 2))
+    fun(W, X)
+    stored = cloudpickle.loads(cloudpickle.dumps(fun))
+    chex.assert_trees_all_equal(stored(W, X), fun(W, X))
+
+
 # --- the compiled program shows the user's names and lines
 
 
@@ -836,30 +1024,35 @@ def test_autocast_leaks_no_tracers():
 # --- wrong calls
 
 
+DTYPES = "Pass jnp.float16, with loss scaling, or jnp.bfloat16."
 CALLS = {
     "fun is not callable": (
         lambda: jmpscale.autocast(3.0),
-        "fun must be the loss function, got 3.0. Pass autocast(loss_fn, dtype).",
+        "fun must be the loss function, got 3.0. Pass it first: autocast(loss_fn, dtype=...).",
     ),
-    "arguments are swapped": (
-        lambda: jmpscale.autocast(jnp.float16, loss),
-        "fun must be the loss function, got float16. The arguments are swapped: pass autocast(loss_fn, dtype).",
+    "dtype first": (
+        lambda: jmpscale.autocast(jnp.float16),
+        "fun must be the loss function, got float16. Pass the dtype by its name: autocast(loss_fn, dtype=...).",
     ),
     "name of a dtype first": (
-        lambda: jmpscale.autocast("bfloat16", loss),
-        "fun must be the loss function, got 'bfloat16'. The arguments are swapped: pass autocast(loss_fn, dtype).",
+        lambda: jmpscale.autocast("bfloat16"),
+        "fun must be the loss function, got 'bfloat16'. Pass the dtype by its name: autocast(loss_fn, dtype=...).",
     ),
     "dtype is float32": (
-        lambda: jmpscale.autocast(loss, jnp.float32),
-        "dtype must be float16 or bfloat16, got float32. Pass jnp.float16, with loss scaling, or jnp.bfloat16.",
+        lambda: jmpscale.autocast(loss, dtype=jnp.float32),
+        f"dtype must be float16 or bfloat16, got float32. {DTYPES}",
+    ),
+    "dtype of the decorator is float32": (
+        lambda: jmpscale.autocast(dtype=jnp.float32),
+        f"dtype must be float16 or bfloat16, got float32. {DTYPES}",
     ),
     "dtype is None": (
-        lambda: jmpscale.autocast(loss, None),
-        "dtype must be float16 or bfloat16, got None. Pass jnp.float16, with loss scaling, or jnp.bfloat16.",
+        lambda: jmpscale.autocast(loss, dtype=None),
+        f"dtype must be float16 or bfloat16, got None. {DTYPES}",
     ),
     "dtype is an array": (
-        lambda: jmpscale.autocast(loss, W),
-        "dtype must be float16 or bfloat16, got float32[8, 8]. Pass jnp.float16, with loss scaling, or jnp.bfloat16.",
+        lambda: jmpscale.autocast(loss, dtype=W),
+        f"dtype must be float16 or bfloat16, got float32[8, 8]. {DTYPES}",
     ),
 }
 
@@ -881,41 +1074,3 @@ def test_autocast_of_a_reference_raises():
         TypeError, match=re.escape(f"kwargs must hold values, got a jax.Ref at kwargs['tree']['w']. {remedy}")
     ):
         fun(tree=tree, x=X)
-
-
-NOT_CONVERTED = {
-    "no matmul": lambda x, w: x * w,
-    "half precision already": in_dtype(jnp.float16),
-    "autocast already": lambda x, w: jmpscale.autocast(loss)(w, x),
-    "custom derivative rule": custom_matmul,
-    "inner product": jnp.vdot,
-}
-
-
-@pytest.mark.parametrize("fun", rows(NOT_CONVERTED))
-def test_autocast_without_effect_warns_once(fun):
-    fun = jmpscale.autocast(fun)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        line = inspect.currentframe().f_lineno + 1
-        fun(X, W)
-        fun(X, W)
-        jax.jit(fun)(X, W)
-    (warning,) = found
-    assert str(warning.message).startswith("autocast has no effect: it found no float32 matmul or convolution in ")
-    assert (warning.category, warning.filename, warning.lineno) == (UserWarning, __file__, line)
-
-
-CONVERTED_OR_KEPT_BY_THE_USER = {
-    **KEPT_BY_PRECISION,
-    "matmul": lambda x, w: x @ w,
-    "matmul beside a kernel": lambda x, w: pallas_matmul(x, w) @ w,
-    "matmul in a scan": lambda x, w: layers_in_scan(w, x),
-}
-
-
-@pytest.mark.parametrize("fun", rows(CONVERTED_OR_KEPT_BY_THE_USER))
-def test_autocast_with_effect_does_not_warn(fun):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        jmpscale.autocast(fun)(X, W)

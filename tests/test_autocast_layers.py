@@ -202,6 +202,10 @@ class EquinoxNet(eqx.Module):
         return self.spectral(x, state)
 
 
+def stored_in_half(x, key=None):
+    return jnp.tanh(x).astype(jnp.float16)
+
+
 def unroll(cell, xs, carry):
     return jax.lax.scan(lambda carry, x: (cell(x, carry), None), carry, xs)[0]
 
@@ -270,6 +274,12 @@ EQUINOX = {
         lambda: eqx.nn.Sequential([eqx.nn.Linear(6, 5, key=KEY), eqx.nn.LayerNorm(5), eqx.nn.Lambda(jax.nn.gelu)]),
         VECTORS,
     ),
+    "blocks that return float16": equinox(
+        lambda: eqx.nn.Sequential(
+            [eqx.nn.Linear(6, 5, key=KEY), eqx.nn.Lambda(stored_in_half), eqx.nn.Linear(5, 4, key=KEY)]
+        ),
+        VECTORS,
+    ),
     "WeightNorm": equinox(lambda: eqx.nn.WeightNorm(eqx.nn.Linear(6, 5, key=KEY)), VECTORS),
     "BatchNorm, SpectralNorm": equinox(lambda: eqx.nn.make_with_state(EquinoxNet)(KEY), VECTORS, equinox_with_state),
 }
@@ -286,6 +296,9 @@ HAIKU = {
     "BatchNorm, dropout": haiku(
         lambda x: hk.dropout(hk.next_rng_key(), 0.5, hk.BatchNorm(True, True, 0.9)(hk.Linear(5)(x), True)), VECTORS
     ),
+    "blocks that return float16": haiku(
+        lambda x: hk.Linear(4)(stored_in_half(hk.Linear(5)(x)).astype(jnp.float32)), VECTORS
+    ),
     "remat": haiku(lambda x: hk.remat(hk.Linear(5))(x), VECTORS),
 }
 LAYERS = {
@@ -293,7 +306,13 @@ LAYERS = {
     for framework, table in {"Linen": LINEN, "NNX": NNX, "Equinox": EQUINOX, "Haiku": HAIKU}.items()
     for name, case in table.items()
 }
-DEFAULT = {"Linen: Dense", "NNX: LoRA", "Equinox: BatchNorm, SpectralNorm", "Haiku: BatchNorm, dropout"}
+DEFAULT = {
+    "Linen: Dense",
+    "NNX: LoRA",
+    "Equinox: BatchNorm, SpectralNorm",
+    "Haiku: BatchNorm, dropout",
+    "Equinox: blocks that return float16",
+}
 ROWS = [pytest.param(case, id=name, marks=[pytest.mark.full] * (name not in DEFAULT)) for name, case in LAYERS.items()]
 
 

@@ -1,6 +1,8 @@
 """The benchmarks compare methods that do the same work, and read compiled programs correctly. Nothing is timed."""
 
+import json
 import pathlib
+import re
 import sys
 
 import jax
@@ -13,7 +15,9 @@ from jmpscale.testing import assert_step_is_noop
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
-from benchmarks import programs, range_picture, steps, table, timing
+from benchmarks import autocast, programs, range_picture, steps, table, timing
+
+import pages
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("standard_promotion")]
 
@@ -116,6 +120,68 @@ def test_traffic_omits_prefetches():
     matrix = 4 * 1024 * 8
     fusion, large_reduce, small_reduce, branch = 2 * matrix, 2 * (matrix + 4), 4 + 28, 2 * matrix
     assert programs.traffic(PROGRAM) == fusion + large_reduce + small_reduce + branch
+
+
+LOOP = programs.parse("""HloModule jit_scan
+
+%body (t: (f32[12,64,64], f16[64,64])) -> (f32[12,64,64], f16[64,64]) {
+  %t = (f32[12,64,64]{2,1,0}, f16[64,64]{1,0}) parameter(0)
+  %stack = f32[12,64,64]{2,1,0} get-tuple-element(%t), index=0
+  %x = f16[64,64]{1,0} get-tuple-element(%t), index=1
+  %gemm = f16[64,64]{1,0} custom-call(%x, %x), custom_call_target="__cublas$gemm"
+  %new = f32[12,64,64]{2,1,0} fusion(%stack, %gemm), kind=kLoop, calls=%update
+  ROOT %out = (f32[12,64,64]{2,1,0}, f16[64,64]{1,0}) tuple(%new, %gemm)
+}
+
+ENTRY %main (s: (f32[12,64,64], f16[64,64])) -> (f32[12,64,64], f16[64,64]) {
+  %s = (f32[12,64,64]{2,1,0}, f16[64,64]{1,0}) parameter(0)
+  ROOT %while = (f32[12,64,64]{2,1,0}, f16[64,64]{1,0}) while(%s), body=%body, trips={"known_trip_count":{"n":"12"}}
+}
+""")
+
+
+def test_traffic_counts_all_iterations_and_one_row_of_stacked_arrays_in_each():
+    half, row = 2 * 64 * 64, 4 * 64 * 64
+    assert programs.traffic(LOOP) == 12 * (3 * half + (row + half + row))
+
+
+def test_matmuls_counts_by_element_type():
+    assert programs.matmuls(LOOP) == {"f16": 1}
+    assert programs.matmuls(PROGRAM) == {}
+
+
+def test_memory_table_of_the_autocast_guide_shows_the_results():
+    rows = {
+        "GPT-2 small": ("h100, GPT-2 small", autocast.AUTOCAST),
+        "GPT-2 small, sharded over 8 devices": ("h100, GPT-2 small, FSDP", autocast.AUTOCAST),
+        "GPT-2 small, scan over layers": ("h100, GPT-2 small, scan", autocast.AUTOCAST),
+        "GPT-2 small, scan over layers with `jax.checkpoint`, `dots_saveable`": (
+            "h100, GPT-2 small, scan, dots saved",
+            autocast.AUTOCAST,
+        ),
+        "GPT-2 small, scan over layers with `jax.checkpoint`, `dots_with_no_batch_dims_saveable`": (
+            "h100, GPT-2 small, scan with remat",
+            autocast.AUTOCAST,
+        ),
+        "ResNet-34": ("h100, ResNet-34", autocast.AUTOCAST),
+        "ResNet-34, blocks return float16": ("h100, ResNet-34", autocast.STORED),
+        "U-Net": ("h100, U-Net", autocast.AUTOCAST),
+        "U-Net, blocks return float16": ("h100, U-Net", autocast.STORED),
+        "GPT-2 small with 2 layers, on a T4": ("t4, GPT-2 small, 2 layers", autocast.AUTOCAST),
+        "GPT-2 small with 2 layers, on a V100": ("v100, GPT-2 small, 2 layers", autocast.AUTOCAST),
+        "U-Net, on a T4": ("t4, U-Net", autocast.AUTOCAST),
+        "U-Net, blocks return float16, on a T4": ("t4, U-Net", autocast.STORED),
+    }
+    results = json.loads(autocast.RESULTS.read_text())
+    page = (pages.DOCS / "guides" / "autocast.md").read_text()
+    shown = re.findall(r"^\| (\S.*) \| (\d\.\d+) \| (\d\.\d+) \| (\d\.\d+), (\d\.\d+) \|$", page, flags=re.MULTILINE)
+    assert [row[0] for row in shown] == list(rows)
+    for name, *numbers in shown:
+        model, variant = rows[name]
+        figures = results[model]["figures"]
+        pairs = [(x, key) for x in (variant, autocast.FLOAT32) for key in ("moved_bytes", "temp_bytes")]
+        expected = [f"{figures[x][key] / figures[autocast.BY_HAND][key]:.2f}" for x, key in pairs]
+        assert numbers == expected, name
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A compiled step costs little more than clipping, on CPU, H100 and TPU: in memory, instructions and collectives.
+"""A compiled step costs little more than clipping, on CPU, GPUs and TPU: in memory, instructions and collectives.
 
 Neither a GPU nor a TPU is needed, only the compiler: the extra `compile-h100` or `compile-tpu`, each in an environment
 of its own. The limits compare with the same step with `optax.clip_by_global_norm`, which also needs all gradients
@@ -131,6 +131,11 @@ AUTOCAST = {  # the limits for traffic and temporary memory; in float32, traffic
     # Autocast leaves the residual stream and the operand of max pooling in float32, unless the model converts them.
     ("h100", "ResNet-10", autocast.AUTOCAST): (1.40, 1.45),
     ("h100", "ResNet-10", autocast.STORED): (1.12, 1.10),
+    ("h100", "U-Net", autocast.AUTOCAST): (1.35, 1.30),
+    ("h100", "U-Net", autocast.STORED): (1.18, 1.12),
+    # Devices whose matmuls are fast in float16 only.
+    ("t4", "GPT-2 small, 2 layers", autocast.AUTOCAST): (1.06, 1.02),
+    ("v100", "GPT-2 small, 2 layers", autocast.AUTOCAST): (1.08, 1.02),
     ("tpu-v5e", "GPT-2 small, 2 layers", autocast.AUTOCAST): (1.12, 1.10),
     ("tpu-v5e", "GPT-2 small, 2 layers, FSDP", autocast.AUTOCAST): (1.12, 1.10),
 }
@@ -153,6 +158,21 @@ def test_autocast_costs_little_more_than_casts_by_hand(backend, model, variant):
     assert ratios["temp_bytes"] <= memory
     assert ratios["compile_cpu_s"] <= 1.3
     assert ours["lost"] == 0
+
+
+@pytest.mark.parametrize("backend", ["t4", "v100"])
+def test_only_float16_matmuls_stay_in_half_precision_before_ampere(backend):
+    """XLA converts bfloat16 operands to float32, so autocast to float16 is the dtype for these devices."""
+    if not targets.installed(backend):
+        pytest.skip(f"the compiler for {backend} is not installed")
+    model = "GPT-2 small, 2 layers"
+    by_hand, ours, bfloat16 = (
+        _autocast_figures(backend, model, variant)
+        for variant in (autocast.BY_HAND, autocast.AUTOCAST, autocast.BFLOAT16)
+    )
+    assert ours["matmuls"] == by_hand["matmuls"] == {"f16": 39}
+    assert bfloat16["matmuls"] == {"f32": 39}
+    assert bfloat16["traffic"] > 1.5 * by_hand["traffic"]
 
 
 # A step costs little more than clipping on CPU

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jmpscale._base.tree import PyTree, flatten_matching, is_traced, nnx_objects
+from jmpscale._base.text import type_name
+from jmpscale._base.tree import PyTree, flatten_matching, is_traced, nnx_objects, nnx_variables
 
 Jaxpr = core.Jaxpr | core.ClosedJaxpr  # one class from JAX 0.12 on
 T = TypeVar("T")
@@ -28,12 +29,18 @@ Memo = MutableMapping[Any, Any]  # a jaxpr, and the jaxpr that replaces it, if a
 # Primitives that run the jaxprs among their parameters, and require nothing of them but their inputs and outputs; some
 # have other names in other versions of JAX. Any other primitive runs as written, with the jaxprs that it holds, which
 # may have to agree with something else: a derivative rule, a kernel's memory, the convergence of a solver.
-_TRANSPARENT = {"jit", "pjit", "core_call", "closed_call", "core_closed_call", "checkpoint", "remat", "remat2"}
-_TRANSPARENT |= {"scan", "while", "cond", "shard_map", "pmap", "xla_pmap"}
+_BLOCKS = {"jit", "pjit", "core_call", "closed_call", "core_closed_call", "checkpoint", "remat", "remat2", "shard_map"}
+_TRANSPARENT = _BLOCKS | {"scan", "while", "cond", "pmap", "xla_pmap"}
+_TRANSPARENT |= {"composite", "compute_on", "custom_vmap_call", "linear_call"}
 
 # Primitives that call one jaxpr with their operands.
-_CALLS = _TRANSPARENT - {"scan", "while", "cond", "pmap", "xla_pmap"}
-_CALLS |= {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+_CALLS = _BLOCKS | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+
+_NNX_REMEDY = (
+    "{name} is traced, so Flax does not let it change variables that it closes over. Pass the Flax NNX objects or the "
+    "state as arguments, and differentiate with flax.nnx.value_and_grad; or create the variables in the function: "
+    "nnx.merge(graphdef, state, copy=True)."
+)
 
 
 class Traced(NamedTuple):
@@ -49,27 +56,83 @@ class Traced(NamedTuple):
         return [jnp.asarray(y) for y in jax.core.eval_jaxpr(self.jaxpr, self.inputs)]
 
 
-def trace(fun: Callable[..., PyTree], *args: PyTree) -> Traced:
-    """Calls a function, once, to record its equations; arguments and results may be any objects."""
+def trace(fun: Callable[..., PyTree], *args: PyTree, name: str) -> Traced:
+    """Calls a function, once, to record its equations; arguments and results may be any objects.
+
+    Args:
+      fun: the function.
+      *args: its arguments.
+      name: names the function in errors, such as `loss_fn in jmpscale.autocast`.
+
+    Returns:
+      The traced call.
+
+    Raises:
+      TypeError: an argument or a result is a Python object in which the function has stored a traced value.
+    """
     unflatten: Callable[..., PyTree] = tuple
+    stored: list[_Stored] = []
 
-    def traced_outputs() -> list[Any]:
+    def traced_outputs() -> tuple[list[Any], list[Any]]:
         nonlocal unflatten
-        leaves, unflatten = flatten_matching(fun(*args), is_traced)
-        return leaves
+        out = fun(*args)
+        leaves, unflatten = flatten_matching(out, is_traced)
+        stored.extend(_stored_values((args, out)))
+        return leaves, [x.value for x in stored]
 
+    # JAX shows this name where a traced value is used that the function has stored in a place that is not checked here.
+    traced_outputs.__name__ = f"{name}, which must not store traced values in Python objects,"
     # The constants of the jaxpr are all values that fun depends on, whether it receives them as arguments or closes
     # over them. jax.closure_convert would find them too, but it keeps the closed-over values in a cache.
-    closed = jax.make_jaxpr(traced_outputs)()
-    return Traced(closed.jaxpr, closed.consts, unflatten)
+    try:
+        closed = jax.make_jaxpr(traced_outputs)()
+    except Exception as error:
+        if type(error).__name__ == "TraceContextError":  # of Flax
+            error.add_note(_NNX_REMEDY.format(name=name))
+        raise
+    jaxpr = closed.jaxpr
+    if stored:
+        jaxpr = jaxpr.replace(outvars=jaxpr.outvars[: -len(stored)])
+        _check_stored_values(stored, closed.jaxpr, name)
+    return Traced(jaxpr, closed.consts, unflatten)
+
+
+class _Stored(NamedTuple):
+    """A traced value in an attribute of an object that is neither an array nor a pytree."""
+
+    type_name: str
+    attribute: str
+    value: jax.Array
+
+
+def _stored_values(tree: PyTree) -> list[_Stored]:
+    return [
+        _Stored(type_name(leaf), attribute, value)
+        for leaf in jax.tree.leaves(tree)
+        if not is_traced(leaf)
+        for attribute, value in getattr(leaf, "__dict__", {}).items()
+        if is_traced(value)
+    ]
+
+
+def _check_stored_values(stored: list[_Stored], jaxpr: core.Jaxpr, name: str) -> None:
+    """Raises if a jaxpr computes one of the stored values, which are its last outputs; others it receives as inputs."""
+    inputs = set(map(id, jaxpr.constvars))
+    for x, variable in zip(stored, jaxpr.outvars[-len(stored) :], strict=True):
+        if id(variable) not in inputs:
+            raise TypeError(
+                f"{name} must not store traced values in Python objects, got a {x.type_name} whose attribute "
+                f"{x.attribute!r} holds one. Return the value as an array; or wrap only the part of the function that "
+                "computes arrays from arrays."
+            )
 
 
 def lift_nnx(transform: Callable[..., PyTree], fun: Callable[..., PyTree], *args: PyTree) -> PyTree:
     """Applies a transformation of functions of pytrees to a function whose arguments may contain Flax NNX objects.
 
-    Inside a transformation `fun` would change copies of the objects. Flax passes their state in and out.
+    Inside a transformation `fun` would change copies of modules and variables. Flax passes their state in and out.
     """
-    if not nnx_objects(args):
+    if not (nnx_objects(args) or nnx_variables(args)):
         return transform(fun, *args)
     lift = importlib.import_module("flax.nnx.transforms.general")  # the module that created the objects has imported it
     return lift.split_inputs(functools.partial(transform, lift.merge_inputs(fun)))(*args)
@@ -132,15 +195,25 @@ def _memoized(jaxpr: T, compute: Callable[[], T], memo: Memo) -> T:
     return memo[jaxpr] or jaxpr
 
 
-def equations(jaxpr: Jaxpr) -> Iterator[core.JaxprEqn]:
-    """Yields all equations that `rewrite` would pass to `rewrite_equation`."""
+def equations(jaxpr: core.Jaxpr, holder: str = "") -> Iterator[tuple[core.JaxprEqn, str]]:
+    """Yields all equations, also of the jaxprs that equations hold.
+
+    With each equation, yields the name of the outermost primitive that holds it and that `rewrite` does not enter, or
+    nothing if `rewrite` enters all of them.
+    """
     for eqn in jaxpr.eqns:
-        yield eqn
-        if eqn.primitive.name in _TRANSPARENT:
-            for value in eqn.params.values():
-                for held in value if isinstance(value, tuple) else (value,):
-                    if is_jaxpr(held):
-                        yield from equations(held)
+        yield eqn, holder
+        name = eqn.primitive.name
+        for held in held_jaxprs(eqn):
+            yield from equations(held, holder or ("" if name in _TRANSPARENT else name))
+
+
+def held_jaxprs(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:
+    """Yields the jaxprs among the parameters of an equation."""
+    for value in eqn.params.values():
+        for held in value if isinstance(value, tuple) else (value,):
+            if is_jaxpr(held):
+                yield held.jaxpr if isinstance(held, core.ClosedJaxpr) else held
 
 
 def is_jaxpr(value: object) -> TypeGuard[Jaxpr]:

@@ -50,7 +50,7 @@ def _is_inexact(x: Any) -> bool:
 
 def harmful_constant(step: Step, was_finite: bool) -> Constant | None:
     """Returns a constant in whose place a nearby number makes a step finite, or not zero if it was finite already."""
-    found = dict.fromkeys(constant for eqn in equations(step.jaxpr) for constant in _constants(eqn))
+    found = dict.fromkeys(constant for eqn, _ in equations(step.jaxpr) for constant in _constants(eqn))
     for constant in list(found)[:_TRIED_LINES]:
         changed = step._replace(jaxpr=rewrite(step.jaxpr, lambda eqn, constant=constant: [_without(eqn, constant)], {}))
         outputs = run_float32(changed)

@@ -24,8 +24,8 @@ def swap(x: jax.Array, n: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, ja
 first, second = jmpscale.apply_if(finite, swap, w, grads)
 check: dict[str, jax.Array] = second
 first, second = jmpscale.autocast(swap)(w, grads)
-first, second = jmpscale.autocast(swap, "bfloat16")(x=w, n=grads)
-value, gradient = jmpscale.value_and_grad(jmpscale.autocast(swap, jnp.bfloat16))(state, w, grads)
+first, second = jmpscale.autocast(swap, dtype="bfloat16")(x=w, n=grads)
+value, gradient = jmpscale.value_and_grad(jmpscale.autocast(swap, dtype=jnp.bfloat16))(state, w, grads)
 value, gradient = jmpscale.value_and_grad(swap, argnums=(0, 1), has_aux=True)(state, w, grads)
 tx: optax.GradientTransformationExtraArgs = jmpscale.with_loss_scaling(
     optax.adam(1e-3), state, max_norm=1.0, axis_name="data", norm_axis_name=("model",)

@@ -1,0 +1,88 @@
+"""Warnings of autocast: no matmul is converted, or a constant overflows in one."""
+
+import enum
+import pathlib
+import re
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core, source_info_util
+
+from jmpscale._base.check import warn_user
+from jmpscale._base.jaxpr import Traced, type_of
+from jmpscale._base.tree import PyTree
+from jmpscale._constants import constants_of_operands
+
+_PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\]|^" + re.escape(str(pathlib.Path(__file__).parent)))
+
+
+class Kept(enum.Enum):
+    """Why a matmul or convolution runs as written."""
+
+    DTYPE = enum.auto()
+    INNER_PRODUCT = enum.auto()
+    OUTER_PRODUCT = enum.auto()
+    PRECISION = enum.auto()
+    HELD = enum.auto()  # by a primitive that autocast does not enter
+
+
+_EXPLANATIONS = {
+    Kept.DTYPE: "The operands are {dtypes}. If the function is in half precision already, remove autocast, which "
+    "converts float32 parameters and inputs by itself.",
+    Kept.INNER_PRODUCT: "An inner product is a sum, which could overflow.",
+    Kept.OUTER_PRODUCT: "An outer product adds nothing up, so half precision would only round it.",
+    Kept.PRECISION: "The setting jax_default_matmul_precision={setting!r} requests float32. Reset it, and use "
+    "jax.default_matmul_precision around the lines that need it.",
+    Kept.HELD: "{holder} runs as written. Use autocast inside the function that it runs, or wrap the function that "
+    "returns the gradients.",
+}
+
+
+def warn_unchanged(name: str, half: np.dtype, kept: Sequence[tuple[core.JaxprEqn, Kept, str]]) -> None:
+    """Warns that no matmul of a function is converted, unless the function itself requests the precision of one.
+
+    Args:
+      name: the name of the function.
+      half: the dtype to which matmuls are converted.
+      kept: the matmuls of the function, each with the reason why it runs as written, and with the name of the
+        primitive that holds it, if autocast does not enter that primitive.
+    """
+    setting = jax.config.values["jax_default_matmul_precision"]
+    if setting is None and any(reason is Kept.PRECISION for _, reason, _ in kept):
+        return
+    sentences = []
+    for reason in dict.fromkeys(reason for _, reason, _ in kept):
+        same = [(eqn, holder) for eqn, found, holder in kept if found is reason]
+        eqn, holder = same[0]
+        dtypes = " and ".join(str(type_of(x).dtype) for x in eqn.invars[:2])
+        explanation = _EXPLANATIONS[reason].format(dtypes=dtypes, setting=setting, holder=holder)
+        sentences.append(f"{len(same)} of {len(kept)} matmuls, at {_line(eqn)}: {explanation}")
+    if not kept:
+        sentences = ["It contains none; kernels, sparse matmuls and compiled functions run as written."]
+    warn_user(
+        f"autocast has no effect: it converts no matmul or convolution of {name} to {half}. {' '.join(sentences)}"
+    )
+
+
+def warn_about_constants(
+    half: np.dtype, traced: Traced, args: PyTree, is_converted: Callable[[core.JaxprEqn], bool]
+) -> None:
+    """Warns if a constant that half precision cannot hold is part of an operand of a converted matmul."""
+    limit = float(jnp.finfo(half).max)
+    for eqn, largest in constants_of_operands(traced, args, is_converted):
+        if largest > limit:
+            warn_user(
+                f"a constant of {largest:.6g} enters the matmul at {_line(eqn)}, which autocast converts to "
+                f"{half}. It becomes infinite, because the largest {half} is {limit:.6g}, and zero times "
+                "infinity is NaN. Pass precision='highest' to this matmul, or use a smaller constant."
+            )
+            return
+
+
+def _line(eqn: core.JaxprEqn) -> str:
+    """Returns the source line of an equation, such as `/home/me/model.py:41:8 (mlp)`, if possible the user's."""
+    frames = source_info_util.summarize(eqn.source_info, num_frames=100).splitlines()  # the outermost comes first
+    users = [frame for frame in frames if _PACKAGES.search(frame) is None]
+    return (users or frames)[-1]

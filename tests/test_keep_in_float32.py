@@ -1,0 +1,162 @@
+"""The programs that the autocast guide says to keep in float32 have the errors of its table, and none if they are."""
+
+import functools
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jmpscale
+
+RANDOM = np.random.default_rng(0)
+PAGE = pathlib.Path(__file__).parent.parent / "docs" / "guides" / "autocast.md"
+TOLERANCE = 1.5  # the factor by which another version of XLA may differ from the table
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion_and_ranks():
+    """Allows silent promotion of dtypes and ranks, as most programs do."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def normal(*shape, mean=0.0, scale=1.0):
+    return jnp.asarray(mean + scale * RANDOM.standard_normal(shape), jnp.float32)
+
+
+def angles(positions):
+    frequencies = jnp.tile(10000.0 ** -jnp.linspace(0, 1, 16), (2, 1))
+    return jnp.cos(positions @ frequencies)
+
+
+def fourier_features(points, directions):
+    return jnp.sin(2 * jnp.pi * points @ directions)
+
+
+def critic(logits):
+    return jax.nn.softmax(logits) @ jnp.linspace(-300.0, 300.0, 601)
+
+
+def two_hot(probs):
+    places = jnp.linspace(-20.0, 20.0, 255)
+    return probs @ (jnp.sign(places) * jnp.expm1(jnp.abs(places)))
+
+
+def masked_ctc(scores):
+    logits = jnp.where(jnp.arange(6) == 5, -1e9, scores)
+    labels = jnp.array([[1, 2, 1], [2, 1, 2]])
+    return optax.ctc_loss(logits, jnp.zeros(scores.shape[:2]), labels, jnp.zeros(labels.shape))
+
+
+def indices(one_hot):
+    return one_hot @ jnp.arange(80_000.0)
+
+
+def covariance(x):
+    return x.T @ x / len(x) - jnp.outer(x.mean(0), x.mean(0))
+
+
+def gram(x):
+    return x.T @ x
+
+
+def least_squares(x):
+    return jnp.linalg.solve(x.T @ x + 1e-3 * jnp.eye(8), x.T @ (x @ jnp.arange(8.0)))
+
+
+def squared_distances(x):
+    squares = jnp.sum(x**2, axis=1)
+    return squares[:, None] + squares - 2 * x @ x.T
+
+
+def cholesky(x):
+    kernel = jnp.exp(-squared_distances(x) / 2)
+    return jnp.linalg.cholesky(kernel + 1e-3 * jnp.eye(len(x)))
+
+
+def local_variance(x):
+    blur = functools.partial(jax.lax.conv, rhs=jnp.full((1, 1, 5, 5), 0.04), window_strides=(1, 1), padding="VALID")
+    return blur(x**2) - blur(x) ** 2
+
+
+def counts(adjacency):
+    return adjacency @ jnp.ones((3001, 2))
+
+
+def logits(x, weights):
+    return x @ weights
+
+
+PLACES = jnp.arange(4000.0, 4128.0)
+PAIRED = jnp.zeros((8, 255)).at[:, 127:129].set(0.5)
+COLUMN = RANDOM.standard_normal((256, 1))
+PROGRAMS = {  # in the order of the table
+    "angles": (angles, jnp.stack([PLACES, PLACES / 3], axis=1)),
+    "Fourier features": (
+        fourier_features,
+        jnp.asarray(RANDOM.uniform(size=(1024, 2)), jnp.float32),
+        normal(2, 64, scale=100),
+    ),
+    "categorical critic": (critic, normal(32, 601, scale=2)),
+    "two-hot": (two_hot, PAIRED),
+    "masked scores": (masked_ctc, normal(2, 10, 6)),
+    "indices": (indices, jax.nn.one_hot(jnp.array([5, 2049]), 80_000)),
+    "counts": (counts, jnp.ones((4, 3001))),
+    "covariance": (covariance, normal(4096, 8, mean=5)),
+    "Gram matrix": (gram, 4 * jnp.abs(normal(9216, 64))),
+    "normal equations": (least_squares, jnp.asarray(COLUMN + RANDOM.standard_normal((256, 8)) * 0.1, jnp.float32)),
+    "squared distances": (squared_distances, normal(64, 3, mean=10, scale=0.01)),
+    "Cholesky": (cholesky, normal(64, 2)),
+    "local variance": (local_variance, normal(2, 1, 16, 16, mean=0.8, scale=0.01)),
+    "logits": (logits, jnp.full((2, 8), 100.0), jnp.full((8, 2), 100.0)),
+}
+
+
+def rows_of_page():
+    """Returns the rows of the table: the text of the program, the largest value and the error."""
+    (section,) = re.findall(r"^## Keep these in float32\n(.*?)^## ", PAGE.read_text(), flags=re.M | re.S)
+    rows = re.findall(r"^\| (.*) \| (\S+) \| (\S+) \|$", section, flags=re.M)
+    return [row for row in rows if not row[0].startswith(("program", "-"))]
+
+
+def test_page_has_a_row_for_each_program():
+    rows = rows_of_page()
+    assert len(rows) == len(PROGRAMS)
+    for (text, _, _), name in zip(rows, PROGRAMS, strict=True):
+        assert name in text
+
+
+@pytest.mark.filterwarnings("ignore:a constant of .* enters the matmul")
+@pytest.mark.filterwarnings("ignore:autocast has no effect.*jax_default_matmul_precision")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_autocast_has_the_error_on_the_page(name):
+    fun, *args = PROGRAMS[name]
+    (_, largest, error) = rows_of_page()[list(PROGRAMS).index(name)]
+    expected = np.asarray(fun(*args), np.float64)
+    measured = np.max(np.abs(np.asarray(jmpscale.autocast(fun)(*args), np.float64) - expected))
+    for shown, value in ((largest, np.max(np.abs(expected))), (error, measured)):
+        if np.isfinite(float(shown)):
+            assert float(shown) / TOLERANCE <= value <= float(shown) * TOLERANCE
+        else:
+            np.testing.assert_equal(value, float(shown))
+    with jax.default_matmul_precision("highest"):
+        kept = jmpscale.autocast(fun)(*args)
+        # Not bit for bit: some versions of XLA fuse the two programs differently.
+        np.testing.assert_allclose(kept, fun(*args), rtol=1e-4, atol=1e-6 * np.max(np.abs(expected)))
+
+
+def test_exceptions_are_exceptions_by_shape():
+    """With one example, a head with one output is an inner product; positions in one dimension are an outer product."""
+    weights, x = normal(64, 1), normal(8, 64)
+    head = jmpscale.autocast(lambda x: x @ weights)
+    with pytest.warns(UserWarning, match="An inner product is a sum"):
+        np.testing.assert_array_equal(head(x[:1]), x[:1] @ weights)
+    assert 1e-5 < np.max(np.abs(head(x) - x @ weights)) < 1e-1
+    frequencies = 10000.0 ** -jnp.linspace(0, 1, 16)[None]
+    with pytest.warns(UserWarning, match="An outer product adds nothing up"):
+        one = jmpscale.autocast(lambda x: jnp.cos(x @ frequencies))(PLACES[:, None])
+    np.testing.assert_array_equal(one, jnp.cos(PLACES[:, None] @ frequencies))

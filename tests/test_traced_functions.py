@@ -1,0 +1,240 @@
+"""autocast and loss_scaled trace functions that change NNX variables, and name themselves in errors about others."""
+
+import inspect
+import re
+
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jmpscale
+
+from precision import assert_close, assert_norms_close
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 8)), jnp.float32)
+NAMES = ("autocast", "loss_scaled")
+
+
+def transform(name, fun, has_aux=False):
+    return jmpscale.autocast(fun) if name == "autocast" else jmpscale.loss_scaled(fun, 2.0**8, has_aux=has_aux)
+
+
+@pytest.fixture(autouse=True)
+def rank_promotion():
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+# --- Flax NNX
+
+
+class Net(nnx.Module):
+    """Parameters, batch statistics, and a random stream with a count."""
+
+    def __init__(self, rngs):
+        self.linear, self.norm = nnx.Linear(8, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.linear(x)))
+
+
+def merged(wrap):
+    """The state is an argument, and the loss merges the model."""
+    graphdef, state = nnx.split(Net(nnx.Rngs(0)))
+
+    def loss_fn(state, x):
+        model = nnx.merge(graphdef, state)
+        return jnp.mean((model(x) - 1) ** 2), nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.RngKey)))
+
+    return jax.jit(lambda state, x: wrap(loss_fn)(state, x))(state, X)
+
+
+def merged_in_gradient(wrap):
+    """All variables are differentiated with respect to, so that counts and keys have gradients of dtype float0."""
+    graphdef, params, rest = nnx.split(Net(nnx.Rngs(0)), nnx.Param, ...)
+    rest = nnx.to_pure_dict(rest)
+
+    def loss_fn(params, rest, x):
+        model = nnx.merge(graphdef, params, rest)
+        return jnp.mean((model(x) - 1) ** 2), nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+
+    def step(params, x):
+        (loss, stats), grads = jax.value_and_grad(wrap(loss_fn), has_aux=True)(params, rest, x)
+        return loss, stats, nnx.to_pure_dict(grads)
+
+    return jax.jit(step)(params, X)
+
+
+def copied(wrap):
+    """The loss closes over the state, and merges a copy."""
+    graphdef, params, rest = nnx.split(Net(nnx.Rngs(0)), nnx.Param, ...)
+    copy = {"copy": True} if "copy" in inspect.signature(nnx.merge).parameters else {}  # Flax 0.11 copies always
+
+    def loss_fn(params, x):
+        model = nnx.merge(graphdef, params, rest, **copy)
+        return jnp.mean((model(x) - 1) ** 2), nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+
+    def step(params, x):
+        (loss, stats), grads = jax.value_and_grad(wrap(loss_fn), has_aux=True)(params, x)
+        return loss, stats, nnx.to_pure_dict(grads)
+
+    return jax.jit(step)(params, X)
+
+
+def changed_variable(wrap):
+    count = nnx.BatchStat(jnp.zeros(()))
+
+    def fun(count, x):
+        count[...] += 1
+        return jnp.mean(x @ x.T), count[...]
+
+    wrap(fun)(count, X)
+    return *wrap(fun)(count, X), count[...]
+
+
+def changed_variable_in_jit(wrap):
+    count = nnx.BatchStat(jnp.zeros(()))
+
+    def fun(count, x):
+        count[...] += 1
+        return jnp.mean(x @ x.T), None
+
+    def step(count, x):
+        loss, _ = wrap(fun)({"variables": [count, count]}["variables"][0], x)
+        return loss, count[...]
+
+    return jax.jit(step)(count, X)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "run", [merged, merged_in_gradient, copied, changed_variable, changed_variable_in_jit], ids=lambda run: run.__name__
+)
+def test_functions_change_nnx_variables(run, name):
+    result, expected = run(lambda fun: transform(name, fun, has_aux=True)), run(lambda fun: fun)
+    assert_norms_close(result, expected, rtol=2e-2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_change_of_a_variable_that_is_closed_over_raises_with_a_remedy(name):
+    count = nnx.BatchStat(jnp.zeros(()))
+
+    def loss_fn(x):
+        count[...] += 1
+        return jnp.mean(x @ x.T)
+
+    with pytest.raises(Exception, match="Cannot mutate BatchStat") as caught:
+        transform(name, loss_fn)(X)
+    assert caught.value.__notes__[-1] == (
+        f"loss_fn in jmpscale.{name} is traced, so Flax does not let it change variables that it closes over. Pass the "
+        "Flax NNX objects or the state as arguments, and differentiate with flax.nnx.value_and_grad; or create the "
+        "variables in the function: nnx.merge(graphdef, state, copy=True)."
+    )
+
+
+# --- effects on Python objects
+
+
+class Tensor:
+    """An object of another library, which holds an array."""
+
+    def __init__(self, array):
+        self.array = array
+
+
+class Trace:
+    """Records values while it is entered, like the handlers of probabilistic programs."""
+
+    current = None
+
+    def __enter__(self):
+        Trace.current, self.values = self, []
+        return self
+
+    def __exit__(self, *_):
+        Trace.current = None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_result_that_holds_a_traced_value_raises(name):
+    def loss_fn(tensor):
+        return Tensor(tensor.array @ tensor.array.T)
+
+    message = (
+        f"loss_fn in jmpscale.{name} must not store traced values in Python objects, got a Tensor whose attribute "
+        "'array' holds one. Return the value as an array; or wrap only the part of the function that computes arrays "
+        "from arrays."
+    )
+    with pytest.raises(TypeError, match=re.escape(message)):
+        transform(name, loss_fn)(Tensor(X))
+    with pytest.raises(TypeError, match=re.escape(message)):
+        jax.jit(lambda x: transform(name, loss_fn)(Tensor(x)).array)(X)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_argument_that_receives_a_traced_value_raises(name):
+    def loss_fn(variable, x):
+        variable.array = x @ x.T
+        return jnp.mean(variable.array)
+
+    message = f"loss_fn in jmpscale.{name} must not store traced values in Python objects, got a Tensor"
+    with pytest.raises(TypeError, match=message):
+        transform(name, loss_fn)(Tensor(X), X)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_objects_that_hold_values_of_an_outer_trace_are_accepted(name):
+    def step(x):
+        tensor = Tensor(x)
+        loss, same = transform(name, lambda tensor, x: (jnp.mean(x @ tensor.array.T), tensor), has_aux=True)(tensor, x)
+        assert same is tensor
+        return loss
+
+    assert_close(jax.jit(jax.grad(step))(X), jax.grad(lambda x: jnp.mean(x @ x.T))(X), rtol=1e-2)
+
+
+def record(x):
+    Trace.current.values.append(x @ x.T)
+    return jnp.mean(x)
+
+
+class Head(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return self.wrap(nn.Dense(4))(x)
+
+
+def parameters_of_linen(wrap):
+    Head.wrap = staticmethod(wrap)
+    return Head().init(jax.random.key(0), X)
+
+
+def parameters_of_haiku(wrap):
+    return hk.transform(lambda x: wrap(lambda x: hk.Linear(4)(x))(x)).init(jax.random.key(0), X)
+
+
+def recorded_values(wrap):
+    with Trace() as trace:
+        wrap(record)(X)
+    return trace.values
+
+
+@pytest.mark.filterwarnings("ignore:autocast has no effect")
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "run", [recorded_values, parameters_of_linen, parameters_of_haiku], ids=lambda run: run.__name__
+)
+def test_values_that_are_stored_elsewhere_raise_with_the_name_when_used(run, name):
+    """Nothing can be checked while the function is traced, so the message of JAX names it."""
+    stored = jax.tree.leaves(run(lambda fun: transform(name, fun)))
+    with pytest.raises(
+        jax.errors.UnexpectedTracerError,
+        match=rf" in jmpscale\.{name}, which must not store traced values in Python objects, at ",
+    ):
+        jnp.sin(stored[0])
