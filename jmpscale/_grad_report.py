@@ -76,7 +76,7 @@ class GradReport:
         >>> import jax.numpy as jnp
         >>> import jmpscale
         >>> print(jmpscale.grad_report({"w": jnp.array([1.0, jnp.inf]), "b": jnp.ones(3)}).describe())
-        1 of 2 leaves is not finite; the overflow most likely began in w. jmpscale.range_report names the line.
+        1 of 2 leaves is not finite; the overflow most likely began in w. jmpscale.diagnose names the line.
         leaf  values  max_abs  headroom  nan  inf  zero  underflow  subnormal
         w          2      inf      -inf    0    1     0          0          0
         b          3        1      16.0    0    0     0          0          0
@@ -142,7 +142,7 @@ def _summarize(first: str, nonfinite: np.ndarray, fraction: float, inf: np.ndarr
             " All non-finite values are NaN: invalid data, a 0/0 in the model (such as a softmax over a row that is "
             "masked everywhere), or inf - inf later in the backward pass."
         )
-    return f"{sentence} jmpscale.range_report names the line."
+    return f"{sentence} jmpscale.diagnose names the line."
 
 
 def _serialize_names(names: tuple[tuple[str, ...], tuple[int, ...]]) -> bytes:

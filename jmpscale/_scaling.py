@@ -73,7 +73,7 @@ def warn_about_narrow_loss(loss: jax.Array) -> None:
     warn_user(
         f"the loss is {loss.dtype}, so the backward pass starts from the loss scale in {loss.dtype}, where large "
         "scales are infinite. Return the loss in float32: convert the model's output with .astype(jnp.float32) "
-        "before the loss is computed. jmpscale.range_report lists the operations that are in float16."
+        "before the loss is computed. jmpscale.diagnose lists the operations that are in float16."
     )
 
 
