@@ -383,17 +383,61 @@ def _leaf(tree, name):
     return leaf
 
 
-@pytest.mark.usefixtures("standard_promotion")
-def test_loss_scaled_raises_for_fp8_statistics_that_fun_closes_over():
-    variables = FP8_MODEL.init(jax.random.key(0), FP8_INPUT)
+def _in_scan(fun):
+    return lambda x: jax.lax.scan(lambda carry, _: (carry, fun(x)), None, length=1)[1][0]
 
-    def loss(statistics):
-        return scaled(lambda params: fp8_loss(params, statistics))(variables["params"])
+
+def _with_derivative_rule(fun):
+    ruled = jax.custom_vjp(fun)
+    ruled.defvjp(lambda x: jax.vjp(fun, x), lambda pull_back, cotangent: pull_back(cotangent))
+    return ruled
+
+
+CALLED = {  # how a function calls the fp8 layers
+    "directly": lambda fun: fun,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "scan": _in_scan,
+    "custom_vjp": _with_derivative_rule,
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("called", CALLED)
+def test_loss_scaled_raises_if_fun_closes_over_a_value_that_fp8_layers_may_use(called):
+    """The value may be the scale of one of the layers, which cannot be known."""
+    variables = FP8_MODEL.init(jax.random.key(0), FP8_INPUT)
+    fun = CALLED[called](lambda params: fp8_loss(params, variables[FP8]))
+
+    def loss(scale):
+        return scaled(lambda params: fun(params) * scale[0])(variables["params"])
 
     with pytest.raises(TypeError, match=r"closes over a differentiated value of float32\[1\].*Pass the variables"):
-        jax.grad(loss)(variables[FP8])
-    bias = jax.grad(lambda b: scaled(lambda: jnp.sum(b[0] * W))())(jnp.ones(1))  # the same shape, without fp8 layers
-    assert bias == jnp.sum(W)
+        jax.grad(loss)(jnp.ones(1))
+
+
+@jax.jit
+def in_q(w, x):
+    """Projects queries. One of Flax's functions for fp8 has the same name."""
+    return x @ w
+
+
+@jax.custom_vjp
+def out_qdq(x):
+    """Has a derivative rule of its own, without float8."""
+    return x
+
+
+out_qdq.defvjp(lambda x: (x, None), lambda _, cotangent: (cotangent,))
+
+
+def test_loss_scaled_accepts_functions_that_are_called_like_the_functions_of_fp8_layers():
+    """A closed-over value may have the shape of the statistics of fp8 layers."""
+
+    def loss(temperature):
+        return scaled(lambda w: jnp.sum(out_qdq(in_q(w, X)) * temperature[0]))(W)
+
+    np.testing.assert_allclose(jax.grad(loss)(jnp.ones(1)), jnp.sum(X @ W), rtol=1e-6)
 
 
 # --- the scale is read in every form ---
