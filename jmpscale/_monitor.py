@@ -110,7 +110,7 @@ def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
         raise FloatingPointError(_diagnose(state, scaler, limit))
 
 
-def warn_after_skips(scaler: ScalerState, count: int) -> ScalerState:
+def warn_if_skipped(scaler: ScalerState, count: int) -> ScalerState:
     """Warns if exactly `count` consecutive steps have been skipped, also from inside a compiled program.
 
     Returns:

@@ -38,7 +38,7 @@ from jmpscale._base.tree import (
 from jmpscale._find_scaler import check_scaler
 from jmpscale._finite import all_finite_here
 from jmpscale._gate import GatedTree, check_same_types, gate, has_same_type, is_numeric
-from jmpscale._monitor import warn_after_skips as warn_if_skipped
+from jmpscale._monitor import warn_if_skipped
 from jmpscale._scaling import all_reduce_outcome, apply_rule, multiply_gradients, unscaled_dtype
 from jmpscale._state import (
     LARGEST_SCALE,
