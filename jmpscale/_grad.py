@@ -60,8 +60,9 @@ def value_and_grad(
 
     Raises:
       TypeError: the scaler is missing; `fun` is not callable, does not return a pair although `has_aux` is true, or
-        returns a loss that is not a real floating-point scalar; `transform` is not a `value_and_grad`; or it is `jax.value_and_grad`, and a
-        differentiated argument is a Flax NNX object or contains leaves that are not differentiable.
+        returns a loss that is not a real floating-point scalar; `transform` is not a `value_and_grad`; or it is
+        `jax.value_and_grad`, and a differentiated argument is a Flax NNX object or contains leaves that are not
+        differentiable.
       ValueError: the first argument contains no scaler, more than one, or a batch of scalers.
 
     >>> import jmpscale
