@@ -32,7 +32,7 @@ def report():
 def main():
     """Writes the picture; it is readable at a width of 400 pixels."""
     figure, axes = plt.subplots(figsize=(6.4, 5.6), layout="constrained")
-    plots.range_report(report(), ax=axes)
+    plots.magnitudes(report(), ax=axes)
     axes.set_title("One training step: forward, then backward", size=15)
     axes.xaxis.label.set_size(15)
     axes.yaxis.label.set_size(15)

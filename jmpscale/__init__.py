@@ -1,4 +1,4 @@
-"""Loss scaling for JAX: exact, jitted, and equal on every device."""
+"""Trains float32 programs of JAX in float16: autocast, loss scaling, and a diagnosis of float16."""
 
 from importlib.metadata import version as _version
 

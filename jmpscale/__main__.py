@@ -12,6 +12,7 @@ import functools
 import io
 import pathlib
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -267,6 +268,22 @@ def encode(text: str) -> Text:
     return alphabet, tokens.astype(np.int32)
 
 
+def check_can_write(path: pathlib.Path) -> None:
+    """Raises if a picture cannot be written to a path, and leaves the path unchanged."""
+    if path.is_dir():
+        raise IsADirectoryError(f"Is a directory: '{path}'")
+    with tempfile.TemporaryFile(dir=path.parent):
+        pass
+
+
+def write_picture(figure: "Figure", path: pathlib.Path) -> None:
+    """Writes a picture as a whole: an interrupted program leaves the old file, or none."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        complete = pathlib.Path(folder) / path.name
+        figure.savefig(complete, format="png", dpi=110)
+        complete.replace(path)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains the model four times, prints a table and writes a picture."""
     parser = argparse.ArgumentParser("python -m jmpscale", description="Train a language model four times.")
@@ -285,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         import matplotlib  # noqa: F401
 
         text = encode(read_text(options.text))
-        options.output.open("ab").close()
+        check_can_write(options.output)
     except ImportError as error:
         parser.error(f'{error}: pip install "jmpscale[demo]"')
     except (OSError, ValueError) as error:
@@ -295,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # characters that the terminal cannot print
     print(format_table(runs))
-    plot(runs, options.batch_tokens).savefig(options.output, format="png", dpi=110)
+    write_picture(plot(runs, options.batch_tokens), options.output)
     print(f"\nwrote {options.output}")
 
 

@@ -6,7 +6,9 @@ import numpy as np
 
 from jmpscale._base.text import describe, type_name
 from jmpscale._base.tree import PyTree, Tree, find_instances, flatten_matching, is_array
-from jmpscale._state import ARRAY_FIELDS, ScalerConfig, ScalerState, register_with_flax
+from jmpscale._state import ARRAY_FIELDS, ScalerConfig, ScalerState, init_state, register_with_flax
+
+_NEW_STATE = init_state(1.0, ScalerConfig())  # the arrays of every scaler have dtypes of these kinds
 
 
 def get_scaler(tree: PyTree) -> ScalerState:
@@ -95,7 +97,8 @@ def check_scaler(scaler: object, name: str = "scaler") -> None:
     state = _check_scaler_type(scaler, name)
     if shape := getattr(state.loss_scale, "shape", ()):
         raise ValueError(
-            f"{name} must hold one scaler, got a batch with loss_scale of shape {shape}. Call this under jax.vmap."
+            f"{name} must hold one scaler, got a batch with loss_scale of shape {shape}. If it is replicated, pass one "
+            f"replica, jax.tree.map(lambda x: x[0], {name}); otherwise call this under jax.vmap."
         )
     for field in ARRAY_FIELDS:
         _check_field(getattr(state, field), field, name)
@@ -118,7 +121,8 @@ def _check_scaler_type(scaler: object, name: str) -> ScalerState:
 
 
 def _check_field(value: object, field: str, name: str) -> None:
-    kind, example = (np.floating, "a float such as 1024.0") if field == "loss_scale" else (np.integer, "an integer")
+    is_float = np.issubdtype(getattr(_NEW_STATE, field).dtype, np.floating)
+    kind, example = (np.floating, "a float such as 1024.0") if is_float else (np.integer, "an integer")
     dtype = getattr(value, "dtype", type(value))
     # Counters of 8 or 16 bits would wrap around.
     narrow = is_array(value) and value.dtype.itemsize < 4

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, NamedTuple, NoReturn, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,8 @@ from jmpscale._state import ScalerState
 Function = Callable[..., Any]
 
 _SCALER_COMES_FIRST = (
-    "The scaler is the first argument of the new function: value_and_grad(loss_fn)(scaler, params, batch). It may also "
-    "be the state of an optimizer that is wrapped in with_loss_scaling."
+    "The scaler is the first positional argument of the new function: value_and_grad(loss_fn)(scaler, params, batch). "
+    "It may also be the state of an optimizer that is wrapped in with_loss_scaling."
 )
 
 
@@ -59,7 +59,8 @@ def value_and_grad(
       pass overflowed.
 
     Raises:
-      TypeError: `fun` is not callable, or does not return a pair although `has_aux` is true; or `transform` is
+      TypeError: the scaler is missing; `fun` is not callable, does not return a pair although `has_aux` is true, or
+        returns a loss that is not a real floating-point scalar; `transform` is not a `value_and_grad`; or it is
         `jax.value_and_grad`, and a differentiated argument is a Flax NNX object or contains leaves that are not
         differentiable.
       ValueError: the first argument contains no scaler, more than one, or a batch of scalers.
@@ -78,21 +79,29 @@ def value_and_grad(
     # equinox.filter_value_and_grad has no argnums, and nnx.value_and_grad takes it by keyword only.
     options = {} if isinstance(argnums, int) and argnums == 0 else {"argnums": argnums}
 
-    def value_and_grad_fun(scaler: PyTree, /, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
+    # A parameter of fun may also be called scaler, so the scaler is positional only.
+    def value_and_grad_fun(scaler: PyTree = None, /, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
+        if scaler is None:
+            raise TypeError(f"scaler must be given by position, got none. {_SCALER_COMES_FIRST}")
         state = find_scaler(scaler, remedy=_SCALER_COMES_FIRST)
         if transform is jax.value_and_grad:
             _check_differentiable(args, argnums)
 
         # Has the signature of fun, in which nnx.value_and_grad finds the positions of keyword arguments.
         @functools.wraps(fun, updated=())
-        def scaled_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        def scaled_fun(*args: Any, **kwargs: Any) -> tuple[Any, _Output]:
             out = fun(*args, **kwargs)
             out = as_pair(out) if has_aux else out
             loss = out[0] if has_aux else out
-            # For a loss that cannot be scaled, transform raises the error of its framework.
-            return scale_loss(state, loss) if is_real_scalar(loss) else loss, out
+            if is_real_scalar(loss):
+                return scale_loss(state, loss), _Output(out)
+            losses_of_wrong_type.append(loss)  # most transformations raise the error of their framework
+            return loss, _Output(out)
 
-        (_, out), grads = transform(scaled_fun, has_aux=True, **options)(*args, **kwargs)
+        losses_of_wrong_type: list[object] = []
+        out, grads = _output_and_gradients(transform(scaled_fun, has_aux=True, **options)(*args, **kwargs))
+        if losses_of_wrong_type and state.config.mode != "disabled":
+            _raise_unscaled(losses_of_wrong_type[0])
         return out, unscale(state, grads)
 
     # functools.wraps would show jax.jit(..., static_argnames=...) the signature of fun, which lacks the scaler.
@@ -100,12 +109,41 @@ def value_and_grad(
     return value_and_grad_fun
 
 
+class _Output(NamedTuple):
+    """The output of the loss function, which `transform` returns as auxiliary data."""
+
+    value: Any
+
+
+def _output_and_gradients(result: Any) -> tuple[Any, PyTree]:
+    """Takes the result of `transform` apart; raises if it is not a `value_and_grad`."""
+    match result:
+        case ((_, _Output(out)), grads):
+            return out, grads
+    raise TypeError(
+        "transform must return ((value, aux), grads) as jax.value_and_grad does, but it returned another structure. "
+        "Pass jax.value_and_grad, flax.nnx.value_and_grad or equinox.filter_value_and_grad, not grad."
+    )
+
+
+def _count(value: object) -> str:
+    return f"{describe(value)} of {len(value)}" if isinstance(value, (tuple, list)) else describe(value)
+
+
+def _raise_unscaled(loss: object) -> NoReturn:
+    """Raises for a loss that cannot be scaled, because the gradients would be divided by the scale nevertheless."""
+    raise TypeError(
+        f"fun must return a real floating-point scalar as the loss, got {describe(loss)}, which transform accepts, but "
+        "which cannot be scaled. Reduce it with .sum() or .mean(), or use scale, jax.vjp and unscale."
+    )
+
+
 def as_pair(out: object) -> tuple[Any, Any]:
     """Returns the loss and the auxiliary data as a plain tuple: JAX does not look inside a subclass of tuple."""
     if not (isinstance(out, (tuple, list)) and len(out) == 2):
         raise TypeError(
-            f"fun must return a pair (loss, aux) because has_aux is true, got {describe(out)}. Return both, or omit "
-            "has_aux."
+            f"fun must return a pair (loss, aux) because has_aux is true, got {_count(out)}. Return both, or omit "
+            "has_aux; collect several auxiliary values in one aux."
         )
     loss, aux = out
     return loss, aux

@@ -16,14 +16,13 @@ from jmpscale._base.axes import AxisName, axes_to_reduce, check_no_partial_sums,
 from jmpscale._base.check import COUNTER_LIMIT, check_count
 from jmpscale._base.text import format_table
 from jmpscale._base.tree import PyTree, check_no_refs, gradients_with_path, is_traced, path_names
-from jmpscale._find_scaler import check_scaler
+from jmpscale._find_scaler import find_scaler
 from jmpscale._finite import use_variadic_reduce
-from jmpscale._state import ScalerState
 
 FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL, FLOAT16_MAX = 2.0**-24, 2.0**-14, 65504.0
 
 # For each leaf: the bits of the largest magnitude, and the counts i32[5] of the kinds of values.
-_Statistics: TypeAlias = tuple[list[jax.Array], list[jax.Array]]
+_LeafStatistics: TypeAlias = tuple[list[jax.Array], list[jax.Array]]
 _COUNTS = ("nan", "inf", "zero", "underflow", "subnormal")
 
 
@@ -77,7 +76,7 @@ class GradReport:
         >>> import jax.numpy as jnp
         >>> import jmpscale
         >>> print(jmpscale.grad_report({"w": jnp.array([1.0, jnp.inf]), "b": jnp.ones(3)}).describe())
-        1 of 2 leaves is not finite; the overflow most likely began in w. jmpscale.range_report names the line.
+        1 of 2 leaves is not finite; the overflow most likely began in w. jmpscale.diagnose names the line.
         leaf  values  max_abs  headroom  nan  inf  zero  underflow  subnormal
         w          2      inf      -inf    0    1     0          0          0
         b          3        1      16.0    0    0     0          0          0
@@ -143,7 +142,7 @@ def _summarize(first: str, nonfinite: np.ndarray, fraction: float, inf: np.ndarr
             " All non-finite values are NaN: invalid data, a 0/0 in the model (such as a softmax over a row that is "
             "masked everywhere), or inf - inf later in the backward pass."
         )
-    return f"{sentence} jmpscale.range_report names the line."
+    return f"{sentence} jmpscale.diagnose names the line."
 
 
 def _serialize_names(names: tuple[tuple[str, ...], tuple[int, ...]]) -> bytes:
@@ -163,7 +162,7 @@ jax.export.register_pytree_node_serialization(
 )
 
 
-def grad_report(grads: PyTree, *, scaler: ScalerState | None = None, axis_name: AxisName = None) -> GradReport:
+def grad_report(grads: PyTree, *, scaler: PyTree = None, axis_name: AxisName = None) -> GradReport:
     """Reports the non-finite values, the underflows and the headroom in float16 of each leaf of a gradient tree.
 
     It reads the gradients once more. Under `jax.jit`, unused parts of the report are removed by the compiler. To report
@@ -173,8 +172,8 @@ def grad_report(grads: PyTree, *, scaler: ScalerState | None = None, axis_name: 
       grads: pytree of gradients in true units, as `value_and_grad` returns them. Leaves that are not floating-point or
         complex are omitted, and so are the new scales and histories of Flax's fp8 layers. The real and imaginary parts
         of a complex number count as two values.
-      scaler: the scaler of the step, for a report on the scaled gradients, as the backward pass held them. Without it
-        the report is on the gradients in true units.
+      scaler: the scaler of the step, or any pytree that contains exactly one, for a report on the scaled gradients, as
+        the backward pass held them. Without it the report is on the gradients in true units.
       axis_name: the mapped axes over which to combine the report, as in `all_finite`; needed only under `jax.pmap`,
         `jax.vmap(axis_name=...)` and `check_vma=False`.
 
@@ -182,9 +181,9 @@ def grad_report(grads: PyTree, *, scaler: ScalerState | None = None, axis_name: 
       A `GradReport`, with the same structure for each step and equal on all devices.
 
     Raises:
-      TypeError: `scaler` is not a `ScalerState`, or a leaf is a partial sum or a `jax.Ref`.
-      ValueError: `scaler` is a batch of scalers, there is no floating-point leaf, a leaf has more than 2147483647
-        values, or an axis is not mapped here.
+      TypeError: a leaf is a partial sum or a `jax.Ref`.
+      ValueError: `scaler` contains no scaler, more than one, or a batch of scalers; there is no floating-point leaf; a
+        leaf has more than 2147483647 values; or an axis is not mapped here.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -192,8 +191,7 @@ def grad_report(grads: PyTree, *, scaler: ScalerState | None = None, axis_name: 
     >>> dict(zip(report.paths, report.underflow.tolist()))
     {'b': 1, 'w': 0}
     """
-    if scaler is not None:
-        check_scaler(scaler)
+    loss_scale = None if scaler is None else find_scaler(scaler).loss_scale
     check_no_refs(grads, "grads")
     check_no_partial_sums(grads)
     warn_if_unsynchronized(axis_name)
@@ -202,7 +200,6 @@ def grad_report(grads: PyTree, *, scaler: ScalerState | None = None, axis_name: 
         raise ValueError("grads must have a leaf of a floating-point dtype, got none. Pass the gradients.")
     names = [name or "grads" for name in path_names([path for path, _ in entries])]
     leaves = [leaf for _, leaf in entries]
-    loss_scale = None if scaler is None else scaler.loss_scale
     bits, counts = _leaf_statistics(leaves, loss_scale)
     axes = [axes_to_reduce(part, axis_name) for part in bits]
     sizes = [jnp.size(x) * (1 + jnp.iscomplexobj(x)) * jax.lax.axis_size(a) for x, a in zip(leaves, axes, strict=True)]
@@ -233,7 +230,7 @@ def _wide_dtypes(leaves: Sequence[ArrayLike]) -> tuple[DTypeLike, DTypeLike]:
 
 
 @jax.jit
-def _leaf_statistics(leaves: Sequence[ArrayLike], loss_scale: jax.Array | None) -> _Statistics:
+def _leaf_statistics(leaves: Sequence[ArrayLike], loss_scale: jax.Array | None) -> _LeafStatistics:
     """Returns for each leaf, on this device, the bits of the largest magnitude, and the counts i32[5]."""
     forms = {"cpu": functools.partial(_count, _reduce_variadic)} if use_variadic_reduce() else {}
     return jax.lax.platform_dependent(leaves, loss_scale, default=functools.partial(_count, _reduce_each), **forms)
@@ -241,7 +238,7 @@ def _leaf_statistics(leaves: Sequence[ArrayLike], loss_scale: jax.Array | None) 
 
 def _count(
     reduce: Callable[..., Sequence[jax.Array]], leaves: Sequence[jax.Array], loss_scale: jax.Array | None
-) -> _Statistics:
+) -> _LeafStatistics:
     dtype, int_dtype = _wide_dtypes(leaves)
     smallest, smallest_normal = (
         _bits_of_quotient(limit, loss_scale, dtype, int_dtype) for limit in (FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL)

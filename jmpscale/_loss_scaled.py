@@ -1,18 +1,18 @@
 """Gradients in true units for training loops that compute the gradients themselves."""
 
 import functools
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.extend import core
 
 from jmpscale._base.axes import map_like
 from jmpscale._base.check import warn_user
 from jmpscale._base.compat import is_compiling, varying_axes
-from jmpscale._base.jaxpr import Jaxpr, lift_nnx, trace
+from jmpscale._base.jaxpr import Jaxpr, is_floating, is_jaxpr, lift_nnx, trace, type_of
 from jmpscale._base.text import describe
 from jmpscale._base.tree import (
     Path,
@@ -33,9 +33,6 @@ from jmpscale._state import static
 P = ParamSpec("P")
 T = TypeVar("T")
 Function = Callable[..., Any]
-
-# The functions of flax.linen.fp8_ops that return new statistics in their backward pass, as they occur in a jaxpr.
-_FP8_FUNCTION = re.compile(r"\bname=(?:in_qdq|out_qdq|in_q|quantized_dot)\b")
 
 
 def loss_scaled(fun: Callable[P, T], scale: Any, *, has_aux: bool = False) -> Callable[P, T]:
@@ -190,12 +187,36 @@ def _roles(inputs: list[jax.Array], args: tuple[PyTree, ...], jaxpr: Jaxpr) -> t
     gradients = {id(leaf) for _, leaf in gradients_with_path(args)}
     # The scales of fp8 layers have this shape. Values that fun closes over have no names by which to recognize them.
     unknown = {id(x) for x in inputs if id(x) not in paths and jnp.shape(x) == (1,)}
-    if unknown and not _FP8_FUNCTION.search(str(jaxpr)):
+    if unknown and not _has_fp8_layers(jaxpr):
         unknown = set()
     return tuple(
         _Role(_input_name(paths.get(id(x), ())), None if id(x) in unknown else id(x) in gradients or id(x) not in paths)
         for x in inputs
     )
+
+
+def _has_fp8_layers(jaxpr: Jaxpr) -> bool:
+    """Tests whether a function with a derivative rule of its own computes in float8, as in Flax's fp8 layers."""
+    with_rule = [eqn for eqn in _all_equations(jaxpr) if eqn.primitive.name.startswith("custom_vjp_call")]
+    inside = [inner for eqn in with_rule for held in _held_jaxprs(eqn) for inner in _all_equations(held)]
+    return any(_is_float8(type_of(y)) for eqn in inside for y in eqn.outvars)
+
+
+def _is_float8(aval: Any) -> bool:
+    return is_floating(aval) and jnp.finfo(aval.dtype).bits == 8
+
+
+def _all_equations(jaxpr: Jaxpr) -> Iterator[core.JaxprEqn]:
+    """Yields the equations of a jaxpr and of all jaxprs inside it, derivative rules and kernels included."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for held in _held_jaxprs(eqn):
+            yield from _all_equations(held)
+
+
+def _held_jaxprs(eqn: core.JaxprEqn) -> list[Jaxpr]:
+    values = [value if isinstance(value, (tuple, list)) else (value,) for value in eqn.params.values()]
+    return [held for group in values for held in group if is_jaxpr(held)]
 
 
 def _input_name(path: Path) -> str:

@@ -1,7 +1,9 @@
-"""Monitoring: values to log, and an error for a run that is stuck.
+"""Monitoring: values to log, and an error or a warning for a run that is stuck.
 
 Nothing here changes a state.
 """
+
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -20,25 +22,26 @@ _OVERFLOW = f"{_STUCK}In the most recent skip the loss, if given, was finite, bu
 _DIAGNOSES = (  # in the order of _diagnoses
     f"{_STUCK}The loss scale is invalid: the state was damaged, in storage or by hand. Restore an older checkpoint.",
     f"{_STUCK}In the most recent skip the loss itself was not finite, before any scaling. A loss scale cannot "
-    "prevent that. Look for invalid data, or for an overflow in the forward pass; jmpscale.range_report names the "
+    "prevent that. Look for invalid data, or for an overflow in the forward pass; jmpscale.diagnose names the "
     "line.",
     f"{_STUCK}The gradients that optax.MultiSteps has accumulated can never become finite again: it resets them "
     "by multiplying them by zero, and 0 * inf is NaN. Place with_loss_scaling outside: "
     "with_loss_scaling(optax.MultiSteps(tx, k)).",
     "{total} steps were skipped, and the loss scale has fallen to {scale}, its lower limit, at which steps are still "
     "skipped, although not consecutive ones. Some batches have no finite gradients at any scale. Common causes are "
-    "invalid data, and a softmax over a row in which a mask hides every value. jmpscale.range_report of such a batch "
+    "invalid data, and a softmax over a row in which a mask hides every value. jmpscale.diagnose with such a batch "
     "names the line. Correct these batches or the lines that make them NaN; the scale then grows again.",
     f"{_OVERFLOW}The scale cannot back off any further: the gradients overflow at every allowed scale, or they are "
-    "NaN. jmpscale.range_report of the same batch names the line: correct it or keep it in float32. If smaller scales "
-    "fit, decrease min_scale.",
+    "NaN, or they were scaled by another scaler than this one. A step has one scaler: if the optimizer is wrapped in "
+    "with_loss_scaling, pass its state to jmpscale.value_and_grad. jmpscale.diagnose with the same batch names the "
+    "line: correct it or keep it in float32. If smaller scales fit, decrease min_scale.",
     f"{_OVERFLOW}The scale is static and does not back off. If the gradients of the same batch are finite in float32, "
     "decrease the scale of the backward pass: the number given to loss_scaled(fun, number) if the loss function is "
-    "wrapped by it, and otherwise the number given to static. jmpscale.range_report prints the scales that fit.",
+    "wrapped by it, and otherwise the number given to static. jmpscale.diagnose prints the scales that fit.",
     f"{_OVERFLOW}These are the first skips of this run: the scale is still backing off from its initial value. Allow "
     "more skips, or decrease init_scale.",
     f"{_OVERFLOW}The scale is still backing off. Allow more skips, or look for a change in the data or the model: "
-    "jmpscale.range_report names the line.",
+    "jmpscale.diagnose names the line.",
 )
 
 
@@ -50,11 +53,11 @@ def metrics(scaler: PyTree) -> dict[str, jax.Array]:
         `with_loss_scaling`.
 
     Returns:
-      A dict of `loss_scale`, `finite_steps`, `hysteresis_left`, `total_skips`, `consecutive_skips` and
-      `last_skip_reason`, which are fields of `ScalerState`. If the loss function is wrapped by `loss_scaled(fun,
-      number)`, the scale of the backward pass is this number, and `loss_scale` is only the scaler's own. For an
-      optimizer state of `with_loss_scaling(max_norm=...)` the dict also contains `grad_norm`, f32[], the global norm
-      before clipping. The values are the arrays of the state itself, so read or copy them before the state is donated.
+      A dict of the arrays of the `ScalerState`, by the names of its fields. If the loss function is wrapped by
+      `loss_scaled(fun, number)`, the scale of the backward pass is this number, and `loss_scale` is only the scaler's
+      own. For an optimizer state of `with_loss_scaling(max_norm=...)` the dict also contains `grad_norm`, f32[], the
+      global norm before clipping. The values are the arrays of the state itself, so read or copy them before the state
+      is donated.
 
     Raises:
       ValueError: `scaler` contains no scaler, or more than one.
@@ -104,9 +107,43 @@ def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
         return
     state = jax.tree.map(np.asarray, state)  # under a transformation JAX would trace operations on known arrays
     if _is_stuck(state, limit):
-        text = next(text for holds, text in _diagnoses(state, scaler, limit) if holds)
-        scale = format_number(np.float32(state.loss_scale))
-        raise FloatingPointError(text.format(scale=scale, run=state.consecutive_skips, total=state.total_skips))
+        raise FloatingPointError(_diagnose(state, scaler, limit))
+
+
+def warn_if_skipped(scaler: ScalerState, count: int) -> ScalerState:
+    """Warns if exactly `count` consecutive steps have been skipped, also from inside a compiled program.
+
+    Returns:
+      The scaler, unchanged. In a compiled program its count of consecutive skips depends on the callback, so the
+      compiler cannot remove the callback. A `jax.debug.callback` needs no result, but makes every call of a small
+      program several times as slow on CPU, even if it is never reached.
+    """
+
+    def warn(scaler: ScalerState) -> np.ndarray:
+        state = jax.tree.map(np.asarray, scaler)
+        if state.consecutive_skips == count:  # under jax.vmap the callback runs for every scaler
+            warnings.warn(_diagnose(state, state, count - 1), stacklevel=2)
+        return state.consecutive_skips
+
+    def warn_from_program(scaler: ScalerState) -> jax.Array:
+        skips = scaler.consecutive_skips
+        result = jax.ShapeDtypeStruct(skips.shape, skips.dtype)
+        return jax.pure_callback(warn, result, scaler, vmap_method="sequential")
+
+    if not any(map(is_traced, jax.tree.leaves(scaler))):
+        warn(scaler)
+        return scaler
+    is_due = scaler.consecutive_skips == count
+    known = jax.lax.stop_gradient(scaler)
+    skips = jax.lax.cond(is_due, warn_from_program, lambda scaler: scaler.consecutive_skips, known)
+    return scaler._replace(consecutive_skips=skips)
+
+
+def _diagnose(state: ScalerState, tree: PyTree, limit: int) -> str:
+    """Returns the first diagnosis that applies to a state on the host."""
+    text = next(text for holds, text in _diagnoses(state, tree, limit) if holds)
+    scale = format_number(np.float32(state.loss_scale))
+    return text.format(scale=scale, run=state.consecutive_skips, total=state.total_skips)
 
 
 def _check_in_program(state: ScalerState, tree: PyTree, limit: int) -> None:

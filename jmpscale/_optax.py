@@ -2,6 +2,8 @@
 
 import functools
 import inspect
+import itertools
+import types
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
@@ -19,7 +21,7 @@ from jmpscale._base.axes import (
     manual_axes,
     warn_if_unsynchronized,
 )
-from jmpscale._base.check import check_in_range, is_called_by, warn_user
+from jmpscale._base.check import check_count, check_in_range, is_called_by, warn_user
 from jmpscale._base.compat import full_like, varying_axes
 from jmpscale._base.text import truncate, type_name
 from jmpscale._base.tree import (
@@ -36,6 +38,7 @@ from jmpscale._base.tree import (
 from jmpscale._find_scaler import check_scaler
 from jmpscale._finite import all_finite_here
 from jmpscale._gate import GatedTree, check_same_types, gate, has_same_type, is_numeric
+from jmpscale._monitor import warn_if_skipped
 from jmpscale._scaling import all_reduce_outcome, apply_rule, multiply_gradients, unscaled_dtype
 from jmpscale._state import (
     LARGEST_SCALE,
@@ -46,14 +49,27 @@ from jmpscale._state import (
     register_with_flax,
 )
 
+# The functions of optax whose transformations replace infinity or NaN by finite numbers.
+_HIDES_OVERFLOWS = {"clip", "zero_nans", "scale_by_sign"}
+
+
+class Transformation(Protocol):
+    """An optimizer of optax, or of a class of its own with the same methods, such as `optax.MultiSteps`."""
+
+    @property
+    def init(self) -> Callable[..., Any]: ...
+    @property
+    def update(self) -> Callable[..., Any]: ...
+
 
 def with_loss_scaling(
-    inner: optax.GradientTransformation,
+    inner: Transformation,
     scaler: ScalerState | None = None,
     *,
     max_norm: float | None = None,
     axis_name: AxisName = None,
     norm_axis_name: AxisName = (),
+    warn_after_skips: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that it skips steps whose gradients are not finite, and adjusts the loss scale.
 
@@ -76,6 +92,9 @@ def with_loss_scaling(
       norm_axis_name: the mapped axes along which each device holds a part of the gradients, such as the axis of
         hand-written FSDP; needed only where `axis_name` is. The squares are summed over these axes. Do not name axes
         along which every device holds the whole gradient.
+      warn_after_skips: the number of consecutive skips after which to warn, once per streak, from inside the compiled
+        program; for training loops that do not return the optimizer state, so that `raise_if_stuck` cannot read it.
+        The warning states the scale, the cause and the remedy. Under `jax.pmap` and `jax.shard_map` each device warns.
 
     Returns:
       A gradient transformation, whose state is a `WithLossScalingState`. Call `tx.update(grads, opt_state, params,
@@ -86,14 +105,16 @@ def with_loss_scaling(
       `optax.apply_updates` converts back.
 
     Raises:
-      TypeError: `inner` is not a gradient transformation, `scaler` is not a `ScalerState`, or `max_norm` is not a
-        number. From `tx.update`: `inner` changes the structure or the types of its state, or a gradient is a partial
-        sum or a `jax.Ref`.
-      ValueError: `max_norm` is out of range, or an axis is not mapped.
+      TypeError: `inner` is not a gradient transformation, `scaler` is not a `ScalerState`, `max_norm` is not a number,
+        or `warn_after_skips` is not an integer. From `tx.update`: `inner` changes the structure or the types of its
+        state, or a gradient is a partial sum or a `jax.Ref`.
+      ValueError: `max_norm` or `warn_after_skips` is out of range, or an axis is not mapped.
 
     Warns:
       UserWarning: from `tx.init`, if `optax.MultiSteps`, `optax.partition` or `optax.masked` contains the
-        transformation; from `tx.update`, if `axis_name` is missing, so that devices would decide independently.
+        transformation; from `tx.update`, if `axis_name` is missing, so that devices would decide independently, or if
+        an `optax.chain` contains `optax.clip`, `optax.zero_nans` or `optax.scale_by_sign` before the transformation;
+        from the program, after `warn_after_skips` consecutive skips.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -112,6 +133,8 @@ def with_loss_scaling(
     initial = jax.tree.map(lambda x: x.copy(), initial)  # the caller may donate its arrays
     if max_norm is not None:
         max_norm = check_in_range("max_norm", max_norm, SMALLEST_SCALE, LARGEST_SCALE, "Omit it to clip nothing.")
+    if warn_after_skips is not None:
+        warn_after_skips = check_count("warn_after_skips", warn_after_skips)
     tx = _with_extra_args(inner)
 
     def init(params: optax.Params) -> Any:
@@ -119,7 +142,7 @@ def with_loss_scaling(
         _warn_if_inside_multi_steps()
         _warn_if_masked(params)
         scaler = jax.tree.map(jnp.array, initial)
-        inner_state = tx.init(params if _is_disabled(scaler) else _widen(params))
+        inner_state = tx.init(params if _is_disabled(scaler) else _as_seen_by_inner(params))
         return WithLossScalingState(scaler, inner_state, None if max_norm is None else jnp.zeros((), jnp.float32))
 
     def update(
@@ -127,6 +150,7 @@ def with_loss_scaling(
     ) -> tuple[optax.Updates, Any]:
         grads = updates
         state = _check_update_arguments(grads, state)
+        _warn_if_overflows_are_hidden()
         scaler, norm, grad_norm, factor = state.scaler, None, None, None
         if max_norm is not None:
             norm = _global_norm(grads, axis_name, norm_axis_name)
@@ -147,24 +171,18 @@ def with_loss_scaling(
         finite, loss_finite = all_reduce_outcome(_is_finite(grads, norm), loss, decision_axes)
         if "grad" in extra_args:  # by optax's convention, the same gradients
             extra_args["grad"] = _zero_nonfinite(extra_args["grad"])
-        wide_params = _widen(params)
+        inner_params = _as_seen_by_inner(params)
         if is_traced(finite) or finite:
-            inner_with_params = functools.partial(update_inner, params=wide_params)
+            inner_with_params = functools.partial(update_inner, params=inner_params)
             updates, inner_state = _update_if(finite, inner_with_params, grads, state.inner_state)
         else:  # outside jit; the updates of inner are not computed, because inner may read values
-            updates, inner_state = _skipped_updates(grads, wide_params), state.inner_state
-        return updates, WithLossScalingState(apply_rule(scaler, finite, loss_finite), inner_state, grad_norm)
+            updates, inner_state = _skipped_updates(grads, inner_params), state.inner_state
+        scaler = apply_rule(scaler, finite, loss_finite)
+        if warn_after_skips is not None:
+            scaler = warn_if_skipped(scaler, warn_after_skips)
+        return updates, WithLossScalingState(scaler, inner_state, grad_norm)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-class _Transformation(Protocol):
-    """An optimizer of optax, or of a class of its own with the same methods, such as `optax.MultiSteps`."""
-
-    @property
-    def init(self) -> Callable[..., Any]: ...
-    @property
-    def update(self) -> Callable[..., Any]: ...
 
 
 def _check_transformation(tx: object, name: str, remedy: str) -> None:
@@ -174,7 +192,7 @@ def _check_transformation(tx: object, name: str, remedy: str) -> None:
         )
 
 
-def _with_extra_args(tx: _Transformation) -> optax.GradientTransformationExtraArgs:
+def _with_extra_args(tx: Transformation) -> optax.GradientTransformationExtraArgs:
     """Returns a transformation that accepts any extra argument and passes to `tx` only the arguments that `tx` takes.
 
     optax does this for its own class. Objects of other classes, such as `optax.MultiSteps`, are inspected.
@@ -216,6 +234,27 @@ def _warn_if_masked(params: optax.Params) -> None:
         )
 
 
+def _warn_if_overflows_are_hidden() -> None:
+    """Warns if an `optax.chain` has changed infinities or NaN into finite numbers before the wrapper."""
+    if is_called_by(_hides_overflows):
+        warn_user(
+            "with_loss_scaling is behind a transformation that replaces infinity or NaN in the gradients, such as "
+            "optax.clip: it does not see overflows, so they are applied, and the scale only grows. Place the "
+            "transformation inside: with_loss_scaling(optax.chain(optax.clip(1.0), tx))."
+        )
+
+
+def _hides_overflows(frame: types.FrameType) -> bool:
+    """Tests whether a frame is the update of an `optax.chain` that has called such a transformation already."""
+    if frame.f_globals.get("__name__") != optax.chain.__module__ or "update_fns" not in frame.f_locals:
+        return False
+    earlier = itertools.takewhile(lambda update: update is not frame.f_locals.get("fn"), frame.f_locals["update_fns"])
+    # The chain wraps each transformation in a function that accepts extra arguments.
+    wrapped = [inspect.getclosurevars(update).nonlocals.get("tx") for update in earlier]
+    names = [tx.update.__qualname__ for tx in wrapped if tx is not None]
+    return any(name.partition(".")[0] in _HIDES_OVERFLOWS for name in names)
+
+
 def _decision_axes(axis_name: AxisName, norm_axis_name: AxisName) -> AxisName:
     """Returns the axes over which decisions are combined: devices that hold parts of a gradient decide together."""
     parts = as_axes(norm_axis_name)
@@ -242,10 +281,10 @@ def _is_disabled(scaler: ScalerState) -> bool:
     return scaler.config.mode == "disabled"
 
 
-def _widen(params: PyTree) -> PyTree:
+def _as_seen_by_inner(params: PyTree) -> PyTree:
     """Converts parameters to the dtype of their gradients; otherwise optimizer states would change dtype."""
 
-    def widen(x: object) -> object:
+    def convert(x: object) -> object:
         if not (isinstance(x, jax.ShapeDtypeStruct) or is_array(x)) or not jnp.issubdtype(x.dtype, np.inexact):
             return x
         dtype = unscaled_dtype(x.dtype)
@@ -255,7 +294,7 @@ def _widen(params: PyTree) -> PyTree:
             return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
         return jnp.asarray(x, dtype)
 
-    return jax.tree.map(widen, params)
+    return jax.tree.map(convert, params)
 
 
 def _global_norm(grads: PyTree, axis_name: AxisName, norm_axis_name: AxisName) -> jax.Array:
@@ -376,7 +415,7 @@ def _zero_nonfinite(tree: PyTree) -> PyTree:
 
 
 def optax_step(
-    tx: optax.GradientTransformation, grads: PyTree, **extra_args: Any
+    tx: Transformation, grads: PyTree, **extra_args: Any
 ) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
     """Creates the step that `apply_if` gates: it computes the updates of an optax optimizer and applies them.
 
@@ -390,7 +429,8 @@ def optax_step(
       an Equinox model, are unchanged.
 
     Raises:
-      TypeError: `tx` is not a gradient transformation. From the step: `tx` is wrapped in `with_loss_scaling`.
+      TypeError: `tx` is not a gradient transformation. From the step: `tx` is wrapped in `with_loss_scaling`, or the
+        arguments are not the parameters and the optimizer state, in this order.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -403,18 +443,33 @@ def optax_step(
     if callable(tx) and not hasattr(tx, "update"):
         raise TypeError(f"tx must be the optimizer, got the function {tx!r}. Pass the optimizer, not its update.")
     _check_transformation(tx, "tx", "optax.adam(1e-3), then the gradients")
-    wide = _with_extra_args(tx)
+    tx_with_extra_args = _with_extra_args(tx)
 
-    def step(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+    def step(*carry: PyTree) -> tuple[PyTree, PyTree]:
+        params, opt_state = _check_carry(carry, grads)
         if find_instances(opt_state, WithLossScalingState):
             raise TypeError(
                 "tx must not be wrapped in with_loss_scaling: a skipped step would not adjust its scale. Pass the "
                 "inner optimizer, or call tx.update without apply_if."
             )
-        updates, opt_state = wide.update(grads, opt_state, params, **extra_args)
+        updates, opt_state = tx_with_extra_args.update(grads, opt_state, params, **extra_args)
         return jax.tree.map(_apply_update, updates, params, is_leaf=lambda x: x is None), opt_state
 
     return step
+
+
+def _check_carry(carry: tuple[PyTree, ...], grads: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns the parameters and the optimizer state, or raises."""
+    call = "Call apply_if(finite, optax_step(tx, grads), params, opt_state)."
+    if len(carry) != 2:
+        raise TypeError(f"carry must be two values, the parameters and the optimizer state, got {len(carry)}. {call}")
+    params, opt_state = carry
+    if structure(opt_state) == structure(grads) != structure(params):
+        raise TypeError(
+            "carry must be the parameters and then the optimizer state, got them in the opposite order: the second "
+            f"value has the structure of the gradients, {truncate(structure(grads))}. {call}"
+        )
+    return params, opt_state
 
 
 def _apply_update(update: ArrayLike | None, param: PyTree) -> PyTree:

@@ -23,18 +23,18 @@ from jmpscale._base.check import COUNTER_LIMIT, check_flag, warn_user
 from jmpscale._base.compat import is_compiling, unreduced_axes
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, Tree, check_no_refs, flatten_gradients, is_real, is_traced, named_leaves
-from jmpscale._find_scaler import check_scaler
+from jmpscale._find_scaler import check_scaler, find_scaler
 from jmpscale._finite import all_finite, all_finite_here
-from jmpscale._state import ScalerState, SkipReason, is_created_in_program
+from jmpscale._state import ScalerState, SkipReason
 
 
-def scale(scaler: ScalerState, tree: Tree) -> Tree:
+def scale(scaler: PyTree, tree: Tree) -> Tree:
     """Multiplies a loss, or a pytree of losses, by the loss scale.
 
     The product is at least float32, because the default scale is infinite in float16.
 
     Args:
-      scaler: the scaler. Unscale the gradients with the same scaler.
+      scaler: the scaler, or any pytree that contains exactly one. Unscale the gradients with the same scaler.
       tree: pytree of floating-point arrays of any shape. The loss should be float32: the backward pass of a float16
         loss starts from the scale in float16, which is infinite from 2^16 on.
 
@@ -42,8 +42,8 @@ def scale(scaler: ScalerState, tree: Tree) -> Tree:
       The scaled tree; leaves narrower than float32 become float32. With `disabled()`, the tree itself.
 
     Raises:
-      TypeError: `scaler` is not a `ScalerState`, or a leaf does not have a floating-point dtype.
-      ValueError: `scaler` is a batch of scalers outside `jax.vmap`.
+      TypeError: a leaf does not have a floating-point dtype.
+      ValueError: `scaler` contains no scaler, more than one, or a batch of scalers.
 
     Warns:
       UserWarning: a traced leaf has a dtype that cannot hold large scales, such as float16.
@@ -53,9 +53,9 @@ def scale(scaler: ScalerState, tree: Tree) -> Tree:
     >>> jmpscale.scale(jmpscale.dynamic(2.0**16), jnp.float16(3.0))
     Array(196608., dtype=float32)
     """
-    check_scaler(scaler)
+    state = find_scaler(scaler)
     check_no_refs(tree)
-    if scaler.config.mode == "disabled":
+    if state.config.mode == "disabled":
         return tree
     for path, leaf in named_leaves(tree):
         if not is_real(leaf):
@@ -65,7 +65,7 @@ def scale(scaler: ScalerState, tree: Tree) -> Tree:
             )
         if is_traced(leaf) and is_narrow(leaf):
             warn_about_narrow_loss(leaf)
-    return _scale_leaves(scaler.loss_scale, tree)
+    return _scale_leaves(state.loss_scale, tree)
 
 
 def warn_about_narrow_loss(loss: jax.Array) -> None:
@@ -73,7 +73,7 @@ def warn_about_narrow_loss(loss: jax.Array) -> None:
     warn_user(
         f"the loss is {loss.dtype}, so the backward pass starts from the loss scale in {loss.dtype}, where large "
         "scales are infinite. Return the loss in float32: convert the model's output with .astype(jnp.float32) "
-        "before the loss is computed. jmpscale.range_report lists the operations that are in float16."
+        "before the loss is computed. jmpscale.diagnose lists the operations that are in float16."
     )
 
 
@@ -86,14 +86,14 @@ def _scale_leaves(loss_scale: jax.Array, tree: PyTree) -> PyTree:
     return jax.tree.map(scale_leaf, tree)
 
 
-def unscale(scaler: ScalerState, tree: Tree) -> Tree:
+def unscale(scaler: PyTree, tree: Tree) -> Tree:
     """Divides gradients by the loss scale.
 
     Gradients in float16 and float8 become float32, because the small values that scaling has preserved would underflow
     again. The function is differentiable, so that gradient penalties can use it.
 
     Args:
-      scaler: the scaler that scaled the loss, before its update.
+      scaler: the scaler that scaled the loss, before its update, or any pytree that contains exactly one.
       tree: pytree of gradients. Leaves that are not floating-point or complex are unchanged, and so are the new scales
         and histories that Flax's fp8 layers return in place of gradients.
 
@@ -101,22 +101,22 @@ def unscale(scaler: ScalerState, tree: Tree) -> Tree:
       The unscaled gradients. With `disabled()`, the tree itself.
 
     Raises:
-      TypeError: `scaler` is not a `ScalerState`, or a leaf is a partial sum or a `jax.Ref`.
-      ValueError: `scaler` is a batch of scalers outside `jax.vmap`.
+      TypeError: a leaf is a partial sum or a `jax.Ref`.
+      ValueError: `scaler` contains no scaler, more than one, or a batch of scalers.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
     >>> jmpscale.unscale(jmpscale.dynamic(2.0**16), {"w": jnp.float16(2.0), "step": 3})
     {'step': 3, 'w': Array(3.0517578e-05, dtype=float32)}
     """
-    check_scaler(scaler)
+    state = find_scaler(scaler)
     check_no_refs(tree)
-    if scaler.config.mode == "disabled":
+    if state.config.mode == "disabled":
         return tree
     check_no_partial_sums(tree)
     # Only gradients pass through jit, which converts float0 to bool and raises for Python objects.
     grads, unflatten = flatten_gradients(tree)
-    return unflatten(unscale_leaves(grads, scaler.loss_scale))
+    return unflatten(unscale_leaves(grads, state.loss_scale))
 
 
 @jax.jit
@@ -168,13 +168,13 @@ def _at_least_float32(dtype: DTypeLike) -> np.dtype:
     return np.dtype(np.float32) if jnp.finfo(dtype).bits < 32 else np.dtype(dtype)
 
 
-def unscale_and_check(scaler: ScalerState, grads: Tree, *, axis_name: AxisName = None) -> tuple[Tree, jax.Array]:
+def unscale_and_check(scaler: PyTree, grads: Tree, *, axis_name: AxisName = None) -> tuple[Tree, jax.Array]:
     """Divides gradients by the loss scale and tests whether all of them are finite, on all devices.
 
     The unscaled values are tested, because unscaling by a scale below 1 can make finite gradients infinite.
 
     Args:
-      scaler: the scaler that scaled the loss, before its update.
+      scaler: the scaler that scaled the loss, before its update, or any pytree that contains exactly one.
       grads: pytree of gradients, as in `unscale`.
       axis_name: the mapped axes over which to combine the result, as in `all_finite`.
 
@@ -183,8 +183,8 @@ def unscale_and_check(scaler: ScalerState, grads: Tree, *, axis_name: AxisName =
       gradients themselves and True.
 
     Raises:
-      TypeError: `scaler` is not a `ScalerState`, or a leaf is a partial sum or a `jax.Ref`.
-      ValueError: `scaler` is a batch of scalers outside `jax.vmap`, or an axis is not mapped here.
+      TypeError: a leaf is a partial sum or a `jax.Ref`.
+      ValueError: `scaler` contains no scaler, more than one, or a batch of scalers; or an axis is not mapped here.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -246,7 +246,8 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
         here.
 
     Warns:
-      UserWarning: the scaler is a constant of a compiled program, so every step would start from the same scale.
+      UserWarning: the scaler is a constant of a compiled program, which creates it or closes over it, so every step
+        would start from the same scale.
 
     >>> import jmpscale
     >>> scaler = jmpscale.update(jmpscale.dynamic(1024.0), False)
@@ -268,11 +269,12 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
 
 def _warn_if_constant(scaler: ScalerState, finite: ArrayLike) -> None:
     """Warns if a compiled step contains its scaler, because every call would then start from the same state."""
-    is_constant = not any(map(is_traced, jax.tree.leaves(scaler))) and not is_created_in_program(scaler)
+    is_constant = not any(map(is_traced, jax.tree.leaves(scaler)))
     if is_constant and is_traced(finite) and is_compiling():
         warn_user(
-            "the scaler is a constant of the compiled program, so the scale never adapts and skips are not counted. "
-            "Pass the scaler to the compiled function as an argument, and return the new scaler."
+            "the scaler is a constant of the compiled program, so the scale never adapts and skips are not counted: "
+            "the compiled function creates the scaler, or closes over it. Create the scaler before, pass it to the "
+            "compiled function as an argument, and return the new scaler."
         )
 
 

@@ -6,7 +6,6 @@ This is the only module that validates settings. It does so in Python, before an
 import dataclasses
 import enum
 import json
-import weakref
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -15,9 +14,8 @@ import jax.export
 import numpy as np
 
 from jmpscale._base.check import check_choice, check_count, check_in_range, check_number
-from jmpscale._base.compat import is_compiling
 from jmpscale._base.frameworks import register_serialization
-from jmpscale._base.text import format_number
+from jmpscale._base.text import describe, format_number
 
 Mode = Literal["dynamic", "static", "disabled"]
 HysteresisReset = Literal["growth", "finite"]
@@ -40,7 +38,7 @@ class ScalerConfig:
 
     Raises:
       TypeError: a setting has the wrong type (an array, a bool, a float where an integer is expected).
-      ValueError: a setting is out of range.
+      ValueError: a setting is out of range, or the mode ignores it.
 
     >>> import jmpscale
     >>> jmpscale.dynamic(growth_interval=1000).config.growth_interval
@@ -59,6 +57,8 @@ class ScalerConfig:
     def __post_init__(self) -> None:
         check_choice("mode", self.mode, get_args(Mode))
         check_choice("hysteresis_reset", self.hysteresis_reset, get_args(HysteresisReset))
+        if self.mode != "dynamic":
+            self._check_nothing_else_is_set()
         numbers = {
             "growth_factor": check_number("growth_factor", self.growth_factor),
             "backoff_factor": check_number("backoff_factor", self.backoff_factor),
@@ -86,6 +86,14 @@ class ScalerConfig:
                 f"{format_number(self.max_scale)}."
             )
 
+    def _check_nothing_else_is_set(self) -> None:
+        for field in dataclasses.fields(self):
+            if field.name != "mode" and (value := getattr(self, field.name)) != field.default:
+                raise ValueError(
+                    f"{field.name} must be omitted with mode {self.mode!r}, which ignores it, got {describe(value)}. "
+                    "Create the scaler with jmpscale.dynamic to use it."
+                )
+
 
 class SkipReason(enum.IntEnum):
     """The reason for a skip: the values of `ScalerState.last_skip_reason`."""
@@ -101,7 +109,7 @@ class SkipReason(enum.IntEnum):
 
 
 class ScalerState(NamedTuple):
-    """The state of a loss scaler: an immutable pytree of six scalar arrays, and its settings.
+    """The state of a loss scaler: an immutable pytree of scalar arrays, and its settings.
 
     `dynamic`, `static` and `disabled` create it. In a batch of scalers all arrays have a leading axis; use it under
     `jax.vmap`.
@@ -278,20 +286,10 @@ def disabled() -> ScalerState:
     return init_state(1.0, ScalerConfig(mode="disabled"))
 
 
-_created_in_programs: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
-
-
-def is_created_in_program(scaler: ScalerState) -> bool:
-    """Tests whether a scaler was created while JAX traced a program, to which it then belongs."""
-    return _created_in_programs.get(id(scaler.loss_scale)) is scaler.loss_scale
-
-
 def init_state(loss_scale: float, config: ScalerConfig, finite_steps: int = 0) -> ScalerState:
     """Creates a state from validated settings."""
     register_with_flax()
     scale = np.array(loss_scale, np.float32)
-    if is_compiling():
-        _created_in_programs[id(scale)] = scale
     # The fields are NumPy arrays, because a JAX array would start the backend, and zero-dimensional arrays instead of
     # NumPy scalars, because Orbax does not save NumPy scalars.
     fields: dict[str, Any] = {

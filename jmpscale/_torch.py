@@ -5,18 +5,20 @@ from typing import Any
 
 from jmpscale._base.check import check_count, check_in_range, check_number
 from jmpscale._base.text import type_name
-from jmpscale._find_scaler import check_scaler
+from jmpscale._base.tree import PyTree
+from jmpscale._find_scaler import find_scaler
 from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerConfig, ScalerState, init_state
 
 _SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
 _KEYS = {"scale", "_growth_tracker", *_SETTINGS}
 
 
-def to_torch_state_dict(scaler: ScalerState) -> dict[str, float | int]:
+def to_torch_state_dict(scaler: PyTree) -> dict[str, float | int]:
     """Converts a scaler to the state dict that `torch.amp.GradScaler.load_state_dict` takes.
 
     Args:
-      scaler: a dynamic scaler, outside `jax.jit`. Its values are read from the device.
+      scaler: a dynamic scaler, or any pytree that contains exactly one, outside `jax.jit`. Its values are read from the
+        device.
 
     Returns:
       Python numbers under torch's keys `scale`, `growth_factor`, `backoff_factor`, `growth_interval` and
@@ -24,15 +26,15 @@ def to_torch_state_dict(scaler: ScalerState) -> dict[str, float | int]:
       tracker is below `growth_interval`, because torch never grows a scale whose tracker has passed it.
 
     Raises:
-      TypeError: `scaler` is not a `ScalerState`.
-      ValueError: `scaler` is not dynamic, is a batch of scalers, or has an invalid scale.
+      ValueError: `scaler` contains no scaler, more than one, or a batch of scalers; or the scaler is not dynamic or has
+        an invalid scale.
 
     >>> import jmpscale
     >>> jmpscale.to_torch_state_dict(jmpscale.dynamic(1024.0))["scale"]
     1024.0
     """
-    check_scaler(scaler)
-    config = scaler.config
+    state = find_scaler(scaler)
+    config = state.config
     if config.mode != "dynamic":
         raise ValueError(
             f"scaler must be dynamic to become a torch state dict, got mode {config.mode!r}. In torch, "
@@ -40,9 +42,9 @@ def to_torch_state_dict(scaler: ScalerState) -> dict[str, float | int]:
         )
     remedy = "The state was damaged; restore an older checkpoint."
     return {
-        "scale": check_in_range("scaler.loss_scale", float(scaler.loss_scale), SMALLEST_SCALE, LARGEST_SCALE, remedy),
+        "scale": check_in_range("scaler.loss_scale", float(state.loss_scale), SMALLEST_SCALE, LARGEST_SCALE, remedy),
         **{name: getattr(config, name) for name in _SETTINGS},
-        "_growth_tracker": min(int(scaler.finite_steps), config.growth_interval - 1),
+        "_growth_tracker": min(int(state.finite_steps), config.growth_interval - 1),
     }
 
 

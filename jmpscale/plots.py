@@ -15,20 +15,21 @@ from jmpscale._base.check import check_count
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, flatten_gradients
 from jmpscale._diagnosis import Diagnosis
-from jmpscale._find_scaler import check_scaler
+from jmpscale._find_scaler import find_scaler
 from jmpscale._grad_report import FLOAT16_MAX, FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL, GradReport
-from jmpscale._state import ScalerState, SkipReason
+from jmpscale._state import SkipReason
 
 GRAY, RED, BLUE, YELLOW = "#5c626b", "#d1495b", "#2a7f9e", "#e9b44c"
 
 
-def exponent_histogram(grads: PyTree, *, scaler: ScalerState | None = None, ax: Axes | None = None) -> Axes:
+def exponent_histogram(grads: PyTree, *, scaler: PyTree = None, ax: Axes | None = None) -> Axes:
     """Plots a histogram of the gradients' magnitudes and how float16 represents them.
 
     Args:
       grads: pytree of gradients in true units, computed in float32 to show what float16 would lose. The real and
         imaginary parts of a complex number count as two values.
-      scaler: a scaler, to show which values its loss scale preserves and which overflow.
+      scaler: a scaler, or any pytree that contains exactly one, to show which values its loss scale preserves and which
+        overflow.
       ax: matplotlib axes.
 
     Returns:
@@ -36,21 +37,20 @@ def exponent_histogram(grads: PyTree, *, scaler: ScalerState | None = None, ax: 
       2017 (arXiv:1710.03740). The title states the percentages of zeros, infinities and NaN.
 
     Raises:
-      TypeError: `scaler` is not a `ScalerState`.
-      ValueError: `grads` has no floating-point values, or `scaler` is a batch of scalers.
+      ValueError: `grads` has no floating-point values; or `scaler` contains no scaler, more than one, or a batch of
+        scalers.
 
     >>> import numpy as np
     >>> from jmpscale import plots
     >>> plots.exponent_histogram({"w": np.array([0.0, 1e-8, 1e-5, 1.0])}).get_ylabel()
     'percentage of all values'
     """
-    if scaler is not None:
-        check_scaler(scaler)
+    loss_scale = 1.0 if scaler is None else float(find_scaler(scaler).loss_scale)
     values = _magnitudes(grads)
     if not values.size:
         raise ValueError("grads must have a value of a floating-point dtype, got none. Pass the gradients.")
     plain = values[np.isfinite(values) & (values > 0)]
-    scaled = plain * (1.0 if scaler is None else float(scaler.loss_scale))
+    scaled = plain * loss_scale
     underflow, normal = scaled < FLOAT16_SMALLEST, scaled >= FLOAT16_SMALLEST_NORMAL
     overflow, was_normal = scaled > FLOAT16_MAX, plain >= FLOAT16_SMALLEST_NORMAL
     kinds = [

@@ -25,6 +25,7 @@ from jmpscale._base.tree import (
     nnx_variables,
     structure,
 )
+from jmpscale._find_scaler import is_scaler
 
 
 def inject(tree: Tree, value: ArrayLike, *, path: str = "", when: ArrayLike = True) -> Tree:
@@ -144,7 +145,7 @@ def assert_step_is_noop(before: PyTree, after: PyTree) -> None:
       after: the same after the step.
 
     Raises:
-      AssertionError: a structure, shape, dtype or bit differs; the message names the first such leaf.
+      AssertionError: a structure, shape, dtype or bit differs; the message names the first such leaf or container.
       TypeError: an argument contains a Flax NNX object, or both contain the same NNX variable.
 
     >>> import jax.numpy as jnp
@@ -152,17 +153,49 @@ def assert_step_is_noop(before: PyTree, after: PyTree) -> None:
     >>> testing.assert_step_is_noop({"w": jnp.ones(3)}, {"w": jnp.ones(3)})
     """
     _check_is_copy(before, after)
-    old, new = named_leaves(before), named_leaves(after)
     if structure(before) != structure(after):
-        differing = sorted({path for path, _ in old} ^ {path for path, _ in new}) or ["a container"]
-        raise AssertionError(f"the step changed the structure of the training state: {differing[0]} differs.")
-    for (path, was), (_, now) in zip(old, new, strict=True):
+        raise AssertionError(_describe_structures(before, after))
+    for (path, was), (_, now) in zip(named_leaves(before), named_leaves(after), strict=True):
         if _bits(was) != _bits(now):
-            raise AssertionError(
-                f"the step changed state{path}: {truncate(repr(was), 200)} before, {truncate(repr(now), 200)} after. "
-                "If the step was skipped (total_skips of its scaler has increased), gate this value with apply_if; "
-                "otherwise no overflow reached the gradients."
-            )
+            values = f"{truncate(repr(was), 200)} before, {truncate(repr(now), 200)} after"
+            raise AssertionError(f"the step changed state{path}: {values}. {_remedy(before, path)}")
+
+
+def _remedy(state: PyTree, path: str) -> str:
+    """Returns what to do about a value that a step has changed."""
+    nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_scaler)
+    if any(is_scaler(node) and path.startswith(jax.tree_util.keystr(at)) for at, node in nodes):
+        return (
+            "It belongs to a scaler, which counts the skip. Compare everything else; of the optimizer state of "
+            "with_loss_scaling, compare inner_state."
+        )
+    return (
+        "If the step was skipped (total_skips of its scaler has increased), gate this value with apply_if; otherwise "
+        "no overflow reached the gradients."
+    )
+
+
+def _describe_structures(before: PyTree, after: PyTree, path: str = "") -> str:
+    """Describes the first difference between two structures: the smallest node that contains it."""
+    old, new = _children(before), _children(after)
+    start = f"the step changed the structure of the training state: state{path}"
+    if differing := sorted(old.keys() ^ new.keys()):
+        return f"{start}{differing[0]} is only in one of the two states."
+    for key, child in old.items():
+        if structure(child) != structure(new[key]):
+            return _describe_structures(child, new[key], path + key)
+    if type(before) is not type(after):
+        return f"{start} was a {type_name(before)} and is a {type_name(after)}."
+    return (
+        f"{start}, a {type_name(before)}, has other static fields, such as functions that were created again. Compare "
+        "the arrays alone, such as (state.params, state.opt_state) of a TrainState."
+    )
+
+
+def _children(node: PyTree) -> dict[str, PyTree]:
+    """Returns the children of a node, by their keys; none if it is a leaf."""
+    entries = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
+    return {jax.tree_util.keystr(path): child for path, child in entries if path}
 
 
 def _check_is_copy(before: PyTree, after: PyTree) -> None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 import jmpscale
@@ -46,6 +47,12 @@ def _half_loss(params, batch):
     return 1e-8 * jnp.mean((x @ half["w"]).astype(jnp.float32))
 
 
+def _large_loss(params, batch):
+    """A loss whose gradients overflow in float16 at the first scale, and at half of it."""
+    half, (x, _) = jmpscale.cast((params, batch), jnp.float16)
+    return jnp.sum((x @ half["w"]).astype(jnp.float32))
+
+
 def _model_loss(model, batch):
     x, y = batch
     return jnp.mean((jax.vmap(model)(x) - y) ** 2)
@@ -56,6 +63,10 @@ def _program():
     params = {"w": jnp.ones((3, 1))}
     tx = jmpscale.with_loss_scaling(optax.adam(LEARNING_RATE))
     return {
+        "functools": functools,
+        "P": P,
+        "mesh": meshes.make_mesh(devices=4),
+        "state": TrainState.create(apply_fn=_loss, params=params, tx=tx),
         "jax": jax,
         "jnp": jnp,
         "optax": optax,
@@ -89,7 +100,7 @@ def _call_loss(code, program, model="params"):
 def _call_step(code, program):
     _run(code, program)
     step, opt_state = program["train_step"], program["adam"].init(program["params"])
-    scaler = [program["scaler"]] if "scaler, batch" in code else []
+    scaler = [program["scaler"]] if "scaler, batch):" in code else []
     step(program["params"], opt_state, *scaler, program["batch"])
 
 
@@ -111,6 +122,7 @@ EQUINOX = eqx.nn.MLP(3, 1, 4, 1, key=jax.random.key(0))
 RUN = {  # the programs that need more than the names above
     "The loss is float16": _call_loss,
     "The compiled step closes over the scaler": _call_step,
+    "The compiled step creates the scaler": _call_step,
     "`axis_name` is missing": _run_on_each_device,
     "`transform` is missing for an NNX or Equinox model": _run_with_model,
     "An NNX model is cast": functools.partial(_run_with_model, call=functools.partial(_call_loss, model="model")),
@@ -159,6 +171,27 @@ def _underflows(program):
     return not program["grads"]["w"].any()
 
 
+def _makes_no_progress(program):
+    """Trains with a loss that overflows at the first scale."""
+    params, scaler = program["params"], jmpscale.dynamic()
+    opt_state = program["adam"].init(params)
+    for _ in range(20):
+        params, opt_state, scaler, _ = program["train_step"](params, opt_state, scaler, program["batch"])
+    return bool(jnp.all(params["w"] == program["params"]["w"]))
+
+
+def _makes_no_progress_and_is_stuck(program):
+    """Trains with a wrapped optimizer; the error of a stuck run must name the other scaler."""
+    params, opt_state, scaler = program["params"], program["opt_state"], jmpscale.dynamic()
+    for _ in range(20):
+        params, opt_state, scaler, _ = program["train_step"](params, opt_state, scaler, program["batch"])
+    if jnp.any(params["w"] != program["params"]["w"]):
+        return False
+    with pytest.raises(FloatingPointError, match="scaled by another scaler"):
+        jmpscale.raise_if_stuck(opt_state, max_consecutive_skips=18)
+    return True
+
+
 def _has_wrong_gradients(program):
     true = jax.grad(_loss)(program["params"], program["batch"])
     return not jnp.allclose(program["grads"]["w"], true["w"])
@@ -185,6 +218,10 @@ def _keeps_nan(program):
 NAN = {"grads": {"w": jnp.full((3, 1), jnp.nan)}, "loss": jnp.float32(jnp.nan)}
 HARM = {  # the test of the harm, and the names with which the snippet runs
     "The gradients come from JAX": (_underflows, {"loss_fn": _half_loss}),
+    "The new scaler is not returned": (_makes_no_progress, {"loss_fn": _large_loss}),
+    "A step has two scalers": (_makes_no_progress_and_is_stuck, {"loss_fn": _large_loss}),
+    "The gradients are never unscaled": (_has_wrong_gradients, {}),
+    "Gradients are averaged again under `shard_map`": (_has_wrong_gradients, {}),
     "The gradients are unscaled twice": (_has_wrong_gradients, {}),
     "Nothing is computed in float16": (_computes_in_float32, {}),
     "Part of the optimizer is outside the wrapper": (_changes_parameters_on_overflow, {}),

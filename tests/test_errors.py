@@ -1,9 +1,10 @@
 """Each wrong call raises an error or a warning that names the argument, its value and the remedy; limits are exact.
 
-The diagnoses of `raise_if_stuck` are in test_report.py, the assertions of `jmpscale.testing` in test_testing.py, the
+The diagnoses of `raise_if_stuck` are in test_monitor.py, the assertions of `jmpscale.testing` in test_testing.py, the
 errors of the command line in test_main.py.
 """
 
+import functools
 import re
 import warnings
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ INTS = np.zeros(2, np.int32)
 W32, W16, W8 = jnp.ones(2), jnp.ones(2, jnp.float16), jnp.ones(2, jnp.float8_e4m3fn)
 GRADS = {"w": jnp.ones(3), "b": jnp.ones(2)}
 BIG = {f"layer_{i}": {"kernel": np.full((30, 30), 1 / 3, np.float32), "bias": np.zeros(9)} for i in range(100)}
-ADAM = optax.adam(1e-3)
+ADAM, SGD = optax.adam(1e-3), optax.sgd(1e-3)
 TX = jmpscale.with_loss_scaling(ADAM)
 OPT_STATE = TX.init(GRADS)
 NNX, EQUINOX = nnx.Dropout(0.5), eqx.nn.Lambda(jnp.tanh)
@@ -79,16 +80,10 @@ def _check_message(call, error, words):
 # --- arguments of multiple functions are checked ---
 
 TAKE_SCALER = {  # the call, and the name of the argument
-    "scale": (lambda s: jmpscale.scale(s, LOSS), "scaler"),
-    "unscale": (lambda s: jmpscale.unscale(s, GRADS), "scaler"),
-    "unscale_and_check": (lambda s: jmpscale.unscale_and_check(s, GRADS), "scaler"),
     "update": (lambda s: jmpscale.update(s, True), "scaler"),
-    "to_torch_state_dict": (jmpscale.to_torch_state_dict, "scaler"),
     "with_loss_scaling": (lambda s: jmpscale.with_loss_scaling(ADAM, s), "scaler"),
     "tx.update": (lambda s: TX.update(GRADS, OPT_STATE._replace(scaler=s), GRADS), r"state\.scaler"),
     "replace_scaler": (lambda s: jmpscale.replace_scaler(OPT_STATE, s), "scaler"),
-    "grad_report": (lambda s: jmpscale.grad_report(GRADS, scaler=s), "scaler"),
-    "exponent_histogram": (lambda s: plots.exponent_histogram(GRADS, scaler=s), "scaler"),
 }
 
 
@@ -99,7 +94,8 @@ def test_function_requires_a_scaler(name):
         call(tuple(STATE))
     with pytest.raises(TypeError, match=rf"{argument}\.config must be a ScalerConfig, got NoneType\. .*restore into"):
         call(STATE._replace(config=None))
-    with pytest.raises(ValueError, match=rf"{argument} must hold one scaler, got .* shape \(2,\).*jax\.vmap"):
+    words = rf"{argument} must hold one scaler, got .* shape \(2,\)\. .*pass one replica, .*x\[0\].*jax\.vmap"
+    with pytest.raises(ValueError, match=words):
         call(BATCH)
 
 
@@ -109,6 +105,13 @@ READ_SCALER_OF_TREE = {  # the call, and the name of the argument
     "raise_if_stuck": (lambda tree: jmpscale.raise_if_stuck(tree, max_consecutive_skips=1), "scaler"),
     "value_and_grad": (lambda tree: jmpscale.value_and_grad(_sum)(tree, GRADS), "scaler"),
     "loss_scaled": (lambda tree: jmpscale.loss_scaled(_sum, lambda _: tree)(GRADS), "scale"),
+    "all_finite": (lambda tree: jmpscale.all_finite(GRADS, scaler=tree), "scaler"),
+    "scale": (lambda tree: jmpscale.scale(tree, LOSS), "scaler"),
+    "unscale": (lambda tree: jmpscale.unscale(tree, GRADS), "scaler"),
+    "unscale_and_check": (lambda tree: jmpscale.unscale_and_check(tree, GRADS), "scaler"),
+    "grad_report": (lambda tree: jmpscale.grad_report(GRADS, scaler=tree), "scaler"),
+    "to_torch_state_dict": (jmpscale.to_torch_state_dict, "scaler"),
+    "exponent_histogram": (lambda tree: plots.exponent_histogram(GRADS, scaler=tree), "scaler"),
 }
 ACCEPT_BATCH_OF_SCALERS = {"get_scaler", "metrics"}
 TAKE_TREE_WITH_SCALER = READ_SCALER_OF_TREE | {
@@ -124,6 +127,14 @@ def test_function_requires_a_tree_with_one_scaler(name):
         call(GRADS)
     with pytest.raises(ValueError, match="exactly one ScalerState, found 2 in a list"):
         call([STATE, {"b": STATE}])
+
+
+@pytest.mark.parametrize("name", READ_SCALER_OF_TREE)
+def test_function_reads_the_scaler_of_a_tree(name):
+    call, _ = READ_SCALER_OF_TREE[name]
+    of_scaler, of_tree = call(STATE), call({"step": 3, "opt_state": OPT_STATE._replace(scaler=STATE)})
+    if name != "exponent_histogram":  # which returns new axes
+        assert str(of_tree) == str(of_scaler)
 
 
 @pytest.mark.parametrize("name", READ_SCALER_OF_TREE)
@@ -288,6 +299,10 @@ CONSTRUCTOR_ERRORS = {
         "dynamic-traced": (lambda: _traced(jmpscale.dynamic, 8.0), "init_scale must be ...a traced value cannot"),
     },
     ValueError: {
+        "ScalerConfig-ignored": (
+            lambda: jmpscale.ScalerConfig(mode="static", growth_interval=5),
+            "growth_interval must be omitted with mode 'static', which ignores it, got 5. Create ...jmpscale.dynamic",
+        ),
         "ScalerConfig-mode": (
             lambda: jmpscale.ScalerConfig(mode="off"),
             "mode must be one of ...'disabled', got 'off'",
@@ -347,6 +362,10 @@ ALGORITHM_ERRORS = {
         "scale-float16": (lambda: _traced(jmpscale.scale, STATE, W16), "the loss is float16, ...Return ...in float32"),
         "scale-float8": (lambda: _traced(jmpscale.scale, STATE, W8), "the loss is float8_e4m3fn"),
         "update-constant": (lambda: _traced(lambda x: jmpscale.update(STATE, x), TRUE), "constant of the ...argument"),
+        "update-created": (
+            lambda: _traced(lambda x: jmpscale.update(jmpscale.dynamic(), x), TRUE),
+            "constant of the ...creates the scaler...Create the scaler before, pass it",
+        ),
         "axis-missing": (lambda: _per_device(jmpscale.all_finite), "axes ('d',)...axis_name=('d',) ...axis_name=()"),
     },
 }
@@ -411,6 +430,23 @@ def _without_scaler():
     return jmpscale.value_and_grad(_sum)(GRADS, W32)
 
 
+_holomorphic = functools.partial(jax.value_and_grad, holomorphic=True)
+
+
+def _value_and_grad_of_vector(fun, has_aux):
+    """A transformation that differentiates the sum of a vector."""
+
+    def value_and_grad(*args):
+        def total(*args):
+            value, aux = fun(*args)
+            return jnp.sum(value), (value, aux)
+
+        (_, output), grads = jax.value_and_grad(total, has_aux=has_aux)(*args)
+        return output, grads
+
+    return value_and_grad
+
+
 VALUE_AND_GRAD_ERRORS = {
     TypeError: {
         "scaler": (lambda: jmpscale.value_and_grad(STATE), "fun must be ...got ScalerState. ...(scaler,"),
@@ -420,7 +456,35 @@ VALUE_AND_GRAD_ERRORS = {
         ),
         "loss": (lambda: jmpscale.value_and_grad(LOSS), "fun must be ...got float32[]. "),
         "no-pair": (_value_and_grad(GRADS, has_aux=True), "pair (loss, aux) because has_aux ...got float32"),
-        "triple": (_value_and_grad(LOSS, fun=lambda w: (w, w, w), has_aux=True), "a pair ...got tuple"),
+        "triple": (
+            _value_and_grad(LOSS, fun=lambda w: (w, w, w), has_aux=True),
+            "a pair ...got tuple of 3. ...collect several auxiliary values in one aux",
+        ),
+        "keyword": (
+            lambda: jmpscale.value_and_grad(_sum)(scaler=STATE, tree=GRADS),
+            "scaler must be given by position, got none. The scaler is the first positional argument",
+        ),
+        "grad": (
+            _value_and_grad(GRADS, transform=jax.grad),
+            "transform must return ((value, aux), grads) ...Pass jax.value_and_grad...not grad",
+        ),
+        "grad-of-pair": (
+            _value_and_grad((W32, W32), transform=jax.grad),
+            "transform must return ((value, aux), grads)",
+        ),
+        "equinox-grad": (
+            _value_and_grad(W32, transform=eqx.filter_grad),
+            "transform must return ((value, aux), grads)",
+        ),
+        "nnx-grad": (_value_and_grad(W32, transform=nnx.grad), "transform must return ((value, aux), grads)"),
+        "holomorphic": (
+            _value_and_grad(jnp.complex64(1), fun=lambda z: z**2, transform=_holomorphic),
+            "fun must return a real floating-point scalar as the loss, got complex64[]...cannot be scaled. Reduce",
+        ),
+        "vector": (
+            _value_and_grad(W32, fun=lambda w: w[:1], transform=_value_and_grad_of_vector),
+            "fun must return a real floating-point scalar as the loss, got float32[1]",
+        ),
         "nnx": (_value_and_grad(NNX), "differentiated arguments ...NNX Dropout...=flax.nnx.value_and_grad"),
         "nnx-first": (_value_and_grad(NNX, LOSS, argnums=-2), "got a Flax NNX Dropout"),
         "equinox": (
@@ -430,7 +494,10 @@ VALUE_AND_GRAD_ERRORS = {
         "absent": (_value_and_grad(GRADS, argnums=1), "argnums=1 ...got only 1 positional"),
     },
     ValueError: {
-        "no-scaler": (_without_scaler, "found 0 in a dict. The scaler is the first argument...(scaler, params, batch)"),
+        "no-scaler": (
+            _without_scaler,
+            "found 0 in a dict. The scaler is the first positional...(scaler, params, batch)",
+        ),
     },
 }
 
@@ -520,6 +587,11 @@ def _wrap(*args, **options):
     return lambda: jmpscale.with_loss_scaling(*args, **options)
 
 
+def _update_of_chain(*transformations, inside=SGD):
+    chain = optax.chain(*transformations, optax.chain(jmpscale.with_loss_scaling(inside)))
+    return lambda: _traced(chain.update, GRADS, chain.init(GRADS))
+
+
 WITH_LOSS_SCALING_ERRORS = {
     TypeError: {
         "scaler": (
@@ -548,6 +620,18 @@ WITH_LOSS_SCALING_ERRORS = {
             lambda: jmpscale.optax_step(ADAM.update, 1),
             "tx must be the optimizer, got the function",
         ),
+        "optax_step-tuple": (
+            lambda: jmpscale.apply_if(TRUE, jmpscale.optax_step(ADAM, GRADS), (GRADS, ADAM.init(GRADS))),
+            "carry must be two values, the parameters and the optimizer state, got 1. Call apply_if(finite, ",
+        ),
+        "optax_step-opposite": (
+            lambda: jmpscale.apply_if(TRUE, jmpscale.optax_step(ADAM, GRADS), ADAM.init(GRADS), GRADS),
+            "carry must be the parameters and then ...opposite order...Call apply_if(finite, optax_step(",
+        ),
+        "warn_after_skips-fraction": (
+            _wrap(ADAM, warn_after_skips=1.5),
+            "warn_after_skips must be an integer, got 1.5",
+        ),
         "optax_step-wrapped": (
             lambda: jmpscale.optax_step(TX, 1)(1, [OPT_STATE]),
             "tx must not be wrapped in with_loss_sc",
@@ -558,6 +642,7 @@ WITH_LOSS_SCALING_ERRORS = {
             lambda: _wrap(ADAM, max_norm=1.0, norm_axis_name="x")().update(GRADS, OPT_STATE),
             "axis_name 'x' is not the name of a mapped axis",
         ),
+        "warn_after_skips-zero": (_wrap(ADAM, warn_after_skips=0), "warn_after_skips must be between 1 and ...got 0"),
         "max_norm-small": (_wrap(ADAM, max_norm=SMALLEST / 2), "max_norm must be between ..., got ...Omit it"),
         "max_norm-large": (_wrap(ADAM, max_norm=LARGEST * 1.5), "max_norm must be between"),
     },
@@ -566,6 +651,13 @@ WITH_LOSS_SCALING_ERRORS = {
             lambda: optax.MultiSteps(TX, 2).init(GRADS),
             "inside optax.MultiSteps...Place it outside: with_",
         ),
+        "behind-clip": (
+            _update_of_chain(optax.clip(1.0)),
+            "behind a transformation ...optax.clip...Place the transformation inside: with_loss_scaling(optax.chain(",
+        ),
+        "behind-clip-in-chain": (_update_of_chain(optax.clip(1.0), optax.scale(2.0)), "behind a transformation"),
+        "behind-zero_nans": (_update_of_chain(optax.zero_nans()), "behind a transformation"),
+        "behind-sign": (_update_of_chain(optax.scale_by_sign()), "behind a transformation"),
         "inside-masked": (lambda: optax.masked(TX, MASK).init(GRADS), "inside optax.masked...Place it outside: with_"),
     },
 }
@@ -755,6 +847,13 @@ def test_warnings_name_the_line_of_the_caller(map_):
 # --- valid calls, some of them at a limit ---
 
 WORDS = np.array(["a", "b"])
+
+
+def _scan_of_a_new_scaler(flags):
+    """Creates a scaler in the program, which adapts there."""
+    return jax.lax.scan(lambda scaler, flag: (jmpscale.update(scaler, flag), None), jmpscale.dynamic(), flags)
+
+
 ACCEPTED = {
     "static-small": lambda: jmpscale.static(SMALLEST),
     "static-large": lambda: jmpscale.static(LARGEST),
@@ -784,6 +883,16 @@ ACCEPTED = {
     "loss_scaled-argument": lambda: _traced(lambda state: _grad(W32, scale=state)(), STATE),
     "max_norm-small": _wrap(ADAM, max_norm=SMALLEST),
     "max_norm-large": _wrap(ADAM, max_norm=LARGEST),
+    "chain-clip_by_global_norm": _update_of_chain(optax.clip_by_global_norm(1.0), optax.scale(2.0)),
+    "chain-clip-inside": _update_of_chain(inside=optax.chain(optax.clip(1.0), SGD)),
+    "optax_step-no-momentum": lambda: jmpscale.apply_if(TRUE, jmpscale.optax_step(SGD, W32), W32, SGD.init(W32)),
+    "value_and_grad-disabled-vector": lambda: jmpscale.value_and_grad(
+        lambda w: w[:1], transform=_value_and_grad_of_vector
+    )(jmpscale.disabled(), W32),
+    "value_and_grad-scaler-of-fun": lambda: jmpscale.value_and_grad(lambda w, scaler: w * scaler)(
+        STATE, 1.0, scaler=2.0
+    ),
+    "update-carried-by-scan": lambda: _traced(_scan_of_a_new_scaler, FLAGS),
     "update-argument": lambda: _traced(jmpscale.update, STATE, TRUE),
     "update-known-flag": lambda: _traced(lambda x: jmpscale.update(STATE, True), TRUE),
     "update-vmap": lambda: jax.vmap(lambda x: jmpscale.update(STATE, x))(TRUE[None]),

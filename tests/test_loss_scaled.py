@@ -20,6 +20,7 @@ from jmpscale import testing
 
 import compiling
 import programs
+from tables import full, rows
 
 SCALE = 2.0**16
 SCALER = jmpscale.static(SCALE)
@@ -57,16 +58,11 @@ def scaled(fun):
     return jmpscale.loss_scaled(fun, SCALE)
 
 
-def _rows(table, full=()):
-    """Returns the values of a table as parameters; those named in `full` run only with --full."""
-    return [pytest.param(row, id=name, marks=[pytest.mark.full] * (name in full)) for name, row in table.items()]
-
-
 # --- values and gradients equal jax.value_and_grad ---
 
 
 @pytest.mark.filterwarnings("ignore:the loss is float16:UserWarning")
-@pytest.mark.parametrize("program", _rows(programs.PROGRAMS))
+@pytest.mark.parametrize("program", rows(programs.PROGRAMS))
 def test_loss_scaled_equals_jax(program):
     programs.assert_like_jax(program, _value_and_grad)
 
@@ -116,36 +112,42 @@ TRANSFORMATIONS = {
     "all arguments": lambda wrap: jax.grad(wrap(mean_square), (0, 1))(W, X),
     "vjp": lambda wrap: jax.vjp(wrap(mean_square), W, X)[1](jnp.float32(3.0)),
     "several outputs": lambda wrap: jax.jacrev(wrap(lambda w, x: {"a": x @ w, "n": jnp.arange(2)}["a"]))(W, X),
-    "checkpoint outside": lambda wrap: jax.jit(jax.grad(jax.checkpoint(wrap(mean_square))))(W, X),
+    "checkpoint outside": full(lambda wrap: jax.jit(jax.grad(jax.checkpoint(wrap(mean_square))))(W, X)),
     "vmap of grad": lambda wrap: jax.jit(jax.vmap(jax.grad(wrap(mean_square)), (None, 0)))(W, X[:, None]),
-    "grad of vmap": lambda wrap: jax.jit(
-        jax.grad(lambda w: jax.vmap(wrap(mean_square), (None, 0))(w, X[:, None]).sum())
-    )(W),
+    "grad of vmap": full(
+        lambda wrap: jax.jit(jax.grad(lambda w: jax.vmap(wrap(mean_square), (None, 0))(w, X[:, None]).sum()))(W)
+    ),
     "scan over micro-batches": lambda wrap: jax.jit(jax.grad(functools.partial(_scanned, wrap(mean_square))))(W),
-    "grad inside scan": lambda wrap: jax.lax.scan(
-        lambda total, x: (total + jax.grad(wrap(mean_square))(W, x), None), jnp.zeros_like(W), X[:, None]
-    )[0],
+    "grad inside scan": full(
+        lambda wrap: jax.lax.scan(
+            lambda total, x: (total + jax.grad(wrap(mean_square))(W, x), None), jnp.zeros_like(W), X[:, None]
+        )[0]
+    ),
     "forward over reverse": lambda wrap: jax.jit(jax.hessian(wrap(mean_square)))(W, X),
     "gradient penalty": lambda wrap: jax.jit(jax.grad(lambda w: jnp.sum(jax.grad(wrap(mean_square))(w, X) ** 2)))(W),
     "gradient penalty on the input": lambda wrap: jax.jit(
         jax.grad(lambda w: jnp.sum(jax.grad(wrap(mean_square), 1)(w, X) ** 2))
     )(W),
-    "gradient penalty outside jit": lambda wrap: jax.grad(
-        lambda w: jnp.sum(jax.grad(jax.jit(wrap(mean_square)), 1)(w, X) ** 2)
-    )(W),
+    "gradient penalty outside jit": full(
+        lambda wrap: jax.grad(lambda w: jnp.sum(jax.grad(jax.jit(wrap(mean_square)), 1)(w, X) ** 2))(W)
+    ),
     "hypergradient": lambda wrap: jax.jit(
         jax.grad(lambda x: mean_square(W - 0.1 * jax.grad(wrap(mean_square))(W, x), X))
     )(X + 1),
-    "PINN residual": lambda wrap: jax.jit(jax.grad(lambda w: residual(wrap(net), w, 0.7) ** 2))(W[:2]),
+    "PINN residual": full(lambda wrap: jax.jit(jax.grad(lambda w: residual(wrap(net), w, 0.7) ** 2))(W[:2])),
     "blocks of the Hessian": lambda wrap: jax.jit(jax.jacrev(jax.jacrev(wrap(mean_square), (0, 1)), (0, 1)))(W, X),
-    "blocks of the Hessian, forward over reverse": lambda wrap: jax.jit(jax.hessian(wrap(mean_square), (0, 1)))(W, X),
-    "third order": lambda wrap: jax.jit(jax.grad(jax.grad(jax.grad(wrap(net), 1), 1), 0))(W[:2], 0.7),
-    "output that does not depend on the inner value": lambda wrap: jax.grad(
-        lambda w: (
-            jax.grad(lambda x: sum(wrap(lambda w, x: (jnp.sum(w**3), jnp.sum(w * x)))(w, x)))(W).sum()
-            + wrap(lambda w, x: (jnp.sum(w**3), jnp.sum(w * x)))(w, W)[0]
-        )
-    )(W),
+    "blocks of the Hessian, forward over reverse": full(
+        lambda wrap: jax.jit(jax.hessian(wrap(mean_square), (0, 1)))(W, X)
+    ),
+    "third order": full(lambda wrap: jax.jit(jax.grad(jax.grad(jax.grad(wrap(net), 1), 1), 0))(W[:2], 0.7)),
+    "output that does not depend on the inner value": full(
+        lambda wrap: jax.grad(
+            lambda w: (
+                jax.grad(lambda x: sum(wrap(lambda w, x: (jnp.sum(w**3), jnp.sum(w * x)))(w, x)))(W).sum()
+                + wrap(lambda w, x: (jnp.sum(w**3), jnp.sum(w * x)))(w, W)[0]
+            )
+        )(W)
+    ),
     "second derivative under vmap": lambda wrap: jax.jit(
         jax.vmap(jax.grad(lambda w, x: jnp.sum(jax.grad(wrap(mean_square), 1)(w, x) ** 2)), (None, 0))
     )(W, X[:, None]),
@@ -154,17 +156,19 @@ TRANSFORMATIONS = {
     "sum with another loss": lambda wrap: jax.grad(lambda w: wrap(mean_square)(w, X) + jnp.sum(w**2))(W),
     "closure": lambda wrap: jax.grad(lambda w: wrap(lambda x: mean_square(w, x))(X))(W),
     "closure outside jit": lambda wrap: jax.grad(jax.jit(lambda w: wrap(lambda x: mean_square(w, x))(X)))(W),
-    "closure under vmap": lambda wrap: jax.jit(
-        jax.grad(lambda w: jax.vmap(lambda x: wrap(lambda: mean_square(w, x))())(X[:, None]).sum())
-    )(W),
-    "closure in scan": lambda wrap: jax.jit(
-        jax.grad(lambda w: _scanned(lambda w, x: wrap(lambda x: mean_square(w, x))(x), w))
-    )(W),
+    "closure under vmap": full(
+        lambda wrap: jax.jit(
+            jax.grad(lambda w: jax.vmap(lambda x: wrap(lambda: mean_square(w, x))())(X[:, None]).sum())
+        )(W)
+    ),
+    "closure in scan": full(
+        lambda wrap: jax.jit(jax.grad(lambda w: _scanned(lambda w, x: wrap(lambda x: mean_square(w, x))(x), w)))(W)
+    ),
     "shard_map": lambda wrap: _shard_map(wrap(mean_square), check_vma=True),
-    "shard_map without types": lambda wrap: _shard_map(wrap(mean_square), check_vma=False),
-    "shard_map inside": lambda wrap: jax.jit(jax.grad(wrap(_sharded_loss)))(W, X),
+    "shard_map without types": full(lambda wrap: _shard_map(wrap(mean_square), check_vma=False)),
+    "shard_map inside": full(lambda wrap: jax.jit(jax.grad(wrap(_sharded_loss)))(W, X)),
     "pmap": lambda wrap: jax.pmap(jax.grad(wrap(mean_square)), in_axes=(None, 0))(W, X[: len(DEVICES), None]),
-    "Auto axes": lambda wrap: _sharded_jit(wrap(mean_square), MESH),
+    "Auto axes": full(lambda wrap: _sharded_jit(wrap(mean_square), MESH)),
     "Explicit axes": lambda wrap: _sharded_jit(wrap(mean_square), EXPLICIT),
 }
 ARGUMENTS = {
@@ -196,24 +200,9 @@ CASES = TRANSFORMATIONS | {
     f"argument: {name}": lambda wrap, call=call: jax.jit(jax.grad(functools.partial(call, wrap)))(W)
     for name, call in ARGUMENTS.items()
 }
-FULL = {
-    "checkpoint outside",
-    "grad of vmap",
-    "grad inside scan",
-    "closure under vmap",
-    "closure in scan",
-    "blocks of the Hessian, forward over reverse",
-    "output that does not depend on the inner value",
-    "PINN residual",
-    "third order",
-    "gradient penalty outside jit",
-    "shard_map without types",
-    "shard_map inside",
-    "Auto axes",
-}
 
 
-@pytest.mark.parametrize("case", _rows(CASES, FULL))
+@pytest.mark.parametrize("case", rows(CASES))
 def test_loss_scaled_returns_true_gradients(case):
     result, expected = case(scaled), case(lambda fun: fun)
     chex.assert_trees_all_close(result, expected, rtol=2e-6)
@@ -287,7 +276,7 @@ NNX_CALLS = {
 }
 
 
-@pytest.mark.parametrize("call", _rows(NNX_CALLS))
+@pytest.mark.parametrize("call", rows(NNX_CALLS))
 def test_loss_scaled_differentiates_nnx_models(call):
     def run(wrap):
         model = Model()
@@ -383,17 +372,61 @@ def _leaf(tree, name):
     return leaf
 
 
-@pytest.mark.usefixtures("standard_promotion")
-def test_loss_scaled_raises_for_fp8_statistics_that_fun_closes_over():
-    variables = FP8_MODEL.init(jax.random.key(0), FP8_INPUT)
+def _in_scan(fun):
+    return lambda x: jax.lax.scan(lambda carry, _: (carry, fun(x)), None, length=1)[1][0]
 
-    def loss(statistics):
-        return scaled(lambda params: fp8_loss(params, statistics))(variables["params"])
+
+def _with_derivative_rule(fun):
+    ruled = jax.custom_vjp(fun)
+    ruled.defvjp(lambda x: jax.vjp(fun, x), lambda pull_back, cotangent: pull_back(cotangent))
+    return ruled
+
+
+CALLED = {  # how a function calls the fp8 layers
+    "directly": lambda fun: fun,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "scan": _in_scan,
+    "custom_vjp": _with_derivative_rule,
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("called", CALLED)
+def test_loss_scaled_raises_if_fun_closes_over_a_value_that_fp8_layers_may_use(called):
+    """The value may be the scale of one of the layers, which cannot be known."""
+    variables = FP8_MODEL.init(jax.random.key(0), FP8_INPUT)
+    fun = CALLED[called](lambda params: fp8_loss(params, variables[FP8]))
+
+    def loss(scale):
+        return scaled(lambda params: fun(params) * scale[0])(variables["params"])
 
     with pytest.raises(TypeError, match=r"closes over a differentiated value of float32\[1\].*Pass the variables"):
-        jax.grad(loss)(variables[FP8])
-    bias = jax.grad(lambda b: scaled(lambda: jnp.sum(b[0] * W))())(jnp.ones(1))  # the same shape, without fp8 layers
-    assert bias == jnp.sum(W)
+        jax.grad(loss)(jnp.ones(1))
+
+
+@jax.jit
+def in_q(w, x):
+    """Projects queries. One of Flax's functions for fp8 has the same name."""
+    return x @ w
+
+
+@jax.custom_vjp
+def out_qdq(x):
+    """Has a derivative rule of its own, without float8."""
+    return x
+
+
+out_qdq.defvjp(lambda x: (x, None), lambda _, cotangent: (cotangent,))
+
+
+def test_loss_scaled_accepts_functions_that_are_called_like_the_functions_of_fp8_layers():
+    """A closed-over value may have the shape of the statistics of fp8 layers."""
+
+    def loss(temperature):
+        return scaled(lambda w: jnp.sum(out_qdq(in_q(w, X)) * temperature[0]))(W)
+
+    np.testing.assert_allclose(jax.grad(loss)(jnp.ones(1)), jnp.sum(X @ W), rtol=1e-6)
 
 
 # --- the scale is read in every form ---
@@ -423,7 +456,7 @@ SCALES = {
 }
 
 
-@pytest.mark.parametrize("scale", _rows(SCALES))
+@pytest.mark.parametrize("scale", rows(SCALES))
 def test_loss_scaled_accepts_the_scale_in_every_form(scale):
     assert jax.jit(jax.grad(jmpscale.loss_scaled(reveal_scale, scale)))(1.0) == SCALE
 
@@ -464,7 +497,7 @@ XS, BATCH_OF_SCALES = jnp.arange(1.0, 5.0), jnp.array([2.0, 8.0, SCALE, 1.0])
 
 
 @pytest.mark.parametrize("jit", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("losses", _rows(SHARED))
+@pytest.mark.parametrize("losses", rows(SHARED))
 def test_gradient_of_a_value_that_losses_with_different_scales_share(losses, jit):
     def gradient(wrap):
         return jit(jax.grad(lambda w: losses(wrap, w, BATCH_OF_SCALES).mean()))(1.5)
@@ -498,7 +531,7 @@ OUTPUTS_WITHOUT_A_WARNING = {
 }
 
 
-@pytest.mark.parametrize("fun", _rows(OUTPUTS_WITHOUT_A_WARNING))
+@pytest.mark.parametrize("fun", rows(OUTPUTS_WITHOUT_A_WARNING))
 def test_loss_scaled_does_not_take_other_outputs_for_a_float16_loss(fun):
     """A warning would raise, because warnings are errors."""
     jax.vjp(scaled(fun), W)

@@ -136,7 +136,7 @@ def test_range_report_shows_bands_in_program_order():
     x = jnp.array([1.0, 1.0, 4.0, 0.0])
     report = jmpscale.range_report(loss_fn)(jmpscale.static(2.0**8), jnp.full(4, 0.5), x)
     given = plt.subplots()[1]
-    ax = plots.range_report(report, ax=given)
+    ax = plots.magnitudes(report, ax=given)
     assert ax is given
     plain, unscaled, scaled = _bands(ax).values()
     forward = [(0.0, 2.0), (1.0, np.log2(12)), (-1.0, -1.0), (0.0, np.log2(6))]  # x, 3x, w, 3wx
@@ -153,7 +153,7 @@ def test_range_report_shows_bands_in_program_order():
 
 def test_range_report_of_something_else_raises():
     with pytest.raises(TypeError, match=r"^report must be a RangeReport, got 3\. Pass the result of range_report\.$"):
-        plots.range_report(3)
+        plots.magnitudes(3)
     report = jmpscale.range_report(jnp.sum)(jmpscale.dynamic(), jnp.ones(3))
     with pytest.raises(ValueError, match=r"^report must have results in half precision, got none\."):
-        plots.range_report(report)
+        plots.magnitudes(report)

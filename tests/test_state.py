@@ -169,7 +169,7 @@ def _paths_by_fields(tree, path=""):
 @each_mode
 def test_each_child_of_a_scaler_is_a_leaf(state):
     leaves = jax.tree.leaves(state)
-    assert [jax.tree_util.treedef_is_leaf(child) for child in jax.tree.structure(state).children()] == [True] * 6
+    assert all(map(jax.tree_util.treedef_is_leaf, jax.tree.structure(state).children()))
     assert list(map(id, _leaves_by_registry(state))) == list(map(id, leaves))
     by_key = jax.tree_util.default_registry.flatten_one_level_with_keys(state)[0]
     assert [(str(key), id(child)) for key, child in by_key] == [

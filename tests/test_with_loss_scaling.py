@@ -716,17 +716,6 @@ def test_init_accepts_masked_nodes_in_the_parameters_of_the_user():
         optax.masked(tx, {"w": True, "frozen": False}).init({"w": jnp.ones(2), "frozen": jnp.ones(2)})
 
 
-def test_scaler_that_is_created_in_a_program_and_adapts_there_is_accepted():
-    @jax.jit
-    def train(grads):
-        scaler = jmpscale.dynamic(1024.0)
-        for grad in grads:
-            scaler = jmpscale.update(scaler, jmpscale.all_finite(grad))
-        return scaler
-
-    assert train([jnp.ones(2), jnp.full(2, jnp.inf), jnp.ones(2)]).loss_scale == 512.0
-
-
 def test_scale_of_zero_recovers_or_is_diagnosed():
     tx = jmpscale.with_loss_scaling(optax.sgd(0.1))
     opt_state = optax.tree.zeros_like(tx.init(PARAMS))

@@ -27,12 +27,12 @@ def is_nnx_object(node: object) -> bool:
     return kind is not None and isinstance(node, kind)
 
 
-def nnx_variable_class() -> type | None:
+def nnx_variable_class() -> type[Any] | None:
     """Returns `flax.nnx.Variable` if the program has imported it."""
     return getattr(sys.modules.get("flax.nnx"), "Variable", None)
 
 
-def equinox_module_class() -> type | None:
+def equinox_module_class() -> type[Any] | None:
     """Returns `equinox.Module` if the program has imported it."""
     # While another thread is still importing Equinox, the module exists without its classes.
     return getattr(sys.modules.get("equinox"), "Module", None)

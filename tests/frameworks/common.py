@@ -1,4 +1,4 @@
-"""The task of the tests of frameworks, and the lines that docs/guides/training_loops.md adds to a user's program."""
+"""The task of the tests of frameworks, and the lines that the pages on training loops add to a user's program."""
 
 import pathlib
 import re
@@ -6,7 +6,7 @@ import re
 import numpy as np
 import optax
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "guides" / "training_loops.md"
+PAGES = pathlib.Path(__file__).parents[2] / "docs" / "guides" / "loops"
 VOCABULARY, LENGTH, BATCH = 32, 12, 16
 WEIGHT = 2.0**-16  # of the loss: without loss scaling most gradients underflow in float16
 EPSILON = 1e-8 * WEIGHT  # the default would hide such small gradients
@@ -28,8 +28,8 @@ def adamw(learning_rate=3e-3):
     return optax.chain(optax.clip_by_global_norm(0.5 * WEIGHT), optax.adamw(learning_rate, eps=EPSILON))
 
 
-def page_programs(heading):
-    """Returns the program after each of the changes that the page shows under a heading."""
-    section = re.search(rf"^## {heading}\n(.*?)(?=^## )", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
-    changes = re.findall(r"^```diff\n(.*?)^```", section[1], flags=re.MULTILINE | re.DOTALL)
+def page_programs(framework):
+    """Returns the program after each of the changes that the page of a framework shows."""
+    page = (PAGES / f"{framework}.md").read_text()
+    changes = re.findall(r"^```diff\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
     return ["".join(line[1:] for line in change.splitlines(True) if line[0] != "-") for change in changes]

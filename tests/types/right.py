@@ -30,7 +30,13 @@ value, gradient = jmpscale.value_and_grad(swap, argnums=(0, 1), has_aux=True)(st
 tx: optax.GradientTransformationExtraArgs = jmpscale.with_loss_scaling(
     optax.adam(1e-3), state, max_norm=1.0, axis_name="data", norm_axis_name=("model",)
 )
+accumulating: optax.GradientTransformationExtraArgs = jmpscale.with_loss_scaling(
+    optax.MultiSteps(optax.adam(1e-3), 4), warn_after_skips=20
+)
 opt_state = tx.init(w)
+loss = jmpscale.scale(opt_state, jnp.ones(()))
+grads, finite = jmpscale.unscale_and_check(opt_state, jmpscale.unscale(opt_state, grads))
+step = jmpscale.optax_step(optax.MultiSteps(optax.adam(1e-3), 4), grads)
 value, gradient = jmpscale.value_and_grad(swap, has_aux=True, transform=jax.value_and_grad)(opt_state, w, grads)
 
 

@@ -1,16 +1,14 @@
-"""grad_report, metrics and raise_if_stuck: statistics are exact on all devices, and each diagnosis names its cause."""
+"""The statistics of grad_report are exact and global on all devices, and its description names the suspicious leaf."""
 
 import functools
 import re
+from typing import NamedTuple
 
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import nnx
-from jax.experimental import checkify
 from jax.sharding import PartitionSpec as P
 
 import jmpscale
@@ -18,7 +16,6 @@ from jmpscale.testing import inject_backward
 
 import compiling
 import meshes
-import reference
 
 COUNTS = ("nan", "inf", "zero", "underflow", "subnormal")
 VALUES = np.array(
@@ -207,35 +204,83 @@ def _report(max_abs, sizes=None, **counts):
 
 
 INF, NAN = np.inf, np.nan
-MOST = "mostly not finite; a smaller scale shows where the overflow begins."
-DESCRIBED = {  # the report, the beginning and the end of the sentence, and the order of the leaves
-    "finite": (_report([4.0, 9.0, 0.0, 9.1]), "All leaves are finite", "magnitude is in layer_3.", [3, 1, 0, 2]),
-    "zero": (_report([0.0, 1.0], zero=[10, 0]), "All leaves are finite", "magnitude is in layer_1.", [1, 0]),
-    "one": (_report([9.0, INF, 8.0], inf=[0, 1, 0]), "1 of 3 leaves is not finite", "began in layer_1.", [1, 0, 2]),
-    "smallest-fraction": (
+
+
+class Described(NamedTuple):
+    """A report, and what its description must say."""
+
+    report: jmpscale.GradReport
+    begins: str
+    ends: str
+    order: list[int]  # of the leaves in the table
+
+
+DESCRIBED = {
+    "finite": Described(
+        _report([4.0, 9.0, 0.0, 9.1]),
+        begins="All leaves are finite",
+        ends="magnitude is in layer_3.",
+        order=[3, 1, 0, 2],
+    ),
+    "zero": Described(
+        _report([0.0, 1.0], zero=[10, 0]),
+        begins="All leaves are finite",
+        ends="magnitude is in layer_1.",
+        order=[1, 0],
+    ),
+    "one": Described(
+        _report([9.0, INF, 8.0], inf=[0, 1, 0]),
+        begins="1 of 3 leaves is not finite",
+        ends="began in layer_1.",
+        order=[1, 0, 2],
+    ),
+    "smallest fraction": Described(
         _report([INF, INF, NAN], inf=[5, 3, 2], nan=[0, 0, 2]),
-        *("3 of 3 leaves are not finite", "began in layer_1.", [1, 2, 0]),
+        begins="3 of 3 leaves are not finite",
+        ends="began in layer_1.",
+        order=[1, 2, 0],
     ),
-    "zeros-do-not-count": (
+    "zeros do not count": Described(
         _report([INF, INF], [100, 10], inf=[3, 1], zero=[97, 0]),
-        *("2 of 2 leaves are not finite", "began in layer_1.", [1, 0]),
+        begins="2 of 2 leaves are not finite",
+        ends="began in layer_1.",
+        order=[1, 0],
     ),
-    "half": (_report([INF, INF], inf=[5, 6]), "2 of 2 leaves are not finite", "began in layer_0.", [0, 1]),
-    "most": (_report([INF, INF], [1, 1], inf=[1, 1]), "2 of 2 leaves are mostly", MOST, [0, 1]),
-    "all-of-one": (_report([1.0, INF], inf=[0, 10]), "1 of 2 leaves is not finite", "began in layer_1.", [1, 0]),
-    "nan": (_report([1.0, NAN], nan=[0, 1]), "1 of 2 leaves is not finite", "in the backward pass.", [1, 0]),
+    "half": Described(
+        _report([INF, INF], inf=[5, 6]),
+        begins="2 of 2 leaves are not finite",
+        ends="began in layer_0.",
+        order=[0, 1],
+    ),
+    "most": Described(
+        _report([INF, INF], [1, 1], inf=[1, 1]),
+        begins="2 of 2 leaves are mostly",
+        ends="mostly not finite; a smaller scale shows where the overflow begins.",
+        order=[0, 1],
+    ),
+    "all of one": Described(
+        _report([1.0, INF], inf=[0, 10]),
+        begins="1 of 2 leaves is not finite",
+        ends="began in layer_1.",
+        order=[1, 0],
+    ),
+    "NaN": Described(
+        _report([1.0, NAN], nan=[0, 1]),
+        begins="1 of 2 leaves is not finite",
+        ends="in the backward pass.",
+        order=[1, 0],
+    ),
 }
 
 
-@pytest.mark.parametrize("name", DESCRIBED)
-def test_describe_names_the_most_suspicious_leaf_first(name):
-    report, beginning, end, order = DESCRIBED[name]
-    sentence, _, *rows = report.describe().splitlines()
-    assert sentence.startswith(beginning)
-    next_step = "" if beginning.startswith("All") else " jmpscale.range_report names the line."
-    assert sentence.endswith(end + next_step)
-    assert ("All non-finite values are NaN" in sentence) == (name == "nan")
-    assert [int(row.split()[0].removeprefix("layer_")) for row in rows] == order
+@pytest.mark.parametrize("row", DESCRIBED.values(), ids=DESCRIBED)
+def test_describe_names_the_most_suspicious_leaf_first(row):
+    sentence, _, *lines = row.report.describe().splitlines()
+    is_finite = row.begins.startswith("All")
+    assert sentence.startswith(row.begins)
+    assert sentence.endswith(row.ends if is_finite else f"{row.ends} jmpscale.diagnose names the line.")
+    assert ("All non-finite values are NaN" in sentence) == (row is DESCRIBED["NaN"])
+    assert [int(line.split()[0].removeprefix("layer_")) for line in lines] == row.order
 
 
 def test_describe_lists_as_many_leaves_as_the_limit(monkeypatch):
@@ -329,128 +374,3 @@ def test_grad_report_costs_nothing_if_unused():
     assert len(used) > len(unused)
     for shared in ("tanh f32[3,2]", "dot f32[4,2]"):
         assert used.count(shared) == unused.count(shared) > 0
-
-
-# --- metrics are the arrays of the state ---
-
-
-def test_metrics_are_the_arrays_of_the_state(variant):
-    state = jmpscale.update(jmpscale.dynamic(1024.0), False)
-    logged = variant(jmpscale.metrics)(state)
-    expected = reference.step(state.config, reference.INITIAL | {"loss_scale": 1024.0}, finite=False)
-    assert {name: value.item() for name, value in logged.items()} == expected
-    assert all(isinstance(value, jax.Array) for value in logged.values())
-
-
-def test_metrics_of_an_optimizer_state_contain_the_norm():
-    opt_state = jmpscale.WithLossScalingState(jmpscale.dynamic(), (), jnp.float32(5.0))
-    for state in ([opt_state], jax.tree.map(nnx.Variable, opt_state)):
-        logged = jmpscale.metrics(state)
-        assert (logged["grad_norm"], logged["loss_scale"]) == (5.0, 2.0**16)
-    assert "grad_norm" not in jmpscale.metrics(opt_state._replace(grad_norm=None))
-
-
-# --- raise_if_stuck names the cause ---
-
-DYNAMIC = jmpscale.dynamic(8.0)
-MULTI_STEPS = optax.MultiSteps(optax.identity(), 2).init({"w": jnp.ones(2), "n": 1})
-
-
-def _with_sums(scaler, value):
-    return scaler, MULTI_STEPS._replace(acc_grads={"w": jnp.array([1.0, value]), "n": 1})
-
-
-def _is_scaler(x):
-    return isinstance(x, jmpscale.ScalerState)
-
-
-def _stuck(**fields):
-    fields = {"total_skips": 5, "consecutive_skips": 3, "last_skip_reason": 1} | fields
-    return DYNAMIC._replace(**{name: np.asarray(x, getattr(DYNAMIC, name).dtype) for name, x in fields.items()})
-
-
-STUCK = _stuck()
-ROUNDED_LIMIT = _stuck(loss_scale=0.3)._replace(config=jmpscale.ScalerConfig(min_scale=0.3))
-DIAGNOSES = {  # the tree, and the words of the diagnosis; if several apply, the first is given
-    "scale-nan": (_stuck(loss_scale=NAN, last_skip_reason=2), "the loss scale is nan.*The loss scale is invalid"),
-    "scale-zero": (_stuck(loss_scale=0.0), "the loss scale is 0.*The loss scale is invalid"),
-    "scale-large": (_stuck(loss_scale=2.0**126 * 1.5), "The loss scale is invalid"),
-    "scale-largest": (_stuck(loss_scale=2.0**126), "The scale is still backing off"),
-    "loss": (
-        _with_sums(_stuck(last_skip_reason=2), INF),
-        "the loss itself was not finite.*range_report names the line",
-    ),
-    "sums": (_with_sums(_stuck(loss_scale=1.0), INF), r"optax\.MultiSteps has accumulated.*Place with_loss_scal"),
-    "finite-sums": (_with_sums(STUCK, 1.0), "The scale is still backing off"),
-    "nan-elsewhere": ((STUCK, {"moment": jnp.array(NAN)}), "The scale is still backing off"),
-    "limit": (
-        _stuck(loss_scale=1.0, total_skips=3),
-        "cannot back off any further.*range_report of the same batch.*decrease min_scale",
-    ),
-    "rounded-limit": (ROUNDED_LIMIT, r"the loss scale is 0\.3\. .*cannot back off any further"),
-    "static": (
-        STUCK._replace(config=jmpscale.static(8.0).config),
-        "static and does not back off.*given to loss_scaled.*range_report prints the scales",
-    ),
-    "start": (_stuck(total_skips=3), r"\(3 in total\).*the first skips of this run.*decrease init_scale"),
-    "backing-off": (STUCK, r"\(5 in total\); the loss scale is 8\. .*is still backing off\. Allow.*range_report names"),
-}
-
-
-# Skips at the lower limit, none of them consecutive: the fields, and whether a limit of 2 skips is exceeded.
-AT_LIMIT = {"loss_scale": 1.0, "total_skips": 3, "consecutive_skips": 0, "last_skip_reason": 3}
-ISOLATED_SKIPS = {
-    "at the limit": (AT_LIMIT, True),
-    "at the limit, one of them consecutive": (AT_LIMIT | {"consecutive_skips": 1}, True),
-    "above the limit after growth": (AT_LIMIT | {"loss_scale": 2.0}, False),
-    "reached the limit": (AT_LIMIT | {"last_skip_reason": 1}, False),
-    "at the limit because of the loss": (AT_LIMIT | {"last_skip_reason": 2}, False),
-    "few in total": (AT_LIMIT | {"total_skips": 2}, False),
-}
-
-
-@pytest.mark.parametrize("leaf", [jnp.asarray, np.asarray, np.ndarray.item], ids=["jax", "numpy", "python"])
-@pytest.mark.parametrize("name", DIAGNOSES)
-def test_raise_if_stuck_names_the_cause(name, leaf):
-    tree, words = DIAGNOSES[name]
-    tree = jax.tree.map(lambda x: jax.tree.map(leaf, x) if _is_scaler(x) else x, tree, is_leaf=_is_scaler)
-    with pytest.raises(FloatingPointError, match=f"^3 consecutive steps were skipped .*{words}"):
-        jmpscale.raise_if_stuck(tree, max_consecutive_skips=2)
-    jmpscale.raise_if_stuck(tree, max_consecutive_skips=3)
-
-
-@pytest.mark.parametrize("name", ISOLATED_SKIPS)
-def test_raise_if_stuck_finds_isolated_skips_at_the_lowest_scale(name):
-    fields, stuck = ISOLATED_SKIPS[name]
-    state, (error, _) = _stuck(**fields), CHECKED(_stuck(**fields))
-    if not stuck:
-        error.throw()
-        jmpscale.raise_if_stuck(state, max_consecutive_skips=2)
-        return
-    words = "^3 steps were skipped, and the loss scale has fallen to 1, .*Some batches have no finite gradients"
-    with pytest.raises(FloatingPointError, match=words):
-        jmpscale.raise_if_stuck(state, max_consecutive_skips=2)
-    with pytest.raises(checkify.JaxRuntimeError, match=words):
-        error.throw()
-
-
-@pytest.mark.parametrize("name", DIAGNOSES)
-def test_raise_if_stuck_raises_under_checkify(name):
-    tree, words = DIAGNOSES[name]
-    error, _ = CHECKED(tree)
-    with pytest.raises(checkify.JaxRuntimeError, match=f"^3 consecutive steps were skipped .*{words}"):
-        error.throw()
-    error, _ = CHECKED(jmpscale.replace_scaler(tree, jmpscale.get_scaler(tree)._replace(consecutive_skips=2)))
-    error.throw()
-
-
-CHECKED = jax.jit(checkify.checkify(functools.partial(jmpscale.raise_if_stuck, max_consecutive_skips=2)))
-
-
-def test_raise_if_stuck_raises_immediately_for_a_known_state():
-    def fn(x):
-        jmpscale.raise_if_stuck(STUCK, max_consecutive_skips=2)
-        return x
-
-    with pytest.raises(FloatingPointError, match="3 consecutive steps were skipped"):
-        checkify.checkify(fn)(1.0)

@@ -1,0 +1,246 @@
+"""metrics returns the state, raise_if_stuck names the cause of skips, and warn_after_skips reports from a program."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.experimental import checkify
+from jax.sharding import PartitionSpec as P
+
+import jmpscale
+
+import meshes
+import reference
+
+INF, NAN = np.inf, np.nan
+
+# --- metrics are the arrays of the state ---
+
+
+def test_metrics_are_the_arrays_of_the_state(variant):
+    state = jmpscale.update(jmpscale.dynamic(1024.0), False)
+    logged = variant(jmpscale.metrics)(state)
+    expected = reference.step(state.config, reference.INITIAL | {"loss_scale": 1024.0}, finite=False)
+    assert {name: value.item() for name, value in logged.items()} == expected
+    assert all(isinstance(value, jax.Array) for value in logged.values())
+
+
+def test_metrics_of_an_optimizer_state_contain_the_norm():
+    opt_state = jmpscale.WithLossScalingState(jmpscale.dynamic(), (), jnp.float32(5.0))
+    for state in ([opt_state], jax.tree.map(nnx.Variable, opt_state)):
+        logged = jmpscale.metrics(state)
+        assert (logged["grad_norm"], logged["loss_scale"]) == (5.0, 2.0**16)
+    assert "grad_norm" not in jmpscale.metrics(opt_state._replace(grad_norm=None))
+
+
+# --- raise_if_stuck names the cause ---
+
+DYNAMIC = jmpscale.dynamic(8.0)
+MULTI_STEPS = optax.MultiSteps(optax.identity(), 2).init({"w": jnp.ones(2), "n": 1})
+
+
+def _with_sums(scaler, value):
+    return scaler, MULTI_STEPS._replace(acc_grads={"w": jnp.array([1.0, value]), "n": 1})
+
+
+def _is_scaler(x):
+    return isinstance(x, jmpscale.ScalerState)
+
+
+def _stuck(**fields):
+    fields = {"total_skips": 5, "consecutive_skips": 3, "last_skip_reason": 1} | fields
+    return DYNAMIC._replace(**{name: np.asarray(x, getattr(DYNAMIC, name).dtype) for name, x in fields.items()})
+
+
+STUCK = _stuck()
+ROUNDED_LIMIT = _stuck(loss_scale=0.3)._replace(config=jmpscale.ScalerConfig(min_scale=0.3))
+DIAGNOSES = {  # the tree, and the words of the diagnosis; if several apply, the first is given
+    "scale-nan": (_stuck(loss_scale=NAN, last_skip_reason=2), "the loss scale is nan.*The loss scale is invalid"),
+    "scale-zero": (_stuck(loss_scale=0.0), "the loss scale is 0.*The loss scale is invalid"),
+    "scale-large": (_stuck(loss_scale=2.0**126 * 1.5), "The loss scale is invalid"),
+    "scale-largest": (_stuck(loss_scale=2.0**126), "The scale is still backing off"),
+    "loss": (
+        _with_sums(_stuck(last_skip_reason=2), INF),
+        "the loss itself was not finite.*diagnose names the line",
+    ),
+    "sums": (_with_sums(_stuck(loss_scale=1.0), INF), r"optax\.MultiSteps has accumulated.*Place with_loss_scal"),
+    "finite-sums": (_with_sums(STUCK, 1.0), "The scale is still backing off"),
+    "nan-elsewhere": ((STUCK, {"moment": jnp.array(NAN)}), "The scale is still backing off"),
+    "limit": (
+        _stuck(loss_scale=1.0, total_skips=3),
+        "cannot back off any further.*by another scaler.*pass its state to.*diagnose with the same.*decrease min_scale",
+    ),
+    "rounded-limit": (ROUNDED_LIMIT, r"the loss scale is 0\.3\. .*cannot back off any further"),
+    "static": (
+        STUCK._replace(config=jmpscale.static(8.0).config),
+        "static and does not back off.*given to loss_scaled.*diagnose prints the scales",
+    ),
+    "start": (_stuck(total_skips=3), r"\(3 in total\).*the first skips of this run.*decrease init_scale"),
+    "backing-off": (STUCK, r"\(5 in total\); the loss scale is 8\. .*is still backing off\. Allow.*diagnose names"),
+}
+
+
+# Skips at the lower limit, none of them consecutive: the fields, and whether a limit of 2 skips is exceeded.
+AT_LIMIT = {"loss_scale": 1.0, "total_skips": 3, "consecutive_skips": 0, "last_skip_reason": 3}
+ISOLATED_SKIPS = {
+    "at the limit": (AT_LIMIT, True),
+    "at the limit, one of them consecutive": (AT_LIMIT | {"consecutive_skips": 1}, True),
+    "above the limit after growth": (AT_LIMIT | {"loss_scale": 2.0}, False),
+    "reached the limit": (AT_LIMIT | {"last_skip_reason": 1}, False),
+    "at the limit because of the loss": (AT_LIMIT | {"last_skip_reason": 2}, False),
+    "few in total": (AT_LIMIT | {"total_skips": 2}, False),
+}
+
+
+@pytest.mark.parametrize("leaf", [jnp.asarray, np.asarray, np.ndarray.item], ids=["jax", "numpy", "python"])
+@pytest.mark.parametrize("name", DIAGNOSES)
+def test_raise_if_stuck_names_the_cause(name, leaf):
+    tree, words = DIAGNOSES[name]
+    tree = jax.tree.map(lambda x: jax.tree.map(leaf, x) if _is_scaler(x) else x, tree, is_leaf=_is_scaler)
+    with pytest.raises(FloatingPointError, match=f"^3 consecutive steps were skipped .*{words}"):
+        jmpscale.raise_if_stuck(tree, max_consecutive_skips=2)
+    jmpscale.raise_if_stuck(tree, max_consecutive_skips=3)
+
+
+@pytest.mark.parametrize("name", ISOLATED_SKIPS)
+def test_raise_if_stuck_finds_isolated_skips_at_the_lowest_scale(name):
+    fields, stuck = ISOLATED_SKIPS[name]
+    state, (error, _) = _stuck(**fields), CHECKED(_stuck(**fields))
+    if not stuck:
+        error.throw()
+        jmpscale.raise_if_stuck(state, max_consecutive_skips=2)
+        return
+    words = "^3 steps were skipped, and the loss scale has fallen to 1, .*Some batches have no finite gradients"
+    with pytest.raises(FloatingPointError, match=words):
+        jmpscale.raise_if_stuck(state, max_consecutive_skips=2)
+    with pytest.raises(checkify.JaxRuntimeError, match=words):
+        error.throw()
+
+
+@pytest.mark.parametrize("name", DIAGNOSES)
+def test_raise_if_stuck_raises_under_checkify(name):
+    tree, words = DIAGNOSES[name]
+    error, _ = CHECKED(tree)
+    with pytest.raises(checkify.JaxRuntimeError, match=f"^3 consecutive steps were skipped .*{words}"):
+        error.throw()
+    error, _ = CHECKED(jmpscale.replace_scaler(tree, jmpscale.get_scaler(tree)._replace(consecutive_skips=2)))
+    error.throw()
+
+
+CHECKED = jax.jit(checkify.checkify(functools.partial(jmpscale.raise_if_stuck, max_consecutive_skips=2)))
+
+
+def test_raise_if_stuck_raises_immediately_for_a_known_state():
+    def fn(x):
+        jmpscale.raise_if_stuck(STUCK, max_consecutive_skips=2)
+        return x
+
+    with pytest.raises(FloatingPointError, match="3 consecutive steps were skipped"):
+        checkify.checkify(fn)(1.0)
+
+
+# --- warn_after_skips reports from the program, once per streak ---
+
+# Three skips, a finite step, four skips, and two finite steps.
+FINITE = [False] * 3 + [True] + [False] * 4 + [True] * 2
+GRADS = np.where(FINITE, np.float32(1.0), np.float32(np.inf))
+TX = jmpscale.with_loss_scaling(optax.sgd(0.1), jmpscale.dynamic(2.0**20), warn_after_skips=3)
+
+
+def _step(opt_state, grad):
+    return TX.update(grad, opt_state)[1]
+
+
+def _loop(step, opt_state, grads):
+    for grad in grads:
+        opt_state = step(opt_state, grad)
+    return opt_state
+
+
+def _scan(opt_state, grads):
+    return jax.lax.scan(lambda state, grad: (_step(state, grad), None), opt_state, grads)[0]
+
+
+def _replicated(opt_state, grads):
+    return jax.device_put((opt_state, grads), jax.NamedSharding(meshes.make_mesh(d=8), P()))
+
+
+def _on_each_device(check_vma):
+    specs = {"in_specs": P(), "out_specs": P(), "check_vma": check_vma}
+    return jax.jit(jax.shard_map(_scan, mesh=meshes.make_mesh(d=8), **specs))
+
+
+class Program(NamedTuple):
+    """A training loop, and the number of times that it reports each of the two streaks."""
+
+    run: Callable[..., jmpscale.WithLossScalingState]
+    reports: int = 1
+
+
+PROGRAMS = {
+    "outside jit": Program(functools.partial(_loop, _step)),
+    "jit": Program(functools.partial(_loop, jax.jit(_step))),
+    "donated": Program(functools.partial(_loop, jax.jit(_step, donate_argnums=0))),
+    "scan": Program(jax.jit(_scan)),
+    "replicated": Program(lambda *args: jax.jit(_scan)(*_replicated(*args))),
+    "shard_map": Program(lambda *args: _on_each_device(check_vma=True)(*args), reports=8),
+}
+
+
+def _warnings_of(run, *args):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state = jax.block_until_ready(run(*args))
+    return state, [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_wrapper_warns_once_per_streak(program):
+    state, messages = _warnings_of(program.run, TX.init(1.0), GRADS)
+    first = "3 consecutive steps were skipped (3 in total); the loss scale is 2^17. In the most recent skip"
+    second = "3 consecutive steps were skipped (6 in total); the loss scale is 2^14. In the most recent skip"
+    starts = [message[: len(first)] for message in sorted(messages)]  # devices report in any order
+    assert starts == [first] * program.reports + [second] * program.reports
+    assert sum("the first skips of this run" in message for message in messages) == program.reports
+    expected, _ = _warnings_of(_loop, lambda state, grad: PLAIN.update(grad, state)[1], TX.init(1.0), GRADS)
+    assert jax.tree.map(float, state) == jax.tree.map(float, expected)
+
+
+PLAIN = jmpscale.with_loss_scaling(optax.sgd(0.1), jmpscale.dynamic(2.0**20))
+
+
+def test_wrapper_warns_of_each_member_of_an_ensemble():
+    grads = np.stack([GRADS, np.ones_like(GRADS)], axis=1)
+    run = jax.jit(lambda grads: _loop(jax.vmap(_step), jax.vmap(TX.init)(jnp.ones(2)), grads))
+    state, messages = _warnings_of(run, grads)
+    assert [message[:32] for message in messages] == ["3 consecutive steps were skipped"] * 2
+    assert state.scaler.total_skips.tolist() == [7, 0]
+
+
+DIAGNOSED = {  # the scaler, and the words of the warnings
+    "static": (jmpscale.static(8.0), ["The scale is static and does not back off"] * 2),
+    "at min_scale": (jmpscale.dynamic(2.0), ["The scale cannot back off any further"] * 2),
+    "disabled": (jmpscale.disabled(), []),
+}
+
+
+@pytest.mark.parametrize("name", DIAGNOSED)
+def test_wrapper_warns_with_the_diagnosis_of_the_scaler(name):
+    scaler, expected = DIAGNOSED[name]
+    tx = jmpscale.with_loss_scaling(optax.sgd(0.1), scaler, warn_after_skips=3)
+    _, messages = _warnings_of(_loop, jax.jit(lambda state, grad: tx.update(grad, state)[1]), tx.init(1.0), GRADS)
+    assert len(messages) == len(expected)
+    assert all(words in message for words, message in zip(expected, messages, strict=True))
+
+
+def test_step_without_warn_after_skips_has_no_callback():
+    text = jax.jit(lambda state, grad: PLAIN.update(grad, state)).lower(PLAIN.init(1.0), 1.0).as_text()
+    assert "callback" not in text
+    assert "callback" in jax.jit(_step).lower(TX.init(1.0), 1.0).as_text()
