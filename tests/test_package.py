@@ -54,11 +54,13 @@ def test_docstring_documents_the_parameters(name):
     assert re.match(r"[A-Z].*\.\n", doc + "\n"), "the first line must be a sentence"
     if thing is jmpscale.SkipReason:
         return  # its members have docstrings
-    assert ">>> " in doc or name in ("ScalerState", "WithLossScalingState", "GradReport", "DiagnosisRow")
+    assert ">>> " in doc or name in ("ScalerState", "WithLossScalingState", "GradReport", "Diagnosis", "DiagnosisRow")
     section = re.search(r"^(?:Args|Attributes):\n((?:[ ].*\n|\n)+)", doc + "\n", flags=re.MULTILINE)
     documented = re.findall(r"^  (?:\*){0,2}(\w+): ", section[1], flags=re.MULTILINE) if section else []
     # The settings are described once, as the arguments of `dynamic`.
-    expected = ["mode"] if thing is jmpscale.ScalerConfig else [x for x in inspect.signature(thing).parameters if x[0] != "_"]
+    expected = (
+        ["mode"] if thing is jmpscale.ScalerConfig else [x for x in inspect.signature(thing).parameters if x[0] != "_"]
+    )
     assert documented == expected
     assert "Returns:\n" in doc or inspect.isclass(thing) or name == "raise_if_stuck"
 

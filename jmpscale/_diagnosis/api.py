@@ -68,12 +68,13 @@ def diagnose(
       ValueError: the first argument contains no scaler, more than one, or a batch of scalers; or an argument was
         donated to a compiled function.
 
-    >>>     >>> import jmpscale
+    >>> import jax.numpy as jnp
+    >>> import jmpscale
     >>> loss_fn = lambda w, x: jnp.mean(((x @ w) * 1e-6).astype(jnp.float32))
     >>> w, x = jnp.ones((4, 2), jnp.float16), jnp.ones((8, 4), jnp.float16)
     >>> diagnosis = jmpscale.diagnose(loss_fn)(jmpscale.dynamic(), w, x)
     >>> diagnosis.fitting_scales()
-    (2.0, 524288.0)
+    (16.0, 524288.0)
     """
     if fun is None:
         return functools.partial(diagnose, argnums=argnums, has_aux=has_aux, transform=transform)

@@ -142,7 +142,8 @@ def _describe_remedy(findings: Findings, remedy: Remedy | None, kind: Kind) -> s
         error = format_percentage(scales.errors[scales.best])
         return (
             f'Pass precision="highest" to the matmul at {lines}, or use jax.default_matmul_precision("highest") around '
-            f"it: then the gradients differ by {error}, and loss scales from {low} to {high} fit."
+            f"it: then the gradients differ by {error}, and loss scales from {low} to {high} fit. The autocast guide "
+            'lists such programs under "Keep these in float32".'
         )
     return f'With precision="highest" at {lines} it differs, too. Compute the function in float32, without autocast.'
 
@@ -160,9 +161,12 @@ def _describe_scales(findings: Findings, scale: float) -> str:
     if findings.origins:
         first = findings.origins[0]
         cause = f"{_name(first)} {_VERBS[kind_of(first)]}"
-    if scale > high:
-        return f"{text}, which is too large: {cause}. A dynamic scale backs off; decrease a static scale."
-    return f"{text}, which is too small: {cause}. A dynamic scale grows up to max_scale; increase a static scale."
+    which, remedy = ("small", "grows up to max_scale; increase") if scale < low else ("large", "backs off; decrease")
+    error = format_percentage(min(scales.errors.values()))
+    return (
+        f"{text}, which is too {which}: {cause}. A dynamic scale {remedy} a static scale. At the best scale the "
+        f"gradients differ from float32 by {error}."
+    )
 
 
 def _pass(result: Result) -> str:

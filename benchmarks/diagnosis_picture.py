@@ -1,6 +1,6 @@
-"""Draws docs/range_report.png, the ranges of the demonstration's model: `python -m benchmarks.range_picture`.
+"""Draws docs/diagnosis.png, the errors of the demonstration's model: `python -m benchmarks.diagnosis_picture`.
 
-The model has its initial parameters. The scale of the picture is the largest one that the report allows.
+The model has its initial parameters.
 """
 
 import functools
@@ -13,27 +13,24 @@ import jmpscale
 import jmpscale.__main__ as demonstration
 from jmpscale import plots
 
-PICTURE = pathlib.Path(__file__).parent.parent / "docs" / "range_report.png"
+PICTURE = pathlib.Path(__file__).parent.parent / "docs" / "diagnosis.png"
 BATCH_TOKENS = 2**19  # the default of the demonstration
 
 
-def report():
-    """Returns the range report of one step."""
+def diagnosis():
+    """Returns the diagnosis of one step."""
     alphabet, tokens = demonstration.encode(demonstration.read_text())
     sequences, length = demonstration.SEQUENCES, demonstration.LENGTH
     batch = tokens[: sequences * (length + 1)].reshape(sequences, length + 1)
     params = demonstration.init(jax.random.key(0), len(alphabet))
     loss_fn = functools.partial(jmpscale.autocast(demonstration.shard_loss), batch_tokens=BATCH_TOKENS)
-    report_of = jmpscale.range_report(loss_fn)
-    _, high = report_of(jmpscale.dynamic(), params, batch).scales()
-    return report_of(jmpscale.static(high), params, batch)
+    return jmpscale.diagnose(loss_fn)(jmpscale.dynamic(), params, batch)
 
 
 def main():
     """Writes the picture; it is readable at a width of 400 pixels."""
-    figure, axes = plt.subplots(figsize=(6.4, 5.6), layout="constrained")
-    plots.magnitudes(report(), ax=axes)
-    axes.set_title("One training step: forward, then backward", size=15)
+    figure, axes = plt.subplots(figsize=(6.4, 5.0), layout="constrained")
+    plots.diagnosis(diagnosis(), ax=axes)
     axes.xaxis.label.set_size(15)
     axes.yaxis.label.set_size(15)
     axes.tick_params(labelsize=14)
