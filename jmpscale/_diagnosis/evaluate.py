@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jmpscale._base.jaxpr import called_jaxpr, evaluate_equation, split_scan_inputs
+from jmpscale._base.jaxpr import called_jaxpr, evaluate_equation, scan_carry_size, split_scan_inputs
 from jmpscale._diagnosis.float32 import compiler_options, run_equation_in_float32, runs_as_written, widen
 from jmpscale._diagnosis.measure import Measured, is_number, measure, relative_error
 from jmpscale._diagnosis.source import is_backward, is_library_function, module_path, scopes, user_line
@@ -121,6 +121,7 @@ class _Evaluator:
         self._progress = progress
         self._count = 0
         self._sites: dict[tuple[Any, ...], Site] = {}
+        self._created: list[core.JaxprEqn] = []  # kept, because sites are found by the identity of their equation
 
     def run(self, jaxpr: core.Jaxpr, consts: list[Value], inputs: list[Value], place: _Place) -> list[Value]:
         values: dict[Any, Value] = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -164,17 +165,24 @@ class _Evaluator:
             done.append(outputs[len(carry) :])
         ordered = done[::-1] if reverse else done
         stacked = [self._moved(eqn, list(parts), _stack, inside) for parts in zip(*ordered, strict=True)]
-        if done and len(done) == length:
-            return [*carry, *stacked]
-        # The remaining iterations run as one operation.
-        rest = slice(0, length - len(done)) if reverse else slice(len(done), length)
-        self._note(eqn, f"scan, iterations {rest.start} to {rest.stop - 1}", place)
-        remaining = eqn.replace(params=eqn.params | {"length": length - len(done)})
-        entries = [self._moved(eqn, [x], lambda values, _: values[0][rest], inside) for x in xs]
-        outputs = self._operation(remaining, [*consts, *carry, *entries], place)
-        carry, ys = outputs[: len(carry)], outputs[len(carry) :]
-        pairs = [[new, old] if reverse else [old, new] for old, new in zip(stacked, ys, strict=True)] if done else []
-        return [*carry, *([self._moved(eqn, pair, _concatenate, inside) for pair in pairs] if done else ys)]
+        if len(done) < length or not done:
+            carry, rest = self._rest_of_scan(eqn, [*consts, *carry], xs, len(done), place)
+            pairs = zip(rest, stacked, strict=True) if reverse else zip(stacked, rest, strict=True)
+            stacked = [self._moved(eqn, list(pair), _concatenate, inside) for pair in pairs] if done else rest
+        return [*carry, *stacked]
+
+    def _rest_of_scan(
+        self, eqn: core.JaxprEqn, inputs: list[Value], xs: list[Value], done: int, place: _Place
+    ) -> tuple[list[Value], list[Value]]:
+        """Runs the remaining iterations of a scan as one operation; returns the carry and the stacked results."""
+        length, size = eqn.params["length"], scan_carry_size(eqn)
+        first, last = (0, length - done) if eqn.params["reverse"] else (done, length)
+        self._note(eqn, f"scan, iterations {first} to {last - 1}", place)
+        remaining = eqn.replace(params=eqn.params | {"length": length - done})
+        self._created.append(remaining)
+        entries = [self._moved(eqn, [x], functools.partial(_slice, first, last), place) for x in xs]
+        outputs = self._operation(remaining, [*inputs, *entries], place)
+        return outputs[:size], outputs[size:]
 
     def _while(self, eqn: core.JaxprEqn, inputs: list[Value], place: _Place) -> list[Value]:
         cond, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
@@ -260,7 +268,10 @@ class _Operation:
         self.eqn = eqn
         types = tuple(x.aval for x in (*eqn.invars, *eqn.outvars))
         context: Any = eqn.ctx
-        self._key = (eqn.primitive, frozenset(eqn.params.items()), types, context.cur_abstract_mesh)
+        try:
+            self._key: object = (eqn.primitive, frozenset(eqn.params.items()), types, context.cur_abstract_mesh)
+        except TypeError:  # a parameter is not hashable
+            self._key = id(eqn)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Operation) and self._key == other._key
@@ -271,7 +282,7 @@ class _Operation:
 
 @functools.lru_cache(maxsize=10_000)
 def _compiled(operation: _Operation) -> Callable[[list[Any], list[Any]], _Outputs]:
-    """Compiles an operation in float32 and as written, with the comparison of the results."""
+    """Compiles an operation in float32 and as written."""
     eqn = operation.eqn
 
     def run(float32: list[Any], written: list[Any]) -> _Outputs:
@@ -294,6 +305,10 @@ def _entry(values: list[Any], index: Any) -> Any:
 
 def _stack(values: list[Any], index: Any) -> Any:
     return jnp.stack(values)
+
+
+def _slice(first: int, last: int, values: list[Any], index: Any) -> Any:
+    return values[0][first:last]
 
 
 def _concatenate(values: list[Any], index: Any) -> Any:

@@ -1,5 +1,6 @@
 """Finds arguments and constants because of which a step has no useful gradients, by running the step without them."""
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -52,8 +53,8 @@ def harmful_constant(step: Step, was_finite: bool) -> Constant | None:
     """Returns a constant in whose place a nearby number makes a step finite, or not zero if it was finite already."""
     found = dict.fromkeys(constant for eqn, _ in equations(step.jaxpr) for constant in _constants(eqn))
     for constant in list(found)[:_TRIED_LINES]:
-        changed = step._replace(jaxpr=rewrite(step.jaxpr, lambda eqn, constant=constant: [_without(eqn, constant)], {}))
-        outputs = run_float32(changed)
+        changed = rewrite(step.jaxpr, functools.partial(_without, constant), {})
+        outputs = run_float32(step._replace(jaxpr=changed))
         if are_finite(outputs) and not (was_finite and are_zero(outputs)):
             return constant
     return None
@@ -69,10 +70,10 @@ def _constants(eqn: core.JaxprEqn) -> list[Constant]:
     return [Constant(line, eqn.primitive.name, *x) for x in values if x[1] == 0 or math.isinf(x[1])]
 
 
-def _without(eqn: core.JaxprEqn, constant: Constant) -> core.JaxprEqn:
+def _without(constant: Constant, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
     """Returns an equation with the nearest finite, nonzero number in place of a constant."""
     if constant not in _constants(eqn):
-        return eqn
+        return [eqn]
     info = jnp.finfo(constant.dtype)
     nearest = math.copysign(info.max if constant.value else info.smallest_subnormal, constant.value)
 
@@ -80,4 +81,4 @@ def _without(eqn: core.JaxprEqn, constant: Constant) -> core.JaxprEqn:
         is_it = isinstance(x, core.Literal) and is_narrow(type_of(x)) and float(x.val) == constant.value
         return core.Literal(np.asarray(nearest, constant.dtype), type_of(x)) if is_it else x
 
-    return eqn.replace(invars=[new(x) for x in eqn.invars])
+    return [eqn.replace(invars=[new(x) for x in eqn.invars])]

@@ -133,19 +133,19 @@ def _describe_remedy(findings: Findings, remedy: Remedy | None, kind: Kind) -> s
     if remedy is None:
         lines = list(dict.fromkeys(line for x in findings.origins[:1] for line in lines_to_change(x)))
         normalize = ", or normalize its input" if kind is Kind.OVERFLOW else ""
-        where = _enumerate(lines) if lines else "these operations"
-        return f"Compute {where}, and the lines that read the result, in float32{normalize}."
-    lines = _enumerate(remedy.lines, limit=len(remedy.lines))
+        named = _enumerate(lines) if lines else "these operations"
+        return f"Compute {named}, and the lines that read the result, in float32{normalize}."
+    where = _enumerate(remedy.lines, limit=len(remedy.lines))
     scales = remedy.findings.scales
     if remedy.findings.healthy and scales is not None and scales.best is not None and scales.fitting is not None:
         low, high = (format_scale(2.0**k) for k in scales.fitting)
         error = format_percentage(scales.errors[scales.best])
         return (
-            f'Pass precision="highest" to the matmul at {lines}, or use jax.default_matmul_precision("highest") around '
+            f'Pass precision="highest" to the matmul at {where}, or use jax.default_matmul_precision("highest") around '
             f"it: then the gradients differ by {error}, and loss scales from {low} to {high} fit. The autocast guide "
             'lists such programs under "Keep these in float32".'
         )
-    return f'With precision="highest" at {lines} it differs, too. Compute the function in float32, without autocast.'
+    return f'With precision="highest" at {where} it differs, too. Compute the function in float32, without autocast.'
 
 
 def _describe_scales(findings: Findings, scale: float) -> str:
