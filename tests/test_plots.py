@@ -1,5 +1,7 @@
 """The plots show the values of the arrays: heights, curves and markers are read back from the axes."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import matplotlib as mpl
@@ -117,43 +119,39 @@ def test_headroom_names_leaves_up_to_the_limit():
         assert labels == [*paths[:count], "float16 overflows"]
 
 
-# --- range_report ---
+# --- diagnosis ---
 
 
-def _bands(ax):
-    """Returns the bands of each label: {position: (bottom, top)}."""
-    return {
-        lines.get_label(): {int(x): (bottom, top) for (x, bottom), (_, top) in lines.get_segments()}
-        for lines in ax.collections
+def _diagnosis(**changes):
+    values = {
+        "loss": 1.0,
+        "loss_float32": 1.0,
+        "gradient_error": 0.001,
+        "loss_scale": 2.0**12,
+        "scale_errors": ((2.0**-2, 0.5), (2.0**4, 0.01), (2.0**12, 0.001), (2.0**20, math.inf)),
+        "rows": (),
+        "causes": (),
+        "not_entered": (),
+        "summary": "",
+        "_fitting": (2.0**4, 2.0**12),
     }
+    return jmpscale.Diagnosis(**values | changes)
 
 
-def test_range_report_shows_bands_in_program_order():
-    def loss_fn(w, x):
-        hidden = x.astype(jnp.float16) * jnp.float16(3)
-        return jnp.sum((w.astype(jnp.float16) * hidden).astype(jnp.float32)) * 2.0**-10
-
-    x = jnp.array([1.0, 1.0, 4.0, 0.0])
-    report = jmpscale.range_report(loss_fn)(jmpscale.static(2.0**8), jnp.full(4, 0.5), x)
+def test_diagnosis_shows_finite_errors_and_the_scales_that_fit():
     given = plt.subplots()[1]
-    ax = plots.magnitudes(report, ax=given)
+    ax = plots.diagnosis(_diagnosis(), ax=given)
     assert ax is given
-    plain, unscaled, scaled = _bands(ax).values()
-    forward = [(0.0, 2.0), (1.0, np.log2(12)), (-1.0, -1.0), (0.0, np.log2(6))]  # x, 3x, w, 3wx
-    assert np.array(sorted(plain.values())) == pytest.approx(np.array(sorted(forward)))
-    assert sorted({*plain, *scaled}) == list(range(len(report.rows)))
-    assert min(scaled) > max(plain)
-    assert unscaled.keys() == scaled.keys()
-    assert min(bottom for bottom, _ in unscaled.values()) == pytest.approx(-10)
-    for position, band in unscaled.items():
-        assert np.add(band, 8) == pytest.approx(scaled[position])
-    labels = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert labels[-1] == "proportional to the loss scale, at 2^8"
+    scale, errors = ax.lines
+    assert list(scale.get_xdata()) == [12, 12]
+    assert np.array(errors.get_xydata()) == pytest.approx(np.array([(-2, 0.5), (4, 0.01), (12, 0.001)]))
+    (span,) = ax.patches
+    assert (span.get_x(), span.get_width()) == (4, 8)
+    assert not plots.diagnosis(_diagnosis(_fitting=None)).patches
 
 
-def test_range_report_of_something_else_raises():
-    with pytest.raises(TypeError, match=r"^report must be a RangeReport, got 3\. Pass the result of range_report\.$"):
-        plots.magnitudes(3)
-    report = jmpscale.range_report(jnp.sum)(jmpscale.dynamic(), jnp.ones(3))
-    with pytest.raises(ValueError, match=r"^report must have results in half precision, got none\."):
-        plots.magnitudes(report)
+def test_diagnosis_of_something_else_raises():
+    with pytest.raises(TypeError, match=r"^diagnosis must be a Diagnosis, got 3\. Pass the result of diagnose"):
+        plots.diagnosis(3)
+    with pytest.raises(ValueError, match=r"^diagnosis must have a scale with finite gradients, got none\."):
+        plots.diagnosis(_diagnosis(scale_errors=((1.0, math.inf),)))
