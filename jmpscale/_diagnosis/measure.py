@@ -94,7 +94,7 @@ def _fraction_of_norm(xp: Any, x: Any, selected: Any) -> Any:
 
 
 def _error(xp: Any, float32: Any, written: Any) -> list[Any]:
-    kind = jnp.promote_types(float32.dtype, np.float32)
+    kind = float32.dtype if jnp.issubdtype(float32.dtype, np.inexact) else np.dtype(np.float32)
     x, y = float32.astype(kind), written.astype(kind)
     same = (x == y) | (xp.isnan(x) & xp.isnan(y))
     differs = ~same & ~(xp.isfinite(x) & xp.isfinite(y))

@@ -63,11 +63,10 @@ def _copier(tree: PyTree) -> Callable[[], PyTree]:
     positions = [i for i, leaf in enumerate(leaves) if is_nnx_object(leaf)]
     if not positions:
         return lambda: tree
-    nnx = sys.modules["flax.nnx"]
-    graph, state = nnx.split([leaves[i] for i in positions])
+    clone: Callable[[list[Any]], list[Any]] = sys.modules["flax.nnx"].clone
 
     def copied() -> PyTree:
-        copies = dict(zip(positions, nnx.merge(graph, state), strict=True))
+        copies = dict(zip(positions, clone([leaves[i] for i in positions]), strict=True))
         return jax.tree.unflatten(treedef, [copies.get(i, leaf) for i, leaf in enumerate(leaves)])
 
     return copied
