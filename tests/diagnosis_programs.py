@@ -2,10 +2,13 @@
 
 import inspect
 
+import equinox
+import haiku
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import linen, nnx
 
 import jmpscale
 
@@ -49,7 +52,7 @@ def negative_overflow(w, x):
 def overflow_before_gelu(w, x):
     w = w.astype(H)
     z = (x / 4).astype(H) @ w  # fault
-    z = z + w[0]
+    z = z + w[:1]
     return jnp.mean((jax.nn.gelu(z) @ OUT.astype(H)).astype(jnp.float32) ** 2)
 
 
@@ -88,6 +91,86 @@ def overflow_in_a_scan(w, x):
 
     h, _ = jax.lax.scan(layer, x.astype(H), jnp.stack([w * 30] * 6))
     return jnp.mean(jnp.tanh(h.astype(jnp.float32) * 1e-9))
+
+
+def overflow_in_a_while_loop(w, x):
+    def grow(state):
+        h, i = state
+        h = h * H(30)  # fault
+        return h, i + 1
+
+    h, _ = jax.lax.while_loop(lambda state: state[1] < 4, grow, (jax.lax.stop_gradient(x.astype(H)), 0))
+    return jnp.mean(jnp.tanh(h.astype(jnp.float32) * 1e-6) @ w)
+
+
+def overflow_in_a_branch(w, x):
+    def large(h):
+        return h * H(60000)  # fault
+
+    h = jax.lax.cond(x[0, 0] < 100, large, lambda h: h, x.astype(H) @ w.astype(H))
+    return jnp.mean(jnp.tanh(h.astype(jnp.float32) * 1e-6))
+
+
+@jax.checkpoint
+def _large_block(h, w):
+    h = h @ w  # fault
+    return jnp.tanh(h.astype(jnp.float32) * 1e-6)
+
+
+def overflow_in_a_checkpointed_function(w, x):
+    return jnp.mean(_large_block(x.astype(H) * H(10000), w.astype(H)))
+
+
+# --- Overflow and underflow in the backward pass, at any scale. JAX gives the call as the line of a rule. ---
+
+
+@jax.custom_vjp
+def normalized_backward(x):
+    return x
+
+
+def _normalize(_, g):
+    g = g / jnp.max(jnp.abs(g))
+    return ((g * H(60000) + g * H(60000)) * H(2.0**-20),)
+
+
+normalized_backward.defvjp(lambda x: (x, None), _normalize)
+
+
+def backward_pass_overflows(w, x):
+    z = normalized_backward(x.astype(H) @ w.astype(H))  # fault
+    return jnp.mean(z.astype(jnp.float32) ** 2)
+
+
+@jax.custom_vjp
+def tiny_backward(x):
+    return x
+
+
+def _vanish(_, g):
+    g = g / jnp.max(jnp.abs(g))
+    return ((g * H(2.0**-13) * H(2.0**-13)) * H(2.0**10),)
+
+
+tiny_backward.defvjp(lambda x: (x, None), _vanish)
+
+
+def backward_pass_underflows(w, x):
+    z = tiny_backward(x.astype(H) @ w.astype(H))  # fault
+    return jnp.mean(z.astype(jnp.float32) ** 2)
+
+
+# --- Gradients that need another scale. ---
+
+
+def small_gradients(w, x):
+    z = jnp.tanh(x.astype(H) @ w.astype(H))
+    return jnp.mean((z * H(2.0**-12)).astype(jnp.float32)) * 2.0**-14  # fault
+
+
+def large_gradients(w, x):
+    z = x.astype(H) @ w.astype(H)
+    return jnp.sum((z * H(64)).astype(jnp.float32))  # fault
 
 
 # --- Underflow and poles in the forward pass. ---
@@ -144,7 +227,7 @@ def gaussian_process(log_length, x, y):
     z = x * jnp.exp(log_length)
     squares = (z**2).sum(-1)
     products = z @ z.T  # fault
-    kernel = jnp.exp(-0.5 * (squares[:, None] + squares - 2 * products)) + 1e-4 * jnp.eye(len(x))
+    kernel = jnp.exp(-0.5 * (squares[:, None] + squares[None] - 2 * products)) + 1e-4 * jnp.eye(len(x))
     factor = jnp.linalg.cholesky(kernel)
     return 0.5 * y @ jax.scipy.linalg.cho_solve((factor, True), y) + jnp.log(jnp.diag(factor)).sum()
 
@@ -181,7 +264,7 @@ def running_average(w, xs):
 
 def large_positions(w, x):
     positions = jnp.arange(4096, dtype=jnp.float32) + 0.5
-    angles = positions.astype(H)[:, None] * jnp.float16([1.0, 0.5])  # fault
+    angles = positions.astype(H)[:, None] * jnp.float16([[1.0, 0.5]])  # fault
     return jnp.mean((jnp.sin(angles) @ w[:2].astype(H)).astype(jnp.float32) * jnp.sin(positions)[:, None])
 
 
@@ -223,6 +306,64 @@ def norm_at_zero(w, x):
     return jnp.mean(jnp.sqrt(jnp.sum(difference**2, axis=-1)))  # fault
 
 
+# --- Frameworks: a layer whose result overflows before it is normalized. ---
+
+
+class Linen(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        z = linen.Dense(16, dtype=H, name="hidden")(x)  # fault
+        return linen.Dense(4, dtype=H, name="readout")(linen.LayerNorm(dtype=H)(z))
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs):
+        self.hidden = nnx.Linear(8, 16, dtype=H, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, dtype=H, rngs=rngs)
+        self.readout = nnx.Linear(16, 4, dtype=H, rngs=rngs)
+
+    def __call__(self, x):
+        z = self.hidden(x)  # fault
+        return self.readout(self.norm(z))
+
+
+class Equinox(equinox.Module):
+    hidden: equinox.nn.Linear
+    readout: equinox.nn.Linear
+
+    def __init__(self):
+        keys = jax.random.split(jax.random.key(0))
+        self.hidden, self.readout = equinox.nn.Linear(8, 16, key=keys[0]), equinox.nn.Linear(16, 4, key=keys[1])
+
+    def __call__(self, x):
+        z = self.hidden(x) * H(64)  # fault
+        return self.readout(layer_norm(z))
+
+
+def haiku_network(x):
+    z = haiku.Linear(16, name="hidden")(x) * H(64)  # fault
+    return haiku.Linear(4, name="readout")(layer_norm(z))
+
+
+HAIKU = haiku.transform(haiku_network)
+
+
+def linen_loss(params, x):
+    return jnp.mean(Linen().apply(params, x).astype(jnp.float32) ** 2)
+
+
+def nnx_loss(model, x):
+    return jnp.mean(model(x).astype(jnp.float32) ** 2)
+
+
+def equinox_loss(model, x):
+    return jnp.mean(jax.vmap(jmpscale.cast(model, H))(x.astype(H)).astype(jnp.float32) ** 2)
+
+
+def haiku_loss(params, x):
+    return jnp.mean(HAIKU.apply(jmpscale.cast(params, H), None, x.astype(H)).astype(jnp.float32) ** 2)
+
+
 # --- Healthy programs. ---
 
 
@@ -237,8 +378,8 @@ def mlp_by_hand(w, x):
 
 def bias_before_normalization(params, x):
     half, x = jmpscale.cast((params, x), H)
-    z = (x @ half["w"] + half["b"]).astype(jnp.float32)
-    z = (z - z.mean(0)) * jax.lax.rsqrt(z.var(0) + 1e-5)
+    z = (x @ half["w"] + half["b"][None]).astype(jnp.float32)
+    z = (z - z.mean(0, keepdims=True)) * jax.lax.rsqrt(z.var(0, keepdims=True) + 1e-5)
     return jnp.mean((jax.nn.relu(z).astype(H) @ OUT.astype(H)).astype(jnp.float32) ** 2)
 
 
@@ -246,7 +387,8 @@ def attention(mask):
     def loss(w, x):
         q, k, v = jnp.split(x.astype(H) @ jnp.tile(w.astype(H), (1, 3)), 3, axis=-1)
         scores = jnp.einsum("bqd,bkd->bqk", q, k)
-        scores = jnp.where(mask, scores, -jnp.inf) if mask.dtype == bool else scores + mask
+        with jax.numpy_rank_promotion("allow"):  # masks of all ranks
+            scores = jnp.where(mask, scores, -jnp.inf) if mask.dtype == bool else scores + mask
         return jnp.mean(jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores), v).astype(jnp.float32) ** 2)
 
     return loss
@@ -269,7 +411,8 @@ MASKS["boolean"] = CAUSAL
 
 
 def saturated_activation(w, x):
-    return jnp.mean(jnp.tanh((1e3 * x).astype(H) @ (100 * w).astype(H)).astype(jnp.float32) * (x @ OUT)[:, :1])
+    large = jnp.tanh((1e3 * x).astype(H) @ (100 * w).astype(H))
+    return jnp.mean((large + x.astype(H) @ w.astype(H)).astype(jnp.float32) * (x @ OUT)[:, :1])
 
 
 def recurrent(w, xs):
@@ -281,13 +424,14 @@ def recurrent(w, xs):
     return jnp.mean(h**2)
 
 
-def newton_iterations(w, x):
+def while_loop(w, x):
     def step(state):
         y, i = state
-        return y - (y**3 - x) / (3 * y**2 + 1), i + 1
+        return y - (y**3 - y0) / (3 * y**2 + 1), i + 1
 
-    y, _ = jax.lax.while_loop(lambda state: state[1] < 5, step, (jnp.ones_like(x), 0))
-    return jnp.mean((y @ w) ** 2)
+    y0 = jax.lax.stop_gradient(x)
+    y, _ = jax.lax.while_loop(lambda state: state[1] < 5, step, (jnp.ones_like(y0), 0))
+    return jnp.mean((y.astype(H) @ w.astype(H)).astype(jnp.float32) ** 2)
 
 
 @jax.custom_vjp
@@ -300,6 +444,31 @@ clip_cotangent.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -1e-2, 1e-2
 
 def clipped_backward_pass(w, x):
     return jnp.mean((clip_cotangent(jnp.tanh(x @ w)) - 1) ** 2)
+
+
+def checkpointed(w, x):
+    block = jax.checkpoint(lambda h: jnp.tanh(h @ w))
+    return jnp.mean(block(block(x)) ** 2)
+
+
+@jax.custom_vjp
+def doubled_backward(x):
+    return x
+
+
+doubled_backward.defvjp(lambda x: (x, None), lambda _, g: (2 * g,))
+
+
+@jax.custom_jvp
+def cube(x):
+    return x**3
+
+
+cube.defjvp(lambda primals, tangents: (primals[0] ** 3, 3 * primals[0] ** 2 * tangents[0]))
+
+
+def custom_rules(w, x):
+    return jnp.mean(doubled_backward(cube(jnp.tanh(x @ w))) ** 2)
 
 
 def zero_derivative(params, x):
@@ -315,5 +484,4 @@ def critic(w, x):
 def ctc(w, x):
     logits = x.reshape(2, 8, 8) @ w
     labels = jnp.array([[1, 2], [3, 3]])
-    zeros = jnp.zeros((2, 8)), jnp.zeros((2, 2))
-    return jnp.mean(optax.ctc_loss(logits, zeros[0], labels, zeros[1]))
+    return jnp.mean(optax.ctc_loss(logits, jnp.zeros((2, 8)), labels, jnp.zeros((2, 2))))

@@ -1,0 +1,165 @@
+"""diagnose measures the scales that fit, and the errors, as float16 runs at every power of two do."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmpscale
+
+from diagnosis_programs import H, W, X
+
+# XLA may otherwise keep the precision of float32 between two operations in float16.
+EXACT = {"xla_allow_excess_precision": False}
+POWERS = range(-40, 41)
+TOLERANCE = 0.01  # by which an error may exceed the error at the best scale
+
+
+def small_mlp(dtype, w, x):
+    return jnp.mean(jnp.tanh(x.astype(dtype) @ w.astype(dtype)).astype(jnp.float32) ** 2)
+
+
+def two_sizes(dtype, params, x):
+    """Two parameters, of which one has much smaller gradients."""
+    large, small = (params[name].astype(dtype) for name in ("large", "small"))
+    h = jnp.tanh(x.astype(dtype) @ large) * dtype(2.0**-6)
+    return jnp.mean((h @ small).astype(jnp.float32) ** 2) + 8 * jnp.mean(jnp.sin(x.astype(dtype) @ large))
+
+
+def product(dtype, w, x):
+    return jnp.sum((x.astype(dtype) @ w.astype(dtype) * dtype(2.0**-9)).astype(jnp.float32)) * 2.0**-9
+
+
+def scan(dtype, w, x):
+    w = w.astype(dtype)
+    h, _ = jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x.astype(dtype), None, length=3)
+    return jnp.mean(h.astype(jnp.float32) ** 2)
+
+
+def remat(dtype, w, x):
+    w = w.astype(dtype)
+    block = jax.checkpoint(lambda h: jnp.sin(h @ w) * dtype(3))
+    return jnp.mean(block(block(x.astype(dtype))).astype(jnp.float32))
+
+
+def attention(dtype, w, x):
+    q, k, v = jnp.split(x.astype(dtype) @ jnp.tile(w.astype(dtype), (1, 3)), 3, axis=-1)
+    scores = jnp.where(np.tri(len(x), dtype=bool), q @ k.T, -jnp.inf)
+    return jnp.mean((jax.nn.softmax(scores) @ v).astype(jnp.float32) ** 2)
+
+
+def cross_entropy(dtype, w, x):
+    logits = (x.astype(dtype) @ w.astype(dtype)).astype(jnp.float32)
+    return -jnp.mean(jax.nn.log_softmax(logits)[:, 0])
+
+
+def convolution(dtype, w, x):
+    image = x.reshape(2, 8, 8, 1).astype(dtype)
+    kernel = w.reshape(4, 4, 1, 4).astype(dtype)
+    layout = ("NHWC", "HWIO", "NHWC")
+    return jnp.mean(
+        jax.nn.relu(jax.lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=layout)).astype(
+            jnp.float32
+        )
+    )
+
+
+def residual(dtype, w, x):
+    w, h = w.astype(dtype), x.astype(dtype)
+    for _ in range(4):
+        h = h + jnp.tanh(h @ w) * dtype(0.5)
+    return jnp.mean(h.astype(jnp.float32) ** 4)
+
+
+def branch(dtype, w, x):
+    h = x.astype(dtype) @ w.astype(dtype)
+    h = jax.lax.cond(h[0, 0] > 100, lambda h: h * dtype(100), lambda h: h * dtype(0.01), h)
+    return jnp.mean(h.astype(jnp.float32) ** 2)
+
+
+def embedding(dtype, w, x):
+    tokens = (x[:, 0] > 0).astype(jnp.int32)
+    return jnp.mean(jnp.sin(w.astype(dtype)[tokens]).astype(jnp.float32) ** 2) * 2.0**-10
+
+
+PROGRAMS = {  # functions of a dtype, of parameters and of a batch
+    "product": (product, W),
+    "two sizes": (two_sizes, {"large": W, "small": W[:, :2]}),
+    "mlp": (small_mlp, W),
+    "scan": (scan, W),
+    "remat": (remat, W),
+    "attention": (attention, W),
+    "cross-entropy": (cross_entropy, W),
+    "convolution": (convolution, W),
+    "residual": (residual, W),
+    "cond": (branch, W),
+    "embedding": (embedding, W),
+}
+DEFAULT = {"product", "two sizes"}
+
+
+def rows(table, default):
+    return [pytest.param(row, id=name, marks=[pytest.mark.full] * (name not in default)) for name, row in table.items()]
+
+
+def leaves(tree):
+    return [np.asarray(x, np.float64) for x in jax.tree.leaves(tree)]
+
+
+def relative_error(expected, actual):
+    return np.linalg.norm(expected - actual) / np.linalg.norm(expected)
+
+
+def run_in_float32(program, params):
+    """Returns the loss and the gradients of the program that is written in float32."""
+    loss, grads = jax.value_and_grad(functools.partial(program, jnp.float32))(params, X)
+    return float(loss), leaves(grads)
+
+
+def run_at_every_power(program, params):
+    """Returns the loss in float16, and for each exponent the error of each gradient, or None if one is not finite."""
+    fun = jmpscale.value_and_grad(functools.partial(program, H))
+
+    def run(scale):
+        return fun(jmpscale.static(1.0)._replace(loss_scale=scale), params, X)
+
+    compiled = jax.jit(run).lower(jnp.float32(1)).compile(EXACT)
+    expected = run_in_float32(program, params)[1]
+    errors = {}
+    for k in POWERS:
+        loss, grads = compiled(jnp.float32(2.0**k))
+        found = leaves(grads)
+        finite = all(np.isfinite(x).all() for x in found)
+        errors[k] = np.array([*map(relative_error, expected, found)]) if finite else None
+    return float(loss), errors
+
+
+@pytest.mark.parametrize("program", rows(PROGRAMS, DEFAULT))
+def test_diagnose_finds_the_scales_that_float16_runs_find(program):
+    fun, params = program
+    loss, errors = run_at_every_power(fun, params)
+    diagnosis = jmpscale.diagnose(functools.partial(fun, H))(jmpscale.static(2.0**8), params, X)
+
+    finite = [k for k in POWERS if errors[k] is not None]
+    assert finite == list(range(POWERS[0], finite[-1] + 1))
+    assert finite[-1] < POWERS[-1]
+    low, high = map(math.log2, diagnosis.fitting_scales())
+    assert high == finite[-1]
+
+    best = np.min([errors[k] for k in finite], axis=0)
+    accurate = [k for k in finite if (errors[k] <= best + TOLERANCE).all()]
+    assert abs(low - accurate[0]) <= 1
+    assert accurate[0] > POWERS[0]
+
+    assert diagnosis.loss == loss
+    assert diagnosis.loss_float32 == pytest.approx(run_in_float32(fun, params)[0], rel=1e-5)
+    assert diagnosis.gradient_error == pytest.approx(errors[8].max(), rel=0.01)
+    for scale, error in diagnosis.scale_errors:
+        k = round(math.log2(scale))
+        assert scale == 2.0**k
+        if k in errors:
+            assert error == (math.inf if errors[k] is None else pytest.approx(errors[k].max(), rel=0.01, abs=1e-6))
+    assert [scale for scale, _ in diagnosis.scale_errors] == sorted({scale for scale, _ in diagnosis.scale_errors})
