@@ -15,7 +15,7 @@ from jmpscale.testing import assert_step_is_noop
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
-from benchmarks import autocast, programs, range_picture, steps, table, timing
+from benchmarks import autocast, diagnosis_picture, programs, steps, table, timing
 
 import pages
 
@@ -204,9 +204,9 @@ def test_tables_equal_the_tables_on_the_page():
     assert table.rewrite(page, table.tables(*table.read_results())) == page
 
 
-def test_range_picture_shows_the_largest_scale_that_fits():
+def test_picture_of_the_diagnosis_shows_a_program_whose_scale_fits():
     with jax.numpy_rank_promotion("allow"):
-        report = range_picture.report()
-    low, high = report.scales()
-    assert report.scale == high > low
-    assert report.has_half_matmuls
+        found = diagnosis_picture.diagnosis()
+    low, high = found.fitting_scales()
+    assert low < found.loss_scale < high
+    assert "float16" in {row.dtype for row in found.rows}
