@@ -1,0 +1,679 @@
+"""diagnose evaluates each operation of a program once for each execution, and gives it the user's line and module."""
+
+import functools
+import importlib
+import inspect
+import re
+
+import equinox
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from jax.experimental import pallas
+
+import jmpscale
+from jmpscale._diagnosis import evaluate
+
+import diagnosis_programs as programs
+import meshes
+from diagnosis_programs import OUT, H, W, X
+
+
+def diagnose(fun, *args, scale=2.0**10, **options):
+    return jmpscale.diagnose(fun, **options)(jmpscale.static(scale), *args)
+
+
+def named(diagnosis, **fields):
+    return [row for row in diagnosis.rows if all(getattr(row, name) == value for name, value in fields.items())]
+
+
+def line_of(fun, text, name=None):
+    """Returns the name of the line of a function that contains a text, as a diagnosis shows it."""
+    lines, first = inspect.getsourcelines(fun)
+    (number,) = [first + i for i, line in enumerate(lines) if text in line]
+    return f"test_diagnose_evaluation.py:{number} ({name or fun.__name__})"
+
+
+def squared(x):
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
+# --- Loops and branches. ---
+
+
+def scan(w, xs, reverse):
+    def body(h, x):
+        h = h + x * w[0]  # sum
+        return h, h * h
+
+    h, ys = jax.lax.scan(body, H(0), xs, reverse=reverse)
+    return (h + ys.sum()).astype(jnp.float32) + w.sum().astype(jnp.float32)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_scan_has_one_row_for_all_iterations_with_the_worst_one(reverse):
+    xs = jnp.float16([0, 0, 0, 1 + 2.0**-10, 0])
+    w = jnp.float16([1 + 2.0**-10])
+    diagnosis = diagnose(functools.partial(scan, reverse=reverse), w, xs)
+    (row,) = named(diagnosis, operation="mul", line=line_of(scan, "# sum", "body"), backward=False)
+    assert row.steps == (3,)
+    assert row.max_abs == pytest.approx((1 + 2.0**-10) ** 2)
+    assert row.name == f"mul at {row.line} in step 3"
+    assert any(row.backward and row.steps for row in diagnosis.rows)
+    assert "step" in diagnosis.describe().splitlines()[1].split()
+
+
+def nested(w, x):
+    def outer(h, layer):
+        def inner(h, x):
+            h = jnp.tanh(h + x * layer)
+            return h, h * H(8000) * layer
+
+        h, ys = jax.lax.scan(inner, h, x)
+        return h, ys.sum()
+
+    return jax.lax.scan(outer, H(0), w)[1].astype(jnp.float32).sum()
+
+
+def test_nested_scans_have_the_iterations_of_both():
+    diagnosis = diagnose(nested, jnp.float16([1, 17, 2]), jnp.float16([0.0, 1.0]))
+    assert diagnosis.summary.startswith("The forward pass overflows: ")
+    (cause,) = diagnosis.causes
+    assert cause.steps[0] == 1
+    assert len(cause.steps) == 2
+    assert f" in step 1/{cause.steps[1]} reaches" in diagnosis.summary
+
+
+def branches(w, x, flag):
+    def large(x):
+        return x @ w.astype(H)  # large
+
+    def small(x):
+        return x * H(2)  # small
+
+    return squared(jax.lax.cond(flag, large, small, x.astype(H)))
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_cond_has_rows_of_the_branch_that_is_taken(flag):
+    lines = {row.line for row in diagnose(branches, W, X, jnp.asarray(flag)).rows}
+    assert (line_of(branches, "# large", "large") in lines) == flag
+    assert (line_of(branches, "# small", "small") in lines) != flag
+
+
+def repeated(w, x, count):
+    def body(carry):
+        h, i = carry
+        return h * w, i + 1  # body
+
+    return jax.lax.while_loop(lambda carry: carry[1] < count, body, (x, 0))[0]
+
+
+def while_loop(w, x, count):
+    return repeated(w, x, count).astype(jnp.float32).sum()
+
+
+def forward_only(fun):
+    """Returns a loss function with a part that is not differentiated."""
+    return lambda w, *args: fun(jax.lax.stop_gradient(w), *args) + jnp.sum(w.astype(jnp.float32))
+
+
+def test_while_loop_runs_as_often_as_the_program():
+    diagnosis = diagnose(forward_only(while_loop), H(2), jnp.float16([1, 3]), jnp.int32(4))
+    (row,) = named(diagnosis, operation="mul", line=line_of(repeated, "# body", "body"))
+    assert row.max_abs == 3 * 2**4
+    assert diagnosis.loss == diagnosis.loss_float32 == 4 * 2**4 + 2
+
+
+LOOPS = {  # the loss function, the arguments, the limit, and the iterations that are not entered
+    "scan": (
+        functools.partial(scan, reverse=False),
+        (jnp.float16([1]), jnp.linspace(0, 1, 8, dtype=H)),
+        r"scan, iterations [1-6] to 7",
+    ),
+    "reverse": (
+        functools.partial(scan, reverse=True),
+        (jnp.float16([1]), jnp.linspace(0, 1, 8, dtype=H)),
+        r"scan, iterations 0 to [1-6]",
+    ),
+    "while": (
+        forward_only(while_loop),
+        (H(1.25), jnp.float16([1, 3]), jnp.int32(9)),
+        r"while, from iteration [1-8] on",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_long_loop_continues_as_one_operation(name, monkeypatch):
+    fun, args, iterations = LOOPS[name]
+    whole = diagnose(fun, *args)
+    assert whole.not_entered == ()
+    monkeypatch.setattr(evaluate, "LIMIT", 15)
+    cut = diagnose(fun, *args)
+    assert re.fullmatch(rf"test_diagnose_evaluation\.py:\d+ \(\w+\): {iterations}", cut.not_entered[0])
+    text = "These operations ran as one, or in their own dtype:"
+    assert cut.describe().splitlines()[-len(cut.not_entered) - 1] == text
+    numbers = ["loss", "loss_float32", "gradient_error", "scale_errors"]
+    assert [getattr(cut, x) for x in numbers] == [getattr(whole, x) for x in numbers]
+    assert _largest(cut) == _largest(whole)
+
+
+def _largest(diagnosis):
+    """Returns the largest value of the last sum of the forward pass, which depends on the whole loop."""
+    return named(diagnosis, operation="add", backward=False)[-1].max_abs
+
+
+# --- Calls, lines and modules. ---
+
+
+def two_calls(w, x):
+    small = jax.nn.silu(x.astype(H) * w)
+    large = jax.nn.silu(x.astype(H) * H(60000))  # large
+    return squared(small) + squared(large / H(60000))
+
+
+def test_library_function_has_the_line_of_each_call():
+    diagnosis = diagnose(two_calls, H(0.5), jnp.float32([1.0, 2.0]))
+    assert {row.line for row in diagnosis.causes} == {line_of(two_calls, "# large")}
+    assert {row.line for row in named(diagnosis, operation="logistic")} == {
+        line_of(two_calls, "small ="),
+        line_of(two_calls, "# large"),
+    }
+
+
+@jax.jit
+def helper(x):
+    with jax.named_scope("inner"):
+        return jnp.sin(x)  # helper
+
+
+def scopes(w, x):
+    with jax.named_scope("outer"):
+        h = jax.checkpoint(helper)(x * w)
+    with jax.named_scope("body"):
+        h = h * H(3)  # scope
+    return squared(h)
+
+
+def test_named_scopes_are_modules():
+    diagnosis = diagnose(scopes, H(1), jnp.float16([1, 2]))
+    sines = named(diagnosis, operation="sin")
+    assert {row.module for row in sines} == {"outer/inner"}
+    assert {row.line for row in sines} == {line_of(helper.__wrapped__, "# helper")}
+    assert {row.module for row in named(diagnosis, line=line_of(scopes, "# scope"))} == {"body"}
+
+
+class Layers(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        for name in ("body", "cond", "scan"):
+            x = jnp.tanh(linen.Dense(8, dtype=H, name=name)(x))
+        return x
+
+
+def layers_loss(params, x):
+    return squared(Layers().apply(params, x))
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("standard_promotion")
+def test_modules_of_linen_have_any_names():
+    diagnosis = diagnose(layers_loss, Layers().init(jax.random.key(0), X), X)
+    rows = named(diagnosis, operation="dot_general")
+    assert {row.module for row in rows} == {"Layers/body", "Layers/cond", "Layers/scan"}
+    assert {row.backward for row in rows} == {True, False}
+    assert {row.line for row in rows} == {line_of(Layers.__call__, "linen.Dense", "Layers.__call__")}
+
+
+FRAMEWORKS = {  # the loss function, the model, its value_and_grad, and the line of the first layer
+    "nnx": lambda: (programs.nnx_loss, programs.Nnx(nnx.Rngs(0)), nnx.value_and_grad, programs.Nnx.__call__),
+    "equinox": lambda: (
+        programs.equinox_loss,
+        programs.Equinox(),
+        equinox.filter_value_and_grad,
+        programs.Equinox.__call__,
+    ),
+    "haiku": lambda: (
+        programs.haiku_loss,
+        programs.HAIKU.init(jax.random.key(0), X),
+        jax.value_and_grad,
+        programs.haiku_network,
+    ),
+}
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_layers_of_frameworks_have_the_users_lines(name):
+    loss, model, transform, network = FRAMEWORKS[name]()
+    diagnosis = diagnose(loss, model, X, transform=transform)
+    assert diagnosis.fitting_scales() is not None
+    line = f"diagnosis_programs.py:{programs.fault_line(network)} ({network.__qualname__})"
+    rows = named(diagnosis, operation="dot_general", line=line)
+    assert {row.backward for row in rows} == {False, True}
+    if name == "haiku":
+        assert {row.module for row in rows} == {"hidden"}
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("standard_promotion")
+def test_diagnose_changes_no_nnx_object():
+    model = programs.Nnx(nnx.Rngs(0))
+    mean, kernel = model.norm.mean[...], model.hidden.kernel[...]
+    diagnose(programs.nnx_loss, model, X, transform=nnx.value_and_grad)
+    assert model.norm.mean[...] is mean
+    assert model.hidden.kernel[...] is kernel
+
+
+@pytest.mark.full
+def test_line_is_the_innermost_one_outside_of_installed_packages(tmp_path, monkeypatch):
+    package = tmp_path / "site-packages" / "trainer"
+    package.mkdir(parents=True)
+    (package / "loop.py").write_text(
+        "def call(fun, *args):\n    return fun(*args)\n\n\ndef double(x):\n    return x + x\n"
+    )
+    (tmp_path / "model.py").write_text("def layer(double, w, x):\n    return double(x * w)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(package))
+    loop, model = importlib.import_module("loop"), importlib.import_module("model")
+
+    def loss(w, x):
+        return loop.call(lambda w, x: squared(model.layer(loop.double, w, x)), w, x)
+
+    diagnosis = diagnose(loss, H(1), jnp.float16([1, 2]))
+    (product,) = named(diagnosis, operation="mul", line="model.py:2 (layer)", backward=False)
+    assert product.dtype == "float16"
+    assert {row.line for row in named(diagnosis, operation="add")} == {"model.py:2 (layer)"}
+
+
+@pytest.mark.full
+def test_line_of_a_program_inside_of_installed_packages(tmp_path, monkeypatch):
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "trainer.py").write_text(
+        "import jax.numpy as jnp\n\n\ndef loss(w):\n    return jnp.sum((w * w).astype(jnp.float32))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
+    trainer = importlib.import_module("trainer")
+    rows = jmpscale.diagnose(trainer.loss)(jmpscale.static(1.0), jnp.float16([1, 2])).rows
+    assert {row.line for row in rows if row.operation == "mul"} >= {"trainer.py:5 (loss)"}
+
+
+@jax.custom_vjp
+def tripled_backward(x):
+    return x
+
+
+tripled_backward.defvjp(lambda x: (jnp.sin(x), None), lambda _, g: (g * H(3),))
+
+
+def rules(w, x):
+    return squared(tripled_backward(x.astype(H) * w))  # rule
+
+
+def test_custom_rules_and_checkpointed_functions_are_entered():
+    diagnosis = diagnose(rules, H(1), jnp.float32([1, 2]))
+    assert named(diagnosis, operation="sin", backward=False)
+    assert line_of(rules, "# rule") in {row.line for row in named(diagnosis, operation="mul", backward=True)}
+    assert diagnosis.not_entered == ()
+
+
+# --- Operations that are not entered. ---
+
+
+def kernel_loss(w):
+    def kernel(x, y):
+        y[...] = x[...] * 2
+
+    double = pallas.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((8, 8), H), interpret=True)
+    return squared(w.astype(H)) + squared(double(jax.lax.stop_gradient(w.astype(H))))  # kernel
+
+
+@pytest.mark.full
+def test_kernels_run_in_their_own_dtype_and_are_listed():
+    diagnosis = diagnose(kernel_loss, W)
+    (entry,) = diagnosis.not_entered
+    assert entry == f"{line_of(kernel_loss, '# kernel')}: pallas_call"
+    assert diagnosis.describe().splitlines()[-1] == f"  {entry}"
+    assert diagnosis.fitting_scales() is not None
+
+
+def sharded_loss(w, x, check_vma=True):
+    def shard_loss(w, x):
+        return jax.lax.pmean(programs.mlp_by_hand(w, x), "data")
+
+    mesh = meshes.make_mesh(data=4)
+    specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
+    return jax.shard_map(shard_loss, mesh=mesh, check_vma=check_vma, **specs)(w, x)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_runs_as_one_operation_and_its_scales_are_measured(check_vma):
+    diagnosis = diagnose(functools.partial(sharded_loss, check_vma=check_vma), W, X)
+    assert all(entry.endswith("shard_map") for entry in diagnosis.not_entered)
+    assert diagnosis.not_entered
+    plain = diagnose(programs.mlp_by_hand, W, X)
+    found, expected = (np.log2(x.fitting_scales()) for x in (diagnosis, plain))
+    assert np.abs(found - expected).max() <= 3  # each device has a part of the batch
+    assert diagnosis.loss == pytest.approx(plain.loss, rel=1e-3)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:The function jit.* includes a pmap:UserWarning")
+def test_pmap_is_entered_or_listed():
+    def loss(w, x):
+        def device_loss(w, x):
+            return jax.lax.pmean(programs.mlp_by_hand(w, x), "devices")
+
+        return jax.pmap(device_loss, axis_name="devices", in_axes=(None, 0))(w, x.reshape(4, 4, 8))[0]
+
+    diagnosis = diagnose(loss, W, X)
+    is_entered = any("mlp_by_hand" in row.line for row in diagnosis.rows)
+    assert bool(diagnosis.not_entered) or is_entered
+    assert diagnosis.fitting_scales() is not None
+    assert diagnosis.loss == pytest.approx(diagnose(programs.mlp_by_hand, W, X).loss, rel=1e-3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+def test_sharded_arrays_have_the_same_diagnosis(axis_type):
+    mesh = meshes.make_mesh(getattr(jax.sharding.AxisType, axis_type), data=4)
+    x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data")))
+    w = jax.device_put(W, jax.NamedSharding(mesh, jax.P()))
+
+    def loss(w, x):
+        return squared(jnp.tanh(x.astype(H) @ w.astype(H)))
+
+    with jax.set_mesh(mesh):
+        sharded = diagnose(loss, w, x)
+    plain = diagnose(loss, W, X)
+    assert sharded.fitting_scales() == plain.fitting_scales()
+    assert sharded.not_entered == ()
+    found, expected = ([(row.line, row.max_abs) for row in d.rows] for d in (sharded, plain))
+    assert {line for line, _ in found} == {line for line, _ in expected}
+    assert max(x for _, x in found) == pytest.approx(max(x for _, x in expected), rel=1e-3)
+
+
+def test_debug_callbacks_do_not_run(capfd):
+    calls = []
+
+    def loss(w):
+        jax.debug.print("called {}", w)
+        jax.debug.callback(lambda x: calls.append(x), w)
+        return jnp.sum(jnp.sin(w.astype(H)).astype(jnp.float32))
+
+    assert diagnose(loss, jnp.ones(2)).not_entered == ()
+    jax.effects_barrier()
+    assert calls == []
+    assert "called" not in capfd.readouterr().out
+
+
+# --- Settings of JAX. ---
+
+
+def sine(w):
+    return squared(jnp.sin(w.astype(H)))
+
+
+SETTINGS = {
+    "disable_jit": lambda: jax.disable_jit(True),
+    "debug_nans": lambda: jax.debug_nans(True),
+    "debug_infs": lambda: jax.debug_infs(True),
+    "standard promotion": lambda: jax.numpy_dtype_promotion("standard"),
+    "x64": lambda: jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64(),
+}
+
+
+def test_settings_of_jax_do_not_change_the_diagnosis():
+    w = jnp.float32([1.0, 2e5])  # the sine of an infinity is NaN
+    plain = diagnose(sine, w)
+    assert plain.summary.startswith("The forward pass overflows: ")
+    for name, setting in SETTINGS.items():
+        with setting():
+            found = diagnose(sine, w)
+        assert found.summary == plain.summary, name
+        assert found.rows == plain.rows, name
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("x64")
+def test_program_in_float64():
+    def loss(w, x):
+        h = jax.lax.scan(lambda h, i: (jnp.tanh(h) + i.astype(H), None), (x @ w).astype(H), jnp.arange(3))[0]
+        return jnp.mean(h.astype(jnp.float64) ** 2)
+
+    diagnosis = diagnose(loss, W.astype(jnp.float64), X.astype(jnp.float64))
+    low, high = diagnosis.fitting_scales()
+    assert low < 2.0**10 < high
+    assert diagnosis.summary.startswith("Loss scales from ")
+
+
+# --- Arguments. ---
+
+
+def test_python_and_numpy_values_may_control_the_program():
+    def loss(w, count, flag):
+        h = w.astype(H)
+        for _ in range(count):
+            h = h * H(2) if flag.any() else h
+        return jnp.sum(h.astype(jnp.float32))
+
+    assert diagnose(loss, jnp.float32([1, 2]), 3, np.ones(2, bool)).loss == 24
+
+
+def test_control_flow_on_jax_arrays_has_a_remedy():
+    def loss(w, x):
+        return jnp.sum(w) if x > 0 else jnp.sum(w**2)
+
+    with pytest.raises(jax.errors.ConcretizationTypeError) as caught:
+        diagnose(loss, jnp.ones(2), jnp.float32(1))
+    remedy = "diagnose traces the loss function, as jax.jit does, so Python cannot read the values of JAX arrays"
+    assert any(note.startswith(remedy) for note in caught.value.__notes__)
+
+
+@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="this version of JAX has no jax.new_ref")
+def test_closed_over_ref_is_refused():
+    ref = jax.new_ref(jnp.float32(0))
+
+    def loss(w):
+        ref[...] += 1
+        return jnp.sum(w)
+
+    with pytest.raises(TypeError, match="the values that fun closes over"):
+        diagnose(loss, jnp.ones(2))
+    assert ref[...] == 0
+
+
+def test_arguments_with_infinities_are_named():
+    def loss(w, batch, bias=None):
+        return squared(jnp.tanh(batch["image"] * w) + (0 if bias is None else bias))
+
+    image = jnp.float32([1.0, jnp.nan])
+    diagnosis = diagnose(loss, jnp.float32(1), {"image": image})
+    assert diagnosis.summary.startswith("batch['image'] contains infinities or NaN, and with zeros in their place")
+    assert diagnosis.causes
+    options = {"batch": {"image": jnp.ones(2)}, "bias": image}
+    summary = jmpscale.diagnose(loss)(jmpscale.static(1.0), jnp.float32(1), **options).summary
+    assert summary.startswith("bias contains infinities or NaN")
+    assert diagnose(lambda *args: loss(*args), jnp.float32(1), {"image": image}).summary.startswith(
+        "args[1]['image'] c"
+    )
+
+
+def test_harmless_infinities_in_arguments_are_not_named():
+    def loss(w, x, mask):
+        return squared(jax.nn.softmax(x * w + mask)) + jnp.sum(jnp.sqrt(w * 0))
+
+    mask = jnp.float32([0.0, -jnp.inf])
+    diagnosis = diagnose(loss, jnp.float32(1), jnp.float32([1, 2]), mask)
+    line = line_of(loss, "jnp.sqrt")
+    assert diagnosis.summary.startswith("The result of ")
+    assert f" at {line} is not finite in float32 either" in diagnosis.summary
+
+
+DTYPES = {  # the loss function, and the first words of the summary
+    "float32": (programs.mlp, "The program computes in float32: it holds no result in half precision, and needs no"),
+    "bfloat16": (jmpscale.autocast(programs.mlp, jnp.bfloat16), "Loss scales from 2^-"),
+}
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_programs_in_other_dtypes(name):
+    fun, summary = DTYPES[name]
+    diagnosis = diagnose(fun, W, X)
+    assert diagnosis.summary.startswith(summary)
+    assert {row.dtype for row in diagnosis.rows} == {"float32", name}
+    low, high = diagnosis.fitting_scales()
+    assert low < 2.0**-60
+    assert high > 2.0**100
+
+
+def test_program_without_gradients():
+    diagnosis = diagnose(lambda w: squared(jax.lax.stop_gradient(w.astype(H))), jnp.ones(2))
+    assert diagnosis.summary == "All gradients are zero, in float32 too. No loss scale changes that."
+
+
+def test_scaler_may_be_disabled_or_in_a_tree():
+    tx = jmpscale.with_loss_scaling(optax.sgd(1.0), jmpscale.dynamic(2.0**12))
+    diagnose_sine = jmpscale.diagnose(sine)
+    assert diagnose_sine(tx.init(jnp.ones(2)), jnp.ones(2)).loss_scale == 2.0**12
+    assert diagnose_sine(jmpscale.disabled(), jnp.ones(2)).loss_scale == 1.0
+
+
+def test_decorator_with_options():
+    @jmpscale.diagnose(argnums=1, has_aux=True)
+    def loss(x, w):
+        return jnp.sum((x * w.astype(H)).astype(jnp.float32)), "auxiliary"
+
+    diagnosis = loss(jmpscale.static(4.0), jnp.float16([1, 2]), jnp.float32([3, 4]))
+    assert diagnosis.loss == 11
+    assert diagnosis.fitting_scales() is not None
+    assert loss.__name__ == "diagnose_of_loss"
+
+
+@pytest.mark.full
+def test_remedy_is_tried_inside_of_jit():
+    plain = diagnose(jmpscale.autocast(programs.image_positions), W, X)
+    compiled = diagnose(jax.jit(jmpscale.autocast(programs.image_positions)), W, X)
+    assert compiled.summary == plain.summary
+    assert "then the gradients differ by 0.0041%" in compiled.summary
+
+
+def useless_remedy(w, x):
+    h = jnp.tanh(x @ w)
+    difference = (h @ OUT).astype(H) - (h @ OUT).astype(H) * H(1 + 2.0**-10)
+    return jnp.mean(difference.astype(jnp.float32) ** 2)
+
+
+@pytest.mark.full
+def test_remedy_that_does_not_help_is_not_recommended():
+    summary = diagnose(jmpscale.autocast(useless_remedy), W, X).summary
+    assert "then the gradients differ by" not in summary
+
+
+# --- The description. ---
+
+
+def wide(w):
+    for _ in range(12):
+        w = jnp.sin(w)
+    return squared(w.astype(H))
+
+
+def test_description_has_the_summary_and_a_table_with_causes_first():
+    diagnosis = diagnose(programs.variance_by_difference, W, X)
+    summary, header, *table = diagnosis.describe(5).splitlines()
+    assert summary == diagnosis.summary
+    assert header.split()[:4] == ["result", "pass", "dtype", "max_abs"]
+    assert len(table) == 5
+    assert len(diagnosis.describe(1).splitlines()) == 3
+    (cause,) = diagnosis.causes
+    assert table[0].startswith(f"{cause.operation}, {cause.line}")
+    assert cause in diagnosis.rows
+    errors = [row.error for row in diagnosis.rows if row is not cause]
+    others = sorted(errors, reverse=True)[:4]
+    cells = [re.split(r"  +", row.strip()) for row in table]
+    assert [cell[5] for cell in cells[1:]] == [f"{100 * x:.3g}%" if x < 10 else f"{100 * x:.0f}%" for x in others]
+
+
+def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
+    diagnose(sine, jnp.ones(2))
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("jmpscale._diagnosis.progress._SILENT_SECONDS", 0.0)
+    monkeypatch.setattr("jmpscale._diagnosis.progress._INTERVAL", 0.0)
+    diagnose(sine, jnp.ones(2))
+    shown = capsys.readouterr().err
+    assert shown.startswith("\r\033[Kdiagnose: runs in float32")
+    assert "diagnose: 3 operations" in shown
+    assert "runs at powers of two" in shown
+    assert shown.endswith("\r\033[K")
+
+
+# --- Wrong calls. ---
+
+
+def donated():
+    w = jnp.ones(3)
+    jax.jit(lambda w: w + 1, donate_argnums=0)(w)
+    return w
+
+
+WRONG = {
+    "fun is not callable": (
+        lambda: jmpscale.diagnose(3.0),
+        TypeError,
+        "fun must be the loss function, got 3.0. The scaler is the first argument of the new function",
+    ),
+    "no scaler": (
+        lambda: jmpscale.diagnose(sine)({"w": W}, X),
+        ValueError,
+        "scaler must contain exactly one ScalerState, found 0 in a dict. Call diagnose(loss_fn)(scaler, params, batch)",
+    ),
+    "batch of scalers": (
+        lambda: jmpscale.diagnose(sine)(jax.tree.map(lambda x: jnp.stack([x] * 3), jmpscale.dynamic()), X),
+        ValueError,
+        "scaler must hold one scaler, got a batch with loss_scale of shape (3,).",
+    ),
+    "abstract argument": (
+        lambda: diagnose(sine, jax.ShapeDtypeStruct((2, 8), H)),
+        TypeError,
+        "args must hold arrays with values, got float16[2, 8] without values at args[0]. Call diagnose outside",
+    ),
+    "traced argument": (
+        lambda: jax.jit(lambda x: diagnose(sine, x).loss_scale)(X),
+        TypeError,
+        "args must hold arrays with values, got float32[16, 8] without values at args[0]. Call diagnose outside",
+    ),
+    "traced keyword": (
+        lambda: jax.jit(lambda x: jmpscale.diagnose(sine)(jmpscale.static(1.0), w={"a": x}))(X),
+        TypeError,
+        "kwargs must hold arrays with values, got float32[16, 8] without values at kwargs['w']['a'].",
+    ),
+    "donated argument": (
+        lambda: diagnose(sine, {"w": donated()}),
+        ValueError,
+        "args must hold arrays with values, got a deleted float32[3] at args[0]['w']. It was donated to a compiled",
+    ),
+    "limit of zero": (
+        lambda: diagnose(sine, jnp.ones(2)).describe(0),
+        ValueError,
+        "limit must be between 1 and",
+    ),
+    "limit that is a word": (
+        lambda: diagnose(sine, jnp.ones(2)).describe("all"),
+        TypeError,
+        "limit must be an integer, got 'all'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_call_raises(call, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        call()
