@@ -518,7 +518,7 @@ def test_harmless_infinities_in_arguments_are_not_named():
 
 DTYPES = {  # the loss function, and the first words of the summary
     "float32": (programs.mlp, "The program computes in float32: it holds no result in half precision, and needs no"),
-    "bfloat16": (jmpscale.autocast(programs.mlp, jnp.bfloat16), "Loss scales from 2^-"),
+    "bfloat16": (jmpscale.autocast(programs.mlp, dtype=jnp.bfloat16), "Loss scales from 2^-"),
 }
 
 
