@@ -117,43 +117,51 @@ def test_headroom_names_leaves_up_to_the_limit():
         assert labels == [*paths[:count], "float16 overflows"]
 
 
-# --- range_report ---
+# --- diagnosis ---
 
 
-def _bands(ax):
-    """Returns the bands of each label: {position: (bottom, top)}."""
-    return {
-        lines.get_label(): {int(x): (bottom, top) for (x, bottom), (_, top) in lines.get_segments()}
-        for lines in ax.collections
-    }
+def _small_gradients(w, x):
+    return jnp.sum((w.astype(jnp.float16) * x.astype(jnp.float16)).astype(jnp.float32)) * 2.0**-20
 
 
-def test_range_report_shows_bands_in_program_order():
-    def loss_fn(w, x):
-        hidden = x.astype(jnp.float16) * jnp.float16(3)
-        return jnp.sum((w.astype(jnp.float16) * hidden).astype(jnp.float32)) * 2.0**-10
-
-    x = jnp.array([1.0, 1.0, 4.0, 0.0])
-    report = jmpscale.range_report(loss_fn)(jmpscale.static(2.0**8), jnp.full(4, 0.5), x)
+def test_diagnosis_shows_the_errors_and_the_scales_that_fit():
+    found = jmpscale.diagnose(_small_gradients)(jmpscale.static(2.0**8), jnp.ones(3), jnp.array([1.0, 0.3, 3.0]))
     given = plt.subplots()[1]
-    ax = plots.range_report(report, ax=given)
+    ax = plots.diagnosis(found, ax=given)
     assert ax is given
-    plain, unscaled, scaled = _bands(ax).values()
-    forward = [(0.0, 2.0), (1.0, np.log2(12)), (-1.0, -1.0), (0.0, np.log2(6))]  # x, 3x, w, 3wx
-    assert np.array(sorted(plain.values())) == pytest.approx(np.array(sorted(forward)))
-    assert sorted({*plain, *scaled}) == list(range(len(report.rows)))
-    assert min(scaled) > max(plain)
-    assert unscaled.keys() == scaled.keys()
-    assert min(bottom for bottom, _ in unscaled.values()) == pytest.approx(-10)
-    for position, band in unscaled.items():
-        assert np.add(band, 8) == pytest.approx(scaled[position])
-    labels = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert labels[-1] == "proportional to the loss scale, at 2^8"
+    present, curve = ax.lines
+    assert present.get_xdata()[0] == 8
+    points = [(np.log2(scale), error) for scale, error in found.scale_errors if np.isfinite(error)]
+    assert list(zip(curve.get_xdata(), curve.get_ydata(), strict=True)) == points
+    assert len(points) < len(found.scale_errors)
+    (fitting,) = ax.patches
+    low, high = np.log2(found.fitting_scales())
+    assert (fitting.get_x(), fitting.get_x() + fitting.get_width()) == (low, high)
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == [
+        "scales that fit",
+        "the present scale",
+        "as written, against float32",
+    ]
+    assert (ax.get_xlabel(), ax.get_yscale()) == ("log2 of the loss scale", "symlog")
 
 
-def test_range_report_of_something_else_raises():
-    with pytest.raises(TypeError, match=r"^report must be a RangeReport, got 3\. Pass the result of range_report\.$"):
-        plots.range_report(3)
-    report = jmpscale.range_report(jnp.sum)(jmpscale.dynamic(), jnp.ones(3))
-    with pytest.raises(ValueError, match=r"^report must have results in half precision, got none\."):
-        plots.range_report(report)
+def test_diagnosis_without_a_scale_that_fits_shows_no_range():
+    def rounded(w):  # the difference to 1000 has an error of half its size
+        return jnp.sum((w.astype(jnp.float16) + jnp.float16(1000) - jnp.float16(1000)).astype(jnp.float32) ** 2)
+
+    found = jmpscale.diagnose(rounded)(jmpscale.static(1.0), jnp.array([0.2, 0.8]))
+    assert found.fitting_scales() is None
+    ax = plots.diagnosis(found)
+    assert not ax.patches
+    assert min(ax.lines[1].get_ydata()) > 0.25
+
+
+def test_diagnosis_of_something_else_raises():
+    message = r"^diagnosis must be a Diagnosis, got 3\. Pass the result of diagnose\(loss_fn\)\(\.\.\.\)\.$"
+    with pytest.raises(TypeError, match=message):
+        plots.diagnosis(3)
+    found = jmpscale.diagnose(lambda w: jnp.sum(w.astype(jnp.float16).astype(jnp.float32)) / 0)(
+        jmpscale.dynamic(), jnp.ones(3)
+    )
+    with pytest.raises(ValueError, match=r"^diagnosis must have a scale with finite gradients, got none\."):
+        plots.diagnosis(found)

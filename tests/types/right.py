@@ -49,10 +49,20 @@ norm: jax.Array | None = jmpscale.WithLossScalingState(state, opt_state, None).g
 scaler: jmpscale.ScalerState = jmpscale.get_scaler(opt_state)
 logged: dict[str, jax.Array] = jmpscale.metrics(opt_state)
 report: jmpscale.GradReport = jmpscale.grad_report(grads, scaler=scaler)
-ranges: jmpscale.RangeReport = jmpscale.range_report(jmpscale.autocast(swap), (0, 1), True)(opt_state, w, n=grads)
-ranges = jmpscale.range_report(swap, has_aux=True, transform=jax.value_and_grad)(scaler, w, grads)
-limits: tuple[float, float] | None = ranges.scales()
-critical: list[str] = [row.line for row in ranges.rows if row.overflows and row.steps == (2, 0)]
-text: str = ranges.describe(limit=5) + ranges.rows[0].dtype
+diagnosis: jmpscale.Diagnosis = jmpscale.diagnose(jmpscale.autocast(swap), (0, 1), True)(opt_state, w, n=grads)
+diagnosis = jmpscale.diagnose(swap, has_aux=True, transform=jax.value_and_grad)(scaler, w, grads)
+
+
+@jmpscale.diagnose(argnums=(0, 1))
+def diagnosed(x: jax.Array) -> jax.Array:
+    """Returns a loss."""
+    return x.sum()
+
+
+diagnosis = diagnosed(scaler, w)
+limits: tuple[float, float] | None = diagnosis.fitting_scales()
+critical: list[str] = [row.line for row in diagnosis.causes if row.overflow and row.steps == (2, 0)]
+text: str = diagnosis.describe(limit=5) + diagnosis.summary + diagnosis.rows[0].dtype
+numbers: list[float] = [diagnosis.gradient_error, *(error for _, error in diagnosis.scale_errors)]
 jmpscale.raise_if_stuck(scaler, max_consecutive_skips=3)
 restored: jmpscale.ScalerState = jmpscale.from_torch_state_dict(jmpscale.to_torch_state_dict(scaler), min_scale=1.0)
