@@ -144,6 +144,7 @@ DEFAULT_FAULTS = {
     "large constant",
     "small constant",
     "variance by difference",
+    "large positions",
     "image positions",
     "masked NaN and an infinity",
     "infinity in the line above",

@@ -146,10 +146,10 @@ def test_diagnosis_shows_the_errors_and_the_scales_that_fit():
 
 
 def test_diagnosis_without_a_scale_that_fits_shows_no_range():
-    def rounded(w):  # the difference to 1000 has an error of half its size
-        return jnp.sum((w.astype(jnp.float16) + jnp.float16(1000) - jnp.float16(1000)).astype(jnp.float32) ** 2)
+    def rounded(w):  # angles of 2,000 are rounded by 0.5
+        return jnp.sum(jnp.sin(w.astype(jnp.float16) * jnp.float16(3000)).astype(jnp.float32)) * 2.0**-12
 
-    found = jmpscale.diagnose(rounded)(jmpscale.static(1.0), jnp.array([0.2, 0.8]))
+    found = jmpscale.diagnose(rounded)(jmpscale.static(1.0), jnp.array([0.7123, 0.5345]))
     assert found.fitting_scales() is None
     ax = plots.diagnosis(found)
     assert not ax.patches
