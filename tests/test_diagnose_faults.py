@@ -129,7 +129,6 @@ FRAMEWORKS = {  # the arguments are created in the test, because these libraries
     ),
 }
 DEFAULT_FAULTS = {
-    "overflow, negative",
     "sentinel",
     "loss",
     "scan",
@@ -199,6 +198,7 @@ DEFAULT_HEALTHY = {
     "bias before normalization",
     "saturated activation",
     "zero derivative",
+    "critic",
     "mask -inf (1, 16, 16)",
 }
 
