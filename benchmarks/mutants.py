@@ -40,8 +40,9 @@ PACKAGE = ROOT / "jmpscale"
 FILES = [path for path in PACKAGE.rglob("*.py") if not path.name.startswith("__")]
 MODULES = sorted(str(path.relative_to(PACKAGE).with_suffix("")) for path in FILES)
 FULL = ["--full", "-m", "full"]
-STAGES = {"default": [], "range_report": FULL, "full": FULL}  # the options of pytest
-PATHS = {"range_report": ["tests/test_range_report.py"]}  # most of its tests only run with --full
+STAGES = {"default": [], "diagnose": FULL, "full": FULL}  # the options of pytest
+# Most tests of diagnose only run with --full.
+PATHS = {"diagnose": [f"tests/test_diagnose_{name}.py" for name in ("faults", "scales", "evaluation")]}
 TIMEOUT = 300  # seconds, after which a fault counts as caught: the tests do not end
 # A forked process that finds these imported starts its tests sooner. None of them starts a device.
 IMPORTED_ONCE = ("chex", "equinox", "flax.linen", "flax.nnx", "flax.training.train_state", "haiku", "matplotlib.pyplot")

@@ -50,6 +50,7 @@ def scan(w, xs, reverse):
         return h, h * h
 
     h, ys = jax.lax.scan(body, H(0), xs, reverse=reverse)
+    ys = ys * jnp.arange(len(ys)).astype(H)
     return (h + ys.sum()).astype(jnp.float32) + w.sum().astype(jnp.float32)
 
 
@@ -193,7 +194,9 @@ def helper(x):
 
 def scopes(w, x):
     with jax.named_scope("outer"):
-        h = jax.checkpoint(helper)(x * w)
+        h = helper(x * w)
+    with jax.named_scope("second"):
+        h = helper(h)
     with jax.named_scope("body"):
         h = h * H(3)  # scope
     return squared(h)
@@ -202,7 +205,7 @@ def scopes(w, x):
 def test_named_scopes_are_modules():
     diagnosis = diagnose(scopes, H(1), jnp.float16([1, 2]))
     sines = named(diagnosis, operation="sin")
-    assert {row.module for row in sines} == {"outer/inner"}
+    assert {row.module for row in sines} == {"outer/inner", "second/inner"}
     assert {row.line for row in sines} == {line_of(helper.__wrapped__, "# helper")}
     assert {row.module for row in named(diagnosis, line=line_of(scopes, "# scope"))} == {"body"}
 

@@ -102,6 +102,7 @@ FAULTS = {
     "image positions": Fault(programs.image_positions, begins=GRADIENTS_ROUNDED, autocast=True, named=1),
     "embedding counts": Fault(programs.embedding_counts, (W, jnp.zeros(20000, jnp.int32)), begins=GRADIENTS_ROUNDED),
     "masked row": Fault(programs.masked_row, begins=NOT_FINITE),
+    "NaN after an infinity": Fault(programs.nan_after_an_infinity, begins=NOT_FINITE),
     "masked NaN and an infinity": Fault(programs.masked_nan_and_infinity, begins=NOT_FINITE),
     "infinity in the line above": Fault(programs.infinity_in_the_line_above, begins=NOT_FINITE),
     "norm at zero": Fault(programs.norm_at_zero, begins=NOT_FINITE),
@@ -129,7 +130,6 @@ FRAMEWORKS = {  # the arguments are created in the test, because these libraries
     ),
 }
 DEFAULT_FAULTS = {
-    "overflow, negative",
     "sentinel",
     "loss",
     "scan",
@@ -144,7 +144,10 @@ DEFAULT_FAULTS = {
     "large constant",
     "small constant",
     "variance by difference",
+    "large positions",
     "image positions",
+    "masked row",
+    "NaN after an infinity",
     "masked NaN and an infinity",
     "infinity in the line above",
     "norm at zero",
@@ -198,6 +201,7 @@ DEFAULT_HEALTHY = {
     "bias before normalization",
     "saturated activation",
     "zero derivative",
+    "critic",
     "mask -inf (1, 16, 16)",
 }
 
