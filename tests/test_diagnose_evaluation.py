@@ -508,6 +508,11 @@ def test_arguments_with_infinities_are_named():
     )
 
 
+def test_argument_with_an_infinity_is_named():
+    summary = diagnose(lambda w, x: squared(x * w), jnp.float32(1), jnp.float32([1.0, -jnp.inf])).summary
+    assert summary.startswith("x contains infinities or NaN")
+
+
 def test_harmless_infinities_in_arguments_are_not_named():
     def loss(w, x, mask):
         return squared(jax.nn.softmax(x * w + mask)) + jnp.sum(jnp.sqrt(w * 0))
