@@ -203,7 +203,7 @@ def quotient_by_a_large_constant(w, x):
 
 
 def product_with_a_small_constant(w, x):
-    losses = (x.astype(H) @ w.astype(H)) ** 2
+    losses = (x.astype(H) @ w.astype(H)) ** 2 + H(0)  # this constant is harmless
     losses = losses * 1e-9  # fault
     return jnp.sum(losses).astype(jnp.float32)
 

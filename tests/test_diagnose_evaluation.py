@@ -79,6 +79,7 @@ def nested(w, x):
     return jax.lax.scan(outer, H(0), w)[1].astype(jnp.float32).sum()
 
 
+@pytest.mark.full
 def test_nested_scans_have_the_iterations_of_both():
     diagnosis = diagnose(nested, jnp.float16([1, 17, 2]), jnp.float16([0.0, 1.0]))
     assert diagnosis.summary.startswith("The forward pass overflows: ")
@@ -432,6 +433,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.full
 def test_settings_of_jax_do_not_change_the_diagnosis():
     w = jnp.float32([1.0, 2e5])  # the sine of an infinity is NaN
     plain = diagnose(sine, w)
@@ -508,6 +510,11 @@ def test_arguments_with_infinities_are_named():
     )
 
 
+def test_argument_with_an_infinity_is_named():
+    summary = diagnose(lambda w, x: squared(x * w), jnp.float32(1), jnp.float32([1.0, -jnp.inf])).summary
+    assert summary.startswith("x contains infinities or NaN")
+
+
 def test_harmless_infinities_in_arguments_are_not_named():
     def loss(w, x, mask):
         return squared(jax.nn.softmax(x * w + mask)) + jnp.sum(jnp.sqrt(w * 0))
@@ -525,7 +532,7 @@ DTYPES = {  # the loss function, and the first words of the summary
 }
 
 
-@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("name", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
 def test_programs_in_other_dtypes(name):
     fun, summary = DTYPES[name]
     diagnosis = diagnose(fun, W, X)

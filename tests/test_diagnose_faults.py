@@ -202,7 +202,6 @@ DEFAULT_HEALTHY = {
     "saturated activation",
     "zero derivative",
     "critic",
-    "mask -inf (1, 16, 16)",
 }
 
 

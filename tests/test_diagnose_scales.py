@@ -98,7 +98,7 @@ PROGRAMS = {  # functions of a dtype, of parameters and of a batch
     "cond": (branch, W),
     "embedding": (embedding, W),
 }
-DEFAULT = {"product", "two sizes"}
+DEFAULT = {"product"}
 
 
 def rows(table, default):
