@@ -687,3 +687,13 @@ WRONG = {
 def test_wrong_call_raises(call, error, message):
     with pytest.raises(error, match=re.escape(message)):
         call()
+
+
+def test_rounding_of_numpy_arguments_is_part_of_the_program():
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x.astype(np.float16) @ w.astype(np.float16)).astype(np.float32) ** 2)
+
+    x = np.array(X)
+    x[::3, 1] = -99999  # infinite in float16
+    summary = diagnose(loss, W, x).summary
+    assert summary.startswith("The forward pass overflows: convert_element_type")

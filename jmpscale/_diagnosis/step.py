@@ -16,6 +16,7 @@ from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, check_no_refs, flatten_gradients, is_traced, named_leaves
 from jmpscale._state import ScalerState, static
 
+_UNREADABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
 _CALLBACKS = {"debug_callback", "debug_print", "io_callback"}
 
 
@@ -27,27 +28,41 @@ class Step(NamedTuple):
 
 
 def trace_step(loss_and_grads: Callable[[ScalerState, PyTree, PyTree], PyTree], args: PyTree, kwargs: PyTree) -> Step:
-    """Traces a training step once.
+    """Traces a training step, once unless Python reads the values of a NumPy array.
 
     Args:
       loss_and_grads: a function of a scaler and of the two other arguments that returns a loss and gradients.
       args: the positional arguments of the loss function. Flax NNX objects are copied, because a step changes them.
       kwargs: its keyword arguments.
     """
-    copy_arguments = _copier((args, kwargs))
-
-    def outputs(loss_scale: jax.Array) -> list[Any]:
-        loss, grads = loss_and_grads(static(1.0)._replace(loss_scale=loss_scale), *copy_arguments())
-        return [loss, *flatten_gradients(grads)[0]]
-
     try:
-        closed = jax.make_jaxpr(outputs)(jnp.float32(1.0))
-    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+        return _trace(loss_and_grads, jax.tree.map(_as_jax_array, (args, kwargs), is_leaf=is_nnx_object))
+    except _UNREADABLE:  # Python reads the values of a NumPy array, or of a JAX array
+        pass
+    try:
+        return _trace(loss_and_grads, (args, kwargs))
+    except _UNREADABLE as error:
         error.add_note(
             "diagnose traces the loss function, as jax.jit does, so Python cannot read the values of JAX arrays in it. "
             "Arguments that are Python numbers or NumPy arrays remain values."
         )
         raise
+
+
+def _as_jax_array(leaf: Any) -> Any:
+    """Converts a NumPy array, whose own operations would not be part of the program; NumPy scalars remain values."""
+    is_array = isinstance(leaf, np.ndarray) and leaf.ndim > 0 and jnp.issubdtype(leaf.dtype, np.inexact)
+    return jnp.asarray(leaf) if is_array else leaf
+
+
+def _trace(loss_and_grads: Callable[[ScalerState, PyTree, PyTree], PyTree], arguments: tuple[PyTree, PyTree]) -> Step:
+    copy_arguments = _copier(arguments)
+
+    def outputs(loss_scale: jax.Array) -> list[Any]:
+        loss, grads = loss_and_grads(static(1.0)._replace(loss_scale=loss_scale), *copy_arguments())
+        return [loss, *flatten_gradients(grads)[0]]
+
+    closed = jax.make_jaxpr(outputs)(jnp.float32(1.0))
     check_no_refs(closed.consts, "the values that fun closes over")
     return Step(rewrite(closed.jaxpr, _without_callback, {}), closed.consts)
 
