@@ -208,13 +208,6 @@ def _kept_matmuls(
             yield eqn, reason(eqn) or Kept.HELD, holder
 
 
-def is_float32_matmul(eqn: core.JaxprEqn) -> bool:
-    """Tests whether an equation is a matmul or convolution with a float32 operand that could be faster in half."""
-    if eqn.primitive.name not in MATMULS:
-        return False
-    return any(reason_to_keep(half, eqn) in (None, Kept.PRECISION) for half in _HALF)
-
-
 def reason_to_keep(half: np.dtype, eqn: core.JaxprEqn) -> Kept | None:
     """Returns why a matmul or convolution runs as written, or None if autocast converts it."""
     operands = [_dtype(x) for x in eqn.invars[:2]]
@@ -225,7 +218,7 @@ def reason_to_keep(half: np.dtype, eqn: core.JaxprEqn) -> Kept | None:
         return Kept.DTYPE
     if eqn.primitive.name == "dot_general" and (shape_reason := _reason_by_shape(eqn)) is not None:
         return shape_reason
-    return Kept.PRECISION if keeps_precision(eqn.params["precision"]) else None
+    return Kept.PRECISION if _keeps_precision(eqn.params["precision"]) else None
 
 
 def _reason_by_shape(eqn: core.JaxprEqn) -> Kept | None:
@@ -249,7 +242,7 @@ def _size(shape: Sequence[int], excluded: Sequence[int]) -> int:
     return math.prod(size for axis, size in enumerate(shape) if axis not in excluded)
 
 
-def keeps_precision(precision: object) -> bool:
+def _keeps_precision(precision: object) -> bool:
     """Tests whether the user has requested the highest precision, or an algorithm, for a matmul."""
     if isinstance(precision, (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)):
         return True

@@ -1,21 +1,18 @@
 """Warnings of autocast: no matmul is converted, or a constant overflows in one."""
 
 import enum
-import pathlib
-import re
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core, source_info_util
+from jax.extend import core
 
 from jmpscale._base.check import warn_user
 from jmpscale._base.jaxpr import Traced, type_of
+from jmpscale._base.source import user_line
 from jmpscale._base.tree import PyTree
 from jmpscale._constants import constants_of_operands
-
-_PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\]|^" + re.escape(str(pathlib.Path(__file__).parent)))
 
 
 class Kept(enum.Enum):
@@ -82,7 +79,4 @@ def warn_about_constants(
 
 
 def _line(eqn: core.JaxprEqn) -> str:
-    """Returns the source line of an equation, such as `/home/me/model.py:41:8 (mlp)`, if possible the user's."""
-    frames = source_info_util.summarize(eqn.source_info, num_frames=100).splitlines()  # the outermost comes first
-    users = [frame for frame in frames if _PACKAGES.search(frame) is None]
-    return (users or frames)[-1]
+    return user_line(eqn) or "an unknown line"  # JAX keeps no traceback of some equations in its own loops

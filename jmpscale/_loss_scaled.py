@@ -27,7 +27,7 @@ from jmpscale._base.tree import (
 )
 from jmpscale._find_scaler import find_scaler
 from jmpscale._grad import as_pair, is_real_scalar
-from jmpscale._scaling import is_narrow, multiply_leaf, unscale_leaves, warn_about_narrow_loss
+from jmpscale._scaling import multiply_leaf, needs_wider_gradient, unscale_leaves, warn_about_narrow_loss
 from jmpscale._state import static
 
 P = ParamSpec("P")
@@ -144,7 +144,7 @@ def _with_checked_output(fun: Function, has_aux: bool) -> Callable[[tuple[PyTree
 def _warn_if_narrow(out: PyTree) -> None:
     """Warns if the loss is float16: if no scalar output has a wider dtype that could be the loss."""
     losses = [x for x in jax.tree.leaves(out) if is_traced(x) and is_real_scalar(x)]
-    if losses and all(map(is_narrow, losses)):
+    if losses and all(map(needs_wider_gradient, losses)):
         warn_about_narrow_loss(losses[0])
 
 
@@ -241,7 +241,7 @@ def _unscale_cotangents_fwd(
 
 
 def _check_differentiated_input(x: jax.Array, role: _Role, loss_scale: jax.Array) -> None:
-    if is_narrow(x):
+    if needs_wider_gradient(x):
         raise TypeError(
             f"differentiated values must not be float16 or float8, got {role.name} of {describe(x)}: unscaled "
             f"gradients underflow in {x.dtype}. Keep it in float32 and convert it inside fun, with jmpscale.autocast "

@@ -19,7 +19,7 @@ from jmpscale._state import ARRAY_FIELDS, LARGEST_SCALE, ScalerState, SkipReason
 
 _STUCK = "{run} consecutive steps were skipped ({total} in total); the loss scale is {scale}. "
 _OVERFLOW = f"{_STUCK}In the most recent skip the loss, if given, was finite, but the gradients were not. "
-_DIAGNOSES = (  # in the order of _diagnoses
+_CAUSES = (  # in the order of _possible_causes
     f"{_STUCK}The loss scale is invalid: the state was damaged, in storage or by hand. Restore an older checkpoint.",
     f"{_STUCK}In the most recent skip the loss itself was not finite, before any scaling. A loss scale cannot "
     "prevent that. Look for invalid data, or for an overflow in the forward pass; jmpscale.diagnose names the "
@@ -107,7 +107,7 @@ def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
         return
     state = jax.tree.map(np.asarray, state)  # under a transformation JAX would trace operations on known arrays
     if _is_stuck(state, limit):
-        raise FloatingPointError(_diagnose(state, scaler, limit))
+        raise FloatingPointError(_describe_skips(state, scaler, limit))
 
 
 def warn_if_skipped(scaler: ScalerState, count: int) -> ScalerState:
@@ -122,7 +122,7 @@ def warn_if_skipped(scaler: ScalerState, count: int) -> ScalerState:
     def warn(scaler: ScalerState) -> np.ndarray:
         state = jax.tree.map(np.asarray, scaler)
         if state.consecutive_skips == count:  # under jax.vmap the callback runs for every scaler
-            warnings.warn(_diagnose(state, state, count - 1), stacklevel=2)
+            warnings.warn(_describe_skips(state, state, count - 1), stacklevel=2)
         return state.consecutive_skips
 
     def warn_from_program(scaler: ScalerState) -> jax.Array:
@@ -139,9 +139,9 @@ def warn_if_skipped(scaler: ScalerState, count: int) -> ScalerState:
     return scaler._replace(consecutive_skips=skips)
 
 
-def _diagnose(state: ScalerState, tree: PyTree, limit: int) -> str:
-    """Returns the first diagnosis that applies to a state on the host."""
-    text = next(text for holds, text in _diagnoses(state, tree, limit) if holds)
+def _describe_skips(state: ScalerState, tree: PyTree, limit: int) -> str:
+    """Returns the message about the skipped steps of a state on the host."""
+    text = next(text for holds, text in _possible_causes(state, tree, limit) if holds)
     scale = format_number(np.float32(state.loss_scale))
     return text.format(scale=scale, run=state.consecutive_skips, total=state.total_skips)
 
@@ -151,7 +151,7 @@ def _check_in_program(state: ScalerState, tree: PyTree, limit: int) -> None:
 
     stuck = _is_stuck(state, limit)
     numbers = {"scale": state.loss_scale, "run": state.consecutive_skips, "total": state.total_skips}
-    for holds, text in _diagnoses(state, tree, limit):  # checkify reports the first check that fails
+    for holds, text in _possible_causes(state, tree, limit):  # checkify reports the first check that fails
         checkify.check(jnp.logical_not(stuck & holds), text.replace("{scale}", "{scale:g}"), debug=False, **numbers)
 
 
@@ -168,8 +168,8 @@ def _skips_at_min_scale(state: ScalerState, limit: int) -> jax.Array:
     return at_limit & (state.last_skip_reason == SkipReason.MIN_SCALE) & (state.total_skips > limit)
 
 
-def _diagnoses(state: ScalerState, tree: PyTree, limit: int) -> list[tuple[jax.Array | bool, str]]:
-    """Returns each diagnosis with a flag: whether it applies. The first diagnosis that applies is reported."""
+def _possible_causes(state: ScalerState, tree: PyTree, limit: int) -> list[tuple[jax.Array | bool, str]]:
+    """Returns the text of each cause with a flag: whether it applies. The first cause that applies is reported."""
     scale, config = state.loss_scale, state.config
     damaged = ~((scale > 0) & (scale <= LARGEST_SCALE))  # also NaN
     at_limit = (scale <= np.float32(config.min_scale)) & (config.mode == "dynamic")
@@ -183,7 +183,7 @@ def _diagnoses(state: ScalerState, tree: PyTree, limit: int) -> list[tuple[jax.A
         state.consecutive_skips == state.total_skips,
         True,
     )
-    return list(zip(applies, _DIAGNOSES, strict=True))
+    return list(zip(applies, _CAUSES, strict=True))
 
 
 def _has_nonfinite_sums(tree: PyTree) -> jax.Array | bool:

@@ -63,7 +63,7 @@ def scale(scaler: PyTree, tree: Tree) -> Tree:
                 f"scale takes losses of a floating-point dtype, got {describe(leaf)} at tree{path}. "
                 "Pass only the losses, or convert with .astype(jnp.float32)."
             )
-        if is_traced(leaf) and is_narrow(leaf):
+        if is_traced(leaf) and needs_wider_gradient(leaf):
             warn_about_narrow_loss(leaf)
     return _scale_leaves(state.loss_scale, tree)
 
@@ -159,7 +159,7 @@ def unscaled_dtype(dtype: DTypeLike) -> np.dtype:
     return np.dtype(dtype) if dtype == jnp.bfloat16 else _at_least_float32(dtype)
 
 
-def is_narrow(x: ArrayLike) -> bool:
+def needs_wider_gradient(x: ArrayLike) -> bool:
     """Tests whether a leaf is float16 or float8, which cannot hold unscaled gradients."""
     return unscaled_dtype(jnp.result_type(x)) != jnp.result_type(x)
 

@@ -11,10 +11,11 @@ import jax
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree
 from jmpscale._diagnosis.findings import examine
-from jmpscale._diagnosis.inputs import are_finite, are_zero, harmful_constant, infinite_arguments_matter
+from jmpscale._diagnosis.inputs import are_zero, harmful_constant, infinite_arguments_matter
 from jmpscale._diagnosis.progress import Progress
 from jmpscale._diagnosis.remedy import try_remedy
 from jmpscale._diagnosis.report import Diagnosis, make_rows
+from jmpscale._diagnosis.scales import Reference
 from jmpscale._diagnosis.step import Step, check_concrete, non_finite_arguments, trace_step
 from jmpscale._diagnosis.summary import summarize, summarize_argument, summarize_constant
 from jmpscale._find_scaler import find_scaler
@@ -110,7 +111,7 @@ def _diagnose(trace: Callable[[], Step], scale: float, non_finite_names: Callabl
     with Progress() as progress:
         step = trace()
         findings = examine(step, scale, progress)
-        summary = _harmful_input(step, [findings.reference.loss, *findings.reference.grads], non_finite_names)
+        summary = _harmful_input(step, findings.reference, non_finite_names)
         if summary is None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the first trace has warned
@@ -133,13 +134,12 @@ def _diagnose(trace: Callable[[], Step], scale: float, non_finite_names: Callabl
     )
 
 
-def _harmful_input(step: Step, outputs: list[jax.Array], non_finite_names: Callable[[], list[str]]) -> str | None:
+def _harmful_input(step: Step, reference: Reference, non_finite_names: Callable[[], list[str]]) -> str | None:
     """Returns a description of an argument or constant that makes the step useless, in float32 too."""
-    finite = are_finite(outputs)
-    if finite and not are_zero(outputs):
+    if reference.finite and not are_zero([reference.loss, *reference.grads]):
         return None
-    names = [] if finite else non_finite_names()
+    names = [] if reference.finite else non_finite_names()
     if names and infinite_arguments_matter(step):
         return summarize_argument(names[0])
-    constant = harmful_constant(step, finite)
+    constant = harmful_constant(step, reference.finite)
     return summarize_constant(constant) if constant else None

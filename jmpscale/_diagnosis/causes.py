@@ -63,17 +63,22 @@ def _is_finite_in_float32_only(result: Result) -> bool:
     return result.measured.float32_finite == 1 and result.measured.finite == 0
 
 
-def _walk(ends: Sequence[Result], is_bad: Callable[[Result], bool]) -> list[Result]:
+def _walk(ends: Iterable[Result], is_bad: Callable[[Result], bool]) -> list[Result]:
     """Returns the results without a bad operand that are reached from results by way of bad operands."""
-    found, seen, stack = [], set(), list(ends)
+    return _last_reached(ends, lambda result: [x for x in result.operands if is_bad(x)])
+
+
+def _last_reached(starts: Iterable[Result], successors: Callable[[Result], Sequence[Result]]) -> list[Result]:
+    """Returns the results without successors that are reached from results, in program order."""
+    found, seen, stack = [], set(), list(starts)
     while stack:
         result = stack.pop()
         if result.number in seen:
             continue
         seen.add(result.number)
-        bad = [x for x in result.operands if is_bad(x)]
-        stack += bad
-        if not bad:
+        following = successors(result)
+        stack += following
+        if not following:
             found.append(result)
     return sorted(found, key=lambda x: x.number)
 
@@ -86,15 +91,10 @@ def lines_to_change(origin: Result) -> list[str]:
     """
     if not origin.amplifies:
         return [origin.site.line]
-    found, seen, stack = [], set(), list(origin.operands)
-    while stack:
-        result = stack.pop()
-        if result.number in seen:
-            continue
-        seen.add(result.number)
-        if is_narrow(result.site) and not result.site.moves:
-            found.append(result)
-        else:
-            stack += result.operands
-    ordered = sorted(found, key=lambda x: x.number)
-    return list(dict.fromkeys(x.site.line for x in ordered)) or [origin.site.line]
+    reached = _last_reached(origin.operands, lambda result: () if _rounds(result) else result.operands)
+    return list(dict.fromkeys(x.site.line for x in reached if _rounds(x))) or [origin.site.line]
+
+
+def _rounds(result: Result) -> bool:
+    """Tests whether an operation computes in half precision."""
+    return is_narrow(result.site) and not result.site.moves

@@ -16,9 +16,9 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._base.jaxpr import called_jaxpr, evaluate_equation, scan_carry_size, split_scan_inputs
+from jmpscale._base.source import is_backward, is_library_function, module_path, scopes, user_line
 from jmpscale._diagnosis.float32 import compiler_options, run_equation_in_float32, runs_as_written, widen
 from jmpscale._diagnosis.measure import Measured, is_number, measure, relative_error
-from jmpscale._diagnosis.source import is_backward, is_library_function, module_path, scopes, user_line
 
 LIMIT = 100_000  # operations; loops that would exceed it continue as compiled programs
 LARGE_ERROR = 0.02  # of a result; healthy ones have less than half of it

@@ -9,10 +9,11 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._base.jaxpr import equations, rewrite, type_of
+from jmpscale._base.source import user_line
+from jmpscale._base.tree import is_inexact
 from jmpscale._diagnosis.float32 import is_narrow
 from jmpscale._diagnosis.measure import is_finite, is_zero
 from jmpscale._diagnosis.scales import run_float32
-from jmpscale._diagnosis.source import user_line
 from jmpscale._diagnosis.step import Step
 
 _ARITHMETIC = {"add", "div", "mul", "sub"}
@@ -41,12 +42,8 @@ def are_zero(outputs: list[Any]) -> bool:
 
 def infinite_arguments_matter(step: Step) -> bool:
     """Tests whether a step that is not finite becomes finite if zeros replace infinities and NaN in its arguments."""
-    consts = [jnp.nan_to_num(x, posinf=0.0, neginf=0.0) if _is_inexact(x) else x for x in step.consts]
+    consts = [jnp.nan_to_num(x, posinf=0.0, neginf=0.0) if is_inexact(x) else x for x in step.consts]
     return are_finite(run_float32(step._replace(consts=consts)))
-
-
-def _is_inexact(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, np.inexact)
 
 
 def harmful_constant(step: Step, was_finite: bool) -> Constant | None:

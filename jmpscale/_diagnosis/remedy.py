@@ -6,9 +6,9 @@ from typing import NamedTuple
 from jax.extend import core
 
 from jmpscale._autocast import matmuls_in_float32
+from jmpscale._base.source import user_line
 from jmpscale._diagnosis.causes import lines_to_change
 from jmpscale._diagnosis.findings import Findings, examine
-from jmpscale._diagnosis.source import user_line
 from jmpscale._diagnosis.step import Step
 
 _ROUNDS = 5

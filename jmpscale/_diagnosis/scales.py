@@ -1,5 +1,6 @@
 """Measures which loss scales fit: runs a step at powers of two, and compares its gradients with float32."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -112,6 +113,7 @@ def measure_scales(step: Step, scale: float, reference: Reference, progress: Cal
     )
     errors: dict[int, np.ndarray | None] = {}
 
+    @functools.cache
     def outputs_at(scale: float) -> tuple[Any, np.ndarray | None]:
         """Returns the loss and the error of each decisive gradient, or None if one is not finite."""
         loss, *grads = run(step.consts, np.float32(scale))

@@ -13,7 +13,7 @@ from jax.extend import core
 from jmpscale._base.frameworks import is_nnx_object
 from jmpscale._base.jaxpr import rewrite
 from jmpscale._base.text import describe
-from jmpscale._base.tree import PyTree, check_no_refs, flatten_gradients, is_traced, named_leaves
+from jmpscale._base.tree import PyTree, check_no_refs, flatten_gradients, is_inexact, is_traced, named_leaves
 from jmpscale._state import ScalerState, static
 
 _UNREADABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
@@ -51,15 +51,12 @@ def trace_step(loss_and_grads: Callable[[ScalerState, PyTree, PyTree], PyTree], 
 
 def _as_jax_array(leaf: Any) -> Any:
     """Converts a NumPy array, whose own operations would not be part of the program; NumPy scalars remain values."""
-    is_array = isinstance(leaf, np.ndarray) and leaf.ndim > 0 and jnp.issubdtype(leaf.dtype, np.inexact)
-    return jnp.asarray(leaf) if is_array else leaf
+    return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) and leaf.ndim > 0 and is_inexact(leaf) else leaf
 
 
 def _trace(loss_and_grads: Callable[[ScalerState, PyTree, PyTree], PyTree], arguments: tuple[PyTree, PyTree]) -> Step:
-    copy_arguments = _copier(arguments)
-
     def outputs(loss_scale: jax.Array) -> list[Any]:
-        loss, grads = loss_and_grads(static(1.0)._replace(loss_scale=loss_scale), *copy_arguments())
+        loss, grads = loss_and_grads(static(1.0)._replace(loss_scale=loss_scale), *_with_copied_objects(arguments))
         return [loss, *flatten_gradients(grads)[0]]
 
     closed = jax.make_jaxpr(outputs)(jnp.float32(1.0))
@@ -72,19 +69,15 @@ def _without_callback(eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
     return [] if eqn.primitive.name in _CALLBACKS and not eqn.outvars else [eqn]
 
 
-def _copier(tree: PyTree) -> Callable[[], PyTree]:
-    """Returns a function that returns a tree with copies of its Flax NNX objects."""
+def _with_copied_objects(tree: PyTree) -> PyTree:
+    """Returns a tree with copies of its Flax NNX objects, which belong to the current trace."""
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_nnx_object)
     positions = [i for i, leaf in enumerate(leaves) if is_nnx_object(leaf)]
     if not positions:
-        return lambda: tree
+        return tree
     clone: Callable[[list[Any]], list[Any]] = sys.modules["flax.nnx"].clone
-
-    def copied() -> PyTree:
-        copies = dict(zip(positions, clone([leaves[i] for i in positions]), strict=True))
-        return jax.tree.unflatten(treedef, [copies.get(i, leaf) for i, leaf in enumerate(leaves)])
-
-    return copied
+    copies = dict(zip(positions, clone([leaves[i] for i in positions]), strict=True))
+    return jax.tree.unflatten(treedef, [copies.get(i, leaf) for i, leaf in enumerate(leaves)])
 
 
 def check_concrete(trees: dict[str, PyTree]) -> None:
@@ -111,8 +104,4 @@ def non_finite_arguments(fun: Callable[..., Any], args: tuple[PyTree, ...], kwar
     except (TypeError, ValueError):  # fun has no signature, or another one than it is called with
         named = {f"args[{i}]": arg for i, arg in enumerate(args)} | kwargs
     leaves = [(name + path, leaf) for name, tree in named.items() for path, leaf in named_leaves(tree)]
-    return [name for name, leaf in leaves if _is_floating(leaf) and not bool(jnp.isfinite(leaf).all())]
-
-
-def _is_floating(leaf: object) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and jnp.issubdtype(leaf.dtype, np.inexact)
+    return [name for name, leaf in leaves if is_inexact(leaf) and not bool(jnp.isfinite(leaf).all())]

@@ -13,14 +13,12 @@ from jmpscale._diagnosis.float32 import is_narrow
 from jmpscale._diagnosis.inputs import Constant
 from jmpscale._diagnosis.remedy import Remedy
 from jmpscale._diagnosis.report import format_percentage, name_of
-from jmpscale._diagnosis.scales import LARGEST_ERROR
+from jmpscale._diagnosis.scales import LARGEST_ERROR, Scales
 
 _NOT_FINITE = (
     "No loss scale helps: correct this line. Common causes are invalid data; a softmax over a row that is masked "
     "everywhere, which needs a finite mask or where=; and a derivative such as the derivative of a norm at zero."
 )
-
-
 _VERBS = {
     Kind.OVERFLOW: "overflows",
     Kind.UNDERFLOW: "underflows",
@@ -67,8 +65,8 @@ def summarize(findings: Findings, remedy: Remedy | None, scale: float) -> str:
         )
     if not any(findings.reference.decisive) and not findings.loss_error:
         return "All gradients are zero, in float32 too. No loss scale changes that."
-    if findings.healthy:
-        return _describe_scales(findings, scale)
+    if scales.fitting is not None and findings.healthy:
+        return _describe_scales(findings, scales, scales.fitting, scale)
     first = findings.origins[0] if findings.origins else None
     kind = kind_of(first) if first else Kind.ROUNDING
     if first and kind in (Kind.OVERFLOW, Kind.POLE):
@@ -76,7 +74,7 @@ def summarize(findings: Findings, remedy: Remedy | None, scale: float) -> str:
     elif first and kind is Kind.UNDERFLOW:
         text = _describe_underflow(findings, first)
     else:
-        text = _describe_rounding(findings)
+        text = _describe_rounding(findings, scales)
     return f"{text} {_describe_remedy(findings, remedy, kind)}"
 
 
@@ -106,8 +104,8 @@ def _describe_underflow(findings: Findings, first: Result) -> str:
     return f"The forward pass underflows: {text}. A loss scale cannot prevent that."
 
 
-def _describe_rounding(findings: Findings) -> str:
-    text = f"{_difference(findings)}: rounding, not range."
+def _describe_rounding(findings: Findings, scales: Scales) -> str:
+    text = f"{_difference(findings, scales)}: rounding, not range."
     if not findings.origins:
         return text
     first = findings.origins[0]
@@ -117,11 +115,10 @@ def _describe_rounding(findings: Findings) -> str:
     return f"{text} {_name(first)} amplifies the rounding of {_enumerate(lines)}."
 
 
-def _difference(findings: Findings) -> str:
+def _difference(findings: Findings, scales: Scales) -> str:
     """Returns the difference to float32 as the beginning of a sentence."""
-    loss, scales = findings.reference.loss, findings.scales
-    if scales is None or not math.isfinite(scales.loss):
-        return f"The loss is {float(scales.loss) if scales else math.nan}, and in float32 it is {float(loss):.4g}"
+    if not math.isfinite(scales.loss):
+        return f"The loss is {float(scales.loss)}, and in float32 it is {float(findings.reference.loss):.4g}"
     if scales.best is None:
         return "The gradients are not finite at any loss scale, and they are finite in float32"
     if scales.errors[scales.best] <= LARGEST_ERROR:
@@ -148,11 +145,8 @@ def _describe_remedy(findings: Findings, remedy: Remedy | None, kind: Kind) -> s
     return f'With precision="highest" at {where} it differs, too. Compute the function in float32, without autocast.'
 
 
-def _describe_scales(findings: Findings, scale: float) -> str:
-    scales = findings.scales
-    if scales is None or scales.fitting is None:
-        return ""
-    low, high = (2.0**k for k in scales.fitting)
+def _describe_scales(findings: Findings, scales: Scales, fitting: tuple[int, int], scale: float) -> str:
+    low, high = (2.0**k for k in fitting)
     text = f"Loss scales from {format_scale(low)} to {format_scale(high)} fit; yours is {format_scale(scale)}"
     if low <= scale <= high:
         return f"{text}. The gradients differ from float32 by {format_percentage(scales.error)}."
