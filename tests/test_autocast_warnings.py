@@ -18,6 +18,7 @@ RANDOM = np.random.default_rng(0)
 N = 8
 X, W = (jnp.asarray(RANDOM.standard_normal((N, N)), jnp.float32) for _ in range(2))
 BIG = jnp.full((N, N), 1e6)
+FILE = pathlib.Path(__file__).name
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +104,7 @@ def test_autocast_without_effect_warns_once(fun, explanation):
         half_fun(X, W)
         jax.jit(half_fun)(X, W)
     (warning,) = found
-    message = re.sub(rf"{pathlib.Path(__file__).name}:\d+ \([^ ]*\)", "{line}", str(warning.message))
+    message = re.sub(rf"{FILE}:\d+ \([^ ]*\)", "{line}", str(warning.message))
     start = "autocast has no effect: it converts no matmul or convolution of <lambda> to float16. "
     assert message.startswith(start + explanation)
     assert (warning.category, warning.filename, warning.lineno) == (UserWarning, __file__, line)
@@ -188,7 +189,7 @@ def test_autocast_warns_once_of_constants_that_overflow(fun, largest, transform)
         transform(half_fun)(X, W)
         half_fun(X, W)
     (warning,) = found
-    assert str(warning.message).startswith(f"a constant of {largest} enters the matmul at {__file__}:")
+    assert str(warning.message).startswith(f"a constant of {largest} enters the matmul at {FILE}:")
     assert (warning.category, warning.filename, warning.lineno) == (UserWarning, __file__, line)
 
 
