@@ -21,9 +21,7 @@ UNTESTED_DIFFS |= {f"guides/loops/{name}" for name in ("levanter", "tunix", "kau
 DIFFS = [(page, diff) for page in pages.PAGES if page not in UNTESTED_DIFFS for diff in pages.diffs(page)]
 MIN_TRAINING_STEPS = 20  # a block with fewer losses is not a training run
 # Pages whose first program prints its loss in float32, in float16 alone, and in float16 with loss scaling.
-NEED_LOSS_SCALING = {
-    f"guides/{name}" for name in ("nnx", "linen", "equinox", "haiku", "jax", "autocast", "optax", "training_loops")
-}
+NEED_LOSS_SCALING = {"guides/autocast"}
 
 
 def needs_loss_scaling(text):
@@ -180,10 +178,17 @@ RESULTS = {
     "guides/accumulation": "loss",
     "guides/checkpoints": "loss_fn(resumed['params'], np.random.default_rng(0).standard_normal((64, 8), np.float32))",
     "guides/devices": "loss",
+    "guides/equinox": "loss",
+    "guides/haiku": "loss",
     "guides/higher_order": "loss",
+    "guides/jax": "loss",
+    "guides/linen": "loss",
     "guides/logging": "loss",
     "guides/multiple_losses": "abs(a - 2) + abs(b + 2)",  # the distance of the samples from the data
+    "guides/nnx": "loss",
+    "guides/optax": "losses[-1]",
     "guides/reinforcement_learning": "log['loss']",
+    "guides/training_loops": "trainer.loss",
 }
 
 
