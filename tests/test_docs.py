@@ -102,7 +102,7 @@ def test_page_runs_as_pasted(page, capsys):
 
 @pytest.mark.full
 @pytest.mark.parametrize(("page", "diff"), DIFFS, ids=[page for page, _ in DIFFS])
-def test_program_runs_after_a_diff(page, diff, capsys):
+def test_program_runs_after_a_diff(page, diff):
     """A diff changes the last block of its page that has all its lines."""
     blocks = [(heading, code) for heading, code, _ in pages.blocks(page)]
     changed = [pages.apply_diff(diff, code) for _, code in blocks]
@@ -111,7 +111,6 @@ def test_program_runs_after_a_diff(page, diff, capsys):
     last = fitting[-1]
     namespace = {"__name__": f"docs/{page}.md"}
     for heading, code in [*blocks[:last], (blocks[last][0], changed[last])]:
-        capsys.readouterr()
         losses = run_block(code, f"docs/{page}.md, {heading!r}", namespace)
     assert len(losses) >= MIN_TRAINING_STEPS, "the changed block does not train"
 
@@ -175,11 +174,13 @@ RESULTS = {
     "guides/jax": "loss",
     "guides/linen": "loss",
     "guides/logging": "loss",
-    "guides/multiple_losses": "abs(a - 2) + abs(b + 2)",  # the distance of the samples from the data
+    # The distance of the samples from the data, which fluctuates below 0.5 and begins at 4.
+    "guides/multiple_losses": "max(abs(a - 2) + abs(b + 2), 0.5)",
     "guides/nnx": "loss",
     "guides/optax": "losses[-1]",
     "guides/reinforcement_learning": "log['loss']",
     "guides/training_loops": "trainer.loss",
+    "moving/other_libraries": "loss",
 }
 
 
