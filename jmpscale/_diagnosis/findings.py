@@ -65,9 +65,7 @@ def examine(step: Step, scale: float, progress: Callable[[str], None]) -> Findin
     return Findings(reference, scales, evaluation, evaluated, loss_error, found, overflows)
 
 
-def _overflows_above(
-    step: Step, scales: Scales, found: list[Result], progress: Callable[[str], None]
-) -> list[Result]:
+def _overflows_above(step: Step, scales: Scales, found: list[Result], progress: Callable[[str], None]) -> list[Result]:
     """Returns the results that overflow at the smallest scale that is too large, if a smaller one underflows."""
     underflows = bool(found) and found[0].site.backward and kind_of(found[0]) is Kind.UNDERFLOW
     if scales.fitting is not None or scales.best is None or not underflows:
