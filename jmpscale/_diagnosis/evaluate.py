@@ -17,7 +17,13 @@ from jax.extend import core
 
 from jmpscale._base.jaxpr import called_jaxpr, evaluate_equation, scan_carry_size, split_scan_inputs
 from jmpscale._base.source import is_backward, is_library_function, module_path, scopes, user_line
-from jmpscale._diagnosis.float32 import compiler_options, run_equation_in_float32, runs_as_written, widen
+from jmpscale._diagnosis.float32 import (
+    compiler_options,
+    literal_value,
+    run_equation_in_float32,
+    runs_as_written,
+    widen,
+)
 from jmpscale._diagnosis.measure import Measured, is_number, measure, relative_error
 
 LIMIT = 100_000  # operations; loops that would exceed it continue as compiled programs
@@ -129,7 +135,7 @@ class _Evaluator:
         last_uses = _last_uses(jaxpr)
 
         def read(x: Any) -> Value:
-            return _given(np.asarray(x.val)) if isinstance(x, core.Literal) else values[x]
+            return _given(literal_value(x)) if isinstance(x, core.Literal) else values[x]
 
         for eqn, unused in zip(jaxpr.eqns, last_uses, strict=True):
             outputs = self._equation(eqn, [read(x) for x in eqn.invars], place)
