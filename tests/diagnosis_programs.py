@@ -160,6 +160,12 @@ def backward_pass_underflows(w, x):
     return jnp.mean(z.astype(jnp.float32) ** 2)
 
 
+def gradients_of_two_sizes(params, x):
+    large = params["large"].astype(H) * H(2.0**12)  # fault
+    small = params["small"].astype(H) * H(2.0**-12)
+    return (large.astype(jnp.float32).sum() + small.astype(jnp.float32).sum() * 2.0**-20) * x[0, 0]
+
+
 # --- Gradients that need another scale. ---
 
 

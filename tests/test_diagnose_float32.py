@@ -24,7 +24,9 @@ def scan(x):
 
 
 def while_loop(x):
-    return jax.lax.while_loop(lambda c: c[1] < c[0].dtype.type(2.5), lambda c: (c[0] * 1.125, c[1] + 1), (x, x[0, 0] * 0))
+    return jax.lax.while_loop(
+        lambda c: c[1] < c[0].dtype.type(2.5), lambda c: (c[0] * 1.125, c[1] + 1), (x, x[0, 0] * 0)
+    )
 
 
 def while_loop_that_captures(x):
@@ -66,7 +68,12 @@ def matmuls(x):
 
 
 def conversions(x):
-    return [x.astype(jnp.int32), (x > 0).astype(x.dtype) * 0.125, jnp.arange(3, dtype=x.dtype) * 0.125, jnp.zeros(2, x.dtype)]
+    return [
+        x.astype(jnp.int32),
+        (x > 0).astype(x.dtype) * 0.125,
+        jnp.arange(3, dtype=x.dtype) * 0.125,
+        jnp.zeros(2, x.dtype),
+    ]
 
 
 def sharded(x):

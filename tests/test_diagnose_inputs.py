@@ -16,7 +16,7 @@ from jmpscale._base.jaxpr import type_of
 from jmpscale._diagnosis import progress
 from jmpscale._diagnosis.inputs import Constant, are_finite, are_zero, constants, harmful_constant, without
 from jmpscale._diagnosis.scales import run_reference
-from jmpscale._diagnosis.step import Step, trace_step
+from jmpscale._diagnosis.step import Step, non_finite_arguments, trace_step
 
 H = jnp.float16
 
@@ -98,6 +98,31 @@ OUTPUTS = {  # the loss and the gradients; whether all are finite; whether the l
 @pytest.mark.parametrize(("outputs", "finite", "zero"), OUTPUTS.values(), ids=OUTPUTS)
 def test_outputs_are_finite_or_zero(outputs, finite, zero):
     assert (are_finite(outputs), are_zero(outputs)) == (finite, zero)
+
+
+def keywords(w, batch, bias=None):
+    """A function whose arguments have names."""
+
+
+def unnamed(*args, **options):
+    """A function whose arguments have no names."""
+
+
+NAN = jnp.float32([1.0, np.nan])
+ARGUMENTS = {  # a function, its arguments, and the names of the ones that are not finite
+    "positional": (keywords, (ONE, {"image": NAN, "label": ONE}), {}, ["batch['image']"]),
+    "keyword": (keywords, (INF, ONE), {"bias": NAN}, ["w", "bias"]),
+    "without names": (unnamed, (ONE, [ONE, NAN]), {"bias": INF}, ["args[1][1]", "options['bias']"]),
+    "without a signature": (max, (ONE, NAN), {"key": INF}, ["args[1]", "key"]),
+    "another signature": (lambda: None, (NAN,), {}, ["args[0]"]),
+    "integers and texts": (keywords, (np.arange(2), "text"), {"bias": None}, []),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_that_are_not_finite_are_named(name):
+    fun, args, kwargs, expected = ARGUMENTS[name]
+    assert non_finite_arguments(fun, args, kwargs) == expected
 
 
 # --- The reference in float32. ---

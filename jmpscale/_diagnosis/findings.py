@@ -59,8 +59,8 @@ def examine(step: Step, scale: float, progress: Callable[[str], None]) -> Findin
     best = 0 if scales is None or scales.best is None else scales.best
     evaluated = scale if present_is_relevant else 2.0**best
     evaluation = evaluate(step.jaxpr, step.consts, [np.float32(evaluated)], progress)
-    loss_error = _loss_error(reference, scales)
-    found = _origins(evaluation, reference, scales, loss_error, scale)
+    loss_error = loss_error_of(reference, scales)
+    found = origins_of(evaluation, reference, scales, loss_error, scale)
     overflows = _overflows_above(step, scales, found, progress) if scales else []
     return Findings(reference, scales, evaluation, evaluated, loss_error, found, overflows)
 
@@ -77,16 +77,26 @@ def _overflows_above(step: Step, scales: Scales, found: list[Result], progress: 
     return origins(x.result for x in evaluation.outputs[1:] if x.result is not None)
 
 
-def _loss_error(reference: Reference, scales: Scales | None) -> float:
+def loss_error_of(reference: Reference, scales: Scales | None) -> float:
+    """Returns the relative error of the loss if it is more than rounding, otherwise 0."""
     if scales is None:
         return 0.0
     error = relative_error(reference.loss, scales.loss)
     return error if error > max(_LARGEST_LOSS_ERROR, reference.loss_rounding) else 0.0
 
 
-def _origins(
+def origins_of(
     evaluation: Evaluation, reference: Reference, scales: Scales | None, loss_error: float, scale: float
 ) -> list[Result]:
+    """Returns the results at which the errors of the outputs begin, if the present scale does not fit.
+
+    Args:
+      evaluation: the operations.
+      reference: the step in float32.
+      scales: the step as written; None if the step is not finite in float32.
+      loss_error: the relative error of the loss if it is more than rounding, otherwise 0.
+      scale: the present scale.
+    """
     loss, *grads = [x.result for x in evaluation.outputs]
     if scales is None:
         return float32_origins(x for x in (loss, *grads) if x is not None)
