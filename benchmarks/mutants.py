@@ -92,7 +92,15 @@ class TestMap:
     def __init__(self, folder, options, paths, processes):
         copy_repository(folder)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.mutants", *options, *paths]
-        command += ["-n", str(processes), "-p", "no:cacheprovider", "--cov=jmpscale", "--cov-context=test", "--cov-report="]
+        command += [
+            "-n",
+            str(processes),
+            "-p",
+            "no:cacheprovider",
+            "--cov=jmpscale",
+            "--cov-context=test",
+            "--cov-report=",
+        ]
         run = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         print(f"pytest {' '.join(options)} without a fault: {run.stdout.strip().splitlines()[-1]}", flush=True)
         if run.returncode:

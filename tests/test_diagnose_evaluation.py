@@ -158,7 +158,7 @@ def test_long_loop_continues_as_one_operation(name, monkeypatch):
     monkeypatch.setattr(evaluate, "LIMIT", 15)
     cut = diagnose(fun, *args)
     assert re.fullmatch(rf"test_diagnose_evaluation\.py:\d+ \(\w+\): {iterations}", cut.not_entered[0])
-    text = "These operations ran as one, or in their own dtype:"
+    text = "These operations were evaluated as a whole, or in their own dtype:"
     assert cut.describe().splitlines()[-len(cut.not_entered) - 1] == text
     numbers = ["loss", "loss_float32", "gradient_error", "scale_errors"]
     assert [getattr(cut, x) for x in numbers] == [getattr(whole, x) for x in numbers]

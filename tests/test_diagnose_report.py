@@ -429,7 +429,7 @@ def test_operations_that_were_not_entered_are_listed():
     lines = diagnosis([], causes=(), not_entered=names).describe().splitlines()
     assert lines == [
         "A sentence.",
-        "These operations ran as one, or in their own dtype:",
+        "These operations were evaluated as a whole, or in their own dtype:",
         *[f"  {x}" for x in names[:8]],
         "  and 2 more",
     ]
