@@ -60,7 +60,7 @@ FUNCTIONS = {
     "loss": "loss",
     "make.<locals>.loss": "loss",
     "make.<locals>.<lambda>": "make",
-    "<lambda>.<locals>.<lambda>": "<lambda>",
+    "<lambda>.<locals>.<listcomp>": "<listcomp>",
     "<module>": "<module>",
     "Model.__call__": "Model.__call__",
 }

@@ -23,7 +23,7 @@ def library(request, monkeypatch):
 
 
 MEASURED = {  # the values in float32, the values as written, and the fields that differ from the defaults
-    "equal": (F([1, -2]), H([1, -2]), {"extreme": -2}),
+    "equal": (F([1, -2]), H([1, -2]), {"extreme": -2, "finite": 1, "float32_finite": 1}),
     "extremes of both signs": (F([-2, 2]), H([-2, 2]), {"extreme": 2}),
     "rounding": (F([3, 4]), H([3, 4.5]), {"extreme": 4, "error": 0.1}),
     "overflow": (F([-3e5, 1]), H([-INF, 1]), {"extreme": -3e5, "error": INF, "overflow": 0.5, "finite": 0}),
@@ -50,7 +50,7 @@ MEASURED = {  # the values in float32, the values as written, and the fields tha
     "smallest normal number of bfloat16": (F([2.0**-100, 1]), bfloat16([2.0**-100, 1]), {"extreme": 1}),
     "squares that overflow": (F([3e30, 4e30]), F([3e30, 4.5e30]), {"extreme": 4e30, "error": 0.1}),
     "squares that underflow": (F([3e-30, 4e-30]), F([3e-30, 4.5e-30]), {"extreme": 4e-30, "error": 0.1}),
-    "integers": (np.int32([1, 2]), np.int32([1, 9]), {"error": 0.5}),
+    "integers": (np.int32([1, 2]), np.int32([1, 9]), {"error": 0.5, "finite": 1, "float32_finite": 1}),
     "booleans": (np.array([True, False]), np.array([True, True]), {"error": 0.5}),
     "complex": (np.complex64([3j, 4]), np.complex64([3j, 4 + 0.5j]), {"extreme": 4, "error": 0.1}),
 }

@@ -325,7 +325,7 @@ TRIED = {  # the origins of errors in each round, and the lines whose matmuls ar
 @pytest.mark.parametrize(("rounds", "expected"), TRIED.values(), ids=TRIED)
 def test_remedy_is_tried_until_no_error_is_left(rounds, expected, monkeypatch):
     measured = [healthy() if indices == "healthy" else findings(*map(origin, indices)) for indices in rounds]
-    steps = []
+    steps, texts = [], []
 
     def examine(step, scale, progress):
         assert scale == 4.0
@@ -333,7 +333,8 @@ def test_remedy_is_tried_until_no_error_is_left(rounds, expected, monkeypatch):
         return measured[len(steps)]
 
     monkeypatch.setattr(remedy, "examine", examine)
-    found = try_remedy(trace, measured[0], 4.0, lambda text: None)
+    found = try_remedy(trace, measured[0], 4.0, texts.append)
+    assert texts == ["tries a remedy"] * len(steps)
     if expected is None:
         assert found is None
         return
