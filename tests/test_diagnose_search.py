@@ -44,6 +44,7 @@ SEARCHES = {  # the errors, the exponent of the present scale, the exponents of 
     "useless at all scales": (window(-200, 12, best=0.26), 4, None, 12),
     "almost useless": (window(-200, 12, best=0.24), 4, (-126, 12), 12),
     "useless where it does not overflow": (window(20, 12, below=0.9), 4, None, 12),
+    "rounded more than gradients of zero are wrong": (window(5, 12, best=1.3), 4, None, 12),
     "slow underflow": (slow_underflow, 8, (-3, 15), 15),
     "each gradient for itself": (two_gradients, 8, (3, 20), 20),
     "clipped": (worse_at_large_scales, 16, (-126, -5), -6),

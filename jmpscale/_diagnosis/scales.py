@@ -152,12 +152,14 @@ def search(error: Callable[[int], np.ndarray | None], present: int) -> tuple[tup
     # The error is constant from the largest scale down to where values begin to underflow, unless the backward pass
     # clips, or compares scaled values with others: then smaller scales may be better.
     plateau = [k for k in (highest, highest - 3, highest - 6) if k >= _LOWEST and error(k) is not None]
-    if min(_largest(error(k)) for k in plateau) > _TOLERANCE:
-        lower = [0, *(k for k in range(highest - 12, highest - 49, -6) if k >= _LOWEST)]
-        plateau += [k for k in lower if error(k) is not None]
     best = min(plateau, key=lambda k: _largest(error(k)))
-    if _largest(error(best)) > LARGEST_ERROR:
-        return None, best
+    if _largest(error(best)) > _TOLERANCE:
+        smaller = [0, *(k for k in range(highest - 12, highest - 49, -6) if k >= _LOWEST)]
+        plateau += [k for k in smaller if error(k) is not None]
+        on_plateau = best
+        best = min(plateau, key=lambda k: _largest(error(k)))
+        if _largest(error(best)) > LARGEST_ERROR:
+            return None, on_plateau  # not a smaller one, at which all gradients are zero and the error is only 100%
     known = [found for found in map(error, plateau) if found is not None]
     smallest = np.min(known, axis=0)  # of each gradient
 
