@@ -232,6 +232,7 @@ def extremes(w, x):
     return jnp.sum(jnp.where(x > 1e5, H(0), w.astype(H) * x.astype(H)).astype(jnp.float32))
 
 
+@pytest.mark.full
 def test_diagnose_measures_overflow_and_underflow():
     x = np.float32([2e5, -3e5, 3.0, 1e-8, 1e-7, 1.0])
     diagnosis = jmpscale.diagnose(extremes)(jmpscale.static(1.0), jnp.ones(6), jnp.asarray(x))
