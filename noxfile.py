@@ -29,10 +29,10 @@ CORE_TESTS = [
 SDIST_TESTS = ("package", "published", "docs", "upstream")
 
 SCHEMAS = {  # of the files that code hosts read
-    "citation-file-format": "CITATION.cff",
-    "github-issue-config": ".github/ISSUE_TEMPLATE/config.yml",
-    "github-issue-forms": ".github/ISSUE_TEMPLATE/*l.yml",
-    "github-workflows": ".github/workflows/*.yml",
+    "citation-file-format": ("CITATION.cff",),
+    "github-issue-config": (".github/ISSUE_TEMPLATE/config.yml",),
+    "github-issue-forms": (".github/ISSUE_TEMPLATE/bug.yml", ".github/ISSUE_TEMPLATE/proposal.yml"),
+    "github-workflows": (".github/workflows/checks.yml", ".github/workflows/latest.yml"),
 }
 
 nox.options.default_venv_backend = "uv"
@@ -103,7 +103,7 @@ def lint(session):
     session.run("pyright", "--pythonpath", str(pathlib.Path(session.bin, "python")))
     session.run("mypy", "jmpscale")
     for schema, files in SCHEMAS.items():
-        session.run("check-jsonschema", "--builtin-schema", f"vendor.{schema}", *map(str, pathlib.Path().glob(files)))
+        session.run("check-jsonschema", "--builtin-schema", f"vendor.{schema}", *files)
     session.run("pytest", "-q", "--full", "tests/test_package.py", "tests/test_published.py")
 
 
