@@ -85,7 +85,7 @@ def pages(results):
     return {
         "costs.md": costs,
         "guides/autocast.md": {"autocast": _autocast(autocast)},
-        "finding_the_scale.md": {"batches": _batches(batches["runs"])},
+        "finding_the_scale.md": {"batches": _batches(batches)},
         "guides/devices.md": {"sums": _sums(sums["figures"]) + _run(sums)},
     }
 
@@ -159,8 +159,9 @@ def _sums(figures):
     return _table(["devices", "gradients of the devices are equal", "their noise is ten times their mean"], lines)
 
 
-def _batches(runs):
+def _batches(study):
     """Returns the losses of the first seed, and the skips, by the tokens of the batch."""
+    about, runs = study["about"], study["runs"]
     names = ("float32", "float16", "float16, jmpscale")
     found = {(x["batch tokens"], x["run"]): x for x in runs if x["seed"] == 0}
     lines = []
@@ -169,7 +170,8 @@ def _batches(runs):
         zero = f"{found[tokens, 'float16']['zero gradients']:.1%}"
         lines.append([f"2^{tokens.bit_length() - 1}", *losses, zero, str(found[tokens, names[2]]["skipped"])])
     scaled = ["float16 with jmpscale", "gradients that are zero in float16", "steps that jmpscale skips"]
-    return _table(["tokens of the batch", "float32", "float16", *scaled], lines)
+    table = _table(["tokens of the batch", "float32", "float16", *scaled], lines)
+    return f"{table}\n\nMeasured on {about['date']}: {about['device']}, {about['cores']} cores, JAX {about['jax']}."
 
 
 def _table(head, lines):

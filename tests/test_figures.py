@@ -20,6 +20,7 @@ import pages
 import tables
 
 SMALL, MODEL = table.GPU.values()
+ENSEMBLE = "h100, 1 devices, 6 of 1024, batch 32, adamw, float16, gradients in float32, 4 members"
 JMPSCALE = ("functional", "functional, norm as check", "optax wrapper", "optax wrapper, max_norm")
 
 
@@ -51,6 +52,12 @@ def _added_ms(case, name):
 def _added_microseconds():
     added = [1000 * _added_ms(SMALL, name) for name in JMPSCALE]
     return min(added), max(added)
+
+
+def _ensemble(names, figure):
+    figures = _results()["compilers"][ENSEMBLE]["figures"]
+    found = [figures[name][figure] / figures["clipped"][figure] for name in names]
+    return min(found), max(found)
 
 
 def _autocast(model, variant, figure):
@@ -114,6 +121,18 @@ SENTENCES = {
             _gpu("language model, bfloat16", "bare", "ms"),
             _gpu(MODEL, "bare", "ms"),
             _gpu(MODEL, "functional", "ms"),
+        ],
+    ),
+    "costs, ensemble": Sentence(
+        "costs.md",
+        "jmpscale moves {:.2f} to {:.2f} times the bytes of the clipped step, jmp, Flax, mpx and `apply_if_finite` "
+        "move {:.2f} to {:.2f} times the bytes, and all need more temporary memory: {:.2f} to {:.2f} times as much with "
+        "jmpscale, and {:.2f} times as much with the others.",
+        lambda: [
+            *_ensemble(main.OURS, "moved_bytes"),
+            *_ensemble(steps.PEERS, "moved_bytes"),
+            *_ensemble(main.OURS, "temp_bytes"),
+            max(_ensemble(steps.PEERS, "temp_bytes")),
         ],
     ),
     "dtypes, time": Sentence(
