@@ -21,6 +21,8 @@ import tables
 
 SMALL, MODEL = table.GPU.values()
 ENSEMBLE = "h100, 1 devices, 6 of 1024, batch 32, adamw, float16, gradients in float32, 4 members"
+NETWORK = ["H100, 8 layers of width 2048"]
+H100 = [name for name in table.COMPILED if name.startswith("H100")]
 JMPSCALE = ("functional", "functional, norm as check", "optax wrapper", "optax wrapper, max_norm")
 
 
@@ -51,6 +53,15 @@ def _added_ms(case, name):
 
 def _added_microseconds():
     added = [1000 * _added_ms(SMALL, name) for name in JMPSCALE]
+    return min(added), max(added)
+
+
+def _added_kernels(names, columns=H100):
+    compiled = _results()["compilers"]
+    added = []
+    for column in columns:
+        kernels = {name: x["kernels"] for name, x in compiled[table.COMPILED[column]]["figures"].items()}
+        added += [kernels[name] - kernels["clipped"] for name in names]
     return min(added), max(added)
 
 
@@ -123,11 +134,16 @@ SENTENCES = {
             _gpu(MODEL, "functional", "ms"),
         ],
     ),
+    "costs, kernels": Sentence(
+        "costs.md",
+        "jmpscale adds {} to {} kernels to the clipped step, and the other libraries add {} to {}.",
+        lambda: [*_added_kernels(main.OURS), *_added_kernels(steps.PEERS)],
+    ),
     "costs, ensemble": Sentence(
         "costs.md",
         "jmpscale moves {:.2f} to {:.2f} times the bytes of the clipped step, jmp, Flax, mpx and `apply_if_finite` "
-        "move {:.2f} to {:.2f} times the bytes, and all need more temporary memory: {:.2f} to {:.2f} times as much with "
-        "jmpscale, and {:.2f} times as much with the others.",
+        "move {:.2f} to {:.2f} times the bytes, and all need more temporary memory: {:.2f} to {:.2f} times as much "
+        "with jmpscale, and {:.2f} times as much with the others.",
         lambda: [
             *_ensemble(main.OURS, "moved_bytes"),
             *_ensemble(steps.PEERS, "moved_bytes"),
@@ -163,7 +179,7 @@ SENTENCES = {
     "comparison, kernels": Sentence(
         "comparison.md",
         "| {} to {} | not compared | {} | {} | {} | {} |",
-        lambda: _added_kernels(),
+        lambda: [*_added_kernels(main.OURS, NETWORK), *(_added_kernels([name], NETWORK)[0] for name in steps.PEERS)],
     ),
     "autocast, tracing": Sentence(
         "guides/autocast.md",
@@ -201,13 +217,6 @@ SENTENCES = {
         ],
     ),
 }
-
-
-def _added_kernels():
-    figures = _results()["compilers"][table.COMPILED["H100, 8 layers of width 2048"]]["figures"]
-    added = {name: x["kernels"] - figures["clipped"]["kernels"] for name, x in figures.items()}
-    ours = [added[name] for name in main.OURS]
-    return [min(ours), max(ours), *(added[name] for name in steps.PEERS)]
 
 
 @pytest.mark.parametrize("page", ["costs.md", "finding_the_scale.md", "guides/autocast.md", "guides/devices.md"])
