@@ -38,6 +38,7 @@ COMPILED = {
     "TPU v5e, 2 layers of width 8192": "tpu-v5e, 1 devices, 2 of 8192, batch 32, adamw, bfloat16, gradients in float32",
 }
 DEVICES = {"h100": "H100", "t4": "T4", "v100": "V100", "tpu-v5e": "TPU v5e"}
+COMPARED = ("moved_bytes", "temp_bytes", "communicated_bytes")
 HALF = "autocast, blocks return half"
 AUTOCAST = [  # the model as on the page, the name of the result, and the variant
     ("GPT-2 small", "h100, GPT-2 small", "autocast"),
@@ -146,12 +147,14 @@ def _autocast(results):
     lines = []
     for title, name, variant in AUTOCAST:
         figures = {x: found["ratios"] for x, found in results[name]["figures"].items()}
-        cells = [f"{figures[variant].get(key, 0):.2f}" for key in ("moved_bytes", "temp_bytes", "communicated_bytes")]
-        cells[-1] = cells[-1] if "communicated_bytes" in figures[variant] else ""
-        float32 = [f"{figures['float32'][key]:.2f}" for key in ("moved_bytes", "temp_bytes")]
-        lines.append([DEVICES[name.partition(",")[0]], title, *cells, ", ".join(float32)])
-    head = ["device", "model", "bytes moved", "temporary memory", "bytes communicated", "in float32: bytes, memory"]
+        ours, float32 = ([_two_digits(figures[x], key) for key in COMPARED] for x in (variant, "float32"))
+        lines.append([DEVICES[name.partition(",")[0]], title, *ours, ", ".join(filter(None, float32))])
+    head = ["device", "model", "bytes moved", "temporary memory", "bytes communicated", "in float32"]
     return _table(head, lines) + _runs([results[name] for _, name, _ in AUTOCAST])
+
+
+def _two_digits(figures, key):
+    return f"{figures[key]:.2f}" if key in figures else ""
 
 
 def _sums(figures):
