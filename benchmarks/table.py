@@ -112,7 +112,7 @@ def _memory(figures, name):
 
 def _two_ratios(figures, name, key):
     clipped, bare = (figures[name][key] / figures[other][key] for other in ("clipped", "bare"))
-    return f"{clipped:.3f} ({bare:.3f})" if bare < 100 else f"{clipped:.3f}"
+    return f"{clipped:.3f} ({bare:.3f})"
 
 
 def _kernels(figures, name):

@@ -15,7 +15,7 @@ from jmpscale.testing import assert_step_is_noop
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 from benchmarks import __main__ as main
-from benchmarks import diagnosis_picture, programs, steps, timing
+from benchmarks import diagnosis_picture, programs, record, steps, timing
 from benchmarks.traffic import moved_bytes
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("standard_promotion")]
@@ -66,6 +66,18 @@ def test_large_cases_compare_with_every_library_at_a_tiny_size(name):
     with jax.numpy_rank_promotion("allow"):
         figures = main.measure({name: (tiny["8 of" in name], settings, methods, 0.0)})[name]
     assert set(figures) == set(methods) > {"clipped, constant scale", *steps.PEERS}
+
+
+def test_record_adds_results_with_the_command_and_the_machine(tmp_path):
+    path = tmp_path / "results" / "times.json"
+    about = record.about("benchmarks", "cpu")
+    assert about["command"].startswith("python -m benchmarks")
+    assert (about["device"], about["versions"]["jax"]) == ("cpu", jax.__version__)
+    assert about["load"] >= 0
+    record.add(path, {"one": 1, "other": 2})
+    record.add(path, {"one": 3})
+    assert record.read(path) == {"one": 3, "other": 2}
+    assert record.read(tmp_path / "none.json") == {}
 
 
 def test_require_same_work_raises_if_a_loss_differs():

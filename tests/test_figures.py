@@ -65,6 +65,11 @@ def _added_kernels(names, columns=H100):
     return min(added), max(added)
 
 
+def _megabytes(name):
+    figures = _results()["compilers"][table.COMPILED["TPU v5e, 2 layers of width 8192"]]["figures"]
+    return figures[name]["temp_bytes"] / 1e6
+
+
 def _ensemble(names, figure):
     figures = _results()["compilers"][ENSEMBLE]["figures"]
     found = [figures[name][figure] / figures["clipped"][figure] for name in names]
@@ -138,6 +143,11 @@ SENTENCES = {
         "costs.md",
         "jmpscale adds {} to {} kernels to the clipped step, and the other libraries add {} to {}.",
         lambda: [*_added_kernels(main.OURS), *_added_kernels(steps.PEERS)],
+    ),
+    "costs, memory on a TPU": Sentence(
+        "costs.md",
+        "the clipped step needs {:.1f} MB and the bare step {:.1f} MB.",
+        lambda: [_megabytes("clipped"), _megabytes("bare")],
     ),
     "costs, ensemble": Sentence(
         "costs.md",
