@@ -52,7 +52,7 @@ ENSEMBLE = "6 of 1024, batch 32"
 # The runs of `--all`: the network, and the number of members of an ensemble under jax.vmap.
 ALL = {
     "h100": [(LARGE["h100"], None), (EMBEDDING, None), (LANGUAGE_MODEL, None), (ENSEMBLE, 4)],
-    "tpu-v5e": [(LARGE["tpu-v5e"], None), (ENSEMBLE, 4)],
+    "tpu-v5e": [(LARGE["tpu-v5e"], None)],
 }
 RATIOS = ("moved_bytes", "temp_bytes", "kernels", "compile_cpu_s")
 ALL_METHODS = ("bare", *OURS, *steps.PEERS)
