@@ -435,3 +435,8 @@ def test_operations_that_were_not_entered_are_listed():
         "  and 2 more",
     ]
     assert diagnosis([], causes=(), not_entered=names[:8]).describe().splitlines()[2:] == [f"  {x}" for x in names[:8]]
+
+
+def test_repr_shows_the_documented_attributes():
+    assert "_fitting" not in repr(diagnosis())
+    assert repr(diagnosis()).startswith("Diagnosis(loss=1.0, loss_float32=1.0, gradient_error=0.1, loss_scale=1.0, ")
