@@ -7,18 +7,17 @@ unchanged float32 program, or one whose blocks convert their results to half pre
 
 import argparse
 import functools
-import json
 import pathlib
 import sys
 
-from benchmarks import compilers, targets  # before anything that starts JAX
+from benchmarks import compilers, record, targets  # before anything that starts JAX
 
 import jax  # isort: skip
 import jax.numpy as jnp  # isort: skip
 
 from benchmarks import steps  # isort: skip
 
-RESULTS = pathlib.Path(__file__).parent / "results" / "autocast.json"
+RESULTS = record.RESULTS / "autocast.json"
 METHOD = "optax wrapper"
 BY_HAND, AUTOCAST, STORED, FLOAT32 = "cast by hand", "autocast", "autocast, blocks return half", "float32"
 BFLOAT16 = "cast by hand to bfloat16"
@@ -37,9 +36,10 @@ MODELS = {  # the task, and the number of devices, over which parameters and bat
     # Fewer layers, which compile faster.
     "GPT-2 small, 2 layers": (functools.partial(GPT2, 2, vocabulary=50257), 1),
     "GPT-2 small, 2 layers, FSDP": (functools.partial(GPT2, 2, vocabulary=50304), 8),
+    "GPT-2 small, 2 layers, FSDP, untied": (functools.partial(GPT2, 2, vocabulary=50304, tied=False), 8),
     "ResNet-10": (functools.partial(steps.resnet, (1, 1, 1, 1), 64, 224, 64), 1),
 }
-RATIOS = ("traffic", "moved_bytes", "temp_bytes", "kernels", "communicated_bytes", "compile_cpu_s")
+RATIOS = ("moved_bytes", "temp_bytes", "kernels", "communicated_bytes", "compile_cpu_s")
 
 
 def measure(backend, model, variant):
@@ -75,9 +75,8 @@ def main():
             figures[variant]["ratios"] = ratios(figures[variant], figures[BY_HAND])
             shown = "  ".join(f"{name} {ratio:.3f}" for name, ratio in figures[variant]["ratios"].items())
             print(f"{options.backend}, {model}: {variant:<28}  {shown}  {figures[variant]['matmuls']}", flush=True)
-        written = json.loads(options.out.read_text()) if options.out.exists() else {}
-        written[f"{options.backend}, {model}"] = {"about": compilers.about("benchmarks.autocast"), "figures": figures}
-        options.out.write_text(json.dumps(written, indent=1) + "\n")
+        about = record.about("benchmarks.autocast", f"{options.backend}, compiled without the device")
+        record.add(options.out, {f"{options.backend}, {model}": {"about": about, "figures": figures}})
 
 
 if __name__ == "__main__":

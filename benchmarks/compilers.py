@@ -5,25 +5,20 @@ copies and collectives. Each ratio is to the same step with `optax.clip_by_globa
 """
 
 import argparse
-import datetime
 import functools
 import itertools
-import json
 import os
 import pathlib
-import shlex
 import sys
 
-from benchmarks import programs, targets, versions  # before anything that starts JAX
+from benchmarks import programs, record, targets, traffic  # before anything that starts JAX
 
 import jax  # isort: skip
 import jax.numpy as jnp  # isort: skip
 
 from benchmarks import steps  # isort: skip
 
-RESULTS = pathlib.Path(__file__).parent / "results" / "compilers.json"
-LIBRARIES = ("jmpscale", "jax", "jaxlib", "jax-cuda12-plugin", "libtpu", "optax", "flax", "jmp", "equinox")
-LIBRARIES += ("mixed-precision-for-jax",)
+RESULTS = record.RESULTS / "compilers.json"
 # Batches are small, so that the optimizer causes a large part of the traffic, and any excess is most visible.
 SHAPES = {
     "16 layers of 512, batch 256": lambda devices: steps.mlp(16, 512, 256),
@@ -35,8 +30,7 @@ SHAPES = {
     "4 of 8192, batch 256": lambda devices: steps.mlp(4, 8192, 256),
     "2 of 8192, batch 32": lambda devices: steps.mlp(2, 8192, 32),
     "embedding of 32,000 x 1,024": lambda devices: steps.embedding(32_000, 1024, 256, 8),
-    "GPT-2 small": lambda devices: steps.transformer(12, 768, 12, 50257, 128, 1),
-    "GPT-2 small, 8 sequences of 1024": lambda devices: steps.transformer(12, 768, 12, 50257, 1024, 8),
+    "language model": lambda devices: steps.language_model(),
     "decoder of 6.6 billion": lambda devices: steps.transformer(32, 4096, 32, 32000, 2048, devices),
 }
 HALF = {"h100": jnp.float16, "v100": jnp.float16, "t4": jnp.float16, "tpu-v5e": jnp.bfloat16, "tpu-v5p": jnp.bfloat16}
@@ -52,13 +46,16 @@ SHARDED = {
     "tpu-v5p": "4 of 8192, batch 256",
 }
 EMBEDDING = "embedding of 32,000 x 1,024"
+LANGUAGE_MODEL = "language model"
 OURS = ("functional", "functional, norm as check", "optax wrapper", "optax wrapper, max_norm", "loss_scaled")
-# The runs of `--all`, for the table of docs/costs.md: devices, networks (the default if None), optimizers, methods.
-TABLE = (*OURS, *steps.PEERS)
+ENSEMBLE = "6 of 1024, batch 32"
+# The runs of `--all`: the network, and the number of members of an ensemble under jax.vmap.
 ALL = {
-    "h100": [([1], None, ["adamw"], TABLE), ([1, 8], [EMBEDDING], ["adamw"], TABLE)],
-    "tpu-v5e": [([1], None, ["adamw"], TABLE), ([1], [EMBEDDING], ["adamw"], TABLE)],
+    "h100": [(LARGE["h100"], None), (EMBEDDING, None), (LANGUAGE_MODEL, None), (ENSEMBLE, 4)],
+    "tpu-v5e": [(LARGE["tpu-v5e"], None)],
 }
+RATIOS = ("moved_bytes", "temp_bytes", "kernels", "compile_cpu_s")
+ALL_METHODS = ("bare", *OURS, *steps.PEERS)
 
 
 def measure(job, method, mesh, members=None):
@@ -79,9 +76,9 @@ def measure(job, method, mesh, members=None):
     copied = programs.copies(program)
     sharded, lost = targets.lost(given, compiled.output_shardings[0], state)
     return {
-        # XLA's own count, which includes the on-chip memory of a TPU, is missing on CUDA.
-        "traffic": round(cost["bytes accessed"]) if cost else programs.traffic(program),
-        "moved_bytes": programs.traffic(program),
+        "moved_bytes": traffic.moved_bytes(program),
+        # XLA's own count, of one iteration of each loop, includes the on-chip memory of a TPU. It is missing on CUDA.
+        "xla_bytes": round(cost["bytes accessed"]) if cost else None,
         "temp_bytes": memory.temp_size_in_bytes,
         "argument_bytes": memory.argument_size_in_bytes,
         "kernels": programs.kernels(program),
@@ -120,7 +117,7 @@ def compare(name, job, methods, mesh, members=None):
             print(f"    {method:<26} failed: {figures[method]['failed']}", flush=True)
             continue
         baseline = figures[steps.BASELINE]
-        for key in ("traffic", "moved_bytes", "kernels", "compile_cpu_s"):
+        for key in RATIOS:
             figures[method][f"{key}_ratio"] = float(f"{figures[method][key] / baseline[key]:.4g}")
         show(method, figures[method])
     return figures
@@ -130,8 +127,8 @@ def show(method, x):
     """Prints the figures of a method in one line."""
     counts = [f"{n} {name}" for name, n in sorted(x["collectives"].items())]
     parts = [
-        f"traffic {x['traffic_ratio']:.3f} ({x['moved_bytes_ratio']:.3f} without prefetches)",
-        f"temporary {x['temp_bytes'] / 1e6:8.1f} MB",
+        f"moved {x['moved_bytes_ratio']:.4f}",
+        f"temporary {x['temp_bytes'] / 1e6:8.1f} MB ({x['temp_bytes_ratio']:.3f})",
         f"kernels {x['kernels']:4d} ({x['kernels_ratio']:.3f})",
         f"copies {x['copies']} ({x['copied_bytes'] / 1e6:.0f} MB)",
         f"branches {x['branches']}",
@@ -143,18 +140,12 @@ def show(method, x):
     print(f"    {method:<26} {'  '.join(parts)}", flush=True)
 
 
-def about(module):
-    """Returns the software and the command that produced the figures."""
-    command = shlex.join(["python", "-m", module, *sys.argv[1:]])
-    return {"date": str(datetime.date.today()), "command": command, "versions": versions(LIBRARIES)}
-
-
 def main():
     """Compiles the requested steps, prints their figures, and adds them to the results."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compilers", description=__doc__)
     parser.add_argument("--backend", choices=targets.TOPOLOGIES, required=True)
     parser.add_argument(
-        "--all", action="store_true", help="compile the table of docs/costs.md, into benchmarks/results/"
+        "--all", action="store_true", help="compile the tables of docs/costs.md, into benchmarks/results/"
     )
     parser.add_argument("--devices", type=int, nargs="+", default=[1], help="numbers of devices, such as 1, 8, 1024")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="the networks (default: one of large matrices)")
@@ -163,40 +154,40 @@ def main():
     parser.add_argument("--members", type=int, help="compile an ensemble with this number of members, under jax.vmap")
     parser.add_argument("--half", choices=("float16", "bfloat16"), help="the dtype of the model (default: the chip's)")
     parser.add_argument("--half-grads", action="store_true", help="compute gradients in that dtype, not in float32")
-    parser.add_argument("--out", type=pathlib.Path, help="a JSON file to add the figures to")
+    parser.add_argument("--out", type=pathlib.Path, help="a JSON file, to which the figures are added")
     options = parser.parse_args()
     if not targets.installed(options.backend):
         sys.exit(f"the compiler for {options.backend} is not installed here: see docs/costs.md")
     targets.warm_up(options.backend)
-    requested = [(options.devices, options.shapes, options.optimizers, options.methods, options.half_grads)]
-    for devices, shapes, optimizers, methods, *half_grads in ALL.get(options.backend, []) if options.all else requested:
-        for number, optimizer in itertools.product(devices, optimizers):
-            usual = (SHARDED if number > 1 else LARGE)[options.backend]
-            for shape in shapes or [usual]:
-                name, job = make_job(options, number, shape, optimizer, *half_grads)
-                figures = compare(name, job, methods, targets.mesh(options.backend, number), options.members)
-                if out := options.out or (RESULTS if options.all else None):
-                    write(out, name, figures)
+    for devices, shape, optimizer, members in requested(options):
+        name, job = make_job(options, devices, shape, optimizer, members)
+        methods = ALL_METHODS if options.all else options.methods
+        figures = compare(name, job, methods, targets.mesh(options.backend, devices), members)
+        if out := options.out or (RESULTS if options.all else None):
+            about = record.about("benchmarks.compilers", f"{options.backend}, compiled without the device")
+            record.add(out, {name: {"about": about, "figures": figures}})
 
 
-def make_job(options, devices, shape, optimizer, half_grads=False):
+def requested(options):
+    """Returns the programs to compile: the devices, the network, the optimizer and the members of an ensemble."""
+    if options.all:
+        return [(1, shape, "adamw", members) for shape, members in ALL[options.backend]]
+    found = []
+    for devices, optimizer in itertools.product(options.devices, options.optimizers):
+        usual = (SHARDED if devices > 1 else LARGE)[options.backend]
+        found += [(devices, shape, optimizer, options.members) for shape in options.shapes or [usual]]
+    return found
+
+
+def make_job(options, devices, shape, optimizer, members):
     """Returns a name that describes a job, and the job."""
     # Gradients of a 16-bit table would have 16 bits, so XLA could not merge their zeros with the zeros of the check.
     half = jnp.dtype("float32" if shape == EMBEDDING else options.half or HALF[options.backend])
-    grads = half if half_grads else jnp.dtype("float32")
+    grads = half if options.half_grads else jnp.dtype("float32")
     task = targets.abstract(functools.partial(SHAPES[shape], devices))
     name = f"{options.backend}, {devices} devices, {shape}, {optimizer}, {half}, gradients in {grads}"
-    name += f", {options.members} members" if options.members else ""
+    name += f", {members} members" if members else ""
     return name, steps.make_job(task, optimizer, half, grads)
-
-
-def write(out, name, figures):
-    """Adds the figures to the file; of one network, new methods are added to the old ones."""
-    written = json.loads(out.read_text()) if out.exists() else {}
-    kept = written.get(name, {}).get("figures", {})
-    written[name] = {"about": about("benchmarks.compilers"), "figures": kept | figures}
-    out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps(written, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,9 @@ float64, in the L2 norm over all parameters.
 
 import numpy as np
 
+from benchmarks import record
+
+RESULTS = record.RESULTS / "float16_sums.json"
 DEVICES = (256, 1024, 4096)
 PARAMETERS = 10_000
 NOISE = 10.0  # times the mean gradient
@@ -24,12 +27,13 @@ def error(devices, noise, random):
 
 
 def main():
-    """Prints a row for each number of devices."""
-    random = np.random.default_rng(0)
-    print("devices  equal  noisy")
+    """Prints and writes the errors for each number of devices."""
+    random, figures = np.random.default_rng(0), {}
     for devices in DEVICES:
-        equal, noisy = (error(devices, noise, random) for noise in (0.0, NOISE))
-        print(f"{devices:7}  {equal:5.1%}  {noisy:5.2%}")
+        equal, noisy = (round(float(error(devices, noise, random)), 5) for noise in (0.0, NOISE))
+        figures[devices] = {"equal": equal, "noisy": noisy}
+        print(f"{devices} devices: {equal:.1%} if the gradients are equal, {noisy:.2%} with noise")
+    record.add(RESULTS, {"about": record.about("benchmarks.float16_sums", "cpu"), "figures": figures})
 
 
 if __name__ == "__main__":

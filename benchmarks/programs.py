@@ -1,4 +1,4 @@
-"""Reads optimized programs: the instructions that run, the bytes that they move, their copies and collectives."""
+"""Reads optimized programs: the instructions that run, their copies and collectives."""
 
 import math
 import re
@@ -23,8 +23,9 @@ class Instruction(NamedTuple):
     operands: tuple[str, ...]
     calls: tuple[str, ...]  # the computations that it runs or applies
     is_root: bool
-    iterations: int  # of a loop, 1 if unknown
+    iterations: int | None  # of a loop, if known
     target: str  # of a call to a library, such as __cublas$gemm
+    number: int | None  # of a parameter
 
 
 class Program(NamedTuple):
@@ -52,8 +53,9 @@ def parse(text):
             found.append(
                 Instruction(
                     *(name, kind, operation, named, calls, bool(root)),
-                    iterations=int(iterations[1]) if iterations else 1,
+                    iterations=int(iterations[1]) if iterations else None,
                     target=target[1] if target else "",
+                    number=int(operands) if operation == "parameter" else None,
                 )
             )
     return Program(entry, computations)
@@ -69,17 +71,10 @@ def _until_closed(text):
     return text, ""
 
 
-def bytes_of(kind, iterations=1):
-    """Returns the number of bytes of a value by its type; a tuple is the sum of its parts.
-
-    In a loop of several iterations, an array with as many rows counts as one row.
-    """
-    moved = 0
-    for name, shape in re.findall(r"([a-z]\w*)\[([\d,]*)\]", kind):
-        sizes = [int(n) for n in shape.split(",") if n]
-        is_stacked = iterations > 1 and len(sizes) > 1 and sizes[0] == iterations
-        moved += _bits(name) * math.prod(sizes[1:] if is_stacked else sizes)
-    return moved // 8
+def bytes_of(kind):
+    """Returns the number of bytes of a value by its type; a tuple is the sum of its parts."""
+    parts = re.findall(r"([a-z]\w*)\[([\d,]*)\]", kind)
+    return sum(_bits(name) * math.prod(int(n) for n in shape.split(",") if n) for name, shape in parts) // 8
 
 
 def _bits(name):
@@ -96,30 +91,8 @@ def running(program, computation=None):
                 yield from running(program, name)
 
 
-def traffic(program, computation=None, iterations=1):
-    """Adds up the bytes that instructions read and write, of the largest branch, and of all iterations of a loop.
-
-    An array in a loop that has as many rows as the loop has iterations holds one row for each of them, of which an
-    iteration reads or writes one. Moves between a TPU's main memory and its on-chip memory do not count: the compiler
-    prefetches as much as the on-chip memory can hold, which depends little on the program.
-    """
-    instructions = program.computations[computation or program.entry]
-    types, moved = {x.name: x.type for x in instructions}, 0
-    for x in instructions:
-        if x.operation == "conditional":
-            moved += max(traffic(program, name, iterations) for name in x.calls)
-        elif x.operation == "while":
-            moved += x.iterations * sum(traffic(program, name, x.iterations) for name in x.calls)
-        elif x.operation in FLOW:
-            moved += sum(traffic(program, name, iterations) for name in x.calls)
-        elif x.operation not in FREE and not _fetches(x, types):
-            read = 0 if x.operation.endswith(WAITS) else sum(bytes_of(types[name], iterations) for name in x.operands)
-            # An asynchronous operation writes its result when it is done; the type of its start repeats the operands.
-            moved += read + (0 if x.operation.endswith(("-start", "-update")) else bytes_of(x.type, iterations))
-    return moved
-
-
-def _fetches(x, types):
+def fetches(x, types):
+    """Tests whether an instruction moves a value between the memories of a TPU."""
     if x.operation.startswith("slice-"):
         return True
     started = types[x.operands[0]] if x.operation == "copy-done" else x.type

@@ -18,6 +18,7 @@ import optax
 import jmpscale
 
 MAX_NORM = 1e4
+CONSTANT = 2.0**16  # the loss scale of `constant_scale`
 _CHANNELS_LAST = ("NHWC", "HWIO", "NHWC")
 OPTIMIZERS = {
     "sgd": lambda: optax.sgd(0.1),
@@ -83,15 +84,15 @@ def mlp(layers, width, batch):
     return loss_fn, params, jax.random.normal(jax.random.key(1), (batch, width))
 
 
-def transformer(layers, width, heads, vocabulary, length, batch, *, scan=False, remat=None, stored=None):
-    """A language model in the shape of GPT-2: twelve leaves a layer, and the output shares the embedding.
+def transformer(layers, width, heads, vocabulary, length, batch, *, scan=False, remat=None, tied=True, stored=None):
+    """A language model in the shape of GPT-2: twelve leaves a layer, and the output shares the embedding if `tied`.
 
     With `scan`, one layer runs in a loop over stacked parameters. The policy `remat` of `jax.checkpoint`, if given,
     selects the values that are kept for the backward pass. The results of blocks are converted to the dtype `stored`,
     if given.
     """
     shapes = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
-    keys = iter(jax.random.split(jax.random.key(0), 4 * layers + 3))
+    keys = iter(jax.random.split(jax.random.key(0), 4 * layers + 4))
 
     def block():
         weights = {name: jax.random.normal(next(keys), s) * s[0] ** -0.5 for name, s in shapes.items()}
@@ -105,6 +106,8 @@ def transformer(layers, width, heads, vocabulary, length, batch, *, scan=False, 
         "blocks": [block() for _ in range(layers)],
         "norm": {"scale": jnp.ones(width), "bias": jnp.zeros(width)},
     }
+    if not tied:
+        params["output"] = 0.02 * jax.random.normal(next(keys), (vocabulary, width))
     if scan:
         params["blocks"] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["blocks"])
 
@@ -131,10 +134,15 @@ def transformer(layers, width, heads, vocabulary, length, batch, *, scan=False, 
         else:
             for block in params["blocks"]:
                 x, _ = layer(x, block)
-        logits = (_norm(params["norm"], x) @ params["embed"].T).astype(jnp.float32)
+        logits = (_norm(params["norm"], x) @ params["embed" if tied else "output"].T).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
     return loss_fn, params, jax.random.randint(next(keys), (batch, length + 1), 0, vocabulary)
+
+
+def language_model():
+    """Returns the language model of docs/costs.md: 12 layers of GPT-2's width, with fewer words and places."""
+    return transformer(12, 768, 12, 32_768, 512, 16)
 
 
 def _store(x, dtype):
@@ -292,6 +300,27 @@ def bare(job, tx=None):
     return lambda params: (params, tx.init(params), ()), step
 
 
+def constant_scale(job):
+    """Clips, with a loss that is multiplied by a constant, and gradients that are divided by it.
+
+    Its backward pass has the values of a loss-scaled one. Without a scale, many gradients of float16 matmuls are zero,
+    and a GPU needs less power to multiply zeros.
+    """
+
+    def scaled(params, batch):
+        loss = job.loss_fn(params, batch)
+        return CONSTANT * loss, loss
+
+    def step(state, batch):
+        params, opt_state, own = state
+        grads, loss = jax.grad(scaled, has_aux=True)(job.cast(params), batch)
+        grads = jax.tree.map(lambda g: g / CONSTANT, to_dtype(jnp.float32, grads))
+        updates, opt_state = job.clipped.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state, own), loss
+
+    return lambda params: (params, job.clipped.init(params), ()), step
+
+
 def functional(job, tx=None, scaler=None):
     tx, initial = tx or job.tx, scaler or jmpscale.dynamic()
 
@@ -409,6 +438,7 @@ def mpx_steps(job):
 METHODS = {
     "bare": bare,
     "clipped": lambda job: bare(job, job.clipped),
+    "clipped, constant scale": constant_scale,
     "functional": functional,
     "functional, clip in chain": lambda job: functional(job, job.clipped),
     "functional, norm as check": norm_as_check,
@@ -423,7 +453,8 @@ METHODS = {
 }
 BASELINE = "clipped"  # clipping, like skipping, needs all gradients first
 PEERS = ("jmp", "Flax DynamicScale", "mpx", "optax apply_if_finite")
-UNGUARDED = ("bare", "clipped")  # these do not skip an overflow
+PEER_MODULES = ("jmp", "flax", "mpx", "equinox")
+UNGUARDED = ("bare", "clipped", "clipped, constant scale")  # these do not skip an overflow
 
 
 def count(tree):

@@ -1,17 +1,17 @@
-"""Writes the tables of docs/costs.md from the results of earlier runs: `python -m benchmarks.table`.
+"""Writes the tables of the documentation from the results of earlier runs: `python -m benchmarks.table`.
 
-Each cell has two ratios: to the same step with `optax.clip_by_global_norm`, on the same machine and in the same round,
-or compiled for the same device; and, in parentheses, to the step that neither clips nor scales the loss.
+Each table stands between two marks on its page, and is followed by the record of its runs.
 """
 
-import json
-import pathlib
 import re
 
-ROOT = pathlib.Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "costs.md"
-ROWS = {  # the name of the step, and whether it clips
+from benchmarks import record
+
+DOCS = record.ROOT / "docs"
+STUDIES = record.ROOT / "benchmarks" / "studies"
+FEW = 4  # steps with equal cells have a row each
+FILES = ("autocast", "compilers", "cpu", "float16_sums", "gpu", "tracing")
+STEPS = {  # the name of the step, and whether it clips
     "clipped": ("clipped step", "yes"),
     "bare": ("bare step", "no"),
     "functional": ("functional API", "no"),
@@ -26,63 +26,187 @@ ROWS = {  # the name of the step, and whether it clips
 }
 CPU = {
     "16 layers of width 512": "16 layers of 512, batch 256",
-    "100 of width 256": "100 of 256, batch 32",
+    "50 of width 256": "50 of 256, batch 32",
     "16 of width 1024": "16 of 1024, batch 32",
 }
-GPU = {"8 layers of width 2048": "8 of 2048, batch 32, float16", "GPT-2": "language model, float16"}
+OPTIMIZERS = {"SGD": "sgd", "momentum": "momentum", "Adafactor": "adafactor"}
+GPU = {"8 layers of width 2048": "8 of 2048, batch 32, float16", "language model": "language model, float16"}
 COMPILED = {
-    "H100": "h100, 1 devices, 8 of 2048, batch 32, adamw, float16, gradients in float32",
+    "H100, 8 layers of width 2048": "h100, 1 devices, 8 of 2048, batch 32, adamw, float16, gradients in float32",
+    "H100, language model": "h100, 1 devices, language model, adamw, float16, gradients in float32",
     "H100, embedding": "h100, 1 devices, embedding of 32,000 x 1,024, adamw, float32, gradients in float32",
-    "TPU v5e": "tpu-v5e, 1 devices, 2 of 8192, batch 32, adamw, bfloat16, gradients in float32",
+    "TPU v5e, 2 layers of width 8192": "tpu-v5e, 1 devices, 2 of 8192, batch 32, adamw, bfloat16, gradients in float32",
 }
+DEVICES = {"h100": "H100", "t4": "T4", "v100": "V100", "tpu-v5e": "TPU v5e"}
+COMPARED = ("moved_bytes", "temp_bytes", "communicated_bytes")
+HALF = "autocast, blocks return half"
+AUTOCAST = [  # the model as on the page, the name of the result, and the variant
+    ("GPT-2 small", "h100, GPT-2 small", "autocast"),
+    ("GPT-2 small, FSDP", "h100, GPT-2 small, FSDP", "autocast"),
+    ("GPT-2 small, scan over layers", "h100, GPT-2 small, scan", "autocast"),
+    ("the same with `dots_saveable`", "h100, GPT-2 small, scan, dots saved", "autocast"),
+    ("the same with `dots_with_no_batch_dims_saveable`", "h100, GPT-2 small, scan with remat", "autocast"),
+    ("GPT-2 with 2 layers, FSDP", "h100, GPT-2 small, 2 layers, FSDP", "autocast"),
+    ("ResNet-34", "h100, ResNet-34", "autocast"),
+    ("ResNet-34, blocks return half precision", "h100, ResNet-34", HALF),
+    ("ResNet-10", "h100, ResNet-10", "autocast"),
+    ("ResNet-10, blocks return half precision", "h100, ResNet-10", HALF),
+    ("U-Net", "h100, U-Net", "autocast"),
+    ("U-Net, blocks return half precision", "h100, U-Net", HALF),
+    ("GPT-2 with 2 layers", "t4, GPT-2 small, 2 layers", "autocast"),
+    ("U-Net", "t4, U-Net", "autocast"),
+    ("U-Net, blocks return half precision", "t4, U-Net", HALF),
+    ("GPT-2 with 2 layers", "v100, GPT-2 small, 2 layers", "autocast"),
+    ("GPT-2 with 2 layers", "tpu-v5e, GPT-2 small, 2 layers", "autocast"),
+    ("GPT-2 with 2 layers, FSDP", "tpu-v5e, GPT-2 small, 2 layers, FSDP", "autocast"),
+    ("ResNet-10", "tpu-v5e, ResNet-10", "autocast"),
+    ("ResNet-10, blocks return half precision", "tpu-v5e, ResNet-10", HALF),
+]
 
 
 def read_results():
-    """Returns the arguments of `tables`."""
-    return [json.loads((RESULTS / f"{name}.json").read_text()) for name in ("cpu", "gpu", "compilers")]
+    """Returns the results by the names of their files, {} for a file that does not exist."""
+    return {name: record.read(record.RESULTS / f"{name}.json") for name in FILES}
 
 
-def tables(cpu, gpu, compilers):
-    """Returns the tables as Markdown, by name."""
-    compiled = {name: result["figures"] for name, result in compilers.items()}
+def pages(results):
+    """Returns the tables of each page as Markdown, by name."""
+    cpu, gpu, compiled, autocast = (results[name] for name in ("cpu", "gpu", "compilers", "autocast"))
+    compiled_runs = [compiled[name] for name in COMPILED.values()]
+    costs = {
+        "gpu": _timed(GPU, gpu.get("large"), _time),
+        "cpu": _timed(CPU, cpu.get("steps"), _ratio),
+        "optimizers": _timed(OPTIMIZERS, cpu.get("optimizers"), _ratio),
+    }
+    figures = {name: result["figures"] for name, result in compiled.items()}
+    for name, cell in (("bytes", _moved), ("memory", _memory), ("kernels", _kernels)):
+        costs[name] = _steps(COMPILED, figures, cell)
+    costs["kernels"] += _runs(compiled_runs)
+    sums, batches = results["float16_sums"], record.read(STUDIES / "batch_size.json")
     return {
-        "cpu": _table(CPU, cpu["steps"]["figures"], "ratio", digits=2),
-        "gpu": _table(GPU, gpu["large"]["figures"], "ratio", digits=3),
-        "bytes": _table(COMPILED, compiled, "traffic_ratio", digits=3),
+        "costs.md": costs,
+        "guides/autocast.md": {"autocast": _autocast(autocast)},
+        "finding_the_scale.md": {"batches": _batches(batches)},
+        "guides/devices.md": {"sums": _sums(sums["figures"]) + _run(sums)},
     }
 
 
-def _table(columns, figures, ratio, digits):
-    """Returns a table with the ratios of each step in each column.
+# --- cells, of the figures of all steps of one column
 
-    Steps without any ratio are omitted. Steps with the same ratios share a row.
-    """
-    rows = {}  # the titles of the steps, by their ratios
-    for name, titles in ROWS.items():
-        cells = tuple(_cell(figures[key], name, ratio, digits) for key in columns.values())
+
+def _time(figures, name):
+    return f"{figures[name]['ms']:#.3g} ms, {figures[name]['ratio']:.3f}"
+
+
+def _ratio(figures, name):
+    return f"{figures[name]['ratio']:.2f} ({figures[name]['bare_ratio']:.2f})"
+
+
+def _moved(figures, name):
+    return _two_ratios(figures, name, "moved_bytes")
+
+
+def _memory(figures, name):
+    return _two_ratios(figures, name, "temp_bytes")
+
+
+def _two_ratios(figures, name, key):
+    clipped, bare = (figures[name][key] / figures[other][key] for other in ("clipped", "bare"))
+    return f"{clipped:.3f} ({bare:.3f})"
+
+
+def _kernels(figures, name):
+    return str(figures[name]["kernels"])
+
+
+# --- tables
+
+
+def _steps(columns, figures, cell):
+    """Returns a table with a row for each step and a cell for each column; most steps may share the last row."""
+    rows = {}  # the titles of the steps, by their cells
+    for name, titles in STEPS.items():
+        cells = tuple(cell(figures[key], name) if name in figures[key] else "" for key in columns.values())
         if any(cells):
             rows.setdefault(cells, []).append(titles)
-    lines = [_row(["step", "clips", *columns]), "|" + (2 + len(columns)) * "---|"]
-    for cells, titles in sorted(rows.items(), key=lambda row: len(row[1]) > 1):
-        shown = titles[0] if len(titles) == 1 else ("all other steps", "")
-        lines.append(_row([*shown, *cells]))
-    return "\n".join(lines)
+    lines = []
+    for cells, titles in sorted(rows.items(), key=lambda row: len(row[1]) > FEW):
+        shown = titles if len(titles) <= FEW else [("all other steps", "")]
+        lines += [[*title, *cells] for title in shown]
+    return _table(["step", "clips", *columns], lines)
 
 
-def _cell(figures, name, ratio, digits):
-    if name not in figures:
-        return ""
-    to_clipped = figures[name][ratio]
-    to_bare = f" ({to_clipped / figures['bare'][ratio]:.{digits}f})" if "bare" in figures else ""
-    return f"{to_clipped:.{digits}f}{to_bare}"
+def _timed(columns, result, cell):
+    """Returns the table of one run with its record, or a sentence if there is no run."""
+    if result is None:
+        return "The present version has not been timed yet."
+    return _steps(columns, result["figures"], cell) + _run(result)
 
 
-def _row(cells):
-    return f"| {' | '.join(cells)} |"
+def _autocast(results):
+    lines = []
+    for title, name, variant in AUTOCAST:
+        figures = {x: found["ratios"] for x, found in results[name]["figures"].items()}
+        ours, float32 = ([_two_digits(figures[x], key) for key in COMPARED] for x in (variant, "float32"))
+        lines.append([DEVICES[name.partition(",")[0]], title, *ours, ", ".join(filter(None, float32))])
+    head = ["device", "model", "bytes moved", "temporary memory", "bytes communicated", "in float32"]
+    return _table(head, lines) + _runs([results[name] for _, name, _ in AUTOCAST])
+
+
+def _two_digits(figures, key):
+    return f"{figures[key]:.2f}" if key in figures else ""
+
+
+def _sums(figures):
+    lines = [[f"{int(n):,}", *(f"{x[key]:.1%}" for key in ("equal", "noisy"))] for n, x in figures.items()]
+    return _table(["devices", "gradients of the devices are equal", "their noise is ten times their mean"], lines)
+
+
+def _batches(study):
+    """Returns the losses of the first seed, and the skips, by the tokens of the batch."""
+    about, runs = study["about"], study["runs"]
+    names = ("float32", "float16", "float16, jmpscale")
+    found = {(x["batch tokens"], x["run"]): x for x in runs if x["seed"] == 0}
+    lines = []
+    for tokens in sorted({x["batch tokens"] for x in runs}):
+        losses = [f"{found[tokens, name]['loss']:.3f}" for name in names]
+        zero = f"{found[tokens, 'float16']['zero gradients']:.1%}"
+        lines.append([f"2^{tokens.bit_length() - 1}", *losses, zero, str(found[tokens, names[2]]["skipped"])])
+    scaled = ["float16 with jmpscale", "gradients that are zero in float16", "steps that jmpscale skips"]
+    table = _table(["tokens of the batch", "float32", "float16", *scaled], lines)
+    return f"{table}\n\nMeasured on {about['date']}: {about['device']}, {about['cores']} cores, JAX {about['jax']}."
+
+
+def _table(head, lines):
+    rows = [head, ["---"] * len(head), *lines]
+    return "\n".join(f"| {' | '.join(cells)} |".replace("| --- ", "|---").replace("--- |", "---|") for cells in rows)
+
+
+# --- records
+
+
+def _run(result):
+    """Returns the record of a measurement as a sentence after its table."""
+    about = result["about"]
+    machine = f"{about['device']}, {about['cpu']}, {about['cores']} cores, load {about['load']} at the start"
+    return f"\n\nMeasured on {about['date']} by `{about['command']}`: {machine}, {_libraries(about['versions'])}."
+
+
+def _runs(results):
+    """Returns the records of compilations as a sentence after their table."""
+    dates = sorted({result["about"]["date"] for result in results})
+    shown = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    versions = sorted({_libraries(result["about"]["versions"]) for result in results})
+    return f"\n\nCompiled on {shown} with {'; '.join(versions)}."
+
+
+def _libraries(versions):
+    names = {"jax": "JAX", "optax": "optax", "flax": "Flax", "jmp": "jmp", "mixed-precision-for-jax": "mpx"}
+    return ", ".join(f"{title} {versions[name]}" for name, title in names.items() if versions.get(name))
 
 
 def rewrite(text, new):
-    """Returns the page with each table between its two marks replaced."""
+    """Returns a page with each table between its two marks replaced."""
     for name, table in new.items():
         marks = rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)"
         if not re.search(marks, text, flags=re.DOTALL):
@@ -92,10 +216,11 @@ def rewrite(text, new):
 
 
 def main():
-    """Rewrites the page's tables, and prints them."""
-    new = tables(*read_results())
-    print(*new.values(), sep="\n\n")
-    PAGE.write_text(rewrite(PAGE.read_text(), new))
+    """Rewrites the tables of the pages, and prints them."""
+    for name, new in pages(read_results()).items():
+        print(*new.values(), sep="\n\n")
+        page = DOCS / name
+        page.write_text(rewrite(page.read_text(), new))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import numpy as np
 from benchmarks import steps
 
 BURST = 0.02  # seconds: a shorter call is repeated until a turn takes this long
-SHORT = 10.0  # seconds: a program that compiles faster is compiled three times
 
 
 def interleave(turns, seconds, rounds=(7, 41)):
@@ -40,7 +39,10 @@ def interleave(turns, seconds, rounds=(7, 41)):
 
 
 def summarize(taken, baseline):
-    """Returns for each name the median time in ms, and the quartiles of its ratio to the baseline in the same round."""
+    """Returns for each name the median time in ms, and the quartiles of its ratio to the baseline in the same round.
+
+    If `bare` is among the names, also its median ratio to `bare` in the same round.
+    """
     figures = {}
     for name, times in taken.items():
         low, middle, high = np.percentile(times / taken[baseline], (25, 50, 75))
@@ -50,6 +52,8 @@ def summarize(taken, baseline):
             "ratio_quartiles": [_round(low), _round(high)],
             "rounds": len(times),
         }
+        if "bare" in taken:
+            figures[name]["bare_ratio"] = _round(np.median(times / taken["bare"]))
     return figures
 
 
@@ -65,10 +69,7 @@ def measure(job, names, seconds, sittings=4):
     """
     runs, figures = {}, {}
     for name in names:
-        try:
-            runs[name], figures[name] = build(job, steps.METHODS[name])
-        except ImportError as error:
-            print(f"  {name}: omitted ({error})", flush=True)
+        runs[name], figures[name] = build(job, steps.METHODS[name])
     times = {name: [] for name in runs}
     for _ in range(sittings):
         for run in runs.values():
@@ -97,8 +98,8 @@ class Run:
     def __init__(self, job, method):
         self._init, step = method(job)
         self._params, self.batch, self.losses = job.params, job.batch, []
-        self.jitted = jax.jit(step, donate_argnums=0)
         self.start()
+        self.compiled = jax.jit(step, donate_argnums=0).lower(self.state, self.batch).compile()
 
     def start(self):
         """Starts again from copies of the parameters, because a step donates its state."""
@@ -106,18 +107,16 @@ class Run:
         self.state = jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, state)
 
     def __call__(self):
-        self.state, loss = self.jitted(self.state, self.batch)
+        self.state, loss = self.compiled(self.state, self.batch)
         self.losses.append(loss)
         return self.state, loss
 
 
 def build(job, method):
     """Returns a `Run`, and the figures of its compilation."""
-    run, seconds = Run(job, method), []
-    while not seconds or (len(seconds) < 3 and sum(seconds) < SHORT):
-        jax.clear_caches()
-        start = time.process_time()
-        compiled = run.jitted.lower(run.state, run.batch).compile()
-        seconds.append(time.process_time() - start)
-    temporary = compiled.memory_analysis().temp_size_in_bytes
-    return run, {"compile_cpu_s": _round(np.median(seconds)), "temp_bytes": temporary}
+    jax.clear_caches()
+    start = time.process_time()
+    run = Run(job, method)
+    seconds = time.process_time() - start
+    temporary = run.compiled.memory_analysis().temp_size_in_bytes
+    return run, {"compile_cpu_s": _round(seconds), "temp_bytes": temporary}

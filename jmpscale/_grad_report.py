@@ -67,8 +67,8 @@ class GradReport:
           limit: the number of leaves in the table.
 
         Returns:
-          The text. The headroom, log2(65504 / max_abs), is the number of bits by which the gradients
-          could grow in float16.
+          The text. The headroom, log2(65504 / max_abs), is the number of bits by which the gradients could grow in
+          float16.
 
         Raises:
           TypeError: the report is traced, or `limit` is not an integer.

@@ -125,7 +125,7 @@ def test_step_with_embedding_costs_as_much_as_clipping(target):
 
 # A step with autocast costs little more than the step of a model that is cast by hand
 
-AUTOCAST = {  # the limits for traffic and temporary memory; in float32, traffic is 1.3 to 1.9 times that by hand
+AUTOCAST = {  # the limits for the ratios of the bytes moved and of the temporary memory
     ("h100", "GPT-2 small, 2 layers", autocast.AUTOCAST): (1.12, 1.10),
     ("h100", "GPT-2 small, 2 layers, FSDP", autocast.AUTOCAST): (1.12, 1.10),
     # Autocast leaves the residual stream and the operand of max pooling in float32, unless the model converts them.
@@ -137,7 +137,7 @@ AUTOCAST = {  # the limits for traffic and temporary memory; in float32, traffic
     ("t4", "GPT-2 small, 2 layers", autocast.AUTOCAST): (1.06, 1.02),
     ("v100", "GPT-2 small, 2 layers", autocast.AUTOCAST): (1.08, 1.02),
     ("tpu-v5e", "GPT-2 small, 2 layers", autocast.AUTOCAST): (1.12, 1.10),
-    ("tpu-v5e", "GPT-2 small, 2 layers, FSDP", autocast.AUTOCAST): (1.12, 1.10),
+    ("tpu-v5e", "GPT-2 small, 2 layers, FSDP", autocast.AUTOCAST): (1.25, 1.10),
 }
 
 
@@ -153,8 +153,8 @@ def test_autocast_costs_little_more_than_casts_by_hand(backend, model, variant):
     if not targets.installed(backend):
         pytest.skip(f"the compiler for {backend} is not installed")
     ours, by_hand = (_autocast_figures(backend, model, cast) for cast in (variant, autocast.BY_HAND))
-    ratios, (traffic, memory) = autocast.ratios(ours, by_hand), AUTOCAST[backend, model, variant]
-    assert ratios["traffic"] <= traffic
+    ratios, (moved, memory) = autocast.ratios(ours, by_hand), AUTOCAST[backend, model, variant]
+    assert ratios["moved_bytes"] <= moved
     assert ratios["temp_bytes"] <= memory
     assert ratios["compile_cpu_s"] <= 1.3
     assert ours["lost"] == 0
@@ -172,7 +172,7 @@ def test_only_float16_matmuls_stay_in_half_precision_before_ampere(backend):
     )
     assert ours["matmuls"] == by_hand["matmuls"] == {"f16": 39}
     assert bfloat16["matmuls"] == {"f32": 39}
-    assert bfloat16["traffic"] > 1.5 * by_hand["traffic"]
+    assert bfloat16["moved_bytes"] > 1.5 * by_hand["moved_bytes"]
 
 
 # A step costs little more than clipping on CPU

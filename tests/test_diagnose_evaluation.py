@@ -99,7 +99,8 @@ def branches(w, x, flag):
     return squared(jax.lax.cond(flag, large, small, x.astype(H)))
 
 
-@pytest.mark.parametrize("flag", [pytest.param(True, marks=pytest.mark.full), False])
+@pytest.mark.full
+@pytest.mark.parametrize("flag", [True, False])
 def test_cond_has_rows_of_the_branch_that_is_taken(flag):
     lines = {row.line for row in diagnose(branches, W, X, jnp.asarray(flag)).rows}
     assert (line_of(branches, "# large", "large") in lines) == flag

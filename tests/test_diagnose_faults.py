@@ -138,14 +138,11 @@ FRAMEWORKS = {  # the arguments are created in the test, because these libraries
 }
 DEFAULT_FAULTS = {
     "sentinel",
-    "loss",
     "while",
-    "cond",
     "backward underflow",
     "no scale fits",
     "scale too small",
     "scale too large",
-    "large constant",
     "small constant",
     "variance by difference",
     "image positions",
@@ -200,7 +197,6 @@ HEALTHY = {  # the loss function and its arguments
 HEALTHY |= {f"mask {name}": (programs.attention(mask), (W, ATTENTION)) for name, mask in MASKS.items()}
 DEFAULT_HEALTHY = {
     "mlp",
-    "zero derivative",
     "critic",
 }
 

@@ -14,7 +14,15 @@ from flax import nnx
 import jmpscale
 from jmpscale._base.jaxpr import type_of
 from jmpscale._diagnosis import progress
-from jmpscale._diagnosis.inputs import Constant, are_finite, are_zero, constants, harmful_constant, without
+from jmpscale._diagnosis.inputs import (
+    Constant,
+    are_finite,
+    are_zero,
+    constants,
+    harmful_constant,
+    infinite_arguments_matter,
+    without,
+)
 from jmpscale._diagnosis.scales import run_reference
 from jmpscale._diagnosis.step import Step, non_finite_arguments, trace_step
 
@@ -98,6 +106,13 @@ OUTPUTS = {  # the loss and the gradients; whether all are finite; whether the l
 @pytest.mark.parametrize(("outputs", "finite", "zero"), OUTPUTS.values(), ids=OUTPUTS)
 def test_outputs_are_finite_or_zero(outputs, finite, zero):
     assert (are_finite(outputs), are_zero(outputs)) == (finite, zero)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_zeros_replace_infinities_and_nan_in_arguments(value):
+    x = jnp.float32([value, 1])
+    assert infinite_arguments_matter(step(lambda x: [jnp.sum(x * x), x], x))
+    assert not infinite_arguments_matter(step(lambda x: [jnp.sum(1 / (x * 0)), x], x))
 
 
 def keywords(w, batch, bias=None):

@@ -112,6 +112,7 @@ AMPLIFIED = {  # a program, and whether its last operation has its error in floa
     "a sum that loses a part": (lambda x: (x + H(2000)).astype(jnp.float32) - 2000, True),
     "its own rounding": (lambda x: x * H(2.0**-24), False),
     "an overflow": (lambda x: jnp.exp(x * H(10)), False),
+    "one inaccurate operand": (lambda x: jnp.tanh(x) * jnp.sin(x * H(301.3)), False),
     "an amplified error that grows": (lambda x: jnp.sin(x * H(301.3)) * H(1.5), False),
 }
 

@@ -70,7 +70,7 @@ def scopes(eqn: core.JaxprEqn) -> tuple[Any, ...]:
     stack = name_stack.stack
     named = [scope for scope in stack if _is_named(scope)]
     half = named[: len(named) // 2]
-    # JAX repeats the named scopes around the backward pass of a function with `jax.checkpoint`.
+    # The backward pass of a function with `jax.checkpoint` has the named scopes around it twice.
     if eqn.params.get("differentiated") and named == half + half:
         return *(scope for scope in stack if not _is_named(scope)), *half
     return stack

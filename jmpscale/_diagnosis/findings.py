@@ -74,7 +74,8 @@ def _overflows_above(step: Step, scales: Scales, found: list[Result], progress: 
     if not too_large:
         return []
     evaluation = evaluate(step.jaxpr, step.consts, [np.float32(2.0 ** min(too_large))], progress)
-    return origins(x.result for x in evaluation.outputs[1:] if x.result is not None)
+    begins = origins(x.result for x in evaluation.outputs[1:] if x.result is not None)
+    return [x for x in begins if kind_of(x) is Kind.OVERFLOW]
 
 
 def loss_error_of(reference: Reference, scales: Scales | None) -> float:

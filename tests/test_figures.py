@@ -1,0 +1,255 @@
+"""Every figure on a page is in a file of results: tables are written from them again, and so are sentences."""
+
+import functools
+import math
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+
+from benchmarks import __main__ as main
+from benchmarks import autocast, steps, table
+
+import pages
+import tables
+
+SMALL, MODEL = table.GPU.values()
+ENSEMBLE = "h100, 1 devices, 6 of 1024, batch 32, adamw, float16, gradients in float32, 4 members"
+NETWORK = ["H100, 8 layers of width 2048"]
+H100 = [name for name in table.COMPILED if name.startswith("H100")]
+JMPSCALE = ("functional", "functional, norm as check", "optax wrapper", "optax wrapper, max_norm")
+
+
+@functools.cache
+def _results():
+    return table.read_results()
+
+
+def _text(page):
+    """Returns a page as one line, without its code and its generated tables."""
+    text = (pages.DOCS / page).read_text()
+    text = re.sub(r"<!-- (\w+) -->.*?<!-- /\1 -->|^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    return " ".join(text.split())
+
+
+def _gpu(case, name, figure):
+    return _results()["gpu"]["large"]["figures"][case][name][figure]
+
+
+def _range(case, names, figure):
+    found = [_gpu(case, name, figure) for name in names]
+    return min(found), max(found)
+
+
+def _added_ms(case, name):
+    return _gpu(case, name, "ms") - _gpu(case, "clipped", "ms")
+
+
+def _added_microseconds():
+    added = [1000 * _added_ms(SMALL, name) for name in JMPSCALE]
+    return min(added), max(added)
+
+
+def _added_kernels(names, columns=H100):
+    compiled = _results()["compilers"]
+    added = []
+    for column in columns:
+        kernels = {name: x["kernels"] for name, x in compiled[table.COMPILED[column]]["figures"].items()}
+        added += [kernels[name] - kernels["clipped"] for name in names]
+    return min(added), max(added)
+
+
+def _megabytes(name):
+    figures = _results()["compilers"][table.COMPILED["TPU v5e, 2 layers of width 8192"]]["figures"]
+    return figures[name]["temp_bytes"] / 1e6
+
+
+def _ensemble(names, figure):
+    figures = _results()["compilers"][ENSEMBLE]["figures"]
+    found = [figures[name][figure] / figures["clipped"][figure] for name in names]
+    return min(found), max(found)
+
+
+def _autocast(model, variant, figure):
+    return _results()["autocast"][model]["figures"][variant][figure]
+
+
+def _ratio(model, variant, figure):
+    return _autocast(model, variant, "ratios")[figure]
+
+
+def _gigabytes(model):
+    return _autocast(f"h100, {model}", autocast.AUTOCAST, "temp_bytes") / 1e9
+
+
+def _tracing(name):
+    figures = _results()["tracing"]["figures"][name]
+    return figures["autocast"] / figures["float32"]
+
+
+def _millions(task):
+    params = jax.eval_shape(lambda: task()[1])
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)) / 1e6
+
+
+class Sentence(NamedTuple):
+    """A sentence on a page, and the figures in it."""
+
+    page: str
+    text: str
+    figures: Callable[[], Sequence[float]]
+
+
+SENTENCES = {
+    "costs, overhead of the language model": Sentence(
+        "costs.md",
+        "a step with the functional API takes {:.2f} ms longer than the clipped step",
+        lambda: [_added_ms(MODEL, "functional")],
+    ),
+    "costs, parameters": Sentence(
+        "costs.md",
+        "a language model with {:.1f} million parameters",
+        lambda: [_millions(steps.language_model)],
+    ),
+    "costs, ratios on a GPU": Sentence(
+        "costs.md",
+        "its steps take {:.3f} to {:.3f} times as long as the clipped step, and the steps of the others {:.3f} to "
+        "{:.3f} times",
+        lambda: [*_range(SMALL, JMPSCALE, "ratio"), *_range(SMALL, steps.PEERS, "ratio")],
+    ),
+    "costs, microseconds": Sentence(
+        "costs.md",
+        "The difference is {:.1f} to {:.1f} microseconds for jmpscale",
+        _added_microseconds,
+    ),
+    "costs, dtypes": Sentence(
+        "costs.md",
+        "a step of the language model takes {:.1f} ms in float32 (with TF32 matmuls), {:.1f} ms in bfloat16, and "
+        "{:.1f} ms in float16. With loss scaling by the functional API it takes {:.1f} ms in float16.",
+        lambda: [
+            _gpu("language model, float32", "bare", "ms"),
+            _gpu("language model, bfloat16", "bare", "ms"),
+            _gpu(MODEL, "bare", "ms"),
+            _gpu(MODEL, "functional", "ms"),
+        ],
+    ),
+    "costs, kernels": Sentence(
+        "costs.md",
+        "jmpscale adds {} to {} kernels to the clipped step, and the other libraries add {} to {}.",
+        lambda: [*_added_kernels(main.OURS), *_added_kernels(steps.PEERS)],
+    ),
+    "costs, memory on a TPU": Sentence(
+        "costs.md",
+        "the clipped step needs {:.1f} MB and the bare step {:.1f} MB.",
+        lambda: [_megabytes("clipped"), _megabytes("bare")],
+    ),
+    "costs, ensemble": Sentence(
+        "costs.md",
+        "jmpscale moves {:.2f} to {:.2f} times the bytes of the clipped step, jmp, Flax, mpx and `apply_if_finite` "
+        "move {:.2f} to {:.2f} times the bytes, and all need more temporary memory: {:.2f} to {:.2f} times as much "
+        "with jmpscale, and {:.2f} times as much with the others.",
+        lambda: [
+            *_ensemble(main.OURS, "moved_bytes"),
+            *_ensemble(steps.PEERS, "moved_bytes"),
+            *_ensemble(main.OURS, "temp_bytes"),
+            max(_ensemble(steps.PEERS, "temp_bytes")),
+        ],
+    ),
+    "dtypes, time": Sentence(
+        "dtypes.md",
+        "a step of a language model with {:.1f} million parameters takes [{:.1f} ms](costs.md#time-on-a-gpu) in "
+        "float16 with jmpscale, and {:.1f} ms in float32 (TF32)",
+        lambda: [
+            _millions(steps.language_model),
+            _gpu(MODEL, "functional", "ms"),
+            _gpu("language model, float32", "bare", "ms"),
+        ],
+    ),
+    "dtypes, bfloat16 on a T4": Sentence(
+        "dtypes.md",
+        "With float16, by `autocast` or by hand, all {} are in float16. With bfloat16, all {} are in float32, and the "
+        "step moves {:.2f} times the bytes",
+        lambda: [
+            _autocast("t4, GPT-2 small, 2 layers", autocast.AUTOCAST, "matmuls")["f16"],
+            _autocast("t4, GPT-2 small, 2 layers", autocast.BFLOAT16, "matmuls")["f32"],
+            _ratio("t4, GPT-2 small, 2 layers", autocast.BFLOAT16, "moved_bytes"),
+        ],
+    ),
+    "comparison, time": Sentence(
+        "comparison.md",
+        "| {:.3f} to {:.3f} | not compared | {:.3f} | {:.3f} | {:.3f} | {:.3f} |",
+        lambda: [*_range(SMALL, JMPSCALE, "ratio"), *(_gpu(SMALL, name, "ratio") for name in steps.PEERS)],
+    ),
+    "comparison, kernels": Sentence(
+        "comparison.md",
+        "| {} to {} | not compared | {} | {} | {} | {} |",
+        lambda: [*_added_kernels(main.OURS, NETWORK), *(_added_kernels([name], NETWORK)[0] for name in steps.PEERS)],
+    ),
+    "autocast, tracing": Sentence(
+        "guides/autocast.md",
+        "Tracing the gradient of 96 unrolled transformer blocks takes {:.1f} times as long as in float32, and in a "
+        "`scan` {:.1f} times",
+        lambda: [_tracing("unrolled"), _tracing("scan")],
+    ),
+    "autocast, parameters": Sentence(
+        "guides/autocast.md",
+        "GPT-2 small has {:.1f} million parameters",
+        lambda: [_millions(autocast.MODELS["GPT-2 small"][0])],
+    ),
+    "autocast, best cast by hand": Sentence(
+        "guides/autocast.md",
+        "ResNet-10 with blocks in half precision moves {:.2f} times its bytes on an H100",
+        lambda: [_ratio("h100, ResNet-10", autocast.STORED, "moved_bytes")],
+    ),
+    "autocast, memory of scans": Sentence(
+        "guides/autocast.md",
+        "it reduces the temporary memory of GPT-2 small from {:.1f} GB to {:.1f} GB. The policy "
+        "`dots_with_no_batch_dims_saveable` repeats the matmuls of attention and needs {:.1f} GB.",
+        lambda: [_gigabytes(f"GPT-2 small, {scan}") for scan in ("scan", "scan, dots saved", "scan with remat")],
+    ),
+    "autocast, communication": Sentence(
+        "guides/autocast.md",
+        "{:.2f} times the bytes of the model cast by hand for GPT-2 small on eight H100s, {:.2f} times with 2 layers, "
+        "and {:.2f} times with 2 layers on eight TPU v5e, where the model in float32 communicates {:.2f} times the "
+        "bytes.",
+        lambda: [
+            _ratio("h100, GPT-2 small, FSDP", autocast.AUTOCAST, "communicated_bytes"),
+            _ratio("h100, GPT-2 small, 2 layers, FSDP", autocast.AUTOCAST, "communicated_bytes"),
+            _ratio("tpu-v5e, GPT-2 small, 2 layers, FSDP", autocast.AUTOCAST, "communicated_bytes"),
+            _ratio("tpu-v5e, GPT-2 small, 2 layers, FSDP", autocast.FLOAT32, "communicated_bytes"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("page", ["costs.md", "finding_the_scale.md", "guides/autocast.md", "guides/devices.md"])
+def test_tables_equal_the_results(page):
+    text = (pages.DOCS / page).read_text()
+    assert table.rewrite(text, table.pages(_results())[page]) == text
+
+
+@pytest.mark.parametrize("sentence", tables.rows(SENTENCES))
+def test_sentence_has_the_figures_of_the_results(sentence):
+    assert sentence.text.format(*sentence.figures()) in _text(sentence.page)
+
+
+def test_costs_has_no_other_figures():
+    """Each decimal number in the prose of the page is in a sentence that is compared with the results."""
+    text = _text("costs.md")
+    for sentence in SENTENCES.values():
+        text = text.replace(sentence.text.format(*sentence.figures()), "")
+    assert re.findall(r"\d+\.\d+", text) == ["1.0005"]  # a limit in a test
+
+
+@pytest.mark.parametrize("name", table.FILES)
+def test_results_have_a_record_of_each_run(name):
+    results = _results()[name]
+    for result in [results] if "about" in results else results.values():
+        assert {"date", "command", "versions"} <= set(result["about"])
+        assert result["about"]["command"].startswith("python -m benchmarks")
