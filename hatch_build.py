@@ -45,5 +45,7 @@ class IndexReadme(MetadataHookInterface):
         """Adds the README to the metadata, in place."""
         text = (pathlib.Path(self.root) / "README.md").read_text(encoding="utf-8")
         if repository := metadata.get("urls", {}).get("Repository"):
-            text = absolute_links(replace_commands(text, self.config["commands"]), repository, metadata["version"])
+            text = absolute_links(
+                replace_commands(text, self.config.get("commands", {})), repository, metadata["version"]
+            )
         metadata["readme"] = {"content-type": "text/markdown", "text": text}

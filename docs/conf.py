@@ -123,11 +123,11 @@ class LinkNamesToTheApi(SphinxTransform):
         return names
 
 
-def install_from_index(app, docname, source):
+def use_index_commands(app, docname, source):
     """Gives the commands of the package index, once the repository is set."""
     if docname == root_doc and "Repository" in urls:
         hook = PYPROJECT["tool"]["hatch"]["metadata"]["hooks"]["custom"]
-        for command, for_index in hook["commands"].items():
+        for command, for_index in hook.get("commands", {}).items():
             source[0] = source[0].replace(command, for_index)
 
 
@@ -142,6 +142,7 @@ def add_docstrings(app, docname, source):
 
 
 def _table_and_docstrings(table):
+    """Returns a table of names, followed by the directives for their docstrings."""
     names = re.findall(r"^\| `([\w.]+)` \|", table[0], flags=re.MULTILINE)
     directives = [
         f".. autoclass:: jmpscale.{name}\n   :members:"
@@ -209,7 +210,7 @@ def add_description(app, pagename, templatename, context, doctree):
 def setup(app):
     """Registers the transform and the conversions with Sphinx."""
     app.add_transform(LinkNamesToTheApi)
-    app.connect("source-read", install_from_index)
+    app.connect("source-read", use_index_commands)
     app.connect("source-read", add_docstrings)
     app.connect("html-page-context", add_description)
     app.connect("autodoc-skip-member", skip_attributes)
