@@ -47,6 +47,7 @@ AUTOCAST = [  # the model as on the page, the name of the result, and the varian
     ("the same with `dots_saveable`", "h100, GPT-2 small, scan, dots saved", "autocast"),
     ("the same with `dots_with_no_batch_dims_saveable`", "h100, GPT-2 small, scan with remat", "autocast"),
     ("GPT-2 with 2 layers, FSDP", "h100, GPT-2 small, 2 layers, FSDP", "autocast"),
+    ("GPT-2 with 2 layers and an output matrix, FSDP", "h100, GPT-2 small, 2 layers, FSDP, untied", "autocast"),
     ("ResNet-34", "h100, ResNet-34", "autocast"),
     ("ResNet-34, blocks return half precision", "h100, ResNet-34", HALF),
     ("ResNet-10", "h100, ResNet-10", "autocast"),
