@@ -204,6 +204,13 @@ def test_numpy_arrays_are_part_of_the_program():
     found = traced(loss, ONE, np.full(2, 7.0, np.float32), np.ones(3, bool), np.float32(0.1))
     assert any(np.array_equal(x, [7.0, 7.0]) for x in found.consts)
 
+    def rounds(w, x, rate):
+        return jnp.sum(w * x.astype(np.float16).astype(np.float32)) if rate > 0 else jnp.sum(w)
+
+    arrays = np.ones(2, np.float32), np.array(0.1, np.float32)
+    dtypes = {eqn.outvars[0].aval.dtype for eqn in traced(rounds, ONE, *arrays).jaxpr.eqns}
+    assert np.dtype(np.float16) in dtypes
+
     def reads(w, x):
         return jnp.sum(w) * (1 if x[0] > 0 else 2)
 

@@ -123,6 +123,12 @@ SUMMARIES = {  # what was measured, the present scale, and the summary
         "The forward pass overflows: mul at model.py:1 (f) reaches -1e+05, and the largest number of float16 is 65504. "
         "A loss scale cannot prevent that. Overflows also begin at model.py:2 (f) and model.py:3 (f). " + NORMALIZE,
     ),
+    "overflows at two lines": (
+        findings(overflow(1), overflow(2)),
+        1.0,
+        "The forward pass overflows: mul at model.py:1 (f) reaches -1e+05, and the largest number of float16 is 65504. "
+        "A loss scale cannot prevent that. Overflows also begin at model.py:2 (f). " + NORMALIZE,
+    ),
     "many overflows": (
         findings(*map(overflow, range(1, 8))),
         1.0,
@@ -198,7 +204,7 @@ SUMMARIES = {  # what was measured, the present scale, and the summary
         "begins with mul at model.py:1 (f). " + NO_REMEDY,
     ),
     "not finite in float32": (
-        findings(overflow(1))._replace(scales=None),
+        findings(overflow(1), overflow(2))._replace(scales=None),
         1.0,
         "The result of mul at model.py:1 (f) is not finite in float32 either, and reaches the loss or a gradient. No "
         "loss scale helps: correct this line. Common causes are invalid data; a softmax over a row that is masked "
@@ -416,6 +422,10 @@ def test_table_has_the_causes_first_and_then_the_largest_errors():
         "mul, model.py:1 (f)           forward  float16        0       inf  <0.001%         0          0      ",
     ]
     assert [text.split()[1] for text in diagnosis().describe(2).splitlines()[2:]] == ["model.py:5", "model.py:3"]
+
+
+def test_table_has_twenty_rows_by_default():
+    assert len(diagnosis([row(i) for i in range(30)], causes=()).describe().splitlines()) == 2 + 20
 
 
 def test_table_has_no_empty_columns():
