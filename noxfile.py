@@ -7,7 +7,7 @@ renew the versions, set a later date and run all checks; the session `latest` sh
 import pathlib
 import re
 import shutil
-import tempfile
+import tarfile
 import tomllib
 import zipfile
 
@@ -16,13 +16,24 @@ import nox
 RELEASES_UNTIL = "2026-11-20"
 OLDEST_PYTHON, NEWEST_PYTHON = "3.11", "3.13"
 FRAMEWORKS_PYTHON = "3.12"
-FRAMEWORKS = {"frameworks": ("tunix", "kauldron", "keras"), "levanter": ("levanter",)}  # the tests for each extra
+FRAMEWORKS = {"frameworks": ("tunix", "kauldron", "keras"), "levanter": ("levanter",)}  # the tests for each group
 
 # The tests of programs for one device, which run in every form that such a program can have.
 CORE_TESTS = [
     f"tests/test_{name}.py"
     for name in ("update", "scale", "all_finite", "apply_if", "value_and_grad", "loss_scaled", "with_loss_scaling")
 ]
+
+# The tests that read other files of the repository, such as pages, notebooks and recorded runs, and so show whether a
+# file is missing in the sdist. Most other tests depend only on the package and on the modules in `tests`.
+SDIST_TESTS = ("package", "published", "docs", "upstream")
+
+SCHEMAS = {  # of the files that code hosts read
+    "citation-file-format": ("CITATION.cff",),
+    "github-issue-config": (".github/ISSUE_TEMPLATE/config.yml",),
+    "github-issue-forms": (".github/ISSUE_TEMPLATE/bug.yml", ".github/ISSUE_TEMPLATE/proposal.yml"),
+    "github-workflows": (".github/workflows/checks.yml", ".github/workflows/latest.yml"),
+}
 
 nox.options.default_venv_backend = "uv"
 nox.options.error_on_missing_interpreters = True
@@ -60,6 +71,11 @@ def run_readme_command(session, word, folder):
         session.run("bash", "-euc", commands[0], external=True, env={"PIP_CONSTRAINT": str(pins)})
 
 
+def build_site(session):
+    """Builds the site in the current folder, with warnings as errors."""
+    session.run("sphinx-build", "-q", "-W", "--keep-going", "-c", "docs", ".", "build/site")
+
+
 @nox.session(python=False, tags=["tests"])
 def readme_tests(session):
     """Runs the README's test command in a clean clone."""
@@ -77,8 +93,8 @@ def readme_demo(session):
 
 @nox.session(python=OLDEST_PYTHON, tags=["checks"])
 def lint(session):
-    """Checks style, types and spelling."""
-    install(session, "-e", ".[dev]")
+    """Checks style, types, spelling, the files for code hosts, and the pages that are published."""
+    install(session, "-e", ".[test]", "--group", "dev")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("codespell")
@@ -86,20 +102,22 @@ def lint(session):
     # pyproject.toml names the contributor's environment, so that a bare `pyright` works.
     session.run("pyright", "--pythonpath", str(pathlib.Path(session.bin, "python")))
     session.run("mypy", "jmpscale")
-    session.run("pytest", "-q", "--full", "tests/test_package.py")
+    for schema, files in SCHEMAS.items():
+        session.run("check-jsonschema", "--builtin-schema", f"vendor.{schema}", *files)
+    session.run("pytest", "-q", "--full", "tests/test_package.py", "tests/test_published.py")
 
 
 @nox.session(python=OLDEST_PYTHON, tags=["checks"])
 def docs(session):
     """Builds the site, with warnings as errors."""
-    install(session, "-e", ".[docs]")
-    session.run("sphinx-build", "-q", "-W", "--keep-going", "-c", "docs", ".", "build/site")
+    install(session, "-e", ".", "--group", "docs")
+    build_site(session)
 
 
 @nox.session(python=OLDEST_PYTHON, tags=["checks"])
 def notebooks(session):
     """Executes the notebooks and compares their outputs."""
-    install(session, "-e", ".[notebooks,test]")
+    install(session, "-e", ".[test]", "--group", "notebooks")
     session.run("pytest", "-q", "-n", "2", "--dist", "worksteal", "--full", "tests/test_notebooks.py")
 
 
@@ -115,6 +133,7 @@ def tests_oldest(session):
     """Runs the default tests with the oldest versions that pyproject.toml allows."""
     project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
     requirements = project["dependencies"] + project["optional-dependencies"]["flax"]
+    requirements.append("chex>=0.1.90")  # newer releases compare arrays with an argument of NumPy 2
     install(session, "-e", ".[test]", *(requirement.replace(">=", "==") for requirement in requirements))
     session.run("pytest", "-q", "-n", "auto")
 
@@ -129,11 +148,11 @@ def tests_forms(session):
 
 
 @nox.session(python=FRAMEWORKS_PYTHON, tags=["checks"])
-@nox.parametrize("extra", list(FRAMEWORKS))
-def frameworks(session, extra):
+@nox.parametrize("group", list(FRAMEWORKS))
+def frameworks(session, group):
     """Trains with other frameworks, each in a process of its own, because they configure JAX differently."""
-    install(session, "-e", f".[{extra}]")
-    for name in FRAMEWORKS[extra]:
+    install(session, "-e", ".", "--group", group)
+    for name in FRAMEWORKS[group]:
         command = ("pytest", "-q", "--confcutdir=tests/frameworks", "-W", "default")
         session.run(*command, f"tests/frameworks/test_{name}.py")
 
@@ -142,28 +161,54 @@ def frameworks(session, extra):
 @nox.parametrize("device", ["h100", "tpu"])
 def compilers(session, device):
     """Compiles training steps for a GPU or TPU. The device itself is not needed."""
-    install(session, "-e", f".[compile-{device}]", "chex", "hypothesis", "pytest")
+    install(session, "-e", ".", "--group", f"compile-{device}", "chex", "hypothesis", "pytest")
     session.run("pytest", "-q", "tests/test_compiled.py")
 
 
 @nox.session(python=OLDEST_PYTHON, tags=["checks"])
-def wheel(session):
-    """Builds the package, checks its contents, and runs its doctests in an environment without any extra."""
+def release(session):
+    """Rehearses a release: builds a clean clone, checks both files, and works from each of them alone."""
+    folder = pathlib.Path(session.create_tmp()).resolve() / "built"
+    shutil.rmtree(folder, ignore_errors=True)
+    source = clone(session)
     install(session, "build", "twine", "pytest")
-    with tempfile.TemporaryDirectory() as folder:
-        session.run("python", "-m", "build", "--outdir", folder, ".", silent=True)
-        files = sorted(map(str, pathlib.Path(folder).iterdir()))
-        session.run("twine", "check", "--strict", *files)
-        (built,) = (file for file in files if file.endswith(".whl"))
-        inside = {name for name in zipfile.ZipFile(built).namelist() if ".dist-info/" not in name}
-        expected = {str(p) for p in pathlib.Path("jmpscale").rglob("*") if p.suffix == ".py" or p.name == "py.typed"}
-        if inside != expected:
-            session.error(f"the wheel must contain the package and nothing else; it differs in {inside ^ expected}")
-        install(session, built)
-        with session.chdir(folder):
-            command = ("pytest", "-q", "-p", "no:cacheprovider", "-W", "error", "--doctest-modules")
-            # The modules that need matplotlib cannot be imported.
-            session.run(*command, "--doctest-ignore-import-errors", "--pyargs", "jmpscale")
+    session.run("python", "-m", "build", "--outdir", str(folder), str(source), silent=True)
+    (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    session.run("twine", "check", "--strict", str(wheel), str(sdist))
+    check_contents(session, wheel, sdist, source)
+    use_wheel(session, wheel)
+    use_sdist(session, sdist)
+
+
+def check_contents(session, wheel, sdist, source):
+    """Requires that the wheel has the package, and the sdist all files of the repository, and nothing else."""
+    package = {str(path.relative_to(source)) for path in (source / "jmpscale").rglob("*") if path.is_file()}
+    in_wheel = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    tracked = session.run("git", "-C", str(source), "ls-files", external=True, silent=True).splitlines()
+    with tarfile.open(sdist) as archive:
+        in_sdist = {name.partition("/")[2] for name in archive.getnames()}
+    differences = {"wheel": in_wheel ^ package, "sdist": in_sdist ^ {*tracked, "PKG-INFO"}}
+    if any(differences.values()):
+        session.error(f"files are missing, or should not be there: {differences}")
+
+
+def use_wheel(session, wheel):
+    """Runs the doctests of the wheel in an environment without any extra."""
+    install(session, str(wheel))
+    with session.chdir(wheel.parent):
+        command = ("pytest", "-q", "-p", "no:cacheprovider", "-W", "error", "--doctest-modules")
+        # The modules that need matplotlib cannot be imported.
+        session.run(*command, "--doctest-ignore-import-errors", "--pyargs", "jmpscale")
+
+
+def use_sdist(session, sdist):
+    """Installs the sdist, and uses the files in it: runs the tests that read other files, and builds the site."""
+    with tarfile.open(sdist) as archive:
+        archive.extractall(sdist.parent, filter="data")
+    with session.chdir(sdist.parent / sdist.name.removesuffix(".tar.gz")):
+        install(session, "--reinstall-package", "jmpscale", f"{sdist}[test]", "--group", "docs")
+        session.run("pytest", "-q", "-n", "2", *(f"tests/test_{name}.py" for name in SDIST_TESTS))
+        build_site(session)
 
 
 @nox.session(python=NEWEST_PYTHON, default=False)
@@ -176,7 +221,7 @@ def latest(session):
 @nox.session(python=OLDEST_PYTHON, default=False)
 def links(session):
     """Opens the external links of the site. It needs access to the internet."""
-    install(session, "-e", ".[docs]")
+    install(session, "-e", ".", "--group", "docs")
     session.run("sphinx-build", "-q", "-b", "linkcheck", "-c", "docs", ".", "build/links")
 
 

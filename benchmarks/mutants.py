@@ -7,7 +7,9 @@ and, if none of them fails, the tests that only `--full` runs: first the tests t
 then the others, the fastest first. Faults that an earlier run caught are not planted again while the module is
 unchanged.
 
-The faults are a sample with a fixed seed. `python -m benchmarks.mutants --count 300` writes results/mutants.json.
+The package has two parts with their own tests: the diagnosis, and all other modules. The faults of a part are a sample
+with a fixed seed. `python -m benchmarks.mutants diagnosis --count 200` writes the results of the part to
+results/mutants.json.
 """
 
 import argparse
@@ -39,10 +41,12 @@ WORK = ROOT / "build" / "mutants"
 PACKAGE = ROOT / "jmpscale"
 FILES = [path for path in PACKAGE.rglob("*.py") if not path.name.startswith("__")]
 MODULES = sorted(str(path.relative_to(PACKAGE).with_suffix("")) for path in FILES)
-FULL = ["--full", "-m", "full"]
-STAGES = {"default": [], "diagnose": FULL, "full": FULL}  # the options of pytest
-# Most tests of diagnose only run with --full.
-PATHS = {"diagnose": [f"tests/test_diagnose_{name}.py" for name in ("faults", "scales", "evaluation")]}
+STAGES = {"default": [], "full": ["--full", "-m", "full"]}  # the options of pytest
+DIAGNOSIS = [name for name in MODULES if name.startswith("_diagnosis/") or name == "_base/source"]
+PARTS = {"diagnosis": DIAGNOSIS, "training": [name for name in MODULES if name not in DIAGNOSIS]}
+DIAGNOSIS_TESTS = [*sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_diagnose_*.py"))]
+DIAGNOSIS_TESTS += ["tests/test_autocast_warnings.py", "jmpscale/_diagnosis"]
+TESTS = {"diagnosis": DIAGNOSIS_TESTS, "training": []}  # the paths to test; nothing stands for all tests
 TIMEOUT = 300  # seconds, after which a fault counts as caught: the tests do not end
 # A forked process that finds these imported starts its tests sooner. None of them starts a device.
 IMPORTED_ONCE = ("chex", "equinox", "flax.linen", "flax.nnx", "flax.training.train_state", "haiku", "matplotlib.pyplot")
@@ -85,10 +89,18 @@ class FirstFailure:
 class TestMap:
     """Maps each line to the tests of a stage that execute it, with their durations."""
 
-    def __init__(self, folder, options, paths=()):
+    def __init__(self, folder, options, paths, processes):
         copy_repository(folder)
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "-p", "benchmarks.mutants", *options, *paths]
-        command += ["-p", "no:cacheprovider", "--cov=jmpscale", "--cov-context=test", "--cov-report="]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.mutants", *options, *paths]
+        command += [
+            "-n",
+            str(processes),
+            "-p",
+            "no:cacheprovider",
+            "--cov=jmpscale",
+            "--cov-context=test",
+            "--cov-report=",
+        ]
         run = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         print(f"pytest {' '.join(options)} without a fault: {run.stdout.strip().splitlines()[-1]}", flush=True)
         if run.returncode:
@@ -203,7 +215,7 @@ def _judge_one(fault):
     return fault, stage, test, time.monotonic() - start
 
 
-def judge_all(chosen, sources, stages, processes):
+def judge_all(chosen, sources, part, stages, processes):
     """Returns the stage and the test that caught each fault; records caught faults for later runs."""
     record = WORK / "caught.jsonl"
     caught = dict(map(json.loads, record.read_text().splitlines())) if record.exists() else {}
@@ -211,7 +223,7 @@ def judge_all(chosen, sources, stages, processes):
     left = [fault for fault in chosen if verdicts[fault][0] is None]
     if not left:
         return verdicts
-    maps = {stage: TestMap(WORK / f"map-{stage}", STAGES[stage], PATHS.get(stage, ())) for stage in stages}
+    maps = {stage: TestMap(WORK / f"map-{stage}", STAGES[stage], TESTS[part], processes) for stage in stages}
     for name in IMPORTED_ONCE:
         importlib.import_module(name)
     # A program that a fault does not change is compiled once for all faults.
@@ -236,10 +248,10 @@ def _key(fault, sources):
     return f"{fault.module} {digest} {fault.span} {fault.after}"
 
 
-def summarize(verdicts, settings):
-    """Returns the counts of each module, and the survivors with the reasons that the last results gave for them."""
-    old = json.loads(RESULTS.read_text())["survivors"] if RESULTS.exists() else []
-    reasons = {(s["module"], s["function"], s["before"], s["after"]): s["reason"] for s in old if "reason" in s}
+def summarize(verdicts, settings, old):
+    """Returns the counts of each module, and the survivors with the reasons that the old results gave for them."""
+    known = old.get("survivors", [])
+    reasons = {(s["module"], s["function"], s["before"], s["after"]): s["reason"] for s in known}
     modules, survivors = {}, []
     for fault, (stage, _) in verdicts.items():
         counts = modules.setdefault(fault.module, {"faults": 0, "default": 0, "caught": 0})
@@ -258,22 +270,22 @@ def summarize(verdicts, settings):
 def main():
     """Plants the faults and writes the results."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants", description=__doc__.split("\n\n")[0])
+    parser.add_argument("part", choices=PARTS, help="the part of the package")
     parser.add_argument("--count", type=int, default=300, help="the number of faults (default: 300)")
     parser.add_argument("--seed", type=int, default=0, help="selects the faults (default: 0)")
-    parser.add_argument("--modules", nargs="+", default=MODULES, choices=MODULES, help="default: all modules")
     parser.add_argument("--stages", nargs="+", default=list(STAGES), choices=STAGES, help="default: all stages")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="default: one for each core")
     options = parser.parse_args()
-    sources = {module: (PACKAGE / f"{module}.py").read_bytes() for module in MODULES}
-    everything = [fault for module in MODULES for fault in faults.find(module, sources[module])]
-    chosen = [f for f in faults.sample(everything, options.count, options.seed) if f.module in options.modules]
+    sources = {module: (PACKAGE / f"{module}.py").read_bytes() for module in PARTS[options.part]}
+    everything = [fault for module, source in sources.items() for fault in faults.find(module, source)]
+    chosen = faults.sample(everything, options.count, options.seed)
     WORK.mkdir(parents=True, exist_ok=True)
-    verdicts = judge_all(chosen, sources, options.stages, options.processes)
+    verdicts = judge_all(chosen, sources, options.part, options.stages, options.processes)
     settings = {"seed": options.seed, "stages": options.stages, "possible faults": len(everything)}
-    summary = summarize(verdicts, settings)
-    print(json.dumps(summary, indent=1))
-    if set(options.modules) == set(MODULES):
-        RESULTS.write_text(json.dumps(summary, indent=1) + "\n")
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results[options.part] = summarize(verdicts, settings, results.get(options.part, {}))
+    print(json.dumps(results[options.part], indent=1))
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

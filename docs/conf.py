@@ -1,8 +1,12 @@
 """The documentation site: `sphinx-build -W -c docs . build/site` builds it."""
 
 import enum
+import functools
+import html
+import inspect
 import pathlib
 import re
+import textwrap
 import tomllib
 
 from docutils import nodes
@@ -13,14 +17,17 @@ import jmpscale
 import jmpscale.plots
 import jmpscale.testing
 
+ROOT = pathlib.Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+urls = PYPROJECT["project"].get("urls", {})
+
 project = "jmpscale"
-author = "the jmpscale developers"
+author = PYPROJECT["project"]["authors"][0]["name"]
 version = release = jmpscale.__version__
 
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
-    "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
 ]
 root_doc = "docs/index"
@@ -48,13 +55,12 @@ html_title = "jmpscale"
 html_show_copyright = False
 html_static_path = ["static"]
 html_css_files = ["wrap.css"]
-pyproject = pathlib.Path(__file__).parents[1] / "pyproject.toml"
-urls = tomllib.loads(pyproject.read_text())["project"].get("urls", {})
-if "Repository" in urls:
+html_favicon = "static/favicon.svg"
+html_baseurl = urls.get("Documentation", "")  # of the canonical URLs
+if "Repository" in urls:  # the addresses have the form of GitHub's
     html_theme_options = {
-        "source_repository": urls["Repository"],
-        "source_branch": "main",
-        "source_directory": "",
+        "source_view_link": urls["Repository"] + "/blob/main/{filename}",
+        "source_edit_link": urls["Repository"] + "/edit/main/{filename}",
     }
 html_extra_path = ["site_root"]  # an index.html that redirects to docs/index.html
 
@@ -117,6 +123,44 @@ class LinkNamesToTheApi(SphinxTransform):
         return names
 
 
+def use_index_commands(app, docname, source):
+    """Gives the commands of the package index, once the repository is set."""
+    if docname == root_doc and "Repository" in urls:
+        hook = PYPROJECT["tool"]["hatch"]["metadata"]["hooks"]["custom"]
+        for command, for_index in hook.get("commands", {}).items():
+            source[0] = source[0].replace(command, for_index)
+
+
+def add_docstrings(app, docname, source):
+    """Adds the docstrings of the names in each table to the API reference.
+
+    In a repository the names lead to the modules; on the site, to the docstrings.
+    """
+    if docname == "docs/api":
+        text = re.sub(r"\[(`[\w.]+`)\]\(\.\./jmpscale/\S+?\)", r"\1", source[0])
+        source[0] = re.sub(r"(?:^\|.*\n)+", _table_and_docstrings, text, flags=re.M)
+
+
+def _table_and_docstrings(table):
+    """Returns a table of names, followed by the directives for their docstrings."""
+    names = re.findall(r"^\| `([\w.]+)` \|", table[0], flags=re.MULTILINE)
+    directives = [
+        f".. autoclass:: jmpscale.{name}\n   :members:"
+        if inspect.isclass(getattr(jmpscale, name, None))
+        else f".. autofunction:: jmpscale.{name}"
+        for name in names
+    ]
+    return "\n".join([table[0], "```{eval-rst}", *directives, "```", ""])
+
+
+def skip_attributes(app, what, name, obj, skip, options):
+    """Omits the attributes of a class, which its docstring describes."""
+    computed = inspect.isroutine(obj) or isinstance(
+        obj, property | functools.cached_property
+    )
+    return skip or not computed
+
+
 def make_fenced_blocks_literal(app, what, name, obj, options, lines):
     """Converts the fenced blocks of a docstring to literal blocks."""
     converted, fenced = [], False
@@ -153,9 +197,23 @@ def show_public_defaults(app, what, name, obj, options, signature, return_annota
     return signature, return_annotation
 
 
+def add_description(app, pagename, templatename, context, doctree):
+    """Describes a page by its first paragraph, unless the page has a description."""
+    if doctree is None or 'name="description"' in context["metatags"]:
+        return
+    paragraphs = doctree.findall(nodes.paragraph)
+    first = next(text for text in paragraphs if isinstance(text.parent, nodes.section))
+    content = html.escape(textwrap.shorten(first.astext(), 160, placeholder=" ..."))
+    context["metatags"] += f'<meta name="description" content="{content}">\n'
+
+
 def setup(app):
     """Registers the transform and the conversions with Sphinx."""
     app.add_transform(LinkNamesToTheApi)
+    app.connect("source-read", use_index_commands)
+    app.connect("source-read", add_docstrings)
+    app.connect("html-page-context", add_description)
+    app.connect("autodoc-skip-member", skip_attributes)
     app.connect("autodoc-process-docstring", make_fenced_blocks_literal)
     app.connect("autodoc-process-docstring", show_public_types)
     app.connect("autodoc-process-signature", show_public_defaults)

@@ -1,8 +1,8 @@
-"""The gate: a step is applied, or everything keeps its value bit for bit.
+"""The gate: a step is applied, or all values stay the same, bit for bit.
 
 On CPU the gate is a branch, because a select costs a pass over the whole training state. On every other platform the
 gate is a select, because XLA copies the values that pass through a branch, waits for the host to read the flag, and may
-lose shardings. The platform is the one for which the program is lowered.
+lose shardings. The form is chosen when JAX lowers the program for a platform.
 """
 
 import functools
@@ -119,7 +119,7 @@ class GatedTree:
         self.arrays = [leaf if is_array(leaf) else None for leaf in self._leaves]
 
     def combine(self, arrays: Sequence[Any]) -> PyTree:
-        """Returns the tree with new arrays; where there is None, the leaf is the original object."""
+        """Returns the tree with new arrays; None stands for the original leaf."""
         leaves = [leaf if array is None else array for leaf, array in zip(self._leaves, arrays, strict=True)]
         return jax.tree.unflatten(self._treedef, leaves)
 
@@ -149,7 +149,7 @@ def gate(
       skip: `skip(like, *operands)` returns the operands with the types of the result of `apply`, because JAX requires
         equal types on both sides of a branch. `like` is this result, or its `jax.ShapeDtypeStruct`s.
       *operands: pytrees of arrays. Everything else must be closed over.
-      sanitize: returns the operands for an `apply` that runs although its result may be discarded.
+      sanitize: returns operands for an `apply` whose result may be discarded.
     """
     if not is_traced(flag):
         return apply(*operands) if flag else operands
@@ -169,11 +169,11 @@ def gate(
 
 
 def _branch_is_possible(flag: jax.Array) -> bool:
-    """Tests whether JAX can type a branch on this flag.
+    """Tests whether JAX accepts a branch on this flag.
 
-    JAX cannot type a branch under `jax.vmap` on a mesh with Explicit axes, nor if the flag varies over manual axes,
-    because the results of a branch do not vary. JAX traces the forms for all platforms, so the branch must then be
-    avoided on every platform.
+    It raises for a branch under `jax.vmap` on a mesh with Explicit axes, and for a branch on a flag that varies over
+    manual axes, because the results of a branch do not vary. JAX traces the forms for all platforms, so the gate then
+    has no branch on any platform.
     """
     explicit = jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
     return not (explicit or varying_axes(flag))
@@ -187,7 +187,7 @@ def _where(flag: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
 
 
 def check_same_types(before: PyTree, after: PyTree, name: str = "carry", fn: str = "fn", remedy: str = "") -> None:
-    """Raises, naming the first difference, unless two trees have the same structure, shapes, dtypes and shardings."""
+    """Raises if two trees differ in structure, shapes, dtypes or shardings, and names the first difference."""
     old, new = named_leaves(before), named_leaves(after)
     structures = structure(before), structure(after)
     if structures[0] != structures[1]:

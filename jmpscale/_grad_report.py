@@ -56,18 +56,19 @@ class GradReport:
     sizes: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     def describe(self, limit: int = 20) -> str:
-        """Describes the gradients in a sentence and a table, the most suspicious leaves first.
+        """Describes the gradients in a sentence and a table.
 
-        Call it outside `jax.jit`. The report is read from the device once. An overflow spreads through the backward
-        pass, so it most likely began in the non-finite leaf with the smallest fraction of non-finite values among its
-        nonzero values. That leaf comes first.
+        Call it outside `jax.jit`. The report is read from the device once. Leaves that are not finite come first, in
+        the order of the fraction of non-finite values among their nonzero values, the smallest first. Finite leaves
+        follow in the order of their headroom. `jmpscale.diagnose` names the operation where values begin to be
+        infinite or NaN.
 
         Args:
           limit: the number of leaves in the table.
 
         Returns:
-          The sentence and the table. The headroom, log2(65504 / max_abs), is the number of bits by which the gradients
-          could grow in float16.
+          The text. The headroom, log2(65504 / max_abs), is the number of bits by which the gradients could grow in
+          float16.
 
         Raises:
           TypeError: the report is traced, or `limit` is not an integer.
@@ -76,7 +77,7 @@ class GradReport:
         >>> import jax.numpy as jnp
         >>> import jmpscale
         >>> print(jmpscale.grad_report({"w": jnp.array([1.0, jnp.inf]), "b": jnp.ones(3)}).describe())
-        1 of 2 leaves is not finite; the overflow most likely began in w. jmpscale.diagnose names the line.
+        1 of 2 leaves is not finite: w. jmpscale.diagnose names the line.
         leaf  values  max_abs  headroom  nan  inf  zero  underflow  subnormal
         w          2      inf      -inf    0    1     0          0          0
         b          3        1      16.0    0    0     0          0          0
@@ -102,7 +103,7 @@ class GradReport:
             [paths[i], f"{sizes[i]}", f"{max_abs[i]:.3g}", f"{headroom[i]:.1f}", *map(str, counts[:, i])]
             for i in order[:limit]
         ]
-        sentence = _summarize(paths[order[0]], nonfinite, fraction[order[0]], counts[1])
+        sentence = _summarize(paths[order[0]], nonfinite, counts[1])
         return f"{sentence}\n{format_table([['leaf', 'values', 'max_abs', 'headroom', *_COUNTS], *rows])}"
 
     def totals(self) -> dict[str, jax.Array]:
@@ -124,25 +125,18 @@ class GradReport:
         return {"max_abs": max_abs} | fractions
 
 
-def _summarize(first: str, nonfinite: np.ndarray, fraction: float, inf: np.ndarray) -> str:
-    """Summarizes a report; `fraction` of the nonzero values in `first`, the most suspicious leaf, are non-finite."""
+def _summarize(first: str, nonfinite: np.ndarray, inf: np.ndarray) -> str:
+    """Summarizes a report; `first` is the first leaf of the table."""
     leaves, faulty = len(nonfinite), int((nonfinite > 0).sum())
     if not faulty:
         return f"All leaves are finite; the largest magnitude is in {first}."
-    what, remedy = "the overflow", "; a smaller scale shows where the overflow begins"
-    if not inf.any():
-        what, remedy = "the NaN", ""
-    if faulty > 1 and fraction > 0.5:
-        sentence = f"{faulty} of {leaves} leaves are mostly not finite{remedy}."
-    else:
-        verb = "is" if faulty == 1 else "are"
-        sentence = f"{faulty} of {leaves} leaves {verb} not finite; {what} most likely began in {first}."
-    if not inf.any():
-        sentence += (
-            " All non-finite values are NaN: invalid data, a 0/0 in the model (such as a softmax over a row that is "
-            "masked everywhere), or inf - inf later in the backward pass."
+    sentence = f"1 of {leaves} leaves is not finite: {first}."
+    if faulty > 1:
+        sentence = (
+            f"{faulty} of {leaves} leaves are not finite; the fraction of non-finite values is smallest in {first}."
         )
-    return f"{sentence} jmpscale.diagnose names the line."
+    only_nan = "" if inf.any() else " All non-finite values are NaN."
+    return f"{sentence}{only_nan} jmpscale.diagnose names the line."
 
 
 def _serialize_names(names: tuple[tuple[str, ...], tuple[int, ...]]) -> bytes:

@@ -96,16 +96,19 @@ class ScalerConfig:
 
 
 class SkipReason(enum.IntEnum):
-    """The reason for a skip: the values of `ScalerState.last_skip_reason`."""
+    """The reason for a skip: the values of `ScalerState.last_skip_reason`.
+
+    Attributes:
+      NONE: 0, no step has been skipped.
+      GRADIENTS: 1, the gradients were not finite.
+      LOSS: 2, the loss was not finite, because the data were invalid or the forward pass overflowed.
+      MIN_SCALE: 3, the gradients were not finite although the dynamic scale was `min_scale`, so it could not back off.
+    """
 
     NONE = 0
-    """No step has been skipped."""
     GRADIENTS = 1
-    """The gradients were not finite."""
     LOSS = 2
-    """The loss was not finite, because the data were invalid or the forward pass overflowed."""
     MIN_SCALE = 3
-    """The gradients were not finite although the dynamic scale was `min_scale`, so it could not back off."""
 
 
 class ScalerState(NamedTuple):

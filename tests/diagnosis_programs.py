@@ -1,4 +1,4 @@
-"""Loss functions with one fault each, whose line has the comment `# fault`, and healthy ones without."""
+"""Loss functions with one faulty line each, which has the comment `# fault`, and healthy loss functions."""
 
 import inspect
 
@@ -20,7 +20,7 @@ def normal(seed, *shape, scale=1.0):
 
 
 def fault_line(fun):
-    """Returns the source line of the fault in a function."""
+    """Returns the number of the line of a function with the comment `# fault`."""
     lines, first = inspect.getsourcelines(inspect.unwrap(fun))
     (offset,) = (i for i, line in enumerate(lines) if "# fault" in line)
     return first + offset
@@ -32,7 +32,7 @@ def layer_norm(z):
 
 W, X = normal(0, 8, 8), normal(1, 16, 8)
 OUT = normal(2, 8, 4, scale=0.1)
-LARGE = 1e5 * X  # a batch that was never normalized
+LARGE = 1e5 * X  # a batch that is not normalized
 
 
 # --- Overflow in the forward pass. ---
@@ -121,7 +121,7 @@ def overflow_in_a_checkpointed_function(w, x):
     return jnp.mean(_large_block(x.astype(H) * H(10000), w.astype(H)))
 
 
-# --- Overflow and underflow in the backward pass, at any scale. JAX gives the call as the line of a rule. ---
+# --- Overflow and underflow in the backward pass, at any scale. The line of a derivative rule is its call. ---
 
 
 @jax.custom_vjp
@@ -158,6 +158,12 @@ tiny_backward.defvjp(lambda x: (x, None), _vanish)
 def backward_pass_underflows(w, x):
     z = tiny_backward(x.astype(H) @ w.astype(H))  # fault
     return jnp.mean(z.astype(jnp.float32) ** 2)
+
+
+def gradients_of_two_sizes(params, x):
+    large = params["large"].astype(H) * H(2.0**12)  # fault
+    small = params["small"].astype(H) * H(2.0**-12)
+    return (large.astype(jnp.float32).sum() + small.astype(jnp.float32).sum() * 2.0**-20) * x[0, 0]
 
 
 # --- Gradients that need another scale. ---
@@ -312,7 +318,7 @@ def norm_at_zero(w, x):
     return jnp.mean(jnp.sqrt(jnp.sum(difference**2, axis=-1)))  # fault
 
 
-# --- Frameworks: a layer whose result overflows before it is normalized. ---
+# --- Layers of frameworks whose results overflow before they are normalized. ---
 
 
 class Linen(linen.Module):
@@ -482,7 +488,7 @@ def zero_derivative(params, x):
 
 
 def critic(w, x):
-    """The difference of two means, whose relative error is large because it is small."""
+    """A difference of two means. It is small, so its relative error is large."""
     score = jnp.tanh(x @ w) @ OUT
     return score[::2].mean() - score[1::2].mean()
 

@@ -1,6 +1,6 @@
-"""Finds phrases for which the field has a term: `python tests/language.py`, which is part of the `lint` session.
+"""Finds phrases that have a better-known term: `python tests/language.py`, which is part of the `lint` session.
 
-It prints the file, the line and the term to write instead, and exits with 1 if it has found a phrase.
+For each phrase it prints the file, the line and the term to use. It exits with 1 if it has found a phrase.
 """
 
 import json
@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PHRASES = {  # a regular expression, and the terms to write instead
+PHRASES = {  # a regular expression, and the terms to use
     r"(?<!there )\bis no [a-z]": "is not a",
     r"leav(?:es?|ing) out|left out": "skip, omit",
     r"\balike\b": "equally, the same",
@@ -31,7 +31,7 @@ PHRASES = {  # a regular expression, and the terms to write instead
 
 
 def _texts():
-    """Returns the files of the repository that are written by hand, except this one, which lists the phrases."""
+    """Returns the Python files, pages and notebooks of the repository, except this file, which lists the phrases."""
     command = ("git", "ls-files", "--cached", "--others", "--exclude-standard", "--", "*.py", "*.md", "*.ipynb")
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     paths = (ROOT / name for name in listed)
@@ -39,7 +39,7 @@ def _texts():
 
 
 def _lines(path):
-    """Yields the place and the text of each line, in a notebook of each line of the cells."""
+    """Yields the place and the text of each line; in a notebook, of each line of a cell."""
     text = path.read_text()
     if path.suffix != ".ipynb":
         for number, line in enumerate(text.splitlines(), 1):
@@ -51,7 +51,7 @@ def _lines(path):
 
 
 def main():
-    """Prints the phrases that are found; returns whether there are any."""
+    """Prints the phrases that were found, and returns whether there are any."""
     found = [
         f"{place}: write {term!r} instead of {match[0]!r}"
         for path in _texts()

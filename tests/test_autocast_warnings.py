@@ -1,4 +1,4 @@
-"""autocast warns if it has no effect, with the reason, and if a constant overflows in a matmul."""
+"""autocast warns if it has no effect, and names the reason; and if a constant overflows in a matmul."""
 
 import inspect
 import pathlib
@@ -23,7 +23,7 @@ FILE = pathlib.Path(__file__).name
 
 @pytest.fixture(autouse=True)
 def standard_promotion_and_ranks():
-    """Allows silent promotion of dtypes and ranks, on which optax relies."""
+    """Allows implicit promotion of dtypes and ranks, on which optax relies."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -111,7 +111,7 @@ def test_autocast_without_effect_warns_once(fun, explanation):
 
 
 def test_autocast_under_a_global_precision_warns():
-    """The setting may be far away from the program, in which no matmul requests a precision."""
+    """The setting may be in another file, and no matmul of the program requests a precision."""
     half_fun = jmpscale.autocast(lambda x, w: x @ w)
     with jax.default_matmul_precision("highest"), pytest.warns(UserWarning, match="no effect") as found:
         half_fun(X, W)

@@ -1,8 +1,8 @@
 """A compiled step costs little more than clipping, on CPU, GPUs and TPU: in memory, instructions and collectives.
 
-Neither a GPU nor a TPU is needed, only the compiler: the extra `compile-h100` or `compile-tpu`, each in an environment
-of its own. The limits compare with the same step with `optax.clip_by_global_norm`, which also needs all gradients
-before it changes a parameter.
+Neither a GPU nor a TPU is needed, only the compiler: the dependency group `compile-h100` or `compile-tpu`, each in an
+environment of its own. The limits compare with the same step with `optax.clip_by_global_norm`, which also needs all
+gradients before it changes a parameter.
 """
 
 import functools
@@ -93,7 +93,7 @@ STEPS = [  # the number of devices, the optimizer and the method
 @pytest.fixture(params=TARGETS)
 def target(request):
     if not targets.installed(request.param):
-        pytest.skip(f"the extra compile-{request.param} is not installed")
+        pytest.skip(f"the group compile-{request.param} is not installed")
     return request.param
 
 

@@ -54,7 +54,7 @@ def scan(w, xs, reverse):
     return (h + ys.sum()).astype(jnp.float32) + w.sum().astype(jnp.float32)
 
 
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("reverse", [pytest.param(False, marks=pytest.mark.full), True])
 def test_scan_has_one_row_for_all_iterations_with_the_worst_one(reverse):
     xs = jnp.float16([0, 0, 0, 1 + 2.0**-10, 0])
     w = jnp.float16([1 + 2.0**-10])
@@ -99,6 +99,7 @@ def branches(w, x, flag):
     return squared(jax.lax.cond(flag, large, small, x.astype(H)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("flag", [True, False])
 def test_cond_has_rows_of_the_branch_that_is_taken(flag):
     lines = {row.line for row in diagnose(branches, W, X, jnp.asarray(flag)).rows}
@@ -149,6 +150,7 @@ LOOPS = {  # the loss function, the arguments, the limit, and the iterations tha
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", LOOPS)
 def test_long_loop_continues_as_one_operation(name, monkeypatch):
     fun, args, iterations = LOOPS[name]
@@ -157,7 +159,7 @@ def test_long_loop_continues_as_one_operation(name, monkeypatch):
     monkeypatch.setattr(evaluate, "LIMIT", 15)
     cut = diagnose(fun, *args)
     assert re.fullmatch(rf"test_diagnose_evaluation\.py:\d+ \(\w+\): {iterations}", cut.not_entered[0])
-    text = "These operations ran as one, or in their own dtype:"
+    text = "These operations were evaluated as a whole, or in their own dtype:"
     assert cut.describe().splitlines()[-len(cut.not_entered) - 1] == text
     numbers = ["loss", "loss_float32", "gradient_error", "scale_errors"]
     assert [getattr(cut, x) for x in numbers] == [getattr(whole, x) for x in numbers]
@@ -178,6 +180,7 @@ def two_calls(w, x):
     return squared(small) + squared(large / H(60000))
 
 
+@pytest.mark.full
 def test_library_function_has_the_line_of_each_call():
     diagnosis = diagnose(two_calls, H(0.5), jnp.float32([1.0, 2.0]))
     assert {row.line for row in diagnosis.causes} == {line_of(two_calls, "# large")}
@@ -495,29 +498,23 @@ def test_closed_over_ref_is_refused():
 
 
 def test_arguments_with_infinities_are_named():
-    def loss(w, batch, bias=None):
-        return squared(jnp.tanh(batch["image"] * w) + (0 if bias is None else bias))
+    def loss(w, batch, bias):
+        return squared(batch["image"] * w + bias)
 
     image = jnp.float32([1.0, jnp.nan])
-    diagnosis = diagnose(loss, jnp.float32(1), {"image": image})
+    diagnosis = diagnose(loss, jnp.float32(1), {"image": image}, image)
     assert diagnosis.summary.startswith("batch['image'] contains infinities or NaN, and with zeros in their place")
     assert diagnosis.causes
-    options = {"batch": {"image": jnp.ones(2)}, "bias": image}
-    summary = jmpscale.diagnose(loss)(jmpscale.static(1.0), jnp.float32(1), **options).summary
-    assert summary.startswith("bias contains infinities or NaN")
-    assert diagnose(lambda *args: loss(*args), jnp.float32(1), {"image": image}).summary.startswith(
-        "args[1]['image'] c"
-    )
-
-
-def test_argument_with_an_infinity_is_named():
-    summary = diagnose(lambda w, x: squared(x * w), jnp.float32(1), jnp.float32([1.0, -jnp.inf])).summary
-    assert summary.startswith("x contains infinities or NaN")
+    assert np.isnan(diagnosis.loss)
+    assert np.isnan(diagnosis.loss_float32)
+    assert diagnosis.gradient_error == np.inf
+    assert diagnosis.scale_errors == ()
+    assert diagnosis.fitting_scales() is None
 
 
 def test_harmless_infinities_in_arguments_are_not_named():
     def loss(w, x, mask):
-        return squared(jax.nn.softmax(x * w + mask)) + jnp.sum(jnp.sqrt(w * 0))
+        return squared(jnp.exp(x * w + mask)) + jnp.sum(jnp.sqrt(w * 0))
 
     mask = jnp.float32([0.0, -jnp.inf])
     diagnosis = diagnose(loss, jnp.float32(1), jnp.float32([1, 2]), mask)
@@ -532,7 +529,8 @@ DTYPES = {  # the loss function, and the first words of the summary
 }
 
 
-@pytest.mark.parametrize("name", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("name", DTYPES)
 def test_programs_in_other_dtypes(name):
     fun, summary = DTYPES[name]
     diagnosis = diagnose(fun, W, X)
@@ -595,6 +593,7 @@ def wide(w):
     return squared(w.astype(H))
 
 
+@pytest.mark.full
 def test_description_has_the_summary_and_a_table_with_causes_first():
     diagnosis = diagnose(programs.variance_by_difference, W, X)
     summary, header, *table = diagnosis.describe(5).splitlines()

@@ -20,10 +20,6 @@ UNTESTED_DIFFS = {"index", "moving/bfloat16", "common_mistakes"}
 UNTESTED_DIFFS |= {f"guides/loops/{name}" for name in ("levanter", "tunix", "kauldron")}
 DIFFS = [(page, diff) for page in pages.PAGES if page not in UNTESTED_DIFFS for diff in pages.diffs(page)]
 MIN_TRAINING_STEPS = 20  # a block with fewer losses is not a training run
-# Pages whose first program prints its loss in float32, in float16 alone, and in float16 with loss scaling.
-NEED_LOSS_SCALING = {
-    f"guides/{name}" for name in ("nnx", "linen", "equinox", "haiku", "jax", "autocast", "optax", "training_loops")
-}
 
 
 def needs_loss_scaling(text):
@@ -42,15 +38,16 @@ def needs_loss_scaling(text):
 def test_readme_runs_as_pasted(capsys):
     """The program of the README must also need loss scaling."""
     namespace = {"__name__": "README.md"}
+    printed = []
     for language, code in README_BLOCKS:
         if language == "python":
             pages.run(code, "README.md", namespace)
-    printed = capsys.readouterr().out
-    (expected,) = (text for language, text in README_BLOCKS if language == "text")
+            printed.append(capsys.readouterr().out)
+    expected = [text for language, text in README_BLOCKS if language == "text"]
     if jax.default_backend() == "cpu":  # other devices round differently
-        pages.assert_same_output(printed, expected)
-    assert needs_loss_scaling(printed)
-    assert namespace["scaler"].step_applied
+        for ours, theirs in zip(printed, expected, strict=True):
+            pages.assert_same_output(ours, theirs)
+    assert needs_loss_scaling(printed[0])
 
 
 def test_readme_has_two_commands():
@@ -79,7 +76,8 @@ def test_links_resolve(path):
 def test_overview_links_every_page():
     linked = {(pages.DOCS / target.partition("#")[0]).resolve() for target in pages.links(pages.DOCS / "index.md")}
     missing = {path.resolve() for path in pages.TEXTS} - linked
-    assert {path.name for path in missing} == {"README.md", "index.md"}
+    for_code_hosts = {"README.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md"}
+    assert {path.name for path in missing} == {"index.md"} | for_code_hosts
 
 
 def run_block(code, name, namespace):
@@ -98,14 +96,13 @@ def test_page_runs_as_pasted(page, capsys):
     for heading, code, expected in pages.blocks(page):
         run_block(code, f"docs/{page}.md, {heading!r}", namespace)
         printed = capsys.readouterr().out
-        needs_loss_scaling(printed)
         if expected is not None:
             pages.assert_same_output("\n".join(printed.splitlines()[-expected.count("\n") :]), expected)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("page", "diff"), DIFFS, ids=[page for page, _ in DIFFS])
-def test_program_runs_after_a_diff(page, diff, capsys):
+def test_program_runs_after_a_diff(page, diff):
     """A diff changes the last block of its page that has all its lines."""
     blocks = [(heading, code) for heading, code, _ in pages.blocks(page)]
     changed = [pages.apply_diff(diff, code) for _, code in blocks]
@@ -114,18 +111,8 @@ def test_program_runs_after_a_diff(page, diff, capsys):
     last = fitting[-1]
     namespace = {"__name__": f"docs/{page}.md"}
     for heading, code in [*blocks[:last], (blocks[last][0], changed[last])]:
-        capsys.readouterr()
         losses = run_block(code, f"docs/{page}.md, {heading!r}", namespace)
-    trains = len(losses) >= MIN_TRAINING_STEPS or needs_loss_scaling(capsys.readouterr().out)
-    assert trains, "the changed block does not train"
-
-
-def test_first_program_needs_loss_scaling():
-    """Tests what the pages print; `test_page_runs_as_pasted` compares it with what the programs print."""
-    printing = {
-        page for page in pages.PAGES for _, _, printed in pages.blocks(page) if printed and needs_loss_scaling(printed)
-    }
-    assert printing >= NEED_LOSS_SCALING
+    assert len(losses) >= MIN_TRAINING_STEPS, "the changed block does not train"
 
 
 @pytest.mark.parametrize(
@@ -155,7 +142,7 @@ def test_pages_have_only_known_kinds_of_blocks():
         for page in pages.PAGES
         for fence in re.findall(r"^```(.+)$", (pages.DOCS / f"{page}.md").read_text(), re.M)
     }
-    assert languages <= {"python", "text", "bash", "diff", "py", "{eval-rst}", "{toctree}"}
+    assert languages <= {"python", "text", "bash", "diff", "py", "{toctree}"}
 
 
 @pytest.mark.parametrize(
@@ -177,13 +164,23 @@ def test_assert_same_output_tolerates_the_last_digit(printed, same):
 
 # The result of the first training run of a page, of which less is better.
 RESULTS = {
+    "guides/autocast": "loss",
     "guides/accumulation": "loss",
     "guides/checkpoints": "loss_fn(resumed['params'], np.random.default_rng(0).standard_normal((64, 8), np.float32))",
     "guides/devices": "loss",
+    "guides/equinox": "loss",
+    "guides/haiku": "loss",
     "guides/higher_order": "loss",
+    "guides/jax": "loss",
+    "guides/linen": "loss",
     "guides/logging": "loss",
-    "guides/multiple_losses": "abs(a - 2) + abs(b + 2)",  # the distance of the samples from the data
+    # The distance of the samples from the data, which fluctuates below 0.5 and begins at 4.
+    "guides/multiple_losses": "max(abs(a - 2) + abs(b + 2), 0.5)",
+    "guides/nnx": "loss",
+    "guides/optax": "sum(losses[-20:])",
     "guides/reinforcement_learning": "log['loss']",
+    "guides/training_loops": "trainer.loss",
+    "moving/other_libraries": "loss",
 }
 
 
@@ -201,7 +198,7 @@ def _first_training_run(page, dtype="float16"):
 
 @pytest.mark.full
 @pytest.mark.parametrize("page", RESULTS)
-def test_recipe_needs_loss_scaling(page, monkeypatch):
+def test_page_trains_as_well_as_float32(page, monkeypatch):
     ours = _first_training_run(page)
     with_loss_scaling, disabled = jmpscale.with_loss_scaling, jmpscale.disabled()
     for name in "dynamic", "static":
@@ -209,8 +206,6 @@ def test_recipe_needs_loss_scaling(page, monkeypatch):
     monkeypatch.setattr(
         jmpscale, "with_loss_scaling", lambda tx, _=None, **options: with_loss_scaling(tx, disabled, **options)
     )
-    float16 = _first_training_run(page)
     monkeypatch.setattr(jmpscale, "autocast", lambda fun: fun)
     float32 = _first_training_run(page, "float32")
-    assert float16 - float32 > 0.2 * abs(float32)
-    assert ours - float32 < 0.1 * (float16 - float32)
+    assert ours - float32 <= 0.1 * abs(float32)

@@ -71,8 +71,8 @@ def _rows(table, wrong="call"):
 
 
 def _check_message(call, error, words):
-    """Checks that a call raises, or warns, and that its message contains the words; `...` is any text."""
-    with pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, words.split("...")))) as caught:
+    """Checks that a call raises, or warns, and that its message contains the words."""
+    with pytest.raises(error, match=re.escape(words)) as caught:
         call()
     assert len(str(caught.value)) < 1000, "the message must not print the arrays of a model"
 
@@ -202,12 +202,13 @@ INVALID_SETTINGS = {
         "growth_factor-bool": ({"growth_factor": True}, "growth_factor must be a Python number, got True of type bool"),
         "growth_factor-array": (
             {"growth_factor": jnp.ones(())},
-            "growth_factor must be ...got float32[] of type Array...float(",
+            "growth_factor must be a Python number, got float32[] of type Array. Settings are compiled into the "
+            "program: convert a concrete array with float(); a traced value cannot be a setting.",
         ),
         "growth_factor-dtype": ({"growth_factor": jnp.float16}, "growth_factor must be a Python number, got"),
         "growth_factor-long-array": (
             {"growth_factor": np.ones(9999)},
-            "growth_factor must be ...got float64[9999] of type ndarray",
+            "growth_factor must be a Python number, got float64[9999] of type ndarray.",
         ),
         "backoff_factor-string": (
             {"backoff_factor": "0.5"},
@@ -224,40 +225,59 @@ INVALID_SETTINGS = {
         "init_scale-None": ({"init_scale": None}, "init_scale must be a Python number, got None"),
     },
     ValueError: {
-        "growth_factor-1": ({"growth_factor": 1.0}, "growth_factor must be above 1 in float32 ...got 1.0. ...default"),
+        "growth_factor-1": (
+            {"growth_factor": 1.0},
+            "growth_factor must be above 1 in float32 and at most 2^126, got 1.0. The default is 2.",
+        ),
         "growth_factor-rounds-to-1": ({"growth_factor": 1 + 2.0**-24}, "growth_factor must be above 1 in float32"),
-        "growth_factor-large": ({"growth_factor": LARGEST * 1.5}, "growth_factor ... at most 2^126"),
+        "growth_factor-large": (
+            {"growth_factor": LARGEST * 1.5},
+            "growth_factor must be above 1 in float32 and at most 2^126, got 1.2760588759535192e+38.",
+        ),
         "growth_factor-nan": ({"growth_factor": float("nan")}, "growth_factor must be a number, got nan. Pass"),
         "backoff_factor-1": (
             {"backoff_factor": 1.0},
-            "backoff_factor must be below 1 in float32 ...got 1.0. ...default",
+            "backoff_factor must be below 1 in float32 and at least 2^-126, got 1.0. The default is 0.5.",
         ),
         "backoff_factor-rounds-to-1": ({"backoff_factor": 1 - 2.0**-25}, "backoff_factor must be below 1 in float32"),
-        "backoff_factor-small": ({"backoff_factor": SMALLEST / 2}, "backoff_factor ... at least 2^-126"),
-        "growth_interval-0": ({"growth_interval": 0}, "growth_interval must be between 1 and 2147483647...got 0. Pass"),
+        "backoff_factor-small": (
+            {"backoff_factor": SMALLEST / 2},
+            "backoff_factor must be below 1 in float32 and at least 2^-126, got 5.877471754111438e-39.",
+        ),
+        "growth_interval-0": (
+            {"growth_interval": 0},
+            "growth_interval must be between 1 and 2147483647, the largest 32-bit integer, got 0. Pass a count of"
+            " at least 1.",
+        ),
         "growth_interval-above-int32": (
             {"growth_interval": 2**31},
-            "growth_interval must be between 1 and 2147483647...got 2147483648",
+            "growth_interval must be between 1 and 2147483647, the largest 32-bit integer, got 2147483648.",
         ),
         "hysteresis-0": ({"hysteresis": 0}, "hysteresis must be between 1 and"),
         "hysteresis_reset-unknown": (
             {"hysteresis_reset": "never"},
             "hysteresis_reset must be one of 'growth', 'finite', got 'never'",
         ),
-        "hysteresis_reset-tree": ({"hysteresis_reset": BIG}, "hysteresis_reset must be one of ...got dict"),
+        "hysteresis_reset-tree": (
+            {"hysteresis_reset": BIG},
+            "hysteresis_reset must be one of 'growth', 'finite', got dict.",
+        ),
         "min_scale-small": (
             {"min_scale": SMALLEST / 2},
             "min_scale must be between 2^-126 and 2^126, got 2^-127. Outside",
         ),
-        "max_scale-large": ({"max_scale": LARGEST * 1.5}, "max_scale must be between ...2^126"),
-        "max_scale-above-float64": ({"max_scale": 10**400}, "max_scale must be between ...got inf"),
+        "max_scale-large": (
+            {"max_scale": LARGEST * 1.5},
+            "max_scale must be between 2^-126 and 2^126, got 1.2760588759535192e+38.",
+        ),
+        "max_scale-above-float64": ({"max_scale": 10**400}, "max_scale must be between 2^-126 and 2^126, got inf."),
         "min_scale-above-max_scale": (
             {"min_scale": 4.0, "max_scale": 2.0},
             "min_scale must not exceed max_scale, got 4 and 2.",
         ),
         "init_scale-below-min_scale": (
             {"init_scale": 0.5},
-            "init_scale must be between 1 and 2^32, got 0.5. Change...min_scale",
+            "init_scale must be between 1 and 2^32, got 0.5. Change init_scale, or the limits min_scale and max_scale.",
         ),
         "init_scale-above-max_scale": ({"init_scale": 2.0**32 + 1}, "init_scale must be between"),
     },
@@ -296,18 +316,27 @@ def test_dynamic_accepts_settings_at_the_limits(name):
 
 CONSTRUCTOR_ERRORS = {
     TypeError: {
-        "dynamic-traced": (lambda: _traced(jmpscale.dynamic, 8.0), "init_scale must be ...a traced value cannot"),
+        "dynamic-traced": (
+            lambda: _traced(jmpscale.dynamic, 8.0),
+            "init_scale must be a Python number, got float32[] of type Array. Settings are compiled into the "
+            "program: convert a concrete array with float(); a traced value cannot be a setting.",
+        ),
     },
     ValueError: {
         "ScalerConfig-ignored": (
             lambda: jmpscale.ScalerConfig(mode="static", growth_interval=5),
-            "growth_interval must be omitted with mode 'static', which ignores it, got 5. Create ...jmpscale.dynamic",
+            "growth_interval must be omitted with mode 'static', which ignores it, got 5. Create the scaler with "
+            "jmpscale.dynamic to use it.",
         ),
         "ScalerConfig-mode": (
             lambda: jmpscale.ScalerConfig(mode="off"),
-            "mode must be one of ...'disabled', got 'off'",
+            "mode must be one of 'dynamic', 'static', 'disabled', got 'off'.",
         ),
-        "static-small": (lambda: jmpscale.static(SMALLEST / 2), "scale must be between ...Outside [2^-126, 2^126]"),
+        "static-small": (
+            lambda: jmpscale.static(SMALLEST / 2),
+            "scale must be between 2^-126 and 2^126, got 2^-127. Outside [2^-126, 2^126] the scale or its "
+            "reciprocal is subnormal or infinite in float32.",
+        ),
         "static-large": (lambda: jmpscale.static(LARGEST * 1.5), "scale must be between"),
     },
 }
@@ -327,46 +356,99 @@ def _update(**fields):
 
 ALGORITHM_ERRORS = {
     TypeError: {
-        "update-vector-field": (_update(finite_steps=INTS), "scaler.finite_steps must be a scalar ...got int32[2]"),
+        "update-vector-field": (
+            _update(finite_steps=INTS),
+            "scaler.finite_steps must be a scalar of integer dtype with at least 32 bits, got int32[2].",
+        ),
         "update-float-field": (
             _update(finite_steps=np.float32(3)),
-            "scaler.finite_steps must be ...integer dtype ...got float32[]. Set it to an integer...restore ...into a",
+            "scaler.finite_steps must be a scalar of integer dtype with at least 32 bits, got float32[]. Set it "
+            "to an integer, and restore checkpoints into a state created by jmpscale.dynamic, static or disabled.",
         ),
-        "update-int16-field": (_update(total_skips=np.int16(3)), "scaler.total_skips ...at least 32 bits, got int16[]"),
-        "update-float16-scale": (_update(loss_scale=np.float16(8)), "scaler.loss_scale ...32 bits, got float16[]"),
+        "update-int16-field": (
+            _update(total_skips=np.int16(3)),
+            "scaler.total_skips must be a scalar of integer dtype with at least 32 bits, got int16[].",
+        ),
+        "update-float16-scale": (
+            _update(loss_scale=np.float16(8)),
+            "scaler.loss_scale must be a scalar of floating dtype with at least 32 bits, got float16[].",
+        ),
         "update-int32-scale": (
             _update(loss_scale=np.int32(8)),
-            "scaler.loss_scale must be ...floating dtype ...got int32[]. Set it to a float...restore ...into a state",
+            "scaler.loss_scale must be a scalar of floating dtype with at least 32 bits, got int32[]. Set it to a"
+            " float such as 1024.0, and restore checkpoints into a state created by jmpscale.dynamic, static or "
+            "disabled.",
         ),
         "update-int-scale": (
             _update(loss_scale=1024),
-            "scaler.loss_scale ...got 1024. Set it to a float such as 1024.0",
+            "scaler.loss_scale must be a scalar of floating dtype with at least 32 bits, got 1024. Set it to a "
+            "float such as 1024.0, and restore checkpoints into a state created by jmpscale.dynamic, static or "
+            "disabled.",
         ),
-        "update-complex-scale": (_update(loss_scale=np.complex64(8)), "scaler.loss_scale ...got complex64[]"),
-        "update-string-scale": (_update(loss_scale="8"), "scaler.loss_scale ...got '8'. "),
-        "update-dict-config": (_update(config={}), "scaler.config must be a ScalerConfig, got dict. ...restore into a"),
-        "scale-int": (lambda: jmpscale.scale(STATE, {"n": jnp.int32(3)}), "got int32[] at tree['n']. ...astype"),
+        "update-complex-scale": (
+            _update(loss_scale=np.complex64(8)),
+            "scaler.loss_scale must be a scalar of floating dtype with at least 32 bits, got complex64[].",
+        ),
+        "update-string-scale": (
+            _update(loss_scale="8"),
+            "scaler.loss_scale must be a scalar of floating dtype with at least 32 bits, got '8'.",
+        ),
+        "update-dict-config": (
+            _update(config={}),
+            "scaler.config must be a ScalerConfig, got dict. Settings are not part of a checkpoint: restore into "
+            "a state created by jmpscale.dynamic, static or disabled.",
+        ),
+        "scale-int": (
+            lambda: jmpscale.scale(STATE, {"n": jnp.int32(3)}),
+            "got int32[] at tree['n']. Pass only the losses, or convert with .astype(jnp.float32).",
+        ),
         "scale-complex": (lambda: jmpscale.scale(STATE, 1j), "losses of a floating-point dtype, got 1j at tree. "),
         "scale-string": (lambda: jmpscale.scale(STATE, "x"), "got 'x' at tree. "),
-        "update-number": (lambda: jmpscale.update(STATE, 1), "finite must be a boolean, got 1. ...all_finite"),
+        "update-number": (
+            lambda: jmpscale.update(STATE, 1),
+            "finite must be a boolean, got 1. Pass the flag from all_finite or unscale_and_check, or a comparison.",
+        ),
         "update-int32": (lambda: jmpscale.update(STATE, jnp.int32(1)), "finite must be a boolean, got int32"),
         "update-tuple": (lambda: jmpscale.update(STATE, (GRADS, TRUE)), "finite must be a boolean, got tuple"),
     },
     ValueError: {
-        "update-flags": (lambda: jmpscale.update(STATE, FLAGS), "finite must be a scalar, got shape (2,). ...all()"),
-        "axis-string": (lambda: jmpscale.update(STATE, TRUE, axis_name="x"), "axis_name 'x' is not ...omit axis_name"),
+        "update-flags": (
+            lambda: jmpscale.update(STATE, FLAGS),
+            "finite must be a scalar, got shape (2,). Combine with .all(), or call under jax.vmap.",
+        ),
+        "axis-string": (
+            lambda: jmpscale.update(STATE, TRUE, axis_name="x"),
+            "axis_name 'x' is not the name of a mapped axis here. Use an axis name of the jax.shard_map mesh, "
+            "jax.pmap or jax.vmap around this call; under plain jax.jit omit axis_name.",
+        ),
         "axis-set": (lambda: jmpscale.all_finite(GRADS, axis_name={"x"}), "axis_name 'x' is not the name of a mapped"),
         "axis-nested": (lambda: jmpscale.all_finite(GRADS, axis_name=[["x"]]), "axis_name list is not the name of"),
     },
     UserWarning: {
-        "scale-float16": (lambda: _traced(jmpscale.scale, STATE, W16), "the loss is float16, ...Return ...in float32"),
+        "scale-float16": (
+            lambda: _traced(jmpscale.scale, STATE, W16),
+            "the loss is float16, so the backward pass starts from the loss scale in float16, where large scales "
+            "are infinite. Return the loss in float32: convert the model's output with .astype(jnp.float32) "
+            "before the loss is computed.",
+        ),
         "scale-float8": (lambda: _traced(jmpscale.scale, STATE, W8), "the loss is float8_e4m3fn"),
-        "update-constant": (lambda: _traced(lambda x: jmpscale.update(STATE, x), TRUE), "constant of the ...argument"),
+        "update-constant": (
+            lambda: _traced(lambda x: jmpscale.update(STATE, x), TRUE),
+            "constant of the compiled program, so the scale never adapts and skips are not counted: the compiled "
+            "function creates the scaler, or closes over it. Create the scaler before, pass it to the compiled "
+            "function as an argument, and return the new scaler.",
+        ),
         "update-created": (
             lambda: _traced(lambda x: jmpscale.update(jmpscale.dynamic(), x), TRUE),
-            "constant of the ...creates the scaler...Create the scaler before, pass it",
+            "constant of the compiled program, so the scale never adapts and skips are not counted: the compiled "
+            "function creates the scaler, or closes over it. Create the scaler before, pass it to the compiled "
+            "function as an argument, and return the new scaler.",
         ),
-        "axis-missing": (lambda: _per_device(jmpscale.all_finite), "axes ('d',)...axis_name=('d',) ...axis_name=()"),
+        "axis-missing": (
+            lambda: _per_device(jmpscale.all_finite),
+            "axes ('d',) JAX's types do not show what differs between devices (jax.pmap, or check_vma=False). "
+            "Pass axis_name=('d',) to combine the decisions, or axis_name=() if all devices hold the same values.",
+        ),
     },
 }
 
@@ -393,19 +475,44 @@ def _reshard_in_step():
 APPLY_IF_ERRORS = {
     TypeError: {
         "no-flag": (lambda: jmpscale.apply_if(BIG, _same, LOSS), "finite must be a boolean, got dict"),
-        "called": (_apply(LOSS, LOSS), "fn must be a function of the carry, got Array. ...fn, *carry)"),
+        "called": (
+            _apply(LOSS, LOSS),
+            "fn must be a function of the carry, got Array. Pass the function, then its arguments: "
+            "apply_if(finite, fn, *carry).",
+        ),
         "no-carry": (_apply(_same), "carry must hold at least one value, got none. Pass"),
-        "nnx": (_apply(_same, NNX), "carry must hold values, got a Flax NNX Dropout...carry nnx.state..."),
-        "list": (_apply(lambda a, b: [a, b], 1, 1), "returned a list, expected a tuple of 2 ...`return a, b`"),
-        "dropped": (_apply(lambda c: c["layer_1"], BIG), "carry[0]['layer_0']...is only in its input..."),
+        "nnx": (
+            _apply(_same, NNX),
+            "carry must hold values, got a Flax NNX Dropout, which is changed in place: the change would be lost."
+            " Gate the values: carry nnx.state(model), and write the result back with nnx.update.",
+        ),
+        "list": (
+            _apply(lambda a, b: [a, b], 1, 1),
+            "returned a list, expected a tuple of 2 values, one for each carry. Return them as `return a, b`.",
+        ),
+        "dropped": (
+            _apply(lambda c: c["layer_1"], BIG),
+            "carry[0]['layer_0']['bias'] is only in its input: the input is PyTreeDef(({'layer_0': {'bias': *, "
+            "'kernel': *}, 'layer_1..., the output is PyTreeDef(({'bias': *, 'kernel': *},)).",
+        ),
         "added": (_apply(lambda c: c | {"v": 1}, GRADS), "carry[0]['v'] is only in its output"),
         "container": (_apply(list, (LOSS, LOSS)), "same structure, but the containers differ"),
-        "dtype": (_apply(lambda w: w.astype("f2"), LOSS), "[0] was float32[] and is float16[]. ...astype in fn"),
-        "shape": (_apply(lambda w: w[None], LOSS), "[0] was float32[] and is float32[1]. ...same shape from fn"),
-        "sharding": (_reshard_in_step, "was float32[8@d] and is float32[8]. The sharding...reshard it in fn"),
+        "dtype": (
+            _apply(lambda w: w.astype("f2"), LOSS),
+            "[0] was float32[] and is float16[]. Convert it with .astype in fn.",
+        ),
+        "shape": (
+            _apply(lambda w: w[None], LOSS),
+            "[0] was float32[] and is float32[1]. Return an array of the same shape from fn.",
+        ),
+        "sharding": (
+            _reshard_in_step,
+            "was float32[8@d] and is float32[8]. The sharding, the memory space or the axes over which it varies "
+            "have changed: reshard it in fn, or reduce the gradients.",
+        ),
         "varying": (
             lambda: _per_device(lambda x: _apply(lambda w: w * x, jnp.ones(1))(), check_vma=True),
-            "the axes over which it varies have changed...reduce the gradients",
+            "the axes over which it varies have changed: reshard it in fn, or reduce the gradients.",
         ),
         "object": (_apply(lambda w, _: (w, "b"), 1, "a"), "carry[1] was 'a' and is 'b'. Only arrays and Python"),
         "number": (_apply(lambda n: n + 0.5, 1), "carry[0] was int32[] and is float32[]"),
@@ -449,16 +556,22 @@ def _value_and_grad_of_vector(fun, has_aux):
 
 VALUE_AND_GRAD_ERRORS = {
     TypeError: {
-        "scaler": (lambda: jmpscale.value_and_grad(STATE), "fun must be ...got ScalerState. ...(scaler,"),
+        "scaler": (
+            lambda: jmpscale.value_and_grad(STATE),
+            "fun must be the loss function, got ScalerState. The scaler is the first positional argument of the "
+            "new function: value_and_grad(loss_fn)(scaler, params, batch).",
+        ),
         "argnums": (
             lambda: jmpscale.value_and_grad(_sum, STATE),
-            "argnums must be an int ...got a ScalerState. The scaler is the first",
+            "argnums must be an int or a sequence of ints, got a ScalerState. The scaler is the first positional "
+            "argument of the new function: value_and_grad(loss_fn)(scaler, params, batch).",
         ),
-        "loss": (lambda: jmpscale.value_and_grad(LOSS), "fun must be ...got float32[]. "),
-        "no-pair": (_value_and_grad(GRADS, has_aux=True), "pair (loss, aux) because has_aux ...got float32"),
+        "loss": (lambda: jmpscale.value_and_grad(LOSS), "fun must be the loss function, got float32[]."),
+        "no-pair": (_value_and_grad(GRADS, has_aux=True), "pair (loss, aux) because has_aux is true, got float32[]."),
         "triple": (
             _value_and_grad(LOSS, fun=lambda w: (w, w, w), has_aux=True),
-            "a pair ...got tuple of 3. ...collect several auxiliary values in one aux",
+            "a pair (loss, aux) because has_aux is true, got tuple of 3. Return both, or omit has_aux; collect "
+            "several auxiliary values in one aux.",
         ),
         "keyword": (
             lambda: jmpscale.value_and_grad(_sum)(scaler=STATE, tree=GRADS),
@@ -466,7 +579,9 @@ VALUE_AND_GRAD_ERRORS = {
         ),
         "grad": (
             _value_and_grad(GRADS, transform=jax.grad),
-            "transform must return ((value, aux), grads) ...Pass jax.value_and_grad...not grad",
+            "transform must return ((value, aux), grads) as jax.value_and_grad does, but it returned another "
+            "structure. Pass jax.value_and_grad, flax.nnx.value_and_grad or equinox.filter_value_and_grad, not "
+            "grad.",
         ),
         "grad-of-pair": (
             _value_and_grad((W32, W32), transform=jax.grad),
@@ -479,24 +594,36 @@ VALUE_AND_GRAD_ERRORS = {
         "nnx-grad": (_value_and_grad(W32, transform=nnx.grad), "transform must return ((value, aux), grads)"),
         "holomorphic": (
             _value_and_grad(jnp.complex64(1), fun=lambda z: z**2, transform=_holomorphic),
-            "fun must return a real floating-point scalar as the loss, got complex64[]...cannot be scaled. Reduce",
+            "fun must return a real floating-point scalar as the loss, got complex64[], which transform accepts, "
+            "but which cannot be scaled. Reduce it with .sum() or .mean(), or use scale, jax.vjp and unscale.",
         ),
         "vector": (
             _value_and_grad(W32, fun=lambda w: w[:1], transform=_value_and_grad_of_vector),
             "fun must return a real floating-point scalar as the loss, got float32[1]",
         ),
-        "nnx": (_value_and_grad(NNX), "differentiated arguments ...NNX Dropout...=flax.nnx.value_and_grad"),
+        "nnx": (
+            _value_and_grad(NNX),
+            "differentiated arguments must hold values, got a Flax NNX Dropout, which is changed in place: the "
+            "change would be lost. Pass transform=flax.nnx.value_and_grad, which keeps batch statistics and "
+            "random streams up to date.",
+        ),
         "nnx-first": (_value_and_grad(NNX, LOSS, argnums=-2), "got a Flax NNX Dropout"),
         "equinox": (
             _value_and_grad(1.0, EQUINOX, argnums=(0, 1)),
-            "argument (0, 1) ...Lambda with ...at .fn. Pass",
+            "argument (0, 1) must have only differentiable leaves, got an Equinox Lambda with PjitFunction at "
+            ".fn. Pass transform=equinox.filter_value_and_grad.",
         ),
-        "absent": (_value_and_grad(GRADS, argnums=1), "argnums=1 ...got only 1 positional"),
+        "absent": (
+            _value_and_grad(GRADS, argnums=1),
+            "argnums=1 requires at least 2 positional arguments to be passed by the caller, but got only 1 "
+            "positional arguments.",
+        ),
     },
     ValueError: {
         "no-scaler": (
             _without_scaler,
-            "found 0 in a dict. The scaler is the first positional...(scaler, params, batch)",
+            "found 0 in a dict. The scaler is the first positional argument of the new function: "
+            "value_and_grad(loss_fn)(scaler, params, batch).",
         ),
     },
 }
@@ -525,13 +652,19 @@ def _grad(w, fun=_sum, scale=8.0, **options):
 
 LOSS_SCALED_ERRORS = {
     TypeError: {
-        "loss": (lambda: jmpscale.loss_scaled(3.0, 8.0), "fun must be the loss ...got 3.0. ...loss_scaled("),
+        "loss": (
+            lambda: jmpscale.loss_scaled(3.0, 8.0),
+            "fun must be the loss function, got 3.0. Pass the function: loss_scaled(fun, scale).",
+        ),
         "vector": (_loss_scaled(jnp.ones(3)), "scale must be a floating-point scalar, got float32[3]. Pass"),
         "int": (_loss_scaled(jnp.int32(3)), "scale must be a floating-point scalar, got int32[]"),
-        "no-pair": (_loss_scaled(8.0, has_aux=True), "a pair (loss, aux)...got float32[]"),
+        "no-pair": (_loss_scaled(8.0, has_aux=True), "a pair (loss, aux) because has_aux is true, got float32[]."),
         "float16": (
             _grad({"h": W16}),
-            "must not be float16 or float8, got args[0]['h'] of float16[2]...jmpscale.cast ...framework...wrap the",
+            "must not be float16 or float8, got args[0]['h'] of float16[2]: unscaled gradients underflow in "
+            "float16. Keep it in float32 and convert it inside fun, with jmpscale.autocast or jmpscale.cast for "
+            "example; if a framework converts it, wrap the function that converts; or take the gradients with "
+            "jmpscale.value_and_grad, which returns them in float32.",
         ),
         "float8": (
             lambda: jax.grad(lambda w: jmpscale.loss_scaled(_sum, 8.0)(tree=w))(W8),
@@ -543,19 +676,25 @@ LOSS_SCALED_ERRORS = {
         ),
     },
     ValueError: {
-        "number": (_loss_scaled(-1), "scale must be between ...got -1"),
+        "number": (_loss_scaled(-1), "scale must be between 2^-126 and 2^126, got -1."),
         "zero": (_loss_scaled(jnp.float32(0)), "scale must be between 2^-126 and 2^126, got 0"),
         "nan": (_loss_scaled(np.float32("nan")), "scale must be a number, got nan"),
-        "function": (_loss_scaled(lambda _: 0), "scale must be between ...got 0"),
+        "function": (_loss_scaled(lambda _: 0), "scale must be between 2^-126 and 2^126, got 0."),
         "string": (_loss_scaled("x"), "exactly one ScalerState, found 0 in a str"),
         "varying": (
             lambda: _per_device(lambda x, w: _grad(w, scale=x[0])(), W32, check_vma=True),
-            "scale must be equal on all devices that share args[0]...['d']...in_specs=jax.P()",
+            "scale must be equal on all devices that share args[0], but it may differ along the mesh axes ['d']. "
+            "Pass the scaler into jax.shard_map with in_specs=jax.P().",
         ),
     },
     UserWarning: {
         "float16": (_grad(W32, _half_sum), "the loss is float16"),
-        "constant": (lambda: _traced(_grad(W32, scale=STATE)), "constant of the compiled program...Pass"),
+        "constant": (
+            lambda: _traced(_grad(W32, scale=STATE)),
+            "constant of the compiled program, so it will not adapt: scale does not read it from the arguments of"
+            " fun. Pass a function that does, such as `lambda model, *args, **kwargs: model.loss_scale`; or pass "
+            "a number, or static(...).",
+        ),
         "function": (lambda: _traced(_grad(W32, scale=lambda _: LOSS)), "constant of the compiled program"),
     },
 }
@@ -596,26 +735,47 @@ WITH_LOSS_SCALING_ERRORS = {
     TypeError: {
         "scaler": (
             _wrap(STATE),
-            "inner must be an optax...got ScalerState. Pass one, such as optax.adam",
+            "inner must be an optax.GradientTransformation, got ScalerState. Pass one, such as optax.adam(1e-3); "
+            "a framework's optimizer goes around with_loss_scaling(...), not inside it.",
         ),
-        "function": (_wrap(optax.adam), "inner must be ...got function"),
-        "init": (_wrap(SimpleNamespace(init=ADAM.init)), "inner must be ...got SimpleNamespace"),
-        "update": (_wrap(SimpleNamespace(update=ADAM.update)), "inner must be ...got SimpleNamespace"),
+        "function": (_wrap(optax.adam), "inner must be an optax.GradientTransformation, got function."),
+        "init": (
+            _wrap(SimpleNamespace(init=ADAM.init)),
+            "inner must be an optax.GradientTransformation, got SimpleNamespace.",
+        ),
+        "update": (
+            _wrap(SimpleNamespace(update=ADAM.update)),
+            "inner must be an optax.GradientTransformation, got SimpleNamespace.",
+        ),
         "max_norm-string": (_wrap(ADAM, max_norm="1"), "max_norm must be a Python number, got '1'"),
         "tx.update-inner-state": (
             lambda: TX.update(GRADS, ADAM.init(GRADS)),
-            "state must be ...with_loss_scaling(...).init ...got tuple. ...tx.init(params)._replace(inner_state",
+            "state must be the state that with_loss_scaling(...).init returned, got tuple. The arguments are "
+            "(grads, state, params). To add loss scaling to the state of an existing optimizer, use "
+            "tx.init(params)._replace(inner_state=...).",
         ),
         "inner-updates": (
             _inner(lambda g, s, p: (g["w"], s)),
-            "inner must return updates ..., got ...Gate such...apply_if",
+            "inner must return updates with the structure of the gradients, PyTreeDef({'b': *, 'w': *}), got "
+            "PyTreeDef(*). Gate such an optimizer, for example optax.lookahead, with the functional API: "
+            "jmpscale.apply_if(finite, jmpscale.optax_step(tx, grads), params, opt_state).",
         ),
         "inner-structure": (
             _inner(lambda g, s, p: (g, (s, s))),
-            "inner ...but state...only in ...outside: optax.chain",
+            "inner must return its state with the same structure, but state is only in its input: the input is "
+            "PyTreeDef(*), the output is PyTreeDef((*, *)). Place a transformation that only records values, such"
+            " as optax.monitor, outside: optax.chain(with_loss_scaling(...), optax.monitor(...)).",
         ),
-        "inner-dtype": (_inner(lambda g, s, p: (g, s > 0)), "inner ...state was int32[] and is bool[]. ... in inner"),
-        "optax_step-swapped": (lambda: jmpscale.optax_step(LOSS, ADAM), "tx must be an optax...got Array. Pass one"),
+        "inner-dtype": (
+            _inner(lambda g, s, p: (g, s > 0)),
+            "inner must return its state with the same shapes, dtypes and shardings, but state was int32[] and is"
+            " bool[]. Convert it with .astype in inner.",
+        ),
+        "optax_step-swapped": (
+            lambda: jmpscale.optax_step(LOSS, ADAM),
+            "tx must be an optax.GradientTransformation, got Array. Pass one, such as optax.adam(1e-3), then the "
+            "gradients.",
+        ),
         "optax_step-update": (
             lambda: jmpscale.optax_step(ADAM.update, 1),
             "tx must be the optimizer, got the function",
@@ -626,7 +786,9 @@ WITH_LOSS_SCALING_ERRORS = {
         ),
         "optax_step-opposite": (
             lambda: jmpscale.apply_if(TRUE, jmpscale.optax_step(ADAM, GRADS), ADAM.init(GRADS), GRADS),
-            "carry must be the parameters and then ...opposite order...Call apply_if(finite, optax_step(",
+            "carry must be the parameters and then the optimizer state, got them in the opposite order: the "
+            "second value has the structure of the gradients, PyTreeDef({'b': *, 'w': *}). Call apply_if(finite, "
+            "optax_step(tx, grads), params, opt_state).",
         ),
         "warn_after_skips-fraction": (
             _wrap(ADAM, warn_after_skips=1.5),
@@ -642,23 +804,36 @@ WITH_LOSS_SCALING_ERRORS = {
             lambda: _wrap(ADAM, max_norm=1.0, norm_axis_name="x")().update(GRADS, OPT_STATE),
             "axis_name 'x' is not the name of a mapped axis",
         ),
-        "warn_after_skips-zero": (_wrap(ADAM, warn_after_skips=0), "warn_after_skips must be between 1 and ...got 0"),
-        "max_norm-small": (_wrap(ADAM, max_norm=SMALLEST / 2), "max_norm must be between ..., got ...Omit it"),
+        "warn_after_skips-zero": (
+            _wrap(ADAM, warn_after_skips=0),
+            "warn_after_skips must be between 1 and 2147483647, the largest 32-bit integer, got 0.",
+        ),
+        "max_norm-small": (
+            _wrap(ADAM, max_norm=SMALLEST / 2),
+            "max_norm must be between 2^-126 and 2^126, got 2^-127. Omit it to clip nothing.",
+        ),
         "max_norm-large": (_wrap(ADAM, max_norm=LARGEST * 1.5), "max_norm must be between"),
     },
     UserWarning: {
         "inside-multi_steps": (
             lambda: optax.MultiSteps(TX, 2).init(GRADS),
-            "inside optax.MultiSteps...Place it outside: with_",
+            "inside optax.MultiSteps: after one overflow its accumulated gradients stay NaN, and every later step"
+            " is skipped. Place it outside: with_loss_scaling(optax.MultiSteps(tx, k)).",
         ),
         "behind-clip": (
             _update_of_chain(optax.clip(1.0)),
-            "behind a transformation ...optax.clip...Place the transformation inside: with_loss_scaling(optax.chain(",
+            "behind a transformation that replaces infinity or NaN in the gradients, such as optax.clip: it does "
+            "not see overflows, so they are applied, and the scale only grows. Place the transformation inside: "
+            "with_loss_scaling(optax.chain(optax.clip(1.0), tx)).",
         ),
         "behind-clip-in-chain": (_update_of_chain(optax.clip(1.0), optax.scale(2.0)), "behind a transformation"),
         "behind-zero_nans": (_update_of_chain(optax.zero_nans()), "behind a transformation"),
         "behind-sign": (_update_of_chain(optax.scale_by_sign()), "behind a transformation"),
-        "inside-masked": (lambda: optax.masked(TX, MASK).init(GRADS), "inside optax.masked...Place it outside: with_"),
+        "inside-masked": (
+            lambda: optax.masked(TX, MASK).init(GRADS),
+            "inside optax.masked or optax.partition: it checks only some of the gradients, and does not skip the "
+            "updates of the other parameters. Place it outside: with_loss_scaling(optax.masked(tx, mask)).",
+        ),
     },
 }
 
@@ -680,13 +855,17 @@ def _torch(limits=(), **values):
 
 TORCH_ERRORS = {
     TypeError: {
-        "from_torch-scaler": (lambda: jmpscale.from_torch_state_dict(STATE), "mapping must be the ...got ScalerState"),
+        "from_torch-scaler": (
+            lambda: jmpscale.from_torch_state_dict(STATE),
+            "mapping must be the result of GradScaler.state_dict(), got ScalerState.",
+        ),
         "from_torch-tracker": (_torch(_growth_tracker=1.5), "['_growth_tracker'] must be an integer, got 1.5"),
     },
     ValueError: {
         "to_torch-static": (
             lambda: jmpscale.to_torch_state_dict(jmpscale.static(8)),
-            "got mode 'static'...enabled=False",
+            "got mode 'static'. In torch, construct a GradScaler with enabled=False for a disabled scaler; it has"
+            " no static scale.",
         ),
         "to_torch-disabled": (lambda: jmpscale.to_torch_state_dict(jmpscale.disabled()), "got mode 'disabled'"),
         "to_torch-nan": (
@@ -695,21 +874,35 @@ TORCH_ERRORS = {
         ),
         "to_torch-zero": (
             lambda: jmpscale.to_torch_state_dict(STATE._replace(loss_scale=jnp.float32(0))),
-            "scaler.loss_scale must be between 2^-126 and ...got 0. The state was damaged",
+            "scaler.loss_scale must be between 2^-126 and 2^126, got 0. The state was damaged; restore an older "
+            "checkpoint.",
         ),
         "from_torch-empty": (
             lambda: jmpscale.from_torch_state_dict({}),
-            "mapping is empty: it was saved by a disabled GradScaler. Create ...dynamic()",
+            "mapping is empty: it was saved by a disabled GradScaler. Create a new scaler with dynamic().",
         ),
-        "from_torch-nested": (lambda: jmpscale.from_torch_state_dict({"x": TORCH}), "missing ['_gr...unexpected ['x']"),
+        "from_torch-nested": (
+            lambda: jmpscale.from_torch_state_dict({"x": TORCH}),
+            "missing ['_growth_tracker', 'backoff_factor', 'growth_factor', 'growth_interval', 'scale'], "
+            "unexpected ['x'].",
+        ),
         "from_torch-extra": (_torch(extra=1), "missing [], unexpected ['extra']"),
-        "from_torch-tracker": (_torch(_growth_tracker=-1), "['_growth_tracker'] must be between 0 and ...got -1"),
-        "from_torch-interval": (_torch(growth_interval=0), "growth_interval must be between 1 and ...got 0"),
-        "from_torch-scale": (_torch(scale=0.0), "mapping['scale'] must be between ...got 0. The limits are min_scale"),
+        "from_torch-tracker": (
+            _torch(_growth_tracker=-1),
+            "['_growth_tracker'] must be between 0 and 2147483647, the largest 32-bit integer, got -1.",
+        ),
+        "from_torch-interval": (
+            _torch(growth_interval=0),
+            "growth_interval must be between 1 and 2147483647, the largest 32-bit integer, got 0.",
+        ),
+        "from_torch-scale": (
+            _torch(scale=0.0),
+            "mapping['scale'] must be between 2^-126 and 2^126, got 0. The limits are min_scale and max_scale.",
+        ),
         "from_torch-below": (_torch({"min_scale": 2.0}, scale=2 - 1.5 * ULP), "mapping['scale'] must be between 2 and"),
         "from_torch-above": (
             _torch({"max_scale": 2.0}, scale=2 + 1.5 * ULP),
-            "mapping['scale'] must be between ... 2,",
+            "mapping['scale'] must be between 2^-126 and 2, got 2.0000001788139343.",
         ),
     },
 }
@@ -738,22 +931,41 @@ REPORT_ERRORS = {
     TypeError: {
         "cast-int": (
             lambda: jmpscale.cast(GRADS, jnp.int8),
-            "dtype must be a floating-point...int8...such as jnp.float16",
+            "dtype must be a floating-point dtype, got int8. Pass the tree, then a dtype such as jnp.float16: "
+            "cast(params, jnp.float16).",
         ),
         "cast-complex": (lambda: jmpscale.cast(GRADS, jnp.complex64), "dtype must be a floating-point dtype, got"),
         "cast-swapped": (lambda: jmpscale.cast(jnp.float16, GRADS), "got dict. Pass the tree, then a dtype"),
         "cast-string": (lambda: jmpscale.cast(GRADS, "float17"), "got 'float17'. Pass the tree"),
         "cast-None": (lambda: jmpscale.cast(GRADS, None), "dtype must be a floating-point dtype, got None"),
         "raise_if_stuck-fraction": (_stuck(2.5), "max_consecutive_skips must be an integer, got 2.5"),
-        "describe-traced": (lambda: _traced(lambda r: r.describe(), REPORT), "describe ...jax.jit. Return the report"),
+        "describe-traced": (
+            lambda: _traced(lambda r: r.describe(), REPORT),
+            "describe reads the report and so cannot run inside jax.jit. Return the report first.",
+        ),
     },
     ValueError: {
-        "raise_if_stuck-zero": (_stuck(0), "max_consecutive_skips must be between 1 and 2147483647...got 0"),
+        "raise_if_stuck-zero": (
+            _stuck(0),
+            "max_consecutive_skips must be between 1 and 2147483647, the largest 32-bit integer, got 0.",
+        ),
         "raise_if_stuck-jit": (lambda: jax.jit(_stuck(1))(STATE), "checkify.checkify"),  # the message is JAX's
-        "grad_report-empty": (lambda: jmpscale.grad_report({"n": 1}), "grads must have a leaf ...got none. Pass"),
-        "grad_report-large": (lambda: _traced(jmpscale.grad_report, _float16(2**31)), "2147483647 ...got 2147483648"),
-        "describe-limit": (lambda: REPORT.describe(0), "limit must be between 1 and 2147483647...got 0"),
-        "describe-several": (REPORTS.describe, "a single report, got a batch of shape (2,). Select one...x[0]"),
+        "grad_report-empty": (
+            lambda: jmpscale.grad_report({"n": 1}),
+            "grads must have a leaf of a floating-point dtype, got none. Pass the gradients.",
+        ),
+        "grad_report-large": (
+            lambda: _traced(jmpscale.grad_report, _float16(2**31)),
+            "2147483647 values in a leaf, got 2147483648.",
+        ),
+        "describe-limit": (
+            lambda: REPORT.describe(0),
+            "limit must be between 1 and 2147483647, the largest 32-bit integer, got 0.",
+        ),
+        "describe-several": (
+            REPORTS.describe,
+            "a single report, got a batch of shape (2,). Select one: jax.tree.map(lambda x: x[0], report).",
+        ),
     },
 }
 
@@ -772,34 +984,69 @@ def _inject(value=jnp.inf, path="['w']", **options):
 
 TOOL_ERRORS = {
     TypeError: {
-        "inject-nnx": (lambda: testing.inject(NNX, jnp.inf), "tree must hold values, got a Flax NNX Dropout...lost."),
+        "inject-nnx": (
+            lambda: testing.inject(NNX, jnp.inf),
+            "tree must hold values, got a Flax NNX Dropout, which is changed in place: the change would be lost.",
+        ),
         "inject_backward-nnx": (
             lambda: testing.inject_backward(NNX, jnp.inf),
-            "got a Flax NNX Dropout...Inject into the result of the model: inject_backward(model(x), jnp.inf, when",
+            "got a Flax NNX Dropout, which is changed in place: the change would be lost. Inject into the result "
+            "of the model: inject_backward(model(x), jnp.inf, when=...).",
         ),
         "inject-step": (_inject(when=2), "when must be a boolean, got 2"),
         "assert_replicated": (lambda: testing.assert_replicated({"w": 1}), "tree['w'] must be an array, got int. Pass"),
-        "trajectory-list": (lambda: plots.scale_trajectory([]), "history must hold ...metrics...got list. ...np.stack"),
+        "trajectory-list": (
+            lambda: plots.scale_trajectory([]),
+            "history must hold the results of metrics after each step, arrays [steps] of ('loss_scale', "
+            "'consecutive_skips', 'last_skip_reason'), got list. Stack a list with jax.tree.map(lambda *x: "
+            "np.stack(x), *the_list).",
+        ),
         "trajectory-step": (lambda: plots.scale_trajectory(jmpscale.metrics(STATE)), "got float32[], int32[], int32[]"),
         "trajectory-partial": (
             lambda: plots.scale_trajectory({"loss_scale": np.ones(3)}),
             "got float64[3], None, None",
         ),
-        "headroom-list": (lambda: plots.headroom([REPORT]), "reports must be a GradReport...got list. ...np.stack"),
+        "headroom-list": (
+            lambda: plots.headroom([REPORT]),
+            "reports must be a GradReport with arrays [steps, leaves], got list. Stack a list with "
+            "jax.tree.map(lambda *x: np.stack(x), *the_list).",
+        ),
         "headroom-step": (lambda: plots.headroom(REPORT), "arrays [steps, leaves], got float32[2]"),
     },
     ValueError: {
-        "inject-path": (_inject(path="w"), """path must lead ...got 'w'. ... are ["['b']", "['w']"]."""),
+        "inject-path": (
+            _inject(path="w"),
+            "path must lead to a floating-point leaf with elements, got 'w'. The paths of this tree are [\"['b']\","
+            " \"['w']\"].",
+        ),
         "inject-path-of-int": (_inject(path="['n']"), "path must lead to a floating-point leaf"),
         "inject-path-of-nothing": (_inject(path="['empty']"), "path must lead to a floating-point leaf"),
-        "inject-tree": (lambda: testing.inject(BIG, jnp.inf, path=GRADS), "path must lead to ...got dict"),
-        "inject-values": (_inject(jnp.ones((2, 3))), "value must be a scalar such as ...got float32[2, 3]. Inject one"),
-        "inject-None": (_inject(None), "value must be a scalar such as ...got None"),
+        "inject-tree": (
+            lambda: testing.inject(BIG, jnp.inf, path=GRADS),
+            "path must lead to a floating-point leaf with elements, got dict.",
+        ),
+        "inject-values": (
+            _inject(jnp.ones((2, 3))),
+            "value must be a scalar such as jnp.inf, got float32[2, 3]. Inject one value at a time.",
+        ),
+        "inject-None": (_inject(None), "value must be a scalar such as jnp.inf, got None."),
         "inject-flags": (_inject(when=FLAGS), "when must be a scalar, got shape (2,)"),
-        "inject_backward-path": (lambda: testing.inject_backward(GRADS, 1, path="w"), "path must lead ...got 'w'"),
-        "histogram-ints": (lambda: plots.exponent_histogram({"n": INTS}), "grads must have ...got none. Pass"),
-        "histogram-empty": (lambda: plots.exponent_histogram({"w": np.zeros(0)}), "grads must have ...got none"),
-        "headroom-limit": (lambda: plots.headroom(REPORTS, limit=0), "limit must be between 1 and 2147483647...got 0"),
+        "inject_backward-path": (
+            lambda: testing.inject_backward(GRADS, 1, path="w"),
+            "path must lead to a floating-point leaf with elements, got 'w'.",
+        ),
+        "histogram-ints": (
+            lambda: plots.exponent_histogram({"n": INTS}),
+            "grads must have a value of a floating-point dtype, got none. Pass the gradients.",
+        ),
+        "histogram-empty": (
+            lambda: plots.exponent_histogram({"w": np.zeros(0)}),
+            "grads must have a value of a floating-point dtype, got none.",
+        ),
+        "headroom-limit": (
+            lambda: plots.headroom(REPORTS, limit=0),
+            "limit must be between 1 and 2147483647, the largest 32-bit integer, got 0.",
+        ),
     },
 }
 

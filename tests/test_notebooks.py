@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-nbclient = pytest.importorskip("nbclient", reason="only installed with the notebooks extra")
-nbformat = pytest.importorskip("nbformat", reason="only installed with the notebooks extra")
-pytest.importorskip("ipykernel", reason="only installed with the notebooks extra")
+nbclient = pytest.importorskip("nbclient", reason="only installed with the group notebooks")
+nbformat = pytest.importorskip("nbformat", reason="only installed with the group notebooks")
+pytest.importorskip("ipykernel", reason="only installed with the group notebooks")
 
 NOTEBOOKS = sorted((pathlib.Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 EACH = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

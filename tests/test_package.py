@@ -2,13 +2,14 @@
 
 import ast
 import graphlib
+import importlib
 import importlib.metadata
 import inspect
+import operator
 import pathlib
 import re
 import subprocess
 import sys
-import tomllib
 
 import pytest
 
@@ -35,16 +36,22 @@ def test_all_lists_the_public_names():
     assert (PACKAGE / "py.typed").exists()
 
 
+def _row_of_api_page(name):
+    """Returns the row for a name: a link to its module, and the first sentence of its docstring."""
+    thing = operator.attrgetter(name)(jmpscale)
+    module = pathlib.Path(inspect.getsourcefile(inspect.unwrap(thing))).relative_to(PACKAGE)
+    return f"| [`{name}`](../jmpscale/{module.as_posix()}) | {inspect.getdoc(thing).splitlines()[0]} |"
+
+
 def test_api_page_lists_the_public_names():
-    page = (ROOT / "docs" / "api.md").read_text()
-    assert sorted(re.findall(r"^\.\. auto(?:function|class):: (\w+)$", page, flags=re.MULTILINE)) == jmpscale.__all__
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
-def test_page_gives_the_repository_once_it_is_set(page):
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    addresses = re.findall(r"git\+(https?://[^\s\"'`)]+)", (ROOT / page).read_text())
-    assert set(addresses) == {project["urls"]["Repository"]} if "urls" in project else not addresses
+    tools = [
+        f"{module}.{name}"
+        for module in ("testing", "plots")
+        for name, function in vars(importlib.import_module(f"jmpscale.{module}")).items()
+        if not name.startswith("_") and getattr(function, "__module__", "") == f"jmpscale.{module}"
+    ]
+    rows = re.findall(r"^\| \[.*$", (ROOT / "docs" / "api.md").read_text(), flags=re.MULTILINE)
+    assert sorted(rows) == sorted(map(_row_of_api_page, jmpscale.__all__ + tools))
 
 
 @pytest.mark.parametrize("name", jmpscale.__all__)
@@ -52,17 +59,20 @@ def test_docstring_documents_the_parameters(name):
     thing = getattr(jmpscale, name)
     doc = inspect.getdoc(thing)
     assert re.match(r"[A-Z].*\.\n", doc + "\n"), "the first line must be a sentence"
-    if thing is jmpscale.SkipReason:
-        return  # its members have docstrings
-    assert ">>> " in doc or name in ("ScalerState", "WithLossScalingState", "GradReport", "Diagnosis", "DiagnosisRow")
+    assert ">>> " in doc or (inspect.isclass(thing) and name != "ScalerConfig")
     section = re.search(r"^(?:Args|Attributes):\n((?:[ ].*\n|\n)+)", doc + "\n", flags=re.MULTILINE)
     documented = re.findall(r"^  (?:\*){0,2}(\w+): ", section[1], flags=re.MULTILINE) if section else []
-    # The settings are described once, as the arguments of `dynamic`.
-    expected = (
-        ["mode"] if thing is jmpscale.ScalerConfig else [x for x in inspect.signature(thing).parameters if x[0] != "_"]
-    )
-    assert documented == expected
+    assert documented == _names_to_document(thing)
     assert "Returns:\n" in doc or inspect.isclass(thing) or name == "raise_if_stuck"
+
+
+def _names_to_document(thing):
+    """Returns the members of an enumeration, or the parameters of a function or class."""
+    if thing is jmpscale.SkipReason:
+        return list(thing.__members__)
+    if thing is jmpscale.ScalerConfig:
+        return ["mode"]  # the settings are described once, as the arguments of `dynamic`
+    return [name for name in inspect.signature(thing).parameters if not name.startswith("_")]
 
 
 def _part(module):
@@ -100,7 +110,7 @@ def test_demonstration_uses_public_names():
 
 
 def test_package_uses_no_private_names_of_other_libraries():
-    pytest.importorskip("ruff", reason="only installed with the dev extra")
+    pytest.importorskip("ruff", reason="only installed with the group dev")
     found = _run("-m", "ruff", "check", "--isolated", "--preview", "--select=SLF001,PLC2701", PACKAGE)
     lines = [line for line in found.stdout.splitlines() if "jmpscale._" not in line]
     assert found.returncode == 0, lines
@@ -124,7 +134,7 @@ CHECKERS = {
 @pytest.mark.full
 @pytest.mark.parametrize("checker", CHECKERS)
 def test_type_checkers_accept_only_right_calls(checker):
-    pytest.importorskip(checker, reason="only installed with the dev extra")
+    pytest.importorskip(checker, reason="only installed with the group dev")
     right = _run(*CHECKERS[checker], TESTS / "types" / "right.py")
     assert right.returncode == 0, right.stdout
     wrong = _run(*CHECKERS[checker], TESTS / "types" / "wrong.py")
@@ -135,14 +145,14 @@ def test_type_checkers_accept_only_right_calls(checker):
 
 @pytest.mark.full
 def test_type_checkers_accept_the_package():
-    pytest.importorskip("mypy", reason="only installed with the dev extra")
+    pytest.importorskip("mypy", reason="only installed with the group dev")
     accepted = _run(*CHECKERS["mypy"], PACKAGE)
     assert accepted.returncode == 0, accepted.stdout
 
 
 @pytest.mark.full
 def test_type_checkers_accept_the_readme(tmp_path):
-    pytest.importorskip("mypy", reason="only installed with the dev extra")
+    pytest.importorskip("mypy", reason="only installed with the group dev")
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
     program = tmp_path / "readme.py"
     command = [*CHECKERS["mypy"], "--check-untyped-defs", "--disable-error-code=no-redef", program]

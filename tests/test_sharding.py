@@ -4,6 +4,7 @@ import functools
 import itertools
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -211,7 +212,7 @@ def test_functions_return_the_results_of_one_device(transformation, function):
     for case, results in _results(transformation).items():
         assert_replicated(results[function][0])
         expected = _results("one device")[case][function]
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), results[function], expected)
+        chex.assert_trees_all_close(results[function], expected, rtol=1e-6)
 
 
 def test_one_device_detects_overflow():

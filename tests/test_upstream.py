@@ -215,15 +215,16 @@ def test_update_reproduces_scales(case):
 
 
 def _settings_on_page():
-    """Returns for each framework the function that creates its scaler, and the text of its section."""
-    part = PAGE.split("\n## Settings\n")[1].split("\n## ")[0]
+    """Returns for each framework the function from its settings to its scaler, and the notes on the framework."""
+    names = {"dynamic": jmpscale.dynamic, "math": math, "lowest": LOWEST, "highest": HIGHEST}
     found, function = {}, None
-    for title, text in re.findall(r"^### (.*?)\n(.*?)(?=^### |\Z)", part, flags=re.MULTILINE | re.DOTALL):
-        for code in re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
-            names = {"jmpscale": jmpscale, "math": math}
-            exec(code, names)
-            function = list(names.values())[-1]  # a section without code refers to the section before it
-        found[title.replace("`", "")] = function, text
+    table = PAGE.split("\n|---|---|---|---|\n")[1].split("\n\n")[0]
+    for row in table.splitlines():
+        framework, settings, arguments, notes = row.strip("| ").split(" | ")
+        if "`" in settings:  # a row without code refers to the row before it
+            signature, call = settings.split("`")[1], arguments.split("`")[1]
+            function = eval(f"lambda {signature}: dynamic({call})", names)
+        found[framework.replace("`", "")] = function, notes
     return found
 
 

@@ -66,16 +66,26 @@ def is_library_function(file: str) -> bool:
 
 def scopes(eqn: core.JaxprEqn) -> tuple[Any, ...]:
     """Returns the named scopes and the transformations around an equation, outermost first."""
-    stack: Any = eqn.source_info.name_stack
-    return stack.stack
+    name_stack: Any = eqn.source_info.name_stack
+    stack = name_stack.stack
+    named = [scope for scope in stack if _is_named(scope)]
+    half = named[: len(named) // 2]
+    # The backward pass of a function with `jax.checkpoint` has the named scopes around it twice.
+    if eqn.params.get("differentiated") and named == half + half:
+        return *(scope for scope in stack if not _is_named(scope)), *half
+    return stack
+
+
+def _is_named(scope: Any) -> bool:
+    return type(scope).__name__ == "Scope"
 
 
 def module_path(scopes: Sequence[Any]) -> str:
     """Returns the path of the module, such as `encoder/dense_1`, without the scopes that JAX adds."""
-    names = (scope.name for scope in scopes if type(scope).__name__ == "Scope")
+    names = [scope.name for scope in scopes if _is_named(scope)]
     return "/".join(name for name in names if name != "rematted_computation" and "->" not in name)
 
 
 def is_backward(scopes: Sequence[Any]) -> bool:
     """Tests whether an operation is part of a backward pass."""
-    return any(type(scope).__name__ == "Transform" and scope.name == "transpose" for scope in scopes)
+    return any(not _is_named(scope) and scope.name == "transpose" for scope in scopes)

@@ -49,7 +49,7 @@ def diagnose(
     The evaluation enters compiled functions, loops, the branches that are taken, checkpointed functions and custom
     derivative rules. Kernels, callbacks and `jax.shard_map` run as one operation; the measured scales include them.
     Loops with very many iterations continue as one operation. Callbacks without results, such as `jax.debug.print`, do
-    not run.
+    not run. If a program runs in several processes, all of them must call the diagnosis.
 
     Args:
       fun: the loss function, as for `value_and_grad`; `autocast` may be applied to it. Of a training step that is
@@ -64,8 +64,8 @@ def diagnose(
       one. Flax NNX objects among the arguments are not changed.
 
     Raises:
-      TypeError: `fun` is not callable; an argument is abstract or traced; or an argument, or a value that `fun` closes
-        over, is a `jax.Ref`.
+      TypeError: `fun` is not callable; an argument is abstract or traced; an argument, or a value that `fun` closes
+        over, is a `jax.Ref`; or `fun` creates one.
       ValueError: the first argument contains no scaler, more than one, or a batch of scalers; or an argument was
         donated to a compiled function.
 

@@ -36,8 +36,9 @@ def origins(outputs: Iterable[Result]) -> list[Result]:
     An error that a later operation removes, such as the infinity of a mask, is not on the way to an output.
     """
     ends = list(outputs)
-    if any(map(_is_finite_in_float32_only, ends)):
-        infinite = _walk(ends, _is_finite_in_float32_only)
+    not_finite = [x for x in ends if _is_finite_in_float32_only(x)]
+    if not_finite:
+        infinite = _walk(not_finite, _is_finite_in_float32_only)
         return _walk(infinite, lambda x: x.measured.error > _USELESS)
     limit = min(LARGE_ERROR, max((x.measured.error for x in ends), default=0.0) / 3)
     return _walk(ends, lambda x: x.measured.error > limit)

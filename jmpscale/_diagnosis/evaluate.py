@@ -17,7 +17,13 @@ from jax.extend import core
 
 from jmpscale._base.jaxpr import called_jaxpr, evaluate_equation, scan_carry_size, split_scan_inputs
 from jmpscale._base.source import is_backward, is_library_function, module_path, scopes, user_line
-from jmpscale._diagnosis.float32 import compiler_options, run_equation_in_float32, runs_as_written, widen
+from jmpscale._diagnosis.float32 import (
+    compiler_options,
+    literal_value,
+    run_equation_in_float32,
+    runs_as_written,
+    widen,
+)
 from jmpscale._diagnosis.measure import Measured, is_number, measure, relative_error
 
 LIMIT = 100_000  # operations; loops that would exceed it continue as compiled programs
@@ -126,12 +132,11 @@ class _Evaluator:
     def run(self, jaxpr: core.Jaxpr, consts: list[Value], inputs: list[Value], place: _Place) -> list[Value]:
         values: dict[Any, Value] = dict(zip(jaxpr.constvars, consts, strict=True))
         values.update(zip(jaxpr.invars, inputs, strict=True))
-        last_uses = _last_uses(jaxpr)
 
         def read(x: Any) -> Value:
-            return _given(np.asarray(x.val)) if isinstance(x, core.Literal) else values[x]
+            return _given(literal_value(x)) if isinstance(x, core.Literal) else values[x]
 
-        for eqn, unused in zip(jaxpr.eqns, last_uses, strict=True):
+        for eqn, unused in zip(jaxpr.eqns, last_uses(jaxpr), strict=True):
             outputs = self._equation(eqn, [read(x) for x in eqn.invars], place)
             values.update(zip(eqn.outvars, outputs, strict=True))
             for x in unused:  # frees the memory
@@ -208,7 +213,7 @@ class _Evaluator:
     def _operation(self, eqn: core.JaxprEqn, inputs: list[Value], place: _Place) -> list[Value]:
         self._count += 1
         self._progress(f"{self._count} operations")
-        run, written_inputs = _compiled(_Operation(eqn)), [x.written for x in inputs]
+        run, written_inputs = compiled(_Operation(eqn)), [x.written for x in inputs]
         outputs = run([x.float32 for x in inputs], written_inputs)
         if eqn.primitive.name in _REARRANGEMENTS:
             return [Value(*pair, inputs[0].result) for pair in zip(*outputs, strict=True)]
@@ -225,7 +230,7 @@ class _Evaluator:
         self, eqn: core.JaxprEqn, inputs: list[Value], move: Callable[..., Any], place: _Place, index: int = 0
     ) -> Value:
         """Returns values in another arrangement, such as an entry of the sequence of a scan."""
-        outputs = _compiled_move(move)([x.float32 for x in inputs], [x.written for x in inputs], index)
+        outputs = compiled_move(move)([x.float32 for x in inputs], [x.written for x in inputs], index)
         return self._values(eqn, outputs, inputs, place, moves=True, run_on_rounded=lambda: outputs[1])[0]
 
     def _values(
@@ -281,7 +286,7 @@ class _Operation:
 
 
 @functools.lru_cache(maxsize=10_000)
-def _compiled(operation: _Operation) -> Callable[[list[Any], list[Any]], _Outputs]:
+def compiled(operation: _Operation) -> Callable[[list[Any], list[Any]], _Outputs]:
     """Compiles an operation in float32 and as written."""
     eqn = operation.eqn
 
@@ -292,7 +297,7 @@ def _compiled(operation: _Operation) -> Callable[[list[Any], list[Any]], _Output
 
 
 @functools.lru_cache(maxsize=100)
-def _compiled_move(move: Callable[..., Any]) -> Callable[[list[Any], list[Any], int], _Outputs]:
+def compiled_move(move: Callable[..., Any]) -> Callable[[list[Any], list[Any], int], _Outputs]:
     def run(float32: list[Any], written: list[Any], index: Any) -> _Outputs:
         return [move(float32, index)], [move(written, index)]
 
@@ -315,7 +320,7 @@ def _concatenate(values: list[Any], index: Any) -> Any:
     return jnp.concatenate(values)
 
 
-def _last_uses(jaxpr: core.Jaxpr) -> list[list[Any]]:
+def last_uses(jaxpr: core.Jaxpr) -> list[list[Any]]:
     """Returns for each equation the variables that no later equation reads, and that are not outputs."""
     last = {x: i for i, eqn in enumerate(jaxpr.eqns) for x in (*eqn.invars, *eqn.outvars) if isinstance(x, core.Var)}
     for x in jaxpr.outvars:

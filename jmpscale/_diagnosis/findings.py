@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jmpscale._diagnosis.causes import float32_origins, origins
+from jmpscale._diagnosis.causes import Kind, float32_origins, kind_of, origins
 from jmpscale._diagnosis.evaluate import Evaluation, Result, evaluate
 from jmpscale._diagnosis.measure import relative_error
 from jmpscale._diagnosis.scales import Reference, Scales, measure_scales, run_reference
@@ -27,6 +27,7 @@ class Findings(NamedTuple):
       scale: the present scale if another one fits, otherwise the best scale.
       loss_error: the relative error of the loss if it is more than rounding, otherwise 0.
       origins: the results at which errors begin, in program order.
+      overflows: the results that overflow at larger scales, if no scale fits because of an underflow.
     """
 
     reference: Reference
@@ -35,6 +36,7 @@ class Findings(NamedTuple):
     scale: float
     loss_error: float
     origins: list[Result]
+    overflows: list[Result]
 
     @property
     def healthy(self) -> bool:
@@ -57,21 +59,45 @@ def examine(step: Step, scale: float, progress: Callable[[str], None]) -> Findin
     best = 0 if scales is None or scales.best is None else scales.best
     evaluated = scale if present_is_relevant else 2.0**best
     evaluation = evaluate(step.jaxpr, step.consts, [np.float32(evaluated)], progress)
-    loss_error = _loss_error(reference, scales)
-    found = _origins(evaluation, reference, scales, loss_error, scale)
-    return Findings(reference, scales, evaluation, evaluated, loss_error, found)
+    loss_error = loss_error_of(reference, scales)
+    found = origins_of(evaluation, reference, scales, loss_error, scale)
+    overflows = _overflows_above(step, scales, found, progress) if scales else []
+    return Findings(reference, scales, evaluation, evaluated, loss_error, found, overflows)
 
 
-def _loss_error(reference: Reference, scales: Scales | None) -> float:
+def _overflows_above(step: Step, scales: Scales, found: list[Result], progress: Callable[[str], None]) -> list[Result]:
+    """Returns the results that overflow at the smallest scale that is too large, if a smaller one underflows."""
+    underflows = bool(found) and found[0].site.backward and kind_of(found[0]) is Kind.UNDERFLOW
+    if scales.fitting is not None or scales.best is None or not underflows:
+        return []
+    too_large = [k for k, error in scales.errors.items() if k > scales.best and math.isinf(error)]
+    if not too_large:
+        return []
+    evaluation = evaluate(step.jaxpr, step.consts, [np.float32(2.0 ** min(too_large))], progress)
+    begins = origins(x.result for x in evaluation.outputs[1:] if x.result is not None)
+    return [x for x in begins if kind_of(x) is Kind.OVERFLOW]
+
+
+def loss_error_of(reference: Reference, scales: Scales | None) -> float:
+    """Returns the relative error of the loss if it is more than rounding, otherwise 0."""
     if scales is None:
         return 0.0
     error = relative_error(reference.loss, scales.loss)
     return error if error > max(_LARGEST_LOSS_ERROR, reference.loss_rounding) else 0.0
 
 
-def _origins(
+def origins_of(
     evaluation: Evaluation, reference: Reference, scales: Scales | None, loss_error: float, scale: float
 ) -> list[Result]:
+    """Returns the results at which the errors of the outputs begin, if the present scale does not fit.
+
+    Args:
+      evaluation: the operations.
+      reference: the step in float32.
+      scales: the step as written; None if the step is not finite in float32.
+      loss_error: the relative error of the loss if it is more than rounding, otherwise 0.
+      scale: the present scale.
+    """
     loss, *grads = [x.result for x in evaluation.outputs]
     if scales is None:
         return float32_origins(x for x in (loss, *grads) if x is not None)

@@ -38,13 +38,18 @@ def widen(x: Any) -> Any:
     return x.astype(np.float32) if is_narrow(x) else x
 
 
+def literal_value(literal: core.Literal) -> np.ndarray:
+    """Returns the value of a constant in a program, of which some are Python numbers."""
+    return np.asarray(literal.val, type_of(literal).dtype)
+
+
 def run_in_float32(jaxpr: core.Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
     """Returns the outputs of a jaxpr, computed in float32 where the program computes in less. It can be compiled."""
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, map(widen, consts), strict=True))
     values.update(zip(jaxpr.invars, map(widen, inputs), strict=True))
 
     def read(x: Any) -> Any:
-        return widen(np.asarray(x.val)) if isinstance(x, core.Literal) else values[x]
+        return widen(literal_value(x)) if isinstance(x, core.Literal) else values[x]
 
     for eqn in jaxpr.eqns:
         values.update(zip(eqn.outvars, run_equation_in_float32(eqn, [read(x) for x in eqn.invars]), strict=True))

@@ -48,16 +48,16 @@ def infinite_arguments_matter(step: Step) -> bool:
 
 def harmful_constant(step: Step, was_finite: bool) -> Constant | None:
     """Returns a constant in whose place a nearby number makes a step finite, or not zero if it was finite already."""
-    found = dict.fromkeys(constant for eqn, _ in equations(step.jaxpr) for constant in _constants(eqn))
+    found = dict.fromkeys(constant for eqn, _ in equations(step.jaxpr) for constant in constants(eqn))
     for constant in list(found)[:_TRIED_LINES]:
-        changed = rewrite(step.jaxpr, functools.partial(_without, constant), {})
+        changed = rewrite(step.jaxpr, functools.partial(without, constant), {})
         outputs = run_float32(step._replace(jaxpr=changed))
         if are_finite(outputs) and not (was_finite and are_zero(outputs)):
             return constant
     return None
 
 
-def _constants(eqn: core.JaxprEqn) -> list[Constant]:
+def constants(eqn: core.JaxprEqn) -> list[Constant]:
     """Returns the operands of an equation that are constants of zero or infinity in half precision."""
     if eqn.primitive.name not in _ARITHMETIC:
         return []
@@ -67,9 +67,9 @@ def _constants(eqn: core.JaxprEqn) -> list[Constant]:
     return [Constant(line, eqn.primitive.name, *x) for x in values if x[1] == 0 or math.isinf(x[1])]
 
 
-def _without(constant: Constant, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
+def without(constant: Constant, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
     """Returns an equation with the nearest finite, nonzero number in place of a constant."""
-    if constant not in _constants(eqn):
+    if constant not in constants(eqn):
         return [eqn]
     info = jnp.finfo(constant.dtype)
     nearest = math.copysign(info.max if constant.value else info.smallest_subnormal, constant.value)

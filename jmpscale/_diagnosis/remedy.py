@@ -1,13 +1,14 @@
 """Tries a remedy before a report recommends it: the program runs with some of its matmuls in float32."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jax.extend import core
 
-from jmpscale._autocast import matmuls_in_float32
+from jmpscale._autocast import MATMULS, matmuls_in_float32
 from jmpscale._base.source import user_line
 from jmpscale._diagnosis.causes import lines_to_change
+from jmpscale._diagnosis.evaluate import Result
 from jmpscale._diagnosis.findings import Findings, examine
 from jmpscale._diagnosis.step import Step
 
@@ -40,32 +41,39 @@ def try_remedy(
     Returns:
       The remedy, whether it helps or not; None if the matmuls are not converted by `autocast`.
     """
-    lines: list[str] = []
+    remedy: Remedy | None = None
+    tried: list[str] = []
+    kept: list[str] = []
     for _ in range(_ROUNDS):
-        candidates = [[x for x in lines_to_change(origin) if x not in lines] for origin in findings.origins]
-        new = next(filter(None, candidates), None)
-        if new is None:
+        tried += _next_lines(findings.origins, tried)
+        step, lines = _trace_with_float32(trace, tried)
+        if lines == kept:  # no other line has a matmul
             break
-        lines += new
-        step, lines = _trace_with_float32(trace, lines)
-        if not lines:
-            break
+        kept = lines
         progress("tries a remedy")
         findings = examine(step, scale, progress)
+        remedy = Remedy(lines, findings)
         if findings.healthy:
             break
-    return Remedy(lines, findings) if lines else None
+    return remedy
+
+
+def _next_lines(origins: Sequence[Result], tried: list[str]) -> list[str]:
+    """Returns the lines to change for the first origin of an error for which some have not been tried."""
+    untried = [[line for line in lines_to_change(origin) if line not in tried] for origin in origins]
+    return next(filter(None, untried), [])
 
 
 def _trace_with_float32(trace: Callable[[], Step], lines: list[str]) -> tuple[Step, list[str]]:
-    """Traces a step with the matmuls of some lines in float32; returns the lines that have such matmuls, too."""
+    """Traces a step with the matmuls of some lines in float32; returns the step, and the lines that have matmuls."""
     kept: set[str] = set()
 
     def is_kept(eqn: core.JaxprEqn) -> bool:
         line = user_line(eqn)
-        if line in lines:
-            kept.add(line)
-        return line in lines
+        if eqn.primitive.name not in MATMULS or line not in lines:
+            return False
+        kept.add(line)
+        return True
 
     with matmuls_in_float32(is_kept):
         step = trace()

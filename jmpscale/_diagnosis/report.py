@@ -1,4 +1,4 @@
-"""What a diagnosis returns: measured numbers, a row for each operation, and their description."""
+"""The result of a diagnosis: measured numbers, a row for each operation, and their description."""
 
 import dataclasses
 import math
@@ -25,11 +25,11 @@ class DiagnosisRow:
       dtype: the name of the dtype.
       backward: whether the operation is part of the backward pass.
       max_abs: the largest finite magnitude in float32.
-      error: the L2 norm of the difference to float32, relative to the norm in float32. It is infinite where a value
-        overflows, which is harmless if a later operation removes the value, as softmax removes a mask.
+      error: the L2 norm of the difference to float32, relative to the norm in float32. It is infinite if a value
+        overflows; this is harmless if a later operation removes the value, as softmax removes a mask.
       overflow: the fraction of values that are finite in float32 only.
       underflow: the fraction of the L1 norm in values that are zero, and not zero in float32.
-      subnormal: the fraction of the L1 norm in values that are subnormal, and have less precision.
+      subnormal: the fraction of the L1 norm in values that are subnormal, and so less precise.
       steps: the iterations of the loops around the operation, outermost first and counted from 0, in which the error
         is largest.
     """
@@ -106,9 +106,9 @@ class Diagnosis:
       loss_scale: the present loss scale.
       scale_errors: pairs of a loss scale and the `gradient_error` at this scale, for all scales that were tried.
       rows: a `DiagnosisRow` for each operation with floating-point results, in program order.
-      causes: the rows at which the errors begin, if the step differs from float32.
+      causes: the rows at which the errors begin, if there are errors.
       not_entered: the operations that were not evaluated in float32, or not one at a time, such as kernels.
-      summary: what to do, in one to three sentences.
+      summary: the change to make, in one to three sentences.
     """
 
     loss: float
@@ -140,7 +140,7 @@ class Diagnosis:
         return self._fitting
 
     def describe(self, limit: int = 20) -> str:
-        """Describes what to do, in one to three sentences, and then the operations in a table.
+        """Describes the change to make, in one to three sentences, and then the operations in a table.
 
         Args:
           limit: the number of rows of the table.
@@ -166,7 +166,7 @@ class Diagnosis:
         if self.rows:
             parts.append(self._table(limit))
         if self.not_entered:
-            parts.append("These operations ran as one, or in their own dtype:")
+            parts.append("These operations were evaluated as a whole, or in their own dtype:")
             parts += [f"  {name}" for name in self.not_entered[:_SHOWN]]
             parts += [f"  and {len(self.not_entered) - _SHOWN} more"] if len(self.not_entered) > _SHOWN else []
         return "\n".join(parts)
@@ -194,7 +194,7 @@ def _cells(row: DiagnosisRow) -> list[str]:
 
 
 def format_percentage(fraction: float) -> str:
-    """Formats a fraction, with the digits that matter."""
+    """Formats a fraction as a percentage with three digits."""
     if math.isinf(fraction):
         return "inf"
     if fraction == 0:

@@ -129,7 +129,7 @@ def measure_scales(step: Step, scale: float, reference: Reference, progress: Cal
         return errors[exponent]
 
     loss, present = outputs_at(scale)
-    fitting, best = _search(error, round(math.log2(scale)))
+    fitting, best = search(error, round(math.log2(scale)))
     return Scales(loss, _largest(present), {k: _largest(errors[k]) for k in sorted(errors)}, fitting, best)
 
 
@@ -137,8 +137,13 @@ def _largest(errors: np.ndarray | None) -> float:
     return math.inf if errors is None else float(errors.max(initial=0.0))
 
 
-def _search(error: Callable[[int], np.ndarray | None], present: int) -> tuple[tuple[int, int] | None, int | None]:
-    """Returns the exponents of the smallest and largest scales that fit, and of the best one."""
+def search(error: Callable[[int], np.ndarray | None], present: int) -> tuple[tuple[int, int] | None, int | None]:
+    """Returns the exponents of the smallest and largest scales that fit, and the exponent of the best one.
+
+    Args:
+      error: returns the error of each gradient at a power of two, or None if a gradient is not finite.
+      present: the exponent of the present scale.
+    """
     starts = [present, 0, 12, -12, -24, -40, -60, -90, _LOWEST]
     start = next((k for k in starts if error(k) is not None), None)
     if start is None:
@@ -147,12 +152,14 @@ def _search(error: Callable[[int], np.ndarray | None], present: int) -> tuple[tu
     # The error is constant from the largest scale down to where values begin to underflow, unless the backward pass
     # clips, or compares scaled values with others: then smaller scales may be better.
     plateau = [k for k in (highest, highest - 3, highest - 6) if k >= _LOWEST and error(k) is not None]
-    if min(_largest(error(k)) for k in plateau) > _TOLERANCE:
-        lower = [0, *(k for k in range(highest - 12, highest - 49, -6) if k >= _LOWEST)]
-        plateau += [k for k in lower if error(k) is not None]
     best = min(plateau, key=lambda k: _largest(error(k)))
-    if _largest(error(best)) > LARGEST_ERROR:
-        return None, best
+    if _largest(error(best)) > _TOLERANCE:
+        smaller = [0, *(k for k in range(highest - 12, highest - 49, -6) if k >= _LOWEST)]
+        plateau += [k for k in smaller if error(k) is not None]
+        on_plateau = best
+        best = min(plateau, key=lambda k: _largest(error(k)))
+        if _largest(error(best)) > LARGEST_ERROR:
+            return None, on_plateau  # not a smaller one, at which all gradients are zero and the error is only 100%
     known = [found for found in map(error, plateau) if found is not None]
     smallest = np.min(known, axis=0)  # of each gradient
 

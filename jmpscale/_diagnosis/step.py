@@ -11,13 +11,15 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._base.frameworks import is_nnx_object
-from jmpscale._base.jaxpr import rewrite
+from jmpscale._base.jaxpr import equations, rewrite
+from jmpscale._base.source import user_line
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, check_no_refs, flatten_gradients, is_inexact, is_traced, named_leaves
 from jmpscale._state import ScalerState, static
 
 _UNREADABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
 _CALLBACKS = {"debug_callback", "debug_print", "io_callback"}
+_NEW_REFS = {"array_ref", "empty_ref", "new_ref"}
 
 
 class Step(NamedTuple):
@@ -61,7 +63,19 @@ def _trace(loss_and_grads: Callable[[ScalerState, PyTree, PyTree], PyTree], argu
 
     closed = jax.make_jaxpr(outputs)(jnp.float32(1.0))
     check_no_refs(closed.consts, "the values that fun closes over")
+    _check_no_new_refs(closed.jaxpr)
     return Step(rewrite(closed.jaxpr, _without_callback, {}), closed.consts)
+
+
+def _check_no_new_refs(jaxpr: core.Jaxpr) -> None:
+    """Raises if a step creates references. A kernel may, because it runs as written."""
+    for eqn, holder in equations(jaxpr):
+        if eqn.primitive.name in _NEW_REFS and not holder:
+            raise TypeError(
+                f"fun must not create a jax.Ref, got {eqn.primitive.name} at {user_line(eqn) or 'an unknown line'}. "
+                "diagnose evaluates each operation by itself, and an operation cannot return a reference. Compute new "
+                "values instead, and carry them through loops."
+            )
 
 
 def _without_callback(eqn: core.JaxprEqn) -> list[core.JaxprEqn]:

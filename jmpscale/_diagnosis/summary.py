@@ -100,7 +100,8 @@ def _describe_underflow(findings: Findings, first: Result) -> str:
     fraction = format_percentage(first.measured.underflow + first.measured.subnormal)
     text = f"{_name(first)} underflows: {fraction} of its result is zero or subnormal in {first.site.dtype}"
     if first.site.backward:
-        return f"No loss scale fits. At {format_scale(findings.scale)}, the best, {text}."
+        above = f" At larger scales, {_name(findings.overflows[0])} overflows." if findings.overflows else ""
+        return f"No loss scale fits. At {format_scale(findings.scale)}, the best, {text}.{above}"
     return f"The forward pass underflows: {text}. A loss scale cannot prevent that."
 
 

@@ -1,0 +1,151 @@
+"""diagnose computes a program in float32 exactly as the same program that is written in float32 does."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jmpscale._diagnosis.float32 import run_in_float32
+
+import meshes
+
+X = jnp.float16(np.linspace(-1.5, 1.1, 8).reshape(2, 4))
+
+
+def scan(x):
+    def body(carry, row):
+        h, count = carry
+        return (h * row + 0.125, count + 1), (h, count)
+
+    (h, count), (rows, counts) = jax.lax.scan(body, (x[0], 0), x, reverse=True)
+    return [h, count, rows, counts]
+
+
+def while_loop(x):
+    return jax.lax.while_loop(
+        lambda c: c[1] < c[0].dtype.type(2.5), lambda c: (c[0] * 1.125, c[1] + 1), (x, x[0, 0] * 0)
+    )
+
+
+def while_loop_that_captures(x):
+    limit, factor = x.max() * 2, x[:1] * 0 + 1.5
+    return jax.lax.while_loop(lambda h: h.max() < limit, lambda h: h * factor, x)
+
+
+def cond(x):
+    return jax.lax.cond(x[0, 0] < 0, lambda x: (x * 1.125, 1.0), lambda x: (x, 0.0), x)
+
+
+@jax.custom_jvp
+def cube(x):
+    return x**3
+
+
+cube.defjvp(lambda primals, tangents: (primals[0] ** 3, 3 * primals[0] ** 2 * tangents[0]))
+
+
+def gradient(x):
+    loss = jax.checkpoint(lambda x: cube(jnp.sin(x)) * 1.125)
+    return jax.grad(lambda x: jax.jit(loss)(x).sum())(x)
+
+
+def reductions(x):
+    product = jax.lax.reduce(x, x.dtype.type(1), lambda a, b: a * b * x.dtype.type(1.125), (0,))
+    window = jax.lax.reduce_window(x, x.dtype.type(1), lambda a, b: a * b, (1, 2), (1, 1), "VALID")
+    return [product, window, jnp.cumsum(x, 1), x.sum(), jnp.argmax(x), jnp.sort(x, 1), jax.lax.top_k(x, 2)]
+
+
+def scatters(x):
+    index = jnp.array([0, 0, 1])
+    return [x.at[index].add(0.125), x.at[index, index].mul(1.125), x[index]]
+
+
+def matmuls(x):
+    preferred = functools.partial(jnp.matmul, preferred_element_type=x.dtype)
+    return [x @ x.T, preferred(x, x.T), jnp.einsum("ij,kj->ik", x, x, precision="default")]
+
+
+def conversions(x):
+    return [
+        x.astype(jnp.int32),
+        (x > 0).astype(x.dtype) * 0.125,
+        jnp.arange(3, dtype=x.dtype) * 0.125,
+        jnp.zeros(2, x.dtype),
+    ]
+
+
+def sharded(x):
+    mesh = meshes.make_mesh(data=2)
+    mapped = jax.shard_map(
+        lambda x: jax.lax.psum(jnp.sin(x), "data") * 1.125, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P()
+    )
+    return mapped(x)
+
+
+def unchecked(x):
+    mesh = meshes.make_mesh(data=2, other=2)
+    mapped = jax.shard_map(
+        lambda x: jax.lax.all_gather(jnp.sin(x), "data", tiled=True) * 1.125,
+        mesh=mesh,
+        in_specs=jax.P("data"),
+        out_specs=jax.P(),
+        axis_names={"data"},
+        check_vma=False,
+    )
+    return jax.jit(mapped)(x)
+
+
+PROGRAMS = {
+    "arithmetic": lambda x: jnp.tanh(x * 1.125) / (x**2 + 0.125) - jax.nn.softmax(x),
+    "constant": lambda x: x * np.float16([[1, 2, 3, 4]]).astype(x.dtype),
+    "scan": scan,
+    "while": while_loop,
+    "while that captures": while_loop_that_captures,
+    "cond": cond,
+    "gradient": gradient,
+    "reductions": reductions,
+    "scatters": scatters,
+    "matmuls": matmuls,
+    "conversions": conversions,
+    "integers": lambda x: [jnp.argsort(x, 1) * 2, jnp.sum(x > 0)],
+    "shard_map": sharded,
+    "shard_map without types": unchecked,
+}
+
+
+def run(fun, x):
+    closed = jax.make_jaxpr(fun)(x)
+    return jax.jit(lambda consts, x: run_in_float32(closed.jaxpr, consts, [x]))(closed.consts, x)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program_runs_in_float32(name):
+    found = run(PROGRAMS[name], X)
+    expected = jax.tree.leaves(jax.jit(PROGRAMS[name])(X.astype(jnp.float32)))
+    assert len(found) == len(expected)
+    for x, y in zip(found, expected, strict=True):
+        assert x.dtype == jnp.asarray(y).dtype
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
+
+
+FIXED = {  # operations whose results in float16 do not exist in float32
+    "bits": (lambda x: jax.lax.bitcast_convert_type(x, jnp.int16), jnp.int16),
+    "the next number": (lambda x: jnp.nextafter(x, jnp.float16(9)), jnp.float32),
+    "rounding": (lambda x: jax.lax.reduce_precision(x, 5, 3), jnp.float32),
+    "callback": (lambda x: jax.pure_callback(_double, jax.ShapeDtypeStruct(x.shape, x.dtype), x), jnp.float32),
+}
+
+
+def _double(x):
+    assert x.dtype == np.float16
+    return np.asarray(x) * np.float16(2)
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_operation_with_a_fixed_dtype_runs_as_written(name):
+    fun, dtype = FIXED[name]
+    (found,) = run(fun, X)
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found, fun(X))

@@ -1,0 +1,256 @@
+"""diagnose finds constants that half precision cannot hold, traces a step without changing its arguments, and shows
+its progress.
+"""
+
+import io
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jmpscale
+from jmpscale._base.jaxpr import type_of
+from jmpscale._diagnosis import progress
+from jmpscale._diagnosis.inputs import (
+    Constant,
+    are_finite,
+    are_zero,
+    constants,
+    harmful_constant,
+    infinite_arguments_matter,
+    without,
+)
+from jmpscale._diagnosis.scales import run_reference
+from jmpscale._diagnosis.step import Step, non_finite_arguments, trace_step
+
+H = jnp.float16
+
+
+# --- Constants. ---
+
+
+def equation(fun, dtype=H):
+    (eqn,) = jax.make_jaxpr(fun)(jnp.ones(2, dtype)).jaxpr.eqns
+    return eqn
+
+
+CONSTANTS = {  # an operation, the constant that half precision cannot hold, and the nearest number
+    "zero": (lambda x: x + H(0), 0.0, 2.0**-24),
+    "on the left": (lambda x: H(0) - x, 0.0, 2.0**-24),
+    "infinity": (lambda x: x * H(np.inf), math.inf, 65504.0),
+    "negative infinity": (lambda x: x / H(-np.inf), -math.inf, -65504.0),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_constant_is_replaced_by_the_nearest_number(name):
+    fun, value, nearest = CONSTANTS[name]
+    eqn = equation(fun)
+    (constant,) = constants(eqn)
+    assert constant[1:] == (eqn.primitive.name, np.dtype(np.float16), value)
+    assert constant.line.startswith("test_diagnose_inputs.py:")
+    (changed,) = without(constant, eqn)
+    literals = [getattr(x, "val", None) for x in changed.invars]
+    assert literals == [nearest if getattr(x, "val", None) == value else None for x in eqn.invars]
+    assert [type_of(x) for x in changed.invars] == [type_of(x) for x in eqn.invars]
+    assert without(constant._replace(line="model.py:1 (f)"), eqn) == [eqn]
+
+
+HARMLESS = {
+    "a number": (lambda x: x * H(2), H),
+    "float32": (lambda x: x * np.float32(0), jnp.float32),
+    "a comparison": (lambda x: x > H(0), H),
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_harmless_constants(name):
+    assert constants(equation(*HARMLESS[name])) == []
+
+
+def step(fun, *consts):
+    closed = jax.make_jaxpr(lambda scale: fun(*consts))(jnp.float32(1))
+    return Step(closed.jaxpr, closed.consts)
+
+
+HARMFUL = {  # a function that returns a loss and gradients, whether the step was finite, and the line with the constant
+    "zero loss": (lambda x: [(x * H(0)).sum(), x * H(0.5)], True, 0.0),
+    "a loss that stays zero": (lambda x: [(x * H(0) - x * H(0)).sum(), x], True, None),
+    "infinite loss": (lambda x: [(x * H(np.inf)).sum(), x], False, math.inf),
+    "the second constant": (lambda x: [(x + H(0)).sum(), (x + H(np.inf)) * H(0.5)], False, math.inf),
+    "no constant": (lambda x: [(x * H(2)).sum(), x], False, None),
+}
+
+
+@pytest.mark.parametrize("name", HARMFUL)
+def test_harmful_constant(name):
+    fun, was_finite, value = HARMFUL[name]
+    found = harmful_constant(step(fun, jnp.ones(2, H)), was_finite)
+    assert (found and found.value) == value
+    assert found is None or isinstance(found, Constant)
+
+
+ZERO, ONE, INF = jnp.zeros(2), jnp.ones(2), jnp.float32([np.inf, 0])
+OUTPUTS = {  # the loss and the gradients; whether all are finite; whether the loss or all gradients are zero
+    "ordinary": ([ONE, ZERO, ONE], True, False),
+    "zero loss": ([ZERO, ONE, ONE], True, True),
+    "zero gradients": ([ONE, ZERO, ZERO], True, True),
+    "infinite loss": ([INF, ONE, ONE], False, False),
+    "an infinite gradient": ([ONE, ONE, INF], False, False),
+}
+
+
+@pytest.mark.parametrize(("outputs", "finite", "zero"), OUTPUTS.values(), ids=OUTPUTS)
+def test_outputs_are_finite_or_zero(outputs, finite, zero):
+    assert (are_finite(outputs), are_zero(outputs)) == (finite, zero)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_zeros_replace_infinities_and_nan_in_arguments(value):
+    x = jnp.float32([value, 1])
+    assert infinite_arguments_matter(step(lambda x: [jnp.sum(x * x), x], x))
+    assert not infinite_arguments_matter(step(lambda x: [jnp.sum(1 / (x * 0)), x], x))
+
+
+def keywords(w, batch, bias=None):
+    """A function whose arguments have names."""
+
+
+def unnamed(*args, **options):
+    """A function whose arguments have no names."""
+
+
+NAN = jnp.float32([1.0, np.nan])
+ARGUMENTS = {  # a function, its arguments, and the names of the ones that are not finite
+    "positional": (keywords, (ONE, {"image": NAN, "label": ONE}), {}, ["batch['image']"]),
+    "keyword": (keywords, (INF, ONE), {"bias": NAN}, ["w", "bias"]),
+    "without names": (unnamed, (ONE, [ONE, NAN]), {"bias": INF}, ["args[1][1]", "options['bias']"]),
+    "without a signature": (max, (ONE, NAN), {"key": INF}, ["args[1]", "key"]),
+    "another signature": (lambda: None, (NAN,), {}, ["args[0]"]),
+    "integers and texts": (keywords, (np.arange(2), "text"), {"bias": None}, []),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_that_are_not_finite_are_named(name):
+    fun, args, kwargs, expected = ARGUMENTS[name]
+    assert non_finite_arguments(fun, args, kwargs) == expected
+
+
+# --- The reference in float32. ---
+
+
+def test_reference_knows_rounding_noise():
+    x = jnp.float32(np.linspace(0.7, 1.3, 64))
+    noise = (x - x.mean()).sum()  # zero but for rounding
+    reference = run_reference(step(lambda x: [2 * x[0], x, (x - x.mean()).sum(), 0 * x], x))
+    assert noise != 0
+    assert reference.decisive == [True, False, False]
+    assert reference.finite
+    assert reference.loss == 2 * x[0]
+    assert [g.shape for g in reference.grads] == [(64,), (), (64,)]
+    assert reference.loss_rounding == pytest.approx(2.0**-10, rel=0.3)
+
+
+def test_reference_knows_how_rounding_of_the_arguments_changes_the_loss():
+    x = jnp.float32([1000.7, -1000.1, 1000.3, -1000.2])
+    assert run_reference(step(lambda x: [x.sum(), x], x)).loss_rounding > 0.1
+
+
+def test_reference_that_is_not_finite():
+    assert not run_reference(step(lambda x: [x.sum(), x / 0], ONE)).finite
+    assert not run_reference(step(lambda x: [x.sum() / 0, x], ONE)).finite
+
+
+# --- Tracing. ---
+
+
+class Counter(nnx.Module):
+    def __init__(self):
+        self.weight = nnx.Param(jnp.ones(2))
+        self.calls = nnx.Variable(jnp.int32(0))
+
+
+def traced(loss, *args, transform=jax.value_and_grad, **kwargs):
+    differentiated = jmpscale.value_and_grad(loss, transform=transform)
+    return trace_step(lambda state, args, kwargs: differentiated(state, *args, **kwargs), args, kwargs)
+
+
+def test_tracing_changes_no_nnx_object():
+    model, teacher, counter = Counter(), Counter(), Counter()
+    teacher.calls = counter.calls
+
+    def loss(model, others):
+        model.calls[...] += 1
+        others["counter"].calls[...] += 1
+        assert others["teacher"].calls is others["counter"].calls
+        return jnp.sum(model.weight[...] * others["teacher"].weight[...])
+
+    others = {"teacher": teacher, "counter": counter, "count": 3}
+    found = traced(loss, model, others, transform=nnx.value_and_grad)
+    assert len(found.jaxpr.outvars) == 2
+    for unchanged in (model, counter):
+        assert unchanged.calls[...] == 0
+        assert not isinstance(unchanged.calls[...], jax.core.Tracer)
+
+
+def test_numpy_arrays_are_part_of_the_program():
+    def loss(w, x, flags, rate):
+        return jnp.sum(w * x) if rate > 0 and flags.all() else jnp.sum(w)
+
+    found = traced(loss, ONE, np.full(2, 7.0, np.float32), np.ones(3, bool), np.float32(0.1))
+    assert any(np.array_equal(x, [7.0, 7.0]) for x in found.consts)
+
+    def reads(w, x):
+        return jnp.sum(w) * (1 if x[0] > 0 else 2)
+
+    assert len(traced(reads, ONE, np.ones(2, np.float32)).jaxpr.outvars) == 2
+
+
+@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="this version of JAX has no jax.new_ref")
+def test_new_ref_is_refused():
+    def loss(w):
+        total = jax.new_ref(jnp.zeros(()))  # line
+        total[...] += jnp.sum(w)
+        return total[...]
+
+    line = loss.__code__.co_firstlineno + 1
+    words = rf"fun must not create a jax\.Ref, got new_ref at test_diagnose_inputs\.py:{line} \(loss\)\. diagnose eval"
+    with pytest.raises(TypeError, match=words):
+        traced(jax.jit(loss), ONE)
+
+
+# --- Progress. ---
+
+
+class Terminal(io.StringIO):
+    flushed = 0
+
+    def isatty(self):
+        return True
+
+    def flush(self):
+        self.flushed += 1
+
+
+def test_progress_is_shown_after_some_seconds_and_then_at_intervals(monkeypatch):
+    terminal, now = Terminal(), [0.0]
+    monkeypatch.setattr(progress.sys, "stderr", terminal)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with progress.Progress() as show:
+        for now[0] in (2.9, 3.0, 3.1, 3.25, 4.0):
+            show(f"{now[0]}")
+            assert terminal.flushed == terminal.getvalue().count("diagnose")
+    assert terminal.getvalue() == "\r\033[Kdiagnose: 3.0\r\033[Kdiagnose: 3.25\r\033[Kdiagnose: 4.0\r\033[K"
+    assert terminal.flushed == 4
+
+
+def test_short_work_shows_no_progress(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(progress.sys, "stderr", terminal)
+    with progress.Progress() as show:
+        show("1")
+    assert terminal.getvalue() == ""

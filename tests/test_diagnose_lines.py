@@ -1,0 +1,110 @@
+"""A diagnosis and the warnings of autocast show the user's line of an operation, its module and its pass."""
+
+import pathlib
+import sysconfig
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jmpscale
+from jmpscale._base import source
+
+OWN = str(pathlib.Path(jmpscale.__file__).parent)
+USER, TRAINER = "/home/user/model.py", "/env/site-packages/trainer/loop.py"
+JAX, FLAX = "/env/site-packages/jax/_src/nn.py", "/env/site-packages/flax/linen/linear.py"
+STANDARD = f"{sysconfig.get_paths()['stdlib']}/functools.py"
+
+
+def equation(*files, function="loss"):
+    """Returns an equation with frames in some files, the innermost first; the lines are 10, 11 and so on."""
+    frames = [SimpleNamespace(file_name=file, line_num=10 + i, function_name=function) for i, file in enumerate(files)]
+    return SimpleNamespace(source_info=SimpleNamespace(traceback=SimpleNamespace(frames=frames)))
+
+
+LINES = {  # the files, the innermost first, and the line that is shown
+    "innermost": ((USER, "/home/user/train.py"), "model.py:10 (loss)"),
+    "outside of installed packages": ((JAX, FLAX, TRAINER, STANDARD, USER), "model.py:14 (loss)"),
+    "in an installed trainer": ((JAX, FLAX, STANDARD, "<frozen runpy>", TRAINER), "loop.py:14 (loss)"),
+    "in dist-packages": (("/usr/lib/python3/dist-packages/optax/a.py", TRAINER), "loop.py:11 (loss)"),
+    "on Windows": (
+        ("C:\\env\\site-packages\\jax\\a.py", "C:\\env\\site-packages\\flax\\a.py", USER),
+        "model.py:12 (loss)",
+    ),
+    "in a library only": ((FLAX, STANDARD), ""),
+    "in JAX only": ((JAX,), ""),
+    "in no file": ((), ""),
+    "the scaling": ((JAX, f"{OWN}/_scaling.py", USER), "the scaling of the loss"),
+    "below this package": ((USER, f"{OWN}/_grad.py"), "model.py:10 (loss)"),
+    "this package is not a user": ((FLAX, f"{OWN}/_grad.py", STANDARD, f"{OWN}/_autocast.py"), ""),
+    "the demonstration": ((f"{OWN}/__main__.py",), "__main__.py:10 (loss)"),
+    "the installed demonstration": (
+        (FLAX, "/env/site-packages/jmpscale/__main__.py", TRAINER),
+        "__main__.py:11 (loss)",
+    ),
+    "a name that begins like an installed package": (("/env/site-packages-2/jax/model.py",), "model.py:10 (loss)"),
+}
+
+
+@pytest.mark.parametrize(("files", "line"), LINES.values(), ids=LINES)
+def test_line_of_an_operation(files, line):
+    assert source.user_line(equation(*files)) == line
+
+
+def test_operation_without_a_traceback_has_no_line():
+    assert source.user_line(SimpleNamespace(source_info=SimpleNamespace(traceback=None))) == ""
+
+
+FUNCTIONS = {
+    "loss": "loss",
+    "make.<locals>.loss": "loss",
+    "make.<locals>.<lambda>": "make",
+    "<lambda>.<locals>.<listcomp>": "<listcomp>",
+    "<module>": "<module>",
+    "Model.__call__": "Model.__call__",
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_line_has_the_innermost_function_with_a_name(function):
+    assert source.user_line(equation(USER, function=function)) == f"model.py:10 ({FUNCTIONS[function]})"
+
+
+MATHEMATICS = {  # files, and whether the line of the call is shown for their compiled functions
+    "/env/site-packages/jax/_src/nn/functions.py": True,
+    "/env/site-packages/jax/_src/numpy/linalg.py": True,
+    "/env/site-packages/optax/losses/_classification.py": True,
+    f"{OWN}/_scaling.py": True,
+    f"{OWN}/__main__.py": False,
+    "/env/site-packages/jax/_src/pmap.py": False,
+    "/env/site-packages/jax/_src/lax_reference.py": False,
+    FLAX: False,
+    USER: False,
+}
+
+
+@pytest.mark.parametrize("file", MATHEMATICS)
+def test_compiled_functions_of_libraries_have_the_line_of_the_call(file):
+    assert source.is_library_function(file) == MATHEMATICS[file]
+
+
+def recomputed(w):
+    @jax.checkpoint
+    def block(x):
+        with jax.named_scope("inner"):
+            return jnp.einsum("i,i->i", jnp.sin(x), x)
+
+    with jax.named_scope("outer"), jax.named_scope("outer"):
+        return jnp.sum(jnp.cos(block(w)))
+
+
+def test_recomputed_function_has_the_module_and_the_pass():
+    eqns = jax.make_jaxpr(jax.grad(recomputed))(jnp.ones(2)).jaxpr.eqns
+    forward = next(eqn for eqn in eqns if eqn.primitive.name == "sin")
+    backward = next(eqn for eqn in eqns if eqn.params.get("differentiated"))
+    around = [source.scopes(eqn) for eqn in (forward, backward)]
+    assert [source.is_backward(scopes) for scopes in around] == [False, True]
+    inside = {source.scopes(eqn) for eqn in backward.params["jaxpr"].eqns}
+    assert source.module_path(around[0]) == "outer/outer/inner"
+    assert {source.module_path((*around[1], *scopes)) for scopes in inside} == {"outer/outer/inner"}

@@ -1,0 +1,79 @@
+"""diagnose finds the powers of two that fit in few runs, whatever the errors of the gradients are."""
+
+import numpy as np
+import pytest
+
+from jmpscale._diagnosis.scales import search
+
+
+def window(low, high, best=0.001, below=1.0):
+    """Returns the error of one gradient that underflows below a scale, and overflows above another one."""
+    return lambda k: None if k > high else np.array([best if k >= low else below])
+
+
+def two_gradients(k):
+    """The first one has a large error at each scale, the second one underflows below 2^3."""
+    return None if k > 20 else np.array([0.2, 0.001 if k >= 3 else 0.019])
+
+
+def worse_at_large_scales(k):
+    """The backward pass clips from 2^-5 on."""
+    return None if k > 30 else np.array([0.001 if k <= -5 else 0.1 + 0.001 * k])
+
+
+def slow_underflow(k):
+    """The error doubles from one scale to the next smaller one."""
+    return None if k > 15 else np.array([0.001 + 2.0 ** (-k - 10)])
+
+
+def islands(k):
+    """The gradients are finite only at the smallest scales."""
+    return np.array([0.001]) if k <= -100 else None
+
+
+SEARCHES = {  # the errors, the exponent of the present scale, the exponents of the scales that fit, and of the best one
+    "inside": (window(-10, 19), 10, (-10, 19), 19),
+    "too small": (window(-10, 19), -30, (-10, 19), 19),
+    "too large": (window(-10, 19), 40, (-10, 19), 19),
+    "one scale": (window(4, 4), 16, (4, 4), 4),
+    "narrow and far below": (window(-61, -58), 16, (-61, -58), -58),
+    "all scales": (window(-200, 200), 16, (-126, 126), 126),
+    "to the largest scale": (window(100, 200), 120, (100, 126), 126),
+    "to the smallest scale": (islands, 16, (-126, -100), -100),
+    "no finite gradient": (lambda k: None, 16, None, None),
+    "useless at all scales": (window(-200, 12, best=0.26), 4, None, 12),
+    "almost useless": (window(-200, 12, best=0.24), 4, (-126, 12), 12),
+    "useless where it does not overflow": (window(20, 12, below=0.9), 4, None, 12),
+    "rounded more than gradients of zero are wrong": (window(5, 12, best=1.3), 4, None, 12),
+    "slow underflow": (slow_underflow, 8, (-3, 15), 15),
+    "each gradient for itself": (two_gradients, 8, (3, 20), 20),
+    "clipped": (worse_at_large_scales, 16, (-126, -5), -6),
+    "no gradient counts": (lambda k: None if k > 5 else np.array([]), 0, (-126, 5), 5),
+}
+
+
+@pytest.mark.parametrize(("error", "present", "fitting", "best"), SEARCHES.values(), ids=SEARCHES)
+def test_search(error, present, fitting, best):
+    runs = set()
+
+    def counted(k):
+        runs.add(k)
+        assert -126 <= k <= 126
+        return error(k)
+
+    assert search(counted, present) == (fitting, best)
+    assert len(runs) <= 40, sorted(runs)
+
+
+TOLERANCES = {  # the best error, the error at other scales, and whether they fit
+    "1% more": (0.001, 0.0108, True),
+    "1.1% more": (0.001, 0.012, False),
+    "a tenth more than a large error": (0.2, 0.228, True),
+    "a fifth more than a large error": (0.2, 0.24, False),
+}
+
+
+@pytest.mark.parametrize(("best", "other", "fits"), TOLERANCES.values(), ids=TOLERANCES)
+def test_scale_fits_up_to_a_tolerance(best, other, fits):
+    found, _ = search(lambda k: None if k > 10 else np.array([best if k > 0 else other]), 5)
+    assert found == ((-126 if fits else 1), 10)
