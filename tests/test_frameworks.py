@@ -301,7 +301,6 @@ def assert_close(ours, expected):
 
 DEFAULT = [
     ("linen", "wrapper"),
-    ("nnx", "functional"),
     ("nnx", "wrapper"),
     ("equinox", "functional"),
     ("haiku", "loss_scaled"),

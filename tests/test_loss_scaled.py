@@ -356,8 +356,9 @@ FP8_GRADIENTS = {  # of the parameters and the statistics, in separate arguments
 }
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("way", ["loss_scaled", pytest.param("value_and_grad", marks=pytest.mark.full)])
+@pytest.mark.parametrize("way", ["loss_scaled", "value_and_grad"])
 def test_fp8_statistics_may_be_an_argument_of_their_own(way):
     variables = FP8_MODEL.init(jax.random.key(0), FP8_INPUT)
     args = variables["params"], variables[FP8]

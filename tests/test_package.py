@@ -116,6 +116,7 @@ def test_package_uses_no_private_names_of_other_libraries():
     assert found.returncode == 0, lines
 
 
+@pytest.mark.full  # it imports the package in a new process
 def test_import_loads_no_framework():
     program = "import sys, jmpscale; jmpscale.update(jmpscale.dynamic(), True); print(*sys.modules)"
     loaded = {name.partition(".")[0] for name in _run("-c", program).stdout.split()}

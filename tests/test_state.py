@@ -230,6 +230,7 @@ def test_scaler_config_is_registered_when_flax_is_imported_late(name, monkeypatc
     assert all(entry == (jmpscale.ScalerConfig, {}, True, True) for entry in registered)
 
 
+@pytest.mark.full  # it imports Flax in a new process
 def test_scaler_config_is_registered_when_flax_is_imported_first():
     _run_python(
         "import flax.serialization, jmpscale, pickle\n"

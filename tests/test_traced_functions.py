@@ -114,7 +114,15 @@ def changed_variable_in_jit(wrap):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    "run", [merged, merged_in_gradient, copied, changed_variable, changed_variable_in_jit], ids=lambda run: run.__name__
+    "run",
+    [
+        merged,
+        pytest.param(merged_in_gradient, marks=pytest.mark.full),
+        pytest.param(copied, marks=pytest.mark.full),
+        changed_variable,
+        pytest.param(changed_variable_in_jit, marks=pytest.mark.full),
+    ],
+    ids=lambda run: run.__name__,
 )
 def test_functions_change_nnx_variables(run, name):
     result, expected = run(lambda fun: transform(name, fun, has_aux=True)), run(lambda fun: fun)
@@ -228,7 +236,9 @@ def recorded_values(wrap):
 @pytest.mark.filterwarnings("ignore:autocast has no effect")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    "run", [recorded_values, parameters_of_linen, parameters_of_haiku], ids=lambda run: run.__name__
+    "run",
+    [recorded_values, parameters_of_linen, pytest.param(parameters_of_haiku, marks=pytest.mark.full)],
+    ids=lambda run: run.__name__,
 )
 def test_values_that_are_stored_elsewhere_raise_with_the_name_when_used(run, name):
     """Nothing can be checked while the function is traced, so the message of JAX names it."""
