@@ -1,6 +1,7 @@
 """Every figure on a page is in a file of results: tables are written from them again, and so are sentences."""
 
 import functools
+import json
 import math
 import pathlib
 import re
@@ -22,6 +23,7 @@ import tables
 SMALL, MODEL = table.GPU.values()
 ENSEMBLE = "h100, 1 devices, 6 of 1024, batch 32, adamw, float16, gradients in float32, 4 members"
 NETWORK = ["H100, 8 layers of width 2048"]
+STUDIES = pages.ROOT / "benchmarks" / "studies"
 H100 = [name for name in table.COMPILED if name.startswith("H100")]
 JMPSCALE = ("functional", "functional, norm as check", "optax wrapper", "optax wrapper, max_norm")
 
@@ -98,6 +100,30 @@ def _millions(task):
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)) / 1e6
 
 
+@functools.cache
+def _study(name):
+    return json.loads((STUDIES / f"{name}.json").read_text())["runs"]
+
+
+def _losses(study, key, value):
+    """Returns the losses of the first seed in float32, in float16 and with jmpscale."""
+    runs = {run["run"]: run["loss"] for run in _study(study) if run["seed"] == 0 and run[key] == value}
+    return [runs[name] for name in ("float32", "float16", "float16, jmpscale")]
+
+
+def _batches(*sizes):
+    return [_losses("batch_size", "batch tokens", size) for size in sizes]
+
+
+def _overview_of_batches():
+    small, medium, large = _batches(2**10, 2**15, 2**19)
+    return [small[1], medium[1], medium[0], large[1], large[0], small[2], medium[2], large[2]]
+
+
+def _words():
+    return [*_losses("vocabulary", "vocabulary", 2**15), _losses("vocabulary", "vocabulary", 2**7)[0]]
+
+
 class Sentence(NamedTuple):
     """A sentence on a page, and the figures in it."""
 
@@ -106,7 +132,37 @@ class Sentence(NamedTuple):
     figures: Callable[[], Sequence[float]]
 
 
+WORDS = (
+    "ends at {:.2f} in float32, {:.2f} in float16 and {:.2f} in float16 with jmpscale; with 2^7 words, all three end "
+    "at {:.2f}"
+)
 SENTENCES = {
+    "README, time": Sentence(
+        "../README.md",
+        "a step of a language model with {:.1f} million parameters, cast by hand, took {:.1f} ms in float16 with the "
+        "functional API of an earlier version, {:.1f} ms without loss scaling or clipping, {:.1f} ms in bfloat16 and "
+        "{:.1f} ms in float32 (TF32).",
+        lambda: [
+            _millions(steps.language_model),
+            _gpu(MODEL, "functional", "ms"),
+            _gpu(MODEL, "bare", "ms"),
+            _gpu("language model, bfloat16", "bare", "ms"),
+            _gpu("language model, float32", "bare", "ms"),
+        ],
+    ),
+    "README, batches": Sentence(
+        "../README.md",
+        " ".join(f"| 2^{power} | {{:.3f}} | {{:.3f}} | {{:.3f}} |" for power in (10, 15, 19, 21)),
+        lambda: [loss for losses in _batches(2**10, 2**15, 2**19, 2**21) for loss in losses],
+    ),
+    "README, words": Sentence("../README.md", WORDS, _words),
+    "overview, batches": Sentence(
+        "index.md",
+        "reaches a loss of {:.3f} nats per character at 1,024 tokens, the loss of float32; {:.3f} instead of {:.3f} at "
+        "2^15 tokens; and {:.3f} instead of {:.3f} at 2^19. With jmpscale, the losses are {:.3f}, {:.3f} and {:.3f}",
+        _overview_of_batches,
+    ),
+    "overview, words": Sentence("index.md", WORDS, _words),
     "costs, overhead of the language model": Sentence(
         "costs.md",
         "a step with the functional API takes {:.2f} ms longer than the clipped step, although the compiled programs "
