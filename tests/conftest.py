@@ -73,9 +73,9 @@ def _clear_trace_counter():
     chex.clear_trace_counter()
 
 
-@pytest.fixture(params=["cpu", "default"])
+@pytest.fixture(params=["cpu", pytest.param("default", marks=pytest.mark.full)])
 def platform(request, monkeypatch):
-    """The form of the package's programs: for CPU, or for every other platform."""
+    """The form of the package's programs: for CPU, or for every other platform (with `--full` or `--default-form`)."""
     if request.param == "cpu":
         meshes.require_cpu()
         yield request.param

@@ -39,9 +39,12 @@ def check(platform, devices):
 
 each_form = pytest.mark.parametrize(
     ("platform", "devices"),
-    [("cpu", 8), ("cpu", 1), ("default", 8)],
+    [
+        pytest.param("cpu", 8, id="several-devices"),
+        pytest.param("cpu", 1, id="one-device"),
+        pytest.param("default", 8, id="default", marks=pytest.mark.full),
+    ],
     indirect=True,
-    ids=["several-devices", "one-device", "default"],
 )
 
 

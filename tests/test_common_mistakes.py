@@ -216,6 +216,7 @@ def _keeps_nan(program):
 
 
 NAN = {"grads": {"w": jnp.full((3, 1), jnp.nan)}, "loss": jnp.float32(jnp.nan)}
+SLOW = {"Gradients are averaged again under `shard_map`"}
 HARM = {  # the test of the harm, and the names with which the snippet runs
     "The gradients come from JAX": (_underflows, {"loss_fn": _half_loss}),
     "The new scaler is not returned": (_makes_no_progress, {"loss_fn": _large_loss}),
@@ -230,7 +231,9 @@ HARM = {  # the test of the harm, and the names with which the snippet runs
 }
 
 
-@pytest.mark.parametrize("mistake", WITHOUT_MESSAGE)
+@pytest.mark.parametrize(
+    "mistake", [pytest.param(name, marks=[pytest.mark.full] * (name in SLOW)) for name in WITHOUT_MESSAGE]
+)
 def test_mistake_without_a_message_does_the_harm(mistake):
     harmed, names = HARM[mistake]
     diffs = _blocks(WITHOUT_MESSAGE[mistake], "diff")

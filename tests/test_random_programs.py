@@ -158,7 +158,7 @@ WAYS = {
 }
 
 
-DEFAULT = {_functional: ("scan", "shard_map"), _wrapper: ("vmap",)}
+DEFAULT = {_functional: ("shard_map",), _wrapper: ("vmap",)}
 
 
 @pytest.mark.parametrize(

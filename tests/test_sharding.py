@@ -203,7 +203,7 @@ def _results(transformation):
 @pytest.mark.parametrize(
     "transformation",
     [
-        pytest.param(name, marks=() if name in ("shard_map", "pmap") else pytest.mark.full)
+        pytest.param(name, marks=() if name == "shard_map" else pytest.mark.full)
         for name in TRANSFORMATIONS
         if name != "one device"
     ],
