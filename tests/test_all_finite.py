@@ -41,7 +41,7 @@ each_form = pytest.mark.parametrize(
     ("platform", "devices"),
     [
         pytest.param("cpu", 8, id="several-devices"),
-        pytest.param("cpu", 1, id="one-device"),
+        pytest.param("cpu", 1, id="one-device", marks=pytest.mark.full),
         pytest.param("default", 8, id="default", marks=pytest.mark.full),
     ],
     indirect=True,

@@ -177,9 +177,14 @@ HARMLESS = {
     "not in a matmul": lambda x, w: x @ w * 1e6 + jnp.arange(80_000.0)[-1],
 }
 
+SLOW = {"optax.ctc_loss", "attention"}
+
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
-@pytest.mark.parametrize(("fun", "largest"), [pytest.param(*row, id=name) for name, row in CONSTANTS.items()])
+@pytest.mark.parametrize(
+    ("fun", "largest"),
+    [pytest.param(*row, id=name, marks=[pytest.mark.full] * (name in SLOW)) for name, row in CONSTANTS.items()],
+)
 @pytest.mark.parametrize("transform", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
 def test_autocast_warns_once_of_constants_that_overflow(fun, largest, transform):
     half_fun = jmpscale.autocast(fun)
@@ -193,7 +198,9 @@ def test_autocast_warns_once_of_constants_that_overflow(fun, largest, transform)
     assert (warning.category, warning.filename, warning.lineno) == (UserWarning, __file__, line)
 
 
-@pytest.mark.parametrize("fun", [pytest.param(fun, id=name) for name, fun in HARMLESS.items()])
+@pytest.mark.parametrize(
+    "fun", [pytest.param(fun, id=name, marks=[pytest.mark.full] * (name in SLOW)) for name, fun in HARMLESS.items()]
+)
 def test_autocast_does_not_warn_of_other_constants(fun):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")

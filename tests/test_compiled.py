@@ -212,7 +212,13 @@ def test_sharded_step_on_cpu_adds_no_gathers(method):
     _check_collectives(*(_figures("cpu", name, devices=8) for name in (method, steps.BASELINE)))
 
 
-@pytest.mark.parametrize("method", [steps.optax_wrapper, steps.functional], ids=["wrapper", "functional"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(steps.optax_wrapper, id="wrapper", marks=pytest.mark.full),
+        pytest.param(steps.functional, id="functional"),
+    ],
+)
 def test_disabled_scaler_compiles_to_the_bare_step(method):
     job = steps.make_job(steps.mlp(1, 8, 4))
     programs = []

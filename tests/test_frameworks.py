@@ -303,7 +303,6 @@ DEFAULT = [
     ("linen", "wrapper"),
     ("nnx", "wrapper"),
     ("equinox", "functional"),
-    ("haiku", "loss_scaled"),
 ]
 
 

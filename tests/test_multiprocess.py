@@ -63,7 +63,8 @@ def single_process():
         return worker.train()
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=full)])
+@full  # each process imports JAX
+@pytest.mark.parametrize("processes", [2, 4])
 def test_overflow_on_one_process_skips_the_step_on_all(processes, single_process, tmp_path):
     assert single_process["scales"] == SCALES
     assert _outcome("train", processes, tmp_path) == single_process

@@ -107,6 +107,7 @@ def _run_python(program):
     assert out.returncode == 0, out.stderr
 
 
+@pytest.mark.full  # it imports JAX in a new process
 def test_new_scaler_does_not_start_the_backend():
     """A scaler and an optimizer may be created before `jax.distributed.initialize`."""
     with socket.socket() as free:

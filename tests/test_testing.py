@@ -186,6 +186,7 @@ def test_inject_backward_changes_only_the_cotangent(value, dtype):
     assert_step_is_noop(pull(cotangents), (cotangents[0],))
 
 
+@pytest.mark.full
 def test_inject_backward_works_under_vmap_and_second_derivatives():
     def fn(x, when):
         return jnp.sum(inject_backward(x, jnp.inf, path="", when=when) ** 3)

@@ -462,7 +462,7 @@ def _train(gradient, tx, scaler):
 @pytest.mark.parametrize(
     ("gradient", "tx", "atol"),
     [
-        pytest.param(_penalized, SGD, 1e-7, id="penalty"),
+        pytest.param(_penalized, SGD, 1e-7, id="penalty", marks=pytest.mark.full),
         pytest.param(_clipped, SGD, 1e-5, id="clipping"),
         pytest.param(_accumulated, SGD, 1e-7, id="accumulation", marks=pytest.mark.full),
         pytest.param(_in_float16, SGD, 1e-3, id="autocast", marks=pytest.mark.full),
