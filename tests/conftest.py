@@ -64,7 +64,6 @@ def pytest_xdist_make_scheduler(config, log):
     """Gives all tests of a file to one worker, because they share compiled programs."""
     from xdist.scheduler import LoadFileScheduling
 
-    config.option.loadscopereorder = False
     return LoadFileScheduling(config, log)
 
 
