@@ -399,7 +399,9 @@ def test_sharded_arrays_have_the_same_diagnosis(axis_type):
     with jax.set_mesh(mesh):
         sharded = diagnose(loss, w, x)
     plain = diagnose(loss, W, X)
-    assert sharded.fitting_scales() == plain.fitting_scales()
+    (low, high), (plain_low, plain_high) = sharded.fitting_scales(), plain.fitting_scales()
+    assert high == plain_high
+    assert plain_low / 2 <= low <= plain_low * 2  # the sums over devices round differently
     assert sharded.not_entered == ()
     found, expected = ([(row.line, row.max_abs) for row in d.rows] for d in (sharded, plain))
     assert {line for line, _ in found} == {line for line, _ in expected}
@@ -574,14 +576,15 @@ def test_remedy_is_tried_inside_of_jit():
 
 def useless_remedy(w, x):
     h = jnp.tanh(x @ w)
-    difference = (h @ OUT).astype(H) - (h @ OUT).astype(H) * H(1 + 2.0**-10)
-    return jnp.mean(difference.astype(jnp.float32) ** 2)
+    rounded = (h @ OUT + 1000).astype(H) - H(1000)
+    return jnp.mean(rounded.astype(jnp.float32) ** 2)
 
 
 @pytest.mark.full
 def test_remedy_that_does_not_help_is_not_recommended():
     summary = diagnose(jmpscale.autocast(useless_remedy), W, X).summary
     assert "then the gradients differ by" not in summary
+    assert " it differs, too." in summary
 
 
 # --- The description. ---
