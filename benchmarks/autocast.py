@@ -53,8 +53,8 @@ def measure(backend, model, variant):
 
 
 def ratios(figures, by_hand):
-    """Returns the figures relative to the step that is cast by hand, without those that are zero."""
-    return {name: float(f"{figures[name] / by_hand[name]:.4g}") for name in RATIOS if by_hand[name]}
+    """Returns the figures relative to the step that is cast by hand, without those that are zero or unknown."""
+    return {name: float(f"{figures[name] / by_hand[name]:.4g}") for name in RATIOS if by_hand[name] and figures[name]}
 
 
 def main():

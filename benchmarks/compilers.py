@@ -76,7 +76,7 @@ def measure(job, method, mesh, members=None):
     copied = programs.copies(program)
     sharded, lost = targets.lost(given, compiled.output_shardings[0], state)
     return {
-        "moved_bytes": traffic.moved_bytes(program),
+        "moved_bytes": _moved_bytes(program),
         # XLA's own count, of one iteration of each loop, includes the on-chip memory of a TPU. It is missing on CUDA.
         "xla_bytes": round(cost["bytes accessed"]) if cost else None,
         "temp_bytes": memory.temp_size_in_bytes,
@@ -95,6 +95,14 @@ def measure(job, method, mesh, members=None):
         "lost": lost,
         "compile_cpu_s": round(took, 2),
     }
+
+
+def _moved_bytes(program):
+    """Returns the bytes that a program moves, or None if it does not tell how often a loop runs."""
+    try:
+        return traffic.moved_bytes(program)
+    except ValueError:
+        return None
 
 
 def cpu_seconds():

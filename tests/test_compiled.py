@@ -137,7 +137,8 @@ AUTOCAST = {  # the limits for the ratios of the bytes moved and of the temporar
     ("t4", "GPT-2 small, 2 layers", autocast.AUTOCAST): (1.06, 1.02),
     ("v100", "GPT-2 small, 2 layers", autocast.AUTOCAST): (1.08, 1.02),
     ("tpu-v5e", "GPT-2 small, 2 layers", autocast.AUTOCAST): (1.12, 1.10),
-    ("tpu-v5e", "GPT-2 small, 2 layers, FSDP", autocast.AUTOCAST): (1.25, 1.10),
+    # This program does not tell how often its loops run, so the bytes are XLA's count of one iteration.
+    ("tpu-v5e", "GPT-2 small, 2 layers, FSDP", autocast.AUTOCAST): (1.12, 1.10),
 }
 
 
@@ -154,7 +155,8 @@ def test_autocast_costs_little_more_than_casts_by_hand(backend, model, variant):
         pytest.skip(f"the compiler for {backend} is not installed")
     ours, by_hand = (_autocast_figures(backend, model, cast) for cast in (variant, autocast.BY_HAND))
     ratios, (moved, memory) = autocast.ratios(ours, by_hand), AUTOCAST[backend, model, variant]
-    assert ratios["moved_bytes"] <= moved
+    count = "moved_bytes" if by_hand["moved_bytes"] else "xla_bytes"
+    assert ours[count] / by_hand[count] <= moved
     assert ratios["temp_bytes"] <= memory
     assert ratios["compile_cpu_s"] <= 1.3
     assert ours["lost"] == 0
