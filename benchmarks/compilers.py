@@ -98,7 +98,7 @@ def measure(job, method, mesh, members=None):
 
 
 def _moved_bytes(program):
-    """Returns the bytes that a program moves, or None if it does not tell how often a loop runs."""
+    """Returns the bytes that a program moves, or None if a loop has an unknown number of iterations."""
     try:
         return traffic.moved_bytes(program)
     except ValueError:

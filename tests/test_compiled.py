@@ -137,7 +137,7 @@ AUTOCAST = {  # the limits for the ratios of the bytes moved and of the temporar
     ("t4", "GPT-2 small, 2 layers", autocast.AUTOCAST): (1.06, 1.02),
     ("v100", "GPT-2 small, 2 layers", autocast.AUTOCAST): (1.08, 1.02),
     ("tpu-v5e", "GPT-2 small, 2 layers", autocast.AUTOCAST): (1.12, 1.10),
-    # This program does not tell how often its loops run, so the bytes are XLA's count of one iteration.
+    # The number of iterations of its loops is unknown, so the bytes are XLA's count, of one iteration.
     ("tpu-v5e", "GPT-2 small, 2 layers, FSDP", autocast.AUTOCAST): (1.12, 1.10),
 }
 
