@@ -16,9 +16,20 @@ def full(row):
     return Full(row)
 
 
-def rows(table):
-    """Returns the rows of a table as parameters of a test, which is named after the rows."""
-    return [
-        pytest.param(row.row, id=name, marks=pytest.mark.full) if isinstance(row, Full) else pytest.param(row, id=name)
-        for name, row in table.items()
-    ]
+def rows(table, only_full=()):
+    """Returns the rows of a table as parameters of a test, which is named after the rows.
+
+    The rows named in `only_full` also run only with --full.
+    """
+    return [_parameter(row, name, only_full) for name, row in table.items()]
+
+
+def names(table, only_full=()):
+    """Returns the names of the rows of a table as parameters of a test."""
+    return [_parameter(name, name, only_full) for name in table]
+
+
+def _parameter(value, name, only_full):
+    is_full = isinstance(value, Full) or name in only_full
+    value = value.row if isinstance(value, Full) else value
+    return pytest.param(value, id=name, marks=[pytest.mark.full] * is_full)

@@ -25,6 +25,7 @@ import pages
 import programs
 from compiling import count_compilations
 from precision import F16, F32, assert_close, assert_half, matmul_dtypes
+from tables import rows
 
 SCALER = jmpscale.static(2.0**8)
 RANDOM = np.random.default_rng(0)
@@ -41,11 +42,6 @@ W, X = random_array((N, N)), random_array((N, N))
 def loss(w, x):
     """Two matmuls, both with gradients for w and x."""
     return jnp.mean((jnp.tanh(x @ w) @ w.T - x) ** 2)
-
-
-def rows(table, full=()):
-    """Returns the values of a table as parameters; those named in `full` run only with --full."""
-    return [pytest.param(row, id=name, marks=[pytest.mark.full] * (name in full)) for name, row in table.items()]
 
 
 # --- transformations: each row takes `wrap`, which is autocast or the identity, and returns a function and arguments

@@ -17,6 +17,7 @@ from flax import nnx
 import jmpscale
 
 from precision import assert_close, assert_half, assert_norms_close
+from tables import rows
 
 RANDOM = np.random.default_rng(0)
 VECTORS = jnp.asarray(RANDOM.standard_normal((4, 6)), jnp.float32)
@@ -313,7 +314,7 @@ DEFAULT = {
     "Haiku: BatchNorm, dropout",
     "Equinox: blocks that return float16",
 }
-ROWS = [pytest.param(case, id=name, marks=[pytest.mark.full] * (name not in DEFAULT)) for name, case in LAYERS.items()]
+ROWS = rows(LAYERS, LAYERS.keys() - DEFAULT)
 
 
 @pytest.mark.parametrize("case", ROWS)

@@ -14,6 +14,8 @@ from jax.experimental import pallas
 
 import jmpscale
 
+from tables import full, rows
+
 RANDOM = np.random.default_rng(0)
 N = 8
 X, W = (jnp.asarray(RANDOM.standard_normal((N, N)), jnp.float32) for _ in range(2))
@@ -149,14 +151,16 @@ CONSTANTS = {  # a function, and the largest constant that enters a matmul
     "symexp bins": (lambda x, w: x @ jnp.expm1(jnp.linspace(0, 20, N)), "4.85165e+08"),
     "gather of masked scores": (lambda x, w: gather(jnp.where(x > 0, x @ w, -1e9), w), "1e+09"),
     "added mask": (lambda x, w: gather(x @ w + jnp.where(jnp.arange(N) > 2, -1e9, 0.0), w), "1e+09"),
-    "optax.ctc_loss": (
-        lambda x, w: optax.ctc_loss(
-            (x @ w + jnp.where(jnp.arange(N) == 5, -1e9, 0.0))[None],
-            jnp.zeros((1, N)),
-            jnp.array([[1, 2, 1]]),
-            jnp.zeros((1, 3)),
-        ),
-        "1e+09",
+    "optax.ctc_loss": full(
+        (
+            lambda x, w: optax.ctc_loss(
+                (x @ w + jnp.where(jnp.arange(N) == 5, -1e9, 0.0))[None],
+                jnp.zeros((1, N)),
+                jnp.array([[1, 2, 1]]),
+                jnp.zeros((1, 3)),
+            ),
+            "1e+09",
+        )
     ),
     "in jit": (lambda x, w: jax.jit(lambda x: x @ jnp.full((N, N), 1e6))(x), "1e+06"),
     "in scan": (
@@ -166,7 +170,7 @@ CONSTANTS = {  # a function, and the largest constant that enters a matmul
 }
 HARMLESS = {
     "masked softmax": lambda x, w: jax.nn.softmax(jnp.where(x > 0, x @ w, -1e9)) @ w,
-    "attention": lambda x, w: attention(x @ w),
+    "attention": full(lambda x, w: attention(x @ w)),
     "relu of a mask": lambda x, w: jax.nn.relu(jnp.where(x > 0, x @ w, -1e9)) @ w,
     "loss of optax": lambda x, w: optax.ctc_loss(
         (x @ w)[None], jnp.zeros((1, N)), jnp.array([[1, 2, 1]]), jnp.zeros((1, 3))
@@ -177,16 +181,12 @@ HARMLESS = {
     "not in a matmul": lambda x, w: x @ w * 1e6 + jnp.arange(80_000.0)[-1],
 }
 
-SLOW = {"optax.ctc_loss", "attention"}
-
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
-@pytest.mark.parametrize(
-    ("fun", "largest"),
-    [pytest.param(*row, id=name, marks=[pytest.mark.full] * (name in SLOW)) for name, row in CONSTANTS.items()],
-)
+@pytest.mark.parametrize("row", rows(CONSTANTS))
 @pytest.mark.parametrize("transform", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
-def test_autocast_warns_once_of_constants_that_overflow(fun, largest, transform):
+def test_autocast_warns_once_about_constants_that_overflow(row, transform):
+    fun, largest = row
     half_fun = jmpscale.autocast(fun)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always", UserWarning)
@@ -198,10 +198,8 @@ def test_autocast_warns_once_of_constants_that_overflow(fun, largest, transform)
     assert (warning.category, warning.filename, warning.lineno) == (UserWarning, __file__, line)
 
 
-@pytest.mark.parametrize(
-    "fun", [pytest.param(fun, id=name, marks=[pytest.mark.full] * (name in SLOW)) for name, fun in HARMLESS.items()]
-)
-def test_autocast_does_not_warn_of_other_constants(fun):
+@pytest.mark.parametrize("fun", rows(HARMLESS))
+def test_autocast_does_not_warn_about_other_constants(fun):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         jmpscale.autocast(fun)(X, W)

@@ -17,6 +17,7 @@ import jmpscale
 
 import meshes
 import pages
+import tables
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -231,9 +232,7 @@ HARM = {  # the test of the harm, and the names with which the snippet runs
 }
 
 
-@pytest.mark.parametrize(
-    "mistake", [pytest.param(name, marks=[pytest.mark.full] * (name in SLOW)) for name in WITHOUT_MESSAGE]
-)
+@pytest.mark.parametrize("mistake", tables.names(WITHOUT_MESSAGE, SLOW))
 def test_mistake_without_a_message_does_the_harm(mistake):
     harmed, names = HARM[mistake]
     diffs = _blocks(WITHOUT_MESSAGE[mistake], "diff")

@@ -15,6 +15,7 @@ import jmpscale
 
 import diagnosis_programs as programs
 from diagnosis_programs import LARGE, MASKS, W, X, normal
+from tables import rows
 
 FORWARD_OVERFLOW = "The forward pass overflows: "
 FORWARD_UNDERFLOW = "The forward pass underflows: "
@@ -153,10 +154,6 @@ DEFAULT_FAULTS = {
 }
 
 
-def rows(table, default):
-    return [pytest.param(row, id=name, marks=[pytest.mark.full] * (name not in default)) for name, row in table.items()]
-
-
 def check_fault(fault):
     fun = jmpscale.autocast(fault.fun) if fault.autocast else fault.fun
     diagnosis = jmpscale.diagnose(fun, transform=fault.transform)(jmpscale.static(fault.scale), *fault.args)
@@ -168,7 +165,7 @@ def check_fault(fault):
     assert ("then the gradients differ by" in summary) == fault.autocast
 
 
-@pytest.mark.parametrize("fault", rows(FAULTS, DEFAULT_FAULTS))
+@pytest.mark.parametrize("fault", rows(FAULTS, FAULTS.keys() - DEFAULT_FAULTS))
 def test_diagnose_names_the_line_of_a_fault(fault):
     check_fault(fault)
 
@@ -202,7 +199,7 @@ DEFAULT_HEALTHY = {
 
 
 @pytest.mark.usefixtures("standard_promotion")  # of optax.ctc_loss
-@pytest.mark.parametrize("program", rows(HEALTHY, DEFAULT_HEALTHY))
+@pytest.mark.parametrize("program", rows(HEALTHY, HEALTHY.keys() - DEFAULT_HEALTHY))
 def test_diagnose_gives_no_alarm_for_a_healthy_program(program):
     fun, args = program
     diagnosis = jmpscale.diagnose(fun)(jmpscale.static(2.0**12), *args)

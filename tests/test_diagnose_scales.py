@@ -11,6 +11,7 @@ import pytest
 import jmpscale
 
 from diagnosis_programs import H, W, X
+from tables import rows
 
 # XLA may otherwise keep the precision of float32 between two operations in float16.
 EXACT = {"xla_allow_excess_precision": False}
@@ -101,10 +102,6 @@ PROGRAMS = {  # functions of a dtype, of parameters and of a batch
 DEFAULT = {"product"}
 
 
-def rows(table, default):
-    return [pytest.param(row, id=name, marks=[pytest.mark.full] * (name not in default)) for name, row in table.items()]
-
-
 def leaves(tree):
     return [np.asarray(x, np.float64) for x in jax.tree.leaves(tree)]
 
@@ -137,7 +134,7 @@ def run_at_every_power(program, params):
     return float(loss), errors
 
 
-@pytest.mark.parametrize("program", rows(PROGRAMS, DEFAULT))
+@pytest.mark.parametrize("program", rows(PROGRAMS, PROGRAMS.keys() - DEFAULT))
 def test_diagnose_finds_the_scales_that_float16_runs_find(program):
     fun, params = program
     loss, errors = run_at_every_power(fun, params)

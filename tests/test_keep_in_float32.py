@@ -12,6 +12,8 @@ import pytest
 
 import jmpscale
 
+from tables import names
+
 RANDOM = np.random.default_rng(0)
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "guides" / "autocast.md"
 TOLERANCE = 1.5  # the factor by which another version of XLA may differ from the table
@@ -134,9 +136,7 @@ def test_page_has_a_row_for_each_program():
 
 @pytest.mark.filterwarnings("ignore:a constant of .* enters the matmul")
 @pytest.mark.filterwarnings("ignore:autocast has no effect.*jax_default_matmul_precision")
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.full) for name in PROGRAMS]
-)
+@pytest.mark.parametrize("name", names(PROGRAMS, PROGRAMS.keys() - DEFAULT))
 def test_autocast_has_the_error_on_the_page(name):
     fun, *args = PROGRAMS[name]
     (_, largest, error) = rows_of_page()[list(PROGRAMS).index(name)]
