@@ -45,7 +45,10 @@ def try_remedy(
     tried: list[str] = []
     kept: list[str] = []
     for _ in range(_ROUNDS):
-        tried += _next_lines(findings.origins, tried)
+        untried = _next_lines(findings.origins, tried)
+        if not untried:
+            break
+        tried += untried
         step, lines = _trace_with_float32(trace, tried)
         if lines == kept:  # no other line has a matmul
             break
