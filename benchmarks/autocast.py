@@ -52,11 +52,6 @@ def measure(backend, model, variant):
     return compilers.measure(job, METHOD, targets.mesh(backend, devices, (devices, 1)))
 
 
-def ratios(figures, by_hand):
-    """Returns the figures relative to the step that is cast by hand, without those that are zero or unknown."""
-    return {name: float(f"{figures[name] / by_hand[name]:.4g}") for name in RATIOS if by_hand[name] and figures[name]}
-
-
 def main():
     """Compiles the models, prints their figures, and adds them to the results."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.autocast", description=__doc__)
@@ -72,7 +67,7 @@ def main():
         figures = {}
         for variant in options.variants:
             figures[variant] = measure(options.backend, model, variant)
-            figures[variant]["ratios"] = ratios(figures[variant], figures[BY_HAND])
+            figures[variant]["ratios"] = compilers.ratios(figures[variant], figures[BY_HAND], RATIOS)
             shown = "  ".join(f"{name} {ratio:.3f}" for name, ratio in figures[variant]["ratios"].items())
             print(f"{options.backend}, {model}: {variant:<28}  {shown}  {figures[variant]['matmuls']}", flush=True)
         about = record.about("benchmarks.autocast", f"{options.backend}, compiled without the device")

@@ -7,6 +7,7 @@ copies and collectives. Each ratio is to the same step with `optax.clip_by_globa
 import argparse
 import functools
 import itertools
+import math
 import os
 import pathlib
 import sys
@@ -101,7 +102,7 @@ def _moved_bytes(program):
     """Returns the bytes that a program moves, or None if a loop has an unknown number of iterations."""
     try:
         return traffic.moved_bytes(program)
-    except ValueError:
+    except traffic.UnknownIterationsError:
         return None
 
 
@@ -124,18 +125,23 @@ def compare(name, job, methods, mesh, members=None):
             figures[method] = {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
             print(f"    {method:<26} failed: {figures[method]['failed']}", flush=True)
             continue
-        baseline = figures[steps.BASELINE]
-        for key in RATIOS:
-            figures[method][f"{key}_ratio"] = float(f"{figures[method][key] / baseline[key]:.4g}")
+        found = ratios(figures[method], figures[steps.BASELINE], RATIOS)
+        figures[method] |= {f"{key}_ratio": ratio for key, ratio in found.items()}
         show(method, figures[method])
     return figures
+
+
+def ratios(figures, baseline, names):
+    """Returns figures relative to the figures of another step, without unknown ones and ratios to zero."""
+    known = [name for name in names if figures[name] is not None and baseline[name]]
+    return {name: float(f"{figures[name] / baseline[name]:.4g}") for name in known}
 
 
 def show(method, x):
     """Prints the figures of a method in one line."""
     counts = [f"{n} {name}" for name, n in sorted(x["collectives"].items())]
     parts = [
-        f"moved {x['moved_bytes_ratio']:.4f}",
+        f"moved {x.get('moved_bytes_ratio', math.nan):.4f}",
         f"temporary {x['temp_bytes'] / 1e6:8.1f} MB ({x['temp_bytes_ratio']:.3f})",
         f"kernels {x['kernels']:4d} ({x['kernels_ratio']:.3f})",
         f"copies {x['copies']} ({x['copied_bytes'] / 1e6:.0f} MB)",

@@ -44,9 +44,9 @@ MODULES = sorted(str(path.relative_to(PACKAGE).with_suffix("")) for path in FILE
 STAGES = {"default": [], "full": ["--full", "-m", "full"]}  # the options of pytest
 DIAGNOSIS = [name for name in MODULES if name.startswith("_diagnosis/") or name == "_base/source"]
 PARTS = {"diagnosis": DIAGNOSIS, "training": [name for name in MODULES if name not in DIAGNOSIS]}
-DIAGNOSIS_TESTS = [*sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_diagnose_*.py"))]
+DIAGNOSIS_TESTS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_diagnose_*.py"))
 DIAGNOSIS_TESTS += ["tests/test_autocast_warnings.py", "jmpscale/_diagnosis"]
-TESTS = {"diagnosis": DIAGNOSIS_TESTS, "training": []}  # the paths to test; nothing stands for all tests
+TESTS = {"diagnosis": DIAGNOSIS_TESTS, "training": []}  # the paths of the tests; an empty list selects all tests
 TIMEOUT = 300  # seconds, after which a fault counts as caught: the tests do not end
 # A forked process that finds these imported starts its tests sooner. None of them starts a device.
 IMPORTED_ONCE = ("chex", "equinox", "flax.linen", "flax.nnx", "flax.training.train_state", "haiku", "matplotlib.pyplot")
@@ -92,15 +92,8 @@ class TestMap:
     def __init__(self, folder, options, paths, processes):
         copy_repository(folder)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.mutants", *options, *paths]
-        command += [
-            "-n",
-            str(processes),
-            "-p",
-            "no:cacheprovider",
-            "--cov=jmpscale",
-            "--cov-context=test",
-            "--cov-report=",
-        ]
+        command += ["-n", str(processes), "-p", "no:cacheprovider"]
+        command += ["--cov=jmpscale", "--cov-context=test", "--cov-report="]
         run = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         print(f"pytest {' '.join(options)} without a fault: {run.stdout.strip().splitlines()[-1]}", flush=True)
         if run.returncode:

@@ -1,6 +1,6 @@
 """Writes the tables of the documentation from the results of earlier runs: `python -m benchmarks.table`.
 
-Each table stands between two marks on its page, and is followed by the record of its runs.
+Two comments on a page delimit each table. A sentence about the runs follows the table.
 """
 
 import re
@@ -9,7 +9,8 @@ from benchmarks import record
 
 DOCS = record.ROOT / "docs"
 STUDIES = record.ROOT / "benchmarks" / "studies"
-FEW = 4  # steps with equal cells have a row each
+VARIANTS = ("float32", "float16", "float16, jmpscale")  # of the runs of a study
+FEW = 4  # the largest number of steps with equal cells that have a row each
 FILES = ("autocast", "compilers", "cpu", "float16_sums", "gpu", "tracing")
 STEPS = {  # the name of the step, and whether it clips
     "clipped": ("clipped step", "yes"),
@@ -66,7 +67,7 @@ AUTOCAST = [  # the model as on the page, the name of the result, and the varian
 
 
 def read_results():
-    """Returns the results by the names of their files, {} for a file that does not exist."""
+    """Returns the results by the names of their files. A file that does not exist has no results."""
     return {name: record.read(record.RESULTS / f"{name}.json") for name in FILES}
 
 
@@ -163,16 +164,19 @@ def _sums(figures):
     return _table(["devices", "gradients of the devices are equal", "their noise is ten times their mean"], lines)
 
 
+def first_seed(study, key):
+    """Returns the runs of a study with its first seed, by the value of `key` and the variant."""
+    return {(x[key], x["run"]): x for x in study["runs"] if x["seed"] == 0}
+
+
 def _batches(study):
     """Returns the losses of the first seed, and the skips, by the tokens of the batch."""
-    about, runs = study["about"], study["runs"]
-    names = ("float32", "float16", "float16, jmpscale")
-    found = {(x["batch tokens"], x["run"]): x for x in runs if x["seed"] == 0}
+    about, found = study["about"], first_seed(study, "batch tokens")
     lines = []
-    for tokens in sorted({x["batch tokens"] for x in runs}):
-        losses = [f"{found[tokens, name]['loss']:.3f}" for name in names]
+    for tokens in sorted({tokens for tokens, _ in found}):
+        losses = [f"{found[tokens, name]['loss']:.3f}" for name in VARIANTS]
         zero = f"{found[tokens, 'float16']['zero gradients']:.1%}"
-        lines.append([f"2^{tokens.bit_length() - 1}", *losses, zero, str(found[tokens, names[2]]["skipped"])])
+        lines.append([f"2^{tokens.bit_length() - 1}", *losses, zero, str(found[tokens, VARIANTS[2]]["skipped"])])
     scaled = ["float16 with jmpscale", "gradients that are zero in float16", "steps that jmpscale skips"]
     table = _table(["tokens of the batch", "float32", "float16", *scaled], lines)
     return f"{table}\n\nMeasured on {about['date']}: {about['device']}, {about['cores']} cores, JAX {about['jax']}."

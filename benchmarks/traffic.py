@@ -13,6 +13,10 @@ RENAMES = ("bitcast", "reshape")
 FUSED = ("fusion", "async-start")  # these run another computation, as one kernel
 
 
+class UnknownIterationsError(ValueError):
+    """A program does not contain the number of iterations of one of its loops."""
+
+
 def moved_bytes(program, computation=None):
     """Adds up the bytes that instructions read and write, of the largest branch, and of all iterations of a loop.
 
@@ -20,7 +24,7 @@ def moved_bytes(program, computation=None):
     on-chip memory can hold, which depends little on the program.
 
     Raises:
-        ValueError: The number of iterations of a loop is unknown.
+        UnknownIterationsError: The number of iterations of a loop is unknown.
     """
     instructions = program.computations[computation or program.entry]
     types, moved = {x.name: x.type for x in instructions}, 0
@@ -30,7 +34,9 @@ def moved_bytes(program, computation=None):
             moved += max(inside)
         elif x.operation == "while":
             if x.iterations is None:
-                raise ValueError(f"the loop {x.name} has no known_trip_count, so its bytes cannot be counted")
+                raise UnknownIterationsError(
+                    f"the loop {x.name} has no known_trip_count, so its bytes cannot be counted"
+                )
             moved += x.iterations * sum(inside)
         elif x.operation in FLOW:
             moved += sum(inside)

@@ -154,7 +154,7 @@ def test_autocast_costs_little_more_than_casts_by_hand(backend, model, variant):
     if not targets.installed(backend):
         pytest.skip(f"the compiler for {backend} is not installed")
     ours, by_hand = (_autocast_figures(backend, model, cast) for cast in (variant, autocast.BY_HAND))
-    ratios, (moved, memory) = autocast.ratios(ours, by_hand), AUTOCAST[backend, model, variant]
+    ratios, (moved, memory) = compilers.ratios(ours, by_hand, autocast.RATIOS), AUTOCAST[backend, model, variant]
     count = "moved_bytes" if by_hand["moved_bytes"] else "xla_bytes"
     assert ours[count] / by_hand[count] <= moved
     assert ratios["temp_bytes"] <= memory

@@ -1,7 +1,6 @@
 """Every figure on a page is in a file of results: tables are written from them again, and so are sentences."""
 
 import functools
-import json
 import math
 import pathlib
 import re
@@ -15,7 +14,7 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 from benchmarks import __main__ as main
-from benchmarks import autocast, steps, table
+from benchmarks import autocast, record, steps, table
 
 import pages
 import tables
@@ -23,7 +22,6 @@ import tables
 SMALL, MODEL = table.GPU.values()
 ENSEMBLE = "h100, 1 devices, 6 of 1024, batch 32, adamw, float16, gradients in float32, 4 members"
 NETWORK = ["H100, 8 layers of width 2048"]
-STUDIES = pages.ROOT / "benchmarks" / "studies"
 H100 = [name for name in table.COMPILED if name.startswith("H100")]
 JMPSCALE = ("functional", "functional, norm as check", "optax wrapper", "optax wrapper, max_norm")
 
@@ -100,15 +98,10 @@ def _millions(task):
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)) / 1e6
 
 
-@functools.cache
-def _study(name):
-    return json.loads((STUDIES / f"{name}.json").read_text())["runs"]
-
-
 def _losses(study, key, value):
     """Returns the losses of the first seed in float32, in float16 and with jmpscale."""
-    runs = {run["run"]: run["loss"] for run in _study(study) if run["seed"] == 0 and run[key] == value}
-    return [runs[name] for name in ("float32", "float16", "float16, jmpscale")]
+    runs = table.first_seed(record.read(table.STUDIES / f"{study}.json"), key)
+    return [runs[value, name]["loss"] for name in table.VARIANTS]
 
 
 def _batches(*sizes):

@@ -5,9 +5,6 @@ model is an embedding, one feed-forward block, and the transposed embedding. It 
 1,024 words per step, which follow Zipf's law. The loss is the ordinary mean over these words.
 """
 
-import datetime
-import json
-import os
 import pathlib
 
 import jax
@@ -15,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 import jmpscale
+from benchmarks import record
 
 STEPS, WORDS, FEATURES = 60, 1024, 32
 VOCABULARIES = (2**7, 2**12, 2**15)
@@ -74,9 +72,8 @@ def main():
                     {"vocabulary": vocabulary, "seed": seed, "run": name, "loss": round(loss, 4), "skipped": skipped}
                 )
                 print(runs[-1], flush=True)
-    about = {"date": str(datetime.date.today()), "command": "python -m benchmarks.studies.vocabulary", "steps": STEPS}
-    about |= {"jax": jax.__version__, "device": jax.devices()[0].device_kind, "cores": os.cpu_count()}
-    RESULTS.write_text(json.dumps({"about": about, "runs": runs}, indent=1) + "\n")
+    about = record.about("benchmarks.studies.vocabulary", jax.devices()[0].device_kind) | {"steps": STEPS}
+    record.add(RESULTS, {"about": about, "runs": runs})
 
 
 if __name__ == "__main__":
