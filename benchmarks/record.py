@@ -1,4 +1,4 @@
-"""Describes the run behind a figure, and adds figures to the files of results."""
+"""Records the circumstances of a measurement, and adds results to files."""
 
 import datetime
 import importlib.metadata
@@ -17,9 +17,11 @@ LIBRARIES += ("mixed-precision-for-jax",)
 
 
 def about(module, device):
-    """Returns the date, the command, the machine and the versions of a run.
+    """Returns the date, the command, the machine and the versions of a measurement.
 
-    `device` is the device whose figures are recorded, which need not be present if a program is only compiled.
+    Args:
+      module: the name of the module that runs as the command.
+      device: the device that was measured, or for which programs were compiled.
     """
     cpu_info = pathlib.Path("/proc/cpuinfo")
     models = [line for line in cpu_info.read_text().splitlines() if "model name" in line] if cpu_info.exists() else []
@@ -36,7 +38,7 @@ def about(module, device):
 
 
 def _commit():
-    """Returns the last commit that changed the package, None outside a git repository."""
+    """Returns the last commit that changed the package, or None outside a git repository."""
     command = ["git", "-C", str(ROOT), "log", "-1", "--format=%h", "--", "jmpscale"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
@@ -45,7 +47,7 @@ def _commit():
 
 
 def _versions():
-    """Returns the versions of Python and of the libraries, None for libraries that are not installed."""
+    """Returns the versions of Python and of the libraries, or None for a library that is not installed."""
     found = {"python": platform.python_version()}
     for name in LIBRARIES:
         try:
@@ -56,11 +58,11 @@ def _versions():
 
 
 def read(path):
-    """Returns the results in a file, {} if there is no file."""
+    """Returns the results in a file, or an empty dictionary if the file does not exist."""
     return json.loads(path.read_text()) if path.exists() else {}
 
 
 def add(path, results):
-    """Adds results to a file, in place of earlier ones of the same name."""
+    """Adds results to a file. They replace earlier results with the same names."""
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(read(path) | results, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Loss functions with one faulty line each, which has the comment `# fault`, and healthy loss functions."""
+"""Loss functions with one fault each, on the line with the comment `# fault`, and healthy loss functions."""
 
 import inspect
 
@@ -16,7 +16,7 @@ H = jnp.float16
 
 
 def normal(seed, *shape, scale=1.0):
-    """Returns random numbers of NumPy: JAX would compile a program for each shape whenever tests are collected."""
+    """Returns normally distributed numbers from NumPy, because JAX would compile a program for each shape."""
     return jnp.asarray(scale * np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
@@ -122,7 +122,7 @@ def overflow_in_a_checkpointed_function(w, x):
     return jnp.mean(_large_block(x.astype(H) * H(10000), w.astype(H)))
 
 
-# --- Overflow and underflow in the backward pass, at any scale. The line of a derivative rule is its call. ---
+# --- Overflow and underflow in the backward pass, at any scale. JAX attributes a rule to the line of the call. ---
 
 
 @jax.custom_vjp
@@ -319,7 +319,7 @@ def norm_at_zero(w, x):
     return jnp.mean(jnp.sqrt(jnp.sum(difference**2, axis=-1)))  # fault
 
 
-# --- Layers of frameworks whose results overflow before they are normalized. ---
+# --- Models of frameworks in which the result of a layer overflows before a normalization. ---
 
 
 class Linen(linen.Module):
@@ -489,7 +489,7 @@ def zero_derivative(params, x):
 
 
 def critic(w, x):
-    """A difference of two means. It is small, so its relative error is large."""
+    """Returns the difference of two means, which is small, so its relative error is large."""
     score = jnp.tanh(x @ w) @ OUT
     return score[::2].mean() - score[1::2].mean()
 

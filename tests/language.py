@@ -1,6 +1,6 @@
-"""Finds phrases that have a better-known term: `python tests/language.py`, which is part of the `lint` session.
+"""Finds unidiomatic phrases in code, pages and notebooks: `python tests/language.py`, part of the `lint` session.
 
-For each phrase it prints the file, the line and the term to use. It exits with 1 if it has found a phrase.
+The script prints the location of each match and a suggested replacement, and exits with status 1 if there is a match.
 """
 
 import json
@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PHRASES = {  # a regular expression, and the terms to use
+PHRASES = {  # regular expressions and suggested replacements
     r"(?<!there )\bis no [a-z]": "is not a",
     r"leav(?:es?|ing) out|left out": "skip, omit",
     r"\balike\b": "equally, the same",
@@ -24,14 +24,14 @@ PHRASES = {  # a regular expression, and the terms to use
     r"\bas (?:it was|they were)\b": "unchanged",
     r"\bfor good\b": "permanently",
     r"\bwhoever\b": "the caller",
-    r"\b(?:that|those) of\b": "the noun again",
+    r"\b(?:that|those) of\b": "repeat the noun",
     r"\btells?\b": "shows, returns",
-    r"all or nothing": "one decision for all",
+    r"all or nothing": "one decision for all devices",
 }
 
 
 def _texts():
-    """Returns the Python files, pages and notebooks of the repository, except this file, which lists the phrases."""
+    """Returns the paths of all Python files, Markdown files and notebooks except this file."""
     command = ("git", "ls-files", "--cached", "--others", "--exclude-standard", "--", "*.py", "*.md", "*.ipynb")
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     paths = (ROOT / name for name in listed)
@@ -39,7 +39,7 @@ def _texts():
 
 
 def _lines(path):
-    """Yields the place and the text of each line; in a notebook, of each line of a cell."""
+    """Yields the location and the text of each line of a file, or of each line in the cells of a notebook."""
     text = path.read_text()
     if path.suffix != ".ipynb":
         for number, line in enumerate(text.splitlines(), 1):
@@ -51,7 +51,7 @@ def _lines(path):
 
 
 def main():
-    """Prints the phrases that were found, and returns whether there are any."""
+    """Prints all matches, and returns whether there is one."""
     found = [
         f"{place}: write {term!r} instead of {match[0]!r}"
         for path in _texts()

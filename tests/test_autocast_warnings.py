@@ -1,4 +1,4 @@
-"""autocast warns if it has no effect, and names the reason; and if a constant overflows in a matmul."""
+"""autocast warns if it has no effect, with the reason, and if a constant overflows in a matmul."""
 
 import inspect
 import pathlib
@@ -113,7 +113,7 @@ def test_autocast_without_effect_warns_once(fun, explanation):
 
 
 def test_autocast_under_a_global_precision_warns():
-    """The setting may be in another file, and no matmul of the program requests a precision."""
+    """The program itself does not request a precision: the setting may be in another file."""
     half_fun = jmpscale.autocast(lambda x, w: x @ w)
     with jax.default_matmul_precision("highest"), pytest.warns(UserWarning, match="no effect") as found:
         half_fun(X, W)

@@ -1,6 +1,4 @@
-"""diagnose finds constants that half precision cannot hold, traces a step without changing its arguments, and shows
-its progress.
-"""
+"""The inputs of a diagnosis: harmful constants and arguments, the float32 reference, and the traced step."""
 
 import io
 import math
@@ -37,7 +35,7 @@ def equation(fun, dtype=H):
     return eqn
 
 
-CONSTANTS = {  # an operation, the constant that half precision cannot hold, and the nearest number
+CONSTANTS = {  # an operation, a constant that is zero or infinite, and the nearest finite, nonzero number
     "zero": (lambda x: x + H(0), 0.0, 2.0**-24),
     "on the left": (lambda x: H(0) - x, 0.0, 2.0**-24),
     "infinity": (lambda x: x * H(np.inf), math.inf, 65504.0),
@@ -46,7 +44,7 @@ CONSTANTS = {  # an operation, the constant that half precision cannot hold, and
 
 
 @pytest.mark.parametrize("name", CONSTANTS)
-def test_constant_is_replaced_by_the_nearest_number(name):
+def test_constant_is_replaced_by_the_nearest_finite_nonzero_number(name):
     fun, value, nearest = CONSTANTS[name]
     eqn = equation(fun)
     (constant,) = constants(eqn)
@@ -67,7 +65,7 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_harmless_constants(name):
+def test_harmless_constants_are_not_reported(name):
     assert constants(equation(*HARMLESS[name])) == []
 
 
@@ -76,7 +74,7 @@ def step(fun, *consts):
     return Step(closed.jaxpr, closed.consts)
 
 
-HARMFUL = {  # a function that returns a loss and gradients, whether the step was finite, and the line with the constant
+HARMFUL = {  # a function that returns a loss and gradients, whether the step is finite, and the harmful constant
     "zero loss": (lambda x: [(x * H(0)).sum(), x * H(0.5)], True, 0.0),
     "a loss that stays zero": (lambda x: [(x * H(0) - x * H(0)).sum(), x], True, None),
     "infinite loss": (lambda x: [(x * H(np.inf)).sum(), x], False, math.inf),
@@ -86,7 +84,7 @@ HARMFUL = {  # a function that returns a loss and gradients, whether the step wa
 
 
 @pytest.mark.parametrize("name", HARMFUL)
-def test_harmful_constant(name):
+def test_harmful_constant_is_found(name):
     fun, was_finite, value = HARMFUL[name]
     found = harmful_constant(step(fun, jnp.ones(2, H)), was_finite)
     assert (found and found.value) == value
@@ -94,7 +92,7 @@ def test_harmful_constant(name):
 
 
 ZERO, ONE, INF = jnp.zeros(2), jnp.ones(2), jnp.float32([np.inf, 0])
-OUTPUTS = {  # the loss and the gradients; whether all are finite; whether the loss or all gradients are zero
+OUTPUTS = {  # outputs, whether all of them are finite, and whether the loss or all gradients are zero
     "ordinary": ([ONE, ZERO, ONE], True, False),
     "zero loss": ([ZERO, ONE, ONE], True, True),
     "zero gradients": ([ONE, ZERO, ZERO], True, True),
@@ -104,27 +102,27 @@ OUTPUTS = {  # the loss and the gradients; whether all are finite; whether the l
 
 
 @pytest.mark.parametrize(("outputs", "finite", "zero"), OUTPUTS.values(), ids=OUTPUTS)
-def test_outputs_are_finite_or_zero(outputs, finite, zero):
+def test_are_finite_and_are_zero(outputs, finite, zero):
     assert (are_finite(outputs), are_zero(outputs)) == (finite, zero)
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_zeros_replace_infinities_and_nan_in_arguments(value):
+def test_infinite_arguments_matter_if_zeros_make_the_step_finite(value):
     x = jnp.float32([value, 1])
     assert infinite_arguments_matter(step(lambda x: [jnp.sum(x * x), x], x))
     assert not infinite_arguments_matter(step(lambda x: [jnp.sum(1 / (x * 0)), x], x))
 
 
 def keywords(w, batch, bias=None):
-    """A function whose arguments have names."""
+    """Has arguments with names."""
 
 
 def unnamed(*args, **options):
-    """A function whose arguments have no names."""
+    """Has arguments without names."""
 
 
 NAN = jnp.float32([1.0, np.nan])
-ARGUMENTS = {  # a function, its arguments, and the names of the ones that are not finite
+ARGUMENTS = {  # a function, its arguments, and the paths of the arguments that are not finite
     "positional": (keywords, (ONE, {"image": NAN, "label": ONE}), {}, ["batch['image']"]),
     "keyword": (keywords, (INF, ONE), {"bias": NAN}, ["w", "bias"]),
     "without names": (unnamed, (ONE, [ONE, NAN]), {"bias": INF}, ["args[1][1]", "options['bias']"]),
@@ -143,9 +141,9 @@ def test_arguments_that_are_not_finite_are_named(name):
 # --- The reference in float32. ---
 
 
-def test_reference_knows_rounding_noise():
+def test_gradients_that_are_rounding_noise_are_not_decisive():
     x = jnp.float32(np.linspace(0.7, 1.3, 64))
-    noise = (x - x.mean()).sum()  # zero but for rounding
+    noise = (x - x.mean()).sum()  # zero except for rounding
     reference = run_reference(step(lambda x: [2 * x[0], x, (x - x.mean()).sum(), 0 * x], x))
     assert noise != 0
     assert reference.decisive == [True, False, False]
@@ -155,12 +153,12 @@ def test_reference_knows_rounding_noise():
     assert reference.loss_rounding == pytest.approx(2.0**-10, rel=0.3)
 
 
-def test_reference_knows_how_rounding_of_the_arguments_changes_the_loss():
+def test_reference_estimates_the_effect_of_rounded_arguments_on_the_loss():
     x = jnp.float32([1000.7, -1000.1, 1000.3, -1000.2])
     assert run_reference(step(lambda x: [x.sum(), x], x)).loss_rounding > 0.1
 
 
-def test_reference_that_is_not_finite():
+def test_reference_reports_values_that_are_not_finite():
     assert not run_reference(step(lambda x: [x.sum(), x / 0], ONE)).finite
     assert not run_reference(step(lambda x: [x.sum() / 0, x], ONE)).finite
 
@@ -179,7 +177,7 @@ def traced(loss, *args, transform=jax.value_and_grad, **kwargs):
     return trace_step(lambda state, args, kwargs: differentiated(state, *args, **kwargs), args, kwargs)
 
 
-def test_tracing_changes_no_nnx_object():
+def test_tracing_does_not_change_nnx_objects():
     model, teacher, counter = Counter(), Counter(), Counter()
     teacher.calls = counter.calls
 
@@ -218,7 +216,7 @@ def test_numpy_arrays_are_part_of_the_program():
 
 
 @pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="this version of JAX has no jax.new_ref")
-def test_new_ref_is_refused():
+def test_new_ref_raises_with_the_line():
     def loss(w):
         total = jax.new_ref(jnp.zeros(()))  # line
         total[...] += jnp.sum(w)
@@ -243,7 +241,7 @@ class Terminal(io.StringIO):
         self.flushed += 1
 
 
-def test_progress_is_shown_after_some_seconds_and_then_at_intervals(monkeypatch):
+def test_progress_is_shown_after_three_seconds_and_then_at_intervals(monkeypatch):
     terminal, now = Terminal(), [0.0]
     monkeypatch.setattr(progress.sys, "stderr", terminal)
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
@@ -255,7 +253,7 @@ def test_progress_is_shown_after_some_seconds_and_then_at_intervals(monkeypatch)
     assert terminal.flushed == 4
 
 
-def test_short_work_shows_no_progress(monkeypatch):
+def test_progress_of_short_work_is_not_shown(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(progress.sys, "stderr", terminal)
     with progress.Progress() as show:

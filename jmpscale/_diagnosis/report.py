@@ -28,8 +28,8 @@ class DiagnosisRow:
       error: the L2 norm of the difference to float32, relative to the norm in float32. It is infinite if a value
         overflows; this is harmless if a later operation removes the value, as softmax removes a mask.
       overflow: the fraction of values that are finite in float32 only.
-      underflow: the fraction of the L1 norm in values that are zero, and not zero in float32.
-      subnormal: the fraction of the L1 norm in values that are subnormal, and so less precise.
+      underflow: the fraction of the L1 norm in values that are zero, but not zero in float32.
+      subnormal: the fraction of the L1 norm in values that are subnormal, and therefore less precise.
       steps: the iterations of the loops around the operation, outermost first and counted from 0, in which the error
         is largest.
     """
@@ -108,7 +108,7 @@ class Diagnosis:
       rows: a `DiagnosisRow` for each operation with floating-point results, in program order.
       causes: the rows at which the errors begin, if there are errors.
       not_entered: the operations that were not evaluated in float32, or not one at a time, such as kernels.
-      summary: the change to make, in one to three sentences.
+      summary: the result in one to three sentences, with the remedy if one is needed.
     """
 
     loss: float
@@ -140,7 +140,7 @@ class Diagnosis:
         return self._fitting
 
     def describe(self, limit: int = 20) -> str:
-        """Describes the change to make, in one to three sentences, and then the operations in a table.
+        """Returns the summary and a table of the operations.
 
         Args:
           limit: the number of rows of the table.
