@@ -4,6 +4,7 @@ Only this module looks for these libraries, among the modules that the program h
 `with_loss_scaling`, which is written for optax and imports it.
 """
 
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,6 +31,16 @@ def is_nnx_object(node: object) -> bool:
 def nnx_variable_class() -> type[Any] | None:
     """Returns `flax.nnx.Variable` if the program has imported it."""
     return getattr(sys.modules.get("flax.nnx"), "Variable", None)
+
+
+def clone_nnx_objects(objects: list[Any]) -> list[Any]:
+    """Returns copies of Flax NNX objects. Variables that the objects share are also shared by the copies."""
+    return sys.modules["flax.nnx"].clone(objects)
+
+
+def nnx_lifting() -> Any:
+    """Returns the module of Flax that passes the state of NNX objects into transformed functions, and out of them."""
+    return importlib.import_module("flax.nnx.transforms.general")  # the module that created the objects has imported it
 
 
 def equinox_module_class() -> type[Any] | None:

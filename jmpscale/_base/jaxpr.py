@@ -7,7 +7,6 @@ and outputs as the original, so the equation that holds it needs no other change
 """
 
 import functools
-import importlib
 import operator
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple, TypeGuard, TypeVar
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from jmpscale._base.frameworks import nnx_lifting
 from jmpscale._base.text import type_name
 from jmpscale._base.tree import PyTree, flatten_matching, is_traced, nnx_objects, nnx_variables
 
@@ -134,7 +134,7 @@ def lift_nnx(transform: Callable[..., PyTree], fun: Callable[..., PyTree], *args
     """
     if not (nnx_objects(args) or nnx_variables(args)):
         return transform(fun, *args)
-    lift = importlib.import_module("flax.nnx.transforms.general")  # the module that created the objects has imported it
+    lift = nnx_lifting()
     return lift.split_inputs(functools.partial(transform, lift.merge_inputs(fun)))(*args)
 
 

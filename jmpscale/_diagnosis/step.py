@@ -1,7 +1,6 @@
 """Traces a training step: the loss and the gradients as a program of the loss scale."""
 
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,11 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jmpscale._base.frameworks import is_nnx_object
+from jmpscale._base.frameworks import clone_nnx_objects, is_nnx_object
 from jmpscale._base.jaxpr import equations, rewrite
 from jmpscale._base.source import user_line
 from jmpscale._base.text import describe
-from jmpscale._base.tree import PyTree, check_no_refs, flatten_gradients, is_inexact, is_traced, named_leaves
+from jmpscale._base.tree import (
+    PyTree,
+    check_no_refs,
+    flatten_gradients,
+    flatten_matching,
+    is_inexact,
+    is_traced,
+    named_leaves,
+)
 from jmpscale._state import ScalerState, static
 
 _UNREADABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
@@ -85,13 +92,8 @@ def _without_callback(eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
 
 def _with_copied_objects(tree: PyTree) -> PyTree:
     """Returns a tree with copies of its Flax NNX objects, which belong to the current trace."""
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_nnx_object)
-    positions = [i for i, leaf in enumerate(leaves) if is_nnx_object(leaf)]
-    if not positions:
-        return tree
-    clone: Callable[[list[Any]], list[Any]] = sys.modules["flax.nnx"].clone
-    copies = dict(zip(positions, clone([leaves[i] for i in positions]), strict=True))
-    return jax.tree.unflatten(treedef, [copies.get(i, leaf) for i, leaf in enumerate(leaves)])
+    objects, unflatten = flatten_matching(tree, is_nnx_object, is_leaf=is_nnx_object)
+    return unflatten(clone_nnx_objects(objects)) if objects else tree
 
 
 def check_concrete(trees: dict[str, PyTree]) -> None:
