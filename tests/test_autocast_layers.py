@@ -308,10 +308,8 @@ LAYERS = {
     for name, case in table.items()
 }
 DEFAULT = {
-    "Linen: Dense",
     "NNX: LoRA",
     "Equinox: BatchNorm, SpectralNorm",
-    "Haiku: BatchNorm, dropout",
     "Equinox: blocks that return float16",
 }
 ROWS = rows(LAYERS, LAYERS.keys() - DEFAULT)

@@ -184,7 +184,9 @@ HARMLESS = {
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
 @pytest.mark.parametrize("row", rows(CONSTANTS))
-@pytest.mark.parametrize("transform", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "transform", [lambda fun: fun, pytest.param(jax.jit, marks=pytest.mark.full)], ids=["eager", "jit"]
+)
 def test_autocast_warns_once_about_constants_that_overflow(row, transform):
     fun, largest = row
     half_fun = jmpscale.autocast(fun)

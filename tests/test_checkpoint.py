@@ -242,9 +242,9 @@ def uninterrupted(program):
     ("program", "roundtrip", "stops"),
     [
         (functional, msgpack, range(STEPS)),
-        (functional, unpickle, range(STEPS)),
+        pytest.param(functional, unpickle, range(STEPS), marks=pytest.mark.full),
         (functional, orbax, [5]),
-        (nnx_optimizer, orbax, [10]),
+        pytest.param(nnx_optimizer, orbax, [10], marks=pytest.mark.full),
         pytest.param(train_state, msgpack, range(STEPS), marks=pytest.mark.full),
         pytest.param(train_state, orbax, range(STEPS), marks=pytest.mark.full),
         pytest.param(nnx_optimizer, orbax, range(STEPS), marks=pytest.mark.full),

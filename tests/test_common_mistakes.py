@@ -26,6 +26,14 @@ WITH_MESSAGE, WITHOUT_MESSAGE = (
     dict(re.findall(r"^### (.*?)\n(.*?)(?=^###? |\Z)", part, flags=re.MULTILINE | re.DOTALL))
     for part in re.findall(r"^## Mistakes.*?(?=^## )", PAGE, flags=re.MULTILINE | re.DOTALL)
 )
+SLOW = {
+    "The compiled step closes over the scaler",
+    "The compiled step creates the scaler",
+    "The loss is float16",
+    "`transform` is missing for an NNX or Equinox model",
+    "Gradients are averaged again under `shard_map`",
+    "A step has two scalers",
+}
 LEARNING_RATE = 1e-3
 
 
@@ -143,7 +151,7 @@ def _messages(run, code):
     return [f"{type(found).__name__}: {found}" for found in [*errors, *(warning.message for warning in caught)]]
 
 
-@pytest.mark.parametrize("mistake", WITH_MESSAGE)
+@pytest.mark.parametrize("mistake", tables.names(WITH_MESSAGE, SLOW))
 def test_mistake_has_the_message_on_the_page(mistake):
     section, run = WITH_MESSAGE[mistake], RUN.get(mistake, _run)
     [diff], [message, *_] = _blocks(section, "diff"), _blocks(section, "text")
@@ -153,6 +161,7 @@ def test_mistake_has_the_message_on_the_page(mistake):
     assert _messages(run, right) == []
 
 
+@pytest.mark.full
 def test_mistake_with_equinox_has_the_message_on_the_page():
     section = WITH_MESSAGE["`transform` is missing for an NNX or Equinox model"]
     [diff], [_, message] = _blocks(section, "diff"), _blocks(section, "text")
@@ -217,7 +226,6 @@ def _keeps_nan(program):
 
 
 NAN = {"grads": {"w": jnp.full((3, 1), jnp.nan)}, "loss": jnp.float32(jnp.nan)}
-SLOW = {"Gradients are averaged again under `shard_map`"}
 HARM = {  # the test of the harm, and the names with which the snippet runs
     "The gradients come from JAX": (_underflows, {"loss_fn": _half_loss}),
     "The new scaler is not returned": (_makes_no_progress, {"loss_fn": _large_loss}),

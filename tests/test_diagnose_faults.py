@@ -139,14 +139,12 @@ FRAMEWORKS = {  # the arguments are created in the test, because these libraries
 }
 DEFAULT_FAULTS = {
     "sentinel",
-    "while",
     "backward underflow",
     "no scale fits",
     "scale too small",
     "scale too large",
     "small constant",
     "variance by difference",
-    "image positions",
     "NaN after an infinity",
     "masked NaN and an infinity",
     "infinity in the line above",

@@ -35,6 +35,7 @@ def needs_loss_scaling(text):
     return True
 
 
+@pytest.mark.full
 def test_readme_runs_as_pasted(capsys):
     """The program of the README must also need loss scaling."""
     namespace = {"__name__": "README.md"}

@@ -42,7 +42,7 @@ def _assert_exact(report, leaves, scale=1.0):
     assert bool(report.finite) == bool(np.isfinite(report.max_abs).all())
 
 
-@pytest.fixture(scope="module", params=["one device", "several devices"])
+@pytest.fixture(scope="module", params=[pytest.param("one device", marks=pytest.mark.full), "several devices"])
 def reductions(request):
     """The form of the reductions on CPU: with one device, a single reduction computes all counts."""
     with pytest.MonkeyPatch.context() as patch:

@@ -70,7 +70,7 @@ SETTINGS = {
     "rank-promotion": {"jax_numpy_rank_promotion": "allow"},
     "transfer-guard": {"jax_transfer_guard": "disallow"},
 }
-DEFAULT = ("x64", "debug", "checks", "tracer-leaks")
+DEFAULT = ("x64", "debug")
 FULL = [pytest.param(name, marks=pytest.mark.full) for name in SETTINGS if name not in DEFAULT]
 
 

@@ -201,9 +201,25 @@ CASES = TRANSFORMATIONS | {
     f"argument: {name}": lambda wrap, call=call: jax.jit(jax.grad(functools.partial(call, wrap)))(W)
     for name, call in ARGUMENTS.items()
 }
+FULL = {
+    "eager",
+    "disable_jit",
+    "several outputs",
+    "gradient penalty",
+    "hypergradient",
+    "blocks of the Hessian",
+    "second derivative under vmap",
+    "sum with another loss",
+    "closure outside jit",
+    "pmap",
+    "argument: keyword argument",
+    "argument: beside objects",
+    "argument: the same array twice",
+    "argument: bfloat16",
+}
 
 
-@pytest.mark.parametrize("case", rows(CASES))
+@pytest.mark.parametrize("case", rows(CASES, FULL))
 def test_loss_scaled_returns_true_gradients(case):
     result, expected = case(scaled), case(lambda fun: fun)
     chex.assert_trees_all_close(result, expected, rtol=2e-6)
@@ -386,19 +402,19 @@ def _with_derivative_rule(fun):
 
 CALLED = {  # how a function calls the fp8 layers
     "directly": lambda fun: fun,
-    "jit": jax.jit,
-    "checkpoint": jax.checkpoint,
+    "jit": full(jax.jit),
+    "checkpoint": full(jax.checkpoint),
     "scan": _in_scan,
-    "custom_vjp": _with_derivative_rule,
+    "custom_vjp": full(_with_derivative_rule),
 }
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("called", CALLED)
+@pytest.mark.parametrize("called", rows(CALLED))
 def test_loss_scaled_raises_if_fun_closes_over_a_value_that_fp8_layers_may_use(called):
     """The value may be the scale of one of the layers, which cannot be known."""
     variables = FP8_MODEL.init(jax.random.key(0), FP8_INPUT)
-    fun = CALLED[called](lambda params: fp8_loss(params, variables[FP8]))
+    fun = called(lambda params: fp8_loss(params, variables[FP8]))
 
     def loss(scale):
         return scaled(lambda params: fun(params) * scale[0])(variables["params"])
@@ -498,7 +514,7 @@ SHARED = {  # losses of one shared value, with one scale for each element of a b
 XS, BATCH_OF_SCALES = jnp.arange(1.0, 5.0), jnp.array([2.0, 8.0, SCALE, 1.0])
 
 
-@pytest.mark.parametrize("jit", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("jit", [pytest.param(lambda fun: fun, marks=pytest.mark.full), jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("losses", rows(SHARED))
 def test_gradient_of_a_value_that_losses_with_different_scales_share(losses, jit):
     def gradient(wrap):

@@ -551,7 +551,6 @@ UNTYPED = ["data parallel", "FSDP"]
 MODES = {"shard_map": STYLES, "check_vma=False": UNTYPED, "jit, Auto": STYLES, "jit, Explicit": STYLES}
 DEFAULT = [
     ("shard_map", "FSDP and tensor parallel", "with_loss_scaling"),
-    ("jit, Auto", "FSDP and tensor parallel", "functional"),
     ("jit, Explicit", "tensor parallel", "with_loss_scaling"),
 ]
 TRAINING = [

@@ -116,7 +116,7 @@ def changed_variable_in_jit(wrap):
 @pytest.mark.parametrize(
     "run",
     [
-        merged,
+        pytest.param(merged, marks=pytest.mark.full),
         pytest.param(merged_in_gradient, marks=pytest.mark.full),
         pytest.param(copied, marks=pytest.mark.full),
         changed_variable,

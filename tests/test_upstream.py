@@ -195,7 +195,7 @@ CASES = {
 
 
 TORCH_RUNS = [
-    pytest.param(_torch_run(trace), id=f"torch_run_{i}", marks=pytest.mark.full if i % 6 else ())
+    pytest.param(_torch_run(trace), id=f"torch_run_{i}", marks=pytest.mark.full if i % 12 else ())
     for i, trace in enumerate(TORCH)
 ]
 
