@@ -211,16 +211,6 @@ SENTENCES = {
             max(_ensemble(steps.PEERS, "temp_bytes")),
         ],
     ),
-    "dtypes, time": Sentence(
-        "dtypes.md",
-        "a step of a language model with {:.1f} million parameters takes [{:.1f} ms](costs.md#time-on-a-gpu) in "
-        "float16 with jmpscale, and {:.1f} ms in float32 (TF32)",
-        lambda: [
-            _millions(steps.language_model),
-            _gpu(MODEL, "functional", "ms"),
-            _gpu("language model, float32", "bare", "ms"),
-        ],
-    ),
     "dtypes, bfloat16 on a T4": Sentence(
         "dtypes.md",
         "With float16, by `autocast` or by hand, all {} are in float16. With bfloat16, all {} are in float32, and the "
@@ -230,11 +220,6 @@ SENTENCES = {
             _autocast("t4, GPT-2 small, 2 layers", autocast.BFLOAT16, "matmuls")["f32"],
             _ratio("t4, GPT-2 small, 2 layers", autocast.BFLOAT16, "moved_bytes"),
         ],
-    ),
-    "comparison, time": Sentence(
-        "comparison.md",
-        "| {:.3f} to {:.3f} | not compared | {:.3f} | {:.3f} | {:.3f} | {:.3f} |",
-        lambda: [*_range(SMALL, JMPSCALE, "ratio"), *(_gpu(SMALL, name, "ratio") for name in steps.PEERS)],
     ),
     "comparison, kernels": Sentence(
         "comparison.md",
