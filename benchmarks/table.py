@@ -47,8 +47,6 @@ AUTOCAST = [  # the model as on the page, the name of the result, and the varian
     ("GPT-2 small, scan over layers", "h100, GPT-2 small, scan", "autocast"),
     ("the same with `dots_saveable`", "h100, GPT-2 small, scan, dots saved", "autocast"),
     ("the same with `dots_with_no_batch_dims_saveable`", "h100, GPT-2 small, scan with remat", "autocast"),
-    ("GPT-2 with 2 layers, FSDP", "h100, GPT-2 small, 2 layers, FSDP", "autocast"),
-    ("GPT-2 with 2 layers and an output matrix, FSDP", "h100, GPT-2 small, 2 layers, FSDP, untied", "autocast"),
     ("ResNet-34", "h100, ResNet-34", "autocast"),
     ("ResNet-34, blocks return half precision", "h100, ResNet-34", HALF),
     ("ResNet-10", "h100, ResNet-10", "autocast"),
@@ -81,9 +79,9 @@ def pages(results):
         "optimizers": _timed(OPTIMIZERS, cpu.get("optimizers"), _ratio),
     }
     figures = {name: result["figures"] for name, result in compiled.items()}
-    for name, cell in (("bytes", _moved), ("memory", _memory), ("kernels", _kernels)):
+    for name, cell in (("bytes", _moved), ("memory", _memory)):
         costs[name] = _steps(COMPILED, figures, cell)
-    costs["kernels"] += _runs(compiled_runs)
+    costs["memory"] += _runs(compiled_runs)
     sums, batches = results["float16_sums"], record.read(STUDIES / "batch_size.json")
     return {
         "costs.md": costs,
@@ -101,24 +99,19 @@ def _time(figures, name):
 
 
 def _ratio(figures, name):
-    return f"{figures[name]['ratio']:.2f} ({figures[name]['bare_ratio']:.2f})"
+    return f"{figures[name]['ratio']:.2f}"
 
 
 def _moved(figures, name):
-    return _two_ratios(figures, name, "moved_bytes")
+    return _compared(figures, name, "moved_bytes")
 
 
 def _memory(figures, name):
-    return _two_ratios(figures, name, "temp_bytes")
+    return _compared(figures, name, "temp_bytes")
 
 
-def _two_ratios(figures, name, key):
-    clipped, bare = (figures[name][key] / figures[other][key] for other in ("clipped", "bare"))
-    return f"{clipped:.3f} ({bare:.3f})"
-
-
-def _kernels(figures, name):
-    return str(figures[name]["kernels"])
+def _compared(figures, name, key):
+    return f"{figures[name][key] / figures['clipped'][key]:.3f}"
 
 
 # --- tables
