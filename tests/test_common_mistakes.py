@@ -131,7 +131,6 @@ EQUINOX = eqx.nn.MLP(3, 1, 4, 1, key=jax.random.key(0))
 RUN = {  # the programs that need more than the names above
     "The loss is float16": _call_loss,
     "The compiled step closes over the scaler": _call_step,
-    "The compiled step creates the scaler": _call_step,
     "`axis_name` is missing": _run_on_each_device,
     "`transform` is missing for an NNX or Equinox model": _run_with_model,
     "An NNX model is cast": functools.partial(_run_with_model, call=functools.partial(_call_loss, model="model")),
