@@ -151,7 +151,6 @@ SENTENCES = {
         "2^15 tokens; and {:.3f} instead of {:.3f} at 2^19. With jmpscale, the losses are {:.3f}, {:.3f} and {:.3f}",
         _overview_of_batches,
     ),
-    "overview, words": Sentence("index.md", WORDS, _words),
     "costs, overhead of the language model": Sentence(
         "costs.md",
         "a step with the functional API takes {:.2f} ms longer than the clipped step, although the compiled programs "
