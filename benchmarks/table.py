@@ -41,6 +41,7 @@ COMPILED = {
 DEVICES = {"h100": "H100", "t4": "T4", "v100": "V100", "tpu-v5e": "TPU v5e"}
 COMPARED = ("moved_bytes", "temp_bytes", "communicated_bytes")
 HALF = "autocast, blocks return half"
+NONE = "-"  # one device communicates nothing, and the iterations of a loop may be unknown
 AUTOCAST = [  # the model as on the page, the name of the result, and the variant
     ("GPT-2 small", "h100, GPT-2 small", "autocast"),
     ("GPT-2 small, FSDP", "h100, GPT-2 small, FSDP", "autocast"),
@@ -143,13 +144,14 @@ def _autocast(results):
     for title, name, variant in AUTOCAST:
         figures = {x: found["ratios"] for x, found in results[name]["figures"].items()}
         ours, float32 = ([_two_digits(figures[x], key) for key in COMPARED] for x in (variant, "float32"))
-        lines.append([DEVICES[name.partition(",")[0]], title, *ours, ", ".join(filter(None, float32))])
+        shown = ", ".join(float32).removesuffix(f", {NONE}")
+        lines.append([DEVICES[name.partition(",")[0]], title, *ours, shown])
     head = ["device", "model", "bytes moved", "temporary memory", "bytes communicated", "in float32"]
     return _table(head, lines) + _runs([results[name] for _, name, _ in AUTOCAST])
 
 
 def _two_digits(figures, key):
-    return f"{figures[key]:.2f}" if key in figures else ""
+    return f"{figures[key]:.2f}" if key in figures else NONE
 
 
 def _sums(figures):
