@@ -39,7 +39,7 @@ _CAUSES = (  # in the order of _possible_causes
     "decrease the scale of the backward pass: the number given to loss_scaled(fun, number) if the loss function is "
     "wrapped by it, and otherwise the number given to static. jmpscale.diagnose prints the scales that fit.",
     f"{_OVERFLOW}These are the first skips of this run: the scale is still backing off from its initial value. Allow "
-    "more skips, or decrease init_scale.",
+    "more skips, or decrease init_scale: jmpscale.diagnose prints the scales that fit.",
     f"{_OVERFLOW}The scale is still backing off. Allow more skips, or look for a change in the data or the model: "
     "jmpscale.diagnose names the line.",
 )

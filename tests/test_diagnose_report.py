@@ -235,13 +235,15 @@ REMEDIES = {  # what was measured with the remedy, and the sentences
     ),
     "does not help": (
         findings(ROUNDED),
-        'With precision="highest" at model.py:1 (f) and model.py:2 (f) it differs, too. Compute the function in '
-        "float32, without autocast.",
+        'With precision="highest" at model.py:1 (f) and model.py:2 (f) it differs, too. Also convert '
+        "operands that the function has cast to half precision, or compute the function in float32, without autocast "
+        "and without casts.",
     ),
     "has another loss": (
         healthy(loss_error=0.1),
-        'With precision="highest" at model.py:1 (f) and model.py:2 (f) it differs, too. Compute the function in '
-        "float32, without autocast.",
+        'With precision="highest" at model.py:1 (f) and model.py:2 (f) it differs, too. Also convert '
+        "operands that the function has cast to half precision, or compute the function in float32, without autocast "
+        "and without casts.",
     ),
 }
 

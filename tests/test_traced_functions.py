@@ -112,10 +112,30 @@ def changed_variable_in_jit(wrap):
     return jax.jit(step)(count, X)
 
 
+def objects_of_an_outer_trace(wrap):
+    """The function reads an object and a variable that belong to the trace around the gradient, and changes another."""
+
+    def loss_fn(w, net, scale, x):
+        count = nnx.BatchStat(jnp.float32(0))
+
+        def counted_loss(count, net, scale):
+            count[...] += scale[...]
+            return jnp.mean(net.linear(x @ w) ** 2), net.norm.mean[...]
+
+        loss, mean = wrap(counted_loss)(count, net, scale)
+        return loss, (mean, count[...])
+
+    def step(w, net, scale):
+        return jax.value_and_grad(loss_fn, has_aux=True)(w, net, scale, X), scale[...]
+
+    return nnx.jit(step)(X.T @ X / 8, Net(nnx.Rngs(0)), nnx.BatchStat(jnp.float32(3)))
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "run",
     [
+        objects_of_an_outer_trace,
         pytest.param(merged, marks=pytest.mark.full),
         pytest.param(merged_in_gradient, marks=pytest.mark.full),
         pytest.param(copied, marks=pytest.mark.full),
@@ -130,20 +150,24 @@ def test_functions_change_nnx_variables(run, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_change_of_a_variable_that_is_closed_over_raises_with_a_remedy(name):
-    count = nnx.BatchStat(jnp.zeros(()))
-
-    def loss_fn(x):
+@pytest.mark.parametrize("is_argument", [True, False])
+def test_change_of_a_variable_of_an_outer_trace_raises_with_a_remedy(is_argument, name):
+    def loss_fn(w, count):
         count[...] += 1
-        return jnp.mean(x @ x.T)
+        return jnp.mean(w @ w.T)
+
+    def gradient(count):
+        fun = transform(name, loss_fn if is_argument else lambda w: loss_fn(w, count))
+        return jax.grad(fun)(X, *[count] * is_argument)
 
     with pytest.raises(Exception, match="Cannot mutate BatchStat") as caught:
-        transform(name, loss_fn)(X)
-    assert caught.value.__notes__[-1] == (
-        f"loss_fn in jmpscale.{name} is traced, so Flax does not let it change variables that it closes over. Pass the "
-        "Flax NNX objects or the state as arguments, and differentiate with flax.nnx.value_and_grad; or create the "
-        "variables in the function: nnx.merge(graphdef, state, copy=True)."
+        nnx.jit(gradient)(nnx.BatchStat(jnp.zeros(())))
+    remedy = (
+        f"jmpscale.{name} is traced, so Flax does not let it change variables that it closes over, or that belong to "
+        "an outer trace. Pass the Flax NNX objects or the state as arguments, and differentiate with "
+        "flax.nnx.value_and_grad; or create the variables in the function: nnx.merge(graphdef, state, copy=True)."
     )
+    assert any(remedy in note for note in caught.value.__notes__)
 
 
 # --- effects on Python objects

@@ -33,6 +33,21 @@ def nnx_variable_class() -> type[Any] | None:
     return getattr(sys.modules.get("flax.nnx"), "Variable", None)
 
 
+def is_nnx(node: object) -> bool:
+    """Tests whether a node of a tree is a Flax NNX object or variable, which is changed in place."""
+    kind = nnx_variable_class()
+    return is_nnx_object(node) or (kind is not None and isinstance(node, kind))
+
+
+def is_outer_nnx(node: object) -> bool:
+    """Tests whether a node is a Flax NNX object or variable of an outer trace, which Flax does not allow to change."""
+    kind = nnx_variable_class()
+    if kind is None or not is_nnx(node):
+        return False
+    variables = [x for _, x in sys.modules["flax.nnx"].iter_graph(node) if isinstance(x, kind)]
+    return not all(getattr(x, "_can_update", x._trace_state.is_valid()) for x in variables)  # new in Flax 0.12
+
+
 def clone_nnx_objects(objects: list[Any]) -> list[Any]:
     """Returns copies of Flax NNX objects. Variables that the objects share are also shared by the copies."""
     return sys.modules["flax.nnx"].clone(objects)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jmpscale._base.frameworks import nnx_lifting
+from jmpscale._base.frameworks import is_nnx, is_outer_nnx, nnx_lifting
 from jmpscale._base.text import type_name
 from jmpscale._base.tree import PyTree, flatten_matching, is_traced, nnx_objects, nnx_variables
 
@@ -37,9 +37,9 @@ _TRANSPARENT |= {"composite", "compute_on", "custom_vmap_call", "linear_call"}
 _CALLS = _BLOCKS | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 
 _NNX_REMEDY = (
-    "{name} is traced, so Flax does not let it change variables that it closes over. Pass the Flax NNX objects or the "
-    "state as arguments, and differentiate with flax.nnx.value_and_grad; or create the variables in the function: "
-    "nnx.merge(graphdef, state, copy=True)."
+    "{name} is traced, so Flax does not let it change variables that it closes over, or that belong to an outer trace. "
+    "Pass the Flax NNX objects or the state as arguments, and differentiate with flax.nnx.value_and_grad; or create "
+    "the variables in the function: nnx.merge(graphdef, state, copy=True)."
 )
 
 
@@ -130,12 +130,28 @@ def _check_stored_values(stored: list[_Stored], jaxpr: core.Jaxpr, name: str) ->
 def lift_nnx(transform: Callable[..., PyTree], fun: Callable[..., PyTree], *args: PyTree) -> PyTree:
     """Applies a transformation of functions of pytrees to a function whose arguments may contain Flax NNX objects.
 
-    Inside a transformation `fun` would change copies of modules and variables. Flax passes their state in and out.
+    Inside a transformation `fun` would change copies of modules and variables. Flax passes their state in and out,
+    except the state of objects of an outer trace, which `fun` may only read.
     """
+    outer, replace = flatten_matching(args, is_outer_nnx, is_nnx)
+    if outer:
+        return lift_nnx(transform, lambda *hidden: fun(*_with_outer_objects(hidden)), *replace(map(_Outer, outer)))
     if not (nnx_objects(args) or nnx_variables(args)):
         return transform(fun, *args)
     lift = nnx_lifting()
     return lift.split_inputs(functools.partial(transform, lift.merge_inputs(fun)))(*args)
+
+
+class _Outer:
+    """Holds a Flax NNX object of an outer trace, so that Flax does not pass its state."""
+
+    def __init__(self, node: object) -> None:
+        self.node = node
+
+
+def _with_outer_objects(args: PyTree) -> PyTree:
+    held, replace = flatten_matching(args, lambda x: isinstance(x, _Outer), is_nnx)
+    return replace(x.node for x in held)
 
 
 def rewrite(jaxpr: core.Jaxpr, rewrite_equation: RewriteEquation, memo: Memo) -> core.Jaxpr:

@@ -143,7 +143,10 @@ def _describe_remedy(findings: Findings, remedy: Remedy | None, kind: Kind) -> s
             f"it: then the gradients differ by {error}, and loss scales from {low} to {high} fit. The autocast guide "
             'lists such programs under "Keep these in float32".'
         )
-    return f'With precision="highest" at {where} it differs, too. Compute the function in float32, without autocast.'
+    return (
+        f'With precision="highest" at {where} it differs, too. Also convert operands that the function has cast to '
+        "half precision, or compute the function in float32, without autocast and without casts."
+    )
 
 
 def _describe_scales(findings: Findings, scales: Scales, fitting: tuple[int, int], scale: float) -> str:
