@@ -41,11 +41,21 @@ def is_nnx(node: object) -> bool:
 
 def is_outer_nnx(node: object) -> bool:
     """Tests whether a node is a Flax NNX object or variable of an outer trace, which Flax does not allow to change."""
-    kind = nnx_variable_class()
-    if kind is None or not is_nnx(node):
+    if not is_nnx(node):
         return False
-    variables = [x for _, x in sys.modules["flax.nnx"].iter_graph(node) if isinstance(x, kind)]
-    return not all(getattr(x, "_can_update", x._trace_state.is_valid()) for x in variables)  # new in Flax 0.12
+    nnx = sys.modules["flax.nnx"]
+    try:
+        nnx.update([node], nnx.state([node]))  # assigns the values that the node has; never raises in Flax 0.11
+    except Exception as error:
+        if is_trace_error(error):
+            return True
+        raise
+    return False
+
+
+def is_trace_error(error: Exception) -> bool:
+    """Tests whether Flax has raised an error because an object of an outer trace would be changed."""
+    return type(error).__name__ == "TraceContextError"
 
 
 def clone_nnx_objects(objects: list[Any]) -> list[Any]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jmpscale._base.frameworks import is_nnx, is_outer_nnx, nnx_lifting
+from jmpscale._base.frameworks import is_nnx, is_outer_nnx, is_trace_error, nnx_lifting
 from jmpscale._base.text import type_name
 from jmpscale._base.tree import PyTree, flatten_matching, is_traced, nnx_objects, nnx_variables
 
@@ -87,7 +87,7 @@ def trace(fun: Callable[..., PyTree], *args: PyTree, name: str) -> Traced:
     try:
         closed = jax.make_jaxpr(traced_outputs)()
     except Exception as error:
-        if type(error).__name__ == "TraceContextError":  # of Flax
+        if is_trace_error(error):
             error.add_note(_NNX_REMEDY.format(name=name))
         raise
     jaxpr = closed.jaxpr
