@@ -84,12 +84,12 @@ def mlp(layers, width, batch):
     return loss_fn, params, jax.random.normal(jax.random.key(1), (batch, width))
 
 
-def transformer(layers, width, heads, vocabulary, length, batch, *, scan=False, remat=None, tied=True, stored=None):
-    """A language model in the shape of GPT-2: twelve leaves a layer, and the output shares the embedding if `tied`.
+def transformer(layers, width, heads, vocabulary, length, batch, *, scan=False, remat=None, embedded=None, stored=None):
+    """A language model in the shape of GPT-2: twelve leaves a layer, and an output that shares the embedding.
 
     With `scan`, one layer runs in a loop over stacked parameters. The policy `remat` of `jax.checkpoint`, if given,
-    selects the values that are kept for the backward pass. The results of blocks are converted to the dtype `stored`,
-    if given.
+    selects the values that are kept for the backward pass. If they are given, the embedding is converted to the dtype
+    `embedded` before it is used, and the results of blocks are converted to the dtype `stored`.
     """
     shapes = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
     keys = iter(jax.random.split(jax.random.key(0), 4 * layers + 4))
@@ -106,8 +106,6 @@ def transformer(layers, width, heads, vocabulary, length, batch, *, scan=False, 
         "blocks": [block() for _ in range(layers)],
         "norm": {"scale": jnp.ones(width), "bias": jnp.zeros(width)},
     }
-    if not tied:
-        params["output"] = 0.02 * jax.random.normal(next(keys), (vocabulary, width))
     if scan:
         params["blocks"] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["blocks"])
 
@@ -128,13 +126,14 @@ def transformer(layers, width, heads, vocabulary, length, batch, *, scan=False, 
         layer = jax.checkpoint(layer, policy=remat)
 
     def loss_fn(params, tokens):
-        x = params["embed"][tokens[:, :-1]] + params["place"]
+        embedding = _store(params["embed"], embedded)
+        x = embedding[tokens[:, :-1]] + params["place"]
         if scan:
             x, _ = jax.lax.scan(layer, _store(x, stored), params["blocks"])
         else:
             for block in params["blocks"]:
                 x, _ = layer(x, block)
-        logits = (_norm(params["norm"], x) @ params["embed" if tied else "output"].T).astype(jnp.float32)
+        logits = (_norm(params["norm"], x) @ embedding.T).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
     return loss_fn, params, jax.random.randint(next(keys), (batch, length + 1), 0, vocabulary)

@@ -134,7 +134,6 @@ RUN = {  # the programs that need more than the names above
     "`axis_name` is missing": _run_on_each_device,
     "`transform` is missing for an NNX or Equinox model": _run_with_model,
     "An NNX model is cast": functools.partial(_run_with_model, call=functools.partial(_call_loss, model="model")),
-    "An NNX model is gated": _run_with_model,
 }
 
 

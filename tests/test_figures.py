@@ -231,6 +231,16 @@ SENTENCES = {
         "an H100, and {:.2f} times on a TPU.",
         lambda: [_ratio(f"{x}, ResNet-10", autocast.STORED, "moved_bytes") for x in ("h100", "tpu-v5e")],
     ),
+    "autocast, embedding": Sentence(
+        "guides/autocast.md",
+        "GPT-2 with 2 layers communicates {:.2f} times the bytes on an H100, instead of {:.2f} times, and {:.2f} instead "
+        "of {:.2f} times on a TPU.",
+        lambda: [
+            _ratio(f"{x}, GPT-2 small, 2 layers, FSDP", variant, "communicated_bytes")
+            for x in ("h100", "tpu-v5e")
+            for variant in (autocast.EMBEDDED, autocast.AUTOCAST)
+        ],
+    ),
     "autocast, memory of scans": Sentence(
         "guides/autocast.md",
         "it reduces the temporary memory of GPT-2 small from {:.1f} GB to {:.1f} GB. The policy "
