@@ -233,8 +233,8 @@ SENTENCES = {
     ),
     "autocast, embedding": Sentence(
         "guides/autocast.md",
-        "GPT-2 with 2 layers communicates {:.2f} times the bytes on an H100, instead of {:.2f} times, and {:.2f} instead "
-        "of {:.2f} times on a TPU.",
+        "GPT-2 with 2 layers communicates {:.2f} times the bytes on an H100, instead of {:.2f} times, and {:.2f} "
+        "instead of {:.2f} times on a TPU.",
         lambda: [
             _ratio(f"{x}, GPT-2 small, 2 layers, FSDP", variant, "communicated_bytes")
             for x in ("h100", "tpu-v5e")
