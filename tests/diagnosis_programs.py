@@ -256,8 +256,8 @@ def running_sum(w, xs):
         total = total + jax.nn.softplus(x.astype(H) @ w.astype(H)).mean()  # fault
         return total, None
 
-    total, _ = jax.lax.scan(add, H(0), xs)
-    return (total.astype(jnp.float32) / len(xs) - 0.5) ** 2
+    total, _ = jax.lax.scan(add, H(1800), xs)  # above 2048, the distance of two numbers is 2
+    return (total.astype(jnp.float32) / 1000 - 0.5) ** 2
 
 
 def running_average(w, xs):

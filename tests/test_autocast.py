@@ -754,7 +754,7 @@ def test_autocast_without_matmuls_equals_jax(program):
 
 
 @pytest.mark.filterwarnings("ignore:autocast has no effect")
-@pytest.mark.parametrize("count", [8, pytest.param(300, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [8, pytest.param(100, marks=pytest.mark.full)])
 def test_autocast_without_matmuls_equals_jax_on_random_programs(count):
     programs.assert_like_jax_on_random_programs(_autocast_inside, count)
 

@@ -53,7 +53,7 @@ def test_value_and_grad_accepts_argnums_like_jax(argnums):
     programs.assert_like_jax(programs.Program(programs.product, args, options={"argnums": argnums}), _at_scale)
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(300, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [8, pytest.param(100, marks=pytest.mark.full)])
 def test_value_and_grad_equals_jax_on_random_programs(count):
     programs.assert_like_jax_on_random_programs(_at_scale, count)
 
