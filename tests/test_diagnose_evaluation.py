@@ -371,6 +371,16 @@ def test_shard_map_runs_as_one_operation_and_its_scales_are_measured(check_vma):
 
 
 @pytest.mark.full
+def test_summary_of_an_error_in_a_shard_map_says_to_diagnose_the_function_inside():
+    summary = diagnose(sharded_loss, 1e5 * W, X).summary
+    assert summary.endswith(
+        ". It begins inside jax.shard_map, which is evaluated as one operation. Diagnose the function inside it, "
+        "without collectives and with the rows of one device."
+    )
+    assert "rounding" not in summary
+
+
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The function jit.* includes a pmap:UserWarning")
 def test_pmap_is_entered_or_listed():
     def loss(w, x):

@@ -68,6 +68,11 @@ def summarize(findings: Findings, remedy: Remedy | None, scale: float) -> str:
     if scales.fitting is not None and findings.healthy:
         return _describe_scales(findings, scales, scales.fitting, scale)
     first = findings.origins[0] if findings.origins else None
+    if first and first.site.operation == "shard_map":
+        return (
+            f"{_difference(findings, scales)}. It begins inside jax.shard_map, which is evaluated as one operation. "
+            "Diagnose the function inside it, without collectives and with the rows of one device."
+        )
     kind = kind_of(first) if first else Kind.ROUNDING
     if first and kind in (Kind.OVERFLOW, Kind.POLE):
         text = _describe_overflow(findings.origins, kind)
