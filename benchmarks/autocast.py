@@ -23,6 +23,7 @@ BY_HAND, AUTOCAST, STORED, FLOAT32 = "cast by hand", "autocast", "autocast, bloc
 BFLOAT16, EMBEDDED = "cast by hand to bfloat16", "autocast, embedding converted"  # the latter for GPT-2
 DEFAULT = (BY_HAND, AUTOCAST, STORED, FLOAT32, BFLOAT16)
 VARIANTS = (*DEFAULT, EMBEDDED)
+CONVERTED = {STORED: "stored", EMBEDDED: "embedded"}  # the argument of the task that receives the dtype
 WEIGHTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable  # the results of matmuls with parameters
 DOTS = jax.checkpoint_policies.dots_saveable
 GPT2 = functools.partial(steps.transformer, width=768, heads=12, length=1024, batch=8)
@@ -45,10 +46,10 @@ RATIOS = ("moved_bytes", "temp_bytes", "kernels", "communicated_bytes", "compile
 def measure(backend, model, variant):
     """Compiles one step of a model; returns its figures, as `compilers.measure`."""
     (task, devices), half = MODELS[model], compilers.HALF[backend]
-    if variant in (STORED, EMBEDDED):
-        task = functools.partial(task, **{"stored" if variant == STORED else "embedded": half})
+    if variant in CONVERTED:
+        task = functools.partial(task, **{CONVERTED[variant]: half})
     compute = {FLOAT32: jnp.float32, BFLOAT16: jnp.bfloat16}.get(variant, half)
-    job = steps.make_job(targets.abstract(task), compute=compute, autocast=variant in (AUTOCAST, STORED, EMBEDDED))
+    job = steps.make_job(targets.abstract(task), compute=compute, autocast=variant in (AUTOCAST, *CONVERTED))
     return compilers.measure(job, METHOD, targets.mesh(backend, devices, (devices, 1)))
 
 

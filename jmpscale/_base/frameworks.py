@@ -40,9 +40,7 @@ def is_nnx(node: object) -> bool:
 
 
 def is_outer_nnx(node: object) -> bool:
-    """Tests whether a node is a Flax NNX object or variable of an outer trace, which Flax does not allow to change."""
-    if not is_nnx(node):
-        return False
+    """Tests whether a Flax NNX object or variable belongs to an outer trace, in which case Flax forbids changes."""
     nnx = sys.modules["flax.nnx"]
     try:
         nnx.update([node], nnx.state([node]))  # assigns the values that the node has; never raises in Flax 0.11

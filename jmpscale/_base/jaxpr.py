@@ -19,7 +19,7 @@ from jax.extend import core
 
 from jmpscale._base.frameworks import is_nnx, is_outer_nnx, is_trace_error, nnx_lifting
 from jmpscale._base.text import type_name
-from jmpscale._base.tree import PyTree, flatten_matching, is_traced, nnx_objects, nnx_variables
+from jmpscale._base.tree import PyTree, flatten_matching, is_traced
 
 Jaxpr = core.Jaxpr | core.ClosedJaxpr  # one class from JAX 0.12 on
 T = TypeVar("T")
@@ -133,11 +133,13 @@ def lift_nnx(transform: Callable[..., PyTree], fun: Callable[..., PyTree], *args
     Inside a transformation `fun` would change copies of modules and variables. Flax passes their state in and out,
     except the state of objects of an outer trace, which `fun` may only read.
     """
-    outer, replace = flatten_matching(args, is_outer_nnx, is_nnx)
-    if outer:
-        return lift_nnx(transform, lambda *hidden: fun(*_with_outer_objects(hidden)), *replace(map(_Outer, outer)))
-    if not (nnx_objects(args) or nnx_variables(args)):
+    nodes, replace = flatten_matching(args, is_nnx, is_nnx)
+    if not nodes:
         return transform(fun, *args)
+    is_outer = [is_outer_nnx(node) for node in nodes]
+    if any(is_outer):
+        hidden = replace(_Outer(x) if outer else x for x, outer in zip(nodes, is_outer, strict=True))
+        return lift_nnx(transform, lambda *args: fun(*_with_outer_objects(args)), *hidden)
     lift = nnx_lifting()
     return lift.split_inputs(functools.partial(transform, lift.merge_inputs(fun)))(*args)
 
