@@ -116,23 +116,29 @@ def _set_first(leaf: jax.Array, value: ArrayLike, flag: jax.Array) -> jax.Array:
     return jnp.where(first & flag, jnp.asarray(value, jnp.result_type(leaf)), leaf)
 
 
-@jax.custom_vjp
 def _fault_in_cotangent(leaf: jax.Array, value: ArrayLike, flag: jax.Array) -> jax.Array:
-    return map_like(leaf, flag)
-
-
-def _fault_forward(leaf: jax.Array, value: ArrayLike, flag: jax.Array) -> tuple[jax.Array, tuple[ArrayLike, jax.Array]]:
     # The cotangent of a value that devices share is a sum over them: a fault on one device is a fault on all.
     if axes := varying_axes(flag) - varying_axes(leaf):
         flag = jax.lax.pmax(flag.astype(np.int32), tuple(sorted(axes))).astype(bool)
+    return _identity(leaf, value, flag)
+
+
+@jax.custom_vjp
+def _identity(leaf: jax.Array, value: ArrayLike, flag: jax.Array) -> jax.Array:
+    return map_like(leaf, flag)
+
+
+def _identity_forward(
+    leaf: jax.Array, value: ArrayLike, flag: jax.Array
+) -> tuple[jax.Array, tuple[ArrayLike, jax.Array]]:
     return map_like(leaf, flag), (value, flag)
 
 
-def _fault_backward(fault: tuple[ArrayLike, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, None, None]:
+def _identity_backward(fault: tuple[ArrayLike, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, None, None]:
     return _set_first(cotangent, *fault), None, None
 
 
-_fault_in_cotangent.defvjp(_fault_forward, _fault_backward)
+_identity.defvjp(_identity_forward, _identity_backward)
 
 
 def assert_step_is_noop(before: PyTree, after: PyTree) -> None:

@@ -131,7 +131,10 @@ def _vmapped(fn):
     return batched
 
 
-@pytest.fixture(params=[_eager, _jitted, _vmapped], ids=["eager", "jit", "vmap"])
+@pytest.fixture(
+    params=[pytest.param(_eager, marks=pytest.mark.full), _jitted, pytest.param(_vmapped, marks=pytest.mark.full)],
+    ids=["eager", "jit", "vmap"],
+)
 def variant(request):
     """A transformation: the identity, `jax.jit`, or `jax.vmap`."""
     return request.param

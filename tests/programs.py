@@ -211,7 +211,7 @@ def _random_programs(draw):
     return Program(fun, args, kwargs, {"argnums": argnums, "has_aux": pair is not None})
 
 
-def assert_like_jax_on_random_programs(transform, count):
-    """Compares `transform` with `jax.value_and_grad` on a number of random programs."""
-    settings = hypothesis.settings(max_examples=count)
+def assert_like_jax_on_random_programs(transform):
+    """Compares `transform` with `jax.value_and_grad` on 100 random programs."""
+    settings = hypothesis.settings(max_examples=100)
     settings(hypothesis.given(_random_programs())(lambda program: assert_like_jax(program, transform)))()

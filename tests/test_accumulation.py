@@ -13,6 +13,8 @@ import pytest
 import jmpscale
 from jmpscale import testing
 
+pytestmark = pytest.mark.full
+
 # Small integers: float16 holds every gradient exactly, but not their sum.
 RNG = np.random.default_rng(0)
 X, W = RNG.integers(0, 4, (16, 8, 3)).astype(np.float32), np.array([[1.0], [-2.0], [3.0]], np.float32)

@@ -185,6 +185,7 @@ def test_all_finite_ignores_leaves_without_floats(tree):
 # Every element of every leaf is tested
 
 
+@pytest.mark.full
 @each_form
 @pytest.mark.parametrize("dtype", _default_if(["float32"], [np.dtype("f4"), np.dtype("f2"), np.dtype("c8")]))
 def test_all_finite_tests_each_position(dtype, check):

@@ -100,6 +100,7 @@ def test_step_equals_optax_or_changes_no_bit(api):
     chex.assert_trees_all_close(jax.tree.leaves(_inner(opt_state)), jax.tree.leaves(plain_state), rtol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("platform")
 def test_step_in_vmap_and_scan_has_its_own_flag(api):
     opt_state, step = api(TX)
@@ -174,6 +175,7 @@ def _derivatives(fn):
     return jax.jit(lambda *args: (jax.grad(fn, (0, 1))(*args), jax.jvp(fn, args, tangents)[1]))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("platform")
 def test_step_has_the_derivative_of_optax_or_of_the_identity(api):
     opt_state, step = api(TX)
@@ -207,6 +209,7 @@ def test_step_has_a_branch_only_on_cpu(api, request):
         assert bool(re.search(r"convert .*\(tensor<i1>\) -> tensor<i32>", text)) == (platform == "cpu"), platform
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("standard_promotion")
 def test_exported_step_runs_on_its_platforms():
     opt_state, step = _functional(TX)
@@ -243,6 +246,7 @@ def test_step_keeps_shardings(api, platform, axis_type):
 MIXED = (AxisType.Explicit, AxisType.Auto)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("axis_types", "spec", "vmapped"),
     [
@@ -268,6 +272,7 @@ def test_step_keeps_types_with_explicit_axes(api, axis_types, spec, vmapped):
         np.testing.assert_array_equal((np.asarray(after) == 1).all(1), np.arange(8) == 3 if vmapped else [True] * 8)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("platform")
 def test_step_in_shard_map_keeps_varying_axes(api):
     """All devices skip, although one overflowed; the parameters differ between devices."""

@@ -307,11 +307,7 @@ LAYERS = {
     for framework, table in {"Linen": LINEN, "NNX": NNX, "Equinox": EQUINOX, "Haiku": HAIKU}.items()
     for name, case in table.items()
 }
-DEFAULT = {
-    "NNX: LoRA",
-    "Equinox: BatchNorm, SpectralNorm",
-    "Equinox: blocks that return float16",
-}
+DEFAULT = {"NNX: LoRA", "Equinox: blocks that return float16"}
 ROWS = rows(LAYERS, LAYERS.keys() - DEFAULT)
 
 

@@ -170,7 +170,7 @@ CONSTANTS = {  # a function, and the largest constant that enters a matmul
 }
 HARMLESS = {
     "masked softmax": lambda x, w: jax.nn.softmax(jnp.where(x > 0, x @ w, -1e9)) @ w,
-    "attention": full(lambda x, w: attention(x @ w)),
+    "attention": lambda x, w: attention(x @ w),
     "relu of a mask": lambda x, w: jax.nn.relu(jnp.where(x > 0, x @ w, -1e9)) @ w,
     "loss of optax": lambda x, w: optax.ctc_loss(
         (x @ w)[None], jnp.zeros((1, N)), jnp.array([[1, 2, 1]]), jnp.zeros((1, 3))
@@ -183,7 +183,7 @@ HARMLESS = {
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
-@pytest.mark.parametrize("row", rows(CONSTANTS))
+@pytest.mark.parametrize("row", rows(CONSTANTS, CONSTANTS.keys() - {"NumPy array", "literal", "in scan"}))
 @pytest.mark.parametrize(
     "transform", [lambda fun: fun, pytest.param(jax.jit, marks=pytest.mark.full)], ids=["eager", "jit"]
 )
@@ -200,7 +200,7 @@ def test_autocast_warns_once_about_constants_that_overflow(row, transform):
     assert (warning.category, warning.filename, warning.lineno) == (UserWarning, __file__, line)
 
 
-@pytest.mark.parametrize("fun", rows(HARMLESS))
+@pytest.mark.parametrize("fun", rows(HARMLESS, {"attention", "loss of optax"}))
 def test_autocast_does_not_warn_about_other_constants(fun):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")

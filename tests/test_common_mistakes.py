@@ -17,23 +17,14 @@ import jmpscale
 
 import meshes
 import pages
-import tables
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("standard_promotion")]
 
 PAGE = (pages.DOCS / "common_mistakes.md").read_text()
 WITH_MESSAGE, WITHOUT_MESSAGE = (
     dict(re.findall(r"^### (.*?)\n(.*?)(?=^###? |\Z)", part, flags=re.MULTILINE | re.DOTALL))
     for part in re.findall(r"^## Mistakes.*?(?=^## )", PAGE, flags=re.MULTILINE | re.DOTALL)
 )
-SLOW = {
-    "The compiled step closes over the scaler",
-    "The compiled step creates the scaler",
-    "The loss is float16",
-    "`transform` is missing for an NNX or Equinox model",
-    "Gradients are averaged again under `shard_map`",
-    "A step has two scalers",
-}
 LEARNING_RATE = 1e-3
 
 
@@ -122,12 +113,19 @@ def _run_on_each_device(code, program):
     jax.eval_shape(jax.shard_map(run, mesh=mesh, **specs), jnp.ones(8))
 
 
-def _run_with_model(code, program, model=None, call=_run):
-    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0)) if model is None else model
+def _nnx_model():
+    return nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+
+
+def _equinox_model():
+    return eqx.nn.MLP(3, 1, 4, 1, key=jax.random.key(0))
+
+
+def _run_with_model(code, program, create=_nnx_model, call=_run):
+    model = create()
     call(code, program | {"model": model, "new_model": model, "loss_fn": _model_loss})
 
 
-EQUINOX = eqx.nn.MLP(3, 1, 4, 1, key=jax.random.key(0))
 RUN = {  # the programs that need more than the names above
     "The loss is float16": _call_loss,
     "The compiled step closes over the scaler": _call_step,
@@ -149,7 +147,7 @@ def _messages(run, code):
     return [f"{type(found).__name__}: {found}" for found in [*errors, *(warning.message for warning in caught)]]
 
 
-@pytest.mark.parametrize("mistake", tables.names(WITH_MESSAGE, SLOW))
+@pytest.mark.parametrize("mistake", WITH_MESSAGE)
 def test_mistake_has_the_message_on_the_page(mistake):
     section, run = WITH_MESSAGE[mistake], RUN.get(mistake, _run)
     [diff], [message, *_] = _blocks(section, "diff"), _blocks(section, "text")
@@ -159,12 +157,11 @@ def test_mistake_has_the_message_on_the_page(mistake):
     assert _messages(run, right) == []
 
 
-@pytest.mark.full
 def test_mistake_with_equinox_has_the_message_on_the_page():
     section = WITH_MESSAGE["`transform` is missing for an NNX or Equinox model"]
     [diff], [_, message] = _blocks(section, "diff"), _blocks(section, "text")
     wrong, right = _sides(diff)
-    run = functools.partial(_run_with_model, model=EQUINOX)
+    run = functools.partial(_run_with_model, create=_equinox_model)
     [given] = _messages(run, wrong)
     assert given.startswith(message.strip())
     [transform] = re.findall(r"For Equinox, pass `transform=(.*?)`", section)
@@ -238,7 +235,7 @@ HARM = {  # the test of the harm, and the names with which the snippet runs
 }
 
 
-@pytest.mark.parametrize("mistake", tables.names(WITHOUT_MESSAGE, SLOW))
+@pytest.mark.parametrize("mistake", WITHOUT_MESSAGE)
 def test_mistake_without_a_message_does_the_harm(mistake):
     harmed, names = HARM[mistake]
     diffs = _blocks(WITHOUT_MESSAGE[mistake], "diff")

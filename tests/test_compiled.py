@@ -189,10 +189,8 @@ LIMITS_ON_CPU = {
 }
 
 
-@pytest.mark.parametrize(
-    "method",
-    ["optax wrapper, max_norm", *(pytest.param(m, marks=full) for m in ("functional", "optax wrapper", "loss_scaled"))],
-)
+@full
+@pytest.mark.parametrize("method", LIMITS_ON_CPU)
 def test_step_on_cpu_costs_little_more_than_clipping(method):
     ours, baseline = (_figures("cpu", name) for name in (method, steps.BASELINE))
     costs = _ratios(ours, baseline) | {"added_kernels": ours["kernels"] - baseline["kernels"]}
@@ -214,13 +212,8 @@ def test_sharded_step_on_cpu_adds_no_gathers(method):
     _check_collectives(*(_figures("cpu", name, devices=8) for name in (method, steps.BASELINE)))
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param(steps.optax_wrapper, id="wrapper", marks=pytest.mark.full),
-        pytest.param(steps.functional, id="functional"),
-    ],
-)
+@full
+@pytest.mark.parametrize("method", [steps.optax_wrapper, steps.functional], ids=["wrapper", "functional"])
 def test_disabled_scaler_compiles_to_the_bare_step(method):
     job = steps.make_job(steps.mlp(1, 8, 4))
     programs = []

@@ -701,6 +701,7 @@ def test_wrong_call_raises(call, error, message):
         call()
 
 
+@pytest.mark.full
 def test_rounding_of_numpy_arguments_is_part_of_the_program():
     def loss(w, x):
         return jnp.mean(jnp.tanh(x.astype(np.float16) @ w.astype(np.float16)).astype(np.float32) ** 2)

@@ -138,17 +138,11 @@ FRAMEWORKS = {  # the arguments are created in the test, because these libraries
     ),
 }
 DEFAULT_FAULTS = {
-    "sentinel",
     "backward underflow",
-    "no scale fits",
     "scale too small",
-    "scale too large",
     "small constant",
-    "variance by difference",
-    "NaN after an infinity",
     "masked NaN and an infinity",
     "infinity in the line above",
-    "norm at zero",
 }
 
 
@@ -196,6 +190,7 @@ DEFAULT_HEALTHY = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("standard_promotion")  # of optax.ctc_loss
 @pytest.mark.parametrize("program", rows(HEALTHY, HEALTHY.keys() - DEFAULT_HEALTHY))
 def test_diagnose_gives_no_alarm_for_a_healthy_program(program):
@@ -210,6 +205,7 @@ def test_diagnose_gives_no_alarm_for_a_healthy_program(program):
     assert diagnosis.loss == pytest.approx(diagnosis.loss_float32, rel=0.02)
 
 
+@pytest.mark.full
 def test_diagnose_says_that_a_clipped_backward_pass_depends_on_the_scale():
     fun = jmpscale.autocast(programs.clipped_backward_pass)
     diagnosis = jmpscale.diagnose(fun)(jmpscale.static(2.0**12), W, X)

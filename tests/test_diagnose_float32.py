@@ -10,6 +10,7 @@ import pytest
 from jmpscale._diagnosis.float32 import run_in_float32
 
 import meshes
+from tables import names
 
 X = jnp.float16(np.linspace(-1.5, 1.1, 8).reshape(2, 4))
 
@@ -120,7 +121,7 @@ def run(fun, x):
     return jax.jit(lambda consts, x: run_in_float32(closed.jaxpr, consts, [x]))(closed.consts, x)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", names(PROGRAMS, PROGRAMS.keys() - {"arithmetic", "scan", "shard_map"}))
 def test_program_runs_in_float32(name):
     found = run(PROGRAMS[name], X)
     expected = jax.tree.leaves(jax.jit(PROGRAMS[name])(X.astype(jnp.float32)))

@@ -23,6 +23,7 @@ import jmpscale
 from jmpscale import plots, testing
 
 import meshes
+from tables import names
 
 STATE = jmpscale.dynamic()
 BATCH = jax.tree.map(lambda x: np.stack([x, x]), STATE)
@@ -129,7 +130,7 @@ def test_function_requires_a_tree_with_one_scaler(name):
         call([STATE, {"b": STATE}])
 
 
-@pytest.mark.parametrize("name", READ_SCALER_OF_TREE)
+@pytest.mark.parametrize("name", names(READ_SCALER_OF_TREE, {"grad_report", "exponent_histogram"}))
 def test_function_reads_the_scaler_of_a_tree(name):
     call, _ = READ_SCALER_OF_TREE[name]
     of_scaler, of_tree = call(STATE), call({"step": 3, "opt_state": OPT_STATE._replace(scaler=STATE)})

@@ -341,6 +341,7 @@ def test_value_and_grad_differentiates_only_lora_parameters():
     assert all("['lora']['lora_" in path for path in paths)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The Fp8DotGeneralOp is deprecated:DeprecationWarning")
 def test_train_state_with_fp8_layers_trains_and_skips():
     model = nn.Dense(4, dot_general_cls=nn.Fp8DotGeneralOp)

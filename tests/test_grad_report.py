@@ -67,6 +67,7 @@ def test_grad_report_is_exact():
     assert report.max_abs.dtype == jnp.float32
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("x64")
 def test_grad_report_of_float64_is_exact():
     leaves = [jnp.array([1e300, 1e-300, 0.0, 2.0**-139, 2.0**-138, 2.0**-129, 2.0**-128]), jnp.ones(3, jnp.float16)]
@@ -110,6 +111,7 @@ def test_grad_report_names_leaves_unambiguously():
     assert jmpscale.grad_report(one).paths == ("grads",)
 
 
+@pytest.mark.full
 def test_grad_report_is_an_output_of_scan():
     grads = jnp.ones((5, 3)).at[2, 1].set(jnp.inf)
     _, reports = jax.lax.scan(lambda carry, g: (carry, jmpscale.grad_report({"w": g})), None, grads)
@@ -153,6 +155,7 @@ def _placed(axis_type):
     return mesh, {name: jax.device_put(x, jax.NamedSharding(mesh, SPECS[name])) for name, x in LEAVES.items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["Explicit", pytest.param("Auto", marks=pytest.mark.full)])
 def test_grad_report_is_global_under_jit(kind):
     mesh, grads = _placed(jax.sharding.AxisType[kind])
@@ -170,6 +173,7 @@ def test_grad_report_is_global_under_shard_map():
     assert compiling.count(program.as_text(), "all-reduce") <= 4, "at most two for each set of axes"
 
 
+@pytest.mark.full
 def test_grad_report_combines_two_sets_of_axes():
     mesh, grads = _placed(jax.sharding.AxisType.Auto)
     names = list(SPECS)[:2]
@@ -178,6 +182,7 @@ def test_grad_report_combines_two_sets_of_axes():
     _assert_exact(report, [LEAVES[name] for name in names])
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*pmap:DeprecationWarning")
 @pytest.mark.parametrize("map_", [jax.vmap, pytest.param(jax.pmap, marks=pytest.mark.full)], ids=["vmap", "pmap"])
 @pytest.mark.parametrize("axis_name", ["d", ()], ids=["combined", "separate"])
@@ -334,6 +339,7 @@ def test_totals_are_exact_for_extreme_sizes(report, max_abs, zero):
     assert {value.dtype for value in totals.values()} == {jnp.dtype(jnp.float32)}
 
 
+@pytest.mark.full
 def test_grad_report_costs_nothing_if_unused():
     def step(use, w, x):
         grads = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)

@@ -15,6 +15,8 @@ import pytest
 
 import jmpscale
 
+pytestmark = pytest.mark.full
+
 TX = jmpscale.with_loss_scaling(optax.trace(0.9), jmpscale.dynamic(2.0**18, growth_interval=3))
 
 
@@ -70,8 +72,6 @@ SETTINGS = {
     "rank-promotion": {"jax_numpy_rank_promotion": "allow"},
     "transfer-guard": {"jax_transfer_guard": "disallow"},
 }
-DEFAULT = ("x64", "debug")
-FULL = [pytest.param(name, marks=pytest.mark.full) for name in SETTINGS if name not in DEFAULT]
 
 
 @contextlib.contextmanager
@@ -87,14 +87,13 @@ def _settings(**settings):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("name", [*DEFAULT, *FULL])
+@pytest.mark.parametrize("name", SETTINGS)
 def test_setting_keeps_the_bits_of_a_compiled_run(name, expected):
     start = _start()
     with _settings(**SETTINGS[name]):
         assert _bits(_train(jax.jit(lambda *args: _step(*args)), start)) == _bits(expected)
 
 
-@pytest.mark.full
 @pytest.mark.usefixtures("standard_promotion")
 def test_disable_jit_keeps_the_decisions_of_a_run(expected):
     with jax.disable_jit():
@@ -154,7 +153,6 @@ print(json.dumps([len(hits), bits]))
 """
 
 
-@pytest.mark.full
 def test_compilation_cache_keeps_the_bits(expected, tmp_path):
     program = PROGRAM.format(functions="\n".join(map(inspect.getsource, (_step, _start, _train, _bits))))
     hits = []

@@ -18,6 +18,7 @@ import jmpscale
 
 import meshes
 import reference
+from tables import names, rows
 
 INF, NAN = np.inf, np.nan
 
@@ -124,7 +125,7 @@ def test_raise_if_stuck_finds_isolated_skips_at_the_lowest_scale(name):
         error.throw()
 
 
-@pytest.mark.parametrize("name", DIAGNOSES)
+@pytest.mark.parametrize("name", names(DIAGNOSES, DIAGNOSES.keys() - {"loss"}))
 def test_raise_if_stuck_raises_under_checkify(name):
     tree, words = DIAGNOSES[name]
     error, _ = CHECKED(tree)
@@ -201,7 +202,7 @@ def _warnings_of(run, *args):
     return state, [str(warning.message) for warning in caught]
 
 
-@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+@pytest.mark.parametrize("program", rows(PROGRAMS, {"outside jit", "donated", "replicated"}))
 def test_wrapper_warns_once_per_streak(program):
     state, messages = _warnings_of(program.run, TX.init(1.0), GRADS)
     first = "3 consecutive steps were skipped (3 in total); the loss scale is 2^17. In the most recent skip"
@@ -216,6 +217,7 @@ def test_wrapper_warns_once_per_streak(program):
 PLAIN = jmpscale.with_loss_scaling(optax.sgd(0.1), jmpscale.dynamic(2.0**20))
 
 
+@pytest.mark.full
 def test_wrapper_warns_of_each_member_of_an_ensemble():
     grads = np.stack([GRADS, np.ones_like(GRADS)], axis=1)
     run = jax.jit(lambda grads: _loop(jax.vmap(_step), jax.vmap(TX.init)(jnp.ones(2)), grads))

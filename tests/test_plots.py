@@ -12,6 +12,8 @@ import pytest
 import jmpscale
 from jmpscale import plots
 
+from tables import names
+
 mpl.use("Agg")
 
 
@@ -42,7 +44,7 @@ HISTOGRAMS = {  # the gradients, the scale, and the percentages of each kind and
 }
 
 
-@pytest.mark.parametrize("name", HISTOGRAMS)
+@pytest.mark.parametrize("name", names(HISTOGRAMS, HISTOGRAMS.keys() - {"scaled"}))
 def test_exponent_histogram_sorts_values_by_kind(name):
     grads, scale, expected, hidden = HISTOGRAMS[name]
     unit = 100 / 6 if name == "complex" else 1
@@ -111,6 +113,7 @@ def test_headroom_names_the_leaves_with_the_least_headroom():
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["near", "float16 overflows"]
 
 
+@pytest.mark.full
 def test_headroom_names_leaves_up_to_the_limit():
     paths = ("_scale", *(f"layer_{i}" for i in range(9)))  # matplotlib omits labels that begin with an underscore
     reports = _reports([*(2.0 ** -np.arange(9.0)), 0.0], paths=paths)

@@ -111,6 +111,7 @@ def test_unscale_and_check_accepts_trees_without_elements(tree):
     assert finite
 
 
+@pytest.mark.full
 def test_unscale_keeps_indices_of_sparse_gradients():
     matrix = sparse.BCOO((jnp.array([64000.0, 32.0], F16), jnp.array([[0, 2], [1, 0]])), shape=(2, 3))
     out, finite = jmpscale.unscale_and_check(jmpscale.static(4.0), {"embedding": matrix})
@@ -268,6 +269,7 @@ def _mlp_loss(params, x):
     return jnp.mean(x**2)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("donate", [(0, 1, 2), pytest.param((), marks=pytest.mark.full)], ids=["donated", "copied"])
 def test_disabled_compiles_to_the_program_without_jmpscale(donate):

@@ -298,6 +298,7 @@ def test_update_ignores_the_loss_if_an_axis_is_missing(transformation):
         assert reasons == ["GRADIENTS"] * (len(names) - 1) + ["LOSS"]
 
 
+@pytest.mark.full
 def test_empty_axis_name_trains_one_model_on_each_device():
     """Under shard_map the initial scaler does not vary; the results equal the results under vmap."""
 
@@ -549,10 +550,7 @@ STYLES = {  # the loss on each device, the mesh, the specs of the parameters, an
 APIS = {"functional": _functional, "with_loss_scaling": _wrapper}
 UNTYPED = ["data parallel", "FSDP"]
 MODES = {"shard_map": STYLES, "check_vma=False": UNTYPED, "jit, Auto": STYLES, "jit, Explicit": STYLES}
-DEFAULT = [
-    ("shard_map", "FSDP and tensor parallel", "with_loss_scaling"),
-    ("jit, Explicit", "tensor parallel", "with_loss_scaling"),
-]
+DEFAULT = [("shard_map", "FSDP and tensor parallel", "with_loss_scaling")]
 TRAINING = [
     pytest.param(*row, marks=[] if row in DEFAULT else pytest.mark.full)
     for mode, styles in MODES.items()
@@ -577,6 +575,7 @@ def test_training_equals_one_device(mode, style, api):
     _check_training(step, mesh, specs, data_specs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("api", ["with_loss_scaling", pytest.param("functional", marks=pytest.mark.full)])
 def test_training_zero_1_equals_one_device(api):
     """Parameters and gradients are replicated, and the optimizer state is sharded."""
@@ -590,6 +589,7 @@ def test_training_zero_1_equals_one_device(api):
     _check_training(APIS[api](_explicit_loss, gather=gather), mesh, specs, (P("data"),) * 3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("platform", ["cpu", pytest.param("default", marks=pytest.mark.full)], indirect=True)
 def test_training_in_scan_equals_one_device(platform):
     loss_fn, _, specs, _ = STYLES["FSDP"]

@@ -15,7 +15,7 @@ import jmpscale
 
 from precision import assert_close, assert_norms_close
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("standard_promotion")]
 X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 8)), jnp.float32)
 NAMES = ("autocast", "loss_scaled")
 
@@ -141,11 +141,11 @@ def objects_of_an_outer_trace(wrap):
     "run",
     [
         pytest.param(objects_of_an_outer_trace, marks=requires_flax_0_12),
-        pytest.param(merged, marks=pytest.mark.full),
-        pytest.param(merged_in_gradient, marks=pytest.mark.full),
-        pytest.param(copied, marks=pytest.mark.full),
+        merged,
+        merged_in_gradient,
+        copied,
         changed_variable,
-        pytest.param(changed_variable_in_jit, marks=pytest.mark.full),
+        changed_variable_in_jit,
     ],
     ids=lambda run: run.__name__,
 )
@@ -266,7 +266,7 @@ def recorded_values(wrap):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "run",
-    [recorded_values, parameters_of_linen, pytest.param(parameters_of_haiku, marks=pytest.mark.full)],
+    [recorded_values, parameters_of_linen, parameters_of_haiku],
     ids=lambda run: run.__name__,
 )
 def test_values_that_are_stored_elsewhere_raise_with_the_name_when_used(run, name):

@@ -17,6 +17,7 @@ from jmpscale import SkipReason
 
 import reference
 from compiling import count_compilations
+from tables import names, rows
 
 LIMIT = reference.COUNTER_LIMIT
 
@@ -106,6 +107,7 @@ def _random_states(config, count):
     return jmpscale.ScalerState(**fields, config=config)
 
 
+@hypothesis.settings(max_examples=10)
 @hypothesis.given(_configs())
 @hypothesis.example(jmpscale.ScalerConfig())
 @hypothesis.example(jmpscale.ScalerConfig(mode="static"))
@@ -137,12 +139,13 @@ RUNS = {"eager": _in_python(_update), "jit": _in_python(jax.jit(_update)), "scan
 
 
 @each_rule
-@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize("run", rows(RUNS, {"eager", "jit"}))
 def test_update_follows_reference_step_by_step(state, run):
     outcomes = _random_outcomes(40)
     _assert_equal_bits(run(state, *outcomes), _expected(state, *outcomes))
 
 
+@pytest.mark.full
 def test_update_adjusts_each_scaler_of_a_batch():
     outcomes = [_random_outcomes(40, seed) for seed in range(3)]
     batch = jax.tree.map(lambda x: jnp.stack([x] * 3), APEX)
@@ -229,7 +232,7 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("mode", ["dynamic", pytest.param("static", marks=pytest.mark.full)])
-@pytest.mark.parametrize("place", ALONE | BATCHES)
+@pytest.mark.parametrize("place", names(ALONE | BATCHES, BATCHES.keys() | {"replicated"}))
 def test_update_keeps_types_and_shardings(place, mode):
     state = (ALONE | BATCHES)[place](APEX if mode == "dynamic" else jmpscale.static(2.0))
     update = jax.jit(jax.vmap(_update, in_axes=(0, None, None)) if place in BATCHES else _update)

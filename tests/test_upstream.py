@@ -46,6 +46,8 @@ from jax.experimental import sparse
 import jmpscale
 from jmpscale.testing import inject_backward
 
+from tables import rows
+
 TESTS = pathlib.Path(__file__).parent
 TORCH = json.loads((TESTS / "data" / "torch_grad_scaler_traces.json").read_text())["traces"]
 ORACLE = json.loads((TESTS / "data" / "oracle_traces.json").read_text())
@@ -194,13 +196,20 @@ CASES = {
 }
 
 
-TORCH_RUNS = [
-    pytest.param(_torch_run(trace), id=f"torch_run_{i}", marks=pytest.mark.full if i % 12 else ())
-    for i, trace in enumerate(TORCH)
-]
+CASES |= {f"torch_run_{i}": _torch_run(trace) for i, trace in enumerate(TORCH)}
+DEFAULT = {  # one run of each library
+    "torch_run_0",
+    "fsdp_found_inf",
+    "deepspeed_fused_some_overflow",
+    "apex_fuzz_2_0.5_10_10",
+    "keras_upscaling",
+    "jmp_reduce_on_non_finite_20_2",
+    "flax",
+    "mpx_adjust_finite",
+}
 
 
-@pytest.mark.parametrize("case", [*(pytest.param(case, id=name) for name, case in CASES.items()), *TORCH_RUNS])
+@pytest.mark.parametrize("case", rows(CASES, CASES.keys() - DEFAULT))
 def test_update_reproduces_scales(case):
     states = _run_of_row(case.scaler, case.note, case.sequence)
     expected = case.scales if isinstance(case.scales, dict) else dict(enumerate(case.scales, start=1))
@@ -263,6 +272,7 @@ def test_settings_on_page_have_a_recorded_run_of_each_framework():
     assert SETTINGS.keys() == {run["from"] for run in RECORDED}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("run", RECORDED, ids=lambda run: f"{run['from']} {run['trace']}")
 def test_settings_on_page_reproduce_recorded_run(run):
     create, note = SETTINGS[run["from"]]
@@ -316,6 +326,7 @@ def test_unscale_and_check_reproduces_gradients(loss_scale, grads, expected):
             assert not jnp.issubdtype(leaf.dtype, np.inexact) or (leaf == expected).all()
 
 
+@pytest.mark.full
 def test_unscale_and_check_adds_sparse_duplicates_in_float32():
     grads = _sparse([64_000.0, 32.0, 64_000.0], F16, indices=((0, 2), (1, 0), (0, 2)))
     assert jnp.isinf(grads.todense()[0, 2]), "in float16 the sum must overflow, as in torch"
@@ -458,6 +469,7 @@ def _train(gradient, tx, scaler):
     return jax.lax.scan(step, (params, tx.init(params), scaler), (batches, jnp.arange(4) == 2))[1]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
     ("gradient", "tx", "atol"),

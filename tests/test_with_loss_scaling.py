@@ -88,7 +88,7 @@ NEEDS = {  # the extra arguments of `update` that an optimizer needs
     "polyak_sgd": ["value"], "reduce_on_plateau": ["value"], "sam": ["grad_fn"], "sophia": ["obj_fn"],
     "scale_by_backtracking_linesearch": LINE_SEARCH, "scale_by_zoom_linesearch": LINE_SEARCH,
 }  # fmt: skip
-DEFAULT = {"polyak_sgd"}
+DEFAULT = {"adamw"}
 
 
 def _extra_args(name, value, grads):
@@ -140,7 +140,7 @@ def test_with_loss_scaling_applies_the_steps_of_inner(name):
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+@pytest.mark.parametrize("name", [n if n in DEFAULT else pytest.param(n, marks=FULL) for n in sorted(OPTIMIZERS)])
 def test_with_loss_scaling_keeps_the_types_of_the_state(name):
     """Parameters are float16 and their gradients float32."""
     tx = jmpscale.with_loss_scaling(OPTIMIZERS[name](), max_norm=1.0)
@@ -255,6 +255,7 @@ def test_with_loss_scaling_keeps_leaves_that_are_not_arrays(platform):
     assert [step(jnp.ones(2) * factor) for factor in (1.0, jnp.inf)] == [1, 0]
 
 
+@pytest.mark.full
 def test_with_loss_scaling_compiles_nothing_after_eager_steps():
     tx = jmpscale.with_loss_scaling(optax.sgd(1e-2, momentum=0.9), max_norm=1.0)
     opt_state = tx.init(PARAMS)
@@ -292,6 +293,7 @@ def test_with_loss_scaling_passes_zeros_for_nonfinite_gradients(platform, reques
     assert all(np.isnan(value) for _, _, value in seen)
 
 
+@pytest.mark.full
 def test_with_loss_scaling_accepts_a_state_without_a_mesh():
     """Gradients of data that is sharded on Auto axes have a mesh in their types, and the initial state has none."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -379,7 +381,7 @@ def _clip(max_norm, grads, scaler=None):
     return updates, state
 
 
-@pytest.mark.parametrize("max_norm", [2.0, 1e6])
+@pytest.mark.parametrize("max_norm", [2.0, pytest.param(1e6, marks=pytest.mark.full)])
 def test_max_norm_clips_as_optax_does(max_norm):
     grads = {
         "half": jnp.array([0.5, -3.0], jnp.float16),
@@ -411,6 +413,7 @@ def test_max_norm_skips_if_the_norm_is_not_finite(platform):
         np.testing.assert_array_equal(updates, [0.0, 0.0])
 
 
+@pytest.mark.full
 def test_max_norm_uses_float64_if_a_leaf_does(x64):
     grads = {"a": jnp.array([3e100], jnp.float64), "b": jnp.array([4.0], jnp.float32)}
     updates, state = _clip(1.0, grads)
@@ -580,6 +583,7 @@ def _skip_step_on_spikes(inner, interval, factor):
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("place", "skipped", "total_skips"), [("inside", [50, 80], 1), ("outside", [*range(50, 67), 80], 0)]
 )
@@ -666,6 +670,7 @@ def _average_of_examples():
     return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
 
 
+@pytest.mark.full
 def test_skip_outside_jit_keeps_the_shapes_of_the_parameters():
     tx = jmpscale.with_loss_scaling(_average_of_examples())
     grads = jax.tree.map(lambda p: jnp.stack([p, p * jnp.inf]), PARAMS)
@@ -686,6 +691,7 @@ def test_skip_outside_jit_without_parameters_returns_zeros_like_the_gradients():
 # --- lanes of vmap agree ---
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", ["wrapper", "functional"])
 def test_loss_is_ignored_along_a_named_axis_over_which_gradients_are_averaged(way):
     """Otherwise a NaN loss in one lane would keep its scale, while the others back off."""
