@@ -55,7 +55,7 @@ class Fault(NamedTuple):
 
 POINTS = normal(3, 64, 3)
 MANY = normal(4, 256, 8)
-SEQUENCE = normal(7, 600, 4, 8)
+SEQUENCE = normal(7, 250, 4, 8)
 FAULTS = {
     "overflow, positive": Fault(programs.positive_overflow, (W, LARGE / 10)),
     "overflow, negative": Fault(programs.negative_overflow, (W, LARGE / 10), contains="reaches -1.22e+05, and the"),
@@ -104,8 +104,8 @@ FAULTS = {
         named=1,
     ),
     "variance by difference": Fault(programs.variance_by_difference, begins=GRADIENTS_ROUNDED),
-    "running sum": Fault(programs.running_sum, (W, SEQUENCE), begins=LOSS_ROUNDED),
-    "running average": Fault(programs.running_average, (W, SEQUENCE), begins=LOSS_ROUNDED),
+    "running sum": Fault(programs.running_sum, (W, SEQUENCE), begins=LOSS_ROUNDED, named=1),
+    "running average": Fault(programs.running_average, (W, SEQUENCE), begins=LOSS_ROUNDED, named=1),
     "large positions": Fault(programs.large_positions, begins=LOSS_ROUNDED, named=1),
     "image positions": Fault(programs.image_positions, begins=GRADIENTS_ROUNDED, autocast=True, named=1),
     "embedding counts": Fault(programs.embedding_counts, (W, jnp.zeros(20000, jnp.int32)), begins=GRADIENTS_ROUNDED),
