@@ -24,6 +24,12 @@ CORE_TESTS = [
     for name in ("update", "scale", "all_finite", "apply_if", "value_and_grad", "loss_scaled", "with_loss_scaling")
 ]
 
+# The tests of the functions that rewrite programs, whose form differs between versions of JAX.
+REWRITING_TESTS = [
+    f"tests/test_{name}.py"
+    for name in ("autocast", "loss_scaled", "traced_functions", "diagnose_operations", "diagnose_float32")
+]
+
 # The tests that read other files of the repository, such as pages, notebooks and recorded runs, and so show whether a
 # file is missing in the sdist. Most other tests depend only on the package and on the modules in `tests`.
 SDIST_TESTS = ("package", "published", "docs", "upstream")
@@ -130,12 +136,13 @@ def tests_full(session):
 
 @nox.session(python=OLDEST_PYTHON, tags=["tests"])
 def tests_oldest(session):
-    """Runs the default tests with the oldest versions that pyproject.toml allows."""
+    """Runs tests with the oldest versions that pyproject.toml allows: the default ones, and all of REWRITING_TESTS."""
     project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
     requirements = project["dependencies"] + project["optional-dependencies"]["flax"]
     requirements.append("chex>=0.1.90")  # newer releases compare arrays with an argument of NumPy 2
     install(session, "-e", ".[test]", *(requirement.replace(">=", "==") for requirement in requirements))
     session.run("pytest", "-q", "-n", "auto")
+    session.run("pytest", "-q", "-n", "auto", "--full", "-m", "full", *REWRITING_TESTS)
 
 
 @nox.session(python=OLDEST_PYTHON, tags=["tests"])
