@@ -245,10 +245,10 @@ def _updated(grads, loss):
 @pytest.mark.parametrize(
     ("call", "grads_spec", "loss_spec", "expected"),
     [
-        pytest.param(_wrapped, P(), P(), 0, id="everything summed"),
-        pytest.param(_wrapped, P("data"), P(), 1, id="grads sharded"),
-        pytest.param(_wrapped, P(), P("data"), 1, id="loss sharded"),
-        pytest.param(_wrapped, P("model"), P("data"), 1, id="grads and loss sharded along different axes"),
+        pytest.param(_wrapped, P(), P(), 0, id="everything summed", marks=full),
+        pytest.param(_wrapped, P("data"), P(), 1, id="grads sharded", marks=full),
+        pytest.param(_wrapped, P(), P("data"), 1, id="loss sharded", marks=full),
+        pytest.param(_wrapped, P("model"), P("data"), 1, id="grads and loss sharded along different axes", marks=full),
         pytest.param(_wrapped, P(("data", "model")), P(("data", "model")), 1, id="both sharded along both axes"),
         pytest.param(functools.partial(_wrapped, max_norm=1.0), P("model"), P("data"), 2, id="max_norm"),
         pytest.param(_updated, P("model"), P("data"), 2, id="all_finite and update"),

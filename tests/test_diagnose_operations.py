@@ -64,7 +64,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", names(PROGRAMS, {"while", "cond", "captured array"}))
+@pytest.mark.parametrize("name", names(PROGRAMS, PROGRAMS.keys() - {"scan", "gradient"}))
 def test_evaluation_has_the_outputs_of_the_program(name):
     fun = PROGRAMS[name]
     float32, written = values(run(fun, X))

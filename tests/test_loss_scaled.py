@@ -61,9 +61,11 @@ def scaled(fun):
 
 # --- values and gradients equal jax.value_and_grad ---
 
+DEFAULT_PROGRAMS = {"returns tuple", "keyword arguments", "differentiated argument by keyword", "string argument"}
+
 
 @pytest.mark.filterwarnings("ignore:the loss is float16:UserWarning")
-@pytest.mark.parametrize("program", rows(programs.PROGRAMS))
+@pytest.mark.parametrize("program", rows(programs.PROGRAMS, programs.PROGRAMS.keys() - DEFAULT_PROGRAMS))
 def test_loss_scaled_equals_jax(program):
     programs.assert_like_jax(program, _value_and_grad)
 

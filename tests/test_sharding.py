@@ -279,7 +279,7 @@ def test_missing_axis_name_warns(transformation, call, axes):
     assert f"Pass axis_name={axes} to combine" in str(caught[0].message)
 
 
-@pytest.mark.parametrize("transformation", ["check_vma=False", "pmap"])
+@pytest.mark.parametrize("transformation", ["check_vma=False", pytest.param("pmap", marks=pytest.mark.full)])
 def test_update_ignores_the_loss_if_an_axis_is_missing(transformation):
     """The gradients overflow on all devices, and the loss is NaN on one device, where the scale would diverge."""
     _skip_if_pmap_is_untyped(transformation)

@@ -216,7 +216,7 @@ def test_inject_backward_causes_a_skip():
 
 
 @pytest.mark.parametrize("transform", [lambda fn: fn, jmpscale.autocast], ids=["plain", "autocast"])
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize("place", ["parameters", "activations"])
 def test_inject_backward_reaches_devices_that_share_a_value(place, check_vma, transform):
     mesh = meshes.make_mesh(d=8)
@@ -241,7 +241,7 @@ def test_inject_backward_reaches_devices_that_share_a_value(place, check_vma, tr
     assert np.flatnonzero(np.isnan(of_x).any((1, 2))).tolist() == ([5] if place == "activations" else [])
 
 
-@pytest.mark.parametrize("jit", [lambda fn: fn, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("jit", [pytest.param(lambda fn: fn, marks=pytest.mark.full), jax.jit], ids=["eager", "jit"])
 def test_inject_backward_into_some_examples_of_a_batch(jit):
     """The parameter is shared by the examples, and its gradient is the sum over them."""
 

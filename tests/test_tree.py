@@ -78,7 +78,9 @@ def _is_converted(leaf):
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32], ids=lambda dtype: jnp.dtype(dtype).name)
+@pytest.mark.parametrize(
+    "dtype", ["float16", *(pytest.param(x, marks=pytest.mark.full) for x in ("bfloat16", "float32"))]
+)
 @hypothesis.given(tree=trees)
 @hypothesis.example(tree=LEAVES)
 def test_cast_converts_only_floating_point_arrays(dtype, tree):

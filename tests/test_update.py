@@ -107,7 +107,7 @@ def _random_states(config, count):
     return jmpscale.ScalerState(**fields, config=config)
 
 
-@hypothesis.settings(max_examples=10)
+@pytest.mark.full
 @hypothesis.given(_configs())
 @hypothesis.example(jmpscale.ScalerConfig())
 @hypothesis.example(jmpscale.ScalerConfig(mode="static"))

@@ -118,8 +118,9 @@ def _key_data(x):
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
-@pytest.mark.parametrize("name", [n if n in DEFAULT else pytest.param(n, marks=FULL) for n in sorted(OPTIMIZERS)])
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_with_loss_scaling_applies_the_steps_of_inner(name):
     inner = OPTIMIZERS[name]()
     tx = jmpscale.with_loss_scaling(inner, jmpscale.static(2.0**16))
@@ -308,7 +309,7 @@ def test_with_loss_scaling_accepts_a_state_without_a_mesh():
     step.trace(x).lower(lowering_platforms=("cuda",))
 
 
-@pytest.mark.parametrize("max_norm", [None, 100.0])
+@pytest.mark.parametrize("max_norm", [None, pytest.param(100.0, marks=pytest.mark.full)])
 def test_with_loss_scaling_accepts_symbolic_shapes(max_norm):
     """A program may be exported for every batch size."""
     tx = jmpscale.with_loss_scaling(optax.sgd(1.0), max_norm=max_norm)
@@ -322,7 +323,7 @@ def test_with_loss_scaling_accepts_symbolic_shapes(max_norm):
 # --- extra arguments are read and passed to inner ---
 
 
-@pytest.mark.parametrize("name", ["value", "loss"])
+@pytest.mark.parametrize("name", ["value", pytest.param("loss", marks=pytest.mark.full)])
 def test_with_loss_scaling_reads_the_loss(name):
     tx = jmpscale.with_loss_scaling(optax.sgd(1.0), jmpscale.dynamic(1024.0))
     update = jax.jit(tx.update)
@@ -481,7 +482,7 @@ def _fp8_grads(amax, w=0.4):
     return {"params": {"w": jnp.array([0.3, w])}, FP8: {"amax_history": jnp.array([amax])}}
 
 
-@pytest.mark.parametrize(("max_norm", "factor"), [(None, 1.0), (0.25, 0.5)])
+@pytest.mark.parametrize(("max_norm", "factor"), [pytest.param(None, 1.0, marks=pytest.mark.full), (0.25, 0.5)])
 def test_with_loss_scaling_neither_counts_nor_clips_fp8_statistics(max_norm, factor):
     tx = jmpscale.with_loss_scaling(optax.identity(), max_norm=max_norm)
     update = jax.jit(tx.update)
