@@ -41,7 +41,7 @@ COMPILED = {
 DEVICES = {"h100": "H100", "t4": "T4", "v100": "V100", "tpu-v5e": "TPU v5e"}
 COMPARED = ("moved_bytes", "temp_bytes", "communicated_bytes")
 HALF = "autocast, blocks return half"
-NONE = "-"  # one device communicates nothing, and the iterations of a loop may be unknown
+NONE = "-"  # not measured, or unknown; one device communicates nothing
 AUTOCAST = [  # the model as on the page, the name of the result, and the variant
     ("GPT-2 small", "h100, GPT-2 small", "autocast"),
     ("GPT-2 small, FSDP", "h100, GPT-2 small, FSDP", "autocast"),
@@ -122,8 +122,8 @@ def _steps(columns, figures, cell):
     """Returns a table with a row for each step and a cell for each column; most steps may share the last row."""
     rows = {}  # the titles of the steps, by their cells
     for name, titles in STEPS.items():
-        cells = tuple(cell(figures[key], name) if name in figures[key] else "" for key in columns.values())
-        if any(cells):
+        cells = tuple(cell(figures[key], name) if name in figures[key] else NONE for key in columns.values())
+        if set(cells) != {NONE}:
             rows.setdefault(cells, []).append(titles)
     lines = []
     for cells, titles in sorted(rows.items(), key=lambda row: len(row[1]) > FEW):
