@@ -235,14 +235,14 @@ REMEDIES = {  # what was measured with the remedy, and the sentences
     ),
     "does not help": (
         findings(ROUNDED),
-        'With precision="highest" at model.py:1 (f) and model.py:2 (f) it differs, too. Also convert '
-        "operands that the function has cast to half precision, or compute the function in float32, without autocast "
+        'precision="highest" at model.py:1 (f) and model.py:2 (f) does not remove the error. Also keep in float32 the '
+        "operands that the function casts to half precision, or compute the function in float32, without autocast "
         "and without casts.",
     ),
     "has another loss": (
         healthy(loss_error=0.1),
-        'With precision="highest" at model.py:1 (f) and model.py:2 (f) it differs, too. Also convert '
-        "operands that the function has cast to half precision, or compute the function in float32, without autocast "
+        'precision="highest" at model.py:1 (f) and model.py:2 (f) does not remove the error. Also keep in float32 the '
+        "operands that the function casts to half precision, or compute the function in float32, without autocast "
         "and without casts.",
     ),
 }

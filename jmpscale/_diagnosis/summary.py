@@ -149,8 +149,8 @@ def _describe_remedy(findings: Findings, remedy: Remedy | None, kind: Kind) -> s
             'lists such programs under "Keep these in float32".'
         )
     return (
-        f'With precision="highest" at {where} it differs, too. Also convert operands that the function has cast to '
-        "half precision, or compute the function in float32, without autocast and without casts."
+        f'precision="highest" at {where} does not remove the error. Also keep in float32 the operands that the '
+        "function casts to half precision, or compute the function in float32, without autocast and without casts."
     )
 
 
