@@ -20,9 +20,8 @@ from benchmarks import steps  # isort: skip
 RESULTS = record.RESULTS / "autocast.json"
 METHOD = "optax wrapper"
 BY_HAND, AUTOCAST, STORED, FLOAT32 = "cast by hand", "autocast", "autocast, blocks return half", "float32"
-BFLOAT16, EMBEDDED = "cast by hand to bfloat16", "autocast, embedding converted"  # the latter for GPT-2
-DEFAULT = (BY_HAND, AUTOCAST, STORED, FLOAT32, BFLOAT16)
-VARIANTS = (*DEFAULT, EMBEDDED)
+BFLOAT16, EMBEDDED = "cast by hand to bfloat16", "autocast, embedding converted"
+VARIANTS = (BY_HAND, AUTOCAST, STORED, FLOAT32, BFLOAT16)
 CONVERTED = {STORED: "stored", EMBEDDED: "embedded"}  # the argument of the task that receives the dtype
 WEIGHTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable  # the results of matmuls with parameters
 DOTS = jax.checkpoint_policies.dots_saveable
@@ -58,7 +57,6 @@ def main():
     parser = argparse.ArgumentParser(prog="python -m benchmarks.autocast", description=__doc__)
     parser.add_argument("--backend", choices=compilers.HALF, required=True)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(DEFAULT), help="by hand comes first")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="the JSON file to add the figures to")
     options = parser.parse_args()
     if not targets.installed(options.backend):
@@ -66,7 +64,7 @@ def main():
     targets.warm_up(options.backend)
     for model in options.models:
         figures = {}
-        for variant in options.variants:
+        for variant in [*VARIANTS, *([EMBEDDED] if "FSDP" in model else [])]:
             figures[variant] = measure(options.backend, model, variant)
             figures[variant]["ratios"] = compilers.ratios(figures[variant], figures[BY_HAND], RATIOS)
             shown = "  ".join(f"{name} {ratio:.3f}" for name, ratio in figures[variant]["ratios"].items())

@@ -77,7 +77,7 @@ def measure(job, method, mesh, members=None):
     copied = programs.copies(program)
     sharded, lost = targets.lost(given, compiled.output_shardings[0], state)
     return {
-        "moved_bytes": _moved_bytes(program),
+        "moved_bytes": _known(traffic.moved_bytes, program),
         # XLA's own count, of one iteration of each loop, includes the on-chip memory of a TPU. It is missing on CUDA.
         "xla_bytes": round(cost["bytes accessed"]) if cost else None,
         "temp_bytes": memory.temp_size_in_bytes,
@@ -90,7 +90,7 @@ def measure(job, method, mesh, members=None):
         "branches": programs.count(program, "conditional"),
         "loops": programs.count(program, "while"),
         "collectives": programs.collectives(program),
-        "communicated_bytes": sum(programs.bytes_of(x.type) for x in programs.communicating(program)),
+        "communicated_bytes": _known(traffic.communicated_bytes, program),
         "small_all_reduces": programs.small_all_reduces(program),
         "sharded": sharded,
         "lost": lost,
@@ -98,10 +98,10 @@ def measure(job, method, mesh, members=None):
     }
 
 
-def _moved_bytes(program):
-    """Returns the bytes that a program moves, or None if a loop has an unknown number of iterations."""
+def _known(count, program):
+    """Returns the bytes that `count` finds in a program, or None if a loop has an unknown number of iterations."""
     try:
-        return traffic.moved_bytes(program)
+        return count(program)
     except traffic.UnknownIterationsError:
         return None
 

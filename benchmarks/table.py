@@ -19,7 +19,7 @@ STEPS = {  # the name of the step, and whether it clips
     "functional, norm as check": ("functional API, `all_finite(norm)`", "yes"),
     "optax wrapper": ("optax wrapper", "no"),
     "optax wrapper, max_norm": ("optax wrapper, `max_norm`", "yes"),
-    "loss_scaled": ("`loss_scaled`, optax wrapper", "no"),
+    "loss_scaled": ("`loss_scaled`, static scale, optax wrapper", "no"),
     "jmp": ("jmp", "no"),
     "Flax DynamicScale": ("Flax `DynamicScale`", "no"),
     "mpx": ("mpx", "no"),
@@ -142,16 +142,16 @@ def _timed(columns, result, cell):
 def _autocast(results):
     lines = []
     for title, name, variant in AUTOCAST:
-        figures = {x: found["ratios"] for x, found in results[name]["figures"].items()}
-        ours, float32 = ([_two_digits(figures[x], key) for key in COMPARED] for x in (variant, "float32"))
+        figures = results[name]["figures"]
+        ours, float32 = (_ratios(figures[x], figures["cast by hand"]) for x in (variant, "float32"))
         shown = ", ".join(float32).removesuffix(f", {NONE}")
         lines.append([DEVICES[name.partition(",")[0]], title, *ours, shown])
     head = ["device", "model", "bytes moved", "temporary memory", "bytes communicated", "in float32"]
     return _table(head, lines) + _runs([results[name] for _, name, _ in AUTOCAST])
 
 
-def _two_digits(figures, key):
-    return f"{figures[key]:.2f}" if key in figures else NONE
+def _ratios(figures, baseline):
+    return [f"{figures[x] / baseline[x]:.2f}" if figures[x] and baseline[x] else NONE for x in COMPARED]
 
 
 def _sums(figures):
@@ -166,15 +166,14 @@ def first_seed(study, key):
 
 def _batches(study):
     """Returns the losses of the first seed, and the skips, by the tokens of the batch."""
-    about, found = study["about"], first_seed(study, "batch tokens")
+    found = first_seed(study, "batch tokens")
     lines = []
     for tokens in sorted({tokens for tokens, _ in found}):
         losses = [f"{found[tokens, name]['loss']:.3f}" for name in VARIANTS]
         zero = f"{found[tokens, 'float16']['zero gradients']:.1%}"
         lines.append([f"2^{tokens.bit_length() - 1}", *losses, zero, str(found[tokens, VARIANTS[2]]["skipped"])])
     scaled = ["float16 with jmpscale", "gradients that are zero in float16", "steps that jmpscale skips"]
-    table = _table(["tokens of the batch", "float32", "float16", *scaled], lines)
-    return f"{table}\n\nMeasured on {about['date']}: {about['device']}, {about['cores']} cores, JAX {about['jax']}."
+    return _table(["tokens of the batch", "float32", "float16", *scaled], lines) + _run(study)
 
 
 def _table(head, lines):

@@ -1,11 +1,13 @@
-"""Counts the bytes that an optimized program reads and writes, by the types of its instructions.
+"""Counts the bytes that an optimized program reads, writes and communicates, by the types of its instructions.
 
 An instruction reads the part of an operand that it slices or gathers, also inside a fusion, and the whole of any other
 operand. An update in place reads and writes the part that changes. Loops count all their iterations. XLA's own count
 follows the same rules, except that it counts one iteration; it is missing on CUDA.
 """
 
-from benchmarks.programs import FLOW, FREE, WAITS, bytes_of, fetches
+import re
+
+from benchmarks.programs import COLLECTIVES, FLOW, FREE, WAITS, bytes_of, fetches
 
 SLICES = ("slice", "dynamic-slice", "gather")  # these read a part of their first operand, of the size of their result
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # these replace a part of it: the operand with the new values
@@ -33,11 +35,7 @@ def moved_bytes(program, computation=None):
         if x.operation == "conditional":
             moved += max(inside)
         elif x.operation == "while":
-            if x.iterations is None:
-                raise UnknownIterationsError(
-                    f"the loop {x.name} has no known_trip_count, so its bytes cannot be counted"
-                )
-            moved += x.iterations * sum(inside)
+            moved += _iterations(x) * sum(inside)
         elif x.operation in FLOW:
             moved += sum(inside)
         elif x.operation not in FREE and not fetches(x, types):
@@ -47,6 +45,33 @@ def moved_bytes(program, computation=None):
             if not x.operation.endswith(("-start", "-update")):
                 moved += _written(program, x, types)
     return moved
+
+
+def communicated_bytes(program, computation=None):
+    """Adds up the sizes of the results of collectives, of the largest branch, and of all iterations of a loop.
+
+    Raises:
+        UnknownIterationsError: The number of iterations of a loop that contains a collective is unknown.
+    """
+    total = 0
+    for x in program.computations[computation or program.entry]:
+        nested = x.calls if x.operation in (*FLOW, *FUSED) else []
+        inside = [communicated_bytes(program, name) for name in nested]
+        if x.operation == "conditional":
+            total += max(inside)
+        elif x.operation == "while" and any(inside):
+            total += _iterations(x) * sum(inside)
+        elif re.fullmatch(f"(?:{COLLECTIVES})(?:-done)?", x.operation):
+            total += bytes_of(x.type)  # the type of its start repeats the operands
+        else:
+            total += sum(inside)
+    return total
+
+
+def _iterations(loop):
+    if loop.iterations is None:
+        raise UnknownIterationsError(f"the loop {loop.name} has no known_trip_count, so its bytes cannot be counted")
+    return loop.iterations
 
 
 def _used(program, x, name, types):

@@ -13,8 +13,7 @@ from jmpscale._base.axes import AxisName, all_reduce_and, check_no_partial_sums,
 from jmpscale._base.tree import PyTree, check_no_refs, flatten_matching, is_inexact
 from jmpscale._find_scaler import find_scaler
 
-# With fewer elements a single-value reduction is as fast as a variadic one on CPU, and compiles faster
-# (`python -m benchmarks --only check`).
+# With fewer elements the time of a reduction hardly matters, and a reduction of a single value compiles faster.
 _MIN_SIZE_FOR_VARIADIC_REDUCE = 2**12
 
 
@@ -112,7 +111,7 @@ def _is_finite_cpu(x: jax.Array) -> jax.Array:
 def use_variadic_reduce() -> bool:
     """Tests whether a program lowered for CPU should use variadic reductions.
 
-    XLA on CPU vectorizes a variadic reduction, while a reduction of a single value takes two to fifty times as long.
+    XLA on CPU vectorizes a variadic reduction, but not a reduction of a single value.
     Over several devices, however, its partitioner gathers each operand of a variadic reduction.
     """
     try:

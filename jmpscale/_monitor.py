@@ -115,8 +115,8 @@ def warn_if_skipped(scaler: ScalerState, count: int) -> ScalerState:
 
     Returns:
       The scaler, unchanged. In a compiled program its count of consecutive skips depends on the callback, so the
-      compiler cannot remove the callback. A `jax.debug.callback` needs no result, but makes every call of a small
-      program several times as slow on CPU, even if it is never reached.
+      compiler cannot remove the callback. A `jax.debug.callback` needs no result, but slows down every call of a
+      small program on CPU, even if it is never reached.
     """
 
     def warn(scaler: ScalerState) -> np.ndarray:

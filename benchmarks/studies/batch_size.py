@@ -6,14 +6,13 @@ from four seeds.
 """
 
 import argparse
-import datetime
 import json
-import os
 import pathlib
 
 import jax
 import numpy as np
 
+from benchmarks import record
 from jmpscale import __main__ as demo
 
 STEPS = 800
@@ -41,8 +40,7 @@ def measure(steps, batches, seeds):
 def main():
     """Trains, prints, and writes the figures."""
     argparse.ArgumentParser(prog="python -m benchmarks.studies.batch_size", description=__doc__).parse_args()
-    about = {"date": str(datetime.date.today()), "command": "python -m benchmarks.studies.batch_size", "steps": STEPS}
-    about |= {"jax": jax.__version__, "device": jax.devices()[0].device_kind, "cores": os.cpu_count()}
+    about = record.about("benchmarks.studies.batch_size", jax.devices()[0].device_kind) | {"steps": STEPS}
     runs = measure(STEPS, BATCHES, SEEDS)
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps({"about": about, "runs": runs}, indent=1) + "\n")

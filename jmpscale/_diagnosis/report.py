@@ -125,8 +125,8 @@ class Diagnosis:
     def fitting_scales(self) -> tuple[float, float] | None:
         """Returns the smallest and the largest loss scale that fit, both powers of two.
 
-        A scale fits if the gradients are finite, and differ from float32 by at most one percentage point more than at
-        the best scale.
+        A scale fits if the gradients are finite, and their error is at most 1.1 times the smallest one, plus one
+        percentage point.
 
         Returns:
           `(low, high)`, or None if no scale fits: the gradients are not finite at any scale, or useless at all of them.
