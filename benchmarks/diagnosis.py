@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 
 import jmpscale
+from benchmarks import record
 
+RESULTS = record.RESULTS / "diagnosis.json"
 LAYERS, WIDTH = 12, 64
 
 
@@ -46,24 +48,16 @@ def process_time(fun):
 
 
 def main():
-    """Prints the figures as JSON."""
+    """Prints the figures, and writes them to the results."""
     half, scaler = jmpscale.autocast(loss_fn), jmpscale.dynamic(2.0**8)
     params, x = jax.block_until_ready((init(jax.random.key(0)), jax.random.normal(jax.random.key(1), (4, 32, WIDTH))))
     step = process_time(lambda: jax.jit(jmpscale.value_and_grad(half))(scaler, params, x))
     first, later = (process_time(lambda: jmpscale.diagnose(half)(scaler, params, x).loss) for _ in range(2))
-    print(
-        json.dumps(
-            {
-                "layers": LAYERS,
-                "device": jax.devices()[0].device_kind,
-                "jax": jax.__version__,
-                "step_seconds": round(step, 2),
-                "first_diagnosis_seconds": round(first, 2),
-                "later_diagnosis_seconds": round(later, 2),
-                "first_relative": round(first / step, 1),
-                "later_relative": round(later / step, 1),
-            }
-        )
+    seconds = {"step": step, "first diagnosis": first, "later diagnosis": later}
+    figures = {name: round(value, 2) for name, value in seconds.items()}
+    print(json.dumps(figures))
+    record.add(
+        RESULTS, {"about": record.about("benchmarks.diagnosis", jax.devices()[0].device_kind), "figures": figures}
     )
 
 

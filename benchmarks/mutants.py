@@ -14,15 +14,12 @@ results/mutants.json.
 
 import argparse
 import collections
-import datetime
 import hashlib
 import importlib
-import importlib.metadata
 import json
 import multiprocessing
 import os
 import pathlib
-import platform
 import shutil
 import signal
 import subprocess
@@ -33,7 +30,7 @@ import coverage
 import jax
 import pytest
 
-from benchmarks import faults
+from benchmarks import faults, record
 
 ROOT = pathlib.Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
@@ -51,7 +48,6 @@ TIMEOUT = 300  # seconds, after which a fault counts as caught: the tests do not
 # A forked process that finds these imported starts its tests sooner. None of them starts a device.
 IMPORTED_ONCE = ("chex", "equinox", "flax.linen", "flax.nnx", "flax.training.train_state", "haiku", "matplotlib.pyplot")
 IMPORTED_ONCE += ("hypothesis.strategies", "optax", "orbax.checkpoint")
-VERSIONS = ("jax", "jaxlib", "optax", "flax", "numpy", "pytest", "hypothesis")
 
 
 # A plugin of pytest, which the run with coverage loads by the name of this module.
@@ -255,9 +251,8 @@ def summarize(verdicts, settings, old):
             about = {key: getattr(fault, key) for key in ("module", "function", "before", "after")}
             survivors.append(about | {"line": fault.lines[1], "reason": reasons.get(tuple(about.values()), "")})
     total = {key: sum(counts[key] for counts in modules.values()) for key in ("faults", "default", "caught")}
-    versions = {name: importlib.metadata.version(name) for name in VERSIONS}
-    about = {"date": str(datetime.date.today()), "python": platform.python_version()} | versions | settings
-    return about | {"total": total, "modules": modules, "survivors": survivors}
+    about = record.about("benchmarks.mutants", jax.devices()[0].device_kind) | settings
+    return {"about": about, "total": total, "modules": modules, "survivors": survivors}
 
 
 def main():

@@ -11,7 +11,7 @@ DOCS = record.ROOT / "docs"
 STUDIES = record.ROOT / "benchmarks" / "studies"
 VARIANTS = ("float32", "float16", "float16, jmpscale")  # of the runs of a study
 FEW = 4  # the largest number of steps with equal cells that have a row each
-FILES = ("autocast", "compilers", "cpu", "float16_sums", "gpu", "tracing")
+FILES = ("autocast", "compilers", "cpu", "diagnosis", "float16_sums", "gpu", "tracing")
 STEPS = {  # the name of the step, and whether it clips
     "clipped": ("clipped step", "yes"),
     "bare": ("bare step", "no"),

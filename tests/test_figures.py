@@ -92,6 +92,11 @@ def _tracing(name):
     return figures["autocast"] / figures["float32"]
 
 
+def _diagnosis(name):
+    figures = _results()["diagnosis"]["figures"]
+    return figures[name] / figures["step"]
+
+
 def _millions(task):
     params = jax.eval_shape(lambda: task()[1])
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)) / 1e6
@@ -202,6 +207,12 @@ SENTENCES = {
             *_ensemble(steps.PEERS, "moved_bytes"),
             max(_ensemble(steps.PEERS, "temp_bytes")),
         ],
+    ),
+    "skips, diagnosis": Sentence(
+        "skips.md",
+        "the first diagnosis takes {:.1f} times the process time of compiling and running the step, and further ones "
+        "{:.1f} times",
+        lambda: [_diagnosis("first diagnosis"), _diagnosis("later diagnosis")],
     ),
     "dtypes, bfloat16 on a T4": Sentence(
         "dtypes.md",
