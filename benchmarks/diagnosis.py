@@ -1,6 +1,6 @@
 """Measures what a diagnosis costs, relative to compiling and running the step: `python -m benchmarks.diagnosis`.
 
-The step is the gradient of 12 unrolled transformer layers. Each figure is the process time of one run in one process,
+The step is the gradient of 12 unrolled transformer layers. Each figure is the CPU time of one run in one process,
 because only the first diagnosis of a process compiles its operations.
 """
 

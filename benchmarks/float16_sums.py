@@ -1,6 +1,6 @@
 """Measures the error of a sum over devices in float16: `python -m benchmarks.float16_sums`.
 
-The sum is simulated, one device after the other, as the error of a ring. The gradient of each device is the mean
+The sum is simulated, one device after the other, as in a ring all-reduce. The gradient of each device is the mean
 gradient, alone or with noise of ten times its norm. The error is relative to the sum of the same float16 gradients in
 float64, in the L2 norm over all parameters.
 """

@@ -1,6 +1,6 @@
 """Measures how long it takes to trace a gradient with and without autocast: `python -m benchmarks.tracing`.
 
-The program has many equal transformer blocks, in a loop of Python or in a scan. A figure is the median process time of
+The program has many equal transformer blocks, in a Python loop or in a scan. A figure is the median process time of
 several traces, without compilation.
 """
 

@@ -277,7 +277,7 @@ def check_can_write(path: pathlib.Path) -> None:
 
 
 def write_picture(figure: "Figure", path: pathlib.Path) -> None:
-    """Writes a picture as a whole: an interrupted program leaves the old file, or none."""
+    """Writes a picture atomically: an interrupted program leaves the old file, or none."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         complete = pathlib.Path(folder) / path.name
         figure.savefig(complete, format="png", dpi=110)
@@ -288,9 +288,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Trains the model four times, prints a table and writes a picture."""
     parser = argparse.ArgumentParser("python -m jmpscale", description="Train a language model four times.")
     add = functools.partial(parser.add_argument, metavar="N", type=int)
-    add("--text", type=pathlib.Path, metavar="FILE", help="UTF-8 text to learn (default: Python's reference manual)")
+    add("--text", type=pathlib.Path, metavar="FILE", help="UTF-8 training text (default: Python's reference manual)")
     add("--steps", default=800, help="training steps of each run (default: 800)")
-    add("--batch-tokens", default=2**19, help="tokens of the whole batch, which divide the loss (default: 524288)")
+    add("--batch-tokens", default=2**19, help="number of tokens by which the loss is divided (default: 524288)")
     add("--seed", default=0, help="seed of the random numbers (default: 0)")
     add("--output", type=pathlib.Path, metavar="FILE", default="jmpscale.png", help="PNG (default: jmpscale.png)")
     options = parser.parse_args(argv)

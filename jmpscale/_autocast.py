@@ -43,7 +43,7 @@ MATMULS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_gene
 _FLOAT32 = np.dtype(np.float32)
 _HALF = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
 # Results of earlier calls. A function under jax.jit has one jaxpr in all of its calls, and JAX finds the compiled
-# program of the rewritten jaxpr only if that is one object, too.
+# program of the rewritten jaxpr only if that stays the same object.
 _MEMOS: dict[np.dtype, Memo] = {dtype: weakref.WeakKeyDictionary() for dtype in _HALF}
 _IS_KEPT: contextvars.ContextVar[Callable[[core.JaxprEqn], bool] | None] = contextvars.ContextVar(
     "is_kept", default=None
@@ -211,7 +211,7 @@ def _kept_matmuls(
 def reason_to_keep(half: np.dtype, eqn: core.JaxprEqn) -> Kept | None:
     """Returns why a matmul or convolution runs as written, or None if autocast converts it."""
     operands = [_dtype(x) for x in eqn.invars[:2]]
-    # Wider operands were requested, and the other half-precision dtype, too.
+    # The user chose wider operands, or the other half-precision dtype.
     if _FLOAT32 not in operands or not all(dtype in (_FLOAT32, half) or _is_whole(dtype) for dtype in operands):
         return Kept.DTYPE
     if _dtype(eqn.outvars[0]) not in (_FLOAT32, half):

@@ -54,7 +54,7 @@ def replace_scaler(tree: Tree, scaler: ScalerState) -> Tree:
 
     Args:
       tree: a pytree that contains exactly one `ScalerState`.
-      scaler: the new scaler; it is copied. Its settings apply from now on. Different settings cost one compilation.
+      scaler: the new scaler; it is copied. Its settings apply from now on. Different settings trigger a recompilation.
 
     Returns:
       The tree with the new scaler, whose arrays are wrapped like the arrays of the old scaler.

@@ -20,7 +20,7 @@ from jmpscale._state import ARRAY_FIELDS, LARGEST_SCALE, ScalerState, SkipReason
 _STUCK = "{run} consecutive steps were skipped ({total} in total); the loss scale is {scale}. "
 _OVERFLOW = f"{_STUCK}In the most recent skip the loss, if given, was finite, but the gradients were not. "
 _CAUSES = (  # in the order of _possible_causes
-    f"{_STUCK}The loss scale is invalid: the state was damaged, in storage or by hand. Restore an older checkpoint.",
+    f"{_STUCK}The loss scale is invalid: the state was corrupted, in storage or by hand. Restore an older checkpoint.",
     f"{_STUCK}In the most recent skip the loss itself was not finite, before any scaling. A loss scale cannot "
     "prevent that. Look for invalid data, or for an overflow in the forward pass; jmpscale.diagnose names the "
     "line.",
@@ -32,7 +32,7 @@ _CAUSES = (  # in the order of _possible_causes
     "invalid data, and a softmax over a row in which a mask hides every value. jmpscale.diagnose with such a batch "
     "names the line. Correct these batches or the lines that make them NaN; the scale then grows again.",
     f"{_OVERFLOW}The scale cannot back off any further: the gradients overflow at every allowed scale, or they are "
-    "NaN, or they were scaled by another scaler than this one. A step has one scaler: if the optimizer is wrapped in "
+    "NaN, or they were scaled by a different scaler. A step has one scaler: if the optimizer is wrapped in "
     "with_loss_scaling, pass its state to jmpscale.value_and_grad. jmpscale.diagnose with the same batch names the "
     "line: correct it or keep it in float32. If smaller scales fit, decrease min_scale.",
     f"{_OVERFLOW}The scale is static and does not back off. If the gradients of the same batch are finite in float32, "
@@ -111,7 +111,7 @@ def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
 
 
 def warn_if_skipped(scaler: ScalerState, count: int) -> ScalerState:
-    """Warns if exactly `count` consecutive steps have been skipped, also from inside a compiled program.
+    """Warns if exactly `count` consecutive steps have been skipped, even from inside a compiled program.
 
     Returns:
       The scaler, unchanged. In a compiled program its count of consecutive skips depends on the callback, so the
@@ -171,10 +171,10 @@ def _skips_at_min_scale(state: ScalerState, limit: int) -> jax.Array:
 def _possible_causes(state: ScalerState, tree: PyTree, limit: int) -> list[tuple[jax.Array | bool, str]]:
     """Returns the text of each cause with a flag: whether it applies. The first cause that applies is reported."""
     scale, config = state.loss_scale, state.config
-    damaged = ~((scale > 0) & (scale <= LARGEST_SCALE))  # also NaN
+    corrupted = ~((scale > 0) & (scale <= LARGEST_SCALE))  # also NaN
     at_limit = (scale <= np.float32(config.min_scale)) & (config.mode == "dynamic")
     applies = (
-        damaged,
+        corrupted,
         state.last_skip_reason == SkipReason.LOSS,
         _has_nonfinite_sums(tree),
         _skips_at_min_scale(state, limit) & (state.consecutive_skips <= limit),

@@ -98,10 +98,10 @@ def with_loss_scaling(
 
     Returns:
       A gradient transformation, whose state is a `WithLossScalingState`. Call `tx.update(grads, opt_state, params,
-      value=loss)`. On a skipped step the updates are -0.0, which change no parameter; only that, as in every addition,
-      a CPU flushes parameters below 2^-126 to zero. `value=` or `loss=` is the unscaled loss; a skipped step whose loss
-      is not finite does not change the scale. In `grad=`, which some optax transformations read, non-finite values are
-      replaced by zeros. `inner` sees float16 parameters as float32, the dtype of their gradients, and
+      value=loss)`. On a skipped step the updates are -0.0, which change no parameter, except that, as in every
+      addition, a CPU flushes parameters below 2^-126 to zero. `value=` or `loss=` is the unscaled loss; a skipped step
+      whose loss is not finite does not change the scale. In `grad=`, which some optax transformations read, non-finite
+      values are replaced by zeros. `inner` sees float16 parameters as float32, the dtype of their gradients, and
       `optax.apply_updates` converts back.
 
     Raises:
@@ -368,7 +368,7 @@ def _update_if(
 
 
 def _skipped_updates(grads: PyTree, params: PyTree) -> PyTree:
-    """Returns zeros of the types of the parameters, which updates have even where gradients have others."""
+    """Returns zeros of the types of the parameters, which updates have even where the gradients' types differ."""
     like = params if structure(params) == structure(grads) else grads
     return jax.tree.map(lambda grad, x: _negative_zeros(jnp.asarray(x)) if is_numeric(grad) else grad, grads, like)
 

@@ -40,7 +40,7 @@ def to_torch_state_dict(scaler: PyTree) -> dict[str, float | int]:
             f"scaler must be dynamic to become a torch state dict, got mode {config.mode!r}. In torch, "
             "construct a GradScaler with enabled=False for a disabled scaler; it has no static scale."
         )
-    remedy = "The state was damaged; restore an older checkpoint."
+    remedy = "The state was corrupted; restore an older checkpoint."
     return {
         "scale": check_in_range("scaler.loss_scale", float(state.loss_scale), SMALLEST_SCALE, LARGEST_SCALE, remedy),
         **{name: getattr(config, name) for name in _SETTINGS},

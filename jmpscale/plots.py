@@ -33,8 +33,8 @@ def exponent_histogram(grads: PyTree, *, scaler: PyTree = None, ax: Axes | None 
       ax: matplotlib axes.
 
     Returns:
-      The axes. They show the percentage of all values over log2 of the magnitude, as in figure 3 of Micikevicius et al.
-      2017 (arXiv:1710.03740). The title states the percentages of zeros, infinities and NaN.
+      The axes. They show the percentage of all values against log2 of the magnitude, as in figure 3 of Micikevicius et
+      al. 2017 (arXiv:1710.03740). The title states the percentages of zeros, infinities and NaN.
 
     Raises:
       ValueError: `grads` has no floating-point values; or `scaler` contains no scaler, more than one, or a batch of
@@ -161,15 +161,15 @@ def headroom(reports: GradReport, *, limit: int = 8, ax: Axes | None = None) -> 
 
 
 def diagnosis(diagnosis: Diagnosis, *, ax: Axes | None = None) -> Axes:
-    """Plots the error of the gradients over the loss scale.
+    """Plots the error of the gradients against the loss scale.
 
     Args:
       diagnosis: the result of a function of `jmpscale.diagnose`.
       ax: matplotlib axes.
 
     Returns:
-      The axes. They show `gradient_error` over log2 of the loss scale, for all scales that were tried, with the scales
-      that fit shaded, and the present scale as a line. At scales without a point the gradients are not finite.
+      The axes. They show `gradient_error` against log2 of the loss scale, for all scales that were tried, with the
+      scales that fit shaded, and the present scale as a line. At scales without a point the gradients are not finite.
 
     Raises:
       TypeError: `diagnosis` is not a `Diagnosis`.

@@ -193,8 +193,8 @@ def _describe_structures(before: PyTree, after: PyTree, path: str = "") -> str:
     if type(before) is not type(after):
         return f"{start} was a {type_name(before)} and is a {type_name(after)}."
     return (
-        f"{start}, a {type_name(before)}, has other static fields, such as functions that were created again. Compare "
-        "the arrays alone, such as (state.params, state.opt_state) of a TrainState."
+        f"{start}, a {type_name(before)}, has different static fields, such as functions that were created again. "
+        "Compare the arrays alone, such as (state.params, state.opt_state) of a TrainState."
     )
 
 

@@ -695,7 +695,7 @@ def test_autocast_leaves_float64_unchanged(x64):
         np.testing.assert_array_equal(out[1], fun(X, W))
 
 
-# The messages of the others show a traced value, which is another one inside autocast.
+# The messages of the others show a traced value, which differs inside autocast.
 RUNNING_PROGRAMS = {
     name: program
     for name, program in programs.PROGRAMS.items()

@@ -152,7 +152,7 @@ def test_restore_raises_for_another_layout(roundtrip, name, tmp_path):
 
 
 @pytest.mark.parametrize(("scale", "recovers"), [(0.0, True), (1e-45, True), (np.inf, False), (np.nan, False)])
-def test_damaged_scale_recovers_or_is_reported(scale, recovers):
+def test_corrupted_scale_recovers_or_is_reported(scale, recovers):
     state, finite = SCALER._replace(loss_scale=np.float32(scale)), []
     for _ in range(3):
         _, grad = jmpscale.value_and_grad(jnp.square)(state, 3.0)
@@ -160,7 +160,7 @@ def test_damaged_scale_recovers_or_is_reported(scale, recovers):
         state = update(state, jnp.array(finite[-1]))
     assert finite == [False, recovers, recovers]
     if not recovers:
-        with pytest.raises(FloatingPointError, match=rf"the loss scale is {scale:g}.*damaged.*[Rr]estore"):
+        with pytest.raises(FloatingPointError, match=rf"the loss scale is {scale:g}.*corrupted.*[Rr]estore"):
             jmpscale.raise_if_stuck(state, max_consecutive_skips=2)
 
 

@@ -192,7 +192,7 @@ def _makes_no_progress_and_is_stuck(program):
         params, opt_state, scaler, _ = program["train_step"](params, opt_state, scaler, program["batch"])
     if jnp.any(params["w"] != program["params"]["w"]):
         return False
-    with pytest.raises(FloatingPointError, match="scaled by another scaler"):
+    with pytest.raises(FloatingPointError, match="scaled by a different scaler"):
         jmpscale.raise_if_stuck(opt_state, max_consecutive_skips=18)
     return True
 

@@ -374,8 +374,8 @@ def test_shard_map_runs_as_one_operation_and_its_scales_are_measured(check_vma):
 def test_summary_of_an_error_in_a_shard_map_says_to_diagnose_the_function_inside():
     summary = diagnose(sharded_loss, 1e5 * W, X).summary
     assert summary.endswith(
-        ". It begins inside jax.shard_map, which is evaluated as one operation. Diagnose the function inside it, "
-        "without collectives and with the rows of one device."
+        ". The error begins inside jax.shard_map, which is evaluated as one operation. Diagnose the function inside "
+        "it, without collectives and with the rows of one device."
     )
     assert "rounding" not in summary
 
@@ -631,7 +631,7 @@ def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
     monkeypatch.setattr("jmpscale._diagnosis.progress._INTERVAL", 0.0)
     diagnose(sine, jnp.ones(2))
     shown = capsys.readouterr().err
-    assert shown.startswith("\r\033[Kdiagnose: runs in float32")
+    assert shown.startswith("\r\033[Kdiagnose: running in float32")
     assert "diagnose: 3 operations" in shown
     assert "runs at powers of two" in shown
     assert shown.endswith("\r\033[K")

@@ -92,7 +92,7 @@ FAULTS = {
     "gaussian process": Fault(
         programs.gaussian_process,
         (jnp.zeros(()), POINTS, jnp.sin(POINTS.sum(-1))),
-        begins="The loss is nan, and in float32 it is -59.18: rounding, not range.",
+        begins="The loss is nan, but in float32 it is -59.18: rounding, not range.",
         autocast=True,
         named=1,
     ),

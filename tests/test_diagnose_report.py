@@ -114,8 +114,8 @@ SUMMARIES = {  # what was measured, the present scale, and the summary
     "partial sum": (
         findings(overflow(1, operation="reduce_sum", extreme=65504.0)),
         1.0,
-        "The forward pass overflows: reduce_sum at model.py:1 (f) is not finite, although its results are: a partial "
-        f"sum exceeds 65504. A loss scale cannot prevent that. {NORMALIZE}",
+        "The forward pass overflows: reduce_sum at model.py:1 (f) is not finite, although its exact results fit: a "
+        f"partial sum exceeds 65504. A loss scale cannot prevent that. {NORMALIZE}",
     ),
     "two overflows": (
         findings(overflow(1), overflow(1), overflow(2), overflow(3)),
@@ -170,7 +170,7 @@ SUMMARIES = {  # what was measured, the present scale, and the summary
     "rounding": (
         findings(result(1, error=0.5)),
         1.0,
-        "The gradients differ from float32 by 40%: rounding, not range. It begins with mul at model.py:1 (f). "
+        "The gradients differ from float32 by 40%: rounding, not range. The error begins with mul at model.py:1 (f). "
         + NO_REMEDY,
     ),
     "amplified rounding": (
@@ -189,19 +189,20 @@ SUMMARIES = {  # what was measured, the present scale, and the summary
     "rounding of the loss": (
         findings(result(1, error=0.5), errors={10: 0.24}, loss_error=0.1, decisive=[False]),
         1.0,
-        "The loss differs from float32 by 10%: rounding, not range. It begins with mul at model.py:1 (f). " + NO_REMEDY,
+        "The loss differs from float32 by 10%: rounding, not range. The error begins with mul at model.py:1 (f). "
+        + NO_REMEDY,
     ),
     "loss that is not finite": (
         findings(overflow(1, dtype="float32"), result(2), loss=math.nan, loss_error=math.inf),
         1.0,
-        "The loss is nan, and in float32 it is 2: rounding, not range. It begins with mul at model.py:1 (f). "
+        "The loss is nan, but in float32 it is 2: rounding, not range. The error begins with mul at model.py:1 (f). "
         + NO_REMEDY,
     ),
     "gradients that are not finite": (
         findings(overflow(1, dtype="float32"), result(2), errors={0: math.inf}),
         1.0,
-        "The gradients are not finite at any loss scale, and they are finite in float32: rounding, not range. It "
-        "begins with mul at model.py:1 (f). " + NO_REMEDY,
+        "The gradients are not finite at any loss scale, but are finite in float32: rounding, not range. The "
+        "error begins with mul at model.py:1 (f). " + NO_REMEDY,
     ),
     "not finite in float32": (
         findings(overflow(1), overflow(2))._replace(scales=None),
@@ -342,7 +343,7 @@ def test_remedy_is_tried_until_no_error_is_left(rounds, expected, monkeypatch):
 
     monkeypatch.setattr(remedy, "examine", examine)
     found = try_remedy(trace, measured[0], 4.0, texts.append)
-    assert texts == ["tries a remedy"] * len(steps)
+    assert texts == ["trying a remedy"] * len(steps)
     if expected is None:
         assert found is None
         return

@@ -875,7 +875,7 @@ TORCH_ERRORS = {
         ),
         "to_torch-zero": (
             lambda: jmpscale.to_torch_state_dict(STATE._replace(loss_scale=jnp.float32(0))),
-            "scaler.loss_scale must be between 2^-126 and 2^126, got 0. The state was damaged; restore an older "
+            "scaler.loss_scale must be between 2^-126 and 2^126, got 0. The state was corrupted; restore an older "
             "checkpoint.",
         ),
         "from_torch-empty": (

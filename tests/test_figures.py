@@ -155,7 +155,7 @@ SENTENCES = {
     "README, words": Sentence("../README.md", WORDS, _words),
     "overview, batches": Sentence(
         "index.md",
-        "reaches a loss of {:.3f} nats per character at 1,024 tokens, the loss of float32; {:.3f} instead of {:.3f} at "
+        "reaches a loss of {:.3f} nats per character at 1,024 tokens, as in float32; {:.3f} instead of {:.3f} at "
         "2^15 tokens; and {:.3f} instead of {:.3f} at 2^19. With jmpscale, the losses are {:.3f}, {:.3f} and {:.3f}",
         _overview_of_batches,
     ),
@@ -210,7 +210,7 @@ SENTENCES = {
     ),
     "skips, diagnosis": Sentence(
         "skips.md",
-        "the first diagnosis takes {:.1f} times the process time of compiling and running the step, and further ones "
+        "the first diagnosis takes {:.1f} times the CPU time of compiling and running the step, and further ones "
         "{:.1f} times",
         lambda: [_diagnosis("first diagnosis"), _diagnosis("later diagnosis")],
     ),
@@ -242,8 +242,8 @@ SENTENCES = {
     ),
     "autocast, best cast by hand": Sentence(
         "guides/autocast.md",
-        "Only ResNet-10 with blocks in half precision moves fewer bytes than the cast by hand: {:.2f} times as many on "
-        "an H100, and {:.2f} times on a TPU.",
+        "Only ResNet-10 with blocks in half precision moves fewer bytes than the model cast by hand: {:.2f} times as "
+        "many on an H100, and {:.2f} times on a TPU.",
         lambda: [_ratio(f"{x}, ResNet-10", autocast.STORED, "moved_bytes") for x in ("h100", "tpu-v5e")],
     ),
     "autocast, embedding": Sentence(
@@ -257,7 +257,7 @@ SENTENCES = {
     "autocast, memory of scans": Sentence(
         "guides/autocast.md",
         "it reduces the temporary memory of GPT-2 small from {:.1f} GB to {:.1f} GB. The policy "
-        "`dots_with_no_batch_dims_saveable` repeats the matmuls of attention and needs {:.1f} GB.",
+        "`dots_with_no_batch_dims_saveable` recomputes the matmuls of attention and needs {:.1f} GB.",
         lambda: [_gigabytes(f"GPT-2 small, {scan}") for scan in ("scan", "scan, dots saved", "scan with remat")],
     ),
 }

@@ -148,7 +148,7 @@ def test_autocast_has_the_error_on_the_page(name):
         np.testing.assert_allclose(kept, fun(*args), rtol=1e-4, atol=1e-6 * np.max(np.abs(expected)))
 
 
-def test_exceptions_are_exceptions_by_shape():
+def test_inner_and_outer_products_are_recognized_by_shape():
     """With one example, a head with one output is an inner product; positions in one dimension are an outer product."""
     weights, x = normal(64, 1), normal(8, 64, seed=1)
     head = jmpscale.autocast(lambda x: x @ weights)

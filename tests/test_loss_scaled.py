@@ -450,7 +450,7 @@ def out_qdq(x):
 out_qdq.defvjp(lambda x: (x, None), lambda _, cotangent: (cotangent,))
 
 
-def test_loss_scaled_accepts_functions_that_are_called_like_the_functions_of_fp8_layers():
+def test_loss_scaled_accepts_functions_that_are_named_like_the_functions_of_fp8_layers():
     """A closed-over value may have the shape of the statistics of fp8 layers."""
 
     def loss(temperature):
@@ -562,7 +562,7 @@ OUTPUTS_WITHOUT_A_WARNING = {
 
 
 @pytest.mark.parametrize("fun", rows(OUTPUTS_WITHOUT_A_WARNING))
-def test_loss_scaled_does_not_take_other_outputs_for_a_float16_loss(fun):
+def test_loss_scaled_does_not_mistake_other_outputs_for_a_float16_loss(fun):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         jax.vjp(scaled(fun), W)

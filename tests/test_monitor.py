@@ -76,7 +76,7 @@ DIAGNOSES = {  # the tree, and the words of the diagnosis; if several apply, the
     "nan-elsewhere": ((STUCK, {"moment": jnp.array(NAN)}), "The scale is still backing off"),
     "limit": (
         _stuck(loss_scale=1.0, total_skips=3),
-        "cannot back off any further.*by another scaler.*pass its state to.*diagnose with the same.*decrease min_scale",
+        "cannot back off any further.*by a different scaler.*its state.*diagnose with the same.*decrease min_scale",
     ),
     "rounded-limit": (ROUNDED_LIMIT, r"the loss scale is 0\.3\. .*cannot back off any further"),
     "static": (

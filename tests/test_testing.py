@@ -107,7 +107,7 @@ STRUCTURES = {  # before and after the step, and the words of the message
         r"state\['w'\] was a list and is a tuple",
     ),
     "leaf and container": ({"w": 1.0}, {"w": {}}, r"state\['w'\]"),
-    "static fields": ([_train_state()], [_train_state()], r"state\[0\], a TrainState, has other static fields"),
+    "static fields": ([_train_state()], [_train_state()], r"state\[0\], a TrainState, has different static fields"),
 }
 
 

@@ -116,7 +116,7 @@ def _stored_values(tree: PyTree) -> list[_Stored]:
 
 
 def _check_stored_values(stored: list[_Stored], jaxpr: core.Jaxpr, name: str) -> None:
-    """Raises if a jaxpr computes one of the stored values, which are its last outputs; others it receives as inputs."""
+    """Raises if a jaxpr computes one of the stored values, its last outputs; it receives the others as inputs."""
     inputs = set(map(id, jaxpr.constvars))
     for x, variable in zip(stored, jaxpr.outvars[-len(stored) :], strict=True):
         if id(variable) not in inputs:

@@ -60,7 +60,7 @@ def _is_library(file: str) -> bool:
 
 
 def is_library_function(file: str) -> bool:
-    """Tests whether a file contains mathematical functions; other compiled functions, such as pmap's, call users'."""
+    """Tests whether a file has mathematical functions; other compiled functions, such as pmap's, call user code."""
     return is_own(file) or _MATHEMATICS.search(file) is not None
 
 

@@ -48,7 +48,7 @@ def diagnose(
 
     The evaluation enters compiled functions, loops, the branches that are taken, checkpointed functions and custom
     derivative rules. Kernels, callbacks and `jax.shard_map` run as one operation; the measured scales include them.
-    Loops with very many iterations continue as one operation. Callbacks without results, such as `jax.debug.print`, do
+    The rest of a very long loop runs as one operation. Callbacks without results, such as `jax.debug.print`, do
     not run. If a program runs in several processes, all of them must call the diagnosis.
 
     Args:

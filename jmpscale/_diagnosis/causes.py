@@ -20,7 +20,7 @@ class Kind(enum.Enum):
 
 
 def kind_of(result: Result) -> Kind:
-    """Returns how a result differs from float32, whose operands do not."""
+    """Returns how a result differs from float32, although its operands do not."""
     measured = result.measured
     if _is_finite_in_float32_only(result):
         if any(operand.measured.underflow for operand in result.operands) and result.site.operation in _POLES:

@@ -1,6 +1,6 @@
 """Evaluates a program one operation at a time, in float32 and as written, and compares each result.
 
-Loops are loops of Python, and branches are the ones that the program takes as written. So each result belongs to one
+Loops run in Python, and branches are the ones that the program takes as written. So each result belongs to one
 execution of one operation, and has values, an error, and the results that it was computed from.
 """
 

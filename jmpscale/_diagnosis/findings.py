@@ -52,7 +52,7 @@ def examine(step: Step, scale: float, progress: Callable[[str], None]) -> Findin
       scale: the present scale.
       progress: a function that is called with a description of the work so far.
     """
-    progress("runs in float32")
+    progress("running in float32")
     reference = run_reference(step)
     scales = measure_scales(step, scale, reference, progress) if reference.finite else None
     present_is_relevant = scales is not None and scales.fitting is not None

@@ -47,7 +47,7 @@ def infinite_arguments_matter(step: Step) -> bool:
 
 
 def harmful_constant(step: Step, was_finite: bool) -> Constant | None:
-    """Returns a constant in whose place a nearby number makes a step finite, or not zero if it was finite already."""
+    """Returns a constant whose replacement by a nearby number makes a step finite, or nonzero if it was finite."""
     found = dict.fromkeys(constant for eqn, _ in equations(step.jaxpr) for constant in constants(eqn))
     for constant in list(found)[:_TRIED_LINES]:
         changed = rewrite(step.jaxpr, functools.partial(without, constant), {})

@@ -25,7 +25,7 @@ class Measured(NamedTuple):
 
 
 def is_number(x: Any) -> bool:
-    """Tests whether an array can be measured: it holds numbers or booleans, such as no PRNG keys."""
+    """Tests whether an array can be measured: it holds numbers or booleans, not PRNG keys."""
     return x.size > 0 and (jnp.issubdtype(x.dtype, np.number) or jnp.issubdtype(x.dtype, np.bool_))
 
 
@@ -48,7 +48,7 @@ def relative_error(float32: Any, written: Any) -> float:
 
 
 def _apply(function: Callable[..., Sequence[Any]], *arrays: Any) -> list[float]:
-    """Calls a function of NumPy or jax.numpy and of arrays, which returns numbers."""
+    """Calls a function with NumPy or jax.numpy and arrays; it returns numbers."""
     is_local = all(not isinstance(x, jax.Array) or x.is_fully_addressable for x in arrays)
     if is_local and arrays[0].size <= _SMALL:
         with np.errstate(all="ignore"):

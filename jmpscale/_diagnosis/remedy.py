@@ -53,7 +53,7 @@ def try_remedy(
         if lines == kept:  # no other line has a matmul
             break
         kept = lines
-        progress("tries a remedy")
+        progress("trying a remedy")
         findings = examine(step, scale, progress)
         remedy = Remedy(lines, findings)
         if findings.healthy:

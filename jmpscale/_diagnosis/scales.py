@@ -91,7 +91,7 @@ def _perturbed(arrays: list[jax.Array]) -> list[jax.Array]:
 
 
 def _perturb(x: jax.Array) -> jax.Array:
-    """Changes values by about one unit in the last place, up or down, as their own bits say."""
+    """Changes values by about one unit in the last place, up or down, depending on their bits."""
     bits = jax.lax.bitcast_convert_type(x.astype(np.float32), np.int32)
     up = ((bits ^ (bits >> 7) ^ (bits >> 13)) & 1) == 1
     return x * jnp.where(up, 1 + _ULP, 1 - _ULP).astype(x.dtype)

@@ -117,7 +117,7 @@ def non_finite_arguments(fun: Callable[..., Any], args: tuple[PyTree, ...], kwar
     """Returns the paths of arguments with infinities or NaN, such as `batch['image']`."""
     try:
         named = inspect.signature(fun).bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):  # fun has no signature, or another one than it is called with
+    except (TypeError, ValueError):  # fun has no signature, or the call does not match it
         named = {f"args[{i}]": arg for i, arg in enumerate(args)} | kwargs
     leaves = [(name + path, leaf) for name, tree in named.items() for path, leaf in named_leaves(tree)]
     return [name for name, leaf in leaves if is_inexact(leaf) and not bool(jnp.isfinite(leaf).all())]

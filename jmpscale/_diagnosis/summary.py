@@ -70,8 +70,8 @@ def summarize(findings: Findings, remedy: Remedy | None, scale: float) -> str:
     first = findings.origins[0] if findings.origins else None
     if first and first.site.operation == "shard_map":
         return (
-            f"{_difference(findings, scales)}. It begins inside jax.shard_map, which is evaluated as one operation. "
-            "Diagnose the function inside it, without collectives and with the rows of one device."
+            f"{_difference(findings, scales)}. The error begins inside jax.shard_map, which is evaluated as one "
+            "operation. Diagnose the function inside it, without collectives and with the rows of one device."
         )
     kind = kind_of(first) if first else Kind.ROUNDING
     if first and kind in (Kind.OVERFLOW, Kind.POLE):
@@ -95,7 +95,7 @@ def _describe_overflow(origins: Sequence[Result], kind: Kind) -> str:
     if kind is Kind.POLE:
         cause = f"is not finite, because {first.site.dtype} rounds its operand to zero"
     elif abs(extreme) <= largest:
-        cause = f"is not finite, although its results are: a partial sum exceeds {largest:g}"
+        cause = f"is not finite, although its exact results fit: a partial sum exceeds {largest:g}"
     text = f"The {_pass(first)} pass overflows: {_name(first)} {cause}. A loss scale cannot prevent that."
     lines = list(dict.fromkeys(x.site.line for x in origins))
     return f"{text} Overflows also begin at {_enumerate(lines[1:])}." if len(lines) > 1 else text
@@ -117,16 +117,16 @@ def _describe_rounding(findings: Findings, scales: Scales) -> str:
     first = findings.origins[0]
     lines = lines_to_change(first)
     if lines == [first.site.line]:
-        return f"{text} It begins with {_name(first)}."
+        return f"{text} The error begins with {_name(first)}."
     return f"{text} {_name(first)} amplifies the rounding of {_enumerate(lines)}."
 
 
 def _difference(findings: Findings, scales: Scales) -> str:
     """Returns the difference to float32 as the beginning of a sentence."""
     if not math.isfinite(scales.loss):
-        return f"The loss is {float(scales.loss)}, and in float32 it is {float(findings.reference.loss):.4g}"
+        return f"The loss is {float(scales.loss)}, but in float32 it is {float(findings.reference.loss):.4g}"
     if scales.best is None:
-        return "The gradients are not finite at any loss scale, and they are finite in float32"
+        return "The gradients are not finite at any loss scale, but are finite in float32"
     if scales.errors[scales.best] <= LARGEST_ERROR:
         return f"The loss differs from float32 by {format_percentage(findings.loss_error)}"
     return f"The gradients differ from float32 by {format_percentage(scales.errors[scales.best])}"
