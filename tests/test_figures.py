@@ -153,6 +153,12 @@ SENTENCES = {
         lambda: [loss for losses in _batches(2**10, 2**15, 2**19, 2**21) for loss in losses],
     ),
     "README, words": Sentence("../README.md", WORDS, _words),
+    "README, demonstration": Sentence(
+        "../README.md",
+        "the losses are {:.3f} nats per character in float32 and in bfloat16, {:.2f} in float16, and {:.3f} in float16 "
+        "with jmpscale.",
+        lambda: _batches(2**19)[0],
+    ),
     "overview, batches": Sentence(
         "index.md",
         "reaches a loss of {:.3f} nats per character at 1,024 tokens, as in float32; {:.3f} instead of {:.3f} at "
