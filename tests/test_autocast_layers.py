@@ -308,7 +308,7 @@ LAYERS = {
     for name, case in table.items()
 }
 DEFAULT = {"NNX: LoRA", "Equinox: blocks that return float16"}
-ROWS = rows(LAYERS, LAYERS.keys() - DEFAULT)
+ROWS = rows(LAYERS, default=DEFAULT)
 
 
 @pytest.mark.parametrize("case", ROWS)

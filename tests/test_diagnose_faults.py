@@ -157,7 +157,7 @@ def check_fault(fault):
     assert ("then the gradients differ by" in summary) == fault.autocast
 
 
-@pytest.mark.parametrize("fault", rows(FAULTS, FAULTS.keys() - DEFAULT_FAULTS))
+@pytest.mark.parametrize("fault", rows(FAULTS, default=DEFAULT_FAULTS))
 def test_diagnose_names_the_line_of_a_fault(fault):
     check_fault(fault)
 
@@ -192,7 +192,7 @@ DEFAULT_HEALTHY = {
 
 @pytest.mark.full
 @pytest.mark.usefixtures("standard_promotion")  # of optax.ctc_loss
-@pytest.mark.parametrize("program", rows(HEALTHY, HEALTHY.keys() - DEFAULT_HEALTHY))
+@pytest.mark.parametrize("program", rows(HEALTHY, default=DEFAULT_HEALTHY))
 def test_diagnose_gives_no_alarm_for_a_healthy_program(program):
     fun, args = program
     diagnosis = jmpscale.diagnose(fun)(jmpscale.static(2.0**12), *args)
