@@ -66,8 +66,8 @@ def main():
         figures = {}
         for variant in [*VARIANTS, *([EMBEDDED] if "FSDP" in model else [])]:
             figures[variant] = measure(options.backend, model, variant)
-            figures[variant]["ratios"] = compilers.ratios(figures[variant], figures[BY_HAND], RATIOS)
-            shown = "  ".join(f"{name} {ratio:.3f}" for name, ratio in figures[variant]["ratios"].items())
+            ratios = compilers.ratios(figures[variant], figures[BY_HAND], RATIOS)
+            shown = "  ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())
             print(f"{options.backend}, {model}: {variant:<28}  {shown}  {figures[variant]['matmuls']}", flush=True)
         about = record.about("benchmarks.autocast", f"{options.backend}, compiled without the device")
         record.add(options.out, {f"{options.backend}, {model}": {"about": about, "figures": figures}})

@@ -19,7 +19,6 @@ import importlib
 import json
 import multiprocessing
 import os
-import pathlib
 import shutil
 import signal
 import subprocess
@@ -32,8 +31,8 @@ import pytest
 
 from benchmarks import faults, record
 
-ROOT = pathlib.Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
+ROOT = record.ROOT
+RESULTS = record.RESULTS / "mutants.json"
 WORK = ROOT / "build" / "mutants"
 PACKAGE = ROOT / "jmpscale"
 FILES = [path for path in PACKAGE.rglob("*.py") if not path.name.startswith("__")]
@@ -270,10 +269,9 @@ def main():
     WORK.mkdir(parents=True, exist_ok=True)
     verdicts = judge_all(chosen, sources, options.part, options.stages, options.processes)
     settings = {"seed": options.seed, "stages": options.stages, "possible faults": len(everything)}
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    results[options.part] = summarize(verdicts, settings, results.get(options.part, {}))
-    print(json.dumps(results[options.part], indent=1))
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    result = summarize(verdicts, settings, record.read(RESULTS).get(options.part, {}))
+    print(json.dumps(result, indent=1))
+    record.add(RESULTS, {options.part: result})
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ def _steps(columns, figures, cell):
 
 
 def _timed(columns, result, cell):
-    """Returns the table of one run with its record, or a sentence if there is no run."""
+    """Returns the table of one run with its record, or a sentence if the run is missing."""
     if result is None:
         return "The present version has not been timed yet."
     return _steps(columns, result["figures"], cell) + _run(result)

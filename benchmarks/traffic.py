@@ -32,12 +32,8 @@ def moved_bytes(program, computation=None):
     types, moved = {x.name: x.type for x in instructions}, 0
     for x in instructions:
         inside = [moved_bytes(program, name) for name in x.calls] if x.operation in FLOW else []
-        if x.operation == "conditional":
-            moved += max(inside)
-        elif x.operation == "while":
-            moved += _iterations(x) * sum(inside)
-        elif x.operation in FLOW:
-            moved += sum(inside)
+        if x.operation in FLOW:
+            moved += _total(x, inside)
         elif x.operation not in FREE and not fetches(x, types):
             # An asynchronous operation writes its result when it is done; the type of its start repeats the operands.
             if not x.operation.endswith(WAITS):
@@ -55,23 +51,22 @@ def communicated_bytes(program, computation=None):
     """
     total = 0
     for x in program.computations[computation or program.entry]:
-        nested = x.calls if x.operation in (*FLOW, *FUSED) else []
-        inside = [communicated_bytes(program, name) for name in nested]
-        if x.operation == "conditional":
-            total += max(inside)
-        elif x.operation == "while" and any(inside):
-            total += _iterations(x) * sum(inside)
+        if x.operation in (*FLOW, *FUSED):
+            total += _total(x, [communicated_bytes(program, name) for name in x.calls])
         elif re.fullmatch(f"(?:{COLLECTIVES})(?:-done)?", x.operation):
             total += bytes_of(x.type)  # the type of its start repeats the operands
-        else:
-            total += sum(inside)
     return total
 
 
-def _iterations(loop):
-    if loop.iterations is None:
-        raise UnknownIterationsError(f"the loop {loop.name} has no known_trip_count, so its bytes cannot be counted")
-    return loop.iterations
+def _total(x, inside):
+    """Adds up the bytes of the computations that an instruction runs."""
+    if x.operation == "conditional":
+        return max(inside)
+    if x.operation != "while" or not any(inside):
+        return sum(inside)
+    if x.iterations is None:
+        raise UnknownIterationsError(f"the loop {x.name} has no known_trip_count, so its bytes cannot be counted")
+    return x.iterations * sum(inside)
 
 
 def _used(program, x, name, types):

@@ -16,7 +16,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 from benchmarks import __main__ as main
 from benchmarks import diagnosis_picture, programs, record, steps, timing
-from benchmarks.traffic import moved_bytes
+from benchmarks.traffic import communicated_bytes, moved_bytes
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("standard_promotion")]
 
@@ -188,10 +188,38 @@ def test_moved_bytes_count_all_iterations_and_the_slices_of_stacked_arrays():
     assert moved_bytes(LOOP) == 12 * (load + gemm + store)
 
 
+UNKNOWN_LOOP = LOOP._replace(
+    computations=LOOP.computations | {"main": [x._replace(iterations=None) for x in LOOP.computations["main"]]}
+)
+
+
 def test_moved_bytes_require_the_number_of_iterations():
-    body = [x._replace(iterations=None) for x in LOOP.computations["main"]]
     with pytest.raises(ValueError, match="the loop while has no known_trip_count"):
-        moved_bytes(LOOP._replace(computations=LOOP.computations | {"main": body}))
+        moved_bytes(UNKNOWN_LOOP)
+
+
+def test_communicated_bytes_are_the_results_of_collectives():
+    assert communicated_bytes(PROGRAM) == (4 * 1024 * 8 + 4) + 4 * 7
+    gather = programs.parse("""HloModule gather
+
+ENTRY %main (a: f16[8]) -> f16[64] {
+  %a = f16[8]{0} parameter(0)
+  %start = (f16[8]{0}, f16[64]{0}) all-gather-start(%a)
+  ROOT %done = f16[64]{0} all-gather-done(%start)
+}
+""")
+    assert communicated_bytes(gather) == 2 * 64
+
+
+def test_communicated_bytes_count_all_iterations():
+    def with_gather(program):
+        body = [x._replace(operation="all-gather") if x.name == "gemm" else x for x in program.computations["body"]]
+        return program._replace(computations=program.computations | {"body": body})
+
+    assert communicated_bytes(LOOP) == communicated_bytes(UNKNOWN_LOOP) == 0
+    assert communicated_bytes(with_gather(LOOP)) == 12 * 2 * 64 * 64
+    with pytest.raises(ValueError, match="the loop while has no known_trip_count"):
+        communicated_bytes(with_gather(UNKNOWN_LOOP))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from four seeds.
 """
 
 import argparse
-import json
 import pathlib
 
 import jax
@@ -42,8 +41,7 @@ def main():
     argparse.ArgumentParser(prog="python -m benchmarks.studies.batch_size", description=__doc__).parse_args()
     about = record.about("benchmarks.studies.batch_size", jax.devices()[0].device_kind) | {"steps": STEPS}
     runs = measure(STEPS, BATCHES, SEEDS)
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps({"about": about, "runs": runs}, indent=1) + "\n")
+    record.add(RESULTS, {"about": about, "runs": runs})
 
 
 if __name__ == "__main__":
