@@ -210,7 +210,7 @@ def quotient_by_a_large_constant(w, x):
 
 
 def product_with_a_small_constant(w, x):
-    losses = (x.astype(H) @ w.astype(H)) ** 2 + H(0)  # this constant is harmless
+    losses = (x.astype(H) @ w.astype(H)) ** 2 + H(0)  # this constant changes nothing
     losses = losses * 1e-9  # fault
     return jnp.sum(losses).astype(jnp.float32)
 
@@ -305,8 +305,8 @@ def nan_after_an_infinity(w, x):
 
 def masked_nan_and_infinity(w, x):
     z = x @ w
-    harmless = jnp.where(z > 0, jnp.log(z), 0.0).mean() * 0
-    return jax.lax.stop_gradient(harmless) + jnp.exp(z * 1e4).mean()  # fault
+    zero = jnp.where(z > 0, jnp.log(z), 0.0).mean() * 0
+    return jax.lax.stop_gradient(zero) + jnp.exp(z * 1e4).mean()  # fault
 
 
 def infinity_in_the_line_above(w, x):

@@ -524,7 +524,7 @@ def test_arguments_with_infinities_are_named():
     assert diagnosis.fitting_scales() is None
 
 
-def test_harmless_infinities_in_arguments_are_not_named():
+def test_infinities_in_arguments_without_effect_are_not_named():
     def loss(w, x, mask):
         return squared(jnp.exp(x * w + mask)) + jnp.sum(jnp.sqrt(w * 0))
 

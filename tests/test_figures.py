@@ -64,9 +64,8 @@ def _range(low, high):
     return f"{low} to {high}" if low < high else str(low)
 
 
-def _megabytes(name):
-    figures = _results()["compilers"][table.COMPILED[TPU[0]]]["figures"]
-    return figures[name]["temp_bytes"] / 1e6
+def _on_tpu(name, figure):
+    return _results()["compilers"][table.COMPILED[TPU[0]]]["figures"][name][figure]
 
 
 def _ensemble(names, figure):
@@ -201,7 +200,7 @@ SENTENCES = {
     "costs, memory on a TPU": Sentence(
         "costs.md",
         "the clipped step needs {:.1f} MB and the bare step {:.1f} MB.",
-        lambda: [_megabytes("clipped"), _megabytes("bare")],
+        lambda: [_on_tpu(name, "temp_bytes") / 1e6 for name in ("clipped", "bare")],
     ),
     "costs, ensemble": Sentence(
         "costs.md",
@@ -229,6 +228,11 @@ SENTENCES = {
             _autocast("t4, GPT-2 small, 2 layers", autocast.BFLOAT16, "matmuls")["f32"],
             _ratio("t4, GPT-2 small, 2 layers", autocast.BFLOAT16, "moved_bytes"),
         ],
+    ),
+    "how it works, branch": Sentence(
+        "how_it_works.md",
+        "The branch of `optax.apply_if_finite` moves {:.2f} times the bytes on a TPU.",
+        lambda: [_on_tpu("optax apply_if_finite", "moved_bytes") / _on_tpu("clipped", "moved_bytes")],
     ),
     "comparison, kernels": Sentence(
         "comparison.md",

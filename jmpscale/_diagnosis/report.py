@@ -26,7 +26,7 @@ class DiagnosisRow:
       backward: whether the operation is part of the backward pass.
       max_abs: the largest finite magnitude in float32.
       error: the L2 norm of the difference to float32, relative to the norm in float32. It is infinite if a value
-        overflows; this is harmless if a later operation removes the value, as softmax removes a mask.
+        overflows; this has no effect if a later operation removes the value, as softmax removes a mask.
       overflow: the fraction of values that are finite in float32 only.
       underflow: the fraction of the L1 norm in values that are zero, but not zero in float32.
       subnormal: the fraction of the L1 norm in values that are subnormal, and therefore less precise.
