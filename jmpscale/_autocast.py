@@ -21,8 +21,8 @@ import contextvars
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ParamSpec, TypeVar, overload
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -32,22 +32,27 @@ from jax.extend import core
 from jax.typing import DTypeLike
 
 from jmpscale._autocast_warnings import Kept, warn_about_constants, warn_unchanged
-from jmpscale._base.jaxpr import Memo, Traced, equations, lift_nnx, rewrite, trace, type_of
-from jmpscale._base.text import describe
+from jmpscale._base.jaxpr import Found, Memo, Traced, equations, lift_nnx, rewrite, trace, type_of
+from jmpscale._base.text import describe_function
 from jmpscale._base.tree import PyTree, check_no_refs
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-MATMULS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
+MATMULS = {"dot_general", "conv_general_dilated", "ragged_dot_general"}
 _FLOAT32 = np.dtype(np.float32)
 _HALF = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
 # Results of earlier calls. A function under jax.jit has one jaxpr in all of its calls, and JAX finds the compiled
 # program of the rewritten jaxpr only if that stays the same object.
 _MEMOS: dict[np.dtype, Memo] = {dtype: weakref.WeakKeyDictionary() for dtype in _HALF}
-_IS_KEPT: contextvars.ContextVar[Callable[[core.JaxprEqn], bool] | None] = contextvars.ContextVar(
-    "is_kept", default=None
-)
+_TRIAL: contextvars.ContextVar["_Trial | None"] = contextvars.ContextVar("trial", default=None)
+
+
+class _Trial(NamedTuple):
+    """The source lines whose matmuls remain as written, and those at which there were matmuls."""
+
+    lines: Collection[str]
+    found: set[str]
 
 
 @overload
@@ -110,7 +115,7 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
     if fun is None:
         return functools.partial(autocast, dtype=half)
     _check_function(fun)
-    checks = _Checks(_describe(fun), half)
+    checks = _Checks(describe_function(fun), half)
 
     @functools.wraps(fun, updated=())
     def autocast_fun(*args: Any, **kwargs: Any) -> Any:
@@ -122,18 +127,22 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
 
 
 @contextlib.contextmanager
-def matmuls_in_float32(is_kept: Callable[[core.JaxprEqn], bool]) -> Iterator[None]:
-    """Leaves matmuls as they are in functions of `autocast` that are called inside of this context.
+def matmuls_in_float32(lines: Collection[str]) -> Iterator[set[str]]:
+    """Leaves the matmuls of some lines as they are in functions of `autocast` that are called inside of this context.
 
     A compiled function is traced again, because the metadata of operations is part of the key by which JAX finds
     earlier traces.
+
+    Yields:
+      A set to which the lines are added at which there are matmuls.
     """
-    token = _IS_KEPT.set(is_kept)
+    trial = _Trial(lines, set())
+    token = _TRIAL.set(trial)
     try:
         with set_xla_metadata(jmpscale_trial=str(id(token))):
-            yield
+            yield trial.found
     finally:
-        _IS_KEPT.reset(token)
+        _TRIAL.reset(token)
 
 
 def _call(fun: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTree:
@@ -152,8 +161,7 @@ class _Checks:
             return
         self._have_run = True
         if is_unchanged:
-            reason = functools.partial(reason_to_keep, self.half)
-            warn_unchanged(self.name, self.half, [*_kept_matmuls(traced.jaxpr, reason)])
+            warn_unchanged(self.name, self.half, [*_kept_matmuls(traced.jaxpr, self.half)], _setting_that_keeps())
         else:
             warn_about_constants(self.half, traced, args, functools.partial(_is_converted, self.half))
 
@@ -169,10 +177,12 @@ def _run_in_half(checks: _Checks, fun: Callable[..., PyTree], *args: PyTree) -> 
 
 
 def _in_half(jaxpr: core.Jaxpr, half: np.dtype) -> core.Jaxpr:
-    is_kept = _IS_KEPT.get()
-    if is_kept is None:
+    trial = _TRIAL.get()
+    if trial is None:
         return rewrite(jaxpr, functools.partial(matmul_in_half, half), _MEMOS[half])
-    return rewrite(jaxpr, lambda eqn: [eqn] if is_kept(eqn) else matmul_in_half(half, eqn), {})
+    kept = {id(eqn): line for eqn, line, _ in equations(jaxpr) if eqn.primitive.name in MATMULS and line in trial.lines}
+    trial.found.update(kept.values())
+    return rewrite(jaxpr, lambda eqn: [eqn] if id(eqn) in kept else matmul_in_half(half, eqn), {})
 
 
 def matmul_in_half(half: np.dtype, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
@@ -199,13 +209,18 @@ def _is_converted(half: np.dtype, eqn: core.JaxprEqn) -> bool:
     return eqn.primitive.name in MATMULS and reason_to_keep(half, eqn) is None
 
 
-def _kept_matmuls(
-    jaxpr: core.Jaxpr, reason: Callable[[core.JaxprEqn], Kept | None]
-) -> Iterator[tuple[core.JaxprEqn, Kept, str]]:
-    """Yields the matmuls of a jaxpr that run as written, the reasons, and the primitives that hold them."""
-    for eqn, holder in equations(jaxpr):
-        if eqn.primitive.name in MATMULS:
-            yield eqn, reason(eqn) or Kept.HELD, holder
+def _kept_matmuls(jaxpr: core.Jaxpr, half: np.dtype) -> Iterator[tuple[Found, Kept]]:
+    """Yields the matmuls of a jaxpr that run as written, and the reasons."""
+    for found in equations(jaxpr):
+        if found.eqn.primitive.name in MATMULS:
+            yield found, reason_to_keep(half, found.eqn) or Kept.HELD
+
+
+def _setting_that_keeps() -> str | None:
+    """Returns the setting of jax_default_matmul_precision if matmuls without a precision run as written under it."""
+    operand = jax.ShapeDtypeStruct((2, 2), np.float32)
+    precision = jax.make_jaxpr(jax.lax.dot)(operand, operand).eqns[0].params["precision"]
+    return jax.config.values["jax_default_matmul_precision"] if _keeps_precision(precision) else None
 
 
 def reason_to_keep(half: np.dtype, eqn: core.JaxprEqn) -> Kept | None:
@@ -275,15 +290,17 @@ def _check_function(fun: object) -> None:
     if callable(fun) and _as_half(fun) is None:
         return
     remedy = "Pass it first" if _as_half(fun) is None else "Pass the dtype by its name"
-    raise TypeError(f"fun must be the loss function, got {_describe(fun)}. {remedy}: autocast(loss_fn, dtype=...).")
+    raise TypeError(
+        f"fun must be the loss function, got {describe_function(fun)}. {remedy}: autocast(loss_fn, dtype=...)."
+    )
 
 
 def _check_dtype(dtype: object) -> np.dtype:
     half = _as_half(dtype)
     if half is None:
         raise TypeError(
-            f"dtype must be float16 or bfloat16, got {_describe(dtype)}. Pass jnp.float16, with loss scaling, or "
-            "jnp.bfloat16."
+            f"dtype must be float16 or bfloat16, got {describe_function(dtype)}. Pass jnp.float16, with loss scaling, "
+            "or jnp.bfloat16."
         )
     return half
 
@@ -296,7 +313,3 @@ def _as_half(dtype: object) -> np.dtype | None:
     except TypeError:
         return None
     return found if found in _HALF else None
-
-
-def _describe(value: object) -> str:
-    return getattr(value, "__name__", None) or describe(value)

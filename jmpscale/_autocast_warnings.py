@@ -3,14 +3,12 @@
 import enum
 from collections.abc import Callable, Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
 from jmpscale._base.check import warn_user
-from jmpscale._base.jaxpr import Traced, type_of
-from jmpscale._base.source import user_line
+from jmpscale._base.jaxpr import Found, Traced, type_of
 from jmpscale._base.tree import PyTree
 from jmpscale._constants import constants_of_operands
 
@@ -30,32 +28,31 @@ _EXPLANATIONS = {
     "converts float32 parameters and inputs by itself.",
     Kept.INNER_PRODUCT: "An inner product is a sum, which could overflow.",
     Kept.OUTER_PRODUCT: "An outer product adds nothing up, so half precision would only round it.",
-    Kept.PRECISION: "The setting jax_default_matmul_precision={setting!r} requests float32. Reset it, and use "
+    Kept.PRECISION: "autocast keeps the setting jax_default_matmul_precision={setting!r}. Reset it, and use "
     "jax.default_matmul_precision around the lines that need it.",
     Kept.HELD: "{holder} runs as written. Use autocast inside the function that it runs, or wrap the function that "
     "returns the gradients.",
 }
 
 
-def warn_unchanged(name: str, half: np.dtype, kept: Sequence[tuple[core.JaxprEqn, Kept, str]]) -> None:
+def warn_unchanged(name: str, half: np.dtype, kept: Sequence[tuple[Found, Kept]], setting: str | None) -> None:
     """Warns that no matmul of a function is converted, unless the function itself requests the precision of one.
 
     Args:
       name: the name of the function.
       half: the dtype to which matmuls are converted.
-      kept: the matmuls of the function, each with the reason why it runs as written, and with the name of the
-        primitive that holds it, if autocast does not enter that primitive.
+      kept: the matmuls of the function, and the reasons why they run as written.
+      setting: the global precision, if it is a reason.
     """
-    setting = jax.config.values["jax_default_matmul_precision"]
-    if setting is None and any(reason is Kept.PRECISION for _, reason, _ in kept):
+    if setting is None and any(reason is Kept.PRECISION for _, reason in kept):
         return
     sentences = []
-    for reason in dict.fromkeys(reason for _, reason, _ in kept):
-        same = [(eqn, holder) for eqn, found, holder in kept if found is reason]
-        eqn, holder = same[0]
+    for reason in dict.fromkeys(reason for _, reason in kept):
+        same = [found for found, other in kept if other is reason]
+        eqn, line, holder = same[0]
         dtypes = " and ".join(str(type_of(x).dtype) for x in eqn.invars[:2])
         explanation = _EXPLANATIONS[reason].format(dtypes=dtypes, setting=setting, holder=holder)
-        sentences.append(f"{len(same)} of {len(kept)} matmuls, at {_line(eqn)}: {explanation}")
+        sentences.append(f"{len(same)} of {len(kept)} matmuls, at {line}: {explanation}")
     if not kept:
         sentences = ["It contains none; kernels, sparse matmuls and compiled functions run as written."]
     warn_user(
@@ -68,15 +65,11 @@ def warn_about_constants(
 ) -> None:
     """Warns if a constant that half precision cannot hold is part of an operand of a converted matmul."""
     limit = float(jnp.finfo(half).max)
-    for eqn, largest in constants_of_operands(traced, args, is_converted):
+    for line, largest in constants_of_operands(traced, args, is_converted):
         if largest > limit:
             warn_user(
-                f"a constant of {largest:.6g} enters the matmul at {_line(eqn)}, which autocast converts to "
-                f"{half}. It becomes infinite, because the largest {half} is {limit:.6g}, and zero times "
-                "infinity is NaN. Pass precision='highest' to this matmul, or use a smaller constant."
+                f"a constant of {largest:.6g} enters the matmul at {line}, which autocast converts to {half}. A value "
+                f"of this size becomes infinite, because the largest {half} is {limit:.6g}, and zero times infinity "
+                "is NaN. Pass precision='highest' to this matmul, or use a smaller constant."
             )
             return
-
-
-def _line(eqn: core.JaxprEqn) -> str:
-    return user_line(eqn) or "an unknown line"  # JAX keeps no traceback of some equations in its own loops

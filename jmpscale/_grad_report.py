@@ -201,11 +201,12 @@ def grad_report(grads: PyTree, *, scaler: PyTree = None, axis_name: AxisName = N
         raise ValueError(f"grads must have at most {COUNTER_LIMIT} values in a leaf, got {large[0]}. Split the leaf.")
     # The bits of magnitudes are integers in the same order, with NaN above infinity, so a maximum cannot lose NaN.
     max_abs = jax.lax.bitcast_convert_type(_all_reduce(bits, axes, jax.lax.pmax), _wide_dtypes(leaves)[0])
+    finite = jnp.isfinite(max_abs).all()
     if loss_scale is not None:
         max_abs = max_abs * jnp.asarray(loss_scale, max_abs.dtype)
     nan, inf, zero, underflow, subnormal = _all_reduce(counts, axes, jax.lax.psum).T
     return GradReport(
-        finite=jnp.isfinite(max_abs).all(),
+        finite=finite,
         max_abs=max_abs,
         nan=nan,
         inf=inf,

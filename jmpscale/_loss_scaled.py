@@ -1,7 +1,7 @@
 """Gradients in true units for training loops that compute the gradients themselves."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeGuard, TypeVar
 
 import jax
@@ -12,8 +12,8 @@ from jax.extend import core
 from jmpscale._base.axes import map_like
 from jmpscale._base.check import warn_user
 from jmpscale._base.compat import is_compiling, varying_axes
-from jmpscale._base.jaxpr import Jaxpr, is_floating, is_jaxpr, lift_nnx, trace, type_of
-from jmpscale._base.text import describe
+from jmpscale._base.jaxpr import equations, is_floating, lift_nnx, trace, type_of
+from jmpscale._base.text import describe, describe_function
 from jmpscale._base.tree import (
     Path,
     PyTree,
@@ -88,7 +88,7 @@ def loss_scaled(fun: Callable[P, T], scale: Any, *, has_aux: bool = False) -> Ca
     elif _is_loss_scale(scale) and not is_traced(scale):
         scale = static(float(scale))  # raises for a scale of 0, which would make every gradient NaN
 
-    name = getattr(fun, "__name__", None) or describe(fun)
+    name = describe_function(fun)
 
     # Has the signature of fun, in which nnx.value_and_grad finds the positions of keyword arguments.
     @functools.wraps(fun, updated=())
@@ -182,7 +182,7 @@ class _Role(NamedTuple):
     is_gradient: bool | None
 
 
-def _roles(inputs: list[jax.Array], args: tuple[PyTree, ...], jaxpr: Jaxpr) -> tuple[_Role, ...]:
+def _roles(inputs: list[jax.Array], args: tuple[PyTree, ...], jaxpr: core.Jaxpr) -> tuple[_Role, ...]:
     paths = {id(leaf): path for path, leaf in jax.tree_util.tree_leaves_with_path(args)}
     gradients = {id(leaf) for _, leaf in gradients_with_path(args)}
     # The scales of fp8 layers have this shape. Values that fun closes over have no names by which to recognize them.
@@ -195,28 +195,14 @@ def _roles(inputs: list[jax.Array], args: tuple[PyTree, ...], jaxpr: Jaxpr) -> t
     )
 
 
-def _has_fp8_layers(jaxpr: Jaxpr) -> bool:
+def _has_fp8_layers(jaxpr: core.Jaxpr) -> bool:
     """Tests whether a function with a derivative rule of its own computes in float8, as in Flax's fp8 layers."""
-    with_rule = [eqn for eqn in _all_equations(jaxpr) if eqn.primitive.name.startswith("custom_vjp_call")]
-    inside = [inner for eqn in with_rule for held in _held_jaxprs(eqn) for inner in _all_equations(held)]
+    inside = [eqn for eqn, _, holder in equations(jaxpr) if holder.startswith("custom_vjp_call")]
     return any(_is_float8(type_of(y)) for eqn in inside for y in eqn.outvars)
 
 
 def _is_float8(aval: Any) -> bool:
     return is_floating(aval) and jnp.finfo(aval.dtype).bits == 8
-
-
-def _all_equations(jaxpr: Jaxpr) -> Iterator[core.JaxprEqn]:
-    """Yields the equations of a jaxpr and of all jaxprs inside it, derivative rules and kernels included."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for held in _held_jaxprs(eqn):
-            yield from _all_equations(held)
-
-
-def _held_jaxprs(eqn: core.JaxprEqn) -> list[Jaxpr]:
-    values = [value if isinstance(value, (tuple, list)) else (value,) for value in eqn.params.values()]
-    return [held for group in values for held in group if is_jaxpr(held)]
 
 
 def _input_name(path: Path) -> str:

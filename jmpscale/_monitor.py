@@ -39,7 +39,8 @@ _CAUSES = (  # in the order of _possible_causes
     "decrease the scale of the backward pass: the number given to loss_scaled(fun, number) if the loss function is "
     "wrapped by it, and otherwise the number given to static. jmpscale.diagnose prints the scales that fit.",
     f"{_OVERFLOW}These are the first skips of this run: the scale is still backing off from its initial value. Allow "
-    "more skips, or decrease init_scale: jmpscale.diagnose prints the scales that fit.",
+    "more skips, or call jmpscale.diagnose: it prints the scales that fit, for init_scale, or names the line if there "
+    "are none.",
     f"{_OVERFLOW}The scale is still backing off. Allow more skips, or look for a change in the data or the model: "
     "jmpscale.diagnose names the line.",
 )
@@ -164,21 +165,23 @@ def _skips_at_min_scale(state: ScalerState, limit: int) -> jax.Array:
 
     A run whose scale touches the limit and recovers has no skip at the limit, or few skips in total.
     """
-    at_limit = (state.loss_scale <= np.float32(state.config.min_scale)) & (state.config.mode == "dynamic")
-    return at_limit & (state.last_skip_reason == SkipReason.MIN_SCALE) & (state.total_skips > limit)
+    return _is_at_limit(state) & (state.last_skip_reason == SkipReason.MIN_SCALE) & (state.total_skips > limit)
+
+
+def _is_at_limit(state: ScalerState) -> jax.Array:
+    return (state.loss_scale <= np.float32(state.config.min_scale)) & (state.config.mode == "dynamic")
 
 
 def _possible_causes(state: ScalerState, tree: PyTree, limit: int) -> list[tuple[jax.Array | bool, str]]:
     """Returns the text of each cause with a flag: whether it applies. The first cause that applies is reported."""
     scale, config = state.loss_scale, state.config
     corrupted = ~((scale > 0) & (scale <= LARGEST_SCALE))  # also NaN
-    at_limit = (scale <= np.float32(config.min_scale)) & (config.mode == "dynamic")
     applies = (
         corrupted,
         state.last_skip_reason == SkipReason.LOSS,
         _has_nonfinite_sums(tree),
         _skips_at_min_scale(state, limit) & (state.consecutive_skips <= limit),
-        at_limit,
+        _is_at_limit(state),
         config.mode == "static",
         state.consecutive_skips == state.total_skips,
         True,

@@ -4,7 +4,7 @@ import functools
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, Protocol
 
 import jax
@@ -130,7 +130,8 @@ def with_loss_scaling(
     )
     initial = dynamic() if scaler is None else scaler
     check_scaler(initial)
-    initial = jax.tree.map(lambda x: x.copy(), initial)  # the caller may donate its arrays
+    # The caller may donate its arrays.
+    initial = jax.tree.map(lambda x: x.copy() if is_array(x) else np.asarray(x, np.result_type(x, np.int32)), initial)
     if max_norm is not None:
         max_norm = check_in_range("max_norm", max_norm, SMALLEST_SCALE, LARGEST_SCALE, "Omit it to clip nothing.")
     if warn_after_skips is not None:
@@ -152,6 +153,8 @@ def with_loss_scaling(
         state = _check_update_arguments(grads, state)
         _warn_if_overflows_are_hidden()
         scaler, norm, grad_norm, factor = state.scaler, None, None, None
+        if "grad" in extra_args and not _is_disabled(scaler):  # by optax's convention, the same gradients
+            extra_args["grad"] = _zero_nonfinite(extra_args["grad"])
         if max_norm is not None:
             norm = _global_norm(grads, axis_name, norm_axis_name)
             factor = jnp.where(norm > max_norm, max_norm / norm, 1)
@@ -169,8 +172,6 @@ def with_loss_scaling(
         loss = extra_args.get("value", extra_args.get("loss"))
         decision_axes = _decision_axes(axis_name, norm_axis_name)
         finite, loss_finite = all_reduce_outcome(_is_finite(grads, norm), loss, decision_axes)
-        if "grad" in extra_args:  # by optax's convention, the same gradients
-            extra_args["grad"] = _zero_nonfinite(extra_args["grad"])
         inner_params = _as_seen_by_inner(params)
         if is_traced(finite) or finite:
             inner_with_params = functools.partial(update_inner, params=inner_params)
@@ -249,10 +250,23 @@ def _hides_overflows(frame: types.FrameType) -> bool:
     if frame.f_globals.get("__name__") != optax.chain.__module__ or "update_fns" not in frame.f_locals:
         return False
     earlier = itertools.takewhile(lambda update: update is not frame.f_locals.get("fn"), frame.f_locals["update_fns"])
-    # The chain wraps each transformation in a function that accepts extra arguments.
-    wrapped = [inspect.getclosurevars(update).nonlocals.get("tx") for update in earlier]
-    names = [tx.update.__qualname__ for tx in wrapped if tx is not None]
-    return any(name.partition(".")[0] in _HIDES_OVERFLOWS for name in names)
+    return any(fn.__qualname__.partition(".")[0] in _HIDES_OVERFLOWS for fn in _functions_in(earlier))
+
+
+def _functions_in(values: Iterable[object]) -> Iterator[types.FunctionType]:
+    """Yields functions, and the functions in their closures, such as the updates that an `optax.chain` calls."""
+    seen: set[int] = set()
+    stack = list(values)
+    while stack:
+        value = stack.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, (tuple, list)):  # a transformation is a named tuple of functions
+            stack += value
+        elif isinstance(value, types.FunctionType):
+            yield value
+            stack += inspect.getclosurevars(value).nonlocals.values()
 
 
 def _decision_axes(axis_name: AxisName, norm_axis_name: AxisName) -> AxisName:
@@ -391,9 +405,7 @@ def _first_if_same_type(grad: jax.Array | None, update: jax.Array | jax.ShapeDty
 
 
 def _zero_unless(finite: jax.Array, update: jax.Array) -> jax.Array:
-    if is_traced(finite):
-        return jnp.where(finite, update, _negative_zeros(update))
-    return update if finite else _negative_zeros(update)
+    return jnp.where(finite, update, _negative_zeros(update)) if is_traced(finite) else update
 
 
 def _negative_zeros(like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:

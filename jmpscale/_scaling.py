@@ -274,7 +274,8 @@ def _warn_if_constant(scaler: ScalerState, finite: ArrayLike) -> None:
         warn_user(
             "the scaler is a constant of the compiled program, so the scale never adapts and skips are not counted: "
             "the compiled function creates the scaler, or closes over it. Create the scaler before, pass it to the "
-            "compiled function as an argument, and return the new scaler."
+            "compiled function as an argument, and return the new scaler. If the function is a whole training run, "
+            "carry the scaler through jax.lax.scan."
         )
 
 

@@ -176,8 +176,8 @@ def _remedy(state: PyTree, path: str) -> str:
             "with_loss_scaling, compare inner_state."
         )
     return (
-        "If the step was skipped (total_skips of its scaler has increased), gate this value with apply_if; otherwise "
-        "no overflow reached the gradients."
+        "If the step was skipped (total_skips of its scaler has increased), gate this value with apply_if, or leave it "
+        "out if it counts calls; otherwise no overflow reached the gradients."
     )
 
 
@@ -220,7 +220,7 @@ def _check_is_copy(before: PyTree, after: PyTree) -> None:
 def _bits(leaf: object) -> object:
     """Returns a value that is equal for two leaves only if they are equal bit for bit."""
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return leaf.dtype, np.asarray(jax.random.key_data(leaf)).tobytes()
+        return leaf.shape, leaf.dtype, np.asarray(jax.random.key_data(leaf)).tobytes()
     if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
         value = np.asarray(leaf)
         return value.shape, leaf.dtype, value.tobytes()

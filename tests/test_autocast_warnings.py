@@ -118,7 +118,20 @@ def test_autocast_under_a_global_precision_warns():
     with jax.default_matmul_precision("highest"), pytest.warns(UserWarning, match="no effect") as found:
         half_fun(X, W)
     assert "1 of 1 matmuls, at " in str(found[0].message)
-    assert "The setting jax_default_matmul_precision='highest' requests float32. Reset it" in str(found[0].message)
+    assert "autocast keeps the setting jax_default_matmul_precision='highest'. Reset it" in str(found[0].message)
+
+
+def test_autocast_under_an_algorithm_as_the_global_precision_warns():
+    setting = jax.lax.DotAlgorithmPreset.BF16_BF16_F32
+    with jax.default_matmul_precision(setting.name), pytest.warns(UserWarning, match=setting.name):
+        jmpscale.autocast(lambda x, w: x @ w)(X, W)
+
+
+@pytest.mark.parametrize("setting", ["high", "bfloat16"])
+def test_autocast_does_not_blame_a_global_precision_that_it_ignores(setting):
+    with warnings.catch_warnings(), jax.default_matmul_precision(setting):
+        warnings.simplefilter("error")
+        jmpscale.autocast(highest)(X, W)
 
 
 HALF_OR_PRECISE = {
@@ -143,6 +156,12 @@ def test_autocast_with_effect_or_requested_precision_does_not_warn(fun):
 # --- constants
 
 
+def many_additions(x):
+    for _ in range(400):
+        x = x + 0.01 * jnp.sin(x)
+    return x
+
+
 CONSTANTS = {  # a function, and the largest constant that enters a matmul
     "closed-over array": (lambda x, w: x @ BIG, "1e+06"),
     "NumPy array": (lambda x, w: x @ np.full((N, N), 1e6, np.float32), "1e+06"),
@@ -160,6 +179,7 @@ CONSTANTS = {  # a function, and the largest constant that enters a matmul
         ),
         "1e+09",
     ),
+    "after many operations": (lambda x, w: many_additions(jnp.where(x > 0, x, -1e6)) @ w, "1e+06"),
     "in jit": (lambda x, w: jax.jit(lambda x: x @ jnp.full((N, N), 1e6))(x), "1e+06"),
     "in scan": (
         lambda x, w: jax.lax.scan(lambda x, _: (jnp.where(x > 0, x, -1e6) @ w, None), x, None, length=2)[0],
@@ -181,7 +201,7 @@ NOT_REPORTED = {
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
-@pytest.mark.parametrize("row", rows(CONSTANTS, default={"NumPy array", "literal", "in scan"}))
+@pytest.mark.parametrize("row", rows(CONSTANTS, default={"NumPy array", "literal", "after many operations", "in scan"}))
 @pytest.mark.parametrize(
     "transform", [lambda fun: fun, pytest.param(jax.jit, marks=pytest.mark.full)], ids=["eager", "jit"]
 )
@@ -205,3 +225,31 @@ def test_autocast_does_not_warn_about_other_constants(fun):
         jmpscale.autocast(fun)(X, W)
         jmpscale.autocast(lambda x, w: x @ w)(1e9 * X, W)  # arguments are not constants
     assert not found
+
+
+def test_constant_is_named_at_the_line_that_calls_a_library_function():
+    def fun(x):
+        return jnp.convolve(jnp.where(x > 0, x, -1e9), jnp.ones(3))
+
+    with pytest.warns(UserWarning, match=rf"enters the matmul at {FILE}:\d+ \(fun\)"):
+        jmpscale.autocast(fun)(X[0])
+
+
+def test_constants_of_symbolic_shape_are_not_computed():
+    def fun(x, w):
+        mask = jnp.tril(jnp.ones((x.shape[0], x.shape[0])))
+        return jnp.where(mask > 0, x @ x.T, -1e9) @ x @ w + jnp.zeros((x.shape[0], N)) @ w
+
+    x = jax.ShapeDtypeStruct((jax.export.symbolic_shape("b")[0], N), jnp.float32)
+    with pytest.warns(UserWarning, match="a constant of 1e\\+09"):
+        jax.export.export(jax.jit(jmpscale.autocast(fun)))(x, W)
+
+
+@pytest.mark.parametrize("debug", [jax.debug_nans, jax.debug_infs])
+def test_constants_that_a_mask_hides_pass_the_debug_flags(debug):
+    def fun(x, w):
+        n = jnp.arange(float(N))
+        return (x + jnp.where(n > 0, (n - n) / n + 1 / n, 0.0)) @ w
+
+    with debug(True):
+        assert jnp.isfinite(jax.jit(jmpscale.autocast(fun))(X, W)).all()

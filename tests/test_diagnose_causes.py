@@ -79,6 +79,10 @@ FLOAT32_ORIGINS = {  # the outputs, and the results at which they begin to be in
     "infinity": ([chain({}, INFINITE_EVERYWHERE, INFINITE_EVERYWHERE)], [1]),
     "NaN after an infinity": ([chain(INFINITE_EVERYWHERE, NAN_EVERYWHERE)], [0]),
     "NaN after a given infinity": ([result(1, result(0, moves=True, **INFINITE_EVERYWHERE), **NAN_EVERYWHERE)], [1]),
+    "infinity that stays infinite after a given one": (
+        [result(1, result(0, moves=True, **INFINITE_EVERYWHERE), **INFINITE_EVERYWHERE)],
+        [0],
+    ),
     "NaN after a converted argument": (
         [result(1, result(0, operation="convert_element_type", **INFINITE_EVERYWHERE), **NAN_EVERYWHERE)],
         [1],

@@ -16,6 +16,7 @@ from jax.experimental import pallas
 
 import jmpscale
 from jmpscale._diagnosis import evaluate
+from jmpscale.testing import inject_backward
 
 import diagnosis_programs as programs
 import meshes
@@ -533,6 +534,54 @@ def test_infinities_in_arguments_without_effect_are_not_named():
     line = line_of(loss, "jnp.sqrt")
     assert diagnosis.summary.startswith("The result of ")
     assert f" at {line} is not finite in float32 either" in diagnosis.summary
+
+
+def test_remedy_is_tried_inside_functions_of_libraries():
+    def loss(w, x):
+        return jnp.mean(jnp.log1p(jnp.cov(1000 * (x * w[:1]).T) ** 2))
+
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((16, 8)), jnp.float32)
+    diagnosis = diagnose(jmpscale.autocast(loss), x[:8], x)
+    line = line_of(loss, "jnp.cov")
+    assert f'Pass precision="highest" to the matmul at {line}' in diagnosis.summary
+    assert "then the gradients differ by 0, and loss scales from " in diagnosis.summary
+
+
+def test_gradients_that_are_rounding_noise_are_not_called_zero():
+    def loss(w, x):
+        return jnp.mean(jnp.sin(1e8 * (x @ w)))
+
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 4)), jnp.float32)
+    summary = diagnose(jmpscale.autocast(loss), x[:4], x).summary
+    assert summary.startswith("The gradients cannot be compared with float32, because they are rounding noise in")
+    assert diagnose(jmpscale.autocast(lambda w, x: 0 * loss(w, x)), x[:4], x).summary.startswith("All gradients are")
+
+
+def test_scan_without_iterations_is_evaluated():
+    def loss(w):
+        return squared(jax.lax.scan(lambda h, x: (h * x, h), w, jnp.zeros((0, 2)))[0])
+
+    diagnosis = diagnose(loss, jnp.ones(2))
+    assert diagnosis.summary.startswith("The program computes in float32")
+    assert diagnosis.not_entered == ()
+
+
+def test_diagnose_does_not_change_the_containers_of_the_caller():
+    def loss(w, batch):
+        scale = 2.0 if batch.pop("flag")[0] > 0 else 1.0  # reads the values of a NumPy array
+        return squared(batch.pop("x") * w) * scale
+
+    batch = {"x": jnp.ones(2), "flag": np.ones(1, np.float32)}
+    diagnose(loss, jnp.ones(2), batch)
+    assert list(batch) == ["x", "flag"]
+
+
+def test_injected_fault_is_named():
+    def loss(w, x):
+        return squared(inject_backward(w, jnp.inf).astype(H) * x)
+
+    diagnosis = diagnose(loss, jnp.ones(2), jnp.ones(2, H))
+    assert diagnosis.summary.startswith("The result of select_n at the injected fault is not finite in float32 either")
 
 
 DTYPES = {  # the loss function, and the first words of the summary

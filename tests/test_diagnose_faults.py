@@ -85,8 +85,12 @@ FAULTS = {
     "variance": Fault(programs.variance_underflows, begins=FORWARD_UNDERFLOW),
     "log of softmax": Fault(programs.log_of_softmax, named=1, contains="is not finite, because float16 rounds its"),
     "exp without maximum": Fault(programs.exp_without_maximum, (W, 3 * X)),
-    "large constant": Fault(programs.quotient_by_a_large_constant, begins=CONSTANT, contains=" is infinite, because"),
-    "small constant": Fault(programs.product_with_a_small_constant, begins=CONSTANT, contains=" is zero, because"),
+    "large constant": Fault(
+        programs.quotient_by_a_large_constant, begins=CONSTANT, contains=" is infinite in float16, and"
+    ),
+    "small constant": Fault(
+        programs.product_with_a_small_constant, begins=CONSTANT, contains=" is zero in float16, and"
+    ),
     "epsilon": Fault(programs.epsilon_of_zero, begins=CONSTANT),
     "decay": Fault(programs.decay_of_an_average, begins=CONSTANT),
     "gaussian process": Fault(

@@ -17,8 +17,8 @@ from jmpscale._diagnosis.inputs import (
     are_finite,
     are_zero,
     constants,
+    harmful_arrays,
     harmful_constant,
-    infinite_arguments_matter,
     without,
 )
 from jmpscale._diagnosis.scales import run_reference
@@ -107,10 +107,37 @@ def test_are_finite_and_are_zero(outputs, finite, zero):
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_infinite_arguments_matter_if_zeros_make_the_step_finite(value):
+def test_array_is_harmful_if_zeros_in_its_place_make_the_step_finite(value):
     x = jnp.float32([value, 1])
-    assert infinite_arguments_matter(step(lambda x: [jnp.sum(x * x), x], x))
-    assert not infinite_arguments_matter(step(lambda x: [jnp.sum(1 / (x * 0)), x], x))
+    assert len(harmful_arrays(step(lambda x: [jnp.sum(x * x), x], x))) == 1
+    assert not harmful_arrays(step(lambda x: [jnp.sum(1 / (x * 0)), x], x))
+
+
+def test_only_the_array_that_is_harmful_by_itself_is_returned():
+    mask, x = jnp.float32([-np.inf, 0]), jnp.float32([np.nan, 1])
+    (harmful,) = harmful_arrays(step(lambda mask, x: [jnp.sum(jnp.exp(mask)), x], mask, x))
+    assert harmful is x
+    assert len(harmful_arrays(step(lambda a, b: [jnp.sum(jnp.tanh(a - b))], mask, mask + 0))) == 2
+
+
+def test_only_the_argument_that_is_harmful_is_named():
+    def loss(w, mask, x):
+        return jnp.mean(jax.nn.softmax(x @ w + mask)[:, 0])
+
+    w, mask = jnp.ones((4, 4)), jnp.zeros((8, 4)).at[:, 3].set(-jnp.inf)
+    diagnose = jmpscale.diagnose(jmpscale.autocast(loss))
+    x = np.ones((8, 4), np.float32)
+    assert diagnose(jmpscale.dynamic(), w, mask, x).fitting_scales() is not None
+    x[0, 0] = np.nan
+    summary = diagnose(jmpscale.dynamic(), w, mask, x).summary
+    assert summary.startswith("x contains infinities or NaN, and with zeros in their place")
+
+
+@pytest.mark.parametrize("value", [0.0, np.inf, np.nan])
+def test_invalid_loss_scale_is_refused(value):
+    scaler = jmpscale.dynamic()._replace(loss_scale=jnp.float32(value))
+    with pytest.raises(ValueError, match=f"valid loss scale, got {value}: the state was corrupted"):
+        jmpscale.diagnose(jnp.sum)(scaler, jnp.ones(2))
 
 
 def keywords(w, batch, bias=None):
@@ -135,7 +162,7 @@ ARGUMENTS = {  # a function, its arguments, and the paths of the arguments that 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_arguments_that_are_not_finite_are_named(name):
     fun, args, kwargs, expected = ARGUMENTS[name]
-    assert non_finite_arguments(fun, args, kwargs) == expected
+    assert [name for name, _ in non_finite_arguments(fun, args, kwargs)] == expected
 
 
 # --- The reference in float32. ---

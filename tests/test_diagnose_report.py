@@ -70,8 +70,8 @@ SUMMARIES = {  # what was measured, the present scale, and the summary
     "too small": (
         healthy()._replace(origins=[result(1, backward=True, error=1.0, underflow=0.5)]),
         2.0**-4,
-        "Loss scales from 2^-3 to 2^12 fit; yours is 2^-4, which is too small: mul at model.py:1 (f) underflows. A "
-        "dynamic scale grows up to max_scale; increase a static scale. At the best scale the gradients differ from "
+        "Loss scales from 2^-3 to 2^12 fit; yours is 2^-4, which is too small: mul at model.py:1 (f) underflows. "
+        "Choose init_scale of dynamic, or a static scale, in this range. At the best scale the gradients differ from "
         "float32 by 0.21%.",
     ),
     "too large": (
@@ -259,13 +259,15 @@ def test_summary_of_a_remedy(found, sentences):
 CONSTANTS = {
     "zero": (
         Constant("model.py:1 (f)", "mul", np.dtype(np.float16), 0.0),
-        "A constant of mul at model.py:1 (f) is zero, because float16 cannot hold a number below 6e-08, and therefore "
-        "the loss or the gradients are zero or not finite. Compute this line in float32.",
+        "A constant of mul at model.py:1 (f) is zero in float16, and therefore the loss or the gradients are zero "
+        "or not finite. If you have written another number, compute this line in float32, because float16 cannot hold "
+        "a number below 6e-08.",
     ),
     "infinity": (
         Constant("model.py:1 (f)", "div", np.dtype(np.float16), -math.inf),
-        "A constant of div at model.py:1 (f) is infinite, because float16 cannot hold a number above 65504, and "
-        "therefore the loss or the gradients are zero or not finite. Compute this line in float32.",
+        "A constant of div at model.py:1 (f) is infinite in float16, and therefore the loss or the gradients are "
+        "zero or not finite. If you have written another number, compute this line in float32, because float16 cannot "
+        "hold a number above 65504.",
     ),
 }
 
@@ -278,7 +280,7 @@ def test_summary_of_a_constant(constant, summary):
 def test_summary_of_an_argument():
     assert summarize_argument("batch['image']") == (
         "batch['image'] contains infinities or NaN, and with zeros in their place the loss and the gradients are "
-        "finite. Correct the data."
+        "finite. Correct this argument."
     )
 
 
@@ -313,7 +315,7 @@ def trace():
 
 
 def narrow_matmuls(step):
-    matmuls = [eqn for eqn, _ in equations(step.jaxpr) if eqn.primitive.name == "dot_general"]
+    matmuls = [eqn for eqn, _, _ in equations(step.jaxpr) if eqn.primitive.name == "dot_general"]
     return sum(eqn.outvars[0].aval.dtype == jnp.float16 for eqn in matmuls)
 
 

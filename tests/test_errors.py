@@ -828,6 +828,9 @@ WITH_LOSS_SCALING_ERRORS = {
             "with_loss_scaling(optax.chain(optax.clip(1.0), tx)).",
         ),
         "behind-clip-in-chain": (_update_of_chain(optax.clip(1.0), optax.scale(2.0)), "behind a transformation"),
+        "behind-nested-chain": (_update_of_chain(optax.chain(optax.chain(optax.clip(1.0)))), "behind a transformation"),
+        "behind-masked-clip": (_update_of_chain(optax.masked(optax.clip(1.0), True)), "behind a transformation"),
+        "behind-sign_sgd": (_update_of_chain(optax.sign_sgd(1.0)), "behind a transformation"),
         "behind-zero_nans": (_update_of_chain(optax.zero_nans()), "behind a transformation"),
         "behind-sign": (_update_of_chain(optax.scale_by_sign()), "behind a transformation"),
         "inside-masked": (

@@ -111,11 +111,6 @@ def _batches(*sizes):
     return [_losses("batch_size", "batch tokens", size) for size in sizes]
 
 
-def _overview_of_batches():
-    small, medium, large = _batches(2**10, 2**15, 2**19)
-    return [small[1], medium[1], medium[0], large[1], large[0], small[2], medium[2], large[2]]
-
-
 def _words():
     return [*_losses("vocabulary", "vocabulary", 2**15), _losses("vocabulary", "vocabulary", 2**7)[0]]
 
@@ -157,12 +152,6 @@ SENTENCES = {
         "the losses are {:.3f} nats per character in float32 and in bfloat16, {:.2f} in float16, and {:.3f} in float16 "
         "with jmpscale.",
         lambda: _batches(2**19)[0],
-    ),
-    "overview, batches": Sentence(
-        "index.md",
-        "reaches a loss of {:.3f} nats per character at 1,024 tokens, as in float32; {:.3f} instead of {:.3f} at "
-        "2^15 tokens; and {:.3f} instead of {:.3f} at 2^19. With jmpscale, the losses are {:.3f}, {:.3f} and {:.3f}",
-        _overview_of_batches,
     ),
     "costs, overhead of the language model": Sentence(
         "costs.md",

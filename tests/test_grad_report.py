@@ -39,7 +39,7 @@ def _assert_exact(report, leaves, scale=1.0):
             np.testing.assert_equal(np.float32(report.max_abs[i]), np.float32(largest))
         assert [int(getattr(report, name)[i]) for name in COUNTS] == counts, report.paths[i]
         assert report.sizes[i] == size
-    assert bool(report.finite) == bool(np.isfinite(report.max_abs).all())
+    assert bool(report.finite) == all(np.isfinite(np.asarray(leaf)).all() for leaf in leaves)
 
 
 @pytest.fixture(scope="module", params=[pytest.param("one device", marks=pytest.mark.full), "several devices"])
@@ -77,6 +77,12 @@ def test_grad_report_of_float64_is_exact():
     assert report.underflow.dtype == np.int32
     report = jmpscale.grad_report(leaves, scaler=jmpscale.static(2.0**114))
     assert (report.underflow.tolist(), report.subnormal.tolist()) == ([2, 0], [2, 0])
+
+
+def test_grad_report_with_a_scale_at_which_float32_overflows_tests_the_gradients():
+    report = jmpscale.grad_report(jnp.array([1e10]), scaler=jmpscale.static(2.0**100))
+    assert report.finite
+    assert report.describe().startswith("All leaves are finite")
 
 
 @pytest.mark.usefixtures("reductions")

@@ -83,7 +83,7 @@ DIAGNOSES = {  # the tree, and the words of the diagnosis; if several apply, the
         STUCK._replace(config=jmpscale.static(8.0).config),
         "static and does not back off.*given to loss_scaled.*diagnose prints the scales",
     ),
-    "start": (_stuck(total_skips=3), r"\(3 in total\).*the first skips of this run.*decrease init_scale"),
+    "start": (_stuck(total_skips=3), r"\(3 in total\).*the first skips of this run.*scales that fit, for init_scale"),
     "backing-off": (STUCK, r"\(5 in total\); the loss scale is 8\. .*is still backing off\. Allow.*diagnose names"),
 }
 

@@ -63,6 +63,7 @@ DIFFERENT = {  # two leaves that differ
     "array: dtype": (jnp.zeros(2), jnp.zeros(2, jnp.int32)),
     "array: shape": (jnp.zeros(2), jnp.zeros((2, 1))),
     "key: value": (jax.random.key(0), jax.random.key(1)),
+    "key: shape": (jax.random.key(0), jax.random.key(0)[None]),
     "key: implementation": (jax.random.key(0), jax.random.key(0, impl="rbg")),
     "function": (jnp.tanh, jnp.sin),
     "string and int": ("1", 1),
@@ -130,7 +131,7 @@ def test_assert_step_is_noop_says_that_a_scaler_counts_the_skip():
 
 
 def test_assert_step_is_noop_says_that_the_step_may_not_have_been_skipped():
-    with pytest.raises(AssertionError, match=r"If the step was skipped .*apply_if; otherwise no overflow reached"):
+    with pytest.raises(AssertionError, match=r"If the step was skipped .*apply_if, .*; otherwise no overflow reached"):
         assert_step_is_noop({"w": jnp.ones(2)}, {"w": jnp.zeros(2)})
 
 

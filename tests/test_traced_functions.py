@@ -199,6 +199,18 @@ class Trace:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_containers_of_the_caller_are_not_changed(name):
+    def loss_fn(batch, cache):
+        cache.append(batch.pop("x") @ batch.pop("w"))
+        return jnp.mean(cache[-1])
+
+    batch, cache = {"x": X, "w": X.T}, [X]
+    for _ in range(2):
+        transform(name, loss_fn)(batch, cache)
+    assert (list(batch), len(cache)) == (["x", "w"], 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_result_that_holds_a_traced_value_raises(name):
     def loss_fn(tensor):
         return Tensor(tensor.array @ tensor.array.T)

@@ -646,6 +646,15 @@ def test_with_loss_scaling_initializes_from_any_parameters():
     assert tx.init(None).inner_state is None
 
 
+def test_scaler_with_a_python_number_is_accepted():
+    tx = jmpscale.with_loss_scaling(optax.sgd(1.0), jmpscale.dynamic()._replace(loss_scale=1024.0, finite_steps=3))
+    state = tx.init(jnp.ones(2))
+    new = jax.jit(tx.update)(jnp.ones(2), state)[1]
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, new)
+    assert jax.tree.map(lambda x: x.weak_type, state.scaler) == jax.tree.map(lambda x: x.weak_type, new.scaler)
+    assert (new.scaler.loss_scale, new.scaler.finite_steps) == (1024.0, 4)
+
+
 def test_with_loss_scaling_copies_its_scaler():
     """The caller may donate the scaler, and each state that is created from the scaler."""
     scaler = jax.tree.map(jnp.asarray, jmpscale.dynamic(8.0))

@@ -18,6 +18,7 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._base.frameworks import is_nnx, is_outer_nnx, is_trace_error, nnx_lifting
+from jmpscale._base.source import is_library_function, user_line
 from jmpscale._base.text import type_name
 from jmpscale._base.tree import PyTree, flatten_matching, is_traced
 
@@ -26,15 +27,15 @@ T = TypeVar("T")
 RewriteEquation = Callable[[core.JaxprEqn], list[core.JaxprEqn]]
 Memo = MutableMapping[Any, Any]  # a jaxpr, and the jaxpr that replaces it, if another does
 
-# Primitives that run the jaxprs among their parameters, and require nothing of them but their inputs and outputs; some
-# have other names in other versions of JAX. Any other primitive runs as written, with the jaxprs that it holds, which
-# may have to agree with something else: a derivative rule, a kernel's memory, the convergence of a solver.
-_BLOCKS = {"jit", "pjit", "core_call", "closed_call", "core_closed_call", "checkpoint", "remat", "remat2", "shard_map"}
-_TRANSPARENT = _BLOCKS | {"scan", "while", "cond", "pmap", "xla_pmap"}
+# Primitives that run the jaxprs among their parameters, and require nothing of them but their inputs and outputs. Any
+# other primitive runs as written, with the jaxprs that it holds, which may have to agree with something else: a
+# derivative rule, a kernel's memory, the convergence of a solver.
+_BLOCKS = {"jit", "closed_call", "remat2", "shard_map"}
+_TRANSPARENT = _BLOCKS | {"scan", "while", "cond", "xla_pmap"}
 _TRANSPARENT |= {"composite", "compute_on", "custom_vmap_call", "linear_call"}
 
 # Primitives that call one jaxpr with their operands.
-_CALLS = _BLOCKS | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+_CALLS = _BLOCKS | {"custom_jvp_call", "custom_vjp_call"}
 
 _NNX_REMEDY = (
     "{name} is traced, so Flax does not let it change variables that it closes over, or that belong to an outer trace. "
@@ -75,7 +76,8 @@ def trace(fun: Callable[..., PyTree], *args: PyTree, name: str) -> Traced:
 
     def traced_outputs() -> tuple[list[Any], list[Any]]:
         nonlocal unflatten
-        out = fun(*args)
+        # The function receives containers of its own, as under jax.jit, so it may change them.
+        out = fun(*jax.tree.map(lambda x: x, args, is_leaf=is_nnx))
         leaves, unflatten = flatten_matching(out, is_traced)
         stored.extend(_stored_values((args, out)))
         return leaves, [x.value for x in stored]
@@ -213,17 +215,56 @@ def _memoized(jaxpr: T, compute: Callable[[], T], memo: Memo) -> T:
     return memo[jaxpr] or jaxpr
 
 
-def equations(jaxpr: core.Jaxpr, holder: str = "") -> Iterator[tuple[core.JaxprEqn, str]]:
-    """Yields all equations, also of the jaxprs that equations hold.
+class Caller(NamedTuple):
+    """What surrounds the equations of a jaxpr.
 
-    With each equation, yields the name of the outermost primitive that holds it and that `rewrite` does not enter, or
-    nothing if `rewrite` enters all of them.
+    JAX keeps the jaxprs of compiled functions. In a function such as `jax.nn.silu`, an equation has no user's line, or
+    the line of the first call, whichever call it belongs to. Its line is therefore the line of the call.
+
+    Attributes:
+      line: the line of the equation that holds the jaxpr.
+      in_library: whether the jaxpr belongs to a function of a library.
     """
+
+    line: str = "an unknown line"
+    in_library: bool = False
+
+    def line_of(self, eqn: core.JaxprEqn) -> str:
+        """Returns the user's line of an equation of the jaxpr, such as `model.py:41 (mlp)`."""
+        return self.line if self.in_library else user_line(eqn) or self.line
+
+    def inside(self, eqn: core.JaxprEqn) -> "Caller":
+        """Returns what surrounds the equations of the jaxprs that an equation holds."""
+        called = called_jaxpr(eqn)
+        file = getattr(called[0].debug_info, "func_filename", None) if called else None
+        return Caller(self.line_of(eqn), self.in_library if file is None else is_library_function(file))
+
+
+PROGRAM = Caller()  # of the equations that no other equation holds
+
+
+class Found(NamedTuple):
+    """An equation of a jaxpr, or of a jaxpr that another equation holds.
+
+    Attributes:
+      eqn: the equation.
+      line: its source line.
+      holder: the name of the outermost primitive that holds it and that `rewrite` does not enter; empty if `rewrite`
+        enters all of them.
+    """
+
+    eqn: core.JaxprEqn
+    line: str
+    holder: str
+
+
+def equations(jaxpr: core.Jaxpr, caller: Caller = PROGRAM, holder: str = "") -> Iterator[Found]:
+    """Yields all equations, also of the jaxprs that equations hold."""
     for eqn in jaxpr.eqns:
-        yield eqn, holder
+        yield Found(eqn, caller.line_of(eqn), holder)
         name = eqn.primitive.name
         for held in held_jaxprs(eqn):
-            yield from equations(held, holder or ("" if name in _TRANSPARENT else name))
+            yield from equations(held, caller.inside(eqn), holder or ("" if name in _TRANSPARENT else name))
 
 
 def held_jaxprs(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:
@@ -254,7 +295,7 @@ def called_jaxpr(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, list[Any]] | None:
     """Returns the jaxpr that an equation calls with its operands, and the jaxpr's constants; None if there is none."""
     if eqn.primitive.name not in _CALLS:
         return None
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+    for name in ("jaxpr", "call_jaxpr"):
         held = eqn.params.get(name)
         if isinstance(held, core.ClosedJaxpr):
             return held.jaxpr, list(held.consts)

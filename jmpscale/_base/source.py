@@ -27,7 +27,7 @@ def user_line(eqn: core.JaxprEqn) -> str:
     traceback: Any = eqn.source_info.traceback
     frames = [frame for frame in traceback.frames if not _JAX.search(frame.file_name)] if traceback else []
     if frames and is_own(frames[0].file_name):  # the innermost one
-        return "the scaling of the loss"
+        return "the injected fault" if frames[0].file_name.endswith("testing.py") else "the scaling of the loss"
     for is_library in (_is_installed, _is_library):
         for frame in frames:
             if not is_library(frame.file_name) and not is_own(frame.file_name):

@@ -16,6 +16,11 @@ def describe(value: object) -> str:
     return type_name(value)
 
 
+def describe_function(fun: object) -> str:
+    """Returns the name of a function, or describes a value that has no name."""
+    return getattr(fun, "__name__", None) or describe(fun)
+
+
 def type_name(value: object) -> str:
     """Returns the name of a value's type; `Array` for every class of JAX arrays."""
     return "Array" if isinstance(value, jax.Array) else type(value).__name__

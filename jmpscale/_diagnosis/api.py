@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import Any, overload
 
 import jax
+import jax.numpy as jnp
 
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree
 from jmpscale._diagnosis.findings import examine
-from jmpscale._diagnosis.inputs import are_zero, harmful_constant, infinite_arguments_matter
+from jmpscale._diagnosis.inputs import are_zero, harmful_arrays, harmful_constant
 from jmpscale._diagnosis.progress import Progress
 from jmpscale._diagnosis.remedy import try_remedy
 from jmpscale._diagnosis.report import Diagnosis, make_rows
@@ -20,7 +21,7 @@ from jmpscale._diagnosis.step import Step, check_concrete, non_finite_arguments,
 from jmpscale._diagnosis.summary import summarize, summarize_argument, summarize_constant
 from jmpscale._find_scaler import find_scaler
 from jmpscale._grad import value_and_grad
-from jmpscale._state import ScalerState
+from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerState
 
 Function = Callable[..., Any]
 
@@ -93,7 +94,7 @@ def diagnose(
     def diagnose_fun(scaler: PyTree, /, *args: Any, **kwargs: Any) -> Diagnosis:
         state = find_scaler(scaler, remedy="Call diagnose(loss_fn)(scaler, params, batch).")
         check_concrete({"scaler": state, "args": args, "kwargs": kwargs})
-        scale = 1.0 if state.config.mode == "disabled" else float(state.loss_scale)
+        scale = _scale_of(state)
 
         # Non-finite values are what is looked for, and a function that is not compiled cannot be entered.
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
@@ -107,11 +108,23 @@ def diagnose(
     return diagnose_fun
 
 
-def _diagnose(trace: Callable[[], Step], scale: float, non_finite_names: Callable[[], list[str]]) -> Diagnosis:
+def _scale_of(state: ScalerState) -> float:
+    if state.config.mode == "disabled":
+        return 1.0
+    scale = float(state.loss_scale)
+    if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
+        raise ValueError(
+            f"scaler must have a valid loss scale, got {scale}: the state was corrupted, in storage or by hand. "
+            "Restore an older checkpoint, or pass jmpscale.dynamic()."
+        )
+    return scale
+
+
+def _diagnose(trace: Callable[[], Step], scale: float, non_finite: Callable[[], list[tuple[str, Any]]]) -> Diagnosis:
     with Progress() as progress:
         step = trace()
         findings = examine(step, scale, progress)
-        summary = _harmful_input(step, findings.reference, non_finite_names)
+        summary = _harmful_input(step, findings.reference, non_finite)
         if summary is None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the first trace has warned
@@ -134,12 +147,21 @@ def _diagnose(trace: Callable[[], Step], scale: float, non_finite_names: Callabl
     )
 
 
-def _harmful_input(step: Step, reference: Reference, non_finite_names: Callable[[], list[str]]) -> str | None:
+def _harmful_input(step: Step, reference: Reference, non_finite: Callable[[], list[tuple[str, Any]]]) -> str | None:
     """Returns a description of an argument or constant that makes the step useless, in float32 too."""
     if reference.finite and not are_zero([reference.loss, *reference.grads]):
         return None
-    names = [] if reference.finite else non_finite_names()
-    if names and infinite_arguments_matter(step):
-        return summarize_argument(names[0])
+    arguments = [] if reference.finite else non_finite()
+    harmful = harmful_arrays(step) if arguments else []
+    for name, argument in arguments:
+        if any(_is_equal(argument, array) for array in harmful):
+            return summarize_argument(name)
     constant = harmful_constant(step, reference.finite)
     return summarize_constant(constant) if constant else None
+
+
+def _is_equal(argument: Any, array: jax.Array) -> bool:
+    """Tests whether an argument is an array of the step, which contains NumPy arrays as JAX arrays."""
+    return jnp.shape(argument) == array.shape and bool(
+        jnp.array_equal(jnp.asarray(argument, array.dtype), array, equal_nan=True)
+    )

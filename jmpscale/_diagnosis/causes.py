@@ -47,17 +47,22 @@ def origins(outputs: Iterable[Result]) -> list[Result]:
 def float32_origins(outputs: Iterable[Result]) -> list[Result]:
     """Returns the results at which values begin to be infinite or NaN in float32, and stay so up to an output.
 
-    An infinity may be intended, such as a mask. It is named if the program has made it from finite values.
+    An infinity may be intended, such as a mask. It is named if the program has made it from finite values, or if it
+    reaches an output without becoming NaN.
     """
     ends = [x for x in outputs if x.measured.float32_finite == 0]
-    begin = _walk(ends, lambda x: x.measured.float32_nan == 1)
+    begin = _walk(ends, _is_nan_in_float32)
     made = _walk(begin, lambda x: x.measured.float32_finite == 0)
-    return [x for x in made if not _is_given(x)] or begin
+    return [x for x in made if not _is_given(x)] or list(filter(_is_nan_in_float32, begin)) or made
 
 
 def _is_given(result: Result) -> bool:
     """Tests whether a result consists of values of arguments and constants, such as a mask of infinities."""
     return result.site.moves or (result.site.operation == "convert_element_type" and not result.operands)
+
+
+def _is_nan_in_float32(result: Result) -> bool:
+    return result.measured.float32_nan == 1
 
 
 def _is_finite_in_float32_only(result: Result) -> bool:

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jmpscale._base.jaxpr import called_jaxpr, evaluate_equation, scan_carry_size, split_scan_inputs
-from jmpscale._base.source import is_backward, is_library_function, module_path, scopes, user_line
+from jmpscale._base.jaxpr import PROGRAM, Caller, called_jaxpr, evaluate_equation, scan_carry_size, split_scan_inputs
+from jmpscale._base.source import is_backward, module_path, scopes
 from jmpscale._diagnosis.float32 import (
     compiler_options,
     literal_value,
@@ -30,7 +30,7 @@ LIMIT = 100_000  # operations; loops that would exceed it continue as compiled p
 LARGE_ERROR = 0.02  # of a result; healthy ones have less than half of it
 
 # The results of these primitives are their operands in another arrangement, with the same error.
-_REARRANGEMENTS = {"broadcast_in_dim", "copy", "copy_p", "device_put", "expand_dims", "mesh_cast", "name", "pbroadcast"}
+_REARRANGEMENTS = {"broadcast_in_dim", "copy", "device_put", "mesh_cast", "name", "pbroadcast"}
 _REARRANGEMENTS |= {"pcast", "pvary", "reshape", "reshard", "rev", "sharding_constraint", "squeeze", "stop_gradient"}
 _REARRANGEMENTS |= {"tile", "transpose"}
 # The results of these primitives consist of values that exist already.
@@ -94,8 +94,7 @@ class _Place(NamedTuple):
     """What surrounds a jaxpr."""
 
     scopes: tuple[Any, ...] = ()
-    line: str = "an unknown line"
-    in_library: bool = False  # whether the jaxpr belongs to a function of a library, such as jax.nn.silu
+    caller: Caller = PROGRAM
     calls: tuple[int, ...] = ()  # identifies the equations that hold the jaxpr
     steps: tuple[int, ...] = ()
 
@@ -182,7 +181,8 @@ class _Evaluator:
         """Runs the remaining iterations of a scan as one operation; returns the carry and the stacked results."""
         length, size = eqn.params["length"], scan_carry_size(eqn)
         first, last = (0, length - done) if eqn.params["reverse"] else (done, length)
-        self._note(eqn, f"scan, iterations {first} to {last - 1}", place)
+        if first < last:
+            self._note(eqn, f"scan, iterations {first} to {last - 1}", place)
         remaining = eqn.replace(params=eqn.params | {"length": length - done})
         self._created.append(remaining)
         entries = [self._moved(eqn, [x], functools.partial(_slice, first, last), place) for x in xs]
@@ -263,7 +263,7 @@ class _Evaluator:
         return values
 
     def _note(self, eqn: core.JaxprEqn, name: str, place: _Place) -> None:
-        self.not_entered[f"{_line(eqn, place)}: {name}"] = None
+        self.not_entered[f"{place.caller.line_of(eqn)}: {name}"] = None
 
 
 class _Operation:
@@ -332,31 +332,17 @@ def last_uses(jaxpr: core.Jaxpr) -> list[list[Any]]:
     return unused
 
 
-def _line(eqn: core.JaxprEqn, place: _Place) -> str:
-    """Returns the user's line of an equation, such as `model.py:41 (mlp)`, or the line of the call around it."""
-    return place.line if place.in_library else user_line(eqn) or place.line
-
-
 def _inside(place: _Place, eqn: core.JaxprEqn) -> _Place:
-    """Returns the place of the jaxprs that an equation holds.
-
-    JAX keeps the jaxprs of compiled functions. In a function such as `jax.nn.silu`, the user's line of an equation is
-    the line of the first call, whichever call it belongs to.
-    """
-    called = called_jaxpr(eqn)
-    file = getattr(called[0].debug_info, "func_filename", None) if called else None
+    """Returns the place of the jaxprs that an equation holds."""
     return place._replace(
-        scopes=(*place.scopes, *scopes(eqn)),
-        line=_line(eqn, place),
-        in_library=place.in_library if file is None else is_library_function(file),
-        calls=(*place.calls, id(eqn)),
+        scopes=(*place.scopes, *scopes(eqn)), caller=place.caller.inside(eqn), calls=(*place.calls, id(eqn))
     )
 
 
 def _site(eqn: core.JaxprEqn, dtype: np.dtype, place: _Place, *, moves: bool) -> Site:
     around = (*place.scopes, *scopes(eqn))
     return Site(
-        line=_line(eqn, place),
+        line=place.caller.line_of(eqn),
         module=module_path(around),
         operation=eqn.primitive.name,
         dtype=dtype,

@@ -24,7 +24,7 @@ _KNOWN = {
 _KNOWN |= {"mesh_cast", "pbroadcast", "pcast", "psum2", "psum_invariant", "pvary", "ragged_dot_general", "reshard"}
 _KNOWN -= {"bitcast_convert_type", "nextafter", "reduce_precision", "custom_linear_solve", "custom_lin"}
 _KNOWN -= {"rng_bit_generator", "rng_uniform", "random_bits"}
-_DTYPE_PARAMETERS = ("new_dtype", "dtype", "preferred_element_type", "accum_dtype", "out_dtype")
+_DTYPE_PARAMETERS = ("new_dtype", "dtype", "preferred_element_type")
 _HIGHEST = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
 
 

@@ -13,11 +13,11 @@ from jmpscale._base.source import user_line
 from jmpscale._base.tree import is_inexact
 from jmpscale._diagnosis.float32 import is_narrow
 from jmpscale._diagnosis.measure import is_finite, is_zero
-from jmpscale._diagnosis.scales import run_float32
+from jmpscale._diagnosis.scales import compile_in_float32
 from jmpscale._diagnosis.step import Step
 
 _ARITHMETIC = {"add", "div", "mul", "sub"}
-_TRIED_LINES = 8
+_TRIED_CONSTANTS = 8
 
 
 class Constant(NamedTuple):
@@ -40,20 +40,28 @@ def are_zero(outputs: list[Any]) -> bool:
     return is_zero(loss) or all(map(is_zero, grads))
 
 
-def infinite_arguments_matter(step: Step) -> bool:
-    """Tests whether a step that is not finite becomes finite if zeros replace infinities and NaN in its arguments."""
-    consts = [jnp.nan_to_num(x, posinf=0.0, neginf=0.0) if is_inexact(x) else x for x in step.consts]
-    return are_finite(run_float32(step._replace(consts=consts)))
+def harmful_arrays(step: Step) -> list[Any]:
+    """Returns the arrays of a step whose infinities or NaN are the reason why it is not finite.
+
+    Zeros in place of all infinities and NaN make the step finite, and those of each returned array alone do not.
+    """
+    run = compile_in_float32(step)
+    zeroed = [jnp.nan_to_num(x, posinf=0.0, neginf=0.0) if is_inexact(x) else x for x in step.consts]
+    if not are_finite(run(zeroed)):
+        return []
+    faulty = [i for i, x in enumerate(step.consts) if is_inexact(x) and not is_finite(x)]
+    alone = [i for i in faulty if not are_finite(run([*zeroed[:i], step.consts[i], *zeroed[i + 1 :]]))]
+    return [step.consts[i] for i in alone or faulty]  # all of them if only their combination is not finite
 
 
 def harmful_constant(step: Step, was_finite: bool) -> Constant | None:
     """Returns a constant whose replacement by a nearby number makes a step finite, or nonzero if it was finite."""
-    found = dict.fromkeys(constant for eqn, _ in equations(step.jaxpr) for constant in constants(eqn))
-    for constant in list(found)[:_TRIED_LINES]:
-        changed = rewrite(step.jaxpr, functools.partial(without, constant), {})
-        outputs = run_float32(step._replace(jaxpr=changed))
+    lines = {constant: line for eqn, line, _ in equations(step.jaxpr) for constant in constants(eqn)}
+    for constant, line in list(lines.items())[:_TRIED_CONSTANTS]:
+        changed = step._replace(jaxpr=rewrite(step.jaxpr, functools.partial(without, constant), {}))
+        outputs = compile_in_float32(changed)(step.consts)
         if are_finite(outputs) and not (was_finite and are_zero(outputs)):
-            return constant
+            return constant._replace(line=line)
     return None
 
 
@@ -63,8 +71,7 @@ def constants(eqn: core.JaxprEqn) -> list[Constant]:
         return []
     literals = [x for x in eqn.invars if isinstance(x, core.Literal) and is_narrow(type_of(x)) and np.ndim(x.val) == 0]
     values = [(type_of(x).dtype, float(x.val)) for x in literals]
-    line = user_line(eqn) or "an unknown line"
-    return [Constant(line, eqn.primitive.name, *x) for x in values if x[1] == 0 or math.isinf(x[1])]
+    return [Constant(user_line(eqn), eqn.primitive.name, *x) for x in values if x[1] == 0 or math.isinf(x[1])]
 
 
 def without(constant: Constant, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:

@@ -3,10 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jax.extend import core
-
-from jmpscale._autocast import MATMULS, matmuls_in_float32
-from jmpscale._base.source import user_line
+from jmpscale._autocast import matmuls_in_float32
 from jmpscale._diagnosis.causes import lines_to_change
 from jmpscale._diagnosis.evaluate import Result
 from jmpscale._diagnosis.findings import Findings, examine
@@ -69,15 +66,6 @@ def _next_lines(origins: Sequence[Result], tried: list[str]) -> list[str]:
 
 def _trace_with_float32(trace: Callable[[], Step], lines: list[str]) -> tuple[Step, list[str]]:
     """Traces a step with the matmuls of some lines in float32; returns the step, and the lines that have matmuls."""
-    kept: set[str] = set()
-
-    def is_kept(eqn: core.JaxprEqn) -> bool:
-        line = user_line(eqn)
-        if eqn.primitive.name not in MATMULS or line not in lines:
-            return False
-        kept.add(line)
-        return True
-
-    with matmuls_in_float32(is_kept):
+    with matmuls_in_float32(lines) as found:
         step = trace()
-    return step, [line for line in lines if line in kept]
+    return step, [line for line in lines if line in found]

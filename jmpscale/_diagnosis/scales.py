@@ -53,15 +53,12 @@ class Scales(NamedTuple):
     best: int | None
 
 
-def run_float32(step: Step) -> list[Any]:
-    """Returns the loss and the gradients in float32, at a scale of 1."""
-    return _compiled_float32(step)(_widened(step.consts))
-
-
-def _compiled_float32(step: Step) -> Callable[[list[Any]], list[Any]]:
-    return jax.jit(
+def compile_in_float32(step: Step) -> Callable[[list[Any]], list[Any]]:
+    """Returns a function of the arrays of a step that returns the loss and the gradients in float32, at scale 1."""
+    run = jax.jit(
         lambda consts: run_in_float32(step.jaxpr, consts, [jnp.float32(1.0)]), compiler_options=compiler_options()
     )
+    return lambda consts: run(_widened(consts))
 
 
 def _widened(consts: list[Any]) -> list[Any]:
@@ -70,7 +67,7 @@ def _widened(consts: list[Any]) -> list[Any]:
 
 def run_reference(step: Step) -> Reference:
     """Computes the loss and the gradients in float32, at a scale of 1, and which gradients are rounding noise."""
-    run, consts = _compiled_float32(step), _widened(step.consts)
+    run, consts = compile_in_float32(step), _widened(step.consts)
     loss, *grads = run(consts)
     changed_loss, *changed_grads = run(_perturbed(consts))
     # The gradient of a bias before a normalization is zero. In a computed one there is only rounding noise, which the
@@ -148,18 +145,20 @@ def search(error: Callable[[int], np.ndarray | None], present: int) -> tuple[tup
     if start is None:
         return None, None
     highest = _last(lambda k: error(k) is not None, start, 1)
+
+    def best_of(exponents: list[int]) -> int:
+        return min(exponents, key=lambda k: _largest(error(k)))
+
     # The error is constant from the largest scale down to where values begin to underflow, unless the backward pass
     # clips, or compares scaled values with others: then smaller scales may be better.
-    plateau = [k for k in (highest, highest - 3, highest - 6) if k >= _LOWEST and error(k) is not None]
-    best = min(plateau, key=lambda k: _largest(error(k)))
-    if _largest(error(best)) > _TOLERANCE:
-        smaller = [0, *(k for k in range(highest - 12, highest - 49, -6) if k >= _LOWEST)]
-        plateau += [k for k in smaller if error(k) is not None]
-        on_plateau = best
-        best = min(plateau, key=lambda k: _largest(error(k)))
-        if _largest(error(best)) > LARGEST_ERROR:
-            return None, on_plateau  # not a smaller one, at which all gradients are zero and the error is only 100%
-    known = [found for found in map(error, plateau) if found is not None]
+    candidates = _with_finite_gradients(error, highest, highest - 3, highest - 6)
+    on_plateau = best_of(candidates)
+    if _largest(error(on_plateau)) > _TOLERANCE:
+        candidates += _with_finite_gradients(error, 0, *range(highest - 12, highest - 49, -6))
+    best = best_of(candidates)
+    if _largest(error(best)) > LARGEST_ERROR:
+        return None, on_plateau  # not a smaller one, at which all gradients are zero and the error is only 100%
+    known = [found for found in map(error, candidates) if found is not None]
     smallest = np.min(known, axis=0)  # of each gradient
 
     def fits(k: int) -> bool:
@@ -167,6 +166,10 @@ def search(error: Callable[[int], np.ndarray | None], present: int) -> tuple[tup
         return found is not None and bool((found <= 1.1 * smallest + _TOLERANCE).all())
 
     return (_last(fits, best, -1), _last(fits, best, 1)), best
+
+
+def _with_finite_gradients(error: Callable[[int], np.ndarray | None], *exponents: int) -> list[int]:
+    return [k for k in exponents if k >= _LOWEST and error(k) is not None]
 
 
 def _last(holds: Callable[[int], bool], start: int, direction: int) -> int:

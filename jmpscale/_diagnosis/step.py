@@ -11,7 +11,6 @@ from jax.extend import core
 
 from jmpscale._base.frameworks import clone_nnx_objects, is_nnx_object
 from jmpscale._base.jaxpr import equations, rewrite
-from jmpscale._base.source import user_line
 from jmpscale._base.text import describe
 from jmpscale._base.tree import (
     PyTree,
@@ -65,7 +64,7 @@ def _as_jax_array(leaf: Any) -> Any:
 
 def _trace(loss_and_grads: Callable[[ScalerState, PyTree, PyTree], PyTree], arguments: tuple[PyTree, PyTree]) -> Step:
     def outputs(loss_scale: jax.Array) -> list[Any]:
-        loss, grads = loss_and_grads(static(1.0)._replace(loss_scale=loss_scale), *_with_copied_objects(arguments))
+        loss, grads = loss_and_grads(static(1.0)._replace(loss_scale=loss_scale), *_copied(arguments))
         return [loss, *flatten_gradients(grads)[0]]
 
     closed = jax.make_jaxpr(outputs)(jnp.float32(1.0))
@@ -76,12 +75,12 @@ def _trace(loss_and_grads: Callable[[ScalerState, PyTree, PyTree], PyTree], argu
 
 def _check_no_new_refs(jaxpr: core.Jaxpr) -> None:
     """Raises if a step creates references. A kernel may, because it runs as written."""
-    for eqn, holder in equations(jaxpr):
+    for eqn, line, holder in equations(jaxpr):
         if eqn.primitive.name in _NEW_REFS and not holder:
             raise TypeError(
-                f"fun must not create a jax.Ref, got {eqn.primitive.name} at {user_line(eqn) or 'an unknown line'}. "
-                "diagnose evaluates each operation by itself, and an operation cannot return a reference. Compute new "
-                "values instead, and carry them through loops."
+                f"fun must not create a jax.Ref, got {eqn.primitive.name} at {line}. diagnose evaluates each operation "
+                "by itself, and an operation cannot return a reference. Compute new values instead, and carry them "
+                "through loops."
             )
 
 
@@ -90,10 +89,10 @@ def _without_callback(eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
     return [] if eqn.primitive.name in _CALLBACKS and not eqn.outvars else [eqn]
 
 
-def _with_copied_objects(tree: PyTree) -> PyTree:
-    """Returns a tree with copies of its Flax NNX objects, which belong to the current trace."""
+def _copied(tree: PyTree) -> PyTree:
+    """Copies containers, which the step may change, and Flax NNX objects, whose copies belong to the current trace."""
     objects, unflatten = flatten_matching(tree, is_nnx_object, is_leaf=is_nnx_object)
-    return unflatten(clone_nnx_objects(objects)) if objects else tree
+    return unflatten(clone_nnx_objects(objects) if objects else [])
 
 
 def check_concrete(trees: dict[str, PyTree]) -> None:
@@ -113,11 +112,13 @@ def check_concrete(trees: dict[str, PyTree]) -> None:
                 )
 
 
-def non_finite_arguments(fun: Callable[..., Any], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> list[str]:
-    """Returns the paths of arguments with infinities or NaN, such as `batch['image']`."""
+def non_finite_arguments(
+    fun: Callable[..., Any], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> list[tuple[str, Any]]:
+    """Returns the arguments with infinities or NaN, and their paths, such as `batch['image']`."""
     try:
         named = inspect.signature(fun).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):  # fun has no signature, or the call does not match it
         named = {f"args[{i}]": arg for i, arg in enumerate(args)} | kwargs
     leaves = [(name + path, leaf) for name, tree in named.items() for path, leaf in named_leaves(tree)]
-    return [name for name, leaf in leaves if is_inexact(leaf) and not bool(jnp.isfinite(leaf).all())]
+    return [(name, leaf) for name, leaf in leaves if is_inexact(leaf) and not bool(jnp.isfinite(leaf).all())]

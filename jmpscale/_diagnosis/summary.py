@@ -11,9 +11,10 @@ from jmpscale._diagnosis.evaluate import Result
 from jmpscale._diagnosis.findings import Findings
 from jmpscale._diagnosis.float32 import is_narrow
 from jmpscale._diagnosis.inputs import Constant
+from jmpscale._diagnosis.measure import is_zero
 from jmpscale._diagnosis.remedy import Remedy
 from jmpscale._diagnosis.report import format_percentage, name_of
-from jmpscale._diagnosis.scales import LARGEST_ERROR, Scales
+from jmpscale._diagnosis.scales import LARGEST_ERROR, Reference, Scales
 
 _NOT_FINITE = (
     "No loss scale helps: correct this line. Common causes are invalid data; a softmax over a row that is masked "
@@ -31,7 +32,7 @@ def summarize_argument(name: str) -> str:
     """Describes an argument that makes the step useless."""
     return (
         f"{name} contains infinities or NaN, and with zeros in their place the loss and the gradients are finite. "
-        "Correct the data."
+        "Correct this argument."
     )
 
 
@@ -42,8 +43,9 @@ def summarize_constant(constant: Constant) -> str:
     bound = f"below {float(limits.smallest_subnormal):.0e}" if is_zero else f"above {float(limits.max):g}"
     held = "zero" if is_zero else "infinite"
     return (
-        f"A constant of {constant.operation} at {constant.line} is {held}, because {constant.dtype} cannot hold a "
-        f"number {bound}, and therefore the loss or the gradients are zero or not finite. Compute this line in float32."
+        f"A constant of {constant.operation} at {constant.line} is {held} in {constant.dtype}, and therefore the loss "
+        f"or the gradients are zero or not finite. If you have written another number, compute this line in float32, "
+        f"because {constant.dtype} cannot hold a number {bound}."
     )
 
 
@@ -64,7 +66,7 @@ def summarize(findings: Findings, remedy: Remedy | None, scale: float) -> str:
             "jmpscale.autocast runs its matmuls in half precision."
         )
     if not any(findings.reference.decisive) and not findings.loss_error:
-        return "All gradients are zero, in float32 too. No loss scale changes that."
+        return _describe_useless_gradients(findings.reference)
     if scales.fitting is not None and findings.healthy:
         return _describe_scales(findings, scales, scales.fitting, scale)
     first = findings.origins[0] if findings.origins else None
@@ -86,6 +88,16 @@ def summarize(findings: Findings, remedy: Remedy | None, scale: float) -> str:
 def _describe_float32(origins: Sequence[Result]) -> str:
     where = _name(origins[0]) if origins else "an operation that was not entered"
     return f"The result of {where} is not finite in float32 either, and reaches the loss or a gradient. {_NOT_FINITE}"
+
+
+def _describe_useless_gradients(reference: Reference) -> str:
+    if all(map(is_zero, reference.grads)):
+        return "All gradients are zero, in float32 too. No loss scale changes that."
+    return (
+        "The gradients cannot be compared with float32, because they are rounding noise in float32 too: a change of "
+        f"the arguments in the last place changes them by more than {LARGEST_ERROR:.0%}. Diagnose a step that still "
+        "makes progress."
+    )
 
 
 def _describe_overflow(origins: Sequence[Result], kind: Kind) -> str:
@@ -164,11 +176,14 @@ def _describe_scales(findings: Findings, scales: Scales, fitting: tuple[int, int
     if findings.origins:
         first = findings.origins[0]
         cause = f"{_name(first)} {_VERBS[kind_of(first)]}"
-    which, remedy = ("small", "grows up to max_scale; increase") if scale < low else ("large", "backs off; decrease")
+    if scale < low:
+        which, remedy = "small", "Choose init_scale of dynamic, or a static scale, in this range."
+    else:
+        which, remedy = "large", "A dynamic scale backs off; decrease a static scale."
     error = format_percentage(min(scales.errors.values()))
     return (
-        f"{text}, which is too {which}: {cause}. A dynamic scale {remedy} a static scale. At the best scale the "
-        f"gradients differ from float32 by {error}."
+        f"{text}, which is too {which}: {cause}. {remedy} At the best scale the gradients differ from float32 by "
+        f"{error}."
     )
 
 
