@@ -64,10 +64,9 @@ def single_process():
 
 
 @full  # each process imports JAX
-@pytest.mark.parametrize("processes", [2, 4])
-def test_overflow_on_one_process_skips_the_step_on_all(processes, single_process, tmp_path):
+def test_overflow_on_one_process_skips_the_step_on_all(single_process, tmp_path):
     assert single_process["scales"] == SCALES
-    assert _outcome("train", processes, tmp_path) == single_process
+    assert _outcome("train", 4, tmp_path) == single_process
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +84,7 @@ def test_checkpoint_of_two_processes_resumes_on_any_number(readers, single_proce
 
 
 @full
-@pytest.mark.parametrize("processes", [2, 4])
-def test_process_that_raises_ends_the_others(processes, tmp_path):
-    ended = _run("raise", processes, tmp_path)
+def test_process_that_raises_ends_the_others(tmp_path):
+    ended = _run("raise", 2, tmp_path)
     assert all(process.returncode != 0 for process, _, _ in ended), ended
     assert "fails in the middle of the run" in ended[-1][2]

@@ -43,7 +43,7 @@ def are_zero(outputs: list[Any]) -> bool:
 def harmful_arrays(step: Step) -> list[Any]:
     """Returns the arrays of a step whose infinities or NaN are the reason why it is not finite.
 
-    Zeros in place of all infinities and NaN make the step finite, and those of each returned array alone do not.
+    With zeros in place of all infinities and NaN the step is finite. Each returned array alone makes it non-finite.
     """
     run = compile_in_float32(step)
     zeroed = [jnp.nan_to_num(x, posinf=0.0, neginf=0.0) if is_inexact(x) else x for x in step.consts]
