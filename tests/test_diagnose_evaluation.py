@@ -536,6 +536,7 @@ def test_infinities_in_arguments_without_effect_are_not_named():
     assert f" at {line} is not finite in float32 either" in diagnosis.summary
 
 
+@pytest.mark.full
 def test_remedy_is_tried_inside_functions_of_libraries():
     def loss(w, x):
         return jnp.mean(jnp.log1p(jnp.cov(1000 * (x * w[:1]).T) ** 2))

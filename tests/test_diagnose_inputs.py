@@ -120,6 +120,7 @@ def test_only_the_array_that_is_harmful_by_itself_is_returned():
     assert len(harmful_arrays(step(lambda a, b: [jnp.sum(jnp.tanh(a - b))], mask, mask + 0))) == 2
 
 
+@pytest.mark.full
 def test_only_the_argument_that_is_harmful_is_named():
     def loss(w, mask, x):
         return jnp.mean(jax.nn.softmax(x @ w + mask)[:, 0])
