@@ -77,14 +77,9 @@ def run_readme_command(session, word, folder):
         session.run("bash", "-euc", commands[0], external=True, env={"PIP_CONSTRAINT": str(pins)})
 
 
-def build_site(session):
-    """Builds the site in the current folder, with warnings as errors."""
-    session.run("sphinx-build", "-q", "-W", "--keep-going", "-c", "docs", ".", "build/site")
-
-
-@nox.session(python=False, tags=["tests"])
+@nox.session(python=False)
 def readme_tests(session):
-    """Runs the README's test command in a clean clone."""
+    """Runs the README's test command in a clean clone; `.ci/run` runs it alone, because its time is limited."""
     run_readme_command(session, "-m pytest", clone(session))
 
 
@@ -112,11 +107,11 @@ def lint(session):
     session.run("pytest", "-q", "--full", "tests/test_package.py")  # it runs mypy
 
 
-@nox.session(python=OLDEST_PYTHON, tags=["checks"])
+@nox.session(python=OLDEST_PYTHON)
 def docs(session):
-    """Builds the site with the addresses set, with warnings as errors, and checks the pages that are published."""
-    install(session, "-e", ".[test]", "--group", "docs")
-    session.run("pytest", "-q", "--full", "tests/test_published.py")
+    """Builds the site, with warnings as errors. The session `release` builds it, too, from the sdist."""
+    install(session, "-e", ".", "--group", "docs")
+    session.run("sphinx-build", "-q", "-W", "--keep-going", "-c", "docs", ".", "build/site")
 
 
 @nox.session(python=OLDEST_PYTHON, tags=["checks"])
@@ -146,17 +141,19 @@ def tests_oldest(session):
 
 @nox.session(python=OLDEST_PYTHON, tags=["tests"])
 def tests_forms(session):
-    """Runs the core tests on a single device, and in the form that programs have on GPUs and TPUs."""
+    """Runs the core tests on a single device, in the form that programs have on GPUs and TPUs."""
     install(session, "-e", ".[test]")
     one_device = {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
-    session.run("pytest", "-q", "-n", "auto", *CORE_TESTS, env=one_device)
-    session.run("pytest", "-q", "-n", "auto", "--default-form", *CORE_TESTS)
+    session.run("pytest", "-q", "-n", "auto", "--default-form", *CORE_TESTS, env=one_device)
 
 
-@nox.session(python=FRAMEWORKS_PYTHON, tags=["checks"])
-@nox.parametrize("group", list(FRAMEWORKS))
+@nox.session(python=FRAMEWORKS_PYTHON)
+@nox.parametrize("group", [nox.param("frameworks", tags=["checks"]), nox.param("levanter", tags=["weekly"])])
 def frameworks(session, group):
-    """Trains with other frameworks, each in a process of its own, because they configure JAX differently."""
+    """Trains with other frameworks, each in a process of its own, because they configure JAX differently.
+
+    Levanter, of which only development versions are released, is tested weekly, not before each change.
+    """
     install(session, "-e", ".", "--group", group)
     for name in FRAMEWORKS[group]:
         command = ("pytest", "-q", "--confcutdir=tests/frameworks", "-W", "default")
@@ -208,13 +205,15 @@ def use_wheel(session, wheel):
 
 
 def use_sdist(session, sdist):
-    """Installs the sdist, and uses the files in it: runs the tests that read other files, and builds the site."""
+    """Installs the sdist, and uses the files in it: runs the tests that read other files, which also build the site."""
     with tarfile.open(sdist) as archive:
         archive.extractall(sdist.parent, filter="data")
     with session.chdir(sdist.parent / sdist.name.removesuffix(".tar.gz")):
         install(session, "--reinstall-package", "jmpscale", f"{sdist}[test]", "--group", "docs")
-        session.run("pytest", "-q", "-n", "2", *(f"tests/test_{name}.py" for name in SDIST_TESTS))
-        build_site(session)
+        tests = [f"tests/test_{name}.py" for name in SDIST_TESTS]
+        # The programs of the pages read no files.
+        session.run("pytest", "-q", "-n", "2", "-k", "not runs_as_pasted", *tests)
+        session.run("pytest", "-q", "--full", "-m", "full", "tests/test_published.py")
 
 
 @nox.session(python=NEWEST_PYTHON, default=False)
