@@ -168,7 +168,7 @@ def compilers(session, device):
     session.run("pytest", "-q", "tests/test_compiled.py")
 
 
-@nox.session(python=OLDEST_PYTHON, tags=["checks"])
+@nox.session(python=OLDEST_PYTHON, tags=["tests"])
 def release(session):
     """Rehearses a release: builds a clean clone, checks both files, and works from each of them alone."""
     folder = pathlib.Path(session.create_tmp()).resolve() / "built"

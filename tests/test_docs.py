@@ -163,21 +163,13 @@ def test_assert_same_output_tolerates_the_last_digit(printed, same):
             pages.assert_same_output(printed, "loss 0.194, 1 of 200")
 
 
-# The result of the first training run of a page, of which less is better.
+# The result of the first training run of a page, of which less is better; test_frameworks.py trains with frameworks.
 RESULTS = {
     "guides/autocast": "loss",
     "guides/accumulation": "loss",
-    "guides/checkpoints": "loss_fn(resumed['params'], np.random.default_rng(0).standard_normal((64, 8), np.float32))",
     "guides/devices": "loss",
-    "guides/equinox": "loss",
-    "guides/haiku": "loss",
     "guides/higher_order": "loss",
-    "guides/jax": "loss",
-    "guides/linen": "loss",
     "guides/logging": "loss",
-    # The distance of the samples from the data, which fluctuates below 0.5 and begins at 4.
-    "guides/multiple_losses": "max(abs(a - 2) + abs(b + 2), 0.5)",
-    "guides/nnx": "loss",
     "guides/optax": "sum(losses[-20:])",
     "guides/reinforcement_learning": "log['loss']",
     "guides/training_loops": "trainer.loss",
