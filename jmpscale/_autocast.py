@@ -180,7 +180,8 @@ def _in_half(jaxpr: core.Jaxpr, half: np.dtype) -> core.Jaxpr:
     trial = _TRIAL.get()
     if trial is None:
         return rewrite(jaxpr, functools.partial(matmul_in_half, half), _MEMOS[half])
-    kept = {id(eqn): line for eqn, line, _ in equations(jaxpr) if eqn.primitive.name in MATMULS and line in trial.lines}
+    matmuls = [found for found in equations(jaxpr) if found.eqn.primitive.name in MATMULS]
+    kept = {id(found.eqn): found.line for found in matmuls if found.line in trial.lines}
     trial.found.update(kept.values())
     return rewrite(jaxpr, lambda eqn: [eqn] if id(eqn) in kept else matmul_in_half(half, eqn), {})
 

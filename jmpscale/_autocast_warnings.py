@@ -49,10 +49,10 @@ def warn_unchanged(name: str, half: np.dtype, kept: Sequence[tuple[Found, Kept]]
     sentences = []
     for reason in dict.fromkeys(reason for _, reason in kept):
         same = [found for found, other in kept if other is reason]
-        eqn, line, holder = same[0]
-        dtypes = " and ".join(str(type_of(x).dtype) for x in eqn.invars[:2])
-        explanation = _EXPLANATIONS[reason].format(dtypes=dtypes, setting=setting, holder=holder)
-        sentences.append(f"{len(same)} of {len(kept)} matmuls, at {line}: {explanation}")
+        first = same[0]
+        dtypes = " and ".join(str(type_of(x).dtype) for x in first.eqn.invars[:2])
+        explanation = _EXPLANATIONS[reason].format(dtypes=dtypes, setting=setting, holder=first.holder)
+        sentences.append(f"{len(same)} of {len(kept)} matmuls, at {first.line}: {explanation}")
     if not kept:
         sentences = ["It contains none; kernels, sparse matmuls and compiled functions run as written."]
     warn_user(

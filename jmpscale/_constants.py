@@ -31,7 +31,7 @@ class _Value:
     Attributes:
       eqn: the equation.
       operands: its operands.
-      constant: the value, if it is a constant, else None. It is computed by `largest_constant`.
+      constant: the value, if it is a constant, else None. `_largest_constant` computes it.
       largest: the largest finite magnitude of a constant in the value; None if it has not been computed.
     """
 
@@ -109,9 +109,9 @@ def constants_of_operands(
     arguments = {id(leaf) for leaf in jax.tree.leaves(args)}
     inputs = [_Value(constant=None if id(x) in arguments else _read(x)) for x in traced.inputs]
     known = dict(zip(traced.jaxpr.constvars, inputs, strict=True))
-    for eqn, line, operands in _equations(traced.jaxpr, known, PROGRAM):
+    for eqn, caller, operands in _equations(traced.jaxpr, known, PROGRAM):
         if matches(eqn):
-            yield line, max(map(_largest_constant, operands[:2]))
+            yield caller.line_of(eqn), max(map(_largest_constant, operands[:2]))
 
 
 def _read(x: Any) -> Any:
@@ -123,11 +123,11 @@ def _read(x: Any) -> Any:
 
 def _equations(
     jaxpr: core.Jaxpr, known: dict[Any, _Value], caller: Caller
-) -> Iterator[tuple[core.JaxprEqn, str, list[_Value]]]:
-    """Yields all equations with their lines and operands, and defines the values of their results in `known`."""
+) -> Iterator[tuple[core.JaxprEqn, Caller, list[_Value]]]:
+    """Yields all equations with their callers and operands, and defines the values of their results in `known`."""
     for eqn in jaxpr.eqns:
         operands = [_value_of(x, known) for x in eqn.invars]
-        yield eqn, caller.line_of(eqn), operands
+        yield eqn, caller, operands
         if (called := called_jaxpr(eqn)) is None:
             for body in held_jaxprs(eqn):
                 yield from _equations(body, {}, caller.inside(eqn))

@@ -130,8 +130,7 @@ def with_loss_scaling(
     )
     initial = dynamic() if scaler is None else scaler
     check_scaler(initial)
-    # The caller may donate its arrays.
-    initial = jax.tree.map(lambda x: x.copy() if is_array(x) else np.asarray(x, np.result_type(x, np.int32)), initial)
+    initial = jax.tree.map(_copied, initial)  # the caller may donate its arrays
     if max_norm is not None:
         max_norm = check_in_range("max_norm", max_norm, SMALLEST_SCALE, LARGEST_SCALE, "Omit it to clip nothing.")
     if warn_after_skips is not None:
@@ -184,6 +183,11 @@ def with_loss_scaling(
         return updates, WithLossScalingState(scaler, inner_state, grad_norm)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _copied(x: Any) -> Any:
+    """Copies an array of a scaler, and converts a Python number to an array."""
+    return x.copy() if is_array(x) else np.asarray(x, np.float32 if isinstance(x, float) else np.int32)
 
 
 def _check_transformation(tx: object, name: str, remedy: str) -> None:

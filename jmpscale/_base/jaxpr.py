@@ -248,20 +248,25 @@ class Found(NamedTuple):
 
     Attributes:
       eqn: the equation.
-      line: its source line.
+      caller: what surrounds it.
       holder: the name of the outermost primitive that holds it and that `rewrite` does not enter; empty if `rewrite`
         enters all of them.
     """
 
     eqn: core.JaxprEqn
-    line: str
+    caller: Caller
     holder: str
+
+    @property
+    def line(self) -> str:
+        """The user's line of the equation, for which its traceback is read."""
+        return self.caller.line_of(self.eqn)
 
 
 def equations(jaxpr: core.Jaxpr, caller: Caller = PROGRAM, holder: str = "") -> Iterator[Found]:
     """Yields all equations, also of the jaxprs that equations hold."""
     for eqn in jaxpr.eqns:
-        yield Found(eqn, caller.line_of(eqn), holder)
+        yield Found(eqn, caller, holder)
         name = eqn.primitive.name
         for held in held_jaxprs(eqn):
             yield from equations(held, caller.inside(eqn), holder or ("" if name in _TRANSPARENT else name))

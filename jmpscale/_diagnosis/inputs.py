@@ -56,7 +56,7 @@ def harmful_arrays(step: Step) -> list[Any]:
 
 def harmful_constant(step: Step, was_finite: bool) -> Constant | None:
     """Returns a constant whose replacement by a nearby number makes a step finite, or nonzero if it was finite."""
-    lines = {constant: line for eqn, line, _ in equations(step.jaxpr) for constant in constants(eqn)}
+    lines = {constant: found.line for found in equations(step.jaxpr) for constant in constants(found.eqn)}
     for constant, line in list(lines.items())[:_TRIED_CONSTANTS]:
         changed = step._replace(jaxpr=rewrite(step.jaxpr, functools.partial(without, constant), {}))
         outputs = compile_in_float32(changed)(step.consts)

@@ -75,10 +75,11 @@ def _trace(loss_and_grads: Callable[[ScalerState, PyTree, PyTree], PyTree], argu
 
 def _check_no_new_refs(jaxpr: core.Jaxpr) -> None:
     """Raises if a step creates references. A kernel may, because it runs as written."""
-    for eqn, line, holder in equations(jaxpr):
-        if eqn.primitive.name in _NEW_REFS and not holder:
+    for found in equations(jaxpr):
+        name = found.eqn.primitive.name
+        if name in _NEW_REFS and not found.holder:
             raise TypeError(
-                f"fun must not create a jax.Ref, got {eqn.primitive.name} at {line}. diagnose evaluates each operation "
+                f"fun must not create a jax.Ref, got {name} at {found.line}. diagnose evaluates each operation "
                 "by itself, and an operation cannot return a reference. Compute new values instead, and carry them "
                 "through loops."
             )

@@ -44,7 +44,7 @@ def summarize_constant(constant: Constant) -> str:
     held = "zero" if is_zero else "infinite"
     return (
         f"A constant of {constant.operation} at {constant.line} is {held} in {constant.dtype}, and therefore the loss "
-        f"or the gradients are zero or not finite. If you have written another number, compute this line in float32, "
+        "or the gradients are zero or not finite. If you have written another number, compute this line in float32, "
         f"because {constant.dtype} cannot hold a number {bound}."
     )
 
