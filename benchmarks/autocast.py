@@ -57,20 +57,22 @@ def main():
     parser = argparse.ArgumentParser(prog="python -m benchmarks.autocast", description=__doc__)
     parser.add_argument("--backend", choices=compilers.HALF, required=True)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--variants", nargs="+", choices=(*VARIANTS, EMBEDDED), help="keep the figures of all others")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="the JSON file to add the figures to")
     options = parser.parse_args()
     if not targets.installed(options.backend):
         sys.exit(f"the compiler for {options.backend} is not installed here: see docs/costs.md")
     targets.warm_up(options.backend)
     for model in options.models:
-        figures = {}
-        for variant in [*VARIANTS, *([EMBEDDED] if "FSDP" in model else [])]:
+        name = f"{options.backend}, {model}"
+        figures = record.read(options.out)[name]["figures"] if options.variants else {}
+        for variant in options.variants or [*VARIANTS, *([EMBEDDED] if "FSDP" in model else [])]:
             figures[variant] = measure(options.backend, model, variant)
             ratios = compilers.ratios(figures[variant], figures[BY_HAND], RATIOS)
             shown = "  ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())
-            print(f"{options.backend}, {model}: {variant:<28}  {shown}  {figures[variant]['matmuls']}", flush=True)
+            print(f"{name}: {variant:<28}  {shown}  {figures[variant]['matmuls']}", flush=True)
         about = record.about("benchmarks.autocast", f"{options.backend}, compiled without the device")
-        record.add(options.out, {f"{options.backend}, {model}": {"about": about, "figures": figures}})
+        record.add(options.out, {name: {"about": about, "figures": figures}})
 
 
 if __name__ == "__main__":

@@ -4,16 +4,16 @@ The function is traced, and in its equations each matmul
 
     c:f32 = dot_general a:f32 b:f32
 
-becomes four equations, which define the same variable:
+becomes equations that define the same variable:
 
     x:f16 = convert_element_type a
     y:f16 = convert_element_type b
     z:f16 = dot_general x y
     c:f32 = convert_element_type z
 
-An operand that has the half-precision dtype already is not converted. No other equation changes. Differentiation,
-batching and partitioning are left to JAX, before or after the rewriting. XLA fuses the conversions into the operations
-around them.
+In float16, `_with_nan_for_infinity` replaces the last equation. An operand that has the half-precision dtype already is
+not converted. No other equation changes. Differentiation, batching and partitioning are left to JAX, before or after
+the rewriting. XLA fuses the conversions into the operations around them.
 """
 
 import contextlib
@@ -31,13 +31,14 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core
 from jax.typing import DTypeLike
 
-from jmpscale._autocast_warnings import Kept, warn_about_constants, warn_unchanged
-from jmpscale._base.jaxpr import Found, Memo, Traced, equations, lift_nnx, rewrite, trace, type_of
+from jmpscale._autocast_warnings import Kept, warn_about_complex, warn_unchanged
+from jmpscale._base.jaxpr import Found, Memo, equations, lift_nnx, rewrite, trace, type_of
 from jmpscale._base.text import describe_function
 from jmpscale._base.tree import PyTree, check_no_refs
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Conversion = Callable[[jax.Array, np.dtype], jax.Array]
 
 MATMULS = {"dot_general", "conv_general_dilated", "ragged_dot_general"}
 _FLOAT32 = np.dtype(np.float32)
@@ -67,6 +68,9 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
     `dtype` already, or hold integers or booleans. All other operations run as written, so softmax, normalization,
     masks of -1e9 before a softmax and epsilons of 1e-8 are as accurate as in float32. The gradients of float32
     parameters are float32.
+
+    A float16 result that is infinite becomes NaN, so no later operation can hide the overflow: 1 / infinity would be 0.
+    The loss is then NaN, and the step is skipped.
 
     Wrap the loss function, not the training step: some optimizers contain matmuls, too. In float16, gradients
     underflow without loss scaling: differentiate with `jmpscale.value_and_grad`, or use `loss_scaled`. bfloat16 needs
@@ -100,8 +104,8 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
         a traced value in a Python object among its arguments or results.
 
     Warns:
-      UserWarning: no matmul or convolution of `fun` is converted, with the reason; or a constant that `dtype` cannot
-        hold enters a converted matmul. Both are checked when `fun` is first traced.
+      UserWarning: no matmul or convolution of `fun` is converted, with the reason; or `fun` contains complex matmuls,
+        which remain complex64. Both are checked when `fun` is first traced.
 
     The rule follows `torch.autocast` and NVIDIA's "Mixed Precision Training" (arXiv:1710.03740).
 
@@ -155,15 +159,16 @@ class _Checks:
     def __init__(self, name: str, half: np.dtype) -> None:
         self.name, self.half, self._have_run = name, half, False
 
-    def run_once(self, traced: Traced, args: PyTree, *, is_unchanged: bool) -> None:
-        """Warns if no matmul is converted, or if a constant overflows in one."""
+    def run_once(self, jaxpr: core.Jaxpr, *, is_unchanged: bool) -> None:
+        """Warns if no matmul is converted, or no complex matmul."""
         if self._have_run:
             return
         self._have_run = True
+        kept = [*_kept_matmuls(jaxpr, self.half)]
         if is_unchanged:
-            warn_unchanged(self.name, self.half, [*_kept_matmuls(traced.jaxpr, self.half)], _setting_that_keeps())
+            warn_unchanged(self.name, self.half, kept, _setting_that_keeps())
         else:
-            warn_about_constants(self.half, traced, args, functools.partial(_is_converted, self.half))
+            warn_about_complex(self.name, self.half, kept)
 
 
 # The functions below are not defined inside autocast, so that a pickled function does not contain _MEMOS.
@@ -172,7 +177,7 @@ class _Checks:
 def _run_in_half(checks: _Checks, fun: Callable[..., PyTree], *args: PyTree) -> PyTree:
     traced = trace(fun, *args, name=f"{checks.name} in jmpscale.autocast")
     jaxpr = _in_half(traced.jaxpr, checks.half)
-    checks.run_once(traced, args, is_unchanged=jaxpr is traced.jaxpr)
+    checks.run_once(traced.jaxpr, is_unchanged=jaxpr is traced.jaxpr)
     return traced.unflatten(traced._replace(jaxpr=jaxpr).evaluate())
 
 
@@ -188,7 +193,7 @@ def _in_half(jaxpr: core.Jaxpr, half: np.dtype) -> core.Jaxpr:
 
 def matmul_in_half(half: np.dtype, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
     """Returns the equations that compute a matmul in half precision, or `[eqn]` if it runs as written."""
-    if not _is_converted(half, eqn):
+    if eqn.primitive.name not in MATMULS or reason_to_keep(half, eqn):
         return [eqn]
     # Each matmul converts its own operands, even if another one converts them too: the derivative of a shared
     # conversion would add the gradients of the two matmuls in half precision. XLA merges equal conversions.
@@ -198,23 +203,42 @@ def matmul_in_half(half: np.dtype, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
             operands.append(operand)
         else:
             operands.append(_variable_like(operand, half))
-            conversions.append(_convert(eqn, operand, operands[-1]))
+            conversions += _apply(_convert, eqn, operand, operands[-1])
     (out,) = eqn.outvars
-    result = out if _dtype(out) == half else _variable_like(out, half)
+    result = _variable_like(out, half)
+    if half == np.float16:  # a result that is infinite in bfloat16 is infinite in float32, too
+        finish = _apply(_with_nan_for_infinity, eqn, result, out)
+    elif _dtype(out) == half:
+        result, finish = out, []
+    else:
+        finish = _apply(_convert, eqn, result, out)
     preferred = {"preferred_element_type": half} if "preferred_element_type" in eqn.params else {}
     matmul = eqn.replace(invars=[*operands, *eqn.invars[2:]], outvars=[result], params=eqn.params | preferred)
-    return [*conversions, matmul] if result is out else [*conversions, matmul, _convert(eqn, result, out)]
+    return [*conversions, matmul, *finish]
 
 
-def _is_converted(half: np.dtype, eqn: core.JaxprEqn) -> bool:
-    return eqn.primitive.name in MATMULS and reason_to_keep(half, eqn) is None
+def _convert(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    return jax.lax.convert_element_type(x, dtype)
+
+
+def _with_nan_for_infinity(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Converts a result, with NaN for infinity, which a later operation could hide: 1 / infinity is 0.
+
+    The difference of an infinity and itself is NaN. For any other x, x - (x - x) is x, bit for bit. XLA fuses these
+    operations into the readers of the result; the derivative of a select would store a mask. The inner difference is in
+    half precision, because in float32 it would add kernels to attention on GPUs.
+    """
+    fixed = jax.lax.stop_gradient(x)
+    return _convert(x, dtype) - _convert(fixed - fixed, dtype)
 
 
 def _kept_matmuls(jaxpr: core.Jaxpr, half: np.dtype) -> Iterator[tuple[Found, Kept]]:
     """Yields the matmuls of a jaxpr that run as written, and the reasons."""
     for found in equations(jaxpr):
-        if found.eqn.primitive.name in MATMULS:
-            yield found, reason_to_keep(half, found.eqn) or Kept.HELD
+        if found.eqn.primitive.name not in MATMULS:
+            continue
+        if reason := reason_to_keep(half, found.eqn) or (Kept.HELD if found.holder else None):
+            yield found, reason
 
 
 def _setting_that_keeps() -> str | None:
@@ -227,6 +251,8 @@ def _setting_that_keeps() -> str | None:
 def reason_to_keep(half: np.dtype, eqn: core.JaxprEqn) -> Kept | None:
     """Returns why a matmul or convolution runs as written, or None if autocast converts it."""
     operands = [_dtype(x) for x in eqn.invars[:2]]
+    if any(jnp.issubdtype(dtype, np.complexfloating) for dtype in operands):
+        return Kept.PRECISION if _keeps_precision(eqn.params["precision"]) else Kept.COMPLEX
     # The user chose wider operands, or the other half-precision dtype.
     if _FLOAT32 not in operands or not all(dtype in (_FLOAT32, half) or _is_whole(dtype) for dtype in operands):
         return Kept.DTYPE
@@ -271,20 +297,32 @@ def _variable_like(x: Any, dtype: np.dtype) -> core.Var:
     return core.Var(x.aval.update(dtype=dtype, weak_type=False))
 
 
-def _convert(matmul: core.JaxprEqn, x: Any, y: Any) -> core.JaxprEqn:
-    """Returns the equation `y = convert_element_type x`, with the mesh, scopes and source line of a matmul."""
-    conversion = _conversion_to(y.aval.dtype)
-    params = conversion.params | {"weak_type": y.aval.weak_type}
-    return matmul.replace(
-        invars=[x], outvars=[y], primitive=conversion.primitive, params=params, effects=conversion.effects
-    )
+def _apply(fun: Conversion, matmul: core.JaxprEqn, x: Any, y: Any) -> list[core.JaxprEqn]:
+    """Returns the equations `y = fun(x, dtype of y)`, with the mesh, scopes and source line of a matmul."""
+    scalar = _scalar_jaxpr(fun, _dtype(x), _dtype(y))
+    variables = {scalar.invars[0]: x, scalar.outvars[0]: y}
+    eqns = []
+    for eqn in scalar.eqns:
+        (out,) = eqn.outvars
+        like = y if _dtype(out) == _dtype(y) else x
+        variables.setdefault(out, core.Var(like.aval))
+        weak_type = {"weak_type": y.aval.weak_type} if "weak_type" in eqn.params else {}
+        eqns.append(
+            matmul.replace(
+                invars=[variables[operand] for operand in eqn.invars],
+                outvars=[variables[out]],
+                primitive=eqn.primitive,
+                params=eqn.params | weak_type,
+                effects=eqn.effects,
+            )
+        )
+    return eqns
 
 
 @functools.cache
-def _conversion_to(dtype: np.dtype) -> core.JaxprEqn:
-    """Returns a conversion as JAX writes it; the parameters differ between versions."""
-    other = jax.ShapeDtypeStruct((), np.float32 if dtype in _HALF else np.float16)
-    return jax.make_jaxpr(lambda x: jax.lax.convert_element_type(x, dtype))(other).eqns[0]
+def _scalar_jaxpr(fun: Conversion, x: np.dtype, y: np.dtype) -> core.Jaxpr:
+    """Returns the equations of `fun` for a scalar, as this version of JAX writes them."""
+    return jax.make_jaxpr(functools.partial(fun, dtype=y))(jax.ShapeDtypeStruct((), x)).jaxpr
 
 
 def _check_function(fun: object) -> None:

@@ -1,21 +1,18 @@
-"""Warnings of autocast: no matmul is converted, or a constant overflows in one."""
+"""Warnings of autocast: no matmul is converted, or no complex matmul."""
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
 from jmpscale._base.check import warn_user
-from jmpscale._base.jaxpr import Found, Traced, type_of
-from jmpscale._base.tree import PyTree
-from jmpscale._constants import constants_of_operands
+from jmpscale._base.jaxpr import Found, type_of
 
 
 class Kept(enum.Enum):
     """Why a matmul or convolution runs as written."""
 
+    COMPLEX = enum.auto()
     DTYPE = enum.auto()
     INNER_PRODUCT = enum.auto()
     OUTER_PRODUCT = enum.auto()
@@ -24,6 +21,8 @@ class Kept(enum.Enum):
 
 
 _EXPLANATIONS = {
+    Kept.COMPLEX: "No complex dtype has parts in half precision. Compute the real and imaginary parts by matmuls of "
+    "their own, or pass precision='highest' to keep them as they are.",
     Kept.DTYPE: "The operands are {dtypes}. If the function is in half precision already, remove autocast, which "
     "converts float32 parameters and inputs by itself.",
     Kept.INNER_PRODUCT: "An inner product is a sum, which could overflow.",
@@ -60,16 +59,11 @@ def warn_unchanged(name: str, half: np.dtype, kept: Sequence[tuple[Found, Kept]]
     )
 
 
-def warn_about_constants(
-    half: np.dtype, traced: Traced, args: PyTree, is_converted: Callable[[core.JaxprEqn], bool]
-) -> None:
-    """Warns if a constant that half precision cannot hold is part of an operand of a converted matmul."""
-    limit = float(jnp.finfo(half).max)
-    for line, largest in constants_of_operands(traced, args, is_converted):
-        if largest > limit:
-            warn_user(
-                f"a constant of {largest:.6g} enters the matmul at {line}, which autocast converts to {half}. A value "
-                f"of this size becomes infinite, because the largest {half} is {limit:.6g}, and zero times infinity "
-                "is NaN. Pass precision='highest' to this matmul, or use a smaller constant."
-            )
-            return
+def warn_about_complex(name: str, half: np.dtype, kept: Sequence[tuple[Found, Kept]]) -> None:
+    """Warns that the complex matmuls of a function, of which others are converted, run as written."""
+    found = [found for found, reason in kept if reason is Kept.COMPLEX]
+    if found:
+        warn_user(
+            f"autocast does not convert the complex matmuls of {name} to {half}, {len(found)} in total, the first at "
+            f"{found[0].line}. {_EXPLANATIONS[Kept.COMPLEX]}"
+        )

@@ -783,6 +783,102 @@ def _assert_equal(result, expected):
     assert jax.tree.map(jax.typeof, result) == jax.tree.map(jax.typeof, expected)
 
 
+# --- an overflow is never hidden
+
+
+LARGE = jnp.full((N, N), 300.0)  # its square has elements of 720,000, which are infinite in float16
+HIDDEN = {  # programs that are finite if the result of a matmul is infinite
+    "division": lambda a, b: 1 / (a @ b),
+    "tanh": lambda a, b: jnp.tanh(a @ b),
+    "relu": lambda a, b: jax.nn.relu(-a @ b),
+    "exponential": lambda a, b: jnp.exp(-a @ b),
+    "minimum": lambda a, b: jnp.minimum(a @ b, 1.0),
+    "matmul of a ReLU": lambda a, b: jax.nn.relu(-a @ b) @ b,
+    "convolution": lambda a, b: 1 / jax.lax.conv(a[None, None], b[None, None, :3, :3], (1, 1), "SAME"),
+    "ragged_dot": lambda a, b: 1 / jax.lax.ragged_dot(a, jnp.stack([b, b]), jnp.array([3, 5], jnp.int32)),
+    "float16 result": lambda a, b: 1 / jnp.dot(a, b, preferred_element_type="float16"),
+    "float16 operand": lambda a, b: 1 / (a.astype(jnp.float16) @ b),
+    "scan": lambda a, b: jax.lax.scan(lambda h, _: (1 / (h @ b), None), a, None, length=3)[0],
+    "checkpoint": lambda a, b: jax.checkpoint(lambda a: 1 / (a @ b))(a),
+    "vmap": lambda a, b: jax.vmap(lambda a: 1 / (a @ b))(a[None])[0],
+    "infinite operand": lambda a, b: 1 / (jnp.where(jnp.eye(N, dtype=bool), -jnp.inf, a) @ b),
+    "constant": lambda a, b: 1 / (a @ jnp.full((N, N), 1e6)),
+}
+
+
+@pytest.mark.parametrize("fun", rows(HIDDEN, default={"division", "tanh", "scan", "infinite operand"}))
+@pytest.mark.parametrize("transform", [jax.jit, pytest.param(lambda fun: fun, marks=pytest.mark.full)])
+def test_infinite_result_in_float16_is_nan(fun, transform):
+    with jax.numpy_dtype_promotion("standard"):
+        assert jnp.isnan(transform(jmpscale.autocast(fun))(LARGE, LARGE)).all()
+        assert jnp.isfinite(transform(fun)(LARGE, LARGE)).all()
+
+
+def test_infinite_result_in_bfloat16_remains():
+    """It is infinite in float32, too, so autocast hides nothing."""
+    assert jmpscale.autocast(lambda a, b: 1 / (a @ b), dtype=jnp.bfloat16)(LARGE, 1e37 * LARGE).max() == 0
+
+
+def test_finite_results_keep_their_sign_and_nan_remains():
+    x = jnp.stack([jnp.array([-0.0, 65504.0, -65504.0, 2.0**-24]), jnp.full(4, jnp.nan)])
+    identity = jmpscale.autocast(lambda x: x @ jnp.eye(4))
+    result = identity(x)
+    np.testing.assert_array_equal(result[0, 1:], x[0, 1:])
+    assert jnp.isnan(result[1]).all()
+
+
+DERIVATIVES = {
+    "gradient": lambda fun: jax.grad(fun, (0, 1)),
+    "forward mode": lambda fun: lambda w, x: jax.jvp(fun, (w, x), (x, w)),
+    "Hessian-vector product": lambda fun: lambda w, x: jax.jvp(jax.grad(fun, (0, 1)), (w, x), (x, w)),
+    "gradient of a gradient": lambda fun: jax.grad(lambda w, x: jnp.sum(jax.grad(fun)(w, x) ** 2), (0, 1)),
+    "third derivative": lambda fun: (
+        lambda w, x: jax.jvp(lambda w: jax.jvp(jax.grad(fun), (w, x), (x, w))[1], (w,), (x,))
+    ),
+}
+
+
+@pytest.mark.parametrize("derivative", rows(DERIVATIVES, default={"gradient", "Hessian-vector product"}))
+def test_derivatives_equal_the_derivatives_of_casts_by_hand(derivative):
+    """The check for infinity changes no bit of them."""
+
+    def matmul(a, b):
+        return jnp.matmul(a.astype(F16), b.astype(F16)).astype(F32)
+
+    def by_hand(w, x):
+        return jnp.mean((matmul(jnp.tanh(matmul(x, w)), w.T) - x) ** 2)
+
+    _assert_equal(_one_by_one(derivative(jmpscale.autocast(loss)), W, X), _one_by_one(derivative(by_hand), W, X))
+
+
+def linear_attention(params, x):
+    """A ReLU attention, as in EfficientViT: the last column of the values is one, and gives the normalizer."""
+    q, k, v = jax.nn.relu(x @ params["q"]), jax.nn.relu(x @ params["k"]), x @ params["v"]
+    v = jnp.pad(v, ((0, 0), (0, 1)), constant_values=1)
+    out = (v.T @ k) @ q.T  # the line that overflows
+    return jnp.mean((out[:-1] / (out[-1:] + 1e-15) - jnp.sin(x).T) ** 2)
+
+
+def test_overflow_that_a_division_hides_is_skipped_and_named():
+    """The normalizer, a sum over 2,048 positions, is above 65504; a number divided by infinity would be 0."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {name: jax.random.normal(key, (32, 32)) / 2 for name, key in zip("qkv", keys, strict=False)}
+    x = jax.random.normal(keys[3], (2048, 32))
+    loss_fn, tx = jmpscale.autocast(linear_attention), jmpscale.with_loss_scaling(optax.adam(1e-3))
+    state = tx.init(params)
+    value, grads = jmpscale.value_and_grad(loss_fn)(state, params, x)
+    updates, state = tx.update(grads, state, params, value=value)
+    assert jnp.isnan(value)
+    assert jnp.isfinite(linear_attention(params, x))
+    chex.assert_trees_all_equal(optax.apply_updates(params, updates), params)
+    scaler = jmpscale.get_scaler(state)
+    assert (scaler.last_skip_reason, scaler.loss_scale) == (jmpscale.SkipReason.LOSS, 2.0**16)
+    lines, first = inspect.getsourcelines(linear_attention)
+    line = first + next(i for i, text in enumerate(lines) if "the line that overflows" in text)
+    summary = jmpscale.diagnose(loss_fn)(scaler, params, x).summary
+    assert re.match(rf"The forward pass overflows: .*test_autocast\.py:{line} ", summary), summary
+
+
 # --- arguments and results may be any objects
 
 
