@@ -83,10 +83,10 @@ def pages(results):
     for name, cell in (("bytes", _moved), ("memory", _memory)):
         costs[name] = _steps(COMPILED, figures, cell)
     costs["memory"] += _runs(compiled_runs)
+    costs["autocast"] = _autocast(autocast)
     sums, batches = results["float16_sums"], record.read(STUDIES / "batch_size.json")
     return {
         "costs.md": costs,
-        "guides/autocast.md": {"autocast": _autocast(autocast)},
         "finding_the_scale.md": {"batches": _batches(batches)},
         "guides/devices.md": {"sums": _sums(sums["figures"]) + _run(sums)},
     }
@@ -144,9 +144,8 @@ def _autocast(results):
     for title, name, variant in AUTOCAST:
         figures = results[name]["figures"]
         ours, float32 = (_ratios(figures[x], figures["cast by hand"]) for x in (variant, "float32"))
-        shown = ", ".join(float32).removesuffix(f", {NONE}")
-        lines.append([DEVICES[name.partition(",")[0]], title, *ours, shown])
-    head = ["device", "model", "bytes moved", "temporary memory", "bytes communicated", "in float32"]
+        lines.append([DEVICES[name.partition(",")[0]], title, *ours, float32[0]])
+    head = ["device", "model", "bytes moved", "temporary memory", "bytes communicated", "bytes moved in float32"]
     return _table(head, lines) + _runs([results[name] for _, name, _ in AUTOCAST])
 
 

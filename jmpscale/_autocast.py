@@ -69,8 +69,8 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
     masks of -1e9 before a softmax and epsilons of 1e-8 are as accurate as in float32. The gradients of float32
     parameters are float32.
 
-    A float16 result that is infinite becomes NaN, so no later operation can hide the overflow: 1 / infinity would be 0.
-    The loss is then NaN, and the step is skipped.
+    A float16 result that is infinite becomes NaN, which later arithmetic cannot hide, whereas 1 / infinity is 0. The
+    loss is then NaN, and the step is skipped.
 
     Wrap the loss function, not the training step: some optimizers contain matmuls, too. In float16, gradients
     underflow without loss scaling: differentiate with `jmpscale.value_and_grad`, or use `loss_scaled`. bfloat16 needs
@@ -222,14 +222,14 @@ def _convert(x: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def _with_nan_for_infinity(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Converts a result, with NaN for infinity, which a later operation could hide: 1 / infinity is 0.
+    """Converts a result, with NaN for infinity, which later arithmetic could hide: 1 / infinity is 0.
 
-    The difference of an infinity and itself is NaN. For any other x, x - (x - x) is x, bit for bit. XLA fuses these
-    operations into the readers of the result; the derivative of a select would store a mask. The inner difference is in
-    half precision, because in float32 it would add kernels to attention on GPUs.
+    The difference of an infinity and itself is NaN. For any other y, y - (y - y) is y, bit for bit. XLA fuses these
+    operations into the readers of the result, whereas the derivative of a select would store a mask.
     """
-    fixed = jax.lax.stop_gradient(x)
-    return _convert(x, dtype) - _convert(fixed - fixed, dtype)
+    y = _convert(x, dtype)
+    fixed = jax.lax.stop_gradient(y)
+    return y - (fixed - fixed)
 
 
 def _kept_matmuls(jaxpr: core.Jaxpr, half: np.dtype) -> Iterator[tuple[Found, Kept]]:
@@ -322,7 +322,7 @@ def _apply(fun: Conversion, matmul: core.JaxprEqn, x: Any, y: Any) -> list[core.
 @functools.cache
 def _scalar_jaxpr(fun: Conversion, x: np.dtype, y: np.dtype) -> core.Jaxpr:
     """Returns the equations of `fun` for a scalar, as this version of JAX writes them."""
-    return jax.make_jaxpr(functools.partial(fun, dtype=y))(jax.ShapeDtypeStruct((), x)).jaxpr
+    return jax.make_jaxpr(lambda scalar: fun(scalar, y))(jax.ShapeDtypeStruct((), x)).jaxpr
 
 
 def _check_function(fun: object) -> None:

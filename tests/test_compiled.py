@@ -25,6 +25,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 from benchmarks import autocast, compilers, steps, targets
 
 import meshes
+import pages
 from compiling import compiled, count, instructions
 
 pytestmark = [
@@ -181,6 +182,165 @@ def test_only_float16_matmuls_stay_in_half_precision_before_ampere(backend):
     assert ours["matmuls"] == by_hand["matmuls"] == {"f16": 39}
     assert bfloat16["matmuls"] == {"f32": 39}
     assert bfloat16["moved_bytes"] > 1.5 * by_hand["moved_bytes"]
+
+
+# Autocast makes infinite float16 results NaN in the kernels that read them
+
+
+S = jax.ShapeDtypeStruct
+
+
+def _arrays(*shapes):
+    return [S(shape, jnp.float32) for shape in shapes]
+
+
+def _two_convolutions(x, a, b):
+    return jax.lax.conv(jax.nn.relu(jax.lax.conv(x, a, (1, 1), "SAME")), b, (1, 1), "SAME")
+
+
+def _layers(policy):
+    def fun(x, a, b):
+        layer = jax.checkpoint(lambda x, w: (x + jax.nn.gelu(x @ w[0] + 1) @ w[1], None), policy=policy)
+        return jax.lax.scan(layer, x, (a, b))[0]
+
+    return fun
+
+
+CHECKED = {  # a function, and its arguments
+    "two matmuls": (lambda x, a, b: x @ a @ b, _arrays((2048, 512), (512, 64), (64, 512))),
+    "ReLU": (lambda x, a, b: jax.nn.relu(x @ a) @ b, _arrays((2048, 512), (512, 512), (512, 512))),
+    "convolutions": (_two_convolutions, _arrays((8, 64, 56, 56), (64, 64, 3, 3), (64, 64, 3, 3))),
+    "scan": (_layers(jax.checkpoint_policies.everything_saveable), _arrays((512, 256), (4, 256, 512), (4, 512, 256))),
+    "scan, dots saved": (
+        _layers(jax.checkpoint_policies.dots_saveable),
+        _arrays((512, 256), (4, 256, 512), (4, 512, 256)),
+    ),
+}
+
+
+def _compiled_gradient(backend, fun, args, dtype=jnp.float16):
+    """Returns the compiled gradient of a function with autocast for one device of a backend."""
+    targets.warm_up(backend)
+    sharding = NamedSharding(targets.mesh(backend, 1), P())
+    half = jmpscale.autocast(fun, dtype=dtype)
+    grad = jax.value_and_grad(lambda *args: jnp.mean(half(*args) ** 2), argnums=tuple(range(len(args))))
+    return jax.jit(grad, in_shardings=sharding).lower(*args).compile()
+
+
+def _differences(text):
+    """Counts the instructions that subtract a value from itself."""
+    return len(re.findall(r" subtract\((?:\S+ )?(%[\w.-]+), (?:\S+ )?\1\)", text))
+
+
+@pytest.mark.parametrize("backend", ["h100", "t4", "tpu-v5e"])
+@pytest.mark.parametrize("name", CHECKED)
+def test_compilers_keep_the_check_for_infinity_and_fuse_it(backend, name, monkeypatch):
+    if not targets.installed(backend):
+        pytest.skip(f"the compiler for {backend} is not installed")
+    fun, args = CHECKED[name]
+    ours = _compiled_gradient(backend, fun, args)
+    assert _differences(ours.as_text()) >= 1
+    monkeypatch.setattr(jmpscale._autocast, "_with_nan_for_infinity", jmpscale._autocast._convert)
+    monkeypatch.setattr(jmpscale._autocast, "_MEMOS", {jnp.dtype(jnp.float16): {}})
+    unchecked = _compiled_gradient(backend, fun, args)
+    assert _differences(unchecked.as_text()) == 0
+    programs_of = [compilers.programs.parse(compiled.as_text()) for compiled in (ours, unchecked)]
+    kernels, unchecked_kernels = map(compilers.programs.kernels, programs_of)
+    # Before Ampere, XLA calls a library for a matmul, which cannot fuse the check between two matmuls.
+    assert kernels <= unchecked_kernels + (backend == "t4")
+    if backend != "tpu-v5e":  # its small matrices stay in on-chip memory
+        moved, unchecked_moved = map(compilers.traffic.moved_bytes, programs_of)
+        assert moved <= 1.01 * unchecked_moved
+        assert ours.memory_analysis().temp_size_in_bytes <= 1.01 * unchecked.memory_analysis().temp_size_in_bytes
+
+
+def test_bfloat16_has_no_check_for_infinity(target):
+    fun, args = CHECKED["ReLU"]
+    text = _compiled_gradient(TARGETS[target][0], fun, args, jnp.bfloat16).as_text()
+    assert _differences(text) == 0
+    assert "bf16" in text
+
+
+# The remedies of the guide for memory use
+
+BLOCK, BODY, EMBEDDING = "a block returns half", "a scan over layers", "converted before it is indexed"
+WORDS, WIDTH = 8192, 512
+
+
+def _remedies(without=None):
+    """Returns the functions of the guide's program, whose lines are marked with comments, without one of the lines."""
+    page = (pages.DOCS / "guides" / "autocast.md").read_text()
+    (code,) = (code for _, code, _ in pages.blocks("guides/autocast") if BLOCK in code)
+    assert all(code.count(comment) == 1 for comment in (BLOCK, BODY, EMBEDDING)), page
+    if without == BODY:
+        code = re.sub(r"jax\.checkpoint\(layer, policy=.*\)  # a scan", "layer  # a scan", code)
+    elif without:
+        code = re.sub(rf"\.astype\(jnp\.float16\)(?=  # {without})", "", code)
+    namespace = {"jax": jax, "jnp": jnp}
+    exec(code, namespace)
+    return namespace
+
+
+def _blocks_loss(functions):
+    def loss(kernels, images):
+        for kernel in kernels:
+            images = functions["block"](kernel, images)
+        return jnp.mean(images.astype(jnp.float32) ** 2)
+
+    return loss
+
+
+def _words_loss(functions):
+    def loss(params, tokens):
+        logits = functions["predict"](params, tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    return loss
+
+
+def _words(layers, words, width, length, batch):
+    layers = {"up": S((layers, width, 2 * width), jnp.float32), "down": S((layers, 2 * width, width), jnp.float32)}
+    return {"embedding": S((words, width), jnp.float32), "layers": layers}, S((batch, length), jnp.int32)
+
+
+REMEDIES = {  # the loss, its arguments, the number of devices, the figure, and the largest ratio to it without the line
+    BLOCK: (_blocks_loss, (_arrays(*[(64, 64, 3, 3)] * 4), S((32, 64, 56, 56), jnp.float32)), 1, "temp", 0.85),
+    BODY: (_words_loss, _words(4, 8192, 512, 257, 8), 1, "temp", 0.7),
+    EMBEDDING: (_words_loss, _words(2, 8192, 512, 257, 64), 8, "communicated", 0.97),
+}
+
+
+def _figure(figure, make_loss, args, devices, without):
+    targets.warm_up("h100")
+    mesh = targets.mesh("h100", devices, (devices, 1))
+    # Parameters are sharded along their first axis, or the first axis of each layer, and the batch along its own.
+    params = jax.tree.map(lambda x: NamedSharding(mesh, P(*(None,) * (len(x.shape) - 2), "data")), args[0])
+    batch = NamedSharding(mesh, P("data"))
+    grad = jax.grad(jmpscale.autocast(make_loss(_remedies(without))))
+    compiled = jax.jit(grad, in_shardings=(params, batch), out_shardings=params).lower(*args).compile()
+    if figure == "temp":
+        return compiled.memory_analysis().temp_size_in_bytes
+    return compilers.traffic.communicated_bytes(compilers.programs.parse(compiled.as_text()))
+
+
+@pytest.mark.parametrize("line", REMEDIES)
+def test_remedy_of_the_guide_saves_memory_or_communication(line):
+    if not targets.installed("h100"):
+        pytest.skip("the compiler for h100 is not installed")
+    make_loss, args, devices, figure, limit = REMEDIES[line]
+    with_line, without = (_figure(figure, make_loss, args, devices, without) for without in (None, line))
+    assert with_line <= limit * without
+
+
+@pytest.mark.parametrize("line", REMEDIES)
+def test_remedy_of_the_guide_changes_the_gradient_little(line):
+    make_loss, params = REMEDIES[line][0], _words(2, 16, 8, 5, 2)
+    if line == BLOCK:
+        params = [jnp.ones((4, 4, 3, 3)) / 99] * 2, jnp.ones((2, 4, 6, 6))
+    args = jax.tree.map(lambda x: jnp.full(x.shape, 0.3 if x.dtype == jnp.float32 else 1, x.dtype), params)
+    ours, without = (jax.grad(jmpscale.autocast(make_loss(_remedies(line)))) for line in (None, line))
+    for x, y in zip(jax.tree.leaves(ours(*args)), jax.tree.leaves(without(*args)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0.02, atol=1e-4)
 
 
 # A step costs little more than clipping on CPU

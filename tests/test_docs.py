@@ -165,7 +165,6 @@ def test_assert_same_output_tolerates_the_last_digit(printed, same):
 
 # The result of the first training run of a page, of which less is better; test_frameworks.py trains with frameworks.
 RESULTS = {
-    "guides/autocast": "loss",
     "guides/accumulation": "loss",
     "guides/devices": "loss",
     "guides/higher_order": "loss",

@@ -92,6 +92,52 @@ def logits(x, weights):
     return x @ weights
 
 
+def raw_features(x, weights):
+    return jnp.tanh(x @ weights)
+
+
+def normalizer(q, k):
+    return q @ (k.T @ jnp.ones((len(k), 1)))
+
+
+def sums_over_positions(x):
+    return jnp.tri(len(x)) @ x
+
+
+def rotation(angle):
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return jnp.array([[cos, -sin, 0], [sin, cos, 0], [0, 0, 1]])
+
+
+def rotated(points):
+    return (points - jnp.array([1.0, 2.0, 3.0])) @ rotation(0.3).T
+
+
+def projected(points):
+    camera = jnp.array([[800.0, 0, 320], [0, 800, 240], [0, 0, 1]])
+    image = points @ camera.T
+    return image[:, :2] / image[:, 2:]
+
+
+def chain_of_joints(joint_angles):
+    pose = jnp.eye(4)
+    for angle in joint_angles:
+        pose = pose @ jnp.eye(4).at[:3, :3].set(rotation(angle)).at[:3, 3].set(jnp.array([300.0, 0, 50]))
+    return pose[:3, 3]
+
+
+def nearest_neighbors(x):
+    return jnp.mean(jnp.argmin(squared_distances(x) + 1e9 * jnp.eye(len(x)), axis=1) == jnp.arange(len(x)) ^ 1)
+
+
+def log_mel(powers, filters):
+    return jnp.log(powers @ filters + 1e-10)
+
+
+def log_probabilities(a, b):
+    return jnp.log(jnp.exp(a) @ jnp.exp(b).T)
+
+
 PLACES = np.arange(4000, 4128, dtype=np.float32)
 PROGRAMS = {  # in the order of the table: the function, and a function that creates its arguments
     "angles": (angles, lambda: [jnp.stack([PLACES, PLACES / 3], axis=1)]),
@@ -111,6 +157,18 @@ PROGRAMS = {  # in the order of the table: the function, and a function that cre
     "Cholesky": (cholesky, lambda: [normal(64, 2)]),
     "local variance": (local_variance, lambda: [normal(2, 1, 16, 16, mean=0.8, scale=0.01)]),
     "logits": (logits, lambda: [jnp.full((2, 8), 100.0), jnp.full((8, 2), 100.0)]),
+    "raw features": (raw_features, lambda: [normal(64, 2, mean=9e4, scale=2e4), normal(2, 8, scale=1e-5)]),
+    "normalizer": (normalizer, lambda: [jnp.abs(normal(16, 32)), jnp.abs(normal(4096, 32, seed=1))]),
+    "sums over positions": (sums_over_positions, lambda: [normal(1024, 8, mean=1)]),
+    "rotated": (rotated, lambda: [normal(256, 3, scale=200)]),
+    "projected": (projected, lambda: [normal(256, 3) + jnp.array([0, 0, 5.0])]),
+    "chain of joints": (chain_of_joints, lambda: [normal(6)]),
+    "nearest neighbors": (
+        nearest_neighbors,
+        lambda: [jnp.repeat(normal(128, 8, mean=30), 2, 0) + normal(256, 8, scale=0.1)],
+    ),
+    "powers": (log_mel, lambda: [normal(64, 201, scale=1e-4) ** 2, jnp.abs(normal(201, 40)) / 201]),
+    "probabilities": (log_probabilities, lambda: [normal(8, 16, mean=-12), normal(8, 16, mean=-12, seed=1)]),
 }
 
 
@@ -128,7 +186,6 @@ def test_page_has_a_row_for_each_program():
         assert name in text
 
 
-@pytest.mark.filterwarnings("ignore:a constant of .* enters the matmul")
 @pytest.mark.filterwarnings("ignore:autocast has no effect.*jax_default_matmul_precision")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_autocast_has_the_error_on_the_page(name):
