@@ -250,7 +250,7 @@ def test_compilers_keep_the_check_for_infinity_and_fuse_it(backend, name, monkey
     assert kernels <= unchecked_kernels + (backend == "t4")
     if backend != "tpu-v5e":  # its small matrices stay in on-chip memory
         moved, unchecked_moved = map(compilers.traffic.moved_bytes, programs_of)
-        assert moved <= 1.01 * unchecked_moved
+        assert moved <= 1.02 * unchecked_moved
         assert ours.memory_analysis().temp_size_in_bytes <= 1.01 * unchecked.memory_analysis().temp_size_in_bytes
 
 
@@ -263,19 +263,17 @@ def test_bfloat16_has_no_check_for_infinity(target):
 
 # The remedies of the guide for memory use
 
-BLOCK, BODY, EMBEDDING = "a block returns half", "a scan over layers", "converted before it is indexed"
-WORDS, WIDTH = 8192, 512
+BLOCK, BODY, EMBEDDING = "a block's result", "a scan's body", "before indexing"
+HALF = r"\.astype\(jnp\.float16\)"
 
 
 def _remedies(without=None):
     """Returns the functions of the guide's program, whose lines are marked with comments, without one of the lines."""
-    page = (pages.DOCS / "guides" / "autocast.md").read_text()
     (code,) = (code for _, code, _ in pages.blocks("guides/autocast") if BLOCK in code)
-    assert all(code.count(comment) == 1 for comment in (BLOCK, BODY, EMBEDDING)), page
-    if without == BODY:
-        code = re.sub(r"jax\.checkpoint\(layer, policy=.*\)  # a scan", "layer  # a scan", code)
-    elif without:
-        code = re.sub(rf"\.astype\(jnp\.float16\)(?=  # {without})", "", code)
+    if without:
+        call, other = (r"jax\.checkpoint\(layer, policy=policy\)", "layer") if without == BODY else (HALF, "")
+        code, count = re.subn(rf"{call}(?=  # {without}$)", other, code, flags=re.MULTILINE)
+        assert count == 1
     namespace = {"jax": jax, "jnp": jnp}
     exec(code, namespace)
     return namespace

@@ -224,10 +224,10 @@ SENTENCES = {
         "| {} | not compared | {} | {} | {} | {} |",
         lambda: [_range(*_added_kernels(names)) for names in (JMPSCALE, *([name] for name in steps.PEERS))],
     ),
-    "autocast, tracing": Sentence(
-        "guides/autocast.md",
-        "Tracing the gradient of 96 unrolled transformer blocks takes {:.1f} times as long as in float32, and in a "
-        "`scan` {:.1f} times",
+    "costs, tracing": Sentence(
+        "costs.md",
+        "Tracing the gradient of 96 unrolled transformer blocks with `autocast` takes {:.1f} times as long as in "
+        "float32, and in a `scan` {:.1f} times",
         lambda: [_tracing("unrolled"), _tracing("scan")],
     ),
     "costs, parameters of GPT-2": Sentence(
