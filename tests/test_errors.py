@@ -732,6 +732,17 @@ def _update_of_chain(*transformations, inside=SGD):
     return lambda: _traced(chain.update, GRADS, chain.init(GRADS))
 
 
+def _with_empty_cell():
+    """Returns a transformation that closes over a variable that has no value."""
+
+    def update(grads, state, params=None):
+        return (grads if params is None else never_set), state
+
+    if not GRADS:
+        never_set = None
+    return optax.GradientTransformation(SGD.init, update)
+
+
 WITH_LOSS_SCALING_ERRORS = {
     TypeError: {
         "scaler": (
@@ -1135,6 +1146,7 @@ ACCEPTED = {
     "max_norm-small": _wrap(ADAM, max_norm=SMALLEST),
     "max_norm-large": _wrap(ADAM, max_norm=LARGEST),
     "chain-clip_by_global_norm": _update_of_chain(optax.clip_by_global_norm(1.0), optax.scale(2.0)),
+    "chain-empty-cell": _update_of_chain(_with_empty_cell()),
     "chain-clip-inside": _update_of_chain(inside=optax.chain(optax.clip(1.0), SGD)),
     "optax_step-no-momentum": lambda: jmpscale.apply_if(TRUE, jmpscale.optax_step(SGD, W32), W32, SGD.init(W32)),
     "value_and_grad-disabled-vector": lambda: jmpscale.value_and_grad(
