@@ -538,6 +538,21 @@ def _without_scaler():
     return jmpscale.value_and_grad(_sum)(GRADS, W32)
 
 
+def _train_step(params, opt_state):
+    loss, grads = jmpscale.value_and_grad(_sum)(opt_state, params)
+    updates, opt_state = SCALE.update(grads, opt_state, params, value=loss)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+
+class _Model:
+    @jmpscale.value_and_grad
+    def loss(self, batch):
+        return jnp.sum(batch)
+
+    def method(self, w):
+        return jnp.sum(w)
+
+
 _holomorphic = functools.partial(jax.value_and_grad, holomorphic=True)
 
 
@@ -595,12 +610,64 @@ VALUE_AND_GRAD_ERRORS = {
         "nnx-grad": (_value_and_grad(W32, transform=nnx.grad), "transform must return ((value, aux), grads)"),
         "holomorphic": (
             _value_and_grad(jnp.complex64(1), fun=lambda z: z**2, transform=_holomorphic),
-            "fun must return a real floating-point scalar as the loss, got complex64[], which transform accepts, "
-            "but which cannot be scaled. Reduce it with .sum() or .mean(), or use scale, jax.vjp and unscale.",
+            "fun must return a real floating-point scalar as the loss, got complex64[]. Reduce it with .sum() or "
+            ".mean(), or use scale, jax.vjp and unscale.",
         ),
         "vector": (
             _value_and_grad(W32, fun=lambda w: w[:1], transform=_value_and_grad_of_vector),
             "fun must return a real floating-point scalar as the loss, got float32[1]",
+        ),
+        "vector-jit": (lambda: jax.jit(_value_and_grad(W32, fun=jnp.tanh))(), "got float32[2]. Reduce it with .sum()"),
+        "vector-disabled": (
+            lambda: jmpscale.value_and_grad(jnp.tanh)(jmpscale.disabled(), W32),
+            "as the loss, got float32[2]. Reduce it",
+        ),
+        "vector-equinox": (
+            _value_and_grad(W32, fun=jnp.tanh, transform=eqx.filter_value_and_grad),
+            "as the loss, got float32[2]. Reduce it",
+        ),
+        "vector-nnx": (
+            _value_and_grad(W32, fun=jnp.tanh, transform=nnx.value_and_grad),
+            "as the loss, got float32[2]. Reduce it",
+        ),
+        "vector-and-aux": (_value_and_grad(W32, fun=lambda w: (w, 1), has_aux=True), "as the loss, got float32[2]."),
+        "pair": (
+            _value_and_grad(W32, fun=lambda w: (jnp.sum(w), w)),
+            "as the loss, got tuple of 2. If the second value is auxiliary data, pass has_aux=True. Pass the loss "
+            "function itself, not a training step or a function that returns gradients.",
+        ),
+        "gradients": (
+            _value_and_grad(GRADS, fun=jax.grad(_sum)),
+            "as the loss, got dict. Return the loss. Pass the loss function itself, not a training step",
+        ),
+        "none": (_value_and_grad(W32, fun=lambda w: None), "as the loss, got None. Return the loss."),
+        "step": (
+            lambda: jmpscale.value_and_grad(jax.jit(_train_step))(STATE, GRADS, SCALE.init(GRADS)),
+            "as the loss, got tuple of 3. Return the loss. Pass the loss function itself, not a training step",
+        ),
+        "value_and_grad": (
+            lambda: jmpscale.value_and_grad(jmpscale.value_and_grad(_sum)),
+            "fun must be the loss function, got a result of value_and_grad. Pass the loss function itself",
+        ),
+        "value_and_grad-jit": (
+            lambda: jmpscale.value_and_grad(jax.jit(jmpscale.value_and_grad(_sum))),
+            "fun must be the loss function, got a result of value_and_grad.",
+        ),
+        "arguments-2": (
+            lambda: jmpscale.value_and_grad(_sum, OPT_STATE, GRADS),
+            "argnums must be an int or a sequence of ints, got a WithLossScalingState. The scaler is the first",
+        ),
+        "arguments-3": (
+            lambda: jmpscale.value_and_grad(_sum, OPT_STATE, GRADS, W32),
+            "got a WithLossScalingState. The scaler is the first positional argument of the new function: value_and",
+        ),
+        "arguments-aux": (
+            lambda: jmpscale.value_and_grad(_sum, 0, GRADS),
+            "has_aux must be a boolean, got dict. The scaler is the first positional argument of the new function",
+        ),
+        "arguments-all": (
+            lambda: jmpscale.value_and_grad(_sum, 0, True, STATE, GRADS),
+            "value_and_grad takes the loss function and options, got 2 more arguments. The scaler is the first",
         ),
         "nnx": (
             _value_and_grad(NNX),
@@ -614,6 +681,10 @@ VALUE_AND_GRAD_ERRORS = {
             "argument (0, 1) must have only differentiable leaves, got an Equinox Lambda with PjitFunction at "
             ".fn. Pass transform=equinox.filter_value_and_grad.",
         ),
+        "equinox-with-nnx": (
+            _value_and_grad(EQUINOX, transform=nnx.value_and_grad),
+            "got an Equinox Lambda with PjitFunction at .fn. Pass transform=equinox.filter_value_and_grad.",
+        ),
         "absent": (
             _value_and_grad(GRADS, argnums=1),
             "argnums=1 requires at least 2 positional arguments to be passed by the caller, but got only 1 "
@@ -625,6 +696,11 @@ VALUE_AND_GRAD_ERRORS = {
             _without_scaler,
             "found 0 in a dict. The scaler is the first positional argument of the new function: "
             "value_and_grad(loss_fn)(scaler, params, batch).",
+        ),
+        "method": (
+            lambda: _Model().loss(STATE, W32),
+            "found 0 in a _Model. A decorated method receives self before the scaler. Remove the decorator, and call "
+            "value_and_grad(self.loss)(scaler, batch).",
         ),
     },
 }
@@ -1152,6 +1228,12 @@ ACCEPTED = {
     "value_and_grad-disabled-vector": lambda: jmpscale.value_and_grad(
         lambda w: w[:1], transform=_value_and_grad_of_vector
     )(jmpscale.disabled(), W32),
+    "value_and_grad-has_aux": _value_and_grad(W32, fun=lambda w: (jnp.sum(w), w), has_aux=np.True_),
+    "value_and_grad-method": _value_and_grad(W32, fun=_Model().method),
+    "value_and_grad-of-gradients": _value_and_grad(W32, fun=lambda w: jmpscale.value_and_grad(jnp.sum)(STATE, w)[0]),
+    "value_and_grad-diff_state": lambda: _value_and_grad(
+        nnx.Linear(2, 1, rngs=nnx.Rngs(0)), fun=_sum, argnums=nnx.DiffState(0, nnx.Param), transform=nnx.value_and_grad
+    )(),
     "value_and_grad-scaler-of-fun": lambda: jmpscale.value_and_grad(lambda w, scaler: w * scaler)(
         STATE, 1.0, scaler=2.0
     ),
