@@ -30,6 +30,7 @@ from jmpscale._gate import GatedTree, check_same_types, gate, has_same_type, is_
 from jmpscale._monitor import warn_if_skipped
 from jmpscale._optax_checks import (
     check_carry,
+    check_not_wrapped,
     check_structure_of_updates,
     check_transformation,
     check_update_arguments,
@@ -37,7 +38,7 @@ from jmpscale._optax_checks import (
     warn_if_masked,
     warn_if_overflows_are_hidden,
 )
-from jmpscale._scaling import all_reduce_outcome, apply_rule, multiply_gradients, unscaled_dtype
+from jmpscale._scaling import all_reduce_outcome, apply_rule, multiply_gradients, unscaled_dtype, warn_if_constant
 from jmpscale._state import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
@@ -138,6 +139,7 @@ def with_loss_scaling(
         warn_if_masked(params)
         scaler = jax.tree.map(jnp.array, initial)
         inner_state = tx.init(params if _is_disabled(scaler) else _as_seen_by_inner(params))
+        check_not_wrapped(inner_state)
         return WithLossScalingState(scaler, inner_state, None if max_norm is None else jnp.zeros((), jnp.float32))
 
     def update(
@@ -166,6 +168,7 @@ def with_loss_scaling(
         loss = extra_args.get("value", extra_args.get("loss"))
         decision_axes = _decision_axes(axis_name, norm_axis_name)
         finite, loss_finite = all_reduce_outcome(_is_finite(grads, norm), loss, decision_axes)
+        warn_if_constant(scaler, grads, "optimizer state")
         inner_params = _as_seen_by_inner(params)
         if is_traced(finite) or finite:
             inner_with_params = functools.partial(update_inner, params=inner_params)

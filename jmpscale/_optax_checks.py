@@ -26,6 +26,15 @@ def check_transformation(tx: object, name: str, remedy: str) -> None:
         )
 
 
+def check_not_wrapped(inner_state: PyTree) -> None:
+    """Raises if the inner optimizer has loss scaling already: a step has one scaler."""
+    if find_instances(inner_state, WithLossScalingState):
+        raise TypeError(
+            "inner must not contain with_loss_scaling, got an optimizer that is wrapped already. Wrap the whole "
+            "optimizer once: with_loss_scaling(optax.chain(...))."
+        )
+
+
 def check_update_arguments(grads: PyTree, state: object) -> WithLossScalingState:
     if not isinstance(state, WithLossScalingState):
         raise TypeError(

@@ -11,11 +11,13 @@ from types import SimpleNamespace
 
 import equinox as eqx
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training.train_state import TrainState
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -435,15 +437,15 @@ ALGORITHM_ERRORS = {
         "scale-float8": (lambda: _traced(jmpscale.scale, STATE, W8), "the loss is float8_e4m3fn"),
         "update-constant": (
             lambda: _traced(lambda x: jmpscale.update(STATE, x), TRUE),
-            "constant of the compiled program, so the scale never adapts and skips are not counted: the compiled "
+            "the scaler is a constant of the compiled program, so every call starts from the same one: the compiled "
             "function creates the scaler, or closes over it. Create the scaler before, pass it to the compiled "
-            "function as an argument, and return the new scaler.",
+            "function as an argument, and return the new one.",
         ),
         "update-created": (
             lambda: _traced(lambda x: jmpscale.update(jmpscale.dynamic(), x), TRUE),
-            "constant of the compiled program, so the scale never adapts and skips are not counted: the compiled "
+            "the scaler is a constant of the compiled program, so every call starts from the same one: the compiled "
             "function creates the scaler, or closes over it. Create the scaler before, pass it to the compiled "
-            "function as an argument, and return the new scaler.",
+            "function as an argument, and return the new one.",
         ),
         "axis-missing": (
             lambda: _per_device(jmpscale.all_finite),
@@ -642,7 +644,7 @@ VALUE_AND_GRAD_ERRORS = {
         ),
         "none": (_value_and_grad(W32, fun=lambda w: None), "as the loss, got None. Return the loss."),
         "step": (
-            lambda: jmpscale.value_and_grad(jax.jit(_train_step))(STATE, GRADS, SCALE.init(GRADS)),
+            lambda: jmpscale.value_and_grad(jax.jit(_train_step))(STATE, GRADS, SCALE_STATE),
             "as the loss, got tuple of 3. Return the loss. Pass the loss function itself, not a training step",
         ),
         "value_and_grad": (
@@ -791,6 +793,15 @@ def test_loss_scaled_explains_its_error_in_forward_mode():
 # --- with_loss_scaling and optax_step ---
 
 MASK = {"w": True, "b": False}
+SCALE = jmpscale.with_loss_scaling(optax.scale(1.0))
+SCALE_STATE = SCALE.init(GRADS)
+ACCUMULATING = jmpscale.with_loss_scaling(optax.MultiSteps(optax.scale(1.0), 2))
+ACCUMULATING_STATE = ACCUMULATING.init(GRADS)
+
+
+def _accumulate(grads, state=ACCUMULATING_STATE):
+    with jax.numpy_dtype_promotion("standard"):  # optax relies on it
+        return ACCUMULATING.update(grads, state)
 
 
 def _inner(update):
@@ -834,6 +845,15 @@ WITH_LOSS_SCALING_ERRORS = {
         "update": (
             _wrap(SimpleNamespace(update=ADAM.update)),
             "inner must be an optax.GradientTransformation, got SimpleNamespace.",
+        ),
+        "wrapped-twice": (
+            lambda: _wrap(TX)().init(GRADS),
+            "inner must not contain with_loss_scaling, got an optimizer that is wrapped already. Wrap the whole "
+            "optimizer once: with_loss_scaling(optax.chain(...)).",
+        ),
+        "wrapped-in-chain": (
+            lambda: _wrap(optax.chain(SGD, optax.chain(TX)), jmpscale.disabled())().init(GRADS),
+            "inner must not contain with_loss_scaling",
         ),
         "max_norm-string": (_wrap(ADAM, max_norm="1"), "max_norm must be a Python number, got '1'"),
         "tx.update-inner-state": (
@@ -903,6 +923,21 @@ WITH_LOSS_SCALING_ERRORS = {
         "max_norm-large": (_wrap(ADAM, max_norm=LARGEST * 1.5), "max_norm must be between"),
     },
     UserWarning: {
+        "constant-state": (
+            lambda: _traced(lambda grads: SCALE.update(grads, SCALE_STATE), GRADS),
+            "the optimizer state is a constant of the compiled program, so every call starts from the same one: the "
+            "compiled function creates the optimizer state, or closes over it. Create the optimizer state before, "
+            "pass it to the compiled function as an argument, and return the new one. If the function is a whole "
+            "training run, carry the optimizer state through jax.lax.scan.",
+        ),
+        "constant-scaler": (
+            lambda: _traced(lambda grads, state: SCALE.update(grads, state._replace(scaler=STATE)), GRADS, SCALE_STATE),
+            "the optimizer state is a constant of the compiled program",
+        ),
+        "constant-state-of-multi_steps": (
+            lambda: _traced(_accumulate, GRADS),
+            "the optimizer state is a constant of the compiled program",
+        ),
         "inside-multi_steps": (
             lambda: optax.MultiSteps(TX, 2).init(GRADS),
             "inside optax.MultiSteps: after one overflow its accumulated gradients stay NaN, and every later step"
@@ -1149,7 +1184,6 @@ def test_tool_raises(call, error, words):
 
 # --- warnings name the line of the caller ---
 
-SCALE = jmpscale.with_loss_scaling(optax.scale(1.0))
 CHAIN = optax.chain(SCALE, optax.scale(1.0))
 
 
@@ -1185,6 +1219,24 @@ def test_warnings_name_the_line_of_the_caller(map_):
 # --- valid calls, some of them at a limit ---
 
 WORDS = np.array(["a", "b"])
+
+
+def _step_from(state):
+    """Returns a step that closes over its optimizer state."""
+    return lambda params: optax.apply_updates(params, SCALE.update(params, state, params)[0])
+
+
+def _scan_of_steps(params):
+    """Carries a state that the program closes over."""
+    return jax.lax.scan(lambda c, _: (_train_step(*c)[:2], None), (params, SCALE_STATE), None, 2)
+
+
+def _update_with_nnx():
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, SCALE, wrt=nnx.Param)
+    step = nnx.jit(lambda model, optimizer: optimizer.update(model, nnx.state(model, nnx.Param)))
+    step(model, optimizer)
+    step(model, optimizer)
 
 
 def _scan_of_a_new_scaler(flags):
@@ -1236,6 +1288,27 @@ ACCEPTED = {
     )(),
     "value_and_grad-scaler-of-fun": lambda: jmpscale.value_and_grad(lambda w, scaler: w * scaler)(
         STATE, 1.0, scaler=2.0
+    ),
+    "state-argument": lambda: _traced(_train_step, GRADS, SCALE_STATE),
+    "state-eager": lambda: _step_from(SCALE_STATE)(GRADS),
+    "state-eager-grad": lambda: jax.grad(lambda p: _sum(_step_from(SCALE_STATE)(p)))(GRADS),
+    "state-compiled-grad": lambda: _traced(jax.grad(lambda p: _sum(_step_from(SCALE_STATE)(p))), GRADS),
+    "state-compiled-vmap": lambda: _traced(jax.vmap(_step_from(SCALE_STATE)), jax.tree.map(lambda x: x[None], GRADS)),
+    "state-created": lambda: _traced(lambda p: _train_step(p, SCALE.init(p)), GRADS),
+    "state-carried-by-scan": lambda: _traced(_scan_of_steps, GRADS),
+    "state-in-eager-scan": lambda: _scan_of_steps(GRADS),
+    "state-in-eager-cond": lambda: jax.lax.cond(
+        TRUE, lambda: SCALE.update(GRADS, SCALE_STATE), lambda: (GRADS, SCALE_STATE)
+    ),
+    "state-on-devices": lambda: _per_device(lambda x, state: SCALE.update(x, state)[0], SCALE_STATE, check_vma=True),
+    "state-exported": lambda: jax.export.export(jax.jit(_train_step))(GRADS, SCALE_STATE),
+    "state-in-train_state": lambda: _traced(
+        lambda state: state.apply_gradients(grads=GRADS), TrainState.create(apply_fn=None, params=GRADS, tx=SCALE)
+    ),
+    "state-in-nnx": _update_with_nnx,
+    "state-of-multi_steps": lambda: _traced(_accumulate, GRADS, ACCUMULATING_STATE),
+    "state-disabled": lambda: _traced(
+        lambda g: jmpscale.with_loss_scaling(SGD).update(g, OPT_STATE._replace(scaler=jmpscale.disabled())), GRADS
     ),
     "update-carried-by-scan": lambda: _traced(_scan_of_a_new_scaler, FLAGS),
     "update-argument": lambda: _traced(jmpscale.update, STATE, TRUE),
