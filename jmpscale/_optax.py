@@ -35,6 +35,7 @@ from jmpscale._optax_checks import (
     check_transformation,
     check_update_arguments,
     warn_if_inside_multi_steps,
+    warn_if_loss_is_misspelled,
     warn_if_masked,
     warn_if_overflows_are_hidden,
 )
@@ -102,15 +103,16 @@ def with_loss_scaling(
 
     Raises:
       TypeError: `inner` is not a gradient transformation, `scaler` is not a `ScalerState`, `max_norm` is not a number,
-        or `warn_after_skips` is not an integer. From `tx.update`: `inner` changes the structure or the types of its
-        state, or a gradient is a partial sum or a `jax.Ref`.
+        or `warn_after_skips` is not an integer. From `tx.init`: `inner` contains another wrapper. From `tx.update`:
+        `inner` changes the structure or the types of its state, or a gradient is a partial sum or a `jax.Ref`.
       ValueError: `max_norm` or `warn_after_skips` is out of range, or an axis is not mapped.
 
     Warns:
       UserWarning: from `tx.init`, if `optax.MultiSteps`, `optax.partition` or `optax.masked` contains the
-        transformation; from `tx.update`, if `axis_name` is missing, so that devices would decide independently, or if
-        an `optax.chain` contains `optax.clip`, `optax.zero_nans` or `optax.scale_by_sign` before the transformation;
-        from the program, after `warn_after_skips` consecutive skips.
+        transformation; from `tx.update`, if `axis_name` is missing, so that devices would decide independently, if
+        an `optax.chain` contains `optax.clip`, `optax.zero_nans` or `optax.scale_by_sign` before the transformation,
+        if the state is a constant of a compiled program, or if an extra argument looks like a misspelled loss; from
+        the program, after `warn_after_skips` consecutive skips.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -165,6 +167,7 @@ def with_loss_scaling(
             return updates, WithLossScalingState(scaler, inner_state, grad_norm)
 
         warn_if_unsynchronized(axis_name, norm_axis_name)
+        warn_if_loss_is_misspelled(extra_args, inner)
         loss = extra_args.get("value", extra_args.get("loss"))
         decision_axes = _decision_axes(axis_name, norm_axis_name)
         finite, loss_finite = all_reduce_outcome(_is_finite(grads, norm), loss, decision_axes)

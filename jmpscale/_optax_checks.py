@@ -1,10 +1,11 @@
 """Checks of how an optimizer with loss scaling is built and called."""
 
 import contextlib
+import difflib
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import optax
 
@@ -105,6 +106,23 @@ def warn_if_overflows_are_hidden() -> None:
             "optax.clip: it does not see overflows, so they are applied, and the scale only grows. Place the "
             "transformation inside: with_loss_scaling(optax.chain(optax.clip(1.0), tx))."
         )
+
+
+def warn_if_loss_is_misspelled(names: Collection[str], inner: object) -> None:
+    """Warns if the name of an extra argument is almost `loss` or `value`, and no transformation reads it."""
+    if "loss" in names or "value" in names or not isinstance(inner, tuple):
+        return
+    for name in names:
+        if difflib.get_close_matches(name, ["loss", "value"], cutoff=0.8) and not _reads([inner], name):
+            warn_user(
+                f"the extra argument {name!r} of tx.update is ignored, because no transformation takes it. Pass the "
+                "unscaled loss as value= or loss=, so that a non-finite loss does not reduce the scale."
+            )
+
+
+def _reads(transformations: Iterable[object], name: str) -> bool:
+    """Tests whether a function has a parameter of this name, or contains the name as a string."""
+    return any(name in (*fn.__code__.co_varnames, *fn.__code__.co_consts) for fn in _functions_in(transformations))
 
 
 def _hides_overflows(frame: types.FrameType) -> bool:

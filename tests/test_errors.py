@@ -799,6 +799,21 @@ ACCUMULATING = jmpscale.with_loss_scaling(optax.MultiSteps(optax.scale(1.0), 2))
 ACCUMULATING_STATE = ACCUMULATING.init(GRADS)
 
 
+def _reads_losses(grads, state, params=None, *, losses):
+    return jax.tree.map(lambda g: g * losses, grads), state
+
+
+def _looks_up_losses(grads, state, params=None, **extra_args):
+    return _reads_losses(grads, state, losses=extra_args["losses"])
+
+
+def _update_with(update=_reads_losses, **extra_args):
+    """Calls `update` inside of a chain in a wrapper."""
+    inner = optax.chain(optax.scale(1.0), optax.GradientTransformationExtraArgs(SGD.init, update))
+    tx = jmpscale.with_loss_scaling(inner)
+    return lambda: tx.update(GRADS, tx.init(GRADS), GRADS, **extra_args)
+
+
 def _accumulate(grads, state=ACCUMULATING_STATE):
     with jax.numpy_dtype_promotion("standard"):  # optax relies on it
         return ACCUMULATING.update(grads, state)
@@ -923,6 +938,15 @@ WITH_LOSS_SCALING_ERRORS = {
         "max_norm-large": (_wrap(ADAM, max_norm=LARGEST * 1.5), "max_norm must be between"),
     },
     UserWarning: {
+        "misspelled-loss": (
+            lambda: SCALE.update(GRADS, SCALE_STATE, GRADS, lss=LOSS),
+            "the extra argument 'lss' of tx.update is ignored, because no transformation takes it. Pass the unscaled "
+            "loss as value= or loss=, so that a non-finite loss does not reduce the scale.",
+        ),
+        "misspelled-value": (
+            lambda: SCALE.update(GRADS, SCALE_STATE, GRADS, key=LOSS, values=LOSS),
+            "the extra argument 'values' of tx.update is ignored",
+        ),
         "constant-state": (
             lambda: _traced(lambda grads: SCALE.update(grads, SCALE_STATE), GRADS),
             "the optimizer state is a constant of the compiled program, so every call starts from the same one: the "
@@ -1062,6 +1086,12 @@ REPORT_ERRORS = {
         ),
         "cast-complex": (lambda: jmpscale.cast(GRADS, jnp.complex64), "dtype must be a floating-point dtype, got"),
         "cast-swapped": (lambda: jmpscale.cast(jnp.float16, GRADS), "got dict. Pass the tree, then a dtype"),
+        "cast-array-swapped": (
+            lambda: jmpscale.cast(jnp.float16, W32),
+            "dtype must be a floating-point dtype, got float32[2]. Pass the tree, then a dtype such as jnp.float16: "
+            "cast(params, jnp.float16).",
+        ),
+        "cast-array": (lambda: jmpscale.cast(GRADS, np.ones(2)), "floating-point dtype, got float64[2]. Pass the tree"),
         "cast-string": (lambda: jmpscale.cast(GRADS, "float17"), "got 'float17'. Pass the tree"),
         "cast-None": (lambda: jmpscale.cast(GRADS, None), "dtype must be a floating-point dtype, got None"),
         "raise_if_stuck-fraction": (_stuck(2.5), "max_consecutive_skips must be an integer, got 2.5"),
@@ -1289,6 +1319,10 @@ ACCEPTED = {
     "value_and_grad-scaler-of-fun": lambda: jmpscale.value_and_grad(lambda w, scaler: w * scaler)(
         STATE, 1.0, scaler=2.0
     ),
+    "extra-argument-of-inner": _update_with(losses=LOSS),
+    "extra-argument-by-name": _update_with(_looks_up_losses, losses=LOSS),
+    "extra-argument-and-loss": lambda: SCALE.update(GRADS, SCALE_STATE, GRADS, value=LOSS, values=LOSS),
+    "extra-arguments": lambda: SCALE.update(GRADS, SCALE_STATE, GRADS, value_fn=_sum, loss_fn=_sum, grad=GRADS, key=1),
     "state-argument": lambda: _traced(_train_step, GRADS, SCALE_STATE),
     "state-eager": lambda: _step_from(SCALE_STATE)(GRADS),
     "state-eager-grad": lambda: jax.grad(lambda p: _sum(_step_from(SCALE_STATE)(p)))(GRADS),
