@@ -27,7 +27,7 @@ from jmpscale._base.tree import (
 from jmpscale._find_scaler import check_scaler
 from jmpscale._finite import all_finite_here
 from jmpscale._gate import GatedTree, check_same_types, gate, has_same_type, is_numeric
-from jmpscale._monitor import warn_if_skipped
+from jmpscale._monitor import SkipMonitor
 from jmpscale._optax_checks import (
     check_carry,
     check_not_wrapped,
@@ -89,9 +89,12 @@ def with_loss_scaling(
       norm_axis_name: the mapped axes along which each device holds a part of the gradients, such as the axis of
         hand-written FSDP; needed only where `axis_name` is. The squares are summed over these axes. Do not name axes
         along which every device holds the whole gradient.
-      warn_after_skips: the number of consecutive skips after which to warn, once per streak, from inside the compiled
-        program; for training loops that do not return the optimizer state, so that `raise_if_stuck` cannot read it.
-        The warning states the scale, the cause and the remedy. Under `jax.pmap` and `jax.shard_map` each device warns.
+      warn_after_skips: the number of skips after which to warn, from inside the compiled program; for training loops
+        that do not return the optimizer state, so that `raise_if_stuck` cannot read it. It warns after so many
+        consecutive skips, and once per series of skips if so many of the latest `5 * warn_after_skips` steps were
+        skipped, growths of the scale aside. The warning states the scale, the cause and the remedy. It also warns if a
+        dynamic scale grows to a `max_scale` of 2^32 or more without a skip, because the loss may be unscaled. Under
+        `jax.pmap` and `jax.shard_map` each device warns of consecutive skips.
 
     Returns:
       A gradient transformation, whose state is a `WithLossScalingState`. Call `tx.update(grads, opt_state, params,
@@ -112,7 +115,7 @@ def with_loss_scaling(
         transformation; from `tx.update`, if `axis_name` is missing, so that devices would decide independently, if
         an `optax.chain` contains `optax.clip`, `optax.zero_nans` or `optax.scale_by_sign` before the transformation,
         if the state is a constant of a compiled program, or if an extra argument looks like a misspelled loss; from
-        the program, after `warn_after_skips` consecutive skips.
+        the program, as `warn_after_skips` describes.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -131,8 +134,7 @@ def with_loss_scaling(
     initial = jax.tree.map(_copied, initial)  # the caller may donate its arrays
     if max_norm is not None:
         max_norm = check_in_range("max_norm", max_norm, SMALLEST_SCALE, LARGEST_SCALE, "Omit it to clip nothing.")
-    if warn_after_skips is not None:
-        warn_after_skips = check_count("warn_after_skips", warn_after_skips)
+    monitor = None if warn_after_skips is None else SkipMonitor(check_count("warn_after_skips", warn_after_skips))
     tx = _with_extra_args(inner)
 
     def init(params: optax.Params) -> Any:
@@ -178,10 +180,10 @@ def with_loss_scaling(
             updates, inner_state = _update_if(finite, inner_with_params, grads, state.inner_state)
         else:  # outside jit; the updates of inner are not computed, because inner may read values
             updates, inner_state = _skipped_updates(grads, inner_params), state.inner_state
-        scaler = apply_rule(scaler, finite, loss_finite)
-        if warn_after_skips is not None:
-            scaler = warn_if_skipped(scaler, warn_after_skips)
-        return updates, WithLossScalingState(scaler, inner_state, grad_norm)
+        new_scaler = apply_rule(scaler, finite, loss_finite)
+        if monitor is not None:
+            new_scaler = monitor.watch(scaler, new_scaler)
+        return updates, WithLossScalingState(new_scaler, inner_state, grad_norm)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
