@@ -7,9 +7,11 @@ import collections
 import warnings
 
 import jax
+import jax.custom_batching
 import jax.numpy as jnp
 import numpy as np
 
+from jmpscale._base.axes import all_reduce_and
 from jmpscale._base.check import check_count
 from jmpscale._base.frameworks import multi_steps_sums
 from jmpscale._base.text import format_number
@@ -190,6 +192,30 @@ class SkipMonitor:
         if self._has_warned or len(self._skipped) < self._count:
             return ""
         return f"{len(self._skipped)} of the last {self._window} steps were skipped"
+
+
+def warn_unless(flag: jax.Array, text: str, x: jax.Array) -> jax.Array:
+    """Warns if a flag is false, on any device, even from inside a compiled program; under `jax.vmap` once per batch.
+
+    Returns:
+      `x`, unchanged. In a compiled program it depends on the callback, as in `SkipMonitor.watch`.
+    """
+
+    def warn() -> np.ndarray:
+        warnings.warn(text, stacklevel=2)
+        return np.array(True)
+
+    @jax.custom_batching.custom_vmap
+    def has_run(flag: jax.Array) -> jax.Array:
+        result = jax.ShapeDtypeStruct((), np.bool_)
+        return jax.lax.cond(flag, lambda: jnp.array(True), lambda: jax.pure_callback(warn, result))
+
+    @has_run.def_vmap
+    def _(axis_size: int, in_batched: list[bool], flags: jax.Array) -> tuple[jax.Array, bool]:
+        return has_run(flags.all()), False
+
+    (flag,) = all_reduce_and(jax.lax.stop_gradient(flag))
+    return jnp.where(has_run(flag), x, jnp.zeros_like(x))
 
 
 def _has_grown_without_skip(before: ScalerState, after: ScalerState) -> jax.Array:
