@@ -76,9 +76,9 @@ def value_and_grad(
 
     Raises:
       TypeError: the scaler is missing; `fun` is not callable, is a result of this function, does not return a pair
-        although `has_aux` is true, or returns a loss that is not a real floating-point scalar; the arguments of `fun`
-        are given before those of the new function; `transform` is not a `value_and_grad`; or it is not made for a
-        differentiated argument, which is a Flax NNX object or contains leaves that are not differentiable.
+        although `has_aux` is true, or returns a loss that is not a real floating-point scalar; an option is an argument
+        of `fun`; `transform` is not a `value_and_grad`; or a differentiated argument is a Flax NNX object, or contains
+        leaves that are not differentiable, and `transform` is the `value_and_grad` of another framework.
       ValueError: the first argument contains no scaler, more than one, or a batch of scalers.
 
     >>> import jmpscale
