@@ -93,7 +93,7 @@ def value_and_grad(
     _check_options(fun, argnums, has_aux, _arguments)
     # equinox.filter_value_and_grad has no argnums, and nnx.value_and_grad takes it by keyword only.
     options = {} if isinstance(argnums, int) and argnums == 0 else {"argnums": argnums}
-    name = getattr(fun, "__name__", "fun")
+    name = str(getattr(fun, "__name__", "fun"))
 
     # A parameter of fun may also be called scaler, so the scaler is positional only.
     def value_and_grad_fun(scaler: PyTree = None, /, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
