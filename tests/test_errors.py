@@ -128,7 +128,7 @@ def test_function_requires_a_tree_with_one_scaler(name):
     words = rf"{argument} must contain exactly one ScalerState, found 0 in a dict\. (Pass a|The scaler is the first)"
     with pytest.raises(ValueError, match=words):
         call(GRADS)
-    with pytest.raises(ValueError, match="exactly one ScalerState, found 2 in a list"):
+    with pytest.raises(ValueError, match=r"exactly one ScalerState, found 2 in a list\. A step has one scaler: wrap"):
         call([STATE, {"b": STATE}])
 
 
