@@ -626,7 +626,7 @@ def warnings_of(fn, *args):
 @pytest.mark.parametrize("transform", rows(TRANSFORMED))
 def test_loss_scaled_warns_of_gradients_that_are_not_finite(transform):
     grad_fn = transform(jax.grad(watched(overflowing)))
-    _, messages = warnings_of(grad_fn, W, X.at[0, 0].set(jnp.inf))
+    _, messages = warnings_of(grad_fn, W, X.at[2, 0].set(jnp.inf))
     assert messages
     words = "the gradients of overflowing in jmpscale.loss_scaled are not finite. If the training loop replaces"
     assert all(message.startswith(words) for message in messages)
@@ -634,6 +634,24 @@ def test_loss_scaled_warns_of_gradients_that_are_not_finite(transform):
         result, messages = warnings_of(grad_fn, *args)
         assert messages == []
         np.testing.assert_array_equal(result, transform(jax.grad(scaled(overflowing)))(*args))
+
+
+def test_loss_scaled_watches_sharded_and_replicated_gradients():
+    def loss(params, x):
+        return jax.lax.psum(mean_square(params["w"], x) * params["scale"], "data")
+
+    def grads(wrap, params, x):
+        def grad_fn(params, x):
+            return jax.grad(lambda p: wrap(loss)(p | {"w": p["w"][..., 0]}, x))(params)
+
+        specs = {"scale": P(), "w": P(None, None, "data")}
+        return jax.jit(jax.shard_map(grad_fn, mesh=MESH, in_specs=(specs, P()), out_specs=specs))(params, x)
+
+    params = {"scale": jnp.float32(1.0), "w": jnp.stack([W] * len(DEVICES), axis=2)}
+    found, messages = warnings_of(grads, watched, params, X)
+    assert messages == []
+    chex.assert_trees_all_equal(found, grads(scaled, params, X))
+    assert warnings_of(grads, watched, params, X * jnp.inf)[1]
 
 
 def test_loss_scaled_has_no_callback_by_default():

@@ -285,9 +285,9 @@ def test_wrapper_counts_the_skips_of_each_run():
 
 
 def test_wrapper_counts_skips_because_of_the_loss():
-    tx = jmpscale.with_loss_scaling(optax.sgd(0.1), jmpscale.dynamic(growth_interval=5), warn_after_skips=3)
+    tx = jmpscale.with_loss_scaling(optax.sgd(0.1), jmpscale.dynamic(growth_interval=100), warn_after_skips=3)
     losses = np.where(([True] * 7 + [False]) * 3, np.float32(1.0), np.float32(np.nan))
-    sparse, dense = losses, losses[6:8].tolist() * 4
+    sparse, dense = losses, np.append([1.0] * 20, losses[6:8].tolist() * 4)
 
     def step(state, loss):
         return tx.update(loss, state, value=loss)[1]
