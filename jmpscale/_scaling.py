@@ -20,7 +20,7 @@ from jmpscale._base.axes import (
     warn_if_unsynchronized,
 )
 from jmpscale._base.check import COUNTER_LIMIT, check_flag, warn_user
-from jmpscale._base.compat import unreduced_axes
+from jmpscale._base.compat import is_compiling, unreduced_axes
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, Tree, check_no_refs, flatten_gradients, is_real, is_traced, named_leaves
 from jmpscale._find_scaler import check_scaler, find_scaler
@@ -276,10 +276,10 @@ def warn_if_constant(scaler: ScalerState, values: PyTree, name: str = "scaler") 
       name: what holds the scaler in the user's program.
     """
     traced = [x for x in jax.tree.leaves(values) if is_traced(x)]
-    if not traced or any(map(is_traced, jax.tree.leaves(scaler))):
+    if not traced or not is_compiling() or any(map(is_traced, jax.tree.leaves(scaler))):
         return
-    # A new array has the type of the values of a program that is being compiled. Transformations trace values of types
-    # of their own, and a step that is differentiated, or mapped over a batch, may start from a constant.
+    # A step that a compiled program differentiates, or maps over a batch, may start from a constant. Such a
+    # transformation traces values of a type of its own; a new array has the type of the program's values.
     if all(type(x) is type(jnp.zeros(())) for x in traced):
         warn_user(
             f"the {name} is a constant of the compiled program, so every call starts from the same one: the compiled "

@@ -1269,6 +1269,13 @@ def _update_with_nnx():
     step(model, optimizer)
 
 
+def _update_on_devices():
+    """Closes over the state in a program that `jax.shard_map` runs without compiling it."""
+    mesh = meshes.make_mesh(d=8)
+    update = jax.shard_map(lambda x: SCALE.update(x, SCALE_STATE)[0], mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    update(jnp.ones(8))
+
+
 def _scan_of_a_new_scaler(flags):
     """Creates a scaler in the program, which adapts there."""
     return jax.lax.scan(lambda scaler, flag: (jmpscale.update(scaler, flag), None), jmpscale.dynamic(), flags)
@@ -1335,6 +1342,7 @@ ACCEPTED = {
         TRUE, lambda: SCALE.update(GRADS, SCALE_STATE), lambda: (GRADS, SCALE_STATE)
     ),
     "state-on-devices": lambda: _per_device(lambda x, state: SCALE.update(x, state)[0], SCALE_STATE, check_vma=True),
+    "state-on-eager-devices": _update_on_devices,
     "state-exported": lambda: jax.export.export(jax.jit(_train_step))(GRADS, SCALE_STATE),
     "state-in-train_state": lambda: _traced(
         lambda state: state.apply_gradients(grads=GRADS), TrainState.create(apply_fn=None, params=GRADS, tx=SCALE)
