@@ -45,9 +45,9 @@ def cast(tree: Tree, dtype: DTypeLike) -> Tree:
     return unflatten(jnp.asarray(x, dtype) for x in leaves)
 
 
-def _check_floating(dtype: DTypeLike) -> None:
+def _check_floating(dtype: object) -> None:
     got = describe(dtype)
-    if dtype is not None:
+    if isinstance(dtype, (str, type, np.dtype)):  # NumPy would take the dtype of an array, too
         try:
             got = np.dtype(dtype).name
             if jnp.issubdtype(np.dtype(dtype), np.floating):

@@ -82,6 +82,11 @@ def replace_scaler(tree: Tree, scaler: ScalerState) -> Tree:
 def _only_scaler(tree: PyTree, name: str, remedy: str = "") -> ScalerState:
     register_with_flax()
     found = find_instances(tree, ScalerState)
+    if len(found) > 1:
+        remedy = (
+            "A step has one scaler: wrap the whole optimizer once, with_loss_scaling(optax.chain(...)), or pass the "
+            "part of the tree that contains the scaler of the step."
+        )
     if len(found) != 1:
         remedy = remedy or (
             "Pass a scaler, the optimizer state of with_loss_scaling, or the part of a tree that contains the scaler."

@@ -2,19 +2,26 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn, overload
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpscale._base.frameworks import equinox_module_class
+from jmpscale._base.frameworks import equinox_module_class, nnx_value_and_grad
 from jmpscale._base.text import describe, type_name
-from jmpscale._base.tree import PyTree, check_no_nnx_objects, find_instances, is_inexact, is_real, named_leaves
+from jmpscale._base.tree import (
+    PyTree,
+    check_no_nnx_objects,
+    find_instances,
+    is_array,
+    is_inexact,
+    is_real,
+    named_leaves,
+)
 from jmpscale._find_scaler import find_scaler
 from jmpscale._scaling import scale as scale_loss
 from jmpscale._scaling import unscale
-from jmpscale._state import ScalerState
 
 Function = Callable[..., Any]
 
@@ -22,6 +29,11 @@ _SCALER_COMES_FIRST = (
     "The scaler is the first positional argument of the new function: value_and_grad(loss_fn)(scaler, params, batch). "
     "It may also be the state of an optimizer that is wrapped in with_loss_scaling."
 )
+_SELF_COMES_FIRST = (
+    "A decorated method receives self before the scaler. Remove the decorator, and call "
+    "value_and_grad(self.{name})(scaler, batch)."
+)
+_NOT_THE_STEP = "Pass the loss function itself, not a training step or a function that returns gradients."
 
 
 @overload
@@ -33,7 +45,11 @@ def value_and_grad(
     *, argnums: Any = 0, has_aux: bool = False, transform: Function = jax.value_and_grad
 ) -> Callable[[Function], Callable[..., tuple[Any, PyTree]]]: ...
 def value_and_grad(
-    fun: Function | None = None, argnums: Any = 0, has_aux: bool = False, *, transform: Function = jax.value_and_grad
+    fun: Function | None = None,
+    argnums: Any = 0,
+    has_aux: bool = False,
+    *_arguments: object,
+    transform: Function = jax.value_and_grad,
 ) -> Function:
     """Creates a function that returns the loss and its gradients, computed by a scaled backward pass.
 
@@ -59,10 +75,10 @@ def value_and_grad(
       pass overflowed.
 
     Raises:
-      TypeError: the scaler is missing; `fun` is not callable, does not return a pair although `has_aux` is true, or
-        returns a loss that is not a real floating-point scalar; `transform` is not a `value_and_grad`; or it is
-        `jax.value_and_grad`, and a differentiated argument is a Flax NNX object or contains leaves that are not
-        differentiable.
+      TypeError: the scaler is missing; `fun` is not callable, is a result of this function, does not return a pair
+        although `has_aux` is true, or returns a loss that is not a real floating-point scalar; an option is an argument
+        of `fun`; `transform` is not a `value_and_grad`; or a differentiated argument is a Flax NNX object, or contains
+        leaves that are not differentiable, and `transform` is the `value_and_grad` of another framework.
       ValueError: the first argument contains no scaler, more than one, or a batch of scalers.
 
     >>> import jmpscale
@@ -74,18 +90,18 @@ def value_and_grad(
         return functools.partial(value_and_grad, argnums=argnums, has_aux=has_aux, transform=transform)
     if not callable(fun):
         raise TypeError(f"fun must be the loss function, got {describe(fun)}. {_SCALER_COMES_FIRST}")
-    if isinstance(argnums, ScalerState):
-        raise TypeError(f"argnums must be an int or a sequence of ints, got a ScalerState. {_SCALER_COMES_FIRST}")
+    _check_options(fun, argnums, has_aux, _arguments)
     # equinox.filter_value_and_grad has no argnums, and nnx.value_and_grad takes it by keyword only.
     options = {} if isinstance(argnums, int) and argnums == 0 else {"argnums": argnums}
+    name = str(getattr(fun, "__name__", "fun"))
 
     # A parameter of fun may also be called scaler, so the scaler is positional only.
     def value_and_grad_fun(scaler: PyTree = None, /, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
         if scaler is None:
             raise TypeError(f"scaler must be given by position, got none. {_SCALER_COMES_FIRST}")
-        state = find_scaler(scaler, remedy=_SCALER_COMES_FIRST)
-        if transform is jax.value_and_grad:
-            _check_differentiable(args, argnums)
+        is_self = hasattr(type(scaler), name)
+        state = find_scaler(scaler, remedy=_SELF_COMES_FIRST.format(name=name) if is_self else _SCALER_COMES_FIRST)
+        _check_differentiable(args, argnums, transform)
 
         # Has the signature of fun, in which nnx.value_and_grad finds the positions of keyword arguments.
         @functools.wraps(fun, updated=())
@@ -95,18 +111,35 @@ def value_and_grad(
             loss = out[0] if has_aux else out
             if is_real_scalar(loss):
                 return scale_loss(state, loss), _Output(out)
-            losses_of_wrong_type.append(loss)  # most transformations raise the error of their framework
+            # Without scaling, a transformation of the user's may accept other losses.
+            if state.config.mode != "disabled" or transform is jax.value_and_grad:
+                raise TypeError(f"fun must return a real floating-point scalar as the loss, {_got(loss, has_aux)}")
             return loss, _Output(out)
 
-        losses_of_wrong_type: list[object] = []
         out, grads = _output_and_gradients(transform(scaled_fun, has_aux=True, **options)(*args, **kwargs))
-        if losses_of_wrong_type and state.config.mode != "disabled":
-            _raise_unscaled(losses_of_wrong_type[0])
         return out, unscale(state, grads)
 
     # functools.wraps would show jax.jit(..., static_argnames=...) the signature of fun, which lacks the scaler.
-    value_and_grad_fun.__name__ = f"value_and_grad_of_{getattr(fun, '__name__', 'fun')}"
+    value_and_grad_fun.__name__ = f"value_and_grad_of_{name}"
     return value_and_grad_fun
+
+
+def _check_options(fun: Function, argnums: Any, has_aux: object, arguments: tuple[object, ...]) -> None:
+    """Raises if the options are arguments of `fun`, or `fun` takes a scaler itself."""
+    if any(is_array(leaf) and is_inexact(leaf) for leaf in jax.tree.leaves(argnums)):
+        raise TypeError(
+            f"argnums must be an int or a sequence of ints, got a {type_name(argnums)}. {_SCALER_COMES_FIRST}"
+        )
+    if not isinstance(has_aux, (int, np.bool_)):
+        raise TypeError(f"has_aux must be a boolean, got {describe(has_aux)}. {_SCALER_COMES_FIRST}")
+    if arguments:
+        raise TypeError(
+            f"value_and_grad takes the loss function and options, got {len(arguments)} more arguments. "
+            f"{_SCALER_COMES_FIRST}"
+        )
+    unwrapped = getattr(fun, "__wrapped__", fun)  # jax.jit and autocast wrap functions
+    if getattr(unwrapped, "__qualname__", "") == "value_and_grad.<locals>.value_and_grad_fun":
+        raise TypeError(f"fun must be the loss function, got a result of value_and_grad. {_NOT_THE_STEP}")
 
 
 class _Output(NamedTuple):
@@ -130,12 +163,15 @@ def _count(value: object) -> str:
     return f"{describe(value)} of {len(value)}" if isinstance(value, (tuple, list)) else describe(value)
 
 
-def _raise_unscaled(loss: object) -> NoReturn:
-    """Raises for a loss that cannot be scaled, because the gradients would be divided by the scale nevertheless."""
-    raise TypeError(
-        f"fun must return a real floating-point scalar as the loss, got {describe(loss)}, which transform accepts, but "
-        "which cannot be scaled. Reduce it with .sum() or .mean(), or use scale, jax.vjp and unscale."
-    )
+def _got(loss: object, has_aux: bool) -> str:
+    """Describes a loss that cannot be scaled, and the remedy."""
+    if isinstance(loss, (tuple, list)) and len(loss) == 2 and not has_aux:
+        remedy = f"If the second value is auxiliary data, pass has_aux=True. {_NOT_THE_STEP}"
+    elif not is_inexact(loss):
+        remedy = f"Return the loss. {_NOT_THE_STEP}"
+    else:
+        remedy = "Reduce it with .sum() or .mean(), or use scale, jax.vjp and unscale."
+    return f"got {_count(loss)}. {remedy}"
 
 
 def as_pair(out: object) -> tuple[Any, Any]:
@@ -154,15 +190,18 @@ def is_real_scalar(loss: object) -> bool:
     return is_real(loss) and jnp.shape(loss) == ()
 
 
-def _check_differentiable(args: tuple[PyTree, ...], argnums: Any) -> None:
+def _check_differentiable(args: tuple[PyTree, ...], argnums: Any, transform: Function) -> None:
     """Raises for models whose state `jax.value_and_grad` would silently lose (NNX) or for which it raises (Equinox)."""
+    if transform not in (jax.value_and_grad, nnx_value_and_grad()):
+        return
     positions = np.atleast_1d(np.asarray(argnums)).tolist()
     differentiated = [args[i] for i in positions if isinstance(i, int) and -len(args) <= i < len(args)]
-    check_no_nnx_objects(
-        differentiated,
-        "the differentiated arguments",
-        "Pass transform=flax.nnx.value_and_grad, which keeps batch statistics and random streams up to date.",
-    )
+    if transform is jax.value_and_grad:
+        check_no_nnx_objects(
+            differentiated,
+            "the differentiated arguments",
+            "Pass transform=flax.nnx.value_and_grad, which keeps batch statistics and random streams up to date.",
+        )
     module = equinox_module_class()
     if module is None:
         return

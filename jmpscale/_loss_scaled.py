@@ -1,5 +1,6 @@
 """Gradients in true units for training loops that compute the gradients themselves."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeGuard, TypeVar
@@ -26,7 +27,9 @@ from jmpscale._base.tree import (
     is_traced,
 )
 from jmpscale._find_scaler import find_scaler
+from jmpscale._finite import all_finite_here
 from jmpscale._grad import as_pair, is_real_scalar
+from jmpscale._monitor import warn_unless
 from jmpscale._scaling import multiply_leaf, needs_wider_gradient, unscale_leaves, warn_about_narrow_loss
 from jmpscale._state import static
 
@@ -35,7 +38,9 @@ T = TypeVar("T")
 Function = Callable[..., Any]
 
 
-def loss_scaled(fun: Callable[P, T], scale: Any, *, has_aux: bool = False) -> Callable[P, T]:
+def loss_scaled(
+    fun: Callable[P, T], scale: Any, *, has_aux: bool = False, warn_if_not_finite: bool = False
+) -> Callable[P, T]:
     """Creates a function with the values and gradients of `fun`, and a scaled backward pass.
 
     Use it for training loops that take a loss function and differentiate it themselves. In the backward pass, the
@@ -54,6 +59,9 @@ def loss_scaled(fun: Callable[P, T], scale: Any, *, has_aux: bool = False) -> Ca
         function of the arguments of `fun`, as the loop passes them, that returns any of these. The scale is not
         differentiated.
       has_aux: whether `fun` returns a pair of the loss and auxiliary data.
+      warn_if_not_finite: whether to check the gradients in the backward pass, and to warn from inside the compiled
+        program if they are not finite; for training loops that change the gradients before the optimizer, which could
+        hide an overflow.
 
     Returns:
       A function with the signature of `fun`. It supports reverse-mode differentiation, to any order and with respect to
@@ -69,8 +77,8 @@ def loss_scaled(fun: Callable[P, T], scale: Any, *, has_aux: bool = False) -> Ca
         differentiated: the scale differs between devices that share a parameter.
 
     Warns:
-      UserWarning: the loss has a dtype that cannot hold large scales, such as float16; or a dynamic scale is a constant
-        of a compiled program.
+      UserWarning: the loss has a dtype that cannot hold large scales, such as float16; a dynamic scale is a constant of
+        a compiled program; or, from the program, the gradients are not finite and `warn_if_not_finite` is true.
 
     >>> import jax
     >>> import jmpscale
@@ -88,7 +96,7 @@ def loss_scaled(fun: Callable[P, T], scale: Any, *, has_aux: bool = False) -> Ca
     elif _is_loss_scale(scale) and not is_traced(scale):
         scale = static(float(scale))  # raises for a scale of 0, which would make every gradient NaN
 
-    name = describe_function(fun)
+    name = f"{describe_function(fun)} in jmpscale.loss_scaled"
 
     # Has the signature of fun, in which nnx.value_and_grad finds the positions of keyword arguments.
     @functools.wraps(fun, updated=())
@@ -98,7 +106,7 @@ def loss_scaled(fun: Callable[P, T], scale: Any, *, has_aux: bool = False) -> Ca
             return fun(*args, **kwargs)
         check_no_refs(args, "args")
         check_no_refs(kwargs, "kwargs")
-        transform = functools.partial(_scale_backward_pass, loss_scale, f"{name} in jmpscale.loss_scaled")
+        transform = functools.partial(_scale_backward_pass, loss_scale, name, warn_if_not_finite)
         return lift_nnx(transform, _with_checked_output(fun, has_aux), args, kwargs)
 
     return loss_scaled_fun
@@ -148,10 +156,10 @@ def _warn_if_narrow(out: PyTree) -> None:
         warn_about_narrow_loss(losses[0])
 
 
-def _scale_backward_pass(loss_scale: jax.Array, name: str, fun: Function, *args: PyTree) -> Any:
+def _scale_backward_pass(loss_scale: jax.Array, name: str, watch: bool, fun: Function, *args: PyTree) -> Any:
     """Calls `fun`, with output cotangents multiplied by the scale, and input cotangents divided by the scale.
 
-    Errors call the function `name`.
+    Errors and warnings call the function `name`.
 
     JAX applies a custom derivative rule at the innermost differentiation in which one of its operands takes part.
     Derivatives of derivatives are right only if both rules apply at the same one. Therefore each rule has all inputs
@@ -160,6 +168,9 @@ def _scale_backward_pass(loss_scale: jax.Array, name: str, fun: Function, *args:
     traced = trace(fun, *args, name=name)
     inputs, replace_inputs = flatten_matching(traced.inputs, lambda x: is_traced(x) and is_inexact(x))
     roles = _roles(inputs, args, traced.jaxpr)
+    if watch:
+        watched = iter(_watch_gradients(name, [x for x, role in zip(inputs, roles, strict=True) if role.is_gradient]))
+        inputs = [next(watched) if role.is_gradient else x for x, role in zip(inputs, roles, strict=True)]
     try:
         unscaled: Any = _unscale_cotangents(roles, loss_scale, inputs)
     except TypeError as error:
@@ -259,6 +270,46 @@ def _unscale_cotangents_bwd(
 
 
 _unscale_cotangents.defvjp(_unscale_cotangents_fwd, _unscale_cotangents_bwd, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _watch_gradients(name: str, inputs: list[jax.Array]) -> list[jax.Array]:
+    """Returns the inputs, and warns if their cotangents, which are unscaled already, are not finite."""
+    return inputs
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Differentiated:
+    """Which inputs are differentiated: the compiler removes the cotangents of all others unless they are read."""
+
+    flags: tuple[bool, ...]
+
+
+def _watch_gradients_fwd(name: str, inputs: list[CustomVJPPrimal]) -> tuple[list[jax.Array], _Differentiated]:
+    return [x.value for x in inputs], _Differentiated(tuple(x.perturbed for x in inputs))
+
+
+def _watch_gradients_bwd(
+    name: str, differentiated: _Differentiated, cotangents: list[jax.Array | SymbolicZero]
+) -> tuple[list[jax.Array | None]]:
+    grads = [None if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
+    checked = [g for g, flag in zip(grads, differentiated.flags, strict=True) if flag and g is not None]
+    if not checked:
+        return (grads,)
+    # The compiler keeps the check because a gradient depends on it: the one with the fewest axes, probably a small one.
+    finite, smallest = all_finite_here(checked), min(checked, key=jnp.ndim)
+    watched = warn_unless(
+        finite,
+        f"the gradients of {name} are not finite. If the training loop replaces infinity and NaN, or solves equations "
+        "with the gradients, before the optimizer checks them, then the step is not skipped. Use a smaller scale: "
+        "jmpscale.diagnose prints the scales that fit.",
+        smallest,
+    )
+    return ([watched if g is smallest else g for g in grads],)
+
+
+_watch_gradients.defvjp(_watch_gradients_fwd, _watch_gradients_bwd, symbolic_zeros=True)
 
 
 @jax.custom_vjp

@@ -3,12 +3,15 @@
 Nothing here changes a state.
 """
 
+import collections
 import warnings
 
 import jax
+import jax.custom_batching
 import jax.numpy as jnp
 import numpy as np
 
+from jmpscale._base.axes import all_reduce_and
 from jmpscale._base.check import check_count
 from jmpscale._base.frameworks import multi_steps_sums
 from jmpscale._base.text import format_number
@@ -17,7 +20,8 @@ from jmpscale._find_scaler import find_scaler
 from jmpscale._finite import all_finite_here
 from jmpscale._state import ARRAY_FIELDS, LARGEST_SCALE, ScalerState, SkipReason, WithLossScalingState
 
-_STUCK = "{run} consecutive steps were skipped ({total} in total); the loss scale is {scale}. "
+_CONSECUTIVE = "{run} consecutive steps were skipped"
+_STUCK = "{skips} ({total} in total); the loss scale is {scale}. "
 _OVERFLOW = f"{_STUCK}In the most recent skip the loss, if given, was finite, but the gradients were not. "
 _CAUSES = (  # in the order of _possible_causes
     f"{_STUCK}The loss scale is invalid: the state was corrupted, in storage or by hand. Restore an older checkpoint.",
@@ -44,6 +48,14 @@ _CAUSES = (  # in the order of _possible_causes
     f"{_OVERFLOW}The scale is still backing off. Allow more skips, or look for a change in the data or the model: "
     "jmpscale.diagnose names the line.",
 )
+
+
+_NEVER_SKIPPED = (
+    "The loss scale has grown to its limit, {scale}, without one skip. In float16, gradients usually overflow earlier: "
+    "perhaps the loss is not scaled, or something replaces infinity and NaN before the optimizer. To find out, train a "
+    "few steps with the scale jmpscale.static(2.0**60): they should be skipped."
+)
+_USUAL_LIMIT = 2.0**32  # the default of max_scale; a lower limit is reached without a mistake
 
 
 def metrics(scaler: PyTree) -> dict[str, jax.Array]:
@@ -108,43 +120,115 @@ def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
         return
     state = jax.tree.map(np.asarray, state)  # under a transformation JAX would trace operations on known arrays
     if _is_stuck(state, limit):
-        raise FloatingPointError(_describe_skips(state, scaler, limit))
+        skips = _CONSECUTIVE.format(run=state.consecutive_skips)
+        raise FloatingPointError(_describe_skips(state, scaler, limit, skips))
 
 
-def warn_if_skipped(scaler: ScalerState, count: int) -> ScalerState:
-    """Warns if exactly `count` consecutive steps have been skipped, even from inside a compiled program.
+class SkipMonitor:
+    """Warns about the skips of an optimizer, even from inside a compiled program.
 
-    Returns:
-      The scaler, unchanged. In a compiled program its count of consecutive skips depends on the callback, so the
-      compiler cannot remove the callback. A `jax.debug.callback` needs no result, but slows down every call of a
-      small program on CPU, even if it is never reached.
+    It remembers, on the host, the latest skips. The state of the scaler has no place for them.
     """
 
-    def warn(scaler: ScalerState) -> np.ndarray:
-        state = jax.tree.map(np.asarray, scaler)
-        if state.consecutive_skips == count:  # under jax.vmap the callback runs for every scaler
-            warnings.warn(_describe_skips(state, state, count - 1), stacklevel=2)
-        return state.consecutive_skips
+    def __init__(self, count: int) -> None:
+        self._count, self._window = count, 5 * count
+        self._latest: ScalerState | None = None
+        self._step, self._skipped, self._has_warned = 0, collections.deque[int](), False
 
-    def warn_from_program(scaler: ScalerState) -> jax.Array:
-        skips = scaler.consecutive_skips
-        result = jax.ShapeDtypeStruct(skips.shape, skips.dtype)
-        return jax.pure_callback(warn, result, scaler, vmap_method="sequential")
+    def watch(self, before: ScalerState, after: ScalerState) -> ScalerState:
+        """Warns after `count` consecutive skips, and once per series of skips after that many of `5 * count` steps.
 
-    if not any(map(is_traced, jax.tree.leaves(scaler))):
-        warn(scaler)
-        return scaler
-    is_due = scaler.consecutive_skips == count
-    known = jax.lax.stop_gradient(scaler)
-    skips = jax.lax.cond(is_due, warn_from_program, lambda scaler: scaler.consecutive_skips, known)
-    return scaler._replace(consecutive_skips=skips)
+        It also warns if a dynamic scale reaches its limit without a skip.
+
+        Returns:
+          The scaler `after`, unchanged. In a compiled program its count of consecutive skips depends on the callback,
+          so the compiler cannot remove the callback. A `jax.debug.callback` needs no result, but slows down every call
+          of a small program on CPU, even if it is never reached.
+        """
+        if not any(map(is_traced, jax.tree.leaves((before, after)))):
+            self._warn(before, after)
+            return after
+
+        def warn_from_program(before: ScalerState, after: ScalerState) -> jax.Array:
+            skips = after.consecutive_skips
+            result = jax.ShapeDtypeStruct(skips.shape, skips.dtype)
+            return jax.pure_callback(self._warn, result, before, after, vmap_method="sequential")
+
+        is_due = (after.consecutive_skips > 0) | _has_grown_without_skip(before, after)
+        known = jax.lax.stop_gradient((before, after))
+        skips = jax.lax.cond(is_due, warn_from_program, lambda _, after: after.consecutive_skips, *known)
+        return after._replace(consecutive_skips=skips)
+
+    def _warn(self, before: ScalerState, after: ScalerState) -> np.ndarray:
+        before, after = jax.tree.map(np.asarray, (before, after))
+        if after.consecutive_skips > 0:  # under jax.vmap the callback runs for every scaler
+            skips = self._describe_if_many(before, after)
+            if after.consecutive_skips == self._count:
+                skips = _CONSECUTIVE.format(run=self._count)
+            if skips:
+                self._has_warned = True
+                warnings.warn(_describe_skips(after, after, self._count - 1, skips), stacklevel=2)
+        elif _has_grown_without_skip(before, after):
+            warnings.warn(_NEVER_SKIPPED.format(scale=format_number(np.float32(after.loss_scale))), stacklevel=2)
+        return np.asarray(after.consecutive_skips)
+
+    def _describe_if_many(self, before: ScalerState, after: ScalerState) -> str:
+        """Returns the number of skips in the latest steps, or nothing if they are few or have been reported."""
+        latest, self._latest = self._latest, after
+        if latest is None or after.total_skips != latest.total_skips + 1:  # another run, or another device
+            if latest is None or after.total_skips != latest.total_skips:
+                self._skipped, self._has_warned = collections.deque([self._step]), False
+            return ""
+        has_grown = before.loss_scale > latest.loss_scale or before.finite_steps < latest.finite_steps
+        steps = 1 + int(before.finite_steps) - int(latest.finite_steps)
+        steps += after.config.growth_interval if has_grown else 0
+        self._step += steps
+        if steps > self._window:
+            self._has_warned = False
+        if not has_grown:  # a skip that follows a growth is part of the rule
+            self._skipped.append(self._step)
+        while self._skipped and self._skipped[0] <= self._step - self._window:
+            self._skipped.popleft()
+        if self._has_warned or len(self._skipped) < self._count:
+            return ""
+        return f"{len(self._skipped)} of the last {self._window} steps were skipped"
 
 
-def _describe_skips(state: ScalerState, tree: PyTree, limit: int) -> str:
+def warn_unless(flag: jax.Array, text: str, x: jax.Array) -> jax.Array:
+    """Warns if a flag is false, on any device, even from inside a compiled program; under `jax.vmap` once per batch.
+
+    Returns:
+      `x`, unchanged. In a compiled program it depends on the callback, as in `SkipMonitor.watch`.
+    """
+
+    def warn() -> np.ndarray:
+        warnings.warn(text, stacklevel=2)
+        return np.array(True)
+
+    @jax.custom_batching.custom_vmap
+    def has_run(flag: jax.Array) -> jax.Array:
+        result = jax.ShapeDtypeStruct((), np.bool_)
+        return jax.lax.cond(flag, lambda: jnp.array(True), lambda: jax.pure_callback(warn, result))
+
+    @has_run.def_vmap
+    def _(axis_size: int, in_batched: list[bool], flags: jax.Array) -> tuple[jax.Array, bool]:
+        return has_run(flags.all()), False
+
+    (flag,) = all_reduce_and(jax.lax.stop_gradient(flag))
+    return jnp.where(has_run(flag), x, jnp.zeros_like(x))
+
+
+def _has_grown_without_skip(before: ScalerState, after: ScalerState) -> jax.Array:
+    """Tests whether a dynamic scale has just reached its limit, at which float16 gradients usually overflow."""
+    limit, config = np.float32(after.config.max_scale), after.config
+    has_reached = (before.loss_scale < limit) & (after.loss_scale >= limit) & (after.total_skips == 0)
+    return has_reached & (config.mode == "dynamic" and config.max_scale >= _USUAL_LIMIT)
+
+
+def _describe_skips(state: ScalerState, tree: PyTree, limit: int, skips: str) -> str:
     """Returns the message about the skipped steps of a state on the host."""
     text = next(text for holds, text in _possible_causes(state, tree, limit) if holds)
-    scale = format_number(np.float32(state.loss_scale))
-    return text.format(scale=scale, run=state.consecutive_skips, total=state.total_skips)
+    return text.format(scale=format_number(np.float32(state.loss_scale)), skips=skips, total=state.total_skips)
 
 
 def _check_in_program(state: ScalerState, tree: PyTree, limit: int) -> None:
@@ -153,7 +237,8 @@ def _check_in_program(state: ScalerState, tree: PyTree, limit: int) -> None:
     stuck = _is_stuck(state, limit)
     numbers = {"scale": state.loss_scale, "run": state.consecutive_skips, "total": state.total_skips}
     for holds, text in _possible_causes(state, tree, limit):  # checkify reports the first check that fails
-        checkify.check(jnp.logical_not(stuck & holds), text.replace("{scale}", "{scale:g}"), debug=False, **numbers)
+        text = text.replace("{skips}", _CONSECUTIVE).replace("{scale}", "{scale:g}")
+        checkify.check(jnp.logical_not(stuck & holds), text, debug=False, **numbers)
 
 
 def _is_stuck(state: ScalerState, limit: int) -> jax.Array:

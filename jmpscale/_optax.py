@@ -1,10 +1,8 @@
-"""Loss scaling as an optax gradient transformation. Only this module and the demonstration import optax."""
+"""Loss scaling as an optax gradient transformation. Of the training path, only the modules `_optax*` import optax."""
 
 import functools
 import inspect
-import itertools
-import types
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 import jax
@@ -13,20 +11,11 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from jmpscale._base.axes import (
-    AxisName,
-    as_axes,
-    axes_to_reduce,
-    check_no_partial_sums,
-    manual_axes,
-    warn_if_unsynchronized,
-)
-from jmpscale._base.check import check_count, check_in_range, is_called_by, warn_user
+from jmpscale._base.axes import AxisName, as_axes, axes_to_reduce, manual_axes, warn_if_unsynchronized
+from jmpscale._base.check import check_count, check_in_range
 from jmpscale._base.compat import full_like, varying_axes
-from jmpscale._base.text import truncate, type_name
 from jmpscale._base.tree import (
     PyTree,
-    check_no_refs,
     find_instances,
     flatten_gradients,
     gradients_with_path,
@@ -38,8 +27,19 @@ from jmpscale._base.tree import (
 from jmpscale._find_scaler import check_scaler
 from jmpscale._finite import all_finite_here
 from jmpscale._gate import GatedTree, check_same_types, gate, has_same_type, is_numeric
-from jmpscale._monitor import warn_if_skipped
-from jmpscale._scaling import all_reduce_outcome, apply_rule, multiply_gradients, unscaled_dtype
+from jmpscale._monitor import SkipMonitor
+from jmpscale._optax_checks import (
+    check_carry,
+    check_not_wrapped,
+    check_structure_of_updates,
+    check_transformation,
+    check_update_arguments,
+    warn_if_inside_multi_steps,
+    warn_if_loss_is_misspelled,
+    warn_if_masked,
+    warn_if_overflows_are_hidden,
+)
+from jmpscale._scaling import all_reduce_outcome, apply_rule, multiply_gradients, unscaled_dtype, warn_if_constant
 from jmpscale._state import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
@@ -48,9 +48,6 @@ from jmpscale._state import (
     dynamic,
     register_with_flax,
 )
-
-# The functions of optax whose transformations replace infinity or NaN by finite numbers.
-_HIDES_OVERFLOWS = {"clip", "zero_nans", "scale_by_sign"}
 
 
 class Transformation(Protocol):
@@ -92,9 +89,12 @@ def with_loss_scaling(
       norm_axis_name: the mapped axes along which each device holds a part of the gradients, such as the axis of
         hand-written FSDP; needed only where `axis_name` is. The squares are summed over these axes. Do not name axes
         along which every device holds the whole gradient.
-      warn_after_skips: the number of consecutive skips after which to warn, once per streak, from inside the compiled
-        program; for training loops that do not return the optimizer state, so that `raise_if_stuck` cannot read it.
-        The warning states the scale, the cause and the remedy. Under `jax.pmap` and `jax.shard_map` each device warns.
+      warn_after_skips: the number of skips after which to warn, from inside the compiled program; for training loops
+        that do not return the optimizer state, so that `raise_if_stuck` cannot read it. It warns after so many
+        consecutive skips, and once per series of skips if so many of the latest `5 * warn_after_skips` steps were
+        skipped, growths of the scale aside. The warning states the scale, the cause and the remedy. It also warns if a
+        dynamic scale grows to a `max_scale` of 2^32 or more without a skip, because the loss may be unscaled. Under
+        `jax.pmap` and `jax.shard_map` each device warns of consecutive skips.
 
     Returns:
       A gradient transformation, whose state is a `WithLossScalingState`. Call `tx.update(grads, opt_state, params,
@@ -106,15 +106,16 @@ def with_loss_scaling(
 
     Raises:
       TypeError: `inner` is not a gradient transformation, `scaler` is not a `ScalerState`, `max_norm` is not a number,
-        or `warn_after_skips` is not an integer. From `tx.update`: `inner` changes the structure or the types of its
-        state, or a gradient is a partial sum or a `jax.Ref`.
+        or `warn_after_skips` is not an integer. From `tx.init`: `inner` contains another wrapper. From `tx.update`:
+        `inner` changes the structure or the types of its state, or a gradient is a partial sum or a `jax.Ref`.
       ValueError: `max_norm` or `warn_after_skips` is out of range, or an axis is not mapped.
 
     Warns:
       UserWarning: from `tx.init`, if `optax.MultiSteps`, `optax.partition` or `optax.masked` contains the
-        transformation; from `tx.update`, if `axis_name` is missing, so that devices would decide independently, or if
-        an `optax.chain` contains `optax.clip`, `optax.zero_nans` or `optax.scale_by_sign` before the transformation;
-        from the program, after `warn_after_skips` consecutive skips.
+        transformation; from `tx.update`, if `axis_name` is missing, so that devices would decide independently, if
+        an `optax.chain` contains `optax.clip`, `optax.zero_nans` or `optax.scale_by_sign` before the transformation,
+        if the state is a constant of a compiled program, or if an extra argument looks like a misspelled loss; from
+        the program, as `warn_after_skips` describes.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -125,7 +126,7 @@ def with_loss_scaling(
     >>> float(updates), float(opt_state.scaler.loss_scale)
     (-0.0, 2.0)
     """
-    _check_transformation(
+    check_transformation(
         inner, "inner", "optax.adam(1e-3); a framework's optimizer goes around with_loss_scaling(...), not inside it"
     )
     initial = dynamic() if scaler is None else scaler
@@ -133,24 +134,24 @@ def with_loss_scaling(
     initial = jax.tree.map(_copied, initial)  # the caller may donate its arrays
     if max_norm is not None:
         max_norm = check_in_range("max_norm", max_norm, SMALLEST_SCALE, LARGEST_SCALE, "Omit it to clip nothing.")
-    if warn_after_skips is not None:
-        warn_after_skips = check_count("warn_after_skips", warn_after_skips)
+    monitor = None if warn_after_skips is None else SkipMonitor(check_count("warn_after_skips", warn_after_skips))
     tx = _with_extra_args(inner)
 
     def init(params: optax.Params) -> Any:
         register_with_flax()
-        _warn_if_inside_multi_steps()
-        _warn_if_masked(params)
+        warn_if_inside_multi_steps()
+        warn_if_masked(params)
         scaler = jax.tree.map(jnp.array, initial)
         inner_state = tx.init(params if _is_disabled(scaler) else _as_seen_by_inner(params))
+        check_not_wrapped(inner_state)
         return WithLossScalingState(scaler, inner_state, None if max_norm is None else jnp.zeros((), jnp.float32))
 
     def update(
         updates: optax.Updates, state: PyTree, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
         grads = updates
-        state = _check_update_arguments(grads, state)
-        _warn_if_overflows_are_hidden()
+        state = check_update_arguments(grads, state)
+        warn_if_overflows_are_hidden()
         scaler, norm, grad_norm, factor = state.scaler, None, None, None
         if "grad" in extra_args and not _is_disabled(scaler):  # by optax's convention, the same gradients
             extra_args["grad"] = _zero_nonfinite(extra_args["grad"])
@@ -168,19 +169,21 @@ def with_loss_scaling(
             return updates, WithLossScalingState(scaler, inner_state, grad_norm)
 
         warn_if_unsynchronized(axis_name, norm_axis_name)
+        warn_if_loss_is_misspelled(extra_args, inner)
         loss = extra_args.get("value", extra_args.get("loss"))
         decision_axes = _decision_axes(axis_name, norm_axis_name)
         finite, loss_finite = all_reduce_outcome(_is_finite(grads, norm), loss, decision_axes)
+        warn_if_constant(scaler, grads, "optimizer state")
         inner_params = _as_seen_by_inner(params)
         if is_traced(finite) or finite:
             inner_with_params = functools.partial(update_inner, params=inner_params)
             updates, inner_state = _update_if(finite, inner_with_params, grads, state.inner_state)
         else:  # outside jit; the updates of inner are not computed, because inner may read values
             updates, inner_state = _skipped_updates(grads, inner_params), state.inner_state
-        scaler = apply_rule(scaler, finite, loss_finite)
-        if warn_after_skips is not None:
-            scaler = warn_if_skipped(scaler, warn_after_skips)
-        return updates, WithLossScalingState(scaler, inner_state, grad_norm)
+        new_scaler = apply_rule(scaler, finite, loss_finite)
+        if monitor is not None:
+            new_scaler = monitor.watch(scaler, new_scaler)
+        return updates, WithLossScalingState(new_scaler, inner_state, grad_norm)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -188,13 +191,6 @@ def with_loss_scaling(
 def _copied(x: Any) -> Any:
     """Copies an array of a scaler, and converts a Python number to an array."""
     return x.copy() if is_array(x) else np.asarray(x, np.float32 if isinstance(x, float) else np.int32)
-
-
-def _check_transformation(tx: object, name: str, remedy: str) -> None:
-    if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        raise TypeError(
-            f"{name} must be an optax.GradientTransformation, got {type_name(tx)}. Pass one, such as {remedy}."
-        )
 
 
 def _with_extra_args(tx: Transformation) -> optax.GradientTransformationExtraArgs:
@@ -214,65 +210,6 @@ def _with_extra_args(tx: Transformation) -> optax.GradientTransformationExtraArg
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
-def _warn_if_inside_multi_steps() -> None:
-    """Warns if `optax.MultiSteps` initializes the wrapper, because `MultiSteps` never recovers from an overflow.
-
-    `MultiSteps` resets its sum of gradients by multiplying it by zero, and 0 * inf is NaN.
-    """
-    if is_called_by(lambda frame: frame.f_code is optax.MultiSteps.init.__code__):
-        warn_user(
-            "with_loss_scaling is inside optax.MultiSteps: after one overflow its accumulated gradients stay NaN, and "
-            "every later step is skipped. Place it outside: with_loss_scaling(optax.MultiSteps(tx, k)). If a training "
-            "loop adds MultiSteps itself, turn its gradient accumulation off, or replace its optimizer."
-        )
-
-
-def _warn_if_masked(params: optax.Params) -> None:
-    """Warns if the wrapper does not see all parameters, because it neither checks nor skips the rest."""
-    # The user's own parameters may contain optax.MaskedNode, too.
-    inside_masked = is_called_by(lambda frame: frame.f_globals.get("__name__") == optax.masked.__module__)
-    if inside_masked and find_instances(params, optax.MaskedNode):
-        warn_user(
-            "with_loss_scaling is inside optax.masked or optax.partition: it checks only some of the gradients, and "
-            "does not skip the updates of the other parameters. Place it outside: with_loss_scaling(optax.masked(tx, "
-            "mask))."
-        )
-
-
-def _warn_if_overflows_are_hidden() -> None:
-    """Warns if an `optax.chain` has changed infinities or NaN into finite numbers before the wrapper."""
-    if is_called_by(_hides_overflows):
-        warn_user(
-            "with_loss_scaling is behind a transformation that replaces infinity or NaN in the gradients, such as "
-            "optax.clip: it does not see overflows, so they are applied, and the scale only grows. Place the "
-            "transformation inside: with_loss_scaling(optax.chain(optax.clip(1.0), tx))."
-        )
-
-
-def _hides_overflows(frame: types.FrameType) -> bool:
-    """Tests whether a frame is the update of an `optax.chain` that has called such a transformation already."""
-    if frame.f_globals.get("__name__") != optax.chain.__module__ or "update_fns" not in frame.f_locals:
-        return False
-    earlier = itertools.takewhile(lambda update: update is not frame.f_locals.get("fn"), frame.f_locals["update_fns"])
-    return any(fn.__qualname__.partition(".")[0] in _HIDES_OVERFLOWS for fn in _functions_in(earlier))
-
-
-def _functions_in(values: Iterable[object]) -> Iterator[types.FunctionType]:
-    """Yields functions, and the functions in their closures, such as the updates that an `optax.chain` calls."""
-    seen: set[int] = set()
-    stack = list(values)
-    while stack:
-        value = stack.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, (tuple, list)):  # a transformation is a named tuple of functions
-            stack += value
-        elif isinstance(value, types.FunctionType):
-            yield value
-            stack += inspect.getclosurevars(value).nonlocals.values()
-
-
 def _decision_axes(axis_name: AxisName, norm_axis_name: AxisName) -> AxisName:
     """Returns the axes over which decisions are combined: devices that hold parts of a gradient decide together."""
     parts = as_axes(norm_axis_name)
@@ -280,19 +217,6 @@ def _decision_axes(axis_name: AxisName, norm_axis_name: AxisName) -> AxisName:
         return axis_name
     named = manual_axes(typed=True) if axis_name is None else as_axes(axis_name)
     return tuple(dict.fromkeys([*named, *parts]))
-
-
-def _check_update_arguments(grads: PyTree, state: object) -> WithLossScalingState:
-    if not isinstance(state, WithLossScalingState):
-        raise TypeError(
-            f"state must be the state that with_loss_scaling(...).init returned, got {type_name(state)}. The "
-            "arguments are (grads, state, params). To add loss scaling to the state of an existing optimizer, use "
-            "tx.init(params)._replace(inner_state=...)."
-        )
-    check_scaler(state.scaler, "state.scaler")
-    check_no_refs(grads, "updates")
-    check_no_partial_sums(grads)
-    return state
 
 
 def _is_disabled(scaler: ScalerState) -> bool:
@@ -361,7 +285,7 @@ def _update_if(
 
     def apply(grad_arrays: list[Any], state_arrays: list[Any]) -> tuple[list[Any], list[Any]]:
         updates, new_state = update_inner(gated_grads.combine(grad_arrays), gated_state.combine(state_arrays))
-        _check_structure_of_updates(grads, updates)
+        check_structure_of_updates(grads, updates)
         check_same_types(
             state,
             new_state,
@@ -389,16 +313,6 @@ def _skipped_updates(grads: PyTree, params: PyTree) -> PyTree:
     """Returns zeros of the types of the parameters, which updates have even where the gradients' types differ."""
     like = params if structure(params) == structure(grads) else grads
     return jax.tree.map(lambda grad, x: _negative_zeros(jnp.asarray(x)) if is_numeric(grad) else grad, grads, like)
-
-
-def _check_structure_of_updates(grads: PyTree, updates: PyTree) -> None:
-    expected, got = structure(grads), structure(updates)
-    if got != expected:
-        raise TypeError(
-            f"inner must return updates with the structure of the gradients, {truncate(expected)}, got "
-            f"{truncate(got)}. Gate such an optimizer, for example optax.lookahead, with the functional API: "
-            "jmpscale.apply_if(finite, jmpscale.optax_step(tx, grads), params, opt_state)."
-        )
 
 
 def _first_if_same_type(grad: jax.Array | None, update: jax.Array | jax.ShapeDtypeStruct | None) -> jax.Array | None:
@@ -458,11 +372,11 @@ def optax_step(
     """
     if callable(tx) and not hasattr(tx, "update"):
         raise TypeError(f"tx must be the optimizer, got the function {tx!r}. Pass the optimizer, not its update.")
-    _check_transformation(tx, "tx", "optax.adam(1e-3), then the gradients")
+    check_transformation(tx, "tx", "optax.adam(1e-3), then the gradients")
     tx_with_extra_args = _with_extra_args(tx)
 
     def step(*carry: PyTree) -> tuple[PyTree, PyTree]:
-        params, opt_state = _check_carry(carry, grads)
+        params, opt_state = check_carry(carry, grads)
         if find_instances(opt_state, WithLossScalingState):
             raise TypeError(
                 "tx must not be wrapped in with_loss_scaling: a skipped step would not adjust its scale. Pass the "
@@ -472,20 +386,6 @@ def optax_step(
         return jax.tree.map(_apply_update, updates, params, is_leaf=lambda x: x is None), opt_state
 
     return step
-
-
-def _check_carry(carry: tuple[PyTree, ...], grads: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns the parameters and the optimizer state, or raises."""
-    call = "Call apply_if(finite, optax_step(tx, grads), params, opt_state)."
-    if len(carry) != 2:
-        raise TypeError(f"carry must be two values, the parameters and the optimizer state, got {len(carry)}. {call}")
-    params, opt_state = carry
-    if structure(opt_state) == structure(grads) != structure(params):
-        raise TypeError(
-            "carry must be the parameters and then the optimizer state, got them in the opposite order: the second "
-            f"value has the structure of the gradients, {truncate(structure(grads))}. {call}"
-        )
-    return params, opt_state
 
 
 def _apply_update(update: ArrayLike | None, param: PyTree) -> PyTree:

@@ -261,21 +261,31 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
     flag = check_flag(finite)
     if scaler.config.mode == "disabled":
         return scaler
-    _warn_if_constant(scaler, finite)
+    warn_if_constant(scaler, finite)
     if loss is not None:
         warn_if_unsynchronized(axis_name)
     return apply_rule(scaler, *all_reduce_outcome(flag, loss, axis_name))
 
 
-def _warn_if_constant(scaler: ScalerState, finite: ArrayLike) -> None:
-    """Warns if a compiled step contains its scaler, because every call would then start from the same state."""
-    is_constant = not any(map(is_traced, jax.tree.leaves(scaler)))
-    if is_constant and is_traced(finite) and is_compiling():
+def warn_if_constant(scaler: ScalerState, values: PyTree, name: str = "scaler") -> None:
+    """Warns if a compiled step contains its scaler, because every call would then start from the same state.
+
+    Args:
+      scaler: the scaler of the step.
+      values: the flag or the gradients of the step, which are traced if it is compiled.
+      name: what holds the scaler in the user's program.
+    """
+    traced = [x for x in jax.tree.leaves(values) if is_traced(x)]
+    if not traced or not is_compiling() or any(map(is_traced, jax.tree.leaves(scaler))):
+        return
+    # A step that a compiled program differentiates, or maps over a batch, may start from a constant. Such a
+    # transformation traces values of a type of its own; a new array has the type of the program's values.
+    if all(type(x) is type(jnp.zeros(())) for x in traced):
         warn_user(
-            "the scaler is a constant of the compiled program, so the scale never adapts and skips are not counted: "
-            "the compiled function creates the scaler, or closes over it. Create the scaler before, pass it to the "
-            "compiled function as an argument, and return the new scaler. If the function is a whole training run, "
-            "carry the scaler through jax.lax.scan."
+            f"the {name} is a constant of the compiled program, so every call starts from the same one: the compiled "
+            f"function creates the {name}, or closes over it. Create the {name} before, pass it to the compiled "
+            f"function as an argument, and return the new one. If the function is a whole training run, carry the "
+            f"{name} through jax.lax.scan."
         )
 
 

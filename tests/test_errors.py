@@ -11,11 +11,13 @@ from types import SimpleNamespace
 
 import equinox as eqx
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training.train_state import TrainState
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -126,7 +128,7 @@ def test_function_requires_a_tree_with_one_scaler(name):
     words = rf"{argument} must contain exactly one ScalerState, found 0 in a dict\. (Pass a|The scaler is the first)"
     with pytest.raises(ValueError, match=words):
         call(GRADS)
-    with pytest.raises(ValueError, match="exactly one ScalerState, found 2 in a list"):
+    with pytest.raises(ValueError, match=r"exactly one ScalerState, found 2 in a list\. A step has one scaler: wrap"):
         call([STATE, {"b": STATE}])
 
 
@@ -435,15 +437,15 @@ ALGORITHM_ERRORS = {
         "scale-float8": (lambda: _traced(jmpscale.scale, STATE, W8), "the loss is float8_e4m3fn"),
         "update-constant": (
             lambda: _traced(lambda x: jmpscale.update(STATE, x), TRUE),
-            "constant of the compiled program, so the scale never adapts and skips are not counted: the compiled "
+            "the scaler is a constant of the compiled program, so every call starts from the same one: the compiled "
             "function creates the scaler, or closes over it. Create the scaler before, pass it to the compiled "
-            "function as an argument, and return the new scaler.",
+            "function as an argument, and return the new one.",
         ),
         "update-created": (
             lambda: _traced(lambda x: jmpscale.update(jmpscale.dynamic(), x), TRUE),
-            "constant of the compiled program, so the scale never adapts and skips are not counted: the compiled "
+            "the scaler is a constant of the compiled program, so every call starts from the same one: the compiled "
             "function creates the scaler, or closes over it. Create the scaler before, pass it to the compiled "
-            "function as an argument, and return the new scaler.",
+            "function as an argument, and return the new one.",
         ),
         "axis-missing": (
             lambda: _per_device(jmpscale.all_finite),
@@ -538,6 +540,21 @@ def _without_scaler():
     return jmpscale.value_and_grad(_sum)(GRADS, W32)
 
 
+def _train_step(params, opt_state):
+    loss, grads = jmpscale.value_and_grad(_sum)(opt_state, params)
+    updates, opt_state = SCALE.update(grads, opt_state, params, value=loss)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+
+class _Model:
+    @jmpscale.value_and_grad
+    def loss(self, batch):
+        return jnp.sum(batch)
+
+    def method(self, w):
+        return jnp.sum(w)
+
+
 _holomorphic = functools.partial(jax.value_and_grad, holomorphic=True)
 
 
@@ -595,12 +612,64 @@ VALUE_AND_GRAD_ERRORS = {
         "nnx-grad": (_value_and_grad(W32, transform=nnx.grad), "transform must return ((value, aux), grads)"),
         "holomorphic": (
             _value_and_grad(jnp.complex64(1), fun=lambda z: z**2, transform=_holomorphic),
-            "fun must return a real floating-point scalar as the loss, got complex64[], which transform accepts, "
-            "but which cannot be scaled. Reduce it with .sum() or .mean(), or use scale, jax.vjp and unscale.",
+            "fun must return a real floating-point scalar as the loss, got complex64[]. Reduce it with .sum() or "
+            ".mean(), or use scale, jax.vjp and unscale.",
         ),
         "vector": (
             _value_and_grad(W32, fun=lambda w: w[:1], transform=_value_and_grad_of_vector),
             "fun must return a real floating-point scalar as the loss, got float32[1]",
+        ),
+        "vector-jit": (lambda: jax.jit(_value_and_grad(W32, fun=jnp.tanh))(), "got float32[2]. Reduce it with .sum()"),
+        "vector-disabled": (
+            lambda: jmpscale.value_and_grad(jnp.tanh)(jmpscale.disabled(), W32),
+            "as the loss, got float32[2]. Reduce it",
+        ),
+        "vector-equinox": (
+            _value_and_grad(W32, fun=jnp.tanh, transform=eqx.filter_value_and_grad),
+            "as the loss, got float32[2]. Reduce it",
+        ),
+        "vector-nnx": (
+            _value_and_grad(W32, fun=jnp.tanh, transform=nnx.value_and_grad),
+            "as the loss, got float32[2]. Reduce it",
+        ),
+        "vector-and-aux": (_value_and_grad(W32, fun=lambda w: (w, 1), has_aux=True), "as the loss, got float32[2]."),
+        "pair": (
+            _value_and_grad(W32, fun=lambda w: (jnp.sum(w), w)),
+            "as the loss, got tuple of 2. If the second value is auxiliary data, pass has_aux=True. Pass the loss "
+            "function itself, not a training step or a function that returns gradients.",
+        ),
+        "gradients": (
+            _value_and_grad(GRADS, fun=jax.grad(_sum)),
+            "as the loss, got dict. Return the loss. Pass the loss function itself, not a training step",
+        ),
+        "none": (_value_and_grad(W32, fun=lambda w: None), "as the loss, got None. Return the loss."),
+        "step": (
+            lambda: jmpscale.value_and_grad(jax.jit(_train_step))(STATE, GRADS, SCALE_STATE),
+            "as the loss, got tuple of 3. Return the loss. Pass the loss function itself, not a training step",
+        ),
+        "value_and_grad": (
+            lambda: jmpscale.value_and_grad(jmpscale.value_and_grad(_sum)),
+            "fun must be the loss function, got a result of value_and_grad. Pass the loss function itself",
+        ),
+        "value_and_grad-jit": (
+            lambda: jmpscale.value_and_grad(jax.jit(jmpscale.value_and_grad(_sum))),
+            "fun must be the loss function, got a result of value_and_grad.",
+        ),
+        "arguments-2": (
+            lambda: jmpscale.value_and_grad(_sum, OPT_STATE, GRADS),
+            "argnums must be an int or a sequence of ints, got a WithLossScalingState. The scaler is the first",
+        ),
+        "arguments-3": (
+            lambda: jmpscale.value_and_grad(_sum, OPT_STATE, GRADS, W32),
+            "got a WithLossScalingState. The scaler is the first positional argument of the new function: value_and",
+        ),
+        "arguments-aux": (
+            lambda: jmpscale.value_and_grad(_sum, 0, GRADS),
+            "has_aux must be a boolean, got dict. The scaler is the first positional argument of the new function",
+        ),
+        "arguments-all": (
+            lambda: jmpscale.value_and_grad(_sum, 0, True, STATE, GRADS),
+            "value_and_grad takes the loss function and options, got 2 more arguments. The scaler is the first",
         ),
         "nnx": (
             _value_and_grad(NNX),
@@ -614,6 +683,10 @@ VALUE_AND_GRAD_ERRORS = {
             "argument (0, 1) must have only differentiable leaves, got an Equinox Lambda with PjitFunction at "
             ".fn. Pass transform=equinox.filter_value_and_grad.",
         ),
+        "equinox-with-nnx": (
+            _value_and_grad(EQUINOX, transform=nnx.value_and_grad),
+            "got an Equinox Lambda with PjitFunction at .fn. Pass transform=equinox.filter_value_and_grad.",
+        ),
         "absent": (
             _value_and_grad(GRADS, argnums=1),
             "argnums=1 requires at least 2 positional arguments to be passed by the caller, but got only 1 "
@@ -625,6 +698,11 @@ VALUE_AND_GRAD_ERRORS = {
             _without_scaler,
             "found 0 in a dict. The scaler is the first positional argument of the new function: "
             "value_and_grad(loss_fn)(scaler, params, batch).",
+        ),
+        "method": (
+            lambda: _Model().loss(STATE, W32),
+            "found 0 in a _Model. A decorated method receives self before the scaler. Remove the decorator, and call "
+            "value_and_grad(self.loss)(scaler, batch).",
         ),
     },
 }
@@ -715,6 +793,30 @@ def test_loss_scaled_explains_its_error_in_forward_mode():
 # --- with_loss_scaling and optax_step ---
 
 MASK = {"w": True, "b": False}
+SCALE = jmpscale.with_loss_scaling(optax.scale(1.0))
+SCALE_STATE = SCALE.init(GRADS)
+ACCUMULATING = jmpscale.with_loss_scaling(optax.MultiSteps(optax.scale(1.0), 2))
+ACCUMULATING_STATE = ACCUMULATING.init(GRADS)
+
+
+def _reads_losses(grads, state, params=None, *, losses):
+    return jax.tree.map(lambda g: g * losses, grads), state
+
+
+def _looks_up_losses(grads, state, params=None, **extra_args):
+    return _reads_losses(grads, state, losses=extra_args["losses"])
+
+
+def _update_with(update=_reads_losses, **extra_args):
+    """Calls `update` inside of a chain in a wrapper."""
+    inner = optax.chain(optax.scale(1.0), optax.GradientTransformationExtraArgs(SGD.init, update))
+    tx = jmpscale.with_loss_scaling(inner)
+    return lambda: tx.update(GRADS, tx.init(GRADS), GRADS, **extra_args)
+
+
+def _accumulate(grads, state=ACCUMULATING_STATE):
+    with jax.numpy_dtype_promotion("standard"):  # optax relies on it
+        return ACCUMULATING.update(grads, state)
 
 
 def _inner(update):
@@ -732,6 +834,17 @@ def _update_of_chain(*transformations, inside=SGD):
     return lambda: _traced(chain.update, GRADS, chain.init(GRADS))
 
 
+def _with_empty_cell():
+    """Returns a transformation that closes over a variable that has no value."""
+
+    def update(grads, state, params=None):
+        return (grads if params is None else never_set), state
+
+    if not GRADS:
+        never_set = None
+    return optax.GradientTransformation(SGD.init, update)
+
+
 WITH_LOSS_SCALING_ERRORS = {
     TypeError: {
         "scaler": (
@@ -747,6 +860,15 @@ WITH_LOSS_SCALING_ERRORS = {
         "update": (
             _wrap(SimpleNamespace(update=ADAM.update)),
             "inner must be an optax.GradientTransformation, got SimpleNamespace.",
+        ),
+        "wrapped-twice": (
+            lambda: _wrap(TX)().init(GRADS),
+            "inner must not contain with_loss_scaling, got an optimizer that is wrapped already. Wrap the whole "
+            "optimizer once: with_loss_scaling(optax.chain(...)).",
+        ),
+        "wrapped-in-chain": (
+            lambda: _wrap(optax.chain(SGD, optax.chain(TX)), jmpscale.disabled())().init(GRADS),
+            "inner must not contain with_loss_scaling",
         ),
         "max_norm-string": (_wrap(ADAM, max_norm="1"), "max_norm must be a Python number, got '1'"),
         "tx.update-inner-state": (
@@ -816,6 +938,30 @@ WITH_LOSS_SCALING_ERRORS = {
         "max_norm-large": (_wrap(ADAM, max_norm=LARGEST * 1.5), "max_norm must be between"),
     },
     UserWarning: {
+        "misspelled-loss": (
+            lambda: SCALE.update(GRADS, SCALE_STATE, GRADS, lss=LOSS),
+            "the extra argument 'lss' of tx.update is ignored, because no transformation takes it. Pass the unscaled "
+            "loss as value= or loss=, so that a non-finite loss does not reduce the scale.",
+        ),
+        "misspelled-value": (
+            lambda: SCALE.update(GRADS, SCALE_STATE, GRADS, key=LOSS, values=LOSS),
+            "the extra argument 'values' of tx.update is ignored",
+        ),
+        "constant-state": (
+            lambda: _traced(lambda grads: SCALE.update(grads, SCALE_STATE), GRADS),
+            "the optimizer state is a constant of the compiled program, so every call starts from the same one: the "
+            "compiled function creates the optimizer state, or closes over it. Create the optimizer state before, "
+            "pass it to the compiled function as an argument, and return the new one. If the function is a whole "
+            "training run, carry the optimizer state through jax.lax.scan.",
+        ),
+        "constant-scaler": (
+            lambda: _traced(lambda grads, state: SCALE.update(grads, state._replace(scaler=STATE)), GRADS, SCALE_STATE),
+            "the optimizer state is a constant of the compiled program",
+        ),
+        "constant-state-of-multi_steps": (
+            lambda: _traced(_accumulate, GRADS),
+            "the optimizer state is a constant of the compiled program",
+        ),
         "inside-multi_steps": (
             lambda: optax.MultiSteps(TX, 2).init(GRADS),
             "inside optax.MultiSteps: after one overflow its accumulated gradients stay NaN, and every later step"
@@ -940,6 +1086,12 @@ REPORT_ERRORS = {
         ),
         "cast-complex": (lambda: jmpscale.cast(GRADS, jnp.complex64), "dtype must be a floating-point dtype, got"),
         "cast-swapped": (lambda: jmpscale.cast(jnp.float16, GRADS), "got dict. Pass the tree, then a dtype"),
+        "cast-array-swapped": (
+            lambda: jmpscale.cast(jnp.float16, W32),
+            "dtype must be a floating-point dtype, got float32[2]. Pass the tree, then a dtype such as jnp.float16: "
+            "cast(params, jnp.float16).",
+        ),
+        "cast-array": (lambda: jmpscale.cast(GRADS, np.ones(2)), "floating-point dtype, got float64[2]. Pass the tree"),
         "cast-string": (lambda: jmpscale.cast(GRADS, "float17"), "got 'float17'. Pass the tree"),
         "cast-None": (lambda: jmpscale.cast(GRADS, None), "dtype must be a floating-point dtype, got None"),
         "raise_if_stuck-fraction": (_stuck(2.5), "max_consecutive_skips must be an integer, got 2.5"),
@@ -1062,7 +1214,6 @@ def test_tool_raises(call, error, words):
 
 # --- warnings name the line of the caller ---
 
-SCALE = jmpscale.with_loss_scaling(optax.scale(1.0))
 CHAIN = optax.chain(SCALE, optax.scale(1.0))
 
 
@@ -1100,6 +1251,31 @@ def test_warnings_name_the_line_of_the_caller(map_):
 WORDS = np.array(["a", "b"])
 
 
+def _step_from(state):
+    """Returns a step that closes over its optimizer state."""
+    return lambda params: optax.apply_updates(params, SCALE.update(params, state, params)[0])
+
+
+def _scan_of_steps(params):
+    """Carries a state that the program closes over."""
+    return jax.lax.scan(lambda c, _: (_train_step(*c)[:2], None), (params, SCALE_STATE), None, 2)
+
+
+def _update_with_nnx():
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, SCALE, wrt=nnx.Param)
+    step = nnx.jit(lambda model, optimizer: optimizer.update(model, nnx.state(model, nnx.Param)))
+    step(model, optimizer)
+    step(model, optimizer)
+
+
+def _update_on_devices():
+    """Closes over the state in a program that `jax.shard_map` runs without compiling it."""
+    mesh = meshes.make_mesh(d=8)
+    update = jax.shard_map(lambda x: SCALE.update(x, SCALE_STATE)[0], mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    update(jnp.ones(8))
+
+
 def _scan_of_a_new_scaler(flags):
     """Creates a scaler in the program, which adapts there."""
     return jax.lax.scan(lambda scaler, flag: (jmpscale.update(scaler, flag), None), jmpscale.dynamic(), flags)
@@ -1135,13 +1311,46 @@ ACCEPTED = {
     "max_norm-small": _wrap(ADAM, max_norm=SMALLEST),
     "max_norm-large": _wrap(ADAM, max_norm=LARGEST),
     "chain-clip_by_global_norm": _update_of_chain(optax.clip_by_global_norm(1.0), optax.scale(2.0)),
+    "chain-empty-cell": _update_of_chain(_with_empty_cell()),
     "chain-clip-inside": _update_of_chain(inside=optax.chain(optax.clip(1.0), SGD)),
     "optax_step-no-momentum": lambda: jmpscale.apply_if(TRUE, jmpscale.optax_step(SGD, W32), W32, SGD.init(W32)),
     "value_and_grad-disabled-vector": lambda: jmpscale.value_and_grad(
         lambda w: w[:1], transform=_value_and_grad_of_vector
     )(jmpscale.disabled(), W32),
+    "value_and_grad-has_aux": _value_and_grad(W32, fun=lambda w: (jnp.sum(w), w), has_aux=np.True_),
+    "value_and_grad-method": _value_and_grad(W32, fun=_Model().method),
+    "value_and_grad-of-gradients": _value_and_grad(W32, fun=lambda w: jmpscale.value_and_grad(jnp.sum)(STATE, w)[0]),
+    "value_and_grad-diff_state": lambda: _value_and_grad(
+        nnx.Linear(2, 1, rngs=nnx.Rngs(0)), fun=_sum, argnums=nnx.DiffState(0, nnx.Param), transform=nnx.value_and_grad
+    )(),
     "value_and_grad-scaler-of-fun": lambda: jmpscale.value_and_grad(lambda w, scaler: w * scaler)(
         STATE, 1.0, scaler=2.0
+    ),
+    "extra-argument-of-inner": _update_with(losses=LOSS),
+    "extra-argument-by-name": _update_with(_looks_up_losses, losses=LOSS),
+    "extra-argument-and-loss": lambda: SCALE.update(GRADS, SCALE_STATE, GRADS, value=LOSS, values=LOSS),
+    "extra-arguments": lambda: SCALE.update(GRADS, SCALE_STATE, GRADS, value_fn=_sum, loss_fn=_sum, grad=GRADS, key=1),
+    "state-argument": lambda: _traced(_train_step, GRADS, SCALE_STATE),
+    "state-eager": lambda: _step_from(SCALE_STATE)(GRADS),
+    "state-eager-grad": lambda: jax.grad(lambda p: _sum(_step_from(SCALE_STATE)(p)))(GRADS),
+    "state-compiled-grad": lambda: _traced(jax.grad(lambda p: _sum(_step_from(SCALE_STATE)(p))), GRADS),
+    "state-compiled-vmap": lambda: _traced(jax.vmap(_step_from(SCALE_STATE)), jax.tree.map(lambda x: x[None], GRADS)),
+    "state-created": lambda: _traced(lambda p: _train_step(p, SCALE.init(p)), GRADS),
+    "state-carried-by-scan": lambda: _traced(_scan_of_steps, GRADS),
+    "state-in-eager-scan": lambda: _scan_of_steps(GRADS),
+    "state-in-eager-cond": lambda: jax.lax.cond(
+        TRUE, lambda: SCALE.update(GRADS, SCALE_STATE), lambda: (GRADS, SCALE_STATE)
+    ),
+    "state-on-devices": lambda: _per_device(lambda x, state: SCALE.update(x, state)[0], SCALE_STATE, check_vma=True),
+    "state-on-eager-devices": _update_on_devices,
+    "state-exported": lambda: jax.export.export(jax.jit(_train_step))(GRADS, SCALE_STATE),
+    "state-in-train_state": lambda: _traced(
+        lambda state: state.apply_gradients(grads=GRADS), TrainState.create(apply_fn=None, params=GRADS, tx=SCALE)
+    ),
+    "state-in-nnx": _update_with_nnx,
+    "state-of-multi_steps": lambda: _traced(_accumulate, GRADS, ACCUMULATING_STATE),
+    "state-disabled": lambda: _traced(
+        lambda g: jmpscale.with_loss_scaling(SGD).update(g, OPT_STATE._replace(scaler=jmpscale.disabled())), GRADS
     ),
     "update-carried-by-scan": lambda: _traced(_scan_of_a_new_scaler, FLAGS),
     "update-argument": lambda: _traced(jmpscale.update, STATE, TRUE),

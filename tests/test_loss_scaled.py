@@ -15,6 +15,7 @@ import optax
 import pytest
 from flax import linen, nnx
 from flax.linen import fp8_ops
+from jax.sharding import PartitionSpec as P
 
 import jmpscale
 from jmpscale import testing
@@ -569,6 +570,105 @@ def test_loss_scaled_does_not_mistake_other_outputs_for_a_float16_loss(fun):
     assert not found
 
 
+# --- non-finite gradients are reported before a training loop changes them ---
+
+
+def watched(fun):
+    return jmpscale.loss_scaled(fun, SCALE, warn_if_not_finite=True)
+
+
+def on_each_device(grad_fn, check_vma):
+    specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": check_vma}
+    return jax.jit(jax.shard_map(grad_fn, mesh=MESH, **specs))
+
+
+def cleaned(grad_fn):
+    """Replaces infinity and NaN in the gradients of each example, as jax-privacy does."""
+    per_example = jax.vmap(lambda w, x: jnp.nan_to_num(grad_fn(w, x[None])), in_axes=(None, 0))
+    return jax.jit(lambda w, x: per_example(w, x).mean(0))
+
+
+def penalized(grad_fn):
+    return jax.jit(jax.grad(lambda w, x: jnp.sum(grad_fn(w, x) ** 2)))
+
+
+def in_scan(grad_fn):
+    return jax.jit(lambda w, x: jax.lax.scan(lambda w, x: (w - grad_fn(w, x[None]), None), w, x)[0])
+
+
+TRANSFORMED = {
+    "eager": lambda grad_fn: grad_fn,
+    "jit": jax.jit,
+    "per example": cleaned,
+    "scan": in_scan,
+    "second derivative": penalized,
+    "shard_map": functools.partial(on_each_device, check_vma=True),
+    "shard_map without types": functools.partial(on_each_device, check_vma=False),
+}
+SILENT = {  # arguments of `overflowing`
+    "finite gradients": (W, X),
+    "a gradient that is not computed": (W, X.at[0, 0].set(0.0)),
+}
+
+
+def overflowing(w, x):
+    """A loss whose gradient of w is infinite if an x is infinite, and whose gradient of x is infinite if an x is 0."""
+    return mean_square(w, x) + jnp.sum(jnp.where(jnp.isinf(x), x, 0.0)) * jnp.sum(w) + 0.0 * jnp.sum(jnp.sqrt(x))
+
+
+def warnings_of(fn, *args):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        result = jax.block_until_ready(fn(*args))
+    return result, [str(warning.message) for warning in found]
+
+
+@pytest.mark.parametrize("transform", rows(TRANSFORMED))
+def test_loss_scaled_warns_of_gradients_that_are_not_finite(transform):
+    grad_fn = transform(jax.grad(watched(overflowing)))
+    _, messages = warnings_of(grad_fn, W, X.at[2, 0].set(jnp.inf))
+    assert messages
+    words = "the gradients of overflowing in jmpscale.loss_scaled are not finite. If the training loop replaces"
+    assert all(message.startswith(words) for message in messages)
+    for args in SILENT.values():
+        result, messages = warnings_of(grad_fn, *args)
+        assert messages == []
+        np.testing.assert_array_equal(result, transform(jax.grad(scaled(overflowing)))(*args))
+
+
+def test_loss_scaled_watches_sharded_and_replicated_gradients():
+    def loss(params, x):
+        return jax.lax.psum(mean_square(params["w"], x) * params["scale"], "data")
+
+    def grads(wrap, params, x):
+        def grad_fn(params, x):
+            return jax.grad(lambda p: wrap(loss)(p | {"w": p["w"][..., 0]}, x))(params)
+
+        specs = {"scale": P(), "w": P(None, None, "data")}
+        return jax.jit(jax.shard_map(grad_fn, mesh=MESH, in_specs=(specs, P()), out_specs=specs))(params, x)
+
+    params = {"scale": jnp.float32(1.0), "w": jnp.stack([W] * len(DEVICES), axis=2)}
+    found, messages = warnings_of(grads, watched, params, X)
+    assert messages == []
+    chex.assert_trees_all_equal(found, grads(scaled, params, X))
+    assert warnings_of(grads, watched, params, X * jnp.inf)[1]
+
+
+def test_loss_scaled_has_no_callback_by_default():
+    texts = [jax.jit(jax.grad(wrap(mean_square))).lower(W, X).as_text() for wrap in (scaled, watched)]
+    assert ["callback" in text for text in texts] == [False, True]
+
+
+def test_loss_scaled_does_not_watch_fp8_statistics():
+    def loss(w, statistics):
+        return mean_square(w, X) + jnp.sum(statistics["_overwrite_with_gradient"]["scale"]) * jnp.inf
+
+    args = W, {"_overwrite_with_gradient": {"scale": jnp.ones(1)}}
+    (_, statistics), messages = warnings_of(jax.grad(watched(loss), argnums=(0, 1)), *args)
+    assert not jnp.isfinite(statistics["_overwrite_with_gradient"]["scale"])
+    assert messages == []
+
+
 # --- fun is called once, and nothing is kept ---
 
 
@@ -612,6 +712,7 @@ def test_loss_scaled_does_not_compute_gradients_of_values_that_are_not_different
         return sum(line.startswith(("dot", "custom-call")) for line in compiling.instructions(program))
 
     assert matmuls(scaled) == matmuls(lambda fun: fun) > 0
+    assert matmuls(watched) == matmuls(scaled) + 1  # the callback is a custom call
 
 
 def test_loss_scaled_keeps_no_reference_to_its_arguments():

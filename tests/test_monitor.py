@@ -242,6 +242,62 @@ def test_wrapper_warns_with_the_diagnosis_of_the_scaler(name):
     assert all(words in message for words, message in zip(expected, messages, strict=True))
 
 
+# --- warn_after_skips hears skips that are not consecutive, and a scale that only grows ---
+
+STATIC = jmpscale.static(8.0)
+GROWING = jmpscale.dynamic(2.0**31, growth_interval=4)
+MANY = "3 of the last 15 steps were skipped"
+SERIES = {  # the scaler, whether each step is finite, and the starts of the warnings, which count 3 skips
+    "one in five": (STATIC, ([True] * 4 + [False]) * 5, [f"{MANY} (3 in total); the loss scale is 8. "]),
+    "two in five": (STATIC, [True, False, True, True, False] * 4, [f"{MANY} (3 in total)"]),
+    "a pause of 15 steps": (STATIC, ([True, False] * 4 + [True] * 15) * 2, [f"{MANY} (3 in total)", f"{MANY} (7 in"]),
+    "after consecutive ones": (STATIC, [False] * 3 + [True, False] * 3, ["3 consecutive steps were skipped (3 in"]),
+    "one in eight": (STATIC, ([True] * 7 + [False]) * 6, []),
+    "backing off": (jmpscale.dynamic(2.0**20), [False, True] * 3, [f"{MANY} (3 in total); the loss scale is 2^17"]),
+    "after each growth": (jmpscale.dynamic(2.0**20, growth_interval=4), ([True] * 4 + [False]) * 5, []),
+    "limit": (GROWING, [True] * 12, ["The loss scale has grown to its limit, 2^32, without one skip. "]),
+    "limit after a skip": (GROWING, [False] + [True] * 16, []),
+    "limit of the user": (jmpscale.dynamic(2.0, growth_interval=1, max_scale=4.0), [True] * 3, []),
+    "limit from the start": (jmpscale.dynamic(2.0**32, growth_interval=1), [True] * 3, []),
+    "disabled": (jmpscale.disabled(), [False] * 3, []),
+}
+
+
+@pytest.mark.parametrize("name", SERIES)
+@pytest.mark.parametrize(
+    "run",
+    [_loop, pytest.param(lambda step, *args: _loop(jax.jit(step), *args), marks=pytest.mark.full)],
+    ids=["eager", "jit"],
+)
+def test_wrapper_warns_of_many_skips_and_of_none(name, run):
+    scaler, finite, expected = SERIES[name]
+    tx = jmpscale.with_loss_scaling(optax.sgd(0.1), scaler, warn_after_skips=3)
+    grads = np.where(finite, np.float32(1.0), np.float32(np.inf))
+    _, messages = _warnings_of(run, lambda state, grad: tx.update(grad, state)[1], tx.init(1.0), grads)
+    assert [message[: len(words)] for message, words in zip(messages, expected, strict=True)] == expected
+
+
+def test_wrapper_counts_the_skips_of_each_run():
+    tx = jmpscale.with_loss_scaling(optax.sgd(0.1), STATIC, warn_after_skips=3)
+    for _ in range(3):
+        _, messages = _warnings_of(_loop, lambda state, grad: tx.update(grad, state)[1], tx.init(1.0), GRADS[3:6])
+        assert messages == []
+
+
+def test_wrapper_counts_skips_because_of_the_loss():
+    tx = jmpscale.with_loss_scaling(optax.sgd(0.1), jmpscale.dynamic(growth_interval=100), warn_after_skips=3)
+    losses = np.where(([True] * 7 + [False]) * 3, np.float32(1.0), np.float32(np.nan))
+    sparse, dense = losses, np.append([1.0] * 20, losses[6:8].tolist() * 4)
+
+    def step(state, loss):
+        return tx.update(loss, state, value=loss)[1]
+
+    assert _warnings_of(_loop, step, tx.init(1.0), sparse)[1] == []
+    [message] = _warnings_of(_loop, step, tx.init(1.0), dense)[1]
+    assert message.startswith(MANY)
+    assert "the loss itself was not finite" in message
+
+
 def test_step_without_warn_after_skips_has_no_callback():
     text = jax.jit(lambda state, grad: PLAIN.update(grad, state)).lower(PLAIN.init(1.0), 1.0).as_text()
     assert "callback" not in text

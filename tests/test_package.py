@@ -21,7 +21,12 @@ ROOT = TESTS.parent
 # A module may import modules of its own part of the package, and of the parts before it.
 PARTS = ["_base", "training path", "_diagnosis", "__init__", "tools", "__main__"]
 MODULES = sorted(str(path.relative_to(PACKAGE).with_suffix("")) for path in PACKAGE.rglob("*.py"))
-MAY_IMPORT = {"_optax": {"optax"}, "plots": {"matplotlib"}, "__main__": {"optax", "matplotlib"}}
+MAY_IMPORT = {
+    "_optax": {"optax"},
+    "_optax_checks": {"optax"},
+    "plots": {"matplotlib"},
+    "__main__": {"optax", "matplotlib"},
+}
 ALWAYS = {*sys.stdlib_module_names, "jax", "jmpscale", "numpy"}
 
 

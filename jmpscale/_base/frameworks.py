@@ -66,6 +66,11 @@ def nnx_lifting() -> Any:
     return importlib.import_module("flax.nnx.transforms.general")  # the module that created the objects has imported it
 
 
+def nnx_value_and_grad() -> Any:
+    """Returns `flax.nnx.value_and_grad` if the program has imported it."""
+    return getattr(sys.modules.get("flax.nnx"), "value_and_grad", None)
+
+
 def equinox_module_class() -> type[Any] | None:
     """Returns `equinox.Module` if the program has imported it."""
     # While another thread is still importing Equinox, the module exists without its classes.

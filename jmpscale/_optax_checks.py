@@ -1,0 +1,164 @@
+"""Checks of how an optimizer with loss scaling is built and called."""
+
+import contextlib
+import difflib
+import inspect
+import itertools
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator
+
+import optax
+
+from jmpscale._base.axes import check_no_partial_sums
+from jmpscale._base.check import warn_user
+from jmpscale._base.text import truncate, type_name
+from jmpscale._base.tree import PyTree, check_no_refs, find_instances, structure
+from jmpscale._find_scaler import check_scaler
+from jmpscale._state import WithLossScalingState
+
+# The functions of optax whose transformations replace infinity or NaN by finite numbers.
+_HIDES_OVERFLOWS = {"clip", "zero_nans", "scale_by_sign"}
+
+
+def check_transformation(tx: object, name: str, remedy: str) -> None:
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(
+            f"{name} must be an optax.GradientTransformation, got {type_name(tx)}. Pass one, such as {remedy}."
+        )
+
+
+def check_not_wrapped(inner_state: PyTree) -> None:
+    """Raises if the inner optimizer has loss scaling already: a step has one scaler."""
+    if find_instances(inner_state, WithLossScalingState):
+        raise TypeError(
+            "inner must not contain with_loss_scaling, got an optimizer that is wrapped already. Wrap the whole "
+            "optimizer once: with_loss_scaling(optax.chain(...))."
+        )
+
+
+def check_update_arguments(grads: PyTree, state: object) -> WithLossScalingState:
+    if not isinstance(state, WithLossScalingState):
+        raise TypeError(
+            f"state must be the state that with_loss_scaling(...).init returned, got {type_name(state)}. The "
+            "arguments are (grads, state, params). To add loss scaling to the state of an existing optimizer, use "
+            "tx.init(params)._replace(inner_state=...)."
+        )
+    check_scaler(state.scaler, "state.scaler")
+    check_no_refs(grads, "updates")
+    check_no_partial_sums(grads)
+    return state
+
+
+def check_structure_of_updates(grads: PyTree, updates: PyTree) -> None:
+    expected, got = structure(grads), structure(updates)
+    if got != expected:
+        raise TypeError(
+            f"inner must return updates with the structure of the gradients, {truncate(expected)}, got "
+            f"{truncate(got)}. Gate such an optimizer, for example optax.lookahead, with the functional API: "
+            "jmpscale.apply_if(finite, jmpscale.optax_step(tx, grads), params, opt_state)."
+        )
+
+
+def check_carry(carry: tuple[PyTree, ...], grads: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns the parameters and the optimizer state, or raises."""
+    call = "Call apply_if(finite, optax_step(tx, grads), params, opt_state)."
+    if len(carry) != 2:
+        raise TypeError(f"carry must be two values, the parameters and the optimizer state, got {len(carry)}. {call}")
+    params, opt_state = carry
+    if structure(opt_state) == structure(grads) != structure(params):
+        raise TypeError(
+            "carry must be the parameters and then the optimizer state, got them in the opposite order: the second "
+            f"value has the structure of the gradients, {truncate(structure(grads))}. {call}"
+        )
+    return params, opt_state
+
+
+def warn_if_inside_multi_steps() -> None:
+    """Warns if `optax.MultiSteps` initializes the wrapper, because `MultiSteps` never recovers from an overflow.
+
+    `MultiSteps` resets its sum of gradients by multiplying it by zero, and 0 * inf is NaN.
+    """
+    if _is_called_by(lambda frame: frame.f_code is optax.MultiSteps.init.__code__):
+        warn_user(
+            "with_loss_scaling is inside optax.MultiSteps: after one overflow its accumulated gradients stay NaN, and "
+            "every later step is skipped. Place it outside: with_loss_scaling(optax.MultiSteps(tx, k)). If a training "
+            "loop adds MultiSteps itself, turn its gradient accumulation off, or replace its optimizer."
+        )
+
+
+def warn_if_masked(params: optax.Params) -> None:
+    """Warns if the wrapper does not see all parameters, because it neither checks nor skips the rest."""
+    # The user's own parameters may contain optax.MaskedNode, too.
+    inside_masked = _is_called_by(lambda frame: frame.f_globals.get("__name__") == optax.masked.__module__)
+    if inside_masked and find_instances(params, optax.MaskedNode):
+        warn_user(
+            "with_loss_scaling is inside optax.masked or optax.partition: it checks only some of the gradients, and "
+            "does not skip the updates of the other parameters. Place it outside: with_loss_scaling(optax.masked(tx, "
+            "mask))."
+        )
+
+
+def warn_if_overflows_are_hidden() -> None:
+    """Warns if an `optax.chain` has changed infinities or NaN into finite numbers before the wrapper."""
+    if _is_called_by(_hides_overflows):
+        warn_user(
+            "with_loss_scaling is behind a transformation that replaces infinity or NaN in the gradients, such as "
+            "optax.clip: it does not see overflows, so they are applied, and the scale only grows. Place the "
+            "transformation inside: with_loss_scaling(optax.chain(optax.clip(1.0), tx))."
+        )
+
+
+def warn_if_loss_is_misspelled(names: Collection[str], inner: object) -> None:
+    """Warns if the name of an extra argument is almost `loss` or `value`, and no transformation reads it."""
+    if "loss" in names or "value" in names or not isinstance(inner, tuple):
+        return
+    for name in names:
+        if difflib.get_close_matches(name, ["loss", "value"], cutoff=0.8) and not _reads([inner], name):
+            warn_user(
+                f"the extra argument {name!r} of tx.update is ignored, because no transformation takes it. Pass the "
+                "unscaled loss as value= or loss=, so that a non-finite loss does not reduce the scale."
+            )
+
+
+def _reads(transformations: Iterable[object], name: str) -> bool:
+    """Tests whether a function has a parameter of this name, or contains the name as a string."""
+    return any(name in (*fn.__code__.co_varnames, *fn.__code__.co_consts) for fn in _functions_in(transformations))
+
+
+def _hides_overflows(frame: types.FrameType) -> bool:
+    """Tests whether a frame is the update of an `optax.chain` that has called such a transformation already."""
+    if frame.f_globals.get("__name__") != optax.chain.__module__ or "update_fns" not in frame.f_locals:
+        return False
+    earlier = itertools.takewhile(lambda update: update is not frame.f_locals.get("fn"), frame.f_locals["update_fns"])
+    return any(fn.__qualname__.partition(".")[0] in _HIDES_OVERFLOWS for fn in _functions_in(earlier))
+
+
+def _functions_in(values: Iterable[object]) -> Iterator[types.FunctionType]:
+    """Yields functions, and the functions in their closures, such as the updates that an `optax.chain` calls."""
+    seen: set[int] = set()
+    stack = list(values)
+    while stack:
+        value = stack.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, (tuple, list)):  # a transformation is a named tuple of functions
+            stack += value
+        elif isinstance(value, types.FunctionType):
+            yield value
+            stack += _closure_values(value)
+
+
+def _closure_values(fn: types.FunctionType) -> Iterator[object]:
+    """Yields the values that a function closes over, except variables that have no value."""
+    for cell in fn.__closure__ or ():
+        with contextlib.suppress(ValueError):
+            yield cell.cell_contents
+
+
+def _is_called_by(matches: Callable[[types.FrameType], bool]) -> bool:
+    """Tests whether a function whose frame matches is on the stack."""
+    frame = inspect.currentframe()
+    while frame is not None and not matches(frame):
+        frame = frame.f_back
+    return frame is not None
