@@ -280,7 +280,8 @@ def warn_if_constant(scaler: ScalerState, values: PyTree, name: str = "scaler") 
         return
     # A step that a compiled program differentiates, or maps over a batch, may start from a constant. Such a
     # transformation traces values of a type of its own; a new array has the type of the program's values.
-    if all(type(x) is type(jnp.zeros(())) for x in traced):
+    own_type = type(jnp.zeros(()))
+    if all(type(x) is own_type for x in traced):
         warn_user(
             f"the {name} is a constant of the compiled program, so every call starts from the same one: the compiled "
             f"function creates the {name}, or closes over it. Create the {name} before, pass it to the compiled "
