@@ -280,7 +280,7 @@ def test_step_in_shard_map_keeps_varying_axes(api):
     opt_state, step = api(TX)
     varying = jax.tree.map(lambda x: jnp.stack([x] * 8), (PARAMS, _inner(opt_state)))
 
-    def local(varying, overflow):
+    def local(varying, opt_state, overflow):
         params, inner = jax.tree.map(lambda x: x[0], varying)
         state = opt_state._replace(inner_state=inner) if hasattr(opt_state, "inner_state") else inner
         here = jax.lax.axis_index("data") == 3
@@ -288,9 +288,9 @@ def test_step_in_shard_map_keeps_varying_axes(api):
         params, state = step(params, state, grads)
         return jax.tree.map(lambda x: x[None], (params, _inner(state)))
 
-    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data")))
-    assert_step_is_noop(varying, run(varying, True))
-    assert not np.array_equal(run(varying, False)[0]["w"], varying[0]["w"])
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data")))
+    assert_step_is_noop(varying, run(varying, opt_state, True))
+    assert not np.array_equal(run(varying, opt_state, False)[0]["w"], varying[0]["w"])
 
 
 def test_apply_if_accepts_a_flag_that_varies_over_devices():
