@@ -16,18 +16,15 @@ not converted. No other equation changes. Differentiation, batching and partitio
 the rewriting. XLA fuses the conversions into the operations around them.
 """
 
-import contextlib
-import contextvars
 import functools
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core
 from jax.typing import DTypeLike
 
@@ -46,14 +43,6 @@ _HALF = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
 # Results of earlier calls. A function under jax.jit has one jaxpr in all of its calls, and JAX finds the compiled
 # program of the rewritten jaxpr only if that stays the same object.
 _MEMOS: dict[np.dtype, Memo] = {dtype: weakref.WeakKeyDictionary() for dtype in _HALF}
-_TRIAL: contextvars.ContextVar["_Trial | None"] = contextvars.ContextVar("trial", default=None)
-
-
-class _Trial(NamedTuple):
-    """The source lines whose matmuls remain as written, and those at which there were matmuls."""
-
-    lines: Collection[str]
-    found: set[str]
 
 
 @overload
@@ -130,25 +119,6 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
     return autocast_fun
 
 
-@contextlib.contextmanager
-def matmuls_in_float32(lines: Collection[str]) -> Iterator[set[str]]:
-    """Leaves the matmuls of some lines as they are in functions of `autocast` that are called inside of this context.
-
-    A compiled function is traced again, because the metadata of operations is part of the key by which JAX finds
-    earlier traces.
-
-    Yields:
-      A set to which the lines are added at which there are matmuls.
-    """
-    trial = _Trial(lines, set())
-    token = _TRIAL.set(trial)
-    try:
-        with set_xla_metadata(jmpscale_trial=str(id(token))):
-            yield trial.found
-    finally:
-        _TRIAL.reset(token)
-
-
 def _call(fun: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTree:
     return fun(*args, **kwargs)
 
@@ -182,13 +152,7 @@ def _run_in_half(checks: _Checks, fun: Callable[..., PyTree], *args: PyTree) -> 
 
 
 def _in_half(jaxpr: core.Jaxpr, half: np.dtype) -> core.Jaxpr:
-    trial = _TRIAL.get()
-    if trial is None:
-        return rewrite(jaxpr, functools.partial(matmul_in_half, half), _MEMOS[half])
-    matmuls = [found for found in equations(jaxpr) if found.eqn.primitive.name in MATMULS]
-    kept = {id(found.eqn): found.line for found in matmuls if found.line in trial.lines}
-    trial.found.update(kept.values())
-    return rewrite(jaxpr, lambda eqn: [eqn] if id(eqn) in kept else matmul_in_half(half, eqn), {})
+    return rewrite(jaxpr, functools.partial(matmul_in_half, half), _MEMOS[half])
 
 
 def matmul_in_half(half: np.dtype, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:

@@ -34,9 +34,8 @@ class Fault(NamedTuple):
       args: its arguments.
       begins: the first words of the summary.
       transform: the `value_and_grad` of the framework.
-      autocast: whether `autocast` is applied to `fun`, so that a remedy is tried.
-      named: the position of the faulty line among the lines that the summary names. It is 1 if the error appears at a
-        line that amplifies the rounding, or has a pole, of another one.
+      autocast: whether `autocast` is applied to `fun`.
+      lines: the lines that must compute in float32, relative to the line with the fault, if float32 is the remedy.
       line_of: the function with the fault.
       scale: the present loss scale.
       contains: other words of the summary.
@@ -47,7 +46,7 @@ class Fault(NamedTuple):
     begins: str = FORWARD_OVERFLOW
     transform: Callable[..., Any] = jax.value_and_grad
     autocast: bool = False
-    named: int = 0
+    lines: tuple[int, ...] = (0,)
     line_of: Callable[..., Any] | None = None
     scale: float = 1024.0
     contains: str = ""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmpscale._diagnosis.float32 import run_in_float32
+from jmpscale._diagnosis.float32 import InFloat32
 
 import meshes
 from tables import names
@@ -118,7 +118,7 @@ PROGRAMS = {
 
 def run(fun, x):
     closed = jax.make_jaxpr(fun)(x)
-    return jax.jit(lambda consts, x: run_in_float32(closed.jaxpr, consts, [x]))(closed.consts, x)
+    return jax.jit(lambda consts, x: InFloat32().evaluate(closed.jaxpr, consts, [x])[0])(closed.consts, x)
 
 
 @pytest.mark.parametrize("name", names(PROGRAMS, default={"arithmetic", "scan", "shard_map"}))

@@ -1,5 +1,6 @@
 """The inputs of a diagnosis: harmful constants and arguments, the float32 reference, and the traced step."""
 
+import functools
 import io
 import math
 
@@ -10,63 +11,16 @@ import pytest
 from flax import nnx
 
 import jmpscale
-from jmpscale._base.jaxpr import type_of
 from jmpscale._diagnosis import progress
-from jmpscale._diagnosis.inputs import (
-    Constant,
-    are_finite,
-    are_zero,
-    constants,
-    harmful_arrays,
-    harmful_constant,
-    without,
-)
-from jmpscale._diagnosis.scales import run_reference
-from jmpscale._diagnosis.step import Step, non_finite_arguments, trace_step
+from jmpscale._diagnosis.modes import ModalStep, Precision
+from jmpscale._diagnosis.repair import RepairedStep, non_finite_arguments
+from jmpscale._diagnosis.step import Step, trace_step
+from jmpscale._diagnosis.trials import Trials
 
 H = jnp.float16
 
 
-# --- Constants. ---
-
-
-def equation(fun, dtype=H):
-    (eqn,) = jax.make_jaxpr(fun)(jnp.ones(2, dtype)).jaxpr.eqns
-    return eqn
-
-
-CONSTANTS = {  # an operation, a constant that is zero or infinite, and the nearest finite, nonzero number
-    "zero": (lambda x: x + H(0), 0.0, 2.0**-24),
-    "on the left": (lambda x: H(0) - x, 0.0, 2.0**-24),
-    "infinity": (lambda x: x * H(np.inf), math.inf, 65504.0),
-    "negative infinity": (lambda x: x / H(-np.inf), -math.inf, -65504.0),
-}
-
-
-@pytest.mark.parametrize("name", CONSTANTS)
-def test_constant_is_replaced_by_the_nearest_finite_nonzero_number(name):
-    fun, value, nearest = CONSTANTS[name]
-    eqn = equation(fun)
-    (constant,) = constants(eqn)
-    assert constant[1:] == (eqn.primitive.name, np.dtype(np.float16), value)
-    assert constant.line.startswith("test_diagnose_inputs.py:")
-    (changed,) = without(constant, eqn)
-    literals = [getattr(x, "val", None) for x in changed.invars]
-    assert literals == [nearest if getattr(x, "val", None) == value else None for x in eqn.invars]
-    assert [type_of(x) for x in changed.invars] == [type_of(x) for x in eqn.invars]
-    assert without(constant._replace(line="model.py:1 (f)"), eqn) == [eqn]
-
-
-NOT_REPORTED = {
-    "a number": (lambda x: x * H(2), H),
-    "float32": (lambda x: x * np.float32(0), jnp.float32),
-    "a comparison": (lambda x: x > H(0), H),
-}
-
-
-@pytest.mark.parametrize("name", NOT_REPORTED)
-def test_constants_without_effect_are_not_reported(name):
-    assert constants(equation(*NOT_REPORTED[name])) == []
+# --- Arguments and constants because of which a step is useless. ---
 
 
 def step(fun, *consts):
@@ -75,49 +29,43 @@ def step(fun, *consts):
 
 
 HARMFUL = {  # a function that returns a loss and gradients, whether the step is finite, and the harmful constant
-    "zero loss": (lambda x: [(x * H(0)).sum(), x * H(0.5)], True, 0.0),
+    "zero": (lambda x: [(x * H(0)).sum(), x * H(0.5)], True, 0.0),
     "a loss that stays zero": (lambda x: [(x * H(0) - x * H(0)).sum(), x], True, None),
-    "infinite loss": (lambda x: [(x * H(np.inf)).sum(), x], False, math.inf),
+    "infinity": (lambda x: [(x * H(np.inf)).sum(), x], False, math.inf),
+    "negative infinity": (lambda x: [(x / H(-np.inf)).sum(), x], True, -math.inf),
     "the second constant": (lambda x: [(x + H(0)).sum(), (x + H(np.inf)) * H(0.5)], False, math.inf),
-    "no constant": (lambda x: [(x * H(2)).sum(), x], False, None),
+    "the tenth constant": (
+        lambda x: [functools.reduce(lambda y, i: y + H(0) if i < 9 else y * H(0), range(10), x).sum(), x],
+        True,
+        0.0,
+    ),
+    "a number": (lambda x: [(x * H(2) - x - x).sum(), x], True, None),
+    "float32": (lambda x: [(x.astype(np.float32) * np.float32(0)).sum(), x], True, None),
+    "a comparison": (lambda x: [jnp.where(x < H(0), x, H(0)).sum(), x], True, None),
 }
 
 
 @pytest.mark.parametrize("name", HARMFUL)
 def test_harmful_constant_is_found(name):
     fun, was_finite, value = HARMFUL[name]
-    found = harmful_constant(step(fun, jnp.ones(2, H)), was_finite)
-    assert (found and found.value) == value
-    assert found is None or isinstance(found, Constant)
-
-
-ZERO, ONE, INF = jnp.zeros(2), jnp.ones(2), jnp.float32([np.inf, 0])
-OUTPUTS = {  # outputs, whether all of them are finite, and whether the loss or all gradients are zero
-    "ordinary": ([ONE, ZERO, ONE], True, False),
-    "zero loss": ([ZERO, ONE, ONE], True, True),
-    "zero gradients": ([ONE, ZERO, ZERO], True, True),
-    "infinite loss": ([INF, ONE, ONE], False, False),
-    "an infinite gradient": ([ONE, ONE, INF], False, False),
-}
-
-
-@pytest.mark.parametrize(("outputs", "finite", "zero"), OUTPUTS.values(), ids=OUTPUTS)
-def test_are_finite_and_are_zero(outputs, finite, zero):
-    assert (are_finite(outputs), are_zero(outputs)) == (finite, zero)
+    found = RepairedStep(step(fun, jnp.ones(2, H))).harmful_constant(was_finite=was_finite)
+    assert (found and found[1]) == value
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_array_is_harmful_if_zeros_in_its_place_make_the_step_finite(value):
+def test_argument_is_harmful_if_zeros_in_its_place_make_the_step_finite(value):
     x = jnp.float32([value, 1])
-    assert len(harmful_arrays(step(lambda x: [jnp.sum(x * x), x], x))) == 1
-    assert not harmful_arrays(step(lambda x: [jnp.sum(1 / (x * 0)), x], x))
+    assert RepairedStep(step(lambda x: [jnp.sum(x * x), x], x)).harmful_arguments([("x", x)]) == ["x"]
+    assert not RepairedStep(step(lambda x: [jnp.sum(1 / (x * 0)), x], x)).harmful_arguments([("x", x)])
 
 
-def test_only_the_array_that_is_harmful_by_itself_is_returned():
+def test_only_the_argument_that_is_harmful_by_itself_is_returned():
     mask, x = jnp.float32([-np.inf, 0]), jnp.float32([np.nan, 1])
-    (harmful,) = harmful_arrays(step(lambda mask, x: [jnp.sum(jnp.exp(mask)), x], mask, x))
-    assert harmful is x
-    assert len(harmful_arrays(step(lambda a, b: [jnp.sum(jnp.tanh(a - b))], mask, mask + 0))) == 2
+    alone = RepairedStep(step(lambda mask, x: [jnp.sum(jnp.exp(mask)), x], mask, x))
+    assert alone.harmful_arguments([("mask", mask), ("x", x)]) == ["x"]
+    other = jnp.float32([-np.inf, 1])
+    both = RepairedStep(step(lambda a, b: [jnp.sum(jnp.tanh(a - b))], mask, other))
+    assert both.harmful_arguments([("a", mask), ("b", other)]) == ["a", "b"]
 
 
 @pytest.mark.full
@@ -149,6 +97,7 @@ def unnamed(*args, **options):
     """Has arguments without names."""
 
 
+ONE, INF = jnp.ones(2), jnp.float32([np.inf, 0])
 NAN = jnp.float32([1.0, np.nan])
 ARGUMENTS = {  # a function, its arguments, and the paths of the arguments that are not finite
     "positional": (keywords, (ONE, {"image": NAN, "label": ONE}), {}, ["batch['image']"]),
@@ -169,26 +118,39 @@ def test_arguments_that_are_not_finite_are_named(name):
 # --- The reference in float32. ---
 
 
-def test_gradients_that_are_rounding_noise_are_not_decisive():
+def trials(fun, *consts):
+    return Trials(ModalStep(step(fun, *consts), Precision), lambda text: None)
+
+
+def test_gradients_that_are_rounding_noise_or_negligible_are_not_decisive():
     x = jnp.float32(np.linspace(0.7, 1.3, 64))
     noise = (x - x.mean()).sum()  # zero except for rounding
-    reference = run_reference(step(lambda x: [2 * x[0], x, (x - x.mean()).sum(), 0 * x], x))
+    found = trials(lambda x: [2 * x[0], x, (x - x.mean()).sum(), 0 * x, x * 2.0**-50, x * 2.0**-70], x)
     assert noise != 0
-    assert reference.decisive == [True, False, False]
-    assert reference.finite
-    assert reference.loss == 2 * x[0]
-    assert [g.shape for g in reference.grads] == [(64,), (), (64,)]
-    assert reference.loss_rounding == pytest.approx(2.0**-10, rel=0.3)
+    assert found.decisive.tolist() == [True, False, False, True, False]
+    assert found.measured.are_finite
+    assert float(found.reference[0]) == 2 * x[0]
+    assert [g.shape for g in found.reference[1:]] == [(64,), (), (64,), (64,), (64,)]
 
 
-def test_reference_estimates_the_effect_of_rounded_arguments_on_the_loss():
-    x = jnp.float32([1000.7, -1000.1, 1000.3, -1000.2])
-    assert run_reference(step(lambda x: [x.sum(), x], x)).loss_rounding > 0.1
+def test_error_of_a_loss_counts_if_it_exceeds_the_rounding_of_the_arguments():
+    def error(x, loss):
+        errors, loss_error = trials(lambda x: [x.sum(), x], x).compare([jnp.float32(loss), x])
+        assert errors.tolist() == [0]
+        return loss_error
+
+    x = jnp.float32([1.0, 2.0])
+    assert error(x, 3.08) == 0
+    assert error(x, 3.1) == pytest.approx(0.1 / 3, rel=1e-3)
+    assert error(x, np.nan) == math.inf
+    assert error(jnp.float32([1000.7, -1000.1, 1000.3, -1000.2]), 0.75) == 0
 
 
-def test_reference_reports_values_that_are_not_finite():
-    assert not run_reference(step(lambda x: [x.sum(), x / 0], ONE)).finite
-    assert not run_reference(step(lambda x: [x.sum() / 0, x], ONE)).finite
+def test_errors_of_gradients_that_are_not_finite():
+    found = trials(lambda x: [x.sum(), x, x * 0], jnp.ones(2))
+    assert found.compare([jnp.float32(2), jnp.float32([1.0, np.inf]), jnp.zeros(2)])[0] is None
+    assert found.compare([jnp.float32(2), jnp.ones(2), jnp.float32([0.0, np.nan])])[0] is None
+    assert found.compare([jnp.float32(2), jnp.float32([1.0, 2.0]), jnp.ones(2)])[0] == pytest.approx(2**-0.5)
 
 
 # --- Tracing. ---

@@ -90,22 +90,17 @@ def test_compiled_functions_of_libraries_have_the_line_of_the_call(file):
     assert source.is_library_function(file) == MATHEMATICS[file]
 
 
-def recomputed(w):
-    @jax.checkpoint
-    def block(x):
-        with jax.named_scope("inner"):
-            return jnp.einsum("i,i->i", jnp.sin(x), x)
-
-    with jax.named_scope("outer"), jax.named_scope("outer"):
-        return jnp.sum(jnp.cos(block(w)))
-
-
-def test_recomputed_function_has_the_module_and_the_pass():
-    eqns = jax.make_jaxpr(jax.grad(recomputed))(jnp.ones(2)).jaxpr.eqns
+def test_recomputed_function_is_part_of_the_backward_pass():
+    loss = jax.checkpoint(lambda x: jnp.sum(jnp.sin(x) * x))
+    eqns = jax.make_jaxpr(jax.grad(loss))(jnp.ones(2)).jaxpr.eqns
     forward = next(eqn for eqn in eqns if eqn.primitive.name == "sin")
     backward = next(eqn for eqn in eqns if eqn.params.get("differentiated"))
-    around = [source.scopes(eqn) for eqn in (forward, backward)]
-    assert [source.is_backward(scopes) for scopes in around] == [False, True]
-    inside = {source.scopes(eqn) for eqn in backward.params["jaxpr"].eqns}
-    assert source.module_path(around[0]) == "outer/outer/inner"
-    assert {source.module_path((*around[1], *scopes)) for scopes in inside} == {"outer/outer/inner"}
+    assert [source.is_backward(eqn) for eqn in (forward, backward)] == [False, True]
+
+
+def test_callers_of_a_function_are_omitted():
+    eqn = equation(JAX, USER, "/home/user/train.py", "/home/user/main.py")
+    lines = ("main.py:13 (loss)", "train.py:12 (loss)", "model.py:11 (loss)")
+    assert source.user_lines(eqn) == lines
+    assert source.user_lines(eqn, "loss", "/home/user/train.py") == lines[1:]
+    assert source.user_lines(eqn, "other", "/home/user/train.py") == lines

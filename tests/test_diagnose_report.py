@@ -5,15 +5,15 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jmpscale._diagnosis.evaluate import Evaluation, Result, Site
+from jmpscale._diagnosis.findings import Findings
+from jmpscale._diagnosis.inputs import Constant
+from jmpscale._diagnosis.remedy import Remedy, try_remedy
 
 import jmpscale
 from jmpscale._base.jaxpr import equations
 from jmpscale._diagnosis import remedy
-from jmpscale._diagnosis.evaluate import Evaluation, Result, Site
-from jmpscale._diagnosis.findings import Findings
-from jmpscale._diagnosis.inputs import Constant
 from jmpscale._diagnosis.measure import Measured
-from jmpscale._diagnosis.remedy import Remedy, try_remedy
 from jmpscale._diagnosis.report import Diagnosis, DiagnosisRow, make_rows
 from jmpscale._diagnosis.scales import Reference, Scales
 from jmpscale._diagnosis.step import trace_step

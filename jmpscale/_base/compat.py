@@ -32,6 +32,14 @@ def varying_axes(x: ArrayLike | jax.ShapeDtypeStruct) -> frozenset[str]:
     return frozenset(getattr(aval, "vma", ()) if manual is None else manual.varying)
 
 
+def as_varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Returns an array whose type says that it may differ between devices along mesh axes of a `jax.shard_map`."""
+    missing = tuple(axis for axis in axes if axis not in varying_axes(x))
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(x, missing, to="varying")
+    return vars(jax.lax)["pvary"](x, missing)  # JAX before 0.8
+
+
 def unreduced_axes(x: ArrayLike) -> frozenset[str]:
     """Returns the mesh axes over which the shards of an array must still be summed."""
     # Inside a shard_map the type has these axes; under jit with Explicit axes the sharding has them. JAX before 0.10

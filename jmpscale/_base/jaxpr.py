@@ -7,6 +7,7 @@ and outputs as the original, so the equation that holds it needs no other change
 """
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple, TypeGuard, TypeVar
@@ -18,7 +19,7 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._base.frameworks import is_nnx, is_outer_nnx, is_trace_error, nnx_lifting
-from jmpscale._base.source import is_library_function, user_line
+from jmpscale._base.source import is_library_function, user_lines
 from jmpscale._base.text import type_name
 from jmpscale._base.tree import PyTree, flatten_matching, is_traced
 
@@ -215,6 +216,9 @@ def _memoized(jaxpr: T, compute: Callable[[], T], memo: Memo) -> T:
     return memo[jaxpr] or jaxpr
 
 
+UNKNOWN_LINE = "an unknown line"
+
+
 class Caller(NamedTuple):
     """What surrounds the equations of a jaxpr.
 
@@ -222,22 +226,35 @@ class Caller(NamedTuple):
     the line of the first call, whichever call it belongs to. Its line is therefore the line of the call.
 
     Attributes:
-      line: the line of the equation that holds the jaxpr.
+      path: the user's lines that lead to the equation that holds the jaxpr, outermost first.
+      function: the name and the file of the function of the jaxpr.
       in_library: whether the jaxpr belongs to a function of a library.
     """
 
-    line: str = "an unknown line"
+    path: tuple[str, ...] = ()
+    function: tuple[str, str] = ("", "")
     in_library: bool = False
+
+    def path_of(self, eqn: core.JaxprEqn) -> tuple[str, ...]:
+        """Returns the user's lines that lead to an equation of the jaxpr, outermost first."""
+        if self.in_library:
+            return self.path
+        own = user_lines(eqn, *self.function)
+        lines = own if own[: len(self.path)] == self.path else (*self.path, *own)
+        return tuple(line for line, _ in itertools.groupby(lines))
 
     def line_of(self, eqn: core.JaxprEqn) -> str:
         """Returns the user's line of an equation of the jaxpr, such as `model.py:41 (mlp)`."""
-        return self.line if self.in_library else user_line(eqn) or self.line
+        return (self.path_of(eqn) or (UNKNOWN_LINE,))[-1]
 
     def inside(self, eqn: core.JaxprEqn) -> "Caller":
         """Returns what surrounds the equations of the jaxprs that an equation holds."""
         called = called_jaxpr(eqn)
-        file = getattr(called[0].debug_info, "func_filename", None) if called else None
-        return Caller(self.line_of(eqn), self.in_library if file is None else is_library_function(file))
+        held = called[0] if called else next(held_jaxprs(eqn), None)
+        info: Any = held.debug_info if held else None
+        file, function = getattr(info, "func_filename", None), getattr(info, "func_name", None)
+        in_library = is_library_function(file) if called and file is not None else self.in_library
+        return Caller(self.path_of(eqn), (function or "", file or ""), in_library)
 
 
 PROGRAM = Caller()  # of the equations that no other equation holds

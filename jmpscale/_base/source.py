@@ -4,11 +4,11 @@ import functools
 import pathlib
 import re
 import sysconfig
-from collections.abc import Sequence
 from typing import Any
 
 from jax.extend import core
 
+SCALING = "the scaling of the loss"  # the name of a line of this package
 _PACKAGE = pathlib.Path(__file__).parent.parent
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 _STANDARD_LIBRARY = str(pathlib.Path(sysconfig.get_paths()["stdlib"])) + "/"
@@ -24,15 +24,33 @@ def user_line(eqn: core.JaxprEqn) -> str:
     It is the innermost line outside of installed packages. If all lines are inside of them, as in a framework's own
     trainer, it is the innermost line outside of JAX and of the libraries that define layers and optimizers.
     """
+    return next(iter(user_lines(eqn)[::-1]), "")
+
+
+def user_lines(eqn: core.JaxprEqn, function: str = "", file: str = "") -> tuple[str, ...]:
+    """Returns the user's lines that lead to an equation, outermost first.
+
+    Args:
+      eqn: the equation.
+      function: the name of a function whose callers are omitted, if it is among them; JAX traces a compiled function
+        once, so the traceback of its equations shows only the first call.
+      file: the file of the function.
+    """
     traceback: Any = eqn.source_info.traceback
     frames = [frame for frame in traceback.frames if not _JAX.search(frame.file_name)] if traceback else []
     if frames and is_own(frames[0].file_name):  # the innermost one
-        return "the injected fault" if frames[0].file_name.endswith("testing.py") else "the scaling of the loss"
+        return ("the injected fault" if frames[0].file_name.endswith("testing.py") else SCALING,)
     for is_library in (_is_installed, _is_library):
-        for frame in frames:
-            if not is_library(frame.file_name) and not is_own(frame.file_name):
-                return _describe(frame.file_name, frame.line_num, frame.function_name)
-    return ""
+        users = [frame for frame in frames if not is_library(frame.file_name) and not is_own(frame.file_name)]
+        if users:
+            calls = [i for i, x in enumerate(users) if x.file_name == file and _last(x.function_name) == function]
+            inside = users[: calls[-1] + 1] if calls else users
+            return tuple(_describe(x.file_name, x.line_num, x.function_name) for x in reversed(inside))
+    return ()
+
+
+def _last(function: str) -> str:
+    return function.rpartition(".")[2]
 
 
 def _describe(file: str, line: int, function: str) -> str:
@@ -64,28 +82,7 @@ def is_library_function(file: str) -> bool:
     return is_own(file) or _MATHEMATICS.search(file) is not None
 
 
-def scopes(eqn: core.JaxprEqn) -> tuple[Any, ...]:
-    """Returns the named scopes and the transformations around an equation, outermost first."""
+def is_backward(eqn: core.JaxprEqn) -> bool:
+    """Tests whether the scopes of an equation show that it is part of a backward pass."""
     name_stack: Any = eqn.source_info.name_stack
-    stack = name_stack.stack
-    named = [scope for scope in stack if _is_named(scope)]
-    half = named[: len(named) // 2]
-    # The backward pass of a function with `jax.checkpoint` has the named scopes around it twice.
-    if eqn.params.get("differentiated") and named == half + half:
-        return *(scope for scope in stack if not _is_named(scope)), *half
-    return stack
-
-
-def _is_named(scope: Any) -> bool:
-    return type(scope).__name__ == "Scope"
-
-
-def module_path(scopes: Sequence[Any]) -> str:
-    """Returns the path of the module, such as `encoder/dense_1`, without the scopes that JAX adds."""
-    names = [scope.name for scope in scopes if _is_named(scope)]
-    return "/".join(name for name in names if name != "rematted_computation" and "->" not in name)
-
-
-def is_backward(scopes: Sequence[Any]) -> bool:
-    """Tests whether an operation is part of a backward pass."""
-    return any(not _is_named(scope) and scope.name == "transpose" for scope in scopes)
+    return any(type(scope).__name__ != "Scope" and scope.name == "transpose" for scope in name_stack.stack)

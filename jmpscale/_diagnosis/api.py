@@ -1,24 +1,18 @@
 """`diagnose`, which measures what half precision does to a training step."""
 
 import functools
-import math
-import warnings
 from collections.abc import Callable
 from typing import Any, overload
 
 import jax
-import jax.numpy as jnp
 
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree
-from jmpscale._diagnosis.findings import examine
-from jmpscale._diagnosis.inputs import are_zero, harmful_arrays, harmful_constant
+from jmpscale._diagnosis.examine import examine
 from jmpscale._diagnosis.progress import Progress
-from jmpscale._diagnosis.remedy import try_remedy
-from jmpscale._diagnosis.report import Diagnosis, make_rows
-from jmpscale._diagnosis.scales import Reference
-from jmpscale._diagnosis.step import Step, check_concrete, non_finite_arguments, trace_step
-from jmpscale._diagnosis.summary import summarize, summarize_argument, summarize_constant
+from jmpscale._diagnosis.repair import non_finite_arguments
+from jmpscale._diagnosis.report import Diagnosis
+from jmpscale._diagnosis.step import check_concrete, trace_step
 from jmpscale._find_scaler import find_scaler
 from jmpscale._grad import value_and_grad
 from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerState
@@ -97,12 +91,9 @@ def diagnose(
         scale = _scale_of(state)
 
         # Non-finite values are what is looked for, and a function that is not compiled cannot be entered.
-        with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
-            return _diagnose(
-                lambda: trace_step(loss_and_grads, args, kwargs),
-                scale,
-                lambda: non_finite_arguments(fun, args, kwargs),
-            )
+        with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False), Progress() as progress:
+            step = trace_step(loss_and_grads, args, kwargs)
+            return examine(step, state, scale, lambda: non_finite_arguments(fun, args, kwargs), progress)
 
     diagnose_fun.__name__ = f"diagnose_of_{getattr(fun, '__name__', 'fun')}"
     return diagnose_fun
@@ -118,50 +109,3 @@ def _scale_of(state: ScalerState) -> float:
             "Restore an older checkpoint, or pass jmpscale.dynamic()."
         )
     return scale
-
-
-def _diagnose(trace: Callable[[], Step], scale: float, non_finite: Callable[[], list[tuple[str, Any]]]) -> Diagnosis:
-    with Progress() as progress:
-        step = trace()
-        findings = examine(step, scale, progress)
-        summary = _harmful_input(step, findings.reference, non_finite)
-        if summary is None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the first trace has warned
-                remedy = None if findings.healthy else try_remedy(trace, findings, scale, progress)
-            summary = summarize(findings, remedy, scale)
-    rows = make_rows(findings.evaluation.results)
-    scales = findings.scales
-    fitting = scales.fitting if scales else None
-    return Diagnosis(
-        loss=float(scales.loss if scales else findings.evaluation.outputs[0].written),
-        loss_float32=float(findings.reference.loss),
-        gradient_error=scales.error if scales else math.inf,
-        loss_scale=scale,
-        scale_errors=tuple((2.0**k, error) for k, error in scales.errors.items()) if scales else (),
-        rows=tuple(rows.values()),
-        causes=tuple(dict.fromkeys(rows[x.site] for x in findings.origins if x.site in rows)),
-        not_entered=tuple(findings.evaluation.not_entered),
-        summary=summary,
-        _fitting=(2.0 ** fitting[0], 2.0 ** fitting[1]) if fitting else None,
-    )
-
-
-def _harmful_input(step: Step, reference: Reference, non_finite: Callable[[], list[tuple[str, Any]]]) -> str | None:
-    """Returns a description of an argument or constant that makes the step useless, in float32 too."""
-    if reference.finite and not are_zero([reference.loss, *reference.grads]):
-        return None
-    arguments = [] if reference.finite else non_finite()
-    harmful = harmful_arrays(step) if arguments else []
-    for name, argument in arguments:
-        if any(_is_equal(argument, array) for array in harmful):
-            return summarize_argument(name)
-    constant = harmful_constant(step, reference.finite)
-    return summarize_constant(constant) if constant else None
-
-
-def _is_equal(argument: Any, array: jax.Array) -> bool:
-    """Tests whether an argument is an array of the step, which contains NumPy arrays as JAX arrays."""
-    return jnp.shape(argument) == array.shape and bool(
-        jnp.array_equal(jnp.asarray(argument, array.dtype), array, equal_nan=True)
-    )

@@ -1,7 +1,7 @@
 """Traces a training step: the loss and the gradients as a program of the loss scale."""
 
-import inspect
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +33,27 @@ class Step(NamedTuple):
 
     jaxpr: core.Jaxpr
     consts: list[Any]  # the arrays that the step depends on
+    callbacks: Sequence["ReplayedCallback"] = ()
+
+    def rewind(self) -> None:
+        """Prepares a run of the program, which starts with the first results of its callbacks."""
+        for callback in self.callbacks:
+            callback.position = 0
+
+
+class ReplayedCallback:
+    """A callback with side effects, which runs in the first run of a step only; later runs repeat its results."""
+
+    def __init__(self, callback: Callable[..., Any]) -> None:
+        self._callback = callback
+        self._results: list[Any] = []
+        self.position = 0
+
+    def __call__(self, *args: Any) -> Any:
+        if self.position == len(self._results):
+            self._results.append(self._callback(*args))
+        self.position += 1
+        return self._results[self.position - 1]
 
 
 def trace_step(loss_and_grads: Callable[[ScalerState, PyTree, PyTree], PyTree], args: PyTree, kwargs: PyTree) -> Step:
@@ -70,7 +91,8 @@ def _trace(loss_and_grads: Callable[[ScalerState, PyTree, PyTree], PyTree], argu
     closed = jax.make_jaxpr(outputs)(jnp.float32(1.0))
     check_no_refs(closed.consts, "the values that fun closes over")
     _check_no_new_refs(closed.jaxpr)
-    return Step(rewrite(closed.jaxpr, _without_callback, {}), closed.consts)
+    callbacks: list[ReplayedCallback] = []
+    return Step(rewrite(closed.jaxpr, functools.partial(_run_once, callbacks), {}), closed.consts, callbacks)
 
 
 def _check_no_new_refs(jaxpr: core.Jaxpr) -> None:
@@ -85,9 +107,14 @@ def _check_no_new_refs(jaxpr: core.Jaxpr) -> None:
             )
 
 
-def _without_callback(eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
-    """Removes callbacks without results, such as `jax.debug.print`: a diagnosis runs the step many times."""
-    return [] if eqn.primitive.name in _CALLBACKS and not eqn.outvars else [eqn]
+def _run_once(callbacks: list[ReplayedCallback], eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
+    """Removes callbacks without results, such as `jax.debug.print`, and replays others: a step runs many times."""
+    if eqn.primitive.name not in _CALLBACKS:
+        return [eqn]
+    if not eqn.outvars:
+        return []
+    callbacks.append(ReplayedCallback(eqn.params["callback"]))
+    return [eqn.replace(params=eqn.params | {"callback": callbacks[-1]})]
 
 
 def _copied(tree: PyTree) -> PyTree:
@@ -106,6 +133,12 @@ def check_concrete(trees: dict[str, PyTree]) -> None:
                     f"{name} must hold arrays with values, got {describe(leaf)} without values at {name}{path}. Call "
                     "diagnose outside of jax.jit, with the arrays of a training step."
                 )
+            mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
+            if mesh is not None and _is_explicit(mesh) and jax.sharding.get_abstract_mesh().empty:
+                raise ValueError(
+                    f"{name} must be used inside of their mesh, got an array on a mesh with Explicit axes at "
+                    f"{name}{path}. Call diagnose in the context of jax.set_mesh(mesh)."
+                )
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 raise ValueError(
                     f"{name} must hold arrays with values, got a deleted {describe(leaf)} at {name}{path}. It was "
@@ -113,13 +146,5 @@ def check_concrete(trees: dict[str, PyTree]) -> None:
                 )
 
 
-def non_finite_arguments(
-    fun: Callable[..., Any], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-) -> list[tuple[str, Any]]:
-    """Returns the arguments with infinities or NaN, and their paths, such as `batch['image']`."""
-    try:
-        named = inspect.signature(fun).bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):  # fun has no signature, or the call does not match it
-        named = {f"args[{i}]": arg for i, arg in enumerate(args)} | kwargs
-    leaves = [(name + path, leaf) for name, tree in named.items() for path, leaf in named_leaves(tree)]
-    return [(name, leaf) for name, leaf in leaves if is_inexact(leaf) and not bool(jnp.isfinite(leaf).all())]
+def _is_explicit(mesh: Any) -> bool:
+    return jax.sharding.AxisType.Explicit in mesh.axis_types

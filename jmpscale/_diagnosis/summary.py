@@ -1,34 +1,84 @@
 """The first sentences of a diagnosis: the line, the reason and the remedy."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from jmpscale._base.text import format_scale
-from jmpscale._diagnosis.causes import Kind, kind_of, lines_to_change
-from jmpscale._diagnosis.evaluate import Result
-from jmpscale._diagnosis.findings import Findings
-from jmpscale._diagnosis.float32 import is_narrow
-from jmpscale._diagnosis.inputs import Constant
-from jmpscale._diagnosis.measure import is_zero
-from jmpscale._diagnosis.remedy import Remedy
-from jmpscale._diagnosis.report import format_percentage, name_of
-from jmpscale._diagnosis.scales import LARGEST_ERROR, Reference, Scales
-
-_NOT_FINITE = (
-    "No loss scale helps: correct this line. Common causes are invalid data; a softmax over a row that is masked "
-    "everywhere, which needs a finite mask or where=; and a derivative such as the derivative of a norm at zero."
-)
-_VERBS = {
-    Kind.OVERFLOW: "overflows",
-    Kind.UNDERFLOW: "underflows",
-    Kind.POLE: "is not finite",
-    Kind.ROUNDING: "loses precision",
-}
+from jmpscale._diagnosis.measure import Measured
+from jmpscale._diagnosis.modes import ModalStep, Path, Site, Statistics
+from jmpscale._diagnosis.report import format_percentage
+from jmpscale._diagnosis.scales import Scales
+from jmpscale._diagnosis.trials import Cause, Lines, Reason
+from jmpscale._state import ScalerState
 
 
-def summarize_argument(name: str) -> str:
+class Findings(NamedTuple):
+    """What was measured of a step.
+
+    Attributes:
+      step: the step.
+      reference: the measurements of the loss and the gradients in float32.
+      loss_float32: the loss in float32.
+      decisive: whether each gradient is more than rounding noise, and more than nothing beside the others.
+      loss: the loss as written.
+      loss_error: its relative error if it is more than rounding, otherwise 0.
+      error: the largest error of a gradient at the present scale.
+      scales: the scales that fit.
+      scaler: the scaler, with the present scale.
+      scale: the present scale, 1 if the scaler is disabled.
+      statistics: the results in half precision.
+      lines: the lines that must compute in float32, if they were looked for and found.
+      cause: where the error begins, if it is known.
+      tight: a result of the forward pass that would be an error if it were eight times as large.
+    """
+
+    step: ModalStep
+    reference: Measured
+    loss_float32: float
+    decisive: np.ndarray
+    loss: float
+    loss_error: float
+    error: float
+    scales: Scales
+    scaler: ScalerState
+    scale: float
+    statistics: dict[Site, Statistics]
+    lines: Lines | None = None
+    cause: Cause | None = None
+    tight: Site | None = None
+
+    @property
+    def accurate(self) -> bool:
+        """Whether a scale fits, and the loss is right."""
+        return self.scales.fitting is not None and not self.loss_error
+
+    @property
+    def scale_fits(self) -> bool:
+        """Whether the present scale is one of those that fit."""
+        fitting = self.scales.fitting
+        return fitting is not None and fitting[0] <= math.log2(self.scale) <= fitting[1]
+
+    def name(self, path: Path, named: Collection[Path] = ()) -> str:
+        """Returns the name of a line, with a line that calls it if another call of it is not named."""
+        others = [other for other in self.step.paths if other[-1] == path[-1] and other not in (path, *named)]
+        calls = (n for n in range(2, len(path) + 1) if all(other[-n:] != path[-n:] for other in others))
+        first = next(calls, 1) if others else 1
+        return path[-1] if first == 1 else f"{path[-1]}, called at {path[-first]}"
+
+    def names(self, paths: Collection[Path]) -> str:
+        """Returns the names of lines, as in `a, b and c`."""
+        return _enumerate(list(dict.fromkeys(self.name(path, paths) for path in paths)), limit=12)
+
+    def operation(self, site: Site) -> str:
+        """Returns the name of an operation and its line."""
+        return f"{site.operation} at {self.name(site.part.path)}"
+
+
+def describe_argument(name: str) -> str:
     """Describes an argument that makes the step useless."""
     return (
         f"{name} contains infinities or NaN, and with zeros in their place the loss and the gradients are finite. "
@@ -36,163 +86,193 @@ def summarize_argument(name: str) -> str:
     )
 
 
-def summarize_constant(constant: Constant) -> str:
+def describe_constant(site: Site, value: float) -> str:
     """Describes a constant that makes the step useless."""
-    limits = jnp.finfo(constant.dtype)
-    is_zero = constant.value == 0
-    bound = f"below {float(limits.smallest_subnormal):.0e}" if is_zero else f"above {float(limits.max):g}"
-    held = "zero" if is_zero else "infinite"
+    limits = jnp.finfo(site.dtype)
+    bound = f"above {float(limits.max):g}" if value else f"below {float(limits.smallest_subnormal):.0e}"
+    held = "infinite" if value else "zero"
     return (
-        f"A constant of {constant.operation} at {constant.line} is {held} in {constant.dtype}, and therefore the loss "
-        "or the gradients are zero or not finite. If you have written another number, compute this line in float32, "
-        f"because {constant.dtype} cannot hold a number {bound}."
+        f"A constant of {site.operation} at {site.part.path[-1]} is {held} in {site.dtype}, and therefore the loss or "
+        "the gradients are zero or not finite. If you have written another number, compute this line in float32, "
+        f"because {site.dtype} cannot hold a number {bound}."
     )
 
 
-def summarize(findings: Findings, remedy: Remedy | None, scale: float) -> str:
-    """Describes what was measured of a step.
+def describe_origin(site: Site | None) -> str:
+    """Describes a step that is not finite in float32."""
+    where = f"{site.operation} at {site.part.path[-1]}" if site else "an operation that was not entered"
+    return (
+        f"The result of {where} is not finite in float32 either, and reaches the loss or a gradient. No loss scale "
+        "helps: correct this line. Common causes are invalid data; a softmax over a row that is masked everywhere, "
+        "which needs a finite mask or where=; and a derivative such as the derivative of a norm at zero."
+    )
 
-    Args:
-      findings: what was measured.
-      remedy: a remedy that was tried, if there is one.
-      scale: the present scale.
-    """
-    scales = findings.scales
-    if scales is None:
-        return _describe_float32(findings.origins)
-    if not any(is_narrow(x.site) for x in findings.evaluation.results) and not findings.evaluation.not_entered:
+
+def summarize(findings: Findings) -> str:
+    """Describes what was measured of a step that is finite in float32."""
+    if not findings.step.sites and not findings.step.not_entered:
         return (
-            "The program computes in float32: it holds no result in half precision, and needs no loss scale. "
-            "jmpscale.autocast runs its matmuls in half precision."
+            "The program holds no result in half precision, and needs no loss scale. jmpscale.autocast runs its "
+            "matmuls in half precision."
         )
-    if not any(findings.reference.decisive) and not findings.loss_error:
-        return _describe_useless_gradients(findings.reference)
-    if scales.fitting is not None and findings.healthy:
-        return _describe_scales(findings, scales, scales.fitting, scale)
-    first = findings.origins[0] if findings.origins else None
-    if first and first.site.operation == "shard_map":
-        return (
-            f"{_difference(findings, scales)}. The error begins inside jax.shard_map, which is evaluated as one "
-            "operation. Diagnose the function inside it, without collectives and with the rows of one device."
-        )
-    kind = kind_of(first) if first else Kind.ROUNDING
-    if first and kind in (Kind.OVERFLOW, Kind.POLE):
-        text = _describe_overflow(findings.origins, kind)
-    elif first and kind is Kind.UNDERFLOW:
-        text = _describe_underflow(findings, first)
-    else:
-        text = _describe_rounding(findings, scales)
-    return f"{text} {_describe_remedy(findings, remedy, kind)}"
+    if not findings.accurate:
+        return _describe_lines(findings)
+    if not findings.decisive.any():
+        text = _describe_useless_gradients(findings.reference)
+        return text if findings.scale_fits else f"{text} {_describe_range(findings)} {_describe_scale(findings)}"
+    if not findings.scale_fits:
+        return f"{_describe_range(findings)} {_describe_scale(findings)}"
+    return f"{_describe_range(findings)} The gradients differ from float32 {_by(findings.error)}.{_headroom(findings)}"
 
 
-def _describe_float32(origins: Sequence[Result]) -> str:
-    where = _name(origins[0]) if origins else "an operation that was not entered"
-    return f"The result of {where} is not finite in float32 either, and reaches the loss or a gradient. {_NOT_FINITE}"
-
-
-def _describe_useless_gradients(reference: Reference) -> str:
-    if all(map(is_zero, reference.grads)):
+def _describe_useless_gradients(reference: Measured) -> str:
+    if not reference.norms[1:].any():
         return "All gradients are zero, in float32 too. No loss scale changes that."
     return (
         "The gradients cannot be compared with float32, because they are rounding noise in float32 too: a change of "
-        f"the arguments in the last place changes them by more than {LARGEST_ERROR:.0%}. Diagnose a step that still "
-        "makes progress."
+        "the arguments in the last place changes them by more than 25%. Diagnose a step that still makes progress."
     )
 
 
-def _describe_overflow(origins: Sequence[Result], kind: Kind) -> str:
-    first = origins[0]
-    extreme, largest = first.measured.extreme, float(jnp.finfo(first.site.dtype).max)
-    cause = f"reaches {extreme:.3g}, and the largest number of {first.site.dtype} is {largest:g}"
-    if kind is Kind.POLE:
-        cause = f"is not finite, because {first.site.dtype} rounds its operand to zero"
-    elif abs(extreme) <= largest:
-        cause = f"is not finite, although its exact results fit: a partial sum exceeds {largest:g}"
-    text = f"The {_pass(first)} pass overflows: {_name(first)} {cause}. A loss scale cannot prevent that."
-    lines = list(dict.fromkeys(x.site.line for x in origins))
-    return f"{text} Overflows also begin at {_enumerate(lines[1:])}." if len(lines) > 1 else text
+# --- A loss scale is enough. ---
 
 
-def _describe_underflow(findings: Findings, first: Result) -> str:
-    fraction = format_percentage(first.measured.underflow + first.measured.subnormal)
-    text = f"{_name(first)} underflows: {fraction} of its result is zero or subnormal in {first.site.dtype}"
-    if first.site.backward:
-        above = f" At larger scales, {_name(findings.overflows[0])} overflows." if findings.overflows else ""
-        return f"No loss scale fits. At {format_scale(findings.scale)}, the best, {text}.{above}"
-    return f"The forward pass underflows: {text}. A loss scale cannot prevent that."
+def _describe_range(findings: Findings) -> str:
+    fitting = " to ".join(format_scale(2.0**k) for k in findings.scales.fitting or ())
+    return f"Loss scales from {fitting} fit; yours is {format_scale(findings.scale)}."
 
 
-def _describe_rounding(findings: Findings, scales: Scales) -> str:
-    text = f"{_difference(findings, scales)}: rounding, not range."
-    if not findings.origins:
-        return text
-    first = findings.origins[0]
-    lines = lines_to_change(first)
-    if lines == [first.site.line]:
-        return f"{text} The error begins with {_name(first)}."
-    return f"{text} {_name(first)} amplifies the rounding of {_enumerate(lines)}."
-
-
-def _difference(findings: Findings, scales: Scales) -> str:
-    """Returns the difference to float32 as the beginning of a sentence."""
-    if not math.isfinite(scales.loss):
-        return f"The loss is {float(scales.loss)}, but in float32 it is {float(findings.reference.loss):.4g}"
-    if scales.best is None:
-        return "The gradients are not finite at any loss scale, but are finite in float32"
-    if scales.errors[scales.best] <= LARGEST_ERROR:
-        return f"The loss differs from float32 by {format_percentage(findings.loss_error)}"
-    return f"The gradients differ from float32 by {format_percentage(scales.errors[scales.best])}"
-
-
-def _describe_remedy(findings: Findings, remedy: Remedy | None, kind: Kind) -> str:
-    if remedy is None:
-        lines = list(dict.fromkeys(line for x in findings.origins[:1] for line in lines_to_change(x)))
-        normalize = ", or normalize its input" if kind is Kind.OVERFLOW else ""
-        named = _enumerate(lines) if lines else "these operations"
-        return f"Compute {named}, and the lines that read the result, in float32{normalize}."
-    where = _enumerate(remedy.lines, limit=len(remedy.lines))
-    scales = remedy.findings.scales
-    if remedy.findings.healthy and scales is not None and scales.best is not None and scales.fitting is not None:
-        low, high = (format_scale(2.0**k) for k in scales.fitting)
-        error = format_percentage(scales.errors[scales.best])
-        return (
-            f'Pass precision="highest" to the matmul at {where}, or use jax.default_matmul_precision("highest") around '
-            f"it: then the gradients differ by {error}, and loss scales from {low} to {high} fit. The autocast guide "
-            'lists such programs under "Keep these in float32".'
+def _describe_scale(findings: Findings) -> str:
+    """Describes why the present scale does not fit, and names the call that creates a scaler that does."""
+    low, high = findings.scales.fitting or (0, 0)
+    which = "small" if findings.scale < 2.0**low else "large"
+    if findings.cause is None:
+        why = (
+            "At this scale the gradients are wrong in float32 too, as in a backward pass that clips or compares "
+            "scaled values."
         )
-    return (
-        f'precision="highest" at {where} does not remove the error. Also keep in float32 the operands that the '
-        "function casts to half precision, or compute the function in float32, without autocast and without casts."
-    )
-
-
-def _describe_scales(findings: Findings, scales: Scales, fitting: tuple[int, int], scale: float) -> str:
-    low, high = (2.0**k for k in fitting)
-    text = f"Loss scales from {format_scale(low)} to {format_scale(high)} fit; yours is {format_scale(scale)}"
-    if low <= scale <= high:
-        return f"{text}. The gradients differ from float32 by {format_percentage(scales.error)}."
-    # Without an origin, float32 has the same gradients at this scale, and others at a scale of 1.
-    cause = "the backward pass depends on the scale, because it clips or compares scaled values"
-    if findings.origins:
-        first = findings.origins[0]
-        cause = f"{_name(first)} {_VERBS[kind_of(first)]}"
-    if scale < low:
-        which, remedy = "small", "Choose init_scale of dynamic, or a static scale, in this range."
     else:
-        which, remedy = "large", "A dynamic scale backs off; decrease a static scale."
-    error = format_percentage(min(scales.errors.values()))
+        why = f"It is too {which}: {findings.operation(findings.cause.site)} {findings.cause.reason.value}."
+    best = f"At the best scale the gradients differ from float32 {_by(findings.scales.smallest_error)}."
+    return f"{why} {_scale_remedy(findings, low, high)} {best}"
+
+
+def _scale_remedy(findings: Findings, low: int, high: int) -> str:
+    """Returns the call that creates a scaler that fits, 2 bits below the largest scale if its limits allow it."""
+    config = findings.scaler.config
+    if config.mode != "dynamic":
+        return f"Use {'static(' if config.mode == 'static' else 'dynamic(init_scale='}{_power(max(low, high - 2))})."
+    allowed = math.floor(math.log2(config.max_scale)), math.ceil(math.log2(config.min_scale))
+    exponent = max(low, min(high - 2, allowed[0]))
+    arguments = {"init_scale": exponent}
+    is_frozen = findings.scale > 2.0**high and math.isfinite(findings.error)
+    if exponent > allowed[0] or is_frozen:
+        arguments["max_scale"] = high
+    if exponent < allowed[1]:
+        arguments["min_scale"] = low
+    call = f"dynamic({', '.join(f'{name}={_power(k)}' for name, k in arguments.items())})"
+    if is_frozen:
+        return f"Its gradients are finite, so no step is skipped, and a dynamic scale does not back off. Use {call}."
+    if "min_scale" in arguments:
+        return (
+            f"A dynamic scale stops at min_scale, {format_scale(config.min_scale)}, and skips every step. Use {call}."
+        )
+    if findings.scale > 2.0**high:
+        return f"A dynamic scale backs off, and each of these steps is skipped. {call} saves them."
+    return f"Use {call}."
+
+
+def _power(exponent: int) -> str:
+    return f"2.0**{exponent}"
+
+
+def _headroom(findings: Findings) -> str:
+    if findings.tight is None:
+        return ""
+    max_abs, limit = findings.statistics[findings.tight].max_abs, _largest(findings.tight)
     return (
-        f"{text}, which is too {which}: {cause}. {remedy} At the best scale the gradients differ from float32 by "
-        f"{error}."
+        f" {findings.operation(findings.tight)} reaches {max_abs:.3g}, {math.log2(limit / max_abs):.1f} bits below the "
+        f"largest number of {findings.tight.dtype}: if it grows beyond, it overflows."
     )
 
 
-def _pass(result: Result) -> str:
-    return "backward" if result.site.backward else "forward"
+# --- Lines must compute in float32. ---
 
 
-def _name(result: Result) -> str:
-    return name_of(result.site.operation, result.site.line, result.steps)
+def _describe_lines(findings: Findings) -> str:
+    if findings.lines is None:
+        kernels = findings.step.not_entered
+        where = f" These operations run as written: {_enumerate(kernels)}." if kernels else ""
+        return f"{_difference(findings)}, even if all lines compute in float32.{where}"
+    if findings.cause is None:
+        return (
+            f"{_difference(findings)}, although the operations are right one at a time: the compiler combines "
+            "operations, such as the products with two constants. Compute the function in float32."
+        )
+    cause = _describe_cause(findings, findings.cause, findings.lines)
+    return f"{cause} {_remedy(findings, findings.cause, findings.lines)}"
+
+
+def _describe_cause(findings: Findings, cause: Cause, lines: Lines) -> str:
+    site, statistics = cause.site, cause.statistics
+    if cause.reason is Reason.ROUNDING:
+        begin = f"The error begins at {findings.names([site.part.path])}."
+        return f"{_difference(findings)}: rounding, not range. {begin}"
+    name, limit = findings.operation(site), _largest(site)
+    if cause.reason is Reason.UNDERFLOW:
+        fraction = format_percentage(statistics.underflow)
+        what = f"underflows: {name} has {fraction} of its values below the normal numbers of {site.dtype}"
+    elif statistics.max_abs > limit:
+        what = (
+            f"overflows: {name} reaches {statistics.max_abs:.3g}, and the largest number of {site.dtype} is {limit:g}"
+        )
+    else:
+        what = f"overflows: {name} is not finite, although its results fit: a partial sum exceeds {limit:g}"
+    if site.part.backward:
+        return f"No loss scale fits. At {format_scale(2.0**lines.exponent)}, the backward pass {what}."
+    return f"The forward pass {what}. A loss scale cannot prevent that."
+
+
+def _remedy(findings: Findings, cause: Cause, lines: Lines) -> str:
+    paths, scales, step = lines.paths, lines.scales, findings.step
+    matmuls = [path for path in paths if step.is_by_autocast(path)]
+    by_hand = [path for path in paths if path not in matmuls]
+    parts = []
+    if by_hand:
+        normalize = ", or normalize its input" if cause.reason is Reason.OVERFLOW and not matmuls else ""
+        parts.append(f"Compute {findings.names(by_hand)} in float32{normalize}")
+    if matmuls:
+        highest = f'ass precision="highest" to the matmul at {findings.names(matmuls)}'
+        context = 'or use jax.default_matmul_precision("highest") around it'
+        parts.append(f"{'p' if by_hand else 'P'}{highest}, {context}")
+    text = f"{' and '.join(parts)}: then the gradients differ {_by(scales.smallest_error)}"
+    if scales.fitting:
+        text = f"{text}, and loss scales from {' to '.join(format_scale(2.0**k) for k in scales.fitting)} fit"
+    if not matmuls:
+        return f"{text}."
+    if any(step.is_by_autocast(path) and path not in matmuls for path in step.paths):
+        return f'{text}. The autocast guide lists such programs under "Keep these in float32".'
+    scaling = " To keep them there, normalize the input, or multiply it by a power of two and divide the result."
+    return f"{text}. No matmul remains in half precision then.{'' if cause.reason is Reason.ROUNDING else scaling}"
+
+
+def _difference(findings: Findings) -> str:
+    """Returns the difference to float32 as the beginning of a sentence."""
+    if not math.isfinite(findings.loss):
+        return f"The loss is {findings.loss}, but in float32 it is {findings.loss_float32:.4g}"
+    if findings.scales.best is None:
+        return "The gradients are not finite at any loss scale, but are finite in float32"
+    if findings.scales.fitting is None:
+        return f"The gradients differ from float32 {_by(findings.scales.smallest_error)}"
+    return f"The loss differs from float32 {_by(findings.loss_error)}"
+
+
+def _by(fraction: float) -> str:
+    return f"by {format_percentage(fraction).replace('>', 'more than ')}"
+
+
+def _largest(site: Site) -> float:
+    return float(jnp.finfo(site.dtype).max)
 
 
 def _enumerate(names: Sequence[str], limit: int = 4) -> str:

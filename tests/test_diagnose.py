@@ -1,4 +1,4 @@
-"""diagnose evaluates each operation of a program once for each execution, and gives it the user's line and module."""
+"""diagnose enters every kind of program, names the user's lines, and leaves the caller's objects unchanged."""
 
 import functools
 import importlib
@@ -11,16 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen, nnx
+from flax import nnx
 from jax.experimental import pallas
 
 import jmpscale
-from jmpscale._diagnosis import evaluate
 from jmpscale.testing import inject_backward
 
 import diagnosis_programs as programs
 import meshes
-from diagnosis_programs import OUT, H, W, X
+from diagnosis_programs import H, W, X
 
 
 def diagnose(fun, *args, scale=2.0**10, **options):
@@ -35,206 +34,78 @@ def line_of(fun, text, name=None):
     """Returns the name of the line of a function that contains a text, as a diagnosis shows it."""
     lines, first = inspect.getsourcelines(fun)
     (number,) = [first + i for i, line in enumerate(lines) if text in line]
-    return f"test_diagnose_evaluation.py:{number} ({name or fun.__name__})"
+    return f"test_diagnose.py:{number} ({name or fun.__name__})"
 
 
 def squared(x):
     return jnp.mean(x.astype(jnp.float32) ** 2)
 
 
-# --- Loops and branches. ---
-
-
-def scan(w, xs, reverse):
-    def body(h, x):
-        h = h + x * w[0]  # sum
-        return h, h * h
-
-    h, ys = jax.lax.scan(body, H(0), xs, reverse=reverse)
-    ys = ys * jnp.arange(len(ys)).astype(H)
-    return (h + ys.sum()).astype(jnp.float32) + w.sum().astype(jnp.float32)
-
-
-@pytest.mark.parametrize("reverse", [pytest.param(False, marks=pytest.mark.full), True])
-def test_scan_has_one_row_for_all_iterations_with_the_worst_one(reverse):
-    xs = jnp.float16([0, 0, 0, 1 + 2.0**-10, 0])
-    w = jnp.float16([1 + 2.0**-10])
-    diagnosis = diagnose(functools.partial(scan, reverse=reverse), w, xs)
-    (row,) = named(diagnosis, operation="mul", line=line_of(scan, "# sum", "body"), backward=False)
-    assert row.steps == (3,)
-    assert row.max_abs == pytest.approx((1 + 2.0**-10) ** 2)
-    assert row.name == f"mul at {row.line} in step 3"
-    assert any(row.backward and row.steps for row in diagnosis.rows)
-    assert "step" in diagnosis.describe().splitlines()[1].split()
-
-
-def nested(w, x):
-    def outer(h, layer):
-        def inner(h, x):
-            h = jnp.tanh(h + x * layer)
-            return h, h * H(8000) * layer
-
-        h, ys = jax.lax.scan(inner, h, x)
-        return h, ys.sum()
-
-    return jax.lax.scan(outer, H(0), w)[1].astype(jnp.float32).sum()
-
-
-@pytest.mark.full
-def test_nested_scans_have_the_iterations_of_both():
-    diagnosis = diagnose(nested, jnp.float16([1, 17, 2]), jnp.float16([0.0, 1.0]))
-    assert diagnosis.summary.startswith("The forward pass overflows: ")
-    (cause,) = diagnosis.causes
-    assert cause.steps[0] == 1
-    assert len(cause.steps) == 2
-    assert f" in step 1/{cause.steps[1]} reaches" in diagnosis.summary
-
-
-def branches(w, x, flag):
-    def large(x):
-        return x @ w.astype(H)  # large
-
-    def small(x):
-        return x * H(2)  # small
-
-    return squared(jax.lax.cond(flag, large, small, x.astype(H)))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("flag", [True, False])
-def test_cond_has_rows_of_the_branch_that_is_taken(flag):
-    lines = {row.line for row in diagnose(branches, W, X, jnp.asarray(flag)).rows}
-    assert (line_of(branches, "# large", "large") in lines) == flag
-    assert (line_of(branches, "# small", "small") in lines) != flag
-
-
-def repeated(w, x, count):
-    def body(carry):
-        h, i = carry
-        return h * w, i + 1  # body
-
-    return jax.lax.while_loop(lambda carry: carry[1] < count, body, (x, 0))[0]
-
-
-def while_loop(w, x, count):
-    return repeated(w, x, count).astype(jnp.float32).sum()
-
-
-def forward_only(fun):
-    """Returns a loss function with a part that is not differentiated."""
-    return lambda w, *args: fun(jax.lax.stop_gradient(w), *args) + jnp.sum(w.astype(jnp.float32))
-
-
-def test_while_loop_runs_as_often_as_the_program():
-    diagnosis = diagnose(forward_only(while_loop), H(2), jnp.float16([1, 3]), jnp.int32(4))
-    (row,) = named(diagnosis, operation="mul", line=line_of(repeated, "# body", "body"))
-    assert row.max_abs == 3 * 2**4
-    assert diagnosis.loss == diagnosis.loss_float32 == 4 * 2**4 + 2
-
-
-LOOPS = {  # the loss function, the arguments, the limit, and the iterations that are not entered
-    "scan": (
-        functools.partial(scan, reverse=False),
-        (jnp.float16([1]), jnp.linspace(0, 1, 8, dtype=H)),
-        r"scan, iterations [1-6] to 7",
-    ),
-    "reverse": (
-        functools.partial(scan, reverse=True),
-        (jnp.float16([1]), jnp.linspace(0, 1, 8, dtype=H)),
-        r"scan, iterations 0 to [1-6]",
-    ),
-    "while": (
-        forward_only(while_loop),
-        (H(1.25), jnp.float16([1, 3]), jnp.int32(9)),
-        r"while, from iteration [1-8] on",
-    ),
-}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", LOOPS)
-def test_long_loop_continues_as_one_operation(name, monkeypatch):
-    fun, args, iterations = LOOPS[name]
-    whole = diagnose(fun, *args)
-    assert whole.not_entered == ()
-    monkeypatch.setattr(evaluate, "LIMIT", 15)
-    cut = diagnose(fun, *args)
-    assert re.fullmatch(rf"test_diagnose_evaluation\.py:\d+ \(\w+\): {iterations}", cut.not_entered[0])
-    text = "These operations were evaluated as a whole, or in their own dtype:"
-    assert cut.describe().splitlines()[-len(cut.not_entered) - 1] == text
-    numbers = ["loss", "loss_float32", "gradient_error", "scale_errors"]
-    assert [getattr(cut, x) for x in numbers] == [getattr(whole, x) for x in numbers]
-    assert _largest(cut) == _largest(whole)
-
-
-def _largest(diagnosis):
-    """Returns the largest value of the last sum of the forward pass, which depends on the whole loop."""
-    return named(diagnosis, operation="add", backward=False)[-1].max_abs
-
-
-# --- Calls, lines and modules. ---
-
-
-def two_calls(w, x):
-    small = jax.nn.silu(x.astype(H) * w)
-    large = jax.nn.silu(x.astype(H) * H(60000))  # large
-    return squared(small) + squared(large / H(60000))
-
-
-@pytest.mark.full
-def test_library_function_has_the_line_of_each_call():
-    diagnosis = diagnose(two_calls, H(0.5), jnp.float32([1.0, 2.0]))
-    assert {row.line for row in diagnosis.causes} == {line_of(two_calls, "# large")}
-    assert {row.line for row in named(diagnosis, operation="logistic")} == {
-        line_of(two_calls, "small ="),
-        line_of(two_calls, "# large"),
-    }
+# --- Lines. ---
 
 
 @jax.jit
 def helper(x):
-    with jax.named_scope("inner"):
-        return jnp.sin(x)  # helper
+    return x * H(300)  # helper
 
 
-def scopes(w, x):
-    with jax.named_scope("outer"):
-        h = helper(x * w)
-    with jax.named_scope("second"):
-        h = helper(h)
-    with jax.named_scope("body"):
-        h = h * H(3)  # scope
-    return squared(h)
+def two_calls(w, x):
+    small = helper(x.astype(H) * w.astype(H))
+    large = helper(helper(x.astype(H)))  # large
+    return squared(jnp.tanh(small * H(1e-3))) + squared(jnp.tanh(large.astype(jnp.float32) * 1e-6))
 
 
-def test_named_scopes_are_modules():
-    diagnosis = diagnose(scopes, H(1), jnp.float16([1, 2]))
-    sines = named(diagnosis, operation="sin")
-    assert {row.module for row in sines} == {"outer/inner", "second/inner"}
-    assert {row.line for row in sines} == {line_of(helper.__wrapped__, "# helper")}
-    assert {row.module for row in named(diagnosis, line=line_of(scopes, "# scope"))} == {"body"}
+def test_two_calls_of_a_compiled_function_are_two_lines():
+    diagnosis = diagnose(two_calls, jnp.float32(0.5), jnp.float32([1.0, 2.0]))
+    line = line_of(helper.__wrapped__, "# helper", "helper")
+    called = line_of(two_calls, "# large").replace("test_diagnose.py", ", called at test_diagnose.py")
+    assert diagnosis.lines == (f"{line}{called}",)
+    assert f"mul at {line}{called} reaches 1.8e+05, and the largest number of float16 is 65504." in diagnosis.summary
+    assert {row.line for row in diagnosis.rows if row.line.startswith(line)} == {
+        f"{line}{called}",
+        f"{line}, called at {line_of(two_calls, 'small =')}",
+    }
 
 
-class Layers(linen.Module):
-    @linen.compact
-    def __call__(self, x):
-        for name in ("body", "cond", "scan"):
-            x = jnp.tanh(linen.Dense(8, dtype=H, name=name)(x))
-        return x
+def library_calls(w, x):
+    a = jnp.convolve(300 * x, 300 * w, mode="same")  # first
+    b = jnp.convolve(300 * jnp.sin(x), 300 * w, mode="same")  # second
+    return jnp.mean(jnp.log1p(a**2) + jnp.log1p(b**2))
 
 
-def layers_loss(params, x):
-    return squared(Layers().apply(params, x))
+def test_two_calls_of_a_function_of_a_library_are_two_lines():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal(64), jnp.float32)
+    diagnosis = diagnose(jmpscale.autocast(library_calls), x[:9], x)
+    assert diagnosis.lines == (line_of(library_calls, "# first"), line_of(library_calls, "# second"))
+
+
+def overflow_in_nested_loops(w, x):
+    def outer(h, _):
+        return jax.lax.scan(lambda h, _: (h * H(30), None), h, None, length=2)[0], None  # loop
+
+    h, _ = jax.lax.scan(outer, x.astype(H), None, length=2)
+    return squared(jnp.tanh(h.astype(jnp.float32) * 1e-6)) + squared(w)
+
+
+def test_line_in_nested_loops_is_named():
+    diagnosis = diagnose(overflow_in_nested_loops, W, X)
+    (line,) = diagnosis.lines
+    assert line == line_of(overflow_in_nested_loops, "# loop", "outer")
+
+
+def long_recurrence(w, x):
+    def cell(h, x):
+        h = jnp.tanh(x @ w + h)  # cell
+        return h, None
+
+    return squared(jax.lax.scan(cell, jnp.zeros(8), jnp.broadcast_to(x[0], (10_000, 8)))[0])
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("standard_promotion")
-def test_modules_of_linen_have_any_names():
-    diagnosis = diagnose(layers_loss, Layers().init(jax.random.key(0), X), X)
-    rows = named(diagnosis, operation="dot_general")
-    assert {row.module for row in rows} == {"Layers/body", "Layers/cond", "Layers/scan"}
-    assert {row.backward for row in rows} == {True, False}
-    assert {row.line for row in rows} == {line_of(Layers.__call__, "linen.Dense", "Layers.__call__")}
+def test_long_loop_remains_a_loop():
+    diagnosis = diagnose(jmpscale.autocast(long_recurrence), W, X)
+    assert diagnosis.fitting_scales() is not None
+    assert {row.line for row in diagnosis.rows} == {line_of(long_recurrence, "# cell", "cell")}
 
 
 FRAMEWORKS = {  # the loss function, the model, its value_and_grad, and the line of the first layer
@@ -262,10 +133,8 @@ def test_layers_of_frameworks_have_the_users_lines(name):
     diagnosis = diagnose(loss, model, X, transform=transform)
     assert diagnosis.fitting_scales() is not None
     line = f"diagnosis_programs.py:{programs.fault_line(network)} ({network.__qualname__})"
-    rows = named(diagnosis, operation="dot_general", line=line)
+    rows = named(diagnosis, line=line)
     assert {row.backward for row in rows} == {False, True}
-    if name == "haiku":
-        assert {row.module for row in rows} == {"hidden"}
 
 
 @pytest.mark.full
@@ -294,9 +163,8 @@ def test_line_is_the_innermost_one_outside_of_installed_packages(tmp_path, monke
         return loop.call(lambda w, x: squared(model.layer(loop.double, w, x)), w, x)
 
     diagnosis = diagnose(loss, H(1), jnp.float16([1, 2]))
-    (product,) = named(diagnosis, operation="mul", line="model.py:2 (layer)", backward=False)
-    assert product.dtype == "float16"
-    assert {row.line for row in named(diagnosis, operation="add")} == {"model.py:2 (layer)"}
+    (row,) = named(diagnosis, line="model.py:2 (layer)", backward=False)
+    assert row.dtype == "float16"
 
 
 @pytest.mark.full
@@ -308,7 +176,7 @@ def test_line_of_a_program_inside_of_installed_packages(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
     trainer = importlib.import_module("trainer")
     rows = jmpscale.diagnose(trainer.loss)(jmpscale.static(1.0), jnp.float16([1, 2])).rows
-    assert {row.line for row in rows if row.operation == "mul"} >= {"trainer.py:5 (loss)"}
+    assert {row.line for row in rows} == {"trainer.py:5 (loss)"}
 
 
 @jax.custom_vjp
@@ -325,8 +193,7 @@ def rules(w, x):
 
 def test_custom_rules_and_checkpointed_functions_are_entered():
     diagnosis = diagnose(rules, H(1), jnp.float32([1, 2]))
-    assert named(diagnosis, operation="sin", backward=False)
-    assert line_of(rules, "# rule") in {row.line for row in named(diagnosis, operation="mul", backward=True)}
+    assert {row.backward for row in named(diagnosis, line=line_of(rules, "# rule"))} == {False, True}
     assert diagnosis.not_entered == ()
 
 
@@ -361,24 +228,33 @@ def sharded_loss(w, x, check_vma=True):
 
 @pytest.mark.full
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map_runs_as_one_operation_and_its_scales_are_measured(check_vma):
+def test_shard_map_is_entered(check_vma):
     diagnosis = diagnose(functools.partial(sharded_loss, check_vma=check_vma), W, X)
-    assert all(entry.endswith("shard_map") for entry in diagnosis.not_entered)
-    assert diagnosis.not_entered
+    assert diagnosis.not_entered == ()
+    assert any("(mlp_by_hand)" in row.line for row in diagnosis.rows)
     plain = diagnose(programs.mlp_by_hand, W, X)
     found, expected = (np.log2(x.fitting_scales()) for x in (diagnosis, plain))
     assert np.abs(found - expected).max() <= 3  # each device has a part of the batch
     assert diagnosis.loss == pytest.approx(plain.loss, rel=1e-3)
 
 
-@pytest.mark.full
-def test_summary_of_an_error_in_a_shard_map_says_to_diagnose_the_function_inside():
-    summary = diagnose(sharded_loss, 1e5 * W, X).summary
-    assert summary.endswith(
-        ". The error begins inside jax.shard_map, which is evaluated as one operation. Diagnose the function inside "
-        "it, without collectives and with the rows of one device."
-    )
-    assert "rounding" not in summary
+def sharded_overflow(axis_type, w, x):
+    def shard_loss(w, x):
+        h = jax.lax.scan(lambda h, _: (h @ w.astype(H), None), x.astype(H), None, length=3)[0]  # overflow
+        return jax.lax.pmean(squared(jnp.tanh(h.astype(jnp.float32) * 1e-6)), "data")
+
+    mesh = meshes.make_mesh(getattr(jax.sharding.AxisType, axis_type), data=4)
+    with jax.set_mesh(mesh):
+        mapped = jax.shard_map(shard_loss, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P())
+        return diagnose(mapped, w, jax.device_put(x, jax.NamedSharding(mesh, jax.P("data"))))
+
+
+@pytest.mark.parametrize("axis_type", [pytest.param("Auto", marks=pytest.mark.full), "Explicit"])
+def test_line_in_a_shard_map_is_named(axis_type):
+    diagnosis = sharded_overflow(axis_type, 30 * W, X)
+    line = line_of(sharded_overflow, "# overflow", "shard_loss")
+    assert diagnosis.summary.startswith(f"The forward pass overflows: dot_general at {line} reaches ")
+    assert diagnosis.lines == (line,)
 
 
 @pytest.mark.full
@@ -517,7 +393,6 @@ def test_arguments_with_infinities_are_named():
     image = jnp.float32([1.0, jnp.nan])
     diagnosis = diagnose(loss, jnp.float32(1), {"image": image}, image)
     assert diagnosis.summary.startswith("batch['image'] contains infinities or NaN, and with zeros in their place")
-    assert diagnosis.causes
     assert np.isnan(diagnosis.loss)
     assert np.isnan(diagnosis.loss_float32)
     assert diagnosis.gradient_error == np.inf
@@ -563,7 +438,7 @@ def test_scan_without_iterations_is_evaluated():
         return squared(jax.lax.scan(lambda h, x: (h * x, h), w, jnp.zeros((0, 2)))[0])
 
     diagnosis = diagnose(loss, jnp.ones(2))
-    assert diagnosis.summary.startswith("The program computes in float32")
+    assert diagnosis.summary.startswith("The program holds no result in half precision")
     assert diagnosis.not_entered == ()
 
 
@@ -582,11 +457,13 @@ def test_injected_fault_is_named():
         return squared(inject_backward(w, jnp.inf).astype(H) * x)
 
     diagnosis = diagnose(loss, jnp.ones(2), jnp.ones(2, H))
-    assert diagnosis.summary.startswith("The result of select_n at the injected fault is not finite in float32 either")
+    assert diagnosis.summary.startswith(
+        "The result of broadcast_in_dim at the injected fault is not finite in float32 either"
+    )
 
 
 DTYPES = {  # the loss function, and the first words of the summary
-    "float32": (programs.mlp, "The program computes in float32: it holds no result in half precision, and needs no"),
+    "float32": (programs.mlp, "The program holds no result in half precision, and needs no loss scale."),
     "bfloat16": (jmpscale.autocast(programs.mlp, dtype=jnp.bfloat16), "Loss scales from 2^-"),
 }
 
@@ -597,7 +474,7 @@ def test_programs_in_other_dtypes(name):
     fun, summary = DTYPES[name]
     diagnosis = diagnose(fun, W, X)
     assert diagnosis.summary.startswith(summary)
-    assert {row.dtype for row in diagnosis.rows} == {"float32", name}
+    assert {row.dtype for row in diagnosis.rows} == {name} - {"float32"}
     low, high = diagnosis.fitting_scales()
     assert low < 2.0**-60
     assert high > 2.0**100
@@ -634,43 +511,34 @@ def test_remedy_is_tried_inside_of_jit():
     assert "then the gradients differ by 0.0" in compiled.summary
 
 
-def useless_remedy(w, x):
-    h = jnp.tanh(x @ w)
-    rounded = (h @ OUT + 1000).astype(H) - H(1000)
-    return jnp.mean(rounded.astype(jnp.float32) ** 2)
+def test_linear_solve_is_computed_in_float32():
+    def loss(scale):
+        half = (jnp.eye(8) * (2 + scale)).astype(H)
+        return squared(jax.scipy.sparse.linalg.cg(lambda v: half @ v, X[0].astype(H), maxiter=20)[0])
+
+    diagnosis = diagnose(loss, jnp.float32(0.1))
+    assert diagnosis.loss_float32 == pytest.approx(float(jnp.mean((X[0] / 2.1) ** 2)), rel=1e-5)
+    assert diagnosis.not_entered == ()
 
 
-@pytest.mark.full
-def test_remedy_that_does_not_help_is_not_recommended():
-    summary = diagnose(jmpscale.autocast(useless_remedy), W, X).summary
-    assert "then the gradients differ by" not in summary
-    assert " does not remove the error." in summary
+def test_callback_with_a_result_runs_once():
+    calls = []
+
+    def next_factor():
+        calls.append(len(calls))
+        return np.float32(2.0 ** -len(calls))
+
+    def loss(w):
+        factors = [jax.experimental.io_callback(next_factor, jax.ShapeDtypeStruct((), np.float32)) for _ in range(2)]
+        return squared((w * factors[0] * factors[1]).astype(H))
+
+    diagnosis = diagnose(loss, jnp.ones(2))
+    assert calls == [0, 1]
+    assert diagnosis.loss == 2.0**-6
+    assert diagnosis.gradient_error < 0.01
 
 
 # --- The description. ---
-
-
-def wide(w):
-    for _ in range(12):
-        w = jnp.sin(w)
-    return squared(w.astype(H))
-
-
-@pytest.mark.full
-def test_description_has_the_summary_and_a_table_with_causes_first():
-    diagnosis = diagnose(programs.variance_by_difference, W, X)
-    summary, header, *table = diagnosis.describe(5).splitlines()
-    assert summary == diagnosis.summary
-    assert header.split()[:4] == ["result", "pass", "dtype", "max_abs"]
-    assert len(table) == 5
-    assert len(diagnosis.describe(1).splitlines()) == 3
-    (cause,) = diagnosis.causes
-    assert table[0].startswith(f"{cause.operation}, {cause.line}")
-    assert cause in diagnosis.rows
-    errors = [row.error for row in diagnosis.rows if row is not cause]
-    others = sorted(errors, reverse=True)[:4]
-    cells = [re.split(r"  +", row.strip()) for row in table]
-    assert [cell[5] for cell in cells[1:]] == [f"{100 * x:.3g}%" if x < 10 else f"{100 * x:.0f}%" for x in others]
 
 
 def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
@@ -682,8 +550,8 @@ def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
     diagnose(sine, jnp.ones(2))
     shown = capsys.readouterr().err
     assert shown.startswith("\r\033[Kdiagnose: running in float32")
-    assert "diagnose: 3 operations" in shown
-    assert "runs at powers of two" in shown
+    assert "diagnose: running at powers of two" in shown
+    assert "runs with lines in float32" in shown
     assert shown.endswith("\r\033[K")
 
 
@@ -694,6 +562,11 @@ def donated():
     w = jnp.ones(3)
     jax.jit(lambda w: w + 1, donate_argnums=0)(w)
     return w
+
+
+def explicit_array():
+    mesh = meshes.make_mesh(jax.sharding.AxisType.Explicit, data=4)
+    return jax.device_put(jnp.ones(8), jax.NamedSharding(mesh, jax.P("data")))
 
 
 WRONG = {
@@ -726,6 +599,11 @@ WRONG = {
         lambda: jax.jit(lambda x: jmpscale.diagnose(sine)(jmpscale.static(1.0), w={"a": x}))(X),
         TypeError,
         "kwargs must hold arrays with values, got float32[16, 8] without values at kwargs['w']['a'].",
+    ),
+    "explicit mesh without a context": (
+        lambda: diagnose(sine, explicit_array()),
+        ValueError,
+        "args must be used inside of their mesh, got an array on a mesh with Explicit axes at args[0]. Call",
     ),
     "donated argument": (
         lambda: diagnose(sine, {"w": donated()}),

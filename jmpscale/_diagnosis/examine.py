@@ -1,0 +1,129 @@
+"""Examines a training step: its loss scales, its lines, and why they fail."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from jmpscale._diagnosis.modes import ModalStep, Part, Precision, compile_step
+from jmpscale._diagnosis.repair import RepairedStep
+from jmpscale._diagnosis.report import Diagnosis, DiagnosisRow
+from jmpscale._diagnosis.scales import Scales, largest, search
+from jmpscale._diagnosis.step import Step
+from jmpscale._diagnosis.summary import Findings, describe_argument, describe_constant, describe_origin, summarize
+from jmpscale._diagnosis.trials import Trials
+from jmpscale._state import ScalerState
+
+Arguments = Callable[[], list[tuple[str, Any]]]
+
+
+def examine(
+    step: Step, scaler: ScalerState, scale: float, non_finite: Arguments, progress: Callable[[str], None]
+) -> Diagnosis:
+    """Examines a step.
+
+    Args:
+      step: the step.
+      scaler: the scaler.
+      scale: its loss scale, 1 if it is disabled.
+      non_finite: returns the arguments of the loss function that are not finite, with their names.
+      progress: a function that is called with a description of the work so far.
+    """
+    progress("running in float32")
+    trials = Trials(ModalStep(step, Precision), progress)
+    run_as_written = compile_step(step)
+    outputs = run_as_written(scale)
+    errors, loss_error = trials.compare(outputs)
+    findings = Findings(
+        step=trials.step,
+        reference=trials.measured,
+        loss_float32=float(trials.reference[0]),
+        decisive=trials.decisive,
+        loss=float(outputs[0]),
+        loss_error=loss_error,
+        error=largest(errors),
+        scales=Scales({}, None, None),
+        scaler=scaler,
+        scale=scale,
+        statistics=trials.statistics(scale),
+    )
+    if not trials.measured.are_finite or trials.measured.are_zero:
+        harmful = _describe_harmful(RepairedStep(step), non_finite, is_finite=trials.measured.are_finite)
+        if harmful is not None:
+            return _diagnosis(findings, harmful, {})
+
+    progress("running at powers of two")
+    present = round(math.log2(scale))
+    scales = search(lambda k: trials.compare(run_as_written(2.0**k))[0], present)
+    findings, exponent = _explain(findings._replace(scales=scales), trials, present)
+    return _diagnosis(findings, summarize(findings), trials.errors_alone(exponent))
+
+
+def _explain(findings: Findings, trials: Trials, present: int) -> tuple[Findings, int]:
+    """Adds what explains an error; also returns the exponent of the scale at which lines are compared."""
+    scales = findings.scales
+    best = present if scales.best is None else scales.best
+    if not trials.step.sites:
+        return findings, present
+    if not findings.accurate:
+        lines = trials.find_lines([best, present, _without_overflow(trials), 0, 24, -12])
+        if lines is None or not lines.paths:
+            return findings._replace(lines=lines), best
+        cause = trials.find_cause(lines, finite=math.isfinite(findings.loss) and scales.best is not None)
+        statistics = trials.statistics(2.0**lines.exponent)
+        return findings._replace(lines=lines, cause=cause, statistics=statistics), lines.exponent
+    if not findings.scale_fits:
+        return findings._replace(cause=trials.find_cause_of_scale(present, scales.limit)), best
+    return findings._replace(tight=trials.find_tight(findings.statistics, present)), present
+
+
+def _without_overflow(trials: Trials) -> int:
+    """Returns the exponent of a scale at which no result of the backward pass overflows, with 2 bits to spare."""
+    backward = [(site.dtype, x.max_abs) for site, x in trials.statistics(1.0).items() if site.part.backward]
+    limits = [math.log2(float(jnp.finfo(dtype).max) / max_abs) for dtype, max_abs in backward if max_abs]
+    return max(-100, min(100, math.floor(min(limits, default=2.0)) - 2))
+
+
+def _describe_harmful(repaired: RepairedStep, non_finite: Arguments, *, is_finite: bool) -> str | None:
+    """Returns a description of what makes the step useless, in float32 too; None for gradients of zero."""
+    arguments = [] if is_finite else repaired.harmful_arguments(non_finite())
+    if arguments:
+        return describe_argument(arguments[0])
+    if constant := repaired.harmful_constant(was_finite=is_finite):
+        return describe_constant(*constant)
+    return None if is_finite else describe_origin(repaired.origin())
+
+
+def _diagnosis(findings: Findings, summary: str, alone: dict[Part, float]) -> Diagnosis:
+    scales, step = findings.scales, findings.step
+    lines = findings.lines.paths if findings.lines else []
+    fitting = scales.fitting if findings.decisive.any() else None
+    return Diagnosis(
+        loss=findings.loss,
+        loss_float32=findings.loss_float32,
+        gradient_error=findings.error,
+        loss_scale=findings.scale,
+        scale_errors=tuple((2.0**k, error) for k, error in scales.errors.items()),
+        lines=tuple(findings.name(path, lines) for path in lines),
+        rows=tuple(_row(findings, part, part.path in lines, alone.get(part)) for part in step.parts),
+        not_entered=tuple(step.not_entered),
+        summary=summary,
+        _fitting=(2.0 ** fitting[0], 2.0 ** fitting[1]) if fitting else None,
+    )
+
+
+def _row(findings: Findings, part: Part, in_lines: bool, alone: float | None) -> DiagnosisRow:
+    found = {site: x for site, x in findings.statistics.items() if site.part == part}
+    first = max(found, key=lambda site: (found[site].overflow > 0, found[site].max_abs))
+    return DiagnosisRow(
+        line=findings.name(part.path),
+        backward=part.backward,
+        operation=first.operation,
+        dtype=first.dtype.name,
+        max_abs=found[first].max_abs,
+        overflow=max(x.overflow for x in found.values()),
+        underflow=max(x.underflow for x in found.values()),
+        in_lines=in_lines,
+        alone=alone,
+    )

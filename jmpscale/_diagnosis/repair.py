@@ -1,0 +1,100 @@
+"""Finds what makes a step not finite, or zero, in float32 too, by running the step without it."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmpscale._base.source import SCALING
+from jmpscale._base.tree import PyTree, is_inexact, named_leaves
+from jmpscale._diagnosis.measure import Measured, measure
+from jmpscale._diagnosis.modes import ModalStep, Mode, Repair, Site
+from jmpscale._diagnosis.step import Step
+from jmpscale._diagnosis.trials import smallest_set
+
+
+class RepairedStep:
+    """A step in float32 without some of its infinities, NaN and constants."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = ModalStep(step, Repair)
+
+    def _run(self, modes: dict[Site, Mode], consts: list[Any] | None = None) -> Measured:
+        outputs, _ = self._step.run(1.0, modes, Mode.FLOAT32, consts)
+        return measure(outputs, outputs)
+
+    def harmful_arguments(self, arguments: list[tuple[str, Any]]) -> list[str]:
+        """Returns the names of arguments whose infinities or NaN are the reason why a step is not finite.
+
+        With zeros in place of all infinities and NaN the step is finite. Each of the arguments alone makes it
+        non-finite, unless only their combination does.
+        """
+        consts = self._step.consts
+        zeroed = [jnp.nan_to_num(x, posinf=0.0, neginf=0.0) if is_inexact(x) else x for x in consts]
+        if not arguments or not self._run({}, zeroed).are_finite:
+            return []
+        faulty = [i for i, x in enumerate(consts) if is_inexact(x) and not bool(jnp.isfinite(x).all())]
+        alone = [i for i in faulty if not self._run({}, [*zeroed[:i], consts[i], *zeroed[i + 1 :]]).are_finite]
+        harmful = [consts[i] for i in alone or faulty]
+        return [name for name, argument in arguments if any(_is_equal(argument, array) for array in harmful)]
+
+    def harmful_constant(self, *, was_finite: bool) -> tuple[Site, float] | None:
+        """Returns a constant whose replacement by a nearby number makes a step finite, or nonzero if it was finite."""
+        # The constants of one operation on one line are replaced together: of these, an infinity is the reason.
+        for (_, _, value), sites in sorted(self._step.constants.items(), key=lambda item: item[0][2] == 0):
+            found = self._run(dict.fromkeys(sites, Mode.REPLACED))
+            if found.are_finite and not (was_finite and found.are_zero):
+                return next(iter(sites)), value
+        return None
+
+    def origin(self) -> Site | None:
+        """Returns the first operation whose infinities or NaN reach the outputs; None if it was not entered."""
+        _, records = self._step.run(1.0, {}, Mode.FLOAT32)
+        for column in range(Repair.columns):
+            made = [site for site, is_made in records.items() if is_made[column]]
+            if found := self._first_origin(made):
+                return found
+        return None
+
+    def _first_origin(self, made: list[Site]) -> Site | None:
+        """Returns the first operation without whose line the outputs are finite, or free of NaN."""
+        # Unscaling comes last, and has the line of scaling, which comes first.
+        paths = sorted(dict.fromkeys(site.part.path for site in made), key=lambda path: path[-1] == SCALING)
+
+        @functools.cache
+        def repaired(chosen: tuple[int, ...]) -> Measured:
+            repaired_paths = [paths[i] for i in chosen]
+            return self._run({x: Mode.REPAIRED for x in self._step.sites if x.part.path in repaired_paths})
+
+        def fits(chosen: Iterable[int]) -> bool:
+            return repaired(tuple(chosen)).are_finite
+
+        if not fits(range(len(paths))):
+            return None
+        # If no line is enough, an infinity and a NaN may have different lines. The NaN hides the infinity.
+        alone = [i for i in range(len(paths)) if fits([i])]
+        alone = alone or [i for i in range(len(paths)) if (repaired((i,)).severity < 2).all()]
+        first = alone[0] if alone else smallest_set(len(paths), fits)[0]
+        return next(site for site in made if site.part.path == paths[first])
+
+
+def _is_equal(argument: Any, array: jax.Array) -> bool:
+    """Tests whether an argument is an array of the step, which contains NumPy arrays as JAX arrays."""
+    return jnp.shape(argument) == array.shape and bool(
+        jnp.array_equal(jnp.asarray(argument, array.dtype), array, equal_nan=True)
+    )
+
+
+def non_finite_arguments(
+    fun: Callable[..., Any], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> list[tuple[str, Any]]:
+    """Returns the arguments with infinities or NaN, and their paths, such as `batch['image']`."""
+    try:
+        named = inspect.signature(fun).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # fun has no signature, or the call does not match it
+        named = {f"args[{i}]": arg for i, arg in enumerate(args)} | kwargs
+    leaves = [(name + path, leaf) for name, tree in named.items() for path, leaf in named_leaves(tree)]
+    return [(name, leaf) for name, leaf in leaves if is_inexact(leaf) and not bool(jnp.isfinite(leaf).all())]

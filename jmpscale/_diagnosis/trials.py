@@ -1,0 +1,257 @@
+"""Runs a step with other modes, and finds the lines that must compute in float32, and the reasons."""
+
+import bisect
+import enum
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmpscale._diagnosis.measure import Measured, measure
+from jmpscale._diagnosis.modes import ModalStep, Mode, Part, Path, Site, Statistics
+from jmpscale._diagnosis.scales import LARGEST_ERROR, Errors, Scales, largest, search
+
+_GOOD = 0.02  # the error of the gradients that rounding makes in a program without a fault
+_LARGEST_LOSS_ERROR = 0.03
+_NOISE = 0.25  # the relative change of a gradient that is rounding noise
+# The norm of a gradient, relative to the largest norm, below which it decides nothing. Losses of two sizes that no
+# scale fits have gradients of 2^-44; behind a saturated softmax, where float16 gives zero, they have 2^-74.
+_NEGLIGIBLE = 2.0**-60
+_ULP = 2.0**-22  # the relative change of the arguments by which rounding noise in float32 is recognized
+_ROUNDING = 2.0**-10  # the relative change of the arguments that rounding to half precision makes, and some more
+_LARGEST_SET = 12  # lines that are found one by one
+_TRIED_ALONE = 64  # lines, or parts of lines, of which each one is tried alone
+
+
+class Reason(enum.Enum):
+    """Why a result must be computed in float32."""
+
+    OVERFLOW = "overflows"
+    UNDERFLOW = "underflows"
+    ROUNDING = "loses precision"
+
+
+class Cause(NamedTuple):
+    """Where an error begins, and why; the statistics are those of the scale at which it was looked for."""
+
+    site: Site
+    reason: Reason
+    statistics: Statistics
+
+
+class Lines(NamedTuple):
+    """The smallest set of lines that must compute in float32, in program order, and what remains if they do."""
+
+    paths: list[Path]
+    exponent: int  # of a loss scale that fits then
+    scales: Scales
+
+
+class Trials:
+    """Runs a step with other modes, and compares it with the reference.
+
+    Attributes:
+      step: the step.
+      reference: the loss and the gradients in float32, at a scale of 1.
+      measured: their measurements.
+      decisive: whether each gradient is more than rounding noise, and more than nothing beside the others.
+    """
+
+    def __init__(self, step: ModalStep, progress: Callable[[str], None]) -> None:
+        self.step = step
+        self._progress, self._count = progress, 0
+        self._errors: dict[tuple[frozenset[tuple[Site, Mode]], Mode, int], float] = {}
+        self.reference, _ = step.run(1.0, {}, Mode.FLOAT32)
+        self.measured = measure(self.reference, self.reference)
+        changed = measure(step.run(1.0, {}, Mode.FLOAT32, _perturbed(step.consts))[0], self.reference)
+        # The gradient of a bias before a normalization is zero. In a computed one there is only rounding noise, which
+        # the smallest change of the arguments replaces by other noise.
+        norms = self.measured.norms[1:]
+        self.decisive = (changed.errors[1:] < _NOISE) & (norms > 0) & (norms >= _NEGLIGIBLE * norms.max(initial=0.0))
+        self._largest_loss_error = max(_LARGEST_LOSS_ERROR, changed.errors[0] / _ULP * _ROUNDING)
+
+    def compare(self, outputs: Sequence[Any]) -> tuple[Errors, float]:
+        """Returns the errors of the decisive gradients, None if a gradient is not finite; and the error of the loss.
+
+        The error of the loss is zero if it is not more than rounding.
+        """
+        found: Measured = measure(outputs, self.reference)
+        errors = None if found.severity[1:].any() else found.errors[1:][self.decisive]
+        return errors, float(found.errors[0]) if found.errors[0] > self._largest_loss_error else 0.0
+
+    def run(self, modes: Mapping[Site, Mode], default: Mode, exponent: int) -> list[Any]:
+        """Returns the loss and the gradients at a power of two as the loss scale."""
+        self._count += 1
+        self._progress(f"{self._count} runs with lines in float32")
+        return self.step.run(2.0**exponent, modes, default)[0]
+
+    def error(self, modes: Mapping[Site, Mode], default: Mode, exponent: int) -> float:
+        """Returns the largest error of a gradient; infinity if a gradient is not finite, or the loss is wrong."""
+        key = frozenset(modes.items()), default, exponent
+        if key not in self._errors:
+            errors, loss_error = self.compare(self.run(modes, default, exponent))
+            self._errors[key] = math.inf if loss_error else largest(errors)
+        return self._errors[key]
+
+    def statistics(self, scale: float) -> dict[Site, Statistics]:
+        """Returns the statistics of the results in float32, at a loss scale."""
+        _, records = self.step.run(scale, {}, Mode.FLOAT32)
+        return {site: Statistics(*numbers) for site, numbers in records.items()}
+
+    def kept(self, paths: Collection[Path]) -> dict[Site, Mode]:
+        """Returns the modes with which some lines compute in float32."""
+        return {site: Mode.FLOAT32 for site in self.step.sites if site.part.path in paths}
+
+    def find_lines(self, exponents: Sequence[int]) -> Lines | None:
+        """Finds the smallest set of lines that must compute in float32, so that a loss scale fits.
+
+        Args:
+          exponents: the exponents of the scales that are tried.
+
+        Returns:
+          The lines; None if the step is wrong with all lines in float32, too.
+        """
+        paths = self.step.paths
+        scales = list(dict.fromkeys(exponents))
+
+        def fits(chosen: Iterable[int]) -> bool:
+            modes = self.kept([paths[i] for i in chosen])
+            for exponent in scales:
+                if self.error(modes, Mode.AS_WRITTEN, exponent) <= LARGEST_ERROR:
+                    scales.remove(exponent)
+                    scales.insert(0, exponent)  # it probably fits the next set, too
+                    return True
+            return False
+
+        if not fits(range(len(paths))):
+            return None
+        chosen = smallest_set(len(paths), fits)
+        if chosen and len(paths) <= _TRIED_ALONE:
+            chosen = self._single(scales[0]) or chosen
+        kept = [paths[i] for i in chosen]
+        modes, exponent = self.kept(kept), scales[0]
+
+        def errors_at(exponent: int) -> Errors:
+            errors, loss_error = self.compare(self.run(modes, Mode.AS_WRITTEN, exponent))
+            return None if loss_error else errors
+
+        return Lines(kept, exponent, search(errors_at, exponent))
+
+    def _single(self, exponent: int) -> list[int]:
+        """Returns the first line that is enough, or nearly as good as the best one; nothing if no line is enough."""
+        errors = [self.error(self.kept([path]), Mode.AS_WRITTEN, exponent) for path in self.step.paths]
+        limit = min(LARGEST_ERROR, max(_GOOD, 2 * min(errors)))
+        return [i for i, error in enumerate(errors) if error <= limit][:1]
+
+    def find_cause(self, lines: Lines, *, finite: bool) -> Cause:
+        """Finds where an error begins, and the reason, by computing only one result of a set as it is written.
+
+        If the step is right with the range of float32 and the precision as written, the result overflows or underflows.
+
+        Args:
+          lines: the lines that must compute in float32.
+          finite: whether the error is not an infinity or NaN, for which rounding is the reason only if nothing else is.
+        """
+        kept = self.kept(lines.paths)
+        statistics = self.statistics(2.0**lines.exponent)
+
+        def is_wrong(site: Site, mode: Mode) -> bool:
+            return self.error(kept | {site: mode}, Mode.AS_WRITTEN, lines.exponent) > LARGEST_ERROR
+
+        # An error of the forward pass explains the errors of the backward pass.
+        for backward in (False, True):
+            found = [site for site in kept if site.part.backward == backward and is_wrong(site, Mode.AS_WRITTEN)]
+            causes = [_range_cause(site, statistics) for site in found]
+            causes = [x._replace(reason=Reason.ROUNDING) if is_wrong(x.site, Mode.RANGE) else x for x in causes]
+            if causes:
+                # A result that is only infinite because its operand is too large is not the first choice.
+                return min(causes, key=lambda x: (x.reason is Reason.ROUNDING and not finite, _fits_as_written(x)))
+        site = next(iter(kept))
+        return Cause(site, Reason.ROUNDING, statistics[site])
+
+    def find_cause_of_scale(self, exponent: int, limit: float) -> Cause | None:
+        """Finds the results of the backward pass for which a loss scale is too small or too large.
+
+        Args:
+          exponent: the exponent of the scale.
+          limit: the largest error of the gradients at a scale that fits.
+
+        Returns:
+          The first results that are wrong if those after them are in float32; None if none are wrong, or if the
+          gradients depend on the scale in float32, too.
+        """
+        sites = [site for site in self.step.sites if site.part.backward]
+
+        def fits(chosen: Iterable[int]) -> bool:
+            return self.error({sites[i]: Mode.FLOAT32 for i in chosen}, Mode.AS_WRITTEN, exponent) <= limit
+
+        if fits(()) or not fits(range(len(sites))):
+            return None
+        return _range_cause(sites[_first_not_enough(range(len(sites)), fits) - 1], self.statistics(2.0**exponent))
+
+    def find_tight(self, statistics: Mapping[Site, Statistics], exponent: int) -> Site | None:
+        """Returns a result of the forward pass that would be an error if it were eight times as large."""
+        for site, x in statistics.items():
+            is_near = not x.overflow and x.max_abs > float(jnp.finfo(site.dtype).max) / 8 and not site.part.backward
+            if is_near and self.error({site: Mode.TIGHT}, Mode.AS_WRITTEN, exponent) > LARGEST_ERROR:
+                return site
+        return None
+
+    def errors_alone(self, exponent: int) -> dict[Part, float]:
+        """Returns the error if one part alone computes in half precision; nothing if there are too many parts."""
+        parts = self.step.parts if len(self.step.parts) <= _TRIED_ALONE else []
+        alone = {part: {x: Mode.AS_WRITTEN for x in self.step.sites if x.part == part} for part in parts}
+        return {part: self.error(modes, Mode.FLOAT32, exponent) for part, modes in alone.items()}
+
+
+def _range_cause(site: Site, statistics: Mapping[Site, Statistics]) -> Cause:
+    """Returns the cause of an error that float32's range removes."""
+    found = statistics[site]
+    reason = Reason.UNDERFLOW if found.underflow else Reason.ROUNDING
+    return Cause(site, Reason.OVERFLOW if found.overflow else reason, found)
+
+
+def _fits_as_written(cause: Cause) -> bool:
+    return cause.reason is Reason.OVERFLOW and cause.statistics.max_abs <= float(jnp.finfo(cause.site.dtype).max)
+
+
+def smallest_set(count: int, fits: Callable[[Iterable[int]], bool]) -> list[int]:
+    """Returns a set of integers below `count` that fits, and of which no integer can be left out.
+
+    It takes about `k log2(count)` calls for a set of k integers.
+
+    Args:
+      count: the number of integers, all of which together fit.
+      fits: tests a set. A set that contains a set that fits, fits, too.
+    """
+    kept: list[int] = []
+    start = 0
+    while not fits(kept):
+        if len(kept) == _LARGEST_SET:
+            return [*kept, *range(start, count)]
+        start += _first_not_enough(range(start, count), lambda rest: fits([*kept, *rest]))
+        kept.append(start - 1)
+    for i in list(kept):
+        if fits([j for j in kept if j != i]):
+            kept.remove(i)
+    return kept
+
+
+def _first_not_enough(integers: range, fits: Callable[[range], bool]) -> int:
+    """Returns how many of the first integers must be left out, so that the rest does not fit any more."""
+    return bisect.bisect_left(range(len(integers)), True, key=lambda i: not fits(integers[i:]))
+
+
+@jax.jit
+def _perturbed(arrays: list[jax.Array]) -> list[jax.Array]:
+    return [_perturb(x) if jnp.issubdtype(x.dtype, np.floating) else x for x in arrays]
+
+
+def _perturb(x: jax.Array) -> jax.Array:
+    """Changes values by about one unit in the last place, up or down, depending on their bits."""
+    bits = jax.lax.bitcast_convert_type(x.astype(np.float32), np.int32)
+    up = ((bits ^ (bits >> 7) ^ (bits >> 13)) & 1) == 1
+    return x * jnp.where(up, 1 + _ULP, 1 - _ULP).astype(x.dtype)
