@@ -603,7 +603,7 @@ WRONG = {
     "explicit mesh without a context": (
         lambda: diagnose(sine, explicit_array()),
         ValueError,
-        "args must be used inside of their mesh, got an array on a mesh with Explicit axes at args[0]. Call",
+        "args must be used in the context of its mesh, got an array on a mesh with Explicit axes at args[0]. Call",
     ),
     "donated argument": (
         lambda: diagnose(sine, {"w": donated()}),

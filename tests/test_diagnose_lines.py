@@ -50,11 +50,11 @@ LINES = {  # the files, the innermost first, and the line that is shown
 
 @pytest.mark.parametrize(("files", "line"), LINES.values(), ids=LINES)
 def test_line_of_an_operation(files, line):
-    assert source.user_line(equation(*files)) == line
+    assert source.user_lines(equation(*files))[-1] == line
 
 
 def test_operation_without_a_traceback_has_no_line():
-    assert source.user_line(SimpleNamespace(source_info=SimpleNamespace(traceback=None))) == ""
+    assert source.user_lines(SimpleNamespace(source_info=SimpleNamespace(traceback=None))) == ()
 
 
 FUNCTIONS = {
@@ -69,7 +69,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_line_has_the_innermost_function_with_a_name(function):
-    assert source.user_line(equation(USER, function=function)) == f"model.py:10 ({FUNCTIONS[function]})"
+    assert source.user_lines(equation(USER, function=function))[-1] == f"model.py:10 ({FUNCTIONS[function]})"
 
 
 MATHEMATICS = {  # files, and whether the line of the call is shown for their compiled functions

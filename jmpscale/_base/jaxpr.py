@@ -332,16 +332,14 @@ def split_scan_inputs(eqn: core.JaxprEqn, inputs: Sequence[T]) -> tuple[list[T],
     The parameters with these numbers differ between versions of JAX. Inside the body, sequences have one axis less.
     """
     body = eqn.params["jaxpr"].jaxpr
-    pairs = zip(eqn.invars, body.invars, strict=True)
-    last = sum(len(type_of(outer).shape) == len(type_of(inner).shape) for outer, inner in pairs)
-    first = last - scan_carry_size(eqn)
+
+    def count(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+        """Counts the values that are not sequences."""
+        return sum(len(type_of(x).shape) == len(type_of(y).shape) for x, y in zip(outer, inner, strict=True))
+
+    last = count(eqn.invars, body.invars)
+    first = last - count(eqn.outvars, body.outvars)
     return list(inputs[:first]), list(inputs[first:last]), list(inputs[last:])
-
-
-def scan_carry_size(eqn: core.JaxprEqn) -> int:
-    """Returns the number of values in the carry of a scan."""
-    pairs = zip(eqn.outvars, eqn.params["jaxpr"].jaxpr.outvars, strict=True)
-    return sum(len(type_of(outer).shape) == len(type_of(inner).shape) for outer, inner in pairs)
 
 
 def evaluate_equation(eqn: core.JaxprEqn, params: dict[str, Any], values: Sequence[Any]) -> list[Any]:

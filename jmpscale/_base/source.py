@@ -18,17 +18,11 @@ _JAX = re.compile(_INSTALLED.pattern + r"jax[/\\]")
 _MATHEMATICS = re.compile(_INSTALLED.pattern + r"(?:optax|jax[/\\]_src[/\\](?:image|lax|nn|numpy|ops|random|scipy))\b")
 
 
-def user_line(eqn: core.JaxprEqn) -> str:
-    """Returns the user's line of an equation, such as `model.py:41 (mlp)`, or nothing if it has none.
-
-    It is the innermost line outside of installed packages. If all lines are inside of them, as in a framework's own
-    trainer, it is the innermost line outside of JAX and of the libraries that define layers and optimizers.
-    """
-    return next(iter(user_lines(eqn)[::-1]), "")
-
-
 def user_lines(eqn: core.JaxprEqn, function: str = "", file: str = "") -> tuple[str, ...]:
-    """Returns the user's lines that lead to an equation, outermost first.
+    """Returns the user's lines that lead to an equation, such as `model.py:41 (mlp)`, outermost first.
+
+    They are the lines outside of installed packages. If all lines are inside of them, as in a framework's own trainer,
+    they are the lines outside of JAX and of the libraries that define layers and optimizers.
 
     Args:
       eqn: the equation.

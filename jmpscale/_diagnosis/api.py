@@ -31,20 +31,21 @@ def diagnose(
 def diagnose(
     fun: Function | None = None, argnums: Any = 0, has_aux: bool = False, *, transform: Function = jax.value_and_grad
 ) -> Function:
-    """Creates a function that measures what half precision does to a training step, and names the line to change.
+    """Creates a function that finds out what half precision does to a training step, by changing the step.
 
-    Call it as `jmpscale.value_and_grad` is called, with the same options, outside of `jax.jit`. It compiles the loss
-    and the gradients, runs them at powers of two as loss scales, and compares the gradients with the gradients of the
-    same program in float32. Then it evaluates each operation of the program in float32 and as written, so that an error
-    is found where it begins. Errors that later operations remove, such as the infinity of a mask, do not count.
+    Call it as `jmpscale.value_and_grad` is called, with the same options, outside of `jax.jit`. It compares the loss
+    and the gradients with those of the same program in float32, at powers of two as loss scales. If no scale fits, it
+    searches the smallest set of lines of the program that must compute in float32, and the reason. The program is
+    compiled once more, with an array that says which lines compute in float32, and each answer is a run of it.
 
-    In a program of `autocast`, a remedy is tried before it is recommended: the program runs with the matmuls in float32
-    at which the errors begin.
+    Compiled functions, loops, branches, checkpointed functions, custom derivative rules and `jax.shard_map` are
+    entered. Kernels and callbacks run as they are written. Callbacks run once, and those without results, such as
+    `jax.debug.print`, do not run.
 
-    The evaluation enters compiled functions, loops, the branches that are taken, checkpointed functions and custom
-    derivative rules. Kernels, callbacks and `jax.shard_map` run as one operation; the measured scales include them.
-    The rest of a very long loop runs as one operation. Callbacks without results, such as `jax.debug.print`, do
-    not run. If a program runs in several processes, all of them must call the diagnosis.
+    A diagnosis takes about three times as long as compiling the step and running it, and memory for the step in
+    float32. The number of runs grows with the number of scales and with the logarithm of the number of lines, times the
+    number of lines that are found. Programs with at most 64 lines and passes run once more for each. On a CPU, diagnose
+    a large model with a smaller batch. If a program runs in several processes, all of them must call the diagnosis.
 
     Args:
       fun: the loss function, as for `value_and_grad`; `autocast` may be applied to it. Of a training step that is

@@ -101,9 +101,8 @@ def _check_no_new_refs(jaxpr: core.Jaxpr) -> None:
         name = found.eqn.primitive.name
         if name in _NEW_REFS and not found.holder:
             raise TypeError(
-                f"fun must not create a jax.Ref, got {name} at {found.line}. diagnose evaluates each operation "
-                "by itself, and an operation cannot return a reference. Compute new values instead, and carry them "
-                "through loops."
+                f"fun must not create a jax.Ref, got {name} at {found.line}. diagnose runs the function with other "
+                "operations, and references cannot follow. Compute new values instead, and carry them through loops."
             )
 
 
@@ -136,7 +135,7 @@ def check_concrete(trees: dict[str, PyTree]) -> None:
             mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
             if mesh is not None and _is_explicit(mesh) and jax.sharding.get_abstract_mesh().empty:
                 raise ValueError(
-                    f"{name} must be used inside of their mesh, got an array on a mesh with Explicit axes at "
+                    f"{name} must be used in the context of its mesh, got an array on a mesh with Explicit axes at "
                     f"{name}{path}. Call diagnose in the context of jax.set_mesh(mesh)."
                 )
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
