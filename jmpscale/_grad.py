@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jmpscale._find_scaler import find_scaler
 from jmpscale._scaling import scale as scale_loss
 from jmpscale._scaling import unscale
 
+T = TypeVar("T")
 Function = Callable[..., Any]
 
 _SCALER_COMES_FIRST = (
@@ -38,12 +39,12 @@ _NOT_THE_STEP = "Pass the loss function itself, not a training step or a functio
 
 @overload
 def value_and_grad(
-    fun: Function, argnums: Any = 0, has_aux: bool = False, *, transform: Function = jax.value_and_grad
-) -> Callable[..., tuple[Any, PyTree]]: ...
+    fun: Callable[..., T], argnums: Any = 0, has_aux: bool = False, *, transform: Function = jax.value_and_grad
+) -> Callable[..., tuple[T, PyTree]]: ...
 @overload
 def value_and_grad(
     *, argnums: Any = 0, has_aux: bool = False, transform: Function = jax.value_and_grad
-) -> Callable[[Function], Callable[..., tuple[Any, PyTree]]]: ...
+) -> Callable[[Callable[..., T]], Callable[..., tuple[T, PyTree]]]: ...
 def value_and_grad(
     fun: Function | None = None,
     argnums: Any = 0,

@@ -59,6 +59,19 @@ class Transformation(Protocol):
     def update(self) -> Callable[..., Any]: ...
 
 
+class _Update(Protocol):
+    def __call__(
+        self, updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, WithLossScalingState]: ...
+
+
+class LossScalingTransformation(optax.GradientTransformationExtraArgs):
+    """A transformation of optax, whose state type checkers know."""
+
+    init: Callable[[PyTree], WithLossScalingState]  # pyright: ignore[reportIncompatibleVariableOverride]
+    update: _Update  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
 def with_loss_scaling(
     inner: Transformation,
     scaler: ScalerState | None = None,
@@ -67,7 +80,7 @@ def with_loss_scaling(
     axis_name: AxisName = None,
     norm_axis_name: AxisName = (),
     warn_after_skips: int | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> LossScalingTransformation:
     """Wraps an optimizer so that it skips steps whose gradients are not finite, and adjusts the loss scale.
 
     `tx.update` checks the gradients, clips them if `max_norm` is given, runs `inner` or returns zeros, and adjusts the
@@ -185,7 +198,7 @@ def with_loss_scaling(
             new_scaler = monitor.watch(scaler, new_scaler)
         return updates, WithLossScalingState(new_scaler, inner_state, grad_norm)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return LossScalingTransformation(init, update)
 
 
 def _copied(x: Any) -> Any:

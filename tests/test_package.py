@@ -129,6 +129,22 @@ def test_import_loads_no_framework():
     assert not loaded & {"flax", "chex", "equinox", "matplotlib", "torch", "orbax"}
 
 
+RENAMED = {
+    # jax.core has __getattr__ for functions that have moved to jax.extend.core.
+    "function": "for m in jax.core, jax.extend.core:\n"
+    "  for name in '__getattr__', 'unsafe_get_axis_names_DO_NOT_USE': vars(m).pop(name, None)",
+    "attribute": "jax.typeof = lambda x: object()",
+}
+
+
+@pytest.mark.parametrize("rename", RENAMED.values(), ids=RENAMED)
+def test_unknown_jax_raises(rename):
+    """Otherwise devices would seem to share no mesh axis, and make different decisions."""
+    imports = "import jax, jax.core, jax.extend.core"
+    program = f"{imports}\n{rename}\nimport jmpscale\njmpscale.grad_report(jax.numpy.ones(3))"
+    assert "ImportError: jmpscale does not know JAX" in _run("-c", program).stderr
+
+
 # --- types ---
 
 CHECKERS = {
@@ -147,6 +163,15 @@ def test_type_checkers_accept_only_right_calls(checker):
     rejected = {int(n) for n in re.findall(r"wrong\.py:(\d+)(?::\d+)?(?: -)?:? error", wrong.stdout)}
     lines = (TESTS / "types" / "wrong.py").read_text().splitlines()
     assert rejected == {n for n, line in enumerate(lines, 1) if line.startswith("jmpscale.")}, wrong.stdout
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("checker", CHECKERS)
+def test_type_checkers_accept_programs_in_strict_mode(checker):
+    pytest.importorskip(checker, reason="only installed with the group dev")
+    options = ["--strict"] if checker == "mypy" else []  # pyright reads its mode from the file
+    accepted = _run(*CHECKERS[checker], *options, TESTS / "types" / "programs.py")
+    assert accepted.returncode == 0, accepted.stdout
 
 
 @pytest.mark.full

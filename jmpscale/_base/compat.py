@@ -13,23 +13,34 @@ REF = getattr(jax, "Ref", ())  # JAX before 0.8 has no public references
 
 def _find(name: str) -> Any:
     """Returns a function that JAX has moved from one module to another."""
-    return getattr(jax.extend.core if hasattr(jax.extend.core, name) else jax.core, name, None)
+    for module in (jax.extend.core, jax.core):
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise _unknown_jax(name)
 
 
-# If neither module has it, only the axes of meshes are known.
-axis_names_in_scope = _find("unsafe_get_axis_names_DO_NOT_USE") or tuple
+def _unknown_jax(name: str) -> ImportError:
+    # Without it, devices would make different decisions, in silence.
+    return ImportError(
+        f"jmpscale does not know JAX {jax.__version__}, which has no {name}. Install a newer jmpscale, or an older JAX."
+    )
+
+
+axis_names_in_scope = _find("unsafe_get_axis_names_DO_NOT_USE")
 
 # Tests whether JAX is tracing a program to compile it, as in `jax.jit` and `jax.lax.scan`, not in `jax.vmap`. Unlike a
 # test of whether a new array is traced, it does not start JAX's backend.
-is_compiling = _find("unsafe_am_i_under_a_jit_DO_NOT_USE") or bool
+is_compiling = _find("unsafe_am_i_under_a_jit_DO_NOT_USE")
 
 
 def varying_axes(x: ArrayLike | jax.ShapeDtypeStruct) -> frozenset[str]:
     """Returns the mesh axes over which JAX's types show that `x` may differ between devices."""
-    # JAX 0.10 replaced the set `aval.vma` by `aval.manual_axis_type`.
     aval = jax.typeof(x)
-    manual = getattr(aval, "manual_axis_type", None)
-    return frozenset(getattr(aval, "vma", ()) if manual is None else manual.varying)
+    if hasattr(aval, "manual_axis_type"):
+        return frozenset(aval.manual_axis_type.varying)
+    if hasattr(aval, "vma"):  # JAX before 0.10
+        return frozenset(aval.vma)
+    raise _unknown_jax("manual_axis_type of an array's type")
 
 
 def as_varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -43,7 +54,7 @@ def as_varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 def unreduced_axes(x: ArrayLike) -> frozenset[str]:
     """Returns the mesh axes over which the shards of an array must still be summed."""
     # Inside a shard_map the type has these axes; under jit with Explicit axes the sharding has them. JAX before 0.10
-    # has neither attribute.
+    # has no such axes.
     aval = jax.typeof(x)
     manual = getattr(aval, "manual_axis_type", None)
     spec = getattr(getattr(aval, "sharding", None), "spec", None)
