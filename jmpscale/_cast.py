@@ -6,7 +6,7 @@ from jax.typing import DTypeLike
 
 from jmpscale._base.text import describe
 from jmpscale._base.tree import Tree, check_no_nnx_objects, check_no_refs, flatten_matching, is_array
-from jmpscale._find_scaler import is_scaler
+from jmpscale._scaler_of_tree import is_scaler
 
 
 def cast(tree: Tree, dtype: DTypeLike) -> Tree:

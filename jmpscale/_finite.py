@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from jmpscale._base.axes import AxisName, all_reduce_and, check_no_partial_sums, warn_if_unsynchronized
 from jmpscale._base.tree import PyTree, check_no_refs, flatten_matching, is_inexact
-from jmpscale._find_scaler import find_scaler
+from jmpscale._scaler_of_tree import find_scaler
 
 # With fewer elements the time of a reduction hardly matters, and a reduction of a single value compiles faster.
 _MIN_SIZE_FOR_VARIADIC_REDUCE = 2**12

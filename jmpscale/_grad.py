@@ -19,7 +19,7 @@ from jmpscale._base.tree import (
     is_real,
     named_leaves,
 )
-from jmpscale._find_scaler import find_scaler
+from jmpscale._scaler_of_tree import find_scaler
 from jmpscale._scaling import scale as scale_loss
 from jmpscale._scaling import unscale
 

@@ -16,8 +16,8 @@ from jmpscale._base.axes import AxisName, axes_to_reduce, check_no_partial_sums,
 from jmpscale._base.check import COUNTER_LIMIT, check_count
 from jmpscale._base.text import format_table
 from jmpscale._base.tree import PyTree, check_no_refs, gradients_with_path, is_traced, path_names
-from jmpscale._find_scaler import find_scaler
 from jmpscale._finite import use_variadic_reduce
+from jmpscale._scaler_of_tree import find_scaler
 
 FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL, FLOAT16_MAX = 2.0**-24, 2.0**-14, 65504.0
 

@@ -13,8 +13,9 @@ from jax.extend import core
 from jmpscale._base.axes import map_like
 from jmpscale._base.check import warn_user
 from jmpscale._base.compat import is_compiling, varying_axes
-from jmpscale._base.jaxpr import equations, is_floating, lift_nnx, trace, type_of
+from jmpscale._base.jaxpr import equations, is_floating, type_of
 from jmpscale._base.text import describe, describe_function
+from jmpscale._base.trace import lift_nnx, trace
 from jmpscale._base.tree import (
     Path,
     PyTree,
@@ -26,10 +27,10 @@ from jmpscale._base.tree import (
     is_real,
     is_traced,
 )
-from jmpscale._find_scaler import find_scaler
 from jmpscale._finite import all_finite_here
 from jmpscale._grad import as_pair, is_real_scalar
 from jmpscale._monitor import warn_unless
+from jmpscale._scaler_of_tree import find_scaler
 from jmpscale._scaling import multiply_leaf, needs_wider_gradient, unscale_leaves, warn_about_narrow_loss
 from jmpscale._state import static
 

@@ -16,8 +16,8 @@ from jmpscale._base.check import check_count
 from jmpscale._base.frameworks import multi_steps_sums
 from jmpscale._base.text import format_number
 from jmpscale._base.tree import PyTree, find_instances, is_inexact, is_traced
-from jmpscale._find_scaler import find_scaler
 from jmpscale._finite import all_finite_here
+from jmpscale._scaler_of_tree import find_scaler
 from jmpscale._state import ARRAY_FIELDS, LARGEST_SCALE, ScalerState, SkipReason, WithLossScalingState
 
 _CONSECUTIVE = "{run} consecutive steps were skipped"

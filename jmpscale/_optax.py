@@ -1,22 +1,19 @@
 """Loss scaling as an optax gradient transformation. Of the training path, only the modules `_optax*` import optax."""
 
 import functools
-import inspect
 from collections.abc import Callable, Hashable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.typing import ArrayLike
 
 from jmpscale._base.axes import AxisName, as_axes, axes_to_reduce, manual_axes, warn_if_unsynchronized
 from jmpscale._base.check import check_count, check_in_range
 from jmpscale._base.compat import full_like, varying_axes
 from jmpscale._base.tree import (
     PyTree,
-    find_instances,
     flatten_gradients,
     gradients_with_path,
     is_array,
@@ -24,22 +21,21 @@ from jmpscale._base.tree import (
     is_traced,
     structure,
 )
-from jmpscale._find_scaler import check_scaler
 from jmpscale._finite import all_finite_here
 from jmpscale._gate import GatedTree, check_same_types, gate, has_same_type, is_numeric
 from jmpscale._monitor import SkipMonitor
 from jmpscale._optax_checks import (
-    check_carry,
     check_not_wrapped,
     check_structure_of_updates,
-    check_transformation,
     check_update_arguments,
     warn_if_inside_multi_steps,
     warn_if_loss_is_misspelled,
     warn_if_masked,
     warn_if_overflows_are_hidden,
 )
-from jmpscale._scaling import all_reduce_outcome, apply_rule, multiply_gradients, unscaled_dtype, warn_if_constant
+from jmpscale._optax_types import LossScalingTransformation, Transformation, check_transformation, with_extra_args
+from jmpscale._scaler_of_tree import check_scaler
+from jmpscale._scaling import multiply_gradients, unscaled_dtype
 from jmpscale._state import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
@@ -48,28 +44,7 @@ from jmpscale._state import (
     dynamic,
     register_with_flax,
 )
-
-
-class Transformation(Protocol):
-    """An optimizer of optax, or of a class of its own with the same methods, such as `optax.MultiSteps`."""
-
-    @property
-    def init(self) -> Callable[..., Any]: ...
-    @property
-    def update(self) -> Callable[..., Any]: ...
-
-
-class _Update(Protocol):
-    def __call__(
-        self, updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
-    ) -> tuple[PyTree, WithLossScalingState]: ...
-
-
-class LossScalingTransformation(optax.GradientTransformationExtraArgs):
-    """A transformation of optax, whose state type checkers know."""
-
-    init: Callable[[PyTree], WithLossScalingState]  # pyright: ignore[reportIncompatibleVariableOverride]
-    update: _Update  # pyright: ignore[reportIncompatibleVariableOverride]
+from jmpscale._update import all_reduce_outcome, apply_rule, warn_if_constant
 
 
 def with_loss_scaling(
@@ -148,7 +123,7 @@ def with_loss_scaling(
     if max_norm is not None:
         max_norm = check_in_range("max_norm", max_norm, SMALLEST_SCALE, LARGEST_SCALE, "Omit it to clip nothing.")
     monitor = None if warn_after_skips is None else SkipMonitor(check_count("warn_after_skips", warn_after_skips))
-    tx = _with_extra_args(inner)
+    tx = with_extra_args(inner)
 
     def init(params: optax.Params) -> Any:
         register_with_flax()
@@ -204,23 +179,6 @@ def with_loss_scaling(
 def _copied(x: Any) -> Any:
     """Copies an array of a scaler, and converts a Python number to an array."""
     return x.copy() if is_array(x) else np.asarray(x, np.float32 if isinstance(x, float) else np.int32)
-
-
-def _with_extra_args(tx: Transformation) -> optax.GradientTransformationExtraArgs:
-    """Returns a transformation that accepts any extra argument and passes to `tx` only the arguments that `tx` takes.
-
-    optax does this for its own class. Objects of other classes, such as `optax.MultiSteps`, are inspected.
-    """
-    if isinstance(tx, optax.GradientTransformation):
-        return optax.with_extra_args_support(tx)
-    parameters = inspect.signature(tx.update).parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-
-    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, PyTree]:
-        passed_on = {name: value for name, value in extra_args.items() if takes_all or name in parameters}
-        return tx.update(updates, state, params, **passed_on)
-
-    return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 def _decision_axes(axis_name: AxisName, norm_axis_name: AxisName) -> AxisName:
@@ -355,51 +313,3 @@ def _zero_nonfinite(tree: PyTree) -> PyTree:
         return jnp.where(jnp.isfinite(x), x, -0.0) if is_inexact(x) else x
 
     return jax.tree.map(replace, tree)
-
-
-def optax_step(
-    tx: Transformation, grads: PyTree, **extra_args: Any
-) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
-    """Creates the step that `apply_if` gates: it computes the updates of an optax optimizer and applies them.
-
-    Args:
-      tx: the optimizer. It must not be wrapped in `with_loss_scaling`, which skips steps by itself.
-      grads: the gradients, in true units.
-      **extra_args: extra arguments of `tx.update`, such as `value=`.
-
-    Returns:
-      `step(params, opt_state) -> (params, opt_state)`. Leaves of `params` without an update, such as the functions in
-      an Equinox model, are unchanged.
-
-    Raises:
-      TypeError: `tx` is not a gradient transformation. From the step: `tx` is wrapped in `with_loss_scaling`, or the
-        arguments are not the parameters and the optimizer state, in this order.
-
-    >>> import jax.numpy as jnp
-    >>> import jmpscale
-    >>> import optax
-    >>> tx, params = optax.sgd(1.0), {"w": jnp.array(3.0)}
-    >>> step = jmpscale.optax_step(tx, {"w": jnp.array(1.0)})
-    >>> jmpscale.apply_if(True, step, params, tx.init(params))[0]
-    {'w': Array(2., dtype=float32)}
-    """
-    if callable(tx) and not hasattr(tx, "update"):
-        raise TypeError(f"tx must be the optimizer, got the function {tx!r}. Pass the optimizer, not its update.")
-    check_transformation(tx, "tx", "optax.adam(1e-3), then the gradients")
-    tx_with_extra_args = _with_extra_args(tx)
-
-    def step(*carry: PyTree) -> tuple[PyTree, PyTree]:
-        params, opt_state = check_carry(carry, grads)
-        if find_instances(opt_state, WithLossScalingState):
-            raise TypeError(
-                "tx must not be wrapped in with_loss_scaling: a skipped step would not adjust its scale. Pass the "
-                "inner optimizer, or call tx.update without apply_if."
-            )
-        updates, opt_state = tx_with_extra_args.update(grads, opt_state, params, **extra_args)
-        return jax.tree.map(_apply_update, updates, params, is_leaf=lambda x: x is None), opt_state
-
-    return step
-
-
-def _apply_update(update: ArrayLike | None, param: PyTree) -> PyTree:
-    return param if update is None else optax.apply_updates(param, update)

@@ -13,18 +13,11 @@ from jmpscale._base.axes import check_no_partial_sums
 from jmpscale._base.check import warn_user
 from jmpscale._base.text import truncate, type_name
 from jmpscale._base.tree import PyTree, check_no_refs, find_instances, structure
-from jmpscale._find_scaler import check_scaler
+from jmpscale._scaler_of_tree import check_scaler
 from jmpscale._state import WithLossScalingState
 
 # The functions of optax whose transformations replace infinity or NaN by finite numbers.
 _HIDES_OVERFLOWS = {"clip", "zero_nans", "scale_by_sign"}
-
-
-def check_transformation(tx: object, name: str, remedy: str) -> None:
-    if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        raise TypeError(
-            f"{name} must be an optax.GradientTransformation, got {type_name(tx)}. Pass one, such as {remedy}."
-        )
 
 
 def check_not_wrapped(inner_state: PyTree) -> None:
@@ -57,20 +50,6 @@ def check_structure_of_updates(grads: PyTree, updates: PyTree) -> None:
             f"{truncate(got)}. Gate such an optimizer, for example optax.lookahead, with the functional API: "
             "jmpscale.apply_if(finite, jmpscale.optax_step(tx, grads), params, opt_state)."
         )
-
-
-def check_carry(carry: tuple[PyTree, ...], grads: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns the parameters and the optimizer state, or raises."""
-    call = "Call apply_if(finite, optax_step(tx, grads), params, opt_state)."
-    if len(carry) != 2:
-        raise TypeError(f"carry must be two values, the parameters and the optimizer state, got {len(carry)}. {call}")
-    params, opt_state = carry
-    if structure(opt_state) == structure(grads) != structure(params):
-        raise TypeError(
-            "carry must be the parameters and then the optimizer state, got them in the opposite order: the second "
-            f"value has the structure of the gradients, {truncate(structure(grads))}. {call}"
-        )
-    return params, opt_state
 
 
 def warn_if_inside_multi_steps() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from jmpscale._base.check import check_count, check_in_range, check_number
 from jmpscale._base.text import type_name
 from jmpscale._base.tree import PyTree
-from jmpscale._find_scaler import find_scaler
+from jmpscale._scaler_of_tree import find_scaler
 from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerConfig, ScalerState, init_state
 
 _SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")

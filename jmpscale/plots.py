@@ -15,8 +15,8 @@ from jmpscale._base.check import check_count
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, flatten_gradients
 from jmpscale._diagnosis import Diagnosis
-from jmpscale._find_scaler import find_scaler
 from jmpscale._grad_report import FLOAT16_MAX, FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL, GradReport
+from jmpscale._scaler_of_tree import find_scaler
 from jmpscale._state import SkipReason
 
 GRAY, RED, BLUE, YELLOW = "#5c626b", "#d1495b", "#2a7f9e", "#e9b44c"

@@ -25,7 +25,7 @@ from jmpscale._base.tree import (
     nnx_variables,
     structure,
 )
-from jmpscale._find_scaler import is_scaler
+from jmpscale._scaler_of_tree import is_scaler
 
 
 def inject(tree: Tree, value: ArrayLike, *, path: str = "", when: ArrayLike = True) -> Tree:

@@ -20,6 +20,8 @@ from jax.experimental import compute_on, pallas
 from jax.sharding import AxisType
 
 import jmpscale
+from jmpscale._autocast import rules
+from jmpscale._base import jaxpr
 
 import meshes
 import pages
@@ -920,6 +922,17 @@ def test_autocast_accepts_any_arguments_and_results(call):
             assert x == y
 
 
+def test_autocast_raises_if_jax_has_renamed_a_primitive(monkeypatch):
+    """Otherwise the matmuls of a scan would run in float32, in silence."""
+    monkeypatch.setattr(jaxpr, "_TRANSPARENT", jaxpr._TRANSPARENT - {"scan"})
+    jaxpr.check_primitives.cache_clear()
+    try:
+        with pytest.raises(ImportError, match="jmpscale does not know JAX"):
+            jmpscale.autocast(jnp.dot)(W, W)
+    finally:
+        jaxpr.check_primitives.cache_clear()
+
+
 def test_autocast_has_the_signature_of_fun():
     def loss(w, x, *, activation=jnp.tanh):
         """Returns the loss."""
@@ -1049,7 +1062,7 @@ def test_autocast_rewrites_an_inner_function_once():
 
 @pytest.mark.full
 def test_autocast_keeps_no_reference_to_its_arguments_or_programs():
-    memo = jmpscale._autocast._MEMOS[F16]
+    memo = rules._MEMOS[F16]
 
     def collect_garbage():
         jax.clear_caches()

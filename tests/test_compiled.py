@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmpscale
+from jmpscale._autocast import rules
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
@@ -240,8 +241,8 @@ def test_compilers_keep_the_check_for_infinity_and_fuse_it(backend, name, monkey
     fun, args = CHECKED[name]
     ours = _compiled_gradient(backend, fun, args)
     assert _differences(ours.as_text()) >= 1
-    monkeypatch.setattr(jmpscale._autocast, "_with_nan_for_infinity", jmpscale._autocast._convert)
-    monkeypatch.setattr(jmpscale._autocast, "_MEMOS", {jnp.dtype(jnp.float16): {}})
+    monkeypatch.setattr(rules, "_with_nan_for_infinity", rules._convert)
+    monkeypatch.setattr(rules, "_MEMOS", {jnp.dtype(jnp.float16): {}})
     unchecked = _compiled_gradient(backend, fun, args)
     assert _differences(unchecked.as_text()) == 0
     programs_of = [compilers.programs.parse(compiled.as_text()) for compiled in (ours, unchecked)]

@@ -24,6 +24,8 @@ MODULES = sorted(str(path.relative_to(PACKAGE).with_suffix("")) for path in PACK
 MAY_IMPORT = {
     "_optax": {"optax"},
     "_optax_checks": {"optax"},
+    "_optax_step": {"optax"},
+    "_optax_types": {"optax"},
     "plots": {"matplotlib"},
     "__main__": {"optax", "matplotlib"},
 }
@@ -81,9 +83,9 @@ def _names_to_document(thing):
 
 
 def _part(module):
-    """Returns the number of the part that a module belongs to: its folder, or what its name shows."""
-    folder, _, name = module.rpartition("/")
-    return PARTS.index(folder or (name if name in PARTS else "training path" if name.startswith("_") else "tools"))
+    """Returns the number of the part that a module belongs to."""
+    room = next(room for room in (*module.split("/"), "tools") if room in PARTS or room.startswith("_"))
+    return PARTS.index(room if room in PARTS else "training path")
 
 
 def _imports(module):

@@ -16,11 +16,11 @@ def _find(name: str) -> Any:
     for module in (jax.extend.core, jax.core):
         if hasattr(module, name):
             return getattr(module, name)
-    raise _unknown_jax(name)
+    raise unknown_jax(name)
 
 
-def _unknown_jax(name: str) -> ImportError:
-    # Without it, devices would make different decisions, in silence.
+def unknown_jax(name: str) -> ImportError:
+    """Returns an error for a version of JAX in which this package would be wrong in silence."""
     return ImportError(
         f"jmpscale does not know JAX {jax.__version__}, which has no {name}. Install a newer jmpscale, or an older JAX."
     )
@@ -40,7 +40,7 @@ def varying_axes(x: ArrayLike | jax.ShapeDtypeStruct) -> frozenset[str]:
         return frozenset(aval.manual_axis_type.varying)
     if hasattr(aval, "vma"):  # JAX before 0.10
         return frozenset(aval.vma)
-    raise _unknown_jax("manual_axis_type of an array's type")
+    raise unknown_jax("manual_axis_type of an array's type")
 
 
 def as_varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

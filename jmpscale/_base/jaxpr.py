@@ -1,9 +1,8 @@
-"""Traces functions to jaxprs, rewrites their equations, and evaluates them.
+"""Walks through the equations of jaxprs, and replaces them.
 
-A jaxpr is a list of equations, such as `c = dot_general[params] a b`. `trace` and `Traced.evaluate` call a function in
-two steps, between which its equations can be changed. `rewrite` replaces equations by others that define the same
-variables, also inside the jaxprs that equations hold, such as the body of a scan. A rewritten jaxpr has the same inputs
-and outputs as the original, so the equation that holds it needs no other change.
+A jaxpr is a list of equations, such as `c = dot_general[params] a b`. `rewrite` replaces equations by others that
+define the same variables, also inside the jaxprs that equations hold, such as the body of a scan. A rewritten jaxpr has
+the same inputs and outputs as the original, so the equation that holds it needs no other change.
 """
 
 import functools
@@ -18,10 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jmpscale._base.frameworks import is_nnx, is_outer_nnx, is_trace_error, nnx_lifting
+from jmpscale._base.compat import unknown_jax
 from jmpscale._base.source import is_library_function, user_lines
-from jmpscale._base.text import type_name
-from jmpscale._base.tree import PyTree, flatten_matching, is_traced
 
 Jaxpr = core.Jaxpr | core.ClosedJaxpr  # one class from JAX 0.12 on
 T = TypeVar("T")
@@ -37,126 +34,6 @@ _TRANSPARENT |= {"composite", "compute_on", "custom_vmap_call", "linear_call"}
 
 # Primitives that call one jaxpr with their operands.
 _CALLS = _BLOCKS | {"custom_jvp_call", "custom_vjp_call"}
-
-_NNX_REMEDY = (
-    "{name} is traced, so Flax does not let it change variables that it closes over, or that belong to an outer trace. "
-    "Pass the Flax NNX objects or the state as arguments, and differentiate with flax.nnx.value_and_grad; or create "
-    "the variables in the function: nnx.merge(graphdef, state, copy=True)."
-)
-
-
-class Traced(NamedTuple):
-    """A traced call of a function."""
-
-    jaxpr: core.Jaxpr
-    inputs: list[Any]  # the values of jaxpr.constvars: all arrays that the function depends on
-    unflatten: Callable[..., PyTree]  # makes the result of the function from the outputs
-
-    def evaluate(self) -> list[jax.Array]:
-        """Returns the outputs. The operations keep their names, named scopes and source lines."""
-        # A constant output is a literal of the jaxpr, not an array.
-        return [jnp.asarray(y) for y in jax.core.eval_jaxpr(self.jaxpr, self.inputs)]
-
-
-def trace(fun: Callable[..., PyTree], *args: PyTree, name: str) -> Traced:
-    """Calls a function, once, to record its equations; arguments and results may be any objects.
-
-    Args:
-      fun: the function.
-      *args: its arguments.
-      name: names the function in errors, such as `loss_fn in jmpscale.autocast`.
-
-    Returns:
-      The traced call.
-
-    Raises:
-      TypeError: an argument or a result is a Python object in which the function has stored a traced value.
-    """
-    unflatten: Callable[..., PyTree] = tuple
-    stored: list[_Stored] = []
-
-    def traced_outputs() -> tuple[list[Any], list[Any]]:
-        nonlocal unflatten
-        # The function receives containers of its own, as under jax.jit, so it may change them.
-        out = fun(*jax.tree.map(lambda x: x, args, is_leaf=is_nnx))
-        leaves, unflatten = flatten_matching(out, is_traced)
-        stored.extend(_stored_values((args, out)))
-        return leaves, [x.value for x in stored]
-
-    # JAX shows this name where a traced value is used that the function has stored in a place that is not checked here.
-    traced_outputs.__name__ = f"{name}, which must not store traced values in Python objects,"
-    # The constants of the jaxpr are all values that fun depends on, whether it receives them as arguments or closes
-    # over them. jax.closure_convert would find them too, but it keeps the closed-over values in a cache.
-    try:
-        closed = jax.make_jaxpr(traced_outputs)()
-    except Exception as error:
-        if is_trace_error(error):
-            error.add_note(_NNX_REMEDY.format(name=name))
-        raise
-    jaxpr = closed.jaxpr
-    if stored:
-        jaxpr = jaxpr.replace(outvars=jaxpr.outvars[: -len(stored)])
-        _check_stored_values(stored, closed.jaxpr, name)
-    return Traced(jaxpr, closed.consts, unflatten)
-
-
-class _Stored(NamedTuple):
-    """A traced value in an attribute of an object that is neither an array nor a pytree."""
-
-    type_name: str
-    attribute: str
-    value: jax.Array
-
-
-def _stored_values(tree: PyTree) -> list[_Stored]:
-    return [
-        _Stored(type_name(leaf), attribute, value)
-        for leaf in jax.tree.leaves(tree)
-        if not is_traced(leaf)
-        for attribute, value in getattr(leaf, "__dict__", {}).items()
-        if is_traced(value)
-    ]
-
-
-def _check_stored_values(stored: list[_Stored], jaxpr: core.Jaxpr, name: str) -> None:
-    """Raises if a jaxpr computes one of the stored values, its last outputs; it receives the others as inputs."""
-    inputs = set(map(id, jaxpr.constvars))
-    for x, variable in zip(stored, jaxpr.outvars[-len(stored) :], strict=True):
-        if id(variable) not in inputs:
-            raise TypeError(
-                f"{name} must not store traced values in Python objects, got a {x.type_name} whose attribute "
-                f"{x.attribute!r} holds one. Return the value as an array; or wrap only the part of the function that "
-                "computes arrays from arrays."
-            )
-
-
-def lift_nnx(transform: Callable[..., PyTree], fun: Callable[..., PyTree], *args: PyTree) -> PyTree:
-    """Applies a transformation of functions of pytrees to a function whose arguments may contain Flax NNX objects.
-
-    Inside a transformation `fun` would change copies of modules and variables. Flax passes their state in and out,
-    except the state of objects of an outer trace, which `fun` may only read.
-    """
-    nodes, replace = flatten_matching(args, is_nnx, is_nnx)
-    if not nodes:
-        return transform(fun, *args)
-    is_outer = [is_outer_nnx(node) for node in nodes]
-    if any(is_outer):
-        hidden = replace(_Outer(x) if outer else x for x, outer in zip(nodes, is_outer, strict=True))
-        return lift_nnx(transform, lambda *args: fun(*_with_outer_objects(args)), *hidden)
-    lift = nnx_lifting()
-    return lift.split_inputs(functools.partial(transform, lift.merge_inputs(fun)))(*args)
-
-
-class _Outer:
-    """Holds a Flax NNX object of an outer trace, so that Flax does not pass its state."""
-
-    def __init__(self, node: object) -> None:
-        self.node = node
-
-
-def _with_outer_objects(args: PyTree) -> PyTree:
-    held, replace = flatten_matching(args, lambda x: isinstance(x, _Outer), is_nnx)
-    return replace(x.node for x in held)
 
 
 def rewrite(jaxpr: core.Jaxpr, rewrite_equation: RewriteEquation, memo: Memo) -> core.Jaxpr:
@@ -179,6 +56,27 @@ def rewrite(jaxpr: core.Jaxpr, rewrite_equation: RewriteEquation, memo: Memo) ->
         return jaxpr if _same(eqns, jaxpr.eqns) else jaxpr.replace(eqns=eqns)
 
     return _memoized(jaxpr, new_jaxpr, memo)
+
+
+@functools.cache
+def check_primitives() -> None:
+    """Raises if JAX has renamed a primitive that `rewrite` enters: its matmuls would run as written, in silence."""
+
+    def matmuls(flag: jax.Array, x: jax.Array) -> Any:
+        def square(x: jax.Array) -> jax.Array:
+            return jax.lax.dot(x, x)
+
+        mesh = jax.sharding.AbstractMesh((1,), ("axis",))
+        sharded = jax.shard_map(square, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
+        x = sharded(jax.checkpoint(jax.jit(square))(x))
+        x, _ = jax.lax.scan(lambda x, _: (square(x), None), x, length=2)
+        _, x = jax.lax.while_loop(lambda state: state[0], lambda state: (state[0], square(state[1])), (flag, x))
+        return jax.lax.cond(flag, square, jnp.negative, x)
+
+    found = list(equations(jax.make_jaxpr(matmuls)(np.bool_(True), np.zeros((2, 2), np.float32)).jaxpr))
+    entered = [x for x in found if x.eqn.primitive.name == "dot_general" and not x.holder]
+    if len(entered) != 5:
+        raise unknown_jax("primitives of the names that are known")
 
 
 def _rewrite_held(eqn: core.JaxprEqn, rewrite_equation: RewriteEquation, memo: Memo) -> core.JaxprEqn:

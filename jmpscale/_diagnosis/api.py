@@ -13,8 +13,8 @@ from jmpscale._diagnosis.progress import Progress
 from jmpscale._diagnosis.repair import non_finite_arguments
 from jmpscale._diagnosis.report import Diagnosis
 from jmpscale._diagnosis.step import check_concrete, trace_step
-from jmpscale._find_scaler import find_scaler
 from jmpscale._grad import value_and_grad
+from jmpscale._scaler_of_tree import find_scaler
 from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerState
 
 Function = Callable[..., Any]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jmpscale._autocast import MATMULS
+from jmpscale._autocast.rules import MATMULS
 from jmpscale._base.jaxpr import evaluate_equation, type_of
 from jmpscale._diagnosis.interpret import Interpreter, Place, is_narrow, widen
 

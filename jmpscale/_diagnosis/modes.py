@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jmpscale._autocast import MATMULS
+from jmpscale._autocast.rules import MATMULS
 from jmpscale._base.jaxpr import UNKNOWN_LINE, type_of
 from jmpscale._diagnosis.float32 import InFloat32, run_as_written, runs_only_as_written
 from jmpscale._diagnosis.interpret import Place, compiler_options, is_narrow, operations, widen

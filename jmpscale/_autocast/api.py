@@ -1,0 +1,151 @@
+"""`autocast`, which runs the matmuls and convolutions of a float32 function in half precision."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, overload
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+from jax.typing import DTypeLike
+
+from jmpscale._autocast.rules import HALF, in_half, kept_matmuls, setting_that_keeps
+from jmpscale._autocast.warnings import warn_about_complex, warn_unchanged
+from jmpscale._base.text import describe_function
+from jmpscale._base.trace import lift_nnx, trace
+from jmpscale._base.tree import PyTree, check_no_refs
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@overload
+def autocast(fun: Callable[P, T], *, dtype: DTypeLike = jnp.float16) -> Callable[P, T]: ...
+@overload
+def autocast(*, dtype: DTypeLike = jnp.float16) -> Callable[[Callable[P, T]], Callable[P, T]]: ...
+def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.float16) -> Callable[..., Any]:
+    """Creates a function that runs the matmuls and convolutions of `fun` in half precision.
+
+    Write `fun` in float32, with float32 parameters. The float32 operands of matmuls and convolutions are converted to
+    `dtype`, the result is computed in `dtype`, and it is converted back to float32 at once. The other operand may be in
+    `dtype` already, or hold integers or booleans. All other operations run as written, so softmax, normalization,
+    masks of -1e9 before a softmax and epsilons of 1e-8 are as accurate as in float32. The gradients of float32
+    parameters are float32.
+
+    A float16 result that is infinite becomes NaN, which later arithmetic cannot hide, whereas 1 / infinity is 0. The
+    loss is then NaN, and the step is skipped.
+
+    Wrap the loss function, not the training step: some optimizers contain matmuls, too. In float16, gradients
+    underflow without loss scaling: differentiate with `jmpscale.value_and_grad`, or use `loss_scaled`. bfloat16 needs
+    no scaling.
+
+    Some operations of these kinds remain in float32. Half precision would make them less accurate and not faster:
+
+    - inner products, such as `jnp.vdot(w, w)`, which are sums;
+    - outer products, such as positions times frequencies in rotary embeddings, which are element-wise products.
+
+    Sums, angles and gathers that are written as other matmuls are rounded; the guide lists programs that must stay in
+    float32. `precision="highest"` keeps a matmul in float32, and so does `jax.default_matmul_precision("highest")`
+    around it. Matmuls of other dtypes, kernels (Pallas, FFI), solvers, and functions with their own derivative rule
+    (`jax.custom_vjp`, `jax.custom_jvp`) run as written. To convert the matmuls of such a function, wrap `fun` after
+    differentiation, `autocast(jmpscale.value_and_grad(loss_fn))`, or use `autocast` inside the function.
+
+    As a decorator it takes the dtype: `@jmpscale.autocast(dtype=jnp.bfloat16)`.
+
+    Args:
+      fun: the loss function, or any function that `jax.jit` accepts. It is called once per call of the new function, to
+        trace it. Arguments and results may be any pytrees, Equinox modules, Flax NNX objects and Python objects. Pass
+        the NNX objects and variables that the function changes as arguments; Flax raises if it closes over them.
+      dtype: `jnp.float16` or `jnp.bfloat16`.
+
+    Returns:
+      A function with the signature of `fun`, whose results have the same structure, shapes, dtypes and shardings. It
+      can be transformed like `fun`: differentiated, batched, compiled, sharded.
+
+    Raises:
+      TypeError: `fun` is not callable, `dtype` is not float16 or bfloat16, an argument is a `jax.Ref`, or `fun` stores
+        a traced value in a Python object among its arguments or results.
+
+    Warns:
+      UserWarning: no matmul or convolution of `fun` is converted, with the reason; or `fun` contains complex matmuls,
+        which remain complex64. Both are checked when `fun` is first traced.
+
+    The rule follows `torch.autocast` and NVIDIA's "Mixed Precision Training" (arXiv:1710.03740).
+
+    >>> import jax.numpy as jnp
+    >>> import jmpscale
+    >>> predict = jmpscale.autocast(lambda w, x: jnp.tanh(x @ w))
+    >>> predict(jnp.eye(2), jnp.full((1, 2), 1.001)) == jnp.tanh(jnp.float16(1.001).astype(jnp.float32))
+    Array([[ True,  True]], dtype=bool)
+    """
+    half = _check_dtype(dtype)
+    if fun is None:
+        return functools.partial(autocast, dtype=half)
+    _check_function(fun)
+    checks = _Checks(describe_function(fun), half)
+
+    @functools.wraps(fun, updated=())
+    def autocast_fun(*args: Any, **kwargs: Any) -> Any:
+        check_no_refs(args, "args")
+        check_no_refs(kwargs, "kwargs")
+        return lift_nnx(functools.partial(_run_in_half, checks), functools.partial(_call, fun), args, kwargs)
+
+    return autocast_fun
+
+
+def _call(fun: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTree:
+    return fun(*args, **kwargs)
+
+
+class _Checks:
+    """The checks of one autocast function, which run when it is first traced."""
+
+    def __init__(self, name: str, half: np.dtype) -> None:
+        self.name, self.half, self._have_run = name, half, False
+
+    def run_once(self, jaxpr: core.Jaxpr, *, is_unchanged: bool) -> None:
+        """Warns if no matmul is converted, or no complex matmul."""
+        if self._have_run:
+            return
+        self._have_run = True
+        kept = [*kept_matmuls(jaxpr, self.half)]
+        if is_unchanged:
+            warn_unchanged(self.name, self.half, kept, setting_that_keeps())
+        else:
+            warn_about_complex(self.name, self.half, kept)
+
+
+def _run_in_half(checks: _Checks, fun: Callable[..., PyTree], *args: PyTree) -> PyTree:
+    traced = trace(fun, *args, name=f"{checks.name} in jmpscale.autocast")
+    jaxpr = in_half(traced.jaxpr, checks.half)
+    checks.run_once(traced.jaxpr, is_unchanged=jaxpr is traced.jaxpr)
+    return traced.unflatten(traced._replace(jaxpr=jaxpr).evaluate())
+
+
+def _check_function(fun: object) -> None:
+    if callable(fun) and _as_half(fun) is None:
+        return
+    remedy = "Pass it first" if _as_half(fun) is None else "Pass the dtype by its name"
+    raise TypeError(
+        f"fun must be the loss function, got {describe_function(fun)}. {remedy}: autocast(loss_fn, dtype=...)."
+    )
+
+
+def _check_dtype(dtype: object) -> np.dtype:
+    half = _as_half(dtype)
+    if half is None:
+        raise TypeError(
+            f"dtype must be float16 or bfloat16, got {describe_function(dtype)}. Pass jnp.float16, with loss scaling, "
+            "or jnp.bfloat16."
+        )
+    return half
+
+
+def _as_half(dtype: object) -> np.dtype | None:
+    if not isinstance(dtype, (str, type, np.dtype)):
+        return None
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        return None
+    return found if found in HALF else None

@@ -1,0 +1,180 @@
+"""Which matmuls run in half precision, and by which equations.
+
+In the equations of a traced function, each matmul
+
+    c:f32 = dot_general a:f32 b:f32
+
+becomes equations that define the same variable:
+
+    x:f16 = convert_element_type a
+    y:f16 = convert_element_type b
+    z:f16 = dot_general x y
+    c:f32 = convert_element_type z
+
+In float16, `_with_nan_for_infinity` replaces the last equation. An operand that has the half-precision dtype already is
+not converted. No other equation changes. Differentiation, batching and partitioning are left to JAX, before or after
+the rewriting. XLA fuses the conversions into the operations around them.
+"""
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from jmpscale._autocast.warnings import Kept
+from jmpscale._base.jaxpr import Found, Memo, check_primitives, equations, rewrite, type_of
+
+MATMULS = {"dot_general", "conv_general_dilated", "ragged_dot_general"}
+HALF = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
+_FLOAT32 = np.dtype(np.float32)
+# Results of earlier calls. A function under jax.jit has one jaxpr in all of its calls, and JAX finds the compiled
+# program of the rewritten jaxpr only if that stays the same object.
+_MEMOS: dict[np.dtype, Memo] = {dtype: weakref.WeakKeyDictionary() for dtype in HALF}
+
+Conversion = Callable[[jax.Array, np.dtype], jax.Array]
+
+
+def in_half(jaxpr: core.Jaxpr, half: np.dtype) -> core.Jaxpr:
+    """Returns a jaxpr with its matmuls in half precision, or the same object if it has none to convert."""
+    check_primitives()
+    return rewrite(jaxpr, functools.partial(_matmul_in_half, half), _MEMOS[half])
+
+
+def _matmul_in_half(half: np.dtype, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
+    """Returns the equations that compute a matmul in half precision, or `[eqn]` if it runs as written."""
+    if eqn.primitive.name not in MATMULS or _reason_to_keep(half, eqn):
+        return [eqn]
+    # Each matmul converts its own operands, even if another one converts them too: the derivative of a shared
+    # conversion would add the gradients of the two matmuls in half precision. XLA merges equal conversions.
+    conversions, operands = [], []
+    for operand in eqn.invars[:2]:
+        if _dtype(operand) == half:
+            operands.append(operand)
+        else:
+            operands.append(_variable_like(operand, half))
+            conversions += _apply(_convert, eqn, operand, operands[-1])
+    (out,) = eqn.outvars
+    result = _variable_like(out, half)
+    if half == np.float16:  # a result that is infinite in bfloat16 is infinite in float32, too
+        finish = _apply(_with_nan_for_infinity, eqn, result, out)
+    elif _dtype(out) == half:
+        result, finish = out, []
+    else:
+        finish = _apply(_convert, eqn, result, out)
+    preferred = {"preferred_element_type": half} if "preferred_element_type" in eqn.params else {}
+    matmul = eqn.replace(invars=[*operands, *eqn.invars[2:]], outvars=[result], params=eqn.params | preferred)
+    return [*conversions, matmul, *finish]
+
+
+def _convert(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    return jax.lax.convert_element_type(x, dtype)
+
+
+def _with_nan_for_infinity(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Converts a result, with NaN for infinity, which later arithmetic could hide: 1 / infinity is 0.
+
+    The difference of an infinity and itself is NaN. For any other y, y - (y - y) is y, bit for bit. XLA fuses these
+    operations into the readers of the result, whereas the derivative of a select would store a mask.
+    """
+    y = _convert(x, dtype)
+    fixed = jax.lax.stop_gradient(y)
+    return y - (fixed - fixed)
+
+
+def _variable_like(x: Any, dtype: np.dtype) -> core.Var:
+    """Returns a new variable with the shape, sharding and varying axes of another one."""
+    return core.Var(x.aval.update(dtype=dtype, weak_type=False))
+
+
+def _apply(fun: Conversion, matmul: core.JaxprEqn, x: Any, y: Any) -> list[core.JaxprEqn]:
+    """Returns the equations `y = fun(x, dtype of y)`, with the mesh, scopes and source line of a matmul."""
+    scalar = _scalar_jaxpr(fun, _dtype(x), _dtype(y))
+    variables = {scalar.invars[0]: x, scalar.outvars[0]: y}
+    eqns = []
+    for eqn in scalar.eqns:
+        (out,) = eqn.outvars
+        like = y if _dtype(out) == _dtype(y) else x
+        variables.setdefault(out, core.Var(like.aval))
+        weak_type = {"weak_type": y.aval.weak_type} if "weak_type" in eqn.params else {}
+        eqns.append(
+            matmul.replace(
+                invars=[variables[operand] for operand in eqn.invars],
+                outvars=[variables[out]],
+                primitive=eqn.primitive,
+                params=eqn.params | weak_type,
+                effects=eqn.effects,
+            )
+        )
+    return eqns
+
+
+@functools.cache
+def _scalar_jaxpr(fun: Conversion, x: np.dtype, y: np.dtype) -> core.Jaxpr:
+    """Returns the equations of `fun` for a scalar, as this version of JAX writes them."""
+    return jax.make_jaxpr(lambda scalar: fun(scalar, y))(jax.ShapeDtypeStruct((), x)).jaxpr
+
+
+def _reason_to_keep(half: np.dtype, eqn: core.JaxprEqn) -> Kept | None:
+    """Returns why a matmul or convolution runs as written, or None if autocast converts it."""
+    operands = [_dtype(x) for x in eqn.invars[:2]]
+    if any(jnp.issubdtype(dtype, np.complexfloating) for dtype in operands):
+        return Kept.PRECISION if _keeps_precision(eqn.params["precision"]) else Kept.COMPLEX
+    # The user chose wider operands, or the other half-precision dtype.
+    if _FLOAT32 not in operands or not all(dtype in (_FLOAT32, half) or _is_whole(dtype) for dtype in operands):
+        return Kept.DTYPE
+    if _dtype(eqn.outvars[0]) not in (_FLOAT32, half):
+        return Kept.DTYPE
+    if eqn.primitive.name == "dot_general" and (shape_reason := _reason_by_shape(eqn)) is not None:
+        return shape_reason
+    return Kept.PRECISION if _keeps_precision(eqn.params["precision"]) else None
+
+
+def _reason_by_shape(eqn: core.JaxprEqn) -> Kept | None:
+    lhs, rhs = (type_of(x).shape for x in eqn.invars[:2])
+    contracting, batch = eqn.params["dimension_numbers"]
+    free = [_size(shape, excluded=(*c, *b)) for shape, c, b in zip((lhs, rhs), contracting, batch, strict=True)]
+    if all(size == 1 for size in free):
+        return Kept.INNER_PRODUCT
+    return Kept.OUTER_PRODUCT if all(lhs[axis] == 1 for axis in contracting[0]) else None
+
+
+def _is_whole(dtype: np.dtype) -> bool:
+    return jnp.issubdtype(dtype, np.integer) or dtype == np.dtype(bool)
+
+
+def _dtype(x: Any) -> np.dtype:
+    return type_of(x).dtype
+
+
+def _size(shape: Sequence[int], excluded: Sequence[int]) -> int:
+    return math.prod(size for axis, size in enumerate(shape) if axis not in excluded)
+
+
+def _keeps_precision(precision: object) -> bool:
+    """Tests whether the user has requested the highest precision, or an algorithm, for a matmul."""
+    if isinstance(precision, (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)):
+        return True
+    operands = precision if isinstance(precision, tuple) else (precision,)
+    return jax.lax.Precision.HIGHEST in operands
+
+
+def kept_matmuls(jaxpr: core.Jaxpr, half: np.dtype) -> Iterator[tuple[Found, Kept]]:
+    """Yields the matmuls of a jaxpr that run as written, and the reasons."""
+    for found in equations(jaxpr):
+        if found.eqn.primitive.name not in MATMULS:
+            continue
+        if reason := _reason_to_keep(half, found.eqn) or (Kept.HELD if found.holder else None):
+            yield found, reason
+
+
+def setting_that_keeps() -> str | None:
+    """Returns the setting of jax_default_matmul_precision if matmuls without a precision run as written under it."""
+    operand = jax.ShapeDtypeStruct((2, 2), np.float32)
+    precision = jax.make_jaxpr(jax.lax.dot)(operand, operand).eqns[0].params["precision"]
+    return jax.config.values["jax_default_matmul_precision"] if _keeps_precision(precision) else None

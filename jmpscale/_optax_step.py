@@ -1,0 +1,75 @@
+"""A training step of an optax optimizer that `apply_if` gates."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from jax.typing import ArrayLike
+
+from jmpscale._base.text import truncate
+from jmpscale._base.tree import PyTree, find_instances, structure
+from jmpscale._optax_types import Transformation, check_transformation, with_extra_args
+from jmpscale._state import WithLossScalingState
+
+
+def optax_step(
+    tx: Transformation, grads: PyTree, **extra_args: Any
+) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
+    """Creates the step that `apply_if` gates: it computes the updates of an optax optimizer and applies them.
+
+    Args:
+      tx: the optimizer. It must not be wrapped in `with_loss_scaling`, which skips steps by itself.
+      grads: the gradients, in true units.
+      **extra_args: extra arguments of `tx.update`, such as `value=`.
+
+    Returns:
+      `step(params, opt_state) -> (params, opt_state)`. Leaves of `params` without an update, such as the functions in
+      an Equinox model, are unchanged.
+
+    Raises:
+      TypeError: `tx` is not a gradient transformation. From the step: `tx` is wrapped in `with_loss_scaling`, or the
+        arguments are not the parameters and the optimizer state, in this order.
+
+    >>> import jax.numpy as jnp
+    >>> import jmpscale
+    >>> import optax
+    >>> tx, params = optax.sgd(1.0), {"w": jnp.array(3.0)}
+    >>> step = jmpscale.optax_step(tx, {"w": jnp.array(1.0)})
+    >>> jmpscale.apply_if(True, step, params, tx.init(params))[0]
+    {'w': Array(2., dtype=float32)}
+    """
+    if callable(tx) and not hasattr(tx, "update"):
+        raise TypeError(f"tx must be the optimizer, got the function {tx!r}. Pass the optimizer, not its update.")
+    check_transformation(tx, "tx", "optax.adam(1e-3), then the gradients")
+    optimizer = with_extra_args(tx)
+
+    def step(*carry: PyTree) -> tuple[PyTree, PyTree]:
+        params, opt_state = _check_carry(carry, grads)
+        if find_instances(opt_state, WithLossScalingState):
+            raise TypeError(
+                "tx must not be wrapped in with_loss_scaling: a skipped step would not adjust its scale. Pass the "
+                "inner optimizer, or call tx.update without apply_if."
+            )
+        updates, opt_state = optimizer.update(grads, opt_state, params, **extra_args)
+        return jax.tree.map(_apply_update, updates, params, is_leaf=lambda x: x is None), opt_state
+
+    return step
+
+
+def _apply_update(update: ArrayLike | None, param: PyTree) -> PyTree:
+    return param if update is None else optax.apply_updates(param, update)
+
+
+def _check_carry(carry: tuple[PyTree, ...], grads: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns the parameters and the optimizer state, or raises."""
+    call = "Call apply_if(finite, optax_step(tx, grads), params, opt_state)."
+    if len(carry) != 2:
+        raise TypeError(f"carry must be two values, the parameters and the optimizer state, got {len(carry)}. {call}")
+    params, opt_state = carry
+    if structure(opt_state) == structure(grads) != structure(params):
+        raise TypeError(
+            "carry must be the parameters and then the optimizer state, got them in the opposite order: the second "
+            f"value has the structure of the gradients, {truncate(structure(grads))}. {call}"
+        )
+    return params, opt_state

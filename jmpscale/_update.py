@@ -1,0 +1,194 @@
+"""The rule that adjusts the loss scale.
+
+A scaler keeps its structure, dtypes, weak types and shardings, so that it can be the carry of a `jax.lax.scan` and does
+not cause a second compilation.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jmpscale._base.axes import AxisName, all_reduce_and, as_axes, untyped_axes, warn_if_unsynchronized
+from jmpscale._base.check import COUNTER_LIMIT, check_flag, warn_user
+from jmpscale._base.compat import is_compiling
+from jmpscale._base.tree import PyTree, is_traced
+from jmpscale._finite import all_finite_here
+from jmpscale._scaler_of_tree import check_scaler
+from jmpscale._state import ScalerState, SkipReason
+
+
+def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_name: AxisName = None) -> ScalerState:
+    """Adjusts the loss scale and the counters after a step.
+
+    This is the rule of a dynamic scaler:
+
+    ```text
+    if finite:
+        consecutive_skips = 0
+        finite_steps += 1
+        if hysteresis_reset == "finite":
+            hysteresis_left = hysteresis
+        if finite_steps >= growth_interval:
+            finite_steps = 0
+            hysteresis_left = hysteresis
+            loss_scale = min(loss_scale * growth_factor, max_scale)
+    else:
+        total_skips += 1
+        consecutive_skips += 1
+        if the loss is given and not finite:
+            last_skip_reason = LOSS
+        else:
+            last_skip_reason = MIN_SCALE if loss_scale <= min_scale else GRADIENTS
+            finite_steps = 0
+            hysteresis_left = max(hysteresis_left - 1, 0)
+            if hysteresis_left == 0:
+                loss_scale = max(loss_scale * backoff_factor, min_scale)
+    ```
+
+    With `hysteresis=1` each overflow backs the scale off, and `hysteresis_left` stays 1. A static scaler counts steps
+    and skips. Its scale and its hysteresis do not change.
+
+    Args:
+      scaler: the scaler from before the step.
+      finite: bool[], from `all_finite` or `unscale_and_check`.
+      loss: the unscaled loss, of any shape, or a pytree of unscaled losses. A skipped step whose loss is not finite
+        does not change the scale. A non-finite loss alone never causes a skip.
+      axis_name: the mapped axes over which to combine `finite` and the finiteness of the loss, as in `all_finite`. If
+        it is given and does not name every axis of `jax.pmap`, `jax.vmap(axis_name=...)` and `check_vma=False` around
+        the call, the loss is ignored: along the other axes it may differ between devices, whose scales would then
+        diverge.
+
+    Returns:
+      The scaler for the next step, with the structure, dtypes, weak types and shardings of `scaler`.
+
+    Raises:
+      TypeError: `scaler` is not a `ScalerState`, or `finite` is not a boolean.
+      ValueError: `scaler` is a batch of scalers outside `jax.vmap`, `finite` is not a scalar, or an axis is not mapped
+        here.
+
+    Warns:
+      UserWarning: the scaler is a constant of a compiled program, which creates it or closes over it, so every step
+        would start from the same scale.
+
+    >>> import jmpscale
+    >>> scaler = jmpscale.update(jmpscale.dynamic(1024.0), False)
+    >>> float(scaler.loss_scale), int(scaler.total_skips)
+    (512.0, 1)
+
+    With `hysteresis=1` this is the rule of `torch.amp.GradScaler` (PyTorch 2.13), with limits. With hysteresis it is
+    the rule of Megatron-LM and DeepSpeed, and with `hysteresis_reset="finite"` the rule of apex and NeMo.
+    """
+    check_scaler(scaler)
+    flag = check_flag(finite)
+    if scaler.config.mode == "disabled":
+        return scaler
+    warn_if_constant(scaler, finite)
+    if loss is not None:
+        warn_if_unsynchronized(axis_name)
+    return apply_rule(scaler, *all_reduce_outcome(flag, loss, axis_name))
+
+
+def warn_if_constant(scaler: ScalerState, values: PyTree, name: str = "scaler") -> None:
+    """Warns if a compiled step contains its scaler, because every call would then start from the same state.
+
+    Args:
+      scaler: the scaler of the step.
+      values: the flag or the gradients of the step, which are traced if it is compiled.
+      name: what holds the scaler in the user's program.
+    """
+    traced = [x for x in jax.tree.leaves(values) if is_traced(x)]
+    if not traced or not is_compiling() or any(map(is_traced, jax.tree.leaves(scaler))):
+        return
+    # A step that a compiled program differentiates, or maps over a batch, may start from a constant. Such a
+    # transformation traces values of a type of its own; a new array has the type of the program's values.
+    own_type = type(jnp.zeros(()))
+    if all(type(x) is own_type for x in traced):
+        warn_user(
+            f"the {name} is a constant of the compiled program, so every call starts from the same one: the compiled "
+            f"function creates the {name}, or closes over it. Create the {name} before, pass it to the compiled "
+            f"function as an argument, and return the new one. If the function is a whole training run, carry the "
+            f"{name} through jax.lax.scan."
+        )
+
+
+def all_reduce_outcome(finite: jax.Array, loss: PyTree, axis_name: AxisName) -> tuple[jax.Array, jax.Array | None]:
+    """Returns whether the gradients and the loss are finite on all devices; None for a loss that is not used."""
+    if loss is None or _loss_may_diverge(axis_name):
+        return all_reduce_and(finite, axis_name=axis_name)[0], None
+    finite, loss_finite = all_reduce_and(finite, all_finite_here(loss), axis_name=axis_name)
+    return finite, loss_finite
+
+
+def _loss_may_diverge(axis_name: AxisName) -> bool:
+    """Tests whether the loss may differ along an axis that is not named.
+
+    Gradients are equal along such an axis, after a `psum` for example. A loss that is not finite on one device would
+    change the scale there, and on no other device.
+    """
+    return axis_name is not None and not untyped_axes() <= set(as_axes(axis_name))
+
+
+@jax.jit
+def apply_rule(scaler: ScalerState, finite: jax.Array, loss_finite: jax.Array | None) -> ScalerState:
+    """Applies the rule of `update` to flags that are equal on all devices."""
+    reason = jnp.where(finite, scaler.last_skip_reason, _reason_of_skip(scaler, loss_finite))
+    # The reason depends on the scale, and the new scale depends on the reason. XLA on GPUs would compute both from the
+    # old scale, in two kernels in any order, and copy the old scale first. The barrier orders them.
+    reason = jax.lax.optimization_barrier(reason)
+    skipped = scaler._replace(
+        total_skips=_increment(scaler.total_skips), consecutive_skips=_increment(scaler.consecutive_skips)
+    )
+    after_skip = _after_overflow(skipped)
+    if loss_finite is not None:
+        after_skip = _select(reason == int(SkipReason.LOSS), skipped, after_skip)
+    return _select(finite, _after_finite(scaler), after_skip)._replace(last_skip_reason=reason)
+
+
+def _reason_of_skip(scaler: ScalerState, loss_finite: jax.Array | None) -> jax.Array:
+    # The constants are computed from the state: JAX 0.7 cannot select one of two constants by a sharded flag.
+    reasons = {reason: scaler.last_skip_reason * 0 + int(reason) for reason in SkipReason}
+    reason = reasons[SkipReason.GRADIENTS]
+    if scaler.config.mode == "dynamic":
+        at_limit = scaler.loss_scale <= scaler.config.min_scale
+        reason = jnp.where(at_limit, reasons[SkipReason.MIN_SCALE], reason)
+    return reason if loss_finite is None else jnp.where(loss_finite, reason, reasons[SkipReason.LOSS])
+
+
+def _select(flag: jax.Array, if_true: ScalerState, if_false: ScalerState) -> ScalerState:
+    return jax.tree.map(lambda a, b: a if a is b else jnp.where(flag, a, b), if_true, if_false)
+
+
+def _after_finite(scaler: ScalerState) -> ScalerState:
+    config = scaler.config
+    finite_steps = _increment(scaler.finite_steps)
+    scaler = scaler._replace(finite_steps=finite_steps, consecutive_skips=jnp.zeros_like(scaler.consecutive_skips))
+    if config.mode == "static":
+        return scaler
+    grow = finite_steps >= config.growth_interval
+    grown = jnp.minimum(scaler.loss_scale * config.growth_factor, config.max_scale)
+    scaler = scaler._replace(
+        loss_scale=jnp.where(grow, grown, scaler.loss_scale), finite_steps=jnp.where(grow, 0, finite_steps)
+    )
+    if config.hysteresis == 1:
+        return scaler
+    reset = True if config.hysteresis_reset == "finite" else grow
+    return scaler._replace(hysteresis_left=jnp.where(reset, config.hysteresis, scaler.hysteresis_left))
+
+
+def _after_overflow(scaler: ScalerState) -> ScalerState:
+    config = scaler.config
+    scaler = scaler._replace(finite_steps=jnp.zeros_like(scaler.finite_steps))
+    if config.mode == "static":
+        return scaler
+    reduced = jnp.maximum(scaler.loss_scale * config.backoff_factor, config.min_scale)
+    # With a hysteresis of 1 the rule does not depend on the count. On GPUs each scalar that changes costs a kernel.
+    if config.hysteresis == 1:
+        return scaler._replace(loss_scale=reduced)
+    hysteresis_left = jnp.maximum(scaler.hysteresis_left - 1, 0)
+    return scaler._replace(
+        loss_scale=jnp.where(hysteresis_left == 0, reduced, scaler.loss_scale), hysteresis_left=hysteresis_left
+    )
+
+
+def _increment(counter: jax.Array) -> jax.Array:
+    return jnp.where(counter < COUNTER_LIMIT, counter + 1, counter)
