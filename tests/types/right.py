@@ -58,7 +58,7 @@ report: jmpscale.GradReport = jmpscale.grad_report(grads, scaler=scaler)
 diagnosis: jmpscale.Diagnosis = jmpscale.diagnose(jmpscale.autocast(swap), (0, 1), True)(opt_state, w, n=grads)
 diagnosis = jmpscale.diagnose(swap, has_aux=True, transform=jax.value_and_grad)(scaler, w, grads)
 limits: tuple[float, float] | None = diagnosis.fitting_scales()
-critical: list[str] = [row.line for row in diagnosis.rows if row.overflow > 0 and row.steps == (2, 0)]
+critical: list[str] = [row.line for row in diagnosis.rows if row.overflow > 0 and row.in_lines]
 text: str = diagnosis.describe(limit=5) + diagnosis.rows[0].dtype
 jmpscale.raise_if_stuck(scaler, max_consecutive_skips=3)
 restored: jmpscale.ScalerState = jmpscale.from_torch_state_dict(jmpscale.to_torch_state_dict(scaler), min_scale=1.0)
