@@ -285,6 +285,7 @@ def test_summary(row):
     assert diagnose(fun, *args).summary == summary.format(*lines)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("x64")
 def test_float32_is_not_mentioned_in_float64():
     large = diagnose(lambda w: jnp.sum(w * 1e30) * 1e30, W.astype(jnp.float64))  # above the numbers of float32
