@@ -26,8 +26,7 @@ CORE_TESTS = [
 
 # The tests of the functions that rewrite programs, whose form differs between versions of JAX.
 REWRITING_TESTS = [
-    f"tests/test_{name}.py"
-    for name in ("autocast", "loss_scaled", "traced_functions", "diagnose_operations", "diagnose_float32")
+    f"tests/test_{name}.py" for name in ("autocast", "loss_scaled", "traced_functions", "diagnose", "diagnose_float32")
 ]
 
 # The tests that read other files of the repository, such as pages, notebooks and recorded runs, and so show whether a

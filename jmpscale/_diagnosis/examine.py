@@ -92,7 +92,7 @@ def _describe_harmful(repaired: RepairedStep, non_finite: Arguments, *, is_finit
         return describe_argument(arguments[0])
     if constant := repaired.harmful_constant(was_finite=is_finite):
         return describe_constant(*constant)
-    return None if is_finite else describe_origin(repaired.origin())
+    return None if is_finite else describe_origin(repaired.origin(), repaired.not_entered)
 
 
 def _diagnosis(findings: Findings, summary: str, alone: dict[Part, float]) -> Diagnosis:

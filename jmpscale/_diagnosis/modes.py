@@ -135,7 +135,7 @@ def _statistics(in_float32: jax.Array, written: jax.Array, smallest_normal: floa
 class Repair(_Rule):
     """Replaces infinities, NaN and constants in float32, and records which operations make infinities or NaN.
 
-    The first column tells whether the results are infinite or NaN although the operands are not; the second one,
+    The first column shows whether the results are infinite or NaN although the operands are not; the second one,
     whether they are infinite or NaN.
     """
 

@@ -17,10 +17,15 @@ from jmpscale._diagnosis.trials import smallest_set
 
 
 class RepairedStep:
-    """A step in float32 without some of its infinities, NaN and constants."""
+    """A step in float32 without some of its infinities, NaN and constants.
+
+    Attributes:
+      not_entered: the operations that run as written, such as kernels.
+    """
 
     def __init__(self, step: Step) -> None:
         self._step = ModalStep(step, Repair)
+        self.not_entered = self._step.not_entered
 
     def _run(self, modes: dict[Site, Mode], consts: list[Any] | None = None) -> Measured:
         outputs, _ = self._step.run(1.0, modes, Mode.FLOAT32, consts)

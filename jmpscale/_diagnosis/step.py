@@ -11,6 +11,7 @@ from jax.extend import core
 
 from jmpscale._base.frameworks import clone_nnx_objects, is_nnx_object
 from jmpscale._base.jaxpr import equations, rewrite
+from jmpscale._base.source import SCALING, user_line
 from jmpscale._base.text import describe
 from jmpscale._base.tree import (
     PyTree,
@@ -107,13 +108,23 @@ def _check_no_new_refs(jaxpr: core.Jaxpr) -> None:
 
 
 def _run_once(callbacks: list[ReplayedCallback], eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
-    """Removes callbacks without results, such as `jax.debug.print`, and replays others: a step runs many times."""
+    """Removes callbacks without results, such as `jax.debug.print`, and replays others: a step runs many times.
+
+    The warning of `loss_scaled` is a callback, too, and is silent: scales that overflow are part of the search.
+    """
+    if eqn.primitive.name == "pure_callback" and user_line(eqn) == SCALING:
+        return [eqn.replace(params=eqn.params | {"callback": _do_not_warn})]
     if eqn.primitive.name not in _CALLBACKS:
         return [eqn]
     if not eqn.outvars:
         return []
     callbacks.append(ReplayedCallback(eqn.params["callback"]))
     return [eqn.replace(params=eqn.params | {"callback": callbacks[-1]})]
+
+
+def _do_not_warn() -> list[np.ndarray]:
+    """Replaces the callback of `jmpscale._monitor.warn_unless`."""
+    return [np.array(True)]
 
 
 def _copied(tree: PyTree) -> PyTree:

@@ -98,13 +98,18 @@ def describe_constant(site: Site, value: float) -> str:
     )
 
 
-def describe_origin(site: Site | None) -> str:
+def describe_origin(site: Site | None, not_entered: Sequence[str]) -> str:
     """Describes a step that is not finite in float32."""
     where = f"{site.operation} at {site.part.path[-1]}" if site else "an operation that was not entered"
+    what = "is not finite in float32 either"
+    if site and f"{site.part.path[-1]}: {site.operation}" in not_entered:
+        where, what = f"{where}, which runs as written,", "is not finite"
+    elif site and jnp.finfo(site.dtype).bits > 32:
+        what = "is not finite"
     return (
-        f"The result of {where} is not finite in float32 either, and reaches the loss or a gradient. No loss scale "
-        "helps: correct this line. Common causes are invalid data; a softmax over a row that is masked everywhere, "
-        "which needs a finite mask or where=; and a derivative such as the derivative of a norm at zero."
+        f"The result of {where} {what}, and reaches the loss or a gradient. No loss scale helps: correct this line. "
+        "Common causes are invalid data; a softmax over a row that is masked everywhere, which needs a finite mask or "
+        "where=; and a derivative such as the derivative of a norm at zero."
     )
 
 
@@ -239,7 +244,8 @@ def _remedy(findings: Findings, cause: Cause, lines: Lines) -> str:
     by_hand = [path for path in paths if path not in matmuls]
     parts = []
     if by_hand:
-        normalize = ", or normalize its input" if cause.reason is Reason.OVERFLOW and not matmuls else ""
+        inputs = "its input" if len(by_hand) == 1 else "their inputs"
+        normalize = f", or normalize {inputs}" if cause.reason is Reason.OVERFLOW and not matmuls else ""
         parts.append(f"Compute {findings.names(by_hand)} in float32{normalize}")
     if matmuls:
         highest = f'ass precision="highest" to the matmul at {findings.names(matmuls)}'

@@ -35,7 +35,7 @@ class Reason(enum.Enum):
 
 
 class Cause(NamedTuple):
-    """Where an error begins, and why; the statistics are those of the scale at which it was looked for."""
+    """Where an error begins, and why; with the statistics at the scale at which it was looked for."""
 
     site: Site
     reason: Reason
@@ -219,7 +219,7 @@ def _fits_as_written(cause: Cause) -> bool:
 
 
 def smallest_set(count: int, fits: Callable[[Iterable[int]], bool]) -> list[int]:
-    """Returns a set of integers below `count` that fits, and of which no integer can be left out.
+    """Returns a set of integers below `count` that fits, and does not fit without any one of them.
 
     It takes about `k log2(count)` calls for a set of k integers.
 
@@ -241,7 +241,7 @@ def smallest_set(count: int, fits: Callable[[Iterable[int]], bool]) -> list[int]
 
 
 def _first_not_enough(integers: range, fits: Callable[[range], bool]) -> int:
-    """Returns how many of the first integers must be left out, so that the rest does not fit any more."""
+    """Returns the smallest number of first integers without which the rest does not fit."""
     return bisect.bisect_left(range(len(integers)), True, key=lambda i: not fits(integers[i:]))
 
 
