@@ -11,7 +11,7 @@ from jax.extend import core
 
 from jmpscale._base.frameworks import clone_nnx_objects, is_nnx_object
 from jmpscale._base.jaxpr import equations, rewrite
-from jmpscale._base.source import SCALING, user_line
+from jmpscale._base.source import SCALING, user_lines
 from jmpscale._base.text import describe
 from jmpscale._base.tree import (
     PyTree,
@@ -112,7 +112,7 @@ def _run_once(callbacks: list[ReplayedCallback], eqn: core.JaxprEqn) -> list[cor
 
     The warning of `loss_scaled` is a callback, too, and is silent: scales that overflow are part of the search.
     """
-    if eqn.primitive.name == "pure_callback" and user_line(eqn) == SCALING:
+    if eqn.primitive.name == "pure_callback" and SCALING in user_lines(eqn):
         return [eqn.replace(params=eqn.params | {"callback": _do_not_warn})]
     if eqn.primitive.name not in _CALLBACKS:
         return [eqn]
