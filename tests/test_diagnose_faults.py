@@ -129,7 +129,7 @@ FAULTS = {
         scaler=jmpscale.dynamic(1.0),
         contains=" stops at min_scale, 2^0, and skips every step. Use dynamic(init_scale=2.0**-7, min_scale=2.0**-",
     ),
-    "scale at max_scale": Fault(
+    "scale above max_scale": Fault(
         programs.loss_in_small_units,
         begins=FITS,
         autocast=True,
@@ -137,13 +137,13 @@ FAULTS = {
         scaler=jmpscale.dynamic(2.0**20, max_scale=2.0**20),
         contains=", max_scale=2.0**62).",
     ),
-    "scale that only a larger one repairs": Fault(
+    "scale up to max_scale": Fault(
         programs.loss_in_small_units,
         begins=FITS,
         autocast=True,
         lines=(),
         scaler=jmpscale.dynamic(),
-        contains=" It is too small: convert_element_type at ",
+        contains=" Use dynamic(init_scale=2.0**32).",
     ),
     "wrong at one scale": Fault(
         programs.wrong_at_one_scale,
@@ -159,7 +159,7 @@ FAULTS = {
         autocast=True,
         lines=(),
         scaler=jmpscale.dynamic(),
-        contains="so no step is skipped, and a dynamic scale does not back off. Use dynamic(init_scale=2.0**0, max_scale=",
+        contains=" so no step is skipped, and a dynamic scale does not back off. Use dynamic(init_scale=2.0**0, max_",
     ),
     "equal scores": Fault(
         programs.min_max_of_equal_scores,
@@ -256,7 +256,6 @@ FRAMEWORKS = {  # the arguments are created in the test, because these libraries
 }
 DEFAULT_FAULTS = {
     "backward underflow",
-    "scale too small",
     "scale below min_scale",
     "small constant",
     "embedding counts",
@@ -328,15 +327,11 @@ HEALTHY = {  # the loss function and its arguments
     "custom rules": (jmpscale.autocast(programs.custom_rules), (W, X)),
 }
 HEALTHY |= {f"mask {name}": (programs.attention(mask), (W, ATTENTION)) for name, mask in MASKS.items()}
-DEFAULT_HEALTHY = {
-    "mlp",
-    "critic",
-}
 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("standard_promotion")  # of optax.ctc_loss
-@pytest.mark.parametrize("program", rows(HEALTHY, default=DEFAULT_HEALTHY))
+@pytest.mark.parametrize("program", rows(HEALTHY))
 def test_diagnose_gives_no_alarm_for_a_healthy_program(program):
     fun, args = program
     diagnosis = jmpscale.diagnose(fun)(jmpscale.static(2.0**12), *args)
