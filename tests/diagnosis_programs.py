@@ -21,10 +21,9 @@ def normal(seed, *shape, scale=1.0):
 
 
 def fault_line(fun):
-    """Returns the number of the line of a function with the comment `# fault`."""
+    """Returns the number of the line of a function with the comment `# fault`, None if no line has it."""
     lines, first = inspect.getsourcelines(inspect.unwrap(fun))
-    (offset,) = (i for i, line in enumerate(lines) if "# fault" in line)
-    return first + offset
+    return next((i for i, line in enumerate(lines, first) if "# fault" in line), None)
 
 
 def layer_norm(z):
@@ -204,8 +203,7 @@ def loss_in_small_units(w, x):
 
 
 def wrong_at_one_scale(w, x):
-    z = reversed_backward(jnp.tanh(x @ w))  # fault
-    return jnp.mean(z**2)
+    return jnp.mean(reversed_backward(jnp.tanh(x @ w)) ** 2)
 
 
 @jax.custom_vjp
@@ -355,7 +353,7 @@ def image_positions(w, x):
 
 def angles_of_features(w, x):
     angles = x @ w  # fault
-    return jnp.mean((jnp.sin(150 * angles) @ OUT) ** 2)
+    return jnp.mean((jnp.sin(110 * angles) @ OUT) ** 2)
 
 
 def points_in_a_frame(w, x):

@@ -223,7 +223,7 @@ FAULTS = {
     ),
     "large positions": Fault(programs.large_positions, begins=LOSS_ROUNDED, lines=CHAIN),
     "image positions": Fault(programs.image_positions, begins=GRADIENTS_ROUNDED, autocast=True),
-    "angles": Fault(programs.angles_of_features, begins="The gradients differ from float32 by 2", autocast=True),
+    "angles": Fault(programs.angles_of_features, begins="The gradients differ from float32 by 23%", autocast=True),
     "points in a frame": Fault(programs.points_in_a_frame, begins=GRADIENTS_ROUNDED, autocast=True),
     "embedding counts": Fault(programs.embedding_counts, (W, jnp.zeros(20000, jnp.int32)), begins=GRADIENTS_ROUNDED),
     "masked row": Fault(programs.masked_row, begins=NOT_FINITE, lines=()),
@@ -291,7 +291,7 @@ def check_fault(fault):
     named = re.findall(r"diagnosis_programs\.py:\d+ \([\w.]+\)", summary)
     line = programs.fault_line(fault.line_of or fault.fun)
     assert tuple(offset(name, line) for name in diagnosis.lines) == fault.lines
-    assert offset(named[0], line) == 0
+    assert [offset(name, line) for name in named[:1]] == ([] if line is None else [0])
     assert set(diagnosis.lines) <= set(named)
     assert {row.line for row in diagnosis.rows if row.in_lines} == set(diagnosis.lines)
     assert ("then the gradients differ by " in summary) == bool(fault.lines)
@@ -316,7 +316,7 @@ HEALTHY = {  # the loss function and its arguments
     "mlp": (programs.mlp_by_hand, (W, X)),
     "autocast": (jmpscale.autocast(programs.mlp), (W, X)),
     "bias before normalization": (programs.bias_before_normalization, ({"w": W, "b": jnp.zeros(8)}, X)),
-    "saturated softmax": (jmpscale.autocast(programs.saturated_softmax), ({"q": 40 * W, "k": 40 * W.T, "v": W}, X)),
+    "saturated softmax": (jmpscale.autocast(programs.saturated_softmax), ({"q": 10 * W, "k": 10 * W.T, "v": W}, X)),
     "saturated activation": (programs.saturated_activation, (W, X)),
     "recurrent": (jmpscale.autocast(programs.recurrent), (W, normal(9, 5, 4, 8))),
     "while": (programs.while_loop, (W, X)),
