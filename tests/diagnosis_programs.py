@@ -99,6 +99,17 @@ def second_derivative(w, x):
     return jnp.mean(jax.vmap(jax.jacfwd(jax.jacfwd(u)))(x[:, 0]) ** 2) * 1e-12
 
 
+def little_headroom(w, x):
+    z = (x.astype(H) @ w.astype(H)) * H(4000)  # fault
+    return jnp.mean(jnp.tanh(z * H(5e-5)).astype(jnp.float32))
+
+
+def combined_constants(w, x):
+    z = (1e-4 * x).astype(H) @ w.astype(H)
+    z = z * H(1024) * H(1024)
+    return jnp.mean(jnp.sin(z).astype(jnp.float32))
+
+
 def overflow_in_a_scan(w, x):
     def layer(h, wi):
         h = h @ wi.astype(H)  # fault
@@ -200,6 +211,12 @@ def sum_over_a_data_set(w, x):
 
 def loss_in_small_units(w, x):
     return 1e-14 * jnp.mean((x @ w) ** 2)  # fault
+
+
+def min_max_of_equal_scores(w, x):
+    scores = (0 * x + x[:1]) @ w[:, 0]  # fault
+    scores = (scores - scores.min()) / (scores.max() - scores.min() + 1e-6)
+    return jnp.mean((scores - x[:, 0]) ** 2)
 
 
 def wrong_at_one_scale(w, x):
@@ -513,23 +530,6 @@ def saturated_softmax(params, x):
     q, k, v = (x @ params[name] for name in "qkv")
     p = jax.nn.softmax(jnp.matmul(q, k.T, precision="highest"))  # nearly all probabilities are 0 or 1
     return jnp.mean((p @ v - 1) ** 2)
-
-
-def min_max_of_equal_scores(w, x):
-    scores = (0 * x + x[:1]) @ w[:, 0]  # fault
-    scores = (scores - scores.min()) / (scores.max() - scores.min() + 1e-6)
-    return jnp.mean((scores - x[:, 0]) ** 2)
-
-
-def little_headroom(w, x):
-    z = (x.astype(H) @ w.astype(H)) * H(4000)  # fault
-    return jnp.mean(jnp.tanh(z * H(5e-5)).astype(jnp.float32))
-
-
-def combined_constants(w, x):
-    z = (1e-4 * x).astype(H) @ w.astype(H)
-    z = z * H(1024) * H(1024)
-    return jnp.mean(jnp.sin(z).astype(jnp.float32))
 
 
 def saturated_activation(w, x):

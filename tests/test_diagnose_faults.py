@@ -275,7 +275,7 @@ def check_advice(diagnosis):
     call = re.search(r" Use ((?:static|dynamic)\(.*?\))\.", diagnosis.summary)
     if call is None:
         return
-    scaler = eval(call[1], vars(jmpscale))
+    scaler = eval(f"jmpscale.{call[1]}")
     low, high = diagnosis.fitting_scales() or (0, np.inf)
     assert low <= scaler.loss_scale <= high
     if scaler.config.mode == "dynamic":
