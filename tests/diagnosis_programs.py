@@ -21,10 +21,9 @@ def normal(seed, *shape, scale=1.0):
 
 
 def fault_line(fun):
-    """Returns the number of the line of a function with the comment `# fault`."""
+    """Returns the number of the line of a function with the comment `# fault`, None if no line has it."""
     lines, first = inspect.getsourcelines(inspect.unwrap(fun))
-    (offset,) = (i for i, line in enumerate(lines) if "# fault" in line)
-    return first + offset
+    return next((i for i, line in enumerate(lines, first) if "# fault" in line), None)
 
 
 def layer_norm(z):
@@ -83,6 +82,32 @@ def gram_overflows(w, x):
     features = jax.nn.relu(x @ w)
     gram = features.T @ features  # fault
     return jnp.mean((gram / len(x) - 1.0) ** 2)
+
+
+def linear_attention(w, x):
+    q, k = jax.nn.relu(x @ w), jax.nn.relu(x @ w.T)
+    totals = k.T @ jnp.pad(x, ((0, 0), (0, 1)), constant_values=1)  # the last column is the normalizer
+    out = q @ totals  # fault
+    return jnp.mean((out[:, :-1] / (out[:, -1:] + 1e-6)) ** 2)
+
+
+def second_derivative(w, x):
+    def u(t):
+        h = jnp.sin(1e3 * t * w[0])
+        return (h @ jnp.tanh(w)).sum()  # fault
+
+    return jnp.mean(jax.vmap(jax.jacfwd(jax.jacfwd(u)))(x[:, 0]) ** 2) * 1e-12
+
+
+def little_headroom(w, x):
+    z = (x.astype(H) @ w.astype(H)) * H(4000)  # fault
+    return jnp.mean(jnp.tanh(z * H(5e-5)).astype(jnp.float32))
+
+
+def combined_constants(w, x):
+    z = (1e-4 * x).astype(H) @ w.astype(H)
+    z = z * H(1024) * H(1024)
+    return jnp.mean(jnp.sin(z).astype(jnp.float32))
 
 
 def overflow_in_a_scan(w, x):
@@ -162,8 +187,8 @@ def backward_pass_underflows(w, x):
 
 
 def gradients_of_two_sizes(params, x):
-    large = params["large"].astype(H) * H(2.0**12)  # fault
-    small = params["small"].astype(H) * H(2.0**-12)
+    large = params["large"].astype(H) * H(2.0**12)
+    small = params["small"].astype(H) * H(2.0**-12)  # fault
     return (large.astype(jnp.float32).sum() + small.astype(jnp.float32).sum() * 2.0**-20) * x[0, 0]
 
 
@@ -178,6 +203,37 @@ def small_gradients(w, x):
 def large_gradients(w, x):
     z = x.astype(H) @ w.astype(H)
     return jnp.sum((z * H(64)).astype(jnp.float32))  # fault
+
+
+def sum_over_a_data_set(w, x):
+    return 20000 * jnp.sum((x @ w - 1) ** 2)  # fault
+
+
+def loss_in_small_units(w, x):
+    return 1e-14 * jnp.mean((x @ w) ** 2)  # fault
+
+
+def min_max_of_equal_scores(w, x):
+    scores = (0 * x + x[:1]) @ w[:, 0]  # fault
+    scores = (scores - scores.min()) / (scores.max() - scores.min() + 1e-6)
+    return jnp.mean((scores - x[:, 0]) ** 2)
+
+
+def wrong_at_one_scale(w, x):
+    return jnp.mean(reversed_backward(jnp.tanh(x @ w)) ** 2)
+
+
+@jax.custom_vjp
+def reversed_backward(x):
+    return x
+
+
+def _reverse(_, g):
+    largest = jnp.max(jnp.abs(g))  # 0.015 times the scale
+    return (jnp.where((largest > 11) & (largest < 22), -g, g),)
+
+
+reversed_backward.defvjp(lambda x: (x, None), _reverse)
 
 
 # --- Underflow and poles in the forward pass. ---
@@ -197,6 +253,37 @@ def log_of_softmax(w, x):
 def exp_without_maximum(w, x):
     e = jnp.exp((x.astype(H) @ w.astype(H)) * H(2))  # fault
     return jnp.mean(-jnp.log(e[:, 0] / e.sum(-1)).astype(jnp.float32))
+
+
+def clipped_cross_entropy(w, x):
+    z = (x.astype(H) @ w.astype(H)) * H(2)
+    p = jax.nn.sigmoid(z)  # fault
+    p = jnp.clip(p, H(1e-7), H(1 - 1e-7))
+    return -jnp.mean((jnp.log(p) + jnp.log(H(1) - p)).astype(jnp.float32))
+
+
+def geometric_mean_of_probabilities(w, x):
+    z = (x.astype(H) @ w.astype(H)) * H(4)
+    product = jax.nn.sigmoid(z[:, :4]) * jax.nn.sigmoid(z[:, 4:])  # fault
+    return jnp.mean(jnp.sqrt(product).astype(jnp.float32))
+
+
+def log_of_a_joint_probability(w, x):
+    joint = jax.nn.softmax(x @ w) @ jax.nn.softmax(x @ w.T).T  # fault
+    return -jnp.mean(jnp.log(joint))
+
+
+def transducer_normalizer(w, x):
+    first, second = x @ w, x @ w.T
+    exps = [jnp.exp(z - z.max(-1, keepdims=True)) for z in (first, second)]
+    total = exps[0] @ exps[1].T  # fault
+    return jnp.mean(jnp.log(total + jnp.finfo(jnp.float32).tiny)) - jnp.mean(first + second)
+
+
+def log_mel(w, x):
+    power = (3e-4 * (x @ w)) ** 2
+    bands = power @ jnp.abs(OUT)  # fault
+    return jnp.mean(jnp.log(jnp.maximum(bands, 1e-10)) * (x @ OUT))
 
 
 # --- Constants. ---
@@ -281,6 +368,22 @@ def image_positions(w, x):
     return jnp.mean((jnp.sin(angles) @ w[:2]) * jnp.sin(grid[:, :1]))
 
 
+def angles_of_features(w, x):
+    angles = x @ w  # fault
+    return jnp.mean((jnp.sin(110 * angles) @ OUT) ** 2)
+
+
+def points_in_a_frame(w, x):
+    points = (x + 500) @ w  # fault
+    target = jnp.matmul(x + 500, w, precision="highest") + x * 0.01
+    return jnp.mean((points - jax.lax.stop_gradient(target)) ** 2)
+
+
+def cumulative_sum(w, x):
+    total = jnp.cumsum(x.astype(H) @ w.astype(H) + H(8), axis=0)  # fault
+    return jnp.mean((total[1:] - total[:-1] - H(8)).astype(jnp.float32) ** 2)
+
+
 def embedding_counts(w, tokens):
     table = w.astype(H)
     one = table[tokens]  # fault
@@ -350,12 +453,12 @@ class Equinox(equinox.Module):
 
     def __call__(self, x):
         z = self.hidden(x) * H(64)  # fault
-        return self.readout(layer_norm(z))
+        return self.readout(layer_norm(z.astype(jnp.float32)).astype(H))
 
 
 def haiku_network(x):
     z = haiku.Linear(16, name="hidden")(x) * H(64)  # fault
-    return haiku.Linear(4, name="readout")(layer_norm(z))
+    return haiku.Linear(4, name="readout")(layer_norm(z.astype(jnp.float32)).astype(H))
 
 
 HAIKU = haiku.transform(haiku_network)
@@ -421,6 +524,12 @@ with np.errstate(over="ignore"):
         }.items()
     }
 MASKS["boolean"] = CAUSAL
+
+
+def saturated_softmax(params, x):
+    q, k, v = (x @ params[name] for name in "qkv")
+    p = jax.nn.softmax(jnp.matmul(q, k.T, precision="highest"))  # nearly all probabilities are 0 or 1
+    return jnp.mean((p @ v - 1) ** 2)
 
 
 def saturated_activation(w, x):
