@@ -34,9 +34,9 @@ def diagnose(
     """Creates a function that finds out what half precision does to a training step, by changing the step.
 
     Call it as `jmpscale.value_and_grad` is called, with the same options, outside of `jax.jit`. It compares the loss
-    and the gradients with those of the same program in float32, at powers of two as loss scales. If no scale fits, it
-    searches the smallest set of lines of the program that must compute in float32, and the reason. The program is
-    compiled once more, with an array that says which lines compute in float32, and each answer is a run of it.
+    and the gradients with the same program in float32, at powers of two as loss scales. If no scale fits, it searches
+    the smallest set of lines of the program that must compute in float32, and the reason. The program is compiled once
+    more, with an array that says which lines compute in float32, and each answer is a run of it.
 
     Compiled functions, loops, branches, checkpointed functions, custom derivative rules and `jax.shard_map` are
     entered. Kernels and callbacks run as they are written. Callbacks run once, and those without results, such as

@@ -158,8 +158,10 @@ def _describe_scale(findings: Findings) -> str:
         )
     else:
         why = f"It is too {which}: {findings.operation(findings.cause.site)} {findings.cause.reason.value}."
-    best = f"At the best scale the gradients differ from float32 {_by(findings.scales.smallest_error)}."
-    return f"{why} {_scale_remedy(findings, low, high)} {best}"
+    text = f"{why} {_scale_remedy(findings, low, high)}"
+    if not findings.decisive.any():
+        return text
+    return f"{text} At the best scale the gradients differ from float32 {_by(findings.scales.smallest_error)}."
 
 
 def _scale_remedy(findings: Findings, low: int, high: int) -> str:
@@ -244,8 +246,9 @@ def _remedy(findings: Findings, cause: Cause, lines: Lines) -> str:
     by_hand = [path for path in paths if path not in matmuls]
     parts = []
     if by_hand:
+        is_large = cause.reason is Reason.OVERFLOW and not cause.site.part.backward
         inputs = "its input" if len(by_hand) == 1 else "their inputs"
-        normalize = f", or normalize {inputs}" if cause.reason is Reason.OVERFLOW and not matmuls else ""
+        normalize = f", or normalize {inputs}" if is_large and not matmuls else ""
         parts.append(f"Compute {findings.names(by_hand)} in float32{normalize}")
     if matmuls:
         highest = f'ass precision="highest" to the matmul at {findings.names(matmuls)}'

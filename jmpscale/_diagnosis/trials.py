@@ -234,9 +234,6 @@ def smallest_set(count: int, fits: Callable[[Iterable[int]], bool]) -> list[int]
             return [*kept, *range(start, count)]
         start += _first_not_enough(range(start, count), lambda rest: fits([*kept, *rest]))
         kept.append(start - 1)
-    for i in list(kept):
-        if fits([j for j in kept if j != i]):
-            kept.remove(i)
     return kept
 
 
