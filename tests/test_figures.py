@@ -198,8 +198,8 @@ SENTENCES = {
             max(_ensemble(steps.PEERS, "temp_bytes")),
         ],
     ),
-    "skips, diagnosis": Sentence(
-        "skips.md",
+    "diagnose, cost": Sentence(
+        "diagnose.md",
         "the first diagnosis takes {:.1f} times the CPU time of compiling and running the step, and further ones "
         "{:.1f} times",
         lambda: [_diagnosis("first diagnosis"), _diagnosis("later diagnosis")],
