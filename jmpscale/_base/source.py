@@ -32,7 +32,7 @@ def user_lines(eqn: core.JaxprEqn, function: str = "", file: str = "") -> tuple[
     """
     traceback: Any = eqn.source_info.traceback
     frames = [frame for frame in traceback.frames if not _JAX.search(frame.file_name)] if traceback else []
-    if frames and is_own(frames[0].file_name):  # the innermost one
+    if frames and is_own(frames[0].file_name) and not frames[0].file_name.endswith("_cast.py"):  # the innermost one
         return ("the injected fault" if frames[0].file_name.endswith("testing.py") else SCALING,)
     for is_library in (_is_installed, _is_library):
         users = [frame for frame in frames if not is_library(frame.file_name) and not is_own(frame.file_name)]

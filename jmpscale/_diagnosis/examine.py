@@ -74,7 +74,7 @@ def _explain(findings: Findings, trials: Trials, present: int) -> tuple[Findings
         statistics = trials.statistics(2.0**lines.exponent)
         return findings._replace(lines=lines, cause=cause, statistics=statistics), lines.exponent
     if not findings.scale_fits:
-        return findings._replace(cause=trials.find_cause_of_scale(present, scales.limit)), best
+        return findings._replace(cause=trials.find_cause_of_scale(present, scales.limit)), present
     return findings._replace(tight=trials.find_tight(findings.statistics, present)), present
 
 

@@ -59,7 +59,8 @@ class Diagnosis:
       loss_scale: the present loss scale.
       scale_errors: pairs of a loss scale and the `gradient_error` at this scale, for all scales that were tried.
       lines: the smallest set of lines that must compute in float32, in program order; empty if none need to.
-      rows: a `DiagnosisRow` for each line and pass with results in half precision, in program order.
+      rows: a `DiagnosisRow` for each line and pass with results in half precision, in program order. They are measured
+        at the present scale; if there are `lines`, at a scale that fits once they compute in float32.
       not_entered: the operations that run as written in float32 too, such as kernels.
       summary: the result in one to four sentences, with the remedy if one is needed.
     """
@@ -125,7 +126,9 @@ class Diagnosis:
         return "\n".join(parts)
 
     def _table(self, limit: int) -> str:
-        shown = sorted(self.rows, key=lambda row: (not row.in_lines, -(row.alone or 0.0), row.headroom))[:limit]
+        worst = [row for row in self.rows if not row.in_lines]
+        worst.sort(key=lambda row: (-(row.alone or 0.0), row.headroom))
+        shown = [*(row for row in self.rows if row.in_lines), *worst][:limit]
         columns = ["line", "pass", "dtype", "max_abs", "headroom", "overflow", "underflow", "alone"]
         table = [columns, *map(_cells, shown)]
         width = len(format_table(table).partition("\n")[0])

@@ -244,21 +244,18 @@ def _remedy(findings: Findings, cause: Cause, lines: Lines) -> str:
     paths, scales, step = lines.paths, lines.scales, findings.step
     matmuls = [path for path in paths if step.is_by_autocast(path)]
     by_hand = [path for path in paths if path not in matmuls]
-    parts = []
-    if by_hand:
-        is_large = cause.reason is Reason.OVERFLOW and not cause.site.part.backward
-        inputs = "its input" if len(by_hand) == 1 else "their inputs"
-        normalize = f", or normalize {inputs}" if is_large and not matmuls else ""
-        parts.append(f"Compute {findings.names(by_hand)} in float32{normalize}")
+    parts = [f"Compute {findings.names(by_hand)} in float32"] if by_hand else []
     if matmuls:
         highest = f'ass precision="highest" to the matmul at {findings.names(matmuls)}'
         context = 'or use jax.default_matmul_precision("highest") around it'
         parts.append(f"{'p' if by_hand else 'P'}{highest}, {context}")
-    text = f"{' and '.join(parts)}: then the gradients differ {_by(scales.smallest_error)}"
+    text = f"{' and '.join(parts)}: then the gradients differ from float32 {_by(scales.smallest_error)}"
     if scales.fitting:
         text = f"{text}, and loss scales from {' to '.join(format_scale(2.0**k) for k in scales.fitting)} fit"
+    is_large = cause.reason is Reason.OVERFLOW and not cause.site.part.backward
     if not matmuls:
-        return f"{text}."
+        inputs = "its input" if len(by_hand) == 1 else "their inputs"
+        return f"{text}. Or normalize {inputs}." if is_large else f"{text}."
     if any(step.is_by_autocast(path) and path not in matmuls for path in step.paths):
         return f'{text}. The autocast guide lists such programs under "Keep these in float32".'
     scaling = " To keep them there, normalize the input, or multiply it by a power of two and divide the result."
