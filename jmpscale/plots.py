@@ -213,7 +213,7 @@ def diagnosis(diagnosis: Diagnosis, *, ax: Axes | None = None) -> Axes:
     ax.plot(scales, np.maximum(errors, low), color=BLUE, marker="o", markersize=4)
     ax.set_xscale("log", base=2)
     ax.set_xlim(left, right)
-    ax.set_title(textwrap.fill(diagnosis.summary.partition(". ")[0].removesuffix("."), 52), pad=22)
+    ax.set_title(textwrap.fill(diagnosis.summary.partition(". ")[0].removesuffix("."), 52) + "\n")
     return _with_labels(ax, "loss scale", "error of the gradients")
 
 
