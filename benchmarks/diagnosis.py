@@ -5,6 +5,7 @@ in seconds. The later diagnosis follows the first one in the same process, which
 not part of the program.
 """
 
+import argparse
 import functools
 import json
 import statistics
@@ -17,7 +18,7 @@ import jmpscale
 from benchmarks import record
 
 RESULTS = record.RESULTS / "diagnosis.json"
-WIDTH, REPEATS = 64, 3
+WIDTH = 64
 SHAPES = dict.fromkeys(("query", "key", "value", "out"), (WIDTH, WIDTH))
 SHAPES |= {"inner": (WIDTH, 4 * WIDTH), "outer": (4 * WIDTH, WIDTH)}
 
@@ -82,11 +83,11 @@ def process_time(fun):
     return time.process_time() - start
 
 
-def measure(loss_fn, *args):
+def measure(repeats, loss_fn, *args):
     """Returns the CPU times of the step, of the first diagnosis and of a later one."""
     half, scaler = jmpscale.autocast(loss_fn), jmpscale.dynamic(2.0**8)
     args, taken = jax.block_until_ready(args), []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         jax.clear_caches()
         step = process_time(lambda: jax.jit(jmpscale.value_and_grad(half))(scaler, *args))
         jax.clear_caches()
@@ -97,9 +98,12 @@ def measure(loss_fn, *args):
 
 def main():
     """Prints the figures, and writes them to the results."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.diagnosis", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--repeats", type=int, default=3, help="the number of measurements of each figure (default: 3)")
+    options = parser.parse_args()
     figures = {}
     for name, (loss_fn, *args) in programs().items():
-        figures[name] = measure(loss_fn, *args)
+        figures[name] = measure(options.repeats, loss_fn, *args)
         print(f"{name}: {json.dumps(figures[name])}", flush=True)
     about = record.about("benchmarks.diagnosis", jax.devices()[0].device_kind)
     record.add(RESULTS, {"about": about, "figures": figures})
