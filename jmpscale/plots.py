@@ -177,8 +177,7 @@ def diagnosis(diagnosis: Diagnosis, *, ax: Axes | None = None) -> Axes:
     >>> import jax.numpy as jnp
     >>> import jmpscale
     >>> from jmpscale import plots
-    >>> loss_fn = lambda w: jnp.sum((w * w).astype(jnp.float32))
-    >>> diagnosis = jmpscale.diagnose(loss_fn)(jmpscale.dynamic(), jnp.ones(3, jnp.float16))
+    >>> diagnosis = jmpscale.diagnose(lambda w: jnp.sum(w * w))(jmpscale.dynamic(), jnp.ones(3, jnp.float16))
     >>> plots.diagnosis(diagnosis).get_xlabel()
     'loss scale'
     """
@@ -197,16 +196,13 @@ def diagnosis(diagnosis: Diagnosis, *, ax: Axes | None = None) -> Axes:
     left, right = min(1.0, present, *(fitting or scales)) / 64, max(1.0, present, *(fitting or scales)) * 64
     highest = scales[np.isfinite(errors)].max(initial=0.0)
     first = scales[scales > highest].min(initial=right) if highest else left
-    ranges = [("not run", GRAY, left, right)]
-    if scales.size:
-        ranges = [("overflow" if highest else "not finite", RED, first, right)]
+    ranges = [("overflow" if highest else "not finite" if scales.size else "not run", RED, first, right)]
     if fitting:
-        ranges += [("fit", YELLOW, *fitting), ("underflow", GRAY, min(*scales, fitting[0]), fitting[0])]
+        ranges += [("fit", YELLOW, *fitting), ("underflow", GRAY, max(scales.min(), left), fitting[0])]
     for name, color, start, end in ranges:
         if start < end:
-            ax.axvspan(max(start, left), end, color=color, alpha=0.3, linewidth=0)
-            middle = np.sqrt(max(start, left)) * np.sqrt(end)
-            ax.text(middle, 1.02, name, transform=ax.get_xaxis_transform(), ha="center")
+            ax.axvspan(start, end, color=color, alpha=0.3, linewidth=0)
+            ax.text(np.sqrt(start) * np.sqrt(end), 1.02, name, transform=ax.get_xaxis_transform(), ha="center")
     for name, scale, style in (("no loss scaling", 1.0, ":"), ("present scale", present, "--")):
         ax.axvline(scale, color="black", linestyle=style, label=f"{name}: {format_scale(scale)}")
     low, _ = _set_error_axis(ax, "y", errors)
@@ -220,14 +216,13 @@ def diagnosis(diagnosis: Diagnosis, *, ax: Axes | None = None) -> Axes:
 def _plot_rows(rows: Sequence[DiagnosisRow], ax: Axes) -> None:
     alone = np.array([0.0 if row.alone is None else row.alone for row in rows])
     low, high = _set_error_axis(ax, "x", alone)
-    ax.barh(
-        range(len(rows)), np.clip(alone, low, high), color=[RED if row.in_lines else BLUE for row in rows], alpha=0.5
-    )
+    colors = [RED if row.in_lines else BLUE for row in rows]
+    ax.barh(range(len(rows)), np.clip(alone, low, high), color=colors, alpha=0.5)
     for i, row in enumerate(rows):
         error = "not run" if row.alone is None else format_percentage(row.alone).replace("inf", "not finite")
         ax.text(low, i, f" {truncate(row.line, 50)}, {'backward' if row.backward else 'forward'}: {error}", va="center")
     ax.set(ylim=(len(rows) - 0.5, -0.5), yticks=[], xlabel="error with only this line in half precision")
-    if any(row.in_lines for row in rows):
+    if RED in colors:
         ax.set_ylabel("red: needs float32", color=RED)
 
 
