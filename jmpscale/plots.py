@@ -177,7 +177,8 @@ def diagnosis(diagnosis: Diagnosis, *, ax: Axes | None = None) -> Axes:
     >>> import jax.numpy as jnp
     >>> import jmpscale
     >>> from jmpscale import plots
-    >>> diagnosis = jmpscale.diagnose(lambda w: jnp.sum(w * w))(jmpscale.dynamic(), jnp.ones(3, jnp.float16))
+    >>> loss_fn = lambda w: jnp.sum((w * w).astype(jnp.float32))
+    >>> diagnosis = jmpscale.diagnose(loss_fn)(jmpscale.dynamic(), jnp.ones(3, jnp.float16))
     >>> plots.diagnosis(diagnosis).get_xlabel()
     'loss scale'
     """
