@@ -189,9 +189,9 @@ def diagnosis(diagnosis: Diagnosis, *, ax: Axes | None = None) -> Axes:
     ax = _axes(ax, height=6)
     rows = sorted(diagnosis.rows, key=lambda row: (not row.in_lines, -(row.alone or 0.0), row.headroom))[:6]
     if rows and (place := ax.get_subplotspec()):
-        upper, lower = place.subgridspec(2, 1, height_ratios=(3, 2))
-        ax.set_subplotspec(upper)
-        _plot_rows(rows, ax.figure.add_subplot(lower))
+        grid = place.subgridspec(2, 1, height_ratios=(3, 2))
+        ax.set_subplotspec(grid[0])
+        _plot_rows(rows, ax.figure.add_subplot(grid[1]))
     scales, errors = np.reshape(diagnosis.scale_errors, (-1, 2)).T
     fitting, present = diagnosis.fitting_scales(), diagnosis.loss_scale
     left, right = min(1.0, present, *(fitting or scales)) / 64, max(1.0, present, *(fitting or scales)) * 64
