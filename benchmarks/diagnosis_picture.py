@@ -1,4 +1,4 @@
-"""Draws docs/diagnosis.png, the errors of the demonstration's model: `python -m benchmarks.diagnosis_picture`.
+"""Draws docs/diagnosis.png, the diagnosis of the demonstration's model: `python -m benchmarks.diagnosis_picture`.
 
 The model has its initial parameters.
 """
@@ -29,14 +29,10 @@ def diagnosis():
 
 def main():
     """Writes the picture; it is readable at a width of 400 pixels."""
-    figure, axes = plt.subplots(figsize=(6.4, 5.0), layout="constrained")
-    plots.diagnosis(diagnosis(), ax=axes)
-    axes.xaxis.label.set_size(15)
-    axes.yaxis.label.set_size(15)
-    axes.tick_params(labelsize=14)
-    axes.get_legend().remove()
-    figure.legend(fontsize=14, loc="outside lower center")
-    figure.savefig(PICTURE, dpi=125)
+    with plt.rc_context({"font.size": 15, "axes.titlesize": "medium"}):
+        figure, axes = plt.subplots(figsize=(6.4, 7.2), layout="constrained")
+        plots.diagnosis(diagnosis(), ax=axes)
+        figure.savefig(PICTURE, dpi=125)
 
 
 if __name__ == "__main__":

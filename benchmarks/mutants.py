@@ -40,7 +40,7 @@ MODULES = sorted(str(path.relative_to(PACKAGE).with_suffix("")) for path in FILE
 STAGES = {"default": [], "full": ["--full", "-m", "full"]}  # the options of pytest
 DIAGNOSIS = [name for name in MODULES if name.startswith("_diagnosis/") or name == "_base/source"]
 PARTS = {"diagnosis": DIAGNOSIS, "training": [name for name in MODULES if name not in DIAGNOSIS]}
-DIAGNOSIS_TESTS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_diagnose_*.py"))
+DIAGNOSIS_TESTS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_diagnose*.py"))
 DIAGNOSIS_TESTS += ["tests/test_autocast_warnings.py", "jmpscale/_diagnosis"]
 TESTS = {"diagnosis": DIAGNOSIS_TESTS, "training": []}  # the paths of the tests; an empty list selects all tests
 TIMEOUT = 300  # seconds, after which a fault counts as caught: the tests do not end

@@ -3,6 +3,7 @@
 Each function draws into the given matplotlib axes, or into new ones, and returns the axes.
 """
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,9 +13,9 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from jmpscale._base.check import check_count
-from jmpscale._base.text import describe
+from jmpscale._base.text import describe, format_scale, truncate
 from jmpscale._base.tree import PyTree, flatten_gradients
-from jmpscale._diagnosis import Diagnosis
+from jmpscale._diagnosis.report import Diagnosis, DiagnosisRow, format_percentage, worst_first
 from jmpscale._grad_report import FLOAT16_MAX, FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL, GradReport
 from jmpscale._scaler_of_tree import find_scaler
 from jmpscale._state import SkipReason
@@ -161,19 +162,17 @@ def headroom(reports: GradReport, *, limit: int = 8, ax: Axes | None = None) -> 
 
 
 def diagnosis(diagnosis: Diagnosis, *, ax: Axes | None = None) -> Axes:
-    """Plots the error of the gradients against the loss scale.
+    """Plots the error of the gradients against the loss scale, and the error of each of the worst lines alone.
 
     Args:
       diagnosis: the result of a function of `jmpscale.diagnose`.
-      ax: matplotlib axes.
+      ax: matplotlib axes. Axes in a grid, such as those of `plt.subplots`, are split: new axes below show the lines.
 
     Returns:
-      The axes. They show `gradient_error` against log2 of the loss scale, for all scales that were tried, with the
-      scales that fit shaded, and the present scale as a line. At scales without a point the gradients are not finite.
+      The axes with the loss scales. They show which ones fit, and why smaller and larger ones do not.
 
     Raises:
       TypeError: `diagnosis` is not a `Diagnosis`.
-      ValueError: the gradients are not finite at any scale.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -181,22 +180,59 @@ def diagnosis(diagnosis: Diagnosis, *, ax: Axes | None = None) -> Axes:
     >>> loss_fn = lambda w: jnp.sum((w * w).astype(jnp.float32))
     >>> diagnosis = jmpscale.diagnose(loss_fn)(jmpscale.dynamic(), jnp.ones(3, jnp.float16))
     >>> plots.diagnosis(diagnosis).get_xlabel()
-    'log2 of the loss scale'
+    'loss scale'
     """
     if not isinstance(diagnosis, Diagnosis):
         raise TypeError(
             f"diagnosis must be a Diagnosis, got {describe(diagnosis)}. Pass the result of diagnose(loss_fn)(...)."
         )
-    points = [(np.log2(scale), error) for scale, error in diagnosis.scale_errors if np.isfinite(error)]
-    if not points:
-        raise ValueError("diagnosis must have a scale with finite gradients, got none. Print diagnosis.summary.")
-    ax = _axes(ax)
-    if fitting := diagnosis.fitting_scales():
-        ax.axvspan(*np.log2(fitting), color="#e6d5b3", label="scales that fit")
-    ax.axvline(np.log2(diagnosis.loss_scale), color=RED, linestyle="--", linewidth=1, label="the present scale")
-    ax.plot(*zip(*points, strict=True), color=BLUE, marker="o", markersize=3, label="as written, against float32")
-    ax.set_yscale("symlog", linthresh=1e-4)
-    return _with_labels(ax, "log2 of the loss scale", "relative error of the gradients")
+    ax = _axes(ax, height=6)
+    rows = worst_first(diagnosis.rows)[:6]
+    if rows and (place := ax.get_subplotspec()):
+        grid = place.subgridspec(2, 1, height_ratios=(3, 2))
+        ax.set_subplotspec(grid[0])
+        _plot_rows(rows, ax.figure.add_subplot(grid[1]))
+    scales, errors = np.reshape(diagnosis.scale_errors, (-1, 2)).T
+    fitting, present = diagnosis.fitting_scales(), diagnosis.loss_scale
+    left, right = min(1.0, present, *(fitting or scales)) / 64, max(1.0, present, *(fitting or scales)) * 64
+    highest = scales[np.isfinite(errors)].max(initial=0.0)
+    first = scales[scales > highest].min(initial=right) if highest else left
+    ranges = [("overflow" if highest else "not finite" if scales.size else "not run", RED, first, right)]
+    if fitting:
+        ranges += [("fit", YELLOW, *fitting), ("underflow", GRAY, max(scales.min(), left), fitting[0])]
+    for name, color, start, end in ranges:
+        if start < end:
+            ax.axvspan(start, end, color=color, alpha=0.3, linewidth=0)
+            ax.text(np.sqrt(start) * np.sqrt(end), 1.02, name, transform=ax.get_xaxis_transform(), ha="center")
+    for name, scale, style in (("no loss scaling", 1.0, ":"), ("present scale", present, "--")):
+        ax.axvline(scale, color="black", linestyle=style, label=f"{name}: {format_scale(scale)}")
+    low, _ = _set_error_axis(ax, "y", errors)
+    ax.plot(scales, np.maximum(errors, low), color=BLUE, marker="o", markersize=4)
+    ax.set_xscale("log", base=2)
+    ax.set_xlim(left, right)
+    ax.set_title(textwrap.fill(diagnosis.summary.partition(". ")[0].removesuffix("."), 52) + "\n")
+    return _with_labels(ax, "loss scale", "error of the gradients")
+
+
+def _plot_rows(rows: Sequence[DiagnosisRow], ax: Axes) -> None:
+    alone = np.array([0.0 if row.alone is None else row.alone for row in rows])
+    low, high = _set_error_axis(ax, "x", alone)
+    colors = [RED if row.in_lines else BLUE for row in rows]
+    ax.barh(range(len(rows)), np.clip(alone, low, high), color=colors, alpha=0.5)
+    for i, row in enumerate(rows):
+        error = "not run" if row.alone is None else format_percentage(row.alone).replace("inf", "not finite")
+        ax.text(low, i, f" {truncate(row.line, 50)}, {'backward' if row.backward else 'forward'}: {error}", va="center")
+    ax.set(ylim=(len(rows) - 0.5, -0.5), yticks=[], xlabel="error with only this line in half precision")
+    if RED in colors:
+        ax.set_ylabel("red: needs float32", color=RED)
+
+
+def _set_error_axis(ax: Axes, name: str, errors: np.ndarray) -> tuple[float, float]:
+    shown = errors[np.isfinite(errors) & (errors > 1e-5)]
+    limits = shown.min(initial=1e-3) / 2, 2 * shown.max(initial=1.0)
+    ax.set(**{f"{name}scale": "log", f"{name}lim": limits})
+    getattr(ax, f"{name}axis").set_major_formatter(lambda error, _: f"{100 * error:g}%")
+    return limits
 
 
 def _check_stacked(given: object, arrays: Sequence[Any], ndim: int, rule: str) -> None:
@@ -205,11 +241,11 @@ def _check_stacked(given: object, arrays: Sequence[Any], ndim: int, rule: str) -
         raise TypeError(f"{rule}, got {got}. Stack a list with jax.tree.map(lambda *x: np.stack(x), *the_list).")
 
 
-def _axes(ax: Axes | None) -> Axes:
-    return plt.subplots(figsize=(8, 4), layout="constrained")[1] if ax is None else ax
+def _axes(ax: Axes | None, height: float = 4) -> Axes:
+    return plt.subplots(figsize=(8, height), layout="constrained")[1] if ax is None else ax
 
 
 def _with_labels(ax: Axes, x: str, y: str) -> Axes:
     ax.set(xlabel=x, ylabel=y)
-    ax.legend(fontsize=8)
+    ax.legend(fontsize="small")
     return ax

@@ -88,7 +88,7 @@ def _tracing(name):
 
 
 def _diagnosis(name):
-    figures = _results()["diagnosis"]["figures"]
+    figures = _results()["diagnosis"]["figures"]["12 layers"]
     return figures[name] / figures["step"]
 
 

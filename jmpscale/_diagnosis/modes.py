@@ -218,7 +218,7 @@ class ModalStep:
         def run(consts: list[Any], scale: jax.Array, modes: jax.Array) -> tuple[list[Any], Any]:
             return rule(modes, sites, index).evaluate(step.jaxpr, consts, [scale])
 
-        self._run, self._rewind = jax.jit(run, compiler_options=compiler_options()), step.rewind
+        self._run, self._rewind = jax.jit(run, compiler_options=compiler_options(step.jaxpr)), step.rewind
 
     def is_by_autocast(self, path: Path) -> bool:
         """Tests whether everything that a line computes in half precision is matmuls that `autocast` has converted."""
@@ -254,9 +254,8 @@ def _shortest(paths: Collection[Path]) -> dict[Path, Path]:
 
 def compile_step(step: Step) -> Callable[[float], list[Any]]:
     """Returns a function of the loss scale that returns the loss and the gradients of a step as it is written."""
-    run = jax.jit(
-        lambda consts, scale: jax.core.eval_jaxpr(step.jaxpr, consts, scale), compiler_options=compiler_options()
-    )
+    options = compiler_options(step.jaxpr)
+    run = jax.jit(lambda consts, scale: jax.core.eval_jaxpr(step.jaxpr, consts, scale), compiler_options=options)
 
     def run_at(scale: float) -> list[Any]:
         step.rewind()

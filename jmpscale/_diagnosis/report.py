@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import textwrap
+from collections.abc import Iterable
 
 import jax.numpy as jnp
 
@@ -126,14 +127,17 @@ class Diagnosis:
         return "\n".join(parts)
 
     def _table(self, limit: int) -> str:
-        worst = [row for row in self.rows if not row.in_lines]
-        worst.sort(key=lambda row: (-(row.alone or 0.0), row.headroom))
-        shown = [*(row for row in self.rows if row.in_lines), *worst][:limit]
+        shown = worst_first(self.rows)[:limit]
         columns = ["line", "pass", "dtype", "max_abs", "headroom", "overflow", "underflow", "alone"]
         table = [columns, *map(_cells, shown)]
         width = len(format_table(table).partition("\n")[0])
         longest = max(len(row[0]) for row in table)
         return format_table([[truncate(cells[0], max(longest - width + _WIDTH, 12)), *cells[1:]] for cells in table])
+
+
+def worst_first(rows: Iterable[DiagnosisRow]) -> list[DiagnosisRow]:
+    """Sorts rows: the lines that must compute in float32, in program order, and then the largest errors."""
+    return sorted(rows, key=lambda row: (0,) if row.in_lines else (1, -(row.alone or 0.0), row.headroom))
 
 
 def _cells(row: DiagnosisRow) -> list[str]:
