@@ -420,7 +420,7 @@ def test_remedy_is_tried_inside_functions_of_libraries():
     diagnosis = diagnose(jmpscale.autocast(loss), x[:8], x)
     line = line_of(loss, "jnp.cov")
     assert f'Pass precision="highest" to the matmul at {line}' in diagnosis.summary
-    assert "then the gradients differ by 0, and loss scales from " in diagnosis.summary
+    assert "then the gradients differ from float32 by 0, and loss scales from " in diagnosis.summary
 
 
 def test_gradients_that_are_rounding_noise_are_not_called_zero():
@@ -508,7 +508,7 @@ def test_remedy_is_tried_inside_of_jit():
     plain = diagnose(jmpscale.autocast(programs.image_positions), W, X)
     compiled = diagnose(jax.jit(jmpscale.autocast(programs.image_positions)), W, X)
     assert compiled.summary == plain.summary
-    assert "then the gradients differ by 0.0" in compiled.summary
+    assert "then the gradients differ from float32 by 0.0" in compiled.summary
 
 
 def test_linear_solve_is_computed_in_float32():

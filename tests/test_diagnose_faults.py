@@ -294,7 +294,7 @@ def check_fault(fault):
     assert [offset(name, line) for name in named[:1]] == ([] if line is None else [0])
     assert set(diagnosis.lines) <= set(named)
     assert {row.line for row in diagnosis.rows if row.in_lines} == set(diagnosis.lines)
-    assert ("then the gradients differ by " in summary) == bool(fault.lines)
+    assert ("then the gradients differ from float32 by " in summary) == bool(fault.lines)
     assert ('ass precision="highest" to the matmul at ' in summary) == (fault.autocast and bool(fault.lines))
     check_advice(diagnosis)
 

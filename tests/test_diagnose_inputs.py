@@ -213,7 +213,7 @@ def test_new_ref_raises_with_the_line():
         return total[...]
 
     line = loss.__code__.co_firstlineno + 1
-    words = rf"fun must not create a jax\.Ref, got new_ref at test_diagnose_inputs\.py:{line} \(loss\)\. diagnose eval"
+    words = rf"fun must not create a jax\.Ref, got new_ref at test_diagnose_inputs\.py:{line} \(loss\)\. diagnose runs"
     with pytest.raises(TypeError, match=words):
         traced(jax.jit(loss), ONE)
 

@@ -172,7 +172,7 @@ def logarithm(w):
 
 EYE, MATRIX = jnp.eye(2), jnp.float32([[1, 2], [3, 4]])
 NO_SCALE = "A loss scale cannot prevent that. "
-IN_FLOAT32 = "in float32: then the gradients differ by "
+IN_FLOAT32 = "in float32: then the gradients differ from float32 by "
 CORRECT = (
     "and reaches the loss or a gradient. No loss scale helps: correct this line. Common causes are invalid data; a "
     "softmax over a row that is masked everywhere, which needs a finite mask or where=; and a derivative such as the "
@@ -189,15 +189,15 @@ SUMMARIES = {  # the loss function, its arguments, and the summary, with the lin
         two_overflows,
         (W, X),
         "The forward pass overflows: mul at {0} reaches 9e+04, and the largest number of float16 is 65504. A loss "
-        "scale cannot prevent that. Compute {0} and {1} in float32, or normalize their inputs: then the gradients "
-        "differ by 0.0134%, and loss scales from 2^-3 to 2^34 fit.",
+        "scale cannot prevent that. Compute {0} and {1} in float32: then the gradients differ from float32 by "
+        "0.0134%, and loss scales from 2^-3 to 2^34 fit. Or normalize their inputs.",
     ),
     "partial sum": (
         partial_sum,
         (W, X),
         "The forward pass overflows: reduce_sum at {1} is not finite, although its results fit: a partial sum exceeds "
-        f"65504. {NO_SCALE}Compute {{1}} in float32, or normalize its input: then the gradients differ by 0.013%, and "
-        "loss scales from 2^-3 to 2^17 fit.",
+        f"65504. {NO_SCALE}Compute {{1}} {IN_FLOAT32}0.013%, and loss scales from 2^-3 to 2^17 fit. Or normalize its "
+        "input.",
     ),
     "underflow": (
         underflow,
@@ -209,8 +209,7 @@ SUMMARIES = {  # the loss function, its arguments, and the summary, with the lin
         backward_overflow,
         (W, X),
         "No loss scale fits. At 2^0, the backward pass overflows: add at {0} reaches 1.2e+05, and the largest number "
-        "of float16 is 65504. Compute {0} in float32, or normalize its input: then the gradients differ by 0, and loss "
-        "scales from 2^0 to 2^0 fit.",
+        f"of float16 is 65504. Compute {{0}} {IN_FLOAT32}0, and loss scales from 2^0 to 2^0 fit.",
     ),
     "backward underflow": (
         backward_underflow,
@@ -235,17 +234,17 @@ SUMMARIES = {  # the loss function, its arguments, and the summary, with the lin
         (EYE, EYE + 1),
         "The forward pass overflows: dot_general at {0} reaches 1.8e+05, and the largest number of float16 is 65504. "
         f'{NO_SCALE}Pass precision="highest" to the matmul at {{0}}, or use jax.default_matmul_precision("highest") '
-        "around it: then the gradients differ by 0, and loss scales from 2^-104 to 2^126 fit. No matmul remains in "
-        "half precision then. To keep them there, normalize the input, or multiply it by a power of two and divide "
-        "the result.",
+        "around it: then the gradients differ from float32 by 0, and loss scales from 2^-104 to 2^126 fit. No matmul "
+        "remains in half precision then. To keep them there, normalize the input, or multiply it by a power of "
+        "two and divide the result.",
     ),
     "one of two matmuls": (
         jmpscale.autocast(two_matmuls),
         (EYE, MATRIX),
         "The forward pass overflows: convert_element_type at {1} reaches 9.99e+04, and the largest number of float16 "
         f'is 65504. {NO_SCALE}Pass precision="highest" to the matmul at {{1}}, or use '
-        'jax.default_matmul_precision("highest") around it: then the gradients differ by 0.00977%, and loss scales '
-        'from 2^-17 to 2^18 fit. The autocast guide lists such programs under "Keep these in float32".',
+        'jax.default_matmul_precision("highest") around it: then the gradients differ from float32 by 0.00977%, and '
+        'loss scales from 2^-17 to 2^18 fit. The autocast guide lists such programs under "Keep these in float32".',
     ),
     "kernel": (kernel, (W, X), f"The result of pallas_call at {{1}}, which runs as written, is not finite, {CORRECT}"),
     "constant of zero": (
@@ -311,7 +310,7 @@ def test_program_of_many_lines():
     diagnosis = diagnose(namespace["loss"])
     names = [f"many_lines.py:{i} (loss)" for i in range(22, 36)]
     assert diagnosis.lines == tuple(names)
-    assert f"Compute {', '.join(names[:11])} and 3 others in float32, or normalize their inputs" in diagnosis.summary
+    assert f"Compute {', '.join(names[:11])} and 3 others in float32: then" in diagnosis.summary
     assert [row.line for row in diagnosis.rows if row.in_lines and not row.backward] == names
     assert {row.alone for row in diagnosis.rows} == {None}
     assert len(diagnosis.rows) > 64

@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._base.compat import as_varying
-from jmpscale._base.jaxpr import PROGRAM, Caller, called_jaxpr, equations, is_floating, split_scan_inputs, type_of
+from jmpscale._base.jaxpr import PROGRAM, Caller, called_jaxpr, is_floating, split_scan_inputs, type_of
 from jmpscale._base.source import is_backward
 
 
@@ -203,11 +203,3 @@ def _with_types_of(outputs: Sequence[Any], like: Sequence[Any]) -> list[Any]:
     """Returns arrays in the dtypes of others, and without weak types."""
     pairs = zip(outputs, like, strict=True)
     return [jax.lax.convert_element_type(x, y.dtype) if is_floating(y) else x for x, y in pairs]
-
-
-def compiler_options(jaxpr: core.Jaxpr) -> dict[str, Any]:
-    """Returns options with which a program compiles fast, and computes in the precision in which it is written."""
-    # On a CPU, compiling takes most of the time. Loops, which run many times, are five times as fast with level 1.
-    has_loops = any(found.eqn.primitive.name in ("scan", "while") for found in equations(jaxpr))
-    fast = {"xla_backend_optimization_level": int(has_loops)} if jax.default_backend() == "cpu" else {}
-    return fast | {"xla_allow_excess_precision": False}

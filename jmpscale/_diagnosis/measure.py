@@ -1,12 +1,14 @@
 """Compares the loss and the gradients of a step with those in float32."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jmpscale._diagnosis.compile import compile_lazily
 
 
 class Measured(NamedTuple):
@@ -36,12 +38,12 @@ class Measured(NamedTuple):
 
 def measure(outputs: Sequence[Any], reference: Sequence[Any]) -> Measured:
     """Compares a loss and gradients with a reference."""
-    return Measured(*np.asarray(_measure(list(outputs), list(reference)), np.float64).T)
+    return Measured(*np.asarray(_compiled()(list(outputs), list(reference)), np.float64).T)
 
 
-@jax.jit
-def _measure(outputs: list[Any], reference: list[Any]) -> jax.Array:
-    return jnp.stack([_compare(x, y) for x, y in zip(outputs, reference, strict=True)])
+@functools.cache
+def _compiled() -> Callable[[list[Any], list[Any]], jax.Array]:
+    return compile_lazily(lambda xs, references: jnp.stack(list(map(_compare, xs, references))))
 
 
 def _compare(x: jax.Array, reference: jax.Array) -> jax.Array:

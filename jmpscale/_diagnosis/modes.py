@@ -17,8 +17,9 @@ from jax.extend import core
 
 from jmpscale._autocast.rules import MATMULS
 from jmpscale._base.jaxpr import UNKNOWN_LINE, type_of
+from jmpscale._diagnosis.compile import compile_lazily
 from jmpscale._diagnosis.float32 import InFloat32, run_as_written, runs_only_as_written
-from jmpscale._diagnosis.interpret import Place, compiler_options, is_narrow, operations, widen
+from jmpscale._diagnosis.interpret import Place, is_narrow, operations, widen
 from jmpscale._diagnosis.measure import severity
 from jmpscale._diagnosis.step import Step
 
@@ -218,7 +219,7 @@ class ModalStep:
         def run(consts: list[Any], scale: jax.Array, modes: jax.Array) -> tuple[list[Any], Any]:
             return rule(modes, sites, index).evaluate(step.jaxpr, consts, [scale])
 
-        self._run, self._rewind = jax.jit(run, compiler_options=compiler_options(step.jaxpr)), step.rewind
+        self._run, self._rewind = compile_lazily(run, step.jaxpr), step.rewind
 
     def is_by_autocast(self, path: Path) -> bool:
         """Tests whether everything that a line computes in half precision is matmuls that `autocast` has converted."""
@@ -254,8 +255,7 @@ def _shortest(paths: Collection[Path]) -> dict[Path, Path]:
 
 def compile_step(step: Step) -> Callable[[float], list[Any]]:
     """Returns a function of the loss scale that returns the loss and the gradients of a step as it is written."""
-    options = compiler_options(step.jaxpr)
-    run = jax.jit(lambda consts, scale: jax.core.eval_jaxpr(step.jaxpr, consts, scale), compiler_options=options)
+    run = compile_lazily(lambda consts, scale: jax.core.eval_jaxpr(step.jaxpr, consts, scale), step.jaxpr)
 
     def run_at(scale: float) -> list[Any]:
         step.rewind()

@@ -14,7 +14,6 @@ from jmpscale._diagnosis.measure import Measured, measure
 from jmpscale._diagnosis.modes import ModalStep, Mode, Part, Path, Site, Statistics
 from jmpscale._diagnosis.scales import LARGEST_ERROR, Errors, Scales, largest, search
 
-_GOOD = 0.02  # the error of the gradients that rounding makes in a program without a fault
 _LARGEST_LOSS_ERROR = 0.03
 _NOISE = 0.25  # the relative change of a gradient that is rounding noise
 # The norm of a gradient, relative to the largest norm, below which it decides nothing. Losses of two sizes that no
@@ -23,7 +22,7 @@ _NEGLIGIBLE = 2.0**-60
 _ULP = 2.0**-22  # the relative change of the arguments by which rounding noise in float32 is recognized
 _ROUNDING = 2.0**-10  # the relative change of the arguments that rounding to half precision makes, and some more
 _LARGEST_SET = 12  # lines that are found one by one
-_TRIED_ALONE = 64  # lines, or parts of lines, of which each one is tried alone
+_TRIED_ALONE = 64  # parts of which each one is tried alone
 
 
 class Reason(enum.Enum):
@@ -128,10 +127,7 @@ class Trials:
 
         if not fits(range(len(paths))):
             return None
-        chosen = smallest_set(len(paths), fits)
-        if chosen and len(paths) <= _TRIED_ALONE:
-            chosen = self._single(scales[0]) or chosen
-        kept = [paths[i] for i in chosen]
+        kept = [paths[i] for i in smallest_set(len(paths), fits)]
         modes, exponent = self.kept(kept), scales[0]
 
         def errors_at(exponent: int) -> Errors:
@@ -139,12 +135,6 @@ class Trials:
             return None if loss_error else errors
 
         return Lines(kept, exponent, search(errors_at, exponent))
-
-    def _single(self, exponent: int) -> list[int]:
-        """Returns the first line that is enough, or nearly as good as the best one; nothing if no line is enough."""
-        errors = [self.error(self.kept([path]), Mode.AS_WRITTEN, exponent) for path in self.step.paths]
-        limit = min(LARGEST_ERROR, max(_GOOD, 2 * min(errors)))
-        return [i for i, error in enumerate(errors) if error <= limit][:1]
 
     def find_cause(self, lines: Lines, *, finite: bool) -> Cause:
         """Finds where an error begins, and the reason, by computing only one result of a set as it is written.
