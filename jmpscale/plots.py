@@ -166,7 +166,7 @@ def diagnosis(diagnosis: Diagnosis, *, ax: Axes | None = None) -> Axes:
 
     Args:
       diagnosis: the result of a function of `jmpscale.diagnose`.
-      ax: matplotlib axes. Axes in a grid, such as those of `plt.subplots`, are split: new axes below show the lines.
+      ax: matplotlib axes. Axes in a grid, such as the axes of `plt.subplots`, are split: new axes below show the lines.
 
     Returns:
       The axes with the loss scales. They show which ones fit, and why smaller and larger ones do not.

@@ -31,7 +31,7 @@ def diagnose(
 def diagnose(
     fun: Function | None = None, argnums: Any = 0, has_aux: bool = False, *, transform: Function = jax.value_and_grad
 ) -> Function:
-    """Creates a function that finds out what half precision does to a training step, by changing the step.
+    """Creates a function that measures what half precision does to a training step, and finds the lines to change.
 
     Call it as `jmpscale.value_and_grad` is called, with the same options, outside of `jax.jit`. It compares the loss
     and the gradients with the same program in float32, at powers of two as loss scales. If no scale fits, it searches
