@@ -56,16 +56,16 @@ NOT_CONVERTED = {  # a function, and the explanation in the warning; {line} is t
     ),
     "half precision already": (
         lambda x, w: x.astype(jnp.float16) @ w.astype(jnp.float16),
-        "1 of 1 matmuls, at {line}: The operands are float16 and float16. If the function is in half precision "
-        "already, remove autocast, which converts float32 parameters and inputs by itself.",
+        "1 of 1 matmuls, at {line}: The operands are float16 and float16, and autocast converts only float32. Pass "
+        "float32 parameters and inputs, or, if the function is in half precision already, remove autocast.",
     ),
     "autocast already": (
         lambda x, w: jmpscale.autocast(lambda x, w: x @ w)(x, w),
-        "1 of 1 matmuls, at {line}: The operands are float16 and float16.",
+        "1 of 1 matmuls, at {line}: The operands are float16 and float16, and",
     ),
     "other dtypes": (
         lambda x, w: x.astype(jnp.bfloat16) @ w,
-        "1 of 1 matmuls, at {line}: The operands are bfloat16 and float32.",
+        "1 of 1 matmuls, at {line}: The operands are bfloat16 and float32, and",
     ),
     "complex": (
         lambda x, w: (x + 1j) @ w.astype(jnp.complex64),

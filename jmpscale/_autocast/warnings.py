@@ -23,8 +23,8 @@ class Kept(enum.Enum):
 _EXPLANATIONS = {
     Kept.COMPLEX: "No complex dtype has parts in half precision. Compute the real and imaginary parts by matmuls of "
     "their own, or pass precision='highest' to keep them as they are.",
-    Kept.DTYPE: "The operands are {dtypes}. If the function is in half precision already, remove autocast, which "
-    "converts float32 parameters and inputs by itself.",
+    Kept.DTYPE: "The operands are {dtypes}, and autocast converts only float32. Pass float32 parameters and inputs, "
+    "or, if the function is in half precision already, remove autocast.",
     Kept.INNER_PRODUCT: "An inner product is a sum, which could overflow.",
     Kept.OUTER_PRODUCT: "An outer product adds nothing up, so half precision would only round it.",
     Kept.PRECISION: "autocast keeps the setting jax_default_matmul_precision={setting!r}. Reset it, and use "

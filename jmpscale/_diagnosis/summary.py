@@ -246,8 +246,9 @@ def _remedy(findings: Findings, cause: Cause, lines: Lines) -> str:
     by_hand = [path for path in paths if path not in matmuls]
     parts = [f"Compute {findings.names(by_hand)} in float32"] if by_hand else []
     if matmuls:
-        highest = f'ass precision="highest" to the matmul at {findings.names(matmuls)}'
-        context = 'or use jax.default_matmul_precision("highest") around it'
+        noun, pronoun = ("matmul", "it") if len(matmuls) == 1 else ("matmuls", "them")
+        highest = f'ass precision="highest" to the {noun} at {findings.names(matmuls)}'
+        context = f'or use jax.default_matmul_precision("highest") around {pronoun}'
         parts.append(f"{'p' if by_hand else 'P'}{highest}, {context}")
     text = f"{' and '.join(parts)}: then the gradients differ from float32 {_by(scales.smallest_error)}"
     if scales.fitting:
