@@ -115,7 +115,8 @@ def _diagnosis(findings: Findings, summary: str, alone: dict[Part, float]) -> Di
 
 def _row(findings: Findings, part: Part, in_lines: bool, alone: float | None) -> DiagnosisRow:
     found = {site: x for site, x in findings.statistics.items() if site.part == part}
-    first = max(found, key=lambda site: (found[site].overflow > 0, found[site].max_abs))
+    overflowing = [site for site in found if found[site].overflow > 0]
+    first = overflowing[0] if overflowing else max(found, key=lambda site: found[site].max_abs)
     return DiagnosisRow(
         line=findings.name(part.path),
         backward=part.backward,

@@ -192,15 +192,14 @@ class ModalStep:
 
     def __init__(self, step: Step, rule: type[Precision] | type[Repair]) -> None:
         self.consts = [widen(jnp.asarray(x)) for x in step.consts]
-        all_operations = list(operations(step.jaxpr))
-        kernels = [(eqn, place) for eqn, place in all_operations if runs_only_as_written(eqn)]
-        self.not_entered = list(dict.fromkeys(f"{x.caller.line_of(eqn)}: {eqn.primitive.name}" for eqn, x in kernels))
-        found = [(eqn, place) for eqn, place in all_operations if rule.applies(eqn)]
-        paths = [place.caller.path_of(eqn) or (UNKNOWN_LINE,) for eqn, place in found]
-        shortest = _shortest(set(paths))
+        everything = [(*x, x[1].caller.path_of(x[0]) or (UNKNOWN_LINE,)) for x in operations(step.jaxpr)]
+        kernels = [(eqn, path) for eqn, _, path in everything if runs_only_as_written(eqn)]
+        self.not_entered = list(dict.fromkeys(f"{path[-1]}: {eqn.primitive.name}" for eqn, path in kernels))
+        found = [x for x in everything if rule.applies(x[0])]
+        shortest = _shortest({path for _, _, path in found})
         sites: dict[tuple[int, Place], list[Site]] = {}
         self.constants: dict[tuple[Path, str, float], set[Site]] = {}
-        for (eqn, place), path in zip(found, paths, strict=True):
+        for eqn, place, path in found:
             part = Part(shortest[path], place.inside(eqn).backward)
             own = sites[id(eqn), place] = [Site(part, eqn.primitive.name, type_of(x).dtype) for x in eqn.outvars]
             values = [value for x in eqn.invars if (value := harmful_constant(eqn, x)) is not None]
@@ -208,12 +207,13 @@ class ModalStep:
                 self.constants.setdefault((part.path, eqn.primitive.name, value), set()).update(own)
         self.sites = list(dict.fromkeys(site for own in sites.values() for site in own))
         self.parts = list(dict.fromkeys(site.part for site in self.sites))
-        self.paths = list(dict.fromkeys(part.path for part in self.parts))
+        # A line whose forward pass has no such result, as of an index, is also in the order of the forward pass.
+        self.paths = list(dict.fromkeys(shortest[path] for _, _, path in everything if path in shortest))
         # The conversions that autocast inserts have the traceback of the matmul.
-        matmuls = {eqn.source_info.traceback for eqn, _ in found if eqn.primitive.name in MATMULS}
-        conversions = {eqn.source_info.traceback for eqn, _ in found if eqn.primitive.name == "convert_element_type"}
-        by_hand = [x for x in found if x[0].source_info.traceback not in matmuls & conversions]
-        self._by_hand = {sites[id(eqn), place][0].part.path for eqn, place in by_hand}
+        matmuls = {eqn.source_info.traceback for eqn, _, _ in found if eqn.primitive.name in MATMULS}
+        conversions = {eqn.source_info.traceback for eqn, _, _ in found if eqn.primitive.name == "convert_element_type"}
+        by_autocast = matmuls & conversions
+        self._by_hand = {shortest[path] for eqn, _, path in found if eqn.source_info.traceback not in by_autocast}
         index = {site: i for i, site in enumerate(self.sites)}
 
         def run(consts: list[Any], scale: jax.Array, modes: jax.Array) -> tuple[list[Any], Any]:

@@ -21,11 +21,12 @@ class DiagnosisRow:
     Attributes:
       line: the user's line, such as `model.py:41 (mlp)`.
       backward: whether the row is about the backward pass.
-      operation: the name of JAX's primitive that overflows, or else the one with the largest result.
+      operation: the name of JAX's first primitive that overflows, or else the one with the largest result.
       dtype: the name of the dtype of its result.
       max_abs: the largest finite magnitude in float32.
-      overflow: the fraction of values that are finite in float32 only.
-      underflow: the fraction of values that are subnormal or zero, but not zero in float32.
+      overflow: the fraction of values that are finite in float32 only, of the operation for which it is largest.
+      underflow: the fraction of values that are subnormal or zero, but not zero in float32, of the operation for which
+        it is largest.
       in_lines: whether the line is one of `Diagnosis.lines`.
       alone: the error of the gradients if this row alone computes in half precision; infinite if a gradient is not
         finite or the loss is wrong; None if the program has too many rows to run each of them.

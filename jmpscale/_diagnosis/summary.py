@@ -13,7 +13,7 @@ from jmpscale._diagnosis.modes import ModalStep, Path, Site, Statistics
 from jmpscale._diagnosis.report import format_percentage
 from jmpscale._diagnosis.scales import Scales
 from jmpscale._diagnosis.trials import Cause, Lines, Reason
-from jmpscale._state import ScalerState
+from jmpscale._state import ScalerConfig, ScalerState
 
 
 class Findings(NamedTuple):
@@ -165,28 +165,34 @@ def _describe_scale(findings: Findings) -> str:
 
 
 def _scale_remedy(findings: Findings, low: int, high: int) -> str:
-    """Returns the call that creates a scaler that fits, 2 bits below the largest scale if its limits allow it."""
+    """Describes what the scaler does at scales that do not fit, and returns the call that creates one that fits."""
     config = findings.scaler.config
-    if config.mode != "dynamic":
-        return f"Use {'static(' if config.mode == 'static' else 'dynamic(init_scale='}{_power(max(low, high - 2))})."
-    allowed = math.floor(math.log2(config.max_scale)), math.ceil(math.log2(config.min_scale))
-    exponent = max(low, min(high - 2, allowed[0]))
-    arguments = {"init_scale": exponent}
     is_frozen = findings.scale > 2.0**high and math.isfinite(findings.error)
-    if exponent > allowed[0] or is_frozen:
-        arguments["max_scale"] = high
-    if exponent < allowed[1]:
-        arguments["min_scale"] = low
-    call = f"dynamic({', '.join(f'{name}={_power(k)}' for name, k in arguments.items())})"
+    call = _scaler_call(config, low, high, may_grow=not is_frozen)
+    if config.mode != "dynamic":
+        return f"Use {call}."
     if is_frozen:
         return f"Its gradients are finite, so no step is skipped, and a dynamic scale does not back off. Use {call}."
-    if "min_scale" in arguments:
-        return (
-            f"A dynamic scale stops at min_scale, {format_scale(config.min_scale)}, and skips every step. Use {call}."
-        )
+    if "min_scale" in call:
+        limit = format_scale(config.min_scale)
+        return f"A dynamic scale stops at min_scale, {limit}, and skips every step. Use {call}."
     if findings.scale > 2.0**high:
         return f"A dynamic scale backs off, and each of these steps is skipped. {call} saves them."
     return f"Use {call}."
+
+
+def _scaler_call(config: ScalerConfig, low: int, high: int, *, may_grow: bool) -> str:
+    """Returns the call that creates a scaler that fits, 2 bits below the largest scale if its limits allow it."""
+    if config.mode == "static":
+        return f"static({_power(max(low, high - 2))})"
+    largest, smallest = math.floor(math.log2(config.max_scale)), math.ceil(math.log2(config.min_scale))
+    exponent = max(low, min(high - 2, largest))
+    arguments = {"init_scale": exponent}
+    if exponent > largest or not may_grow:
+        arguments["max_scale"] = high
+    if exponent < smallest:
+        arguments["min_scale"] = low
+    return f"dynamic({', '.join(f'{name}={_power(k)}' for name, k in arguments.items())})"
 
 
 def _power(exponent: int) -> str:
@@ -252,7 +258,11 @@ def _remedy(findings: Findings, cause: Cause, lines: Lines) -> str:
         parts.append(f"{'p' if by_hand else 'P'}{highest}, {context}")
     text = f"{' and '.join(parts)}: then the gradients differ from float32 {_by(scales.smallest_error)}"
     if scales.fitting:
-        text = f"{text}, and loss scales from {' to '.join(format_scale(2.0**k) for k in scales.fitting)} fit"
+        low, high = scales.fitting
+        text = f"{text}, and loss scales from {format_scale(2.0**low)} to {format_scale(2.0**high)} fit"
+        if not low <= math.log2(findings.scale) <= high:
+            call = _scaler_call(findings.scaler.config, low, high, may_grow=True)
+            text = f"{text}; yours is {format_scale(findings.scale)}, so use {call}, too"
     is_large = cause.reason is Reason.OVERFLOW and not cause.site.part.backward
     if not matmuls:
         inputs = "its input" if len(by_hand) == 1 else "their inputs"
