@@ -14,10 +14,9 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 README = (pages.DOCS.parent / "README.md").read_text()
 README_BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
-# The overview and the page on bfloat16 do not show the program that they change. `tests/frameworks` runs the
-# programs of the pages on training loops, and `test_common_mistakes.py` the page on mistakes.
-UNTESTED_DIFFS = {"index", "moving/bfloat16", "common_mistakes"}
-UNTESTED_DIFFS |= {f"guides/loops/{name}" for name in ("levanter", "tunix", "kauldron")}
+# The overview does not show the program that it changes. `tests/frameworks` runs the programs after the changes on the
+# page on training loops, and `test_common_mistakes.py` the page on mistakes.
+UNTESTED_DIFFS = {"index", "guides/training_loops", "common_mistakes"}
 DIFFS = [(page, diff) for page in pages.PAGES if page not in UNTESTED_DIFFS for diff in pages.diffs(page)]
 MIN_TRAINING_STEPS = 20  # a block with fewer losses is not a training run
 
