@@ -139,8 +139,8 @@ SENTENCES = {
     "README, time": Sentence(
         "../README.md",
         "on an H100, loss scaling made the step of a language model {:.0f}% longer, and the step in float16 took "
-        "{:.0f}% of its time in float32 (TF32). The model, with {:.1f} million parameters, was cast by hand; `autocast` "
-        "has not been timed on a GPU. A small network whose optimizer dominates paid {:.0f}%.",
+        "{:.0f}% of its time in float32 (TF32). The model, with {:.1f} million parameters, was cast by hand; "
+        "`autocast` has not been timed on a GPU. A small network whose optimizer dominates paid {:.0f}%.",
         lambda: [
             _longer(MODEL, "functional"),
             100 * _gpu(MODEL, "functional", "ms") / _gpu("language model, float32", "bare", "ms"),
