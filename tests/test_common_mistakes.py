@@ -227,26 +227,6 @@ def _keeps_nan(program):
     return bool(jnp.isnan(program["batch_stats"]).any())
 
 
-def _hardly_moves(program):
-    return max(float(jnp.abs(u).max()) for u in jax.tree.leaves(program["updates"])) < 1e-9
-
-
-def _line_search():
-    """Returns the names of a line search whose loss is near 1e-7."""
-    keys = jax.random.split(jax.random.key(2), 3)
-    x = jax.random.normal(keys[0], (64, 8))
-    inner, outer = jax.random.normal(keys[1], (8, 16)) / 3, jax.random.normal(keys[2], (16, 1)) / 4
-
-    def value_fn(params):
-        return 1e-7 * jnp.mean((jnp.tanh(x @ params["inner"]) @ params["outer"] - jnp.sin(x[:, :1])) ** 2)
-
-    params, tx = {"inner": inner, "outer": outer}, jmpscale.with_loss_scaling(optax.lbfgs())
-    opt_state = tx.init(params)
-    loss, grads = jmpscale.value_and_grad(jmpscale.autocast(value_fn))(opt_state, params)
-    names = {"params": params, "tx": tx, "opt_state": opt_state, "loss": loss, "grads": grads}
-    return names | {"value_fn": value_fn}
-
-
 NAN = {"grads": {"w": jnp.full((3, 1), jnp.nan)}, "loss": jnp.float32(jnp.nan)}
 HARM = {  # the test of the harm, and the names with which the snippet runs
     "The gradients come from JAX": (_underflows, {"loss_fn": _half_loss}),
@@ -258,7 +238,6 @@ HARM = {  # the test of the harm, and the names with which the snippet runs
     "Nothing is computed in float16": (_computes_in_float32, {}),
     "Part of the optimizer is outside the wrapper": (_changes_parameters_on_overflow, {}),
     "The loss is not passed": (_reduces_the_scale, NAN),
-    "A line search compares two functions": (_hardly_moves, _line_search()),
     "Other state is not gated": (_keeps_nan, NAN | {"batch_stats": jnp.ones(3), "new_batch_stats": NAN["grads"]["w"]}),
 }
 

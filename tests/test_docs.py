@@ -14,30 +14,20 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 README = (pages.DOCS.parent / "README.md").read_text()
 README_BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
-# The overview and the page on bfloat16 do not show the program that they change. `tests/frameworks` runs the
-# programs of the pages on training loops, and `test_common_mistakes.py` the page on mistakes.
-UNTESTED_DIFFS = {"index", "moving/bfloat16", "common_mistakes"}
-UNTESTED_DIFFS |= {f"guides/loops/{name}" for name in ("levanter", "tunix", "kauldron")}
+# The overview does not show the program that it changes. `tests/frameworks` runs the programs after the changes on the
+# page on training loops, and `test_common_mistakes.py` the page on mistakes.
+UNTESTED_DIFFS = {"index", "guides/training_loops", "common_mistakes"}
 DIFFS = [(page, diff) for page in pages.PAGES if page not in UNTESTED_DIFFS for diff in pages.diffs(page)]
 MIN_TRAINING_STEPS = 20  # a block with fewer losses is not a training run
 
 
-def needs_loss_scaling(text):
-    """Returns whether a text prints losses in float32, in float16 alone and with loss scaling, and checks them."""
-    losses = {}
-    for name, loss in re.findall(r"^(float32|float16(?: with)?)\b.* ([\d.]+|nan|inf)$", text, flags=re.MULTILINE):
-        losses.setdefault(name, []).append(float(loss))
-    if len(losses) < 3:
-        return False
-    (float32,), (float16,), scaled = (losses[name] for name in ("float32", "float16", "float16 with"))
-    assert float16 >= 1.2 * float32, text
-    assert all(abs(loss - float32) <= 0.02 * float32 for loss in scaled), text
-    return True
+def loss_needs_scaling(ours, float32, float16):
+    """Returns whether a loss equals the loss in float32, and the loss in float16 without loss scaling is larger."""
+    return abs(ours - float32) <= 0.02 * float32 and float16 >= 1.2 * float32
 
 
 @pytest.mark.full
 def test_readme_runs_as_pasted(capsys):
-    """The program of the README must also need loss scaling."""
     namespace = {"__name__": "README.md"}
     printed = []
     for language, code in README_BLOCKS:
@@ -48,7 +38,22 @@ def test_readme_runs_as_pasted(capsys):
     if jax.default_backend() == "cpu":  # other devices round differently
         for ours, theirs in zip(printed, expected, strict=True):
             pages.assert_same_output(ours, theirs)
-    assert needs_loss_scaling(printed[0])
+
+
+@pytest.mark.full
+def test_readme_program_needs_loss_scaling(capsys):
+    """The sentence below the program has the losses in float32 and in float16 without loss scaling."""
+    program = next(code for language, code in README_BLOCKS if language == "python")
+    (changed,) = re.findall(r"also prints ([\d.]+)\. .*?it prints ([\d.]+)\.", README, flags=re.DOTALL)
+    variants = [program, program.replace("@jmpscale.autocast\n", ""), program.replace("dynamic()", "disabled()")]
+    losses = []
+    for code in variants:
+        pages.run(code, "README.md", {"__name__": "README.md"})
+        losses.append(float(capsys.readouterr().out.split()[0]))
+    ours, float32, float16 = losses
+    assert loss_needs_scaling(ours, float32, float16)
+    if jax.default_backend() == "cpu":
+        pages.assert_same_output(f"{float32:.4f} {float16:.4f}", " ".join(changed))
 
 
 def test_readme_has_two_commands():
@@ -77,7 +82,7 @@ def test_links_resolve(path):
 def test_overview_links_every_page():
     linked = {(pages.DOCS / target.partition("#")[0]).resolve() for target in pages.links(pages.DOCS / "index.md")}
     missing = {path.resolve() for path in pages.TEXTS} - linked
-    for_code_hosts = {"README.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md"}
+    for_code_hosts = {"README.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "RELEASING.md", "SECURITY.md"}
     assert {path.name for path in missing} == {"index.md"} | for_code_hosts
 
 
@@ -117,23 +122,11 @@ def test_program_runs_after_a_diff(page, diff):
 
 
 @pytest.mark.parametrize(
-    ("float16", "scaled", "right"),
-    [
-        ("0.38", "0.30", True),
-        ("0.31", "0.30", False),
-        ("0.38", "0.31", False),
-        ("0.38", "nan", False),
-        ("nan", "0.30", False),
-    ],
+    ("float16", "ours", "right"),
+    [(0.38, 0.30, True), (0.31, 0.30, False), (0.38, 0.31, False), (0.38, math.nan, False), (math.nan, 0.30, False)],
 )
-def test_needs_loss_scaling_compares_the_losses(float16, scaled, right):
-    text = f"float32: loss 0.30\nfloat16: loss {float16}\nfloat16 with a scale: loss {scaled}\n"
-    if right:
-        assert needs_loss_scaling(text)
-        assert not needs_loss_scaling(text.partition("\n")[2])
-    else:
-        with pytest.raises(AssertionError):
-            needs_loss_scaling(text)
+def test_loss_needs_scaling_compares_the_losses(float16, ours, right):
+    assert loss_needs_scaling(ours, 0.30, float16) == right
 
 
 def test_pages_have_only_known_kinds_of_blocks():

@@ -122,7 +122,7 @@ def as_on_the_page(program, config, tx):
     return namespace["trainer"]
 
 
-AUTOCAST_ON_PAGE, STATIC_ON_PAGE, DYNAMIC_ON_PAGE, HOOK_ON_PAGE = page_programs("levanter")
+AUTOCAST_ON_PAGE, STATIC_ON_PAGE, DYNAMIC_ON_PAGE, HOOK_ON_PAGE = page_programs("Levanter")
 WAYS = {
     "unscaled": lambda config, tx: Trainer(config, tx, loss_fn),
     "around the function of the user": lambda config, tx: Trainer(config, tx, jmpscale.loss_scaled(loss_fn, 2.0**24)),

@@ -145,7 +145,7 @@ def as_on_the_page(program, model, tx, config, loss_fn, has_aux):
 # For runs that must be equal bit for bit with and without an overflow: float16 rounds subnormal numbers by the scale.
 keeps_scale = functools.partial(dynamic, growth_interval=2000, hysteresis=2)
 WAYS = {"static": static, "dynamic": dynamic}
-STATIC_ON_PAGE, DYNAMIC_ON_PAGE, *GRPO_ON_PAGE = page_programs("tunix")
+STATIC_ON_PAGE, DYNAMIC_ON_PAGE, *GRPO_ON_PAGE = page_programs("Tunix")
 ON_PAGE = {
     "static, as on the page": functools.partial(as_on_the_page, STATIC_ON_PAGE),
     "dynamic, as on the page": functools.partial(as_on_the_page, DYNAMIC_ON_PAGE),
