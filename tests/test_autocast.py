@@ -931,6 +931,13 @@ def test_autocast_raises_if_jax_has_renamed_a_primitive(monkeypatch):
         jmpscale.autocast(jnp.dot)(W, W)
 
 
+def test_first_call_of_autocast_may_be_inside_a_mesh():
+    jmpscale._base.jaxpr.check_primitives.cache_clear()
+    half, data = jmpscale.autocast(lambda x: x @ W), jax.P("data")
+    run = jax.jit(jax.shard_map(half, mesh=meshes.make_mesh(data=2), in_specs=data, out_specs=data))
+    assert_close(run(X), X @ W, rtol=5e-3)
+
+
 def test_autocast_has_the_signature_of_fun():
     def loss(w, x, *, activation=jnp.tanh):
         """Returns the loss."""
