@@ -331,6 +331,7 @@ def test_remedy_of_the_guide_saves_memory_or_communication(line):
     assert with_line <= limit * without
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("line", REMEDIES)
 def test_remedy_of_the_guide_changes_the_gradient_little(line):
     make_loss, params = REMEDIES[line][0], _words(2, 16, 8, 5, 2)

@@ -73,6 +73,7 @@ def library_calls(w, x):
     return jnp.mean(jnp.log1p(a**2) + jnp.log1p(b**2))
 
 
+@pytest.mark.full
 def test_two_calls_of_a_function_of_a_library_are_two_lines():
     x = jnp.asarray(np.random.default_rng(0).standard_normal(64), jnp.float32)
     diagnosis = diagnose(jmpscale.autocast(library_calls), x[:9], x)
@@ -249,7 +250,8 @@ def sharded_overflow(axis_type, w, x):
         return diagnose(mapped, w, jax.device_put(x, jax.NamedSharding(mesh, jax.P("data"))))
 
 
-@pytest.mark.parametrize("axis_type", [pytest.param("Auto", marks=pytest.mark.full), "Explicit"])
+@pytest.mark.full
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
 def test_line_in_a_shard_map_is_named(axis_type):
     diagnosis = sharded_overflow(axis_type, 30 * W, X)
     line = line_of(sharded_overflow, "# overflow", "shard_loss")
@@ -400,6 +402,7 @@ def test_arguments_with_infinities_are_named():
     assert diagnosis.fitting_scales() is None
 
 
+@pytest.mark.full
 def test_infinities_in_arguments_without_effect_are_not_named():
     def loss(w, x, mask):
         return squared(jnp.exp(x * w + mask)) + jnp.sum(jnp.sqrt(w * 0))
@@ -423,6 +426,7 @@ def test_remedy_is_tried_inside_functions_of_libraries():
     assert "then the gradients differ from float32 by 0, and loss scales from " in diagnosis.summary
 
 
+@pytest.mark.full
 def test_gradients_that_are_rounding_noise_are_not_called_zero():
     def loss(w, x):
         return jnp.mean(jnp.sin(1e8 * (x @ w)))
@@ -511,6 +515,7 @@ def test_remedy_is_tried_inside_of_jit():
     assert "then the gradients differ from float32 by 0.0" in compiled.summary
 
 
+@pytest.mark.full
 def test_linear_solve_is_computed_in_float32():
     def loss(scale):
         half = (jnp.eye(8) * (2 + scale)).astype(H)

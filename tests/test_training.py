@@ -98,7 +98,8 @@ def test_float16_with_loss_scaling_reaches_the_loss_of_float32(way):
     assert (scalers.total_skips[-1] > 10) == (way != "loss_scaled")
 
 
-@pytest.mark.parametrize("key", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("key", [2, 3])
 def test_line_search_trains_a_small_loss(key):
     """The loss that the search compares comes from the float32 function that it evaluates, the gradients from half."""
     keys = jax.random.split(jax.random.key(key), 3)

@@ -114,8 +114,8 @@ class Diagnosis:
         >>> import jmpscale
         >>> loss_fn = lambda w: jnp.sum((w * w).astype(jnp.float32))
         >>> diagnosis = jmpscale.diagnose(loss_fn)(jmpscale.dynamic(), jnp.full(3, 300.0, jnp.float16))
-        >>> print(diagnosis.describe().splitlines()[0])  # doctest: +ELLIPSIS
-        The forward pass overflows: mul at ... reaches 9e+04, and the largest number ...
+        >>> print(diagnosis.describe())  # doctest: +ELLIPSIS
+        The forward pass overflows: mul at ...
         """
         check_count("limit", limit)
         parts = [textwrap.fill(self.summary, _WIDTH, break_long_words=False, break_on_hyphens=False)]
