@@ -119,11 +119,12 @@ class _Losses(collections.abc.MutableMapping):
 def assert_same_output(printed, expected):
     """Compares texts word by word.
 
-    The last digits of decimal numbers may differ between versions of JAX, and a power of two that fits by one exponent.
+    The last digits of decimal numbers may differ between versions of JAX, and a power of two that fits by one exponent,
+    or by eight if it is near the limits of float32.
     """
     for ours, theirs in itertools.zip_longest(printed.split(), expected.split()):
         power, other = (re.fullmatch(r"2\^(-?\d+)[,.;]?", word or "") for word in (ours, theirs))
-        if power and other and abs(int(power[1]) - int(other[1])) == 1:
+        if power and other and abs(int(power[1]) - int(other[1])) <= (8 if abs(int(other[1])) > 100 else 1):
             continue
         decimals = re.fullmatch(r"-?\d+\.(\d+)(e[-+]\d+)?[%,.:]*", theirs or "")
         if ours is None or not decimals:

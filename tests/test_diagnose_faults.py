@@ -345,6 +345,7 @@ def test_diagnose_gives_no_alarm_for_a_healthy_program(program):
 
 
 @pytest.mark.full
+@pytest.mark.skipif(jax.__version_info__[:2] != (0, 10), reason="other versions of XLA do not combine the constants")
 def test_operations_that_the_compiler_combines_are_not_named():
     diagnosis = jmpscale.diagnose(programs.combined_constants)(jmpscale.static(2.0**12), W, X)
     assert diagnosis.summary == (

@@ -12,6 +12,7 @@ from jax.experimental import pallas
 
 import jmpscale
 
+import pages
 from diagnosis_programs import H, clip_cotangent, normalized_backward, tiny_backward
 from tables import rows
 
@@ -216,7 +217,8 @@ SUMMARIES = {  # the loss function, its arguments, and the summary, with the lin
         backward_underflow,
         (W, X),
         "No loss scale fits. At 2^0, the backward pass underflows: mul at {0} has 100% of its values below the normal "
-        f"numbers of float16. Compute {{0}} {IN_FLOAT32}0, and loss scales from 2^0 to 2^0 fit.",
+        f"numbers of float16. Compute {{0}} {IN_FLOAT32}0, and loss scales from 2^0 to 2^0 fit; yours is 2^10, so use "
+        "dynamic(init_scale=2.0**0), too.",
     ),
     "rounding": (
         rounding,
@@ -282,7 +284,7 @@ SUMMARIES = {  # the loss function, its arguments, and the summary, with the lin
 def test_summary(row):
     fun, args, summary = row
     lines = map(functools.partial(line, fun), range(2))
-    assert diagnose(fun, *args).summary == summary.format(*lines)
+    pages.assert_same_output(diagnose(fun, *args).summary, summary.format(*lines))
 
 
 @pytest.mark.full
