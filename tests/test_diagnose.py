@@ -169,6 +169,7 @@ def test_line_is_the_innermost_one_outside_of_installed_packages(tmp_path, monke
 
 
 @pytest.mark.full
+@pytest.mark.skipif(jax.__version_info__ < (0, 8), reason="JAX 0.7 keeps the lines that call a function")
 def test_line_of_a_program_inside_of_installed_packages(tmp_path, monkeypatch):
     (tmp_path / "site-packages").mkdir()
     (tmp_path / "site-packages" / "trainer.py").write_text(
