@@ -63,7 +63,8 @@ class Trials:
         self.step = step
         self._progress, self._count = progress, 0
         self._errors: dict[tuple[frozenset[tuple[Site, Mode]], Mode, int], float] = {}
-        self.reference, _ = step.run(1.0, {}, Mode.FLOAT32)
+        self._statistics: dict[float, dict[Site, Statistics]] = {}
+        self.reference = self._run_in_float32(1.0)
         self.measured = measure(self.reference, self.reference)
         changed = measure(step.run(1.0, {}, Mode.FLOAT32, _perturbed(step.consts))[0], self.reference)
         # The gradient of a bias before a normalization is zero. In a computed one there is only rounding noise, which
@@ -97,8 +98,15 @@ class Trials:
 
     def statistics(self, scale: float) -> dict[Site, Statistics]:
         """Returns the statistics of the results in float32, at a loss scale."""
-        _, records = self.step.run(scale, {}, Mode.FLOAT32)
-        return {site: Statistics(*numbers) for site, numbers in records.items()}
+        if scale not in self._statistics:
+            self._run_in_float32(scale)
+        return self._statistics[scale]
+
+    def _run_in_float32(self, scale: float) -> list[Any]:
+        """Returns the loss and the gradients in float32, and keeps the statistics of this run."""
+        outputs, records = self.step.run(scale, {}, Mode.FLOAT32)
+        self._statistics[scale] = {site: Statistics(*numbers) for site, numbers in records.items()}
+        return outputs
 
     def kept(self, paths: Collection[Path]) -> dict[Site, Mode]:
         """Returns the modes with which some lines compute in float32."""
