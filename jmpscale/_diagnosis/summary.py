@@ -262,7 +262,7 @@ def _remedy(findings: Findings, cause: Cause, lines: Lines) -> str:
         text = f"{text}, and loss scales from {format_scale(2.0**low)} to {format_scale(2.0**high)} fit"
         if not low <= math.log2(findings.scale) <= high:
             call = _scaler_call(findings.scaler.config, low, high, may_grow=True)
-            text = f"{text}; yours is {format_scale(findings.scale)}, so use {call}, too"
+            text = f"{text}; yours is {format_scale(findings.scale)}, so also use {call}"
     is_large = cause.reason is Reason.OVERFLOW and not cause.site.part.backward
     if not matmuls:
         inputs = "its input" if len(by_hand) == 1 else "their inputs"
