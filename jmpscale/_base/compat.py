@@ -20,7 +20,7 @@ def _find(name: str) -> Any:
 
 
 def unknown_jax(name: str) -> ImportError:
-    """Returns an error for a version of JAX in which this package would be wrong in silence."""
+    """Returns an error for a version of JAX in which this package would silently be wrong."""
     return ImportError(
         f"jmpscale does not know JAX {jax.__version__}, which has no {name}. Install a newer jmpscale, or an older JAX."
     )

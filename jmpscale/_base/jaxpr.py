@@ -61,7 +61,7 @@ def rewrite(jaxpr: core.Jaxpr, rewrite_equation: RewriteEquation, memo: Memo) ->
 
 @functools.cache
 def check_primitives() -> None:
-    """Raises if JAX has renamed a primitive that `rewrite` enters: its matmuls would run as written, in silence."""
+    """Raises if JAX has renamed a primitive that `rewrite` enters: its matmuls would silently run as written."""
 
     def matmuls(flag: jax.Array, x: jax.Array) -> Any:
         def square(x: jax.Array) -> jax.Array:
