@@ -71,6 +71,7 @@ FAULTS = {
         (W, jnp.where(np.arange(16)[:, None] % 7 == 3, -99999.0, X)),
         lines=CHAIN,
     ),
+    "overflow and rounding": Fault(programs.overflow_and_rounding, lines=(-1, 0)),
     "squares": Fault(programs.squares_overflow, lines=CHAIN),
     "loss": Fault(programs.loss_overflows),
     "gram": Fault(programs.gram_overflows, (W, 30 * normal(5, 2048, 8)), autocast=True),

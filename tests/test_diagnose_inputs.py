@@ -68,20 +68,6 @@ def test_only_the_argument_that_is_harmful_by_itself_is_returned():
     assert both.harmful_arguments([("a", mask), ("b", other)]) == ["a", "b"]
 
 
-@pytest.mark.full
-def test_only_the_argument_that_is_harmful_is_named():
-    def loss(w, mask, x):
-        return jnp.mean(jax.nn.softmax(x @ w + mask)[:, 0])
-
-    w, mask = jnp.ones((4, 4)), jnp.zeros((8, 4)).at[:, 3].set(-jnp.inf)
-    diagnose = jmpscale.diagnose(jmpscale.autocast(loss))
-    x = np.ones((8, 4), np.float32)
-    assert diagnose(jmpscale.dynamic(), w, mask, x).fitting_scales() is not None
-    x[0, 0] = np.nan
-    summary = diagnose(jmpscale.dynamic(), w, mask, x).summary
-    assert summary.startswith("x contains infinities or NaN, and with zeros in their place")
-
-
 @pytest.mark.parametrize("value", [0.0, np.inf, np.nan])
 def test_invalid_loss_scale_is_refused(value):
     scaler = jmpscale.dynamic()._replace(loss_scale=jnp.float32(value))

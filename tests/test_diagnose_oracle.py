@@ -84,7 +84,7 @@ def smallest_sets(seed):
     return []
 
 
-@pytest.mark.parametrize("seed", rows({str(seed): seed for seed in range(12)}, default={"1"}))
+@pytest.mark.parametrize("seed", rows({str(seed): seed for seed in range(8)}, default={"1"}))
 def test_lines_are_a_smallest_set(seed):
     source, lines = random_program(seed)
     loss = compile_program(source, [jnp.float16] * len(lines))

@@ -136,6 +136,11 @@ def rounding(w, x):
     return squared(w.astype(H) + c - c)
 
 
+def phases(w, x):
+    z = w.astype(H) * (x * 3.7).astype(H)
+    return jnp.mean(jnp.sin(100 * z.astype(jnp.float32))) / 16
+
+
 def rounded_loss(w, x):
     c = x[:1].astype(H) * H(4096)
     return squared(w) + squared(x.astype(H) + c - c)
@@ -186,12 +191,18 @@ SUMMARIES = {  # the loss function, its arguments, and the summary, with the lin
         "Loss scales from 2^-1 to 2^17 fit; yours is 2^10. The gradients differ from float32 by 0.00865%. mul at {0} "
         "reaches 2e+04, 1.7 bits below the largest number of float16: if it grows beyond, it overflows.",
     ),
+    "large error": (
+        phases,
+        (W, X),
+        "Loss scales from 2^-22 to 2^11 fit; yours is 2^10. The gradients differ from float32 by 6.97%. {0} alone "
+        "makes 7%, in the forward pass.",
+    ),
     "overflows": (
         two_overflows,
         (W, X),
         "The forward pass overflows: mul at {0} reaches 9e+04, and the largest number of float16 is 65504. A loss "
         "scale cannot prevent that. Compute {0} and {1} in float32: then the gradients differ from float32 by "
-        "0.0134%, and loss scales from 2^-3 to 2^34 fit. Or normalize their inputs.",
+        "0.0134%, and loss scales from 2^-1 to 2^34 fit. Or normalize their inputs.",
     ),
     "partial sum": (
         partial_sum,

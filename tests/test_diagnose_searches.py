@@ -58,8 +58,9 @@ SEARCHES = {  # the errors, the exponent of the present scale, the exponents of 
 }
 
 
+@pytest.mark.parametrize("expected", [-100, 0, 19, 100])
 @pytest.mark.parametrize(("error", "present", "fitting", "best"), SEARCHES.values(), ids=SEARCHES)
-def test_search(error, present, fitting, best):
+def test_search(error, present, fitting, best, expected):
     runs = set()
 
     def counted(k):
@@ -67,10 +68,21 @@ def test_search(error, present, fitting, best):
         assert -126 <= k <= 126
         return error(k)
 
-    found = search(counted, present)
+    found = search(counted, present, expected)
     assert (found.fitting, found.best) == (fitting, best)
     assert sorted(found.errors) == sorted(runs)
     assert len(runs) <= 40, sorted(runs)
+
+
+def test_search_that_expects_the_largest_scale_takes_few_runs():
+    found = search(window(-10, 19), 10, 19)
+    assert len(found.errors) <= 12, sorted(found.errors)
+
+
+def test_scale_whose_gradients_are_best_at_different_scales_does_not_fit_others():
+    errors = {5: [0.15, 0.001], 2: [0.001, 0.14], -1: [0.16, 0.16]}
+    found = search(lambda k: None if k > 5 else np.array(errors.get(k, [1.0, 1.0])), 2, 5)
+    assert (found.fitting, found.best) == ((2, 2), 2)
 
 
 TOLERANCES = {  # the best error, the error at other scales, and whether they fit
@@ -83,7 +95,7 @@ TOLERANCES = {  # the best error, the error at other scales, and whether they fi
 
 @pytest.mark.parametrize(("best", "other", "fits"), TOLERANCES.values(), ids=TOLERANCES)
 def test_scale_fits_up_to_a_tolerance(best, other, fits):
-    found = search(lambda k: None if k > 10 else np.array([best if k > 0 else other]), 5)
+    found = search(lambda k: None if k > 10 else np.array([best if k > 0 else other]), 5, 10)
     assert found.fitting == ((-126 if fits else 1), 10)
 
 

@@ -4,8 +4,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
-
 from jmpscale._diagnosis.modes import ModalStep, Part, Precision, compile_step
 from jmpscale._diagnosis.repair import RepairedStep
 from jmpscale._diagnosis.report import Diagnosis, DiagnosisRow
@@ -55,9 +53,10 @@ def examine(
 
     progress("running at powers of two")
     present = round(math.log2(scale))
-    scales = search(lambda k: trials.compare(run_as_written(2.0**k))[0], present)
+    scales = search(lambda k: trials.compare(run_as_written(2.0**k))[0], present, trials.largest_exponent())
     findings, exponent = _explain(findings._replace(scales=scales), trials, present)
-    return _diagnosis(findings, summarize(findings), trials.errors_alone(exponent))
+    alone = trials.errors_alone(exponent)
+    return _diagnosis(findings, summarize(findings, alone), alone)
 
 
 def _explain(findings: Findings, trials: Trials, present: int) -> tuple[Findings, int]:
@@ -67,7 +66,7 @@ def _explain(findings: Findings, trials: Trials, present: int) -> tuple[Findings
     if not trials.step.sites:
         return findings, present
     if not findings.accurate:
-        lines = trials.find_lines([best, present, _without_overflow(trials), 0, 24, -12])
+        lines = trials.find_lines([best, present, trials.largest_exponent() - 2, 0, 24, -12])
         if lines is None or not lines.paths:
             return findings._replace(lines=lines), best
         cause = trials.find_cause(lines, finite=math.isfinite(findings.loss) and scales.best is not None)
@@ -76,13 +75,6 @@ def _explain(findings: Findings, trials: Trials, present: int) -> tuple[Findings
     if not findings.scale_fits:
         return findings._replace(cause=trials.find_cause_of_scale(present, scales.limit)), present
     return findings._replace(tight=trials.find_tight(findings.statistics, present)), present
-
-
-def _without_overflow(trials: Trials) -> int:
-    """Returns the exponent of a scale at which no result of the backward pass overflows, with 2 bits to spare."""
-    backward = [(site.dtype, x.max_abs) for site, x in trials.statistics(1.0).items() if site.part.backward]
-    limits = [math.log2(float(jnp.finfo(dtype).max) / max_abs) for dtype, max_abs in backward if max_abs]
-    return max(-100, min(100, math.floor(min(limits, default=2.0)) - 2))
 
 
 def _describe_harmful(repaired: RepairedStep, non_finite: Arguments, *, is_finite: bool) -> str | None:

@@ -17,7 +17,7 @@ class Measured(NamedTuple):
     Attributes:
       errors: the L2 norm of the difference to the reference, relative to the norm of the reference; infinite if a value
         is not finite in one of them only, or if only the reference is zero.
-      norms: the L2 norm of the finite values.
+      norms: the L2 norm of the finite values of the reference.
       severity: 2 if a value is NaN, otherwise 1 if a value is infinite, otherwise 0.
     """
 
@@ -50,10 +50,10 @@ def _compare(x: jax.Array, reference: jax.Array) -> jax.Array:
     x = x.astype(reference.dtype)  # float32 or wider
     same = (x == reference) | (jnp.isnan(x) & jnp.isnan(reference))
     differs = ~same & ~(jnp.isfinite(x) & jnp.isfinite(reference))
-    distance = _norm(jnp.where(same | differs, 0, x - reference))
-    error = jnp.where(distance > 0, distance / _norm(reference), 0)
+    distance, norm = _norm(jnp.where(same | differs, 0, x - reference)), _norm(reference)
+    error = jnp.where(differs.any(), np.inf, jnp.where(distance > 0, distance / norm, 0))
     # A norm in float64 may exceed float32; `float` is float64 if JAX has it.
-    return jnp.stack([y.astype(float) for y in (jnp.where(differs.any(), np.inf, error), _norm(x), severity([x]))])
+    return jnp.stack([y.astype(float) for y in (error, norm, severity([x]))])
 
 
 def _norm(x: jax.Array) -> jax.Array:

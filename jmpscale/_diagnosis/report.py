@@ -28,8 +28,8 @@ class DiagnosisRow:
       underflow: the fraction of values that are subnormal or zero, but not zero in float32, of the operation for which
         it is largest.
       in_lines: whether the line is one of `Diagnosis.lines`.
-      alone: the error of the gradients if this row alone computes in half precision; infinite if a gradient is not
-        finite or the loss is wrong; None if the program has too many rows to run each of them.
+      alone: the error of the gradients if this row alone computes in half precision; infinite if a value is not finite,
+        at least 100% if the loss is wrong; None if the program has too many rows to run each of them.
     """
 
     line: str

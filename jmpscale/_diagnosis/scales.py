@@ -47,12 +47,13 @@ def largest(errors: Errors) -> float:
     return math.inf if errors is None else float(errors.max(initial=0.0))
 
 
-def search(measure: Callable[[int], Errors], present: int) -> Scales:
+def search(measure: Callable[[int], Errors], present: int, expected: int) -> Scales:
     """Finds the scales that fit, among powers of two.
 
     Args:
       measure: returns the error of each gradient at a power of two, or None if a gradient is not finite.
       present: the exponent of the present scale.
+      expected: an exponent which is probably the last one with finite gradients.
     """
     found: dict[int, Errors] = {}
 
@@ -61,25 +62,29 @@ def search(measure: Callable[[int], Errors], present: int) -> Scales:
             found[exponent] = measure(exponent)
         return found[exponent]
 
-    fitting, best = _search(error, present, found)
+    fitting, best = _search(error, present, expected, found)
     return Scales({k: largest(found[k]) for k in sorted(found)}, fitting, best)
 
 
 def _search(
-    error: Callable[[int], Errors], present: int, found: dict[int, Errors]
+    error: Callable[[int], Errors], present: int, expected: int, found: dict[int, Errors]
 ) -> tuple[tuple[int, int] | None, int | None]:
     """Returns the exponents of the smallest and largest scales that fit, and the exponent of the best one."""
+
+    def is_finite(k: int) -> bool:
+        return error(k) is not None
+
     starts = [present, 0, 12, -12, -24, -40, -60, -90, _LOWEST]
-    start = next((k for k in starts if error(k) is not None), None)
+    start = next(filter(is_finite, starts), None)
     if start is None:
         return None, None
-    highest = _last(lambda k: error(k) is not None, start, 1)
+    highest = _last(is_finite, expected if expected > start and is_finite(expected) else start, 1)
 
     def best_of(exponents: list[int]) -> int:
         return min(exponents, key=lambda k: largest(error(k)))
 
     def finite(*exponents: int) -> list[int]:
-        return [k for k in exponents if k >= _LOWEST and error(k) is not None]
+        return [k for k in exponents if k >= _LOWEST and is_finite(k)]
 
     # The error is constant from the largest scale down to where values begin to underflow, unless the backward pass
     # clips, or compares scaled values with others: then smaller scales may be better.
@@ -96,15 +101,16 @@ def _search(
         errors = error(k)
         return errors is not None and bool((errors <= 1.1 * smallest + _TOLERANCE).all())
 
-    low, high = _last(fits, best, -1), _last(fits, best, 1)
-    # The steps to the ends double, so a scale between them that was tried for another reason may not fit.
-    unfit = [k for k in list(found) if low < k < high and not fits(k)]
+    fitting = list(filter(fits, found)) or [best]
+    low, high = _last(fits, min(fitting), -1, step=4), _last(fits, max(fitting), 1)
+    # The steps to the ends grow, so a scale between them that was tried for another reason may not fit.
+    unfit = [k for k in found if low < k < high and not fits(k)]
     return (max([low, *(k + 1 for k in unfit if k < best)]), min([high, *(k - 1 for k in unfit if k > best)])), best
 
 
-def _last(holds: Callable[[int], bool], start: int, direction: int) -> int:
+def _last(holds: Callable[[int], bool], start: int, direction: int, step: int = 1) -> int:
     """Returns the last integer for which a condition holds, from `start`, for which it holds, in a direction."""
-    step, end = 1, _HIGHEST if direction > 0 else _LOWEST
+    end = _HIGHEST if direction > 0 else _LOWEST
     good = start
     while good != end:
         k = good + direction * min(step, abs(end - good))

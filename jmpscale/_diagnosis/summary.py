@@ -1,7 +1,7 @@
 """The first sentences of a diagnosis: the line, the reason and the remedy."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -9,11 +9,13 @@ import numpy as np
 
 from jmpscale._base.text import format_scale
 from jmpscale._diagnosis.measure import Measured
-from jmpscale._diagnosis.modes import ModalStep, Path, Site, Statistics
+from jmpscale._diagnosis.modes import ModalStep, Part, Path, Site, Statistics
 from jmpscale._diagnosis.report import format_percentage
 from jmpscale._diagnosis.scales import Scales
 from jmpscale._diagnosis.trials import Cause, Lines, Reason
 from jmpscale._state import ScalerConfig, ScalerState
+
+_LARGE_ERROR = 0.05  # of the gradients, at which the summary names the line with the largest error alone
 
 
 class Findings(NamedTuple):
@@ -113,8 +115,13 @@ def describe_origin(site: Site | None, not_entered: Sequence[str]) -> str:
     )
 
 
-def summarize(findings: Findings) -> str:
-    """Describes what was measured of a step that is finite in float32."""
+def summarize(findings: Findings, alone: Mapping[Part, float]) -> str:
+    """Describes what was measured of a step that is finite in float32.
+
+    Args:
+      findings: the measurements.
+      alone: the errors of the parts of which each one was tried alone.
+    """
     if not findings.step.sites and not findings.step.not_entered:
         return (
             "The program holds no result in half precision, and needs no loss scale. jmpscale.autocast runs its "
@@ -127,7 +134,8 @@ def summarize(findings: Findings) -> str:
         return text if findings.scale_fits else f"{text} {_describe_range(findings)} {_describe_scale(findings)}"
     if not findings.scale_fits:
         return f"{_describe_range(findings)} {_describe_scale(findings)}"
-    return f"{_describe_range(findings)} The gradients differ from float32 {_by(findings.error)}.{_headroom(findings)}"
+    error = f"The gradients differ from float32 {_by(findings.error)}."
+    return f"{_describe_range(findings)} {error}{_largest_part(findings, alone)}{_headroom(findings)}"
 
 
 def _describe_useless_gradients(reference: Measured) -> str:
@@ -199,6 +207,15 @@ def _power(exponent: int) -> str:
     return f"2.0**{exponent}"
 
 
+def _largest_part(findings: Findings, alone: Mapping[Part, float]) -> str:
+    """Names the line with the largest error alone, if the error is large."""
+    if findings.error < _LARGE_ERROR or not alone:
+        return ""
+    part = max(alone, key=lambda part: alone[part])
+    which = "backward" if part.backward else "forward"
+    return f" {findings.name(part.path)} alone makes {format_percentage(alone[part])}, in the {which} pass."
+
+
 def _headroom(findings: Findings) -> str:
     if findings.tight is None:
         return ""
@@ -252,7 +269,9 @@ def _remedy(findings: Findings, cause: Cause, lines: Lines) -> str:
     by_hand = [path for path in paths if path not in matmuls]
     parts = [f"Compute {findings.names(by_hand)} in float32"] if by_hand else []
     if matmuls:
-        noun, pronoun = ("matmul", "it") if len(matmuls) == 1 else ("matmuls", "them")
+        operations = {site.operation for site in step.sites if site.part.path in matmuls}
+        noun = "matmul" if "dot_general" in operations else "convolution"
+        noun, pronoun = (noun, "it") if len(matmuls) == 1 else (f"{noun}s", "them")
         highest = f'ass precision="highest" to the {noun} at {findings.names(matmuls)}'
         context = f'or use jax.default_matmul_precision("highest") around {pronoun}'
         parts.append(f"{'p' if by_hand else 'P'}{highest}, {context}")

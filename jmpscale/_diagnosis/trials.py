@@ -89,11 +89,11 @@ class Trials:
         return self.step.run(2.0**exponent, modes, default)[0]
 
     def error(self, modes: Mapping[Site, Mode], default: Mode, exponent: int) -> float:
-        """Returns the largest error of a gradient; infinity if a gradient is not finite, or the loss is wrong."""
+        """Returns the largest error of a gradient, infinity if a value is not finite; a wrong loss is one of 100%."""
         key = frozenset(modes.items()), default, exponent
         if key not in self._errors:
             errors, loss_error = self.compare(self.run(modes, default, exponent))
-            self._errors[key] = math.inf if loss_error else largest(errors)
+            self._errors[key] = max(largest(errors), loss_error, 1.0 if loss_error else 0.0)
         return self._errors[key]
 
     def statistics(self, scale: float) -> dict[Site, Statistics]:
@@ -107,6 +107,13 @@ class Trials:
         outputs, records = self.step.run(scale, {}, Mode.FLOAT32)
         self._statistics[scale] = {site: Statistics(*numbers) for site, numbers in records.items()}
         return outputs
+
+    def largest_exponent(self, paths: Collection[Path] = ()) -> int:
+        """Returns the exponent of the largest scale at which no backward pass overflows, if some lines do not count."""
+        results = [(site, x.max_abs) for site, x in self.statistics(1.0).items() if site.part.path not in paths]
+        backward = [(site.dtype, max_abs) for site, max_abs in results if site.part.backward and max_abs]
+        limits = [math.log2(float(jnp.finfo(dtype).max) / max_abs) for dtype, max_abs in backward]
+        return max(-100, min(100, math.floor(min(limits, default=0.0))))
 
     def kept(self, paths: Collection[Path]) -> dict[Site, Mode]:
         """Returns the modes with which some lines compute in float32."""
@@ -142,7 +149,7 @@ class Trials:
             errors, loss_error = self.compare(self.run(modes, Mode.AS_WRITTEN, exponent))
             return None if loss_error else errors
 
-        return Lines(kept, exponent, search(errors_at, exponent))
+        return Lines(kept, exponent, search(errors_at, exponent, self.largest_exponent(kept)))
 
     def find_cause(self, lines: Lines, *, finite: bool) -> Cause:
         """Finds where an error begins, and the reason, by computing only one result of a set as it is written.
@@ -156,14 +163,20 @@ class Trials:
         kept = self.kept(lines.paths)
         statistics = self.statistics(2.0**lines.exponent)
 
-        def is_wrong(site: Site, mode: Mode) -> bool:
-            return self.error(kept | {site: mode}, Mode.AS_WRITTEN, lines.exponent) > LARGEST_ERROR
+        def error(site: Site, mode: Mode) -> float:
+            return self.error(kept | {site: mode}, Mode.AS_WRITTEN, lines.exponent)
+
+        def cause(site: Site) -> Cause:
+            """Returns the cause that the range of float32 removes, and rounding if it removes none."""
+            with_range = error(site, Mode.RANGE)
+            found = _range_cause(site, statistics)
+            was_infinite = math.isinf(error(site, Mode.AS_WRITTEN)) and not math.isinf(with_range)
+            return found if was_infinite or with_range <= LARGEST_ERROR else found._replace(reason=Reason.ROUNDING)
 
         # An error of the forward pass explains the errors of the backward pass.
         for backward in (False, True):
-            found = [site for site in kept if site.part.backward == backward and is_wrong(site, Mode.AS_WRITTEN)]
-            causes = [_range_cause(site, statistics) for site in found]
-            causes = [x._replace(reason=Reason.ROUNDING) if is_wrong(x.site, Mode.RANGE) else x for x in causes]
+            sites = [site for site in kept if site.part.backward == backward]
+            causes = [cause(site) for site in sites if error(site, Mode.AS_WRITTEN) > LARGEST_ERROR]
             if causes:
                 # A result that is only infinite because its operand is too large is not the first choice.
                 return min(causes, key=lambda x: (x.reason is Reason.ROUNDING and not finite, _fits_as_written(x)))
