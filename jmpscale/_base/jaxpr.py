@@ -50,13 +50,37 @@ def rewrite(jaxpr: core.Jaxpr, rewrite_equation: RewriteEquation, memo: Memo) ->
       The new jaxpr, with the same inputs and outputs; or the same object, if no equation has changed.
     """
 
-    def new_jaxpr() -> core.Jaxpr:
-        eqns: list[core.JaxprEqn] = []
-        for eqn in jaxpr.eqns:
-            eqns += rewrite_equation(_rewrite_held(eqn, rewrite_equation, memo))
-        return jaxpr if _same(eqns, jaxpr.eqns) else jaxpr.replace(eqns=eqns)
+    def new_value(value: Any) -> Any:
+        """Returns a jaxpr, a tuple of jaxprs (the branches of a cond), or another parameter of an equation."""
+        if isinstance(value, tuple):
+            new = tuple(map(new_value, value))
+            return value if _same(new, value) else new
+        if not is_jaxpr(value):
+            return value
+        if value not in memo:
+            new = new_jaxpr(value)
+            memo[value] = None if new is value else new  # in a weak dictionary, a value must not keep its own key alive
+        return memo[value] or value
 
-    return _memoized(jaxpr, new_jaxpr, memo)
+    def new_jaxpr(value: Jaxpr) -> Jaxpr:
+        if isinstance(value, core.Jaxpr):
+            eqns = [new for eqn in value.eqns for new in rewrite_equation(new_parameters(eqn))]
+            return value if _same(eqns, value.eqns) else value.replace(eqns=eqns)
+        new = new_value(value.jaxpr)
+        return value if new is value.jaxpr else value.replace(jaxpr=new)
+
+    def new_parameters(eqn: core.JaxprEqn) -> core.JaxprEqn:
+        if eqn.primitive.name not in _TRANSPARENT:
+            return eqn
+        new = {name: new_value(value) for name, value in eqn.params.items()}
+        return eqn if _same(new.values(), eqn.params.values()) else eqn.replace(params=new)
+
+    return new_value(jaxpr)
+
+
+def _same(new: Collection[object], old: Collection[object]) -> bool:
+    """Tests whether two collections hold the same objects."""
+    return len(new) == len(old) and all(map(operator.is_, new, old))
 
 
 @functools.cache
@@ -84,41 +108,6 @@ def check_primitives() -> None:
     entered = [x for x in equations(jaxpr) if x.eqn.primitive.name == "dot_general" and not x.holder]
     if len(entered) != 5:
         raise unknown_jax("primitives of the names that are known")
-
-
-def _rewrite_held(eqn: core.JaxprEqn, rewrite_equation: RewriteEquation, memo: Memo) -> core.JaxprEqn:
-    """Rewrites the jaxprs that an equation holds."""
-    if eqn.primitive.name not in _TRANSPARENT:
-        return eqn
-
-    def new_closed(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-        new = rewrite(closed.jaxpr, rewrite_equation, memo)
-        return closed if new is closed.jaxpr else closed.replace(jaxpr=new)
-
-    def new_value(value: Any) -> Any:
-        if isinstance(value, core.Jaxpr):
-            return rewrite(value, rewrite_equation, memo)
-        if isinstance(value, core.ClosedJaxpr):
-            return _memoized(value, lambda: new_closed(value), memo)
-        if isinstance(value, tuple) and all(map(is_jaxpr, value)):  # the branches of a cond
-            new = tuple(map(new_value, value))
-            return value if _same(new, value) else new
-        return value
-
-    new = {name: new_value(value) for name, value in eqn.params.items()}
-    return eqn if _same(new.values(), eqn.params.values()) else eqn.replace(params=new)
-
-
-def _same(new: Collection[object], old: Collection[object]) -> bool:
-    """Tests whether two collections hold the same objects."""
-    return len(new) == len(old) and all(map(operator.is_, new, old))
-
-
-def _memoized(jaxpr: T, compute: Callable[[], T], memo: Memo) -> T:
-    if jaxpr not in memo:
-        new = compute()
-        memo[jaxpr] = None if new is jaxpr else new  # in a weak dictionary, a value must not keep its own key alive
-    return memo[jaxpr] or jaxpr
 
 
 UNKNOWN_LINE = "an unknown line"
@@ -154,11 +143,10 @@ class Caller(NamedTuple):
 
     def inside(self, eqn: core.JaxprEqn) -> "Caller":
         """Returns what surrounds the equations of the jaxprs that an equation holds."""
-        called = called_jaxpr(eqn)
-        held = called[0] if called else next(held_jaxprs(eqn), None)
-        info: Any = held.debug_info if held else None
+        info: Any = getattr(next(held_jaxprs(eqn), None), "debug_info", None)
         file, function = getattr(info, "func_filename", None), getattr(info, "func_name", None)
-        in_library = is_library_function(file) if called and file is not None else self.in_library
+        is_call = eqn.primitive.name in _CALLS and file is not None
+        in_library = is_library_function(file) if is_call else self.in_library
         return Caller(self.path_of(eqn), (function or "", file or ""), in_library)
 
 
@@ -222,13 +210,8 @@ def called_jaxpr(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, list[Any]] | None:
     """Returns the jaxpr that an equation calls with its operands, and the jaxpr's constants; None if there is none."""
     if eqn.primitive.name not in _CALLS:
         return None
-    for name in ("jaxpr", "call_jaxpr"):
-        held = eqn.params.get(name)
-        if isinstance(held, core.ClosedJaxpr):
-            return held.jaxpr, list(held.consts)
-        if isinstance(held, core.Jaxpr):
-            return held, []
-    return None
+    held = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
+    return (held.jaxpr, list(held.consts)) if isinstance(held, core.ClosedJaxpr) else (held, [])
 
 
 def split_scan_inputs(eqn: core.JaxprEqn, inputs: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
