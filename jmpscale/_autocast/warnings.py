@@ -34,36 +34,38 @@ _EXPLANATIONS = {
 }
 
 
-def warn_unchanged(name: str, half: np.dtype, kept: Sequence[tuple[Found, Kept]], setting: str | None) -> None:
-    """Warns that no matmul of a function is converted, unless the function itself requests the precision of one.
+def warn_about_kept(
+    name: str, half: np.dtype, kept: Sequence[tuple[Found, Kept]], setting: str | None, is_unchanged: bool
+) -> None:
+    """Warns that no matmul of a function is converted, or no complex matmul.
 
     Args:
       name: the name of the function.
       half: the dtype to which matmuls are converted.
-      kept: the matmuls of the function, and the reasons why they run as written.
+      kept: the matmuls that run as written, and the reasons.
       setting: the global precision, if it is a reason.
+      is_unchanged: whether no matmul is converted.
     """
-    if setting is None and any(reason is Kept.PRECISION for _, reason in kept):
+    by_reason: dict[Kept, list[Found]] = {}
+    for found, reason in kept:
+        by_reason.setdefault(reason, []).append(found)
+    if not is_unchanged:
+        if found := by_reason.get(Kept.COMPLEX):
+            warn_user(
+                f"autocast does not convert the complex matmuls of {name} to {half}, {len(found)} in total, the first "
+                f"at {found[0].line}. {_EXPLANATIONS[Kept.COMPLEX]}"
+            )
         return
+    if Kept.PRECISION in by_reason and setting is None:
+        return  # the function itself requests the precision of a matmul
     sentences = []
-    for reason in dict.fromkeys(reason for _, reason in kept):
-        same = [found for found, other in kept if other is reason]
-        first = same[0]
+    for reason, found in by_reason.items():
+        first = found[0]
         dtypes = " and ".join(str(type_of(x).dtype) for x in first.eqn.invars[:2])
         explanation = _EXPLANATIONS[reason].format(dtypes=dtypes, setting=setting, holder=first.holder)
-        sentences.append(f"{len(same)} of {len(kept)} matmuls, at {first.line}: {explanation}")
+        sentences.append(f"{len(found)} of {len(kept)} matmuls, at {first.line}: {explanation}")
     if not kept:
         sentences = ["It contains none; kernels, sparse matmuls and compiled functions run as written."]
     warn_user(
         f"autocast has no effect: it converts no matmul or convolution of {name} to {half}. {' '.join(sentences)}"
     )
-
-
-def warn_about_complex(name: str, half: np.dtype, kept: Sequence[tuple[Found, Kept]]) -> None:
-    """Warns that the complex matmuls of a function, of which others are converted, run as written."""
-    found = [found for found, reason in kept if reason is Kept.COMPLEX]
-    if found:
-        warn_user(
-            f"autocast does not convert the complex matmuls of {name} to {half}, {len(found)} in total, the first at "
-            f"{found[0].line}. {_EXPLANATIONS[Kept.COMPLEX]}"
-        )
