@@ -116,11 +116,6 @@ def check_no_refs(tree: PyTree, name: str = "tree") -> None:
         )
 
 
-def nnx_objects(tree: PyTree) -> list[object]:
-    """Returns the Flax NNX objects that a tree contains, which are changed in place."""
-    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_nnx_object) if is_nnx_object(leaf)]
-
-
 def nnx_variables(tree: PyTree) -> list[object]:
     """Returns the Flax NNX variables that a tree contains, which are changed in place."""
     variable = nnx_variable_class()
@@ -129,8 +124,9 @@ def nnx_variables(tree: PyTree) -> list[object]:
 
 def check_no_nnx_objects(tree: PyTree, name: str, remedy: str) -> None:
     """Raises if a tree contains Flax NNX objects: a transformation would change only copies of them."""
-    if found := nnx_objects(tree):
-        raise TypeError(
-            f"{name} must hold values, got a Flax NNX {type_name(found[0])}, which is changed in place: the change "
-            f"would be lost. {remedy}"
-        )
+    for leaf in jax.tree.leaves(tree, is_leaf=is_nnx_object):
+        if is_nnx_object(leaf):
+            raise TypeError(
+                f"{name} must hold values, got a Flax NNX {type_name(leaf)}, which is changed in place: the change "
+                f"would be lost. {remedy}"
+            )
