@@ -38,14 +38,12 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
     underflow without loss scaling: differentiate with `jmpscale.value_and_grad`, or use `loss_scaled`. bfloat16 needs
     no scaling.
 
-    Some operations of these kinds remain in float32. Half precision would make them less accurate and not faster:
+    Inner products, such as `jnp.vdot(w, w)`, and outer products, such as positions times frequencies in rotary
+    embeddings, remain in float32: half precision would make them less accurate and not faster. Sums, angles and gathers
+    that are written as other matmuls are rounded; the guide lists programs that must stay in float32.
+    `precision="highest"` keeps a matmul in float32, and so does `jax.default_matmul_precision("highest")` around it.
 
-    - inner products, such as `jnp.vdot(w, w)`, which are sums;
-    - outer products, such as positions times frequencies in rotary embeddings, which are element-wise products.
-
-    Sums, angles and gathers that are written as other matmuls are rounded; the guide lists programs that must stay in
-    float32. `precision="highest"` keeps a matmul in float32, and so does `jax.default_matmul_precision("highest")`
-    around it. Matmuls of other dtypes, kernels (Pallas, FFI), solvers, and functions with their own derivative rule
+    Matmuls of other dtypes, kernels (Pallas, FFI), solvers, and functions with their own derivative rule
     (`jax.custom_vjp`, `jax.custom_jvp`) run as written. To convert the matmuls of such a function, wrap `fun` after
     differentiation, `autocast(jmpscale.value_and_grad(loss_fn))`, or use `autocast` inside the function.
 
@@ -79,8 +77,12 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
     half = _check_dtype(dtype)
     if fun is None:
         return functools.partial(autocast, dtype=half)
-    _check_function(fun)
     name, is_checked = describe_function(fun), False
+    if not callable(fun) or _as_half(fun) is not None:
+        raise TypeError(
+            f"fun must be the loss function, got {name}. Pass it first, and the dtype by its name: autocast(loss_fn, "
+            "dtype=...)."
+        )
 
     def run_in_half(fun: Callable[..., PyTree], *args: PyTree) -> PyTree:
         nonlocal is_checked
@@ -99,15 +101,6 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
         return lift_nnx(run_in_half, lambda args, kwargs: fun(*args, **kwargs), args, kwargs)
 
     return autocast_fun
-
-
-def _check_function(fun: object) -> None:
-    if callable(fun) and _as_half(fun) is None:
-        return
-    remedy = "Pass it first" if _as_half(fun) is None else "Pass the dtype by its name"
-    raise TypeError(
-        f"fun must be the loss function, got {describe_function(fun)}. {remedy}: autocast(loss_fn, dtype=...)."
-    )
 
 
 def _check_dtype(dtype: object) -> np.dtype:
