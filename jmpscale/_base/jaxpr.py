@@ -58,8 +58,9 @@ def rewrite(jaxpr: core.Jaxpr, rewrite_equation: RewriteEquation, memo: Memo) ->
         if not is_jaxpr(value):
             return value
         if value not in memo:
-            new = new_jaxpr(value)
-            memo[value] = None if new is value else new  # in a weak dictionary, a value must not keep its own key alive
+            rewritten = new_jaxpr(value)
+            # In a weak dictionary, a value must not keep its own key alive.
+            memo[value] = None if rewritten is value else rewritten
         return memo[value] or value
 
     def new_jaxpr(value: Jaxpr) -> Jaxpr:
@@ -118,16 +119,11 @@ class Caller(NamedTuple):
 
     JAX keeps the jaxprs of compiled functions. In a function such as `jax.nn.silu`, an equation has no user's line, or
     the line of the first call, whichever call it belongs to. Its line is therefore the line of the call.
-
-    Attributes:
-      path: the user's lines that lead to the equation that holds the jaxpr, outermost first.
-      function: the name and the file of the function of the jaxpr.
-      in_library: whether the jaxpr belongs to a function of a library.
     """
 
-    path: tuple[str, ...] = ()
-    function: tuple[str, str] = ("", "")
-    in_library: bool = False
+    path: tuple[str, ...] = ()  # the user's lines that lead to the equation that holds the jaxpr, outermost first
+    function: tuple[str, str] = ("", "")  # the name and the file of the function of the jaxpr
+    in_library: bool = False  # whether it is a function of a library
 
     def path_of(self, eqn: core.JaxprEqn) -> tuple[str, ...]:
         """Returns the user's lines that lead to an equation of the jaxpr, outermost first."""
@@ -137,40 +133,29 @@ class Caller(NamedTuple):
         lines = own if own[: len(self.path)] == self.path else (*self.path, *own)
         return tuple(line for line, _ in itertools.groupby(lines))
 
-    def line_of(self, eqn: core.JaxprEqn) -> str:
-        """Returns the user's line of an equation of the jaxpr, such as `model.py:41 (mlp)`."""
-        return (self.path_of(eqn) or (UNKNOWN_LINE,))[-1]
-
     def inside(self, eqn: core.JaxprEqn) -> "Caller":
         """Returns what surrounds the equations of the jaxprs that an equation holds."""
         info: Any = getattr(next(held_jaxprs(eqn), None), "debug_info", None)
-        file, function = getattr(info, "func_filename", None), getattr(info, "func_name", None)
-        is_call = eqn.primitive.name in _CALLS and file is not None
+        file, function = getattr(info, "func_filename", None) or "", getattr(info, "func_name", None) or ""
+        is_call = eqn.primitive.name in _CALLS and file
         in_library = is_library_function(file) if is_call else self.in_library
-        return Caller(self.path_of(eqn), (function or "", file or ""), in_library)
+        return Caller(self.path_of(eqn), (function, file), in_library)
 
 
 PROGRAM = Caller()  # of the equations that no other equation holds
 
 
 class Found(NamedTuple):
-    """An equation of a jaxpr, or of a jaxpr that another equation holds.
-
-    Attributes:
-      eqn: the equation.
-      caller: what surrounds it.
-      holder: the name of the outermost primitive that holds it and that `rewrite` does not enter; empty if `rewrite`
-        enters all of them.
-    """
+    """An equation of a jaxpr, or of a jaxpr that another equation holds."""
 
     eqn: core.JaxprEqn
     caller: Caller
-    holder: str
+    holder: str  # the name of the outermost primitive that holds it and that `rewrite` does not enter, if there is one
 
     @property
     def line(self) -> str:
-        """The user's line of the equation, for which its traceback is read."""
-        return self.caller.line_of(self.eqn)
+        """The user's line of the equation, such as `model.py:41 (mlp)`, for which its traceback is read."""
+        return (self.caller.path_of(self.eqn) or (UNKNOWN_LINE,))[-1]
 
 
 def equations(jaxpr: core.Jaxpr, caller: Caller = PROGRAM, holder: str = "") -> Iterator[Found]:

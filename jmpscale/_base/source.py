@@ -24,13 +24,8 @@ def user_lines(eqn: core.JaxprEqn, function: str = "", file: str = "") -> tuple[
     """Returns the user's lines that lead to an equation, such as `model.py:41 (mlp)`, outermost first.
 
     They are the lines outside of installed packages. If all lines are inside of them, as in a framework's own trainer,
-    they are the lines outside of JAX and of the libraries that define layers and optimizers.
-
-    Args:
-      eqn: the equation.
-      function: the name of a function whose callers are omitted, if it is among them; JAX traces a compiled function
-        once, so the traceback of its equations shows only the first call.
-      file: the file of the function.
+    they are the lines outside of JAX and of the libraries that define layers and optimizers. The callers of a function
+    are omitted, if it is among them: JAX traces a compiled function once, so its equations show the first call.
     """
     traceback: Any = eqn.source_info.traceback
     frames = [frame for frame in traceback.frames if not _JAX.search(frame.file_name)] if traceback else []

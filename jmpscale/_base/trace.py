@@ -12,12 +12,6 @@ from jax.extend import core
 from jmpscale._base.frameworks import is_nnx, is_outer_nnx, is_trace_error, nnx_lifting
 from jmpscale._base.tree import PyTree, flatten_matching, is_traced
 
-_NNX_REMEDY = (
-    "{name} is traced, so Flax does not let it change variables that it closes over, or that belong to an outer trace. "
-    "Pass the Flax NNX objects or the state as arguments, and differentiate with flax.nnx.value_and_grad; or create "
-    "the variables in the function: nnx.merge(graphdef, state, copy=True)."
-)
-
 
 class Traced(NamedTuple):
     """A traced call of a function."""
@@ -35,13 +29,7 @@ class Traced(NamedTuple):
 def trace(fun: Callable[..., PyTree], *args: PyTree, name: str) -> Traced:
     """Calls a function, once, to record its equations; arguments and results may be any objects.
 
-    Args:
-      fun: the function.
-      *args: its arguments.
-      name: names the function in errors, such as `loss_fn in jmpscale.autocast`.
-
-    Returns:
-      The traced call.
+    `name` is the name of the function in errors, such as `loss_fn in jmpscale.autocast`.
     """
     unflatten: Callable[..., PyTree] = tuple
 
@@ -60,7 +48,12 @@ def trace(fun: Callable[..., PyTree], *args: PyTree, name: str) -> Traced:
         closed = jax.make_jaxpr(traced_outputs)()
     except Exception as error:
         if is_trace_error(error):
-            error.add_note(_NNX_REMEDY.format(name=name))
+            error.add_note(
+                f"{name} is traced, so Flax does not let it change variables that it closes over, or that belong to an "
+                "outer trace. Pass the Flax NNX objects or the state as arguments, and differentiate with "
+                "flax.nnx.value_and_grad; or create the variables in the function: "
+                "nnx.merge(graphdef, state, copy=True)."
+            )
         raise
     return Traced(closed.jaxpr, closed.consts, unflatten)
 

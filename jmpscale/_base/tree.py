@@ -55,8 +55,7 @@ def flatten_matching(
 
 def flatten_gradients(tree: PyTree) -> tuple[list[Any], Callable[[Iterable[object]], PyTree]]:
     """Returns the gradients in a tree of gradients, and a function that replaces them in the tree."""
-    leaves, treedef = jax.tree.flatten(tree)
-    return _split(leaves, treedef, _gradient_mask(tree))
+    return _split(*jax.tree.flatten(tree), _gradient_mask(tree))
 
 
 def _split(leaves: list[Any], treedef: Any, mask: list[bool]) -> tuple[list[Any], Callable[[Iterable[object]], PyTree]]:
