@@ -20,8 +20,8 @@ from jmpscale._base.tree import (
     Path,
     PyTree,
     check_no_refs,
+    flatten_gradients,
     flatten_matching,
-    gradients_with_path,
     is_array,
     is_inexact,
     is_real,
@@ -195,7 +195,7 @@ class _Role(NamedTuple):
 
 def _roles(inputs: list[jax.Array], args: tuple[PyTree, ...], jaxpr: core.Jaxpr) -> tuple[_Role, ...]:
     paths = {id(leaf): path for path, leaf in jax.tree_util.tree_leaves_with_path(args)}
-    gradients = {id(leaf) for _, leaf in gradients_with_path(args)}
+    gradients = {id(leaf) for leaf in flatten_gradients(args)[0]}
     # The scales of fp8 layers have this shape. Values that fun closes over have no names by which to recognize them.
     unknown = {id(x) for x in inputs if id(x) not in paths and jnp.shape(x) == (1,)}
     if unknown and not _has_fp8_layers(jaxpr):

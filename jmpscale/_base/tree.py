@@ -4,7 +4,7 @@ Leaves that are not arrays pass through every function of this package unchanged
 """
 
 import collections
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import jax
@@ -70,10 +70,14 @@ def _split(leaves: list[Any], treedef: Any, mask: list[bool]) -> tuple[list[Any]
     return [leaf for leaf, matched in zip(leaves, mask, strict=True) if matched], unflatten
 
 
-def gradients_with_path(tree: PyTree) -> list[tuple[Path, Any]]:
-    """Returns the gradients in a tree of gradients, with their paths."""
-    entries = jax.tree_util.tree_leaves_with_path(tree)
-    return [entry for entry, matched in zip(entries, _gradient_mask(tree), strict=True) if matched]
+def named_gradients(tree: PyTree) -> list[tuple[str, Any]]:
+    """Returns each gradient with a name, such as `params/layer_7/kernel`; its full path if two names would be equal."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    found = [entry for entry, matched in zip(leaves, _gradient_mask(tree), strict=True) if matched]
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in found]
+    counts = collections.Counter(names)
+    pairs = zip(names, found, strict=True)
+    return [(jax.tree_util.keystr(path) if counts[name] > 1 else name, leaf) for name, (path, leaf) in pairs]
 
 
 def _gradient_mask(tree: PyTree) -> list[bool]:
@@ -96,13 +100,6 @@ def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
 def structure(tree: PyTree) -> object:
     """Returns the structure of a tree, which Python compares by `==`."""
     return jax.tree.structure(tree)
-
-
-def path_names(paths: Sequence[Path]) -> list[str]:
-    """Returns names of leaves, such as `params/layer_7/kernel`; full paths where two names would be equal."""
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
-    counts = collections.Counter(names)
-    return [jax.tree_util.keystr(path) if counts[name] > 1 else name for path, name in zip(paths, names, strict=True)]
 
 
 def check_no_refs(tree: PyTree, name: str = "tree") -> None:
