@@ -154,9 +154,20 @@ def assert_step_is_noop(before: PyTree, after: PyTree) -> None:
     >>> testing.assert_step_is_noop({"w": jnp.ones(3)}, {"w": jnp.ones(3)})
     """
     _check_is_copy(before, after)
+    old, new = named_leaves(before), named_leaves(after)
+    if differing := {path for path, _ in old} ^ {path for path, _ in new}:
+        raise AssertionError(
+            f"the step changed the structure of the training state: state{min(differing)} is only in one of the two "
+            "states."
+        )
     if structure(before) != structure(after):
-        raise AssertionError(_describe_structures(before, after))
-    for (path, was), (_, now) in zip(named_leaves(before), named_leaves(after), strict=True):
+        raise AssertionError(
+            f"the step changed the structure of the training state: {truncate(structure(before), 200)} before, "
+            f"{truncate(structure(after), 200)} after. A container has another type, or another static field, such as "
+            "a function that was created again. Compare the arrays alone, such as (state.params, state.opt_state) of a "
+            "TrainState."
+        )
+    for (path, was), (_, now) in zip(old, new, strict=True):
         if _bits(was) != _bits(now):
             raise AssertionError(
                 f"the step changed state{path}: {truncate(repr(was), 200)} before, {truncate(repr(now), 200)} after. "
@@ -164,19 +175,6 @@ def assert_step_is_noop(before: PyTree, after: PyTree) -> None:
                 "leave it out if it counts calls, or belongs to a scaler, which counts the skip (of the optimizer "
                 "state of with_loss_scaling, compare inner_state); otherwise no overflow reached the gradients."
             )
-
-
-def _describe_structures(before: PyTree, after: PyTree) -> str:
-    """Describes how two structures differ."""
-    start = "the step changed the structure of the training state"
-    old, new = ({path for path, _ in named_leaves(tree)} for tree in (before, after))
-    if old != new:
-        return f"{start}: state{min(old ^ new)} is only in one of the two states."
-    return (
-        f"{start}: {truncate(structure(before), 200)} before, {truncate(structure(after), 200)} after. A container has "
-        "another type, or another static field, such as a function that was created again. Compare the arrays alone, "
-        "such as (state.params, state.opt_state) of a TrainState."
-    )
 
 
 def _check_is_copy(before: PyTree, after: PyTree) -> None:
