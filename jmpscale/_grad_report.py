@@ -15,7 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jmpscale._base.axes import AxisName, axes_to_reduce, check_no_partial_sums, warn_if_unsynchronized
 from jmpscale._base.check import COUNTER_LIMIT, check_count
 from jmpscale._base.text import format_table
-from jmpscale._base.tree import PyTree, check_no_refs, gradients_with_path, is_traced, path_names
+from jmpscale._base.tree import PyTree, check_no_refs, is_traced, named_gradients
 from jmpscale._finite import use_variadic_reduce
 from jmpscale._scaler_of_tree import find_scaler
 
@@ -189,11 +189,11 @@ def grad_report(grads: PyTree, *, scaler: PyTree = None, axis_name: AxisName = N
     check_no_refs(grads, "grads")
     check_no_partial_sums(grads)
     warn_if_unsynchronized(axis_name)
-    entries = gradients_with_path(grads)
-    if not entries:
+    gradients = named_gradients(grads)
+    if not gradients:
         raise ValueError("grads must have a leaf of a floating-point dtype, got none. Pass the gradients.")
-    names = [name or "grads" for name in path_names([path for path, _ in entries])]
-    leaves = [leaf for _, leaf in entries]
+    names = [name or "grads" for name, _ in gradients]
+    leaves = [leaf for _, leaf in gradients]
     bits, counts = _leaf_statistics(leaves, loss_scale)
     axes = [axes_to_reduce(part, axis_name) for part in bits]
     sizes = [jnp.size(x) * (1 + jnp.iscomplexobj(x)) * jax.lax.axis_size(a) for x, a in zip(leaves, axes, strict=True)]

@@ -20,8 +20,8 @@ from jmpscale._base.tree import (
     Path,
     PyTree,
     check_no_refs,
+    flatten_gradients,
     flatten_matching,
-    gradients_with_path,
     is_array,
     is_inexact,
     is_real,
@@ -70,10 +70,9 @@ def loss_scaled(
 
     Raises:
       TypeError: `fun` is not callable, `scale` is a bool or not a real scalar, `fun` does not return a pair although
-        `has_aux` is true, an argument is a `jax.Ref`, or `fun` stores a traced value in a Python object among its
-        arguments or results. When differentiated: a differentiated value is float16 or float8, in which an unscaled
-        gradient would underflow; `fun` closes over the statistics of Flax's fp8 layers; or differentiation is in
-        forward mode.
+        `has_aux` is true, or an argument is a `jax.Ref`. When differentiated: a differentiated value is float16 or
+        float8, in which an unscaled gradient would underflow; `fun` closes over the statistics of Flax's fp8 layers; or
+        differentiation is in forward mode.
       ValueError: `scale` is out of range, or contains no scaler, more than one, or a batch of scalers. When
         differentiated: the scale differs between devices that share a parameter.
 
@@ -196,7 +195,7 @@ class _Role(NamedTuple):
 
 def _roles(inputs: list[jax.Array], args: tuple[PyTree, ...], jaxpr: core.Jaxpr) -> tuple[_Role, ...]:
     paths = {id(leaf): path for path, leaf in jax.tree_util.tree_leaves_with_path(args)}
-    gradients = {id(leaf) for _, leaf in gradients_with_path(args)}
+    gradients = {id(leaf) for leaf in flatten_gradients(args)[0]}
     # The scales of fp8 layers have this shape. Values that fun closes over have no names by which to recognize them.
     unknown = {id(x) for x in inputs if id(x) not in paths and jnp.shape(x) == (1,)}
     if unknown and not _has_fp8_layers(jaxpr):

@@ -12,15 +12,7 @@ import optax
 from jmpscale._base.axes import AxisName, as_axes, axes_to_reduce, manual_axes, warn_if_unsynchronized
 from jmpscale._base.check import check_count, check_in_range
 from jmpscale._base.compat import full_like, varying_axes
-from jmpscale._base.tree import (
-    PyTree,
-    flatten_gradients,
-    gradients_with_path,
-    is_array,
-    is_inexact,
-    is_traced,
-    structure,
-)
+from jmpscale._base.tree import PyTree, flatten_gradients, is_array, is_inexact, is_traced, structure
 from jmpscale._finite import all_finite_here
 from jmpscale._gate import GatedTree, check_same_types, gate, has_same_type, is_numeric
 from jmpscale._monitor import SkipMonitor
@@ -239,7 +231,7 @@ def _is_finite(grads: PyTree, norm: jax.Array | None) -> jax.Array:
     """Tests the gradients on this device; their norm, if it is given, is finite only if every gradient is finite."""
     if norm is None:
         return all_finite_here(grads)
-    in_norm = {id(leaf) for _, leaf in gradients_with_path(grads)}
+    in_norm = {id(leaf) for leaf in flatten_gradients(grads)[0]}
     others = [leaf for leaf in jax.tree.leaves(grads) if id(leaf) not in in_norm]
     return jnp.isfinite(norm) & all_finite_here(others)
 

@@ -27,10 +27,9 @@ def exponent_histogram(grads: PyTree, *, scaler: PyTree = None, ax: Axes | None 
     """Plots a histogram of the gradients' magnitudes and how float16 represents them.
 
     Args:
-      grads: pytree of gradients in true units, computed in float32 to show what float16 would lose. The real and
-        imaginary parts of a complex number count as two values.
-      scaler: a scaler, or any pytree that contains exactly one, to show which values its loss scale preserves and which
-        overflow.
+      grads: pytree of gradients in true units, computed in float32 to show what float16 would lose. A complex number
+        counts as two values.
+      scaler: a scaler, or any pytree that contains exactly one, to show which values its loss scale preserves.
       ax: matplotlib axes.
 
     Returns:
@@ -38,8 +37,7 @@ def exponent_histogram(grads: PyTree, *, scaler: PyTree = None, ax: Axes | None 
       al. 2017 (arXiv:1710.03740). The title states the percentages of zeros, infinities and NaN.
 
     Raises:
-      ValueError: `grads` has no floating-point values; or `scaler` contains no scaler, more than one, or a batch of
-        scalers.
+      ValueError: `grads` has no floating-point values, or `scaler` does not contain exactly one scaler.
 
     >>> import numpy as np
     >>> from jmpscale import plots
@@ -87,8 +85,7 @@ def scale_trajectory(history: Mapping[str, Any], *, ax: Axes | None = None) -> A
     """Plots the loss scale over the steps of a run, and marks skipped steps by reason.
 
     Args:
-      history: the result of `metrics` after each step, stacked: an array [steps] under each name. `jax.lax.scan`
-        stacks its outputs; stack a list with `jax.tree.map(lambda *x: np.stack(x), *history)`.
+      history: the result of `metrics` after each step, stacked, as by `jax.lax.scan`: an array [steps] under each name.
       ax: matplotlib axes.
 
     Returns:
@@ -132,8 +129,8 @@ def headroom(reports: GradReport, *, limit: int = 8, ax: Axes | None = None) -> 
       ax: matplotlib axes.
 
     Returns:
-      The axes, which show log2(65504 / max_abs) over the steps. Below zero a leaf overflows. Steps at which a leaf is
-      not finite or all zero are gaps in its line.
+      The axes, which show log2(65504 / max_abs) over the steps, with gaps where a leaf is not finite or all zero. Below
+      zero a leaf overflows.
 
     Raises:
       TypeError: `reports` is not a stacked `GradReport`, or `limit` is not an integer.

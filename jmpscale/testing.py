@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,30 +25,28 @@ from jmpscale._base.tree import (
     nnx_variables,
     structure,
 )
-from jmpscale._scaler_of_tree import is_scaler
+
+Fault: TypeAlias = tuple[ArrayLike, jax.Array]  # the value, and whether to inject it
 
 
 def inject(tree: Tree, value: ArrayLike, *, path: str = "", when: ArrayLike = True) -> Tree:
     """Replaces the first element of one leaf with a value, such as an infinity.
-
-    It works inside `jax.jit` and `jax.shard_map`. To inject a fault in one step or on one device, make `when` depend on
-    a step count or on `jax.lax.axis_index`. Use a count that advances on skipped steps as well, such as the index of
-    the loop. A gated count would stay at the step of the fault, and every later step would be skipped.
 
     Args:
       tree: pytree of gradients, or any other.
       value: the value, such as `jnp.inf` or `jnp.nan`, converted to the leaf's dtype.
       path: the leaf, in the notation of `jax.tree_util.keystr`: `"['dense']['kernel']"` in dictionaries,
         `".layers[0].weight"` in an Equinox model, and `""` if the tree is a single array.
-      when: bool[], whether to inject the fault.
+      when: bool[], whether to inject the fault. For a fault in one step, compare a count that advances on skipped
+        steps as well, such as the index of the loop: with a gated count every later step would be skipped, too. For a
+        fault on one device, compare `jax.lax.axis_index`.
 
     Returns:
       The tree. The first element of the leaf is `value` if `when` is true.
 
     Raises:
-      TypeError: `when` is not a boolean, or the tree contains a Flax NNX object, of which a copy would be returned.
-      ValueError: there is no floating-point or complex leaf at `path` (the message lists the paths), or `value` or
-        `when` is not a scalar.
+      TypeError: `when` is not a boolean, or the tree contains a Flax NNX object.
+      ValueError: there is no floating-point or complex leaf at `path`, or `value` or `when` is not a scalar.
 
     >>> import jax.numpy as jnp
     >>> from jmpscale import testing
@@ -64,15 +62,14 @@ def inject_backward(tree: Tree, value: ArrayLike, *, path: str = "", when: Array
 
     Call it in the loss function, on parameters or activations. The fault then passes through the rest of the backward
     pass, the unscaling and the check, as a real overflow does. A ReLU or a maximum before this point may remove the
-    fault: where it is not active, its derivative sets the cotangent to zero. Parameters and logits have no such
-    operation before them.
+    fault: where it is not active, its derivative sets the cotangent to zero.
 
     Args:
       tree: pytree of parameters or activations that the loss depends on.
-      value: the value, as in `inject`.
-      path: the leaf, as in `inject`.
-      when: bool[], whether to inject the fault; see `inject`. If it differs between devices that hold the same leaf,
-        all of them receive the fault, because the cotangent is a sum over them.
+      value: as in `inject`.
+      path: as in `inject`.
+      when: as in `inject`. If it differs between devices that hold the same leaf, all of them receive the fault,
+        because the cotangent is a sum over them.
 
     Returns:
       The tree, bit for bit. In reverse mode, the first element of the leaf's cotangent is `value` if `when` is true.
@@ -120,22 +117,20 @@ def _fault_in_cotangent(leaf: jax.Array, value: ArrayLike, flag: jax.Array) -> j
     # The cotangent of a value that devices share is a sum over them: a fault on one device is a fault on all.
     if axes := varying_axes(flag) - varying_axes(leaf):
         flag = jax.lax.pmax(flag.astype(np.int32), tuple(sorted(axes))).astype(bool)
-    return _identity(leaf, value, flag)
+    return _identity(leaf, (value, flag))
 
 
 @jax.custom_vjp
-def _identity(leaf: jax.Array, value: ArrayLike, flag: jax.Array) -> jax.Array:
-    return map_like(leaf, flag)
+def _identity(leaf: jax.Array, fault: Fault) -> jax.Array:
+    return map_like(leaf, fault[1])
 
 
-def _identity_forward(
-    leaf: jax.Array, value: ArrayLike, flag: jax.Array
-) -> tuple[jax.Array, tuple[ArrayLike, jax.Array]]:
-    return map_like(leaf, flag), (value, flag)
+def _identity_forward(leaf: jax.Array, fault: Fault) -> tuple[jax.Array, Fault]:
+    return map_like(leaf, fault[1]), fault
 
 
-def _identity_backward(fault: tuple[ArrayLike, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, None, None]:
-    return _set_first(cotangent, *fault), None, None
+def _identity_backward(fault: Fault, cotangent: jax.Array) -> tuple[jax.Array, None]:
+    return _set_first(cotangent, *fault), None
 
 
 _identity.defvjp(_identity_forward, _identity_backward)
@@ -151,7 +146,7 @@ def assert_step_is_noop(before: PyTree, after: PyTree) -> None:
       after: the same after the step.
 
     Raises:
-      AssertionError: a structure, shape, dtype or bit differs; the message names the first such leaf or container.
+      AssertionError: a structure, shape, dtype or bit differs; the message names the first such leaf.
       TypeError: an argument contains a Flax NNX object, or both contain the same NNX variable.
 
     >>> import jax.numpy as jnp
@@ -159,49 +154,27 @@ def assert_step_is_noop(before: PyTree, after: PyTree) -> None:
     >>> testing.assert_step_is_noop({"w": jnp.ones(3)}, {"w": jnp.ones(3)})
     """
     _check_is_copy(before, after)
-    if structure(before) != structure(after):
-        raise AssertionError(_describe_structures(before, after))
-    for (path, was), (_, now) in zip(named_leaves(before), named_leaves(after), strict=True):
-        if _bits(was) != _bits(now):
-            values = f"{truncate(repr(was), 200)} before, {truncate(repr(now), 200)} after"
-            raise AssertionError(f"the step changed state{path}: {values}. {_remedy(before, path)}")
-
-
-def _remedy(state: PyTree, path: str) -> str:
-    """Returns what to do about a value that a step has changed."""
-    nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_scaler)
-    if any(is_scaler(node) and path.startswith(jax.tree_util.keystr(at)) for at, node in nodes):
-        return (
-            "It belongs to a scaler, which counts the skip. Compare everything else; of the optimizer state of "
-            "with_loss_scaling, compare inner_state."
+    old, new = named_leaves(before), named_leaves(after)
+    if differing := {path for path, _ in old} ^ {path for path, _ in new}:
+        raise AssertionError(
+            f"the step changed the structure of the training state: state{min(differing)} is only in one of the two "
+            "states."
         )
-    return (
-        "If the step was skipped (total_skips of its scaler has increased), gate this value with apply_if, or leave it "
-        "out if it counts calls; otherwise no overflow reached the gradients."
-    )
-
-
-def _describe_structures(before: PyTree, after: PyTree, path: str = "") -> str:
-    """Describes the first difference between two structures: the smallest node that contains it."""
-    old, new = _children(before), _children(after)
-    start = f"the step changed the structure of the training state: state{path}"
-    if differing := sorted(old.keys() ^ new.keys()):
-        return f"{start}{differing[0]} is only in one of the two states."
-    for key, child in old.items():
-        if structure(child) != structure(new[key]):
-            return _describe_structures(child, new[key], path + key)
-    if type(before) is not type(after):
-        return f"{start} was a {type_name(before)} and is a {type_name(after)}."
-    return (
-        f"{start}, a {type_name(before)}, has different static fields, such as functions that were created again. "
-        "Compare the arrays alone, such as (state.params, state.opt_state) of a TrainState."
-    )
-
-
-def _children(node: PyTree) -> dict[str, PyTree]:
-    """Returns the children of a node, by their keys; none if it is a leaf."""
-    entries = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
-    return {jax.tree_util.keystr(path): child for path, child in entries if path}
+    if structure(before) != structure(after):
+        raise AssertionError(
+            f"the step changed the structure of the training state: {truncate(structure(before), 200)} before, "
+            f"{truncate(structure(after), 200)} after. A container has another type, or another static field, such as "
+            "a function that was created again. Compare the arrays alone, such as (state.params, state.opt_state) of a "
+            "TrainState."
+        )
+    for (path, was), (_, now) in zip(old, new, strict=True):
+        if _bits(was) != _bits(now):
+            raise AssertionError(
+                f"the step changed state{path}: {truncate(repr(was), 200)} before, {truncate(repr(now), 200)} after. "
+                "If the step was skipped (total_skips of its scaler has increased), gate this value with apply_if, or "
+                "leave it out if it counts calls, or belongs to a scaler, which counts the skip (of the optimizer "
+                "state of with_loss_scaling, compare inner_state); otherwise no overflow reached the gradients."
+            )
 
 
 def _check_is_copy(before: PyTree, after: PyTree) -> None:
@@ -232,14 +205,13 @@ def _bits(leaf: object) -> object:
 def assert_replicated(tree: PyTree) -> None:
     """Raises unless devices that hold the same part of an array hold the same bits.
 
-    Under `jax.pmap`, or under `jax.shard_map` with `check_vma=False`, a missing `axis_name` gives only a warning: the
-    array is marked as replicated although devices have diverged. Call this function on the scaler after a step that
-    overflowed on one device, or on the whole training state. On multiple hosts, every process must call it.
+    A missing `axis_name` under `jax.pmap` or `check_vma=False` gives only a warning, and the array is then marked as
+    replicated although devices have diverged. Call this function after a step that overflowed on one device. On
+    multiple hosts, every process must call it.
 
     Args:
-      tree: a scaler, or any pytree of arrays. If an array is sharded along some axes of a mesh and replicated along
-        others, the copies of each shard are compared. If every array has one row for each device, as `jax.pmap` returns
-        them, the rows are compared.
+      tree: a scaler, or any pytree of arrays. The copies of each shard are compared; or the rows, if every array has
+        one row for each device, as `jax.pmap` returns them.
 
     Raises:
       AssertionError: two devices differ; the message names the leaf, and within a process the devices and the values.

@@ -1109,18 +1109,19 @@ def test_autocast_leaks_no_tracers():
 
 
 DTYPES = "Pass jnp.float16, with loss scaling, or jnp.bfloat16."
+FUN = "Pass it first, and the dtype by its name: autocast(loss_fn, dtype=...)."
 CALLS = {
     "fun is not callable": (
         lambda: jmpscale.autocast(3.0),
-        "fun must be the loss function, got 3.0. Pass it first: autocast(loss_fn, dtype=...).",
+        f"fun must be the loss function, got 3.0. {FUN}",
     ),
     "dtype first": (
         lambda: jmpscale.autocast(jnp.float16),
-        "fun must be the loss function, got float16. Pass the dtype by its name: autocast(loss_fn, dtype=...).",
+        f"fun must be the loss function, got float16. {FUN}",
     ),
     "name of a dtype first": (
         lambda: jmpscale.autocast("bfloat16"),
-        "fun must be the loss function, got 'bfloat16'. Pass the dtype by its name: autocast(loss_fn, dtype=...).",
+        f"fun must be the loss function, got 'bfloat16'. {FUN}",
     ),
     "dtype is float32": (
         lambda: jmpscale.autocast(loss, dtype=jnp.float32),

@@ -99,20 +99,6 @@ def test_main_prints_the_table_and_writes_a_picture(scaled, tmp_path, monkeypatc
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_interrupted_picture_leaves_the_old_file(tmp_path):
-    class Figure:
-        def savefig(self, path, **options):
-            path.write_bytes(b"\x89PNG")
-            raise KeyboardInterrupt
-
-    path = tmp_path / "out.png"
-    path.write_text("old")
-    demo.check_can_write(path)
-    with pytest.raises(KeyboardInterrupt):
-        demo.write_picture(Figure(), path)
-    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("out.png", "old")]
-
-
 @pytest.mark.full
 def test_main_shows_that_loss_scaling_prevents_underflow(small, tmp_path, capsys, monkeypatch):
     for name, value in {"SEQUENCES": 4, "LENGTH": 16, "SHARD_TOKENS": 64, "WIDTH": 16, "GROWTH_INTERVAL": 5}.items():

@@ -101,14 +101,13 @@ def _train_state():
 
 
 STRUCTURES = {  # before and after the step, and the words of the message
-    "another container": ([1.0], (1.0,), "state was a list and is a tuple"),
-    "another container inside": (
-        {"w": [1.0], "b": 2},
-        {"w": (1.0,), "b": 2},
-        r"state\['w'\] was a list and is a tuple",
+    "another container": (
+        {"w": [1.0]},
+        {"w": (1.0,)},
+        r"PyTreeDef\({'w': \[\*\]}\) before, PyTreeDef\({'w': \(\*,\)}\) after\. A container has another type",
     ),
-    "leaf and container": ({"w": 1.0}, {"w": {}}, r"state\['w'\]"),
-    "static fields": ([_train_state()], [_train_state()], r"state\[0\], a TrainState, has different static fields"),
+    "leaf and container": ({"w": 1.0}, {"w": {}}, r"state\['w'\] is only in one"),
+    "static fields": ([_train_state()], [_train_state()], "PyTreeDef.* or another static field, such as a function"),
 }
 
 
@@ -125,7 +124,7 @@ def test_assert_step_is_noop_says_that_a_scaler_counts_the_skip():
     tx = jmpscale.with_loss_scaling(optax.sgd(1.0))
     opt_state = tx.init(jnp.ones(2))
     _, after = tx.update(jnp.full(2, jnp.inf), opt_state)
-    words = r"state\[1\]\.scaler\.loss_scale: .*It belongs to a scaler, which counts the skip\. .*compare inner_state"
+    words = r"state\[1\]\.scaler\.loss_scale: .*belongs to a scaler, which counts the skip .*compare inner_state"
     with pytest.raises(AssertionError, match=words):
         assert_step_is_noop((1.0, opt_state), (1.0, after))
 

@@ -6,11 +6,10 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 from jax.typing import DTypeLike
 
 from jmpscale._autocast.rules import HALF, in_half, kept_matmuls, setting_that_keeps
-from jmpscale._autocast.warnings import warn_about_complex, warn_unchanged
+from jmpscale._autocast.warnings import warn_about_kept
 from jmpscale._base.text import describe_function
 from jmpscale._base.trace import lift_nnx, trace
 from jmpscale._base.tree import PyTree, check_no_refs
@@ -39,14 +38,12 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
     underflow without loss scaling: differentiate with `jmpscale.value_and_grad`, or use `loss_scaled`. bfloat16 needs
     no scaling.
 
-    Some operations of these kinds remain in float32. Half precision would make them less accurate and not faster:
+    Inner products, such as `jnp.vdot(w, w)`, and outer products, such as positions times frequencies in rotary
+    embeddings, remain in float32: half precision would make them less accurate and not faster. Sums, angles and gathers
+    that are written as other matmuls are rounded; the guide lists programs that must stay in float32.
+    `precision="highest"` keeps a matmul in float32, and so does `jax.default_matmul_precision("highest")` around it.
 
-    - inner products, such as `jnp.vdot(w, w)`, which are sums;
-    - outer products, such as positions times frequencies in rotary embeddings, which are element-wise products.
-
-    Sums, angles and gathers that are written as other matmuls are rounded; the guide lists programs that must stay in
-    float32. `precision="highest"` keeps a matmul in float32, and so does `jax.default_matmul_precision("highest")`
-    around it. Matmuls of other dtypes, kernels (Pallas, FFI), solvers, and functions with their own derivative rule
+    Matmuls of other dtypes, kernels (Pallas, FFI), solvers, and functions with their own derivative rule
     (`jax.custom_vjp`, `jax.custom_jvp`) run as written. To convert the matmuls of such a function, wrap `fun` after
     differentiation, `autocast(jmpscale.value_and_grad(loss_fn))`, or use `autocast` inside the function.
 
@@ -63,8 +60,7 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
       can be transformed like `fun`: differentiated, batched, compiled, sharded.
 
     Raises:
-      TypeError: `fun` is not callable, `dtype` is not float16 or bfloat16, an argument is a `jax.Ref`, or `fun` stores
-        a traced value in a Python object among its arguments or results.
+      TypeError: `fun` is not callable, `dtype` is not float16 or bfloat16, or an argument is a `jax.Ref`.
 
     Warns:
       UserWarning: no matmul or convolution of `fun` is converted, with the reason; or `fun` contains complex matmuls,
@@ -81,54 +77,30 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
     half = _check_dtype(dtype)
     if fun is None:
         return functools.partial(autocast, dtype=half)
-    _check_function(fun)
-    checks = _Checks(describe_function(fun), half)
+    name, is_checked = describe_function(fun), False
+    if not callable(fun) or _as_half(fun) is not None:
+        raise TypeError(
+            f"fun must be the loss function, got {name}. Pass it first, and the dtype by its name: autocast(loss_fn, "
+            "dtype=...)."
+        )
+
+    def run_in_half(fun: Callable[..., PyTree], *args: PyTree) -> PyTree:
+        nonlocal is_checked
+        traced = trace(fun, *args, name=f"{name} in jmpscale.autocast")
+        jaxpr = in_half(traced.jaxpr, half)
+        if not is_checked:
+            is_checked = True
+            is_unchanged = jaxpr is traced.jaxpr
+            warn_about_kept(name, half, [*kept_matmuls(traced.jaxpr, half)], setting_that_keeps(), is_unchanged)
+        return traced.unflatten(traced._replace(jaxpr=jaxpr).evaluate())
 
     @functools.wraps(fun, updated=())
     def autocast_fun(*args: Any, **kwargs: Any) -> Any:
         check_no_refs(args, "args")
         check_no_refs(kwargs, "kwargs")
-        return lift_nnx(functools.partial(_run_in_half, checks), functools.partial(_call, fun), args, kwargs)
+        return lift_nnx(run_in_half, lambda args, kwargs: fun(*args, **kwargs), args, kwargs)
 
     return autocast_fun
-
-
-def _call(fun: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTree:
-    return fun(*args, **kwargs)
-
-
-class _Checks:
-    """The checks of one autocast function, which run when it is first traced."""
-
-    def __init__(self, name: str, half: np.dtype) -> None:
-        self.name, self.half, self._have_run = name, half, False
-
-    def run_once(self, jaxpr: core.Jaxpr, *, is_unchanged: bool) -> None:
-        """Warns if no matmul is converted, or no complex matmul."""
-        if self._have_run:
-            return
-        self._have_run = True
-        kept = [*kept_matmuls(jaxpr, self.half)]
-        if is_unchanged:
-            warn_unchanged(self.name, self.half, kept, setting_that_keeps())
-        else:
-            warn_about_complex(self.name, self.half, kept)
-
-
-def _run_in_half(checks: _Checks, fun: Callable[..., PyTree], *args: PyTree) -> PyTree:
-    traced = trace(fun, *args, name=f"{checks.name} in jmpscale.autocast")
-    jaxpr = in_half(traced.jaxpr, checks.half)
-    checks.run_once(traced.jaxpr, is_unchanged=jaxpr is traced.jaxpr)
-    return traced.unflatten(traced._replace(jaxpr=jaxpr).evaluate())
-
-
-def _check_function(fun: object) -> None:
-    if callable(fun) and _as_half(fun) is None:
-        return
-    remedy = "Pass it first" if _as_half(fun) is None else "Pass the dtype by its name"
-    raise TypeError(
-        f"fun must be the loss function, got {describe_function(fun)}. {remedy}: autocast(loss_fn, dtype=...)."
-    )
 
 
 def _check_dtype(dtype: object) -> np.dtype:

@@ -17,9 +17,8 @@ the rewriting. XLA fuses the conversions into the operations around them.
 """
 
 import functools
-import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -123,37 +122,29 @@ def _scalar_jaxpr(fun: Conversion, x: np.dtype, y: np.dtype) -> core.Jaxpr:
 def _reason_to_keep(half: np.dtype, eqn: core.JaxprEqn) -> Kept | None:
     """Returns why a matmul or convolution runs as written, or None if autocast converts it."""
     operands = [_dtype(x) for x in eqn.invars[:2]]
+    precision = Kept.PRECISION if _keeps_precision(eqn.params["precision"]) else None
     if any(jnp.issubdtype(dtype, np.complexfloating) for dtype in operands):
-        return Kept.PRECISION if _keeps_precision(eqn.params["precision"]) else Kept.COMPLEX
+        return precision or Kept.COMPLEX
     # The user chose wider operands, or the other half-precision dtype.
-    if _FLOAT32 not in operands or not all(dtype in (_FLOAT32, half) or _is_whole(dtype) for dtype in operands):
+    if _FLOAT32 not in operands or any(jnp.issubdtype(x, np.inexact) and x not in (_FLOAT32, half) for x in operands):
         return Kept.DTYPE
     if _dtype(eqn.outvars[0]) not in (_FLOAT32, half):
         return Kept.DTYPE
-    if eqn.primitive.name == "dot_general" and (shape_reason := _reason_by_shape(eqn)) is not None:
-        return shape_reason
-    return Kept.PRECISION if _keeps_precision(eqn.params["precision"]) else None
+    return (_reason_by_shape(eqn) if eqn.primitive.name == "dot_general" else None) or precision
 
 
 def _reason_by_shape(eqn: core.JaxprEqn) -> Kept | None:
-    lhs, rhs = (type_of(x).shape for x in eqn.invars[:2])
+    shapes = [type_of(x).shape for x in eqn.invars[:2]]
     contracting, batch = eqn.params["dimension_numbers"]
-    free = [_size(shape, excluded=(*c, *b)) for shape, c, b in zip((lhs, rhs), contracting, batch, strict=True)]
+    sides = zip(shapes, contracting, batch, strict=True)
+    free = [size for shape, c, b in sides for axis, size in enumerate(shape) if axis not in (*c, *b)]
     if all(size == 1 for size in free):
         return Kept.INNER_PRODUCT
-    return Kept.OUTER_PRODUCT if all(lhs[axis] == 1 for axis in contracting[0]) else None
-
-
-def _is_whole(dtype: np.dtype) -> bool:
-    return jnp.issubdtype(dtype, np.integer) or dtype == np.dtype(bool)
+    return Kept.OUTER_PRODUCT if all(shapes[0][axis] == 1 for axis in contracting[0]) else None
 
 
 def _dtype(x: Any) -> np.dtype:
     return type_of(x).dtype
-
-
-def _size(shape: Sequence[int], excluded: Sequence[int]) -> int:
-    return math.prod(size for axis, size in enumerate(shape) if axis not in excluded)
 
 
 def _keeps_precision(precision: object) -> bool:

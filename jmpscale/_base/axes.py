@@ -3,8 +3,6 @@
 from collections.abc import Hashable, Sequence
 
 import jax
-import jax.core
-import jax.extend.core
 import jax.numpy as jnp
 
 from jmpscale._base.check import warn_user
@@ -63,15 +61,7 @@ def _axis_index(name: Hashable) -> jax.Array:
 
 
 def all_reduce_and(*flags: jax.Array, axis_name: AxisName = None) -> tuple[jax.Array, ...]:
-    """Combines each flag over devices by a logical AND, in at most one collective for all flags.
-
-    Args:
-      *flags: bool[] each.
-      axis_name: as in `all_finite`.
-
-    Returns:
-      The flags, bool[] each, equal on all devices along the axes.
-    """
+    """Combines each flag, bool[], over devices by a logical AND, in at most one collective for all flags."""
     axes = [axes_to_reduce(flag, axis_name) for flag in flags]
     varying = [flag for flag, names in zip(flags, axes, strict=True) if names]
     if not varying:

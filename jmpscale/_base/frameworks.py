@@ -20,23 +20,26 @@ _OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 _SCALE, _HISTORY = "_scale", "_amax_history"
 
 
+def _imported(module: str, *names: str) -> Any:
+    """Returns the first of some names that a module has; None if the program has not imported the module."""
+    # While another thread is still importing the module, it exists without its names.
+    found = sys.modules.get(module)
+    return next((getattr(found, name) for name in names if hasattr(found, name)), None)
+
+
 def is_nnx_object(node: object) -> bool:
     """Tests whether a node of a tree is a Flax NNX object, which is changed in place."""
-    nnx = sys.modules.get("flax.nnx")
-    # While another thread is still importing Flax, the module exists without its classes.
-    kind = getattr(nnx, "Pytree", getattr(nnx, "Object", None))
-    return kind is not None and isinstance(node, kind)
+    return isinstance(node, _imported("flax.nnx", "Pytree", "Object") or ())
 
 
 def nnx_variable_class() -> type[Any] | None:
     """Returns `flax.nnx.Variable` if the program has imported it."""
-    return getattr(sys.modules.get("flax.nnx"), "Variable", None)
+    return _imported("flax.nnx", "Variable")
 
 
 def is_nnx(node: object) -> bool:
     """Tests whether a node of a tree is a Flax NNX object or variable, which is changed in place."""
-    kind = nnx_variable_class()
-    return is_nnx_object(node) or (kind is not None and isinstance(node, kind))
+    return is_nnx_object(node) or isinstance(node, nnx_variable_class() or ())
 
 
 def is_outer_nnx(node: object) -> bool:
@@ -68,21 +71,17 @@ def nnx_lifting() -> Any:
 
 def nnx_value_and_grad() -> Any:
     """Returns `flax.nnx.value_and_grad` if the program has imported it."""
-    return getattr(sys.modules.get("flax.nnx"), "value_and_grad", None)
+    return _imported("flax.nnx", "value_and_grad")
 
 
 def equinox_module_class() -> type[Any] | None:
     """Returns `equinox.Module` if the program has imported it."""
-    # While another thread is still importing Equinox, the module exists without its classes.
-    return getattr(sys.modules.get("equinox"), "Module", None)
+    return _imported("equinox", "Module")
 
 
 def register_serialization(kind: type, to_state_dict: Callable[..., Any], from_state_dict: Callable[..., Any]) -> None:
     """Registers a class with `flax.serialization` if the program has imported it."""
-    serialization = sys.modules.get("flax.serialization")
-    # While another thread is still importing Flax, the module exists without its functions.
-    register = getattr(serialization, "register_serialization_state", None)
-    if register is not None:
+    if register := _imported("flax.serialization", "register_serialization_state"):
         register(kind, to_state_dict, from_state_dict, override=True)
 
 

@@ -50,63 +50,33 @@ def rewrite(jaxpr: core.Jaxpr, rewrite_equation: RewriteEquation, memo: Memo) ->
       The new jaxpr, with the same inputs and outputs; or the same object, if no equation has changed.
     """
 
-    def new_jaxpr() -> core.Jaxpr:
-        eqns: list[core.JaxprEqn] = []
-        for eqn in jaxpr.eqns:
-            eqns += rewrite_equation(_rewrite_held(eqn, rewrite_equation, memo))
-        return jaxpr if _same(eqns, jaxpr.eqns) else jaxpr.replace(eqns=eqns)
-
-    return _memoized(jaxpr, new_jaxpr, memo)
-
-
-@functools.cache
-def check_primitives() -> None:
-    """Raises if JAX has renamed a primitive that `rewrite` enters: its matmuls would silently run as written."""
-
-    def matmuls(flag: jax.Array, x: jax.Array) -> Any:
-        def square(x: jax.Array) -> jax.Array:
-            return jax.lax.dot(x, x)
-
-        mesh = jax.sharding.AbstractMesh((1,), ("axis",))
-        sharded = jax.shard_map(square, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
-        x = sharded(jax.checkpoint(jax.jit(square))(x))
-        x, _ = jax.lax.scan(lambda x, _: (square(x), None), x, length=2)
-        _, x = jax.lax.while_loop(lambda state: state[0], lambda state: (state[0], square(state[1])), (flag, x))
-        return jax.lax.cond(flag, square, jnp.negative, x)
-
-    def traced() -> core.Jaxpr:
-        with jax.disable_jit(False):
-            return jax.make_jaxpr(matmuls)(np.bool_(True), np.zeros((2, 2), np.float32)).jaxpr
-
-    # The first call may be inside of another mesh, which a thread of its own does not see.
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        jaxpr = thread.submit(traced).result()
-    entered = [x for x in equations(jaxpr) if x.eqn.primitive.name == "dot_general" and not x.holder]
-    if len(entered) != 5:
-        raise unknown_jax("primitives of the names that are known")
-
-
-def _rewrite_held(eqn: core.JaxprEqn, rewrite_equation: RewriteEquation, memo: Memo) -> core.JaxprEqn:
-    """Rewrites the jaxprs that an equation holds."""
-    if eqn.primitive.name not in _TRANSPARENT:
-        return eqn
-
-    def new_closed(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-        new = rewrite(closed.jaxpr, rewrite_equation, memo)
-        return closed if new is closed.jaxpr else closed.replace(jaxpr=new)
-
     def new_value(value: Any) -> Any:
-        if isinstance(value, core.Jaxpr):
-            return rewrite(value, rewrite_equation, memo)
-        if isinstance(value, core.ClosedJaxpr):
-            return _memoized(value, lambda: new_closed(value), memo)
-        if isinstance(value, tuple) and all(map(is_jaxpr, value)):  # the branches of a cond
+        """Returns a jaxpr, a tuple of jaxprs (the branches of a cond), or another parameter of an equation."""
+        if isinstance(value, tuple):
             new = tuple(map(new_value, value))
             return value if _same(new, value) else new
-        return value
+        if not is_jaxpr(value):
+            return value
+        if value not in memo:
+            rewritten = new_jaxpr(value)
+            # In a weak dictionary, a value must not keep its own key alive.
+            memo[value] = None if rewritten is value else rewritten
+        return memo[value] or value
 
-    new = {name: new_value(value) for name, value in eqn.params.items()}
-    return eqn if _same(new.values(), eqn.params.values()) else eqn.replace(params=new)
+    def new_jaxpr(value: Jaxpr) -> Jaxpr:
+        if isinstance(value, core.Jaxpr):
+            eqns = [new for eqn in value.eqns for new in rewrite_equation(new_parameters(eqn))]
+            return value if _same(eqns, value.eqns) else value.replace(eqns=eqns)
+        new = new_value(value.jaxpr)
+        return value if new is value.jaxpr else value.replace(jaxpr=new)
+
+    def new_parameters(eqn: core.JaxprEqn) -> core.JaxprEqn:
+        if eqn.primitive.name not in _TRANSPARENT:
+            return eqn
+        new = {name: new_value(value) for name, value in eqn.params.items()}
+        return eqn if _same(new.values(), eqn.params.values()) else eqn.replace(params=new)
+
+    return new_value(jaxpr)
 
 
 def _same(new: Collection[object], old: Collection[object]) -> bool:
@@ -114,11 +84,28 @@ def _same(new: Collection[object], old: Collection[object]) -> bool:
     return len(new) == len(old) and all(map(operator.is_, new, old))
 
 
-def _memoized(jaxpr: T, compute: Callable[[], T], memo: Memo) -> T:
-    if jaxpr not in memo:
-        new = compute()
-        memo[jaxpr] = None if new is jaxpr else new  # in a weak dictionary, a value must not keep its own key alive
-    return memo[jaxpr] or jaxpr
+@functools.cache
+def check_primitives() -> None:
+    """Raises if JAX has renamed a primitive that `rewrite` enters: its matmuls would silently run as written."""
+
+    def sines(flag: jax.Array, x: jax.Array) -> Any:
+        mesh = jax.sharding.AbstractMesh((1,), ("axis",))
+        sharded = jax.shard_map(jax.lax.sin, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
+        x = sharded(jax.checkpoint(jax.jit(jax.lax.sin))(x))
+        x, _ = jax.lax.scan(lambda x, _: (jax.lax.sin(x), None), x, length=2)
+        _, x = jax.lax.while_loop(lambda state: state[0], lambda state: (state[0], jax.lax.sin(state[1])), (flag, x))
+        return jax.lax.cond(flag, jax.lax.sin, jax.lax.neg, x)
+
+    def traced() -> core.Jaxpr:
+        with jax.disable_jit(False):
+            return jax.make_jaxpr(sines)(np.bool_(True), np.float32(1)).jaxpr
+
+    # The first call may be inside of another mesh, which a thread of its own does not see.
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        jaxpr = thread.submit(traced).result()
+    entered = [x for x in equations(jaxpr) if x.eqn.primitive.name == "sin" and not x.holder]
+    if len(entered) != 5:
+        raise unknown_jax("primitives of the names that are known")
 
 
 UNKNOWN_LINE = "an unknown line"
@@ -129,16 +116,11 @@ class Caller(NamedTuple):
 
     JAX keeps the jaxprs of compiled functions. In a function such as `jax.nn.silu`, an equation has no user's line, or
     the line of the first call, whichever call it belongs to. Its line is therefore the line of the call.
-
-    Attributes:
-      path: the user's lines that lead to the equation that holds the jaxpr, outermost first.
-      function: the name and the file of the function of the jaxpr.
-      in_library: whether the jaxpr belongs to a function of a library.
     """
 
-    path: tuple[str, ...] = ()
-    function: tuple[str, str] = ("", "")
-    in_library: bool = False
+    path: tuple[str, ...] = ()  # the user's lines that lead to the equation that holds the jaxpr, outermost first
+    function: tuple[str, str] = ("", "")  # the name and the file of the function of the jaxpr
+    in_library: bool = False  # whether it is a function of a library
 
     def path_of(self, eqn: core.JaxprEqn) -> tuple[str, ...]:
         """Returns the user's lines that lead to an equation of the jaxpr, outermost first."""
@@ -148,41 +130,29 @@ class Caller(NamedTuple):
         lines = own if own[: len(self.path)] == self.path else (*self.path, *own)
         return tuple(line for line, _ in itertools.groupby(lines))
 
-    def line_of(self, eqn: core.JaxprEqn) -> str:
-        """Returns the user's line of an equation of the jaxpr, such as `model.py:41 (mlp)`."""
-        return (self.path_of(eqn) or (UNKNOWN_LINE,))[-1]
-
     def inside(self, eqn: core.JaxprEqn) -> "Caller":
         """Returns what surrounds the equations of the jaxprs that an equation holds."""
-        called = called_jaxpr(eqn)
-        held = called[0] if called else next(held_jaxprs(eqn), None)
-        info: Any = held.debug_info if held else None
-        file, function = getattr(info, "func_filename", None), getattr(info, "func_name", None)
-        in_library = is_library_function(file) if called and file is not None else self.in_library
-        return Caller(self.path_of(eqn), (function or "", file or ""), in_library)
+        info: Any = getattr(next(held_jaxprs(eqn), None), "debug_info", None)
+        file, function = getattr(info, "func_filename", None) or "", getattr(info, "func_name", None) or ""
+        is_call = eqn.primitive.name in _CALLS and file
+        in_library = is_library_function(file) if is_call else self.in_library
+        return Caller(self.path_of(eqn), (function, file), in_library)
 
 
 PROGRAM = Caller()  # of the equations that no other equation holds
 
 
 class Found(NamedTuple):
-    """An equation of a jaxpr, or of a jaxpr that another equation holds.
-
-    Attributes:
-      eqn: the equation.
-      caller: what surrounds it.
-      holder: the name of the outermost primitive that holds it and that `rewrite` does not enter; empty if `rewrite`
-        enters all of them.
-    """
+    """An equation of a jaxpr, or of a jaxpr that another equation holds."""
 
     eqn: core.JaxprEqn
     caller: Caller
-    holder: str
+    holder: str  # the name of the outermost primitive that holds it and that `rewrite` does not enter, if there is one
 
     @property
     def line(self) -> str:
-        """The user's line of the equation, for which its traceback is read."""
-        return self.caller.line_of(self.eqn)
+        """The user's line of the equation, such as `model.py:41 (mlp)`, for which its traceback is read."""
+        return (self.caller.path_of(self.eqn) or (UNKNOWN_LINE,))[-1]
 
 
 def equations(jaxpr: core.Jaxpr, caller: Caller = PROGRAM, holder: str = "") -> Iterator[Found]:
@@ -222,13 +192,8 @@ def called_jaxpr(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, list[Any]] | None:
     """Returns the jaxpr that an equation calls with its operands, and the jaxpr's constants; None if there is none."""
     if eqn.primitive.name not in _CALLS:
         return None
-    for name in ("jaxpr", "call_jaxpr"):
-        held = eqn.params.get(name)
-        if isinstance(held, core.ClosedJaxpr):
-            return held.jaxpr, list(held.consts)
-        if isinstance(held, core.Jaxpr):
-            return held, []
-    return None
+    held = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
+    return (held.jaxpr, list(held.consts)) if isinstance(held, core.ClosedJaxpr) else (held, [])
 
 
 def split_scan_inputs(eqn: core.JaxprEqn, inputs: Sequence[T]) -> tuple[list[T], list[T], list[T]]:

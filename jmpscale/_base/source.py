@@ -1,6 +1,7 @@
 """The source line and the module of an operation, as reports show them."""
 
 import functools
+import os
 import pathlib
 import re
 import sysconfig
@@ -10,41 +11,31 @@ from jax.extend import core
 
 SCALING = "the scaling of the loss"  # the name of a line of this package
 _PACKAGE = pathlib.Path(__file__).parent.parent
-_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
-_STANDARD_LIBRARY = str(pathlib.Path(sysconfig.get_paths()["stdlib"])) + "/"
+# The demonstration counts as a user's program.
+_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\](?!jmpscale[/\\]__main__)")
 # Packages whose lines say less than the lines of other installed packages that call them.
 _LIBRARY = re.compile(_INSTALLED.pattern + r"(?:jax|flax|optax|equinox|haiku|chex|jmpscale)[/\\]")
 _JAX = re.compile(_INSTALLED.pattern + r"jax[/\\]")
 _MATHEMATICS = re.compile(_INSTALLED.pattern + r"(?:optax|jax[/\\]_src[/\\](?:image|lax|nn|numpy|ops|random|scipy))\b")
+_PYTHON = (sysconfig.get_paths()["stdlib"] + os.sep, "<frozen")
 
 
 def user_lines(eqn: core.JaxprEqn, function: str = "", file: str = "") -> tuple[str, ...]:
     """Returns the user's lines that lead to an equation, such as `model.py:41 (mlp)`, outermost first.
 
     They are the lines outside of installed packages. If all lines are inside of them, as in a framework's own trainer,
-    they are the lines outside of JAX and of the libraries that define layers and optimizers.
-
-    Args:
-      eqn: the equation.
-      function: the name of a function whose callers are omitted, if it is among them; JAX traces a compiled function
-        once, so the traceback of its equations shows only the first call.
-      file: the file of the function.
+    they are the lines outside of JAX and of the libraries that define layers and optimizers. The callers of a function
+    are omitted, if it is among them: JAX traces a compiled function once, so its equations show the first call.
     """
     traceback: Any = eqn.source_info.traceback
     frames = [frame for frame in traceback.frames if not _JAX.search(frame.file_name)] if traceback else []
     if frames and is_own(frames[0].file_name) and not frames[0].file_name.endswith("_cast.py"):  # the innermost one
         return ("the injected fault" if frames[0].file_name.endswith("testing.py") else SCALING,)
-    for is_library in (_is_installed, _is_library):
-        users = [frame for frame in frames if not is_library(frame.file_name) and not is_own(frame.file_name)]
-        if users:
-            calls = [i for i, x in enumerate(users) if x.file_name == file and _last(x.function_name) == function]
-            inside = users[: calls[-1] + 1] if calls else users
-            return tuple(_describe(x.file_name, x.line_num, x.function_name) for x in reversed(inside))
-    return ()
-
-
-def _last(function: str) -> str:
-    return function.rpartition(".")[2]
+    nearest = min((_distance(frame.file_name) for frame in frames), default=2)
+    users = [frame for frame in frames if _distance(frame.file_name) == nearest < 2]
+    calls = [i for i, x in enumerate(users) if (x.file_name, x.function_name.rpartition(".")[2]) == (file, function)]
+    inside = users[: calls[-1] + 1] if calls else users
+    return tuple(_describe(x.file_name, x.line_num, x.function_name) for x in reversed(inside))
 
 
 def _describe(file: str, line: int, function: str) -> str:
@@ -60,15 +51,11 @@ def is_own(file: str) -> bool:
 
 
 @functools.cache
-def _is_installed(file: str) -> bool:
+def _distance(file: str) -> int:
+    """Returns 0 for a file of the user, 1 for an installed package, and 2 for a library, this package and Python."""
     if _INSTALLED.search(file):
-        return not file.endswith(f"{_PACKAGE.name}/__main__.py")
-    return file.startswith((_STANDARD_LIBRARY, "<frozen"))
-
-
-@functools.cache
-def _is_library(file: str) -> bool:
-    return _LIBRARY.search(file) is not None or file.startswith((_STANDARD_LIBRARY, "<frozen"))
+        return 2 if _LIBRARY.search(file) else 1
+    return 2 if is_own(file) or file.startswith(_PYTHON) else 0
 
 
 def is_library_function(file: str) -> bool:

@@ -10,14 +10,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jmpscale._base.frameworks import is_nnx, is_outer_nnx, is_trace_error, nnx_lifting
-from jmpscale._base.text import type_name
 from jmpscale._base.tree import PyTree, flatten_matching, is_traced
-
-_NNX_REMEDY = (
-    "{name} is traced, so Flax does not let it change variables that it closes over, or that belong to an outer trace. "
-    "Pass the Flax NNX objects or the state as arguments, and differentiate with flax.nnx.value_and_grad; or create "
-    "the variables in the function: nnx.merge(graphdef, state, copy=True)."
-)
 
 
 class Traced(NamedTuple):
@@ -36,29 +29,18 @@ class Traced(NamedTuple):
 def trace(fun: Callable[..., PyTree], *args: PyTree, name: str) -> Traced:
     """Calls a function, once, to record its equations; arguments and results may be any objects.
 
-    Args:
-      fun: the function.
-      *args: its arguments.
-      name: names the function in errors, such as `loss_fn in jmpscale.autocast`.
-
-    Returns:
-      The traced call.
-
-    Raises:
-      TypeError: an argument or a result is a Python object in which the function has stored a traced value.
+    `name` is the name of the function in errors, such as `loss_fn in jmpscale.autocast`.
     """
     unflatten: Callable[..., PyTree] = tuple
-    stored: list[_Stored] = []
 
-    def traced_outputs() -> tuple[list[Any], list[Any]]:
+    def traced_outputs() -> list[Any]:
         nonlocal unflatten
         # The function receives containers of its own, as under jax.jit, so it may change them.
         out = fun(*jax.tree.map(lambda x: x, args, is_leaf=is_nnx))
         leaves, unflatten = flatten_matching(out, is_traced)
-        stored.extend(_stored_values((args, out)))
-        return leaves, [x.value for x in stored]
+        return leaves
 
-    # JAX shows this name where a traced value is used that the function has stored in a place that is not checked here.
+    # JAX shows this name where a traced value is used that the function has stored in an object that is not a pytree.
     traced_outputs.__name__ = f"{name}, which must not store traced values in Python objects,"
     # The constants of the jaxpr are all values that fun depends on, whether it receives them as arguments or closes
     # over them. jax.closure_convert would find them too, but it keeps the closed-over values in a cache.
@@ -66,43 +48,14 @@ def trace(fun: Callable[..., PyTree], *args: PyTree, name: str) -> Traced:
         closed = jax.make_jaxpr(traced_outputs)()
     except Exception as error:
         if is_trace_error(error):
-            error.add_note(_NNX_REMEDY.format(name=name))
-        raise
-    jaxpr = closed.jaxpr
-    if stored:
-        jaxpr = jaxpr.replace(outvars=jaxpr.outvars[: -len(stored)])
-        _check_stored_values(stored, closed.jaxpr, name)
-    return Traced(jaxpr, closed.consts, unflatten)
-
-
-class _Stored(NamedTuple):
-    """A traced value in an attribute of an object that is neither an array nor a pytree."""
-
-    type_name: str
-    attribute: str
-    value: jax.Array
-
-
-def _stored_values(tree: PyTree) -> list[_Stored]:
-    return [
-        _Stored(type_name(leaf), attribute, value)
-        for leaf in jax.tree.leaves(tree)
-        if not is_traced(leaf)
-        for attribute, value in getattr(leaf, "__dict__", {}).items()
-        if is_traced(value)
-    ]
-
-
-def _check_stored_values(stored: list[_Stored], jaxpr: core.Jaxpr, name: str) -> None:
-    """Raises if a jaxpr computes one of the stored values, its last outputs; it receives the others as inputs."""
-    inputs = set(map(id, jaxpr.constvars))
-    for x, variable in zip(stored, jaxpr.outvars[-len(stored) :], strict=True):
-        if id(variable) not in inputs:
-            raise TypeError(
-                f"{name} must not store traced values in Python objects, got a {x.type_name} whose attribute "
-                f"{x.attribute!r} holds one. Return the value as an array; or wrap only the part of the function that "
-                "computes arrays from arrays."
+            error.add_note(
+                f"{name} is traced, so Flax does not let it change variables that it closes over, or that belong to an "
+                "outer trace. Pass the Flax NNX objects or the state as arguments, and differentiate with "
+                "flax.nnx.value_and_grad; or create the variables in the function: "
+                "nnx.merge(graphdef, state, copy=True)."
             )
+        raise
+    return Traced(closed.jaxpr, closed.consts, unflatten)
 
 
 def lift_nnx(transform: Callable[..., PyTree], fun: Callable[..., PyTree], *args: PyTree) -> PyTree:

@@ -4,7 +4,7 @@ Leaves that are not arrays pass through every function of this package unchanged
 """
 
 import collections
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import jax
@@ -55,8 +55,7 @@ def flatten_matching(
 
 def flatten_gradients(tree: PyTree) -> tuple[list[Any], Callable[[Iterable[object]], PyTree]]:
     """Returns the gradients in a tree of gradients, and a function that replaces them in the tree."""
-    leaves, treedef = jax.tree.flatten(tree)
-    return _split(leaves, treedef, _gradient_mask(tree))
+    return _split(*jax.tree.flatten(tree), _gradient_mask(tree))
 
 
 def _split(leaves: list[Any], treedef: Any, mask: list[bool]) -> tuple[list[Any], Callable[[Iterable[object]], PyTree]]:
@@ -71,10 +70,14 @@ def _split(leaves: list[Any], treedef: Any, mask: list[bool]) -> tuple[list[Any]
     return [leaf for leaf, matched in zip(leaves, mask, strict=True) if matched], unflatten
 
 
-def gradients_with_path(tree: PyTree) -> list[tuple[Path, Any]]:
-    """Returns the gradients in a tree of gradients, with their paths."""
-    entries = jax.tree_util.tree_leaves_with_path(tree)
-    return [entry for entry, matched in zip(entries, _gradient_mask(tree), strict=True) if matched]
+def named_gradients(tree: PyTree) -> list[tuple[str, Any]]:
+    """Returns each gradient with a name, such as `params/layer_7/kernel`; its full path if two names would be equal."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    found = [entry for entry, matched in zip(leaves, _gradient_mask(tree), strict=True) if matched]
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in found]
+    counts = collections.Counter(names)
+    pairs = zip(names, found, strict=True)
+    return [(jax.tree_util.keystr(path) if counts[name] > 1 else name, leaf) for name, (path, leaf) in pairs]
 
 
 def _gradient_mask(tree: PyTree) -> list[bool]:
@@ -99,13 +102,6 @@ def structure(tree: PyTree) -> object:
     return jax.tree.structure(tree)
 
 
-def path_names(paths: Sequence[Path]) -> list[str]:
-    """Returns names of leaves, such as `params/layer_7/kernel`; full paths where two names would be equal."""
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
-    counts = collections.Counter(names)
-    return [jax.tree_util.keystr(path) if counts[name] > 1 else name for path, name in zip(paths, names, strict=True)]
-
-
 def check_no_refs(tree: PyTree, name: str = "tree") -> None:
     """Raises if a leaf is a mutable array reference: its updates would be neither checked nor gated."""
     if any(isinstance(leaf, REF) for leaf in jax.tree.leaves(tree)):
@@ -116,11 +112,6 @@ def check_no_refs(tree: PyTree, name: str = "tree") -> None:
         )
 
 
-def nnx_objects(tree: PyTree) -> list[object]:
-    """Returns the Flax NNX objects that a tree contains, which are changed in place."""
-    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_nnx_object) if is_nnx_object(leaf)]
-
-
 def nnx_variables(tree: PyTree) -> list[object]:
     """Returns the Flax NNX variables that a tree contains, which are changed in place."""
     variable = nnx_variable_class()
@@ -129,8 +120,9 @@ def nnx_variables(tree: PyTree) -> list[object]:
 
 def check_no_nnx_objects(tree: PyTree, name: str, remedy: str) -> None:
     """Raises if a tree contains Flax NNX objects: a transformation would change only copies of them."""
-    if found := nnx_objects(tree):
-        raise TypeError(
-            f"{name} must hold values, got a Flax NNX {type_name(found[0])}, which is changed in place: the change "
-            f"would be lost. {remedy}"
-        )
+    for leaf in jax.tree.leaves(tree, is_leaf=is_nnx_object):
+        if is_nnx_object(leaf):
+            raise TypeError(
+                f"{name} must hold values, got a Flax NNX {type_name(leaf)}, which is changed in place: the change "
+                f"would be lost. {remedy}"
+            )
