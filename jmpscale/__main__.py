@@ -280,7 +280,7 @@ def write_picture(figure: "Figure", path: pathlib.Path) -> None:
     """Writes a picture atomically: an interrupted program leaves the old file, or none."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         complete = pathlib.Path(folder) / path.name
-        figure.savefig(complete, format="png", dpi=110)
+        figure.savefig(complete, format="png", dpi=184)  # two pixels for each of the 736 of a page
         complete.replace(path)
 
 
