@@ -55,8 +55,8 @@ def main():
     """Trains the model four times and writes the pictures; they are readable at a width of 400 pixels."""
     text = demonstration.encode(demonstration.read_text())
     runs = {name: demonstration.train(name, text, STEPS, BATCH_TOKENS, SEED) for name in demonstration.RUNS}
-    front(runs).savefig(DOCS / "jmpscale.png", dpi=110)
-    gradients(runs["float16, jmpscale"]).savefig(DOCS / "gradients.png", dpi=110)
+    front(runs).savefig(DOCS / "jmpscale.png", dpi=184)
+    gradients(runs["float16, jmpscale"]).savefig(DOCS / "gradients.png", dpi=184)
 
 
 if __name__ == "__main__":

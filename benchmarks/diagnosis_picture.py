@@ -32,7 +32,7 @@ def main():
     with plt.rc_context({"font.size": 15, "axes.titlesize": "medium"}):
         figure, axes = plt.subplots(figsize=(6.4, 7.2), layout="constrained")
         plots.diagnosis(diagnosis(), ax=axes)
-        figure.savefig(PICTURE, dpi=125)
+        figure.savefig(PICTURE, dpi=230)  # two pixels for each of the 736 of a page
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ include_patterns = ["docs/**.md", "notebooks/*.ipynb", "CHANGELOG.md"]
 exclude_patterns = ["**/_build/**", ".venv/**", "build/**"]
 
 nb_execution_mode = "off"  # the committed outputs are shown
+nb_merge_streams = True  # a table that several calls of `print` write is one block
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 suppress_warnings = ["myst.strikethrough"]
@@ -174,18 +175,24 @@ def make_fenced_blocks_literal(app, what, name, obj, options, lines):
 
 
 def show_public_types(app, what, name, obj, options, lines):
-    """Replaces private names in the types of attributes by public ones."""
-    lines[:] = [
-        line.replace("jax.jaxlib._jax.Array", "jax.Array").replace(
-            "jmpscale._state.", ""
-        )
-        for line in lines
-    ]
+    """Writes the type of an attribute behind its name, without private modules."""
+    shown, option = [], 0
+    for line in lines:
+        line = line.replace("jax.jaxlib._jax.Array", "jax.Array")
+        line = re.sub(r"\bjmpscale(\._\w+)+\.", "", line)
+        if line.startswith("   :type: "):
+            shown.insert(option, line)
+            continue
+        shown.append(line)
+        if line.startswith(".. attribute:: "):
+            option = len(shown)
+    lines[:] = shown
 
 
 def show_public_defaults(app, what, name, obj, options, signature, return_annotation):
-    """Writes defaults as users do, and omits the signature of an enumeration."""
-    if isinstance(obj, enum.EnumType):
+    """Writes defaults as users do, and omits the signatures that users do not call."""
+    summary = (inspect.getdoc(obj) or "").partition("\n")[0]
+    if isinstance(obj, enum.EnumType) or "; created by" in summary:
         return "", None
     defaults = {
         "SMALLEST_SCALE": "2.0**-126",
