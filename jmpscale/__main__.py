@@ -296,7 +296,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # characters that the terminal cannot print
     print(format_table(runs))
-    plot(runs, options.batch_tokens).savefig(options.output, format="png", dpi=184)  # two pixels for each of the 736 of a page
+    # The picture has two pixels for each of the 736 of a page.
+    plot(runs, options.batch_tokens).savefig(options.output, format="png", dpi=184)
     print(f"\nwrote {options.output}")
 
 
