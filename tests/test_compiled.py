@@ -207,10 +207,17 @@ def _layers(policy):
     return fun
 
 
+def _attention(x, qkv, bias, out):
+    q, k, v = (jnp.swapaxes(y.reshape(4, 256, 4, 64), 1, 2) for y in jnp.split(x @ qkv + bias, 3, axis=-1))
+    weights = jax.nn.softmax(q @ jnp.swapaxes(k, 2, 3) / 8)
+    return x + jnp.swapaxes(weights @ v, 1, 2).reshape(x.shape) @ out
+
+
 CHECKED = {  # a function, and its arguments
     "two matmuls": (lambda x, a, b: x @ a @ b, _arrays((2048, 512), (512, 64), (64, 512))),
     "ReLU": (lambda x, a, b: jax.nn.relu(x @ a) @ b, _arrays((2048, 512), (512, 512), (512, 512))),
     "convolutions": (_two_convolutions, _arrays((8, 64, 56, 56), (64, 64, 3, 3), (64, 64, 3, 3))),
+    "attention": (_attention, _arrays((4, 256, 256), (256, 768), (1, 1, 768), (256, 256))),
     "scan": (_layers(jax.checkpoint_policies.everything_saveable), _arrays((512, 256), (4, 256, 512), (4, 512, 256))),
     "scan, dots saved": (
         _layers(jax.checkpoint_policies.dots_saveable),

@@ -427,6 +427,18 @@ def test_remedy_is_tried_inside_functions_of_libraries():
     assert "then the gradients differ from float32 by 0, and loss scales from " in diagnosis.summary
 
 
+def test_check_for_infinity_of_autocast_is_not_the_cause():
+    """Alone as written, it makes NaN of a matmul that overflows in float16, but not in float32."""
+
+    def loss(w, x):
+        return jnp.mean(jnp.cos(1e5 * x @ w) ** 2)
+
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 4)), jnp.float32)
+    summary = diagnose(jmpscale.autocast(loss), x[:4], x).summary
+    line = line_of(loss, "jnp.cos")
+    assert f"rounding, not range. The error begins at {line}. Pass precision" in summary
+
+
 @pytest.mark.full
 def test_gradients_that_are_rounding_noise_are_not_called_zero():
     def loss(w, x):

@@ -79,12 +79,15 @@ def _convert(x: jax.Array, dtype: np.dtype) -> jax.Array:
 def _with_nan_for_infinity(x: jax.Array, dtype: np.dtype) -> jax.Array:
     """Converts a result, with NaN for infinity, which later arithmetic could hide: 1 / infinity is 0.
 
-    The difference of an infinity and itself is NaN. For any other y, y - (y - y) is y, bit for bit. XLA fuses these
-    operations into the readers of the result, whereas the derivative of a select would store a mask.
+    The difference of an infinity and itself is NaN. For any other x it is zero, and x - 0 is x, bit for bit. XLA fuses
+    these operations into the readers of the result, whereas the derivative of a select would store a mask.
+
+    The difference is computed in half precision, so that both operands of the last subtraction are one conversion away
+    from the result: XLA moves a reshape, such as of a batched matmul's result, only behind all its readers at once, and
+    not behind y - (y - y). There it would separate the matmul from a transposition, which then is a kernel of its own.
     """
-    y = _convert(x, dtype)
-    fixed = jax.lax.stop_gradient(y)
-    return y - (fixed - fixed)
+    fixed = jax.lax.stop_gradient(x)
+    return _convert(x, dtype) - _convert(fixed - fixed, dtype)
 
 
 def _variable_like(x: Any, dtype: np.dtype) -> core.Var:
