@@ -3,17 +3,12 @@
 Every function is pure, and does not change the scaler.
 """
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jmpscale._base.axes import (
-    AxisName,
-    check_no_partial_sums,
-)
+from jmpscale._base.axes import AxisName, check_no_partial_sums
 from jmpscale._base.check import warn_user
 from jmpscale._base.compat import unreduced_axes
 from jmpscale._base.text import describe
@@ -114,11 +109,11 @@ def unscale(scaler: PyTree, tree: Tree) -> Tree:
 
 
 @jax.jit
-def unscale_leaves(grads: Sequence[ArrayLike], loss_scale: jax.Array) -> list[jax.Array]:
-    """Divides arrays by the loss scale; `unscaled_dtype` gives the dtypes of the results."""
+def unscale_leaves(grads: Tree, loss_scale: jax.Array) -> Tree:
+    """Divides the arrays of a tree by the loss scale; `unscaled_dtype` gives the dtypes of the results."""
     loss_scale = jnp.asarray(loss_scale)
-    inverse = {dtype: 1 / loss_scale.astype(dtype) for dtype in map(_real_dtype, grads)}
-    return [_product(x, inverse[_real_dtype(x)], unscaled_dtype(jnp.result_type(x))) for x in grads]
+    inverse = {dtype: 1 / loss_scale.astype(dtype) for dtype in map(_real_dtype, jax.tree.leaves(grads))}
+    return jax.tree.map(lambda x: _product(x, inverse[_real_dtype(x)], unscaled_dtype(jnp.result_type(x))), grads)
 
 
 def multiply_leaf(x: ArrayLike, factor: jax.Array) -> jax.Array:
