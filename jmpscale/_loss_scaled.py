@@ -67,13 +67,12 @@ def loss_scaled(
       different values at each order. With `disabled()` it calls `fun`.
 
     Raises:
-      TypeError: `fun` is not callable, `scale` is a bool or not a real scalar, `fun` does not return a pair although
-        `has_aux` is true, an argument is a `jax.Ref`, or `fun` stores a traced value in a Python object among its
-        arguments or results. When differentiated: a differentiated value is float16 or float8, in which an unscaled
-        gradient would underflow; `fun` closes over the statistics of Flax's fp8 layers; or differentiation is in
-        forward mode.
-      ValueError: `scale` is out of range, or contains no scaler, more than one, or a batch of scalers. When
-        differentiated: the scale differs between devices that share a parameter.
+      TypeError: an argument has the wrong type, or `fun` does not return a pair although `has_aux` is true, or stores a
+        traced value in a Python object among its arguments or results. When differentiated: a differentiated value is
+        float16 or float8, `fun` closes over the statistics of Flax's fp8 layers, or the differentiation is in forward
+        mode.
+      ValueError: `scale` is out of range, or does not contain exactly one scaler. When differentiated: the scale
+        differs between devices that share a parameter.
 
     Warns:
       UserWarning: the loss has a dtype that cannot hold large scales, such as float16; a dynamic scale is a constant of

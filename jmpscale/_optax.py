@@ -15,7 +15,6 @@ from jmpscale._base.compat import full_like, varying_axes
 from jmpscale._base.tree import (
     PyTree,
     flatten_gradients,
-    gradients_with_path,
     is_array,
     is_inexact,
     is_traced,
@@ -70,40 +69,34 @@ def with_loss_scaling(
         non-finite gradients, and its result is discarded.
       scaler: the initial scaler, `dynamic()` by default.
       max_norm: the global norm to which the gradients are clipped before `inner`, as by `optax.clip_by_global_norm`.
-        The norm is also the finiteness check, so the gradients are read once. A step is also skipped if the sum of the
-        squares exceeds 3.4e38.
+        The norm is also the finiteness check, so a step is skipped if the sum of the squares exceeds 3.4e38.
       axis_name: the mapped axes over which the devices combine their decisions, as in `all_finite` and
-        `jmpscale.update`; needed only under `jax.pmap`, `jax.vmap(axis_name=...)` and `check_vma=False`.
+        `jmpscale.update`.
       norm_axis_name: the mapped axes along which each device holds a part of the gradients, such as the axis of
-        hand-written FSDP; needed only where `axis_name` is. The squares are summed over these axes. Do not name axes
-        along which every device holds the whole gradient.
+        hand-written FSDP, and not the whole; needed only where `axis_name` is. The squares are summed over these axes.
       warn_after_skips: the number of skips after which to warn, from inside the compiled program; for training loops
         that do not return the optimizer state, so that `raise_if_stuck` cannot read it. It warns after so many
         consecutive skips, and once per series of skips if so many of the latest `5 * warn_after_skips` steps were
-        skipped, growths of the scale aside. The warning states the scale, the cause and the remedy. It also warns if a
-        dynamic scale grows to a `max_scale` of 2^32 or more without a skip, because the loss may be unscaled. Under
-        `jax.pmap` and `jax.shard_map` each device warns of consecutive skips.
+        skipped, growths of the scale aside. It also warns if a dynamic scale grows to a `max_scale` of 2^32 or more
+        without a skip, because the loss may be unscaled. Under `jax.pmap` and `jax.shard_map` each device warns.
 
     Returns:
       A gradient transformation, whose state is a `WithLossScalingState`. Call `tx.update(grads, opt_state, params,
-      value=loss)`. On a skipped step the updates are -0.0, which change no parameter, except that, as in every
-      addition, a CPU flushes parameters below 2^-126 to zero. `value=` or `loss=` is the unscaled loss; a skipped step
-      whose loss is not finite does not change the scale. In `grad=`, which some optax transformations read, non-finite
-      values are replaced by zeros. `inner` sees float16 parameters as float32, the dtype of their gradients, and
-      `optax.apply_updates` converts back.
+      value=loss)`. `value=` or `loss=` is the unscaled loss; a skipped step whose loss is not finite does not change
+      the scale. On a skipped step the updates are -0.0, which change no parameter, except that, as in every addition, a
+      CPU flushes parameters below 2^-126 to zero. In `grad=`, which some optax transformations read, non-finite values
+      are replaced by zeros. `inner` sees float16 parameters as float32, the dtype of their gradients.
 
     Raises:
-      TypeError: `inner` is not a gradient transformation, `scaler` is not a `ScalerState`, `max_norm` is not a number,
-        or `warn_after_skips` is not an integer. From `tx.init`: `inner` contains another wrapper. From `tx.update`:
+      TypeError: an argument has the wrong type. From `tx.init`: `inner` contains another wrapper. From `tx.update`:
         `inner` changes the structure or the types of its state, or a gradient is a partial sum or a `jax.Ref`.
       ValueError: `max_norm` or `warn_after_skips` is out of range, or an axis is not mapped.
 
     Warns:
       UserWarning: from `tx.init`, if `optax.MultiSteps`, `optax.partition` or `optax.masked` contains the
-        transformation; from `tx.update`, if `axis_name` is missing, so that devices would decide independently, if
-        an `optax.chain` contains `optax.clip`, `optax.zero_nans` or `optax.scale_by_sign` before the transformation,
-        if the state is a constant of a compiled program, or if an extra argument looks like a misspelled loss; from
-        the program, as `warn_after_skips` describes.
+        transformation; from `tx.update`, if a transformation before it hides overflows, devices would decide
+        independently, the state is a constant of a compiled program, or an extra argument looks like a misspelled loss;
+        from the program, as `warn_after_skips` describes.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -198,14 +191,10 @@ def _as_seen_by_inner(params: PyTree) -> PyTree:
     """Converts parameters to the dtype of their gradients; otherwise optimizer states would change dtype."""
 
     def convert(x: object) -> object:
-        if not (isinstance(x, jax.ShapeDtypeStruct) or is_array(x)) or not jnp.issubdtype(x.dtype, np.inexact):
-            return x
-        dtype = unscaled_dtype(x.dtype)
-        if dtype == x.dtype:
-            return x
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
-        return jnp.asarray(x, dtype)
+        is_type = isinstance(x, jax.ShapeDtypeStruct)
+        if (is_type or is_array(x)) and jnp.issubdtype(x.dtype, np.inexact) and unscaled_dtype(x.dtype) != x.dtype:
+            return x.update(dtype=np.float32) if is_type else jnp.asarray(x, np.float32)
+        return x
 
     return jax.tree.map(convert, params)
 
@@ -239,7 +228,7 @@ def _is_finite(grads: PyTree, norm: jax.Array | None) -> jax.Array:
     """Tests the gradients on this device; their norm, if it is given, is finite only if every gradient is finite."""
     if norm is None:
         return all_finite_here(grads)
-    in_norm = {id(leaf) for _, leaf in gradients_with_path(grads)}
+    in_norm = {id(leaf) for leaf in flatten_gradients(grads)[0]}
     others = [leaf for leaf in jax.tree.leaves(grads) if id(leaf) not in in_norm]
     return jnp.isfinite(norm) & all_finite_here(others)
 
@@ -269,14 +258,17 @@ def _update_if(
 
     def skip(like: Any, grad_arrays: list[Any], state_arrays: list[Any]) -> tuple[list[Any], list[Any]]:
         # Returns the gradients: zeros are selected below, so that XLA reuses the gradients' memory.
-        updates = [_first_if_same_type(g, u) for g, u in zip(grad_arrays, like[0], strict=True)]
+        zeros = jax.tree.map(_negative_zeros, like[0])
+        pairs = zip(grad_arrays, zeros, strict=True)
+        updates = [grad if has_same_type(grad, zero) else zero for grad, zero in pairs]
         return updates, gated_state.originals(like[1], state_arrays)
 
     def sanitize(grad_arrays: list[Any], state_arrays: list[Any]) -> tuple[list[Any], list[Any]]:
         return _zero_nonfinite(grad_arrays), state_arrays
 
     updates, arrays = gate(finite, apply, skip, gated_grads.arrays, gated_state.arrays, sanitize=sanitize)
-    updates = jax.tree.map(functools.partial(_zero_unless, finite), updates)
+    if is_traced(finite):
+        updates = jax.tree.map(lambda update: jnp.where(finite, update, _negative_zeros(update)), updates)
     return gated_grads.combine(updates), gated_state.combine(arrays)
 
 
@@ -284,17 +276,6 @@ def _skipped_updates(grads: PyTree, params: PyTree) -> PyTree:
     """Returns zeros of the types of the parameters, which updates have even where the gradients' types differ."""
     like = params if structure(params) == structure(grads) else grads
     return jax.tree.map(lambda grad, x: _negative_zeros(jnp.asarray(x)) if is_numeric(grad) else grad, grads, like)
-
-
-def _first_if_same_type(grad: jax.Array | None, update: jax.Array | jax.ShapeDtypeStruct | None) -> jax.Array | None:
-    if update is None:
-        return None
-    zero = _negative_zeros(update)
-    return grad if has_same_type(grad, zero) else zero
-
-
-def _zero_unless(finite: jax.Array, update: jax.Array) -> jax.Array:
-    return jnp.where(finite, update, _negative_zeros(update)) if is_traced(finite) else update
 
 
 def _negative_zeros(like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
@@ -308,8 +289,4 @@ def _zero_nonfinite(tree: PyTree) -> PyTree:
 
     The zeros are negative so that XLA does not merge them with other zeros; see `_finite._all_leaves_finite_default`.
     """
-
-    def replace(x: object) -> object:
-        return jnp.where(jnp.isfinite(x), x, -0.0) if is_inexact(x) else x
-
-    return jax.tree.map(replace, tree)
+    return jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, -0.0) if is_inexact(x) else x, tree)

@@ -24,15 +24,15 @@ def scale(scaler: PyTree, tree: Tree) -> Tree:
 
     Args:
       scaler: the scaler, or any pytree that contains exactly one. Unscale the gradients with the same scaler.
-      tree: pytree of floating-point arrays of any shape. The loss should be float32: the backward pass of a float16
-        loss starts from the scale in float16, which is infinite from 2^16 on.
+      tree: pytree of floating-point arrays of any shape. The backward pass of a float16 loss would start from the scale
+        in float16, which is infinite from 2^16 on.
 
     Returns:
       The scaled tree; leaves narrower than float32 become float32. With `disabled()`, the tree itself.
 
     Raises:
       TypeError: a leaf does not have a floating-point dtype.
-      ValueError: `scaler` contains no scaler, more than one, or a batch of scalers.
+      ValueError: `scaler` does not contain exactly one scaler.
 
     Warns:
       UserWarning: a traced leaf has a dtype that cannot hold large scales, such as float16.
@@ -91,7 +91,7 @@ def unscale(scaler: PyTree, tree: Tree) -> Tree:
 
     Raises:
       TypeError: a leaf is a partial sum or a `jax.Ref`.
-      ValueError: `scaler` contains no scaler, more than one, or a batch of scalers.
+      ValueError: `scaler` does not contain exactly one scaler.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -168,12 +168,12 @@ def unscale_and_check(scaler: PyTree, grads: Tree, *, axis_name: AxisName = None
       axis_name: the mapped axes over which to combine the result, as in `all_finite`.
 
     Returns:
-      The unscaled gradients, and `finite`, bool[]. Pass `finite` to `apply_if` and to `update`. With `disabled()`, the
-      gradients themselves and True.
+      The unscaled gradients, and `finite`, bool[], for `apply_if` and `update`. With `disabled()`, the gradients
+      themselves and True.
 
     Raises:
       TypeError: a leaf is a partial sum or a `jax.Ref`.
-      ValueError: `scaler` contains no scaler, more than one, or a batch of scalers; or an axis is not mapped here.
+      ValueError: `scaler` does not contain exactly one scaler, or an axis is not mapped here.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale

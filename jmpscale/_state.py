@@ -37,7 +37,7 @@ class ScalerConfig:
         arguments of `dynamic` and apply only to this mode.
 
     Raises:
-      TypeError: a setting has the wrong type (an array, a bool, a float where an integer is expected).
+      TypeError: a setting has the wrong type.
       ValueError: a setting is out of range, or the mode ignores it.
 
     >>> import jmpscale
@@ -152,8 +152,8 @@ ARRAY_FIELDS = ScalerState._fields[:-1]
 class _AnySettings:
     """The auxiliary data of a `ScalerState` without settings, which equal all settings.
 
-    Some checkpointers (Levanter's) rebuild a state field by field, with None for a field that has no leaves, and map
-    the result together with the original state. JAX requires that the auxiliary data of the two are equal.
+    Levanter's checkpointer rebuilds a state field by field, with None for a field that has no leaves, and maps the
+    result together with the original state. JAX requires that the auxiliary data of the two are equal.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -225,9 +225,9 @@ def dynamic(
       max_scale: the upper limit of the scale, in [2^-126, 2^126].
 
     Returns:
-      A `ScalerState` of NumPy arrays, f32[] and i32[]. JAX's backend is not started, so a scaler may be created at
-      module level, before `jax.distributed.initialize`. On a mesh of several devices replicate the scaler with
-      `jax.device_put(scaler, NamedSharding(mesh, PartitionSpec()))`; otherwise the second call compiles the step again.
+      A `ScalerState` of NumPy arrays, which may be created before `jax.distributed.initialize`. On a mesh of several
+      devices replicate it with `jax.device_put(scaler, NamedSharding(mesh, PartitionSpec()))`; otherwise the second
+      call compiles the step again.
 
     Raises:
       TypeError: an argument has the wrong type.
@@ -315,19 +315,11 @@ def register_with_flax() -> None:
     register_serialization(ScalerConfig, lambda config: {}, lambda config, state_dict: config)
 
 
-def _serialize_config(config: ScalerConfig) -> bytes:
-    return json.dumps(dataclasses.asdict(config)).encode()
-
-
-def _deserialize_config(data: bytes | bytearray) -> ScalerConfig:
-    return ScalerConfig(**json.loads(data))
-
-
 jax.export.register_pytree_node_serialization(
     ScalerState,
     serialized_name="jmpscale.ScalerState",
-    serialize_auxdata=_serialize_config,
-    deserialize_auxdata=_deserialize_config,
+    serialize_auxdata=lambda config: json.dumps(dataclasses.asdict(config)).encode(),
+    deserialize_auxdata=lambda data: ScalerConfig(**json.loads(data)),
     from_children=_unflatten,
 )
 jax.export.register_namedtuple_serialization(WithLossScalingState, serialized_name="jmpscale.WithLossScalingState")
