@@ -46,15 +46,12 @@ def cast(tree: Tree, dtype: DTypeLike) -> Tree:
 
 
 def _check_floating(dtype: object) -> None:
-    got = describe(dtype)
-    if isinstance(dtype, (str, type, np.dtype)):  # NumPy would take the dtype of an array, too
-        try:
-            got = np.dtype(dtype).name
-            if jnp.issubdtype(np.dtype(dtype), np.floating):
-                return
-        except (TypeError, ValueError):  # NumPy's errors for values that do not describe a dtype
-            pass
-    raise TypeError(
-        f"dtype must be a floating-point dtype, got {got}. Pass the tree, then a dtype such as jnp.float16: "
-        "cast(params, jnp.float16)."
-    )
+    try:  # NumPy would take the dtype of an array, too
+        known = np.dtype(dtype) if isinstance(dtype, (str, type, np.dtype)) else None
+    except (TypeError, ValueError):
+        known = None
+    if known is None or not jnp.issubdtype(known, np.floating):
+        raise TypeError(
+            f"dtype must be a floating-point dtype, got {describe(dtype) if known is None else known.name}. Pass the "
+            "tree, then a dtype such as jnp.float16: cast(params, jnp.float16)."
+        )

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable, Hashable, Sequence
-from typing import TypeAlias
 
 import jax
 import jax.export
@@ -21,8 +20,6 @@ from jmpscale._scaler_of_tree import find_scaler
 
 FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL, FLOAT16_MAX = 2.0**-24, 2.0**-14, 65504.0
 
-# For each leaf: the bits of the largest magnitude, and the counts i32[5] of the kinds of values.
-_LeafStatistics: TypeAlias = tuple[list[jax.Array], list[jax.Array]]
 _COUNTS = ("nan", "inf", "zero", "underflow", "subnormal")
 
 
@@ -203,15 +200,17 @@ def _wide_dtypes(leaves: Sequence[ArrayLike]) -> tuple[DTypeLike, DTypeLike]:
 
 
 @jax.jit
-def _leaf_statistics(leaves: Sequence[ArrayLike], loss_scale: jax.Array | None) -> _LeafStatistics:
-    """Returns the statistics of each leaf on this device."""
+def _leaf_statistics(
+    leaves: Sequence[ArrayLike], loss_scale: jax.Array | None
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Returns for each leaf, on this device, the bits of the largest magnitude, and i32[5], the `_COUNTS`."""
     forms = {"cpu": functools.partial(_count, _reduce_variadic)} if use_variadic_reduce() else {}
     return jax.lax.platform_dependent(leaves, loss_scale, default=functools.partial(_count, _reduce_each), **forms)
 
 
 def _count(
     reduce: Callable[..., Sequence[jax.Array]], leaves: Sequence[jax.Array], loss_scale: jax.Array | None
-) -> _LeafStatistics:
+) -> tuple[list[jax.Array], list[jax.Array]]:
     dtype, int_dtype = _wide_dtypes(leaves)
     smallest, smallest_normal = (
         _bits_of_quotient(limit, loss_scale, dtype, int_dtype) for limit in (FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL)

@@ -123,10 +123,7 @@ def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
 
 
 class SkipMonitor:
-    """Warns about the skips of an optimizer, even from inside a compiled program.
-
-    It remembers, on the host, the latest skips. The state of the scaler has no place for them.
-    """
+    """Warns about the skips of an optimizer, even from inside a compiled program; remembers them on the host."""
 
     def __init__(self, count: int) -> None:
         self._count, self._window = count, 5 * count
@@ -134,14 +131,11 @@ class SkipMonitor:
         self._step, self._skipped, self._has_warned = 0, collections.deque[int](), False
 
     def watch(self, before: ScalerState, after: ScalerState) -> ScalerState:
-        """Warns after `count` consecutive skips, and once per series of skips after that many of `5 * count` steps.
-
-        It also warns if a dynamic scale reaches its limit without a skip.
+        """Warns as the argument `warn_after_skips` of `with_loss_scaling` describes.
 
         Returns:
           The scaler `after`, unchanged. In a compiled program its count of consecutive skips depends on the callback,
-          so the compiler cannot remove the callback. A `jax.debug.callback` needs no result, but slows down every call
-          of a small program on CPU, even if it is never reached.
+          so the compiler keeps it. A `jax.debug.callback`, which needs no result, slows down small programs on CPU.
         """
         if not any(map(is_traced, jax.tree.leaves((before, after)))):
             self._warn(before, after)

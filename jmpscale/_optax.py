@@ -12,14 +12,7 @@ import optax
 from jmpscale._base.axes import AxisName, as_axes, axes_to_reduce, manual_axes, warn_if_unsynchronized
 from jmpscale._base.check import check_count, check_in_range
 from jmpscale._base.compat import full_like, varying_axes
-from jmpscale._base.tree import (
-    PyTree,
-    flatten_gradients,
-    is_array,
-    is_inexact,
-    is_traced,
-    structure,
-)
+from jmpscale._base.tree import PyTree, flatten_gradients, is_array, is_inexact, is_traced, structure
 from jmpscale._finite import all_finite_here
 from jmpscale._gate import GatedTree, check_same_types, gate, has_same_type, is_numeric
 from jmpscale._monitor import SkipMonitor
@@ -27,9 +20,8 @@ from jmpscale._optax_checks import (
     check_not_wrapped,
     check_structure_of_updates,
     check_update_arguments,
-    warn_if_inside_multi_steps,
+    warn_if_inside_another,
     warn_if_loss_is_misspelled,
-    warn_if_masked,
     warn_if_overflows_are_hidden,
 )
 from jmpscale._optax_types import LossScalingTransformation, Transformation, check_transformation, with_extra_args
@@ -120,8 +112,7 @@ def with_loss_scaling(
 
     def init(params: optax.Params) -> Any:
         register_with_flax()
-        warn_if_inside_multi_steps()
-        warn_if_masked(params)
+        warn_if_inside_another(params)
         scaler = jax.tree.map(jnp.array, initial)
         inner_state = tx.init(params if _is_disabled(scaler) else _as_seen_by_inner(params))
         check_not_wrapped(inner_state)

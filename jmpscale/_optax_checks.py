@@ -52,10 +52,11 @@ def check_structure_of_updates(grads: PyTree, updates: PyTree) -> None:
         )
 
 
-def warn_if_inside_multi_steps() -> None:
-    """Warns if `optax.MultiSteps` initializes the wrapper, because `MultiSteps` never recovers from an overflow.
+def warn_if_inside_another(params: optax.Params) -> None:
+    """Warns if a transformation that contains the wrapper prevents it from skipping whole steps.
 
-    `MultiSteps` resets its sum of gradients by multiplying it by zero, and 0 * inf is NaN.
+    `optax.MultiSteps` resets its sum of gradients by multiplying it by zero, and 0 * inf is NaN. Inside `optax.masked`,
+    the wrapper does not see all parameters, and neither checks nor skips the rest.
     """
     if _is_called_by(lambda frame: frame.f_code is optax.MultiSteps.init.__code__):
         warn_user(
@@ -63,10 +64,6 @@ def warn_if_inside_multi_steps() -> None:
             "every later step is skipped. Place it outside: with_loss_scaling(optax.MultiSteps(tx, k)). If a training "
             "loop adds MultiSteps itself, turn its gradient accumulation off, or replace its optimizer."
         )
-
-
-def warn_if_masked(params: optax.Params) -> None:
-    """Warns if the wrapper does not see all parameters, because it neither checks nor skips the rest."""
     # The user's own parameters may contain optax.MaskedNode, too.
     inside_masked = _is_called_by(lambda frame: frame.f_globals.get("__name__") == optax.masked.__module__)
     if inside_masked and find_instances(params, optax.MaskedNode):

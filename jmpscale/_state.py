@@ -102,7 +102,7 @@ class SkipReason(enum.IntEnum):
       NONE: 0, no step has been skipped.
       GRADIENTS: 1, the gradients were not finite.
       LOSS: 2, the loss was not finite, because the data were invalid or the forward pass overflowed.
-      MIN_SCALE: 3, the gradients were not finite although the dynamic scale was `min_scale`, so it could not back off.
+      MIN_SCALE: 3, the gradients were not finite, and a dynamic scale was `min_scale` already.
     """
 
     NONE = 0
@@ -292,11 +292,10 @@ def disabled() -> ScalerState:
 def init_state(loss_scale: float, config: ScalerConfig, finite_steps: int = 0) -> ScalerState:
     """Creates a state from validated settings."""
     register_with_flax()
-    scale = np.array(loss_scale, np.float32)
     # The fields are NumPy arrays, because a JAX array would start the backend, and zero-dimensional arrays instead of
     # NumPy scalars, because Orbax does not save NumPy scalars.
     fields: dict[str, Any] = {
-        "loss_scale": scale,
+        "loss_scale": np.array(loss_scale, np.float32),
         "finite_steps": np.array(finite_steps, np.int32),
         "hysteresis_left": np.array(config.hysteresis, np.int32),
         "total_skips": np.array(0, np.int32),
