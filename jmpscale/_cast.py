@@ -1,11 +1,12 @@
 """Conversion of the arrays of a tree to another dtype."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from jmpscale._base.text import describe
-from jmpscale._base.tree import Tree, check_no_nnx_objects, check_no_refs, flatten_matching, is_array
+from jmpscale._base.tree import Tree, check_no_nnx_objects, check_no_refs, is_array
 from jmpscale._scaler_of_tree import is_scaler
 
 
@@ -38,11 +39,10 @@ def cast(tree: Tree, dtype: DTypeLike) -> Tree:
         "Wrap the loss function in jmpscale.autocast, pass dtype=jnp.float16 to the layers, or cast nnx.state(model).",
     )
 
-    def is_floating(leaf: object) -> bool:
-        return is_array(leaf) and jnp.issubdtype(leaf.dtype, np.floating)
+    def convert(x: object) -> object:
+        return jnp.asarray(x, dtype) if is_array(x) and jnp.issubdtype(x.dtype, np.floating) else x
 
-    leaves, unflatten = flatten_matching(tree, is_floating, is_leaf=is_scaler)
-    return unflatten(jnp.asarray(x, dtype) for x in leaves)
+    return jax.tree.map(convert, tree, is_leaf=is_scaler)
 
 
 def _check_floating(dtype: object) -> None:

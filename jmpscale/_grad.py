@@ -63,8 +63,8 @@ def value_and_grad(
       argnums: which positional arguments of `fun` to differentiate with respect to: an int, a sequence of ints, or
         whatever else `transform` takes, such as `nnx.DiffState(0, nnx.LoRAParam)`.
       has_aux: whether `fun` returns a pair.
-      transform: the `value_and_grad` of the model's framework: `flax.nnx.value_and_grad`, which keeps batch statistics
-        and random streams up to date, or `equinox.filter_value_and_grad`, which takes whole models.
+      transform: the `value_and_grad` of the model's framework, such as `flax.nnx.value_and_grad`, which keeps batch
+        statistics and random streams up to date, or `equinox.filter_value_and_grad`.
 
     Returns:
       `f(scaler, *args, **kwargs) -> (value, grads)`, or `((value, aux), grads)` if `has_aux` is true. The first

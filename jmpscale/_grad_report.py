@@ -37,9 +37,8 @@ class GradReport:
       underflow: i32[leaves], the number of nonzero magnitudes below 2^-24, which float16 cannot hold.
       subnormal: i32[leaves], the number of magnitudes in [2^-24, 2^-14), for which float16 has fewer than 11
         significant bits.
-      paths: the names of the leaves, such as `params/layer_7/kernel`; not a leaf of this pytree.
-      sizes: the number of values of each leaf over all combined devices, where a complex number counts as two; not a
-        leaf of this pytree.
+      paths: the names of the leaves, such as `params/layer_7/kernel`; static.
+      sizes: the number of values of each leaf over all combined devices, where a complex number counts as two; static.
     """
 
     finite: jax.Array
@@ -145,8 +144,8 @@ jax.export.register_pytree_node_serialization(
 def grad_report(grads: PyTree, *, scaler: PyTree = None, axis_name: AxisName = None) -> GradReport:
     """Reports the non-finite values, the underflows and the headroom in float16 of each leaf of a gradient tree.
 
-    It reads the gradients once more. Under `jax.jit`, unused parts of the report are removed by the compiler. To report
-    only on skipped steps, call it in a branch of `jax.lax.cond` on `finite`.
+    It reads the gradients once more; under `jax.jit`, unused parts of the report are removed. To report only on skipped
+    steps, call it in a branch of `jax.lax.cond` on `finite`.
 
     Args:
       grads: pytree of gradients in true units, as `value_and_grad` returns them. Leaves that are not floating-point or

@@ -43,24 +43,20 @@ def loss_scaled(
     """Creates a function with the values and gradients of `fun`, and a scaled backward pass.
 
     Use it for training loops that take a loss function and differentiate it themselves. In the backward pass, the
-    cotangents of the outputs are multiplied by the scale, and the cotangents of all inputs are divided by it. The loop
-    therefore receives gradients in true units, as from `jmpscale.value_and_grad`. To skip steps that overflow, give
-    the loop the optimizer `with_loss_scaling(tx, static(1.0))`, or `with_loss_scaling(tx)` if `scale` can read the
-    optimizer state.
-
-    `fun` is traced in every call, so it must be a function that `jax.jit` accepts.
+    cotangents of the outputs are multiplied by the scale, and the cotangents of all inputs are divided by it, so the
+    loop receives gradients in true units. To skip steps that overflow, give the loop the optimizer
+    `with_loss_scaling(tx, static(1.0))`, or `with_loss_scaling(tx)` if `scale` can read the optimizer state.
 
     Args:
-      fun: the loss function. Return the loss in float32. Its inputs are its arguments (pytrees, Equinox modules, Flax
-        NNX objects) and the values that it closes over. Differentiated inputs must not be float16 or float8, so convert
-        parameters to float16 inside `fun`.
+      fun: the loss function, traced in every call. It returns the loss in float32. Its inputs are its arguments
+        (pytrees, Equinox modules, Flax NNX objects) and the values that it closes over. Differentiated inputs must not
+        be float16 or float8, so convert parameters to float16 inside `fun`.
       scale: the loss scale, a Python number or an array f32[]; a scaler, or a pytree that contains exactly one; or a
         function of the arguments of `fun`, as the loop passes them, that returns any of these. The scale is not
         differentiated.
       has_aux: whether `fun` returns a pair of the loss and auxiliary data.
-      warn_if_not_finite: whether to check the gradients in the backward pass, and to warn from inside the compiled
-        program if they are not finite; for training loops that change the gradients before the optimizer, which could
-        hide an overflow.
+      warn_if_not_finite: whether to warn from inside the compiled program if the gradients are not finite; for
+        training loops that change the gradients before the optimizer, which could hide an overflow.
 
     Returns:
       A function with the signature of `fun`. It supports reverse-mode differentiation, to any order and with respect to

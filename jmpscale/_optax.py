@@ -51,9 +51,7 @@ def with_loss_scaling(
 
     `tx.update` checks the gradients, clips them if `max_norm` is given, runs `inner` or returns zeros, and adjusts the
     scaler as `jmpscale.update` does. It does not unscale: pass gradients in true units, as `jmpscale.value_and_grad`
-    returns them. Place the wrapper outside `optax.MultiSteps`, `optax.partition` and `optax.masked`. Inside
-    `MultiSteps`, one overflow would make the sum of the gradients NaN permanently; inside the others the wrapper would
-    see only some of the gradients.
+    returns them. Place the wrapper outside `optax.MultiSteps`, `optax.partition` and `optax.masked`.
 
     Args:
       inner: an optax gradient transformation whose updates have the structure of the gradients. It receives the extra
@@ -85,10 +83,9 @@ def with_loss_scaling(
       ValueError: `max_norm` or `warn_after_skips` is out of range, or an axis is not mapped.
 
     Warns:
-      UserWarning: from `tx.init`, if `optax.MultiSteps`, `optax.partition` or `optax.masked` contains the
-        transformation; from `tx.update`, if a transformation before it hides overflows, devices would decide
-        independently, the state is a constant of a compiled program, or an extra argument looks like a misspelled loss;
-        from the program, as `warn_after_skips` describes.
+      UserWarning: from `tx.init`, if one of these transformations contains the wrapper; from `tx.update`, if a
+        transformation before it hides overflows, devices would decide independently, the state is a constant of a
+        compiled program, or an extra argument looks like a misspelled loss; from the program, after many skips.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -181,7 +178,7 @@ def _is_disabled(scaler: ScalerState) -> bool:
 def _as_seen_by_inner(params: PyTree) -> PyTree:
     """Converts parameters to the dtype of their gradients; otherwise optimizer states would change dtype."""
 
-    def convert(x: object) -> object:
+    def convert(x: Any) -> Any:
         is_type = isinstance(x, jax.ShapeDtypeStruct)
         if (is_type or is_array(x)) and jnp.issubdtype(x.dtype, np.inexact) and unscaled_dtype(x.dtype) != x.dtype:
             return x.update(dtype=np.float32) if is_type else jnp.asarray(x, np.float32)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._base.text import describe, type_name
-from jmpscale._base.tree import PyTree, Tree, find_instances, flatten_matching, is_array
+from jmpscale._base.tree import PyTree, Tree, find_instances, is_array
 from jmpscale._state import ARRAY_FIELDS, ScalerConfig, ScalerState, register_with_flax
 
 
@@ -73,8 +73,7 @@ def replace_scaler(tree: Tree, scaler: ScalerState) -> Tree:
         return jax.tree.unflatten(jax.tree.structure(getattr(old, field)), [jnp.array(getattr(scaler, field))])
 
     new = scaler._replace(**{field: wrap(field) for field in ARRAY_FIELDS})
-    _, unflatten = flatten_matching(tree, is_scaler, is_leaf=is_scaler)
-    return unflatten([new])
+    return jax.tree.map(lambda x: new if is_scaler(x) else x, tree, is_leaf=is_scaler)
 
 
 def _only_scaler(tree: PyTree, name: str, remedy: str = "") -> ScalerState:

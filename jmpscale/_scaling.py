@@ -1,7 +1,4 @@
-"""Scaling the loss, and unscaling and checking the gradients, in dtypes that hold the results.
-
-Every function is pure, and does not change the scaler.
-"""
+"""Scaling the loss, and unscaling and checking the gradients, in dtypes that hold the results."""
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +17,14 @@ from jmpscale._scaler_of_tree import find_scaler
 def scale(scaler: PyTree, tree: Tree) -> Tree:
     """Multiplies a loss, or a pytree of losses, by the loss scale.
 
-    The product is at least float32, because the default scale is infinite in float16.
-
     Args:
       scaler: the scaler, or any pytree that contains exactly one. Unscale the gradients with the same scaler.
       tree: pytree of floating-point arrays of any shape. The backward pass of a float16 loss would start from the scale
         in float16, which is infinite from 2^16 on.
 
     Returns:
-      The scaled tree; leaves narrower than float32 become float32. With `disabled()`, the tree itself.
+      The scaled tree; leaves narrower than float32 become float32, because the default scale is infinite in float16.
+      With `disabled()`, the tree itself.
 
     Raises:
       TypeError: a leaf does not have a floating-point dtype.

@@ -279,8 +279,8 @@ def disabled() -> ScalerState:
     """Creates a scaler that turns loss scaling off and adds nothing to the compiled program.
 
     Returns:
-      A `ScalerState` that no step changes. With this scaler float16 gradients stay float16; with other scalers they
-      become float32. With the functional API, pass it to `all_finite(grads, scaler=scaler)`, which then checks nothing.
+      A `ScalerState` that no step changes. Float16 gradients stay float16; with other scalers they become float32. With
+      the functional API, pass it to `all_finite(grads, scaler=scaler)`, which then checks nothing.
 
     >>> import jmpscale
     >>> jmpscale.disabled().config.mode
@@ -308,8 +308,8 @@ def init_state(loss_scale: float, config: ScalerConfig, finite_steps: int = 0) -
 def register_with_flax() -> None:
     """Registers the settings with `flax.serialization` if the program has imported it.
 
-    It is called whenever a state is created or used, because the program may import Flax later than this package. Only
-    the arrays are serialized. A restored state keeps the settings of the state that it is restored into.
+    It is called whenever a state is created or used, because the program may import Flax later than this package. A
+    restored state keeps the settings of the state that it is restored into.
     """
     register_serialization(ScalerConfig, lambda config: {}, lambda config, state_dict: config)
 

@@ -45,8 +45,7 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
                 loss_scale = max(loss_scale * backoff_factor, min_scale)
     ```
 
-    With `hysteresis=1` each overflow backs the scale off, and `hysteresis_left` stays 1. A static scaler counts steps
-    and skips. Its scale and its hysteresis do not change.
+    With `hysteresis=1`, `hysteresis_left` stays 1. The scale and the hysteresis of a static scaler do not change.
 
     Args:
       scaler: the scaler from before the step.
