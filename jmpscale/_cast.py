@@ -1,11 +1,12 @@
 """Conversion of the arrays of a tree to another dtype."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from jmpscale._base.text import describe
-from jmpscale._base.tree import Tree, check_no_nnx_objects, check_no_refs, flatten_matching, is_array
+from jmpscale._base.tree import Tree, check_no_nnx_objects, check_no_refs, is_array
 from jmpscale._scaler_of_tree import is_scaler
 
 
@@ -38,23 +39,19 @@ def cast(tree: Tree, dtype: DTypeLike) -> Tree:
         "Wrap the loss function in jmpscale.autocast, pass dtype=jnp.float16 to the layers, or cast nnx.state(model).",
     )
 
-    def is_floating(leaf: object) -> bool:
-        return is_array(leaf) and jnp.issubdtype(leaf.dtype, np.floating)
+    def convert(x: object) -> object:
+        return jnp.asarray(x, dtype) if is_array(x) and jnp.issubdtype(x.dtype, np.floating) else x
 
-    leaves, unflatten = flatten_matching(tree, is_floating, is_leaf=is_scaler)
-    return unflatten(jnp.asarray(x, dtype) for x in leaves)
+    return jax.tree.map(convert, tree, is_leaf=is_scaler)
 
 
 def _check_floating(dtype: object) -> None:
-    got = describe(dtype)
-    if isinstance(dtype, (str, type, np.dtype)):  # NumPy would take the dtype of an array, too
-        try:
-            got = np.dtype(dtype).name
-            if jnp.issubdtype(np.dtype(dtype), np.floating):
-                return
-        except (TypeError, ValueError):  # NumPy's errors for values that do not describe a dtype
-            pass
-    raise TypeError(
-        f"dtype must be a floating-point dtype, got {got}. Pass the tree, then a dtype such as jnp.float16: "
-        "cast(params, jnp.float16)."
-    )
+    try:  # NumPy would take the dtype of an array, too
+        known = np.dtype(dtype) if isinstance(dtype, (str, type, np.dtype)) else None
+    except (TypeError, ValueError):
+        known = None
+    if known is None or not jnp.issubdtype(known, np.floating):
+        raise TypeError(
+            f"dtype must be a floating-point dtype, got {describe(dtype) if known is None else known.name}. Pass the "
+            "tree, then a dtype such as jnp.float16: cast(params, jnp.float16)."
+        )

@@ -21,24 +21,22 @@ def all_finite(tree: PyTree, *, scaler: PyTree = None, axis_name: AxisName = Non
     """Tests whether a pytree contains no infinity and no NaN.
 
     Args:
-      tree: any pytree. Only floating-point and complex leaves are tested; integers, booleans, PRNG keys, float0, other
-        objects and empty arrays count as finite.
+      tree: any pytree. Leaves that are not floating-point or complex, and empty arrays, count as finite.
       scaler: the scaler of the step, or any pytree that contains exactly one. With `disabled()` the result is True
         without a test, so that a training step compiles to the step without loss scaling.
       axis_name: the mapped axis, or a sequence of mapped axes, over which to combine the result. It is needed only
-        under `jax.pmap`, `jax.vmap(axis_name=...)` and `check_vma=False`. Under `jax.jit` the result is global, and
-        under `jax.shard_map` with `check_vma=True` JAX's types show the axes. Pass `()` to test only the values on this
-        device; that suffices if all devices hold the same values, such as gradients after a `psum`.
+        under `jax.pmap`, `jax.vmap(axis_name=...)` and `check_vma=False`, where JAX's types do not show the axes. Pass
+        `()` if all devices hold the same values, such as gradients after a `psum`.
 
     Returns:
       bool[], equal on all devices along the axes.
 
     Raises:
       TypeError: a leaf is a partial sum that has not been reduced over its devices, or a `jax.Ref`.
-      ValueError: `axis_name` names an axis that is not mapped here, or `scaler` does not contain exactly one scaler.
+      ValueError: an axis is not mapped here, or `scaler` does not contain exactly one scaler.
 
     Warns:
-      UserWarning: `axis_name` is missing under `jax.pmap` or `check_vma=False`, where devices could diverge.
+      UserWarning: `axis_name` is missing, so devices could diverge.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale

@@ -40,12 +40,9 @@ def apply_if(finite: ArrayLike, fn: Callable[..., Any], /, *carry: object) -> ob
 
     Returns `fn(*carry) if finite else carry`.
 
-    `fn` must be pure, because on GPU and TPU it also runs on skipped steps, and its result is discarded. On CPU it runs
-    only if `finite` is true, except under `jax.vmap`, if the flag varies over devices, or on a mesh with Explicit axes.
-    Outside `jax.jit`, where the flag is known, it runs only if the flag is true.
-
-    A skipped step has the derivative of the identity. In reverse mode this derivative may be NaN (0 * inf) unless `fn`
-    replaces non-finite gradients before it uses them.
+    `fn` must be pure, because in a compiled program it may also run on skipped steps, as it always does on GPU and TPU;
+    its result is then discarded. A skipped step has the derivative of the identity. In reverse mode this derivative may
+    be NaN (0 * inf) unless `fn` replaces non-finite gradients before it uses them.
 
     Args:
       finite: bool[], from `all_finite` or `unscale_and_check`, alone or combined with other conditions.
@@ -59,8 +56,8 @@ def apply_if(finite: ArrayLike, fn: Callable[..., Any], /, *carry: object) -> ob
       The new carry. It is a tuple if there is more than one carry.
 
     Raises:
-      TypeError: `finite` is not a boolean; `fn` is not callable, or changes the structure, a shape, a dtype or a
-        sharding; there is no carry, or it contains a Flax NNX object or a `jax.Ref`.
+      TypeError: an argument has the wrong type; `fn` changes the structure, a shape, a dtype or a sharding; or the
+        carry is missing, or contains a Flax NNX object or a `jax.Ref`.
       ValueError: `finite` is not a scalar.
 
     >>> import jax.numpy as jnp
@@ -84,7 +81,13 @@ def apply_if(finite: ArrayLike, fn: Callable[..., Any], /, *carry: object) -> ob
 
     def apply(arrays: list[Any]) -> tuple[list[Any]]:
         before = gated.combine(arrays)
-        after = _as_carry(fn(*before), len(carry))
+        out = fn(*before)
+        after = (out,) if len(carry) == 1 else out
+        if not isinstance(after, tuple):
+            raise TypeError(
+                f"fn returned a {type_name(out)}, expected a tuple of {len(carry)} values, one for each carry. Return "
+                "them as `return a, b`."
+            )
         check_same_types(before, after)
         return (gated.split(after),)
 
@@ -94,17 +97,6 @@ def apply_if(finite: ArrayLike, fn: Callable[..., Any], /, *carry: object) -> ob
     (arrays,) = gate(flag, apply, skip, gated.arrays)
     result = gated.combine(arrays)
     return result[0] if len(carry) == 1 else result
-
-
-def _as_carry(out: object, length: int) -> tuple[Any, ...]:
-    if length == 1:
-        return (out,)
-    if not isinstance(out, tuple):
-        raise TypeError(
-            f"fn returned a {type_name(out)}, expected a tuple of {length} values, one for each carry. Return "
-            "them as `return a, b`."
-        )
-    return out
 
 
 class GatedTree:
@@ -145,9 +137,9 @@ def gate(
 
     Args:
       flag: bool[].
-      apply: returns a new value for each operand: a pytree of arrays, of the same structure.
-      skip: `skip(like, *operands)` returns the operands with the types of the result of `apply`, because JAX requires
-        equal types on both sides of a branch. `like` is this result, or its `jax.ShapeDtypeStruct`s.
+      apply: returns a new value for each operand, of the same structure.
+      skip: `skip(like, *operands)` returns the operands with the types of `like`, the result of `apply` or its
+        `jax.ShapeDtypeStruct`s, because JAX requires equal types on both sides of a branch.
       *operands: pytrees of arrays. Everything else must be closed over.
       sanitize: returns operands for an `apply` whose result may be discarded.
     """
@@ -163,20 +155,11 @@ def gate(
         new = apply(*sanitize(*operands))
         return jax.tree.map(functools.partial(_where, flag), new, skip(new, *operands))
 
-    if not _branch_is_possible(flag):
+    # JAX traces the forms for all platforms. It raises for a branch under jax.vmap on a mesh with Explicit axes, and
+    # for a branch on a flag that varies over manual axes, because the results of a branch do not vary.
+    if jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types or varying_axes(flag):
         return select(flag, *operands)
     return jax.lax.platform_dependent(flag, *operands, cpu=branch, default=select)
-
-
-def _branch_is_possible(flag: jax.Array) -> bool:
-    """Tests whether JAX accepts a branch on this flag.
-
-    It raises for a branch under `jax.vmap` on a mesh with Explicit axes, and for a branch on a flag that varies over
-    manual axes, because the results of a branch do not vary. JAX traces the forms for all platforms, so the gate then
-    has no branch on any platform.
-    """
-    explicit = jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
-    return not (explicit or varying_axes(flag))
 
 
 def _where(flag: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
@@ -188,22 +171,21 @@ def _where(flag: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
 
 def check_same_types(before: PyTree, after: PyTree, name: str = "carry", fn: str = "fn", remedy: str = "") -> None:
     """Raises if two trees differ in structure, shapes, dtypes or shardings, and names the first difference."""
-    old, new = named_leaves(before), named_leaves(after)
-    structures = structure(before), structure(after)
-    if structures[0] != structures[1]:
-        old_paths, new_paths = {path for path, _ in old}, {path for path, _ in new}
-        differences = [f"{name}{path} is only in its input" for path, _ in old if path not in new_paths]
-        differences += [f"{name}{path} is only in its output" for path, _ in new if path not in old_paths]
+    if structure(before) != structure(after):
+        old, new = dict(named_leaves(before)), dict(named_leaves(after))
+        differences = [f"{name}{path} is only in its input" for path in old if path not in new]
+        differences += [f"{name}{path} is only in its output" for path in new if path not in old]
+        difference = differences[0] if differences else "the containers differ"
+        remedy = remedy or f"Return every value that {fn} takes, in the same order."
         raise TypeError(
-            f"{fn} must return its {name} with the same structure, but "
-            f"{(differences or ['the containers differ'])[0]}: the input is {truncate(structures[0])}, the output is "
-            f"{truncate(structures[1])}. " + (remedy or f"Return every value that {fn} takes, in the same order.")
+            f"{fn} must return its {name} with the same structure, but {difference}: the input is "
+            f"{truncate(structure(before))}, the output is {truncate(structure(after))}. {remedy}"
         )
-    for (path, was), (_, now) in zip(old, new, strict=True):
+    for (path, was), now in zip(named_leaves(before), jax.tree.leaves(after), strict=True):
         if not has_same_type(was, now):
             raise TypeError(
                 f"{fn} must return its {name} with the same shapes, dtypes and shardings, but {name}{path} was "
-                f"{_describe_type(was)} and is {_describe_type(now)}. " + _type_remedy(was, now, fn)
+                f"{_describe_type(was)} and is {_describe_type(now)}. {_type_remedy(was, now, fn)}"
             )
 
 

@@ -55,9 +55,7 @@ def value_and_grad(
     """Creates a function that returns the loss and its gradients, computed by a scaled backward pass.
 
     It replaces `jax.value_and_grad`; the new function takes a scaler before the arguments of `fun`. The backward pass
-    runs on the loss times the loss scale. The gradients are unscaled before they are returned.
-
-    As a decorator it takes options: `@jmpscale.value_and_grad(has_aux=True)`.
+    runs on the loss times the loss scale. As a decorator it takes options: `@jmpscale.value_and_grad(has_aux=True)`.
 
     Args:
       fun: the loss function. It returns a scalar loss in float32, or a pair of the loss and auxiliary data if `has_aux`
@@ -65,22 +63,21 @@ def value_and_grad(
       argnums: which positional arguments of `fun` to differentiate with respect to: an int, a sequence of ints, or
         whatever else `transform` takes, such as `nnx.DiffState(0, nnx.LoRAParam)`.
       has_aux: whether `fun` returns a pair.
-      transform: the `value_and_grad` of the model's framework: `flax.nnx.value_and_grad`, which keeps batch statistics
-        and random streams up to date, or `equinox.filter_value_and_grad`, which takes whole models.
+      transform: the `value_and_grad` of the model's framework, such as `flax.nnx.value_and_grad`, which keeps batch
+        statistics and random streams up to date, or `equinox.filter_value_and_grad`.
 
     Returns:
       `f(scaler, *args, **kwargs) -> (value, grads)`, or `((value, aux), grads)` if `has_aux` is true. The first
       argument is the scaler, or any pytree that contains exactly one, such as the optimizer state of
-      `with_loss_scaling`. The value is the result of `fun`, bit for bit. The gradients are in true units. They have the
-      dtype of the argument, or float32 if the argument is float16 or float8. They are not finite where the backward
-      pass overflowed.
+      `with_loss_scaling`. The value is the result of `fun`, bit for bit. The gradients are in true units, and not
+      finite where the backward pass overflowed. They have the dtype of the argument, or float32 if the argument is
+      float16 or float8.
 
     Raises:
-      TypeError: the scaler is missing; `fun` is not callable, is a result of this function, does not return a pair
-        although `has_aux` is true, or returns a loss that is not a real floating-point scalar; an option is an argument
-        of `fun`; `transform` is not a `value_and_grad`; or a differentiated argument is a Flax NNX object, or contains
-        leaves that are not differentiable, and `transform` is the `value_and_grad` of another framework.
-      ValueError: the first argument contains no scaler, more than one, or a batch of scalers.
+      TypeError: an argument has the wrong type; `fun` returns a loss that is not a real floating-point scalar, or does
+        not return a pair although `has_aux` is true; or a differentiated argument is a model of Flax NNX or Equinox,
+        and `transform` is not the `value_and_grad` of this framework.
+      ValueError: the first argument does not contain exactly one scaler.
 
     >>> import jmpscale
     >>> loss, grad = jmpscale.value_and_grad(lambda w, x: (w * x) ** 2)(jmpscale.dynamic(), 3.0, 2.0)
@@ -117,8 +114,13 @@ def value_and_grad(
                 raise TypeError(f"fun must return a real floating-point scalar as the loss, {_got(loss, has_aux)}")
             return loss, _Output(out)
 
-        out, grads = _output_and_gradients(transform(scaled_fun, has_aux=True, **options)(*args, **kwargs))
-        return out, unscale(state, grads)
+        match transform(scaled_fun, has_aux=True, **options)(*args, **kwargs):
+            case ((_, _Output(out)), grads):
+                return out, unscale(state, grads)
+        raise TypeError(
+            "transform must return ((value, aux), grads) as jax.value_and_grad does, but it returned another "
+            "structure. Pass jax.value_and_grad, flax.nnx.value_and_grad or equinox.filter_value_and_grad, not grad."
+        )
 
     # functools.wraps would show jax.jit(..., static_argnames=...) the signature of fun, which lacks the scaler.
     value_and_grad_fun.__name__ = f"value_and_grad_of_{name}"
@@ -147,17 +149,6 @@ class _Output(NamedTuple):
     """The output of the loss function, which `transform` returns as auxiliary data."""
 
     value: Any
-
-
-def _output_and_gradients(result: Any) -> tuple[Any, PyTree]:
-    """Takes the result of `transform` apart; raises if it is not a `value_and_grad`."""
-    match result:
-        case ((_, _Output(out)), grads):
-            return out, grads
-    raise TypeError(
-        "transform must return ((value, aux), grads) as jax.value_and_grad does, but it returned another structure. "
-        "Pass jax.value_and_grad, flax.nnx.value_and_grad or equinox.filter_value_and_grad, not grad."
-    )
 
 
 def _count(value: object) -> str:
@@ -204,9 +195,7 @@ def _check_differentiable(args: tuple[PyTree, ...], argnums: Any, transform: Fun
             "Pass transform=flax.nnx.value_and_grad, which keeps batch statistics and random streams up to date.",
         )
     module = equinox_module_class()
-    if module is None:
-        return
-    for model in find_instances(differentiated, module):
+    for model in find_instances(differentiated, module) if module else []:
         for path, leaf in named_leaves(model):
             if not is_inexact(leaf):
                 raise TypeError(

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable, Hashable, Sequence
-from typing import TypeAlias
 
 import jax
 import jax.export
@@ -21,8 +20,6 @@ from jmpscale._scaler_of_tree import find_scaler
 
 FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL, FLOAT16_MAX = 2.0**-24, 2.0**-14, 65504.0
 
-# For each leaf: the bits of the largest magnitude, and the counts i32[5] of the kinds of values.
-_LeafStatistics: TypeAlias = tuple[list[jax.Array], list[jax.Array]]
 _COUNTS = ("nan", "inf", "zero", "underflow", "subnormal")
 
 
@@ -40,9 +37,8 @@ class GradReport:
       underflow: i32[leaves], the number of nonzero magnitudes below 2^-24, which float16 cannot hold.
       subnormal: i32[leaves], the number of magnitudes in [2^-24, 2^-14), for which float16 has fewer than 11
         significant bits.
-      paths: the names of the leaves, such as `params/layer_7/kernel`; not a leaf of this pytree.
-      sizes: the number of values of each leaf over all combined devices, where a complex number counts as two; not a
-        leaf of this pytree.
+      paths: the names of the leaves, such as `params/layer_7/kernel`; static.
+      sizes: the number of values of each leaf over all combined devices, where a complex number counts as two; static.
     """
 
     finite: jax.Array
@@ -58,10 +54,8 @@ class GradReport:
     def describe(self, limit: int = 20) -> str:
         """Describes the gradients in a sentence and a table.
 
-        Call it outside `jax.jit`. The report is read from the device once. Leaves that are not finite come first, in
-        the order of the fraction of non-finite values among their nonzero values, the smallest first. Finite leaves
-        follow in the order of their headroom. `jmpscale.diagnose` names the operation where values begin to be
-        infinite or NaN.
+        Call it outside `jax.jit`. Leaves that are not finite come first, in the order of the fraction of non-finite
+        values among their nonzero values, the smallest first. Finite leaves follow in the order of their headroom.
 
         Args:
           limit: the number of leaves in the table.
@@ -72,7 +66,7 @@ class GradReport:
 
         Raises:
           TypeError: the report is traced, or `limit` is not an integer.
-          ValueError: the report is a batch, or covers several steps; index its arrays first.
+          ValueError: the report is a batch.
 
         >>> import jax.numpy as jnp
         >>> import jmpscale
@@ -139,28 +133,19 @@ def _summarize(first: str, nonfinite: np.ndarray, inf: np.ndarray) -> str:
     return f"{sentence}{only_nan} jmpscale.diagnose names the line."
 
 
-def _serialize_names(names: tuple[tuple[str, ...], tuple[int, ...]]) -> bytes:
-    return json.dumps(names).encode()
-
-
-def _deserialize_names(data: bytes | bytearray) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    paths, sizes = json.loads(data)
-    return tuple(paths), tuple(sizes)
-
-
 jax.export.register_pytree_node_serialization(
     GradReport,
     serialized_name="jmpscale.GradReport",
-    serialize_auxdata=_serialize_names,
-    deserialize_auxdata=_deserialize_names,
+    serialize_auxdata=lambda paths_and_sizes: json.dumps(paths_and_sizes).encode(),
+    deserialize_auxdata=lambda data: tuple(map(tuple, json.loads(data))),
 )
 
 
 def grad_report(grads: PyTree, *, scaler: PyTree = None, axis_name: AxisName = None) -> GradReport:
     """Reports the non-finite values, the underflows and the headroom in float16 of each leaf of a gradient tree.
 
-    It reads the gradients once more. Under `jax.jit`, unused parts of the report are removed by the compiler. To report
-    only on skipped steps, call it in a branch of `jax.lax.cond` on `finite`.
+    It reads the gradients once more; under `jax.jit`, unused parts of the report are removed. To report only on skipped
+    steps, call it in a branch of `jax.lax.cond` on `finite`.
 
     Args:
       grads: pytree of gradients in true units, as `value_and_grad` returns them. Leaves that are not floating-point or
@@ -168,16 +153,15 @@ def grad_report(grads: PyTree, *, scaler: PyTree = None, axis_name: AxisName = N
         of a complex number count as two values.
       scaler: the scaler of the step, or any pytree that contains exactly one, for a report on the scaled gradients, as
         the backward pass held them. Without it the report is on the gradients in true units.
-      axis_name: the mapped axes over which to combine the report, as in `all_finite`; needed only under `jax.pmap`,
-        `jax.vmap(axis_name=...)` and `check_vma=False`.
+      axis_name: the mapped axes over which to combine the report, as in `all_finite`.
 
     Returns:
       A `GradReport`, with the same structure for each step and equal on all devices.
 
     Raises:
       TypeError: a leaf is a partial sum or a `jax.Ref`.
-      ValueError: `scaler` contains no scaler, more than one, or a batch of scalers; there is no floating-point leaf; a
-        leaf has more than 2147483647 values; or an axis is not mapped here.
+      ValueError: `scaler` does not contain exactly one scaler; there is no floating-point leaf; a leaf has more than
+        2147483647 values; or an axis is not mapped here.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -204,18 +188,8 @@ def grad_report(grads: PyTree, *, scaler: PyTree = None, axis_name: AxisName = N
     finite = jnp.isfinite(max_abs).all()
     if loss_scale is not None:
         max_abs = max_abs * jnp.asarray(loss_scale, max_abs.dtype)
-    nan, inf, zero, underflow, subnormal = _all_reduce(counts, axes, jax.lax.psum).T
-    return GradReport(
-        finite=finite,
-        max_abs=max_abs,
-        nan=nan,
-        inf=inf,
-        zero=zero,
-        underflow=underflow,
-        subnormal=subnormal,
-        paths=tuple(names),
-        sizes=tuple(sizes),
-    )
+    totals = dict(zip(_COUNTS, _all_reduce(counts, axes, jax.lax.psum).T, strict=True))
+    return GradReport(finite=finite, max_abs=max_abs, **totals, paths=tuple(names), sizes=tuple(sizes))
 
 
 def _wide_dtypes(leaves: Sequence[ArrayLike]) -> tuple[DTypeLike, DTypeLike]:
@@ -225,15 +199,17 @@ def _wide_dtypes(leaves: Sequence[ArrayLike]) -> tuple[DTypeLike, DTypeLike]:
 
 
 @jax.jit
-def _leaf_statistics(leaves: Sequence[ArrayLike], loss_scale: jax.Array | None) -> _LeafStatistics:
-    """Returns for each leaf, on this device, the bits of the largest magnitude, and the counts i32[5]."""
+def _leaf_statistics(
+    leaves: Sequence[ArrayLike], loss_scale: jax.Array | None
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Returns for each leaf, on this device, the bits of the largest magnitude, and i32[5], the `_COUNTS`."""
     forms = {"cpu": functools.partial(_count, _reduce_variadic)} if use_variadic_reduce() else {}
     return jax.lax.platform_dependent(leaves, loss_scale, default=functools.partial(_count, _reduce_each), **forms)
 
 
 def _count(
     reduce: Callable[..., Sequence[jax.Array]], leaves: Sequence[jax.Array], loss_scale: jax.Array | None
-) -> _LeafStatistics:
+) -> tuple[list[jax.Array], list[jax.Array]]:
     dtype, int_dtype = _wide_dtypes(leaves)
     smallest, smallest_normal = (
         _bits_of_quotient(limit, loss_scale, dtype, int_dtype) for limit in (FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL)

@@ -1,6 +1,5 @@
 """Gradients in true units for training loops that compute the gradients themselves."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeGuard, TypeVar
@@ -17,7 +16,6 @@ from jmpscale._base.jaxpr import equations, is_floating, type_of
 from jmpscale._base.text import describe, describe_function
 from jmpscale._base.trace import lift_nnx, trace
 from jmpscale._base.tree import (
-    Path,
     PyTree,
     check_no_refs,
     flatten_gradients,
@@ -45,36 +43,31 @@ def loss_scaled(
     """Creates a function with the values and gradients of `fun`, and a scaled backward pass.
 
     Use it for training loops that take a loss function and differentiate it themselves. In the backward pass, the
-    cotangents of the outputs are multiplied by the scale, and the cotangents of all inputs are divided by it. The loop
-    therefore receives gradients in true units, as from `jmpscale.value_and_grad`. To skip steps that overflow, give
-    the loop the optimizer `with_loss_scaling(tx, static(1.0))`, or `with_loss_scaling(tx)` if `scale` can read the
-    optimizer state.
-
-    `fun` is traced in every call, so it must be a function that `jax.jit` accepts.
+    cotangents of the outputs are multiplied by the scale, and the cotangents of all inputs are divided by it, so the
+    loop receives gradients in true units. To skip steps that overflow, give the loop the optimizer
+    `with_loss_scaling(tx, static(1.0))`, or `with_loss_scaling(tx)` if `scale` can read the optimizer state.
 
     Args:
-      fun: the loss function. Return the loss in float32. Its inputs are its arguments (pytrees, Equinox modules, Flax
-        NNX objects) and the values that it closes over. Differentiated inputs must not be float16 or float8, so convert
-        parameters to float16 inside `fun`.
+      fun: the loss function, traced in every call. It returns the loss in float32. Its inputs are its arguments
+        (pytrees, Equinox modules, Flax NNX objects) and the values that it closes over. Differentiated inputs must not
+        be float16 or float8, so convert parameters to float16 inside `fun`.
       scale: the loss scale, a Python number or an array f32[]; a scaler, or a pytree that contains exactly one; or a
         function of the arguments of `fun`, as the loop passes them, that returns any of these. The scale is not
         differentiated.
       has_aux: whether `fun` returns a pair of the loss and auxiliary data.
-      warn_if_not_finite: whether to check the gradients in the backward pass, and to warn from inside the compiled
-        program if they are not finite; for training loops that change the gradients before the optimizer, which could
-        hide an overflow.
+      warn_if_not_finite: whether to warn from inside the compiled program if the gradients are not finite; for
+        training loops that change the gradients before the optimizer, which could hide an overflow.
 
     Returns:
       A function with the signature of `fun`. It supports reverse-mode differentiation, to any order and with respect to
       different values at each order. With `disabled()` it calls `fun`.
 
     Raises:
-      TypeError: `fun` is not callable, `scale` is a bool or not a real scalar, `fun` does not return a pair although
-        `has_aux` is true, or an argument is a `jax.Ref`. When differentiated: a differentiated value is float16 or
-        float8, in which an unscaled gradient would underflow; `fun` closes over the statistics of Flax's fp8 layers; or
-        differentiation is in forward mode.
-      ValueError: `scale` is out of range, or contains no scaler, more than one, or a batch of scalers. When
-        differentiated: the scale differs between devices that share a parameter.
+      TypeError: an argument has the wrong type, or `fun` does not return a pair although `has_aux` is true. When
+        differentiated: a differentiated value is float16 or float8, `fun` closes over the statistics of Flax's fp8
+        layers, or the differentiation is in forward mode.
+      ValueError: `scale` is out of range, or does not contain exactly one scaler. When differentiated: the scale
+        differs between devices that share a parameter.
 
     Warns:
       UserWarning: the loss has a dtype that cannot hold large scales, such as float16; a dynamic scale is a constant of
@@ -143,17 +136,13 @@ def _with_checked_output(fun: Function, has_aux: bool) -> Callable[[tuple[PyTree
     def checked(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Any:
         out = fun(*args, **kwargs)
         out = as_pair(out) if has_aux else out
-        _warn_if_narrow(out[0] if has_aux else out)
+        # The loss may be any of these outputs, so all of them must be float16.
+        scalars = [x for x in jax.tree.leaves(out[0] if has_aux else out) if is_traced(x) and is_real_scalar(x)]
+        if scalars and all(map(needs_wider_gradient, scalars)):
+            warn_about_narrow_loss(scalars[0])
         return out
 
     return checked
-
-
-def _warn_if_narrow(out: PyTree) -> None:
-    """Warns if the loss is float16: if no scalar output has a wider dtype that could be the loss."""
-    losses = [x for x in jax.tree.leaves(out) if is_traced(x) and is_real_scalar(x)]
-    if losses and all(map(needs_wider_gradient, losses)):
-        warn_about_narrow_loss(losses[0])
 
 
 def _scale_backward_pass(loss_scale: jax.Array, name: str, watch: bool, fun: Function, *args: PyTree) -> Any:
@@ -168,11 +157,8 @@ def _scale_backward_pass(loss_scale: jax.Array, name: str, watch: bool, fun: Fun
     traced = trace(fun, *args, name=name)
     inputs, replace_inputs = flatten_matching(traced.inputs, lambda x: is_traced(x) and is_inexact(x))
     roles = _roles(inputs, args, traced.jaxpr)
-    if watch:
-        watched = iter(_watch_gradients(name, [x for x, role in zip(inputs, roles, strict=True) if role.is_gradient]))
-        inputs = [next(watched) if role.is_gradient else x for x, role in zip(inputs, roles, strict=True)]
     try:
-        unscaled: Any = _unscale_cotangents(roles, loss_scale, inputs)
+        unscaled: Any = _unscale_cotangents(roles, name if watch else None, loss_scale, inputs)
     except TypeError as error:
         if "forward-mode" in str(error):
             error.add_note("loss_scaled supports only reverse mode. In forward mode, differentiate fun itself.")
@@ -196,45 +182,43 @@ class _Role(NamedTuple):
 def _roles(inputs: list[jax.Array], args: tuple[PyTree, ...], jaxpr: core.Jaxpr) -> tuple[_Role, ...]:
     paths = {id(leaf): path for path, leaf in jax.tree_util.tree_leaves_with_path(args)}
     gradients = {id(leaf) for leaf in flatten_gradients(args)[0]}
-    # The scales of fp8 layers have this shape. Values that fun closes over have no names by which to recognize them.
-    unknown = {id(x) for x in inputs if id(x) not in paths and jnp.shape(x) == (1,)}
-    if unknown and not _has_fp8_layers(jaxpr):
-        unknown = set()
-    return tuple(
-        _Role(_input_name(paths.get(id(x), ())), None if id(x) in unknown else id(x) in gradients or id(x) not in paths)
-        for x in inputs
-    )
+
+    def role(x: jax.Array) -> _Role:
+        if id(x) in paths:
+            path = paths[id(x)]
+            name = ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
+            return _Role(name, id(x) in gradients)
+        # Values that fun closes over have no names by which to recognize the scales of fp8 layers, of this shape.
+        may_be_scale = jnp.shape(x) == (1,) and _has_fp8_layers(jaxpr)
+        return _Role("a value that fun closes over", None if may_be_scale else True)
+
+    return tuple(map(role, inputs))
 
 
 def _has_fp8_layers(jaxpr: core.Jaxpr) -> bool:
     """Tests whether a function with a derivative rule of its own computes in float8, as in Flax's fp8 layers."""
     inside = [eqn for eqn, _, holder in equations(jaxpr) if holder.startswith("custom_vjp_call")]
-    return any(_is_float8(type_of(y)) for eqn in inside for y in eqn.outvars)
+    types = [type_of(y) for eqn in inside for y in eqn.outvars]
+    return any(is_floating(aval) and jnp.finfo(aval.dtype).bits == 8 for aval in types)
 
 
-def _is_float8(aval: Any) -> bool:
-    return is_floating(aval) and jnp.finfo(aval.dtype).bits == 8
-
-
-def _input_name(path: Path) -> str:
-    if not path:
-        return "a value that fun closes over"
-    return ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _unscale_cotangents(roles: tuple[_Role, ...], loss_scale: jax.Array, inputs: list[jax.Array]) -> list[jax.Array]:
-    """Returns the inputs, and divides their cotangents by the loss scale."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _unscale_cotangents(
+    roles: tuple[_Role, ...], watched: str | None, loss_scale: jax.Array, inputs: list[jax.Array]
+) -> list[jax.Array]:
+    """Returns the inputs, and divides their cotangents by the loss scale; warns if gradients of `watched` overflow."""
     return [map_like(x, loss_scale) for x in inputs]
 
 
 def _unscale_cotangents_fwd(
-    roles: tuple[_Role, ...], loss_scale: CustomVJPPrimal, inputs: list[CustomVJPPrimal]
-) -> tuple[list[jax.Array], jax.Array]:
+    roles: tuple[_Role, ...], watched: str | None, loss_scale: CustomVJPPrimal, inputs: list[CustomVJPPrimal]
+) -> tuple[list[jax.Array], tuple[jax.Array, list[tuple[()] | None]]]:
     for x, role in zip(inputs, roles, strict=True):
         if x.perturbed:
             _check_differentiated_input(x.value, role, loss_scale.value)
-    return [map_like(x.value, loss_scale.value) for x in inputs], loss_scale.value
+    # Flags would become arrays, so the structure of the residuals shows which inputs are differentiated.
+    differentiated = [() if x.perturbed else None for x in inputs]
+    return [map_like(x.value, loss_scale.value) for x in inputs], (loss_scale.value, differentiated)
 
 
 def _check_differentiated_input(x: jax.Array, role: _Role, loss_scale: jax.Array) -> None:
@@ -259,57 +243,40 @@ def _check_differentiated_input(x: jax.Array, role: _Role, loss_scale: jax.Array
 
 
 def _unscale_cotangents_bwd(
-    roles: tuple[_Role, ...], loss_scale: jax.Array, cotangents: list[jax.Array | SymbolicZero]
+    roles: tuple[_Role, ...],
+    watched: str | None,
+    residuals: tuple[jax.Array, list[tuple[()] | None]],
+    cotangents: list[jax.Array | SymbolicZero],
 ) -> tuple[None, list[jax.Array | None]]:
-    known = [None if isinstance(g, SymbolicZero) else g for g in cotangents]
-    grads = [g for g, role in zip(known, roles, strict=True) if g is not None and role.is_gradient]
-    unscaled = iter(unscale_leaves(grads, loss_scale))
-    return None, [
-        next(unscaled) if g is not None and role.is_gradient else g for g, role in zip(known, roles, strict=True)
-    ]
+    loss_scale, differentiated = residuals
+    known = [None if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
+    grads = unscale_leaves(
+        [ct if role.is_gradient else None for ct, role in zip(known, roles, strict=True)], loss_scale
+    )
+    if watched is not None:
+        # The compiler removes the cotangents of all other inputs unless they are read.
+        grads = _warn_if_not_finite(grads, [flag is not None for flag in differentiated], watched)
+    return None, [grad if role.is_gradient else ct for grad, ct, role in zip(grads, known, roles, strict=True)]
 
 
-_unscale_cotangents.defvjp(_unscale_cotangents_fwd, _unscale_cotangents_bwd, symbolic_zeros=True)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _watch_gradients(name: str, inputs: list[jax.Array]) -> list[jax.Array]:
-    """Returns the inputs, and warns if their cotangents, which are unscaled already, are not finite."""
-    return inputs
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Differentiated:
-    """Which inputs are differentiated: the compiler removes the cotangents of all others unless they are read."""
-
-    flags: tuple[bool, ...]
-
-
-def _watch_gradients_fwd(name: str, inputs: list[CustomVJPPrimal]) -> tuple[list[jax.Array], _Differentiated]:
-    return [x.value for x in inputs], _Differentiated(tuple(x.perturbed for x in inputs))
-
-
-def _watch_gradients_bwd(
-    name: str, differentiated: _Differentiated, cotangents: list[jax.Array | SymbolicZero]
-) -> tuple[list[jax.Array | None]]:
-    grads = [None if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
-    checked = [g for g, flag in zip(grads, differentiated.flags, strict=True) if flag and g is not None]
+def _warn_if_not_finite(grads: list[jax.Array | None], selected: list[bool], name: str) -> list[jax.Array | None]:
+    """Returns the gradients of the function `name`, and warns if one of the selected gradients is not finite."""
+    checked = [g for g, is_selected in zip(grads, selected, strict=True) if is_selected and g is not None]
     if not checked:
-        return (grads,)
+        return grads
     # The compiler keeps the check because a gradient depends on it: the one with the fewest axes, probably a small one.
-    finite, smallest = all_finite_here(checked), min(checked, key=jnp.ndim)
+    smallest = min(checked, key=jnp.ndim)
     watched = warn_unless(
-        finite,
+        all_finite_here(checked),
         f"the gradients of {name} are not finite. If the training loop replaces infinity and NaN, or solves equations "
         "with the gradients, before the optimizer checks them, then the step is not skipped. Use a smaller scale: "
         "jmpscale.diagnose prints the scales that fit.",
         smallest,
     )
-    return ([watched if g is smallest else g for g in grads],)
+    return [watched if g is smallest else g for g in grads]
 
 
-_watch_gradients.defvjp(_watch_gradients_fwd, _watch_gradients_bwd, symbolic_zeros=True)
+_unscale_cotangents.defvjp(_unscale_cotangents_fwd, _unscale_cotangents_bwd, symbolic_zeros=True)
 
 
 @jax.custom_vjp

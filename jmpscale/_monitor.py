@@ -66,14 +66,13 @@ def metrics(scaler: PyTree) -> dict[str, jax.Array]:
         `with_loss_scaling`.
 
     Returns:
-      A dict of the arrays of the `ScalerState`, by the names of its fields. If the loss function is wrapped by
-      `loss_scaled(fun, number)`, the scale of the backward pass is this number, and `loss_scale` is only the scaler's
-      own. For an optimizer state of `with_loss_scaling(max_norm=...)` the dict also contains `grad_norm`, f32[], the
-      global norm before clipping. The values are the arrays of the state itself, so read or copy them before the state
-      is donated.
+      A dict of the arrays of the `ScalerState`, by the names of its fields. For an optimizer state of
+      `with_loss_scaling(max_norm=...)` it also contains `grad_norm`, f32[], the global norm before clipping. The values
+      are the arrays of the state itself, so read or copy them before the state is donated. `loss_scale` is the scaler's
+      own: a backward pass of `loss_scaled(fun, number)` has its number.
 
     Raises:
-      ValueError: `scaler` contains no scaler, or more than one.
+      ValueError: `scaler` does not contain exactly one scaler.
 
     >>> import jmpscale
     >>> {name: float(value) for name, value in jmpscale.metrics(jmpscale.dynamic(8.0)).items() if "scale" in name}
@@ -93,9 +92,8 @@ def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
     It raises if more than `max_consecutive_skips` consecutive steps were skipped; or if more steps were skipped in
     total, the scale of a dynamic scaler is `min_scale`, and the most recent overflow happened at this scale.
 
-    It waits for one scalar from the device, so call it every hundred steps, for example. In a compiled program it is a
-    check of `jax.experimental.checkify`: transform the program with `checkify.checkify`, and throw the error that the
-    program returns.
+    It waits for the device, so call it every hundred steps, for example. In a compiled program it is a check of
+    `jax.experimental.checkify`.
 
     Args:
       scaler: a `ScalerState`, or any pytree that contains exactly one. In a whole optimizer state, sums of
@@ -107,8 +105,8 @@ def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
       FloatingPointError: the limit was exceeded. The message states the scale, the cause and the remedy.
         Under `checkify` it is a `checkify.JaxRuntimeError`.
       TypeError: `max_consecutive_skips` is not an integer.
-      ValueError: `scaler` contains no scaler, more than one, or a batch of scalers; or `max_consecutive_skips` is below
-        1; or the call is under `jax.jit` without `checkify`.
+      ValueError: `scaler` does not contain exactly one scaler; `max_consecutive_skips` is below 1; or the call is under
+        `jax.jit` without `checkify`.
 
     >>> import jmpscale
     >>> jmpscale.raise_if_stuck(jmpscale.dynamic(), max_consecutive_skips=20)
@@ -125,10 +123,7 @@ def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
 
 
 class SkipMonitor:
-    """Warns about the skips of an optimizer, even from inside a compiled program.
-
-    It remembers, on the host, the latest skips. The state of the scaler has no place for them.
-    """
+    """Warns about the skips of an optimizer, even from inside a compiled program; remembers them on the host."""
 
     def __init__(self, count: int) -> None:
         self._count, self._window = count, 5 * count
@@ -136,14 +131,11 @@ class SkipMonitor:
         self._step, self._skipped, self._has_warned = 0, collections.deque[int](), False
 
     def watch(self, before: ScalerState, after: ScalerState) -> ScalerState:
-        """Warns after `count` consecutive skips, and once per series of skips after that many of `5 * count` steps.
-
-        It also warns if a dynamic scale reaches its limit without a skip.
+        """Warns as the argument `warn_after_skips` of `with_loss_scaling` describes.
 
         Returns:
           The scaler `after`, unchanged. In a compiled program its count of consecutive skips depends on the callback,
-          so the compiler cannot remove the callback. A `jax.debug.callback` needs no result, but slows down every call
-          of a small program on CPU, even if it is never reached.
+          so the compiler keeps it. A `jax.debug.callback`, which needs no result, slows down small programs on CPU.
         """
         if not any(map(is_traced, jax.tree.leaves((before, after)))):
             self._warn(before, after)

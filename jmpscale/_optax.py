@@ -20,9 +20,8 @@ from jmpscale._optax_checks import (
     check_not_wrapped,
     check_structure_of_updates,
     check_update_arguments,
-    warn_if_inside_multi_steps,
+    warn_if_inside_another,
     warn_if_loss_is_misspelled,
-    warn_if_masked,
     warn_if_overflows_are_hidden,
 )
 from jmpscale._optax_types import LossScalingTransformation, Transformation, check_transformation, with_extra_args
@@ -52,9 +51,7 @@ def with_loss_scaling(
 
     `tx.update` checks the gradients, clips them if `max_norm` is given, runs `inner` or returns zeros, and adjusts the
     scaler as `jmpscale.update` does. It does not unscale: pass gradients in true units, as `jmpscale.value_and_grad`
-    returns them. Place the wrapper outside `optax.MultiSteps`, `optax.partition` and `optax.masked`. Inside
-    `MultiSteps`, one overflow would make the sum of the gradients NaN permanently; inside the others the wrapper would
-    see only some of the gradients.
+    returns them. Place the wrapper outside `optax.MultiSteps`, `optax.partition` and `optax.masked`.
 
     Args:
       inner: an optax gradient transformation whose updates have the structure of the gradients. It receives the extra
@@ -62,40 +59,33 @@ def with_loss_scaling(
         non-finite gradients, and its result is discarded.
       scaler: the initial scaler, `dynamic()` by default.
       max_norm: the global norm to which the gradients are clipped before `inner`, as by `optax.clip_by_global_norm`.
-        The norm is also the finiteness check, so the gradients are read once. A step is also skipped if the sum of the
-        squares exceeds 3.4e38.
+        The norm is also the finiteness check, so a step is skipped if the sum of the squares exceeds 3.4e38.
       axis_name: the mapped axes over which the devices combine their decisions, as in `all_finite` and
-        `jmpscale.update`; needed only under `jax.pmap`, `jax.vmap(axis_name=...)` and `check_vma=False`.
+        `jmpscale.update`.
       norm_axis_name: the mapped axes along which each device holds a part of the gradients, such as the axis of
-        hand-written FSDP; needed only where `axis_name` is. The squares are summed over these axes. Do not name axes
-        along which every device holds the whole gradient.
+        hand-written FSDP, and not the whole; needed only where `axis_name` is. The squares are summed over these axes.
       warn_after_skips: the number of skips after which to warn, from inside the compiled program; for training loops
         that do not return the optimizer state, so that `raise_if_stuck` cannot read it. It warns after so many
         consecutive skips, and once per series of skips if so many of the latest `5 * warn_after_skips` steps were
-        skipped, growths of the scale aside. The warning states the scale, the cause and the remedy. It also warns if a
-        dynamic scale grows to a `max_scale` of 2^32 or more without a skip, because the loss may be unscaled. Under
-        `jax.pmap` and `jax.shard_map` each device warns of consecutive skips.
+        skipped, growths of the scale aside. It also warns if a dynamic scale grows to a `max_scale` of 2^32 or more
+        without a skip, because the loss may be unscaled. Under `jax.pmap` and `jax.shard_map` each device warns.
 
     Returns:
       A gradient transformation, whose state is a `WithLossScalingState`. Call `tx.update(grads, opt_state, params,
-      value=loss)`. On a skipped step the updates are -0.0, which change no parameter, except that, as in every
-      addition, a CPU flushes parameters below 2^-126 to zero. `value=` or `loss=` is the unscaled loss; a skipped step
-      whose loss is not finite does not change the scale. In `grad=`, which some optax transformations read, non-finite
-      values are replaced by zeros. `inner` sees float16 parameters as float32, the dtype of their gradients, and
-      `optax.apply_updates` converts back.
+      value=loss)`. `value=` or `loss=` is the unscaled loss; a skipped step whose loss is not finite does not change
+      the scale. On a skipped step the updates are -0.0, which change no parameter, except that, as in every addition, a
+      CPU flushes parameters below 2^-126 to zero. In `grad=`, which some optax transformations read, non-finite values
+      are replaced by zeros. `inner` sees float16 parameters as float32, the dtype of their gradients.
 
     Raises:
-      TypeError: `inner` is not a gradient transformation, `scaler` is not a `ScalerState`, `max_norm` is not a number,
-        or `warn_after_skips` is not an integer. From `tx.init`: `inner` contains another wrapper. From `tx.update`:
+      TypeError: an argument has the wrong type. From `tx.init`: `inner` contains another wrapper. From `tx.update`:
         `inner` changes the structure or the types of its state, or a gradient is a partial sum or a `jax.Ref`.
       ValueError: `max_norm` or `warn_after_skips` is out of range, or an axis is not mapped.
 
     Warns:
-      UserWarning: from `tx.init`, if `optax.MultiSteps`, `optax.partition` or `optax.masked` contains the
-        transformation; from `tx.update`, if `axis_name` is missing, so that devices would decide independently, if
-        an `optax.chain` contains `optax.clip`, `optax.zero_nans` or `optax.scale_by_sign` before the transformation,
-        if the state is a constant of a compiled program, or if an extra argument looks like a misspelled loss; from
-        the program, as `warn_after_skips` describes.
+      UserWarning: from `tx.init`, if one of these transformations contains the wrapper; from `tx.update`, if a
+        transformation before it hides overflows, devices would decide independently, the state is a constant of a
+        compiled program, or an extra argument looks like a misspelled loss; from the program, after many skips.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -119,8 +109,7 @@ def with_loss_scaling(
 
     def init(params: optax.Params) -> Any:
         register_with_flax()
-        warn_if_inside_multi_steps()
-        warn_if_masked(params)
+        warn_if_inside_another(params)
         scaler = jax.tree.map(jnp.array, initial)
         inner_state = tx.init(params if _is_disabled(scaler) else _as_seen_by_inner(params))
         check_not_wrapped(inner_state)
@@ -189,15 +178,11 @@ def _is_disabled(scaler: ScalerState) -> bool:
 def _as_seen_by_inner(params: PyTree) -> PyTree:
     """Converts parameters to the dtype of their gradients; otherwise optimizer states would change dtype."""
 
-    def convert(x: object) -> object:
-        if not (isinstance(x, jax.ShapeDtypeStruct) or is_array(x)) or not jnp.issubdtype(x.dtype, np.inexact):
-            return x
-        dtype = unscaled_dtype(x.dtype)
-        if dtype == x.dtype:
-            return x
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
-        return jnp.asarray(x, dtype)
+    def convert(x: Any) -> Any:
+        is_type = isinstance(x, jax.ShapeDtypeStruct)
+        if (is_type or is_array(x)) and jnp.issubdtype(x.dtype, np.inexact) and unscaled_dtype(x.dtype) != x.dtype:
+            return x.update(dtype=np.float32) if is_type else jnp.asarray(x, np.float32)
+        return x
 
     return jax.tree.map(convert, params)
 
@@ -261,14 +246,17 @@ def _update_if(
 
     def skip(like: Any, grad_arrays: list[Any], state_arrays: list[Any]) -> tuple[list[Any], list[Any]]:
         # Returns the gradients: zeros are selected below, so that XLA reuses the gradients' memory.
-        updates = [_first_if_same_type(g, u) for g, u in zip(grad_arrays, like[0], strict=True)]
+        zeros = jax.tree.map(_negative_zeros, like[0])
+        pairs = zip(grad_arrays, zeros, strict=True)
+        updates = [grad if has_same_type(grad, zero) else zero for grad, zero in pairs]
         return updates, gated_state.originals(like[1], state_arrays)
 
     def sanitize(grad_arrays: list[Any], state_arrays: list[Any]) -> tuple[list[Any], list[Any]]:
         return _zero_nonfinite(grad_arrays), state_arrays
 
     updates, arrays = gate(finite, apply, skip, gated_grads.arrays, gated_state.arrays, sanitize=sanitize)
-    updates = jax.tree.map(functools.partial(_zero_unless, finite), updates)
+    if is_traced(finite):
+        updates = jax.tree.map(lambda update: jnp.where(finite, update, _negative_zeros(update)), updates)
     return gated_grads.combine(updates), gated_state.combine(arrays)
 
 
@@ -276,17 +264,6 @@ def _skipped_updates(grads: PyTree, params: PyTree) -> PyTree:
     """Returns zeros of the types of the parameters, which updates have even where the gradients' types differ."""
     like = params if structure(params) == structure(grads) else grads
     return jax.tree.map(lambda grad, x: _negative_zeros(jnp.asarray(x)) if is_numeric(grad) else grad, grads, like)
-
-
-def _first_if_same_type(grad: jax.Array | None, update: jax.Array | jax.ShapeDtypeStruct | None) -> jax.Array | None:
-    if update is None:
-        return None
-    zero = _negative_zeros(update)
-    return grad if has_same_type(grad, zero) else zero
-
-
-def _zero_unless(finite: jax.Array, update: jax.Array) -> jax.Array:
-    return jnp.where(finite, update, _negative_zeros(update)) if is_traced(finite) else update
 
 
 def _negative_zeros(like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
@@ -300,8 +277,4 @@ def _zero_nonfinite(tree: PyTree) -> PyTree:
 
     The zeros are negative so that XLA does not merge them with other zeros; see `_finite._all_leaves_finite_default`.
     """
-
-    def replace(x: object) -> object:
-        return jnp.where(jnp.isfinite(x), x, -0.0) if is_inexact(x) else x
-
-    return jax.tree.map(replace, tree)
+    return jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, -0.0) if is_inexact(x) else x, tree)

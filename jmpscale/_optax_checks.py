@@ -52,10 +52,11 @@ def check_structure_of_updates(grads: PyTree, updates: PyTree) -> None:
         )
 
 
-def warn_if_inside_multi_steps() -> None:
-    """Warns if `optax.MultiSteps` initializes the wrapper, because `MultiSteps` never recovers from an overflow.
+def warn_if_inside_another(params: optax.Params) -> None:
+    """Warns if a transformation that contains the wrapper prevents it from skipping whole steps.
 
-    `MultiSteps` resets its sum of gradients by multiplying it by zero, and 0 * inf is NaN.
+    `optax.MultiSteps` resets its sum of gradients by multiplying it by zero, and 0 * inf is NaN. Inside `optax.masked`,
+    the wrapper does not see all parameters, and neither checks nor skips the rest.
     """
     if _is_called_by(lambda frame: frame.f_code is optax.MultiSteps.init.__code__):
         warn_user(
@@ -63,10 +64,6 @@ def warn_if_inside_multi_steps() -> None:
             "every later step is skipped. Place it outside: with_loss_scaling(optax.MultiSteps(tx, k)). If a training "
             "loop adds MultiSteps itself, turn its gradient accumulation off, or replace its optimizer."
         )
-
-
-def warn_if_masked(params: optax.Params) -> None:
-    """Warns if the wrapper does not see all parameters, because it neither checks nor skips the rest."""
     # The user's own parameters may contain optax.MaskedNode, too.
     inside_masked = _is_called_by(lambda frame: frame.f_globals.get("__name__") == optax.masked.__module__)
     if inside_masked and find_instances(params, optax.MaskedNode):
@@ -92,16 +89,16 @@ def warn_if_loss_is_misspelled(names: Collection[str], inner: object) -> None:
     if "loss" in names or "value" in names or not isinstance(inner, tuple):
         return
     for name in names:
-        if difflib.get_close_matches(name, ["loss", "value"], cutoff=0.8) and not _reads([inner], name):
+        if difflib.get_close_matches(name, ["loss", "value"], cutoff=0.8) and not _is_read(name, inner):
             warn_user(
                 f"the extra argument {name!r} of tx.update is ignored, because no transformation takes it. Pass the "
                 "unscaled loss as value= or loss=, so that a non-finite loss does not reduce the scale."
             )
 
 
-def _reads(transformations: Iterable[object], name: str) -> bool:
+def _is_read(name: str, transformation: tuple[object, ...]) -> bool:
     """Tests whether a function has a parameter of this name, or contains the name as a string."""
-    return any(name in (*fn.__code__.co_varnames, *fn.__code__.co_consts) for fn in _functions_in(transformations))
+    return any(name in (*fn.__code__.co_varnames, *fn.__code__.co_consts) for fn in _functions_in(transformation))
 
 
 def _hides_overflows(frame: types.FrameType) -> bool:
@@ -125,14 +122,9 @@ def _functions_in(values: Iterable[object]) -> Iterator[types.FunctionType]:
             stack += value
         elif isinstance(value, types.FunctionType):
             yield value
-            stack += _closure_values(value)
-
-
-def _closure_values(fn: types.FunctionType) -> Iterator[object]:
-    """Yields the values that a function closes over, except variables that have no value."""
-    for cell in fn.__closure__ or ():
-        with contextlib.suppress(ValueError):
-            yield cell.cell_contents
+            for cell in value.__closure__ or ():
+                with contextlib.suppress(ValueError):  # the variable has no value
+                    stack.append(cell.cell_contents)
 
 
 def _is_called_by(matches: Callable[[types.FrameType], bool]) -> bool:

@@ -45,7 +45,17 @@ def optax_step(
     optimizer = with_extra_args(tx)
 
     def step(*carry: PyTree) -> tuple[PyTree, PyTree]:
-        params, opt_state = _check_carry(carry, grads)
+        call = "Call apply_if(finite, optax_step(tx, grads), params, opt_state)."
+        if len(carry) != 2:
+            raise TypeError(
+                f"carry must be two values, the parameters and the optimizer state, got {len(carry)}. {call}"
+            )
+        params, opt_state = carry
+        if structure(opt_state) == structure(grads) != structure(params):
+            raise TypeError(
+                "carry must be the parameters and then the optimizer state, got them in the opposite order: the second "
+                f"value has the structure of the gradients, {truncate(structure(grads))}. {call}"
+            )
         if find_instances(opt_state, WithLossScalingState):
             raise TypeError(
                 "tx must not be wrapped in with_loss_scaling: a skipped step would not adjust its scale. Pass the "
@@ -59,17 +69,3 @@ def optax_step(
 
 def _apply_update(update: ArrayLike | None, param: PyTree) -> PyTree:
     return param if update is None else optax.apply_updates(param, update)
-
-
-def _check_carry(carry: tuple[PyTree, ...], grads: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns the parameters and the optimizer state, or raises."""
-    call = "Call apply_if(finite, optax_step(tx, grads), params, opt_state)."
-    if len(carry) != 2:
-        raise TypeError(f"carry must be two values, the parameters and the optimizer state, got {len(carry)}. {call}")
-    params, opt_state = carry
-    if structure(opt_state) == structure(grads) != structure(params):
-        raise TypeError(
-            "carry must be the parameters and then the optimizer state, got them in the opposite order: the second "
-            f"value has the structure of the gradients, {truncate(structure(grads))}. {call}"
-        )
-    return params, opt_state

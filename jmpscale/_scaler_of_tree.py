@@ -5,10 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._base.text import describe, type_name
-from jmpscale._base.tree import PyTree, Tree, find_instances, flatten_matching, is_array
-from jmpscale._state import ARRAY_FIELDS, ScalerConfig, ScalerState, init_state, register_with_flax
-
-_NEW_STATE = init_state(1.0, ScalerConfig())  # the arrays of every scaler have dtypes of these kinds
+from jmpscale._base.tree import PyTree, Tree, find_instances, is_array
+from jmpscale._state import ARRAY_FIELDS, ScalerConfig, ScalerState, register_with_flax
 
 
 def get_scaler(tree: PyTree) -> ScalerState:
@@ -75,8 +73,7 @@ def replace_scaler(tree: Tree, scaler: ScalerState) -> Tree:
         return jax.tree.unflatten(jax.tree.structure(getattr(old, field)), [jnp.array(getattr(scaler, field))])
 
     new = scaler._replace(**{field: wrap(field) for field in ARRAY_FIELDS})
-    _, unflatten = flatten_matching(tree, is_scaler, is_leaf=is_scaler)
-    return unflatten([new])
+    return jax.tree.map(lambda x: new if is_scaler(x) else x, tree, is_leaf=is_scaler)
 
 
 def _only_scaler(tree: PyTree, name: str, remedy: str = "") -> ScalerState:
@@ -106,7 +103,16 @@ def check_scaler(scaler: object, name: str = "scaler") -> None:
             f"replica, jax.tree.map(lambda x: x[0], {name}); otherwise call this under jax.vmap."
         )
     for field in ARRAY_FIELDS:
-        _check_field(getattr(state, field), field, name)
+        value = getattr(state, field)
+        kind, example = (np.floating, "a float such as 1024.0") if field == "loss_scale" else (np.integer, "an integer")
+        dtype = getattr(value, "dtype", type(value))
+        narrow = is_array(value) and value.dtype.itemsize < 4  # counters of 8 or 16 bits would wrap around
+        if getattr(value, "shape", ()) or not jnp.issubdtype(dtype, kind) or narrow:
+            raise TypeError(
+                f"{name}.{field} must be a scalar of {kind.__name__} dtype with at least 32 bits, got "
+                f"{describe(value)}. Set it to {example}, and restore checkpoints into a state created by "
+                "jmpscale.dynamic, static or disabled."
+            )
 
 
 def _check_scaler_type(scaler: object, name: str) -> ScalerState:
@@ -123,20 +129,6 @@ def _check_scaler_type(scaler: object, name: str) -> ScalerState:
         )
     register_with_flax()
     return scaler
-
-
-def _check_field(value: object, field: str, name: str) -> None:
-    is_float = np.issubdtype(getattr(_NEW_STATE, field).dtype, np.floating)
-    kind, example = (np.floating, "a float such as 1024.0") if is_float else (np.integer, "an integer")
-    dtype = getattr(value, "dtype", type(value))
-    # Counters of 8 or 16 bits would wrap around.
-    narrow = is_array(value) and value.dtype.itemsize < 4
-    if getattr(value, "shape", ()) or not jnp.issubdtype(dtype, kind) or narrow:
-        raise TypeError(
-            f"{name}.{field} must be a scalar of {kind.__name__} dtype with at least 32 bits, got {describe(value)}. "
-            f"Set it to {example}, and restore checkpoints into a state created by jmpscale.dynamic, static or "
-            "disabled."
-        )
 
 
 def is_scaler(x: object) -> bool:

@@ -1,19 +1,11 @@
-"""Scaling the loss, and unscaling and checking the gradients, in dtypes that hold the results.
-
-Every function is pure, and does not change the scaler.
-"""
-
-from collections.abc import Sequence
+"""Scaling the loss, and unscaling and checking the gradients, in dtypes that hold the results."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jmpscale._base.axes import (
-    AxisName,
-    check_no_partial_sums,
-)
+from jmpscale._base.axes import AxisName, check_no_partial_sums
 from jmpscale._base.check import warn_user
 from jmpscale._base.compat import unreduced_axes
 from jmpscale._base.text import describe
@@ -25,19 +17,18 @@ from jmpscale._scaler_of_tree import find_scaler
 def scale(scaler: PyTree, tree: Tree) -> Tree:
     """Multiplies a loss, or a pytree of losses, by the loss scale.
 
-    The product is at least float32, because the default scale is infinite in float16.
-
     Args:
       scaler: the scaler, or any pytree that contains exactly one. Unscale the gradients with the same scaler.
-      tree: pytree of floating-point arrays of any shape. The loss should be float32: the backward pass of a float16
-        loss starts from the scale in float16, which is infinite from 2^16 on.
+      tree: pytree of floating-point arrays of any shape. The backward pass of a float16 loss would start from the scale
+        in float16, which is infinite from 2^16 on.
 
     Returns:
-      The scaled tree; leaves narrower than float32 become float32. With `disabled()`, the tree itself.
+      The scaled tree; leaves narrower than float32 become float32, because the default scale is infinite in float16.
+      With `disabled()`, the tree itself.
 
     Raises:
       TypeError: a leaf does not have a floating-point dtype.
-      ValueError: `scaler` contains no scaler, more than one, or a batch of scalers.
+      ValueError: `scaler` does not contain exactly one scaler.
 
     Warns:
       UserWarning: a traced leaf has a dtype that cannot hold large scales, such as float16.
@@ -96,7 +87,7 @@ def unscale(scaler: PyTree, tree: Tree) -> Tree:
 
     Raises:
       TypeError: a leaf is a partial sum or a `jax.Ref`.
-      ValueError: `scaler` contains no scaler, more than one, or a batch of scalers.
+      ValueError: `scaler` does not contain exactly one scaler.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -114,11 +105,11 @@ def unscale(scaler: PyTree, tree: Tree) -> Tree:
 
 
 @jax.jit
-def unscale_leaves(grads: Sequence[ArrayLike], loss_scale: jax.Array) -> list[jax.Array]:
-    """Divides arrays by the loss scale; `unscaled_dtype` gives the dtypes of the results."""
+def unscale_leaves(grads: Tree, loss_scale: jax.Array) -> Tree:
+    """Divides the arrays of a tree by the loss scale; `unscaled_dtype` gives the dtypes of the results."""
     loss_scale = jnp.asarray(loss_scale)
-    inverse = {dtype: 1 / loss_scale.astype(dtype) for dtype in map(_real_dtype, grads)}
-    return [_product(x, inverse[_real_dtype(x)], unscaled_dtype(jnp.result_type(x))) for x in grads]
+    inverse = {dtype: 1 / loss_scale.astype(dtype) for dtype in map(_real_dtype, jax.tree.leaves(grads))}
+    return jax.tree.map(lambda x: _product(x, inverse[_real_dtype(x)], unscaled_dtype(jnp.result_type(x))), grads)
 
 
 def multiply_leaf(x: ArrayLike, factor: jax.Array) -> jax.Array:
@@ -173,12 +164,12 @@ def unscale_and_check(scaler: PyTree, grads: Tree, *, axis_name: AxisName = None
       axis_name: the mapped axes over which to combine the result, as in `all_finite`.
 
     Returns:
-      The unscaled gradients, and `finite`, bool[]. Pass `finite` to `apply_if` and to `update`. With `disabled()`, the
-      gradients themselves and True.
+      The unscaled gradients, and `finite`, bool[], for `apply_if` and `update`. With `disabled()`, the gradients
+      themselves and True.
 
     Raises:
       TypeError: a leaf is a partial sum or a `jax.Ref`.
-      ValueError: `scaler` contains no scaler, more than one, or a batch of scalers; or an axis is not mapped here.
+      ValueError: `scaler` does not contain exactly one scaler, or an axis is not mapped here.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale

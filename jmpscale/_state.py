@@ -37,7 +37,7 @@ class ScalerConfig:
         arguments of `dynamic` and apply only to this mode.
 
     Raises:
-      TypeError: a setting has the wrong type (an array, a bool, a float where an integer is expected).
+      TypeError: a setting has the wrong type.
       ValueError: a setting is out of range, or the mode ignores it.
 
     >>> import jmpscale
@@ -102,7 +102,7 @@ class SkipReason(enum.IntEnum):
       NONE: 0, no step has been skipped.
       GRADIENTS: 1, the gradients were not finite.
       LOSS: 2, the loss was not finite, because the data were invalid or the forward pass overflowed.
-      MIN_SCALE: 3, the gradients were not finite although the dynamic scale was `min_scale`, so it could not back off.
+      MIN_SCALE: 3, the gradients were not finite, and a dynamic scale was `min_scale` already.
     """
 
     NONE = 0
@@ -152,8 +152,8 @@ ARRAY_FIELDS = ScalerState._fields[:-1]
 class _AnySettings:
     """The auxiliary data of a `ScalerState` without settings, which equal all settings.
 
-    Some checkpointers (Levanter's) rebuild a state field by field, with None for a field that has no leaves, and map
-    the result together with the original state. JAX requires that the auxiliary data of the two are equal.
+    Levanter's checkpointer rebuilds a state field by field, with None for a field that has no leaves, and maps the
+    result together with the original state. JAX requires that the auxiliary data of the two are equal.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -225,9 +225,9 @@ def dynamic(
       max_scale: the upper limit of the scale, in [2^-126, 2^126].
 
     Returns:
-      A `ScalerState` of NumPy arrays, f32[] and i32[]. JAX's backend is not started, so a scaler may be created at
-      module level, before `jax.distributed.initialize`. On a mesh of several devices replicate the scaler with
-      `jax.device_put(scaler, NamedSharding(mesh, PartitionSpec()))`; otherwise the second call compiles the step again.
+      A `ScalerState` of NumPy arrays, which may be created before `jax.distributed.initialize`. On a mesh of several
+      devices replicate it with `jax.device_put(scaler, NamedSharding(mesh, PartitionSpec()))`; otherwise the second
+      call compiles the step again.
 
     Raises:
       TypeError: an argument has the wrong type.
@@ -279,8 +279,8 @@ def disabled() -> ScalerState:
     """Creates a scaler that turns loss scaling off and adds nothing to the compiled program.
 
     Returns:
-      A `ScalerState` that no step changes. With this scaler float16 gradients stay float16; with other scalers they
-      become float32. With the functional API, pass it to `all_finite(grads, scaler=scaler)`, which then checks nothing.
+      A `ScalerState` that no step changes. Float16 gradients stay float16; with other scalers they become float32. With
+      the functional API, pass it to `all_finite(grads, scaler=scaler)`, which then checks nothing.
 
     >>> import jmpscale
     >>> jmpscale.disabled().config.mode
@@ -292,11 +292,10 @@ def disabled() -> ScalerState:
 def init_state(loss_scale: float, config: ScalerConfig, finite_steps: int = 0) -> ScalerState:
     """Creates a state from validated settings."""
     register_with_flax()
-    scale = np.array(loss_scale, np.float32)
     # The fields are NumPy arrays, because a JAX array would start the backend, and zero-dimensional arrays instead of
     # NumPy scalars, because Orbax does not save NumPy scalars.
     fields: dict[str, Any] = {
-        "loss_scale": scale,
+        "loss_scale": np.array(loss_scale, np.float32),
         "finite_steps": np.array(finite_steps, np.int32),
         "hysteresis_left": np.array(config.hysteresis, np.int32),
         "total_skips": np.array(0, np.int32),
@@ -309,25 +308,17 @@ def init_state(loss_scale: float, config: ScalerConfig, finite_steps: int = 0) -
 def register_with_flax() -> None:
     """Registers the settings with `flax.serialization` if the program has imported it.
 
-    It is called whenever a state is created or used, because the program may import Flax later than this package. Only
-    the arrays are serialized. A restored state keeps the settings of the state that it is restored into.
+    It is called whenever a state is created or used, because the program may import Flax later than this package. A
+    restored state keeps the settings of the state that it is restored into.
     """
     register_serialization(ScalerConfig, lambda config: {}, lambda config, state_dict: config)
-
-
-def _serialize_config(config: ScalerConfig) -> bytes:
-    return json.dumps(dataclasses.asdict(config)).encode()
-
-
-def _deserialize_config(data: bytes | bytearray) -> ScalerConfig:
-    return ScalerConfig(**json.loads(data))
 
 
 jax.export.register_pytree_node_serialization(
     ScalerState,
     serialized_name="jmpscale.ScalerState",
-    serialize_auxdata=_serialize_config,
-    deserialize_auxdata=_deserialize_config,
+    serialize_auxdata=lambda config: json.dumps(dataclasses.asdict(config)).encode(),
+    deserialize_auxdata=lambda data: ScalerConfig(**json.loads(data)),
     from_children=_unflatten,
 )
 jax.export.register_namedtuple_serialization(WithLossScalingState, serialized_name="jmpscale.WithLossScalingState")

@@ -21,13 +21,11 @@ def to_torch_state_dict(scaler: PyTree) -> dict[str, float | int]:
         device.
 
     Returns:
-      Python numbers under torch's keys `scale`, `growth_factor`, `backoff_factor`, `growth_interval` and
-      `_growth_tracker`. The limits, the hysteresis and the counts of skips are lost, because torch has none. The
-      tracker is below `growth_interval`, because torch never grows a scale whose tracker has passed it.
+      Python numbers under torch's keys. The limits, the hysteresis and the counts of skips are lost, because torch has
+      none. `_growth_tracker` is below `growth_interval`, because torch never grows a scale whose tracker has passed it.
 
     Raises:
-      ValueError: `scaler` contains no scaler, more than one, or a batch of scalers; or the scaler is not dynamic or has
-        an invalid scale.
+      ValueError: `scaler` does not contain exactly one scaler, or the scaler is not dynamic or has an invalid scale.
 
     >>> import jmpscale
     >>> jmpscale.to_torch_state_dict(jmpscale.dynamic(1024.0))["scale"]

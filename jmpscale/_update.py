@@ -45,8 +45,7 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
                 loss_scale = max(loss_scale * backoff_factor, min_scale)
     ```
 
-    With `hysteresis=1` each overflow backs the scale off, and `hysteresis_left` stays 1. A static scaler counts steps
-    and skips. Its scale and its hysteresis do not change.
+    With `hysteresis=1`, `hysteresis_left` stays 1. The scale and the hysteresis of a static scaler do not change.
 
     Args:
       scaler: the scaler from before the step.
@@ -54,21 +53,18 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
       loss: the unscaled loss, of any shape, or a pytree of unscaled losses. A skipped step whose loss is not finite
         does not change the scale. A non-finite loss alone never causes a skip.
       axis_name: the mapped axes over which to combine `finite` and the finiteness of the loss, as in `all_finite`. If
-        it is given and does not name every axis of `jax.pmap`, `jax.vmap(axis_name=...)` and `check_vma=False` around
-        the call, the loss is ignored: along the other axes it may differ between devices, whose scales would then
-        diverge.
+        it does not name every axis that JAX's types do not show, the loss is ignored: along the others it may differ
+        between devices, whose scales would then diverge.
 
     Returns:
       The scaler for the next step, with the structure, dtypes, weak types and shardings of `scaler`.
 
     Raises:
       TypeError: `scaler` is not a `ScalerState`, or `finite` is not a boolean.
-      ValueError: `scaler` is a batch of scalers outside `jax.vmap`, `finite` is not a scalar, or an axis is not mapped
-        here.
+      ValueError: `scaler` is a batch outside `jax.vmap`, `finite` is not a scalar, or an axis is not mapped here.
 
     Warns:
-      UserWarning: the scaler is a constant of a compiled program, which creates it or closes over it, so every step
-        would start from the same scale.
+      UserWarning: the scaler is a constant of a compiled program, so every step would start from the same scale.
 
     >>> import jmpscale
     >>> scaler = jmpscale.update(jmpscale.dynamic(1024.0), False)
@@ -91,10 +87,8 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
 def warn_if_constant(scaler: ScalerState, values: PyTree, name: str = "scaler") -> None:
     """Warns if a compiled step contains its scaler, because every call would then start from the same state.
 
-    Args:
-      scaler: the scaler of the step.
-      values: the flag or the gradients of the step, which are traced if it is compiled.
-      name: what holds the scaler in the user's program.
+    `values` are the flag or the gradients of the step, which are traced if it is compiled; `name` is what holds the
+    scaler in the user's program.
     """
     traced = [x for x in jax.tree.leaves(values) if is_traced(x)]
     if not traced or not is_compiling() or any(map(is_traced, jax.tree.leaves(scaler))):
@@ -113,19 +107,13 @@ def warn_if_constant(scaler: ScalerState, values: PyTree, name: str = "scaler") 
 
 def all_reduce_outcome(finite: jax.Array, loss: PyTree, axis_name: AxisName) -> tuple[jax.Array, jax.Array | None]:
     """Returns whether the gradients and the loss are finite on all devices; None for a loss that is not used."""
-    if loss is None or _loss_may_diverge(axis_name):
+    # Along an axis that is not named, the gradients are equal, after a psum for example. The loss may differ there: if
+    # it were not finite on one device, the scale would change on this device only.
+    loss_may_differ = axis_name is not None and not untyped_axes() <= set(as_axes(axis_name))
+    if loss is None or loss_may_differ:
         return all_reduce_and(finite, axis_name=axis_name)[0], None
     finite, loss_finite = all_reduce_and(finite, all_finite_here(loss), axis_name=axis_name)
     return finite, loss_finite
-
-
-def _loss_may_diverge(axis_name: AxisName) -> bool:
-    """Tests whether the loss may differ along an axis that is not named.
-
-    Gradients are equal along such an axis, after a `psum` for example. A loss that is not finite on one device would
-    change the scale there, and on no other device.
-    """
-    return axis_name is not None and not untyped_axes() <= set(as_axes(axis_name))
 
 
 @jax.jit
