@@ -36,7 +36,7 @@ NEAR_LIMIT = np.int32(LIMIT - 5)  # of a counter
 STATES = {
     "apex": APEX._replace(total_skips=NEAR_LIMIT),
     "megatron": jmpscale.dynamic(256.0, growth_interval=4, hysteresis=3),
-    "torch": jmpscale.dynamic(256.0, growth_interval=2)._replace(consecutive_skips=np.int32(LIMIT)),
+    "torch": jmpscale.dynamic(256.0, growth_interval=1, max_scale=512.0)._replace(consecutive_skips=np.int32(LIMIT)),
     "static": jmpscale.static(0.1)._replace(finite_steps=NEAR_LIMIT),
 }
 
