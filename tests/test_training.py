@@ -94,32 +94,6 @@ def test_float16_with_loss_scaling_reaches_the_loss_of_float32(way):
     assert (scalers.total_skips[-1] > 10) == (way != "loss_scaled")
 
 
-@pytest.mark.full
-def test_line_search_trains_a_small_loss():
-    """The loss that the search compares comes from the float32 function that it evaluates, the gradients from half."""
-    keys = jax.random.split(jax.random.key(2), 3)
-    x = jax.random.normal(keys[0], (64, 8))
-    start = jax.random.normal(keys[1], (8, 16)) / 3, jax.random.normal(keys[2], (16, 1)) / 4
-
-    def float32_loss(params):
-        return 1e-7 * jnp.mean((jnp.tanh(x @ params[0]) @ params[1] - jnp.sin(x[:, :1])) ** 2)
-
-    tx = jmpscale.with_loss_scaling(optax.lbfgs())
-
-    @jax.jit
-    def step(params, opt_state):
-        _, grads = jmpscale.value_and_grad(jmpscale.autocast(float32_loss))(opt_state, params)
-        value = float32_loss(params)
-        updates, opt_state = tx.update(grads, opt_state, params, value=value, grad=grads, value_fn=float32_loss)
-        return optax.apply_updates(params, updates), opt_state
-
-    params, opt_state = start, tx.init(start)
-    for _ in range(15):
-        params, opt_state = step(params, opt_state)
-    assert float32_loss(params) < float32_loss(start) / 10
-    assert opt_state.scaler.total_skips == 0
-
-
 # Faults. A run is equal, bit for bit, to one without the batches in which there was a fault.
 
 ADAMW = optax.adamw(optax.linear_schedule(1e-2, 0.0, 100))
