@@ -486,20 +486,27 @@ OPTIMIZERS = OTHERS | {
 }
 
 
-def _extra_args(value, grads):
-    """Returns all extra arguments that optimizers of optax read."""
-    functions = {"value_fn": _loss, "obj_fn": _loss, "grad_fn": lambda params, i: jax.grad(_loss)(params)}
-    return {"value": value, "grad": grads} | functions
+def _extra_args(name, value, grads):
+    """Returns the extra arguments of `update` that an optimizer needs, and the loss for all others."""
+    match name:
+        case "lbfgs" | "scale_by_backtracking_linesearch" | "scale_by_zoom_linesearch":
+            return {"value": value, "grad": grads, "value_fn": _loss}
+        case "sam":
+            return {"grad_fn": lambda params, i: jax.grad(_loss)(params)}
+        case "sophia":
+            return {"obj_fn": _loss}
+        case _:
+            return {"value": value}
 
 
-def _train(tx, opt_state, value_and_grad, overflows):
+def _train(name, tx, opt_state, value_and_grad, overflows):
     """Returns the parameters, the optimizer state and the updates of each step."""
 
     def step(carry, overflow):
         params, opt_state = carry
         value, grads = value_and_grad(opt_state, params)
         grads = jax.tree.map(lambda g: jnp.where(overflow, jnp.inf, g), grads)
-        updates, opt_state = tx.update(grads, opt_state, params, **_extra_args(value, grads))
+        updates, opt_state = tx.update(grads, opt_state, params, **_extra_args(name, value, grads))
         params = optax.apply_updates(params, updates)
         return (params, opt_state), (params, opt_state, updates)
 
@@ -519,9 +526,9 @@ def test_with_loss_scaling_applies_the_steps_of_inner(name):
     tx = jmpscale.with_loss_scaling(inner, jmpscale.static(2.0**16))
     with jax.numpy_rank_promotion("allow"):
         plain = optax.with_extra_args_support(inner)
-        *expected, _ = _train(plain, plain.init(PARAMS), _unscaled, np.zeros(3, bool))
+        *expected, _ = _train(name, plain, plain.init(PARAMS), _unscaled, np.zeros(3, bool))
         scaled, overflows = jmpscale.value_and_grad(_loss), np.array([False, False, True, False])
-        params, opt_state, updates = _train(tx, tx.init(PARAMS), scaled, overflows)
+        params, opt_state, updates = _train(name, tx, tx.init(PARAMS), scaled, overflows)
     trained = params, opt_state.inner_state
     at = jax.tree.map(lambda x: x[np.array([0, 1, 3])], trained)
     chex.assert_trees_all_close(at, tuple(expected), rtol=1e-4, atol=1e-6)
@@ -541,7 +548,7 @@ def test_with_loss_scaling_keeps_the_types_of_the_state(name):
     def step(params):
         state = tx.init(params)
         with jax.numpy_rank_promotion("allow"):
-            updates, after = tx.update(PARAMS, state, params, **_extra_args(jnp.float32(1.0), PARAMS))
+            updates, after = tx.update(PARAMS, state, params, **_extra_args(name, jnp.float32(1.0), PARAMS))
         return updates, state, after
 
     updates, state, after = jax.eval_shape(step, params)
