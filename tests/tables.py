@@ -1,19 +1,6 @@
 """Tables of named rows as parameters of a test."""
 
-from typing import Any, NamedTuple
-
 import pytest
-
-
-class Full(NamedTuple):
-    """A row that runs only with --full."""
-
-    row: Any
-
-
-def full(row):
-    """Marks a row of a table: it is slow, or repeats a default row with other shapes, devices or libraries."""
-    return Full(row)
 
 
 def rows(table, only_full=(), default=None):
@@ -39,6 +26,4 @@ def _only_full(table, only_full, default):
 
 
 def _parameter(value, name, only_full):
-    is_full = isinstance(value, Full) or name in only_full
-    value = value.row if isinstance(value, Full) else value
-    return pytest.param(value, id=name, marks=[pytest.mark.full] * is_full)
+    return pytest.param(value, id=name, marks=[pytest.mark.full] * (name in only_full))

@@ -185,21 +185,6 @@ def test_all_finite_ignores_leaves_without_floats(tree):
 # Every element of every leaf is tested
 
 
-@pytest.mark.full
-@each_form
-@pytest.mark.parametrize("dtype", _default_if(["float32"], [np.dtype("f4"), np.dtype("f2"), np.dtype("c8")]))
-def test_all_finite_tests_each_position(dtype, check):
-    """The vectors have many lengths, because vectorized loops treat the remainder differently."""
-    lengths = np.array([*range(1, 10), 15, 16, 17, 31, 33, 65, LARGE - 1, LARGE, LARGE + 1, LARGE + 31])
-    run = jax.jit(lambda x: jnp.stack([check(x[:length]) for length in lengths]))
-    finite = _finite_values(dtype, (max(lengths),))
-    assert run(finite).all()
-    for place in (*range(70), *range(LARGE - 40, max(lengths))):
-        nonfinite = finite.copy()
-        nonfinite[place] = _not_finite(dtype, payload=place // 2, negative=place % 2)
-        np.testing.assert_array_equal(run(nonfinite), lengths <= place)
-
-
 @each_form
 def test_all_finite_detects_many_nans_at_the_end(check):
     """XLA's maximum on CPU loses these NaN values."""
@@ -210,7 +195,7 @@ def test_all_finite_detects_many_nans_at_the_end(check):
 
 
 @each_form
-@pytest.mark.parametrize("count", [1, 8, 9, 17, pytest.param(300, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [1, 9, 17, pytest.param(300, marks=pytest.mark.full)])
 def test_all_finite_tests_each_leaf(count, check):
     leaves = [np.float32(1)] * count
     assert check(leaves)

@@ -77,13 +77,6 @@ def branch(platform, request):
     return platform == "cpu" and not request.config.getoption("--default-form")
 
 
-def _mesh(*axis_types):
-    """Returns a mesh of eight devices with one or two axes."""
-    meshes.require_devices(8)
-    shape, names = {1: ((8,), ("data",)), 2: ((4, 2), ("data", "model"))}[len(axis_types)]
-    return jax.make_mesh(shape, names, axis_types=axis_types)
-
-
 # An applied step equals optax, and a skipped step changes nothing
 
 
@@ -100,47 +93,11 @@ def test_step_equals_optax_or_changes_no_bit(api):
     chex.assert_trees_all_close(jax.tree.leaves(_inner(opt_state)), jax.tree.leaves(plain_state), rtol=1e-6)
 
 
-@pytest.mark.full
-@pytest.mark.usefixtures("platform")
-def test_step_in_vmap_and_scan_has_its_own_flag(api):
-    opt_state, step = api(TX)
-    start = (PARAMS, opt_state)
-    grads = jax.tree.map(lambda *x: jnp.stack(x), *map(_grads, (1.0, np.inf, 0.5)))
-
-    def after(carry, grads):
-        carry = step(*carry, grads)
-        return carry, carry
-
-    vmapped = jax.vmap(lambda g: step(*start, g))
-    each, (_, steps) = jax.jit(lambda: (vmapped(grads), jax.lax.scan(after, start, grads)))()
-    members, states = (
-        [jax.tree.map(lambda x, i=i: x[i], (params, _inner(opt_state))) for i in range(3)]
-        for params, opt_state in (each, steps)
-    )
-    chex.assert_trees_all_close(members[0], states[0], rtol=1e-6)
-    assert_step_is_noop((PARAMS, _inner(opt_state)), members[1])
-    assert_step_is_noop(states[0], states[1])
-    for after in (members[2], states[2]):
-        assert not np.array_equal(after[0]["b"], members[0][0]["b"])
-
-
-@pytest.mark.usefixtures("platform")
-def test_step_traces_update_once(api):
-    traces = []
+def test_step_traces_update_once_and_runs_it_on_a_skip_only_without_a_branch(api, branch):
+    traces, calls = [], []
 
     def update(updates, state, params=None):
         traces.append(None)
-        return TX.update(updates, state, params)
-
-    opt_state, step = api(optax.GradientTransformation(TX.init, update))
-    jax.jit(step).lower(PARAMS, opt_state, GRADS)
-    assert len(traces) == 1
-
-
-def test_skipped_step_runs_update_only_without_a_branch(api, branch):
-    calls = []
-
-    def update(updates, state, params=None):
         jax.debug.callback(lambda: calls.append(None))
         return updates, state
 
@@ -149,7 +106,7 @@ def test_skipped_step_runs_update_only_without_a_branch(api, branch):
     for factor, expected in ((np.inf, 0 if branch else 1), (1.0, 1 if branch else 2)):
         step(PARAMS, opt_state, _grads(factor))
         jax.effects_barrier()
-        assert len(calls) == expected
+        assert (len(traces), len(calls)) == (1, expected)
 
 
 def test_skipped_step_outside_jit_does_not_call_update(api):
@@ -229,7 +186,7 @@ def test_exported_step_runs_on_its_platforms():
     indirect=["platform"],
 )
 def test_step_keeps_shardings(api, platform, axis_type):
-    mesh = _mesh(axis_type, axis_type)
+    mesh = meshes.make_mesh(axis_type)
     shardings = {"w": NamedSharding(mesh, P("data", "model")), "b": NamedSharding(mesh, P("model"))}
     params = jax.device_put({"w": np.ones((8, 4), np.float32), "b": np.ones(4, np.float32)}, shardings)
     with jax.set_mesh(mesh):
@@ -257,7 +214,8 @@ MIXED = (AxisType.Explicit, AxisType.Auto)
 )
 def test_step_keeps_types_with_explicit_axes(api, axis_types, spec, vmapped):
     """Under vmap the batch is sharded along one axis, and the values of each member along another."""
-    mesh = _mesh(*axis_types)
+    meshes.require_devices(8)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=axis_types)
     overflow = np.ones((8, 4), np.float32)
     overflow[3] = np.inf
     with jax.set_mesh(mesh):
@@ -272,27 +230,6 @@ def test_step_keeps_types_with_explicit_axes(api, axis_types, spec, vmapped):
         np.testing.assert_array_equal((np.asarray(after) == 1).all(1), np.arange(8) == 3 if vmapped else [True] * 8)
 
 
-@pytest.mark.full
-@pytest.mark.usefixtures("platform")
-def test_step_in_shard_map_keeps_varying_axes(api):
-    """All devices skip, although one overflowed; the parameters differ between devices."""
-    mesh = _mesh(AxisType.Auto)
-    opt_state, step = api(TX)
-    varying = jax.tree.map(lambda x: jnp.stack([x] * 8), (PARAMS, _inner(opt_state)))
-
-    def local(varying, opt_state, overflow):
-        params, inner = jax.tree.map(lambda x: x[0], varying)
-        state = opt_state._replace(inner_state=inner) if hasattr(opt_state, "inner_state") else inner
-        here = jax.lax.axis_index("data") == 3
-        grads = jax.tree.map(lambda g, p: jnp.where(here & overflow, jnp.inf, g) + 0 * p, GRADS, params)
-        params, state = step(params, state, grads)
-        return jax.tree.map(lambda x: x[None], (params, _inner(state)))
-
-    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data")))
-    assert_step_is_noop(varying, run(varying, opt_state, True))
-    assert not np.array_equal(run(varying, opt_state, False)[0]["w"], varying[0]["w"])
-
-
 def test_apply_if_accepts_a_flag_that_varies_over_devices():
     """Each device decides independently, even about a value that does not vary before the step."""
 
@@ -300,7 +237,7 @@ def test_apply_if_accepts_a_flag_that_varies_over_devices():
         count, number = jmpscale.apply_if(finite[0], lambda count, n: (count + 1, n + 1), jnp.int32(0), 5)
         return count[None], number[None]
 
-    run = jax.jit(jax.shard_map(local, mesh=_mesh(AxisType.Auto), in_specs=P("data"), out_specs=P("data")))
+    run = jax.jit(jax.shard_map(local, mesh=meshes.make_mesh(data=8), in_specs=P("data"), out_specs=P("data")))
     count, number = run(jnp.arange(8) > 3)
     assert count.tolist() == [0] * 4 + [1] * 4
     assert number.tolist() == [5] * 4 + [6] * 4

@@ -36,6 +36,11 @@ class Module(equinox.Module):
     kind: str = equinox.field(static=True, default="dense")
 
 
+class NNXModel(nnx.Module):
+    def __init__(self):
+        self.dropout, self.w = nnx.Dropout(0.5, rngs=nnx.Rngs(0)), nnx.Param(jnp.ones(2))
+
+
 class NotATree:
     """An object that has a dtype, such as a Linen module."""
 
@@ -94,13 +99,6 @@ def test_cast_converts_only_floating_point_arrays(dtype, tree):
             assert now is was
 
 
-@pytest.mark.parametrize(
-    "dtype", ["float16", np.float16, np.dtype("f2"), jnp.float16], ids=["name", "np.float16", "np.dtype", "jnp.float16"]
-)
-def test_cast_accepts_any_name_of_a_dtype(dtype):
-    assert jmpscale.cast(jnp.ones(2), dtype).dtype == jnp.float16
-
-
 def test_cast_returns_scalers_unchanged():
     opt_state = jmpscale.with_loss_scaling(optax.trace(0.9)).init(jnp.ones(2))
     out = jmpscale.cast(opt_state, jnp.float16)
@@ -108,16 +106,11 @@ def test_cast_returns_scalers_unchanged():
     assert out.inner_state.trace.dtype == jnp.float16
 
 
-class Net(nnx.Module):
-    def __init__(self):
-        self.dropout, self.weight = nnx.Dropout(0.5, rngs=nnx.Rngs(0)), nnx.Param(jnp.ones(3))
-
-
 def test_cast_raises_for_nnx_objects_and_casts_their_state():
     """A copy of the model would draw the same dropout mask in every step."""
-    model = Net()
+    model = NNXModel()
     for tree in (model, {"model": model, "x": jnp.ones(3)}):
-        with pytest.raises(TypeError, match=r"got a Flax NNX Net.*autocast.*dtype=jnp\.float16.*cast nnx\.state"):
+        with pytest.raises(TypeError, match=r"got a Flax NNX NNXModel.*autocast.*dtype=jnp\.float16.*cast nnx\.state"):
             jmpscale.cast(tree, jnp.float16)
     half = jmpscale.cast(nnx.state(model, nnx.Param), jnp.float16)
     assert [x.dtype for x in jax.tree.leaves(half)] == [jnp.float16]
@@ -137,15 +130,6 @@ TX = jmpscale.with_loss_scaling(optax.trace(0.9), OLD)
 PARAMS = {"w": jnp.ones(2)}
 
 
-class NNXModel(nnx.Module):
-    def __init__(self):
-        self.w = nnx.Param(jnp.ones(2))
-
-
-def _nnx_optimizer():
-    return nnx.Optimizer(NNXModel(), TX, wrt=nnx.Param)
-
-
 HOLDERS = {
     "scaler": lambda: OLD,
     "optimizer": lambda: TX.init(PARAMS),
@@ -155,7 +139,7 @@ HOLDERS = {
     "train-state": lambda: TrainState.create(apply_fn=jnp.tanh, params=PARAMS, tx=TX),
     "dataclass": lambda: Layer({"deep": [OLD, None]}),
     "equinox": lambda: Module((jnp.tanh, OLD)),
-    "nnx-optimizer": lambda: _nnx_optimizer().opt_state,
+    "nnx-optimizer": lambda: nnx.Optimizer(NNXModel(), TX, wrt=nnx.Param).opt_state,
 }
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import re
-from typing import NamedTuple
 
 import jax
 import jax.export
@@ -117,15 +116,6 @@ def test_grad_report_names_leaves_unambiguously():
     assert jmpscale.grad_report(one).paths == ("grads",)
 
 
-@pytest.mark.full
-def test_grad_report_is_an_output_of_scan():
-    grads = jnp.ones((5, 3)).at[2, 1].set(jnp.inf)
-    _, reports = jax.lax.scan(lambda carry, g: (carry, jmpscale.grad_report({"w": g})), None, grads)
-    assert reports.inf[:, 0].tolist() == [0, 0, 1, 0, 0]
-    assert reports.finite.tolist() == [True, True, False, True, True]
-    assert "1 of 1 leaves is not finite: w." in jax.tree.map(lambda x: x[2], reports).describe()
-
-
 def test_grad_report_is_an_output_of_an_exported_program():
     grads = {"w": jnp.array([1.0, jnp.inf])}
     stored = jax.export.export(jax.jit(jmpscale.grad_report))(grads).serialize()
@@ -156,21 +146,9 @@ LEAVES = {
 SPECS = {"a": P("x", "y"), "b": P("y"), "c": P(), "d": P("x", "y")}
 
 
-def _placed(axis_type):
-    mesh = meshes.make_mesh(axis_type, x=4, y=2)
-    return mesh, {name: jax.device_put(x, jax.NamedSharding(mesh, SPECS[name])) for name, x in LEAVES.items()}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["Explicit", pytest.param("Auto", marks=pytest.mark.full)])
-def test_grad_report_is_global_under_jit(kind):
-    mesh, grads = _placed(jax.sharding.AxisType[kind])
-    with jax.set_mesh(mesh):
-        _assert_exact(jax.jit(jmpscale.grad_report)(grads), list(LEAVES.values()))
-
-
 def test_grad_report_is_global_under_shard_map():
-    mesh, grads = _placed(jax.sharding.AxisType.Auto)
+    mesh = meshes.make_mesh(x=4, y=2)
+    grads = {name: jax.device_put(x, jax.NamedSharding(mesh, SPECS[name])) for name, x in LEAVES.items()}
     mapped = jax.shard_map(jmpscale.grad_report, mesh=mesh, in_specs=(SPECS,), out_specs=P())
     program = jax.jit(mapped).lower(grads).compile()
     report = program(grads)
@@ -180,25 +158,13 @@ def test_grad_report_is_global_under_shard_map():
 
 
 @pytest.mark.full
-def test_grad_report_combines_two_sets_of_axes():
-    mesh, grads = _placed(jax.sharding.AxisType.Auto)
-    names = list(SPECS)[:2]
-    grads, specs = ({name: tree[name] for name in names} for tree in (grads, SPECS))
-    report = jax.jit(jax.shard_map(jmpscale.grad_report, mesh=mesh, in_specs=(specs,), out_specs=P()))(grads)
-    _assert_exact(report, [LEAVES[name] for name in names])
-
-
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore:.*pmap:DeprecationWarning")
-@pytest.mark.parametrize("map_", [jax.vmap, pytest.param(jax.pmap, marks=pytest.mark.full)], ids=["vmap", "pmap"])
 @pytest.mark.parametrize("axis_name", ["d", ()], ids=["combined", "separate"])
-def test_grad_report_combines_devices_along_axis_name(map_, axis_name):
-    meshes.require_devices(8 if map_ is not jax.vmap else 1)
+def test_grad_report_combines_values_along_axis_name(axis_name):
     grads = [np.resize(VALUES, (8, 5)).astype(np.float32), np.zeros((8, 3), np.complex64)]
-    reports = jax.device_get(map_(lambda g: jmpscale.grad_report(g, axis_name=axis_name), axis_name="d")(grads))
-    for device in range(8):
-        report = jax.tree.map(lambda x, device=device: x[device], reports)
-        _assert_exact(report, grads if axis_name else [leaf[device] for leaf in grads])
+    reports = jax.vmap(lambda g: jmpscale.grad_report(g, axis_name=axis_name), axis_name="d")(grads)
+    for i in range(8):
+        report = jax.tree.map(lambda x, i=i: np.asarray(x)[i], reports)
+        _assert_exact(report, grads if axis_name else [leaf[i] for leaf in grads])
 
 
 # --- descriptions name the leaf, and totals are fractions ---
@@ -217,46 +183,33 @@ def _report(max_abs, sizes=None, **counts):
 INF, NAN = np.inf, np.nan
 
 
-class Described(NamedTuple):
-    """A report, its sentence, and the order of the leaves in the table."""
-
-    report: jmpscale.GradReport
-    sentence: str
-    order: list[int]
-
-
 LINE = "jmpscale.diagnose names the line."
-DESCRIBED = {
-    "finite": Described(
+SMALLEST = "leaves are not finite; the fraction of non-finite values is smallest in"
+DESCRIBED = {  # the report, its sentence, and the order of the leaves in the table
+    "finite": (
         _report([4.0, 9.0, 0.0, 9.1]),
         "All leaves are finite; the largest magnitude is in layer_3.",
         [3, 1, 0, 2],
     ),
-    "zero": Described(
-        _report([0.0, 1.0], zero=[10, 0]), "All leaves are finite; the largest magnitude is in layer_1.", [1, 0]
-    ),
-    "one": Described(
-        _report([9.0, INF, 8.0], inf=[0, 1, 0]), f"1 of 3 leaves is not finite: layer_1. {LINE}", [1, 0, 2]
-    ),
-    "all values of one": Described(
-        _report([1.0, INF], inf=[0, 10]), f"1 of 2 leaves is not finite: layer_1. {LINE}", [1, 0]
-    ),
-    "smallest fraction": Described(
-        _report([INF, INF, NAN], inf=[5, 3, 2], nan=[0, 0, 2]),
-        f"3 of 3 leaves are not finite; the fraction of non-finite values is smallest in layer_1. {LINE}",
-        [1, 2, 0],
-    ),
-    "zeros do not count": Described(
-        _report([INF, INF], [100, 10], inf=[3, 1], zero=[97, 0]),
-        f"2 of 2 leaves are not finite; the fraction of non-finite values is smallest in layer_1. {LINE}",
+    "zero": (
+        _report([0.0, 1.0], zero=[10, 0]),
+        "All leaves are finite; the largest magnitude is in layer_1.",
         [1, 0],
     ),
-    "all values": Described(
-        _report([INF, INF], [1, 1], inf=[1, 1]),
-        f"2 of 2 leaves are not finite; the fraction of non-finite values is smallest in layer_0. {LINE}",
-        [0, 1],
+    "one": (_report([9.0, INF, 8.0], inf=[0, 1, 0]), f"1 of 3 leaves is not finite: layer_1. {LINE}", [1, 0, 2]),
+    "all values of one": (_report([1.0, INF], inf=[0, 10]), f"1 of 2 leaves is not finite: layer_1. {LINE}", [1, 0]),
+    "smallest fraction": (
+        _report([INF, INF, NAN], inf=[5, 3, 2], nan=[0, 0, 2]),
+        f"3 of 3 {SMALLEST} layer_1. {LINE}",
+        [1, 2, 0],
     ),
-    "NaN": Described(
+    "zeros do not count": (
+        _report([INF, INF], [100, 10], inf=[3, 1], zero=[97, 0]),
+        f"2 of 2 {SMALLEST} layer_1. {LINE}",
+        [1, 0],
+    ),
+    "all values": (_report([INF, INF], [1, 1], inf=[1, 1]), f"2 of 2 {SMALLEST} layer_0. {LINE}", [0, 1]),
+    "NaN": (
         _report([1.0, NAN], nan=[0, 1]),
         f"1 of 2 leaves is not finite: layer_1. All non-finite values are NaN. {LINE}",
         [1, 0],
@@ -264,11 +217,12 @@ DESCRIBED = {
 }
 
 
-@pytest.mark.parametrize("row", DESCRIBED.values(), ids=DESCRIBED)
-def test_describe_has_the_leaves_that_are_not_finite_first(row):
-    sentence, _, *lines = row.report.describe().splitlines()
-    assert sentence == row.sentence
-    assert [int(line.split()[0].removeprefix("layer_")) for line in lines] == row.order
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_describe_has_the_leaves_that_are_not_finite_first(name):
+    report, expected, order = DESCRIBED[name]
+    sentence, _, *lines = report.describe().splitlines()
+    assert sentence == expected
+    assert [int(line.split()[0].removeprefix("layer_")) for line in lines] == order
 
 
 def test_describe_lists_as_many_leaves_as_the_limit(monkeypatch):
@@ -288,8 +242,7 @@ def test_describe_shows_values_and_headroom():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("devices", [1, 8])
-def test_describe_names_the_layer_whose_backward_pass_overflows(devices):
+def test_describe_names_the_layer_whose_backward_pass_overflows():
     def loss_fn(params, x, layer):
         for i, (kernel, bias) in enumerate(params.values()):
             x = inject_backward(jnp.tanh(x @ kernel + bias), jnp.inf, path="", when=layer == i)
@@ -304,8 +257,7 @@ def test_describe_names_the_layer_whose_backward_pass_overflows(devices):
     keys = jax.random.split(jax.random.key(0), 3)
     params = {f"layer_{i}": (jax.random.normal(key, (4, 4)) / 2, jnp.full((1, 4), 0.1)) for i, key in enumerate(keys)}
     x = jax.random.normal(jax.random.key(1), (8, 4))
-    meshes.require_devices(devices)
-    mesh = jax.make_mesh((devices,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices])
+    mesh = meshes.make_mesh(d=8)
     params, x = jax.device_put((params, x), (jax.NamedSharding(mesh, P()), jax.NamedSharding(mesh, P("d"))))
     for layer in (1, 0, 2):
         sentence = report_of_fault(params, x, layer).describe().splitlines()[0]
@@ -313,14 +265,11 @@ def test_describe_names_the_layer_whose_backward_pass_overflows(devices):
     assert report_of_fault(params, x, -1).describe().startswith("All leaves are finite")
 
 
-def _floats(totals):
-    return {name: float(value) for name, value in totals.items()}
-
-
 def test_totals_are_fractions_of_all_values(variant):
     report = _report([4.0, INF], [4, 12], nan=[0, 1], inf=[0, 2], zero=[1, 2], underflow=[2, 2], subnormal=[1, 4])
     expected = {"nan": 1 / 16, "inf": 2 / 16, "zero": 3 / 16, "underflow": 4 / 16, "subnormal": 5 / 16}
-    assert _floats(variant(lambda report: report.totals())(report)) == {"max_abs": INF} | expected
+    totals = variant(lambda report: report.totals())(report)
+    assert {name: float(value) for name, value in totals.items()} == {"max_abs": INF} | expected
 
 
 def test_totals_of_stacked_reports_have_an_entry_for_each_step():

@@ -18,11 +18,10 @@ from flax.linen import fp8_ops
 from jax.sharding import PartitionSpec as P
 
 import jmpscale
-from jmpscale import testing
 
 import compiling
 import programs
-from tables import full, rows
+from tables import rows
 
 SCALE = 2.0**16
 SCALER = jmpscale.static(SCALE)
@@ -40,11 +39,6 @@ def underflowing(w, x):
     """A loss in float16 whose gradients are below the smallest float16 number."""
     hidden = jnp.tanh(x.astype(jnp.float16) @ w.astype(jnp.float16))
     return jnp.float32(2.0**-24) * jnp.mean(hidden.astype(jnp.float32) ** 2)
-
-
-def residual(net, w, x):
-    """The residual of the differential equation u'' = -u, for a network with one input."""
-    return jax.grad(jax.grad(net, 1), 1)(w, x) + net(w, x)
 
 
 def net(w, x):
@@ -113,45 +107,32 @@ TRANSFORMATIONS = {
     "grad inside jit": lambda wrap: jax.jit(jax.value_and_grad(wrap(mean_square)))(W, X),
     "grad outside jit": lambda wrap: jax.value_and_grad(jax.jit(wrap(mean_square)))(W, X),
     "disable_jit": lambda wrap: jax.disable_jit()(jax.grad(wrap(jax.jit(jnp.sum))))(W),
-    "all arguments": lambda wrap: jax.grad(wrap(mean_square), (0, 1))(W, X),
     "vjp": lambda wrap: jax.vjp(wrap(mean_square), W, X)[1](jnp.float32(3.0)),
     "several outputs": lambda wrap: jax.jacrev(wrap(lambda w, x: {"a": x @ w, "n": jnp.arange(2)}["a"]))(W, X),
-    "checkpoint outside": full(lambda wrap: jax.jit(jax.grad(jax.checkpoint(wrap(mean_square))))(W, X)),
+    "checkpoint outside": lambda wrap: jax.jit(jax.grad(jax.checkpoint(wrap(mean_square))))(W, X),
     "vmap of grad": lambda wrap: jax.jit(jax.vmap(jax.grad(wrap(mean_square)), (None, 0)))(W, X[:, None]),
-    "grad of vmap": full(
-        lambda wrap: jax.jit(jax.grad(lambda w: jax.vmap(wrap(mean_square), (None, 0))(w, X[:, None]).sum()))(W)
-    ),
-    "scan over micro-batches": lambda wrap: jax.jit(jax.grad(functools.partial(_scanned, wrap(mean_square))))(W),
-    "grad inside scan": full(
-        lambda wrap: jax.lax.scan(
-            lambda total, x: (total + jax.grad(wrap(mean_square))(W, x), None), jnp.zeros_like(W), X[:, None]
-        )[0]
-    ),
-    "forward over reverse": lambda wrap: jax.jit(jax.hessian(wrap(mean_square)))(W, X),
-    "gradient penalty": lambda wrap: jax.jit(jax.grad(lambda w: jnp.sum(jax.grad(wrap(mean_square))(w, X) ** 2)))(W),
-    "gradient penalty on the input": lambda wrap: jax.jit(
-        jax.grad(lambda w: jnp.sum(jax.grad(wrap(mean_square), 1)(w, X) ** 2))
+    "grad of vmap": lambda wrap: jax.jit(
+        jax.grad(lambda w: jax.vmap(wrap(mean_square), (None, 0))(w, X[:, None]).sum())
     )(W),
-    "gradient penalty outside jit": full(
-        lambda wrap: jax.grad(lambda w: jnp.sum(jax.grad(jax.jit(wrap(mean_square)), 1)(w, X) ** 2))(W)
-    ),
+    "scan over micro-batches": lambda wrap: jax.jit(jax.grad(functools.partial(_scanned, wrap(mean_square))))(W),
+    "grad inside scan": lambda wrap: jax.lax.scan(
+        lambda total, x: (total + jax.grad(wrap(mean_square))(W, x), None), jnp.zeros_like(W), X[:, None]
+    )[0],
+    "gradient penalty outside jit": lambda wrap: jax.grad(
+        lambda w: jnp.sum(jax.grad(jax.jit(wrap(mean_square)), 1)(w, X) ** 2)
+    )(W),
     "hypergradient": lambda wrap: jax.jit(
         jax.grad(lambda x: mean_square(W - 0.1 * jax.grad(wrap(mean_square))(W, x), X))
     )(X + 1),
-    "PINN residual": full(lambda wrap: jax.jit(jax.grad(lambda w: residual(wrap(net), w, 0.7) ** 2))(W[:2])),
     "blocks of the Hessian": lambda wrap: jax.jit(jax.jacrev(jax.jacrev(wrap(mean_square), (0, 1)), (0, 1)))(W, X),
-    "blocks of the Hessian, forward over reverse": full(
-        lambda wrap: jax.jit(jax.hessian(wrap(mean_square), (0, 1)))(W, X)
-    ),
-    "third order": full(lambda wrap: jax.jit(jax.grad(jax.grad(jax.grad(wrap(net), 1), 1), 0))(W[:2], 0.7)),
-    "output that does not depend on the inner value": full(
-        lambda wrap: jax.grad(
-            lambda w: (
-                jax.grad(lambda x: sum(wrap(lambda w, x: (jnp.sum(w**3), jnp.sum(w * x)))(w, x)))(W).sum()
-                + wrap(lambda w, x: (jnp.sum(w**3), jnp.sum(w * x)))(w, W)[0]
-            )
-        )(W)
-    ),
+    "blocks of the Hessian, forward over reverse": lambda wrap: jax.jit(jax.hessian(wrap(mean_square), (0, 1)))(W, X),
+    "third order": lambda wrap: jax.jit(jax.grad(jax.grad(jax.grad(wrap(net), 1), 1), 0))(W[:2], 0.7),
+    "output that does not depend on the inner value": lambda wrap: jax.grad(
+        lambda w: (
+            jax.grad(lambda x: sum(wrap(lambda w, x: (jnp.sum(w**3), jnp.sum(w * x)))(w, x)))(W).sum()
+            + wrap(lambda w, x: (jnp.sum(w**3), jnp.sum(w * x)))(w, W)[0]
+        )
+    )(W),
     "second derivative under vmap": lambda wrap: jax.jit(
         jax.vmap(jax.grad(lambda w, x: jnp.sum(jax.grad(wrap(mean_square), 1)(w, x) ** 2)), (None, 0))
     )(W, X[:, None]),
@@ -160,25 +141,20 @@ TRANSFORMATIONS = {
     "sum with another loss": lambda wrap: jax.grad(lambda w: wrap(mean_square)(w, X) + jnp.sum(w**2))(W),
     "closure": lambda wrap: jax.grad(lambda w: wrap(lambda x: mean_square(w, x))(X))(W),
     "closure outside jit": lambda wrap: jax.grad(jax.jit(lambda w: wrap(lambda x: mean_square(w, x))(X)))(W),
-    "closure under vmap": full(
-        lambda wrap: jax.jit(
-            jax.grad(lambda w: jax.vmap(lambda x: wrap(lambda: mean_square(w, x))())(X[:, None]).sum())
-        )(W)
-    ),
-    "closure in scan": full(
-        lambda wrap: jax.jit(jax.grad(lambda w: _scanned(lambda w, x: wrap(lambda x: mean_square(w, x))(x), w)))(W)
-    ),
+    "closure under vmap": lambda wrap: jax.jit(
+        jax.grad(lambda w: jax.vmap(lambda x: wrap(lambda: mean_square(w, x))())(X[:, None]).sum())
+    )(W),
+    "closure in scan": lambda wrap: jax.jit(
+        jax.grad(lambda w: _scanned(lambda w, x: wrap(lambda x: mean_square(w, x))(x), w))
+    )(W),
     "shard_map": lambda wrap: _shard_map(wrap(mean_square), check_vma=True),
-    "shard_map without types": full(lambda wrap: _shard_map(wrap(mean_square), check_vma=False)),
-    "shard_map inside": full(lambda wrap: jax.jit(jax.grad(wrap(_sharded_loss)))(W, X)),
+    "shard_map without types": lambda wrap: _shard_map(wrap(mean_square), check_vma=False),
+    "shard_map inside": lambda wrap: jax.jit(jax.grad(wrap(_sharded_loss)))(W, X),
     "pmap": lambda wrap: jax.pmap(jax.grad(wrap(mean_square)), in_axes=(None, 0))(W, X[: len(DEVICES), None]),
-    "Auto axes": full(lambda wrap: _sharded_jit(wrap(mean_square), MESH)),
+    "Auto axes": lambda wrap: _sharded_jit(wrap(mean_square), MESH),
     "Explicit axes": lambda wrap: _sharded_jit(wrap(mean_square), EXPLICIT),
 }
 ARGUMENTS = {
-    "keyword argument": lambda wrap, w: wrap(lambda x, *, w: mean_square(w, x))(X, w=w),
-    "leaf of a tree": lambda wrap, w: wrap(lambda tree, x: mean_square(tree[1]["w"], x))([3, {"w": w, "on": True}], X),
-    "beside objects": lambda wrap, w: wrap(lambda w, fn, name, n: jnp.sum(fn(w)) * n)(w, jnp.tanh, "text", 2),
     "the same array twice": lambda wrap, w: wrap(lambda a, b: jnp.sum(a * b))(w, w),
     "input that is an output": lambda wrap, w: wrap(lambda w: (w, jnp.sum(w**2)))(w)[0].sum(),
     "complex": lambda wrap, w: wrap(lambda z: jnp.sum((z * z.conj()).real))(jax.lax.complex(w, w)),
@@ -204,33 +180,12 @@ CASES = TRANSFORMATIONS | {
     f"argument: {name}": lambda wrap, call=call: jax.jit(jax.grad(functools.partial(call, wrap)))(W)
     for name, call in ARGUMENTS.items()
 }
-FULL = {
-    "Explicit axes",
-    "forward mode",
-    "scan over micro-batches",
-    "vmap of grad",
-    "all arguments",
-    "forward over reverse",
-    "gradient penalty on the input",
-    "grad outside jit",
-    "eager",
-    "disable_jit",
-    "several outputs",
-    "gradient penalty",
-    "hypergradient",
-    "blocks of the Hessian",
-    "second derivative under vmap",
-    "sum with another loss",
-    "closure outside jit",
-    "pmap",
-    "argument: keyword argument",
-    "argument: beside objects",
-    "argument: the same array twice",
-    "argument: bfloat16",
-}
+DEFAULT = ["grad inside jit", "vjp", "metric that is infinite", "nested", "closure", "shard_map"]
+DEFAULT += ["argument: input that is an output", "argument: complex", "argument: auxiliary data"]
+DEFAULT += ["partial sums"] * ("partial sums" in CASES)
 
 
-@pytest.mark.parametrize("case", rows(CASES, FULL))
+@pytest.mark.parametrize("case", rows(CASES, default=DEFAULT))
 def test_loss_scaled_returns_true_gradients(case):
     result, expected = case(scaled), case(lambda fun: fun)
     chex.assert_trees_all_close(result, expected, rtol=2e-6)
@@ -250,16 +205,6 @@ def test_loss_scaled_keeps_gradients_that_underflow_in_float16():
         return jnp.sum(jax.grad(scaled(underflowing))(w, X) ** 2) * 2.0**48
 
     assert np.all(jax.jit(jax.grad(penalty))(W) != 0)
-
-
-def test_loss_scaled_passes_overflow_to_the_optimizer():
-    def loss(w, x):
-        return mean_square(testing.inject_backward(w, jnp.inf, path=""), x)
-
-    tx = jmpscale.with_loss_scaling(optax.sgd(0.1), jmpscale.static(1.0))
-    updates, state = tx.update(jax.grad(scaled(loss))(W, X), tx.init(W), W)
-    assert not np.any(updates)
-    assert state.scaler.total_skips == 1
 
 
 def test_loss_scaled_divides_by_any_scale(x64):
@@ -347,19 +292,21 @@ def test_loss_scaled_differentiates_equinox_models():
     chex.assert_trees_all_equal(step(scaled), step(lambda fun: fun))
 
 
-def test_loss_scaled_returns_new_fp8_statistics_unchanged():
+def test_loss_scaled_returns_new_fp8_statistics_unchanged_and_does_not_watch_them():
     @jax.custom_vjp
     def with_statistics(w, statistics):
         return w
 
-    with_statistics.defvjp(lambda w, _: (w, None), lambda _, cotangent: (cotangent, jnp.float32(5.0)))
-    variables = {"params": W, "_overwrite_with_gradient": {"kernel_scale": jnp.float32(1.0)}}
+    new = jnp.array([5.0, jnp.inf])
+    with_statistics.defvjp(lambda w, _: (w, None), lambda _, cotangent: (cotangent, new))
+    variables = {"params": W, "_overwrite_with_gradient": {"kernel_scale": jnp.ones(2)}}
 
     def loss(variables):
         return jnp.sum(with_statistics(variables["params"], variables["_overwrite_with_gradient"]["kernel_scale"]))
 
-    grads = jax.grad(scaled(loss))(variables)
-    assert grads["_overwrite_with_gradient"]["kernel_scale"] == 5
+    grads, messages = warnings_of(jax.grad(watched(loss)), variables)
+    assert messages == []
+    np.testing.assert_array_equal(grads["_overwrite_with_gradient"]["kernel_scale"], new)
     np.testing.assert_array_equal(grads["params"], np.ones_like(W))
 
 
@@ -414,10 +361,10 @@ def _with_derivative_rule(fun):
 
 CALLED = {  # how a function calls the fp8 layers
     "directly": lambda fun: fun,
-    "jit": full(jax.jit),
-    "checkpoint": full(jax.checkpoint),
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
     "scan": _in_scan,
-    "custom_vjp": full(_with_derivative_rule),
+    "custom_vjp": _with_derivative_rule,
 }
 
 
@@ -527,11 +474,10 @@ SHARED = {  # losses of one shared value, with one scale for each element of a b
 XS, BATCH_OF_SCALES = jnp.arange(1.0, 5.0), jnp.array([2.0, 8.0, SCALE, 1.0])
 
 
-@pytest.mark.parametrize("jit", [pytest.param(lambda fun: fun, marks=pytest.mark.full), jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("losses", rows(SHARED, default={"map"}))
-def test_gradient_of_a_value_that_losses_with_different_scales_share(losses, jit):
+def test_gradient_of_a_value_that_losses_with_different_scales_share(losses):
     def gradient(wrap):
-        return jit(jax.grad(lambda w: losses(wrap, w, BATCH_OF_SCALES).mean()))(1.5)
+        return jax.jit(jax.grad(lambda w: losses(wrap, w, BATCH_OF_SCALES).mean()))(1.5)
 
     ours = gradient(lambda fun: jmpscale.loss_scaled(fun, lambda *args: args[-1]))
     np.testing.assert_allclose(ours, gradient(lambda fun: fun), rtol=1e-6)
@@ -652,21 +598,6 @@ def test_loss_scaled_watches_sharded_and_replicated_gradients():
     assert messages == []
     chex.assert_trees_all_equal(found, grads(scaled, params, X))
     assert warnings_of(grads, watched, params, X * jnp.inf)[1]
-
-
-def test_loss_scaled_has_no_callback_by_default():
-    texts = [jax.jit(jax.grad(wrap(mean_square))).lower(W, X).as_text() for wrap in (scaled, watched)]
-    assert ["callback" in text for text in texts] == [False, True]
-
-
-def test_loss_scaled_does_not_watch_fp8_statistics():
-    def loss(w, statistics):
-        return mean_square(w, X) + jnp.sum(statistics["_overwrite_with_gradient"]["scale"]) * jnp.inf
-
-    args = W, {"_overwrite_with_gradient": {"scale": jnp.ones(1)}}
-    (_, statistics), messages = warnings_of(jax.grad(watched(loss), argnums=(0, 1)), *args)
-    assert not jnp.isfinite(statistics["_overwrite_with_gradient"]["scale"])
-    assert messages == []
 
 
 # --- fun is called once, and nothing is kept ---

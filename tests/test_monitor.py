@@ -1,6 +1,7 @@
 """metrics returns the state, raise_if_stuck names the cause of skips, and warn_after_skips reports from a program."""
 
 import functools
+import re
 import warnings
 from collections.abc import Callable
 from typing import NamedTuple
@@ -226,40 +227,30 @@ def test_wrapper_warns_of_each_member_of_an_ensemble():
     assert state.scaler.total_skips.tolist() == [7, 0]
 
 
-DIAGNOSED = {  # the scaler, and the words of the warnings
-    "static": (jmpscale.static(8.0), ["The scale is static and does not back off"] * 2),
-    "at min_scale": (jmpscale.dynamic(2.0), ["The scale cannot back off any further"] * 2),
-    "disabled": (jmpscale.disabled(), []),
-}
-
-
-@pytest.mark.parametrize("name", DIAGNOSED)
-def test_wrapper_warns_with_the_diagnosis_of_the_scaler(name):
-    scaler, expected = DIAGNOSED[name]
-    tx = jmpscale.with_loss_scaling(optax.sgd(0.1), scaler, warn_after_skips=3)
-    _, messages = _warnings_of(_loop, jax.jit(lambda state, grad: tx.update(grad, state)[1]), tx.init(1.0), GRADS)
-    assert len(messages) == len(expected)
-    assert all(words in message for words, message in zip(expected, messages, strict=True))
-
-
 # --- warn_after_skips hears skips that are not consecutive, and a scale that only grows ---
 
 STATIC = jmpscale.static(8.0)
 GROWING = jmpscale.dynamic(2.0**31, growth_interval=4)
 MANY = "3 of the last 15 steps were skipped"
-SERIES = {  # the scaler, whether each step is finite, and the starts of the warnings, which count 3 skips
-    "one in five": (STATIC, ([True] * 4 + [False]) * 5, [f"{MANY} (3 in total); the loss scale is 8. "]),
-    "two in five": (STATIC, [True, False, True, True, False] * 4, [f"{MANY} (3 in total)"]),
-    "a pause of 15 steps": (STATIC, ([True, False] * 4 + [True] * 15) * 2, [f"{MANY} (3 in total)", f"{MANY} (7 in"]),
-    "after consecutive ones": (STATIC, [False] * 3 + [True, False] * 3, ["3 consecutive steps were skipped (3 in"]),
+SERIES = {  # the scaler, whether each step is finite, and how the warnings start, which count 3 skips
+    "one in five": (STATIC, ([True] * 4 + [False]) * 5, [rf"{MANY} \(3 in total\); the loss scale is 8\. "]),
+    "two in five": (STATIC, [True, False, True, True, False] * 4, [rf"{MANY} \(3 in total\)"]),
+    "a pause of 15 steps": (
+        STATIC,
+        ([True, False] * 4 + [True] * 15) * 2,
+        [rf"{MANY} \({n} in total\)" for n in (3, 7)],
+    ),
+    "after consecutive ones": (STATIC, [False] * 3 + [True, False] * 3, [r"3 consecutive steps were skipped \(3 in"]),
     "one in eight": (STATIC, ([True] * 7 + [False]) * 6, []),
-    "backing off": (jmpscale.dynamic(2.0**20), [False, True] * 3, [f"{MANY} (3 in total); the loss scale is 2^17"]),
+    "backing off": (jmpscale.dynamic(2.0**20), [False, True] * 3, [rf"{MANY} \(3 in total\); the loss scale is 2\^17"]),
     "after each growth": (jmpscale.dynamic(2.0**20, growth_interval=4), ([True] * 4 + [False]) * 5, []),
-    "limit": (GROWING, [True] * 12, ["The loss scale has grown to its limit, 2^32, without one skip. "]),
+    "limit": (GROWING, [True] * 12, [r"The loss scale has grown to its limit, 2\^32, without one skip\. "]),
     "limit after a skip": (GROWING, [False] + [True] * 16, []),
     "limit of the user": (jmpscale.dynamic(2.0, growth_interval=1, max_scale=4.0), [True] * 3, []),
     "limit from the start": (jmpscale.dynamic(2.0**32, growth_interval=1), [True] * 3, []),
-    "disabled": (jmpscale.disabled(), [False] * 3, []),
+    "static": (STATIC, FINITE, ["3 consecutive .*The scale is static and does not back off"] * 2),
+    "at min_scale": (jmpscale.dynamic(2.0), FINITE, ["3 consecutive .*The scale cannot back off any further"] * 2),
+    "disabled": (jmpscale.disabled(), FINITE, []),
 }
 
 
@@ -274,7 +265,7 @@ def test_wrapper_warns_of_many_skips_and_of_none(name, run):
     tx = jmpscale.with_loss_scaling(optax.sgd(0.1), scaler, warn_after_skips=3)
     grads = np.where(finite, np.float32(1.0), np.float32(np.inf))
     _, messages = _warnings_of(run, lambda state, grad: tx.update(grad, state)[1], tx.init(1.0), grads)
-    assert [message[: len(words)] for message, words in zip(messages, expected, strict=True)] == expected
+    assert all(re.match(words, message) for words, message in zip(expected, messages, strict=True)), messages
 
 
 def test_wrapper_counts_the_skips_of_each_run():

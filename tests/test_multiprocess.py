@@ -51,7 +51,7 @@ def _outcome(scenario, processes, folder):
     shards = {start: shard for outcome in outcomes for start, shard in outcome.pop("shards").items()}
     assert all(outcome == outcomes[0] for outcome in outcomes)
     differs = outcomes[0].pop("differs")
-    assert differs == ("tree['w'] differs between processes." if processes > 1 else None)
+    assert differs == [f"tree['{name}'] differs between processes." for name in "nw" if processes > 1]
     return outcomes[0] | {"shards": shards}
 
 

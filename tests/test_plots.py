@@ -28,8 +28,7 @@ def _close_figures():
 W, B = np.array([1e-9, 2.0**-24, 2.0**-15, 2.0**-14]), np.array([1.0, 0.0, np.nan, 7e4])
 OTHERS = [np.float32, jax.random.key(0), "text", np.str_("text"), jnp.tanh, None, 3, jnp.array(3)]
 HISTOGRAMS = {  # the gradients, the scale, and the percentages of each kind and of zero, infinite and NaN values
-    "unscaled": ([W, B], None, {"underflow": 12.5, "subnormal": 25, "normal": 25, "overflow": 12.5}, (12.5, 0, 12.5)),
-    "others": (
+    "unscaled, beside leaves that are not gradients": (
         [W, B, *OTHERS],
         None,
         {"underflow": 12.5, "subnormal": 25, "normal": 25, "overflow": 12.5},

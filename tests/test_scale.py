@@ -4,14 +4,10 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax.core import FrozenDict
-from jax.experimental import sparse
 
 import jmpscale
-
-from compiling import compiled, instructions
 
 F16, BF16, F32, F64 = jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64
 E5M2, E4M3 = jnp.float8_e5m2, jnp.float8_e4m3fn
@@ -111,21 +107,7 @@ def test_unscale_and_check_accepts_trees_without_elements(tree):
     assert finite
 
 
-@pytest.mark.full
-def test_unscale_keeps_indices_of_sparse_gradients():
-    matrix = sparse.BCOO((jnp.array([64000.0, 32.0], F16), jnp.array([[0, 2], [1, 0]])), shape=(2, 3))
-    out, finite = jmpscale.unscale_and_check(jmpscale.static(4.0), {"embedding": matrix})
-    np.testing.assert_array_equal(out["embedding"].todense(), [[0, 0, 16000], [8, 0, 0]])
-    assert finite
-
-
 # Unscaling is exact
-
-
-@pytest.mark.parametrize("dtype", [BF16, F32])
-def test_unscale_by_1_keeps_every_bit(dtype):
-    x = jnp.asarray(_normal(1000), dtype)
-    np.testing.assert_array_equal(jmpscale.unscale(jmpscale.static(1.0), x), x)
 
 
 @pytest.mark.parametrize("exponent", [-126, -1, 16, 126])
@@ -150,6 +132,7 @@ def test_unscale_rounds_to_its_dtype(dtype, rtol):
 @pytest.mark.parametrize(
     ("loss_scale", "grad", "expected"),
     [
+        pytest.param(1.0, BF16(1.171875), 1.171875, id="scale_1"),
         pytest.param(2.0**24, BF16(2.0**-100), 2.0**-124, id="bfloat16"),
         pytest.param(2.0**126, F32(2.0**100), 2.0**-26, id="largest_scale"),
         pytest.param(2.0**-126, F32(2.0**-100), 2.0**26, id="smallest_scale"),
@@ -203,50 +186,11 @@ def test_scale_and_unscale_use_each_scaler_of_a_batch():
     np.testing.assert_array_equal(jax.vmap(jmpscale.unscale)(batch, scaled), x)
 
 
-def test_unscale_and_check_works_in_custom_vjp():
-    @jax.custom_vjp
-    def multiply_gradient(x):
-        return x
-
-    def backward(_, g):
-        grads, finite = jmpscale.unscale_and_check(jmpscale.static(4.0), g)
-        return (jnp.where(finite, grads * 8, 0.0),)
-
-    multiply_gradient.defvjp(lambda x: (x, None), backward)
-    assert jax.grad(lambda x: multiply_gradient(x) ** 2)(F32(3)) == 12.0
-
-
 def test_scale_and_unscale_work_with_disable_jit():
     scaler = jmpscale.dynamic()._replace(loss_scale=8.0)  # scan without jit passes Python numbers
     with jax.disable_jit():
         assert jmpscale.scale(scaler, 2.0) == 16.0
         assert jmpscale.unscale(scaler, jnp.ones(1)).tolist() == [0.125]
-
-
-def _train(steps, scaler):
-    """Trains on a quadratic in float16, with an overflow in the third step."""
-
-    def step(carry, count):
-        w, scaler = carry
-
-        def loss_fn(w):
-            return (w.astype(F16) * w.astype(F16)).astype(F32) * jnp.where(count == 2, jnp.inf, 1.0)
-
-        grad, finite = jmpscale.unscale_and_check(scaler, jax.grad(lambda w: jmpscale.scale(scaler, loss_fn(w)))(w))
-        w = jmpscale.apply_if(finite, lambda w: w - 0.25 * grad, w)
-        return (w, jmpscale.update(scaler, finite)), scaler.loss_scale
-
-    return jax.lax.scan(step, (F32(1), scaler), jnp.arange(steps))
-
-
-def test_functional_api_trains_under_scan_vmap_and_remat():
-    scaler = jmpscale.dynamic(2.0**10, growth_interval=2)
-    (w, after), scales = expected = _train(5, scaler)
-    assert scales.tolist() == [2**10, 2**10, 2**11, 2**10, 2**10]
-    assert (w, after.total_skips) == (0.5**4, 1)
-    chex.assert_trees_all_equal(jax.jit(jax.remat(lambda s: _train(5, s)))(scaler), expected)
-    batch = jax.vmap(lambda s: _train(5, s))(jax.tree.map(lambda x: jnp.stack([x] * 3), scaler))
-    chex.assert_trees_all_equal(jax.tree.map(lambda x: x[1], batch), expected)
 
 
 # disabled() changes nothing
@@ -261,34 +205,3 @@ def test_disabled_returns_its_input():
     assert grads is tree
     assert finite
     assert finite.dtype == bool
-
-
-def _mlp_loss(params, x):
-    for w in params:
-        x = jnp.tanh(x @ w)
-    return jnp.mean(x**2)
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("donate", [(0, 1, 2), pytest.param((), marks=pytest.mark.full)], ids=["donated", "copied"])
-def test_disabled_compiles_to_the_program_without_jmpscale(donate):
-    tx = optax.adam(1e-3)
-
-    def step(params, opt_state, scaler, x):
-        loss = _mlp_loss(params, x)
-        grads = jax.grad(lambda params: jmpscale.scale(scaler, _mlp_loss(params, x)))(params)
-        grads, finite = jmpscale.unscale_and_check(scaler, grads)
-        params, opt_state = jmpscale.apply_if(finite, jmpscale.optax_step(tx, grads), params, opt_state)
-        return params, opt_state, jmpscale.update(scaler, finite, loss=loss), loss
-
-    def bare_step(params, opt_state, scaler, x):
-        loss, grads = jax.value_and_grad(_mlp_loss)(params, x)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, scaler, loss
-
-    params = [jnp.ones((8, 8))] * 2
-    carry, x = (params, tx.init(params)), jnp.ones((4, 8))
-    ours = instructions(compiled(step, *carry, jmpscale.disabled(), x, donate_argnums=donate))
-    assert ours == instructions(compiled(bare_step, *carry, jmpscale.disabled(), x, donate_argnums=donate))
-    assert ours != instructions(compiled(step, *carry, jmpscale.dynamic(), x, donate_argnums=donate))

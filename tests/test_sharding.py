@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import re
 
 import chex
 import jax
@@ -19,8 +18,11 @@ from jmpscale.testing import assert_replicated, assert_step_is_noop
 
 from compiling import count_compilations
 from meshes import make_mesh, require_devices
+from tables import names, rows
 
 AXES = ("data", "model")
+# Halves the compile time.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 pytestmark = [
     pytest.mark.usefixtures("standard_promotion"),
     pytest.mark.filterwarnings("ignore:.*pmap:DeprecationWarning"),
@@ -119,10 +121,6 @@ def call_all(grads, whole, loss, *, axis_name=None, report_axis_name=None, wrapp
     }
 
 
-FUNCTIONS = ["all_finite", "unscale_and_check", "apply_if", "update", "update, loss", "grad_report"]
-FUNCTIONS += ["with_loss_scaling", "with_loss_scaling, max_norm", "with_loss_scaling, max_norm, averaged"]
-
-
 @functools.cache
 def _shapes():
     return jax.eval_shape(call_all, *CASES["finite"])
@@ -130,7 +128,7 @@ def _shapes():
 
 def _under_jit(axis_type):
     mesh = make_mesh(axis_type)
-    jitted = jax.jit(call_all)
+    jitted = jit(call_all)
 
     def run(*args):
         with jax.set_mesh(mesh):
@@ -148,7 +146,7 @@ def _under_shard_map(specs, check_vma=True, **options):
     }
     fn = functools.partial(call_all, **options)
     in_specs = (specs, P(), P(AXES))
-    return jax.jit(jax.shard_map(fn, mesh=make_mesh(), in_specs=in_specs, out_specs=out_specs, check_vma=check_vma))
+    return jit(jax.shard_map(fn, mesh=make_mesh(), in_specs=in_specs, out_specs=out_specs, check_vma=check_vma))
 
 
 def _over_rows(mapped, axis_name, shape=(8,)):
@@ -171,11 +169,10 @@ def _over_rows(mapped, axis_name, shape=(8,)):
 
 def _vmap_twice(fn):
     inner = jax.vmap(fn, (0, None, 0), axis_name="inner")
-    return jax.jit(jax.vmap(inner, (0, None, 0), axis_name="outer"))
+    return jit(jax.vmap(inner, (0, None, 0), axis_name="outer"))
 
 
 TRANSFORMATIONS = {
-    "one device": lambda: jax.jit(call_all),
     "jit, Auto": lambda: _under_jit(AxisType.Auto),
     "jit, Explicit": lambda: _under_jit(AxisType.Explicit),
     # Types show both axes; norm_axis_name repeats one of them.
@@ -194,30 +191,23 @@ TRANSFORMATIONS = {
 
 
 @functools.cache
-def _results(transformation):
-    run = TRANSFORMATIONS[transformation]()
+def _results_on_one_device():
+    run = jit(call_all)
     return {case: run(*args) for case, args in CASES.items()}
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize(
-    "transformation",
-    [
-        pytest.param(name, marks=() if name == "shard_map" else pytest.mark.full)
-        for name in TRANSFORMATIONS
-        if name != "one device"
-    ],
-)
-def test_functions_return_the_results_of_one_device(transformation, function):
-    for case, results in _results(transformation).items():
-        assert_replicated(results[function][0])
-        expected = _results("one device")[case][function]
-        chex.assert_trees_all_close(results[function], expected, rtol=1e-6)
+@pytest.mark.parametrize("transformation", names(TRANSFORMATIONS, default={"shard_map"}))
+def test_functions_return_the_results_of_one_device(transformation):
+    run = TRANSFORMATIONS[transformation]()
+    for case, args in CASES.items():
+        results = run(*args)
+        assert_replicated({name: equal for name, (equal, _) in results.items()})
+        chex.assert_trees_all_close(results, _results_on_one_device()[case], rtol=1e-6)
 
 
 def test_one_device_detects_overflow():
     """The results on multiple devices are compared with these results."""
-    results = _results("one device").values()
+    results = _results_on_one_device().values()
     assert [bool(x["all_finite"][0]) for x in results] == [True, False, False, False, False]
     for function in ("update, loss", "with_loss_scaling"):
         scalers = [jmpscale.get_scaler(x[function]) for x in results]
@@ -253,49 +243,39 @@ def test_all_finite_reduces_over_axis_name(check_vma):
     assert overflowed == [*expected.values(), everywhere, everywhere]
 
 
-def _skip_if_pmap_is_untyped(transformation):
-    if transformation == "pmap" and jax.__version_info__ < (0, 10):
-        pytest.skip("in this version of JAX pmap does not show its axis")
+def test_missing_axis_name_warns_of_the_axes_that_are_not_named():
+    step = untyped(lambda grads: update_wrapped(grads, norm_axis_name="data")[0], P(AXES), P())
+    with pytest.warns(
+        UserWarning, match=r"along the mapped axes \('model',\) JAX's types .* Pass axis_name=\('model',\)"
+    ):
+        jax.eval_shape(step, np.ones(8, np.float32))
 
 
-@pytest.mark.parametrize(
-    ("transformation", "call", "axes"),
-    [
-        pytest.param("pmap", jmpscale.all_finite, "('devices',)", id="pmap"),
-        pytest.param("check_vma=False", jmpscale.all_finite, "('data', 'model')", id="check_vma=False"),
-        pytest.param(
-            "check_vma=False",
-            lambda grads: update_wrapped(grads, norm_axis_name="data")[0],
-            "('model',)",
-            id="norm_axis_name",
-        ),
-    ],
-)
-def test_missing_axis_name_warns(transformation, call, axes):
-    _skip_if_pmap_is_untyped(transformation)
-    mapped = pmap(call) if transformation == "pmap" else untyped(call, P(AXES), P())
-    with pytest.warns(UserWarning, match=re.escape(f"along the mapped axes {axes} JAX's types do not show")) as caught:
-        jax.eval_shape(mapped, np.ones(8, np.float32))
-    assert f"Pass axis_name={axes} to combine" in str(caught[0].message)
+MAPPED = {  # maps over the losses of eight devices, and the axes that are named
+    "check_vma=False": (lambda fn: untyped(fn, P(AXES), P()), [(), "data", AXES]),
+    "pmap": (lambda fn: pmap(fn), [(), "devices"]),
+    "vmap": (lambda fn: jax.vmap(fn, axis_name="devices"), [(), "devices"]),
+}
 
 
-@pytest.mark.parametrize("transformation", ["check_vma=False", pytest.param("pmap", marks=pytest.mark.full)])
+@pytest.mark.parametrize("transformation", names(MAPPED, default={"check_vma=False"}))
 def test_update_ignores_the_loss_if_an_axis_is_missing(transformation):
     """The gradients overflow on all devices, and the loss is NaN on one device, where the scale would diverge."""
-    _skip_if_pmap_is_untyped(transformation)
-    names = [(), "devices"] if transformation == "pmap" else [(), "data", AXES]
+    if transformation == "pmap" and jax.__version_info__ < (0, 10):
+        pytest.skip("in this version of JAX pmap does not show its axis")
+    map_, axis_names = MAPPED[transformation]
     grads, loss = np.float32([np.inf]), np.where(np.arange(8) == 5, np.float32(np.nan), 1)
 
     def local(loss):
-        updated = [jmpscale.update(jmpscale.dynamic(), False, loss=loss, axis_name=name) for name in names]
-        return updated, [update_wrapped(grads, loss, axis_name=name)[1].scaler for name in names]
+        updated = [jmpscale.update(jmpscale.dynamic(), False, loss=loss, axis_name=name) for name in axis_names]
+        return updated, [update_wrapped(grads, loss, axis_name=name)[1].scaler for name in axis_names]
 
-    mapped = pmap(local) if transformation == "pmap" else untyped(local, P(AXES), P())
-    results = mapped(loss)
+    results = map_(local)(loss)
     assert_replicated(results)
     for scalers in results:
         reasons = [jmpscale.SkipReason(np.ravel(scaler.last_skip_reason)[0]).name for scaler in scalers]
-        assert reasons == ["GRADIENTS"] * (len(names) - 1) + ["LOSS"]
+        assert reasons == ["GRADIENTS"] * (len(axis_names) - 1) + ["LOSS"]
+        assert all(np.ptp(scaler.last_skip_reason) == 0 for scaler in scalers)
 
 
 @pytest.mark.full
@@ -317,13 +297,11 @@ def test_empty_axis_name_trains_one_model_on_each_device():
     assert np.flatnonzero(results[1].scaler.total_skips).tolist() == [3]
 
 
-@pytest.mark.parametrize("transformation", ["check_vma=False", "pmap"])
-def test_assert_replicated_detects_independent_decisions(transformation):
-    step = functools.partial(_update_scaler, jmpscale.dynamic(), axis_name=())
-    mapped = pmap(step) if transformation == "pmap" else untyped(step, P("data"), P(), make_mesh(data=8))
-    assert_replicated(mapped(np.ones(8, np.float32)))
+def test_assert_replicated_detects_independent_decisions():
+    step = pmap(functools.partial(_update_scaler, jmpscale.dynamic(), axis_name=()))
+    assert_replicated(step(np.ones(8, np.float32)))
     with pytest.raises(AssertionError, match=r"^tree\.loss_scale differs between devices: .*65536.*32768"):
-        assert_replicated(mapped(np.where(np.arange(8) == 3, np.float32(np.inf), 1)))
+        assert_replicated(step(np.where(np.arange(8) == 3, np.float32(np.inf), 1)))
 
 
 def _update_scaler(scaler, grads, **options):
@@ -344,35 +322,25 @@ def test_all_finite_under_vmap_in_shard_map_tests_each_row():
         assert jax.jit(fn)(x).tolist() == [True, False, True]
 
 
-def test_update_under_shard_map_over_one_axis_backs_off():
-    mesh = make_mesh()
-    step = jax.shard_map(_update_scaler, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"})
-    with jax.set_mesh(mesh):
-        for row, column in ((0, 0), (3, 4), (7, 7)):
-            grads = np.ones((8, 8), np.float32)
-            grads[row, column] = np.inf
-            scaler = jax.jit(step)(jmpscale.dynamic(4.0), put(grads, mesh, P(*AXES)))
-            assert_replicated(scaler)
-            assert scaler.loss_scale == 2.0
-
-
-@pytest.mark.parametrize("factor", [1.0, np.inf])
-def test_with_loss_scaling_under_shard_map_over_one_axis_skips(factor):
+@pytest.mark.parametrize("overflow", [None, (0, 0), (3, 4), (7, 7)])
+def test_functions_under_shard_map_over_one_axis_decide_together(overflow):
     """The gradients vary over the mapped axis, and the compiler partitions them along the other."""
     mesh = make_mesh()
-    tx = jmpscale.with_loss_scaling(optax.sgd(1.0))
+    tx = jmpscale.with_loss_scaling(optax.sgd(1.0), jmpscale.dynamic(4.0))
 
     def step(grads):
         updates, state = tx.update(grads, tx.init(None))
-        return updates, state.scaler.total_skips
+        return updates, (state.scaler, _update_scaler(jmpscale.dynamic(4.0), grads))
 
     step = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=(P("data"), P()), axis_names={"data"})
     grads = np.ones((8, 8), np.float32)
-    grads[3, 4] = factor
+    if overflow:
+        grads[overflow] = np.inf
     with jax.set_mesh(mesh):
-        updates, skipped = jax.jit(step)(put(grads, mesh, P(*AXES)))
-    assert_step_is_noop(np.full_like(grads, -1.0 if factor == 1.0 else -0.0), updates)
-    assert skipped == (factor != 1.0)
+        updates, scalers = jax.jit(step)(put(grads, mesh, P(*AXES)))
+    assert_step_is_noop(np.full_like(grads, -0.0 if overflow else -1.0), updates)
+    assert_replicated(scalers)
+    assert [scaler.loss_scale for scaler in scalers] == [2.0 if overflow else 4.0] * 2
 
 
 def test_all_finite_accepts_an_uneven_partition():
@@ -464,7 +432,7 @@ def _carry_specs(specs, opt_specs=None):
 @functools.cache
 def _states_on_one_device():
     """Returns the state after each step."""
-    step, carry, states = jax.jit(_functional(_network_loss)), _first_carry(), []
+    step, carry, states = jit(_functional(_network_loss)), _first_carry(), []
     for fault in FAULTS:
         carry = step(carry, X, Y, fault)
         states.append(jax.tree.map(np.asarray, carry))
@@ -478,7 +446,7 @@ def _assert_equal_states(ours, theirs):
 
 
 def _check_training(step, mesh, specs, data_specs):
-    jitted = jax.jit(step, donate_argnums=0)
+    jitted = jit(step, donate_argnums=0)
     with jax.set_mesh(mesh):
         carry = put(_first_carry(), mesh, specs)
         placed = jax.tree.map(lambda x: (x.sharding, x.ndim), carry)
@@ -540,26 +508,16 @@ STYLES = {  # the loss on each device, the mesh, the specs of the parameters, an
         {"w1": P("data", "model"), "w2": P("model", "data")},
         (P("data"), P("data"), P("data", "model")),
     ),
-    "three axes": (
-        _fsdp_tensor_parallel_loss,
-        {"replica": 2, "data": 2, "model": 2},
-        {"w1": P("data", "model"), "w2": P("model", "data")},
-        (P(("replica", "data")), P(("replica", "data")), P(("replica", "data"), "model")),
-    ),
 }
 APIS = {"functional": _functional, "with_loss_scaling": _wrapper}
 UNTYPED = ["data parallel", "FSDP"]
 MODES = {"shard_map": STYLES, "check_vma=False": UNTYPED, "jit, Auto": STYLES, "jit, Explicit": STYLES}
-DEFAULT = [("shard_map", "FSDP and tensor parallel", "with_loss_scaling")]
-TRAINING = [
-    pytest.param(*row, marks=[] if row in DEFAULT else pytest.mark.full)
-    for mode, styles in MODES.items()
-    for row in itertools.product([mode], styles, APIS)
-]
+TRAINING = {", ".join(row): row for mode, styles in MODES.items() for row in itertools.product([mode], styles, APIS)}
 
 
-@pytest.mark.parametrize(("mode", "style", "api"), TRAINING)
-def test_training_equals_one_device(mode, style, api):
+@pytest.mark.parametrize("row", rows(TRAINING, default={"shard_map, FSDP and tensor parallel, with_loss_scaling"}))
+def test_training_equals_one_device(row):
+    mode, style, api = row
     loss_fn, shape, specs, data_specs = STYLES[style]
     mesh = make_mesh(AxisType.Explicit if mode == "jit, Explicit" else AxisType.Auto, **shape)
     specs, make = _carry_specs(specs), APIS[api]
@@ -576,7 +534,7 @@ def test_training_equals_one_device(mode, style, api):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("api", ["with_loss_scaling", pytest.param("functional", marks=pytest.mark.full)])
+@pytest.mark.parametrize("api", APIS)
 def test_training_zero_1_equals_one_device(api):
     """Parameters and gradients are replicated, and the optimizer state is sharded."""
 
@@ -587,27 +545,6 @@ def test_training_zero_1_equals_one_device(api):
     mesh = make_mesh(AxisType.Explicit, data=8)
     specs = _carry_specs({"w1": P(), "w2": P()}, {"w1": P("data"), "w2": P("data")})
     _check_training(APIS[api](_explicit_loss, gather=gather), mesh, specs, (P("data"),) * 3)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("platform", ["cpu", pytest.param("default", marks=pytest.mark.full)], indirect=True)
-def test_training_in_scan_equals_one_device(platform):
-    loss_fn, _, specs, _ = STYLES["FSDP"]
-    step, specs = _functional(loss_fn), _carry_specs(specs)
-
-    def train(carry, x, y, faults):
-        def one(carry, fault):
-            carry = step(carry, x, y, fault)
-            return carry, carry[2].loss_scale
-
-        return jax.lax.scan(one, carry, faults)
-
-    in_specs = (specs, P("data"), P("data"), P(None, "data"))
-    train = jax.shard_map(train, mesh=make_mesh(data=8), in_specs=in_specs, out_specs=(specs, P()))
-    carry, scales = jax.jit(train)(_first_carry(), X, Y, FAULTS)
-    assert_replicated((carry[2], scales))
-    assert scales.tolist() == SCALES
-    _assert_equal_states(carry, _states_on_one_device()[-1])
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,5 @@
 """jmpscale.testing: each tool injects or finds the fault, and its message names the leaf."""
 
-import socket
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,8 +81,10 @@ DIFFERENT = {  # two leaves that differ
 
 @pytest.mark.parametrize(("before", "after"), DIFFERENT.values(), ids=DIFFERENT)
 def test_assert_step_is_noop_names_a_changed_leaf(before, after):
+    words = r"(?s)the step changed state\['x'\].*: .* before, .* after"
+    words += ".*If the step was skipped .*apply_if, .*; otherwise no overflow reached"
     for was, now in ((before, after), (after, before)):
-        with pytest.raises(AssertionError, match=r"(?s)the step changed state\['x'\].*: .* before, .* after.*apply_if"):
+        with pytest.raises(AssertionError, match=words):
             assert_step_is_noop({"x": was}, {"x": now})
 
 
@@ -127,11 +125,6 @@ def test_assert_step_is_noop_says_that_a_scaler_counts_the_skip():
     words = r"state\[1\]\.scaler\.loss_scale: .*belongs to a scaler, which counts the skip .*compare inner_state"
     with pytest.raises(AssertionError, match=words):
         assert_step_is_noop((1.0, opt_state), (1.0, after))
-
-
-def test_assert_step_is_noop_says_that_the_step_may_not_have_been_skipped():
-    with pytest.raises(AssertionError, match=r"If the step was skipped .*apply_if, .*; otherwise no overflow reached"):
-        assert_step_is_noop({"w": jnp.ones(2)}, {"w": jnp.zeros(2)})
 
 
 @pytest.mark.full
@@ -198,23 +191,6 @@ def test_inject_backward_works_under_vmap_and_second_derivatives():
     assert second.tolist() == [6.0] * 3
 
 
-def test_inject_backward_causes_a_skip():
-    def loss_fn(w, step):
-        return jnp.mean(inject_backward(w, jnp.inf, path="", when=step == 3) ** 2)
-
-    def one(carry, step):
-        w, scaler = carry
-        loss, grads = jmpscale.value_and_grad(loss_fn)(scaler, w, step)
-        finite = jmpscale.all_finite(grads)
-        w = jmpscale.apply_if(finite, lambda w: w - 0.1 * grads, w)
-        return (w, jmpscale.update(scaler, finite, loss=loss)), finite
-
-    (w, scaler), finite = jax.lax.scan(one, (jnp.ones(4), jmpscale.dynamic()), jnp.arange(6))
-    assert finite.tolist() == [True, True, True, False, True, True]
-    assert int(scaler.last_skip_reason) == jmpscale.SkipReason.GRADIENTS
-    assert jnp.isfinite(w).all()
-
-
 @pytest.mark.parametrize("transform", [lambda fn: fn, jmpscale.autocast], ids=["plain", "autocast"])
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize("place", ["parameters", "activations"])
@@ -241,18 +217,18 @@ def test_inject_backward_reaches_devices_that_share_a_value(place, check_vma, tr
     assert np.flatnonzero(np.isnan(of_x).any((1, 2))).tolist() == ([5] if place == "activations" else [])
 
 
-@pytest.mark.parametrize("jit", [pytest.param(lambda fn: fn, marks=pytest.mark.full), jax.jit], ids=["eager", "jit"])
-def test_inject_backward_into_some_examples_of_a_batch(jit):
+def test_inject_backward_into_some_examples_of_a_batch():
     """The parameter is shared by the examples, and its gradient is the sum over them."""
 
     def loss(w, x, when):
         return inject_backward(w, 100.0, path="", when=when) * x
 
+    @jax.jit
     def gradient(flags):
         return jax.grad(lambda w: jax.vmap(loss, (None, 0, 0))(w, jnp.arange(1.0, 5.0), flags).sum())(1.0)
 
-    assert jit(gradient)(jnp.zeros(4, bool)) == 10
-    assert jit(gradient)(jnp.array([False, True, False, False])) == 108
+    assert gradient(jnp.zeros(4, bool)) == 10
+    assert gradient(jnp.array([False, True, False, False])) == 108
 
 
 # --- assert_replicated ---
@@ -335,49 +311,3 @@ def test_assert_replicated_compares_shards_of_other_processes(other, error, monk
         return
     with pytest.raises(AssertionError, match=r"^tree\['w'\] differs between processes\.$"):
         assert_replicated({"w": _placed("w")})
-
-
-# Two processes of two devices each. Each process holds a copy of every shard along "model".
-PROCESSES = """
-import sys, os
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
-import jax, numpy as np
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
-from jmpscale.testing import assert_replicated
-
-mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "model"))
-
-def held(values, *spec):
-    sharding = jax.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
-    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
-
-w, fsdp, n = np.arange(8.0, dtype=np.float32), np.arange(4.0, dtype=np.float32), np.float32(3.0)
-own = np.float32(jax.process_index())
-state = {"w": held(w, "model"), "fsdp": held(fsdp, ("data", "model")), "n": held(np.asarray(n))}
-assert_replicated(state)
-for name, drifted in (("w", held(w + own, "model")), ("n", held(np.asarray(n + own)))):
-    try:
-        assert_replicated(state | {name: drifted})
-    except AssertionError as error:
-        print(error)
-"""
-
-
-@pytest.mark.full
-def test_assert_replicated_compares_processes():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-    command = [sys.executable, "-c", PROCESSES, address]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen([*command, str(number)], **pipes) for number in range(2)]
-    try:
-        outputs = [process.communicate(timeout=100) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for out, errors in outputs:
-        messages = [line for line in out.splitlines() if line.startswith("tree")]  # Gloo prints as well
-        assert messages == [f"tree['{name}'] differs between processes." for name in "wn"], errors

@@ -69,11 +69,6 @@ def test_to_torch_state_dict_exports_a_tracker_from_which_torch_can_grow():
     assert jmpscale.update(jmpscale.from_torch_state_dict(saved), True).loss_scale == 2048.0
 
 
-def test_from_torch_state_dict_applies_limits():
-    scaler = jmpscale.from_torch_state_dict(SAVED, min_scale=512.0, max_scale=2048.0)
-    assert (scaler.config.min_scale, scaler.config.max_scale) == (512.0, 2048.0)
-
-
 @pytest.mark.parametrize("limit", [0.7, 0.3, 1.1, 2.0, 2.0**-126, 2.0**126])
 def test_from_torch_state_dict_accepts_rounded_limits(limit):
     """A scale at its limit was saved as the nearest float32 number, which may be outside the limit."""

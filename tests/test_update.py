@@ -32,8 +32,13 @@ APEX = jmpscale.dynamic(
     min_scale=600.0,
     max_scale=1300.0,
 )
-MEGATRON = jmpscale.dynamic(256.0, growth_interval=4, hysteresis=3)
-each_rule = pytest.mark.parametrize("state", [APEX, MEGATRON, jmpscale.static(0.1)], ids=["apex", "megatron", "static"])
+NEAR_LIMIT = np.int32(LIMIT - 5)  # of a counter
+STATES = {
+    "apex": APEX._replace(total_skips=NEAR_LIMIT),
+    "megatron": jmpscale.dynamic(256.0, growth_interval=4, hysteresis=3),
+    "torch": jmpscale.dynamic(256.0, growth_interval=1, max_scale=512.0)._replace(consecutive_skips=np.int32(LIMIT)),
+    "static": jmpscale.static(0.1)._replace(finite_steps=NEAR_LIMIT),
+}
 
 
 def _update(state, finite, loss):
@@ -138,20 +143,11 @@ def _in_python(update):
 RUNS = {"eager": _in_python(_update), "jit": _in_python(jax.jit(_update)), "scan": jax.jit(_scan)}
 
 
-@each_rule
+@pytest.mark.parametrize("state", rows(STATES))
 @pytest.mark.parametrize("run", rows(RUNS, {"eager", "jit"}))
 def test_update_follows_reference_step_by_step(state, run):
     outcomes = _random_outcomes(40)
     _assert_equal_bits(run(state, *outcomes), _expected(state, *outcomes))
-
-
-@pytest.mark.full
-def test_update_adjusts_each_scaler_of_a_batch():
-    outcomes = [_random_outcomes(40, seed) for seed in range(3)]
-    batch = jax.tree.map(lambda x: jnp.stack([x] * 3), APEX)
-    states = jax.jit(jax.vmap(_scan))(batch, *map(np.stack, zip(*outcomes, strict=True)))
-    for i, outcome in enumerate(outcomes):
-        _assert_equal_bits(jax.tree.map(lambda x, i=i: x[i], states), _expected(APEX, *outcome))
 
 
 # The loss decides the reason of a skip

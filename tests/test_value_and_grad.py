@@ -9,7 +9,6 @@ import equinox
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
@@ -159,21 +158,20 @@ def test_value_and_grad_keeps_weak_types():
     np.testing.assert_allclose(w, 3.0 * 0.8**3, rtol=1e-6)
 
 
-# --- the scaler is found in its holder ---
+@pytest.mark.full
+def test_value_and_grad_under_vmap_differentiates_each_example():
+    x = jnp.stack([X, jnp.full_like(X, jnp.inf), 2 * X])
+    _, grads = jax.jit(jax.vmap(jmpscale.value_and_grad(_loss), in_axes=(None, None, 0)))(SCALER, W, x)
+    for i in (0, 2):
+        np.testing.assert_allclose(grads[i], jax.grad(_loss)(W, x[i]), rtol=1e-6)
+    assert jax.vmap(jmpscale.all_finite)(grads).tolist() == [True, False, True]
 
 
-@pytest.mark.parametrize(
-    "holder",
-    [
-        {"model": W, "state": (SCALER, None)},
-        jmpscale.with_loss_scaling(optax.sgd(1.0), SCALER).init(W),
-        jax.tree.map(nnx.Variable, SCALER),
-    ],
-    ids=["tree", "optimizer state", "NNX variables"],
-)
-def test_value_and_grad_finds_the_scaler(holder):
-    grad = jax.jit(jmpscale.value_and_grad(_loss))
-    chex.assert_trees_all_equal(grad(holder, W, X), grad(SCALER, W, X))
+@pytest.mark.full
+def test_value_and_grad_under_jvp_gives_hessian_vector_products():
+    scaled = functools.partial(jmpscale.value_and_grad(lambda w: jnp.sum(jnp.sin(w) * w)), SCALER)
+    product = jax.jvp(scaled, (W,), (jnp.ones_like(W),))[1][1]
+    np.testing.assert_allclose(product, 2 * np.cos(W) - W * np.sin(W), rtol=1e-5)
 
 
 # --- models of frameworks are differentiated ---

@@ -109,13 +109,18 @@ def _checkpointer():
 
 
 def _compare(value):
-    """Returns the error of `assert_replicated` for a value that differs between processes."""
-    mesh = jax.make_mesh((len(jax.devices()),), ("data",), axis_types=(AxisType.Auto,))
-    try:
-        assert_replicated({"w": _put(mesh, np.float32([value]), P())})
-    except AssertionError as error:
-        return str(error)
-    return None
+    """Returns the errors of `assert_replicated` for values that differ between processes.
+
+    The first is replicated. Of the second, if there are two processes, each process holds a copy of every shard.
+    """
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    errors = []
+    for name, x, spec in (("n", np.float32([value]), P()), ("w", np.arange(8, dtype=np.float32) + value, P("model"))):
+        try:
+            assert_replicated({name: _put(mesh, x, spec)})
+        except AssertionError as error:
+            errors.append(str(error))
+    return errors
 
 
 if __name__ == "__main__":
