@@ -21,6 +21,8 @@ jmpscale deliberately differs from the original in these tests:
 
 These tests do not apply:
 
+- PyTorch, the tests with `_create_scaling_case`: test_training.py and test_accumulation.py train with clipping,
+  accumulation and penalties.
 - PyTorch, `test_grad_scaling_autocast_foreach`, `..._fused`, `..._fused_optimizers`, `test_grad_scaler_pass_itself`: no
   optimizer unscales and skips by itself. Errors for calls in the wrong order: nothing is modified in place.
 - Keras, `test_finite_step_with_inner_loss_scale`: optax optimizers have no scale. `test_finite_step_with_overwrite`:
@@ -46,7 +48,7 @@ from jax.experimental import sparse
 import jmpscale
 from jmpscale.testing import inject_backward
 
-from tables import rows
+from tables import full, rows
 
 TESTS = pathlib.Path(__file__).parent
 TORCH = json.loads((TESTS / "data" / "torch_grad_scaler_traces.json").read_text())["traces"]
@@ -57,9 +59,10 @@ LOWEST, HIGHEST = 2.0**-126, 2.0**126
 dynamic = functools.partial(jmpscale.dynamic, min_scale=LOWEST, max_scale=HIGHEST)
 F16, F32 = jnp.float16, jnp.float32
 SGD = optax.sgd(1.0)
+FAST = {"compiler_options": {"xla_backend_optimization_level": 0}}  # halves the compile time
 
 
-@functools.partial(jax.jit, static_argnames="edit")
+@functools.partial(jax.jit, static_argnames="edit", **FAST)
 def _scan(scaler, finite, edit):
     def step(scaler, finite):
         scaler = edit(jmpscale.update(scaler, finite))
@@ -295,32 +298,31 @@ def _sparse(values, dtype, indices=((0, 2), (1, 0), (1, 2))):
     return sparse.BCOO((jnp.array(values, dtype), jnp.array(indices)), shape=(2, 3))
 
 
+GRADIENTS = {  # the scale, the gradients, and the value of all unscaled gradients, or None for an overflow
+    "torch_unscale": (4, (FULL, FULL.T, FULL[:, :5]), 1),
+    "torch_unscale_inf": (4, (FULL, INF), None),
+    "torch_unscale_nan": (4, (FULL, NAN[:, :5]), None),
+    "torch_unscale_inf_first": (4, (INF[:, :5], FULL[:, :5]), None),
+    "torch_unscale_mixed": (4, (FULL, FULL[:, :5], HALF, HALF), 1),
+    "torch_unscale_mixed_inf": full((4, (FULL, FULL[:, :5], HALF, HALF_INF), None)),
+    "torch_unscale_sparse": (4, _sparse([16, 16, 16], F32), 4),
+    "torch_unscale_sparse_inf": full((4, _sparse([16, 32, np.inf], F32), None)),
+    "torch_unscale_sparse_nan": full((4, _sparse([16, 32, np.nan], F16), None)),
+    "torch_unscale_float64": full((10, np.float64(1), 0.1)),
+    "torch_unscale_overflow": (2.0**-10, F32(3e38), None),
+    "torch_unscale_float16_underflow": (2.0**16, F16(2.0**-14), 2.0**-30),
+    "torch_unscale_float16_overflow": (0.25, F16(60_000), 240_000),
+    "tensorflow_update_with_none_gradients": full((1, [None], 1)),
+    "tensorflow_none_and_nan": (1, [None, F32(np.nan)], None),
+    "tensorflow_single_tensor_gradient": full((1, F32(1), 1)),
+    "mpx_scale_unscale": (2.0**14, {"a": F16(2.0**14), "none": None}, 1),
+}
+
+
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(
-    ("loss_scale", "grads", "expected"),  # the value of all unscaled gradients, or None for an overflow
-    [
-        pytest.param(4, (FULL, FULL.T, FULL[:, :5]), 1, id="torch_unscale"),
-        pytest.param(4, (FULL, INF), None, id="torch_unscale_inf"),
-        pytest.param(4, (FULL, NAN[:, :5]), None, id="torch_unscale_nan"),
-        pytest.param(4, (INF[:, :5], FULL[:, :5]), None, id="torch_unscale_inf_first"),
-        pytest.param(4, (FULL, FULL[:, :5], HALF, HALF), 1, id="torch_unscale_mixed"),
-        pytest.param(
-            4, (FULL, FULL[:, :5], HALF, HALF_INF), None, id="torch_unscale_mixed_inf", marks=pytest.mark.full
-        ),
-        pytest.param(4, _sparse([16, 16, 16], F32), 4, id="torch_unscale_sparse"),
-        pytest.param(4, _sparse([16, 32, np.inf], F32), None, id="torch_unscale_sparse_inf", marks=pytest.mark.full),
-        pytest.param(4, _sparse([16, 32, np.nan], F16), None, id="torch_unscale_sparse_nan", marks=pytest.mark.full),
-        pytest.param(10, np.float64(1), 0.1, id="torch_unscale_float64", marks=pytest.mark.full),
-        pytest.param(2.0**-10, F32(3e38), None, id="torch_unscale_overflow"),
-        pytest.param(2.0**16, F16(2.0**-14), 2.0**-30, id="torch_unscale_float16_underflow"),
-        pytest.param(0.25, F16(60_000), 240_000, id="torch_unscale_float16_overflow"),
-        pytest.param(1, [None], 1, id="tensorflow_update_with_none_gradients", marks=pytest.mark.full),
-        pytest.param(1, [None, F32(np.nan)], None, id="tensorflow_none_and_nan"),
-        pytest.param(1, F32(1), 1, id="tensorflow_single_tensor_gradient", marks=pytest.mark.full),
-        pytest.param(2.0**14, {"a": F16(2.0**14), "none": None}, 1, id="mpx_scale_unscale"),
-    ],
-)
-def test_unscale_and_check_reproduces_gradients(loss_scale, grads, expected):
+@pytest.mark.parametrize("row", rows(GRADIENTS))
+def test_unscale_and_check_reproduces_gradients(row):
+    loss_scale, grads, expected = row
     unscaled, finite = jmpscale.unscale_and_check(jmpscale.static(loss_scale), grads)
     assert finite == (expected is not None)
     if expected is not None:
@@ -359,34 +361,33 @@ def _descend(tx, grads):
         return (params, opt_state), (params, opt_state)
 
     params = jnp.zeros_like(grads[0])
-    return jax.lax.scan(step, (params, tx.init(params)), grads)[1]
+    return jax.jit(lambda: jax.lax.scan(step, (params, tx.init(params)), grads)[1], **FAST)()
+
+
+PARAMETERS = {  # the optimizer, the scaler, the gradients, and the parameter after each of them
+    "optax_apply_if_finite": (SGD, jmpscale.static(1.0), "GBBGBBB", [-1, -1, -1, -2, -2, -2, -2]),
+    "optax_multi_steps_skip_not_finite": (
+        optax.MultiSteps(SGD, 2).gradient_transformation(),
+        jmpscale.static(1.0),
+        "GGBBGG",
+        [0, -1, -1, -1, -1, -2],
+    ),
+    "optax_multi_steps_computes_mean": (
+        optax.MultiSteps(SGD, 4).gradient_transformation(),
+        jmpscale.dynamic(8.0),
+        [1, 2, 3, 4],
+        [0, 0, 0, -2.5],
+    ),
+    "keras_finite_and_infinite_step": (optax.sgd(0.5), dynamic(2.0**15), "GBBB", [-0.5] * 4),
+    "deepspeed_bfloat16_detect_grad_overflow": (SGD, jmpscale.static(1.0), "BBBB", [0] * 4),
+    "deepspeed_bfloat16_ignore_grad_overflow": (SGD, jmpscale.disabled(), "BB", [-np.inf] * 2),
+}
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize(
-    ("tx", "scaler", "grads", "params"),
-    [
-        pytest.param(SGD, jmpscale.static(1.0), "GBBGBBB", [-1, -1, -1, -2, -2, -2, -2], id="optax_apply_if_finite"),
-        pytest.param(
-            optax.MultiSteps(SGD, 2).gradient_transformation(),
-            jmpscale.static(1.0),
-            "GGBBGG",
-            [0, -1, -1, -1, -1, -2],
-            id="optax_multi_steps_skip_not_finite",
-        ),
-        pytest.param(
-            optax.MultiSteps(SGD, 4).gradient_transformation(),
-            jmpscale.dynamic(8.0),
-            [1, 2, 3, 4],
-            [0, 0, 0, -2.5],
-            id="optax_multi_steps_computes_mean",
-        ),
-        pytest.param(optax.sgd(0.5), dynamic(2.0**15), "GBBB", [-0.5] * 4, id="keras_finite_and_infinite_step"),
-        pytest.param(SGD, jmpscale.static(1.0), "BBBB", [0] * 4, id="deepspeed_bfloat16_detect_grad_overflow"),
-        pytest.param(SGD, jmpscale.disabled(), "BB", [-np.inf] * 2, id="deepspeed_bfloat16_ignore_grad_overflow"),
-    ],
-)
-def test_with_loss_scaling_reproduces_parameters(tx, scaler, grads, params):
+@pytest.mark.parametrize("row", rows(PARAMETERS))
+def test_with_loss_scaling_reproduces_parameters(row):
+    tx, scaler, grads, params = row
     grads = np.float32([{"G": 1, "B": np.inf}.get(grad, grad) for grad in grads])
     seen, opt_state = _descend(jmpscale.with_loss_scaling(tx, scaler), grads)
     assert seen.tolist() == params
@@ -411,82 +412,3 @@ def test_value_and_grad_unscales_by_scale_of_the_same_step(tx, step):
     _, (updates, scales) = jax.lax.scan(descend, tx.init(F32(0)), finite)
     assert scales.tolist() == [8, 16, 8, 16, 8, 4, 8]
     assert updates.tolist() == [-step, -step, 0, -step, 0, 0, -step]
-
-
-# PyTorch's `_create_scaling_case`: two layers, four batches, and an infinite gradient in the third. The control is the
-# same program with a disabled scaler.
-
-MAX_NORM = 0.2
-CLIP = optax.clip_by_global_norm
-CLIPPED_SGD = optax.chain(CLIP(MAX_NORM), SGD)
-
-
-def _loss(params, batch):
-    error = batch[0] @ params["w0"] @ params["w1"] - batch[1]
-    return jnp.mean(error.astype(F32) ** 2)
-
-
-def _gradient(scaler, params, batch):
-    return jax.grad(lambda params: jmpscale.scale(scaler, _loss(params, batch)))(params)
-
-
-def _clipped(scaler, params, batch):
-    return CLIP(MAX_NORM * scaler.loss_scale).update(_gradient(scaler, params, batch), optax.EmptyState())[0]
-
-
-def _penalized(scaler, params, batch):
-    def loss_fn(params):
-        norm = optax.tree.norm(jmpscale.unscale(scaler, _gradient(scaler, params, batch)))
-        return jmpscale.scale(scaler, _loss(params, batch) + norm)
-
-    return jax.grad(loss_fn)(params)
-
-
-def _accumulated(scaler, params, batch):
-    return jax.tree.map(lambda *x: sum(x) / 2, *(_gradient(scaler, params, batch[:, i::2]) for i in range(2)))
-
-
-def _in_float16(scaler, params, batch):
-    dtype = F32 if scaler.config.mode == "disabled" else F16
-    return _gradient(scaler, *jax.tree.map(lambda x: x.astype(dtype), (params, batch)))
-
-
-def _train(gradient, tx, scaler):
-    """Returns the parameters and scalers after each step."""
-    random = np.random.default_rng(0)
-    params = {f"w{i}": jnp.asarray(random.uniform(-0.5, 0.5, (4, 4)), F32) for i in range(2)}
-    batches = jnp.asarray(random.standard_normal((4, 2, 6, 4)), F32)
-
-    def step(carry, inputs):
-        params, opt_state, scaler = carry
-        batch, overflow = inputs
-        grads = gradient(scaler, params, batch)
-        grads["w1"] = jnp.where(overflow & (scaler.config.mode != "disabled"), jnp.inf, grads["w1"])
-        grads, finite = jmpscale.unscale_and_check(scaler, grads)
-        applied = ~overflow if scaler.config.mode == "disabled" else finite
-        params, opt_state = jmpscale.apply_if(applied, jmpscale.optax_step(tx, grads), params, opt_state)
-        carry = params, opt_state, jmpscale.update(scaler, finite)
-        return carry, carry[::2]
-
-    return jax.lax.scan(step, (params, tx.init(params), scaler), (batches, jnp.arange(4) == 2))[1]
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize(
-    ("gradient", "tx", "atol"),
-    [
-        pytest.param(_penalized, SGD, 1e-7, id="penalty", marks=pytest.mark.full),
-        pytest.param(_clipped, SGD, 1e-5, id="clipping"),
-        pytest.param(_accumulated, SGD, 1e-7, id="accumulation", marks=pytest.mark.full),
-        pytest.param(_in_float16, SGD, 1e-3, id="autocast", marks=pytest.mark.full),
-        pytest.param(_gradient, CLIPPED_SGD, 1e-7, id="clipping_separate_unscale", marks=pytest.mark.full),
-    ],
-)
-def test_functional_api_reproduces_runs_of_torch(gradient, tx, atol):
-    params, scalers = _train(gradient, tx, dynamic(128.0, growth_interval=1))
-    control, _ = _train(gradient, tx, jmpscale.disabled())
-    for name in params:
-        np.testing.assert_allclose(params[name], control[name], rtol=1e-5, atol=atol)
-    assert scalers.loss_scale.tolist() == [256, 512, 256, 512]
-    assert scalers.total_skips.tolist() == [0, 0, 1, 1]
