@@ -340,6 +340,7 @@ def devices(count):
     return jax.devices()[:count]
 
 
+@pytest.mark.filterwarnings("ignore:The function .* includes a pmap")  # of JAX 0.7, about its speed
 @pytest.mark.parametrize("transform", rows(TRANSFORMATIONS, default=DEFAULT))
 def test_autocast_enters_transformations(transform):
     half, expected = transform(jmpscale.autocast), transform(lambda fun: fun)
