@@ -16,7 +16,7 @@ import numpy as np
 import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental import compute_on, pallas
+from jax.experimental import compute_on
 from jax.sharding import AxisType
 
 import jmpscale
@@ -30,6 +30,8 @@ from precision import F16, F32, assert_close, assert_half, matmul_dtypes
 from tables import rows
 
 SCALER = jmpscale.static(2.0**8)
+BF16 = np.dtype(jnp.bfloat16)
+FAST = {"compiler_options": {"xla_backend_optimization_level": 0}}  # halves the compile time
 RANDOM = np.random.default_rng(0)
 N = 8
 
@@ -46,15 +48,29 @@ def loss(w, x):
     return jnp.mean((jnp.tanh(x @ w) @ w.T - x) ** 2)
 
 
-# --- transformations: each row takes `wrap`, which is autocast or the identity, and returns a function and arguments
+def gradients(fun):
+    return jax.value_and_grad(fun, (0, 1))
 
 
-def value_and_grad(fun, argnums=(0, 1)):
-    return jax.jit(jax.value_and_grad(fun, argnums))
+@pytest.mark.parametrize(("dtype", "rtol"), [(F16, 5e-3), (BF16, 4e-2)], ids=str)
+def test_autocast_runs_matmuls_in_half_precision(dtype, rtol):
+    half, expected = gradients(jmpscale.autocast(loss, dtype=dtype)), gradients(loss)
+    assert_half(half, expected, W, X, dtype=dtype)
+    assert_close(jax.jit(half, **FAST)(W, X), jax.jit(expected, **FAST)(W, X), rtol)
 
 
-def micro_batches(fun):
-    return lambda w, xs: jax.lax.scan(lambda total, x: (total + fun(w, x), None), jnp.float32(0), xs)[0]
+@pytest.mark.parametrize("half", [jnp.float16, "bfloat16", jnp.bfloat16], ids=str)
+def test_autocast_takes_the_dtype_in_a_decorator(half):
+    @jmpscale.autocast(dtype=half)
+    def predict(x, w):
+        """Returns a prediction."""
+        return x @ w
+
+    assert (predict.__name__, predict.__doc__) == ("predict", "Returns a prediction.")
+    assert matmul_dtypes(predict, X, W) == {(jnp.dtype(half),): 1}
+
+
+# --- transformations: each row takes `wrap`, which is autocast or the identity, and returns a function of w and x
 
 
 def accumulated_steps(fun):
@@ -75,21 +91,13 @@ def layers_in_scan(w, x):
     return jnp.mean(jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length=3)[0] ** 2)
 
 
-def in_fori_loop(w, x):
-    return jnp.mean(jax.lax.fori_loop(0, 3, lambda _, h: jnp.tanh(h @ w), x) ** 2)
-
-
 def in_while_loop(w, x):
-    count, h = jax.lax.while_loop(
+    """Returns h, which can be differentiated in forward mode."""
+    return jax.lax.while_loop(
         lambda state: (state[0] < 3) & (jnp.sum(state[1] @ w) < 1e9),
         lambda state: (state[0] + 1, jnp.tanh(state[1] @ w)),
         (0, x),
-    )
-    return h, count
-
-
-def in_cond(w, x):
-    return jnp.mean(jax.lax.cond(jnp.sum(x) < 1e9, lambda x: jnp.tanh(x @ w), lambda x: x, x) ** 2)
+    )[1]
 
 
 def in_switch(w, x):
@@ -205,23 +213,14 @@ def ragged(w, x):
     return jnp.mean(jax.lax.ragged_dot(x, jnp.stack([w, w.T]), jnp.array([3, 5], jnp.int32)) ** 2)
 
 
-def convolution(layout, **options):
-    """A row with a convolution whose dimensions have the order of `layout`, such as ("NHWC", "HWIO", "NHWC")."""
-    options = {"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": layout} | options
-    inputs = options.get("feature_group_count", 1)
-    sizes = {"N": 2 * options.get("batch_group_count", 1), "C": 4, "H": 6, "W": 5}
-    images = random_array([sizes[name] for name in layout[0]])
-    sizes = {"O": 4, "I": 4 // inputs, "H": 3, "W": 3}
-    kernel = random_array([sizes[name] for name in layout[1]])
+def convolution(kernel_shape, layout, **options):
+    def fun(w, x):
+        images, kernel = x.reshape(4, 2, 4, 2), w.reshape(kernel_shape)
+        return jnp.mean(
+            jnp.tanh(jax.lax.conv_general_dilated(images, kernel, dimension_numbers=layout, **options)) ** 2
+        )
 
-    def fun(kernel, images):
-        return jnp.mean(jnp.tanh(jax.lax.conv_general_dilated(images, kernel, **options)) ** 2)
-
-    return lambda wrap: (value_and_grad(wrap(fun)), kernel, images)
-
-
-def transposed_convolution(kernel, images):
-    return jnp.mean(jax.lax.conv_transpose(images, kernel, (2, 2), "SAME") ** 2)
+    return fun
 
 
 def recurrent(w, x):
@@ -241,24 +240,13 @@ def with_callbacks(w, x):
     return jnp.mean(h @ w), h
 
 
-def contrastive(w, x):
-    """Losses of optax, after matmuls whose results they read in float32."""
-    logits, labels = x @ w, jnp.arange(N)
-    total = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-    total += optax.sigmoid_binary_cross_entropy(logits @ w, jax.nn.one_hot(labels, N)).mean()
-    return total + optax.huber_loss(w @ w.T, jnp.ones((N, N))).mean()
-
-
-def shard_map(fun, check_vma, mesh_axis="data"):
-    mesh = meshes.make_mesh(data=4)
-
+def shard_map(fun):
     def step(w, x):
-        value, grads = jax.value_and_grad(fun)(w, x)
-        grads = grads if check_vma else jax.lax.psum(grads, "data")
-        return jax.lax.pmean(value, "data"), grads
+        value, grads = gradients(fun)(w, x)
+        return jax.lax.pmean(value, "data"), (grads[0], jax.lax.psum(grads[1], "data"))
 
     specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": (jax.P(), jax.P())}
-    return jax.jit(jax.shard_map(step, mesh=mesh, check_vma=check_vma, **specs)), W, X
+    return jax.shard_map(step, mesh=meshes.make_mesh(data=4), **specs)
 
 
 def shard_map_inside(check_vma):
@@ -277,131 +265,74 @@ def shard_map_inside(check_vma):
 
 
 TRANSFORMATIONS = {
-    "jit": lambda wrap: (jax.jit(wrap(loss)), W, X),
-    "eager": lambda wrap: (wrap(loss), W, X),
-    "grad outside": lambda wrap: (value_and_grad(wrap(loss)), W, X),
-    "grad inside": lambda wrap: (jax.jit(wrap(jax.value_and_grad(loss, (0, 1)))), W, X),
-    "value_and_grad of jmpscale outside": lambda wrap: (
-        jax.jit(jmpscale.value_and_grad(wrap(loss), (0, 1))),
-        SCALER,
-        W,
-        X,
+    "grad inside": lambda wrap: wrap(gradients(loss)),
+    "value_and_grad of jmpscale inside": lambda wrap: wrap(
+        functools.partial(jmpscale.value_and_grad(loss, (0, 1)), SCALER)
     ),
-    "value_and_grad of jmpscale inside": lambda wrap: (
-        jax.jit(wrap(jmpscale.value_and_grad(loss, (0, 1)))),
-        SCALER,
-        W,
-        X,
+    "loss_scaled outside": lambda wrap: gradients(jmpscale.loss_scaled(wrap(loss), 2.0**8)),
+    "loss_scaled inside": lambda wrap: gradients(wrap(jmpscale.loss_scaled(loss, 2.0**8))),
+    "nested": lambda wrap: gradients(wrap(lambda w, x: wrap(loss)(w, x) + jnp.mean(x @ w))),
+    "second derivatives inside": lambda wrap: gradients(
+        wrap(lambda w, x: jnp.sum(jax.jacfwd(lambda t: jnp.tanh((x + t) @ w))(1.0) ** 2))
     ),
-    "loss_scaled outside": lambda wrap: (value_and_grad(jmpscale.loss_scaled(wrap(loss), 2.0**8)), W, X),
-    "loss_scaled inside": lambda wrap: (value_and_grad(wrap(jmpscale.loss_scaled(loss, 2.0**8))), W, X),
-    "nested": lambda wrap: (value_and_grad(wrap(lambda w, x: wrap(loss)(w, x) + jnp.mean(x @ w))), W, X),
-    "forward mode": lambda wrap: (jax.jit(lambda w, x: jax.jvp(wrap(loss), (w, x), (x, w))), W, X),
-    "linearize": lambda wrap: (jax.jit(lambda w, x: jax.linearize(wrap(loss), w, x)[1](x, w)), W, X),
-    "hessian": lambda wrap: (jax.jit(jax.hessian(lambda scale: wrap(loss)(scale * W, X))), jnp.float32(1.0)),
-    "gradient penalty": lambda wrap: (value_and_grad(lambda w, x: jnp.sum(jax.grad(wrap(loss), 1)(w, x) ** 2)), W, X),
-    "second derivatives inside": lambda wrap: (
-        value_and_grad(wrap(lambda w, x: jnp.sum(jax.jacfwd(lambda t: jnp.tanh((x + t) @ w))(1.0) ** 2))),
-        W,
-        X,
+    "vmap inside": lambda wrap: gradients(wrap(lambda w, x: jnp.mean(jax.vmap(lambda x: jnp.tanh(x @ w))(x)))),
+    "ensemble": lambda wrap: lambda w, x: jax.vmap(gradients(wrap(loss)), (0, None))(jnp.stack([w, w.T]), x),
+    "pmap inside": lambda wrap: wrap(
+        lambda w, x: jax.pmap(gradients(loss), in_axes=(None, 0), devices=devices(2))(w, x.reshape(2, 4, N))
     ),
-    "vmap of grad": lambda wrap: (jax.jit(jax.vmap(jax.grad(wrap(loss)), (None, 0))), W, X.reshape(2, 4, N)),
-    "vmap inside": lambda wrap: (
-        value_and_grad(wrap(lambda w, x: jnp.mean(jax.vmap(lambda x: jnp.tanh(x @ w))(x)))),
-        W,
-        X,
+    "shard_map": lambda wrap: shard_map(wrap(loss)),
+    "shard_map inside": lambda wrap: gradients(wrap(shard_map_inside(True))),
+    "shard_map inside, without types": lambda wrap: gradients(wrap(shard_map_inside(False))),
+    "scan over layers": lambda wrap: gradients(wrap(layers_in_scan)),
+    "MultiSteps": lambda wrap: lambda w, x: accumulated_steps(wrap(loss))(w, x.reshape(4, 2, N)),
+    "while": lambda wrap: lambda w, x: jax.jvp(lambda w: wrap(in_while_loop)(w, x), (w,), (x,)),
+    "switch": lambda wrap: gradients(wrap(in_switch)),
+    "platform_dependent": lambda wrap: gradients(wrap(on_platform)),
+    "nested jit": lambda wrap: gradients(wrap(in_nested_jit)),
+    "checkpoint, dots saved": lambda wrap: gradients(wrap(checkpointed(jax.checkpoint_policies.dots_saveable))),
+    "checkpoint, names saved": lambda wrap: gradients(
+        wrap(checkpointed(jax.checkpoint_policies.save_only_these_names("hidden")))
     ),
-    "ensemble": lambda wrap: (jax.jit(jax.vmap(jax.value_and_grad(wrap(loss)), (0, None))), jnp.stack([W, W.T]), X),
-    "pmap": lambda wrap: (
-        jax.pmap(jax.value_and_grad(wrap(loss)), in_axes=(None, 0), devices=devices(2)),
-        W,
-        X.reshape(2, 4, N),
+    "custom derivatives": lambda wrap: gradients(wrap(between_custom_rules)),
+    "custom_vjp, differentiated before": lambda wrap: wrap(
+        gradients(lambda w, x: jnp.mean(jnp.tanh(custom_matmul(x, w)) ** 2))
     ),
-    "pmap inside": lambda wrap: (
-        wrap(jax.pmap(jax.value_and_grad(loss), in_axes=(None, 0), devices=devices(2))),
-        W,
-        X.reshape(2, 4, N),
+    "custom_jvp, differentiated before": lambda wrap: wrap(
+        gradients(lambda w, x: jnp.mean(jnp.tanh(custom_product(x, w)) ** 2))
     ),
-    "shard_map": lambda wrap: shard_map(wrap(loss), check_vma=True),
-    "shard_map without types": lambda wrap: shard_map(wrap(loss), check_vma=False),
-    "shard_map inside": lambda wrap: (value_and_grad(wrap(shard_map_inside(True))), W, X),
-    "shard_map inside, without types": lambda wrap: (value_and_grad(wrap(shard_map_inside(False))), W, X),
-    "scan over layers": lambda wrap: (value_and_grad(wrap(layers_in_scan)), W, X),
-    "scan over micro-batches": lambda wrap: (value_and_grad(micro_batches(wrap(loss))), W, X.reshape(2, 4, N)),
-    "MultiSteps": lambda wrap: (jax.jit(accumulated_steps(wrap(loss))), W, X.reshape(4, 2, N)),
-    "scan over micro-batches inside": lambda wrap: (value_and_grad(wrap(micro_batches(loss))), W, X.reshape(2, 4, N)),
-    "fori_loop": lambda wrap: (value_and_grad(wrap(in_fori_loop)), W, X),
-    "while": lambda wrap: (jax.jit(lambda w, x: jax.jvp(lambda w: wrap(in_while_loop)(w, x)[0], (w,), (x,))), W, X),
-    "while, without derivatives": lambda wrap: (jax.jit(wrap(in_while_loop)), W, X),
-    "cond": lambda wrap: (value_and_grad(wrap(in_cond)), W, X),
-    "switch": lambda wrap: (value_and_grad(wrap(in_switch)), W, X),
-    "platform_dependent": lambda wrap: (value_and_grad(wrap(on_platform)), W, X),
-    "nested jit": lambda wrap: (value_and_grad(wrap(in_nested_jit)), W, X),
-    "checkpoint outside": lambda wrap: (value_and_grad(jax.checkpoint(wrap(loss))), W, X),
-    "checkpoint": lambda wrap: (value_and_grad(wrap(checkpointed(None))), W, X),
-    "checkpoint, dots saved": lambda wrap: (
-        value_and_grad(wrap(checkpointed(jax.checkpoint_policies.dots_saveable))),
-        W,
-        X,
+    "custom_vjp, autocast inside": lambda wrap: gradients(autocast_inside_custom_vjp(wrap)),
+    "dot_product_attention": lambda wrap: gradients(wrap(attention)),
+    "einsum": lambda wrap: gradients(wrap(einsum)),
+    "ragged_dot": lambda wrap: gradients(wrap(ragged)),
+    "matrix and vector": lambda wrap: gradients(wrap(lambda w, x: jnp.mean(jnp.tanh(w @ x[0])))),
+    "convolution": lambda wrap: gradients(
+        wrap(
+            convolution(
+                (4, 2, 2, 4), ("CHWN", "IHWO", "CHWN"), window_strides=(2, 1), padding="SAME", rhs_dilation=(1, 2)
+            )
+        )
     ),
-    "checkpoint, names saved": lambda wrap: (
-        value_and_grad(wrap(checkpointed(jax.checkpoint_policies.save_only_these_names("hidden")))),
-        W,
-        X,
+    "depthwise convolution": lambda wrap: gradients(
+        wrap(
+            convolution(
+                (4, 4, 1, 4), ("NHWC", "HWIO", "NHWC"), window_strides=(1, 1), padding="SAME", feature_group_count=2
+            )
+        )
     ),
-    "custom derivatives": lambda wrap: (value_and_grad(wrap(between_custom_rules)), W, X),
-    "custom_vjp, differentiated before": lambda wrap: (
-        jax.jit(wrap(jax.value_and_grad(lambda w, x: jnp.mean(jnp.tanh(custom_matmul(x, w)) ** 2), (0, 1)))),
-        W,
-        X,
+    "composite": lambda wrap: wrap(jax.lax.composite(lambda w, x: jnp.tanh(x @ w), name="my.layer")),
+    "custom_vmap": lambda wrap: wrap(with_vmap_rule),
+    "custom_vmap, forward mode": lambda wrap: lambda w, x: jax.jvp(wrap(with_vmap_rule), (w, x), (x, w)),
+    "custom_vmap, batched before": lambda wrap: wrap(jax.vmap(with_vmap_rule, (None, 0))),
+    "sequential_vmap": lambda wrap: wrap(in_sequence),
+    "linear_call": lambda wrap: wrap(linear_layer),
+    "linear_call, differentiated before": lambda wrap: wrap(
+        jax.grad(lambda w, x: jnp.mean(linear_layer(w, x) ** 2), 1)
     ),
-    "custom_jvp, differentiated before": lambda wrap: (
-        jax.jit(wrap(jax.value_and_grad(lambda w, x: jnp.mean(jnp.tanh(custom_product(x, w)) ** 2), (0, 1)))),
-        W,
-        X,
-    ),
-    "custom_vjp, autocast inside": lambda wrap: (value_and_grad(autocast_inside_custom_vjp(wrap)), W, X),
-    "dot_product_attention": lambda wrap: (value_and_grad(wrap(attention)), W, X),
-    "einsum": lambda wrap: (value_and_grad(wrap(einsum)), W, X),
-    "ragged_dot": lambda wrap: (value_and_grad(wrap(ragged)), W, X),
-    "matrix and vector": lambda wrap: (value_and_grad(wrap(lambda w, x: jnp.mean(jnp.tanh(w @ x[0])))), W, X),
-    "convolution NHWC": convolution(("NHWC", "HWIO", "NHWC")),
-    "convolution NCHW": convolution(("NCHW", "OIHW", "NCHW")),
-    "convolution CHWN": convolution(("CHWN", "IHWO", "CHWN")),
-    "convolution with strides": convolution(("NHWC", "HWIO", "NHWC"), window_strides=(2, 1), padding="VALID"),
-    "convolution with dilation": convolution(
-        ("NHWC", "HWIO", "NHWC"), rhs_dilation=(2, 2), lhs_dilation=(1, 2), padding=[(2, 2), (2, 2)]
-    ),
-    "depthwise convolution": convolution(("NHWC", "HWIO", "NHWC"), feature_group_count=4),
-    "convolution of batch groups": convolution(("NHWC", "HWIO", "NHWC"), batch_group_count=2),
-    "transposed convolution": lambda wrap: (
-        value_and_grad(wrap(transposed_convolution)),
-        random_array((3, 3, 4, 4)),
-        random_array((2, 5, 5, 4)),
-    ),
-    "composite": lambda wrap: (jax.jit(wrap(jax.lax.composite(lambda w, x: jnp.tanh(x @ w), name="my.layer"))), W, X),
-    "custom_vmap": lambda wrap: (jax.jit(wrap(with_vmap_rule)), W, X),
-    "custom_vmap, forward mode": lambda wrap: (
-        jax.jit(lambda w, x: jax.jvp(wrap(with_vmap_rule), (w, x), (x, w))),
-        W,
-        X,
-    ),
-    "custom_vmap, batched before": lambda wrap: (jax.jit(wrap(jax.vmap(with_vmap_rule, (None, 0)))), W, X),
-    "sequential_vmap": lambda wrap: (jax.jit(wrap(in_sequence)), W, X),
-    "linear_call": lambda wrap: (jax.jit(wrap(linear_layer)), W, X),
-    "linear_call, differentiated before": lambda wrap: (
-        jax.jit(wrap(jax.grad(lambda w, x: jnp.mean(linear_layer(w, x) ** 2), 1))),
-        W,
-        X,
-    ),
-    "compute_on": lambda wrap: (jax.jit(wrap(on_host)), W, X),
-    "recurrent network": lambda wrap: (value_and_grad(wrap(recurrent)), W, X),
-    "callbacks": lambda wrap: (jax.jit(wrap(with_callbacks)), W, X),
-    "losses of optax": lambda wrap: (value_and_grad(wrap(contrastive)), W, X),
+    "compute_on": lambda wrap: wrap(on_host),
+    "recurrent network": lambda wrap: gradients(wrap(recurrent)),
+    "callbacks": lambda wrap: wrap(with_callbacks),
 }
-
-
-DEFAULT = {"jit", "grad outside", "grad inside", "scan over layers", "shard_map", "custom derivatives"}
+DEFAULT = {"grad inside", "scan over layers", "shard_map", "custom derivatives"}
 
 
 def devices(count):
@@ -409,31 +340,23 @@ def devices(count):
     return jax.devices()[:count]
 
 
-@pytest.mark.parametrize("case", rows(TRANSFORMATIONS, default=DEFAULT))
-def test_autocast_runs_matmuls_in_half_precision(case):
-    (run, *args), (expected, *_) = case(jmpscale.autocast), case(lambda fun: fun)
-    assert_half(run, expected, *args)
-    assert_close(run(*args), expected(*args), rtol=5e-3)
+@pytest.mark.filterwarnings("ignore:The function .* includes a pmap")  # of JAX 0.7, about its speed
+@pytest.mark.parametrize("transform", rows(TRANSFORMATIONS, default=DEFAULT))
+def test_autocast_enters_transformations(transform):
+    half, expected = transform(jmpscale.autocast), transform(lambda fun: fun)
+    assert_half(half, expected, W, X)
+    assert_close(jax.jit(half, **FAST)(W, X), jax.jit(expected, **FAST)(W, X), rtol=5e-3)
 
 
 @pytest.mark.full
-def test_autocast_is_compiled_ahead_of_time_and_exported():
-    program = value_and_grad(jmpscale.autocast(loss))
-    stored = jax.export.deserialize(jax.export.export(program)(W, X).serialize())
-    expected = program(W, X)
-    chex.assert_trees_all_equal(program.lower(W, X).compile()(W, X), expected)
-    chex.assert_trees_all_equal(stored.call(W, X), expected)
-    assert "f16" in stored.mlir_module()
-
-
-@pytest.mark.full
-def test_autocast_exports_symbolic_shapes():
+def test_autocast_is_exported_with_symbolic_shapes():
     (batch,) = jax.export.symbolic_shape("batch")
     types = jax.ShapeDtypeStruct((N, N), jnp.float32), jax.ShapeDtypeStruct((batch, N), jnp.float32)
-    stored = jax.export.export(jax.jit(jmpscale.autocast(loss)))(*types)
-    chex.assert_trees_all_close(stored.call(W, X[:3]), loss(W, X[:3]), rtol=1e-3)
+    program = jax.jit(gradients(jmpscale.autocast(loss)))
+    stored = jax.export.deserialize(jax.export.export(program)(*types).serialize())
+    chex.assert_trees_all_close(stored.call(W, X[:3]), program(W, X[:3]), rtol=1e-3)
     matmuls = re.findall(r" stablehlo.dot_general .*", stored.mlir_module())
-    assert [re.findall(r"x(f\d+)>", line) for line in matmuls] == [["f16"] * 3] * 2
+    assert [re.findall(r"x(f\d+)>", line) for line in matmuls] == [["f16"] * 3] * 6
 
 
 @pytest.mark.parametrize(
@@ -449,37 +372,20 @@ def test_autocast_keeps_shardings(axis_type, order):
         hidden = hidden if is_explicit else jax.lax.with_sharding_constraint(hidden, jax.P("data"))
         return jnp.mean(jnp.tanh(hidden) ** 2), hidden
 
-    def gradients(wrap):
+    def step(wrap):
         if order == "grad outside":
-            return jax.jit(jax.value_and_grad(wrap(sharded_loss), has_aux=True))
-        return jax.jit(wrap(jax.value_and_grad(sharded_loss, has_aux=True)))
+            return jax.value_and_grad(wrap(sharded_loss), has_aux=True)
+        return wrap(jax.value_and_grad(sharded_loss, has_aux=True))
 
     with jax.set_mesh(mesh):
         w, x = jax.device_put(W, jax.P() if is_explicit else jax.P(None, "model")), jax.device_put(X, jax.P("data"))
-        run, expected = gradients(jmpscale.autocast), gradients(lambda fun: fun)
+        run, expected = step(jmpscale.autocast), step(lambda fun: fun)
         assert_half(run, expected, w, x)
-        result, expected = run(w, x), expected(w, x)
+        result, expected = (jax.jit(fn, **FAST)(w, x) for fn in (run, expected))
     assert_close(result, expected, rtol=5e-3)
     assert jax.tree.map(jax.typeof, result) == jax.tree.map(jax.typeof, expected)
     same = jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), result, expected)
     assert jax.tree.all(same)
-
-
-@pytest.mark.parametrize("half", [jnp.float16, "bfloat16", jnp.bfloat16], ids=str)
-def test_autocast_takes_the_dtype_in_a_decorator(half):
-    @jmpscale.autocast(dtype=half)
-    def predict(x, w):
-        """Returns a prediction."""
-        return x @ w
-
-    assert (predict.__name__, predict.__doc__) == ("predict", "Returns a prediction.")
-    assert matmul_dtypes(predict, X, W) == {(jnp.dtype(half),): 1}
-
-
-def test_autocast_accepts_bfloat16():
-    run = value_and_grad(jmpscale.autocast(loss, dtype=jnp.bfloat16))
-    assert_half(run, value_and_grad(loss), W, X, dtype=np.dtype(jnp.bfloat16))
-    assert_close(run(W, X), value_and_grad(loss)(W, X), rtol=4e-2)
 
 
 # --- one operand is float32
@@ -497,25 +403,17 @@ def in_blocks_that_return(dtype):
     return fun
 
 
-def counts(w, x):
+def two_matmuls(w, x):
     return jnp.mean(jnp.tanh(x @ w / 9) @ w)
 
 
 MIXED = {
     "blocks that return float16": lambda wrap: (wrap(in_blocks_that_return(jnp.float16)), W, X),
-    "float16 inputs": lambda wrap: (wrap(lambda w, x: jnp.mean(jnp.tanh(x @ w) @ w.T)), W, X.astype(jnp.float16)),
-    "float16 parameters": lambda wrap: (wrap(lambda w, x: jnp.mean(jnp.tanh(x @ w) @ w.T)), W.astype(jnp.float16), X),
-    "bool inputs": lambda wrap: (wrap(lambda w, mask: jnp.mean(jnp.tanh(mask @ w) @ w)), W, X > 0),
-    "uint8 inputs": lambda wrap: (
-        wrap(lambda w, x: jnp.mean(jnp.tanh(x @ w / 9) @ w)),
-        W,
-        jnp.arange(8, dtype="uint8"),
-    ),
-    "int32 inputs": lambda wrap: (
-        wrap(lambda w, x: jnp.mean(jnp.tanh(x @ w / 9) @ w)),
-        W,
-        jnp.arange(64).reshape(N, N),
-    ),
+    "float16 inputs": lambda wrap: (wrap(two_matmuls), W, X.astype(jnp.float16)),
+    "float16 parameters": lambda wrap: (wrap(two_matmuls), W.astype(jnp.float16), X),
+    "bool inputs": lambda wrap: (wrap(two_matmuls), W, X > 0),
+    "uint8 inputs": lambda wrap: (wrap(two_matmuls), W, jnp.arange(8, dtype="uint8")),
+    "int32 inputs": lambda wrap: (wrap(two_matmuls), W, jnp.arange(64).reshape(N, N)),
     "float16 result": lambda wrap: (wrap(lambda w, x: jnp.mean(jnp.dot(x, w, preferred_element_type="float16"))), W, X),
     "float16 by bfloat16": lambda wrap: (
         wrap(lambda w, x: jnp.mean(jax.lax.dot(x, w, preferred_element_type=jnp.float32)), dtype=jnp.bfloat16),
@@ -526,27 +424,16 @@ MIXED = {
 
 
 @pytest.mark.parametrize("case", rows(MIXED, default={"blocks that return float16"}))
-@pytest.mark.parametrize("order", ["grad outside", pytest.param("grad inside", marks=pytest.mark.full)])
-def test_autocast_converts_matmuls_with_one_float32_operand(case, order):
-    def gradients(transform):
-        def wrap(fun, **options):
-            return transform(jax.value_and_grad, fun, **options)
-
-        fun, *args = case(wrap)
-        return jax.jit(fun), args
-
-    def outside(grad, fun, **options):
-        return grad(jmpscale.autocast(fun, **options))
-
-    def inside(grad, fun, **options):
-        return jmpscale.autocast(grad(fun), **options)
-
-    run, args = gradients(outside if order == "grad outside" else inside)
-    expected, _ = gradients(lambda grad, fun, **_: grad(fun))
-    half = jnp.bfloat16 if any(x.dtype == jnp.bfloat16 for x in args) else jnp.float16
+def test_autocast_converts_matmuls_with_one_float32_operand(case):
+    expected, *args = case(lambda fun, **_: jax.value_and_grad(fun))
+    outside, *_ = case(lambda fun, **options: jax.value_and_grad(jmpscale.autocast(fun, **options)))
+    inside, *_ = case(lambda fun, **options: jmpscale.autocast(jax.value_and_grad(fun), **options))
+    dtype = BF16 if any(x.dtype == BF16 for x in args) else F16
     with jax.numpy_dtype_promotion("standard"):
-        assert_half(run, expected, *args, dtype=jnp.dtype(half))
-        assert_close(run(*args), expected(*args), rtol=2e-2)
+        expected_result = jax.jit(expected, **FAST)(*args)
+        for half in (outside, inside):
+            assert_half(half, expected, *args, dtype=dtype)
+            assert_close(jax.jit(half, **FAST)(*args), expected_result, rtol=2e-2)
 
 
 # --- kernels get half-precision operands by hand
@@ -587,13 +474,6 @@ def test_recipe_of_the_guide_runs_fused_attention(monkeypatch, order):
 # --- some operations run as written
 
 
-def pallas_matmul(x, w):
-    def kernel(x, w, out):
-        out[...] = jnp.dot(x[...], w[...])
-
-    return pallas.pallas_call(kernel, jax.ShapeDtypeStruct((N, N), jnp.float32), interpret=True)(x, w)
-
-
 def with_precision(precision):
     return lambda x, w: jnp.dot(x, w, precision=precision)
 
@@ -621,15 +501,12 @@ KEPT_BY_PRECISION = {
     "scan": lambda x, w: jax.lax.scan(lambda x, _: (with_precision("highest")(x, w), None), x, None, length=2)[0],
 }
 KEPT = {
-    "inner product": lambda x, w: jnp.vdot(x, w),
     "inner product by einsum": lambda x, w: jnp.einsum("ij,ij->", x, w),
     "inner products of rows": lambda x, w: jnp.einsum("ij,ij->i", x, w),
     "inner product of a row and a column": lambda x, w: x[:1] @ w[:, :1],
     "outer product": lambda x, w: jnp.einsum("i,j->ij", x[0], w[0]),
     "outer product of a column and a row": lambda x, w: x[:, :1] @ w[:1],
-    "float16": in_dtype(jnp.float16),
     "bfloat16": in_dtype(jnp.bfloat16),
-    "complex": in_dtype(jnp.complex64),
     "integer": in_dtype(jnp.int32),
     "float32 result of bfloat16": lambda x, w: jnp.dot(
         x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), preferred_element_type=jnp.float32
@@ -639,30 +516,20 @@ KEPT = {
     "inner product of float16 and float32": lambda x, w: jax.lax.dot(
         x[0].astype(jnp.float16), w[0], preferred_element_type=jnp.float32
     ),
-    "custom_vjp": custom_matmul,
     "custom_jvp": custom_product,
-    "Pallas": pallas_matmul,
     "linear solve": lambda x, w: jnp.linalg.solve(x + 9 * jnp.eye(N), w),
     "conjugate gradients": lambda x, w: jax.scipy.sparse.linalg.cg(lambda v: x.T @ (x @ v) + v, w[0], maxiter=2)[0],
     "no operation": lambda x, w: x,
 }
-DEFAULT_KEPT = {
-    "inner products of rows",
-    "outer product",
-    "float16",
-    "float32 and bfloat16",
-    "custom_vjp",
-    "no operation",
-}
+DEFAULT_KEPT = {"inner products of rows", "outer product", "bfloat16", "float32 and bfloat16", "no operation"}
 DEFAULT_KEPT |= {"precision='highest'", "default_matmul_precision", "algorithm", "convolution"}
 
 
 @pytest.mark.filterwarnings("ignore:autocast has no effect")
 @pytest.mark.parametrize("fun", rows(KEPT | KEPT_BY_PRECISION, default=DEFAULT_KEPT))
 def test_autocast_leaves_program_unchanged(fun):
-    autocast_fun = jmpscale.autocast(fun)
-    assert _text(jax.make_jaxpr(autocast_fun)(X, W)) == _text(jax.make_jaxpr(fun)(X, W))
-    chex.assert_trees_all_equal(jax.jit(autocast_fun)(X, W), jax.jit(fun)(X, W))
+    """test_autocast_warnings.py has functions that it leaves unchanged, with the reasons."""
+    assert _text(jax.make_jaxpr(jmpscale.autocast(fun))(X, W)) == _text(jax.make_jaxpr(fun)(X, W))
 
 
 def _text(jaxpr):
@@ -678,9 +545,9 @@ def test_autocast_runs_unknown_primitives_as_written(monkeypatch):
     def fun(w, x):
         return layers_in_scan(w, x) + loss(w, x)
 
-    run = jax.jit(jax.grad(jmpscale.autocast(fun)))
-    assert matmul_dtypes(jmpscale.autocast(fun), W, X) == {(F32,): 1, (F16,): 2}
-    assert_close(run(W, X), jax.grad(fun)(W, X), rtol=5e-3)
+    half = jmpscale.autocast(fun)
+    assert matmul_dtypes(half, W, X) == {(F32,): 1, (F16,): 2}
+    assert_close(jax.jit(half, **FAST)(W, X), fun(W, X), rtol=5e-3)
 
 
 @pytest.mark.parametrize("precision", [None, "default", "high"])
@@ -689,7 +556,6 @@ def test_autocast_converts_matmuls_of_low_precision(precision):
 
 
 def test_autocast_leaves_float64_unchanged(x64):
-    fun = in_dtype(jnp.float64)
     for fun in (in_dtype(jnp.float64), lambda x, w: jnp.dot(x, w, preferred_element_type=jnp.float64)):
         mixed = jmpscale.autocast(lambda x, w, fun=fun: (x @ w, fun(x, w)))
         out = mixed(X, W)
@@ -713,12 +579,6 @@ def test_autocast_without_matmuls_equals_jax(program):
     programs.assert_like_jax(program, _autocast_inside)
 
 
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore:autocast has no effect")
-def test_autocast_without_matmuls_equals_jax_on_random_programs():
-    programs.assert_like_jax_on_random_programs(_autocast_inside)
-
-
 def _autocast_inside(fun, argnums=0, has_aux=False):
     return jax.value_and_grad(jmpscale.autocast(fun), argnums, has_aux)
 
@@ -739,13 +599,10 @@ A, B = integers(4, N), integers(N, 6)
 ONES = jnp.ones((N, N))
 EXACT = {
     "mask of -1e9": lambda a, b: jax.nn.softmax(jnp.where(jnp.tri(4, 6, dtype=bool), a @ b, -1e9)),
-    "empty row of a mask": lambda a, b: jax.nn.softmax(jnp.where(jnp.zeros((4, 6), bool), a @ b, -1e9)),
     "epsilon of 1e-8": lambda a, b: jax.lax.rsqrt(jnp.sum((0 * a @ b) ** 2, 1) + 1e-8),
     "p - 1 near convergence": lambda a, b: (
         jax.nn.softmax(jnp.log1p(jnp.abs(a @ b)) * 8) - jax.nn.one_hot(jnp.zeros(4, int), 6)
     ),
-    "cross entropy": lambda a, b: -jax.nn.log_softmax(10 * (a @ b))[:, 0],
-    "square above 65504": lambda a, b: (100 * (a @ b)) ** 2,
     "sum above 65504": lambda a, b: jnp.sum(jnp.abs(1000 * (a @ b))),
     "inner product above 65504": lambda a, b: jnp.vdot(1000 * a, a) + jnp.sum(a @ b),
     "rotary angles": lambda a, b: (
@@ -790,11 +647,8 @@ def _assert_equal(result, expected):
 
 LARGE = jnp.full((N, N), 300.0)  # its square has elements of 720,000, which are infinite in float16
 HIDDEN = {  # programs that are finite if the result of a matmul is infinite
-    "division": lambda a, b: 1 / (a @ b),
-    "tanh": lambda a, b: jnp.tanh(a @ b),
-    "relu": lambda a, b: jax.nn.relu(-a @ b),
-    "exponential": lambda a, b: jnp.exp(-a @ b),
-    "minimum": lambda a, b: jnp.minimum(a @ b, 1.0),
+    "element-wise": lambda a, b: [fun(a @ b) for fun in (jnp.reciprocal, jnp.tanh, lambda y: jnp.minimum(y, 1.0))],
+    "element-wise, negative": lambda a, b: [fun(-a @ b) for fun in (jax.nn.relu, jnp.exp)],
     "matmul of a ReLU": lambda a, b: jax.nn.relu(-a @ b) @ b,
     "convolution": lambda a, b: 1 / jax.lax.conv(a[None, None], b[None, None, :3, :3], (1, 1), "SAME"),
     "ragged_dot": lambda a, b: 1 / jax.lax.ragged_dot(a, jnp.stack([b, b]), jnp.array([3, 5], jnp.int32)),
@@ -808,12 +662,13 @@ HIDDEN = {  # programs that are finite if the result of a matmul is infinite
 }
 
 
-@pytest.mark.parametrize("fun", rows(HIDDEN, default={"division", "tanh", "scan", "infinite operand"}))
-@pytest.mark.parametrize("transform", [jax.jit, pytest.param(lambda fun: fun, marks=pytest.mark.full)])
-def test_infinite_result_in_float16_is_nan(fun, transform):
+@pytest.mark.parametrize("fun", rows(HIDDEN, default={"element-wise", "scan", "infinite operand"}))
+def test_infinite_result_in_float16_is_nan(fun):
     with jax.numpy_dtype_promotion("standard"):
-        assert jnp.isnan(transform(jmpscale.autocast(fun))(LARGE, LARGE)).all()
-        assert jnp.isfinite(transform(fun)(LARGE, LARGE)).all()
+        for result in jax.tree.leaves(jax.jit(jmpscale.autocast(fun))(LARGE, LARGE)):
+            assert jnp.isnan(result).all()
+        for result in jax.tree.leaves(jax.jit(fun, **FAST)(LARGE, LARGE)):
+            assert jnp.isfinite(result).all()
 
 
 def test_infinite_result_in_bfloat16_remains():
@@ -823,8 +678,7 @@ def test_infinite_result_in_bfloat16_remains():
 
 def test_finite_results_keep_their_sign_and_nan_remains():
     x = jnp.stack([jnp.array([-0.0, 65504.0, -65504.0, 2.0**-24]), jnp.full(4, jnp.nan)])
-    identity = jmpscale.autocast(lambda x: x @ jnp.eye(4))
-    result = identity(x)
+    result = jax.jit(jmpscale.autocast(lambda x: x @ jnp.eye(4)))(x)
     np.testing.assert_array_equal(result[0, 1:], x[0, 1:])
     assert jnp.isnan(result[1]).all()
 
@@ -853,42 +707,15 @@ def test_derivatives_equal_the_derivatives_of_casts_by_hand(derivative):
     _assert_equal(_one_by_one(derivative(jmpscale.autocast(loss)), W, X), _one_by_one(derivative(by_hand), W, X))
 
 
-def linear_attention(params, x):
-    """A ReLU attention, as in EfficientViT: the last column of the values is one, and gives the normalizer."""
-    q, k, v = jax.nn.relu(x @ params["q"]), jax.nn.relu(x @ params["k"]), x @ params["v"]
-    v = jnp.pad(v, ((0, 0), (0, 1)), constant_values=1)
-    out = (v.T @ k) @ q.T  # the line that overflows
-    return jnp.mean((out[:-1] / (out[-1:] + 1e-15) - jnp.sin(x).T) ** 2)
-
-
-@pytest.fixture
-def hidden_overflow():
-    """The normalizer, a sum over all positions, is above 65504; a number divided by infinity would be 0."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    params = {name: jax.random.normal(key, (32, 32)) / 2 for name, key in zip("qkv", keys, strict=False)}
-    params["v"] /= 80  # only the normalizer overflows
-    return params, 4 * jax.random.normal(keys[3], (128, 32))
-
-
-def test_overflow_that_a_division_hides_is_skipped(hidden_overflow):
-    params, x = hidden_overflow
-    loss_fn, tx = jmpscale.autocast(linear_attention), jmpscale.with_loss_scaling(optax.sgd(0.1))
-    state = tx.init(params)
-    value, grads = jax.jit(jmpscale.value_and_grad(loss_fn))(state, params, x)
-    updates, state = tx.update(grads, state, params, value=value)
+def test_overflow_that_a_division_hides_is_skipped():
+    loss_fn, tx = jmpscale.autocast(lambda w, x: jnp.mean(1 / (x @ w))), jmpscale.with_loss_scaling(optax.sgd(0.1))
+    state = tx.init(LARGE)
+    value, grads = jax.jit(jmpscale.value_and_grad(loss_fn), **FAST)(state, LARGE, LARGE)
+    updates, state = tx.update(grads, state, LARGE, value=value)
     assert jnp.isnan(value)
-    assert jnp.isfinite(jax.jit(linear_attention)(params, x))
-    chex.assert_trees_all_equal(optax.apply_updates(params, updates), params)
+    chex.assert_trees_all_equal(updates, jnp.zeros_like(LARGE))
     scaler = jmpscale.get_scaler(state)
     assert (scaler.last_skip_reason, scaler.loss_scale) == (jmpscale.SkipReason.LOSS, 2.0**16)
-
-
-@pytest.mark.full
-def test_overflow_that_a_division_hides_is_named(hidden_overflow):
-    lines, first = inspect.getsourcelines(linear_attention)
-    line = first + next(i for i, text in enumerate(lines) if "the line that overflows" in text)
-    summary = jmpscale.diagnose(jmpscale.autocast(linear_attention))(jmpscale.dynamic(), *hidden_overflow).summary
-    assert re.match(rf"The forward pass overflows: .*test_autocast\.py:{line} ", summary), summary
 
 
 # --- arguments and results may be any objects
@@ -1074,6 +901,53 @@ def test_autocast_rewrites_an_inner_function_once():
     assert jax.jit(jmpscale.autocast(fun)).lower(W, X).as_text().count("stablehlo.dot_general") == 1
 
 
+def test_autocast_leaks_no_tracers():
+    fun = jmpscale.autocast(lambda w: (loss(w, X), {"kept": w, "text": "kept"}))
+    with jax.checking_leaks():
+        jax.jit(lambda w: jax.value_and_grad(lambda w: fun(w)[0])(w))(W)
+
+
+# --- wrong calls
+
+
+WRONG_FUNCTIONS = {
+    "number": (3.0, "3.0. Pass it first"),
+    "dtype": (jnp.float16, "float16. Pass the dtype by its name"),
+    "name of a dtype": ("bfloat16", "'bfloat16'. Pass the dtype by its name"),
+}
+WRONG_DTYPES = {"float32": (jnp.float32, "float32"), "None": (None, "None"), "array": (W, "float32[8, 8]")}
+
+
+@pytest.mark.parametrize("row", rows(WRONG_FUNCTIONS))
+def test_autocast_of_another_object_raises(row):
+    value, words = row
+    message = f"fun must be the loss function, got {words}: autocast(loss_fn, dtype=...)."
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        jmpscale.autocast(value)
+
+
+@pytest.mark.parametrize("row", rows(WRONG_DTYPES))
+def test_autocast_to_another_dtype_raises(row):
+    dtype, shown = row
+    message = f"dtype must be float16 or bfloat16, got {shown}. Pass jnp.float16, with loss scaling, or jnp.bfloat16."
+    for fun in ([loss], []):  # also as a decorator
+        with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+            jmpscale.autocast(*fun, dtype=dtype)
+
+
+@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="this version of JAX has no references")
+def test_autocast_of_a_reference_raises():
+    fun = jmpscale.autocast(lambda tree: X @ tree["w"][...])
+    tree = {"w": jax.new_ref(W)}
+    with pytest.raises(TypeError, match=r"args must hold values, got a jax.Ref at args\[0\]\['w'\]\. Read it with ref"):
+        fun(tree)
+    with pytest.raises(TypeError, match=r"got a jax.Ref at kwargs\['tree'\]\['w'\]\. Read it with ref"):
+        fun(tree=tree)
+
+
+# --- at the end, because it clears the caches
+
+
 @pytest.mark.full
 def test_autocast_keeps_no_reference_to_its_arguments_or_programs():
     memo = rules._MEMOS[F16]
@@ -1097,65 +971,3 @@ def test_autocast_keeps_no_reference_to_its_arguments_or_programs():
     assert [reference() for reference in references] == [None] * 3
     collect_garbage()
     assert len(memo) <= before
-
-
-def test_autocast_leaks_no_tracers():
-    fun = jmpscale.autocast(lambda w: (loss(w, X), {"kept": w, "text": "kept"}))
-    with jax.checking_leaks():
-        jax.jit(lambda w: jax.value_and_grad(lambda w: fun(w)[0])(w))(W)
-
-
-# --- wrong calls
-
-
-DTYPES = "Pass jnp.float16, with loss scaling, or jnp.bfloat16."
-FUN = "Pass it first, and the dtype by its name: autocast(loss_fn, dtype=...)."
-CALLS = {
-    "fun is not callable": (
-        lambda: jmpscale.autocast(3.0),
-        f"fun must be the loss function, got 3.0. {FUN}",
-    ),
-    "dtype first": (
-        lambda: jmpscale.autocast(jnp.float16),
-        f"fun must be the loss function, got float16. {FUN}",
-    ),
-    "name of a dtype first": (
-        lambda: jmpscale.autocast("bfloat16"),
-        f"fun must be the loss function, got 'bfloat16'. {FUN}",
-    ),
-    "dtype is float32": (
-        lambda: jmpscale.autocast(loss, dtype=jnp.float32),
-        f"dtype must be float16 or bfloat16, got float32. {DTYPES}",
-    ),
-    "dtype of the decorator is float32": (
-        lambda: jmpscale.autocast(dtype=jnp.float32),
-        f"dtype must be float16 or bfloat16, got float32. {DTYPES}",
-    ),
-    "dtype is None": (
-        lambda: jmpscale.autocast(loss, dtype=None),
-        f"dtype must be float16 or bfloat16, got None. {DTYPES}",
-    ),
-    "dtype is an array": (
-        lambda: jmpscale.autocast(loss, dtype=W),
-        f"dtype must be float16 or bfloat16, got float32[8, 8]. {DTYPES}",
-    ),
-}
-
-
-@pytest.mark.parametrize(("call", "message"), [pytest.param(*row, id=name) for name, row in CALLS.items()])
-def test_wrong_call_of_autocast_raises(call, message):
-    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
-        call()
-
-
-@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="this version of JAX has no references")
-def test_autocast_of_a_reference_raises():
-    fun = jmpscale.autocast(lambda tree, x: x @ tree["w"][...])
-    tree = {"w": jax.new_ref(W)}
-    remedy = "Read it with ref[...], pass the value, and write the result back with ref[...] = value."
-    with pytest.raises(TypeError, match=re.escape(f"args must hold values, got a jax.Ref at args[0]['w']. {remedy}")):
-        fun(tree, X)
-    with pytest.raises(
-        TypeError, match=re.escape(f"kwargs must hold values, got a jax.Ref at kwargs['tree']['w']. {remedy}")
-    ):
-        fun(tree=tree, x=X)

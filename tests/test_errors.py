@@ -17,7 +17,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.training.train_state import TrainState
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -39,6 +38,12 @@ BIG = {f"layer_{i}": {"kernel": np.full((30, 30), 1 / 3, np.float32), "bias": np
 ADAM, SGD = optax.adam(1e-3), optax.sgd(1e-3)
 TX = jmpscale.with_loss_scaling(ADAM)
 OPT_STATE = TX.init(GRADS)
+SCALE = jmpscale.with_loss_scaling(optax.scale(1.0))
+SCALE_STATE = SCALE.init(GRADS)
+ACCUMULATING = jmpscale.with_loss_scaling(optax.MultiSteps(optax.scale(1.0), 2))
+ACCUMULATING_STATE = ACCUMULATING.init(GRADS)
+REPORT = jmpscale.GradReport(np.array(True), np.ones(2, np.float32), *[INTS] * 5, paths=("b", "w"), sizes=(2, 3))
+REPORTS = jax.tree.map(lambda x: np.stack([x, x]), REPORT)
 NNX, EQUINOX = nnx.Dropout(0.5), eqx.nn.Lambda(jnp.tanh)
 SMALLEST, LARGEST, COUNTER = 2.0**-126, 2.0**126, 2**31 - 1
 
@@ -63,21 +68,14 @@ def _per_device(fn, *args, check_vma=False):
     _traced(jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=P("d"), check_vma=check_vma), jnp.ones(8), *args)
 
 
-def _rows(table, wrong="call"):
-    """Runs a test for each row of a table: what is wrong, and the words of the message, by the class of the error."""
-    rows = [
-        pytest.param(value, error, words, id=f"{error.__name__}-{name}")
-        for error, named in table.items()
-        for name, (value, words) in named.items()
-    ]
-    return pytest.mark.parametrize((wrong, "error", "words"), rows)
+def _raises(error, words):
+    """Expects an error or a warning whose message contains the words; " ... " in them stands for any text."""
+    return pytest.raises(error, match=".*".join(map(re.escape, words.split(" ... "))))
 
 
-def _check_message(call, error, words):
-    """Checks that a call raises, or warns, and that its message contains the words."""
-    with pytest.raises(error, match=re.escape(words)) as caught:
-        call()
-    assert len(str(caught.value)) < 1000, "the message must not print the arrays of a model"
+def test_error_names_the_argument_its_value_and_the_remedy():
+    with _raises(ValueError, "growth_factor must be above 1 in float32 and at most 2^126, got 1.0. The default is 2."):
+        jmpscale.dynamic(growth_factor=1.0)
 
 
 # --- arguments of multiple functions are checked ---
@@ -85,7 +83,7 @@ def _check_message(call, error, words):
 TAKE_SCALER = {  # the call, and the name of the argument
     "update": (lambda s: jmpscale.update(s, True), "scaler"),
     "with_loss_scaling": (lambda s: jmpscale.with_loss_scaling(ADAM, s), "scaler"),
-    "tx.update": (lambda s: TX.update(GRADS, OPT_STATE._replace(scaler=s), GRADS), r"state\.scaler"),
+    "tx.update": (lambda s: TX.update(GRADS, OPT_STATE._replace(scaler=s), GRADS), "state.scaler"),
     "replace_scaler": (lambda s: jmpscale.replace_scaler(OPT_STATE, s), "scaler"),
 }
 
@@ -93,12 +91,11 @@ TAKE_SCALER = {  # the call, and the name of the argument
 @pytest.mark.parametrize("name", TAKE_SCALER)
 def test_function_requires_a_scaler(name):
     call, argument = TAKE_SCALER[name]
-    with pytest.raises(TypeError, match=rf"{argument} must be a ScalerState, got tuple\. .*dynamic.*get_scaler"):
+    with _raises(TypeError, f"{argument} must be a ScalerState, got tuple. ... dynamic ... get_scaler"):
         call(tuple(STATE))
-    with pytest.raises(TypeError, match=rf"{argument}\.config must be a ScalerConfig, got NoneType\. .*restore into"):
+    with _raises(TypeError, f"{argument}.config must be a ScalerConfig, got NoneType. ... restore into"):
         call(STATE._replace(config=None))
-    words = rf"{argument} must hold one scaler, got .* shape \(2,\)\. .*pass one replica, .*x\[0\].*jax\.vmap"
-    with pytest.raises(ValueError, match=words):
+    with _raises(ValueError, f"{argument} must hold one scaler, got ... shape (2,). ... one replica, ... jax.vmap"):
         call(BATCH)
 
 
@@ -128,7 +125,7 @@ def test_function_requires_a_tree_with_one_scaler(name):
     words = rf"{argument} must contain exactly one ScalerState, found 0 in a dict\. (Pass a|The scaler is the first)"
     with pytest.raises(ValueError, match=words):
         call(GRADS)
-    with pytest.raises(ValueError, match=r"exactly one ScalerState, found 2 in a list\. A step has one scaler: wrap"):
+    with _raises(ValueError, "exactly one ScalerState, found 2 in a list. A step has one scaler: wrap"):
         call([STATE, {"b": STATE}])
 
 
@@ -143,13 +140,12 @@ def test_function_reads_the_scaler_of_a_tree(name):
 @pytest.mark.parametrize("name", READ_SCALER_OF_TREE)
 def test_function_requires_the_arrays_of_one_scaler(name):
     call, argument = READ_SCALER_OF_TREE[name]
-    words = rf"{argument} must contain .* without loss_scale\. A filter has removed it; pass the unfiltered tree"
-    with pytest.raises(ValueError, match=words):
+    with _raises(ValueError, f"{argument} must contain ... without loss_scale. A filter ... pass the unfiltered tree"):
         call(jax.tree.map(lambda _: None, OPT_STATE))
     if name in ACCEPT_BATCH_OF_SCALERS:
         call((BATCH, 1))
     else:
-        with pytest.raises(ValueError, match=rf"{argument} must hold one scaler, got .*shape \(2,\)"):
+        with _raises(ValueError, f"{argument} must hold one scaler, got ... shape (2,)"):
             call((BATCH, 1))
 
 
@@ -172,7 +168,7 @@ TAKE_NO_REF = {  # the call, and the path of the reference
 @pytest.mark.parametrize("name", TAKE_NO_REF)
 def test_ref_raises(name):
     call, path = TAKE_NO_REF[name]
-    with pytest.raises(TypeError, match=re.escape(f"must hold values, got a jax.Ref at {path}. Read it with ref[...]")):
+    with _raises(TypeError, f"must hold values, got a jax.Ref at {path}. Read it with ref[...]"):
         call({"b": jnp.ones(1), "w": jax.new_ref(jnp.ones(2))})
 
 
@@ -193,275 +189,144 @@ def test_partial_sum_raises(name):
 
     with jax.set_mesh(meshes.make_mesh(AxisType.Explicit, d=8)):
         x = jax.sharding.reshard(jnp.ones((4, 8)), P(None, "d"))
-        words = r"the leaf at tree\['w'\] is a partial sum over the mesh axes \['d'\].*psum.*reshard"
-        with pytest.raises(TypeError, match=words):
+        words = "the leaf at tree['w'] is a partial sum over the mesh axes ['d'] ... psum ... reshard"
+        with _raises(TypeError, words):
             _traced(fn, x)
 
 
-# --- settings are checked ---
+# --- wrong calls: by the class of the error, the call and the words of the message ---
 
-INVALID_SETTINGS = {
+
+def _dynamic(**settings):
+    return lambda: jmpscale.dynamic(**settings)
+
+
+CONSTRUCTORS = {
     TypeError: {
-        "growth_factor-bool": ({"growth_factor": True}, "growth_factor must be a Python number, got True of type bool"),
-        "growth_factor-array": (
-            {"growth_factor": jnp.ones(())},
-            "growth_factor must be a Python number, got float32[] of type Array. Settings are compiled into the "
-            "program: convert a concrete array with float(); a traced value cannot be a setting.",
+        "bool": (_dynamic(growth_factor=True), "growth_factor must be a Python number, got True of type bool"),
+        "array": (
+            _dynamic(growth_factor=jnp.ones(())),
+            "growth_factor must ... float32[] of type Array. ... convert a concrete array with float(); a traced value",
         ),
-        "growth_factor-dtype": ({"growth_factor": jnp.float16}, "growth_factor must be a Python number, got"),
-        "growth_factor-long-array": (
-            {"growth_factor": np.ones(9999)},
-            "growth_factor must be a Python number, got float64[9999] of type ndarray.",
-        ),
-        "backoff_factor-string": (
-            {"backoff_factor": "0.5"},
-            "backoff_factor must be a Python number, got '0.5' of type str",
-        ),
-        "growth_interval-float": (
-            {"growth_interval": 100.0},
-            "growth_interval must be an integer, got 100.0 of type float. Use int(",
-        ),
-        "growth_interval-string": ({"growth_interval": "x" * 58}, f"must be an integer, got '{58 * 'x'}' of type str"),
-        "growth_interval-long-string": ({"growth_interval": "x" * 59}, f"must be an integer, got '{56 * 'x'}"),
-        "hysteresis-bool": ({"hysteresis": True}, "hysteresis must be an integer, got True"),
-        "init_scale-scaler": ({"init_scale": STATE}, "init_scale must be a Python number, got ScalerState"),
-        "init_scale-None": ({"init_scale": None}, "init_scale must be a Python number, got None"),
+        "traced": (lambda: _traced(jmpscale.dynamic, 8.0), "init_scale must ... got float32[] ... a traced value"),
+        "large array": (_dynamic(growth_factor=np.ones(9999)), "growth_factor must ... got float64[9999] of type"),
+        "string": (_dynamic(backoff_factor="0.5"), "backoff_factor must be a Python number, got '0.5' of type str"),
+        "scaler": (_dynamic(init_scale=STATE), "init_scale must be a Python number, got ScalerState"),
+        "None": (_dynamic(init_scale=None), "init_scale must be a Python number, got None"),
+        "float count": (_dynamic(growth_interval=100.0), "growth_interval must ... got 100.0 of type float. Use int("),
+        "string count": (_dynamic(growth_interval="x" * 58), f"must be an integer, got '{58 * 'x'}' of type str"),
+        "long string": (_dynamic(growth_interval="x" * 59), f"must be an integer, got '{56 * 'x'}..."),
+        "bool count": (_dynamic(hysteresis=True), "hysteresis must be an integer, got True"),
     },
     ValueError: {
-        "growth_factor-1": (
-            {"growth_factor": 1.0},
-            "growth_factor must be above 1 in float32 and at most 2^126, got 1.0. The default is 2.",
-        ),
-        "growth_factor-rounds-to-1": ({"growth_factor": 1 + 2.0**-24}, "growth_factor must be above 1 in float32"),
-        "growth_factor-large": (
-            {"growth_factor": LARGEST * 1.5},
-            "growth_factor must be above 1 in float32 and at most 2^126, got 1.2760588759535192e+38.",
-        ),
-        "growth_factor-nan": ({"growth_factor": float("nan")}, "growth_factor must be a number, got nan. Pass"),
-        "backoff_factor-1": (
-            {"backoff_factor": 1.0},
-            "backoff_factor must be below 1 in float32 and at least 2^-126, got 1.0. The default is 0.5.",
-        ),
-        "backoff_factor-rounds-to-1": ({"backoff_factor": 1 - 2.0**-25}, "backoff_factor must be below 1 in float32"),
-        "backoff_factor-small": (
-            {"backoff_factor": SMALLEST / 2},
-            "backoff_factor must be below 1 in float32 and at least 2^-126, got 5.877471754111438e-39.",
-        ),
-        "growth_interval-0": (
-            {"growth_interval": 0},
+        "growth rounds to 1": (_dynamic(growth_factor=1 + 2.0**-24), "growth_factor must be above 1 in float32"),
+        "large growth": (_dynamic(growth_factor=LARGEST * 1.5), "growth_factor must ... got 1.2760588759535192e+38."),
+        "growth is nan": (_dynamic(growth_factor=float("nan")), "growth_factor must be a number, got nan. Pass"),
+        "backoff of 1": (_dynamic(backoff_factor=1.0), "backoff_factor must be ... got 1.0. The default is 0.5."),
+        "backoff rounds to 1": (_dynamic(backoff_factor=1 - 2.0**-25), "backoff_factor must be below 1 in float32"),
+        "small backoff": (_dynamic(backoff_factor=SMALLEST / 2), "backoff_factor must ... got 5.877471754111438e-39."),
+        "interval of 0": (
+            _dynamic(growth_interval=0),
             "growth_interval must be between 1 and 2147483647, the largest 32-bit integer, got 0. Pass a count of"
             " at least 1.",
         ),
-        "growth_interval-above-int32": (
-            {"growth_interval": 2**31},
-            "growth_interval must be between 1 and 2147483647, the largest 32-bit integer, got 2147483648.",
-        ),
-        "hysteresis-0": ({"hysteresis": 0}, "hysteresis must be between 1 and"),
-        "hysteresis_reset-unknown": (
-            {"hysteresis_reset": "never"},
-            "hysteresis_reset must be one of 'growth', 'finite', got 'never'",
-        ),
-        "hysteresis_reset-tree": (
-            {"hysteresis_reset": BIG},
-            "hysteresis_reset must be one of 'growth', 'finite', got dict.",
-        ),
-        "min_scale-small": (
-            {"min_scale": SMALLEST / 2},
-            "min_scale must be between 2^-126 and 2^126, got 2^-127. Outside",
-        ),
-        "max_scale-large": (
-            {"max_scale": LARGEST * 1.5},
-            "max_scale must be between 2^-126 and 2^126, got 1.2760588759535192e+38.",
-        ),
-        "max_scale-above-float64": ({"max_scale": 10**400}, "max_scale must be between 2^-126 and 2^126, got inf."),
-        "min_scale-above-max_scale": (
-            {"min_scale": 4.0, "max_scale": 2.0},
-            "min_scale must not exceed max_scale, got 4 and 2.",
-        ),
-        "init_scale-below-min_scale": (
-            {"init_scale": 0.5},
+        "large interval": (_dynamic(growth_interval=2**31), "growth_interval must ... got 2147483648."),
+        "hysteresis of 0": (_dynamic(hysteresis=0), "hysteresis must be between 1 and"),
+        "reset": (_dynamic(hysteresis_reset="never"), "hysteresis_reset must be ... 'finite', got 'never'"),
+        "reset is a tree": (_dynamic(hysteresis_reset=BIG), "hysteresis_reset must ... 'finite', got dict."),
+        "small min_scale": (_dynamic(min_scale=SMALLEST / 2), "min_scale must ... 2^-126 and 2^126, got 2^-127."),
+        "large max_scale": (_dynamic(max_scale=LARGEST * 1.5), "max_scale must ... got 1.2760588759535192e+38."),
+        "max_scale above float64": (_dynamic(max_scale=10**400), "max_scale must ... 2^126, got inf."),
+        "min above max": (_dynamic(min_scale=4.0, max_scale=2.0), "min_scale must not exceed max_scale, got 4 and 2."),
+        "init below min": (
+            _dynamic(init_scale=0.5),
             "init_scale must be between 1 and 2^32, got 0.5. Change init_scale, or the limits min_scale and max_scale.",
         ),
-        "init_scale-above-max_scale": ({"init_scale": 2.0**32 + 1}, "init_scale must be between"),
-    },
-}
-
-
-@_rows(INVALID_SETTINGS, wrong="settings")
-def test_dynamic_raises_for_invalid_settings(settings, error, words):
-    _check_message(lambda: jmpscale.dynamic(**settings), error, words)
-
-
-SETTINGS_AT_LIMITS = {
-    "closest to 1": {"growth_factor": 1 + 2.0**-23, "backoff_factor": 1 - 2.0**-24, "growth_interval": 1},
-    "largest factor": {"growth_factor": LARGEST, "backoff_factor": SMALLEST},
-    "largest counts": {"growth_interval": COUNTER, "hysteresis": COUNTER},
-    "NumPy scalars": {"growth_factor": np.float32(2), "growth_interval": np.int64(3), "hysteresis_reset": "finite"},
-    "smallest scale": {"init_scale": SMALLEST, "min_scale": SMALLEST, "max_scale": LARGEST},
-    "largest scale": {"init_scale": LARGEST, "min_scale": LARGEST, "max_scale": LARGEST},
-    "init_scale at min_scale": {"init_scale": 1},
-    "init_scale at max_scale": {"init_scale": 2.0**32},
-}
-
-
-@pytest.mark.parametrize("name", SETTINGS_AT_LIMITS)
-def test_dynamic_accepts_settings_at_the_limits(name):
-    settings = SETTINGS_AT_LIMITS[name]
-    config = jmpscale.dynamic(**settings).config
-    for setting, value in settings.items():
-        assert setting == "init_scale" or getattr(config, setting) == value
-    assert {type(getattr(config, name)) for name in ("growth_factor", "backoff_factor", "min_scale")} == {float}
-    assert {type(getattr(config, name)) for name in ("growth_interval", "hysteresis")} == {int}
-
-
-# --- constructors ---
-
-
-CONSTRUCTOR_ERRORS = {
-    TypeError: {
-        "dynamic-traced": (
-            lambda: _traced(jmpscale.dynamic, 8.0),
-            "init_scale must be a Python number, got float32[] of type Array. Settings are compiled into the "
-            "program: convert a concrete array with float(); a traced value cannot be a setting.",
-        ),
-    },
-    ValueError: {
-        "ScalerConfig-ignored": (
+        "init above max": (_dynamic(init_scale=2.0**32 + 1), "init_scale must be between"),
+        "ignored setting": (
             lambda: jmpscale.ScalerConfig(mode="static", growth_interval=5),
             "growth_interval must be omitted with mode 'static', which ignores it, got 5. Create the scaler with "
             "jmpscale.dynamic to use it.",
         ),
-        "ScalerConfig-mode": (
-            lambda: jmpscale.ScalerConfig(mode="off"),
-            "mode must be one of 'dynamic', 'static', 'disabled', got 'off'.",
-        ),
-        "static-small": (
+        "mode": (lambda: jmpscale.ScalerConfig(mode="off"), "mode must be one of ... 'disabled', got 'off'."),
+        "small static scale": (
             lambda: jmpscale.static(SMALLEST / 2),
-            "scale must be between 2^-126 and 2^126, got 2^-127. Outside [2^-126, 2^126] the scale or its "
-            "reciprocal is subnormal or infinite in float32.",
+            "scale must be between 2^-126 and 2^126, got 2^-127. Outside [2^-126, 2^126] the scale or its reciprocal",
         ),
-        "static-large": (lambda: jmpscale.static(LARGEST * 1.5), "scale must be between"),
+        "large static scale": (lambda: jmpscale.static(LARGEST * 1.5), "scale must be between"),
     },
 }
-
-
-@_rows(CONSTRUCTOR_ERRORS)
-def test_constructor_raises(call, error, words):
-    _check_message(call, error, words)
-
-
-# --- scale and update: the arrays of the scaler, losses, flags, and mapped axes ---
 
 
 def _update(**fields):
     return lambda: jmpscale.update(STATE._replace(**fields), True)
 
 
-ALGORITHM_ERRORS = {
+SCALE_AND_UPDATE = {
     TypeError: {
-        "update-vector-field": (
-            _update(finite_steps=INTS),
-            "scaler.finite_steps must be a scalar of integer dtype with at least 32 bits, got int32[2].",
-        ),
-        "update-float-field": (
+        "vector field": (_update(finite_steps=INTS), "scaler.finite_steps must be a scalar ... got int32[2]."),
+        "float field": (
             _update(finite_steps=np.float32(3)),
-            "scaler.finite_steps must be a scalar of integer dtype with at least 32 bits, got float32[]. Set it "
-            "to an integer, and restore checkpoints into a state created by jmpscale.dynamic, static or disabled.",
+            "scaler.finite_steps must be a scalar of integer dtype with at least 32 bits, got float32[]. Set it to an "
+            "integer, and restore checkpoints into a state created by jmpscale.dynamic, static or disabled.",
         ),
-        "update-int16-field": (
-            _update(total_skips=np.int16(3)),
-            "scaler.total_skips must be a scalar of integer dtype with at least 32 bits, got int16[].",
-        ),
-        "update-float16-scale": (
-            _update(loss_scale=np.float16(8)),
-            "scaler.loss_scale must be a scalar of floating dtype with at least 32 bits, got float16[].",
-        ),
-        "update-int32-scale": (
+        "int16 field": (_update(total_skips=np.int16(3)), "scaler.total_skips must ... 32 bits, got int16[]."),
+        "float16 scale": (_update(loss_scale=np.float16(8)), "scaler.loss_scale must ... 32 bits, got float16[]."),
+        "int32 scale": (
             _update(loss_scale=np.int32(8)),
             "scaler.loss_scale must be a scalar of floating dtype with at least 32 bits, got int32[]. Set it to a"
-            " float such as 1024.0, and restore checkpoints into a state created by jmpscale.dynamic, static or "
-            "disabled.",
+            " float such as 1024.0, and restore checkpoints into a state created by",
         ),
-        "update-int-scale": (
-            _update(loss_scale=1024),
-            "scaler.loss_scale must be a scalar of floating dtype with at least 32 bits, got 1024. Set it to a "
-            "float such as 1024.0, and restore checkpoints into a state created by jmpscale.dynamic, static or "
-            "disabled.",
-        ),
-        "update-complex-scale": (
-            _update(loss_scale=np.complex64(8)),
-            "scaler.loss_scale must be a scalar of floating dtype with at least 32 bits, got complex64[].",
-        ),
-        "update-string-scale": (
-            _update(loss_scale="8"),
-            "scaler.loss_scale must be a scalar of floating dtype with at least 32 bits, got '8'.",
-        ),
-        "update-dict-config": (
-            _update(config={}),
-            "scaler.config must be a ScalerConfig, got dict. Settings are not part of a checkpoint: restore into "
-            "a state created by jmpscale.dynamic, static or disabled.",
-        ),
-        "scale-int": (
+        "int scale": (_update(loss_scale=1024), "scaler.loss_scale must ... got 1024. Set it to a float such as 1024."),
+        "complex scale": (_update(loss_scale=np.complex64(8)), "scaler.loss_scale must ... got complex64[]."),
+        "string scale": (_update(loss_scale="8"), "scaler.loss_scale must ... got '8'."),
+        "dict as config": (_update(config={}), "scaler.config must ... got dict. ... restore into a state created"),
+        "int loss": (
             lambda: jmpscale.scale(STATE, {"n": jnp.int32(3)}),
             "got int32[] at tree['n']. Pass only the losses, or convert with .astype(jnp.float32).",
         ),
-        "scale-complex": (lambda: jmpscale.scale(STATE, 1j), "losses of a floating-point dtype, got 1j at tree. "),
-        "scale-string": (lambda: jmpscale.scale(STATE, "x"), "got 'x' at tree. "),
-        "update-number": (
+        "complex loss": (lambda: jmpscale.scale(STATE, 1j), "losses of a floating-point dtype, got 1j at tree. "),
+        "string loss": (lambda: jmpscale.scale(STATE, "x"), "got 'x' at tree. "),
+        "number as flag": (
             lambda: jmpscale.update(STATE, 1),
             "finite must be a boolean, got 1. Pass the flag from all_finite or unscale_and_check, or a comparison.",
         ),
-        "update-int32": (lambda: jmpscale.update(STATE, jnp.int32(1)), "finite must be a boolean, got int32"),
-        "update-tuple": (lambda: jmpscale.update(STATE, (GRADS, TRUE)), "finite must be a boolean, got tuple"),
+        "int32 as flag": (lambda: jmpscale.update(STATE, jnp.int32(1)), "finite must be a boolean, got int32"),
+        "tuple as flag": (lambda: jmpscale.update(STATE, (GRADS, TRUE)), "finite must be a boolean, got tuple"),
     },
     ValueError: {
-        "update-flags": (
+        "flags": (
             lambda: jmpscale.update(STATE, FLAGS),
             "finite must be a scalar, got shape (2,). Combine with .all(), or call under jax.vmap.",
         ),
-        "axis-string": (
+        "axis": (
             lambda: jmpscale.update(STATE, TRUE, axis_name="x"),
-            "axis_name 'x' is not the name of a mapped axis here. Use an axis name of the jax.shard_map mesh, "
-            "jax.pmap or jax.vmap around this call; under plain jax.jit omit axis_name.",
+            "axis_name 'x' is not the name of a mapped axis here. Use ... under plain jax.jit omit axis_name.",
         ),
-        "axis-set": (lambda: jmpscale.all_finite(GRADS, axis_name={"x"}), "axis_name 'x' is not the name of a mapped"),
-        "axis-nested": (lambda: jmpscale.all_finite(GRADS, axis_name=[["x"]]), "axis_name list is not the name of"),
+        "axis set": (lambda: jmpscale.all_finite(GRADS, axis_name={"x"}), "axis_name 'x' is not the name of a mapped"),
+        "nested axis": (lambda: jmpscale.all_finite(GRADS, axis_name=[["x"]]), "axis_name list is not the name of"),
     },
     UserWarning: {
-        "scale-float16": (
+        "float16 loss": (
             lambda: _traced(jmpscale.scale, STATE, W16),
-            "the loss is float16, so the backward pass starts from the loss scale in float16, where large scales "
-            "are infinite. Return the loss in float32: convert the model's output with .astype(jnp.float32) "
-            "before the loss is computed.",
+            "the loss is float16 ... Return the loss in float32: convert the model's output with .astype(jnp.float32)",
         ),
-        "scale-float8": (lambda: _traced(jmpscale.scale, STATE, W8), "the loss is float8_e4m3fn"),
-        "update-constant": (
+        "float8 loss": (lambda: _traced(jmpscale.scale, STATE, W8), "the loss is float8_e4m3fn"),
+        "constant": (
             lambda: _traced(lambda x: jmpscale.update(STATE, x), TRUE),
-            "the scaler is a constant of the compiled program, so every call starts from the same one: the compiled "
-            "function creates the scaler, or closes over it. Create the scaler before, pass it to the compiled "
-            "function as an argument, and return the new one.",
+            "the scaler is a constant ... pass it to the compiled function as an argument, and return the new one.",
         ),
-        "update-created": (
+        "created": (
             lambda: _traced(lambda x: jmpscale.update(jmpscale.dynamic(), x), TRUE),
-            "the scaler is a constant of the compiled program, so every call starts from the same one: the compiled "
-            "function creates the scaler, or closes over it. Create the scaler before, pass it to the compiled "
-            "function as an argument, and return the new one.",
+            "the scaler is a constant of the compiled program ... the compiled function creates the scaler",
         ),
-        "axis-missing": (
+        "missing axis": (
             lambda: _per_device(jmpscale.all_finite),
             "axes ('d',) JAX's types do not show what differs between devices (jax.pmap, or check_vma=False). "
             "Pass axis_name=('d',) to combine the decisions, or axis_name=() if all devices hold the same values.",
         ),
     },
 }
-
-
-@_rows(ALGORITHM_ERRORS)
-def test_scale_or_update_raises_or_warns(call, error, words):
-    _check_message(call, error, words)
-
-
-# --- apply_if ---
 
 
 def _apply(fn, *carry):
@@ -475,24 +340,19 @@ def _reshard_in_step():
         jmpscale.apply_if(TRUE, lambda x: jax.sharding.reshard(x, P()), x)
 
 
-APPLY_IF_ERRORS = {
+APPLY_IF = {
     TypeError: {
-        "no-flag": (lambda: jmpscale.apply_if(BIG, _same, LOSS), "finite must be a boolean, got dict"),
-        "called": (
+        "no flag": (lambda: jmpscale.apply_if(BIG, _same, LOSS), "finite must be a boolean, got dict"),
+        "no function": (
             _apply(LOSS, LOSS),
-            "fn must be a function of the carry, got Array. Pass the function, then its arguments: "
-            "apply_if(finite, fn, *carry).",
+            "fn must be a function ... got Array. Pass the function, then its arguments: apply_if(finite, fn, *carry).",
         ),
-        "no-carry": (_apply(_same), "carry must hold at least one value, got none. Pass"),
+        "no carry": (_apply(_same), "carry must hold at least one value, got none. Pass"),
         "nnx": (
             _apply(_same, NNX),
-            "carry must hold values, got a Flax NNX Dropout, which is changed in place: the change would be lost."
-            " Gate the values: carry nnx.state(model), and write the result back with nnx.update.",
+            "carry must hold ... got a Flax NNX Dropout ... carry nnx.state(model), and write the result back with nnx",
         ),
-        "list": (
-            _apply(lambda a, b: [a, b], 1, 1),
-            "returned a list, expected a tuple of 2 values, one for each carry. Return them as `return a, b`.",
-        ),
+        "list": (_apply(lambda a, b: [a, b], 1, 1), "returned a list, expected a tuple of 2 ... as `return a, b`."),
         "dropped": (
             _apply(lambda c: c["layer_1"], BIG),
             "carry[0]['layer_0']['bias'] is only in its input: the input is PyTreeDef(({'layer_0': {'bias': *, "
@@ -502,12 +362,9 @@ APPLY_IF_ERRORS = {
         "container": (_apply(list, (LOSS, LOSS)), "same structure, but the containers differ"),
         "dtype": (
             _apply(lambda w: w.astype("f2"), LOSS),
-            "[0] was float32[] and is float16[]. Convert it with .astype in fn.",
+            "[0] was float32[] and is float16[]. Convert it with .astype",
         ),
-        "shape": (
-            _apply(lambda w: w[None], LOSS),
-            "[0] was float32[] and is float32[1]. Return an array of the same shape from fn.",
-        ),
+        "shape": (_apply(lambda w: w[None], LOSS), "[0] was float32[] and is float32[1]. Return an array of the same"),
         "sharding": (
             _reshard_in_step,
             "was float32[8@d] and is float32[8]. The sharding, the memory space or the axes over which it varies "
@@ -523,21 +380,8 @@ APPLY_IF_ERRORS = {
 }
 
 
-@_rows(APPLY_IF_ERRORS)
-def test_apply_if_raises(call, error, words):
-    _check_message(call, error, words)
-
-
-# --- value_and_grad ---
-
-
 def _value_and_grad(*args, fun=_sum, **options):
     return lambda: jmpscale.value_and_grad(fun, **options)(STATE, *args)
-
-
-def _without_scaler():
-    """Calls the new function like `jax.value_and_grad`."""
-    return jmpscale.value_and_grad(_sum)(GRADS, W32)
 
 
 def _train_step(params, opt_state):
@@ -572,148 +416,101 @@ def _value_and_grad_of_vector(fun, has_aux):
     return value_and_grad
 
 
-VALUE_AND_GRAD_ERRORS = {
+VALUE_AND_GRAD = {
     TypeError: {
         "scaler": (
             lambda: jmpscale.value_and_grad(STATE),
             "fun must be the loss function, got ScalerState. The scaler is the first positional argument of the "
             "new function: value_and_grad(loss_fn)(scaler, params, batch).",
         ),
-        "argnums": (
-            lambda: jmpscale.value_and_grad(_sum, STATE),
-            "argnums must be an int or a sequence of ints, got a ScalerState. The scaler is the first positional "
-            "argument of the new function: value_and_grad(loss_fn)(scaler, params, batch).",
-        ),
         "loss": (lambda: jmpscale.value_and_grad(LOSS), "fun must be the loss function, got float32[]."),
-        "no-pair": (_value_and_grad(GRADS, has_aux=True), "pair (loss, aux) because has_aux is true, got float32[]."),
-        "triple": (
-            _value_and_grad(LOSS, fun=lambda w: (w, w, w), has_aux=True),
-            "a pair (loss, aux) because has_aux is true, got tuple of 3. Return both, or omit has_aux; collect "
-            "several auxiliary values in one aux.",
+        "argnums": (lambda: jmpscale.value_and_grad(_sum, STATE), "argnums must ... got a ScalerState. The scaler is"),
+        "2 arguments": (
+            lambda: jmpscale.value_and_grad(_sum, OPT_STATE, GRADS),
+            "argnums must ... got a WithLossScalingState. The scaler is the first positional argument",
+        ),
+        "has_aux": (lambda: jmpscale.value_and_grad(_sum, 0, GRADS), "has_aux must be ... got dict. The scaler is the"),
+        "all arguments": (
+            lambda: jmpscale.value_and_grad(_sum, 0, True, STATE, GRADS),
+            "value_and_grad takes the loss function and options, got 2 more arguments. The scaler is the first",
         ),
         "keyword": (
             lambda: jmpscale.value_and_grad(_sum)(scaler=STATE, tree=GRADS),
             "scaler must be given by position, got none. The scaler is the first positional argument",
         ),
-        "grad": (
+        "no pair": (_value_and_grad(GRADS, has_aux=True), "pair (loss, aux) because has_aux is true, got float32[]."),
+        "triple": (
+            _value_and_grad(LOSS, fun=lambda w: (w, w, w), has_aux=True),
+            "a pair (loss, aux) ... got tuple of 3. Return both, or omit has_aux; collect several auxiliary values in",
+        ),
+        "jax.grad": (
             _value_and_grad(GRADS, transform=jax.grad),
-            "transform must return ((value, aux), grads) as jax.value_and_grad does, but it returned another "
-            "structure. Pass jax.value_and_grad, flax.nnx.value_and_grad or equinox.filter_value_and_grad, not "
-            "grad.",
+            "transform must return ((value, aux), grads) ... flax.nnx.value_and_grad or equinox.filter_value_and_grad",
         ),
-        "grad-of-pair": (
-            _value_and_grad((W32, W32), transform=jax.grad),
-            "transform must return ((value, aux), grads)",
-        ),
-        "equinox-grad": (
-            _value_and_grad(W32, transform=eqx.filter_grad),
-            "transform must return ((value, aux), grads)",
-        ),
-        "nnx-grad": (_value_and_grad(W32, transform=nnx.grad), "transform must return ((value, aux), grads)"),
+        "jax.grad of a pair": (_value_and_grad((W32, W32), transform=jax.grad), "transform must return ((value,"),
+        "filter_grad": (_value_and_grad(W32, transform=eqx.filter_grad), "transform must return ((value,"),
+        "nnx.grad": (_value_and_grad(W32, transform=nnx.grad), "transform must return ((value,"),
         "holomorphic": (
             _value_and_grad(jnp.complex64(1), fun=lambda z: z**2, transform=_holomorphic),
-            "fun must return a real floating-point scalar as the loss, got complex64[]. Reduce it with .sum() or "
-            ".mean(), or use scale, jax.vjp and unscale.",
+            "fun must return a real ... got complex64[]. Reduce it with .sum() or .mean(), or use scale, jax.vjp and",
         ),
         "vector": (
             _value_and_grad(W32, fun=lambda w: w[:1], transform=_value_and_grad_of_vector),
             "fun must return a real floating-point scalar as the loss, got float32[1]",
         ),
-        "vector-jit": (lambda: jax.jit(_value_and_grad(W32, fun=jnp.tanh))(), "got float32[2]. Reduce it with .sum()"),
-        "vector-disabled": (
+        "vector if disabled": (
             lambda: jmpscale.value_and_grad(jnp.tanh)(jmpscale.disabled(), W32),
             "as the loss, got float32[2]. Reduce it",
         ),
-        "vector-equinox": (
+        "vector in equinox": (
             _value_and_grad(W32, fun=jnp.tanh, transform=eqx.filter_value_and_grad),
             "as the loss, got float32[2]. Reduce it",
         ),
-        "vector-nnx": (
-            _value_and_grad(W32, fun=jnp.tanh, transform=nnx.value_and_grad),
-            "as the loss, got float32[2]. Reduce it",
-        ),
-        "vector-and-aux": (_value_and_grad(W32, fun=lambda w: (w, 1), has_aux=True), "as the loss, got float32[2]."),
+        "vector and aux": (_value_and_grad(W32, fun=lambda w: (w, 1), has_aux=True), "as the loss, got float32[2]."),
         "pair": (
             _value_and_grad(W32, fun=lambda w: (jnp.sum(w), w)),
-            "as the loss, got tuple of 2. If the second value is auxiliary data, pass has_aux=True. Pass the loss "
-            "function itself, not a training step or a function that returns gradients.",
+            "as the loss, got tuple of 2. ... pass has_aux=True. Pass the loss function itself, not a training step or",
         ),
         "gradients": (
-            _value_and_grad(GRADS, fun=jax.grad(_sum)),
+            lambda: _traced(_value_and_grad(GRADS, fun=jax.grad(_sum))),
             "as the loss, got dict. Return the loss. Pass the loss function itself, not a training step",
         ),
         "none": (_value_and_grad(W32, fun=lambda w: None), "as the loss, got None. Return the loss."),
         "step": (
-            lambda: jmpscale.value_and_grad(jax.jit(_train_step))(STATE, GRADS, SCALE_STATE),
+            lambda: _traced(jmpscale.value_and_grad(_train_step), STATE, GRADS, SCALE_STATE),
             "as the loss, got tuple of 3. Return the loss. Pass the loss function itself, not a training step",
         ),
         "value_and_grad": (
             lambda: jmpscale.value_and_grad(jmpscale.value_and_grad(_sum)),
             "fun must be the loss function, got a result of value_and_grad. Pass the loss function itself",
         ),
-        "value_and_grad-jit": (
+        "jitted value_and_grad": (
             lambda: jmpscale.value_and_grad(jax.jit(jmpscale.value_and_grad(_sum))),
             "fun must be the loss function, got a result of value_and_grad.",
         ),
-        "arguments-2": (
-            lambda: jmpscale.value_and_grad(_sum, OPT_STATE, GRADS),
-            "argnums must be an int or a sequence of ints, got a WithLossScalingState. The scaler is the first",
-        ),
-        "arguments-3": (
-            lambda: jmpscale.value_and_grad(_sum, OPT_STATE, GRADS, W32),
-            "got a WithLossScalingState. The scaler is the first positional argument of the new function: value_and",
-        ),
-        "arguments-aux": (
-            lambda: jmpscale.value_and_grad(_sum, 0, GRADS),
-            "has_aux must be a boolean, got dict. The scaler is the first positional argument of the new function",
-        ),
-        "arguments-all": (
-            lambda: jmpscale.value_and_grad(_sum, 0, True, STATE, GRADS),
-            "value_and_grad takes the loss function and options, got 2 more arguments. The scaler is the first",
-        ),
         "nnx": (
             _value_and_grad(NNX),
-            "differentiated arguments must hold values, got a Flax NNX Dropout, which is changed in place: the "
-            "change would be lost. Pass transform=flax.nnx.value_and_grad, which keeps batch statistics and "
-            "random streams up to date.",
+            "differentiated arguments must ... got a Flax NNX Dropout ... Pass transform=flax.nnx.value_and_grad",
         ),
-        "nnx-first": (_value_and_grad(NNX, LOSS, argnums=-2), "got a Flax NNX Dropout"),
+        "nnx first": (_value_and_grad(NNX, LOSS, argnums=-2), "got a Flax NNX Dropout"),
         "equinox": (
             _value_and_grad(1.0, EQUINOX, argnums=(0, 1)),
-            "argument (0, 1) must have only differentiable leaves, got an Equinox Lambda with PjitFunction at "
-            ".fn. Pass transform=equinox.filter_value_and_grad.",
+            "argument (0, 1) must ... got an Equinox Lambda with PjitFunction at .fn. Pass transform=equinox.",
         ),
-        "equinox-with-nnx": (
+        "equinox with nnx": (
             _value_and_grad(EQUINOX, transform=nnx.value_and_grad),
             "got an Equinox Lambda with PjitFunction at .fn. Pass transform=equinox.filter_value_and_grad.",
         ),
-        "absent": (
-            _value_and_grad(GRADS, argnums=1),
-            "argnums=1 requires at least 2 positional arguments to be passed by the caller, but got only 1 "
-            "positional arguments.",
-        ),
+        "absent argument": (_value_and_grad(GRADS, argnums=1), "argnums=1 requires at least 2 positional arguments"),
     },
     ValueError: {
-        "no-scaler": (
-            _without_scaler,
-            "found 0 in a dict. The scaler is the first positional argument of the new function: "
-            "value_and_grad(loss_fn)(scaler, params, batch).",
-        ),
+        "no scaler": (lambda: jmpscale.value_and_grad(_sum)(GRADS, W32), "found 0 in a dict. The scaler is the first"),
         "method": (
             lambda: _Model().loss(STATE, W32),
-            "found 0 in a _Model. A decorated method receives self before the scaler. Remove the decorator, and call "
-            "value_and_grad(self.loss)(scaler, batch).",
+            "found 0 in a _Model. ... Remove the decorator, and call value_and_grad(self.loss)(scaler, batch).",
         ),
     },
 }
-
-
-@_rows(VALUE_AND_GRAD_ERRORS)
-def test_value_and_grad_raises(call, error, words):
-    _check_message(call, error, words)
-
-
-# --- loss_scaled ---
 
 
 def _half_sum(w):
@@ -729,15 +526,12 @@ def _grad(w, fun=_sum, scale=8.0, **options):
     return lambda: jax.grad(jmpscale.loss_scaled(fun, scale, **options), **options)(w)
 
 
-LOSS_SCALED_ERRORS = {
+LOSS_SCALED = {
     TypeError: {
-        "loss": (
-            lambda: jmpscale.loss_scaled(3.0, 8.0),
-            "fun must be the loss function, got 3.0. Pass the function: loss_scaled(fun, scale).",
-        ),
+        "loss": (lambda: jmpscale.loss_scaled(3.0, 8.0), "fun must ... got 3.0. Pass the function: loss_scaled(fun,"),
         "vector": (_loss_scaled(jnp.ones(3)), "scale must be a floating-point scalar, got float32[3]. Pass"),
         "int": (_loss_scaled(jnp.int32(3)), "scale must be a floating-point scalar, got int32[]"),
-        "no-pair": (_loss_scaled(8.0, has_aux=True), "a pair (loss, aux) because has_aux is true, got float32[]."),
+        "no pair": (_loss_scaled(8.0, has_aux=True), "a pair (loss, aux) because has_aux is true, got float32[]."),
         "float16": (
             _grad({"h": W16}),
             "must not be float16 or float8, got args[0]['h'] of float16[2]: unscaled gradients underflow in "
@@ -762,8 +556,7 @@ LOSS_SCALED_ERRORS = {
         "string": (_loss_scaled("x"), "exactly one ScalerState, found 0 in a str"),
         "varying": (
             lambda: _per_device(lambda x, w: _grad(w, scale=x[0])(), W32, check_vma=True),
-            "scale must be equal on all devices that share args[0], but it may differ along the mesh axes ['d']. "
-            "Pass the scaler into jax.shard_map with in_specs=jax.P().",
+            "scale must be equal on all devices that share args[0] ... ['d']. ... jax.shard_map with in_specs=jax.P().",
         ),
     },
     UserWarning: {
@@ -778,25 +571,7 @@ LOSS_SCALED_ERRORS = {
     },
 }
 
-
-@_rows(LOSS_SCALED_ERRORS)
-def test_loss_scaled_raises_or_warns(call, error, words):
-    _check_message(call, error, words)
-
-
-def test_loss_scaled_explains_its_error_in_forward_mode():
-    with pytest.raises(TypeError, match="forward-mode") as caught:
-        jax.jvp(jmpscale.loss_scaled(_sum, 8.0), (W32,), (W32,))
-    assert "In forward mode, differentiate fun itself." in "".join(caught.value.__notes__)
-
-
-# --- with_loss_scaling and optax_step ---
-
 MASK = {"w": True, "b": False}
-SCALE = jmpscale.with_loss_scaling(optax.scale(1.0))
-SCALE_STATE = SCALE.init(GRADS)
-ACCUMULATING = jmpscale.with_loss_scaling(optax.MultiSteps(optax.scale(1.0), 2))
-ACCUMULATING_STATE = ACCUMULATING.init(GRADS)
 
 
 def _reads_losses(grads, state, params=None, *, losses):
@@ -845,7 +620,7 @@ def _with_empty_cell():
     return optax.GradientTransformation(SGD.init, update)
 
 
-WITH_LOSS_SCALING_ERRORS = {
+WITH_LOSS_SCALING = {
     TypeError: {
         "scaler": (
             _wrap(STATE),
@@ -853,220 +628,157 @@ WITH_LOSS_SCALING_ERRORS = {
             "a framework's optimizer goes around with_loss_scaling(...), not inside it.",
         ),
         "function": (_wrap(optax.adam), "inner must be an optax.GradientTransformation, got function."),
-        "init": (
-            _wrap(SimpleNamespace(init=ADAM.init)),
-            "inner must be an optax.GradientTransformation, got SimpleNamespace.",
-        ),
-        "update": (
-            _wrap(SimpleNamespace(update=ADAM.update)),
-            "inner must be an optax.GradientTransformation, got SimpleNamespace.",
-        ),
-        "wrapped-twice": (
+        "init alone": (_wrap(SimpleNamespace(init=ADAM.init)), "inner must be ... got SimpleNamespace."),
+        "update alone": (_wrap(SimpleNamespace(update=ADAM.update)), "inner must be ... got SimpleNamespace."),
+        "wrapped twice": (
             lambda: _wrap(TX)().init(GRADS),
-            "inner must not contain with_loss_scaling, got an optimizer that is wrapped already. Wrap the whole "
-            "optimizer once: with_loss_scaling(optax.chain(...)).",
+            "inner must not contain with_loss_scaling, got ... once: with_loss_scaling(optax.chain(...)).",
         ),
-        "wrapped-in-chain": (
+        "wrapped in a chain": (
             lambda: _wrap(optax.chain(SGD, optax.chain(TX)), jmpscale.disabled())().init(GRADS),
             "inner must not contain with_loss_scaling",
         ),
-        "max_norm-string": (_wrap(ADAM, max_norm="1"), "max_norm must be a Python number, got '1'"),
-        "tx.update-inner-state": (
+        "max_norm": (_wrap(ADAM, max_norm="1"), "max_norm must be a Python number, got '1'"),
+        "warn_after_skips": (_wrap(ADAM, warn_after_skips=1.5), "warn_after_skips must be an integer, got 1.5"),
+        "inner state": (
             lambda: TX.update(GRADS, ADAM.init(GRADS)),
             "state must be the state that with_loss_scaling(...).init returned, got tuple. The arguments are "
             "(grads, state, params). To add loss scaling to the state of an existing optimizer, use "
             "tx.init(params)._replace(inner_state=...).",
         ),
-        "inner-updates": (
+        "updates of inner": (
             _inner(lambda g, s, p: (g["w"], s)),
             "inner must return updates with the structure of the gradients, PyTreeDef({'b': *, 'w': *}), got "
             "PyTreeDef(*). Gate such an optimizer, for example optax.lookahead, with the functional API: "
             "jmpscale.apply_if(finite, jmpscale.optax_step(tx, grads), params, opt_state).",
         ),
-        "inner-structure": (
+        "structure of inner": (
             _inner(lambda g, s, p: (g, (s, s))),
             "inner must return its state with the same structure, but state is only in its input: the input is "
             "PyTreeDef(*), the output is PyTreeDef((*, *)). Place a transformation that only records values, such"
             " as optax.monitor, outside: optax.chain(with_loss_scaling(...), optax.monitor(...)).",
         ),
-        "inner-dtype": (
+        "dtype of inner": (
             _inner(lambda g, s, p: (g, s > 0)),
-            "inner must return its state with the same shapes, dtypes and shardings, but state was int32[] and is"
-            " bool[]. Convert it with .astype in inner.",
-        ),
-        "optax_step-swapped": (
-            lambda: jmpscale.optax_step(LOSS, ADAM),
-            "tx must be an optax.GradientTransformation, got Array. Pass one, such as optax.adam(1e-3), then the "
-            "gradients.",
-        ),
-        "optax_step-update": (
-            lambda: jmpscale.optax_step(ADAM.update, 1),
-            "tx must be the optimizer, got the function",
-        ),
-        "optax_step-tuple": (
-            lambda: jmpscale.apply_if(TRUE, jmpscale.optax_step(ADAM, GRADS), (GRADS, ADAM.init(GRADS))),
-            "carry must be two values, the parameters and the optimizer state, got 1. Call apply_if(finite, ",
-        ),
-        "optax_step-opposite": (
-            lambda: jmpscale.apply_if(TRUE, jmpscale.optax_step(ADAM, GRADS), ADAM.init(GRADS), GRADS),
-            "carry must be the parameters and then the optimizer state, got them in the opposite order: the "
-            "second value has the structure of the gradients, PyTreeDef({'b': *, 'w': *}). Call apply_if(finite, "
-            "optax_step(tx, grads), params, opt_state).",
-        ),
-        "warn_after_skips-fraction": (
-            _wrap(ADAM, warn_after_skips=1.5),
-            "warn_after_skips must be an integer, got 1.5",
-        ),
-        "optax_step-wrapped": (
-            lambda: jmpscale.optax_step(TX, 1)(1, [OPT_STATE]),
-            "tx must not be wrapped in with_loss_sc",
+            "inner must return its state with ... state was int32[] and is bool[]. Convert it with .astype in inner.",
         ),
     },
     ValueError: {
-        "max_norm-axis": (
+        "axis of max_norm": (
             lambda: _wrap(ADAM, max_norm=1.0, norm_axis_name="x")().update(GRADS, OPT_STATE),
             "axis_name 'x' is not the name of a mapped axis",
         ),
-        "warn_after_skips-zero": (
-            _wrap(ADAM, warn_after_skips=0),
-            "warn_after_skips must be between 1 and 2147483647, the largest 32-bit integer, got 0.",
-        ),
-        "max_norm-small": (
+        "warn_after_skips": (_wrap(ADAM, warn_after_skips=0), "warn_after_skips must be between 1 ... got 0."),
+        "small max_norm": (
             _wrap(ADAM, max_norm=SMALLEST / 2),
-            "max_norm must be between 2^-126 and 2^126, got 2^-127. Omit it to clip nothing.",
+            "max_norm must ... got 2^-127. Omit it to clip nothing.",
         ),
-        "max_norm-large": (_wrap(ADAM, max_norm=LARGEST * 1.5), "max_norm must be between"),
+        "large max_norm": (_wrap(ADAM, max_norm=LARGEST * 1.5), "max_norm must be between"),
     },
     UserWarning: {
-        "misspelled-loss": (
+        "misspelled loss": (
             lambda: SCALE.update(GRADS, SCALE_STATE, GRADS, lss=LOSS),
-            "the extra argument 'lss' of tx.update is ignored, because no transformation takes it. Pass the unscaled "
-            "loss as value= or loss=, so that a non-finite loss does not reduce the scale.",
+            "the extra argument 'lss' of tx.update is ignored, ... Pass the unscaled loss as value= or loss=",
         ),
-        "misspelled-value": (
+        "misspelled value": (
             lambda: SCALE.update(GRADS, SCALE_STATE, GRADS, key=LOSS, values=LOSS),
             "the extra argument 'values' of tx.update is ignored",
         ),
-        "constant-state": (
+        "constant state": (
             lambda: _traced(lambda grads: SCALE.update(grads, SCALE_STATE), GRADS),
             "the optimizer state is a constant of the compiled program, so every call starts from the same one: the "
             "compiled function creates the optimizer state, or closes over it. Create the optimizer state before, "
             "pass it to the compiled function as an argument, and return the new one. If the function is a whole "
             "training run, carry the optimizer state through jax.lax.scan.",
         ),
-        "constant-scaler": (
+        "constant scaler": (
             lambda: _traced(lambda grads, state: SCALE.update(grads, state._replace(scaler=STATE)), GRADS, SCALE_STATE),
             "the optimizer state is a constant of the compiled program",
         ),
-        "constant-state-of-multi_steps": (
-            lambda: _traced(_accumulate, GRADS),
-            "the optimizer state is a constant of the compiled program",
-        ),
-        "inside-multi_steps": (
+        "constant state of MultiSteps": (lambda: _traced(_accumulate, GRADS), "the optimizer state is a constant of"),
+        "inside MultiSteps": (
             lambda: optax.MultiSteps(TX, 2).init(GRADS),
-            "inside optax.MultiSteps: after one overflow its accumulated gradients stay NaN, and every later step"
-            " is skipped. Place it outside: with_loss_scaling(optax.MultiSteps(tx, k)).",
+            "inside optax.MultiSteps: ... Place it outside: with_loss_scaling(optax.MultiSteps(tx, k)).",
         ),
-        "behind-clip": (
+        "inside masked": (
+            lambda: optax.masked(TX, MASK).init(GRADS),
+            "inside optax.masked or optax.partition: ... Place it outside: with_loss_scaling(optax.masked(tx, mask)).",
+        ),
+        "behind clip": (
             _update_of_chain(optax.clip(1.0)),
             "behind a transformation that replaces infinity or NaN in the gradients, such as optax.clip: it does "
             "not see overflows, so they are applied, and the scale only grows. Place the transformation inside: "
             "with_loss_scaling(optax.chain(optax.clip(1.0), tx)).",
         ),
-        "behind-clip-in-chain": (_update_of_chain(optax.clip(1.0), optax.scale(2.0)), "behind a transformation"),
-        "behind-nested-chain": (_update_of_chain(optax.chain(optax.chain(optax.clip(1.0)))), "behind a transformation"),
-        "behind-masked-clip": (_update_of_chain(optax.masked(optax.clip(1.0), True)), "behind a transformation"),
-        "behind-sign_sgd": (_update_of_chain(optax.sign_sgd(1.0)), "behind a transformation"),
-        "behind-zero_nans": (_update_of_chain(optax.zero_nans()), "behind a transformation"),
-        "behind-sign": (_update_of_chain(optax.scale_by_sign()), "behind a transformation"),
-        "inside-masked": (
-            lambda: optax.masked(TX, MASK).init(GRADS),
-            "inside optax.masked or optax.partition: it checks only some of the gradients, and does not skip the "
-            "updates of the other parameters. Place it outside: with_loss_scaling(optax.masked(tx, mask)).",
+        "behind clip in a chain": (_update_of_chain(optax.clip(1.0), optax.scale(2.0)), "behind a transformation"),
+        "behind nested chain": (_update_of_chain(optax.chain(optax.chain(optax.clip(1.0)))), "behind a transformation"),
+        "behind masked clip": (_update_of_chain(optax.masked(optax.clip(1.0), True)), "behind a transformation"),
+        "behind sign_sgd": (_update_of_chain(optax.sign_sgd(1.0)), "behind a transformation"),
+        "behind zero_nans": (_update_of_chain(optax.zero_nans()), "behind a transformation"),
+    },
+}
+
+OPTAX_STEP = {
+    TypeError: {
+        "swapped": (lambda: jmpscale.optax_step(LOSS, ADAM), "tx must ... got Array. Pass one ... then the gradients."),
+        "update function": (lambda: jmpscale.optax_step(ADAM.update, 1), "tx must be the optimizer, got the function"),
+        "wrapped": (lambda: jmpscale.optax_step(TX, 1)(1, [OPT_STATE]), "tx must not be wrapped in with_loss_sc"),
+        "tuple": (
+            _apply(jmpscale.optax_step(ADAM, GRADS), (GRADS, ADAM.init(GRADS))),
+            "carry must be two values, the parameters and the optimizer state, got 1. Call apply_if(finite, ",
+        ),
+        "opposite order": (
+            _apply(jmpscale.optax_step(ADAM, GRADS), ADAM.init(GRADS), GRADS),
+            "carry must be the parameters and then the optimizer state, got them in the opposite order: the "
+            "second value has the structure of the gradients, PyTreeDef({'b': *, 'w': *}). Call apply_if(finite, "
+            "optax_step(tx, grads), params, opt_state).",
         ),
     },
 }
 
-
-@_rows(WITH_LOSS_SCALING_ERRORS)
-def test_with_loss_scaling_or_optax_step_raises_or_warns(call, error, words):
-    _check_message(call, error, words)
-
-
-# --- the state dicts of torch ---
-
-TORCH = {"scale": 2.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, "_growth_tracker": 2}
+TORCH_DICT = {"scale": 2.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, "_growth_tracker": 2}
 ULP = 2.0**-23  # half the spacing of float32 numbers above 2, by which a limit of 2 may have been rounded
 
 
-def _torch(limits=(), **values):
-    return lambda: jmpscale.from_torch_state_dict(TORCH | values, **dict(limits))
+def _from_torch(limits=(), **values):
+    return lambda: jmpscale.from_torch_state_dict(TORCH_DICT | values, **dict(limits))
 
 
-TORCH_ERRORS = {
+def _to_torch(**fields):
+    return lambda: jmpscale.to_torch_state_dict(STATE._replace(**fields))
+
+
+TORCH = {
     TypeError: {
-        "from_torch-scaler": (
-            lambda: jmpscale.from_torch_state_dict(STATE),
-            "mapping must be the result of GradScaler.state_dict(), got ScalerState.",
-        ),
-        "from_torch-tracker": (_torch(_growth_tracker=1.5), "['_growth_tracker'] must be an integer, got 1.5"),
+        "scaler": (lambda: jmpscale.from_torch_state_dict(STATE), "mapping must be the result of ... got ScalerState."),
+        "tracker": (_from_torch(_growth_tracker=1.5), "['_growth_tracker'] must be an integer, got 1.5"),
     },
     ValueError: {
-        "to_torch-static": (
+        "static": (
             lambda: jmpscale.to_torch_state_dict(jmpscale.static(8)),
-            "got mode 'static'. In torch, construct a GradScaler with enabled=False for a disabled scaler; it has"
-            " no static scale.",
+            "got mode 'static'. In torch, construct a GradScaler with enabled=False for a disabled scaler",
         ),
-        "to_torch-disabled": (lambda: jmpscale.to_torch_state_dict(jmpscale.disabled()), "got mode 'disabled'"),
-        "to_torch-nan": (
-            lambda: jmpscale.to_torch_state_dict(STATE._replace(loss_scale=jnp.float32(jnp.nan))),
-            "scaler.loss_scale must be a number, got nan",
-        ),
-        "to_torch-zero": (
-            lambda: jmpscale.to_torch_state_dict(STATE._replace(loss_scale=jnp.float32(0))),
-            "scaler.loss_scale must be between 2^-126 and 2^126, got 0. The state was corrupted; restore an older "
-            "checkpoint.",
-        ),
-        "from_torch-empty": (
-            lambda: jmpscale.from_torch_state_dict({}),
-            "mapping is empty: it was saved by a disabled GradScaler. Create a new scaler with dynamic().",
-        ),
-        "from_torch-nested": (
-            lambda: jmpscale.from_torch_state_dict({"x": TORCH}),
+        "disabled": (lambda: jmpscale.to_torch_state_dict(jmpscale.disabled()), "got mode 'disabled'"),
+        "nan": (_to_torch(loss_scale=jnp.float32(jnp.nan)), "scaler.loss_scale must be a number, got nan"),
+        "zero": (_to_torch(loss_scale=jnp.float32(0)), "scaler.loss_scale ... got 0. ... restore an older checkpoint."),
+        "empty": (lambda: jmpscale.from_torch_state_dict({}), "mapping is empty ... a new scaler with dynamic()."),
+        "nested": (
+            lambda: jmpscale.from_torch_state_dict({"x": TORCH_DICT}),
             "missing ['_growth_tracker', 'backoff_factor', 'growth_factor', 'growth_interval', 'scale'], "
             "unexpected ['x'].",
         ),
-        "from_torch-extra": (_torch(extra=1), "missing [], unexpected ['extra']"),
-        "from_torch-tracker": (
-            _torch(_growth_tracker=-1),
-            "['_growth_tracker'] must be between 0 and 2147483647, the largest 32-bit integer, got -1.",
-        ),
-        "from_torch-interval": (
-            _torch(growth_interval=0),
-            "growth_interval must be between 1 and 2147483647, the largest 32-bit integer, got 0.",
-        ),
-        "from_torch-scale": (
-            _torch(scale=0.0),
-            "mapping['scale'] must be between 2^-126 and 2^126, got 0. The limits are min_scale and max_scale.",
-        ),
-        "from_torch-below": (_torch({"min_scale": 2.0}, scale=2 - 1.5 * ULP), "mapping['scale'] must be between 2 and"),
-        "from_torch-above": (
-            _torch({"max_scale": 2.0}, scale=2 + 1.5 * ULP),
-            "mapping['scale'] must be between 2^-126 and 2, got 2.0000001788139343.",
-        ),
+        "extra": (_from_torch(extra=1), "missing [], unexpected ['extra']"),
+        "tracker": (_from_torch(_growth_tracker=-1), "['_growth_tracker'] must be between 0 and 2147483647 ... got -1"),
+        "interval": (_from_torch(growth_interval=0), "growth_interval must be between 1 and 2147483647 ... got 0."),
+        "scale": (_from_torch(scale=0.0), "mapping['scale'] must ... got 0. The limits are min_scale and max_scale."),
+        "below": (_from_torch({"min_scale": 2.0}, scale=2 - 1.5 * ULP), "mapping['scale'] must be between 2 and"),
+        "above": (_from_torch({"max_scale": 2.0}, scale=2 + 1.5 * ULP), "mapping['scale'] must ... got 2.00000017881"),
     },
 }
 
 
-@_rows(TORCH_ERRORS)
-def test_torch_state_dict_raises(call, error, words):
-    _check_message(call, error, words)
-
-
-# --- cast and monitoring ---
-
-REPORT = jmpscale.GradReport(np.array(True), np.ones(2, np.float32), *[INTS] * 5, paths=("b", "w"), sizes=(2, 3))
-REPORTS = jax.tree.map(lambda x: np.stack([x, x]), REPORT)
+def _cast(tree, dtype):
+    return lambda: jmpscale.cast(tree, dtype)
 
 
 def _stuck(limit):
@@ -1077,139 +789,110 @@ def _float16(size):
     return jax.ShapeDtypeStruct((size,), jnp.float16)
 
 
-REPORT_ERRORS = {
+CAST_AND_MONITORING = {
     TypeError: {
-        "cast-int": (
-            lambda: jmpscale.cast(GRADS, jnp.int8),
-            "dtype must be a floating-point dtype, got int8. Pass the tree, then a dtype such as jnp.float16: "
-            "cast(params, jnp.float16).",
+        "cast to int": (
+            _cast(GRADS, jnp.int8),
+            "dtype must be a floating-point dtype, got int8. ... such as jnp.float16: cast(params, jnp.float16).",
         ),
-        "cast-complex": (lambda: jmpscale.cast(GRADS, jnp.complex64), "dtype must be a floating-point dtype, got"),
-        "cast-swapped": (lambda: jmpscale.cast(jnp.float16, GRADS), "got dict. Pass the tree, then a dtype"),
-        "cast-array-swapped": (
-            lambda: jmpscale.cast(jnp.float16, W32),
-            "dtype must be a floating-point dtype, got float32[2]. Pass the tree, then a dtype such as jnp.float16: "
-            "cast(params, jnp.float16).",
-        ),
-        "cast-array": (lambda: jmpscale.cast(GRADS, np.ones(2)), "floating-point dtype, got float64[2]. Pass the tree"),
-        "cast-string": (lambda: jmpscale.cast(GRADS, "float17"), "got 'float17'. Pass the tree"),
-        "cast-None": (lambda: jmpscale.cast(GRADS, None), "dtype must be a floating-point dtype, got None"),
-        "raise_if_stuck-fraction": (_stuck(2.5), "max_consecutive_skips must be an integer, got 2.5"),
-        "describe-traced": (
-            lambda: _traced(lambda r: r.describe(), REPORT),
-            "describe reads the report and so cannot run inside jax.jit. Return the report first.",
-        ),
+        "cast to complex": (_cast(GRADS, jnp.complex64), "dtype must be a floating-point dtype, got"),
+        "cast to a tree": (_cast(jnp.float16, GRADS), "dtype must be ... got dict. Pass the tree, then a dtype"),
+        "cast to an array": (_cast(GRADS, W32), "dtype must be ... got float32[2]. Pass the tree"),
+        "cast to a string": (_cast(GRADS, "float17"), "dtype must be ... got 'float17'. Pass the tree"),
+        "cast to None": (_cast(GRADS, None), "dtype must be a floating-point dtype, got None"),
+        "fraction of skips": (_stuck(2.5), "max_consecutive_skips must be an integer, got 2.5"),
+        "traced report": (lambda: _traced(lambda r: r.describe(), REPORT), "describe ... Return the report first."),
     },
     ValueError: {
-        "raise_if_stuck-zero": (
-            _stuck(0),
-            "max_consecutive_skips must be between 1 and 2147483647, the largest 32-bit integer, got 0.",
-        ),
-        "raise_if_stuck-jit": (lambda: jax.jit(_stuck(1))(STATE), "checkify.checkify"),  # the message is JAX's
-        "grad_report-empty": (
-            lambda: jmpscale.grad_report({"n": 1}),
-            "grads must have a leaf of a floating-point dtype, got none. Pass the gradients.",
-        ),
-        "grad_report-large": (
+        "no skips": (_stuck(0), "max_consecutive_skips must be between 1 and 2147483647 ... got 0."),
+        "stuck under jit": (lambda: jax.jit(_stuck(1))(STATE), "checkify.checkify"),  # the message is JAX's
+        "report of no gradients": (lambda: jmpscale.grad_report({"n": 1}), "grads ... got none. Pass the gradients."),
+        "report of a large leaf": (
             lambda: _traced(jmpscale.grad_report, _float16(2**31)),
             "2147483647 values in a leaf, got 2147483648.",
         ),
-        "describe-limit": (
-            lambda: REPORT.describe(0),
-            "limit must be between 1 and 2147483647, the largest 32-bit integer, got 0.",
-        ),
-        "describe-several": (
-            REPORTS.describe,
-            "a single report, got a batch of shape (2,). Select one: jax.tree.map(lambda x: x[0], report).",
-        ),
+        "limit of describe": (lambda: REPORT.describe(0), "limit must be between 1 and 2147483647 ... got 0."),
+        "several reports": (REPORTS.describe, "got a batch of shape (2,). Select one: jax.tree.map(lambda x: x[0],"),
     },
 }
-
-
-@_rows(REPORT_ERRORS)
-def test_cast_or_monitoring_raises(call, error, words):
-    _check_message(call, error, words)
-
-
-# --- testing and plots ---
 
 
 def _inject(value=jnp.inf, path="['w']", **options):
     return lambda: testing.inject(GRADS | {"n": 1, "empty": jnp.ones(0)}, value, path=path, **options)
 
 
-TOOL_ERRORS = {
+TOOLS = {
     TypeError: {
-        "inject-nnx": (
-            lambda: testing.inject(NNX, jnp.inf),
-            "tree must hold values, got a Flax NNX Dropout, which is changed in place: the change would be lost.",
-        ),
-        "inject_backward-nnx": (
+        "inject into nnx": (lambda: testing.inject(NNX, jnp.inf), "tree must hold values, got a Flax NNX Dropout"),
+        "inject_backward into nnx": (
             lambda: testing.inject_backward(NNX, jnp.inf),
-            "got a Flax NNX Dropout, which is changed in place: the change would be lost. Inject into the result "
-            "of the model: inject_backward(model(x), jnp.inf, when=...).",
+            "got a Flax NNX Dropout ... Inject into the result of the model: inject_backward(model(x), jnp.inf,",
         ),
-        "inject-step": (_inject(when=2), "when must be a boolean, got 2"),
-        "assert_replicated": (lambda: testing.assert_replicated({"w": 1}), "tree['w'] must be an array, got int. Pass"),
-        "trajectory-list": (
+        "inject at a number": (_inject(when=2), "when must be a boolean, got 2"),
+        "replicated number": (lambda: testing.assert_replicated({"w": 1}), "tree['w'] must be an array, got int. Pass"),
+        "list of metrics": (
             lambda: plots.scale_trajectory([]),
-            "history must hold the results of metrics after each step, arrays [steps] of ('loss_scale', "
-            "'consecutive_skips', 'last_skip_reason'), got list. Stack a list with jax.tree.map(lambda *x: "
-            "np.stack(x), *the_list).",
+            "history must hold ... arrays [steps] of ... got list. Stack a list with jax.tree.map(lambda *x: np.stack",
         ),
-        "trajectory-step": (lambda: plots.scale_trajectory(jmpscale.metrics(STATE)), "got float32[], int32[], int32[]"),
-        "trajectory-partial": (
+        "one step": (lambda: plots.scale_trajectory(jmpscale.metrics(STATE)), "history must ... got float32[], int32"),
+        "partial metrics": (
             lambda: plots.scale_trajectory({"loss_scale": np.ones(3)}),
-            "got float64[3], None, None",
+            "history must ... got float64[3], None, None",
         ),
-        "headroom-list": (
-            lambda: plots.headroom([REPORT]),
-            "reports must be a GradReport with arrays [steps, leaves], got list. Stack a list with "
-            "jax.tree.map(lambda *x: np.stack(x), *the_list).",
-        ),
-        "headroom-step": (lambda: plots.headroom(REPORT), "arrays [steps, leaves], got float32[2]"),
+        "list of reports": (lambda: plots.headroom([REPORT]), "reports must ... got list. Stack a list with"),
+        "one report": (lambda: plots.headroom(REPORT), "arrays [steps, leaves], got float32[2]"),
     },
     ValueError: {
-        "inject-path": (
+        "path": (
             _inject(path="w"),
-            "path must lead to a floating-point leaf with elements, got 'w'. The paths of this tree are [\"['b']\","
-            " \"['w']\"].",
+            "path must lead to ... got 'w'. The paths of this tree are [\"['b']\", \"['w']\"].",
         ),
-        "inject-path-of-int": (_inject(path="['n']"), "path must lead to a floating-point leaf"),
-        "inject-path-of-nothing": (_inject(path="['empty']"), "path must lead to a floating-point leaf"),
-        "inject-tree": (
-            lambda: testing.inject(BIG, jnp.inf, path=GRADS),
-            "path must lead to a floating-point leaf with elements, got dict.",
-        ),
-        "inject-values": (
-            _inject(jnp.ones((2, 3))),
-            "value must be a scalar such as jnp.inf, got float32[2, 3]. Inject one value at a time.",
-        ),
-        "inject-None": (_inject(None), "value must be a scalar such as jnp.inf, got None."),
-        "inject-flags": (_inject(when=FLAGS), "when must be a scalar, got shape (2,)"),
-        "inject_backward-path": (
-            lambda: testing.inject_backward(GRADS, 1, path="w"),
-            "path must lead to a floating-point leaf with elements, got 'w'.",
-        ),
-        "histogram-ints": (
-            lambda: plots.exponent_histogram({"n": INTS}),
-            "grads must have a value of a floating-point dtype, got none. Pass the gradients.",
-        ),
-        "histogram-empty": (
-            lambda: plots.exponent_histogram({"w": np.zeros(0)}),
-            "grads must have a value of a floating-point dtype, got none.",
-        ),
-        "headroom-limit": (
-            lambda: plots.headroom(REPORTS, limit=0),
-            "limit must be between 1 and 2147483647, the largest 32-bit integer, got 0.",
-        ),
+        "path of int": (_inject(path="['n']"), "path must lead to a floating-point leaf"),
+        "path of no element": (_inject(path="['empty']"), "path must lead to a floating-point leaf"),
+        "path is a tree": (lambda: testing.inject(BIG, jnp.inf, path=GRADS), "path must lead to a ... got dict."),
+        "path of inject_backward": (lambda: testing.inject_backward(GRADS, 1, path="w"), "path must ... got 'w'."),
+        "values": (_inject(jnp.ones((2, 3))), "value must be a scalar ... got float32[2, 3]. Inject one value at a"),
+        "None": (_inject(None), "value must be a scalar such as jnp.inf, got None."),
+        "flags": (_inject(when=FLAGS), "when must be a scalar, got shape (2,)"),
+        "histogram of ints": (lambda: plots.exponent_histogram({"n": INTS}), "grads ... got none. Pass the gradients."),
+        "histogram of nothing": (lambda: plots.exponent_histogram({"w": np.zeros(0)}), "grads must have ... got none."),
+        "limit of headroom": (lambda: plots.headroom(REPORTS, limit=0), "limit must be between 1 ... got 0."),
     },
 }
 
+WRONG_CALLS = {
+    "constructors": CONSTRUCTORS,
+    "scale and update": SCALE_AND_UPDATE,
+    "apply_if": APPLY_IF,
+    "value_and_grad": VALUE_AND_GRAD,
+    "loss_scaled": LOSS_SCALED,
+    "with_loss_scaling": WITH_LOSS_SCALING,
+    "optax_step": OPTAX_STEP,
+    "torch": TORCH,
+    "cast and monitoring": CAST_AND_MONITORING,
+    "testing and plots": TOOLS,
+}
 
-@_rows(TOOL_ERRORS)
-def test_tool_raises(call, error, words):
-    _check_message(call, error, words)
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        pytest.param(call, error, words, id=f"{function}-{error.__name__}-{name}")
+        for function, errors in WRONG_CALLS.items()
+        for error, table in errors.items()
+        for name, (call, words) in table.items()
+    ],
+)
+def test_wrong_call_raises_or_warns(call, error, words):
+    with _raises(error, words) as caught:
+        call()
+    assert len(str(caught.value)) < 1000, "the message must not print the arrays of a model"
+
+
+def test_loss_scaled_explains_its_error_in_forward_mode():
+    with pytest.raises(TypeError, match="forward-mode") as caught:
+        jax.jvp(jmpscale.loss_scaled(_sum, 8.0), (W32,), (W32,))
+    assert "In forward mode, differentiate fun itself." in "".join(caught.value.__notes__)
 
 
 # --- warnings name the line of the caller ---
@@ -1248,7 +931,26 @@ def test_warnings_name_the_line_of_the_caller(map_):
 
 # --- valid calls, some of them at a limit ---
 
-WORDS = np.array(["a", "b"])
+SETTINGS_AT_LIMITS = {
+    "closest to 1": {"growth_factor": 1 + 2.0**-23, "backoff_factor": 1 - 2.0**-24, "growth_interval": 1},
+    "largest factor": {"growth_factor": LARGEST, "backoff_factor": SMALLEST},
+    "largest counts": {"growth_interval": COUNTER, "hysteresis": COUNTER},
+    "NumPy scalars": {"growth_factor": np.float32(2), "growth_interval": np.int64(3), "hysteresis_reset": "finite"},
+    "smallest scale": {"init_scale": SMALLEST, "min_scale": SMALLEST, "max_scale": LARGEST},
+    "largest scale": {"init_scale": LARGEST, "min_scale": LARGEST, "max_scale": LARGEST},
+    "init_scale at min_scale": {"init_scale": 1},
+    "init_scale at max_scale": {"init_scale": 2.0**32},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS_AT_LIMITS)
+def test_dynamic_accepts_settings_at_the_limits(name):
+    settings = SETTINGS_AT_LIMITS[name]
+    config = jmpscale.dynamic(**settings).config
+    for setting, value in settings.items():
+        assert setting == "init_scale" or getattr(config, setting) == value
+    assert {type(getattr(config, name)) for name in ("growth_factor", "backoff_factor", "min_scale")} == {float}
+    assert {type(getattr(config, name)) for name in ("growth_interval", "hysteresis")} == {int}
 
 
 def _step_from(state):
@@ -1256,24 +958,29 @@ def _step_from(state):
     return lambda params: optax.apply_updates(params, SCALE.update(params, state, params)[0])
 
 
+def _loss_after_step(params):
+    return _sum(_step_from(SCALE_STATE)(params))
+
+
 def _scan_of_steps(params):
     """Carries a state that the program closes over."""
     return jax.lax.scan(lambda c, _: (_train_step(*c)[:2], None), (params, SCALE_STATE), None, 2)
 
 
-def _update_with_nnx():
-    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, SCALE, wrt=nnx.Param)
-    step = nnx.jit(lambda model, optimizer: optimizer.update(model, nnx.state(model, nnx.Param)))
-    step(model, optimizer)
-    step(model, optimizer)
-
-
-def _update_on_devices():
+def _update_on_eager_devices():
     """Closes over the state in a program that `jax.shard_map` runs without compiling it."""
-    mesh = meshes.make_mesh(d=8)
+    mesh = meshes.make_mesh(d=1)
     update = jax.shard_map(lambda x: SCALE.update(x, SCALE_STATE)[0], mesh=mesh, in_specs=P("d"), out_specs=P("d"))
     update(jnp.ones(8))
+
+
+def _update_with_norm(grads):
+    tx = jmpscale.with_loss_scaling(optax.scale(1.0), norm_axis_name="d")
+    return tx.update(grads, tx.init(grads))[0]
+
+
+def _update_disabled(grads):
+    return jmpscale.with_loss_scaling(SGD).update(grads, OPT_STATE._replace(scaler=jmpscale.disabled()))
 
 
 def _scan_of_a_new_scaler(flags):
@@ -1281,97 +988,79 @@ def _scan_of_a_new_scaler(flags):
     return jax.lax.scan(lambda scaler, flag: (jmpscale.update(scaler, flag), None), jmpscale.dynamic(), flags)
 
 
-ACCEPTED = {
-    "static-small": lambda: jmpscale.static(SMALLEST),
-    "static-large": lambda: jmpscale.static(LARGEST),
-    "update-python-fields": _update(total_skips=3, loss_scale=8.0),
-    "update-int64-field": _update(total_skips=np.int64(3)),
-    "update-numpy-flag": lambda: jmpscale.update(STATE, np.True_),
-    "scale-eager-float16": lambda: jmpscale.scale(STATE, W16),
-    "scale-bfloat16": lambda: _traced(jmpscale.scale, STATE, W32.astype(jnp.bfloat16)),
-    "axis-of-no-loss": lambda: _per_device(lambda x: jmpscale.update(STATE, TRUE).loss_scale[None]),
-    "axis-empty": lambda: _per_device(lambda x: jmpscale.all_finite(x, axis_name=())[None]),
-    "axis-given": lambda: _per_device(lambda x: jmpscale.all_finite(x, axis_name="d")[None]),
-    "axis-of-norm": lambda: _per_device(
-        lambda x: (tx := jmpscale.with_loss_scaling(optax.scale(1.0), norm_axis_name="d")).update(x, tx.init(x))[0]
+WORDS = np.array(["a", "b"])
+VALID_CALLS = {
+    "smallest static scale": lambda: jmpscale.static(SMALLEST),
+    "largest static scale": lambda: jmpscale.static(LARGEST),
+    "update of Python numbers": _update(total_skips=3, loss_scale=8.0),
+    "update of an int64 field": _update(total_skips=np.int64(3)),
+    "update with a NumPy flag": lambda: jmpscale.update(STATE, np.True_),
+    "scale float16 eagerly": lambda: jmpscale.scale(STATE, W16),
+    "scale bfloat16": lambda: _traced(jmpscale.scale, STATE, W32.astype(jnp.bfloat16)),
+    "axis without a loss": lambda: _per_device(lambda x: jmpscale.update(STATE, TRUE).loss_scale[None]),
+    "axis_name is empty": lambda: _per_device(lambda x: jmpscale.all_finite(x, axis_name=())[None]),
+    "axis of the norm": lambda: _per_device(_update_with_norm),
+    "apply_if to a number": _apply(lambda n: n + 1, 1),
+    "apply_if to objects": _apply(lambda w, words: (w, words.copy()), LOSS, WORDS),
+    "apply_if to nan": _apply(lambda x, n: (float("nan"), 10**40), float("nan"), 10**40),
+    "value_and_grad with NNX": _value_and_grad(GRADS, NNX),
+    "value_and_grad with Equinox": lambda: _value_and_grad(eqx.nn.LayerNorm(2), EQUINOX)(),
+    "value_and_grad of a vector": lambda: jmpscale.value_and_grad(lambda w: w[:1], transform=_value_and_grad_of_vector)(
+        jmpscale.disabled(), W32
     ),
-    "apply_if-number": _apply(lambda n: n + 1, 1),
-    "apply_if-objects": _apply(lambda w, words: (w, words.copy()), LOSS, WORDS),
-    "apply_if-nan": _apply(lambda x, n: (float("nan"), 10**40), float("nan"), 10**40),
-    "value_and_grad-list": _value_and_grad(LOSS, fun=lambda w: [w, 1], has_aux=True),
-    "value_and_grad-nnx": _value_and_grad(GRADS, NNX),
-    "value_and_grad-equinox": lambda: _value_and_grad(eqx.nn.LayerNorm(2), EQUINOX)(),
-    "loss_scaled-bfloat16": _grad(W32.astype(jnp.bfloat16)),
-    "loss_scaled-float16-batch": lambda: _grad(W32, lambda w: _sum([w, W16]))(),
-    "loss_scaled-float16-aux": _grad(W32, lambda w: (_sum(w), _half_sum(w)), has_aux=True),
-    "loss_scaled-eager": _grad(W32, scale=STATE),
-    "loss_scaled-static": lambda: _traced(_grad(W32, scale=jmpscale.static(8.0))),
-    "loss_scaled-array": lambda: _traced(_grad(W32, scale=LOSS)),
-    "loss_scaled-argument": lambda: _traced(lambda state: _grad(W32, scale=state)(), STATE),
-    "max_norm-small": _wrap(ADAM, max_norm=SMALLEST),
-    "max_norm-large": _wrap(ADAM, max_norm=LARGEST),
-    "chain-clip_by_global_norm": _update_of_chain(optax.clip_by_global_norm(1.0), optax.scale(2.0)),
-    "chain-empty-cell": _update_of_chain(_with_empty_cell()),
-    "chain-clip-inside": _update_of_chain(inside=optax.chain(optax.clip(1.0), SGD)),
-    "optax_step-no-momentum": lambda: jmpscale.apply_if(TRUE, jmpscale.optax_step(SGD, W32), W32, SGD.init(W32)),
-    "value_and_grad-disabled-vector": lambda: jmpscale.value_and_grad(
-        lambda w: w[:1], transform=_value_and_grad_of_vector
-    )(jmpscale.disabled(), W32),
-    "value_and_grad-has_aux": _value_and_grad(W32, fun=lambda w: (jnp.sum(w), w), has_aux=np.True_),
-    "value_and_grad-method": _value_and_grad(W32, fun=_Model().method),
-    "value_and_grad-of-gradients": _value_and_grad(W32, fun=lambda w: jmpscale.value_and_grad(jnp.sum)(STATE, w)[0]),
-    "value_and_grad-diff_state": lambda: _value_and_grad(
-        nnx.Linear(2, 1, rngs=nnx.Rngs(0)), fun=_sum, argnums=nnx.DiffState(0, nnx.Param), transform=nnx.value_and_grad
-    )(),
-    "value_and_grad-scaler-of-fun": lambda: jmpscale.value_and_grad(lambda w, scaler: w * scaler)(
-        STATE, 1.0, scaler=2.0
-    ),
-    "extra-argument-of-inner": _update_with(losses=LOSS),
-    "extra-argument-by-name": _update_with(_looks_up_losses, losses=LOSS),
-    "extra-argument-and-loss": lambda: SCALE.update(GRADS, SCALE_STATE, GRADS, value=LOSS, values=LOSS),
-    "extra-arguments": lambda: SCALE.update(GRADS, SCALE_STATE, GRADS, value_fn=_sum, loss_fn=_sum, grad=GRADS, key=1),
-    "state-argument": lambda: _traced(_train_step, GRADS, SCALE_STATE),
-    "state-eager": lambda: _step_from(SCALE_STATE)(GRADS),
-    "state-eager-grad": lambda: jax.grad(lambda p: _sum(_step_from(SCALE_STATE)(p)))(GRADS),
-    "state-compiled-grad": lambda: _traced(jax.grad(lambda p: _sum(_step_from(SCALE_STATE)(p))), GRADS),
-    "state-compiled-vmap": lambda: _traced(jax.vmap(_step_from(SCALE_STATE)), jax.tree.map(lambda x: x[None], GRADS)),
-    "state-created": lambda: _traced(lambda p: _train_step(p, SCALE.init(p)), GRADS),
-    "state-carried-by-scan": lambda: _traced(_scan_of_steps, GRADS),
-    "state-in-eager-scan": lambda: _scan_of_steps(GRADS),
-    "state-in-eager-cond": lambda: jax.lax.cond(
+    "has_aux of NumPy": _value_and_grad(W32, fun=lambda w: (jnp.sum(w), w), has_aux=np.True_),
+    "value_and_grad of gradients": _value_and_grad(W32, fun=lambda w: jmpscale.value_and_grad(jnp.sum)(STATE, w)[0]),
+    "argument called scaler": lambda: jmpscale.value_and_grad(lambda w, scaler: w * scaler)(STATE, 1.0, scaler=2.0),
+    "loss_scaled in bfloat16": _grad(W32.astype(jnp.bfloat16)),
+    "loss_scaled float16 batch": lambda: _grad(W32, lambda w: _sum([w, W16]))(),
+    "loss_scaled float16 aux": _grad(W32, lambda w: (_sum(w), _half_sum(w)), has_aux=True),
+    "loss_scaled eagerly": _grad(W32, scale=STATE),
+    "loss_scaled by static": lambda: _traced(_grad(W32, scale=jmpscale.static(8.0))),
+    "loss_scaled by an array": lambda: _traced(_grad(W32, scale=LOSS)),
+    "loss_scaled by an argument": lambda: _traced(lambda state: _grad(W32, scale=state)(), STATE),
+    "smallest max_norm": _wrap(ADAM, max_norm=SMALLEST),
+    "largest max_norm": _wrap(ADAM, max_norm=LARGEST),
+    "behind clip_by_global_norm": _update_of_chain(optax.clip_by_global_norm(1.0), optax.scale(2.0)),
+    "behind a function with an empty cell": _update_of_chain(_with_empty_cell()),
+    "clip inside": _update_of_chain(inside=optax.chain(optax.clip(1.0), SGD)),
+    "masked inside": lambda: _wrap(optax.masked(ADAM, MASK))().init(GRADS),
+    "optax_step without momentum": _apply(jmpscale.optax_step(SGD, W32), W32, SGD.init(W32)),
+    "optax_step of MultiSteps": lambda: jmpscale.optax_step(optax.MultiSteps(ADAM, 2), GRADS),
+    "extra argument of inner": _update_with(losses=LOSS),
+    "extra argument by name": _update_with(_looks_up_losses, losses=LOSS),
+    "extra argument and loss": lambda: SCALE.update(GRADS, SCALE_STATE, GRADS, value=LOSS, values=LOSS),
+    "extra arguments": lambda: SCALE.update(GRADS, SCALE_STATE, GRADS, value_fn=_sum, loss_fn=_sum, grad=GRADS, key=1),
+    "state as argument": lambda: _traced(_train_step, GRADS, SCALE_STATE),
+    "state in an eager step": lambda: _step_from(SCALE_STATE)(GRADS),
+    "state in an eager gradient": lambda: jax.grad(_loss_after_step)(GRADS),
+    "state in a gradient": lambda: _traced(jax.grad(_loss_after_step), GRADS),
+    "state in vmap": lambda: _traced(jax.vmap(_step_from(SCALE_STATE)), jax.tree.map(lambda x: x[None], GRADS)),
+    "state is created": lambda: _traced(lambda p: _train_step(p, SCALE.init(p)), GRADS),
+    "state in scan": lambda: _traced(_scan_of_steps, GRADS),
+    "state in an eager scan": lambda: _scan_of_steps(GRADS),
+    "state in an eager cond": lambda: jax.lax.cond(
         TRUE, lambda: SCALE.update(GRADS, SCALE_STATE), lambda: (GRADS, SCALE_STATE)
     ),
-    "state-on-devices": lambda: _per_device(lambda x, state: SCALE.update(x, state)[0], SCALE_STATE, check_vma=True),
-    "state-on-eager-devices": _update_on_devices,
-    "state-exported": lambda: jax.export.export(jax.jit(_train_step))(GRADS, SCALE_STATE),
-    "state-in-train_state": lambda: _traced(
-        lambda state: state.apply_gradients(grads=GRADS), TrainState.create(apply_fn=None, params=GRADS, tx=SCALE)
-    ),
-    "state-in-nnx": _update_with_nnx,
-    "state-of-multi_steps": lambda: _traced(_accumulate, GRADS, ACCUMULATING_STATE),
-    "state-disabled": lambda: _traced(
-        lambda g: jmpscale.with_loss_scaling(SGD).update(g, OPT_STATE._replace(scaler=jmpscale.disabled())), GRADS
-    ),
-    "update-carried-by-scan": lambda: _traced(_scan_of_a_new_scaler, FLAGS),
-    "update-argument": lambda: _traced(jmpscale.update, STATE, TRUE),
-    "update-known-flag": lambda: _traced(lambda x: jmpscale.update(STATE, True), TRUE),
-    "update-vmap": lambda: jax.vmap(lambda x: jmpscale.update(STATE, x))(TRUE[None]),
-    "update-disabled": lambda: _traced(lambda x: jmpscale.update(jmpscale.disabled(), x), TRUE),
-    "multi_steps-inside": lambda: _wrap(optax.MultiSteps(ADAM, 2))().init(GRADS),
-    "masked-inside": lambda: _wrap(optax.masked(ADAM, MASK))().init(GRADS),
-    "optax_step-multi_steps": lambda: jmpscale.optax_step(optax.MultiSteps(ADAM, 2), GRADS),
-    "from_torch-tracker": _torch(_growth_tracker=0),
-    "from_torch-below": _torch({"min_scale": 2.0}, scale=2 - ULP),
-    "from_torch-above": _torch({"max_scale": 2.0}, scale=2 + ULP),
-    "raise_if_stuck": _stuck(1),
-    "grad_report": lambda: _traced(jmpscale.grad_report, _float16(COUNTER)),
-    "describe": lambda: REPORT.describe(1),
-    "inject": _inject(np.float32(1), when=np.True_),
-    "headroom": lambda: plots.headroom(REPORTS, limit=1),
+    "state on devices": lambda: _per_device(lambda x, state: SCALE.update(x, state)[0], SCALE_STATE, check_vma=True),
+    "state on eager devices": _update_on_eager_devices,
+    "state of MultiSteps": lambda: _traced(_accumulate, GRADS, ACCUMULATING_STATE),
+    "state is disabled": lambda: _traced(_update_disabled, GRADS),
+    "state is exported": lambda: jax.export.export(jax.jit(_train_step))(GRADS, SCALE_STATE),
+    "update in scan": lambda: _traced(_scan_of_a_new_scaler, FLAGS),
+    "update with a known flag": lambda: _traced(lambda x: jmpscale.update(STATE, True), TRUE),
+    "update in vmap": lambda: jax.vmap(lambda x: jmpscale.update(STATE, x))(TRUE[None]),
+    "update if disabled": lambda: _traced(lambda x: jmpscale.update(jmpscale.disabled(), x), TRUE),
+    "torch tracker of 0": _from_torch(_growth_tracker=0),
+    "torch scale below by rounding": _from_torch({"min_scale": 2.0}, scale=2 - ULP),
+    "torch scale above by rounding": _from_torch({"max_scale": 2.0}, scale=2 + ULP),
+    "report of a large leaf": lambda: _traced(jmpscale.grad_report, _float16(COUNTER)),
+    "describe one leaf": lambda: REPORT.describe(1),
+    "inject a NumPy number": _inject(np.float32(1), when=np.True_),
+    "headroom of one leaf": lambda: plots.headroom(REPORTS, limit=1),
 }
 
 
-@pytest.mark.parametrize("name", ACCEPTED)
+@pytest.mark.parametrize("name", VALID_CALLS)
 def test_valid_call_neither_raises_nor_warns(name):
     """A warning would raise, because warnings are errors."""
-    ACCEPTED[name]()
+    VALID_CALLS[name]()

@@ -18,6 +18,7 @@ import jmpscale
 pytestmark = pytest.mark.full
 
 TX = jmpscale.with_loss_scaling(optax.trace(0.9), jmpscale.dynamic(2.0**18, growth_interval=3))
+FAST = {"compiler_options": {"xla_backend_optimization_level": 0}}  # halves the compile time
 
 
 def _step(carry, x):
@@ -56,7 +57,7 @@ def _bits(tree):
 @pytest.fixture(scope="module")
 def expected():
     with jax.numpy_dtype_promotion("standard"):
-        carry = _train(jax.jit(_step), _start())
+        carry = _train(jax.jit(_step, **FAST), _start())
     for scaler in (carry[1], jmpscale.get_scaler(carry[3])):
         assert scaler.last_skip_reason in (1, 2)
         assert 2 < scaler.total_skips < 8
@@ -69,7 +70,6 @@ SETTINGS = {
     "debug": {"jax_debug_nans": True, "jax_debug_infs": True},
     "checks": {"jax_enable_checks": True},
     "tracer-leaks": {"jax_check_tracer_leaks": True},
-    "rank-promotion": {"jax_numpy_rank_promotion": "allow"},
     "transfer-guard": {"jax_transfer_guard": "disallow"},
 }
 
@@ -91,7 +91,7 @@ def _settings(**settings):
 def test_setting_keeps_the_bits_of_a_compiled_run(name, expected):
     start = _start()
     with _settings(**SETTINGS[name]):
-        assert _bits(_train(jax.jit(lambda *args: _step(*args)), start)) == _bits(expected)
+        assert _bits(_train(jax.jit(lambda *args: _step(*args), **FAST), start)) == _bits(expected)
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -124,7 +124,7 @@ def test_debug_nans_accepts_finite_gradients_without_jit():
 
 @pytest.mark.usefixtures("standard_promotion")
 def test_threads_share_a_jitted_step(expected):
-    step, together, results = jax.jit(lambda *args: _step(*args)), threading.Barrier(4), {}
+    step, together, results = jax.jit(lambda *args: _step(*args), **FAST), threading.Barrier(4), {}
 
     def work(number):
         with jax.numpy_dtype_promotion("standard"):
@@ -148,13 +148,14 @@ hits = []
 jax.monitoring.register_event_listener(lambda event, **_: hits.append(event) if event.endswith("/cache_hits") else None)
 TX = jmpscale.with_loss_scaling(optax.trace(0.9), jmpscale.dynamic(2.0**18, growth_interval=3))
 {functions}
-bits = _bits(_train(jax.jit(_step), _start()))
+bits = _bits(_train(jax.jit(_step, **{options}), _start()))
 print(json.dumps([len(hits), bits]))
 """
 
 
 def test_compilation_cache_keeps_the_bits(expected, tmp_path):
-    program = PROGRAM.format(functions="\n".join(map(inspect.getsource, (_step, _start, _train, _bits))))
+    functions = "\n".join(map(inspect.getsource, (_step, _start, _train, _bits)))
+    program = PROGRAM.format(functions=functions, options=FAST)
     hits = []
     for _ in range(2):
         ended = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, check=True)
