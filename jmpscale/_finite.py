@@ -10,6 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jmpscale._base.axes import AxisName, all_reduce_and, check_no_partial_sums, warn_if_unsynchronized
+from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, check_no_refs, flatten_matching, is_inexact
 from jmpscale._scaler_of_tree import find_scaler
 
@@ -32,7 +33,8 @@ def all_finite(tree: PyTree, *, scaler: PyTree = None, axis_name: AxisName = Non
       bool[], equal on all devices along the axes.
 
     Raises:
-      TypeError: a leaf is a partial sum that has not been reduced over its devices, or a `jax.Ref`.
+      TypeError: the tree is a function or a string, or a leaf is a partial sum that has not been reduced over its
+        devices, or a `jax.Ref`.
       ValueError: an axis is not mapped here, or `scaler` does not contain exactly one scaler.
 
     Warns:
@@ -45,6 +47,8 @@ def all_finite(tree: PyTree, *, scaler: PyTree = None, axis_name: AxisName = Non
     (True, False)
     """
     check_no_refs(tree)
+    if jax.tree_util.all_leaves([tree]) and (callable(tree) or isinstance(tree, str)):
+        raise TypeError(f"tree must be a pytree of arrays, got {describe(tree)}. Pass the gradients.")
     if scaler is not None and find_scaler(scaler).config.mode == "disabled":
         with jax.ensure_compile_time_eval():  # known when the step is traced, so that apply_if adds no branch
             return jnp.array(True)

@@ -60,8 +60,8 @@ def value_and_grad(
     Args:
       fun: the loss function. It returns a scalar loss in float32, or a pair of the loss and auxiliary data if `has_aux`
         is true.
-      argnums: which positional arguments of `fun` to differentiate with respect to: an int, a sequence of ints, or
-        whatever else `transform` takes, such as `nnx.DiffState(0, nnx.LoRAParam)`.
+      argnums: which positional arguments of `fun`, without the scaler, to differentiate with respect to: an int, a
+        sequence of ints, or whatever else `transform` takes, such as `nnx.DiffState(0, nnx.LoRAParam)`.
       has_aux: whether `fun` returns a pair.
       transform: the `value_and_grad` of the model's framework, such as `flax.nnx.value_and_grad`, which keeps batch
         statistics and random streams up to date, or `equinox.filter_value_and_grad`.

@@ -20,6 +20,8 @@ from jmpscale._optax_checks import (
     check_not_wrapped,
     check_structure_of_updates,
     check_update_arguments,
+    warn_if_gated,
+    warn_if_gradients_are_narrow,
     warn_if_inside_another,
     warn_if_loss_is_misspelled,
     warn_if_overflows_are_hidden,
@@ -139,6 +141,8 @@ def with_loss_scaling(
 
         warn_if_unsynchronized(axis_name, norm_axis_name)
         warn_if_loss_is_misspelled(extra_args, inner)
+        warn_if_gated()
+        warn_if_gradients_are_narrow(grads)
         loss = extra_args.get("value", extra_args.get("loss"))
         decision_axes = _decision_axes(axis_name, norm_axis_name)
         finite, loss_finite = all_reduce_outcome(_is_finite(grads, norm), loss, decision_axes)

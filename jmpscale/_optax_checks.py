@@ -5,15 +5,17 @@ import difflib
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import optax
 
 from jmpscale._base.axes import check_no_partial_sums
 from jmpscale._base.check import warn_user
-from jmpscale._base.text import truncate, type_name
-from jmpscale._base.tree import PyTree, check_no_refs, find_instances, structure
+from jmpscale._base.text import describe, truncate, type_name
+from jmpscale._base.tree import PyTree, check_no_refs, find_instances, is_inexact, named_leaves, structure
+from jmpscale._gate import apply_if
 from jmpscale._scaler_of_tree import check_scaler
+from jmpscale._scaling import needs_wider_gradient
 from jmpscale._state import WithLossScalingState
 
 # The functions of optax whose transformations replace infinity or NaN by finite numbers.
@@ -74,6 +76,26 @@ def warn_if_inside_another(params: optax.Params) -> None:
         )
 
 
+def warn_if_gated() -> None:
+    """Warns if a skipped step would discard the backoff of the scale, too: the scaler would not change any more."""
+    if _is_called_by(lambda frame: frame.f_code is apply_if.__code__):
+        warn_user(
+            "with_loss_scaling is inside jmpscale.apply_if: a skipped step would not adjust its scale, and every step "
+            "would be skipped. The wrapper skips steps itself: call tx.update without apply_if."
+        )
+
+
+def warn_if_gradients_are_narrow(grads: PyTree) -> None:
+    """Warns about gradients in float16, in which true units underflow."""
+    narrow = [(path, x) for path, x in named_leaves(grads) if is_inexact(x) and needs_wider_gradient(x)]
+    if narrow:
+        path, x = narrow[0]
+        warn_user(
+            f"the gradients must be float32, got {describe(x)} at updates{path}: in true units they underflow. They "
+            "were converted after the unscaling, or do not come from jmpscale.value_and_grad, which returns float32."
+        )
+
+
 def warn_if_overflows_are_hidden() -> None:
     """Warns if an `optax.chain` has changed infinities or NaN into finite numbers before the wrapper."""
     if _is_called_by(_hides_overflows):
@@ -84,12 +106,13 @@ def warn_if_overflows_are_hidden() -> None:
         )
 
 
-def warn_if_loss_is_misspelled(names: Collection[str], inner: object) -> None:
-    """Warns if the name of an extra argument is almost `loss` or `value`, and no transformation reads it."""
-    if "loss" in names or "value" in names or not isinstance(inner, tuple):
+def warn_if_loss_is_misspelled(arguments: Mapping[str, object], inner: object) -> None:
+    """Warns if the name of an extra argument resembles `loss` or `value`, and no transformation reads it."""
+    if "loss" in arguments or "value" in arguments or not isinstance(inner, tuple):
         return
-    for name in names:
-        if difflib.get_close_matches(name, ["loss", "value"], cutoff=0.8) and not _is_read(name, inner):
+    for name in (name for name, x in arguments.items() if not callable(x)):
+        is_similar = "loss" in name.lower() or difflib.get_close_matches(name, ["loss", "value"], cutoff=0.8)
+        if is_similar and not _is_read(name, inner):
             warn_user(
                 f"the extra argument {name!r} of tx.update is ignored, because no transformation takes it. Pass the "
                 "unscaled loss as value= or loss=, so that a non-finite loss does not reduce the scale."

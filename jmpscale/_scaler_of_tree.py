@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._base.text import describe, type_name
-from jmpscale._base.tree import PyTree, Tree, find_instances, is_array
+from jmpscale._base.tree import PyTree, Tree, find_instances, is_array, is_traced
 from jmpscale._state import ARRAY_FIELDS, ScalerConfig, ScalerState, register_with_flax
 
 
@@ -126,6 +126,11 @@ def _check_scaler_type(scaler: object, name: str) -> ScalerState:
         raise TypeError(
             f"{name}.config must be a ScalerConfig, got {type_name(scaler.config)}. Settings are not part of a "
             "checkpoint: restore into a state created by jmpscale.dynamic, static or disabled."
+        )
+    if any(isinstance(x, jax.Array) and not is_traced(x) and x.is_deleted() for x in jax.tree.leaves(scaler)):
+        raise ValueError(
+            f"{name} must hold arrays with values, got deleted arrays. They were donated to a compiled function: use "
+            "the scaler that this function returned."
         )
     register_with_flax()
     return scaler

@@ -214,7 +214,8 @@ def dynamic(
     Megatron-LM and an upper limit of 2^32 as in ColossalAI.
 
     Args:
-      init_scale: the first loss scale, in `[min_scale, max_scale]`. Scaling by a power of two is exact.
+      init_scale: the first loss scale itself, not its exponent, in `[min_scale, max_scale]`. Scaling by a power of two
+        is exact.
       growth_factor: the factor by which the scale grows; above 1.
       backoff_factor: the factor by which the scale backs off after an overflow; between 0 and 1.
       growth_interval: the scale grows after this number of finite steps without an overflow; at least 1.
@@ -277,6 +278,8 @@ def static(scale: float) -> ScalerState:
 
 def disabled() -> ScalerState:
     """Creates a scaler that turns loss scaling off and adds nothing to the compiled program.
+
+    It skips no step. To skip steps with NaN in bfloat16 or float32, use `static(1.0)`.
 
     Returns:
       A `ScalerState` that no step changes. Float16 gradients stay float16; with other scalers they become float32. With

@@ -49,7 +49,8 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
 
     Args:
       scaler: the scaler from before the step.
-      finite: bool[], from `all_finite` or `unscale_and_check`.
+      finite: bool[], whether all gradients of the step are finite, from `all_finite` or `unscale_and_check`; without
+        other conditions, which would count as overflows.
       loss: the unscaled loss, of any shape, or a pytree of unscaled losses. A skipped step whose loss is not finite
         does not change the scale. A non-finite loss alone never causes a skip.
       axis_name: the mapped axes over which to combine `finite` and the finiteness of the loss, as in `all_finite`. If

@@ -911,17 +911,18 @@ def test_autocast_leaks_no_tracers():
 
 
 WRONG_FUNCTIONS = {
-    "number": (3.0, "3.0. Pass it first"),
-    "dtype": (jnp.float16, "float16. Pass the dtype by its name"),
-    "name of a dtype": ("bfloat16", "'bfloat16'. Pass the dtype by its name"),
+    "number": (3.0, "3.0"),
+    "dtype": (jnp.float16, "float16"),
+    "name of a dtype": ("bfloat16", "'bfloat16'"),
 }
 WRONG_DTYPES = {"float32": (jnp.float32, "float32"), "None": (None, "None"), "array": (W, "float32[8, 8]")}
 
 
 @pytest.mark.parametrize("row", rows(WRONG_FUNCTIONS))
 def test_autocast_of_another_object_raises(row):
-    value, words = row
-    message = f"fun must be the loss function, got {words}: autocast(loss_fn, dtype=...)."
+    value, shown = row
+    remedy = "Pass it first, and the dtype by its name: autocast(loss_fn, dtype=...)."
+    message = f"fun must be the loss function, got {shown}. {remedy}"
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         jmpscale.autocast(value)
 

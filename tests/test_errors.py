@@ -258,6 +258,13 @@ CONSTRUCTORS = {
 }
 
 
+def _donated(state):
+    """Returns a scaler whose arrays are deleted, as a compiled function deletes what is donated to it."""
+    state = jax.tree.map(jnp.asarray, state)
+    jax.tree.map(lambda x: x.delete(), state)
+    return state
+
+
 def _update(**fields):
     return lambda: jmpscale.update(STATE._replace(**fields), True)
 
@@ -286,6 +293,10 @@ SCALE_AND_UPDATE = {
             "got int32[] at tree['n']. Pass only the losses, or convert with .astype(jnp.float32).",
         ),
         "complex loss": (lambda: jmpscale.scale(STATE, 1j), "losses of a floating-point dtype, got 1j at tree. "),
+        "function as gradients": (
+            lambda: jmpscale.all_finite(jnp.sum),
+            "tree must be a pytree of arrays, got function. Pass the gradients.",
+        ),
         "string loss": (lambda: jmpscale.scale(STATE, "x"), "got 'x' at tree. "),
         "number as flag": (
             lambda: jmpscale.update(STATE, 1),
@@ -295,6 +306,11 @@ SCALE_AND_UPDATE = {
         "tuple as flag": (lambda: jmpscale.update(STATE, (GRADS, TRUE)), "finite must be a boolean, got tuple"),
     },
     ValueError: {
+        "donated scaler": (
+            lambda: jmpscale.metrics(_donated(jmpscale.dynamic())),
+            "scaler must hold arrays with values, got deleted arrays. They were donated to a compiled "
+            "function: use the scaler that this function returned.",
+        ),
         "flags": (
             lambda: jmpscale.update(STATE, FLAGS),
             "finite must be a scalar, got shape (2,). Combine with .all(), or call under jax.vmap.",
@@ -679,6 +695,19 @@ WITH_LOSS_SCALING = {
         "misspelled loss": (
             lambda: SCALE.update(GRADS, SCALE_STATE, GRADS, lss=LOSS),
             "the extra argument 'lss' of tx.update is ignored, ... Pass the unscaled loss as value= or loss=",
+        ),
+        "loss by another name": (
+            lambda: SCALE.update(GRADS, SCALE_STATE, GRADS, train_loss=LOSS),
+            "the extra argument 'train_loss' of tx.update is ignored",
+        ),
+        "inside apply_if": (
+            lambda: jmpscale.apply_if(True, lambda state: SCALE.update(GRADS, state)[1], SCALE_STATE),
+            "with_loss_scaling is inside jmpscale.apply_if: a skipped step would not adjust its scale, ... call "
+            "tx.update without apply_if.",
+        ),
+        "float16 gradients": (
+            lambda: SCALE.update({"w": jnp.ones(2, jnp.float16)}, SCALE_STATE),
+            "the gradients must be float32, got float16[2] at updates['w']: in true units they underflow.",
         ),
         "misspelled value": (
             lambda: SCALE.update(GRADS, SCALE_STATE, GRADS, key=LOSS, values=LOSS),

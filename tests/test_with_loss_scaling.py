@@ -98,6 +98,7 @@ def test_with_loss_scaling_changes_nothing_on_a_skip(dtype, platform):
     assert (opt_state.scaler.total_skips, opt_state.scaler.loss_scale, len(traces)) == (2, 2.0**6, 1)
 
 
+@pytest.mark.filterwarnings("ignore:the gradients must be float32:UserWarning")
 @each_jit
 def test_with_loss_scaling_returns_zeros_of_every_kind_on_a_skip(jit):
     tx = jmpscale.with_loss_scaling(optax.identity())
@@ -241,6 +242,7 @@ def _clip(max_norm, grads, scaler=None):
     return updates, state
 
 
+@pytest.mark.filterwarnings("ignore:the gradients must be float32:UserWarning")
 @pytest.mark.parametrize("max_norm", [2.0, pytest.param(1e6, marks=pytest.mark.full)])
 def test_max_norm_clips_as_optax_does(max_norm):
     grads = {
