@@ -99,11 +99,8 @@ class Precision(_Rule):
 
     @staticmethod
     def applies(eqn: core.JaxprEqn) -> bool:
-        """Tests whether an operation computes results of fewer bits than float32, and can round or overflow."""
-        # autocast subtracts the result of a matmul from itself: the difference is zero, or NaN for an infinity.
-        is_check = eqn.primitive.name == "sub" and eqn.invars[0] is eqn.invars[1]
-        is_exact = eqn.primitive.name in _MOVES or is_check
-        return not is_exact and any(is_narrow(type_of(x)) for x in eqn.outvars)
+        """Tests whether an operation computes results of fewer bits than float32."""
+        return eqn.primitive.name not in _MOVES and any(is_narrow(type_of(x)) for x in eqn.outvars)
 
     def choose(self, eqn: core.JaxprEqn, inputs: list[Any], place: Place, sites: list[int]) -> list[Any]:
         """Returns the results of an operation with modes."""
