@@ -257,6 +257,7 @@ FRAMEWORKS = {  # the arguments are created in the test, because these libraries
 }
 DEFAULT_FAULTS = {
     "backward underflow",
+    "overflow and rounding",
     "scale below min_scale",
     "small constant",
     "embedding counts",
