@@ -82,11 +82,11 @@ def _anchors(path):
     return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in texts}
 
 
-def run(code, name, namespace):
+def run(code, namespace):
     """Runs a block in a namespace, and returns its losses: the values of `loss`, or the list `losses`."""
     recorder = _Losses(namespace)
-    file = "train.py"  # reports show it, with the number of a line in the block
-    exec(compile(code, file, "exec"), namespace, recorder)
+    # Reports show this file, with the number of a line in the block.
+    exec(compile(code, "train.py", "exec"), namespace, recorder)
     return recorder.losses
 
 

@@ -35,7 +35,7 @@ def test_readme_runs_as_pasted(capsys):
     printed = []
     for language, code in README_BLOCKS:
         if language == "python":
-            pages.run(code, "README.md", namespace)
+            pages.run(code, namespace)
             printed.append(capsys.readouterr().out)
     expected = [text for language, text in README_BLOCKS if language == "text"]
     if jax.default_backend() == "cpu":  # other devices round differently
@@ -51,7 +51,7 @@ def test_readme_program_needs_loss_scaling(capsys):
     variants = [program, program.replace("@jmpscale.autocast\n", ""), program.replace("dynamic()", "disabled()")]
     losses = []
     for code in variants:
-        pages.run(code, "README.md", {"__name__": "README.md"})
+        pages.run(code, {"__name__": "README.md"})
         losses.append(float(capsys.readouterr().out.split()[0]))
     ours, float32, float16 = losses
     assert loss_needs_scaling(ours, float32, float16)
@@ -91,7 +91,7 @@ def test_overview_links_every_page():
 
 def run_block(code, name, namespace):
     """Runs a block of a page, requires that the loss of a training run falls, and returns the finite losses."""
-    losses = pages.run(code, name, namespace)
+    losses = pages.run(code, namespace)
     losses = [loss for loss in losses if math.isfinite(loss)]  # the loss of a skipped step may be NaN
     if len(losses) >= MIN_TRAINING_STEPS:
         assert sum(losses[-5:]) < sum(losses[:5]), f"{name}: the loss did not fall, {losses}"
@@ -154,7 +154,7 @@ def test_page_trains_as_well_as_float32(page, monkeypatch):
     namespace, float32 = {"__name__": f"docs/{page}.md"}, None
     for _, code, _ in pages.blocks(page):
         if float32 is None:
-            pages.run(code.replace("jnp.float16", "jnp.float32"), f"docs/{page}.md", namespace)
+            pages.run(code.replace("jnp.float16", "jnp.float32"), namespace)
             float32 = result_of(page, namespace)
     assert ours - float32 <= 0.1 * abs(float32)
 

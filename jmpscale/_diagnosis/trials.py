@@ -89,7 +89,7 @@ class Trials:
         return self.step.run(2.0**exponent, modes, default)[0]
 
     def error(self, modes: Mapping[Site, Mode], default: Mode, exponent: int) -> float:
-        """Returns the largest error of a gradient, infinity if a value is not finite; a wrong loss is one of 100%."""
+        """Returns the largest error of a gradient; at least 1 if the loss is wrong; infinity if a value is not finite."""
         key = frozenset(modes.items()), default, exponent
         if key not in self._errors:
             errors, loss_error = self.compare(self.run(modes, default, exponent))
@@ -109,7 +109,7 @@ class Trials:
         return outputs
 
     def largest_exponent(self, paths: Collection[Path] = ()) -> int:
-        """Returns the exponent of the largest scale at which no backward pass overflows, if some lines do not count."""
+        """Returns the exponent of the largest scale at which the backward pass does not overflow outside of `paths`."""
         results = [(site, x.max_abs) for site, x in self.statistics(1.0).items() if site.part.path not in paths]
         backward = [(site.dtype, max_abs) for site, max_abs in results if site.part.backward and max_abs]
         limits = [math.log2(float(jnp.finfo(dtype).max) / max_abs) for dtype, max_abs in backward]
