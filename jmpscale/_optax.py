@@ -87,7 +87,8 @@ def with_loss_scaling(
     Warns:
       UserWarning: from `tx.init`, if one of these transformations contains the wrapper; from `tx.update`, if a
         transformation before it hides overflows, devices would decide independently, the state is a constant of a
-        compiled program, or an extra argument looks like a misspelled loss; from the program, after many skips.
+        compiled program, an extra argument looks like a misspelled loss, a gradient is float16, or the call is inside
+        `apply_if`; from the program, after many skips.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale

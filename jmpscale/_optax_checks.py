@@ -7,12 +7,13 @@ import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+import jax
 import optax
 
 from jmpscale._base.axes import check_no_partial_sums
 from jmpscale._base.check import warn_user
 from jmpscale._base.text import describe, truncate, type_name
-from jmpscale._base.tree import PyTree, check_no_refs, find_instances, is_inexact, named_leaves, structure
+from jmpscale._base.tree import PyTree, check_no_refs, find_instances, is_inexact, structure
 from jmpscale._gate import apply_if
 from jmpscale._scaler_of_tree import check_scaler
 from jmpscale._scaling import needs_wider_gradient
@@ -87,13 +88,14 @@ def warn_if_gated() -> None:
 
 def warn_if_gradients_are_narrow(grads: PyTree) -> None:
     """Warns about gradients in float16, in which true units underflow."""
-    narrow = [(path, x) for path, x in named_leaves(grads) if is_inexact(x) and needs_wider_gradient(x)]
-    if narrow:
-        path, x = narrow[0]
-        warn_user(
-            f"the gradients must be float32, got {describe(x)} at updates{path}: in true units they underflow. They "
-            "were converted after the unscaling, or do not come from jmpscale.value_and_grad, which returns float32."
-        )
+    for path, x in jax.tree_util.tree_leaves_with_path(grads):
+        if is_inexact(x) and needs_wider_gradient(x):
+            warn_user(
+                f"the gradients must be float32, got {describe(x)} at updates{jax.tree_util.keystr(path)}: in true "
+                "units they underflow. They were converted after the unscaling, or do not come from "
+                "jmpscale.value_and_grad, which returns float32."
+            )
+            return
 
 
 def warn_if_overflows_are_hidden() -> None:

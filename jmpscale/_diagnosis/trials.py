@@ -89,7 +89,7 @@ class Trials:
         return self.step.run(2.0**exponent, modes, default)[0]
 
     def error(self, modes: Mapping[Site, Mode], default: Mode, exponent: int) -> float:
-        """Returns the largest error of a gradient; at least 1 if the loss is wrong; infinity if a value is not finite."""
+        """Returns the largest error of a gradient, at least 1 if the loss is wrong, infinity if one is not finite."""
         key = frozenset(modes.items()), default, exponent
         if key not in self._errors:
             errors, loss_error = self.compare(self.run(modes, default, exponent))
