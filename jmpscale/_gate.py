@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jmpscale._base.check import check_flag
+from jmpscale._base.check import check_flag, is_called_by, warn_user
 from jmpscale._base.compat import full_like, memory_space, varying_axes
 from jmpscale._base.text import truncate, type_name
 from jmpscale._base.tree import (
@@ -97,6 +97,15 @@ def apply_if(finite: ArrayLike, fn: Callable[..., Any], /, *carry: object) -> ob
     (arrays,) = gate(flag, apply, skip, gated.arrays)
     result = gated.combine(arrays)
     return result[0] if len(carry) == 1 else result
+
+
+def warn_if_gated(name: str, remedy: str) -> None:
+    """Warns if a function that adjusts a scale is called inside `apply_if`."""
+    if is_called_by(lambda frame: frame.f_code is apply_if.__code__):
+        warn_user(
+            f"{name} is inside jmpscale.apply_if: a skipped step would not adjust its scale, and every later step "
+            f"would be skipped. {remedy}"
+        )
 
 
 class GatedTree:

@@ -19,7 +19,7 @@ from jmpscale._base.tree import (
     is_real,
     named_leaves,
 )
-from jmpscale._scaler_of_tree import find_scaler
+from jmpscale._scaler_of_tree import find_scaler, is_scaler, warn_if_constant
 from jmpscale._scaling import scale as scale_loss
 from jmpscale._scaling import unscale
 
@@ -79,6 +79,9 @@ def value_and_grad(
         and `transform` is not the `value_and_grad` of this framework.
       ValueError: the first argument does not contain exactly one scaler.
 
+    Warns:
+      UserWarning: a dynamic scaler is a constant of a compiled program, so every call would use the same scale.
+
     >>> import jmpscale
     >>> loss, grad = jmpscale.value_and_grad(lambda w, x: (w * x) ** 2)(jmpscale.dynamic(), 3.0, 2.0)
     >>> float(loss), float(grad)
@@ -100,6 +103,8 @@ def value_and_grad(
         is_self = hasattr(type(scaler), name)
         state = find_scaler(scaler, remedy=_SELF_COMES_FIRST.format(name=name) if is_self else _SCALER_COMES_FIRST)
         _check_differentiable(args, argnums, transform)
+        if state.config.mode == "dynamic":
+            warn_if_constant(state, args, "scaler" if is_scaler(scaler) else "optimizer state")
 
         # Has the signature of fun, in which nnx.value_and_grad finds the positions of keyword arguments.
         @functools.wraps(fun, updated=())

@@ -136,10 +136,11 @@ def _with_checked_output(fun: Function, has_aux: bool) -> Callable[[tuple[PyTree
     def checked(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Any:
         out = fun(*args, **kwargs)
         out = as_pair(out) if has_aux else out
-        # The loss may be any of these outputs, so all of them must be float16.
-        scalars = [x for x in jax.tree.leaves(out[0] if has_aux else out) if is_traced(x) and is_real_scalar(x)]
-        if scalars and all(map(needs_wider_gradient, scalars)):
-            warn_about_narrow_loss(scalars[0])
+        # The loss may be any of these outputs, or computed from them, so all of them must be float16.
+        outputs = [x for x in jax.tree.leaves(out[0] if has_aux else out) if is_traced(x) and is_inexact(x)]
+        scalars = list(filter(is_real_scalar, outputs))
+        if outputs and all(map(needs_wider_gradient, scalars or outputs)):
+            warn_about_narrow_loss(*((scalars[0], "loss") if scalars else (outputs[0], "output")))
         return out
 
     return checked

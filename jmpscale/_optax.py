@@ -20,14 +20,14 @@ from jmpscale._optax_checks import (
     check_not_wrapped,
     check_structure_of_updates,
     check_update_arguments,
-    warn_if_gated,
+    warn_if_chain_is_split,
     warn_if_gradients_are_narrow,
     warn_if_inside_another,
     warn_if_loss_is_misspelled,
-    warn_if_overflows_are_hidden,
+    warn_if_wrapper_is_gated,
 )
 from jmpscale._optax_types import LossScalingTransformation, Transformation, check_transformation, with_extra_args
-from jmpscale._scaler_of_tree import check_scaler
+from jmpscale._scaler_of_tree import check_scaler, warn_if_constant
 from jmpscale._scaling import multiply_gradients, unscaled_dtype
 from jmpscale._state import (
     LARGEST_SCALE,
@@ -37,7 +37,7 @@ from jmpscale._state import (
     dynamic,
     register_with_flax,
 )
-from jmpscale._update import all_reduce_outcome, apply_rule, warn_if_constant
+from jmpscale._update import all_reduce_outcome, apply_rule
 
 
 def with_loss_scaling(
@@ -85,10 +85,10 @@ def with_loss_scaling(
       ValueError: `max_norm` or `warn_after_skips` is out of range, or an axis is not mapped.
 
     Warns:
-      UserWarning: from `tx.init`, if one of these transformations contains the wrapper; from `tx.update`, if a
-        transformation before it hides overflows, devices would decide independently, the state is a constant of a
-        compiled program, an extra argument looks like a misspelled loss, a gradient is float16, or the call is inside
-        `apply_if`; from the program, after many skips.
+      UserWarning: from `tx.init`, if one of these transformations contains the wrapper; from `tx.update`, if
+        transformations beside it in a chain hide overflows or act on skipped steps, devices would decide independently,
+        the state is a constant of a compiled program, an extra argument looks like a misspelled loss, a gradient is
+        float16, or the call is inside `apply_if` or `optax.apply_if_finite`; from the program, after many skips.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -113,7 +113,8 @@ def with_loss_scaling(
     def init(params: optax.Params) -> Any:
         register_with_flax()
         warn_if_inside_another(params)
-        scaler = jax.tree.map(jnp.array, initial)
+        # A constant, if it is created in a compiled step, about which the update then warns.
+        scaler = initial if any(map(is_traced, jax.tree.leaves(params))) else jax.tree.map(jnp.array, initial)
         inner_state = tx.init(params if _is_disabled(scaler) else _as_seen_by_inner(params))
         check_not_wrapped(inner_state)
         return WithLossScalingState(scaler, inner_state, None if max_norm is None else jnp.zeros((), jnp.float32))
@@ -123,7 +124,7 @@ def with_loss_scaling(
     ) -> tuple[optax.Updates, Any]:
         grads = updates
         state = check_update_arguments(grads, state)
-        warn_if_overflows_are_hidden()
+        warn_if_chain_is_split()
         scaler, norm, grad_norm, factor = state.scaler, None, None, None
         if "grad" in extra_args and not _is_disabled(scaler):  # by optax's convention, the same gradients
             extra_args["grad"] = _zero_nonfinite(extra_args["grad"])
@@ -142,7 +143,7 @@ def with_loss_scaling(
 
         warn_if_unsynchronized(axis_name, norm_axis_name)
         warn_if_loss_is_misspelled(extra_args, inner)
-        warn_if_gated()
+        warn_if_wrapper_is_gated()
         warn_if_gradients_are_narrow(grads)
         loss = extra_args.get("value", extra_args.get("loss"))
         decision_axes = _decision_axes(axis_name, norm_axis_name)

@@ -2,25 +2,26 @@
 
 import contextlib
 import difflib
-import inspect
-import itertools
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jmpscale._base.axes import check_no_partial_sums
-from jmpscale._base.check import warn_user
+from jmpscale._base.check import is_called_by, warn_user
 from jmpscale._base.text import describe, truncate, type_name
 from jmpscale._base.tree import PyTree, check_no_refs, find_instances, is_inexact, structure
-from jmpscale._gate import apply_if
+from jmpscale._gate import warn_if_gated
 from jmpscale._scaler_of_tree import check_scaler
 from jmpscale._scaling import needs_wider_gradient
 from jmpscale._state import WithLossScalingState
 
-# The functions of optax whose transformations replace infinity or NaN by finite numbers.
-_HIDES_OVERFLOWS = {"clip", "zero_nans", "scale_by_sign"}
+# The functions of optax whose transformations replace infinity or NaN by finite numbers, and those whose
+# transformations change updates of zero.
+_HIDE_OVERFLOWS = {"clip", "zero_nans", "scale_by_sign"}
+_CHANGE_PARAMETERS = {"add_decayed_weights", "add_noise"}
 
 
 def check_not_wrapped(inner_state: PyTree) -> None:
@@ -61,14 +62,14 @@ def warn_if_inside_another(params: optax.Params) -> None:
     `optax.MultiSteps` resets its sum of gradients by multiplying it by zero, and 0 * inf is NaN. Inside `optax.masked`,
     the wrapper does not see all parameters, and neither checks nor skips the rest.
     """
-    if _is_called_by(lambda frame: frame.f_code is optax.MultiSteps.init.__code__):
+    if is_called_by(lambda frame: frame.f_code is optax.MultiSteps.init.__code__):
         warn_user(
             "with_loss_scaling is inside optax.MultiSteps: after one overflow its accumulated gradients stay NaN, and "
             "every later step is skipped. Place it outside: with_loss_scaling(optax.MultiSteps(tx, k)). If a training "
             "loop adds MultiSteps itself, turn its gradient accumulation off, or replace its optimizer."
         )
     # The user's own parameters may contain optax.MaskedNode, too.
-    inside_masked = _is_called_by(lambda frame: frame.f_globals.get("__name__") == optax.masked.__module__)
+    inside_masked = is_called_by(lambda frame: frame.f_globals.get("__name__") == optax.masked.__module__)
     if inside_masked and find_instances(params, optax.MaskedNode):
         warn_user(
             "with_loss_scaling is inside optax.masked or optax.partition: it checks only some of the gradients, and "
@@ -77,12 +78,13 @@ def warn_if_inside_another(params: optax.Params) -> None:
         )
 
 
-def warn_if_gated() -> None:
-    """Warns if a skipped step would discard the backoff of the scale, too: the scaler would not change any more."""
-    if _is_called_by(lambda frame: frame.f_code is apply_if.__code__):
+def warn_if_wrapper_is_gated() -> None:
+    """Warns if `apply_if` or `optax.apply_if_finite` contains the wrapper."""
+    warn_if_gated("with_loss_scaling", "The wrapper skips steps itself: call tx.update without apply_if.")
+    if is_called_by(lambda frame: frame.f_code.co_qualname == "apply_if_finite.<locals>.update"):
         warn_user(
-            "with_loss_scaling is inside jmpscale.apply_if: a skipped step would not adjust its scale, and every step "
-            "would be skipped. The wrapper skips steps itself: call tx.update without apply_if."
+            "with_loss_scaling is inside optax.apply_if_finite: a skipped step would not adjust its scale, and every "
+            "later step would be skipped. The wrapper skips steps itself: remove apply_if_finite."
         )
 
 
@@ -98,13 +100,20 @@ def warn_if_gradients_are_narrow(grads: PyTree) -> None:
             return
 
 
-def warn_if_overflows_are_hidden() -> None:
-    """Warns if an `optax.chain` has changed infinities or NaN into finite numbers before the wrapper."""
-    if _is_called_by(_hides_overflows):
+def warn_if_chain_is_split() -> None:
+    """Warns if an `optax.chain` has transformations beside the wrapper that should be skipped with it."""
+    if is_called_by(_hides_overflows):
         warn_user(
             "with_loss_scaling is behind a transformation that replaces infinity or NaN in the gradients, such as "
-            "optax.clip: it does not see overflows, so they are applied, and the scale only grows. Place the "
-            "transformation inside: with_loss_scaling(optax.chain(optax.clip(1.0), tx))."
+            "optax.clip, or keeps them in its state, such as optax.scale_by_adam: overflows are applied, or every "
+            "later step is skipped. Place the transformation inside: with_loss_scaling(optax.chain(optax.clip(1.0), "
+            "tx))."
+        )
+    if is_called_by(_acts_on_skipped_steps):
+        warn_user(
+            "with_loss_scaling is in front of a transformation that acts on skipped steps too, such as "
+            "optax.add_decayed_weights or optax.ema. Place the transformation inside: "
+            "with_loss_scaling(optax.chain(tx, optax.add_decayed_weights(1e-4)))."
         )
 
 
@@ -127,11 +136,27 @@ def _is_read(name: str, transformation: tuple[object, ...]) -> bool:
 
 
 def _hides_overflows(frame: types.FrameType) -> bool:
-    """Tests whether a frame is the update of an `optax.chain` that has called such a transformation already."""
-    if frame.f_globals.get("__name__") != optax.chain.__module__ or "update_fns" not in frame.f_locals:
+    """Tests whether an `optax.chain` has called a transformation that replaces or keeps infinity or NaN already."""
+    return _is_chain(frame) and _are_unsafe(frame, slice(0, len(frame.f_locals["new_state"])), _HIDE_OVERFLOWS)
+
+
+def _acts_on_skipped_steps(frame: types.FrameType) -> bool:
+    """Tests whether an `optax.chain` will call a transformation that changes parameters, or averages, by itself."""
+    if not _is_chain(frame):
         return False
-    earlier = itertools.takewhile(lambda update: update is not frame.f_locals.get("fn"), frame.f_locals["update_fns"])
-    return any(fn.__qualname__.partition(".")[0] in _HIDES_OVERFLOWS for fn in _functions_in(earlier))
+    return _are_unsafe(frame, slice(len(frame.f_locals["new_state"]) + 1, None), _CHANGE_PARAMETERS)
+
+
+def _is_chain(frame: types.FrameType) -> bool:
+    in_optax = frame.f_globals.get("__name__") == optax.chain.__module__
+    return in_optax and {"new_state", "state", "update_fns"} <= frame.f_locals.keys()
+
+
+def _are_unsafe(frame: types.FrameType, which: slice, names: set[str]) -> bool:
+    """Tests whether some transformations of a chain are of these functions of optax, or have averages."""
+    states, updates = frame.f_locals["state"][which], frame.f_locals["update_fns"][which]
+    has_averages = any(is_inexact(x) and jnp.ndim(x) > 0 for x in jax.tree.leaves(states))
+    return has_averages or any(fn.__qualname__.partition(".")[0] in names for fn in _functions_in(updates))
 
 
 def _functions_in(values: Iterable[object]) -> Iterator[types.FunctionType]:
@@ -150,11 +175,3 @@ def _functions_in(values: Iterable[object]) -> Iterator[types.FunctionType]:
             for cell in value.__closure__ or ():
                 with contextlib.suppress(ValueError):  # the variable has no value
                     stack.append(cell.cell_contents)
-
-
-def _is_called_by(matches: Callable[[types.FrameType], bool]) -> bool:
-    """Tests whether a function whose frame matches is on the stack."""
-    frame = inspect.currentframe()
-    while frame is not None and not matches(frame):
-        frame = frame.f_back
-    return frame is not None

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmpscale._base.check import warn_user
+from jmpscale._base.compat import is_compiling
 from jmpscale._base.text import describe, type_name
 from jmpscale._base.tree import PyTree, Tree, find_instances, is_array, is_traced
 from jmpscale._state import ARRAY_FIELDS, ScalerConfig, ScalerState, register_with_flax
@@ -134,6 +136,27 @@ def _check_scaler_type(scaler: object, name: str) -> ScalerState:
         )
     register_with_flax()
     return scaler
+
+
+def warn_if_constant(scaler: ScalerState, values: PyTree, name: str = "scaler") -> None:
+    """Warns if a compiled step contains its scaler, because every call would then start from the same state.
+
+    `values` are the flag or the gradients of the step, which are traced if it is compiled; `name` is what holds the
+    scaler in the user's program.
+    """
+    traced = [x for x in jax.tree.leaves(values) if is_traced(x)]
+    if not traced or not is_compiling() or any(map(is_traced, jax.tree.leaves(scaler))):
+        return
+    # A step that a compiled program differentiates, or maps over a batch, may start from a constant. Such a
+    # transformation traces values of a type of its own; a new array has the type of the program's values.
+    own_type = type(jnp.zeros(()))
+    if all(type(x) is own_type for x in traced):
+        warn_user(
+            f"the {name} is a constant of the compiled program, so every call starts from the same one: the compiled "
+            f"function creates the {name}, or closes over it. Create the {name} before, pass it to the compiled "
+            f"function as an argument, and return the new one. If the function is a whole training run, carry the "
+            f"{name} through jax.lax.scan."
+        )
 
 
 def is_scaler(x: object) -> bool:

@@ -1,5 +1,7 @@
 """Scaling the loss, and unscaling and checking the gradients, in dtypes that hold the results."""
 
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,8 @@ from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, Tree, check_no_refs, flatten_gradients, is_real, is_traced, named_leaves
 from jmpscale._finite import all_finite
 from jmpscale._scaler_of_tree import find_scaler
+
+_unscaled: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()  # by id
 
 
 def scale(scaler: PyTree, tree: Tree) -> Tree:
@@ -53,10 +57,10 @@ def scale(scaler: PyTree, tree: Tree) -> Tree:
     return _scale_leaves(state.loss_scale, tree)
 
 
-def warn_about_narrow_loss(loss: jax.Array) -> None:
+def warn_about_narrow_loss(loss: jax.Array, name: str = "loss") -> None:
     """Warns about a loss whose dtype cannot hold large scales."""
     warn_user(
-        f"the loss is {loss.dtype}, so the backward pass starts from the loss scale in {loss.dtype}, where large "
+        f"the {name} is {loss.dtype}, so the backward pass starts from the loss scale in {loss.dtype}, where large "
         "scales are infinite. Return the loss in float32: convert the model's output with .astype(jnp.float32) "
         "before the loss is computed. jmpscale.diagnose lists the operations that are in float16."
     )
@@ -89,6 +93,9 @@ def unscale(scaler: PyTree, tree: Tree) -> Tree:
       TypeError: a leaf is a partial sum or a `jax.Ref`.
       ValueError: `scaler` does not contain exactly one scaler.
 
+    Warns:
+      UserWarning: a gradient is a result of `unscale` or `value_and_grad` already.
+
     >>> import jax.numpy as jnp
     >>> import jmpscale
     >>> jmpscale.unscale(jmpscale.dynamic(2.0**16), {"w": jnp.float16(2.0), "step": 3})
@@ -101,7 +108,14 @@ def unscale(scaler: PyTree, tree: Tree) -> Tree:
     check_no_partial_sums(tree)
     # Only gradients pass through jit, which converts float0 to bool and raises for Python objects.
     grads, unflatten = flatten_gradients(tree)
-    return unflatten(unscale_leaves(grads, state.loss_scale))
+    if any(_unscaled.get(id(x)) is x for x in grads):
+        warn_user(
+            "the gradients are unscaled twice: unscale and value_and_grad return gradients in true units. Remove this "
+            "call."
+        )
+    unscaled = unscale_leaves(grads, state.loss_scale)
+    _unscaled.update((id(x), x) for x in unscaled)
+    return unflatten(unscaled)
 
 
 @jax.jit

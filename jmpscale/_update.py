@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jmpscale._base.axes import AxisName, all_reduce_and, as_axes, untyped_axes, warn_if_unsynchronized
-from jmpscale._base.check import COUNTER_LIMIT, check_flag, warn_user
-from jmpscale._base.compat import is_compiling
-from jmpscale._base.tree import PyTree, is_traced
+from jmpscale._base.check import COUNTER_LIMIT, check_flag
+from jmpscale._base.tree import PyTree
 from jmpscale._finite import all_finite_here
-from jmpscale._scaler_of_tree import check_scaler
+from jmpscale._gate import warn_if_gated
+from jmpscale._scaler_of_tree import check_scaler, warn_if_constant
 from jmpscale._state import ScalerState, SkipReason
 
 
@@ -65,7 +65,8 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
       ValueError: `scaler` is a batch outside `jax.vmap`, `finite` is not a scalar, or an axis is not mapped here.
 
     Warns:
-      UserWarning: the scaler is a constant of a compiled program, so every step would start from the same scale.
+      UserWarning: the scaler is a constant of a compiled program, so every step would start from the same scale; or the
+        call is inside `apply_if`.
 
     >>> import jmpscale
     >>> scaler = jmpscale.update(jmpscale.dynamic(1024.0), False)
@@ -80,30 +81,10 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
     if scaler.config.mode == "disabled":
         return scaler
     warn_if_constant(scaler, finite)
+    warn_if_gated("jmpscale.update", "Call update after apply_if, with the same flag.")
     if loss is not None:
         warn_if_unsynchronized(axis_name)
     return apply_rule(scaler, *all_reduce_outcome(flag, loss, axis_name))
-
-
-def warn_if_constant(scaler: ScalerState, values: PyTree, name: str = "scaler") -> None:
-    """Warns if a compiled step contains its scaler, because every call would then start from the same state.
-
-    `values` are the flag or the gradients of the step, which are traced if it is compiled; `name` is what holds the
-    scaler in the user's program.
-    """
-    traced = [x for x in jax.tree.leaves(values) if is_traced(x)]
-    if not traced or not is_compiling() or any(map(is_traced, jax.tree.leaves(scaler))):
-        return
-    # A step that a compiled program differentiates, or maps over a batch, may start from a constant. Such a
-    # transformation traces values of a type of its own; a new array has the type of the program's values.
-    own_type = type(jnp.zeros(()))
-    if all(type(x) is own_type for x in traced):
-        warn_user(
-            f"the {name} is a constant of the compiled program, so every call starts from the same one: the compiled "
-            f"function creates the {name}, or closes over it. Create the {name} before, pass it to the compiled "
-            f"function as an argument, and return the new one. If the function is a whole training run, carry the "
-            f"{name} through jax.lax.scan."
-        )
 
 
 def all_reduce_outcome(finite: jax.Array, loss: PyTree, axis_name: AxisName) -> tuple[jax.Array, jax.Array | None]:

@@ -156,7 +156,8 @@ def _messages(run, code):
             errors = []
         except Exception as error:  # the test compares its class and text
             errors = [error]
-    return [f"{type(found).__name__}: {found}" for found in [*errors, *(warning.message for warning in caught)]]
+    found = [*errors, *(warning.message for warning in caught)]
+    return list(dict.fromkeys(f"{type(x).__name__}: {x}" for x in found))  # two lines may have the same warning
 
 
 @pytest.mark.parametrize("mistake", WITH_MESSAGE)
@@ -218,12 +219,6 @@ def _computes_in_float32(program):
     return "f16" not in str(jax.make_jaxpr(program["loss_fn"])(program["params"], program["batch"]))
 
 
-def _changes_parameters_on_overflow(program):
-    params, tx = program["params"], program["tx"]
-    updates, _ = tx.update({"w": jnp.full((3, 1), jnp.inf)}, tx.init(params), params)
-    return bool(jnp.any(updates["w"] != 0))
-
-
 def _reduces_the_scale(program):
     return jmpscale.get_scaler(program["opt_state"]).loss_scale < jmpscale.dynamic().loss_scale
 
@@ -239,9 +234,7 @@ HARM = {  # the test of the harm, and the names with which the snippet runs
     "A step has two scalers": (_makes_no_progress_and_is_stuck, {"loss_fn": _large_loss}),
     "The gradients are never unscaled": (_has_wrong_gradients, {}),
     "Gradients are averaged again under `shard_map`": (_has_wrong_gradients, {}),
-    "The gradients are unscaled twice": (_has_wrong_gradients, {}),
     "Nothing is computed in float16": (_computes_in_float32, {}),
-    "Part of the optimizer is outside the wrapper": (_changes_parameters_on_overflow, {}),
     "The loss is not passed": (_reduces_the_scale, NAN),
     "Other state is not gated": (_keeps_nan, NAN | {"batch_stats": jnp.ones(3), "new_batch_stats": NAN["grads"]["w"]}),
 }

@@ -32,7 +32,7 @@ from tables import rows
 
 pytestmark = [
     pytest.mark.usefixtures("standard_promotion"),
-    pytest.mark.filterwarnings("ignore:the scaler is a constant"),  # these programs take one step
+    pytest.mark.filterwarnings("ignore:the (scaler|optimizer state) is a constant"),  # these programs take one step
 ]
 full = pytest.mark.full
 METHODS = ("functional", "functional, norm as check", "optax wrapper", "optax wrapper, max_norm", "loss_scaled")

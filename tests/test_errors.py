@@ -336,6 +336,18 @@ SCALE_AND_UPDATE = {
             lambda: _traced(lambda x: jmpscale.update(jmpscale.dynamic(), x), TRUE),
             "the scaler is a constant of the compiled program ... the compiled function creates the scaler",
         ),
+        "update inside apply_if": (
+            lambda: jmpscale.apply_if(True, lambda scaler: jmpscale.update(scaler, TRUE), STATE),
+            "jmpscale.update is inside jmpscale.apply_if: ... every later step would be skipped. Call update after",
+        ),
+        "unscaled twice": (
+            lambda: _traced(lambda grads: jmpscale.unscale(STATE, jmpscale.unscale(STATE, grads)), GRADS),
+            "the gradients are unscaled twice: unscale and value_and_grad return gradients in true units. Remove",
+        ),
+        "unscaled after value_and_grad": (
+            lambda: jmpscale.unscale_and_check(STATE, jmpscale.value_and_grad(_sum)(STATE, GRADS)[1]),
+            "the gradients are unscaled twice",
+        ),
         "missing axis": (
             lambda: _per_device(jmpscale.all_finite),
             "axes ('d',) JAX's types do not show what differs between devices (jax.pmap, or check_vma=False). "
@@ -413,6 +425,10 @@ class _Model:
 
     def method(self, w):
         return jnp.sum(w)
+
+
+def _value_and_grad_at_constant(params):
+    return jmpscale.value_and_grad(_sum)(STATE, params)
 
 
 _holomorphic = functools.partial(jax.value_and_grad, holomorphic=True)
@@ -526,6 +542,9 @@ VALUE_AND_GRAD = {
             "found 0 in a _Model. ... Remove the decorator, and call value_and_grad(self.loss)(scaler, batch).",
         ),
     },
+    UserWarning: {
+        "constant": (lambda: _traced(_value_and_grad_at_constant, GRADS), "the scaler is a constant of the compiled"),
+    },
 }
 
 
@@ -577,6 +596,10 @@ LOSS_SCALED = {
     },
     UserWarning: {
         "float16": (_grad(W32, _half_sum), "the loss is float16"),
+        "float16 output": (
+            lambda: jax.grad(lambda w: _sum(jmpscale.loss_scaled(lambda w: w.astype("f2"), 8.0)(w)))(W32),
+            "the output is float16, so the backward pass starts from the loss scale in float16",
+        ),
         "constant": (
             lambda: _traced(_grad(W32, scale=STATE)),
             "constant of the compiled program, so it will not adapt: scale does not read it from the arguments of"
@@ -618,6 +641,11 @@ def _inner(update):
 
 def _wrap(*args, **options):
     return lambda: jmpscale.with_loss_scaling(*args, **options)
+
+
+def _update_in(tx):
+    """Calls `update` of a transformation that contains a wrapper."""
+    return tx.update(GRADS, tx.init(GRADS), GRADS)
 
 
 def _update_of_chain(*transformations, inside=SGD):
@@ -705,6 +733,14 @@ WITH_LOSS_SCALING = {
             "with_loss_scaling is inside jmpscale.apply_if: a skipped step would not adjust its scale, ... call "
             "tx.update without apply_if.",
         ),
+        "inside apply_if_finite": (
+            lambda: _update_in(optax.apply_if_finite(SCALE, 5)),
+            "with_loss_scaling is inside optax.apply_if_finite: ... remove apply_if_finite.",
+        ),
+        "state is created": (
+            lambda: _traced(lambda grads: SCALE.update(grads, SCALE.init(grads)), GRADS),
+            "the optimizer state is a constant of the compiled program",
+        ),
         "float16 gradients": (
             lambda: SCALE.update({"w": jnp.ones(2, jnp.float16)}, SCALE_STATE),
             "the gradients must be float32, got float16[2] at updates['w']: in true units they underflow.",
@@ -735,14 +771,24 @@ WITH_LOSS_SCALING = {
         ),
         "behind clip": (
             _update_of_chain(optax.clip(1.0)),
-            "behind a transformation that replaces infinity or NaN in the gradients, such as optax.clip: it does "
-            "not see overflows, so they are applied, and the scale only grows. Place the transformation inside: "
-            "with_loss_scaling(optax.chain(optax.clip(1.0), tx)).",
+            "behind a transformation that replaces infinity or NaN in the gradients, such as optax.clip, or keeps them "
+            "in its state, such as optax.scale_by_adam: overflows are applied, or every later step is skipped. Place "
+            "the transformation inside: with_loss_scaling(optax.chain(optax.clip(1.0), tx)).",
         ),
         "behind clip in a chain": (_update_of_chain(optax.clip(1.0), optax.scale(2.0)), "behind a transformation"),
         "behind nested chain": (_update_of_chain(optax.chain(optax.chain(optax.clip(1.0)))), "behind a transformation"),
         "behind masked clip": (_update_of_chain(optax.masked(optax.clip(1.0), True)), "behind a transformation"),
+        "behind momentum": (_update_of_chain(optax.trace(0.9)), "or keeps them in its state"),
         "behind sign_sgd": (_update_of_chain(optax.sign_sgd(1.0)), "behind a transformation"),
+        "in front of weight decay": (
+            lambda: _update_in(optax.chain(SCALE, optax.add_decayed_weights(1e-4))),
+            "in front of a transformation that acts on skipped steps too, such as optax.add_decayed_weights or "
+            "optax.ema. Place the transformation inside: with_loss_scaling(optax.chain(tx, ",
+        ),
+        "in front of averages": (
+            lambda: _update_in(optax.chain(SCALE, optax.ema(0.9))),
+            "in front of a transformation",
+        ),
         "behind zero_nans": (_update_of_chain(optax.zero_nans()), "behind a transformation"),
     },
 }
@@ -991,9 +1037,9 @@ def _loss_after_step(params):
     return _sum(_step_from(SCALE_STATE)(params))
 
 
-def _scan_of_steps(params):
+def _scan_of_steps(params, state=SCALE_STATE):
     """Carries a state that the program closes over."""
-    return jax.lax.scan(lambda c, _: (_train_step(*c)[:2], None), (params, SCALE_STATE), None, 2)
+    return jax.lax.scan(lambda c, _: (_train_step(*c)[:2], None), (params, state), None, 2)
 
 
 def _update_on_eager_devices():
@@ -1003,9 +1049,8 @@ def _update_on_eager_devices():
     update(jnp.ones(8))
 
 
-def _update_with_norm(grads):
-    tx = jmpscale.with_loss_scaling(optax.scale(1.0), norm_axis_name="d")
-    return tx.update(grads, tx.init(grads))[0]
+def _update_with_norm(grads, state):
+    return jmpscale.with_loss_scaling(optax.scale(1.0), norm_axis_name="d").update(grads, state)[0]
 
 
 def _update_disabled(grads):
@@ -1028,7 +1073,7 @@ VALID_CALLS = {
     "scale bfloat16": lambda: _traced(jmpscale.scale, STATE, W32.astype(jnp.bfloat16)),
     "axis without a loss": lambda: _per_device(lambda x: jmpscale.update(STATE, TRUE).loss_scale[None]),
     "axis_name is empty": lambda: _per_device(lambda x: jmpscale.all_finite(x, axis_name=())[None]),
-    "axis of the norm": lambda: _per_device(_update_with_norm),
+    "axis of the norm": lambda: _per_device(_update_with_norm, SCALE.init(W32)),
     "apply_if to a number": _apply(lambda n: n + 1, 1),
     "apply_if to objects": _apply(lambda w, words: (w, words.copy()), LOSS, WORDS),
     "apply_if to nan": _apply(lambda x, n: (float("nan"), 10**40), float("nan"), 10**40),
@@ -1036,6 +1081,9 @@ VALID_CALLS = {
     "value_and_grad with Equinox": lambda: _value_and_grad(eqx.nn.LayerNorm(2), EQUINOX)(),
     "value_and_grad of a vector": lambda: jmpscale.value_and_grad(lambda w: w[:1], transform=_value_and_grad_of_vector)(
         jmpscale.disabled(), W32
+    ),
+    "value_and_grad by a static scale": lambda: _traced(
+        lambda params: jmpscale.value_and_grad(_sum)(jmpscale.static(8.0), params), GRADS
     ),
     "has_aux of NumPy": _value_and_grad(W32, fun=lambda w: (jnp.sum(w), w), has_aux=np.True_),
     "value_and_grad of gradients": _value_and_grad(W32, fun=lambda w: jmpscale.value_and_grad(jnp.sum)(STATE, w)[0]),
@@ -1051,6 +1099,7 @@ VALID_CALLS = {
     "largest max_norm": _wrap(ADAM, max_norm=LARGEST),
     "behind clip_by_global_norm": _update_of_chain(optax.clip_by_global_norm(1.0), optax.scale(2.0)),
     "behind a function with an empty cell": _update_of_chain(_with_empty_cell()),
+    "in front of a schedule": lambda: _update_in(optax.chain(SCALE, optax.scale_by_schedule(lambda n: 1 / (n + 1)))),
     "clip inside": _update_of_chain(inside=optax.chain(optax.clip(1.0), SGD)),
     "masked inside": lambda: _wrap(optax.masked(ADAM, MASK))().init(GRADS),
     "optax_step without momentum": _apply(jmpscale.optax_step(SGD, W32), W32, SGD.init(W32)),
@@ -1064,7 +1113,7 @@ VALID_CALLS = {
     "state in an eager gradient": lambda: jax.grad(_loss_after_step)(GRADS),
     "state in a gradient": lambda: _traced(jax.grad(_loss_after_step), GRADS),
     "state in vmap": lambda: _traced(jax.vmap(_step_from(SCALE_STATE)), jax.tree.map(lambda x: x[None], GRADS)),
-    "state is created": lambda: _traced(lambda p: _train_step(p, SCALE.init(p)), GRADS),
+    "state is created for a scan": lambda: _traced(lambda p: _scan_of_steps(p, SCALE.init(p)), GRADS),
     "state in scan": lambda: _traced(_scan_of_steps, GRADS),
     "state in an eager scan": lambda: _scan_of_steps(GRADS),
     "state in an eager cond": lambda: jax.lax.cond(

@@ -332,7 +332,7 @@ def test_framework_step_trains_and_skips(framework, api):
 def test_value_and_grad_differentiates_only_lora_parameters():
     which = nnx.DiffState(0, nnx.LoRAParam)
     grad_fn = jmpscale.value_and_grad(nnx_loss, which, transform=nnx.value_and_grad)
-    grads = nnx.eval_shape(lambda model: grad_fn(SCALER, model, NO_FAULT)[1], make_nnx(SGD)[0])
+    grads = nnx.eval_shape(lambda scaler, model: grad_fn(scaler, model, NO_FAULT)[1], SCALER, make_nnx(SGD)[0])
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
     assert len(paths) == 2
     assert all("['lora']['lora_" in path for path in paths)

@@ -504,7 +504,6 @@ def test_loss_scaled_with_a_disabled_scaler_calls_fun():
 OUTPUTS_WITHOUT_A_WARNING = {
     "float16 logits beside the loss": lambda w: {"loss": jnp.sum(w), "logits": w.astype(jnp.float16)},
     "float16 metric beside the loss": lambda w: (jnp.sum(w), jnp.sum(w).astype(jnp.float16)),
-    "float16 activations alone": lambda w: w.astype(jnp.float16),
 }
 
 

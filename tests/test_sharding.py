@@ -26,7 +26,8 @@ jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_lev
 pytestmark = [
     pytest.mark.usefixtures("standard_promotion"),
     pytest.mark.filterwarnings("ignore:.*pmap:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:the scaler is a constant"),  # most of these programs take one step
+    # Most of these programs take one step.
+    pytest.mark.filterwarnings("ignore:the (scaler|optimizer state) is a constant"),
 ]
 
 

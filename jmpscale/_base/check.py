@@ -5,7 +5,9 @@ Every error names the argument, its value and a remedy. Values of arrays are nev
 
 import inspect
 import math
+import types
 import warnings
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,14 @@ def warn_user(message: str) -> None:
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in PACKAGES:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
+
+
+def is_called_by(matches: Callable[[types.FrameType], bool]) -> bool:
+    """Tests whether a function whose frame matches is on the stack."""
+    frame = inspect.currentframe()
+    while frame is not None and not matches(frame):
+        frame = frame.f_back
+    return frame is not None
 
 
 def check_flag(finite: ArrayLike, name: str = "finite") -> jax.Array:
