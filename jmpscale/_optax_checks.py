@@ -149,7 +149,7 @@ def _acts_on_skipped_steps(frame: types.FrameType) -> bool:
 
 def _is_chain(frame: types.FrameType) -> bool:
     in_optax = frame.f_globals.get("__name__") == optax.chain.__module__
-    return in_optax and {"new_state", "state", "update_fns"} <= frame.f_locals.keys()
+    return in_optax and all(name in frame.f_locals for name in ("new_state", "state", "update_fns"))
 
 
 def _are_unsafe(frame: types.FrameType, which: slice, names: set[str]) -> bool:
