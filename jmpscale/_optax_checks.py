@@ -154,9 +154,13 @@ def _is_chain(frame: types.FrameType) -> bool:
 
 def _are_unsafe(frame: types.FrameType, which: slice, names: set[str]) -> bool:
     """Tests whether some transformations of a chain are of these functions of optax, or have averages."""
-    states, updates = frame.f_locals["state"][which], frame.f_locals["update_fns"][which]
-    has_averages = any(is_inexact(x) and jnp.ndim(x) > 0 for x in jax.tree.leaves(states))
-    return has_averages or any(fn.__qualname__.partition(".")[0] in names for fn in _functions_in(updates))
+    for state, update in list(zip(frame.f_locals["state"], frame.f_locals["update_fns"], strict=False))[which]:
+        functions = list(_functions_in([update]))
+        is_record = any(fn.__module__ == optax.snapshot.__module__ for fn in functions)
+        has_averages = any(is_inexact(x) and jnp.ndim(x) > 0 for x in jax.tree.leaves(state)) and not is_record
+        if has_averages or any(fn.__qualname__.partition(".")[0] in names for fn in functions):
+            return True
+    return False
 
 
 def _functions_in(values: Iterable[object]) -> Iterator[types.FunctionType]:

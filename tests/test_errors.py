@@ -648,6 +648,10 @@ def _update_in(tx):
     return tx.update(GRADS, tx.init(GRADS), GRADS)
 
 
+def _record_updates(updates, *args, **kwargs):
+    return updates
+
+
 def _update_of_chain(*transformations, inside=SGD):
     chain = optax.chain(*transformations, optax.chain(jmpscale.with_loss_scaling(inside)))
     return lambda: _traced(chain.update, GRADS, chain.init(GRADS))
@@ -1099,6 +1103,7 @@ VALID_CALLS = {
     "largest max_norm": _wrap(ADAM, max_norm=LARGEST),
     "behind clip_by_global_norm": _update_of_chain(optax.clip_by_global_norm(1.0), optax.scale(2.0)),
     "behind a function with an empty cell": _update_of_chain(_with_empty_cell()),
+    "in front of a record": lambda: _update_in(optax.chain(SCALE, optax.snapshot("norms", _record_updates))),
     "in front of a schedule": lambda: _update_in(optax.chain(SCALE, optax.scale_by_schedule(lambda n: 1 / (n + 1)))),
     "clip inside": _update_of_chain(inside=optax.chain(optax.clip(1.0), SGD)),
     "masked inside": lambda: _wrap(optax.masked(ADAM, MASK))().init(GRADS),
