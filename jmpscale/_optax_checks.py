@@ -83,8 +83,8 @@ def warn_if_wrapper_is_gated() -> None:
     warn_if_gated("with_loss_scaling", "The wrapper skips steps itself: call tx.update without apply_if.")
     if is_called_by(lambda frame: frame.f_code.co_qualname == "apply_if_finite.<locals>.update"):
         warn_user(
-            "with_loss_scaling is inside optax.apply_if_finite: a skipped step would not adjust its scale, and every "
-            "later step would be skipped. The wrapper skips steps itself: remove apply_if_finite."
+            "with_loss_scaling is inside optax.apply_if_finite: the steps that it skips do not adjust the scale. The "
+            "wrapper skips steps itself: remove apply_if_finite."
         )
 
 
