@@ -124,7 +124,7 @@ def notebooks(session):
 def tests_full(session):
     """Runs all tests with the newest JAX."""
     install(session, "-e", ".[test]", "diffrax")
-    session.run("pytest", "-q", "-n", "auto", "--full")
+    session.run("pytest", "-q", "-n", "auto", "--dist", "worksteal", "--full")  # some tests take half a minute
 
 
 @nox.session(python=OLDEST_PYTHON, tags=["tests"])
