@@ -10,6 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jmpscale._base.axes import AxisName, all_reduce_and, check_no_partial_sums, warn_if_unsynchronized
+from jmpscale._base.marks import Mark, has_mark, mark
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, check_no_refs, flatten_matching, is_inexact
 from jmpscale._scaler_of_tree import find_scaler
@@ -54,7 +55,10 @@ def all_finite(tree: PyTree, *, scaler: PyTree = None, axis_name: AxisName = Non
             return jnp.array(True)
     check_no_partial_sums(tree)
     warn_if_unsynchronized(axis_name)
-    return all_reduce_and(all_finite_here(tree), axis_name=axis_name)[0]
+    (finite,) = all_reduce_and(all_finite_here(tree), axis_name=axis_name)
+    if has_mark(Mark.LOSS, tree) and len(jax.tree.leaves(tree)) == 1:
+        mark(Mark.FINITE_LOSS, finite)
+    return finite
 
 
 def all_finite_here(tree: PyTree) -> jax.Array:

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmpscale._base.check import warn_user
 from jmpscale._base.frameworks import equinox_module_class, nnx_value_and_grad
+from jmpscale._base.marks import Mark, has_mark, mark
 from jmpscale._base.text import describe, type_name
 from jmpscale._base.tree import (
     PyTree,
@@ -80,7 +82,8 @@ def value_and_grad(
       ValueError: the first argument does not contain exactly one scaler.
 
     Warns:
-      UserWarning: a dynamic scaler is a constant of a compiled program, so every call would use the same scale.
+      UserWarning: a dynamic scaler is a constant of a compiled program, so every call would use the same scale; or
+        `fun` scales the loss itself.
 
     >>> import jmpscale
     >>> loss, grad = jmpscale.value_and_grad(lambda w, x: (w * x) ** 2)(jmpscale.dynamic(), 3.0, 2.0)
@@ -112,6 +115,8 @@ def value_and_grad(
             out = fun(*args, **kwargs)
             out = as_pair(out) if has_aux else out
             loss = out[0] if has_aux else out
+            if has_mark(Mark.SCALED, loss) and state.config.mode != "disabled":
+                warn_user("the loss is scaled twice, because value_and_grad scales it. Remove scale from the loss.")
             if is_real_scalar(loss):
                 return scale_loss(state, loss), _Output(out)
             # Without scaling, a transformation of the user's may accept other losses.
@@ -121,6 +126,7 @@ def value_and_grad(
 
         match transform(scaled_fun, has_aux=True, **options)(*args, **kwargs):
             case ((_, _Output(out)), grads):
+                mark(Mark.LOSS, out[0] if has_aux else out)
                 return out, unscale(state, grads)
         raise TypeError(
             "transform must return ((value, aux), grads) as jax.value_and_grad does, but it returned another "

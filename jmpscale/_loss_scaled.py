@@ -137,7 +137,7 @@ def _with_checked_output(fun: Function, has_aux: bool) -> Callable[[tuple[PyTree
         out = fun(*args, **kwargs)
         out = as_pair(out) if has_aux else out
         # The loss may be any of these outputs, or computed from them, so all of them must be float16.
-        outputs = [x for x in jax.tree.leaves(out[0] if has_aux else out) if is_traced(x) and is_inexact(x)]
+        outputs = [x for x in jax.tree.leaves(out[0] if has_aux else out) if is_inexact(x) and is_traced(x)]
         scalars = list(filter(is_real_scalar, outputs))
         if outputs and all(map(needs_wider_gradient, scalars or outputs)):
             warn_about_narrow_loss(*((scalars[0], "loss") if scalars else (outputs[0], "output")))

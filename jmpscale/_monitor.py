@@ -26,11 +26,11 @@ _OVERFLOW = f"{_STUCK}In the most recent skip the loss, if given, was finite, bu
 _CAUSES = (  # in the order of _possible_causes
     f"{_STUCK}The loss scale is invalid: the state was corrupted, in storage or by hand. Restore an older checkpoint.",
     f"{_STUCK}In the most recent skip the loss itself was not finite, before any scaling. A loss scale cannot "
-    "prevent that. Look for invalid data, or for an overflow in the forward pass; jmpscale.diagnose names the "
-    "line.",
+    "prevent that. Look for invalid data, for an overflow in the forward pass, or for parameters that are NaN because "
+    "an earlier step was not gated; jmpscale.diagnose names the line.",
     f"{_STUCK}The gradients that optax.MultiSteps has accumulated can never become finite again: it resets them "
     "by multiplying them by zero, and 0 * inf is NaN. Place with_loss_scaling outside: "
-    "with_loss_scaling(optax.MultiSteps(tx, k)).",
+    "with_loss_scaling(optax.MultiSteps(tx, k)); or gate its update with apply_if.",
     "{total} steps were skipped, and the loss scale has fallen to {scale}, its lower limit, at which steps are still "
     "skipped, although not consecutive ones. Some batches have no finite gradients at any scale. Common causes are "
     "invalid data, and a softmax over a row in which a mask hides every value. jmpscale.diagnose with such a batch "
@@ -38,7 +38,8 @@ _CAUSES = (  # in the order of _possible_causes
     f"{_OVERFLOW}The scale cannot back off any further: the gradients overflow at every allowed scale, or they are "
     "NaN, or they were scaled by a different scaler. A step has one scaler: if the optimizer is wrapped in "
     "with_loss_scaling, pass its state to jmpscale.value_and_grad. jmpscale.diagnose with the same batch names the "
-    "line: correct it or keep it in float32. If smaller scales fit, decrease min_scale.",
+    "line: correct it or keep it in float32. If smaller scales fit, decrease min_scale, or the number given to "
+    "loss_scaled(fun, number).",
     f"{_OVERFLOW}The scale is static and does not back off. If the gradients of the same batch are finite in float32, "
     "decrease the scale of the backward pass: the number given to loss_scaled(fun, number) if the loss function is "
     "wrapped by it, and otherwise the number given to static. jmpscale.diagnose prints the scales that fit.",

@@ -24,6 +24,7 @@ from jmpscale._optax_checks import (
     warn_if_gradients_are_narrow,
     warn_if_inside_another,
     warn_if_loss_is_misspelled,
+    warn_if_swapped,
     warn_if_wrapper_is_gated,
 )
 from jmpscale._optax_types import LossScalingTransformation, Transformation, check_transformation, with_extra_args
@@ -146,6 +147,7 @@ def with_loss_scaling(
         warn_if_wrapper_is_gated()
         warn_if_gradients_are_narrow(grads)
         loss = extra_args.get("value", extra_args.get("loss"))
+        warn_if_swapped(params, loss)
         decision_axes = _decision_axes(axis_name, norm_axis_name)
         finite, loss_finite = all_reduce_outcome(_is_finite(grads, norm), loss, decision_axes)
         warn_if_constant(scaler, grads, "optimizer state")

@@ -11,12 +11,13 @@ import optax
 
 from jmpscale._base.axes import check_no_partial_sums
 from jmpscale._base.check import is_called_by, warn_user
+from jmpscale._base.marks import Mark, has_mark
 from jmpscale._base.text import describe, truncate, type_name
 from jmpscale._base.tree import PyTree, check_no_refs, find_instances, is_inexact, structure
 from jmpscale._gate import warn_if_gated
 from jmpscale._scaler_of_tree import check_scaler
 from jmpscale._scaling import needs_wider_gradient
-from jmpscale._state import WithLossScalingState
+from jmpscale._state import ScalerState, WithLossScalingState
 
 # The functions of optax whose transformations replace infinity or NaN by finite numbers, and those whose
 # transformations change updates of zero.
@@ -33,6 +34,15 @@ def check_not_wrapped(inner_state: PyTree) -> None:
         )
 
 
+def check_no_scaler(grads: PyTree) -> None:
+    """Raises if the gradients contain the gradient of a scale: the optimizer would change the scale as well."""
+    if any(is_inexact(scaler.loss_scale) for scaler in find_instances(grads, ScalerState)):
+        raise TypeError(
+            "the gradients must not contain a ScalerState, which the optimizer would change. Do not differentiate with "
+            "respect to it: keep the scaler beside the parameters, not among them."
+        )
+
+
 def check_update_arguments(grads: PyTree, state: object) -> WithLossScalingState:
     if not isinstance(state, WithLossScalingState):
         raise TypeError(
@@ -43,7 +53,16 @@ def check_update_arguments(grads: PyTree, state: object) -> WithLossScalingState
     check_scaler(state.scaler, "state.scaler")
     check_no_refs(grads, "updates")
     check_no_partial_sums(grads)
+    check_no_scaler(grads)
     return state
+
+
+def warn_if_swapped(params: PyTree, loss: PyTree) -> None:
+    """Warns if gradients are passed as the parameters, or as the loss."""
+    if has_mark(Mark.GRADIENT, params):
+        warn_user("params must be the parameters, got gradients. The arguments are tx.update(grads, state, params).")
+    if has_mark(Mark.GRADIENT, loss):
+        warn_user("the loss must be the unscaled loss, got gradients. Pass value=loss.")
 
 
 def check_structure_of_updates(grads: PyTree, updates: PyTree) -> None:

@@ -9,6 +9,7 @@ from jax.typing import ArrayLike
 
 from jmpscale._base.text import truncate
 from jmpscale._base.tree import PyTree, find_instances, structure
+from jmpscale._optax_checks import check_no_scaler
 from jmpscale._optax_types import Transformation, check_transformation, with_extra_args
 from jmpscale._state import WithLossScalingState
 
@@ -42,6 +43,7 @@ def optax_step(
     if callable(tx) and not hasattr(tx, "update"):
         raise TypeError(f"tx must be the optimizer, got the function {tx!r}. Pass the optimizer, not its update.")
     check_transformation(tx, "tx", "optax.adam(1e-3), then the gradients")
+    check_no_scaler(grads)
     optimizer = with_extra_args(tx)
 
     def step(*carry: PyTree) -> tuple[PyTree, PyTree]:

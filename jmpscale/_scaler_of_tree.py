@@ -71,8 +71,11 @@ def replace_scaler(tree: Tree, scaler: ScalerState) -> Tree:
     old = _only_scaler(tree, "tree")
 
     def wrap(field: str) -> PyTree:
-        # The arrays are copied, so that donating the tree does not delete the caller's scaler.
-        return jax.tree.unflatten(jax.tree.structure(getattr(old, field)), [jnp.array(getattr(scaler, field))])
+        # The arrays are copied, so that donating the tree does not delete the caller's scaler. In a compiled step, a
+        # constant remains one, about which the update then warns.
+        array = getattr(scaler, field)
+        copy = array if is_compiling() else jnp.array(array)
+        return jax.tree.unflatten(jax.tree.structure(getattr(old, field)), [copy])
 
     new = scaler._replace(**{field: wrap(field) for field in ARRAY_FIELDS})
     return jax.tree.map(lambda x: new if is_scaler(x) else x, tree, is_leaf=is_scaler)

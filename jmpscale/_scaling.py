@@ -1,7 +1,5 @@
 """Scaling the loss, and unscaling and checking the gradients, in dtypes that hold the results."""
 
-import weakref
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,12 +8,11 @@ from jax.typing import ArrayLike, DTypeLike
 from jmpscale._base.axes import AxisName, check_no_partial_sums
 from jmpscale._base.check import warn_user
 from jmpscale._base.compat import unreduced_axes
+from jmpscale._base.marks import Mark, has_mark, mark
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, Tree, check_no_refs, flatten_gradients, is_real, is_traced, named_leaves
 from jmpscale._finite import all_finite
 from jmpscale._scaler_of_tree import find_scaler
-
-_unscaled: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()  # by id
 
 
 def scale(scaler: PyTree, tree: Tree) -> Tree:
@@ -54,7 +51,9 @@ def scale(scaler: PyTree, tree: Tree) -> Tree:
             )
         if is_traced(leaf) and needs_wider_gradient(leaf):
             warn_about_narrow_loss(leaf)
-    return _scale_leaves(state.loss_scale, tree)
+    scaled = _scale_leaves(state.loss_scale, tree)
+    mark(Mark.SCALED, scaled)
+    return scaled
 
 
 def warn_about_narrow_loss(loss: jax.Array, name: str = "loss") -> None:
@@ -108,13 +107,13 @@ def unscale(scaler: PyTree, tree: Tree) -> Tree:
     check_no_partial_sums(tree)
     # Only gradients pass through jit, which converts float0 to bool and raises for Python objects.
     grads, unflatten = flatten_gradients(tree)
-    if any(_unscaled.get(id(x)) is x for x in grads):
+    if has_mark(Mark.GRADIENT, grads) or has_mark(Mark.LOSS, grads):
         warn_user(
-            "the gradients are unscaled twice: unscale and value_and_grad return gradients in true units. Remove this "
-            "call."
+            "the gradients are unscaled twice: unscale and value_and_grad return gradients, and the loss, in true "
+            "units. Remove this call."
         )
     unscaled = unscale_leaves(grads, state.loss_scale)
-    _unscaled.update((id(x), x) for x in unscaled)
+    mark(Mark.GRADIENT, unscaled)
     return unflatten(unscaled)
 
 

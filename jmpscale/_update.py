@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jmpscale._base.axes import AxisName, all_reduce_and, as_axes, untyped_axes, warn_if_unsynchronized
-from jmpscale._base.check import COUNTER_LIMIT, check_flag
+from jmpscale._base.check import COUNTER_LIMIT, check_flag, warn_user
+from jmpscale._base.marks import Mark, has_mark
 from jmpscale._base.tree import PyTree
 from jmpscale._finite import all_finite_here
 from jmpscale._gate import warn_if_gated
@@ -65,8 +66,8 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
       ValueError: `scaler` is a batch outside `jax.vmap`, `finite` is not a scalar, or an axis is not mapped here.
 
     Warns:
-      UserWarning: the scaler is a constant of a compiled program, so every step would start from the same scale; or the
-        call is inside `apply_if`.
+      UserWarning: the scaler is a constant of a compiled program, so every step would start from the same scale;
+        `finite` is about the loss alone; or the call is inside `apply_if`.
 
     >>> import jmpscale
     >>> scaler = jmpscale.update(jmpscale.dynamic(1024.0), False)
@@ -82,6 +83,11 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
         return scaler
     warn_if_constant(scaler, finite)
     warn_if_gated("jmpscale.update", "Call update after apply_if, with the same flag.")
+    if has_mark(Mark.FINITE_LOSS, finite):
+        warn_user(
+            "finite must be about the gradients, got all_finite(loss): a finite loss may have gradients that are not. "
+            "Pass all_finite(grads)."
+        )
     if loss is not None:
         warn_if_unsynchronized(axis_name)
     return apply_rule(scaler, *all_reduce_outcome(flag, loss, axis_name))

@@ -223,14 +223,19 @@ def _reduces_the_scale(program):
     return jmpscale.get_scaler(program["opt_state"]).loss_scale < jmpscale.dynamic().loss_scale
 
 
+def _has_nan_parameters(program):
+    return bool(jnp.isnan(program["params"]["w"]).any())
+
+
 def _keeps_nan(program):
     return bool(jnp.isnan(program["batch_stats"]).any())
 
 
-NAN = {"grads": {"w": jnp.full((3, 1), jnp.nan)}, "loss": jnp.float32(jnp.nan)}
+NAN = {"grads": {"w": jnp.full((3, 1), jnp.nan)}, "loss": jnp.float32(jnp.nan), "finite": jnp.array(False)}
 HARM = {  # the test of the harm, and the names with which the snippet runs
     "The gradients come from JAX": (_underflows, {"loss_fn": _half_loss}),
     "The new scaler is not returned": (_makes_no_progress, {"loss_fn": _large_loss}),
+    "A step is not gated": (_has_nan_parameters, NAN | {"opt_state": optax.adam(1e-3).init({"w": jnp.ones((3, 1))})}),
     "A step has two scalers": (_makes_no_progress_and_is_stuck, {"loss_fn": _large_loss}),
     "The gradients are never unscaled": (_has_wrong_gradients, {}),
     "Gradients are averaged again under `shard_map`": (_has_wrong_gradients, {}),
