@@ -109,6 +109,13 @@ def standard_promotion():
     jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
+@pytest.fixture
+def standard_promotion_and_ranks():
+    """Allows implicit promotion of dtypes and ranks during one test; layers rely on both."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
 def _eager(fn):
     return fn
 

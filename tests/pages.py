@@ -1,6 +1,5 @@
 """Runs the Python blocks of the documentation as a reader pastes them into a notebook: in order, in one namespace."""
 
-import collections.abc
 import functools
 import itertools
 import json
@@ -90,10 +89,11 @@ def run(code, namespace):
     return recorder.losses
 
 
-class _Losses(collections.abc.MutableMapping):
-    """A view of the namespace that records the losses."""
+class _Losses(dict):
+    """Records the losses among the names that a block assigns, and keeps all names in the namespace instead."""
 
     def __init__(self, namespace):
+        super().__init__()
         self._namespace, self.losses = namespace, []
 
     def __setitem__(self, name, value):
@@ -102,18 +102,6 @@ class _Losses(collections.abc.MutableMapping):
             self.losses.append(float(value))
         elif name == "losses" and isinstance(value, list):
             self.losses = [float(loss) for loss in value]
-
-    def __getitem__(self, name):
-        return self._namespace[name]
-
-    def __delitem__(self, name):
-        del self._namespace[name]
-
-    def __iter__(self):
-        return iter(self._namespace)
-
-    def __len__(self):
-        return len(self._namespace)
 
 
 def assert_same_output(printed, expected):

@@ -1,6 +1,5 @@
 """diagnose finds the smallest set of lines in random programs, as running all sets of edited lines does."""
 
-import functools
 import itertools
 import re
 
@@ -25,70 +24,78 @@ FAULTS = [
     "(h + (c * 4096).astype({d})) - (c * 4096).astype({d})",
     "h * (c * 2**-14).astype({d}) * (c * 2**-14).astype({d}) * (c * 2**14).astype({d}) * (c * 2**14).astype({d})",
 ]
+SEEDS = {  # of programs with these faults
+    "overflow": 1,
+    "underflow": 2,
+    "rounding": 5,
+    "underflow and rounding": 4,
+    "rounding and overflow": 6,
+    "underflow at the beginning and rounding": 7,
+}
 LARGEST_ERROR, LARGEST_LOSS_ERROR = 0.2, 0.03
 
 
-def random_program(seed):
-    """Returns the source of a loss function of which line i computes in the dtype `d[i]`."""
+def random_lines(seed):
+    """Returns the lines of a loss function, as functions of h, w and c in a dtype d."""
     random = np.random.default_rng(seed)
     lines = ["h @ w.astype({d})", *(random.choice(HARMLESS) for _ in range(4))]
     for fault in random.choice(FAULTS, size=random.integers(1, 3), replace=False):
         lines.insert(random.integers(len(lines) + 1), fault)
-    body = [f"    h = h.astype(d[{i}]); h = {line.format(d=f'd[{i}]')}" for i, line in enumerate(lines)]
-    return "\n".join(
-        ["def loss(w, x, c):", "    h = x", *body, "    return jnp.mean(h.astype(jnp.float32) ** 2)"]
-    ), lines
+    return lines
 
 
-def compile_program(source, dtypes):
-    namespace = {"jnp": jnp, "d": dtypes}
-    exec(compile(source, "random_program.py", "exec"), namespace)
+def in_float16(lines):
+    """Returns the loss function whose line i + 3 is line i in float16."""
+    body = [f"    h = h.astype(jnp.float16); h = {line.format(d='jnp.float16')}" for line in lines]
+    source = ["def loss(w, x, c):", "    h = x", *body, "    return jnp.mean(h.astype(jnp.float32) ** 2)"]
+    namespace = {"jnp": jnp}
+    exec(compile("\n".join(source), "random_program.py", "exec"), namespace)
     return namespace["loss"]
 
 
-def run(source, dtypes, exponents):
-    """Yields the loss and the gradient at powers of two as the loss scale."""
-    loss = compile_program(source, dtypes)
+def edited(lines):
+    """Returns a compiled function of the lines in float32, as flags, and of the scale: the loss and the gradient."""
 
-    def at(scale, *args):
+    def in_dtype(line, dtype):
+        compute = eval(f"lambda h, w, c: {line.format(d='d')}", {"jnp": jnp, "d": dtype})
+        return lambda h, w, c: compute(h.astype(dtype), w, c).astype(jnp.float32)
+
+    def loss(w, x, c, kept):
+        h = x
+        for i, line in enumerate(lines):
+            h = jax.lax.cond(kept[i], in_dtype(line, jnp.float32), in_dtype(line, jnp.float16), h, w, c)
+        return jnp.mean(h**2)
+
+    def run(scale, *args):
         return jmpscale.value_and_grad(loss)(jmpscale.static(1.0)._replace(loss_scale=scale), *args)
 
-    compiled = jax.jit(at).lower(jnp.float32(1), *ARGS).compile(EXACT)
-    for exponent in exponents:
-        value, grad = compiled(jnp.float32(2.0**exponent), *ARGS)
-        yield float(value), np.asarray(grad, np.float64)
+    compiled = jax.jit(run).lower(np.float32(1), *ARGS, np.zeros(len(lines), bool)).compile(EXACT)
+    return lambda kept, scale: compiled(np.float32(scale), *ARGS, np.isin(range(len(lines)), kept))
 
 
-def fits(source, count, kept, exact):
-    """Tests whether a scale fits if some lines compute in float32."""
-    dtypes = [jnp.float32 if i in kept else jnp.float16 for i in range(count)]
-    for value, grad in run(source, dtypes, range(-16, 25, 2)):
-        if np.isfinite(grad).all() and np.isfinite(value):
-            error = np.linalg.norm(grad - exact[1]) / np.linalg.norm(exact[1])
-            if error <= LARGEST_ERROR and abs(value - exact[0]) <= LARGEST_LOSS_ERROR * exact[0]:
-                return True
-    return False
-
-
-@functools.cache
-def smallest_sets(seed):
+def smallest_sets(lines):
     """Returns all sets of at most two lines that are enough, of the smallest size."""
-    source, lines = random_program(seed)
-    (exact,) = run(source, [jnp.float32] * len(lines), [0])
-    for size in range(3):
-        found = [
-            kept for kept in itertools.combinations(range(len(lines)), size) if fits(source, len(lines), kept, exact)
-        ]
-        if found:
-            return found
-    return []
+    run, all_lines = edited(lines), range(len(lines))
+    loss, exact = map(np.asarray, run(all_lines, 1.0))
+
+    def fits(kept):
+        """Tests whether a scale fits if some lines compute in float32."""
+        for exponent in range(-16, 25, 2):
+            value, grad = map(np.asarray, run(kept, 2.0**exponent))
+            with np.errstate(invalid="ignore"):
+                error = np.linalg.norm(grad - exact) / np.linalg.norm(exact)
+                if error <= LARGEST_ERROR and abs(value - loss) <= LARGEST_LOSS_ERROR * loss:
+                    return True
+        return False
+
+    by_size = ([kept for kept in itertools.combinations(all_lines, size) if fits(kept)] for size in range(3))
+    return next((found for found in by_size if found), [])
 
 
-@pytest.mark.parametrize("seed", rows({str(seed): seed for seed in range(8)}, default={"1"}))
+@pytest.mark.parametrize("seed", rows(SEEDS, default={"overflow"}))
 def test_lines_are_a_smallest_set(seed):
-    source, lines = random_program(seed)
-    loss = compile_program(source, [jnp.float16] * len(lines))
-    found = jmpscale.diagnose(loss)(jmpscale.static(2.0**4), *ARGS).lines
+    lines = random_lines(seed)
+    found = jmpscale.diagnose(in_float16(lines))(jmpscale.static(2.0**4), *ARGS).lines
     kept = tuple(int(re.fullmatch(r"random_program\.py:(\d+) \(loss\)", line)[1]) - 3 for line in found)
-    expected = smallest_sets(seed)
-    assert (kept in expected) if expected else len(kept) > 2, (kept, expected, source)
+    expected = smallest_sets(lines)
+    assert (kept in expected) if expected else len(kept) > 2, (kept, expected, lines)

@@ -174,14 +174,6 @@ def test_program_runs_after_a_diff(page, diff):
     assert len(losses) >= MIN_TRAINING_STEPS, "the changed block does not train"
 
 
-@pytest.mark.parametrize(
-    ("float16", "ours", "right"),
-    [(0.38, 0.30, True), (0.31, 0.30, False), (0.38, 0.31, False), (0.38, math.nan, False), (math.nan, 0.30, False)],
-)
-def test_loss_needs_scaling_compares_the_losses(float16, ours, right):
-    assert loss_needs_scaling(ours, 0.30, float16) == right
-
-
 def test_pages_have_only_known_kinds_of_blocks():
     """A block with another language on its fence would not run."""
     languages = {

@@ -342,11 +342,19 @@ SCALE_AND_UPDATE = {
         ),
         "unscaled twice": (
             lambda: _traced(lambda grads: jmpscale.unscale(STATE, jmpscale.unscale(STATE, grads)), GRADS),
-            "the gradients are unscaled twice: unscale and value_and_grad return gradients in true units. Remove",
+            "the gradients are unscaled twice: unscale and value_and_grad return gradients, and the loss, in true",
         ),
         "unscaled after value_and_grad": (
             lambda: jmpscale.unscale_and_check(STATE, jmpscale.value_and_grad(_sum)(STATE, GRADS)[1]),
             "the gradients are unscaled twice",
+        ),
+        "unscaled loss": (
+            lambda: jmpscale.unscale(STATE, jmpscale.value_and_grad(_sum)(STATE, GRADS)[0]),
+            "the gradients are unscaled twice",
+        ),
+        "flag of the loss": (
+            lambda: jmpscale.update(STATE, jmpscale.all_finite(jmpscale.value_and_grad(_sum)(STATE, GRADS)[0])),
+            "finite must be about the gradients, got all_finite(loss): ... Pass all_finite(grads).",
         ),
         "missing axis": (
             lambda: _per_device(jmpscale.all_finite),
@@ -544,6 +552,10 @@ VALUE_AND_GRAD = {
     },
     UserWarning: {
         "constant": (lambda: _traced(_value_and_grad_at_constant, GRADS), "the scaler is a constant of the compiled"),
+        "scaled loss": (
+            lambda: _traced(_value_and_grad(GRADS, fun=lambda tree: jmpscale.scale(STATE, _sum(tree)))),
+            "the loss is scaled twice, because value_and_grad scales it. Remove scale from the loss.",
+        ),
     },
 }
 
@@ -643,6 +655,10 @@ def _wrap(*args, **options):
     return lambda: jmpscale.with_loss_scaling(*args, **options)
 
 
+def _gradients_of_sum():
+    return jmpscale.value_and_grad(_sum)(STATE, GRADS)[1]
+
+
 def _update_in(tx):
     """Calls `update` of a transformation that contains a wrapper."""
     return tx.update(GRADS, tx.init(GRADS), GRADS)
@@ -685,6 +701,10 @@ WITH_LOSS_SCALING = {
         "wrapped in a chain": (
             lambda: _wrap(optax.chain(SGD, optax.chain(TX)), jmpscale.disabled())().init(GRADS),
             "inner must not contain with_loss_scaling",
+        ),
+        "scaler in the gradients": (
+            lambda: SCALE.update({"model": GRADS, "scaler": STATE}, SCALE_STATE),
+            "the gradients must not contain a ScalerState, which the optimizer would change. ... keep the scaler",
         ),
         "max_norm": (_wrap(ADAM, max_norm="1"), "max_norm must be a Python number, got '1'"),
         "warn_after_skips": (_wrap(ADAM, warn_after_skips=1.5), "warn_after_skips must be an integer, got 1.5"),
@@ -736,6 +756,20 @@ WITH_LOSS_SCALING = {
             lambda: jmpscale.apply_if(True, lambda state: SCALE.update(GRADS, state)[1], SCALE_STATE),
             "with_loss_scaling is inside jmpscale.apply_if: a skipped step would not adjust its scale, ... call "
             "tx.update without apply_if.",
+        ),
+        "gradients as parameters": (
+            lambda: SCALE.update(GRADS, SCALE_STATE, _gradients_of_sum()),
+            "params must be the parameters, got gradients. The arguments are tx.update(grads, state, params).",
+        ),
+        "gradients as the loss": (
+            lambda: SCALE.update(GRADS, SCALE_STATE, value=_gradients_of_sum()),
+            "the loss must be the unscaled loss, got gradients. Pass value=loss.",
+        ),
+        "replaced by a constant": (
+            lambda: _traced(
+                lambda grads, state: SCALE.update(grads, jmpscale.replace_scaler(state, STATE)), GRADS, SCALE_STATE
+            ),
+            "the optimizer state is a constant of the compiled program",
         ),
         "inside apply_if_finite": (
             lambda: _update_in(optax.apply_if_finite(SCALE, 5)),
@@ -802,6 +836,7 @@ OPTAX_STEP = {
         "swapped": (lambda: jmpscale.optax_step(LOSS, ADAM), "tx must ... got Array. Pass one ... then the gradients."),
         "update function": (lambda: jmpscale.optax_step(ADAM.update, 1), "tx must be the optimizer, got the function"),
         "wrapped": (lambda: jmpscale.optax_step(TX, 1)(1, [OPT_STATE]), "tx must not be wrapped in with_loss_sc"),
+        "scaler in the gradients": (lambda: jmpscale.optax_step(ADAM, [STATE]), "must not contain a ScalerState"),
         "tuple": (
             _apply(jmpscale.optax_step(ADAM, GRADS), (GRADS, ADAM.init(GRADS))),
             "carry must be two values, the parameters and the optimizer state, got 1. Call apply_if(finite, ",
@@ -1066,6 +1101,11 @@ def _scan_of_a_new_scaler(flags):
     return jax.lax.scan(lambda scaler, flag: (jmpscale.update(scaler, flag), None), jmpscale.dynamic(), flags)
 
 
+def _update_by_all(loss, grads):
+    jmpscale.update(STATE, jmpscale.all_finite((loss, grads)))
+    return jmpscale.update(STATE, jmpscale.all_finite(loss) & jmpscale.all_finite(grads))
+
+
 WORDS = np.array(["a", "b"])
 VALID_CALLS = {
     "smallest static scale": lambda: jmpscale.static(SMALLEST),
@@ -1085,6 +1125,10 @@ VALID_CALLS = {
     "value_and_grad with Equinox": lambda: _value_and_grad(eqx.nn.LayerNorm(2), EQUINOX)(),
     "value_and_grad of a vector": lambda: jmpscale.value_and_grad(lambda w: w[:1], transform=_value_and_grad_of_vector)(
         jmpscale.disabled(), W32
+    ),
+    "flags of the loss and of the gradients": lambda: _update_by_all(*jmpscale.value_and_grad(_sum)(STATE, GRADS)),
+    "value_and_grad of the sum of scaled losses": _value_and_grad(
+        GRADS, fun=lambda tree: jmpscale.scale(STATE, _sum(tree)) + 0.0
     ),
     "value_and_grad by a static scale": lambda: _traced(
         lambda params: jmpscale.value_and_grad(_sum)(jmpscale.static(8.0), params), GRADS

@@ -1,7 +1,5 @@
 """`update` follows the rule in `reference.py` bit for bit, under every transformation."""
 
-import functools
-
 import chex
 import hypothesis
 import hypothesis.strategies as st
@@ -38,6 +36,9 @@ STATES = {
     "megatron": jmpscale.dynamic(256.0, growth_interval=4, hysteresis=3),
     "torch": jmpscale.dynamic(256.0, growth_interval=1, max_scale=512.0)._replace(consecutive_skips=np.int32(LIMIT)),
     "static": jmpscale.static(0.1)._replace(finite_steps=NEAR_LIMIT),
+    # Settings that a user has changed apply to a scale and to counters outside the new limits.
+    "above max_scale": jmpscale.dynamic(growth_interval=2, max_scale=2.0**16)._replace(loss_scale=np.float32(2.0**20)),
+    "below min_scale": jmpscale.dynamic(min_scale=2.0**12, max_scale=2.0**17)._replace(loss_scale=np.float32(2.0)),
 }
 
 
@@ -154,46 +155,31 @@ def test_update_follows_reference_step_by_step(state, run):
 
 START = jmpscale.dynamic(1024.0)._replace(finite_steps=np.int32(1))
 AT_LIMIT = START._replace(loss_scale=np.float32(1.0))
-SKIPPED_FOR_GRADIENTS = {"loss_scale": 512, "finite_steps": 0, "last_skip_reason": SkipReason.GRADIENTS}
-SKIPPED_AT_LIMIT = {"loss_scale": 1, "finite_steps": 0, "last_skip_reason": SkipReason.MIN_SCALE}
-SKIPPED_FOR_LOSS = {"loss_scale": 1024, "finite_steps": 1, "last_skip_reason": SkipReason.LOSS}
-SKIPPED_FOR_LOSS_AT_LIMIT = SKIPPED_FOR_LOSS | {"loss_scale": 1}
-APPLIED = {"loss_scale": 1024, "finite_steps": 2, "last_skip_reason": SkipReason.NONE}
+MIXED_LOSSES = {"a": jnp.ones(3), "count": jnp.int32(2), "name": "x"}
+OUTCOMES = {  # the state, the flag, the loss, and the expected scale, count of finite steps, and reason
+    "finite, although the loss is not": (START, np.True_, np.nan, (1024, 2, SkipReason.NONE)),
+    "no loss": (START, False, None, (512, 0, SkipReason.GRADIENTS)),
+    "finite loss": (START, np.False_, 1.0, (512, 0, SkipReason.GRADIENTS)),
+    "tree of finite losses": (START, jnp.array(False), MIXED_LOSSES, (512, 0, SkipReason.GRADIENTS)),
+    "empty tree of losses": (START, False, {}, (512, 0, SkipReason.GRADIENTS)),
+    "infinite loss": (START, False, -np.inf, (1024, 1, SkipReason.LOSS)),
+    "one NaN in a tree of losses": (
+        START,
+        False,
+        MIXED_LOSSES | {"b": jnp.float16([1, jnp.nan])},
+        (1024, 1, SkipReason.LOSS),
+    ),
+    "at min_scale": (AT_LIMIT, False, None, (1, 0, SkipReason.MIN_SCALE)),
+    "at min_scale, NaN loss": (AT_LIMIT, False, np.nan, (1, 1, SkipReason.LOSS)),
+}
 
 
-@pytest.mark.parametrize(
-    ("state", "finite", "loss", "expected"),
-    [
-        pytest.param(START, True, None, APPLIED, id="finite"),
-        pytest.param(START, np.True_, np.nan, APPLIED, id="finite, although the loss is not"),
-        pytest.param(START, False, None, SKIPPED_FOR_GRADIENTS, id="no loss"),
-        pytest.param(START, np.False_, 1.0, SKIPPED_FOR_GRADIENTS, id="finite loss"),
-        pytest.param(
-            START,
-            jnp.array(False),
-            {"a": jnp.ones(3), "count": jnp.int32(2), "name": "x"},
-            SKIPPED_FOR_GRADIENTS,
-            id="tree of finite losses",
-        ),
-        pytest.param(START, False, {}, SKIPPED_FOR_GRADIENTS, id="empty tree of losses"),
-        pytest.param(START, False, np.nan, SKIPPED_FOR_LOSS, id="NaN loss"),
-        pytest.param(START, False, -np.inf, SKIPPED_FOR_LOSS, id="infinite loss"),
-        pytest.param(
-            START,
-            False,
-            {"a": jnp.float16(1), "b": jnp.array([1.0, jnp.inf])},
-            SKIPPED_FOR_LOSS,
-            id="one infinite loss",
-        ),
-        pytest.param(AT_LIMIT, False, None, SKIPPED_AT_LIMIT, id="at min_scale"),
-        pytest.param(AT_LIMIT, False, np.nan, SKIPPED_FOR_LOSS_AT_LIMIT, id="at min_scale, NaN loss"),
-    ],
-)
-def test_update_distinguishes_the_reasons_of_a_skip(state, finite, loss, expected):
-    skips = 0 if finite else 1
-    expected = expected | {"total_skips": skips, "consecutive_skips": skips}
+@pytest.mark.parametrize("row", rows(OUTCOMES))
+def test_update_distinguishes_the_reasons_of_a_skip(row):
+    state, finite, loss, expected = row
     after = jmpscale.update(state, finite, loss=loss)
-    assert {name: getattr(after, name) for name in expected} == expected
+    assert (after.loss_scale, after.finite_steps, after.last_skip_reason) == expected
+    assert after.total_skips == after.consecutive_skips == (0 if finite else 1)
 
 
 def test_update_returns_a_disabled_scaler_itself():
@@ -254,13 +240,3 @@ def test_update_compiles_once(mode):
             skipped += not outcome[0]
     assert len(compilations) == 1
     assert state.total_skips == (0 if mode == "disabled" else skipped)
-
-
-def test_update_is_the_same_in_cond_while_loop_and_remat():
-    state = jmpscale.dynamic(2.0**10)
-    overflow = functools.partial(jmpscale.update, finite=False)
-    once = jax.lax.cond(True, overflow, lambda state: jmpscale.update(state, True), state)
-    chex.assert_trees_all_equal(once, overflow(state))
-    chex.assert_trees_all_equal(jax.jit(jax.remat(overflow))(state), overflow(state))
-    last = jax.lax.while_loop(lambda s: s.total_skips < 3, lambda s: jmpscale.update(s, s.total_skips == 3), state)
-    assert last.loss_scale == 2.0**7
