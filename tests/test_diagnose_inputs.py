@@ -75,6 +75,10 @@ def test_invalid_loss_scale_is_refused(value):
         jmpscale.diagnose(jnp.sum)(scaler, jnp.ones(2))
 
 
+def test_largest_loss_scale_is_valid():
+    assert jmpscale.diagnose(jnp.sum)(jmpscale.static(2.0**126), jnp.ones(2)).loss_scale == 2.0**126
+
+
 def keywords(w, batch, bias=None):
     """Has arguments with names."""
 

@@ -60,9 +60,9 @@ SCALERS = {  # the loss function, the scaler, the name of the present scale, and
     "disabled, clipped": (clipped, jmpscale.disabled(), "2^0", "The gradients differ from float32 by 0.0214%."),
     "dynamic, too small": (
         product,
-        jmpscale.dynamic(2.0**-10, min_scale=2.0**-12),
+        jmpscale.dynamic(2.0**-10, min_scale=2.0**-12, max_scale=2.0**10),
         "2^-10",
-        f"{SMALL} Use dynamic(init_scale=2.0**13). {BEST}0.",
+        f"{SMALL} Use dynamic(init_scale=2.0**10). {BEST}0.",
     ),
     "dynamic, too large": (
         product,
@@ -93,7 +93,7 @@ SCALERS = {  # the loss function, the scaler, the name of the present scale, and
 }
 
 
-@pytest.mark.parametrize("row", rows(SCALERS, default={"disabled", "dynamic, min_scale is too large"}))
+@pytest.mark.parametrize("row", rows(SCALERS, default={"disabled", "dynamic, too small", "dynamic, min_scale is too large"}))
 def test_summary_names_the_scaler_that_fits(row):
     fun, scaler, present, sentences = row
     summary = diagnose(fun, W, scaler=scaler).summary
@@ -298,6 +298,10 @@ def test_summary(row):
     pages.assert_same_output(diagnose(fun, *args).summary, summary.format(*lines))
 
 
+def test_large_result_of_the_forward_pass_does_not_add_runs():
+    assert len(diagnose(near_overflow).scale_errors) == 10
+
+
 @pytest.mark.full
 @pytest.mark.usefixtures("x64")
 def test_float32_is_not_mentioned_in_float64():
@@ -343,7 +347,7 @@ ROWS = [
     row(1, alone=1e-6, max_abs=0.0),
     row(2, alone=0.00123, underflow=0.00101, dtype="bfloat16", backward=True),
     row(3, alone=math.inf, overflow=0.5, max_abs=1e5),
-    row(4, alone=12.3),
+    row(4, alone=10.5),
     row(5, alone=0.02, in_lines=True),
     row(6, alone=None),
     row(7, alone=None, max_abs=32752.0),
