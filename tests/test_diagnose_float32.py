@@ -121,7 +121,10 @@ def run(fun, x):
     return jax.jit(lambda consts, x: InFloat32().evaluate(closed.jaxpr, consts, [x])[0])(closed.consts, x)
 
 
-@pytest.mark.parametrize("name", names(PROGRAMS, default={"arithmetic", "scan", "while that captures", "scatters", "shard_map without types"}))
+DEFAULT = {"arithmetic", "scan", "while that captures", "scatters", "shard_map without types"}
+
+
+@pytest.mark.parametrize("name", names(PROGRAMS, default=DEFAULT))
 def test_program_runs_in_float32(name):
     found = run(PROGRAMS[name], X)
     expected = jax.tree.leaves(jax.jit(PROGRAMS[name])(X.astype(jnp.float32)))

@@ -93,7 +93,10 @@ SCALERS = {  # the loss function, the scaler, the name of the present scale, and
 }
 
 
-@pytest.mark.parametrize("row", rows(SCALERS, default={"disabled", "dynamic, too small", "dynamic, min_scale is too large"}))
+DEFAULT_SCALERS = {"disabled", "dynamic, too small", "dynamic, min_scale is too large"}
+
+
+@pytest.mark.parametrize("row", rows(SCALERS, default=DEFAULT_SCALERS))
 def test_summary_names_the_scaler_that_fits(row):
     fun, scaler, present, sentences = row
     summary = diagnose(fun, W, scaler=scaler).summary
