@@ -103,6 +103,9 @@ class _Losses(dict):
         elif name == "losses" and isinstance(value, list):
             self.losses = [float(loss) for loss in value]
 
+    def __delitem__(self, name):
+        del self._namespace[name]
+
 
 def assert_same_output(printed, expected):
     """Compares texts word by word.
