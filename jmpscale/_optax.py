@@ -28,7 +28,7 @@ from jmpscale._optax_checks import (
     warn_if_wrapper_is_gated,
 )
 from jmpscale._optax_types import LossScalingTransformation, Transformation, check_transformation, with_extra_args
-from jmpscale._scaler_of_tree import check_scaler, warn_if_constant
+from jmpscale._scaler_of_tree import check_scaler, in_compiled_step, warn_if_constant
 from jmpscale._scaling import multiply_gradients, unscaled_dtype
 from jmpscale._state import (
     LARGEST_SCALE,
@@ -114,8 +114,8 @@ def with_loss_scaling(
     def init(params: optax.Params) -> Any:
         register_with_flax()
         warn_if_inside_another(params)
-        # A constant, if it is created in a compiled step, about which the update then warns.
-        scaler = initial if any(map(is_traced, jax.tree.leaves(params))) else jax.tree.map(jnp.array, initial)
+        # A state that a compiled step creates has constants, about which its update warns.
+        scaler = initial if in_compiled_step(params) else jax.tree.map(jnp.array, initial)
         inner_state = tx.init(params if _is_disabled(scaler) else _as_seen_by_inner(params))
         check_not_wrapped(inner_state)
         return WithLossScalingState(scaler, inner_state, None if max_norm is None else jnp.zeros((), jnp.float32))

@@ -147,19 +147,23 @@ def warn_if_constant(scaler: ScalerState, values: PyTree, name: str = "scaler") 
     `values` are the flag or the gradients of the step, which are traced if it is compiled; `name` is what holds the
     scaler in the user's program.
     """
-    traced = [x for x in jax.tree.leaves(values) if is_traced(x)]
-    if not traced or not is_compiling() or any(map(is_traced, jax.tree.leaves(scaler))):
-        return
-    # A step that a compiled program differentiates, or maps over a batch, may start from a constant. Such a
-    # transformation traces values of a type of its own; a new array has the type of the program's values.
-    own_type = type(jnp.zeros(()))
-    if all(type(x) is own_type for x in traced):
+    if in_compiled_step(values) and not any(map(is_traced, jax.tree.leaves(scaler))):
         warn_user(
             f"the {name} is a constant of the compiled program, so every call starts from the same one: the compiled "
             f"function creates the {name}, or closes over it. Create the {name} before, pass it to the compiled "
             f"function as an argument, and return the new one. If the function is a whole training run, carry the "
             f"{name} through jax.lax.scan."
         )
+
+
+def in_compiled_step(values: PyTree) -> bool:
+    """Tests whether values are traced to compile a step, which is not a part of another transformation there.
+
+    A step that a compiled program differentiates, or maps over a batch, may start from a constant. Such a
+    transformation traces values of a type of its own; a new array has the type of the program's values.
+    """
+    traced = [x for x in jax.tree.leaves(values) if is_traced(x)]
+    return bool(traced) and is_compiling() and {type(x) for x in traced} == {type(jnp.zeros(()))}
 
 
 def is_scaler(x: object) -> bool:

@@ -291,6 +291,23 @@ def fp8_loss(params, statistics):
 
 
 @pytest.mark.full
+def test_loss_scaled_follows_the_scale_in_an_nnx_optimizer():
+    """The model holds an alias of the scale."""
+    model = Model()
+    tx = jmpscale.with_loss_scaling(optax.sgd(0.1), jmpscale.dynamic(SCALE, growth_interval=1))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    model.loss_scale = optimizer.opt_state.scaler.loss_scale
+    loss_fn = jmpscale.loss_scaled(nnx_loss, lambda model, x: model.loss_scale)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        optimizer.update(model, nnx.grad(loss_fn)(model, x))
+
+    step(model, optimizer, X)
+    assert model.loss_scale[...] == 2 * SCALE
+
+
+@pytest.mark.full
 @pytest.mark.usefixtures("standard_promotion")
 def test_fp8_statistics_may_be_an_argument_of_their_own():
     @jax.jit
