@@ -74,7 +74,7 @@ def replace_scaler(tree: Tree, scaler: ScalerState) -> Tree:
         # The arrays are copied, so that donating the tree does not delete the caller's scaler. In a compiled step, a
         # constant remains one, about which the update then warns.
         array = getattr(scaler, field)
-        copy = array if is_compiling() else jnp.array(array)
+        copy = array if in_compiled_step(tree) else jnp.array(array)
         return jax.tree.unflatten(jax.tree.structure(getattr(old, field)), [copy])
 
     new = scaler._replace(**{field: wrap(field) for field in ARRAY_FIELDS})

@@ -250,7 +250,7 @@ def test_describe_names_the_layer_whose_backward_pass_overflows():
 
     @jax.jit
     def report_of_fault(params, x, layer):
-        scaler = jmpscale.dynamic()
+        scaler = jmpscale.static(2.0**16)
         _, grads = jmpscale.value_and_grad(loss_fn)(scaler, params, x, layer)
         return jmpscale.grad_report(grads, scaler=scaler)
 
