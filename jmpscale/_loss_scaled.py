@@ -70,8 +70,9 @@ def loss_scaled(
         differs between devices that share a parameter.
 
     Warns:
-      UserWarning: the loss has a dtype that cannot hold large scales, such as float16; a dynamic scale is a constant of
-        a compiled program; or, from the program, the gradients are not finite and `warn_if_not_finite` is true.
+      UserWarning: the loss, or every output, has a dtype that cannot hold large scales, such as float16; a dynamic
+        scale is a constant of a compiled program; or, from the program, the gradients are not finite and
+        `warn_if_not_finite` is true.
 
     >>> import jax
     >>> import jmpscale

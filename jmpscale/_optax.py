@@ -82,7 +82,8 @@ def with_loss_scaling(
 
     Raises:
       TypeError: an argument has the wrong type. From `tx.init`: `inner` contains another wrapper. From `tx.update`:
-        `inner` changes the structure or the types of its state, or a gradient is a partial sum or a `jax.Ref`.
+        `inner` changes the structure or the types of its state, or a gradient is a partial sum, a `jax.Ref` or part of
+        a scaler.
       ValueError: `max_norm` or `warn_after_skips` is out of range, or an axis is not mapped.
 
     Warns:

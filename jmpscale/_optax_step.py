@@ -29,8 +29,8 @@ def optax_step(
       an Equinox model, are unchanged.
 
     Raises:
-      TypeError: `tx` is not a gradient transformation. From the step: `tx` is wrapped in `with_loss_scaling`, or the
-        arguments are not the parameters and the optimizer state, in this order.
+      TypeError: `tx` is not a gradient transformation, or `grads` contains a scaler. From the step: `tx` is wrapped in
+        `with_loss_scaling`, or the arguments are not the parameters and the optimizer state, in this order.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
