@@ -4,7 +4,9 @@ Nothing here changes a state.
 """
 
 import collections
+import threading
 import warnings
+from typing import NamedTuple
 
 import jax
 import jax.custom_batching
@@ -123,13 +125,26 @@ def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
         raise FloatingPointError(_describe_skips(state, scaler, limit, skips))
 
 
+class _Skip(NamedTuple):
+    """A skipped step, and what the monitor says about it."""
+
+    after: ScalerState
+    step: int = 0  # counted from the first skip that the monitor remembers
+    follows_growth: bool = False  # such a skip is part of the rule, and is not counted
+    has_warned: bool = False  # about this skip, or an earlier one of the same series
+    text: str = ""
+
+
 class SkipMonitor:
-    """Warns about the skips of an optimizer, even from inside a compiled program; remembers them on the host."""
+    """Warns about the skips of an optimizer, even from inside a compiled program; remembers them on the host.
+
+    Devices report in any order, so what is said about a skip depends on the states of the run alone.
+    """
 
     def __init__(self, count: int) -> None:
         self._count, self._window = count, 5 * count
-        self._latest: ScalerState | None = None
-        self._step, self._skipped, self._has_warned = 0, collections.deque[int](), False
+        self._skips = collections.deque[_Skip](maxlen=self._window)
+        self._lock = threading.Lock()
 
     def watch(self, before: ScalerState, after: ScalerState) -> ScalerState:
         """Warns as the argument `warn_after_skips` of `with_loss_scaling` describes.
@@ -155,36 +170,38 @@ class SkipMonitor:
     def _warn(self, before: ScalerState, after: ScalerState) -> np.ndarray:
         before, after = jax.tree.map(np.asarray, (before, after))
         if after.consecutive_skips > 0:  # under jax.vmap the callback runs for every scaler
-            skips = self._describe_if_many(before, after)
-            if after.consecutive_skips == self._count:
-                skips = _CONSECUTIVE.format(run=self._count)
-            if skips:
-                self._has_warned = True
-                warnings.warn(_describe_skips(after, after, self._count - 1, skips), stacklevel=2)
+            with self._lock:
+                text = self._remember(before, after).text
+            if text:
+                warnings.warn(_describe_skips(after, after, self._count - 1, text), stacklevel=2)
         elif _has_grown_without_skip(before, after):
             warnings.warn(_NEVER_SKIPPED.format(scale=format_number(np.float32(after.loss_scale))), stacklevel=2)
         return np.asarray(after.consecutive_skips)
 
-    def _describe_if_many(self, before: ScalerState, after: ScalerState) -> str:
-        """Returns the number of skips in the latest steps, or nothing if they are few or have been reported."""
-        latest, self._latest = self._latest, after
-        if latest is None or after.total_skips != latest.total_skips + 1:  # another run, or another device
-            if latest is None or after.total_skips != latest.total_skips:
-                self._skipped, self._has_warned = collections.deque([self._step]), False
-            return ""
-        has_grown = before.loss_scale > latest.loss_scale or before.finite_steps < latest.finite_steps
-        steps = 1 + int(before.finite_steps) - int(latest.finite_steps)
+    def _remember(self, before: ScalerState, after: ScalerState) -> _Skip:
+        """Returns the record of a skip: the one that exists if another device has reported the same skip."""
+        for skip in self._skips:
+            if skip.after == after:
+                return skip
+        if self._skips and after.total_skips != self._skips[-1].after.total_skips + 1:
+            self._skips.clear()  # another run
+        skip = self._next_skip(self._skips[-1], before, after) if self._skips else _Skip(after)
+        if after.consecutive_skips == self._count:
+            skip = skip._replace(has_warned=True, text=_CONSECUTIVE.format(run=self._count))
+        self._skips.append(skip)
+        return skip
+
+    def _next_skip(self, latest: _Skip, before: ScalerState, after: ScalerState) -> _Skip:
+        """Returns the record of the skip after `latest`; it has a text if the latest steps contain many skips."""
+        has_grown = before.loss_scale > latest.after.loss_scale or before.finite_steps < latest.after.finite_steps
+        steps = 1 + int(before.finite_steps) - int(latest.after.finite_steps)
         steps += after.config.growth_interval if has_grown else 0
-        self._step += steps
-        if steps > self._window:
-            self._has_warned = False
-        if not has_grown:  # a skip that follows a growth is part of the rule
-            self._skipped.append(self._step)
-        while self._skipped and self._skipped[0] <= self._step - self._window:
-            self._skipped.popleft()
-        if self._has_warned or len(self._skipped) < self._count:
-            return ""
-        return f"{len(self._skipped)} of the last {self._window} steps were skipped"
+        skip = _Skip(after, latest.step + steps, bool(has_grown), latest.has_warned and steps <= self._window)
+        recent = [s for s in (*self._skips, skip) if s.step > skip.step - self._window and not s.follows_growth]
+        if skip.has_warned or len(recent) < self._count:
+            return skip
+        text = f"{len(recent)} of the last {self._window} steps were skipped"
+        return skip._replace(has_warned=True, text=text)
 
 
 def warn_unless(flag: jax.Array, text: str, x: jax.Array) -> jax.Array:

@@ -1,5 +1,6 @@
 """metrics returns the state, raise_if_stuck names the cause of skips, and warn_after_skips reports from a program."""
 
+import collections
 import functools
 import re
 import warnings
@@ -254,18 +255,25 @@ SERIES = {  # the scaler, whether each step is finite, and how the warnings star
 }
 
 
+def _loop_on_devices(step, opt_state, grads):
+    """Three devices take the same steps, each as far ahead of the others as chance has it."""
+    states, remaining = [opt_state] * 3, [iter(grads) for _ in range(3)]
+    for device in np.random.default_rng(0).permutation([0, 1, 2] * len(grads)):
+        states[device] = step(states[device], next(remaining[device]))
+
+
 @pytest.mark.parametrize("name", SERIES)
-@pytest.mark.parametrize(
-    "run",
-    [_loop, pytest.param(lambda step, *args: _loop(jax.jit(step), *args), marks=pytest.mark.full)],
-    ids=["eager", "jit"],
-)
-def test_wrapper_warns_of_many_skips_and_of_none(name, run):
+@pytest.mark.parametrize("devices", [1, 3, pytest.param("jit", marks=pytest.mark.full)])
+def test_wrapper_warns_of_many_skips_and_of_none(name, devices):
     scaler, finite, expected = SERIES[name]
     tx = jmpscale.with_loss_scaling(optax.sgd(0.1), scaler, warn_after_skips=3)
     grads = np.where(finite, np.float32(1.0), np.float32(np.inf))
-    _, messages = _warnings_of(run, lambda state, grad: tx.update(grad, state)[1], tx.init(1.0), grads)
-    assert all(re.match(words, message) for words, message in zip(expected, messages, strict=True)), messages
+    step = lambda state, grad: tx.update(grad, state)[1]
+    step = jax.jit(step) if devices == "jit" else step
+    _, messages = _warnings_of(_loop_on_devices if devices == 3 else _loop, step, tx.init(1.0), grads)
+    reports = collections.Counter(messages)
+    assert set(reports.values()) <= {3 if devices == 3 else 1}
+    assert all(re.match(words, message) for words, message in zip(expected, reports, strict=True)), messages
 
 
 def test_wrapper_counts_the_skips_of_each_run():
