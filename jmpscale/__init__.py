@@ -1,4 +1,4 @@
-"""Trains float32 programs of JAX in float16: autocast, loss scaling, and a diagnosis of float16."""
+"""Trains float32 JAX programs in float16: autocast, loss scaling, and diagnosis."""
 
 from importlib.metadata import version as _version
 

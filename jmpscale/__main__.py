@@ -1,4 +1,4 @@
-"""The demonstration, `python -m jmpscale`: training in float16 without and with loss scaling.
+"""The demonstration, `python -m jmpscale`: training in float16 with and without loss scaling.
 
 A small character-level language model, written in float32, is trained four times, from the same initial parameters and
 on the same batches: in float32, with autocast to bfloat16, with autocast to float16, and with autocast to float16 and
@@ -296,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # characters that the terminal cannot print
     print(format_table(runs))
-    # The picture has two pixels for each of the 736 of a page.
+    # The picture has two pixels for each of the 736 pixels of a page's width.
     plot(runs, options.batch_tokens).savefig(options.output, format="png", dpi=184)
     print(f"\nwrote {options.output}")
 

@@ -54,9 +54,9 @@ _CAUSES = (  # in the order of _possible_causes
 
 
 _NEVER_SKIPPED = (
-    "The loss scale has grown to its limit, {scale}, without one skip. In float16, gradients usually overflow earlier: "
-    "perhaps the loss is not scaled, or something replaces infinity and NaN before the optimizer. To find out, train a "
-    "few steps with the scale jmpscale.static(2.0**60): they should be skipped."
+    "The loss scale has grown to its limit, {scale}, without a skip. In float16, gradients usually overflow earlier: "
+    "perhaps the loss is not scaled, or something replaces infinity and NaN before the optimizer checks them. To find "
+    "out, train a few steps with the scale jmpscale.static(2.0**60): they should be skipped."
 )
 _USUAL_LIMIT = 2.0**32  # the default of max_scale; a lower limit is reached without a mistake
 
@@ -72,7 +72,7 @@ def metrics(scaler: PyTree) -> dict[str, jax.Array]:
       A dict of the arrays of the `ScalerState`, by the names of its fields. For an optimizer state of
       `with_loss_scaling(max_norm=...)` it also contains `grad_norm`, f32[], the global norm before clipping. The values
       are the arrays of the state itself, so read or copy them before the state is donated. `loss_scale` is the scaler's
-      own: a backward pass of `loss_scaled(fun, number)` has its number.
+      own; the backward pass of `loss_scaled(fun, number)` uses the number instead.
 
     Raises:
       ValueError: `scaler` does not contain exactly one scaler.

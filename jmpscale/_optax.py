@@ -68,10 +68,11 @@ def with_loss_scaling(
       norm_axis_name: the mapped axes along which each device holds a part of the gradients, such as the axis of
         hand-written FSDP, and not the whole; needed only where `axis_name` is. The squares are summed over these axes.
       warn_after_skips: the number of skips after which to warn, from inside the compiled program; for training loops
-        that do not return the optimizer state, so that `raise_if_stuck` cannot read it. It warns after so many
-        consecutive skips, and once per series of skips if so many of the latest `5 * warn_after_skips` steps were
-        skipped, growths of the scale aside. It also warns if a dynamic scale grows to a `max_scale` of 2^32 or more
-        without a skip, because the loss may be unscaled. Under `jax.pmap` and `jax.shard_map` each device warns.
+        that do not return the optimizer state, so that `raise_if_stuck` cannot read it. It warns after that many
+        consecutive skips, and once per series of skips if that many of the latest `5 * warn_after_skips` steps were
+        skipped, not counting skips right after the scale has grown. It also warns if a dynamic scale grows to a
+        `max_scale` of 2^32 or more without a skip, because the loss may be unscaled. Under `jax.pmap` and
+        `jax.shard_map` each device warns.
 
     Returns:
       A gradient transformation, whose state is a `WithLossScalingState`. Call `tx.update(grads, opt_state, params,
@@ -87,7 +88,7 @@ def with_loss_scaling(
       ValueError: `max_norm` or `warn_after_skips` is out of range, or an axis is not mapped.
 
     Warns:
-      UserWarning: from `tx.init`, if one of these transformations contains the wrapper; from `tx.update`, if
+      UserWarning: from `tx.init`, if `MultiSteps`, `partition` or `masked` contains the wrapper; from `tx.update`, if
         transformations beside it in a chain hide overflows or act on skipped steps, devices would decide independently,
         the state is a constant of a compiled program, an extra argument looks like a misspelled loss, a gradient is
         float16, or the call is inside `apply_if` or `optax.apply_if_finite`; from the program, after many skips.

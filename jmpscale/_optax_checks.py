@@ -29,7 +29,7 @@ def check_not_wrapped(inner_state: PyTree) -> None:
     """Raises if the inner optimizer has loss scaling already: a step has one scaler."""
     if find_instances(inner_state, WithLossScalingState):
         raise TypeError(
-            "inner must not contain with_loss_scaling, got an optimizer that is wrapped already. Wrap the whole "
+            "inner must not contain with_loss_scaling, got an optimizer that is already wrapped. Wrap the whole "
             "optimizer once: with_loss_scaling(optax.chain(...))."
         )
 
@@ -123,14 +123,14 @@ def warn_if_chain_is_split() -> None:
     """Warns if an `optax.chain` has transformations beside the wrapper that should be skipped with it."""
     if is_called_by(_hides_overflows):
         warn_user(
-            "with_loss_scaling is behind a transformation that replaces infinity or NaN in the gradients, such as "
+            "with_loss_scaling comes after a transformation that replaces infinity or NaN in the gradients, such as "
             "optax.clip, or keeps them in its state, such as optax.scale_by_adam: overflows are applied, or every "
             "later step is skipped. Place the transformation inside: with_loss_scaling(optax.chain(optax.clip(1.0), "
             "tx))."
         )
     if is_called_by(_acts_on_skipped_steps):
         warn_user(
-            "with_loss_scaling is in front of a transformation that acts on skipped steps too, such as "
+            "with_loss_scaling comes before a transformation that acts on skipped steps too, such as "
             "optax.add_decayed_weights or optax.ema. Place the transformation inside: "
             "with_loss_scaling(optax.chain(tx, optax.add_decayed_weights(1e-4)))."
         )
@@ -172,7 +172,7 @@ def _is_chain(frame: types.FrameType) -> bool:
 
 
 def _are_unsafe(frame: types.FrameType, which: slice, names: set[str]) -> bool:
-    """Tests whether some transformations of a chain are of these functions of optax, or have averages."""
+    """Tests whether some transformations of a chain come from these optax functions, or keep averages."""
     for state, update in list(zip(frame.f_locals["state"], frame.f_locals["update_fns"], strict=False))[which]:
         functions = list(_functions_in([update]))
         is_record = any(fn.__module__ == optax.snapshot.__module__ for fn in functions)

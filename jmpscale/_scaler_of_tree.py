@@ -150,14 +150,14 @@ def warn_if_constant(scaler: ScalerState, values: PyTree, name: str = "scaler") 
     if in_compiled_step(values) and not any(map(is_traced, jax.tree.leaves(scaler))):
         warn_user(
             f"the {name} is a constant of the compiled program, so every call starts from the same one: the compiled "
-            f"function creates the {name}, or closes over it. Create the {name} before, pass it to the compiled "
+            f"function creates the {name}, or closes over it. Create the {name} outside, pass it to the compiled "
             f"function as an argument, and return the new one. If the function is a whole training run, carry the "
             f"{name} through jax.lax.scan."
         )
 
 
 def in_compiled_step(values: PyTree) -> bool:
-    """Tests whether values are traced to compile a step, which is not a part of another transformation there.
+    """Tests whether values are traced to compile a step that is not part of another transformation.
 
     A step that a compiled program differentiates, or maps over a batch, may start from a constant. Such a
     transformation traces values of a type of its own; a new array has the type of the program's values.

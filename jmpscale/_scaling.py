@@ -93,7 +93,7 @@ def unscale(scaler: PyTree, tree: Tree) -> Tree:
       ValueError: `scaler` does not contain exactly one scaler.
 
     Warns:
-      UserWarning: a gradient is a result of `unscale` or `value_and_grad` already.
+      UserWarning: a gradient is already a result of `unscale` or `value_and_grad`.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale

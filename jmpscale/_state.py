@@ -102,7 +102,7 @@ class SkipReason(enum.IntEnum):
       NONE: 0, no step has been skipped.
       GRADIENTS: 1, the gradients were not finite.
       LOSS: 2, the loss was not finite, because the data were invalid or the forward pass overflowed.
-      MIN_SCALE: 3, the gradients were not finite, and a dynamic scale was `min_scale` already.
+      MIN_SCALE: 3, the gradients were not finite, and a dynamic scale was already `min_scale`.
     """
 
     NONE = 0

@@ -55,8 +55,8 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
       loss: the unscaled loss, of any shape, or a pytree of unscaled losses. A skipped step whose loss is not finite
         does not change the scale. A non-finite loss alone never causes a skip.
       axis_name: the mapped axes over which to combine `finite` and the finiteness of the loss, as in `all_finite`. If
-        it does not name every axis that JAX's types do not show, the loss is ignored: along the others it may differ
-        between devices, whose scales would then diverge.
+        it does not name every axis that JAX's types do not show, the loss is ignored: along an unnamed axis it may
+        differ between devices, whose scales would then diverge.
 
     Returns:
       The scaler for the next step, with the structure, dtypes, weak types and shardings of `scaler`.
@@ -85,7 +85,7 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
     warn_if_gated("jmpscale.update", "Call update after apply_if, with the same flag.")
     if has_mark(Mark.FINITE_LOSS, finite):
         warn_user(
-            "finite must be about the gradients, got all_finite(loss): a finite loss may have gradients that are not. "
+            "finite must be about the gradients, got all_finite(loss): a finite loss may have non-finite gradients. "
             "Pass all_finite(grads)."
         )
     if loss is not None:

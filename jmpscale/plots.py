@@ -162,7 +162,7 @@ def diagnosis(diagnosis: Diagnosis, *, ax: Axes | None = None) -> Axes:
     """Plots the error of the gradients against the loss scale, and the error of each of the worst lines alone.
 
     Args:
-      diagnosis: the result of a function of `jmpscale.diagnose`.
+      diagnosis: the result of `jmpscale.diagnose(loss_fn)(...)`.
       ax: matplotlib axes. Axes in a grid, such as the axes of `plt.subplots`, are split: new axes below show the lines.
 
     Returns:
@@ -201,7 +201,7 @@ def diagnosis(diagnosis: Diagnosis, *, ax: Axes | None = None) -> Axes:
         if start < end:
             ax.axvspan(start, end, color=color, alpha=0.3, linewidth=0)
             ax.text(np.sqrt(start) * np.sqrt(end), 1.02, name, transform=ax.get_xaxis_transform(), ha="center")
-    for name, scale, style in (("no loss scaling", 1.0, ":"), ("present scale", present, "--")):
+    for name, scale, style in (("no loss scaling", 1.0, ":"), ("current scale", present, "--")):
         ax.axvline(scale, color="black", linestyle=style, label=f"{name}: {format_scale(scale)}")
     low, _ = _set_error_axis(ax, "y", errors)
     ax.plot(scales, np.maximum(errors, low), color=BLUE, marker="o", markersize=4)

@@ -185,7 +185,7 @@ def _check_is_copy(before: PyTree, after: PyTree) -> None:
     new = set(map(id, nnx_variables(after)))
     if any(id(variable) in new for variable in nnx_variables(before)):
         raise TypeError(
-            "before must be a copy of the training state, got variables of Flax NNX that after contains, too: the step "
+            "before must be a copy of the training state, got Flax NNX variables that are also in after: the step "
             f"has changed both in place. {remedy}"
         )
 

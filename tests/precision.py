@@ -14,7 +14,7 @@ MATMULS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_gene
 
 
 def equations(jaxpr):
-    """Yields all equations of a jaxpr, also of the jaxprs inside it."""
+    """Yields all equations of a jaxpr and of the jaxprs inside it."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield eqn
         for value in eqn.params.values():
@@ -33,7 +33,7 @@ def matmul_dtypes(fn, *args):
 
 
 def _is_reduction_or_product(eqn):
-    """Tests whether a matmul is a batch of inner products, or adds nothing up."""
+    """Tests whether a matmul is a batch of inner products, or sums nothing."""
     if eqn.primitive.name != "dot_general":
         return False
     (contracting, _), (batch, _) = eqn.params["dimension_numbers"]

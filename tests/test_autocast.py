@@ -759,11 +759,11 @@ def test_autocast_accepts_any_arguments_and_results(call):
 
 
 def test_autocast_raises_if_jax_has_renamed_a_primitive(monkeypatch):
-    """Otherwise the matmuls of a scan would run in float32, in silence."""
+    """Otherwise the matmuls of a scan would silently run in float32."""
     module = jmpscale._base.jaxpr
     monkeypatch.setattr(module, "_TRANSPARENT", module._TRANSPARENT - {"scan"})
     module.check_primitives.cache_clear()
-    with pytest.raises(ImportError, match="jmpscale does not know JAX"):
+    with pytest.raises(ImportError, match="jmpscale does not support JAX"):
         jmpscale.autocast(jnp.dot)(W, W)
 
 
@@ -921,7 +921,7 @@ WRONG_DTYPES = {"float32": (jnp.float32, "float32"), "None": (None, "None"), "ar
 @pytest.mark.parametrize("row", rows(WRONG_FUNCTIONS))
 def test_autocast_of_another_object_raises(row):
     value, shown = row
-    remedy = "Pass it first, and the dtype by its name: autocast(loss_fn, dtype=...)."
+    remedy = "Pass it first, and the dtype by keyword: autocast(loss_fn, dtype=...)."
     message = f"fun must be the loss function, got {shown}. {remedy}"
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         jmpscale.autocast(value)

@@ -72,7 +72,7 @@ NOT_CONVERTED = {  # a function, and the explanation in the warning; {line} is t
     "complex": (
         lambda x, w: (x + 1j) @ w.astype(jnp.complex64),
         "1 of 1 matmuls, at {line}: No complex dtype has parts in half precision. Compute the real and imaginary parts "
-        "by matmuls of their own, or pass precision='highest' to keep them as they are.",
+        "by separate matmuls, or pass precision='highest' to keep them as they are.",
     ),
     "custom derivative rule": (
         lambda x, w: custom_matmul(x, w),
@@ -86,7 +86,7 @@ NOT_CONVERTED = {  # a function, and the explanation in the warning; {line} is t
     "inner and outer products": (
         lambda x, w: (jnp.vdot(x, w), jnp.outer(x, w), jnp.einsum("i,j->ij", x[0], w[0]), jnp.vdot(w, w)),
         "2 of 3 matmuls, at {line}: An inner product is a sum, which could overflow. 1 of 3 matmuls, at {line}: An "
-        "outer product adds nothing up, so half precision would only round it.",
+        "outer product sums nothing, so half precision would only round it.",
     ),
 }
 

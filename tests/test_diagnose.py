@@ -347,7 +347,7 @@ def test_control_flow_on_jax_arrays_has_a_remedy():
 
 
 @pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="this version of JAX has no jax.new_ref")
-def test_closed_over_ref_is_refused():
+def test_closed_over_ref_raises():
     ref = jax.new_ref(jnp.float32(0))
 
     def loss(w):
@@ -389,7 +389,7 @@ def test_scan_without_iterations_is_evaluated():
         return squared(jax.lax.scan(lambda h, x: (h * x, h), w, jnp.zeros((0, 2)))[0])
 
     diagnosis = diagnose(loss, jnp.ones(2))
-    assert diagnosis.summary.startswith("The program holds no result in half precision")
+    assert diagnosis.summary.startswith("The program has no result in half precision")
     assert diagnosis.not_entered == ()
 
 
@@ -414,7 +414,7 @@ def test_injected_fault_is_named():
 
 
 DTYPES = {  # the loss function, and the first words of the summary
-    "float32": (programs.mlp, "The program holds no result in half precision, and needs no loss scale."),
+    "float32": (programs.mlp, "The program has no result in half precision, and needs no loss scale."),
     "bfloat16": (jmpscale.autocast(programs.mlp, dtype=jnp.bfloat16), "Loss scales from 2^-"),
 }
 

@@ -1,4 +1,4 @@
-"""diagnose finds the lines of each planted fault and the right reason, and gives no alarm for healthy programs."""
+"""diagnose finds the lines and the reason of each planted fault, and gives no false alarm for healthy programs."""
 
 import re
 from collections.abc import Callable
@@ -79,7 +79,7 @@ FAULTS = {
     "second derivative": Fault(
         programs.second_derivative,
         autocast=True,
-        contains="No matmul remains in half precision then. To keep them there, normalize the input",
+        contains="Then no matmul remains in half precision. To keep matmuls there, normalize the input",
     ),
     "scan": Fault(programs.overflow_in_a_scan),
     "while": Fault(programs.overflow_in_a_while_loop),
@@ -93,7 +93,7 @@ FAULTS = {
     "backward underflow": Fault(
         programs.backward_pass_underflows,
         begins="No loss scale fits. At 2^0, the backward pass underflows: mul at ",
-        contains=" has 100% of its values below the normal numbers of float16. Compute",
+        contains=" has 100% of its values below the smallest normal number of float16. Compute",
     ),
     "no scale fits": Fault(
         programs.gradients_of_two_sizes,
@@ -174,7 +174,7 @@ FAULTS = {
         programs.little_headroom,
         begins=FITS,
         lines=(),
-        contains=" reaches 3.23e+04, 1.0 bits below the largest number of float16: if it grows beyond, it overflows.",
+        contains=" 1.0 bits below the largest number of float16: if it grows beyond that, it overflows.",
     ),
     "variance": Fault(programs.variance_underflows, begins=FORWARD_UNDERFLOW, lines=CHAIN),
     "log of softmax": Fault(programs.log_of_softmax, begins=FORWARD_UNDERFLOW, lines=CHAIN),
@@ -199,7 +199,7 @@ FAULTS = {
         (jnp.zeros(()), POINTS, jnp.sin(POINTS.sum(-1))),
         begins="The loss is nan, but in float32 it is -59.18: rounding, not range.",
         autocast=True,
-        contains="No matmul remains in half precision then.",
+        contains="Then no matmul remains in half precision.",
     ),
     "gaussian process, wide kernel": Fault(
         programs.gaussian_process,

@@ -69,7 +69,7 @@ def test_only_the_argument_that_is_harmful_by_itself_is_returned():
 
 
 @pytest.mark.parametrize("value", [0.0, np.inf, np.nan])
-def test_invalid_loss_scale_is_refused(value):
+def test_invalid_loss_scale_raises(value):
     scaler = jmpscale.dynamic()._replace(loss_scale=jnp.float32(value))
     with pytest.raises(ValueError, match=f"valid loss scale, got {value}: the state was corrupted"):
         jmpscale.diagnose(jnp.sum)(scaler, jnp.ones(2))

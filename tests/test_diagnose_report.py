@@ -68,8 +68,8 @@ SCALERS = {  # the loss function, the scaler, the name of the present scale, and
         product,
         jmpscale.dynamic(2.0**30),
         "2^30",
-        f"{LARGE} A dynamic scale backs off, and each of these steps is skipped. dynamic(init_scale=2.0**13) saves "
-        f"them. {BEST}0.",
+        f"{LARGE} A dynamic scale backs off, and each of these steps is skipped. dynamic(init_scale=2.0**13) "
+        f"avoids the skips. {BEST}0.",
     ),
     "dynamic, max_scale is too small": (
         product,
@@ -192,13 +192,13 @@ SUMMARIES = {  # the loss function, its arguments, and the summary, with the lin
         near_overflow,
         (W, X),
         "Loss scales from 2^-1 to 2^17 fit; yours is 2^10. The gradients differ from float32 by 0.00865%. mul at {0} "
-        "reaches 2e+04, 1.7 bits below the largest number of float16: if it grows beyond, it overflows.",
+        "reaches 2e+04, 1.7 bits below the largest number of float16: if it grows beyond that, it overflows.",
     ),
     "large error": (
         phases,
         (W, X),
         "Loss scales from 2^-22 to 2^11 fit; yours is 2^10. The gradients differ from float32 by 6.97%. {0} alone "
-        "makes 7%, in the forward pass.",
+        "accounts for 7%, in the forward pass.",
     ),
     "overflows": (
         two_overflows,
@@ -217,7 +217,7 @@ SUMMARIES = {  # the loss function, its arguments, and the summary, with the lin
     "underflow": (
         underflow,
         (W, X),
-        "The forward pass underflows: mul at {0} has 100% of its values below the normal numbers of float16. "
+        "The forward pass underflows: mul at {0} has 100% of its values below the smallest normal number of float16. "
         f"{NO_SCALE}Compute {{0}} {IN_FLOAT32}0, and loss scales from 2^-123 to 2^101 fit.",
     ),
     "backward overflow": (
@@ -251,8 +251,8 @@ SUMMARIES = {  # the loss function, its arguments, and the summary, with the lin
         (EYE, EYE + 1),
         "The forward pass overflows: dot_general at {0} reaches 1.8e+05, and the largest number of float16 is 65504. "
         f'{NO_SCALE}Pass precision="highest" to the matmul at {{0}}, or use jax.default_matmul_precision("highest") '
-        "around it: then the gradients differ from float32 by 0, and loss scales from 2^-104 to 2^126 fit. No matmul "
-        "remains in half precision then. To keep them there, normalize the input, or multiply it by a power of "
+        "around it: then the gradients differ from float32 by 0, and loss scales from 2^-104 to 2^126 fit. Then no "
+        "matmul remains in half precision. To keep matmuls there, normalize the input, or multiply it by a power of "
         "two and divide the result.",
     ),
     "one of two matmuls": (
@@ -268,14 +268,14 @@ SUMMARIES = {  # the loss function, its arguments, and the summary, with the lin
         zero_constant,
         (W,),
         "A constant of mul at {0} is zero in float16, and therefore the loss or the gradients are zero or not finite. "
-        "If you have written another number, compute this line in float32, because float16 cannot hold a number below "
+        "If your code has a different number, compute this line in float32, because float16 cannot hold a number below "
         "6e-08.",
     ),
     "infinite constant": (
         infinite_constant,
         (W,),
         "A constant of div at {0} is infinite in float16, and therefore the loss or the gradients are zero or not "
-        "finite. If you have written another number, compute this line in float32, because float16 cannot hold a "
+        "finite. If your code has a different number, compute this line in float32, because float16 cannot hold a "
         "number above 65504.",
     ),
     "argument": (
@@ -288,7 +288,7 @@ SUMMARIES = {  # the loss function, its arguments, and the summary, with the lin
     "float32": (
         squared,
         (W,),
-        "The program holds no result in half precision, and needs no loss scale. jmpscale.autocast runs its matmuls in "
+        "The program has no result in half precision, and needs no loss scale. jmpscale.autocast runs its matmuls in "
         "half precision.",
     ),
 }
@@ -309,7 +309,7 @@ def test_large_result_of_the_forward_pass_does_not_add_runs():
 @pytest.mark.usefixtures("x64")
 def test_float32_is_not_mentioned_in_float64():
     large = diagnose(lambda w: jnp.sum(w * 1e30) * 1e30, W.astype(jnp.float64))  # above the numbers of float32
-    assert large.summary.startswith("The program holds no result in half precision, and needs no loss scale.")
+    assert large.summary.startswith("The program has no result in half precision, and needs no loss scale.")
     assert large.fitting_scales() is not None
     summary = diagnose(logarithm, W.astype(jnp.float64)).summary
     assert summary == f"The result of log at {line(logarithm)} is not finite, {CORRECT}"
@@ -317,7 +317,7 @@ def test_float32_is_not_mentioned_in_float64():
 
 def test_warning_of_loss_scaled_is_silent():
     scaled = jmpscale.loss_scaled(product, 2.0**40, warn_if_not_finite=True)
-    summary = diagnose(scaled, W).summary  # the tests fail at warnings
+    summary = diagnose(scaled, W).summary  # the tests fail on warnings
     assert summary.startswith("Loss scales from 2^-44 to 2^-25 fit; yours is 2^10.")
 
 
@@ -399,7 +399,8 @@ def test_description_has_100_columns():
     assert " ".join(shown[:3]) == ("Words of it. " * 20).strip()
     assert shown[4].startswith(f"model.py:{'1' * 20}")
     assert shown[4].split()[0].endswith("...")
-    assert shown[6:-1] == ["These operations run as written in float32 too:", *(f"  {x:.95}" for x in names[:8])]
+    assert shown[6] == "These operations run as written, in the float32 run too:"
+    assert shown[7:-1] == [f"  {x:.95}" for x in names[:8]]
     assert shown[-1] == "  and 2 more"
     assert report([], not_entered=names[:1]).describe().splitlines()[2:] == [f"  {names[0]}"]
 

@@ -79,7 +79,7 @@ def test_search_that_expects_the_largest_scale_takes_few_runs():
     assert len(found.errors) <= 12, sorted(found.errors)
 
 
-def test_scale_whose_gradients_are_best_at_different_scales_does_not_fit_others():
+def test_only_the_best_scale_fits_if_gradients_are_best_at_different_scales():
     errors = {5: [0.15, 0.001], 2: [0.001, 0.14], -1: [0.16, 0.16]}
     found = search(lambda k: None if k > 5 else np.array(errors.get(k, [1.0, 1.0])), 2, 5)
     assert (found.fitting, found.best) == ((2, 2), 2)

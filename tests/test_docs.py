@@ -98,7 +98,7 @@ def run_block(code, name, namespace):
     return losses
 
 
-# The result of the first training run of a page, of which less is better; test_frameworks.py trains with frameworks.
+# The result of the first training run of a page, where lower is better; test_frameworks.py trains with frameworks.
 RESULTS = {
     "guides/accumulation": "loss",
     "guides/devices": "loss",

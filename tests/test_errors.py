@@ -790,7 +790,7 @@ WITH_LOSS_SCALING = {
         "constant state": (
             lambda: _traced(lambda grads: SCALE.update(grads, SCALE_STATE), GRADS),
             "the optimizer state is a constant of the compiled program, so every call starts from the same one: the "
-            "compiled function creates the optimizer state, or closes over it. Create the optimizer state before, "
+            "compiled function creates the optimizer state, or closes over it. Create the optimizer state outside, "
             "pass it to the compiled function as an argument, and return the new one. If the function is a whole "
             "training run, carry the optimizer state through jax.lax.scan.",
         ),
@@ -807,27 +807,27 @@ WITH_LOSS_SCALING = {
             lambda: optax.masked(TX, MASK).init(GRADS),
             "inside optax.masked or optax.partition: ... Place it outside: with_loss_scaling(optax.masked(tx, mask)).",
         ),
-        "behind clip": (
+        "after clip": (
             _update_of_chain(optax.clip(1.0)),
-            "behind a transformation that replaces infinity or NaN in the gradients, such as optax.clip, or keeps them "
+            "after a transformation that replaces infinity or NaN in the gradients, such as optax.clip, or keeps them "
             "in its state, such as optax.scale_by_adam: overflows are applied, or every later step is skipped. Place "
             "the transformation inside: with_loss_scaling(optax.chain(optax.clip(1.0), tx)).",
         ),
-        "behind clip in a chain": (_update_of_chain(optax.clip(1.0), optax.scale(2.0)), "behind a transformation"),
-        "behind nested chain": (_update_of_chain(optax.chain(optax.chain(optax.clip(1.0)))), "behind a transformation"),
-        "behind masked clip": (_update_of_chain(optax.masked(optax.clip(1.0), True)), "behind a transformation"),
-        "behind momentum": (_update_of_chain(optax.trace(0.9)), "or keeps them in its state"),
-        "behind sign_sgd": (_update_of_chain(optax.sign_sgd(1.0)), "behind a transformation"),
-        "in front of weight decay": (
+        "after clip in a chain": (_update_of_chain(optax.clip(1.0), optax.scale(2.0)), "after a transformation"),
+        "after nested chain": (_update_of_chain(optax.chain(optax.chain(optax.clip(1.0)))), "after a transformation"),
+        "after masked clip": (_update_of_chain(optax.masked(optax.clip(1.0), True)), "after a transformation"),
+        "after momentum": (_update_of_chain(optax.trace(0.9)), "or keeps them in its state"),
+        "after sign_sgd": (_update_of_chain(optax.sign_sgd(1.0)), "after a transformation"),
+        "before weight decay": (
             lambda: _update_in(optax.chain(SCALE, optax.add_decayed_weights(1e-4))),
-            "in front of a transformation that acts on skipped steps too, such as optax.add_decayed_weights or "
+            "before a transformation that acts on skipped steps too, such as optax.add_decayed_weights or "
             "optax.ema. Place the transformation inside: with_loss_scaling(optax.chain(tx, ",
         ),
-        "in front of averages": (
+        "before averages": (
             lambda: _update_in(optax.chain(SCALE, optax.ema(0.9))),
-            "in front of a transformation",
+            "before a transformation",
         ),
-        "behind zero_nans": (_update_of_chain(optax.zero_nans()), "behind a transformation"),
+        "after zero_nans": (_update_of_chain(optax.zero_nans()), "after a transformation"),
     },
 }
 
@@ -1145,10 +1145,10 @@ VALID_CALLS = {
     "loss_scaled by an argument": lambda: _traced(lambda state: _grad(W32, scale=state)(), STATE),
     "smallest max_norm": _wrap(ADAM, max_norm=SMALLEST),
     "largest max_norm": _wrap(ADAM, max_norm=LARGEST),
-    "behind clip_by_global_norm": _update_of_chain(optax.clip_by_global_norm(1.0), optax.scale(2.0)),
-    "behind a function with an empty cell": _update_of_chain(_with_empty_cell()),
-    "in front of a record": lambda: _update_in(optax.chain(SCALE, optax.snapshot("norms", _record_updates))),
-    "in front of a schedule": lambda: _update_in(optax.chain(SCALE, optax.scale_by_schedule(lambda n: 1 / (n + 1)))),
+    "after clip_by_global_norm": _update_of_chain(optax.clip_by_global_norm(1.0), optax.scale(2.0)),
+    "after a function with an empty cell": _update_of_chain(_with_empty_cell()),
+    "before a record": lambda: _update_in(optax.chain(SCALE, optax.snapshot("norms", _record_updates))),
+    "before a schedule": lambda: _update_in(optax.chain(SCALE, optax.scale_by_schedule(lambda n: 1 / (n + 1)))),
     "clip inside": _update_of_chain(inside=optax.chain(optax.clip(1.0), SGD)),
     "masked inside": lambda: _wrap(optax.masked(ADAM, MASK))().init(GRADS),
     "optax_step without momentum": _apply(jmpscale.optax_step(SGD, W32), W32, SGD.init(W32)),

@@ -125,7 +125,8 @@ SENTENCES = {  # the sentences on each page, with the figures in them
         (
             "on an H100, loss scaling made the step of a language model {:.0f}% longer, and the step in float16 took "
             "{:.0f}% of its time in float32 (TF32). The model, with {:.1f} million parameters, was cast by hand; "
-            "`autocast` has not been timed on a GPU. A small network whose optimizer dominates paid {:.0f}%.",
+            "`autocast` has not been timed on a GPU. The step of a small network, dominated by the optimizer, took "
+            "{:.0f}% longer.",
             lambda: [
                 _longer(MODEL, "functional"),
                 100 * _gpu(MODEL, "functional", "ms") / _gpu("language model, float32", "bare", "ms"),
@@ -138,8 +139,8 @@ SENTENCES = {  # the sentences on each page, with the figures in them
             lambda: [loss for losses in _batches(2**10, 2**15, 2**19, 2**21) for loss in losses],
         ),
         (
-            "ends at {:.2f} in float32, {:.2f} in float16 and {:.2f} in float16 with jmpscale; with 2^7 words, all "
-            "three end at {:.2f}",
+            "ends at {:.2f} in float32, {:.2f} in float16 and {:.2f} in float16 with jmpscale; with a vocabulary of "
+            "2^7, all three end at {:.2f}",
             _words,
         ),
         (
@@ -165,7 +166,7 @@ SENTENCES = {  # the sentences on each page, with the figures in them
             ],
         ),
         (
-            "a step with the functional API takes {:.2f} ms longer than the clipped step, although the present "
+            "a step with the functional API takes {:.2f} ms longer than the clipped step, although the current "
             "version's programs move as many bytes. In the small network it takes {:.0f} microseconds longer.",
             lambda: [_added_ms(MODEL, "functional"), 1000 * _added_ms(SMALL, "functional")],
         ),

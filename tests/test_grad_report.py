@@ -1,4 +1,4 @@
-"""The statistics of grad_report are exact and global on all devices, and its description names the suspicious leaf."""
+"""The statistics of grad_report are exact and global on all devices, and its description names the suspect leaf."""
 
 import functools
 import re

@@ -213,6 +213,6 @@ def test_inner_and_outer_products_are_recognized_by_shape():
         np.testing.assert_array_equal(head(x[:1]), x[:1] @ weights)
     assert 1e-5 < np.max(np.abs(head(x) - x @ weights)) < 1e-1
     frequencies = 10000.0 ** -jnp.linspace(0, 1, 16)[None]
-    with pytest.warns(UserWarning, match="An outer product adds nothing up"):
+    with pytest.warns(UserWarning, match="An outer product sums nothing"):
         one = jmpscale.autocast(lambda x: jnp.cos(x @ frequencies))(PLACES[:, None])
     np.testing.assert_array_equal(one, jnp.cos(PLACES[:, None] @ frequencies))

@@ -228,7 +228,7 @@ def test_wrapper_warns_of_each_member_of_an_ensemble():
     assert state.scaler.total_skips.tolist() == [7, 0]
 
 
-# --- warn_after_skips hears skips that are not consecutive, and a scale that only grows ---
+# --- warn_after_skips notices skips that are not consecutive, and a scale that only grows ---
 
 STATIC = jmpscale.static(8.0)
 GROWING = jmpscale.dynamic(2.0**31, growth_interval=4)
@@ -245,7 +245,7 @@ SERIES = {  # the scaler, whether each step is finite, and how the warnings star
     "one in eight": (STATIC, ([True] * 7 + [False]) * 6, []),
     "backing off": (jmpscale.dynamic(2.0**20), [False, True] * 3, [rf"{MANY} \(3 in total\); the loss scale is 2\^17"]),
     "after each growth": (jmpscale.dynamic(2.0**20, growth_interval=4), ([True] * 4 + [False]) * 5, []),
-    "limit": (GROWING, [True] * 12, [r"The loss scale has grown to its limit, 2\^32, without one skip\. "]),
+    "limit": (GROWING, [True] * 12, [r"The loss scale has grown to its limit, 2\^32, without a skip\. "]),
     "limit after a skip": (GROWING, [False] + [True] * 16, []),
     "limit of the user": (jmpscale.dynamic(2.0, growth_interval=1, max_scale=4.0), [True] * 3, []),
     "limit from the start": (jmpscale.dynamic(2.0**32, growth_interval=1), [True] * 3, []),
@@ -256,7 +256,7 @@ SERIES = {  # the scaler, whether each step is finite, and how the warnings star
 
 
 def _loop_on_devices(step, opt_state, grads):
-    """Three devices take the same steps, each as far ahead of the others as chance has it."""
+    """Three devices take the same steps, each a random number of steps ahead of the others."""
     states, remaining = [opt_state] * 3, [iter(grads) for _ in range(3)]
     for device in np.random.default_rng(0).permutation([0, 1, 2] * len(grads)):
         states[device] = step(states[device], next(remaining[device]))

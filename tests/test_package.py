@@ -144,7 +144,7 @@ def test_unknown_jax_raises(rename):
     """Otherwise devices would seem to share no mesh axis, and make different decisions."""
     imports = "import jax, jax.core, jax.extend.core"
     program = f"{imports}\n{rename}\nimport jmpscale\njmpscale.grad_report(jax.numpy.ones(3))"
-    assert "ImportError: jmpscale does not know JAX" in _run("-c", program).stderr
+    assert "ImportError: jmpscale does not support JAX" in _run("-c", program).stderr
 
 
 # --- types ---

@@ -159,7 +159,7 @@ def test_diagnosis_shows_the_errors_and_why_scales_do_not_fit():
     one, present, curve = ax.lines
     assert (one.get_xdata(), present.get_xdata()) == ([1, 1], [2**12, 2**12])
     labels = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert labels == ["no loss scaling: 2^0", "present scale: 2^12"]
+    assert labels == ["no loss scaling: 2^0", "current scale: 2^12"]
     bottom = ax.get_ylim()[0]
     assert 0 < bottom < 0.01
     points = [(2**-2, 0.5), (2**4, 0.01), (2**12, bottom), (2**15, 0.01), (2**20, math.inf)]

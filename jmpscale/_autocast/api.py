@@ -80,7 +80,7 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
     name, is_checked = describe_function(fun), False
     if not callable(fun) or _as_half(fun) is not None:
         raise TypeError(
-            f"fun must be the loss function, got {name}. Pass it first, and the dtype by its name: autocast(loss_fn, "
+            f"fun must be the loss function, got {name}. Pass it first, and the dtype by keyword: autocast(loss_fn, "
             "dtype=...)."
         )
 

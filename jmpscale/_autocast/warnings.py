@@ -13,7 +13,7 @@ class Kept(enum.Enum):
     """Why a matmul or convolution runs as written."""
 
     COMPLEX = (
-        "No complex dtype has parts in half precision. Compute the real and imaginary parts by matmuls of their own, "
+        "No complex dtype has parts in half precision. Compute the real and imaginary parts by separate matmuls, "
         "or pass precision='highest' to keep them as they are."
     )
     DTYPE = (
@@ -21,7 +21,7 @@ class Kept(enum.Enum):
         "function is in half precision already, remove autocast."
     )
     INNER_PRODUCT = "An inner product is a sum, which could overflow."
-    OUTER_PRODUCT = "An outer product adds nothing up, so half precision would only round it."
+    OUTER_PRODUCT = "An outer product sums nothing, so half precision would only round it."
     PRECISION = (
         "autocast keeps the setting jax_default_matmul_precision={setting!r}. Reset it, and use "
         "jax.default_matmul_precision around the lines that need it."

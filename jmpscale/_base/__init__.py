@@ -1,1 +1,1 @@
-"""The modules on which the training path and the diagnosis stand: checks, texts, trees, mapped axes and jaxprs."""
+"""The modules on which the training path and the diagnosis are built: checks, texts, trees, mapped axes and jaxprs."""

@@ -22,7 +22,8 @@ def _find(name: str) -> Any:
 def unknown_jax(name: str) -> ImportError:
     """Returns an error for a version of JAX in which this package would silently be wrong."""
     return ImportError(
-        f"jmpscale does not know JAX {jax.__version__}, which has no {name}. Install a newer jmpscale, or an older JAX."
+        f"jmpscale does not support JAX {jax.__version__}, which has no {name}. Install a newer jmpscale, or an "
+        "older JAX."
     )
 
 

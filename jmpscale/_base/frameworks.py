@@ -86,7 +86,7 @@ def register_serialization(kind: type, to_state_dict: Callable[..., Any], from_s
 
 
 def fp8_statistics(paths: Sequence[tuple[Any, ...]]) -> set[int]:
-    """Returns the indices of the scales and histories of Flax's fp8 layers, also outside their named collection."""
+    """Returns the indices of the scales and histories of Flax's fp8 layers, even outside their named collection."""
     found = {i for i, path in enumerate(paths) if any(_key_name(key) == _OVERWRITE_WITH_GRADIENT for key in path)}
     names = [_key_name(path[-1]) if path else None for path in paths]
     histories = [i for i, name in enumerate(names) if isinstance(name, str) and name.endswith(_HISTORY)]

@@ -1,8 +1,8 @@
 """Walks through the equations of jaxprs, and replaces them.
 
-A jaxpr is a list of equations, such as `c = dot_general[params] a b`. `rewrite` replaces equations by others that
-define the same variables, also inside the jaxprs that equations hold, such as the body of a scan. A rewritten jaxpr has
-the same inputs and outputs as the original, so the equation that holds it needs no other change.
+A jaxpr is a list of equations, such as `c = dot_general[params] a b`. `rewrite` replaces equations with others that
+define the same variables, including inside the jaxprs that equations hold, such as the body of a scan. A rewritten
+jaxpr has the same inputs and outputs as the original, so the equation that holds it needs no other change.
 """
 
 import concurrent.futures
@@ -105,7 +105,7 @@ def check_primitives() -> None:
         jaxpr = thread.submit(traced).result()
     entered = [x for x in equations(jaxpr) if x.eqn.primitive.name == "sin" and not x.holder]
     if len(entered) != 5:
-        raise unknown_jax("primitives of the names that are known")
+        raise unknown_jax("primitives with the expected names")
 
 
 UNKNOWN_LINE = "an unknown line"
@@ -156,7 +156,7 @@ class Found(NamedTuple):
 
 
 def equations(jaxpr: core.Jaxpr, caller: Caller = PROGRAM, holder: str = "") -> Iterator[Found]:
-    """Yields all equations, also of the jaxprs that equations hold."""
+    """Yields all equations, including those in the jaxprs that equations hold."""
     for eqn in jaxpr.eqns:
         yield Found(eqn, caller, holder)
         name = eqn.primitive.name

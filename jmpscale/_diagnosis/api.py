@@ -34,9 +34,9 @@ def diagnose(
     """Creates a function that measures what half precision does to a training step, and finds the lines to change.
 
     Call it as `jmpscale.value_and_grad` is called, with the same options, outside of `jax.jit`. It compares the loss
-    and the gradients with the same program in float32, at powers of two as loss scales. If no scale fits, it searches
+    and the gradients with the same program in float32, at power-of-two loss scales. If no scale fits, it finds
     the smallest set of lines of the program that must compute in float32, and the reason. The program is compiled once
-    more, with an array that says which lines compute in float32, and each answer is a run of it.
+    more, with an array that says which lines compute in float32, and each answer comes from a run of it.
 
     Compiled functions, loops, branches, checkpointed functions, custom derivative rules and `jax.shard_map` are
     entered. Kernels and callbacks run as they are written. Callbacks run once, and those without results, such as
@@ -44,11 +44,11 @@ def diagnose(
 
     A diagnosis takes about three times as long as compiling the step and running it, and memory for the step in
     float32. The number of runs grows with the number of scales and with the logarithm of the number of lines, times the
-    number of lines that are found. Programs with at most 64 lines and passes run once more for each. On a CPU, diagnose
+    number of lines that are found. A program with at most 64 pairs of a line and a pass runs once more for each pair. On a CPU, diagnose
     a large model with a smaller batch. If a program runs in several processes, all of them must call the diagnosis.
 
     Args:
-      fun: the loss function, as for `value_and_grad`; `autocast` may be applied to it. Of a training step that is
+      fun: the loss function, as for `value_and_grad`; `autocast` may be applied to it. For a training step that is
         written with `scale` and `unscale`, pass the loss function without them. If `fun` itself multiplies by a scale,
         as `loss_scaled` does, that scale is a constant factor, and the diagnosis is about the scaler.
       argnums: which positional arguments of `fun` to differentiate with respect to.

@@ -15,8 +15,8 @@ class Measured(NamedTuple):
     """Measurements of a loss and gradients, each an array with a number for the loss and for each gradient.
 
     Attributes:
-      errors: the L2 norm of the difference to the reference, relative to the norm of the reference; infinite if a value
-        is not finite in one of them only, or if only the reference is zero.
+      errors: the L2 norm of the difference from the reference, relative to the norm of the reference; infinite if a
+        value is not finite in one of them only, or if only the reference is zero.
       norms: the L2 norm of the finite values of the reference.
       severity: 2 if a value is NaN, otherwise 1 if a value is infinite, otherwise 0.
     """
@@ -59,7 +59,7 @@ def _compare(x: jax.Array, reference: jax.Array) -> jax.Array:
 
 
 def _norm(x: jax.Array) -> jax.Array:
-    """Returns the L2 norm of the finite values, also where their squares overflow or underflow."""
+    """Returns the L2 norm of the finite values, even where their squares overflow or underflow."""
     magnitude = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
     largest = magnitude.max(initial=0)
     return jnp.sqrt(((magnitude / jnp.where(largest > 0, largest, 1)) ** 2).sum()) * largest

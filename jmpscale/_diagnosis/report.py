@@ -21,11 +21,11 @@ class DiagnosisRow:
     Attributes:
       line: the user's line, such as `model.py:41 (mlp)`.
       backward: whether the row is about the backward pass.
-      operation: the name of JAX's first primitive that overflows, or else the one with the largest result.
+      operation: the name of the first JAX primitive that overflows, or else of the one with the largest result.
       dtype: the name of the dtype of its result.
       max_abs: the largest finite magnitude in float32.
-      overflow: the fraction of values that are finite in float32 only, of the operation for which it is largest.
-      underflow: the fraction of values that are subnormal or zero, but not zero in float32, of the operation for which
+      overflow: the fraction of values that are finite only in float32, in the operation for which it is largest.
+      underflow: the fraction of values that are subnormal or zero, but not zero in float32, in the operation for which
         it is largest.
       in_lines: whether the line is one of `Diagnosis.lines`.
       alone: the error of the gradients if this row alone computes in half precision; infinite if a value is not finite,
@@ -55,15 +55,15 @@ class Diagnosis:
     Attributes:
       loss: the loss, as the program is written.
       loss_float32: the loss of the same program in float32.
-      gradient_error: the L2 norm of the difference between a gradient at the present scale and in float32, relative to
-        the norm in float32; of the parameter for which it is largest. It is infinite if a gradient is not finite.
-        Parameters whose gradient in float32 is rounding noise, or nothing beside the others, do not count.
-      loss_scale: the present loss scale.
+      gradient_error: the L2 norm of the difference between a gradient at the current scale and in float32, relative to
+        the norm in float32, for the worst parameter. It is infinite if a gradient is not finite.
+        Parameters whose gradient in float32 is rounding noise, or negligible beside the others, do not count.
+      loss_scale: the current loss scale.
       scale_errors: pairs of a loss scale and the `gradient_error` at this scale, for all scales that were tried.
       lines: the smallest set of lines that must compute in float32, in program order; empty if none need to.
       rows: a `DiagnosisRow` for each line and pass with results in half precision, in program order. They are measured
-        at the present scale; if there are `lines`, at a scale that fits once they compute in float32.
-      not_entered: the operations that run as written in float32 too, such as kernels.
+        at the current scale; if there are `lines`, at a scale that fits once they compute in float32.
+      not_entered: the operations that run as written, in the float32 run too, such as kernels.
       summary: the result in one to four sentences, with the remedy if one is needed.
     """
 
@@ -122,7 +122,7 @@ class Diagnosis:
         if self.rows:
             parts.append(self._table(limit))
         if self.not_entered:
-            parts.append("These operations run as written in float32 too:")
+            parts.append("These operations run as written, in the float32 run too:")
             parts += [f"  {truncate(name, _WIDTH - 2)}" for name in self.not_entered[:_SHOWN]]
             parts += [f"  and {len(self.not_entered) - _SHOWN} more"] if len(self.not_entered) > _SHOWN else []
         return "\n".join(parts)

@@ -1,4 +1,4 @@
-"""Searches the loss scales that fit, among powers of two."""
+"""Finds the loss scales that fit, among powers of two."""
 
 import math
 from collections.abc import Callable

@@ -102,8 +102,9 @@ def _check_no_new_refs(jaxpr: core.Jaxpr) -> None:
         name = found.eqn.primitive.name
         if name in _NEW_REFS and not found.holder:
             raise TypeError(
-                f"fun must not create a jax.Ref, got {name} at {found.line}. diagnose runs the function with other "
-                "operations, and references cannot follow. Compute new values instead, and carry them through loops."
+                f"fun must not create a jax.Ref, got {name} at {found.line}. diagnose replaces the operations of the "
+                "function, which does not work with references. Compute new values instead, and carry them through "
+                "loops."
             )
 
 

@@ -25,7 +25,7 @@ class Findings(NamedTuple):
       step: the step.
       reference: the measurements of the loss and the gradients in float32.
       loss_float32: the loss in float32.
-      decisive: whether each gradient is more than rounding noise, and more than nothing beside the others.
+      decisive: whether each gradient is more than rounding noise, and more than negligible beside the others.
       loss: the loss as written.
       loss_error: its relative error if it is more than rounding, otherwise 0.
       error: the largest error of a gradient at the present scale.
@@ -95,7 +95,7 @@ def describe_constant(site: Site, value: float) -> str:
     held = "infinite" if value else "zero"
     return (
         f"A constant of {site.operation} at {site.part.path[-1]} is {held} in {site.dtype}, and therefore the loss or "
-        "the gradients are zero or not finite. If you have written another number, compute this line in float32, "
+        "the gradients are zero or not finite. If your code has a different number, compute this line in float32, "
         f"because {site.dtype} cannot hold a number {bound}."
     )
 
@@ -124,7 +124,7 @@ def summarize(findings: Findings, alone: Mapping[Part, float]) -> str:
     """
     if not findings.step.sites and not findings.step.not_entered:
         return (
-            "The program holds no result in half precision, and needs no loss scale. jmpscale.autocast runs its "
+            "The program has no result in half precision, and needs no loss scale. jmpscale.autocast runs its "
             "matmuls in half precision."
         )
     if not findings.accurate:
@@ -185,7 +185,7 @@ def _scale_remedy(findings: Findings, low: int, high: int) -> str:
         limit = format_scale(config.min_scale)
         return f"A dynamic scale stops at min_scale, {limit}, and skips every step. Use {call}."
     if findings.scale > 2.0**high:
-        return f"A dynamic scale backs off, and each of these steps is skipped. {call} saves them."
+        return f"A dynamic scale backs off, and each of these steps is skipped. {call} avoids the skips."
     return f"Use {call}."
 
 
@@ -213,7 +213,7 @@ def _largest_part(findings: Findings, alone: Mapping[Part, float]) -> str:
         return ""
     part = max(alone, key=lambda part: alone[part])
     which = "backward" if part.backward else "forward"
-    return f" {findings.name(part.path)} alone makes {format_percentage(alone[part])}, in the {which} pass."
+    return f" {findings.name(part.path)} alone accounts for {format_percentage(alone[part])}, in the {which} pass."
 
 
 def _headroom(findings: Findings) -> str:
@@ -222,7 +222,7 @@ def _headroom(findings: Findings) -> str:
     max_abs, limit = findings.statistics[findings.tight].max_abs, _largest(findings.tight)
     return (
         f" {findings.operation(findings.tight)} reaches {max_abs:.3g}, {math.log2(limit / max_abs):.1f} bits below the "
-        f"largest number of {findings.tight.dtype}: if it grows beyond, it overflows."
+        f"largest number of {findings.tight.dtype}: if it grows beyond that, it overflows."
     )
 
 
@@ -251,7 +251,7 @@ def _describe_cause(findings: Findings, cause: Cause, lines: Lines) -> str:
     name, limit = findings.operation(site), _largest(site)
     if cause.reason is Reason.UNDERFLOW:
         fraction = format_percentage(statistics.underflow)
-        what = f"underflows: {name} has {fraction} of its values below the normal numbers of {site.dtype}"
+        what = f"underflows: {name} has {fraction} of its values below the smallest normal number of {site.dtype}"
     elif statistics.max_abs > limit:
         what = (
             f"overflows: {name} reaches {statistics.max_abs:.3g}, and the largest number of {site.dtype} is {limit:g}"
@@ -288,12 +288,12 @@ def _remedy(findings: Findings, cause: Cause, lines: Lines) -> str:
         return f"{text}. Or normalize {inputs}." if is_large else f"{text}."
     if any(step.is_by_autocast(path) and path not in matmuls for path in step.paths):
         return f'{text}. The autocast guide lists such programs under "Keep these in float32".'
-    scaling = " To keep them there, normalize the input, or multiply it by a power of two and divide the result."
-    return f"{text}. No matmul remains in half precision then.{'' if cause.reason is Reason.ROUNDING else scaling}"
+    scaling = " To keep matmuls there, normalize the input, or multiply it by a power of two and divide the result."
+    return f"{text}. Then no matmul remains in half precision.{'' if cause.reason is Reason.ROUNDING else scaling}"
 
 
 def _difference(findings: Findings) -> str:
-    """Returns the difference to float32 as the beginning of a sentence."""
+    """Returns the difference from float32 as the beginning of a sentence."""
     if not math.isfinite(findings.loss):
         return f"The loss is {findings.loss}, but in float32 it is {findings.loss_float32:.4g}"
     if findings.scales.best is None:

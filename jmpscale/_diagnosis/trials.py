@@ -56,7 +56,7 @@ class Trials:
       step: the step.
       reference: the loss and the gradients in float32, at a scale of 1.
       measured: their measurements.
-      decisive: whether each gradient is more than rounding noise, and more than nothing beside the others.
+      decisive: whether each gradient is more than rounding noise, and not negligible beside the others.
     """
 
     def __init__(self, step: ModalStep, progress: Callable[[str], None]) -> None:
@@ -236,7 +236,7 @@ def smallest_set(count: int, fits: Callable[[Iterable[int]], bool]) -> list[int]
 
     Args:
       count: the number of integers, all of which together fit.
-      fits: tests a set. A set that contains a set that fits, fits, too.
+      fits: tests a set. Any superset of a set that fits must fit, too.
     """
     kept: list[int] = []
     start = 0

@@ -129,7 +129,7 @@ def test_hand_written_loop_in_float16_trains_like_float32(loop):
 
 
 def test_autocast_trains_a_float32_model_like_float32():
-    """Keras' policy stays float32, and the matmuls run in float16."""
+    """Keras's policy stays float32, and the matmuls run in float16."""
     (_, float32), (_, float16), (_, scaled) = (
         train("optax", "float32", scaling, wrap=wrap)
         for scaling, wrap in ((False, lambda fun: fun), (False, jmpscale.autocast), (True, jmpscale.autocast))
