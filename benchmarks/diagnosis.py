@@ -16,9 +16,11 @@ import jax.numpy as jnp
 
 import jmpscale
 from benchmarks import record
+from jmpscale.__main__ import SEQUENCES, SHARD_TOKENS, init, shard_loss
 
 RESULTS = record.RESULTS / "diagnosis.json"
 WIDTH = 64
+ALPHABET = 103  # characters in the text of the demonstration
 SHAPES = dict.fromkeys(("query", "key", "value", "out"), (WIDTH, WIDTH))
 SHAPES |= {"inner": (WIDTH, 4 * WIDTH), "outer": (4 * WIDTH, WIDTH)}
 
@@ -64,15 +66,23 @@ def recurrence(params, x):
     return jnp.mean(jax.lax.scan(step, jnp.zeros_like(x[0]), x)[1] ** 2)
 
 
+def demonstration(params, tokens):
+    """Returns the loss of the model that `python -m jmpscale` trains."""
+    return shard_loss(params, tokens, 2.0**19)
+
+
 def programs():
     """Returns the loss functions and their arguments, by name."""
     normal = functools.partial(jax.random.normal, jax.random.key(1))
     weights = {name: 0.1 * jax.random.normal(jax.random.key(0), (WIDTH, WIDTH)) for name in ("inputs", "states")}
+    shape = SEQUENCES, SHARD_TOKENS // SEQUENCES + 1
+    tokens = jax.random.randint(jax.random.key(2), shape, 0, ALPHABET)
     layers = [{name: w[i] for name, w in init_layers(12).items()} for i in range(12)]
     return {
         "12 layers": (unrolled, layers, normal((4, 32, WIDTH))),
         "recurrence of 2,000 steps": (recurrence, weights, normal((2000, 8, WIDTH))),
         "scan of 24 layers with remat": (scanned, init_layers(24), normal((4, 32, WIDTH))),
+        "the demonstration": (demonstration, init(jax.random.key(0), ALPHABET), tokens),
     }
 
 

@@ -109,7 +109,7 @@ def test_arguments_that_are_not_finite_are_named(name):
 
 
 def trials(fun, *consts):
-    return Trials(ModalStep(step(fun, *consts), Precision), lambda text: None)
+    return Trials(step(fun, *consts), lambda text: None)
 
 
 def test_gradients_that_are_rounding_noise_or_negligible_are_not_decisive():
@@ -203,7 +203,9 @@ def test_new_ref_raises_with_the_line():
         return total[...]
 
     line = loss.__code__.co_firstlineno + 1
-    words = rf"fun must not create a jax\.Ref, got new_ref at test_diagnose_inputs\.py:{line} \(loss\)\. diagnose runs"
+    words = (
+        rf"fun must not create a jax\.Ref, got new_ref at test_diagnose_inputs\.py:{line} \(loss\)\. diagnose replaces"
+    )
     with pytest.raises(TypeError, match=words):
         traced(jax.jit(loss), ONE)
 

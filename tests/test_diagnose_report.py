@@ -230,8 +230,8 @@ SUMMARIES = {  # the loss function, its arguments, and the summary, with the lin
     "backward underflow": (
         backward_underflow,
         (W, X),
-        "No loss scale fits. At 2^0, the backward pass underflows: mul at {0} has 100% of its values below the normal "
-        f"numbers of float16. Compute {{0}} {IN_FLOAT32}0, and loss scales from 2^0 to 2^0 fit; yours is 2^10, so "
+        "No loss scale fits. At 2^0, the backward pass underflows: mul at {0} has 100% of its values below the smallest "
+        f"normal number of float16. Compute {{0}} {IN_FLOAT32}0, and loss scales from 2^0 to 2^0 fit; yours is 2^10, so "
         "also use dynamic(init_scale=2.0**0).",
     ),
     "rounding": (

@@ -268,7 +268,10 @@ def test_wrapper_warns_of_many_skips_and_of_none(name, devices):
     scaler, finite, expected = SERIES[name]
     tx = jmpscale.with_loss_scaling(optax.sgd(0.1), scaler, warn_after_skips=3)
     grads = np.where(finite, np.float32(1.0), np.float32(np.inf))
-    step = lambda state, grad: tx.update(grad, state)[1]
+
+    def step(state, grad):
+        return tx.update(grad, state)[1]
+
     step = jax.jit(step) if devices == "jit" else step
     _, messages = _warnings_of(_loop_on_devices if devices == 3 else _loop, step, tx.init(1.0), grads)
     reports = collections.Counter(messages)

@@ -34,18 +34,19 @@ def diagnose(
     """Creates a function that measures what half precision does to a training step, and finds the lines to change.
 
     Call it as `jmpscale.value_and_grad` is called, with the same options, outside of `jax.jit`. It compares the loss
-    and the gradients with the same program in float32, at power-of-two loss scales. If no scale fits, it finds
-    the smallest set of lines of the program that must compute in float32, and the reason. The program is compiled once
-    more, with an array that says which lines compute in float32, and each answer comes from a run of it.
+    and the gradients with the same program in float32, at power-of-two loss scales. If no scale fits, it finds the
+    smallest set of lines of the program that must compute in float32, and the reason. The program is compiled again
+    with an array that says which lines compute in float32, and each answer comes from a run of it.
 
     Compiled functions, loops, branches, checkpointed functions, custom derivative rules and `jax.shard_map` are
     entered. Kernels and callbacks run as they are written. Callbacks run once, and those without results, such as
     `jax.debug.print`, do not run.
 
-    A diagnosis takes about three times as long as compiling the step and running it, and memory for the step in
+    A diagnosis takes three to eight times as long as compiling the step and running it, and memory for the step in
     float32. The number of runs grows with the number of scales and with the logarithm of the number of lines, times the
-    number of lines that are found. A program with at most 64 pairs of a line and a pass runs once more for each pair. On a CPU, diagnose
-    a large model with a smaller batch. If a program runs in several processes, all of them must call the diagnosis.
+    number of lines that are found. A program with at most 64 pairs of a line and a pass runs once more for each pair.
+    On a CPU, diagnose a large model with a smaller batch. If a program runs in several processes, all of them must call
+    the diagnosis.
 
     Args:
       fun: the loss function, as for `value_and_grad`; `autocast` may be applied to it. For a training step that is

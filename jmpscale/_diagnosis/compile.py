@@ -1,17 +1,30 @@
-"""Compiles the programs of a diagnosis, which run a few times: fast, and without changes of precision."""
+"""Compiles the programs of a diagnosis, which run a few times: without changes of precision, and fast."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend import core
-
-from jmpscale._base.jaxpr import equations
 
 
-def compile_lazily(fun: Callable[..., Any], jaxpr: core.Jaxpr | None = None) -> Callable[..., Any]:
-    """Returns a compiled function, for whose options the loops of a jaxpr count."""
-    # On a CPU, compiling takes most of the time. Loops, which run many times, are five times as fast with level 1.
-    has_loops = jaxpr is not None and any(x.eqn.primitive.name in ("scan", "while") for x in equations(jaxpr))
-    fast = {"xla_backend_optimization_level": int(has_loops)} if jax.default_backend() == "cpu" else {}
-    return jax.jit(fun, compiler_options=fast | {"xla_allow_excess_precision": False})
+def compile_lazily(fun: Callable[..., Any], *, optimize: bool = False) -> Callable[..., Any]:
+    """Returns a compiled function; on a CPU, optimizations can take most of the time of compiling."""
+    levels = {"xla_backend_optimization_level": 2 if optimize else 0} if jax.default_backend() == "cpu" else {}
+    return jax.jit(fun, compiler_options={"xla_allow_excess_precision": False} | levels)
+
+
+def is_slow(run: Callable[[], Any]) -> bool:
+    """Tests whether 40 runs of a step take longer than its first one, which compiles it.
+
+    Then the runs of a diagnosis take longer than optimizing its programs.
+    """
+    if jax.default_backend() != "cpu":
+        return False
+    first, *others = (_seconds(run) for _ in range(3))
+    return 40 * min(others) > first
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(run())
+    return time.perf_counter() - start

@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from jmpscale._diagnosis.modes import ModalStep, Part, Precision, compile_step
+from jmpscale._diagnosis.compile import is_slow
+from jmpscale._diagnosis.modes import Part, compile_step
 from jmpscale._diagnosis.repair import RepairedStep
 from jmpscale._diagnosis.report import Diagnosis, DiagnosisRow
 from jmpscale._diagnosis.scales import Scales, largest, search
@@ -28,10 +29,12 @@ def examine(
       non_finite: returns the arguments of the loss function that are not finite, with their names.
       progress: a function that is called with a description of the work so far.
     """
-    progress("running in float32")
-    trials = Trials(ModalStep(step, Precision), progress)
-    run_as_written = compile_step(step)
+    run_as_written = compile_step(step, optimize=False)
+    optimize = is_slow(lambda: run_as_written(scale))
+    run_as_written = compile_step(step, optimize=True) if optimize else run_as_written
     outputs = run_as_written(scale)
+    progress("running in float32")
+    trials = Trials(step, progress, optimize=optimize)
     errors, loss_error = trials.compare(outputs)
     findings = Findings(
         step=trials.step,
@@ -47,7 +50,9 @@ def examine(
         statistics=trials.statistics(scale),
     )
     if not trials.measured.are_finite or trials.measured.are_zero:
-        harmful = _describe_harmful(RepairedStep(step), non_finite, is_finite=trials.measured.are_finite)
+        harmful = _describe_harmful(
+            RepairedStep(step, optimize=optimize), non_finite, is_finite=trials.measured.are_finite
+        )
         if harmful is not None:
             return _diagnosis(findings, harmful, {})
 

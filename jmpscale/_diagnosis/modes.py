@@ -75,10 +75,10 @@ class _Rule(InFloat32):
       index: the positions of the sites in the arrays of modes and of records.
     """
 
-    columns = 1  # of the records
+    columns = 0  # of the records
 
     def __init__(self, modes: jax.Array, sites: dict[tuple[int, Place], list[Site]], index: dict[Site, int]) -> None:
-        super().__init__(modes, jnp.zeros((len(index), self.columns), np.float32))
+        super().__init__(modes, jnp.zeros((len(index), self.columns), np.float32) if self.columns else None)
         self._sites, self._index = sites, index
 
     def operation(self, eqn: core.JaxprEqn, inputs: list[Any], place: Place) -> list[Any]:
@@ -93,9 +93,7 @@ class _Rule(InFloat32):
 
 
 class Precision(_Rule):
-    """Chooses the precision and the range of results, and records `Statistics`."""
-
-    columns = 3
+    """Chooses the precision and the range of results."""
 
     @staticmethod
     def applies(eqn: core.JaxprEqn) -> bool:
@@ -112,16 +110,30 @@ class Precision(_Rule):
         if not is_narrow(aval):
             return written
         info = jnp.finfo(aval.dtype)
-        self.record(site, _statistics(in_float32, written, float(info.smallest_normal)))
         rounded = jax.lax.reduce_precision(in_float32, exponent_bits=8, mantissa_bits=info.nmant)
         tight = jnp.where(jnp.abs(written) > float(info.max) / 8, jnp.sign(written) * np.inf, written)
         return jax.lax.select_n(self.argument[site], written, rounded, in_float32, tight)
 
 
+class Record(_Rule):
+    """Computes in float32, and records `Statistics`."""
+
+    columns = 3
+    applies = Precision.applies
+
+    def choose(self, eqn: core.JaxprEqn, inputs: list[Any], place: Place, sites: list[int]) -> list[Any]:
+        """Returns the results of an operation in float32."""
+        outputs, written = InFloat32.operation(self, eqn, inputs, place), run_as_written(eqn, inputs)
+        for x, y, aval, site in zip(outputs, written, map(type_of, eqn.outvars), sites, strict=True):
+            if is_narrow(aval):
+                self.record(site, _statistics(x, y, float(jnp.finfo(aval.dtype).smallest_normal)))
+        return outputs
+
+
 def _statistics(in_float32: jax.Array, written: jax.Array, smallest_normal: float) -> jax.Array:
     finite = jnp.isfinite(in_float32)
     magnitude = jnp.where(finite, jnp.abs(in_float32), 0)
-    overflows = finite & ~jnp.isfinite(written)
+    overflows = finite & ~jnp.isfinite(written)  # also inside of an operation, such as a sum
     underflows = (magnitude > 0) & (magnitude < smallest_normal)
     # One reduction with three operands compiles in a third of the time of three reductions.
     largest, *counts = jax.lax.reduce(
@@ -190,7 +202,7 @@ class ModalStep:
       not_entered: the operations that run as written whatever the modes are, such as kernels.
     """
 
-    def __init__(self, step: Step, rule: type[Precision] | type[Repair]) -> None:
+    def __init__(self, step: Step, rule: type[Precision] | type[Record] | type[Repair], *, optimize: bool) -> None:
         self.consts = [widen(jnp.asarray(x)) for x in step.consts]
         everything = [(*x, x[1].caller.path_of(x[0]) or (UNKNOWN_LINE,)) for x in operations(step.jaxpr)]
         kernels = [(eqn, path) for eqn, _, path in everything if runs_only_as_written(eqn)]
@@ -219,7 +231,7 @@ class ModalStep:
         def run(consts: list[Any], scale: jax.Array, modes: jax.Array) -> tuple[list[Any], Any]:
             return rule(modes, sites, index).evaluate(step.jaxpr, consts, [scale])
 
-        self._run, self._rewind = compile_lazily(run, step.jaxpr), step.rewind
+        self._run, self._rewind = compile_lazily(run, optimize=optimize), step.rewind
 
     def is_by_autocast(self, path: Path) -> bool:
         """Tests whether everything that a line computes in half precision is matmuls that `autocast` has converted."""
@@ -242,7 +254,7 @@ class ModalStep:
         self._rewind()
         array = np.array([modes.get(site, default) for site in self.sites], np.int32)
         outputs, records = self._run(self.consts if consts is None else consts, np.float32(scale), array)
-        return outputs, dict(zip(self.sites, np.asarray(records).tolist(), strict=True))
+        return outputs, {} if records is None else dict(zip(self.sites, np.asarray(records).tolist(), strict=True))
 
 
 def _shortest(paths: Collection[Path]) -> dict[Path, Path]:
@@ -253,9 +265,9 @@ def _shortest(paths: Collection[Path]) -> dict[Path, Path]:
     return {path: next(end for end in (path[-n:] for n in range(1, len(path) + 1)) if end in paths) for path in paths}
 
 
-def compile_step(step: Step) -> Callable[[float], list[Any]]:
+def compile_step(step: Step, *, optimize: bool) -> Callable[[float], list[Any]]:
     """Returns a function of the loss scale that returns the loss and the gradients of a step as it is written."""
-    run = compile_lazily(lambda consts, scale: jax.core.eval_jaxpr(step.jaxpr, consts, scale), step.jaxpr)
+    run = compile_lazily(lambda consts, scale: jax.core.eval_jaxpr(step.jaxpr, consts, scale), optimize=optimize)
 
     def run_at(scale: float) -> list[Any]:
         step.rewind()

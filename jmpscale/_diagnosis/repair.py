@@ -23,8 +23,8 @@ class RepairedStep:
       not_entered: the operations that run as written, such as kernels.
     """
 
-    def __init__(self, step: Step) -> None:
-        self._step = ModalStep(step, Repair)
+    def __init__(self, step: Step, *, optimize: bool = False) -> None:
+        self._step = ModalStep(step, Repair, optimize=optimize)
         self.not_entered = self._step.not_entered
 
     def _run(self, modes: dict[Site, Mode], consts: list[Any] | None = None) -> Measured:

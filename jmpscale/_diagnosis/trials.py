@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._diagnosis.measure import Measured, measure
-from jmpscale._diagnosis.modes import ModalStep, Mode, Part, Path, Site, Statistics
+from jmpscale._diagnosis.modes import ModalStep, Mode, Part, Path, Precision, Record, Site, Statistics
 from jmpscale._diagnosis.scales import LARGEST_ERROR, Errors, Scales, largest, search
+from jmpscale._diagnosis.step import Step
 
 _LARGEST_LOSS_ERROR = 0.03
 _NOISE = 0.25  # the relative change of a gradient that is rounding noise
@@ -59,14 +60,16 @@ class Trials:
       decisive: whether each gradient is more than rounding noise, and not negligible beside the others.
     """
 
-    def __init__(self, step: ModalStep, progress: Callable[[str], None]) -> None:
-        self.step = step
+    def __init__(self, step: Step, progress: Callable[[str], None], *, optimize: bool = False) -> None:
+        self.step = ModalStep(step, Precision, optimize=optimize)
+        # A program of its own: the other runs need no statistics, which take more time than the rest of a run.
+        self._recording = ModalStep(step, Record, optimize=optimize)
         self._progress, self._count = progress, 0
         self._errors: dict[tuple[frozenset[tuple[Site, Mode]], Mode, int], float] = {}
         self._statistics: dict[float, dict[Site, Statistics]] = {}
         self.reference = self._run_in_float32(1.0)
         self.measured = measure(self.reference, self.reference)
-        changed = measure(step.run(1.0, {}, Mode.FLOAT32, _perturbed(step.consts))[0], self.reference)
+        changed = measure(self._recording.run(1.0, {}, Mode.FLOAT32, _perturbed(self.step.consts))[0], self.reference)
         # The gradient of a bias before a normalization is zero. In a computed one there is only rounding noise, which
         # the smallest change of the arguments replaces by other noise.
         norms = self.measured.norms[1:]
@@ -104,7 +107,7 @@ class Trials:
 
     def _run_in_float32(self, scale: float) -> list[Any]:
         """Returns the loss and the gradients in float32, and keeps the statistics of this run."""
-        outputs, records = self.step.run(scale, {}, Mode.FLOAT32)
+        outputs, records = self._recording.run(scale, {}, Mode.FLOAT32)
         self._statistics[scale] = {site: Statistics(*numbers) for site, numbers in records.items()}
         return outputs
 
