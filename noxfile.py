@@ -98,7 +98,7 @@ def lint(session):
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("codespell")
-    session.run("python", "tests/language.py")
+    session.run("python", ".ci/language.py")
     # pyproject.toml names the contributor's environment, so that a bare `pyright` works.
     session.run("pyright", "--pythonpath", str(pathlib.Path(session.bin, "python")))
     for schema, files in SCHEMAS.items():

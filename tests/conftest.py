@@ -95,7 +95,6 @@ def _clear_caches_of_forms():
 
 @pytest.fixture
 def x64():
-    """Enables 64-bit types during one test."""
     jax.config.update("jax_enable_x64", True)
     yield
     jax.config.update("jax_enable_x64", False)
@@ -116,14 +115,6 @@ def standard_promotion_and_ranks():
         yield
 
 
-def _eager(fn):
-    return fn
-
-
-def _jitted(fn):
-    return jax.jit(fn)
-
-
 def _vmapped(fn):
     """Maps `fn` over a batch of three equal arguments, checks that the results are equal, and returns one."""
 
@@ -139,7 +130,11 @@ def _vmapped(fn):
 
 
 @pytest.fixture(
-    params=[pytest.param(_eager, marks=pytest.mark.full), _jitted, pytest.param(_vmapped, marks=pytest.mark.full)],
+    params=[
+        pytest.param(lambda fn: fn, marks=pytest.mark.full),
+        jax.jit,
+        pytest.param(_vmapped, marks=pytest.mark.full),
+    ],
     ids=["eager", "jit", "vmap"],
 )
 def variant(request):

@@ -15,7 +15,6 @@ def make_mesh(axis_type=AxisType.Auto, **shape):
 
 
 def require_devices(number):
-    """Skips the test if there are fewer devices."""
     if jax.device_count() < number:
         pytest.skip(f"needs {number} devices")
 

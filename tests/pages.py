@@ -14,7 +14,6 @@ _HEADING_OR_BLOCK = re.compile(r"^##+ +(.+?) *$|^```(python|text|diff)\n(.*?)^``
 
 
 def _parts(page):
-    """Returns the headings and blocks of a page as (heading, language, code)."""
     return _HEADING_OR_BLOCK.findall((DOCS / f"{page}.md").read_text())
 
 
@@ -32,7 +31,6 @@ def blocks(page):
 
 
 def diffs(page):
-    """Returns the diffs of a page."""
     return [code for _, language, code in _parts(page) if language == "diff"]
 
 

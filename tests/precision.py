@@ -1,9 +1,10 @@
-"""Reads in which dtype the matmuls of a traced program run, and compares results in half precision with float32."""
+"""Fills models, reads in which dtype the matmuls of a traced program run, and compares half precision with float32."""
 
 import collections
 import math
 
 import chex
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,3 +79,18 @@ def _distance(xs, ys):
     """Returns the norm of the difference of two lists of arrays, relative to the second; NaN if not finite."""
     xs, ys = (np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in arrays]) for arrays in (xs, ys))
     return np.linalg.norm(xs - ys) / np.linalg.norm(ys) if np.any(ys) else np.linalg.norm(xs)
+
+
+def filled(create, *args, low=0.1, high=0.5):
+    """Returns a tree like the result of `create`, with other numbers, because compiling `create` is slow."""
+    random = np.random.default_rng(0)
+
+    def fill(leaf):
+        if not isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.random.key(7)
+        is_floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+        return jnp.asarray((random.uniform(low, high, leaf.shape) * is_floating).astype(leaf.dtype))
+
+    return jax.tree.map(fill, eqx.filter_eval_shape(create, *args))

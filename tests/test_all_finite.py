@@ -33,7 +33,6 @@ def devices(request, monkeypatch):
 
 @pytest.fixture
 def check(platform, devices):
-    """The jitted check in one of its forms."""
     return jax.jit(jmpscale.all_finite)
 
 
@@ -58,7 +57,6 @@ def _is_finite(numbers):
 
 
 def _part(dtype):
-    """Returns the dtype of the real part."""
     return np.empty(0, dtype).real.dtype
 
 

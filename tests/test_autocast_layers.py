@@ -17,38 +17,19 @@ from flax import nnx
 
 import jmpscale
 
+import precision
 from precision import assert_close, assert_half, assert_norms_close
 from tables import rows
 
+pytestmark = pytest.mark.usefixtures("standard_promotion_and_ranks")  # layers rely on both
 RANDOM = np.random.default_rng(0)
 VECTORS = jnp.asarray(RANDOM.standard_normal((4, 6)), jnp.float32)
 SEQUENCES = jnp.asarray(RANDOM.standard_normal((2, 5, 6)), jnp.float32)
 IMAGES = jnp.asarray(RANDOM.standard_normal((2, 6, 6, 3)), jnp.float32)
 TOKENS = jnp.asarray(RANDOM.integers(0, 7, (2, 5)))
 KEY = jax.random.key(0)
+filled = functools.partial(precision.filled, low=-0.5, high=0.6)
 FAST = {"compiler_options": {"xla_backend_optimization_level": 0}}  # halves the compile time
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion_and_ranks():
-    """Allows silent promotion of dtypes and ranks, on which layers rely."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
-
-
-def filled(create, *args):
-    """Returns a tree like the result of `create`, with other numbers, because compiling `create` is slow."""
-
-    def fill(leaf):
-        if not isinstance(leaf, jax.ShapeDtypeStruct):
-            return leaf
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return KEY
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            return jnp.zeros(leaf.shape, leaf.dtype)
-        return jnp.asarray(RANDOM.uniform(-0.5, 0.6, leaf.shape).astype(leaf.dtype))
-
-    return jax.tree.map(fill, eqx.filter_eval_shape(create, *args))
 
 
 def mean_square(prediction):

@@ -15,17 +15,11 @@ import jmpscale
 
 from tables import rows
 
+pytestmark = pytest.mark.usefixtures("standard_promotion_and_ranks")
 RANDOM = np.random.default_rng(0)
 N = 8
 X, W = (jnp.asarray(RANDOM.standard_normal((N, N)), jnp.float32) for _ in range(2))
 FILE = pathlib.Path(__file__).name
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion_and_ranks():
-    """Allows implicit promotion of dtypes and ranks, on which optax relies."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def pallas_matmul(x, w):

@@ -64,7 +64,6 @@ def _model_loss(model, batch):
 
 
 def _program():
-    """Returns the names that the snippets use."""
     params = {"w": jnp.ones((3, 1))}
     tx = jmpscale.with_loss_scaling(optax.adam(LEARNING_RATE))
     return {

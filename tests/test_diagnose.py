@@ -1,7 +1,5 @@
 """diagnose enters every kind of program, names the user's lines, and leaves the caller's objects unchanged."""
 
-import functools
-import importlib
 import inspect
 import re
 
@@ -23,10 +21,6 @@ from diagnosis_programs import H, W, X
 
 def diagnose(fun, *args, scale=2.0**10, **options):
     return jmpscale.diagnose(fun, **options)(jmpscale.static(scale), *args)
-
-
-def named(diagnosis, **fields):
-    return [row for row in diagnosis.rows if all(getattr(row, name) == value for name, value in fields.items())]
 
 
 def line_of(fun, text, name=None):
@@ -118,57 +112,6 @@ def test_diagnose_changes_no_nnx_object():
     assert model.hidden.kernel[...] is kernel
 
 
-@pytest.mark.full
-def test_line_is_the_innermost_one_outside_of_installed_packages(tmp_path, monkeypatch):
-    package = tmp_path / "site-packages" / "trainer"
-    package.mkdir(parents=True)
-    (package / "loop.py").write_text(
-        "def call(fun, *args):\n    return fun(*args)\n\n\ndef double(x):\n    return x + x\n"
-    )
-    (tmp_path / "model.py").write_text("def layer(double, w, x):\n    return double(x * w)\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.syspath_prepend(str(package))
-    loop, model = importlib.import_module("loop"), importlib.import_module("model")
-
-    def loss(w, x):
-        return loop.call(lambda w, x: squared(model.layer(loop.double, w, x)), w, x)
-
-    diagnosis = diagnose(loss, H(1), jnp.float16([1, 2]))
-    (row,) = named(diagnosis, line="model.py:2 (layer)", backward=False)
-    assert row.dtype == "float16"
-
-
-@pytest.mark.full
-@pytest.mark.skipif(jax.__version_info__ < (0, 8), reason="JAX 0.7 keeps the lines that call a function")
-def test_line_of_a_program_inside_of_installed_packages(tmp_path, monkeypatch):
-    (tmp_path / "site-packages").mkdir()
-    (tmp_path / "site-packages" / "trainer.py").write_text(
-        "import jax.numpy as jnp\n\n\ndef loss(w):\n    return jnp.sum((w * w).astype(jnp.float32))\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
-    trainer = importlib.import_module("trainer")
-    rows = jmpscale.diagnose(trainer.loss)(jmpscale.static(1.0), jnp.float16([1, 2])).rows
-    assert {row.line for row in rows} == {"trainer.py:5 (loss)"}
-
-
-@jax.custom_vjp
-def tripled_backward(x):
-    return x
-
-
-tripled_backward.defvjp(lambda x: (jnp.sin(x), None), lambda _, g: (g * H(3),))
-
-
-def rules(w, x):
-    return squared(tripled_backward(x.astype(H) * w))  # rule
-
-
-def test_custom_rules_and_checkpointed_functions_are_entered():
-    diagnosis = diagnose(rules, H(1), jnp.float32([1, 2]))
-    assert {row.backward for row in named(diagnosis, line=line_of(rules, "# rule"))} == {False, True}
-    assert diagnosis.not_entered == ()
-
-
 # --- Operations that are not entered. ---
 
 
@@ -189,45 +132,23 @@ def test_kernels_run_in_their_own_dtype_and_are_listed():
     assert diagnosis.fitting_scales() is not None
 
 
-def sharded_loss(w, x, check_vma=True):
-    def shard_loss(w, x):
-        return jax.lax.pmean(programs.mlp_by_hand(w, x), "data")
-
-    mesh = meshes.make_mesh(data=4)
-    specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
-    return jax.shard_map(shard_loss, mesh=mesh, check_vma=check_vma, **specs)(w, x)
+def overflow_of_a_shard(w, x, dtype=H):
+    h = jax.lax.scan(lambda h, _: (h @ w.astype(dtype), None), x.astype(dtype), None, length=3)[0]  # overflow
+    return squared(jnp.tanh(h.astype(jnp.float32) * 1e-6))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map_is_entered(check_vma):
-    diagnosis = diagnose(functools.partial(sharded_loss, check_vma=check_vma), W, X)
-    assert diagnosis.not_entered == ()
-    assert any("(mlp_by_hand)" in row.line for row in diagnosis.rows)
-    plain = diagnose(programs.mlp_by_hand, W, X)
-    found, expected = (np.log2(x.fitting_scales()) for x in (diagnosis, plain))
-    assert np.abs(found - expected).max() <= 3  # each device has a part of the batch
-    assert diagnosis.loss == pytest.approx(plain.loss, rel=1e-3)
-
-
-def sharded_overflow(axis_type, w, x):
-    def shard_loss(w, x):
-        h = jax.lax.scan(lambda h, _: (h @ w.astype(H), None), x.astype(H), None, length=3)[0]  # overflow
-        return jax.lax.pmean(squared(jnp.tanh(h.astype(jnp.float32) * 1e-6)), "data")
-
+@pytest.mark.parametrize(("axis_type", "check_vma"), [("Auto", True), ("Auto", False), ("Explicit", True)])
+def test_line_in_a_shard_map_is_named(axis_type, check_vma):
     mesh = meshes.make_mesh(getattr(jax.sharding.AxisType, axis_type), data=4)
+    specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P(), "check_vma": check_vma}
     with jax.set_mesh(mesh):
-        mapped = jax.shard_map(shard_loss, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P())
-        return diagnose(mapped, w, jax.device_put(x, jax.NamedSharding(mesh, jax.P("data"))))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
-def test_line_in_a_shard_map_is_named(axis_type):
-    diagnosis = sharded_overflow(axis_type, 30 * W, X)
-    line = line_of(sharded_overflow, "# overflow", "shard_loss")
+        mapped = jax.shard_map(lambda w, x: jax.lax.pmean(overflow_of_a_shard(w, x), "data"), **specs)
+        diagnosis = diagnose(mapped, 30 * W, jax.device_put(X, jax.NamedSharding(mesh, jax.P("data"))))
+    line = line_of(overflow_of_a_shard, "# overflow")
     assert diagnosis.summary.startswith(f"The forward pass overflows: dot_general at {line} reaches ")
-    assert diagnosis.lines == (line,)
+    assert (diagnosis.lines, diagnosis.not_entered) == ((line,), ())
+    assert diagnosis.loss_float32 == pytest.approx(float(overflow_of_a_shard(30 * W, X, jnp.float32)), rel=1e-3)
 
 
 @pytest.mark.full
@@ -326,16 +247,6 @@ def test_program_in_float64():
 # --- Arguments. ---
 
 
-def test_python_and_numpy_values_may_control_the_program():
-    def loss(w, count, flag):
-        h = w.astype(H)
-        for _ in range(count):
-            h = h * H(2) if flag.any() else h
-        return jnp.sum(h.astype(jnp.float32))
-
-    assert diagnose(loss, jnp.float32([1, 2]), 3, np.ones(2, bool)).loss == 24
-
-
 def test_control_flow_on_jax_arrays_has_a_remedy():
     def loss(w, x):
         return jnp.sum(w) if x > 0 else jnp.sum(w**2)
@@ -365,23 +276,15 @@ def test_arguments_with_infinities_are_named():
 
     image = jnp.float32([1.0, jnp.nan])
     diagnosis = diagnose(loss, jnp.float32(1), {"image": image}, image)
-    assert diagnosis.summary.startswith("batch['image'] contains infinities or NaN, and with zeros in their place")
+    assert diagnosis.summary == (
+        "batch['image'] contains infinities or NaN, and with zeros in their place the loss and the gradients are "
+        "finite. Correct this argument."
+    )
     assert np.isnan(diagnosis.loss)
     assert np.isnan(diagnosis.loss_float32)
     assert diagnosis.gradient_error == np.inf
     assert diagnosis.scale_errors == ()
     assert diagnosis.fitting_scales() is None
-
-
-@pytest.mark.full
-def test_gradients_that_are_rounding_noise_are_not_called_zero():
-    def loss(w, x):
-        return jnp.mean(jnp.sin(1e8 * (x @ w)))
-
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 4)), jnp.float32)
-    summary = diagnose(jmpscale.autocast(loss), x[:4], x).summary
-    assert summary.startswith("The gradients cannot be compared with float32, because they are rounding noise in")
-    assert diagnose(jmpscale.autocast(lambda w, x: 0 * loss(w, x)), x[:4], x).summary.startswith("All gradients are")
 
 
 def test_scan_without_iterations_is_evaluated():
@@ -413,19 +316,11 @@ def test_injected_fault_is_named():
     )
 
 
-DTYPES = {  # the loss function, and the first words of the summary
-    "float32": (programs.mlp, "The program has no result in half precision, and needs no loss scale."),
-    "bfloat16": (jmpscale.autocast(programs.mlp, dtype=jnp.bfloat16), "Loss scales from 2^-"),
-}
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("name", DTYPES)
-def test_programs_in_other_dtypes(name):
-    fun, summary = DTYPES[name]
-    diagnosis = diagnose(fun, W, X)
-    assert diagnosis.summary.startswith(summary)
-    assert {row.dtype for row in diagnosis.rows} == {name} - {"float32"}
+def test_program_in_bfloat16():
+    diagnosis = diagnose(jmpscale.autocast(programs.mlp, dtype=jnp.bfloat16), W, X)
+    assert diagnosis.summary.startswith("Loss scales from 2^-")
+    assert {row.dtype for row in diagnosis.rows} == {"bfloat16"}
     low, high = diagnosis.fitting_scales()
     assert low < 2.0**-60
     assert high > 2.0**100
@@ -436,11 +331,9 @@ def test_program_without_gradients():
     assert diagnosis.summary == "All gradients are zero, in float32 too. No loss scale changes that."
 
 
-def test_scaler_may_be_disabled_or_in_a_tree():
+def test_scaler_may_be_in_a_tree():
     tx = jmpscale.with_loss_scaling(optax.sgd(1.0), jmpscale.dynamic(2.0**12))
-    diagnose_sine = jmpscale.diagnose(sine)
-    assert diagnose_sine(tx.init(jnp.ones(2)), jnp.ones(2)).loss_scale == 2.0**12
-    assert diagnose_sine(jmpscale.disabled(), jnp.ones(2)).loss_scale == 1.0
+    assert jmpscale.diagnose(sine)(tx.init(jnp.ones(2)), jnp.ones(2)).loss_scale == 2.0**12
 
 
 def test_decorator_with_options():
@@ -542,11 +435,6 @@ WRONG = {
         TypeError,
         "args must hold arrays with values, got float16[2, 8] without values at args[0]. Call diagnose outside",
     ),
-    "traced argument": (
-        lambda: jax.jit(lambda x: diagnose(sine, x).loss_scale)(X),
-        TypeError,
-        "args must hold arrays with values, got float32[16, 8] without values at args[0]. Call diagnose outside",
-    ),
     "traced keyword": (
         lambda: jax.jit(lambda x: jmpscale.diagnose(sine)(jmpscale.static(1.0), w={"a": x}))(X),
         TypeError,
@@ -562,16 +450,6 @@ WRONG = {
         ValueError,
         "args must hold arrays with values, got a deleted float32[3] at args[0]['w']. It was donated to a compiled",
     ),
-    "limit of zero": (
-        lambda: diagnose(sine, jnp.ones(2)).describe(0),
-        ValueError,
-        "limit must be between 1 and",
-    ),
-    "limit that is a word": (
-        lambda: diagnose(sine, jnp.ones(2)).describe("all"),
-        TypeError,
-        "limit must be an integer, got 'all'",
-    ),
 }
 
 
@@ -579,14 +457,3 @@ WRONG = {
 def test_wrong_call_raises(call, error, message):
     with pytest.raises(error, match=re.escape(message)):
         call()
-
-
-@pytest.mark.full
-def test_rounding_of_numpy_arguments_is_part_of_the_program():
-    def loss(w, x):
-        return jnp.mean(jnp.tanh(x.astype(np.float16) @ w.astype(np.float16)).astype(np.float32) ** 2)
-
-    x = np.array(X)
-    x[::3, 1] = -99999  # infinite in float16
-    summary = diagnose(loss, W, x).summary
-    assert summary.startswith("The forward pass overflows: convert_element_type")

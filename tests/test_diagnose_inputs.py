@@ -12,7 +12,6 @@ from flax import nnx
 
 import jmpscale
 from jmpscale._diagnosis import progress
-from jmpscale._diagnosis.modes import ModalStep, Precision
 from jmpscale._diagnosis.repair import RepairedStep, non_finite_arguments
 from jmpscale._diagnosis.step import Step, trace_step
 from jmpscale._diagnosis.trials import Trials
@@ -233,11 +232,3 @@ def test_progress_is_shown_after_three_seconds_and_then_at_intervals(monkeypatch
             assert terminal.flushed == terminal.getvalue().count("diagnose")
     assert terminal.getvalue() == "\r\033[Kdiagnose: 3.0\r\033[Kdiagnose: 3.25\r\033[Kdiagnose: 4.0\r\033[K"
     assert terminal.flushed == 4
-
-
-def test_progress_of_short_work_is_not_shown(monkeypatch):
-    terminal = Terminal()
-    monkeypatch.setattr(progress.sys, "stderr", terminal)
-    with progress.Progress() as show:
-        show("1")
-    assert terminal.getvalue() == ""

@@ -79,7 +79,6 @@ def smallest_sets(lines):
     loss, exact = map(np.asarray, run(all_lines, 1.0))
 
     def fits(kept):
-        """Tests whether a scale fits if some lines compute in float32."""
         for exponent in range(-16, 25, 2):
             value, grad = map(np.asarray, run(kept, 2.0**exponent))
             with np.errstate(invalid="ignore"):

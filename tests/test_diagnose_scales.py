@@ -52,38 +52,18 @@ def attention(dtype, w, x):
     return jnp.mean((jax.nn.softmax(scores) @ v).astype(jnp.float32) ** 2)
 
 
-def cross_entropy(dtype, w, x):
-    logits = (x.astype(dtype) @ w.astype(dtype)).astype(jnp.float32)
-    return -jnp.mean(jax.nn.log_softmax(logits)[:, 0])
-
-
 def convolution(dtype, w, x):
     image = x.reshape(2, 8, 8, 1).astype(dtype)
     kernel = w.reshape(4, 4, 1, 4).astype(dtype)
     layout = ("NHWC", "HWIO", "NHWC")
-    return jnp.mean(
-        jax.nn.relu(jax.lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=layout)).astype(
-            jnp.float32
-        )
-    )
-
-
-def residual(dtype, w, x):
-    w, h = w.astype(dtype), x.astype(dtype)
-    for _ in range(4):
-        h = h + jnp.tanh(h @ w) * dtype(0.5)
-    return jnp.mean(h.astype(jnp.float32) ** 4)
+    h = jax.lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=layout)
+    return jnp.mean(jax.nn.relu(h).astype(jnp.float32))
 
 
 def branch(dtype, w, x):
     h = x.astype(dtype) @ w.astype(dtype)
     h = jax.lax.cond(h[0, 0] > 100, lambda h: h * dtype(100), lambda h: h * dtype(2.0**-6), h)
     return jnp.mean(h.astype(jnp.float32) ** 2)
-
-
-def embedding(dtype, w, x):
-    tokens = (x[:, 0] > 0).astype(jnp.int32)
-    return jnp.mean(jnp.sin(w.astype(dtype)[tokens]).astype(jnp.float32) ** 2) * 2.0**-10
 
 
 PROGRAMS = {  # functions of a dtype, of parameters and of a batch
@@ -93,11 +73,8 @@ PROGRAMS = {  # functions of a dtype, of parameters and of a batch
     "scan": (scan, W),
     "remat": (remat, W),
     "attention": (attention, W),
-    "cross-entropy": (cross_entropy, W),
     "convolution": (convolution, W),
-    "residual": (residual, W),
     "cond": (branch, W),
-    "embedding": (embedding, W),
 }
 DEFAULT = {"product"}
 

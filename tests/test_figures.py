@@ -30,7 +30,6 @@ def _results():
 
 
 def _text(page):
-    """Returns a page as one line, without its code and its generated tables."""
     text = (pages.DOCS / page).read_text()
     text = re.sub(r"<!-- (\w+) -->.*?<!-- /\1 -->|^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     return " ".join(text.split())

@@ -25,34 +25,15 @@ import jmpscale
 from jmpscale.testing import assert_step_is_noop, inject_backward
 
 import compiling
+from precision import filled
 
+pytestmark = pytest.mark.usefixtures("standard_promotion_and_ranks")  # layers rely on both
 SGD = optax.sgd(optax.linear_schedule(0.1, 0.0, 100), momentum=0.9)
 SCALER = jmpscale.dynamic(2.0**10)
 WRAPPED_SGD = jmpscale.with_loss_scaling(SGD, SCALER)
 X = jnp.asarray(np.random.default_rng(0).standard_normal((5, 3)), jnp.float32)
 FAST = {"compiler_options": {"xla_backend_optimization_level": 0}}  # halves the compile time
 NO_FAULT, BACKWARD, FORWARD = map(jnp.array, range(3))  # where a step overflows
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion_and_ranks():
-    """Allows silent promotion of dtypes and ranks, on which layers rely."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
-
-
-def filled(create, *args):
-    """Returns a tree like the result of `create`, with other numbers, because compiling `create` is slow."""
-    random = np.random.default_rng(0)
-
-    def fill(leaf):
-        if not isinstance(leaf, jax.ShapeDtypeStruct):
-            return leaf
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return jax.random.key(7)
-        return jnp.asarray(random.uniform(0.1, 0.5, leaf.shape).astype(leaf.dtype))
-
-    return jax.tree.map(fill, eqx.filter_eval_shape(create, *args))
 
 
 def inputs(fault):
@@ -168,8 +149,6 @@ def nnx_optimizer(api, state, scaler, fault):
 
 
 class State(NamedTuple):
-    """A training state whose random stream is a key."""
-
     params: Any
     stats: Any
     opt_state: Any
@@ -269,7 +248,6 @@ TX = {"plain": SGD, "functional": SGD, "wrapper": WRAPPED_SGD, "loss_scaled": WR
 
 
 def jit_and_run(framework, api):
-    """Returns the jitted step, and the states after two steps."""
     start, step, jit = FRAMEWORKS[framework]
     step = jit(functools.partial(step, api), **FAST)
     state, scaler = start(TX[api]), jax.tree.map(jnp.asarray, SCALER)

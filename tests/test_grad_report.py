@@ -171,7 +171,6 @@ def test_grad_report_combines_values_along_axis_name(axis_name):
 
 
 def _report(max_abs, sizes=None, **counts):
-    """Returns a report with the given arrays, and zeros for other counts."""
     arrays = {name: np.asarray(counts.get(name, np.zeros(len(max_abs))), np.int32) for name in COUNTS}
     paths = tuple(f"layer_{i}" for i in range(len(max_abs)))
     max_abs = np.asarray(max_abs, np.float32)

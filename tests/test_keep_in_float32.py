@@ -12,18 +12,11 @@ import pytest
 
 import jmpscale
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("standard_promotion_and_ranks")]
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "guides" / "autocast.md"
 FAST = {"compiler_options": {"xla_backend_optimization_level": 0}}  # halves the compile time
 TOLERANCE = 1.05  # the factor by which a rounded number in the table may differ
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion_and_ranks():
-    """Allows implicit promotion of dtypes and ranks, as most programs do."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def normal(*shape, mean=0.0, scale=1.0, seed=0):

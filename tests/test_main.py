@@ -41,7 +41,6 @@ def scaled(small):
 
 
 def _runs(run):
-    """Returns runs of all names, as `main` passes them on."""
     return {name: run._replace(sample=f"sample of {name}") for name in demo.RUNS}
 
 

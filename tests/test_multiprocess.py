@@ -1,4 +1,4 @@
-"""Processes that jax.distributed connects skip together, resume from a checkpoint, and end if one of them fails."""
+"""Processes that jax.distributed connects skip together, resume, end if one of them fails, and diagnose the same."""
 
 import json
 import os
@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import jmpscale
@@ -36,7 +37,7 @@ def _run(scenario, processes, folder):
         for number in range(processes):
             command = [sys.executable, worker.__file__, scenario, address, str(processes), str(number), str(folder)]
             started.append(subprocess.Popen(command, env=environment, **pipes))
-        return [(process, *process.communicate(timeout=120)) for process in started]
+        return [(process, *process.communicate(timeout=300)) for process in started]
     finally:
         for process in started:
             process.kill()
@@ -63,24 +64,23 @@ def single_process():
         return worker.train()
 
 
-@full  # each process imports JAX
-def test_overflow_on_one_process_skips_the_step_on_all(single_process, tmp_path):
-    assert single_process["scales"] == SCALES
-    assert _outcome("train", 4, tmp_path) == single_process
-
-
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """The folder with a checkpoint that two processes have written together."""
+def saved(tmp_path_factory):
+    """The folder with a checkpoint that two processes have written together, and the outcome of their run."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    _outcome("save", 2, folder)
-    return folder
+    return folder, _outcome("save", 2, folder)
 
 
 @full
-@pytest.mark.parametrize("readers", [1, 2, 4])
-def test_checkpoint_of_two_processes_resumes_on_any_number(readers, single_process, checkpoint):
-    assert _outcome("resume", readers, checkpoint) == single_process | {"scales": SCALES[len(SCALES) // 2 :]}
+def test_overflow_on_one_process_skips_the_step_on_all(single_process, saved):
+    assert single_process["scales"] == SCALES
+    assert saved[1] == single_process
+
+
+@full
+@pytest.mark.parametrize("readers", [1, 4])
+def test_checkpoint_of_two_processes_resumes_on_any_number(readers, single_process, saved):
+    assert _outcome("resume", readers, saved[0]) == single_process | {"scales": SCALES[len(SCALES) // 2 :]}
 
 
 @full
@@ -88,3 +88,14 @@ def test_process_that_raises_ends_the_others(tmp_path):
     ended = _run("raise", 2, tmp_path)
     assert all(process.returncode != 0 for process, _, _ in ended), ended
     assert "fails in the middle of the run" in ended[-1][2]
+
+
+@full
+def test_diagnose_has_the_same_result_on_all_processes(tmp_path):
+    ended = _run("diagnose", 2, tmp_path)
+    first, second = (json.loads(output.splitlines()[-1]) for _, output, _ in ended)
+    assert first == second
+    alone = worker.diagnose(lambda x, spec: jnp.array(x))
+    for (description, fitting), begins, (_, expected) in zip(first, worker.FAULTS.values(), alone, strict=True):
+        assert description.startswith(begins)
+        assert fitting == (expected and list(expected))

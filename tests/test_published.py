@@ -87,8 +87,6 @@ def _copy(folder, urls):
 
 
 class _Targets(html.parser.HTMLParser):
-    """Collects the targets of the links and pictures of a page."""
-
     def __init__(self, page):
         super().__init__()
         self.found = []

@@ -1,6 +1,10 @@
-"""Training with faults at random places, run in several ways, equals a reference in NumPy bit for bit."""
+"""Training with faults equals a reference in NumPy bit for bit: in several ways, under settings of JAX, in threads."""
 
+import contextlib
 import functools
+import gc
+import re
+import threading
 
 import hypothesis
 import hypothesis.strategies as st
@@ -9,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -42,7 +47,6 @@ pytestmark = [pytest.mark.full, pytest.mark.usefixtures("standard_promotion")]
 
 
 def _train_in_numpy(faults):
-    """Returns the states after each step."""
     (params, velocity, _), history = START, []
     scaler = dict(zip(reference.FIELDS, SCALER, strict=False))
     for i, place in enumerate(faults["place"]):
@@ -158,17 +162,27 @@ WAYS = {
 }
 
 
+each_step = pytest.mark.parametrize("step", [_functional, _wrapper], ids=["functional", "wrapper"])
+
+
+def _arrays(faults):
+    place, row, value = map(np.array, zip(*faults, strict=True))
+    return {"place": place, "row": row.astype(np.int32), "value": value.astype(np.float32)}
+
+
+def _assert_equals_numpy(history, faults=EACH_KIND):
+    assert_step_is_noop(_train_in_numpy(_arrays(faults)), jax.device_get(history))
+
+
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("step", [_functional, _wrapper], ids=["functional", "wrapper"])
+@each_step
 def test_training_with_faults_equals_the_reference(step, way):
     run = WAYS[way](step)
 
     def check(faults):
-        place, row, value = map(np.array, zip(*faults, strict=True))
-        faults = {"place": place, "row": row.astype(np.int32), "value": value.astype(np.float32)}
-        history = run(START, BATCHES, faults)
+        history = run(START, BATCHES, _arrays(faults))
         assert_replicated(history[2])
-        assert_step_is_noop(_train_in_numpy(faults), history)
+        _assert_equals_numpy(history, faults)
 
     check(EACH_KIND)
     with count_compilations() as compilations:
@@ -176,3 +190,116 @@ def test_training_with_faults_equals_the_reference(step, way):
     assert not compilations
     if way not in ("eager", "disable_jit"):  # these are slow
         hypothesis.given(st.lists(FAULTS, min_size=STEPS, max_size=STEPS))(check)()
+
+
+def _first_step():
+    return START, *jax.tree.map(lambda x: x[0], (BATCHES, _arrays(EACH_KIND)))
+
+
+@each_step
+def test_step_makes_no_transfer_between_host_and_device(step):
+    program = jax.jit(step).lower(*_first_step()).compile().as_text()
+    assert not re.search(r"callback|infeed|outfeed|\bsend\b|\brecv\b", program)
+
+
+def test_memory_of_a_training_loop_does_not_grow():
+    step, (carry, *args), sizes = jax.jit(_functional), _first_step(), []
+    for i in range(300):
+        carry = step(carry, *args)
+        jmpscale.metrics(carry[-1])
+        jmpscale.grad_report(carry[0]).describe()
+        jmpscale.raise_if_stuck(carry[-1], max_consecutive_skips=5)
+        if i in (100, 299):
+            gc.collect()
+            sizes.append((len(jax.live_arrays()), len(gc.get_objects())))
+    (arrays, objects), (arrays_after, objects_after) = sizes
+    assert arrays_after == arrays
+    assert objects_after - objects < 100  # one object for each step would add 199
+
+
+# Settings of JAX, threads and the compilation cache change no bit.
+
+SETTINGS = {
+    "x64": {"jax_enable_x64": True},
+    "debug": {"jax_debug_nans": True, "jax_debug_infs": True},
+    "checks": {"jax_enable_checks": True},
+    "tracer-leaks": {"jax_check_tracer_leaks": True},
+    "transfer-guard": {"jax_transfer_guard": "disallow"},
+}
+
+
+@contextlib.contextmanager
+def _settings(**settings):
+    before = {name: getattr(jax.config, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@each_step
+def test_setting_keeps_the_bits_of_a_compiled_run(step, name):
+    args = jax.device_put((START, BATCHES, _arrays(EACH_KIND)))
+    with _settings(**SETTINGS[name]):
+        history = jax.device_get(_scan(step)(*args))
+    _assert_equals_numpy(history)
+
+
+def test_x64_keeps_the_dtypes_of_a_state(x64):
+    state = jmpscale.dynamic(growth_interval=1)
+    dtypes = [x.dtype for x in jax.tree.leaves(state)]
+    for finite in (True, False):
+        state = jmpscale.update(state, np.bool_(finite), loss=np.float64(1.0))
+        assert [x.dtype for x in jax.tree.leaves(state)] == dtypes
+    loss, grads = jmpscale.value_and_grad(lambda w: jnp.sum(w**2))(state, jnp.array([1.0, 3.0]))
+    assert loss.dtype == grads.dtype == jnp.float64
+    assert grads.tolist() == [2.0, 6.0]
+
+
+def test_debug_nans_accepts_finite_gradients_without_jit():
+    with _settings(jax_debug_nans=True, jax_debug_infs=True):
+        grads, finite = jmpscale.unscale_and_check(jmpscale.dynamic(), {"w": jnp.ones(3)})
+        assert jmpscale.update(jmpscale.dynamic(), finite, loss=jnp.float32(1.0)).finite_steps == 1
+        assert jmpscale.grad_report(grads).describe().startswith("All leaves are finite")
+
+
+def test_threads_share_a_jitted_step():
+    run, together, results = _scan(_wrapper), threading.Barrier(4), []
+
+    def work():
+        with jax.numpy_dtype_promotion("standard"):
+            together.wait(60)
+            results.extend(run(START, BATCHES, _arrays(EACH_KIND)) for _ in range(2))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert len(results) == 8
+    for history in results:
+        _assert_equals_numpy(history)
+
+
+def test_compilation_cache_keeps_the_bits(tmp_path):
+    """Between the runs JAX forgets its programs, as in a new process."""
+    hits, counts = [], []
+    jax.monitoring.register_event_listener(lambda event, **_: hits.append(event) if "cache_hits" in event else None)
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    with _settings(**settings):
+        compilation_cache.reset_cache()
+        for _ in range(2):
+            jax.clear_caches()
+            hits.clear()
+            _assert_equals_numpy(_scan(_functional)(START, BATCHES, _arrays(EACH_KIND)))
+            counts.append(len(hits))
+    compilation_cache.reset_cache()
+    assert counts[0] < counts[1]

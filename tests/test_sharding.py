@@ -411,7 +411,6 @@ def _carry_specs(specs, opt_specs=None):
 
 @functools.cache
 def _states_on_one_device():
-    """Returns the state after each step."""
     step, carry, states = jit(_functional(_network_loss)), _first_carry(), []
     for fault in FAULTS:
         carry = step(carry, X, Y, fault)

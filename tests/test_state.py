@@ -108,19 +108,21 @@ def _run_python(program):
 
 
 @pytest.mark.full  # it imports JAX in a new process
-def test_new_scaler_does_not_start_the_backend():
+def test_new_scaler_does_not_start_the_backend_and_import_loads_no_framework():
     """A scaler and an optimizer may be created before `jax.distributed.initialize`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     _run_python(
-        "import jax, jmpscale, optax\n"
+        "import sys, jax, jmpscale, optax\n"
         "jmpscale.static(1.0), jmpscale.disabled()\n"
         "jmpscale.from_torch_state_dict(jmpscale.to_torch_state_dict(jmpscale.dynamic()))\n"
         "tx = jmpscale.with_loss_scaling(optax.adam(1e-3), jmpscale.dynamic(8.0), max_norm=1.0)\n"
         "jmpscale.value_and_grad(lambda w: w)\n"
         f"jax.distributed.initialize({address!r}, num_processes=1, process_id=0)\n"
         "assert tx.init(1.0).scaler.loss_scale == 8.0\n"
+        "jmpscale.update(jmpscale.dynamic(), True)\n"
+        "assert not {'flax', 'chex', 'equinox', 'matplotlib', 'torch', 'orbax'} & set(sys.modules)\n"
     )
 
 

@@ -1,6 +1,6 @@
 """`to_torch_state_dict` and `from_torch_state_dict` continue runs of `torch.amp.GradScaler`.
 
-`data/torch_state_dicts.json` was recorded by `data/record_torch_state_dicts.py` with torch.
+`data/torch_state_dicts.json` was recorded by `benchmarks/torch_state_dicts.py` with torch.
 """
 
 import dataclasses

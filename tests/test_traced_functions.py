@@ -1,4 +1,4 @@
-"""autocast and loss_scaled trace functions that change NNX variables, and name themselves in errors about others."""
+"""autocast and loss_scaled trace a function once, also if it changes NNX variables, and name themselves in errors."""
 
 import functools
 import inspect
@@ -14,7 +14,8 @@ import jmpscale
 
 from precision import assert_close, assert_norms_close
 
-pytestmark = [pytest.mark.full, pytest.mark.usefixtures("standard_promotion_and_ranks")]
+pytestmark = pytest.mark.usefixtures("standard_promotion_and_ranks")
+full = pytest.mark.full
 X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 8)), jnp.float32)
 NAMES = ("autocast", "loss_scaled")
 FAST = {"compiler_options": {"xla_backend_optimization_level": 0}}  # halves the compile time
@@ -22,6 +23,46 @@ FAST = {"compiler_options": {"xla_backend_optimization_level": 0}}  # halves the
 
 def transform(name, fun, has_aux=False):
     return jmpscale.autocast(fun) if name == "autocast" else jmpscale.loss_scaled(fun, 2.0**8, has_aux=has_aux)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_functions_have_the_signature_of_fun(name):
+    def loss(w, x, *, activation=jnp.tanh):
+        """Returns the loss."""
+        return jnp.sum(activation(x @ w))
+
+    loss_fn = transform(name, loss)
+    assert (loss_fn.__name__, loss_fn.__doc__) == ("loss", "Returns the loss.")
+    assert inspect.signature(loss_fn) == inspect.signature(loss)
+    result = jax.jit(jax.grad(loss_fn), static_argnames="activation")(X.T / 3, X, activation=jnp.sin)
+    assert_close(result, jax.grad(loss)(X.T / 3, X, activation=jnp.sin), rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_functions_call_fun_once_per_trace(name):
+    traces, runs = [], []
+    ref = jax.new_ref(jnp.float32(0)) if hasattr(jax, "new_ref") else None
+
+    def loss(w):
+        traces.append(None)
+        jax.debug.callback(lambda: runs.append(None))
+        if ref is not None:
+            ref[...] = ref[...] + 1
+        return jnp.sum((X @ w) ** 2)
+
+    step = jax.jit(jax.grad(transform(name, loss)))
+    for _ in range(3):
+        step(X.T)
+    jax.effects_barrier()
+    assert (len(traces), len(runs)) == (1, 3)
+    assert ref is None or ref[...] == 3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_functions_leak_no_tracers(name):
+    fun = transform(name, lambda w: (jnp.sum((X @ w) ** 2), {"kept": w, "text": "kept"}), has_aux=True)
+    with jax.checking_leaks():
+        jax.jit(lambda w: jax.value_and_grad(lambda w: fun(w)[0])(w))(X.T)
 
 
 # --- Flax NNX
@@ -94,6 +135,7 @@ def run_without_transform(run):
     return run(lambda fun: fun)
 
 
+@full
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "run",
@@ -108,6 +150,7 @@ def test_functions_change_nnx_variables(run, name):
     assert_norms_close(run(lambda fun: transform(name, fun, has_aux=True)), run_without_transform(run), rtol=2e-2)
 
 
+@full
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("is_argument", [pytest.param(True, marks=requires_flax_0_12), False])
 def test_change_of_a_variable_of_an_outer_trace_raises_with_a_remedy(is_argument, name):
@@ -139,6 +182,7 @@ class Tensor:
         self.array = array
 
 
+@full
 @pytest.mark.parametrize("name", NAMES)
 def test_containers_of_the_caller_are_not_changed(name):
     def loss_fn(batch, cache):
@@ -151,6 +195,7 @@ def test_containers_of_the_caller_are_not_changed(name):
     assert (list(batch), len(cache)) == (["x", "w"], 1)
 
 
+@full
 @pytest.mark.parametrize("name", NAMES)
 def test_objects_that_hold_values_of_an_outer_trace_are_accepted(name):
     def step(x):
@@ -187,6 +232,7 @@ def value_in_an_argument(wrap):
     return tensor.array
 
 
+@full
 @pytest.mark.filterwarnings("ignore:autocast has no effect")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(

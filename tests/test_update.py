@@ -47,8 +47,6 @@ def _update(state, finite, loss):
 
 
 def _scan(state, finite, loss):
-    """Returns the states after each step."""
-
     def body(state, outcome):
         state = _update(state, *outcome)
         return state, state
@@ -63,7 +61,6 @@ def _random_outcomes(length, seed=0):
 
 
 def _expected(state, finite, loss):
-    """Returns the states after each step according to the reference."""
     now = {name: getattr(state, name).item() for name in reference.FIELDS}
     after = []
     for flag, value in zip(finite, loss, strict=True):

@@ -37,7 +37,6 @@ each_jit = pytest.mark.parametrize("jit", [jax.jit, lambda fn: fn], ids=["jit", 
 
 
 def _unscaled(_, params):
-    """Returns the loss and its gradients for an optimizer without loss scaling."""
     return jax.value_and_grad(_loss)(params)
 
 
@@ -399,17 +398,10 @@ def _skip_step_on_spikes(inner, interval, factor):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("place", "skipped", "total_skips"), [("inside", [50, 80], 1), ("outside", [*range(50, 67), 80], 0)]
-)
-def test_rule_that_skips_loss_spikes_belongs_inside(place, skipped, total_skips):
-    """Outside, the rule sees the infinite norm, and skips every step until the norm leaves its window of 16 steps."""
-    overflow, spike, interval = 50, 80, 16
+def test_rule_that_skips_loss_spikes_does_not_see_an_overflow():
+    overflow, spike = 50, 80
     inner = optax.with_extra_args_support(optax.sgd(0.1))
-    if place == "inside":
-        tx = jmpscale.with_loss_scaling(_skip_step_on_spikes(inner, interval, factor=6.0))
-    else:
-        tx = _skip_step_on_spikes(jmpscale.with_loss_scaling(inner), interval, factor=6.0)
+    tx = jmpscale.with_loss_scaling(_skip_step_on_spikes(inner, interval=16, factor=6.0))
     norms = 1 + 0.1 * np.random.default_rng(0).random(100, np.float32)
     norms[[overflow, spike]] = np.inf, 100.0
 
@@ -421,8 +413,8 @@ def test_rule_that_skips_loss_spikes_belongs_inside(place, skipped, total_skips)
 
     params = jnp.float32(0)
     (_, opt_state), unchanged = jax.jit(functools.partial(jax.lax.scan, step))((params, tx.init(params)), norms)
-    assert np.flatnonzero(unchanged).tolist() == skipped
-    assert jmpscale.get_scaler(opt_state).total_skips == total_skips
+    assert np.flatnonzero(unchanged).tolist() == [overflow, spike]
+    assert opt_state.scaler.total_skips == 1
 
 
 def test_with_loss_scaling_defaults_to_a_dynamic_scaler():
@@ -552,8 +544,6 @@ def _extra_args(name, value, grads):
 
 
 def _train(name, tx, opt_state, value_and_grad, overflows):
-    """Returns the parameters, the optimizer state and the updates of each step."""
-
     def step(carry, overflow):
         params, opt_state = carry
         value, grads = value_and_grad(opt_state, params)

@@ -1,7 +1,8 @@
 """One of several processes of a training run: the program that test_multiprocess.py starts.
 
 Usage: worker.py SCENARIO ADDRESS PROCESSES PROCESS FOLDER
-"train" trains, "save" also writes a checkpoint half way, "resume" continues from it, "raise" fails on the last process.
+"save" trains and writes a checkpoint half way, "resume" continues from it, "raise" fails on the last process, and
+"diagnose" diagnoses faults.
 Prints the outcome as a line of JSON.
 """
 
@@ -33,6 +34,9 @@ def main(scenario, address, processes, process, folder):
     jax.config.update("jax_platforms", "cpu")
     if int(processes) > 1:
         _join(address, int(processes), int(process))
+    if scenario == "diagnose":
+        print(json.dumps(diagnose(functools.partial(_put, _mesh()))), flush=True)
+        return
     fail_at = 3 if scenario == "raise" and process == f"{int(processes) - 1}" else None
     checkpoint = pathlib.Path(folder) / "checkpoint" if scenario in ("save", "resume") else None
     outcome = train(checkpoint, resume=scenario == "resume", fail_at=fail_at)
@@ -52,7 +56,7 @@ def _join(address, processes, process):
 
 def train(checkpoint=None, resume=False, fail_at=None):
     """Trains on a mesh of four devices; returns the shards of this process, the scaler and the history of its scale."""
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    mesh = _mesh()
     put = functools.partial(_put, mesh)
     params = put(np.ones((8, 4), np.float32), P("data"))
     specs = jax.tree.map(lambda x: P("data") if x.ndim else P(), jax.eval_shape(TX.init, params))
@@ -91,6 +95,34 @@ def _local_step(params, opt_state, x, fault):
     (_, loss), grads = jmpscale.value_and_grad(loss_fn, has_aux=True)(opt_state, params)
     updates, opt_state = TX.update(grads, opt_state, params, value=loss)
     return optax.apply_updates(params, updates), opt_state
+
+
+FAULTS = {  # the last number of a batch, and the first words of the diagnosis
+    1e5: "The forward pass overflows: convert_element_type at worker.py:",
+    np.nan: "x contains infinities or NaN",
+}
+
+
+def diagnose(put):
+    """Returns the description and the fitting scales for each fault; of the arrays a process may hold a part."""
+    w, x, found = np.eye(8, dtype=np.float32), np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32), []
+    for fault in FAULTS:
+        x[-1, -1] = fault  # on the last device
+        diagnosis = jmpscale.diagnose(_scan_loss)(jmpscale.static(2.0**10), put(w, P("data")), put(x, P("data")))
+        found.append([diagnosis.describe(), diagnosis.fitting_scales()])
+    return found
+
+
+def _scan_loss(w, x):
+    def layer(h, _):
+        return jnp.tanh(h @ w.astype(jnp.float16)), None
+
+    h, _ = jax.lax.scan(layer, x.astype(jnp.float16), None, length=2)
+    return jnp.mean(h.astype(jnp.float32) ** 2)
+
+
+def _mesh():
+    return jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
 
 
 def _put(mesh, x, spec):

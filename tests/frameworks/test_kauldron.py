@@ -30,8 +30,6 @@ STEPS = 40
 
 
 class LanguageModel(nn.Module):
-    """Predicts each token from the one before it."""
-
     dtype: Any
     overflows: bool = False
     tokens: kontext.Key = "batch.tokens"
@@ -63,8 +61,6 @@ class NextToken(kd.losses.Loss):
 
 @dataclasses.dataclass(eq=True, frozen=True, kw_only=True)
 class Recorder(metric_writer.NoopWriter):
-    """Records the values that Kauldron logs."""
-
     logs: dict[str, list[float]] = dataclasses.field(default_factory=dict, compare=False)
 
     def write_step_metrics(self, *, aux, **_):

@@ -25,7 +25,6 @@ STEPS = 60
 
 
 def language_model(policy, layers_only=False):
-    """Returns a model that predicts each token from the one before it."""
     keras.utils.set_random_seed(0)
     keras.config.set_dtype_policy("float32" if layers_only else policy)
     tokens = keras.Input((LENGTH - 1,), dtype="int32")
@@ -102,7 +101,6 @@ LOOPS = {"optax": optax_loop, "keras": keras_loop}
 
 @functools.cache
 def train(loop, policy, loss_scaling, *, steps=STEPS, overflows=False, wrap=lambda loss_fn: loss_fn):
-    """Returns the final state and the loss of the last step."""
     model = language_model(policy)
     non_trainable = [variable.value for variable in model.non_trainable_variables]
 

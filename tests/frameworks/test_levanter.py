@@ -37,8 +37,6 @@ Vocab, Embed, Mlp = hax.Axis("vocab", VOCABULARY), hax.Axis("embed", 32), hax.Ax
 
 
 class LanguageModel(eqx.Module):
-    """Predicts each token from the one before it."""
-
     embed: hax.nn.Embedding
     up: hax.nn.Linear
     down: hax.nn.Linear
@@ -64,8 +62,6 @@ def loss_fn(model, batch, *, key=None):
 
 
 class Recorder(NoopTracker):
-    """Records the values that Levanter logs."""
-
     def __init__(self):
         self.logs = {}
 

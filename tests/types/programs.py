@@ -19,15 +19,12 @@ Batch = tuple[jax.Array, jax.Array]
 
 
 class TrainState(NamedTuple):
-    """The carry of a training step with the wrapper."""
-
     params: optax.Params
     opt_state: jmpscale.WithLossScalingState
 
 
 @jmpscale.autocast
 def loss_fn(params: Params, batch: Batch) -> jax.Array:
-    """Returns a loss."""
     x, y = batch
     return jnp.mean((x @ params["w"] - y) ** 2)
 
@@ -39,7 +36,6 @@ chained: optax.GradientTransformation = optax.chain(tx, optax.ema(0.9))
 
 @jax.jit
 def wrapper_step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
-    """Trains with the wrapper."""
     loss, grads = jmpscale.value_and_grad(loss_fn)(state.opt_state, state.params, batch)
     updates, opt_state = tx.update(grads, state.opt_state, state.params, value=loss)
     return TrainState(optax.apply_updates(state.params, updates), opt_state), loss
@@ -49,7 +45,6 @@ def wrapper_step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array
 def functional_step(
     params: Params, opt_state: optax.OptState, scaler: jmpscale.ScalerState, batch: Batch
 ) -> tuple[Params, optax.OptState, jmpscale.ScalerState, jax.Array]:
-    """Trains with the functional API."""
     loss, grads = jmpscale.value_and_grad(loss_fn)(scaler, params, batch)
     finite = jmpscale.all_finite(grads, scaler=scaler)
     step = jmpscale.optax_step(optax.adam(1e-3), grads)
@@ -58,24 +53,19 @@ def functional_step(
 
 
 class Net(nnx.Module):
-    """A model of Flax NNX."""
-
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(3, 3, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Applies the model."""
         return self.linear(x)
 
 
 def nnx_loss(model: Net, x: jax.Array) -> jax.Array:
-    """Returns a loss."""
     return jnp.mean(model(x) ** 2)
 
 
 @nnx.jit
 def nnx_step(model: Net, optimizer: nnx.Optimizer[Net], x: jax.Array) -> jax.Array:
-    """Trains a model of Flax NNX."""
     value_and_grad = jmpscale.value_and_grad(nnx_loss, transform=nnx.value_and_grad)
     loss, grads = value_and_grad(optimizer.opt_state, model, x)
     optimizer.update(model, grads, value=loss)
@@ -83,17 +73,13 @@ def nnx_step(model: Net, optimizer: nnx.Optimizer[Net], x: jax.Array) -> jax.Arr
 
 
 class Linear(equinox.Module):
-    """A model of Equinox."""
-
     w: jax.Array
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Applies the model."""
         return x @ self.w
 
 
 def equinox_loss(model: Linear, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns a loss, and values to log."""
     loss = jnp.mean(model(x) ** 2)
     return loss, {"loss": loss}
 
@@ -102,7 +88,6 @@ def equinox_loss(model: Linear, x: jax.Array) -> tuple[jax.Array, dict[str, jax.
 def equinox_step(
     model: Linear, opt_state: jmpscale.WithLossScalingState, x: jax.Array
 ) -> tuple[Linear, jmpscale.WithLossScalingState, dict[str, jax.Array]]:
-    """Trains a model of Equinox."""
     value_and_grad = jmpscale.value_and_grad(equinox_loss, has_aux=True, transform=equinox.filter_value_and_grad)
     (loss, logged), grads = value_and_grad(opt_state, model, x)
     updates, opt_state = tx.update(grads, opt_state, equinox.filter(model, equinox.is_array), value=loss)

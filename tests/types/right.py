@@ -17,7 +17,6 @@ one: jax.Array = jmpscale.apply_if(finite, lambda x: x + 1, w)
 
 
 def swap(x: jax.Array, n: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns its arguments."""
     return x, n
 
 
@@ -42,7 +41,6 @@ value, gradient = jmpscale.value_and_grad(swap, has_aux=True, transform=jax.valu
 
 @jmpscale.value_and_grad(has_aux=True)
 def decorated(x: jax.Array) -> tuple[jax.Array, int]:
-    """Returns a loss and auxiliary data."""
     return x.sum(), 1
 
 

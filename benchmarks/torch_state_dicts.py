@@ -1,6 +1,6 @@
 """Records state dicts of torch's GradScaler, and what it does in the 100 steps after each.
 
-Run by hand where torch is installed: `python tests/data/record_torch_state_dicts.py`. Every step is a whole one:
+Run by hand where torch is installed: `python -m benchmarks.torch_state_dicts`. Every step is a whole one:
 a scaled backward pass, `step` on an optimizer, `update`; an overflow is an infinite gradient.
 """
 
@@ -8,6 +8,8 @@ import datetime
 import json
 import pathlib
 import random
+
+import torch
 
 STEPS = 100
 # Settings, steps taken before the state dict is saved, chance of an overflow. All factors are exact in float32.
@@ -75,9 +77,6 @@ def record_a_lowered_interval():
 
 
 def main():
-    global torch
-    import torch  # not at the top: pytest imports every module in search of doctests
-
     recorded = {
         "source": "torch.amp.GradScaler('cpu')",
         "torch": torch.__version__,
@@ -85,7 +84,7 @@ def main():
         "runs": {name: record(*run, seed) for seed, (name, run) in enumerate(RUNS.items())},
         "lowered_interval": record_a_lowered_interval(),
     }
-    path = pathlib.Path(__file__).with_name("torch_state_dicts.json")
+    path = pathlib.Path(__file__).parent.parent / "tests" / "data" / "torch_state_dicts.json"
     path.write_text(json.dumps(recorded, separators=(",", ":")) + "\n")
 
 

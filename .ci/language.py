@@ -1,4 +1,4 @@
-"""Finds unidiomatic phrases in code, pages and notebooks: `python tests/language.py`, part of the `lint` session.
+"""Finds unidiomatic phrases in code, pages and notebooks: `python .ci/language.py`, part of the `lint` session.
 
 The script prints the location of each match and a suggested replacement, and exits with status 1 if there is a match.
 """
