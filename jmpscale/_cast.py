@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jmpscale._base.check import as_dtype
 from jmpscale._base.text import describe
 from jmpscale._base.tree import Tree, check_no_nnx_objects, check_no_refs, is_array
 from jmpscale._scaler_of_tree import is_scaler
@@ -31,7 +32,12 @@ def cast(tree: Tree, dtype: DTypeLike) -> Tree:
     >>> jmpscale.cast({"w": jnp.ones(2), "step": 3, "ids": jnp.arange(2)}, jnp.float16)
     {'ids': Array([0, 1], dtype=int32), 'step': 3, 'w': Array([1., 1.], dtype=float16)}
     """
-    _check_floating(dtype)
+    known = as_dtype(dtype)
+    if known is None or not jnp.issubdtype(known, np.floating):
+        raise TypeError(
+            f"dtype must be a floating-point dtype, got {describe(dtype) if known is None else known.name}. Pass the "
+            "tree, then a dtype such as jnp.float16: cast(params, jnp.float16)."
+        )
     check_no_refs(tree)
     check_no_nnx_objects(
         tree,
@@ -43,15 +49,3 @@ def cast(tree: Tree, dtype: DTypeLike) -> Tree:
         return jnp.asarray(x, dtype) if is_array(x) and jnp.issubdtype(x.dtype, np.floating) else x
 
     return jax.tree.map(convert, tree, is_leaf=is_scaler)
-
-
-def _check_floating(dtype: object) -> None:
-    try:  # NumPy would take the dtype of an array, too
-        known = np.dtype(dtype) if isinstance(dtype, (str, type, np.dtype)) else None
-    except (TypeError, ValueError):
-        known = None
-    if known is None or not jnp.issubdtype(known, np.floating):
-        raise TypeError(
-            f"dtype must be a floating-point dtype, got {describe(dtype) if known is None else known.name}. Pass the "
-            "tree, then a dtype such as jnp.float16: cast(params, jnp.float16)."
-        )

@@ -104,13 +104,9 @@ def _is_finite_cpu(x: jax.Array) -> jax.Array:
     if not (isinstance(size, int) and size >= _MIN_SIZE_FOR_VARIADIC_REDUCE and use_variadic_reduce()):
         return jnp.isfinite(x).all()
     x = x.astype(np.float32) if x.dtype.itemsize < 4 else x  # some float8 types have no infinity
-    below, above = (x < np.inf).astype(np.int32), (x > -np.inf).astype(np.int32)  # NaN is neither
-
-    def both(a: list[jax.Array], b: list[jax.Array]) -> tuple[jax.Array, ...]:
-        return tuple(x & y for x, y in zip(a, b, strict=True))
-
-    one = np.ones((), np.int32)
-    below, above = jax.lax.reduce((below, above), (one, one), both, tuple(range(x.ndim)))
+    flags = (x < np.inf).astype(np.int32), (x > -np.inf).astype(np.int32)  # NaN is neither
+    ones, axes = (np.ones((), np.int32),) * 2, tuple(range(x.ndim))
+    below, above = jax.lax.reduce(flags, ones, lambda a, b: (a[0] & b[0], a[1] & b[1]), axes)
     return (below & above).astype(bool)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jmpscale._base.check import check_flag, is_called_by, warn_user
-from jmpscale._base.compat import full_like, memory_space, varying_axes
+from jmpscale._base.compat import full_like, varying_axes
 from jmpscale._base.text import truncate, type_name
 from jmpscale._base.tree import (
     PyTree,
@@ -24,7 +24,6 @@ from jmpscale._base.tree import (
     is_array,
     is_traced,
     named_leaves,
-    structure,
 )
 
 T = TypeVar("T")
@@ -79,7 +78,7 @@ def apply_if(finite: ArrayLike, fn: Callable[..., Any], /, *carry: object) -> ob
     )
     gated = GatedTree(carry)
 
-    def apply(arrays: list[Any]) -> tuple[list[Any]]:
+    def apply(arrays: list[Any]) -> list[Any]:
         before = gated.combine(arrays)
         out = fn(*before)
         after = (out,) if len(carry) == 1 else out
@@ -89,13 +88,9 @@ def apply_if(finite: ArrayLike, fn: Callable[..., Any], /, *carry: object) -> ob
                 "them as `return a, b`."
             )
         check_same_types(before, after)
-        return (gated.split(after),)
+        return gated.split(after)
 
-    def skip(like: tuple[list[Any]], arrays: list[Any]) -> tuple[list[Any]]:
-        return (gated.originals(like[0], arrays),)
-
-    (arrays,) = gate(flag, apply, skip, gated.arrays)
-    result = gated.combine(arrays)
+    result = gated.combine(gate(flag, apply, gated.originals, gated.arrays))
     return result[0] if len(carry) == 1 else result
 
 
@@ -109,15 +104,11 @@ def warn_if_gated(name: str, remedy: str) -> None:
 
 
 class GatedTree:
-    """A pytree, split into the arrays that pass through the gate and the leaves that bypass it.
-
-    Attributes:
-      arrays: a list as long as the tree's leaves, with None for each leaf that is not an array.
-    """
+    """A pytree, split into the arrays that pass through the gate and the leaves that bypass it."""
 
     def __init__(self, tree: PyTree):
         self._leaves, self._treedef = jax.tree.flatten(tree)
-        self.arrays = [leaf if is_array(leaf) else None for leaf in self._leaves]
+        self.arrays = [leaf if is_array(leaf) else None for leaf in self._leaves]  # None: the leaf bypasses the gate
 
     def combine(self, arrays: Sequence[Any]) -> PyTree:
         """Returns the tree with new arrays; None stands for the original leaf."""
@@ -137,50 +128,46 @@ class GatedTree:
 
 def gate(
     flag: jax.Array,
-    apply: Callable[..., tuple[Any, ...]],
-    skip: Callable[..., tuple[Any, ...]],
-    *operands: PyTree,
-    sanitize: Callable[..., tuple[Any, ...]] = lambda *operands: operands,
-) -> tuple[Any, ...]:
-    """Returns `apply(*operands)` if the flag is true, otherwise the operands; traces `apply` once.
+    apply: Callable[[Any], Any],
+    skip: Callable[[Any, Any], Any],
+    operand: PyTree,
+    sanitize: Callable[[Any], Any] = lambda operand: operand,
+) -> Any:
+    """Returns `apply(operand)` if the flag is true, otherwise the operand, a tree of arrays; traces `apply` once.
 
-    Args:
-      flag: bool[].
-      apply: returns a new value for each operand, of the same structure.
-      skip: `skip(like, *operands)` returns the operands with the types of `like`, the result of `apply` or its
-        `jax.ShapeDtypeStruct`s, because JAX requires equal types on both sides of a branch.
-      *operands: pytrees of arrays. Everything else must be closed over.
-      sanitize: returns operands for an `apply` whose result may be discarded.
+    `skip(like, operand)` returns the operand with the types of `like`, the result of `apply` or its
+    `jax.ShapeDtypeStruct`s, because JAX requires equal types on both sides of a branch. `sanitize` returns an operand
+    for an `apply` whose result may be discarded.
     """
     if not is_traced(flag):
-        return apply(*operands) if flag else operands
+        return apply(operand) if flag else operand
     apply = jax.jit(apply)  # both forms share one trace
 
-    def branch(flag: jax.Array, *operands: PyTree) -> PyTree:
-        like = jax.eval_shape(apply, *operands)
-        return jax.lax.cond(flag, apply, functools.partial(skip, like), *operands)
+    def branch(flag: jax.Array, operand: PyTree) -> PyTree:
+        like = jax.eval_shape(apply, operand)
+        return jax.lax.cond(flag, apply, functools.partial(skip, like), operand)
 
-    def select(flag: jax.Array, *operands: PyTree) -> PyTree:
-        new = apply(*sanitize(*operands))
-        return jax.tree.map(functools.partial(_where, flag), new, skip(new, *operands))
+    def select(flag: jax.Array, operand: PyTree) -> PyTree:
+        new = apply(sanitize(operand))
+        return jax.tree.map(functools.partial(_where, flag), new, skip(new, operand))
 
     # JAX traces the forms for all platforms. It raises for a branch under jax.vmap on a mesh with Explicit axes, and
     # for a branch on a flag that varies over manual axes, because the results of a branch do not vary.
     if jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types or varying_axes(flag):
-        return select(flag, *operands)
-    return jax.lax.platform_dependent(flag, *operands, cpu=branch, default=select)
+        return select(flag, operand)
+    return jax.lax.platform_dependent(flag, operand, cpu=branch, default=select)
 
 
 def _where(flag: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     out = jnp.where(flag, new, old)
     # A select of scalars in host memory returns device memory.
-    space: Any = memory_space(old)
-    return out if space == memory_space(out) else jax.device_put(out, space)
+    space = jax.typeof(old).memory_space
+    return out if space == jax.typeof(out).memory_space else jax.device_put(out, space)
 
 
 def check_same_types(before: PyTree, after: PyTree, name: str = "carry", fn: str = "fn", remedy: str = "") -> None:
     """Raises if two trees differ in structure, shapes, dtypes or shardings, and names the first difference."""
-    if structure(before) != structure(after):
+    if jax.tree.structure(before) != jax.tree.structure(after):
         old, new = dict(named_leaves(before)), dict(named_leaves(after))
         differences = [f"{name}{path} is only in its input" for path in old if path not in new]
         differences += [f"{name}{path} is only in its output" for path in new if path not in old]
@@ -188,7 +175,7 @@ def check_same_types(before: PyTree, after: PyTree, name: str = "carry", fn: str
         remedy = remedy or f"Return every value that {fn} takes, in the same order."
         raise TypeError(
             f"{fn} must return its {name} with the same structure, but {difference}: the input is "
-            f"{truncate(structure(before))}, the output is {truncate(structure(after))}. {remedy}"
+            f"{truncate(jax.tree.structure(before))}, the output is {truncate(jax.tree.structure(after))}. {remedy}"
         )
     for (path, was), now in zip(named_leaves(before), jax.tree.leaves(after), strict=True):
         if not has_same_type(was, now):
@@ -206,7 +193,7 @@ def is_numeric(leaf: object) -> TypeGuard[ArrayLike]:
 def _strong_type(x: ArrayLike) -> tuple[object, ...]:
     """Returns the type of an array, without weak typing and without the mesh, which JAX 0.7 does not always know."""
     aval = jax.typeof(x)
-    return aval.shape, aval.dtype, aval.sharding.spec, varying_axes(x), memory_space(x)
+    return aval.shape, aval.dtype, aval.sharding.spec, varying_axes(x), aval.memory_space
 
 
 def _describe_type(leaf: object) -> str:

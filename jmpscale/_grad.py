@@ -9,17 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._base.check import warn_user
-from jmpscale._base.frameworks import equinox_module_class, nnx_value_and_grad
+from jmpscale._base.frameworks import imported
 from jmpscale._base.marks import Mark, has_mark, mark
 from jmpscale._base.text import describe, type_name
 from jmpscale._base.tree import (
     PyTree,
     check_no_nnx_objects,
     find_instances,
+    first_leaf,
     is_array,
     is_inexact,
     is_real,
-    named_leaves,
 )
 from jmpscale._scaler_of_tree import find_scaler, is_scaler, warn_if_constant
 from jmpscale._scaling import scale as scale_loss
@@ -29,8 +29,8 @@ T = TypeVar("T")
 Function = Callable[..., Any]
 
 _SCALER_COMES_FIRST = (
-    "The scaler is the first positional argument of the new function: value_and_grad(loss_fn)(scaler, params, batch). "
-    "It may also be the state of an optimizer that is wrapped in with_loss_scaling."
+    "The scaler is the first positional argument of the new function, as in value_and_grad(loss_fn)(scaler, params, "
+    "batch). It may also be the state of an optimizer that is wrapped in with_loss_scaling."
 )
 _SELF_COMES_FIRST = (
     "A decorated method receives self before the scaler. Remove the decorator, and call "
@@ -140,17 +140,15 @@ def value_and_grad(
 
 def _check_options(fun: Function, argnums: Any, has_aux: object, arguments: tuple[object, ...]) -> None:
     """Raises if the options are arguments of `fun`, or `fun` takes a scaler itself."""
+    error = None
     if any(is_array(leaf) and is_inexact(leaf) for leaf in jax.tree.leaves(argnums)):
-        raise TypeError(
-            f"argnums must be an int or a sequence of ints, got a {type_name(argnums)}. {_SCALER_COMES_FIRST}"
-        )
-    if not isinstance(has_aux, (int, np.bool_)):
-        raise TypeError(f"has_aux must be a boolean, got {describe(has_aux)}. {_SCALER_COMES_FIRST}")
-    if arguments:
-        raise TypeError(
-            f"value_and_grad takes the loss function and options, got {len(arguments)} more arguments. "
-            f"{_SCALER_COMES_FIRST}"
-        )
+        error = f"argnums must be an int or a sequence of ints, got a {type_name(argnums)}"
+    elif not isinstance(has_aux, (int, np.bool_)):
+        error = f"has_aux must be a boolean, got {describe(has_aux)}"
+    elif arguments:
+        error = f"value_and_grad takes the loss function and options, got {len(arguments)} more arguments"
+    if error:
+        raise TypeError(f"{error}. {_SCALER_COMES_FIRST}")
     unwrapped = getattr(fun, "__wrapped__", fun)  # jax.jit and autocast wrap functions
     if getattr(unwrapped, "__qualname__", "") == "value_and_grad.<locals>.value_and_grad_fun":
         raise TypeError(f"fun must be the loss function, got a result of value_and_grad. {_NOT_THE_STEP}")
@@ -195,7 +193,7 @@ def is_real_scalar(loss: object) -> bool:
 
 def _check_differentiable(args: tuple[PyTree, ...], argnums: Any, transform: Function) -> None:
     """Raises for models whose state `jax.value_and_grad` would silently lose (NNX) or for which it raises (Equinox)."""
-    if transform not in (jax.value_and_grad, nnx_value_and_grad()):
+    if transform not in (jax.value_and_grad, imported("flax.nnx", "value_and_grad")):
         return
     positions = np.atleast_1d(np.asarray(argnums)).tolist()
     differentiated = [args[i] for i in positions if isinstance(i, int) and -len(args) <= i < len(args)]
@@ -205,11 +203,10 @@ def _check_differentiable(args: tuple[PyTree, ...], argnums: Any, transform: Fun
             "the differentiated arguments",
             "Pass transform=flax.nnx.value_and_grad, which keeps batch statistics and random streams up to date.",
         )
-    module = equinox_module_class()
-    for model in find_instances(differentiated, module) if module else []:
-        for path, leaf in named_leaves(model):
-            if not is_inexact(leaf):
-                raise TypeError(
-                    f"argument {argnums} must have only differentiable leaves, got an Equinox {type_name(model)} with "
-                    f"{describe(leaf)} at {path}. Pass transform=equinox.filter_value_and_grad."
-                )
+    for model in find_instances(differentiated, imported("equinox", "Module")):
+        if found := first_leaf(model, lambda leaf: not is_inexact(leaf)):
+            path, leaf = found
+            raise TypeError(
+                f"argument {argnums} must have only differentiable leaves, got an Equinox {type_name(model)} with "
+                f"{describe(leaf)} at {path}. Pass transform=equinox.filter_value_and_grad."
+            )

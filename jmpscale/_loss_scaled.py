@@ -1,8 +1,8 @@
 """Gradients in true units for training loops that compute the gradients themselves."""
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeGuard, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,6 @@ from jmpscale._base.tree import (
     flatten_matching,
     is_array,
     is_inexact,
-    is_real,
     is_traced,
 )
 from jmpscale._finite import all_finite_here
@@ -87,10 +86,20 @@ def loss_scaled(
         )
     if isinstance(scale, (int, float)):
         scale = static(scale)
-    elif _is_loss_scale(scale) and not is_traced(scale):
+    elif is_array(scale) and is_real_scalar(scale) and not is_traced(scale):
         scale = static(float(scale))  # raises for a scale of 0, which would make every gradient NaN
 
     name = f"{describe_function(fun)} in jmpscale.loss_scaled"
+
+    def checked_fun(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Any:
+        out: Any = fun(*args, **kwargs)
+        out = as_pair(out) if has_aux else out
+        # The loss may be any of these outputs, or computed from them, so all of them must be float16.
+        outputs = [x for x in jax.tree.leaves(out[0] if has_aux else out) if is_inexact(x) and is_traced(x)]
+        scalars = list(filter(is_real_scalar, outputs))
+        if outputs and all(map(needs_wider_gradient, scalars or outputs)):
+            warn_about_narrow_loss(*((scalars[0], "loss") if scalars else (outputs[0], "output")))
+        return out
 
     # Has the signature of fun, in which nnx.value_and_grad finds the positions of keyword arguments.
     @functools.wraps(fun, updated=())
@@ -101,7 +110,7 @@ def loss_scaled(
         check_no_refs(args, "args")
         check_no_refs(kwargs, "kwargs")
         transform = functools.partial(_scale_backward_pass, loss_scale, name, warn_if_not_finite)
-        return lift_nnx(transform, _with_checked_output(fun, has_aux), args, kwargs)
+        return lift_nnx(transform, checked_fun, args, kwargs)
 
     return loss_scaled_fun
 
@@ -113,7 +122,7 @@ def _read_loss_scale(scale: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyT
     leaves = jax.tree.leaves(source)  # an nnx.Variable is a container of one array
     if len(leaves) == 1 and is_array(leaves[0]):
         value, adapts = leaves[0], is_function
-        if not _is_loss_scale(value):
+        if not is_real_scalar(value):
             raise TypeError(f"scale must be a floating-point scalar, got {describe(value)}. Pass the loss scale.")
     else:
         state = static(source) if isinstance(source, (int, float)) else find_scaler(source, "scale")
@@ -127,24 +136,6 @@ def _read_loss_scale(scale: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyT
             "model.loss_scale`; or pass a number, or static(...)."
         )
     return jax.lax.stop_gradient(jnp.asarray(value, jnp.float32))
-
-
-def _is_loss_scale(value: object) -> TypeGuard[jax.Array]:
-    return is_array(value) and is_real(value) and jnp.shape(value) == ()
-
-
-def _with_checked_output(fun: Function, has_aux: bool) -> Callable[[tuple[PyTree, ...], dict[str, PyTree]], Any]:
-    def checked(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Any:
-        out = fun(*args, **kwargs)
-        out = as_pair(out) if has_aux else out
-        # The loss may be any of these outputs, or computed from them, so all of them must be float16.
-        outputs = [x for x in jax.tree.leaves(out[0] if has_aux else out) if is_inexact(x) and is_traced(x)]
-        scalars = list(filter(is_real_scalar, outputs))
-        if outputs and all(map(needs_wider_gradient, scalars or outputs)):
-            warn_about_narrow_loss(*((scalars[0], "loss") if scalars else (outputs[0], "output")))
-        return out
-
-    return checked
 
 
 def _scale_backward_pass(loss_scale: jax.Array, name: str, watch: bool, fun: Function, *args: PyTree) -> Any:
@@ -167,7 +158,7 @@ def _scale_backward_pass(loss_scale: jax.Array, name: str, watch: bool, fun: Fun
         raise
     outputs = traced._replace(inputs=replace_inputs(unscaled)).evaluate()
     differentiable, replace_outputs = flatten_matching(outputs, is_inexact)
-    scaled: Any = _scale_cotangents(loss_scale, differentiable, unscaled)
+    scaled = _scale_cotangents(loss_scale, differentiable, unscaled)
     return traced.unflatten(replace_outputs(scaled))
 
 
@@ -281,24 +272,15 @@ def _warn_if_not_finite(grads: list[jax.Array | None], selected: list[bool], nam
 _unscale_cotangents.defvjp(_unscale_cotangents_fwd, _unscale_cotangents_bwd, symbolic_zeros=True)
 
 
-@jax.custom_vjp
-def _scale_cotangents(loss_scale: jax.Array, outputs: list[jax.Array], inputs: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns the outputs, and multiplies their cotangents by the loss scale."""
-    return outputs
-
-
-def _scale_cotangents_fwd(
-    loss_scale: CustomVJPPrimal, outputs: list[CustomVJPPrimal], inputs: Sequence[CustomVJPPrimal]
-) -> tuple[list[jax.Array], jax.Array]:
-    return [y.value for y in outputs], loss_scale.value
-
-
-def _scale_cotangents_bwd(
-    loss_scale: jax.Array, cotangents: list[jax.Array | SymbolicZero]
-) -> tuple[None, list[jax.Array | None], None]:
-    # An output that is not differentiated has no cotangent. A zero in its place could become NaN (0 * inf).
-    scaled = [None if isinstance(ct, SymbolicZero) else multiply_leaf(ct, loss_scale) for ct in cotangents]
-    return None, scaled, None
-
-
-_scale_cotangents.defvjp(_scale_cotangents_fwd, _scale_cotangents_bwd, symbolic_zeros=True)
+# Returns the outputs, and multiplies their cotangents by the loss scale. An output that is not differentiated has no
+# cotangent: a zero in its place could become NaN (0 * inf).
+_scale_cotangents: Any = jax.custom_vjp(lambda loss_scale, outputs, inputs: outputs)
+_scale_cotangents.defvjp(
+    lambda loss_scale, outputs, inputs: ([y.value for y in outputs], loss_scale.value),
+    lambda loss_scale, cotangents: (
+        None,
+        [None if isinstance(ct, SymbolicZero) else multiply_leaf(ct, loss_scale) for ct in cotangents],
+        None,
+    ),
+    symbolic_zeros=True,
+)

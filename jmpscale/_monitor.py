@@ -147,20 +147,17 @@ class SkipMonitor:
         self._lock = threading.Lock()
 
     def watch(self, before: ScalerState, after: ScalerState) -> ScalerState:
-        """Warns as the argument `warn_after_skips` of `with_loss_scaling` describes.
+        """Warns as the argument `warn_after_skips` of `with_loss_scaling` describes, and returns the scaler `after`.
 
-        Returns:
-          The scaler `after`, unchanged. In a compiled program its count of consecutive skips depends on the callback,
-          so the compiler keeps it. A `jax.debug.callback`, which needs no result, slows down small programs on CPU.
+        In a compiled program its count of consecutive skips depends on the callback, so the compiler keeps it. A
+        `jax.debug.callback`, which needs no result, slows down small programs on CPU.
         """
         if not any(map(is_traced, jax.tree.leaves((before, after)))):
             self._warn(before, after)
             return after
 
         def warn_from_program(before: ScalerState, after: ScalerState) -> jax.Array:
-            skips = after.consecutive_skips
-            result = jax.ShapeDtypeStruct(skips.shape, skips.dtype)
-            return jax.pure_callback(self._warn, result, before, after, vmap_method="sequential")
+            return jax.pure_callback(self._warn, after.consecutive_skips, before, after, vmap_method="sequential")
 
         is_due = (after.consecutive_skips > 0) | _has_grown_without_skip(before, after)
         known = jax.lax.stop_gradient((before, after))
@@ -207,8 +204,7 @@ class SkipMonitor:
 def warn_unless(flag: jax.Array, text: str, x: jax.Array) -> jax.Array:
     """Warns if a flag is false, on any device, even from inside a compiled program; under `jax.vmap` once per batch.
 
-    Returns:
-      `x`, unchanged. In a compiled program it depends on the callback, as in `SkipMonitor.watch`.
+    It returns `x`, which in a compiled program depends on the callback, as in `SkipMonitor.watch`.
     """
 
     def warn() -> np.ndarray:

@@ -1,8 +1,9 @@
 """Loss scaling as an optax gradient transformation. Of the training path, only the modules `_optax*` import optax."""
 
 import functools
+import inspect
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +13,14 @@ import optax
 from jmpscale._base.axes import AxisName, as_axes, axes_to_reduce, manual_axes, warn_if_unsynchronized
 from jmpscale._base.check import check_count, check_in_range
 from jmpscale._base.compat import full_like, varying_axes
-from jmpscale._base.tree import PyTree, flatten_gradients, is_array, is_inexact, is_traced, structure
+from jmpscale._base.tree import PyTree, flatten_gradients, is_array, is_inexact, is_traced
 from jmpscale._finite import all_finite_here
 from jmpscale._gate import GatedTree, check_same_types, gate, has_same_type, is_numeric
 from jmpscale._monitor import SkipMonitor
 from jmpscale._optax_checks import (
     check_not_wrapped,
     check_structure_of_updates,
+    check_transformation,
     check_update_arguments,
     warn_if_chain_is_split,
     warn_if_gradients_are_narrow,
@@ -27,9 +29,8 @@ from jmpscale._optax_checks import (
     warn_if_swapped,
     warn_if_wrapper_is_gated,
 )
-from jmpscale._optax_types import LossScalingTransformation, Transformation, check_transformation, with_extra_args
 from jmpscale._scaler_of_tree import check_scaler, in_compiled_step, warn_if_constant
-from jmpscale._scaling import multiply_gradients, unscaled_dtype
+from jmpscale._scaling import multiply_leaf, unscaled_dtype
 from jmpscale._state import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
@@ -39,6 +40,28 @@ from jmpscale._state import (
     register_with_flax,
 )
 from jmpscale._update import all_reduce_outcome, apply_rule
+
+
+class Transformation(Protocol):
+    """An optimizer of optax, or of a class of its own with the same methods, such as `optax.MultiSteps`."""
+
+    @property
+    def init(self) -> Callable[..., Any]: ...
+    @property
+    def update(self) -> Callable[..., Any]: ...
+
+
+class _Update(Protocol):
+    def __call__(
+        self, updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, WithLossScalingState]: ...
+
+
+class LossScalingTransformation(optax.GradientTransformationExtraArgs):
+    """A transformation of optax, whose state type checkers know."""
+
+    init: Callable[[PyTree], WithLossScalingState]  # pyright: ignore[reportIncompatibleVariableOverride]
+    update: _Update  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 def with_loss_scaling(
@@ -119,7 +142,7 @@ def with_loss_scaling(
         # A state that a compiled step creates has constants, about which its update warns.
         scaler = initial if in_compiled_step(params) else jax.tree.map(jnp.array, initial)
         inner_state = tx.init(params if _is_disabled(scaler) else _as_seen_by_inner(params))
-        check_not_wrapped(inner_state)
+        check_not_wrapped(inner_state, "inner", "Wrap the whole optimizer once: with_loss_scaling(optax.chain(...)).")
         return WithLossScalingState(scaler, inner_state, None if max_norm is None else jnp.zeros((), jnp.float32))
 
     def update(
@@ -137,8 +160,10 @@ def with_loss_scaling(
             grad_norm = norm.astype(jnp.float32)
 
         def update_inner(grads: PyTree, inner_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            clipped = grads if factor is None else multiply_gradients(grads, factor)
-            return tx.update(clipped, inner_state, params, **extra_args)
+            if factor is not None:
+                leaves, unflatten = flatten_gradients(grads)
+                grads = unflatten(multiply_leaf(x, factor) for x in leaves)
+            return tx.update(grads, inner_state, params, **extra_args)
 
         if _is_disabled(scaler):
             updates, inner_state = update_inner(grads, state.inner_state, params)
@@ -165,6 +190,23 @@ def with_loss_scaling(
         return updates, WithLossScalingState(new_scaler, inner_state, grad_norm)
 
     return LossScalingTransformation(init, update)
+
+
+def with_extra_args(tx: Transformation) -> optax.GradientTransformationExtraArgs:
+    """Returns a transformation that accepts any extra argument and passes to `tx` only the arguments that `tx` takes.
+
+    optax does this for its own class. Objects of other classes, such as `optax.MultiSteps`, are inspected.
+    """
+    if isinstance(tx, optax.GradientTransformation):
+        return optax.with_extra_args_support(tx)
+    parameters = inspect.signature(tx.update).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, PyTree]:
+        passed_on = {name: value for name, value in extra_args.items() if takes_all or name in parameters}
+        return tx.update(updates, state, params, **passed_on)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 def _copied(x: Any) -> Any:
@@ -241,7 +283,8 @@ def _update_if(
     grads = jax.tree.map(lambda x: jnp.asarray(x) if is_numeric(x) else x, grads)
     gated_grads, gated_state = GatedTree(grads), GatedTree(state)
 
-    def apply(grad_arrays: list[Any], state_arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+    def apply(arrays: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
+        grad_arrays, state_arrays = arrays
         updates, new_state = update_inner(gated_grads.combine(grad_arrays), gated_state.combine(state_arrays))
         check_structure_of_updates(grads, updates)
         check_same_types(
@@ -254,17 +297,16 @@ def _update_if(
         )
         return gated_grads.split(updates), gated_state.split(new_state)
 
-    def skip(like: Any, grad_arrays: list[Any], state_arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+    def skip(like: Any, arrays: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
+        grad_arrays, state_arrays = arrays
         # Returns the gradients: zeros are selected below, so that XLA reuses the gradients' memory.
         zeros = jax.tree.map(_negative_zeros, like[0])
         pairs = zip(grad_arrays, zeros, strict=True)
         updates = [grad if has_same_type(grad, zero) else zero for grad, zero in pairs]
         return updates, gated_state.originals(like[1], state_arrays)
 
-    def sanitize(grad_arrays: list[Any], state_arrays: list[Any]) -> tuple[list[Any], list[Any]]:
-        return _zero_nonfinite(grad_arrays), state_arrays
-
-    updates, arrays = gate(finite, apply, skip, gated_grads.arrays, gated_state.arrays, sanitize=sanitize)
+    operand = gated_grads.arrays, gated_state.arrays
+    updates, arrays = gate(finite, apply, skip, operand, lambda arrays: (_zero_nonfinite(arrays[0]), arrays[1]))
     if is_traced(finite):
         updates = jax.tree.map(lambda update: jnp.where(finite, update, _negative_zeros(update)), updates)
     return gated_grads.combine(updates), gated_state.combine(arrays)
@@ -272,7 +314,7 @@ def _update_if(
 
 def _skipped_updates(grads: PyTree, params: PyTree) -> PyTree:
     """Returns zeros of the types of the parameters, which updates have even where the gradients' types differ."""
-    like = params if structure(params) == structure(grads) else grads
+    like = params if jax.tree.structure(params) == jax.tree.structure(grads) else grads
     return jax.tree.map(lambda grad, x: _negative_zeros(jnp.asarray(x)) if is_numeric(grad) else grad, grads, like)
 
 

@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import types
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jmpscale._base.axes import check_no_partial_sums
 from jmpscale._base.check import is_called_by, warn_user
 from jmpscale._base.marks import Mark, has_mark
 from jmpscale._base.text import describe, truncate, type_name
-from jmpscale._base.tree import PyTree, check_no_refs, find_instances, is_inexact, structure
+from jmpscale._base.tree import PyTree, check_no_refs, find_instances, first_leaf, is_inexact
 from jmpscale._gate import warn_if_gated
 from jmpscale._scaler_of_tree import check_scaler
 from jmpscale._scaling import needs_wider_gradient
@@ -25,12 +26,18 @@ _HIDE_OVERFLOWS = {"clip", "zero_nans", "scale_by_sign"}
 _CHANGE_PARAMETERS = {"add_decayed_weights", "add_noise"}
 
 
-def check_not_wrapped(inner_state: PyTree) -> None:
-    """Raises if the inner optimizer has loss scaling already: a step has one scaler."""
-    if find_instances(inner_state, WithLossScalingState):
+def check_transformation(tx: object, name: str, remedy: str) -> None:
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(
-            "inner must not contain with_loss_scaling, got an optimizer that is already wrapped. Wrap the whole "
-            "optimizer once: with_loss_scaling(optax.chain(...))."
+            f"{name} must be an optax.GradientTransformation, got {type_name(tx)}. Pass one, such as {remedy}."
+        )
+
+
+def check_not_wrapped(state: PyTree, name: str, remedy: str) -> None:
+    """Raises if an optimizer has loss scaling already: a step has one scaler."""
+    if find_instances(state, WithLossScalingState):
+        raise TypeError(
+            f"{name} must not contain with_loss_scaling, got an optimizer that is already wrapped. {remedy}"
         )
 
 
@@ -66,7 +73,7 @@ def warn_if_swapped(params: PyTree, loss: PyTree) -> None:
 
 
 def check_structure_of_updates(grads: PyTree, updates: PyTree) -> None:
-    expected, got = structure(grads), structure(updates)
+    expected, got = jax.tree.structure(grads), jax.tree.structure(updates)
     if got != expected:
         raise TypeError(
             f"inner must return updates with the structure of the gradients, {truncate(expected)}, got "
@@ -109,26 +116,24 @@ def warn_if_wrapper_is_gated() -> None:
 
 def warn_if_gradients_are_narrow(grads: PyTree) -> None:
     """Warns about gradients in float16, in which true units underflow."""
-    for path, x in jax.tree_util.tree_leaves_with_path(grads):
-        if is_inexact(x) and needs_wider_gradient(x):
-            warn_user(
-                f"the gradients must be float32, got {describe(x)} at updates{jax.tree_util.keystr(path)}: in true "
-                "units they underflow. They were converted after the unscaling, or do not come from "
-                "jmpscale.value_and_grad, which returns float32."
-            )
-            return
+    if found := first_leaf(grads, lambda x: is_inexact(x) and needs_wider_gradient(x)):
+        path, x = found
+        warn_user(
+            f"the gradients must be float32, got {describe(x)} at updates{path}: in true units they underflow. They "
+            "were converted after the unscaling, or do not come from jmpscale.value_and_grad, which returns float32."
+        )
 
 
 def warn_if_chain_is_split() -> None:
     """Warns if an `optax.chain` has transformations beside the wrapper that should be skipped with it."""
-    if is_called_by(_hides_overflows):
+    if is_called_by(lambda frame: any(_is_unsafe(*x, _HIDE_OVERFLOWS) for x in _neighbors(frame)[0])):
         warn_user(
             "with_loss_scaling comes after a transformation that replaces infinity or NaN in the gradients, such as "
             "optax.clip, or keeps them in its state, such as optax.scale_by_adam: overflows are applied, or every "
             "later step is skipped. Place the transformation inside: with_loss_scaling(optax.chain(optax.clip(1.0), "
             "tx))."
         )
-    if is_called_by(_acts_on_skipped_steps):
+    if is_called_by(lambda frame: any(_is_unsafe(*x, _CHANGE_PARAMETERS) for x in _neighbors(frame)[1])):
         warn_user(
             "with_loss_scaling comes before a transformation that acts on skipped steps too, such as "
             "optax.add_decayed_weights or optax.ema. Place the transformation inside: "
@@ -142,44 +147,30 @@ def warn_if_loss_is_misspelled(arguments: Mapping[str, object], inner: object) -
         return
     for name in (name for name, x in arguments.items() if not callable(x)):
         is_similar = "loss" in name.lower() or difflib.get_close_matches(name, ["loss", "value"], cutoff=0.8)
-        if is_similar and not _is_read(name, inner):
+        # A function reads the argument if it has a parameter of this name, or contains the name as a string.
+        codes = (fn.__code__ for fn in _functions_in(inner))
+        if is_similar and not any(name in (*code.co_varnames, *code.co_consts) for code in codes):
             warn_user(
                 f"the extra argument {name!r} of tx.update is ignored, because no transformation takes it. Pass the "
                 "unscaled loss as value= or loss=, so that a non-finite loss does not reduce the scale."
             )
 
 
-def _is_read(name: str, transformation: tuple[object, ...]) -> bool:
-    """Tests whether a function has a parameter of this name, or contains the name as a string."""
-    return any(name in (*fn.__code__.co_varnames, *fn.__code__.co_consts) for fn in _functions_in(transformation))
+def _neighbors(frame: types.FrameType) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+    """Returns the states and updates that an `optax.chain` has called before the wrapper, and those after it."""
+    local = frame.f_locals if frame.f_globals.get("__name__") == optax.chain.__module__ else {}
+    if not {"new_state", "state", "update_fns"} <= local.keys():
+        return [], []
+    transformations, called = list(zip(local["state"], local["update_fns"], strict=False)), len(local["new_state"])
+    return transformations[:called], transformations[called + 1 :]
 
 
-def _hides_overflows(frame: types.FrameType) -> bool:
-    """Tests whether an `optax.chain` has called a transformation that replaces or keeps infinity or NaN already."""
-    return _is_chain(frame) and _are_unsafe(frame, slice(0, len(frame.f_locals["new_state"])), _HIDE_OVERFLOWS)
-
-
-def _acts_on_skipped_steps(frame: types.FrameType) -> bool:
-    """Tests whether an `optax.chain` will call a transformation that changes parameters, or averages, by itself."""
-    if not _is_chain(frame):
-        return False
-    return _are_unsafe(frame, slice(len(frame.f_locals["new_state"]) + 1, None), _CHANGE_PARAMETERS)
-
-
-def _is_chain(frame: types.FrameType) -> bool:
-    in_optax = frame.f_globals.get("__name__") == optax.chain.__module__
-    return in_optax and all(name in frame.f_locals for name in ("new_state", "state", "update_fns"))
-
-
-def _are_unsafe(frame: types.FrameType, which: slice, names: set[str]) -> bool:
-    """Tests whether some transformations of a chain come from these optax functions, or keep averages."""
-    for state, update in list(zip(frame.f_locals["state"], frame.f_locals["update_fns"], strict=False))[which]:
-        functions = list(_functions_in([update]))
-        is_record = any(fn.__module__ == optax.snapshot.__module__ for fn in functions)
-        has_averages = any(is_inexact(x) and jnp.ndim(x) > 0 for x in jax.tree.leaves(state)) and not is_record
-        if has_averages or any(fn.__qualname__.partition(".")[0] in names for fn in functions):
-            return True
-    return False
+def _is_unsafe(state: PyTree, update: object, names: set[str]) -> bool:
+    """Tests whether a transformation comes from one of these optax functions, or keeps averages."""
+    functions = list(_functions_in([update]))
+    is_record = any(fn.__module__ == optax.snapshot.__module__ for fn in functions)
+    has_averages = any(is_inexact(x) and jnp.ndim(x) > 0 for x in jax.tree.leaves(state)) and not is_record
+    return has_averages or any(fn.__qualname__.partition(".")[0] in names for fn in functions)
 
 
 def _functions_in(values: Iterable[object]) -> Iterator[types.FunctionType]:

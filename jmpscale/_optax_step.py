@@ -8,10 +8,9 @@ import optax
 from jax.typing import ArrayLike
 
 from jmpscale._base.text import truncate
-from jmpscale._base.tree import PyTree, find_instances, structure
-from jmpscale._optax_checks import check_no_scaler
-from jmpscale._optax_types import Transformation, check_transformation, with_extra_args
-from jmpscale._state import WithLossScalingState
+from jmpscale._base.tree import PyTree
+from jmpscale._optax import Transformation, with_extra_args
+from jmpscale._optax_checks import check_no_scaler, check_not_wrapped, check_transformation
 
 
 def optax_step(
@@ -40,9 +39,7 @@ def optax_step(
     >>> jmpscale.apply_if(True, step, params, tx.init(params))[0]
     {'w': Array(2., dtype=float32)}
     """
-    if callable(tx) and not hasattr(tx, "update"):
-        raise TypeError(f"tx must be the optimizer, got the function {tx!r}. Pass the optimizer, not its update.")
-    check_transformation(tx, "tx", "optax.adam(1e-3), then the gradients")
+    check_transformation(tx, "tx", "optax.adam(1e-3), not its update, and then the gradients")
     check_no_scaler(grads)
     optimizer = with_extra_args(tx)
 
@@ -53,16 +50,15 @@ def optax_step(
                 f"carry must be two values, the parameters and the optimizer state, got {len(carry)}. {call}"
             )
         params, opt_state = carry
-        if structure(opt_state) == structure(grads) != structure(params):
+        if jax.tree.structure(opt_state) == jax.tree.structure(grads) != jax.tree.structure(params):
             raise TypeError(
                 "carry must be the parameters and then the optimizer state, got them in the opposite order: the second "
-                f"value has the structure of the gradients, {truncate(structure(grads))}. {call}"
+                f"value has the structure of the gradients, {truncate(jax.tree.structure(grads))}. {call}"
             )
-        if find_instances(opt_state, WithLossScalingState):
-            raise TypeError(
-                "tx must not be wrapped in with_loss_scaling: a skipped step would not adjust its scale. Pass the "
-                "inner optimizer, or call tx.update without apply_if."
-            )
+        remedy = (
+            "A skipped step would not adjust its scale: pass the inner optimizer, or call tx.update without apply_if."
+        )
+        check_not_wrapped(opt_state, "tx", remedy)
         updates, opt_state = optimizer.update(grads, opt_state, params, **extra_args)
         return jax.tree.map(_apply_update, updates, params, is_leaf=lambda x: x is None), opt_state
 

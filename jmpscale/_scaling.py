@@ -67,11 +67,8 @@ def warn_about_narrow_loss(loss: jax.Array, name: str = "loss") -> None:
 
 @jax.jit
 def _scale_leaves(loss_scale: jax.Array, tree: PyTree) -> PyTree:
-    def scale_leaf(x: ArrayLike) -> jax.Array:
-        dtype = _at_least_float32(jnp.result_type(x))
-        return jnp.asarray(x, dtype) * jnp.asarray(loss_scale, dtype)
-
-    return jax.tree.map(scale_leaf, tree)
+    wide = jax.tree.map(lambda x: jnp.asarray(x, _at_least_float32(jnp.result_type(x))), tree)
+    return jax.tree.map(lambda x: x * jnp.asarray(loss_scale, x.dtype), wide)
 
 
 def unscale(scaler: PyTree, tree: Tree) -> Tree:
@@ -128,12 +125,6 @@ def unscale_leaves(grads: Tree, loss_scale: jax.Array) -> Tree:
 def multiply_leaf(x: ArrayLike, factor: jax.Array) -> jax.Array:
     """Multiplies a floating-point or complex array by a real number, and keeps its dtype."""
     return _product(x, factor.astype(_real_dtype(x)), jnp.result_type(x))
-
-
-def multiply_gradients(grads: Tree, factor: jax.Array) -> Tree:
-    """Multiplies gradients by a real number, and keeps their dtypes."""
-    leaves, unflatten = flatten_gradients(grads)
-    return unflatten(multiply_leaf(x, factor) for x in leaves)
 
 
 def _product(x: ArrayLike, factor: jax.Array, dtype: DTypeLike) -> jax.Array:

@@ -13,8 +13,8 @@ import jax
 import jax.export
 import numpy as np
 
-from jmpscale._base.check import check_choice, check_count, check_in_range, check_number
-from jmpscale._base.frameworks import register_serialization
+from jmpscale._base.check import check_choice, check_count, check_in_range
+from jmpscale._base.frameworks import imported
 from jmpscale._base.text import describe, format_number
 
 Mode = Literal["dynamic", "static", "disabled"]
@@ -24,7 +24,13 @@ HysteresisReset = Literal["growth", "finite"]
 # GPUs and TPUs flush subnormal numbers to zero, so every unscaled gradient would be zero.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
-_SCALE_REMEDY = "Outside [2^-126, 2^126] the scale or its reciprocal is subnormal or infinite in float32."
+_SCALE_LIMITS = SMALLEST_SCALE, LARGEST_SCALE, "Outside, it or its reciprocal is subnormal or infinite in float32."
+_LIMITS = {  # the scale is a float32 number, so a factor must differ from 1 in float32
+    "growth_factor": (1.0 + 2.0**-23, LARGEST_SCALE, "It must be above 1 in float32; the default is 2."),
+    "backoff_factor": (SMALLEST_SCALE, 1.0 - 2.0**-24, "It must be below 1 in float32; the default is 0.5."),
+    "min_scale": _SCALE_LIMITS,
+    "max_scale": _SCALE_LIMITS,
+}
 
 
 @jax.tree_util.register_static
@@ -57,42 +63,21 @@ class ScalerConfig:
     def __post_init__(self) -> None:
         check_choice("mode", self.mode, get_args(Mode))
         check_choice("hysteresis_reset", self.hysteresis_reset, get_args(HysteresisReset))
-        if self.mode != "dynamic":
-            self._check_nothing_else_is_set()
-        numbers = {
-            "growth_factor": check_number("growth_factor", self.growth_factor),
-            "backoff_factor": check_number("backoff_factor", self.backoff_factor),
-            "growth_interval": check_count("growth_interval", self.growth_interval),
-            "hysteresis": check_count("hysteresis", self.hysteresis),
-            "min_scale": check_in_range("min_scale", self.min_scale, SMALLEST_SCALE, LARGEST_SCALE, _SCALE_REMEDY),
-            "max_scale": check_in_range("max_scale", self.max_scale, SMALLEST_SCALE, LARGEST_SCALE, _SCALE_REMEDY),
-        }
-        for name, number in numbers.items():
-            object.__setattr__(self, name, number)
-        # The scale is a float32 number, so a factor must differ from 1 in float32.
-        if not 1.0 + 2.0**-23 <= self.growth_factor <= LARGEST_SCALE:
-            raise ValueError(
-                f"growth_factor must be above 1 in float32 and at most 2^126, got {self.growth_factor!r}. "
-                "The default is 2."
-            )
-        if not SMALLEST_SCALE <= self.backoff_factor <= 1.0 - 2.0**-24:
-            raise ValueError(
-                f"backoff_factor must be below 1 in float32 and at least 2^-126, got {self.backoff_factor!r}. "
-                "The default is 0.5."
-            )
-        if self.min_scale > self.max_scale:
-            raise ValueError(
-                f"min_scale must not exceed max_scale, got {format_number(self.min_scale)} and "
-                f"{format_number(self.max_scale)}."
-            )
-
-    def _check_nothing_else_is_set(self) -> None:
-        for field in dataclasses.fields(self):
+        for field in dataclasses.fields(self) if self.mode != "dynamic" else ():
             if field.name != "mode" and (value := getattr(self, field.name)) != field.default:
                 raise ValueError(
                     f"{field.name} must be omitted with mode {self.mode!r}, which ignores it, got {describe(value)}. "
                     "Create the scaler with jmpscale.dynamic to use it."
                 )
+        numbers = {name: check_in_range(name, getattr(self, name), *limits) for name, limits in _LIMITS.items()}
+        numbers |= {name: check_count(name, getattr(self, name)) for name in ("growth_interval", "hysteresis")}
+        for name, number in numbers.items():
+            object.__setattr__(self, name, number)
+        if self.min_scale > self.max_scale:
+            raise ValueError(
+                f"min_scale must not exceed max_scale, got {format_number(self.min_scale)} and "
+                f"{format_number(self.max_scale)}."
+            )
 
 
 class SkipReason(enum.IntEnum):
@@ -163,14 +148,10 @@ class _AnySettings:
         return hash(_AnySettings)
 
 
-def _flatten(scaler: ScalerState) -> tuple[tuple[Any, ...], object]:
-    return scaler[:-1], _AnySettings() if scaler.config is None else scaler.config
-
-
 def _flatten_with_keys(scaler: ScalerState) -> tuple[tuple[tuple[Any, Any], ...], object]:
-    children, settings = _flatten(scaler)
     keys = map(jax.tree_util.GetAttrKey, ARRAY_FIELDS)
-    return tuple(zip(keys, children, strict=True)), settings
+    settings = _AnySettings() if scaler.config is None else scaler.config
+    return tuple(zip(keys, scaler[:-1], strict=True)), settings
 
 
 def _unflatten(aux_data: Any, children: Iterable[Any]) -> ScalerState:
@@ -180,7 +161,7 @@ def _unflatten(aux_data: Any, children: Iterable[Any]) -> ScalerState:
 # The state is registered explicitly, so that the settings are auxiliary data: trainers and checkpointers that enumerate
 # a state's children would count a child without leaves. The state is still a named tuple, because optax.tree.get and
 # flax.serialization look into named tuples.
-jax.tree_util.register_pytree_with_keys(ScalerState, _flatten_with_keys, _unflatten, _flatten)
+jax.tree_util.register_pytree_with_keys(ScalerState, _flatten_with_keys, _unflatten)
 
 
 class WithLossScalingState(NamedTuple):
@@ -273,7 +254,7 @@ def static(scale: float) -> ScalerState:
     128.0
     """
     config = ScalerConfig(mode="static")
-    return init_state(check_in_range("scale", scale, SMALLEST_SCALE, LARGEST_SCALE, _SCALE_REMEDY), config)
+    return init_state(check_in_range("scale", scale, *_SCALE_LIMITS), config)
 
 
 def disabled() -> ScalerState:
@@ -297,14 +278,10 @@ def init_state(loss_scale: float, config: ScalerConfig, finite_steps: int = 0) -
     register_with_flax()
     # The fields are NumPy arrays, because a JAX array would start the backend, and zero-dimensional arrays instead of
     # NumPy scalars, because Orbax does not save NumPy scalars.
-    fields: dict[str, Any] = {
-        "loss_scale": np.array(loss_scale, np.float32),
-        "finite_steps": np.array(finite_steps, np.int32),
-        "hysteresis_left": np.array(config.hysteresis, np.int32),
-        "total_skips": np.array(0, np.int32),
-        "consecutive_skips": np.array(0, np.int32),
-        "last_skip_reason": np.array(SkipReason.NONE, np.int32),
-    }
+    fields: dict[str, Any] = {name: np.zeros((), np.int32) for name in ARRAY_FIELDS}  # SkipReason.NONE is 0
+    fields["loss_scale"] = np.array(loss_scale, np.float32)
+    fields["finite_steps"] = np.array(finite_steps, np.int32)
+    fields["hysteresis_left"] = np.array(config.hysteresis, np.int32)
     return ScalerState(**fields, config=config)
 
 
@@ -314,7 +291,8 @@ def register_with_flax() -> None:
     It is called whenever a state is created or used, because the program may import Flax later than this package. A
     restored state keeps the settings of the state that it is restored into.
     """
-    register_serialization(ScalerConfig, lambda config: {}, lambda config, state_dict: config)
+    if register := imported("flax.serialization", "register_serialization_state"):
+        register(ScalerConfig, lambda config: {}, lambda config, state_dict: config, override=True)
 
 
 jax.export.register_pytree_node_serialization(

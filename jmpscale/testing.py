@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,20 +13,17 @@ from jax.typing import ArrayLike
 from jmpscale._base.axes import map_like
 from jmpscale._base.check import check_flag
 from jmpscale._base.compat import varying_axes
+from jmpscale._base.frameworks import imported
 from jmpscale._base.text import describe, truncate, type_name
 from jmpscale._base.tree import (
-    Path,
     PyTree,
     Tree,
     check_no_nnx_objects,
+    find_instances,
     is_array,
     is_inexact,
     named_leaves,
-    nnx_variables,
-    structure,
 )
-
-Fault: TypeAlias = tuple[ArrayLike, jax.Array]  # the value, and whether to inject it
 
 
 def inject(tree: Tree, value: ArrayLike, *, path: str = "", when: ArrayLike = True) -> Tree:
@@ -102,10 +99,8 @@ def _map_leaf(path: str, tree: Tree, change: Callable[..., object], value: Array
         raise ValueError(f"value must be a scalar such as jnp.inf, got {describe(value)}. Inject one value at a time.")
     flag = check_flag(when, "when")
 
-    def visit(at: Path, leaf: object) -> object:
-        return change(leaf, value, flag) if jax.tree_util.keystr(at) == path else leaf
-
-    return jax.tree_util.tree_map_with_path(visit, tree)
+    changed = [change(leaf, value, flag) if name == path else leaf for name, leaf in named_leaves(tree)]
+    return jax.tree.unflatten(jax.tree.structure(tree), changed)
 
 
 def _set_first(leaf: jax.Array, value: ArrayLike, flag: jax.Array) -> jax.Array:
@@ -117,23 +112,12 @@ def _fault_in_cotangent(leaf: jax.Array, value: ArrayLike, flag: jax.Array) -> j
     # The cotangent of a value that devices share is a sum over them: a fault on one device is a fault on all.
     if axes := varying_axes(flag) - varying_axes(leaf):
         flag = jax.lax.pmax(flag.astype(np.int32), tuple(sorted(axes))).astype(bool)
-    return _identity(leaf, (value, flag))
-
-
-@jax.custom_vjp
-def _identity(leaf: jax.Array, fault: Fault) -> jax.Array:
-    return map_like(leaf, fault[1])
-
-
-def _identity_forward(leaf: jax.Array, fault: Fault) -> tuple[jax.Array, Fault]:
-    return map_like(leaf, fault[1]), fault
-
-
-def _identity_backward(fault: Fault, cotangent: jax.Array) -> tuple[jax.Array, None]:
-    return _set_first(cotangent, *fault), None
-
-
-_identity.defvjp(_identity_forward, _identity_backward)
+    identity: Any = jax.custom_vjp(lambda leaf, value, flag: map_like(leaf, flag))
+    identity.defvjp(
+        lambda leaf, value, flag: (map_like(leaf, flag), (value, flag)),
+        lambda fault, cotangent: (_set_first(cotangent, *fault), None, None),
+    )
+    return identity(leaf, value, flag)
 
 
 def assert_step_is_noop(before: PyTree, after: PyTree) -> None:
@@ -160,11 +144,12 @@ def assert_step_is_noop(before: PyTree, after: PyTree) -> None:
             f"the step changed the structure of the training state: state{min(differing)} is only in one of the two "
             "states."
         )
-    if structure(before) != structure(after):
+    treedefs = jax.tree.structure(before), jax.tree.structure(after)
+    if treedefs[0] != treedefs[1]:
         raise AssertionError(
-            f"the step changed the structure of the training state: {truncate(structure(before), 200)} before, "
-            f"{truncate(structure(after), 200)} after. A container has another type, or another static field, such as "
-            "a function that was created again. Compare the arrays alone, such as (state.params, state.opt_state) of a "
+            f"the step changed the structure of the training state: {truncate(treedefs[0], 200)} before, "
+            f"{truncate(treedefs[1], 200)} after. A container has another type, or another static field, such as a "
+            "function that was created again. Compare the arrays alone, such as (state.params, state.opt_state) of a "
             "TrainState."
         )
     for (path, was), (_, now) in zip(old, new, strict=True):
@@ -182,8 +167,8 @@ def _check_is_copy(before: PyTree, after: PyTree) -> None:
     remedy = "Copy the state before the step: before = nnx.clone(nnx.state(model))."
     for name, tree in (("before", before), ("after", after)):
         check_no_nnx_objects(tree, name, remedy)
-    new = set(map(id, nnx_variables(after)))
-    if any(id(variable) in new for variable in nnx_variables(before)):
+    old, new = (set(map(id, find_instances(tree, imported("flax.nnx", "Variable")))) for tree in (before, after))
+    if old & new:
         raise TypeError(
             "before must be a copy of the training state, got Flax NNX variables that are also in after: the step "
             f"has changed both in place. {remedy}"

@@ -418,7 +418,7 @@ WRONG = {
     "fun is not callable": (
         lambda: jmpscale.diagnose(3.0),
         TypeError,
-        "fun must be the loss function, got 3.0. The scaler is the first argument of the new function",
+        "fun must be the loss function, got 3.0. The scaler is the first positional argument of the new function",
     ),
     "no scaler": (
         lambda: jmpscale.diagnose(sine)({"w": W}, X),

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmpscale._diagnosis.float32 import InFloat32
+from jmpscale._diagnosis.float32 import run_in_float32
+from jmpscale._diagnosis.interpret import Interpreter
 
 import meshes
 from tables import names
@@ -118,7 +119,8 @@ PROGRAMS = {
 
 def run(fun, x):
     closed = jax.make_jaxpr(fun)(x)
-    return jax.jit(lambda consts, x: InFloat32().evaluate(closed.jaxpr, consts, [x])[0])(closed.consts, x)
+    interpreter = Interpreter(lambda _, eqn, inputs, caller: run_in_float32(eqn, inputs))
+    return jax.jit(lambda consts, x: interpreter.evaluate(closed.jaxpr, consts, [x])[0])(closed.consts, x)
 
 
 DEFAULT = {"arithmetic", "scan", "while that captures", "scatters", "shard_map without types"}

@@ -28,7 +28,6 @@ MAY_IMPORT = {
     "_optax": {"optax"},
     "_optax_checks": {"optax"},
     "_optax_step": {"optax"},
-    "_optax_types": {"optax"},
     "plots": {"matplotlib"},
     "__main__": {"optax", "matplotlib"},
 }

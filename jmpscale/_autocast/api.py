@@ -5,11 +5,11 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 from jmpscale._autocast.rules import HALF, in_half, kept_matmuls, setting_that_keeps
 from jmpscale._autocast.warnings import warn_about_kept
+from jmpscale._base.check import as_dtype
 from jmpscale._base.text import describe_function
 from jmpscale._base.trace import lift_nnx, trace
 from jmpscale._base.tree import PyTree, check_no_refs
@@ -74,11 +74,16 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
     >>> predict(jnp.eye(2), jnp.full((1, 2), 1.001)) == jnp.tanh(jnp.float16(1.001).astype(jnp.float32))
     Array([[ True,  True]], dtype=bool)
     """
-    half = _check_dtype(dtype)
+    half = as_dtype(dtype)
+    if half is None or half not in HALF:
+        raise TypeError(
+            f"dtype must be float16 or bfloat16, got {describe_function(dtype)}. Pass jnp.float16, with loss scaling, "
+            "or jnp.bfloat16."
+        )
     if fun is None:
         return functools.partial(autocast, dtype=half)
     name, is_checked = describe_function(fun), False
-    if not callable(fun) or _as_half(fun) is not None:
+    if not callable(fun) or as_dtype(fun) in HALF:
         raise TypeError(
             f"fun must be the loss function, got {name}. Pass it first, and the dtype by keyword: autocast(loss_fn, "
             "dtype=...)."
@@ -101,23 +106,3 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
         return lift_nnx(run_in_half, lambda args, kwargs: fun(*args, **kwargs), args, kwargs)
 
     return autocast_fun
-
-
-def _check_dtype(dtype: object) -> np.dtype:
-    half = _as_half(dtype)
-    if half is None:
-        raise TypeError(
-            f"dtype must be float16 or bfloat16, got {describe_function(dtype)}. Pass jnp.float16, with loss scaling, "
-            "or jnp.bfloat16."
-        )
-    return half
-
-
-def _as_half(dtype: object) -> np.dtype | None:
-    if not isinstance(dtype, (str, type, np.dtype)):
-        return None
-    try:
-        found = jnp.dtype(dtype)
-    except TypeError:
-        return None
-    return found if found in HALF else None

@@ -36,7 +36,7 @@ _FLOAT32 = np.dtype(np.float32)
 # program of the rewritten jaxpr only if that stays the same object.
 _MEMOS: dict[np.dtype, Memo] = {dtype: weakref.WeakKeyDictionary() for dtype in HALF}
 
-Conversion = Callable[[jax.Array, np.dtype], jax.Array]
+Conversion = Callable[..., jax.Array]  # takes an array and a dtype
 
 
 def in_half(jaxpr: core.Jaxpr, half: np.dtype) -> core.Jaxpr:
@@ -57,7 +57,7 @@ def _matmul_in_half(half: np.dtype, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
             operands.append(operand)
         else:
             operands.append(_variable_like(operand, half))
-            conversions += _apply(_convert, eqn, operand, operands[-1])
+            conversions += _apply(jax.lax.convert_element_type, eqn, operand, operands[-1])
     (out,) = eqn.outvars
     result = _variable_like(out, half)
     if half == np.float16:  # a result that is infinite in bfloat16 is infinite in float32, too
@@ -65,14 +65,10 @@ def _matmul_in_half(half: np.dtype, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
     elif _dtype(out) == half:
         result, finish = out, []
     else:
-        finish = _apply(_convert, eqn, result, out)
+        finish = _apply(jax.lax.convert_element_type, eqn, result, out)
     preferred = {"preferred_element_type": half} if "preferred_element_type" in eqn.params else {}
     matmul = eqn.replace(invars=[*operands, *eqn.invars[2:]], outvars=[result], params=eqn.params | preferred)
     return [*conversions, matmul, *finish]
-
-
-def _convert(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    return jax.lax.convert_element_type(x, dtype)
 
 
 def _with_nan_for_infinity(x: jax.Array, dtype: np.dtype) -> jax.Array:
@@ -81,7 +77,7 @@ def _with_nan_for_infinity(x: jax.Array, dtype: np.dtype) -> jax.Array:
     The difference of an infinity and itself is NaN. For any other y, y - (y - y) is y, bit for bit. XLA fuses these
     operations into the readers of the result, whereas the derivative of a select would store a mask.
     """
-    y = _convert(x, dtype)
+    y = jax.lax.convert_element_type(x, dtype)
     fixed = jax.lax.stop_gradient(y)
     return y - (fixed - fixed)
 

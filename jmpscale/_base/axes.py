@@ -8,13 +8,12 @@ import jax.numpy as jnp
 from jmpscale._base.check import warn_user
 from jmpscale._base.compat import axis_names_in_scope, unreduced_axes, varying_axes
 from jmpscale._base.text import describe
-from jmpscale._base.tree import PyTree, is_inexact, is_traced, named_leaves
+from jmpscale._base.tree import PyTree, first_leaf, is_inexact, is_traced
 
 AxisName = Hashable | Sequence[Hashable] | None
 
 
 def as_axes(axis_name: AxisName) -> tuple[Hashable, ...]:
-    """Returns the names of axes as a tuple."""
     if axis_name is None:
         return ()
     return tuple(axis_name) if isinstance(axis_name, (tuple, list, set, frozenset)) else (axis_name,)
@@ -87,15 +86,10 @@ def warn_if_unsynchronized(axis_name: AxisName, other_axes: AxisName = ()) -> No
 
 def check_no_partial_sums(tree: PyTree) -> None:
     """Raises, naming the leaf, if the shards of a leaf have not been summed yet."""
-    if not any(_unreduced(leaf) for leaf in jax.tree.leaves(tree)):
-        return  # finding the paths of a large tree takes longer than the check
-    path, axes = next((path, axes) for path, leaf in named_leaves(tree) if (axes := _unreduced(leaf)))
-    raise TypeError(
-        f"the leaf at tree{path} is a partial sum over the mesh axes {sorted(axes)}: its shards have not been summed, "
-        "so it is not known whether it is finite. Reduce it first, with jax.lax.psum under jax.shard_map or "
-        "jax.sharding.reshard under jax.jit."
-    )
-
-
-def _unreduced(leaf: object) -> frozenset[str]:
-    return unreduced_axes(leaf) if is_inexact(leaf) else frozenset()
+    if found := first_leaf(tree, lambda leaf: is_inexact(leaf) and unreduced_axes(leaf)):
+        path, leaf = found
+        raise TypeError(
+            f"the leaf at tree{path} is a partial sum over the mesh axes {sorted(unreduced_axes(leaf))}: its shards "
+            "have not been summed, so it is not known whether it is finite. Reduce it first, with jax.lax.psum under "
+            "jax.shard_map or jax.sharding.reshard under jax.jit."
+        )

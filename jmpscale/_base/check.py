@@ -5,6 +5,7 @@ Every error names the argument, its value and a remedy. Values of arrays are nev
 
 import inspect
 import math
+import traceback
 import types
 import warnings
 from collections.abc import Callable
@@ -30,10 +31,7 @@ def warn_user(message: str) -> None:
 
 def is_called_by(matches: Callable[[types.FrameType], bool]) -> bool:
     """Tests whether a function whose frame matches is on the stack."""
-    frame = inspect.currentframe()
-    while frame is not None and not matches(frame):
-        frame = frame.f_back
-    return frame is not None
+    return any(matches(frame) for frame, _ in traceback.walk_stack(inspect.currentframe()))
 
 
 def check_flag(finite: ArrayLike, name: str = "finite") -> jax.Array:
@@ -51,7 +49,7 @@ def check_flag(finite: ArrayLike, name: str = "finite") -> jax.Array:
 
 def check_number(name: str, value: object) -> float:
     """Returns `value` as a Python float, or raises."""
-    value = _to_python_scalar(value)
+    value = value.item() if isinstance(value, np.generic) else value
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(
             f"{name} must be a Python number, got {describe(value)} of type {type_name(value)}. Settings are compiled "
@@ -68,7 +66,7 @@ def check_number(name: str, value: object) -> float:
 
 def check_count(name: str, value: object, low: int = 1) -> int:
     """Returns `value` as a Python int of at least `low` that fits a 32-bit counter, or raises."""
-    value = _to_python_scalar(value)
+    value = value.item() if isinstance(value, np.generic) else value
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(
             f"{name} must be an integer, got {describe(value)} of type {type_name(value)}. Use int({name})."
@@ -90,11 +88,14 @@ def check_in_range(name: str, value: object, low: float, high: float, remedy: st
     return number
 
 
+def as_dtype(value: object) -> np.dtype | None:
+    """Returns the dtype that a value names; None for other values, such as arrays, which NumPy would accept too."""
+    try:
+        return np.dtype(value) if isinstance(value, (str, type, np.dtype)) else None
+    except (TypeError, ValueError):
+        return None
+
+
 def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Raises unless `value` is one of the allowed strings."""
     if not (isinstance(value, str) and value in allowed):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {describe(value)}.")
-
-
-def _to_python_scalar(value: object) -> object:
-    return value.item() if isinstance(value, np.generic) else value

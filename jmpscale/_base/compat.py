@@ -62,11 +62,6 @@ def unreduced_axes(x: ArrayLike) -> frozenset[str]:
     return frozenset(getattr(manual, "unreduced", ())) | frozenset(getattr(spec, "unreduced", ()))
 
 
-def memory_space(x: ArrayLike) -> object:
-    """Returns the memory space of an array, such as host memory; None where JAX's types do not show it."""
-    return getattr(jax.typeof(x), "memory_space", None)
-
-
 def full_like(like: jax.Array | jax.ShapeDtypeStruct, value: ArrayLike) -> jax.Array:
     """Returns an array with the type of `like`, which is an array or a result of `jax.eval_shape`."""
     manual = getattr(like, "manual_axis_type", None) if isinstance(like, jax.ShapeDtypeStruct) else None

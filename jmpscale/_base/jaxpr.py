@@ -10,7 +10,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
-from typing import Any, NamedTuple, TypeGuard, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.core
@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._base.compat import unknown_jax
-from jmpscale._base.source import is_library_function, user_lines
+from jmpscale._base.source import is_backward, is_library_function, user_lines
 
 Jaxpr = core.Jaxpr | core.ClosedJaxpr  # one class from JAX 0.12 on
 T = TypeVar("T")
@@ -38,16 +38,11 @@ _CALLS = _BLOCKS | {"custom_jvp_call", "custom_vjp_call"}
 
 
 def rewrite(jaxpr: core.Jaxpr, rewrite_equation: RewriteEquation, memo: Memo) -> core.Jaxpr:
-    """Replaces the equations of a jaxpr, and of the jaxprs that its equations hold.
+    """Replaces the equations of an open jaxpr, and of the jaxprs that they hold; returns it itself if none has changed.
 
-    Args:
-      jaxpr: an open jaxpr.
-      rewrite_equation: returns equations that define the same variables, or `[eqn]` to keep the equation.
-      memo: the results of earlier calls with the same `rewrite_equation`. A jaxpr that occurs many times is rewritten
-        once, and its occurrences remain one object, which JAX compiles once.
-
-    Returns:
-      The new jaxpr, with the same inputs and outputs; or the same object, if no equation has changed.
+    `rewrite_equation` returns equations that define the same variables, or `[eqn]` to keep the equation. `memo` has the
+    results of earlier calls with the same `rewrite_equation`: a jaxpr that occurs many times is rewritten once, and its
+    occurrences remain one object, which JAX compiles once.
     """
 
     def new_value(value: Any) -> Any:
@@ -55,7 +50,7 @@ def rewrite(jaxpr: core.Jaxpr, rewrite_equation: RewriteEquation, memo: Memo) ->
         if isinstance(value, tuple):
             new = tuple(map(new_value, value))
             return value if _same(new, value) else new
-        if not is_jaxpr(value):
+        if not isinstance(value, Jaxpr):
             return value
         if value not in memo:
             rewritten = new_jaxpr(value)
@@ -80,7 +75,6 @@ def rewrite(jaxpr: core.Jaxpr, rewrite_equation: RewriteEquation, memo: Memo) ->
 
 
 def _same(new: Collection[object], old: Collection[object]) -> bool:
-    """Tests whether two collections hold the same objects."""
     return len(new) == len(old) and all(map(operator.is_, new, old))
 
 
@@ -121,6 +115,7 @@ class Caller(NamedTuple):
     path: tuple[str, ...] = ()  # the user's lines that lead to the equation that holds the jaxpr, outermost first
     function: tuple[str, str] = ("", "")  # the name and the file of the function of the jaxpr
     in_library: bool = False  # whether it is a function of a library
+    backward: bool = False  # whether the equations are part of a backward pass
 
     def path_of(self, eqn: core.JaxprEqn) -> tuple[str, ...]:
         """Returns the user's lines that lead to an equation of the jaxpr, outermost first."""
@@ -136,7 +131,7 @@ class Caller(NamedTuple):
         file, function = getattr(info, "func_filename", None) or "", getattr(info, "func_name", None) or ""
         is_call = eqn.primitive.name in _CALLS and file
         in_library = is_library_function(file) if is_call else self.in_library
-        return Caller(self.path_of(eqn), (function, file), in_library)
+        return Caller(self.path_of(eqn), (function, file), in_library, self.backward or is_backward(eqn))
 
 
 PROGRAM = Caller()  # of the equations that no other equation holds
@@ -165,16 +160,10 @@ def equations(jaxpr: core.Jaxpr, caller: Caller = PROGRAM, holder: str = "") -> 
 
 
 def held_jaxprs(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:
-    """Yields the jaxprs among the parameters of an equation."""
     for value in eqn.params.values():
         for held in value if isinstance(value, tuple) else (value,):
-            if is_jaxpr(held):
+            if isinstance(held, Jaxpr):
                 yield held.jaxpr if isinstance(held, core.ClosedJaxpr) else held
-
-
-def is_jaxpr(value: object) -> TypeGuard[Jaxpr]:
-    """Tests whether a parameter of an equation is a jaxpr."""
-    return isinstance(value, (core.Jaxpr, core.ClosedJaxpr))
 
 
 def type_of(x: Any) -> Any:
@@ -183,7 +172,6 @@ def type_of(x: Any) -> Any:
 
 
 def is_floating(aval: Any) -> bool:
-    """Tests whether a type is the type of floating-point arrays."""
     dtype = getattr(aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, np.floating)
 

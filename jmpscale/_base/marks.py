@@ -21,15 +21,12 @@ class Mark(enum.Enum):
     FINITE_LOSS = "whether the loss is finite"
 
 
-_marked: dict[Mark, weakref.WeakValueDictionary[int, jax.Array]]
-_marked = {kind: weakref.WeakValueDictionary() for kind in Mark}  # by id
+_marked = {kind: weakref.WeakValueDictionary[int, jax.Array]() for kind in Mark}  # by id
 
 
 def mark(kind: Mark, tree: PyTree) -> None:
-    """Marks the JAX arrays of a tree."""
     _marked[kind].update((id(x), x) for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
 
 
 def has_mark(kind: Mark, tree: PyTree) -> bool:
-    """Tests whether a leaf of a tree has a mark."""
     return any(_marked[kind].get(id(x)) is x for x in jax.tree.leaves(tree))

@@ -70,7 +70,8 @@ def lift_nnx(transform: Callable[..., PyTree], fun: Callable[..., PyTree], *args
     is_outer = [is_outer_nnx(node) for node in nodes]
     if any(is_outer):
         hidden = replace(_Outer(x) if outer else x for x, outer in zip(nodes, is_outer, strict=True))
-        return lift_nnx(transform, lambda *args: fun(*_with_outer_objects(args)), *hidden)
+        show = functools.partial(jax.tree.map, lambda x: x.node if isinstance(x, _Outer) else x, is_leaf=is_nnx)
+        return lift_nnx(transform, lambda *args: fun(*show(args)), *hidden)
     lift = nnx_lifting()
     return lift.split_inputs(functools.partial(transform, lift.merge_inputs(fun)))(*args)
 
@@ -80,8 +81,3 @@ class _Outer:
 
     def __init__(self, node: object) -> None:
         self.node = node
-
-
-def _with_outer_objects(args: PyTree) -> PyTree:
-    held, replace = flatten_matching(args, lambda x: isinstance(x, _Outer), is_nnx)
-    return replace(x.node for x in held)

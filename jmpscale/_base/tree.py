@@ -14,13 +14,12 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jmpscale._base.compat import REF
-from jmpscale._base.frameworks import fp8_statistics, is_nnx_object, nnx_variable_class
+from jmpscale._base.frameworks import fp8_statistics, is_nnx_object
 from jmpscale._base.text import type_name
 
 PyTree: TypeAlias = Any
 Tree = TypeVar("Tree")
 Kind = TypeVar("Kind")
-Path: TypeAlias = tuple[Any, ...]  # of the keys of jax.tree_util
 
 
 def is_traced(x: object) -> TypeGuard[jax.Array]:
@@ -97,32 +96,26 @@ def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def structure(tree: PyTree) -> object:
-    """Returns the structure of a tree, which Python compares by `==`."""
-    return jax.tree.structure(tree)
+def first_leaf(tree: PyTree, matches: Callable[[Any], object]) -> tuple[str, Any] | None:
+    """Returns the path and the value of the first leaf that matches."""
+    if not any(map(matches, jax.tree.leaves(tree))):
+        return None  # finding the paths of a large tree takes longer than the test
+    return next((path, leaf) for path, leaf in named_leaves(tree) if matches(leaf))
 
 
 def check_no_refs(tree: PyTree, name: str = "tree") -> None:
     """Raises if a leaf is a mutable array reference: its updates would be neither checked nor gated."""
-    if any(isinstance(leaf, REF) for leaf in jax.tree.leaves(tree)):
-        path = next(path for path, leaf in named_leaves(tree) if isinstance(leaf, REF))
+    if found := first_leaf(tree, lambda leaf: isinstance(leaf, REF)):
         raise TypeError(
-            f"{name} must hold values, got a jax.Ref at {name}{path}. Read it with ref[...], pass the value, and write "
-            "the result back with ref[...] = value."
+            f"{name} must hold values, got a jax.Ref at {name}{found[0]}. Read it with ref[...], pass the value, and "
+            "write the result back with ref[...] = value."
         )
-
-
-def nnx_variables(tree: PyTree) -> list[object]:
-    """Returns the Flax NNX variables that a tree contains, which are changed in place."""
-    variable = nnx_variable_class()
-    return find_instances(tree, variable) if variable else []
 
 
 def check_no_nnx_objects(tree: PyTree, name: str, remedy: str) -> None:
     """Raises if a tree contains Flax NNX objects: a transformation would change only copies of them."""
-    for leaf in jax.tree.leaves(tree, is_leaf=is_nnx_object):
-        if is_nnx_object(leaf):
-            raise TypeError(
-                f"{name} must hold values, got a Flax NNX {type_name(leaf)}, which is changed in place: the change "
-                f"would be lost. {remedy}"
-            )
+    if found := list(filter(is_nnx_object, jax.tree.leaves(tree, is_leaf=is_nnx_object))):
+        raise TypeError(
+            f"{name} must hold values, got a Flax NNX {type_name(found[0])}, which is changed in place: the change "
+            f"would be lost. {remedy}"
+        )

@@ -6,16 +6,15 @@ from typing import Any, overload
 
 import jax
 
-from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree
 from jmpscale._diagnosis.examine import examine
-from jmpscale._diagnosis.progress import Progress
+from jmpscale._diagnosis.progress import showing_progress
 from jmpscale._diagnosis.repair import non_finite_arguments
 from jmpscale._diagnosis.report import Diagnosis
 from jmpscale._diagnosis.step import check_concrete, trace_step
 from jmpscale._grad import value_and_grad
-from jmpscale._scaler_of_tree import find_scaler
-from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerState
+from jmpscale._scaler_of_tree import find_scaler, read_loss_scale
+from jmpscale._state import ScalerState
 
 Function = Callable[..., Any]
 
@@ -76,12 +75,7 @@ def diagnose(
     """
     if fun is None:
         return functools.partial(diagnose, argnums=argnums, has_aux=has_aux, transform=transform)
-    if not callable(fun):
-        raise TypeError(
-            f"fun must be the loss function, got {describe(fun)}. The scaler is the first argument of the new "
-            "function: diagnose(loss_fn)(scaler, params, batch)."
-        )
-    differentiated = value_and_grad(fun, argnums, has_aux, transform=transform)  # checks the options
+    differentiated = value_and_grad(fun, argnums, has_aux, transform=transform)  # checks the arguments
 
     def loss_and_grads(state: ScalerState, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[Any, PyTree]:
         value, grads = differentiated(state, *args, **kwargs)
@@ -90,24 +84,11 @@ def diagnose(
     def diagnose_fun(scaler: PyTree, /, *args: Any, **kwargs: Any) -> Diagnosis:
         state = find_scaler(scaler, remedy="Call diagnose(loss_fn)(scaler, params, batch).")
         check_concrete({"scaler": state, "args": args, "kwargs": kwargs})
-        scale = _scale_of(state)
-
+        scale = 1.0 if state.config.mode == "disabled" else read_loss_scale(state)
         # Non-finite values are what is looked for, and a function that is not compiled cannot be entered.
-        with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False), Progress() as progress:
+        with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False), showing_progress() as progress:
             step = trace_step(loss_and_grads, args, kwargs)
             return examine(step, state, scale, lambda: non_finite_arguments(fun, args, kwargs), progress)
 
     diagnose_fun.__name__ = f"diagnose_of_{getattr(fun, '__name__', 'fun')}"
     return diagnose_fun
-
-
-def _scale_of(state: ScalerState) -> float:
-    if state.config.mode == "disabled":
-        return 1.0
-    scale = float(state.loss_scale)
-    if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
-        raise ValueError(
-            f"scaler must have a valid loss scale, got {scale}: the state was corrupted, in storage or by hand. "
-            "Restore an older checkpoint, or pass jmpscale.dynamic()."
-        )
-    return scale

@@ -14,21 +14,13 @@ from jmpscale._diagnosis.summary import Findings, describe_argument, describe_co
 from jmpscale._diagnosis.trials import Trials
 from jmpscale._state import ScalerState
 
-Arguments = Callable[[], list[tuple[str, Any]]]
+Arguments = Callable[[], list[tuple[str, Any]]]  # returns the arguments that are not finite, with their names
 
 
 def examine(
     step: Step, scaler: ScalerState, scale: float, non_finite: Arguments, progress: Callable[[str], None]
 ) -> Diagnosis:
-    """Examines a step.
-
-    Args:
-      step: the step.
-      scaler: the scaler.
-      scale: its loss scale, 1 if it is disabled.
-      non_finite: returns the arguments of the loss function that are not finite, with their names.
-      progress: a function that is called with a description of the work so far.
-    """
+    """Examines a step at a loss scale, which is 1 if the scaler is disabled; describes the work to `progress`."""
     run_as_written = compile_step(step, optimize=False)
     optimize = is_slow(lambda: run_as_written(scale))
     run_as_written = compile_step(step, optimize=True) if optimize else run_as_written
@@ -37,10 +29,7 @@ def examine(
     trials = Trials(step, progress, optimize=optimize)
     errors, loss_error = trials.compare(outputs)
     findings = Findings(
-        step=trials.step,
-        reference=trials.measured,
-        loss_float32=float(trials.reference[0]),
-        decisive=trials.decisive,
+        trials=trials,
         loss=float(outputs[0]),
         loss_error=loss_error,
         error=largest(errors),
@@ -50,9 +39,7 @@ def examine(
         statistics=trials.statistics(scale),
     )
     if not trials.measured.are_finite or trials.measured.are_zero:
-        harmful = _describe_harmful(
-            RepairedStep(step, optimize=optimize), non_finite, is_finite=trials.measured.are_finite
-        )
+        harmful = _describe_harmful(findings, RepairedStep(step, optimize=optimize), non_finite)
         if harmful is not None:
             return _diagnosis(findings, harmful, {})
 
@@ -82,23 +69,24 @@ def _explain(findings: Findings, trials: Trials, present: int) -> tuple[Findings
     return findings._replace(tight=trials.find_tight(findings.statistics, present)), present
 
 
-def _describe_harmful(repaired: RepairedStep, non_finite: Arguments, *, is_finite: bool) -> str | None:
+def _describe_harmful(findings: Findings, repaired: RepairedStep, non_finite: Arguments) -> str | None:
     """Returns a description of what makes the step useless, in float32 too; None for gradients of zero."""
+    is_finite = findings.trials.measured.are_finite
     arguments = [] if is_finite else repaired.harmful_arguments(non_finite())
     if arguments:
         return describe_argument(arguments[0])
     if constant := repaired.harmful_constant(was_finite=is_finite):
         return describe_constant(*constant)
-    return None if is_finite else describe_origin(repaired.origin(), repaired.not_entered)
+    return None if is_finite else describe_origin(repaired.origin(), findings.trials.step.not_entered)
 
 
 def _diagnosis(findings: Findings, summary: str, alone: dict[Part, float]) -> Diagnosis:
-    scales, step = findings.scales, findings.step
+    scales, step = findings.scales, findings.trials.step
     lines = findings.lines.paths if findings.lines else []
-    fitting = scales.fitting if findings.decisive.any() else None
+    fitting = scales.fitting if findings.trials.decisive.any() else None
     return Diagnosis(
         loss=findings.loss,
-        loss_float32=findings.loss_float32,
+        loss_float32=findings.trials.loss,
         gradient_error=findings.error,
         loss_scale=findings.scale,
         scale_errors=tuple((2.0**k, error) for k, error in scales.errors.items()),

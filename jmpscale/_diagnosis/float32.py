@@ -12,7 +12,7 @@ from jax.extend import core
 
 from jmpscale._autocast.rules import MATMULS
 from jmpscale._base.jaxpr import evaluate_equation, type_of
-from jmpscale._diagnosis.interpret import Interpreter, Place, is_narrow, widen
+from jmpscale._diagnosis.interpret import Interpreter, is_narrow, widen
 
 # Primitives of JAX that compute in the dtype of their operands, so that they can compute in float32 instead. Other
 # primitives (kernels, callbacks) have operands and results of fixed dtypes, and run as written.
@@ -29,15 +29,12 @@ _DTYPE_PARAMETERS = ("new_dtype", "dtype", "preferred_element_type")
 _HIGHEST = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
 
 
-class InFloat32(Interpreter):
-    """Computes in float32 where the program computes in less."""
-
-    def operation(self, eqn: core.JaxprEqn, inputs: list[Any], place: Place) -> list[Any]:
-        """Returns the results in float32."""
-        if eqn.primitive.name in _KNOWN:
-            with contextlib.suppress(Exception):  # whatever a primitive raises for operands of another dtype
-                return [widen(x) for x in evaluate_equation(eqn, _widen_params(eqn), inputs)]
-        return run_as_written(eqn, inputs)
+def run_in_float32(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any]:
+    """Returns the results of an operation in float32, where the program computes in less."""
+    if eqn.primitive.name in _KNOWN:
+        with contextlib.suppress(Exception):  # whatever a primitive raises for operands of another dtype
+            return [widen(x) for x in evaluate_equation(eqn, _widen_params(eqn), inputs)]
+    return run_as_written(eqn, inputs)
 
 
 def run_as_written(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any]:
@@ -80,4 +77,5 @@ def _widen_params(eqn: core.JaxprEqn) -> dict[str, Any]:
 def _widen_function(jaxpr: core.Jaxpr, axes: tuple[tuple[Any, int], ...] = ()) -> core.ClosedJaxpr:
     types: list[Any] = [type_of(x) for x in jaxpr.invars]
     args = [jax.ShapeDtypeStruct(x.shape, np.float32 if is_narrow(x) else x.dtype) for x in types]
-    return jax.make_jaxpr(lambda *args: InFloat32().evaluate(jaxpr, (), args)[0], axis_env=list(axes))(*args)
+    run = Interpreter(lambda _, eqn, inputs, caller: run_in_float32(eqn, inputs))
+    return jax.make_jaxpr(lambda *args: run.evaluate(jaxpr, (), args)[0], axis_env=list(axes))(*args)

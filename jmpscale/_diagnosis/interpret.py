@@ -5,7 +5,7 @@ result can be compiled like the program, and costs no more than its operations.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,7 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._base.compat import as_varying
-from jmpscale._base.jaxpr import PROGRAM, Caller, called_jaxpr, is_floating, split_scan_inputs, type_of
-from jmpscale._base.source import is_backward
+from jmpscale._base.jaxpr import PROGRAM, Caller, called_jaxpr, held_jaxprs, is_floating, split_scan_inputs, type_of
 
 
 def is_narrow(aval: Any) -> bool:
@@ -27,75 +26,48 @@ def widen(x: Any) -> Any:
     return x.astype(np.float32) if is_narrow(x) else x
 
 
-class Place(NamedTuple):
-    """What surrounds the equations of a jaxpr."""
-
-    caller: Caller = PROGRAM
-    backward: bool = False  # whether they are part of a backward pass
-
-    def inside(self, eqn: core.JaxprEqn) -> "Place":
-        """Returns what surrounds the equations of the jaxprs that an equation holds."""
-        return Place(self.caller.inside(eqn), self.backward or is_backward(eqn))
-
-
-_TOP = Place()
-
-
-def operations(jaxpr: core.Jaxpr, place: Place = _TOP) -> Iterator[tuple[core.JaxprEqn, Place]]:
+def operations(jaxpr: core.Jaxpr, caller: Caller = PROGRAM) -> Iterator[tuple[core.JaxprEqn, Caller]]:
     """Yields the equations that an interpreter runs by its rule, in the order of the program."""
     for eqn in jaxpr.eqns:
         entered = _entered(eqn)
         if not entered:
-            yield eqn, place
+            yield eqn, caller
         for held in entered:
-            yield from operations(held, place.inside(eqn))
+            yield from operations(held, caller.inside(eqn))
 
 
 def _entered(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
     """Returns the jaxprs of an equation that an interpreter enters."""
-    match eqn.primitive.name:
-        case "scan":
-            return [eqn.params["jaxpr"].jaxpr]
-        case "while":
-            return [eqn.params["cond_jaxpr"].jaxpr, eqn.params["body_jaxpr"].jaxpr]
-        case "cond":
-            return [branch.jaxpr for branch in eqn.params["branches"]]
-        case "custom_linear_solve":
-            return [eqn.params["jaxprs"].solve.jaxpr]
-    called = called_jaxpr(eqn)
-    return [called[0]] if called else []
+    if eqn.primitive.name == "custom_linear_solve":
+        return [eqn.params["jaxprs"].solve.jaxpr]
+    is_entered = eqn.primitive.name in ("scan", "while", "cond") or called_jaxpr(eqn)
+    return list(held_jaxprs(eqn)) if is_entered else []
 
 
 class Interpreter:
-    """Runs a program; a subclass has the rule for its operations.
+    """Runs a program by a rule, which returns the results of an operation; it carries the operands in float32."""
 
-    Attributes:
-      argument: an array or None, which the rule may read.
-      records: an array of nonnegative numbers or None; what is recorded in a loop is the largest of all iterations.
-    """
-
-    def __init__(self, argument: Any = None, records: Any = None) -> None:
-        self.argument, self.records = argument, records
+    def __init__(self, rule: "Rule", argument: Any = None, records: Any = None) -> None:
+        self._rule = rule
+        self.argument = argument  # an array or None, which the rule may read
+        self.records = records  # an array of nonnegative numbers or None; of a loop, it keeps the largest
         self._recorded: list[tuple[int, jax.Array]] = []  # since the records of this trace were changed
 
-    def operation(self, eqn: core.JaxprEqn, inputs: list[Any], place: Place) -> list[Any]:
-        """Returns the results of an operation; operands and results are carried in float32."""
-        raise NotImplementedError
-
     def record(self, index: int, value: jax.Array) -> None:
-        """Records a row of `records`."""
         self._recorded.append((index, value))
 
     def evaluate(self, jaxpr: core.Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], Any]:
         """Returns the outputs of a program, and the records."""
-        return self._traced(self.records, lambda: self._run(jaxpr, consts, inputs, _TOP))
+        return self._traced(self.records, jaxpr, consts, inputs, PROGRAM)
 
-    def _traced(self, records: Any, run: Callable[[], list[Any]]) -> tuple[list[Any], Any]:
+    def _traced(
+        self, records: Any, jaxpr: core.Jaxpr, consts: Sequence[Any], inputs: Sequence[Any], caller: Caller
+    ) -> tuple[list[Any], Any]:
         """Runs a part of the program in a trace of its own, whose records are values of that trace."""
         outer = self.records, self._recorded
         self.records, self._recorded = records, []
         try:
-            outputs = run()
+            outputs = self._run(jaxpr, consts, inputs, caller)
             if self._recorded:
                 indices, values = zip(*self._recorded, strict=True)
                 self.records = self.records.at[np.array(indices)].max(jnp.stack(values))
@@ -103,7 +75,7 @@ class Interpreter:
         finally:
             self.records, self._recorded = outer
 
-    def _run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], inputs: Sequence[Any], place: Place) -> list[Any]:
+    def _run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], inputs: Sequence[Any], caller: Caller) -> list[Any]:
         values: dict[Any, Any] = dict(zip(jaxpr.constvars, map(widen, consts), strict=True))
         values.update(zip(jaxpr.invars, map(widen, inputs), strict=True))
 
@@ -112,53 +84,50 @@ class Interpreter:
             return widen(np.asarray(x.val, type_of(x).dtype)) if isinstance(x, core.Literal) else values[x]
 
         for eqn in jaxpr.eqns:
-            values.update(zip(eqn.outvars, self._equation(eqn, [read(x) for x in eqn.invars], place), strict=True))
+            values.update(zip(eqn.outvars, self._equation(eqn, [read(x) for x in eqn.invars], caller), strict=True))
         return [read(x) for x in jaxpr.outvars]
 
-    def _equation(self, eqn: core.JaxprEqn, inputs: list[Any], place: Place) -> list[Any]:
+    def _equation(self, eqn: core.JaxprEqn, inputs: list[Any], caller: Caller) -> list[Any]:
         special = {"scan": self._scan, "while": self._while, "cond": self._cond, "shard_map": self._shard_map}
         special["custom_linear_solve"] = self._solve
         if eqn.primitive.name in special:
-            return special[eqn.primitive.name](eqn, inputs, place.inside(eqn))
+            return special[eqn.primitive.name](eqn, inputs, caller.inside(eqn))
         called = called_jaxpr(eqn)
-        return self._run(*called, inputs, place.inside(eqn)) if called else self.operation(eqn, inputs, place)
+        return self._run(*called, inputs, caller.inside(eqn)) if called else self._rule(self, eqn, inputs, caller)
 
-    def _closed(self, closed: core.ClosedJaxpr, inputs: Sequence[Any], records: Any, inside: Place) -> tuple[Any, Any]:
-        return self._traced(records, lambda: self._run(closed.jaxpr, closed.consts, inputs, inside))
-
-    def _scan(self, eqn: core.JaxprEqn, inputs: list[Any], inside: Place) -> list[Any]:
+    def _scan(self, eqn: core.JaxprEqn, inputs: list[Any], inside: Caller) -> list[Any]:
         consts, carry, xs = split_scan_inputs(eqn, inputs)
         body, length, reverse = (eqn.params[name] for name in ("jaxpr", "length", "reverse"))
 
         def step(state: tuple[list[Any], Any], x: list[Any]) -> tuple[tuple[list[Any], Any], list[Any]]:
             carry, records = state
-            outputs, records = self._closed(body, [*consts, *carry, *x], records, inside)
+            outputs, records = self._traced(records, body.jaxpr, body.consts, [*consts, *carry, *x], inside)
             return (_with_types_of(outputs[: len(carry)], carry), records), outputs[len(carry) :]
 
         state = (carry, self.records)
         (carry, self.records), ys = jax.lax.scan(step, state, xs, length=length, reverse=reverse)
         return [*carry, *ys]
 
-    def _while(self, eqn: core.JaxprEqn, inputs: list[Any], inside: Place) -> list[Any]:
+    def _while(self, eqn: core.JaxprEqn, inputs: list[Any], inside: Caller) -> list[Any]:
         cond, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
         first, last = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
 
         def test(state: tuple[list[Any], Any]) -> Any:
             carry, records = state
-            return self._closed(cond, [*inputs[:first], *carry], records, inside)[0][0]
+            return self._traced(records, cond.jaxpr, cond.consts, [*inputs[:first], *carry], inside)[0][0]
 
         def step(state: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
             carry, records = state
-            outputs, records = self._closed(body, [*inputs[first:last], *carry], records, inside)
+            outputs, records = self._traced(records, body.jaxpr, body.consts, [*inputs[first:last], *carry], inside)
             return _with_types_of(outputs, carry), records
 
         carry, self.records = jax.lax.while_loop(test, step, (inputs[last:], self.records))
         return carry
 
-    def _cond(self, eqn: core.JaxprEqn, inputs: list[Any], inside: Place) -> list[Any]:
+    def _cond(self, eqn: core.JaxprEqn, inputs: list[Any], inside: Caller) -> list[Any]:
         def branch(closed: core.ClosedJaxpr) -> Callable[..., tuple[list[Any], Any]]:
             def run(records: Any, *operands: Any) -> tuple[list[Any], Any]:
-                outputs, records = self._closed(closed, operands, records, inside)
+                outputs, records = self._traced(records, closed.jaxpr, closed.consts, operands, inside)
                 return _with_types_of(outputs, outputs), records
 
             return run
@@ -168,7 +137,7 @@ class Interpreter:
         outputs, self.records = jax.lax.switch(index, branches, self.records, *operands)
         return outputs
 
-    def _shard_map(self, eqn: core.JaxprEqn, inputs: list[Any], inside: Place) -> list[Any]:
+    def _shard_map(self, eqn: core.JaxprEqn, inputs: list[Any], inside: Caller) -> list[Any]:
         params = eqn.params
         # JAX has renamed the parameter.
         axes = tuple(next(params[name] for name in ("newly_manual_axes", "manual_axes") if name in params))
@@ -177,7 +146,7 @@ class Interpreter:
         def body(argument: Any, records: Any, *args: Any) -> tuple[list[Any], Any]:
             self.argument = argument
             records = jax.tree.map(lambda x: as_varying(x, axes) if params["check_vma"] else x, records)
-            outputs, records = self._traced(records, lambda: self._run(params["jaxpr"], (), args, inside))
+            outputs, records = self._traced(records, params["jaxpr"], (), args, inside)
             self.argument = outer
             return outputs, jax.tree.map(lambda x: jax.lax.pmax(x, axes), records)
 
@@ -191,12 +160,15 @@ class Interpreter:
         )(outer, self.records, *inputs)
         return outputs
 
-    def _solve(self, eqn: core.JaxprEqn, inputs: list[Any], inside: Place) -> list[Any]:
+    def _solve(self, eqn: core.JaxprEqn, inputs: list[Any], inside: Caller) -> list[Any]:
         """Runs the solver of a linear solve, whose derivative is part of the program already."""
         sizes, solve = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
         first = sizes.matvec + sizes.vecmat
         operands = [*inputs[first : first + sizes.solve], *inputs[sum(sizes) :]]
         return self._run(solve.jaxpr, solve.consts, operands, inside)
+
+
+Rule = Callable[[Interpreter, core.JaxprEqn, list[Any], Caller], list[Any]]
 
 
 def _with_types_of(outputs: Sequence[Any], like: Sequence[Any]) -> list[Any]:

@@ -14,20 +14,16 @@ from jmpscale._diagnosis.compile import compile_lazily
 class Measured(NamedTuple):
     """Measurements of a loss and gradients, each an array with a number for the loss and for each gradient.
 
-    Attributes:
-      errors: the L2 norm of the difference from the reference, relative to the norm of the reference; infinite if a
-        value is not finite in one of them only, or if only the reference is zero.
-      norms: the L2 norm of the finite values of the reference.
-      severity: 2 if a value is NaN, otherwise 1 if a value is infinite, otherwise 0.
+    The errors are relative L2 norms of the difference from the reference; infinite if a value is not finite in one of
+    them only, or if only the reference is zero.
     """
 
     errors: np.ndarray
-    norms: np.ndarray
-    severity: np.ndarray
+    norms: np.ndarray  # the L2 norms of the finite values of the reference
+    severity: np.ndarray  # see `severity`
 
     @property
     def are_finite(self) -> bool:
-        """Whether all values are finite."""
         return not self.severity.any()
 
     @property

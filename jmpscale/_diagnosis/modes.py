@@ -16,10 +16,10 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._autocast.rules import MATMULS
-from jmpscale._base.jaxpr import UNKNOWN_LINE, type_of
+from jmpscale._base.jaxpr import UNKNOWN_LINE, Caller, type_of
 from jmpscale._diagnosis.compile import compile_lazily
-from jmpscale._diagnosis.float32 import InFloat32, run_as_written, runs_only_as_written
-from jmpscale._diagnosis.interpret import Place, is_narrow, operations, widen
+from jmpscale._diagnosis.float32 import run_as_written, run_in_float32, runs_only_as_written
+from jmpscale._diagnosis.interpret import Interpreter, is_narrow, operations, widen
 from jmpscale._diagnosis.measure import severity
 from jmpscale._diagnosis.step import Step
 
@@ -67,67 +67,41 @@ class Statistics(NamedTuple):
     underflow: float  # the fraction of values that are below the smallest normal number, and not zero
 
 
-class _Rule(InFloat32):
-    """Computes the operations that have modes.
+class Modal(NamedTuple):
+    """How operations with modes compute. The argument of the interpreter is the array of modes."""
 
-    Attributes:
-      sites: the sites of the results of each operation that has modes.
-      index: the positions of the sites in the arrays of modes and of records.
-    """
-
-    columns = 0  # of the records
-
-    def __init__(self, modes: jax.Array, sites: dict[tuple[int, Place], list[Site]], index: dict[Site, int]) -> None:
-        super().__init__(modes, jnp.zeros((len(index), self.columns), np.float32) if self.columns else None)
-        self._sites, self._index = sites, index
-
-    def operation(self, eqn: core.JaxprEqn, inputs: list[Any], place: Place) -> list[Any]:
-        sites = self._sites.get((id(eqn), place))
-        if sites is None:
-            return super().operation(eqn, inputs, place)
-        return self.choose(eqn, inputs, place, [self._index[site] for site in sites])
-
-    def choose(self, eqn: core.JaxprEqn, inputs: list[Any], place: Place, sites: list[int]) -> list[Any]:
-        """Returns the results of an operation with modes."""
-        raise NotImplementedError
+    applies: Callable[[core.JaxprEqn], bool]  # whether an operation has modes
+    run: Callable[[Interpreter, core.JaxprEqn, list[Any], list[int]], list[Any]]  # also takes the places of its modes
+    columns: int = 0  # of the records
 
 
-class Precision(_Rule):
+def _is_half(eqn: core.JaxprEqn) -> bool:
+    """Tests whether an operation computes results of fewer bits than float32."""
+    return eqn.primitive.name not in _MOVES and any(is_narrow(type_of(x)) for x in eqn.outvars)
+
+
+def _choose_precision(run: Interpreter, eqn: core.JaxprEqn, inputs: list[Any], sites: list[int]) -> list[Any]:
     """Chooses the precision and the range of results."""
 
-    @staticmethod
-    def applies(eqn: core.JaxprEqn) -> bool:
-        """Tests whether an operation computes results of fewer bits than float32."""
-        return eqn.primitive.name not in _MOVES and any(is_narrow(type_of(x)) for x in eqn.outvars)
-
-    def choose(self, eqn: core.JaxprEqn, inputs: list[Any], place: Place, sites: list[int]) -> list[Any]:
-        """Returns the results of an operation with modes."""
-        in_float32, written = InFloat32.operation(self, eqn, inputs, place), run_as_written(eqn, inputs)
-        types = map(type_of, eqn.outvars)
-        return list(map(self._choose, in_float32, written, types, sites))
-
-    def _choose(self, in_float32: jax.Array, written: jax.Array, aval: Any, site: int) -> jax.Array:
+    def choose(in_float32: jax.Array, written: jax.Array, aval: Any, site: int) -> jax.Array:
         if not is_narrow(aval):
             return written
         info = jnp.finfo(aval.dtype)
         rounded = jax.lax.reduce_precision(in_float32, exponent_bits=8, mantissa_bits=info.nmant)
         tight = jnp.where(jnp.abs(written) > float(info.max) / 8, jnp.sign(written) * np.inf, written)
-        return jax.lax.select_n(self.argument[site], written, rounded, in_float32, tight)
+        return jax.lax.select_n(run.argument[site], written, rounded, in_float32, tight)
+
+    in_float32, written = run_in_float32(eqn, inputs), run_as_written(eqn, inputs)
+    return list(map(choose, in_float32, written, map(type_of, eqn.outvars), sites))
 
 
-class Record(_Rule):
+def _record(run: Interpreter, eqn: core.JaxprEqn, inputs: list[Any], sites: list[int]) -> list[Any]:
     """Computes in float32, and records `Statistics`."""
-
-    columns = 3
-    applies = Precision.applies
-
-    def choose(self, eqn: core.JaxprEqn, inputs: list[Any], place: Place, sites: list[int]) -> list[Any]:
-        """Returns the results of an operation in float32."""
-        outputs, written = InFloat32.operation(self, eqn, inputs, place), run_as_written(eqn, inputs)
-        for x, y, aval, site in zip(outputs, written, map(type_of, eqn.outvars), sites, strict=True):
-            if is_narrow(aval):
-                self.record(site, _statistics(x, y, float(jnp.finfo(aval.dtype).smallest_normal)))
-        return outputs
+    outputs, written = run_in_float32(eqn, inputs), run_as_written(eqn, inputs)
+    for x, y, aval, site in zip(outputs, written, map(type_of, eqn.outvars), sites, strict=True):
+        if is_narrow(aval):
+            run.record(site, _statistics(x, y, float(jnp.finfo(aval.dtype).smallest_normal)))
+    return outputs
 
 
 def _statistics(in_float32: jax.Array, written: jax.Array, smallest_normal: float) -> jax.Array:
@@ -145,37 +119,29 @@ def _statistics(in_float32: jax.Array, written: jax.Array, smallest_normal: floa
     return jnp.stack([largest, *(count / max(magnitude.size, 1) for count in counts)])
 
 
-class Repair(_Rule):
+def _repair(run: Interpreter, eqn: core.JaxprEqn, inputs: list[Any], sites: list[int]) -> list[Any]:
     """Replaces infinities, NaN and constants in float32, and records which operations make infinities or NaN.
 
     The first column shows whether the results are infinite or NaN although the operands are not; the second one,
     whether they are infinite or NaN.
     """
+    mode = run.argument[sites[0]]
+    inputs = list(inputs)
+    for i, x in enumerate(eqn.invars):
+        if (constant := harmful_constant(eqn, x)) is not None:
+            info = jnp.finfo(type_of(x).dtype)
+            nearest = math.copysign(info.max if constant else info.smallest_subnormal, constant)
+            inputs[i] = jnp.where(mode == Mode.REPLACED, np.float32(nearest), inputs[i])
+    outputs = run_in_float32(eqn, inputs)
+    before, after = (severity(list(filter(_is_inexact, arrays))) for arrays in (inputs, outputs))
+    run.record(sites[0], jnp.stack([after > before, after > 0]).astype(np.float32))
+    is_repaired = mode == Mode.REPAIRED
+    return [jnp.where(is_repaired & ~jnp.isfinite(x), 0, x) if _is_inexact(x) else x for x in outputs]
 
-    columns = 2
 
-    @staticmethod
-    def applies(eqn: core.JaxprEqn) -> bool:
-        """Tests whether an operation has results that can be infinite."""
-        return any(_is_inexact(type_of(x)) for x in eqn.outvars)
-
-    def choose(self, eqn: core.JaxprEqn, inputs: list[Any], place: Place, sites: list[int]) -> list[Any]:
-        """Returns the results of an operation with modes."""
-        mode = self.argument[sites[0]]
-        for i, x in enumerate(eqn.invars):
-            if (constant := harmful_constant(eqn, x)) is not None:
-                info = jnp.finfo(type_of(x).dtype)
-                nearest = math.copysign(info.max if constant else info.smallest_subnormal, constant)
-                inputs = [
-                    *inputs[:i],
-                    jnp.where(mode == Mode.REPLACED, np.float32(nearest), inputs[i]),
-                    *inputs[i + 1 :],
-                ]
-        outputs = InFloat32.operation(self, eqn, inputs, place)
-        before, after = (severity(list(filter(_is_inexact, arrays))) for arrays in (inputs, outputs))
-        self.record(sites[0], jnp.stack([after > before, after > 0]).astype(np.float32))
-        is_repaired = mode == Mode.REPAIRED
-        return [jnp.where(is_repaired & ~jnp.isfinite(x), 0, x) if _is_inexact(x) else x for x in outputs]
+PRECISION = Modal(_is_half, _choose_precision)
+RECORD = Modal(_is_half, _record, columns=3)
+REPAIR = Modal(lambda eqn: any(_is_inexact(type_of(x)) for x in eqn.outvars), _repair, columns=2)
 
 
 def harmful_constant(eqn: core.JaxprEqn, x: Any) -> float | None:
@@ -191,29 +157,22 @@ def _is_inexact(x: Any) -> bool:
 
 
 class ModalStep:
-    """A step whose operations have modes.
+    """A step whose operations have modes. Its sites, parts and paths are in the order of the program."""
 
-    Attributes:
-      consts: the arrays that the step depends on.
-      sites: the results with modes, in program order.
-      parts: the lines and passes of the sites, in program order.
-      paths: their lines, in program order.
-      constants: the sites with a constant that half precision holds as zero or infinity, by line, operation and value.
-      not_entered: the operations that run as written whatever the modes are, such as kernels.
-    """
-
-    def __init__(self, step: Step, rule: type[Precision] | type[Record] | type[Repair], *, optimize: bool) -> None:
+    def __init__(self, step: Step, modal: Modal, *, optimize: bool) -> None:
         self.consts = [widen(jnp.asarray(x)) for x in step.consts]
-        everything = [(*x, x[1].caller.path_of(x[0]) or (UNKNOWN_LINE,)) for x in operations(step.jaxpr)]
+        everything = [(*x, x[1].path_of(x[0]) or (UNKNOWN_LINE,)) for x in operations(step.jaxpr)]
         kernels = [(eqn, path) for eqn, _, path in everything if runs_only_as_written(eqn)]
+        # The operations that run as written whatever the modes are, such as kernels.
         self.not_entered = list(dict.fromkeys(f"{path[-1]}: {eqn.primitive.name}" for eqn, path in kernels))
-        found = [x for x in everything if rule.applies(x[0])]
+        found = [x for x in everything if modal.applies(x[0])]
         shortest = _shortest({path for _, _, path in found})
-        sites: dict[tuple[int, Place], list[Site]] = {}
+        sites: dict[tuple[int, Caller], list[Site]] = {}
+        # The sites with a constant that half precision holds as zero or infinity, by line, operation and value.
         self.constants: dict[tuple[Path, str, float], set[Site]] = {}
-        for eqn, place, path in found:
-            part = Part(shortest[path], place.inside(eqn).backward)
-            own = sites[id(eqn), place] = [Site(part, eqn.primitive.name, type_of(x).dtype) for x in eqn.outvars]
+        for eqn, caller, path in found:
+            part = Part(shortest[path], caller.inside(eqn).backward)
+            own = sites[id(eqn), caller] = [Site(part, eqn.primitive.name, type_of(x).dtype) for x in eqn.outvars]
             values = [value for x in eqn.invars if (value := harmful_constant(eqn, x)) is not None]
             for value in values:
                 self.constants.setdefault((part.path, eqn.primitive.name, value), set()).update(own)
@@ -228,8 +187,13 @@ class ModalStep:
         self._by_hand = {shortest[path] for eqn, _, path in found if eqn.source_info.traceback not in by_autocast}
         index = {site: i for i, site in enumerate(self.sites)}
 
+        def rule(interpreter: Interpreter, eqn: core.JaxprEqn, inputs: list[Any], caller: Caller) -> list[Any]:
+            own = sites.get((id(eqn), caller))
+            return modal.run(interpreter, eqn, inputs, [index[x] for x in own]) if own else run_in_float32(eqn, inputs)
+
         def run(consts: list[Any], scale: jax.Array, modes: jax.Array) -> tuple[list[Any], Any]:
-            return rule(modes, sites, index).evaluate(step.jaxpr, consts, [scale])
+            records = jnp.zeros((len(index), modal.columns), np.float32) if modal.columns else None
+            return Interpreter(rule, modes, records).evaluate(step.jaxpr, consts, [scale])
 
         self._run, self._rewind = compile_lazily(run, optimize=optimize), step.rewind
 
@@ -240,16 +204,9 @@ class ModalStep:
     def run(
         self, scale: float, modes: Mapping[Site, Mode], default: Mode, consts: list[Any] | None = None
     ) -> tuple[list[Any], dict[Site, Any]]:
-        """Runs the step.
+        """Returns the loss and the gradients, and what was recorded for each site.
 
-        Args:
-          scale: the loss scale.
-          modes: the modes of some sites.
-          default: the mode of all others.
-          consts: other arrays that the step depends on.
-
-        Returns:
-          The loss and the gradients, and what was recorded for each site.
+        `modes` are the modes of some sites, `default` is the mode of all others, and `consts` replaces `self.consts`.
         """
         self._rewind()
         array = np.array([modes.get(site, default) for site in self.sites], np.int32)

@@ -1,34 +1,29 @@
 """A line on the terminal that shows the progress of a long diagnosis."""
 
+import contextlib
+import math
 import sys
 import time
-from types import TracebackType
+from collections.abc import Callable, Iterator
 
 _SILENT_SECONDS = 3.0
 _INTERVAL = 0.2
 
 
-class Progress:
-    """Writes to standard error if it is a terminal, after some seconds; the line disappears at the end."""
+@contextlib.contextmanager
+def showing_progress() -> Iterator[Callable[[str], None]]:
+    """Yields a function that writes to a terminal, after some seconds, what has been done; the line then disappears."""
+    due = time.monotonic() + _SILENT_SECONDS if sys.stderr.isatty() else math.inf
+    written = False
 
-    def __init__(self) -> None:
-        self._next = time.monotonic() + _SILENT_SECONDS if sys.stderr.isatty() else float("inf")
-        self._written = False
+    def show(text: str) -> None:
+        nonlocal due, written
+        if (now := time.monotonic()) >= due:
+            print(f"\r\033[Kdiagnose: {text}", end="", file=sys.stderr, flush=True)
+            due, written = now + _INTERVAL, True
 
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._written:
-            sys.stderr.write("\r\033[K")
-            sys.stderr.flush()
-
-    def __call__(self, text: str) -> None:
-        """Shows what has been done so far."""
-        now = time.monotonic()
-        if now >= self._next:
-            sys.stderr.write(f"\r\033[Kdiagnose: {text}")
-            sys.stderr.flush()
-            self._next, self._written = now + _INTERVAL, True
+    try:
+        yield show
+    finally:
+        if written:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

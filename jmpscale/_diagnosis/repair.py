@@ -11,21 +11,16 @@ import jax.numpy as jnp
 from jmpscale._base.source import SCALING
 from jmpscale._base.tree import PyTree, is_inexact, named_leaves
 from jmpscale._diagnosis.measure import Measured, measure
-from jmpscale._diagnosis.modes import ModalStep, Mode, Repair, Site
+from jmpscale._diagnosis.modes import REPAIR, ModalStep, Mode, Site
 from jmpscale._diagnosis.step import Step
 from jmpscale._diagnosis.trials import smallest_set
 
 
 class RepairedStep:
-    """A step in float32 without some of its infinities, NaN and constants.
-
-    Attributes:
-      not_entered: the operations that run as written, such as kernels.
-    """
+    """A step in float32 without some of its infinities, NaN and constants."""
 
     def __init__(self, step: Step, *, optimize: bool = False) -> None:
-        self._step = ModalStep(step, Repair, optimize=optimize)
-        self.not_entered = self._step.not_entered
+        self._step = ModalStep(step, REPAIR, optimize=optimize)
 
     def _run(self, modes: dict[Site, Mode], consts: list[Any] | None = None) -> Measured:
         outputs, _ = self._step.run(1.0, modes, Mode.FLOAT32, consts)
@@ -58,7 +53,7 @@ class RepairedStep:
     def origin(self) -> Site | None:
         """Returns the first operation whose infinities or NaN reach the outputs; None if it was not entered."""
         _, records = self._step.run(1.0, {}, Mode.FLOAT32)
-        for column in range(Repair.columns):
+        for column in range(REPAIR.columns):
             made = [site for site, is_made in records.items() if is_made[column]]
             if found := self._first_origin(made):
                 return found

@@ -19,17 +19,11 @@ Errors = np.ndarray | None  # the relative error of each gradient; None if a gra
 
 
 class Scales(NamedTuple):
-    """The scales that fit.
+    """The scales that fit."""
 
-    Attributes:
-      errors: the largest error of a gradient for each power of two that was tried.
-      fitting: the exponents of the smallest and largest scales that fit, or None.
-      best: the exponent of a scale with finite gradients whose error is smallest; None if there is none.
-    """
-
-    errors: dict[int, float]
-    fitting: tuple[int, int] | None
-    best: int | None
+    errors: dict[int, float]  # the largest error of a gradient, by the exponent of each power of two that was tried
+    fitting: tuple[int, int] | None  # the exponents of the smallest and the largest scale that fit
+    best: int | None  # the exponent of the scale with the smallest error, if gradients are finite at any scale
 
     @property
     def smallest_error(self) -> float:
@@ -48,12 +42,9 @@ def largest(errors: Errors) -> float:
 
 
 def search(measure: Callable[[int], Errors], present: int, expected: int) -> Scales:
-    """Finds the scales that fit, among powers of two.
+    """Finds the scales that fit, among powers of two, which are given by their exponents.
 
-    Args:
-      measure: returns the error of each gradient at a power of two, or None if a gradient is not finite.
-      present: the exponent of the present scale.
-      expected: an exponent which is probably the last one with finite gradients.
+    `present` is the present scale, and `expected` is probably the largest one with finite gradients.
     """
     found: dict[int, Errors] = {}
 
@@ -62,14 +53,8 @@ def search(measure: Callable[[int], Errors], present: int, expected: int) -> Sca
             found[exponent] = measure(exponent)
         return found[exponent]
 
-    fitting, best = _search(error, present, expected, found)
-    return Scales({k: largest(found[k]) for k in sorted(found)}, fitting, best)
-
-
-def _search(
-    error: Callable[[int], Errors], present: int, expected: int, found: dict[int, Errors]
-) -> tuple[tuple[int, int] | None, int | None]:
-    """Returns the exponents of the smallest and largest scales that fit, and the exponent of the best one."""
+    def result(fitting: tuple[int, int] | None, best: int | None) -> Scales:
+        return Scales({k: largest(found[k]) for k in sorted(found)}, fitting, best)
 
     def is_finite(k: int) -> bool:
         return error(k) is not None
@@ -77,7 +62,7 @@ def _search(
     starts = [present, 0, 12, -12, -24, -40, -60, -90, _LOWEST]
     start = next(filter(is_finite, starts), None)
     if start is None:
-        return None, None
+        return result(None, None)
     highest = _last(is_finite, expected if expected > start and is_finite(expected) else start, 1)
 
     def best_of(exponents: list[int]) -> int:
@@ -94,7 +79,7 @@ def _search(
         candidates += finite(0, *range(highest - 12, highest - 49, -6))
     best = best_of(candidates)
     if largest(error(best)) > LARGEST_ERROR:
-        return None, on_plateau  # not a smaller one, at which all gradients are zero and the error is only 100%
+        return result(None, on_plateau)  # not a smaller one, at which all gradients are zero and the error is only 100%
     smallest = np.min([x for x in map(error, candidates) if x is not None], axis=0)  # of each gradient
 
     def fits(k: int) -> bool:
@@ -105,7 +90,8 @@ def _search(
     low, high = _last(fits, min(fitting), -1, step=4), _last(fits, max(fitting), 1)
     # The steps to the ends grow, so a scale between them that was tried for another reason may not fit.
     unfit = [k for k in found if low < k < high and not fits(k)]
-    return (max([low, *(k + 1 for k in unfit if k < best)]), min([high, *(k - 1 for k in unfit if k > best)])), best
+    low, high = max([low, *(k + 1 for k in unfit if k < best)]), min([high, *(k - 1 for k in unfit if k > best)])
+    return result((low, high), best)
 
 
 def _last(holds: Callable[[int], bool], start: int, direction: int, step: int = 1) -> int:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jmpscale._base.frameworks import clone_nnx_objects, is_nnx_object
+from jmpscale._base.frameworks import imported, is_nnx_object
 from jmpscale._base.jaxpr import equations, rewrite
 from jmpscale._base.source import SCALING, user_lines
 from jmpscale._base.text import describe
@@ -58,13 +58,7 @@ class ReplayedCallback:
 
 
 def trace_step(loss_and_grads: Callable[[ScalerState, PyTree, PyTree], PyTree], args: PyTree, kwargs: PyTree) -> Step:
-    """Traces a training step, once unless Python reads the values of a NumPy array.
-
-    Args:
-      loss_and_grads: a function of a scaler and of the two other arguments that returns a loss and gradients.
-      args: the positional arguments of the loss function. Flax NNX objects are copied, because a step changes them.
-      kwargs: its keyword arguments.
-    """
+    """Traces a training step, once unless Python reads the values of a NumPy array."""
     try:
         return _trace(loss_and_grads, jax.tree.map(_as_jax_array, (args, kwargs), is_leaf=is_nnx_object))
     except _UNREADABLE:  # Python reads the values of a NumPy array, or of a JAX array
@@ -114,7 +108,7 @@ def _run_once(callbacks: list[ReplayedCallback], eqn: core.JaxprEqn) -> list[cor
     The warning of `loss_scaled` is a callback, too, and is silent: scales that overflow are part of the search.
     """
     if eqn.primitive.name == "pure_callback" and SCALING in user_lines(eqn):
-        return [eqn.replace(params=eqn.params | {"callback": _do_not_warn})]
+        return [eqn.replace(params=eqn.params | {"callback": lambda: [np.array(True)]})]
     if eqn.primitive.name not in _CALLBACKS:
         return [eqn]
     if not eqn.outvars:
@@ -123,15 +117,10 @@ def _run_once(callbacks: list[ReplayedCallback], eqn: core.JaxprEqn) -> list[cor
     return [eqn.replace(params=eqn.params | {"callback": callbacks[-1]})]
 
 
-def _do_not_warn() -> list[np.ndarray]:
-    """Replaces the callback of `jmpscale._monitor.warn_unless`."""
-    return [np.array(True)]
-
-
 def _copied(tree: PyTree) -> PyTree:
     """Copies containers, which the step may change, and Flax NNX objects, whose copies belong to the current trace."""
     objects, unflatten = flatten_matching(tree, is_nnx_object, is_leaf=is_nnx_object)
-    return unflatten(clone_nnx_objects(objects) if objects else [])
+    return unflatten(imported("flax.nnx", "clone")(objects) if objects else [])
 
 
 def check_concrete(trees: dict[str, PyTree]) -> None:
@@ -144,8 +133,8 @@ def check_concrete(trees: dict[str, PyTree]) -> None:
                     f"{name} must hold arrays with values, got {describe(leaf)} without values at {name}{path}. Call "
                     "diagnose outside of jax.jit, with the arrays of a training step."
                 )
-            mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
-            if mesh is not None and _is_explicit(mesh) and jax.sharding.get_abstract_mesh().empty:
+            mesh: Any = getattr(getattr(leaf, "sharding", None), "mesh", jax.sharding.get_abstract_mesh())
+            if jax.sharding.AxisType.Explicit in mesh.axis_types and jax.sharding.get_abstract_mesh().empty:
                 raise ValueError(
                     f"{name} must be used in the context of its mesh, got an array on a mesh with Explicit axes at "
                     f"{name}{path}. Call diagnose in the context of jax.set_mesh(mesh)."
@@ -155,7 +144,3 @@ def check_concrete(trees: dict[str, PyTree]) -> None:
                     f"{name} must hold arrays with values, got a deleted {describe(leaf)} at {name}{path}. It was "
                     "donated to a compiled function: call diagnose before the training step."
                 )
-
-
-def _is_explicit(mesh: Any) -> bool:
-    return jax.sharding.AxisType.Explicit in mesh.axis_types

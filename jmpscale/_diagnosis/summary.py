@@ -5,53 +5,32 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 
 from jmpscale._base.text import format_scale
 from jmpscale._diagnosis.measure import Measured
-from jmpscale._diagnosis.modes import ModalStep, Part, Path, Site, Statistics
+from jmpscale._diagnosis.modes import Part, Path, Site, Statistics
 from jmpscale._diagnosis.report import format_percentage
 from jmpscale._diagnosis.scales import Scales
-from jmpscale._diagnosis.trials import Cause, Lines, Reason
+from jmpscale._diagnosis.trials import Cause, Lines, Reason, Trials
 from jmpscale._state import ScalerConfig, ScalerState
 
 _LARGE_ERROR = 0.05  # of the gradients, at which the summary names the line with the largest error alone
 
 
 class Findings(NamedTuple):
-    """What was measured of a step.
+    """What was measured of a step."""
 
-    Attributes:
-      step: the step.
-      reference: the measurements of the loss and the gradients in float32.
-      loss_float32: the loss in float32.
-      decisive: whether each gradient is more than rounding noise, and more than negligible beside the others.
-      loss: the loss as written.
-      loss_error: its relative error if it is more than rounding, otherwise 0.
-      error: the largest error of a gradient at the present scale.
-      scales: the scales that fit.
-      scaler: the scaler, with the present scale.
-      scale: the present scale, 1 if the scaler is disabled.
-      statistics: the results in half precision.
-      lines: the lines that must compute in float32, if they were looked for and found.
-      cause: where the error begins, if it is known.
-      tight: a result of the forward pass that would be an error if it were eight times as large.
-    """
-
-    step: ModalStep
-    reference: Measured
-    loss_float32: float
-    decisive: np.ndarray
-    loss: float
-    loss_error: float
-    error: float
+    trials: Trials
+    loss: float  # as written
+    loss_error: float  # relative, if it is more than rounding, otherwise 0
+    error: float  # the largest error of a gradient at the present scale
     scales: Scales
     scaler: ScalerState
-    scale: float
-    statistics: dict[Site, Statistics]
-    lines: Lines | None = None
-    cause: Cause | None = None
-    tight: Site | None = None
+    scale: float  # 1 if the scaler is disabled
+    statistics: dict[Site, Statistics]  # of the results in half precision
+    lines: Lines | None = None  # that must compute in float32, if they were looked for and found
+    cause: Cause | None = None  # where the error begins, if it is known
+    tight: Site | None = None  # a result of the forward pass that would be an error if it were eight times as large
 
     @property
     def accurate(self) -> bool:
@@ -66,7 +45,7 @@ class Findings(NamedTuple):
 
     def name(self, path: Path, named: Collection[Path] = ()) -> str:
         """Returns the name of a line, with a line that calls it if another call of it is not named."""
-        others = [other for other in self.step.paths if other[-1] == path[-1] and other not in (path, *named)]
+        others = [other for other in self.trials.step.paths if other[-1] == path[-1] and other not in (path, *named)]
         calls = (n for n in range(2, len(path) + 1) if all(other[-n:] != path[-n:] for other in others))
         first = next(calls, 1) if others else 1
         return path[-1] if first == 1 else f"{path[-1]}, called at {path[-first]}"
@@ -76,7 +55,6 @@ class Findings(NamedTuple):
         return _enumerate(list(dict.fromkeys(self.name(path, paths) for path in paths)), limit=12)
 
     def operation(self, site: Site) -> str:
-        """Returns the name of an operation and its line."""
         return f"{site.operation} at {self.name(site.part.path)}"
 
 
@@ -116,21 +94,16 @@ def describe_origin(site: Site | None, not_entered: Sequence[str]) -> str:
 
 
 def summarize(findings: Findings, alone: Mapping[Part, float]) -> str:
-    """Describes what was measured of a step that is finite in float32.
-
-    Args:
-      findings: the measurements.
-      alone: the errors of the parts of which each one was tried alone.
-    """
-    if not findings.step.sites and not findings.step.not_entered:
+    """Describes a step that is finite in float32; `alone` has the errors of the parts that were tried alone."""
+    if not findings.trials.step.sites and not findings.trials.step.not_entered:
         return (
             "The program has no result in half precision, and needs no loss scale. jmpscale.autocast runs its "
             "matmuls in half precision."
         )
     if not findings.accurate:
         return _describe_lines(findings)
-    if not findings.decisive.any():
-        text = _describe_useless_gradients(findings.reference)
+    if not findings.trials.decisive.any():
+        text = _describe_useless_gradients(findings.trials.measured)
         return text if findings.scale_fits else f"{text} {_describe_range(findings)} {_describe_scale(findings)}"
     if not findings.scale_fits:
         return f"{_describe_range(findings)} {_describe_scale(findings)}"
@@ -167,7 +140,7 @@ def _describe_scale(findings: Findings) -> str:
     else:
         why = f"It is too {which}: {findings.operation(findings.cause.site)} {findings.cause.reason.value}."
     text = f"{why} {_scale_remedy(findings, low, high)}"
-    if not findings.decisive.any():
+    if not findings.trials.decisive.any():
         return text
     return f"{text} At the best scale the gradients differ from float32 {_by(findings.scales.smallest_error)}."
 
@@ -192,7 +165,7 @@ def _scale_remedy(findings: Findings, low: int, high: int) -> str:
 def _scaler_call(config: ScalerConfig, low: int, high: int, *, may_grow: bool) -> str:
     """Returns the call that creates a scaler that fits, 2 bits below the largest scale if its limits allow it."""
     if config.mode == "static":
-        return f"static({_power(max(low, high - 2))})"
+        return f"static(2.0**{max(low, high - 2)})"
     largest, smallest = math.floor(math.log2(config.max_scale)), math.ceil(math.log2(config.min_scale))
     exponent = max(low, min(high - 2, largest))
     arguments = {"init_scale": exponent}
@@ -200,11 +173,7 @@ def _scaler_call(config: ScalerConfig, low: int, high: int, *, may_grow: bool) -
         arguments["max_scale"] = high
     if exponent < smallest:
         arguments["min_scale"] = low
-    return f"dynamic({', '.join(f'{name}={_power(k)}' for name, k in arguments.items())})"
-
-
-def _power(exponent: int) -> str:
-    return f"2.0**{exponent}"
+    return f"dynamic({', '.join(f'{name}=2.0**{k}' for name, k in arguments.items())})"
 
 
 def _largest_part(findings: Findings, alone: Mapping[Part, float]) -> str:
@@ -231,7 +200,7 @@ def _headroom(findings: Findings) -> str:
 
 def _describe_lines(findings: Findings) -> str:
     if findings.lines is None:
-        kernels = findings.step.not_entered
+        kernels = findings.trials.step.not_entered
         where = f" These operations run as written: {_enumerate(kernels)}." if kernels else ""
         return f"{_difference(findings)}, even if all lines compute in float32.{where}"
     if findings.cause is None:
@@ -264,7 +233,7 @@ def _describe_cause(findings: Findings, cause: Cause, lines: Lines) -> str:
 
 
 def _remedy(findings: Findings, cause: Cause, lines: Lines) -> str:
-    paths, scales, step = lines.paths, lines.scales, findings.step
+    paths, scales, step = lines.paths, lines.scales, findings.trials.step
     matmuls = [path for path in paths if step.is_by_autocast(path)]
     by_hand = [path for path in paths if path not in matmuls]
     parts = [f"Compute {findings.names(by_hand)} in float32"] if by_hand else []
@@ -295,7 +264,7 @@ def _remedy(findings: Findings, cause: Cause, lines: Lines) -> str:
 def _difference(findings: Findings) -> str:
     """Returns the difference from float32 as the beginning of a sentence."""
     if not math.isfinite(findings.loss):
-        return f"The loss is {findings.loss}, but in float32 it is {findings.loss_float32:.4g}"
+        return f"The loss is {findings.loss}, but in float32 it is {findings.trials.loss:.4g}"
     if findings.scales.best is None:
         return "The gradients are not finite at any loss scale, but are finite in float32"
     if findings.scales.fitting is None:

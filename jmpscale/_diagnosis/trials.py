@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._diagnosis.measure import Measured, measure
-from jmpscale._diagnosis.modes import ModalStep, Mode, Part, Path, Precision, Record, Site, Statistics
+from jmpscale._diagnosis.modes import PRECISION, RECORD, ModalStep, Mode, Part, Path, Site, Statistics
 from jmpscale._diagnosis.scales import LARGEST_ERROR, Errors, Scales, largest, search
 from jmpscale._diagnosis.step import Step
 
@@ -51,27 +51,23 @@ class Lines(NamedTuple):
 
 
 class Trials:
-    """Runs a step with other modes, and compares it with the reference.
-
-    Attributes:
-      step: the step.
-      reference: the loss and the gradients in float32, at a scale of 1.
-      measured: their measurements.
-      decisive: whether each gradient is more than rounding noise, and not negligible beside the others.
-    """
+    """Runs a step with other modes, and compares it with the reference: the step in float32, at a scale of 1."""
 
     def __init__(self, step: Step, progress: Callable[[str], None], *, optimize: bool = False) -> None:
-        self.step = ModalStep(step, Precision, optimize=optimize)
+        self.step = ModalStep(step, PRECISION, optimize=optimize)
         # A program of its own: the other runs need no statistics, which take more time than the rest of a run.
-        self._recording = ModalStep(step, Record, optimize=optimize)
+        self._recording = ModalStep(step, RECORD, optimize=optimize)
         self._progress, self._count = progress, 0
         self._errors: dict[tuple[frozenset[tuple[Site, Mode]], Mode, int], float] = {}
         self._statistics: dict[float, dict[Site, Statistics]] = {}
         self.reference = self._run_in_float32(1.0)
+        self.loss = float(self.reference[0])
         self.measured = measure(self.reference, self.reference)
-        changed = measure(self._recording.run(1.0, {}, Mode.FLOAT32, _perturbed(self.step.consts))[0], self.reference)
-        # The gradient of a bias before a normalization is zero. In a computed one there is only rounding noise, which
-        # the smallest change of the arguments replaces by other noise.
+        perturbed = list(map(_perturb, self.step.consts))
+        changed = measure(self._recording.run(1.0, {}, Mode.FLOAT32, perturbed)[0], self.reference)
+        # A gradient decides if it is more than rounding noise, and not negligible beside the others. The gradient of a
+        # bias before a normalization is zero. In a computed one there is only rounding noise, which the smallest change
+        # of the arguments replaces by other noise.
         norms = self.measured.norms[1:]
         self.decisive = (changed.errors[1:] < _NOISE) & (norms > 0) & (norms >= _NEGLIGIBLE * norms.max(initial=0.0))
         self._largest_loss_error = max(_LARGEST_LOSS_ERROR, changed.errors[0] / _ULP * _ROUNDING)
@@ -123,13 +119,9 @@ class Trials:
         return {site: Mode.FLOAT32 for site in self.step.sites if site.part.path in paths}
 
     def find_lines(self, exponents: Sequence[int]) -> Lines | None:
-        """Finds the smallest set of lines that must compute in float32, so that a loss scale fits.
+        """Finds the smallest set of lines that must compute in float32, so that one of the loss scales fits.
 
-        Args:
-          exponents: the exponents of the scales that are tried.
-
-        Returns:
-          The lines; None if the step is wrong with all lines in float32, too.
+        Returns None if the step is wrong with all lines in float32, too.
         """
         paths = self.step.paths
         scales = list(dict.fromkeys(exponents))
@@ -155,13 +147,10 @@ class Trials:
         return Lines(kept, exponent, search(errors_at, exponent, self.largest_exponent(kept)))
 
     def find_cause(self, lines: Lines, *, finite: bool) -> Cause:
-        """Finds where an error begins, and the reason, by computing only one result of a set as it is written.
+        """Finds where an error begins, and the reason, by computing only one result of the lines as it is written.
 
         If the step is right with the range of float32 and the precision as written, the result overflows or underflows.
-
-        Args:
-          lines: the lines that must compute in float32.
-          finite: whether the error is not an infinity or NaN, for which rounding is the reason only if nothing else is.
+        Rounding is the reason for an error that is not `finite` only if nothing else is.
         """
         kept = self.kept(lines.paths)
         statistics = self.statistics(2.0**lines.exponent)
@@ -189,13 +178,8 @@ class Trials:
     def find_cause_of_scale(self, exponent: int, limit: float) -> Cause | None:
         """Finds the results of the backward pass for which a loss scale is too small or too large.
 
-        Args:
-          exponent: the exponent of the scale.
-          limit: the largest error of the gradients at a scale that fits.
-
-        Returns:
-          The first results that are wrong if those after them are in float32; None if none are wrong, or if the
-          gradients depend on the scale in float32, too.
+        They are the first results that are wrong, by more than `limit`, if those after them are in float32. Returns
+        None if none are wrong, or if the gradients depend on the scale in float32, too.
         """
         sites = [site for site in self.step.sites if site.part.backward]
 
@@ -235,11 +219,8 @@ def _fits_as_written(cause: Cause) -> bool:
 def smallest_set(count: int, fits: Callable[[Iterable[int]], bool]) -> list[int]:
     """Returns a set of integers below `count` that fits, and does not fit without any one of them.
 
-    It takes about `k log2(count)` calls for a set of k integers.
-
-    Args:
-      count: the number of integers, all of which together fit.
-      fits: tests a set. Any superset of a set that fits must fit, too.
+    All of them together must fit, and so must any superset of a set that fits. It takes about `k log2(count)` calls for
+    a set of k integers.
     """
     kept: list[int] = []
     start = 0
@@ -257,12 +238,10 @@ def _first_not_enough(integers: range, fits: Callable[[range], bool]) -> int:
 
 
 @jax.jit
-def _perturbed(arrays: list[jax.Array]) -> list[jax.Array]:
-    return [_perturb(x) if jnp.issubdtype(x.dtype, np.floating) else x for x in arrays]
-
-
 def _perturb(x: jax.Array) -> jax.Array:
     """Changes values by about one unit in the last place, up or down, depending on their bits."""
+    if not jnp.issubdtype(x.dtype, np.floating):
+        return x
     bits = jax.lax.bitcast_convert_type(x.astype(np.float32), np.int32)
     up = ((bits ^ (bits >> 7) ^ (bits >> 13)) & 1) == 1
     return x * jnp.where(up, 1 + _ULP, 1 - _ULP).astype(x.dtype)
