@@ -30,7 +30,7 @@ class GradReport:
 
     Attributes:
       finite: bool[], whether all gradients are finite.
-      max_abs: f32[leaves], the largest magnitude; NaN if the leaf contains NaN.
+      max_abs: f32[leaves], or f64[leaves] if a leaf is float64, the largest magnitude; NaN if the leaf contains NaN.
       nan: i32[leaves], the number of NaN values.
       inf: i32[leaves], the number of infinite values.
       zero: i32[leaves], the number of zeros.
@@ -66,7 +66,7 @@ class GradReport:
 
         Raises:
           TypeError: the report is traced, or `limit` is not an integer.
-          ValueError: the report is a batch.
+          ValueError: `limit` is below 1, or the report is a batch.
 
         >>> import jax.numpy as jnp
         >>> import jmpscale

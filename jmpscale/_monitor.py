@@ -92,8 +92,9 @@ def metrics(scaler: PyTree) -> dict[str, jax.Array]:
 def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
     """Raises if too many steps were skipped; call it between steps.
 
-    It raises if more than `max_consecutive_skips` consecutive steps were skipped; or if more steps were skipped in
-    total, the scale of a dynamic scaler is `min_scale`, and the most recent overflow happened at this scale.
+    It raises if more than `max_consecutive_skips` consecutive steps were skipped; or if more than
+    `max_consecutive_skips` steps were skipped in total, the scale of a dynamic scaler is `min_scale`, and the most
+    recent overflow happened at this scale.
 
     It waits for the device, so call it every hundred steps, for example. In a compiled program it is a check of
     `jax.experimental.checkify`.
@@ -286,5 +287,5 @@ def _has_nonfinite_sums(tree: PyTree) -> jax.Array | bool:
     if any(map(is_traced, sums)):
         return jnp.logical_not(all_finite_here(sums))
     # Each process tests its own shards: it cannot read others, and other processes may not have called this function.
-    shards = [shard.data for leaf in sums for shard in getattr(leaf, "addressable_shards", ())]
-    return not all(np.isfinite(shard).all() for shard in shards)
+    shards = [[s.data for s in leaf.addressable_shards] if isinstance(leaf, jax.Array) else [leaf] for leaf in sums]
+    return not all(np.isfinite(x).all() for held in shards for x in held)

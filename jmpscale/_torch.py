@@ -80,7 +80,8 @@ def from_torch_state_dict(
             f"mapping must have the keys of torch.amp.GradScaler.state_dict(): missing {sorted(_KEYS - set(mapping))}, "
             f"unexpected {sorted(map(str, set(mapping) - _KEYS))}. Pass the scaler's own state dict."
         )
-    tracker = check_count("mapping['_growth_tracker']", mapping["_growth_tracker"], low=0)
+    # Schedules that grow one step later start at -1.
+    tracker = check_count("mapping['_growth_tracker']", mapping["_growth_tracker"], low=-1)
     config = ScalerConfig(min_scale=min_scale, max_scale=max_scale, **{name: mapping[name] for name in _SETTINGS})
     scale = check_number("mapping['scale']", mapping["scale"])
     # A scale at its limit was saved as the nearest float32 number, which may be just outside the limit.

@@ -865,7 +865,7 @@ TORCH = {
             "unexpected ['x'].",
         ),
         "extra": (_from_torch(extra=1), "missing [], unexpected ['extra']"),
-        "tracker": (_from_torch(_growth_tracker=-1), "['_growth_tracker'] must be between 0 and 2147483647 ... got -1"),
+        "tracker": (_from_torch(_growth_tracker=-2), "['_growth_tracker'] must be between -1 and 2147483647 ... got -2"),
         "scale": (_from_torch(scale=0.0), "mapping['scale'] must ... got 0. The limits are min_scale and max_scale."),
         "below": (_from_torch({"min_scale": 2.0}, scale=2 - 1.5 * ULP), "mapping['scale'] must be between 2 and"),
         "above": (_from_torch({"max_scale": 2.0}, scale=2 + 1.5 * ULP), "mapping['scale'] must ... got 2.00000017881"),

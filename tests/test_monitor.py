@@ -74,6 +74,10 @@ DIAGNOSES = {  # the tree, and the words of the diagnosis; if several apply, the
         "the loss itself was not finite.*diagnose names the line",
     ),
     "sums": (_with_sums(_stuck(loss_scale=1.0), INF), r"optax\.MultiSteps has accumulated.*Place with_loss_scal"),
+    "sums on the host": (
+        jax.device_get(_with_sums(_stuck(loss_scale=1.0), NAN)),
+        r"optax\.MultiSteps has accumulated",
+    ),
     "finite-sums": (_with_sums(STUCK, 1.0), "The scale is still backing off"),
     "nan-elsewhere": ((STUCK, {"moment": jnp.array(NAN)}), "The scale is still backing off"),
     "limit": (

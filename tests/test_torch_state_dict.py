@@ -67,6 +67,8 @@ def test_to_torch_state_dict_exports_a_tracker_from_which_torch_can_grow():
     saved = jmpscale.to_torch_state_dict(scaler._replace(config=jmpscale.ScalerConfig(growth_interval=10)))
     assert saved["_growth_tracker"] == 9
     assert jmpscale.update(jmpscale.from_torch_state_dict(saved), True).loss_scale == 2048.0
+    late = jmpscale.dynamic()._replace(finite_steps=jnp.int32(-1))  # a schedule that grows one step later
+    assert jmpscale.from_torch_state_dict(jmpscale.to_torch_state_dict(late)).finite_steps == -1
 
 
 @pytest.mark.parametrize("limit", [0.7, 0.3, 1.1, 2.0, 2.0**-126, 2.0**126])

@@ -16,7 +16,9 @@ AxisName = Hashable | Sequence[Hashable] | None
 def as_axes(axis_name: AxisName) -> tuple[Hashable, ...]:
     if axis_name is None:
         return ()
-    return tuple(axis_name) if isinstance(axis_name, (tuple, list, set, frozenset)) else (axis_name,)
+    if isinstance(axis_name, (set, frozenset)):
+        return tuple(sorted(axis_name, key=str))  # in one order on all processes, which hash strings differently
+    return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
 
 
 def manual_axes(typed: bool) -> tuple[str, ...]:
