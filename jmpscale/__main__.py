@@ -181,14 +181,11 @@ def format_table(runs: Mapping[str, Run]) -> str:
 
 def plot(runs: Mapping[str, Run], batch_tokens: int) -> "Figure":
     """Plots the losses, the sampled texts, the loss scale and the gradients; returns a matplotlib figure."""
-    import matplotlib
     from matplotlib.figure import Figure
 
     from jmpscale import plots  # needs matplotlib
 
-    # One column and large letters, so that the picture is readable on a phone.
-    matplotlib.rcParams.update({"axes.titlesize": 15, "axes.labelsize": 14, "legend.fontsize": 13})
-    matplotlib.rcParams.update({"xtick.labelsize": 13, "ytick.labelsize": 13})
+    # One column, so that the picture is readable on a phone.
     figure = Figure(figsize=(8, 15), layout="constrained")
     axes = figure.subplot_mosaic([["loss"], ["texts"], ["scale"], ["gradients"]], height_ratios=[4, 4.6, 3, 3.4])
     losses = {name: run.mean("loss") for name, run in runs.items()}
@@ -199,11 +196,20 @@ def plot(runs: Mapping[str, Run], batch_tokens: int) -> "Figure":
     _plot_texts(runs, axes["texts"])
     plots.scale_trajectory(runs["float16, jmpscale"].history, ax=axes["scale"])
     axes["scale"].set_title("The loss scale grows until gradients overflow, then it is halved")
-    axes["scale"].legend()
+    axes["scale"].legend(fontsize=13)
     _plot_gradients(runs["float16, jmpscale"], axes["gradients"])
+    for name in ("loss", "scale", "gradients"):
+        _enlarge_text(axes[name])
     loss = f"the sum over its {SHARD_TOKENS:,} tokens,\ndivided by the {batch_tokens:,} tokens of the batch"
     figure.supxlabel(f"Loss of a step: {loss}", size=13)
     return figure
+
+
+def _enlarge_text(axis: "Axes") -> None:
+    axis.title.set_fontsize(15)
+    axis.xaxis.label.set_fontsize(14)
+    axis.yaxis.label.set_fontsize(14)
+    axis.tick_params(labelsize=13)
 
 
 def _plot_losses(runs: Mapping[str, Run], axis: "Axes") -> None:
@@ -216,7 +222,7 @@ def _plot_losses(runs: Mapping[str, Run], axis: "Axes") -> None:
         axis.plot(smooth, color=RUNS[name], label=label, **{"linewidth": 2, **styles.get(name, {})})
     axis.set(xlabel="step", ylabel="loss (nats per character)")
     axis.set_title("The same language model, trained four times")
-    axis.legend()
+    axis.legend(fontsize=13)
 
 
 def _plot_texts(runs: Mapping[str, Run], axis: "Axes") -> None:
@@ -239,7 +245,7 @@ def _plot_gradients(run: Run, axis: "Axes") -> None:
         axis.stairs(100 * counts / values.size, edges, fill=True, color=color, label=label)
     axis.set(xlabel="log2 of the magnitude", ylabel="percentage of values", xlim=(-48, 19), ymargin=0.7)
     axis.set_title("Gradients of the activations")
-    axis.legend(loc="upper left")
+    axis.legend(fontsize=13, loc="upper left")
 
 
 def read_text(path: pathlib.Path | None = None) -> str:

@@ -24,6 +24,7 @@ from jmpscale._base.tree import (
     is_array,
     is_traced,
     named_leaves,
+    structure,
 )
 
 T = TypeVar("T")
@@ -167,7 +168,7 @@ def _where(flag: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
 
 def check_same_types(before: PyTree, after: PyTree, name: str = "carry", fn: str = "fn", remedy: str = "") -> None:
     """Raises if two trees differ in structure, shapes, dtypes or shardings, and names the first difference."""
-    if jax.tree.structure(before) != jax.tree.structure(after):
+    if structure(before) != structure(after):
         old, new = dict(named_leaves(before)), dict(named_leaves(after))
         differences = [f"{name}{path} is only in its input" for path in old if path not in new]
         differences += [f"{name}{path} is only in its output" for path in new if path not in old]
@@ -175,7 +176,7 @@ def check_same_types(before: PyTree, after: PyTree, name: str = "carry", fn: str
         remedy = remedy or f"Return every value that {fn} takes, in the same order."
         raise TypeError(
             f"{fn} must return its {name} with the same structure, but {difference}: the input is "
-            f"{truncate(jax.tree.structure(before))}, the output is {truncate(jax.tree.structure(after))}. {remedy}"
+            f"{truncate(structure(before))}, the output is {truncate(structure(after))}. {remedy}"
         )
     for (path, was), now in zip(named_leaves(before), jax.tree.leaves(after), strict=True):
         if not has_same_type(was, now):

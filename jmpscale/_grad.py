@@ -29,8 +29,8 @@ T = TypeVar("T")
 Function = Callable[..., Any]
 
 _SCALER_COMES_FIRST = (
-    "The scaler is the first positional argument of the new function, as in value_and_grad(loss_fn)(scaler, params, "
-    "batch). It may also be the state of an optimizer that is wrapped in with_loss_scaling."
+    "The scaler is the first positional argument of the new function: value_and_grad(loss_fn)(scaler, params, batch). "
+    "It may also be the state of an optimizer that is wrapped in with_loss_scaling."
 )
 _SELF_COMES_FIRST = (
     "A decorated method receives self before the scaler. Remove the decorator, and call "

@@ -1,7 +1,7 @@
 """Gradients in true units for training loops that compute the gradients themselves."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
@@ -158,7 +158,7 @@ def _scale_backward_pass(loss_scale: jax.Array, name: str, watch: bool, fun: Fun
         raise
     outputs = traced._replace(inputs=replace_inputs(unscaled)).evaluate()
     differentiable, replace_outputs = flatten_matching(outputs, is_inexact)
-    scaled = _scale_cotangents(loss_scale, differentiable, unscaled)
+    scaled: Any = _scale_cotangents(loss_scale, differentiable, unscaled)
     return traced.unflatten(replace_outputs(scaled))
 
 
@@ -272,15 +272,24 @@ def _warn_if_not_finite(grads: list[jax.Array | None], selected: list[bool], nam
 _unscale_cotangents.defvjp(_unscale_cotangents_fwd, _unscale_cotangents_bwd, symbolic_zeros=True)
 
 
-# Returns the outputs, and multiplies their cotangents by the loss scale. An output that is not differentiated has no
-# cotangent: a zero in its place could become NaN (0 * inf).
-_scale_cotangents: Any = jax.custom_vjp(lambda loss_scale, outputs, inputs: outputs)
-_scale_cotangents.defvjp(
-    lambda loss_scale, outputs, inputs: ([y.value for y in outputs], loss_scale.value),
-    lambda loss_scale, cotangents: (
-        None,
-        [None if isinstance(ct, SymbolicZero) else multiply_leaf(ct, loss_scale) for ct in cotangents],
-        None,
-    ),
-    symbolic_zeros=True,
-)
+@jax.custom_vjp
+def _scale_cotangents(loss_scale: jax.Array, outputs: list[jax.Array], inputs: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns the outputs, and multiplies their cotangents by the loss scale."""
+    return outputs
+
+
+def _scale_cotangents_fwd(
+    loss_scale: CustomVJPPrimal, outputs: list[CustomVJPPrimal], inputs: Sequence[CustomVJPPrimal]
+) -> tuple[list[jax.Array], jax.Array]:
+    return [y.value for y in outputs], loss_scale.value
+
+
+def _scale_cotangents_bwd(
+    loss_scale: jax.Array, cotangents: list[jax.Array | SymbolicZero]
+) -> tuple[None, list[jax.Array | None], None]:
+    # An output that is not differentiated has no cotangent. A zero in its place could become NaN (0 * inf).
+    scaled = [None if isinstance(ct, SymbolicZero) else multiply_leaf(ct, loss_scale) for ct in cotangents]
+    return None, scaled, None
+
+
+_scale_cotangents.defvjp(_scale_cotangents_fwd, _scale_cotangents_bwd, symbolic_zeros=True)

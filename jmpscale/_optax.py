@@ -13,7 +13,7 @@ import optax
 from jmpscale._base.axes import AxisName, as_axes, axes_to_reduce, manual_axes, warn_if_unsynchronized
 from jmpscale._base.check import check_count, check_in_range
 from jmpscale._base.compat import full_like, varying_axes
-from jmpscale._base.tree import PyTree, flatten_gradients, is_array, is_inexact, is_traced
+from jmpscale._base.tree import PyTree, flatten_gradients, is_array, is_inexact, is_traced, structure
 from jmpscale._finite import all_finite_here
 from jmpscale._gate import GatedTree, check_same_types, gate, has_same_type, is_numeric
 from jmpscale._monitor import SkipMonitor
@@ -314,7 +314,7 @@ def _update_if(
 
 def _skipped_updates(grads: PyTree, params: PyTree) -> PyTree:
     """Returns zeros of the types of the parameters, which updates have even where the gradients' types differ."""
-    like = params if jax.tree.structure(params) == jax.tree.structure(grads) else grads
+    like = params if structure(params) == structure(grads) else grads
     return jax.tree.map(lambda grad, x: _negative_zeros(jnp.asarray(x)) if is_numeric(grad) else grad, grads, like)
 
 

@@ -14,7 +14,7 @@ from jmpscale._base.axes import check_no_partial_sums
 from jmpscale._base.check import is_called_by, warn_user
 from jmpscale._base.marks import Mark, has_mark
 from jmpscale._base.text import describe, truncate, type_name
-from jmpscale._base.tree import PyTree, check_no_refs, find_instances, first_leaf, is_inexact
+from jmpscale._base.tree import PyTree, check_no_refs, find_instances, first_leaf, is_inexact, structure
 from jmpscale._gate import warn_if_gated
 from jmpscale._scaler_of_tree import check_scaler
 from jmpscale._scaling import needs_wider_gradient
@@ -73,7 +73,7 @@ def warn_if_swapped(params: PyTree, loss: PyTree) -> None:
 
 
 def check_structure_of_updates(grads: PyTree, updates: PyTree) -> None:
-    expected, got = jax.tree.structure(grads), jax.tree.structure(updates)
+    expected, got = structure(grads), structure(updates)
     if got != expected:
         raise TypeError(
             f"inner must return updates with the structure of the gradients, {truncate(expected)}, got "

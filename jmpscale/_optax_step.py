@@ -8,7 +8,7 @@ import optax
 from jax.typing import ArrayLike
 
 from jmpscale._base.text import truncate
-from jmpscale._base.tree import PyTree
+from jmpscale._base.tree import PyTree, structure
 from jmpscale._optax import Transformation, with_extra_args
 from jmpscale._optax_checks import check_no_scaler, check_not_wrapped, check_transformation
 
@@ -50,10 +50,10 @@ def optax_step(
                 f"carry must be two values, the parameters and the optimizer state, got {len(carry)}. {call}"
             )
         params, opt_state = carry
-        if jax.tree.structure(opt_state) == jax.tree.structure(grads) != jax.tree.structure(params):
+        if structure(opt_state) == structure(grads) != structure(params):
             raise TypeError(
                 "carry must be the parameters and then the optimizer state, got them in the opposite order: the second "
-                f"value has the structure of the gradients, {truncate(jax.tree.structure(grads))}. {call}"
+                f"value has the structure of the gradients, {truncate(structure(grads))}. {call}"
             )
         remedy = (
             "A skipped step would not adjust its scale: pass the inner optimizer, or call tx.update without apply_if."

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpscale._base.check import check_in_range, warn_user
+from jmpscale._base.check import warn_user
 from jmpscale._base.compat import is_compiling
 from jmpscale._base.text import describe, type_name
 from jmpscale._base.tree import PyTree, Tree, find_instances, is_array, is_traced
-from jmpscale._state import ARRAY_FIELDS, LARGEST_SCALE, SMALLEST_SCALE, ScalerConfig, ScalerState, register_with_flax
+from jmpscale._state import ARRAY_FIELDS, ScalerConfig, ScalerState, register_with_flax
 
 
 def get_scaler(tree: PyTree) -> ScalerState:
@@ -139,12 +139,6 @@ def _check_scaler_type(scaler: object, name: str) -> ScalerState:
         )
     register_with_flax()
     return scaler
-
-
-def read_loss_scale(scaler: ScalerState) -> float:
-    """Returns the loss scale as a Python number, or raises if it is invalid."""
-    remedy = "The state was corrupted, in storage or by hand: restore an older checkpoint, or create a new scaler."
-    return check_in_range("scaler.loss_scale", float(scaler.loss_scale), SMALLEST_SCALE, LARGEST_SCALE, remedy)
 
 
 def warn_if_constant(scaler: ScalerState, values: PyTree, name: str = "scaler") -> None:

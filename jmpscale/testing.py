@@ -23,6 +23,7 @@ from jmpscale._base.tree import (
     is_array,
     is_inexact,
     named_leaves,
+    structure,
 )
 
 
@@ -144,12 +145,11 @@ def assert_step_is_noop(before: PyTree, after: PyTree) -> None:
             f"the step changed the structure of the training state: state{min(differing)} is only in one of the two "
             "states."
         )
-    treedefs = jax.tree.structure(before), jax.tree.structure(after)
-    if treedefs[0] != treedefs[1]:
+    if structure(before) != structure(after):
         raise AssertionError(
-            f"the step changed the structure of the training state: {truncate(treedefs[0], 200)} before, "
-            f"{truncate(treedefs[1], 200)} after. A container has another type, or another static field, such as a "
-            "function that was created again. Compare the arrays alone, such as (state.params, state.opt_state) of a "
+            f"the step changed the structure of the training state: {truncate(structure(before), 200)} before, "
+            f"{truncate(structure(after), 200)} after. A container has another type, or another static field, such as "
+            "a function that was created again. Compare the arrays alone, such as (state.params, state.opt_state) of a "
             "TrainState."
         )
     for (path, was), (_, now) in zip(old, new, strict=True):

@@ -1,5 +1,6 @@
 """diagnose enters every kind of program, names the user's lines, and leaves the caller's objects unchanged."""
 
+import functools
 import inspect
 import re
 
@@ -132,23 +133,45 @@ def test_kernels_run_in_their_own_dtype_and_are_listed():
     assert diagnosis.fitting_scales() is not None
 
 
-def overflow_of_a_shard(w, x, dtype=H):
-    h = jax.lax.scan(lambda h, _: (h @ w.astype(dtype), None), x.astype(dtype), None, length=3)[0]  # overflow
-    return squared(jnp.tanh(h.astype(jnp.float32) * 1e-6))
+def sharded_loss(w, x, check_vma=True):
+    def shard_loss(w, x):
+        return jax.lax.pmean(programs.mlp_by_hand(w, x), "data")
+
+    mesh = meshes.make_mesh(data=4)
+    specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
+    return jax.shard_map(shard_loss, mesh=mesh, check_vma=check_vma, **specs)(w, x)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("axis_type", "check_vma"), [("Auto", True), ("Auto", False), ("Explicit", True)])
-def test_line_in_a_shard_map_is_named(axis_type, check_vma):
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_is_entered(check_vma):
+    diagnosis = diagnose(functools.partial(sharded_loss, check_vma=check_vma), W, X)
+    assert diagnosis.not_entered == ()
+    assert any("(mlp_by_hand)" in row.line for row in diagnosis.rows)
+    plain = diagnose(programs.mlp_by_hand, W, X)
+    found, expected = (np.log2(x.fitting_scales()) for x in (diagnosis, plain))
+    assert np.abs(found - expected).max() <= 3  # each device has a part of the batch
+    assert diagnosis.loss == pytest.approx(plain.loss, rel=1e-3)
+
+
+def sharded_overflow(axis_type, w, x):
+    def shard_loss(w, x):
+        h = jax.lax.scan(lambda h, _: (h @ w.astype(H), None), x.astype(H), None, length=3)[0]  # overflow
+        return jax.lax.pmean(squared(jnp.tanh(h.astype(jnp.float32) * 1e-6)), "data")
+
     mesh = meshes.make_mesh(getattr(jax.sharding.AxisType, axis_type), data=4)
-    specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P(), "check_vma": check_vma}
     with jax.set_mesh(mesh):
-        mapped = jax.shard_map(lambda w, x: jax.lax.pmean(overflow_of_a_shard(w, x), "data"), **specs)
-        diagnosis = diagnose(mapped, 30 * W, jax.device_put(X, jax.NamedSharding(mesh, jax.P("data"))))
-    line = line_of(overflow_of_a_shard, "# overflow")
+        mapped = jax.shard_map(shard_loss, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P())
+        return diagnose(mapped, w, jax.device_put(x, jax.NamedSharding(mesh, jax.P("data"))))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+def test_line_in_a_shard_map_is_named(axis_type):
+    diagnosis = sharded_overflow(axis_type, 30 * W, X)
+    line = line_of(sharded_overflow, "# overflow", "shard_loss")
     assert diagnosis.summary.startswith(f"The forward pass overflows: dot_general at {line} reaches ")
-    assert (diagnosis.lines, diagnosis.not_entered) == ((line,), ())
-    assert diagnosis.loss_float32 == pytest.approx(float(overflow_of_a_shard(30 * W, X, jnp.float32)), rel=1e-3)
+    assert diagnosis.lines == (line,)
 
 
 @pytest.mark.full
@@ -418,7 +441,7 @@ WRONG = {
     "fun is not callable": (
         lambda: jmpscale.diagnose(3.0),
         TypeError,
-        "fun must be the loss function, got 3.0. The scaler is the first positional argument of the new function",
+        "fun must be the loss function, got 3.0. The scaler is the first argument of the new function",
     ),
     "no scaler": (
         lambda: jmpscale.diagnose(sine)({"w": W}, X),

@@ -1,8 +1,13 @@
 """diagnose finds the powers of two that fit, and the smallest set of lines, in few runs."""
 
+import itertools
+import time
+
+import jax
 import numpy as np
 import pytest
 
+from jmpscale._diagnosis.compile import is_slow
 from jmpscale._diagnosis.scales import search
 from jmpscale._diagnosis.trials import smallest_set
 
@@ -131,3 +136,10 @@ def test_set_of_many_integers_is_found_in_few_runs():
 
     assert set(smallest_set(200, fits)) == set(range(3, 200))
     assert len(runs) < 150
+
+
+@pytest.mark.parametrize(("later", "slow"), [(0.01, True), (0, False)])
+def test_program_is_slow_if_its_runs_take_longer_than_compiling(later, slow):
+    seconds = itertools.chain([0.1], itertools.repeat(later))
+    found = is_slow(lambda: time.sleep(next(seconds)))
+    assert found == (slow and jax.default_backend() == "cpu")

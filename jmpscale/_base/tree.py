@@ -103,6 +103,11 @@ def first_leaf(tree: PyTree, matches: Callable[[Any], object]) -> tuple[str, Any
     return next((path, leaf) for path, leaf in named_leaves(tree) if matches(leaf))
 
 
+def structure(tree: PyTree) -> object:
+    """Returns the structure of a tree, which Python compares by `==`."""
+    return jax.tree.structure(tree)
+
+
 def check_no_refs(tree: PyTree, name: str = "tree") -> None:
     """Raises if a leaf is a mutable array reference: its updates would be neither checked nor gated."""
     if found := first_leaf(tree, lambda leaf: isinstance(leaf, REF)):

@@ -6,6 +6,7 @@ from typing import Any, overload
 
 import jax
 
+from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree
 from jmpscale._diagnosis.examine import examine
 from jmpscale._diagnosis.progress import showing_progress
@@ -13,8 +14,8 @@ from jmpscale._diagnosis.repair import non_finite_arguments
 from jmpscale._diagnosis.report import Diagnosis
 from jmpscale._diagnosis.step import check_concrete, trace_step
 from jmpscale._grad import value_and_grad
-from jmpscale._scaler_of_tree import find_scaler, read_loss_scale
-from jmpscale._state import ScalerState
+from jmpscale._scaler_of_tree import find_scaler
+from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerState
 
 Function = Callable[..., Any]
 
@@ -41,11 +42,11 @@ def diagnose(
     entered. Kernels and callbacks run as they are written. Callbacks run once, and those without results, such as
     `jax.debug.print`, do not run.
 
-    A diagnosis takes three to eight times as long as compiling the step and running it, and memory for the step in
-    float32. The number of runs grows with the number of scales and with the logarithm of the number of lines, times the
-    number of lines that are found. A program with at most 64 pairs of a line and a pass runs once more for each pair.
-    On a CPU, diagnose a large model with a smaller batch. If a program runs in several processes, all of them must call
-    the diagnosis.
+    On a CPU, a diagnosis takes four to seven times as long as compiling the step and running it. It needs memory for
+    the step in float32. The number of runs grows with the number of scales and with the logarithm of the number of
+    lines, times the number of lines that are found. A program with at most 64 pairs of a line and a pass runs once more
+    for each pair. On a CPU, diagnose a large model with a smaller batch. If a program runs in several processes, all of
+    them must call the diagnosis.
 
     Args:
       fun: the loss function, as for `value_and_grad`; `autocast` may be applied to it. For a training step that is
@@ -75,7 +76,12 @@ def diagnose(
     """
     if fun is None:
         return functools.partial(diagnose, argnums=argnums, has_aux=has_aux, transform=transform)
-    differentiated = value_and_grad(fun, argnums, has_aux, transform=transform)  # checks the arguments
+    if not callable(fun):
+        raise TypeError(
+            f"fun must be the loss function, got {describe(fun)}. The scaler is the first argument of the new "
+            "function: diagnose(loss_fn)(scaler, params, batch)."
+        )
+    differentiated = value_and_grad(fun, argnums, has_aux, transform=transform)  # checks the options
 
     def loss_and_grads(state: ScalerState, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[Any, PyTree]:
         value, grads = differentiated(state, *args, **kwargs)
@@ -84,7 +90,8 @@ def diagnose(
     def diagnose_fun(scaler: PyTree, /, *args: Any, **kwargs: Any) -> Diagnosis:
         state = find_scaler(scaler, remedy="Call diagnose(loss_fn)(scaler, params, batch).")
         check_concrete({"scaler": state, "args": args, "kwargs": kwargs})
-        scale = 1.0 if state.config.mode == "disabled" else read_loss_scale(state)
+        scale = _scale_of(state)
+
         # Non-finite values are what is looked for, and a function that is not compiled cannot be entered.
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False), showing_progress() as progress:
             step = trace_step(loss_and_grads, args, kwargs)
@@ -92,3 +99,15 @@ def diagnose(
 
     diagnose_fun.__name__ = f"diagnose_of_{getattr(fun, '__name__', 'fun')}"
     return diagnose_fun
+
+
+def _scale_of(state: ScalerState) -> float:
+    if state.config.mode == "disabled":
+        return 1.0
+    scale = float(state.loss_scale)
+    if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
+        raise ValueError(
+            f"scaler must have a valid loss scale, got {scale}: the state was corrupted, in storage or by hand. "
+            "Restore an older checkpoint, or pass jmpscale.dynamic()."
+        )
+    return scale

@@ -1,7 +1,7 @@
 """A training step whose operations compute as they are written, in float32, or otherwise, as an array of modes says.
 
-It is compiled once. With all operations as written it is the step; with all of them in float32 it is the reference. So
-a search over the modes finds the lines that must compute in float32 by changing them.
+With all operations as written it is the step; with all of them in float32 it is the reference. So a search over the
+modes finds the lines that must compute in float32 by changing them.
 """
 
 import enum
