@@ -159,7 +159,7 @@ def warn_if_loss_is_misspelled(arguments: Mapping[str, object], inner: object) -
 def _neighbors(frame: types.FrameType) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
     """Returns the states and updates that an `optax.chain` has called before the wrapper, and those after it."""
     local = frame.f_locals if frame.f_globals.get("__name__") == optax.chain.__module__ else {}
-    if not {"new_state", "state", "update_fns"} <= local.keys():
+    if not all(name in local for name in ("new_state", "state", "update_fns")):
         return [], []
     transformations, called = list(zip(local["state"], local["update_fns"], strict=False)), len(local["new_state"])
     return transformations[:called], transformations[called + 1 :]
