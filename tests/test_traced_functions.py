@@ -1,4 +1,4 @@
-"""autocast and loss_scaled trace a function once, also if it changes NNX variables, and name themselves in errors."""
+"""autocast and loss_scaled trace a function once, even if it changes NNX variables, and name themselves in errors."""
 
 import functools
 import inspect

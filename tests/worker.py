@@ -104,7 +104,7 @@ FAULTS = {  # the last number of a batch, and the first words of the diagnosis
 
 
 def diagnose(put):
-    """Returns the description and the fitting scales for each fault; of the arrays a process may hold a part."""
+    """Returns the description and the fitting scales for each fault; a process may hold a part of each array."""
     w, x, found = np.eye(8, dtype=np.float32), np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32), []
     for fault in FAULTS:
         x[-1, -1] = fault  # on the last device

@@ -21,7 +21,7 @@ _SCALE, _HISTORY = "_scale", "_amax_history"
 
 
 def imported(module: str, *names: str) -> Any:
-    """Returns the first of some names that a module has; if the program has not imported it, (), no class."""
+    """Returns the first of some names that a module defines; an empty tuple if the program has not imported it."""
     # While another thread is still importing the module, it exists without its names.
     found = sys.modules.get(module)
     return next((getattr(found, name) for name in names if hasattr(found, name)), ())

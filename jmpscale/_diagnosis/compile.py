@@ -14,9 +14,9 @@ def compile_lazily(fun: Callable[..., Any], *, optimize: bool = False) -> Callab
 
 
 def is_slow(run: Callable[[], Any]) -> bool:
-    """Tests whether 40 runs of a step take longer than its first one, which compiles it.
+    """Tests whether 40 runs of a step take longer than the first run, which compiles it.
 
-    Then the runs of a diagnosis take longer than optimizing its programs.
+    The runs of a diagnosis then take longer than the optimization of its programs.
     """
     if jax.default_backend() != "cpu":
         return False

@@ -55,7 +55,7 @@ class Trials:
 
     def __init__(self, step: Step, progress: Callable[[str], None], *, optimize: bool = False) -> None:
         self.step = ModalStep(step, PRECISION, optimize=optimize)
-        # A program of its own: the other runs need no statistics, which take more time than the rest of a run.
+        # A separate program, because the other runs need no statistics, which can take most of the time of a run.
         self._recording = ModalStep(step, RECORD, optimize=optimize)
         self._progress, self._count = progress, 0
         self._errors: dict[tuple[frozenset[tuple[Site, Mode]], Mode, int], float] = {}
