@@ -30,7 +30,7 @@ def diagnosis():
 def main():
     """Writes the picture; it is readable at a width of 400 pixels."""
     with plt.rc_context({"font.size": 15, "axes.titlesize": "medium"}):
-        figure, axes = plt.subplots(figsize=(6.4, 7.2), layout="constrained")
+        figure, axes = plt.subplots(figsize=(6.4, 4.6), layout="constrained")
         plots.diagnosis(diagnosis(), ax=axes)
         figure.savefig(PICTURE, dpi=230)  # two pixels for each of the 736 of a page
 

@@ -159,7 +159,7 @@ def headroom(reports: GradReport, *, limit: int = 8, ax: Axes | None = None) -> 
 
 
 def diagnosis(diagnosis: Diagnosis, *, ax: Axes | None = None) -> Axes:
-    """Plots the error of the gradients against the loss scale, and the error of each of the worst lines alone.
+    """Plots the error of the gradients against the loss scale, and of the worst lines alone if they were run.
 
     Args:
       diagnosis: the result of `jmpscale.diagnose(loss_fn)(...)`.
@@ -184,7 +184,7 @@ def diagnosis(diagnosis: Diagnosis, *, ax: Axes | None = None) -> Axes:
             f"diagnosis must be a Diagnosis, got {describe(diagnosis)}. Pass the result of diagnose(loss_fn)(...)."
         )
     ax = _axes(ax, height=6)
-    rows = worst_first(diagnosis.rows)[:6]
+    rows = [row for row in worst_first(diagnosis.rows) if row.alone is not None][:6]
     if rows and (place := ax.get_subplotspec()):
         grid = place.subgridspec(2, 1, height_ratios=(3, 2))
         ax.set_subplotspec(grid[0])
@@ -212,12 +212,12 @@ def diagnosis(diagnosis: Diagnosis, *, ax: Axes | None = None) -> Axes:
 
 
 def _plot_rows(rows: Sequence[DiagnosisRow], ax: Axes) -> None:
-    alone = np.array([0.0 if row.alone is None else row.alone for row in rows])
+    alone = np.array([row.alone for row in rows])
     low, high = _set_error_axis(ax, "x", alone)
     colors = [RED if row.in_lines else BLUE for row in rows]
     ax.barh(range(len(rows)), np.clip(alone, low, high), color=colors, alpha=0.5)
     for i, row in enumerate(rows):
-        error = "not run" if row.alone is None else format_percentage(row.alone).replace("inf", "not finite")
+        error = format_percentage(alone[i]).replace("inf", "not finite")
         ax.text(low, i, f" {truncate(row.line, 50)}, {'backward' if row.backward else 'forward'}: {error}", va="center")
     ax.set(ylim=(len(rows) - 0.5, -0.5), yticks=[], xlabel="error with only this line in half precision")
     if RED in colors:

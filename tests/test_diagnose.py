@@ -415,7 +415,7 @@ def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setattr("jmpscale._diagnosis.progress._SILENT_SECONDS", 0.0)
     monkeypatch.setattr("jmpscale._diagnosis.progress._INTERVAL", 0.0)
-    diagnose(sine, jnp.ones(2))
+    diagnose(sine, jnp.ones(2), scale=2.0**30)
     shown = capsys.readouterr().err
     assert shown.startswith("\r\033[Kdiagnose: running in float32")
     assert "diagnose: running at powers of two" in shown

@@ -95,7 +95,7 @@ FAULTS = {
         autocast=True,
         lines=(),
         scaler=jmpscale.dynamic(2.0**10),
-        contains="; yours is 2^10. At this scale the gradients are wrong in float32 too",
+        contains="; yours is 2^10. At this scale the gradients are wrong even if the backward pass computes in float32",
     ),
     "equal scores": Fault(
         programs.min_max_of_equal_scores,

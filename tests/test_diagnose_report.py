@@ -48,7 +48,8 @@ SMALL = f"It is too small: mul at {line(product)} underflows."
 LARGE = f"It is too large: convert_element_type at {line(product)} overflows."
 BEST = "At the best scale the gradients differ from float32 by "
 CLIPS = (
-    "At this scale the gradients are wrong in float32 too, as in a backward pass that clips or compares scaled values. "
+    "At this scale the gradients are wrong even if the backward pass computes in float32, as in one that clips or "
+    "compares scaled values. "
 )
 FROZEN = "Its gradients are finite, so no step is skipped, and a dynamic scale does not back off. Use "
 SCALERS = {  # the loss function, the scaler, the name of the present scale, and the sentences that follow
@@ -197,8 +198,8 @@ SUMMARIES = {  # the loss function, its arguments, and the summary, with the lin
     "large error": (
         phases,
         (W, X),
-        "Loss scales from 2^-22 to 2^11 fit; yours is 2^10. The gradients differ from float32 by 6.97%. {0} alone "
-        "accounts for 7%, in the forward pass.",
+        "Loss scales from 2^-22 to 2^11 fit; yours is 2^10. The gradients differ from float32 by 6.97%. With "
+        "only the forward pass of {0} in half precision, they differ by 7%.",
     ),
     "overflows": (
         two_overflows,
@@ -346,8 +347,8 @@ ROWS = [
     row(3, alone=math.inf, overflow=0.5, max_abs=1e5),
     row(4, alone=10.5),
     row(5, alone=0.02, in_lines=True),
-    row(6, alone=None),
-    row(7, alone=None, max_abs=32752.0),
+    row(6),
+    row(7, max_abs=32752.0),
 ]
 
 
@@ -375,13 +376,18 @@ def test_table_has_the_lines_first_and_then_the_largest_errors():
         "model.py:4 (f)   forward   float16         2      15.0         0          0   >1000%",
         "model.py:2 (f)  backward  bfloat16         2     127.0         0     0.101%   0.123%",
         "model.py:1 (f)   forward   float16         0       inf         0          0  <0.001%",
-        "model.py:7 (f)   forward   float16  3.28e+04       1.0         0          0  not run",
-        "model.py:6 (f)   forward   float16         2      15.0         0          0  not run",
+        "model.py:7 (f)   forward   float16  3.28e+04       1.0         0          0        0",
+        "model.py:6 (f)   forward   float16         2      15.0         0          0        0",
     ]
     assert [text.split()[0] for text in report().describe(2).splitlines()[2:]] == ["model.py:5", "model.py:3"]
     for limit, error in ((0, ValueError), ("all", TypeError)):
         with pytest.raises(error, match="limit must be"):
             report().describe(limit)
+
+
+def test_table_has_no_errors_that_were_not_measured():
+    *_, columns, cells = report([row(1, alone=None)]).describe().splitlines()
+    assert (columns.split()[-1], cells.split()[-1]) == ("underflow", "0")
 
 
 def test_table_has_twenty_rows_by_default():

@@ -216,7 +216,7 @@ def test_diagnose_measures_overflow_and_underflow():
 @pytest.mark.full
 def test_error_alone_is_the_error_of_a_program_with_one_line_in_half_precision():
     def loss(first, second, w, x):
-        h = jnp.sin(x.astype(first) @ w.astype(first)).astype(jnp.float32)
+        h = jnp.sin(64 * x.astype(first) @ w.astype(first)).astype(jnp.float32)
         return jnp.mean((h.astype(second) @ w.astype(second)).astype(jnp.float32) ** 2)
 
     def gradient(*dtypes):

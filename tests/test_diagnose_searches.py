@@ -3,13 +3,16 @@
 import itertools
 import time
 
-import jax
 import numpy as np
 import pytest
 
 from jmpscale._diagnosis.compile import is_slow
 from jmpscale._diagnosis.scales import search
 from jmpscale._diagnosis.trials import smallest_set
+
+
+def not_finite(k):
+    """Measures the errors of a forward pass that overflows."""
 
 
 def window(low, high, best=0.001, below=1.0):
@@ -73,21 +76,28 @@ def test_search(error, present, fitting, best, expected):
         assert -126 <= k <= 126
         return error(k)
 
-    found = search(counted, present, expected)
+    found = search(counted, not_finite, present, expected)
     assert (found.fitting, found.best) == (fitting, best)
     assert sorted(found.errors) == sorted(runs)
     assert len(runs) <= 40, sorted(runs)
 
 
 def test_search_that_expects_the_largest_scale_takes_few_runs():
-    found = search(window(-10, 19), 10, 19)
+    found = search(window(-10, 19), not_finite, 10, 19)
     assert len(found.errors) <= 12, sorted(found.errors)
 
 
 def test_only_the_best_scale_fits_if_gradients_are_best_at_different_scales():
     errors = {5: [0.15, 0.001], 2: [0.001, 0.14], -1: [0.16, 0.16]}
-    found = search(lambda k: None if k > 5 else np.array(errors.get(k, [1.0, 1.0])), 2, 5)
+    found = search(lambda k: None if k > 5 else np.array(errors.get(k, [1.0, 1.0])), not_finite, 2, 5)
     assert (found.fitting, found.best) == ((2, 2), 2)
+
+
+def test_scales_fit_up_to_the_error_of_the_forward_pass():
+    """At one scale, errors of both passes cancel."""
+    errors = {8: 0.11} | dict.fromkeys(range(8), 0.17)
+    found = search(lambda k: None if k > 8 else np.array([errors.get(k, 0.4)]), lambda k: np.array([0.16]), 3, 8)
+    assert (found.fitting, found.best) == ((0, 8), 8)
 
 
 TOLERANCES = {  # the best error, the error at other scales, and whether they fit
@@ -100,7 +110,7 @@ TOLERANCES = {  # the best error, the error at other scales, and whether they fi
 
 @pytest.mark.parametrize(("best", "other", "fits"), TOLERANCES.values(), ids=TOLERANCES)
 def test_scale_fits_up_to_a_tolerance(best, other, fits):
-    found = search(lambda k: None if k > 10 else np.array([best if k > 0 else other]), 5, 10)
+    found = search(lambda k: None if k > 10 else np.array([best if k > 0 else other]), not_finite, 5, 10)
     assert found.fitting == ((-126 if fits else 1), 10)
 
 
@@ -142,4 +152,4 @@ def test_set_of_many_integers_is_found_in_few_runs():
 def test_program_is_slow_if_its_runs_take_longer_than_compiling(later, slow):
     seconds = itertools.chain([0.1], itertools.repeat(later))
     found = is_slow(lambda: time.sleep(next(seconds)))
-    assert found == (slow and jax.default_backend() == "cpu")
+    assert found == slow

@@ -8,7 +8,7 @@ from jmpscale._diagnosis.compile import is_slow
 from jmpscale._diagnosis.modes import Part, compile_step
 from jmpscale._diagnosis.repair import RepairedStep
 from jmpscale._diagnosis.report import Diagnosis, DiagnosisRow
-from jmpscale._diagnosis.scales import Scales, largest, search
+from jmpscale._diagnosis.scales import LARGE_ERROR, Scales, largest, search
 from jmpscale._diagnosis.step import Step
 from jmpscale._diagnosis.summary import Findings, describe_argument, describe_constant, describe_origin, summarize
 from jmpscale._diagnosis.trials import Trials
@@ -21,9 +21,8 @@ def examine(
     step: Step, scaler: ScalerState, scale: float, non_finite: Arguments, progress: Callable[[str], None]
 ) -> Diagnosis:
     """Examines a step at a loss scale, which is 1 if the scaler is disabled; describes the work to `progress`."""
-    run_as_written = compile_step(step, optimize=False)
+    run_as_written = compile_step(step)
     optimize = is_slow(lambda: run_as_written(scale))
-    run_as_written = compile_step(step, optimize=True) if optimize else run_as_written
     outputs = run_as_written(scale)
     progress("running in float32")
     trials = Trials(step, progress, optimize=optimize)
@@ -45,9 +44,11 @@ def examine(
 
     progress("running at powers of two")
     present = round(math.log2(scale))
-    scales = search(lambda k: trials.compare(run_as_written(2.0**k))[0], present, trials.largest_exponent())
+    scales = search(
+        lambda k: trials.compare(run_as_written(2.0**k))[0], trials.forward_errors, present, trials.largest_exponent()
+    )
     findings, exponent = _explain(findings._replace(scales=scales), trials, present)
-    alone = trials.errors_alone(exponent)
+    alone = {} if findings.error < LARGE_ERROR else trials.errors_alone(exponent)
     return _diagnosis(findings, summarize(findings, alone), alone)
 
 
@@ -65,7 +66,7 @@ def _explain(findings: Findings, trials: Trials, present: int) -> tuple[Findings
         statistics = trials.statistics(2.0**lines.exponent)
         return findings._replace(lines=lines, cause=cause, statistics=statistics), lines.exponent
     if not findings.scale_fits:
-        return findings._replace(cause=trials.find_cause_of_scale(present, scales.limit)), present
+        return findings._replace(cause=trials.find_cause_of_scale(present, scales.limits)), present
     return findings._replace(tight=trials.find_tight(findings.statistics, present)), present
 
 

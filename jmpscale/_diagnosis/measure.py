@@ -46,19 +46,18 @@ def _compiled() -> Callable[[Any, Any], jax.Array]:
 
 def _compare(x: jax.Array, reference: jax.Array) -> jax.Array:
     x = x.astype(reference.dtype)  # float32 or wider
+    are_finite = jnp.isfinite(x) & jnp.isfinite(reference)
     same = (x == reference) | (jnp.isnan(x) & jnp.isnan(reference))
-    differs = ~same & ~(jnp.isfinite(x) & jnp.isfinite(reference))
-    distance, norm = _norm(jnp.where(same | differs, 0, x - reference)), _norm(reference)
-    error = jnp.where(differs.any(), np.inf, jnp.where(distance > 0, distance / norm, 0))
-    # A norm in float64 may exceed float32; `float` is float64 if JAX has it.
-    return jnp.stack([y.astype(float) for y in (error, norm, severity([x]))])
-
-
-def _norm(x: jax.Array) -> jax.Array:
-    """Returns the L2 norm of the finite values, even where their squares overflow or underflow."""
-    magnitude = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
+    # In units of the largest value, and limited, because squares overflow and underflow.
+    magnitude = jnp.where(jnp.isfinite(reference), jnp.abs(reference), 0)
     largest = magnitude.max(initial=0)
-    return jnp.sqrt(((magnitude / jnp.where(largest > 0, largest, 1)) ** 2).sum()) * largest
+    unit = jnp.where(largest > 0, largest, 1)
+    distance = jnp.minimum(jnp.abs(x - reference) / unit, 1e12)
+    distance = jnp.where(same, 0, jnp.where(are_finite, distance, np.inf))
+    total, norm = (jnp.sqrt((y**2).sum()) for y in (distance, magnitude / unit))
+    error = jnp.where(total > 0, total / norm, 0)
+    # A norm in float64 may exceed float32; `float` is float64 if JAX has it.
+    return jnp.stack([y.astype(float) for y in (error, norm * largest, severity([x]))])
 
 
 def severity(arrays: Sequence[jax.Array]) -> jax.Array:

@@ -222,9 +222,9 @@ def _shortest(paths: Collection[Path]) -> dict[Path, Path]:
     return {path: next(end for end in (path[-n:] for n in range(1, len(path) + 1)) if end in paths) for path in paths}
 
 
-def compile_step(step: Step, *, optimize: bool) -> Callable[[float], list[Any]]:
+def compile_step(step: Step) -> Callable[[float], list[Any]]:
     """Returns a function of the loss scale that returns the loss and the gradients of a step as it is written."""
-    run = compile_lazily(lambda consts, scale: jax.core.eval_jaxpr(step.jaxpr, consts, scale), optimize=optimize)
+    run = compile_lazily(lambda consts, scale: jax.core.eval_jaxpr(step.jaxpr, consts, scale), optimize=True)
 
     def run_at(scale: float) -> list[Any]:
         step.rewind()

@@ -29,7 +29,8 @@ class DiagnosisRow:
         it is largest.
       in_lines: whether the line is one of `Diagnosis.lines`.
       alone: the error of the gradients if this row alone computes in half precision; infinite if a value is not finite,
-        at least 100% if the loss is wrong; None if the program has too many rows to run each of them.
+        at least 100% if the loss is wrong. It can exceed the error of the whole program, because errors cancel. None if
+        the error of the whole program is below 5%, or the program has more than 64 rows.
     """
 
     line: str
@@ -81,8 +82,8 @@ class Diagnosis:
     def fitting_scales(self) -> tuple[float, float] | None:
         """Returns the smallest and the largest loss scale that fit, both powers of two.
 
-        A scale fits if the gradients are finite, and their error is at most 1.1 times the smallest one, plus one
-        percentage point.
+        A scale fits if the gradients are finite, and the error of each is at most 1.1 times the smallest one, or the
+        error of the forward pass alone if that is 5% or more, plus one percentage point.
 
         Returns:
           `(low, high)`, or None if no scale fits: the gradients are not finite at any scale, or useless at all of them,
@@ -131,6 +132,8 @@ class Diagnosis:
         shown = worst_first(self.rows)[:limit]
         columns = ["line", "pass", "dtype", "max_abs", "headroom", "overflow", "underflow", "alone"]
         table = [columns, *map(_cells, shown)]
+        if all(row.alone is None for row in shown):
+            table = [cells[:-1] for cells in table]
         width = len(format_table(table).partition("\n")[0])
         longest = max(len(row[0]) for row in table)
         return format_table([[truncate(cells[0], max(longest - width + _WIDTH, 12)), *cells[1:]] for cells in table])
@@ -150,7 +153,7 @@ def _cells(row: DiagnosisRow) -> list[str]:
         f"{row.headroom:.1f}",
         format_percentage(row.overflow),
         format_percentage(row.underflow),
-        "not run" if row.alone is None else format_percentage(row.alone),
+        "" if row.alone is None else format_percentage(row.alone),
     ]
 
 

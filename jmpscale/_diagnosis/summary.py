@@ -14,8 +14,6 @@ from jmpscale._diagnosis.scales import Scales
 from jmpscale._diagnosis.trials import Cause, Lines, Reason, Trials
 from jmpscale._state import ScalerConfig, ScalerState
 
-_LARGE_ERROR = 0.05  # of the gradients, at which the summary names the line with the largest error alone
-
 
 class Findings(NamedTuple):
     """What was measured of a step."""
@@ -134,8 +132,8 @@ def _describe_scale(findings: Findings) -> str:
     which = "small" if findings.scale < 2.0**low else "large"
     if findings.cause is None:
         why = (
-            "At this scale the gradients are wrong in float32 too, as in a backward pass that clips or compares "
-            "scaled values."
+            "At this scale the gradients are wrong even if the backward pass computes in float32, as in one that clips "
+            "or compares scaled values."
         )
     else:
         why = f"It is too {which}: {findings.operation(findings.cause.site)} {findings.cause.reason.value}."
@@ -177,12 +175,13 @@ def _scaler_call(config: ScalerConfig, low: int, high: int, *, may_grow: bool) -
 
 
 def _largest_part(findings: Findings, alone: Mapping[Part, float]) -> str:
-    """Names the line with the largest error alone, if the error is large."""
-    if findings.error < _LARGE_ERROR or not alone:
+    """Names the line with the largest error alone, if lines were tried alone."""
+    if not alone:
         return ""
     part = max(alone, key=lambda part: alone[part])
     which = "backward" if part.backward else "forward"
-    return f" {findings.name(part.path)} alone accounts for {format_percentage(alone[part])}, in the {which} pass."
+    name = findings.name(part.path)
+    return f" With only the {which} pass of {name} in half precision, they differ {_by(alone[part])}."
 
 
 def _headroom(findings: Findings) -> str:

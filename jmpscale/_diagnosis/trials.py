@@ -2,8 +2,10 @@
 
 import bisect
 import enum
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -58,7 +60,7 @@ class Trials:
         # A separate program, because the other runs need no statistics, which can take most of the time of a run.
         self._recording = ModalStep(step, RECORD, optimize=optimize)
         self._progress, self._count = progress, 0
-        self._errors: dict[tuple[frozenset[tuple[Site, Mode]], Mode, int], float] = {}
+        self._errors: dict[tuple[frozenset[tuple[Site, Mode]], Mode, int], tuple[Errors, float]] = {}
         self._statistics: dict[float, dict[Site, Statistics]] = {}
         self.reference = self._run_in_float32(1.0)
         self.loss = float(self.reference[0])
@@ -89,10 +91,14 @@ class Trials:
 
     def error(self, modes: Mapping[Site, Mode], default: Mode, exponent: int) -> float:
         """Returns the largest error of a gradient, at least 1 if the loss is wrong, infinity if one is not finite."""
+        errors, loss_error = self.errors(modes, default, exponent)
+        return max(largest(errors), loss_error, 1.0 if loss_error else 0.0)
+
+    def errors(self, modes: Mapping[Site, Mode], default: Mode, exponent: int) -> tuple[Errors, float]:
+        """Returns the errors of a run as `compare` does; runs it once."""
         key = frozenset(modes.items()), default, exponent
         if key not in self._errors:
-            errors, loss_error = self.compare(self.run(modes, default, exponent))
-            self._errors[key] = max(largest(errors), loss_error, 1.0 if loss_error else 0.0)
+            self._errors[key] = self.compare(self.run(modes, default, exponent))
         return self._errors[key]
 
     def statistics(self, scale: float) -> dict[Site, Statistics]:
@@ -118,6 +124,11 @@ class Trials:
         """Returns the modes with which some lines compute in float32."""
         return {site: Mode.FLOAT32 for site in self.step.sites if site.part.path in paths}
 
+    def forward_errors(self, exponent: int, modes: Mapping[Site, Mode] = MappingProxyType({})) -> Errors:
+        """Returns the errors of the decisive gradients if the backward pass computes in float32."""
+        backward = {site: Mode.FLOAT32 for site in self.step.sites if site.part.backward}
+        return self.errors({**modes, **backward}, Mode.AS_WRITTEN, exponent)[0]
+
     def find_lines(self, exponents: Sequence[int]) -> Lines | None:
         """Finds the smallest set of lines that must compute in float32, so that one of the loss scales fits.
 
@@ -141,10 +152,11 @@ class Trials:
         modes, exponent = self.kept(kept), scales[0]
 
         def errors_at(exponent: int) -> Errors:
-            errors, loss_error = self.compare(self.run(modes, Mode.AS_WRITTEN, exponent))
+            errors, loss_error = self.errors(modes, Mode.AS_WRITTEN, exponent)
             return None if loss_error else errors
 
-        return Lines(kept, exponent, search(errors_at, exponent, self.largest_exponent(kept)))
+        forward_errors = functools.partial(self.forward_errors, modes=modes)
+        return Lines(kept, exponent, search(errors_at, forward_errors, exponent, self.largest_exponent(kept)))
 
     def find_cause(self, lines: Lines, *, finite: bool) -> Cause:
         """Finds where an error begins, and the reason, by computing only one result of the lines as it is written.
@@ -175,16 +187,17 @@ class Trials:
         site = next(iter(kept))
         return Cause(site, Reason.ROUNDING, statistics[site])
 
-    def find_cause_of_scale(self, exponent: int, limit: float) -> Cause | None:
+    def find_cause_of_scale(self, exponent: int, limits: Errors) -> Cause | None:
         """Finds the results of the backward pass for which a loss scale is too small or too large.
 
-        They are the first results that are wrong, by more than `limit`, if those after them are in float32. Returns
-        None if none are wrong, or if the gradients depend on the scale in float32, too.
+        They are the first results with which a gradient is wrong, by more than its limit, if the results after them are
+        in float32. Returns None if a gradient is wrong even if all of them are in float32.
         """
         sites = [site for site in self.step.sites if site.part.backward]
 
         def fits(chosen: Iterable[int]) -> bool:
-            return self.error({sites[i]: Mode.FLOAT32 for i in chosen}, Mode.AS_WRITTEN, exponent) <= limit
+            errors, _ = self.errors({sites[i]: Mode.FLOAT32 for i in chosen}, Mode.AS_WRITTEN, exponent)
+            return errors is not None and bool((errors <= limits).all())
 
         if fits(()) or not fits(range(len(sites))):
             return None
