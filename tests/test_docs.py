@@ -90,7 +90,6 @@ RESULTS = {
     "guides/accumulation": "loss",
     "guides/devices": "loss",
     "guides/higher_order": "loss",
-    "guides/logging": "loss",
     "guides/optax": "sum(losses[-20:])",
     "guides/reinforcement_learning": "log['loss']",
     "guides/training_loops": "trainer.loss",
