@@ -16,6 +16,8 @@ from jmpscale._diagnosis.repair import RepairedStep, non_finite_arguments
 from jmpscale._diagnosis.step import Step, trace_step
 from jmpscale._diagnosis.trials import Trials
 
+from tables import names
+
 H = jnp.float16
 
 
@@ -44,7 +46,7 @@ HARMFUL = {  # a function that returns a loss and gradients, whether the step is
 }
 
 
-@pytest.mark.parametrize("name", HARMFUL)
+@pytest.mark.parametrize("name", names(HARMFUL, default=["zero", "infinity", "the second constant", "a comparison"]))
 def test_harmful_constant_is_found(name):
     fun, was_finite, value = HARMFUL[name]
     found = RepairedStep(step(fun, jnp.ones(2, H))).harmful_constant(was_finite=was_finite)
