@@ -87,7 +87,7 @@ def with_loss_scaling(
       max_norm: the global norm to which the gradients are clipped before `inner`, as by `optax.clip_by_global_norm`.
         The norm is also the finiteness check, so a step is skipped if the sum of the squares exceeds 3.4e38.
       axis_name: the mapped axes over which the devices combine their decisions, as in `all_finite` and
-        `jmpscale.update`.
+        `jmpscale.update`. Gradients are not averaged over them.
       norm_axis_name: the mapped axes along which each device holds a part of the gradients, such as the axis of
         hand-written FSDP, and not the whole; needed only where `axis_name` is. The squares are summed over these axes.
       warn_after_skips: the number of skips after which to warn, from inside the compiled program; for training loops

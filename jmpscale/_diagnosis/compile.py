@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 
-def compile_lazily(fun: Callable[..., Any], *, optimize: bool = False) -> Callable[..., Any]:
+def compiled(fun: Callable[..., Any], *, optimize: bool = False) -> Callable[..., Any]:
     """Returns a compiled function; on a CPU, optimizations can take most of the time of compiling."""
     levels = {"xla_backend_optimization_level": 2 if optimize else 0} if jax.default_backend() == "cpu" else {}
     return jax.jit(fun, compiler_options={"xla_allow_excess_precision": False} | levels)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpscale._diagnosis.compile import compile_lazily
+from jmpscale._diagnosis.compile import compiled
 
 
 class Measured(NamedTuple):
@@ -35,13 +35,13 @@ class Measured(NamedTuple):
 def measure(outputs: Sequence[Any], reference: Sequence[Any]) -> Measured:
     """Compares a loss and gradients with a reference."""
     # One program for each shape compiles faster than one program for all gradients.
-    found = [_compiled()(x, y) for x, y in zip(outputs, reference, strict=True)]
+    found = [_compiled_compare()(x, y) for x, y in zip(outputs, reference, strict=True)]
     return Measured(*np.asarray(jax.device_get(found), np.float64).T)
 
 
 @functools.cache
-def _compiled() -> Callable[[Any, Any], jax.Array]:
-    return compile_lazily(_compare)
+def _compiled_compare() -> Callable[[Any, Any], jax.Array]:
+    return compiled(_compare)
 
 
 def _compare(x: jax.Array, reference: jax.Array) -> jax.Array:

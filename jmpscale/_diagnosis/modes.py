@@ -17,7 +17,7 @@ from jax.extend import core
 
 from jmpscale._autocast.rules import MATMULS
 from jmpscale._base.jaxpr import UNKNOWN_LINE, Caller, type_of
-from jmpscale._diagnosis.compile import compile_lazily
+from jmpscale._diagnosis.compile import compiled
 from jmpscale._diagnosis.float32 import run_as_written, run_in_float32, runs_only_as_written
 from jmpscale._diagnosis.interpret import Interpreter, is_narrow, operations, widen
 from jmpscale._diagnosis.measure import severity
@@ -195,7 +195,7 @@ class ModalStep:
             records = jnp.zeros((len(index), modal.columns), np.float32) if modal.columns else None
             return Interpreter(rule, modes, records).evaluate(step.jaxpr, consts, [scale])
 
-        self._run, self._rewind = compile_lazily(run, optimize=optimize), step.rewind
+        self._run, self._rewind = compiled(run, optimize=optimize), step.rewind
 
     def is_by_autocast(self, path: Path) -> bool:
         """Tests whether everything that a line computes in half precision is matmuls that `autocast` has converted."""
@@ -224,7 +224,7 @@ def _shortest(paths: Collection[Path]) -> dict[Path, Path]:
 
 def compile_step(step: Step) -> Callable[[float], list[Any]]:
     """Returns a function of the loss scale that returns the loss and the gradients of a step as it is written."""
-    run = compile_lazily(lambda consts, scale: jax.core.eval_jaxpr(step.jaxpr, consts, scale), optimize=True)
+    run = compiled(lambda consts, scale: jax.core.eval_jaxpr(step.jaxpr, consts, scale), optimize=True)
 
     def run_at(scale: float) -> list[Any]:
         step.rewind()
