@@ -218,7 +218,7 @@ def check_fault(fault):
     assert set(diagnosis.lines) <= set(named)
     assert {row.line for row in diagnosis.rows if row.in_lines} == set(diagnosis.lines)
     assert ("then the gradients differ from float32 by " in summary) == bool(fault.lines)
-    assert ('ass precision="highest" to the matmul' in summary) == (fault.autocast and bool(fault.lines))
+    assert ('ass precision="highest" to each matmul' in summary) == (fault.autocast and bool(fault.lines))
     check_advice(diagnosis)
 
 

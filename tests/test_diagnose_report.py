@@ -251,7 +251,7 @@ SUMMARIES = {  # the loss function, its arguments, and the summary, with the lin
         jmpscale.autocast(matmul),
         (EYE, EYE + 1),
         "The forward pass overflows: dot_general at {0} reaches 1.8e+05, and the largest number of float16 is 65504. "
-        f'{NO_SCALE}Pass precision="highest" to the matmul at {{0}}, or use jax.default_matmul_precision("highest") '
+        f'{NO_SCALE}Pass precision="highest" to each matmul at {{0}}, or use jax.default_matmul_precision("highest") '
         "around it: then the gradients differ from float32 by 0, and loss scales from 2^-104 to 2^126 fit. Then no "
         "matmul remains in half precision. To keep matmuls there, normalize the input, or multiply it by a power of "
         "two and divide the result.",
@@ -260,7 +260,7 @@ SUMMARIES = {  # the loss function, its arguments, and the summary, with the lin
         jmpscale.autocast(two_matmuls),
         (EYE, MATRIX),
         "The forward pass overflows: convert_element_type at {1} reaches 9.99e+04, and the largest number of float16 "
-        f'is 65504. {NO_SCALE}Pass precision="highest" to the matmul at {{1}}, or use '
+        f'is 65504. {NO_SCALE}Pass precision="highest" to each matmul at {{1}}, or use '
         'jax.default_matmul_precision("highest") around it: then the gradients differ from float32 by 0.00977%, and '
         'loss scales from 2^-17 to 2^18 fit. The autocast guide lists such programs under "Keep these in float32".',
     ),

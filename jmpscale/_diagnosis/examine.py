@@ -48,7 +48,7 @@ def examine(
         lambda k: trials.compare(run_as_written(2.0**k))[0], trials.forward_errors, present, trials.largest_exponent()
     )
     findings, exponent = _explain(findings._replace(scales=scales), trials, present)
-    alone = {} if findings.error < LARGE_ERROR else trials.errors_alone(exponent)
+    alone = trials.errors_alone(exponent) if findings.lines or findings.error >= LARGE_ERROR else {}
     return _diagnosis(findings, summarize(findings, alone), alone)
 
 

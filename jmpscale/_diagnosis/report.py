@@ -30,7 +30,7 @@ class DiagnosisRow:
       in_lines: whether the line is one of `Diagnosis.lines`.
       alone: the error of the gradients if this row alone computes in half precision; infinite if a value is not finite,
         at least 100% if the loss is wrong. It can exceed the error of the whole program, because errors cancel. None if
-        the error of the whole program is below 5%, or the program has more than 64 rows.
+        there are no `lines` and the error of the whole program is below 5%, or the program has more than 64 rows.
     """
 
     line: str

@@ -239,9 +239,8 @@ def _remedy(findings: Findings, cause: Cause, lines: Lines) -> str:
     if matmuls:
         operations = {site.operation for site in step.sites if site.part.path in matmuls}
         noun = "matmul" if "dot_general" in operations else "convolution"
-        noun, pronoun = (noun, "it") if len(matmuls) == 1 else (f"{noun}s", "them")
-        highest = f'ass precision="highest" to the {noun} at {findings.names(matmuls)}'
-        context = f'or use jax.default_matmul_precision("highest") around {pronoun}'
+        highest = f'ass precision="highest" to each {noun} at {findings.names(matmuls)}'
+        context = 'or use jax.default_matmul_precision("highest") around it'
         parts.append(f"{'p' if by_hand else 'P'}{highest}, {context}")
     text = f"{' and '.join(parts)}: then the gradients differ from float32 {_by(scales.smallest_error)}"
     if scales.fitting:
