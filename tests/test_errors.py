@@ -258,6 +258,17 @@ def _update(**fields):
     return lambda: jmpscale.update(STATE._replace(**fields), True)
 
 
+def _after_gradients(use, state=STATE):
+    """Traces `use(state, grads, ok)` after a backward pass with this state."""
+    grads = jmpscale.value_and_grad(_sum)
+    return lambda: _traced(lambda s: (lambda g: use(s, g, jmpscale.all_finite(g)))(grads(s, GRADS)[1]), state)
+
+
+def _pair(aux):
+    """Returns a loss and auxiliary data."""
+    return jmpscale.value_and_grad(lambda w: (_sum(w), aux), has_aux=True)(STATE, W32)[0]
+
+
 SCALE_AND_UPDATE = {
     TypeError: {
         "vector field": (_update(finite_steps=INTS), "scaler.finite_steps must be a scalar ... got int32[2]."),
@@ -314,6 +325,8 @@ SCALE_AND_UPDATE = {
             lambda: jmpscale.update(STATE, jmpscale.all_finite(jmpscale.value_and_grad(_sum)(STATE, GRADS)[0])),
             "finite must be about the gradients, got all_finite(loss): ... Pass all_finite(grads).",
         ),
+        "constant flag": (_after_gradients(lambda s, *_: jmpscale.update(s, True)), "finite is a constant ... Pass"),
+        "loss and array": (_after_gradients(lambda s, _, ok: jmpscale.update(s, ok, loss=_pair(W32))), "got a pair"),
         "missing axis": (lambda: _per_device(jmpscale.all_finite), "axes ('d',) ... axis_name=('d',) ... axis_name=()"),
     },
 }
@@ -328,6 +341,15 @@ def _reshard_in_step():
     with jax.set_mesh(mesh):
         x = jax.device_put(jnp.ones(8), jax.NamedSharding(mesh, P("d")))
         jmpscale.apply_if(TRUE, lambda x: jax.sharding.reshard(x, P()), x)
+
+
+def _gate(new, state, finite=None):
+    return jmpscale.apply_if(new.scaler.step_applied if finite is None else finite, lambda _: new, state)
+
+
+def _gate_variables(copy=lambda state: state):
+    state = nnx.state(nnx.Linear(2, 1, rngs=nnx.Rngs(0)))
+    jmpscale.apply_if(TRUE, lambda _: state, copy(state))
 
 
 APPLY_IF = {
@@ -349,6 +371,12 @@ APPLY_IF = {
         ),
         "object": (_apply(lambda w, _: (w, "b"), 1, "a"), "carry[1] was 'a' and is 'b'. Only arrays and Python"),
         "number": (_apply(lambda n: n + 0.5, 1), "carry[0] was int32[] and is float32[]"),
+    },
+    UserWarning: {
+        "scaler": (_after_gradients(lambda s, _, ok: _gate(jmpscale.update(s, ok), s, ok)), "a scaler, and fn changes"),
+        "wrapper": (_after_gradients(lambda s, g, _: _gate(SCALE.update(g, s)[1], s), SCALE_STATE), "fn changes it:"),
+        "variables": (_gate_variables, "fn returns the Flax NNX variables ... old = nnx.clone(nnx.state(model))."),
+        "traced variables": (lambda: nnx.jit(_gate_variables)(), "fn returns the Flax NNX variables"),
     },
 }
 
