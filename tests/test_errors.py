@@ -562,6 +562,11 @@ AUTOCAST = {
 }
 
 MASK = {"w": True, "b": False}
+CLIP = jmpscale.with_loss_scaling(optax.chain(optax.clip_by_global_norm(1.0), SGD))
+
+
+def _clip(update):
+    return lambda: _per_device(update, CLIP.init(W32), check_vma=True)
 
 
 def _reads_losses(grads, state, params=None, *, losses):
@@ -632,6 +637,8 @@ WITH_LOSS_SCALING = {
         ),
         "max_norm": (_wrap(ADAM, max_norm="1"), "max_norm must be a Python number, got '1'"),
         "warn_after_skips": (_wrap(ADAM, warn_after_skips=1.5), "warn_after_skips must be an integer, got 1.5"),
+        "loss by position": (lambda: TX.update(GRADS, OPT_STATE, GRADS, LOSS), "value=loss), got another value by pos"),
+        "loss first": (lambda: TX.update(_pair(1)[0], OPT_STATE, GRADS), "got the loss in place of the gradients."),
         "inner state": (lambda: TX.update(GRADS, ADAM.init(GRADS)), "got tuple. The ... ._replace(inner_state=...)"),
         "updates of inner": (_inner(lambda g, s, p: (g["w"], s)), "'w': *}), got PyTreeDef(*). Gate ... optax_step(tx"),
         "structure of inner": (_inner(lambda g, s, p: (g, (s, s))), "state is only in its input: ... outside"),
@@ -665,6 +672,12 @@ WITH_LOSS_SCALING = {
             lambda: SCALE.update(GRADS, SCALE_STATE, value=_gradients_of_sum()),
             "the loss must be the unscaled loss, got gradients. Pass value=loss.",
         ),
+        "another scaler": (
+            _after_gradients(lambda s, grads, _: [SCALE.update(grads, x) for x in (s, SCALE_STATE)], SCALE_STATE),
+            "the gradients were unscaled by another scaler ... wrap one optax.partition.",
+        ),
+        "clip of a shard": (_clip(lambda x, s: CLIP.update(x, s, value=LOSS)[0]), "clips ... the mesh axes ['d']. Use"),
+        "loss and dict": (lambda: SCALE.update(GRADS, SCALE_STATE, value=_pair({"x": LOSS})), "loss ... got a pair"),
         "replaced by a constant": (
             lambda: _traced(
                 lambda grads, state: SCALE.update(grads, jmpscale.replace_scaler(state, STATE)), GRADS, SCALE_STATE
@@ -997,6 +1010,21 @@ VALID_CALLS = {
     "clip inside": _update_of_chain(inside=optax.chain(optax.clip(1.0), SGD)),
     "masked inside": lambda: _wrap(optax.masked(ADAM, MASK))().init(GRADS),
     "optax_step without momentum": _apply(jmpscale.optax_step(SGD, W32), W32, SGD.init(W32)),
+    "gate of another scaler": _after_gradients(lambda s, _, ok: _gate(jmpscale.update(s, ok), STATE, ok)),
+    "gate of an adjusted scaler": _after_gradients(lambda s, _, ok: _gate(*[jmpscale.update(s, ok)] * 2, ok)),
+    "gate by another flag": _after_gradients(lambda s, _, ok: _gate(jmpscale.update(s, ok), s, ok & TRUE)),
+    "gate of copied variables": lambda: _gate_variables(nnx.clone),
+    "clip by a loss of each device": _clip(lambda x, state: CLIP.update(x, state, value=x)[0]),
+    "clip of equal gradients": _clip(lambda x, state: x * CLIP.update(W32[:1], state, value=LOSS)[0]),
+    "clip under jit": lambda: _traced(lambda x, state: CLIP.update(x, state, value=LOSS), W32, CLIP.init(W32)),
+    "gradients in two updates": _after_gradients(lambda s, g, _: SCALE.update(g, SCALE.update(g, s)[1]), SCALE_STATE),
+    "gradients by a copy": _after_gradients(lambda s, g, _: SCALE.update(g, jax.tree.map(jnp.copy, s)), SCALE_STATE),
+    "constant flag without gradients": lambda: _traced(lambda state: jmpscale.update(state, True), STATE),
+    "flags of branches": _after_gradients(
+        lambda s, _, ok: jax.lax.cond(ok, lambda: jmpscale.update(s, True), lambda: jmpscale.update(s, False))
+    ),
+    "two losses": lambda: jmpscale.update(STATE, True, loss=_pair(LOSS)),
+    "optax_step if disabled": _apply(jmpscale.optax_step(SGD, W16), W16, SGD.init(W16)),
     "extra argument of inner": _update_with(losses=LOSS),
     "extra argument by name": _update_with(_looks_up_losses, losses=LOSS),
     "extra argument and loss": lambda: SCALE.update(GRADS, SCALE_STATE, GRADS, value=LOSS, values=LOSS),
