@@ -742,6 +742,7 @@ OPTAX_STEP = {
             "optax_step(tx, grads), params, opt_state).",
         ),
     },
+    UserWarning: {"float16": (_apply(jmpscale.optax_step(SGD, W16), W32, SGD.init(W32)), "got float16[2] at grads")},
 }
 
 TORCH_DICT = {"scale": 2.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, "_growth_tracker": 2}
@@ -1009,7 +1010,6 @@ VALID_CALLS = {
     "before a schedule": lambda: _update_in(optax.chain(SCALE, optax.scale_by_schedule(lambda n: 1 / (n + 1)))),
     "clip inside": _update_of_chain(inside=optax.chain(optax.clip(1.0), SGD)),
     "masked inside": lambda: _wrap(optax.masked(ADAM, MASK))().init(GRADS),
-    "optax_step without momentum": _apply(jmpscale.optax_step(SGD, W32), W32, SGD.init(W32)),
     "gate of another scaler": _after_gradients(lambda s, _, ok: _gate(jmpscale.update(s, ok), STATE, ok)),
     "gate of an adjusted scaler": _after_gradients(lambda s, _, ok: _gate(*[jmpscale.update(s, ok)] * 2, ok)),
     "gate by another flag": _after_gradients(lambda s, _, ok: _gate(jmpscale.update(s, ok), s, ok & TRUE)),
@@ -1025,6 +1025,7 @@ VALID_CALLS = {
     ),
     "two losses": lambda: jmpscale.update(STATE, True, loss=_pair(LOSS)),
     "optax_step if disabled": _apply(jmpscale.optax_step(SGD, W16), W16, SGD.init(W16)),
+    "optax_step without momentum": _apply(jmpscale.optax_step(SGD, W32), W32, SGD.init(W32)),
     "extra argument of inner": _update_with(losses=LOSS),
     "extra argument by name": _update_with(_looks_up_losses, losses=LOSS),
     "extra argument and loss": lambda: SCALE.update(GRADS, SCALE_STATE, GRADS, value=LOSS, values=LOSS),
