@@ -16,16 +16,20 @@ from jax.typing import ArrayLike
 
 from jmpscale._base.check import check_flag, is_called_by, warn_user
 from jmpscale._base.compat import full_like, varying_axes
+from jmpscale._base.frameworks import imported
+from jmpscale._base.marks import Mark, has_mark, source_of
 from jmpscale._base.text import truncate, type_name
 from jmpscale._base.tree import (
     PyTree,
     check_no_nnx_objects,
     check_no_refs,
+    find_instances,
     is_array,
     is_traced,
     named_leaves,
     structure,
 )
+from jmpscale._state import ScalerState
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -60,6 +64,9 @@ def apply_if(finite: ArrayLike, fn: Callable[..., Any], /, *carry: object) -> ob
         carry is missing, or contains a Flax NNX object or a `jax.Ref`.
       ValueError: `finite` is not a scalar.
 
+    Warns:
+      UserWarning: `fn` returns a scaler that `update` has adjusted, or Flax NNX variables that are changed in place.
+
     >>> import jax.numpy as jnp
     >>> import jmpscale
     >>> jmpscale.apply_if(jnp.array(False), lambda w, n: (w / 0, n + 1), jnp.array(2.0), jnp.array(5))
@@ -89,6 +96,8 @@ def apply_if(finite: ArrayLike, fn: Callable[..., Any], /, *carry: object) -> ob
                 "them as `return a, b`."
             )
         check_same_types(before, after)
+        _warn_if_scaler_is_gated(flag, carry, after)
+        _warn_if_changed_in_place(carry, after)
         return gated.split(after)
 
     result = gated.combine(gate(flag, apply, gated.originals, gated.arrays))
@@ -101,6 +110,36 @@ def warn_if_gated(name: str, remedy: str) -> None:
         warn_user(
             f"{name} is inside jmpscale.apply_if: a skipped step would not adjust its scale, and every later step "
             f"would be skipped. {remedy}"
+        )
+
+
+def _warn_if_scaler_is_gated(flag: jax.Array, carry: PyTree, after: PyTree) -> None:
+    """Warns if the step returns a scaler of the carry as `update` has adjusted it, outside the step."""
+    # The state of the best step, or of the latest finite step, may well receive an adjusted scaler. So the flag must be
+    # about gradients, and the scaler must come from the carry's own, which only tracers show.
+    if not has_mark(Mark.FINITE, flag):
+        return
+    old, new = ([scaler.loss_scale for scaler in find_instances(tree, ScalerState)] for tree in (carry, after))
+    starts = {id(source_of(Mark.NEW_SCALE, x)) for x in old}
+    changed = [x for x in new if has_mark(Mark.NEW_SCALE, x) and id(x) not in map(id, old)]
+    if any(id(source_of(Mark.NEW_SCALE, x)) in starts for x in changed):
+        warn_user(
+            "the carry contains a scaler, and fn changes it: a skipped step would not adjust its scale, and every "
+            "later step would be skipped. Call jmpscale.update after apply_if, with the same flag, and keep the state "
+            "of with_loss_scaling out of apply_if."
+        )
+
+
+def _warn_if_changed_in_place(carry: PyTree, after: PyTree) -> None:
+    """Warns if the step returns variables of Flax NNX that are in the carry, where they have changed as well."""
+    # Other results beside them would be changes, so the variables may be those that the step does not change.
+    variable = imported("flax.nnx", "Variable")
+    variables = {id(x) for x in find_instances(carry, variable)}
+    leaves = jax.tree.leaves(after, is_leaf=lambda x: isinstance(x, variable))
+    if leaves and variables.issuperset(map(id, leaves)):
+        warn_user(
+            "fn returns the Flax NNX variables of the carry themselves, which the step has changed in place, so a "
+            "skipped step is not undone. Copy them before the step: old = nnx.clone(nnx.state(model))."
         )
 
 

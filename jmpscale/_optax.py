@@ -23,10 +23,12 @@ from jmpscale._optax_checks import (
     check_transformation,
     check_update_arguments,
     warn_if_chain_is_split,
+    warn_if_clip_is_local,
     warn_if_gradients_are_narrow,
     warn_if_inside_another,
     warn_if_loss_is_misspelled,
     warn_if_swapped,
+    warn_if_unscaled_by_another,
     warn_if_wrapper_is_gated,
 )
 from jmpscale._scaler_of_tree import check_scaler, in_compiled_step, warn_if_constant
@@ -39,7 +41,7 @@ from jmpscale._state import (
     dynamic,
     register_with_flax,
 )
-from jmpscale._update import all_reduce_outcome, apply_rule
+from jmpscale._update import adapt, all_reduce_outcome
 
 
 class Transformation(Protocol):
@@ -106,14 +108,15 @@ def with_loss_scaling(
 
     Raises:
       TypeError: an argument has the wrong type. From `tx.init`: `inner` contains another wrapper. From `tx.update`:
-        `inner` changes the structure or the types of its state, or a gradient is a partial sum, a `jax.Ref` or part of
-        a scaler.
+        `inner` changes the structure or the types of its state, the loss is not an argument by name, or a gradient is
+        a partial sum, a `jax.Ref` or part of a scaler.
       ValueError: `max_norm` or `warn_after_skips` is out of range, or an axis is not mapped.
 
     Warns:
       UserWarning: from `tx.init`, if `MultiSteps`, `partition` or `masked` contains the wrapper; from `tx.update`, if
         transformations beside it in a chain hide overflows or act on skipped steps, devices would decide independently,
-        the state is a constant of a compiled program, an extra argument looks like a misspelled loss, a gradient is
+        the state is a constant of a compiled program, the gradients were unscaled by another scaler or are clipped by
+        the norms of their shards, an extra argument looks like a misspelled loss, the loss is a pair, a gradient is
         float16, or the call is inside `apply_if` or `optax.apply_if_finite`; from the program, after many skips.
 
     >>> import jax.numpy as jnp
@@ -146,10 +149,10 @@ def with_loss_scaling(
         return WithLossScalingState(scaler, inner_state, None if max_norm is None else jnp.zeros((), jnp.float32))
 
     def update(
-        updates: optax.Updates, state: PyTree, params: optax.Params | None = None, **extra_args: Any
+        updates: optax.Updates, state: PyTree, params: optax.Params | None = None, *others: object, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
         grads = updates
-        state = check_update_arguments(grads, state)
+        state = check_update_arguments(grads, state, others)
         warn_if_chain_is_split()
         scaler, norm, grad_norm, factor = state.scaler, None, None, None
         if "grad" in extra_args and not _is_disabled(scaler):  # by optax's convention, the same gradients
@@ -175,6 +178,8 @@ def with_loss_scaling(
         warn_if_gradients_are_narrow(grads)
         loss = extra_args.get("value", extra_args.get("loss"))
         warn_if_swapped(params, loss)
+        warn_if_unscaled_by_another(grads, scaler)
+        warn_if_clip_is_local(grads, loss, axis_name, inner)
         decision_axes = _decision_axes(axis_name, norm_axis_name)
         finite, loss_finite = all_reduce_outcome(_is_finite(grads, norm), loss, decision_axes)
         warn_if_constant(scaler, grads, "optimizer state")
@@ -184,7 +189,7 @@ def with_loss_scaling(
             updates, inner_state = _update_if(finite, inner_with_params, grads, state.inner_state)
         else:  # outside jit; the updates of inner are not computed, because inner may read values
             updates, inner_state = _skipped_updates(grads, inner_params), state.inner_state
-        new_scaler = apply_rule(scaler, finite, loss_finite)
+        new_scaler = adapt(scaler, finite, loss_finite)
         if monitor is not None:
             new_scaler = monitor.watch(scaler, new_scaler)
         return updates, WithLossScalingState(new_scaler, inner_state, grad_norm)

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmpscale._base.axes import check_no_partial_sums
+from jmpscale._base.axes import AxisName, as_axes, check_no_partial_sums
 from jmpscale._base.check import is_called_by, warn_user
-from jmpscale._base.marks import Mark, has_mark
+from jmpscale._base.compat import varying_axes
+from jmpscale._base.marks import Mark, has_mark, source_of
 from jmpscale._base.text import describe, truncate, type_name
 from jmpscale._base.tree import PyTree, check_no_refs, find_instances, first_leaf, is_inexact, structure
 from jmpscale._gate import warn_if_gated
@@ -50,7 +51,10 @@ def check_no_scaler(grads: PyTree) -> None:
         )
 
 
-def check_update_arguments(grads: PyTree, state: object) -> WithLossScalingState:
+def check_update_arguments(grads: PyTree, state: object, others: tuple[object, ...]) -> WithLossScalingState:
+    if others or has_mark(Mark.LOSS, grads):
+        got = "another value by position" if others else "the loss in place of the gradients"
+        raise TypeError(f"the arguments are tx.update(grads, state, params, value=loss), got {got}.")
     if not isinstance(state, WithLossScalingState):
         raise TypeError(
             f"state must be the state that with_loss_scaling(...).init returned, got {type_name(state)}. The "
@@ -70,6 +74,42 @@ def warn_if_swapped(params: PyTree, loss: PyTree) -> None:
         warn_user("params must be the parameters, got gradients. The arguments are tx.update(grads, state, params).")
     if has_mark(Mark.GRADIENT, loss):
         warn_user("the loss must be the unscaled loss, got gradients. Pass value=loss.")
+
+
+def warn_if_unscaled_by_another(grads: PyTree, scaler: ScalerState) -> None:
+    """Warns if the gradients come from a scaler that another optimizer has adapted already, not from this one.
+
+    Any other difference proves nothing: this scaler may be a copy, on another device for example.
+    """
+    start = source_of(Mark.NEW_SCALE, scaler.loss_scale)
+    scales = [source_of(Mark.GRADIENT, x) for x in jax.tree.leaves(grads)]
+    adapted = [x for x in scales if has_mark(Mark.OLD_SCALE, x)]
+    if scaler.config.mode == "dynamic" and any(source_of(Mark.NEW_SCALE, x) is not start for x in adapted):
+        warn_user(
+            "the gradients were unscaled by another scaler than the one in state, which therefore does not adapt to "
+            "their overflows. Pass the same optimizer state to jmpscale.value_and_grad and tx.update. For several "
+            "optimizers and one backward pass, wrap one optax.partition."
+        )
+
+
+def warn_if_clip_is_local(grads: PyTree, loss: PyTree, axis_name: AxisName, inner: object) -> None:
+    """Warns if each device clips its part of the gradients by the norm of this part."""
+    varying, clip = _all_varying_axes(grads), optax.clip_by_global_norm
+    named = varying if axis_name is None else set(as_axes(axis_name))
+    # Devices that each train a model of their own may clip by its norm; they have losses of their own as well.
+    shared = [] if loss is None else sorted(varying & named - _all_varying_axes(loss))
+    if shared and any(
+        fn.__module__ == clip.__module__ and fn.__qualname__.startswith(clip.__name__) for fn in _functions_in([inner])
+    ):
+        warn_user(
+            "optax.clip_by_global_norm clips the gradients of each device by the norm of its own shard, because they "
+            f"vary over the mesh axes {shared}. Use with_loss_scaling(tx, max_norm=...), which adds the squares of all "
+            "devices."
+        )
+
+
+def _all_varying_axes(tree: PyTree) -> set[str]:
+    return {axis for x in jax.tree.leaves(tree) if is_inexact(x) for axis in varying_axes(x)}
 
 
 def check_structure_of_updates(grads: PyTree, updates: PyTree) -> None:
@@ -114,14 +154,19 @@ def warn_if_wrapper_is_gated() -> None:
         )
 
 
-def warn_if_gradients_are_narrow(grads: PyTree) -> None:
+def warn_if_gradients_are_narrow(grads: PyTree, name: str = "updates") -> None:
     """Warns about gradients in float16, in which true units underflow."""
-    if found := first_leaf(grads, lambda x: is_inexact(x) and needs_wider_gradient(x)):
+    if found := first_leaf(grads, is_narrow):
         path, x = found
         warn_user(
-            f"the gradients must be float32, got {describe(x)} at updates{path}: in true units they underflow. They "
+            f"the gradients must be float32, got {describe(x)} at {name}{path}: in true units they underflow. They "
             "were converted after the unscaling, or do not come from jmpscale.value_and_grad, which returns float32."
         )
+
+
+def is_narrow(x: object) -> bool:
+    """Tests whether a leaf is float16 or float8."""
+    return is_inexact(x) and needs_wider_gradient(x)
 
 
 def warn_if_chain_is_split() -> None:

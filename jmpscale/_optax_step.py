@@ -10,7 +10,13 @@ from jax.typing import ArrayLike
 from jmpscale._base.text import truncate
 from jmpscale._base.tree import PyTree, structure
 from jmpscale._optax import Transformation, with_extra_args
-from jmpscale._optax_checks import check_no_scaler, check_not_wrapped, check_transformation
+from jmpscale._optax_checks import (
+    check_no_scaler,
+    check_not_wrapped,
+    check_transformation,
+    is_narrow,
+    warn_if_gradients_are_narrow,
+)
 
 
 def optax_step(
@@ -30,6 +36,9 @@ def optax_step(
     Raises:
       TypeError: `tx` is not a gradient transformation, or `grads` contains a scaler. From the step: `tx` is wrapped in
         `with_loss_scaling`, or the arguments are not the parameters and the optimizer state, in this order.
+
+    Warns:
+      UserWarning: from the step, if a gradient of float32 parameters is float16.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -59,6 +68,8 @@ def optax_step(
             "A skipped step would not adjust its scale: pass the inner optimizer, or call tx.update without apply_if."
         )
         check_not_wrapped(opt_state, "tx", remedy)
+        if not any(map(is_narrow, jax.tree.leaves(params))):  # with disabled(), their gradients are float16 as well
+            warn_if_gradients_are_narrow(grads, "grads")
         updates, opt_state = optimizer.update(grads, opt_state, params, **extra_args)
         return jax.tree.map(_apply_update, updates, params, is_leaf=lambda x: x is None), opt_state
 

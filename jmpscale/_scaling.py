@@ -110,7 +110,7 @@ def unscale(scaler: PyTree, tree: Tree) -> Tree:
             "units. Remove this call."
         )
     unscaled = unscale_leaves(grads, state.loss_scale)
-    mark(Mark.GRADIENT, unscaled)
+    mark(Mark.GRADIENT, unscaled, state.loss_scale)
     return unflatten(unscaled)
 
 

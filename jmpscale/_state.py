@@ -15,6 +15,7 @@ import numpy as np
 
 from jmpscale._base.check import check_choice, check_count, check_in_range
 from jmpscale._base.frameworks import imported
+from jmpscale._base.marks import Mark, mark
 from jmpscale._base.text import describe, format_number
 
 Mode = Literal["dynamic", "static", "disabled"]
@@ -128,7 +129,9 @@ class ScalerState(NamedTuple):
     @property
     def step_applied(self) -> jax.Array:
         """bool[], whether the most recent step was applied; true before the first step."""
-        return self.consecutive_skips == 0
+        applied = self.consecutive_skips == 0
+        mark(Mark.FINITE, applied)
+        return applied
 
 
 ARRAY_FIELDS = ScalerState._fields[:-1]

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jmpscale._base.axes import AxisName, all_reduce_and, as_axes, untyped_axes, warn_if_unsynchronized
-from jmpscale._base.check import COUNTER_LIMIT, check_flag, warn_user
-from jmpscale._base.marks import Mark, has_mark
-from jmpscale._base.tree import PyTree
+from jmpscale._base.check import COUNTER_LIMIT, check_flag, is_called_by, warn_user
+from jmpscale._base.marks import Mark, has_mark, is_source, mark, source_of
+from jmpscale._base.tree import PyTree, is_inexact, is_traced
 from jmpscale._finite import all_finite_here
 from jmpscale._gate import warn_if_gated
-from jmpscale._scaler_of_tree import check_scaler, warn_if_constant
+from jmpscale._scaler_of_tree import check_scaler, in_compiled_step, warn_if_constant
 from jmpscale._state import ScalerState, SkipReason
 
 
@@ -67,7 +67,8 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
 
     Warns:
       UserWarning: the scaler is a constant of a compiled program, so every step would start from the same scale;
-        `finite` is about the loss alone; or the call is inside `apply_if`.
+        `finite` is a constant, or about the loss alone; `loss` is a pair with auxiliary data; or the call is inside
+        `apply_if`.
 
     >>> import jmpscale
     >>> scaler = jmpscale.update(jmpscale.dynamic(1024.0), False)
@@ -90,11 +91,38 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
         )
     if loss is not None:
         warn_if_unsynchronized(axis_name)
-    return apply_rule(scaler, *all_reduce_outcome(flag, loss, axis_name))
+    _warn_if_flag_is_constant(scaler, finite)
+    return adapt(scaler, *all_reduce_outcome(flag, loss, axis_name))
+
+
+def _warn_if_flag_is_constant(scaler: ScalerState, finite: ArrayLike) -> None:
+    """Warns if the flag of a compiled step does not depend on the gradients that the scaler has unscaled in it."""
+    if is_traced(finite) or not (in_compiled_step(scaler) and is_source(Mark.GRADIENT, scaler.loss_scale)):
+        return
+    # The branches of jax.lax.cond may each have a constant.
+    if not is_called_by(lambda frame: frame.f_globals.get("__name__") == jax.lax.cond.__module__):
+        warn_user(
+            "finite is a constant of the compiled program, so the scale does not depend on overflows. Pass the flag "
+            "from all_finite(grads)."
+        )
+
+
+def adapt(scaler: ScalerState, finite: jax.Array, loss_finite: jax.Array | None) -> ScalerState:
+    """Applies the rule of `update` to flags that are equal on all devices, and marks the scales."""
+    new = apply_rule(scaler, finite, loss_finite)
+    if scaler.config.mode == "dynamic":
+        mark(Mark.OLD_SCALE, scaler.loss_scale)
+        mark(Mark.NEW_SCALE, new.loss_scale, source_of(Mark.NEW_SCALE, scaler.loss_scale))
+    return new
 
 
 def all_reduce_outcome(finite: jax.Array, loss: PyTree, axis_name: AxisName) -> tuple[jax.Array, jax.Array | None]:
     """Returns whether the gradients and the loss are finite on all devices; None for a loss that is not used."""
+    if isinstance(loss, tuple) and len(loss) == 2 and has_mark(Mark.LOSS, loss[0]) and _is_auxiliary(loss[1]):
+        warn_user(
+            "the loss must be given alone, got a pair of the loss and auxiliary data, in which infinity or NaN would "
+            "count as a non-finite loss. Pass the first value."
+        )
     # Along an axis that is not named, the gradients are equal, after a psum for example. The loss may differ there: if
     # it were not finite on one device, the scale would change on this device only.
     loss_may_differ = axis_name is not None and not untyped_axes() <= set(as_axes(axis_name))
@@ -102,6 +130,11 @@ def all_reduce_outcome(finite: jax.Array, loss: PyTree, axis_name: AxisName) -> 
         return all_reduce_and(finite, axis_name=axis_name)[0], None
     finite, loss_finite = all_reduce_and(finite, all_finite_here(loss), axis_name=axis_name)
     return finite, loss_finite
+
+
+def _is_auxiliary(data: PyTree) -> bool:
+    """Tests whether data are not just another loss."""
+    return isinstance(data, dict) or any(jnp.ndim(x) > 0 for x in jax.tree.leaves(data) if is_inexact(x))
 
 
 @jax.jit

@@ -258,6 +258,17 @@ def _update(**fields):
     return lambda: jmpscale.update(STATE._replace(**fields), True)
 
 
+def _after_gradients(use, state=STATE):
+    """Traces `use(state, grads, ok)` after a backward pass with this state."""
+    grads = jmpscale.value_and_grad(_sum)
+    return lambda: _traced(lambda s: (lambda g: use(s, g, jmpscale.all_finite(g)))(grads(s, GRADS)[1]), state)
+
+
+def _pair(aux):
+    """Returns a loss and auxiliary data."""
+    return jmpscale.value_and_grad(lambda w: (_sum(w), aux), has_aux=True)(STATE, W32)[0]
+
+
 SCALE_AND_UPDATE = {
     TypeError: {
         "vector field": (_update(finite_steps=INTS), "scaler.finite_steps must be a scalar ... got int32[2]."),
@@ -314,6 +325,8 @@ SCALE_AND_UPDATE = {
             lambda: jmpscale.update(STATE, jmpscale.all_finite(jmpscale.value_and_grad(_sum)(STATE, GRADS)[0])),
             "finite must be about the gradients, got all_finite(loss): ... Pass all_finite(grads).",
         ),
+        "constant flag": (_after_gradients(lambda s, *_: jmpscale.update(s, True)), "finite is a constant ... Pass"),
+        "loss and array": (_after_gradients(lambda s, _, ok: jmpscale.update(s, ok, loss=_pair(W32))), "got a pair"),
         "missing axis": (lambda: _per_device(jmpscale.all_finite), "axes ('d',) ... axis_name=('d',) ... axis_name=()"),
     },
 }
@@ -328,6 +341,15 @@ def _reshard_in_step():
     with jax.set_mesh(mesh):
         x = jax.device_put(jnp.ones(8), jax.NamedSharding(mesh, P("d")))
         jmpscale.apply_if(TRUE, lambda x: jax.sharding.reshard(x, P()), x)
+
+
+def _gate(new, state, finite=None):
+    return jmpscale.apply_if(new.scaler.step_applied if finite is None else finite, lambda _: new, state)
+
+
+def _gate_variables(copy=lambda state: state):
+    state = nnx.state(nnx.Linear(2, 1, rngs=nnx.Rngs(0)))
+    jmpscale.apply_if(TRUE, lambda _: state, copy(state))
 
 
 APPLY_IF = {
@@ -349,6 +371,12 @@ APPLY_IF = {
         ),
         "object": (_apply(lambda w, _: (w, "b"), 1, "a"), "carry[1] was 'a' and is 'b'. Only arrays and Python"),
         "number": (_apply(lambda n: n + 0.5, 1), "carry[0] was int32[] and is float32[]"),
+    },
+    UserWarning: {
+        "scaler": (_after_gradients(lambda s, _, ok: _gate(jmpscale.update(s, ok), s, ok)), "a scaler, and fn changes"),
+        "wrapper": (_after_gradients(lambda s, g, _: _gate(SCALE.update(g, s)[1], s), SCALE_STATE), "fn changes it:"),
+        "variables": (_gate_variables, "fn returns the Flax NNX variables ... old = nnx.clone(nnx.state(model))."),
+        "traced variables": (lambda: nnx.jit(_gate_variables)(), "fn returns the Flax NNX variables"),
     },
 }
 
@@ -534,6 +562,11 @@ AUTOCAST = {
 }
 
 MASK = {"w": True, "b": False}
+CLIP = jmpscale.with_loss_scaling(optax.chain(optax.clip_by_global_norm(1.0), SGD))
+
+
+def _clip(update):
+    return lambda: _per_device(update, CLIP.init(W32), check_vma=True)
 
 
 def _reads_losses(grads, state, params=None, *, losses):
@@ -604,6 +637,8 @@ WITH_LOSS_SCALING = {
         ),
         "max_norm": (_wrap(ADAM, max_norm="1"), "max_norm must be a Python number, got '1'"),
         "warn_after_skips": (_wrap(ADAM, warn_after_skips=1.5), "warn_after_skips must be an integer, got 1.5"),
+        "loss by position": (lambda: TX.update(GRADS, OPT_STATE, GRADS, LOSS), "value=loss), got another value by pos"),
+        "loss first": (lambda: TX.update(_pair(1)[0], OPT_STATE, GRADS), "got the loss in place of the gradients."),
         "inner state": (lambda: TX.update(GRADS, ADAM.init(GRADS)), "got tuple. The ... ._replace(inner_state=...)"),
         "updates of inner": (_inner(lambda g, s, p: (g["w"], s)), "'w': *}), got PyTreeDef(*). Gate ... optax_step(tx"),
         "structure of inner": (_inner(lambda g, s, p: (g, (s, s))), "state is only in its input: ... outside"),
@@ -637,6 +672,12 @@ WITH_LOSS_SCALING = {
             lambda: SCALE.update(GRADS, SCALE_STATE, value=_gradients_of_sum()),
             "the loss must be the unscaled loss, got gradients. Pass value=loss.",
         ),
+        "another scaler": (
+            _after_gradients(lambda s, grads, _: [SCALE.update(grads, x) for x in (s, SCALE_STATE)], SCALE_STATE),
+            "the gradients were unscaled by another scaler ... wrap one optax.partition.",
+        ),
+        "clip of a shard": (_clip(lambda x, s: CLIP.update(x, s, value=LOSS)[0]), "clips ... the mesh axes ['d']. Use"),
+        "loss and dict": (lambda: SCALE.update(GRADS, SCALE_STATE, value=_pair({"x": LOSS})), "loss ... got a pair"),
         "replaced by a constant": (
             lambda: _traced(
                 lambda grads, state: SCALE.update(grads, jmpscale.replace_scaler(state, STATE)), GRADS, SCALE_STATE
@@ -701,6 +742,7 @@ OPTAX_STEP = {
             "optax_step(tx, grads), params, opt_state).",
         ),
     },
+    UserWarning: {"float16": (_apply(jmpscale.optax_step(SGD, W16), W32, SGD.init(W32)), "got float16[2] at grads")},
 }
 
 TORCH_DICT = {"scale": 2.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, "_growth_tracker": 2}
@@ -968,6 +1010,21 @@ VALID_CALLS = {
     "before a schedule": lambda: _update_in(optax.chain(SCALE, optax.scale_by_schedule(lambda n: 1 / (n + 1)))),
     "clip inside": _update_of_chain(inside=optax.chain(optax.clip(1.0), SGD)),
     "masked inside": lambda: _wrap(optax.masked(ADAM, MASK))().init(GRADS),
+    "gate of another scaler": _after_gradients(lambda s, _, ok: _gate(jmpscale.update(s, ok), STATE, ok)),
+    "gate of an adjusted scaler": _after_gradients(lambda s, _, ok: _gate(*[jmpscale.update(s, ok)] * 2, ok)),
+    "gate by another flag": _after_gradients(lambda s, _, ok: _gate(jmpscale.update(s, ok), s, ok & TRUE)),
+    "gate of copied variables": lambda: _gate_variables(nnx.clone),
+    "clip by a loss of each device": _clip(lambda x, state: CLIP.update(x, state, value=x)[0]),
+    "clip of equal gradients": _clip(lambda x, state: x * CLIP.update(W32[:1], state, value=LOSS)[0]),
+    "clip under jit": lambda: _traced(lambda x, state: CLIP.update(x, state, value=LOSS), W32, CLIP.init(W32)),
+    "gradients in two updates": _after_gradients(lambda s, g, _: SCALE.update(g, SCALE.update(g, s)[1]), SCALE_STATE),
+    "gradients by a copy": _after_gradients(lambda s, g, _: SCALE.update(g, jax.tree.map(jnp.copy, s)), SCALE_STATE),
+    "constant flag without gradients": lambda: _traced(lambda state: jmpscale.update(state, True), STATE),
+    "flags of branches": _after_gradients(
+        lambda s, _, ok: jax.lax.cond(ok, lambda: jmpscale.update(s, True), lambda: jmpscale.update(s, False))
+    ),
+    "two losses": lambda: jmpscale.update(STATE, True, loss=_pair(LOSS)),
+    "optax_step if disabled": _apply(jmpscale.optax_step(SGD, W16), W16, SGD.init(W16)),
     "optax_step without momentum": _apply(jmpscale.optax_step(SGD, W32), W32, SGD.init(W32)),
     "extra argument of inner": _update_with(losses=LOSS),
     "extra argument by name": _update_with(_looks_up_losses, losses=LOSS),

@@ -6,10 +6,11 @@ none. So a mark is never wrong, and costs nothing in a compiled program.
 
 import enum
 import weakref
+from typing import Any
 
 import jax
 
-from jmpscale._base.tree import PyTree
+from jmpscale._base.tree import PyTree, is_traced
 
 
 class Mark(enum.Enum):
@@ -18,14 +19,30 @@ class Mark(enum.Enum):
     GRADIENT = "a gradient in true units"
     LOSS = "a loss that value_and_grad returned"
     SCALED = "a loss that scale returned"
+    FINITE = "whether gradients are finite"
     FINITE_LOSS = "whether the loss is finite"
+    OLD_SCALE = "a loss scale that a step has adapted"
+    NEW_SCALE = "a loss scale from after a step"
 
 
 _marked = {kind: weakref.WeakValueDictionary[int, jax.Array]() for kind in Mark}  # by id
+_sources = {kind: weakref.WeakValueDictionary[int, jax.Array]() for kind in Mark}  # by id of the marked array
 
 
-def mark(kind: Mark, tree: PyTree) -> None:
-    _marked[kind].update((id(x), x) for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
+def mark(kind: Mark, tree: PyTree, source: object = None) -> None:
+    """Marks the arrays of a tree; a traced `source`, the value that they come from, is what `source_of` returns."""
+    for x in (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)):
+        _marked[kind][id(x)] = x
+        _sources[kind][id(x)] = source if is_traced(source) else x
+
+
+def source_of(kind: Mark, x: Any) -> Any:
+    """Returns the source of a marked array; any other value itself."""
+    return _sources[kind].get(id(x), x) if has_mark(kind, x) else x
+
+
+def is_source(kind: Mark, x: object) -> bool:
+    return any(source is x for source in _sources[kind].values())
 
 
 def has_mark(kind: Mark, tree: PyTree) -> bool:
