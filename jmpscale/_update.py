@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jmpscale._base.axes import AxisName, all_reduce_and, as_axes, untyped_axes, warn_if_unsynchronized
-from jmpscale._base.check import COUNTER_LIMIT, check_flag, is_called_by, warn_user
-from jmpscale._base.marks import Mark, has_mark, is_source, mark, source_of
-from jmpscale._base.tree import PyTree, is_inexact, is_traced
+from jmpscale._base.check import COUNTER_LIMIT, check_flag, warn_user
+from jmpscale._base.marks import Mark, has_mark, mark, source_of
+from jmpscale._base.tree import PyTree, is_inexact
 from jmpscale._finite import all_finite_here
 from jmpscale._gate import warn_if_gated
-from jmpscale._scaler_of_tree import check_scaler, in_compiled_step, warn_if_constant
+from jmpscale._scaler_of_tree import check_scaler, warn_if_constant
 from jmpscale._state import ScalerState, SkipReason
 
 
@@ -67,8 +67,7 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
 
     Warns:
       UserWarning: the scaler is a constant of a compiled program, so every step would start from the same scale;
-        `finite` is a constant, or about the loss alone; `loss` is a pair with auxiliary data; or the call is inside
-        `apply_if`.
+        `finite` is about the loss alone; `loss` is a pair with auxiliary data; or the call is inside `apply_if`.
 
     >>> import jmpscale
     >>> scaler = jmpscale.update(jmpscale.dynamic(1024.0), False)
@@ -91,20 +90,7 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
         )
     if loss is not None:
         warn_if_unsynchronized(axis_name)
-    _warn_if_flag_is_constant(scaler, finite)
     return adapt(scaler, *all_reduce_outcome(flag, loss, axis_name))
-
-
-def _warn_if_flag_is_constant(scaler: ScalerState, finite: ArrayLike) -> None:
-    """Warns if the flag of a compiled step does not depend on the gradients that the scaler has unscaled in it."""
-    if is_traced(finite) or not (in_compiled_step(scaler) and is_source(Mark.GRADIENT, scaler.loss_scale)):
-        return
-    # The branches of jax.lax.cond may each have a constant.
-    if not is_called_by(lambda frame: frame.f_globals.get("__name__") == jax.lax.cond.__module__):
-        warn_user(
-            "finite is a constant of the compiled program, so the scale does not depend on overflows. Pass the flag "
-            "from all_finite(grads)."
-        )
 
 
 def adapt(scaler: ScalerState, finite: jax.Array, loss_finite: jax.Array | None) -> ScalerState:

@@ -141,6 +141,8 @@ RUN = {  # the programs that need more than the names above
     "The compiled step closes over the scaler": _call_step,
     "The compiled step closes over the optimizer state": _call_wrapped_step,
     "`axis_name` is missing": _run_on_each_device,
+    "The scaler is gated with the step": _call_step,
+    "The state of an NNX model is gated without a copy": _run_with_model,
     "`transform` is missing for an NNX or Equinox model": _run_with_model,
     "An NNX model is cast": functools.partial(_run_with_model, call=functools.partial(_call_loss, model="model")),
 }

@@ -325,7 +325,6 @@ SCALE_AND_UPDATE = {
             lambda: jmpscale.update(STATE, jmpscale.all_finite(jmpscale.value_and_grad(_sum)(STATE, GRADS)[0])),
             "finite must be about the gradients, got all_finite(loss): ... Pass all_finite(grads).",
         ),
-        "constant flag": (_after_gradients(lambda s, *_: jmpscale.update(s, True)), "finite is a constant ... Pass"),
         "loss and array": (_after_gradients(lambda s, _, ok: jmpscale.update(s, ok, loss=_pair(W32))), "got a pair"),
         "missing axis": (lambda: _per_device(jmpscale.all_finite), "axes ('d',) ... axis_name=('d',) ... axis_name=()"),
     },
@@ -1019,10 +1018,6 @@ VALID_CALLS = {
     "clip under jit": lambda: _traced(lambda x, state: CLIP.update(x, state, value=LOSS), W32, CLIP.init(W32)),
     "gradients in two updates": _after_gradients(lambda s, g, _: SCALE.update(g, SCALE.update(g, s)[1]), SCALE_STATE),
     "gradients by a copy": _after_gradients(lambda s, g, _: SCALE.update(g, jax.tree.map(jnp.copy, s)), SCALE_STATE),
-    "constant flag without gradients": lambda: _traced(lambda state: jmpscale.update(state, True), STATE),
-    "flags of branches": _after_gradients(
-        lambda s, _, ok: jax.lax.cond(ok, lambda: jmpscale.update(s, True), lambda: jmpscale.update(s, False))
-    ),
     "two losses": lambda: jmpscale.update(STATE, True, loss=_pair(LOSS)),
     "optax_step if disabled": _apply(jmpscale.optax_step(SGD, W16), W16, SGD.init(W16)),
     "optax_step without momentum": _apply(jmpscale.optax_step(SGD, W32), W32, SGD.init(W32)),

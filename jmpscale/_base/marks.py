@@ -41,9 +41,5 @@ def source_of(kind: Mark, x: Any) -> Any:
     return _sources[kind].get(id(x), x) if has_mark(kind, x) else x
 
 
-def is_source(kind: Mark, x: object) -> bool:
-    return any(source is x for source in _sources[kind].values())
-
-
 def has_mark(kind: Mark, tree: PyTree) -> bool:
     return any(_marked[kind].get(id(x)) is x for x in jax.tree.leaves(tree))
