@@ -14,12 +14,12 @@ def compiled(fun: Callable[..., Any], *, optimize: bool = False) -> Callable[...
 
 
 def is_slow(run: Callable[[], Any]) -> bool:
-    """Tests whether 40 runs of a step take longer than the first run, which compiles it.
+    """Tests whether 30 runs of a step take longer than the first run, which compiles it.
 
     The runs of a diagnosis then take longer than the optimization of its programs.
     """
     first, later = _seconds(run), _seconds(run)
-    return 40 * later > first
+    return 30 * later > first
 
 
 def _seconds(run: Callable[[], Any]) -> float:
