@@ -200,10 +200,8 @@ def haiku_unroll(core, x):
 LINEN = {
     "Conv, grouped": linen(nn.Conv(6, (3, 3), feature_group_count=3, strides=2), IMAGES),
     "ConvTranspose": linen(nn.ConvTranspose(4, (3, 3), (2, 2)), IMAGES),
-    "ConvLocal": linen(nn.ConvLocal(4, (3, 3)), IMAGES),
     "GRUCell": linen(nn.Bidirectional(nn.RNN(nn.GRUCell(5)), nn.RNN(nn.GRUCell(5))), SEQUENCES),
     "SpectralNorm": linen(nn.SpectralNorm(nn.Dense(5)), VECTORS, lambda layer, x: layer(x, update_stats=True)),
-    "WeightNorm": linen(nn.WeightNorm(nn.Dense(5)), VECTORS),
     "scan, remat, BatchNorm, Dropout": linen(LinenBlock(), TOKENS),
 }
 NNX = {
@@ -216,11 +214,6 @@ EQUINOX = {
     "Conv2d": equinox(lambda: eqx.nn.Conv2d(6, 4, 3, groups=2, key=KEY), IMAGES),
     "MultiheadAttention": equinox(
         lambda: eqx.nn.MultiheadAttention(2, 6, key=KEY), SEQUENCES, lambda model, x: jax.vmap(model)(x, x, x)
-    ),
-    "GRUCell": equinox(
-        lambda: eqx.nn.GRUCell(6, 4, key=KEY),
-        SEQUENCES,
-        lambda model, x: jax.vmap(lambda x: unroll(model, x, jnp.zeros(4)))(x),
     ),
     "blocks that return float16": equinox(
         lambda: eqx.nn.Sequential(

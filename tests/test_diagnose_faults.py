@@ -130,12 +130,6 @@ FAULTS = {
         autocast=True,
         contains="Then no matmul remains in half precision.",
     ),
-    "gaussian process, wide kernel": Fault(
-        programs.gaussian_process,
-        (jnp.asarray(-0.7), POINTS, jnp.sin(POINTS.sum(-1))),
-        begins="The loss is nan, but in float32 it is ",
-        autocast=True,
-    ),
     "ridge head": Fault(
         programs.ridge_head,
         (normal(6, 8, 64, scale=0.1), MANY, jnp.sin(MANY.sum(-1, keepdims=True))),

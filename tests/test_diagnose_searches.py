@@ -82,11 +82,6 @@ def test_search(error, present, fitting, best, expected):
     assert len(runs) <= 40, sorted(runs)
 
 
-def test_search_that_expects_the_largest_scale_takes_few_runs():
-    found = search(window(-10, 19), not_finite, 10, 19)
-    assert len(found.errors) <= 12, sorted(found.errors)
-
-
 def test_only_the_best_scale_fits_if_gradients_are_best_at_different_scales():
     errors = {5: [0.15, 0.001], 2: [0.001, 0.14], -1: [0.16, 0.16]}
     found = search(lambda k: None if k > 5 else np.array(errors.get(k, [1.0, 1.0])), not_finite, 2, 5)

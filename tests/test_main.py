@@ -142,26 +142,6 @@ def test_shard_loss_gradients_add_up_to_the_mean_gradient(small):
         np.testing.assert_allclose(sum(np.asarray(shard[name]) for shard in shards), exact, atol=1e-6)
 
 
-@pytest.mark.full
-def test_activation_grads_are_the_gradients_of_the_activations(small):
-    params, batch = demo.init(jax.random.key(1), 7), jax.random.randint(jax.random.key(2), (2, 9), 0, 7)
-    grads = demo.activation_grads(params, batch, 2.0, demo.zero_perturbations(7))
-    logits = jax.jit(demo.predict)(params, batch[:, :-1])
-    errors = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True) - np.eye(7)[batch[:, 1:]]
-    np.testing.assert_allclose(grads["logits"], errors / 2, atol=1e-6)
-    by_parameter = jax.jit(jax.grad(demo.shard_loss))(params, batch, 2.0)
-    np.testing.assert_allclose(np.sum(grads["embed"], 0), by_parameter["position"], atol=1e-5)
-
-
-@pytest.mark.full
-def test_train_is_reproducible(small):
-    text = demo.encode(UNUSUAL * 200)
-    one, same, other = (demo.train("float16", text, 10, 2**19, seed) for seed in (0, 0, 1))
-    for name, values in one.history.items():
-        np.testing.assert_array_equal(values, same.history[name])
-    assert one.sample == same.sample != other.sample
-
-
 # --- texts and options ---
 
 
