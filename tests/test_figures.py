@@ -128,9 +128,9 @@ def _words():
 SENTENCES = {  # the sentences on each page, with the figures in them
     "../README.md": [
         (
-            "on an H100, loss scaling added {:.0f}% to a float16 step of a language model with {:.1f} million parameters, "
-            "and {:.0f}% to a step of a small network. The language model's step took {:.1f} ms in float32 (TF32), "
-            "{:.1f} ms in bfloat16, and {:.1f} ms in float16 with loss scaling.",
+            "on an H100, loss scaling added {:.0f}% to a float16 step of a language model with {:.1f} million "
+            "parameters, and {:.0f}% to a step of a small network. The language model's step took {:.1f} ms in float32 "
+            "(TF32), {:.1f} ms in bfloat16, and {:.1f} ms in float16 with loss scaling.",
             lambda: [
                 _longer(MODEL, "functional"),
                 _millions(steps.language_model),
