@@ -16,13 +16,13 @@ from jmpscale._base.tree import PyTree, is_traced
 class Mark(enum.Enum):
     """What an array is."""
 
-    GRADIENT = "a gradient in true units"
+    GRADIENT = "a gradient in true units"  # its source is the loss scale
     LOSS = "a loss that value_and_grad returned"
     SCALED = "a loss that scale returned"
     FINITE = "whether gradients are finite"
     FINITE_LOSS = "whether the loss is finite"
     OLD_SCALE = "a loss scale that a step has adapted"
-    NEW_SCALE = "a loss scale from after a step"
+    NEW_SCALE = "a loss scale from after a step"  # its source is the scale from before the first step of the program
 
 
 _marked = {kind: weakref.WeakValueDictionary[int, jax.Array]() for kind in Mark}  # by id
