@@ -144,8 +144,8 @@ jax.export.register_pytree_node_serialization(
 def grad_report(grads: PyTree, *, scaler: PyTree = None, axis_name: AxisName = None) -> GradReport:
     """Reports the non-finite values, the underflows and the headroom in float16 of each leaf of a gradient tree.
 
-    It reads the gradients once more; under `jax.jit`, unused parts of the report are removed. To report only on skipped
-    steps, call it in a branch of `jax.lax.cond` on `finite`.
+    The report reads the gradients again. Under `jax.jit`, unused parts of the report are removed. To report only on
+    skipped steps, call it in a branch of `jax.lax.cond` on `finite`.
 
     Args:
       grads: pytree of gradients in true units, as `value_and_grad` returns them. Leaves that are not floating-point or

@@ -156,17 +156,12 @@ def warn_if_wrapper_is_gated() -> None:
 
 def warn_if_gradients_are_narrow(grads: PyTree, name: str = "updates") -> None:
     """Warns about gradients in float16, in which true units underflow."""
-    if found := first_leaf(grads, is_narrow):
+    if found := first_leaf(grads, needs_wider_gradient):
         path, x = found
         warn_user(
             f"the gradients must be float32, got {describe(x)} at {name}{path}: in true units they underflow. They "
             "were converted after the unscaling, or do not come from jmpscale.value_and_grad, which returns float32."
         )
-
-
-def is_narrow(x: object) -> bool:
-    """Tests whether a leaf is float16 or float8."""
-    return is_inexact(x) and needs_wider_gradient(x)
 
 
 def warn_if_chain_is_split() -> None:

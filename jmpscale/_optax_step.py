@@ -8,15 +8,15 @@ import optax
 from jax.typing import ArrayLike
 
 from jmpscale._base.text import truncate
-from jmpscale._base.tree import PyTree, structure
+from jmpscale._base.tree import PyTree, first_leaf, structure
 from jmpscale._optax import Transformation, with_extra_args
 from jmpscale._optax_checks import (
     check_no_scaler,
     check_not_wrapped,
     check_transformation,
-    is_narrow,
     warn_if_gradients_are_narrow,
 )
+from jmpscale._scaling import needs_wider_gradient
 
 
 def optax_step(
@@ -68,7 +68,7 @@ def optax_step(
             "A skipped step would not adjust its scale: pass the inner optimizer, or call tx.update without apply_if."
         )
         check_not_wrapped(opt_state, "tx", remedy)
-        if not any(map(is_narrow, jax.tree.leaves(params))):  # with disabled(), their gradients are float16 as well
+        if not first_leaf(params, needs_wider_gradient):  # with disabled(), their gradients are float16 as well
             warn_if_gradients_are_narrow(grads, "grads")
         updates, opt_state = optimizer.update(grads, opt_state, params, **extra_args)
         return jax.tree.map(_apply_update, updates, params, is_leaf=lambda x: x is None), opt_state

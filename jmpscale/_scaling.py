@@ -10,7 +10,16 @@ from jmpscale._base.check import warn_user
 from jmpscale._base.compat import unreduced_axes
 from jmpscale._base.marks import Mark, has_mark, mark
 from jmpscale._base.text import describe
-from jmpscale._base.tree import PyTree, Tree, check_no_refs, flatten_gradients, is_real, is_traced, named_leaves
+from jmpscale._base.tree import (
+    PyTree,
+    Tree,
+    check_no_refs,
+    flatten_gradients,
+    is_inexact,
+    is_real,
+    is_traced,
+    named_leaves,
+)
 from jmpscale._finite import all_finite
 from jmpscale._scaler_of_tree import find_scaler
 
@@ -148,9 +157,9 @@ def unscaled_dtype(dtype: DTypeLike) -> np.dtype:
     return np.dtype(dtype) if dtype == jnp.bfloat16 else _at_least_float32(dtype)
 
 
-def needs_wider_gradient(x: ArrayLike) -> bool:
+def needs_wider_gradient(x: object) -> bool:
     """Tests whether a leaf is float16 or float8, which cannot hold unscaled gradients."""
-    return unscaled_dtype(jnp.result_type(x)) != jnp.result_type(x)
+    return is_inexact(x) and unscaled_dtype(jnp.result_type(x)) != jnp.result_type(x)
 
 
 def _at_least_float32(dtype: DTypeLike) -> np.dtype:

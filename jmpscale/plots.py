@@ -159,7 +159,7 @@ def headroom(reports: GradReport, *, limit: int = 8, ax: Axes | None = None) -> 
 
 
 def diagnosis(diagnosis: Diagnosis, *, ax: Axes | None = None) -> Axes:
-    """Plots the error of the gradients against the loss scale, and of the worst lines alone if they were run.
+    """Plots the error of the gradients against the loss scale, and the errors of single lines if they were measured.
 
     Args:
       diagnosis: the result of `jmpscale.diagnose(loss_fn)(...)`.

@@ -189,10 +189,6 @@ def stored_in_half(x, key=None):
     return jnp.tanh(x).astype(jnp.float16)
 
 
-def unroll(cell, xs, carry):
-    return jax.lax.scan(lambda carry, x: (cell(x, carry), None), carry, xs)[0]
-
-
 def haiku_unroll(core, x):
     return hk.dynamic_unroll(core, x, core.initial_state(x.shape[1]))
 

@@ -40,10 +40,10 @@ _CALLS = _BLOCKS | {"custom_jvp_call", "custom_vjp_call"}
 def rewrite(jaxpr: core.Jaxpr, rewrite_equation: RewriteEquation, memo: Memo) -> core.Jaxpr:
     """Replaces the equations of an open jaxpr, and of the jaxprs that they hold.
 
-    If no equation changes, the result is the same object.
-    `rewrite_equation` returns equations that define the same variables, or `[eqn]` to keep the equation. `memo` has the
-    results of earlier calls with the same `rewrite_equation`: a jaxpr that occurs many times is rewritten once, and its
-    occurrences remain one object, which JAX compiles once.
+    If no equation changes, the result is the same object. `rewrite_equation` returns equations that define the same
+    variables, or `[eqn]` to keep the equation. `memo` has the results of earlier calls with the same
+    `rewrite_equation`: a jaxpr that occurs many times is rewritten once, and its occurrences remain one object, which
+    JAX compiles once.
     """
 
     def new_value(value: Any) -> Any:

@@ -31,9 +31,10 @@ _sources = {kind: weakref.WeakValueDictionary[int, jax.Array]() for kind in Mark
 
 def mark(kind: Mark, tree: PyTree, source: object = None) -> None:
     """Marks the arrays of a tree; a traced `source`, the value that they come from, is what `source_of` returns."""
-    for x in (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)):
-        _marked[kind][id(x)] = x
-        _sources[kind][id(x)] = source if is_traced(source) else x
+    for x in jax.tree.leaves(tree):
+        if isinstance(x, jax.Array):
+            _marked[kind][id(x)] = x
+            _sources[kind][id(x)] = source if is_traced(source) else x
 
 
 def source_of(kind: Mark, x: Any) -> Any:

@@ -11,7 +11,7 @@ from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE
 # Of the gradients at a scale that fits. In 33 convolutions with batch normalization, float16 makes an error of 16%; in
 # transformers and recurrences of any depth 0.2%; in a Fourier feature whose phases it rounds 23%.
 LARGEST_ERROR = 0.2
-LARGE_ERROR = 0.05  # from which on it is attributed to lines
+LARGE_ERROR = 0.05  # from this error on, each line is run alone
 # A scale fits if no error exceeds the error at the best scale by more than this.
 _TOLERANCE = 0.01
 _LOWEST, _HIGHEST = round(math.log2(SMALLEST_SCALE)), round(math.log2(LARGEST_SCALE))
