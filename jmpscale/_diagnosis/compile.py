@@ -13,16 +13,13 @@ def compiled(fun: Callable[..., Any], *, optimize: bool = False) -> Callable[...
     return jax.jit(fun, compiler_options={"xla_allow_excess_precision": False} | levels)
 
 
-def is_slow(run: Callable[[], Any]) -> bool:
-    """Tests whether 30 runs of a step take longer than the first run, which compiles it.
+def run_twice(run: Callable[[], Any]) -> tuple[Any, bool]:
+    """Returns the results of a step, and whether 30 runs of it take longer than the first one, which compiles it.
 
     The runs of a diagnosis then take longer than the optimization of its programs.
     """
-    first, later = _seconds(run), _seconds(run)
-    return 30 * later > first
-
-
-def _seconds(run: Callable[[], Any]) -> float:
     start = time.perf_counter()
     jax.block_until_ready(run())
-    return time.perf_counter() - start
+    compiled_at = time.perf_counter()
+    results = jax.block_until_ready(run())
+    return results, 30 * (time.perf_counter() - compiled_at) > compiled_at - start

@@ -4,11 +4,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from jmpscale._diagnosis.compile import is_slow
+from jmpscale._diagnosis.compile import run_twice
 from jmpscale._diagnosis.modes import Part, compile_step
 from jmpscale._diagnosis.repair import RepairedStep
 from jmpscale._diagnosis.report import Diagnosis, DiagnosisRow
-from jmpscale._diagnosis.scales import LARGE_ERROR, Scales, largest, search
+from jmpscale._diagnosis.scales import LARGE_ERROR, Errors, Scales, largest, search
 from jmpscale._diagnosis.step import Step
 from jmpscale._diagnosis.summary import Findings, describe_argument, describe_constant, describe_origin, summarize
 from jmpscale._diagnosis.trials import Trials
@@ -22,8 +22,7 @@ def examine(
 ) -> Diagnosis:
     """Examines a step at a loss scale, which is 1 if the scaler is disabled; describes the work to `progress`."""
     run_as_written = compile_step(step)
-    optimize = is_slow(lambda: run_as_written(scale))
-    outputs = run_as_written(scale)
+    outputs, optimize = run_twice(lambda: run_as_written(scale))
     progress("running in float32")
     trials = Trials(step, progress, optimize=optimize)
     errors, loss_error = trials.compare(outputs)
@@ -44,9 +43,11 @@ def examine(
 
     progress("running at powers of two")
     present = round(math.log2(scale))
-    scales = search(
-        lambda k: trials.compare(run_as_written(2.0**k))[0], trials.forward_errors, present, trials.largest_exponent()
-    )
+
+    def errors_at(exponent: int) -> Errors:
+        return errors if 2.0**exponent == scale else trials.compare(run_as_written(2.0**exponent))[0]
+
+    scales = search(errors_at, trials.forward_errors, present, trials.largest_exponent())
     findings, exponent = _explain(findings._replace(scales=scales), trials, present)
     alone = trials.errors_alone(exponent) if findings.lines or findings.error >= LARGE_ERROR else {}
     return _diagnosis(findings, summarize(findings, alone), alone)
