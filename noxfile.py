@@ -103,7 +103,9 @@ def lint(session):
     session.run("pyright", "--pythonpath", str(pathlib.Path(session.bin, "python")))
     for schema, files in SCHEMAS.items():
         session.run("check-jsonschema", "--builtin-schema", f"vendor.{schema}", *files)
-    session.run("pytest", "-q", "--full", "tests/test_package.py")  # it runs mypy
+    session.run(
+        "pytest", "-q", "--full", "-k", "type_checkers", "tests/test_package.py"
+    )  # the other tests run elsewhere
 
 
 @nox.session(python=OLDEST_PYTHON)
@@ -127,15 +129,16 @@ def tests_full(session):
     session.run("pytest", "-q", "-n", "auto", "--dist", "worksteal", "--full")  # some tests take half a minute
 
 
-@nox.session(python=OLDEST_PYTHON, tags=["tests"])
-def tests_oldest(session):
-    """Runs tests with the oldest versions that pyproject.toml allows: the default ones, and all of REWRITING_TESTS."""
+@nox.session(python=OLDEST_PYTHON)
+@nox.parametrize("tests", [nox.param("default", tags=["tests"]), nox.param("rewriting", tags=["weekly"])])
+def tests_oldest(session, tests):
+    """Runs tests with the oldest versions that pyproject.toml allows: the default ones, or all of REWRITING_TESTS."""
     project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
     requirements = project["dependencies"] + project["optional-dependencies"]["flax"]
     requirements.append("chex>=0.1.90")  # newer releases compare arrays with an argument of NumPy 2
     install(session, "-e", ".[test]", *(requirement.replace(">=", "==") for requirement in requirements))
-    session.run("pytest", "-q", "-n", "auto")
-    session.run("pytest", "-q", "-n", "auto", "--full", "-m", "full", *REWRITING_TESTS)
+    options = ("--full", "-m", "full", *REWRITING_TESTS) if tests == "rewriting" else ()
+    session.run("pytest", "-q", "-n", "auto", *options)
 
 
 @nox.session(python=OLDEST_PYTHON, tags=["tests"])
@@ -159,12 +162,13 @@ def frameworks(session, group):
         session.run(*command, f"tests/frameworks/test_{name}.py")
 
 
-@nox.session(python=OLDEST_PYTHON, tags=["checks"])
+@nox.session(python=OLDEST_PYTHON)
 @nox.parametrize("device", ["h100", "tpu"])
-def compilers(session, device):
+@nox.parametrize("tests", [nox.param("default", tags=["checks"]), nox.param("full", tags=["weekly"])])
+def compilers(session, device, tests):
     """Compiles training steps for a GPU or TPU. The device itself is not needed."""
     install(session, "-e", ".", "--group", f"compile-{device}", "chex", "hypothesis", "pytest")
-    session.run("pytest", "-q", "tests/test_compiled.py")
+    session.run("pytest", "-q", *(("--full", "-m", "full") if tests == "full" else ()), "tests/test_compiled.py")
 
 
 @nox.session(python=OLDEST_PYTHON, tags=["tests"])
