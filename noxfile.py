@@ -103,9 +103,7 @@ def lint(session):
     session.run("pyright", "--pythonpath", str(pathlib.Path(session.bin, "python")))
     for schema, files in SCHEMAS.items():
         session.run("check-jsonschema", "--builtin-schema", f"vendor.{schema}", *files)
-    session.run(
-        "pytest", "-q", "--full", "-k", "type_checkers", "tests/test_package.py"
-    )  # the other tests run elsewhere
+    session.run("pytest", "-q", "--full", "-k", "type_checkers", "tests/test_package.py")
 
 
 @nox.session(python=OLDEST_PYTHON)

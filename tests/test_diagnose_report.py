@@ -76,7 +76,7 @@ SCALERS = {  # the loss function, the scaler, the name of the present scale, and
         product,
         jmpscale.dynamic(2.0**-10, max_scale=2.0**-10, min_scale=2.0**-12),
         "2^-10",
-        f"{SMALL} Use dynamic(init_scale=2.0**-4, max_scale=2.0**15). {BEST}0.",
+        f"{SMALL} Use dynamic(init_scale=2.0**13, max_scale=2.0**15). {BEST}0.",
     ),
     "dynamic, min_scale is too large": (
         product,
@@ -283,8 +283,8 @@ SUMMARIES = {  # the loss function, its arguments, and the summary, with the lin
     "float32": (
         squared,
         (W,),
-        "The program has no result in half precision, and needs no loss scale. jmpscale.autocast runs its matmuls in "
-        "half precision.",
+        "The program has no result in half precision, and needs no loss scale. jmpscale.autocast converts its matmuls "
+        'to half precision, except those with precision="highest".',
     ),
 }
 
@@ -294,6 +294,12 @@ def test_summary(row):
     fun, args, summary = row
     lines = map(functools.partial(line, fun), range(2))
     pages.assert_same_output(diagnose(fun, *args).summary, summary.format(*lines))
+
+
+def test_gradients_below_the_epsilon_of_adam_are_told():
+    assert "epsilon" not in diagnose(lambda w: product(w) * 2.0**-6, W).summary
+    summary = diagnose(lambda w: product(w) * 2.0**-7, W).summary
+    assert "The root mean square of each gradient is at most 7.5e-09: unless gradients are summed later" in summary
 
 
 def test_large_result_of_the_forward_pass_does_not_add_runs():

@@ -95,18 +95,19 @@ def summarize(findings: Findings, alone: Mapping[Part, float]) -> str:
     """Describes a step that is finite in float32; `alone` has the errors of the parts that were tried alone."""
     if not findings.trials.step.sites and not findings.trials.step.not_entered:
         return (
-            "The program has no result in half precision, and needs no loss scale. jmpscale.autocast runs its "
-            "matmuls in half precision."
+            "The program has no result in half precision, and needs no loss scale. jmpscale.autocast converts its "
+            'matmuls to half precision, except those with precision="highest".'
         )
     if not findings.accurate:
-        return _describe_lines(findings)
+        return f"{_describe_lines(findings)}{_epsilon(findings.trials)}"
     if not findings.trials.decisive.any():
         text = _describe_useless_gradients(findings.trials.measured)
         return text if findings.scale_fits else f"{text} {_describe_range(findings)} {_describe_scale(findings)}"
     if not findings.scale_fits:
-        return f"{_describe_range(findings)} {_describe_scale(findings)}"
+        return f"{_describe_range(findings)} {_describe_scale(findings)}{_epsilon(findings.trials)}"
     error = f"The gradients differ from float32 {_by(findings.error)}."
-    return f"{_describe_range(findings)} {error}{_largest_part(findings, alone)}{_headroom(findings)}"
+    more = f"{_largest_part(findings, alone)}{_headroom(findings)}{_epsilon(findings.trials)}"
+    return f"{_describe_range(findings)} {error}{more}"
 
 
 def _describe_useless_gradients(reference: Measured) -> str:
@@ -115,6 +116,18 @@ def _describe_useless_gradients(reference: Measured) -> str:
     return (
         "The gradients cannot be compared with float32, because they are rounding noise in float32 too: a change of "
         "the arguments in the last place changes them by more than 25%. Diagnose a step that still makes progress."
+    )
+
+
+def _epsilon(trials: Trials) -> str:
+    """Describes gradients that are smaller than Adam's default epsilon: Adam hardly moves, in float32 too."""
+    pairs = zip(trials.measured.norms[1:], trials.reference[1:], strict=True)
+    largest = max((norm / math.sqrt(max(x.size, 1)) for norm, x in pairs), default=math.inf)
+    if largest >= 1e-8:
+        return ""
+    return (
+        f" The root mean square of each gradient is at most {largest:.1e}: unless gradients are summed later, Adam "
+        "needs an epsilon below its default of 1e-8."
     )
 
 
@@ -161,11 +174,13 @@ def _scale_remedy(findings: Findings, low: int, high: int) -> str:
 
 
 def _scaler_call(config: ScalerConfig, low: int, high: int, *, may_grow: bool) -> str:
-    """Returns the call that creates a scaler that fits, 2 bits below the largest scale if its limits allow it."""
+    """Returns the call that creates a scaler that fits, 2 bits below the largest scale unless max_scale is smaller."""
     if config.mode == "static":
         return f"static(2.0**{max(low, high - 2)})"
     largest, smallest = math.floor(math.log2(config.max_scale)), math.ceil(math.log2(config.min_scale))
-    exponent = max(low, min(high - 2, largest))
+    exponent = max(low, high - 2)
+    if largest >= low + 4:  # otherwise the scale could hardly back off
+        exponent = min(exponent, largest)
     arguments = {"init_scale": exponent}
     if exponent > largest or not may_grow:
         arguments["max_scale"] = high
@@ -256,7 +271,7 @@ def _remedy(findings: Findings, cause: Cause, lines: Lines) -> str:
     if any(step.is_by_autocast(path) and path not in matmuls for path in step.paths):
         return f'{text}. The autocast guide lists such programs under "Keep these in float32".'
     scaling = " To keep matmuls there, normalize the input, or multiply it by a power of two and divide the result."
-    return f"{text}. Then no matmul remains in half precision.{'' if cause.reason is Reason.ROUNDING else scaling}"
+    return f"{text}. Then no matmul remains in half precision.{scaling if cause.reason is Reason.OVERFLOW else ''}"
 
 
 def _difference(findings: Findings) -> str:
