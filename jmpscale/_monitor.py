@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._base.axes import all_reduce_and
-from jmpscale._base.check import check_count
+from jmpscale._base.check import check_count, warn_user
 from jmpscale._base.frameworks import multi_steps_sums
 from jmpscale._base.text import format_number
 from jmpscale._base.tree import PyTree, find_instances, is_inexact, is_traced
@@ -28,8 +28,8 @@ _OVERFLOW = f"{_STUCK}In the most recent skip the loss, if given, was finite, bu
 _CAUSES = (  # in the order of _possible_causes
     f"{_STUCK}The loss scale is invalid: the state was corrupted, in storage or by hand. Restore an older checkpoint.",
     f"{_STUCK}In the most recent skip the loss itself was not finite, before any scaling. A loss scale cannot "
-    "prevent that. Look for invalid data, for an overflow in the forward pass, or for parameters that are NaN because "
-    "an earlier step was not gated; jmpscale.diagnose names the line.",
+    "prevent that. Look for invalid data, for an overflow in the forward pass, or for parameters or optimizer state "
+    "that are NaN because a step was not gated by all_finite of its gradients; jmpscale.diagnose names the line.",
     f"{_STUCK}The gradients that optax.MultiSteps has accumulated can never become finite again: it resets them "
     "by multiplying them by zero, and 0 * inf is NaN. Place with_loss_scaling outside: "
     "with_loss_scaling(optax.MultiSteps(tx, k)); or gate its update with apply_if.",
@@ -58,6 +58,12 @@ _NEVER_SKIPPED = (
     "perhaps the loss is not scaled, or something replaces infinity and NaN before the optimizer checks them. To find "
     "out, train a few steps with the scale jmpscale.static(2.0**60): they should be skipped."
 )
+_UNCHANGED = (
+    "The scaler is as it was created, in three calls of raise_if_stuck in a row. If steps were taken between them, the "
+    "new state is lost: assign the result of update or tx.update, return it from the training step, and pass it to the "
+    "next step. With Flax NNX, compile the step with nnx.jit, not with jax.jit."
+)
+_unchanged_scales: list[float] = []  # of the latest calls of raise_if_stuck, if no step has changed their scalers
 _USUAL_LIMIT = 2.0**32  # the default of max_scale; a lower limit is reached without a mistake
 
 
@@ -112,6 +118,9 @@ def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
       ValueError: `scaler` does not contain exactly one scaler; `max_consecutive_skips` is below 1; or the call is under
         `jax.jit` without `checkify`.
 
+    Warns:
+      UserWarning: no step has changed the scaler, in three calls in a row, so the training loop may lose its new state.
+
     >>> import jmpscale
     >>> jmpscale.raise_if_stuck(jmpscale.dynamic(), max_consecutive_skips=20)
     """
@@ -124,6 +133,20 @@ def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
     if _is_stuck(state, limit):
         skips = _CONSECUTIVE.format(run=state.consecutive_skips)
         raise FloatingPointError(_describe_skips(state, scaler, limit, skips))
+    _warn_if_unchanged(state)
+
+
+def _warn_if_unchanged(state: ScalerState) -> None:
+    """Warns at the third call in a row with a scaler as it was created."""
+    has_counted = state.finite_steps > 0 or state.total_skips > 0
+    if has_counted or state.config.mode == "disabled" or state.loss_scale >= state.config.max_scale:
+        _unchanged_scales.clear()
+        return
+    if state.loss_scale not in _unchanged_scales:  # a scale that has just grown has no finite steps, either
+        _unchanged_scales.clear()
+    _unchanged_scales.append(float(state.loss_scale))
+    if len(_unchanged_scales) == 3:
+        warn_user(_UNCHANGED)
 
 
 class _Skip(NamedTuple):

@@ -7,7 +7,7 @@ import dataclasses
 import enum
 import json
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.export
@@ -125,6 +125,16 @@ class ScalerState(NamedTuple):
     consecutive_skips: jax.Array
     last_skip_reason: jax.Array
     config: ScalerConfig
+
+    if not TYPE_CHECKING:  # a type checker knows the attributes
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(
+                f"ScalerState has no attribute {name!r}. It has no methods: pass it to the functions of jmpscale, such "
+                "as value_and_grad(loss_fn)(scaler, params) and update(scaler, finite, loss=loss).",
+                name=name,
+                obj=self,
+            )
 
     @property
     def step_applied(self) -> jax.Array:

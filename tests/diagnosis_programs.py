@@ -471,20 +471,14 @@ def attention(mask):
     def loss(w, x):
         q, k, v = jnp.split(x.astype(H) @ jnp.tile(w.astype(H), (1, 3)), 3, axis=-1)
         scores = jnp.einsum("bqd,bkd->bqk", q, k)
-        with jax.numpy_rank_promotion("allow"):  # masks of all ranks
-            scores = jnp.where(mask, scores, -jnp.inf) if mask.dtype == bool else scores + mask
+        scores = jnp.where(mask, scores, -jnp.inf) if mask.dtype == bool else scores + mask
         return jnp.mean(jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores), v).astype(jnp.float32) ** 2)
 
     return loss
 
 
-CAUSAL = np.tri(16, dtype=bool)
-MASKS = {
-    name: np.where(CAUSAL, 0, value).astype(np.float16)
-    for name, value in {"lowest": np.finfo(np.float16).min, "-inf": -np.inf, "-1e4": -1e4}.items()  # -1e9 is -inf
-}
-MASKS["of one dimension"] = MASKS["lowest"][11]
-MASKS["boolean"] = CAUSAL
+CAUSAL = np.tri(16, dtype=bool)[None]
+MASKS = {name: np.where(CAUSAL, 0, np.float16(name)) for name in ("-65504", "-inf")} | {"boolean": CAUSAL}
 
 
 def saturated_softmax(params, x):

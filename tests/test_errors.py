@@ -555,6 +555,7 @@ AUTOCAST = {
         "dtype": (lambda: jmpscale.autocast(jnp.float16), "fun must be the loss function, got float16. Pass it first"),
         "name of a dtype": (lambda: jmpscale.autocast("bfloat16"), "fun must be the loss function, got 'bfloat16'."),
         "to float32": (lambda: jmpscale.autocast(_sum, dtype=jnp.float32), "must be float16 or bfloat16, got float32."),
+        "context manager": (lambda: jmpscale.autocast().__enter__(), "not a context manager. Wrap the loss function"),
         "to None": (lambda: jmpscale.autocast(dtype=None), "dtype must be float16 or bfloat16, got None. Pass"),
         "to an array": (lambda: jmpscale.autocast(_sum, dtype=W32), "dtype must ... got float32[2]. Pass jnp.float16,"),
     },
@@ -793,6 +794,7 @@ def _float16(size):
 
 
 CAST_AND_MONITORING = {
+    AttributeError: {"method": (lambda: STATE.scale(LOSS), "no attribute 'scale'. It has no methods: pass it to")},
     TypeError: {
         "cast to int": (_cast(GRADS, jnp.int8), "dtype must be a floating-point dtype, got int8. ... cast(params, jnp"),
         "cast to complex": (_cast(GRADS, jnp.complex64), "dtype must be a floating-point dtype, got"),

@@ -153,6 +153,18 @@ def test_raise_if_stuck_raises_immediately_for_a_known_state():
         checkify.checkify(fn)(1.0)
 
 
+def test_raise_if_stuck_warns_of_a_scaler_that_no_step_changes():
+    check = functools.partial(jmpscale.raise_if_stuck, max_consecutive_skips=2)
+    new = jmpscale.dynamic(8.0, growth_interval=1)
+    grown, skipped = jmpscale.update(new, True), jmpscale.update(new, False)
+    static = jmpscale.update(jmpscale.static(8.0), True)
+    for scaler in [jmpscale.disabled()] * 3 + [static] * 3 + [new, new, grown, grown, new, skipped, new, new]:
+        check(scaler)
+    with pytest.warns(UserWarning, match="as it was created, in three calls.*return it from the training step"):
+        check(new)
+    check(new)
+
+
 # --- warn_after_skips reports from the program, once per streak ---
 
 # Three skips, a finite step, four skips, and two finite steps.

@@ -18,6 +18,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+class _Decorator(functools.partial[Any]):
+    """`autocast` with a dtype."""
+
+    def __enter__(self) -> None:
+        raise TypeError("autocast is not a context manager. Wrap the loss function: jmpscale.autocast(loss_fn).")
+
+    def __exit__(self, *args: object) -> None: ...
+
+
 @overload
 def autocast(fun: Callable[P, T], *, dtype: DTypeLike = jnp.float16) -> Callable[P, T]: ...
 @overload
@@ -81,7 +90,7 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
             "or jnp.bfloat16."
         )
     if fun is None:
-        return functools.partial(autocast, dtype=half)
+        return _Decorator(autocast, dtype=half)
     name, is_checked = describe_function(fun), False
     if not callable(fun) or as_dtype(fun) in HALF:
         raise TypeError(
