@@ -59,9 +59,9 @@ _NEVER_SKIPPED = (
     "out, train a few steps with the scale jmpscale.static(2.0**60): they should be skipped."
 )
 _UNCHANGED = (
-    "The scaler is as it was created, in three calls of raise_if_stuck in a row. If steps were taken between them, the "
-    "new state is lost: assign the result of update or tx.update, return it from the training step, and pass it to the "
-    "next step. With Flax NNX, compile the step with nnx.jit, not with jax.jit."
+    "The scaler has its initial values, in three calls of raise_if_stuck in a row. If steps were taken between them, "
+    "the new state is lost: assign the result of update or tx.update, return it from the training step, and pass it to "
+    "the next step. With Flax NNX, compile the step with nnx.jit, not with jax.jit."
 )
 _unchanged_scales: list[float] = []  # of the latest calls of raise_if_stuck, if no step has changed their scalers
 _USUAL_LIMIT = 2.0**32  # the default of max_scale; a lower limit is reached without a mistake
@@ -137,7 +137,7 @@ def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
 
 
 def _warn_if_unchanged(state: ScalerState) -> None:
-    """Warns at the third call in a row with a scaler as it was created."""
+    """Warns at the third call in a row with a scaler that has its initial values."""
     has_counted = state.finite_steps > 0 or state.total_skips > 0
     if has_counted or state.config.mode == "disabled" or state.loss_scale >= state.config.max_scale:
         _unchanged_scales.clear()

@@ -7,7 +7,7 @@ import dataclasses
 import enum
 import json
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 import jax
 import jax.export
@@ -126,16 +126,6 @@ class ScalerState(NamedTuple):
     last_skip_reason: jax.Array
     config: ScalerConfig
 
-    if not TYPE_CHECKING:  # a type checker knows the attributes
-
-        def __getattr__(self, name: str) -> Any:
-            raise AttributeError(
-                f"ScalerState has no attribute {name!r}. It has no methods: pass it to the functions of jmpscale, such "
-                "as value_and_grad(loss_fn)(scaler, params) and update(scaler, finite, loss=loss).",
-                name=name,
-                obj=self,
-            )
-
     @property
     def step_applied(self) -> jax.Array:
         """bool[], whether the most recent step was applied; true before the first step."""
@@ -143,6 +133,18 @@ class ScalerState(NamedTuple):
         mark(Mark.FINITE, applied)
         return applied
 
+
+def _raise_missing(state: ScalerState, name: str) -> NoReturn:
+    raise AttributeError(
+        f"ScalerState has no attribute {name!r}. It has no methods: pass it to the functions of jmpscale, such as "
+        "value_and_grad(loss_fn)(scaler, params) and update(scaler, finite, loss=loss).",
+        name=name,
+        obj=state,
+    )
+
+
+# Type checkers would accept every attribute of a class with this method.
+ScalerState.__getattr__ = _raise_missing  # type: ignore[attr-defined]
 
 ARRAY_FIELDS = ScalerState._fields[:-1]
 

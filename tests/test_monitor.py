@@ -160,7 +160,7 @@ def test_raise_if_stuck_warns_of_a_scaler_that_no_step_changes():
     static = jmpscale.update(jmpscale.static(8.0), True)
     for scaler in [jmpscale.disabled()] * 3 + [static] * 3 + [new, new, grown, grown, new, skipped, new, new]:
         check(scaler)
-    with pytest.warns(UserWarning, match="as it was created, in three calls.*return it from the training step"):
+    with pytest.warns(UserWarning, match="has its initial values, in three calls.*return it from the training step"):
         check(new)
     check(new)
 
