@@ -55,7 +55,7 @@ class Lines(NamedTuple):
 class Trials:
     """Runs a step with other modes, and compares it with the reference: the step in float32, at a scale of 1."""
 
-    def __init__(self, step: Step, progress: Callable[[str], None], *, optimize: bool = False) -> None:
+    def __init__(self, step: Step, progress: Callable[[str], None], *, optimize: bool) -> None:
         self.step = ModalStep(step, PRECISION, optimize=optimize)
         # A separate program, because the other runs need no statistics, which can take most of the time of a run.
         self._recording = ModalStep(step, RECORD, optimize=optimize)
