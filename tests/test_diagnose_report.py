@@ -298,8 +298,9 @@ def test_summary(row):
 
 def test_gradients_below_the_epsilon_of_adam_are_told():
     assert "epsilon" not in diagnose(lambda w: product(w) * 2.0**-6, W).summary
-    summary = diagnose(lambda w: product(w) * 2.0**-7, W).summary
-    assert "The root mean square of each gradient is at most 7.5e-09: unless gradients are summed later" in summary
+    summary = diagnose(lambda w: product(w["w"]) * 2.0**-7 + product(w["b"]) * 2.0**-9, {"w": W, "b": W}).summary
+    assert "The root mean square of 2 of 2 gradients is below Adam's default epsilon, 1e-8: unless" in summary
+    assert summary.endswith("give Adam a smaller one, such as 1e-12.")
 
 
 def test_large_result_of_the_forward_pass_does_not_add_runs():

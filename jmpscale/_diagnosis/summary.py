@@ -121,13 +121,15 @@ def _describe_useless_gradients(reference: Measured) -> str:
 
 def _epsilon(trials: Trials) -> str:
     """Describes gradients that are smaller than Adam's default epsilon: Adam hardly moves, in float32 too."""
-    pairs = zip(trials.measured.norms[1:], trials.reference[1:], strict=True)
-    largest = max((norm / math.sqrt(max(x.size, 1)) for norm, x in pairs), default=math.inf)
-    if largest >= 1e-8:
+    trios = zip(trials.measured.norms[1:], trials.reference[1:], trials.decisive, strict=True)
+    sizes = [norm / math.sqrt(x.size) for norm, x, decides in trios if decides]
+    small = [size for size in sizes if size < 1e-8]
+    if 2 * len(small) <= len(sizes):
         return ""
+    epsilon = max(1e-17, 10.0 ** math.floor(math.log10(min(small)) - 3))  # its square is a float32 number
     return (
-        f" The root mean square of each gradient is at most {largest:.1e}: unless gradients are summed later, Adam "
-        "needs an epsilon below its default of 1e-8."
+        f" The root mean square of {len(small)} of {len(sizes)} gradients is below Adam's default epsilon, 1e-8: "
+        f"unless gradients are summed later, give Adam a smaller one, such as {epsilon:.0e}."
     )
 
 
