@@ -55,6 +55,7 @@ FROZEN = "Its gradients are finite, so no step is skipped, and a dynamic scale d
 SCALERS = {  # the loss function, the scaler, the name of the present scale, and the sentences that follow
     "disabled": (product, jmpscale.disabled(), "2^0", "The gradients differ from float32 by 0."),
     "the smallest": (product, jmpscale.static(2.0**-4), "2^-4", "The gradients differ from float32 by 0."),
+    "the largest": (product, jmpscale.static(2.0**15), "2^15", "The gradients differ from float32 by 0."),
     "not a power of two": (product, jmpscale.static(3000.0), "3000", "The gradients differ from float32 by 0."),
     "static, too small": (product, jmpscale.static(2.0**-20), "2^-20", f"{SMALL} Use static(2.0**13). {BEST}0."),
     "static, too large": (product, jmpscale.static(2.0**16), "2^16", f"{LARGE} Use static(2.0**13). {BEST}0."),
@@ -94,7 +95,7 @@ SCALERS = {  # the loss function, the scaler, the name of the present scale, and
 }
 
 
-DEFAULT_SCALERS = {"disabled", "dynamic, too small", "dynamic, min_scale is too large"}
+DEFAULT_SCALERS = {"disabled", "the largest", "dynamic, too small", "dynamic, min_scale is too large"}
 
 
 @pytest.mark.parametrize("row", rows(SCALERS, default=DEFAULT_SCALERS))
@@ -289,7 +290,10 @@ SUMMARIES = {  # the loss function, its arguments, and the summary, with the lin
 }
 
 
-@pytest.mark.parametrize("row", rows(SUMMARIES, default={"backward overflow", "float32", "near an overflow"}))
+DEFAULT_SUMMARIES = {"backward overflow", "float32", "near an overflow", "the only matmul"}
+
+
+@pytest.mark.parametrize("row", rows(SUMMARIES, default=DEFAULT_SUMMARIES))
 def test_summary(row):
     fun, args, summary = row
     lines = map(functools.partial(line, fun), range(2))
