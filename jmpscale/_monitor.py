@@ -6,7 +6,7 @@ Nothing here changes a state.
 import collections
 import threading
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.custom_batching
@@ -59,11 +59,11 @@ _NEVER_SKIPPED = (
     "out, train a few steps with the scale jmpscale.static(2.0**60): they should be skipped."
 )
 _UNCHANGED = (
-    "The scaler has its initial values, in three calls of raise_if_stuck in a row. If steps were taken between them, "
-    "the new state is lost: assign the result of update or tx.update, return it from the training step, and pass it to "
-    "the next step. With Flax NNX, compile the step with nnx.jit, not with jax.jit."
+    "The scaler was the same in three calls of raise_if_stuck in a row. If steps were taken between them, the new "
+    "state is lost: return it from the training step, assign it, and pass it to the next step. With Flax NNX, compile "
+    "the step with nnx.jit, not with jax.jit."
 )
-_unchanged_scales: list[float] = []  # of the latest calls of raise_if_stuck, if no step has changed their scalers
+_checked = collections.deque[Any](maxlen=4)  # the arrays `finite_steps` of the latest calls of raise_if_stuck
 _USUAL_LIMIT = 2.0**32  # the default of max_scale; a lower limit is reached without a mistake
 
 
@@ -119,7 +119,7 @@ def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
         `jax.jit` without `checkify`.
 
     Warns:
-      UserWarning: no step has changed the scaler, in three calls in a row, so the training loop may lose its new state.
+      UserWarning: the scaler was the same in three calls in a row, so the training loop may lose the new state.
 
     >>> import jmpscale
     >>> jmpscale.raise_if_stuck(jmpscale.dynamic(), max_consecutive_skips=20)
@@ -129,23 +129,18 @@ def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
     if any(map(is_traced, jax.tree.leaves(state))):
         _check_in_program(state, scaler, limit)
         return
+    _warn_if_unchanged(state)
     state = jax.tree.map(np.asarray, state)  # under a transformation JAX would trace operations on known arrays
     if _is_stuck(state, limit):
         skips = _CONSECUTIVE.format(run=state.consecutive_skips)
         raise FloatingPointError(_describe_skips(state, scaler, limit, skips))
-    _warn_if_unchanged(state)
 
 
 def _warn_if_unchanged(state: ScalerState) -> None:
-    """Warns at the third call in a row with a scaler that has its initial values."""
-    has_counted = state.finite_steps > 0 or state.total_skips > 0
-    if has_counted or state.config.mode == "disabled" or state.loss_scale >= state.config.max_scale:
-        _unchanged_scales.clear()
-        return
-    if state.loss_scale not in _unchanged_scales:  # a scale that has just grown has no finite steps, either
-        _unchanged_scales.clear()
-    _unchanged_scales.append(float(state.loss_scale))
-    if len(_unchanged_scales) == 3:
+    """Warns at the third call in a row with the same state: each step returns new arrays."""
+    _checked.append(state.finite_steps)
+    is_same = [x is state.finite_steps for x in _checked]
+    if state.config.mode != "disabled" and is_same[-3:] == [True] * 3 and is_same != [True] * 4:
         warn_user(_UNCHANGED)
 
 

@@ -58,7 +58,7 @@ def _is_scaler(x):
 
 
 def _stuck(**fields):
-    fields = {"total_skips": 5, "consecutive_skips": 3, "last_skip_reason": 1} | fields
+    fields = {"finite_steps": 0, "total_skips": 5, "consecutive_skips": 3, "last_skip_reason": 1} | fields
     return DYNAMIC._replace(**{name: np.asarray(x, getattr(DYNAMIC, name).dtype) for name, x in fields.items()})
 
 
@@ -153,16 +153,15 @@ def test_raise_if_stuck_raises_immediately_for_a_known_state():
         checkify.checkify(fn)(1.0)
 
 
-def test_raise_if_stuck_warns_of_a_scaler_that_no_step_changes():
+@pytest.mark.parametrize("scaler", [jmpscale.dynamic(8.0), jmpscale.static(8.0)], ids=["dynamic", "static"])
+def test_raise_if_stuck_warns_of_a_scaler_that_no_step_changes(scaler):
     check = functools.partial(jmpscale.raise_if_stuck, max_consecutive_skips=2)
-    new = jmpscale.dynamic(8.0, growth_interval=1)
-    grown, skipped = jmpscale.update(new, True), jmpscale.update(new, False)
-    static = jmpscale.update(jmpscale.static(8.0), True)
-    for scaler in [jmpscale.disabled()] * 3 + [static] * 3 + [new, new, grown, grown, new, skipped, new, new]:
-        check(scaler)
-    with pytest.warns(UserWarning, match="has its initial values, in three calls.*return it from the training step"):
-        check(new)
-    check(new)
+    changed = jax.jit(jmpscale.update)(scaler, True)
+    for right in [jmpscale.disabled()] * 3 + [scaler, scaler, changed, scaler, changed, changed]:
+        check(right)
+    with pytest.warns(UserWarning, match="the same in three calls.*return it from the training step"):
+        check(changed)
+    check(changed)
 
 
 # --- warn_after_skips reports from the program, once per streak ---

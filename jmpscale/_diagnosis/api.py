@@ -34,8 +34,8 @@ def diagnose(
     """Creates a function that measures what half precision does to a training step, and finds the lines to change.
 
     Call it as `jmpscale.value_and_grad` is called, with the same options, outside of `jax.jit`. It compares the loss
-    and the gradients with the same program in float32, at power-of-two loss scales. If no scale fits, it finds the
-    smallest set of lines of the program that must compute in float32, and the reason. The program is compiled again
+    and the gradients with the same program in float32, at power-of-two loss scales. If no scale fits, it finds a
+    minimal set of lines of the program that must compute in float32, and the reason. The program is compiled again
     with an array that says which lines compute in float32, and each answer comes from a run of it.
 
     Compiled functions, loops, branches, checkpointed functions, custom derivative rules and `jax.shard_map` are

@@ -8,7 +8,7 @@ from jmpscale._diagnosis.compile import run_twice
 from jmpscale._diagnosis.modes import Part, compile_step
 from jmpscale._diagnosis.repair import RepairedStep
 from jmpscale._diagnosis.report import Diagnosis, DiagnosisRow
-from jmpscale._diagnosis.scales import LARGE_ERROR, Errors, Scales, largest, search
+from jmpscale._diagnosis.scales import LARGE_ERROR, Errors, Scales, search
 from jmpscale._diagnosis.step import Step
 from jmpscale._diagnosis.summary import Findings, describe_argument, describe_constant, describe_origin, summarize
 from jmpscale._diagnosis.trials import Trials
@@ -30,7 +30,7 @@ def examine(
         trials=trials,
         loss=float(outputs[0]),
         loss_error=loss_error,
-        error=largest(errors),
+        errors=errors,
         scales=Scales({}, None, None),
         scaler=scaler,
         scale=scale,
@@ -66,8 +66,10 @@ def _explain(findings: Findings, trials: Trials, present: int) -> tuple[Findings
         cause = trials.find_cause(lines, finite=math.isfinite(findings.loss) and scales.best is not None)
         statistics = trials.statistics(2.0**lines.exponent)
         return findings._replace(lines=lines, cause=cause, statistics=statistics), lines.exponent
-    if not findings.scale_fits:
-        return findings._replace(cause=trials.find_cause_of_scale(present, scales.limits)), present
+    if not findings.scale_fits and scales.fitting is not None:
+        low, high = scales.fitting
+        beyond = min(present, low - 1) if findings.scale < 2.0**low else max(present, high + 1)
+        return findings._replace(cause=trials.find_cause_of_scale(beyond, scales.limits)), beyond
     return findings._replace(tight=trials.find_tight(findings.statistics, present)), present
 
 

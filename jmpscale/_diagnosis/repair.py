@@ -19,7 +19,7 @@ from jmpscale._diagnosis.trials import smallest_set
 class RepairedStep:
     """A step in float32 without some of its infinities, NaN and constants."""
 
-    def __init__(self, step: Step, *, optimize: bool) -> None:
+    def __init__(self, step: Step, *, optimize: bool = False) -> None:
         self._step = ModalStep(step, REPAIR, optimize=optimize)
 
     def _run(self, modes: dict[Site, Mode], consts: list[Any] | None = None) -> Measured:

@@ -61,7 +61,7 @@ class Diagnosis:
         Parameters whose gradient in float32 is rounding noise, or negligible beside the others, do not count.
       loss_scale: the current loss scale.
       scale_errors: pairs of a loss scale and the `gradient_error` at this scale, for all scales that were tried.
-      lines: the smallest set of lines that must compute in float32, in program order; empty if none need to.
+      lines: a minimal set of lines that must compute in float32, in program order; empty if none need to.
       rows: a `DiagnosisRow` for each line and pass with results in half precision, in program order. They are measured
         at the current scale; if there are `lines`, at a scale that fits once they compute in float32.
       not_entered: the operations that run as written, in the float32 run too, such as kernels.

@@ -10,7 +10,7 @@ from jmpscale._base.text import format_scale
 from jmpscale._diagnosis.measure import Measured
 from jmpscale._diagnosis.modes import Part, Path, Site, Statistics
 from jmpscale._diagnosis.report import format_percentage
-from jmpscale._diagnosis.scales import Scales
+from jmpscale._diagnosis.scales import Errors, Scales, largest
 from jmpscale._diagnosis.trials import Cause, Lines, Reason, Trials
 from jmpscale._state import ScalerConfig, ScalerState
 
@@ -21,7 +21,7 @@ class Findings(NamedTuple):
     trials: Trials
     loss: float  # as written
     loss_error: float  # relative, if it is more than rounding, otherwise 0
-    error: float  # the largest error of a gradient at the present scale
+    errors: Errors  # of the gradients at the present scale
     scales: Scales
     scaler: ScalerState
     scale: float  # 1 if the scaler is disabled
@@ -36,10 +36,18 @@ class Findings(NamedTuple):
         return self.scales.fitting is not None and not self.loss_error
 
     @property
+    def error(self) -> float:
+        """The largest error of a gradient at the present scale."""
+        return largest(self.errors)
+
+    @property
     def scale_fits(self) -> bool:
-        """Whether the present scale is one of those that fit."""
-        fitting = self.scales.fitting
-        return fitting is not None and fitting[0] <= math.log2(self.scale) <= fitting[1]
+        """Whether the present scale is one of those that fit, or between one and the next power of two and fits."""
+        fitting, exponent = self.scales.fitting, math.log2(self.scale)
+        if fitting is None or not fitting[0] - 1 < exponent < fitting[1] + 1:
+            return False
+        is_inside = fitting[0] <= exponent <= fitting[1]
+        return is_inside or (self.errors is not None and bool((self.errors <= self.scales.limits).all()))
 
     def name(self, path: Path, named: Collection[Path] = ()) -> str:
         """Returns the name of a line, with a line that calls it if another call of it is not named."""

@@ -23,7 +23,6 @@ _NOISE = 0.25  # the relative change of a gradient that is rounding noise
 # scale fits have gradients of 2^-44; behind a saturated softmax, where float16 gives zero, they have 2^-74.
 _NEGLIGIBLE = 2.0**-60
 _ULP = 2.0**-22  # the relative change of the arguments by which rounding noise in float32 is recognized
-_ROUNDING = 2.0**-10  # the relative change of the arguments that rounding to half precision makes, and some more
 _LARGEST_SET = 12  # lines that are found one by one
 _TRIED_ALONE = 64  # parts of which each one is tried alone
 
@@ -45,7 +44,7 @@ class Cause(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """The smallest set of lines that must compute in float32, in program order, and what remains if they do."""
+    """A minimal set of lines that must compute in float32, in program order, and what remains if they do."""
 
     paths: list[Path]
     exponent: int  # of a loss scale that fits then
@@ -55,7 +54,7 @@ class Lines(NamedTuple):
 class Trials:
     """Runs a step with other modes, and compares it with the reference: the step in float32, at a scale of 1."""
 
-    def __init__(self, step: Step, progress: Callable[[str], None], *, optimize: bool) -> None:
+    def __init__(self, step: Step, progress: Callable[[str], None], *, optimize: bool = False) -> None:
         self.step = ModalStep(step, PRECISION, optimize=optimize)
         # A separate program, because the other runs need no statistics, which can take most of the time of a run.
         self._recording = ModalStep(step, RECORD, optimize=optimize)
@@ -72,7 +71,9 @@ class Trials:
         # of the arguments replaces by other noise.
         norms = self.measured.norms[1:]
         self.decisive = (changed.errors[1:] < _NOISE) & (norms > 0) & (norms >= _NEGLIGIBLE * norms.max(initial=0.0))
-        self._largest_loss_error = max(_LARGEST_LOSS_ERROR, changed.errors[0] / _ULP * _ROUNDING)
+        # Rounding the arguments to half precision changes them by half as much, or less.
+        rounding = max((2.0 ** -jnp.finfo(site.dtype).nmant for site in self.step.sites), default=2.0**-10)
+        self._largest_loss_error = max(_LARGEST_LOSS_ERROR, changed.errors[0] / _ULP * rounding)
 
     def compare(self, outputs: Sequence[Any]) -> tuple[Errors, float]:
         """Returns the errors of the decisive gradients, None if a gradient is not finite; and the error of the loss.
@@ -130,7 +131,7 @@ class Trials:
         return self.errors({**modes, **backward}, Mode.AS_WRITTEN, exponent)[0]
 
     def find_lines(self, exponents: Sequence[int]) -> Lines | None:
-        """Finds the smallest set of lines that must compute in float32, so that one of the loss scales fits.
+        """Finds a minimal set of lines that must compute in float32, so that one of the loss scales fits.
 
         Returns None if the step is wrong with all lines in float32, too.
         """
