@@ -115,8 +115,8 @@ def warn_if_gated(name: str, remedy: str) -> None:
 
 def _warn_if_scaler_is_gated(flag: jax.Array, carry: PyTree, after: PyTree) -> None:
     """Warns if the step returns a scaler of the carry as `update` has adjusted it, outside the step."""
-    # The state of the best step, or of the latest finite step, may well receive an adjusted scaler. So the flag must be
-    # about gradients, and the scaler must come from the carry's own, which only tracers show.
+    # A carry that keeps the state of the best step, or of the latest finite one, may receive an adjusted scaler. So the
+    # flag must be about gradients, and the scaler must come from the carry's own, which only tracers show.
     if not has_mark(Mark.FINITE, flag):
         return
     old, new = ([scaler.loss_scale for scaler in find_instances(tree, ScalerState)] for tree in (carry, after))
@@ -132,7 +132,7 @@ def _warn_if_scaler_is_gated(flag: jax.Array, carry: PyTree, after: PyTree) -> N
 
 def _warn_if_changed_in_place(carry: PyTree, after: PyTree) -> None:
     """Warns if the step returns variables of Flax NNX that are in the carry, where they have changed as well."""
-    # Other results beside them would be changes, so the variables may be those that the step does not change.
+    # If the step also returns other values, those may be its changes, and the variables those that it keeps.
     variable = imported("flax.nnx", "Variable")
     variables = {id(x) for x in find_instances(carry, variable)}
     leaves = jax.tree.leaves(after, is_leaf=lambda x: isinstance(x, variable))

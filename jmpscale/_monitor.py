@@ -157,7 +157,7 @@ class _Skip(NamedTuple):
 class SkipMonitor:
     """Warns about the skips of an optimizer, even from inside a compiled program; remembers them on the host.
 
-    Devices report in any order, so what is said about a skip depends on the states of the run alone.
+    Devices report in any order, so the message about a skip depends on the states of the run alone.
     """
 
     def __init__(self, count: int) -> None:

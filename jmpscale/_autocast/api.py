@@ -49,7 +49,7 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
 
     Inner products, such as `jnp.vdot(w, w)`, and outer products, such as positions times frequencies in rotary
     embeddings, remain in float32: half precision would make them less accurate and not faster. Sums, angles and gathers
-    that are written as other matmuls are rounded; the guide lists programs that must stay in float32.
+    written as other matmuls are rounded; the guide lists programs that must stay in float32.
     `precision="highest"` keeps a matmul in float32, and so does `jax.default_matmul_precision("highest")` around it.
 
     Matmuls of other dtypes, kernels (Pallas, FFI), solvers, and functions with their own derivative rule

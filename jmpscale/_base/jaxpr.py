@@ -81,7 +81,7 @@ def _same(new: Collection[object], old: Collection[object]) -> bool:
 
 @functools.cache
 def check_primitives() -> None:
-    """Raises if JAX has renamed a primitive that `rewrite` enters: its matmuls would silently run as written."""
+    """Raises if JAX has renamed a primitive that `rewrite` enters: matmuls in it would silently run as written."""
 
     def sines(flag: jax.Array, x: jax.Array) -> Any:
         mesh = jax.sharding.AbstractMesh((1,), ("axis",))
@@ -95,7 +95,7 @@ def check_primitives() -> None:
         with jax.disable_jit(False):
             return jax.make_jaxpr(sines)(np.bool_(True), np.float32(1)).jaxpr
 
-    # The first call may be inside of another mesh, which a thread of its own does not see.
+    # The first call may be in the context of a mesh, which a new thread does not inherit.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         jaxpr = thread.submit(traced).result()
     entered = [x for x in equations(jaxpr) if x.eqn.primitive.name == "sin" and not x.holder]

@@ -23,9 +23,9 @@ _PYTHON = (sysconfig.get_paths()["stdlib"] + os.sep, "<frozen")
 def user_lines(eqn: core.JaxprEqn, function: str = "", file: str = "") -> tuple[str, ...]:
     """Returns the user's lines that lead to an equation, such as `model.py:41 (mlp)`, outermost first.
 
-    They are the lines outside of installed packages. If all lines are inside of them, as in a framework's own trainer,
-    they are the lines outside of JAX and of the libraries that define layers and optimizers. The callers of a function
-    are omitted, if it is among them: JAX traces a compiled function once, so its equations show the first call.
+    They are the lines outside of installed packages. If all lines are inside them, as in a framework's own trainer,
+    they are the lines outside of JAX and of the libraries that define layers and optimizers. If `function` is among
+    them, its callers are omitted: JAX traces a compiled function once, so its equations show the first call.
     """
     traceback: Any = eqn.source_info.traceback
     frames = [frame for frame in traceback.frames if not _JAX.search(frame.file_name)] if traceback else []

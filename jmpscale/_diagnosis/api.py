@@ -42,11 +42,11 @@ def diagnose(
     entered. Kernels and callbacks run as they are written. Callbacks run once, and those without results, such as
     `jax.debug.print`, do not run.
 
-    On a CPU, a diagnosis takes three to four times as long as compiling the step and running it, if a scale fits. It
-    needs memory for the step in float32. The number of runs grows with the number of scales and with the logarithm of
-    the number of lines, times the number of lines that are found. If the gradients differ by more than 5%, a program
-    with at most 64 pairs of a line and a pass runs once more for each pair. On a CPU, diagnose a large model with a
-    smaller batch. If a program runs in several processes, all of them must call the diagnosis.
+    On a CPU, a diagnosis takes two to four times the CPU time of compiling the step and running it, if a scale fits. It
+    needs as much memory as the step in float32. The number of runs grows with the number of scales and with the
+    logarithm of the number of lines, times the number of lines that are found. If the gradients differ by more than 5%,
+    a program with at most 64 pairs of a line and a pass runs once more for each of them. On a CPU, diagnose a large
+    model with a smaller batch. If a program runs in several processes, all of them must call the diagnosis.
 
     Args:
       fun: the loss function, as for `value_and_grad`; `autocast` may be applied to it. For a training step that is

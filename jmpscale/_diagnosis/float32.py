@@ -30,7 +30,7 @@ _HIGHEST = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
 
 
 def run_in_float32(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any]:
-    """Returns the results of an operation in float32, where the program computes in less."""
+    """Returns the results of an operation in float32, where the program uses a narrower dtype."""
     if eqn.primitive.name in _KNOWN:
         with contextlib.suppress(Exception):  # whatever a primitive raises for operands of another dtype
             return [widen(x) for x in evaluate_equation(eqn, _widen_params(eqn), inputs)]
@@ -59,7 +59,7 @@ def _widen_params(eqn: core.JaxprEqn) -> dict[str, Any]:
     """Returns the parameters of an operation that computes in float32."""
     new = dict(eqn.params)
     if eqn.primitive.name in MATMULS:
-        new["precision"] = _HIGHEST  # the default of GPUs and TPUs is less than float32
+        new["precision"] = _HIGHEST  # GPUs and TPUs compute with less by default
     for key in _DTYPE_PARAMETERS:
         dtype = new.get(key)
         if dtype is not None and jnp.issubdtype(dtype, np.floating) and np.dtype(dtype).itemsize < 4:

@@ -82,8 +82,9 @@ class Diagnosis:
     def fitting_scales(self) -> tuple[float, float] | None:
         """Returns the smallest and the largest loss scale that fit, both powers of two.
 
-        A scale fits if the gradients are finite, and the error of each is at most 1.1 times the smallest one, or the
-        error of the forward pass alone if that is 5% or more, plus one percentage point.
+        A scale fits if the gradients are finite, and the error of each is at most 1.1 times the smallest one, plus one
+        percentage point. If a gradient has an error of 5% or more at every scale, the error of the forward pass alone
+        counts if it is larger than the smallest one.
 
         Returns:
           `(low, high)`, or None if no scale fits: the gradients are not finite at any scale, or useless at all of them,

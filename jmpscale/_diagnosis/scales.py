@@ -8,8 +8,8 @@ import numpy as np
 
 from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE
 
-# Of the gradients at a scale that fits. In 33 convolutions with batch normalization, float16 makes an error of 16%; in
-# transformers and recurrences of any depth 0.2%; in a Fourier feature whose phases it rounds 23%.
+# The largest error of a gradient at a scale that fits. In 33 convolutions with batch normalization, float16 causes an
+# error of 16%; in transformers and recurrences of any depth 0.2%; in a Fourier feature whose phases it rounds 23%.
 LARGEST_ERROR = 0.2
 LARGE_ERROR = 0.05  # from this error on, each line is run alone
 # A scale fits if no error exceeds the error at the best scale by more than this.

@@ -247,7 +247,7 @@ def smallest_set(count: int, fits: Callable[[Iterable[int]], bool]) -> list[int]
 
 
 def _first_not_enough(integers: range, fits: Callable[[range], bool]) -> int:
-    """Returns the smallest number of first integers without which the rest does not fit."""
+    """Returns the length of the shortest beginning without which the rest does not fit."""
     return bisect.bisect_left(range(len(integers)), True, key=lambda i: not fits(integers[i:]))
 
 
