@@ -122,7 +122,7 @@ def _fault_in_cotangent(leaf: jax.Array, value: ArrayLike, flag: jax.Array) -> j
 
 
 def assert_step_is_noop(before: PyTree, after: PyTree) -> None:
-    """Raises if a step changed any bit, which a skipped step must not do.
+    """Raises if a step changed any bit. A skipped step must change none.
 
     Args:
       before: the training state before the step: parameters, optimizer state, averages and everything else,

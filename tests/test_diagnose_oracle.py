@@ -1,4 +1,4 @@
-"""diagnose finds the same smallest set of lines in random programs as a search over all sets of edited lines."""
+"""In random programs, diagnose finds the same lines as a search over all sets of edited lines."""
 
 import itertools
 import re
@@ -74,7 +74,7 @@ def edited(lines):
 
 
 def smallest_sets(lines):
-    """Returns the smallest sets of lines with which the step is right; a set has at most two lines."""
+    """Returns the sets with the fewest lines, at most two, whose edits make the step right."""
     run, all_lines = edited(lines), range(len(lines))
     loss, exact = map(np.asarray, run(all_lines, 1.0))
 

@@ -72,7 +72,7 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
       TypeError: `fun` is not callable, `dtype` is not float16 or bfloat16, or an argument is a `jax.Ref`.
 
     Warns:
-      UserWarning: no matmul or convolution of `fun` is converted, although none has `precision="highest"`, with the
+      UserWarning: no matmul or convolution of `fun` is converted and none has `precision="highest"`, with the
         reason; or `fun` contains complex matmuls, which remain complex64. Both are checked when `fun` is first traced.
 
     The rule follows `torch.autocast` and NVIDIA's "Mixed Precision Training" (arXiv:1710.03740).

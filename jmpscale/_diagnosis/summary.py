@@ -42,7 +42,7 @@ class Findings(NamedTuple):
 
     @property
     def scale_fits(self) -> bool:
-        """Whether the present scale is one of those that fit, or between one and the next power of two and fits."""
+        """Whether the present scale is in the range that fits, or less than a factor of two outside it and fits."""
         fitting, exponent = self.scales.fitting, math.log2(self.scale)
         if fitting is None or not fitting[0] - 1 < exponent < fitting[1] + 1:
             return False
