@@ -12,9 +12,9 @@ from flax import nnx
 
 import jmpscale
 from jmpscale._diagnosis import progress
-from jmpscale._diagnosis.repair import RepairedStep, non_finite_arguments
+from jmpscale._diagnosis.lines import Trials
+from jmpscale._diagnosis.not_finite import RepairedStep, non_finite_arguments
 from jmpscale._diagnosis.step import Step, trace_step
-from jmpscale._diagnosis.trials import Trials
 
 from tables import names
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jmpscale._diagnosis.compile import run_twice
+from jmpscale._diagnosis.lines import smallest_set
 from jmpscale._diagnosis.scales import search
-from jmpscale._diagnosis.trials import smallest_set
 
 
 def not_finite(k):

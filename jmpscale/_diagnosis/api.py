@@ -9,8 +9,8 @@ import jax
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree
 from jmpscale._diagnosis.examine import examine
+from jmpscale._diagnosis.not_finite import non_finite_arguments
 from jmpscale._diagnosis.progress import showing_progress
-from jmpscale._diagnosis.repair import non_finite_arguments
 from jmpscale._diagnosis.report import Diagnosis
 from jmpscale._diagnosis.step import check_concrete, trace_step
 from jmpscale._grad import value_and_grad

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 from jmpscale._diagnosis.compile import run_twice
+from jmpscale._diagnosis.lines import Trials
 from jmpscale._diagnosis.modes import Part, compile_step
-from jmpscale._diagnosis.repair import RepairedStep
+from jmpscale._diagnosis.not_finite import RepairedStep
 from jmpscale._diagnosis.report import Diagnosis, DiagnosisRow
 from jmpscale._diagnosis.scales import LARGE_ERROR, Errors, Scales, search
 from jmpscale._diagnosis.step import Step
 from jmpscale._diagnosis.summary import Findings, describe_argument, describe_constant, describe_origin, summarize
-from jmpscale._diagnosis.trials import Trials
 from jmpscale._state import ScalerState
 
 Arguments = Callable[[], list[tuple[str, Any]]]  # returns the arguments that are not finite, with their names

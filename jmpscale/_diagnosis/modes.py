@@ -18,9 +18,9 @@ from jax.extend import core
 from jmpscale._autocast.rules import MATMULS
 from jmpscale._base.jaxpr import UNKNOWN_LINE, Caller, type_of
 from jmpscale._diagnosis.compile import compiled
+from jmpscale._diagnosis.errors import severity
 from jmpscale._diagnosis.float32 import run_as_written, run_in_float32, runs_only_as_written
 from jmpscale._diagnosis.interpret import Interpreter, is_narrow, operations, widen
-from jmpscale._diagnosis.measure import severity
 from jmpscale._diagnosis.step import Step
 
 Path = tuple[str, ...]  # the user's lines that lead to an operation, outermost first, so that two calls differ

@@ -73,7 +73,9 @@ def search(
 
     # The error is constant from the largest scale down to where values begin to underflow, unless the backward pass
     # clips, or compares scaled values with others: then smaller scales may be better.
-    candidates = finite(highest, highest - 3, highest - 6)
+    candidates = [highest]
+    if largest(error(highest)) > _TOLERANCE:
+        candidates += finite(highest - 3, highest - 6)
     on_plateau = best_of(candidates)
     if largest(error(on_plateau)) > _TOLERANCE:
         candidates += finite(0, *range(highest - 12, highest - 49, -6))

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jmpscale._base.text import format_scale
-from jmpscale._diagnosis.measure import Measured
+from jmpscale._diagnosis.errors import Measured
+from jmpscale._diagnosis.lines import Cause, Lines, Reason, Trials
 from jmpscale._diagnosis.modes import Part, Path, Site, Statistics
 from jmpscale._diagnosis.report import format_percentage
 from jmpscale._diagnosis.scales import Errors, Scales, largest
-from jmpscale._diagnosis.trials import Cause, Lines, Reason, Trials
 from jmpscale._state import ScalerConfig, ScalerState
 
 

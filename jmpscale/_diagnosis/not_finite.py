@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from jmpscale._base.source import SCALING
 from jmpscale._base.tree import PyTree, is_inexact, named_leaves
-from jmpscale._diagnosis.measure import Measured, measure
+from jmpscale._diagnosis.errors import Measured, measure
+from jmpscale._diagnosis.lines import smallest_set
 from jmpscale._diagnosis.modes import REPAIR, ModalStep, Mode, Site
 from jmpscale._diagnosis.step import Step
-from jmpscale._diagnosis.trials import smallest_set
 
 
 class RepairedStep:

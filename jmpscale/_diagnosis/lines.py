@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpscale._diagnosis.measure import Measured, measure
+from jmpscale._diagnosis.errors import Measured, measure
 from jmpscale._diagnosis.modes import PRECISION, RECORD, ModalStep, Mode, Part, Path, Site, Statistics
 from jmpscale._diagnosis.scales import LARGEST_ERROR, Errors, Scales, largest, search
 from jmpscale._diagnosis.step import Step
