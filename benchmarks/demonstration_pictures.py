@@ -1,10 +1,13 @@
 """Draws docs/jmpscale.png and docs/gradients.png from the demonstration: `python -m benchmarks.demonstration_pictures`.
 
-The first shows the losses and the sampled texts, the second the gradients of the activations.
+The first is the picture of the demonstration, the second shows the gradients of the logits.
 """
 
 import pathlib
 
+import jax
+import numpy as np
+import optax
 from matplotlib.figure import Figure
 
 import jmpscale.__main__ as demonstration
@@ -13,50 +16,44 @@ DOCS = pathlib.Path(__file__).parent.parent / "docs"
 STEPS, BATCH_TOKENS, SEED = 800, 2**19, 0  # the defaults of the demonstration
 
 
-def front(runs):
-    """Returns a figure of the losses and the texts, with the result as its title."""
-    losses = {name: run.mean("loss") for name, run in runs.items()}
-    alone, scaled = (f"{losses[name] - losses['float32']:z.2f}" for name in ("float16", "float16, jmpscale"))
-    figure = Figure(figsize=(8, 9.2), layout="constrained")
-    axes = figure.subplot_mosaic([["loss"], ["texts"]], height_ratios=[4, 4.4])
-    figure.suptitle(
-        f"float16 alone loses {alone} nats;\nwith jmpscale it loses {'none' if scaled == '0.00' else scaled}",
-        size=22,
-        weight="bold",
-    )
-    demonstration._plot_losses(runs, axes["loss"])
-    demonstration._plot_texts(runs, axes["texts"])
-    _enlarge(axes["loss"])
-    axes["loss"].legend(fontsize=17)
-    for text in axes["texts"].texts:
-        text.set_fontsize(12.5)
-    return figure
+def magnitudes(params, tokens):
+    """Returns the magnitudes of the gradients of the logits, of one batch, in float32."""
+    starts = np.random.default_rng(SEED).integers(0, len(tokens) - demonstration.LENGTH, (demonstration.SEQUENCES, 1))
+    batch = tokens[starts + np.arange(demonstration.LENGTH + 1)]
+
+    def loss(logits):
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).sum() / BATCH_TOKENS
+
+    return np.abs(np.ravel(jax.grad(loss)(demonstration.predict(params, batch[:, :-1]))))
 
 
-def gradients(run):
-    """Returns a figure of the gradients of the activations, unscaled and scaled."""
+def gradients(values, power):
+    """Returns a figure of magnitudes, unscaled and multiplied by a power of two."""
     figure = Figure(figsize=(8, 5.4), layout="constrained")
     axis = figure.subplots()
-    demonstration._plot_gradients(run, axis)
-    axis.set(title="Loss scaling shifts gradients into float16's range", ylim=(0, 22), yticks=(0, 5, 10))
-    _enlarge(axis)
+    axis.axvspan(-24, 16, color="#f3ead7", label="range of float16")
+    names = {0: ("float16", "unscaled"), power: ("float16, jmpscale", f"times the loss scale, 2^{power}")}
+    for shift, (run, name) in names.items():
+        counts, edges = np.histogram(np.log2(values[values > 0]) + shift, np.arange(-50, 20))
+        label = f"{name}: {np.mean(values * 2.0**shift < 2.0**-24):.0%} underflow"
+        axis.stairs(100 * counts / values.size, edges, fill=True, color=demonstration.RUNS[run], label=label)
+    axis.set_title("Loss scaling shifts gradients into float16's range", size=19)
+    axis.set_xlabel("log2 of the magnitude", size=17)
+    axis.set_ylabel("percentage of values", size=17)
+    axis.set(xlim=(-48, 19), ymargin=0.7)
+    axis.tick_params(labelsize=15)
     axis.legend(fontsize=17, loc="upper left")
     return figure
-
-
-def _enlarge(axis):
-    axis.title.set_fontsize(19)
-    axis.xaxis.label.set_fontsize(17)
-    axis.yaxis.label.set_fontsize(17)
-    axis.tick_params(labelsize=15)
 
 
 def main():
     """Trains the model four times and writes the pictures; they are readable at a width of 400 pixels."""
     text = demonstration.encode(demonstration.read_text())
     runs = {name: demonstration.train(name, text, STEPS, BATCH_TOKENS, SEED) for name in demonstration.RUNS}
-    front(runs).savefig(DOCS / "jmpscale.png", dpi=184)
-    gradients(runs["float16, jmpscale"]).savefig(DOCS / "gradients.png", dpi=184)
+    demonstration.plot(runs).savefig(DOCS / "jmpscale.png", dpi=184)
+    scaled = runs["float16, jmpscale"]
+    power = int(np.log2(scaled.history["loss_scale"][-1]))
+    gradients(magnitudes(scaled.params, text[1]), power).savefig(DOCS / "gradients.png", dpi=184)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.typing import ArrayLike, DTypeLike
 
 import jmpscale
 
@@ -30,7 +29,6 @@ if TYPE_CHECKING:  # matplotlib may be missing until the arguments are checked
     from matplotlib.figure import Figure
 
 Params: TypeAlias = dict[str, jax.Array]
-Perturbations: TypeAlias = Mapping[str, ArrayLike]
 Text: TypeAlias = tuple[np.ndarray, np.ndarray]  # the alphabet, and the characters as integers
 
 SEQUENCES, LENGTH, WIDTH, HEADS, LAYERS = 16, 64, 64, 4, 2
@@ -47,7 +45,6 @@ RUNS = {  # name: color
     "float16": "#d1495b",
     "float16, jmpscale": "#2a7f9e",
 }
-NO_PERTURBATIONS: Perturbations = collections.defaultdict(float)
 
 
 class Run(NamedTuple):
@@ -56,14 +53,14 @@ class Run(NamedTuple):
     history: dict[str, np.ndarray]  # the loss, the fraction of zero gradients, and the scaler's metrics, by step
     seconds_per_step: float
     sample: str  # text written by the trained model
-    activation_grads: dict[str, jax.Array]  # of the final parameters, unscaled, in float32
+    params: Params  # after the last step
 
     def mean(self, name: str) -> float:
         """Averages a quantity over the last steps."""
         return float(self.history[name][-AVERAGED_STEPS:].mean())
 
 
-def init(key: jax.Array, characters: int) -> dict[str, jax.Array]:
+def init(key: jax.Array, characters: int) -> Params:
     """Initializes the parameters of a transformer, in float32."""
     sizes = {"embed": (characters, WIDTH, 1.0), "position": (LENGTH, WIDTH, 1.0), "unembed": (WIDTH, characters, 1.0)}
     for layer in (f"layer_{n}" for n in range(LAYERS)):
@@ -85,38 +82,23 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.einsum("bhqk,bkhd->bqhd", weights.astype(v.dtype), v)
 
 
-def predict(params: Params, tokens: jax.Array, perturbations: Perturbations = NO_PERTURBATIONS) -> jax.Array:
-    """Computes the logits of the next character, f32[sequences, LENGTH, characters], in the dtype of the parameters.
-
-    `perturbations` are added to the activations, so their gradients are the gradients of the activations.
-    """
-    h = params["embed"][tokens] + params["position"] + perturbations["embed"]
+def predict(params: Params, tokens: jax.Array) -> jax.Array:
+    """Computes the logits of the next character, f32[sequences, LENGTH, characters], in the dtype of the parameters."""
+    h = params["embed"][tokens] + params["position"]
     for layer in (f"layer_{n}" for n in range(LAYERS)):
         qkv = (normalize(h) @ params[f"{layer}/qkv"]).reshape(*tokens.shape, HEADS, -1)
         h = h + attend(*jnp.split(qkv, 3, -1)).reshape(h.shape) @ params[f"{layer}/out"]
-        up = normalize(h) @ params[f"{layer}/up"] + perturbations[f"{layer}/mlp"]
-        h = h + jax.nn.gelu(up) @ params[f"{layer}/down"]
-    return (normalize(h) @ params["unembed"] + perturbations["logits"]).astype(jnp.float32)
+        h = h + jax.nn.gelu(normalize(h) @ params[f"{layer}/up"]) @ params[f"{layer}/down"]
+    return (normalize(h) @ params["unembed"]).astype(jnp.float32)
 
 
-def zero_perturbations(characters: int, dtype: DTypeLike = jnp.float32) -> dict[str, jax.Array]:
-    """Returns perturbations of zero."""
-    widths = {"embed": WIDTH, "logits": characters} | {f"layer_{n}/mlp": 4 * WIDTH for n in range(LAYERS)}
-    return {name: jnp.zeros((SEQUENCES, LENGTH, width), dtype) for name, width in widths.items()}
-
-
-def shard_loss(
-    params: Params, batch: jax.Array, batch_tokens: float, perturbations: Perturbations = NO_PERTURBATIONS
-) -> jax.Array:
+def shard_loss(params: Params, batch: jax.Array, batch_tokens: float) -> jax.Array:
     """Computes the loss of one shard of a batch of `batch_tokens` tokens.
 
     The gradients of all shards add up to the gradients of the mean loss over the batch.
     """
-    logits = predict(params, batch[:, :-1], perturbations)
+    logits = predict(params, batch[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).sum() / batch_tokens
-
-
-activation_grads = jax.jit(jax.grad(shard_loss, argnums=3))
 
 
 @jax.jit
@@ -163,8 +145,7 @@ def train(name: str, text: Text, steps: int, batch_tokens: int, seed: int) -> Ru
     characters = alphabet[sample(params, tokens[-LENGTH:], seed)]
     # Characters that are not printable could control the terminal.
     printable = " ".join("".join(c if c.isprintable() else " " for c in characters).split())[:SHOWN_LENGTH]
-    grads = activation_grads(params, batches[-1], batch_tokens, zero_perturbations(len(alphabet)))
-    return Run(jax.tree.map(lambda *x: np.stack(x), *jax.device_get(history)), seconds_per_step, printable, grads)
+    return Run(jax.tree.map(lambda *x: np.stack(x), *jax.device_get(history)), seconds_per_step, printable, params)
 
 
 def format_table(runs: Mapping[str, Run]) -> str:
@@ -179,37 +160,19 @@ def format_table(runs: Mapping[str, Run]) -> str:
     return "\n".join(lines + [f"\n{name} writes:\n{textwrap.fill(run.sample, 100)}" for name, run in runs.items()])
 
 
-def plot(runs: Mapping[str, Run], batch_tokens: int) -> "Figure":
-    """Plots the losses, the sampled texts, the loss scale and the gradients; returns a matplotlib figure."""
+def plot(runs: Mapping[str, Run]) -> "Figure":
+    """Plots the losses and the sampled texts; returns a matplotlib figure that is readable at a width of 400 pixels."""
     from matplotlib.figure import Figure
 
-    from jmpscale import plots  # needs matplotlib
-
-    # One column, so that the picture is readable on a phone.
-    figure = Figure(figsize=(8, 15), layout="constrained")
-    axes = figure.subplot_mosaic([["loss"], ["texts"], ["scale"], ["gradients"]], height_ratios=[4, 4.6, 3, 3.4])
+    figure = Figure(figsize=(8, 9.2), layout="constrained")
+    axes = figure.subplot_mosaic([["loss"], ["texts"]], height_ratios=[4, 4.4])
     losses = {name: run.mean("loss") for name, run in runs.items()}
     alone, scaled = (losses[name] - losses["float32"] for name in ("float16", "float16, jmpscale"))
     title = f"float16 ends {alone:z.2f} nats above float32,\nfloat16 with jmpscale {scaled:z.2f}"
-    figure.suptitle(title, size=19, weight="bold")
+    figure.suptitle(title, size=22, weight="bold")
     _plot_losses(runs, axes["loss"])
     _plot_texts(runs, axes["texts"])
-    plots.scale_trajectory(runs["float16, jmpscale"].history, ax=axes["scale"])
-    axes["scale"].set_title("The loss scale grows until gradients overflow, then it is halved")
-    axes["scale"].legend(fontsize=13)
-    _plot_gradients(runs["float16, jmpscale"], axes["gradients"])
-    for name in ("loss", "scale", "gradients"):
-        _enlarge_text(axes[name])
-    loss = f"the sum over its {SHARD_TOKENS:,} tokens,\ndivided by the {batch_tokens:,} tokens of the batch"
-    figure.supxlabel(f"Loss of a step: {loss}", size=13)
     return figure
-
-
-def _enlarge_text(axis: "Axes") -> None:
-    axis.title.set_fontsize(15)
-    axis.xaxis.label.set_fontsize(14)
-    axis.yaxis.label.set_fontsize(14)
-    axis.tick_params(labelsize=13)
 
 
 def _plot_losses(runs: Mapping[str, Run], axis: "Axes") -> None:
@@ -220,32 +183,20 @@ def _plot_losses(runs: Mapping[str, Run], axis: "Axes") -> None:
         smooth = [loss[max(0, n - SMOOTHING) : n].mean() for n in range(1, len(loss) + 1)]
         label = f"{name}: {run.mean('loss'):.3f}"
         axis.plot(smooth, color=RUNS[name], label=label, **{"linewidth": 2, **styles.get(name, {})})
-    axis.set(xlabel="step", ylabel="loss (nats per character)")
-    axis.set_title("The same language model, trained four times")
-    axis.legend(fontsize=13)
+    axis.set_title("The same language model, trained four times", size=19)
+    axis.set_xlabel("step", size=17)
+    axis.set_ylabel("loss (nats per character)", size=17)
+    axis.tick_params(labelsize=15)
+    axis.legend(fontsize=17)
 
 
 def _plot_texts(runs: Mapping[str, Run], axis: "Axes") -> None:
     for row, (name, run) in enumerate(runs.items()):
         top, color = 1 - 0.25 * row, RUNS["bfloat16" if name == "float32" else name]
-        look: dict[str, Any] = {"size": 12, "color": color, "va": "top", "parse_math": False}
+        look: dict[str, Any] = {"size": 12.5, "color": color, "va": "top", "parse_math": False}
         axis.text(0, top, f"{name} writes:", weight="bold", **look)
         axis.text(0, top - 0.06, textwrap.fill(run.sample, 66), family="monospace", **look)
     axis.axis("off")
-
-
-def _plot_gradients(run: Run, axis: "Axes") -> None:
-    values = np.concatenate([np.abs(g).ravel() for g in jax.device_get(run.activation_grads).values()])
-    axis.axvspan(-24, 16, color="#f3ead7", label="range of float16")
-    power = int(np.log2(run.history["loss_scale"][-1]))
-    unscaled, scaled = RUNS["float16"], RUNS["float16, jmpscale"]
-    for shift, color, name in ((0, unscaled, "unscaled"), (power, scaled, f"times the loss scale, 2^{power}")):
-        counts, edges = np.histogram(np.log2(values[values > 0]) + shift, np.arange(-50, 20))
-        label = f"{name}: {np.mean(values * 2.0**shift < 2.0**-24):.0%} underflow"
-        axis.stairs(100 * counts / values.size, edges, fill=True, color=color, label=label)
-    axis.set(xlabel="log2 of the magnitude", ylabel="percentage of values", xlim=(-48, 19), ymargin=0.7)
-    axis.set_title("Gradients of the activations")
-    axis.legend(fontsize=13, loc="upper left")
 
 
 def read_text(path: pathlib.Path | None = None) -> str:
@@ -297,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stdout.reconfigure(errors="replace")  # characters that the terminal cannot print
     print(format_table(runs))
     # The picture has two pixels for each of the 736 pixels of a page's width.
-    plot(runs, options.batch_tokens).savefig(options.output, format="png", dpi=184)
+    plot(runs).savefig(options.output, format="png", dpi=184)
     print(f"\nwrote {options.output}")
 
 

@@ -52,11 +52,6 @@ def test_train_records_each_step(scaled):
     assert set(scaled.history) >= {"loss", "zero", "total_skips", "loss_scale"}
     assert scaled.seconds_per_step > 0
     assert scaled.sample.isprintable()
-    assert {name: grad.shape for name, grad in scaled.activation_grads.items()} == {
-        "embed": (2, 8, 8),
-        "logits": (2, 8, len(set(UNUSUAL))),
-        "layer_0/mlp": (2, 8, 32),
-    }
     assert scaled.mean("zero") == pytest.approx(scaled.history["zero"].mean())
 
 
@@ -73,18 +68,13 @@ def test_format_table_has_a_row_and_a_text_for_each_run(scaled):
 
 @pytest.mark.full
 def test_plot_shows_the_recorded_values(scaled):
-    loss, texts, scale, gradients = demo.plot(_runs(scaled), 2**20).axes
+    loss, texts = demo.plot(_runs(scaled)).axes
     losses = scaled.history["loss"]
     for curve, name in zip(loss.lines, demo.RUNS, strict=True):
         np.testing.assert_allclose(curve.get_ydata()[[0, 5]], [losses[0], losses.mean()])
         assert curve.get_label() == f"{name}: {losses.mean():.3f}"
     written = [text.get_text() for text in texts.texts]
     assert written == [part for name in demo.RUNS for part in (f"{name} writes:", f"sample of {name}")]
-    np.testing.assert_array_equal(scale.lines[0].get_ydata(), scaled.history["loss_scale"])
-    values = np.abs(np.concatenate([np.ravel(grad) for grad in scaled.activation_grads.values()]))
-    for patch, shift in zip(gradients.patches[1:], (0, 18), strict=True):
-        assert patch.get_data().values.sum() == pytest.approx(100 * np.mean(values > 0), abs=0.1)
-        assert f"{np.mean(values < 2.0 ** (-24 - shift)):.0%} underflow" in patch.get_label()
 
 
 @pytest.mark.full
