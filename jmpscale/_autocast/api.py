@@ -7,7 +7,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jmpscale._autocast.rules import HALF, in_half, kept_matmuls, setting_that_keeps
+from jmpscale._autocast.rules import HALF, in_half
 from jmpscale._autocast.warnings import warn_about_kept
 from jmpscale._base.check import as_dtype
 from jmpscale._base.text import describe_function
@@ -104,8 +104,7 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
         jaxpr = in_half(traced.jaxpr, half)
         if not is_checked:
             is_checked = True
-            is_unchanged = jaxpr is traced.jaxpr
-            warn_about_kept(name, half, [*kept_matmuls(traced.jaxpr, half)], setting_that_keeps(), is_unchanged)
+            warn_about_kept(name, traced.jaxpr, half, is_unchanged=jaxpr is traced.jaxpr)
         return traced.unflatten(traced._replace(jaxpr=jaxpr).evaluate())
 
     @functools.wraps(fun, updated=())

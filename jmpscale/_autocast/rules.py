@@ -16,6 +16,7 @@ not converted. No other equation changes. Differentiation, batching and partitio
 the rewriting. XLA fuses the conversions into the operations around them.
 """
 
+import enum
 import functools
 import weakref
 from collections.abc import Callable, Iterator
@@ -26,7 +27,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jmpscale._autocast.warnings import Kept
 from jmpscale._base.jaxpr import Found, Memo, check_primitives, equations, rewrite, type_of
 
 MATMULS = {"dot_general", "conv_general_dilated", "ragged_dot_general"}
@@ -37,6 +37,29 @@ _FLOAT32 = np.dtype(np.float32)
 _MEMOS: dict[np.dtype, Memo] = {dtype: weakref.WeakKeyDictionary() for dtype in HALF}
 
 Conversion = Callable[..., jax.Array]  # takes an array and a dtype
+
+
+class Kept(enum.Enum):
+    """Why a matmul or convolution runs as written."""
+
+    COMPLEX = (
+        "No complex dtype has parts in half precision. Compute the real and imaginary parts by separate matmuls, "
+        "or pass precision='highest' to keep them as they are."
+    )
+    DTYPE = (
+        "The operands are {dtypes}, and autocast converts only float32. Pass float32 parameters and inputs, or, if the "
+        "function is in half precision already, remove autocast."
+    )
+    INNER_PRODUCT = "An inner product is a sum, which could overflow."
+    OUTER_PRODUCT = "An outer product sums nothing, so half precision would only round it."
+    PRECISION = (
+        "autocast keeps the setting jax_default_matmul_precision={setting!r}. Reset it, and use "
+        "jax.default_matmul_precision around the lines that need it."
+    )
+    HELD = (
+        "{holder} runs as written. Use autocast inside the function that it runs, or wrap the function that returns "
+        "the gradients."
+    )
 
 
 def in_half(jaxpr: core.Jaxpr, half: np.dtype) -> core.Jaxpr:
