@@ -33,8 +33,7 @@ def get_scaler(tree: PyTree) -> ScalerState:
 def find_scaler(tree: PyTree, name: str = "scaler", *, allow_batch: bool = False, remedy: str = "") -> ScalerState:
     """Returns the only scaler in a tree, unwrapped and checked; errors call the tree `name`."""
     scaler = _unwrap_arrays(_only_scaler(tree, name, remedy), name)
-    check = _check_scaler_type if allow_batch else check_scaler
-    check(scaler, name)
+    check_scaler(scaler, name, allow_batch=allow_batch)
     return scaler
 
 
@@ -69,15 +68,10 @@ def replace_scaler(tree: Tree, scaler: ScalerState) -> Tree:
     """
     check_scaler(scaler)
     old = _only_scaler(tree, "tree")
-
-    def wrap(field: str) -> PyTree:
-        # The arrays are copied, so that donating the tree does not delete the caller's scaler. In a compiled step, a
-        # constant remains one, about which the update then warns.
-        array = getattr(scaler, field)
-        copy = array if in_compiled_step(tree) else jnp.array(array)
-        return jax.tree.unflatten(jax.tree.structure(getattr(old, field)), [copy])
-
-    new = scaler._replace(**{field: wrap(field) for field in ARRAY_FIELDS})
+    # The arrays are copied, so that donating the tree does not delete the caller's scaler. In a compiled step, a
+    # constant remains one, about which the update then warns.
+    copies = scaler[:-1] if in_compiled_step(tree) else map(jnp.array, scaler[:-1])
+    new = jax.tree.unflatten(jax.tree.structure(old), copies)._replace(config=scaler.config)
     return jax.tree.map(lambda x: new if is_scaler(x) else x, tree, is_leaf=is_scaler)
 
 
@@ -99,29 +93,8 @@ def _only_scaler(tree: PyTree, name: str, remedy: str = "") -> ScalerState:
     return found[0]
 
 
-def check_scaler(scaler: object, name: str = "scaler") -> None:
+def check_scaler(scaler: object, name: str = "scaler", *, allow_batch: bool = False) -> None:
     """Raises unless `scaler` is a single scaler: a batch would broadcast against the wrong axis."""
-    state = _check_scaler_type(scaler, name)
-    if shape := getattr(state.loss_scale, "shape", ()):
-        raise ValueError(
-            f"{name} must hold one scaler, got a batch with loss_scale of shape {shape}. If it is replicated, pass one "
-            f"replica, jax.tree.map(lambda x: x[0], {name}); otherwise call this under jax.vmap."
-        )
-    for field in ARRAY_FIELDS:
-        value = getattr(state, field)
-        kind, example = (np.floating, "a float such as 1024.0") if field == "loss_scale" else (np.integer, "an integer")
-        dtype = getattr(value, "dtype", type(value))
-        narrow = is_array(value) and value.dtype.itemsize < 4  # counters of 8 or 16 bits would wrap around
-        if getattr(value, "shape", ()) or not jnp.issubdtype(dtype, kind) or narrow:
-            raise TypeError(
-                f"{name}.{field} must be a scalar of {kind.__name__} dtype with at least 32 bits, got "
-                f"{describe(value)}. Set it to {example}, and restore checkpoints into a state created by "
-                "jmpscale.dynamic, static or disabled."
-            )
-
-
-def _check_scaler_type(scaler: object, name: str) -> ScalerState:
-    """Raises unless `scaler` is a scaler, or a batch of scalers."""
     if not isinstance(scaler, ScalerState):
         raise TypeError(
             f"{name} must be a ScalerState, got {type_name(scaler)}. Create one with jmpscale.dynamic, static or "
@@ -138,7 +111,24 @@ def _check_scaler_type(scaler: object, name: str) -> ScalerState:
             "the scaler that this function returned."
         )
     register_with_flax()
-    return scaler
+    if allow_batch:
+        return
+    if shape := getattr(scaler.loss_scale, "shape", ()):
+        raise ValueError(
+            f"{name} must hold one scaler, got a batch with loss_scale of shape {shape}. If it is replicated, pass one "
+            f"replica, jax.tree.map(lambda x: x[0], {name}); otherwise call this under jax.vmap."
+        )
+    for field in ARRAY_FIELDS:
+        value = getattr(scaler, field)
+        kind, example = (np.floating, "a float such as 1024.0") if field == "loss_scale" else (np.integer, "an integer")
+        dtype = getattr(value, "dtype", type(value))
+        narrow = is_array(value) and value.dtype.itemsize < 4  # counters of 8 or 16 bits would wrap around
+        if getattr(value, "shape", ()) or not jnp.issubdtype(dtype, kind) or narrow:
+            raise TypeError(
+                f"{name}.{field} must be a scalar of {kind.__name__} dtype with at least 32 bits, got "
+                f"{describe(value)}. Set it to {example}, and restore checkpoints into a state created by "
+                "jmpscale.dynamic, static or disabled."
+            )
 
 
 def warn_if_constant(scaler: ScalerState, values: PyTree, name: str = "scaler") -> None:
