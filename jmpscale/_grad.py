@@ -12,15 +12,7 @@ from jmpscale._base.check import warn_user
 from jmpscale._base.frameworks import imported
 from jmpscale._base.marks import Mark, has_mark, mark
 from jmpscale._base.text import describe, type_name
-from jmpscale._base.tree import (
-    PyTree,
-    check_no_nnx_objects,
-    find_instances,
-    first_leaf,
-    is_array,
-    is_inexact,
-    is_real,
-)
+from jmpscale._base.tree import PyTree, check_no_nnx_objects, find_instances, first_leaf, is_array, is_inexact, is_real
 from jmpscale._scaler_of_tree import find_scaler, is_scaler, warn_if_constant
 from jmpscale._scaling import scale as scale_loss
 from jmpscale._scaling import unscale

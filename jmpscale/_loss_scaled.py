@@ -15,15 +15,7 @@ from jmpscale._base.compat import is_compiling, varying_axes
 from jmpscale._base.jaxpr import equations, is_floating, type_of
 from jmpscale._base.text import describe, describe_function
 from jmpscale._base.trace import lift_nnx, trace
-from jmpscale._base.tree import (
-    PyTree,
-    check_no_refs,
-    flatten_gradients,
-    flatten_matching,
-    is_array,
-    is_inexact,
-    is_traced,
-)
+from jmpscale._base.tree import PyTree, flatten_gradients, flatten_matching, is_array, is_inexact, is_traced
 from jmpscale._finite import all_finite_here
 from jmpscale._grad import as_pair, is_real_scalar
 from jmpscale._monitor import warn_unless
@@ -107,8 +99,6 @@ def loss_scaled(
         loss_scale = _read_loss_scale(scale, args, kwargs)
         if loss_scale is None:
             return fun(*args, **kwargs)
-        check_no_refs(args, "args")
-        check_no_refs(kwargs, "kwargs")
         transform = functools.partial(_scale_backward_pass, loss_scale, name, warn_if_not_finite)
         return lift_nnx(transform, checked_fun, args, kwargs)
 

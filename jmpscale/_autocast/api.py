@@ -12,7 +12,7 @@ from jmpscale._autocast.warnings import warn_about_kept
 from jmpscale._base.check import as_dtype
 from jmpscale._base.text import describe_function
 from jmpscale._base.trace import lift_nnx, trace
-from jmpscale._base.tree import PyTree, check_no_refs
+from jmpscale._base.tree import PyTree
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -109,8 +109,6 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
 
     @functools.wraps(fun, updated=())
     def autocast_fun(*args: Any, **kwargs: Any) -> Any:
-        check_no_refs(args, "args")
-        check_no_refs(kwargs, "kwargs")
         return lift_nnx(run_in_half, lambda args, kwargs: fun(*args, **kwargs), args, kwargs)
 
     return autocast_fun

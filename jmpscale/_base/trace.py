@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jmpscale._base.frameworks import is_nnx, is_outer_nnx, is_trace_error, nnx_lifting
-from jmpscale._base.tree import PyTree, flatten_matching, is_traced
+from jmpscale._base.tree import PyTree, check_no_refs, flatten_matching, is_traced
 
 
 class Traced(NamedTuple):
@@ -58,22 +58,24 @@ def trace(fun: Callable[..., PyTree], *args: PyTree, name: str) -> Traced:
     return Traced(closed.jaxpr, closed.consts, unflatten)
 
 
-def lift_nnx(transform: Callable[..., PyTree], fun: Callable[..., PyTree], *args: PyTree) -> PyTree:
-    """Applies a transformation of functions of pytrees to a function whose arguments may contain Flax NNX objects.
+def lift_nnx(transform: Callable[..., PyTree], fun: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTree:
+    """Applies a transformation of functions of pytrees to `fun(args, kwargs)`, which may contain Flax NNX objects.
 
     Inside a transformation `fun` would change copies of modules and variables. Flax passes their state in and out,
     except the state of objects of an outer trace, which `fun` may only read.
     """
-    nodes, replace = flatten_matching(args, is_nnx, is_nnx)
+    check_no_refs(args, "args")
+    check_no_refs(kwargs, "kwargs")
+    nodes, replace = flatten_matching((args, kwargs), is_nnx, is_nnx)
     if not nodes:
-        return transform(fun, *args)
+        return transform(fun, args, kwargs)
     is_outer = [is_outer_nnx(node) for node in nodes]
     if any(is_outer):
         hidden = replace(_Outer(x) if outer else x for x, outer in zip(nodes, is_outer, strict=True))
         show = functools.partial(jax.tree.map, lambda x: x.node if isinstance(x, _Outer) else x, is_leaf=is_nnx)
-        return lift_nnx(transform, lambda *args: fun(*show(args)), *hidden)
+        return lift_nnx(transform, lambda *inputs: fun(*show(inputs)), *hidden)
     lift = nnx_lifting()
-    return lift.split_inputs(functools.partial(transform, lift.merge_inputs(fun)))(*args)
+    return lift.split_inputs(functools.partial(transform, lift.merge_inputs(fun)))(args, kwargs)
 
 
 class _Outer:
