@@ -22,14 +22,12 @@ from jmpscale._optax_checks import (
     check_structure_of_updates,
     check_transformation,
     check_update_arguments,
-    warn_if_chain_is_split,
     warn_if_clip_is_local,
     warn_if_gradients_are_narrow,
     warn_if_inside_another,
     warn_if_loss_is_misspelled,
-    warn_if_swapped,
+    warn_if_misplaced,
     warn_if_unscaled_by_another,
-    warn_if_wrapper_is_gated,
 )
 from jmpscale._scaler_of_tree import check_scaler, in_compiled_step, warn_if_constant
 from jmpscale._scaling import multiply_leaf, unscaled_dtype
@@ -152,8 +150,8 @@ def with_loss_scaling(
         updates: optax.Updates, state: PyTree, params: optax.Params | None = None, *others: object, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
         grads = updates
-        state = check_update_arguments(grads, state, others)
-        warn_if_chain_is_split()
+        loss = extra_args.get("value", extra_args.get("loss"))
+        state = check_update_arguments(grads, state, params, loss, others)
         scaler, norm, grad_norm, factor = state.scaler, None, None, None
         if "grad" in extra_args and not _is_disabled(scaler):  # by optax's convention, the same gradients
             extra_args["grad"] = _zero_nonfinite(extra_args["grad"])
@@ -174,10 +172,8 @@ def with_loss_scaling(
 
         warn_if_unsynchronized(axis_name, norm_axis_name)
         warn_if_loss_is_misspelled(extra_args, inner)
-        warn_if_wrapper_is_gated()
+        warn_if_misplaced()
         warn_if_gradients_are_narrow(grads)
-        loss = extra_args.get("value", extra_args.get("loss"))
-        warn_if_swapped(params, loss)
         warn_if_unscaled_by_another(grads, scaler)
         warn_if_clip_is_local(grads, loss, axis_name, inner)
         decision_axes = _decision_axes(axis_name, norm_axis_name)

@@ -51,7 +51,9 @@ def check_no_scaler(grads: PyTree) -> None:
         )
 
 
-def check_update_arguments(grads: PyTree, state: object, others: tuple[object, ...]) -> WithLossScalingState:
+def check_update_arguments(
+    grads: PyTree, state: object, params: PyTree, loss: PyTree, others: tuple[object, ...]
+) -> WithLossScalingState:
     if others or has_mark(Mark.LOSS, grads):
         got = "another value by position" if others else "the loss in place of the gradients"
         raise TypeError(f"the arguments are tx.update(grads, state, params, value=loss), got {got}.")
@@ -65,15 +67,11 @@ def check_update_arguments(grads: PyTree, state: object, others: tuple[object, .
     check_no_refs(grads, "updates")
     check_no_partial_sums(grads)
     check_no_scaler(grads)
-    return state
-
-
-def warn_if_swapped(params: PyTree, loss: PyTree) -> None:
-    """Warns if gradients are passed as the parameters, or as the loss."""
     if has_mark(Mark.GRADIENT, params):
         warn_user("params must be the parameters, got gradients. The arguments are tx.update(grads, state, params).")
     if has_mark(Mark.GRADIENT, loss):
         warn_user("the loss must be the unscaled loss, got gradients. Pass value=loss.")
+    return state
 
 
 def warn_if_unscaled_by_another(grads: PyTree, scaler: ScalerState) -> None:
@@ -144,28 +142,14 @@ def warn_if_inside_another(params: optax.Params) -> None:
         )
 
 
-def warn_if_wrapper_is_gated() -> None:
-    """Warns if `apply_if` or `optax.apply_if_finite` contains the wrapper."""
+def warn_if_misplaced() -> None:
+    """Warns if a gate contains the wrapper, or if a chain splits it from transformations that it should skip, too."""
     warn_if_gated("with_loss_scaling", "The wrapper skips steps itself: call tx.update without apply_if.")
     if is_called_by(lambda frame: frame.f_code.co_qualname == "apply_if_finite.<locals>.update"):
         warn_user(
             "with_loss_scaling is inside optax.apply_if_finite: the steps that it skips do not adjust the scale. The "
             "wrapper skips steps itself: remove apply_if_finite."
         )
-
-
-def warn_if_gradients_are_narrow(grads: PyTree, name: str = "updates") -> None:
-    """Warns about gradients in float16, in which true units underflow."""
-    if found := first_leaf(grads, needs_wider_gradient):
-        path, x = found
-        warn_user(
-            f"the gradients must be float32, got {describe(x)} at {name}{path}: in true units they underflow. They "
-            "were converted after the unscaling, or do not come from jmpscale.value_and_grad, which returns float32."
-        )
-
-
-def warn_if_chain_is_split() -> None:
-    """Warns if an `optax.chain` has transformations beside the wrapper that should be skipped with it."""
     if is_called_by(lambda frame: any(_is_unsafe(*x, _HIDE_OVERFLOWS) for x in _neighbors(frame)[0])):
         warn_user(
             "with_loss_scaling comes after a transformation that replaces infinity or NaN in the gradients, such as "
@@ -178,6 +162,16 @@ def warn_if_chain_is_split() -> None:
             "with_loss_scaling comes before a transformation that acts on skipped steps too, such as "
             "optax.add_decayed_weights or optax.ema. Place the transformation inside: "
             "with_loss_scaling(optax.chain(tx, optax.add_decayed_weights(1e-4)))."
+        )
+
+
+def warn_if_gradients_are_narrow(grads: PyTree, name: str = "updates") -> None:
+    """Warns about gradients in float16, in which true units underflow."""
+    if found := first_leaf(grads, needs_wider_gradient):
+        path, x = found
+        warn_user(
+            f"the gradients must be float32, got {describe(x)} at {name}{path}: in true units they underflow. They "
+            "were converted after the unscaling, or do not come from jmpscale.value_and_grad, which returns float32."
         )
 
 
