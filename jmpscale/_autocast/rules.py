@@ -19,7 +19,7 @@ the rewriting. XLA fuses the conversions into the operations around them.
 import enum
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jmpscale._base.jaxpr import Found, Memo, check_primitives, equations, rewrite, type_of
+from jmpscale._base.jaxpr import Memo, check_primitives, rewrite, type_of
 
 MATMULS = {"dot_general", "conv_general_dilated", "ragged_dot_general"}
 HALF = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
@@ -70,7 +70,7 @@ def in_half(jaxpr: core.Jaxpr, half: np.dtype) -> core.Jaxpr:
 
 def _matmul_in_half(half: np.dtype, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
     """Returns the equations that compute a matmul in half precision, or `[eqn]` if it runs as written."""
-    if eqn.primitive.name not in MATMULS or _reason_to_keep(half, eqn):
+    if eqn.primitive.name not in MATMULS or reason_to_keep(half, eqn):
         return [eqn]
     # Each matmul converts its own operands, even if another one converts them too: the derivative of a shared
     # conversion would add the gradients of the two matmuls in half precision. XLA merges equal conversions.
@@ -138,7 +138,7 @@ def _scalar_jaxpr(fun: Conversion, x: np.dtype, y: np.dtype) -> core.Jaxpr:
     return jax.make_jaxpr(lambda scalar: fun(scalar, y))(jax.ShapeDtypeStruct((), x)).jaxpr
 
 
-def _reason_to_keep(half: np.dtype, eqn: core.JaxprEqn) -> Kept | None:
+def reason_to_keep(half: np.dtype, eqn: core.JaxprEqn) -> Kept | None:
     """Returns why a matmul or convolution runs as written, or None if autocast converts it."""
     operands = [_dtype(x) for x in eqn.invars[:2]]
     precision = Kept.PRECISION if _keeps_precision(eqn.params["precision"]) else None
@@ -172,15 +172,6 @@ def _keeps_precision(precision: object) -> bool:
         return True
     operands = precision if isinstance(precision, tuple) else (precision,)
     return jax.lax.Precision.HIGHEST in operands
-
-
-def kept_matmuls(jaxpr: core.Jaxpr, half: np.dtype) -> Iterator[tuple[Found, Kept]]:
-    """Yields the matmuls of a jaxpr that run as written, and the reasons."""
-    for found in equations(jaxpr):
-        if found.eqn.primitive.name not in MATMULS:
-            continue
-        if reason := _reason_to_keep(half, found.eqn) or (Kept.HELD if found.holder else None):
-            yield found, reason
 
 
 def setting_that_keeps() -> str | None:

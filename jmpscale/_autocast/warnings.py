@@ -3,16 +3,17 @@
 import numpy as np
 from jax.extend import core
 
-from jmpscale._autocast.rules import Kept, kept_matmuls, setting_that_keeps
+from jmpscale._autocast.rules import MATMULS, Kept, reason_to_keep, setting_that_keeps
 from jmpscale._base.check import warn_user
-from jmpscale._base.jaxpr import Found, type_of
+from jmpscale._base.jaxpr import Found, equations, type_of
 
 
 def warn_about_kept(name: str, jaxpr: core.Jaxpr, half: np.dtype, is_unchanged: bool) -> None:
     """Warns that no matmul of a function is converted to half precision (`is_unchanged`), or no complex matmul."""
     by_reason: dict[Kept, list[Found]] = {}
-    for matmul, reason in kept_matmuls(jaxpr, half):
-        by_reason.setdefault(reason, []).append(matmul)
+    for matmul in (found for found in equations(jaxpr) if found.eqn.primitive.name in MATMULS):
+        if reason := reason_to_keep(half, matmul.eqn) or (Kept.HELD if matmul.holder else None):
+            by_reason.setdefault(reason, []).append(matmul)
     if not is_unchanged:
         if found := by_reason.get(Kept.COMPLEX):
             warn_user(
