@@ -142,7 +142,7 @@ def with_loss_scaling(
         warn_if_inside_another(params)
         # A state that a compiled step creates has constants, about which its update warns.
         scaler = initial if in_compiled_step(params) else jax.tree.map(jnp.array, initial)
-        inner_state = tx.init(params if _is_disabled(scaler) else _as_seen_by_inner(params))
+        inner_state = tx.init(params if scaler.config.mode == "disabled" else _as_seen_by_inner(params))
         check_not_wrapped(inner_state, "inner", "Wrap the whole optimizer once: with_loss_scaling(optax.chain(...)).")
         return WithLossScalingState(scaler, inner_state, None if max_norm is None else jnp.zeros((), jnp.float32))
 
@@ -153,7 +153,7 @@ def with_loss_scaling(
         loss = extra_args.get("value", extra_args.get("loss"))
         state = check_update_arguments(grads, state, params, loss, others)
         scaler, norm, grad_norm, factor = state.scaler, None, None, None
-        if "grad" in extra_args and not _is_disabled(scaler):  # by optax's convention, the same gradients
+        if "grad" in extra_args and scaler.config.mode != "disabled":  # by optax's convention, the same gradients
             extra_args["grad"] = _zero_nonfinite(extra_args["grad"])
         if max_norm is not None:
             norm = _global_norm(grads, axis_name, norm_axis_name)
@@ -166,7 +166,7 @@ def with_loss_scaling(
                 grads = unflatten(multiply_leaf(x, factor) for x in leaves)
             return tx.update(grads, inner_state, params, **extra_args)
 
-        if _is_disabled(scaler):
+        if scaler.config.mode == "disabled":
             updates, inner_state = update_inner(grads, state.inner_state, params)
             return updates, WithLossScalingState(scaler, inner_state, grad_norm)
 
@@ -222,10 +222,6 @@ def _decision_axes(axis_name: AxisName, norm_axis_name: AxisName) -> AxisName:
         return axis_name
     named = manual_axes(typed=True) if axis_name is None else as_axes(axis_name)
     return tuple(dict.fromkeys([*named, *parts]))
-
-
-def _is_disabled(scaler: ScalerState) -> bool:
-    return scaler.config.mode == "disabled"
 
 
 def _as_seen_by_inner(params: PyTree) -> PyTree:
