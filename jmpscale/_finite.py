@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jmpscale._base.axes import AxisName, all_reduce_and, check_no_partial_sums, warn_if_unsynchronized
 from jmpscale._base.marks import Mark, has_mark, mark
 from jmpscale._base.text import describe
-from jmpscale._base.tree import PyTree, check_no_refs, flatten_matching, is_inexact
+from jmpscale._base.tree import PyTree, check_no_refs, is_inexact
 from jmpscale._scaler_of_tree import find_scaler
 
 # With fewer elements the time of a reduction hardly matters, and a reduction of a single value compiles faster.
@@ -65,8 +65,7 @@ def all_finite(tree: PyTree, *, scaler: PyTree = None, axis_name: AxisName = Non
 
 def all_finite_here(tree: PyTree) -> jax.Array:
     """Tests whether a tree is finite on this device."""
-    leaves, _ = flatten_matching(tree, is_inexact)
-    return _all_leaves_finite(leaves)
+    return _all_leaves_finite(list(filter(is_inexact, jax.tree.leaves(tree))))
 
 
 @jax.jit
