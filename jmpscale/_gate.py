@@ -205,18 +205,22 @@ def _where(flag: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     return out if space == jax.typeof(out).memory_space else jax.device_put(out, space)
 
 
-def check_same_types(before: PyTree, after: PyTree, name: str = "carry", fn: str = "fn", remedy: str = "") -> None:
-    """Raises if two trees differ in structure, shapes, dtypes or shardings, and names the first difference."""
+def check_same_structure(before: PyTree, after: PyTree, name: str, fn: str, remedy: str) -> None:
+    """Raises if two trees differ in structure, and names the first difference."""
     if structure(before) != structure(after):
         old, new = dict(named_leaves(before)), dict(named_leaves(after))
         differences = [f"{name}{path} is only in its input" for path in old if path not in new]
         differences += [f"{name}{path} is only in its output" for path in new if path not in old]
         difference = differences[0] if differences else "the containers differ"
-        remedy = remedy or f"Return every value that {fn} takes, in the same order."
         raise TypeError(
             f"{fn} must return its {name} with the same structure, but {difference}: the input is "
             f"{truncate(structure(before))}, the output is {truncate(structure(after))}. {remedy}"
         )
+
+
+def check_same_types(before: PyTree, after: PyTree, name: str = "carry", fn: str = "fn", remedy: str = "") -> None:
+    """Raises if two trees differ in structure, shapes, dtypes or shardings, and names the first difference."""
+    check_same_structure(before, after, name, fn, remedy or f"Return every value that {fn} takes, in the same order.")
     for (path, was), now in zip(named_leaves(before), jax.tree.leaves(after), strict=True):
         if not has_same_type(was, now):
             raise TypeError(

@@ -15,11 +15,10 @@ from jmpscale._base.check import check_count, check_in_range
 from jmpscale._base.compat import full_like, varying_axes
 from jmpscale._base.tree import PyTree, flatten_gradients, is_array, is_inexact, is_traced, structure
 from jmpscale._finite import all_finite_here
-from jmpscale._gate import GatedTree, check_same_types, gate, has_same_type, is_numeric
+from jmpscale._gate import GatedTree, check_same_structure, check_same_types, gate, has_same_type, is_numeric
 from jmpscale._monitor import SkipMonitor
 from jmpscale._optax_checks import (
     check_not_wrapped,
-    check_structure_of_updates,
     check_transformation,
     check_update_arguments,
     warn_if_clip_is_local,
@@ -40,6 +39,15 @@ from jmpscale._state import (
     register_with_flax,
 )
 from jmpscale._update import adapt, all_reduce_outcome
+
+_GATE_INSTEAD = (
+    "Gate such an optimizer, for example optax.lookahead, with the functional API: jmpscale.apply_if(finite, "
+    "jmpscale.optax_step(tx, grads), params, opt_state)."
+)
+_RECORD_OUTSIDE = (
+    "Place a transformation that only records values, such as optax.monitor, outside: "
+    "optax.chain(with_loss_scaling(...), optax.monitor(...))."
+)
 
 
 class Transformation(Protocol):
@@ -283,15 +291,8 @@ def _update_if(
     def apply(arrays: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
         grad_arrays, state_arrays = arrays
         updates, new_state = update_inner(gated_grads.combine(grad_arrays), gated_state.combine(state_arrays))
-        check_structure_of_updates(grads, updates)
-        check_same_types(
-            state,
-            new_state,
-            "state",
-            "inner",
-            "Place a transformation that only records values, such as optax.monitor, outside: "
-            "optax.chain(with_loss_scaling(...), optax.monitor(...)).",
-        )
+        check_same_structure(grads, updates, "updates", "inner", _GATE_INSTEAD)
+        check_same_types(state, new_state, "state", "inner", _RECORD_OUTSIDE)
         return gated_grads.split(updates), gated_state.split(new_state)
 
     def skip(like: Any, arrays: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:

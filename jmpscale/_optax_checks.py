@@ -14,8 +14,8 @@ from jmpscale._base.axes import AxisName, as_axes, check_no_partial_sums
 from jmpscale._base.check import is_called_by, warn_user
 from jmpscale._base.compat import varying_axes
 from jmpscale._base.marks import Mark, has_mark, source_of
-from jmpscale._base.text import describe, truncate, type_name
-from jmpscale._base.tree import PyTree, check_no_refs, find_instances, first_leaf, is_inexact, structure
+from jmpscale._base.text import describe, type_name
+from jmpscale._base.tree import PyTree, check_no_refs, find_instances, first_leaf, is_inexact
 from jmpscale._gate import warn_if_gated
 from jmpscale._scaler_of_tree import check_scaler
 from jmpscale._scaling import needs_wider_gradient
@@ -108,16 +108,6 @@ def warn_if_clip_is_local(grads: PyTree, loss: PyTree, axis_name: AxisName, inne
 
 def _all_varying_axes(tree: PyTree) -> set[str]:
     return {axis for x in jax.tree.leaves(tree) if is_inexact(x) for axis in varying_axes(x)}
-
-
-def check_structure_of_updates(grads: PyTree, updates: PyTree) -> None:
-    expected, got = structure(grads), structure(updates)
-    if got != expected:
-        raise TypeError(
-            f"inner must return updates with the structure of the gradients, {truncate(expected)}, got "
-            f"{truncate(got)}. Gate such an optimizer, for example optax.lookahead, with the functional API: "
-            "jmpscale.apply_if(finite, jmpscale.optax_step(tx, grads), params, opt_state)."
-        )
 
 
 def warn_if_inside_another(params: optax.Params) -> None:

@@ -640,7 +640,10 @@ WITH_LOSS_SCALING = {
         "loss by position": (lambda: TX.update(GRADS, OPT_STATE, GRADS, LOSS), "value=loss), got another value by pos"),
         "loss first": (lambda: TX.update(_pair(1)[0], OPT_STATE, GRADS), "got the loss in place of the gradients."),
         "inner state": (lambda: TX.update(GRADS, ADAM.init(GRADS)), "got tuple. The ... ._replace(inner_state=...)"),
-        "updates of inner": (_inner(lambda g, s, p: (g["w"], s)), "'w': *}), got PyTreeDef(*). Gate ... optax_step(tx"),
+        "updates of inner": (
+            _inner(lambda g, s, p: (g["w"], s)),
+            "['b'] is only in its input: ... Gate ... optax_step(tx",
+        ),
         "structure of inner": (_inner(lambda g, s, p: (g, (s, s))), "state is only in its input: ... outside"),
         "dtype of inner": (_inner(lambda g, s, p: (g, s > 0)), "state was int32[] and is bool[]. ... .astype in inner"),
     },
