@@ -6,6 +6,8 @@ Nothing here changes a state.
 import collections
 import threading
 import warnings
+import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._base.axes import all_reduce_and
-from jmpscale._base.check import check_count, warn_user
+from jmpscale._base.check import check_count, is_called_by, warn_user
+from jmpscale._base.compat import is_compiling
 from jmpscale._base.frameworks import multi_steps_sums
 from jmpscale._base.text import format_number
 from jmpscale._base.tree import PyTree, find_instances, is_inexact, is_traced
@@ -60,10 +63,16 @@ _NEVER_SKIPPED = (
 )
 _UNCHANGED = (
     "The scaler was the same in three calls of raise_if_stuck in a row. If steps were taken between them, the new "
-    "state is lost: return it from the training step, assign it, and pass it to the next step. With Flax NNX, compile "
-    "the step with nnx.jit, not with jax.jit."
+    "state is lost: return it from the training step, assign it, and pass it to the next step. Do not put back the "
+    "old state after an overflow: with_loss_scaling skips the step itself. With Flax NNX, compile the step with "
+    "nnx.jit, not with jax.jit."
 )
-_checked = collections.deque[Any](maxlen=4)  # the arrays `finite_steps` of the latest calls of raise_if_stuck
+_IN_PROGRAM = (
+    "raise_if_stuck is called in a compiled function, where it needs jax.experimental.checkify. Call it between steps, "
+    "with the state that the step returns."
+)
+# The latest calls of raise_if_stuck: a reference to the array `finite_steps`, and the values of the state.
+_checked = collections.deque[tuple[Callable[[], Any], list[float]]](maxlen=4)
 _USUAL_LIMIT = 2.0**32  # the default of max_scale; a lower limit is reached without a mistake
 
 
@@ -127,20 +136,32 @@ def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
     state = find_scaler(scaler)
     limit = check_count("max_consecutive_skips", max_consecutive_skips)
     if any(map(is_traced, jax.tree.leaves(state))):
+        if is_compiling() and not is_called_by(lambda x: x.f_globals.get("__name__", "").endswith(".checkify")):
+            raise ValueError(_IN_PROGRAM)
         _check_in_program(state, scaler, limit)
         return
-    _warn_if_unchanged(state)
+    steps = state.finite_steps
     state = jax.tree.map(np.asarray, state)  # under a transformation JAX would trace operations on known arrays
+    if isinstance(steps, (jax.Array, np.ndarray)) and state.config.mode != "disabled":
+        _warn_if_unchanged(steps, state)
     if _is_stuck(state, limit):
         skips = _CONSECUTIVE.format(run=state.consecutive_skips)
         raise FloatingPointError(_describe_skips(state, scaler, limit, skips))
 
 
-def _warn_if_unchanged(state: ScalerState) -> None:
-    """Warns at the third call in a row with the same state: each step returns new arrays."""
-    _checked.append(state.finite_steps)
-    is_same = [x is state.finite_steps for x in _checked]
-    if state.config.mode != "disabled" and is_same[-3:] == [True] * 3 and is_same != [True] * 4:
+def _warn_if_unchanged(steps: jax.Array | np.ndarray, state: ScalerState) -> None:
+    """Warns at the third call in a row with a state that no step has changed; `steps` is its array `finite_steps`.
+
+    It is the same state, or one that has replaced it and has the values of a start or of a growth. The scalers of
+    several runs may have these values, too, but then the earlier one still exists.
+    """
+    values = [x.item() for x in state[:-1]]
+    is_start = not state.finite_steps and not state.consecutive_skips and state.loss_scale < state.config.max_scale
+    is_returned = isinstance(steps, jax.Array)  # a new scaler consists of NumPy arrays
+    _checked.append((weakref.ref(steps), values))
+    found = [(earlier(), others) for earlier, others in _checked]
+    is_same = [x is steps or (x is None and others == values and is_start and is_returned) for x, others in found]
+    if is_same[-3:] == [True] * 3 and is_same != [True] * 4:
         warn_user(_UNCHANGED)
 
 

@@ -53,7 +53,7 @@ NOT_CONVERTED = {  # a function, and the explanation in the warning; {line} is t
     "half precision already": (
         lambda x, w: x.astype(jnp.float16) @ w.astype(jnp.float16),
         "1 of 1 matmuls, at {line}: The operands are float16 and float16, and autocast converts only float32. Pass "
-        "float32 parameters and inputs, or, if the function is in half precision already, remove autocast.",
+        "float32 parameters and inputs; if the function casts them itself, remove autocast.",
     ),
     "autocast already": (
         lambda x, w: jmpscale.autocast(lambda x, w: x @ w)(x, w),

@@ -209,6 +209,10 @@ def _reduces_the_scale(program):
     return jmpscale.get_scaler(program["opt_state"]).loss_scale < jmpscale.dynamic().loss_scale
 
 
+def _keeps_the_scale(program):
+    return not _reduces_the_scale(program)
+
+
 def _has_nan_parameters(program):
     return bool(jnp.isnan(program["params"]["w"]).any())
 
@@ -223,7 +227,8 @@ HARM = {  # the test of the harm, and the names with which the snippet runs
     "The new scaler is not returned": (_makes_no_progress, {"loss_fn": _large_loss}),
     "A step is not gated": (_has_nan_parameters, NAN | {"opt_state": optax.adam(1e-3).init({"w": jnp.ones((3, 1))})}),
     "A step has two scalers": (_makes_no_progress, {"loss_fn": _large_loss, "adam": _program()["tx"]}),
-    "The gradients are never unscaled": (_has_wrong_gradients, {}),
+    "The old state of the wrapper is put back": (_keeps_the_scale, NAN | {"loss": jnp.float32(1.0)}),
+    "The gradients are never unscaled, or unscaled twice by hand": (_has_wrong_gradients, {}),
     "Gradients are averaged again under `shard_map`": (_has_wrong_gradients, {}),
     "Nothing is computed in float16": (_computes_in_float32, {}),
     "The loss is not passed": (_reduces_the_scale, NAN),

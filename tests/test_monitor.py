@@ -164,6 +164,37 @@ def test_raise_if_stuck_warns_of_a_scaler_that_no_step_changes(scaler):
     check(changed)
 
 
+def test_raise_if_stuck_warns_of_a_state_that_the_step_puts_back():
+    """Flax's example of ImageNet selects the old state after an overflow, which with the wrapper keeps the scale."""
+    check = functools.partial(jmpscale.raise_if_stuck, max_consecutive_skips=2)
+    tx = jmpscale.with_loss_scaling(optax.sgd(0.1), jmpscale.dynamic(8.0, growth_interval=2))
+
+    @functools.partial(jax.jit, static_argnames="puts_back")
+    def step(opt_state, grads, puts_back):
+        new = tx.update(grads, opt_state)[1]
+        finite = jmpscale.all_finite(grads) | (not puts_back)
+        return jax.tree.map(functools.partial(jnp.where, finite), new, opt_state)
+
+    for puts_back in (False, True):
+        opt_state = tx.init(1.0)
+        for grads in (1.0, 1.0, jnp.inf, jnp.inf):  # the scale grows, and then overflows
+            check(opt_state)
+            opt_state = step(opt_state, grads, puts_back)
+        if not puts_back:
+            check(opt_state)
+    with pytest.warns(UserWarning, match="the same in three calls.*Do not put back the old state"):
+        check(opt_state)
+    runs = [step(step(tx.init(1.0), 1.0, False), 1.0, False) for _ in range(4)]
+    for run in runs:  # equal, and all of them exist
+        check(run)
+
+
+def test_raise_if_stuck_raises_in_a_compiled_function_without_checkify():
+    check = functools.partial(jmpscale.raise_if_stuck, max_consecutive_skips=2)
+    with pytest.raises(ValueError, match=r"needs jax\.experimental\.checkify\. Call it between steps"):
+        jax.jit(check)(STUCK)
+
+
 # --- warn_after_skips reports from the program, once per streak ---
 
 # Three skips, a finite step, four skips, and two finite steps.

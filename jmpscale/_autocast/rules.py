@@ -47,8 +47,8 @@ class Kept(enum.Enum):
         "or pass precision='highest' to keep them as they are."
     )
     DTYPE = (
-        "The operands are {dtypes}, and autocast converts only float32. Pass float32 parameters and inputs, or, if the "
-        "function is in half precision already, remove autocast."
+        "The operands are {dtypes}, and autocast converts only float32. Pass float32 parameters and inputs; if the "
+        "function casts them itself, remove autocast."
     )
     INNER_PRODUCT = "An inner product is a sum, which could overflow."
     OUTER_PRODUCT = "An outer product sums nothing, so half precision would only round it."
