@@ -201,6 +201,19 @@ def _has_wrong_gradients(program):
     return not jnp.allclose(program["grads"]["w"], true["w"])
 
 
+def _has_small_gradients(program):
+    """Has gradients below the limit to which they are clipped."""
+    return optax.tree.norm(program["grads"]) < 0.99
+
+
+def _accepts_overflow(program):
+    return bool(program["finite"])
+
+
+def _overflowing_sum(params, micro_batches):
+    return {"w": jnp.full((3, 1), jnp.inf)}, jnp.array([False, True])
+
+
 def _computes_in_float32(program):
     return "f16" not in str(jax.make_jaxpr(program["loss_fn"])(program["params"], program["batch"]))
 
@@ -228,6 +241,11 @@ HARM = {  # the test of the harm, and the names with which the snippet runs
     "A step is not gated": (_has_nan_parameters, NAN | {"opt_state": optax.adam(1e-3).init({"w": jnp.ones((3, 1))})}),
     "A step has two scalers": (_makes_no_progress, {"loss_fn": _large_loss, "adam": _program()["tx"]}),
     "The old state of the wrapper is put back": (_keeps_the_scale, NAN | {"loss": jnp.float32(1.0)}),
+    "The flag is not about all gradients": (
+        _accepts_overflow,
+        {"loss_fn": _large_loss, "sum_gradients": _overflowing_sum, "micro_batches": ()},
+    ),
+    "Scaled gradients are clipped": (_has_small_gradients, {"clip": optax.clip_by_global_norm(1.0)}),
     "The gradients are never unscaled, or unscaled twice by hand": (_has_wrong_gradients, {}),
     "Gradients are averaged again under `shard_map`": (_has_wrong_gradients, {}),
     "Nothing is computed in float16": (_computes_in_float32, {}),
