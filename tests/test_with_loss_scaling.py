@@ -348,73 +348,7 @@ def test_with_loss_scaling_neither_counts_nor_clips_fp8_statistics(max_norm, fac
         assert all((x == 0).all() for x in jax.tree.leaves(updates))
 
 
-# --- with_loss_scaling combines with other wrappers of optax ---
-
-
-def test_with_loss_scaling_around_multi_steps_skips_the_micro_batch():
-    tx = jmpscale.with_loss_scaling(optax.MultiSteps(optax.sgd(1.0), 3), jmpscale.dynamic(8.0))
-
-    @jax.jit
-    def train(grads):
-        def step(carry, grad):
-            params, state = carry
-            updates, state = tx.update(grad, state, params)
-            return (optax.apply_updates(params, updates), state), params
-
-        (params, state), _ = jax.lax.scan(step, (jnp.float32(5.0), tx.init(jnp.float32(5.0))), grads)
-        return params, state.scaler
-
-    params, scaler = train(jnp.array([1.0, jnp.nan, 2.0, jnp.inf, 3.0]))
-    np.testing.assert_allclose(params, 5.0 - 2.0, rtol=1e-6)
-    assert (scaler.total_skips, scaler.loss_scale) == (2, 2.0)
-
-
 # --- the initial state has its own scaler ---
-
-
-def _skip_step_on_spikes(inner, interval, factor):
-    """MaxText's rule: skips a step if the loss or norm is `factor` standard deviations above the recent mean."""
-
-    def init(params):
-        return {"inner": inner.init(params), "recent": jnp.zeros((2, interval)), "count": jnp.int32(0)}
-
-    def update(grads, state, params=None, *, value):
-        recent, count = state["recent"], state["count"]
-        number, known = jnp.minimum(count, interval), jnp.arange(interval)[None] < count
-        mean = jnp.sum(jnp.where(known, recent, 0), axis=1) / jnp.maximum(number, 1)
-        variance = jnp.sum(jnp.where(known, (recent - mean[:, None]) ** 2, 0), axis=1) / jnp.maximum(number - 1, 1)
-        new = jnp.stack([value, optax.tree.norm(grads)])
-        normal = jnp.all(new <= mean + factor * jnp.sqrt(variance)) | (count < max(2, interval // 2))
-        # The statistics contain every step, also the skipped ones.
-        recent = recent.at[:, count % interval].set(new)
-        updates, inner_state = jax.lax.cond(
-            normal,
-            lambda: inner.update(grads, state["inner"], params, value=value),
-            lambda: (optax.tree.zeros_like(grads), state["inner"]),
-        )
-        return updates, {"inner": inner_state, "recent": recent, "count": count + 1}
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-@pytest.mark.full
-def test_rule_that_skips_loss_spikes_does_not_see_an_overflow():
-    overflow, spike = 50, 80
-    inner = optax.with_extra_args_support(optax.sgd(0.1))
-    tx = jmpscale.with_loss_scaling(_skip_step_on_spikes(inner, interval=16, factor=6.0))
-    norms = 1 + 0.1 * np.random.default_rng(0).random(100, np.float32)
-    norms[[overflow, spike]] = np.inf, 100.0
-
-    def step(carry, norm):
-        params, opt_state = carry
-        loss = jnp.where(jnp.isfinite(norm), norm, 1.0)  # the overflow is in the backward pass
-        updates, opt_state = tx.update(norm, opt_state, params, value=loss)
-        return (optax.apply_updates(params, updates), opt_state), jnp.all(updates == 0)
-
-    params = jnp.float32(0)
-    (_, opt_state), unchanged = jax.jit(functools.partial(jax.lax.scan, step))((params, tx.init(params)), norms)
-    assert np.flatnonzero(unchanged).tolist() == [overflow, spike]
-    assert opt_state.scaler.total_skips == 1
 
 
 def test_with_loss_scaling_defaults_to_a_dynamic_scaler():
