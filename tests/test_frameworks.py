@@ -304,7 +304,7 @@ def test_framework_step_trains_and_skips(framework, api):
         assert (new.total_skips, new.last_skip_reason, new.loss_scale) == expected
 
 
-# Gradients may be computed for a part of the parameters, and fp8 layers return new statistics as gradients.
+# Gradients may be computed for a part of the parameters.
 
 
 def test_value_and_grad_differentiates_only_lora_parameters():
@@ -314,32 +314,6 @@ def test_value_and_grad_differentiates_only_lora_parameters():
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
     assert len(paths) == 2
     assert all("['lora']['lora_" in path for path in paths)
-
-
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore:The Fp8DotGeneralOp is deprecated:DeprecationWarning")
-def test_train_state_with_fp8_layers_trains_and_skips():
-    model = nn.Dense(4, dot_general_cls=nn.Fp8DotGeneralOp)
-    params = filled(model.init, jax.random.key(0), X)
-    state = train_state.TrainState.create(apply_fn=None, params=params, tx=SGD)
-
-    def loss_fn(params, fault):
-        return loss_of(model.apply(params, inputs(fault)), fault)
-
-    @functools.partial(jax.jit, static_argnums=0, **FAST)
-    def step(api, state, fault):
-        _, grads = compute_gradients(api, loss_fn, jmpscale.static(2.0), state.params, fault, has_aux=False)
-        finite = jmpscale.all_finite(grads)
-        return jmpscale.apply_if(finite, lambda state: state.apply_gradients(grads=grads), state)
-
-    def double_cotangent_history(path, x):  # the layer records the largest cotangents, which are scaled
-        return x.at[0].multiply(2.0) if "output_grad_amax_history" in jax.tree_util.keystr(path) else x
-
-    plain, scaled = (step(api, state, NO_FAULT) for api in ("plain", "functional"))
-    expected = jax.tree_util.tree_map_with_path(double_cotangent_history, plain)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), scaled, expected)
-    for fault in (BACKWARD, FORWARD):
-        assert_step_is_noop(scaled, step("functional", scaled, fault))
 
 
 @pytest.mark.parametrize("module", ["flax.nnx", "equinox"])
