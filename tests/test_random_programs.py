@@ -249,17 +249,6 @@ def test_setting_keeps_the_bits_of_a_compiled_run(step, name):
     _assert_equals_numpy(history)
 
 
-def test_x64_keeps_the_dtypes_of_a_state(x64):
-    state = jmpscale.dynamic(growth_interval=1)
-    dtypes = [x.dtype for x in jax.tree.leaves(state)]
-    for finite in (True, False):
-        state = jmpscale.update(state, np.bool_(finite), loss=np.float64(1.0))
-        assert [x.dtype for x in jax.tree.leaves(state)] == dtypes
-    loss, grads = jmpscale.value_and_grad(lambda w: jnp.sum(w**2))(state, jnp.array([1.0, 3.0]))
-    assert loss.dtype == grads.dtype == jnp.float64
-    assert grads.tolist() == [2.0, 6.0]
-
-
 def test_debug_nans_accepts_finite_gradients_without_jit():
     with _settings(jax_debug_nans=True, jax_debug_infs=True):
         grads, finite = jmpscale.unscale_and_check(jmpscale.dynamic(), {"w": jnp.ones(3)})
