@@ -111,6 +111,7 @@ READ_SCALER_OF_TREE = {  # the call, and the name of the argument
     "unscale_and_check": (lambda tree: jmpscale.unscale_and_check(tree, GRADS), "scaler"),
     "grad_report": (lambda tree: jmpscale.grad_report(GRADS, scaler=tree), "scaler"),
     "to_torch_state_dict": (jmpscale.to_torch_state_dict, "scaler"),
+    "diagnose": (lambda tree: jmpscale.diagnose(_sum)(tree, GRADS), "scaler"),
     "exponent_histogram": (lambda tree: plots.exponent_histogram(GRADS, scaler=tree), "scaler"),
 }
 ACCEPT_BATCH_OF_SCALERS = {"get_scaler", "metrics"}
@@ -122,7 +123,7 @@ TAKE_TREE_WITH_SCALER = READ_SCALER_OF_TREE | {
 @pytest.mark.parametrize("name", TAKE_TREE_WITH_SCALER)
 def test_function_requires_a_tree_with_one_scaler(name):
     call, argument = TAKE_TREE_WITH_SCALER[name]
-    words = rf"{argument} must contain exactly one ScalerState, found 0 in a dict\. (Pass a|The scaler is the first)"
+    words = rf"{argument} must contain exactly one ScalerState, found 0 in a dict\. (Pass a|The scaler|Call diagnose)"
     with pytest.raises(ValueError, match=words):
         call(GRADS)
     with _raises(ValueError, "exactly one ScalerState, found 2 in a list. A step has one scaler: wrap"):
