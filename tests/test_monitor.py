@@ -309,7 +309,7 @@ def _loop_on_devices(step, opt_state, grads):
 
 
 @pytest.mark.parametrize("name", SERIES)
-@pytest.mark.parametrize("devices", [1, 3, pytest.param("jit", marks=pytest.mark.full)])
+@pytest.mark.parametrize("devices", [3, pytest.param("jit", marks=pytest.mark.full)])
 def test_wrapper_warns_of_many_skips_and_of_none(name, devices):
     scaler, finite, expected = SERIES[name]
     tx = jmpscale.with_loss_scaling(optax.sgd(0.1), scaler, warn_after_skips=3)
