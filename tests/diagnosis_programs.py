@@ -51,12 +51,6 @@ def overflow_before_gelu(w, x):
     return jnp.mean((jax.nn.gelu(z) @ OUT.astype(H)).astype(jnp.float32) ** 2)
 
 
-def overflow_before_layer_norm(w, x):
-    z = (x / 4).astype(H) @ w.astype(H)  # fault
-    z = z + H(1)
-    return jnp.mean(layer_norm(z.astype(jnp.float32)).astype(H) @ OUT.astype(H)).astype(jnp.float32)
-
-
 def sentinel_of_missing_values(w, x):
     half = x.astype(H)  # fault
     return jnp.mean(jnp.tanh(half @ w.astype(H)).astype(jnp.float32) ** 2)
@@ -213,11 +207,6 @@ def variance_underflows(w, x):
     return jnp.mean((h * jax.lax.rsqrt(square.mean(-1, keepdims=True))).astype(jnp.float32) * OUT[0, 0])
 
 
-def log_of_softmax(w, x):
-    p = jax.nn.softmax((x.astype(H) @ w.astype(H)) * H(3))  # fault
-    return -jnp.mean(jnp.log(p[:, 0]).astype(jnp.float32))
-
-
 def exp_without_maximum(w, x):
     e = jnp.exp((x.astype(H) @ w.astype(H)) * H(2))  # fault
     return jnp.mean(-jnp.log(e[:, 0] / e.sum(-1)).astype(jnp.float32))
@@ -228,17 +217,6 @@ def clipped_cross_entropy(w, x):
     p = jax.nn.sigmoid(z)  # fault
     p = jnp.clip(p, H(1e-7), H(1 - 1e-7))
     return -jnp.mean((jnp.log(p) + jnp.log(H(1) - p)).astype(jnp.float32))
-
-
-def geometric_mean_of_probabilities(w, x):
-    z = (x.astype(H) @ w.astype(H)) * H(4)
-    product = jax.nn.sigmoid(z[:, :4]) * jax.nn.sigmoid(z[:, 4:])  # fault
-    return jnp.mean(jnp.sqrt(product).astype(jnp.float32))
-
-
-def log_of_a_joint_probability(w, x):
-    joint = jax.nn.softmax(x @ w) @ jax.nn.softmax(x @ w.T).T  # fault
-    return -jnp.mean(jnp.log(joint))
 
 
 def transducer_normalizer(w, x):
@@ -276,12 +254,6 @@ def epsilon_of_zero(w, x):
     return jnp.mean((h / norm).astype(jnp.float32) + h.astype(jnp.float32))
 
 
-def decay_of_an_average(w, x):
-    h = x.astype(H) @ w.astype(H)
-    update = h * (1 - 0.99999999)  # fault
-    return jnp.sum(update).astype(jnp.float32)
-
-
 # --- Rounding. ---
 
 
@@ -315,15 +287,6 @@ def running_sum(w, xs):
     return (total.astype(jnp.float32) / 1000 - 1.9) ** 2
 
 
-def running_average(w, xs):
-    def average(mean, x):
-        mean = mean * H(0.9995) + jnp.tanh(x.astype(H) @ w.astype(H)).mean() * H(0.0005)  # fault
-        return mean, None
-
-    mean, _ = jax.lax.scan(average, H(1), xs)
-    return mean.astype(jnp.float32) ** 8
-
-
 def large_positions(w, x):
     positions = jnp.arange(4096, dtype=jnp.float32) + 0.5
     angles = positions.astype(H)[:, None] * jnp.float16([[1.0, 0.5]])  # fault
@@ -334,17 +297,6 @@ def image_positions(w, x):
     grid = jnp.stack(jnp.meshgrid(jnp.arange(64.0), jnp.arange(64.0)), -1).reshape(-1, 2) * 64 + 0.3
     angles = grid @ jnp.array([[1.0, 0.3], [0.7, 1.0]])  # fault
     return jnp.mean((jnp.sin(angles) @ w[:2]) * jnp.sin(grid[:, :1]))
-
-
-def angles_of_features(w, x):
-    angles = x @ w  # fault
-    return jnp.mean((jnp.sin(110 * angles) @ OUT) ** 2)
-
-
-def points_in_a_frame(w, x):
-    points = (x + 500) @ w  # fault
-    target = jnp.matmul(x + 500, w, precision="highest") + x * 0.01
-    return jnp.mean((points - jax.lax.stop_gradient(target)) ** 2)
 
 
 def cumulative_sum(w, x):
@@ -492,15 +444,6 @@ def saturated_activation(w, x):
     return jnp.mean((large + x.astype(H) @ w.astype(H)).astype(jnp.float32) * (x @ OUT)[:, :1])
 
 
-def recurrent(w, xs):
-    def cell(h, x):
-        h = jnp.tanh(x @ w + h)
-        return h, None
-
-    h, _ = jax.lax.scan(cell, jnp.zeros(xs.shape[1:]), xs)
-    return jnp.mean(h**2)
-
-
 def while_loop(w, x):
     def step(state):
         y, i = state
@@ -522,26 +465,6 @@ clip_cotangent.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -1e-2, 1e-2
 def checkpointed(w, x):
     block = jax.checkpoint(lambda h: jnp.tanh(h @ w))
     return jnp.mean(block(block(x)) ** 2)
-
-
-@jax.custom_vjp
-def doubled_backward(x):
-    return x
-
-
-doubled_backward.defvjp(lambda x: (x, None), lambda _, g: (2 * g,))
-
-
-@jax.custom_jvp
-def cube(x):
-    return x**3
-
-
-cube.defjvp(lambda primals, tangents: (primals[0] ** 3, 3 * primals[0] ** 2 * tangents[0]))
-
-
-def custom_rules(w, x):
-    return jnp.mean(doubled_backward(cube(jnp.tanh(x @ w))) ** 2)
 
 
 def zero_derivative(params, x):
