@@ -110,10 +110,9 @@ def scale_trajectory(history: Mapping[str, Any], *, ax: Axes | None = None) -> A
     scale, skips, last_skip_reason = map(np.asarray, columns)
     ax, steps = _axes(ax), np.arange(1, len(scale) + 1)
     ax.step(steps, scale, where="post", color=BLUE, label="loss scale after the step")
-    overflow, invalid = [SkipReason.GRADIENTS, SkipReason.MIN_SCALE], [SkipReason.LOSS]
-    for reasons, color, name in ((overflow, RED, "gradients not finite"), (invalid, "black", "loss not finite")):
-        at = (skips > 0) & np.isin(last_skip_reason, reasons)
-        if at.any():
+    is_loss = last_skip_reason == SkipReason.LOSS
+    for reason, color, name in ((~is_loss, RED, "gradients not finite"), (is_loss, "black", "loss not finite")):
+        if (at := (skips > 0) & reason).any():
             ax.plot(steps[at], scale[at], "v", color=color, label=f"skipped, {name}: {at.sum()}")
     ax.set_yscale("log", base=2)
     ax.grid(alpha=0.3)
