@@ -272,7 +272,6 @@ def _has_grown_without_skip(before: ScalerState, after: ScalerState) -> jax.Arra
 
 
 def _describe_skips(state: ScalerState, tree: PyTree, limit: int, skips: str) -> str:
-    """Returns the message about the skipped steps of a state on the host."""
     text = next(text for holds, text in _possible_causes(state, tree, limit) if holds)
     return text.format(scale=format_number(np.float32(state.loss_scale)), skips=skips, total=state.total_skips)
 
