@@ -1,9 +1,11 @@
-"""Counts compilations, and reads the optimized programs of XLA."""
+"""Compiles quickly, counts compilations, and reads the optimized programs of XLA."""
 
 import contextlib
 import re
 
 import jax
+
+FAST = {"compiler_options": {"xla_backend_optimization_level": 0}}  # of jax.jit; halves the compile time
 
 # One listener for the whole process, because JAX can only remove all listeners at once.
 _compilations = []

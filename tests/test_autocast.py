@@ -24,13 +24,12 @@ from jmpscale._autocast import rules
 
 import meshes
 import pages
-from compiling import count_compilations
+from compiling import FAST, count_compilations
 from precision import F16, F32, assert_close, assert_half, matmul_dtypes
 from tables import rows
 
 SCALER = jmpscale.static(2.0**8)
 BF16 = np.dtype(jnp.bfloat16)
-FAST = {"compiler_options": {"xla_backend_optimization_level": 0}}  # halves the compile time
 RANDOM = np.random.default_rng(0)
 N = 8
 

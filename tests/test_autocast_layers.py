@@ -18,6 +18,7 @@ from flax import nnx
 import jmpscale
 
 import precision
+from compiling import FAST
 from precision import assert_close, assert_half, assert_norms_close
 from tables import rows
 
@@ -29,7 +30,6 @@ IMAGES = jnp.asarray(RANDOM.standard_normal((2, 6, 6, 3)), jnp.float32)
 TOKENS = jnp.asarray(RANDOM.integers(0, 7, (2, 5)))
 KEY = jax.random.key(0)
 filled = functools.partial(precision.filled, low=-0.5, high=0.6)
-FAST = {"compiler_options": {"xla_backend_optimization_level": 0}}  # halves the compile time
 
 
 def mean_square(prediction):

@@ -18,6 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jmpscale
 from jmpscale.testing import assert_replicated, assert_step_is_noop
 
+from compiling import FAST
+
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 ADAM = optax.adam(1e-2)
@@ -25,8 +27,7 @@ SCALER = jmpscale.dynamic(2.0**10, growth_interval=3)
 TX = jmpscale.with_loss_scaling(ADAM, SCALER)
 CLIPPING_TX = jmpscale.with_loss_scaling(ADAM, SCALER, max_norm=1.0)
 PARAMS = {"w": jnp.full((8, 1), 0.1)}
-# Halves the compile time.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+jit = functools.partial(jax.jit, **FAST)
 update = jit(jmpscale.update)
 
 

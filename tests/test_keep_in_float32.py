@@ -12,10 +12,11 @@ import pytest
 
 import jmpscale
 
+from compiling import FAST
+
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("standard_promotion_and_ranks")]
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "guides" / "autocast.md"
-FAST = {"compiler_options": {"xla_backend_optimization_level": 0}}  # halves the compile time
 TOLERANCE = 1.05  # the factor by which a rounded number in the table may differ
 
 

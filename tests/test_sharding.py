@@ -15,13 +15,12 @@ from jax.sharding import PartitionSpec as P
 import jmpscale
 from jmpscale.testing import assert_replicated, assert_step_is_noop
 
-from compiling import count_compilations
+from compiling import FAST, count_compilations
 from meshes import make_mesh, require_devices
 from tables import names, rows
 
 AXES = ("data", "model")
-# Halves the compile time.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+jit = functools.partial(jax.jit, **FAST)
 pytestmark = [
     pytest.mark.usefixtures("standard_promotion"),
     pytest.mark.filterwarnings("ignore:.*pmap:DeprecationWarning"),
@@ -311,8 +310,7 @@ def test_all_finite_under_vmap_in_shard_map_tests_each_row():
         assert jax.jit(fn)(x).tolist() == [True, False, True]
 
 
-@pytest.mark.parametrize("overflow", [None, (3, 4)])
-def test_functions_under_shard_map_over_one_axis_decide_together(overflow):
+def test_functions_under_shard_map_over_one_axis_decide_together():
     """The gradients vary over the mapped axis, and the compiler partitions them along the other."""
     mesh = make_mesh()
     tx = jmpscale.with_loss_scaling(optax.sgd(1.0), jmpscale.dynamic(4.0))
@@ -321,15 +319,15 @@ def test_functions_under_shard_map_over_one_axis_decide_together(overflow):
         updates, state = tx.update(grads, tx.init(None))
         return updates, (state.scaler, jmpscale.update(jmpscale.dynamic(4.0), jmpscale.all_finite(grads)))
 
-    step = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=(P("data"), P()), axis_names={"data"})
-    grads = np.ones((8, 8), np.float32)
-    if overflow:
-        grads[overflow] = np.inf
-    with jax.set_mesh(mesh):
-        updates, scalers = jax.jit(step)(put(grads, mesh, P(*AXES)))
-    assert_step_is_noop(np.full_like(grads, -0.0 if overflow else -1.0), updates)
-    assert_replicated(scalers)
-    assert [scaler.loss_scale for scaler in scalers] == [2.0 if overflow else 4.0] * 2
+    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=(P("data"), P()), axis_names={"data"}))
+    finite = np.ones((8, 8), np.float32)
+    overflow = np.where(np.arange(64).reshape(8, 8) == 28, np.float32(np.inf), finite)
+    for grads, update, scale in ((finite, -1.0, 4.0), (overflow, -0.0, 2.0)):
+        with jax.set_mesh(mesh):
+            updates, scalers = step(put(grads, mesh, P(*AXES)))
+        assert_step_is_noop(np.full_like(grads, update), updates)
+        assert_replicated(scalers)
+        assert [scaler.loss_scale for scaler in scalers] == [scale] * 2
 
 
 def test_all_finite_accepts_an_uneven_partition():

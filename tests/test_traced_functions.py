@@ -12,13 +12,13 @@ from flax import nnx
 
 import jmpscale
 
+from compiling import FAST
 from precision import assert_close, assert_norms_close
 
 pytestmark = pytest.mark.usefixtures("standard_promotion_and_ranks")
 full = pytest.mark.full
 X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 8)), jnp.float32)
 NAMES = ("autocast", "loss_scaled")
-FAST = {"compiler_options": {"xla_backend_optimization_level": 0}}  # halves the compile time
 
 
 def transform(name, fun, has_aux=False):
