@@ -348,7 +348,7 @@ def _gate(new, state, finite=None):
 
 
 def _gate_variables(copy=lambda state: state):
-    state = nnx.state(nnx.Linear(2, 1, rngs=nnx.Rngs(0)))
+    state = nnx.State({"w": nnx.Param(W32)})
     jmpscale.apply_if(TRUE, lambda _: state, copy(state))
 
 
