@@ -91,7 +91,8 @@ def smallest_sets(lines):
     return next((found for found in by_size if found), [])
 
 
-@pytest.mark.parametrize("seed", rows(SEEDS, default={"overflow"}))
+@pytest.mark.full
+@pytest.mark.parametrize("seed", rows(SEEDS))
 def test_lines_are_a_smallest_set(seed):
     lines = random_lines(seed)
     found = jmpscale.diagnose(in_float16(lines))(jmpscale.static(2.0**4), *ARGS).lines
