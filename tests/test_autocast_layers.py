@@ -227,9 +227,6 @@ HAIKU = {
     "BatchNorm, dropout": haiku(
         lambda x: hk.dropout(hk.next_rng_key(), 0.5, hk.BatchNorm(True, True, 0.9)(hk.Linear(5)(x), True)), VECTORS
     ),
-    "blocks that return float16": haiku(
-        lambda x: hk.Linear(4)(stored_in_half(hk.Linear(5)(x)).astype(jnp.float32)), VECTORS
-    ),
     "remat": haiku(lambda x: hk.remat(hk.Linear(5))(x), VECTORS),
 }
 LAYERS = {

@@ -19,10 +19,6 @@ POWERS = range(-40, 41)
 TOLERANCE = 0.01  # by which an error may exceed the error at the best scale
 
 
-def small_mlp(dtype, w, x):
-    return jnp.mean(jnp.tanh(x.astype(dtype) @ w.astype(dtype)).astype(jnp.float32) ** 2)
-
-
 def two_sizes(dtype, params, x):
     """Two parameters, of which one has much smaller gradients."""
     large, small = (params[name].astype(dtype) for name in ("large", "small"))
@@ -69,7 +65,6 @@ def branch(dtype, w, x):
 PROGRAMS = {  # functions of a dtype, of parameters and of a batch
     "product": (product, W),
     "two sizes": (two_sizes, {"large": W, "small": W[:, :2]}),
-    "mlp": (small_mlp, W),
     "scan": (scan, W),
     "remat": (remat, W),
     "attention": (attention, W),
