@@ -9,38 +9,41 @@ from jmpscale._diagnosis.compile import run_twice
 from jmpscale._diagnosis.lines import smallest_set
 from jmpscale._diagnosis.scales import search
 
+NOT_FINITE = np.array([np.inf])
+
 
 def not_finite(k):
     """Measures the errors of a forward pass that overflows."""
+    return NOT_FINITE
 
 
 def window(low, high, best=0.001, below=1.0):
     """Returns the error of one gradient that underflows below a scale, and overflows above another one."""
-    return lambda k: None if k > high else np.array([best if k >= low else below])
+    return lambda k: NOT_FINITE if k > high else np.array([best if k >= low else below])
 
 
 def two_gradients(k):
     """The first one has a large error at each scale, the second one underflows below 2^3."""
-    return None if k > 20 else np.array([0.18, 0.001 if k >= 3 else 0.019])
+    return NOT_FINITE if k > 20 else np.array([0.18, 0.001 if k >= 3 else 0.019])
 
 
 def worse_at_large_scales(k):
     """The backward pass clips from 2^-5 on."""
-    return None if k > 30 else np.array([0.001 if k <= -5 else 0.1 + 0.001 * k])
+    return NOT_FINITE if k > 30 else np.array([0.001 if k <= -5 else 0.1 + 0.001 * k])
 
 
 def slow_underflow(k):
     """The error doubles from one scale to the next smaller one."""
-    return None if k > 15 else np.array([0.001 + 2.0 ** (-k - 10)])
+    return NOT_FINITE if k > 15 else np.array([0.001 + 2.0 ** (-k - 10)])
 
 
 def wrong_at_the_present_scale(k):
-    return None if k > 20 else np.array([2.0 if k == 3 else 0.001])
+    return NOT_FINITE if k > 20 else np.array([2.0 if k == 3 else 0.001])
 
 
 def islands(k):
     """The gradients are finite only at the smallest scales."""
-    return np.array([0.001]) if k <= -100 else None
+    return np.array([0.001]) if k <= -100 else NOT_FINITE
 
 
 SEARCHES = {  # the errors, the exponent of the present scale, the exponents of the scales that fit, and of the best one
@@ -52,7 +55,7 @@ SEARCHES = {  # the errors, the exponent of the present scale, the exponents of 
     "all scales": (window(-200, 200), 16, (-126, 126), 126),
     "to the largest scale": (window(100, 200), 120, (100, 126), 126),
     "to the smallest scale": (islands, 16, (-126, -100), -100),
-    "no finite gradient": (lambda k: None, 16, None, None),
+    "no finite gradient": (not_finite, 16, None, None),
     "useless at all scales": (window(-200, 12, best=0.21), 4, None, 12),
     "almost useless": (window(-200, 12, best=0.19), 4, (-126, 12), 12),
     "useless where it does not overflow": (window(20, 12, below=0.9), 4, None, 12),
@@ -61,7 +64,7 @@ SEARCHES = {  # the errors, the exponent of the present scale, the exponents of 
     "each gradient for itself": (two_gradients, 8, (3, 20), 20),
     "wrong at the present scale only": (wrong_at_the_present_scale, 3, (4, 20), 20),
     "clipped": (worse_at_large_scales, 16, (-126, -5), -6),
-    "no gradient counts": (lambda k: None if k > 5 else np.array([]), 0, (-126, 5), 5),
+    "no gradient counts": (lambda k: NOT_FINITE if k > 5 else np.zeros(1), 0, (-126, 5), 5),
 }
 
 
@@ -83,14 +86,14 @@ def test_search(error, present, fitting, best, expected):
 
 def test_only_the_best_scale_fits_if_gradients_are_best_at_different_scales():
     errors = {5: [0.15, 0.001], 2: [0.001, 0.14], -1: [0.16, 0.16]}
-    found = search(lambda k: None if k > 5 else np.array(errors.get(k, [1.0, 1.0])), not_finite, 2, 5)
+    found = search(lambda k: NOT_FINITE if k > 5 else np.array(errors.get(k, [1.0, 1.0])), not_finite, 2, 5)
     assert (found.fitting, found.best) == ((2, 2), 2)
 
 
 def test_scales_fit_up_to_the_error_of_the_forward_pass():
     """At one scale, errors of both passes cancel."""
     errors = {8: 0.11} | dict.fromkeys(range(8), 0.17)
-    found = search(lambda k: None if k > 8 else np.array([errors.get(k, 0.4)]), lambda k: np.array([0.16]), 3, 8)
+    found = search(lambda k: NOT_FINITE if k > 8 else np.array([errors.get(k, 0.4)]), lambda k: np.array([0.16]), 3, 8)
     assert (found.fitting, found.best) == ((0, 8), 8)
 
 
@@ -104,7 +107,7 @@ TOLERANCES = {  # the best error, the error at other scales, and whether they fi
 
 @pytest.mark.parametrize(("best", "other", "fits"), TOLERANCES.values(), ids=TOLERANCES)
 def test_scale_fits_up_to_a_tolerance(best, other, fits):
-    found = search(lambda k: None if k > 10 else np.array([best if k > 0 else other]), not_finite, 5, 10)
+    found = search(lambda k: NOT_FINITE if k > 10 else np.array([best if k > 0 else other]), not_finite, 5, 10)
     assert found.fitting == ((-126 if fits else 1), 10)
 
 

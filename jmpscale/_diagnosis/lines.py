@@ -76,12 +76,9 @@ class Trials:
         self._largest_loss_error = max(_LARGEST_LOSS_ERROR, changed.errors[0] / _ULP * rounding)
 
     def compare(self, outputs: Sequence[Any]) -> tuple[Errors, float]:
-        """Returns the errors of the decisive gradients, None if a gradient is not finite; and the error of the loss.
-
-        The error of the loss is zero if it is not more than rounding.
-        """
+        """Returns the errors of the gradients, 0 if one is not decisive; and of the loss, 0 if it is only rounding."""
         found: Measured = measure(outputs, self.reference)
-        errors = None if found.severity[1:].any() else found.errors[1:][self.decisive]
+        errors = np.where(found.severity[1:].any(), np.inf, np.where(self.decisive, found.errors[1:], 0.0))
         return errors, float(found.errors[0]) if found.errors[0] > self._largest_loss_error else 0.0
 
     def run(self, modes: Mapping[Site, Mode], default: Mode, exponent: int) -> list[Any]:
@@ -154,7 +151,7 @@ class Trials:
 
         def errors_at(exponent: int) -> Errors:
             errors, loss_error = self.errors(modes, Mode.AS_WRITTEN, exponent)
-            return None if loss_error else errors
+            return errors + (math.inf if loss_error else 0.0)
 
         forward_errors = functools.partial(self.forward_errors, modes=modes)
         return Lines(kept, exponent, search(errors_at, forward_errors, exponent, self.largest_exponent(kept)))
@@ -188,7 +185,7 @@ class Trials:
         site = next(iter(kept))
         return Cause(site, Reason.ROUNDING, statistics[site])
 
-    def find_cause_of_scale(self, exponent: int, limits: Errors) -> Cause | None:
+    def find_cause_of_scale(self, exponent: int, limits: Errors | None) -> Cause | None:
         """Finds the results of the backward pass for which a loss scale is too small or too large.
 
         They are the first results with which a gradient is wrong, by more than its limit, if the results after them are
@@ -198,7 +195,7 @@ class Trials:
 
         def fits(chosen: Iterable[int]) -> bool:
             errors, _ = self.errors({sites[i]: Mode.FLOAT32 for i in chosen}, Mode.AS_WRITTEN, exponent)
-            return errors is not None and bool((errors <= limits).all())
+            return bool((errors <= limits).all())
 
         if fits(()) or not fits(range(len(sites))):
             return None

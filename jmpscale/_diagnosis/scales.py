@@ -16,7 +16,7 @@ LARGE_ERROR = 0.05  # from this error on, each line is run alone
 _TOLERANCE = 0.01
 _LOWEST, _HIGHEST = round(math.log2(SMALLEST_SCALE)), round(math.log2(LARGEST_SCALE))
 
-Errors = np.ndarray | None  # the relative error of each gradient; None if a gradient is not finite
+Errors = np.ndarray  # the relative error of each gradient; all of them are infinite if a gradient is not finite
 
 
 class Scales(NamedTuple):
@@ -25,7 +25,7 @@ class Scales(NamedTuple):
     errors: dict[int, float]  # the largest error of a gradient, by the exponent of each power of two that was tried
     fitting: tuple[int, int] | None  # the exponents of the smallest and the largest scale that fit
     best: int | None  # the exponent of the scale with the smallest error, if gradients are finite at any scale
-    limits: np.ndarray | None = None  # the largest error of each gradient at a scale that fits, if one fits
+    limits: Errors | None = None  # the largest error of each gradient at a scale that fits, if one fits
 
     @property
     def smallest_error(self) -> float:
@@ -34,8 +34,7 @@ class Scales(NamedTuple):
 
 
 def largest(errors: Errors) -> float:
-    """Returns the largest error, infinity if a gradient is not finite."""
-    return math.inf if errors is None else float(errors.max(initial=0.0))
+    return float(errors.max(initial=0.0))
 
 
 def search(
@@ -53,11 +52,11 @@ def search(
             found[exponent] = measure(exponent)
         return found[exponent]
 
-    def result(fitting: tuple[int, int] | None, best: int | None, limits: np.ndarray | None = None) -> Scales:
+    def result(fitting: tuple[int, int] | None, best: int | None, limits: Errors | None = None) -> Scales:
         return Scales({k: largest(found[k]) for k in sorted(found)}, fitting, best, limits)
 
     def is_finite(k: int) -> bool:
-        return error(k) is not None
+        return math.isfinite(largest(error(k)))
 
     starts = [present, 0, 12, -12, -24, -40, -60, -90, _LOWEST]
     start = next(filter(is_finite, starts), None)
@@ -82,15 +81,14 @@ def search(
     best = best_of(candidates)
     if largest(error(best)) > LARGEST_ERROR:
         return result(None, on_plateau)  # not a smaller one, at which all gradients are zero and the error is only 100%
-    smallest = np.min([x for x in map(error, candidates) if x is not None], axis=0)  # of each gradient
-    if largest(error(best)) >= LARGE_ERROR and (forward := measure_forward(best)) is not None:
+    smallest = np.min([error(k) for k in candidates], axis=0)  # of each gradient
+    if largest(error(best)) >= LARGE_ERROR and math.isfinite(largest(forward := measure_forward(best))):
         # The errors of the forward pass do not depend on the scale, but can cancel others at some scales by chance.
         smallest = np.maximum(smallest, forward)
     limits = 1.1 * smallest + _TOLERANCE
 
     def fits(k: int) -> bool:
-        errors = error(k)
-        return errors is not None and bool((errors <= limits).all())
+        return bool((error(k) <= limits).all())
 
     fitting = list(filter(fits, found)) or [best]
     low, high = _last(fits, min(fitting), -1, step=4), _last(fits, max(fitting), 1)

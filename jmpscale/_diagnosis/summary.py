@@ -47,7 +47,7 @@ class Findings(NamedTuple):
         if fitting is None or not fitting[0] - 1 < exponent < fitting[1] + 1:
             return False
         is_inside = fitting[0] <= exponent <= fitting[1]
-        return is_inside or (self.errors is not None and bool((self.errors <= self.scales.limits).all()))
+        return is_inside or bool((self.errors <= self.scales.limits).all())
 
     def name(self, path: Path, named: Collection[Path] = ()) -> str:
         """Returns the name of a line, with a line that calls it if another call of it is not named."""
