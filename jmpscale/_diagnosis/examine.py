@@ -9,7 +9,7 @@ from jmpscale._diagnosis.lines import Trials
 from jmpscale._diagnosis.modes import Part, compile_step
 from jmpscale._diagnosis.not_finite import RepairedStep
 from jmpscale._diagnosis.report import Diagnosis, DiagnosisRow
-from jmpscale._diagnosis.scales import LARGE_ERROR, Errors, Scales, search
+from jmpscale._diagnosis.scales import LARGE_ERROR, Errors, search
 from jmpscale._diagnosis.step import Step
 from jmpscale._diagnosis.summary import Findings, describe_argument, describe_constant, describe_origin, summarize
 from jmpscale._state import ScalerState
@@ -26,20 +26,11 @@ def examine(
     progress("running in float32")
     trials = Trials(step, progress, optimize=optimize)
     errors, loss_error = trials.compare(outputs)
-    findings = Findings(
-        trials=trials,
-        loss=float(outputs[0]),
-        loss_error=loss_error,
-        errors=errors,
-        scales=Scales({}, None, None),
-        scaler=scaler,
-        scale=scale,
-        statistics=trials.statistics(scale),
-    )
+    findings = Findings(trials, float(outputs[0]), loss_error, errors, scaler, scale)
     if not trials.measured.are_finite or trials.measured.are_zero:
         harmful = _describe_harmful(findings, RepairedStep(step, optimize=optimize), non_finite)
         if harmful is not None:
-            return _diagnosis(findings, harmful, {})
+            return _diagnosis(findings, harmful)
 
     progress("running at powers of two")
     present = round(math.log2(scale))
@@ -48,29 +39,29 @@ def examine(
         return errors if 2.0**exponent == scale else trials.compare(run_as_written(2.0**exponent))[0]
 
     scales = search(errors_at, trials.forward_errors, present, trials.largest_exponent())
-    findings, exponent = _explain(findings._replace(scales=scales), trials, present)
-    alone = trials.errors_alone(exponent) if findings.lines or findings.error >= LARGE_ERROR else {}
-    return _diagnosis(findings, summarize(findings, alone), alone)
+    findings = _explain(findings._replace(scales=scales), present)
+    if findings.lines or findings.error >= LARGE_ERROR:
+        exponent = findings.lines.exponent if findings.lines else present
+        findings = findings._replace(alone=trials.errors_alone(exponent))
+    return _diagnosis(findings, summarize(findings))
 
 
-def _explain(findings: Findings, trials: Trials, present: int) -> tuple[Findings, int]:
-    """Adds what explains an error; also returns the exponent of the scale at which lines are compared."""
-    scales = findings.scales
-    best = present if scales.best is None else scales.best
+def _explain(findings: Findings, present: int) -> Findings:
+    """Adds what explains an error."""
+    trials, scales = findings.trials, findings.scales
     if not trials.step.sites:
-        return findings, present
+        return findings
     if not findings.accurate:
+        best = present if scales.best is None else scales.best
         lines = trials.find_lines([best, present, trials.largest_exponent() - 2, 0, 24, -12])
-        if lines is None or not lines.paths:
-            return findings._replace(lines=lines), best
-        cause = trials.find_cause(lines, finite=math.isfinite(findings.loss) and scales.best is not None)
-        statistics = trials.statistics(2.0**lines.exponent)
-        return findings._replace(lines=lines, cause=cause, statistics=statistics), lines.exponent
+        finite = math.isfinite(findings.loss) and scales.best is not None
+        cause = trials.find_cause(lines, finite=finite) if lines and lines.paths else None
+        return findings._replace(lines=lines, cause=cause)
     if not findings.scale_fits and scales.fitting is not None:
         low, high = scales.fitting
         beyond = min(present, low - 1) if findings.scale < 2.0**low else max(present, high + 1)
-        return findings._replace(cause=trials.find_cause_of_scale(beyond, scales.limits)), beyond
-    return findings._replace(tight=trials.find_tight(findings.statistics, present)), present
+        return findings._replace(cause=trials.find_cause_of_scale(beyond, scales.limits))
+    return findings._replace(tight=trials.find_tight(findings.statistics, present))
 
 
 def _describe_harmful(findings: Findings, repaired: RepairedStep, non_finite: Arguments) -> str | None:
@@ -84,7 +75,7 @@ def _describe_harmful(findings: Findings, repaired: RepairedStep, non_finite: Ar
     return None if is_finite else describe_origin(repaired.origin(), findings.trials.step.not_entered)
 
 
-def _diagnosis(findings: Findings, summary: str, alone: dict[Part, float]) -> Diagnosis:
+def _diagnosis(findings: Findings, summary: str) -> Diagnosis:
     scales, step = findings.scales, findings.trials.step
     lines = findings.lines.paths if findings.lines else []
     fitting = scales.fitting if findings.trials.decisive.any() else None
@@ -95,14 +86,14 @@ def _diagnosis(findings: Findings, summary: str, alone: dict[Part, float]) -> Di
         loss_scale=findings.scale,
         scale_errors=tuple((2.0**k, error) for k, error in scales.errors.items()),
         lines=tuple(findings.name(path, lines) for path in lines),
-        rows=tuple(_row(findings, part, part.path in lines, alone.get(part)) for part in step.parts),
+        rows=tuple(_row(findings, part, part.path in lines) for part in step.parts),
         not_entered=tuple(step.not_entered),
         summary=summary,
         _fitting=(2.0 ** fitting[0], 2.0 ** fitting[1]) if fitting else None,
     )
 
 
-def _row(findings: Findings, part: Part, in_lines: bool, alone: float | None) -> DiagnosisRow:
+def _row(findings: Findings, part: Part, in_lines: bool) -> DiagnosisRow:
     found = {site: x for site, x in findings.statistics.items() if site.part == part}
     overflowing = [site for site in found if found[site].overflow > 0]
     first = overflowing[0] if overflowing else max(found, key=lambda site: found[site].max_abs)
@@ -115,5 +106,5 @@ def _row(findings: Findings, part: Part, in_lines: bool, alone: float | None) ->
         overflow=max(x.overflow for x in found.values()),
         underflow=max(x.underflow for x in found.values()),
         in_lines=in_lines,
-        alone=alone,
+        alone=findings.alone.get(part),
     )

@@ -36,11 +36,10 @@ class Reason(enum.Enum):
 
 
 class Cause(NamedTuple):
-    """Where an error begins, and why; with the statistics at the scale at which it was looked for."""
+    """Where an error begins, and why."""
 
     site: Site
     reason: Reason
-    statistics: Statistics
 
 
 class Lines(NamedTuple):
@@ -58,7 +57,7 @@ class Trials:
         self.step = ModalStep(step, PRECISION, optimize=optimize)
         # A separate program, because the other runs need no statistics, which can take most of the time of a run.
         self._recording = ModalStep(step, RECORD, optimize=optimize)
-        self._progress, self._count = progress, 0
+        self._progress = progress
         self._errors: dict[tuple[frozenset[tuple[Site, Mode]], Mode, int], tuple[Errors, float]] = {}
         self._statistics: dict[float, dict[Site, Statistics]] = {}
         self.reference = self._run_in_float32(1.0)
@@ -81,12 +80,6 @@ class Trials:
         errors = np.where(found.severity[1:].any(), np.inf, np.where(self.decisive, found.errors[1:], 0.0))
         return errors, float(found.errors[0]) if found.errors[0] > self._largest_loss_error else 0.0
 
-    def run(self, modes: Mapping[Site, Mode], default: Mode, exponent: int) -> list[Any]:
-        """Returns the loss and the gradients at a power of two as the loss scale."""
-        self._count += 1
-        self._progress(f"{self._count} runs with lines in float32")
-        return self.step.run(2.0**exponent, modes, default)[0]
-
     def error(self, modes: Mapping[Site, Mode], default: Mode, exponent: int) -> float:
         """Returns the largest error of a gradient, at least 1 if the loss is wrong, infinity if one is not finite."""
         errors, loss_error = self.errors(modes, default, exponent)
@@ -96,7 +89,8 @@ class Trials:
         """Returns the errors of a run as `compare` does; runs it once."""
         key = frozenset(modes.items()), default, exponent
         if key not in self._errors:
-            self._errors[key] = self.compare(self.run(modes, default, exponent))
+            self._progress(f"{len(self._errors) + 1} runs with lines in float32")
+            self._errors[key] = self.compare(self.step.run(2.0**exponent, modes, default)[0])
         return self._errors[key]
 
     def statistics(self, scale: float) -> dict[Site, Statistics]:
@@ -168,22 +162,25 @@ class Trials:
         def error(site: Site, mode: Mode) -> float:
             return self.error(kept | {site: mode}, Mode.AS_WRITTEN, lines.exponent)
 
-        def cause(site: Site) -> Cause:
-            """Returns the cause that the range of float32 removes, and rounding if it removes none."""
+        def reason(site: Site) -> Reason:
+            """Returns the reason of an error that the range of float32 removes, and rounding for any other."""
             with_range = error(site, Mode.RANGE)
-            found = _range_cause(site, statistics)
             was_infinite = math.isinf(error(site, Mode.AS_WRITTEN)) and not math.isinf(with_range)
-            return found if was_infinite or with_range <= LARGEST_ERROR else found._replace(reason=Reason.ROUNDING)
+            is_range = was_infinite or with_range <= LARGEST_ERROR
+            return _range_reason(statistics[site]) if is_range else Reason.ROUNDING
+
+        def rank(cause: Cause) -> tuple[bool, bool]:
+            # A result that is only infinite because its operand is too large is not the first choice.
+            fits = statistics[cause.site].max_abs <= float(jnp.finfo(cause.site.dtype).max)
+            return cause.reason is Reason.ROUNDING and not finite, cause.reason is Reason.OVERFLOW and fits
 
         # An error of the forward pass explains the errors of the backward pass.
         for backward in (False, True):
             sites = [site for site in kept if site.part.backward == backward]
-            causes = [cause(site) for site in sites if error(site, Mode.AS_WRITTEN) > LARGEST_ERROR]
+            causes = [Cause(site, reason(site)) for site in sites if error(site, Mode.AS_WRITTEN) > LARGEST_ERROR]
             if causes:
-                # A result that is only infinite because its operand is too large is not the first choice.
-                return min(causes, key=lambda x: (x.reason is Reason.ROUNDING and not finite, _fits_as_written(x)))
-        site = next(iter(kept))
-        return Cause(site, Reason.ROUNDING, statistics[site])
+                return min(causes, key=rank)
+        return Cause(next(iter(kept)), Reason.ROUNDING)
 
     def find_cause_of_scale(self, exponent: int, limits: Errors | None) -> Cause | None:
         """Finds the results of the backward pass for which a loss scale is too small or too large.
@@ -199,7 +196,8 @@ class Trials:
 
         if fits(()) or not fits(range(len(sites))):
             return None
-        return _range_cause(sites[_first_not_enough(range(len(sites)), fits) - 1], self.statistics(2.0**exponent))
+        site = sites[_first_not_enough(range(len(sites)), fits) - 1]
+        return Cause(site, _range_reason(self.statistics(2.0**exponent)[site]))
 
     def find_tight(self, statistics: Mapping[Site, Statistics], exponent: int) -> Site | None:
         """Returns a result of the forward pass that would be an error if it were eight times as large."""
@@ -216,15 +214,9 @@ class Trials:
         return {part: self.error(modes, Mode.FLOAT32, exponent) for part, modes in alone.items()}
 
 
-def _range_cause(site: Site, statistics: Mapping[Site, Statistics]) -> Cause:
-    """Returns the cause of an error that float32's range removes."""
-    found = statistics[site]
-    reason = Reason.UNDERFLOW if found.underflow else Reason.ROUNDING
-    return Cause(site, Reason.OVERFLOW if found.overflow else reason, found)
-
-
-def _fits_as_written(cause: Cause) -> bool:
-    return cause.reason is Reason.OVERFLOW and cause.statistics.max_abs <= float(jnp.finfo(cause.site.dtype).max)
+def _range_reason(found: Statistics) -> Reason:
+    """Returns the reason of an error that float32's range removes."""
+    return Reason.OVERFLOW if found.overflow else Reason.UNDERFLOW if found.underflow else Reason.ROUNDING
 
 
 def smallest_set(count: int, fits: Callable[[Iterable[int]], bool]) -> list[int]:

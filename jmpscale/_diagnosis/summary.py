@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -22,13 +23,18 @@ class Findings(NamedTuple):
     loss: float  # as written
     loss_error: float  # relative, if it is more than rounding, otherwise 0
     errors: Errors  # of the gradients at the present scale
-    scales: Scales
     scaler: ScalerState
     scale: float  # 1 if the scaler is disabled
-    statistics: dict[Site, Statistics]  # of the results in half precision
+    scales: Scales = Scales({}, None, None)
     lines: Lines | None = None  # that must compute in float32, if they were looked for and found
     cause: Cause | None = None  # where the error begins, if it is known
     tight: Site | None = None  # a result of the forward pass that would be an error if it were eight times as large
+    alone: Mapping[Part, float] = MappingProxyType({})  # the errors of the parts that were tried alone
+
+    @property
+    def statistics(self) -> dict[Site, Statistics]:
+        """The statistics at the present scale; if there are lines, at a scale that then fits."""
+        return self.trials.statistics(2.0**self.lines.exponent if self.lines and self.lines.paths else self.scale)
 
     @property
     def accurate(self) -> bool:
@@ -99,8 +105,8 @@ def describe_origin(site: Site | None, not_entered: Sequence[str]) -> str:
     )
 
 
-def summarize(findings: Findings, alone: Mapping[Part, float]) -> str:
-    """Describes a step that is finite in float32; `alone` has the errors of the parts that were tried alone."""
+def summarize(findings: Findings) -> str:
+    """Describes a step that is finite in float32."""
     if not findings.trials.step.sites and not findings.trials.step.not_entered:
         return (
             "The program has no result in half precision, and needs no loss scale. jmpscale.autocast converts its "
@@ -114,7 +120,7 @@ def summarize(findings: Findings, alone: Mapping[Part, float]) -> str:
     if not findings.scale_fits:
         return f"{_describe_range(findings)} {_describe_scale(findings)}{_epsilon(findings.trials)}"
     error = f"The gradients differ from float32 {_by(findings.error)}."
-    more = f"{_largest_part(findings, alone)}{_headroom(findings)}{_epsilon(findings.trials)}"
+    more = f"{_largest_part(findings)}{_headroom(findings)}{_epsilon(findings.trials)}"
     return f"{_describe_range(findings)} {error}{more}"
 
 
@@ -199,14 +205,14 @@ def _scaler_call(config: ScalerConfig, low: int, high: int, *, may_grow: bool) -
     return f"dynamic({', '.join(f'{name}=2.0**{k}' for name, k in arguments.items())})"
 
 
-def _largest_part(findings: Findings, alone: Mapping[Part, float]) -> str:
+def _largest_part(findings: Findings) -> str:
     """Names the line with the largest error alone, if lines were tried alone."""
-    if not alone:
+    if not findings.alone:
         return ""
-    part = max(alone, key=lambda part: alone[part])
+    part, error = max(findings.alone.items(), key=lambda item: item[1])
     which = "backward" if part.backward else "forward"
     name = findings.name(part.path)
-    return f" With only the {which} pass of {name} in half precision, they differ {_by(alone[part])}."
+    return f" With only the {which} pass of {name} in half precision, they differ {_by(error)}."
 
 
 def _headroom(findings: Findings) -> str:
@@ -237,7 +243,7 @@ def _describe_lines(findings: Findings) -> str:
 
 
 def _describe_cause(findings: Findings, cause: Cause, lines: Lines) -> str:
-    site, statistics = cause.site, cause.statistics
+    site, statistics = cause.site, findings.statistics[cause.site]
     if cause.reason is Reason.ROUNDING:
         begin = f"The error begins at {findings.names([site.part.path])}."
         return f"{_difference(findings)}: rounding, not range. {begin}"
