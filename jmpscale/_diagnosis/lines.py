@@ -107,9 +107,8 @@ class Trials:
 
     def largest_exponent(self, paths: Collection[Path] = ()) -> int:
         """Returns the exponent of the largest scale at which the backward pass does not overflow outside of `paths`."""
-        results = [(site, x.max_abs) for site, x in self.statistics(1.0).items() if site.part.path not in paths]
-        backward = [(site.dtype, max_abs) for site, max_abs in results if site.part.backward and max_abs]
-        limits = [math.log2(float(jnp.finfo(dtype).max) / max_abs) for dtype, max_abs in backward]
+        backward = [(x, found.max_abs) for x, found in self.statistics(1.0).items() if x.part.backward]
+        limits = [math.log2(x.limit / max_abs) for x, max_abs in backward if max_abs and x.part.path not in paths]
         return max(-100, min(100, math.floor(min(limits, default=0.0))))
 
     def kept(self, paths: Collection[Path]) -> dict[Site, Mode]:
@@ -171,7 +170,7 @@ class Trials:
 
         def rank(cause: Cause) -> tuple[bool, bool]:
             # A result that is only infinite because its operand is too large is not the first choice.
-            fits = statistics[cause.site].max_abs <= float(jnp.finfo(cause.site.dtype).max)
+            fits = statistics[cause.site].max_abs <= cause.site.limit
             return cause.reason is Reason.ROUNDING and not finite, cause.reason is Reason.OVERFLOW and fits
 
         # An error of the forward pass explains the errors of the backward pass.
@@ -202,7 +201,7 @@ class Trials:
     def find_tight(self, statistics: Mapping[Site, Statistics], exponent: int) -> Site | None:
         """Returns a result of the forward pass that would be an error if it were eight times as large."""
         for site, x in statistics.items():
-            is_near = not x.overflow and x.max_abs > float(jnp.finfo(site.dtype).max) / 8 and not site.part.backward
+            is_near = not x.overflow and x.max_abs > site.limit / 8 and not site.part.backward
             if is_near and self.error({site: Mode.TIGHT}, Mode.AS_WRITTEN, exponent) > LARGEST_ERROR:
                 return site
         return None

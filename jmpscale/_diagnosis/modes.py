@@ -58,6 +58,11 @@ class Site(NamedTuple):
     operation: str  # the name of JAX's primitive
     dtype: np.dtype
 
+    @property
+    def limit(self) -> float:
+        """The largest number of the dtype."""
+        return float(jnp.finfo(self.dtype).max)
+
 
 class Statistics(NamedTuple):
     """The results of an operation in float32, as numbers of the dtype that is written."""

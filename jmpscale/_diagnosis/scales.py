@@ -1,5 +1,6 @@
 """Finds the loss scales that fit, among powers of two."""
 
+import bisect
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -47,16 +48,19 @@ def search(
     """
     found: dict[int, Errors] = {}
 
-    def error(exponent: int) -> Errors:
+    def errors(exponent: int) -> Errors:
         if exponent not in found:
             found[exponent] = measure(exponent)
         return found[exponent]
+
+    def error(exponent: int) -> float:
+        return largest(errors(exponent))
 
     def result(fitting: tuple[int, int] | None, best: int | None, limits: Errors | None = None) -> Scales:
         return Scales({k: largest(found[k]) for k in sorted(found)}, fitting, best, limits)
 
     def is_finite(k: int) -> bool:
-        return math.isfinite(largest(error(k)))
+        return math.isfinite(error(k))
 
     starts = [present, 0, 12, -12, -24, -40, -60, -90, _LOWEST]
     start = next(filter(is_finite, starts), None)
@@ -64,31 +68,25 @@ def search(
         return result(None, None)
     highest = _last(is_finite, expected if expected > start and is_finite(expected) else start, 1)
 
-    def best_of(exponents: list[int]) -> int:
-        return min(exponents, key=lambda k: largest(error(k)))
-
-    def finite(*exponents: int) -> list[int]:
-        return [k for k in exponents if k >= _LOWEST and is_finite(k)]
-
     # The error is constant from the largest scale down to where values begin to underflow, unless the backward pass
     # clips, or compares scaled values with others: then smaller scales may be better.
     candidates = [highest]
-    if largest(error(highest)) > _TOLERANCE:
-        candidates += finite(highest - 3, highest - 6)
-    on_plateau = best_of(candidates)
-    if largest(error(on_plateau)) > _TOLERANCE:
-        candidates += finite(0, *range(highest - 12, highest - 49, -6))
-    best = best_of(candidates)
-    if largest(error(best)) > LARGEST_ERROR:
+    if error(highest) > _TOLERANCE:
+        candidates += [k for k in (highest - 3, highest - 6) if k >= _LOWEST]
+    on_plateau = min(candidates, key=error)
+    if error(on_plateau) > _TOLERANCE:
+        candidates += [k for k in (0, *range(highest - 12, highest - 49, -6)) if k >= _LOWEST]
+    best = min(candidates, key=error)
+    if error(best) > LARGEST_ERROR:
         return result(None, on_plateau)  # not a smaller one, at which all gradients are zero and the error is only 100%
-    smallest = np.min([error(k) for k in candidates], axis=0)  # of each gradient
-    if largest(error(best)) >= LARGE_ERROR and math.isfinite(largest(forward := measure_forward(best))):
+    smallest = np.min([errors(k) for k in candidates], axis=0)  # of each gradient
+    if error(best) >= LARGE_ERROR and math.isfinite(largest(forward := measure_forward(best))):
         # The errors of the forward pass do not depend on the scale, but can cancel others at some scales by chance.
         smallest = np.maximum(smallest, forward)
     limits = 1.1 * smallest + _TOLERANCE
 
     def fits(k: int) -> bool:
-        return bool((error(k) <= limits).all())
+        return bool((errors(k) <= limits).all())
 
     fitting = list(filter(fits, found)) or [best]
     low, high = _last(fits, min(fitting), -1, step=4), _last(fits, max(fitting), 1)
@@ -100,17 +98,9 @@ def search(
 
 def _last(holds: Callable[[int], bool], start: int, direction: int, step: int = 1) -> int:
     """Returns the last integer for which a condition holds, from `start`, for which it holds, in a direction."""
-    end = _HIGHEST if direction > 0 else _LOWEST
-    good = start
-    while good != end:
-        k = good + direction * min(step, abs(end - good))
-        if not holds(k):
-            break
-        good, step = k, 2 * step
-    else:
-        return good
-    bad = k
-    while abs(bad - good) > 1:
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if holds(middle) else (good, middle)
-    return good
+    limit = abs((_HIGHEST if direction > 0 else _LOWEST) - start)
+    good, bad = 0, min(step, limit)  # distances from the start
+    while good < bad and holds(start + direction * bad):
+        good, bad = bad, min(2 * bad + step, limit)
+    fails = bisect.bisect_left(range(bad), True, good + 1, key=lambda n: not holds(start + direction * n))
+    return start + direction * (fails - 1)

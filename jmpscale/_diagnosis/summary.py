@@ -81,7 +81,7 @@ def describe_argument(name: str) -> str:
 def describe_constant(site: Site, value: float) -> str:
     """Describes a constant that makes the step useless."""
     limits = jnp.finfo(site.dtype)
-    bound = f"above {float(limits.max):g}" if value else f"below {float(limits.smallest_subnormal):.0e}"
+    bound = f"above {site.limit:g}" if value else f"below {float(limits.smallest_subnormal):.0e}"
     held = "infinite" if value else "zero"
     return (
         f"A constant of {site.operation} at {site.part.path[-1]} is {held} in {site.dtype}, and therefore the loss or "
@@ -218,7 +218,7 @@ def _largest_part(findings: Findings) -> str:
 def _headroom(findings: Findings) -> str:
     if findings.tight is None:
         return ""
-    max_abs, limit = findings.statistics[findings.tight].max_abs, _largest(findings.tight)
+    max_abs, limit = findings.statistics[findings.tight].max_abs, findings.tight.limit
     return (
         f" {findings.operation(findings.tight)} reaches {max_abs:.3g}, {math.log2(limit / max_abs):.1f} bits below the "
         f"largest number of {findings.tight.dtype}: if it grows beyond that, it overflows."
@@ -247,7 +247,7 @@ def _describe_cause(findings: Findings, cause: Cause, lines: Lines) -> str:
     if cause.reason is Reason.ROUNDING:
         begin = f"The error begins at {findings.names([site.part.path])}."
         return f"{_difference(findings)}: rounding, not range. {begin}"
-    name, limit = findings.operation(site), _largest(site)
+    name, limit = findings.operation(site), site.limit
     if cause.reason is Reason.UNDERFLOW:
         fraction = format_percentage(statistics.underflow)
         what = f"underflows: {name} has {fraction} of its values below the smallest normal number of {site.dtype}"
@@ -303,10 +303,6 @@ def _difference(findings: Findings) -> str:
 
 def _by(fraction: float) -> str:
     return f"by {format_percentage(fraction).replace('>', 'more than ')}"
-
-
-def _largest(site: Site) -> float:
-    return float(jnp.finfo(site.dtype).max)
 
 
 def _enumerate(names: Sequence[str], limit: int = 4) -> str:
