@@ -4,13 +4,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from jmpscale._diagnosis.compile import run_twice
 from jmpscale._diagnosis.lines import Trials
-from jmpscale._diagnosis.modes import Part, compile_step
+from jmpscale._diagnosis.modes import Part
 from jmpscale._diagnosis.not_finite import RepairedStep
 from jmpscale._diagnosis.report import Diagnosis, DiagnosisRow
 from jmpscale._diagnosis.scales import LARGE_ERROR, Errors, search
-from jmpscale._diagnosis.step import Step
+from jmpscale._diagnosis.step import Step, compile_step, run_twice
 from jmpscale._diagnosis.summary import Findings, describe_argument, describe_constant, describe_origin, summarize
 from jmpscale._state import ScalerState
 
@@ -41,7 +40,7 @@ def examine(
     scales = search(errors_at, trials.forward_errors, present, trials.largest_exponent())
     findings = _explain(findings._replace(scales=scales), present)
     if findings.lines or findings.error >= LARGE_ERROR:
-        exponent = findings.lines.exponent if findings.lines else present
+        exponent = findings.lines.exponent if findings.lines and findings.lines.paths else present
         findings = findings._replace(alone=trials.errors_alone(exponent))
     return _diagnosis(findings, summarize(findings))
 

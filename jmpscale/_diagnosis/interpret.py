@@ -67,16 +67,14 @@ class Interpreter:
         """Runs a part of the program in a trace of its own, whose records are values of that trace."""
         outer = self.records, self._recorded
         self.records, self._recorded = records, {}
-        try:
-            outputs = self._run(jaxpr, consts, inputs, caller)
-            if self._recorded:
-                # Faster than a scatter, which is a loop on a CPU.
-                zero = jnp.zeros(self.records.shape[1:], self.records.dtype)
-                values = [self._recorded.get(i, zero) for i in range(len(self.records))]
-                self.records = jnp.maximum(self.records, jnp.stack(values))
-            return outputs, self.records
-        finally:
-            self.records, self._recorded = outer
+        outputs = self._run(jaxpr, consts, inputs, caller)
+        records = self.records
+        if self._recorded:
+            # Faster than a scatter, which is a loop on a CPU.
+            zero = jnp.zeros(records.shape[1:], records.dtype)
+            records = jnp.maximum(records, jnp.stack([self._recorded.get(i, zero) for i in range(len(records))]))
+        self.records, self._recorded = outer
+        return outputs, records
 
     def _run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], inputs: Sequence[Any], caller: Caller) -> list[Any]:
         values: dict[Any, Any] = dict(zip(jaxpr.constvars, map(widen, consts), strict=True))

@@ -17,11 +17,10 @@ from jax.extend import core
 
 from jmpscale._autocast.rules import MATMULS
 from jmpscale._base.jaxpr import UNKNOWN_LINE, Caller, type_of
-from jmpscale._diagnosis.compile import compiled
 from jmpscale._diagnosis.errors import severity
 from jmpscale._diagnosis.float32 import run_as_written, run_in_float32, runs_only_as_written
 from jmpscale._diagnosis.interpret import Interpreter, is_narrow, operations, widen
-from jmpscale._diagnosis.step import Step
+from jmpscale._diagnosis.step import Step, compiled
 
 Path = tuple[str, ...]  # the user's lines that lead to an operation, outermost first, so that two calls differ
 
@@ -132,11 +131,10 @@ def _repair(run: Interpreter, eqn: core.JaxprEqn, inputs: list[Any], sites: list
     """
     mode = run.argument[sites[0]]
     inputs = list(inputs)
-    for i, x in enumerate(eqn.invars):
-        if (constant := harmful_constant(eqn, x)) is not None:
-            info = jnp.finfo(type_of(x).dtype)
-            nearest = math.copysign(info.max if constant else info.smallest_subnormal, constant)
-            inputs[i] = jnp.where(mode == Mode.REPLACED, np.float32(nearest), inputs[i])
+    for i, constant in _harmful_constants(eqn).items():
+        info = jnp.finfo(type_of(eqn.invars[i]).dtype)
+        nearest = math.copysign(info.max if constant else info.smallest_subnormal, constant)
+        inputs[i] = jnp.where(mode == Mode.REPLACED, np.float32(nearest), inputs[i])
     outputs = run_in_float32(eqn, inputs)
     before, after = (severity(list(filter(_is_inexact, arrays))) for arrays in (inputs, outputs))
     run.record(sites[0], jnp.stack([after > before, after > 0]).astype(np.float32))
@@ -149,12 +147,11 @@ RECORD = Modal(_is_half, _record, columns=3)
 REPAIR = Modal(lambda eqn: any(_is_inexact(type_of(x)) for x in eqn.outvars), _repair, columns=2)
 
 
-def harmful_constant(eqn: core.JaxprEqn, x: Any) -> float | None:
-    """Returns an operand of an operation if it is a constant of zero or infinity in half precision."""
-    if eqn.primitive.name not in _ARITHMETIC or not isinstance(x, core.Literal) or np.ndim(x.val) > 0:
-        return None
-    is_harmful = is_narrow(type_of(x)) and (float(x.val) == 0 or math.isinf(x.val))
-    return float(x.val) if is_harmful else None
+def _harmful_constants(eqn: core.JaxprEqn) -> dict[int, float]:
+    """Returns the operands of an operation that are constants of zero or infinity in half precision, by position."""
+    operands = enumerate(eqn.invars if eqn.primitive.name in _ARITHMETIC else [])
+    literals = {i: x for i, x in operands if isinstance(x, core.Literal) and is_narrow(type_of(x))}
+    return {i: float(x.val) for i, x in literals.items() if np.ndim(x.val) == 0 and (x.val == 0 or math.isinf(x.val))}
 
 
 def _is_inexact(x: Any) -> bool:
@@ -178,8 +175,7 @@ class ModalStep:
         for eqn, caller, path in found:
             part = Part(shortest[path], caller.inside(eqn).backward)
             own = sites[id(eqn), caller] = [Site(part, eqn.primitive.name, type_of(x).dtype) for x in eqn.outvars]
-            values = [value for x in eqn.invars if (value := harmful_constant(eqn, x)) is not None]
-            for value in values:
+            for value in _harmful_constants(eqn).values():
                 self.constants.setdefault((part.path, eqn.primitive.name, value), set()).update(own)
         self.sites = list(dict.fromkeys(site for own in sites.values() for site in own))
         self.parts = list(dict.fromkeys(site.part for site in self.sites))
@@ -225,14 +221,3 @@ def _shortest(paths: Collection[Path]) -> dict[Path, Path]:
     In the forward pass, JAX forgets the callers of a function with `jax.checkpoint`; in the backward pass it does not.
     """
     return {path: next(end for end in (path[-n:] for n in range(1, len(path) + 1)) if end in paths) for path in paths}
-
-
-def compile_step(step: Step) -> Callable[[float], list[Any]]:
-    """Returns a function of the loss scale that returns the loss and the gradients of a step as it is written."""
-    run = compiled(lambda consts, scale: jax.core.eval_jaxpr(step.jaxpr, consts, scale), optimize=True)
-
-    def run_at(scale: float) -> list[Any]:
-        step.rewind()
-        return run(step.consts, np.float32(scale))
-
-    return run_at
