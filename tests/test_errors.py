@@ -224,7 +224,7 @@ CONSTRUCTORS = {
         ),
         "small backoff": (_dynamic(backoff_factor=SMALLEST / 2), "backoff_factor must ... got 2^-127."),
         "interval of 0": (_dynamic(growth_interval=0), "growth_interval must be between 1 and ... got 0. Pass"),
-        "large interval": (_dynamic(growth_interval=2**31), "growth_interval must ... got 2147483648."),
+        "large interval": (_dynamic(growth_interval=2**31), "growth_interval must ... got 2^31."),
         "hysteresis of 0": (_dynamic(hysteresis=0), "hysteresis must be between 1 and"),
         "reset": (_dynamic(hysteresis_reset="never"), "hysteresis_reset must be ... 'finite', got 'never'"),
         "small min_scale": (_dynamic(min_scale=SMALLEST / 2), "min_scale must ... 2^-126 and 2^126, got 2^-127."),

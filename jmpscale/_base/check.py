@@ -71,11 +71,7 @@ def check_count(name: str, value: object, low: int = 1) -> int:
         raise TypeError(
             f"{name} must be an integer, got {describe(value)} of type {type_name(value)}. Use int({name})."
         )
-    if not low <= value <= COUNTER_LIMIT:
-        raise ValueError(
-            f"{name} must be between {low} and {COUNTER_LIMIT}, the largest 32-bit integer, got {describe(value)}. "
-            f"Pass a count of at least {low}."
-        )
+    check_in_range(name, value, low, COUNTER_LIMIT, "Pass a count in this range; counters have 32 bits.")
     return value
 
 

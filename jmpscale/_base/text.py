@@ -31,7 +31,7 @@ def format_number(value: float | np.floating) -> str:
     mantissa, exponent = math.frexp(value)
     if mantissa == 0.5 and not -10 <= exponent - 1 <= 10:
         return f"2^{exponent - 1}"
-    return f"{value:g}" if type(value)(f"{value:g}") == value else str(value)
+    return f"{value:g}" if type(value)(float(f"{value:g}")) == value else str(value)
 
 
 def truncate(value: object, length: int = 60) -> str:
