@@ -811,7 +811,7 @@ CAST_AND_MONITORING = {
     },
     ValueError: {
         "no skips": (_stuck(0), "max_consecutive_skips must be between 1 and 2147483647 ... got 0."),
-        "stuck under jit": (lambda: jax.jit(_stuck(1))(STATE), "checkify.checkify"),  # the message is JAX's
+        "stuck under jit": (lambda: jax.jit(_stuck(1))(STATE), "needs jax.experimental.checkify. Call it between"),
         "report of no gradients": (lambda: jmpscale.grad_report({"n": 1}), "grads ... got none. Pass the gradients."),
         "report of a large leaf": (lambda: _traced(jmpscale.grad_report, _float16(2**31)), "a leaf, got 2147483648."),
         "limit of describe": (lambda: REPORT.describe(0), "limit must be between 1 and 2147483647 ... got 0."),
