@@ -71,8 +71,8 @@ _IN_PROGRAM = (
     "raise_if_stuck is called in a compiled function, where it needs jax.experimental.checkify. Call it between steps, "
     "with the state that the step returns."
 )
-# The latest calls of raise_if_stuck: a reference to the array `finite_steps`, and the values of the state.
-_checked = collections.deque[tuple[Callable[[], Any], list[float]]](maxlen=4)
+# The latest calls of raise_if_stuck: a reference to the array `finite_steps`, and the state on the host.
+_checked = collections.deque[tuple[Callable[[], Any], ScalerState]](maxlen=4)
 _USUAL_LIMIT = 2.0**32  # the default of max_scale; a lower limit is reached without a mistake
 
 
@@ -128,7 +128,8 @@ def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
         `jax.jit` without `checkify`.
 
     Warns:
-      UserWarning: the scaler was the same in three calls in a row, so the training loop may lose the new state.
+      UserWarning: the scaler was the same in three calls in a row, so the training loop may lose the new state; or a
+        dynamic scale has grown to a `max_scale` of 2^32 or more without a skip, so the loss may be unscaled.
 
     >>> import jmpscale
     >>> jmpscale.raise_if_stuck(jmpscale.dynamic(), max_consecutive_skips=20)
@@ -141,28 +142,31 @@ def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
         _check_in_program(state, scaler, limit)
         return
     steps = state.finite_steps
-    state = jax.tree.map(np.asarray, state)  # under a transformation JAX would trace operations on known arrays
+    # Under a transformation JAX would trace operations on known arrays; a view would keep the state alive.
+    state = jax.tree.map(np.array, state)
     if isinstance(steps, (jax.Array, np.ndarray)) and state.config.mode != "disabled":
-        _warn_if_unchanged(steps, state)
+        _warn_about_calls(steps, state)
     if _is_stuck(state, limit):
         skips = _CONSECUTIVE.format(run=state.consecutive_skips)
         raise FloatingPointError(_describe_skips(state, scaler, limit, skips))
 
 
-def _warn_if_unchanged(steps: jax.Array | np.ndarray, state: ScalerState) -> None:
-    """Warns at the third call in a row with a state that no step has changed; `steps` is its array `finite_steps`.
+def _warn_about_calls(steps: jax.Array | np.ndarray, state: ScalerState) -> None:
+    """Warns if no step has changed the state in three calls, or if the scale has grown to its limit without a skip.
 
-    It is the same state, or one that has replaced it and has the values of a start or of a growth. The scalers of
-    several runs may have these values, too, but then the earlier one still exists.
+    `state` is on the host, and `steps` is its array `finite_steps`. An unchanged state is the same one, or one that has
+    replaced it and has the values of a start or of a growth. The scalers of several runs may have these values, too,
+    but then the earlier one still exists.
     """
-    values = [x.item() for x in state[:-1]]
     is_start = not state.finite_steps and not state.consecutive_skips and state.loss_scale < state.config.max_scale
     is_returned = isinstance(steps, jax.Array)  # a new scaler consists of NumPy arrays
-    _checked.append((weakref.ref(steps), values))
-    found = [(earlier(), others) for earlier, others in _checked]
-    is_same = [x is steps or (x is None and others == values and is_start and is_returned) for x, others in found]
+    _checked.append((weakref.ref(steps), state))
+    calls = [(earlier(), others) for earlier, others in _checked]
+    is_same = [x is steps or (x is None and others == state and is_start and is_returned) for x, others in calls]
     if is_same[-3:] == [True] * 3 and is_same != [True] * 4:
         warn_user(_UNCHANGED)
+    if len(calls) > 1 and _has_grown_without_skip(calls[-2][1], state):
+        warn_user(_NEVER_SKIPPED.format(scale=format_number(np.float32(state.loss_scale))))
 
 
 class _Skip(NamedTuple):
@@ -267,7 +271,8 @@ def warn_unless(flag: jax.Array, text: str, x: jax.Array) -> jax.Array:
 def _has_grown_without_skip(before: ScalerState, after: ScalerState) -> jax.Array:
     """Tests whether a dynamic scale has just reached its limit, at which float16 gradients usually overflow."""
     limit, config = np.float32(after.config.max_scale), after.config
-    has_reached = (before.loss_scale < limit) & (after.loss_scale >= limit) & (after.total_skips == 0)
+    is_below = (before.loss_scale < limit) & (before.loss_scale * config.growth_factor >= limit)  # by one growth
+    has_reached = is_below & (after.loss_scale >= limit) & (after.total_skips == 0)
     return has_reached & (config.mode == "dynamic" and config.max_scale >= _USUAL_LIMIT)
 
 

@@ -189,6 +189,16 @@ def test_raise_if_stuck_warns_of_a_state_that_the_step_puts_back():
         check(run)
 
 
+def test_raise_if_stuck_warns_of_a_scale_that_grows_to_its_limit_without_a_skip():
+    check = functools.partial(jmpscale.raise_if_stuck, max_consecutive_skips=2)
+    scaler = jmpscale.dynamic(2.0**32, growth_interval=1)
+    skipped = jmpscale.update(scaler, False)
+    for right in (scaler, skipped, jmpscale.update(skipped, True), jmpscale.dynamic(2.0**31, growth_interval=1)):
+        check(right)
+    with pytest.warns(UserWarning, match="has grown to its limit.*perhaps the loss is not scaled"):
+        check(jmpscale.update(jmpscale.dynamic(2.0**31, growth_interval=1), True))
+
+
 def test_raise_if_stuck_raises_in_a_compiled_function_without_checkify():
     check = functools.partial(jmpscale.raise_if_stuck, max_consecutive_skips=2)
     with pytest.raises(ValueError, match=r"needs jax\.experimental\.checkify\. Call it between steps"):
