@@ -12,6 +12,7 @@ from flax import nnx
 
 import jmpscale
 from jmpscale._diagnosis import progress
+from jmpscale._diagnosis.errors import measure
 from jmpscale._diagnosis.lines import Trials
 from jmpscale._diagnosis.not_finite import RepairedStep, non_finite_arguments
 from jmpscale._diagnosis.step import Step, trace_step
@@ -122,6 +123,11 @@ def test_gradients_that_are_rounding_noise_or_negligible_are_not_decisive():
     assert found.measured.are_finite
     assert float(found.reference[0]) == 2 * x[0]
     assert [g.shape for g in found.reference[1:]] == [(64,), (), (64,), (64,), (64,)]
+
+
+def test_array_without_elements_has_no_error():
+    found = measure([jnp.ones(2), jnp.ones(0)], [jnp.ones(2), jnp.ones(0)])
+    assert (found.errors.tolist(), found.severity.tolist()) == ([0, 0], [0, 0])
 
 
 def test_error_of_a_loss_counts_if_it_exceeds_the_rounding_of_the_arguments():

@@ -75,7 +75,7 @@ SCALERS = {  # the loss function, the scaler, the name of the present scale, and
     ),
     "dynamic, max_scale is too small": (
         product,
-        jmpscale.dynamic(2.0**-10, max_scale=2.0**-10, min_scale=2.0**-12),
+        jmpscale.dynamic(2.0**-10, max_scale=2.0**-2, min_scale=2.0**-12),
         "2^-10",
         f"{SMALL} Use dynamic(init_scale=2.0**13, max_scale=2.0**15). {BEST}0.",
     ),
@@ -95,7 +95,12 @@ SCALERS = {  # the loss function, the scaler, the name of the present scale, and
 }
 
 
-DEFAULT_SCALERS = {"not a power of two", "the largest", "dynamic, too small", "dynamic, min_scale is too large"}
+DEFAULT_SCALERS = {
+    "not a power of two",
+    "the largest",
+    "dynamic, max_scale is too small",
+    "dynamic, min_scale is too large",
+}
 
 
 @pytest.mark.parametrize("row", rows(SCALERS, default=DEFAULT_SCALERS))
@@ -290,7 +295,15 @@ SUMMARIES = {  # the loss function, its arguments, and the summary, with the lin
 }
 
 
-DEFAULT_SUMMARIES = {"backward overflow", "float32", "near an overflow", "the only matmul"}
+DEFAULT_SUMMARIES = {
+    "backward overflow",
+    "constant of zero",
+    "float32",
+    "infinite constant",
+    "large error",
+    "near an overflow",
+}
+DEFAULT_SUMMARIES |= {"the only matmul"}
 
 
 @pytest.mark.parametrize("row", rows(SUMMARIES, default=DEFAULT_SUMMARIES))

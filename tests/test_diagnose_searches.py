@@ -128,6 +128,7 @@ def test_smallest_set(count, enough, expected):
 
     def fits(chosen):
         runs.append(set(chosen))
+        assert runs[-1] <= set(range(count))
         return any(needed <= runs[-1] for needed in enough)
 
     assert set(smallest_set(count, fits)) == expected
