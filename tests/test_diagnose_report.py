@@ -428,6 +428,7 @@ def test_description_has_100_columns():
     assert shown[4].split()[0].endswith("...")
     assert shown[6] == "These operations run as written, in the float32 run too:"
     assert shown[7:-1] == [f"  {x:.95}" for x in names[:8]]
+    assert report(not_entered="abcdefgh").describe().splitlines()[-1] == "  h"
     assert shown[-1] == "  and 2 more"
     assert report([], not_entered=names[:1]).describe().splitlines()[2:] == [f"  {names[0]}"]
 
