@@ -133,7 +133,7 @@ def warn_if_inside_another(params: optax.Params) -> None:
 
 
 def warn_if_misplaced() -> None:
-    """Warns if a gate contains the wrapper, or if a chain splits it from transformations that it should skip, too."""
+    """Warns if a gate contains the wrapper, or a chain separates it from transformations that it should skip."""
     warn_if_gated("with_loss_scaling", "The wrapper skips steps itself: call tx.update without apply_if.")
     if is_called_by(lambda frame: frame.f_code.co_qualname == "apply_if_finite.<locals>.update"):
         warn_user(

@@ -40,8 +40,7 @@ def examine(
     scales = search(errors_at, trials.forward_errors, present, trials.largest_exponent())
     findings = _explain(findings._replace(scales=scales), present)
     if findings.lines or findings.error >= LARGE_ERROR:
-        exponent = findings.lines.exponent if findings.lines and findings.lines.paths else present
-        findings = findings._replace(alone=trials.errors_alone(exponent))
+        findings = findings._replace(alone=trials.errors_alone(round(math.log2(findings.scale_of_rows))))
     return _diagnosis(findings, summarize(findings))
 
 

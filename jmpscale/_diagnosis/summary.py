@@ -32,9 +32,13 @@ class Findings(NamedTuple):
     alone: Mapping[Part, float] = MappingProxyType({})  # the errors of the parts that were tried alone
 
     @property
+    def scale_of_rows(self) -> float:
+        """The scale at which rows are measured: the present one; if there are lines, one that then fits."""
+        return 2.0**self.lines.exponent if self.lines and self.lines.paths else self.scale
+
+    @property
     def statistics(self) -> dict[Site, Statistics]:
-        """The statistics at the present scale; if there are lines, at a scale that then fits."""
-        return self.trials.statistics(2.0**self.lines.exponent if self.lines and self.lines.paths else self.scale)
+        return self.trials.statistics(self.scale_of_rows)
 
     @property
     def accurate(self) -> bool:
