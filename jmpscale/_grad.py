@@ -184,21 +184,37 @@ def is_real_scalar(loss: object) -> bool:
 
 
 def _check_differentiable(args: tuple[PyTree, ...], argnums: Any, transform: Function) -> None:
-    """Raises for models whose state `jax.value_and_grad` would silently lose (NNX) or for which it raises (Equinox)."""
+    """Raises for leaves without a derivative, and for models whose state `jax.value_and_grad` would silently lose."""
     if transform not in (jax.value_and_grad, imported("flax.nnx", "value_and_grad")):
         return
-    positions = np.atleast_1d(np.asarray(argnums)).tolist()
-    differentiated = [args[i] for i in positions if isinstance(i, int) and -len(args) <= i < len(args)]
+    for position in np.atleast_1d(np.asarray(argnums)).tolist():
+        if not isinstance(position, int) or position < -len(args):
+            continue  # JAX raises
+        if position < len(args):
+            _check_argument(args[position], position, transform)
+        elif transform is jax.value_and_grad:
+            raise TypeError(
+                f"argnums must be positions of arguments of fun, without the scaler, got {position} in a "
+                f"call with {len(args)} positional arguments after it. Pass arguments by position to differentiate them."
+            )
+
+
+def _check_argument(argument: PyTree, position: int, transform: Function) -> None:
     if transform is jax.value_and_grad:
         check_no_nnx_objects(
-            differentiated,
+            argument,
             "the differentiated arguments",
             "Pass transform=flax.nnx.value_and_grad, which keeps batch statistics and random streams up to date.",
         )
-    for model in find_instances(differentiated, imported("equinox", "Module")):
-        if found := first_leaf(model, lambda leaf: not is_inexact(leaf)):
-            path, leaf = found
-            raise TypeError(
-                f"argument {argnums} must have only differentiable leaves, got an Equinox {type_name(model)} with "
-                f"{describe(leaf)} at {path}. Pass transform=equinox.filter_value_and_grad."
+    models = find_instances(argument, imported("equinox", "Module"))
+    found = first_leaf(argument, lambda leaf: not is_inexact(leaf))
+    if found and (models or transform is jax.value_and_grad):
+        path, leaf = found
+        got = f"{describe(leaf)} at {path}" if path else describe(leaf)
+        remedy = "argnums does not count the scaler. Pass integers and other objects in another argument."
+        if models:
+            got, remedy = (
+                f"an Equinox {type_name(models[0])} with {got}",
+                "Pass transform=equinox.filter_value_and_grad.",
             )
+        raise TypeError(f"argument {position} must have only differentiable leaves, got {got}. {remedy}")

@@ -13,6 +13,7 @@ from jmpscale._base.axes import map_like
 from jmpscale._base.check import warn_user
 from jmpscale._base.compat import is_compiling, varying_axes
 from jmpscale._base.jaxpr import equations, is_floating, type_of
+from jmpscale._base.marks import Mark, mark
 from jmpscale._base.text import describe, describe_function
 from jmpscale._base.trace import lift_nnx, trace
 from jmpscale._base.tree import PyTree, flatten_gradients, flatten_matching, is_array, is_inexact, is_traced
@@ -137,6 +138,7 @@ def _scale_backward_pass(loss_scale: jax.Array, name: str, watch: bool, fun: Fun
     Derivatives of derivatives are right only if both rules apply at the same one. Therefore each rule has all inputs
     as operands, although the rule for the outputs does not read them.
     """
+    mark(Mark.USED_SCALE, loss_scale)
     traced = trace(fun, *args, name=name)
     inputs, replace_inputs = flatten_matching(traced.inputs, lambda x: is_traced(x) and is_inexact(x))
     roles = _roles(inputs, args, traced.jaxpr)

@@ -29,7 +29,7 @@ from jmpscale._optax_checks import (
     warn_if_unscaled_by_another,
 )
 from jmpscale._scaler_of_tree import check_scaler, in_compiled_step, warn_if_constant
-from jmpscale._scaling import multiply_leaf, unscaled_dtype
+from jmpscale._scaling import multiply_leaf, unscaled_dtype, warn_if_nothing_is_scaled
 from jmpscale._state import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
@@ -121,9 +121,10 @@ def with_loss_scaling(
     Warns:
       UserWarning: from `tx.init`, if `MultiSteps`, `partition` or `masked` contains the wrapper; from `tx.update`, if
         transformations beside it in a chain hide overflows or act on skipped steps, devices would decide independently,
-        the state is a constant of a compiled program, the gradients were unscaled by another scaler or are clipped by
-        the norms of their shards, an extra argument looks like a misspelled loss, the loss is a pair, a gradient is
-        float16, or the call is inside `apply_if` or `optax.apply_if_finite`; from the program, after many skips.
+        the state is a constant of a compiled program, no loss has been scaled yet, the gradients were unscaled by
+        another scaler or are clipped by the norms of their shards, an extra argument looks like a misspelled loss, the
+        loss is a pair, a gradient is float16, or the call is inside `apply_if` or `optax.apply_if_finite`; from the
+        program, after many skips.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -181,6 +182,8 @@ def with_loss_scaling(
         warn_if_unsynchronized(axis_name, norm_axis_name)
         warn_if_loss_is_misspelled(extra_args, inner)
         warn_if_misplaced()
+        if loss is not None or in_compiled_step(grads):  # a step, not an example
+            warn_if_nothing_is_scaled(scaler)
         warn_if_gradients_are_narrow(grads)
         warn_if_unscaled_by_another(grads, scaler)
         warn_if_clip_is_local(grads, loss, axis_name, inner)

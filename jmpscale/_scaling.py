@@ -8,7 +8,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jmpscale._base.axes import AxisName, check_no_partial_sums
 from jmpscale._base.check import warn_user
 from jmpscale._base.compat import unreduced_axes
-from jmpscale._base.marks import Mark, has_mark, mark
+from jmpscale._base.marks import Mark, has_mark, mark, was_used
 from jmpscale._base.text import describe
 from jmpscale._base.tree import (
     PyTree,
@@ -22,6 +22,7 @@ from jmpscale._base.tree import (
 )
 from jmpscale._finite import all_finite
 from jmpscale._scaler_of_tree import find_scaler
+from jmpscale._state import ScalerState
 
 
 def scale(scaler: PyTree, tree: Tree) -> Tree:
@@ -60,6 +61,7 @@ def scale(scaler: PyTree, tree: Tree) -> Tree:
             )
         if is_traced(leaf) and needs_wider_gradient(leaf):
             warn_about_narrow_loss(leaf)
+    mark(Mark.USED_SCALE, state.loss_scale)
     scaled = _scale_leaves(state.loss_scale, tree)
     mark(Mark.SCALED, scaled)
     return scaled
@@ -119,6 +121,7 @@ def unscale(scaler: PyTree, tree: Tree) -> Tree:
             "units. Remove this call."
         )
     unscaled = unscale_leaves(grads, state.loss_scale)
+    mark(Mark.USED_SCALE, state.loss_scale)
     mark(Mark.GRADIENT, unscaled, state.loss_scale)
     return unflatten(unscaled)
 
@@ -164,6 +167,16 @@ def needs_wider_gradient(x: object) -> bool:
 
 def _at_least_float32(dtype: DTypeLike) -> np.dtype:
     return np.dtype(np.float32) if jnp.finfo(dtype).bits < 32 else np.dtype(dtype)
+
+
+def warn_if_nothing_is_scaled(scaler: ScalerState) -> None:
+    """Warns about a step that adapts a dynamic scale, in a program that has not scaled a loss yet."""
+    if scaler.config.mode == "dynamic" and not was_used(Mark.USED_SCALE):
+        warn_user(
+            "no loss has been scaled yet, so small gradients underflow in float16: jax.value_and_grad does not scale "
+            "the loss. Take the gradients with jmpscale.value_and_grad(loss_fn)(scaler, params, batch), or wrap the "
+            "loss function in jmpscale.loss_scaled. Without float16, use static(1.0)."
+        )
 
 
 def unscale_and_check(scaler: PyTree, grads: Tree, *, axis_name: AxisName = None) -> tuple[Tree, jax.Array]:

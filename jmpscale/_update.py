@@ -15,6 +15,7 @@ from jmpscale._base.tree import PyTree, is_inexact
 from jmpscale._finite import all_finite_here
 from jmpscale._gate import warn_if_gated
 from jmpscale._scaler_of_tree import check_scaler, warn_if_constant
+from jmpscale._scaling import warn_if_nothing_is_scaled
 from jmpscale._state import ScalerState, SkipReason
 
 
@@ -67,7 +68,8 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
 
     Warns:
       UserWarning: the scaler is a constant of a compiled program, so every step would start from the same scale;
-        `finite` is about the loss alone; `loss` is a pair with auxiliary data; or the call is inside `apply_if`.
+        no loss has been scaled yet; `finite` is about the loss alone; `loss` is a pair with auxiliary data; or the call
+        is inside `apply_if`.
 
     >>> import jmpscale
     >>> scaler = jmpscale.update(jmpscale.dynamic(1024.0), False)
@@ -82,6 +84,8 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
     if scaler.config.mode == "disabled":
         return scaler
     warn_if_constant(scaler, finite)
+    if has_mark(Mark.CHECKED, finite):  # the flag of a step, not of an example
+        warn_if_nothing_is_scaled(scaler)
     warn_if_gated("jmpscale.update", "Call update after apply_if, with the same flag.")
     if has_mark(Mark.FINITE_LOSS, finite):
         warn_user(

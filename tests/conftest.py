@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+import jmpscale._base.marks
 import jmpscale._finite
 import jmpscale._grad_report
 
@@ -70,6 +71,18 @@ def pytest_xdist_make_scheduler(config, log):
 @pytest.fixture(autouse=True)
 def _clear_trace_counter():
     chex.clear_trace_counter()
+
+
+@pytest.fixture(autouse=True)
+def _scaled(monkeypatch):
+    """Lets steps of the tests take gradients that no loss scale has made, whichever test comes first."""
+    monkeypatch.setattr(jmpscale._base.marks, "_used", {jmpscale._base.marks.Mark.USED_SCALE})
+
+
+@pytest.fixture
+def nothing_scaled(monkeypatch):
+    """Starts a test as a new process starts: no loss has been scaled."""
+    monkeypatch.setattr(jmpscale._base.marks, "_used", set())
 
 
 @pytest.fixture(params=["cpu", pytest.param("default", marks=pytest.mark.full)])

@@ -474,9 +474,13 @@ VALUE_AND_GRAD = {
         ),
         "nnx": (_value_and_grad(NNX), "arguments must ... a Flax NNX Dropout ... transform=flax.nnx.value_and_grad"),
         "nnx first": (_value_and_grad(NNX, LOSS, argnums=-2), "got a Flax NNX Dropout"),
-        "equinox": (_value_and_grad(1.0, EQUINOX, argnums=(0, 1)), "(0, 1) must ... PjitFunction at .fn. Pass"),
+        "equinox": (_value_and_grad(1.0, EQUINOX, argnums=(0, 1)), "argument 1 must ... PjitFunction at .fn. Pass"),
         "equinox with nnx": (_value_and_grad(EQUINOX, transform=nnx.value_and_grad), "an Equinox Lambda ... equinox."),
-        "absent argument": (_value_and_grad(GRADS, argnums=1), "argnums=1 requires at least 2 positional arguments"),
+        "absent argument": (_value_and_grad(GRADS, argnums=1), "without the scaler, got 1 in a call with 1 positional"),
+        "integers": (
+            _value_and_grad(GRADS, {"n": INTS}, argnums=1),
+            "argument 1 must ... got int32[2] at ['n']. argnums",
+        ),
     },
     ValueError: {
         "no scaler": (lambda: jmpscale.value_and_grad(_sum)(GRADS, W32), "found 0 in a dict. The scaler is the first"),
@@ -902,6 +906,48 @@ def _without_axis_name(grads):
         jax.tree.map(jmpscale.all_finite, [grads])[0],
     ]
     return jnp.stack(flags)[None]
+
+
+def _wrapper(take_gradients, scaler):
+    state = SCALE_STATE._replace(scaler=scaler)
+    loss, grads = take_gradients(state, GRADS)
+    return SCALE.update(grads, state, value=loss)
+
+
+def _functional_api(take_gradients, scaler):
+    _, grads = take_gradients(scaler, GRADS)
+    return jmpscale.update(scaler, jmpscale.all_finite(grads))
+
+
+def _not_scaled(_, params):
+    return jax.value_and_grad(_sum)(params)
+
+
+def _scaled_by_hand(state, params):
+    grads = jax.grad(lambda params: jmpscale.scale(state, _sum(params)))(params)
+    return _sum(params), jmpscale.unscale(state, grads)
+
+
+def _scaled_for_a_loop(state, params):
+    return jax.value_and_grad(jmpscale.loss_scaled(_sum, state))(params)
+
+
+@pytest.mark.usefixtures("nothing_scaled")
+@pytest.mark.parametrize("step", [_wrapper, _functional_api])
+def test_step_warns_if_no_loss_has_been_scaled(step):
+    words = r"no loss has been scaled yet.*jmpscale\.value_and_grad"
+    with pytest.warns(UserWarning, match=words):
+        step(_not_scaled, STATE)
+    with pytest.warns(UserWarning, match=words):
+        _traced(functools.partial(step, _not_scaled), STATE)
+    step(_not_scaled, jmpscale.static(1.0))
+
+
+@pytest.mark.usefixtures("nothing_scaled")
+@pytest.mark.parametrize("step", [_wrapper, _functional_api])
+@pytest.mark.parametrize("take_gradients", [jmpscale.value_and_grad(_sum), _scaled_by_hand, _scaled_for_a_loop])
+def test_step_does_not_warn_if_the_loss_has_been_scaled(step, take_gradients):
+    _traced(functools.partial(step, take_gradients), STATE)
 
 
 @pytest.mark.parametrize("map_", ["shard_map", pytest.param("pmap", marks=pytest.mark.full)])

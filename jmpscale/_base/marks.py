@@ -19,18 +19,22 @@ class Mark(enum.Enum):
     GRADIENT = "a gradient in true units"  # its source is the loss scale
     LOSS = "a loss that value_and_grad returned"
     SCALED = "a loss that scale returned"
-    FINITE = "whether gradients are finite"
+    CHECKED = "whether a tree is finite"
+    FINITE = "whether gradients in true units are finite"
     FINITE_LOSS = "whether the loss is finite"
     OLD_SCALE = "a loss scale that a step has adapted"
     NEW_SCALE = "a loss scale from after a step"  # its source is the scale from before the first step of the program
+    USED_SCALE = "a loss scale that has scaled a loss, or unscaled gradients"
 
 
 _marked = {kind: weakref.WeakValueDictionary[int, jax.Array]() for kind in Mark}  # by id
+_used: set[Mark] = set()
 _sources = {kind: weakref.WeakValueDictionary[int, jax.Array]() for kind in Mark}  # by id of the marked array
 
 
 def mark(kind: Mark, tree: PyTree, source: object = None) -> None:
     """Marks the arrays of a tree; a traced `source`, the value that they come from, is what `source_of` returns."""
+    _used.add(kind)
     for x in jax.tree.leaves(tree):
         if isinstance(x, jax.Array):
             _marked[kind][id(x)] = x
@@ -44,3 +48,8 @@ def source_of(kind: Mark, x: Any) -> Any:
 
 def has_mark(kind: Mark, tree: PyTree) -> bool:
     return any(_marked[kind].get(id(x)) is x for x in jax.tree.leaves(tree))
+
+
+def was_used(kind: Mark) -> bool:
+    """Tests whether this process has ever marked anything as `kind`."""
+    return kind in _used
