@@ -194,8 +194,8 @@ def _check_differentiable(args: tuple[PyTree, ...], argnums: Any, transform: Fun
             _check_argument(args[position], position, transform)
         elif transform is jax.value_and_grad:
             raise TypeError(
-                f"argnums must be positions of arguments of fun, without the scaler, got {position} in a "
-                f"call with {len(args)} positional arguments after it. Pass arguments by position to differentiate them."
+                f"argnums must be positions of arguments of fun, without the scaler, got {position} in a call with "
+                f"{len(args)} positional arguments after it. Pass arguments by position to differentiate them."
             )
 
 

@@ -165,6 +165,16 @@ def warn_if_gradients_are_narrow(grads: PyTree, name: str = "updates") -> None:
         )
 
 
+def warn_if_parameters_are_narrow(params: PyTree) -> None:
+    """Warns if all parameters are float16. If only some of them are, these may be frozen."""
+    arrays = list(filter(is_inexact, jax.tree.leaves(params)))
+    if arrays and all(map(needs_wider_gradient, arrays)):
+        warn_user(
+            f"the parameters are {arrays[0].dtype}, in which small updates are rounded away. Keep them in float32, and "
+            "use jmpscale.autocast or convert them in the loss function, unless the optimizer keeps float32 copies."
+        )
+
+
 def warn_if_loss_is_misspelled(arguments: Mapping[str, object], inner: object) -> None:
     """Warns if the name of an extra argument resembles `loss` or `value`, and no transformation reads it."""
     if "loss" in arguments or "value" in arguments or not isinstance(inner, tuple):

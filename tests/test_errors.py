@@ -715,6 +715,10 @@ WITH_LOSS_SCALING = {
             "pass it to the compiled function as an argument, and return the new one. If the function is a whole "
             "training run, carry the optimizer state through jax.lax.scan.",
         ),
+        "float16 parameters": (
+            lambda: TX.init({"w": W16, "n": INTS}),
+            "the parameters are float16, ... float32, and use",
+        ),
         "inside MultiSteps": (lambda: optax.MultiSteps(TX, 2).init(GRADS), "inside optax.MultiSteps: ... MultiSteps("),
         "inside masked": (lambda: optax.masked(TX, MASK).init(GRADS), "masked or optax.partition: ... masked(tx, mask"),
         "after clip": (_update_of_chain(optax.clip(1.0)), "replaces infinity or NaN ... scale_by_adam: ... Place"),
@@ -1071,6 +1075,7 @@ VALID_CALLS = {
     "gradients in two updates": _after_gradients(lambda s, g, _: SCALE.update(g, SCALE.update(g, s)[1]), SCALE_STATE),
     "gradients by a copy": _after_gradients(lambda s, g, _: SCALE.update(g, jax.tree.map(jnp.copy, s)), SCALE_STATE),
     "two losses": lambda: jmpscale.update(STATE, True, loss=_pair(LOSS)),
+    "frozen float16 parameters": lambda: TX.init({"w": W16, "adapter": W32}),
     "optax_step if disabled": _apply(jmpscale.optax_step(SGD, W16), W16, SGD.init(W16)),
     "optax_step without momentum": _apply(jmpscale.optax_step(SGD, W32), W32, SGD.init(W32)),
     "extra argument of inner": _update_with(losses=LOSS),

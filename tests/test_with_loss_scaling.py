@@ -66,6 +66,7 @@ def test_with_loss_scaling_equals_inner_bit_for_bit(platform):
     assert opt_state.scaler.loss_scale == 2.0**19
 
 
+@pytest.mark.filterwarnings("ignore:the parameters are float16:UserWarning")
 @pytest.mark.parametrize("dtype", ["float16", *(pytest.param(dtype, marks=FULL) for dtype in ("bfloat16", "float32"))])
 def test_with_loss_scaling_changes_nothing_on_a_skip(dtype, platform):
     traces, sgd = [], optax.sgd(1e-2, momentum=0.9)
@@ -514,7 +515,7 @@ def test_with_loss_scaling_applies_the_steps_of_inner(name):
     assert opt_state.scaler.total_skips.tolist() == [0, 0, 1, 1]
 
 
-@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning", "ignore:the parameters are float16:UserWarning")
 @pytest.mark.parametrize("name", names(OPTIMIZERS, default={"adamw"}))
 def test_with_loss_scaling_keeps_the_types_of_the_state(name):
     """Parameters are float16 and their gradients float32."""
