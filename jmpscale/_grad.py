@@ -15,7 +15,7 @@ from jmpscale._base.text import describe, type_name
 from jmpscale._base.tree import PyTree, check_no_nnx_objects, find_instances, first_leaf, is_array, is_inexact, is_real
 from jmpscale._scaler_of_tree import find_scaler, is_scaler, warn_if_constant
 from jmpscale._scaling import scale as scale_loss
-from jmpscale._scaling import unscale
+from jmpscale._scaling import unscale_gradients
 
 T = TypeVar("T")
 Function = Callable[..., Any]
@@ -119,7 +119,7 @@ def value_and_grad(
         match transform(scaled_fun, has_aux=True, **options)(*args, **kwargs):
             case ((_, _Output(out)), grads):
                 mark(Mark.LOSS, out[0] if has_aux else out)
-                return out, unscale(state, grads)
+                return out, unscale_gradients(state, grads)
         raise TypeError(
             "transform must return ((value, aux), grads) as jax.value_and_grad does, but it returned another "
             "structure. Pass jax.value_and_grad, flax.nnx.value_and_grad or equinox.filter_value_and_grad, not grad."

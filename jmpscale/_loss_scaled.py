@@ -241,6 +241,7 @@ def _unscale_cotangents_bwd(
     if watched is not None:
         # The compiler removes the cotangents of all other inputs unless they are read.
         grads = _warn_if_not_finite(grads, [flag is not None for flag in differentiated], watched)
+    mark(Mark.GRADIENT, grads, loss_scale)
     return None, [grad if role.is_gradient else ct for grad, ct, role in zip(grads, known, roles, strict=True)]
 
 

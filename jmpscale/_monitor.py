@@ -18,7 +18,7 @@ import numpy as np
 from jmpscale._base.axes import all_reduce_and
 from jmpscale._base.check import check_count, is_called_by, warn_user
 from jmpscale._base.compat import is_compiling
-from jmpscale._base.frameworks import multi_steps_sums
+from jmpscale._base.frameworks import leaves_of_fields
 from jmpscale._base.text import format_number
 from jmpscale._base.tree import PyTree, find_instances, is_inexact, is_traced
 from jmpscale._finite import all_finite_here
@@ -41,10 +41,10 @@ _CAUSES = (  # in the order of _possible_causes
     "invalid data, and a softmax over a row in which a mask hides every value. jmpscale.diagnose with such a batch "
     "names the line. Correct these batches or the lines that make them NaN; the scale then grows again.",
     f"{_OVERFLOW}The scale cannot back off any further: the gradients overflow at every allowed scale, or they are "
-    "NaN, or they were scaled by a different scaler. A step has one scaler: if the optimizer is wrapped in "
-    "with_loss_scaling, pass its state to jmpscale.value_and_grad. jmpscale.diagnose with the same batch names the "
-    "line: correct it or keep it in float32. If smaller scales fit, decrease min_scale, or the number given to "
-    "loss_scaled(fun, number).",
+    "NaN, or they were scaled by a different scaler, or the flag for update is inverted: it is True for finite "
+    "gradients. A step has one scaler: if the optimizer is wrapped in with_loss_scaling, pass its state to "
+    "jmpscale.value_and_grad. jmpscale.diagnose with the same batch names the line: correct it or keep it in float32. "
+    "If smaller scales fit, decrease min_scale, or the number given to loss_scaled(fun, number).",
     f"{_OVERFLOW}The scale is static and does not back off. If the gradients of the same batch are finite in float32, "
     "decrease the scale of the backward pass: the number given to loss_scaled(fun, number) if the loss function is "
     "wrapped by it, and otherwise the number given to static. jmpscale.diagnose prints the scales that fit.",
@@ -63,9 +63,9 @@ _NEVER_SKIPPED = (
 )
 _UNCHANGED = (
     "The scaler was the same in three calls of raise_if_stuck in a row. If steps were taken between them, the new "
-    "state is lost: return it from the training step, assign it, and pass it to the next step. Do not put back the "
-    "old state after an overflow: with_loss_scaling skips the step itself. With Flax NNX, compile the step with "
-    "nnx.jit, not with jax.jit."
+    "state is lost: return it from the training step, assign it, and pass it to the next step. Create the scaler once, "
+    "not in each epoch. Do not put back the old state after an overflow: with_loss_scaling skips the step itself. With "
+    "Flax NNX, compile the step with nnx.jit, not with jax.jit."
 )
 _IN_PROGRAM = (
     "raise_if_stuck is called in a compiled function, where it needs jax.experimental.checkify. Call it between steps, "
@@ -155,10 +155,11 @@ def _warn_about_calls(steps: jax.Array | np.ndarray, state: ScalerState) -> None
     """Warns if no step has changed the state in three calls, or if the scale has grown to its limit without a skip.
 
     `state` is on the host, and `steps` is its array `finite_steps`. An unchanged state is the same one, or one that has
-    replaced it and has the values of a start or of a growth. The scalers of several runs may have these values, too,
-    but then the earlier one still exists.
+    replaced it and has the values of a start, of a growth, or of a run without an applied step. The scalers of several
+    runs may have these values, too, but then the earlier one still exists.
     """
-    is_start = not state.finite_steps and not state.consecutive_skips and state.loss_scale < state.config.max_scale
+    may_grow = state.loss_scale < state.config.max_scale
+    is_start = not state.finite_steps and state.consecutive_skips in (0, state.total_skips) and may_grow
     is_returned = isinstance(steps, jax.Array)  # a new scaler consists of NumPy arrays
     _checked.append((weakref.ref(steps), state))
     calls = [(earlier(), others) for earlier, others in _checked]
@@ -326,7 +327,7 @@ def _possible_causes(state: ScalerState, tree: PyTree, limit: int) -> list[tuple
 
 def _has_nonfinite_sums(tree: PyTree) -> jax.Array | bool:
     """Tests whether gradients that `optax.MultiSteps` has accumulated are not finite, on this process's devices."""
-    sums = [leaf for leaf in multi_steps_sums(tree) if is_inexact(leaf)]
+    sums = [leaf for leaf in leaves_of_fields(tree, {"acc_grads"}) if is_inexact(leaf)]
     if any(map(is_traced, sums)):
         return jnp.logical_not(all_finite_here(sums))
     # Each process tests its own shards: it cannot read others, and other processes may not have called this function.

@@ -8,11 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jmpscale._base.axes import AxisName, as_axes, check_no_partial_sums
 from jmpscale._base.check import is_called_by, warn_user
 from jmpscale._base.compat import varying_axes
+from jmpscale._base.frameworks import leaves_of_fields
 from jmpscale._base.marks import Mark, has_mark, source_of
 from jmpscale._base.text import describe, type_name
 from jmpscale._base.tree import PyTree, check_no_refs, find_instances, first_leaf, is_inexact
@@ -25,6 +27,7 @@ from jmpscale._state import ScalerState, WithLossScalingState
 # transformations change updates of zero.
 _HIDE_OVERFLOWS = {"clip", "zero_nans", "scale_by_sign"}
 _CHANGE_PARAMETERS = {"add_decayed_weights", "add_noise"}
+_AVERAGES = {"mu", "nu", "trace"}  # the fields of optax's states that hold averages of gradients
 
 
 def check_transformation(tx: object, name: str, remedy: str) -> None:
@@ -165,13 +168,19 @@ def warn_if_gradients_are_narrow(grads: PyTree, name: str = "updates") -> None:
         )
 
 
-def warn_if_parameters_are_narrow(params: PyTree) -> None:
-    """Warns if all parameters are float16. If only some of them are, these may be frozen."""
+def warn_if_narrow(params: PyTree, inner_state: PyTree) -> None:
+    """Warns about parameters in float16, and about averages of gradients, in which true units underflow."""
     arrays = list(filter(is_inexact, jax.tree.leaves(params)))
-    if arrays and all(map(needs_wider_gradient, arrays)):
+    if arrays and all(map(needs_wider_gradient, arrays)):  # some of them may be frozen
         warn_user(
-            f"the parameters are {arrays[0].dtype}, in which small updates are rounded away. Keep them in float32, and "
-            "use jmpscale.autocast or convert them in the loss function, unless the optimizer keeps float32 copies."
+            "the parameters are float16, in which small updates are rounded away. Keep them in float32, and use "
+            "jmpscale.autocast or convert them in the loss function, unless the optimizer keeps float32 copies."
+        )
+    averages = filter(is_inexact, leaves_of_fields(inner_state, _AVERAGES))
+    if any(jnp.result_type(x) == np.float16 for x in averages):
+        warn_user(
+            "the optimizer keeps averages of gradients in float16, in which true units underflow. Change mu_dtype or "
+            "accumulator_dtype to bfloat16 or float32."
         )
 
 

@@ -101,7 +101,7 @@ def unscale(scaler: PyTree, tree: Tree) -> Tree:
       ValueError: `scaler` does not contain exactly one scaler.
 
     Warns:
-      UserWarning: a gradient is already a result of `unscale` or `value_and_grad`.
+      UserWarning: a gradient is already a result of `unscale`, `value_and_grad` or `loss_scaled`.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -109,17 +109,22 @@ def unscale(scaler: PyTree, tree: Tree) -> Tree:
     {'step': 3, 'w': Array(3.0517578e-05, dtype=float32)}
     """
     state = find_scaler(scaler)
+    if state.config.mode != "disabled" and (has_mark(Mark.GRADIENT, tree) or has_mark(Mark.LOSS, tree)):
+        warn_user(
+            "the gradients are unscaled twice: unscale, value_and_grad and loss_scaled return gradients, and the loss, "
+            "in true units. Remove this call."
+        )
+    return unscale_gradients(state, tree)
+
+
+def unscale_gradients(state: ScalerState, tree: Tree) -> Tree:
+    """Divides gradients by the loss scale, even those of a function that has a constant loss scale of its own."""
     check_no_refs(tree)
     if state.config.mode == "disabled":
         return tree
     check_no_partial_sums(tree)
     # Only gradients pass through jit, which converts float0 to bool and raises for Python objects.
     grads, unflatten = flatten_gradients(tree)
-    if has_mark(Mark.GRADIENT, grads) or has_mark(Mark.LOSS, grads):
-        warn_user(
-            "the gradients are unscaled twice: unscale and value_and_grad return gradients, and the loss, in true "
-            "units. Remove this call."
-        )
     unscaled = unscale_leaves(grads, state.loss_scale)
     mark(Mark.USED_SCALE, state.loss_scale)
     mark(Mark.GRADIENT, unscaled, state.loss_scale)

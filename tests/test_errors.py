@@ -312,7 +312,11 @@ SCALE_AND_UPDATE = {
         ),
         "unscaled twice": (
             lambda: _traced(lambda grads: jmpscale.unscale(STATE, jmpscale.unscale(STATE, grads)), GRADS),
-            "the gradients are unscaled twice: unscale and value_and_grad return gradients, and the loss, in true",
+            "the gradients are unscaled twice: unscale, value_and_grad and loss_scaled return gradients, and the loss",
+        ),
+        "unscaled after loss_scaled": (
+            lambda: _traced(lambda w: jmpscale.unscale(STATE, _grad(w)()), W32),
+            "the gradients are unscaled twice",
         ),
         "unscaled after value_and_grad": (
             lambda: jmpscale.unscale_and_check(STATE, jmpscale.value_and_grad(_sum)(STATE, GRADS)[1]),
@@ -488,6 +492,10 @@ VALUE_AND_GRAD = {
     },
     UserWarning: {
         "constant": (lambda: _traced(_value_and_grad_at_constant, GRADS), "the scaler is a constant of the compiled"),
+        "scaled loss in autocast": (
+            _value_and_grad(W32, fun=jmpscale.autocast(lambda w: jmpscale.scale(STATE, (w @ jnp.ones((2, 2))).sum()))),
+            "the loss is scaled twice",
+        ),
         "scaled loss": (
             lambda: _traced(_value_and_grad(GRADS, fun=lambda tree: jmpscale.scale(STATE, _sum(tree)))),
             "the loss is scaled twice, because value_and_grad scales it. Remove scale from the loss.",
@@ -718,6 +726,10 @@ WITH_LOSS_SCALING = {
         "float16 parameters": (
             lambda: TX.init({"w": W16, "n": INTS}),
             "the parameters are float16, ... float32, and use",
+        ),
+        "float16 averages": (
+            lambda: jmpscale.with_loss_scaling(optax.adam(1e-3, mu_dtype=jnp.float16)).init(GRADS),
+            "averages of gradients in float16 ... Change mu_dtype or accumulator_dtype to bfloat16",
         ),
         "inside MultiSteps": (lambda: optax.MultiSteps(TX, 2).init(GRADS), "inside optax.MultiSteps: ... MultiSteps("),
         "inside masked": (lambda: optax.masked(TX, MASK).init(GRADS), "masked or optax.partition: ... masked(tx, mask"),
@@ -1075,6 +1087,8 @@ VALID_CALLS = {
     "gradients in two updates": _after_gradients(lambda s, g, _: SCALE.update(g, SCALE.update(g, s)[1]), SCALE_STATE),
     "gradients by a copy": _after_gradients(lambda s, g, _: SCALE.update(g, jax.tree.map(jnp.copy, s)), SCALE_STATE),
     "two losses": lambda: jmpscale.update(STATE, True, loss=_pair(LOSS)),
+    "value_and_grad of loss_scaled": _value_and_grad(W32, fun=jmpscale.loss_scaled(_sum, 8.0)),
+    "bfloat16 averages": lambda: jmpscale.with_loss_scaling(optax.adam(1e-3, mu_dtype=jnp.bfloat16)).init(GRADS),
     "frozen float16 parameters": lambda: TX.init({"w": W16, "adapter": W32}),
     "optax_step if disabled": _apply(jmpscale.optax_step(SGD, W16), W16, SGD.init(W16)),
     "optax_step without momentum": _apply(jmpscale.optax_step(SGD, W32), W32, SGD.init(W32)),

@@ -189,6 +189,17 @@ def test_raise_if_stuck_warns_of_a_state_that_the_step_puts_back():
         check(run)
 
 
+def test_raise_if_stuck_warns_of_a_scaler_that_each_epoch_creates():
+    check = functools.partial(jmpscale.raise_if_stuck, max_consecutive_skips=9)
+    update = jax.jit(jmpscale.update)
+    for _ in range(3):  # runs that have applied a step may be alike
+        check(update(update(jmpscale.dynamic(), False), True))
+    for _ in range(2):
+        check(update(update(jmpscale.dynamic(), False), False))
+    with pytest.warns(UserWarning, match="the same in three calls.*Create the scaler once"):
+        check(update(update(jmpscale.dynamic(), False), False))
+
+
 def test_raise_if_stuck_warns_of_a_scale_that_grows_to_its_limit_without_a_skip():
     check = functools.partial(jmpscale.raise_if_stuck, max_consecutive_skips=2)
     scaler = jmpscale.dynamic(2.0**32, growth_interval=1)

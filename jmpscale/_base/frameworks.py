@@ -74,7 +74,7 @@ def _key_name(key: object) -> object:
     return getattr(key, "key", getattr(key, "name", None))
 
 
-def multi_steps_sums(tree: Any) -> list[Any]:
-    """Returns the leaves of the gradients that `optax.MultiSteps` has accumulated, recognized by their field's name."""
-    entries = jax.tree_util.tree_leaves_with_path(tree)
-    return [leaf for path, leaf in entries if any(getattr(key, "name", "") == "acc_grads" for key in path)]
+def leaves_of_fields(state: Any, names: set[str]) -> list[Any]:
+    """Returns the leaves of the fields of optax's states with these names, such as `mu` of Adam."""
+    entries = jax.tree_util.tree_leaves_with_path(state)
+    return [leaf for path, leaf in entries if any(getattr(key, "name", "") in names for key in path)]

@@ -1,7 +1,7 @@
 """Calls a function in two steps, between which its equations can be changed: `trace` and `Traced.evaluate`."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jmpscale._base.frameworks import is_nnx, is_outer_nnx, is_trace_error, nnx_lifting
+from jmpscale._base.marks import Mark, has_mark, mark
 from jmpscale._base.tree import PyTree, check_no_refs, flatten_matching, is_traced
 
 
@@ -32,13 +33,20 @@ def trace(fun: Callable[..., PyTree], *args: PyTree, name: str) -> Traced:
     `name` is the name of the function in errors, such as `loss_fn in jmpscale.autocast`.
     """
     unflatten: Callable[..., PyTree] = tuple
+    is_scaled: list[bool] = []
 
     def traced_outputs() -> list[Any]:
-        nonlocal unflatten
+        nonlocal unflatten, is_scaled
         # The function receives containers of its own, as under jax.jit, so it may change them.
         out = fun(*jax.tree.map(lambda x: x, args, is_leaf=is_nnx))
         leaves, unflatten = flatten_matching(out, is_traced)
+        is_scaled = [has_mark(Mark.SCALED, leaf) for leaf in leaves]
         return leaves
+
+    def unflatten_outputs(outputs: Iterable[Any]) -> PyTree:
+        leaves = list(outputs)
+        mark(Mark.SCALED, [x for x, flag in zip(leaves, is_scaled, strict=True) if flag])
+        return unflatten(leaves)
 
     # JAX shows this name where a traced value is used that the function has stored in an object that is not a pytree.
     traced_outputs.__name__ = f"{name}, which must not store traced values in Python objects,"
@@ -55,7 +63,7 @@ def trace(fun: Callable[..., PyTree], *args: PyTree, name: str) -> Traced:
                 "nnx.merge(graphdef, state, copy=True)."
             )
         raise
-    return Traced(closed.jaxpr, closed.consts, unflatten)
+    return Traced(closed.jaxpr, closed.consts, unflatten_outputs)
 
 
 def lift_nnx(transform: Callable[..., PyTree], fun: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTree:
