@@ -65,7 +65,8 @@ def apply_if(finite: ArrayLike, fn: Callable[..., Any], /, *carry: object) -> ob
       ValueError: `finite` is not a scalar.
 
     Warns:
-      UserWarning: `fn` returns a scaler that `update` has adjusted, or Flax NNX variables that are changed in place.
+      UserWarning: `fn` returns a scaler that `update` has adjusted, or Flax NNX variables that are changed in place; or
+        `finite` is the `step_applied` of a scaler that has been updated since.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -73,6 +74,11 @@ def apply_if(finite: ArrayLike, fn: Callable[..., Any], /, *carry: object) -> ob
     (Array(2., dtype=float32, weak_type=True), Array(5, dtype=int32, weak_type=True))
     """
     flag = check_flag(finite)
+    if has_mark(Mark.OLD_SCALE, source_of(Mark.FINITE, flag)):
+        warn_user(
+            "finite is about an earlier step: step_applied was read before the update of the scaler. Read it from the "
+            "new state."
+        )
     if not callable(fn):
         raise TypeError(
             f"fn must be a function of the carry, got {type_name(fn)}. Pass the function, then its arguments: "

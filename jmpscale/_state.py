@@ -130,7 +130,7 @@ class ScalerState(NamedTuple):
     def step_applied(self) -> jax.Array:
         """bool[], whether the most recent step was applied; true before the first step."""
         applied = self.consecutive_skips == 0
-        mark(Mark.FINITE, applied)
+        mark(Mark.FINITE, applied, self.loss_scale)
         return applied
 
 

@@ -351,6 +351,12 @@ def _gate(new, state, finite=None):
     return jmpscale.apply_if(new.scaler.step_applied if finite is None else finite, lambda _: new, state)
 
 
+def _apply_if_applied(scaler, finite, of_new_scaler):
+    applied = scaler.step_applied
+    new = jmpscale.update(scaler, finite)
+    return jmpscale.apply_if(new.step_applied if of_new_scaler else applied, _same, W32)
+
+
 def _gate_variables(copy=lambda state: state):
     state = nnx.State({"w": nnx.Param(W32)})
     jmpscale.apply_if(TRUE, lambda _: state, copy(state))
@@ -378,6 +384,10 @@ APPLY_IF = {
     },
     UserWarning: {
         "scaler": (_after_gradients(lambda s, _, ok: _gate(jmpscale.update(s, ok), s, ok)), "a scaler, and fn changes"),
+        "earlier flag": (
+            _after_gradients(lambda s, _, ok: _apply_if_applied(s, ok, False)),
+            "is about an earlier step",
+        ),
         "wrapper": (_after_gradients(lambda s, g, _: _gate(SCALE.update(g, s)[1], s), SCALE_STATE), "fn changes it:"),
         "variables": (_gate_variables, "fn returns the Flax NNX variables ... old = nnx.clone(nnx.state(model))."),
         "traced variables": (lambda: nnx.jit(_gate_variables)(), "fn returns the Flax NNX variables"),
@@ -1077,6 +1087,7 @@ VALID_CALLS = {
     "before a schedule": lambda: _update_in(optax.chain(SCALE, optax.scale_by_schedule(lambda n: 1 / (n + 1)))),
     "clip inside": _update_of_chain(inside=optax.chain(optax.clip(1.0), SGD)),
     "masked inside": lambda: _wrap(optax.masked(ADAM, MASK))().init(GRADS),
+    "gate by the flag of the step": _after_gradients(lambda s, _, ok: _apply_if_applied(s, ok, True)),
     "gate of another scaler": _after_gradients(lambda s, _, ok: _gate(jmpscale.update(s, ok), STATE, ok)),
     "gate of an adjusted scaler": _after_gradients(lambda s, _, ok: _gate(*[jmpscale.update(s, ok)] * 2, ok)),
     "gate by another flag": _after_gradients(lambda s, _, ok: _gate(jmpscale.update(s, ok), s, ok & TRUE)),

@@ -20,15 +20,15 @@ class Mark(enum.Enum):
     LOSS = "a loss that value_and_grad returned"
     SCALED = "a loss that scale returned"
     CHECKED = "whether a tree is finite"
-    FINITE = "whether gradients in true units are finite"
+    FINITE = "whether gradients in true units are finite"  # its source may be the loss scale from after this step
     FINITE_LOSS = "whether the loss is finite"
     OLD_SCALE = "a loss scale that a step has adapted"
     NEW_SCALE = "a loss scale from after a step"  # its source is the scale from before the first step of the program
     USED_SCALE = "a loss scale that has scaled a loss, or unscaled gradients"
 
 
-_marked = {kind: weakref.WeakValueDictionary[int, jax.Array]() for kind in Mark}  # by id
 _used: set[Mark] = set()
+_marked = {kind: weakref.WeakValueDictionary[int, jax.Array]() for kind in Mark}  # by id
 _sources = {kind: weakref.WeakValueDictionary[int, jax.Array]() for kind in Mark}  # by id of the marked array
 
 
