@@ -200,6 +200,7 @@ def _check_differentiable(args: tuple[PyTree, ...], argnums: Any, transform: Fun
 
 
 def _check_argument(argument: PyTree, position: int, transform: Function) -> None:
+    """Raises if `transform` cannot differentiate an argument, or would change only a copy of it."""
     if transform is jax.value_and_grad:
         check_no_nnx_objects(
             argument,
@@ -213,8 +214,6 @@ def _check_argument(argument: PyTree, position: int, transform: Function) -> Non
         got = f"{describe(leaf)} at {path}" if path else describe(leaf)
         remedy = "argnums does not count the scaler. Pass integers and other objects in another argument."
         if models:
-            got, remedy = (
-                f"an Equinox {type_name(models[0])} with {got}",
-                "Pass transform=equinox.filter_value_and_grad.",
-            )
+            got = f"an Equinox {type_name(models[0])} with {got}"
+            remedy = "Pass transform=equinox.filter_value_and_grad."
         raise TypeError(f"argument {position} must have only differentiable leaves, got {got}. {remedy}")
