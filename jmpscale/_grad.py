@@ -109,6 +109,8 @@ def value_and_grad(
             loss = out[0] if has_aux else out
             if has_mark(Mark.SCALED, loss) and state.config.mode != "disabled":
                 warn_user("the loss is scaled twice, because value_and_grad scales it. Remove scale from the loss.")
+            if has_mark(Mark.SCALED_BACKWARD, loss) and state.config.mode == "dynamic":  # not in diagnose
+                warn_user("the loss is scaled twice, because value_and_grad scales it. Remove loss_scaled.")
             if is_real_scalar(loss):
                 return scale_loss(state, loss), _Output(out)
             # Without scaling, a transformation of the user's may accept other losses.

@@ -63,9 +63,9 @@ _NEVER_SKIPPED = (
 )
 _UNCHANGED = (
     "The scaler was the same in three calls of raise_if_stuck in a row. If steps were taken between them, the new "
-    "state is lost: return it from the training step, assign it, and pass it to the next step. Create the scaler once, "
-    "not in each epoch. Do not put back the old state after an overflow: with_loss_scaling skips the step itself. With "
-    "Flax NNX, compile the step with nnx.jit, not with jax.jit."
+    "state is lost: return it from the training step, assign it, and pass it, not another scaler, to the next step and "
+    "to raise_if_stuck. Create it once, not in each epoch. Do not put back the old state after an overflow: "
+    "with_loss_scaling skips the step itself. With Flax NNX, compile the step with nnx.jit, not with jax.jit."
 )
 _IN_PROGRAM = (
     "raise_if_stuck is called in a compiled function, where it needs jax.experimental.checkify. Call it between steps, "
@@ -155,11 +155,10 @@ def _warn_about_calls(steps: jax.Array | np.ndarray, state: ScalerState) -> None
     """Warns if no step has changed the state in three calls, or if the scale has grown to its limit without a skip.
 
     `state` is on the host, and `steps` is its array `finite_steps`. An unchanged state is the same one, or one that has
-    replaced it and has the values of a start, of a growth, or of a run without an applied step. The scalers of several
-    runs may have these values, too, but then the earlier one still exists.
+    replaced it and has the values of a start, of a growth or of a skip. The scalers of several runs may have these
+    values, too, but then the earlier one still exists.
     """
-    may_grow = state.loss_scale < state.config.max_scale
-    is_start = not state.finite_steps and state.consecutive_skips in (0, state.total_skips) and may_grow
+    is_start = not state.finite_steps and state.loss_scale < state.config.max_scale
     is_returned = isinstance(steps, jax.Array)  # a new scaler consists of NumPy arrays
     _checked.append((weakref.ref(steps), state))
     calls = [(earlier(), others) for earlier, others in _checked]

@@ -502,6 +502,10 @@ VALUE_AND_GRAD = {
     },
     UserWarning: {
         "constant": (lambda: _traced(_value_and_grad_at_constant, GRADS), "the scaler is a constant of the compiled"),
+        "scaled backward pass": (
+            _value_and_grad(W32, fun=jmpscale.loss_scaled(_sum, 8.0)),
+            "twice ... Remove loss_scaled",
+        ),
         "scaled loss in autocast": (
             _value_and_grad(W32, fun=jmpscale.autocast(lambda w: jmpscale.scale(STATE, (w @ jnp.ones((2, 2))).sum()))),
             "the loss is scaled twice",
@@ -1098,7 +1102,7 @@ VALID_CALLS = {
     "gradients in two updates": _after_gradients(lambda s, g, _: SCALE.update(g, SCALE.update(g, s)[1]), SCALE_STATE),
     "gradients by a copy": _after_gradients(lambda s, g, _: SCALE.update(g, jax.tree.map(jnp.copy, s)), SCALE_STATE),
     "two losses": lambda: jmpscale.update(STATE, True, loss=_pair(LOSS)),
-    "value_and_grad of loss_scaled": _value_and_grad(W32, fun=jmpscale.loss_scaled(_sum, 8.0)),
+    "diagnosis of loss_scaled": lambda: jmpscale.diagnose(jmpscale.loss_scaled(_sum, 8.0))(STATE, W32),
     "bfloat16 averages": lambda: jmpscale.with_loss_scaling(optax.adam(1e-3, mu_dtype=jnp.bfloat16)).init(GRADS),
     "frozen float16 parameters": lambda: TX.init({"w": W16, "adapter": W32}),
     "optax_step if disabled": _apply(jmpscale.optax_step(SGD, W16), W16, SGD.init(W16)),

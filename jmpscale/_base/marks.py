@@ -19,6 +19,7 @@ class Mark(enum.Enum):
     GRADIENT = "a gradient in true units"  # its source is the loss scale
     LOSS = "a loss that value_and_grad returned"
     SCALED = "a loss that scale returned"
+    SCALED_BACKWARD = "a loss that loss_scaled returned"
     CHECKED = "whether a tree is finite"
     FINITE = "whether gradients in true units are finite"  # its source may be the loss scale from after this step
     FINITE_LOSS = "whether the loss is finite"
