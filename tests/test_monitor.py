@@ -192,7 +192,7 @@ def test_raise_if_stuck_warns_of_a_state_that_the_step_puts_back():
 def test_raise_if_stuck_warns_of_a_scaler_that_each_epoch_creates():
     check = functools.partial(jmpscale.raise_if_stuck, max_consecutive_skips=9)
     update = jax.jit(jmpscale.update)
-    for _ in range(3):  # runs whose last step was applied may be alike
+    for _ in range(3):  # runs whose last step was applied may have equal states
         check(update(update(jmpscale.dynamic(), False), True))
     for _ in range(2):
         check(update(update(jmpscale.dynamic(), False), False))
