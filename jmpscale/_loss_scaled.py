@@ -138,7 +138,6 @@ def _scale_backward_pass(loss_scale: jax.Array, name: str, watch: bool, fun: Fun
     Derivatives of derivatives are right only if both rules apply at the same one. Therefore each rule has all inputs
     as operands, although the rule for the outputs does not read them.
     """
-    mark(Mark.USED_SCALE, loss_scale)
     traced = trace(fun, *args, name=name)
     inputs, replace_inputs = flatten_matching(traced.inputs, lambda x: is_traced(x) and is_inexact(x))
     roles = _roles(inputs, args, traced.jaxpr)

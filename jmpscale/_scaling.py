@@ -61,7 +61,6 @@ def scale(scaler: PyTree, tree: Tree) -> Tree:
             )
         if is_traced(leaf) and needs_wider_gradient(leaf):
             warn_about_narrow_loss(leaf)
-    mark(Mark.USED_SCALE, state.loss_scale)
     scaled = _scale_leaves(state.loss_scale, tree)
     mark(Mark.SCALED, scaled)
     return scaled
@@ -126,7 +125,6 @@ def unscale_gradients(state: ScalerState, tree: Tree) -> Tree:
     # Only gradients pass through jit, which converts float0 to bool and raises for Python objects.
     grads, unflatten = flatten_gradients(tree)
     unscaled = unscale_leaves(grads, state.loss_scale)
-    mark(Mark.USED_SCALE, state.loss_scale)
     mark(Mark.GRADIENT, unscaled, state.loss_scale)
     return unflatten(unscaled)
 
@@ -176,7 +174,7 @@ def _at_least_float32(dtype: DTypeLike) -> np.dtype:
 
 def warn_if_nothing_is_scaled(scaler: ScalerState) -> None:
     """Warns about a step that adapts a dynamic scale, in a program that has not scaled a loss yet."""
-    if scaler.config.mode == "dynamic" and not was_used(Mark.USED_SCALE):
+    if scaler.config.mode == "dynamic" and not was_used(Mark.SCALED, Mark.GRADIENT):
         warn_user(
             "no loss has been scaled yet, so small gradients underflow in float16: jax.value_and_grad does not scale "
             "the loss. Take the gradients with jmpscale.value_and_grad(loss_fn)(scaler, params, batch), or wrap the "

@@ -76,7 +76,7 @@ def _clear_trace_counter():
 @pytest.fixture(autouse=True)
 def _scaled(monkeypatch):
     """Lets steps of the tests take gradients that no loss scale has made, whichever test comes first."""
-    monkeypatch.setattr(jmpscale._base.marks, "_used", {jmpscale._base.marks.Mark.USED_SCALE})
+    monkeypatch.setattr(jmpscale._base.marks, "_used", {jmpscale._base.marks.Mark.GRADIENT})
 
 
 @pytest.fixture

@@ -954,8 +954,14 @@ def _not_scaled(_, params):
 
 
 def _scaled_by_hand(state, params):
-    grads = jax.grad(lambda params: jmpscale.scale(state, _sum(params)))(params)
+    scale = jmpscale.get_scaler(state).loss_scale
+    grads = jax.grad(lambda params: scale * _sum(params))(params)
     return _sum(params), jmpscale.unscale(state, grads)
+
+
+def _unscaled_by_hand(state, params):
+    grads = jax.grad(lambda params: jmpscale.scale(state, _sum(params)))(params)
+    return _sum(params), jax.tree.map(lambda x: x / jmpscale.get_scaler(state).loss_scale, grads)
 
 
 def _scaled_for_a_loop(state, params):
@@ -974,8 +980,17 @@ def test_step_warns_if_no_loss_has_been_scaled(step):
 
 
 @pytest.mark.usefixtures("nothing_scaled")
+def test_step_without_a_loss_warns_if_it_is_compiled():
+    SCALE.update(GRADS, SCALE_STATE)  # an example
+    with pytest.warns(UserWarning, match="no loss has been scaled yet"):
+        _traced(SCALE.update, GRADS, SCALE_STATE)
+
+
+@pytest.mark.usefixtures("nothing_scaled")
 @pytest.mark.parametrize("step", [_wrapper, _functional_api])
-@pytest.mark.parametrize("take_gradients", [jmpscale.value_and_grad(_sum), _scaled_by_hand, _scaled_for_a_loop])
+@pytest.mark.parametrize(
+    "take_gradients", [jmpscale.value_and_grad(_sum), _scaled_by_hand, _unscaled_by_hand, _scaled_for_a_loop]
+)
 def test_step_does_not_warn_if_the_loss_has_been_scaled(step, take_gradients):
     _traced(functools.partial(step, take_gradients), STATE)
 

@@ -25,7 +25,6 @@ class Mark(enum.Enum):
     FINITE_LOSS = "whether the loss is finite"
     OLD_SCALE = "a loss scale that a step has adapted"
     NEW_SCALE = "a loss scale from after a step"  # its source is the scale from before the first step of the program
-    USED_SCALE = "a loss scale that has scaled a loss, or unscaled gradients"
 
 
 _used: set[Mark] = set()
@@ -51,6 +50,6 @@ def has_mark(kind: Mark, tree: PyTree) -> bool:
     return any(_marked[kind].get(id(x)) is x for x in jax.tree.leaves(tree))
 
 
-def was_used(kind: Mark) -> bool:
-    """Tests whether this process has ever marked anything as `kind`."""
-    return kind in _used
+def was_used(*kinds: Mark) -> bool:
+    """Tests whether this process has ever marked anything as one of these kinds."""
+    return not _used.isdisjoint(kinds)
