@@ -107,10 +107,7 @@ def value_and_grad(
             out = fun(*args, **kwargs)
             out = as_pair(out) if has_aux else out
             loss = out[0] if has_aux else out
-            if has_mark(Mark.SCALED, loss) and state.config.mode != "disabled":
-                warn_user("the loss is scaled twice, because value_and_grad scales it. Remove scale from the loss.")
-            if has_mark(Mark.SCALED_BACKWARD, loss) and state.config.mode == "dynamic":  # not in diagnose
-                warn_user("the loss is scaled twice, because value_and_grad scales it. Remove loss_scaled.")
+            _warn_if_scaled_twice(loss, state.config.mode)
             if is_real_scalar(loss):
                 return scale_loss(state, loss), _Output(out)
             # Without scaling, a transformation of the user's may accept other losses.
@@ -130,6 +127,16 @@ def value_and_grad(
     # functools.wraps would show jax.jit(..., static_argnames=...) the signature of fun, which lacks the scaler.
     value_and_grad_fun.__name__ = f"value_and_grad_of_{name}"
     return value_and_grad_fun
+
+
+def _warn_if_scaled_twice(loss: object, mode: str) -> None:
+    """Warns if `fun` scales the loss itself."""
+    by_scale = has_mark(Mark.SCALED, loss) and mode != "disabled"
+    # diagnose may be given a function with loss_scaled, and has a static scaler.
+    by_loss_scaled = has_mark(Mark.SCALED_BACKWARD, loss) and mode == "dynamic"
+    if by_scale or by_loss_scaled:
+        cause = "scale from the loss" if by_scale else "loss_scaled"
+        warn_user(f"the loss is scaled twice, because value_and_grad scales it. Remove {cause}.")
 
 
 def _check_options(fun: Function, argnums: Any, has_aux: object, arguments: tuple[object, ...]) -> None:
@@ -210,8 +217,9 @@ def _check_argument(argument: PyTree, position: int, transform: Function) -> Non
             "Pass transform=flax.nnx.value_and_grad, which keeps batch statistics and random streams up to date.",
         )
     models = find_instances(argument, imported("equinox", "Module"))
-    found = first_leaf(argument, lambda leaf: not is_inexact(leaf))
-    if found and (models or transform is jax.value_and_grad):
+    if not models and transform is not jax.value_and_grad:
+        return
+    if found := first_leaf(argument, lambda leaf: not is_inexact(leaf)):
         path, leaf = found
         got = f"{describe(leaf)} at {path}" if path else describe(leaf)
         remedy = "argnums does not count the scaler. Pass integers and other objects in another argument."

@@ -186,7 +186,7 @@ def with_loss_scaling(
         warn_if_unsynchronized(axis_name, norm_axis_name)
         warn_if_loss_is_misspelled(extra_args, inner)
         warn_if_misplaced()
-        if loss is not None or in_compiled_step(grads):  # a step, not an example
+        if loss is not None or in_compiled_step(grads):  # examples pass gradients alone
             warn_if_nothing_is_scaled(scaler)
         warn_if_gradients_are_narrow(grads)
         warn_if_unscaled_by_another(grads, scaler)

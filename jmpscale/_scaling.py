@@ -117,7 +117,7 @@ def unscale(scaler: PyTree, tree: Tree) -> Tree:
 
 
 def unscale_gradients(state: ScalerState, tree: Tree) -> Tree:
-    """Divides gradients by the loss scale, even if the function has a constant loss scale of its own."""
+    """Divides gradients by the loss scale. Unlike `unscale`, it accepts the gradients of a `loss_scaled` function."""
     check_no_refs(tree)
     if state.config.mode == "disabled":
         return tree

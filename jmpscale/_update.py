@@ -84,7 +84,7 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
     if scaler.config.mode == "disabled":
         return scaler
     warn_if_constant(scaler, finite)
-    if has_mark(Mark.CHECKED, finite):  # the flag of a step, not of an example
+    if has_mark(Mark.CHECKED, finite):  # examples pass True or False
         warn_if_nothing_is_scaled(scaler)
     warn_if_gated("jmpscale.update", "Call update after apply_if, with the same flag.")
     if has_mark(Mark.FINITE_LOSS, finite):

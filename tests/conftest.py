@@ -75,13 +75,13 @@ def _clear_trace_counter():
 
 @pytest.fixture(autouse=True)
 def _scaled(monkeypatch):
-    """Lets steps of the tests take gradients that no loss scale has made, whichever test comes first."""
+    """Records that a loss has been scaled: most tests take steps with gradients that they write by hand."""
     monkeypatch.setattr(jmpscale._base.marks, "_used", {jmpscale._base.marks.Mark.GRADIENT})
 
 
 @pytest.fixture
 def nothing_scaled(monkeypatch):
-    """Starts a test as a new process starts: no loss has been scaled."""
+    """Records that no loss has been scaled, as when a process starts."""
     monkeypatch.setattr(jmpscale._base.marks, "_used", set())
 
 

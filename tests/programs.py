@@ -17,6 +17,10 @@ import numpy as np
 W, X = jnp.array([1.0, 3.0]), jnp.array([2.0, 5.0])
 
 
+# Messages of the package that are more specific than JAX's.
+MORE_SPECIFIC = "fun must return a|argument .* must have only|argnums must be"
+
+
 class Program(NamedTuple):
     """A loss function, the arguments of one call, and the options of `jax.value_and_grad`."""
 
@@ -29,9 +33,7 @@ class Program(NamedTuple):
 def assert_like_jax(program, transform):
     """Runs a program with `transform` and with `jax.value_and_grad`; their results or exceptions must be equal."""
     found, expected = _outcome(program, transform), _outcome(program, jax.value_and_grad)
-    if re.match(
-        "fun must return a|argument .* must have only|argnums must be", str(found[1])
-    ):  # more specific messages
+    if re.match(MORE_SPECIFIC, str(found[1])):
         assert found[0] is expected[0]
     else:
         assert found == expected

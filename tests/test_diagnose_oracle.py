@@ -54,7 +54,7 @@ def in_float16(lines):
 
 
 def edited(lines):
-    """Returns a compiled loss and gradient, as a function of the scale and of flags: the lines that are in float32."""
+    """Returns a function that computes the loss and the gradient, given the lines in float32 and the loss scale."""
 
     def in_dtype(line, dtype):
         compute = eval(f"lambda h, w, c: {line.format(d='d')}", {"jnp": jnp, "d": dtype})
@@ -74,7 +74,7 @@ def edited(lines):
 
 
 def smallest_sets(lines):
-    """Returns the smallest sets of at most two lines that, in float32, make the step accurate."""
+    """Returns the smallest sets, of one or two lines, for which the step is accurate if these lines are in float32."""
     run, all_lines = edited(lines), range(len(lines))
     loss, exact = map(np.asarray, run(all_lines, 1.0))
 

@@ -21,13 +21,13 @@ class Mark(enum.Enum):
     SCALED = "a loss that scale returned"
     SCALED_BACKWARD = "a loss that loss_scaled returned"
     CHECKED = "whether a tree is finite"
-    FINITE = "whether gradients in true units are finite"  # its source may be the loss scale from after this step
+    FINITE = "whether gradients in true units are finite"  # its source may be the loss scale after this step
     FINITE_LOSS = "whether the loss is finite"
     OLD_SCALE = "a loss scale that a step has adapted"
     NEW_SCALE = "a loss scale from after a step"  # its source is the scale from before the first step of the program
 
 
-_used: set[Mark] = set()
+_used: set[Mark] = set()  # all kinds since the process started
 _marked = {kind: weakref.WeakValueDictionary[int, jax.Array]() for kind in Mark}  # by id
 _sources = {kind: weakref.WeakValueDictionary[int, jax.Array]() for kind in Mark}  # by id of the marked array
 
