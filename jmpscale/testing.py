@@ -1,8 +1,10 @@
 """Tools for testing training programs."""
 
+import bisect
+import math
 import zlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +15,7 @@ from jax.typing import ArrayLike
 from jmpscale._base.axes import map_like
 from jmpscale._base.check import check_flag
 from jmpscale._base.compat import varying_axes
-from jmpscale._base.frameworks import imported
-from jmpscale._base.text import describe, truncate, type_name
+from jmpscale._base.text import describe, format_number, truncate, type_name
 from jmpscale._base.tree import (
     PyTree,
     Tree,
@@ -25,34 +26,176 @@ from jmpscale._base.tree import (
     named_leaves,
     structure,
 )
+from jmpscale._scaler_of_tree import find_scaler, get_scaler, is_scaler, replace_scaler
+from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, WithLossScalingState
+
+_RETURNED = (
+    "it returned the scaler that it received. Return the scaler of update, or the optimizer state of tx.update; carry "
+    "it through jax.lax.scan; do not put back the old state."
+)
+_UNSCALED = (
+    "the gradients do not depend on the scaler of the state. Take them with jmpscale.value_and_grad(loss_fn)(scaler, "
+    "params, batch)."
+)
+_HIDDEN = (
+    "its result is wrong. Something replaces infinity and NaN before the check, such as a clip, jnp.nan_to_num or a "
+    "choice of micro-batches; or the flag is not about all gradients. Check the gradients of the loss first."
+)
+_SKIPPED = (
+    "the step was skipped at every loss scale. jmpscale.diagnose names the line, unless the flag for update is "
+    "inverted: it must be true if the gradients are finite."
+)
 
 
-def inject(tree: Tree, value: ArrayLike, *, path: str = "", when: ArrayLike = True) -> Tree:
-    """Replaces the first element of one leaf with a value, such as an infinity.
+def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: Sequence[str] = ()) -> None:
+    """Runs a training step at several loss scales, and raises if it treats an overflow or the scale wrongly.
+
+    At a loss scale of 2^126, gradients overflow in float16. The step must be skipped, and change nothing but its
+    scaler. If nothing overflows, as in float32, this must hold at an infinite scale. Below the scale at which the step
+    is skipped, no change may be much larger than at smaller scales; and none may be proportional to the scale, its
+    inverse or their squares.
 
     Args:
-      tree: pytree of gradients, or any other.
-      value: the value, such as `jnp.inf` or `jnp.nan`, converted to the leaf's dtype.
-      path: the leaf, in the notation of `jax.tree_util.keystr`: `"['dense']['kernel']"` in dictionaries,
-        `".layers[0].weight"` in an Equinox model, and `""` if the tree is a single array.
-      when: bool[], whether to inject the fault. For a fault in one step, compare a count that advances on skipped
-        steps as well, such as the index of the loop: with a gated count every later step would be skipped, too. For a
-        fault on one device, compare `jax.lax.axis_index`.
-
-    Returns:
-      The tree. The first element of the leaf is `value` if `when` is true.
+      step: function of the training state that returns the new state, such as
+        `lambda state: train_step(*state, batch)[:2]`. It runs about fifteen times.
+      state: pytree of all that a step changes: parameters, optimizer state, batch statistics, and exactly one scaler.
+        It is copied, so the step may donate its argument.
+      ignore: the leaves that a skipped step may change, such as `(".step", ".rng")`, as the beginnings of their paths
+        in the notation of `jax.tree_util.keystr`. The scaler and the `grad_norm` of `with_loss_scaling` are ignored.
 
     Raises:
-      TypeError: `when` is not a boolean, or the tree contains a Flax NNX object.
-      ValueError: there is no floating-point or complex leaf at `path`, or `value` or `when` is not a scalar.
+      AssertionError: the step is not skipped, or changes the state although it is skipped, or depends on the scale.
+        The message names the likely mistakes.
+      TypeError: `step` returns another structure, or the state contains a Flax NNX object.
+      ValueError: the state does not contain exactly one scaler; the scaler is disabled; or `ignore` names no leaf.
 
     >>> import jax.numpy as jnp
+    >>> import jmpscale
+    >>> import optax
     >>> from jmpscale import testing
-    >>> grads = {"w": jnp.ones(3), "b": jnp.ones(2)}
-    >>> testing.inject(grads, jnp.inf, path="['w']")["w"]
-    Array([inf,  1.,  1.], dtype=float32)
+    >>> tx = jmpscale.with_loss_scaling(optax.sgd(0.1))
+    >>> def step(state):
+    ...     w, opt_state = state
+    ...     loss, grads = jmpscale.value_and_grad(lambda w: jnp.sum(w**2))(opt_state, w)
+    ...     updates, opt_state = tx.update(grads, opt_state, w, value=loss)
+    ...     return optax.apply_updates(w, updates), opt_state
+    >>> testing.check_step(step, (jnp.ones(3), tx.init(jnp.ones(3))))
     """
-    return _map_leaf(path, tree, _set_first, value, when)
+    remedy = "Pass (nnx.state(model), optimizer.opt_state); step puts them into the objects, and returns them again."
+    check_no_nnx_objects(state, "state", remedy)
+    state = jax.tree.map(_copy, state)  # a step can change variables of Flax NNX in place
+    scaler = find_scaler(state, "state")
+    if scaler.config.mode == "disabled":
+        raise ValueError("state must contain a scaler that checks gradients, got a disabled one. Use another one.")
+    paths = [path for path, _ in named_leaves(state)]
+    if unknown := [start for start in ignore if not any(path.startswith(start) for path in paths)]:
+        raise ValueError(f"ignore must name leaves of the state, got {unknown}. The paths are {paths[:20]}.")
+
+    def run(scale: float) -> _Run:
+        new = scaler._replace(loss_scale=jnp.full_like(scaler.loss_scale, scale))
+        return _run(step, replace_scaler(state, new), ignore)
+
+    usual = run(float(scaler.loss_scale))
+    while usual.is_skipped:
+        if usual.scale < SMALLEST_SCALE * 2**8:
+            raise AssertionError(_SKIPPED)
+        usual = run(usual.scale / 2**8)
+    # At 2^-60, half-precision gradients are zero, and do not hide a term of the loss that is not scaled.
+    for one in (usual, run(2.0**-60)):
+        _check_units(one, run(one.scale / 4))
+    largest = run(LARGEST_SCALE)
+    if not largest.is_skipped and largest.has_changes_of(usual):
+        largest = run(np.inf)
+    if not largest.is_skipped:
+        why = _RETURNED if largest.returns_scaler else _UNSCALED if largest.has_changes_of(usual) else _HIDDEN
+        raise AssertionError(f"the step was not skipped at a loss scale of {format_number(largest.scale)}: {why}")
+    _check_unchanged(largest)
+    if largest.scale == LARGEST_SCALE:
+        # Before a gradient is NaN, which a clip does not replace, it is infinite.
+        exponents = range(round(math.log2(usual.scale)), 126)
+        last = exponents[bisect.bisect_left(exponents, True, 1, key=lambda k: run(2.0**k).is_skipped) - 1]
+        _check_no_larger(run(2.0**last), run(2.0 ** (last - 8)))
+
+
+class _Run(NamedTuple):
+    """A run of a training step."""
+
+    scale: float
+    is_skipped: bool
+    returns_scaler: bool  # that it received
+    leaves: list[tuple[str, Any, Any]]  # of the state, without the scaler: the path, before and after the step
+
+    def changes(self) -> dict[str, float]:
+        """Returns the largest change of each leaf of floating-point or complex numbers."""
+        return {path: float(jnp.abs(now - was).max(initial=0)) for path, was, now in self.leaves if is_inexact(was)}
+
+    def has_changes_of(self, other: "_Run") -> bool:
+        pairs = zip(self.changes().values(), other.changes().values(), strict=True)
+        return all(math.isclose(ours, theirs, rel_tol=0.01) for ours, theirs in pairs)
+
+
+def _run(step: Callable[[Any], Any], state: PyTree, ignore: Sequence[str]) -> _Run:
+    after = step(jax.tree.map(_copy, state))
+    if structure(after) != structure(state):
+        raise TypeError(
+            f"step must return a state with the structure of its argument, {truncate(structure(state), 200)}, got "
+            f"{truncate(structure(after), 200)}. Return the new state alone, as in "
+            "lambda state: train_step(*state, batch)[:2]."
+        )
+    old, new = get_scaler(state), get_scaler(after)
+    returns_scaler = [*map(_bits, old[:-1])] == [*map(_bits, new[:-1])]
+    pairs = zip(_gated_leaves(state, ignore), _gated_leaves(after, ignore), strict=True)
+    leaves = [(path, was, now) for (path, was), (_, now) in pairs]
+    return _Run(float(old.loss_scale), bool(new.total_skips > old.total_skips), returns_scaler, leaves)
+
+
+def _copy(leaf: Any) -> Any:
+    """Returns a new array, if a leaf is an array, or a number, which a compiled step returns as an array."""
+    return jnp.array(leaf) if is_array(leaf) or isinstance(leaf, (int, float, complex)) else leaf
+
+
+def _gated_leaves(state: PyTree, ignore: Sequence[str]) -> list[tuple[str, Any]]:
+    """Returns the leaves that a skipped step must not change, with their paths."""
+    entries = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_scaler)
+    norms = {
+        id(x) for wrapped in find_instances(state, WithLossScalingState) for x in jax.tree.leaves(wrapped.grad_norm)
+    }
+    leaves = [(jax.tree_util.keystr(path), leaf) for path, leaf in entries if not is_scaler(leaf)]
+    return [(path, leaf) for path, leaf in leaves if id(leaf) not in norms and not path.startswith(tuple(ignore))]
+
+
+def _check_units(one: _Run, other: _Run) -> None:
+    """Raises if a change is proportional to the scale, its inverse or, as Adam's averages of squares, their squares."""
+    pairs = zip(one.changes().items(), other.changes().values(), strict=True)
+    for (path, ours), theirs in pairs:
+        powers = [(one.scale / other.scale) ** n for n in (-2, -1, 1, 2)]
+        if theirs and any(math.isclose(ours / theirs, power, rel_tol=0.01) for power in powers):
+            raise AssertionError(
+                f"the change of state{path} depends on the loss scale: it is {ours:.3g} at {format_number(one.scale)}, "
+                f"and {theirs:.3g} at {format_number(other.scale)}. Scale every term of the loss, unscale the "
+                "gradients once, as jmpscale.value_and_grad does, and clip them only then."
+            )
+
+
+def _check_unchanged(run: _Run) -> None:
+    """Raises if a skipped step has changed any bit."""
+    for path, was, now in run.leaves:
+        if _bits(was) != _bits(now):
+            raise AssertionError(
+                f"the skipped step changed state{path}: {truncate(was)} before, {truncate(now)} after. Gate it with "
+                f"apply_if. If it counts calls, or is a random key, pass ignore=({path!r},)."
+            )
+
+
+def _check_no_larger(one: _Run, other: _Run) -> None:
+    """Raises if a change is larger than at a smaller scale, by more than the rounding of subnormal numbers."""
+    pairs = zip(one.changes().items(), other.changes().values(), strict=True)
+    for (path, ours), theirs in pairs:
+        if theirs and ours > 2.5 * theirs:
+            raise AssertionError(
+                f"the step was not skipped at a loss scale of {format_number(one.scale)}, where it changes state{path} "
+                f"by {ours:.3g}, and by {theirs:.3g} at {format_number(other.scale)}: {_HIDDEN}"
+            )
 
 
 def inject_backward(tree: Tree, value: ArrayLike, *, path: str = "", when: ArrayLike = True) -> Tree:
@@ -64,17 +207,20 @@ def inject_backward(tree: Tree, value: ArrayLike, *, path: str = "", when: Array
 
     Args:
       tree: pytree of parameters or activations that the loss depends on.
-      value: as in `inject`.
-      path: as in `inject`.
-      when: as in `inject`. If it differs between devices that hold the same leaf, all of them receive the fault,
+      value: a scalar such as `jnp.inf` or `jnp.nan`, converted to the leaf's dtype.
+      path: the leaf, in the notation of `jax.tree_util.keystr`: `"['dense']['kernel']"` in dictionaries,
+        `".layers[0].weight"` in an Equinox model, and `""` if the tree is a single array.
+      when: bool[], whether to inject the fault. For a fault in one step, compare a count that advances on skipped
+        steps as well, such as the index of the loop: with a gated count every later step would be skipped, too. For a
+        fault on one device, compare `jax.lax.axis_index`; devices that hold the same leaf all receive the fault,
         because the cotangent is a sum over them.
 
     Returns:
       The tree, bit for bit. In reverse mode, the first element of the leaf's cotangent is `value` if `when` is true.
 
     Raises:
-      TypeError: as `inject`.
-      ValueError: as `inject`.
+      TypeError: `when` is not a boolean, or the tree contains a Flax NNX object.
+      ValueError: there is no floating-point or complex leaf at `path`, or `value` or `when` is not a scalar.
 
     >>> import jax
     >>> import jax.numpy as jnp
@@ -82,11 +228,6 @@ def inject_backward(tree: Tree, value: ArrayLike, *, path: str = "", when: Array
     >>> jax.grad(lambda w: jnp.sum(testing.inject_backward(w, jnp.inf) ** 2))(jnp.ones(3))
     Array([inf,  2.,  2.], dtype=float32)
     """
-    return _map_leaf(path, tree, _fault_in_cotangent, value, when)
-
-
-def _map_leaf(path: str, tree: Tree, change: Callable[..., object], value: ArrayLike, when: ArrayLike) -> Tree:
-    """Returns the tree with `change(leaf, value, when)` in place of the leaf at `path`."""
     check_no_nnx_objects(
         tree, "tree", "Inject into the result of the model: inject_backward(model(x), jnp.inf, when=...)."
     )
@@ -100,7 +241,7 @@ def _map_leaf(path: str, tree: Tree, change: Callable[..., object], value: Array
         raise ValueError(f"value must be a scalar such as jnp.inf, got {describe(value)}. Inject one value at a time.")
     flag = check_flag(when, "when")
 
-    changed = [change(leaf, value, flag) if name == path else leaf for name, leaf in named_leaves(tree)]
+    changed = [_fault_in_cotangent(leaf, value, flag) if name == path else leaf for name, leaf in named_leaves(tree)]
     return jax.tree.unflatten(jax.tree.structure(tree), changed)
 
 
@@ -121,70 +262,13 @@ def _fault_in_cotangent(leaf: jax.Array, value: ArrayLike, flag: jax.Array) -> j
     return identity(leaf, value, flag)
 
 
-def assert_step_is_noop(before: PyTree, after: PyTree) -> None:
-    """Raises if a step changed any bit. A skipped step must change none.
-
-    Args:
-      before: the training state before the step: parameters, optimizer state, averages and everything else,
-        except the scaler, which counts the skip, and the `grad_norm` of `with_loss_scaling`. Copy arrays that the step
-        donates, and the variables of Flax NNX models, which change in place: `nnx.clone(nnx.state(model))`.
-      after: the same after the step.
-
-    Raises:
-      AssertionError: a structure, shape, dtype or bit differs; the message names the first such leaf.
-      TypeError: an argument contains a Flax NNX object, or both contain the same NNX variable.
-
-    >>> import jax.numpy as jnp
-    >>> from jmpscale import testing
-    >>> testing.assert_step_is_noop({"w": jnp.ones(3)}, {"w": jnp.ones(3)})
-    """
-    _check_is_copy(before, after)
-    old, new = named_leaves(before), named_leaves(after)
-    if differing := {path for path, _ in old} ^ {path for path, _ in new}:
-        raise AssertionError(
-            f"the step changed the structure of the training state: state{min(differing)} is only in one of the two "
-            "states."
-        )
-    if structure(before) != structure(after):
-        raise AssertionError(
-            f"the step changed the structure of the training state: {truncate(structure(before), 200)} before, "
-            f"{truncate(structure(after), 200)} after. A container has another type, or another static field, such as "
-            "a function that was created again. Compare the arrays alone, such as (state.params, state.opt_state) of a "
-            "TrainState."
-        )
-    for (path, was), (_, now) in zip(old, new, strict=True):
-        if _bits(was) != _bits(now):
-            raise AssertionError(
-                f"the step changed state{path}: {truncate(repr(was), 200)} before, {truncate(repr(now), 200)} after. "
-                "If the step was skipped (total_skips of its scaler has increased), gate this value with apply_if, or "
-                "leave it out if it counts calls, or belongs to a scaler, which counts the skip (of the optimizer "
-                "state of with_loss_scaling, compare inner_state); otherwise no overflow reached the gradients."
-            )
-
-
-def _check_is_copy(before: PyTree, after: PyTree) -> None:
-    """Raises if a step may have changed `before` in place."""
-    remedy = "Copy the state before the step: before = nnx.clone(nnx.state(model))."
-    for name, tree in (("before", before), ("after", after)):
-        check_no_nnx_objects(tree, name, remedy)
-    old, new = (set(map(id, find_instances(tree, imported("flax.nnx", "Variable")))) for tree in (before, after))
-    if old & new:
-        raise TypeError(
-            "before must be a copy of the training state, got Flax NNX variables that are also in after: the step "
-            f"has changed both in place. {remedy}"
-        )
-
-
 def _bits(leaf: object) -> object:
     """Returns a value that is equal for two leaves only if they are equal bit for bit."""
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return leaf.shape, leaf.dtype, np.asarray(jax.random.key_data(leaf)).tobytes()
     if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
-        value = np.asarray(leaf)
-        return value.shape, leaf.dtype, value.tobytes()
-    # Numbers are compared as text, because NaN does not equal itself, while 1, 1.0 and True are equal, as are 0.0 and
-    # -0.0.
-    return (type(leaf), repr(leaf)) if isinstance(leaf, (int, float, complex)) else leaf
+        return leaf.shape, leaf.dtype, np.asarray(leaf).tobytes()
+    return leaf
 
 
 def assert_replicated(tree: PyTree) -> None:

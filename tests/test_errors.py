@@ -856,14 +856,21 @@ CAST_AND_MONITORING = {
 
 
 def _inject(value=jnp.inf, path="['w']", **options):
-    return lambda: testing.inject(GRADS | {"n": 1, "empty": jnp.ones(0)}, value, path=path, **options)
+    return lambda: testing.inject_backward(GRADS | {"n": 1, "empty": jnp.ones(0)}, value, path=path, **options)
+
+
+def _check(state, step=lambda state: state, **options):
+    return lambda: testing.check_step(step, state, **options)
 
 
 TOOLS = {
     TypeError: {
-        "inject into nnx": (lambda: testing.inject(NNX, jnp.inf), "tree must hold values, got a Flax NNX Dropout"),
         "inject_backward into nnx": (lambda: testing.inject_backward(NNX, jnp.inf), "NNX Dropout ... inject_backward"),
         "inject at a number": (_inject(when=2), "when must be a boolean, got 2"),
+        "check_step: structure": (
+            _check(STATE, lambda state: (state, 1)),
+            "step must return a state with",
+        ),
         "replicated number": (lambda: testing.assert_replicated({"w": 1}), "tree['w'] must be an array, got int. Pass"),
         "list of metrics": (lambda: plots.scale_trajectory([]), "history must hold ... got list. Stack a list with"),
         "one step": (lambda: plots.scale_trajectory(jmpscale.metrics(STATE)), "history must ... got float32[], int32"),
@@ -875,10 +882,21 @@ TOOLS = {
         "path": (_inject(path="w"), "must lead to ... got 'w'. The paths of this tree are [\"['b']\", \"['w']\"]."),
         "path of int": (_inject(path="['n']"), "path must lead to a floating-point leaf"),
         "path of no element": (_inject(path="['empty']"), "path must lead to a floating-point leaf"),
-        "path is a tree": (lambda: testing.inject(BIG, jnp.inf, path=GRADS), "path must lead to a ... got dict."),
-        "path of inject_backward": (lambda: testing.inject_backward(GRADS, 1, path="w"), "path must ... got 'w'."),
+        "path is a tree": (
+            lambda: testing.inject_backward(BIG, jnp.inf, path=GRADS),
+            "path must lead to a ... got dict.",
+        ),
         "values": (_inject(jnp.ones((2, 3))), "value must be a scalar ... got float32[2, 3]. Inject one value at a"),
         "None": (_inject(None), "value must be a scalar such as jnp.inf, got None."),
+        "check_step: no scaler": (_check(1.0), "state must contain exactly one ScalerState, found 0 in a Array."),
+        "check_step: disabled": (
+            _check(jmpscale.disabled()),
+            "state must contain a scaler that checks",
+        ),
+        "check_step: ignore": (
+            _check(STATE, ignore=(".step",)),
+            "ignore must name leaves ... got ['.step'].",
+        ),
         "histogram of ints": (lambda: plots.exponent_histogram({"n": INTS}), "grads ... got none. Pass the gradients."),
         "histogram of nothing": (lambda: plots.exponent_histogram({"w": np.zeros(0)}), "grads must have ... got none."),
         "limit of headroom": (lambda: plots.headroom(REPORTS, limit=0), "limit must be between 1 ... got 0."),

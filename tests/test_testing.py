@@ -1,4 +1,4 @@
-"""jmpscale.testing: each tool injects or finds the fault, and its message names the leaf."""
+"""jmpscale.testing: each tool finds or plants a fault, and its message names the leaf."""
 
 import jax
 import jax.numpy as jnp
@@ -11,148 +11,250 @@ from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 
 import jmpscale
-from jmpscale.testing import assert_replicated, assert_step_is_noop, inject, inject_backward
+from jmpscale.testing import assert_replicated, check_step, inject_backward
 
 import meshes
+from bits import assert_equal_bits
+from tables import names
 
-# --- assert_step_is_noop ---
+# --- check_step ---
 
-STATE = {"w": jnp.arange(3.0), "n": jnp.array(3), "key": jax.random.key(0), "f": jnp.tanh, "s": "text"}
-NAN = float("nan")
-
-
-@jax.tree_util.register_pytree_with_keys_class
-class Twins:
-    """Two children under the same key."""
-
-    def __init__(self, first, second):
-        self.children = first, second
-
-    def tree_flatten_with_keys(self):
-        return tuple((jax.tree_util.GetAttrKey("x"), child) for child in self.children), None
-
-    @classmethod
-    def tree_unflatten(cls, _, children):
-        return cls(*children)
+KEYS = jax.random.split(jax.random.key(0), 4)
+X, Y = jax.random.normal(KEYS[0], (32, 8)), jax.random.normal(KEYS[1], (32, 1))
+PARAMS = {"inner": jax.random.normal(KEYS[2], (8, 16)) / 3, "outer": jax.random.normal(KEYS[3], (16, 1)) / 4}
+ADAM = optax.adamw(1e-3)
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (STATE, {name: leaf.copy() if hasattr(leaf, "copy") else leaf for name, leaf in STATE.items()}),
-        (np.float32("nan"), np.float32("nan")),
-        (np.arange(3.0, dtype=np.float32), jnp.arange(3.0)),
-        (NAN, -float("nan")),
-        (10**40, 10**39 * 10),
-        (complex(NAN, -0.0), complex(NAN, -0.0)),
-        (Twins(1, 2), Twins(1, 2)),
-    ],
-    ids=["state", "numpy-nan", "numpy-jax", "nan", "int", "complex", "twins"],
-)
-def test_assert_step_is_noop_accepts_equal_bits(before, after):
-    assert_step_is_noop({"x": before}, {"x": after})
+def _loss(params, x, y):
+    return jnp.mean((jnp.tanh(x @ params["inner"]) @ params["outer"] - y) ** 2)
 
 
-DIFFERENT = {  # two leaves that differ
-    "array: one bit": (jnp.arange(3.0), jnp.array([0.0, 1.0, np.nextafter(np.float32(2), np.float32(3))])),
-    "array: dtype": (jnp.zeros(2), jnp.zeros(2, jnp.int32)),
-    "array: shape": (jnp.zeros(2), jnp.zeros((2, 1))),
-    "key: value": (jax.random.key(0), jax.random.key(1)),
-    "key: shape": (jax.random.key(0), jax.random.key(0)[None]),
-    "key: implementation": (jax.random.key(0), jax.random.key(0, impl="rbg")),
-    "function": (jnp.tanh, jnp.sin),
-    "string and int": ("1", 1),
-    "float: sign of zero": (0.0, -0.0),
-    "int and bool": (1, True),
-    "complex: sign of zero": (complex(0.0, 0.0), complex(0.0, -0.0)),
-    "float and NumPy scalar": (1.0, np.float32(1.0)),
-    "float and array": (1.0, jnp.float32(1.0)),
-    "NumPy string": (np.str_("a"), np.str_("b")),
-    "float0: shape": (np.zeros(2, jax.dtypes.float0), np.zeros(3, jax.dtypes.float0)),
-    "container: second child": (Twins(1, 2), Twins(1, 3)),
+def _loss_by_hand(params, x, y):
+    half, x = jmpscale.cast((params, x), jnp.float16)
+    return jnp.mean(((jnp.tanh(x @ half["inner"]) @ half["outer"]).astype(jnp.float32) - y) ** 2)
+
+
+LOSSES = {"autocast": jmpscale.autocast(_loss), "by hand": _loss_by_hand, "float32": _loss}
+
+
+def _wrapper(loss_fn, inner=ADAM, gradients=jmpscale.value_and_grad, scaler=None, **options):
+    """Returns a step of the wrapper, which donates its state, and the state."""
+    tx = jmpscale.with_loss_scaling(inner, scaler, **options)
+
+    def step(state):
+        params, opt_state = state
+        loss, grads = gradients(loss_fn)(opt_state, params, X, Y)
+        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state
+
+    return jax.jit(step, donate_argnums=0), (PARAMS, tx.init(PARAMS))
+
+
+def _functional(loss_fn, flag=lambda loss, grads: jmpscale.all_finite(grads), scaler=None):
+    def step(state):
+        params, opt_state, scaler = state
+        loss, grads = jmpscale.value_and_grad(loss_fn)(scaler, params, X, Y)
+        finite = flag(loss, grads)
+        params, opt_state = jmpscale.apply_if(finite, jmpscale.optax_step(ADAM, grads), params, opt_state)
+        return params, opt_state, jmpscale.update(scaler, finite, loss=loss)
+
+    return jax.jit(step), (PARAMS, ADAM.init(PARAMS), scaler or jmpscale.dynamic())
+
+
+def _not_gated(loss_fn):
+    def step(state):
+        params, opt_state, scaler = state
+        loss, grads = jmpscale.value_and_grad(loss_fn)(scaler, params, X, Y)
+        updates, opt_state = ADAM.update(grads, opt_state, params)
+        scaler = jmpscale.update(scaler, jmpscale.all_finite(grads), loss=loss)
+        return optax.apply_updates(params, updates), opt_state, scaler
+
+    return jax.jit(step), _functional(loss_fn)[1]
+
+
+def _puts_back(loss_fn):
+    step, state = _functional(loss_fn)
+    return lambda state: (*step(state)[:2], state[2]), state
+
+
+def _with_count(loss_fn):
+    """Returns a step whose state also has a statistic, a key and a Python number that change at every call."""
+    step, state = _wrapper(loss_fn)
+
+    @jax.jit
+    def whole_step(state):
+        mean, key, count, state = state
+        return 0.9 * mean + 1.0, jax.random.fold_in(key, 0), count + 1, step(state)
+
+    return whole_step, (jnp.ones(()), jax.random.key(0), 0, state)
+
+
+def _changed(change):
+    """Returns a `value_and_grad` whose gradients a function changes."""
+
+    def gradients(loss_fn):
+        def grad_fn(*args):
+            loss, grads = jmpscale.value_and_grad(loss_fn)(*args)
+            return loss, jax.tree.map(change, grads)
+
+        return grad_fn
+
+    return gradients
+
+
+def _by_hand(scaled_loss, unscale):
+    """Returns a `value_and_grad` that consists of a function for the scaled loss, and one for its gradients."""
+
+    def gradients(loss_fn):
+        def grad_fn(scaler, params, *batch):
+            grads = jax.grad(lambda params: scaled_loss(scaler, loss_fn(params, *batch), params))(params)
+            return loss_fn(params, *batch), unscale(scaler, grads)
+
+        return grad_fn
+
+    return gradients
+
+
+def _of_micro_batches(loss_fn):
+    """Sums the gradients of the micro-batches that are finite."""
+
+    def grad_fn(scaler, params, x, y):
+        loss, grads = jax.vmap(lambda x, y: jmpscale.value_and_grad(loss_fn)(scaler, params, x, y))(
+            x.reshape(4, 8, -1), y.reshape(4, 8, -1)
+        )
+        finite = jax.vmap(jmpscale.all_finite)(grads)
+        return loss.mean(), jax.tree.map(lambda g: jnp.where(finite[:, None, None], g, 0).sum(0), grads)
+
+    return grad_fn
+
+
+def _scaled(scaler, loss, params):
+    return jmpscale.scale(scaler, loss)
+
+
+def _scaled_without_penalty(scaler, loss, params):
+    return jmpscale.scale(scaler, loss) + 1e-4 * jnp.sum(params["inner"] ** 2)
+
+
+def _clipped(scaler, grads):
+    clip = optax.clip_by_global_norm(1.0)
+    return jmpscale.unscale(scaler, clip.update(grads, clip.init(grads))[0])
+
+
+RIGHT = {  # functions that return a step and its state for a loss function
+    "wrapper": _wrapper,
+    "wrapper: max_norm": lambda loss_fn: _wrapper(loss_fn, max_norm=1.0),
+    "wrapper: MultiSteps": lambda loss_fn: _wrapper(loss_fn, optax.MultiSteps(ADAM, 3)),
+    "wrapper: clip inside": lambda loss_fn: _wrapper(loss_fn, optax.chain(optax.clip(0.1), optax.sgd(0.1))),
+    "wrapper: scale by hand": lambda loss_fn: _wrapper(loss_fn, gradients=_by_hand(_scaled, jmpscale.unscale)),
+    "wrapper: large scale": lambda loss_fn: _wrapper(loss_fn, scaler=jmpscale.static(2.0**60)),
+    "functional": _functional,
+    "functional: small scale": lambda loss_fn: _functional(loss_fn, scaler=jmpscale.static(2.0**-20)),
 }
 
 
-@pytest.mark.parametrize(("before", "after"), DIFFERENT.values(), ids=DIFFERENT)
-def test_assert_step_is_noop_names_a_changed_leaf(before, after):
-    words = r"(?s)the step changed state\['x'\].*: .* before, .* after"
-    words += ".*If the step was skipped .*apply_if, .*; otherwise no overflow reached"
-    for was, now in ((before, after), (after, before)):
-        with pytest.raises(AssertionError, match=words):
-            assert_step_is_noop({"x": was}, {"x": now})
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("program", names(RIGHT, default={"wrapper"}))
+def test_check_step_accepts_a_right_step(program, loss):
+    step, state = RIGHT[program](LOSSES[loss])
+    check_step(step, state)
 
 
-def test_assert_step_is_noop_shortens_long_values():
-    with pytest.raises(AssertionError) as caught:
-        assert_step_is_noop("a" * 198, "b" * 199)
-    assert f"{'a' * 198!r} before, '{'b' * 196}... after" in str(caught.value)
+@pytest.mark.usefixtures("standard_promotion")
+def test_check_step_ignores_leaves():
+    step, state = _with_count(LOSSES["autocast"])
+    check_step(step, state, ignore=("[0]", "[1]", "[2]"))
+    changes = r"\[0\]: 1.0 before, 1.9 after", r"\[1\]: Array", r"\[2\]: 0 before, 1 after"
+    for ignore, change in zip((("[1]", "[2]"), ("[0]", "[2]"), ("[0]", "[1]")), changes, strict=True):
+        with pytest.raises(AssertionError, match=f"(?s)the skipped step changed state{change}.*pass ignore"):
+            check_step(step, state, ignore=ignore)
 
 
-def _train_state():
-    return TrainState.create(apply_fn=lambda x: x, params=jnp.ones(2), tx=optax.sgd(1.0))
-
-
-STRUCTURES = {  # before and after the step, and the words of the message
-    "another container": (
-        {"w": [1.0]},
-        {"w": (1.0,)},
-        r"PyTreeDef\({'w': \[\*\]}\) before, PyTreeDef\({'w': \(\*,\)}\) after\. A container has another type",
-    ),
-    "leaf and container": ({"w": 1.0}, {"w": {}}, r"state\['w'\] is only in one"),
-    "static fields": ([_train_state()], [_train_state()], "PyTreeDef.* or another static field, such as a function"),
-}
-
-
-def test_assert_step_is_noop_names_a_change_of_the_structure():
-    for before, after in ((STATE, STATE | {"extra": 1}), (STATE | {"extra": 1}, STATE)):
-        with pytest.raises(AssertionError, match=r"structure of the training state: state\['extra'\] is only in one"):
-            assert_step_is_noop(before, after)
-    for before, after, words in STRUCTURES.values():
-        with pytest.raises(AssertionError, match=f"structure of the training state: {words}"):
-            assert_step_is_noop(before, after)
-
-
-def test_assert_step_is_noop_says_that_a_scaler_counts_the_skip():
-    tx = jmpscale.with_loss_scaling(optax.sgd(1.0))
-    opt_state = tx.init(jnp.ones(2))
-    _, after = tx.update(jnp.full(2, jnp.inf), opt_state)
-    words = r"state\[1\]\.scaler\.loss_scale: .*belongs to a scaler, which counts the skip .*compare inner_state"
-    with pytest.raises(AssertionError, match=words):
-        assert_step_is_noop((1.0, opt_state), (1.0, after))
-
-
+@pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.full
-def test_assert_step_is_noop_requires_copies_of_nnx_variables():
-    """A step changes the variables of a model in place, so an alias would always be equal."""
-    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    alias, copy = nnx.state(model), nnx.clone(nnx.state(model))
-    assert_step_is_noop(copy, nnx.state(model))
-    model.kernel[...] += 1
-    with pytest.raises(AssertionError, match=r"the step changed state\['kernel'\]"):
-        assert_step_is_noop(copy, nnx.state(model))
-    with pytest.raises(TypeError, match=r"before must be a copy .* before = nnx\.clone\(nnx\.state\(model\)\)"):
-        assert_step_is_noop(alias, nnx.state(model))
-    for before, after, name in ((model, copy, "before"), (copy, model, "after")):
-        with pytest.raises(TypeError, match=f"{name} must hold values, got a Flax NNX Linear, which is changed in"):
-            assert_step_is_noop(before, after)
+def test_check_step_accepts_steps_of_flax_and_of_a_mesh():
+    tx = jmpscale.with_loss_scaling(ADAM)
+
+    def train_step(state):
+        _, grads = jmpscale.value_and_grad(LOSSES["autocast"])(state.opt_state, state.params, X, Y)
+        return state.apply_gradients(grads=grads)
+
+    state = TrainState.create(apply_fn=_loss, params=PARAMS, tx=tx)
+    check_step(jax.jit(train_step), state, ignore=[".step"])
+    sharded = jax.device_put(state, jax.NamedSharding(meshes.make_mesh(), P()))
+    check_step(jax.jit(train_step, donate_argnums=0), sharded, ignore=[".step"])
+
+    model = nnx.Linear(8, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def nnx_step(model, optimizer):
+        loss_fn = jmpscale.autocast(lambda model: jnp.mean((model(X) - Y) ** 2))
+        grad_fn = jmpscale.value_and_grad(loss_fn, transform=nnx.value_and_grad)
+        optimizer.update(model, grad_fn(optimizer.opt_state, model)[1])
+
+    def step(state):
+        variables, optimizer.opt_state = state
+        nnx.update(model, variables)
+        nnx_step(model, optimizer)
+        return nnx.state(model), optimizer.opt_state
+
+    check_step(step, (nnx.state(model), optimizer.opt_state))
+    with pytest.raises(
+        TypeError, match=r"state must hold values, got a Flax NNX Linear.* Pass \(nnx\.state"
+    ):
+        check_step(step, (model, optimizer))
 
 
-# --- inject and inject_backward ---
+HIDDEN = "its result is wrong. Something replaces infinity and NaN before the check"
+DEPENDS = "depends on the loss scale: "
+WRONG = {  # as RIGHT, and the words of the message
+    "jnp.nan_to_num": (lambda fun: _wrapper(fun, gradients=_changed(jnp.nan_to_num)), HIDDEN),
+    "clip": (lambda fun: _wrapper(fun, gradients=_changed(lambda g: jnp.clip(g, -1, 1))), HIDDEN),
+    "micro-batches": (lambda fun: _wrapper(fun, gradients=_of_micro_batches), HIDDEN),
+    "flag of the loss": (lambda fun: _functional(fun, lambda loss, grads: jnp.isfinite(loss)), HIDDEN),
+    "inverted flag": (
+        lambda fun: _functional(fun, lambda loss, grads: ~jmpscale.all_finite(grads)),
+        "the step was skipped at every loss scale. .* the flag for update is inverted",
+    ),
+    "not gated": (_not_gated, r"the skipped step changed state\[0\]\['inner'\]: .* before, .*nan.* after. Gate it"),
+    "old scaler": (
+        _puts_back,
+        "was not skipped at a loss scale of .*: it returned the scaler that it received",
+    ),
+    "gradients of JAX": (
+        lambda fun: _wrapper(fun, gradients=lambda fun: lambda _, *args: jax.value_and_grad(fun)(*args)),
+        "at a loss scale of inf: the gradients do not depend on the scaler",
+    ),
+    "never unscaled": (lambda fun: _wrapper(fun, gradients=_by_hand(_scaled, lambda _, grads: grads)), DEPENDS),
+    "never scaled": (lambda fun: _wrapper(fun, gradients=_by_hand(lambda _, x, __: x, jmpscale.unscale)), DEPENDS),
+    "penalty": (
+        lambda fun: _wrapper(fun, gradients=_by_hand(_scaled_without_penalty, jmpscale.unscale)),
+        rf"the change of state\[1\]\.inner_state\[0\]\.mu\['inner'\] {DEPENDS}it is .* at 2\^-60, and .* at 2\^-62",
+    ),
+    "clipped before": (lambda fun: _wrapper(fun, gradients=_by_hand(_scaled, _clipped)), DEPENDS),
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("loss", names(LOSSES, default={"by hand"}))
+@pytest.mark.parametrize(
+    "program", names(WRONG, default={"clip", "micro-batches", "not gated", "old scaler", "penalty"})
+)
+def test_check_step_names_the_mistake(program, loss):
+    create, words = WRONG[program]
+    step, state = create(LOSSES[loss])
+    if (program, loss) == ("clip", "float32"):  # nothing overflows
+        check_step(step, state)
+        return
+    with pytest.raises(AssertionError, match=words):
+        check_step(step, state)
+
+
+# --- inject_backward ---
 
 TREE = {"w": [jnp.array([[-0.0, 1.0], [2.0, 3.0]]), jnp.array(5)], "v": jnp.ones(3), "n": 7, "f": jnp.tanh}
-
-
-@pytest.mark.parametrize("value", [jnp.inf, jnp.nan])
-@pytest.mark.parametrize("dtype", ["float32", "float16", pytest.param("complex64", marks=pytest.mark.full)])
-def test_inject_changes_the_first_element_of_one_leaf(value, dtype):
-    leaf, path = TREE["w"][0].astype(dtype), "['w'][0]"
-    value = np.array(value, dtype)[()]  # a GPU that converts a NaN changes its bits
-    tree = TREE | {"w": [leaf, TREE["w"][1]]}
-    changed = leaf.at[0, 0].set(value)
-    assert_step_is_noop(TREE | {"w": [changed, TREE["w"][1]]}, inject(tree, value, path=path))
-    step = jax.jit(lambda leaf, n: inject(leaf, value, path="", when=n == 3))
-    assert_step_is_noop(changed, step(leaf, 3))
-    assert_step_is_noop(leaf, step(leaf, 2))
 
 
 @pytest.mark.parametrize("value", [jnp.inf, jnp.nan])
@@ -168,10 +270,10 @@ def test_inject_backward_changes_only_the_cotangent(value, dtype):
     leaf = TREE["w"][0].astype(dtype)
     cotangents = jnp.full((2, 2), -0.0, dtype), jnp.ones(3)
     out, pull = jax.vjp(lambda leaf: fn(leaf, jnp.array(True)), leaf)
-    assert_step_is_noop(out, (leaf, TREE["v"]))
-    assert_step_is_noop(pull(cotangents), (cotangents[0].at[0, 0].set(value),))
+    assert_equal_bits(out, (leaf, TREE["v"]))
+    assert_equal_bits(pull(cotangents), (cotangents[0].at[0, 0].set(value),))
     pull = jax.vjp(lambda leaf: fn(leaf, jnp.array(False)), leaf)[1]
-    assert_step_is_noop(pull(cotangents), (cotangents[0],))
+    assert_equal_bits(pull(cotangents), (cotangents[0],))
 
 
 @pytest.mark.full

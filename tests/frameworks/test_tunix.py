@@ -16,8 +16,9 @@ from flax import nnx
 from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig
 
 import jmpscale
-from jmpscale.testing import assert_step_is_noop, inject_backward
+from jmpscale.testing import inject_backward
 
+from bits import assert_equal_bits
 from common import BATCH, OVERFLOW, VOCABULARY, WEIGHT, adamw, next_token_losses, page_programs, token_batches
 
 STEPS, ACCUMULATED = 30, 2
@@ -200,7 +201,7 @@ def gated_state(trainer):
 
 
 def assert_same_bits(one, other):
-    assert_step_is_noop(nnx.as_pure(one), nnx.as_pure(other))
+    assert_equal_bits(nnx.as_pure(one), nnx.as_pure(other))
 
 
 @pytest.mark.parametrize("way", ["alias", *WAYS, *ON_PAGE])
