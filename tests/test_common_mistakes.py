@@ -18,6 +18,7 @@ import jmpscale
 
 import meshes
 import pages
+import test_testing
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("standard_promotion")]
 
@@ -249,6 +250,10 @@ HARM = {  # the test of the harm, and the names with which the snippet runs
     "The loss is not passed": (_reduces_the_scale, NAN),
     "Other state is not gated": (_keeps_nan, NAN | {"batch_stats": jnp.ones(3), "new_batch_stats": NAN["grads"]["w"]}),
 }
+
+
+def test_check_step_finds_all_mistakes_without_a_message_but_the_last_three():
+    assert set(list(WITHOUT_MESSAGE)[:-3]) <= set(test_testing.WRONG)
 
 
 @pytest.mark.parametrize("mistake", WITHOUT_MESSAGE)
