@@ -15,10 +15,10 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 import jmpscale
+from jmpscale.testing import check_step
 
 import meshes
 import pages
-import test_testing
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("standard_promotion")]
 
@@ -47,12 +47,6 @@ def _joined(message):
 def _loss(params, batch):
     x, y = batch
     return jnp.mean((x @ params["w"] - y) ** 2)
-
-
-def _large_loss(params, batch):
-    """A loss whose gradients overflow in float16 at the first scale, and at half of it."""
-    half, (x, _) = jmpscale.cast((params, batch), jnp.float16)
-    return jnp.sum((x @ half["w"]).astype(jnp.float32))
 
 
 def _model_loss(model, batch):
@@ -183,34 +177,63 @@ def test_mistake_with_equinox_has_the_message_on_the_page():
     assert _messages(run, with_eqx) == []
 
 
-# --- mistakes without a message: whether the program has suffered the harm ---
+# --- mistakes without a message ---
+
+UPDATE = "updates, opt_state = tx.update(grads, opt_state, params)\n"
+APPLY = "params = optax.apply_updates(params, updates)\n"
+GRADIENTS = "loss, grads = jmpscale.value_and_grad(loss_fn)({}, params, batch)\n"
+GATE = """
+params, opt_state = jmpscale.apply_if(finite, jmpscale.optax_step(adam, grads), params, opt_state)
+scaler = jmpscale.update(scaler, finite)
+"""
+SUM_GRADIENTS = """
+def sum_gradients(params, micro_batches):
+    of_batch = lambda batch: jmpscale.value_and_grad(loss_fn)(scaler, params, batch)[1]
+    grads = of_batch(batch), jax.tree.map(jnp.zeros_like, params)
+    return jax.tree.map(jnp.add, *grads), jnp.stack([jmpscale.all_finite(g) for g in grads])
+"""
+CALL = "params, opt_state, {}, loss = train_step(params, opt_state, scaler, batch)\n"
+STEPS = {  # for each diff, the code before and after it that makes it a training step
+    "The new scaler is not returned": [("", CALL.format("scaler"))],
+    "A step is not gated": [(GRADIENTS.format("scaler") + "finite = jmpscale.all_finite(grads)\n", "")],
+    "The old state of the wrapper is put back": [(GRADIENTS.format("opt_state"), APPLY)],
+    "A step has two scalers": [("", CALL.format("_"))],
+    "The flag is not about all gradients": [("", GATE), (SUM_GRADIENTS, f"grads = summed{GATE}")],
+    "Scaled gradients are clipped": [("", GATE)],
+    "The gradients are never unscaled, or unscaled twice by hand": [("", UPDATE + APPLY)] * 2,
+    "Other state is not gated": [(GRADIENTS.format("opt_state") + "new_batch_stats = batch_stats + 1\n", APPLY)],
+}
 
 
-def _makes_no_progress(program):
-    """Trains with a loss that overflows at the first scale."""
-    params, scaler = program["params"], jmpscale.dynamic()
-    opt_state = program["adam"].init(params)
-    for _ in range(20):
-        params, opt_state, scaler, _ = program["train_step"](params, opt_state, scaler, program["batch"])
-    return bool(jnp.all(params["w"] == program["params"]["w"]))
+def _half_loss(params, batch):
+    half, (x, _) = jmpscale.cast((params, batch), jnp.float16)
+    return jnp.sum((x @ half["w"]).astype(jnp.float32))
+
+
+@pytest.mark.parametrize("mistake", STEPS)
+def test_check_step_finds_a_mistake_without_a_message(mistake):
+    names = _program() | {"loss_fn": _half_loss, "clip": optax.clip_by_global_norm(1.0), "micro_batches": ()}
+    for diff, (before, after) in zip(_blocks(WITHOUT_MESSAGE[mistake], "diff"), STEPS[mistake], strict=True):
+        wrong, right = (before + code + after for code in _sides(diff))
+        is_functional = "= jmpscale.update(scaler" in right and "tx.update" not in right
+        state = {"params": names["params"], "batch_stats": jnp.zeros(())}
+        state |= {"opt_state": names["adam" if is_functional else "tx"].init(state["params"])}
+        state |= {"scaler": names["scaler"]} if is_functional else {}
+
+        def step(state, code):
+            program = _run(code, names | state)
+            return {name: program[name] for name in state}
+
+        check_step(jax.jit(functools.partial(step, code=right)), state)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a compiled step that closes over a scaler
+            with pytest.raises(AssertionError, match=r"the (skipped )?step |the change of "):
+                check_step(jax.jit(functools.partial(step, code=wrong)), state)
 
 
 def _has_wrong_gradients(program):
     true = jax.grad(_loss)(program["params"], program["batch"])
     return not jnp.allclose(program["grads"]["w"], true["w"])
-
-
-def _has_small_gradients(program):
-    """Has gradients below the limit to which they are clipped."""
-    return optax.tree.norm(program["grads"]) < 0.99
-
-
-def _accepts_overflow(program):
-    return bool(program["finite"])
-
-
-def _overflowing_sum(params, micro_batches):
-    return {"w": jnp.full((3, 1), jnp.inf)}, jnp.array([False, True])
 
 
 def _computes_in_float32(program):
@@ -221,46 +244,24 @@ def _reduces_the_scale(program):
     return jmpscale.get_scaler(program["opt_state"]).loss_scale < jmpscale.dynamic().loss_scale
 
 
-def _keeps_the_scale(program):
-    return not _reduces_the_scale(program)
-
-
-def _has_nan_parameters(program):
-    return bool(jnp.isnan(program["params"]["w"]).any())
-
-
-def _keeps_nan(program):
-    return bool(jnp.isnan(program["batch_stats"]).any())
-
-
-NAN = {"grads": {"w": jnp.full((3, 1), jnp.nan)}, "loss": jnp.float32(jnp.nan), "finite": jnp.array(False)}
-HARM = {  # the test of the harm, and the names with which the snippet runs
-    "The new scaler is not returned": (_makes_no_progress, {"loss_fn": _large_loss}),
-    "A step is not gated": (_has_nan_parameters, NAN | {"opt_state": optax.adam(1e-3).init({"w": jnp.ones((3, 1))})}),
-    "A step has two scalers": (_makes_no_progress, {"loss_fn": _large_loss, "adam": _program()["tx"]}),
-    "The old state of the wrapper is put back": (_keeps_the_scale, NAN | {"loss": jnp.float32(1.0)}),
-    "The flag is not about all gradients": (
-        _accepts_overflow,
-        {"loss_fn": _large_loss, "sum_gradients": _overflowing_sum, "micro_batches": ()},
-    ),
-    "Scaled gradients are clipped": (_has_small_gradients, {"clip": optax.clip_by_global_norm(1.0)}),
-    "The gradients are never unscaled, or unscaled twice by hand": (_has_wrong_gradients, {}),
+HARM = {  # the test of the harm, and the names with which the code runs
     "Gradients are averaged again under `shard_map`": (_has_wrong_gradients, {}),
     "Nothing is computed in float16": (_computes_in_float32, {}),
-    "The loss is not passed": (_reduces_the_scale, NAN),
-    "Other state is not gated": (_keeps_nan, NAN | {"batch_stats": jnp.ones(3), "new_batch_stats": NAN["grads"]["w"]}),
+    "The loss is not passed": (
+        _reduces_the_scale,
+        {"grads": {"w": jnp.full((3, 1), jnp.nan)}, "loss": jnp.float32(jnp.nan)},
+    ),
 }
 
 
 def test_check_step_finds_all_mistakes_without_a_message_but_the_last_three():
-    assert set(list(WITHOUT_MESSAGE)[:-3]) <= set(test_testing.WRONG)
+    assert list(WITHOUT_MESSAGE) == [*STEPS, *HARM]
 
 
-@pytest.mark.parametrize("mistake", WITHOUT_MESSAGE)
-def test_mistake_without_a_message_does_the_harm(mistake):
+@pytest.mark.parametrize("mistake", HARM)
+def test_mistake_that_check_step_does_not_find_does_harm(mistake):
     harmed, names = HARM[mistake]
-    diffs = _blocks(WITHOUT_MESSAGE[mistake], "diff")
-    assert diffs
-    for wrong, right in map(_sides, diffs):
-        assert harmed(_run(wrong, _program() | names))
-        assert not harmed(_run(right, _program() | names))
+    [diff] = _blocks(WITHOUT_MESSAGE[mistake], "diff")
+    wrong, right = _sides(diff)
+    assert harmed(_run(wrong, _program() | names))
+    assert not harmed(_run(right, _program() | names))

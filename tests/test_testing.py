@@ -79,23 +79,6 @@ def _loses_scaler(loss_fn):
     return lambda state: (*step(state)[:2], state[2]), state
 
 
-def _puts_back(loss_fn):
-    step, state = _wrapper(loss_fn)
-
-    def put_back(state):
-        old = jax.tree.map(jnp.copy, state)
-        params, opt_state = step(state)
-        applied = opt_state.scaler.step_applied
-        return params, jax.tree.map(lambda new, old: jnp.where(applied, new, old), opt_state, old[1])
-
-    return put_back, state
-
-
-def _with_two_scalers(loss_fn):
-    step, state = _wrapper(loss_fn)
-    return lambda state: (step(state[0]), state[1]), (state, jmpscale.dynamic())
-
-
 def _with_count(loss_fn):
     """Returns a step whose state also has a statistic, a key and a Python number that change at every call."""
     step, state = _wrapper(loss_fn)
@@ -153,11 +136,6 @@ def _scaled(scaler, loss, params):
 
 def _scaled_without_penalty(scaler, loss, params):
     return jmpscale.scale(scaler, loss) + 1e-4 * jnp.sum(params["inner"] ** 2)
-
-
-def _clipped(scaler, grads):
-    clip = optax.clip_by_global_norm(1.0)
-    return jmpscale.unscale(scaler, clip.update(grads, clip.init(grads))[0])
 
 
 RIGHT = {  # functions that return a step and its state for a loss function
@@ -228,18 +206,14 @@ HIDDEN = "its result is wrong. Something replaces infinity and NaN before the ch
 RETURNED = "was not skipped at a loss scale of .*: it returned the scaler that it received"
 DEPENDS = "depends on the loss scale: "
 OF_MU = r"the change of state\[1\]\.inner_state\[0\]\.mu\['inner'\] "
-WRONG = {  # as RIGHT, and the words of the message; the names with a capital letter are those of the page on mistakes
-    "The new scaler is not returned": (_loses_scaler, RETURNED),
-    "A step is not gated": (_not_gated, r"the skipped step changed state\[0\]\['inner'\]: .*nan.* after\. Gate it"),
-    "The old state of the wrapper is put back": (_puts_back, RETURNED),
-    "A step has two scalers": (_with_two_scalers, r"found 2 in a tuple\. A step has one scaler"),
-    "The flag is not about all gradients": (partial(_functional, flag=lambda loss, _: jnp.isfinite(loss)), HIDDEN),
-    "Scaled gradients are clipped": (partial(_wrapper, gradients=_by_hand(_scaled, _clipped)), DEPENDS),
-    "The gradients are never unscaled, or unscaled twice by hand": (
+WRONG = {  # as RIGHT, and the words of the message
+    "lost scaler": (_loses_scaler, RETURNED),
+    "not gated": (_not_gated, r"the skipped step changed state\[0\]\['inner'\]: .*nan.* after\. Gate it"),
+    "flag of the loss": (partial(_functional, flag=lambda loss, _: jnp.isfinite(loss)), HIDDEN),
+    "never unscaled": (
         partial(_wrapper, gradients=_by_hand(_scaled, lambda _, grads: grads)),
         DEPENDS,
     ),
-    "Other state is not gated": (_with_count, r"the skipped step changed state\[0\]: 1.0 before, 1.9 after\. Gate it"),
     "never scaled": (partial(_wrapper, gradients=_by_hand(lambda _, loss, __: loss, jmpscale.unscale)), DEPENDS),
     "penalty": (
         partial(_wrapper, gradients=_by_hand(_scaled_without_penalty, jmpscale.unscale)),
@@ -261,14 +235,14 @@ WRONG = {  # as RIGHT, and the words of the message; the names with a capital le
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("loss", names(LOSSES, default={"by hand"}))
-@pytest.mark.parametrize("program", names(WRONG, default={"clip", "micro-batches", "A step is not gated", "penalty"}))
+@pytest.mark.parametrize("program", names(WRONG, default={"clip", "micro-batches", "not gated", "penalty"}))
 def test_check_step_names_the_mistake(program, loss):
     create, words = WRONG[program]
     step, state = create(LOSSES[loss])
     if (program, loss) == ("clip", "float32"):  # nothing overflows
         check_step(step, state)
         return
-    with pytest.raises((AssertionError, ValueError), match=words):
+    with pytest.raises(AssertionError, match=words):
         check_step(step, state)
 
 
