@@ -25,6 +25,7 @@ from jmpscale._optax_checks import (
     warn_if_gradients_are_narrow,
     warn_if_inside_another,
     warn_if_loss_is_misspelled,
+    warn_if_micro_batches_are_clipped,
     warn_if_misplaced,
     warn_if_narrow,
     warn_if_unscaled_by_another,
@@ -120,12 +121,12 @@ def with_loss_scaling(
       ValueError: `max_norm` or `warn_after_skips` is out of range, or an axis is not mapped.
 
     Warns:
-      UserWarning: from `tx.init`, if all parameters or averages of gradients are float16, or `MultiSteps`, `partition`
-        or `masked` contains the wrapper; from `tx.update`, if transformations beside it in a chain hide overflows or
-        act on skipped steps, devices would decide independently, the state is a constant of a compiled program, no loss
-        has been scaled yet, the gradients were unscaled by another scaler or are clipped by the norms of their shards,
-        an extra argument looks like a misspelled loss, the loss is a pair, a gradient is float16, or the call is inside
-        `apply_if` or `optax.apply_if_finite`; from the program, after many skips.
+      UserWarning: from `tx.init`, if all parameters or averages of gradients are float16, `MultiSteps`, `partition` or
+        `masked` contains the wrapper, or `max_norm` clips micro-batches; from `tx.update`, if transformations beside it
+        in a chain hide overflows or act on skipped steps, devices would decide independently, the state is a constant
+        of a compiled program, no loss has been scaled yet, the gradients were unscaled by another scaler or are clipped
+        by the norms of their shards, an extra argument looks like a misspelled loss, the loss is a pair, a gradient is
+        float16, or the call is inside `apply_if` or `optax.apply_if_finite`; from the program, after many skips.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -155,6 +156,8 @@ def with_loss_scaling(
         is_disabled = scaler.config.mode == "disabled"
         inner_state = tx.init(params if is_disabled else _as_seen_by_inner(params))
         check_not_wrapped(inner_state, "inner", "Wrap the whole optimizer once: with_loss_scaling(optax.chain(...)).")
+        if max_norm is not None:
+            warn_if_micro_batches_are_clipped(inner_state)
         if not is_disabled:
             warn_if_narrow(params, inner_state)
         return WithLossScalingState(scaler, inner_state, None if max_norm is None else jnp.zeros((), jnp.float32))

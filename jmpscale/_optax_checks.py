@@ -184,6 +184,14 @@ def warn_if_narrow(params: PyTree, inner_state: PyTree) -> None:
         )
 
 
+def warn_if_micro_batches_are_clipped(inner_state: PyTree) -> None:
+    if find_instances(inner_state, optax.MultiStepsState):
+        warn_user(
+            "max_norm clips the gradients of each micro-batch, because inner contains optax.MultiSteps. To clip their "
+            "mean, place the clip inside: optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0), tx), k)."
+        )
+
+
 def warn_if_loss_is_misspelled(arguments: Mapping[str, object], inner: object) -> None:
     """Warns if the name of an extra argument resembles `loss` or `value`, and no transformation reads it."""
     if "loss" in arguments or "value" in arguments or not isinstance(inner, tuple):

@@ -85,7 +85,8 @@ def _only_scaler(tree: PyTree, name: str, remedy: str = "") -> ScalerState:
         )
     if len(found) != 1:
         remedy = remedy or (
-            "Pass a scaler, the optimizer state of with_loss_scaling, or the part of a tree that contains the scaler."
+            "Pass a scaler, the optimizer state of with_loss_scaling, such as optimizer.opt_state in Flax NNX, or the "
+            "part of a tree that contains the scaler. In most functions it is the first argument."
         )
         raise ValueError(
             f"{name} must contain exactly one ScalerState, found {len(found)} in a {type_name(tree)}. {remedy}"

@@ -746,6 +746,10 @@ WITH_LOSS_SCALING = {
             lambda: jmpscale.with_loss_scaling(optax.adam(1e-3, mu_dtype=jnp.float16)).init(GRADS),
             "averages of gradients in float16 ... Change mu_dtype or accumulator_dtype to bfloat16",
         ),
+        "MultiSteps inside": (
+            lambda: _wrap(optax.MultiSteps(SGD, 2), max_norm=1.0)().init(GRADS),
+            "max_norm clips the gradients of each micro-batch",
+        ),
         "inside MultiSteps": (lambda: optax.MultiSteps(TX, 2).init(GRADS), "inside optax.MultiSteps: ... MultiSteps("),
         "inside masked": (lambda: optax.masked(TX, MASK).init(GRADS), "masked or optax.partition: ... masked(tx, mask"),
         "after clip": (_update_of_chain(optax.clip(1.0)), "replaces infinity or NaN ... scale_by_adam: ... Place"),
@@ -869,7 +873,7 @@ TOOLS = {
         "inject at a number": (_inject(when=2), "when must be a boolean, got 2"),
         "check_step: structure": (
             _check(STATE, lambda state: (state, 1)),
-            "step must return a state with",
+            "step must return its state with",
         ),
         "replicated number": (lambda: testing.assert_replicated({"w": 1}), "tree['w'] must be an array, got int. Pass"),
         "list of metrics": (lambda: plots.scale_trajectory([]), "history must hold ... got list. Stack a list with"),
@@ -888,7 +892,7 @@ TOOLS = {
         ),
         "values": (_inject(jnp.ones((2, 3))), "value must be a scalar ... got float32[2, 3]. Inject one value at a"),
         "None": (_inject(None), "value must be a scalar such as jnp.inf, got None."),
-        "check_step: no scaler": (_check(1.0), "state must contain exactly one ScalerState, found 0 in a Array."),
+        "check_step: no scaler": (_check(1.0), "state must contain exactly one ScalerState, found 0 in a float."),
         "check_step: disabled": (
             _check(jmpscale.disabled()),
             "state must contain a scaler that checks",

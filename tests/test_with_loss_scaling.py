@@ -516,6 +516,7 @@ def test_with_loss_scaling_applies_the_steps_of_inner(name):
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning", "ignore:the parameters are float16:UserWarning")
+@pytest.mark.filterwarnings("ignore:max_norm clips the gradients of each micro-batch:UserWarning")
 @pytest.mark.parametrize("name", names(OPTIMIZERS, default={"adamw"}))
 def test_with_loss_scaling_keeps_the_types_of_the_state(name):
     """Parameters are float16 and their gradients float32."""

@@ -103,6 +103,15 @@ def first_leaf(tree: PyTree, matches: Callable[[Any], object]) -> tuple[str, Any
     return next((path, leaf) for path, leaf in named_leaves(tree) if matches(leaf))
 
 
+def bit_pattern(leaf: object) -> object:
+    """Returns a value that is equal for two leaves only if they are equal bit for bit."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return leaf.shape, leaf.dtype, np.asarray(jax.random.key_data(leaf)).tobytes()
+    if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+        return leaf.shape, leaf.dtype, np.asarray(leaf).tobytes()
+    return leaf
+
+
 def structure(tree: PyTree) -> object:
     """Returns the structure of a tree, which Python compares by `==`."""
     return jax.tree.structure(tree)
