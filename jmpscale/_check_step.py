@@ -169,9 +169,8 @@ class _Runs:
 def _check_overflow(runs: _Runs, usual: _Run) -> None:
     """Raises if an overflow is applied, or if a skipped step changes the state."""
     largest = runs.at(LARGEST_SCALE)
-    # The scale of several steps may back off from an overflow of the first one, and the others are applied.
-    is_partly_skipped = largest.skips and not largest.is_skipped
-    if is_partly_skipped or not (largest.is_skipped or _larger_change(largest, usual)):
+    # Either nothing overflows, or the scale of several steps backs off from an overflow of the first one.
+    if not (largest.is_skipped or _larger_change(largest, usual)):
         largest = runs.at(math.inf)
     if not largest.is_skipped:
         is_wrong = _larger_change(largest, usual) or _larger_change(usual, largest)

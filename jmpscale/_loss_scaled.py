@@ -7,12 +7,10 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
-from jax.extend import core
 
 from jmpscale._base.axes import map_like
 from jmpscale._base.check import warn_user
 from jmpscale._base.compat import is_compiling, varying_axes
-from jmpscale._base.jaxpr import equations, is_floating, type_of
 from jmpscale._base.marks import Mark, mark
 from jmpscale._base.text import describe, describe_function
 from jmpscale._base.trace import lift_nnx, trace
@@ -56,8 +54,7 @@ def loss_scaled(
 
     Raises:
       TypeError: an argument has the wrong type, or `fun` does not return a pair although `has_aux` is true. When
-        differentiated: a differentiated value is float16 or float8, `fun` closes over the statistics of Flax's fp8
-        layers, or the differentiation is in forward mode.
+        differentiated: a differentiated value is float16 or float8, or the differentiation is in forward mode.
       ValueError: `scale` is out of range, or does not contain exactly one scaler. When differentiated: the scale
         differs between devices that share a parameter.
 
@@ -140,7 +137,7 @@ def _scale_backward_pass(loss_scale: jax.Array, name: str, watch: bool, fun: Fun
     """
     traced = trace(fun, *args, name=name)
     inputs, replace_inputs = flatten_matching(traced.inputs, lambda x: is_traced(x) and is_inexact(x))
-    roles = _roles(inputs, args, traced.jaxpr)
+    roles = _roles(inputs, args)
     try:
         unscaled: Any = _unscale_cotangents(roles, name if watch else None, loss_scale, inputs)
     except TypeError as error:
@@ -155,36 +152,22 @@ def _scale_backward_pass(loss_scale: jax.Array, name: str, watch: bool, fun: Fun
 
 
 class _Role(NamedTuple):
-    """What an input is: its name in errors, and whether its cotangent is a gradient or new statistics of an fp8 layer.
-
-    None if it is not known which of the two.
-    """
+    """What an input is: its name in errors, and whether its cotangent is a gradient, or new fp8 statistics."""
 
     name: str
-    is_gradient: bool | None
+    is_gradient: bool
 
 
-def _roles(inputs: list[jax.Array], args: tuple[PyTree, ...], jaxpr: core.Jaxpr) -> tuple[_Role, ...]:
+def _roles(inputs: list[jax.Array], args: tuple[PyTree, ...]) -> tuple[_Role, ...]:
     paths = {id(leaf): path for path, leaf in jax.tree_util.tree_leaves_with_path(args)}
     gradients = {id(leaf) for leaf in flatten_gradients(args)[0]}
 
     def role(x: jax.Array) -> _Role:
-        if id(x) in paths:
-            path = paths[id(x)]
-            name = ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
-            return _Role(name, id(x) in gradients)
-        # Values that fun closes over have no names by which to recognize the scales of fp8 layers, of this shape.
-        may_be_scale = jnp.shape(x) == (1,) and _has_fp8_layers(jaxpr)
-        return _Role("a value that fun closes over", None if may_be_scale else True)
+        if (path := paths.get(id(x))) is None:
+            return _Role("a value that fun closes over", is_gradient=True)
+        return _Role(("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:]), id(x) in gradients)
 
     return tuple(map(role, inputs))
-
-
-def _has_fp8_layers(jaxpr: core.Jaxpr) -> bool:
-    """Tests whether a function with a derivative rule of its own computes in float8, as in Flax's fp8 layers."""
-    inside = [eqn for eqn, _, holder in equations(jaxpr) if holder.startswith("custom_vjp_call")]
-    types = [type_of(y) for eqn in inside for y in eqn.outvars]
-    return any(is_floating(aval) and jnp.finfo(aval.dtype).bits == 8 for aval in types)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -213,12 +196,6 @@ def _check_differentiated_input(x: jax.Array, role: _Role, loss_scale: jax.Array
             f"gradients underflow in {x.dtype}. Keep it in float32 and convert it inside fun, with jmpscale.autocast "
             "or jmpscale.cast for example; if a framework converts it, wrap the function that converts; or take the "
             "gradients with jmpscale.value_and_grad, which returns them in float32."
-        )
-    if role.is_gradient is None:
-        raise TypeError(
-            f"fun contains fp8 layers of Flax and closes over a differentiated value of {describe(x)}, which may be a "
-            "scale of such a layer, and must then not be divided by the loss scale. Pass the variables of the model "
-            "as an argument of fun."
         )
     if axes := varying_axes(loss_scale) - varying_axes(x):
         raise ValueError(

@@ -329,52 +329,6 @@ def _leaf(tree, name):
     return leaf
 
 
-def _in_scan(fun):
-    return lambda x: jax.lax.scan(lambda carry, _: (carry, fun(x)), None, length=1)[1][0]
-
-
-def _with_derivative_rule(fun):
-    ruled = jax.custom_vjp(fun)
-    ruled.defvjp(lambda x: jax.vjp(fun, x), lambda pull_back, cotangent: pull_back(cotangent))
-    return ruled
-
-
-CALLED = {  # how a function calls the fp8 layers
-    "directly": lambda fun: fun,
-    "scan": _in_scan,
-    "custom_vjp": _with_derivative_rule,
-}
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("called", rows(CALLED))
-def test_loss_scaled_raises_if_fun_closes_over_a_value_that_fp8_layers_may_use(called):
-    """The value may be the scale of one of the layers, which cannot be known."""
-    variables = FP8_MODEL.init(jax.random.key(0), FP8_INPUT)
-    fun = called(lambda params: fp8_loss(params, variables[FP8]))
-
-    def loss(scale):
-        return scaled(lambda params: fun(params) * scale[0])(variables["params"])
-
-    with pytest.raises(TypeError, match=r"closes over a differentiated value of float32\[1\].*Pass the variables"):
-        jax.grad(loss)(jnp.ones(1))
-
-
-def test_loss_scaled_accepts_closed_over_values_with_the_shape_of_fp8_statistics():
-    """Flax has a function of the same name, whose derivative rule computes in float8."""
-
-    def out_qdq(w):
-        return X @ w
-
-    out_qdq = _with_derivative_rule(out_qdq)
-
-    def loss(temperature):
-        return scaled(lambda w: jnp.sum(out_qdq(w) * temperature[0]))(W)
-
-    np.testing.assert_allclose(jax.grad(loss)(jnp.ones(1)), jnp.sum(X @ W), rtol=1e-6)
-
-
 # --- the scale is read in every form ---
 
 
