@@ -46,7 +46,8 @@ def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Seque
     At a loss scale of 2^126, gradients overflow in float16. The step must be skipped, and change nothing but its
     scaler. If nothing overflows, as in float32, this must hold at an infinite scale. Just below the scale from which
     the step is skipped, no change may be much larger than at a smaller scale. No change may be proportional to the
-    scale, its inverse or their squares, also in the step after which the scale grows.
+    scale, its inverse or their squares, or depend on whether the scale grows after the step. It does not compare
+    devices, which `assert_replicated` does, and does not find gradients that are rounded to float16 after unscaling.
 
     Args:
       step: function of the training state that returns the new state, such as

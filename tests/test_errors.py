@@ -871,10 +871,6 @@ TOOLS = {
     TypeError: {
         "inject_backward into nnx": (lambda: testing.inject_backward(NNX, jnp.inf), "NNX Dropout ... inject_backward"),
         "inject at a number": (_inject(when=2), "when must be a boolean, got 2"),
-        "check_step: structure": (
-            _check(STATE, lambda state: (state, 1)),
-            "step must return its state with",
-        ),
         "replicated number": (lambda: testing.assert_replicated({"w": 1}), "tree['w'] must be an array, got int. Pass"),
         "list of metrics": (lambda: plots.scale_trajectory([]), "history must hold ... got list. Stack a list with"),
         "one step": (lambda: plots.scale_trajectory(jmpscale.metrics(STATE)), "history must ... got float32[], int32"),
@@ -892,7 +888,6 @@ TOOLS = {
         ),
         "values": (_inject(jnp.ones((2, 3))), "value must be a scalar ... got float32[2, 3]. Inject one value at a"),
         "None": (_inject(None), "value must be a scalar such as jnp.inf, got None."),
-        "check_step: no scaler": (_check(1.0), "state must contain exactly one ScalerState, found 0 in a float."),
         "check_step: disabled": (
             _check(jmpscale.disabled()),
             "state must contain a scaler that checks",

@@ -1,5 +1,6 @@
 """jmpscale.testing: each tool finds or plants a fault, and its message names the leaf."""
 
+import itertools
 from functools import partial
 
 import jax
@@ -17,7 +18,6 @@ from jmpscale.testing import assert_replicated, check_step, inject_backward
 
 import meshes
 from bits import assert_equal_bits
-from tables import names
 
 # --- check_step ---
 
@@ -25,6 +25,7 @@ KEYS = jax.random.split(jax.random.key(0), 4)
 X, Y = jax.random.normal(KEYS[0], (32, 8)), jax.random.normal(KEYS[1], (32, 1))
 PARAMS = {"inner": jax.random.normal(KEYS[2], (8, 16)) / 3, "outer": jax.random.normal(KEYS[3], (16, 1)) / 4}
 ADAM = optax.adamw(1e-3)
+LARGE = 2.0**16  # at twice this scale, a loss by hand overflows
 
 
 def _loss(params, x, y):
@@ -52,11 +53,11 @@ def _wrapper(loss_fn, inner=ADAM, gradients=jmpscale.value_and_grad, scaler=None
     return jax.jit(step, donate_argnums=0), (PARAMS, tx.init(PARAMS))
 
 
-def _functional(loss_fn, flag=lambda loss, grads: jmpscale.all_finite(grads), scaler=None):
+def _functional(loss_fn, flag=lambda scaler, loss, grads: jmpscale.all_finite(grads), scaler=None):
     def step(state):
         params, opt_state, scaler = state
         loss, grads = jmpscale.value_and_grad(loss_fn)(scaler, params, X, Y)
-        finite = flag(loss, grads)
+        finite = flag(scaler, loss, grads)
         params, opt_state = jmpscale.apply_if(finite, jmpscale.optax_step(ADAM, grads), params, opt_state)
         return params, opt_state, jmpscale.update(scaler, finite, loss=loss)
 
@@ -79,9 +80,8 @@ def _loses_scaler(loss_fn):
     return lambda state: (*step(state)[:2], state[2]), state
 
 
-def _three_steps(_):
-    """Returns a step of three steps in float32, of which only the first one overflows at a scale of 2^126."""
-    step, state = _wrapper(lambda *args: 7 * _loss(*args))
+def _three_steps(loss_fn, scaler=None):
+    step, state = _wrapper(loss_fn, scaler=scaler)
     return jax.jit(lambda state: jax.lax.scan(lambda state, _: (step(state), None), state, length=3)[0]), state
 
 
@@ -153,6 +153,10 @@ def _of_micro_batches(loss_fn):
     return grad_fn
 
 
+def _scaled_loss_is_finite(scaler, loss, grads):
+    return jnp.isfinite(jmpscale.scale(scaler, loss))
+
+
 def _scaled(scaler, loss, params):
     return jmpscale.scale(scaler, loss)
 
@@ -170,19 +174,22 @@ RIGHT = {  # functions that return a step and its state for a loss function
     "wrapper: large scale": partial(_wrapper, scaler=jmpscale.static(2.0**60)),
     "functional": _functional,
     "functional: small scale": partial(_functional, scaler=jmpscale.static(1e-6)),
-    "three steps": _three_steps,
+    "three steps of which the first overflows at 2^126": lambda _: _three_steps(lambda *args: 7 * _loss(*args)),
+    "three steps of which the second overflows after a growth": partial(_three_steps, scaler=jmpscale.dynamic(LARGE)),
     "infinities and a number in the state": _with_other_leaves,
 }
 
 
-OTHER_LOSSES = [pytest.param("wrapper", loss, marks=pytest.mark.full) for loss in ("autocast", "float32")]
+def _rows(programs, default, others):
+    """Returns parameters: each program with a loss by hand, and the others; only those of `default` run by default."""
+    rows = [*((program, "by hand") for program in programs), *others]
+    marks = [[] if row[0] in default and row not in others else [pytest.mark.full] for row in rows]
+    found = [pytest.param(*row, marks=own) for row, own in zip(rows, marks, strict=True)]
+    return pytest.mark.parametrize(("program", "loss"), found)
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize(
-    ("program", "loss"),
-    [*(pytest.param(x, "by hand", marks=[pytest.mark.full] * (x != "wrapper")) for x in RIGHT), *OTHER_LOSSES],
-)
+@_rows(RIGHT, {"wrapper"}, [("wrapper", "autocast"), ("wrapper", "float32")])
 def test_check_step_accepts_a_right_step(program, loss):
     step, state = RIGHT[program](LOSSES[loss])
     check_step(step, state)
@@ -213,7 +220,7 @@ def test_check_step_accepts_steps_of_flax_and_of_a_mesh():
     check_step(jax.jit(train_step, donate_argnums=0), sharded, ignore=[".step"])
 
     model = nnx.Linear(8, 1, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    optimizer, starts = nnx.Optimizer(model, tx, wrt=nnx.Param), set()
 
     @nnx.jit
     def nnx_step(model, optimizer):
@@ -224,10 +231,12 @@ def test_check_step_accepts_steps_of_flax_and_of_a_mesh():
     def step(state):
         variables, optimizer.opt_state = state
         nnx.update(model, variables)
+        starts.add(float(model.kernel.sum()))
         nnx_step(model, optimizer)
         return nnx.state(model), optimizer.opt_state
 
     check_step(step, (nnx.state(model), optimizer.opt_state))
+    assert len(starts) == 2  # the given state, and the state after a step
     with pytest.raises(TypeError, match=r"state must hold values, got a Flax NNX Linear.* Pass \(nnx\.state"):
         check_step(step, (model, optimizer))
 
@@ -239,7 +248,7 @@ OF_MU = r"the change of state\[1\]\.inner_state\[0\]\.mu\['inner'\] "
 WRONG = {  # as RIGHT, and the words of the message
     "lost scaler": (_loses_scaler, RETURNED),
     "not gated": (_not_gated, r"the skipped step changed state\[0\]\['inner'\]: .*nan.* after\. Gate it"),
-    "flag of the loss": (partial(_functional, flag=lambda loss, _: jnp.isfinite(loss)), HIDDEN),
+    "flag of the loss": (partial(_functional, flag=lambda _, loss, __: jnp.isfinite(loss)), HIDDEN),
     "never unscaled": (
         partial(_wrapper, gradients=_by_hand(_scaled, lambda _, grads: grads)),
         DEPENDS,
@@ -253,9 +262,14 @@ WRONG = {  # as RIGHT, and the words of the message
         partial(_wrapper, gradients=lambda fun: lambda _, *args: jax.value_and_grad(fun)(*args)),
         "at a loss scale of inf: the gradients do not depend on the scaler",
     ),
+    "flag of the scaled loss": (partial(_functional, flag=_scaled_loss_is_finite), HIDDEN),
+    "flag of a large scaled loss": (
+        lambda fun: _functional(lambda *args: 1e3 * fun(*args), flag=_scaled_loss_is_finite),
+        HIDDEN,
+    ),
     "unscaled by the new scaler": (_unscaled_by_the_new_scaler, "is another one if the scale grows after the step"),
     "inverted flag": (
-        partial(_functional, flag=lambda _, grads: ~jmpscale.all_finite(grads)),
+        partial(_functional, flag=lambda _, __, grads: ~jmpscale.all_finite(grads)),
         r"the step was skipped at every loss scale\. .* the flag for update is inverted",
     ),
     "jnp.nan_to_num": (partial(_wrapper, gradients=_changed(jnp.nan_to_num)), HIDDEN),
@@ -264,22 +278,24 @@ WRONG = {  # as RIGHT, and the words of the message
 }
 
 
-@pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("program", names(WRONG, default={"clip", "not gated", "penalty"}))
-def test_check_step_names_the_mistake(program):
-    create, words = WRONG[program]
-    with pytest.raises(AssertionError, match=words):
-        check_step(*create(_loss_by_hand))
+OTHERS = list(itertools.product(("jnp.nan_to_num", "never unscaled", "gradients of JAX"), ("autocast", "float32")))
 
 
-@pytest.mark.full
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("program", ["jnp.nan_to_num", "never unscaled", "gradients of JAX"])
-@pytest.mark.parametrize("loss", ["autocast", "float32"])
-def test_check_step_names_the_mistake_in_other_dtypes(program, loss):
+@_rows(WRONG, {"clip", "not gated", "penalty"}, OTHERS)
+def test_check_step_names_the_mistake(program, loss):
     create, words = WRONG[program]
     with pytest.raises(AssertionError, match=words):
         check_step(*create(LOSSES[loss]))
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_check_step_keeps_memory_spaces():
+    step, state = _wrapper(_loss)
+    device, host = (
+        jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=x) for x in ("device", "pinned_host")
+    )
+    check_step(lambda state: jax.device_put(step(jax.device_put(state, device)), host), jax.device_put(state, host))
 
 
 # --- inject_backward ---
@@ -304,14 +320,6 @@ def test_inject_backward_changes_only_the_cotangent(value, dtype):
     assert_equal_bits(pull(cotangents), (cotangents[0].at[0, 0].set(value),))
     pull = jax.vjp(lambda leaf: fn(leaf, jnp.array(False)), leaf)[1]
     assert_equal_bits(pull(cotangents), (cotangents[0],))
-
-
-@pytest.mark.full
-def test_inject_backward_works_under_second_derivatives():
-    def fn(x):
-        return jnp.sum(inject_backward(x, jnp.inf, path="", when=False) ** 3)
-
-    assert jax.grad(lambda x: jnp.sum(jax.grad(fn)(x)))(jnp.ones(3)).tolist() == [6.0] * 3
 
 
 @pytest.mark.parametrize("transform", [lambda fn: fn, jmpscale.autocast], ids=["plain", "autocast"])
