@@ -181,7 +181,7 @@ RIGHT = {  # functions that return a step and its state for a loss function
 
 
 def _rows(programs, default, others):
-    """Returns parameters: each program with a loss by hand, and the others; only those of `default` run by default."""
+    """Returns parameters: each program with a loss by hand, and others; the programs in `default` run by default."""
     rows = [*((program, "by hand") for program in programs), *others]
     marks = [[] if row[0] in default and row not in others else [pytest.mark.full] for row in rows]
     found = [pytest.param(*row, marks=own) for row, own in zip(rows, marks, strict=True)]
