@@ -20,6 +20,8 @@ from jmpscale._grad_report import FLOAT16_MAX, FLOAT16_SMALLEST, FLOAT16_SMALLES
 from jmpscale._scaler_of_tree import find_scaler
 from jmpscale._state import SkipReason
 
+__all__ = ["diagnosis", "exponent_histogram", "headroom", "scale_trajectory"]
+
 GRAY, RED, BLUE, YELLOW = "#5c626b", "#d1495b", "#2a7f9e", "#e9b44c"
 
 

@@ -53,12 +53,8 @@ def _row_of_api_page(name):
 
 
 def test_api_page_lists_the_public_names():
-    tools = [
-        f"{module}.{name}"
-        for module in ("testing", "plots")
-        for name, function in vars(importlib.import_module(f"jmpscale.{module}")).items()
-        if not name.startswith("_") and getattr(function, "__module__", "") == f"jmpscale.{module}"
-    ]
+    modules = {name: importlib.import_module(f"jmpscale.{name}") for name in ("testing", "plots")}
+    tools = [f"{name}.{function}" for name, module in modules.items() for function in module.__all__]
     rows = re.findall(r"^\| \[.*$", (ROOT / "docs" / "api.md").read_text(), flags=re.MULTILINE)
     assert sorted(rows) == sorted(map(_row_of_api_page, jmpscale.__all__ + tools))
 
