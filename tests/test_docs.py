@@ -31,8 +31,7 @@ def test_readme_runs_as_pasted(capsys):
     for language, code in README_BLOCKS:
         if language == "python":
             pages.run(code, namespace)
-            printed.append(capsys.readouterr().out)
-    printed = list(filter(None, printed))
+            printed += filter(None, [capsys.readouterr().out])
     expected = [text for language, text in README_BLOCKS if language == "text"]
     if jax.default_backend() == "cpu":  # other devices round differently
         for ours, theirs in zip(printed, expected, strict=True):

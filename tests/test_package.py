@@ -22,7 +22,7 @@ PACKAGE = pathlib.Path(jmpscale.__file__).parent
 TESTS = pathlib.Path(__file__).parent
 ROOT = TESTS.parent
 # A module may import modules of its own part of the package, and of the parts before it.
-PARTS = ["_base", "training path", "_diagnosis", "__init__", "tools", "__main__"]
+PARTS = ["_base", "training path", "_diagnosis", "__init__", "_testing", "tools", "__main__"]
 MODULES = sorted(str(path.relative_to(PACKAGE).with_suffix("")) for path in PACKAGE.rglob("*.py"))
 MAY_IMPORT = {
     "_optax": {"optax"},
@@ -82,8 +82,7 @@ def _names_to_document(thing):
 
 def _part(module):
     """Returns the number of the part that a module belongs to."""
-    path = [] if module == "_check_step" else module.split("/")
-    room = next(room for room in (*path, "tools") if room in PARTS or room.startswith("_"))
+    room = next(room for room in (*module.split("/"), "tools") if room in PARTS or room.startswith("_"))
     return PARTS.index(room if room in PARTS else "training path")
 
 

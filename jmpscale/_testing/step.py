@@ -21,6 +21,7 @@ from jmpscale._base.tree import (
 from jmpscale._gate import check_same_types, is_numeric
 from jmpscale._scaler_of_tree import find_scaler, get_scaler, is_scaler, replace_scaler
 from jmpscale._state import LARGEST_SCALE, WithLossScalingState
+from jmpscale._testing.replicated import check_copies
 
 _RETURNED = (
     "it returned the scaler that it received. Return the scaler of update, or the optimizer state of tx.update; carry "
@@ -46,8 +47,8 @@ def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Seque
     At a loss scale of 2^126, gradients overflow in float16. The step must be skipped, and change nothing but its
     scaler. If nothing overflows, as in float32, this must hold at an infinite scale. Just below the scale from which
     the step is skipped, no change may be much larger than at a smaller scale. No change may be proportional to the
-    scale, its inverse or their squares, or depend on whether the scale grows after the step. It does not compare
-    devices, which `assert_replicated` does, and does not find gradients that are rounded to float16 after unscaling.
+    scale, its inverse or their squares, or depend on whether the scale grows after the step. Devices must agree, as for
+    `assert_replicated`. Gradients that are rounded to float16 after the unscaling are not found.
 
     Args:
       step: function of the training state that returns the new state, such as
@@ -59,8 +60,8 @@ def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Seque
         `with_loss_scaling`, are always ignored.
 
     Raises:
-      AssertionError: the step is not skipped, or changes the state although it is skipped, or depends on the scale.
-        The message names the likely mistakes.
+      AssertionError: the step is not skipped, or changes the state although it is skipped, or depends on the scale; or
+        devices differ. The message names the likely mistakes.
       TypeError: `step` is not a function, or changes the structure or the types of the state; or the state contains a
         Flax NNX object.
       ValueError: the state does not contain exactly one scaler; the scaler is disabled; or `ignore` names no leaf.
@@ -92,6 +93,7 @@ def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Seque
     runs = _Runs(step, jax.tree.map(_copy, state), ignored)  # a step can change variables of Flax NNX in place
     usual = runs.first_applied(exponent)
     _check_applied(usual, usual)
+    check_copies(usual.after, "state")
     _check_units(usual, runs.at(usual.scale / 4), runs.at(usual.scale / 16), share=1 / 3)
     # At 2^-60, half-precision gradients are zero, and do not hide a term of the loss that is not scaled.
     _check_units(*(runs.at(2.0**k) for k in (-60, -62, -64)), share=0)
@@ -178,6 +180,7 @@ def _check_overflow(runs: _Runs, usual: _Run) -> None:
         why = _RETURNED if largest.returns_scaler else _HIDDEN if is_wrong else _UNSCALED
         raise AssertionError(f"the step was not skipped at a loss scale of {largest.name}: {why}")
     largest.check_skipped()
+    check_copies(largest.after, "state")
     if largest.scale == LARGEST_SCALE:
         # At the largest scales, gradients are NaN; at smaller ones they are infinite, which a clip makes finite.
         exponents = range(round(math.log2(usual.scale)), 127)

@@ -1,0 +1,1 @@
+"""Tools for testing training programs: the functions of `jmpscale.testing`."""
