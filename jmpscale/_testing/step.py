@@ -198,27 +198,29 @@ def _check_applied(one: _Run, other: _Run) -> None:
 
 
 def _check_units(*runs: _Run, share: float) -> None:
-    """Raises if results depend on a power of the scale, as Adam's averages of squares may, at three scales 4^n.
+    """Raises if results depend on a power of the scale: at three scales, each a quarter of the one before.
 
-    Rounding noise of subnormal numbers does as well, but only in a small `share` of the numbers that a step changes.
+    The rounding of subnormal numbers does as well, but by less than half of a change, unless this is rounding noise,
+    as it may be in a small `share` of the numbers that a step changes.
     """
-    first, second, third = (run.results for run in runs)
-    sizes = {path: np.size(first[path]) for path, change in runs[0].changes.items() if change}
-    wrong = [path for path in sizes if _depends_on_scale(first[path], second[path], third[path])]
+    changes = {path: change for path, change in runs[0].changes.items() if change}
+    sizes = {path: np.size(runs[0].results[path]) for path in changes}
+
+    def depends_on_scale(path: str) -> bool:
+        first, second, third = (run.results[path] for run in runs)
+        one, other = _largest_change(first, second), _largest_change(second, third)
+        is_power = other > 0 and any(math.isclose(one / other, 4.0**n, rel_tol=0.01) for n in (-2, -1, 1, 2))
+        return is_power and one >= changes[path] / 2
+
+    wrong = list(filter(depends_on_scale, changes))
     if wrong and sum(sizes[path] for path in wrong) >= share * sum(sizes.values()):
-        path, (change, other) = wrong[0], (run.changes[wrong[0]] for run in runs[:2])
+        path = wrong[0]
         raise AssertionError(
-            f"the change of state{path} depends on the loss scale: it is {change:.3g} at {runs[0].name}, and "
-            f"{other:.3g} at {runs[1].name}. Scale every term of the loss, unscale the gradients once, as "
-            "jmpscale.value_and_grad does, and clip them only then. If it describes the scaler, pass "
+            f"the change of state{path} depends on the loss scale: it is {changes[path]:.3g} at {runs[0].name}, and "
+            f"{runs[1].changes[path]:.3g} at {runs[1].name}. Scale every term of the loss, unscale the gradients once, "
+            "as jmpscale.value_and_grad does, and clip them only then. If it describes the scaler, pass "
             f"ignore={path!r}."
         )
-
-
-def _depends_on_scale(first: Any, second: Any, third: Any) -> bool:
-    """Tests whether a + b * scale^n describes the results at three scales, each a quarter of the one before."""
-    one, other = _largest_change(first, second), _largest_change(second, third)
-    return other > 0 and any(math.isclose(one / other, 4.0**n, rel_tol=0.01) for n in (-2, -1, 1, 2))
 
 
 def _check_growth(growing: _Run, usual: _Run, again: _Run) -> None:
