@@ -1,4 +1,4 @@
-"""Faults in the backward pass."""
+"""Injects faults into the backward pass."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def inject_backward(tree: Tree, value: ArrayLike, *, path: str = "", when: Array
 
     Call it in the loss function, on parameters or activations. The fault then passes through the rest of the backward
     pass, the unscaling and the check, as a real overflow does. A ReLU or a maximum before this point may remove the
-    fault: where it is not active, its derivative sets the cotangent to zero.
+    fault, because its derivative is zero where it is not active.
 
     Args:
       tree: pytree of parameters or activations that the loss depends on.

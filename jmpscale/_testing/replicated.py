@@ -1,4 +1,4 @@
-"""Whether devices agree."""
+"""Checks that devices agree."""
 
 import zlib
 from typing import Any

@@ -1,9 +1,11 @@
 """A check of a whole training step, by running it at several loss scales."""
 
 import bisect
+import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -104,7 +106,8 @@ def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Seque
     _check_overflow(runs, runs.first_applied(exponent))
 
 
-class _Run(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Run:
     """The result of a step."""
 
     scale: float
@@ -119,11 +122,11 @@ class _Run(NamedTuple):
         """The loss scale, in messages."""
         return format_number(self.scale)
 
-    @property
+    @functools.cached_property
     def results(self) -> dict[str, Any]:
         return {path: now for path, _, now in self.leaves}
 
-    @property
+    @functools.cached_property
     def changes(self) -> dict[str, float]:
         """The largest change of each leaf of floating-point or complex numbers, NaN if a finite number becomes NaN."""
         return {path: _largest_change(was, now) for path, was, now in self.leaves if is_inexact(was)}
