@@ -67,9 +67,9 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
       ValueError: `scaler` is a batch outside `jax.vmap`, `finite` is not a scalar, or an axis is not mapped here.
 
     Warns:
-      UserWarning: the scaler is a constant of a compiled program, so every step would start from the same scale;
-        no loss has been scaled yet; `finite` is about the loss alone; `loss` is a pair with auxiliary data; or the call
-        is inside `apply_if`.
+      UserWarning: the scaler is a constant of a compiled program, so every step would start from the same scale, or
+        has been updated with the same gradients; no loss has been scaled yet; `finite` is about the loss alone; `loss`
+        is a pair with auxiliary data; or the call is inside `apply_if`.
 
     >>> import jmpscale
     >>> scaler = jmpscale.update(jmpscale.dynamic(1024.0), False)
@@ -94,13 +94,23 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
         )
     if loss is not None:
         warn_if_unsynchronized(axis_name)
-    return adapt(scaler, *all_reduce_outcome(flag, loss, axis_name))
+    checked = source_of(Mark.CHECKED, finite)
+    if source_of(Mark.ADAPTED, checked) is scaler.loss_scale:
+        warn_user(
+            "the scaler is updated twice in a step: it is the result of an update with the same gradients. Remove this "
+            "call: with_loss_scaling updates its scaler itself."
+        )
+    return adapt(scaler, checked, *all_reduce_outcome(flag, loss, axis_name))
 
 
-def adapt(scaler: ScalerState, finite: jax.Array, loss_finite: jax.Array | None) -> ScalerState:
-    """Applies the rule of `update` to flags that are equal on all devices, and marks the scales."""
+def adapt(scaler: ScalerState, checked: object, finite: jax.Array, loss_finite: jax.Array | None) -> ScalerState:
+    """Applies the rule of `update` to flags that are equal on all devices, and marks the scales.
+
+    `checked` is a gradient that was checked, or the flag: `update` warns if it adapts the new scale, too.
+    """
     new = apply_rule(scaler, finite, loss_finite)
     if scaler.config.mode == "dynamic":
+        mark(Mark.ADAPTED, checked, new.loss_scale)
         mark(Mark.OLD_SCALE, scaler.loss_scale)
         mark(Mark.NEW_SCALE, new.loss_scale, source_of(Mark.NEW_SCALE, scaler.loss_scale))
     return new

@@ -11,7 +11,6 @@ import pytest
 from jax.experimental import pallas
 
 import jmpscale
-from jmpscale.testing import inject_backward
 
 import diagnosis_programs as programs
 import meshes
@@ -315,16 +314,6 @@ def test_diagnose_does_not_change_the_containers_of_the_caller():
     batch = {"x": jnp.ones(2), "flag": np.ones(1, np.float32)}
     diagnose(loss, jnp.ones(2), batch)
     assert list(batch) == ["x", "flag"]
-
-
-def test_injected_fault_is_named():
-    def loss(w, x):
-        return squared(inject_backward(w, jnp.inf).astype(H) * x)
-
-    diagnosis = diagnose(loss, jnp.ones(2), jnp.ones(2, H))
-    assert diagnosis.summary.startswith(
-        "The result of broadcast_in_dim at the injected fault is not finite in float32 either"
-    )
 
 
 @pytest.mark.full

@@ -40,7 +40,6 @@ LINES = {  # the files, the innermost first, and the line that is shown
     "in JAX only": ((JAX,), ""),
     "in no file": ((), ""),
     "the scaling": ((JAX, f"{OWN}/_scaling.py", USER), "the scaling of the loss"),
-    "an injected fault": ((JAX, f"{OWN}/_testing/inject.py", USER), "the injected fault"),
     "below this package": ((USER, f"{OWN}/_grad.py"), "model.py:10 (loss)"),
     "this package is not a user": ((FLAX, f"{OWN}/_grad.py", STANDARD, f"{OWN}/_autocast.py"), ""),
     "the demonstration": ((f"{OWN}/__main__.py",), "__main__.py:10 (loss)"),

@@ -332,6 +332,16 @@ SCALE_AND_UPDATE = {
             "finite must be about the gradients, got all_finite(loss): ... Pass all_finite(grads).",
         ),
         "loss and array": (_after_gradients(lambda s, _, ok: jmpscale.update(s, ok, loss=_pair(W32))), "got a pair"),
+        "updated twice": (
+            _after_gradients(lambda s, _, ok: jmpscale.update(jmpscale.update(s, ok), ok)),
+            "the scaler is updated twice in a step: ... Remove this call: with_loss_scaling updates its scaler itself.",
+        ),
+        "updated by the wrapper": (
+            _after_gradients(
+                lambda s, g, ok: jmpscale.update(SCALE.update(g, s)[1].scaler, jmpscale.all_finite(g)), SCALE_STATE
+            ),
+            "the scaler is updated twice",
+        ),
         "missing axis": (lambda: _per_device(jmpscale.all_finite), "axes ('d',) ... axis_name=('d',) ... axis_name=()"),
     },
 }
@@ -859,18 +869,12 @@ CAST_AND_MONITORING = {
 }
 
 
-def _inject(value=jnp.inf, path="['w']", **options):
-    return lambda: testing.inject_backward(GRADS | {"n": 1, "empty": jnp.ones(0)}, value, path=path, **options)
-
-
 def _check(state, step=lambda state: state, **options):
     return lambda: testing.check_step(step, state, **options)
 
 
 TOOLS = {
     TypeError: {
-        "inject_backward into nnx": (lambda: testing.inject_backward(NNX, jnp.inf), "NNX Dropout ... inject_backward"),
-        "inject at a number": (_inject(when=2), "when must be a boolean, got 2"),
         "replicated number": (lambda: testing.assert_replicated({"w": 1}), "tree['w'] must be an array, got int. Pass"),
         "list of metrics": (lambda: plots.scale_trajectory([]), "history must hold ... got list. Stack a list with"),
         "one step": (lambda: plots.scale_trajectory(jmpscale.metrics(STATE)), "history must ... got float32[], int32"),
@@ -879,15 +883,6 @@ TOOLS = {
         "one report": (lambda: plots.headroom(REPORT), "arrays [steps, leaves], got float32[2]"),
     },
     ValueError: {
-        "path": (_inject(path="w"), "must lead to ... got 'w'. The paths of this tree are [\"['b']\", \"['w']\"]."),
-        "path of int": (_inject(path="['n']"), "path must lead to a floating-point leaf"),
-        "path of no element": (_inject(path="['empty']"), "path must lead to a floating-point leaf"),
-        "path is a tree": (
-            lambda: testing.inject_backward(BIG, jnp.inf, path=GRADS),
-            "path must lead to a ... got dict.",
-        ),
-        "values": (_inject(jnp.ones((2, 3))), "value must be a scalar ... got float32[2, 3]. Inject one value at a"),
-        "None": (_inject(None), "value must be a scalar such as jnp.inf, got None."),
         "check_step: disabled": (
             _check(jmpscale.disabled()),
             "state must contain a scaler that checks",
@@ -1168,7 +1163,6 @@ VALID_CALLS = {
     "torch scale above by rounding": _from_torch({"max_scale": 2.0}, scale=2 + ULP),
     "report of a large leaf": lambda: _traced(jmpscale.grad_report, _float16(COUNTER)),
     "describe one leaf": lambda: REPORT.describe(1),
-    "inject a NumPy number": _inject(np.float32(1), when=np.True_),
 }
 
 

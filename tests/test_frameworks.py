@@ -22,10 +22,10 @@ from flax import nnx
 from flax.training import train_state
 
 import jmpscale
-from jmpscale.testing import inject_backward
 
 import compiling
 from bits import assert_equal_bits
+from faults import overflow_backward
 from precision import filled
 
 pytestmark = pytest.mark.usefixtures("standard_promotion_and_ranks")  # layers rely on both
@@ -41,7 +41,7 @@ def inputs(fault):
 
 
 def loss_of(prediction, fault):
-    prediction = inject_backward(prediction, jnp.inf, path="", when=fault == BACKWARD)
+    prediction = overflow_backward(prediction, fault == BACKWARD)
     return jnp.mean((prediction - 1) ** 2)
 
 

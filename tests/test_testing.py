@@ -14,10 +14,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 
 import jmpscale
-from jmpscale.testing import assert_replicated, check_step, inject_backward
+from jmpscale.testing import assert_replicated, check_step
 
 import meshes
-from bits import assert_equal_bits
 
 # --- check_step ---
 
@@ -99,6 +98,28 @@ def _unscaled_by_the_new_scaler(loss_fn):
         return *jmpscale.apply_if(finite, jmpscale.optax_step(ADAM, grads), params, opt_state), new
 
     return jax.jit(step), _functional(loss_fn)[1]
+
+
+def _puts_scale_back(loss_fn):
+    step, state = _functional(loss_fn)
+
+    def wrong(state):
+        *others, scaler = step(state)
+        return *others, scaler._replace(loss_scale=state[2].loss_scale)
+
+    return wrong, state
+
+
+def _counts_by_finite_steps(loss_fn):
+    def step(state):
+        params, scaler = state
+        loss, grads = jmpscale.value_and_grad(loss_fn)(scaler, params, X, Y)
+        finite = jmpscale.all_finite(grads)
+        rate = 0.1 / (1 + scaler.finite_steps)
+        params = jmpscale.apply_if(finite, lambda p: jax.tree.map(lambda p, g: p - rate * g, p, grads), params)
+        return params, jmpscale.update(scaler, finite, loss=loss)
+
+    return jax.jit(step), (PARAMS, jmpscale.dynamic())
 
 
 def _with_count(loss_fn):
@@ -268,6 +289,8 @@ WRONG = {  # as RIGHT, and the words of the message
         HIDDEN,
     ),
     "unscaled by the new scaler": (_unscaled_by_the_new_scaler, "is another one if the scale grows after the step"),
+    "scale that is put back": (_puts_scale_back, r"the skipped step did not reduce the loss scale, 2\^126"),
+    "step count": (_counts_by_finite_steps, "do not count steps by its finite_steps"),
     "inverted flag": (
         partial(_functional, flag=lambda _, __, grads: ~jmpscale.all_finite(grads)),
         r"the step was skipped at every loss scale\. .* the flag for update is inverted",
@@ -313,71 +336,21 @@ def test_check_step_compares_devices():
         step = jax.jit(jax.shard_map(partial(local, average), mesh=meshes.make_mesh(d=8), **specs))
         check_step(lambda state: step(*state, X, Y), (PARAMS, tx.init(PARAMS)))
 
+    def sharded_step(state):
+        """Returns the state of a step in which devices hold different parameters, and decide independently."""
+        params, scaler = state
+        loss, grad = jmpscale.value_and_grad(jmpscale.autocast(lambda w, x: jnp.sum((x @ w) ** 2)))(scaler, params, X)
+        finite = jmpscale.all_finite(grad, axis_name=())
+        params = jmpscale.apply_if(finite, lambda w: w - 1e-3 * grad, params)
+        return params, jmpscale.update(scaler, finite, loss=loss, axis_name=())
+
     check(lambda grads: jax.lax.pmean(grads, "d"))
+    specs = {"in_specs": ((P(None, "d"), P()),), "out_specs": (P(None, "d"), P()), "check_vma": False}
+    step = jax.jit(jax.shard_map(sharded_step, mesh=meshes.make_mesh(d=8), **specs))
+    with pytest.raises(AssertionError, match=r"(?s)state\[1\]\.loss_scale differs between devices"):
+        check_step(step, (jnp.full((8, 8), 2.0 ** -jnp.arange(8.0)), jmpscale.dynamic()))
     with pytest.raises(AssertionError, match=r"(?s)state\[0\]\['inner'\] differs between devices.*jax\.lax\.pmean"):
         check(lambda grads: grads)
-
-
-# --- inject_backward ---
-
-TREE = {"w": [jnp.array([[-0.0, 1.0], [2.0, 3.0]]), jnp.array(5)], "v": jnp.ones(3), "n": 7, "f": jnp.tanh}
-
-
-@pytest.mark.parametrize("value", [jnp.inf, jnp.nan])
-@pytest.mark.parametrize("dtype", ["float32", "float16", pytest.param("complex64", marks=pytest.mark.full)])
-def test_inject_backward_changes_only_the_cotangent(value, dtype):
-    value = np.array(value, dtype)[()]  # a GPU that converts a NaN changes its bits
-
-    def fn(leaf, when):
-        out = inject_backward(TREE | {"w": [leaf]}, value, path="['w'][0]", when=when)
-        assert (out["n"], out["f"]) == (7, jnp.tanh)
-        return out["w"][0], out["v"]
-
-    leaf = TREE["w"][0].astype(dtype)
-    cotangents = jnp.full((2, 2), -0.0, dtype), jnp.ones(3)
-    out, pull = jax.vjp(lambda leaf: fn(leaf, jnp.array(True)), leaf)
-    assert_equal_bits(out, (leaf, TREE["v"]))
-    assert_equal_bits(pull(cotangents), (cotangents[0].at[0, 0].set(value),))
-    pull = jax.vjp(lambda leaf: fn(leaf, jnp.array(False)), leaf)[1]
-    assert_equal_bits(pull(cotangents), (cotangents[0],))
-
-
-@pytest.mark.parametrize("transform", [lambda fn: fn, jmpscale.autocast], ids=["plain", "autocast"])
-@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.full)])
-@pytest.mark.parametrize("place", ["parameters", "activations"])
-def test_inject_backward_reaches_devices_that_share_a_value(place, check_vma, transform):
-    mesh = meshes.make_mesh(d=8)
-
-    @transform
-    def loss_fn(w, x):
-        when = jax.lax.axis_index("d") == 5
-        if place == "parameters":
-            w = inject_backward(w, jnp.nan, path="", when=when)
-        else:
-            x = inject_backward(x, jnp.nan, path="", when=when)
-        return jnp.sum(x @ w)
-
-    def local(w, x):
-        return jax.tree.map(lambda g: g[None], jax.grad(loss_fn, (0, 1))(w, x))
-
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"), check_vma=check_vma)
-    of_w, of_x = jax.jit(mapped)(jnp.ones((3, 2)), jnp.ones((8, 3)))
-    # With types, the cotangent of a shared value is a sum over the devices; without types, each device has its own.
-    shared = list(range(8)) if check_vma else [5]
-    assert np.flatnonzero(np.isnan(of_w).any((1, 2))).tolist() == (shared if place == "parameters" else [])
-    assert np.flatnonzero(np.isnan(of_x).any((1, 2))).tolist() == ([5] if place == "activations" else [])
-
-
-def test_inject_backward_into_a_parameter_that_the_examples_of_a_batch_share():
-    def loss(w, x, when):
-        return inject_backward(w, 100.0, path="", when=when) * x
-
-    @jax.jit
-    def gradient(flags):
-        return jax.grad(lambda w: jax.vmap(loss, (None, 0, 0))(w, jnp.arange(1.0, 5.0), flags).sum())(1.0)
-
-    assert gradient(jnp.zeros(4, bool)) == 10
-    assert gradient(jnp.array([False, True, False, False])) == 108
 
 
 # --- assert_replicated ---

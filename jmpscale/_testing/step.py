@@ -22,8 +22,9 @@ from jmpscale._base.tree import (
 )
 from jmpscale._gate import check_same_types, is_numeric
 from jmpscale._scaler_of_tree import find_scaler, get_scaler, is_scaler, replace_scaler
-from jmpscale._state import LARGEST_SCALE, WithLossScalingState
+from jmpscale._state import LARGEST_SCALE, SkipReason, WithLossScalingState
 from jmpscale._testing.replicated import check_copies
+from jmpscale._update import update
 
 _RETURNED = (
     "it returned the scaler that it received. Return the scaler of update, or the optimizer state of tx.update; carry "
@@ -114,6 +115,7 @@ class _Run:
     skips: int
     is_skipped: bool  # as a whole, if it consists of several steps
     returns_scaler: bool  # that it received
+    keeps_scale: bool  # although an overflow reduces it
     leaves: list[tuple[str, Any, Any]]  # that a skipped step must not change: the path, before and after the step
     after: PyTree
 
@@ -160,9 +162,11 @@ class _Runs:
         skips = int(new.total_skips) - int(old.total_skips)
         is_skipped = 0 < skips == int(new.consecutive_skips) - int(old.consecutive_skips)
         is_returned = all(map(_is_equal, old[:-1], new[:-1]))
+        expected = update(old, False).loss_scale if skips and new.last_skip_reason != SkipReason.LOSS else scale
+        keeps_scale = expected < scale == new.loss_scale
         pairs = zip(_gated_leaves(state, self._ignored), _gated_leaves(after, self._ignored), strict=True)
         leaves = [(path, was, now) for (path, was), (_, now) in pairs]
-        return _Run(scale, skips, is_skipped, is_returned, leaves, after)
+        return _Run(scale, skips, is_skipped, is_returned, keeps_scale, leaves, after)
 
     def first_applied(self, exponent: int) -> _Run:
         """Returns the first run that is not skipped, from a power of two to smaller ones."""
@@ -183,12 +187,21 @@ def _check_overflow(runs: _Runs, usual: _Run) -> None:
         why = _RETURNED if largest.returns_scaler else _HIDDEN if is_wrong else _UNSCALED
         raise AssertionError(f"the step was not skipped at a loss scale of {largest.name}: {why}")
     largest.check_skipped()
+    if largest.keeps_scale:
+        raise AssertionError(
+            f"the skipped step did not reduce the loss scale, {largest.name}. Do not put back the old one."
+        )
     check_copies(largest.after, "state")
     if largest.scale == LARGEST_SCALE:
         # At the largest scales, gradients are NaN; at smaller ones they are infinite, which a clip makes finite.
         exponents = range(round(math.log2(usual.scale)), 127)
         last = exponents[bisect.bisect_left(exponents, True, 1, key=lambda k: runs.at(2.0**k).skips > 0) - 1]
-        _check_applied(runs.at(2.0**last), runs.at(2.0 ** (last - 8)))
+        applied, skipped = (runs.at(2.0**k) for k in (last, last + 1))
+        for run in (applied, skipped):  # gradients may overflow on one device alone
+            check_copies(run.after, "state")
+        _check_applied(applied, runs.at(2.0 ** (last - 8)))
+        if skipped.is_skipped:
+            skipped.check_skipped()
 
 
 def _check_applied(one: _Run, other: _Run) -> None:
@@ -234,7 +247,8 @@ def _check_growth(growing: _Run, usual: _Run, again: _Run) -> None:
         if difference > 0.1 * change and not (is_noise or growing.skips):
             raise AssertionError(
                 f"the change of state{path} is another one if the scale grows after the step. Unscale the gradients by "
-                f"the scaler from before update. If it describes the scaler, pass ignore={path!r}."
+                "the scaler from before update, and do not count steps by its finite_steps. If it describes the "
+                f"scaler, pass ignore={path!r}."
             )
 
 

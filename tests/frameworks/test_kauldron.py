@@ -22,10 +22,11 @@ from kauldron import kd, kontext
 from kauldron.train import metric_writer, train_step
 
 import jmpscale
-from jmpscale.testing import assert_replicated, inject_backward
+from jmpscale.testing import assert_replicated
 
 from bits import assert_equal_bits
 from common import BATCH, LENGTH, OVERFLOW, VOCABULARY, WEIGHT, adamw, next_token_losses, page_programs, token_batches
+from faults import overflow_backward
 
 STEPS = 40
 
@@ -40,7 +41,7 @@ class LanguageModel(nn.Module):
     def __call__(self, tokens, step):
         x = nn.Embed(VOCABULARY, 32, dtype=self.dtype)(tokens)
         x = x + nn.Dense(32, dtype=self.dtype)(nn.gelu(nn.Dense(128, dtype=self.dtype)(x)))
-        x = inject_backward(x, jnp.inf, path="", when=jnp.asarray(step == OVERFLOW) & self.overflows)
+        x = overflow_backward(x, jnp.asarray(step == OVERFLOW) & self.overflows)
         return {"logits": nn.Dense(VOCABULARY, dtype=self.dtype)(x).astype(jnp.float32)}
 
 
