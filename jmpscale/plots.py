@@ -12,15 +12,14 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
-from jmpscale._base.check import check_count
 from jmpscale._base.text import describe, format_scale, truncate
 from jmpscale._base.tree import PyTree, flatten_gradients
 from jmpscale._diagnosis.report import Diagnosis, DiagnosisRow, format_percentage, worst_first
-from jmpscale._grad_report import FLOAT16_MAX, FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL, GradReport
+from jmpscale._grad_report import FLOAT16_MAX, FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL
 from jmpscale._scaler_of_tree import find_scaler
 from jmpscale._state import SkipReason
 
-__all__ = ["diagnosis", "exponent_histogram", "headroom", "scale_trajectory"]
+__all__ = ["diagnosis", "exponent_histogram", "scale_trajectory"]
 
 GRAY, RED, BLUE, YELLOW = "#5c626b", "#d1495b", "#2a7f9e", "#e9b44c"
 
@@ -105,10 +104,13 @@ def scale_trajectory(history: Mapping[str, Any], *, ax: Axes | None = None) -> A
     'loss scale'
     """
     names = "loss_scale", "consecutive_skips", "last_skip_reason"
-    columns = [history.get(name) for name in names] if isinstance(history, Mapping) else [None]
-    _check_stacked(
-        history, columns, 1, f"history must hold the results of metrics after each step, arrays [steps] of {names}"
-    )
+    columns = [history.get(name) for name in names] if isinstance(history, Mapping) else []
+    if not columns or any(np.ndim(x) != 1 for x in columns):
+        got = ", ".join(map(describe, columns)) or describe(history)
+        raise TypeError(
+            f"history must hold the results of metrics after each step, arrays [steps] of {names}, got {got}. Stack a "
+            "list with jax.tree.map(lambda *x: np.stack(x), *the_list)."
+        )
     scale, skips, last_skip_reason = map(np.asarray, columns)
     ax, steps = _axes(ax), np.arange(1, len(scale) + 1)
     ax.step(steps, scale, where="post", color=BLUE, label="loss scale after the step")
@@ -119,44 +121,6 @@ def scale_trajectory(history: Mapping[str, Any], *, ax: Axes | None = None) -> A
     ax.set_yscale("log", base=2)
     ax.grid(alpha=0.3)
     return _with_labels(ax, "step", "loss scale")
-
-
-def headroom(reports: GradReport, *, limit: int = 8, ax: Axes | None = None) -> Axes:
-    """Plots the headroom of each leaf's gradients in float16 over the steps of a run.
-
-    Args:
-      reports: the `GradReport` of each step, stacked as by `jax.lax.scan`: arrays [steps, leaves].
-      limit: the number of leaves to name, in order of headroom, least first; the others are gray.
-      ax: matplotlib axes.
-
-    Returns:
-      The axes, which show log2(65504 / max_abs) over the steps, with gaps where a leaf is not finite or all zero. Below
-      zero a leaf overflows.
-
-    Raises:
-      TypeError: `reports` is not a stacked `GradReport`, or `limit` is not an integer.
-      ValueError: `limit` is below 1.
-
-    >>> import jax
-    >>> import jmpscale
-    >>> import numpy as np
-    >>> from jmpscale import plots
-    >>> plots.headroom(jax.vmap(jmpscale.grad_report)(np.ones((3, 2), np.float32))).get_xlabel()
-    'step'
-    """
-    stacked = reports.max_abs if isinstance(reports, GradReport) else None
-    _check_stacked(reports, [stacked], 2, "reports must be a GradReport with arrays [steps, leaves]")
-    check_count("limit", limit)
-    max_abs = np.asarray(stacked, np.float64)
-    ax, steps = _axes(ax), np.arange(1, len(max_abs) + 1)
-    bits = -np.log2(np.where(np.isfinite(max_abs) & (max_abs > 0), max_abs, np.nan) / FLOAT16_MAX)
-    paths = [" " * path.startswith("_") + path for path in reports.paths]  # legends omit labels that begin with _
-    order = np.argsort(np.nanmin(bits, axis=0, initial=np.inf)).tolist()
-    ax.plot(steps, bits[:, order[limit:]], color="#d0d4da", linewidth=0.7)
-    for leaf in order[:limit]:
-        ax.plot(steps, bits[:, leaf], linewidth=1.4, label=paths[leaf])
-    ax.axhline(0, color=RED, linestyle="--", linewidth=1, label="float16 overflows")
-    return _with_labels(ax, "step", "headroom (bits)")
 
 
 def diagnosis(diagnosis: Diagnosis, *, ax: Axes | None = None) -> Axes:
@@ -231,12 +195,6 @@ def _set_error_axis(ax: Axes, name: str, errors: np.ndarray) -> tuple[float, flo
     ax.set(**{f"{name}scale": "log", f"{name}lim": limits})
     getattr(ax, f"{name}axis").set_major_formatter(lambda error, _: f"{100 * error:g}%")
     return limits
-
-
-def _check_stacked(given: object, arrays: Sequence[Any], ndim: int, rule: str) -> None:
-    if any(np.ndim(x) != ndim for x in arrays):
-        got = describe(given) if arrays[0] is None else ", ".join(map(describe, arrays))
-        raise TypeError(f"{rule}, got {got}. Stack a list with jax.tree.map(lambda *x: np.stack(x), *the_list).")
 
 
 def _axes(ax: Axes | None, height: float = 4) -> Axes:

@@ -381,20 +381,6 @@ def test_callback_with_a_result_runs_once():
 # --- The description. ---
 
 
-def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
-    diagnose(sine, jnp.ones(2))
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("jmpscale._diagnosis.progress._SILENT_SECONDS", 0.0)
-    monkeypatch.setattr("jmpscale._diagnosis.progress._INTERVAL", 0.0)
-    diagnose(sine, jnp.ones(2), scale=2.0**30)
-    shown = capsys.readouterr().err
-    assert shown.startswith("\r\033[Kdiagnose: running in float32")
-    assert "diagnose: running at powers of two" in shown
-    assert "runs with lines in float32" in shown
-    assert shown.endswith("\r\033[K")
-
-
 # --- Wrong calls. ---
 
 

@@ -1,7 +1,6 @@
 """The inputs of a diagnosis: harmful constants and arguments, the float32 reference, and the traced step."""
 
 import functools
-import io
 import math
 
 import jax
@@ -11,7 +10,6 @@ import pytest
 from flax import nnx
 
 import jmpscale
-from jmpscale._diagnosis import progress
 from jmpscale._diagnosis.errors import measure
 from jmpscale._diagnosis.lines import Trials
 from jmpscale._diagnosis.not_finite import RepairedStep, non_finite_arguments
@@ -111,7 +109,7 @@ def test_arguments_that_are_not_finite_are_named(name):
 
 
 def trials(fun, *consts):
-    return Trials(step(fun, *consts), lambda text: None)
+    return Trials(step(fun, *consts))
 
 
 def test_gradients_that_are_rounding_noise_or_negligible_are_not_decisive():
@@ -218,25 +216,3 @@ def test_new_ref_raises_with_the_line():
 
 
 # --- Progress. ---
-
-
-class Terminal(io.StringIO):
-    flushed = 0
-
-    def isatty(self):
-        return True
-
-    def flush(self):
-        self.flushed += 1
-
-
-def test_progress_is_shown_after_three_seconds_and_then_at_intervals(monkeypatch):
-    terminal, now = Terminal(), [0.0]
-    monkeypatch.setattr(progress.sys, "stderr", terminal)
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    with progress.showing_progress() as show:
-        for now[0] in (2.9, 3.0, 3.1, 3.25, 4.0):
-            show(f"{now[0]}")
-            assert terminal.flushed == terminal.getvalue().count("diagnose")
-    assert terminal.getvalue() == "\r\033[Kdiagnose: 3.0\r\033[Kdiagnose: 3.25\r\033[Kdiagnose: 4.0\r\033[K"
-    assert terminal.flushed == 4

@@ -195,12 +195,6 @@ CORRECT = (
     "derivative of a norm at zero."
 )
 SUMMARIES = {  # the loss function, its arguments, and the summary, with the lines of the function
-    "near an overflow": (
-        near_overflow,
-        (W, X),
-        "Loss scales from 2^-1 to 2^17 fit; yours is 2^10. The gradients differ from float32 by 0.00865%. mul at {0} "
-        "reaches 2e+04, 1.7 bits below the largest number of float16: if it grows beyond that, it overflows.",
-    ),
     "large error": (
         phases,
         (W, X),
@@ -301,7 +295,6 @@ DEFAULT_SUMMARIES = {
     "float32",
     "infinite constant",
     "large error",
-    "near an overflow",
     "the only matmul",
 }
 

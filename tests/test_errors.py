@@ -879,8 +879,6 @@ TOOLS = {
         "list of metrics": (lambda: plots.scale_trajectory([]), "history must hold ... got list. Stack a list with"),
         "one step": (lambda: plots.scale_trajectory(jmpscale.metrics(STATE)), "history must ... got float32[], int32"),
         "partial metrics": (lambda: plots.scale_trajectory({"loss_scale": np.ones(3)}), "got float64[3], None, None"),
-        "list of reports": (lambda: plots.headroom([REPORT]), "reports must ... got list. Stack a list with"),
-        "one report": (lambda: plots.headroom(REPORT), "arrays [steps, leaves], got float32[2]"),
     },
     ValueError: {
         "check_step: disabled": (
@@ -893,7 +891,6 @@ TOOLS = {
         ),
         "histogram of ints": (lambda: plots.exponent_histogram({"n": INTS}), "grads ... got none. Pass the gradients."),
         "histogram of nothing": (lambda: plots.exponent_histogram({"w": np.zeros(0)}), "grads must have ... got none."),
-        "limit of headroom": (lambda: plots.headroom(REPORTS, limit=0), "limit must be between 1 ... got 0."),
     },
 }
 

@@ -70,7 +70,7 @@ def test_exponent_histogram_stacks_bars_over_their_exponents():
     assert [bar.get_x() for bar in plots.exponent_histogram(jnp.array([0.25])).containers[0]] == [-2, -1, 0]
 
 
-# --- scale_trajectory and headroom ---
+# --- scale_trajectory ---
 
 
 def test_scale_trajectory_marks_skips_by_reason():
@@ -91,34 +91,6 @@ def test_scale_trajectory_marks_skips_by_reason():
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("step", "loss scale")
     finite = history | {"consecutive_skips": jnp.zeros(6), "last_skip_reason": jnp.ones(6)}
     assert len(plots.scale_trajectory(finite, ax=plt.subplots()[1]).lines) == 1
-
-
-def _reports(*max_abs, paths):
-    max_abs = np.float32(max_abs)
-    counts = [np.zeros(max_abs.shape, np.int32)] * 5
-    return jmpscale.GradReport(np.isfinite(max_abs).all(1), max_abs, *counts, paths=paths, sizes=(2,) * len(paths))
-
-
-def test_headroom_names_the_leaves_with_the_least_headroom():
-    reports = _reports([1.0, 1024.0], [2.0, 65504.0], [0.0, np.inf], paths=("far", "near"))
-    given = plt.subplots()[1]
-    ax = plots.headroom(reports, limit=1, ax=given)
-    assert ax is given
-    far, near, limit = ax.lines
-    np.testing.assert_allclose(near.get_ydata(), [np.log2(65504 / 1024), 0, np.nan])
-    np.testing.assert_allclose(far.get_ydata(), [np.log2(65504), np.log2(65504 / 2), np.nan])
-    assert near.get_xdata().tolist() == [1, 2, 3]
-    assert limit.get_ydata() == [0, 0]
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["near", "float16 overflows"]
-
-
-@pytest.mark.full
-def test_headroom_names_leaves_up_to_the_limit():
-    paths = ("_scale", *(f"layer_{i}" for i in range(9)))  # matplotlib omits labels that begin with an underscore
-    reports = _reports([*(2.0 ** -np.arange(9.0)), 0.0], paths=paths)
-    for options, count in (({}, 8), ({"limit": 2}, 2), ({"limit": 99}, 10)):
-        labels = [text.get_text().strip() for text in plots.headroom(reports, **options).get_legend().get_texts()]
-        assert labels == [*paths[:count], "float16 overflows"]
 
 
 # --- diagnosis ---

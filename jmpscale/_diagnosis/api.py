@@ -10,7 +10,6 @@ from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree
 from jmpscale._diagnosis.examine import examine
 from jmpscale._diagnosis.not_finite import non_finite_arguments
-from jmpscale._diagnosis.progress import showing_progress
 from jmpscale._diagnosis.report import Diagnosis
 from jmpscale._diagnosis.step import check_concrete, trace_step
 from jmpscale._grad import value_and_grad
@@ -93,9 +92,9 @@ def diagnose(
         scale = _scale_of(state)
 
         # Non-finite values are what is looked for, and a function that is not compiled cannot be entered.
-        with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False), showing_progress() as progress:
+        with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
             step = trace_step(loss_and_grads, args, kwargs)
-            return examine(step, state, scale, lambda: non_finite_arguments(fun, args, kwargs), progress)
+            return examine(step, state, scale, lambda: non_finite_arguments(fun, args, kwargs))
 
     diagnose_fun.__name__ = f"diagnose_of_{getattr(fun, '__name__', 'fun')}"
     return diagnose_fun

@@ -16,14 +16,11 @@ from jmpscale._state import ScalerState
 Arguments = Callable[[], list[tuple[str, Any]]]  # returns the arguments that are not finite, with their names
 
 
-def examine(
-    step: Step, scaler: ScalerState, scale: float, non_finite: Arguments, progress: Callable[[str], None]
-) -> Diagnosis:
-    """Examines a step at a loss scale, which is 1 if the scaler is disabled; describes the work to `progress`."""
+def examine(step: Step, scaler: ScalerState, scale: float, non_finite: Arguments) -> Diagnosis:
+    """Examines a step at a loss scale, which is 1 if the scaler is disabled."""
     run_as_written = compile_step(step)
     outputs, optimize = run_twice(lambda: run_as_written(scale))
-    progress("running in float32")
-    trials = Trials(step, progress, optimize=optimize)
+    trials = Trials(step, optimize=optimize)
     errors, loss_error = trials.compare(outputs)
     findings = Findings(trials, float(outputs[0]), loss_error, errors, scaler, scale)
     if not trials.measured.are_finite or trials.measured.are_zero:
@@ -31,7 +28,6 @@ def examine(
         if harmful is not None:
             return _diagnosis(findings, harmful)
 
-    progress("running at powers of two")
     present = round(math.log2(scale))
 
     def errors_at(exponent: int) -> Errors:
@@ -59,7 +55,7 @@ def _explain(findings: Findings, present: int) -> Findings:
         low, high = scales.fitting
         beyond = min(present, low - 1) if findings.scale < 2.0**low else max(present, high + 1)
         return findings._replace(cause=trials.find_cause_of_scale(beyond, scales.limits))
-    return findings._replace(tight=trials.find_tight(findings.statistics, present))
+    return findings
 
 
 def _describe_harmful(findings: Findings, repaired: RepairedStep, non_finite: Arguments) -> str | None:

@@ -53,11 +53,10 @@ class Lines(NamedTuple):
 class Trials:
     """Runs a step with other modes, and compares it with the reference: the step in float32, at a scale of 1."""
 
-    def __init__(self, step: Step, progress: Callable[[str], None], *, optimize: bool = False) -> None:
+    def __init__(self, step: Step, *, optimize: bool = False) -> None:
         self.step = ModalStep(step, PRECISION, optimize=optimize)
         # A separate program, because the other runs need no statistics, which can take most of the time of a run.
         self._recording = ModalStep(step, RECORD, optimize=optimize)
-        self._progress = progress
         self._errors: dict[tuple[frozenset[tuple[Site, Mode]], Mode, int], tuple[Errors, float]] = {}
         self._statistics: dict[float, dict[Site, Statistics]] = {}
         self.reference = self._run_in_float32(1.0)
@@ -89,7 +88,6 @@ class Trials:
         """Returns the errors of a run as `compare` does; runs it once."""
         key = frozenset(modes.items()), default, exponent
         if key not in self._errors:
-            self._progress(f"{len(self._errors) + 1} runs with lines in float32")
             self._errors[key] = self.compare(self.step.run(2.0**exponent, modes, default)[0])
         return self._errors[key]
 
@@ -197,14 +195,6 @@ class Trials:
             return None
         site = sites[_first_not_enough(range(len(sites)), fits) - 1]
         return Cause(site, _range_reason(self.statistics(2.0**exponent)[site]))
-
-    def find_tight(self, statistics: Mapping[Site, Statistics], exponent: int) -> Site | None:
-        """Returns a result of the forward pass that would be an error if it were eight times as large."""
-        for site, x in statistics.items():
-            is_near = not x.overflow and x.max_abs > site.limit / 8 and not site.part.backward
-            if is_near and self.error({site: Mode.TIGHT}, Mode.AS_WRITTEN, exponent) > LARGEST_ERROR:
-                return site
-        return None
 
     def errors_alone(self, exponent: int) -> dict[Part, float]:
         """Returns the error if one part alone computes in half precision; nothing if there are too many parts."""

@@ -38,9 +38,8 @@ class Mode(enum.IntEnum):
     AS_WRITTEN = 0
     RANGE = 1  # with the precision as written, and the range of float32
     FLOAT32 = 2
-    TIGHT = 3  # as written, with 3 bits less of range
-    REPAIRED = 4  # in float32, with zeros in place of infinities and NaN
-    REPLACED = 5  # in float32, with the nearest number in place of a constant that is zero or infinite
+    REPAIRED = 3  # in float32, with zeros in place of infinities and NaN
+    REPLACED = 4  # in float32, with the nearest number in place of a constant that is zero or infinite
 
 
 class Part(NamedTuple):
@@ -90,10 +89,8 @@ def _choose_precision(run: Interpreter, eqn: core.JaxprEqn, inputs: list[Any], s
     def choose(in_float32: jax.Array, written: jax.Array, aval: Any, site: int) -> jax.Array:
         if not is_narrow(aval):
             return written
-        info = jnp.finfo(aval.dtype)
-        rounded = jax.lax.reduce_precision(in_float32, exponent_bits=8, mantissa_bits=info.nmant)
-        tight = jnp.where(jnp.abs(written) > float(info.max) / 8, jnp.sign(written) * np.inf, written)
-        return jax.lax.select_n(run.argument[site], written, rounded, in_float32, tight)
+        rounded = jax.lax.reduce_precision(in_float32, exponent_bits=8, mantissa_bits=jnp.finfo(aval.dtype).nmant)
+        return jax.lax.select_n(run.argument[site], written, rounded, in_float32)
 
     in_float32, written = run_in_float32(eqn, inputs), run_as_written(eqn, inputs)
     return list(map(choose, in_float32, written, map(type_of, eqn.outvars), sites))

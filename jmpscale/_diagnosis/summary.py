@@ -28,7 +28,6 @@ class Findings(NamedTuple):
     scales: Scales = Scales({}, None, None)
     lines: Lines | None = None  # that must compute in float32, if they were looked for and found
     cause: Cause | None = None  # where the error begins, if it is known
-    tight: Site | None = None  # a result of the forward pass that would be an error if it were eight times as large
     alone: Mapping[Part, float] = MappingProxyType({})  # the errors of the parts that were tried alone
 
     @property
@@ -124,7 +123,7 @@ def summarize(findings: Findings) -> str:
     if not findings.scale_fits:
         return f"{_describe_range(findings)} {_describe_scale(findings)}{_epsilon(findings.trials)}"
     error = f"The gradients differ from float32 {_by(findings.error)}."
-    more = f"{_largest_part(findings)}{_headroom(findings)}{_epsilon(findings.trials)}"
+    more = f"{_largest_part(findings)}{_epsilon(findings.trials)}"
     return f"{_describe_range(findings)} {error}{more}"
 
 
@@ -217,16 +216,6 @@ def _largest_part(findings: Findings) -> str:
     which = "backward" if part.backward else "forward"
     name = findings.name(part.path)
     return f" With only the {which} pass of {name} in half precision, they differ {_by(error)}."
-
-
-def _headroom(findings: Findings) -> str:
-    if findings.tight is None:
-        return ""
-    max_abs, limit = findings.statistics[findings.tight].max_abs, findings.tight.limit
-    return (
-        f" {findings.operation(findings.tight)} reaches {max_abs:.3g}, {math.log2(limit / max_abs):.1f} bits below the "
-        f"largest number of {findings.tight.dtype}: if it grows beyond that, it overflows."
-    )
 
 
 # --- Lines must compute in float32. ---
