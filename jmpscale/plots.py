@@ -1,4 +1,4 @@
-"""Plots of gradients and loss scales, with matplotlib (`pip install "jmpscale[demo]"`). They read values on the host.
+"""Plots of loss scales and diagnoses, with matplotlib (`pip install "jmpscale[demo]"`). They read values on the host.
 
 Each function draws into the given matplotlib axes, or into new ones, and returns the axes.
 """
@@ -7,79 +7,17 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
 from jmpscale._base.text import describe, format_scale, truncate
-from jmpscale._base.tree import PyTree, flatten_gradients
 from jmpscale._diagnosis.report import Diagnosis, DiagnosisRow, format_percentage, worst_first
-from jmpscale._grad_report import FLOAT16_MAX, FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL
-from jmpscale._scaler_of_tree import find_scaler
 from jmpscale._state import SkipReason
 
-__all__ = ["diagnosis", "exponent_histogram", "scale_trajectory"]
+__all__ = ["diagnosis", "scale_trajectory"]
 
 GRAY, RED, BLUE, YELLOW = "#5c626b", "#d1495b", "#2a7f9e", "#e9b44c"
-
-
-def exponent_histogram(grads: PyTree, *, scaler: PyTree = None, ax: Axes | None = None) -> Axes:
-    """Plots a histogram of the gradients' magnitudes and how float16 represents them.
-
-    Args:
-      grads: pytree of gradients in true units, computed in float32 to show what float16 would lose. A complex number
-        counts as two values.
-      scaler: a scaler, or any pytree that contains exactly one, to show which values its loss scale preserves.
-      ax: matplotlib axes.
-
-    Returns:
-      The axes. They show the percentage of all values against log2 of the magnitude, as in figure 3 of Micikevicius et
-      al. 2017 (arXiv:1710.03740). The title states the percentages of zeros, infinities and NaN.
-
-    Raises:
-      ValueError: `grads` has no floating-point values, or `scaler` does not contain exactly one scaler.
-
-    >>> import numpy as np
-    >>> from jmpscale import plots
-    >>> plots.exponent_histogram({"w": np.array([0.0, 1e-8, 1e-5, 1.0])}).get_ylabel()
-    'percentage of all values'
-    """
-    loss_scale = 1.0 if scaler is None else float(find_scaler(scaler).loss_scale)
-    values = _magnitudes(grads)
-    if not values.size:
-        raise ValueError("grads must have a value of a floating-point dtype, got none. Pass the gradients.")
-    plain = values[np.isfinite(values) & (values > 0)]
-    scaled = plain * loss_scale
-    underflow, normal = scaled < FLOAT16_SMALLEST, scaled >= FLOAT16_SMALLEST_NORMAL
-    overflow, was_normal = scaled > FLOAT16_MAX, plain >= FLOAT16_SMALLEST_NORMAL
-    kinds = [
-        ("underflow in float16", RED, underflow),
-        ("subnormal in float16", YELLOW, ~underflow & ~normal),
-        ("preserved by the loss scale", BLUE, normal & ~overflow & ~was_normal),
-        ("normal in float16", GRAY, normal & ~overflow & was_normal),
-        ("overflow in float16", "black", overflow),
-    ]
-    exponents = np.floor(np.log2(plain))
-    edges = list(range(int(exponents.min(initial=0)), int(exponents.max(initial=0)) + 2))
-    ax, bottom = _axes(ax), np.zeros(len(edges) - 1)
-    for name, color, mask in kinds:
-        if mask.any():
-            percentages = np.histogram(exponents[mask], edges)[0] * (100 / len(values))
-            label = f"{name} ({percentages.sum():.1f}%)"
-            ax.bar(edges[:-1], percentages, 1.0, bottom=bottom, align="edge", color=color, label=label)
-            bottom += percentages
-    for limit, style in ((FLOAT16_SMALLEST, ":"), (FLOAT16_SMALLEST_NORMAL, "--"), (FLOAT16_MAX, "-")):
-        ax.axvline(np.log2(limit), color="black", linestyle=style, linewidth=1, label=f"float16: {limit:.3g}")
-    zero, inf, nan = (np.mean(kind) for kind in (values == 0, np.isinf(values), np.isnan(values)))
-    ax.set_title(f"not shown: zero {zero:.1%}, infinite {inf:.1%}, NaN {nan:.1%}", fontsize=10)
-    return _with_labels(ax, "log2 of the gradient's magnitude, unscaled", "percentage of all values")
-
-
-def _magnitudes(grads: PyTree) -> np.ndarray:
-    leaves: list[Any] = [np.ravel(x) for x in jax.device_get(flatten_gradients(grads)[0])]
-    parts = [np.concatenate([x.real, x.imag]) if np.iscomplexobj(x) else x.astype(np.float64) for x in leaves]
-    return np.abs(np.concatenate([np.zeros(0), *parts]))
 
 
 def scale_trajectory(history: Mapping[str, Any], *, ax: Axes | None = None) -> Axes:

@@ -112,7 +112,6 @@ READ_SCALER_OF_TREE = {  # the call, and the name of the argument
     "grad_report": (lambda tree: jmpscale.grad_report(GRADS, scaler=tree), "scaler"),
     "to_torch_state_dict": (jmpscale.to_torch_state_dict, "scaler"),
     "diagnose": (lambda tree: jmpscale.diagnose(_sum)(tree, GRADS), "scaler"),
-    "exponent_histogram": (lambda tree: plots.exponent_histogram(GRADS, scaler=tree), "scaler"),
 }
 ACCEPT_BATCH_OF_SCALERS = {"get_scaler", "metrics"}
 TAKE_TREE_WITH_SCALER = READ_SCALER_OF_TREE | {
@@ -130,12 +129,11 @@ def test_function_requires_a_tree_with_one_scaler(name):
         call([STATE, {"b": STATE}])
 
 
-@pytest.mark.parametrize("name", names(READ_SCALER_OF_TREE, {"grad_report", "exponent_histogram"}))
+@pytest.mark.parametrize("name", names(READ_SCALER_OF_TREE, {"grad_report"}))
 def test_function_reads_the_scaler_of_a_tree(name):
     call, _ = READ_SCALER_OF_TREE[name]
     of_scaler, of_tree = call(STATE), call({"step": 3, "opt_state": OPT_STATE._replace(scaler=STATE)})
-    if name != "exponent_histogram":  # which returns new axes
-        assert str(of_tree) == str(of_scaler)
+    assert str(of_tree) == str(of_scaler)
 
 
 @pytest.mark.parametrize("name", READ_SCALER_OF_TREE)
@@ -889,8 +887,6 @@ TOOLS = {
             _check(STATE, ignore=(".step",)),
             "ignore must name leaves ... got ['.step'].",
         ),
-        "histogram of ints": (lambda: plots.exponent_histogram({"n": INTS}), "grads ... got none. Pass the gradients."),
-        "histogram of nothing": (lambda: plots.exponent_histogram({"w": np.zeros(0)}), "grads must have ... got none."),
     },
 }
 

@@ -2,7 +2,6 @@
 
 import math
 
-import jax
 import jax.numpy as jnp
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -12,8 +11,6 @@ import pytest
 import jmpscale
 from jmpscale import plots
 
-from tables import names
-
 mpl.use("Agg")
 
 
@@ -21,53 +18,6 @@ mpl.use("Agg")
 def _close_figures():
     yield
     plt.close("all")
-
-
-# --- exponent_histogram ---
-
-W, B = np.array([1e-9, 2.0**-24, 2.0**-15, 2.0**-14]), np.array([1.0, 0.0, np.nan, 7e4])
-OTHERS = [np.float32, jax.random.key(0), "text", np.str_("text"), jnp.tanh, None, 3, jnp.array(3)]
-HISTOGRAMS = {  # the gradients, the scale, and the percentages of each kind and of zero, infinite and NaN values
-    "unscaled, beside leaves that are not gradients": (
-        [W, B, *OTHERS],
-        None,
-        {"underflow": 12.5, "subnormal": 25, "normal": 25, "overflow": 12.5},
-        (12.5, 0, 12.5),
-    ),
-    "scaled": ([W, B], 2.0**16, {"preserved": 37.5, "normal": 12.5, "overflow": 25}, (12.5, 0, 12.5)),
-    "float16": ([np.float16([2.0**-20, 1.0])], 4.0, {"subnormal": 50, "normal": 50}, (0, 0, 0)),
-    "limits": ([np.array([65504.0, 65505.0])], None, {"normal": 50, "overflow": 50}, (0, 0, 0)),
-    "complex": ([np.array([1 + 1e-9j, 7e4j]), 1j], None, {"underflow": 1, "normal": 2, "overflow": 1}, (2, 0, 0)),
-    "infinite": ([np.array([1.0, np.inf, -np.inf, np.nan, 0.0])], 8.0, {"normal": 20}, (20, 40, 20)),
-    "zeros": ([np.zeros(3)], None, {}, (100, 0, 0)),
-}
-
-
-@pytest.mark.parametrize("name", names(HISTOGRAMS, default={"scaled"}))
-def test_exponent_histogram_sorts_values_by_kind(name):
-    grads, scale, expected, hidden = HISTOGRAMS[name]
-    unit = 100 / 6 if name == "complex" else 1
-    ax = plots.exponent_histogram(grads, scaler=None if scale is None else jmpscale.static(scale))
-    percentages = {bars.get_label().split()[0]: sum(bar.get_height() for bar in bars) for bars in ax.containers}
-    assert percentages == pytest.approx({kind: unit * value for kind, value in expected.items()})
-    for bars in ax.containers:
-        assert f"({percentages[bars.get_label().split()[0]]:.1f}%)" in bars.get_label()
-    zero, infinite, nan = (unit * value for value in hidden)
-    assert ax.get_title() == f"not shown: zero {zero:.1f}%, infinite {infinite:.1f}%, NaN {nan:.1f}%"
-    assert [line.get_xdata()[0] for line in ax.lines] == pytest.approx([-24.0, -14.0, np.log2(65504)])
-
-
-def test_exponent_histogram_stacks_bars_over_their_exponents():
-    given = plt.subplots()[1]
-    ax = plots.exponent_histogram(jnp.array([2.0**-3, 8.0, 60_000.0, 65_530.0]), ax=given)
-    assert ax is given
-    normal, overflow = ([bar for bar in bars if bar.get_height()] for bars in ax.containers)
-    assert [(bar.get_x(), bar.get_y(), bar.get_height()) for bar in normal] == [(-3, 0, 25), (3, 0, 25), (15, 0, 25)]
-    assert [(bar.get_x(), bar.get_y(), bar.get_height()) for bar in overflow] == [(15, 25, 25)]
-    assert {bar.get_width() for bar in (*normal, *overflow)} == {1.0}
-    assert [bar.get_x() for bar in ax.containers[0]] == list(range(-3, 16))
-    assert [bar.get_x() for bar in plots.exponent_histogram(jnp.array([8.0])).containers[0]] == [0, 1, 2, 3]
-    assert [bar.get_x() for bar in plots.exponent_histogram(jnp.array([0.25])).containers[0]] == [-2, -1, 0]
 
 
 # --- scale_trajectory ---

@@ -43,6 +43,8 @@ _SKIPPED = (
     "inverted: it must be true if the gradients are finite."
 )
 
+_ZERO_SCALES = (2.0**-60, 2.0**-62, 2.0**-64)  # at which half-precision gradients are zero
+
 
 def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Sequence[str] = ()) -> None:
     """Runs a training step at several loss scales, and raises if it treats an overflow or the scale wrongly.
@@ -95,11 +97,11 @@ def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Seque
     exponent = round(math.log2(scaler.loss_scale))
     runs = _Runs(step, jax.tree.map(_copy, state), ignored)  # a step can change variables of Flax NNX in place
     usual = runs.first_applied(exponent)
-    _check_applied(usual, usual)
+    _check_applied(usual, usual, usual)
     check_copies(usual.after, "state")
     _check_units(usual, runs.at(usual.scale / 4), runs.at(usual.scale / 16), share=1 / 3)
-    # At 2^-60, half-precision gradients are zero, and do not hide a term of the loss that is not scaled.
-    _check_units(*(runs.at(2.0**k) for k in (-60, -62, -64)), share=0)
+    # Gradients of zero do not hide a term of the loss that is not scaled.
+    _check_units(*map(runs.at, _ZERO_SCALES), share=0)
     growing = runs.at(usual.scale, finite_steps=scaler.config.growth_interval - 1)
     _check_growth(growing, usual, runs.at(usual.scale))
     # In the state after a step, averages that were zero, and copies of parameters, are different.
@@ -199,14 +201,17 @@ def _check_overflow(runs: _Runs, usual: _Run) -> None:
         applied, skipped = (runs.at(2.0**k) for k in (last, last + 1))
         for run in (applied, skipped):  # gradients may overflow on one device alone
             check_copies(run.after, "state")
-        _check_applied(applied, runs.at(2.0 ** (last - 8)))
+        _check_applied(applied, runs.at(2.0 ** (last - 8)), runs.at(_ZERO_SCALES[0]))
         if skipped.is_skipped:
             skipped.check_skipped()
 
 
-def _check_applied(one: _Run, other: _Run) -> None:
-    """Raises if a step that was not skipped has a larger change than at a smaller scale, or one that is not finite."""
-    if path := _larger_change(one, other):
+def _check_applied(one: _Run, other: _Run, zero: _Run) -> None:
+    """Raises if a step that was not skipped has a larger change than at a smaller scale, or one that is not finite.
+
+    A leaf of `other` that equals the leaf of `zero` is not compared, because its gradient underflows.
+    """
+    if path := _larger_change(one, other, zero):
         raise AssertionError(
             f"the step was not skipped at a loss scale of {one.name}, where it changes state{path} by "
             f"{one.changes[path]:.3g}, and by {other.changes[path]:.3g} at {other.name}: {_HIDDEN}"
@@ -252,11 +257,13 @@ def _check_growth(growing: _Run, usual: _Run, again: _Run) -> None:
             )
 
 
-def _larger_change(one: _Run, other: _Run) -> str | None:
+def _larger_change(one: _Run, other: _Run, zero: _Run | None = None) -> str | None:
     """Returns the path of a change that is not finite, or larger than subnormal rounding can explain."""
-    theirs = other.changes
     for path, change in one.changes.items():
-        if not math.isfinite(change) or change > 2.5 * theirs[path] > 0:
+        is_larger = change > 2.5 * other.changes[path] > 0
+        if not math.isfinite(change):
+            return path
+        if is_larger and not (zero and _is_equal(other.results[path], zero.results[path])):
             return path
     return None
 
