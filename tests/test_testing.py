@@ -35,7 +35,7 @@ def _loss_by_hand(params, x, y):
     return jnp.mean(((jnp.tanh(x @ half["inner"]) @ half["outer"]).astype(jnp.float32) - y) ** 2)
 
 
-def _loss_of_two_magnitudes(params, x, y):
+def _of_two_magnitudes(params, x, y):
     half, x = jmpscale.cast((params, x), jnp.float16)
     return jnp.mean((x @ half["inner"]).astype(jnp.float32)) + 2.0**-36 * jnp.mean(half["outer"].astype(jnp.float32))
 
@@ -202,7 +202,7 @@ RIGHT = {  # functions that return a step and its state for a loss function
     "three steps of which the first overflows at 2^126": lambda _: _three_steps(lambda *args: 7 * _loss(*args)),
     "three steps of which the second overflows after a growth": _three_steps,
     "infinities and a number in the state": _with_other_leaves,
-    "gradients that are zero at smaller scales": lambda _: _wrapper(_loss_of_two_magnitudes, optax.adam(0.1, eps=1e-20)),
+    "gradients that are zero at smaller scales": lambda _: _wrapper(_of_two_magnitudes, optax.adam(0.1, eps=1e-20)),
 }
 
 

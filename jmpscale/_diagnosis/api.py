@@ -38,7 +38,7 @@ def diagnose(
     with an array that says which lines compute in float32, and each answer comes from a run of it.
 
     Compiled functions, loops, branches, checkpointed functions, custom derivative rules and `jax.shard_map` are
-    entered. Kernels and callbacks run as they are written. Callbacks run once, and those without results, such as
+    entered. Kernels and `jax.pure_callback` run as they are written. Callbacks without results, such as
     `jax.debug.print`, do not run.
 
     On a CPU, a diagnosis takes two to four times the CPU time of compiling the step and running it, if a scale fits. It
@@ -61,7 +61,7 @@ def diagnose(
 
     Raises:
       TypeError: `fun` is not callable; an argument is abstract or traced; an argument, or a value that `fun` closes
-        over, is a `jax.Ref`; or `fun` creates one.
+        over, is a `jax.Ref`; or `fun` creates one, or reads values by `jax.experimental.io_callback`.
       ValueError: the first argument contains no scaler, more than one, or a batch of scalers; or an argument was
         donated to a compiled function.
 

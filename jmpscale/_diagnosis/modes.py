@@ -193,7 +193,7 @@ class ModalStep:
             records = jnp.zeros((len(index), modal.columns), np.float32) if modal.columns else None
             return Interpreter(rule, modes, records).evaluate(step.jaxpr, consts, [scale])
 
-        self._run, self._rewind = compiled(run, optimize=optimize), step.rewind
+        self._run = compiled(run, optimize=optimize)
 
     def is_by_autocast(self, path: Path) -> bool:
         """Tests whether everything that a line computes in half precision is matmuls that `autocast` has converted."""
@@ -206,7 +206,6 @@ class ModalStep:
 
         `modes` are the modes of some sites, `default` is the mode of all others, and `consts` replaces `self.consts`.
         """
-        self._rewind()
         array = np.array([modes.get(site, default) for site in self.sites], np.int32)
         outputs, records = self._run(self.consts if consts is None else consts, np.float32(scale), array)
         return outputs, {} if records is None else dict(zip(self.sites, np.asarray(records).tolist(), strict=True))

@@ -1,8 +1,7 @@
 """Traces a training step: the loss and the gradients as a program of the loss scale. Compiles programs."""
 
-import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -36,27 +35,6 @@ class Step(NamedTuple):
 
     jaxpr: core.Jaxpr
     consts: list[Any]  # the arrays that the step depends on
-    callbacks: Sequence["ReplayedCallback"] = ()
-
-    def rewind(self) -> None:
-        """Prepares a run of the program, which starts with the first results of its callbacks."""
-        for callback in self.callbacks:
-            callback.position = 0
-
-
-class ReplayedCallback:
-    """A callback with side effects, which runs in the first run of a step only; later runs repeat its results."""
-
-    def __init__(self, callback: Callable[..., Any]) -> None:
-        self._callback = callback
-        self._results: list[Any] = []
-        self.position = 0
-
-    def __call__(self, *args: Any) -> Any:
-        if self.position == len(self._results):
-            self._results.append(self._callback(*args))
-        self.position += 1
-        return self._results[self.position - 1]
 
 
 def trace_step(loss_and_grads: Callable[[ScalerState, PyTree, PyTree], PyTree], args: PyTree, kwargs: PyTree) -> Step:
@@ -87,13 +65,12 @@ def _trace(loss_and_grads: Callable[[ScalerState, PyTree, PyTree], PyTree], argu
 
     closed = jax.make_jaxpr(outputs)(jnp.float32(1.0))
     check_no_refs(closed.consts, "the values that fun closes over")
-    _check_no_new_refs(closed.jaxpr)
-    callbacks: list[ReplayedCallback] = []
-    return Step(rewrite(closed.jaxpr, functools.partial(_run_once, callbacks), {}), closed.consts, callbacks)
+    _check_can_repeat(closed.jaxpr)
+    return Step(rewrite(closed.jaxpr, _without_effects, {}), closed.consts)
 
 
-def _check_no_new_refs(jaxpr: core.Jaxpr) -> None:
-    """Raises if a step creates references. A kernel may, because it runs as written."""
+def _check_can_repeat(jaxpr: core.Jaxpr) -> None:
+    """Raises if a step cannot be changed and run many times. A kernel may create references: it runs as written."""
     for found in equations(jaxpr):
         name = found.eqn.primitive.name
         if name in _NEW_REFS and not found.holder:
@@ -102,21 +79,21 @@ def _check_no_new_refs(jaxpr: core.Jaxpr) -> None:
                 "function, which does not work with references. Compute new values instead, and carry them through "
                 "loops."
             )
+        if name == "io_callback" and found.eqn.outvars:
+            raise TypeError(
+                f"fun must not read values by {name}, as it does at {found.line}: diagnose runs it many times. Pass "
+                "the values as arguments, or read them by jax.pure_callback."
+            )
 
 
-def _run_once(callbacks: list[ReplayedCallback], eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
-    """Removes callbacks without results, such as `jax.debug.print`, and replays others: a step runs many times.
+def _without_effects(eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
+    """Removes callbacks without results, such as `jax.debug.print`: a step runs many times.
 
     The warning of `loss_scaled` is a callback, too, and is silent: scales that overflow are part of the search.
     """
     if eqn.primitive.name == "pure_callback" and SCALING in user_lines(eqn):
         return [eqn.replace(params=eqn.params | {"callback": lambda: [np.array(True)]})]
-    if eqn.primitive.name not in _CALLBACKS:
-        return [eqn]
-    if not eqn.outvars:
-        return []
-    callbacks.append(ReplayedCallback(eqn.params["callback"]))
-    return [eqn.replace(params=eqn.params | {"callback": callbacks[-1]})]
+    return [] if eqn.primitive.name in _CALLBACKS and not eqn.outvars else [eqn]
 
 
 def _copied(tree: PyTree) -> PyTree:
@@ -137,12 +114,7 @@ def compiled(fun: Callable[..., Any], *, optimize: bool = False) -> Callable[...
 def compile_step(step: Step) -> Callable[[float], list[Any]]:
     """Returns a function of the loss scale that returns the loss and the gradients of a step as it is written."""
     run = compiled(lambda consts, scale: jax.core.eval_jaxpr(step.jaxpr, consts, scale), optimize=True)
-
-    def run_at(scale: float) -> list[Any]:
-        step.rewind()
-        return run(step.consts, np.float32(scale))
-
-    return run_at
+    return lambda scale: run(step.consts, np.float32(scale))
 
 
 def run_twice(run: Callable[[], Any]) -> tuple[Any, bool]:
