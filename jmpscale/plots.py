@@ -42,7 +42,7 @@ def scale_trajectory(history: Mapping[str, Any], *, ax: Axes | None = None) -> A
     'loss scale'
     """
     names = "loss_scale", "consecutive_skips", "last_skip_reason"
-    columns = [history.get(name) for name in names] if isinstance(history, Mapping) else []
+    columns: list[Any] = [history.get(name) for name in names] if isinstance(history, Mapping) else []
     if not columns or any(np.ndim(x) != 1 for x in columns):
         got = ", ".join(map(describe, columns)) or describe(history)
         raise TypeError(

@@ -22,7 +22,7 @@ from jmpscale._base.tree import (
 )
 from jmpscale._gate import check_same_types, is_numeric
 from jmpscale._scaler_of_tree import find_scaler, get_scaler, is_scaler, replace_scaler
-from jmpscale._state import LARGEST_SCALE, SkipReason, WithLossScalingState
+from jmpscale._state import LARGEST_SCALE, ScalerState, SkipReason, WithLossScalingState
 from jmpscale._testing.replicated import check_copies
 from jmpscale._update import update
 
@@ -113,13 +113,34 @@ def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Seque
 class _Run:
     """The result of a step."""
 
-    scale: float
-    skips: int
-    is_skipped: bool  # as a whole, if it consists of several steps
-    returns_scaler: bool  # that it received
-    keeps_scale: bool  # although an overflow reduces it
+    old: ScalerState  # before the step
+    new: ScalerState  # after the step
     leaves: list[tuple[str, Any, Any]]  # that a skipped step must not change: the path, before and after the step
     after: PyTree
+
+    @property
+    def scale(self) -> float:
+        return float(self.old.loss_scale)
+
+    @property
+    def skips(self) -> int:
+        return int(self.new.total_skips) - int(self.old.total_skips)
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the step is skipped as a whole, if it consists of several steps."""
+        return 0 < self.skips == int(self.new.consecutive_skips) - int(self.old.consecutive_skips)
+
+    @property
+    def returns_scaler(self) -> bool:
+        """Whether it returns the scaler that it received."""
+        return all(map(_is_equal, self.old[:-1], self.new[:-1]))
+
+    @property
+    def keeps_scale(self) -> bool:
+        """Whether it does not reduce the scale although gradients overflow."""
+        overflows = self.skips > 0 and int(self.new.last_skip_reason) != SkipReason.LOSS
+        return overflows and float(self.new.loss_scale) == self.scale > float(update(self.old, False).loss_scale)
 
     @property
     def name(self) -> str:
@@ -160,15 +181,9 @@ class _Runs:
         after = self._step(jax.tree.map(_copy, state))
         check_same_types(state, after, "state", "step", "Return the state alone: lambda s: train_step(*s, batch)[:2].")
         after = jax.tree.map(_copy, after)
-        new = get_scaler(after)
-        skips = int(new.total_skips) - int(old.total_skips)
-        is_skipped = 0 < skips == int(new.consecutive_skips) - int(old.consecutive_skips)
-        is_returned = all(map(_is_equal, old[:-1], new[:-1]))
-        expected = update(old, False).loss_scale if skips and new.last_skip_reason != SkipReason.LOSS else scale
-        keeps_scale = expected < scale == new.loss_scale
         pairs = zip(_gated_leaves(state, self._ignored), _gated_leaves(after, self._ignored), strict=True)
         leaves = [(path, was, now) for (path, was), (_, now) in pairs]
-        return _Run(scale, skips, is_skipped, is_returned, keeps_scale, leaves, after)
+        return _Run(old, get_scaler(after), leaves, after)
 
     def first_applied(self, exponent: int) -> _Run:
         """Returns the first run that is not skipped, from a power of two to smaller ones."""
