@@ -37,9 +37,10 @@ _CAUSES = (  # in the order of _possible_causes
     "by multiplying them by zero, and 0 * inf is NaN. Place with_loss_scaling outside: "
     "with_loss_scaling(optax.MultiSteps(tx, k)); or gate its update with apply_if.",
     "{total} steps were skipped, and the loss scale has fallen to {scale}, its lower limit, at which steps are still "
-    "skipped, although not consecutive ones. Some batches have no finite gradients at any scale. Common causes are "
-    "invalid data, and a softmax over a row in which a mask hides every value. jmpscale.diagnose with such a batch "
-    "names the line. Correct these batches or the lines that make them NaN; the scale then grows again.",
+    "skipped, although not consecutive ones. Some batches have no finite gradients at any scale, or the flag for "
+    "update has other conditions. Common causes are invalid data, and a softmax over a row in which a mask hides every "
+    "value. jmpscale.diagnose with such a batch names the line. Correct these batches or the lines that make them NaN; "
+    "the scale then grows again.",
     f"{_OVERFLOW}The scale cannot back off any further: the gradients overflow at every allowed scale, or they are "
     "NaN, or they were scaled by a different scaler, or the flag for update is inverted: it is True for finite "
     "gradients. A step has one scaler: if the optimizer is wrapped in with_loss_scaling, pass its state to "

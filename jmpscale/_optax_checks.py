@@ -169,13 +169,18 @@ def warn_if_gradients_are_narrow(grads: PyTree, name: str = "updates") -> None:
 
 
 def warn_if_narrow(params: PyTree, inner_state: PyTree) -> None:
-    """Warns if all parameters are float16, or if averages of gradients are, in which small gradients underflow."""
+    """Warns if all parameters are float16, or if averages of gradients are."""
     arrays = list(filter(is_inexact, jax.tree.leaves(params)))
     if arrays and all(map(needs_wider_gradient, arrays)):  # a float16 parameter among others may be frozen
         warn_user(
             "the parameters are float16, in which small updates are rounded away. Keep them in float32, and use "
             "jmpscale.autocast or convert them in the loss function, unless the optimizer keeps float32 copies."
         )
+    warn_if_averages_are_narrow(inner_state)
+
+
+def warn_if_averages_are_narrow(inner_state: PyTree) -> None:
+    """Warns if an optimizer keeps averages of gradients in float16, in which small gradients underflow."""
     averages = filter(is_inexact, leaves_of_fields(inner_state, _AVERAGES))
     if any(jnp.result_type(x) == np.float16 for x in averages):
         warn_user(

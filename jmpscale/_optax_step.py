@@ -14,6 +14,7 @@ from jmpscale._optax_checks import (
     check_no_scaler,
     check_not_wrapped,
     check_transformation,
+    warn_if_averages_are_narrow,
     warn_if_gradients_are_narrow,
 )
 from jmpscale._scaling import needs_wider_gradient
@@ -38,7 +39,7 @@ def optax_step(
         `with_loss_scaling`, or the arguments are not the parameters and the optimizer state, in this order.
 
     Warns:
-      UserWarning: from the step, if a gradient of float32 parameters is float16.
+      UserWarning: from the step, if a gradient of float32 parameters, or an average of gradients, is float16.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -70,6 +71,7 @@ def optax_step(
         check_not_wrapped(opt_state, "tx", remedy)
         if not first_leaf(params, needs_wider_gradient):  # with disabled(), their gradients are float16 as well
             warn_if_gradients_are_narrow(grads, "grads")
+            warn_if_averages_are_narrow(opt_state)
         updates, opt_state = optimizer.update(grads, opt_state, params, **extra_args)
         return jax.tree.map(_apply_update, updates, params, is_leaf=lambda x: x is None), opt_state
 

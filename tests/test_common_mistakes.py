@@ -195,6 +195,7 @@ def sum_gradients(params, micro_batches):
 CALL = "params, opt_state, {}, loss = train_step(params, opt_state, scaler, batch)\n"
 STEPS = {  # for each diff, the code before and after it that makes it a training step
     "The new scaler is not returned": [("", CALL.format("scaler"))],
+    "A loop reads the scaler from before it": [("batches = jax.tree.map(lambda x: jnp.stack([x] * 4), batch)\n", "")],
     "A step is not gated": [(GRADIENTS.format("scaler") + "finite = jmpscale.all_finite(grads)\n", "")],
     "The old state of the wrapper is put back": [(GRADIENTS.format("opt_state"), APPLY)],
     "A step has two scalers": [("", CALL.format("_"))],
@@ -227,7 +228,7 @@ def test_check_step_finds_a_mistake_without_a_message(mistake):
         check_step(jax.jit(functools.partial(step, code=right)), state)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a compiled step that closes over a scaler
-            with pytest.raises(AssertionError, match=r"the (skipped )?step |the change of "):
+            with pytest.raises(AssertionError, match=r"the (skipped )?step |the change of |4 steps were"):
                 check_step(jax.jit(functools.partial(step, code=wrong)), state)
 
 
@@ -246,6 +247,10 @@ def _reduces_the_scale(program):
 
 HARM = {  # the test of the harm, and the names with which the code runs
     "Gradients are averaged again under `shard_map`": (_has_wrong_gradients, {}),
+    "The gradients are converted to float16": (
+        lambda program: not program["grads"]["w"].any(),
+        {"grads": {"w": jnp.full((3, 1), 1e-9)}, "all_reduce": lambda grads: grads},
+    ),
     "Nothing is computed in float16": (_computes_in_float32, {}),
     "The loss is not passed": (
         _reduces_the_scale,
@@ -254,7 +259,7 @@ HARM = {  # the test of the harm, and the names with which the code runs
 }
 
 
-def test_check_step_finds_all_mistakes_without_a_message_but_the_last_three():
+def test_check_step_finds_all_mistakes_without_a_message_but_the_last_four():
     assert list(WITHOUT_MESSAGE) == [*STEPS, *HARM]
 
 

@@ -35,7 +35,7 @@ INTS = np.zeros(2, np.int32)
 W32, W16, W8 = jnp.ones(2), jnp.ones(2, jnp.float16), jnp.ones(2, jnp.float8_e4m3fn)
 GRADS = {"w": jnp.ones(3), "b": jnp.ones(2)}
 BIG = {f"layer_{i}": {"kernel": np.full((30, 30), 1 / 3, np.float32), "bias": np.zeros(9)} for i in range(100)}
-ADAM, SGD = optax.adam(1e-3), optax.sgd(1e-3)
+ADAM, ADAM16, SGD = optax.adam(1e-3), optax.adam(1e-3, mu_dtype=jnp.float16), optax.sgd(1e-3)
 TX = jmpscale.with_loss_scaling(ADAM)
 OPT_STATE = TX.init(GRADS)
 SCALE = jmpscale.with_loss_scaling(optax.scale(1.0))
@@ -751,8 +751,12 @@ WITH_LOSS_SCALING = {
             "the parameters are float16, ... float32, and use",
         ),
         "float16 averages": (
-            lambda: jmpscale.with_loss_scaling(optax.adam(1e-3, mu_dtype=jnp.float16)).init(GRADS),
+            lambda: jmpscale.with_loss_scaling(ADAM16).init(GRADS),
             "averages of gradients in float16 ... Change mu_dtype or accumulator_dtype to bfloat16",
+        ),
+        "float16 averages of optax_step": (
+            lambda: jmpscale.apply_if(True, jmpscale.optax_step(ADAM16, W32), W32, ADAM16.init(W32)),
+            "averages of gradients in float16",
         ),
         "MultiSteps inside": (
             lambda: _wrap(optax.MultiSteps(SGD, 2), max_norm=1.0)().init(GRADS),

@@ -88,6 +88,22 @@ def _three_steps(loss_fn):
     return jax.jit(lambda state: jax.lax.scan(lambda state, _: (step(state), None), state, length=3)[0]), state
 
 
+def _four_steps_with_one_scale(loss_fn):
+    """Returns a loop whose gradients are scaled by the scale from before it."""
+    tx = jmpscale.with_loss_scaling(ADAM)
+
+    def loop(state):
+        def step(carry, _):
+            params, opt_state = carry
+            loss, grads = jmpscale.value_and_grad(loss_fn)(state[1], params, X, Y)
+            updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+            return (optax.apply_updates(params, updates), opt_state), None
+
+        return jax.lax.scan(step, state, length=4)[0]
+
+    return jax.jit(loop), (PARAMS, tx.init(PARAMS))
+
+
 def _with_other_leaves(loss_fn):
     """Returns a step whose state also has infinities and a Python number that the step reads."""
     step, state = _wrapper(loss_fn)
@@ -125,6 +141,34 @@ def _counts_by_finite_steps(loss_fn):
         return params, jmpscale.update(scaler, finite, loss=loss)
 
     return jax.jit(step), (PARAMS, jmpscale.dynamic())
+
+
+def _with_flag_of_one_part(loss_fn):
+    """Returns a step whose last layer has a gate of its own, about which `update` is not told."""
+
+    def step(state):
+        params, scaler = state
+        _, grads = jmpscale.value_and_grad(lambda *args: 2.0**10 * loss_fn(*args))(scaler, params, X, Y)
+        flags = {name: jmpscale.all_finite(grads[name]) for name in params}
+        params = {
+            name: jmpscale.apply_if(flags[name], lambda w, g: (w - 1e-6 * g, g), params[name], grads[name])[0]
+            for name in params
+        }
+        return params, jmpscale.update(scaler, flags["inner"])
+
+    return jax.jit(step), (PARAMS, jmpscale.dynamic())
+
+
+def _with_statistics_in_the_loss(loss_fn):
+    def step(state):
+        params, opt_state, scaler = state
+        loss, grads = jmpscale.value_and_grad(loss_fn)(scaler, params, X, Y)
+        finite = jmpscale.all_finite(grads)
+        params, opt_state = jmpscale.apply_if(finite, jmpscale.optax_step(ADAM, grads), params, opt_state)
+        logs = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
+        return params, opt_state, jmpscale.update(scaler, finite, loss=logs)
+
+    return jax.jit(step), _functional(loss_fn)[1]
 
 
 def _with_count(loss_fn):
@@ -295,8 +339,11 @@ WRONG = {  # as RIGHT, and the words of the message
         HIDDEN,
     ),
     "unscaled by the new scaler": (_unscaled_by_the_new_scaler, "is another one if the scale grows after the step"),
-    "scale that is put back": (_puts_scale_back, r"the skipped step did not reduce the loss scale, 2\^126"),
+    "scale that is put back": (_puts_scale_back, "the skipped step did not reduce the scale at"),
     "step count": (_counts_by_finite_steps, "do not count steps by its finite_steps"),
+    "flag of one part": (_with_flag_of_one_part, r"state\[0\]\['outer'\]: .* finite_a & finite_b"),
+    "loss with statistics": (_with_statistics_in_the_loss, "the loss for update is finite at .*, but not at"),
+    "outer scaler": (_four_steps_with_one_scale, "4 steps were skipped at .* the scaler that the loop carries"),
     "inverted flag": (
         partial(_functional, flag=lambda _, __, grads: ~jmpscale.all_finite(grads)),
         r"the step was skipped at every loss scale\. .* the flag for update is inverted",

@@ -3,6 +3,7 @@
 import bisect
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,8 +28,9 @@ from jmpscale._testing.replicated import check_copies
 from jmpscale._update import update
 
 _RETURNED = (
-    "it returned the scaler that it received. Return the scaler of update, or the optimizer state of tx.update; carry "
-    "it through jax.lax.scan; do not put back the old state."
+    "it returned the scaler that it received. Call update, or tx.update, in every step, and return its result; carry "
+    "it through jax.lax.scan; do not put back the old state. If the step accumulates gradients over several calls, "
+    "check them as one step."
 )
 _UNSCALED = (
     "the gradients do not depend on the scaler of the state. Take them with jmpscale.value_and_grad(loss_fn)(scaler, "
@@ -49,15 +51,17 @@ _ZERO_SCALES = (2.0**-60, 2.0**-62, 2.0**-64)  # at which half-precision gradien
 def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Sequence[str] = ()) -> None:
     """Runs a training step at several loss scales, and raises if it treats an overflow or the scale wrongly.
 
-    At a loss scale of 2^126, gradients overflow in float16. The step must be skipped, and change nothing but its
-    scaler. If nothing overflows, as in float32, this must hold at an infinite scale. Just below the scale from which
-    the step is skipped, no change may be much larger than at a smaller scale. No change may be proportional to the
-    scale, its inverse or their squares, or depend on whether the scale grows after the step. Devices must agree, as for
+    At a loss scale of 2^126, gradients overflow in float16. The step must be skipped, reduce a dynamic scale, and
+    change nothing else. If nothing overflows, as in float32, this must hold at an infinite scale. At the smallest scale
+    at which the step is skipped, the loss must be finite, and a loop of steps must not skip all of them; just below it,
+    no change may be missing, or much larger than at a smaller scale. No change may be proportional to the scale, its
+    inverse or their squares, or depend on whether the scale grows after the step. Devices must agree, as for
     `assert_replicated`. Gradients that are rounded to float16 after the unscaling are not found.
 
     Args:
       step: function of the training state that returns the new state, such as
-        `lambda state: train_step(*state, batch)[:2]`, with a fixed batch. It runs about 20 times.
+        `lambda state: train_step(*state, batch)[:2]`, with a fixed batch. It runs about 30 times. If gradients are
+        accumulated by hand over several calls, it makes all of these calls.
       state: pytree of all that a step changes: parameters, optimizer state, averages, batch statistics, and exactly one
         scaler. It is copied, so the step may donate its argument. This process must hold all of its arrays.
       ignore: the leaves that a skipped step may change, such as `(".step", ".rng")`: their paths in the notation of
@@ -103,7 +107,7 @@ def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Seque
     # Gradients of zero do not hide a term of the loss that is not scaled.
     _check_units(*map(runs.at, _ZERO_SCALES), share=0)
     growing = runs.at(usual.scale, finite_steps=scaler.config.growth_interval - 1)
-    _check_growth(growing, usual, runs.at(usual.scale))
+    _check_growth(growing, usual, runs.at(usual.scale / scaler.config.growth_factor))
     # In the state after a step, averages that were zero, and copies of parameters, are different.
     runs = _Runs(step, usual.after, ignored)
     _check_overflow(runs, runs.first_applied(exponent))
@@ -162,8 +166,8 @@ class _Run:
             if not _is_equal(was, now):
                 raise AssertionError(
                     f"the skipped step changed state{path}: {truncate(was)} before, {truncate(now)} after. Gate it "
-                    "with apply_if. If it counts calls, is a random key or describes the scaler, pass "
-                    f"ignore={path!r}."
+                    "with apply_if, unless it counts calls or batches, is a random key, describes the scaler, or has a "
+                    f"gate of its own: then pass ignore={path!r}."
                 )
 
 
@@ -204,21 +208,44 @@ def _check_overflow(runs: _Runs, usual: _Run) -> None:
         why = _RETURNED if largest.returns_scaler else _HIDDEN if is_wrong else _UNSCALED
         raise AssertionError(f"the step was not skipped at a loss scale of {largest.name}: {why}")
     largest.check_skipped()
-    if largest.keeps_scale:
-        raise AssertionError(
-            f"the skipped step did not reduce the loss scale, {largest.name}. Do not put back the old one."
-        )
     check_copies(largest.after, "state")
     if largest.scale == LARGEST_SCALE:
-        # At the largest scales, gradients are NaN; at smaller ones they are infinite, which a clip makes finite.
-        exponents = range(round(math.log2(usual.scale)), 127)
-        last = exponents[bisect.bisect_left(exponents, True, 1, key=lambda k: runs.at(2.0**k).skips > 0) - 1]
-        applied, skipped = (runs.at(2.0**k) for k in (last, last + 1))
-        for run in (applied, skipped):  # gradients may overflow on one device alone
-            check_copies(run.after, "state")
-        _check_applied(applied, runs.at(2.0 ** (last - 8)), runs.at(_ZERO_SCALES[0]))
-        if skipped.is_skipped:
-            skipped.check_skipped()
+        _check_limit(runs, usual)
+
+
+def _check_limit(runs: _Runs, usual: _Run) -> None:
+    """Compares runs just below and above the scale from which a step is skipped.
+
+    There gradients are infinite, which a clip makes finite; at the largest scales, they are NaN.
+    """
+    exponents = range(round(math.log2(usual.scale)), 127)
+    last = exponents[bisect.bisect_left(exponents, True, 1, key=lambda k: runs.at(2.0**k).skips > 0) - 1]
+    applied, skipped = (runs.at(2.0**k) for k in (last, last + 1))
+    for run in (applied, skipped):  # gradients may overflow on one device alone
+        check_copies(run.after, "state")
+    _check_applied(applied, runs.at(2.0 ** (last - 8)), runs.at(_ZERO_SCALES[0]))
+    _check_all_applied(applied, [runs.at(2.0 ** (last - k)) for k in range(8, 41, 8)])
+    if skipped.is_skipped:
+        skipped.check_skipped()
+        _check_backoff(skipped, applied)
+
+
+def _check_backoff(skipped: _Run, applied: _Run) -> None:
+    """Raises if a skip does not lead to the next smaller scale, at which the step is applied."""
+    at, applied_at = f"at a loss scale of {skipped.name}", f"at {applied.name}"
+    if skipped.keeps_scale:
+        raise AssertionError(f"the skipped step did not reduce the scale {at}. Do not put back the old scale.")
+    if skipped.new.last_skip_reason == SkipReason.LOSS:
+        raise AssertionError(
+            f"the loss for update is finite {applied_at}, but not {at}: pass it alone, unscaled, without statistics of "
+            "the gradients."
+        )
+    if skipped.new.loss_scale <= applied.scale / 4:
+        raise AssertionError(
+            f"{skipped.skips} steps were skipped {at}, and none {applied_at}: after a skip, the next step does not use "
+            "the smaller scale. Take the gradients with the scaler that the loop carries, and update it once in each "
+            "step."
+        )
 
 
 def _check_applied(one: _Run, other: _Run, zero: _Run) -> None:
@@ -231,6 +258,20 @@ def _check_applied(one: _Run, other: _Run, zero: _Run) -> None:
             f"the step was not skipped at a loss scale of {one.name}, where it changes state{path} by "
             f"{one.changes[path]:.3g}, and by {other.changes[path]:.3g} at {other.name}: {_HIDDEN}"
         )
+
+
+def _check_all_applied(run: _Run, smaller: list[_Run]) -> None:
+    """Raises if a step that was not skipped has no change where it has the same change at two smaller scales.
+
+    Subnormal rounding, as in an average that has converged, changes a leaf by another amount at each scale.
+    """
+    for path in (path for path, change in run.changes.items() if not change):
+        sizes = [other.changes[path] for other in smaller if other.changes[path]]
+        if any(math.isclose(one, other, rel_tol=0.01) for one, other in itertools.pairwise(sizes)):
+            raise AssertionError(
+                f"the step counts as applied at a loss scale of {run.name}, where it does not change state{path}: its "
+                "gradients overflow. Pass a flag about all gradients to update, such as finite_a & finite_b."
+            )
 
 
 def _check_units(*runs: _Run, share: float) -> None:
@@ -259,12 +300,14 @@ def _check_units(*runs: _Run, share: float) -> None:
         )
 
 
-def _check_growth(growing: _Run, usual: _Run, again: _Run) -> None:
-    """Raises if the result of a step depends on whether the scale grows after it."""
+def _check_growth(growing: _Run, usual: _Run, smaller: _Run) -> None:
+    """Raises if the result of a step depends on whether the scale grows after it.
+
+    It is rounding noise, as in the gradient of a bias before a normalization, if it depends on the scale as well.
+    """
     for path, change in usual.changes.items():
-        is_noise = not _is_equal(usual.results[path], again.results[path])
-        difference = _largest_change(usual.results[path], growing.results[path])
-        if difference > 0.1 * change and not (is_noise or growing.skips):
+        noise, difference = (_largest_change(usual.results[path], x.results[path]) for x in (smaller, growing))
+        if difference > max(0.1 * change, 2 * noise) and not growing.skips:
             raise AssertionError(
                 f"the change of state{path} is another one if the scale grows after the step. Unscale the gradients by "
                 "the scaler from before update, and do not count steps by its finite_steps. If it describes the "
