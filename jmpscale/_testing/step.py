@@ -1,31 +1,22 @@
 """A check of a whole training step, by running it at several loss scales."""
 
 import bisect
-import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import jax
 import numpy as np
 
-from jmpscale._base.text import describe, format_number, truncate
+from jmpscale._base.text import describe
 from jmpscale._base.tree import (
-    PyTree,
     Tree,
-    bit_pattern,
     check_no_nnx_objects,
-    find_instances,
-    is_inexact,
     named_leaves,
 )
-from jmpscale._gate import check_same_types, is_numeric
-from jmpscale._scaler_of_tree import find_scaler, get_scaler, is_scaler, replace_scaler
-from jmpscale._state import LARGEST_SCALE, ScalerState, SkipReason, WithLossScalingState
+from jmpscale._scaler_of_tree import find_scaler
+from jmpscale._state import LARGEST_SCALE, SkipReason
 from jmpscale._testing.replicated import check_copies
-from jmpscale._update import update
+from jmpscale._testing.runs import Run, Runs, is_equal, is_inside, largest_change
 
 _RETURNED = (
     "it returned the scaler that it received. Call update, or tx.update, in every step, and return its result; carry "
@@ -39,10 +30,6 @@ _UNSCALED = (
 _HIDDEN = (
     "its result is wrong. Something replaces infinity and NaN before the check, such as a clip, jnp.nan_to_num or a "
     "choice of micro-batches; or the flag is not about all gradients. Check the gradients of the loss first."
-)
-_SKIPPED = (
-    "the step was skipped at every loss scale. jmpscale.diagnose names the line, unless the flag for update is "
-    "inverted: it must be true if the gradients are finite."
 )
 
 _ZERO_SCALES = (2.0**-60, 2.0**-62, 2.0**-64)  # at which half-precision gradients are zero
@@ -96,10 +83,10 @@ def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Seque
         raise ValueError("state must contain a scaler that checks gradients, got a disabled one. Use another one.")
     ignored = (ignore,) if isinstance(ignore, str) else tuple(ignore)
     paths = [path for path, _ in named_leaves(state)]
-    if unknown := [part for part in ignored if not any(_is_inside(path, part) for path in paths)]:
+    if unknown := [part for part in ignored if not any(is_inside(path, part) for path in paths)]:
         raise ValueError(f"ignore must name leaves of the state, got {unknown}. The paths are {paths[:20]}.")
     exponent = round(math.log2(scaler.loss_scale))
-    runs = _Runs(step, jax.tree.map(_copy, state), ignored)  # a step can change variables of Flax NNX in place
+    runs = Runs(step, state, ignored)
     usual = runs.first_applied(exponent)
     _check_applied(usual, usual, usual)
     check_copies(usual.after, "state")
@@ -109,95 +96,11 @@ def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Seque
     growing = runs.at(usual.scale, finite_steps=scaler.config.growth_interval - 1)
     _check_growth(growing, usual, runs.at(usual.scale / scaler.config.growth_factor))
     # In the state after a step, averages that were zero, and copies of parameters, are different.
-    runs = _Runs(step, usual.after, ignored)
+    runs = Runs(step, usual.after, ignored)
     _check_overflow(runs, runs.first_applied(exponent))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Run:
-    """The result of a step."""
-
-    old: ScalerState  # before the step
-    new: ScalerState  # after the step
-    leaves: list[tuple[str, Any, Any]]  # that a skipped step must not change: the path, before and after the step
-    after: PyTree
-
-    @property
-    def scale(self) -> float:
-        return float(self.old.loss_scale)
-
-    @property
-    def skips(self) -> int:
-        return int(self.new.total_skips) - int(self.old.total_skips)
-
-    @property
-    def is_skipped(self) -> bool:
-        """Whether the step is skipped as a whole, if it consists of several steps."""
-        return 0 < self.skips == int(self.new.consecutive_skips) - int(self.old.consecutive_skips)
-
-    @property
-    def returns_scaler(self) -> bool:
-        """Whether it returns the scaler that it received."""
-        return all(map(_is_equal, self.old[:-1], self.new[:-1]))
-
-    @property
-    def keeps_scale(self) -> bool:
-        """Whether it does not reduce the scale although gradients overflow."""
-        overflows = self.skips > 0 and int(self.new.last_skip_reason) != SkipReason.LOSS
-        return overflows and float(self.new.loss_scale) == self.scale > float(update(self.old, False).loss_scale)
-
-    @property
-    def name(self) -> str:
-        """The loss scale, in messages."""
-        return format_number(self.scale)
-
-    @functools.cached_property
-    def results(self) -> dict[str, Any]:
-        return {path: now for path, _, now in self.leaves}
-
-    @functools.cached_property
-    def changes(self) -> dict[str, float]:
-        """The largest change of each leaf of floating-point or complex numbers, NaN if a finite number becomes NaN."""
-        return {path: _largest_change(was, now) for path, was, now in self.leaves if is_inexact(was)}
-
-    def check_skipped(self) -> None:
-        """Raises if a skipped step has changed any bit."""
-        for path, was, now in self.leaves:
-            if not _is_equal(was, now):
-                raise AssertionError(
-                    f"the skipped step changed state{path}: {truncate(was)} before, {truncate(now)} after. Gate it "
-                    "with apply_if, unless it counts calls or batches, is a random key, describes the scaler, or has a "
-                    f"gate of its own: then pass ignore={path!r}."
-                )
-
-
-class _Runs:
-    """Runs of a step from one state, with other fields of the scaler."""
-
-    def __init__(self, step: Callable[[Any], Any], state: PyTree, ignored: tuple[str, ...]) -> None:
-        self._step, self._state, self._ignored = step, state, ignored
-
-    def at(self, scale: float, **fields: int) -> _Run:
-        old = get_scaler(self._state)
-        old = old._replace(loss_scale=_with_value(old.loss_scale, scale))
-        old = old._replace(**{name: _with_value(getattr(old, name), value) for name, value in fields.items()})
-        state = replace_scaler(self._state, old)
-        after = self._step(jax.tree.map(_copy, state))
-        check_same_types(state, after, "state", "step", "Return the state alone: lambda s: train_step(*s, batch)[:2].")
-        after = jax.tree.map(_copy, after)
-        pairs = zip(_gated_leaves(state, self._ignored), _gated_leaves(after, self._ignored), strict=True)
-        leaves = [(path, was, now) for (path, was), (_, now) in pairs]
-        return _Run(old, get_scaler(after), leaves, after)
-
-    def first_applied(self, exponent: int) -> _Run:
-        """Returns the first run that is not skipped, from a power of two to smaller ones."""
-        for k in range(exponent, -110, -8):
-            if not (run := self.at(2.0**k)).skips:
-                return run
-        raise AssertionError(_SKIPPED)
-
-
-def _check_overflow(runs: _Runs, usual: _Run) -> None:
+def _check_overflow(runs: Runs, usual: Run) -> None:
     """Raises if an overflow is applied, or if a skipped step changes the state."""
     largest = runs.at(LARGEST_SCALE)
     # Either nothing overflows, or the scale of several steps backs off from an overflow of the first one.
@@ -213,7 +116,7 @@ def _check_overflow(runs: _Runs, usual: _Run) -> None:
         _check_limit(runs, usual)
 
 
-def _check_limit(runs: _Runs, usual: _Run) -> None:
+def _check_limit(runs: Runs, usual: Run) -> None:
     """Compares runs just below and above the scale from which a step is skipped.
 
     There gradients are infinite, which a clip makes finite; at the largest scales, they are NaN.
@@ -230,7 +133,7 @@ def _check_limit(runs: _Runs, usual: _Run) -> None:
         _check_backoff(skipped, applied)
 
 
-def _check_backoff(skipped: _Run, applied: _Run) -> None:
+def _check_backoff(skipped: Run, applied: Run) -> None:
     """Raises if a skip does not lead to the next smaller scale, at which the step is applied."""
     at, applied_at = f"at a loss scale of {skipped.name}", f"at {applied.name}"
     if skipped.keeps_scale:
@@ -248,7 +151,7 @@ def _check_backoff(skipped: _Run, applied: _Run) -> None:
         )
 
 
-def _check_applied(one: _Run, other: _Run, zero: _Run) -> None:
+def _check_applied(one: Run, other: Run, zero: Run) -> None:
     """Raises if a step that was not skipped has a larger change than at a smaller scale, or one that is not finite.
 
     A leaf of `other` that equals the leaf of `zero` is not compared, because its gradient underflows.
@@ -260,7 +163,7 @@ def _check_applied(one: _Run, other: _Run, zero: _Run) -> None:
         )
 
 
-def _check_all_applied(run: _Run, smaller: list[_Run]) -> None:
+def _check_all_applied(run: Run, smaller: list[Run]) -> None:
     """Raises if a step that was not skipped has no change where it has the same change at two smaller scales.
 
     Subnormal rounding, as in an average that has converged, changes a leaf by another amount at each scale.
@@ -274,7 +177,7 @@ def _check_all_applied(run: _Run, smaller: list[_Run]) -> None:
             )
 
 
-def _check_units(*runs: _Run, share: float) -> None:
+def _check_units(*runs: Run, share: float) -> None:
     """Raises if results depend on a power of the scale: at three scales, each a quarter of the one before.
 
     The rounding of subnormal numbers does as well, but by less than half of a change, unless this is rounding noise,
@@ -285,7 +188,7 @@ def _check_units(*runs: _Run, share: float) -> None:
 
     def depends_on_scale(path: str) -> bool:
         first, second, third = (run.results[path] for run in runs)
-        one, other = _largest_change(first, second), _largest_change(second, third)
+        one, other = largest_change(first, second), largest_change(second, third)
         is_power = other > 0 and any(math.isclose(one / other, 4.0**n, rel_tol=0.01) for n in (-2, -1, 1, 2))
         return is_power and one >= changes[path] / 2
 
@@ -300,13 +203,13 @@ def _check_units(*runs: _Run, share: float) -> None:
         )
 
 
-def _check_growth(growing: _Run, usual: _Run, smaller: _Run) -> None:
+def _check_growth(growing: Run, usual: Run, smaller: Run) -> None:
     """Raises if the result of a step depends on whether the scale grows after it.
 
     It is rounding noise, as in the gradient of a bias before a normalization, if it depends on the scale as well.
     """
     for path, change in usual.changes.items():
-        noise, difference = (_largest_change(usual.results[path], x.results[path]) for x in (smaller, growing))
+        noise, difference = (largest_change(usual.results[path], x.results[path]) for x in (smaller, growing))
         if difference > max(0.1 * change, 2 * noise) and not growing.skips:
             raise AssertionError(
                 f"the change of state{path} is another one if the scale grows after the step. Unscale the gradients by "
@@ -315,50 +218,12 @@ def _check_growth(growing: _Run, usual: _Run, smaller: _Run) -> None:
             )
 
 
-def _larger_change(one: _Run, other: _Run, zero: _Run | None = None) -> str | None:
+def _larger_change(one: Run, other: Run, zero: Run | None = None) -> str | None:
     """Returns the path of a change that is not finite, or larger than subnormal rounding can explain."""
     for path, change in one.changes.items():
         is_larger = change > 2.5 * other.changes[path] > 0
         if not math.isfinite(change):
             return path
-        if is_larger and not (zero and _is_equal(other.results[path], zero.results[path])):
+        if is_larger and not (zero and is_equal(other.results[path], zero.results[path])):
             return path
     return None
-
-
-def _largest_change(was: Any, now: Any) -> float:
-    dtype = np.complex128 if np.iscomplexobj(was) else np.float64
-    old, new = (np.asarray(x).astype(dtype) for x in (was, now))
-    known = np.isfinite(old)  # such as a mask of -inf, or a best loss of infinity, is not
-    return float(np.abs(new[known] - old[known]).max(initial=0))
-
-
-def _is_equal(was: Any, now: Any) -> bool:
-    """Tests whether two leaves are equal bit for bit. A Python number equals its array."""
-    if not (is_numeric(was) and is_numeric(now)) or (hasattr(was, "dtype") and hasattr(now, "dtype")):
-        return bit_pattern(was) == bit_pattern(now)
-    dtype = getattr(was, "dtype", getattr(now, "dtype", None))
-    return np.array_equal(np.asarray(was, dtype), np.asarray(now, dtype), equal_nan=True)
-
-
-def _copy(leaf: Any) -> Any:
-    return leaf.copy() if isinstance(leaf, (jax.Array, np.ndarray)) else leaf
-
-
-def _with_value(array: Any, value: float) -> Any:
-    """Returns an array with the dtype and the sharding of a scalar array."""
-    new = np.full_like(array, value)
-    return jax.device_put(new, array.sharding) if isinstance(array, jax.Array) and array.committed else new
-
-
-def _is_inside(path: str, part: str) -> bool:
-    return path == part or path.startswith((f"{part}.", f"{part}["))
-
-
-def _gated_leaves(state: PyTree, ignored: tuple[str, ...]) -> list[tuple[str, Any]]:
-    """Returns the leaves that a skipped step must not change, with their paths."""
-    entries = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_scaler)
-    wrapped = find_instances(state, WithLossScalingState)
-    norms = {id(x) for x in jax.tree.leaves([x.grad_norm for x in wrapped])}
-    leaves = [(jax.tree_util.keystr(path), x) for path, x in entries if not is_scaler(x) and id(x) not in norms]
-    return [(path, x) for path, x in leaves if not any(_is_inside(path, part) for part in ignored)]

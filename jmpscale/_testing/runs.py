@@ -1,0 +1,144 @@
+"""Runs of a training step at different loss scales, and what they change."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jmpscale._base.text import format_number, truncate
+from jmpscale._base.tree import PyTree, bit_pattern, find_instances, is_inexact
+from jmpscale._gate import check_same_types, is_numeric
+from jmpscale._scaler_of_tree import get_scaler, is_scaler, replace_scaler
+from jmpscale._state import ScalerState, SkipReason, WithLossScalingState
+from jmpscale._update import update
+
+_SKIPPED = (
+    "the step was skipped at every loss scale. jmpscale.diagnose names the line, unless the flag for update is "
+    "inverted: it must be true if the gradients are finite."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The result of a step."""
+
+    old: ScalerState  # before the step
+    new: ScalerState  # after the step
+    leaves: list[tuple[str, Any, Any]]  # that a skipped step must not change: the path, before and after the step
+    after: PyTree
+
+    @property
+    def scale(self) -> float:
+        return float(self.old.loss_scale)
+
+    @property
+    def skips(self) -> int:
+        return int(self.new.total_skips) - int(self.old.total_skips)
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the step is skipped as a whole, if it consists of several steps."""
+        return 0 < self.skips == int(self.new.consecutive_skips) - int(self.old.consecutive_skips)
+
+    @property
+    def returns_scaler(self) -> bool:
+        """Whether it returns the scaler that it received."""
+        return all(map(is_equal, self.old[:-1], self.new[:-1]))
+
+    @property
+    def keeps_scale(self) -> bool:
+        """Whether it does not reduce the scale although gradients overflow."""
+        overflows = self.skips > 0 and int(self.new.last_skip_reason) != SkipReason.LOSS
+        return overflows and float(self.new.loss_scale) == self.scale > float(update(self.old, False).loss_scale)
+
+    @property
+    def name(self) -> str:
+        """The loss scale, in messages."""
+        return format_number(self.scale)
+
+    @functools.cached_property
+    def results(self) -> dict[str, Any]:
+        return {path: now for path, _, now in self.leaves}
+
+    @functools.cached_property
+    def changes(self) -> dict[str, float]:
+        """The largest change of each leaf of floating-point or complex numbers, NaN if a finite number becomes NaN."""
+        return {path: largest_change(was, now) for path, was, now in self.leaves if is_inexact(was)}
+
+    def check_skipped(self) -> None:
+        """Raises if a skipped step has changed any bit."""
+        for path, was, now in self.leaves:
+            if not is_equal(was, now):
+                raise AssertionError(
+                    f"the skipped step changed state{path}: {truncate(was)} before, {truncate(now)} after. Gate it "
+                    "with apply_if, unless it counts calls or batches, is a random key, describes the scaler, or has a "
+                    f"gate of its own: then pass ignore={path!r}."
+                )
+
+
+class Runs:
+    """Runs of a step from one state, with other fields of the scaler."""
+
+    def __init__(self, step: Callable[[Any], Any], state: PyTree, ignored: tuple[str, ...]) -> None:
+        self._step, self._ignored = step, ignored
+        self._state = jax.tree.map(_copy, state)  # a step can change variables of Flax NNX in place
+
+    def at(self, scale: float, **fields: int) -> Run:
+        old = get_scaler(self._state)
+        old = old._replace(loss_scale=_with_value(old.loss_scale, scale))
+        old = old._replace(**{name: _with_value(getattr(old, name), value) for name, value in fields.items()})
+        state = replace_scaler(self._state, old)
+        after = self._step(jax.tree.map(_copy, state))
+        check_same_types(state, after, "state", "step", "Return the state alone: lambda s: train_step(*s, batch)[:2].")
+        after = jax.tree.map(_copy, after)
+        pairs = zip(_gated_leaves(state, self._ignored), _gated_leaves(after, self._ignored), strict=True)
+        leaves = [(path, was, now) for (path, was), (_, now) in pairs]
+        return Run(old, get_scaler(after), leaves, after)
+
+    def first_applied(self, exponent: int) -> Run:
+        """Returns the first run that is not skipped, from a power of two to smaller ones."""
+        for k in range(exponent, -110, -8):
+            if not (run := self.at(2.0**k)).skips:
+                return run
+        raise AssertionError(_SKIPPED)
+
+
+def largest_change(was: Any, now: Any) -> float:
+    dtype = np.complex128 if np.iscomplexobj(was) else np.float64
+    old, new = (np.asarray(x).astype(dtype) for x in (was, now))
+    known = np.isfinite(old)  # such as a mask of -inf, or a best loss of infinity, is not
+    return float(np.abs(new[known] - old[known]).max(initial=0))
+
+
+def is_equal(was: Any, now: Any) -> bool:
+    """Tests whether two leaves are equal bit for bit. A Python number equals its array."""
+    if not (is_numeric(was) and is_numeric(now)) or (hasattr(was, "dtype") and hasattr(now, "dtype")):
+        return bit_pattern(was) == bit_pattern(now)
+    dtype = getattr(was, "dtype", getattr(now, "dtype", None))
+    return np.array_equal(np.asarray(was, dtype), np.asarray(now, dtype), equal_nan=True)
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.copy() if isinstance(leaf, (jax.Array, np.ndarray)) else leaf
+
+
+def _with_value(array: Any, value: float) -> Any:
+    """Returns an array with the dtype and the sharding of a scalar array."""
+    new = np.full_like(array, value)
+    return jax.device_put(new, array.sharding) if isinstance(array, jax.Array) and array.committed else new
+
+
+def is_inside(path: str, part: str) -> bool:
+    return path == part or path.startswith((f"{part}.", f"{part}["))
+
+
+def _gated_leaves(state: PyTree, ignored: tuple[str, ...]) -> list[tuple[str, Any]]:
+    """Returns the leaves that a skipped step must not change, with their paths."""
+    entries = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_scaler)
+    wrapped = find_instances(state, WithLossScalingState)
+    norms = {id(x) for x in jax.tree.leaves([x.grad_norm for x in wrapped])}
+    leaves = [(jax.tree_util.keystr(path), x) for path, x in entries if not is_scaler(x) and id(x) not in norms]
+    return [(path, x) for path, x in leaves if not any(is_inside(path, part) for part in ignored)]
