@@ -88,8 +88,9 @@ class Runs:
 
     def at(self, scale: float, **fields: int) -> Run:
         old = get_scaler(self._state)
-        old = old._replace(loss_scale=_with_value(old.loss_scale, scale))
-        old = old._replace(**{name: _with_value(getattr(old, name), value) for name, value in fields.items()})
+        # One skip, because the first of several steps starts the count again if it is applied.
+        values = {"loss_scale": scale, "consecutive_skips": 1, **fields}
+        old = old._replace(**{name: _with_value(getattr(old, name), value) for name, value in values.items()})
         state = replace_scaler(self._state, old)
         after = self._step(jax.tree.map(_copy, state))
         check_same_types(state, after, "state", "step", "Return the state alone: lambda s: train_step(*s, batch)[:2].")
