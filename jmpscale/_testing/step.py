@@ -210,7 +210,7 @@ def _check_growth(growing: Run, usual: Run, smaller: Run) -> None:
     """
     for path, change in usual.changes.items():
         noise, difference = (largest_change(usual.results[path], x.results[path]) for x in (smaller, growing))
-        if difference > max(0.1 * change, 10 * noise) and not growing.skips:
+        if change and difference > max(0.1 * change, 10 * noise) and not growing.skips:
             raise AssertionError(
                 f"the change of state{path} is another one if the scale grows after the step. Unscale the gradients by "
                 "the scaler from before update, and do not count steps by its finite_steps. If it describes the "
