@@ -83,21 +83,27 @@ class Runs:
     """Runs of a step from one state, with other fields of the scaler."""
 
     def __init__(self, step: Callable[[Any], Any], state: PyTree, ignored: tuple[str, ...]) -> None:
-        self._step, self._ignored = step, ignored
+        self.step, self._ignored = step, ignored
         self._state = jax.tree.map(_copy, state)  # a step can change variables of Flax NNX in place
 
-    def at(self, scale: float, **fields: int) -> Run:
+    def state_at(self, scale: float, **fields: int) -> PyTree:
+        """Returns the state with another scale, and with other values of some fields of the scaler."""
         old = get_scaler(self._state)
         # One skip, because the first of several steps starts the count again if it is applied.
         values = {"loss_scale": scale, "consecutive_skips": 1, **fields}
         old = old._replace(**{name: _with_value(getattr(old, name), value) for name, value in values.items()})
-        state = replace_scaler(self._state, old)
-        after = self._step(jax.tree.map(_copy, state))
+        return replace_scaler(self._state, old)
+
+    def at(self, scale: float, **fields: int) -> Run:
+        state = self.state_at(scale, **fields)
+        after = self.step(jax.tree.map(_copy, state))
         check_same_types(state, after, "state", "step", "Return the state alone: lambda s: train_step(*s, batch)[:2].")
-        after = jax.tree.map(_copy, after)
+        return self.result(state, jax.tree.map(_copy, after))
+
+    def result(self, state: PyTree, after: PyTree) -> Run:
         pairs = zip(_gated_leaves(state, self._ignored), _gated_leaves(after, self._ignored), strict=True)
         leaves = [(path, was, now) for (path, was), (_, now) in pairs]
-        return Run(old, get_scaler(after), leaves, after)
+        return Run(get_scaler(state), get_scaler(after), leaves, after)
 
     def first_applied(self, exponent: int) -> Run:
         """Returns the first run that is not skipped, from a power of two to smaller ones."""
@@ -128,7 +134,11 @@ def _copy(leaf: Any) -> Any:
 
 def _with_value(array: Any, value: float) -> Any:
     """Returns an array with the dtype and the sharding of a scalar array."""
-    new = np.full_like(array, value)
+    return place_like(np.full_like(array, value), array)
+
+
+def place_like(new: np.ndarray, array: Any) -> Any:
+    """Returns an array on the devices of another one, if these are fixed."""
     return jax.device_put(new, array.sharding) if isinstance(array, jax.Array) and array.committed else new
 
 

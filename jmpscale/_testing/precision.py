@@ -1,0 +1,91 @@
+"""Compares a training step with the same step in float32."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmpscale._base.check import warn_user
+from jmpscale._base.frameworks import is_trace_error
+from jmpscale._base.tree import PyTree, flatten_matching, is_array
+from jmpscale._diagnosis.float32 import run_in_float32
+from jmpscale._diagnosis.interpret import Interpreter
+from jmpscale._diagnosis.step import compiled
+from jmpscale._scaler_of_tree import is_scaler
+from jmpscale._testing.runs import Run, Runs, place_like
+
+_LARGEST_ERROR = 0.5  # of a change; in right steps it is below 0.1, except for noise
+_ROUNDING = 2.0**-8  # the relative change of the state by which noise is recognized; bfloat16 rounds by half of it
+_NOT_TRACEABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
+
+
+def check_precision(runs: Runs, run: Run) -> None:
+    """Raises if a change of a run differs much from the change in float32, unless rounding can be the reason.
+
+    It is if a change of the state as small as rounding changes the result by a similar amount, as the gradient of a
+    bias before a normalization, or an average that has converged.
+    """
+    state = runs.state_at(run.scale)
+    try:
+        step = _in_float32(runs.step, state)
+    except Exception as failure:
+        if not (isinstance(failure, _NOT_TRACEABLE) or is_trace_error(failure)):
+            raise
+        warn_user(
+            "JAX cannot trace the step, so check_step does not compare it with float32. Pass a step that jax.jit "
+            "accepts; with Flax NNX, one that begins with model, optimizer = nnx.clone((model, optimizer))."
+        )
+        return
+    rounded = jax.tree.map(_round, state, is_leaf=is_scaler)
+    expected, others = (_changes(runs.result(x, step(x))) for x in (state, rounded))
+    for path, change in _changes(run).items():
+        error = _difference(change, expected[path])
+        if error > max(_LARGEST_ERROR, 4 * _difference(others[path], expected[path])):
+            raise AssertionError(
+                f"the change of state{path} differs from the change in float32 by {error:.0%} at a loss scale of "
+                f"{run.name}. Either an overflow is hidden, by a clip, by a choice of micro-batches or by a flag that "
+                "is not about all gradients; or a part of the backward pass is not scaled; or unscaled gradients, or "
+                "averages of them, are converted to float16. If jmpscale.diagnose finds the error in the loss "
+                "function, correct it there."
+            )
+
+
+def _round(x: Any) -> Any:
+    """Changes an array, but not a scaler, by less than `_ROUNDING`."""
+    if is_scaler(x) or not is_array(x) or not jnp.issubdtype(x.dtype, np.inexact):
+        return x
+    factors = 1 + _ROUNDING * np.random.default_rng(0).uniform(-1, 1, x.shape)
+    return place_like((np.asarray(x) * factors).astype(x.dtype), x)
+
+
+def _in_float32(step: Callable[[Any], Any], state: PyTree) -> Callable[[Any], Any]:
+    """Returns a step that computes in float32."""
+    unflatten_outputs: Callable[..., PyTree] = tuple
+
+    def outputs(*arrays: Any) -> list[Any]:
+        nonlocal unflatten_outputs
+        leaves, unflatten_outputs = flatten_matching(step(unflatten(arrays)), is_array)
+        return leaves
+
+    arrays, unflatten = flatten_matching(state, is_array)
+    closed = jax.make_jaxpr(outputs)(*arrays)
+    interpreter = Interpreter(lambda _, eqn, inputs, caller: run_in_float32(eqn, inputs))
+    run = compiled(lambda *arrays: interpreter.evaluate(closed.jaxpr, closed.consts, arrays)[0])
+    return lambda state: unflatten_outputs(run(*flatten_matching(state, is_array)[0]))
+
+
+def _changes(run: Run) -> dict[str, np.ndarray]:
+    return {path: _wide(now) - _wide(was) for path, was, now in run.leaves if path in run.changes}
+
+
+def _wide(x: Any) -> np.ndarray:
+    x = np.asarray(x).astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+    return np.where(np.isfinite(x), x, 0)
+
+
+def _difference(one: np.ndarray, other: np.ndarray) -> float:
+    """Returns the norm of the difference of two arrays, relative to the norm of the other one."""
+    difference, norm = np.linalg.norm(one - other), np.linalg.norm(other)
+    return float(difference / norm) if norm else 0.0
