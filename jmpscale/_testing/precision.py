@@ -24,8 +24,8 @@ _NOT_TRACEABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConv
 def check_precision(runs: Runs, run: Run) -> None:
     """Raises if a change of a run differs much from the change in float32, unless rounding can be the reason.
 
-    It is if a change of the state as small as rounding changes the result by a similar amount, as the gradient of a
-    bias before a normalization, or an average that has converged.
+    It is the reason if a change of the state as small as rounding changes the result by a similar amount, as it does
+    for the gradient of a bias before a normalization, and for an average that has converged.
     """
     state = runs.state_at(run.scale)
     try:
@@ -35,14 +35,17 @@ def check_precision(runs: Runs, run: Run) -> None:
             raise
         warn_user(
             "JAX cannot trace the step, so check_step does not compare it with float32. Pass a step that jax.jit "
-            "accepts; with Flax NNX, one that begins with model, optimizer = nnx.clone((model, optimizer))."
+            "accepts; with Flax NNX, one that puts the state into nnx.clone((model, optimizer))."
         )
         return
-    rounded = jax.tree.map(_round, state, is_leaf=is_scaler)
-    expected, others = (_changes(runs.result(x, step(x))) for x in (state, rounded))
-    for path, change in _changes(run).items():
-        error = _difference(change, expected[path])
-        if error > max(_LARGEST_ERROR, 4 * _difference(others[path], expected[path])):
+    written, expected = measured = _changes(run), _changes(runs.result(state, step(state)))
+    rounded = runs.from_state(jax.tree.map(_round, state, is_leaf=is_scaler))
+    state = rounded.state_at(run.scale)
+    others = _changes(rounded.at(run.scale)), _changes(rounded.result(state, step(state)))
+    for path, change in expected.items():
+        error = _difference(written[path], change, change)
+        noise = max(_difference(x[path], y[path], change) for x, y in zip(measured, others, strict=True))
+        if error > max(_LARGEST_ERROR, 4 * noise):
             raise AssertionError(
                 f"the change of state{path} differs from the change in float32 by {error:.0%} at a loss scale of "
                 f"{run.name}. Either an overflow is hidden, by a clip, by a choice of micro-batches or by a flag that "
@@ -85,7 +88,7 @@ def _wide(x: Any) -> np.ndarray:
     return np.where(np.isfinite(x), x, 0)
 
 
-def _difference(one: np.ndarray, other: np.ndarray) -> float:
-    """Returns the norm of the difference of two arrays, relative to the norm of the other one."""
-    difference, norm = np.linalg.norm(one - other), np.linalg.norm(other)
-    return float(difference / norm) if norm else 0.0
+def _difference(one: np.ndarray, other: np.ndarray, unit: np.ndarray) -> float:
+    """Returns the norm of the difference of two arrays, relative to the norm of a third one."""
+    norm = np.linalg.norm(unit)
+    return float(np.linalg.norm(one - other) / norm) if norm else 0.0

@@ -86,6 +86,9 @@ class Runs:
         self.step, self._ignored = step, ignored
         self._state = jax.tree.map(_copy, state)  # a step can change variables of Flax NNX in place
 
+    def from_state(self, state: PyTree) -> "Runs":
+        return Runs(self.step, state, self._ignored)
+
     def state_at(self, scale: float, **fields: int) -> PyTree:
         """Returns the state with another scale, and with other values of some fields of the scaler."""
         old = get_scaler(self._state)
