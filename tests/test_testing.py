@@ -40,6 +40,14 @@ def _of_two_magnitudes(params, x, y):
     return jnp.mean((x @ half["inner"]).astype(jnp.float32)) + 2.0**-36 * jnp.mean(half["outer"].astype(jnp.float32))
 
 
+def _normalized(params, x, y):
+    """Computes a loss to which a bias contributes rounding noise only."""
+    half, x = jmpscale.cast((params, x), jnp.float16)
+    hidden = x @ half["inner"] + half["outer"].T
+    hidden = (hidden - hidden.mean(0, keepdims=True)) / (hidden.std(0, keepdims=True) + jnp.float16(0.1))
+    return jnp.mean((hidden.astype(jnp.float32).sum(1, keepdims=True) - y) ** 2)
+
+
 LOSSES = {"autocast": jmpscale.autocast(_loss), "by hand": _loss_by_hand, "float32": _loss}
 
 
@@ -209,6 +217,20 @@ def _by_hand(scaled_loss, unscale):
     return gradients
 
 
+def _small(loss_fn):
+    return lambda *args: 1e-9 * loss_fn(*args)
+
+
+def _of_jax_in_part(loss_fn):
+    """Takes the gradient of the last layer from JAX."""
+
+    def grad_fn(scaler, *args):
+        loss, grads = jmpscale.value_and_grad(loss_fn)(scaler, *args)
+        return loss, grads | {"outer": jax.grad(loss_fn)(*args)["outer"]}
+
+    return grad_fn
+
+
 def _of_micro_batches(loss_fn):
     """Sums the gradients of the micro-batches that are finite."""
 
@@ -246,6 +268,7 @@ RIGHT = {  # functions that return a step and its state for a loss function
     "three steps of which the first overflows at 2^126": lambda _: _three_steps(lambda *args: 7 * _loss(*args)),
     "three steps of which the second overflows after a growth": _three_steps,
     "infinities and a number in the state": _with_other_leaves,
+    "bias before a normalization": lambda _: _wrapper(_normalized),
     "gradients that are zero at smaller scales": lambda _: _wrapper(_of_two_magnitudes, optax.adam(0.1, eps=1e-20)),
 }
 
@@ -351,6 +374,14 @@ WRONG = {  # as RIGHT, and the words of the message
     "flag of one part": (_with_flag_of_one_part, rf"state\[0\]\['outer'\] {IN_FLOAT32} by 100%"),
     "loss with statistics": (_with_statistics_in_the_loss, "the loss for update is finite at .*, but not at"),
     "outer scaler": (_four_steps_with_one_scale, "4 steps were skipped at .* the scaler that the loop carries"),
+    "part that is not scaled": (
+        lambda fun: _wrapper(_small(fun), gradients=_of_jax_in_part),
+        rf"state\[0\]\['outer'\] {IN_FLOAT32} by 100%",
+    ),
+    "gradients in float16": (
+        lambda fun: _wrapper(_small(fun), gradients=_changed(lambda g: g.astype(jnp.float16).astype(g.dtype))),
+        IN_FLOAT32,
+    ),
     "inverted flag": (
         partial(_functional, flag=lambda _, __, grads: ~jmpscale.all_finite(grads)),
         r"the step was skipped at every loss scale\. .* the flag for update is inverted",
