@@ -9,7 +9,7 @@ import numpy as np
 
 from jmpscale._base.check import warn_user
 from jmpscale._base.frameworks import is_trace_error
-from jmpscale._base.tree import PyTree, flatten_matching, is_array
+from jmpscale._base.tree import PyTree, flatten_matching, is_array, is_inexact
 from jmpscale._diagnosis.float32 import run_in_float32
 from jmpscale._diagnosis.interpret import Interpreter
 from jmpscale._diagnosis.step import compiled
@@ -80,7 +80,7 @@ def _in_float32(step: Callable[[Any], Any], state: PyTree) -> Callable[[Any], An
 
 
 def _changes(run: Run) -> dict[str, np.ndarray]:
-    return {path: _wide(now) - _wide(was) for path, was, now in run.leaves if path in run.changes}
+    return {path: _wide(now) - _wide(was) for path, was, now in run.leaves if is_inexact(was)}
 
 
 def _wide(x: Any) -> np.ndarray:
