@@ -72,7 +72,7 @@ def check_update_arguments(
     check_no_scaler(grads)
     if has_mark(Mark.GRADIENT, params):
         warn_user("params must be the parameters, got gradients. The arguments are tx.update(grads, state, params).")
-    if has_mark(Mark.GRADIENT, loss):
+    if has_mark(Mark.GRADIENT, loss) and any(map(jnp.ndim, jax.tree.leaves(loss))):  # unscale returns losses, too
         warn_user("the loss must be the unscaled loss, got gradients. Pass value=loss.")
     return state
 

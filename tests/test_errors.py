@@ -1128,6 +1128,9 @@ VALID_CALLS = {
     "clip of equal gradients": _clip(lambda x, state: x * CLIP.update(W32[:1], state, value=LOSS)[0]),
     "clip under jit": lambda: _traced(lambda x, state: CLIP.update(x, state, value=LOSS), W32, CLIP.init(W32)),
     "gradients in two updates": _after_gradients(lambda s, g, _: SCALE.update(g, SCALE.update(g, s)[1]), SCALE_STATE),
+    "unscaled loss": _after_gradients(
+        lambda s, g, _: SCALE.update(g, s, value=jmpscale.unscale(s, jmpscale.scale(s, LOSS))), SCALE_STATE
+    ),
     "gradients by a copy": _after_gradients(lambda s, g, _: SCALE.update(g, jax.tree.map(jnp.copy, s)), SCALE_STATE),
     "two losses": lambda: jmpscale.update(STATE, True, loss=_pair(LOSS)),
     "diagnosis of loss_scaled": lambda: jmpscale.diagnose(jmpscale.loss_scaled(_sum, 8.0))(STATE, W32),
