@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._base.check import warn_user
@@ -13,8 +12,7 @@ from jmpscale._base.tree import PyTree, flatten_matching, is_array, is_inexact
 from jmpscale._diagnosis.float32 import run_in_float32
 from jmpscale._diagnosis.interpret import Interpreter
 from jmpscale._diagnosis.step import compiled
-from jmpscale._scaler_of_tree import is_scaler
-from jmpscale._testing.runs import Run, Runs, place_like
+from jmpscale._testing.runs import Run, Runs
 
 _LARGEST_ERROR = 0.5  # of a change; in right steps it is below 0.1, except for noise
 _ROUNDING = 2.0**-8  # the relative change of the state by which noise is recognized; bfloat16 rounds by half of it
@@ -39,7 +37,7 @@ def check_precision(runs: Runs, run: Run) -> None:
         )
         return
     written, expected = measured = _changes(run), _changes(runs.result(state, step(state)))
-    rounded = runs.from_state(jax.tree.map(_round, state, is_leaf=is_scaler))
+    rounded = runs.with_numbers(_round)
     state = rounded.state_at(run.scale)
     others = _changes(rounded.at(run.scale)), _changes(rounded.result(state, step(state)))
     for path, change in expected.items():
@@ -55,12 +53,9 @@ def check_precision(runs: Runs, run: Run) -> None:
             )
 
 
-def _round(x: Any) -> Any:
-    """Changes an array, but not a scaler, by less than `_ROUNDING`."""
-    if is_scaler(x) or not is_array(x) or not jnp.issubdtype(x.dtype, np.inexact):
-        return x
-    factors = 1 + _ROUNDING * np.random.default_rng(0).uniform(-1, 1, x.shape)
-    return place_like((np.asarray(x) * factors).astype(x.dtype), x)
+def _round(x: np.ndarray) -> np.ndarray:
+    """Changes numbers by less than `_ROUNDING`."""
+    return x * (1 + _ROUNDING * np.random.default_rng(0).uniform(-1, 1, x.shape))
 
 
 def _in_float32(step: Callable[[Any], Any], state: PyTree) -> Callable[[Any], Any]:

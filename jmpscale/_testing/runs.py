@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._base.text import format_number, truncate
-from jmpscale._base.tree import PyTree, bit_pattern, find_instances, is_inexact
+from jmpscale._base.tree import PyTree, bit_pattern, find_instances, is_array, is_inexact
 from jmpscale._gate import check_same_types, is_numeric
 from jmpscale._scaler_of_tree import get_scaler, is_scaler, replace_scaler
 from jmpscale._state import ScalerState, SkipReason, WithLossScalingState
@@ -89,6 +90,15 @@ class Runs:
     def from_state(self, state: PyTree) -> "Runs":
         return Runs(self.step, state, self._ignored)
 
+    def with_numbers(self, change: Callable[[np.ndarray], np.ndarray]) -> "Runs":
+        """Returns runs from a state with other floating-point and complex numbers, but the same scaler."""
+
+        def new(x: Any) -> Any:
+            is_changed = not is_scaler(x) and is_array(x) and jnp.issubdtype(x.dtype, np.inexact)
+            return _place_like(change(np.asarray(x)).astype(x.dtype), x) if is_changed else x
+
+        return self.from_state(jax.tree.map(new, self._state, is_leaf=is_scaler))
+
     def state_at(self, scale: float, **fields: int) -> PyTree:
         """Returns the state with another scale, and with other values of some fields of the scaler."""
         old = get_scaler(self._state)
@@ -137,10 +147,10 @@ def _copy(leaf: Any) -> Any:
 
 def _with_value(array: Any, value: float) -> Any:
     """Returns an array with the dtype and the sharding of a scalar array."""
-    return place_like(np.full_like(array, value), array)
+    return _place_like(np.full_like(array, value), array)
 
 
-def place_like(new: np.ndarray, array: Any) -> Any:
+def _place_like(new: np.ndarray, array: Any) -> Any:
     """Returns an array on the devices of another one, if these are fixed."""
     return jax.device_put(new, array.sharding) if isinstance(array, jax.Array) and array.committed else new
 

@@ -6,12 +6,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jmpscale._base.check import warn_user
 from jmpscale._base.text import describe
-from jmpscale._base.tree import (
-    Tree,
-    check_no_nnx_objects,
-    named_leaves,
-)
+from jmpscale._base.tree import Tree, check_no_nnx_objects, named_leaves
 from jmpscale._scaler_of_tree import find_scaler
 from jmpscale._state import LARGEST_SCALE, SkipReason
 from jmpscale._testing.precision import check_precision
@@ -63,7 +60,8 @@ def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Seque
       ValueError: the state does not contain exactly one scaler; the scaler is disabled; or `ignore` names no leaf.
 
     Warns:
-      UserWarning: JAX cannot trace the step, so it is not compared with float32.
+      UserWarning: JAX cannot trace the step, so it is not compared with float32; or `update` does not receive the loss,
+        so a loss that is NaN reduces a dynamic scale.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -106,6 +104,12 @@ def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Seque
     later = runs.from_state(usual.after)
     limit = _check_overflow(later, later.first_applied(exponent))
     check_precision(runs, runs.first_applied(round(math.log2(limit.scale))))
+    invalid = runs.with_numbers(lambda x: np.full_like(x, np.nan)).at(usual.scale)
+    if scaler.config.mode == "dynamic" and invalid.skips and invalid.new.last_skip_reason != SkipReason.LOSS:
+        warn_user(
+            "a loss that is NaN reduces the loss scale, because update does not receive the loss: pass it unscaled, as "
+            "value= to tx.update or as loss= to jmpscale.update, and name all mapped axes in axis_name."
+        )
 
 
 def _check_overflow(runs: Runs, usual: Run) -> Run:
