@@ -18,7 +18,7 @@ from jmpscale._base.tree import PyTree, check_no_refs, is_traced, named_gradient
 from jmpscale._finite import use_variadic_reduce
 from jmpscale._scaler_of_tree import find_scaler
 
-FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL, FLOAT16_MAX = 2.0**-24, 2.0**-14, 65504.0
+_FLOAT16_SMALLEST, _FLOAT16_SMALLEST_NORMAL, _FLOAT16_MAX = 2.0**-24, 2.0**-14, 65504.0
 
 _COUNTS = ("nan", "inf", "zero", "underflow", "subnormal")
 
@@ -54,8 +54,8 @@ class GradReport:
     def describe(self, limit: int = 20) -> str:
         """Describes the gradients in a sentence and a table.
 
-        Call it outside `jax.jit`. Leaves that are not finite come first, in the order of the fraction of non-finite
-        values among their nonzero values, the smallest first. Finite leaves follow in the order of their headroom.
+        Call it outside `jax.jit`. Leaves that are not finite come first, in ascending order of the fraction of their
+        nonzero values that are not finite. Finite leaves follow in ascending order of their headroom.
 
         Args:
           limit: the number of leaves in the table.
@@ -89,7 +89,7 @@ class GradReport:
         max_abs, paths, sizes = np.asarray(report.max_abs), report.paths, report.sizes
         nonfinite = counts[0] + counts[1]
         with np.errstate(divide="ignore"):
-            headroom = np.log2(FLOAT16_MAX / max_abs)
+            headroom = np.log2(_FLOAT16_MAX / max_abs)
         known_sizes = np.array([size if isinstance(size, int) else np.nan for size in sizes])  # symbolic shapes
         fraction = nonfinite / np.maximum(known_sizes - counts[2], 1)
         order = np.lexsort((headroom, fraction, nonfinite == 0)).tolist()
@@ -211,9 +211,8 @@ def _count(
     reduce: Callable[..., Sequence[jax.Array]], leaves: Sequence[jax.Array], loss_scale: jax.Array | None
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     dtype, int_dtype = _wide_dtypes(leaves)
-    smallest, smallest_normal = (
-        _bits_of_quotient(limit, loss_scale, dtype, int_dtype) for limit in (FLOAT16_SMALLEST, FLOAT16_SMALLEST_NORMAL)
-    )
+    smallest = _bits_of_quotient(_FLOAT16_SMALLEST, loss_scale, dtype, int_dtype)
+    smallest_normal = _bits_of_quotient(_FLOAT16_SMALLEST_NORMAL, loss_scale, dtype, int_dtype)
     infinity = jax.lax.bitcast_convert_type(jnp.asarray(np.inf, dtype), int_dtype)
     bits, counts = [], []
     for x in leaves:

@@ -203,7 +203,7 @@ def with_loss_scaling(
             updates, inner_state = _update_if(finite, inner_with_params, grads, state.inner_state)
         else:  # outside jit; the updates of inner are not computed, because inner may read values
             updates, inner_state = _skipped_updates(grads, inner_params), state.inner_state
-        new_scaler = adapt(scaler, next(iter(jax.tree.leaves(grads)), None), finite, loss_finite)
+        new_scaler = adapt(scaler, jax.tree.leaves(grads)[:1], finite, loss_finite)
         if monitor is not None:
             new_scaler = monitor.watch(scaler, new_scaler)
         return updates, WithLossScalingState(new_scaler, inner_state, grad_norm)

@@ -103,10 +103,10 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
     return adapt(scaler, checked, *all_reduce_outcome(flag, loss, axis_name))
 
 
-def adapt(scaler: ScalerState, checked: object, finite: jax.Array, loss_finite: jax.Array | None) -> ScalerState:
+def adapt(scaler: ScalerState, checked: PyTree, finite: jax.Array, loss_finite: jax.Array | None) -> ScalerState:
     """Applies the rule of `update` to flags that are equal on all devices, and marks the scales.
 
-    `checked` is a gradient that was checked, or the flag: `update` warns if it adapts the new scale, too.
+    `checked` is the first gradient that was checked, or the flag. `update` warns if it adapts the new scale as well.
     """
     new = apply_rule(scaler, finite, loss_finite)
     if scaler.config.mode == "dynamic":

@@ -200,7 +200,9 @@ all_reduce = lambda grads: grads
 CALL = "params, opt_state, {}, loss = train_step(params, opt_state, scaler, batch)\n"
 STEPS = {  # for each diff, the code before and after it that makes it a training step
     "The new scaler is not returned": [("", CALL.format("scaler"))],
-    "A loop reads the scaler from before it": [("batches = jax.tree.map(lambda x: jnp.stack([x] * 4), batch)\n", "")],
+    "A loop uses the scaler from before the loop": [
+        ("batches = jax.tree.map(lambda x: jnp.stack([x] * 4), batch)\n", "")
+    ],
     "A step is not gated": [(GRADIENTS.format("scaler") + "finite = jmpscale.all_finite(grads)\n", "")],
     "The old state of the wrapper is put back": [(GRADIENTS.format("opt_state"), APPLY)],
     "A step has two scalers": [("", CALL.format("_"))],

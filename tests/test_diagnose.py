@@ -367,7 +367,7 @@ def test_callback_with_side_effects_and_a_result_is_refused():
         return squared((w * factor).astype(H))
 
     with pytest.raises(
-        TypeError, match=r"by io_callback, as it does at test_diagnose\.py:\d+ \(loss\): .* Pass the val"
+        TypeError, match=r"with io_callback, as it does at test_diagnose\.py:\d+ \(loss\): .* Pass the val"
     ):
         diagnose(loss, jnp.ones(2))
 

@@ -370,11 +370,11 @@ WRONG = {  # as RIGHT, and the words of the message
         lambda fun: _functional(lambda *args: 1e3 * fun(*args), flag=_scaled_loss_is_finite),
         HIDDEN,
     ),
-    "unscaled by the new scaler": (_unscaled_by_the_new_scaler, "is another one if the scale grows after the step"),
+    "unscaled by the new scaler": (_unscaled_by_the_new_scaler, "differs if the scale grows after the step"),
     "scale that is put back": (_puts_scale_back, "the skipped step did not reduce the scale at"),
     "step count": (_counts_by_finite_steps, "do not count steps by its finite_steps"),
     "flag of one part": (_with_flag_of_one_part, rf"state\[0\]\['outer'\] {IN_FLOAT32} by 100%"),
-    "loss with statistics": (_with_statistics_in_the_loss, "the loss for update is finite at .*, but not at"),
+    "loss with statistics": (_with_statistics_in_the_loss, "the loss passed to update is finite at .*, but not at"),
     "outer scaler": (_four_steps_with_one_scale, "4 steps were skipped at .* the scaler that the loop carries"),
     "part that is not scaled": (
         lambda fun: _wrapper(_small(fun), gradients=_of_jax_in_part),

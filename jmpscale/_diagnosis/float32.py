@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -35,6 +36,11 @@ def run_in_float32(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any]:
         with contextlib.suppress(Exception):  # whatever a primitive raises for operands of another dtype
             return [widen(x) for x in evaluate_equation(eqn, _widen_params(eqn), inputs)]
     return run_as_written(eqn, inputs)
+
+
+def evaluate_in_float32(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Returns the outputs of a program whose operations compute in float32."""
+    return Interpreter(lambda _, eqn, inputs, caller: run_in_float32(eqn, inputs)).evaluate(jaxpr, consts, args)[0]
 
 
 def run_as_written(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any]:
@@ -77,5 +83,4 @@ def _widen_params(eqn: core.JaxprEqn) -> dict[str, Any]:
 def _widen_function(jaxpr: core.Jaxpr, axes: tuple[tuple[Any, int], ...] = ()) -> core.ClosedJaxpr:
     types: list[Any] = [type_of(x) for x in jaxpr.invars]
     args = [jax.ShapeDtypeStruct(x.shape, np.float32 if is_narrow(x) else x.dtype) for x in types]
-    run = Interpreter(lambda _, eqn, inputs, caller: run_in_float32(eqn, inputs))
-    return jax.make_jaxpr(lambda *args: run.evaluate(jaxpr, (), args)[0], axis_env=list(axes))(*args)
+    return jax.make_jaxpr(lambda *args: evaluate_in_float32(jaxpr, (), args), axis_env=list(axes))(*args)

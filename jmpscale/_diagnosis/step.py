@@ -25,7 +25,7 @@ from jmpscale._base.tree import (
 )
 from jmpscale._state import ScalerState, static
 
-_UNREADABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
+UNREADABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
 _CALLBACKS = {"debug_callback", "debug_print", "io_callback"}
 _NEW_REFS = {"array_ref", "empty_ref", "new_ref"}
 
@@ -41,11 +41,11 @@ def trace_step(loss_and_grads: Callable[[ScalerState, PyTree, PyTree], PyTree], 
     """Traces a training step, once unless Python reads the values of a NumPy array."""
     try:
         return _trace(loss_and_grads, jax.tree.map(_as_jax_array, (args, kwargs), is_leaf=is_nnx_object))
-    except _UNREADABLE:  # Python reads the values of a NumPy array, or of a JAX array
+    except UNREADABLE:  # Python reads the values of a NumPy array, or of a JAX array
         pass
     try:
         return _trace(loss_and_grads, (args, kwargs))
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         error.add_note(
             "diagnose traces the loss function, as jax.jit does, so Python cannot read the values of JAX arrays in it. "
             "Arguments that are Python numbers or NumPy arrays remain values."
@@ -81,8 +81,8 @@ def _check_can_repeat(jaxpr: core.Jaxpr) -> None:
             )
         if name == "io_callback" and found.eqn.outvars:
             raise TypeError(
-                f"fun must not read values by {name}, as it does at {found.line}: diagnose runs it many times. Pass "
-                "the values as arguments, or read them by jax.pure_callback."
+                f"fun must not read values with {name}, as it does at {found.line}: diagnose runs fun many times. Pass "
+                "the values as arguments, or read them with jax.pure_callback."
             )
 
 

@@ -9,27 +9,25 @@ import numpy as np
 from jmpscale._base.check import warn_user
 from jmpscale._base.frameworks import is_trace_error
 from jmpscale._base.tree import PyTree, flatten_matching, is_array, is_inexact
-from jmpscale._diagnosis.float32 import run_in_float32
-from jmpscale._diagnosis.interpret import Interpreter
-from jmpscale._diagnosis.step import compiled
+from jmpscale._diagnosis.float32 import evaluate_in_float32
+from jmpscale._diagnosis.step import UNREADABLE, compiled
 from jmpscale._testing.runs import Run, Runs
 
 _LARGEST_ERROR = 0.5  # of a change; in right steps it is below 0.1, except for noise
 _ROUNDING = 2.0**-8  # the relative change of the state by which noise is recognized; bfloat16 rounds by half of it
-_NOT_TRACEABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
 
 
 def check_precision(runs: Runs, run: Run) -> None:
     """Raises if a change of a run differs much from the change in float32, unless rounding can be the reason.
 
-    It is the reason if a change of the state as small as rounding changes the result by a similar amount, as it does
-    for the gradient of a bias before a normalization, and for an average that has converged.
+    Rounding can be the reason if rounding the state changes the result by a similar amount, as for the gradient of a
+    bias before a normalization, or for an average that has converged.
     """
     state = runs.state_at(run.scale)
     try:
         step = _in_float32(runs.step, state)
     except Exception as failure:
-        if not (isinstance(failure, _NOT_TRACEABLE) or is_trace_error(failure)):
+        if not (isinstance(failure, UNREADABLE) or is_trace_error(failure)):
             raise
         warn_user(
             "JAX cannot trace the step, so check_step does not compare it with float32. Pass a step that jax.jit "
@@ -54,7 +52,7 @@ def check_precision(runs: Runs, run: Run) -> None:
 
 
 def _round(x: np.ndarray) -> np.ndarray:
-    """Changes numbers by less than `_ROUNDING`."""
+    """Changes numbers at random, each by a fraction of at most `_ROUNDING`."""
     return x * (1 + _ROUNDING * np.random.default_rng(0).uniform(-1, 1, x.shape))
 
 
@@ -69,8 +67,7 @@ def _in_float32(step: Callable[[Any], Any], state: PyTree) -> Callable[[Any], An
 
     arrays, unflatten = flatten_matching(state, is_array)
     closed = jax.make_jaxpr(outputs)(*arrays)
-    interpreter = Interpreter(lambda _, eqn, inputs, caller: run_in_float32(eqn, inputs))
-    run = compiled(lambda *arrays: interpreter.evaluate(closed.jaxpr, closed.consts, arrays)[0])
+    run = compiled(lambda *arrays: evaluate_in_float32(closed.jaxpr, closed.consts, arrays))
     return lambda state: unflatten_outputs(run(*flatten_matching(state, is_array)[0]))
 
 

@@ -102,7 +102,7 @@ class Runs:
     def state_at(self, scale: float, **fields: int) -> PyTree:
         """Returns the state with another scale, and with other values of some fields of the scaler."""
         old = get_scaler(self._state)
-        # One skip, because the first of several steps starts the count again if it is applied.
+        # The count starts at one, because the first of several steps resets it to zero if it is applied.
         values = {"loss_scale": scale, "consecutive_skips": 1, **fields}
         old = old._replace(**{name: _with_value(getattr(old, name), value) for name, value in values.items()})
         return replace_scaler(self._state, old)

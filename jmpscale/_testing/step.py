@@ -44,7 +44,7 @@ def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Seque
 
     Args:
       step: function of the training state that returns the new state, such as
-        `lambda state: train_step(*state, batch)[:2]`, with a fixed batch. It runs about 20 times. If gradients are
+        `lambda state: train_step(*state, batch)[:2]`, with a fixed batch. It runs more than 20 times. If gradients are
         accumulated by hand over several calls, it makes all of these calls.
       state: pytree of all that a step changes: parameters, optimizer state, averages, batch statistics, and exactly one
         scaler. It is copied, so the step may donate its argument. This process must hold all of its arrays.
@@ -89,7 +89,7 @@ def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Seque
     exponent = round(math.log2(scaler.loss_scale))
     runs = Runs(step, state, ignored)
     usual = runs.first_applied(exponent)
-    if path := _larger_change(usual, usual):
+    if path := next((path for path, change in usual.changes.items() if not math.isfinite(change)), None):
         raise AssertionError(
             f"the step was not skipped at a loss scale of {usual.name}, where state{path} becomes infinite or NaN: "
             f"{_HIDDEN}"
@@ -150,8 +150,8 @@ def _check_backoff(skipped: Run, applied: Run) -> None:
         raise AssertionError(f"the skipped step did not reduce the scale {at}. Do not put back the old scale.")
     if skipped.new.last_skip_reason == SkipReason.LOSS:
         raise AssertionError(
-            f"the loss for update is finite {applied_at}, but not {at}: pass it alone, unscaled, without statistics of "
-            "the gradients."
+            f"the loss passed to update is finite {applied_at}, but not {at}: pass it alone, unscaled, without "
+            "statistics of the gradients."
         )
     if skipped.new.loss_scale <= applied.scale / 4:
         raise AssertionError(
@@ -196,7 +196,7 @@ def _check_growth(growing: Run, usual: Run, smaller: Run) -> None:
         noise, difference = (largest_change(usual.results[path], x.results[path]) for x in (smaller, growing))
         if change and difference > max(0.1 * change, 10 * noise) and not growing.skips:
             raise AssertionError(
-                f"the change of state{path} is another one if the scale grows after the step. Unscale the gradients by "
+                f"the change of state{path} differs if the scale grows after the step. Unscale the gradients by "
                 "the scaler from before update, and do not count steps by its finite_steps. If it describes the "
                 f"scaler, pass ignore={path!r}."
             )
