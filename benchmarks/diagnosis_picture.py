@@ -19,7 +19,7 @@ BATCH_TOKENS = 2**19  # the default of the demonstration
 
 def diagnosis():
     """Returns the diagnosis of one step."""
-    alphabet, tokens = demonstration.encode(demonstration.read_text())
+    alphabet, tokens = demonstration.read_text()
     sequences, length = demonstration.SEQUENCES, demonstration.LENGTH
     batch = tokens[: sequences * (length + 1)].reshape(sequences, length + 1)
     params = demonstration.init(jax.random.key(0), len(alphabet))

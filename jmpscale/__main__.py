@@ -7,15 +7,14 @@ divided by the size of the whole batch, so its gradients are small.
 """
 
 import argparse
-import collections
 import functools
 import io
-import pathlib
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from pydoc_data.topics import topics
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +23,6 @@ import optax
 
 import jmpscale
 
-if TYPE_CHECKING:  # matplotlib may be missing until the arguments are checked
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 Params: TypeAlias = dict[str, jax.Array]
 Text: TypeAlias = tuple[np.ndarray, np.ndarray]  # the alphabet, and the characters as integers
 
@@ -35,16 +30,10 @@ SEQUENCES, LENGTH, WIDTH, HEADS, LAYERS = 16, 64, 64, 4, 2
 SHARD_TOKENS = SEQUENCES * LENGTH  # in each step
 LEARNING_RATE, WARMUP_STEPS = 3e-3, 50
 GROWTH_INTERVAL = 40  # instead of 2000, because the runs are short
-MAX_TEXT, MIN_TEXT, MAX_ALPHABET = 2**21, 4096, 512  # characters
 SAMPLE_LENGTH, SHOWN_LENGTH, TEMPERATURE = 400, 190, 0.6
-AVERAGED_STEPS, SMOOTHING = 100, 10  # in the table and in the picture
+AVERAGED_STEPS = 100  # in the table
 PROGRESS_STEPS = 200  # from one printed step to the next
-RUNS = {  # name: color
-    "float32": "#b3b9c1",
-    "bfloat16": "#3c4046",
-    "float16": "#d1495b",
-    "float16, jmpscale": "#2a7f9e",
-}
+RUNS = ("float32", "bfloat16", "float16", "float16, jmpscale")
 
 
 class Run(NamedTuple):
@@ -142,10 +131,8 @@ def train(name: str, text: Text, steps: int, batch_tokens: int, seed: int) -> Ru
         if step % PROGRESS_STEPS == 0 or step == steps:
             print(f"{name}: step {step} of {steps}, loss {logged['loss']:.3f}", file=sys.stderr, flush=True)
     seconds_per_step = (time.perf_counter() - begin) / steps
-    characters = alphabet[sample(params, tokens[-LENGTH:], seed)]
-    # Characters that are not printable could control the terminal.
-    printable = " ".join("".join(c if c.isprintable() else " " for c in characters).split())[:SHOWN_LENGTH]
-    return Run(jax.tree.map(lambda *x: np.stack(x), *jax.device_get(history)), seconds_per_step, printable, params)
+    written = " ".join("".join(alphabet[sample(params, tokens[-LENGTH:], seed)]).split())[:SHOWN_LENGTH]
+    return Run(jax.tree.map(lambda *x: np.stack(x), *jax.device_get(history)), seconds_per_step, written, params)
 
 
 def format_table(runs: Mapping[str, Run]) -> str:
@@ -160,96 +147,28 @@ def format_table(runs: Mapping[str, Run]) -> str:
     return "\n".join(lines + [f"\n{name} writes:\n{textwrap.fill(run.sample, 100)}" for name, run in runs.items()])
 
 
-def plot(runs: Mapping[str, Run]) -> "Figure":
-    """Plots the losses and the sampled texts; returns a matplotlib figure that is readable at a width of 400 pixels."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 9.2), layout="constrained")
-    axes = figure.subplot_mosaic([["loss"], ["texts"]], height_ratios=[4, 4.4])
-    losses = {name: run.mean("loss") for name, run in runs.items()}
-    alone, scaled = (losses[name] - losses["float32"] for name in ("float16", "float16, jmpscale"))
-    title = f"float16 ends {alone:z.2f} nats above float32,\nfloat16 with jmpscale {scaled:z.2f}"
-    figure.suptitle(title, size=22, weight="bold")
-    _plot_losses(runs, axes["loss"])
-    _plot_texts(runs, axes["texts"])
-    return figure
-
-
-def _plot_losses(runs: Mapping[str, Run], axis: "Axes") -> None:
-    # The curve of jmpscale would hide the curves of float32 and bfloat16.
-    styles: dict[str, Any] = {"float32": {"linewidth": 8}, "bfloat16": {"linestyle": ":"}}
-    for name, run in runs.items():
-        loss = run.history["loss"]
-        smooth = [loss[max(0, n - SMOOTHING) : n].mean() for n in range(1, len(loss) + 1)]
-        label = f"{name}: {run.mean('loss'):.3f}"
-        axis.plot(smooth, color=RUNS[name], label=label, **{"linewidth": 2, **styles.get(name, {})})
-    axis.set_title("The same language model, trained four times", size=19)
-    axis.set_xlabel("step", size=17)
-    axis.set_ylabel("loss (nats per character)", size=17)
-    axis.tick_params(labelsize=15)
-    axis.legend(fontsize=17)
-
-
-def _plot_texts(runs: Mapping[str, Run], axis: "Axes") -> None:
-    for row, (name, run) in enumerate(runs.items()):
-        top, color = 1 - 0.25 * row, RUNS["bfloat16" if name == "float32" else name]
-        look: dict[str, Any] = {"size": 12.5, "color": color, "va": "top", "parse_math": False}
-        axis.text(0, top, f"{name} writes:", weight="bold", **look)
-        axis.text(0, top - 0.06, textwrap.fill(run.sample, 66), family="monospace", **look)
-    axis.axis("off")
-
-
-def read_text(path: pathlib.Path | None = None) -> str:
-    """Reads a text, by default the reference manual that Python contains for `help()`."""
-    if path is None:
-        from pydoc_data.topics import topics
-
-        return "\n".join(topics[name] for name in sorted(topics))
-    with path.open(encoding="utf-8-sig") as file:
-        text = file.read(MAX_TEXT)
-    if len(text) < MIN_TEXT or len(set(text)) < 2:
-        raise ValueError(f"the text must have at least {MIN_TEXT:,} characters, not all equal, got {len(text):,}")
-    return text
-
-
-def encode(text: str) -> Text:
-    """Encodes characters as integers: returns the alphabet and the text, i32[length]. Rare characters share a code."""
-    common = {c for c, _ in collections.Counter(text).most_common(MAX_ALPHABET)}
-    alphabet, tokens = np.unique([c if c in common else "\ufffd" for c in text], return_inverse=True)
+def read_text() -> Text:
+    """Returns the reference manual that Python contains for `help()`: its alphabet, and i32[length]."""
+    alphabet, tokens = np.unique(list("\n".join(topics[name] for name in sorted(topics))), return_inverse=True)
     return alphabet, tokens.astype(np.int32)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains the model four times, prints a table and writes a picture."""
+    """Trains the model four times, and prints a table and what the models write."""
     parser = argparse.ArgumentParser("python -m jmpscale", description="Train a language model four times.")
     add = functools.partial(parser.add_argument, metavar="N", type=int)
-    add("--text", type=pathlib.Path, metavar="FILE", help="UTF-8 training text (default: Python's reference manual)")
     add("--steps", default=800, help="training steps of each run (default: 800)")
     add("--batch-tokens", default=2**19, help="number of tokens by which the loss is divided (default: 524288)")
     add("--seed", default=0, help="seed of the random numbers (default: 0)")
-    add("--output", type=pathlib.Path, metavar="FILE", default="jmpscale.png", help="PNG (default: jmpscale.png)")
     options = parser.parse_args(argv)
     for name, low, high in (("steps", 1, 10**6), ("batch-tokens", SHARD_TOKENS, 2**30), ("seed", 0, 2**31 - 1)):
         if not low <= (value := getattr(options, name.replace("-", "_"))) <= high:
             parser.error(f"argument --{name}: must be between {low} and {high}, got {value}")
-    # Checked before the training, which takes minutes.
-    try:
-        import matplotlib  # noqa: F401
-
-        text = encode(read_text(options.text))
-        options.output.open("ab").close()
-    except ImportError as error:
-        parser.error(f'{error}: pip install "jmpscale[demo]"')
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
-
+    text = read_text()
     runs = {name: train(name, text, options.steps, options.batch_tokens, options.seed) for name in RUNS}
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # characters that the terminal cannot print
     print(format_table(runs))
-    # The picture has two pixels for each of the 736 pixels of a page's width.
-    plot(runs).savefig(options.output, format="png", dpi=184)
-    print(f"\nwrote {options.output}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Plots of loss scales and diagnoses, with matplotlib (`pip install "jmpscale[demo]"`). They read values on the host.
+"""Plots of loss scales and diagnoses, with matplotlib (`pip install "jmpscale[plots]"`). They read values on the host.
 
 Each function draws into the given matplotlib axes, or into new ones, and returns the axes.
 """

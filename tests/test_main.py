@@ -1,7 +1,6 @@
-"""The demonstration, `python -m jmpscale`, trains, prints and plots its results, and rejects invalid options."""
+"""The demonstration, `python -m jmpscale`, trains, prints its results, and rejects invalid options."""
 
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,6 @@ import jmpscale.__main__ as demo
 
 SMALL = {"SEQUENCES": 2, "LENGTH": 8, "SHARD_TOKENS": 16, "WIDTH": 8, "HEADS": 2, "LAYERS": 1, "SAMPLE_LENGTH": 40}
 ROW = re.compile(r"^(\w.*?)  +([\d.]+|nan) +([\d.]+) +(2\^\d+|-) +(\d+|-) +([\d.]+)%$", flags=re.MULTILINE)
-UNUSUAL = "A $ sign_{x}^2 \x1b[2J\x07 漢字かな交じり文 \t\u202e"  # for terminals, for matplotlib, for its font
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,7 +35,7 @@ def small():
 
 @pytest.fixture(scope="module")
 def scaled(small):
-    return demo.train("float16, jmpscale", demo.encode(UNUSUAL * 200), 6, 2**20, 0)
+    return demo.train("float16, jmpscale", demo.read_text(), 6, 2**20, 0)
 
 
 def _runs(run):
@@ -51,7 +49,7 @@ def test_train_records_each_step(scaled):
     assert scaled.history["loss_scale"].tolist() == [2.0**16] * 2 + [2.0**17] * 3 + [2.0**18]
     assert set(scaled.history) >= {"loss", "zero", "total_skips", "loss_scale"}
     assert scaled.seconds_per_step > 0
-    assert scaled.sample.isprintable()
+    assert 0 < len(scaled.sample) <= demo.SHOWN_LENGTH
     assert scaled.mean("zero") == pytest.approx(scaled.history["zero"].mean())
 
 
@@ -67,32 +65,20 @@ def test_format_table_has_a_row_and_a_text_for_each_run(scaled):
 
 
 @pytest.mark.full
-def test_plot_shows_the_recorded_values(scaled):
-    loss, texts = demo.plot(_runs(scaled)).axes
-    losses = scaled.history["loss"]
-    for curve, name in zip(loss.lines, demo.RUNS, strict=True):
-        np.testing.assert_allclose(curve.get_ydata()[[0, 5]], [losses[0], losses.mean()])
-        assert curve.get_label() == f"{name}: {losses.mean():.3f}"
-    written = [text.get_text() for text in texts.texts]
-    assert written == [part for name in demo.RUNS for part in (f"{name} writes:", f"sample of {name}")]
-
-
-@pytest.mark.full
-def test_main_prints_the_table_and_writes_a_picture(scaled, tmp_path, monkeypatch, capsys):
+def test_main_prints_the_table(scaled, monkeypatch, capsys):
     calls = []
     monkeypatch.setattr(demo, "train", lambda name, *args: calls.append((name, *args[1:])) or _runs(scaled)[name])
-    path = tmp_path / "out.png"
-    demo.main(["--steps", "6", "--batch-tokens", str(2**20), "--seed", "5", "--output", str(path)])
+    demo.main(["--steps", "6", "--batch-tokens", str(2**20), "--seed", "5"])
     assert calls == [(name, 6, 2**20, 5) for name in demo.RUNS]
-    assert capsys.readouterr().out == f"{demo.format_table(_runs(scaled))}\n\nwrote {path}\n"
-    assert path.read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out == f"{demo.format_table(_runs(scaled))}\n"
 
 
 @pytest.mark.full
-def test_main_shows_that_loss_scaling_prevents_underflow(small, tmp_path, capsys, monkeypatch):
+def test_main_shows_that_loss_scaling_prevents_underflow(small, capsys, monkeypatch):
     for name, value in {"SEQUENCES": 4, "LENGTH": 16, "SHARD_TOKENS": 64, "WIDTH": 16, "GROWTH_INTERVAL": 5}.items():
         monkeypatch.setattr(demo, name, value)
-    demo.main(["--steps", "150", "--batch-tokens", str(2**20), "--output", str(tmp_path / "out.png")])
+    jax.clear_caches()  # the sizes of the model are not arguments of its functions
+    demo.main(["--steps", "150", "--batch-tokens", str(2**20)])
     rows = {row[0]: row[1:] for row in ROW.findall(capsys.readouterr().out)}
     losses, zeros = ([float(rows[name][column]) for name in demo.RUNS] for column in (0, 4))
     assert losses[1] == pytest.approx(losses[0], abs=0.05)
@@ -132,24 +118,15 @@ def test_shard_loss_gradients_add_up_to_the_mean_gradient(small):
         np.testing.assert_allclose(sum(np.asarray(shard[name]) for shard in shards), exact, atol=1e-6)
 
 
-# --- texts and options ---
+# --- the text and the options ---
 
 
-def test_encode_numbers_characters_and_merges_rare_ones(monkeypatch):
-    alphabet, tokens = demo.encode(UNUSUAL)
-    assert "".join(alphabet[tokens]) == UNUSUAL
+def test_read_text_encodes_the_python_manual():
+    alphabet, tokens = demo.read_text()
+    text = "".join(alphabet[tokens])
+    assert len(text) > 100_000
+    assert "\nThe \"if\" statement" in text
     assert tokens.dtype == np.int32
-    monkeypatch.setattr(demo, "MAX_ALPHABET", 2)
-    alphabet, tokens = demo.encode("aaabbbcd")
-    assert "".join(alphabet[tokens]) == "aaabbb\ufffd\ufffd"
-
-
-def test_read_text_reads_a_file_or_the_python_manual(tmp_path, monkeypatch):
-    assert len(demo.read_text()) > 100_000
-    (tmp_path / "text.txt").write_bytes(b"\xef\xbb\xbf" + "äö\r\n".encode() * 2000)
-    assert demo.read_text(tmp_path / "text.txt") == "äö\n" * 2000
-    monkeypatch.setattr(demo, "MAX_TEXT", 5000)
-    assert len(demo.read_text(tmp_path / "text.txt")) == 5000
 
 
 @pytest.mark.parametrize(
@@ -159,30 +136,12 @@ def test_read_text_reads_a_file_or_the_python_manual(tmp_path, monkeypatch):
         (["--steps", "many"], "--steps: invalid int value"),
         (["--batch-tokens", "1000"], "--batch-tokens: must be between"),
         (["--seed", "-1"], "--seed: must be between 0"),
-        (["--text", "absent.txt"], "No such file"),
-        (["--text", "."], "Is a directory"),
-        (["--text", "binary.bin"], "can't decode byte"),
-        (["--text", "short.txt"], "must have at least 4,096 characters, not all equal, got 9"),
-        (["--text", "equal.txt"], "not all equal"),
-        (["--output", "absent/out.png"], "No such file or directory"),
-        (["--output", "."], "Is a directory"),
     ],
     ids=" ".join,
 )
-def test_main_reports_invalid_options_before_it_trains(options, message, tmp_path, monkeypatch, capsys):
-    (tmp_path / "short.txt").write_text("too short")
-    (tmp_path / "equal.txt").write_text("a" * 10_000)
-    (tmp_path / "binary.bin").write_bytes(b"\xff" * 10_000)
-    monkeypatch.chdir(tmp_path)
+def test_main_reports_invalid_options_before_it_trains(options, message, monkeypatch, capsys):
     monkeypatch.setattr(demo, "SHARD_TOKENS", 1024)
     with pytest.raises(SystemExit) as exit_:
         demo.main(options)
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_main_names_the_extra_if_matplotlib_is_missing(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SystemExit):
-        demo.main([])
-    assert 'pip install "jmpscale[demo]"' in capsys.readouterr().err

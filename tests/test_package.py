@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "_optax_checks": {"optax"},
     "_optax_step": {"optax"},
     "plots": {"matplotlib"},
-    "__main__": {"optax", "matplotlib"},
+    "__main__": {"optax"},
 }
 ALWAYS = {*sys.stdlib_module_names, "jax", "jmpscale", "numpy"}
 
