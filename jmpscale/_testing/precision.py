@@ -1,6 +1,8 @@
-"""Compares a training step with the same step in float32."""
+"""Compares the changes of a training step with its changes in float32."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -8,47 +10,89 @@ import numpy as np
 
 from jmpscale._base.check import warn_user
 from jmpscale._base.frameworks import is_trace_error
-from jmpscale._base.tree import PyTree, flatten_matching, is_array, is_inexact
-from jmpscale._diagnosis.float32 import evaluate_in_float32
+from jmpscale._base.text import format_scale
+from jmpscale._base.tree import PyTree, flatten_matching, is_array
+from jmpscale._diagnosis.float32 import evaluate_in_float32, runs_only_as_written
+from jmpscale._diagnosis.interpret import operations
+from jmpscale._diagnosis.report import format_percentage
 from jmpscale._diagnosis.step import UNREADABLE, compiled
 from jmpscale._testing.runs import Run, Runs
 
-_LARGEST_ERROR = 0.5  # of a change; in right steps it is below 0.1, except for noise
+_LARGEST_ERROR = 0.5  # of a change in half precision; in right steps it is below 0.1, except for noise
 _ROUNDING = 2.0**-8  # the relative change of the state by which noise is recognized; bfloat16 rounds by half of it
 
 
-def check_precision(runs: Runs, run: Run) -> None:
-    """Raises if a change of a run differs much from the change in float32, unless rounding can be the reason.
+class Reference:
+    """Runs of a step in float32, with whose changes other changes are compared.
 
-    Rounding can be the reason if rounding the state changes the result by a similar amount, as for the gradient of a
-    bias before a normalization, or for an average that has converged.
+    A difference is noise if rounding the state changes the result by a similar amount, as for the gradient of a bias
+    before a normalization, or for an average that has converged.
     """
-    state = runs.state_at(run.scale)
-    try:
-        step = _in_float32(runs.step, state)
-    except Exception as failure:
-        if not (isinstance(failure, UNREADABLE) or is_trace_error(failure)):
-            raise
-        warn_user(
-            "JAX cannot trace the step, so check_step does not compare it with float32. Pass a step that jax.jit "
-            "accepts; with Flax NNX, one that puts the state into nnx.clone((model, optimizer))."
+
+    def __init__(self, written: Runs, in_float32: Runs, scale: float) -> None:
+        self._in_float32, self._usual = in_float32, in_float32.at(scale, consecutive_skips=0)  # as in most steps
+        self._rounded = written.with_numbers(_round)
+        self._noise = self._differences(in_float32.with_numbers(_round).at(scale, consecutive_skips=0))
+
+    def _differences(self, run: Run, other: Run | None = None) -> dict[str, float]:
+        """Returns the norm of the difference of each change from another, relative to the change in float32."""
+        others = (self._usual if other is None else other).changes
+        return {path: _difference(run.changes[path], others[path], x) for path, x in self._usual.changes.items()}
+
+    def wrong_change(self, run: Run) -> tuple[str, float] | None:
+        """Returns the path and the error of the change, in a run as written, that differs most from float32."""
+        rounded = self._rounded.at(run.scale)
+        noise = {} if rounded.skips else self._differences(rounded, run)
+        return self._largest(self._differences(run), _LARGEST_ERROR, noise)
+
+    def check_independence(self, growth_interval: int) -> None:
+        """Raises if a change in float32 depends on the scale, on its growth, or on a skip of the step before."""
+        scale = self._usual.scale
+        # At a small scale, a term of the loss that is not scaled has a large gradient.
+        other = min(scale, 1.0) * 2.0**-8 if self._in_float32.is_exact else scale / 4
+        self._check_equal(
+            self._in_float32.at(other, consecutive_skips=0),
+            f"at a loss scale of {format_scale(other)}. Scale every term of the loss, unscale the gradients once, as "
+            "jmpscale.value_and_grad does, and clip them only then",
         )
-        return
-    written, expected = measured = _changes(run), _changes(runs.result(state, step(state)))
-    rounded = runs.with_numbers(_round)
-    state = rounded.state_at(run.scale)
-    others = _changes(rounded.at(run.scale)), _changes(rounded.result(state, step(state)))
-    for path, change in expected.items():
-        error = _difference(written[path], change, change)
-        noise = max(_difference(x[path], y[path], change) for x, y in zip(measured, others, strict=True))
-        if error > max(_LARGEST_ERROR, 4 * noise):
+        self._check_equal(
+            self._in_float32.at(scale, finite_steps=growth_interval - 1, consecutive_skips=0),
+            "if the scale grows after the step. Unscale the gradients by the scaler from before update, and do not "
+            "count steps by its finite_steps",
+        )
+        self._check_equal(
+            self._in_float32.at(scale, consecutive_skips=1),
+            "after a skipped step. Read step_applied from the new state, after the update",
+        )
+
+    def _check_equal(self, run: Run, when: str) -> None:
+        if wrong := self._largest(self._differences(run), 0.01 if self._in_float32.is_exact else 0.4):
+            path, error = wrong
             raise AssertionError(
-                f"the change of state{path} differs from the change in float32 by {error:.0%} at a loss scale of "
-                f"{run.name}. Either an overflow is hidden, by a clip, by a choice of micro-batches or by a flag that "
-                "is not about all gradients; or a part of the backward pass is not scaled; or unscaled gradients, or "
-                "averages of them, are converted to float16. If jmpscale.diagnose finds the error in the loss "
-                "function, correct it there."
+                f"the change of state{path} is {format_percentage(error)} different {when}. If it describes the "
+                f"scaler, pass ignore={path!r}."
             )
+
+    def _largest(
+        self, errors: dict[str, float], limit: float, noise: Mapping[str, float] = MappingProxyType({})
+    ) -> tuple[str, float] | None:
+        """Returns the largest error above a limit that is not noise, and its path."""
+
+        def is_wrong(path: str) -> bool:
+            found = max(x for x in (self._noise[path], noise.get(path, 0.0), 0.0) if math.isfinite(x))
+            return errors[path] > max(limit, 4 * found)
+
+        wrong = max(filter(is_wrong, errors), key=lambda path: errors[path], default=None)
+        return None if wrong is None else (wrong, errors[wrong])
+
+
+def _difference(one: np.ndarray, other: np.ndarray, unit: np.ndarray) -> float:
+    norm = np.linalg.norm(unit)
+    if not (np.isfinite(norm) and norm > 0):
+        return 0.0
+    with np.errstate(invalid="ignore"):
+        error = float(np.linalg.norm(one - other) / norm)
+    return error if np.isfinite(error) else np.inf
 
 
 def _round(x: np.ndarray) -> np.ndarray:
@@ -56,31 +100,33 @@ def _round(x: np.ndarray) -> np.ndarray:
     return x * (1 + _ROUNDING * np.random.default_rng(0).uniform(-1, 1, x.shape))
 
 
-def _in_float32(step: Callable[[Any], Any], state: PyTree) -> Callable[[Any], Any]:
-    """Returns a step that computes in float32."""
+def in_float32(written: Runs) -> Runs:
+    """Returns runs that compute in float32; if JAX cannot trace the step, it warns, and returns the runs as written."""
+    leaves, treedef = jax.tree.flatten(written.state)
+    positions = [i for i, leaf in enumerate(leaves) if is_array(leaf)]  # the step may read other leaves in Python
     unflatten_outputs: Callable[..., PyTree] = tuple
 
     def outputs(*arrays: Any) -> list[Any]:
         nonlocal unflatten_outputs
-        leaves, unflatten_outputs = flatten_matching(step(unflatten(arrays)), is_array)
-        return leaves
+        given = dict(enumerate(leaves)) | dict(zip(positions, arrays, strict=True))
+        after, unflatten_outputs = flatten_matching(written.step(jax.tree.unflatten(treedef, given.values())), is_array)
+        return after
 
-    arrays, unflatten = flatten_matching(state, is_array)
-    closed = jax.make_jaxpr(outputs)(*arrays)
+    try:
+        closed = jax.make_jaxpr(outputs)(*(leaves[i] for i in positions))
+    except Exception as failure:
+        if not (isinstance(failure, UNREADABLE) or is_trace_error(failure)):
+            raise
+        warn_user(
+            "JAX cannot trace the step, so check_step does not compare it with float32. Pass a step that jax.jit "
+            "accepts; with Flax NNX, one that puts the state into nnx.clone((model, optimizer))."
+        )
+        return written
     run = compiled(lambda *arrays: evaluate_in_float32(closed.jaxpr, closed.consts, arrays))
-    return lambda state: unflatten_outputs(run(*flatten_matching(state, is_array)[0]))
+    has_kernels = any(runs_only_as_written(eqn) for eqn, _ in operations(closed.jaxpr))
 
+    def step(state: PyTree) -> PyTree:
+        given = jax.tree.leaves(state)
+        return unflatten_outputs(run(*(given[i] for i in positions)))
 
-def _changes(run: Run) -> dict[str, np.ndarray]:
-    return {path: _wide(now) - _wide(was) for path, was, now in run.leaves if is_inexact(was)}
-
-
-def _wide(x: Any) -> np.ndarray:
-    x = np.asarray(x).astype(np.complex128 if np.iscomplexobj(x) else np.float64)
-    return np.where(np.isfinite(x), x, 0)
-
-
-def _difference(one: np.ndarray, other: np.ndarray, unit: np.ndarray) -> float:
-    """Returns the norm of the difference of two arrays, relative to the norm of a third one."""
-    norm = np.linalg.norm(unit)
-    return float(np.linalg.norm(one - other) / norm) if norm else 0.0
+    return written.with_step(step, is_exact=not has_kernels)

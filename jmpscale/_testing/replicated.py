@@ -49,8 +49,9 @@ def check_copies(tree: PyTree, name: str = "tree") -> None:
                 raise AssertionError(
                     f"{name}{path} differs between devices: {truncate(other.data, 200)} on {other.device}, "
                     f"{truncate(shard.data, 200)} on {shard.device}. Each device has its own gradients or "
-                    "has decided independently: average the gradients with jax.lax.pmean, and pass axis_name to "
-                    "all_finite, unscale_and_check, update or with_loss_scaling."
+                    "has decided independently: average the gradients with jax.lax.pmean, and pass axis_name, with all "
+                    "mapped axes, to all_finite, unscale_and_check, update or with_loss_scaling. If devices hold parts "
+                    "of the gradients, pass norm_axis_name, too."
                 )
         if jax.process_count() > 1:
             _check_processes(f"{name}{path}", {part: bits for part, (_, bits) in shards.items()})

@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpscale._base.text import format_number, truncate
+from jmpscale._base.text import format_scale, truncate
 from jmpscale._base.tree import PyTree, bit_pattern, find_instances, is_array, is_inexact
 from jmpscale._gate import check_same_types, is_numeric
 from jmpscale._scaler_of_tree import get_scaler, is_scaler, replace_scaler
 from jmpscale._state import ScalerState, SkipReason, WithLossScalingState
 from jmpscale._update import update
+
+Step = Callable[[Any], Any]
 
 _SKIPPED = (
     "the step was skipped at every loss scale. jmpscale.diagnose names the line, unless the flag for update is "
@@ -58,16 +60,12 @@ class Run:
     @property
     def name(self) -> str:
         """The loss scale, in messages."""
-        return format_number(self.scale)
+        return format_scale(self.scale)
 
     @functools.cached_property
-    def results(self) -> dict[str, Any]:
-        return {path: now for path, _, now in self.leaves}
-
-    @functools.cached_property
-    def changes(self) -> dict[str, float]:
-        """The largest change of each leaf of floating-point or complex numbers, NaN if a finite number becomes NaN."""
-        return {path: largest_change(was, now) for path, was, now in self.leaves if is_inexact(was)}
+    def changes(self) -> dict[str, np.ndarray]:
+        """The changes of the leaves of floating-point or complex numbers; zero where a number was not finite."""
+        return {path: _change(was, now) for path, was, now in self.leaves if is_inexact(was)}
 
     def check_skipped(self) -> None:
         """Raises if a skipped step has changed any bit."""
@@ -76,19 +74,24 @@ class Run:
                 raise AssertionError(
                     f"the skipped step changed state{path}: {truncate(was)} before, {truncate(now)} after. Gate it "
                     "with apply_if, unless it counts calls or batches, is a random key, describes the scaler, or has a "
-                    f"gate of its own: then pass ignore={path!r}."
+                    f"gate of its own: then pass ignore={path!r}. If it is a sum of gradients, reset it after a skip, "
+                    "too."
                 )
 
 
 class Runs:
     """Runs of a step from one state, with other fields of the scaler."""
 
-    def __init__(self, step: Callable[[Any], Any], state: PyTree, ignored: tuple[str, ...]) -> None:
+    def __init__(self, step: Step, state: PyTree, ignored: tuple[str, ...], *, is_exact: bool = False) -> None:
         self.step, self._ignored = step, ignored
-        self._state = jax.tree.map(_copy, state)  # a step can change variables of Flax NNX in place
+        self.is_exact = is_exact  # whether a power of two, as a factor of the scale, changes no bit of a right step
+        self.state = jax.tree.map(_copy, state)  # a step can change variables of Flax NNX in place
 
-    def from_state(self, state: PyTree) -> "Runs":
-        return Runs(self.step, state, self._ignored)
+    def with_step(self, step: Step, *, is_exact: bool) -> "Runs":
+        return Runs(step, self.state, self._ignored, is_exact=is_exact)
+
+    def with_state(self, state: PyTree) -> "Runs":
+        return Runs(self.step, state, self._ignored, is_exact=self.is_exact)
 
     def with_numbers(self, change: Callable[[np.ndarray], np.ndarray]) -> "Runs":
         """Returns runs from a state with other floating-point and complex numbers, but the same scaler."""
@@ -97,23 +100,19 @@ class Runs:
             is_changed = not is_scaler(x) and is_array(x) and jnp.issubdtype(x.dtype, np.inexact)
             return _place_like(change(np.asarray(x)).astype(x.dtype), x) if is_changed else x
 
-        return self.from_state(jax.tree.map(new, self._state, is_leaf=is_scaler))
+        return self.with_state(jax.tree.map(new, self.state, is_leaf=is_scaler))
 
     def state_at(self, scale: float, **fields: int) -> PyTree:
         """Returns the state with another scale, and with other values of some fields of the scaler."""
-        old = get_scaler(self._state)
+        old = get_scaler(self.state)
         # The count starts at one, because the first of several steps resets it to zero if it is applied.
         values = {"loss_scale": scale, "consecutive_skips": 1, **fields}
         old = old._replace(**{name: _with_value(getattr(old, name), value) for name, value in values.items()})
-        return replace_scaler(self._state, old)
+        return replace_scaler(self.state, old)
 
     def at(self, scale: float, **fields: int) -> Run:
         state = self.state_at(scale, **fields)
-        after = self.step(jax.tree.map(_copy, state))
-        check_same_types(state, after, "state", "step", "Return the state alone: lambda s: train_step(*s, batch)[:2].")
-        return self.result(state, jax.tree.map(_copy, after))
-
-    def result(self, state: PyTree, after: PyTree) -> Run:
+        after = self.step(state)
         pairs = zip(_gated_leaves(state, self._ignored), _gated_leaves(after, self._ignored), strict=True)
         leaves = [(path, was, now) for (path, was), (_, now) in pairs]
         return Run(get_scaler(state), get_scaler(after), leaves, after)
@@ -126,11 +125,22 @@ class Runs:
         raise AssertionError(_SKIPPED)
 
 
-def largest_change(was: Any, now: Any) -> float:
+def checked(step: Step) -> Step:
+    """Returns a step that keeps its argument, and raises if the types of the state change."""
+
+    def run(state: PyTree) -> PyTree:
+        after = step(jax.tree.map(_copy, state))
+        check_same_types(state, after, "state", "step", "Return the state alone: lambda s: train_step(*s, batch)[:2].")
+        return jax.tree.map(_copy, after)
+
+    return run
+
+
+def _change(was: Any, now: Any) -> np.ndarray:
     dtype = np.complex128 if np.iscomplexobj(was) else np.float64
     old, new = (np.asarray(x).astype(dtype) for x in (was, now))
     known = np.isfinite(old)  # such as a mask of -inf, or a best loss of infinity, is not
-    return float(np.abs(new[known] - old[known]).max(initial=0))
+    return np.where(known, new - np.where(known, old, 0), 0)
 
 
 def is_equal(was: Any, now: Any) -> bool:
