@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmpscale._base.check import as_dtype
+from jmpscale._base.check import as_dtype, warn_user
+from jmpscale._base.frameworks import averages_of_gradients
 from jmpscale._base.text import describe
 from jmpscale._base.tree import Tree, check_no_nnx_objects, check_no_refs, is_array
 from jmpscale._scaler_of_tree import is_scaler
@@ -27,6 +28,9 @@ def cast(tree: Tree, dtype: DTypeLike) -> Tree:
       TypeError: `dtype` is not a floating-point dtype, or the tree contains a `jax.Ref` or a Flax NNX object. An NNX
         object is changed in place, so that the random streams and batch statistics of a copy would be lost.
 
+    Warns:
+      UserWarning: averages of gradients, in the state of an optimizer, are converted to float16.
+
     >>> import jax.numpy as jnp
     >>> import jmpscale
     >>> jmpscale.cast({"w": jnp.ones(2), "step": 3, "ids": jnp.arange(2)}, jnp.float16)
@@ -44,6 +48,12 @@ def cast(tree: Tree, dtype: DTypeLike) -> Tree:
         "tree",
         "Wrap the loss function in jmpscale.autocast, pass dtype=jnp.float16 to the layers, or cast nnx.state(model).",
     )
+
+    if known == np.float16 and averages_of_gradients(tree):
+        warn_user(
+            "the tree contains averages of gradients, in the state of an optimizer, which underflow in float16. Cast "
+            "the parameters alone."
+        )
 
     def convert(x: object) -> object:
         return jnp.asarray(x, dtype) if is_array(x) and jnp.issubdtype(x.dtype, np.floating) else x

@@ -27,7 +27,7 @@ from jmpscale._state import ARRAY_FIELDS, LARGEST_SCALE, ScalerState, SkipReason
 
 _CONSECUTIVE = "{run} consecutive steps were skipped"
 _STUCK = "{skips} ({total} in total); the loss scale is {scale}. "
-_OVERFLOW = f"{_STUCK}In the most recent skip the loss, if given, was finite, but the gradients were not. "
+_OVERFLOW = f"{_STUCK}In the most recent skip the loss, if given, was finite, but the flag of the gradients was false. "
 _CAUSES = (  # in the order of _possible_causes
     f"{_STUCK}The loss scale is invalid: the state was corrupted, in storage or by hand. Restore an older checkpoint.",
     f"{_STUCK}In the most recent skip the loss itself was not finite, before any scaling. A loss scale cannot "
@@ -37,10 +37,9 @@ _CAUSES = (  # in the order of _possible_causes
     "by multiplying them by zero, and 0 * inf is NaN. Place with_loss_scaling outside: "
     "with_loss_scaling(optax.MultiSteps(tx, k)); or gate its update with apply_if.",
     "{total} steps were skipped, and the loss scale has fallen to {scale}, its lower limit, at which steps are still "
-    "skipped, although not consecutive ones. Some batches have no finite gradients at any scale, or the flag for "
-    "update has other conditions. Common causes are invalid data, and a softmax over a row in which a mask hides every "
-    "value. jmpscale.diagnose with such a batch names the line. Correct these batches or the lines that make them NaN; "
-    "the scale then grows again.",
+    "skipped, although not consecutive ones. Some batches need a smaller scale, have no finite gradients at any scale, "
+    "because of invalid data or a softmax over a row in which a mask hides every value, for example, or the flag for "
+    "update has other conditions. jmpscale.diagnose with such a batch prints the scales that fit, or names the line.",
     f"{_OVERFLOW}The scale cannot back off any further: the gradients overflow at every allowed scale, or they are "
     "NaN, or they were scaled by a different scaler, or the flag for update is inverted: it is True for finite "
     "gradients. A step has one scaler: if the optimizer is wrapped in with_loss_scaling, pass its state to "
@@ -63,17 +62,16 @@ _NEVER_SKIPPED = (
     "out, train a few steps with the scale jmpscale.static(2.0**60): they should be skipped."
 )
 _UNCHANGED = (
-    "The scaler was the same in three calls of raise_if_stuck in a row. If steps were taken between them, the new "
-    "state is lost: return it from the training step, assign it, and pass it, not another scaler, to the next step and "
-    "to raise_if_stuck. Create it once, not in each epoch. Do not put back the old state after an overflow: "
+    "In three calls of raise_if_stuck the scaler was the same, or a new one although the one before still skipped most "
+    "steps. If steps were taken between them, the new state is lost: return it from the training step, assign it, and "
+    "pass it, not another scaler, to the next step and to raise_if_stuck. Create it once, not in each epoch; "
+    "replace_scaler puts it into a new optimizer state. Do not put back the old state after an overflow: "
     "with_loss_scaling skips the step itself. With Flax NNX, compile the step with nnx.jit, not with jax.jit."
 )
 _IN_PROGRAM = (
     "raise_if_stuck is called in a compiled function, where it needs jax.experimental.checkify. Call it between steps, "
     "with the state that the step returns."
 )
-# The latest calls of raise_if_stuck: a reference to the array `finite_steps`, and the state on the host.
-_checked = collections.deque[tuple[Callable[[], Any], ScalerState]](maxlen=4)
 _USUAL_LIMIT = 2.0**32  # the default of max_scale; a lower limit is reached without a mistake
 
 
@@ -129,8 +127,9 @@ def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
         `jax.jit` without `checkify`.
 
     Warns:
-      UserWarning: the scaler was the same in three calls in a row, so the training loop may lose the new state; or a
-        dynamic scale has grown to a `max_scale` of 2^32 or more without a skip, so the loss may be unscaled.
+      UserWarning: in three calls the scaler was the same, or a new one although the one before skipped most steps, so
+        the training loop may lose the new state; or a dynamic scale has grown to a `max_scale` of 2^32 or more without
+        a skip, so the loss may be unscaled.
 
     >>> import jmpscale
     >>> jmpscale.raise_if_stuck(jmpscale.dynamic(), max_consecutive_skips=20)
@@ -145,29 +144,53 @@ def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
     steps = state.finite_steps
     # Under a transformation JAX would trace operations on known arrays; a view would keep the state alive.
     state = jax.tree.map(np.array, state)
-    if isinstance(steps, (jax.Array, np.ndarray)) and state.config.mode != "disabled":
-        _warn_about_calls(steps, state)
     if _is_stuck(state, limit):
         skips = _CONSECUTIVE.format(run=state.consecutive_skips)
         raise FloatingPointError(_describe_skips(state, scaler, limit, skips))
+    if isinstance(steps, (jax.Array, np.ndarray)) and state.config.mode != "disabled":
+        _calls.add(steps, state)
 
 
-def _warn_about_calls(steps: jax.Array | np.ndarray, state: ScalerState) -> None:
-    """Warns if no step has changed the state in three calls, or if the scale has grown to its limit without a skip.
+class _Calls:
+    """The latest call of `raise_if_stuck`, and the number of times that no step can have led to the next call."""
 
-    `state` is on the host, and `steps` is its array `finite_steps`. An unchanged state is the same one, or one that has
-    replaced it and has the values of a start, of a growth or of a skip. The scalers of several runs may have these
-    values, too, but then the earlier one still exists.
-    """
-    is_start = not state.finite_steps and state.loss_scale < state.config.max_scale
-    is_returned = isinstance(steps, jax.Array)  # a new scaler consists of NumPy arrays
-    _checked.append((weakref.ref(steps), state))
-    calls = [(earlier(), others) for earlier, others in _checked]
-    is_same = [x is steps or (x is None and others == state and is_start and is_returned) for x, others in calls]
-    if is_same[-3:] == [True] * 3 and is_same != [True] * 4:
-        warn_user(_UNCHANGED)
-    if len(calls) > 1 and _has_grown_without_skip(calls[-2][1], state):
-        warn_user(_NEVER_SKIPPED.format(scale=format_number(np.float32(state.loss_scale))))
+    def __init__(self) -> None:
+        self._steps: Callable[[], Any] = lambda: None  # refers to the array `finite_steps` of the latest call
+        self._state: ScalerState | None = None  # on the host
+        self._count = 0
+
+    def add(self, steps: jax.Array | np.ndarray, state: ScalerState) -> None:
+        """Warns if no step has changed the scaler in three calls, or if the scale has grown to its limit unskipped."""
+        earlier, before = self._steps(), self._state
+        self._steps, self._state = weakref.ref(steps), state
+        if before is None:
+            return
+        # The scalers of several runs may have any values, but then the earlier one still exists. A new scaler, which
+        # consists of NumPy arrays, is not the result of a step.
+        is_new = earlier is None and isinstance(steps, jax.Array) and _skips_most(before) and _restarts(before, state)
+        if earlier is steps or is_new:
+            self._count += 1
+            if self._count == 2:
+                warn_user(_UNCHANGED)
+        elif not _skips_most(state):
+            self._count = 0
+        if _has_grown_without_skip(before, state):
+            warn_user(_NEVER_SKIPPED.format(scale=format_number(np.float32(state.loss_scale))))
+
+
+def _skips_most(state: ScalerState) -> bool:
+    """Tests whether a scaler is at its start, or has just grown, or skips more steps than have been applied since."""
+    is_early = not state.finite_steps or state.total_skips > state.finite_steps
+    return bool(is_early and state.loss_scale < state.config.max_scale)
+
+
+def _restarts(before: ScalerState, after: ScalerState) -> bool:
+    """Tests whether steps cannot have led from one state to another: a growth is the only step that resets a count."""
+    is_same = after.finite_steps <= before.finite_steps and after.loss_scale <= before.loss_scale
+    return bool(after.total_skips < before.total_skips or (after.total_skips == before.total_skips and is_same))
+
+
+_calls = _Calls()
 
 
 class _Skip(NamedTuple):

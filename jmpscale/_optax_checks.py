@@ -14,7 +14,7 @@ import optax
 from jmpscale._base.axes import AxisName, as_axes, check_no_partial_sums
 from jmpscale._base.check import is_called_by, warn_user
 from jmpscale._base.compat import varying_axes
-from jmpscale._base.frameworks import leaves_of_fields
+from jmpscale._base.frameworks import averages_of_gradients
 from jmpscale._base.marks import Mark, has_mark, source_of
 from jmpscale._base.text import describe, type_name
 from jmpscale._base.tree import PyTree, check_no_refs, find_instances, first_leaf, is_inexact
@@ -24,10 +24,9 @@ from jmpscale._scaling import needs_wider_gradient
 from jmpscale._state import ScalerState, WithLossScalingState
 
 # The functions of optax whose transformations replace infinity or NaN by finite numbers, and those whose
-# transformations change updates of zero.
+# transformations change updates of zero, or adapt to steps that are skipped.
 _HIDE_OVERFLOWS = {"clip", "zero_nans", "scale_by_sign"}
-_CHANGE_PARAMETERS = {"add_decayed_weights", "add_noise"}
-_AVERAGES = {"mu", "nu", "trace"}  # the fields of optax's states that hold averages of gradients
+_CHANGE_PARAMETERS = {"add_decayed_weights", "add_noise", "reduce_on_plateau"}
 
 
 def check_transformation(tx: object, name: str, remedy: str) -> None:
@@ -181,7 +180,7 @@ def warn_if_narrow(params: PyTree, inner_state: PyTree) -> None:
 
 def warn_if_averages_are_narrow(inner_state: PyTree) -> None:
     """Warns if an optimizer keeps averages of gradients in float16, in which small gradients underflow."""
-    averages = filter(is_inexact, leaves_of_fields(inner_state, _AVERAGES))
+    averages = filter(is_inexact, averages_of_gradients(inner_state))
     if any(jnp.result_type(x) == np.float16 for x in averages):
         warn_user(
             "the optimizer keeps averages of gradients in float16, in which small gradients underflow. Change mu_dtype "

@@ -102,9 +102,9 @@ def test_cast_converts_only_floating_point_arrays(dtype, tree):
 
 def test_cast_returns_scalers_unchanged():
     opt_state = jmpscale.with_loss_scaling(optax.trace(0.9)).init(jnp.ones(2))
-    out = jmpscale.cast(opt_state, jnp.float16)
+    out = jmpscale.cast(opt_state, jnp.bfloat16)
     assert out.scaler is opt_state.scaler
-    assert out.inner_state.trace.dtype == jnp.float16
+    assert out.inner_state.trace.dtype == jnp.bfloat16
 
 
 def test_cast_raises_for_nnx_objects_and_casts_their_state():

@@ -86,6 +86,13 @@ SCALERS = {  # the loss function, the scaler, the name of the present scale, and
         f"{LARGE} A dynamic scale stops at min_scale, 2^28, and skips every step. Use dynamic(init_scale=2.0**13, "
         f"min_scale=2.0**-4). {BEST}0.",
     ),
+    "dynamic, near min_scale": (
+        product,
+        jmpscale.dynamic(2.0**30, min_scale=2.0**14),
+        "2^30",
+        f"{LARGE} A dynamic scale backs off, and each of these steps is skipped. dynamic(init_scale=2.0**13, "
+        f"min_scale=2.0**-4) avoids the skips. {BEST}0.",
+    ),
     "dynamic, too large but finite": (
         clipped,
         jmpscale.dynamic(2.0**10),
@@ -149,6 +156,10 @@ def rounding(w, x):
 def phases(w, x):
     z = w.astype(H) * (x * 3.7).astype(H)
     return jnp.mean(jnp.sin(100 * z.astype(jnp.float32))) / 16
+
+
+def small_residual(w, x):
+    return jnp.mean(((x * w).astype(jnp.float32) - 1) ** 2)
 
 
 def rounded_loss(w, x):
@@ -240,6 +251,13 @@ SUMMARIES = {  # the loss function, its arguments, and the summary, with the lin
         (W, X),
         "The gradients differ from float32 by 100%: rounding, not range. The error begins at {1}. Compute {1} "
         f"{IN_FLOAT32}0, and loss scales from 2^-23 to 2^15 fit.",
+    ),
+    "rounding of small gradients": (
+        small_residual,
+        (jnp.full(3, 1.01, H), jnp.full(3, 0.99, H)),
+        "The gradients differ from float32 by 100%: rounding of gradients near zero, as at the end of training. If all "
+        "arguments change by 10%, they differ by 0.185%, so change nothing if the loss is as low as in float32. "
+        f"Otherwise: the error begins at {{0}}. Compute {{0}} {IN_FLOAT32}0, and loss scales from 2^-112 to 2^126 fit.",
     ),
     "rounding of the loss": (
         rounded_loss,

@@ -35,6 +35,7 @@ INTS = np.zeros(2, np.int32)
 W32, W16, W8 = jnp.ones(2), jnp.ones(2, jnp.float16), jnp.ones(2, jnp.float8_e4m3fn)
 GRADS = {"w": jnp.ones(3), "b": jnp.ones(2)}
 BIG = {f"layer_{i}": {"kernel": np.full((30, 30), 1 / 3, np.float32), "bias": np.zeros(9)} for i in range(100)}
+PLATEAU = optax.contrib.reduce_on_plateau()
 ADAM, ADAM16, SGD = optax.adam(1e-3), optax.adam(1e-3, mu_dtype=jnp.float16), optax.sgd(1e-3)
 TX = jmpscale.with_loss_scaling(ADAM)
 OPT_STATE = TX.init(GRADS)
@@ -633,8 +634,8 @@ def _gradients_of_sum():
     return jmpscale.value_and_grad(_sum)(STATE, GRADS)[1]
 
 
-def _update_in(tx):
-    return tx.update(GRADS, tx.init(GRADS), GRADS)
+def _update_in(tx, **extra_args):
+    return tx.update(GRADS, tx.init(GRADS), GRADS, **extra_args)
 
 
 def _record_updates(updates, *args, **kwargs):
@@ -776,6 +777,7 @@ WITH_LOSS_SCALING = {
             "optax.ema. Place the transformation inside: with_loss_scaling(optax.chain(tx, ",
         ),
         "before averages": (lambda: _update_in(optax.chain(SCALE, optax.ema(0.9))), "before a transformation"),
+        "before plateau": (lambda: _update_in(optax.chain(SCALE, PLATEAU), value=LOSS), "before a transformation"),
         "after zero_nans": (_update_of_chain(optax.zero_nans()), "after a transformation"),
     },
 }
@@ -867,6 +869,9 @@ CAST_AND_MONITORING = {
         "report of a large leaf": (lambda: _traced(jmpscale.grad_report, _float16(2**31)), "a leaf, got 2147483648."),
         "limit of describe": (lambda: REPORT.describe(0), "limit must be between 1 and 2147483647 ... got 0."),
         "several reports": (REPORTS.describe, "got a batch of shape (2,). Select one: jax.tree.map(lambda x: x[0],"),
+    },
+    UserWarning: {
+        "cast of averages": (_cast(ADAM.init(GRADS), jnp.float16), "the tree contains averages ... the parameters alone"),
     },
 }
 

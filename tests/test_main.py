@@ -125,7 +125,7 @@ def test_read_text_encodes_the_python_manual():
     alphabet, tokens = demo.read_text()
     text = "".join(alphabet[tokens])
     assert len(text) > 100_000
-    assert "\nThe \"if\" statement" in text
+    assert '\nThe "if" statement' in text
     assert tokens.dtype == np.int32
 
 

@@ -74,6 +74,11 @@ def _key_name(key: object) -> object:
     return getattr(key, "key", getattr(key, "name", None))
 
 
+def averages_of_gradients(state: Any) -> list[Any]:
+    """Returns the leaves of optax's states that hold averages of gradients."""
+    return leaves_of_fields(state, {"mu", "nu", "trace"})
+
+
 def leaves_of_fields(state: Any, names: set[str]) -> list[Any]:
     """Returns the leaves of the fields of optax's states with these names, such as `mu` of Adam."""
     entries = jax.tree_util.tree_leaves_with_path(state)

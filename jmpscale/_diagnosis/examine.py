@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from jmpscale._diagnosis.lines import Trials
+from jmpscale._diagnosis.lines import Reason, Trials
 from jmpscale._diagnosis.modes import Part
 from jmpscale._diagnosis.not_finite import RepairedStep
 from jmpscale._diagnosis.report import Diagnosis, DiagnosisRow
@@ -50,7 +50,10 @@ def _explain(findings: Findings, present: int) -> Findings:
         lines = trials.find_lines([best, present, trials.largest_exponent() - 2, 0, 24, -12])
         finite = math.isfinite(findings.loss) and scales.best is not None
         cause = trials.find_cause(lines, finite=finite) if lines and lines.paths else None
-        return findings._replace(lines=lines, cause=cause)
+        findings = findings._replace(lines=lines, cause=cause)
+        if cause and cause.reason is Reason.ROUNDING and not (cause.site.part.backward or findings.loss_error):
+            return findings._replace(error_of_others=trials.forward_error_of_other_arguments())
+        return findings
     if not findings.scale_fits and scales.fitting is not None:
         low, high = scales.fitting
         beyond = min(present, low - 1) if findings.scale < 2.0**low else max(present, high + 1)

@@ -23,6 +23,7 @@ _NOISE = 0.25  # the relative change of a gradient that is rounding noise
 # scale fits have gradients of 2^-44; behind a saturated softmax, where float16 gives zero, they have 2^-74.
 _NEGLIGIBLE = 2.0**-60
 _ULP = 2.0**-22  # the relative change of the arguments by which rounding noise in float32 is recognized
+OTHER = 0.1  # the relative change of the arguments by which a gradient that is near zero is recognized
 _LARGEST_SET = 12  # lines that are found one by one
 _TRIED_ALONE = 64  # parts of which each one is tried alone
 
@@ -62,7 +63,7 @@ class Trials:
         self.reference = self._run_in_float32(1.0)
         self.loss = float(self.reference[0])
         self.measured = measure(self.reference, self.reference)
-        perturbed = list(map(_perturb, self.step.consts))
+        perturbed = [_perturb(x, _ULP) for x in self.step.consts]
         changed = measure(self._recording.run(1.0, {}, Mode.FLOAT32, perturbed)[0], self.reference)
         # A gradient decides if it is more than rounding noise, and not negligible beside the others. The gradient of a
         # bias before a normalization is zero. In a computed one there is only rounding noise, which the smallest change
@@ -73,9 +74,9 @@ class Trials:
         rounding = max((2.0 ** -jnp.finfo(site.dtype).nmant for site in self.step.sites), default=2.0**-10)
         self._largest_loss_error = max(_LARGEST_LOSS_ERROR, changed.errors[0] / _ULP * rounding)
 
-    def compare(self, outputs: Sequence[Any]) -> tuple[Errors, float]:
+    def compare(self, outputs: Sequence[Any], reference: Sequence[Any] | None = None) -> tuple[Errors, float]:
         """Returns the errors of the gradients, 0 if one is not decisive; and of the loss, 0 if it is only rounding."""
-        found: Measured = measure(outputs, self.reference)
+        found: Measured = measure(outputs, self.reference if reference is None else reference)
         errors = np.where(found.severity[1:].any(), np.inf, np.where(self.decisive, found.errors[1:], 0.0))
         return errors, float(found.errors[0]) if found.errors[0] > self._largest_loss_error else 0.0
 
@@ -115,8 +116,16 @@ class Trials:
 
     def forward_errors(self, exponent: int, modes: Mapping[Site, Mode] = MappingProxyType({})) -> Errors:
         """Returns the errors of the decisive gradients if the backward pass computes in float32."""
-        backward = {site: Mode.FLOAT32 for site in self.step.sites if site.part.backward}
-        return self.errors({**modes, **backward}, Mode.AS_WRITTEN, exponent)[0]
+        return self.errors({**modes, **self._backward_in_float32()}, Mode.AS_WRITTEN, exponent)[0]
+
+    def forward_error_of_other_arguments(self) -> float:
+        """Returns the largest of these errors if all arguments are larger or smaller by `OTHER`."""
+        consts = [_perturb(x, OTHER) for x in self.step.consts]
+        written, _ = self.step.run(1.0, self._backward_in_float32(), Mode.AS_WRITTEN, consts)
+        return largest(self.compare(written, self.step.run(1.0, {}, Mode.FLOAT32, consts)[0])[0])
+
+    def _backward_in_float32(self) -> dict[Site, Mode]:
+        return {site: Mode.FLOAT32 for site in self.step.sites if site.part.backward}
 
     def find_lines(self, exponents: Sequence[int]) -> Lines | None:
         """Finds a minimal set of lines that must compute in float32, so that one of the loss scales fits.
@@ -230,10 +239,10 @@ def _first_not_enough(integers: range, fits: Callable[[range], bool]) -> int:
 
 
 @jax.jit
-def _perturb(x: jax.Array) -> jax.Array:
-    """Changes values by about one unit in the last place, up or down, depending on their bits."""
+def _perturb(x: jax.Array, fraction: float) -> jax.Array:
+    """Changes values by a fraction, up or down, depending on their bits."""
     if not jnp.issubdtype(x.dtype, np.floating):
         return x
     bits = jax.lax.bitcast_convert_type(x.astype(np.float32), np.int32)
     up = ((bits ^ (bits >> 7) ^ (bits >> 13)) & 1) == 1
-    return x * jnp.where(up, 1 + _ULP, 1 - _ULP).astype(x.dtype)
+    return x * jnp.where(up, 1 + fraction, 1 - fraction).astype(x.dtype)

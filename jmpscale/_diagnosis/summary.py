@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 from jmpscale._base.text import format_scale
 from jmpscale._diagnosis.errors import Measured
-from jmpscale._diagnosis.lines import Cause, Lines, Reason, Trials
+from jmpscale._diagnosis.lines import OTHER, Cause, Lines, Reason, Trials
 from jmpscale._diagnosis.modes import Part, Path, Site, Statistics
 from jmpscale._diagnosis.report import format_percentage
-from jmpscale._diagnosis.scales import Errors, Scales, largest
+from jmpscale._diagnosis.scales import LARGE_ERROR, Errors, Scales, largest
 from jmpscale._state import ScalerConfig, ScalerState
 
 
@@ -28,6 +28,7 @@ class Findings(NamedTuple):
     scales: Scales = Scales({}, None, None)
     lines: Lines | None = None  # that must compute in float32, if they were looked for and found
     cause: Cause | None = None  # where the error begins, if it is known
+    error_of_others: float = math.inf  # the error with other arguments, if rounding is the reason
     alone: Mapping[Part, float] = MappingProxyType({})  # the errors of the parts that were tried alone
 
     @property
@@ -184,7 +185,7 @@ def _scale_remedy(findings: Findings, low: int, high: int) -> str:
         return f"Use {call}."
     if is_frozen:
         return f"Its gradients are finite, so no step is skipped, and a dynamic scale does not back off. Use {call}."
-    if "min_scale" in call:
+    if 2.0**high < config.min_scale:
         limit = format_scale(config.min_scale)
         return f"A dynamic scale stops at min_scale, {limit}, and skips every step. Use {call}."
     if findings.scale > 2.0**high:
@@ -238,8 +239,14 @@ def _describe_lines(findings: Findings) -> str:
 def _describe_cause(findings: Findings, cause: Cause, lines: Lines) -> str:
     site, statistics = cause.site, findings.statistics[cause.site]
     if cause.reason is Reason.ROUNDING:
-        begin = f"The error begins at {findings.names([site.part.path])}."
-        return f"{_difference(findings)}: rounding, not range. {begin}"
+        begin = f"he error begins at {findings.names([site.part.path])}."
+        if findings.error_of_others > LARGE_ERROR:
+            return f"{_difference(findings)}: rounding, not range. T{begin}"
+        return (
+            f"{_difference(findings)}: rounding of gradients near zero, as at the end of training. If all arguments "
+            f"change by {OTHER:.0%}, they differ {_by(findings.error_of_others)}, so change nothing if the loss is as "
+            f"low as in float32. Otherwise: t{begin}"
+        )
     name, limit = findings.operation(site), site.limit
     if cause.reason is Reason.UNDERFLOW:
         fraction = format_percentage(statistics.underflow)
