@@ -256,7 +256,7 @@ def test_operations_that_the_compiler_combines_are_not_named():
     begin, _, end = diagnosis.summary.partition(f"{diagnosis.loss_float32:.4g}")
     assert begin == "The loss is nan, but in float32 it is "
     assert end == (
-        ", although the operations are right one at a time: the compiler combines operations, such as the products with "
-        "two constants. Compute the function in float32."
+        ", although the operations are right one at a time: the compiler combines operations, such as the products "
+        "with two constants. Compute the function in float32."
     )
     assert diagnosis.lines == ()

@@ -871,7 +871,10 @@ CAST_AND_MONITORING = {
         "several reports": (REPORTS.describe, "got a batch of shape (2,). Select one: jax.tree.map(lambda x: x[0],"),
     },
     UserWarning: {
-        "cast of averages": (_cast(ADAM.init(GRADS), jnp.float16), "the tree contains averages ... the parameters alone"),
+        "cast of averages": (
+            _cast(ADAM.init(GRADS), jnp.float16),
+            "the tree contains averages ... parameters alone",
+        ),
     },
 }
 

@@ -159,7 +159,7 @@ def test_raise_if_stuck_warns_of_a_scaler_that_no_step_changes(scaler):
     changed = jax.jit(jmpscale.update)(scaler, True)
     for right in [jmpscale.disabled()] * 3 + [scaler, scaler, changed, scaler, changed, changed]:
         check(right)
-    with pytest.warns(UserWarning, match="In three calls of raise_if_stuck the scaler.*return it from the training step"):
+    with pytest.warns(UserWarning, match="In three calls of raise_if_stuck.*return it from the training step"):
         check(changed)
     check(changed)
 
@@ -195,6 +195,7 @@ def test_raise_if_stuck_warns_of_a_scaler_that_each_epoch_creates(interval):
     update = jax.jit(jmpscale.update)
 
     def train(epochs, skips, steps):
+        scaler = None
         for i in range(epochs * steps):
             scaler = update(jmpscale.dynamic() if i % steps == 0 else scaler, i % steps >= skips)
             if (i + 1) % interval == 0:

@@ -1,11 +1,13 @@
 """Compares the changes of a training step with its changes in float32."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._base.check import warn_user
@@ -31,7 +33,7 @@ class Reference:
 
     def __init__(self, written: Runs, in_float32: Runs, scale: float) -> None:
         self._in_float32, self._usual = in_float32, in_float32.at(scale, consecutive_skips=0)  # as in most steps
-        self._rounded = written.with_numbers(_round)
+        self._written = written
         self._noise = self._differences(in_float32.with_numbers(_round).at(scale, consecutive_skips=0))
 
     def _differences(self, run: Run, other: Run | None = None) -> dict[str, float]:
@@ -41,9 +43,14 @@ class Reference:
 
     def wrong_change(self, run: Run) -> tuple[str, float] | None:
         """Returns the path and the error of the change, in a run as written, that differs most from float32."""
-        rounded = self._rounded.at(run.scale)
-        noise = {} if rounded.skips else self._differences(rounded, run)
-        return self._largest(self._differences(run), _LARGEST_ERROR, noise)
+        wrong, noise = None, dict.fromkeys(self._noise, 0.0)
+        for seed in range(4):  # noise may be small by chance
+            rounded = self._written.with_numbers(functools.partial(_round, seed=seed)).at(run.scale)
+            found = {} if rounded.skips else self._differences(rounded, run)
+            noise |= {path: max(noise[path], error) for path, error in found.items()}
+            if not (wrong := self._largest(self._differences(run), _LARGEST_ERROR, noise)):
+                break
+        return wrong
 
     def check_independence(self, growth_interval: int) -> None:
         """Raises if a change in float32 depends on the scale, on its growth, or on a skip of the step before."""
@@ -95,9 +102,12 @@ def _difference(one: np.ndarray, other: np.ndarray, unit: np.ndarray) -> float:
     return error if np.isfinite(error) else np.inf
 
 
-def _round(x: np.ndarray) -> np.ndarray:
-    """Changes numbers at random, each by a fraction of at most `_ROUNDING`."""
-    return x * (1 + _ROUNDING * np.random.default_rng(0).uniform(-1, 1, x.shape))
+def _round(x: Any, seed: int = 0) -> np.ndarray:
+    """Changes numbers at random, each by a fraction of about `_ROUNDING`, to numbers that half precision holds."""
+    if np.iscomplexobj(x):
+        return _round(x.real, seed) + 1j * _round(x.imag, seed)
+    changed = x * (1 + _ROUNDING * np.random.default_rng(seed).uniform(-1, 1, x.shape))
+    return changed.astype(jnp.bfloat16).astype(x.dtype)
 
 
 def in_float32(written: Runs) -> Runs:

@@ -127,9 +127,9 @@ def _check_overflow(runs: Runs, exact: Runs, usual: Run) -> None:
         raise AssertionError(
             f"the change of state{path} differs from the change in float32 by {format_percentage(error)} at a loss "
             f"scale of {applied.name}. Either an overflow is hidden, by a clip, by a choice of micro-batches or by a "
-            "flag that is not about all gradients; or a part of the backward pass is not scaled; or unscaled "
-            "gradients, or averages of them, are converted to float16. If jmpscale.diagnose finds the error in the "
-            "loss function, correct it there."
+            "flag that is not about all gradients; or a part of the backward pass is not scaled; or parameters, "
+            "unscaled gradients or averages of them are converted to float16. If jmpscale.diagnose finds the error in "
+            "the loss function, correct it there."
         )
 
 
