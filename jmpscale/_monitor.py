@@ -16,19 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._base.axes import all_reduce_and
-from jmpscale._base.check import check_count, is_called_by, warn_user
-from jmpscale._base.compat import is_compiling
+from jmpscale._base.check import check_count, warn_user
 from jmpscale._base.frameworks import leaves_of_fields
 from jmpscale._base.text import format_number
 from jmpscale._base.tree import PyTree, find_instances, is_inexact, is_traced
-from jmpscale._finite import all_finite_here
 from jmpscale._scaler_of_tree import find_scaler
 from jmpscale._state import ARRAY_FIELDS, LARGEST_SCALE, ScalerState, SkipReason, WithLossScalingState
 
 _CONSECUTIVE = "{run} consecutive steps were skipped"
 _STUCK = "{skips} ({total} in total); the loss scale is {scale}. "
 _OVERFLOW = f"{_STUCK}In the most recent skip the loss, if given, was finite, but the flag of the gradients was false. "
-_CAUSES = (  # in the order of _possible_causes
+_CAUSES = (  # in the order of _describe_skips
     f"{_STUCK}The loss scale is invalid: the state was corrupted, in storage or by hand. Restore an older checkpoint.",
     f"{_STUCK}In the most recent skip the loss itself was not finite, before any scaling. A loss scale cannot "
     "prevent that. Look for invalid data, for an overflow in the forward pass, or for parameters or optimizer state "
@@ -69,8 +67,8 @@ _UNCHANGED = (
     "with_loss_scaling skips the step itself. With Flax NNX, compile the step with nnx.jit, not with jax.jit."
 )
 _IN_PROGRAM = (
-    "raise_if_stuck is called in a compiled function, where it needs jax.experimental.checkify. Call it between steps, "
-    "with the state that the step returns."
+    "raise_if_stuck reads the state, so it cannot be called in a compiled function. Call it between steps, with the "
+    "state that the step returns; if a loop does not return it, use warn_after_skips of with_loss_scaling."
 )
 _USUAL_LIMIT = 2.0**32  # the default of max_scale; a lower limit is reached without a mistake
 
@@ -110,8 +108,7 @@ def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
     `max_consecutive_skips` steps were skipped in total, the scale of a dynamic scaler is `min_scale`, and the most
     recent overflow happened at this scale.
 
-    It waits for the device, so call it every hundred steps, for example. In a compiled program it is a check of
-    `jax.experimental.checkify`.
+    It waits for the device, so call it every hundred steps, for example.
 
     Args:
       scaler: a `ScalerState`, or any pytree that contains exactly one. In a whole optimizer state, sums of
@@ -121,10 +118,9 @@ def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
 
     Raises:
       FloatingPointError: the limit was exceeded. The message states the scale, the cause and the remedy.
-        Under `checkify` it is a `checkify.JaxRuntimeError`.
       TypeError: `max_consecutive_skips` is not an integer.
-      ValueError: `scaler` does not contain exactly one scaler; `max_consecutive_skips` is below 1; or the call is under
-        `jax.jit` without `checkify`.
+      ValueError: `scaler` does not contain exactly one scaler; `max_consecutive_skips` is below 1; or the call is in a
+        compiled function.
 
     Warns:
       UserWarning: in three calls the scaler was the same, or a new one although the one before skipped most steps, so
@@ -137,10 +133,7 @@ def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
     state = find_scaler(scaler)
     limit = check_count("max_consecutive_skips", max_consecutive_skips)
     if any(map(is_traced, jax.tree.leaves(state))):
-        if is_compiling() and not is_called_by(lambda x: x.f_globals.get("__name__", "").endswith(".checkify")):
-            raise ValueError(_IN_PROGRAM)
-        _check_in_program(state, scaler, limit)
-        return
+        raise ValueError(_IN_PROGRAM)
     steps = state.finite_steps
     # Under a transformation JAX would trace operations on known arrays; a view would keep the state alive.
     state = jax.tree.map(np.array, state)
@@ -301,58 +294,42 @@ def _has_grown_without_skip(before: ScalerState, after: ScalerState) -> jax.Arra
 
 
 def _describe_skips(state: ScalerState, tree: PyTree, limit: int, skips: str) -> str:
-    text = next(text for holds, text in _possible_causes(state, tree, limit) if holds)
+    """Describes a state on the host, and the first cause that applies; `tree` may contain it."""
+    is_corrupted = not 0 < state.loss_scale <= LARGEST_SCALE  # also NaN
+    applies = (
+        is_corrupted,
+        state.last_skip_reason == SkipReason.LOSS,
+        _has_nonfinite_sums(tree),
+        _skips_at_min_scale(state, limit) and state.consecutive_skips <= limit,
+        _is_at_limit(state),
+        state.config.mode == "static",
+        state.consecutive_skips == state.total_skips,
+        True,
+    )
+    text = next(text for holds, text in zip(applies, _CAUSES, strict=True) if holds)
     return text.format(scale=format_number(np.float32(state.loss_scale)), skips=skips, total=state.total_skips)
 
 
-def _check_in_program(state: ScalerState, tree: PyTree, limit: int) -> None:
-    from jax.experimental import checkify
-
-    stuck = _is_stuck(state, limit)
-    numbers = {"scale": state.loss_scale, "run": state.consecutive_skips, "total": state.total_skips}
-    for holds, text in _possible_causes(state, tree, limit):  # checkify reports the first check that fails
-        text = text.replace("{skips}", _CONSECUTIVE).replace("{scale}", "{scale:g}")
-        checkify.check(jnp.logical_not(stuck & holds), text, debug=False, **numbers)
+def _is_stuck(state: ScalerState, limit: int) -> bool:
+    return bool(state.consecutive_skips > limit) or _skips_at_min_scale(state, limit)
 
 
-def _is_stuck(state: ScalerState, limit: int) -> jax.Array:
-    return (state.consecutive_skips > limit) | _skips_at_min_scale(state, limit)
-
-
-def _skips_at_min_scale(state: ScalerState, limit: int) -> jax.Array:
+def _skips_at_min_scale(state: ScalerState, limit: int) -> bool:
     """Tests whether a dynamic scale has fallen to its lower limit and steps are still skipped there.
 
     A run whose scale touches the limit and recovers has no skip at the limit, or few skips in total.
     """
-    return _is_at_limit(state) & (state.last_skip_reason == SkipReason.MIN_SCALE) & (state.total_skips > limit)
+    is_at_limit = _is_at_limit(state) and state.last_skip_reason == SkipReason.MIN_SCALE
+    return bool(is_at_limit and state.total_skips > limit)
 
 
-def _is_at_limit(state: ScalerState) -> jax.Array:
-    return (state.loss_scale <= np.float32(state.config.min_scale)) & (state.config.mode == "dynamic")
+def _is_at_limit(state: ScalerState) -> bool:
+    return bool(state.config.mode == "dynamic" and state.loss_scale <= np.float32(state.config.min_scale))
 
 
-def _possible_causes(state: ScalerState, tree: PyTree, limit: int) -> list[tuple[jax.Array | bool, str]]:
-    """Returns the text of each cause with a flag: whether it applies. The first cause that applies is reported."""
-    scale, config = state.loss_scale, state.config
-    corrupted = ~((scale > 0) & (scale <= LARGEST_SCALE))  # also NaN
-    applies = (
-        corrupted,
-        state.last_skip_reason == SkipReason.LOSS,
-        _has_nonfinite_sums(tree),
-        _skips_at_min_scale(state, limit) & (state.consecutive_skips <= limit),
-        _is_at_limit(state),
-        config.mode == "static",
-        state.consecutive_skips == state.total_skips,
-        True,
-    )
-    return list(zip(applies, _CAUSES, strict=True))
-
-
-def _has_nonfinite_sums(tree: PyTree) -> jax.Array | bool:
+def _has_nonfinite_sums(tree: PyTree) -> bool:
     """Tests whether gradients that `optax.MultiSteps` has accumulated are not finite, on this process's devices."""
     sums = [leaf for leaf in leaves_of_fields(tree, {"acc_grads"}) if is_inexact(leaf)]
-    if any(map(is_traced, sums)):
-        return jnp.logical_not(all_finite_here(sums))
     # Each process tests its own shards: it cannot read others, and other processes may not have called this function.
     shards = [[s.data for s in leaf.addressable_shards] if isinstance(leaf, jax.Array) else [leaf] for leaf in sums]
     return not all(np.isfinite(x).all() for held in shards for x in held)

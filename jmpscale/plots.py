@@ -1,11 +1,7 @@
-"""Plots of loss scales and diagnoses, with matplotlib (`pip install "jmpscale[plots]"`). They read values on the host.
-
-Each function draws into the given matplotlib axes, or into new ones, and returns the axes.
-"""
+"""The plot of a diagnosis, with matplotlib (`pip install "jmpscale[plots]"`)."""
 
 import textwrap
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -13,52 +9,10 @@ from matplotlib.axes import Axes
 
 from jmpscale._base.text import describe, format_scale, truncate
 from jmpscale._diagnosis.report import Diagnosis, DiagnosisRow, format_percentage, worst_first
-from jmpscale._state import SkipReason
 
-__all__ = ["diagnosis", "scale_trajectory"]
+__all__ = ["diagnosis"]
 
 GRAY, RED, BLUE, YELLOW = "#5c626b", "#d1495b", "#2a7f9e", "#e9b44c"
-
-
-def scale_trajectory(history: Mapping[str, Any], *, ax: Axes | None = None) -> Axes:
-    """Plots the loss scale over the steps of a run, and marks skipped steps by reason.
-
-    Args:
-      history: the result of `metrics` after each step, stacked, as by `jax.lax.scan`: an array [steps] under each name.
-      ax: matplotlib axes.
-
-    Returns:
-      The axes, which show the loss scale over the steps, with a logarithmic axis.
-
-    Raises:
-      TypeError: `history` is not a mapping of stacked arrays.
-
-    >>> import jax
-    >>> import jmpscale
-    >>> import numpy as np
-    >>> from jmpscale import plots
-    >>> history = [jmpscale.metrics(jmpscale.update(jmpscale.dynamic(), finite)) for finite in (True, False)]
-    >>> plots.scale_trajectory(jax.tree.map(lambda *x: np.stack(x), *history)).get_ylabel()
-    'loss scale'
-    """
-    names = "loss_scale", "consecutive_skips", "last_skip_reason"
-    columns: list[Any] = [history.get(name) for name in names] if isinstance(history, Mapping) else []
-    if not columns or any(np.ndim(x) != 1 for x in columns):
-        got = ", ".join(map(describe, columns)) or describe(history)
-        raise TypeError(
-            f"history must hold the results of metrics after each step, arrays [steps] of {names}, got {got}. Stack a "
-            "list with jax.tree.map(lambda *x: np.stack(x), *the_list)."
-        )
-    scale, skips, last_skip_reason = map(np.asarray, columns)
-    ax, steps = _axes(ax), np.arange(1, len(scale) + 1)
-    ax.step(steps, scale, where="post", color=BLUE, label="loss scale after the step")
-    is_loss = last_skip_reason == SkipReason.LOSS
-    for reason, color, name in ((~is_loss, RED, "gradients not finite"), (is_loss, "black", "loss not finite")):
-        if (at := (skips > 0) & reason).any():
-            ax.plot(steps[at], scale[at], "v", color=color, label=f"skipped, {name}: {at.sum()}")
-    ax.set_yscale("log", base=2)
-    ax.grid(alpha=0.3)
-    return _with_labels(ax, "step", "loss scale")
 
 
 def diagnosis(diagnosis: Diagnosis, *, ax: Axes | None = None) -> Axes:
@@ -66,7 +20,8 @@ def diagnosis(diagnosis: Diagnosis, *, ax: Axes | None = None) -> Axes:
 
     Args:
       diagnosis: the result of `jmpscale.diagnose(loss_fn)(...)`.
-      ax: matplotlib axes. Axes in a grid, such as the axes of `plt.subplots`, are split: new axes below show the lines.
+      ax: matplotlib axes, by default new ones. Axes in a grid, such as the axes of `plt.subplots`, are split: new axes
+        below show the lines.
 
     Returns:
       The axes with the loss scales. They show which ones fit, and why smaller and larger ones do not.
@@ -86,7 +41,7 @@ def diagnosis(diagnosis: Diagnosis, *, ax: Axes | None = None) -> Axes:
         raise TypeError(
             f"diagnosis must be a Diagnosis, got {describe(diagnosis)}. Pass the result of diagnose(loss_fn)(...)."
         )
-    ax = _axes(ax, height=6)
+    ax = plt.subplots(figsize=(8, 6), layout="constrained")[1] if ax is None else ax
     rows = [row for row in worst_first(diagnosis.rows) if row.alone is not None][:6]
     if rows and (place := ax.get_subplotspec()):
         grid = place.subgridspec(2, 1, height_ratios=(3, 2))
@@ -111,7 +66,9 @@ def diagnosis(diagnosis: Diagnosis, *, ax: Axes | None = None) -> Axes:
     ax.set_xscale("log", base=2)
     ax.set_xlim(left, right)
     ax.set_title(textwrap.fill(diagnosis.summary.partition(". ")[0].removesuffix("."), 52) + "\n")
-    return _with_labels(ax, "loss scale", "error of the gradients")
+    ax.set(xlabel="loss scale", ylabel="error of the gradients")
+    ax.legend(fontsize="small")
+    return ax
 
 
 def _plot_rows(rows: Sequence[DiagnosisRow], ax: Axes) -> None:
@@ -133,13 +90,3 @@ def _set_error_axis(ax: Axes, name: str, errors: np.ndarray) -> tuple[float, flo
     ax.set(**{f"{name}scale": "log", f"{name}lim": limits})
     getattr(ax, f"{name}axis").set_major_formatter(lambda error, _: f"{100 * error:g}%")
     return limits
-
-
-def _axes(ax: Axes | None, height: float = 4) -> Axes:
-    return plt.subplots(figsize=(8, height), layout="constrained")[1] if ax is None else ax
-
-
-def _with_labels(ax: Axes, x: str, y: str) -> Axes:
-    ax.set(xlabel=x, ylabel=y)
-    ax.legend(fontsize="small")
-    return ax

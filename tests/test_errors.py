@@ -21,7 +21,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jmpscale
-from jmpscale import plots, testing
+from jmpscale import testing
 
 import meshes
 from tables import names
@@ -864,7 +864,7 @@ CAST_AND_MONITORING = {
     },
     ValueError: {
         "no skips": (_stuck(0), "max_consecutive_skips must be between 1 and 2147483647 ... got 0."),
-        "stuck under jit": (lambda: jax.jit(_stuck(1))(STATE), "needs jax.experimental.checkify. Call it between"),
+        "stuck under jit": (lambda: jax.jit(_stuck(1))(STATE), "raise_if_stuck reads the state ... Call it between"),
         "report of no gradients": (lambda: jmpscale.grad_report({"n": 1}), "grads ... got none. Pass the gradients."),
         "report of a large leaf": (lambda: _traced(jmpscale.grad_report, _float16(2**31)), "a leaf, got 2147483648."),
         "limit of describe": (lambda: REPORT.describe(0), "limit must be between 1 and 2147483647 ... got 0."),
@@ -886,9 +886,6 @@ def _check(state, step=lambda state: state, **options):
 TOOLS = {
     TypeError: {
         "replicated number": (lambda: testing.assert_replicated({"w": 1}), "tree['w'] must be an array, got int. Pass"),
-        "list of metrics": (lambda: plots.scale_trajectory([]), "history must hold ... got list. Stack a list with"),
-        "one step": (lambda: plots.scale_trajectory(jmpscale.metrics(STATE)), "history must ... got float32[], int32"),
-        "partial metrics": (lambda: plots.scale_trajectory({"loss_scale": np.ones(3)}), "got float64[3], None, None"),
     },
     ValueError: {
         "check_step: disabled": (

@@ -2,7 +2,6 @@
 
 import math
 
-import jax.numpy as jnp
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
@@ -18,32 +17,6 @@ mpl.use("Agg")
 def _close_figures():
     yield
     plt.close("all")
-
-
-# --- scale_trajectory ---
-
-
-def test_scale_trajectory_marks_skips_by_reason():
-    history = {
-        "loss_scale": jnp.array([8.0, 4.0, 4.0, 8.0, 4.0, 4.0]),
-        "consecutive_skips": jnp.array([0, 1, 0, 0, 1, 2]),
-        "last_skip_reason": jnp.array([0, 1, 1, 1, 1, 2]),
-    }
-    ax = plots.scale_trajectory(history)
-    curve, overflows, losses = ax.lines
-    assert curve.get_xdata().tolist() == [1, 2, 3, 4, 5, 6]
-    assert curve.get_ydata().tolist() == history["loss_scale"].tolist()
-    assert (overflows.get_xdata().tolist(), overflows.get_ydata().tolist()) == ([2, 5], [4.0, 4.0])
-    assert (losses.get_xdata().tolist(), losses.get_ydata().tolist()) == ([6], [4.0])
-    labels = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert labels[1:] == ["skipped, gradients not finite: 2", "skipped, loss not finite: 1"]
-    assert (ax.get_yscale(), ax.yaxis.get_transform().base) == ("log", 2)
-    assert (ax.get_xlabel(), ax.get_ylabel()) == ("step", "loss scale")
-    finite = history | {"consecutive_skips": jnp.zeros(6), "last_skip_reason": jnp.ones(6)}
-    assert len(plots.scale_trajectory(finite, ax=plt.subplots()[1]).lines) == 1
-
-
-# --- diagnosis ---
 
 
 def _row(line, alone=0.01, *, backward=False, in_lines=False):
