@@ -2,8 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,25 +31,30 @@ class Reference:
     """
 
     def __init__(self, written: Runs, in_float32: Runs, scale: float) -> None:
-        self._in_float32, self._usual = in_float32, in_float32.at(scale, consecutive_skips=0)  # as in most steps
-        self._written = written
-        self._noise = self._differences(in_float32.with_numbers(_round).at(scale, consecutive_skips=0))
+        self._written, self._in_float32 = written, in_float32
+        self._usual = in_float32.at(scale, consecutive_skips=0)  # as in most steps
+        self._noise = dict.fromkeys(self._usual.changes, 0.0)
+        self._add_noise(self._noise, in_float32.with_numbers(_round).at(scale, consecutive_skips=0), self._usual)
 
-    def _differences(self, run: Run, other: Run | None = None) -> dict[str, float]:
-        """Returns the norm of the difference of each change from another, relative to the change in float32."""
-        others = (self._usual if other is None else other).changes
-        return {path: _difference(run.changes[path], others[path], x) for path, x in self._usual.changes.items()}
+    def _differences(self, run: Run, other: Run) -> dict[str, float]:
+        """Returns the norm of the difference of the changes of two runs, relative to the change in float32."""
+        norms = {path: np.linalg.norm(change) for path, change in self._usual.changes.items()}
+        return {path: _difference(run.changes[path], other.changes[path], norm) for path, norm in norms.items()}
+
+    def _add_noise(self, noise: dict[str, float], rounded: Run, run: Run) -> None:
+        found = self._differences(rounded, run).items()
+        noise |= {path: max(noise[path], error) for path, error in found if math.isfinite(error)}
 
     def wrong_change(self, run: Run) -> tuple[str, float] | None:
         """Returns the path and the error of the change, in a run as written, that differs most from float32."""
-        wrong, noise = None, dict.fromkeys(self._noise, 0.0)
+        errors, noise = self._differences(run, self._usual), dict(self._noise)
         for seed in range(4):  # noise may be small by chance
             rounded = self._written.with_numbers(functools.partial(_round, seed=seed)).at(run.scale)
-            found = {} if rounded.skips else self._differences(rounded, run)
-            noise |= {path: max(noise[path], error) for path, error in found.items()}
-            if not (wrong := self._largest(self._differences(run), _LARGEST_ERROR, noise)):
+            if not rounded.skips:
+                self._add_noise(noise, rounded, run)
+            if not _largest(errors, _LARGEST_ERROR, noise):
                 break
-        return wrong
+        return _largest(errors, _LARGEST_ERROR, noise)
 
     def check_independence(self, growth_interval: int) -> None:
         """Raises if a change in float32 depends on the scale, on its growth, or on a skip of the step before."""
@@ -73,33 +77,27 @@ class Reference:
         )
 
     def _check_equal(self, run: Run, when: str) -> None:
-        if wrong := self._largest(self._differences(run), 0.01 if self._in_float32.is_exact else 0.4):
+        limit = 0.01 if self._in_float32.is_exact else 0.4
+        if wrong := _largest(self._differences(run, self._usual), limit, self._noise):
             path, error = wrong
             raise AssertionError(
                 f"the change of state{path} is {format_percentage(error)} different {when}. If it describes the "
                 f"scaler, pass ignore={path!r}."
             )
 
-    def _largest(
-        self, errors: dict[str, float], limit: float, noise: Mapping[str, float] = MappingProxyType({})
-    ) -> tuple[str, float] | None:
-        """Returns the largest error above a limit that is not noise, and its path."""
 
-        def is_wrong(path: str) -> bool:
-            found = max(x for x in (self._noise[path], noise.get(path, 0.0), 0.0) if math.isfinite(x))
-            return errors[path] > max(limit, 4 * found)
-
-        wrong = max(filter(is_wrong, errors), key=lambda path: errors[path], default=None)
-        return None if wrong is None else (wrong, errors[wrong])
+def _largest(errors: dict[str, float], limit: float, noise: dict[str, float]) -> tuple[str, float] | None:
+    """Returns the path of the largest error above a limit that is not noise, and the error."""
+    wrong = [path for path, error in errors.items() if error > max(limit, 4 * noise[path])]
+    return max(((path, errors[path]) for path in wrong), key=lambda item: item[1], default=None)
 
 
-def _difference(one: np.ndarray, other: np.ndarray, unit: np.ndarray) -> float:
-    norm = np.linalg.norm(unit)
+def _difference(one: np.ndarray, other: np.ndarray, norm: np.floating) -> float:
     if not (np.isfinite(norm) and norm > 0):
         return 0.0
     with np.errstate(invalid="ignore"):
         error = float(np.linalg.norm(one - other) / norm)
-    return error if np.isfinite(error) else np.inf
+    return error if math.isfinite(error) else math.inf
 
 
 def _round(x: Any, seed: int = 0) -> np.ndarray:
