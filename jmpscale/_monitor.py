@@ -39,16 +39,17 @@ _CAUSES = (  # in the order of _describe_skips
     "because of invalid data or a softmax over a row in which a mask hides every value, for example, or the flag for "
     "update has other conditions. jmpscale.diagnose with such a batch prints the scales that fit, or names the line.",
     f"{_OVERFLOW}The scale cannot back off any further: the gradients overflow at every allowed scale, or they are "
-    "NaN, or they were scaled by a different scaler, or the flag for update is inverted: it is True for finite "
-    "gradients. A step has one scaler: if the optimizer is wrapped in with_loss_scaling, pass its state to "
-    "jmpscale.value_and_grad. jmpscale.diagnose with the same batch names the line: correct it or keep it in float32. "
-    "If smaller scales fit, decrease min_scale, or the number given to loss_scaled(fun, number).",
+    "NaN, as in a sum that is not reset after a skip, or they were scaled by a different scaler, or the flag for "
+    "update is inverted: it is True for finite gradients. A step has one scaler: if the optimizer is wrapped in "
+    "with_loss_scaling, pass its state to jmpscale.value_and_grad. jmpscale.diagnose with the same batch names the "
+    "line: correct it or keep it in float32. If smaller scales fit, decrease min_scale, or the number given to "
+    "loss_scaled(fun, number).",
     f"{_OVERFLOW}The scale is static and does not back off. If the gradients of the same batch are finite in float32, "
     "decrease the scale of the backward pass: the number given to loss_scaled(fun, number) if the loss function is "
     "wrapped by it, and otherwise the number given to static. jmpscale.diagnose prints the scales that fit.",
     f"{_OVERFLOW}These are the first skips of this run: the scale is still backing off from its initial value. Allow "
-    "more skips, or call jmpscale.diagnose: it prints the scales that fit, for init_scale, or names the line if there "
-    "are none.",
+    "more skips, unless the flag for update is inverted, or call jmpscale.diagnose: it prints the scales that fit, for "
+    "init_scale, or names the line if there are none.",
     f"{_OVERFLOW}The scale is still backing off. Allow more skips, or look for a change in the data or the model: "
     "jmpscale.diagnose names the line.",
 )

@@ -892,6 +892,10 @@ TOOLS = {
             _check(jmpscale.disabled()),
             "state must contain a scaler that checks",
         ),
+        "check_step: batch": (
+            _check(BATCH),
+            "state must contain one scaler, got a batch of shape (2,). Check the step",
+        ),
         "check_step: ignore": (
             _check(STATE, ignore=(".step",)),
             "ignore must name leaves ... got ['.step'].",

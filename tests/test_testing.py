@@ -48,6 +48,24 @@ def _normalized(params, x, y):
     return jnp.mean((hidden.astype(jnp.float32).sum(1, keepdims=True) - y) ** 2)
 
 
+@jax.custom_vjp
+def _kernel(x):
+    """Returns its argument; the derivative is a kernel in float16."""
+    return x
+
+
+def _run_kernel(_, g):
+    out = jax.pure_callback(np.asarray, jax.ShapeDtypeStruct(g.shape, jnp.float16), g.astype(jnp.float16))
+    return (out.astype(g.dtype),)
+
+
+_kernel.defvjp(lambda x: (x, None), _run_kernel)
+
+
+def _with_kernel(params, x, y):
+    return 2.0**-14 * _loss(jax.tree.map(_kernel, params), x, y)
+
+
 LOSSES = {"autocast": jmpscale.autocast(_loss), "by hand": _loss_by_hand, "float32": _loss}
 
 
@@ -266,6 +284,19 @@ def _with_flag_of_the_step_before(loss_fn):
     return whole_step, (jnp.ones(()), state)
 
 
+def _rounds_parameters(loss_fn):
+    def in_float16(params):
+        return jmpscale.cast(jmpscale.cast(params, jnp.float16), jnp.float32)
+
+    step, (params, opt_state) = _wrapper(loss_fn, optax.sgd(1e-4))
+
+    def wrong(state):
+        params, opt_state = step(state)
+        return in_float16(params), opt_state
+
+    return wrong, (in_float16(params), opt_state)
+
+
 def _scaled_loss_is_finite(scaler, loss, grads):
     return jnp.isfinite(jmpscale.scale(scaler, loss))
 
@@ -291,6 +322,7 @@ RIGHT = {  # functions that return a step and its state for a loss function
     "three steps of which the second overflows after a growth": _three_steps,
     "infinities and a number in the state": _with_other_leaves,
     "bias before a normalization": lambda _: _wrapper(_normalized),
+    "kernel in float16": lambda _: _wrapper(_with_kernel, optax.sgd(0.1)),
     "gradients that are zero at smaller scales": lambda _: _wrapper(_of_two_magnitudes, optax.adam(0.1, eps=1e-20)),
 }
 
@@ -414,6 +446,7 @@ WRONG = {  # as RIGHT, and the words of the message
         DEPENDS,
     ),
     "flag of the step before": (_with_flag_of_the_step_before, r"state\[0\] is 100% different after a skipped step"),
+    "parameters in float16": (_rounds_parameters, rf"state\[0\]\['outer'\] {IN_FLOAT32}"),
     "inverted flag": (
         partial(_functional, flag=lambda _, __, grads: ~jmpscale.all_finite(grads)),
         r"the step was skipped at every loss scale\. .* the flag for update is inverted",

@@ -243,9 +243,9 @@ def _describe_cause(findings: Findings, cause: Cause, lines: Lines) -> str:
         if findings.error_of_others > LARGE_ERROR:
             return f"{_difference(findings)}: rounding, not range. T{begin}"
         return (
-            f"{_difference(findings)}: rounding of gradients near zero, as at the end of training. If all arguments "
-            f"change by {OTHER:.0%}, they differ {_by(findings.error_of_others)}, so change nothing if the loss is as "
-            f"low as in float32. Otherwise: t{begin}"
+            f"{_difference(findings)}: rounding near zero, as at the end of training. If all arguments change by "
+            f"{OTHER:.0%}, the error is {format_percentage(findings.error_of_others)}, so change nothing if training "
+            f"ends at the same loss as in float32. Otherwise: t{begin}"
         )
     name, limit = findings.operation(site), site.limit
     if cause.reason is Reason.UNDERFLOW:

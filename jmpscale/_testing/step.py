@@ -80,7 +80,12 @@ def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Seque
         raise TypeError(f"step must be a function of the state, got {describe(step)}. Call check_step(step, state).")
     remedy = "Pass (nnx.state(model), optimizer.opt_state); step puts them into nnx.clone((model, optimizer))."
     check_no_nnx_objects(state, "state", remedy)
-    scaler = find_scaler(state, "state")
+    scaler = find_scaler(state, "state", allow_batch=True)
+    if shape := np.shape(scaler.loss_scale):
+        raise ValueError(
+            f"state must contain one scaler, got a batch of shape {shape}. Check the step of one member of an ensemble "
+            "or of one replica, with its state, jax.tree.map(lambda x: x[0], state)."
+        )
     if scaler.config.mode == "disabled":
         raise ValueError("state must contain a scaler that checks gradients, got a disabled one. Use another one.")
     ignored = (ignore,) if isinstance(ignore, str) else tuple(ignore)
