@@ -175,6 +175,11 @@ def test_raise_if_stuck_warns_of_a_scaler_that_each_epoch_creates(interval):
             if (i + 1) % interval == 0:
                 check(scaler)
 
+    growing = jmpscale.dynamic(growth_interval=interval)
+    for i in range(3 * interval):
+        growing = update(growing, True)
+        if (i + 1) % interval == 0:
+            check(growing)  # the scale has just grown
     train(epochs=50, skips=3, steps=10)  # runs of their own, most of whose steps are applied
     with pytest.warns(UserWarning, match="or a new one although .*Create it once, not in each epoch") as caught:
         train(epochs=15, skips=6, steps=10)
