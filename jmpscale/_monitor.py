@@ -28,9 +28,10 @@ _STUCK = "{skips} ({total} in total); the loss scale is {scale}. "
 _OVERFLOW = f"{_STUCK}In the most recent skip the loss, if given, was finite, but the flag of the gradients was false. "
 _CAUSES = (  # in the order of _describe_skips
     f"{_STUCK}The loss scale is invalid: the state was corrupted, in storage or by hand. Restore an older checkpoint.",
-    f"{_STUCK}In the most recent skip the loss itself was not finite, before any scaling. A loss scale cannot "
-    "prevent that. Look for invalid data, for an overflow in the forward pass, or for parameters or optimizer state "
-    "that are NaN because a step was not gated by all_finite of its gradients; jmpscale.diagnose names the line.",
+    f"{_STUCK}In the most recent skip the loss that was passed was not finite. If it is the unscaled loss itself, and "
+    "depends on no flag and no gradients, a loss scale cannot prevent that. Look for invalid data, for an overflow in "
+    "the forward pass, or for parameters or optimizer state that are NaN because a step was not gated by all_finite of "
+    "its gradients; jmpscale.diagnose names the line.",
     f"{_STUCK}The gradients that optax.MultiSteps has accumulated can never become finite again: it resets them "
     "by multiplying them by zero, and 0 * inf is NaN. Place with_loss_scaling outside: "
     "with_loss_scaling(optax.MultiSteps(tx, k)); or gate its update with apply_if.",

@@ -324,6 +324,12 @@ def test_summary(row):
     pages.assert_same_output(diagnose(fun, *args).summary, summary.format(*lines))
 
 
+def test_integers_are_not_changed_because_they_may_be_indices():
+    table, indices = jnp.linspace(0.1, 0.9, 12).reshape(4, 3), jnp.float32([0, 1, 3])
+    diagnosis = diagnose(lambda w, i: jnp.mean(w[i.astype(int)].astype(H).astype(jnp.float32) ** 2), table, indices)
+    assert diagnosis.summary.startswith("Loss scales from ")
+
+
 def test_gradients_below_the_epsilon_of_adam_are_told():
     assert "epsilon" not in diagnose(lambda w: product(w) * 2.0**-6, W).summary
     summary = diagnose(lambda w: product(w["w"]) * 2.0**-7 + product(w["b"]) * 2.0**-9, {"w": W, "b": W}).summary

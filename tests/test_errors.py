@@ -295,7 +295,7 @@ SCALE_AND_UPDATE = {
         "nested axis": (lambda: jmpscale.all_finite(GRADS, axis_name=[["x"]]), "axis_name list is not the name of"),
     },
     UserWarning: {
-        "float16 loss": (lambda: _traced(jmpscale.scale, STATE, W16), "the loss is float16 ... Return the loss in"),
+        "float16 loss": (lambda: _traced(jmpscale.scale, STATE, W16), "the loss is float16 ... Return it in float32"),
         "float8 loss": (lambda: _traced(jmpscale.scale, STATE, W8), "the loss is float8_e4m3fn"),
         "constant": (
             lambda: _traced(lambda x: jmpscale.update(STATE, x), TRUE),

@@ -70,7 +70,7 @@ DIAGNOSES = {  # the tree, and the words of the diagnosis; if several apply, the
     "scale-largest": (_stuck(loss_scale=2.0**126), "The scale is still backing off"),
     "loss": (
         _with_sums(_stuck(last_skip_reason=2), INF),
-        "the loss itself was not finite.*diagnose names the line",
+        "the loss that was passed was not finite.*diagnose names the line",
     ),
     "sums": (_with_sums(_stuck(loss_scale=1.0), INF), r"optax\.MultiSteps has accumulated.*Place with_loss_scal"),
     "sums on the host": (
@@ -344,7 +344,7 @@ def test_wrapper_counts_skips_because_of_the_loss():
     assert _warnings_of(_loop, step, tx.init(1.0), sparse)[1] == []
     [message] = _warnings_of(_loop, step, tx.init(1.0), dense)[1]
     assert message.startswith(MANY)
-    assert "the loss itself was not finite" in message
+    assert "the loss that was passed was not finite" in message
 
 
 def test_step_without_warn_after_skips_has_no_callback():

@@ -42,7 +42,7 @@ def test_scale_maps_over_a_tree():
 
 def test_scale_of_a_float16_loss_overflows_in_the_backward_pass():
     def gradient(scale):
-        with pytest.warns(UserWarning, match="the loss is float16.*Return the loss in float32"):
+        with pytest.warns(UserWarning, match="the loss is float16.*Return it in float32"):
             return jax.grad(lambda w: jmpscale.scale(jmpscale.static(scale), w.astype(F16)))(F32(0.5))
 
     assert gradient(2.0**15) == 2.0**15

@@ -162,7 +162,7 @@ def _counts_by_finite_steps(loss_fn):
         params, scaler = state
         loss, grads = jmpscale.value_and_grad(loss_fn)(scaler, params, X, Y)
         finite = jmpscale.all_finite(grads)
-        rate = 0.1 / (1 + scaler.finite_steps)
+        rate = 0.01 * jnp.minimum(scaler.finite_steps, 10)  # zero in the first step
         params = jmpscale.apply_if(finite, lambda p: jax.tree.map(lambda p, g: p - rate * g, p, grads), params)
         return params, jmpscale.update(scaler, finite, loss=loss)
 
@@ -284,6 +284,20 @@ def _with_flag_of_the_step_before(loss_fn):
     return whole_step, (jnp.ones(()), state)
 
 
+def _gates_by_the_scale(loss_fn):
+    """Returns a step whose average is gated by a comparison of scales, as of the scales of torch's GradScaler."""
+    step, state = _wrapper(loss_fn)
+
+    @jax.jit
+    def wrong(state):
+        mean, (params, opt_state) = state
+        new = step((params, opt_state))
+        applied = jmpscale.get_scaler(new).loss_scale >= jmpscale.get_scaler(opt_state).loss_scale
+        return jmpscale.apply_if(applied, lambda _: jnp.mean((X @ params["inner"]) ** 2), mean), new
+
+    return wrong, (jnp.ones(()), state)
+
+
 def _rounds_parameters(loss_fn):
     def in_float16(params):
         return jmpscale.cast(jmpscale.cast(params, jnp.float16), jnp.float32)
@@ -365,7 +379,7 @@ def test_check_step_accepts_steps_of_flax_and_of_a_mesh():
     state = TrainState.create(apply_fn=_loss, params=PARAMS, tx=tx)
     sharded = jax.device_put(state, jax.NamedSharding(meshes.make_mesh(), P()))
     for compiled, given in ((jax.jit(train_step), state), (jax.jit(train_step, donate_argnums=0), sharded)):
-        with pytest.warns(UserWarning, match="because update does not receive the loss: .* as value= to tx"):
+        with pytest.warns(UserWarning, match="because update receives no loss, or .* as value= to tx"):
             check_step(compiled, given, ignore=[".step"])
 
     model = nnx.Linear(8, 1, rngs=nnx.Rngs(0))
@@ -385,14 +399,14 @@ def test_check_step_accepts_steps_of_flax_and_of_a_mesh():
         return nnx.state(model), optimizer.opt_state
 
     def step_in_place(state):
-        starts.add(float(state[0].kernel.sum()))
+        starts.add(float(jnp.sum(state[0].kernel[...])))
         return step_of(model, optimizer, state)
 
     state = nnx.state(model), optimizer.opt_state
     check_step(lambda state: step_of(*nnx.clone((model, optimizer)), state), state)
     with pytest.warns(UserWarning, match=r"JAX cannot trace the step, .* nnx\.clone"):
         check_step(step_in_place, state)
-    assert len(starts) == 5  # the given state, the state after a step, both of them rounded, and NaN
+    assert len(starts) == 6  # the given state, the state after a step, both of them rounded, NaN, large numbers
     with pytest.raises(TypeError, match=r"state must hold values, got a Flax NNX Linear.* Pass \(nnx\.state"):
         check_step(step_in_place, (model, optimizer))
 
@@ -446,6 +460,11 @@ WRONG = {  # as RIGHT, and the words of the message
         DEPENDS,
     ),
     "flag of the step before": (_with_flag_of_the_step_before, r"state\[0\] is 100% different after a skipped step"),
+    "gate by the scale": (_gates_by_the_scale, r"the skipped step changed state\[0\]: .* by step_applied"),
+    "average that is NaN": (
+        lambda fun: (lambda step, state: (step, (jnp.array(jnp.nan), state[1])))(*_gates_by_the_scale(fun)),
+        r"state\[0\] contains NaN: .* Check an earlier state",
+    ),
     "parameters in float16": (_rounds_parameters, rf"state\[0\]\['outer'\] {IN_FLOAT32}"),
     "inverted flag": (
         partial(_functional, flag=lambda _, __, grads: ~jmpscale.all_finite(grads)),

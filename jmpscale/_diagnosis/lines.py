@@ -245,9 +245,10 @@ def _first_not_enough(integers: range, fits: Callable[[range], bool]) -> int:
 
 @jax.jit
 def _perturb(x: jax.Array, fraction: float) -> jax.Array:
-    """Changes values by a fraction, up or down, depending on their bits."""
+    """Changes values by a fraction, up or down, depending on their bits; not integers, which may be indices."""
     if not jnp.issubdtype(x.dtype, np.floating):
         return x
     bits = jax.lax.bitcast_convert_type(x.astype(np.float32), np.int32)
     up = ((bits ^ (bits >> 7) ^ (bits >> 13)) & 1) == 1
-    return x * jnp.where(up, 1 + fraction, 1 - fraction).astype(x.dtype)
+    changed = x * jnp.where(up, 1 + fraction, 1 - fraction).astype(x.dtype)
+    return jnp.where(x == jnp.round(x), x, changed)

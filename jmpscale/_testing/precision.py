@@ -39,7 +39,8 @@ class Reference:
     def _differences(self, run: Run, other: Run) -> dict[str, float]:
         """Returns the norm of the difference of the changes of two runs, relative to the change in float32."""
         norms = {path: np.linalg.norm(change) for path, change in self._usual.changes.items()}
-        return {path: _difference(run.changes[path], other.changes[path], norm) for path, norm in norms.items()}
+        found = {path: _difference(run.changes[path], other.changes[path], norm) for path, norm in norms.items()}
+        return {path: error if math.isfinite(error) else math.inf for path, error in found.items()}
 
     def _add_noise(self, noise: dict[str, float], rounded: Run, run: Run) -> None:
         found = self._differences(rounded, run).items()
@@ -64,7 +65,7 @@ class Reference:
         self._check_equal(
             self._in_float32.at(other, consecutive_skips=0),
             f"at a loss scale of {format_scale(other)}. Scale every term of the loss, unscale the gradients once, as "
-            "jmpscale.value_and_grad does, and clip them only then",
+            "jmpscale.value_and_grad does, clip them only then, and pass the unscaled loss as value=",
         )
         self._check_equal(
             self._in_float32.at(scale, finite_steps=growth_interval - 1, consecutive_skips=0),
@@ -93,11 +94,11 @@ def _largest(errors: dict[str, float], limit: float, noise: dict[str, float]) ->
 
 
 def _difference(one: np.ndarray, other: np.ndarray, norm: np.floating) -> float:
-    if not (np.isfinite(norm) and norm > 0):
-        return 0.0
     with np.errstate(invalid="ignore"):
-        error = float(np.linalg.norm(one - other) / norm)
-    return error if math.isfinite(error) else math.inf
+        distance = np.linalg.norm(one - other)
+    if np.isfinite(norm):
+        return float(distance / norm) if norm else float(distance > 0)
+    return 0.0
 
 
 def _round(x: Any, seed: int = 0) -> np.ndarray:

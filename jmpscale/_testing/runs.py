@@ -73,9 +73,9 @@ class Run:
             if not is_equal(was, now):
                 raise AssertionError(
                     f"the skipped step changed state{path}: {truncate(was)} before, {truncate(now)} after. Gate it "
-                    "with apply_if, unless it counts calls or batches, is a random key, describes the scaler, or has a "
-                    f"gate of its own: then pass ignore={path!r}. If it is a sum of gradients, reset it after a skip, "
-                    "too."
+                    "with apply_if by step_applied or all_finite(grads), unless it counts calls or batches, is a "
+                    f"random key, describes the scaler, or has a gate of its own: then pass ignore={path!r}. If it is "
+                    "a sum of gradients, reset it after a skip, too."
                 )
 
 

@@ -4,11 +4,12 @@ import bisect
 import math
 from collections.abc import Callable, Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._base.check import warn_user
 from jmpscale._base.text import describe
-from jmpscale._base.tree import Tree, check_no_nnx_objects, named_leaves
+from jmpscale._base.tree import Tree, check_no_nnx_objects, is_inexact, named_leaves
 from jmpscale._diagnosis.report import format_percentage
 from jmpscale._scaler_of_tree import find_scaler
 from jmpscale._state import LARGEST_SCALE, SkipReason
@@ -27,7 +28,8 @@ _UNSCALED = (
 )
 _HIDDEN = (
     "its result is wrong. Something replaces infinity and NaN before the check, such as a clip, jnp.nan_to_num or a "
-    "choice of micro-batches; or the flag is not about all gradients. Check the gradients of the loss first."
+    "choice of micro-batches; or the flag is not about all gradients. Check the gradients of the loss first. If "
+    "jmpscale.diagnose finds an overflow in the forward pass, correct it."
 )
 
 
@@ -61,8 +63,8 @@ def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Seque
       ValueError: the state does not contain exactly one scaler; the scaler is disabled; or `ignore` names no leaf.
 
     Warns:
-      UserWarning: JAX cannot trace the step, so it is not compared with float32; or `update` does not receive the loss,
-        so a loss that is NaN reduces a dynamic scale.
+      UserWarning: JAX cannot trace the step, so it is not compared with float32; or a NaN in the forward pass reduces
+        a dynamic scale, because `update` receives no loss, or one that hides it.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -95,6 +97,8 @@ def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Seque
     exponent = round(math.log2(scaler.loss_scale))
     runs = Runs(checked(step), state, ignored)
     usual = runs.first_applied(exponent)
+    if path := next((path for path, was, _ in usual.leaves if is_inexact(was) and jnp.isnan(was).any()), None):
+        raise AssertionError(f"state{path} contains NaN: a skipped step has changed it. Check an earlier state.")
     if path := next((path for path, change in usual.changes.items() if not np.isfinite(change).all()), None):
         raise AssertionError(
             f"the step was not skipped at a loss scale of {usual.name}, where state{path} becomes infinite or NaN: "
@@ -106,11 +110,21 @@ def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Seque
     exact = in_float32(later)
     Reference(runs, exact.with_state(runs.state), usual.scale).check_independence(scaler.config.growth_interval)
     _check_overflow(later, exact, later.first_applied(exponent))
-    invalid = runs.with_numbers(lambda x: np.full_like(x, np.nan)).at(usual.scale)
-    if scaler.config.mode == "dynamic" and invalid.skips and invalid.new.last_skip_reason != SkipReason.LOSS:
+    _check_invalid(runs, usual.scale)
+
+
+def _check_invalid(runs: Runs, scale: float) -> None:
+    """Raises if a step changes the state that is skipped because of its loss, and warns if the loss is not passed."""
+    overflow = runs.with_numbers(lambda x: np.full_like(x, jnp.finfo(x.dtype).max)).at(scale)
+    if overflow.is_skipped:
+        overflow.check_skipped()
+    invalid = runs.with_numbers(lambda x: np.full_like(x, np.nan)).at(scale)
+    is_dynamic = invalid.old.config.mode == "dynamic"
+    if is_dynamic and invalid.skips and invalid.new.last_skip_reason != SkipReason.LOSS:
         warn_user(
-            "a loss that is NaN reduces the loss scale, because update does not receive the loss: pass it unscaled, as "
-            "value= to tx.update or as loss= to jmpscale.update, and name all mapped axes in axis_name."
+            "a NaN in the forward pass reduces the loss scale, because update receives no loss, or one that hides it: "
+            "pass it unscaled, as value= to tx.update or as loss= to jmpscale.update, and name all mapped axes in "
+            "axis_name."
         )
 
 
@@ -158,8 +172,8 @@ def _check_backoff(skipped: Run, applied: Run) -> None:
         raise AssertionError(f"the skipped step did not reduce the scale {at}. Do not put back the old scale.")
     if skipped.new.last_skip_reason == SkipReason.LOSS:
         raise AssertionError(
-            f"the loss passed to update is not finite {at}: pass it alone, unscaled, in float32, without statistics of "
-            "the gradients."
+            f"the loss passed to update is not finite {at}: pass it alone, unscaled, in float32. It must not depend on "
+            "the gradients or the flag, as statistics do."
         )
     if skipped.new.loss_scale <= applied.scale / 4:
         raise AssertionError(
