@@ -174,7 +174,7 @@ class _Calls:
 
 
 def _skips_most(state: ScalerState) -> bool:
-    """Tests whether a scaler is at its start, or has just grown, or skips more steps than have been applied since."""
+    """Tests whether a scaler is new, has just grown, or has skipped more steps than were applied since an overflow."""
     is_early = not state.finite_steps or state.total_skips > state.finite_steps
     return bool(is_early and state.loss_scale < state.config.max_scale)
 

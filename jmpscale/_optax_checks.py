@@ -26,7 +26,7 @@ from jmpscale._state import ScalerState, WithLossScalingState
 # The functions of optax whose transformations replace infinity or NaN by finite numbers, and those whose
 # transformations change updates of zero, or adapt to steps that are skipped.
 _HIDE_OVERFLOWS = {"clip", "zero_nans", "scale_by_sign"}
-_CHANGE_PARAMETERS = {"add_decayed_weights", "add_noise", "reduce_on_plateau"}
+_ACT_ON_SKIPS = {"add_decayed_weights", "add_noise", "reduce_on_plateau"}
 
 
 def check_transformation(tx: object, name: str, remedy: str) -> None:
@@ -149,7 +149,7 @@ def warn_if_misplaced() -> None:
             "later step is skipped. Place the transformation inside: with_loss_scaling(optax.chain(optax.clip(1.0), "
             "tx))."
         )
-    if is_called_by(lambda frame: any(_is_unsafe(*x, _CHANGE_PARAMETERS) for x in _neighbors(frame)[1])):
+    if is_called_by(lambda frame: any(_is_unsafe(*x, _ACT_ON_SKIPS) for x in _neighbors(frame)[1])):
         warn_user(
             "with_loss_scaling comes before a transformation that acts on skipped steps too, such as "
             "optax.add_decayed_weights or optax.ema. Place the transformation inside: "

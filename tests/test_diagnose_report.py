@@ -257,7 +257,7 @@ SUMMARIES = {  # the loss function, its arguments, and the summary, with the lin
         (jnp.full(3, 1.01, H), jnp.full(3, 0.99, H)),
         "The gradients differ from float32 by 100%: rounding near zero, as at the end of training. If all arguments "
         "change by 10%, the error is 0.429%, so change nothing if training ends at the same loss as in float32. "
-        f"Otherwise: the error begins at {{0}}. Compute {{0}} {IN_FLOAT32}0, and loss scales from 2^-112 to 2^126 fit.",
+        f"Otherwise, the error begins at {{0}}. Compute {{0}} {IN_FLOAT32}0, and loss scales from 2^-112 to 2^126 fit.",
     ),
     "rounding of the loss": (
         rounded_loss,

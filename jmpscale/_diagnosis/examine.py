@@ -52,7 +52,7 @@ def _explain(findings: Findings, present: int) -> Findings:
         cause = trials.find_cause(lines, finite=finite) if lines and lines.paths else None
         findings = findings._replace(lines=lines, cause=cause)
         if cause and cause.reason is Reason.ROUNDING and finite and not cause.site.part.backward:
-            return findings._replace(error_of_others=trials.forward_error_of_other_arguments())
+            return findings._replace(error_elsewhere=trials.forward_error_elsewhere())
         return findings
     if not findings.scale_fits and scales.fitting is not None:
         low, high = scales.fitting

@@ -23,7 +23,7 @@ _NOISE = 0.25  # the relative change of a gradient that is rounding noise
 # scale fits have gradients of 2^-44; behind a saturated softmax, where float16 gives zero, they have 2^-74.
 _NEGLIGIBLE = 2.0**-60
 _ULP = 2.0**-22  # the relative change of the arguments by which rounding noise in float32 is recognized
-OTHER = 0.1  # the relative change of the arguments by which gradients near zero, or a loss, are recognized
+CHANGE = 0.1  # the relative change of the arguments by which an error of numbers near zero is recognized
 _LARGEST_SET = 12  # lines that are found one by one
 _TRIED_ALONE = 64  # parts of which each one is tried alone
 
@@ -118,8 +118,8 @@ class Trials:
         """Returns the errors of the decisive gradients if the backward pass computes in float32."""
         return self.errors({**modes, **self._backward_in_float32()}, Mode.AS_WRITTEN, exponent)[0]
 
-    def forward_error_of_other_arguments(self) -> float:
-        """Returns the largest of these errors, or of the loss, if all arguments are larger or smaller by `OTHER`."""
+    def forward_error_elsewhere(self) -> float:
+        """Returns the largest of these errors, or of the loss, if all arguments are larger or smaller by `CHANGE`."""
 
         def error(change: float) -> float:
             consts = [_perturb(x, change) for x in self.step.consts]
@@ -127,7 +127,7 @@ class Trials:
             errors, loss_error = self.compare(written, self.step.run(1.0, {}, Mode.FLOAT32, consts)[0])
             return max(largest(errors), loss_error)
 
-        return max(error(OTHER), error(-OTHER))
+        return max(error(CHANGE), error(-CHANGE))
 
     def _backward_in_float32(self) -> dict[Site, Mode]:
         return {site: Mode.FLOAT32 for site in self.step.sites if site.part.backward}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jmpscale._base.text import format_scale
 from jmpscale._diagnosis.errors import Measured
-from jmpscale._diagnosis.lines import OTHER, Cause, Lines, Reason, Trials
+from jmpscale._diagnosis.lines import CHANGE, Cause, Lines, Reason, Trials
 from jmpscale._diagnosis.modes import Part, Path, Site, Statistics
 from jmpscale._diagnosis.report import format_percentage
 from jmpscale._diagnosis.scales import LARGE_ERROR, Errors, Scales, largest
@@ -28,7 +28,7 @@ class Findings(NamedTuple):
     scales: Scales = Scales({}, None, None)
     lines: Lines | None = None  # that must compute in float32, if they were looked for and found
     cause: Cause | None = None  # where the error begins, if it is known
-    error_of_others: float = math.inf  # the error with other arguments, if rounding is the reason
+    error_elsewhere: float = math.inf  # with other arguments, if rounding is the reason
     alone: Mapping[Part, float] = MappingProxyType({})  # the errors of the parts that were tried alone
 
     @property
@@ -239,13 +239,13 @@ def _describe_lines(findings: Findings) -> str:
 def _describe_cause(findings: Findings, cause: Cause, lines: Lines) -> str:
     site, statistics = cause.site, findings.statistics[cause.site]
     if cause.reason is Reason.ROUNDING:
-        begin = f"he error begins at {findings.names([site.part.path])}."
-        if findings.error_of_others > LARGE_ERROR:
-            return f"{_difference(findings)}: rounding, not range. T{begin}"
+        place = findings.names([site.part.path])
+        if findings.error_elsewhere > LARGE_ERROR:
+            return f"{_difference(findings)}: rounding, not range. The error begins at {place}."
         return (
             f"{_difference(findings)}: rounding near zero, as at the end of training. If all arguments change by "
-            f"{OTHER:.0%}, the error is {format_percentage(findings.error_of_others)}, so change nothing if training "
-            f"ends at the same loss as in float32. Otherwise: t{begin}"
+            f"{CHANGE:.0%}, the error is {format_percentage(findings.error_elsewhere)}, so change nothing if training "
+            f"ends at the same loss as in float32. Otherwise, the error begins at {place}."
         )
     name, limit = findings.operation(site), site.limit
     if cause.reason is Reason.UNDERFLOW:
