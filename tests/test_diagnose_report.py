@@ -324,6 +324,20 @@ def test_summary(row):
     pages.assert_same_output(diagnose(fun, *args).summary, summary.format(*lines))
 
 
+def test_copies_of_the_scaler_have_its_scale():
+    def penalty(w, scaler, x):
+        def scaled(x):
+            return jmpscale.scale(scaler, jnp.sum(x.astype(H) * w.astype(H) * H(8)).astype(jnp.float32))
+
+        return squared(jmpscale.unscale(scaler, jax.grad(scaled)(x)))
+
+    scaler = jmpscale.dynamic()
+    assert jnp.isinf(penalty(W, scaler, X))
+    summary = diagnose(penalty, W, scaler, X, scaler=scaler).summary
+    assert summary.startswith("Loss scales from 2^-")
+    assert "yours is 2^16. It is too large: " in summary
+
+
 def test_integers_are_not_changed_because_they_may_be_indices():
     table, indices = jnp.linspace(0.1, 0.9, 12).reshape(4, 3), jnp.float32([0, 1, 3])
     diagnosis = diagnose(lambda w, i: jnp.mean(w[i.astype(int)].astype(H).astype(jnp.float32) ** 2), table, indices)

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from typing import Any, overload
 
 import jax
+import numpy as np
 
+from jmpscale._base.frameworks import is_nnx_object
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree
 from jmpscale._diagnosis.examine import examine
@@ -13,7 +15,7 @@ from jmpscale._diagnosis.not_finite import non_finite_arguments
 from jmpscale._diagnosis.report import Diagnosis
 from jmpscale._diagnosis.step import check_concrete, trace_step
 from jmpscale._grad import value_and_grad
-from jmpscale._scaler_of_tree import find_scaler
+from jmpscale._scaler_of_tree import find_scaler, is_scaler
 from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerState
 
 Function = Callable[..., Any]
@@ -57,7 +59,7 @@ def diagnose(
 
     Returns:
       `f(scaler, *args, **kwargs) -> Diagnosis`. The first argument is a scaler, or any pytree that contains exactly
-      one. Flax NNX objects among the arguments are not changed.
+      one. Copies of it among the other arguments get the same scale. Flax NNX objects among them are not changed.
 
     Raises:
       TypeError: `fun` is not callable; an argument is abstract or traced; an argument, or a value that `fun` closes
@@ -82,14 +84,15 @@ def diagnose(
         )
     differentiated = value_and_grad(fun, argnums, has_aux, transform=transform)  # checks the options
 
-    def loss_and_grads(state: ScalerState, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[Any, PyTree]:
-        value, grads = differentiated(state, *args, **kwargs)
-        return value[0] if has_aux else value, grads
-
     def diagnose_fun(scaler: PyTree, /, *args: Any, **kwargs: Any) -> Diagnosis:
         state = find_scaler(scaler, remedy="Call diagnose(loss_fn)(scaler, params, batch).")
         check_concrete({"scaler": state, "args": args, "kwargs": kwargs})
         scale = _scale_of(state)
+
+        def loss_and_grads(traced: ScalerState, args: PyTree, kwargs: PyTree) -> tuple[Any, PyTree]:
+            args, kwargs = _with_scale((args, kwargs), state, traced.loss_scale)
+            value, grads = differentiated(traced, *args, **kwargs)
+            return value[0] if has_aux else value, grads
 
         # Non-finite values are what is looked for, and a function that is not compiled cannot be entered.
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
@@ -98,6 +101,16 @@ def diagnose(
 
     diagnose_fun.__name__ = f"diagnose_of_{getattr(fun, '__name__', 'fun')}"
     return diagnose_fun
+
+
+def _with_scale(arguments: PyTree, state: ScalerState, loss_scale: jax.Array) -> PyTree:
+    """Returns arguments with another scale in copies of the scaler, as for the inner gradient of a penalty."""
+
+    def replaced(x: Any) -> Any:
+        is_copy = is_scaler(x) and np.array_equal(x.loss_scale, state.loss_scale)
+        return x._replace(loss_scale=loss_scale) if is_copy else x
+
+    return jax.tree.map(replaced, arguments, is_leaf=lambda x: is_scaler(x) or is_nnx_object(x))
 
 
 def _scale_of(state: ScalerState) -> float:

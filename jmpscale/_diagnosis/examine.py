@@ -30,8 +30,15 @@ def examine(step: Step, scaler: ScalerState, scale: float, non_finite: Arguments
 
     present = round(math.log2(scale))
 
+    # A loss that contains a scaled gradient, such as a penalty, may be right at other scales.
+    if depends_on_scale := bool(loss_error) and not trials.compare(run_as_written(1.0))[1]:
+        findings = findings._replace(loss_error=0.0, errors=errors + math.inf)
+
     def errors_at(exponent: int) -> Errors:
-        return errors if 2.0**exponent == scale else trials.compare(run_as_written(2.0**exponent))[0]
+        if 2.0**exponent == scale:
+            return findings.errors
+        others, loss_error = trials.compare(run_as_written(2.0**exponent))
+        return others + math.inf if depends_on_scale and loss_error else others
 
     scales = search(errors_at, trials.forward_errors, present, trials.largest_exponent())
     findings = _explain(findings._replace(scales=scales), present)
