@@ -93,6 +93,21 @@ def _functional(loss_fn, flag=lambda scaler, loss, grads: jmpscale.all_finite(gr
     return jax.jit(step), (PARAMS, ADAM.init(PARAMS), scaler or jmpscale.dynamic())
 
 
+def _with_sums(loss_fn):
+    """Returns a step that adds gradients to sums in the state, and resets them after a skip, too."""
+
+    def step(state):
+        params, opt_state, scaler, sums = state
+        for batch in zip(jnp.split(X, 2), jnp.split(Y, 2), strict=True):
+            loss, grads = jmpscale.value_and_grad(loss_fn)(scaler, params, *batch)
+            sums = jax.tree.map(jnp.add, sums, grads)
+        finite = jmpscale.all_finite(sums)
+        params, opt_state = jmpscale.apply_if(finite, jmpscale.optax_step(ADAM, sums), params, opt_state)
+        return params, opt_state, jmpscale.update(scaler, finite, loss=loss), jax.tree.map(jnp.zeros_like, sums)
+
+    return jax.jit(step), (*_functional(loss_fn)[1], jax.tree.map(jnp.zeros_like, PARAMS))
+
+
 def _not_gated(loss_fn):
     def step(state):
         params, opt_state, scaler = state
@@ -336,6 +351,7 @@ RIGHT = {  # functions that return a step and its state for a loss function
     "three steps of which the second overflows after a growth": _three_steps,
     "infinities and a number in the state": _with_other_leaves,
     "bias before a normalization": lambda _: _wrapper(_normalized),
+    "sums in the state": _with_sums,
     "kernel in float16": lambda _: _wrapper(_with_kernel, optax.sgd(0.1)),
     "gradients that are zero at smaller scales": lambda _: _wrapper(_of_two_magnitudes, optax.adam(0.1, eps=1e-20)),
 }

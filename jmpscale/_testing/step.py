@@ -110,15 +110,15 @@ def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Seque
     exact = in_float32(later)
     Reference(runs, exact.with_state(runs.state), usual.scale).check_independence(scaler.config.growth_interval)
     _check_overflow(later, exact, later.first_applied(exponent))
-    _check_invalid(runs, usual.scale)
+    _check_invalid(runs, usual)
 
 
-def _check_invalid(runs: Runs, scale: float) -> None:
+def _check_invalid(runs: Runs, usual: Run) -> None:
     """Raises if a step changes the state that is skipped because of its loss, and warns if the loss is not passed."""
-    overflow = runs.with_numbers(lambda x: np.full_like(x, jnp.finfo(x.dtype).max)).at(scale)
+    overflow = runs.with_numbers(lambda x: np.full_like(x, jnp.finfo(x.dtype).max)).at(usual.scale)
     if overflow.is_skipped:
-        overflow.check_skipped()
-    invalid = runs.with_numbers(lambda x: np.full_like(x, np.nan)).at(scale)
+        overflow.check_skipped(reset={path: was for path, was, _ in usual.leaves})
+    invalid = runs.with_numbers(lambda x: np.full_like(x, np.nan)).at(usual.scale)
     is_dynamic = invalid.old.config.mode == "dynamic"
     if is_dynamic and invalid.skips and invalid.new.last_skip_reason != SkipReason.LOSS:
         warn_user(
