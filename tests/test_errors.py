@@ -888,18 +888,12 @@ TOOLS = {
         "replicated number": (lambda: testing.assert_replicated({"w": 1}), "tree['w'] must be an array, got int. Pass"),
     },
     ValueError: {
-        "check_step: disabled": (
-            _check(jmpscale.disabled()),
-            "state must contain a scaler that checks",
-        ),
+        "check_step: disabled": (_check(jmpscale.disabled()), "state must contain a scaler that checks"),
         "check_step: batch": (
             _check(BATCH),
             "state must contain one scaler, got a batch of shape (2,). Check the step",
         ),
-        "check_step: ignore": (
-            _check(STATE, ignore=(".step",)),
-            "ignore must name leaves ... got ['.step'].",
-        ),
+        "check_step: ignore": (_check(STATE, ignore=(".step",)), "ignore must name leaves ... got ['.step']."),
     },
 }
 
