@@ -160,7 +160,7 @@ def grad_report(grads: PyTree, *, scaler: PyTree = None, axis_name: AxisName = N
 
     Raises:
       TypeError: a leaf is a partial sum or a `jax.Ref`.
-      ValueError: `scaler` does not contain exactly one scaler; there is no floating-point leaf; a leaf has more than
+      ValueError: `scaler` does not contain exactly one scaler; no leaf has a floating-point dtype; a leaf has more than
         2147483647 values; or an axis is not mapped here.
 
     >>> import jax.numpy as jnp

@@ -36,9 +36,10 @@ _CAUSES = (  # in the order of _describe_skips
     "by multiplying them by zero, and 0 * inf is NaN. Place with_loss_scaling outside: "
     "with_loss_scaling(optax.MultiSteps(tx, k)); or gate its update with apply_if.",
     "{total} steps were skipped, and the loss scale has fallen to {scale}, its lower limit, at which steps are still "
-    "skipped, although not consecutive ones. Some batches need a smaller scale, have no finite gradients at any scale, "
-    "because of invalid data or a softmax over a row in which a mask hides every value, for example, or the flag for "
-    "update has other conditions. jmpscale.diagnose with such a batch prints the scales that fit, or names the line.",
+    "skipped, although not consecutive ones. Some batches need a smaller scale, or have no finite gradients at any "
+    "scale, for example because of invalid data or a softmax over a row in which a mask hides every value; or the flag "
+    "for update has other conditions. jmpscale.diagnose with such a batch prints the scales that fit, or names the "
+    "line.",
     f"{_OVERFLOW}The scale cannot back off any further: the gradients overflow at every allowed scale, or they are "
     "NaN, as in a sum that is not reset after a skip, or they were scaled by a different scaler, or the flag for "
     "update is inverted: it is True for finite gradients. A step has one scaler: if the optimizer is wrapped in "
@@ -62,7 +63,7 @@ _NEVER_SKIPPED = (
     "out, train a few steps with the scale jmpscale.static(2.0**60): they should be skipped."
 )
 _UNCHANGED = (
-    "In three calls of raise_if_stuck the scaler was the same, or a new one although the one before still skipped most "
+    "In three calls of raise_if_stuck the scaler was the same, or a new one although the previous one skipped most "
     "steps. If steps were taken between them, the new state is lost: return it from the training step, assign it, and "
     "pass it, not another scaler, to the next step and to raise_if_stuck. Create it once, not in each epoch; "
     "replace_scaler puts it into a new optimizer state. Do not put back the old state after an overflow: "
@@ -125,9 +126,9 @@ def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
         compiled function.
 
     Warns:
-      UserWarning: in three calls the scaler was the same, or a new one although the one before skipped most steps, so
-        the training loop may lose the new state; or a dynamic scale has grown to a `max_scale` of 2^32 or more without
-        a skip, so the loss may be unscaled.
+      UserWarning: in three calls the scaler was the same, or a new one although the previous one skipped most steps,
+        so the training loop may lose the new state; or a dynamic scale has grown to a `max_scale` of 2^32 or more
+        without a skip, so the loss may be unscaled.
 
     >>> import jmpscale
     >>> jmpscale.raise_if_stuck(jmpscale.dynamic(), max_consecutive_skips=20)
@@ -147,7 +148,7 @@ def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
 
 
 class _Calls:
-    """The latest call of `raise_if_stuck`, and the number of times that no step can have led to the next call."""
+    """The latest call of `raise_if_stuck`, and the number of calls whose states cannot be the results of steps."""
 
     def __init__(self) -> None:
         self._steps: Callable[[], Any] = lambda: None  # refers to the array `finite_steps` of the latest call
@@ -155,7 +156,7 @@ class _Calls:
         self._count = 0
 
     def add(self, steps: jax.Array | np.ndarray, state: ScalerState) -> None:
-        """Warns if no step has changed the scaler in three calls, or if the scale has grown to its limit unskipped."""
+        """Warns if steps have not changed the scaler in three calls, or if the scale has grown to its limit."""
         earlier, before = self._steps(), self._state
         self._steps, self._state = weakref.ref(steps), state
         if before is None:
@@ -173,6 +174,9 @@ class _Calls:
             warn_user(_NEVER_SKIPPED.format(scale=format_number(np.float32(state.loss_scale))))
 
 
+_calls = _Calls()
+
+
 def _skips_most(state: ScalerState) -> bool:
     """Tests whether a scaler is new, has just grown, or has skipped more steps than were applied since an overflow."""
     is_early = not state.finite_steps or state.total_skips > state.finite_steps
@@ -180,12 +184,9 @@ def _skips_most(state: ScalerState) -> bool:
 
 
 def _restarts(before: ScalerState, after: ScalerState) -> bool:
-    """Tests whether steps cannot have led from one state to another: a growth is the only step that resets a count."""
+    """Tests whether no steps lead from one state to another. Only a growth resets a count without a skip."""
     is_same = after.finite_steps <= before.finite_steps and after.loss_scale <= before.loss_scale
     return bool(after.total_skips < before.total_skips or (after.total_skips == before.total_skips and is_same))
-
-
-_calls = _Calls()
 
 
 class _Skip(NamedTuple):

@@ -7,8 +7,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
-from jmpscale._base.text import describe, format_scale, truncate
-from jmpscale._diagnosis.report import Diagnosis, DiagnosisRow, format_percentage, worst_first
+from jmpscale._base.text import describe, format_percentage, format_scale, truncate
+from jmpscale._diagnosis.report import Diagnosis, DiagnosisRow, worst_first
 
 __all__ = ["diagnosis"]
 

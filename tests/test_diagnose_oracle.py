@@ -17,7 +17,7 @@ EXACT = {"xla_allow_excess_precision": False}
 W = jnp.asarray(np.random.default_rng(0).standard_normal((8, 8)) / 3, jnp.float32)
 X = jnp.asarray(np.random.default_rng(1).standard_normal((16, 8)), jnp.float32)
 ARGS = W, X, jnp.ones(())
-HARMLESS = ["jnp.tanh(h)", "h @ w.astype({d})", "h * {d}(0.7)", "h + {d}(0.3)", "jnp.sin(h)", "jnp.maximum(h, {d}(-2))"]
+ACCURATE = ["jnp.tanh(h)", "h @ w.astype({d})", "h * {d}(0.7)", "h + {d}(0.3)", "jnp.sin(h)", "jnp.maximum(h, {d}(-2))"]
 # The compiler does not know that c is 1, so it cannot simplify the operations.
 FAULTS = [
     "h * (c * 2**14).astype({d}) * (c * 2**14).astype({d}) * (c * 2**-14).astype({d}) * (c * 2**-14).astype({d})",
@@ -38,7 +38,7 @@ LARGEST_ERROR, LARGEST_LOSS_ERROR = 0.2, 0.03
 def random_lines(seed):
     """Returns the lines of a loss function, as functions of h, w and c in a dtype d."""
     random = np.random.default_rng(seed)
-    lines = ["h @ w.astype({d})", *(random.choice(HARMLESS) for _ in range(4))]
+    lines = ["h @ w.astype({d})", *(random.choice(ACCURATE) for _ in range(4))]
     for fault in random.choice(FAULTS, size=random.integers(1, 3), replace=False):
         lines.insert(random.integers(len(lines) + 1), fault)
     return lines

@@ -256,8 +256,8 @@ SUMMARIES = {  # the loss function, its arguments, and the summary, with the lin
         small_residual,
         (jnp.full(3, 1.01, H), jnp.full(3, 0.99, H)),
         "The gradients differ from float32 by 100%: rounding near zero, as at the end of training. If all arguments "
-        "change by 10%, the error is 0.429%, so change nothing if training ends at the same loss as in float32. "
-        f"Otherwise, the error begins at {{0}}. Compute {{0}} {IN_FLOAT32}0, and loss scales from 2^-112 to 2^126 fit.",
+        "change by 10%, the error is 0.429%. Change nothing if training ends at the same loss as in float32. "
+        f"The error begins at {{0}}. Compute {{0}} {IN_FLOAT32}0, and loss scales from 2^-112 to 2^126 fit.",
     ),
     "rounding of the loss": (
         rounded_loss,

@@ -47,6 +47,17 @@ def format_table(rows: list[list[str]]) -> str:
     return "\n".join(map("  ".join, lines))
 
 
+def format_percentage(fraction: float) -> str:
+    """Formats a fraction as a percentage with three digits; large ones are not exact."""
+    if math.isinf(fraction):
+        return "inf"
+    if fraction > 10:
+        return ">1000%"
+    if fraction == 0:
+        return "0"
+    return "<0.001%" if fraction < 1e-5 else f"{100 * fraction:.3g}%"
+
+
 def format_scale(scale: float) -> str:
     """Formats a loss scale, as a power of two if it is one."""
     mantissa, exponent = math.frexp(scale)

@@ -37,8 +37,8 @@ def examine(step: Step, scaler: ScalerState, scale: float, non_finite: Arguments
     def errors_at(exponent: int) -> Errors:
         if 2.0**exponent == scale:
             return findings.errors
-        others, loss_error = trials.compare(run_as_written(2.0**exponent))
-        return others + math.inf if depends_on_scale and loss_error else others
+        found, error_of_loss = trials.compare(run_as_written(2.0**exponent))
+        return found + math.inf if depends_on_scale and error_of_loss else found
 
     scales = search(errors_at, trials.forward_errors, present, trials.largest_exponent())
     findings = _explain(findings._replace(scales=scales), present)

@@ -119,7 +119,7 @@ class Trials:
         return self.errors({**modes, **self._backward_in_float32()}, Mode.AS_WRITTEN, exponent)[0]
 
     def forward_error_elsewhere(self) -> float:
-        """Returns the largest of these errors, or of the loss, if all arguments are larger or smaller by `CHANGE`."""
+        """Returns the largest error of a gradient or the loss in such a run, after a change of all arguments."""
 
         def error(change: float) -> float:
             consts = [_perturb(x, change) for x in self.step.consts]

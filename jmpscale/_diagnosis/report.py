@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import jax.numpy as jnp
 
 from jmpscale._base.check import check_count
-from jmpscale._base.text import format_table, truncate
+from jmpscale._base.text import format_percentage, format_table, truncate
 
 _WIDTH = 100  # columns
 _SHOWN = 8  # operations that were not entered
@@ -156,14 +156,3 @@ def _cells(row: DiagnosisRow) -> list[str]:
         format_percentage(row.underflow),
         "" if row.alone is None else format_percentage(row.alone),
     ]
-
-
-def format_percentage(fraction: float) -> str:
-    """Formats a fraction as a percentage with three digits; large ones are not exact."""
-    if math.isinf(fraction):
-        return "inf"
-    if fraction > 10:
-        return ">1000%"
-    if fraction == 0:
-        return "0"
-    return "<0.001%" if fraction < 1e-5 else f"{100 * fraction:.3g}%"

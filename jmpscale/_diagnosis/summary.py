@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jmpscale._base.text import format_scale
+from jmpscale._base.text import format_percentage, format_scale
 from jmpscale._diagnosis.errors import Measured
 from jmpscale._diagnosis.lines import CHANGE, Cause, Lines, Reason, Trials
 from jmpscale._diagnosis.modes import Part, Path, Site, Statistics
-from jmpscale._diagnosis.report import format_percentage
 from jmpscale._diagnosis.scales import LARGE_ERROR, Errors, Scales, largest
 from jmpscale._state import ScalerConfig, ScalerState
 
@@ -244,8 +243,8 @@ def _describe_cause(findings: Findings, cause: Cause, lines: Lines) -> str:
             return f"{_difference(findings)}: rounding, not range. The error begins at {place}."
         return (
             f"{_difference(findings)}: rounding near zero, as at the end of training. If all arguments change by "
-            f"{CHANGE:.0%}, the error is {format_percentage(findings.error_elsewhere)}, so change nothing if training "
-            f"ends at the same loss as in float32. Otherwise, the error begins at {place}."
+            f"{CHANGE:.0%}, the error is {format_percentage(findings.error_elsewhere)}. Change nothing if training "
+            f"ends at the same loss as in float32. The error begins at {place}."
         )
     name, limit = findings.operation(site), site.limit
     if cause.reason is Reason.UNDERFLOW:

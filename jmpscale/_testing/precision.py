@@ -11,11 +11,10 @@ import numpy as np
 
 from jmpscale._base.check import warn_user
 from jmpscale._base.frameworks import is_trace_error
-from jmpscale._base.text import format_scale
+from jmpscale._base.text import format_percentage, format_scale
 from jmpscale._base.tree import PyTree, flatten_matching, is_array
 from jmpscale._diagnosis.float32 import evaluate_in_float32, runs_only_as_written
 from jmpscale._diagnosis.interpret import operations
-from jmpscale._diagnosis.report import format_percentage
 from jmpscale._diagnosis.step import UNREADABLE, compiled
 from jmpscale._testing.runs import Run, Runs
 
@@ -24,7 +23,7 @@ _ROUNDING = 2.0**-8  # the relative change of the state by which noise is recogn
 
 
 class Reference:
-    """Runs of a step in float32, with whose changes other changes are compared.
+    """A run of a step in float32, with whose changes the changes of other runs are compared.
 
     A difference is noise if rounding the state changes the result by a similar amount, as for the gradient of a bias
     before a normalization, or for an average that has converged.
@@ -33,29 +32,29 @@ class Reference:
     def __init__(self, written: Runs, in_float32: Runs, scale: float) -> None:
         self._written, self._in_float32 = written, in_float32
         self._usual = in_float32.at(scale, consecutive_skips=0)  # as in most steps
-        self._noise = dict.fromkeys(self._usual.changes, 0.0)
-        self._add_noise(self._noise, in_float32.with_numbers(_round).at(scale, consecutive_skips=0), self._usual)
+        self._norms = {path: np.linalg.norm(change) for path, change in self._usual.changes.items()}
+        rounded = in_float32.with_numbers(_round).at(scale, consecutive_skips=0)
+        self._noise = self._with_noise(dict.fromkeys(self._norms, 0.0), rounded, self._usual)
 
     def _differences(self, run: Run, other: Run) -> dict[str, float]:
         """Returns the norm of the difference of the changes of two runs, relative to the change in float32."""
-        norms = {path: np.linalg.norm(change) for path, change in self._usual.changes.items()}
-        found = {path: _difference(run.changes[path], other.changes[path], norm) for path, norm in norms.items()}
-        return {path: error if math.isfinite(error) else math.inf for path, error in found.items()}
+        return {path: _difference(run.changes[path], other.changes[path], norm) for path, norm in self._norms.items()}
 
-    def _add_noise(self, noise: dict[str, float], rounded: Run, run: Run) -> None:
-        found = self._differences(rounded, run).items()
-        noise |= {path: max(noise[path], error) for path, error in found if math.isfinite(error)}
+    def _with_noise(self, noise: dict[str, float], rounded: Run, run: Run) -> dict[str, float]:
+        """Returns the larger one of the noise that is known and the noise that a run from a rounded state shows."""
+        found = self._differences(rounded, run)
+        return {path: max(known, found[path]) if math.isfinite(found[path]) else known for path, known in noise.items()}
 
     def wrong_change(self, run: Run) -> tuple[str, float] | None:
         """Returns the path and the error of the change, in a run as written, that differs most from float32."""
-        errors, noise = self._differences(run, self._usual), dict(self._noise)
+        wrong, errors, noise = None, self._differences(run, self._usual), self._noise
         for seed in range(4):  # noise may be small by chance
             rounded = self._written.with_numbers(functools.partial(_round, seed=seed)).at(run.scale)
-            if not rounded.skips:
-                self._add_noise(noise, rounded, run)
-            if not _largest(errors, _LARGEST_ERROR, noise):
+            noise = noise if rounded.skips else self._with_noise(noise, rounded, run)
+            wrong = _largest(errors, _LARGEST_ERROR, noise)
+            if wrong is None:
                 break
-        return _largest(errors, _LARGEST_ERROR, noise)
+        return wrong
 
     def check_independence(self, growth_interval: int) -> None:
         """Raises if a change in float32 depends on the scale, on its growth, or on a skip of the step before."""
@@ -82,8 +81,8 @@ class Reference:
         if wrong := _largest(self._differences(run, self._usual), limit, self._noise):
             path, error = wrong
             raise AssertionError(
-                f"the change of state{path} is {format_percentage(error)} different {when}. If it describes the "
-                f"scaler, pass ignore={path!r}."
+                f"the change of state{path} differs by {format_percentage(error)} {when}. If it describes the scaler, "
+                f"pass ignore={path!r}."
             )
 
 
@@ -94,11 +93,13 @@ def _largest(errors: dict[str, float], limit: float, noise: dict[str, float]) ->
 
 
 def _difference(one: np.ndarray, other: np.ndarray, norm: np.floating) -> float:
+    """Returns the norm of a difference relative to a norm; infinity if the difference is not finite."""
+    if not np.isfinite(norm):
+        return 0.0
     with np.errstate(invalid="ignore"):
         distance = np.linalg.norm(one - other)
-    if np.isfinite(norm):
-        return float(distance / norm) if norm else float(distance > 0)
-    return 0.0
+    error = distance / norm if norm else float(distance > 0)
+    return float(error) if np.isfinite(error) else math.inf
 
 
 def _round(x: Any, seed: int = 0) -> np.ndarray:
@@ -111,18 +112,17 @@ def _round(x: Any, seed: int = 0) -> np.ndarray:
 
 def in_float32(written: Runs) -> Runs:
     """Returns runs that compute in float32; if JAX cannot trace the step, it warns, and returns the runs as written."""
-    leaves, treedef = jax.tree.flatten(written.state)
-    positions = [i for i, leaf in enumerate(leaves) if is_array(leaf)]  # the step may read other leaves in Python
+    arrays, unflatten = flatten_matching(written.state, is_array)  # the step may read other leaves in Python
+    positions = [i for i, leaf in enumerate(jax.tree.leaves(written.state)) if is_array(leaf)]
     unflatten_outputs: Callable[..., PyTree] = tuple
 
     def outputs(*arrays: Any) -> list[Any]:
         nonlocal unflatten_outputs
-        given = dict(enumerate(leaves)) | dict(zip(positions, arrays, strict=True))
-        after, unflatten_outputs = flatten_matching(written.step(jax.tree.unflatten(treedef, given.values())), is_array)
+        after, unflatten_outputs = flatten_matching(written.step(unflatten(arrays)), is_array)
         return after
 
     try:
-        closed = jax.make_jaxpr(outputs)(*(leaves[i] for i in positions))
+        closed = jax.make_jaxpr(outputs)(*arrays)
     except Exception as failure:
         if not (isinstance(failure, UNREADABLE) or is_trace_error(failure)):
             raise

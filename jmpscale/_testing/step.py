@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._base.check import warn_user
-from jmpscale._base.text import describe
+from jmpscale._base.text import describe, format_percentage
 from jmpscale._base.tree import Tree, check_no_nnx_objects, is_inexact, named_leaves
-from jmpscale._diagnosis.report import format_percentage
 from jmpscale._scaler_of_tree import find_scaler
 from jmpscale._state import LARGEST_SCALE, SkipReason
 from jmpscale._testing.precision import Reference, in_float32
@@ -38,12 +37,13 @@ def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Seque
 
     At a loss scale of 2^126, gradients overflow in float16. The step must be skipped, reduce a dynamic scale, and
     change nothing else. If nothing overflows, as in float32, this must hold at an infinite scale. At the smallest scale
-    at which the step is skipped, the loss must be finite, and a loop of steps must not skip all of them. Devices must
-    agree, as for `assert_replicated`.
+    at which the step is skipped, the loss must be finite, and a loop of steps must not skip all of them. A step that is
+    skipped because of its loss must change nothing, either. Devices must agree, as for `assert_replicated`.
 
-    If JAX can trace the step, it is also evaluated in float32. There, no change may depend on the scale, or on whether
-    the scale grows after the step. Just below the scale at which the step is skipped, no change may differ from the
-    change in float32 by more than half. Differences that rounding explains are accepted.
+    If JAX can trace the step, it is also evaluated in float32. There, no change may depend on the scale, on whether the
+    scale grows after the step, or on whether the previous step was skipped. Just below the scale at which the step is
+    skipped, no change may differ from the change in float32 by more than half. Differences that rounding explains are
+    accepted.
 
     Args:
       step: function of the training state that returns the new state, such as
@@ -98,7 +98,9 @@ def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Seque
     runs = Runs(checked(step), state, ignored)
     usual = runs.first_applied(exponent)
     if path := next((path for path, was, _ in usual.leaves if is_inexact(was) and jnp.isnan(was).any()), None):
-        raise AssertionError(f"state{path} contains NaN: a skipped step has changed it. Check an earlier state.")
+        raise AssertionError(
+            f"state{path} contains NaN, which hides whether a step changes it. Check an earlier state."
+        )
     if path := next((path for path, change in usual.changes.items() if not np.isfinite(change).all()), None):
         raise AssertionError(
             f"the step was not skipped at a loss scale of {usual.name}, where state{path} becomes infinite or NaN: "
@@ -132,11 +134,13 @@ def _check_overflow(runs: Runs, exact: Runs, usual: Run) -> None:
     """Raises if an overflow is applied, or if a skipped step changes the state."""
     reference = Reference(runs, exact, usual.scale)
     largest = runs.at(LARGEST_SCALE)
+    wrong = None if largest.skips else reference.wrong_change(largest)
     # Either nothing overflows, or the scale of several steps backs off from an overflow of the first one.
-    if not (largest.is_skipped or (not largest.skips and reference.wrong_change(largest))):
+    if not (largest.is_skipped or wrong):
         largest = runs.at(math.inf)
+        wrong = None if largest.is_skipped else reference.wrong_change(largest)
     if not largest.is_skipped:
-        why = _RETURNED if largest.returns_scaler else _HIDDEN if reference.wrong_change(largest) else _UNSCALED
+        why = _RETURNED if largest.returns_scaler else _HIDDEN if wrong else _UNSCALED
         raise AssertionError(f"the step was not skipped at a loss scale of {largest.name}: {why}")
     largest.check_skipped()
     check_copies(largest.after, "state")
