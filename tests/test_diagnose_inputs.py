@@ -53,25 +53,16 @@ def test_harmful_constant_is_found(name):
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_argument_is_harmful_if_zeros_in_its_place_make_the_step_finite(value):
+def test_zeros_in_place_of_invalid_arguments_make_a_step_finite(value):
     x = jnp.float32([value, 1])
-    assert RepairedStep(step(lambda x: [jnp.sum(x * x), x], x)).harmful_arguments([("x", x)]) == ["x"]
-    assert not RepairedStep(step(lambda x: [jnp.sum(1 / (x * 0)), x], x)).harmful_arguments([("x", x)])
-
-
-def test_only_the_argument_that_is_harmful_by_itself_is_returned():
-    mask, x = jnp.float32([-np.inf, 0]), jnp.float32([np.nan, 1])
-    alone = RepairedStep(step(lambda mask, x: [jnp.sum(jnp.exp(mask)), x], mask, x))
-    assert alone.harmful_arguments([("mask", mask), ("x", x)]) == ["x"]
-    other = jnp.float32([-np.inf, 1])
-    both = RepairedStep(step(lambda a, b: [jnp.sum(jnp.tanh(a - b))], mask, other))
-    assert both.harmful_arguments([("a", mask), ("b", other)]) == ["a", "b"]
+    assert RepairedStep(step(lambda x: [jnp.sum(x * x), x], x)).is_finite_with_finite_arguments()
+    assert not RepairedStep(step(lambda x: [jnp.sum(1 / (x * 0)), x], x)).is_finite_with_finite_arguments()
 
 
 @pytest.mark.parametrize("value", [0.0, np.inf, np.nan])
 def test_invalid_loss_scale_raises(value):
     scaler = jmpscale.dynamic()._replace(loss_scale=jnp.float32(value))
-    with pytest.raises(ValueError, match=f"valid loss scale, got {value}: the state was corrupted"):
+    with pytest.raises(ValueError, match=r"scaler\.loss_scale must be .*, got (0|inf|nan)\."):
         jmpscale.diagnose(jnp.sum)(scaler, jnp.ones(2))
 
 
@@ -102,7 +93,7 @@ ARGUMENTS = {  # a function, its arguments, and the paths of the arguments that 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_arguments_that_are_not_finite_are_named(name):
     fun, args, kwargs, expected = ARGUMENTS[name]
-    assert [name for name, _ in non_finite_arguments(fun, args, kwargs)] == expected
+    assert non_finite_arguments(fun, args, kwargs) == expected
 
 
 # --- The reference in float32. ---

@@ -44,14 +44,9 @@ def clipped(w):
     return squared(clip_cotangent(w.astype(H)))
 
 
-SMALL = f"It is too small: mul at {line(product)} underflows."
-LARGE = f"It is too large: convert_element_type at {line(product)} overflows."
+SMALL = "It is too small: the gradients differ from float32 by 100%."
+LARGE = "It is too large: the gradients are not finite."
 BEST = "At the best scale the gradients differ from float32 by "
-CLIPS = (
-    "At this scale the gradients are wrong even if the backward pass computes in float32, as in one that clips or "
-    "compares scaled values. "
-)
-FROZEN = "Its gradients are finite, so no step is skipped, and a dynamic scale does not back off. Use "
 SCALERS = {  # the loss function, the scaler, the name of the present scale, and the sentences that follow
     "disabled": (product, jmpscale.disabled(), "2^0", "The gradients differ from float32 by 0."),
     "the smallest": (product, jmpscale.static(2.0**-4), "2^-4", "The gradients differ from float32 by 0."),
@@ -70,8 +65,7 @@ SCALERS = {  # the loss function, the scaler, the name of the present scale, and
         product,
         jmpscale.dynamic(2.0**30),
         "2^30",
-        f"{LARGE} A dynamic scale backs off, and each of these steps is skipped. dynamic(init_scale=2.0**13) "
-        f"avoids the skips. {BEST}0.",
+        f"{LARGE} Use dynamic(init_scale=2.0**13). {BEST}0.",
     ),
     "dynamic, max_scale is too small": (
         product,
@@ -83,21 +77,14 @@ SCALERS = {  # the loss function, the scaler, the name of the present scale, and
         product,
         jmpscale.dynamic(2.0**30, min_scale=2.0**28),
         "2^30",
-        f"{LARGE} A dynamic scale stops at min_scale, 2^28, and skips every step. Use dynamic(init_scale=2.0**13, "
-        f"min_scale=2.0**-4). {BEST}0.",
-    ),
-    "dynamic, near min_scale": (
-        product,
-        jmpscale.dynamic(2.0**30, min_scale=2.0**14),
-        "2^30",
-        f"{LARGE} A dynamic scale backs off, and each of these steps is skipped. dynamic(init_scale=2.0**13, "
-        f"min_scale=2.0**-4) avoids the skips. {BEST}0.",
+        f"{LARGE} Use dynamic(init_scale=2.0**13, min_scale=2.0**-4). {BEST}0.",
     ),
     "dynamic, too large but finite": (
         clipped,
         jmpscale.dynamic(2.0**10),
         "2^10",
-        f"{CLIPS}{FROZEN}dynamic(init_scale=2.0**0, max_scale=2.0**0). {BEST}0.0214%.",
+        "It is too large: the gradients differ from float32 by 99.9%. Use dynamic(init_scale=2.0**0, "
+        f"max_scale=2.0**0). {BEST}0.0214%.",
     ),
 }
 
@@ -201,9 +188,9 @@ EYE, MATRIX = jnp.eye(2), jnp.float32([[1, 2], [3, 4]])
 NO_SCALE = "A loss scale cannot prevent that. "
 IN_FLOAT32 = "in float32: then the gradients differ from float32 by "
 CORRECT = (
-    "and reaches the loss or a gradient. No loss scale helps: correct this line. Common causes are invalid data; a "
-    "softmax over a row that is masked everywhere, which needs a finite mask or where=; and a derivative such as the "
-    "derivative of a norm at zero."
+    "is not finite in the float32 run either, and reaches the loss or a gradient. No loss scale helps: correct this "
+    "line. Common causes are invalid data; a softmax over a row that is masked everywhere, which needs a finite mask "
+    "or where=; and a derivative such as the derivative of a norm at zero."
 )
 SUMMARIES = {  # the loss function, its arguments, and the summary, with the lines of the function
     "large error": (
@@ -269,20 +256,18 @@ SUMMARIES = {  # the loss function, its arguments, and the summary, with the lin
         jmpscale.autocast(matmul),
         (EYE, EYE + 1),
         "The forward pass overflows: dot_general at {0} reaches 1.8e+05, and the largest number of float16 is 65504. "
-        f'{NO_SCALE}Pass precision="highest" to each matmul at {{0}}, or use jax.default_matmul_precision("highest") '
-        "around it: then the gradients differ from float32 by 0, and loss scales from 2^-104 to 2^126 fit. Then no "
-        "matmul remains in half precision. To keep matmuls there, normalize the input, or multiply it by a power of "
-        "two and divide the result.",
+        f'{NO_SCALE}Compute {{0}} in float32, with precision="highest" where autocast converts a matmul: then the '
+        "gradients differ from float32 by 0, and loss scales from 2^-104 to 2^126 fit. Or normalize its input.",
     ),
     "one of two matmuls": (
         jmpscale.autocast(two_matmuls),
         (EYE, MATRIX),
         "The forward pass overflows: convert_element_type at {1} reaches 9.99e+04, and the largest number of float16 "
-        f'is 65504. {NO_SCALE}Pass precision="highest" to each matmul at {{1}}, or use '
-        'jax.default_matmul_precision("highest") around it: then the gradients differ from float32 by 0.00977%, and '
-        'loss scales from 2^-17 to 2^18 fit. The autocast guide lists such programs under "Keep these in float32".',
+        f'is 65504. {NO_SCALE}Compute {{1}} in float32, with precision="highest" where autocast converts a matmul: '
+        "then the gradients differ from float32 by 0.00977%, and loss scales from 2^-17 to 2^18 fit. Or normalize its "
+        "input.",
     ),
-    "kernel": (kernel, (W, X), f"The result of pallas_call at {{1}}, which runs as written, is not finite, {CORRECT}"),
+    "kernel": (kernel, (W, X), f"The result of pallas_call at {{1}} {CORRECT}"),
     "constant of zero": (
         zero_constant,
         (W,),
@@ -297,7 +282,7 @@ SUMMARIES = {  # the loss function, its arguments, and the summary, with the lin
         "finite. If your code has a different number, compute this line in float32, because float16 cannot hold a "
         "number above 65504.",
     ),
-    "not finite": (logarithm, (W,), f"The result of log at {{0}} is not finite in float32 either, {CORRECT}"),
+    "not finite": (logarithm, (W,), f"The result of log at {{0}} {CORRECT}"),
     "float32": (
         squared,
         (W,),
@@ -344,25 +329,16 @@ def test_integers_are_not_changed_because_they_may_be_indices():
     assert diagnosis.summary.startswith("Loss scales from ")
 
 
-def test_gradients_below_the_epsilon_of_adam_are_told():
-    assert "epsilon" not in diagnose(lambda w: product(w) * 2.0**-6, W).summary
-    summary = diagnose(lambda w: product(w["w"]) * 2.0**-7 + product(w["b"]) * 2.0**-9, {"w": W, "b": W}).summary
-    assert "The root mean square of 2 of 2 gradients is below Adam's default epsilon, 1e-8: unless" in summary
-    assert summary.endswith("give Adam a smaller one, such as 1e-12.")
-
-
 def test_large_result_of_the_forward_pass_does_not_add_runs():
     assert len(diagnose(near_overflow).scale_errors) == 8
 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("x64")
-def test_float32_is_not_mentioned_in_float64():
+def test_numbers_above_float32_are_finite_in_float64():
     large = diagnose(lambda w: jnp.sum(w * 1e30) * 1e30, W.astype(jnp.float64))  # above the numbers of float32
     assert large.summary.startswith("The program has no result in half precision, and needs no loss scale.")
     assert large.fitting_scales() is not None
-    summary = diagnose(logarithm, W.astype(jnp.float64)).summary
-    assert summary == f"The result of log at {line(logarithm)} is not finite, {CORRECT}"
 
 
 def test_warning_of_loss_scaled_is_silent():

@@ -1,13 +1,10 @@
 """diagnose finds the powers of two that fit, and the smallest set of lines, in few runs."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
 from jmpscale._diagnosis.lines import smallest_set
 from jmpscale._diagnosis.scales import search
-from jmpscale._diagnosis.step import run_twice
 
 NOT_FINITE = np.array([np.inf])
 
@@ -144,10 +141,3 @@ def test_set_of_many_integers_is_found_in_few_runs():
 
     assert set(smallest_set(200, fits)) == set(range(3, 200))
     assert len(runs) < 150
-
-
-@pytest.mark.parametrize(("later", "slow"), [(0.004, True), (0.003, False)])
-def test_program_is_slow_if_its_runs_take_longer_than_compiling(later, slow, monkeypatch):
-    times = iter([0.0, 0.1, 0.1 + later])
-    monkeypatch.setattr("jmpscale._diagnosis.step.time", SimpleNamespace(perf_counter=lambda: next(times)))
-    assert run_twice(lambda: 1.0) == (1.0, slow)

@@ -99,7 +99,7 @@ def _local_step(params, opt_state, x, fault):
 
 FAULTS = {  # the last number of a batch, and the first words of the diagnosis
     1e5: "The forward pass overflows: convert_element_type at worker.py:",
-    np.nan: "x contains infinities or NaN",
+    np.nan: "Infinities or NaN in x reach the loss or a gradient",
 }
 
 

@@ -7,6 +7,7 @@ from typing import Any, overload
 import jax
 import numpy as np
 
+from jmpscale._base.check import check_in_range
 from jmpscale._base.frameworks import is_nnx_object
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree
@@ -87,7 +88,8 @@ def diagnose(
     def diagnose_fun(scaler: PyTree, /, *args: Any, **kwargs: Any) -> Diagnosis:
         state = find_scaler(scaler, remedy="Call diagnose(loss_fn)(scaler, params, batch).")
         check_concrete({"scaler": state, "args": args, "kwargs": kwargs})
-        scale = _scale_of(state)
+        remedy = "The state was corrupted; restore an older checkpoint."
+        check_in_range("scaler.loss_scale", float(state.loss_scale), SMALLEST_SCALE, LARGEST_SCALE, remedy)
 
         def loss_and_grads(traced: ScalerState, args: PyTree, kwargs: PyTree) -> tuple[Any, PyTree]:
             args, kwargs = _with_scale((args, kwargs), state, traced.loss_scale)
@@ -97,7 +99,7 @@ def diagnose(
         # Non-finite values are what is looked for, and a function that is not compiled cannot be entered.
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
             step = trace_step(loss_and_grads, args, kwargs)
-            return examine(step, state, scale, lambda: non_finite_arguments(fun, args, kwargs))
+            return examine(step, state, lambda: non_finite_arguments(fun, args, kwargs))
 
     diagnose_fun.__name__ = f"diagnose_of_{getattr(fun, '__name__', 'fun')}"
     return diagnose_fun
@@ -111,15 +113,3 @@ def _with_scale(arguments: PyTree, state: ScalerState, loss_scale: jax.Array) ->
         return x._replace(loss_scale=loss_scale) if is_copy else x
 
     return jax.tree.map(replaced, arguments, is_leaf=lambda x: is_scaler(x) or is_nnx_object(x))
-
-
-def _scale_of(state: ScalerState) -> float:
-    if state.config.mode == "disabled":
-        return 1.0
-    scale = float(state.loss_scale)
-    if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
-        raise ValueError(
-            f"scaler must have a valid loss scale, got {scale}: the state was corrupted, in storage or by hand. "
-            "Restore an older checkpoint, or pass jmpscale.dynamic()."
-        )
-    return scale

@@ -2,29 +2,28 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 from jmpscale._diagnosis.lines import Reason, Trials
 from jmpscale._diagnosis.modes import Part
 from jmpscale._diagnosis.not_finite import RepairedStep
 from jmpscale._diagnosis.report import Diagnosis, DiagnosisRow
 from jmpscale._diagnosis.scales import LARGE_ERROR, Errors, search
-from jmpscale._diagnosis.step import Step, compile_step, run_twice
-from jmpscale._diagnosis.summary import Findings, describe_argument, describe_constant, describe_origin, summarize
+from jmpscale._diagnosis.step import Step, compile_step
+from jmpscale._diagnosis.summary import Findings, describe_arguments, describe_constant, describe_origin, summarize
 from jmpscale._state import ScalerState
 
-Arguments = Callable[[], list[tuple[str, Any]]]  # returns the arguments that are not finite, with their names
+Arguments = Callable[[], list[str]]  # returns the names of the arguments that are not finite
 
 
-def examine(step: Step, scaler: ScalerState, scale: float, non_finite: Arguments) -> Diagnosis:
-    """Examines a step at a loss scale, which is 1 if the scaler is disabled."""
-    run_as_written = compile_step(step)
-    outputs, optimize = run_twice(lambda: run_as_written(scale))
-    trials = Trials(step, optimize=optimize)
+def examine(step: Step, scaler: ScalerState, non_finite: Arguments) -> Diagnosis:
+    """Examines a step at the loss scale of a scaler."""
+    scale, run_as_written = float(scaler.loss_scale), compile_step(step)
+    outputs = run_as_written(scale)
+    trials = Trials(step)
     errors, loss_error = trials.compare(outputs)
-    findings = Findings(trials, float(outputs[0]), loss_error, errors, scaler, scale)
+    findings = Findings(trials, float(outputs[0]), loss_error, errors, scaler)
     if not trials.measured.are_finite or trials.measured.are_zero:
-        harmful = _describe_harmful(findings, RepairedStep(step, optimize=optimize), non_finite)
+        harmful = _describe_harmful(findings, RepairedStep(step), non_finite)
         if harmful is not None:
             return _diagnosis(findings, harmful)
 
@@ -48,35 +47,27 @@ def examine(step: Step, scaler: ScalerState, scale: float, non_finite: Arguments
 
 
 def _explain(findings: Findings, present: int) -> Findings:
-    """Adds what explains an error."""
+    """Adds what explains an error for which no scale is the remedy."""
     trials, scales = findings.trials, findings.scales
-    if not trials.step.sites:
+    if findings.accurate or not trials.step.sites:
         return findings
-    if not findings.accurate:
-        best = present if scales.best is None else scales.best
-        lines = trials.find_lines([best, present, trials.largest_exponent() - 2, 0, 24, -12])
-        finite = math.isfinite(findings.loss) and scales.best is not None
-        cause = trials.find_cause(lines, finite=finite) if lines and lines.paths else None
-        findings = findings._replace(lines=lines, cause=cause)
-        if cause and cause.reason is Reason.ROUNDING and finite and not cause.site.part.backward:
-            return findings._replace(error_elsewhere=trials.forward_error_elsewhere())
-        return findings
-    if not findings.scale_fits and scales.fitting is not None:
-        low, high = scales.fitting
-        beyond = min(present, low - 1) if findings.scale < 2.0**low else max(present, high + 1)
-        return findings._replace(cause=trials.find_cause_of_scale(beyond, scales.limits))
-    return findings
+    best = present if scales.best is None else scales.best
+    lines = trials.find_lines([best, present, trials.largest_exponent() - 2, 0, 24, -12])
+    finite = math.isfinite(findings.loss) and scales.best is not None
+    cause = trials.find_cause(lines, finite=finite) if lines and lines.paths else None
+    is_rounded = cause and cause.reason is Reason.ROUNDING and finite and not cause.site.part.backward
+    elsewhere = trials.forward_error_elsewhere() if is_rounded else math.inf
+    return findings._replace(lines=lines, cause=cause, error_elsewhere=elsewhere)
 
 
 def _describe_harmful(findings: Findings, repaired: RepairedStep, non_finite: Arguments) -> str | None:
     """Returns a description of what makes the step useless, in float32 too; None for gradients of zero."""
     is_finite = findings.trials.measured.are_finite
-    arguments = [] if is_finite else repaired.harmful_arguments(non_finite())
-    if arguments:
-        return describe_argument(arguments[0])
+    if not is_finite and repaired.is_finite_with_finite_arguments() and (names := non_finite()):
+        return describe_arguments(names)
     if constant := repaired.harmful_constant(was_finite=is_finite):
         return describe_constant(*constant)
-    return None if is_finite else describe_origin(repaired.origin(), findings.trials.step.not_entered)
+    return None if is_finite else describe_origin(repaired.origin())
 
 
 def _diagnosis(findings: Findings, summary: str) -> Diagnosis:

@@ -24,7 +24,7 @@ _KNOWN = {
     if isinstance(primitive, core.Primitive)
 }
 _KNOWN |= {"mesh_cast", "pbroadcast", "pcast", "psum2", "psum_invariant", "pvary", "ragged_dot_general", "reshard"}
-_KNOWN -= {"bitcast_convert_type", "nextafter", "reduce_precision", "custom_lin"}
+_KNOWN -= {"bitcast_convert_type", "nextafter", "reduce_precision", "custom_lin", "custom_linear_solve", "xla_pmap"}
 _KNOWN -= {"rng_bit_generator", "rng_uniform", "random_bits"}
 _DTYPE_PARAMETERS = ("new_dtype", "dtype", "preferred_element_type")
 _HIGHEST = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
@@ -70,17 +70,16 @@ def _widen_params(eqn: core.JaxprEqn) -> dict[str, Any]:
         dtype = new.get(key)
         if dtype is not None and jnp.issubdtype(dtype, np.floating) and np.dtype(dtype).itemsize < 4:
             new[key] = np.dtype(np.float32)
-    for key, value in eqn.params.items():  # the functions of reductions, scatters and pmap
+    for key, value in eqn.params.items():  # the functions of reductions and scatters
         if isinstance(value, core.ClosedJaxpr) and not value.consts:
             new[key] = _widen_function(value.jaxpr)
         elif isinstance(value, core.Jaxpr):
-            axes = ((new["axis_name"], new["axis_size"]),) if "axis_size" in new else ()  # of a pmap
-            new[key] = _widen_function(value, axes).jaxpr
+            new[key] = _widen_function(value).jaxpr
     return new
 
 
 @functools.lru_cache(maxsize=1000)
-def _widen_function(jaxpr: core.Jaxpr, axes: tuple[tuple[Any, int], ...] = ()) -> core.ClosedJaxpr:
+def _widen_function(jaxpr: core.Jaxpr) -> core.ClosedJaxpr:
     types: list[Any] = [type_of(x) for x in jaxpr.invars]
     args = [jax.ShapeDtypeStruct(x.shape, np.float32 if is_narrow(x) else x.dtype) for x in types]
-    return jax.make_jaxpr(lambda *args: evaluate_in_float32(jaxpr, (), args), axis_env=list(axes))(*args)
+    return jax.make_jaxpr(lambda *args: evaluate_in_float32(jaxpr, (), args))(*args)

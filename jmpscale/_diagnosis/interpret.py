@@ -38,8 +38,6 @@ def operations(jaxpr: core.Jaxpr, caller: Caller = PROGRAM) -> Iterator[tuple[co
 
 def _entered(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
     """Returns the jaxprs of an equation that an interpreter enters."""
-    if eqn.primitive.name == "custom_linear_solve":
-        return [eqn.params["jaxprs"].solve.jaxpr]
     is_entered = eqn.primitive.name in ("scan", "while", "cond") or called_jaxpr(eqn)
     return list(held_jaxprs(eqn)) if is_entered else []
 
@@ -90,7 +88,6 @@ class Interpreter:
 
     def _equation(self, eqn: core.JaxprEqn, inputs: list[Any], caller: Caller) -> list[Any]:
         special = {"scan": self._scan, "while": self._while, "cond": self._cond, "shard_map": self._shard_map}
-        special["custom_linear_solve"] = self._solve
         if eqn.primitive.name in special:
             return special[eqn.primitive.name](eqn, inputs, caller.inside(eqn))
         called = called_jaxpr(eqn)
@@ -160,13 +157,6 @@ class Interpreter:
             out_specs=(list(params["out_specs"]), jax.P()),
         )(outer, self.records, *inputs)
         return outputs
-
-    def _solve(self, eqn: core.JaxprEqn, inputs: list[Any], inside: Caller) -> list[Any]:
-        """Runs the solver of a linear solve, whose derivative is part of the program already."""
-        sizes, solve = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
-        first = sizes.matvec + sizes.vecmat
-        operands = [*inputs[first : first + sizes.solve], *inputs[sum(sizes) :]]
-        return self._run(solve.jaxpr, solve.consts, operands, inside)
 
 
 Rule = Callable[[Interpreter, core.JaxprEqn, list[Any], Caller], list[Any]]

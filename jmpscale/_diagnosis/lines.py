@@ -54,10 +54,10 @@ class Lines(NamedTuple):
 class Trials:
     """Runs a step with other modes, and compares it with the reference: the step in float32, at a scale of 1."""
 
-    def __init__(self, step: Step, *, optimize: bool = False) -> None:
-        self.step = ModalStep(step, PRECISION, optimize=optimize)
+    def __init__(self, step: Step) -> None:
+        self.step = ModalStep(step, PRECISION)
         # A separate program, because the other runs need no statistics, which can take most of the time of a run.
-        self._recording = ModalStep(step, RECORD, optimize=optimize)
+        self._recording = ModalStep(step, RECORD)
         self._errors: dict[tuple[frozenset[tuple[Site, Mode]], Mode, int], tuple[Errors, float]] = {}
         self._statistics: dict[float, dict[Site, Statistics]] = {}
         self.reference = self._run_in_float32(1.0)
@@ -177,8 +177,10 @@ class Trials:
             """Returns the reason of an error that the range of float32 removes, and rounding for any other."""
             with_range = error(site, Mode.RANGE)
             was_infinite = math.isinf(error(site, Mode.AS_WRITTEN)) and not math.isinf(with_range)
-            is_range = was_infinite or with_range <= LARGEST_ERROR
-            return _range_reason(statistics[site]) if is_range else Reason.ROUNDING
+            if not (was_infinite or with_range <= LARGEST_ERROR):
+                return Reason.ROUNDING
+            found = statistics[site]
+            return Reason.OVERFLOW if found.overflow else Reason.UNDERFLOW if found.underflow else Reason.ROUNDING
 
         def rank(cause: Cause) -> tuple[bool, bool]:
             # A result that is only infinite because its operand is too large is not the first choice.
@@ -193,33 +195,11 @@ class Trials:
                 return min(causes, key=rank)
         return Cause(next(iter(kept)), Reason.ROUNDING)
 
-    def find_cause_of_scale(self, exponent: int, limits: Errors | None) -> Cause | None:
-        """Finds the results of the backward pass for which a loss scale is too small or too large.
-
-        They are the first results with which a gradient is wrong, by more than its limit, if the results after them are
-        in float32. Returns None if a gradient is wrong even if all of them are in float32.
-        """
-        sites = [site for site in self.step.sites if site.part.backward]
-
-        def fits(chosen: Iterable[int]) -> bool:
-            errors, _ = self.errors({sites[i]: Mode.FLOAT32 for i in chosen}, Mode.AS_WRITTEN, exponent)
-            return bool((errors <= limits).all())
-
-        if fits(()) or not fits(range(len(sites))):
-            return None
-        site = sites[_first_not_enough(range(len(sites)), fits) - 1]
-        return Cause(site, _range_reason(self.statistics(2.0**exponent)[site]))
-
     def errors_alone(self, exponent: int) -> dict[Part, float]:
         """Returns the error if one part alone computes in half precision; nothing if there are too many parts."""
         parts = self.step.parts if len(self.step.parts) <= _TRIED_ALONE else []
         alone = {part: {x: Mode.AS_WRITTEN for x in self.step.sites if x.part == part} for part in parts}
         return {part: self.error(modes, Mode.FLOAT32, exponent) for part, modes in alone.items()}
-
-
-def _range_reason(found: Statistics) -> Reason:
-    """Returns the reason of an error that float32's range removes."""
-    return Reason.OVERFLOW if found.overflow else Reason.UNDERFLOW if found.underflow else Reason.ROUNDING
 
 
 def smallest_set(count: int, fits: Callable[[Iterable[int]], bool]) -> list[int]:

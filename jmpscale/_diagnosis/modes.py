@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jmpscale._autocast.rules import MATMULS
 from jmpscale._base.jaxpr import UNKNOWN_LINE, Caller, type_of
 from jmpscale._diagnosis.errors import severity
 from jmpscale._diagnosis.float32 import run_as_written, run_in_float32, runs_only_as_written
@@ -158,7 +157,7 @@ def _is_inexact(x: Any) -> bool:
 class ModalStep:
     """A step whose operations have modes. Its sites, parts and paths are in the order of the program."""
 
-    def __init__(self, step: Step, modal: Modal, *, optimize: bool) -> None:
+    def __init__(self, step: Step, modal: Modal) -> None:
         self.consts = [widen(jnp.asarray(x)) for x in step.consts]
         everything = [(*x, x[1].path_of(x[0]) or (UNKNOWN_LINE,)) for x in operations(step.jaxpr)]
         kernels = [(eqn, path) for eqn, _, path in everything if runs_only_as_written(eqn)]
@@ -178,11 +177,6 @@ class ModalStep:
         self.parts = list(dict.fromkeys(site.part for site in self.sites))
         # A line whose forward pass has no such result, as of an index, is also in the order of the forward pass.
         self.paths = list(dict.fromkeys(shortest[path] for _, _, path in everything if path in shortest))
-        # The conversions that autocast inserts have the traceback of the matmul.
-        matmuls = {eqn.source_info.traceback for eqn, _, _ in found if eqn.primitive.name in MATMULS}
-        conversions = {eqn.source_info.traceback for eqn, _, _ in found if eqn.primitive.name == "convert_element_type"}
-        by_autocast = matmuls & conversions
-        self._by_hand = {shortest[path] for eqn, _, path in found if eqn.source_info.traceback not in by_autocast}
         index = {site: i for i, site in enumerate(self.sites)}
 
         def rule(interpreter: Interpreter, eqn: core.JaxprEqn, inputs: list[Any], caller: Caller) -> list[Any]:
@@ -193,11 +187,7 @@ class ModalStep:
             records = jnp.zeros((len(index), modal.columns), np.float32) if modal.columns else None
             return Interpreter(rule, modes, records).evaluate(step.jaxpr, consts, [scale])
 
-        self._run = compiled(run, optimize=optimize)
-
-    def is_by_autocast(self, path: Path) -> bool:
-        """Tests whether everything that a line computes in half precision is matmuls that `autocast` has converted."""
-        return path not in self._by_hand
+        self._run = compiled(run)
 
     def run(
         self, scale: float, modes: Mapping[Site, Mode], default: Mode, consts: list[Any] | None = None

@@ -5,7 +5,6 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jmpscale._base.source import SCALING
@@ -19,27 +18,17 @@ from jmpscale._diagnosis.step import Step
 class RepairedStep:
     """A step in float32 without some of its infinities, NaN and constants."""
 
-    def __init__(self, step: Step, *, optimize: bool = False) -> None:
-        self._step = ModalStep(step, REPAIR, optimize=optimize)
+    def __init__(self, step: Step) -> None:
+        self._step = ModalStep(step, REPAIR)
 
     def _run(self, modes: dict[Site, Mode], consts: list[Any] | None = None) -> Measured:
         outputs, _ = self._step.run(1.0, modes, Mode.FLOAT32, consts)
         return measure(outputs, outputs)
 
-    def harmful_arguments(self, arguments: list[tuple[str, Any]]) -> list[str]:
-        """Returns the names of arguments whose infinities or NaN are the reason why a step is not finite.
-
-        With zeros in place of all infinities and NaN the step is finite. Each of the arguments alone makes it
-        non-finite, unless only their combination does.
-        """
+    def is_finite_with_finite_arguments(self) -> bool:
+        """Tests whether a step is finite with zeros in place of the infinities and NaN of its arguments."""
         consts = self._step.consts
-        zeroed = [jnp.nan_to_num(x, posinf=0.0, neginf=0.0) if is_inexact(x) else x for x in consts]
-        if not arguments or not self._run({}, zeroed).are_finite:
-            return []
-        faulty = [i for i, x in enumerate(consts) if is_inexact(x) and not bool(jnp.isfinite(x).all())]
-        alone = [i for i in faulty if not self._run({}, [*zeroed[:i], consts[i], *zeroed[i + 1 :]]).are_finite]
-        harmful = [consts[i] for i in alone or faulty]
-        return [name for name, argument in arguments if any(_is_equal(argument, array) for array in harmful)]
+        return self._run({}, [jnp.nan_to_num(x, posinf=0, neginf=0) if is_inexact(x) else x for x in consts]).are_finite
 
     def harmful_constant(self, *, was_finite: bool) -> tuple[Site, float] | None:
         """Returns a constant whose replacement by a nearby number makes a step finite, or nonzero if it was finite."""
@@ -81,20 +70,11 @@ class RepairedStep:
         return next(site for site in made if site.part.path == paths[first])
 
 
-def _is_equal(argument: Any, array: jax.Array) -> bool:
-    """Tests whether an argument is an array of the step, which contains NumPy arrays as JAX arrays."""
-    return jnp.shape(argument) == array.shape and bool(
-        jnp.array_equal(jnp.asarray(argument, array.dtype), array, equal_nan=True)
-    )
-
-
-def non_finite_arguments(
-    fun: Callable[..., Any], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-) -> list[tuple[str, Any]]:
-    """Returns the arguments with infinities or NaN, and their paths, such as `batch['image']`."""
+def non_finite_arguments(fun: Callable[..., Any], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> list[str]:
+    """Returns the paths of the arguments with infinities or NaN, such as `batch['image']`."""
     try:
         named = inspect.signature(fun).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):  # fun has no signature, or the call does not match it
         named = {f"args[{i}]": arg for i, arg in enumerate(args)} | kwargs
     leaves = [(name + path, leaf) for name, tree in named.items() for path, leaf in named_leaves(tree)]
-    return [(name, leaf) for name, leaf in leaves if is_inexact(leaf) and not bool(jnp.isfinite(leaf).all())]
+    return [name for name, leaf in leaves if is_inexact(leaf) and not bool(jnp.isfinite(leaf).all())]

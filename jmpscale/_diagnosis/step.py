@@ -1,6 +1,5 @@
 """Traces a training step: the loss and the gradients as a program of the loss scale. Compiles programs."""
 
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -103,10 +102,7 @@ def _copied(tree: PyTree) -> PyTree:
 
 
 def compiled(fun: Callable[..., Any], *, optimize: bool = False) -> Callable[..., Any]:
-    """Compiles a function that runs a few times, without changes of precision.
-
-    On a CPU, optimizations can take most of the time of compiling.
-    """
+    """Compiles a function without changes of precision; on a CPU, optimizations take longer than a few runs save."""
     levels = {"xla_backend_optimization_level": 2 if optimize else 0} if jax.default_backend() == "cpu" else {}
     return jax.jit(fun, compiler_options={"xla_allow_excess_precision": False} | levels)
 
@@ -115,18 +111,6 @@ def compile_step(step: Step) -> Callable[[float], list[Any]]:
     """Returns a function of the loss scale that returns the loss and the gradients of a step as it is written."""
     run = compiled(lambda consts, scale: jax.core.eval_jaxpr(step.jaxpr, consts, scale), optimize=True)
     return lambda scale: run(step.consts, np.float32(scale))
-
-
-def run_twice(run: Callable[[], Any]) -> tuple[Any, bool]:
-    """Returns the results of a step, and whether 30 runs of it take longer than the first one, which compiles it.
-
-    The runs of a diagnosis then take longer than the optimization of its programs.
-    """
-    start = time.perf_counter()
-    jax.block_until_ready(run())
-    compiled_at = time.perf_counter()
-    results = jax.block_until_ready(run())
-    return results, 30 * (time.perf_counter() - compiled_at) > compiled_at - start
 
 
 def check_concrete(trees: dict[str, PyTree]) -> None:

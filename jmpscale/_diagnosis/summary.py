@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from jmpscale._autocast.rules import MATMULS
 from jmpscale._base.text import format_percentage, format_scale
-from jmpscale._diagnosis.errors import Measured
 from jmpscale._diagnosis.lines import CHANGE, Cause, Lines, Reason, Trials
 from jmpscale._diagnosis.modes import Part, Path, Site, Statistics
 from jmpscale._diagnosis.scales import LARGE_ERROR, Errors, Scales, largest
@@ -23,12 +23,16 @@ class Findings(NamedTuple):
     loss_error: float  # relative, if it is more than rounding, otherwise 0
     errors: Errors  # of the gradients at the present scale
     scaler: ScalerState
-    scale: float  # 1 if the scaler is disabled
     scales: Scales = Scales({}, None, None)
     lines: Lines | None = None  # that must compute in float32, if they were looked for and found
     cause: Cause | None = None  # where the error begins, if it is known
     error_elsewhere: float = math.inf  # with other arguments, if rounding is the reason
     alone: Mapping[Part, float] = MappingProxyType({})  # the errors of the parts that were tried alone
+
+    @property
+    def scale(self) -> float:
+        """The present scale."""
+        return float(self.scaler.loss_scale)
 
     @property
     def scale_of_rows(self) -> float:
@@ -69,15 +73,12 @@ class Findings(NamedTuple):
         """Returns the names of lines, as in `a, b and c`."""
         return _enumerate(list(dict.fromkeys(self.name(path, paths) for path in paths)), limit=12)
 
-    def operation(self, site: Site) -> str:
-        return f"{site.operation} at {self.name(site.part.path)}"
 
-
-def describe_argument(name: str) -> str:
-    """Describes an argument that makes the step useless."""
+def describe_arguments(names: Sequence[str]) -> str:
+    """Describes arguments that make the step useless."""
     return (
-        f"{name} contains infinities or NaN, and with zeros in their place the loss and the gradients are finite. "
-        "Correct this argument."
+        f"Infinities or NaN in {_enumerate(names)} reach the loss or a gradient: with zeros in their place all of them "
+        "are finite. Correct the data."
     )
 
 
@@ -93,18 +94,13 @@ def describe_constant(site: Site, value: float) -> str:
     )
 
 
-def describe_origin(site: Site | None, not_entered: Sequence[str]) -> str:
+def describe_origin(site: Site | None) -> str:
     """Describes a step that is not finite in float32."""
     where = f"{site.operation} at {site.part.path[-1]}" if site else "an operation that was not entered"
-    what = "is not finite in float32 either"
-    if site and f"{site.part.path[-1]}: {site.operation}" in not_entered:
-        where, what = f"{where}, which runs as written,", "is not finite"
-    elif site and jnp.finfo(site.dtype).bits > 32:
-        what = "is not finite"
     return (
-        f"The result of {where} {what}, and reaches the loss or a gradient. No loss scale helps: correct this line. "
-        "Common causes are invalid data; a softmax over a row that is masked everywhere, which needs a finite mask or "
-        "where=; and a derivative such as the derivative of a norm at zero."
+        f"The result of {where} is not finite in the float32 run either, and reaches the loss or a gradient. No loss "
+        "scale helps: correct this line. Common causes are invalid data; a softmax over a row that is masked "
+        "everywhere, which needs a finite mask or where=; and a derivative such as the derivative of a norm at zero."
     )
 
 
@@ -116,37 +112,24 @@ def summarize(findings: Findings) -> str:
             'matmuls to half precision, except those with precision="highest".'
         )
     if not findings.accurate:
-        return f"{_describe_lines(findings)}{_epsilon(findings.trials)}"
-    if not findings.trials.decisive.any():
-        text = _describe_useless_gradients(findings.trials.measured)
-        return text if findings.scale_fits else f"{text} {_describe_range(findings)} {_describe_scale(findings)}"
+        return _describe_lines(findings)
+    is_measured = findings.trials.decisive.any()
     if not findings.scale_fits:
-        return f"{_describe_range(findings)} {_describe_scale(findings)}{_epsilon(findings.trials)}"
+        text = f"{_describe_range(findings)} {_describe_scale(findings)}"
+        best = f"At the best scale the gradients differ from float32 {_by(findings.scales.smallest_error)}."
+        return f"{text} {best}" if is_measured else f"{_describe_useless_gradients(findings)} {text}"
+    if not is_measured:
+        return _describe_useless_gradients(findings)
     error = f"The gradients differ from float32 {_by(findings.error)}."
-    more = f"{_largest_part(findings)}{_epsilon(findings.trials)}"
-    return f"{_describe_range(findings)} {error}{more}"
+    return f"{_describe_range(findings)} {error}{_largest_part(findings)}"
 
 
-def _describe_useless_gradients(reference: Measured) -> str:
-    if not reference.norms[1:].any():
+def _describe_useless_gradients(findings: Findings) -> str:
+    if not findings.trials.measured.norms[1:].any():
         return "All gradients are zero, in float32 too. No loss scale changes that."
     return (
         "The gradients cannot be compared with float32, because they are rounding noise in float32 too: a change of "
         "the arguments in the last place changes them by more than 25%. Diagnose a step that still makes progress."
-    )
-
-
-def _epsilon(trials: Trials) -> str:
-    """Describes gradients that are smaller than Adam's default epsilon: Adam hardly moves, in float32 too."""
-    trios = zip(trials.measured.norms[1:], trials.reference[1:], trials.decisive, strict=True)
-    sizes = [norm / math.sqrt(x.size) for norm, x, decides in trios if decides]
-    small = [size for size in sizes if size < 1e-8]
-    if 2 * len(small) <= len(sizes):
-        return ""
-    epsilon = max(1e-17, 10.0 ** math.floor(math.log10(min(small)) - 3))  # its square is a float32 number
-    return (
-        f" The root mean square of {len(small)} of {len(sizes)} gradients is below Adam's default epsilon, 1e-8: "
-        f"unless gradients are summed later, give Adam a smaller one, such as {epsilon:.0e}."
     )
 
 
@@ -159,37 +142,14 @@ def _describe_range(findings: Findings) -> str:
 
 
 def _describe_scale(findings: Findings) -> str:
-    """Describes why the present scale does not fit, and names the call that creates a scaler that does."""
+    """Describes what happens at the present scale, and names the call that creates a scaler that fits."""
     low, high = findings.scales.fitting or (0, 0)
-    which = "small" if findings.scale < 2.0**low else "large"
-    if findings.cause is None:
-        why = (
-            "At this scale the gradients are wrong even if the backward pass computes in float32, as in one that clips "
-            "or compares scaled values."
-        )
-    else:
-        why = f"It is too {which}: {findings.operation(findings.cause.site)} {findings.cause.reason.value}."
-    text = f"{why} {_scale_remedy(findings, low, high)}"
-    if not findings.trials.decisive.any():
-        return text
-    return f"{text} At the best scale the gradients differ from float32 {_by(findings.scales.smallest_error)}."
-
-
-def _scale_remedy(findings: Findings, low: int, high: int) -> str:
-    """Describes what the scaler does at scales that do not fit, and returns the call that creates one that fits."""
-    config = findings.scaler.config
-    is_frozen = findings.scale > 2.0**high and math.isfinite(findings.error)
-    call = _scaler_call(config, low, high, may_grow=not is_frozen)
-    if config.mode != "dynamic":
-        return f"Use {call}."
-    if is_frozen:
-        return f"Its gradients are finite, so no step is skipped, and a dynamic scale does not back off. Use {call}."
-    if 2.0**high < config.min_scale:
-        limit = format_scale(config.min_scale)
-        return f"A dynamic scale stops at min_scale, {limit}, and skips every step. Use {call}."
-    if findings.scale > 2.0**high:
-        return f"A dynamic scale backs off, and each of these steps is skipped. {call} avoids the skips."
-    return f"Use {call}."
+    is_finite, is_small = math.isfinite(findings.error), findings.scale < 2.0**low
+    what = f"too {'small' if is_small else 'large'}: the gradients"
+    what = f"{what} differ from float32 {_by(findings.error)}" if is_finite else f"{what} are not finite"
+    # A dynamic scale does not back off from finite gradients.
+    call = _scaler_call(findings.scaler.config, low, high, may_grow=is_small or not is_finite)
+    return f"It is {what}. Use {call}."
 
 
 def _scaler_call(config: ScalerConfig, low: int, high: int, *, may_grow: bool) -> str:
@@ -223,9 +183,7 @@ def _largest_part(findings: Findings) -> str:
 
 def _describe_lines(findings: Findings) -> str:
     if findings.lines is None:
-        kernels = findings.trials.step.not_entered
-        where = f" These operations run as written: {_enumerate(kernels)}." if kernels else ""
-        return f"{_difference(findings)}, even if all lines compute in float32.{where}"
+        return f"{_difference(findings)}, even if all lines compute in float32."
     if findings.cause is None:
         return (
             f"{_difference(findings)}, although the operations are right one at a time: the compiler combines "
@@ -246,7 +204,7 @@ def _describe_cause(findings: Findings, cause: Cause, lines: Lines) -> str:
             f"{CHANGE:.0%}, the error is {format_percentage(findings.error_elsewhere)}. Change nothing if training "
             f"ends at the same loss as in float32. The error begins at {place}."
         )
-    name, limit = findings.operation(site), site.limit
+    name, limit = f"{site.operation} at {findings.name(site.part.path)}", site.limit
     if cause.reason is Reason.UNDERFLOW:
         fraction = format_percentage(statistics.underflow)
         what = f"underflows: {name} has {fraction} of its values below the smallest normal number of {site.dtype}"
@@ -262,31 +220,22 @@ def _describe_cause(findings: Findings, cause: Cause, lines: Lines) -> str:
 
 
 def _remedy(findings: Findings, cause: Cause, lines: Lines) -> str:
-    paths, scales, step = lines.paths, lines.scales, findings.trials.step
-    matmuls = [path for path in paths if step.is_by_autocast(path)]
-    by_hand = [path for path in paths if path not in matmuls]
-    parts = [f"Compute {findings.names(by_hand)} in float32"] if by_hand else []
-    if matmuls:
-        operations = {site.operation for site in step.sites if site.part.path in matmuls}
-        noun = "matmul" if "dot_general" in operations else "convolution"
-        highest = f'ass precision="highest" to each {noun} at {findings.names(matmuls)}'
-        context = 'or use jax.default_matmul_precision("highest") around it'
-        parts.append(f"{'p' if by_hand else 'P'}{highest}, {context}")
-    text = f"{' and '.join(parts)}: then the gradients differ from float32 {_by(scales.smallest_error)}"
+    scales, paths = lines.scales, set(lines.paths)
+    operations = {site.operation for site in findings.trials.step.sites if site.part.path in paths}
+    how = "" if operations.isdisjoint(MATMULS) else ', with precision="highest" where autocast converts a matmul'
+    text = (
+        f"Compute {findings.names(lines.paths)} in float32{how}: then the gradients differ from float32 "
+        f"{_by(scales.smallest_error)}"
+    )
     if scales.fitting:
         low, high = scales.fitting
         text = f"{text}, and loss scales from {format_scale(2.0**low)} to {format_scale(2.0**high)} fit"
         if not low <= math.log2(findings.scale) <= high:
             call = _scaler_call(findings.scaler.config, low, high, may_grow=True)
             text = f"{text}; yours is {format_scale(findings.scale)}, so also use {call}"
-    is_large = cause.reason is Reason.OVERFLOW and not cause.site.part.backward
-    if not matmuls:
-        inputs = "its input" if len(by_hand) == 1 else "their inputs"
-        return f"{text}. Or normalize {inputs}." if is_large else f"{text}."
-    if any(step.is_by_autocast(path) and path not in matmuls for path in step.paths):
-        return f'{text}. The autocast guide lists such programs under "Keep these in float32".'
-    scaling = " To keep matmuls there, normalize the input, or multiply it by a power of two and divide the result."
-    return f"{text}. Then no matmul remains in half precision.{scaling if cause.reason is Reason.OVERFLOW else ''}"
+    if cause.reason is Reason.OVERFLOW and not cause.site.part.backward:
+        return f"{text}. Or normalize {'its input' if len(paths) == 1 else 'their inputs'}."
+    return f"{text}."
 
 
 def _difference(findings: Findings) -> str:
