@@ -37,18 +37,16 @@ def diagnose(
 
     Call it as `jmpscale.value_and_grad` is called, with the same options, outside of `jax.jit`. It compares the loss
     and the gradients with the same program in float32, at power-of-two loss scales. If no scale fits, it finds a
-    minimal set of lines of the program that must compute in float32, and the reason. The program is compiled again
-    with an array that says which lines compute in float32, and each answer comes from a run of it.
+    minimal set of lines of the program that must compute in float32, and the reason. Each answer comes from a run of
+    the program, which is compiled with an array that says which lines compute in float32.
 
     Compiled functions, loops, branches, checkpointed functions, custom derivative rules and `jax.shard_map` are
-    entered. Kernels and `jax.pure_callback` run as they are written. Callbacks without results, such as
+    entered. Kernels, linear solvers and `jax.pure_callback` run as they are written. Callbacks without results, such as
     `jax.debug.print`, do not run.
 
-    On a CPU, a diagnosis takes two to four times the CPU time of compiling the step and running it, if a scale fits. It
-    needs as much memory as the step in float32. The number of runs grows with the number of scales and with the
-    logarithm of the number of lines, times the number of lines that are found. If the gradients differ by more than 5%,
-    a program with at most 64 pairs of a line and a pass runs once more for each of them. On a CPU, diagnose a large
-    model with a smaller batch. If a program runs in several processes, all of them must call the diagnosis.
+    A diagnosis needs as much memory as the step in float32, and on a CPU two to four times the time of compiling and
+    running it, if a scale fits. On a CPU, diagnose a large model with a smaller batch. If a program runs in several
+    processes, all of them must call the diagnosis.
 
     Args:
       fun: the loss function, as for `value_and_grad`; `autocast` may be applied to it. For a training step that is
