@@ -44,7 +44,7 @@ def diagnose(
     entered. Kernels, linear solvers and `jax.pure_callback` run as they are written. Callbacks without results, such as
     `jax.debug.print`, do not run.
 
-    A diagnosis needs as much memory as the step in float32, and on a CPU two to four times the time of compiling and
+    A diagnosis needs as much memory as the step in float32, and on a CPU two to five times the time of compiling and
     running it, if a scale fits. On a CPU, diagnose a large model with a smaller batch. If a program runs in several
     processes, all of them must call the diagnosis.
 
