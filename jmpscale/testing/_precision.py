@@ -16,7 +16,7 @@ from jmpscale._base.tree import PyTree, flatten_matching, is_array
 from jmpscale._diagnosis.float32 import evaluate_in_float32, runs_only_as_written
 from jmpscale._diagnosis.interpret import operations
 from jmpscale._diagnosis.step import UNREADABLE, compiled
-from jmpscale._testing.runs import Run, Runs
+from jmpscale.testing._runs import Run, Runs
 
 _LARGEST_ERROR = 0.5  # of a change in half precision; in right steps it is below 0.1, except for noise
 _ROUNDING = 2.0**-8  # the relative change of the state by which noise is recognized; bfloat16 rounds by half of it

@@ -12,9 +12,9 @@ from jmpscale._base.text import describe, format_percentage
 from jmpscale._base.tree import Tree, check_no_nnx_objects, is_inexact, named_leaves
 from jmpscale._scaler_of_tree import find_scaler
 from jmpscale._state import LARGEST_SCALE, SkipReason
-from jmpscale._testing.precision import Reference, in_float32
-from jmpscale._testing.replicated import check_copies
-from jmpscale._testing.runs import Run, Runs, checked, is_inside
+from jmpscale.testing._precision import Reference, in_float32
+from jmpscale.testing._replicated import check_copies
+from jmpscale.testing._runs import Run, Runs, checked, is_inside
 
 _RETURNED = (
     "it returned the scaler that it received. Call update, or tx.update, in every step, and return its result; carry "
