@@ -1,6 +1,7 @@
 """A check of a whole training step, by running it at several loss scales."""
 
 import bisect
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
@@ -12,9 +13,9 @@ from jmpscale._base.text import describe, format_percentage
 from jmpscale._base.tree import Tree, check_no_nnx_objects, is_inexact, named_leaves
 from jmpscale._scaler_of_tree import find_scaler
 from jmpscale._state import LARGEST_SCALE, SkipReason
-from jmpscale.testing._precision import Reference, in_float32
-from jmpscale.testing._replicated import check_copies
-from jmpscale.testing._runs import Run, Runs, checked, is_inside
+from jmpscale._update import update
+from jmpscale.testing._precision import check_independence, in_float32, wrong_change
+from jmpscale.testing._runs import Run, Runs, checked, copy, is_equal, is_inside
 
 _RETURNED = (
     "it returned the scaler that it received. Call update, or tx.update, in every step, and return its result; carry "
@@ -26,19 +27,19 @@ _UNSCALED = (
     "params, batch), or let loss_scaled read the scaler; check_step cannot check a loss scale that is a number."
 )
 _HIDDEN = (
-    "its result is wrong. Something replaces infinity and NaN before the check, such as a clip, jnp.nan_to_num or a "
-    "choice of micro-batches; or the flag is not about all gradients. Check the gradients of the loss first. If "
-    "jmpscale.diagnose finds an overflow in the forward pass, correct it."
+    "Something replaces infinity and NaN before the check, such as a clip, jnp.nan_to_num or a choice of "
+    "micro-batches; or the flag is not about all gradients. If jmpscale.diagnose finds an error in the loss function, "
+    "correct it first."
 )
 
 
 def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Sequence[str] = ()) -> None:
     """Runs a training step at several loss scales, and raises if it treats an overflow or the scale wrongly.
 
-    At a loss scale of 2^126, gradients overflow in float16. The step must be skipped, reduce a dynamic scale, and
-    change nothing else. If nothing overflows, as in float32, this must hold at an infinite scale. At the smallest scale
-    at which the step is skipped, the loss must be finite, and a loop of steps must not skip all of them. A step that is
-    skipped because of its loss must change nothing, either. Devices must agree, as for `assert_replicated`.
+    At an infinite loss scale, and at the smallest one at which gradients overflow, the step must be skipped, reduce a
+    dynamic scale, and change nothing else. At the smallest one, the loss must be finite, and a loop of steps must not
+    skip all of them. A step that is skipped because of its loss must change nothing, either. Devices must agree, as for
+    `assert_replicated`.
 
     If JAX can trace the step, it is also evaluated in float32. There, no change may depend on the scale, on whether the
     scale grows after the step, or on whether the previous step was skipped. Just below the scale at which the step is
@@ -82,12 +83,7 @@ def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Seque
         raise TypeError(f"step must be a function of the state, got {describe(step)}. Call check_step(step, state).")
     remedy = "Pass (nnx.state(model), optimizer.opt_state); step puts them into nnx.clone((model, optimizer))."
     check_no_nnx_objects(state, "state", remedy)
-    scaler = find_scaler(state, "state", allow_batch=True)
-    if shape := np.shape(scaler.loss_scale):
-        raise ValueError(
-            f"state must contain one scaler, got a batch of shape {shape}. Check the step of one member of an ensemble "
-            "or of one replica, with its state, jax.tree.map(lambda x: x[0], state)."
-        )
+    scaler = find_scaler(state, "state")
     if scaler.config.mode == "disabled":
         raise ValueError("state must contain a scaler that checks gradients, got a disabled one. Use another one.")
     ignored = (ignore,) if isinstance(ignore, str) else tuple(ignore)
@@ -95,24 +91,69 @@ def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Seque
     if unknown := [part for part in ignored if not any(is_inside(path, part) for path in paths)]:
         raise ValueError(f"ignore must name leaves of the state, got {unknown}. The paths are {paths[:20]}.")
     exponent = round(math.log2(scaler.loss_scale))
-    runs = Runs(checked(step), state, ignored)
+    runs = Runs(checked(step), copy(state), ignored)
     usual = runs.first_applied(exponent)
-    if path := next((path for path, was, _ in usual.leaves if is_inexact(was) and jnp.isnan(was).any()), None):
-        raise AssertionError(
-            f"state{path} contains NaN, which hides whether a step changes it. Check an earlier state."
-        )
-    if path := next((path for path, change in usual.changes.items() if not np.isfinite(change).all()), None):
-        raise AssertionError(
-            f"the step was not skipped at a loss scale of {usual.name}, where state{path} becomes infinite or NaN: "
-            f"{_HIDDEN}"
-        )
-    check_copies(usual.after, "state")
+    for path, was, _ in usual.leaves:
+        if is_inexact(was) and jnp.isnan(was).any():
+            raise AssertionError(
+                f"state{path} contains NaN, which hides whether a step changes it. Check an earlier state."
+            )
+        if not np.isfinite(usual.changes.get(path, 0)).all():
+            raise AssertionError(
+                f"the step was not skipped at a loss scale of {usual.name}, where state{path} becomes infinite or NaN. "
+                f"{_HIDDEN}"
+            )
     # In the state after a step, averages that were zero, and copies of parameters, are different.
-    later = runs.with_state(usual.after)
+    later = dataclasses.replace(runs, state=usual.after)
     exact = in_float32(later)
-    Reference(runs, exact.with_state(runs.state), usual.scale).check_independence(scaler.config.growth_interval)
+    check_independence(dataclasses.replace(exact, state=runs.state), usual.scale)
     _check_overflow(later, exact, later.first_applied(exponent))
     _check_invalid(runs, usual)
+
+
+def _check_overflow(runs: Runs, exact: Runs, usual: Run) -> None:
+    """Raises if an overflow is applied, or if a skipped step changes the state."""
+    expected = exact.at(usual.scale, consecutive_skips=0)
+    infinite = runs.at(math.inf)
+    if not infinite.is_skipped:
+        is_wrong = wrong_change(infinite, runs, expected, exact)
+        is_returned = all(map(is_equal, infinite.old[:-1], infinite.new[:-1]))
+        why = _RETURNED if is_returned else f"its result is wrong. {_HIDDEN}" if is_wrong else _UNSCALED
+        raise AssertionError(f"the step was not skipped at an infinite loss scale: {why}")
+    # The smallest scale at which the step is skipped is infinite if nothing overflows, as in float32.
+    scales = [*(usual.scale * 2.0 ** np.arange(126 - math.log2(usual.scale))), LARGEST_SCALE, math.inf]
+    first = bisect.bisect_left(scales, True, 1, len(scales) - 1, key=lambda scale: runs.at(scale).skips > 0)
+    applied, skipped = map(runs.at, scales[first - 1 : first + 1])
+    for run in (infinite, skipped):
+        if run.is_skipped:  # as a whole
+            run.check_skipped(reset={})
+    if skipped.is_skipped and skipped.scale <= LARGEST_SCALE:
+        _check_backoff(skipped, applied)
+    if wrong := wrong_change(applied, runs, expected, exact):
+        path, error = wrong
+        raise AssertionError(
+            f"the change of state{path} differs from the change in float32 by {format_percentage(error)} at a loss "
+            f"scale of {applied.name}. {_HIDDEN} Otherwise, a part of the backward pass is not scaled; or parameters, "
+            "unscaled gradients or averages of them are converted to float16."
+        )
+
+
+def _check_backoff(skipped: Run, applied: Run) -> None:
+    """Raises if a skip does not lead to the next smaller scale, at which the step is applied."""
+    at, new = f"at a loss scale of {skipped.name}", skipped.new
+    if new.last_skip_reason == SkipReason.LOSS:
+        raise AssertionError(
+            f"the loss passed to update is not finite {at}: pass it alone, unscaled, in float32. It must not depend on "
+            "the gradients or the flag, as statistics do."
+        )
+    if new.loss_scale == skipped.scale > update(skipped.old, False).loss_scale:
+        raise AssertionError(f"the skipped step did not reduce the scale {at}. Do not put back the old scale.")
+    if new.loss_scale <= applied.scale / 4:
+        raise AssertionError(
+            f"{skipped.skips} steps were skipped {at}, and none at {applied.name}: after a skip, the next step does "
+            "not use the smaller scale. Take the gradients with the scaler that the loop carries, and update it once "
+            "in each step."
+        )
 
 
 def _check_invalid(runs: Runs, usual: Run) -> None:
@@ -127,61 +168,4 @@ def _check_invalid(runs: Runs, usual: Run) -> None:
             "a NaN in the forward pass reduces the loss scale, because update receives no loss, or one that hides it: "
             "pass it unscaled, as value= to tx.update or as loss= to jmpscale.update, and name all mapped axes in "
             "axis_name."
-        )
-
-
-def _check_overflow(runs: Runs, exact: Runs, usual: Run) -> None:
-    """Raises if an overflow is applied, or if a skipped step changes the state."""
-    reference = Reference(runs, exact, usual.scale)
-    largest = runs.at(LARGEST_SCALE)
-    wrong = None if largest.skips else reference.wrong_change(largest)
-    # Either nothing overflows, or the scale of several steps backs off from an overflow of the first one.
-    if not (largest.is_skipped or wrong):
-        largest = runs.at(math.inf)
-        wrong = None if largest.is_skipped else reference.wrong_change(largest)
-    if not largest.is_skipped:
-        why = _RETURNED if largest.returns_scaler else _HIDDEN if wrong else _UNSCALED
-        raise AssertionError(f"the step was not skipped at a loss scale of {largest.name}: {why}")
-    largest.check_skipped()
-    check_copies(largest.after, "state")
-    applied = _check_limit(runs, usual) if largest.scale == LARGEST_SCALE else usual
-    if wrong := reference.wrong_change(applied):
-        path, error = wrong
-        raise AssertionError(
-            f"the change of state{path} differs from the change in float32 by {format_percentage(error)} at a loss "
-            f"scale of {applied.name}. Either an overflow is hidden, by a clip, by a choice of micro-batches or by a "
-            "flag that is not about all gradients; or a part of the backward pass is not scaled; or parameters, "
-            "unscaled gradients or averages of them are converted to float16. If jmpscale.diagnose finds the error in "
-            "the loss function, correct it there."
-        )
-
-
-def _check_limit(runs: Runs, usual: Run) -> Run:
-    """Checks the runs just below and above the scale from which a step is skipped, and returns the run below."""
-    scales = [usual.scale * 2.0**k for k in range(1, 126 - math.ceil(math.log2(usual.scale)))]
-    first = bisect.bisect_left(scales, True, key=lambda scale: runs.at(scale).skips > 0)
-    applied, skipped = (runs.at(scale) for scale in [usual.scale, *scales, LARGEST_SCALE][first : first + 2])
-    for run in (applied, skipped):  # gradients may overflow on one device alone
-        check_copies(run.after, "state")
-    if skipped.is_skipped:
-        skipped.check_skipped()
-        _check_backoff(skipped, applied)
-    return applied
-
-
-def _check_backoff(skipped: Run, applied: Run) -> None:
-    """Raises if a skip does not lead to the next smaller scale, at which the step is applied."""
-    at, applied_at = f"at a loss scale of {skipped.name}", f"at {applied.name}"
-    if skipped.keeps_scale:
-        raise AssertionError(f"the skipped step did not reduce the scale {at}. Do not put back the old scale.")
-    if skipped.new.last_skip_reason == SkipReason.LOSS:
-        raise AssertionError(
-            f"the loss passed to update is not finite {at}: pass it alone, unscaled, in float32. It must not depend on "
-            "the gradients or the flag, as statistics do."
-        )
-    if skipped.new.loss_scale <= applied.scale / 4:
-        raise AssertionError(
-            f"{skipped.skips} steps were skipped {at}, and none {applied_at}: after a skip, the next step does not use "
-            "the smaller scale. Take the gradients with the scaler that the loop carries, and update it once in each "
-            "step."
         )
