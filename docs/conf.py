@@ -67,13 +67,11 @@ html_extra_path = ["site_root"]  # an index.html that redirects to docs/index.ht
 
 PUBLIC = {name: f"jmpscale.{name}" for name in jmpscale.__all__}
 for module in (jmpscale.testing, jmpscale.plots):
-    for name, value in vars(module).items():
-        is_own = getattr(value, "__module__", "") == module.__name__
-        if is_own and not name.startswith("_"):
-            target = f"{module.__name__}.{name}"
-            PUBLIC[target.removeprefix("jmpscale.")] = target
-            if module is jmpscale.testing:
-                PUBLIC[name] = target
+    for name in module.__all__:
+        target = f"{module.__name__}.{name}"
+        PUBLIC[target.removeprefix("jmpscale.")] = target
+        if module is jmpscale.testing:
+            PUBLIC[name] = target
 
 
 class LinkNamesToTheApi(SphinxTransform):

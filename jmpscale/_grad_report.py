@@ -97,7 +97,7 @@ class GradReport:
             [paths[i], f"{sizes[i]}", f"{max_abs[i]:.3g}", f"{headroom[i]:.1f}", *map(str, counts[:, i])]
             for i in order[:limit]
         ]
-        sentence = _summarize(paths[order[0]], nonfinite, counts[1])
+        sentence = _summarize(paths[order[0]], nonfinite)
         return f"{sentence}\n{format_table([['leaf', 'values', 'max_abs', 'headroom', *_COUNTS], *rows])}"
 
     def totals(self) -> dict[str, jax.Array]:
@@ -119,18 +119,13 @@ class GradReport:
         return {"max_abs": max_abs} | fractions
 
 
-def _summarize(first: str, nonfinite: np.ndarray, inf: np.ndarray) -> str:
+def _summarize(first: str, nonfinite: np.ndarray) -> str:
     """Summarizes a report; `first` is the first leaf of the table."""
     leaves, faulty = len(nonfinite), int((nonfinite > 0).sum())
     if not faulty:
         return f"All leaves are finite; the largest magnitude is in {first}."
-    sentence = f"1 of {leaves} leaves is not finite: {first}."
-    if faulty > 1:
-        sentence = (
-            f"{faulty} of {leaves} leaves are not finite; the fraction of non-finite values is smallest in {first}."
-        )
-    only_nan = "" if inf.any() else " All non-finite values are NaN."
-    return f"{sentence}{only_nan} jmpscale.diagnose names the line."
+    where = "is not finite:" if faulty == 1 else "are not finite; the fraction of non-finite values is smallest in"
+    return f"{faulty} of {leaves} leaves {where} {first}. jmpscale.diagnose names the line."
 
 
 jax.export.register_pytree_node_serialization(

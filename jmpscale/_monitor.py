@@ -17,61 +17,43 @@ import numpy as np
 
 from jmpscale._base.axes import all_reduce_and
 from jmpscale._base.check import check_count, warn_user
-from jmpscale._base.frameworks import leaves_of_fields
 from jmpscale._base.text import format_number
-from jmpscale._base.tree import PyTree, find_instances, is_inexact, is_traced
+from jmpscale._base.tree import PyTree, find_instances, is_traced
 from jmpscale._scaler_of_tree import find_scaler
 from jmpscale._state import ARRAY_FIELDS, LARGEST_SCALE, ScalerState, SkipReason, WithLossScalingState
 
-_CONSECUTIVE = "{run} consecutive steps were skipped"
-_STUCK = "{skips} ({total} in total); the loss scale is {scale}. "
-_OVERFLOW = f"{_STUCK}In the most recent skip the loss, if given, was finite, but the flag of the gradients was false. "
+_CONSECUTIVE = "{} consecutive steps were skipped"
+_OVERFLOW = "In the most recent skip the loss, if given, was finite, but the flag of the gradients was false. "
 _CAUSES = (  # in the order of _describe_skips
-    f"{_STUCK}The loss scale is invalid: the state was corrupted, in storage or by hand. Restore an older checkpoint.",
-    f"{_STUCK}In the most recent skip the loss that was passed was not finite. If it is the unscaled loss itself, and "
-    "depends on no flag and no gradients, a loss scale cannot prevent that. Look for invalid data, for an overflow in "
-    "the forward pass, or for parameters or optimizer state that are NaN because a step was not gated by all_finite of "
-    "its gradients; jmpscale.diagnose names the line.",
-    f"{_STUCK}The gradients that optax.MultiSteps has accumulated can never become finite again: it resets them "
-    "by multiplying them by zero, and 0 * inf is NaN. Place with_loss_scaling outside: "
-    "with_loss_scaling(optax.MultiSteps(tx, k)); or gate its update with apply_if.",
-    "{total} steps were skipped, and the loss scale has fallen to {scale}, its lower limit, at which steps are still "
-    "skipped, although not consecutive ones. Some batches need a smaller scale, or have no finite gradients at any "
-    "scale, for example because of invalid data or a softmax over a row in which a mask hides every value; or the flag "
-    "for update has other conditions. jmpscale.diagnose with such a batch prints the scales that fit, or names the "
-    "line.",
-    f"{_OVERFLOW}The scale cannot back off any further: the gradients overflow at every allowed scale, or they are "
-    "NaN, as in a sum that is not reset after a skip, or they were scaled by a different scaler, or the flag for "
-    "update is inverted: it is True for finite gradients. A step has one scaler: if the optimizer is wrapped in "
-    "with_loss_scaling, pass its state to jmpscale.value_and_grad. jmpscale.diagnose with the same batch names the "
-    "line: correct it or keep it in float32. If smaller scales fit, decrease min_scale, or the number given to "
+    "The loss scale is invalid: the state was corrupted, in storage or by hand. Restore an older checkpoint.",
+    "In the most recent skip the loss that was passed was not finite, which no loss scale can prevent, unless the loss "
+    "depends on the scale, the gradients or the flag. Look for invalid data, for an overflow in the forward pass, or "
+    "for parameters or optimizer state that are NaN because a step was not gated by all_finite of its gradients; "
+    "jmpscale.diagnose names the line.",
+    f"{_OVERFLOW}The scale cannot back off any further. Perhaps some batches have no finite gradients at any allowed "
+    "scale, as with a softmax over a row in which a mask hides every value; or a sum of gradients is NaN, because a "
+    "skip does not reset it; or the gradients were scaled by a different scaler: pass the state of with_loss_scaling "
+    "to jmpscale.value_and_grad; or the flag for update is inverted or has other conditions. jmpscale.diagnose with "
+    "such a batch names the line, or prints scales that fit: then decrease min_scale, or the number given to "
     "loss_scaled(fun, number).",
-    f"{_OVERFLOW}The scale is static and does not back off. If the gradients of the same batch are finite in float32, "
-    "decrease the scale of the backward pass: the number given to loss_scaled(fun, number) if the loss function is "
-    "wrapped by it, and otherwise the number given to static. jmpscale.diagnose prints the scales that fit.",
+    f"{_OVERFLOW}The scale is static and does not back off. jmpscale.diagnose with the same batch prints the scales "
+    "that fit: pass one of them to static, or to loss_scaled(fun, number).",
     f"{_OVERFLOW}These are the first skips of this run: the scale is still backing off from its initial value. Allow "
     "more skips, unless the flag for update is inverted, or call jmpscale.diagnose: it prints the scales that fit, for "
     "init_scale, or names the line if there are none.",
     f"{_OVERFLOW}The scale is still backing off. Allow more skips, or look for a change in the data or the model: "
     "jmpscale.diagnose names the line.",
 )
-
-
 _NEVER_SKIPPED = (
-    "The loss scale has grown to its limit, {scale}, without a skip. In float16, gradients usually overflow earlier: "
-    "perhaps the loss is not scaled, or something replaces infinity and NaN before the optimizer checks them. To find "
-    "out, train a few steps with the scale jmpscale.static(2.0**60): they should be skipped."
+    "The loss scale has grown to its limit, {}, without a skip. In float16, gradients usually overflow earlier: "
+    "perhaps the loss is not scaled, or something replaces infinity and NaN before the optimizer checks them. With the "
+    "scale jmpscale.static(2.0**60), steps should be skipped."
 )
 _UNCHANGED = (
     "In three calls of raise_if_stuck the scaler was the same, or a new one although the previous one skipped most "
-    "steps. If steps were taken between them, the new state is lost: return it from the training step, assign it, and "
-    "pass it, not another scaler, to the next step and to raise_if_stuck. Create it once, not in each epoch; "
-    "replace_scaler puts it into a new optimizer state. Do not put back the old state after an overflow: "
-    "with_loss_scaling skips the step itself. With Flax NNX, compile the step with nnx.jit, not with jax.jit."
-)
-_IN_PROGRAM = (
-    "raise_if_stuck reads the state, so it cannot be called in a compiled function. Call it between steps, with the "
-    "state that the step returns; if a loop does not return it, use warn_after_skips of with_loss_scaling."
+    "steps. If steps were taken between them, the new state is lost: return it from the training step, and pass it to "
+    "the next step and to raise_if_stuck. Create it once, not in each epoch. Do not put back the old state after an "
+    "overflow: with_loss_scaling skips the step itself. With Flax NNX, compile the step with nnx.jit, not with jax.jit."
 )
 _USUAL_LIMIT = 2.0**32  # the default of max_scale; a lower limit is reached without a mistake
 
@@ -107,20 +89,17 @@ def metrics(scaler: PyTree) -> dict[str, jax.Array]:
 def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
     """Raises if too many steps were skipped; call it between steps.
 
-    It raises if more than `max_consecutive_skips` consecutive steps were skipped; or if more than
-    `max_consecutive_skips` steps were skipped in total, the scale of a dynamic scaler is `min_scale`, and the most
-    recent overflow happened at this scale.
-
     It waits for the device, so call it every hundred steps, for example.
 
     Args:
-      scaler: a `ScalerState`, or any pytree that contains exactly one. In a whole optimizer state, sums of
-        `optax.MultiSteps` that an overflow has made NaN are recognized as well.
+      scaler: a `ScalerState`, or any pytree that contains exactly one.
       max_consecutive_skips: the number of consecutive skips that is acceptable, at least 1. The initial backoff skips
         some steps: from a scale of 2^16 to 1, it skips 16.
 
     Raises:
-      FloatingPointError: the limit was exceeded. The message states the scale, the cause and the remedy.
+      FloatingPointError: more than `max_consecutive_skips` consecutive steps were skipped; or more than
+        `max_consecutive_skips` in total, the scale of a dynamic scaler is `min_scale`, and the most recent overflow
+        happened at this scale. The message states the scale, the cause and the remedy.
       TypeError: `max_consecutive_skips` is not an integer.
       ValueError: `scaler` does not contain exactly one scaler; `max_consecutive_skips` is below 1; or the call is in a
         compiled function.
@@ -136,13 +115,19 @@ def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
     state = find_scaler(scaler)
     limit = check_count("max_consecutive_skips", max_consecutive_skips)
     if any(map(is_traced, jax.tree.leaves(state))):
-        raise ValueError(_IN_PROGRAM)
+        raise ValueError(
+            "raise_if_stuck reads the state, so it cannot be called in a compiled function. Call it between steps, "
+            "with the state that the step returns; if a loop does not return it, use warn_after_skips of "
+            "with_loss_scaling."
+        )
     steps = state.finite_steps
     # Under a transformation JAX would trace operations on known arrays; a view would keep the state alive.
     state = jax.tree.map(np.array, state)
-    if _is_stuck(state, limit):
-        skips = _CONSECUTIVE.format(run=state.consecutive_skips)
-        raise FloatingPointError(_describe_skips(state, scaler, limit, skips))
+    if state.consecutive_skips > limit:
+        raise FloatingPointError(_describe_skips(state, _CONSECUTIVE.format(state.consecutive_skips)))
+    # A run whose scale touches the limit and recovers has no skip at the limit, or few skips in total.
+    if _is_at_limit(state) and state.last_skip_reason == SkipReason.MIN_SCALE and state.total_skips > limit:
+        raise FloatingPointError(_describe_skips(state, "steps are still skipped at the smallest allowed scale"))
     if isinstance(steps, (jax.Array, np.ndarray)) and state.config.mode != "disabled":
         _calls.add(steps, state)
 
@@ -171,7 +156,7 @@ class _Calls:
         elif not _skips_most(state):
             self._count = 0
         if _has_grown_without_skip(before, state):
-            warn_user(_NEVER_SKIPPED.format(scale=format_number(np.float32(state.loss_scale))))
+            warn_user(_NEVER_SKIPPED.format(_format_scale(state)))
 
 
 _calls = _Calls()
@@ -234,9 +219,9 @@ class SkipMonitor:
             with self._lock:
                 text = self._remember(before, after).text
             if text:
-                warnings.warn(_describe_skips(after, after, self._count - 1, text), stacklevel=2)
+                warnings.warn(_describe_skips(after, text), stacklevel=2)
         elif _has_grown_without_skip(before, after):
-            warnings.warn(_NEVER_SKIPPED.format(scale=format_number(np.float32(after.loss_scale))), stacklevel=2)
+            warnings.warn(_NEVER_SKIPPED.format(_format_scale(after)), stacklevel=2)
         return np.asarray(after.consecutive_skips)
 
     def _remember(self, before: ScalerState, after: ScalerState) -> _Skip:
@@ -246,23 +231,19 @@ class SkipMonitor:
                 return skip
         if self._skips and after.total_skips != self._skips[-1].after.total_skips + 1:
             self._skips.clear()  # another run
-        skip = self._next_skip(self._skips[-1], before, after) if self._skips else _Skip(after)
-        if after.consecutive_skips == self._count:
-            skip = skip._replace(has_warned=True, text=_CONSECUTIVE.format(run=self._count))
-        self._skips.append(skip)
-        return skip
-
-    def _next_skip(self, latest: _Skip, before: ScalerState, after: ScalerState) -> _Skip:
-        """Returns the record of the skip after `latest`; it has a text if the latest steps contain many skips."""
+        latest = self._skips[-1] if self._skips else _Skip(before)
         has_grown = before.loss_scale > latest.after.loss_scale or before.finite_steps < latest.after.finite_steps
         steps = 1 + int(before.finite_steps) - int(latest.after.finite_steps)
         steps += after.config.growth_interval if has_grown else 0
         skip = _Skip(after, latest.step + steps, bool(has_grown), latest.has_warned and steps <= self._window)
         recent = [s for s in (*self._skips, skip) if s.step > skip.step - self._window and not s.follows_growth]
-        if skip.has_warned or len(recent) < self._count:
-            return skip
-        text = f"{len(recent)} of the last {self._window} steps were skipped"
-        return skip._replace(has_warned=True, text=text)
+        if after.consecutive_skips == self._count:
+            skip = skip._replace(has_warned=True, text=_CONSECUTIVE.format(self._count))
+        elif len(recent) >= self._count and not skip.has_warned:
+            text = f"{len(recent)} of the last {self._window} steps were skipped"
+            skip = skip._replace(has_warned=True, text=text)
+        self._skips.append(skip)
+        return skip
 
 
 def warn_unless(flag: jax.Array, text: str, x: jax.Array) -> jax.Array:
@@ -296,43 +277,23 @@ def _has_grown_without_skip(before: ScalerState, after: ScalerState) -> jax.Arra
     return has_reached & (config.mode == "dynamic" and config.max_scale >= _USUAL_LIMIT)
 
 
-def _describe_skips(state: ScalerState, tree: PyTree, limit: int, skips: str) -> str:
-    """Describes a state on the host, and the first cause that applies; `tree` may contain it."""
-    is_corrupted = not 0 < state.loss_scale <= LARGEST_SCALE  # also NaN
+def _describe_skips(state: ScalerState, skips: str) -> str:
+    """Describes a state on the host, and the first cause that applies."""
     applies = (
-        is_corrupted,
+        not 0 < state.loss_scale <= LARGEST_SCALE,  # also NaN
         state.last_skip_reason == SkipReason.LOSS,
-        _has_nonfinite_sums(tree),
-        _skips_at_min_scale(state, limit) and state.consecutive_skips <= limit,
         _is_at_limit(state),
         state.config.mode == "static",
         state.consecutive_skips == state.total_skips,
         True,
     )
-    text = next(text for holds, text in zip(applies, _CAUSES, strict=True) if holds)
-    return text.format(scale=format_number(np.float32(state.loss_scale)), skips=skips, total=state.total_skips)
+    cause = next(text for holds, text in zip(applies, _CAUSES, strict=True) if holds)
+    return f"{skips} ({state.total_skips} in total); the loss scale is {_format_scale(state)}. {cause}"
 
 
-def _is_stuck(state: ScalerState, limit: int) -> bool:
-    return bool(state.consecutive_skips > limit) or _skips_at_min_scale(state, limit)
-
-
-def _skips_at_min_scale(state: ScalerState, limit: int) -> bool:
-    """Tests whether a dynamic scale has fallen to its lower limit and steps are still skipped there.
-
-    A run whose scale touches the limit and recovers has no skip at the limit, or few skips in total.
-    """
-    is_at_limit = _is_at_limit(state) and state.last_skip_reason == SkipReason.MIN_SCALE
-    return bool(is_at_limit and state.total_skips > limit)
+def _format_scale(state: ScalerState) -> str:
+    return format_number(np.float32(state.loss_scale))
 
 
 def _is_at_limit(state: ScalerState) -> bool:
     return bool(state.config.mode == "dynamic" and state.loss_scale <= np.float32(state.config.min_scale))
-
-
-def _has_nonfinite_sums(tree: PyTree) -> bool:
-    """Tests whether gradients that `optax.MultiSteps` has accumulated are not finite, on this process's devices."""
-    sums = [leaf for leaf in leaves_of_fields(tree, {"acc_grads"}) if is_inexact(leaf)]
-    # Each process tests its own shards: it cannot read others, and other processes may not have called this function.
-    shards = [[s.data for s in leaf.addressable_shards] if isinstance(leaf, jax.Array) else [leaf] for leaf in sums]
-    return not all(np.isfinite(x).all() for held in shards for x in held)

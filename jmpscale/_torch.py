@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jmpscale._base.check import check_count, check_in_range, check_number
+import numpy as np
+
+from jmpscale._base.check import check_count, check_in_range
 from jmpscale._base.text import type_name
 from jmpscale._base.tree import PyTree
 from jmpscale._scaler_of_tree import find_scaler
@@ -64,7 +66,7 @@ def from_torch_state_dict(
 
     Raises:
       TypeError: `mapping` is not a mapping, or a value in it has the wrong type.
-      ValueError: `mapping` is empty, lacks a key or has an unexpected one, or a value is out of range.
+      ValueError: `mapping` lacks a key or has an unexpected one, or a value is out of range.
 
     >>> import jmpscale
     >>> saved = jmpscale.to_torch_state_dict(jmpscale.dynamic(1024.0, growth_interval=100))
@@ -74,21 +76,18 @@ def from_torch_state_dict(
     """
     if not isinstance(mapping, Mapping):
         raise TypeError(f"mapping must be the result of GradScaler.state_dict(), got {type_name(mapping)}.")
-    if not mapping:
-        raise ValueError("mapping is empty: it was saved by a disabled GradScaler. Create a new scaler with dynamic().")
     if set(mapping) != _KEYS:
         raise ValueError(
             f"mapping must have the keys of torch.amp.GradScaler.state_dict(): missing {sorted(_KEYS - set(mapping))}, "
-            f"unexpected {sorted(map(str, set(mapping) - _KEYS))}. Pass the scaler's own state dict."
+            f"unexpected {sorted(map(str, set(mapping) - _KEYS))}. Pass the scaler's own state dict. If it is empty, "
+            "the GradScaler was disabled: create a new scaler with dynamic()."
         )
     # Schedules that grow one step later start at -1.
     tracker = check_count("mapping['_growth_tracker']", mapping["_growth_tracker"], low=-1)
     config = ScalerConfig(min_scale=min_scale, max_scale=max_scale, **{name: mapping[name] for name in _SETTINGS})
-    scale = check_number("mapping['scale']", mapping["scale"])
     # A scale at its limit was saved as the nearest float32 number, which may be just outside the limit.
-    nearest = min(max(scale, config.min_scale), config.max_scale)
-    if abs(scale - nearest) <= 2.0**-24 * nearest:
-        scale = nearest
+    low = min(config.min_scale, float(np.float32(config.min_scale)))
+    high = max(config.max_scale, float(np.float32(config.max_scale)))
     remedy = "The limits are min_scale and max_scale."
-    scale = check_in_range("mapping['scale']", scale, config.min_scale, config.max_scale, remedy)
+    scale = check_in_range("mapping['scale']", mapping["scale"], low, high, remedy)
     return init_state(scale, config, finite_steps=tracker)

@@ -45,11 +45,6 @@ def test_metrics_of_an_optimizer_state_contain_the_norm():
 # --- raise_if_stuck names the cause ---
 
 DYNAMIC = jmpscale.dynamic(8.0)
-MULTI_STEPS = optax.MultiSteps(optax.identity(), 2).init({"w": jnp.ones(2), "n": 1})
-
-
-def _with_sums(scaler, value):
-    return scaler, MULTI_STEPS._replace(acc_grads={"w": jnp.array([1.0, value]), "n": 1})
 
 
 def _is_scaler(x):
@@ -68,25 +63,15 @@ DIAGNOSES = {  # the tree, and the words of the diagnosis; if several apply, the
     "scale-zero": (_stuck(loss_scale=0.0), "the loss scale is 0.*The loss scale is invalid"),
     "scale-large": (_stuck(loss_scale=2.0**126 * 1.5), "The loss scale is invalid"),
     "scale-largest": (_stuck(loss_scale=2.0**126), "The scale is still backing off"),
-    "loss": (
-        _with_sums(_stuck(last_skip_reason=2), INF),
-        "the loss that was passed was not finite.*diagnose names the line",
-    ),
-    "sums": (_with_sums(_stuck(loss_scale=1.0), INF), r"optax\.MultiSteps has accumulated.*Place with_loss_scal"),
-    "sums on the host": (
-        jax.device_get(_with_sums(_stuck(loss_scale=1.0), NAN)),
-        r"optax\.MultiSteps has accumulated",
-    ),
-    "finite-sums": (_with_sums(STUCK, 1.0), "The scale is still backing off"),
-    "nan-elsewhere": ((STUCK, {"moment": jnp.array(NAN)}), "The scale is still backing off"),
+    "loss": (_stuck(last_skip_reason=2), "the loss that was passed was not finite.*diagnose names the line"),
     "limit": (
         _stuck(loss_scale=1.0, total_skips=3),
-        "cannot back off any further.*by a different scaler.*its state.*diagnose with the same.*decrease min_scale",
+        "cannot back off any further.*by a different scaler.*inverted.*diagnose with such a.*decrease min_scale",
     ),
     "rounded-limit": (ROUNDED_LIMIT, r"the loss scale is 0\.3\. .*cannot back off any further"),
     "static": (
         STUCK._replace(config=jmpscale.static(8.0).config),
-        "static and does not back off.*given to loss_scaled.*diagnose prints the scales",
+        "static and does not back off.*diagnose with the same batch prints the scales.*to loss_scaled",
     ),
     "start": (_stuck(total_skips=3), r"\(3 in total\).*the first skips of this run.*scales that fit, for init_scale"),
     "backing-off": (STUCK, r"\(5 in total\); the loss scale is 8\. .*is still backing off\. Allow.*diagnose names"),
@@ -122,7 +107,7 @@ def test_raise_if_stuck_finds_isolated_skips_at_the_lowest_scale(name):
     if not stuck:
         jmpscale.raise_if_stuck(state, max_consecutive_skips=2)
         return
-    words = "^3 steps were skipped, and the loss scale has fallen to 1, .*Some batches need a smaller scale"
+    words = r"^steps are still skipped at the smallest allowed scale \(3 in total\); .* some batches .*a mask hides"
     with pytest.raises(FloatingPointError, match=words):
         jmpscale.raise_if_stuck(state, max_consecutive_skips=2)
 

@@ -22,7 +22,7 @@ PACKAGE = pathlib.Path(jmpscale.__file__).parent
 TESTS = pathlib.Path(__file__).parent
 ROOT = TESTS.parent
 # A module may import modules of its own part of the package, and of the parts before it.
-PARTS = ["_base", "training path", "_diagnosis", "__init__", "_testing", "tools", "__main__"]
+PARTS = ["_base", "training path", "_diagnosis", "__init__", "testing", "tools", "__main__"]
 MODULES = sorted(str(path.relative_to(PACKAGE).with_suffix("")) for path in PACKAGE.rglob("*.py"))
 MAY_IMPORT = {
     "_optax": {"optax"},

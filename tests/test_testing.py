@@ -422,13 +422,13 @@ def test_check_step_accepts_steps_of_flax_and_of_a_mesh():
     check_step(lambda state: step_of(*nnx.clone((model, optimizer)), state), state)
     with pytest.warns(UserWarning, match=r"JAX cannot trace the step, .* nnx\.clone"):
         check_step(step_in_place, state)
-    assert len(starts) == 6  # the given state, the state after a step, both of them rounded, NaN, large numbers
+    assert len(starts) == 4  # the given state, the state after a step, NaN, large numbers
     with pytest.raises(TypeError, match=r"state must hold values, got a Flax NNX Linear.* Pass \(nnx\.state"):
         check_step(step_in_place, (model, optimizer))
 
 
-HIDDEN = "its result is wrong. Something replaces infinity and NaN before the check"
-RETURNED = "was not skipped at a loss scale of .*: it returned the scaler that it received"
+HIDDEN = "Something replaces infinity and NaN before the check"
+RETURNED = "was not skipped at an infinite loss scale: it returned the scaler that it received"
 DEPENDS = r"differs by .*% at a loss scale of 2\^-8\. Scale every term"
 IN_FLOAT32 = "differs from the change in float32"
 OF_ADAM = r"the change of state\[1\]\.inner_state\[0\]\.[mn]u"
@@ -447,7 +447,7 @@ WRONG = {  # as RIGHT, and the words of the message
     ),
     "gradients of JAX": (
         partial(_wrapper, gradients=lambda fun: lambda _, *args: jax.value_and_grad(fun)(*args)),
-        "at a loss scale of inf: the gradients do not depend on the scaler",
+        "at an infinite loss scale: the gradients do not depend on the scaler",
     ),
     "flag of the scaled loss": (partial(_functional, flag=_scaled_loss_is_finite), HIDDEN),
     "flag of a large scaled loss": (

@@ -3,19 +3,17 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._base.text import format_scale, truncate
 from jmpscale._base.tree import PyTree, bit_pattern, find_instances, is_array, is_inexact
-from jmpscale._gate import check_same_types, is_numeric
+from jmpscale._gate import check_same_types
 from jmpscale._scaler_of_tree import get_scaler, is_scaler, replace_scaler
-from jmpscale._state import ScalerState, SkipReason, WithLossScalingState
-from jmpscale._update import update
+from jmpscale._state import ScalerState, WithLossScalingState
+from jmpscale.testing._replicated import check_copies
 
 Step = Callable[[Any], Any]
 
@@ -31,8 +29,8 @@ class Run:
 
     old: ScalerState  # before the step
     new: ScalerState  # after the step
-    leaves: list[tuple[str, Any, Any]]  # that a skipped step must not change: the path, before and after the step
     after: PyTree
+    leaves: list[tuple[str, Any, Any]]  # that a skipped step must not change: the path, before and after the step
 
     @property
     def scale(self) -> float:
@@ -48,17 +46,6 @@ class Run:
         return 0 < self.skips == int(self.new.consecutive_skips) - int(self.old.consecutive_skips)
 
     @property
-    def returns_scaler(self) -> bool:
-        """Whether it returns the scaler that it received."""
-        return all(map(is_equal, self.old[:-1], self.new[:-1]))
-
-    @property
-    def keeps_scale(self) -> bool:
-        """Whether it does not reduce the scale although gradients overflow."""
-        overflows = self.skips > 0 and int(self.new.last_skip_reason) != SkipReason.LOSS
-        return overflows and float(self.new.loss_scale) == self.scale > float(update(self.old, False).loss_scale)
-
-    @property
     def name(self) -> str:
         """The loss scale, in messages."""
         return format_scale(self.scale)
@@ -68,10 +55,10 @@ class Run:
         """The changes of the leaves of floating-point or complex numbers; zero where a number was not finite."""
         return {path: _change(was, now) for path, was, now in self.leaves if is_inexact(was)}
 
-    def check_skipped(self, reset: Mapping[str, Any] = MappingProxyType({})) -> None:
+    def check_skipped(self, reset: Mapping[str, Any]) -> None:
         """Raises if a skipped step has changed any bit; a leaf may return to its value in `reset`, as sums do."""
         for path, was, now in self.leaves:
-            if not (is_equal(was, now) or (path in reset and is_equal(reset[path], now))):
+            if not (is_equal(was, now) or is_equal(reset.get(path, was), now)):
                 raise AssertionError(
                     f"the skipped step changed state{path}: {truncate(was)} before, {truncate(now)} after. Gate it "
                     "with apply_if by step_applied or all_finite(grads), unless it counts calls or batches, is a "
@@ -80,43 +67,40 @@ class Run:
                 )
 
 
+@dataclasses.dataclass(frozen=True)
 class Runs:
     """Runs of a step from one state, with other fields of the scaler."""
 
-    def __init__(self, step: Step, state: PyTree, ignored: tuple[str, ...], *, is_exact: bool = False) -> None:
-        self.step, self._ignored = step, ignored
-        self.is_exact = is_exact  # whether a power of two, as a factor of the scale, changes no bit of a right step
-        self.state = jax.tree.map(_copy, state)  # a step can change variables of Flax NNX in place
-
-    def with_step(self, step: Step, *, is_exact: bool) -> "Runs":
-        return Runs(step, self.state, self._ignored, is_exact=is_exact)
-
-    def with_state(self, state: PyTree) -> "Runs":
-        return Runs(self.step, state, self._ignored, is_exact=self.is_exact)
+    step: Step
+    state: PyTree
+    ignored: tuple[str, ...]
+    is_exact: bool = False  # whether a power of two, as a factor of the scale, changes no bit of a right step
 
     def with_numbers(self, change: Callable[[np.ndarray], np.ndarray]) -> "Runs":
         """Returns runs from a state with other floating-point and complex numbers, but the same scaler."""
 
         def new(x: Any) -> Any:
-            is_changed = not is_scaler(x) and is_array(x) and jnp.issubdtype(x.dtype, np.inexact)
+            is_changed = is_array(x) and is_inexact(x)
             return _place_like(change(np.asarray(x)).astype(x.dtype), x) if is_changed else x
 
-        return self.with_state(jax.tree.map(new, self.state, is_leaf=is_scaler))
+        return dataclasses.replace(self, state=jax.tree.map(new, self.state, is_leaf=is_scaler))
 
-    def state_at(self, scale: float, **fields: int) -> PyTree:
-        """Returns the state with another scale, and with other values of some fields of the scaler."""
+    def at(self, scale: float, **fields: float) -> Run:
+        """Runs the step with another scale, and with other values of some fields of the scaler."""
         old = get_scaler(self.state)
         # The count starts at one, because the first of several steps resets it to zero if it is applied.
         values = {"loss_scale": scale, "consecutive_skips": 1, **fields}
-        old = old._replace(**{name: _with_value(getattr(old, name), value) for name, value in values.items()})
-        return replace_scaler(self.state, old)
+        arrays = {name: getattr(old, name) for name in values}
+        new = {name: _place_like(np.full_like(x, values[name]), x) for name, x in arrays.items()}
+        return self.with_scaler(old._replace(**new))
 
-    def at(self, scale: float, **fields: int) -> Run:
-        state = self.state_at(scale, **fields)
+    def with_scaler(self, scaler: ScalerState) -> Run:
+        state = replace_scaler(self.state, scaler)
         after = self.step(state)
-        pairs = zip(_gated_leaves(state, self._ignored), _gated_leaves(after, self._ignored), strict=True)
+        check_copies(after, "state")
+        pairs = zip(_gated_leaves(state, self.ignored), _gated_leaves(after, self.ignored), strict=True)
         leaves = [(path, was, now) for (path, was), (_, now) in pairs]
-        return Run(get_scaler(state), get_scaler(after), leaves, after)
+        return Run(scaler, get_scaler(after), after, leaves)
 
     def first_applied(self, exponent: int) -> Run:
         """Returns the first run that is not skipped, from a power of two to smaller ones."""
@@ -130,11 +114,16 @@ def checked(step: Step) -> Step:
     """Returns a step that keeps its argument, and raises if the types of the state change."""
 
     def run(state: PyTree) -> PyTree:
-        after = step(jax.tree.map(_copy, state))
+        after = copy(step(copy(state)))
         check_same_types(state, after, "state", "step", "Return the state alone: lambda s: train_step(*s, batch)[:2].")
-        return jax.tree.map(_copy, after)
+        return after
 
     return run
+
+
+def copy(state: PyTree) -> PyTree:
+    """Returns a copy of a state, because a step may donate its arrays, or change variables of Flax NNX in place."""
+    return jax.tree.map(lambda x: x.copy() if isinstance(x, (jax.Array, np.ndarray)) else x, state)
 
 
 def _change(was: Any, now: Any) -> np.ndarray:
@@ -146,19 +135,10 @@ def _change(was: Any, now: Any) -> np.ndarray:
 
 def is_equal(was: Any, now: Any) -> bool:
     """Tests whether two leaves are equal bit for bit. A Python number equals its array."""
-    if not (is_numeric(was) and is_numeric(now)) or (hasattr(was, "dtype") and hasattr(now, "dtype")):
-        return bit_pattern(was) == bit_pattern(now)
     dtype = getattr(was, "dtype", getattr(now, "dtype", None))
-    return np.array_equal(np.asarray(was, dtype), np.asarray(now, dtype), equal_nan=True)
-
-
-def _copy(leaf: Any) -> Any:
-    return leaf.copy() if isinstance(leaf, (jax.Array, np.ndarray)) else leaf
-
-
-def _with_value(array: Any, value: float) -> Any:
-    """Returns an array with the dtype and the sharding of a scalar array."""
-    return _place_like(np.full_like(array, value), array)
+    if dtype is not None:
+        was, now = (np.asarray(x, dtype) if isinstance(x, (bool, int, float, complex)) else x for x in (was, now))
+    return bit_pattern(was) == bit_pattern(now)
 
 
 def _place_like(new: np.ndarray, array: Any) -> Any:

@@ -1,1 +1,0 @@
-"""Tools for testing training programs: the functions of `jmpscale.testing`."""

@@ -1,0 +1,122 @@
+"""Compares the changes of a training step with its changes in float32."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmpscale._base.check import warn_user
+from jmpscale._base.frameworks import is_trace_error
+from jmpscale._base.text import format_percentage, format_scale
+from jmpscale._base.tree import PyTree, flatten_matching, is_array
+from jmpscale._diagnosis.float32 import evaluate_in_float32, runs_only_as_written
+from jmpscale._diagnosis.interpret import operations
+from jmpscale._diagnosis.step import UNREADABLE, compiled
+from jmpscale._scaler_of_tree import get_scaler
+from jmpscale.testing._runs import Run, Runs
+
+_ROUNDING = 2.0**-8  # the relative change of the state by which noise is recognized; bfloat16 rounds by half of it
+
+
+def check_independence(exact: Runs, scale: float) -> None:
+    """Raises if a change in float32 depends on the scale, on its growth, or on a skip of the step before."""
+    usual = {"scale": scale, "consecutive_skips": 0}  # as in most steps
+    # At a small scale, a term of the loss that is not scaled has a large gradient.
+    other = min(scale, 1.0) * 2.0**-8 if exact.is_exact else scale / 4
+    variations = (
+        (
+            {"scale": other},
+            f"at a loss scale of {format_scale(other)}. Scale every term of the loss, unscale the gradients once, as "
+            "jmpscale.value_and_grad does, clip them only then, and pass the unscaled loss as value=",
+        ),
+        (
+            {"finite_steps": get_scaler(exact.state).config.growth_interval - 1},
+            "if the scale grows after the step. Unscale the gradients by the scaler from before update, and do not "
+            "count steps by its finite_steps",
+        ),
+        ({"consecutive_skips": 1}, "after a skipped step. Read step_applied from the new state, after the update"),
+    )
+    expected, limit = exact.at(**usual), 0.01 if exact.is_exact else 0.4
+    for fields, when in variations:
+        if wrong := wrong_change(exact.at(**usual | fields), exact, expected, exact, limit):
+            path, error = wrong
+            raise AssertionError(
+                f"the change of state{path} differs by {format_percentage(error)} {when}. If it describes the scaler, "
+                f"pass ignore={path!r}."
+            )
+
+
+def wrong_change(run: Run, runs: Runs, expected: Run, exact: Runs, limit: float = 0.5) -> tuple[str, float] | None:
+    """Returns the path and the error of the change, in a run, that differs most from the expected one.
+
+    A difference is noise if rounding the state changes either result by a similar amount, as for the gradient of a bias
+    before a normalization, or for an average that has converged.
+    """
+    norms = {
+        path: np.linalg.norm(change) or np.linalg.norm(run.changes[path]) or 1.0
+        for path, change in expected.changes.items()
+        if np.isfinite(change).all()
+    }
+
+    def differences(one: Run, other: Run) -> dict[str, float]:
+        """Returns the norms of the differences of the changes of two runs, relative to the expected changes."""
+        with np.errstate(invalid="ignore"):
+            errors = {path: np.linalg.norm(one.changes[path] - other.changes[path]) / norms[path] for path in norms}
+        return {path: float(error) if np.isfinite(error) else math.inf for path, error in errors.items()}
+
+    wrong = {path: error for path, error in differences(run, expected).items() if error > limit}
+    # Noise may be small by chance.
+    for seed, (of, result) in itertools.product(range(4), ((runs, run), (exact, expected))):
+        if not wrong:
+            return None
+        rounded = of.with_numbers(functools.partial(_round, seed=seed)).with_scaler(result.old)
+        if not rounded.skips:
+            noise = differences(rounded, result)
+            wrong = {path: error for path, error in wrong.items() if not error <= 4 * noise[path] < math.inf}
+    return max(wrong.items(), key=operator.itemgetter(1), default=None)
+
+
+def _round(x: Any, seed: int) -> np.ndarray:
+    """Changes numbers at random, each by a fraction of about `_ROUNDING`, to numbers that half precision holds."""
+    if np.iscomplexobj(x):
+        return _round(x.real, seed) + 1j * _round(x.imag, seed)
+    changed = x * (1 + _ROUNDING * np.random.default_rng(seed).uniform(-1, 1, x.shape))
+    return changed.astype(jnp.bfloat16).astype(x.dtype)
+
+
+def in_float32(written: Runs) -> Runs:
+    """Returns runs that compute in float32; if JAX cannot trace the step, it warns, and returns the runs as written."""
+    arrays, unflatten = flatten_matching(written.state, is_array)  # the step may read other leaves in Python
+    positions = [i for i, leaf in enumerate(jax.tree.leaves(written.state)) if is_array(leaf)]
+    unflatten_outputs: Callable[..., PyTree] = tuple
+
+    def outputs(*arrays: Any) -> list[Any]:
+        nonlocal unflatten_outputs
+        after, unflatten_outputs = flatten_matching(written.step(unflatten(arrays)), is_array)
+        return after
+
+    try:
+        closed = jax.make_jaxpr(outputs)(*arrays)
+    except Exception as failure:
+        if not (isinstance(failure, UNREADABLE) or is_trace_error(failure)):
+            raise
+        warn_user(
+            "JAX cannot trace the step, so check_step does not compare it with float32. Pass a step that jax.jit "
+            "accepts; with Flax NNX, one that puts the state into nnx.clone((model, optimizer))."
+        )
+        return written
+    run = compiled(lambda *arrays: evaluate_in_float32(closed.jaxpr, closed.consts, arrays))
+    has_kernels = any(runs_only_as_written(eqn) for eqn, _ in operations(closed.jaxpr))
+
+    def step(state: PyTree) -> PyTree:
+        given = jax.tree.leaves(state)
+        return unflatten_outputs(run(*(given[i] for i in positions)))
+
+    return dataclasses.replace(written, step=step, is_exact=not has_kernels)
