@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import jmpscale._optax_checks as checks
 from jmpscale._base.axes import AxisName, as_axes, axes_to_reduce, manual_axes, warn_if_unsynchronized
 from jmpscale._base.check import check_count, check_in_range
 from jmpscale._base.compat import full_like, varying_axes
@@ -17,19 +18,6 @@ from jmpscale._base.tree import PyTree, flatten_gradients, is_array, is_inexact,
 from jmpscale._finite import all_finite_here
 from jmpscale._gate import GatedTree, check_same_structure, check_same_types, gate, has_same_type, is_numeric
 from jmpscale._monitor import SkipMonitor
-from jmpscale._optax_checks import (
-    check_not_wrapped,
-    check_transformation,
-    check_update_arguments,
-    warn_if_clip_is_local,
-    warn_if_gradients_are_narrow,
-    warn_if_inside_another,
-    warn_if_loss_is_misspelled,
-    warn_if_micro_batches_are_clipped,
-    warn_if_misplaced,
-    warn_if_narrow,
-    warn_if_unscaled_by_another,
-)
 from jmpscale._scaler_of_tree import check_scaler, in_compiled_step, warn_if_constant
 from jmpscale._scaling import multiply_leaf, unscaled_dtype, warn_if_nothing_is_scaled
 from jmpscale._state import (
@@ -43,12 +31,10 @@ from jmpscale._state import (
 from jmpscale._update import adapt, all_reduce_outcome
 
 _GATE_INSTEAD = (
-    "Gate such an optimizer, for example optax.lookahead, with the functional API: jmpscale.apply_if(finite, "
-    "jmpscale.optax_step(tx, grads), params, opt_state)."
+    "Gate such an optimizer, such as optax.lookahead, with jmpscale.apply_if and jmpscale.optax_step(tx, grads)."
 )
 _RECORD_OUTSIDE = (
-    "Place a transformation that only records values, such as optax.monitor, outside: "
-    "optax.chain(with_loss_scaling(...), optax.monitor(...))."
+    "Place a transformation that only records values outside: optax.chain(with_loss_scaling(...), monitor)."
 )
 
 
@@ -68,7 +54,7 @@ class _Update(Protocol):
 
 
 class LossScalingTransformation(optax.GradientTransformationExtraArgs):
-    """A transformation of optax, whose state type checkers know."""
+    """A transformation of optax, whose state has a type that type checkers know."""
 
     init: Callable[[PyTree], WithLossScalingState]  # pyright: ignore[reportIncompatibleVariableOverride]
     update: _Update  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -98,21 +84,20 @@ def with_loss_scaling(
         The norm is also the finiteness check, so a step is skipped if the sum of the squares exceeds 3.4e38.
       axis_name: the mapped axes over which the devices combine their decisions, as in `all_finite` and
         `jmpscale.update`. Gradients are not averaged over them.
-      norm_axis_name: the mapped axes along which each device holds a part of the gradients, such as the axis of
-        hand-written FSDP, and not the whole; needed only where `axis_name` is. The squares are summed over these axes.
+      norm_axis_name: the mapped axes along which each device holds a part of the gradients, as in hand-written FSDP;
+        needed only where `axis_name` is. The squares are summed over these axes.
       warn_after_skips: the number of skips after which to warn, from inside the compiled program; for training loops
         that do not return the optimizer state, so that `raise_if_stuck` cannot read it. It warns after that many
-        consecutive skips, and once per series of skips if that many of the latest `5 * warn_after_skips` steps were
-        skipped, not counting skips right after the scale has grown. It also warns if a dynamic scale grows to a
-        `max_scale` of 2^32 or more without a skip, because the loss may be unscaled. Under `jax.pmap` and
-        `jax.shard_map` each device warns.
+        consecutive skips, or if that many of the latest `5 * warn_after_skips` steps were skipped, not counting skips
+        right after the scale has grown. It also warns if a dynamic scale grows to a `max_scale` of 2^32 or more without
+        a skip, because the loss may be unscaled. Under `jax.pmap` and `jax.shard_map` each device warns.
 
     Returns:
       A gradient transformation, whose state is a `WithLossScalingState`. Call `tx.update(grads, opt_state, params,
       value=loss)`. `value=` or `loss=` is the unscaled loss; a skipped step whose loss is not finite does not change
-      the scale. On a skipped step the updates are -0.0, which change no parameter, except that, as in every addition, a
-      CPU flushes parameters below 2^-126 to zero. In `grad=`, which some optax transformations read, non-finite values
-      are replaced by zeros. `inner` sees float16 parameters as float32, the dtype of their gradients.
+      the scale. On a skipped step the updates are -0.0, which change no parameter, except that a CPU flushes parameters
+      below 2^-126 to zero, as in every addition. In `grad=`, which some optax transformations read, zeros replace
+      non-finite values. `inner` sees float16 parameters as float32, the dtype of their gradients.
 
     Raises:
       TypeError: an argument has the wrong type. From `tx.init`: `inner` contains another wrapper. From `tx.update`:
@@ -122,11 +107,11 @@ def with_loss_scaling(
 
     Warns:
       UserWarning: from `tx.init`, if all parameters or averages of gradients are float16, `MultiSteps`, `partition` or
-        `masked` contains the wrapper, or `max_norm` clips micro-batches; from `tx.update`, if transformations beside it
-        in a chain hide overflows or act on skipped steps, devices would decide independently, the state is a constant
-        of a compiled program, no loss has been scaled yet, the gradients were unscaled by another scaler or are clipped
-        by the norms of their shards, an extra argument looks like a misspelled loss, the loss is a pair, a gradient is
-        float16, or the call is inside `apply_if` or `optax.apply_if_finite`; from the program, after many skips.
+        `masked` contains the wrapper, or `max_norm` clips micro-batches; from `tx.update`, if it is inside `apply_if`
+        or `optax.apply_if_finite`, other transformations in a chain hide overflows or act on skipped steps, the state
+        is a constant of a compiled program, no loss has been scaled yet, a gradient is float16, unscaled by another
+        scaler or clipped by the norm of its shard, the loss is a pair or misspelled, or devices would decide
+        independently; from the program, after many skips.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -137,9 +122,7 @@ def with_loss_scaling(
     >>> float(updates), float(opt_state.scaler.loss_scale)
     (-0.0, 2.0)
     """
-    check_transformation(
-        inner, "inner", "optax.adam(1e-3); a framework's optimizer goes around with_loss_scaling(...), not inside it"
-    )
+    checks.check_transformation(inner, "inner", "A framework's optimizer goes around with_loss_scaling, not inside it.")
     initial = dynamic() if scaler is None else scaler
     check_scaler(initial)
     initial = jax.tree.map(_copied, initial)  # the caller may donate its arrays
@@ -150,16 +133,18 @@ def with_loss_scaling(
 
     def init(params: optax.Params) -> Any:
         register_with_flax()
-        warn_if_inside_another(params)
+        checks.warn_if_inside_another(params)
         # A state that a compiled step creates has constants, about which its update warns.
         scaler = initial if in_compiled_step(params) else jax.tree.map(jnp.array, initial)
         is_disabled = scaler.config.mode == "disabled"
         inner_state = tx.init(params if is_disabled else _as_seen_by_inner(params))
-        check_not_wrapped(inner_state, "inner", "Wrap the whole optimizer once: with_loss_scaling(optax.chain(...)).")
+        checks.check_not_wrapped(
+            inner_state, "inner", "Wrap the whole optimizer once: with_loss_scaling(optax.chain(...))."
+        )
         if max_norm is not None:
-            warn_if_micro_batches_are_clipped(inner_state)
+            checks.warn_if_micro_batches_are_clipped(inner_state)
         if not is_disabled:
-            warn_if_narrow(params, inner_state)
+            checks.warn_if_narrow(params, inner_state)
         return WithLossScalingState(scaler, inner_state, None if max_norm is None else jnp.zeros((), jnp.float32))
 
     def update(
@@ -167,7 +152,7 @@ def with_loss_scaling(
     ) -> tuple[optax.Updates, Any]:
         grads = updates
         loss = extra_args.get("value", extra_args.get("loss"))
-        state = check_update_arguments(grads, state, params, loss, others)
+        state = checks.check_update_arguments(grads, state, params, loss, others)
         scaler, norm, grad_norm, factor = state.scaler, None, None, None
         if "grad" in extra_args and scaler.config.mode != "disabled":  # by optax's convention, the same gradients
             extra_args["grad"] = _zero_nonfinite(extra_args["grad"])
@@ -187,13 +172,13 @@ def with_loss_scaling(
             return updates, WithLossScalingState(scaler, inner_state, grad_norm)
 
         warn_if_unsynchronized(axis_name, norm_axis_name)
-        warn_if_loss_is_misspelled(extra_args, inner)
-        warn_if_misplaced()
+        checks.warn_if_loss_is_misspelled(extra_args, inner)
+        checks.warn_if_misplaced()
         if loss is not None or in_compiled_step(grads):  # examples pass gradients alone
             warn_if_nothing_is_scaled(scaler)
-        warn_if_gradients_are_narrow(grads)
-        warn_if_unscaled_by_another(grads, scaler)
-        warn_if_clip_is_local(grads, loss, axis_name, inner)
+        checks.warn_if_gradients_are_narrow(grads)
+        checks.warn_if_unscaled_by_another(grads, scaler)
+        checks.warn_if_clip_is_local(grads, loss, axis_name, inner)
         decision_axes = _decision_axes(axis_name, norm_axis_name)
         finite, loss_finite = all_reduce_outcome(_is_finite(grads, norm), loss, decision_axes)
         warn_if_constant(scaler, grads, "optimizer state")
@@ -212,10 +197,7 @@ def with_loss_scaling(
 
 
 def with_extra_args(tx: Transformation) -> optax.GradientTransformationExtraArgs:
-    """Returns a transformation that accepts any extra argument and passes to `tx` only the arguments that `tx` takes.
-
-    optax does this for its own class. Objects of other classes, such as `optax.MultiSteps`, are inspected.
-    """
+    """Returns a transformation that accepts any extra argument and passes to `tx` those that `tx` takes."""
     if isinstance(tx, optax.GradientTransformation):
         return optax.with_extra_args_support(tx)
     parameters = inspect.signature(tx.update).parameters
@@ -288,36 +270,33 @@ def _is_finite(grads: PyTree, norm: jax.Array | None) -> jax.Array:
     return jnp.isfinite(norm) & all_finite_here(others)
 
 
-# apply_if does not suffice here, because the updates may have other types than the gradients: with ZeRO-1 they have
-# other shardings, and the optimizers of differential privacy average over a leading axis of the gradients.
+# Unlike in apply_if, results may have other types: with ZeRO-1 the updates have other shardings than the gradients, and
+# the optimizers of differential privacy average over a leading axis.
 def _update_if(
     finite: jax.Array, update_inner: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], grads: PyTree, state: PyTree
 ) -> tuple[PyTree, PyTree]:
     """Returns the updates and the new state if the gradients are finite, otherwise zeros and the old state."""
     # A Python number would bypass the gate and not become zero.
     grads = jax.tree.map(lambda x: jnp.asarray(x) if is_numeric(x) else x, grads)
-    gated_grads, gated_state = GatedTree(grads), GatedTree(state)
+    gated, count = GatedTree((grads, state)), len(jax.tree.leaves(grads))
 
-    def apply(arrays: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
-        grad_arrays, state_arrays = arrays
-        updates, new_state = update_inner(gated_grads.combine(grad_arrays), gated_state.combine(state_arrays))
+    def apply(arrays: list[Any]) -> list[Any]:
+        updates, new_state = update_inner(*gated.combine(arrays))
         check_same_structure(grads, updates, "updates", "inner", _GATE_INSTEAD)
         check_same_types(state, new_state, "state", "inner", _RECORD_OUTSIDE)
-        return gated_grads.split(updates), gated_state.split(new_state)
+        return gated.split((updates, new_state))
 
-    def skip(like: Any, arrays: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
-        grad_arrays, state_arrays = arrays
+    def skip(like: list[Any], arrays: list[Any]) -> list[Any]:
         # Returns the gradients: zeros are selected below, so that XLA reuses the gradients' memory.
-        zeros = jax.tree.map(_negative_zeros, like[0])
-        pairs = zip(grad_arrays, zeros, strict=True)
-        updates = [grad if has_same_type(grad, zero) else zero for grad, zero in pairs]
-        return updates, gated_state.originals(like[1], state_arrays)
+        zeros = jax.tree.map(_negative_zeros, like[:count])
+        updates = [grad if has_same_type(grad, zero) else zero for grad, zero in zip(arrays, zeros, strict=False)]
+        return updates + gated.originals(like, arrays)[count:]
 
-    operand = gated_grads.arrays, gated_state.arrays
-    updates, arrays = gate(finite, apply, skip, operand, lambda arrays: (_zero_nonfinite(arrays[0]), arrays[1]))
+    arrays = gate(finite, apply, skip, gated.arrays, lambda arrays: _zero_nonfinite(arrays[:count]) + arrays[count:])
     if is_traced(finite):
-        updates = jax.tree.map(lambda update: jnp.where(finite, update, _negative_zeros(update)), updates)
-    return gated_grads.combine(updates), gated_state.combine(arrays)
+        zeros = jax.tree.map(lambda x: jnp.where(finite, x, _negative_zeros(x)), arrays[:count])
+        arrays = zeros + arrays[count:]
+    return gated.combine(arrays)
 
 
 def _skipped_updates(grads: PyTree, params: PyTree) -> PyTree:
@@ -333,8 +312,5 @@ def _negative_zeros(like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _zero_nonfinite(tree: PyTree) -> PyTree:
-    """Replaces non-finite values with zero, which keeps NaN out of a step whose result is discarded.
-
-    The zeros are negative so that XLA does not merge them with other zeros; see `_finite._all_leaves_finite_default`.
-    """
+    """Replaces non-finite values with -0.0, which XLA does not merge with other zeros; see `_finite`."""
     return jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, -0.0) if is_inexact(x) else x, tree)

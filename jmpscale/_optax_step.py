@@ -7,16 +7,9 @@ import jax
 import optax
 from jax.typing import ArrayLike
 
-from jmpscale._base.text import truncate
+import jmpscale._optax_checks as checks
 from jmpscale._base.tree import PyTree, first_leaf, structure
 from jmpscale._optax import Transformation, with_extra_args
-from jmpscale._optax_checks import (
-    check_no_scaler,
-    check_not_wrapped,
-    check_transformation,
-    warn_if_averages_are_narrow,
-    warn_if_gradients_are_narrow,
-)
 from jmpscale._scaling import needs_wider_gradient
 
 
@@ -49,29 +42,23 @@ def optax_step(
     >>> jmpscale.apply_if(True, step, params, tx.init(params))[0]
     {'w': Array(2., dtype=float32)}
     """
-    check_transformation(tx, "tx", "optax.adam(1e-3), not its update, and then the gradients")
-    check_no_scaler(grads)
+    checks.check_transformation(tx, "tx", "Call optax_step(tx, grads), with the optimizer, not its update.")
+    checks.check_no_scaler(grads)
     optimizer = with_extra_args(tx)
 
     def step(*carry: PyTree) -> tuple[PyTree, PyTree]:
-        call = "Call apply_if(finite, optax_step(tx, grads), params, opt_state)."
-        if len(carry) != 2:
+        is_swapped = len(carry) == 2 and structure(carry[1]) == structure(grads) != structure(carry[0])
+        if len(carry) != 2 or is_swapped:
+            got = "them in the opposite order" if is_swapped else len(carry)
             raise TypeError(
-                f"carry must be two values, the parameters and the optimizer state, got {len(carry)}. {call}"
+                f"carry must be two values, the parameters and then the optimizer state, got {got}. Call "
+                "apply_if(finite, optax_step(tx, grads), params, opt_state)."
             )
         params, opt_state = carry
-        if structure(opt_state) == structure(grads) != structure(params):
-            raise TypeError(
-                "carry must be the parameters and then the optimizer state, got them in the opposite order: the second "
-                f"value has the structure of the gradients, {truncate(structure(grads))}. {call}"
-            )
-        remedy = (
-            "A skipped step would not adjust its scale: pass the inner optimizer, or call tx.update without apply_if."
-        )
-        check_not_wrapped(opt_state, "tx", remedy)
+        checks.check_not_wrapped(opt_state, "tx", "Pass the inner optimizer, or call tx.update without apply_if.")
         if not first_leaf(params, needs_wider_gradient):  # with disabled(), their gradients are float16 as well
-            warn_if_gradients_are_narrow(grads, "grads")
-            warn_if_averages_are_narrow(opt_state)
+            checks.warn_if_gradients_are_narrow(grads, "grads")
+            checks.warn_if_averages_are_narrow(opt_state)
         updates, opt_state = optimizer.update(grads, opt_state, params, **extra_args)
         return jax.tree.map(_apply_update, updates, params, is_leaf=lambda x: x is None), opt_state
 

@@ -39,7 +39,7 @@ def find_scaler(tree: PyTree, name: str = "scaler", *, allow_batch: bool = False
             f"{name} must contain a ScalerState with {len(ARRAY_FIELDS)} arrays, got one with {len(arrays)}. A filter "
             "has removed some; pass the unfiltered tree."
         )
-    scaler = ScalerState(*arrays, config=scaler.config)
+    scaler = ScalerState._make([*arrays, scaler.config])
     check_scaler(scaler, name, allow_batch=allow_batch)
     return scaler
 

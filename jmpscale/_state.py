@@ -276,8 +276,8 @@ def init_state(loss_scale: float, config: ScalerConfig, finite_steps: int = 0) -
     """Creates a state from validated settings."""
     register_with_flax()
     # A JAX array would start the backend, and Orbax does not save NumPy scalars.
-    counts: Any = [np.array(n, np.int32) for n in (finite_steps, config.hysteresis, 0, 0, SkipReason.NONE)]
-    return ScalerState(np.array(loss_scale, np.float32), *counts, config=config)
+    counts = [np.array(n, np.int32) for n in (finite_steps, config.hysteresis, 0, 0, SkipReason.NONE)]
+    return ScalerState._make([np.array(loss_scale, np.float32), *counts, config])
 
 
 def register_with_flax() -> None:
