@@ -1,9 +1,8 @@
 """Loss scaling as an optax gradient transformation. Of the training path, only the modules `_optax*` import optax."""
 
-import functools
 import inspect
 from collections.abc import Callable, Hashable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,31 +19,10 @@ from jmpscale._gate import GatedTree, check_same_structure, check_same_types, ga
 from jmpscale._monitor import SkipMonitor
 from jmpscale._scaler_of_tree import check_scaler, in_compiled_step, warn_if_constant
 from jmpscale._scaling import multiply_leaf, unscaled_dtype, warn_if_nothing_is_scaled
-from jmpscale._state import (
-    LARGEST_SCALE,
-    SMALLEST_SCALE,
-    ScalerState,
-    WithLossScalingState,
-    dynamic,
-    register_with_flax,
-)
+from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerState, WithLossScalingState, dynamic
 from jmpscale._update import adapt, all_reduce_outcome
 
-_GATE_INSTEAD = (
-    "Gate such an optimizer, such as optax.lookahead, with jmpscale.apply_if and jmpscale.optax_step(tx, grads)."
-)
-_RECORD_OUTSIDE = (
-    "Place a transformation that only records values outside: optax.chain(with_loss_scaling(...), monitor)."
-)
-
-
-class Transformation(Protocol):
-    """An optimizer of optax, or of a class of its own with the same methods, such as `optax.MultiSteps`."""
-
-    @property
-    def init(self) -> Callable[..., Any]: ...
-    @property
-    def update(self) -> Callable[..., Any]: ...
+Transformation: TypeAlias = optax.GradientTransformation | optax.MultiSteps
 
 
 class _Update(Protocol):
@@ -125,22 +103,19 @@ def with_loss_scaling(
     checks.check_transformation(inner, "inner", "A framework's optimizer goes around with_loss_scaling, not inside it.")
     initial = dynamic() if scaler is None else scaler
     check_scaler(initial)
-    initial = jax.tree.map(_copied, initial)  # the caller may donate its arrays
+    initial = jax.tree.map(lambda x: x.copy() if is_array(x) else x, initial)  # the caller may donate its arrays
     if max_norm is not None:
         max_norm = check_in_range("max_norm", max_norm, SMALLEST_SCALE, LARGEST_SCALE, "Omit it to clip nothing.")
     monitor = None if warn_after_skips is None else SkipMonitor(check_count("warn_after_skips", warn_after_skips))
     tx = with_extra_args(inner)
 
     def init(params: optax.Params) -> Any:
-        register_with_flax()
         checks.warn_if_inside_another(params)
         # A state that a compiled step creates has constants, about which its update warns.
         scaler = initial if in_compiled_step(params) else jax.tree.map(jnp.array, initial)
         is_disabled = scaler.config.mode == "disabled"
         inner_state = tx.init(params if is_disabled else _as_seen_by_inner(params))
-        checks.check_not_wrapped(
-            inner_state, "inner", "Wrap the whole optimizer once: with_loss_scaling(optax.chain(...))."
-        )
+        checks.check_not_wrapped(inner_state, "inner", "Wrap the whole optimizer once: with_loss_scaling(chain(...)).")
         if max_norm is not None:
             checks.warn_if_micro_batches_are_clipped(inner_state)
         if not is_disabled:
@@ -154,21 +129,23 @@ def with_loss_scaling(
         loss = extra_args.get("value", extra_args.get("loss"))
         state = checks.check_update_arguments(grads, state, params, loss, others)
         scaler, norm, grad_norm, factor = state.scaler, None, None, None
-        if "grad" in extra_args and scaler.config.mode != "disabled":  # by optax's convention, the same gradients
+        is_disabled = scaler.config.mode == "disabled"
+        inner_params = params if is_disabled else _as_seen_by_inner(params)
+        if "grad" in extra_args and not is_disabled:  # by optax's convention, the same gradients
             extra_args["grad"] = _zero_nonfinite(extra_args["grad"])
         if max_norm is not None:
             norm = _global_norm(grads, axis_name, norm_axis_name)
             factor = jnp.where(norm > max_norm, max_norm / norm, 1)
             grad_norm = norm.astype(jnp.float32)
 
-        def update_inner(grads: PyTree, inner_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        def update_inner(grads: PyTree, inner_state: PyTree) -> tuple[PyTree, PyTree]:
             if factor is not None:
                 leaves, unflatten = flatten_gradients(grads)
                 grads = unflatten(multiply_leaf(x, factor) for x in leaves)
-            return tx.update(grads, inner_state, params, **extra_args)
+            return tx.update(grads, inner_state, inner_params, **extra_args)
 
-        if scaler.config.mode == "disabled":
-            updates, inner_state = update_inner(grads, state.inner_state, params)
+        if is_disabled:
+            updates, inner_state = update_inner(grads, state.inner_state)
             return updates, WithLossScalingState(scaler, inner_state, grad_norm)
 
         warn_if_unsynchronized(axis_name, norm_axis_name)
@@ -182,12 +159,7 @@ def with_loss_scaling(
         decision_axes = _decision_axes(axis_name, norm_axis_name)
         finite, loss_finite = all_reduce_outcome(_is_finite(grads, norm), loss, decision_axes)
         warn_if_constant(scaler, grads, "optimizer state")
-        inner_params = _as_seen_by_inner(params)
-        if is_traced(finite) or finite:
-            inner_with_params = functools.partial(update_inner, params=inner_params)
-            updates, inner_state = _update_if(finite, inner_with_params, grads, state.inner_state)
-        else:  # outside jit; the updates of inner are not computed, because inner may read values
-            updates, inner_state = _skipped_updates(grads, inner_params), state.inner_state
+        updates, inner_state = _update_if(finite, update_inner, grads, state.inner_state, inner_params)
         new_scaler = adapt(scaler, jax.tree.leaves(grads)[:1], finite, loss_finite)
         if monitor is not None:
             new_scaler = monitor.watch(scaler, new_scaler)
@@ -208,11 +180,6 @@ def with_extra_args(tx: Transformation) -> optax.GradientTransformationExtraArgs
         return tx.update(updates, state, params, **passed_on)
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
-
-
-def _copied(x: Any) -> Any:
-    """Copies an array of a scaler, and converts a Python number to an array."""
-    return x.copy() if is_array(x) else np.asarray(x, np.float32 if isinstance(x, float) else np.int32)
 
 
 def _decision_axes(axis_name: AxisName, norm_axis_name: AxisName) -> AxisName:
@@ -273,17 +240,26 @@ def _is_finite(grads: PyTree, norm: jax.Array | None) -> jax.Array:
 # Unlike in apply_if, results may have other types: with ZeRO-1 the updates have other shardings than the gradients, and
 # the optimizers of differential privacy average over a leading axis.
 def _update_if(
-    finite: jax.Array, update_inner: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], grads: PyTree, state: PyTree
+    finite: jax.Array,
+    update_inner: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+    grads: PyTree,
+    state: PyTree,
+    params: PyTree,
 ) -> tuple[PyTree, PyTree]:
     """Returns the updates and the new state if the gradients are finite, otherwise zeros and the old state."""
     # A Python number would bypass the gate and not become zero.
     grads = jax.tree.map(lambda x: jnp.asarray(x) if is_numeric(x) else x, grads)
+    if not is_traced(finite) and not finite:  # inner may read values, so it is not called even to find the types
+        like = params if structure(params) == structure(grads) else grads
+        return jax.tree.map(
+            lambda grad, x: _negative_zeros(jnp.asarray(x)) if is_array(grad) else grad, grads, like
+        ), state
     gated, count = GatedTree((grads, state)), len(jax.tree.leaves(grads))
 
     def apply(arrays: list[Any]) -> list[Any]:
         updates, new_state = update_inner(*gated.combine(arrays))
-        check_same_structure(grads, updates, "updates", "inner", _GATE_INSTEAD)
-        check_same_types(state, new_state, "state", "inner", _RECORD_OUTSIDE)
+        check_same_structure(grads, updates, "updates", "inner", "Gate optax_step(inner, grads) with apply_if.")
+        check_same_types(state, new_state, "state", "inner", "Place a transformation that only records values outside.")
         return gated.split((updates, new_state))
 
     def skip(like: list[Any], arrays: list[Any]) -> list[Any]:
@@ -294,15 +270,9 @@ def _update_if(
 
     arrays = gate(finite, apply, skip, gated.arrays, lambda arrays: _zero_nonfinite(arrays[:count]) + arrays[count:])
     if is_traced(finite):
-        zeros = jax.tree.map(lambda x: jnp.where(finite, x, _negative_zeros(x)), arrays[:count])
-        arrays = zeros + arrays[count:]
+        updates = jax.tree.map(lambda x: jnp.where(finite, x, _negative_zeros(x)), arrays[:count])
+        arrays = updates + arrays[count:]
     return gated.combine(arrays)
-
-
-def _skipped_updates(grads: PyTree, params: PyTree) -> PyTree:
-    """Returns zeros of the types of the parameters, which updates have even where the gradients' types differ."""
-    like = params if structure(params) == structure(grads) else grads
-    return jax.tree.map(lambda grad, x: _negative_zeros(jnp.asarray(x)) if is_numeric(grad) else grad, grads, like)
 
 
 def _negative_zeros(like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:

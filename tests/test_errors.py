@@ -279,7 +279,7 @@ SCALE_AND_UPDATE = {
         "complex scale": (_update(loss_scale=np.complex64(8)), "scaler.loss_scale must ... got complex64[]."),
         "string scale": (_update(loss_scale="8"), "scaler.loss_scale must ... got '8'."),
         "dict as config": (_update(config={}), "scaler.config must ... got dict. ... restore into a state created"),
-        "int loss": (lambda: jmpscale.scale(STATE, {"n": jnp.int32(3)}), "got int32[] at tree['n']. Pass only the"),
+        "int loss": (lambda: jmpscale.scale(STATE, {"n": jnp.int32(3)}), "got int32[] at tree['n']. Pass only"),
         "complex loss": (lambda: jmpscale.scale(STATE, 1j), "losses of a floating-point dtype, got 1j at tree. "),
         "function as gradients": (lambda: jmpscale.all_finite(jnp.sum), "tree must be a pytree ... got function. Pass"),
         "string loss": (lambda: jmpscale.scale(STATE, "x"), "got 'x' at tree. "),
@@ -310,8 +310,8 @@ SCALE_AND_UPDATE = {
         ),
         "unscaled twice": (
             lambda: _traced(lambda grads: jmpscale.unscale(STATE, jmpscale.unscale(STATE, grads)), GRADS),
-            "the gradients are unscaled twice: unscale, value_and_grad and loss_scaled return gradients, and the loss, "
-            "in true units. Remove this call.",
+            "the gradients are unscaled twice: value_and_grad, loss_scaled and unscale return true units. Remove this "
+            "call.",
         ),
         "unscaled after loss_scaled": (
             lambda: _traced(lambda w: jmpscale.unscale(STATE, _grad(w)()), W32),
@@ -327,12 +327,12 @@ SCALE_AND_UPDATE = {
         ),
         "flag of the loss": (
             lambda: jmpscale.update(STATE, jmpscale.all_finite(jmpscale.value_and_grad(_sum)(STATE, GRADS)[0])),
-            "finite must be about the gradients, got all_finite(loss): ... Pass all_finite(grads).",
+            "finite must be about the gradients, got all_finite(loss). Pass all_finite(grads).",
         ),
         "loss and array": (_after_gradients(lambda s, _, ok: jmpscale.update(s, ok, loss=_pair(W32))), "got a pair"),
         "updated twice": (
             _after_gradients(lambda s, _, ok: jmpscale.update(jmpscale.update(s, ok), ok)),
-            "the scaler is updated twice in a step: ... Remove this call: with_loss_scaling updates its scaler itself.",
+            "the scaler is updated twice in a step. Remove this call: with_loss_scaling updates its scaler itself.",
         ),
         "updated by the wrapper": (
             _after_gradients(
@@ -671,7 +671,7 @@ WITH_LOSS_SCALING = {
         "update alone": (_wrap(SimpleNamespace(update=ADAM.update)), "inner must be ... got SimpleNamespace."),
         "wrapped in a chain": (
             lambda: _wrap(optax.chain(SGD, optax.chain(TX)), jmpscale.disabled())().init(GRADS),
-            "inner must not contain with_loss_scaling, got ... once: with_loss_scaling(optax.chain(...)).",
+            "inner must not contain with_loss_scaling, got ... once: with_loss_scaling(chain(...)).",
         ),
         "scaler in the gradients": (
             lambda: SCALE.update({"model": GRADS, "scaler": STATE}, SCALE_STATE),
@@ -684,7 +684,7 @@ WITH_LOSS_SCALING = {
         "inner state": (lambda: TX.update(GRADS, ADAM.init(GRADS)), "got tuple. The ... ._replace(inner_state=...)"),
         "updates of inner": (
             _inner(lambda g, s, p: (g["w"], s)),
-            "['b'] is only in its input: ... Gate ... optax_step(tx",
+            "['b'] is only in its input: ... Gate optax_step(inner, grads) with apply_if.",
         ),
         "structure of inner": (_inner(lambda g, s, p: (g, (s, s))), "state is only in its input: ... outside"),
         "dtype of inner": (_inner(lambda g, s, p: (g, s > 0)), "state was int32[] and is bool[]. ... .astype in inner"),
