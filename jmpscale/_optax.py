@@ -1,6 +1,5 @@
 """Loss scaling as an optax gradient transformation. Of the training path, only the modules `_optax*` import optax."""
 
-import inspect
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol, TypeAlias
 
@@ -54,9 +53,8 @@ def with_loss_scaling(
     returns them. Place the wrapper outside `optax.MultiSteps`, `optax.partition` and `optax.masked`.
 
     Args:
-      inner: an optax gradient transformation whose updates have the structure of the gradients. It receives the extra
-        arguments of `tx.update` that it accepts. On GPU and TPU it also runs on skipped steps, with zeros in place of
-        non-finite gradients, and its result is discarded.
+      inner: an optax gradient transformation whose updates have the structure of the gradients. On GPU and TPU it also
+        runs on skipped steps, with zeros in place of non-finite gradients, and its result is discarded.
       scaler: the initial scaler, `dynamic()` by default.
       max_norm: the global norm to which the gradients are clipped before `inner`, as by `optax.clip_by_global_norm`.
         The norm is also the finiteness check, so a step is skipped if the sum of the squares exceeds 3.4e38.
@@ -169,17 +167,10 @@ def with_loss_scaling(
 
 
 def with_extra_args(tx: Transformation) -> optax.GradientTransformationExtraArgs:
-    """Returns a transformation that accepts any extra argument and passes to `tx` those that `tx` takes."""
+    """Returns a transformation that accepts any extra argument, and passes all to `tx` if `tx` takes any."""
     if isinstance(tx, optax.GradientTransformation):
         return optax.with_extra_args_support(tx)
-    parameters = inspect.signature(tx.update).parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-
-    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, PyTree]:
-        passed_on = {name: value for name, value in extra_args.items() if takes_all or name in parameters}
-        return tx.update(updates, state, params, **passed_on)
-
-    return optax.GradientTransformationExtraArgs(tx.init, update)
+    return optax.GradientTransformationExtraArgs(tx.init, tx.update)
 
 
 def _decision_axes(axis_name: AxisName, norm_axis_name: AxisName) -> AxisName:

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import optax
-from jax.typing import ArrayLike
 
 import jmpscale._optax_checks as checks
 from jmpscale._base.tree import PyTree, first_leaf, structure
@@ -60,10 +59,10 @@ def optax_step(
             checks.warn_if_gradients_are_narrow(grads, "grads")
             checks.warn_if_averages_are_narrow(opt_state)
         updates, opt_state = optimizer.update(grads, opt_state, params, **extra_args)
-        return jax.tree.map(_apply_update, updates, params, is_leaf=lambda x: x is None), opt_state
+
+        def apply(update: PyTree, param: PyTree) -> PyTree:
+            return param if update is None else optax.apply_updates(param, update)
+
+        return jax.tree.map(apply, updates, params, is_leaf=lambda x: x is None), opt_state
 
     return step
-
-
-def _apply_update(update: ArrayLike | None, param: PyTree) -> PyTree:
-    return param if update is None else optax.apply_updates(param, update)

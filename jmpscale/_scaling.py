@@ -108,8 +108,7 @@ def unscale(scaler: PyTree, tree: Tree) -> Tree:
     state = find_scaler(scaler)
     if state.config.mode != "disabled" and (has_mark(Mark.GRADIENT, tree) or has_mark(Mark.LOSS, tree)):
         warn_user(
-            "the gradients are unscaled twice: value_and_grad, loss_scaled and unscale return true units. Remove this "
-            "call."
+            "the gradients are unscaled twice: value_and_grad, loss_scaled and unscale each unscale them. Remove one."
         )
     return unscale_gradients(state, tree)
 

@@ -310,8 +310,7 @@ SCALE_AND_UPDATE = {
         ),
         "unscaled twice": (
             lambda: _traced(lambda grads: jmpscale.unscale(STATE, jmpscale.unscale(STATE, grads)), GRADS),
-            "the gradients are unscaled twice: value_and_grad, loss_scaled and unscale return true units. Remove this "
-            "call.",
+            "the gradients are unscaled twice: value_and_grad, loss_scaled and unscale each unscale them. Remove one.",
         ),
         "unscaled after loss_scaled": (
             lambda: _traced(lambda w: jmpscale.unscale(STATE, _grad(w)()), W32),
