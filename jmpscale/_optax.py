@@ -1,7 +1,7 @@
-"""Loss scaling as an optax gradient transformation. Of the training path, only the modules `_optax*` import optax."""
+"""Loss scaling for the optimizers of optax. Of the training path, only the modules `_optax*` import optax."""
 
 from collections.abc import Callable, Hashable
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,29 +12,23 @@ import jmpscale._optax_checks as checks
 from jmpscale._base.axes import AxisName, as_axes, axes_to_reduce, manual_axes, warn_if_unsynchronized
 from jmpscale._base.check import check_count, check_in_range
 from jmpscale._base.compat import full_like, varying_axes
-from jmpscale._base.tree import PyTree, flatten_gradients, is_array, is_inexact, is_traced, structure
+from jmpscale._base.tree import PyTree, first_leaf, flatten_gradients, is_array, is_inexact, is_traced, structure
 from jmpscale._finite import all_finite_here
 from jmpscale._gate import GatedTree, check_same_structure, check_same_types, gate, has_same_type, is_numeric
 from jmpscale._monitor import SkipMonitor
 from jmpscale._scaler_of_tree import check_scaler, in_compiled_step, warn_if_constant
-from jmpscale._scaling import multiply_leaf, unscaled_dtype, warn_if_nothing_is_scaled
+from jmpscale._scaling import multiply_leaf, needs_wider_gradient, unscaled_dtype, warn_if_nothing_is_scaled
 from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerState, WithLossScalingState, dynamic
 from jmpscale._update import adapt, all_reduce_outcome
 
 Transformation: TypeAlias = optax.GradientTransformation | optax.MultiSteps
 
 
-class _Update(Protocol):
-    def __call__(
-        self, updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
-    ) -> tuple[PyTree, WithLossScalingState]: ...
-
-
 class LossScalingTransformation(optax.GradientTransformationExtraArgs):
     """A transformation of optax, whose state has a type that type checkers know."""
 
     init: Callable[[PyTree], WithLossScalingState]  # pyright: ignore[reportIncompatibleVariableOverride]
-    update: _Update  # pyright: ignore[reportIncompatibleVariableOverride]
+    update: Callable[..., tuple[PyTree, WithLossScalingState]]  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 def with_loss_scaling(
@@ -58,15 +52,14 @@ def with_loss_scaling(
       scaler: the initial scaler, `dynamic()` by default.
       max_norm: the global norm to which the gradients are clipped before `inner`, as by `optax.clip_by_global_norm`.
         The norm is also the finiteness check, so a step is skipped if the sum of the squares exceeds 3.4e38.
-      axis_name: the mapped axes over which the devices combine their decisions, as in `all_finite` and
-        `jmpscale.update`. Gradients are not averaged over them.
+      axis_name: the mapped axes over which the devices combine their decisions, not their gradients, as in `all_finite`
+        and `jmpscale.update`.
       norm_axis_name: the mapped axes along which each device holds a part of the gradients, as in hand-written FSDP;
         needed only where `axis_name` is. The squares are summed over these axes.
-      warn_after_skips: the number of skips after which to warn, from inside the compiled program; for training loops
-        that do not return the optimizer state, so that `raise_if_stuck` cannot read it. It warns after that many
-        consecutive skips, or if that many of the latest `5 * warn_after_skips` steps were skipped, not counting skips
-        right after the scale has grown. It also warns if a dynamic scale grows to a `max_scale` of 2^32 or more without
-        a skip, because the loss may be unscaled. Under `jax.pmap` and `jax.shard_map` each device warns.
+      warn_after_skips: for training loops that do not return the optimizer state, which `raise_if_stuck` reads: the
+        number of skips, consecutive or among the latest `5 * warn_after_skips` steps, after which to warn from inside
+        the compiled program. Skips right after the scale has grown do not count. It also warns if a dynamic scale grows
+        to a `max_scale` of 2^32 or more without a skip, because the loss may be unscaled. Each device warns.
 
     Returns:
       A gradient transformation, whose state is a `WithLossScalingState`. Call `tx.update(grads, opt_state, params,
@@ -76,18 +69,16 @@ def with_loss_scaling(
       non-finite values. `inner` sees float16 parameters as float32, the dtype of their gradients.
 
     Raises:
-      TypeError: an argument has the wrong type. From `tx.init`: `inner` contains another wrapper. From `tx.update`:
-        `inner` changes the structure or the types of its state, the loss is not an argument by name, or a gradient is
-        a partial sum, a `jax.Ref` or part of a scaler.
+      TypeError: an argument has the wrong type, `inner` contains another wrapper or changes the types of its state, the
+        loss is not an argument by name, or a gradient is a partial sum, a `jax.Ref` or part of a scaler.
       ValueError: `max_norm` or `warn_after_skips` is out of range, or an axis is not mapped.
 
     Warns:
-      UserWarning: from `tx.init`, if all parameters or averages of gradients are float16, `MultiSteps`, `partition` or
-        `masked` contains the wrapper, or `max_norm` clips micro-batches; from `tx.update`, if it is inside `apply_if`
-        or `optax.apply_if_finite`, other transformations in a chain hide overflows or act on skipped steps, the state
-        is a constant of a compiled program, no loss has been scaled yet, a gradient is float16, unscaled by another
-        scaler or clipped by the norm of its shard, the loss is a pair or misspelled, or devices would decide
-        independently; from the program, after many skips.
+      UserWarning: the wrapper is inside `MultiSteps`, `partition`, `masked`, `apply_if` or `optax.apply_if_finite`, or
+        in a chain with transformations that hide overflows or act on skipped steps; all parameters, or averages of
+        gradients, are float16; `max_norm` clips micro-batches; the state is a constant of a compiled program; no loss
+        has been scaled yet; a gradient is float16, unscaled by another scaler, or clipped by the norm of its shard; the
+        loss is a pair or misspelled; devices would decide independently; or after `warn_after_skips`.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -105,7 +96,7 @@ def with_loss_scaling(
     if max_norm is not None:
         max_norm = check_in_range("max_norm", max_norm, SMALLEST_SCALE, LARGEST_SCALE, "Omit it to clip nothing.")
     monitor = None if warn_after_skips is None else SkipMonitor(check_count("warn_after_skips", warn_after_skips))
-    tx = with_extra_args(inner)
+    tx = _with_extra_args(inner)
 
     def init(params: optax.Params) -> Any:
         checks.warn_if_inside_another(params)
@@ -166,7 +157,63 @@ def with_loss_scaling(
     return LossScalingTransformation(init, update)
 
 
-def with_extra_args(tx: Transformation) -> optax.GradientTransformationExtraArgs:
+def optax_step(
+    tx: Transformation, grads: PyTree, **extra_args: Any
+) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
+    """Creates the step that `apply_if` gates: it computes the updates of an optax optimizer and applies them.
+
+    Args:
+      tx: the optimizer. It must not be wrapped in `with_loss_scaling`, which skips steps by itself.
+      grads: the gradients, in true units.
+      **extra_args: extra arguments of `tx.update`, such as `value=`.
+
+    Returns:
+      `step(params, opt_state) -> (params, opt_state)`. Leaves of `params` without an update, such as the functions in
+      an Equinox model, are unchanged.
+
+    Raises:
+      TypeError: `tx` is not a gradient transformation, or `grads` contains a scaler. From the step: `tx` is wrapped in
+        `with_loss_scaling`, or the arguments are not the parameters and the optimizer state, in this order.
+
+    Warns:
+      UserWarning: from the step, if a gradient of float32 parameters, or an average of gradients, is float16.
+
+    >>> import jax.numpy as jnp
+    >>> import jmpscale
+    >>> import optax
+    >>> tx, params = optax.sgd(1.0), {"w": jnp.array(3.0)}
+    >>> step = jmpscale.optax_step(tx, {"w": jnp.array(1.0)})
+    >>> jmpscale.apply_if(True, step, params, tx.init(params))[0]
+    {'w': Array(2., dtype=float32)}
+    """
+    checks.check_transformation(tx, "tx", "Call optax_step(tx, grads), with the optimizer, not its update.")
+    checks.check_no_scaler(grads)
+    optimizer = _with_extra_args(tx)
+
+    def step(*carry: PyTree) -> tuple[PyTree, PyTree]:
+        is_swapped = len(carry) == 2 and structure(carry[1]) == structure(grads) != structure(carry[0])
+        if len(carry) != 2 or is_swapped:
+            got = "them in the opposite order" if is_swapped else len(carry)
+            raise TypeError(
+                f"carry must be two values, the parameters and then the optimizer state, got {got}. Call "
+                "apply_if(finite, optax_step(tx, grads), params, opt_state)."
+            )
+        params, opt_state = carry
+        checks.check_not_wrapped(opt_state, "tx", "Pass the inner optimizer, or call tx.update without apply_if.")
+        if not first_leaf(params, needs_wider_gradient):  # with disabled(), their gradients are float16 as well
+            checks.warn_if_gradients_are_narrow(grads, "grads")
+            checks.warn_if_averages_are_narrow(opt_state)
+        updates, opt_state = optimizer.update(grads, opt_state, params, **extra_args)
+
+        def apply(update: PyTree, param: PyTree) -> PyTree:
+            return param if update is None else optax.apply_updates(param, update)
+
+        return jax.tree.map(apply, updates, params, is_leaf=lambda x: x is None), opt_state
+
+    return step
+
+
+def _with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
     """Returns a transformation that accepts any extra argument, and passes all to `tx` if `tx` takes any."""
     if isinstance(tx, optax.GradientTransformation):
         return optax.with_extra_args_support(tx)
@@ -176,10 +223,8 @@ def with_extra_args(tx: Transformation) -> optax.GradientTransformationExtraArgs
 def _decision_axes(axis_name: AxisName, norm_axis_name: AxisName) -> AxisName:
     """Returns the axes over which decisions are combined: devices that hold parts of a gradient decide together."""
     parts = as_axes(norm_axis_name)
-    if not parts:
-        return axis_name
     named = manual_axes(typed=True) if axis_name is None else as_axes(axis_name)
-    return tuple(dict.fromkeys([*named, *parts]))
+    return tuple(dict.fromkeys([*named, *parts])) if parts else axis_name
 
 
 def _as_seen_by_inner(params: PyTree) -> PyTree:

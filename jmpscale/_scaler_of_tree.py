@@ -125,11 +125,7 @@ def check_scaler(scaler: object, name: str = "scaler", *, allow_batch: bool = Fa
 
 
 def warn_if_constant(scaler: ScalerState, values: PyTree, name: str = "scaler") -> None:
-    """Warns if a compiled step contains its scaler, because every call would then start from the same state.
-
-    `values` are the flag or the gradients of the step, which are traced if it is compiled; `name` is what holds the
-    scaler in the user's program.
-    """
+    """Warns if a compiled step, which traces `values`, has its scaler as a constant; the message calls it `name`."""
     if in_compiled_step(values) and not any(map(is_traced, jax.tree.leaves(scaler))):
         warn_user(
             f"the {name} is a constant of the compiled program, so every call starts from the same one: the compiled "
@@ -139,10 +135,9 @@ def warn_if_constant(scaler: ScalerState, values: PyTree, name: str = "scaler") 
 
 
 def in_compiled_step(values: PyTree) -> bool:
-    """Tests whether values are traced to compile a step that is not part of another transformation.
+    """Tests whether values are traced to compile a step that the program neither differentiates nor maps over a batch.
 
-    A step that a compiled program differentiates, or maps over a batch, may start from a constant. Such a
-    transformation traces values of a type of its own; a new array has the type of the program's values.
+    Such a transformation traces values of a type of its own; a new array has the type of the program's values.
     """
     traced = [x for x in jax.tree.leaves(values) if is_traced(x)]
     return bool(traced) and is_compiling() and {type(x) for x in traced} == {type(jnp.zeros(()))}
