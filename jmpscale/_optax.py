@@ -1,7 +1,7 @@
 """Loss scaling for the optimizers of optax. Of the training path, only the modules `_optax*` import optax."""
 
 from collections.abc import Callable, Hashable
-from typing import Any, TypeAlias
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,14 @@ from jmpscale._scaling import multiply_leaf, needs_wider_gradient, unscaled_dtyp
 from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerState, WithLossScalingState, dynamic
 from jmpscale._update import adapt, all_reduce_outcome
 
-Transformation: TypeAlias = optax.GradientTransformation | optax.MultiSteps
+
+class Transformation(Protocol):
+    """An optimizer of optax, or of a class of its own with the same methods, such as `optax.MultiSteps`."""
+
+    @property
+    def init(self) -> Callable[..., Any]: ...
+    @property
+    def update(self) -> Callable[..., Any]: ...
 
 
 class LossScalingTransformation(optax.GradientTransformationExtraArgs):
@@ -213,7 +220,7 @@ def optax_step(
     return step
 
 
-def _with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
+def _with_extra_args(tx: Transformation) -> optax.GradientTransformationExtraArgs:
     """Returns a transformation that accepts any extra argument, and passes all to `tx` if `tx` takes any."""
     if isinstance(tx, optax.GradientTransformation):
         return optax.with_extra_args_support(tx)
