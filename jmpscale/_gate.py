@@ -6,7 +6,7 @@ lose shardings. The form is chosen when JAX lowers the program for a platform.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeGuard, TypeVar, TypeVarTuple, overload
 
 import jax
@@ -83,10 +83,8 @@ def apply_if(finite: ArrayLike, fn: Callable[..., Any], /, *carry: object) -> ob
     check_no_nnx_objects(
         carry, "carry", "Gate the values: carry nnx.state(model), and write the result back with nnx.update."
     )
-    gated = GatedTree(carry)
 
-    def apply(arrays: list[Any]) -> list[Any]:
-        before = gated.combine(arrays)
+    def step(before: tuple[Any, ...]) -> tuple[Any, ...]:
         out = fn(*before)
         after = (out,) if len(carry) == 1 else out
         if not isinstance(after, tuple):
@@ -96,9 +94,9 @@ def apply_if(finite: ArrayLike, fn: Callable[..., Any], /, *carry: object) -> ob
         check_same_types(before, after)
         _warn_if_scaler_is_gated(flag, carry, after)
         _warn_if_changed_in_place(carry, after)
-        return gated.split(after)
+        return after
 
-    result = gated.combine(gate(flag, apply, gated.originals, gated.arrays))
+    result = gate(flag, step, carry)
     return result[0] if len(carry) == 1 else result
 
 
@@ -137,59 +135,50 @@ def _warn_if_changed_in_place(carry: PyTree, after: PyTree) -> None:
         )
 
 
-class GatedTree:
-    """A pytree, split into the arrays that pass through the gate and the leaves that bypass it."""
-
-    def __init__(self, tree: PyTree):
-        self._leaves, self._treedef = jax.tree.flatten(tree)
-        self.arrays = [leaf if is_array(leaf) else None for leaf in self._leaves]  # None: the leaf bypasses the gate
-
-    def combine(self, arrays: Sequence[Any]) -> PyTree:
-        """Returns the tree with new arrays; None stands for the original leaf."""
-        leaves = [leaf if array is None else array for leaf, array in zip(self._leaves, arrays, strict=True)]
-        return jax.tree.unflatten(self._treedef, leaves)
-
-    def split(self, tree: PyTree) -> list[jax.Array | None]:
-        """Returns the arrays of a tree of the same structure, with None for each leaf that bypasses the gate."""
-        pairs = zip(self._leaves, jax.tree.leaves(tree), strict=True)
-        return [None if not is_array(old) and _is_unchanged(old, new) else jnp.asarray(new) for old, new in pairs]
-
-    def originals(self, like: Sequence[Any], arrays: Sequence[Any]) -> list[jax.Array | None]:
-        """Returns the original arrays; Python numbers that the step changes become arrays with the types of `like`."""
-        triples = zip(like, arrays, self._leaves, strict=True)
-        return [full_like(new, leaf) if array is None and new is not None else array for new, array, leaf in triples]
-
-
 def gate(
     flag: jax.Array,
-    apply: Callable[[Any], Any],
-    skip: Callable[[Any, Any], Any],
-    operand: PyTree,
-    sanitize: Callable[[Any], Any] = lambda operand: operand,
+    step: Callable[[Any], Any],
+    tree: Any,
+    skip: Callable[[list[Any], list[Any]], list[Any]] = lambda like, arrays: arrays,
+    sanitize: Callable[[list[Any]], list[Any]] = lambda arrays: arrays,
 ) -> Any:
-    """Returns `apply(operand)` if the flag is true, otherwise the operand, a tree of arrays; traces `apply` once.
+    """Returns `step(tree)` if the flag is true, otherwise the tree; traces `step` once.
 
-    `skip(like, operand)` returns the operand with the types of `like`, the result of `apply` or its
-    `jax.ShapeDtypeStruct`s, because JAX requires equal types on both sides of a branch. `sanitize` returns an operand
-    for an `apply` whose result may be discarded.
+    `skip(like, arrays)` returns the arrays of the tree with the types of `like`, the new arrays or their
+    `jax.ShapeDtypeStruct`s, because JAX requires equal types on both sides of a branch. `sanitize` returns arrays for a
+    step whose result may be discarded. In these lists None stands for a leaf that bypasses the gate.
     """
+    leaves, treedef = jax.tree.flatten(tree)
+
+    def combine(arrays: list[Any]) -> Any:
+        return jax.tree.unflatten(treedef, [y if x is None else x for x, y in zip(arrays, leaves, strict=True)])
+
+    def apply(arrays: list[Any]) -> list[Any]:
+        pairs = zip(leaves, jax.tree.leaves(step(combine(arrays))), strict=True)
+        return [None if not is_array(old) and _is_unchanged(old, new) else jnp.asarray(new) for old, new in pairs]
+
+    arrays = [leaf if is_array(leaf) else None for leaf in leaves]
     if not is_traced(flag):
-        return apply(operand) if flag else operand
-    apply = jax.jit(apply)  # both forms share one trace
+        return combine(apply(arrays)) if flag else tree
+    apply_once = jax.jit(apply)  # both forms share one trace
 
-    def branch(flag: jax.Array, operand: PyTree) -> PyTree:
-        like = jax.eval_shape(apply, operand)
-        return jax.lax.cond(flag, apply, functools.partial(skip, like), operand)
+    def originals(like: list[Any], arrays: list[Any]) -> list[Any]:
+        triples = zip(like, arrays, leaves, strict=True)  # a Python number that the step changes becomes an array
+        return skip(like, [full_like(new, leaf) if x is None and new is not None else x for new, x, leaf in triples])
 
-    def select(flag: jax.Array, operand: PyTree) -> PyTree:
-        new = apply(sanitize(operand))
-        return jax.tree.map(functools.partial(_where, flag), new, skip(new, operand))
+    def branch(flag: jax.Array, arrays: list[Any]) -> list[Any]:
+        like = jax.eval_shape(apply_once, arrays)
+        return jax.lax.cond(flag, apply_once, functools.partial(originals, like), arrays)
+
+    def select(flag: jax.Array, arrays: list[Any]) -> list[Any]:
+        new = apply_once(sanitize(arrays))
+        return jax.tree.map(functools.partial(_where, flag), new, originals(new, arrays))
 
     # JAX traces the forms for all platforms. It raises for a branch under jax.vmap on a mesh with Explicit axes, and
     # for a branch on a flag that varies over manual axes, because the results of a branch do not vary.
     if jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types or varying_axes(flag):
-        return select(flag, operand)
-    return jax.lax.platform_dependent(flag, operand, cpu=branch, default=select)
+        return combine(select(flag, arrays))
+    return combine(jax.lax.platform_dependent(flag, arrays, cpu=branch, default=select))
 
 
 def _where(flag: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ from jmpscale._base.check import check_count, check_in_range
 from jmpscale._base.compat import full_like, varying_axes
 from jmpscale._base.tree import PyTree, first_leaf, flatten_gradients, is_array, is_inexact, is_traced, structure
 from jmpscale._finite import all_finite_here
-from jmpscale._gate import GatedTree, check_same_structure, check_same_types, gate, has_same_type, is_numeric
+from jmpscale._gate import check_same_structure, check_same_types, gate, has_same_type, is_numeric
 from jmpscale._monitor import SkipMonitor
 from jmpscale._scaler_of_tree import check_scaler, in_compiled_step, warn_if_constant
 from jmpscale._scaling import multiply_leaf, needs_wider_gradient, unscaled_dtype, warn_if_nothing_is_scaled
@@ -297,25 +297,28 @@ def _update_if(
         return jax.tree.map(
             lambda grad, x: _negative_zeros(jnp.asarray(x)) if is_array(grad) else grad, grads, like
         ), state
-    gated, count = GatedTree((grads, state)), len(jax.tree.leaves(grads))
 
-    def apply(arrays: list[Any]) -> list[Any]:
-        updates, new_state = update_inner(*gated.combine(arrays))
+    def step(before: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+        updates, new_state = update_inner(*before)
         check_same_structure(grads, updates, "updates", "inner", "Gate optax_step(inner, grads) with apply_if.")
         check_same_types(state, new_state, "state", "inner", "Place a transformation that only records values outside.")
-        return gated.split((updates, new_state))
+        return updates, new_state
+
+    count = len(jax.tree.leaves(grads))
 
     def skip(like: list[Any], arrays: list[Any]) -> list[Any]:
         # Returns the gradients: zeros are selected below, so that XLA reuses the gradients' memory.
         zeros = jax.tree.map(_negative_zeros, like[:count])
         updates = [grad if has_same_type(grad, zero) else zero for grad, zero in zip(arrays, zeros, strict=False)]
-        return updates + gated.originals(like, arrays)[count:]
+        return updates + arrays[count:]
 
-    arrays = gate(finite, apply, skip, gated.arrays, lambda arrays: _zero_nonfinite(arrays[:count]) + arrays[count:])
+    def sanitize(arrays: list[Any]) -> list[Any]:
+        return _zero_nonfinite(arrays[:count]) + arrays[count:]
+
+    updates, state = gate(finite, step, (grads, state), skip, sanitize)
     if is_traced(finite):
-        updates = jax.tree.map(lambda x: jnp.where(finite, x, _negative_zeros(x)), arrays[:count])
-        arrays = updates + arrays[count:]
-    return gated.combine(arrays)
+        updates = jax.tree.map(lambda x: jnp.where(finite, x, _negative_zeros(x)) if is_array(x) else x, updates)
+    return updates, state
 
 
 def _negative_zeros(like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:

@@ -14,11 +14,11 @@ from jmpscale._base.tree import (
     PyTree,
     Tree,
     check_no_refs,
+    first_leaf,
     flatten_gradients,
     is_inexact,
     is_real,
     is_traced,
-    named_leaves,
 )
 from jmpscale._finite import all_finite
 from jmpscale._scaler_of_tree import find_scaler
@@ -52,13 +52,13 @@ def scale(scaler: PyTree, tree: Tree) -> Tree:
     check_no_refs(tree)
     if state.config.mode == "disabled":
         return tree
-    for path, leaf in named_leaves(tree):
-        if not is_real(leaf):
-            raise TypeError(
-                f"scale takes losses of a floating-point dtype, got {describe(leaf)} at tree{path}. Pass only losses."
-            )
-        if is_traced(leaf) and needs_wider_gradient(leaf):
-            warn_about_narrow_loss(leaf)
+    if found := first_leaf(tree, lambda leaf: not is_real(leaf)):
+        path, leaf = found
+        raise TypeError(
+            f"scale takes losses of a floating-point dtype, got {describe(leaf)} at tree{path}. Pass only the losses."
+        )
+    if found := first_leaf(tree, lambda leaf: is_traced(leaf) and needs_wider_gradient(leaf)):
+        warn_about_narrow_loss(found[1])
     scaled = _scale_leaves(state.loss_scale, tree)
     mark(Mark.SCALED, scaled)
     return scaled
@@ -82,16 +82,13 @@ def _scale_leaves(loss_scale: jax.Array, tree: PyTree) -> PyTree:
 def unscale(scaler: PyTree, tree: Tree) -> Tree:
     """Divides gradients by the loss scale.
 
-    Gradients in float16 and float8 become float32, in which the values that scaling has preserved do not underflow.
-    Gradient penalties may differentiate this function.
-
     Args:
       scaler: the scaler that scaled the loss, before its update, or any pytree that contains exactly one.
       tree: pytree of gradients. Leaves that are not floating-point or complex are unchanged, and so are the new scales
         and histories that Flax's fp8 layers return in place of gradients.
 
     Returns:
-      The unscaled gradients. With `disabled()`, the tree itself.
+      The unscaled gradients; float16 and float8 become float32. With `disabled()`, the tree itself.
 
     Raises:
       TypeError: a leaf is a partial sum or a `jax.Ref`.

@@ -93,7 +93,7 @@ class SkipReason(enum.IntEnum):
 class ScalerState(NamedTuple):
     """The state of a loss scaler: an immutable pytree of scalar arrays, and its settings.
 
-    In a batch of scalers all arrays have a leading axis; use it under `jax.vmap`.
+    In a batch of scalers all arrays have a leading axis; use it under `jax.vmap`. Counters stop at 2147483647.
 
     Attributes:
       loss_scale: f32[], the factor by which the loss is multiplied. A dynamic scale is in `[config.min_scale,
@@ -105,8 +105,6 @@ class ScalerState(NamedTuple):
       consecutive_skips: i32[], the number of skipped steps since the last applied step.
       last_skip_reason: i32[], the `SkipReason` of the most recent skip.
       config: the settings; part of the tree's structure, not a leaf.
-
-    Counters stop at 2147483647 instead of wrapping around.
     """
 
     loss_scale: jax.Array

@@ -18,7 +18,7 @@ from jmpscale._state import ScalerState, SkipReason
 def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_name: AxisName = None) -> ScalerState:
     """Adjusts the loss scale and the counters after a step.
 
-    This is the rule of a dynamic scaler:
+    This is the rule of a dynamic scaler. With `hysteresis=1` it is the rule of `torch.amp.GradScaler`, with limits:
 
     ```text
     if finite:
@@ -69,9 +69,6 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
     >>> scaler = jmpscale.update(jmpscale.dynamic(1024.0), False)
     >>> float(scaler.loss_scale), int(scaler.total_skips)
     (512.0, 1)
-
-    With `hysteresis=1` this is the rule of `torch.amp.GradScaler` (PyTorch 2.13), with limits. With hysteresis it is
-    the rule of Megatron-LM and DeepSpeed, and with `hysteresis_reset="finite"` the rule of apex and NeMo.
     """
     check_scaler(scaler)
     flag = check_flag(finite)
