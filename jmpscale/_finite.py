@@ -26,16 +26,15 @@ def all_finite(tree: PyTree, *, scaler: PyTree = None, axis_name: AxisName = Non
       tree: any pytree. Leaves that are not floating-point or complex, and empty arrays, count as finite.
       scaler: the scaler of the step, or any pytree that contains exactly one. With `disabled()` the result is True
         without a test, so that a training step compiles to the step without loss scaling.
-      axis_name: the mapped axis, or a sequence of mapped axes, over which to combine the result. It is needed only
-        under `jax.pmap`, `jax.vmap(axis_name=...)` and `check_vma=False`, where JAX's types do not show the axes. Pass
-        `()` if all devices hold the same values, such as gradients after a `psum`.
+      axis_name: the mapped axis or axes over which to combine the result; needed only under `jax.pmap`,
+        `jax.vmap(axis_name=...)` and `check_vma=False`, where JAX's types do not show the axes. Pass `()` if all
+        devices hold the same values, such as gradients after a `psum`.
 
     Returns:
       bool[], equal on all devices along the axes.
 
     Raises:
-      TypeError: the tree is a function or a string, or a leaf is a partial sum that has not been reduced over its
-        devices, or a `jax.Ref`.
+      TypeError: the tree is a function or a string, or a leaf is a partial sum or a `jax.Ref`.
       ValueError: an axis is not mapped here, or `scaler` does not contain exactly one scaler.
 
     Warns:
@@ -81,8 +80,8 @@ def _all_leaves_finite_default(leaves: list[jax.Array]) -> jax.Array:
     """Counts the non-finite values: a sum of zeros and ones is zero if and only if all of them are.
 
     XLA partitions plain sums over devices and, on TPU, fuses them with the sums of a global norm; it does neither with
-    `all(isfinite(x))`. The zeros are negative because XLA on GPUs merges equal constants: positive zeros would be
-    merged with the zeros that an embedding's gradient starts from, and written to memory.
+    `all(isfinite(x))`. The zeros are negative because XLA on GPUs would merge positive ones with the zeros that an
+    embedding's gradient starts from, and write them to memory.
     """
     zero, one = np.float32(-0.0), np.float32(1)
     return jnp.stack([jnp.where(jnp.isfinite(x), zero, one).sum() for x in leaves]).sum() == 0
@@ -91,8 +90,8 @@ def _all_leaves_finite_default(leaves: list[jax.Array]) -> jax.Array:
 def _all_leaves_finite_cpu(leaves: list[jax.Array]) -> jax.Array:
     """Combines the flags of all leaves so that thousands of leaves compile quickly.
 
-    XLA on CPU fuses a long `and` of scalars into each of its consumers, with a compile time that grows faster than
-    linearly. Reducing in groups of 8 and reading the result at the argmin prevents this fusion.
+    XLA on CPU fuses a long `and` of scalars into each of its consumers, which takes more than linear time. Groups of 8,
+    and a result that is read at the argmin, prevent this fusion.
     """
     flags = [_is_finite_cpu(x) for x in leaves]
     groups = jnp.stack([jnp.stack(flags[i : i + 8]).all() for i in range(0, len(flags), 8)])
@@ -115,8 +114,7 @@ def _is_finite_cpu(x: jax.Array) -> jax.Array:
 def use_variadic_reduce() -> bool:
     """Tests whether a program lowered for CPU should use variadic reductions.
 
-    XLA on CPU vectorizes a variadic reduction, but not a reduction of a single value.
-    Over several devices, however, its partitioner gathers each operand of a variadic reduction.
+    XLA on CPU vectorizes only variadic reductions, but over several devices its partitioner gathers their operands.
     """
     try:
         return jax.device_count("cpu") == 1

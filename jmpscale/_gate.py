@@ -6,12 +6,11 @@ lose shardings. The form is chosen when JAX lowers the program for a platform.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeGuard, TypeVar, TypeVarTuple, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from jmpscale._base.check import check_flag, is_called_by, warn_user
@@ -21,6 +20,7 @@ from jmpscale._base.marks import Mark, has_mark, source_of
 from jmpscale._base.text import truncate, type_name
 from jmpscale._base.tree import (
     PyTree,
+    bit_pattern,
     check_no_nnx_objects,
     check_no_refs,
     find_instances,
@@ -33,6 +33,7 @@ from jmpscale._state import ScalerState
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
+_HARM = "a skipped step would not adjust its scale, and every later step would be skipped."
 
 
 @overload
@@ -42,11 +43,9 @@ def apply_if(finite: ArrayLike, fn: Callable[[*Ts], tuple[*Ts]], /, *carry: *Ts)
 def apply_if(finite: ArrayLike, fn: Callable[..., Any], /, *carry: object) -> object:
     """Applies a step if the gradients were finite; otherwise returns the carry unchanged, bit for bit.
 
-    Returns `fn(*carry) if finite else carry`.
-
-    `fn` must be pure, because in a compiled program it may also run on skipped steps, as it always does on GPU and TPU;
-    its result is then discarded. A skipped step has the derivative of the identity. In reverse mode this derivative may
-    be NaN (0 * inf) unless `fn` replaces non-finite gradients before it uses them.
+    `fn` must be pure: a compiled program may also run it on a skipped step, as it always does on GPU and TPU, and
+    discard its result. A skipped step has the derivative of the identity. In reverse mode this derivative may be NaN
+    (0 * inf) unless `fn` replaces non-finite gradients before it uses them.
 
     Args:
       finite: bool[], from `all_finite` or `unscale_and_check`, alone or combined with other conditions.
@@ -57,11 +56,11 @@ def apply_if(finite: ArrayLike, fn: Callable[..., Any], /, *carry: object) -> ob
         an array; any other object must not change.
 
     Returns:
-      The new carry. It is a tuple if there is more than one carry.
+      `fn(*carry) if finite else carry`, where `carry` is a tuple only if there is more than one value.
 
     Raises:
-      TypeError: an argument has the wrong type; `fn` changes the structure, a shape, a dtype or a sharding; or the
-        carry is missing, or contains a Flax NNX object or a `jax.Ref`.
+      TypeError: an argument has the wrong type; `fn` changes a structure, shape, dtype or sharding; or the carry is
+        missing, or contains a Flax NNX object or a `jax.Ref`.
       ValueError: `finite` is not a scalar.
 
     Warns:
@@ -75,48 +74,36 @@ def apply_if(finite: ArrayLike, fn: Callable[..., Any], /, *carry: object) -> ob
     """
     flag = check_flag(finite)
     if has_mark(Mark.OLD_SCALE, source_of(Mark.FINITE, flag)):
-        warn_user(
-            "finite is about an earlier step: step_applied was read before the update of the scaler. Read it from the "
-            "new state."
-        )
+        warn_user("finite is about an earlier step: step_applied was read before the update. Read it from the result.")
     if not callable(fn):
-        raise TypeError(
-            f"fn must be a function of the carry, got {type_name(fn)}. Pass the function, then its arguments: "
-            "apply_if(finite, fn, *carry)."
-        )
+        raise TypeError(f"fn must be a function of the carry, got {type_name(fn)}. Call apply_if(finite, fn, *carry).")
     if not carry:
         raise TypeError("carry must hold at least one value, got none. Pass fn's arguments: apply_if(finite, fn, x).")
     check_no_refs(carry, "carry")
     check_no_nnx_objects(
         carry, "carry", "Gate the values: carry nnx.state(model), and write the result back with nnx.update."
     )
-    gated = GatedTree(carry)
 
-    def apply(arrays: list[Any]) -> list[Any]:
-        before = gated.combine(arrays)
+    def step(before: tuple[Any, ...]) -> tuple[Any, ...]:
         out = fn(*before)
         after = (out,) if len(carry) == 1 else out
         if not isinstance(after, tuple):
             raise TypeError(
-                f"fn returned a {type_name(out)}, expected a tuple of {len(carry)} values, one for each carry. Return "
-                "them as `return a, b`."
+                f"fn returned a {type_name(out)}, expected a tuple of {len(carry)} values, as by `return a, b`."
             )
         check_same_types(before, after)
         _warn_if_scaler_is_gated(flag, carry, after)
         _warn_if_changed_in_place(carry, after)
-        return gated.split(after)
+        return after
 
-    result = gated.combine(gate(flag, apply, gated.originals, gated.arrays))
+    result = gate(flag, step, carry)
     return result[0] if len(carry) == 1 else result
 
 
 def warn_if_gated(name: str, remedy: str) -> None:
     """Warns if a function that adjusts a scale is called inside `apply_if`."""
     if is_called_by(lambda frame: frame.f_code is apply_if.__code__):
-        warn_user(
-            f"{name} is inside jmpscale.apply_if: a skipped step would not adjust its scale, and every later step "
-            f"would be skipped. {remedy}"
-        )
+        warn_user(f"{name} is inside jmpscale.apply_if: {_HARM} {remedy}")
 
 
 def _warn_if_scaler_is_gated(flag: jax.Array, carry: PyTree, after: PyTree) -> None:
@@ -130,9 +117,8 @@ def _warn_if_scaler_is_gated(flag: jax.Array, carry: PyTree, after: PyTree) -> N
     changed = [x for x in new if has_mark(Mark.NEW_SCALE, x) and id(x) not in map(id, old)]
     if any(id(source_of(Mark.NEW_SCALE, x)) in starts for x in changed):
         warn_user(
-            "the carry contains a scaler, and fn changes it: a skipped step would not adjust its scale, and every "
-            "later step would be skipped. Call jmpscale.update after apply_if, with the same flag, and keep the state "
-            "of with_loss_scaling out of apply_if."
+            f"the carry contains a scaler, and fn changes it: {_HARM} Call jmpscale.update after apply_if, with the "
+            "same flag, and keep the state of with_loss_scaling out of apply_if."
         )
 
 
@@ -149,59 +135,50 @@ def _warn_if_changed_in_place(carry: PyTree, after: PyTree) -> None:
         )
 
 
-class GatedTree:
-    """A pytree, split into the arrays that pass through the gate and the leaves that bypass it."""
-
-    def __init__(self, tree: PyTree):
-        self._leaves, self._treedef = jax.tree.flatten(tree)
-        self.arrays = [leaf if is_array(leaf) else None for leaf in self._leaves]  # None: the leaf bypasses the gate
-
-    def combine(self, arrays: Sequence[Any]) -> PyTree:
-        """Returns the tree with new arrays; None stands for the original leaf."""
-        leaves = [leaf if array is None else array for leaf, array in zip(self._leaves, arrays, strict=True)]
-        return jax.tree.unflatten(self._treedef, leaves)
-
-    def split(self, tree: PyTree) -> list[jax.Array | None]:
-        """Returns the arrays of a tree of the same structure, with None for each leaf that bypasses the gate."""
-        pairs = zip(self._leaves, jax.tree.leaves(tree), strict=True)
-        return [None if not is_array(old) and _is_unchanged(old, new) else jnp.asarray(new) for old, new in pairs]
-
-    def originals(self, like: Sequence[Any], arrays: Sequence[Any]) -> list[jax.Array | None]:
-        """Returns the original arrays; Python numbers that the step changes become arrays with the types of `like`."""
-        triples = zip(like, arrays, self._leaves, strict=True)
-        return [full_like(new, leaf) if array is None and new is not None else array for new, array, leaf in triples]
-
-
 def gate(
     flag: jax.Array,
-    apply: Callable[[Any], Any],
-    skip: Callable[[Any, Any], Any],
-    operand: PyTree,
-    sanitize: Callable[[Any], Any] = lambda operand: operand,
+    step: Callable[[Any], Any],
+    tree: Any,
+    skip: Callable[[list[Any], list[Any]], list[Any]] = lambda like, arrays: arrays,
+    sanitize: Callable[[list[Any]], list[Any]] = lambda arrays: arrays,
 ) -> Any:
-    """Returns `apply(operand)` if the flag is true, otherwise the operand, a tree of arrays; traces `apply` once.
+    """Returns `step(tree)` if the flag is true, otherwise the tree; traces `step` once.
 
-    `skip(like, operand)` returns the operand with the types of `like`, the result of `apply` or its
-    `jax.ShapeDtypeStruct`s, because JAX requires equal types on both sides of a branch. `sanitize` returns an operand
-    for an `apply` whose result may be discarded.
+    `skip(like, arrays)` returns the arrays of the tree with the types of `like`, the new arrays or their
+    `jax.ShapeDtypeStruct`s, because JAX requires equal types on both sides of a branch. `sanitize` returns arrays for a
+    step whose result may be discarded. In these lists None stands for a leaf that bypasses the gate.
     """
+    leaves, treedef = jax.tree.flatten(tree)
+
+    def combine(arrays: list[Any]) -> Any:
+        return jax.tree.unflatten(treedef, [y if x is None else x for x, y in zip(arrays, leaves, strict=True)])
+
+    def apply(arrays: list[Any]) -> list[Any]:
+        pairs = zip(leaves, jax.tree.leaves(step(combine(arrays))), strict=True)
+        return [None if not is_array(old) and _is_unchanged(old, new) else jnp.asarray(new) for old, new in pairs]
+
+    arrays = [leaf if is_array(leaf) else None for leaf in leaves]
     if not is_traced(flag):
-        return apply(operand) if flag else operand
-    apply = jax.jit(apply)  # both forms share one trace
+        return combine(apply(arrays)) if flag else tree
+    apply_once = jax.jit(apply)  # both forms share one trace
 
-    def branch(flag: jax.Array, operand: PyTree) -> PyTree:
-        like = jax.eval_shape(apply, operand)
-        return jax.lax.cond(flag, apply, functools.partial(skip, like), operand)
+    def originals(like: list[Any], arrays: list[Any]) -> list[Any]:
+        triples = zip(like, arrays, leaves, strict=True)  # a Python number that the step changes becomes an array
+        return skip(like, [full_like(new, leaf) if x is None and new is not None else x for new, x, leaf in triples])
 
-    def select(flag: jax.Array, operand: PyTree) -> PyTree:
-        new = apply(sanitize(operand))
-        return jax.tree.map(functools.partial(_where, flag), new, skip(new, operand))
+    def branch(flag: jax.Array, arrays: list[Any]) -> list[Any]:
+        like = jax.eval_shape(apply_once, arrays)
+        return jax.lax.cond(flag, apply_once, functools.partial(originals, like), arrays)
+
+    def select(flag: jax.Array, arrays: list[Any]) -> list[Any]:
+        new = apply_once(sanitize(arrays))
+        return jax.tree.map(functools.partial(_where, flag), new, originals(new, arrays))
 
     # JAX traces the forms for all platforms. It raises for a branch under jax.vmap on a mesh with Explicit axes, and
     # for a branch on a flag that varies over manual axes, because the results of a branch do not vary.
     if jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types or varying_axes(flag):
-        return select(flag, operand)
-    return jax.lax.platform_dependent(flag, operand, cpu=branch, default=select)
+        return combine(select(flag, arrays))
+    return combine(jax.lax.platform_dependent(flag, arrays, cpu=branch, default=select))
 
 
 def _where(flag: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
@@ -258,12 +235,7 @@ def _type_remedy(was: object, now: object, fn: str) -> str:
             f"Convert it with .astype in {fn}. Unscaled gradients of float16 parameters are float32: create the "
             "optimizer state with tx.init(jmpscale.cast(params, jnp.float32))."
         )
-    if jnp.shape(was) != jnp.shape(now):
-        return f"Return an array of the same shape from {fn}."
-    return (
-        f"The sharding, the memory space or the axes over which it varies have changed: reshard it in {fn}, or reduce "
-        "the gradients."
-    )
+    return f"Reshape or reshard it in {fn}, move it to its memory space, or reduce gradients that vary over devices."
 
 
 def has_same_type(was: object, now: object) -> bool:
@@ -279,8 +251,6 @@ def _is_unchanged(was: object, now: object) -> bool:
         return True
     if type(was) is not type(now) or is_array(now):
         return False
-    if isinstance(was, (bool, int, float, complex)):
+    if is_numeric(was):
         return repr(was) == repr(now)  # NaN equals NaN, and 0.0 differs from -0.0
-    if isinstance(was, np.ndarray) and isinstance(now, np.ndarray):
-        return was.dtype == now.dtype and np.array_equal(was, now)
-    return bool(was == now)
+    return bool(bit_pattern(was) == bit_pattern(now))

@@ -1,7 +1,5 @@
-"""Loss scaling as an optax gradient transformation. Of the training path, only the modules `_optax*` import optax."""
+"""Loss scaling for the optimizers of optax. Of the training path, only the modules `_optax*` import optax."""
 
-import functools
-import inspect
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
@@ -10,46 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import jmpscale._optax_checks as checks
 from jmpscale._base.axes import AxisName, as_axes, axes_to_reduce, manual_axes, warn_if_unsynchronized
 from jmpscale._base.check import check_count, check_in_range
 from jmpscale._base.compat import full_like, varying_axes
-from jmpscale._base.tree import PyTree, flatten_gradients, is_array, is_inexact, is_traced, structure
+from jmpscale._base.tree import PyTree, first_leaf, flatten_gradients, is_array, is_inexact, is_traced, structure
 from jmpscale._finite import all_finite_here
-from jmpscale._gate import GatedTree, check_same_structure, check_same_types, gate, has_same_type, is_numeric
+from jmpscale._gate import check_same_structure, check_same_types, gate, has_same_type, is_numeric
 from jmpscale._monitor import SkipMonitor
-from jmpscale._optax_checks import (
-    check_not_wrapped,
-    check_transformation,
-    check_update_arguments,
-    warn_if_clip_is_local,
-    warn_if_gradients_are_narrow,
-    warn_if_inside_another,
-    warn_if_loss_is_misspelled,
-    warn_if_micro_batches_are_clipped,
-    warn_if_misplaced,
-    warn_if_narrow,
-    warn_if_unscaled_by_another,
-)
 from jmpscale._scaler_of_tree import check_scaler, in_compiled_step, warn_if_constant
-from jmpscale._scaling import multiply_leaf, unscaled_dtype, warn_if_nothing_is_scaled
-from jmpscale._state import (
-    LARGEST_SCALE,
-    SMALLEST_SCALE,
-    ScalerState,
-    WithLossScalingState,
-    dynamic,
-    register_with_flax,
-)
+from jmpscale._scaling import multiply_leaf, needs_wider_gradient, unscaled_dtype, warn_if_nothing_is_scaled
+from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerState, WithLossScalingState, dynamic
 from jmpscale._update import adapt, all_reduce_outcome
-
-_GATE_INSTEAD = (
-    "Gate such an optimizer, for example optax.lookahead, with the functional API: jmpscale.apply_if(finite, "
-    "jmpscale.optax_step(tx, grads), params, opt_state)."
-)
-_RECORD_OUTSIDE = (
-    "Place a transformation that only records values, such as optax.monitor, outside: "
-    "optax.chain(with_loss_scaling(...), optax.monitor(...))."
-)
 
 
 class Transformation(Protocol):
@@ -61,17 +31,11 @@ class Transformation(Protocol):
     def update(self) -> Callable[..., Any]: ...
 
 
-class _Update(Protocol):
-    def __call__(
-        self, updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
-    ) -> tuple[PyTree, WithLossScalingState]: ...
-
-
 class LossScalingTransformation(optax.GradientTransformationExtraArgs):
-    """A transformation of optax, whose state type checkers know."""
+    """A transformation of optax, whose state has a type that type checkers know."""
 
     init: Callable[[PyTree], WithLossScalingState]  # pyright: ignore[reportIncompatibleVariableOverride]
-    update: _Update  # pyright: ignore[reportIncompatibleVariableOverride]
+    update: Callable[..., tuple[PyTree, WithLossScalingState]]  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 def with_loss_scaling(
@@ -90,43 +54,38 @@ def with_loss_scaling(
     returns them. Place the wrapper outside `optax.MultiSteps`, `optax.partition` and `optax.masked`.
 
     Args:
-      inner: an optax gradient transformation whose updates have the structure of the gradients. It receives the extra
-        arguments of `tx.update` that it accepts. On GPU and TPU it also runs on skipped steps, with zeros in place of
-        non-finite gradients, and its result is discarded.
+      inner: an optax gradient transformation whose updates have the structure of the gradients. On GPU and TPU it also
+        runs on skipped steps, with zeros in place of non-finite gradients, and its result is discarded.
       scaler: the initial scaler, `dynamic()` by default.
       max_norm: the global norm to which the gradients are clipped before `inner`, as by `optax.clip_by_global_norm`.
         The norm is also the finiteness check, so a step is skipped if the sum of the squares exceeds 3.4e38.
-      axis_name: the mapped axes over which the devices combine their decisions, as in `all_finite` and
-        `jmpscale.update`. Gradients are not averaged over them.
-      norm_axis_name: the mapped axes along which each device holds a part of the gradients, such as the axis of
-        hand-written FSDP, and not the whole; needed only where `axis_name` is. The squares are summed over these axes.
-      warn_after_skips: the number of skips after which to warn, from inside the compiled program; for training loops
-        that do not return the optimizer state, so that `raise_if_stuck` cannot read it. It warns after that many
-        consecutive skips, and once per series of skips if that many of the latest `5 * warn_after_skips` steps were
-        skipped, not counting skips right after the scale has grown. It also warns if a dynamic scale grows to a
-        `max_scale` of 2^32 or more without a skip, because the loss may be unscaled. Under `jax.pmap` and
-        `jax.shard_map` each device warns.
+      axis_name: the mapped axes over which the devices combine their decisions, not their gradients, as in `all_finite`
+        and `jmpscale.update`.
+      norm_axis_name: the mapped axes along which each device holds a part of the gradients, as in hand-written FSDP;
+        needed only where `axis_name` is. The squares are summed over these axes.
+      warn_after_skips: for training loops that do not return the optimizer state, which `raise_if_stuck` reads: the
+        number of skips, consecutive or among the latest `5 * warn_after_skips` steps, after which to warn from inside
+        the compiled program. Skips right after the scale has grown do not count. It also warns if a dynamic scale grows
+        to a `max_scale` of 2^32 or more without a skip, because the loss may be unscaled. Each device warns.
 
     Returns:
       A gradient transformation, whose state is a `WithLossScalingState`. Call `tx.update(grads, opt_state, params,
       value=loss)`. `value=` or `loss=` is the unscaled loss; a skipped step whose loss is not finite does not change
-      the scale. On a skipped step the updates are -0.0, which change no parameter, except that, as in every addition, a
-      CPU flushes parameters below 2^-126 to zero. In `grad=`, which some optax transformations read, non-finite values
-      are replaced by zeros. `inner` sees float16 parameters as float32, the dtype of their gradients.
+      the scale. On a skipped step the updates are -0.0, which change no parameter, except that a CPU flushes parameters
+      below 2^-126 to zero, as in every addition. In `grad=`, which some optax transformations read, zeros replace
+      non-finite values. `inner` sees float16 parameters as float32, the dtype of their gradients.
 
     Raises:
-      TypeError: an argument has the wrong type. From `tx.init`: `inner` contains another wrapper. From `tx.update`:
-        `inner` changes the structure or the types of its state, the loss is not an argument by name, or a gradient is
-        a partial sum, a `jax.Ref` or part of a scaler.
+      TypeError: an argument has the wrong type, `inner` contains another wrapper or changes the types of its state, the
+        loss is not an argument by name, or a gradient is a partial sum, a `jax.Ref` or part of a scaler.
       ValueError: `max_norm` or `warn_after_skips` is out of range, or an axis is not mapped.
 
     Warns:
-      UserWarning: from `tx.init`, if all parameters or averages of gradients are float16, `MultiSteps`, `partition` or
-        `masked` contains the wrapper, or `max_norm` clips micro-batches; from `tx.update`, if transformations beside it
-        in a chain hide overflows or act on skipped steps, devices would decide independently, the state is a constant
-        of a compiled program, no loss has been scaled yet, the gradients were unscaled by another scaler or are clipped
-        by the norms of their shards, an extra argument looks like a misspelled loss, the loss is a pair, a gradient is
-        float16, or the call is inside `apply_if` or `optax.apply_if_finite`; from the program, after many skips.
+      UserWarning: the wrapper is inside `MultiSteps`, `partition`, `masked`, `apply_if` or `optax.apply_if_finite`, or
+        in a chain with transformations that hide overflows or act on skipped steps; all parameters, or averages of
+        gradients, are float16; `max_norm` clips micro-batches; the state is a constant of a compiled program; no loss
+        has been scaled yet; a gradient is float16, unscaled by another scaler, or clipped by the norm of its shard; the
+        loss is a pair or misspelled; devices would decide independently; or after `warn_after_skips`.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -137,29 +96,26 @@ def with_loss_scaling(
     >>> float(updates), float(opt_state.scaler.loss_scale)
     (-0.0, 2.0)
     """
-    check_transformation(
-        inner, "inner", "optax.adam(1e-3); a framework's optimizer goes around with_loss_scaling(...), not inside it"
-    )
+    checks.check_transformation(inner, "inner", "A framework's optimizer goes around with_loss_scaling, not inside it.")
     initial = dynamic() if scaler is None else scaler
     check_scaler(initial)
-    initial = jax.tree.map(_copied, initial)  # the caller may donate its arrays
+    initial = jax.tree.map(lambda x: x.copy() if is_array(x) else x, initial)  # the caller may donate its arrays
     if max_norm is not None:
         max_norm = check_in_range("max_norm", max_norm, SMALLEST_SCALE, LARGEST_SCALE, "Omit it to clip nothing.")
     monitor = None if warn_after_skips is None else SkipMonitor(check_count("warn_after_skips", warn_after_skips))
-    tx = with_extra_args(inner)
+    tx = _with_extra_args(inner)
 
     def init(params: optax.Params) -> Any:
-        register_with_flax()
-        warn_if_inside_another(params)
+        checks.warn_if_inside_another(params)
         # A state that a compiled step creates has constants, about which its update warns.
         scaler = initial if in_compiled_step(params) else jax.tree.map(jnp.array, initial)
         is_disabled = scaler.config.mode == "disabled"
         inner_state = tx.init(params if is_disabled else _as_seen_by_inner(params))
-        check_not_wrapped(inner_state, "inner", "Wrap the whole optimizer once: with_loss_scaling(optax.chain(...)).")
+        checks.check_not_wrapped(inner_state, "inner", "Wrap the whole optimizer once: with_loss_scaling(chain(...)).")
         if max_norm is not None:
-            warn_if_micro_batches_are_clipped(inner_state)
+            checks.warn_if_micro_batches_are_clipped(inner_state)
         if not is_disabled:
-            warn_if_narrow(params, inner_state)
+            checks.warn_if_narrow(params, inner_state)
         return WithLossScalingState(scaler, inner_state, None if max_norm is None else jnp.zeros((), jnp.float32))
 
     def update(
@@ -167,42 +123,39 @@ def with_loss_scaling(
     ) -> tuple[optax.Updates, Any]:
         grads = updates
         loss = extra_args.get("value", extra_args.get("loss"))
-        state = check_update_arguments(grads, state, params, loss, others)
+        state = checks.check_update_arguments(grads, state, params, loss, others)
         scaler, norm, grad_norm, factor = state.scaler, None, None, None
-        if "grad" in extra_args and scaler.config.mode != "disabled":  # by optax's convention, the same gradients
+        is_disabled = scaler.config.mode == "disabled"
+        inner_params = params if is_disabled else _as_seen_by_inner(params)
+        if "grad" in extra_args and not is_disabled:  # by optax's convention, the same gradients
             extra_args["grad"] = _zero_nonfinite(extra_args["grad"])
         if max_norm is not None:
             norm = _global_norm(grads, axis_name, norm_axis_name)
             factor = jnp.where(norm > max_norm, max_norm / norm, 1)
             grad_norm = norm.astype(jnp.float32)
 
-        def update_inner(grads: PyTree, inner_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        def update_inner(grads: PyTree, inner_state: PyTree) -> tuple[PyTree, PyTree]:
             if factor is not None:
                 leaves, unflatten = flatten_gradients(grads)
                 grads = unflatten(multiply_leaf(x, factor) for x in leaves)
-            return tx.update(grads, inner_state, params, **extra_args)
+            return tx.update(grads, inner_state, inner_params, **extra_args)
 
-        if scaler.config.mode == "disabled":
-            updates, inner_state = update_inner(grads, state.inner_state, params)
+        if is_disabled:
+            updates, inner_state = update_inner(grads, state.inner_state)
             return updates, WithLossScalingState(scaler, inner_state, grad_norm)
 
         warn_if_unsynchronized(axis_name, norm_axis_name)
-        warn_if_loss_is_misspelled(extra_args, inner)
-        warn_if_misplaced()
+        checks.warn_if_loss_is_misspelled(extra_args, inner)
+        checks.warn_if_misplaced()
         if loss is not None or in_compiled_step(grads):  # examples pass gradients alone
             warn_if_nothing_is_scaled(scaler)
-        warn_if_gradients_are_narrow(grads)
-        warn_if_unscaled_by_another(grads, scaler)
-        warn_if_clip_is_local(grads, loss, axis_name, inner)
+        checks.warn_if_gradients_are_narrow(grads)
+        checks.warn_if_unscaled_by_another(grads, scaler)
+        checks.warn_if_clip_is_local(grads, loss, axis_name, inner)
         decision_axes = _decision_axes(axis_name, norm_axis_name)
         finite, loss_finite = all_reduce_outcome(_is_finite(grads, norm), loss, decision_axes)
         warn_if_constant(scaler, grads, "optimizer state")
-        inner_params = _as_seen_by_inner(params)
-        if is_traced(finite) or finite:
-            inner_with_params = functools.partial(update_inner, params=inner_params)
-            updates, inner_state = _update_if(finite, inner_with_params, grads, state.inner_state)
-        else:  # outside jit; the updates of inner are not computed, because inner may read values
-            updates, inner_state = _skipped_updates(grads, inner_params), state.inner_state
+        updates, inner_state = _update_if(finite, update_inner, grads, state.inner_state, inner_params)
         new_scaler = adapt(scaler, jax.tree.leaves(grads)[:1], finite, loss_finite)
         if monitor is not None:
             new_scaler = monitor.watch(scaler, new_scaler)
@@ -211,35 +164,74 @@ def with_loss_scaling(
     return LossScalingTransformation(init, update)
 
 
-def with_extra_args(tx: Transformation) -> optax.GradientTransformationExtraArgs:
-    """Returns a transformation that accepts any extra argument and passes to `tx` only the arguments that `tx` takes.
+def optax_step(
+    tx: Transformation, grads: PyTree, **extra_args: Any
+) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
+    """Creates the step that `apply_if` gates: it computes the updates of an optax optimizer and applies them.
 
-    optax does this for its own class. Objects of other classes, such as `optax.MultiSteps`, are inspected.
+    Args:
+      tx: the optimizer. It must not be wrapped in `with_loss_scaling`, which skips steps by itself.
+      grads: the gradients, in true units.
+      **extra_args: extra arguments of `tx.update`, such as `value=`.
+
+    Returns:
+      `step(params, opt_state) -> (params, opt_state)`. Leaves of `params` without an update, such as the functions in
+      an Equinox model, are unchanged.
+
+    Raises:
+      TypeError: `tx` is not a gradient transformation, or `grads` contains a scaler. From the step: `tx` is wrapped in
+        `with_loss_scaling`, or the arguments are not the parameters and the optimizer state, in this order.
+
+    Warns:
+      UserWarning: from the step, if a gradient of float32 parameters, or an average of gradients, is float16.
+
+    >>> import jax.numpy as jnp
+    >>> import jmpscale
+    >>> import optax
+    >>> tx, params = optax.sgd(1.0), {"w": jnp.array(3.0)}
+    >>> step = jmpscale.optax_step(tx, {"w": jnp.array(1.0)})
+    >>> jmpscale.apply_if(True, step, params, tx.init(params))[0]
+    {'w': Array(2., dtype=float32)}
     """
+    checks.check_transformation(tx, "tx", "Call optax_step(tx, grads), with the optimizer, not its update.")
+    checks.check_no_scaler(grads)
+    optimizer = _with_extra_args(tx)
+
+    def step(*carry: PyTree) -> tuple[PyTree, PyTree]:
+        is_swapped = len(carry) == 2 and structure(carry[1]) == structure(grads) != structure(carry[0])
+        if len(carry) != 2 or is_swapped:
+            got = "them in the opposite order" if is_swapped else len(carry)
+            raise TypeError(
+                f"carry must be two values, the parameters and then the optimizer state, got {got}. Call "
+                "apply_if(finite, optax_step(tx, grads), params, opt_state)."
+            )
+        params, opt_state = carry
+        checks.check_not_wrapped(opt_state, "tx", "Pass the inner optimizer, or call tx.update without apply_if.")
+        if not first_leaf(params, needs_wider_gradient):  # with disabled(), their gradients are float16 as well
+            checks.warn_if_gradients_are_narrow(grads, "grads")
+            checks.warn_if_averages_are_narrow(opt_state)
+        updates, opt_state = optimizer.update(grads, opt_state, params, **extra_args)
+
+        def apply(update: PyTree, param: PyTree) -> PyTree:
+            return param if update is None else optax.apply_updates(param, update)
+
+        return jax.tree.map(apply, updates, params, is_leaf=lambda x: x is None), opt_state
+
+    return step
+
+
+def _with_extra_args(tx: Transformation) -> optax.GradientTransformationExtraArgs:
+    """Returns a transformation that accepts any extra argument, and passes all to `tx` if `tx` takes any."""
     if isinstance(tx, optax.GradientTransformation):
         return optax.with_extra_args_support(tx)
-    parameters = inspect.signature(tx.update).parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-
-    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, PyTree]:
-        passed_on = {name: value for name, value in extra_args.items() if takes_all or name in parameters}
-        return tx.update(updates, state, params, **passed_on)
-
-    return optax.GradientTransformationExtraArgs(tx.init, update)
-
-
-def _copied(x: Any) -> Any:
-    """Copies an array of a scaler, and converts a Python number to an array."""
-    return x.copy() if is_array(x) else np.asarray(x, np.float32 if isinstance(x, float) else np.int32)
+    return optax.GradientTransformationExtraArgs(tx.init, tx.update)
 
 
 def _decision_axes(axis_name: AxisName, norm_axis_name: AxisName) -> AxisName:
     """Returns the axes over which decisions are combined: devices that hold parts of a gradient decide together."""
     parts = as_axes(norm_axis_name)
-    if not parts:
-        return axis_name
     named = manual_axes(typed=True) if axis_name is None else as_axes(axis_name)
-    return tuple(dict.fromkeys([*named, *parts]))
+    return tuple(dict.fromkeys([*named, *parts])) if parts else axis_name
 
 
 def _as_seen_by_inner(params: PyTree) -> PyTree:
@@ -288,42 +280,45 @@ def _is_finite(grads: PyTree, norm: jax.Array | None) -> jax.Array:
     return jnp.isfinite(norm) & all_finite_here(others)
 
 
-# apply_if does not suffice here, because the updates may have other types than the gradients: with ZeRO-1 they have
-# other shardings, and the optimizers of differential privacy average over a leading axis of the gradients.
+# Unlike in apply_if, results may have other types: with ZeRO-1 the updates have other shardings than the gradients, and
+# the optimizers of differential privacy average over a leading axis.
 def _update_if(
-    finite: jax.Array, update_inner: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], grads: PyTree, state: PyTree
+    finite: jax.Array,
+    update_inner: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+    grads: PyTree,
+    state: PyTree,
+    params: PyTree,
 ) -> tuple[PyTree, PyTree]:
     """Returns the updates and the new state if the gradients are finite, otherwise zeros and the old state."""
     # A Python number would bypass the gate and not become zero.
     grads = jax.tree.map(lambda x: jnp.asarray(x) if is_numeric(x) else x, grads)
-    gated_grads, gated_state = GatedTree(grads), GatedTree(state)
+    if not is_traced(finite) and not finite:  # inner may read values, so it is not called even to find the types
+        like = params if structure(params) == structure(grads) else grads
+        return jax.tree.map(
+            lambda grad, x: _negative_zeros(jnp.asarray(x)) if is_array(grad) else grad, grads, like
+        ), state
 
-    def apply(arrays: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
-        grad_arrays, state_arrays = arrays
-        updates, new_state = update_inner(gated_grads.combine(grad_arrays), gated_state.combine(state_arrays))
-        check_same_structure(grads, updates, "updates", "inner", _GATE_INSTEAD)
-        check_same_types(state, new_state, "state", "inner", _RECORD_OUTSIDE)
-        return gated_grads.split(updates), gated_state.split(new_state)
+    def step(before: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+        updates, new_state = update_inner(*before)
+        check_same_structure(grads, updates, "updates", "inner", "Gate optax_step(inner, grads) with apply_if.")
+        check_same_types(state, new_state, "state", "inner", "Place a transformation that only records values outside.")
+        return updates, new_state
 
-    def skip(like: Any, arrays: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
-        grad_arrays, state_arrays = arrays
+    count = len(jax.tree.leaves(grads))
+
+    def skip(like: list[Any], arrays: list[Any]) -> list[Any]:
         # Returns the gradients: zeros are selected below, so that XLA reuses the gradients' memory.
-        zeros = jax.tree.map(_negative_zeros, like[0])
-        pairs = zip(grad_arrays, zeros, strict=True)
-        updates = [grad if has_same_type(grad, zero) else zero for grad, zero in pairs]
-        return updates, gated_state.originals(like[1], state_arrays)
+        zeros = jax.tree.map(_negative_zeros, like[:count])
+        updates = [grad if has_same_type(grad, zero) else zero for grad, zero in zip(arrays, zeros, strict=False)]
+        return updates + arrays[count:]
 
-    operand = gated_grads.arrays, gated_state.arrays
-    updates, arrays = gate(finite, apply, skip, operand, lambda arrays: (_zero_nonfinite(arrays[0]), arrays[1]))
+    def sanitize(arrays: list[Any]) -> list[Any]:
+        return _zero_nonfinite(arrays[:count]) + arrays[count:]
+
+    updates, state = gate(finite, step, (grads, state), skip, sanitize)
     if is_traced(finite):
-        updates = jax.tree.map(lambda update: jnp.where(finite, update, _negative_zeros(update)), updates)
-    return gated_grads.combine(updates), gated_state.combine(arrays)
-
-
-def _skipped_updates(grads: PyTree, params: PyTree) -> PyTree:
-    """Returns zeros of the types of the parameters, which updates have even where the gradients' types differ."""
-    like = params if structure(params) == structure(grads) else grads
-    return jax.tree.map(lambda grad, x: _negative_zeros(jnp.asarray(x)) if is_numeric(grad) else grad, grads, like)
+        updates = jax.tree.map(lambda x: jnp.where(finite, x, _negative_zeros(x)) if is_array(x) else x, updates)
+    return updates, state
 
 
 def _negative_zeros(like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
@@ -333,8 +328,5 @@ def _negative_zeros(like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _zero_nonfinite(tree: PyTree) -> PyTree:
-    """Replaces non-finite values with zero, which keeps NaN out of a step whose result is discarded.
-
-    The zeros are negative so that XLA does not merge them with other zeros; see `_finite._all_leaves_finite_default`.
-    """
+    """Replaces non-finite values with -0.0, which XLA does not merge with other zeros; see `_finite`."""
     return jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, -0.0) if is_inexact(x) else x, tree)

@@ -31,25 +31,20 @@ _ACT_ON_SKIPS = {"add_decayed_weights", "add_noise", "reduce_on_plateau"}
 
 def check_transformation(tx: object, name: str, remedy: str) -> None:
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        raise TypeError(
-            f"{name} must be an optax.GradientTransformation, got {type_name(tx)}. Pass one, such as {remedy}."
-        )
+        raise TypeError(f"{name} must be an optax.GradientTransformation, got {type_name(tx)}. {remedy}")
 
 
 def check_not_wrapped(state: PyTree, name: str, remedy: str) -> None:
     """Raises if an optimizer has loss scaling already: a step has one scaler."""
     if find_instances(state, WithLossScalingState):
-        raise TypeError(
-            f"{name} must not contain with_loss_scaling, got an optimizer that is already wrapped. {remedy}"
-        )
+        raise TypeError(f"{name} must not contain with_loss_scaling, got a wrapped optimizer. {remedy}")
 
 
 def check_no_scaler(grads: PyTree) -> None:
     """Raises if the gradients contain the gradient of a scale: the optimizer would change the scale as well."""
     if any(is_inexact(scaler.loss_scale) for scaler in find_instances(grads, ScalerState)):
         raise TypeError(
-            "the gradients must not contain a ScalerState, which the optimizer would change. Do not differentiate with "
-            "respect to it: keep the scaler beside the parameters, not among them."
+            "the gradients contain a ScalerState, which the optimizer would change. Keep it out of the parameters."
         )
 
 
@@ -61,9 +56,8 @@ def check_update_arguments(
         raise TypeError(f"the arguments are tx.update(grads, state, params, value=loss), got {got}.")
     if not isinstance(state, WithLossScalingState):
         raise TypeError(
-            f"state must be the state that with_loss_scaling(...).init returned, got {type_name(state)}. The "
-            "arguments are (grads, state, params). To add loss scaling to the state of an existing optimizer, use "
-            "tx.init(params)._replace(inner_state=...)."
+            f"state must be a WithLossScalingState, got {type_name(state)}. The arguments are (grads, state, params). "
+            "Use the state of an unwrapped optimizer as tx.init(params)._replace(inner_state=...)."
         )
     check_scaler(state.scaler, "state.scaler")
     check_no_refs(grads, "updates")
@@ -86,9 +80,9 @@ def warn_if_unscaled_by_another(grads: PyTree, scaler: ScalerState) -> None:
     adapted = [x for x in scales if has_mark(Mark.OLD_SCALE, x)]
     if scaler.config.mode == "dynamic" and any(source_of(Mark.NEW_SCALE, x) is not start for x in adapted):
         warn_user(
-            "the gradients were unscaled by another scaler than the one in state, which therefore does not adapt to "
-            "their overflows. Pass the same optimizer state to jmpscale.value_and_grad and tx.update. For several "
-            "optimizers and one backward pass, wrap one optax.partition."
+            "the gradients were unscaled by another scaler than the one in state, which does not adapt to their "
+            "overflows. Pass the same state to jmpscale.value_and_grad and tx.update; for several optimizers, wrap one "
+            "optax.partition."
         )
 
 
@@ -103,8 +97,7 @@ def warn_if_clip_is_local(grads: PyTree, loss: PyTree, axis_name: AxisName, inne
     ):
         warn_user(
             "optax.clip_by_global_norm clips the gradients of each device by the norm of its own shard, because they "
-            f"vary over the mesh axes {shared}. Use with_loss_scaling(tx, max_norm=...), which adds the squares of all "
-            "devices."
+            f"vary over the mesh axes {shared}. Use with_loss_scaling(tx, max_norm=...), which adds all squares."
         )
 
 
@@ -113,24 +106,20 @@ def _all_varying_axes(tree: PyTree) -> set[str]:
 
 
 def warn_if_inside_another(params: optax.Params) -> None:
-    """Warns if a transformation that contains the wrapper prevents it from skipping whole steps.
-
-    `optax.MultiSteps` resets its sum of gradients by multiplying it by zero, and 0 * inf is NaN. Inside `optax.masked`,
-    the wrapper does not see all parameters, and neither checks nor skips the rest.
-    """
+    """Warns if a transformation that contains the wrapper prevents it from skipping whole steps."""
+    # It resets its sum of gradients by multiplying it by zero, and 0 * inf is NaN.
     if is_called_by(lambda frame: frame.f_code is optax.MultiSteps.init.__code__):
         warn_user(
             "with_loss_scaling is inside optax.MultiSteps: after one overflow its accumulated gradients stay NaN, and "
             "every later step is skipped. Place it outside: with_loss_scaling(optax.MultiSteps(tx, k)). If a training "
-            "loop adds MultiSteps itself, turn its gradient accumulation off, or replace its optimizer."
+            "loop adds MultiSteps itself, turn its gradient accumulation off."
         )
     # The user's own parameters may contain optax.MaskedNode, too.
     inside_masked = is_called_by(lambda frame: frame.f_globals.get("__name__") == optax.masked.__module__)
     if inside_masked and find_instances(params, optax.MaskedNode):
         warn_user(
-            "with_loss_scaling is inside optax.masked or optax.partition: it checks only some of the gradients, and "
-            "does not skip the updates of the other parameters. Place it outside: with_loss_scaling(optax.masked(tx, "
-            "mask))."
+            "with_loss_scaling is inside optax.masked or optax.partition: it neither checks nor skips the updates of "
+            "the other parameters. Place it outside: with_loss_scaling(optax.masked(tx, mask))."
         )
 
 
@@ -139,21 +128,19 @@ def warn_if_misplaced() -> None:
     warn_if_gated("with_loss_scaling", "The wrapper skips steps itself: call tx.update without apply_if.")
     if is_called_by(lambda frame: frame.f_code.co_qualname == "apply_if_finite.<locals>.update"):
         warn_user(
-            "with_loss_scaling is inside optax.apply_if_finite: the steps that it skips do not adjust the scale. The "
-            "wrapper skips steps itself: remove apply_if_finite."
+            "with_loss_scaling is inside optax.apply_if_finite: the steps that this skips do not adjust the scale. "
+            "Remove apply_if_finite; the wrapper skips steps itself."
         )
     if is_called_by(lambda frame: any(_is_unsafe(*x, _HIDE_OVERFLOWS) for x in _neighbors(frame)[0])):
         warn_user(
             "with_loss_scaling comes after a transformation that replaces infinity or NaN in the gradients, such as "
-            "optax.clip, or keeps them in its state, such as optax.scale_by_adam: overflows are applied, or every "
-            "later step is skipped. Place the transformation inside: with_loss_scaling(optax.chain(optax.clip(1.0), "
-            "tx))."
+            "optax.clip, or keeps them in its state, such as optax.scale_by_adam: overflows are applied, or all later "
+            "steps are skipped. Place it inside: with_loss_scaling(optax.chain(optax.clip(1.0), tx))."
         )
     if is_called_by(lambda frame: any(_is_unsafe(*x, _ACT_ON_SKIPS) for x in _neighbors(frame)[1])):
         warn_user(
-            "with_loss_scaling comes before a transformation that acts on skipped steps too, such as "
-            "optax.add_decayed_weights or optax.ema. Place the transformation inside: "
-            "with_loss_scaling(optax.chain(tx, optax.add_decayed_weights(1e-4)))."
+            "with_loss_scaling comes before a transformation that acts on skipped steps too, such as optax.ema or "
+            "optax.add_decayed_weights. Place it inside: with_loss_scaling(optax.chain(tx, optax.ema(0.9)))."
         )
 
 
@@ -230,16 +217,13 @@ def _is_unsafe(state: PyTree, update: object, names: set[str]) -> bool:
 
 def _functions_in(values: Iterable[object]) -> Iterator[types.FunctionType]:
     """Yields functions, and the functions in their closures, such as the updates that an `optax.chain` calls."""
-    seen: set[int] = set()
-    stack = list(values)
+    stack, seen = list(values), set()
     while stack:
         value = stack.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
         if isinstance(value, (tuple, list)):  # a transformation is a named tuple of functions
             stack += value
-        elif isinstance(value, types.FunctionType):
+        elif isinstance(value, types.FunctionType) and value not in seen:
+            seen.add(value)
             yield value
             for cell in value.__closure__ or ():
                 with contextlib.suppress(ValueError):  # the variable has no value

@@ -7,7 +7,7 @@ import numpy as np
 from jmpscale._base.check import warn_user
 from jmpscale._base.compat import is_compiling
 from jmpscale._base.text import describe, type_name
-from jmpscale._base.tree import PyTree, Tree, find_instances, is_array, is_traced
+from jmpscale._base.tree import PyTree, Tree, find_instances, is_traced
 from jmpscale._state import ARRAY_FIELDS, ScalerConfig, ScalerState, register_with_flax
 
 
@@ -21,31 +21,27 @@ def get_scaler(tree: PyTree) -> ScalerState:
       The `ScalerState`, with its arrays unwrapped.
 
     Raises:
-      ValueError: the tree contains no scaler, or more than one, or one whose arrays were removed.
+      ValueError: the tree contains no scaler, more than one, or one whose arrays were removed or donated.
 
     >>> import jmpscale
     >>> float(jmpscale.get_scaler({"model": 1.0, "scaler": jmpscale.dynamic(8.0)}).loss_scale)
     8.0
     """
-    return _unwrap_arrays(_only_scaler(tree, "tree"), "tree")
+    return find_scaler(tree, "tree", allow_batch=True)
 
 
 def find_scaler(tree: PyTree, name: str = "scaler", *, allow_batch: bool = False, remedy: str = "") -> ScalerState:
     """Returns the only scaler in a tree, unwrapped and checked; errors call the tree `name`."""
-    scaler = _unwrap_arrays(_only_scaler(tree, name, remedy), name)
+    scaler = _only_scaler(tree, name, remedy)
+    arrays = jax.tree.leaves(scaler)  # Flax NNX puts each array into a container
+    if len(arrays) != len(ARRAY_FIELDS):
+        raise ValueError(
+            f"{name} must contain a ScalerState with {len(ARRAY_FIELDS)} arrays, got one with {len(arrays)}. A filter "
+            "has removed some; pass the unfiltered tree."
+        )
+    scaler = ScalerState._make([*arrays, scaler.config])
     check_scaler(scaler, name, allow_batch=allow_batch)
     return scaler
-
-
-def _unwrap_arrays(scaler: ScalerState, name: str) -> ScalerState:
-    """Returns a scaler with its arrays taken out of the containers that Flax NNX puts around them."""
-    arrays = {field: jax.tree.leaves(getattr(scaler, field)) for field in ARRAY_FIELDS}
-    if empty := [field for field, leaves in arrays.items() if not leaves]:
-        raise ValueError(
-            f"{name} must contain a ScalerState with its arrays, got one without {empty[0]}. A filter has removed it; "
-            "pass the unfiltered tree."
-        )
-    return scaler._replace(**{field: leaves[0] for field, leaves in arrays.items()})
 
 
 def replace_scaler(tree: Tree, scaler: ScalerState) -> Tree:
@@ -76,31 +72,30 @@ def replace_scaler(tree: Tree, scaler: ScalerState) -> Tree:
 
 
 def _only_scaler(tree: PyTree, name: str, remedy: str = "") -> ScalerState:
-    register_with_flax()
     found = find_instances(tree, ScalerState)
-    if len(found) > 1:
+    if len(found) == 1:
+        return found[0]
+    if found:
         remedy = (
             "A step has one scaler: wrap the whole optimizer once, with_loss_scaling(optax.chain(...)), or pass the "
             "part of the tree that contains the scaler of the step."
         )
-    if len(found) != 1:
-        remedy = remedy or (
-            "Pass a scaler, the optimizer state of with_loss_scaling, such as optimizer.opt_state in Flax NNX, or the "
-            "part of a tree that contains the scaler. In most functions it is the first argument."
-        )
-        raise ValueError(
-            f"{name} must contain exactly one ScalerState, found {len(found)} in a {type_name(tree)}. {remedy}"
-        )
-    return found[0]
+    remedy = remedy or (
+        "Pass a scaler, the optimizer state of with_loss_scaling, such as optimizer.opt_state in Flax NNX, or the "
+        "part of a tree that contains the scaler. In most functions it is the first argument."
+    )
+    raise ValueError(
+        f"{name} must contain exactly one ScalerState, found {len(found)} in a {type_name(tree)}. {remedy}"
+    )
 
 
 def check_scaler(scaler: object, name: str = "scaler", *, allow_batch: bool = False) -> None:
     """Raises unless `scaler` is a single scaler: a batch would broadcast against the wrong axis."""
     if not isinstance(scaler, ScalerState):
         raise TypeError(
-            f"{name} must be a ScalerState, got {type_name(scaler)}. Create one with jmpscale.dynamic, static or "
-            "disabled; jmpscale.get_scaler finds it in an optimizer state."
+            f"{name} must be a ScalerState, got {type_name(scaler)}. Use jmpscale.dynamic or jmpscale.get_scaler."
         )
+    register_with_flax()
     if not isinstance(scaler.config, ScalerConfig):
         raise TypeError(
             f"{name}.config must be a ScalerConfig, got {type_name(scaler.config)}. Settings are not part of a "
@@ -108,10 +103,8 @@ def check_scaler(scaler: object, name: str = "scaler", *, allow_batch: bool = Fa
         )
     if any(isinstance(x, jax.Array) and not is_traced(x) and x.is_deleted() for x in jax.tree.leaves(scaler)):
         raise ValueError(
-            f"{name} must hold arrays with values, got deleted arrays. They were donated to a compiled function: use "
-            "the scaler that this function returned."
+            f"{name} must hold values, got deleted arrays, donated to a compiled function. Use its new scaler."
         )
-    register_with_flax()
     if allow_batch:
         return
     if shape := getattr(scaler.loss_scale, "shape", ()):
@@ -123,35 +116,28 @@ def check_scaler(scaler: object, name: str = "scaler", *, allow_batch: bool = Fa
         value = getattr(scaler, field)
         kind, example = (np.floating, "a float such as 1024.0") if field == "loss_scale" else (np.integer, "an integer")
         dtype = getattr(value, "dtype", type(value))
-        narrow = is_array(value) and value.dtype.itemsize < 4  # counters of 8 or 16 bits would wrap around
-        if getattr(value, "shape", ()) or not jnp.issubdtype(dtype, kind) or narrow:
+        # Counters of 8 or 16 bits would wrap around.
+        if getattr(value, "shape", ()) or not jnp.issubdtype(dtype, kind) or np.dtype(dtype).itemsize < 4:
             raise TypeError(
                 f"{name}.{field} must be a scalar of {kind.__name__} dtype with at least 32 bits, got "
-                f"{describe(value)}. Set it to {example}, and restore checkpoints into a state created by "
-                "jmpscale.dynamic, static or disabled."
+                f"{describe(value)}. Set it to {example}, or restore checkpoints into a new scaler."
             )
 
 
 def warn_if_constant(scaler: ScalerState, values: PyTree, name: str = "scaler") -> None:
-    """Warns if a compiled step contains its scaler, because every call would then start from the same state.
-
-    `values` are the flag or the gradients of the step, which are traced if it is compiled; `name` is what holds the
-    scaler in the user's program.
-    """
+    """Warns if a compiled step, which traces `values`, has its scaler as a constant; the message calls it `name`."""
     if in_compiled_step(values) and not any(map(is_traced, jax.tree.leaves(scaler))):
         warn_user(
             f"the {name} is a constant of the compiled program, so every call starts from the same one: the compiled "
-            f"function creates the {name}, or closes over it. Create the {name} outside, pass it to the compiled "
-            f"function as an argument, and return the new one. If the function is a whole training run, carry the "
-            f"{name} through jax.lax.scan."
+            f"function creates the {name}, or closes over it. Create it outside, pass it to the compiled function as "
+            "an argument, and return the new one. In a whole training run, carry it through jax.lax.scan."
         )
 
 
 def in_compiled_step(values: PyTree) -> bool:
-    """Tests whether values are traced to compile a step that is not part of another transformation.
+    """Tests whether values are traced to compile a step that the program neither differentiates nor maps over a batch.
 
-    A step that a compiled program differentiates, or maps over a batch, may start from a constant. Such a
-    transformation traces values of a type of its own; a new array has the type of the program's values.
+    Such a transformation traces values of a type of its own; a new array has the type of the program's values.
     """
     traced = [x for x in jax.tree.leaves(values) if is_traced(x)]
     return bool(traced) and is_compiling() and {type(x) for x in traced} == {type(jnp.zeros(()))}

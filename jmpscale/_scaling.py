@@ -14,11 +14,11 @@ from jmpscale._base.tree import (
     PyTree,
     Tree,
     check_no_refs,
+    first_leaf,
     flatten_gradients,
     is_inexact,
     is_real,
     is_traced,
-    named_leaves,
 )
 from jmpscale._finite import all_finite
 from jmpscale._scaler_of_tree import find_scaler
@@ -30,8 +30,7 @@ def scale(scaler: PyTree, tree: Tree) -> Tree:
 
     Args:
       scaler: the scaler, or any pytree that contains exactly one. Unscale the gradients with the same scaler.
-      tree: pytree of floating-point arrays of any shape. The backward pass of a float16 loss would start from the scale
-        in float16, which is infinite from 2^16 on.
+      tree: pytree of floating-point arrays of any shape.
 
     Returns:
       The scaled tree; leaves narrower than float32 become float32, because the default scale is infinite in float16.
@@ -53,14 +52,13 @@ def scale(scaler: PyTree, tree: Tree) -> Tree:
     check_no_refs(tree)
     if state.config.mode == "disabled":
         return tree
-    for path, leaf in named_leaves(tree):
-        if not is_real(leaf):
-            raise TypeError(
-                f"scale takes losses of a floating-point dtype, got {describe(leaf)} at tree{path}. "
-                "Pass only the losses, or convert with .astype(jnp.float32)."
-            )
-        if is_traced(leaf) and needs_wider_gradient(leaf):
-            warn_about_narrow_loss(leaf)
+    if found := first_leaf(tree, lambda leaf: not is_real(leaf)):
+        path, leaf = found
+        raise TypeError(
+            f"scale takes losses of a floating-point dtype, got {describe(leaf)} at tree{path}. Pass only the losses."
+        )
+    if found := first_leaf(tree, lambda leaf: is_traced(leaf) and needs_wider_gradient(leaf)):
+        warn_about_narrow_loss(found[1])
     scaled = _scale_leaves(state.loss_scale, tree)
     mark(Mark.SCALED, scaled)
     return scaled
@@ -70,8 +68,8 @@ def warn_about_narrow_loss(loss: jax.Array, name: str = "loss") -> None:
     """Warns about a loss whose dtype cannot hold large scales."""
     warn_user(
         f"the {name} is {loss.dtype}, so the backward pass starts from the loss scale in {loss.dtype}, where large "
-        "scales are infinite. Return it in float32: convert the model's output with .astype(jnp.float32), inside the "
-        "function, before the loss is computed. jmpscale.diagnose lists the operations that are in float16."
+        "scales are infinite. Return it in float32: convert the model's output with .astype(jnp.float32) inside the "
+        "function, before the loss is computed."
     )
 
 
@@ -84,16 +82,13 @@ def _scale_leaves(loss_scale: jax.Array, tree: PyTree) -> PyTree:
 def unscale(scaler: PyTree, tree: Tree) -> Tree:
     """Divides gradients by the loss scale.
 
-    Gradients in float16 and float8 become float32, because the small values that scaling has preserved would underflow
-    again. The function is differentiable, so that gradient penalties can use it.
-
     Args:
       scaler: the scaler that scaled the loss, before its update, or any pytree that contains exactly one.
       tree: pytree of gradients. Leaves that are not floating-point or complex are unchanged, and so are the new scales
         and histories that Flax's fp8 layers return in place of gradients.
 
     Returns:
-      The unscaled gradients. With `disabled()`, the tree itself.
+      The unscaled gradients; float16 and float8 become float32. With `disabled()`, the tree itself.
 
     Raises:
       TypeError: a leaf is a partial sum or a `jax.Ref`.
@@ -110,8 +105,7 @@ def unscale(scaler: PyTree, tree: Tree) -> Tree:
     state = find_scaler(scaler)
     if state.config.mode != "disabled" and (has_mark(Mark.GRADIENT, tree) or has_mark(Mark.LOSS, tree)):
         warn_user(
-            "the gradients are unscaled twice: unscale, value_and_grad and loss_scaled return gradients, and the loss, "
-            "in true units. Remove this call."
+            "the gradients are unscaled twice: value_and_grad, loss_scaled and unscale each unscale them. Remove one."
         )
     return unscale_gradients(state, tree)
 
@@ -176,16 +170,13 @@ def warn_if_nothing_is_scaled(scaler: ScalerState) -> None:
     """Warns about a step that adapts a dynamic scale, in a program that has not scaled a loss yet."""
     if scaler.config.mode == "dynamic" and not was_used(Mark.SCALED, Mark.GRADIENT):
         warn_user(
-            "no loss has been scaled yet, so small gradients underflow in float16: jax.value_and_grad does not scale "
-            "the loss. Take the gradients with jmpscale.value_and_grad(loss_fn)(scaler, params, batch), or wrap the "
-            "loss function in jmpscale.loss_scaled. Without float16, use static(1.0)."
+            "no loss has been scaled yet, so small gradients underflow in float16. Use jmpscale.value_and_grad, or "
+            "wrap the loss function in jmpscale.loss_scaled. Without float16, use static(1.0)."
         )
 
 
 def unscale_and_check(scaler: PyTree, grads: Tree, *, axis_name: AxisName = None) -> tuple[Tree, jax.Array]:
     """Divides gradients by the loss scale and tests whether all of them are finite, on all devices.
-
-    The unscaled values are tested, because unscaling by a scale below 1 can make finite gradients infinite.
 
     Args:
       scaler: the scaler that scaled the loss, before its update, or any pytree that contains exactly one.

@@ -1,7 +1,4 @@
-"""The scaler's state and settings, and the three functions that create one.
-
-This is the only module that validates settings. It does so in Python, before anything is traced.
-"""
+"""The scaler's state and settings, and the three functions that create one."""
 
 import dataclasses
 import enum
@@ -21,8 +18,8 @@ from jmpscale._base.text import describe, format_number
 Mode = Literal["dynamic", "static", "disabled"]
 HysteresisReset = Literal["growth", "finite"]
 
-# The reciprocal of a scale below 2^-126 may overflow. The reciprocal of a scale above 2^126 is subnormal, and CPUs,
-# GPUs and TPUs flush subnormal numbers to zero, so every unscaled gradient would be zero.
+# The reciprocal of a smaller scale may overflow. The reciprocal of a larger scale is subnormal, and processors flush
+# subnormal numbers to zero, so every unscaled gradient would be zero.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
 _SCALE_LIMITS = SMALLEST_SCALE, LARGEST_SCALE, "Outside, it or its reciprocal is subnormal or infinite in float32."
@@ -40,8 +37,7 @@ class ScalerConfig:
     """The settings of a scaler: Python numbers that are compiled into the program and never saved in a checkpoint.
 
     Attributes:
-      mode: `"dynamic"` adjusts the scale, `"static"` keeps it, `"disabled"` does nothing. The other settings are the
-        arguments of `dynamic` and apply only to this mode.
+      mode: `"dynamic"`, `"static"` or `"disabled"`. The other settings are the arguments of `dynamic`.
 
     Raises:
       TypeError: a setting has the wrong type.
@@ -67,18 +63,15 @@ class ScalerConfig:
         for field in dataclasses.fields(self) if self.mode != "dynamic" else ():
             if field.name != "mode" and (value := getattr(self, field.name)) != field.default:
                 raise ValueError(
-                    f"{field.name} must be omitted with mode {self.mode!r}, which ignores it, got {describe(value)}. "
-                    "Create the scaler with jmpscale.dynamic to use it."
+                    f"{field.name} must be omitted with mode {self.mode!r}, got {describe(value)}. Use mode='dynamic'."
                 )
         numbers = {name: check_in_range(name, getattr(self, name), *limits) for name, limits in _LIMITS.items()}
         numbers |= {name: check_count(name, getattr(self, name)) for name in ("growth_interval", "hysteresis")}
         for name, number in numbers.items():
             object.__setattr__(self, name, number)
         if self.min_scale > self.max_scale:
-            raise ValueError(
-                f"min_scale must not exceed max_scale, got {format_number(self.min_scale)} and "
-                f"{format_number(self.max_scale)}."
-            )
+            low, high = map(format_number, (self.min_scale, self.max_scale))
+            raise ValueError(f"min_scale must not exceed max_scale, got {low} and {high}.")
 
 
 class SkipReason(enum.IntEnum):
@@ -100,22 +93,18 @@ class SkipReason(enum.IntEnum):
 class ScalerState(NamedTuple):
     """The state of a loss scaler: an immutable pytree of scalar arrays, and its settings.
 
-    `dynamic`, `static` and `disabled` create it. In a batch of scalers all arrays have a leading axis; use it under
-    `jax.vmap`.
+    In a batch of scalers all arrays have a leading axis; use it under `jax.vmap`. Counters stop at 2147483647.
 
     Attributes:
       loss_scale: f32[], the factor by which the loss is multiplied. A dynamic scale is in `[config.min_scale,
         config.max_scale]`.
       finite_steps: i32[], the number of finite steps since the scale last grew or gradients last overflowed; a skip
         because of a non-finite loss does not reset it.
-      hysteresis_left: i32[], the number of overflows until the scale backs off. At 0, as at 1, it backs off
-        at the next overflow.
+      hysteresis_left: i32[], the number of overflows until the scale backs off; at 0, as at 1, at the next overflow.
       total_skips: i32[], the number of skipped steps.
       consecutive_skips: i32[], the number of skipped steps since the last applied step.
       last_skip_reason: i32[], the `SkipReason` of the most recent skip.
       config: the settings; part of the tree's structure, not a leaf.
-
-    Counters stop at 2147483647 instead of wrapping around.
     """
 
     loss_scale: jax.Array
@@ -135,12 +124,8 @@ class ScalerState(NamedTuple):
 
 
 def _raise_missing(state: ScalerState, name: str) -> NoReturn:
-    raise AttributeError(
-        f"ScalerState has no attribute {name!r}. It has no methods: pass it to the functions of jmpscale, such as "
-        "value_and_grad(loss_fn)(scaler, params) and update(scaler, finite, loss=loss).",
-        name=name,
-        obj=state,
-    )
+    text = f"ScalerState has no attribute {name!r}. It has no methods: pass it to functions such as jmpscale.update."
+    raise AttributeError(text, name=name, obj=state)
 
 
 # Type checkers would accept every attribute of a class with this method.
@@ -150,10 +135,10 @@ ARRAY_FIELDS = ScalerState._fields[:-1]
 
 
 class _AnySettings:
-    """The auxiliary data of a `ScalerState` without settings, which equal all settings.
+    """The auxiliary data of a state without settings, which equal all settings.
 
-    Levanter's checkpointer rebuilds a state field by field, with None for a field that has no leaves, and maps the
-    result together with the original state. JAX requires that the auxiliary data of the two are equal.
+    Levanter's checkpointer rebuilds a state with None for a field that has no leaves. JAX maps the result together with
+    the original state only if their auxiliary data are equal.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -173,9 +158,8 @@ def _unflatten(aux_data: Any, children: Iterable[Any]) -> ScalerState:
     return ScalerState._make([*children, None if isinstance(aux_data, _AnySettings) else aux_data])
 
 
-# The state is registered explicitly, so that the settings are auxiliary data: trainers and checkpointers that enumerate
-# a state's children would count a child without leaves. The state is still a named tuple, because optax.tree.get and
-# flax.serialization look into named tuples.
+# As auxiliary data, the settings are not among the children that trainers and checkpointers enumerate. The state is a
+# named tuple, because optax.tree.get and flax.serialization look into named tuples.
 jax.tree_util.register_pytree_with_keys(ScalerState, _flatten_with_keys, _unflatten)
 
 
@@ -210,8 +194,7 @@ def dynamic(
     Megatron-LM and an upper limit of 2^32 as in ColossalAI.
 
     Args:
-      init_scale: the first loss scale itself, not its exponent, in `[min_scale, max_scale]`. Scaling by a power of two
-        is exact.
+      init_scale: the first loss scale, not its exponent, in `[min_scale, max_scale]`; a power of two scales exactly.
       growth_factor: the factor by which the scale grows; above 1.
       backoff_factor: the factor by which the scale backs off after an overflow; between 0 and 1.
       growth_interval: the scale grows after this number of finite steps without an overflow; at least 1.
@@ -222,9 +205,8 @@ def dynamic(
       max_scale: the upper limit of the scale, in [2^-126, 2^126].
 
     Returns:
-      A `ScalerState` of NumPy arrays, which may be created before `jax.distributed.initialize`. On a mesh of several
-      devices replicate it with `jax.device_put(scaler, NamedSharding(mesh, PartitionSpec()))`; otherwise the second
-      call compiles the step again.
+      A `ScalerState` of NumPy arrays; it does not start JAX's backend. On a mesh replicate it with
+      `jax.device_put(scaler, NamedSharding(mesh, PartitionSpec()))`, or the second call compiles the step again.
 
     Raises:
       TypeError: an argument has the wrong type.
@@ -275,7 +257,7 @@ def static(scale: float) -> ScalerState:
 def disabled() -> ScalerState:
     """Creates a scaler that turns loss scaling off and adds nothing to the compiled program.
 
-    It skips no step. To skip steps with NaN in bfloat16 or float32, use `static(1.0)`.
+    It skips no step; `static(1.0)` skips steps with infinity or NaN.
 
     Returns:
       A `ScalerState` that no step changes. Float16 gradients stay float16; with other scalers they become float32. With
@@ -291,20 +273,15 @@ def disabled() -> ScalerState:
 def init_state(loss_scale: float, config: ScalerConfig, finite_steps: int = 0) -> ScalerState:
     """Creates a state from validated settings."""
     register_with_flax()
-    # The fields are NumPy arrays, because a JAX array would start the backend, and zero-dimensional arrays instead of
-    # NumPy scalars, because Orbax does not save NumPy scalars.
-    fields: dict[str, Any] = {name: np.zeros((), np.int32) for name in ARRAY_FIELDS}  # SkipReason.NONE is 0
-    fields["loss_scale"] = np.array(loss_scale, np.float32)
-    fields["finite_steps"] = np.array(finite_steps, np.int32)
-    fields["hysteresis_left"] = np.array(config.hysteresis, np.int32)
-    return ScalerState(**fields, config=config)
+    # A JAX array would start the backend, and Orbax does not save NumPy scalars.
+    counts = [np.array(n, np.int32) for n in (finite_steps, config.hysteresis, 0, 0, SkipReason.NONE)]
+    return ScalerState._make([np.array(loss_scale, np.float32), *counts, config])
 
 
 def register_with_flax() -> None:
-    """Registers the settings with `flax.serialization` if the program has imported it.
+    """Registers the settings with `flax.serialization` if the program has imported it, perhaps after this package.
 
-    It is called whenever a state is created or used, because the program may import Flax later than this package. A
-    restored state keeps the settings of the state that it is restored into.
+    A restored state keeps the settings of the state that it is restored into.
     """
     if register := imported("flax.serialization", "register_serialization_state"):
         register(ScalerConfig, lambda config: {}, lambda config, state_dict: config, override=True)

@@ -1,8 +1,4 @@
-"""The rule that adjusts the loss scale.
-
-A scaler keeps its structure, dtypes, weak types and shardings, so that it can be the carry of a `jax.lax.scan` and does
-not cause a second compilation.
-"""
+"""The rule that adjusts the loss scale."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +18,7 @@ from jmpscale._state import ScalerState, SkipReason
 def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_name: AxisName = None) -> ScalerState:
     """Adjusts the loss scale and the counters after a step.
 
-    This is the rule of a dynamic scaler:
+    This is the rule of a dynamic scaler. With `hysteresis=1` it is the rule of `torch.amp.GradScaler`, with limits:
 
     ```text
     if finite:
@@ -56,8 +52,7 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
       loss: the unscaled loss, of any shape, or a pytree of unscaled losses. A skipped step whose loss is not finite
         does not change the scale. A non-finite loss alone never causes a skip.
       axis_name: the mapped axes over which to combine `finite` and the finiteness of the loss, as in `all_finite`. If
-        it does not name every axis that JAX's types do not show, the loss is ignored: along an unnamed axis it may
-        differ between devices, whose scales would then diverge.
+        it omits an axis that JAX's types do not show, the loss is ignored, because it may differ between devices.
 
     Returns:
       The scaler for the next step, with the structure, dtypes, weak types and shardings of `scaler`.
@@ -67,17 +62,13 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
       ValueError: `scaler` is a batch outside `jax.vmap`, `finite` is not a scalar, or an axis is not mapped here.
 
     Warns:
-      UserWarning: the scaler is a constant of a compiled program, so every step would start from the same scale, or
-        has been updated with the same gradients; no loss has been scaled yet; `finite` is about the loss alone; `loss`
-        is a pair with auxiliary data; or the call is inside `apply_if`.
+      UserWarning: the scaler is a constant of a compiled program or was already updated; no loss has been scaled yet;
+        `finite` is about the loss alone; `loss` is a pair with auxiliary data; or the call is inside `apply_if`.
 
     >>> import jmpscale
     >>> scaler = jmpscale.update(jmpscale.dynamic(1024.0), False)
     >>> float(scaler.loss_scale), int(scaler.total_skips)
     (512.0, 1)
-
-    With `hysteresis=1` this is the rule of `torch.amp.GradScaler` (PyTorch 2.13), with limits. With hysteresis it is
-    the rule of Megatron-LM and DeepSpeed, and with `hysteresis_reset="finite"` the rule of apex and NeMo.
     """
     check_scaler(scaler)
     flag = check_flag(finite)
@@ -88,17 +79,13 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
         warn_if_nothing_is_scaled(scaler)
     warn_if_gated("jmpscale.update", "Call update after apply_if, with the same flag.")
     if has_mark(Mark.FINITE_LOSS, finite):
-        warn_user(
-            "finite must be about the gradients, got all_finite(loss): a finite loss may have non-finite gradients. "
-            "Pass all_finite(grads)."
-        )
+        warn_user("finite must be about the gradients, got all_finite(loss). Pass all_finite(grads).")
     if loss is not None:
         warn_if_unsynchronized(axis_name)
     checked = source_of(Mark.CHECKED, finite)
     if source_of(Mark.ADAPTED, checked) is scaler.loss_scale:
         warn_user(
-            "the scaler is updated twice in a step: it is the result of an update with the same gradients. Remove this "
-            "call: with_loss_scaling updates its scaler itself."
+            "the scaler is updated twice in a step. Remove this call: with_loss_scaling updates its scaler itself."
         )
     return adapt(scaler, checked, *all_reduce_outcome(flag, loss, axis_name))
 
@@ -108,7 +95,7 @@ def adapt(scaler: ScalerState, checked: PyTree, finite: jax.Array, loss_finite: 
 
     `checked` is the first gradient that was checked, or the flag. `update` warns if it adapts the new scale as well.
     """
-    new = apply_rule(scaler, finite, loss_finite)
+    new = _apply_rule(scaler, finite, loss_finite)
     if scaler.config.mode == "dynamic":
         mark(Mark.ADAPTED, checked, new.loss_scale)
         mark(Mark.OLD_SCALE, scaler.loss_scale)
@@ -119,12 +106,8 @@ def adapt(scaler: ScalerState, checked: PyTree, finite: jax.Array, loss_finite: 
 def all_reduce_outcome(finite: jax.Array, loss: PyTree, axis_name: AxisName) -> tuple[jax.Array, jax.Array | None]:
     """Returns whether the gradients and the loss are finite on all devices; None for a loss that is not used."""
     if isinstance(loss, tuple) and len(loss) == 2 and has_mark(Mark.LOSS, loss[0]) and _is_auxiliary(loss[1]):
-        warn_user(
-            "the loss must be given alone, got a pair of the loss and auxiliary data, in which infinity or NaN would "
-            "count as a non-finite loss. Pass the first value."
-        )
-    # Along an axis that is not named, the gradients are equal, after a psum for example. The loss may differ there: if
-    # it were not finite on one device, the scale would change on this device only.
+        warn_user("the loss must be given alone, got a pair of the loss and auxiliary data. Pass the first value.")
+    # Along an axis that is not named, the gradients are equal, after a psum for example, but the loss may differ.
     loss_may_differ = axis_name is not None and not untyped_axes() <= set(as_axes(axis_name))
     if loss is None or loss_may_differ:
         return all_reduce_and(finite, axis_name=axis_name)[0], None
@@ -138,8 +121,7 @@ def _is_auxiliary(data: PyTree) -> bool:
 
 
 @jax.jit
-def apply_rule(scaler: ScalerState, finite: jax.Array, loss_finite: jax.Array | None) -> ScalerState:
-    """Applies the rule of `update` to flags that are equal on all devices."""
+def _apply_rule(scaler: ScalerState, finite: jax.Array, loss_finite: jax.Array | None) -> ScalerState:
     reason = jnp.where(finite, scaler.last_skip_reason, _reason_of_skip(scaler, loss_finite))
     # The reason depends on the scale, and the new scale depends on the reason. XLA on GPUs would compute both from the
     # old scale, in two kernels in any order, and copy the old scale first. The barrier orders them.

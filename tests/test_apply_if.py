@@ -269,7 +269,7 @@ def test_step_keeps_memory_spaces(api):
 def test_apply_if_raises_if_the_memory_space_changes():
     host, _ = _memory_spaces()
     run = jax.jit(lambda finite, w: jmpscale.apply_if(finite, lambda w: jax.device_put(w, host), w))
-    with pytest.raises(TypeError, match=r"carry\[0\] was float32.* and is float32.* the memory space"):
+    with pytest.raises(TypeError, match=r"carry\[0\] was float32.* and is float32.* memory space"):
         run(True, jnp.ones(2))
 
 

@@ -140,7 +140,7 @@ def test_function_reads_the_scaler_of_a_tree(name):
 @pytest.mark.parametrize("name", READ_SCALER_OF_TREE)
 def test_function_requires_the_arrays_of_one_scaler(name):
     call, argument = READ_SCALER_OF_TREE[name]
-    with _raises(ValueError, f"{argument} must contain ... without loss_scale. A filter ... pass the unfiltered tree"):
+    with _raises(ValueError, f"{argument} must contain ... 6 arrays, got one with 0. A filter ... the unfiltered tree"):
         call(jax.tree.map(lambda _: None, OPT_STATE))
     if name in ACCEPT_BATCH_OF_SCALERS:
         call((BATCH, 1))
@@ -234,8 +234,7 @@ CONSTRUCTORS = {
         "init above max": (_dynamic(init_scale=2.0**32 + 1), "init_scale must be between"),
         "ignored setting": (
             lambda: jmpscale.ScalerConfig(mode="static", growth_interval=5),
-            "growth_interval must be omitted with mode 'static', which ignores it, got 5. Create the scaler with "
-            "jmpscale.dynamic to use it.",
+            "growth_interval must be omitted with mode 'static', got 5. Use mode='dynamic'.",
         ),
         "mode": (lambda: jmpscale.ScalerConfig(mode="off"), "mode must be one of ... 'disabled', got 'off'."),
         "small static scale": (
@@ -280,7 +279,7 @@ SCALE_AND_UPDATE = {
         "complex scale": (_update(loss_scale=np.complex64(8)), "scaler.loss_scale must ... got complex64[]."),
         "string scale": (_update(loss_scale="8"), "scaler.loss_scale must ... got '8'."),
         "dict as config": (_update(config={}), "scaler.config must ... got dict. ... restore into a state created"),
-        "int loss": (lambda: jmpscale.scale(STATE, {"n": jnp.int32(3)}), "got int32[] at tree['n']. Pass only the"),
+        "int loss": (lambda: jmpscale.scale(STATE, {"n": jnp.int32(3)}), "got int32[] at tree['n']. Pass only"),
         "complex loss": (lambda: jmpscale.scale(STATE, 1j), "losses of a floating-point dtype, got 1j at tree. "),
         "function as gradients": (lambda: jmpscale.all_finite(jnp.sum), "tree must be a pytree ... got function. Pass"),
         "string loss": (lambda: jmpscale.scale(STATE, "x"), "got 'x' at tree. "),
@@ -288,7 +287,7 @@ SCALE_AND_UPDATE = {
         "int32 as flag": (lambda: jmpscale.update(STATE, jnp.int32(1)), "finite must be a boolean, got int32"),
     },
     ValueError: {
-        "donated scaler": (lambda: jmpscale.metrics(_donated(jmpscale.dynamic())), "got deleted arrays. ... use the"),
+        "donated scaler": (lambda: jmpscale.metrics(_donated(jmpscale.dynamic())), "deleted arrays, ... Use its new"),
         "flags": (lambda: jmpscale.update(STATE, FLAGS), "finite must be a scalar, got shape (2,). Combine with"),
         "axis": (lambda: jmpscale.update(STATE, TRUE, axis_name="x"), "'x' is not the name of a ... omit axis_name"),
         "axis set": (lambda: jmpscale.all_finite(GRADS, axis_name={"x"}), "axis_name 'x' is not the name of a mapped"),
@@ -311,8 +310,7 @@ SCALE_AND_UPDATE = {
         ),
         "unscaled twice": (
             lambda: _traced(lambda grads: jmpscale.unscale(STATE, jmpscale.unscale(STATE, grads)), GRADS),
-            "the gradients are unscaled twice: unscale, value_and_grad and loss_scaled return gradients, and the loss, "
-            "in true units. Remove this call.",
+            "the gradients are unscaled twice: value_and_grad, loss_scaled and unscale each unscale them. Remove one.",
         ),
         "unscaled after loss_scaled": (
             lambda: _traced(lambda w: jmpscale.unscale(STATE, _grad(w)()), W32),
@@ -328,12 +326,12 @@ SCALE_AND_UPDATE = {
         ),
         "flag of the loss": (
             lambda: jmpscale.update(STATE, jmpscale.all_finite(jmpscale.value_and_grad(_sum)(STATE, GRADS)[0])),
-            "finite must be about the gradients, got all_finite(loss): ... Pass all_finite(grads).",
+            "finite must be about the gradients, got all_finite(loss). Pass all_finite(grads).",
         ),
         "loss and array": (_after_gradients(lambda s, _, ok: jmpscale.update(s, ok, loss=_pair(W32))), "got a pair"),
         "updated twice": (
             _after_gradients(lambda s, _, ok: jmpscale.update(jmpscale.update(s, ok), ok)),
-            "the scaler is updated twice in a step: ... Remove this call: with_loss_scaling updates its scaler itself.",
+            "the scaler is updated twice in a step. Remove this call: with_loss_scaling updates its scaler itself.",
         ),
         "updated by the wrapper": (
             _after_gradients(
@@ -378,16 +376,22 @@ APPLY_IF = {
         "no function": (_apply(LOSS, LOSS), "fn must be a function ... got Array. ... apply_if(finite, fn, *carry)."),
         "no carry": (_apply(_same), "carry must hold at least one value, got none. Pass"),
         "nnx": (_apply(_same, NNX), "carry must hold ... got a Flax NNX Dropout ... carry nnx.state(model), and write"),
-        "list": (_apply(lambda a, b: [a, b], 1, 1), "returned a list, expected a tuple of 2 ... as `return a, b`."),
+        "list": (
+            _apply(lambda a, b: [a, b], 1, 1),
+            "returned a list, expected a tuple of 2 values, as by `return a, b`.",
+        ),
         "dropped": (_apply(lambda c: c["layer_1"], BIG), "carry[0]['layer_0']['bias'] is only ... 'layer_1..., the"),
         "added": (_apply(lambda c: c | {"v": 1}, GRADS), "carry[0]['v'] is only in its output"),
         "container": (_apply(list, (LOSS, LOSS)), "same structure, but the containers differ"),
         "dtype": (_apply(lambda w: w.astype("f2"), LOSS), "was float32[] and is float16[]. Convert it with .astype"),
-        "shape": (_apply(lambda w: w[None], LOSS), "[0] was float32[] and is float32[1]. Return an array of the same"),
-        "sharding": (_reshard_in_step, "was float32[8@d] and is float32[8]. The sharding, ... reshard it in fn"),
+        "shape": (
+            _apply(lambda w: w[None], LOSS),
+            "[0] was float32[] and is float32[1]. Reshape",
+        ),
+        "sharding": (_reshard_in_step, "was float32[8@d] and is float32[8]. ... reshard it in fn"),
         "varying": (
             lambda: _per_device(lambda x: _apply(lambda w: w * x, jnp.ones(1))(), check_vma=True),
-            "the axes over which it varies have changed: reshard it in fn, or reduce the gradients.",
+            "was float32[1] and is float32[1]{V:d}. ... or reduce gradients that vary over devices.",
         ),
         "object": (_apply(lambda w, _: (w, "b"), 1, "a"), "carry[1] was 'a' and is 'b'. Only arrays and Python"),
         "number": (_apply(lambda n: n + 0.5, 1), "carry[0] was int32[] and is float32[]"),
@@ -660,17 +664,17 @@ def _with_empty_cell():
 
 WITH_LOSS_SCALING = {
     TypeError: {
-        "scaler": (_wrap(STATE), "inner must be an optax.GradientTransformation, got ScalerState. Pass ... around"),
+        "scaler": (_wrap(STATE), "inner must be an optax.GradientTransformation, got ScalerState. ... around"),
         "function": (_wrap(optax.adam), "inner must be an optax.GradientTransformation, got function."),
         "init alone": (_wrap(SimpleNamespace(init=ADAM.init)), "inner must be ... got SimpleNamespace."),
         "update alone": (_wrap(SimpleNamespace(update=ADAM.update)), "inner must be ... got SimpleNamespace."),
         "wrapped in a chain": (
             lambda: _wrap(optax.chain(SGD, optax.chain(TX)), jmpscale.disabled())().init(GRADS),
-            "inner must not contain with_loss_scaling, got ... once: with_loss_scaling(optax.chain(...)).",
+            "inner must not contain with_loss_scaling, got ... once: with_loss_scaling(chain(...)).",
         ),
         "scaler in the gradients": (
             lambda: SCALE.update({"model": GRADS, "scaler": STATE}, SCALE_STATE),
-            "the gradients must not contain a ScalerState, which the optimizer would change. ... keep the scaler",
+            "the gradients contain a ScalerState, which the optimizer would change. Keep it out of the parameters.",
         ),
         "max_norm": (_wrap(ADAM, max_norm="1"), "max_norm must be a Python number, got '1'"),
         "warn_after_skips": (_wrap(ADAM, warn_after_skips=1.5), "warn_after_skips must be an integer, got 1.5"),
@@ -679,7 +683,7 @@ WITH_LOSS_SCALING = {
         "inner state": (lambda: TX.update(GRADS, ADAM.init(GRADS)), "got tuple. The ... ._replace(inner_state=...)"),
         "updates of inner": (
             _inner(lambda g, s, p: (g["w"], s)),
-            "['b'] is only in its input: ... Gate ... optax_step(tx",
+            "['b'] is only in its input: ... Gate optax_step(inner, grads) with apply_if.",
         ),
         "structure of inner": (_inner(lambda g, s, p: (g, (s, s))), "state is only in its input: ... outside"),
         "dtype of inner": (_inner(lambda g, s, p: (g, s > 0)), "state was int32[] and is bool[]. ... .astype in inner"),
@@ -726,7 +730,7 @@ WITH_LOSS_SCALING = {
         ),
         "inside apply_if_finite": (
             lambda: _update_in(optax.apply_if_finite(SCALE, 5)),
-            "with_loss_scaling is inside optax.apply_if_finite: ... remove apply_if_finite.",
+            "with_loss_scaling is inside optax.apply_if_finite: ... Remove apply_if_finite;",
         ),
         "state is created": (
             lambda: _traced(lambda grads: SCALE.update(grads, SCALE.init(grads)), GRADS),
@@ -743,9 +747,9 @@ WITH_LOSS_SCALING = {
         "constant state": (
             lambda: _traced(lambda grads: SCALE.update(grads, SCALE_STATE), GRADS),
             "the optimizer state is a constant of the compiled program, so every call starts from the same one: the "
-            "compiled function creates the optimizer state, or closes over it. Create the optimizer state outside, "
-            "pass it to the compiled function as an argument, and return the new one. If the function is a whole "
-            "training run, carry the optimizer state through jax.lax.scan.",
+            "compiled function creates the optimizer state, or closes over it. Create it outside, pass it to the "
+            "compiled function as an argument, and return the new one. In a whole training run, carry it through "
+            "jax.lax.scan.",
         ),
         "float16 parameters": (
             lambda: TX.init({"w": W16, "n": INTS}),
@@ -773,8 +777,8 @@ WITH_LOSS_SCALING = {
         "after sign_sgd": (_update_of_chain(optax.sign_sgd(1.0)), "after a transformation"),
         "before weight decay": (
             lambda: _update_in(optax.chain(SCALE, optax.add_decayed_weights(1e-4))),
-            "before a transformation that acts on skipped steps too, such as optax.add_decayed_weights or "
-            "optax.ema. Place the transformation inside: with_loss_scaling(optax.chain(tx, ",
+            "before a transformation that acts on skipped steps too, such as optax.ema or optax.add_decayed_weights. "
+            "Place it inside: with_loss_scaling(optax.chain(tx, ",
         ),
         "before averages": (lambda: _update_in(optax.chain(SCALE, optax.ema(0.9))), "before a transformation"),
         "before plateau": (lambda: _update_in(optax.chain(SCALE, PLATEAU), value=LOSS), "before a transformation"),
@@ -784,19 +788,21 @@ WITH_LOSS_SCALING = {
 
 OPTAX_STEP = {
     TypeError: {
-        "swapped": (lambda: jmpscale.optax_step(LOSS, ADAM), "tx must ... got Array. Pass one ... then the gradients."),
+        "swapped": (lambda: jmpscale.optax_step(LOSS, ADAM), "tx must ... got Array. Call optax_step(tx, grads),"),
         "update function": (
             lambda: jmpscale.optax_step(ADAM.update, 1),
             "tx must be ... got function. ... not its update",
         ),
         "wrapped": (lambda: jmpscale.optax_step(TX, 1)(1, [OPT_STATE]), "tx must not contain with_loss_scaling, got"),
-        "scaler in the gradients": (lambda: jmpscale.optax_step(ADAM, [STATE]), "must not contain a ScalerState"),
-        "tuple": (_apply(jmpscale.optax_step(ADAM, GRADS), (GRADS, ADAM.init(GRADS))), "carry must be ... got 1. Call"),
+        "scaler in the gradients": (lambda: jmpscale.optax_step(ADAM, [STATE]), "contain a ScalerState"),
+        "tuple": (
+            _apply(jmpscale.optax_step(ADAM, GRADS), (GRADS, ADAM.init(GRADS))),
+            "carry must be ... got 1. Call",
+        ),
         "opposite order": (
             _apply(jmpscale.optax_step(ADAM, GRADS), ADAM.init(GRADS), GRADS),
-            "carry must be the parameters and then the optimizer state, got them in the opposite order: the "
-            "second value has the structure of the gradients, PyTreeDef({'b': *, 'w': *}). Call apply_if(finite, "
-            "optax_step(tx, grads), params, opt_state).",
+            "carry must be two values, the parameters and then the optimizer state, got them in the opposite order. "
+            "Call apply_if(finite, optax_step(tx, grads), params, opt_state).",
         ),
     },
     UserWarning: {"float16": (_apply(jmpscale.optax_step(SGD, W16), W32, SGD.init(W32)), "got float16[2] at grads")},
