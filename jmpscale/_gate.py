@@ -88,9 +88,7 @@ def apply_if(finite: ArrayLike, fn: Callable[..., Any], /, *carry: object) -> ob
         out = fn(*before)
         after = (out,) if len(carry) == 1 else out
         if not isinstance(after, tuple):
-            raise TypeError(
-                f"fn returned a {type_name(out)}, expected a tuple of {len(carry)} values, as by `return a, b`."
-            )
+            raise TypeError(f"fn returned a {type_name(out)}, expected a tuple of {len(carry)} values: `return a, b`.")
         check_same_types(before, after)
         _warn_if_scaler_is_gated(flag, carry, after)
         _warn_if_changed_in_place(carry, after)

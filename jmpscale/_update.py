@@ -84,9 +84,7 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
         warn_if_unsynchronized(axis_name)
     checked = source_of(Mark.CHECKED, finite)
     if source_of(Mark.ADAPTED, checked) is scaler.loss_scale:
-        warn_user(
-            "the scaler is updated twice in a step. Remove this call: with_loss_scaling updates its scaler itself."
-        )
+        warn_user("the scaler is updated twice in a step. Remove this call: with_loss_scaling updates its own scaler.")
     return adapt(scaler, checked, *all_reduce_outcome(flag, loss, axis_name))
 
 
