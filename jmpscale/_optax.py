@@ -281,20 +281,15 @@ def _is_finite(grads: PyTree, norm: jax.Array | None) -> jax.Array:
 # Unlike in apply_if, results may have other types: with ZeRO-1 the updates have other shardings than the gradients, and
 # the optimizers of differential privacy average over a leading axis.
 def _update_if(
-    finite: jax.Array,
-    update_inner: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
-    grads: PyTree,
-    state: PyTree,
-    params: PyTree,
+    finite: jax.Array, update_inner: Callable[..., Any], grads: PyTree, state: PyTree, params: PyTree
 ) -> tuple[PyTree, PyTree]:
     """Returns the updates and the new state if the gradients are finite, otherwise zeros and the old state."""
     # A Python number would bypass the gate and not become zero.
     grads = jax.tree.map(lambda x: jnp.asarray(x) if is_numeric(x) else x, grads)
     if not is_traced(finite) and not finite:  # inner may read values, so it is not called even to find the types
         like = params if structure(params) == structure(grads) else grads
-        return jax.tree.map(
-            lambda grad, x: _negative_zeros(jnp.asarray(x)) if is_array(grad) else grad, grads, like
-        ), state
+        zeros = jax.tree.map(lambda grad, x: _negative_zeros(jnp.asarray(x)) if is_array(grad) else grad, grads, like)
+        return zeros, state
 
     def step(before: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
         updates, new_state = update_inner(*before)

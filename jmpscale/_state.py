@@ -254,11 +254,9 @@ def static(scale: float) -> ScalerState:
 def disabled() -> ScalerState:
     """Creates a scaler that turns loss scaling off and adds nothing to the compiled program.
 
-    It skips no step; `static(1.0)` skips steps with infinity or NaN.
-
     Returns:
-      A `ScalerState` that no step changes. Float16 gradients stay float16; with other scalers they become float32. With
-      the functional API, pass it to `all_finite(grads, scaler=scaler)`, which then checks nothing.
+      A `ScalerState` that no step changes, and with which none is skipped. Float16 gradients stay float16; with other
+      scalers they become float32. With the functional API, pass it to `all_finite(grads, scaler=scaler)`.
 
     >>> import jmpscale
     >>> jmpscale.disabled().config.mode

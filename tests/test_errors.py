@@ -380,9 +380,9 @@ APPLY_IF = {
             _apply(lambda a, b: [a, b], 1, 1),
             "returned a list, expected a tuple of 2 values: `return a, b`.",
         ),
-        "dropped": (_apply(lambda c: c["layer_1"], BIG), "carry[0]['layer_0']['bias'] is only ... 'layer_1..., the"),
+        "dropped": (_apply(lambda c: c["layer_1"], BIG), "carry[0]['layer_0']['bias'] is only in its input."),
         "added": (_apply(lambda c: c | {"v": 1}, GRADS), "carry[0]['v'] is only in its output"),
-        "container": (_apply(list, (LOSS, LOSS)), "same structure, but the containers differ"),
+        "container": (_apply(list, (LOSS, LOSS)), "same structure, but the containers differ: PyTreeDef((("),
         "dtype": (_apply(lambda w: w.astype("f2"), LOSS), "was float32[] and is float16[]. Convert it with .astype"),
         "shape": (
             _apply(lambda w: w[None], LOSS),
@@ -683,9 +683,9 @@ WITH_LOSS_SCALING = {
         "inner state": (lambda: TX.update(GRADS, ADAM.init(GRADS)), "got tuple. The ... ._replace(inner_state=...)"),
         "updates of inner": (
             _inner(lambda g, s, p: (g["w"], s)),
-            "['b'] is only in its input: ... Gate optax_step(inner, grads) with apply_if.",
+            "['b'] is only in its input. Gate optax_step(inner, grads) with apply_if.",
         ),
-        "structure of inner": (_inner(lambda g, s, p: (g, (s, s))), "state is only in its input: ... outside"),
+        "structure of inner": (_inner(lambda g, s, p: (g, (s, s))), "state is only in its input. ... outside"),
         "dtype of inner": (_inner(lambda g, s, p: (g, s > 0)), "state was int32[] and is bool[]. ... .astype in inner"),
     },
     ValueError: {
