@@ -310,7 +310,7 @@ SCALE_AND_UPDATE = {
         ),
         "unscaled twice": (
             lambda: _traced(lambda grads: jmpscale.unscale(STATE, jmpscale.unscale(STATE, grads)), GRADS),
-            "the gradients are unscaled twice: value_and_grad, loss_scaled and unscale unscale them. Remove one.",
+            "the gradients are unscaled twice: value_and_grad and loss_scaled unscale them too. Remove this call.",
         ),
         "unscaled after loss_scaled": (
             lambda: _traced(lambda w: jmpscale.unscale(STATE, _grad(w)()), W32),
@@ -376,22 +376,16 @@ APPLY_IF = {
         "no function": (_apply(LOSS, LOSS), "fn must be a function ... got Array. ... apply_if(finite, fn, *carry)."),
         "no carry": (_apply(_same), "carry must hold at least one value, got none. Pass"),
         "nnx": (_apply(_same, NNX), "carry must hold ... got a Flax NNX Dropout ... carry nnx.state(model), and write"),
-        "list": (
-            _apply(lambda a, b: [a, b], 1, 1),
-            "returned a list, expected a tuple of 2 values: `return a, b`.",
-        ),
+        "list": (_apply(lambda a, b: [a, b], 1, 1), "returned a list, expected a tuple of 2 values: `return a, b`."),
         "dropped": (_apply(lambda c: c["layer_1"], BIG), "carry[0]['layer_0']['bias'] is only in its input."),
         "added": (_apply(lambda c: c | {"v": 1}, GRADS), "carry[0]['v'] is only in its output"),
         "container": (_apply(list, (LOSS, LOSS)), "same structure, but the containers differ: PyTreeDef((("),
         "dtype": (_apply(lambda w: w.astype("f2"), LOSS), "was float32[] and is float16[]. Convert it with .astype"),
-        "shape": (
-            _apply(lambda w: w[None], LOSS),
-            "[0] was float32[] and is float32[1]. Reshape",
-        ),
+        "shape": (_apply(lambda w: w[None], LOSS), "[0] was float32[] and is float32[1]. Reshape"),
         "sharding": (_reshard_in_step, "was float32[8@d] and is float32[8]. ... reshard it in fn"),
         "varying": (
             lambda: _per_device(lambda x: _apply(lambda w: w * x, jnp.ones(1))(), check_vma=True),
-            "was float32[1] and is float32[1]{V:d}. ... or reduce gradients that vary over devices.",
+            "was float32[1] and is float32[1] ... or reduce gradients that vary over devices.",
         ),
         "object": (_apply(lambda w, _: (w, "b"), 1, "a"), "carry[1] was 'a' and is 'b'. Only arrays and Python"),
         "number": (_apply(lambda n: n + 0.5, 1), "carry[0] was int32[] and is float32[]"),
@@ -795,10 +789,7 @@ OPTAX_STEP = {
         ),
         "wrapped": (lambda: jmpscale.optax_step(TX, 1)(1, [OPT_STATE]), "tx must not contain with_loss_scaling, got"),
         "scaler in the gradients": (lambda: jmpscale.optax_step(ADAM, [STATE]), "contain a ScalerState"),
-        "tuple": (
-            _apply(jmpscale.optax_step(ADAM, GRADS), (GRADS, ADAM.init(GRADS))),
-            "carry must be ... got 1. Call",
-        ),
+        "tuple": (_apply(jmpscale.optax_step(ADAM, GRADS), (GRADS, ADAM.init(GRADS))), "carry must be ... got 1. Call"),
         "opposite order": (
             _apply(jmpscale.optax_step(ADAM, GRADS), ADAM.init(GRADS), GRADS),
             "carry must be two values, the parameters and then the optimizer state, got them in the opposite order. "
