@@ -88,9 +88,7 @@ def apply_if(finite: ArrayLike, fn: Callable[..., Any], /, *carry: object) -> ob
         out = fn(*before)
         after = (out,) if len(carry) == 1 else out
         if not isinstance(after, tuple):
-            raise TypeError(
-                f"fn returned a {type_name(out)}, expected a tuple of {len(carry)} values, as by `return a, b`."
-            )
+            raise TypeError(f"fn returned a {type_name(out)}, expected a tuple of {len(carry)} values: `return a, b`.")
         check_same_types(before, after)
         _warn_if_scaler_is_gated(flag, carry, after)
         _warn_if_changed_in_place(carry, after)
@@ -191,14 +189,13 @@ def _where(flag: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
 def check_same_structure(before: PyTree, after: PyTree, name: str, fn: str, remedy: str) -> None:
     """Raises if two trees differ in structure, and names the first difference."""
     if structure(before) != structure(after):
-        old, new = dict(named_leaves(before)), dict(named_leaves(after))
-        differences = [f"{name}{path} is only in its input" for path in old if path not in new]
-        differences += [f"{name}{path} is only in its output" for path in new if path not in old]
-        difference = differences[0] if differences else "the containers differ"
-        raise TypeError(
-            f"{fn} must return its {name} with the same structure, but {difference}: the input is "
-            f"{truncate(structure(before))}, the output is {truncate(structure(after))}. {remedy}"
-        )
+        old, new = ({path for path, _ in named_leaves(tree)} for tree in (before, after))
+        if old == new:
+            difference = f"the containers differ: {truncate(structure(before))} became {truncate(structure(after))}"
+        else:
+            path = min(old - new or new - old)
+            difference = f"{name}{path} is only in its {'input' if path in old else 'output'}"
+        raise TypeError(f"{fn} must return its {name} with the same structure, but {difference}. {remedy}")
 
 
 def check_same_types(before: PyTree, after: PyTree, name: str = "carry", fn: str = "fn", remedy: str = "") -> None:

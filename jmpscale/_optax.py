@@ -59,8 +59,7 @@ def with_loss_scaling(
       scaler: the initial scaler, `dynamic()` by default.
       max_norm: the global norm to which the gradients are clipped before `inner`, as by `optax.clip_by_global_norm`.
         The norm is also the finiteness check, so a step is skipped if the sum of the squares exceeds 3.4e38.
-      axis_name: the mapped axes over which the devices combine their decisions, not their gradients, as in `all_finite`
-        and `jmpscale.update`.
+      axis_name: the mapped axes over which devices combine their decisions, not their gradients, as in `all_finite`.
       norm_axis_name: the mapped axes along which each device holds a part of the gradients, as in hand-written FSDP;
         needed only where `axis_name` is. The squares are summed over these axes.
       warn_after_skips: for training loops that do not return the optimizer state, which `raise_if_stuck` reads: the
@@ -175,8 +174,7 @@ def optax_step(
       **extra_args: extra arguments of `tx.update`, such as `value=`.
 
     Returns:
-      `step(params, opt_state) -> (params, opt_state)`. Leaves of `params` without an update, such as the functions in
-      an Equinox model, are unchanged.
+      `step(params, opt_state) -> (params, opt_state)`, in which parameters without an update are unchanged.
 
     Raises:
       TypeError: `tx` is not a gradient transformation, or `grads` contains a scaler. From the step: `tx` is wrapped in
@@ -283,20 +281,15 @@ def _is_finite(grads: PyTree, norm: jax.Array | None) -> jax.Array:
 # Unlike in apply_if, results may have other types: with ZeRO-1 the updates have other shardings than the gradients, and
 # the optimizers of differential privacy average over a leading axis.
 def _update_if(
-    finite: jax.Array,
-    update_inner: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
-    grads: PyTree,
-    state: PyTree,
-    params: PyTree,
+    finite: jax.Array, update_inner: Callable[..., Any], grads: PyTree, state: PyTree, params: PyTree
 ) -> tuple[PyTree, PyTree]:
     """Returns the updates and the new state if the gradients are finite, otherwise zeros and the old state."""
     # A Python number would bypass the gate and not become zero.
     grads = jax.tree.map(lambda x: jnp.asarray(x) if is_numeric(x) else x, grads)
     if not is_traced(finite) and not finite:  # inner may read values, so it is not called even to find the types
         like = params if structure(params) == structure(grads) else grads
-        return jax.tree.map(
-            lambda grad, x: _negative_zeros(jnp.asarray(x)) if is_array(grad) else grad, grads, like
-        ), state
+        zeros = jax.tree.map(lambda grad, x: _negative_zeros(jnp.asarray(x)) if is_array(grad) else grad, grads, like)
+        return zeros, state
 
     def step(before: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
         updates, new_state = update_inner(*before)

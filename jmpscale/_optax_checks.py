@@ -43,9 +43,7 @@ def check_not_wrapped(state: PyTree, name: str, remedy: str) -> None:
 def check_no_scaler(grads: PyTree) -> None:
     """Raises if the gradients contain the gradient of a scale: the optimizer would change the scale as well."""
     if any(is_inexact(scaler.loss_scale) for scaler in find_instances(grads, ScalerState)):
-        raise TypeError(
-            "the gradients contain a ScalerState, which the optimizer would change. Keep it out of the parameters."
-        )
+        raise TypeError("the gradients contain a ScalerState, which the optimizer would change. Keep it out of params.")
 
 
 def check_update_arguments(
@@ -80,9 +78,8 @@ def warn_if_unscaled_by_another(grads: PyTree, scaler: ScalerState) -> None:
     adapted = [x for x in scales if has_mark(Mark.OLD_SCALE, x)]
     if scaler.config.mode == "dynamic" and any(source_of(Mark.NEW_SCALE, x) is not start for x in adapted):
         warn_user(
-            "the gradients were unscaled by another scaler than the one in state, which does not adapt to their "
-            "overflows. Pass the same state to jmpscale.value_and_grad and tx.update; for several optimizers, wrap one "
-            "optax.partition."
+            "the gradients were unscaled by another scaler, so the scaler in state does not adapt to their overflows. "
+            "Pass one state to jmpscale.value_and_grad and tx.update; for several optimizers, wrap one optax.partition."
         )
 
 
@@ -127,10 +124,7 @@ def warn_if_misplaced() -> None:
     """Warns if a gate contains the wrapper, or a chain separates it from transformations that it should skip."""
     warn_if_gated("with_loss_scaling", "The wrapper skips steps itself: call tx.update without apply_if.")
     if is_called_by(lambda frame: frame.f_code.co_qualname == "apply_if_finite.<locals>.update"):
-        warn_user(
-            "with_loss_scaling is inside optax.apply_if_finite: the steps that this skips do not adjust the scale. "
-            "Remove apply_if_finite; the wrapper skips steps itself."
-        )
+        warn_user("remove optax.apply_if_finite: it contains with_loss_scaling, and its skips do not adjust the scale.")
     if is_called_by(lambda frame: any(_is_unsafe(*x, _HIDE_OVERFLOWS) for x in _neighbors(frame)[0])):
         warn_user(
             "with_loss_scaling comes after a transformation that replaces infinity or NaN in the gradients, such as "

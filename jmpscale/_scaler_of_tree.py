@@ -36,8 +36,7 @@ def find_scaler(tree: PyTree, name: str = "scaler", *, allow_batch: bool = False
     arrays = jax.tree.leaves(scaler)  # Flax NNX puts each array into a container
     if len(arrays) != len(ARRAY_FIELDS):
         raise ValueError(
-            f"{name} must contain a ScalerState with {len(ARRAY_FIELDS)} arrays, got one with {len(arrays)}. A filter "
-            "has removed some; pass the unfiltered tree."
+            f"{name} must contain a ScalerState with all arrays, got {len(arrays)}. Pass the unfiltered tree."
         )
     scaler = ScalerState._make([*arrays, scaler.config])
     check_scaler(scaler, name, allow_batch=allow_batch)
@@ -92,19 +91,14 @@ def _only_scaler(tree: PyTree, name: str, remedy: str = "") -> ScalerState:
 def check_scaler(scaler: object, name: str = "scaler", *, allow_batch: bool = False) -> None:
     """Raises unless `scaler` is a single scaler: a batch would broadcast against the wrong axis."""
     if not isinstance(scaler, ScalerState):
-        raise TypeError(
-            f"{name} must be a ScalerState, got {type_name(scaler)}. Use jmpscale.dynamic or jmpscale.get_scaler."
-        )
+        raise TypeError(f"{name} must be a ScalerState, got {type_name(scaler)}. Use jmpscale.dynamic or get_scaler.")
     register_with_flax()
     if not isinstance(scaler.config, ScalerConfig):
         raise TypeError(
-            f"{name}.config must be a ScalerConfig, got {type_name(scaler.config)}. Settings are not part of a "
-            "checkpoint: restore into a state created by jmpscale.dynamic, static or disabled."
+            f"{name}.config must be a ScalerConfig, got {type_name(scaler.config)}. Restore into a new scaler."
         )
     if any(isinstance(x, jax.Array) and not is_traced(x) and x.is_deleted() for x in jax.tree.leaves(scaler)):
-        raise ValueError(
-            f"{name} must hold values, got deleted arrays, donated to a compiled function. Use its new scaler."
-        )
+        raise ValueError(f"{name} must hold values, got deleted arrays, donated to a function. Use its new scaler.")
     if allow_batch:
         return
     if shape := getattr(scaler.loss_scale, "shape", ()):

@@ -54,9 +54,7 @@ def scale(scaler: PyTree, tree: Tree) -> Tree:
         return tree
     if found := first_leaf(tree, lambda leaf: not is_real(leaf)):
         path, leaf = found
-        raise TypeError(
-            f"scale takes losses of a floating-point dtype, got {describe(leaf)} at tree{path}. Pass only the losses."
-        )
+        raise TypeError(f"scale takes floating-point losses, got {describe(leaf)} at tree{path}. Pass only the losses.")
     if found := first_leaf(tree, lambda leaf: is_traced(leaf) and needs_wider_gradient(leaf)):
         warn_about_narrow_loss(found[1])
     scaled = _scale_leaves(state.loss_scale, tree)
@@ -68,8 +66,7 @@ def warn_about_narrow_loss(loss: jax.Array, name: str = "loss") -> None:
     """Warns about a loss whose dtype cannot hold large scales."""
     warn_user(
         f"the {name} is {loss.dtype}, so the backward pass starts from the loss scale in {loss.dtype}, where large "
-        "scales are infinite. Return it in float32: convert the model's output with .astype(jnp.float32) inside the "
-        "function, before the loss is computed."
+        "scales are infinite. Return it in float32: convert the model's output with .astype(jnp.float32)."
     )
 
 
@@ -105,7 +102,7 @@ def unscale(scaler: PyTree, tree: Tree) -> Tree:
     state = find_scaler(scaler)
     if state.config.mode != "disabled" and (has_mark(Mark.GRADIENT, tree) or has_mark(Mark.LOSS, tree)):
         warn_user(
-            "the gradients are unscaled twice: value_and_grad, loss_scaled and unscale each unscale them. Remove one."
+            "the gradients are unscaled twice: value_and_grad and loss_scaled unscale them too. Remove this call."
         )
     return unscale_gradients(state, tree)
 
@@ -184,8 +181,7 @@ def unscale_and_check(scaler: PyTree, grads: Tree, *, axis_name: AxisName = None
       axis_name: the mapped axes over which to combine the result, as in `all_finite`.
 
     Returns:
-      The unscaled gradients, and `finite`, bool[], for `apply_if` and `update`. With `disabled()`, the gradients
-      themselves and True.
+      The unscaled gradients, and `finite`, bool[], for `apply_if` and `update`. With `disabled()`, `grads` and True.
 
     Raises:
       TypeError: a leaf is a partial sum or a `jax.Ref`.

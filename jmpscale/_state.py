@@ -62,9 +62,7 @@ class ScalerConfig:
         check_choice("hysteresis_reset", self.hysteresis_reset, get_args(HysteresisReset))
         for field in dataclasses.fields(self) if self.mode != "dynamic" else ():
             if field.name != "mode" and (value := getattr(self, field.name)) != field.default:
-                raise ValueError(
-                    f"{field.name} must be omitted with mode {self.mode!r}, got {describe(value)}. Use mode='dynamic'."
-                )
+                raise ValueError(f"{field.name} must be omitted with mode {self.mode!r}, got {describe(value)}.")
         numbers = {name: check_in_range(name, getattr(self, name), *limits) for name, limits in _LIMITS.items()}
         numbers |= {name: check_count(name, getattr(self, name)) for name in ("growth_interval", "hysteresis")}
         for name, number in numbers.items():
@@ -96,8 +94,7 @@ class ScalerState(NamedTuple):
     In a batch of scalers all arrays have a leading axis; use it under `jax.vmap`. Counters stop at 2147483647.
 
     Attributes:
-      loss_scale: f32[], the factor by which the loss is multiplied. A dynamic scale is in `[config.min_scale,
-        config.max_scale]`.
+      loss_scale: f32[], the factor by which the loss is multiplied; if dynamic, in `[min_scale, max_scale]`.
       finite_steps: i32[], the number of finite steps since the scale last grew or gradients last overflowed; a skip
         because of a non-finite loss does not reset it.
       hysteresis_left: i32[], the number of overflows until the scale backs off; at 0, as at 1, at the next overflow.
@@ -257,11 +254,9 @@ def static(scale: float) -> ScalerState:
 def disabled() -> ScalerState:
     """Creates a scaler that turns loss scaling off and adds nothing to the compiled program.
 
-    It skips no step; `static(1.0)` skips steps with infinity or NaN.
-
     Returns:
-      A `ScalerState` that no step changes. Float16 gradients stay float16; with other scalers they become float32. With
-      the functional API, pass it to `all_finite(grads, scaler=scaler)`, which then checks nothing.
+      A `ScalerState` that no step changes, and with which none is skipped. Float16 gradients stay float16; with other
+      scalers they become float32. With the functional API, pass it to `all_finite(grads, scaler=scaler)`.
 
     >>> import jmpscale
     >>> jmpscale.disabled().config.mode

@@ -7,9 +7,10 @@ from jax.typing import ArrayLike
 from jmpscale._base.axes import AxisName, all_reduce_and, as_axes, untyped_axes, warn_if_unsynchronized
 from jmpscale._base.check import COUNTER_LIMIT, check_flag, warn_user
 from jmpscale._base.marks import Mark, has_mark, mark, source_of
-from jmpscale._base.tree import PyTree, is_inexact
+from jmpscale._base.tree import PyTree
 from jmpscale._finite import all_finite_here
 from jmpscale._gate import warn_if_gated
+from jmpscale._grad import is_real_scalar
 from jmpscale._scaler_of_tree import check_scaler, warn_if_constant
 from jmpscale._scaling import warn_if_nothing_is_scaled
 from jmpscale._state import ScalerState, SkipReason
@@ -84,9 +85,7 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
         warn_if_unsynchronized(axis_name)
     checked = source_of(Mark.CHECKED, finite)
     if source_of(Mark.ADAPTED, checked) is scaler.loss_scale:
-        warn_user(
-            "the scaler is updated twice in a step. Remove this call: with_loss_scaling updates its scaler itself."
-        )
+        warn_user("the scaler is updated twice in a step. Remove this call: with_loss_scaling updates its own scaler.")
     return adapt(scaler, checked, *all_reduce_outcome(flag, loss, axis_name))
 
 
@@ -105,7 +104,7 @@ def adapt(scaler: ScalerState, checked: PyTree, finite: jax.Array, loss_finite: 
 
 def all_reduce_outcome(finite: jax.Array, loss: PyTree, axis_name: AxisName) -> tuple[jax.Array, jax.Array | None]:
     """Returns whether the gradients and the loss are finite on all devices; None for a loss that is not used."""
-    if isinstance(loss, tuple) and len(loss) == 2 and has_mark(Mark.LOSS, loss[0]) and _is_auxiliary(loss[1]):
+    if isinstance(loss, tuple) and len(loss) == 2 and has_mark(Mark.LOSS, loss[0]) and not is_real_scalar(loss[1]):
         warn_user("the loss must be given alone, got a pair of the loss and auxiliary data. Pass the first value.")
     # Along an axis that is not named, the gradients are equal, after a psum for example, but the loss may differ.
     loss_may_differ = axis_name is not None and not untyped_axes() <= set(as_axes(axis_name))
@@ -113,11 +112,6 @@ def all_reduce_outcome(finite: jax.Array, loss: PyTree, axis_name: AxisName) -> 
         return all_reduce_and(finite, axis_name=axis_name)[0], None
     finite, loss_finite = all_reduce_and(finite, all_finite_here(loss), axis_name=axis_name)
     return finite, loss_finite
-
-
-def _is_auxiliary(data: PyTree) -> bool:
-    """Tests whether data are not just another loss."""
-    return isinstance(data, dict) or any(jnp.ndim(x) > 0 for x in jax.tree.leaves(data) if is_inexact(x))
 
 
 @jax.jit

@@ -176,7 +176,7 @@ def test_get_scaler_and_replace_scaler_accept_any_tree(tree):
 
 
 def test_get_scaler_raises_for_a_scaler_without_an_array():
-    with pytest.raises(ValueError, match="6 arrays, got one with 5"):
+    with pytest.raises(ValueError, match="all arrays, got 5"):
         jmpscale.get_scaler({"scaler": OLD._replace(total_skips=None)})
 
 

@@ -94,7 +94,7 @@ def test_function_requires_a_scaler(name):
     call, argument = TAKE_SCALER[name]
     with _raises(TypeError, f"{argument} must be a ScalerState, got tuple. ... dynamic ... get_scaler"):
         call(tuple(STATE))
-    with _raises(TypeError, f"{argument}.config must be a ScalerConfig, got NoneType. ... restore into"):
+    with _raises(TypeError, f"{argument}.config must be a ScalerConfig, got NoneType. Restore into"):
         call(STATE._replace(config=None))
     with _raises(ValueError, f"{argument} must hold one scaler, got ... shape (2,). ... one replica, ... jax.vmap"):
         call(BATCH)
@@ -140,7 +140,7 @@ def test_function_reads_the_scaler_of_a_tree(name):
 @pytest.mark.parametrize("name", READ_SCALER_OF_TREE)
 def test_function_requires_the_arrays_of_one_scaler(name):
     call, argument = READ_SCALER_OF_TREE[name]
-    with _raises(ValueError, f"{argument} must contain ... 6 arrays, got one with 0. A filter ... the unfiltered tree"):
+    with _raises(ValueError, f"{argument} must contain ... all arrays, got 0. Pass the unfiltered tree."):
         call(jax.tree.map(lambda _: None, OPT_STATE))
     if name in ACCEPT_BATCH_OF_SCALERS:
         call((BATCH, 1))
@@ -234,7 +234,7 @@ CONSTRUCTORS = {
         "init above max": (_dynamic(init_scale=2.0**32 + 1), "init_scale must be between"),
         "ignored setting": (
             lambda: jmpscale.ScalerConfig(mode="static", growth_interval=5),
-            "growth_interval must be omitted with mode 'static', got 5. Use mode='dynamic'.",
+            "growth_interval must be omitted with mode 'static', got 5.",
         ),
         "mode": (lambda: jmpscale.ScalerConfig(mode="off"), "mode must be one of ... 'disabled', got 'off'."),
         "small static scale": (
@@ -278,9 +278,9 @@ SCALE_AND_UPDATE = {
         "int scale": (_update(loss_scale=1024), "scaler.loss_scale must ... got 1024. Set it to a float such as 1024."),
         "complex scale": (_update(loss_scale=np.complex64(8)), "scaler.loss_scale must ... got complex64[]."),
         "string scale": (_update(loss_scale="8"), "scaler.loss_scale must ... got '8'."),
-        "dict as config": (_update(config={}), "scaler.config must ... got dict. ... restore into a state created"),
+        "dict as config": (_update(config={}), "scaler.config must ... got dict. Restore into a new scaler."),
         "int loss": (lambda: jmpscale.scale(STATE, {"n": jnp.int32(3)}), "got int32[] at tree['n']. Pass only"),
-        "complex loss": (lambda: jmpscale.scale(STATE, 1j), "losses of a floating-point dtype, got 1j at tree. "),
+        "complex loss": (lambda: jmpscale.scale(STATE, 1j), "floating-point losses, got 1j at tree. "),
         "function as gradients": (lambda: jmpscale.all_finite(jnp.sum), "tree must be a pytree ... got function. Pass"),
         "string loss": (lambda: jmpscale.scale(STATE, "x"), "got 'x' at tree. "),
         "number as flag": (lambda: jmpscale.update(STATE, 1), "finite must be a boolean, got 1. Pass the flag from"),
@@ -310,7 +310,7 @@ SCALE_AND_UPDATE = {
         ),
         "unscaled twice": (
             lambda: _traced(lambda grads: jmpscale.unscale(STATE, jmpscale.unscale(STATE, grads)), GRADS),
-            "the gradients are unscaled twice: value_and_grad, loss_scaled and unscale each unscale them. Remove one.",
+            "the gradients are unscaled twice: value_and_grad and loss_scaled unscale them too. Remove this call.",
         ),
         "unscaled after loss_scaled": (
             lambda: _traced(lambda w: jmpscale.unscale(STATE, _grad(w)()), W32),
@@ -331,7 +331,7 @@ SCALE_AND_UPDATE = {
         "loss and array": (_after_gradients(lambda s, _, ok: jmpscale.update(s, ok, loss=_pair(W32))), "got a pair"),
         "updated twice": (
             _after_gradients(lambda s, _, ok: jmpscale.update(jmpscale.update(s, ok), ok)),
-            "the scaler is updated twice in a step. Remove this call: with_loss_scaling updates its scaler itself.",
+            "the scaler is updated twice in a step. Remove this call: with_loss_scaling updates its own scaler.",
         ),
         "updated by the wrapper": (
             _after_gradients(
@@ -376,22 +376,16 @@ APPLY_IF = {
         "no function": (_apply(LOSS, LOSS), "fn must be a function ... got Array. ... apply_if(finite, fn, *carry)."),
         "no carry": (_apply(_same), "carry must hold at least one value, got none. Pass"),
         "nnx": (_apply(_same, NNX), "carry must hold ... got a Flax NNX Dropout ... carry nnx.state(model), and write"),
-        "list": (
-            _apply(lambda a, b: [a, b], 1, 1),
-            "returned a list, expected a tuple of 2 values, as by `return a, b`.",
-        ),
-        "dropped": (_apply(lambda c: c["layer_1"], BIG), "carry[0]['layer_0']['bias'] is only ... 'layer_1..., the"),
+        "list": (_apply(lambda a, b: [a, b], 1, 1), "returned a list, expected a tuple of 2 values: `return a, b`."),
+        "dropped": (_apply(lambda c: c["layer_1"], BIG), "carry[0]['layer_0']['bias'] is only in its input."),
         "added": (_apply(lambda c: c | {"v": 1}, GRADS), "carry[0]['v'] is only in its output"),
-        "container": (_apply(list, (LOSS, LOSS)), "same structure, but the containers differ"),
+        "container": (_apply(list, (LOSS, LOSS)), "same structure, but the containers differ: PyTreeDef((("),
         "dtype": (_apply(lambda w: w.astype("f2"), LOSS), "was float32[] and is float16[]. Convert it with .astype"),
-        "shape": (
-            _apply(lambda w: w[None], LOSS),
-            "[0] was float32[] and is float32[1]. Reshape",
-        ),
+        "shape": (_apply(lambda w: w[None], LOSS), "[0] was float32[] and is float32[1]. Reshape"),
         "sharding": (_reshard_in_step, "was float32[8@d] and is float32[8]. ... reshard it in fn"),
         "varying": (
             lambda: _per_device(lambda x: _apply(lambda w: w * x, jnp.ones(1))(), check_vma=True),
-            "was float32[1] and is float32[1]{V:d}. ... or reduce gradients that vary over devices.",
+            "was float32[1] and is float32[1] ... or reduce gradients that vary over devices.",
         ),
         "object": (_apply(lambda w, _: (w, "b"), 1, "a"), "carry[1] was 'a' and is 'b'. Only arrays and Python"),
         "number": (_apply(lambda n: n + 0.5, 1), "carry[0] was int32[] and is float32[]"),
@@ -674,7 +668,7 @@ WITH_LOSS_SCALING = {
         ),
         "scaler in the gradients": (
             lambda: SCALE.update({"model": GRADS, "scaler": STATE}, SCALE_STATE),
-            "the gradients contain a ScalerState, which the optimizer would change. Keep it out of the parameters.",
+            "the gradients contain a ScalerState, which the optimizer would change. Keep it out of params.",
         ),
         "max_norm": (_wrap(ADAM, max_norm="1"), "max_norm must be a Python number, got '1'"),
         "warn_after_skips": (_wrap(ADAM, warn_after_skips=1.5), "warn_after_skips must be an integer, got 1.5"),
@@ -683,9 +677,9 @@ WITH_LOSS_SCALING = {
         "inner state": (lambda: TX.update(GRADS, ADAM.init(GRADS)), "got tuple. The ... ._replace(inner_state=...)"),
         "updates of inner": (
             _inner(lambda g, s, p: (g["w"], s)),
-            "['b'] is only in its input: ... Gate optax_step(inner, grads) with apply_if.",
+            "['b'] is only in its input. Gate optax_step(inner, grads) with apply_if.",
         ),
-        "structure of inner": (_inner(lambda g, s, p: (g, (s, s))), "state is only in its input: ... outside"),
+        "structure of inner": (_inner(lambda g, s, p: (g, (s, s))), "state is only in its input. ... outside"),
         "dtype of inner": (_inner(lambda g, s, p: (g, s > 0)), "state was int32[] and is bool[]. ... .astype in inner"),
     },
     ValueError: {
@@ -730,7 +724,7 @@ WITH_LOSS_SCALING = {
         ),
         "inside apply_if_finite": (
             lambda: _update_in(optax.apply_if_finite(SCALE, 5)),
-            "with_loss_scaling is inside optax.apply_if_finite: ... Remove apply_if_finite;",
+            "remove optax.apply_if_finite: it contains with_loss_scaling, ... do not adjust the scale.",
         ),
         "state is created": (
             lambda: _traced(lambda grads: SCALE.update(grads, SCALE.init(grads)), GRADS),
@@ -795,10 +789,7 @@ OPTAX_STEP = {
         ),
         "wrapped": (lambda: jmpscale.optax_step(TX, 1)(1, [OPT_STATE]), "tx must not contain with_loss_scaling, got"),
         "scaler in the gradients": (lambda: jmpscale.optax_step(ADAM, [STATE]), "contain a ScalerState"),
-        "tuple": (
-            _apply(jmpscale.optax_step(ADAM, GRADS), (GRADS, ADAM.init(GRADS))),
-            "carry must be ... got 1. Call",
-        ),
+        "tuple": (_apply(jmpscale.optax_step(ADAM, GRADS), (GRADS, ADAM.init(GRADS))), "carry must be ... got 1. Call"),
         "opposite order": (
             _apply(jmpscale.optax_step(ADAM, GRADS), ADAM.init(GRADS), GRADS),
             "carry must be two values, the parameters and then the optimizer state, got them in the opposite order. "
