@@ -124,7 +124,7 @@ def warn_if_misplaced() -> None:
     """Warns if a gate contains the wrapper, or a chain separates it from transformations that it should skip."""
     warn_if_gated("with_loss_scaling", "The wrapper skips steps itself: call tx.update without apply_if.")
     if is_called_by(lambda frame: frame.f_code.co_qualname == "apply_if_finite.<locals>.update"):
-        warn_user("remove optax.apply_if_finite: it contains with_loss_scaling, and its skips do not adjust the scale.")
+        warn_user("remove optax.apply_if_finite around with_loss_scaling: its skips do not adjust the scale.")
     if is_called_by(lambda frame: any(_is_unsafe(*x, _HIDE_OVERFLOWS) for x in _neighbors(frame)[0])):
         warn_user(
             "with_loss_scaling comes after a transformation that replaces infinity or NaN in the gradients, such as "
@@ -163,10 +163,7 @@ def warn_if_averages_are_narrow(inner_state: PyTree) -> None:
     """Warns if an optimizer keeps averages of gradients in float16, in which small gradients underflow."""
     averages = filter(is_inexact, averages_of_gradients(inner_state))
     if any(jnp.result_type(x) == np.float16 for x in averages):
-        warn_user(
-            "the optimizer keeps averages of gradients in float16, in which small gradients underflow. Change mu_dtype "
-            "or accumulator_dtype to bfloat16 or float32."
-        )
+        warn_user("averages of gradients in float16 underflow. Change mu_dtype or accumulator_dtype to bfloat16.")
 
 
 def warn_if_micro_batches_are_clipped(inner_state: PyTree) -> None:

@@ -101,9 +101,7 @@ def unscale(scaler: PyTree, tree: Tree) -> Tree:
     """
     state = find_scaler(scaler)
     if state.config.mode != "disabled" and (has_mark(Mark.GRADIENT, tree) or has_mark(Mark.LOSS, tree)):
-        warn_user(
-            "the gradients are unscaled twice: value_and_grad and loss_scaled unscale them too. Remove this call."
-        )
+        warn_user("the gradients are unscaled twice: value_and_grad and loss_scaled unscale them. Remove this call.")
     return unscale_gradients(state, tree)
 
 

@@ -310,7 +310,7 @@ SCALE_AND_UPDATE = {
         ),
         "unscaled twice": (
             lambda: _traced(lambda grads: jmpscale.unscale(STATE, jmpscale.unscale(STATE, grads)), GRADS),
-            "the gradients are unscaled twice: value_and_grad and loss_scaled unscale them too. Remove this call.",
+            "the gradients are unscaled twice: value_and_grad and loss_scaled unscale them. Remove this call.",
         ),
         "unscaled after loss_scaled": (
             lambda: _traced(lambda w: jmpscale.unscale(STATE, _grad(w)()), W32),
@@ -724,7 +724,7 @@ WITH_LOSS_SCALING = {
         ),
         "inside apply_if_finite": (
             lambda: _update_in(optax.apply_if_finite(SCALE, 5)),
-            "remove optax.apply_if_finite: it contains with_loss_scaling, ... do not adjust the scale.",
+            "remove optax.apply_if_finite around with_loss_scaling: its skips do not adjust the scale.",
         ),
         "state is created": (
             lambda: _traced(lambda grads: SCALE.update(grads, SCALE.init(grads)), GRADS),
