@@ -1,5 +1,6 @@
 """Loss scaling for the optimizers of optax. Of the training path, only the modules `_optax*` import optax."""
 
+import inspect
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
@@ -12,13 +13,20 @@ import jmpscale._optax_checks as checks
 from jmpscale._base.axes import AxisName, as_axes, axes_to_reduce, manual_axes, warn_if_unsynchronized
 from jmpscale._base.check import check_count, check_in_range
 from jmpscale._base.compat import full_like, varying_axes
-from jmpscale._base.tree import PyTree, first_leaf, flatten_gradients, is_array, is_inexact, is_traced, structure
+from jmpscale._base.tree import PyTree, flatten_gradients, is_array, is_inexact, is_traced, structure
 from jmpscale._finite import all_finite_here
 from jmpscale._gate import check_same_structure, check_same_types, gate, has_same_type, is_numeric
 from jmpscale._monitor import SkipMonitor
 from jmpscale._scaler_of_tree import check_scaler, in_compiled_step, warn_if_constant
-from jmpscale._scaling import multiply_leaf, needs_wider_gradient, unscaled_dtype, warn_if_nothing_is_scaled
-from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerState, WithLossScalingState, dynamic
+from jmpscale._scaling import multiply_leaf, unscaled_dtype, warn_if_nothing_is_scaled
+from jmpscale._state import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    ScalerState,
+    WithLossScalingState,
+    dynamic,
+    register_with_flax,
+)
 from jmpscale._update import adapt, all_reduce_outcome
 
 
@@ -31,11 +39,17 @@ class Transformation(Protocol):
     def update(self) -> Callable[..., Any]: ...
 
 
+class _Update(Protocol):
+    def __call__(
+        self, updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, WithLossScalingState]: ...
+
+
 class LossScalingTransformation(optax.GradientTransformationExtraArgs):
     """A transformation of optax, whose state has a type that type checkers know."""
 
     init: Callable[[PyTree], WithLossScalingState]  # pyright: ignore[reportIncompatibleVariableOverride]
-    update: Callable[..., tuple[PyTree, WithLossScalingState]]  # pyright: ignore[reportIncompatibleVariableOverride]
+    update: _Update  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 def with_loss_scaling(
@@ -98,13 +112,14 @@ def with_loss_scaling(
     checks.check_transformation(inner, "inner", "A framework's optimizer goes around with_loss_scaling, not inside it.")
     initial = dynamic() if scaler is None else scaler
     check_scaler(initial)
-    initial = jax.tree.map(lambda x: x.copy() if is_array(x) else x, initial)  # the caller may donate its arrays
+    initial = jax.tree.map(_copied, initial)  # the caller may donate its arrays
     if max_norm is not None:
         max_norm = check_in_range("max_norm", max_norm, SMALLEST_SCALE, LARGEST_SCALE, "Omit it to clip nothing.")
     monitor = None if warn_after_skips is None else SkipMonitor(check_count("warn_after_skips", warn_after_skips))
-    tx = _with_extra_args(inner)
+    tx = with_extra_args(inner)
 
     def init(params: optax.Params) -> Any:
+        register_with_flax()
         checks.warn_if_inside_another(params)
         # A state that a compiled step creates has constants, about which its update warns.
         scaler = initial if in_compiled_step(params) else jax.tree.map(jnp.array, initial)
@@ -163,66 +178,26 @@ def with_loss_scaling(
     return LossScalingTransformation(init, update)
 
 
-def optax_step(
-    tx: Transformation, grads: PyTree, **extra_args: Any
-) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
-    """Creates the step that `apply_if` gates: it computes the updates of an optax optimizer and applies them.
+def with_extra_args(tx: Transformation) -> optax.GradientTransformationExtraArgs:
+    """Returns a transformation that accepts any extra argument and passes to `tx` only the arguments that `tx` takes.
 
-    Args:
-      tx: the optimizer. It must not be wrapped in `with_loss_scaling`, which skips steps by itself.
-      grads: the gradients, in true units.
-      **extra_args: extra arguments of `tx.update`, such as `value=`.
-
-    Returns:
-      `step(params, opt_state) -> (params, opt_state)`, in which parameters without an update are unchanged.
-
-    Raises:
-      TypeError: `tx` is not a gradient transformation, or `grads` contains a scaler. From the step: `tx` is wrapped in
-        `with_loss_scaling`, or the arguments are not the parameters and the optimizer state, in this order.
-
-    Warns:
-      UserWarning: from the step, if a gradient of float32 parameters, or an average of gradients, is float16.
-
-    >>> import jax.numpy as jnp
-    >>> import jmpscale
-    >>> import optax
-    >>> tx, params = optax.sgd(1.0), {"w": jnp.array(3.0)}
-    >>> step = jmpscale.optax_step(tx, {"w": jnp.array(1.0)})
-    >>> jmpscale.apply_if(True, step, params, tx.init(params))[0]
-    {'w': Array(2., dtype=float32)}
+    optax does this for its own class. Objects of other classes, such as `optax.MultiSteps`, are inspected.
     """
-    checks.check_transformation(tx, "tx", "Call optax_step(tx, grads), with the optimizer, not its update.")
-    checks.check_no_scaler(grads)
-    optimizer = _with_extra_args(tx)
-
-    def step(*carry: PyTree) -> tuple[PyTree, PyTree]:
-        is_swapped = len(carry) == 2 and structure(carry[1]) == structure(grads) != structure(carry[0])
-        if len(carry) != 2 or is_swapped:
-            got = "them in the opposite order" if is_swapped else len(carry)
-            raise TypeError(
-                f"carry must be two values, the parameters and then the optimizer state, got {got}. Call "
-                "apply_if(finite, optax_step(tx, grads), params, opt_state)."
-            )
-        params, opt_state = carry
-        checks.check_not_wrapped(opt_state, "tx", "Pass the inner optimizer, or call tx.update without apply_if.")
-        if not first_leaf(params, needs_wider_gradient):  # with disabled(), their gradients are float16 as well
-            checks.warn_if_gradients_are_narrow(grads, "grads")
-            checks.warn_if_averages_are_narrow(opt_state)
-        updates, opt_state = optimizer.update(grads, opt_state, params, **extra_args)
-
-        def apply(update: PyTree, param: PyTree) -> PyTree:
-            return param if update is None else optax.apply_updates(param, update)
-
-        return jax.tree.map(apply, updates, params, is_leaf=lambda x: x is None), opt_state
-
-    return step
-
-
-def _with_extra_args(tx: Transformation) -> optax.GradientTransformationExtraArgs:
-    """Returns a transformation that accepts any extra argument, and passes all to `tx` if `tx` takes any."""
     if isinstance(tx, optax.GradientTransformation):
         return optax.with_extra_args_support(tx)
-    return optax.GradientTransformationExtraArgs(tx.init, tx.update)
+    parameters = inspect.signature(tx.update).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, PyTree]:
+        passed_on = {name: value for name, value in extra_args.items() if takes_all or name in parameters}
+        return tx.update(updates, state, params, **passed_on)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def _copied(x: Any) -> Any:
+    """Copies an array of a scaler, and converts a Python number to an array."""
+    return x.copy() if is_array(x) else np.asarray(x, np.float32 if isinstance(x, float) else np.int32)
 
 
 def _decision_axes(axis_name: AxisName, norm_axis_name: AxisName) -> AxisName:

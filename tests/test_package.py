@@ -27,6 +27,7 @@ MODULES = sorted(str(path.relative_to(PACKAGE).with_suffix("")) for path in PACK
 MAY_IMPORT = {
     "_optax": {"optax"},
     "_optax_checks": {"optax"},
+    "_optax_step": {"optax"},
     "plots": {"matplotlib"},
     "__main__": {"optax"},
 }

@@ -210,18 +210,22 @@ def test_with_loss_scaling_reads_the_loss(name):
     assert (updates, state.scaler.total_skips) == (-2.0, 0)
 
 
-@pytest.mark.parametrize(("kind", "passes"), [(optax.GradientTransformation, False), (types.SimpleNamespace, True)])
-def test_with_loss_scaling_passes_extra_arguments_if_inner_accepts_them(kind, passes):
-    """An object of another class, such as `optax.MultiSteps`, receives all of them."""
+ACCEPTED = {  # an update with a function that receives its extra arguments, and the names of these
+    "by name": (lambda seen: lambda updates, state, params, *, fn: (updates, seen(fn=fn)), ["fn"]),
+    "all": (lambda seen: lambda updates, state, params, **extra: (updates, seen(**extra)), ["value", "fn", "note"]),
+    "none": (lambda seen: lambda updates, state, params: (updates, seen()), []),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_with_loss_scaling_passes_the_arguments_that_inner_accepts(name):
+    make_update, expected = ACCEPTED[name]
     extra_args, seen = {"value": jnp.float32(3), "fn": jnp.tanh, "note": "text"}, {}
-
-    def update(updates, state, params, **extra):
-        return updates, seen.update(extra)
-
-    tx = jmpscale.with_loss_scaling(kind(init=lambda params: None, update=update))
+    inner = types.SimpleNamespace(init=lambda params: None, update=make_update(seen.update))
+    tx = jmpscale.with_loss_scaling(inner)
     tx.update(jnp.array(1.0), tx.init(None), **extra_args)
-    assert seen.keys() == (extra_args if passes else {}).keys()
-    assert all(seen[name] is extra_args[name] for name in seen)
+    assert list(seen) == expected
+    assert all(seen[name] is extra_args[name] for name in expected)
 
 
 # --- max_norm clips and checks ---
