@@ -146,9 +146,13 @@ def _four_steps_with_one_scale(loss_fn):
 
 
 def _with_other_leaves(loss_fn):
-    """Returns a step whose state also has infinities and a Python number that the step reads."""
+    """Returns a step whose state also has infinities, a Python number that it reads, and one that becomes an array."""
     step, state = _wrapper(loss_fn)
-    return lambda state: (*state[:2], step(state[2]) if state[1] else None), (np.array([-np.inf, 0.0]), True, state)
+
+    def whole_step(state):
+        return *state[:2], jnp.asarray(state[2]), step(state[3]) if state[1] else None
+
+    return whole_step, (np.array([-np.inf, 0.0]), True, 3, state)
 
 
 def _unscaled_by_the_new_scaler(loss_fn):
@@ -250,6 +254,16 @@ def _by_hand(scaled_loss, unscale):
     return gradients
 
 
+def _unscaled_by_hand(loss_fn):
+    """Returns a `value_and_grad` whose loss is unscaled by hand, so it is NaN at an infinite scale."""
+
+    def grad_fn(scaler, *args):
+        loss, grads = jmpscale.value_and_grad(loss_fn)(scaler, *args)
+        return jmpscale.scale(scaler, loss) / jmpscale.get_scaler(scaler).loss_scale, grads
+
+    return grad_fn
+
+
 def _small(loss_fn):
     return lambda *args: 1e-9 * loss_fn(*args)
 
@@ -299,15 +313,15 @@ def _with_flag_of_the_step_before(loss_fn):
     return whole_step, (jnp.ones(()), state)
 
 
-def _gates_by_the_scale(loss_fn):
-    """Returns a step whose average is gated by a comparison of scales, as of the scales of torch's GradScaler."""
+def _gates_average(is_applied, loss_fn):
+    """Returns a step whose average is gated by a function of the old state, the new state and the loss."""
     step, state = _wrapper(loss_fn)
 
     @jax.jit
     def wrong(state):
         mean, (params, opt_state) = state
         new = step((params, opt_state))
-        applied = jmpscale.get_scaler(new).loss_scale >= jmpscale.get_scaler(opt_state).loss_scale
+        applied = is_applied(jmpscale.get_scaler(opt_state), jmpscale.get_scaler(new), loss_fn(params, X, Y))
         return jmpscale.apply_if(applied, lambda _: jnp.mean((X @ params["inner"]) ** 2), mean), new
 
     return wrong, (jnp.ones(()), state)
@@ -344,6 +358,7 @@ RIGHT = {  # functions that return a step and its state for a loss function
     "wrapper: MultiSteps": partial(_wrapper, inner=optax.MultiSteps(ADAM, 3)),
     "wrapper: clip inside": partial(_wrapper, inner=optax.chain(optax.clip(0.1), optax.sgd(0.1))),
     "wrapper: scale by hand": partial(_wrapper, gradients=_by_hand(_scaled, jmpscale.unscale)),
+    "wrapper: loss unscaled by hand": lambda _: _wrapper(_loss, gradients=_unscaled_by_hand),
     "wrapper: large scale": partial(_wrapper, scaler=jmpscale.static(2.0**60)),
     "functional": _functional,
     "functional: small scale": partial(_functional, scaler=jmpscale.static(1e-6)),
@@ -476,9 +491,16 @@ WRONG = {  # as RIGHT, and the words of the message
         DEPENDS,
     ),
     "flag of the step before": (_with_flag_of_the_step_before, r"state\[0\] differs by 100% after a skipped step"),
-    "gate by the scale": (_gates_by_the_scale, r"the skipped step changed state\[0\]: .* by step_applied"),
+    "gate by the scale": (
+        partial(_gates_average, lambda old, new, _: new.loss_scale >= old.loss_scale),  # as for torch's GradScaler
+        r"the skipped step changed state\[0\]: .* by step_applied",
+    ),
+    "gate by the loss": (
+        partial(_gates_average, lambda _, __, loss: jnp.isfinite(loss)),
+        r"the skipped step changed state\[0\]",
+    ),
     "average that is NaN": (
-        lambda fun: (lambda step, state: (step, (jnp.array(jnp.nan), state[1])))(*_gates_by_the_scale(fun)),
+        lambda fun: (lambda step, state: (step, (jnp.array(jnp.nan), state[1])))(*_with_flag_of_the_step_before(fun)),
         r"state\[0\] contains NaN, .* Check an earlier state",
     ),
     "parameters in float16": (_rounds_parameters, rf"state\[0\]\['outer'\] {IN_FLOAT32}"),

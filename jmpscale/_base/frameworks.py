@@ -75,11 +75,6 @@ def _key_name(key: object) -> object:
 
 
 def averages_of_gradients(state: Any) -> list[Any]:
-    """Returns the leaves of optax's states that hold averages of gradients."""
-    return leaves_of_fields(state, {"mu", "nu", "trace"})
-
-
-def leaves_of_fields(state: Any, names: set[str]) -> list[Any]:
-    """Returns the leaves of the fields of optax's states with these names, such as `mu` of Adam."""
+    """Returns the leaves of optax's states that hold averages of gradients, such as `mu` of Adam."""
     entries = jax.tree_util.tree_leaves_with_path(state)
-    return [leaf for path, leaf in entries if any(getattr(key, "name", "") in names for key in path)]
+    return [x for path, x in entries if any(getattr(key, "name", "") in ("mu", "nu", "trace") for key in path)]

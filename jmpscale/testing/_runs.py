@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._base.text import format_scale, truncate
@@ -80,7 +81,7 @@ class Runs:
         """Returns runs from a state with other floating-point and complex numbers, but the same scaler."""
 
         def new(x: Any) -> Any:
-            is_changed = is_array(x) and is_inexact(x)
+            is_changed = is_array(x) and jnp.issubdtype(x.dtype, np.inexact)
             return _place_like(change(np.asarray(x)).astype(x.dtype), x) if is_changed else x
 
         return dataclasses.replace(self, state=jax.tree.map(new, self.state, is_leaf=is_scaler))

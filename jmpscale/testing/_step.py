@@ -48,7 +48,7 @@ def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Seque
 
     Args:
       step: function of the training state that returns the new state, such as
-        `lambda state: train_step(*state, batch)[:2]`, with a fixed batch. It runs more than 20 times. If gradients are
+        `lambda state: train_step(*state, batch)[:2]`, with a fixed batch. It runs about 15 times. If gradients are
         accumulated by hand over several calls, it makes all of these calls.
       state: pytree of all that a step changes: parameters, optimizer state, averages, batch statistics, and exactly one
         scaler. It is copied, so the step may donate its argument. This process must hold all of its arrays.
