@@ -24,10 +24,6 @@ _SCALER_COMES_FIRST = (
     "The scaler is the first positional argument of the new function: value_and_grad(loss_fn)(scaler, params, batch). "
     "It may also be the state of an optimizer that is wrapped in with_loss_scaling."
 )
-_SELF_COMES_FIRST = (
-    "A decorated method receives self before the scaler. Remove the decorator, and call "
-    "value_and_grad(self.{name})(scaler, batch)."
-)
 _NOT_THE_STEP = "Pass the loss function itself, not a training step or a function that returns gradients."
 
 
@@ -86,17 +82,18 @@ def value_and_grad(
         return functools.partial(value_and_grad, argnums=argnums, has_aux=has_aux, transform=transform)
     if not callable(fun):
         raise TypeError(f"fun must be the loss function, got {describe(fun)}. {_SCALER_COMES_FIRST}")
-    _check_options(fun, argnums, has_aux, _arguments)
+    if _arguments or any(is_array(leaf) and is_inexact(leaf) for leaf in jax.tree.leaves(argnums)):
+        raise TypeError(f"value_and_grad takes the loss function, but not its arguments. {_SCALER_COMES_FIRST}")
+    unwrapped = getattr(fun, "__wrapped__", fun)  # jax.jit and autocast wrap functions
+    if getattr(unwrapped, "__qualname__", "") == "value_and_grad.<locals>.value_and_grad_fun":
+        raise TypeError(f"fun must be the loss function, got a result of value_and_grad. {_NOT_THE_STEP}")
     # equinox.filter_value_and_grad has no argnums, and nnx.value_and_grad takes it by keyword only.
     options = {} if isinstance(argnums, int) and argnums == 0 else {"argnums": argnums}
     name = str(getattr(fun, "__name__", "fun"))
 
     # A parameter of fun may also be called scaler, so the scaler is positional only.
     def value_and_grad_fun(scaler: PyTree = None, /, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
-        if scaler is None:
-            raise TypeError(f"scaler must be given by position, got none. {_SCALER_COMES_FIRST}")
-        is_self = hasattr(type(scaler), name)
-        state = find_scaler(scaler, remedy=_SELF_COMES_FIRST.format(name=name) if is_self else _SCALER_COMES_FIRST)
+        state = find_scaler(scaler, remedy=_SCALER_COMES_FIRST)
         _check_differentiable(args, argnums, transform)
         if state.config.mode == "dynamic":
             warn_if_constant(state, args, "scaler" if is_scaler(scaler) else "optimizer state")
@@ -137,22 +134,6 @@ def _warn_if_scaled_twice(loss: object, mode: str) -> None:
     if by_scale or by_loss_scaled:
         cause = "scale from the loss" if by_scale else "loss_scaled"
         warn_user(f"the loss is scaled twice, because value_and_grad scales it. Remove {cause}.")
-
-
-def _check_options(fun: Function, argnums: Any, has_aux: object, arguments: tuple[object, ...]) -> None:
-    """Raises if the options are arguments of `fun`, or `fun` takes a scaler itself."""
-    error = None
-    if any(is_array(leaf) and is_inexact(leaf) for leaf in jax.tree.leaves(argnums)):
-        error = f"argnums must be an int or a sequence of ints, got a {type_name(argnums)}"
-    elif not isinstance(has_aux, (int, np.bool_)):
-        error = f"has_aux must be a boolean, got {describe(has_aux)}"
-    elif arguments:
-        error = f"value_and_grad takes the loss function and options, got {len(arguments)} more arguments"
-    if error:
-        raise TypeError(f"{error}. {_SCALER_COMES_FIRST}")
-    unwrapped = getattr(fun, "__wrapped__", fun)  # jax.jit and autocast wrap functions
-    if getattr(unwrapped, "__qualname__", "") == "value_and_grad.<locals>.value_and_grad_fun":
-        raise TypeError(f"fun must be the loss function, got a result of value_and_grad. {_NOT_THE_STEP}")
 
 
 class _Output(NamedTuple):

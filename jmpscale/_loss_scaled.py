@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -74,11 +74,6 @@ def loss_scaled(
         raise TypeError(
             f"fun must be the loss function, got {describe(fun)}. Pass the function: loss_scaled(fun, scale)."
         )
-    if isinstance(scale, (int, float)):
-        scale = static(scale)
-    elif is_array(scale) and is_real_scalar(scale) and not is_traced(scale):
-        scale = static(float(scale))  # raises for a scale of 0, which would make every gradient NaN
-
     name = f"{describe_function(fun)} in jmpscale.loss_scaled"
 
     def checked_fun(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Any:
@@ -112,6 +107,8 @@ def _read_loss_scale(scale: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyT
         value, adapts = leaves[0], is_function
         if not is_real_scalar(value):
             raise TypeError(f"scale must be a floating-point scalar, got {describe(value)}. Pass the loss scale.")
+        if not is_traced(value):
+            static(float(value))  # raises for a scale of 0, which would make every gradient NaN
     else:
         state = static(source) if isinstance(source, (int, float)) else find_scaler(source, "scale")
         if state.config.mode == "disabled":
@@ -136,14 +133,15 @@ def _scale_backward_pass(loss_scale: jax.Array, name: str, watch: bool, fun: Fun
     as operands, although the rule for the outputs does not read them.
     """
     traced = trace(fun, *args, name=name)
-    inputs, replace_inputs = flatten_matching(traced.inputs, lambda x: is_traced(x) and is_inexact(x))
-    roles = _roles(inputs, args)
-    try:
-        unscaled: Any = _unscale_cotangents(roles, name if watch else None, loss_scale, inputs)
-    except TypeError as error:
-        if "forward-mode" in str(error):
-            error.add_note("loss_scaled supports only reverse mode. In forward mode, differentiate fun itself.")
-        raise
+    paths = {id(leaf): path for path, leaf in jax.tree_util.tree_leaves_with_path(args)}
+    gradients = {id(leaf) for leaf in flatten_gradients(args)[0]}
+
+    def has_gradient(x: object) -> bool:  # the cotangents of other arguments are new statistics of Flax's fp8 layers
+        return is_traced(x) and is_inexact(x) and (id(x) in gradients or id(x) not in paths)
+
+    inputs, replace_inputs = flatten_matching(traced.inputs, has_gradient)
+    names = tuple(_input_name(paths.get(id(x))) for x in inputs)
+    unscaled: Any = _unscale_cotangents(names, name if watch else None, loss_scale, inputs)
     outputs = traced._replace(inputs=replace_inputs(unscaled)).evaluate()
     differentiable, replace_outputs = flatten_matching(outputs, is_inexact)
     scaled: Any = _scale_cotangents(loss_scale, differentiable, unscaled)
@@ -151,92 +149,68 @@ def _scale_backward_pass(loss_scale: jax.Array, name: str, watch: bool, fun: Fun
     return traced.unflatten(replace_outputs(scaled))
 
 
-class _Role(NamedTuple):
-    """What an input is: its name in errors, and whether its cotangent is a gradient, or new fp8 statistics."""
-
-    name: str
-    is_gradient: bool
-
-
-def _roles(inputs: list[jax.Array], args: tuple[PyTree, ...]) -> tuple[_Role, ...]:
-    paths = {id(leaf): path for path, leaf in jax.tree_util.tree_leaves_with_path(args)}
-    gradients = {id(leaf) for leaf in flatten_gradients(args)[0]}
-
-    def role(x: jax.Array) -> _Role:
-        if (path := paths.get(id(x))) is None:
-            return _Role("a value that fun closes over", is_gradient=True)
-        return _Role(("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:]), id(x) in gradients)
-
-    return tuple(map(role, inputs))
+def _input_name(path: Any) -> str:
+    """Returns the name of an input in errors; only arguments have a path."""
+    return ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:]) if path else "a value that fun closes over"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _unscale_cotangents(
-    roles: tuple[_Role, ...], watched: str | None, loss_scale: jax.Array, inputs: list[jax.Array]
+    names: tuple[str, ...], watched: str | None, loss_scale: jax.Array, inputs: list[jax.Array]
 ) -> list[jax.Array]:
     """Returns the inputs, and divides their cotangents by the loss scale; warns if gradients of `watched` overflow."""
     return [map_like(x, loss_scale) for x in inputs]
 
 
 def _unscale_cotangents_fwd(
-    roles: tuple[_Role, ...], watched: str | None, loss_scale: CustomVJPPrimal, inputs: list[CustomVJPPrimal]
+    names: tuple[str, ...], watched: str | None, loss_scale: CustomVJPPrimal, inputs: list[CustomVJPPrimal]
 ) -> tuple[list[jax.Array], tuple[jax.Array, list[tuple[()] | None]]]:
-    for x, role in zip(inputs, roles, strict=True):
+    for x, name in zip(inputs, names, strict=True):
         if x.perturbed:
-            _check_differentiated_input(x.value, role, loss_scale.value)
+            _check_differentiated_input(x.value, name, loss_scale.value)
     # Flags would become arrays, so the structure of the residuals shows which inputs are differentiated.
     differentiated = [() if x.perturbed else None for x in inputs]
     return [map_like(x.value, loss_scale.value) for x in inputs], (loss_scale.value, differentiated)
 
 
-def _check_differentiated_input(x: jax.Array, role: _Role, loss_scale: jax.Array) -> None:
+def _check_differentiated_input(x: jax.Array, name: str, loss_scale: jax.Array) -> None:
     if needs_wider_gradient(x):
         raise TypeError(
-            f"differentiated values must not be float16 or float8, got {role.name} of {describe(x)}: unscaled "
+            f"differentiated values must not be float16 or float8, got {name} of {describe(x)}: unscaled "
             f"gradients underflow in {x.dtype}. Keep it in float32 and convert it inside fun, with jmpscale.autocast "
             "or jmpscale.cast for example; if a framework converts it, wrap the function that converts; or take the "
             "gradients with jmpscale.value_and_grad, which returns them in float32."
         )
     if axes := varying_axes(loss_scale) - varying_axes(x):
         raise ValueError(
-            f"scale must be equal on all devices that share {role.name}, but it may differ along the mesh axes "
+            f"scale must be equal on all devices that share {name}, but it may differ along the mesh axes "
             f"{sorted(axes)}. Pass the scaler into jax.shard_map with in_specs=jax.P()."
         )
 
 
 def _unscale_cotangents_bwd(
-    roles: tuple[_Role, ...],
+    names: tuple[str, ...],
     watched: str | None,
     residuals: tuple[jax.Array, list[tuple[()] | None]],
     cotangents: list[jax.Array | SymbolicZero],
 ) -> tuple[None, list[jax.Array | None]]:
     loss_scale, differentiated = residuals
-    known = [None if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
-    grads = unscale_leaves(
-        [ct if role.is_gradient else None for ct, role in zip(known, roles, strict=True)], loss_scale
-    )
-    if watched is not None:
-        # The compiler removes the cotangents of all other inputs unless they are read.
-        grads = _warn_if_not_finite(grads, [flag is not None for flag in differentiated], watched)
+    grads = unscale_leaves([None if isinstance(ct, SymbolicZero) else ct for ct in cotangents], loss_scale)
+    # The compiler removes the cotangents of inputs that are not differentiated, unless they are read.
+    checked = [g for g, flag in zip(grads, differentiated, strict=True) if flag is not None and g is not None]
+    if watched is not None and checked:
+        # The compiler keeps the check because a gradient depends on it: the one with the fewest axes, often small.
+        smallest = min(checked, key=jnp.ndim)
+        returned = warn_unless(
+            all_finite_here(checked),
+            f"the gradients of {watched} are not finite. If the training loop replaces infinity and NaN, or solves "
+            "equations with the gradients, before the optimizer checks them, then the step is not skipped. Use a "
+            "smaller scale: jmpscale.diagnose prints the scales that fit.",
+            smallest,
+        )
+        grads = [returned if g is smallest else g for g in grads]
     mark(Mark.GRADIENT, grads, loss_scale)
-    return None, [grad if role.is_gradient else ct for grad, ct, role in zip(grads, known, roles, strict=True)]
-
-
-def _warn_if_not_finite(grads: list[jax.Array | None], selected: list[bool], name: str) -> list[jax.Array | None]:
-    """Returns the gradients of the function `name`, and warns if one of the selected gradients is not finite."""
-    checked = [g for g, is_selected in zip(grads, selected, strict=True) if is_selected and g is not None]
-    if not checked:
-        return grads
-    # The compiler keeps the check because a gradient depends on it: the one with the fewest axes, probably a small one.
-    smallest = min(checked, key=jnp.ndim)
-    watched = warn_unless(
-        all_finite_here(checked),
-        f"the gradients of {name} are not finite. If the training loop replaces infinity and NaN, or solves equations "
-        "with the gradients, before the optimizer checks them, then the step is not skipped. Use a smaller scale: "
-        "jmpscale.diagnose prints the scales that fit.",
-        smallest,
-    )
-    return [watched if g is smallest else g for g in grads]
+    return None, grads
 
 
 _unscale_cotangents.defvjp(_unscale_cotangents_fwd, _unscale_cotangents_bwd, symbolic_zeros=True)
