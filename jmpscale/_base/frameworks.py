@@ -4,7 +4,6 @@
 which is written for optax and imports it.
 """
 
-import importlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -52,11 +51,6 @@ def is_outer_nnx(node: object) -> bool:
 def is_trace_error(error: Exception) -> bool:
     """Tests whether Flax has raised an error because an object of an outer trace would be changed."""
     return type(error).__name__ == "TraceContextError"
-
-
-def nnx_lifting() -> Any:
-    """Returns the module of Flax that passes the state of NNX objects into transformed functions, and out of them."""
-    return importlib.import_module("flax.nnx.transforms.general")  # the module that created the objects has imported it
 
 
 def fp8_statistics(paths: Sequence[tuple[Any, ...]]) -> set[int]:

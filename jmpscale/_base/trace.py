@@ -1,6 +1,7 @@
 """Calls a function in two steps, between which its equations can be changed: `trace` and `Traced.evaluate`."""
 
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import jax.core
 import jax.numpy as jnp
 from jax.extend import core
 
-from jmpscale._base.frameworks import is_nnx, is_outer_nnx, is_trace_error, nnx_lifting
+from jmpscale._base.frameworks import is_nnx, is_outer_nnx, is_trace_error
 from jmpscale._base.marks import Mark, has_mark, mark
 from jmpscale._base.tree import PyTree, check_no_refs, flatten_matching, is_traced
 
@@ -82,7 +83,7 @@ def lift_nnx(transform: Callable[..., PyTree], fun: Callable[..., PyTree], args:
         hidden = replace(_Outer(x) if outer else x for x, outer in zip(nodes, is_outer, strict=True))
         show = functools.partial(jax.tree.map, lambda x: x.node if isinstance(x, _Outer) else x, is_leaf=is_nnx)
         return lift_nnx(transform, lambda *inputs: fun(*show(inputs)), *hidden)
-    lift = nnx_lifting()
+    lift: Any = sys.modules["flax.nnx.transforms.general"]
     return lift.split_inputs(functools.partial(transform, lift.merge_inputs(fun)))(args, kwargs)
 
 
