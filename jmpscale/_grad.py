@@ -89,7 +89,6 @@ def value_and_grad(
         raise TypeError(f"fun must be the loss function, got a result of value_and_grad. {_NOT_THE_STEP}")
     # equinox.filter_value_and_grad has no argnums, and nnx.value_and_grad takes it by keyword only.
     options = {} if isinstance(argnums, int) and argnums == 0 else {"argnums": argnums}
-    name = str(getattr(fun, "__name__", "fun"))
 
     # A parameter of fun may also be called scaler, so the scaler is positional only.
     def value_and_grad_fun(scaler: PyTree = None, /, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
@@ -105,12 +104,13 @@ def value_and_grad(
             out = as_pair(out) if has_aux else out
             loss = out[0] if has_aux else out
             _warn_if_scaled_twice(loss, state.config.mode)
-            if is_real_scalar(loss):
-                return scale_loss(state, loss), _Output(out)
-            # Without scaling, a transformation of the user's may accept other losses.
-            if state.config.mode != "disabled" or transform is jax.value_and_grad:
-                raise TypeError(f"fun must return a real floating-point scalar as the loss, {_got(loss, has_aux)}")
-            return loss, _Output(out)
+            if not is_real_scalar(loss):
+                remedy = "Reduce it with .sum() or .mean(), or use scale, jax.vjp and unscale."
+                if not is_inexact(loss):
+                    remedy = f"Return the loss. {_NOT_THE_STEP} Auxiliary data require has_aux=True."
+                got = describe(loss)
+                raise TypeError(f"fun must return a real floating-point scalar as the loss, got {got}. {remedy}")
+            return scale_loss(state, loss), _Output(out)
 
         match transform(scaled_fun, has_aux=True, **options)(*args, **kwargs):
             case ((_, _Output(out)), grads):
@@ -122,7 +122,7 @@ def value_and_grad(
         )
 
     # functools.wraps would show jax.jit(..., static_argnames=...) the signature of fun, which lacks the scaler.
-    value_and_grad_fun.__name__ = f"value_and_grad_of_{name}"
+    value_and_grad_fun.__name__ = f"value_and_grad_of_{getattr(fun, '__name__', 'fun')}"
     return value_and_grad_fun
 
 
@@ -142,26 +142,11 @@ class _Output(NamedTuple):
     value: Any
 
 
-def _count(value: object) -> str:
-    return f"{describe(value)} of {len(value)}" if isinstance(value, (tuple, list)) else describe(value)
-
-
-def _got(loss: object, has_aux: bool) -> str:
-    """Describes a loss that cannot be scaled, and the remedy."""
-    if isinstance(loss, (tuple, list)) and len(loss) == 2 and not has_aux:
-        remedy = f"If the second value is auxiliary data, pass has_aux=True. {_NOT_THE_STEP}"
-    elif not is_inexact(loss):
-        remedy = f"Return the loss. {_NOT_THE_STEP}"
-    else:
-        remedy = "Reduce it with .sum() or .mean(), or use scale, jax.vjp and unscale."
-    return f"got {_count(loss)}. {remedy}"
-
-
 def as_pair(out: object) -> tuple[Any, Any]:
     """Returns the loss and the auxiliary data as a plain tuple: JAX does not look inside a subclass of tuple."""
     if not (isinstance(out, (tuple, list)) and len(out) == 2):
         raise TypeError(
-            f"fun must return a pair (loss, aux) because has_aux is true, got {_count(out)}. Return both, or omit "
+            f"fun must return a pair (loss, aux) because has_aux is true, got {describe(out)}. Return both, or omit "
             "has_aux; collect several auxiliary values in one aux."
         )
     loss, aux = out

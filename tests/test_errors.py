@@ -292,7 +292,10 @@ SCALE_AND_UPDATE = {
         "flags": (lambda: jmpscale.update(STATE, FLAGS), "finite must be a scalar, got shape (2,). Combine with"),
         "axis": (lambda: jmpscale.update(STATE, TRUE, axis_name="x"), "'x' is not the name of a ... omit axis_name"),
         "axis set": (lambda: jmpscale.all_finite(GRADS, axis_name={"x"}), "axis_name 'x' is not the name of a mapped"),
-        "nested axis": (lambda: jmpscale.all_finite(GRADS, axis_name=[["x"]]), "axis_name list is not the name of"),
+        "nested axis": (
+            lambda: jmpscale.all_finite(GRADS, axis_name=[["x"]]),
+            "list of 1 is not the name of",
+        ),
     },
     UserWarning: {
         "float16 loss": (lambda: _traced(jmpscale.scale, STATE, W16), "the loss is float16 ... Return it in float32"),
@@ -473,7 +476,7 @@ VALUE_AND_GRAD = {
             "as the loss, got float32[2]. Reduce it",
         ),
         "vector and aux": (_value_and_grad(W32, fun=lambda w: (w, 1), has_aux=True), "as the loss, got float32[2]."),
-        "pair": (_value_and_grad(W32, fun=lambda w: (jnp.sum(w), w)), "of 2. ... has_aux=True. Pass the loss function"),
+        "pair": (_value_and_grad(W32, fun=lambda w: (jnp.sum(w), w)), "of 2. Return the loss. ... has_aux=True."),
         "none": (_value_and_grad(W32, fun=lambda w: None), "as the loss, got None. Return the loss."),
         "step": (
             lambda: _traced(jmpscale.value_and_grad(_train_step), STATE, GRADS, SCALE_STATE),
@@ -1085,9 +1088,6 @@ VALID_CALLS = {
     "axis of the norm": lambda: _per_device(_update_with_norm, SCALE.init(W32)),
     "value_and_grad with NNX": _value_and_grad(GRADS, NNX),
     "value_and_grad with Equinox": lambda: _value_and_grad(eqx.nn.LayerNorm(2), EQUINOX)(),
-    "value_and_grad of a vector": lambda: jmpscale.value_and_grad(lambda w: w[:1], transform=_value_and_grad_of_vector)(
-        jmpscale.disabled(), W32
-    ),
     "flags of the loss and of the gradients": lambda: _update_by_all(*jmpscale.value_and_grad(_sum)(STATE, GRADS)),
     "value_and_grad of the sum of scaled losses": _value_and_grad(
         GRADS, fun=lambda tree: jmpscale.scale(STATE, _sum(tree)) + 0.0

@@ -7,12 +7,14 @@ import numpy as np
 
 
 def describe(value: object) -> str:
-    """Describes a value in an error message: the dtype and shape of an array, a short text, or the type."""
+    """Describes a value in an error message: the dtype and shape of an array, a short text, a length, or the type."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if isinstance(shape, tuple) and dtype is not None:
         return f"{dtype}{list(shape)}"
     if isinstance(value, (str, int, float, complex, type(None))):
         return truncate(repr(value))
+    if type(value) is tuple or type(value) is list:
+        return f"{type_name(value)} of {len(value)}"
     return type_name(value)
 
 
