@@ -141,15 +141,16 @@ def _scalar_jaxpr(fun: Conversion, x: np.dtype, y: np.dtype) -> core.Jaxpr:
 def reason_to_keep(half: np.dtype, eqn: core.JaxprEqn) -> Kept | None:
     """Returns why a matmul or convolution runs as written, or None if autocast converts it."""
     operands = [_dtype(x) for x in eqn.invars[:2]]
-    precision = Kept.PRECISION if _keeps_precision(eqn.params["precision"]) else None
+    if _keeps_precision(eqn.params["precision"]):
+        return Kept.PRECISION
     if any(jnp.issubdtype(dtype, np.complexfloating) for dtype in operands):
-        return precision or Kept.COMPLEX
+        return Kept.COMPLEX
     # The user chose wider operands, or the other half-precision dtype.
     if _FLOAT32 not in operands or any(jnp.issubdtype(x, np.inexact) and x not in (_FLOAT32, half) for x in operands):
         return Kept.DTYPE
     if _dtype(eqn.outvars[0]) not in (_FLOAT32, half):
         return Kept.DTYPE
-    return (_reason_by_shape(eqn) if eqn.primitive.name == "dot_general" else None) or precision
+    return _reason_by_shape(eqn) if eqn.primitive.name == "dot_general" else None
 
 
 def _reason_by_shape(eqn: core.JaxprEqn) -> Kept | None:

@@ -4,7 +4,6 @@ Every error names the argument, its value and a remedy. Values of arrays are nev
 """
 
 import inspect
-import math
 import traceback
 import types
 import warnings
@@ -55,13 +54,7 @@ def check_number(name: str, value: object) -> float:
             f"{name} must be a Python number, got {describe(value)} of type {type_name(value)}. Settings are compiled "
             "into the program: convert a concrete array with float(); a traced value cannot be a setting."
         )
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if math.isnan(number):
-        raise ValueError(f"{name} must be a number, got nan. Pass a finite value.")
-    return number
+    return float(value)
 
 
 def check_count(name: str, value: object, low: int = 1) -> int:
