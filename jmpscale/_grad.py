@@ -93,7 +93,8 @@ def value_and_grad(
     # A parameter of fun may also be called scaler, so the scaler is positional only.
     def value_and_grad_fun(scaler: PyTree = None, /, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
         state = find_scaler(scaler, remedy=_SCALER_COMES_FIRST)
-        _check_differentiable(args, argnums, transform)
+        if transform is jax.value_and_grad:
+            _check_differentiable(args, argnums)
         if state.config.mode == "dynamic":
             warn_if_constant(state, args, "scaler" if is_scaler(scaler) else "optimizer state")
 
@@ -103,7 +104,8 @@ def value_and_grad(
             out = fun(*args, **kwargs)
             out = as_pair(out) if has_aux else out
             loss = out[0] if has_aux else out
-            _warn_if_scaled_twice(loss, state.config.mode)
+            if has_mark(Mark.SCALED, loss) and state.config.mode != "disabled":
+                warn_user("the loss is scaled twice, because value_and_grad scales it. Remove scale from the loss.")
             if not is_real_scalar(loss):
                 remedy = "Reduce it with .sum() or .mean(), or use scale, jax.vjp and unscale."
                 if not is_inexact(loss):
@@ -124,16 +126,6 @@ def value_and_grad(
     # functools.wraps would show jax.jit(..., static_argnames=...) the signature of fun, which lacks the scaler.
     value_and_grad_fun.__name__ = f"value_and_grad_of_{getattr(fun, '__name__', 'fun')}"
     return value_and_grad_fun
-
-
-def _warn_if_scaled_twice(loss: object, mode: str) -> None:
-    """Warns if `fun` scales the loss itself."""
-    by_scale = has_mark(Mark.SCALED, loss) and mode != "disabled"
-    # diagnose may be given a function with loss_scaled, and has a static scaler.
-    by_loss_scaled = has_mark(Mark.SCALED_BACKWARD, loss) and mode == "dynamic"
-    if by_scale or by_loss_scaled:
-        cause = "scale from the loss" if by_scale else "loss_scaled"
-        warn_user(f"the loss is scaled twice, because value_and_grad scales it. Remove {cause}.")
 
 
 class _Output(NamedTuple):
@@ -158,38 +150,26 @@ def is_real_scalar(loss: object) -> bool:
     return is_real(loss) and jnp.shape(loss) == ()
 
 
-def _check_differentiable(args: tuple[PyTree, ...], argnums: Any, transform: Function) -> None:
+def _check_differentiable(args: tuple[PyTree, ...], argnums: Any) -> None:
     """Raises for leaves without a derivative, and for models whose state `jax.value_and_grad` would silently lose."""
-    if transform not in (jax.value_and_grad, imported("flax.nnx", "value_and_grad")):
-        return
     for position in np.atleast_1d(np.asarray(argnums)).tolist():
         if not isinstance(position, int) or position < -len(args):
             continue  # JAX raises
-        if position < len(args):
-            _check_argument(args[position], position, transform)
-        elif transform is jax.value_and_grad:
+        if position >= len(args):
             raise TypeError(
                 f"argnums must be positions of arguments of fun, without the scaler, got {position} in a call with "
                 f"{len(args)} positional arguments after it. Pass arguments by position to differentiate them."
             )
-
-
-def _check_argument(argument: PyTree, position: int, transform: Function) -> None:
-    """Raises if `transform` cannot differentiate an argument, or would change only a copy of it."""
-    if transform is jax.value_and_grad:
         check_no_nnx_objects(
-            argument,
+            args[position],
             "the differentiated arguments",
             "Pass transform=flax.nnx.value_and_grad, which keeps batch statistics and random streams up to date.",
         )
-    models = find_instances(argument, imported("equinox", "Module"))
-    if not models and transform is not jax.value_and_grad:
-        return
-    if found := first_leaf(argument, lambda leaf: not is_inexact(leaf)):
-        path, leaf = found
-        got = f"{describe(leaf)} at {path}" if path else describe(leaf)
-        remedy = "argnums does not count the scaler. Pass integers and other objects in another argument."
-        if models:
-            got = f"an Equinox {type_name(models[0])} with {got}"
-            remedy = "Pass transform=equinox.filter_value_and_grad."
-        raise TypeError(f"argument {position} must have only differentiable leaves, got {got}. {remedy}")
+        if found := first_leaf(args[position], lambda leaf: not is_inexact(leaf)):
+            path, leaf = found
+            got = f"{describe(leaf)} at {path}" if path else describe(leaf)
+            remedy = "argnums does not count the scaler. Pass integers and other objects in another argument."
+            if models := find_instances(args[position], imported("equinox", "Module")):
+                got = f"an Equinox {type_name(models[0])} with {got}"
+                remedy = "Pass transform=equinox.filter_value_and_grad."
+            raise TypeError(f"argument {position} must have only differentiable leaves, got {got}. {remedy}")

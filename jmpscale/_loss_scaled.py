@@ -145,7 +145,6 @@ def _scale_backward_pass(loss_scale: jax.Array, name: str, watch: bool, fun: Fun
     outputs = traced._replace(inputs=replace_inputs(unscaled)).evaluate()
     differentiable, replace_outputs = flatten_matching(outputs, is_inexact)
     scaled: Any = _scale_cotangents(loss_scale, differentiable, unscaled)
-    mark(Mark.SCALED_BACKWARD, scaled)
     return traced.unflatten(replace_outputs(scaled))
 
 

@@ -492,7 +492,6 @@ VALUE_AND_GRAD = {
         "nnx": (_value_and_grad(NNX), "arguments must ... a Flax NNX Dropout ... transform=flax.nnx.value_and_grad"),
         "nnx first": (_value_and_grad(NNX, LOSS, argnums=-2), "got a Flax NNX Dropout"),
         "equinox": (_value_and_grad(1.0, EQUINOX, argnums=(0, 1)), "argument 1 must ... PjitFunction at .fn. Pass"),
-        "equinox with nnx": (_value_and_grad(EQUINOX, transform=nnx.value_and_grad), "an Equinox Lambda ... equinox."),
         "absent argument": (_value_and_grad(GRADS, argnums=1), "without the scaler, got 1 in a call with 1 positional"),
         "integers": (
             _value_and_grad(GRADS, {"n": INTS}, argnums=1),
@@ -508,10 +507,6 @@ VALUE_AND_GRAD = {
     },
     UserWarning: {
         "constant": (lambda: _traced(_value_and_grad_at_constant, GRADS), "the scaler is a constant of the compiled"),
-        "scaled backward pass": (
-            _value_and_grad(W32, fun=jmpscale.loss_scaled(_sum, 8.0)),
-            "twice ... Remove loss_scaled",
-        ),
         "scaled loss in autocast": (
             _value_and_grad(W32, fun=jmpscale.autocast(lambda w: jmpscale.scale(STATE, (w @ jnp.ones((2, 2))).sum()))),
             "the loss is scaled twice",

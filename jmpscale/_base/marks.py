@@ -19,7 +19,6 @@ class Mark(enum.Enum):
     GRADIENT = "a gradient in true units"  # its source is the loss scale
     LOSS = "a loss that value_and_grad returned"
     SCALED = "a loss that scale returned"
-    SCALED_BACKWARD = "a loss that loss_scaled returned"
     CHECKED = "whether a tree is finite"  # its source is the first leaf of the tree
     ADAPTED = "a flag or a gradient by which a scale was adapted"  # its source is the new scale
     FINITE = "whether gradients in true units are finite"  # its source may be the loss scale after this step
