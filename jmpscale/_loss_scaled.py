@@ -12,7 +12,7 @@ from jmpscale._base.axes import map_like
 from jmpscale._base.check import warn_user
 from jmpscale._base.compat import is_compiling, varying_axes
 from jmpscale._base.marks import Mark, mark
-from jmpscale._base.text import describe, describe_function
+from jmpscale._base.text import describe
 from jmpscale._base.trace import lift_nnx, trace
 from jmpscale._base.tree import PyTree, flatten_gradients, flatten_matching, is_array, is_inexact, is_traced
 from jmpscale._finite import all_finite_here
@@ -74,7 +74,7 @@ def loss_scaled(
         raise TypeError(
             f"fun must be the loss function, got {describe(fun)}. Pass the function: loss_scaled(fun, scale)."
         )
-    name = f"{describe_function(fun)} in jmpscale.loss_scaled"
+    name = f"{describe(fun)} in jmpscale.loss_scaled"
 
     def checked_fun(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Any:
         out: Any = fun(*args, **kwargs)

@@ -281,7 +281,7 @@ SCALE_AND_UPDATE = {
         "dict as config": (_update(config={}), "scaler.config must ... got dict. ... restore into a state created"),
         "int loss": (lambda: jmpscale.scale(STATE, {"n": jnp.int32(3)}), "got int32[] at tree['n']. Pass only the"),
         "complex loss": (lambda: jmpscale.scale(STATE, 1j), "losses of a floating-point dtype, got 1j at tree. "),
-        "function as gradients": (lambda: jmpscale.all_finite(jnp.sum), "tree must be a pytree ... got function. Pass"),
+        "function as gradients": (lambda: jmpscale.all_finite(jnp.sum), "tree must be a pytree ... got sum. Pass"),
         "string loss": (lambda: jmpscale.scale(STATE, "x"), "got 'x' at tree. "),
         "number as flag": (lambda: jmpscale.update(STATE, 1), "finite must be a boolean, got 1. Pass the flag from"),
         "int32 as flag": (lambda: jmpscale.update(STATE, jnp.int32(1)), "finite must be a boolean, got int32"),
@@ -491,7 +491,7 @@ VALUE_AND_GRAD = {
         ),
         "nnx": (_value_and_grad(NNX), "arguments must ... a Flax NNX Dropout ... transform=flax.nnx.value_and_grad"),
         "nnx first": (_value_and_grad(NNX, LOSS, argnums=-2), "got a Flax NNX Dropout"),
-        "equinox": (_value_and_grad(1.0, EQUINOX, argnums=(0, 1)), "argument 1 must ... PjitFunction at .fn. Pass"),
+        "equinox": (_value_and_grad(1.0, EQUINOX, argnums=(0, 1)), "argument 1 must ... tanh at .fn. Pass"),
         "absent argument": (_value_and_grad(GRADS, argnums=1), "without the scaler, got 1 in a call with 1 positional"),
         "integers": (
             _value_and_grad(GRADS, {"n": INTS}, argnums=1),

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jmpscale._autocast.rules import HALF, MATMULS, Kept, in_half, reason_to_keep, setting_that_keeps
 from jmpscale._base.check import as_dtype, warn_user
 from jmpscale._base.jaxpr import Found, equations, type_of
-from jmpscale._base.text import describe_function
+from jmpscale._base.text import describe
 from jmpscale._base.trace import lift_nnx, trace
 from jmpscale._base.tree import PyTree
 
@@ -83,12 +83,12 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
     half = as_dtype(dtype)
     if half is None or half not in HALF:
         raise TypeError(
-            f"dtype must be float16 or bfloat16, got {describe_function(dtype)}. Pass jnp.float16, with loss scaling, "
+            f"dtype must be float16 or bfloat16, got {describe(dtype)}. Pass jnp.float16, with loss scaling, "
             "or jnp.bfloat16."
         )
     if fun is None:
         return _Decorator(autocast, dtype=half)
-    name, is_checked = describe_function(fun), False
+    name, is_checked = describe(fun), False
     if not callable(fun) or as_dtype(fun) in HALF:
         raise TypeError(
             f"fun must be the loss function, got {name}. Pass it first, and the dtype by keyword: autocast(loss_fn, "

@@ -7,7 +7,7 @@ import numpy as np
 
 
 def describe(value: object) -> str:
-    """Describes a value in an error message: the dtype and shape of an array, a short text, a length, or the type."""
+    """Describes a value in a message: the dtype and shape of an array, a short text, a length, a name, or the type."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if isinstance(shape, tuple) and dtype is not None:
         return f"{dtype}{list(shape)}"
@@ -15,12 +15,7 @@ def describe(value: object) -> str:
         return truncate(repr(value))
     if type(value) is tuple or type(value) is list:
         return f"{type_name(value)} of {len(value)}"
-    return type_name(value)
-
-
-def describe_function(fun: object) -> str:
-    """Returns the name of a function, or describes a value that has no name."""
-    return getattr(fun, "__name__", None) or describe(fun)
+    return getattr(value, "__name__", None) or type_name(value)
 
 
 def type_name(value: object) -> str:
