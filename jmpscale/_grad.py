@@ -24,7 +24,11 @@ _SCALER_COMES_FIRST = (
     "The scaler is the first positional argument of the new function: value_and_grad(loss_fn)(scaler, params, batch). "
     "It may also be the state of an optimizer that is wrapped in with_loss_scaling."
 )
-_NOT_THE_STEP = "Pass the loss function itself, not a training step or a function that returns gradients."
+_REDUCE_THE_LOSS = "Reduce it with .sum() or .mean(), or use scale, jax.vjp and unscale."
+_RETURN_THE_LOSS = (
+    "Return the loss. Pass the loss function itself, not a training step or a function that returns gradients. "
+    "Auxiliary data require has_aux=True."
+)
 
 
 @overload
@@ -84,9 +88,6 @@ def value_and_grad(
         raise TypeError(f"fun must be the loss function, got {describe(fun)}. {_SCALER_COMES_FIRST}")
     if _arguments or any(is_array(leaf) and is_inexact(leaf) for leaf in jax.tree.leaves(argnums)):
         raise TypeError(f"value_and_grad takes the loss function, but not its arguments. {_SCALER_COMES_FIRST}")
-    unwrapped = getattr(fun, "__wrapped__", fun)  # jax.jit and autocast wrap functions
-    if getattr(unwrapped, "__qualname__", "") == "value_and_grad.<locals>.value_and_grad_fun":
-        raise TypeError(f"fun must be the loss function, got a result of value_and_grad. {_NOT_THE_STEP}")
     # equinox.filter_value_and_grad has no argnums, and nnx.value_and_grad takes it by keyword only.
     options = {} if isinstance(argnums, int) and argnums == 0 else {"argnums": argnums}
 
@@ -107,11 +108,10 @@ def value_and_grad(
             if has_mark(Mark.SCALED, loss) and state.config.mode != "disabled":
                 warn_user("the loss is scaled twice, because value_and_grad scales it. Remove scale from the loss.")
             if not is_real_scalar(loss):
-                remedy = "Reduce it with .sum() or .mean(), or use scale, jax.vjp and unscale."
-                if not is_inexact(loss):
-                    remedy = f"Return the loss. {_NOT_THE_STEP} Auxiliary data require has_aux=True."
-                got = describe(loss)
-                raise TypeError(f"fun must return a real floating-point scalar as the loss, got {got}. {remedy}")
+                remedy = _REDUCE_THE_LOSS if is_inexact(loss) else _RETURN_THE_LOSS
+                raise TypeError(
+                    f"fun must return a real floating-point scalar as the loss, got {describe(loss)}. {remedy}"
+                )
             return scale_loss(state, loss), _Output(out)
 
         match transform(scaled_fun, has_aux=True, **options)(*args, **kwargs):

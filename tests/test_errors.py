@@ -481,14 +481,6 @@ VALUE_AND_GRAD = {
             lambda: _traced(jmpscale.value_and_grad(_train_step), STATE, GRADS, SCALE_STATE),
             "as the loss, got tuple of 3. Return the loss. Pass the loss function itself, not a training step",
         ),
-        "value_and_grad": (
-            lambda: jmpscale.value_and_grad(jmpscale.value_and_grad(_sum)),
-            "fun must be the loss function, got a result of value_and_grad. Pass the loss function itself",
-        ),
-        "jitted value_and_grad": (
-            lambda: jmpscale.value_and_grad(jax.jit(jmpscale.value_and_grad(_sum))),
-            "fun must be the loss function, got a result of value_and_grad.",
-        ),
         "nnx": (_value_and_grad(NNX), "arguments must ... a Flax NNX Dropout ... transform=flax.nnx.value_and_grad"),
         "nnx first": (_value_and_grad(NNX, LOSS, argnums=-2), "got a Flax NNX Dropout"),
         "equinox": (_value_and_grad(1.0, EQUINOX, argnums=(0, 1)), "argument 1 must ... tanh at .fn. Pass"),
