@@ -25,6 +25,7 @@ from jmpscale._state import static
 P = ParamSpec("P")
 T = TypeVar("T")
 Function = Callable[..., Any]
+_Residuals = tuple[jax.Array, list[tuple[()] | None]]  # the loss scale, and () for each input that is differentiated
 
 
 def loss_scaled(
@@ -32,9 +33,8 @@ def loss_scaled(
 ) -> Callable[P, T]:
     """Creates a function with the values and gradients of `fun`, and a scaled backward pass.
 
-    Use it for training loops that take a loss function and differentiate it themselves. In the backward pass, the
-    cotangents of the outputs are multiplied by the scale, and the cotangents of all inputs are divided by it, so the
-    loop receives gradients in true units. To skip steps that overflow, give the loop the optimizer
+    Use it for training loops that take a loss function and differentiate it themselves. The backward pass runs at the
+    scale, and the loop receives gradients in true units. To skip steps that overflow, give the loop the optimizer
     `with_loss_scaling(tx, static(1.0))`, or `with_loss_scaling(tx)` if `scale` can read the optimizer state.
 
     Args:
@@ -60,8 +60,7 @@ def loss_scaled(
 
     Warns:
       UserWarning: the loss, or every output, has a dtype that cannot hold large scales, such as float16; a dynamic
-        scale is a constant of a compiled program; or, from the program, the gradients are not finite and
-        `warn_if_not_finite` is true.
+        scale is a constant of a compiled program; or, with `warn_if_not_finite`, the gradients are not finite.
 
     >>> import jax
     >>> import jmpscale
@@ -163,7 +162,7 @@ def _unscale_cotangents(
 
 def _unscale_cotangents_fwd(
     names: tuple[str, ...], watched: str | None, loss_scale: CustomVJPPrimal, inputs: list[CustomVJPPrimal]
-) -> tuple[list[jax.Array], tuple[jax.Array, list[tuple[()] | None]]]:
+) -> tuple[list[jax.Array], _Residuals]:
     for x, name in zip(inputs, names, strict=True):
         if x.perturbed:
             _check_differentiated_input(x.value, name, loss_scale.value)
@@ -188,10 +187,7 @@ def _check_differentiated_input(x: jax.Array, name: str, loss_scale: jax.Array) 
 
 
 def _unscale_cotangents_bwd(
-    names: tuple[str, ...],
-    watched: str | None,
-    residuals: tuple[jax.Array, list[tuple[()] | None]],
-    cotangents: list[jax.Array | SymbolicZero],
+    names: tuple[str, ...], watched: str | None, residuals: _Residuals, cotangents: list[jax.Array | SymbolicZero]
 ) -> tuple[None, list[jax.Array | None]]:
     loss_scale, differentiated = residuals
     grads = unscale_leaves([None if isinstance(ct, SymbolicZero) else ct for ct in cotangents], loss_scale)

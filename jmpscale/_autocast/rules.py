@@ -89,8 +89,8 @@ def _matmul_in_half(half: np.dtype, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
         result, finish = out, []
     else:
         finish = _apply(jax.lax.convert_element_type, eqn, result, out)
-    preferred = {"preferred_element_type": half} if "preferred_element_type" in eqn.params else {}
-    matmul = eqn.replace(invars=[*operands, *eqn.invars[2:]], outvars=[result], params=eqn.params | preferred)
+    params = eqn.params | {"preferred_element_type": half}
+    matmul = eqn.replace(invars=[*operands, *eqn.invars[2:]], outvars=[result], params=params)
     return [*conversions, matmul, *finish]
 
 
@@ -117,8 +117,7 @@ def _apply(fun: Conversion, matmul: core.JaxprEqn, x: Any, y: Any) -> list[core.
     eqns = []
     for eqn in scalar.eqns:
         (out,) = eqn.outvars
-        like = y if _dtype(out) == _dtype(y) else x
-        variables.setdefault(out, core.Var(like.aval))
+        variables.setdefault(out, core.Var(y.aval))  # the conversion is the first equation
         weak_type = {"weak_type": y.aval.weak_type} if "weak_type" in eqn.params else {}
         eqns.append(
             matmul.replace(
