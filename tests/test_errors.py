@@ -205,14 +205,14 @@ def _dynamic(**settings):
 
 CONSTRUCTORS = {
     TypeError: {
-        "bool": (_dynamic(growth_factor=True), "growth_factor must be a Python number, got True of type bool"),
+        "bool": (_dynamic(growth_factor=True), "growth_factor must be a Python float, got True of type bool"),
         "array": (_dynamic(growth_factor=jnp.ones(())), "growth_factor ... float32[] of type Array. ... with float()"),
         "traced": (lambda: _traced(jmpscale.dynamic, 8.0), "init_scale must ... got float32[] ... a traced value"),
-        "string": (_dynamic(backoff_factor="0.5"), "backoff_factor must be a Python number, got '0.5' of type str"),
-        "float count": (_dynamic(growth_interval=100.0), "growth_interval must ... got 100.0 of type float. Use int("),
-        "string count": (_dynamic(growth_interval="x" * 58), f"must be an integer, got '{58 * 'x'}' of type str"),
-        "long string": (_dynamic(growth_interval="x" * 59), f"must be an integer, got '{56 * 'x'}..."),
-        "bool count": (_dynamic(hysteresis=True), "hysteresis must be an integer, got True"),
+        "string": (_dynamic(backoff_factor="0.5"), "backoff_factor must be a Python float, got '0.5' of type str"),
+        "float count": (_dynamic(growth_interval=100.0), "growth_interval must ... of type float. Convert"),
+        "string count": (_dynamic(growth_interval="x" * 58), f"must be a Python int, got '{58 * 'x'}' of type str"),
+        "long string": (_dynamic(growth_interval="x" * 59), f"must be a Python int, got '{56 * 'x'}..."),
+        "bool count": (_dynamic(hysteresis=True), "hysteresis must be a Python int, got True"),
     },
     ValueError: {
         "growth rounds to 1": (_dynamic(growth_factor=1 + 2.0**-24), "growth_factor must ... be above 1 in float32"),
@@ -655,8 +655,8 @@ WITH_LOSS_SCALING = {
             lambda: SCALE.update({"model": GRADS, "scaler": STATE}, SCALE_STATE),
             "the gradients must not contain a ScalerState, which the optimizer would change. ... keep the scaler",
         ),
-        "max_norm": (_wrap(ADAM, max_norm="1"), "max_norm must be a Python number, got '1'"),
-        "warn_after_skips": (_wrap(ADAM, warn_after_skips=1.5), "warn_after_skips must be an integer, got 1.5"),
+        "max_norm": (_wrap(ADAM, max_norm="1"), "max_norm must be a Python float, got '1'"),
+        "warn_after_skips": (_wrap(ADAM, warn_after_skips=1.5), "warn_after_skips must be a Python int, got 1.5"),
         "loss by position": (lambda: TX.update(GRADS, OPT_STATE, GRADS, LOSS), "value=loss), got another value by pos"),
         "loss first": (lambda: TX.update(_pair(1)[0], OPT_STATE, GRADS), "got the loss in place of the gradients."),
         "inner state": (lambda: TX.update(GRADS, ADAM.init(GRADS)), "got tuple. The ... ._replace(inner_state=...)"),
@@ -800,7 +800,7 @@ def _to_torch(**fields):
 TORCH = {
     TypeError: {
         "scaler": (lambda: jmpscale.from_torch_state_dict(STATE), "mapping must be the result of ... got ScalerState."),
-        "tracker": (_from_torch(_growth_tracker=1.5), "['_growth_tracker'] must be an integer, got 1.5"),
+        "tracker": (_from_torch(_growth_tracker=1.5), "['_growth_tracker'] must be a Python int, got 1.5"),
     },
     ValueError: {
         "static": (lambda: jmpscale.to_torch_state_dict(jmpscale.static(8)), "got mode 'static'. In torch, construct"),
@@ -842,7 +842,7 @@ CAST_AND_MONITORING = {
         "cast to an array": (_cast(GRADS, W32), "dtype must be ... got float32[2]. Pass the tree"),
         "cast to a string": (_cast(GRADS, "float17"), "dtype must be ... got 'float17'. Pass the tree"),
         "cast to None": (_cast(GRADS, None), "dtype must be a floating-point dtype, got None"),
-        "fraction of skips": (_stuck(2.5), "max_consecutive_skips must be an integer, got 2.5"),
+        "fraction of skips": (_stuck(2.5), "max_consecutive_skips must be a Python int, got 2.5"),
         "traced report": (lambda: _traced(lambda r: r.describe(), REPORT), "describe ... Return the report first."),
     },
     ValueError: {
