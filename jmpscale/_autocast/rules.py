@@ -50,8 +50,7 @@ class Kept(enum.Enum):
         "The operands are {dtypes}, and autocast converts only float32. Pass float32 parameters and inputs; if the "
         "function casts them itself, remove autocast."
     )
-    INNER_PRODUCT = "An inner product is a sum, which could overflow."
-    OUTER_PRODUCT = "An outer product sums nothing, so half precision would only round it."
+    PRODUCT = "Inner and outer products would be less accurate in half precision, and not faster."
     PRECISION = (
         "autocast keeps the setting jax_default_matmul_precision={setting!r}. Reset it, and use "
         "jax.default_matmul_precision around the lines that need it."
@@ -149,17 +148,15 @@ def reason_to_keep(half: np.dtype, eqn: core.JaxprEqn) -> Kept | None:
         return Kept.DTYPE
     if _dtype(eqn.outvars[0]) not in (_FLOAT32, half):
         return Kept.DTYPE
-    return _reason_by_shape(eqn) if eqn.primitive.name == "dot_general" else None
+    return Kept.PRODUCT if eqn.primitive.name == "dot_general" and _is_inner_or_outer_product(eqn) else None
 
 
-def _reason_by_shape(eqn: core.JaxprEqn) -> Kept | None:
+def _is_inner_or_outer_product(eqn: core.JaxprEqn) -> bool:
     shapes = [type_of(x).shape for x in eqn.invars[:2]]
     contracting, batch = eqn.params["dimension_numbers"]
     sides = zip(shapes, contracting, batch, strict=True)
     free = [size for shape, c, b in sides for axis, size in enumerate(shape) if axis not in (*c, *b)]
-    if all(size == 1 for size in free):
-        return Kept.INNER_PRODUCT
-    return Kept.OUTER_PRODUCT if all(shapes[0][axis] == 1 for axis in contracting[0]) else None
+    return all(size == 1 for size in free) or all(shapes[0][axis] == 1 for axis in contracting[0])
 
 
 def _dtype(x: Any) -> np.dtype:

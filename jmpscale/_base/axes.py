@@ -29,7 +29,7 @@ def manual_axes(typed: bool) -> tuple[str, ...]:
 
 def untyped_axes() -> set[Hashable]:
     """Returns the mapped axes around this call along which JAX's types do not show variation."""
-    return set(axis_names_in_scope()) - set(manual_axes(typed=True)) | set(manual_axes(typed=False))
+    return set(axis_names_in_scope()) - set(manual_axes(typed=True))
 
 
 def map_like(x: jax.Array, like: jax.Array) -> jax.Array:
