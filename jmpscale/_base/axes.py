@@ -46,19 +46,15 @@ def axes_to_reduce(x: jax.Array, axis_name: AxisName) -> tuple[Hashable, ...]:
     varying = varying_axes(x)
     if axis_name is None:
         return tuple(sorted(varying))
+    names = as_axes(axis_name)
+    if unknown := [name for name in names if name not in axis_names_in_scope()]:
+        raise ValueError(
+            f"axis_name {describe(unknown[0])} is not the name of a mapped axis here. Use an axis name of the "
+            "jax.shard_map mesh, jax.pmap or jax.vmap around this call; under plain jax.jit omit axis_name."
+        )
     # Along a typed axis JAX's types show whether the value varies, and JAX may raise if a value that does not vary is
     # reduced. Along an untyped axis the types show nothing, so the value is always reduced.
-    return tuple(name for name in as_axes(axis_name) if not varying_axes(_axis_index(name)) or name in varying)
-
-
-def _axis_index(name: Hashable) -> jax.Array:
-    try:
-        return jax.lax.axis_index(name)
-    except (NameError, TypeError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"axis_name {describe(name)} is not the name of a mapped axis here. Use an axis name of the jax.shard_map "
-            "mesh, jax.pmap or jax.vmap around this call; under plain jax.jit omit axis_name."
-        ) from error
+    return tuple(name for name in names if name in varying or name in untyped_axes())
 
 
 def all_reduce_and(*flags: jax.Array, axis_name: AxisName = None) -> tuple[jax.Array, ...]:
