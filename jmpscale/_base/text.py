@@ -28,7 +28,7 @@ def format_number(value: float | np.floating) -> str:
     mantissa, exponent = math.frexp(value)
     if mantissa == 0.5 and not -10 <= exponent - 1 <= 10:
         return f"2^{exponent - 1}"
-    return f"{value:g}" if type(value)(float(f"{value:g}")) == value else str(value)
+    return str(value).removesuffix(".0")
 
 
 def truncate(value: object, length: int = 60) -> str:
