@@ -84,15 +84,10 @@ def check_primitives() -> None:
     """Raises if JAX has renamed a primitive that `rewrite` enters: matmuls in it would silently run as written."""
     mesh = jax.sharding.AbstractMesh((1,), ("axis",))
     sine = jax.shard_map(jax.checkpoint(jax.jit(jax.lax.sin)), mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
-
-    def traced() -> core.Jaxpr:
-        with jax.disable_jit(False):
-            return jax.make_jaxpr(sine)(np.float32(1)).jaxpr
-
     # The first call may be in the context of a mesh, which a new thread does not inherit.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        jaxpr = thread.submit(traced).result()
-    if not any(found.eqn.primitive.name == "sin" and not found.holder for found in equations(jaxpr)):
+        traced = thread.submit(jax.make_jaxpr(sine), np.float32(1)).result()
+    if not any(found.eqn.primitive.name == "sin" and not found.holder for found in equations(traced.jaxpr)):
         raise unknown_jax("primitives with the expected names")
 
 
