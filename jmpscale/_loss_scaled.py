@@ -70,9 +70,7 @@ def loss_scaled(
     (36.0, 24.0)
     """
     if not callable(fun):
-        raise TypeError(
-            f"fun must be the loss function, got {describe(fun)}. Pass the function: loss_scaled(fun, scale)."
-        )
+        raise TypeError(f"fun must be the loss function, got {describe(fun)}. Call loss_scaled(fun, scale).")
     name = f"{describe(fun)} in jmpscale.loss_scaled"
 
     def checked_fun(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Any:

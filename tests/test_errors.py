@@ -283,7 +283,7 @@ SCALE_AND_UPDATE = {
         "complex loss": (lambda: jmpscale.scale(STATE, 1j), "losses of a floating-point dtype, got 1j at tree. "),
         "function as gradients": (lambda: jmpscale.all_finite(jnp.sum), "tree must be a pytree ... got sum. Pass"),
         "string loss": (lambda: jmpscale.scale(STATE, "x"), "got 'x' at tree. "),
-        "number as flag": (lambda: jmpscale.update(STATE, 1), "finite must be a boolean, got 1. Pass the flag from"),
+        "number as flag": (lambda: jmpscale.update(STATE, 1), "finite must be a boolean, got 1. Pass the result"),
         "int32 as flag": (lambda: jmpscale.update(STATE, jnp.int32(1)), "finite must be a boolean, got int32"),
     },
     ValueError: {
@@ -525,7 +525,7 @@ def _grad(w, fun=_sum, scale=8.0, **options):
 
 LOSS_SCALED = {
     TypeError: {
-        "loss": (lambda: jmpscale.loss_scaled(3.0, 8.0), "fun must ... got 3.0. Pass the function: loss_scaled(fun,"),
+        "loss": (lambda: jmpscale.loss_scaled(3.0, 8.0), "fun must ... got 3.0. Call loss_scaled(fun, scale)."),
         "vector": (_loss_scaled(jnp.ones(3)), "scale must be a floating-point scalar, got float32[3]. Pass"),
         "int": (_loss_scaled(jnp.int32(3)), "scale must be a floating-point scalar, got int32[]"),
         "no pair": (_loss_scaled(8.0, has_aux=True), "a pair (loss, aux) because has_aux is true, got float32[]."),
@@ -570,14 +570,17 @@ AUTOCAST = {
     TypeError: {
         "number": (
             lambda: jmpscale.autocast(3.0),
-            "fun must be the loss function, got 3.0. ... autocast(loss_fn, dtype",
+            "fun must be the loss function, got 3.0. Call autocast(loss_fn, dtype",
         ),
-        "dtype": (lambda: jmpscale.autocast(jnp.float16), "fun must be the loss function, got float16. Pass it first"),
+        "dtype": (lambda: jmpscale.autocast(jnp.float16), "fun must be the loss function, got float16. Call autocast"),
         "name of a dtype": (lambda: jmpscale.autocast("bfloat16"), "fun must be the loss function, got 'bfloat16'."),
         "to float32": (lambda: jmpscale.autocast(_sum, dtype=jnp.float32), "must be float16 or bfloat16, got float32."),
         "context manager": (lambda: jmpscale.autocast().__enter__(), "not a context manager. Wrap the loss function"),
         "to None": (lambda: jmpscale.autocast(dtype=None), "dtype must be float16 or bfloat16, got None. Pass"),
-        "to an array": (lambda: jmpscale.autocast(_sum, dtype=W32), "dtype must ... got float32[2]. Pass jnp.float16,"),
+        "to an array": (
+            lambda: jmpscale.autocast(_sum, dtype=W32),
+            "dtype must ... got float32[2]. Pass jnp.float16 or",
+        ),
     },
 }
 

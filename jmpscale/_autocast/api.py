@@ -51,9 +51,9 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
     are written as other matmuls. `precision="highest"` keeps a matmul in float32, and so does
     `jax.default_matmul_precision("highest")` around it.
 
-    Matmuls of other dtypes, kernels (Pallas, FFI), solvers, and functions with their own derivative rule
-    (`jax.custom_vjp`, `jax.custom_jvp`) run as written. To convert the matmuls of such a function, wrap `fun` after
-    differentiation, `autocast(jmpscale.value_and_grad(loss_fn))`, or use `autocast` inside the function.
+    Matmuls of other dtypes, such as complex64, kernels (Pallas, FFI), solvers, and functions with their own derivative
+    rule (`jax.custom_vjp`, `jax.custom_jvp`) run as written. To convert the matmuls of such a function, wrap `fun`
+    after differentiation, `autocast(jmpscale.value_and_grad(loss_fn))`, or use `autocast` inside the function.
 
     As a decorator it takes the dtype: `@jmpscale.autocast(dtype=jnp.bfloat16)`.
 
@@ -71,8 +71,8 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
       TypeError: `fun` is not callable, `dtype` is not float16 or bfloat16, or an argument is a `jax.Ref`.
 
     Warns:
-      UserWarning: when `fun` is first traced: none of its matmuls and convolutions is converted or has
-        `precision="highest"`, with the reason; or it contains complex matmuls, which remain complex64.
+      UserWarning: no matmul or convolution is converted when `fun` is first traced, and none has
+        `precision="highest"`. The warning names the reasons.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -82,18 +82,12 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
     """
     half = as_dtype(dtype)
     if half is None or half not in HALF:
-        raise TypeError(
-            f"dtype must be float16 or bfloat16, got {describe(dtype)}. Pass jnp.float16, with loss scaling, "
-            "or jnp.bfloat16."
-        )
+        raise TypeError(f"dtype must be float16 or bfloat16, got {describe(dtype)}. Pass jnp.float16 or jnp.bfloat16.")
     if fun is None:
         return _Decorator(autocast, dtype=half)
     name, is_checked = describe(fun), False
     if not callable(fun) or as_dtype(fun) in HALF:
-        raise TypeError(
-            f"fun must be the loss function, got {name}. Pass it first, and the dtype by keyword: autocast(loss_fn, "
-            "dtype=...)."
-        )
+        raise TypeError(f"fun must be the loss function, got {name}. Call autocast(loss_fn, dtype=...).")
 
     def run_in_half(fun: Callable[..., PyTree], *args: PyTree) -> PyTree:
         nonlocal is_checked
@@ -101,7 +95,8 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
         jaxpr = in_half(traced.jaxpr, half)
         if not is_checked:
             is_checked = True
-            _warn_about_kept(name, traced.jaxpr, half, is_unchanged=jaxpr is traced.jaxpr)
+            if jaxpr is traced.jaxpr:
+                _warn_without_effect(name, jaxpr, half)
         return traced.unflatten(traced._replace(jaxpr=jaxpr).evaluate())
 
     @functools.wraps(fun, updated=())
@@ -111,19 +106,12 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
     return autocast_fun
 
 
-def _warn_about_kept(name: str, jaxpr: core.Jaxpr, half: np.dtype, is_unchanged: bool) -> None:
-    """Warns that no matmul of a function is converted to half precision (`is_unchanged`), or no complex matmul."""
+def _warn_without_effect(name: str, jaxpr: core.Jaxpr, half: np.dtype) -> None:
+    """Warns that no matmul of a function is converted to half precision, with the reasons."""
     by_reason: dict[Kept, list[Found]] = {}
-    for matmul in (found for found in equations(jaxpr) if found.eqn.primitive.name in MATMULS):
-        if reason := reason_to_keep(half, matmul.eqn) or (Kept.HELD if matmul.holder else None):
-            by_reason.setdefault(reason, []).append(matmul)
-    if not is_unchanged:
-        if found := by_reason.get(Kept.COMPLEX):
-            warn_user(
-                f"autocast does not convert the complex matmuls of {name} to {half}, {len(found)} in total, the first "
-                f"at {found[0].line}. {Kept.COMPLEX.value}"
-            )
-        return
+    for found in equations(jaxpr):
+        if found.eqn.primitive.name in MATMULS:
+            by_reason.setdefault(reason_to_keep(half, found.eqn) or Kept.HELD, []).append(found)
     setting, total = setting_that_keeps(), sum(map(len, by_reason.values()))
     if Kept.PRECISION in by_reason and setting is None:
         return  # the function itself requests the precision of a matmul

@@ -37,10 +37,7 @@ def check_flag(finite: ArrayLike) -> jax.Array:
     """Returns `finite` as bool[], or raises if it is not a boolean scalar."""
     dtype = getattr(finite, "dtype", bool if isinstance(finite, bool) else None)
     if dtype is None or dtype != np.dtype(bool):
-        raise TypeError(
-            f"finite must be a boolean, got {describe(finite)}. Pass the flag from all_finite or unscale_and_check, or "
-            "a comparison."
-        )
+        raise TypeError(f"finite must be a boolean, got {describe(finite)}. Pass the result of all_finite.")
     if (shape := jnp.shape(finite)) != ():
         raise ValueError(f"finite must be a scalar, got shape {shape}. Combine with .all(), or call under jax.vmap.")
     return jnp.asarray(finite)
