@@ -577,10 +577,7 @@ AUTOCAST = {
         "to float32": (lambda: jmpscale.autocast(_sum, dtype=jnp.float32), "must be float16 or bfloat16, got float32."),
         "context manager": (lambda: jmpscale.autocast().__enter__(), "not a context manager. Wrap the loss function"),
         "to None": (lambda: jmpscale.autocast(dtype=None), "dtype must be float16 or bfloat16, got None. Pass"),
-        "to an array": (
-            lambda: jmpscale.autocast(_sum, dtype=W32),
-            "dtype must ... got float32[2]. Pass jnp.float16 or",
-        ),
+        "to an array": (lambda: jmpscale.autocast(_sum, dtype=W32), "dtype must ... got float32[2]. Pass jnp.float16"),
     },
 }
 
