@@ -37,10 +37,7 @@ def cast(tree: Tree, dtype: DTypeLike) -> Tree:
     """
     known = as_dtype(dtype)
     if known is None or not jnp.issubdtype(known, np.floating):
-        raise TypeError(
-            f"dtype must be a floating-point dtype, got {describe(dtype) if known is None else known.name}. Pass the "
-            "tree, then a dtype such as jnp.float16: cast(params, jnp.float16)."
-        )
+        raise TypeError(f"dtype must be a floating-point dtype, got {describe(dtype)}. Call cast(params, jnp.float16).")
     check_no_refs(tree)
     remedy = "Wrap the loss function in autocast, pass dtype=jnp.float16 to the layers, or cast nnx.state(model)."
     check_no_nnx_objects(tree, "tree", remedy)

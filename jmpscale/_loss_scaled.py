@@ -113,9 +113,8 @@ def _read_loss_scale(scale: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyT
         value, adapts = state.loss_scale, state.config.mode == "dynamic"
     if adapts and not is_traced(value) and is_compiling():
         warn_user(
-            "the loss scale is a constant of the compiled program, so it will not adapt: scale does not read it from "
-            "the arguments of fun. Pass a function that does, such as `lambda model, *args, **kwargs: "
-            "model.loss_scale`; or pass a number, or static(...)."
+            "the loss scale is a constant of the compiled program, so it will not adapt. Pass a function that reads it "
+            "from the arguments of fun, such as `lambda model, *args, **kwargs: model.loss_scale`, or pass a number."
         )
     return jax.lax.stop_gradient(jnp.asarray(value, jnp.float32))
 
@@ -172,10 +171,9 @@ def _unscale_cotangents_fwd(
 def _check_differentiated_input(x: jax.Array, name: str, loss_scale: jax.Array) -> None:
     if needs_wider_gradient(x):
         raise TypeError(
-            f"differentiated values must not be float16 or float8, got {name} of {describe(x)}: unscaled "
-            f"gradients underflow in {x.dtype}. Keep it in float32 and convert it inside fun, with jmpscale.autocast "
-            "or jmpscale.cast for example; if a framework converts it, wrap the function that converts; or take the "
-            "gradients with jmpscale.value_and_grad, which returns them in float32."
+            f"differentiated values must not be float16 or float8, got {name} of {describe(x)}: unscaled gradients "
+            f"underflow in {x.dtype}. Convert it inside fun, with jmpscale.autocast for example; if a framework "
+            "converts it, wrap its function; or use jmpscale.value_and_grad, which returns gradients in float32."
         )
     if axes := varying_axes(loss_scale) - varying_axes(x):
         raise ValueError(
@@ -196,9 +194,8 @@ def _unscale_cotangents_bwd(
         smallest = min(checked, key=jnp.ndim)
         returned = warn_unless(
             all_finite_here(checked),
-            f"the gradients of {watched} are not finite. If the training loop replaces infinity and NaN, or solves "
-            "equations with the gradients, before the optimizer checks them, then the step is not skipped. Use a "
-            "smaller scale: jmpscale.diagnose prints the scales that fit.",
+            f"the gradients of {watched} are not finite. If the training loop replaces infinity and NaN before the "
+            "optimizer checks them, the step is not skipped. Use a scale that jmpscale.diagnose prints.",
             smallest,
         )
         grads = [returned if g is smallest else g for g in grads]

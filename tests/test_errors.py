@@ -558,9 +558,8 @@ LOSS_SCALED = {
         ),
         "constant": (
             lambda: _traced(_grad(W32, scale=STATE)),
-            "constant of the compiled program, so it will not adapt: scale does not read it from the arguments of"
-            " fun. Pass a function that does, such as `lambda model, *args, **kwargs: model.loss_scale`; or pass "
-            "a number, or static(...).",
+            "constant of the compiled program, so it will not adapt. Pass a function that reads it from the arguments "
+            "of fun, such as `lambda model, *args, **kwargs: model.loss_scale`, or pass a number.",
         ),
         "function": (lambda: _traced(_grad(W32, scale=lambda _: LOSS)), "constant of the compiled program"),
     },
@@ -836,11 +835,11 @@ def _float16(size):
 CAST_AND_MONITORING = {
     AttributeError: {"method": (lambda: STATE.scale(LOSS), "no attribute 'scale'. It has no methods: pass it to")},
     TypeError: {
-        "cast to int": (_cast(GRADS, jnp.int8), "dtype must be a floating-point dtype, got int8. ... cast(params, jnp"),
+        "cast to int": (_cast(GRADS, jnp.int8), "dtype must be a floating-point dtype, got int8. Call cast(params,"),
         "cast to complex": (_cast(GRADS, jnp.complex64), "dtype must be a floating-point dtype, got"),
-        "cast to a tree": (_cast(jnp.float16, GRADS), "dtype must be ... got dict. Pass the tree, then a dtype"),
-        "cast to an array": (_cast(GRADS, W32), "dtype must be ... got float32[2]. Pass the tree"),
-        "cast to a string": (_cast(GRADS, "float17"), "dtype must be ... got 'float17'. Pass the tree"),
+        "cast to a tree": (_cast(jnp.float16, GRADS), "dtype must be ... got dict. Call cast(params, jnp"),
+        "cast to an array": (_cast(GRADS, W32), "dtype must be ... got float32[2]. Call cast("),
+        "cast to a string": (_cast(GRADS, "float17"), "dtype must be ... got 'float17'. Call cast("),
         "cast to None": (_cast(GRADS, None), "dtype must be a floating-point dtype, got None"),
         "fraction of skips": (_stuck(2.5), "max_consecutive_skips must be a Python int, got 2.5"),
         "traced report": (lambda: _traced(lambda r: r.describe(), REPORT), "describe ... Return the report first."),

@@ -84,7 +84,6 @@ def check_no_partial_sums(tree: PyTree) -> None:
     if found := first_leaf(tree, lambda leaf: is_inexact(leaf) and unreduced_axes(leaf)):
         path, leaf = found
         raise TypeError(
-            f"the leaf at tree{path} is a partial sum over the mesh axes {sorted(unreduced_axes(leaf))}: its shards "
-            "have not been summed, so it is not known whether it is finite. Reduce it first, with jax.lax.psum under "
-            "jax.shard_map or jax.sharding.reshard under jax.jit."
+            f"the leaf at tree{path} is a partial sum over the mesh axes {sorted(unreduced_axes(leaf))}. Reduce it "
+            "first, with jax.lax.psum under jax.shard_map or jax.sharding.reshard under jax.jit."
         )

@@ -58,10 +58,9 @@ def trace(fun: Callable[..., PyTree], *args: PyTree, name: str) -> Traced:
     except Exception as error:
         if is_trace_error(error):
             error.add_note(
-                f"{name} is traced, so Flax does not let it change variables that it closes over, or that belong to an "
-                "outer trace. Pass the Flax NNX objects or the state as arguments, and differentiate with "
-                "flax.nnx.value_and_grad; or create the variables in the function: "
-                "nnx.merge(graphdef, state, copy=True)."
+                f"{name} is traced, so it cannot change variables of an outer trace, or that it closes over. Pass the "
+                "Flax NNX objects as arguments and differentiate with flax.nnx.value_and_grad, or create the variables "
+                "in the function: nnx.merge(graphdef, state, copy=True)."
             )
         raise
     return Traced(closed.jaxpr, closed.consts, unflatten_outputs)
