@@ -42,10 +42,7 @@ def cast(tree: Tree, dtype: DTypeLike) -> Tree:
     remedy = "Wrap the loss function in autocast, pass dtype=jnp.float16 to the layers, or cast nnx.state(model)."
     check_no_nnx_objects(tree, "tree", remedy)
     if known == np.float16 and averages_of_gradients(tree):
-        warn_user(
-            "the tree contains averages of gradients, in the state of an optimizer, which underflow in float16. Cast "
-            "the parameters alone."
-        )
+        warn_user("the tree contains averages of gradients, which underflow in float16. Cast the parameters alone.")
 
     def convert(x: object) -> object:
         return jnp.asarray(x, dtype) if is_array(x) and jnp.issubdtype(x.dtype, np.floating) else x

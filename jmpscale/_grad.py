@@ -52,11 +52,10 @@ def value_and_grad(
     runs on the loss times the loss scale. As a decorator it takes options: `@jmpscale.value_and_grad(has_aux=True)`.
 
     Args:
-      fun: the loss function. It returns a scalar loss in float32, or a pair of the loss and auxiliary data if `has_aux`
-        is true.
+      fun: the loss function. It returns a scalar loss in float32.
       argnums: which positional arguments of `fun`, without the scaler, to differentiate with respect to: an int, a
         sequence of ints, or whatever else `transform` takes, such as `nnx.DiffState(0, nnx.LoRAParam)`.
-      has_aux: whether `fun` returns a pair.
+      has_aux: whether `fun` returns a pair of the loss and auxiliary data.
       transform: the `value_and_grad` of the model's framework, such as `flax.nnx.value_and_grad`, which keeps batch
         statistics and random streams up to date, or `equinox.filter_value_and_grad`.
 

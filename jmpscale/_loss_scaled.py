@@ -78,9 +78,9 @@ def loss_scaled(
         out = as_pair(out) if has_aux else out
         # The loss may be any of these outputs, or computed from them, so all of them must be float16.
         outputs = [x for x in jax.tree.leaves(out[0] if has_aux else out) if is_inexact(x) and is_traced(x)]
-        scalars = list(filter(is_real_scalar, outputs))
-        if outputs and all(map(needs_wider_gradient, scalars or outputs)):
-            warn_about_narrow_loss(*((scalars[0], "loss") if scalars else (outputs[0], "output")))
+        losses = list(filter(is_real_scalar, outputs)) or outputs
+        if losses and all(map(needs_wider_gradient, losses)):
+            warn_about_narrow_loss(losses[0])
         return out
 
     # Has the signature of fun, in which nnx.value_and_grad finds the positions of keyword arguments.

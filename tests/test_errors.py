@@ -554,7 +554,7 @@ LOSS_SCALED = {
         "float16": (_grad(W32, _half_sum), "the loss is float16"),
         "float16 output": (
             lambda: jax.grad(lambda w: _sum(jmpscale.loss_scaled(lambda w: w.astype("f2"), 8.0)(w)))(W32),
-            "the output is float16, so the backward pass starts from the loss scale in float16",
+            "the loss is float16, so the backward pass starts from the loss scale in float16",
         ),
         "constant": (
             lambda: _traced(_grad(W32, scale=STATE)),
