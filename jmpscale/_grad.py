@@ -101,9 +101,7 @@ def value_and_grad(
         # Has the signature of fun, in which nnx.value_and_grad finds the positions of keyword arguments.
         @functools.wraps(fun, updated=())
         def scaled_fun(*args: Any, **kwargs: Any) -> tuple[Any, _Output]:
-            out = fun(*args, **kwargs)
-            out = as_pair(out) if has_aux else out
-            loss = out[0] if has_aux else out
+            loss, out = loss_and_output(fun(*args, **kwargs), has_aux)
             if has_mark(Mark.SCALED, loss) and state.config.mode != "disabled":
                 warn_user("the loss is scaled twice, because value_and_grad scales it. Remove scale from the loss.")
             if not is_real_scalar(loss):
@@ -133,15 +131,16 @@ class _Output(NamedTuple):
     value: Any
 
 
-def as_pair(out: object) -> tuple[Any, Any]:
-    """Returns the loss and the auxiliary data as a plain tuple: JAX does not look inside a subclass of tuple."""
+def loss_and_output(out: Any, has_aux: bool) -> tuple[Any, Any]:
+    """Returns the loss and the output; a pair becomes a plain tuple, because JAX does not look inside a subclass."""
+    if not has_aux:
+        return out, out
     if not (isinstance(out, (tuple, list)) and len(out) == 2):
         raise TypeError(
             f"fun must return a pair (loss, aux) because has_aux is true, got {describe(out)}. Return both, or omit "
             "has_aux; collect several auxiliary values in one aux."
         )
-    loss, aux = out
-    return loss, aux
+    return out[0], tuple(out)
 
 
 def is_real_scalar(loss: object) -> bool:

@@ -16,7 +16,7 @@ from jmpscale._base.text import describe
 from jmpscale._base.trace import lift_nnx, trace
 from jmpscale._base.tree import PyTree, flatten_gradients, flatten_matching, is_array, is_inexact, is_traced
 from jmpscale._finite import all_finite_here
-from jmpscale._grad import as_pair, is_real_scalar
+from jmpscale._grad import is_real_scalar, loss_and_output
 from jmpscale._monitor import warn_unless
 from jmpscale._scaler_of_tree import find_scaler
 from jmpscale._scaling import multiply_leaf, needs_wider_gradient, unscale_leaves, warn_about_narrow_loss
@@ -74,10 +74,9 @@ def loss_scaled(
     name = f"{describe(fun)} in jmpscale.loss_scaled"
 
     def checked_fun(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Any:
-        out: Any = fun(*args, **kwargs)
-        out = as_pair(out) if has_aux else out
+        loss, out = loss_and_output(fun(*args, **kwargs), has_aux)
         # The loss may be any of these outputs, or computed from them, so all of them must be float16.
-        outputs = [x for x in jax.tree.leaves(out[0] if has_aux else out) if is_inexact(x) and is_traced(x)]
+        outputs = [x for x in jax.tree.leaves(loss) if is_inexact(x) and is_traced(x)]
         losses = list(filter(is_real_scalar, outputs)) or outputs
         if losses and all(map(needs_wider_gradient, losses)):
             warn_about_narrow_loss(losses[0])
