@@ -24,7 +24,6 @@ from jmpscale._state import static
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Function = Callable[..., Any]
 _Residuals = tuple[jax.Array, list[tuple[()] | None]]  # the loss scale, and () for each input that is differentiated
 
 
@@ -118,7 +117,7 @@ def _read_loss_scale(scale: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyT
     return jax.lax.stop_gradient(jnp.asarray(value, jnp.float32))
 
 
-def _scale_backward_pass(loss_scale: jax.Array, name: str, watch: bool, fun: Function, *args: PyTree) -> Any:
+def _scale_backward_pass(loss_scale: jax.Array, name: str, watch: bool, fun: Callable[..., Any], *args: PyTree) -> Any:
     """Calls `fun`, with output cotangents multiplied by the scale, and input cotangents divided by the scale.
 
     Errors and warnings call the function `name`.

@@ -52,26 +52,25 @@ NOT_CONVERTED = {  # a function, and the explanation in the warning; {line} is t
     ),
     "half precision already": (
         lambda x, w: x.astype(jnp.float16) @ w.astype(jnp.float16),
-        "1 of 1 matmuls, at {line}: The operands are float16 and float16, and autocast converts only float32. Pass "
-        "float32 parameters and inputs; if the function casts them itself, remove autocast.",
+        "1 of 1 matmuls, at {line}: The operands are float16 and float16, but autocast converts float32. Pass "
+        "float32 values, or remove autocast.",
     ),
     "autocast already": (
         lambda x, w: jmpscale.autocast(lambda x, w: x @ w)(x, w),
-        "1 of 1 matmuls, at {line}: The operands are float16 and float16, and",
+        "1 of 1 matmuls, at {line}: The operands are float16 and float16, but",
     ),
     "other dtypes": (
         lambda x, w: x.astype(jnp.bfloat16) @ w,
-        "1 of 1 matmuls, at {line}: The operands are bfloat16 and float32, and",
+        "1 of 1 matmuls, at {line}: The operands are bfloat16 and float32, but",
     ),
     "complex": (
         lambda x, w: (x + 1j) @ w.astype(jnp.complex64),
-        "1 of 1 matmuls, at {line}: No complex dtype has parts in half precision. Compute the real and imaginary parts "
-        "by separate matmuls, or pass precision='highest' to keep them as they are.",
+        "1 of 1 matmuls, at {line}: The operands are complex64 and complex64, but autocast converts float32.",
     ),
     "custom derivative rule": (
         lambda x, w: custom_matmul(x, w),
-        "1 of 1 matmuls, at {line}: custom_vjp_call runs as written. Use autocast inside the function that it runs, or "
-        "wrap the function that returns the gradients.",
+        "1 of 1 matmuls, at {line}: custom_vjp_call runs as written. Use autocast in its function, or wrap the "
+        "function that returns the gradients.",
     ),
     "kernel": (
         lambda x, w: pallas_matmul(x, w),
@@ -109,7 +108,7 @@ def test_autocast_under_a_global_precision_warns(setting):
     with jax.default_matmul_precision(setting):
         (warning,), _ = warnings_of(jmpscale.autocast(lambda x, w: x @ w))
     assert "1 of 1 matmuls, at " in str(warning.message)
-    words = rf"autocast keeps the setting jax_default_matmul_precision='?{setting}'?\. Reset it"
+    words = rf"autocast keeps the setting jax_default_matmul_precision='?{setting}'?\. Set it only"
     assert re.search(words, str(warning.message))
 
 

@@ -42,23 +42,10 @@ Conversion = Callable[..., jax.Array]  # takes an array and a dtype
 class Kept(enum.Enum):
     """Why a matmul or convolution runs as written."""
 
-    COMPLEX = (
-        "No complex dtype has parts in half precision. Compute the real and imaginary parts by separate matmuls, "
-        "or pass precision='highest' to keep them as they are."
-    )
-    DTYPE = (
-        "The operands are {dtypes}, and autocast converts only float32. Pass float32 parameters and inputs; if the "
-        "function casts them itself, remove autocast."
-    )
+    DTYPE = "The operands are {dtypes}, but autocast converts float32. Pass float32 values, or remove autocast."
     PRODUCT = "Inner and outer products would be less accurate in half precision, and not faster."
-    PRECISION = (
-        "autocast keeps the setting jax_default_matmul_precision={setting!r}. Reset it, and use "
-        "jax.default_matmul_precision around the lines that need it."
-    )
-    HELD = (
-        "{holder} runs as written. Use autocast inside the function that it runs, or wrap the function that returns "
-        "the gradients."
-    )
+    PRECISION = "autocast keeps the setting jax_default_matmul_precision={setting!r}. Set it only where it is needed."
+    HELD = "{holder} runs as written. Use autocast in its function, or wrap the function that returns the gradients."
 
 
 def in_half(jaxpr: core.Jaxpr, half: np.dtype) -> core.Jaxpr:
@@ -141,9 +128,7 @@ def reason_to_keep(half: np.dtype, eqn: core.JaxprEqn) -> Kept | None:
     operands = [_dtype(x) for x in eqn.invars[:2]]
     if _keeps_precision(eqn.params["precision"]):
         return Kept.PRECISION
-    if any(jnp.issubdtype(dtype, np.complexfloating) for dtype in operands):
-        return Kept.COMPLEX
-    # The user chose wider operands, or the other half-precision dtype.
+    # The user chose complex or wider operands, or the other half-precision dtype.
     if _FLOAT32 not in operands or any(jnp.issubdtype(x, np.inexact) and x not in (_FLOAT32, half) for x in operands):
         return Kept.DTYPE
     if _dtype(eqn.outvars[0]) not in (_FLOAT32, half):
