@@ -120,6 +120,4 @@ def _warn_without_effect(name: str, jaxpr: core.Jaxpr, half: np.dtype) -> None:
         dtypes = " and ".join(str(type_of(x).dtype) for x in first.eqn.invars[:2])
         explanation = reason.value.format(dtypes=dtypes, setting=setting, holder=first.holder)
         sentences.append(f"{1 + len(others)} of {total} matmuls, at {first.line}: {explanation}")
-    warn_user(
-        f"autocast has no effect: it converts no matmul or convolution of {name} to {half}. {' '.join(sentences)}"
-    )
+    warn_user(f"autocast has no effect: it converts no matmul or convolution of {name}. {' '.join(sentences)}")
