@@ -120,11 +120,9 @@ def _read_loss_scale(scale: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyT
 def _scale_backward_pass(loss_scale: jax.Array, name: str, watch: bool, fun: Callable[..., Any], *args: PyTree) -> Any:
     """Calls `fun`, with output cotangents multiplied by the scale, and input cotangents divided by the scale.
 
-    Errors and warnings call the function `name`.
-
     JAX applies a custom derivative rule at the innermost differentiation in which one of its operands takes part.
-    Derivatives of derivatives are right only if both rules apply at the same one. Therefore each rule has all inputs
-    as operands, although the rule for the outputs does not read them.
+    Derivatives of derivatives are right only if both rules apply at the same one. Therefore each rule has the inputs
+    as operands, although the rule for the outputs does not read them. Errors and warnings call the function `name`.
     """
     traced = trace(fun, *args, name=name)
     paths = {id(leaf): path for path, leaf in jax.tree_util.tree_leaves_with_path(args)}
