@@ -170,7 +170,7 @@ TAKE_NO_REF = {  # the call, and the path of the reference
 @pytest.mark.parametrize("name", TAKE_NO_REF)
 def test_ref_raises(name):
     call, path = TAKE_NO_REF[name]
-    with _raises(TypeError, f"must hold values, got a jax.Ref at {path}. Read it with ref[...]"):
+    with _raises(TypeError, f"must hold values, got a jax.Ref at {path}. Pass its value, ref[...]."):
         call({"b": jnp.ones(1), "w": jax.new_ref(jnp.ones(2))})
 
 
