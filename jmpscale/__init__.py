@@ -2,7 +2,7 @@
 
 from importlib.metadata import version as _version
 
-from jmpscale._autocast import autocast
+from jmpscale._autocast.api import autocast
 from jmpscale._cast import cast
 from jmpscale._diagnosis import Diagnosis, DiagnosisRow, diagnose
 from jmpscale._finite import all_finite

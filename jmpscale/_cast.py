@@ -25,8 +25,7 @@ def cast(tree: Tree, dtype: DTypeLike) -> Tree:
       dtype of the original.
 
     Raises:
-      TypeError: `dtype` is not a floating-point dtype, or the tree contains a `jax.Ref` or a Flax NNX object. An NNX
-        object is changed in place, so that the random streams and batch statistics of a copy would be lost.
+      TypeError: `dtype` is not a floating-point dtype, or the tree contains a `jax.Ref` or a Flax NNX object.
 
     Warns:
       UserWarning: averages of gradients, in the state of an optimizer, are converted to float16.
@@ -38,22 +37,12 @@ def cast(tree: Tree, dtype: DTypeLike) -> Tree:
     """
     known = as_dtype(dtype)
     if known is None or not jnp.issubdtype(known, np.floating):
-        raise TypeError(
-            f"dtype must be a floating-point dtype, got {describe(dtype) if known is None else known.name}. Pass the "
-            "tree, then a dtype such as jnp.float16: cast(params, jnp.float16)."
-        )
+        raise TypeError(f"dtype must be a floating-point dtype, got {describe(dtype)}. Call cast(params, jnp.float16).")
     check_no_refs(tree)
-    check_no_nnx_objects(
-        tree,
-        "tree",
-        "Wrap the loss function in jmpscale.autocast, pass dtype=jnp.float16 to the layers, or cast nnx.state(model).",
-    )
-
+    remedy = "Wrap the loss function in autocast, pass dtype=jnp.float16 to the layers, or cast nnx.state(model)."
+    check_no_nnx_objects(tree, "tree", remedy)
     if known == np.float16 and averages_of_gradients(tree):
-        warn_user(
-            "the tree contains averages of gradients, in the state of an optimizer, which underflow in float16. Cast "
-            "the parameters alone."
-        )
+        warn_user("the tree contains averages of gradients, which underflow in float16. Cast the parameters alone.")
 
     def convert(x: object) -> object:
         return jnp.asarray(x, dtype) if is_array(x) and jnp.issubdtype(x.dtype, np.floating) else x

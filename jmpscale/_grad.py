@@ -24,11 +24,10 @@ _SCALER_COMES_FIRST = (
     "The scaler is the first positional argument of the new function: value_and_grad(loss_fn)(scaler, params, batch). "
     "It may also be the state of an optimizer that is wrapped in with_loss_scaling."
 )
-_SELF_COMES_FIRST = (
-    "A decorated method receives self before the scaler. Remove the decorator, and call "
-    "value_and_grad(self.{name})(scaler, batch)."
-)
+_SELF_COMES_FIRST = "A decorated method receives self before the scaler. Call value_and_grad(self.{})(scaler, batch)."
 _NOT_THE_STEP = "Pass the loss function itself, not a training step or a function that returns gradients."
+_REDUCE_THE_LOSS = "Reduce it with .sum() or .mean(), or use scale, jax.vjp and unscale."
+_RETURN_THE_LOSS = f"Return the loss. {_NOT_THE_STEP} Auxiliary data require has_aux=True."
 
 
 @overload
@@ -52,11 +51,10 @@ def value_and_grad(
     runs on the loss times the loss scale. As a decorator it takes options: `@jmpscale.value_and_grad(has_aux=True)`.
 
     Args:
-      fun: the loss function. It returns a scalar loss in float32, or a pair of the loss and auxiliary data if `has_aux`
-        is true.
+      fun: the loss function. It returns a scalar loss in float32.
       argnums: which positional arguments of `fun`, without the scaler, to differentiate with respect to: an int, a
         sequence of ints, or whatever else `transform` takes, such as `nnx.DiffState(0, nnx.LoRAParam)`.
-      has_aux: whether `fun` returns a pair.
+      has_aux: whether `fun` returns a pair of the loss and auxiliary data.
       transform: the `value_and_grad` of the model's framework, such as `flax.nnx.value_and_grad`, which keeps batch
         statistics and random streams up to date, or `equinox.filter_value_and_grad`.
 
@@ -86,17 +84,19 @@ def value_and_grad(
         return functools.partial(value_and_grad, argnums=argnums, has_aux=has_aux, transform=transform)
     if not callable(fun):
         raise TypeError(f"fun must be the loss function, got {describe(fun)}. {_SCALER_COMES_FIRST}")
-    _check_options(fun, argnums, has_aux, _arguments)
+    if _arguments or any(is_array(leaf) and is_inexact(leaf) for leaf in jax.tree.leaves(argnums)):
+        raise TypeError(f"value_and_grad takes the loss function, but not its arguments. {_SCALER_COMES_FIRST}")
+    unwrapped = getattr(fun, "__wrapped__", fun)  # jax.jit and autocast wrap functions
+    if getattr(unwrapped, "__qualname__", "") == "value_and_grad.<locals>.value_and_grad_fun":
+        raise TypeError(f"fun must be the loss function, got a result of value_and_grad. {_NOT_THE_STEP}")
+    name = str(getattr(fun, "__name__", "fun"))
     # equinox.filter_value_and_grad has no argnums, and nnx.value_and_grad takes it by keyword only.
     options = {} if isinstance(argnums, int) and argnums == 0 else {"argnums": argnums}
-    name = str(getattr(fun, "__name__", "fun"))
 
     # A parameter of fun may also be called scaler, so the scaler is positional only.
     def value_and_grad_fun(scaler: PyTree = None, /, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
-        if scaler is None:
-            raise TypeError(f"scaler must be given by position, got none. {_SCALER_COMES_FIRST}")
         is_self = hasattr(type(scaler), name)
-        state = find_scaler(scaler, remedy=_SELF_COMES_FIRST.format(name=name) if is_self else _SCALER_COMES_FIRST)
+        state = find_scaler(scaler, remedy=_SELF_COMES_FIRST.format(name) if is_self else _SCALER_COMES_FIRST)
         _check_differentiable(args, argnums, transform)
         if state.config.mode == "dynamic":
             warn_if_constant(state, args, "scaler" if is_scaler(scaler) else "optimizer state")
@@ -104,16 +104,21 @@ def value_and_grad(
         # Has the signature of fun, in which nnx.value_and_grad finds the positions of keyword arguments.
         @functools.wraps(fun, updated=())
         def scaled_fun(*args: Any, **kwargs: Any) -> tuple[Any, _Output]:
-            out = fun(*args, **kwargs)
-            out = as_pair(out) if has_aux else out
-            loss = out[0] if has_aux else out
-            _warn_if_scaled_twice(loss, state.config.mode)
+            loss, out = loss_and_output(fun(*args, **kwargs), has_aux)
+            # diagnose may be given a function with loss_scaled, and has a static scaler.
+            by_loss_scaled = has_mark(Mark.SCALED_BACKWARD, loss) and state.config.mode == "dynamic"
+            if by_loss_scaled or (has_mark(Mark.SCALED, loss) and state.config.mode != "disabled"):
+                warn_user(
+                    "the loss is scaled twice, because value_and_grad scales it. Remove "
+                    f"{'loss_scaled' if by_loss_scaled else 'scale from the loss'}."
+                )
             if is_real_scalar(loss):
                 return scale_loss(state, loss), _Output(out)
             # Without scaling, a transformation of the user's may accept other losses.
-            if state.config.mode != "disabled" or transform is jax.value_and_grad:
-                raise TypeError(f"fun must return a real floating-point scalar as the loss, {_got(loss, has_aux)}")
-            return loss, _Output(out)
+            if state.config.mode == "disabled" and transform is not jax.value_and_grad:
+                return loss, _Output(out)
+            remedy = _REDUCE_THE_LOSS if is_inexact(loss) else _RETURN_THE_LOSS
+            raise TypeError(f"fun must return a real floating-point scalar as the loss, got {describe(loss)}. {remedy}")
 
         match transform(scaled_fun, has_aux=True, **options)(*args, **kwargs):
             case ((_, _Output(out)), grads):
@@ -129,62 +134,22 @@ def value_and_grad(
     return value_and_grad_fun
 
 
-def _warn_if_scaled_twice(loss: object, mode: str) -> None:
-    """Warns if `fun` scales the loss itself."""
-    by_scale = has_mark(Mark.SCALED, loss) and mode != "disabled"
-    # diagnose may be given a function with loss_scaled, and has a static scaler.
-    by_loss_scaled = has_mark(Mark.SCALED_BACKWARD, loss) and mode == "dynamic"
-    if by_scale or by_loss_scaled:
-        cause = "scale from the loss" if by_scale else "loss_scaled"
-        warn_user(f"the loss is scaled twice, because value_and_grad scales it. Remove {cause}.")
-
-
-def _check_options(fun: Function, argnums: Any, has_aux: object, arguments: tuple[object, ...]) -> None:
-    """Raises if the options are arguments of `fun`, or `fun` takes a scaler itself."""
-    error = None
-    if any(is_array(leaf) and is_inexact(leaf) for leaf in jax.tree.leaves(argnums)):
-        error = f"argnums must be an int or a sequence of ints, got a {type_name(argnums)}"
-    elif not isinstance(has_aux, (int, np.bool_)):
-        error = f"has_aux must be a boolean, got {describe(has_aux)}"
-    elif arguments:
-        error = f"value_and_grad takes the loss function and options, got {len(arguments)} more arguments"
-    if error:
-        raise TypeError(f"{error}. {_SCALER_COMES_FIRST}")
-    unwrapped = getattr(fun, "__wrapped__", fun)  # jax.jit and autocast wrap functions
-    if getattr(unwrapped, "__qualname__", "") == "value_and_grad.<locals>.value_and_grad_fun":
-        raise TypeError(f"fun must be the loss function, got a result of value_and_grad. {_NOT_THE_STEP}")
-
-
 class _Output(NamedTuple):
     """The output of the loss function, which `transform` returns as auxiliary data."""
 
     value: Any
 
 
-def _count(value: object) -> str:
-    return f"{describe(value)} of {len(value)}" if isinstance(value, (tuple, list)) else describe(value)
-
-
-def _got(loss: object, has_aux: bool) -> str:
-    """Describes a loss that cannot be scaled, and the remedy."""
-    if isinstance(loss, (tuple, list)) and len(loss) == 2 and not has_aux:
-        remedy = f"If the second value is auxiliary data, pass has_aux=True. {_NOT_THE_STEP}"
-    elif not is_inexact(loss):
-        remedy = f"Return the loss. {_NOT_THE_STEP}"
-    else:
-        remedy = "Reduce it with .sum() or .mean(), or use scale, jax.vjp and unscale."
-    return f"got {_count(loss)}. {remedy}"
-
-
-def as_pair(out: object) -> tuple[Any, Any]:
-    """Returns the loss and the auxiliary data as a plain tuple: JAX does not look inside a subclass of tuple."""
+def loss_and_output(out: Any, has_aux: bool) -> tuple[Any, Any]:
+    """Returns the loss and the output; a pair becomes a plain tuple, because JAX does not look inside a subclass."""
+    if not has_aux:
+        return out, out
     if not (isinstance(out, (tuple, list)) and len(out) == 2):
         raise TypeError(
-            f"fun must return a pair (loss, aux) because has_aux is true, got {_count(out)}. Return both, or omit "
+            f"fun must return a pair (loss, aux) because has_aux is true, got {describe(out)}. Return both, or omit "
             "has_aux; collect several auxiliary values in one aux."
         )
-    loss, aux = out
-    return loss, aux
+    return out[0], tuple(out)
 
 
 def is_real_scalar(loss: object) -> bool:
@@ -199,31 +164,25 @@ def _check_differentiable(args: tuple[PyTree, ...], argnums: Any, transform: Fun
     for position in np.atleast_1d(np.asarray(argnums)).tolist():
         if not isinstance(position, int) or position < -len(args):
             continue  # JAX raises
-        if position < len(args):
-            _check_argument(args[position], position, transform)
-        elif transform is jax.value_and_grad:
+        if position >= len(args):
             raise TypeError(
                 f"argnums must be positions of arguments of fun, without the scaler, got {position} in a call with "
                 f"{len(args)} positional arguments after it. Pass arguments by position to differentiate them."
             )
-
-
-def _check_argument(argument: PyTree, position: int, transform: Function) -> None:
-    """Raises if `transform` cannot differentiate an argument, or would change only a copy of it."""
-    if transform is jax.value_and_grad:
-        check_no_nnx_objects(
-            argument,
-            "the differentiated arguments",
-            "Pass transform=flax.nnx.value_and_grad, which keeps batch statistics and random streams up to date.",
-        )
-    models = find_instances(argument, imported("equinox", "Module"))
-    if not models and transform is not jax.value_and_grad:
-        return
-    if found := first_leaf(argument, lambda leaf: not is_inexact(leaf)):
-        path, leaf = found
-        got = f"{describe(leaf)} at {path}" if path else describe(leaf)
-        remedy = "argnums does not count the scaler. Pass integers and other objects in another argument."
-        if models:
-            got = f"an Equinox {type_name(models[0])} with {got}"
-            remedy = "Pass transform=equinox.filter_value_and_grad."
-        raise TypeError(f"argument {position} must have only differentiable leaves, got {got}. {remedy}")
+        models = find_instances(args[position], imported("equinox", "Module"))
+        if transform is jax.value_and_grad:
+            check_no_nnx_objects(
+                args[position],
+                "the differentiated arguments",
+                "Pass transform=flax.nnx.value_and_grad, which keeps batch statistics and random streams up to date.",
+            )
+        elif not models:
+            continue
+        if found := first_leaf(args[position], lambda leaf: not is_inexact(leaf)):
+            path, leaf = found
+            got = f"{describe(leaf)} at {path}" if path else describe(leaf)
+            remedy = "argnums does not count the scaler. Pass integers and other objects in another argument."
+            if models:
+                got = f"an Equinox {type_name(models[0])} with {got}"
+                remedy = "Pass transform=equinox.filter_value_and_grad."
+            raise TypeError(f"argument {position} must have only differentiable leaves, got {got}. {remedy}")

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,11 @@ from jmpscale._base.axes import map_like
 from jmpscale._base.check import warn_user
 from jmpscale._base.compat import is_compiling, varying_axes
 from jmpscale._base.marks import Mark, mark
-from jmpscale._base.text import describe, describe_function
+from jmpscale._base.text import describe
 from jmpscale._base.trace import lift_nnx, trace
 from jmpscale._base.tree import PyTree, flatten_gradients, flatten_matching, is_array, is_inexact, is_traced
 from jmpscale._finite import all_finite_here
-from jmpscale._grad import as_pair, is_real_scalar
+from jmpscale._grad import is_real_scalar, loss_and_output
 from jmpscale._monitor import warn_unless
 from jmpscale._scaler_of_tree import find_scaler
 from jmpscale._scaling import multiply_leaf, needs_wider_gradient, unscale_leaves, warn_about_narrow_loss
@@ -24,7 +24,7 @@ from jmpscale._state import static
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Function = Callable[..., Any]
+_Residuals = tuple[jax.Array, list[tuple[()] | None]]  # the loss scale, and () for each input that is differentiated
 
 
 def loss_scaled(
@@ -32,9 +32,8 @@ def loss_scaled(
 ) -> Callable[P, T]:
     """Creates a function with the values and gradients of `fun`, and a scaled backward pass.
 
-    Use it for training loops that take a loss function and differentiate it themselves. In the backward pass, the
-    cotangents of the outputs are multiplied by the scale, and the cotangents of all inputs are divided by it, so the
-    loop receives gradients in true units. To skip steps that overflow, give the loop the optimizer
+    Use it for training loops that take a loss function and differentiate it themselves. The backward pass runs at the
+    scale, and the loop receives gradients in true units. To skip steps that overflow, give the loop the optimizer
     `with_loss_scaling(tx, static(1.0))`, or `with_loss_scaling(tx)` if `scale` can read the optimizer state.
 
     Args:
@@ -60,8 +59,7 @@ def loss_scaled(
 
     Warns:
       UserWarning: the loss, or every output, has a dtype that cannot hold large scales, such as float16; a dynamic
-        scale is a constant of a compiled program; or, from the program, the gradients are not finite and
-        `warn_if_not_finite` is true.
+        scale is a constant of a compiled program; or, with `warn_if_not_finite`, the gradients are not finite.
 
     >>> import jax
     >>> import jmpscale
@@ -71,24 +69,20 @@ def loss_scaled(
     (36.0, 24.0)
     """
     if not callable(fun):
-        raise TypeError(
-            f"fun must be the loss function, got {describe(fun)}. Pass the function: loss_scaled(fun, scale)."
-        )
+        raise TypeError(f"fun must be the loss function, got {describe(fun)}. Call loss_scaled(fun, scale).")
     if isinstance(scale, (int, float)):
         scale = static(scale)
     elif is_array(scale) and is_real_scalar(scale) and not is_traced(scale):
         scale = static(float(scale))  # raises for a scale of 0, which would make every gradient NaN
-
-    name = f"{describe_function(fun)} in jmpscale.loss_scaled"
+    name = f"{describe(fun)} in jmpscale.loss_scaled"
 
     def checked_fun(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Any:
-        out: Any = fun(*args, **kwargs)
-        out = as_pair(out) if has_aux else out
+        loss, out = loss_and_output(fun(*args, **kwargs), has_aux)
         # The loss may be any of these outputs, or computed from them, so all of them must be float16.
-        outputs = [x for x in jax.tree.leaves(out[0] if has_aux else out) if is_inexact(x) and is_traced(x)]
-        scalars = list(filter(is_real_scalar, outputs))
-        if outputs and all(map(needs_wider_gradient, scalars or outputs)):
-            warn_about_narrow_loss(*((scalars[0], "loss") if scalars else (outputs[0], "output")))
+        outputs = [x for x in jax.tree.leaves(loss) if is_inexact(x) and is_traced(x)]
+        losses = list(filter(is_real_scalar, outputs)) or outputs
+        if losses and all(map(needs_wider_gradient, losses)):
+            warn_about_narrow_loss(losses[0])
         return out
 
     # Has the signature of fun, in which nnx.value_and_grad finds the positions of keyword arguments.
@@ -119,27 +113,30 @@ def _read_loss_scale(scale: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyT
         value, adapts = state.loss_scale, state.config.mode == "dynamic"
     if adapts and not is_traced(value) and is_compiling():
         warn_user(
-            "the loss scale is a constant of the compiled program, so it will not adapt: scale does not read it from "
-            "the arguments of fun. Pass a function that does, such as `lambda model, *args, **kwargs: "
-            "model.loss_scale`; or pass a number, or static(...)."
+            "the loss scale is a constant of the compiled program, so it will not adapt. Pass a function that reads it "
+            "from the arguments of fun, such as `lambda model, *args, **kwargs: model.loss_scale`, or pass a number."
         )
     return jax.lax.stop_gradient(jnp.asarray(value, jnp.float32))
 
 
-def _scale_backward_pass(loss_scale: jax.Array, name: str, watch: bool, fun: Function, *args: PyTree) -> Any:
+def _scale_backward_pass(loss_scale: jax.Array, name: str, watch: bool, fun: Callable[..., Any], *args: PyTree) -> Any:
     """Calls `fun`, with output cotangents multiplied by the scale, and input cotangents divided by the scale.
 
-    Errors and warnings call the function `name`.
-
     JAX applies a custom derivative rule at the innermost differentiation in which one of its operands takes part.
-    Derivatives of derivatives are right only if both rules apply at the same one. Therefore each rule has all inputs
-    as operands, although the rule for the outputs does not read them.
+    Derivatives of derivatives are right only if both rules apply at the same one. Therefore each rule has the inputs
+    as operands, although the rule for the outputs does not read them. Errors and warnings call the function `name`.
     """
     traced = trace(fun, *args, name=name)
-    inputs, replace_inputs = flatten_matching(traced.inputs, lambda x: is_traced(x) and is_inexact(x))
-    roles = _roles(inputs, args)
+    paths = {id(leaf): path for path, leaf in jax.tree_util.tree_leaves_with_path(args)}
+    gradients = {id(leaf) for leaf in flatten_gradients(args)[0]}
+
+    def has_gradient(x: object) -> bool:  # the cotangents of other arguments are new statistics of Flax's fp8 layers
+        return is_traced(x) and is_inexact(x) and (id(x) in gradients or id(x) not in paths)
+
+    inputs, replace_inputs = flatten_matching(traced.inputs, has_gradient)
+    names = tuple(_input_name(paths.get(id(x))) for x in inputs)
     try:
-        unscaled: Any = _unscale_cotangents(roles, name if watch else None, loss_scale, inputs)
+        unscaled: Any = _unscale_cotangents(names, name if watch else None, loss_scale, inputs)
     except TypeError as error:
         if "forward-mode" in str(error):
             error.add_note("loss_scaled supports only reverse mode. In forward mode, differentiate fun itself.")
@@ -151,92 +148,63 @@ def _scale_backward_pass(loss_scale: jax.Array, name: str, watch: bool, fun: Fun
     return traced.unflatten(replace_outputs(scaled))
 
 
-class _Role(NamedTuple):
-    """What an input is: its name in errors, and whether its cotangent is a gradient, or new fp8 statistics."""
-
-    name: str
-    is_gradient: bool
-
-
-def _roles(inputs: list[jax.Array], args: tuple[PyTree, ...]) -> tuple[_Role, ...]:
-    paths = {id(leaf): path for path, leaf in jax.tree_util.tree_leaves_with_path(args)}
-    gradients = {id(leaf) for leaf in flatten_gradients(args)[0]}
-
-    def role(x: jax.Array) -> _Role:
-        if (path := paths.get(id(x))) is None:
-            return _Role("a value that fun closes over", is_gradient=True)
-        return _Role(("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:]), id(x) in gradients)
-
-    return tuple(map(role, inputs))
+def _input_name(path: Any) -> str:
+    """Returns the name of an input in errors; only arguments have a path."""
+    return ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:]) if path else "a value that fun closes over"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _unscale_cotangents(
-    roles: tuple[_Role, ...], watched: str | None, loss_scale: jax.Array, inputs: list[jax.Array]
+    names: tuple[str, ...], watched: str | None, loss_scale: jax.Array, inputs: list[jax.Array]
 ) -> list[jax.Array]:
     """Returns the inputs, and divides their cotangents by the loss scale; warns if gradients of `watched` overflow."""
     return [map_like(x, loss_scale) for x in inputs]
 
 
 def _unscale_cotangents_fwd(
-    roles: tuple[_Role, ...], watched: str | None, loss_scale: CustomVJPPrimal, inputs: list[CustomVJPPrimal]
-) -> tuple[list[jax.Array], tuple[jax.Array, list[tuple[()] | None]]]:
-    for x, role in zip(inputs, roles, strict=True):
+    names: tuple[str, ...], watched: str | None, loss_scale: CustomVJPPrimal, inputs: list[CustomVJPPrimal]
+) -> tuple[list[jax.Array], _Residuals]:
+    for x, name in zip(inputs, names, strict=True):
         if x.perturbed:
-            _check_differentiated_input(x.value, role, loss_scale.value)
+            _check_differentiated_input(x.value, name, loss_scale.value)
     # Flags would become arrays, so the structure of the residuals shows which inputs are differentiated.
     differentiated = [() if x.perturbed else None for x in inputs]
     return [map_like(x.value, loss_scale.value) for x in inputs], (loss_scale.value, differentiated)
 
 
-def _check_differentiated_input(x: jax.Array, role: _Role, loss_scale: jax.Array) -> None:
+def _check_differentiated_input(x: jax.Array, name: str, loss_scale: jax.Array) -> None:
     if needs_wider_gradient(x):
         raise TypeError(
-            f"differentiated values must not be float16 or float8, got {role.name} of {describe(x)}: unscaled "
-            f"gradients underflow in {x.dtype}. Keep it in float32 and convert it inside fun, with jmpscale.autocast "
-            "or jmpscale.cast for example; if a framework converts it, wrap the function that converts; or take the "
-            "gradients with jmpscale.value_and_grad, which returns them in float32."
+            f"differentiated values must not be float16 or float8, got {name} of {describe(x)}: unscaled gradients "
+            f"underflow in {x.dtype}. Convert it inside fun, with jmpscale.autocast for example; if a framework "
+            "converts it, wrap its function; or use jmpscale.value_and_grad, which returns gradients in float32."
         )
     if axes := varying_axes(loss_scale) - varying_axes(x):
         raise ValueError(
-            f"scale must be equal on all devices that share {role.name}, but it may differ along the mesh axes "
+            f"scale must be equal on all devices that share {name}, but it may differ along the mesh axes "
             f"{sorted(axes)}. Pass the scaler into jax.shard_map with in_specs=jax.P()."
         )
 
 
 def _unscale_cotangents_bwd(
-    roles: tuple[_Role, ...],
-    watched: str | None,
-    residuals: tuple[jax.Array, list[tuple[()] | None]],
-    cotangents: list[jax.Array | SymbolicZero],
+    names: tuple[str, ...], watched: str | None, residuals: _Residuals, cotangents: list[jax.Array | SymbolicZero]
 ) -> tuple[None, list[jax.Array | None]]:
     loss_scale, differentiated = residuals
-    known = [None if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
-    grads = unscale_leaves(
-        [ct if role.is_gradient else None for ct, role in zip(known, roles, strict=True)], loss_scale
-    )
-    if watched is not None:
-        # The compiler removes the cotangents of all other inputs unless they are read.
-        grads = _warn_if_not_finite(grads, [flag is not None for flag in differentiated], watched)
+    grads = unscale_leaves([None if isinstance(ct, SymbolicZero) else ct for ct in cotangents], loss_scale)
+    # The compiler removes the cotangents of inputs that are not differentiated, unless they are read.
+    checked = [g for g, flag in zip(grads, differentiated, strict=True) if flag is not None and g is not None]
+    if watched is not None and checked:
+        # The compiler keeps the check because a gradient depends on it: the one with the fewest axes, often small.
+        smallest = min(checked, key=jnp.ndim)
+        returned = warn_unless(
+            all_finite_here(checked),
+            f"the gradients of {watched} are not finite. If the training loop replaces infinity and NaN before the "
+            "optimizer checks them, the step is not skipped. Use a scale that jmpscale.diagnose prints.",
+            smallest,
+        )
+        grads = [returned if g is smallest else g for g in grads]
     mark(Mark.GRADIENT, grads, loss_scale)
-    return None, [grad if role.is_gradient else ct for grad, ct, role in zip(grads, known, roles, strict=True)]
-
-
-def _warn_if_not_finite(grads: list[jax.Array | None], selected: list[bool], name: str) -> list[jax.Array | None]:
-    """Returns the gradients of the function `name`, and warns if one of the selected gradients is not finite."""
-    checked = [g for g, is_selected in zip(grads, selected, strict=True) if is_selected and g is not None]
-    if not checked:
-        return grads
-    # The compiler keeps the check because a gradient depends on it: the one with the fewest axes, probably a small one.
-    smallest = min(checked, key=jnp.ndim)
-    watched = warn_unless(
-        all_finite_here(checked),
-        f"the gradients of {name} are not finite. If the training loop replaces infinity and NaN, or solves equations "
-        "with the gradients, before the optimizer checks them, then the step is not skipped. Use a smaller scale: "
-        "jmpscale.diagnose prints the scales that fit.",
-        smallest,
-    )
-    return [watched if g is smallest else g for g in grads]
+    return None, grads
 
 
 _unscale_cotangents.defvjp(_unscale_cotangents_fwd, _unscale_cotangents_bwd, symbolic_zeros=True)

@@ -125,7 +125,7 @@ def with_loss_scaling(
         scaler = initial if in_compiled_step(params) else jax.tree.map(jnp.array, initial)
         is_disabled = scaler.config.mode == "disabled"
         inner_state = tx.init(params if is_disabled else _as_seen_by_inner(params))
-        checks.check_not_wrapped(inner_state, "inner", "Wrap the whole optimizer once: with_loss_scaling(chain(...)).")
+        checks.check_not_wrapped(inner_state, "inner", "Wrap the whole optimizer once.")
         if max_norm is not None:
             checks.warn_if_micro_batches_are_clipped(inner_state)
         if not is_disabled:

@@ -62,10 +62,10 @@ def scale(scaler: PyTree, tree: Tree) -> Tree:
     return scaled
 
 
-def warn_about_narrow_loss(loss: jax.Array, name: str = "loss") -> None:
+def warn_about_narrow_loss(loss: jax.Array) -> None:
     """Warns about a loss whose dtype cannot hold large scales."""
     warn_user(
-        f"the {name} is {loss.dtype}, so the backward pass starts from the loss scale in {loss.dtype}, where large "
+        f"the loss is {loss.dtype}, so the backward pass starts from the loss scale in {loss.dtype}, where large "
         "scales are infinite. Return it in float32: convert the model's output with .astype(jnp.float32)."
     )
 

@@ -635,10 +635,11 @@ def test_autocast_accepts_any_arguments_and_results(call):
             assert x == y
 
 
-def test_autocast_raises_if_jax_has_renamed_a_primitive(monkeypatch):
-    """Otherwise the matmuls of a scan would silently run in float32."""
+@pytest.mark.parametrize("block", ["jit", "remat2", "shard_map"])
+def test_autocast_raises_if_jax_has_renamed_a_primitive(block, monkeypatch):
+    """Otherwise the matmuls of a block would silently run in float32."""
     module = jmpscale._base.jaxpr
-    monkeypatch.setattr(module, "_TRANSPARENT", module._TRANSPARENT - {"scan"})
+    monkeypatch.setattr(module, "_TRANSPARENT", module._TRANSPARENT - {block})
     module.check_primitives.cache_clear()
     with pytest.raises(ImportError, match="jmpscale does not support JAX"):
         jmpscale.autocast(jnp.dot)(W, W)

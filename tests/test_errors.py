@@ -170,7 +170,7 @@ TAKE_NO_REF = {  # the call, and the path of the reference
 @pytest.mark.parametrize("name", TAKE_NO_REF)
 def test_ref_raises(name):
     call, path = TAKE_NO_REF[name]
-    with _raises(TypeError, f"must hold values, got a jax.Ref at {path}. Read it with ref[...]"):
+    with _raises(TypeError, f"must hold values, got a jax.Ref at {path}. Pass its value, ref[...]."):
         call({"b": jnp.ones(1), "w": jax.new_ref(jnp.ones(2))})
 
 
@@ -205,14 +205,14 @@ def _dynamic(**settings):
 
 CONSTRUCTORS = {
     TypeError: {
-        "bool": (_dynamic(growth_factor=True), "growth_factor must be a Python number, got True of type bool"),
+        "bool": (_dynamic(growth_factor=True), "growth_factor must be a Python float, got True of type bool"),
         "array": (_dynamic(growth_factor=jnp.ones(())), "growth_factor ... float32[] of type Array. ... with float()"),
         "traced": (lambda: _traced(jmpscale.dynamic, 8.0), "init_scale must ... got float32[] ... a traced value"),
-        "string": (_dynamic(backoff_factor="0.5"), "backoff_factor must be a Python number, got '0.5' of type str"),
-        "float count": (_dynamic(growth_interval=100.0), "growth_interval must ... got 100.0 of type float. Use int("),
-        "string count": (_dynamic(growth_interval="x" * 58), f"must be an integer, got '{58 * 'x'}' of type str"),
-        "long string": (_dynamic(growth_interval="x" * 59), f"must be an integer, got '{56 * 'x'}..."),
-        "bool count": (_dynamic(hysteresis=True), "hysteresis must be an integer, got True"),
+        "string": (_dynamic(backoff_factor="0.5"), "backoff_factor must be a Python float, got '0.5' of type str"),
+        "float count": (_dynamic(growth_interval=100.0), "growth_interval must ... of type float. Convert"),
+        "string count": (_dynamic(growth_interval="x" * 58), f"must be a Python int, got '{58 * 'x'}' of type str"),
+        "long string": (_dynamic(growth_interval="x" * 59), f"must be a Python int, got '{56 * 'x'}..."),
+        "bool count": (_dynamic(hysteresis=True), "hysteresis must be a Python int, got True"),
     },
     ValueError: {
         "growth rounds to 1": (_dynamic(growth_factor=1 + 2.0**-24), "growth_factor must ... be above 1 in float32"),
@@ -228,7 +228,6 @@ CONSTRUCTORS = {
         "reset": (_dynamic(hysteresis_reset="never"), "hysteresis_reset must be ... 'finite', got 'never'"),
         "small min_scale": (_dynamic(min_scale=SMALLEST / 2), "min_scale must ... 2^-126 and 2^126, got 2^-127."),
         "large max_scale": (_dynamic(max_scale=LARGEST * 1.5), "max_scale must ... got 1.2760588759535192e+38."),
-        "max_scale above float64": (_dynamic(max_scale=10**400), "max_scale must ... 2^126, got inf."),
         "min above max": (_dynamic(min_scale=4.0, max_scale=2.0), "min_scale must not exceed max_scale, got 4 and 2."),
         "init below min": (_dynamic(init_scale=0.5), "init_scale must be between 1 and 2^32, got 0.5. Change"),
         "init above max": (_dynamic(init_scale=2.0**32 + 1), "init_scale must be between"),
@@ -281,9 +280,9 @@ SCALE_AND_UPDATE = {
         "dict as config": (_update(config={}), "scaler.config must ... got dict. Restore into a new scaler."),
         "int loss": (lambda: jmpscale.scale(STATE, {"n": jnp.int32(3)}), "got int32[] at tree['n']. Pass only"),
         "complex loss": (lambda: jmpscale.scale(STATE, 1j), "floating-point losses, got 1j at tree. "),
-        "function as gradients": (lambda: jmpscale.all_finite(jnp.sum), "tree must be a pytree ... got function. Pass"),
+        "function as gradients": (lambda: jmpscale.all_finite(jnp.sum), "tree must be a pytree ... got sum. Pass"),
         "string loss": (lambda: jmpscale.scale(STATE, "x"), "got 'x' at tree. "),
-        "number as flag": (lambda: jmpscale.update(STATE, 1), "finite must be a boolean, got 1. Pass the flag from"),
+        "number as flag": (lambda: jmpscale.update(STATE, 1), "finite must be a boolean, got 1. Pass the result"),
         "int32 as flag": (lambda: jmpscale.update(STATE, jnp.int32(1)), "finite must be a boolean, got int32"),
     },
     ValueError: {
@@ -291,7 +290,10 @@ SCALE_AND_UPDATE = {
         "flags": (lambda: jmpscale.update(STATE, FLAGS), "finite must be a scalar, got shape (2,). Combine with"),
         "axis": (lambda: jmpscale.update(STATE, TRUE, axis_name="x"), "'x' is not the name of a ... omit axis_name"),
         "axis set": (lambda: jmpscale.all_finite(GRADS, axis_name={"x"}), "axis_name 'x' is not the name of a mapped"),
-        "nested axis": (lambda: jmpscale.all_finite(GRADS, axis_name=[["x"]]), "axis_name list is not the name of"),
+        "nested axis": (
+            lambda: jmpscale.all_finite(GRADS, axis_name=[["x"]]),
+            "list of 1 is not the name of",
+        ),
     },
     UserWarning: {
         "float16 loss": (lambda: _traced(jmpscale.scale, STATE, W16), "the loss is float16 ... Return it in float32"),
@@ -450,16 +452,11 @@ VALUE_AND_GRAD = {
             "fun must be the loss function, got ScalerState. The scaler is the first positional argument of the "
             "new function: value_and_grad(loss_fn)(scaler, params, batch).",
         ),
-        "argnums": (lambda: jmpscale.value_and_grad(_sum, STATE), "argnums must ... got a ScalerState. The scaler is"),
-        "has_aux": (lambda: jmpscale.value_and_grad(_sum, 0, GRADS), "has_aux must be ... got dict. The scaler is the"),
-        "all arguments": (
-            lambda: jmpscale.value_and_grad(_sum, 0, True, STATE, GRADS),
-            "value_and_grad takes the loss function and options, got 2 more arguments. The scaler is the first",
+        "scaler second": (
+            lambda: jmpscale.value_and_grad(_sum, STATE),
+            "but not its arguments. The scaler is the first",
         ),
-        "keyword": (
-            lambda: jmpscale.value_and_grad(_sum)(scaler=STATE, tree=GRADS),
-            "scaler must be given by position, got none. The scaler is the first positional argument",
-        ),
+        "all arguments": (lambda: jmpscale.value_and_grad(_sum, 0, True, STATE, GRADS), "but not its arguments. The"),
         "no pair": (_value_and_grad(GRADS, has_aux=True), "pair (loss, aux) because has_aux is true, got float32[]."),
         "triple": (
             _value_and_grad(LOSS, fun=lambda w: (w, w, w), has_aux=True),
@@ -480,12 +477,8 @@ VALUE_AND_GRAD = {
             "as the loss, got float32[2]. Reduce it",
         ),
         "vector and aux": (_value_and_grad(W32, fun=lambda w: (w, 1), has_aux=True), "as the loss, got float32[2]."),
-        "pair": (_value_and_grad(W32, fun=lambda w: (jnp.sum(w), w)), "of 2. ... has_aux=True. Pass the loss function"),
+        "pair": (_value_and_grad(W32, fun=lambda w: (jnp.sum(w), w)), "of 2. Return the loss. ... has_aux=True."),
         "none": (_value_and_grad(W32, fun=lambda w: None), "as the loss, got None. Return the loss."),
-        "step": (
-            lambda: _traced(jmpscale.value_and_grad(_train_step), STATE, GRADS, SCALE_STATE),
-            "as the loss, got tuple of 3. Return the loss. Pass the loss function itself, not a training step",
-        ),
         "value_and_grad": (
             lambda: jmpscale.value_and_grad(jmpscale.value_and_grad(_sum)),
             "fun must be the loss function, got a result of value_and_grad. Pass the loss function itself",
@@ -494,10 +487,14 @@ VALUE_AND_GRAD = {
             lambda: jmpscale.value_and_grad(jax.jit(jmpscale.value_and_grad(_sum))),
             "fun must be the loss function, got a result of value_and_grad.",
         ),
+        "equinox with nnx": (_value_and_grad(EQUINOX, transform=nnx.value_and_grad), "an Equinox Lambda ... equinox."),
+        "step": (
+            lambda: _traced(jmpscale.value_and_grad(_train_step), STATE, GRADS, SCALE_STATE),
+            "as the loss, got tuple of 3. Return the loss. Pass the loss function itself, not a training step",
+        ),
         "nnx": (_value_and_grad(NNX), "arguments must ... a Flax NNX Dropout ... transform=flax.nnx.value_and_grad"),
         "nnx first": (_value_and_grad(NNX, LOSS, argnums=-2), "got a Flax NNX Dropout"),
-        "equinox": (_value_and_grad(1.0, EQUINOX, argnums=(0, 1)), "argument 1 must ... PjitFunction at .fn. Pass"),
-        "equinox with nnx": (_value_and_grad(EQUINOX, transform=nnx.value_and_grad), "an Equinox Lambda ... equinox."),
+        "equinox": (_value_and_grad(1.0, EQUINOX, argnums=(0, 1)), "argument 1 must ... tanh at .fn. Pass"),
         "absent argument": (_value_and_grad(GRADS, argnums=1), "without the scaler, got 1 in a call with 1 positional"),
         "integers": (
             _value_and_grad(GRADS, {"n": INTS}, argnums=1),
@@ -506,14 +503,14 @@ VALUE_AND_GRAD = {
     },
     ValueError: {
         "no scaler": (lambda: jmpscale.value_and_grad(_sum)(GRADS, W32), "found 0 in a dict. The scaler is the first"),
-        "method": (lambda: _Model().loss(STATE, W32), "found 0 in a _Model. ... call value_and_grad(self.loss)("),
+        "keyword": (
+            lambda: jmpscale.value_and_grad(_sum)(scaler=STATE, tree=GRADS),
+            "found 0 in a NoneType. The scaler",
+        ),
+        "method": (lambda: _Model().loss(STATE, W32), "found 0 in a _Model. ... Call value_and_grad(self.loss)("),
     },
     UserWarning: {
         "constant": (lambda: _traced(_value_and_grad_at_constant, GRADS), "the scaler is a constant of the compiled"),
-        "scaled backward pass": (
-            _value_and_grad(W32, fun=jmpscale.loss_scaled(_sum, 8.0)),
-            "twice ... Remove loss_scaled",
-        ),
         "scaled loss in autocast": (
             _value_and_grad(W32, fun=jmpscale.autocast(lambda w: jmpscale.scale(STATE, (w @ jnp.ones((2, 2))).sum()))),
             "the loss is scaled twice",
@@ -521,6 +518,10 @@ VALUE_AND_GRAD = {
         "scaled loss": (
             lambda: _traced(_value_and_grad(GRADS, fun=lambda tree: jmpscale.scale(STATE, _sum(tree)))),
             "the loss is scaled twice, because value_and_grad scales it. Remove scale from the loss.",
+        ),
+        "scaled backward pass": (
+            _value_and_grad(W32, fun=jmpscale.loss_scaled(_sum, 8.0)),
+            "twice ... Remove loss_scaled",
         ),
     },
 }
@@ -540,7 +541,7 @@ def _grad(w, fun=_sum, scale=8.0, **options):
 
 LOSS_SCALED = {
     TypeError: {
-        "loss": (lambda: jmpscale.loss_scaled(3.0, 8.0), "fun must ... got 3.0. Pass the function: loss_scaled(fun,"),
+        "loss": (lambda: jmpscale.loss_scaled(3.0, 8.0), "fun must ... got 3.0. Call loss_scaled(fun, scale)."),
         "vector": (_loss_scaled(jnp.ones(3)), "scale must be a floating-point scalar, got float32[3]. Pass"),
         "int": (_loss_scaled(jnp.int32(3)), "scale must be a floating-point scalar, got int32[]"),
         "no pair": (_loss_scaled(8.0, has_aux=True), "a pair (loss, aux) because has_aux is true, got float32[]."),
@@ -557,7 +558,7 @@ LOSS_SCALED = {
     ValueError: {
         "number": (_loss_scaled(-1), "scale must be between 2^-126 and 2^126, got -1."),
         "zero": (_loss_scaled(jnp.float32(0)), "scale must be between 2^-126 and 2^126, got 0"),
-        "nan": (_loss_scaled(np.float32("nan")), "scale must be a number, got nan"),
+        "nan": (_loss_scaled(np.float32("nan")), "scale must be between 2^-126 and 2^126, got nan."),
         "function": (_loss_scaled(lambda _: 0), "scale must be between 2^-126 and 2^126, got 0."),
         "string": (_loss_scaled("x"), "exactly one ScalerState, found 0 in a str"),
         "varying": (
@@ -569,13 +570,12 @@ LOSS_SCALED = {
         "float16": (_grad(W32, _half_sum), "the loss is float16"),
         "float16 output": (
             lambda: jax.grad(lambda w: _sum(jmpscale.loss_scaled(lambda w: w.astype("f2"), 8.0)(w)))(W32),
-            "the output is float16, so the backward pass starts from the loss scale in float16",
+            "the loss is float16, so the backward pass starts from the loss scale in float16",
         ),
         "constant": (
             lambda: _traced(_grad(W32, scale=STATE)),
-            "constant of the compiled program, so it will not adapt: scale does not read it from the arguments of"
-            " fun. Pass a function that does, such as `lambda model, *args, **kwargs: model.loss_scale`; or pass "
-            "a number, or static(...).",
+            "constant of the compiled program, so it will not adapt. Pass a function that reads it from the arguments "
+            "of fun, such as `lambda model, *args, **kwargs: model.loss_scale`, or pass a number.",
         ),
         "function": (lambda: _traced(_grad(W32, scale=lambda _: LOSS)), "constant of the compiled program"),
     },
@@ -585,14 +585,14 @@ AUTOCAST = {
     TypeError: {
         "number": (
             lambda: jmpscale.autocast(3.0),
-            "fun must be the loss function, got 3.0. ... autocast(loss_fn, dtype",
+            "fun must be the loss function, got 3.0. Call autocast(loss_fn, dtype",
         ),
-        "dtype": (lambda: jmpscale.autocast(jnp.float16), "fun must be the loss function, got float16. Pass it first"),
+        "dtype": (lambda: jmpscale.autocast(jnp.float16), "fun must be the loss function, got float16. Call autocast"),
         "name of a dtype": (lambda: jmpscale.autocast("bfloat16"), "fun must be the loss function, got 'bfloat16'."),
         "to float32": (lambda: jmpscale.autocast(_sum, dtype=jnp.float32), "must be float16 or bfloat16, got float32."),
         "context manager": (lambda: jmpscale.autocast().__enter__(), "not a context manager. Wrap the loss function"),
         "to None": (lambda: jmpscale.autocast(dtype=None), "dtype must be float16 or bfloat16, got None. Pass"),
-        "to an array": (lambda: jmpscale.autocast(_sum, dtype=W32), "dtype must ... got float32[2]. Pass jnp.float16,"),
+        "to an array": (lambda: jmpscale.autocast(_sum, dtype=W32), "dtype must ... got float32[2]. Pass jnp.float16"),
     },
 }
 
@@ -664,14 +664,14 @@ WITH_LOSS_SCALING = {
         "update alone": (_wrap(SimpleNamespace(update=ADAM.update)), "inner must be ... got SimpleNamespace."),
         "wrapped in a chain": (
             lambda: _wrap(optax.chain(SGD, optax.chain(TX)), jmpscale.disabled())().init(GRADS),
-            "inner must not contain with_loss_scaling, got ... once: with_loss_scaling(chain(...)).",
+            "inner must not contain with_loss_scaling, got ... Wrap the whole optimizer once.",
         ),
         "scaler in the gradients": (
             lambda: SCALE.update({"model": GRADS, "scaler": STATE}, SCALE_STATE),
             "the gradients contain a ScalerState, which the optimizer would change. Keep it out of params.",
         ),
-        "max_norm": (_wrap(ADAM, max_norm="1"), "max_norm must be a Python number, got '1'"),
-        "warn_after_skips": (_wrap(ADAM, warn_after_skips=1.5), "warn_after_skips must be an integer, got 1.5"),
+        "max_norm": (_wrap(ADAM, max_norm="1"), "max_norm must be a Python float, got '1'"),
+        "warn_after_skips": (_wrap(ADAM, warn_after_skips=1.5), "warn_after_skips must be a Python int, got 1.5"),
         "loss by position": (lambda: TX.update(GRADS, OPT_STATE, GRADS, LOSS), "value=loss), got another value by pos"),
         "loss first": (lambda: TX.update(_pair(1)[0], OPT_STATE, GRADS), "got the loss in place of the gradients."),
         "inner state": (lambda: TX.update(GRADS, ADAM.init(GRADS)), "got tuple. The ... ._replace(inner_state=...)"),
@@ -814,12 +814,12 @@ def _to_torch(**fields):
 TORCH = {
     TypeError: {
         "scaler": (lambda: jmpscale.from_torch_state_dict(STATE), "mapping must be the result of ... got ScalerState."),
-        "tracker": (_from_torch(_growth_tracker=1.5), "['_growth_tracker'] must be an integer, got 1.5"),
+        "tracker": (_from_torch(_growth_tracker=1.5), "['_growth_tracker'] must be a Python int, got 1.5"),
     },
     ValueError: {
         "static": (lambda: jmpscale.to_torch_state_dict(jmpscale.static(8)), "got mode 'static'. In torch, construct"),
         "disabled": (lambda: jmpscale.to_torch_state_dict(jmpscale.disabled()), "got mode 'disabled'"),
-        "nan": (_to_torch(loss_scale=jnp.float32(jnp.nan)), "scaler.loss_scale must be a number, got nan"),
+        "nan": (_to_torch(loss_scale=jnp.float32(jnp.nan)), "scaler.loss_scale must be between ... got nan. The"),
         "zero": (_to_torch(loss_scale=jnp.float32(0)), "scaler.loss_scale ... got 0. ... restore an older checkpoint"),
         "empty": (lambda: jmpscale.from_torch_state_dict({}), "missing ['_growth_tracker', ... If it is empty, the"),
         "nested": (lambda: jmpscale.from_torch_state_dict({"x": TORCH_DICT}), "missing ['_growth_tracker', ... ['x']."),
@@ -850,13 +850,13 @@ def _float16(size):
 CAST_AND_MONITORING = {
     AttributeError: {"method": (lambda: STATE.scale(LOSS), "no attribute 'scale'. It has no methods: pass it to")},
     TypeError: {
-        "cast to int": (_cast(GRADS, jnp.int8), "dtype must be a floating-point dtype, got int8. ... cast(params, jnp"),
+        "cast to int": (_cast(GRADS, jnp.int8), "dtype must be a floating-point dtype, got int8. Call cast(params,"),
         "cast to complex": (_cast(GRADS, jnp.complex64), "dtype must be a floating-point dtype, got"),
-        "cast to a tree": (_cast(jnp.float16, GRADS), "dtype must be ... got dict. Pass the tree, then a dtype"),
-        "cast to an array": (_cast(GRADS, W32), "dtype must be ... got float32[2]. Pass the tree"),
-        "cast to a string": (_cast(GRADS, "float17"), "dtype must be ... got 'float17'. Pass the tree"),
+        "cast to a tree": (_cast(jnp.float16, GRADS), "dtype must be ... got dict. Call cast(params, jnp"),
+        "cast to an array": (_cast(GRADS, W32), "dtype must be ... got float32[2]. Call cast("),
+        "cast to a string": (_cast(GRADS, "float17"), "dtype must be ... got 'float17'. Call cast("),
         "cast to None": (_cast(GRADS, None), "dtype must be a floating-point dtype, got None"),
-        "fraction of skips": (_stuck(2.5), "max_consecutive_skips must be an integer, got 2.5"),
+        "fraction of skips": (_stuck(2.5), "max_consecutive_skips must be a Python int, got 2.5"),
         "traced report": (lambda: _traced(lambda r: r.describe(), REPORT), "describe ... Return the report first."),
     },
     ValueError: {

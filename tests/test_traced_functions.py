@@ -165,9 +165,9 @@ def test_change_of_a_variable_of_an_outer_trace_raises_with_a_remedy(is_argument
     with pytest.raises(Exception, match="Cannot mutate BatchStat") as caught:
         nnx.jit(gradient)(nnx.BatchStat(jnp.zeros(())))
     remedy = (
-        f"jmpscale.{name} is traced, so Flax does not let it change variables that it closes over, or that belong to "
-        "an outer trace. Pass the Flax NNX objects or the state as arguments, and differentiate with "
-        "flax.nnx.value_and_grad; or create the variables in the function: nnx.merge(graphdef, state, copy=True)."
+        f"jmpscale.{name} is traced, so it cannot change variables of an outer trace, or that it closes over. Pass the "
+        "Flax NNX objects as arguments and differentiate with flax.nnx.value_and_grad, or create the variables in the "
+        "function: nnx.merge(graphdef, state, copy=True)."
     )
     assert any(remedy in note for note in caught.value.__notes__)
 

@@ -5,12 +5,14 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
 from jax.typing import DTypeLike
 
-from jmpscale._autocast.rules import HALF, in_half
-from jmpscale._autocast.warnings import warn_about_kept
-from jmpscale._base.check import as_dtype
-from jmpscale._base.text import describe_function
+from jmpscale._autocast.rules import HALF, MATMULS, Kept, in_half, reason_to_keep, setting_that_keeps
+from jmpscale._base.check import as_dtype, warn_user
+from jmpscale._base.jaxpr import Found, equations, type_of
+from jmpscale._base.text import describe
 from jmpscale._base.trace import lift_nnx, trace
 from jmpscale._base.tree import PyTree
 
@@ -35,33 +37,30 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
     """Creates a function that runs the matmuls and convolutions of `fun` in half precision.
 
     Write `fun` in float32, with float32 parameters. The float32 operands of matmuls and convolutions are converted to
-    `dtype`, the result is computed in `dtype`, and it is converted back to float32 at once. The other operand may be in
-    `dtype` already, or hold integers or booleans. All other operations run as written, so softmax, normalization,
-    masks of -1e9 before a softmax and epsilons of 1e-8 are as accurate as in float32. The gradients of float32
-    parameters are float32.
+    `dtype`, and the results are converted back to float32 at once. The other operand may be in `dtype` already, or hold
+    integers or booleans. All other operations run as written, so softmax, normalization, masks of -1e9 and epsilons of
+    1e-8 are as accurate as in float32. The gradients of float32 parameters are float32.
 
-    A float16 result that is infinite becomes NaN, which later arithmetic cannot hide, whereas 1 / infinity is 0. The
-    loss is then NaN, and the step is skipped.
+    A float16 result that is infinite becomes NaN, because later arithmetic could hide infinity: 1 / infinity is 0. The
+    loss is then NaN, and the step is skipped. In float16, gradients underflow without loss scaling: differentiate with
+    `jmpscale.value_and_grad`, or use `loss_scaled`. Wrap the loss function, not the training step: some optimizers
+    contain matmuls, too.
 
-    Wrap the loss function, not the training step: some optimizers contain matmuls, too. In float16, gradients
-    underflow without loss scaling: differentiate with `jmpscale.value_and_grad`, or use `loss_scaled`. bfloat16 needs
-    no scaling.
+    Inner products, such as `jnp.vdot(w, w)`, and outer products remain in float32: half precision would make them less
+    accurate and not faster. The guide lists programs that must stay in float32, such as sums, angles and gathers that
+    are written as other matmuls. `precision="highest"` keeps a matmul in float32, and so does
+    `jax.default_matmul_precision("highest")` around it.
 
-    Inner products, such as `jnp.vdot(w, w)`, and outer products, such as positions times frequencies in rotary
-    embeddings, remain in float32: half precision would make them less accurate and not faster. Sums, angles and gathers
-    written as other matmuls are rounded; the guide lists programs that must stay in float32.
-    `precision="highest"` keeps a matmul in float32, and so does `jax.default_matmul_precision("highest")` around it.
-
-    Matmuls of other dtypes, kernels (Pallas, FFI), solvers, and functions with their own derivative rule
-    (`jax.custom_vjp`, `jax.custom_jvp`) run as written. To convert the matmuls of such a function, wrap `fun` after
-    differentiation, `autocast(jmpscale.value_and_grad(loss_fn))`, or use `autocast` inside the function.
+    Matmuls of other dtypes, such as complex64, kernels (Pallas, FFI), solvers, and functions with their own derivative
+    rule (`jax.custom_vjp`, `jax.custom_jvp`) run as written. To convert the matmuls of such a function, wrap `fun`
+    after differentiation, `autocast(jmpscale.value_and_grad(loss_fn))`, or use `autocast` inside the function.
 
     As a decorator it takes the dtype: `@jmpscale.autocast(dtype=jnp.bfloat16)`.
 
     Args:
-      fun: the loss function, or any function that `jax.jit` accepts. It is called once per call of the new function, to
-        trace it. Arguments and results may be any pytrees, Equinox modules, Flax NNX objects and Python objects. Pass
-        the NNX objects and variables that the function changes as arguments; Flax raises if it closes over them.
+      fun: the loss function, or any function that `jax.jit` accepts. It is traced in every call. Arguments and results
+        may be any pytrees, Equinox modules, Flax NNX objects and Python objects. Pass the NNX objects and variables
+        that the function changes as arguments; Flax raises if it closes over them.
       dtype: `jnp.float16` or `jnp.bfloat16`.
 
     Returns:
@@ -72,10 +71,8 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
       TypeError: `fun` is not callable, `dtype` is not float16 or bfloat16, or an argument is a `jax.Ref`.
 
     Warns:
-      UserWarning: no matmul or convolution of `fun` is converted and none has `precision="highest"`, with the
-        reason; or `fun` contains complex matmuls, which remain complex64. Both are checked when `fun` is first traced.
-
-    The rule follows `torch.autocast` and NVIDIA's "Mixed Precision Training" (arXiv:1710.03740).
+      UserWarning: no matmul or convolution is converted when `fun` is first traced, and none has
+        `precision="highest"`. The warning names the reasons.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -85,18 +82,12 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
     """
     half = as_dtype(dtype)
     if half is None or half not in HALF:
-        raise TypeError(
-            f"dtype must be float16 or bfloat16, got {describe_function(dtype)}. Pass jnp.float16, with loss scaling, "
-            "or jnp.bfloat16."
-        )
+        raise TypeError(f"dtype must be float16 or bfloat16, got {describe(dtype)}. Pass jnp.float16 or jnp.bfloat16.")
     if fun is None:
         return _Decorator(autocast, dtype=half)
-    name, is_checked = describe_function(fun), False
+    name, is_checked = describe(fun), False
     if not callable(fun) or as_dtype(fun) in HALF:
-        raise TypeError(
-            f"fun must be the loss function, got {name}. Pass it first, and the dtype by keyword: autocast(loss_fn, "
-            "dtype=...)."
-        )
+        raise TypeError(f"fun must be the loss function, got {name}. Call autocast(loss_fn, dtype=...).")
 
     def run_in_half(fun: Callable[..., PyTree], *args: PyTree) -> PyTree:
         nonlocal is_checked
@@ -104,7 +95,8 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
         jaxpr = in_half(traced.jaxpr, half)
         if not is_checked:
             is_checked = True
-            warn_about_kept(name, traced.jaxpr, half, is_unchanged=jaxpr is traced.jaxpr)
+            if jaxpr is traced.jaxpr:
+                _warn_without_effect(name, jaxpr, half)
         return traced.unflatten(traced._replace(jaxpr=jaxpr).evaluate())
 
     @functools.wraps(fun, updated=())
@@ -112,3 +104,20 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
         return lift_nnx(run_in_half, lambda args, kwargs: fun(*args, **kwargs), args, kwargs)
 
     return autocast_fun
+
+
+def _warn_without_effect(name: str, jaxpr: core.Jaxpr, half: np.dtype) -> None:
+    """Warns that no matmul of a function is converted to half precision, with the reasons."""
+    by_reason: dict[Kept, list[Found]] = {}
+    for found in equations(jaxpr):
+        if found.eqn.primitive.name in MATMULS:
+            by_reason.setdefault(reason_to_keep(half, found.eqn) or Kept.HELD, []).append(found)
+    setting, total = setting_that_keeps(), sum(map(len, by_reason.values()))
+    if Kept.PRECISION in by_reason and setting is None:
+        return  # the function itself requests the precision of a matmul
+    sentences = [] if total else ["It contains none; kernels, sparse matmuls and compiled functions run as written."]
+    for reason, (first, *others) in by_reason.items():
+        dtypes = " and ".join(str(type_of(x).dtype) for x in first.eqn.invars[:2])
+        explanation = reason.value.format(dtypes=dtypes, setting=setting, holder=first.holder)
+        sentences.append(f"{1 + len(others)} of {total} matmuls, at {first.line}: {explanation}")
+    warn_user(f"autocast has no effect: it converts no matmul or convolution of {name}. {' '.join(sentences)}")

@@ -42,24 +42,10 @@ Conversion = Callable[..., jax.Array]  # takes an array and a dtype
 class Kept(enum.Enum):
     """Why a matmul or convolution runs as written."""
 
-    COMPLEX = (
-        "No complex dtype has parts in half precision. Compute the real and imaginary parts by separate matmuls, "
-        "or pass precision='highest' to keep them as they are."
-    )
-    DTYPE = (
-        "The operands are {dtypes}, and autocast converts only float32. Pass float32 parameters and inputs; if the "
-        "function casts them itself, remove autocast."
-    )
-    INNER_PRODUCT = "An inner product is a sum, which could overflow."
-    OUTER_PRODUCT = "An outer product sums nothing, so half precision would only round it."
-    PRECISION = (
-        "autocast keeps the setting jax_default_matmul_precision={setting!r}. Reset it, and use "
-        "jax.default_matmul_precision around the lines that need it."
-    )
-    HELD = (
-        "{holder} runs as written. Use autocast inside the function that it runs, or wrap the function that returns "
-        "the gradients."
-    )
+    DTYPE = "The operands are {dtypes}, but autocast converts float32. Pass float32 values, or remove autocast."
+    PRODUCT = "Inner and outer products would be less accurate in half precision, and not faster."
+    PRECISION = "autocast keeps the setting jax_default_matmul_precision={setting!r}. Set it only where it is needed."
+    HELD = "{holder} runs as written. Use autocast in its function, or wrap the function that returns the gradients."
 
 
 def in_half(jaxpr: core.Jaxpr, half: np.dtype) -> core.Jaxpr:
@@ -89,8 +75,8 @@ def _matmul_in_half(half: np.dtype, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
         result, finish = out, []
     else:
         finish = _apply(jax.lax.convert_element_type, eqn, result, out)
-    preferred = {"preferred_element_type": half} if "preferred_element_type" in eqn.params else {}
-    matmul = eqn.replace(invars=[*operands, *eqn.invars[2:]], outvars=[result], params=eqn.params | preferred)
+    params = eqn.params | {"preferred_element_type": half}
+    matmul = eqn.replace(invars=[*operands, *eqn.invars[2:]], outvars=[result], params=params)
     return [*conversions, matmul, *finish]
 
 
@@ -117,8 +103,7 @@ def _apply(fun: Conversion, matmul: core.JaxprEqn, x: Any, y: Any) -> list[core.
     eqns = []
     for eqn in scalar.eqns:
         (out,) = eqn.outvars
-        like = y if _dtype(out) == _dtype(y) else x
-        variables.setdefault(out, core.Var(like.aval))
+        variables.setdefault(out, core.Var(y.aval))  # the conversion is the first equation
         weak_type = {"weak_type": y.aval.weak_type} if "weak_type" in eqn.params else {}
         eqns.append(
             matmul.replace(
@@ -141,25 +126,22 @@ def _scalar_jaxpr(fun: Conversion, x: np.dtype, y: np.dtype) -> core.Jaxpr:
 def reason_to_keep(half: np.dtype, eqn: core.JaxprEqn) -> Kept | None:
     """Returns why a matmul or convolution runs as written, or None if autocast converts it."""
     operands = [_dtype(x) for x in eqn.invars[:2]]
-    precision = Kept.PRECISION if _keeps_precision(eqn.params["precision"]) else None
-    if any(jnp.issubdtype(dtype, np.complexfloating) for dtype in operands):
-        return precision or Kept.COMPLEX
-    # The user chose wider operands, or the other half-precision dtype.
+    if _keeps_precision(eqn.params["precision"]):
+        return Kept.PRECISION
+    # The user chose complex or wider operands, or the other half-precision dtype.
     if _FLOAT32 not in operands or any(jnp.issubdtype(x, np.inexact) and x not in (_FLOAT32, half) for x in operands):
         return Kept.DTYPE
     if _dtype(eqn.outvars[0]) not in (_FLOAT32, half):
         return Kept.DTYPE
-    return (_reason_by_shape(eqn) if eqn.primitive.name == "dot_general" else None) or precision
+    return Kept.PRODUCT if eqn.primitive.name == "dot_general" and _is_inner_or_outer_product(eqn) else None
 
 
-def _reason_by_shape(eqn: core.JaxprEqn) -> Kept | None:
+def _is_inner_or_outer_product(eqn: core.JaxprEqn) -> bool:
     shapes = [type_of(x).shape for x in eqn.invars[:2]]
     contracting, batch = eqn.params["dimension_numbers"]
     sides = zip(shapes, contracting, batch, strict=True)
     free = [size for shape, c, b in sides for axis, size in enumerate(shape) if axis not in (*c, *b)]
-    if all(size == 1 for size in free):
-        return Kept.INNER_PRODUCT
-    return Kept.OUTER_PRODUCT if all(shapes[0][axis] == 1 for axis in contracting[0]) else None
+    return all(size == 1 for size in free) or all(shapes[0][axis] == 1 for axis in contracting[0])
 
 
 def _dtype(x: Any) -> np.dtype:

@@ -29,7 +29,7 @@ def manual_axes(typed: bool) -> tuple[str, ...]:
 
 def untyped_axes() -> set[Hashable]:
     """Returns the mapped axes around this call along which JAX's types do not show variation."""
-    return set(axis_names_in_scope()) - set(manual_axes(typed=True)) | set(manual_axes(typed=False))
+    return set(axis_names_in_scope()) - set(manual_axes(typed=True))
 
 
 def map_like(x: jax.Array, like: jax.Array) -> jax.Array:
@@ -46,32 +46,25 @@ def axes_to_reduce(x: jax.Array, axis_name: AxisName) -> tuple[Hashable, ...]:
     varying = varying_axes(x)
     if axis_name is None:
         return tuple(sorted(varying))
+    names = as_axes(axis_name)
+    if unknown := [name for name in names if name not in axis_names_in_scope()]:
+        raise ValueError(
+            f"axis_name {describe(unknown[0])} is not the name of a mapped axis here. Use an axis name of the "
+            "jax.shard_map mesh, jax.pmap or jax.vmap around this call; under plain jax.jit omit axis_name."
+        )
     # Along a typed axis JAX's types show whether the value varies, and JAX may raise if a value that does not vary is
     # reduced. Along an untyped axis the types show nothing, so the value is always reduced.
-    return tuple(name for name in as_axes(axis_name) if not varying_axes(_axis_index(name)) or name in varying)
-
-
-def _axis_index(name: Hashable) -> jax.Array:
-    try:
-        return jax.lax.axis_index(name)
-    except (NameError, TypeError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"axis_name {describe(name)} is not the name of a mapped axis here. Use an axis name of the jax.shard_map "
-            "mesh, jax.pmap or jax.vmap around this call; under plain jax.jit omit axis_name."
-        ) from error
+    return tuple(name for name in names if name in varying or name in untyped_axes())
 
 
 def all_reduce_and(*flags: jax.Array, axis_name: AxisName = None) -> tuple[jax.Array, ...]:
     """Combines each flag, bool[], over devices by a logical AND, in at most one collective for all flags."""
-    axes = [axes_to_reduce(flag, axis_name) for flag in flags]
-    varying = [flag for flag, names in zip(flags, axes, strict=True) if names]
-    if not varying:
+    axes = tuple(dict.fromkeys(name for flag in flags for name in axes_to_reduce(flag, axis_name)))
+    if not axes:
         return flags
-    union = tuple(dict.fromkeys(name for names in axes for name in names))
     # As integers, because the libraries that carry collectives (NCCL, Gloo, MPI) have no booleans.
-    packed = (varying[0] if len(varying) == 1 else jnp.stack(varying)).astype(jnp.int32)
-    reduced = iter(jnp.atleast_1d(jax.lax.pmin(packed, union).astype(bool)))
-    return tuple(next(reduced) if names else flag for flag, names in zip(flags, axes, strict=True))
+    packed = (flags[0] if len(flags) == 1 else jnp.stack(flags)).astype(jnp.int32)
+    return tuple(jnp.atleast_1d(jax.lax.pmin(packed, axes).astype(bool)))
 
 
 def warn_if_unsynchronized(axis_name: AxisName, other_axes: AxisName = ()) -> None:
@@ -91,7 +84,6 @@ def check_no_partial_sums(tree: PyTree) -> None:
     if found := first_leaf(tree, lambda leaf: is_inexact(leaf) and unreduced_axes(leaf)):
         path, leaf = found
         raise TypeError(
-            f"the leaf at tree{path} is a partial sum over the mesh axes {sorted(unreduced_axes(leaf))}: its shards "
-            "have not been summed, so it is not known whether it is finite. Reduce it first, with jax.lax.psum under "
-            "jax.shard_map or jax.sharding.reshard under jax.jit."
+            f"the leaf at tree{path} is a partial sum over the mesh axes {sorted(unreduced_axes(leaf))}. Reduce it "
+            "first, with jax.lax.psum under jax.shard_map or jax.sharding.reshard under jax.jit."
         )

@@ -4,7 +4,6 @@ Every error names the argument, its value and a remedy. Values of arrays are nev
 """
 
 import inspect
-import math
 import traceback
 import types
 import warnings
@@ -34,50 +33,36 @@ def is_called_by(matches: Callable[[types.FrameType], bool]) -> bool:
     return any(matches(frame) for frame, _ in traceback.walk_stack(inspect.currentframe()))
 
 
-def check_flag(finite: ArrayLike, name: str = "finite") -> jax.Array:
+def check_flag(finite: ArrayLike) -> jax.Array:
     """Returns `finite` as bool[], or raises if it is not a boolean scalar."""
     dtype = getattr(finite, "dtype", bool if isinstance(finite, bool) else None)
     if dtype is None or dtype != np.dtype(bool):
-        raise TypeError(
-            f"{name} must be a boolean, got {describe(finite)}. Pass the flag from all_finite or unscale_and_check, or "
-            "a comparison."
-        )
+        raise TypeError(f"finite must be a boolean, got {describe(finite)}. Pass the result of all_finite.")
     if (shape := jnp.shape(finite)) != ():
-        raise ValueError(f"{name} must be a scalar, got shape {shape}. Combine with .all(), or call under jax.vmap.")
+        raise ValueError(f"finite must be a scalar, got shape {shape}. Combine with .all(), or call under jax.vmap.")
     return jnp.asarray(finite)
 
 
-def check_number(name: str, value: object) -> float:
-    """Returns `value` as a Python float, or raises."""
+def check_number(name: str, value: object, kind: type = float) -> float:
+    """Returns `value` as a Python float, or as an int if this is its kind; raises for other types."""
     value = value.item() if isinstance(value, np.generic) else value
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, kind)):
         raise TypeError(
-            f"{name} must be a Python number, got {describe(value)} of type {type_name(value)}. Settings are compiled "
-            "into the program: convert a concrete array with float(); a traced value cannot be a setting."
+            f"{name} must be a Python {kind.__name__}, got {describe(value)} of type {type_name(value)}. Convert a "
+            f"concrete value with {kind.__name__}(); a traced value cannot be a setting of a compiled program."
         )
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if math.isnan(number):
-        raise ValueError(f"{name} must be a number, got nan. Pass a finite value.")
-    return number
+    return kind(value)
 
 
 def check_count(name: str, value: object, low: int = 1) -> int:
     """Returns `value` as a Python int of at least `low` that fits a 32-bit counter, or raises."""
-    value = value.item() if isinstance(value, np.generic) else value
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(
-            f"{name} must be an integer, got {describe(value)} of type {type_name(value)}. Use int({name})."
-        )
-    check_in_range(name, value, low, COUNTER_LIMIT, "Pass a count in this range; counters have 32 bits.")
-    return value
+    remedy = "Pass a count in this range; counters have 32 bits."
+    return int(check_in_range(name, value, low, COUNTER_LIMIT, remedy, kind=int))
 
 
-def check_in_range(name: str, value: object, low: float, high: float, remedy: str) -> float:
-    """Returns `value` as a Python float in `[low, high]`, or raises with the remedy."""
-    number = check_number(name, value)
+def check_in_range(name: str, value: object, low: float, high: float, remedy: str, kind: type = float) -> float:
+    """Returns `value` as a Python number in `[low, high]`, or raises with the remedy."""
+    number = check_number(name, value, kind)
     if not low <= number <= high:
         limits = f"{format_number(low)} and {format_number(high)}"
         raise ValueError(f"{name} must be between {limits}, got {format_number(number)}. {remedy}")

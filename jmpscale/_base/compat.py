@@ -53,9 +53,8 @@ def as_varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def unreduced_axes(x: ArrayLike) -> frozenset[str]:
-    """Returns the mesh axes over which the shards of an array must still be summed."""
-    # Inside a shard_map the type has these axes; under jit with Explicit axes the sharding has them. JAX before 0.10
-    # has no such axes.
+    """Returns the mesh axes over which the shards of an array must still be summed; none in JAX before 0.10."""
+    # Inside a shard_map the type has these axes; under jit with Explicit axes the sharding has them.
     aval = jax.typeof(x)
     manual = getattr(aval, "manual_axis_type", None)
     spec = getattr(getattr(aval, "sharding", None), "spec", None)

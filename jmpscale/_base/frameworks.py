@@ -4,7 +4,6 @@
 which is written for optax and imports it.
 """
 
-import importlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -54,24 +53,15 @@ def is_trace_error(error: Exception) -> bool:
     return type(error).__name__ == "TraceContextError"
 
 
-def nnx_lifting() -> Any:
-    """Returns the module of Flax that passes the state of NNX objects into transformed functions, and out of them."""
-    return importlib.import_module("flax.nnx.transforms.general")  # the module that created the objects has imported it
-
-
 def fp8_statistics(paths: Sequence[tuple[Any, ...]]) -> set[int]:
     """Returns the indices of the scales and histories of Flax's fp8 layers, even outside their named collection."""
-    found = {i for i, path in enumerate(paths) if any(_key_name(key) == _OVERWRITE_WITH_GRADIENT for key in path)}
-    places = {(path[:-1], _key_name(path[-1])): i for i, path in enumerate(paths) if path}
-    for (parent, name), i in places.items():
-        scale = parent, str(name).removesuffix(_HISTORY) + _SCALE
-        if str(name).endswith(_HISTORY) and scale in places:
+    places = {jax.tree_util.keystr(path, simple=True, separator="/"): i for i, path in enumerate(paths)}
+    found = {i for name, i in places.items() if _OVERWRITE_WITH_GRADIENT in name.split("/")}
+    for name, i in places.items():
+        scale = name.removesuffix(_HISTORY) + _SCALE
+        if name.endswith(_HISTORY) and scale in places:
             found |= {i, places[scale]}
     return found
-
-
-def _key_name(key: object) -> object:
-    return getattr(key, "key", getattr(key, "name", None))
 
 
 def averages_of_gradients(state: Any) -> list[Any]:

@@ -7,18 +7,15 @@ import numpy as np
 
 
 def describe(value: object) -> str:
-    """Describes a value in an error message: the dtype and shape of an array, a short text, or the type."""
+    """Describes a value in a message: the dtype and shape of an array, a short text, a length, a name, or the type."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if isinstance(shape, tuple) and dtype is not None:
         return f"{dtype}{list(shape)}"
     if isinstance(value, (str, int, float, complex, type(None))):
         return truncate(repr(value))
-    return type_name(value)
-
-
-def describe_function(fun: object) -> str:
-    """Returns the name of a function, or describes a value that has no name."""
-    return getattr(fun, "__name__", None) or describe(fun)
+    if type(value) is tuple or type(value) is list:
+        return f"{type_name(value)} of {len(value)}"
+    return getattr(value, "__name__", None) or type_name(value)
 
 
 def type_name(value: object) -> str:
@@ -31,7 +28,7 @@ def format_number(value: float | np.floating) -> str:
     mantissa, exponent = math.frexp(value)
     if mantissa == 0.5 and not -10 <= exponent - 1 <= 10:
         return f"2^{exponent - 1}"
-    return f"{value:g}" if type(value)(float(f"{value:g}")) == value else str(value)
+    return str(value).removesuffix(".0")
 
 
 def truncate(value: object, length: int = 60) -> str:

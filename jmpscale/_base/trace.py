@@ -1,6 +1,7 @@
 """Calls a function in two steps, between which its equations can be changed: `trace` and `Traced.evaluate`."""
 
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import jax.core
 import jax.numpy as jnp
 from jax.extend import core
 
-from jmpscale._base.frameworks import is_nnx, is_outer_nnx, is_trace_error, nnx_lifting
+from jmpscale._base.frameworks import is_nnx, is_outer_nnx, is_trace_error
 from jmpscale._base.marks import Mark, has_mark, mark
 from jmpscale._base.tree import PyTree, check_no_refs, flatten_matching, is_traced
 
@@ -57,10 +58,9 @@ def trace(fun: Callable[..., PyTree], *args: PyTree, name: str) -> Traced:
     except Exception as error:
         if is_trace_error(error):
             error.add_note(
-                f"{name} is traced, so Flax does not let it change variables that it closes over, or that belong to an "
-                "outer trace. Pass the Flax NNX objects or the state as arguments, and differentiate with "
-                "flax.nnx.value_and_grad; or create the variables in the function: "
-                "nnx.merge(graphdef, state, copy=True)."
+                f"{name} is traced, so it cannot change variables of an outer trace, or that it closes over. Pass the "
+                "Flax NNX objects as arguments and differentiate with flax.nnx.value_and_grad, or create the variables "
+                "in the function: nnx.merge(graphdef, state, copy=True)."
             )
         raise
     return Traced(closed.jaxpr, closed.consts, unflatten_outputs)
@@ -82,7 +82,7 @@ def lift_nnx(transform: Callable[..., PyTree], fun: Callable[..., PyTree], args:
         hidden = replace(_Outer(x) if outer else x for x, outer in zip(nodes, is_outer, strict=True))
         show = functools.partial(jax.tree.map, lambda x: x.node if isinstance(x, _Outer) else x, is_leaf=is_nnx)
         return lift_nnx(transform, lambda *inputs: fun(*show(inputs)), *hidden)
-    lift = nnx_lifting()
+    lift: Any = sys.modules["flax.nnx.transforms.general"]
     return lift.split_inputs(functools.partial(transform, lift.merge_inputs(fun)))(args, kwargs)
 
 

@@ -120,10 +120,7 @@ def structure(tree: PyTree) -> object:
 def check_no_refs(tree: PyTree, name: str = "tree") -> None:
     """Raises if a leaf is a mutable array reference: its updates would be neither checked nor gated."""
     if found := first_leaf(tree, lambda leaf: isinstance(leaf, REF)):
-        raise TypeError(
-            f"{name} must hold values, got a jax.Ref at {name}{found[0]}. Read it with ref[...], pass the value, and "
-            "write the result back with ref[...] = value."
-        )
+        raise TypeError(f"{name} must hold values, got a jax.Ref at {name}{found[0]}. Pass its value, ref[...].")
 
 
 def check_no_nnx_objects(tree: PyTree, name: str, remedy: str) -> None:
