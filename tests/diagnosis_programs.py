@@ -238,20 +238,20 @@ def log_mel(w, x):
 def quotient_by_a_large_constant(w, x):
     losses = (x.astype(H) @ w.astype(H)) ** 2
     with np.errstate(over="ignore"):
-        losses = losses / H(2.0**22)  # fault
+        losses = losses / H(2.0**22)
     return jnp.sum(losses).astype(jnp.float32)
 
 
 def product_with_a_small_constant(w, x):
-    losses = (x.astype(H) @ w.astype(H)) ** 2 + H(0)  # this constant changes nothing
-    losses = losses * 1e-9  # fault
+    losses = (x.astype(H) @ w.astype(H)) ** 2
+    losses = losses * 1e-9
     return jnp.sum(losses).astype(jnp.float32)
 
 
 def epsilon_of_zero(w, x):
     h = jax.nn.relu(x.astype(H) @ w.astype(H) - H(100))
-    norm = jnp.sqrt((h * h).sum(-1, keepdims=True) + 1e-9)  # fault
-    return jnp.mean((h / norm).astype(jnp.float32) + h.astype(jnp.float32))
+    norm = jnp.sqrt((h * h).sum(-1, keepdims=True) + 1e-9)
+    return jnp.mean((h / norm).astype(jnp.float32) + h.astype(jnp.float32))  # fault
 
 
 # --- Rounding. ---

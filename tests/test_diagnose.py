@@ -328,7 +328,7 @@ def test_program_in_bfloat16():
 
 def test_program_without_gradients():
     diagnosis = diagnose(lambda w: squared(jax.lax.stop_gradient(w.astype(H))), jnp.ones(2))
-    assert diagnosis.summary == "All gradients are zero, in float32 too. No loss scale changes that."
+    assert diagnosis.summary.startswith("All gradients are zero, in float32 too. No loss scale")
 
 
 def test_decorator_with_options():

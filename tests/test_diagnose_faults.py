@@ -19,10 +19,10 @@ from tables import rows
 
 FORWARD_OVERFLOW = "The forward pass overflows: "
 FORWARD_UNDERFLOW = "The forward pass underflows: "
-CONSTANT = "A constant of "
 GRADIENTS_ROUNDED = "The gradients differ from float32 by "
 LOSS_ROUNDED = "The loss differs from float32 by "
 NOT_FINITE = "The result of "
+ZERO = "All gradients are zero, in float32 too. "
 CHAIN, LONG_CHAIN = (0, 1), (0, 1, 2)  # each line holds the result that does not fit
 
 
@@ -105,13 +105,9 @@ FAULTS = {
     "clipped cross-entropy": Fault(programs.clipped_cross_entropy, begins=FORWARD_UNDERFLOW, lines=LONG_CHAIN),
     "transducer": Fault(programs.transducer_normalizer, (3 * W, X), begins=FORWARD_UNDERFLOW, autocast=True),
     "log-mel": Fault(programs.log_mel, begins=FORWARD_UNDERFLOW + "dot_general at ", autocast=True),
-    "large constant": Fault(
-        programs.quotient_by_a_large_constant, begins=CONSTANT, lines=(), contains=" is infinite in float16, and"
-    ),
-    "small constant": Fault(
-        programs.product_with_a_small_constant, begins=CONSTANT, lines=(), contains=" is zero in float16, and"
-    ),
-    "epsilon": Fault(programs.epsilon_of_zero, begins=CONSTANT, lines=()),
+    "large constant": Fault(programs.quotient_by_a_large_constant, begins=ZERO, lines=()),
+    "small constant": Fault(programs.product_with_a_small_constant, begins=ZERO, lines=()),
+    "epsilon": Fault(programs.epsilon_of_zero, begins=NOT_FINITE, lines=()),
     "gaussian process": Fault(
         programs.gaussian_process,
         (jnp.zeros(()), POINTS, jnp.sin(POINTS.sum(-1))),
@@ -164,7 +160,7 @@ FRAMEWORKS = {  # the arguments are created in the test, because these libraries
         line_of=programs.haiku_network,
     ),
 }
-DEFAULT_FAULTS = {"overflow and rounding", "small constant", "embedding counts", "transducer", "while"}
+DEFAULT_FAULTS = {"overflow and rounding", "embedding counts", "transducer", "while"}
 DEFAULT_FAULTS |= {"wrong at one scale", "masked NaN and an infinity"}
 
 

@@ -1,6 +1,5 @@
-"""The inputs of a diagnosis: harmful constants and arguments, the float32 reference, and the traced step."""
+"""The inputs of a diagnosis: arguments that are not finite, the float32 reference, and the traced step."""
 
-import functools
 import math
 
 import jax
@@ -15,41 +14,15 @@ from jmpscale._diagnosis.lines import Trials
 from jmpscale._diagnosis.not_finite import RepairedStep, non_finite_arguments
 from jmpscale._diagnosis.step import Step, trace_step
 
-from tables import names
-
 H = jnp.float16
 
 
-# --- Arguments and constants because of which a step is useless. ---
+# --- Arguments that are not finite. ---
 
 
 def step(fun, *consts):
     closed = jax.make_jaxpr(lambda scale: fun(*consts))(jnp.float32(1))
     return Step(closed.jaxpr, closed.consts)
-
-
-HARMFUL = {  # a function that returns a loss and gradients, whether the step is finite, and the harmful constant
-    "zero": (lambda x: [(x * H(0)).sum(), x * H(0.5)], True, 0.0),
-    "a loss that stays zero": (lambda x: [(x * H(0) - x * H(0)).sum(), x], True, None),
-    "infinity": (lambda x: [(x * H(np.inf)).sum(), x], False, math.inf),
-    "negative infinity": (lambda x: [(x / H(-np.inf)).sum(), x], True, -math.inf),
-    "the second constant": (lambda x: [(x + H(0)).sum(), (x + H(np.inf)) * H(0.5)], False, math.inf),
-    "the tenth constant": (
-        lambda x: [functools.reduce(lambda y, i: y + H(0) if i < 9 else y * H(0), range(10), x).sum(), x],
-        True,
-        0.0,
-    ),
-    "a number": (lambda x: [(x * H(2) - x - x).sum(), x], True, None),
-    "float32": (lambda x: [(x.astype(np.float32) * np.float32(0)).sum(), x], True, None),
-    "a comparison": (lambda x: [jnp.where(x < H(0), x, H(0)).sum(), x], True, None),
-}
-
-
-@pytest.mark.parametrize("name", names(HARMFUL, default=["zero", "infinity", "the second constant", "a comparison"]))
-def test_harmful_constant_is_found(name):
-    fun, was_finite, value = HARMFUL[name]
-    found = RepairedStep(step(fun, jnp.ones(2, H))).harmful_constant(was_finite=was_finite)
-    assert (found and found[1]) == value
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
@@ -204,6 +177,3 @@ def test_new_ref_raises_with_the_line():
     )
     with pytest.raises(TypeError, match=words):
         traced(jax.jit(loss), ONE)
-
-
-# --- Progress. ---

@@ -26,11 +26,6 @@ class Measured(NamedTuple):
     def are_finite(self) -> bool:
         return not self.severity.any()
 
-    @property
-    def are_zero(self) -> bool:
-        """Whether the loss or all gradients are zero."""
-        return self.are_finite and (self.norms[0] == 0 or not self.norms[1:].any())
-
 
 def measure(outputs: Sequence[Any], reference: Sequence[Any]) -> Measured:
     """Compares a loss and gradients with a reference."""

@@ -9,7 +9,7 @@ from jmpscale._diagnosis.not_finite import RepairedStep
 from jmpscale._diagnosis.report import Diagnosis, DiagnosisRow
 from jmpscale._diagnosis.scales import LARGE_ERROR, Errors, search
 from jmpscale._diagnosis.step import Step, compile_step
-from jmpscale._diagnosis.summary import Findings, describe_arguments, describe_constant, describe_origin, summarize
+from jmpscale._diagnosis.summary import Findings, describe_arguments, describe_origin, summarize
 from jmpscale._state import ScalerState
 
 Arguments = Callable[[], list[str]]  # returns the names of the arguments that are not finite
@@ -22,11 +22,8 @@ def examine(step: Step, scaler: ScalerState, non_finite: Arguments) -> Diagnosis
     trials = Trials(step)
     errors, loss_error = trials.compare(outputs)
     findings = Findings(trials, float(outputs[0]), loss_error, errors, scaler)
-    if not trials.measured.are_finite or trials.measured.are_zero:
-        harmful = _describe_harmful(findings, RepairedStep(step), non_finite)
-        if harmful is not None:
-            return _diagnosis(findings, harmful)
-
+    if not trials.measured.are_finite:
+        return _diagnosis(findings, _describe_not_finite(RepairedStep(step), non_finite))
     present = round(math.log2(scale))
 
     # A loss that contains a scaled gradient, such as a penalty, may be right at other scales.
@@ -60,14 +57,11 @@ def _explain(findings: Findings, present: int) -> Findings:
     return findings._replace(lines=lines, cause=cause, error_elsewhere=elsewhere)
 
 
-def _describe_harmful(findings: Findings, repaired: RepairedStep, non_finite: Arguments) -> str | None:
-    """Returns a description of what makes the step useless, in float32 too; None for gradients of zero."""
-    is_finite = findings.trials.measured.are_finite
-    if not is_finite and repaired.is_finite_with_finite_arguments() and (names := non_finite()):
+def _describe_not_finite(step: RepairedStep, non_finite: Arguments) -> str:
+    """Describes what makes a step infinite or NaN, in float32 too."""
+    if step.is_finite_with_finite_arguments() and (names := non_finite()):
         return describe_arguments(names)
-    if constant := repaired.harmful_constant(was_finite=is_finite):
-        return describe_constant(*constant)
-    return None if is_finite else describe_origin(repaired.origin())
+    return describe_origin(step.origin())
 
 
 def _diagnosis(findings: Findings, summary: str) -> Diagnosis:

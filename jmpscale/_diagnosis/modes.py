@@ -5,7 +5,6 @@ modes finds the lines that must compute in float32 by changing them.
 """
 
 import enum
-import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -28,7 +27,6 @@ _MOVES = {"all_gather", "all_to_all", "broadcast_in_dim", "concatenate", "copy",
 _MOVES |= {"dynamic_update_slice", "gather", "mesh_cast", "name", "optimization_barrier", "pad", "pbroadcast", "pcast"}
 _MOVES |= {"ppermute", "pvary", "reshape", "reshard", "rev", "scatter", "select_n", "sharding_constraint", "slice"}
 _MOVES |= {"split", "squeeze", "stop_gradient", "tile", "transpose", "unstack"}
-_ARITHMETIC = {"add", "div", "mul", "sub"}
 
 
 class Mode(enum.IntEnum):
@@ -38,7 +36,6 @@ class Mode(enum.IntEnum):
     RANGE = 1  # with the precision as written, and the range of float32
     FLOAT32 = 2
     REPAIRED = 3  # in float32, with zeros in place of infinities and NaN
-    REPLACED = 4  # in float32, with the nearest number in place of a constant that is zero or infinite
 
 
 class Part(NamedTuple):
@@ -120,34 +117,21 @@ def _statistics(in_float32: jax.Array, written: jax.Array, smallest_normal: floa
 
 
 def _repair(run: Interpreter, eqn: core.JaxprEqn, inputs: list[Any], sites: list[int]) -> list[Any]:
-    """Replaces infinities, NaN and constants in float32, and records which operations make infinities or NaN.
+    """Replaces infinities and NaN in float32, and records which operations make them.
 
     The first column shows whether the results are infinite or NaN although the operands are not; the second one,
     whether they are infinite or NaN.
     """
-    mode = run.argument[sites[0]]
-    inputs = list(inputs)
-    for i, constant in _harmful_constants(eqn).items():
-        info = jnp.finfo(type_of(eqn.invars[i]).dtype)
-        nearest = math.copysign(info.max if constant else info.smallest_subnormal, constant)
-        inputs[i] = jnp.where(mode == Mode.REPLACED, np.float32(nearest), inputs[i])
     outputs = run_in_float32(eqn, inputs)
     before, after = (severity(list(filter(_is_inexact, arrays))) for arrays in (inputs, outputs))
     run.record(sites[0], jnp.stack([after > before, after > 0]).astype(np.float32))
-    is_repaired = mode == Mode.REPAIRED
+    is_repaired = run.argument[sites[0]] == Mode.REPAIRED
     return [jnp.where(is_repaired & ~jnp.isfinite(x), 0, x) if _is_inexact(x) else x for x in outputs]
 
 
 PRECISION = Modal(_is_half, _choose_precision)
 RECORD = Modal(_is_half, _record, columns=3)
 REPAIR = Modal(lambda eqn: any(_is_inexact(type_of(x)) for x in eqn.outvars), _repair, columns=2)
-
-
-def _harmful_constants(eqn: core.JaxprEqn) -> dict[int, float]:
-    """Returns the operands of an operation that are constants of zero or infinity in half precision, by position."""
-    operands = enumerate(eqn.invars if eqn.primitive.name in _ARITHMETIC else [])
-    literals = {i: x for i, x in operands if isinstance(x, core.Literal) and is_narrow(type_of(x))}
-    return {i: float(x.val) for i, x in literals.items() if np.ndim(x.val) == 0 and (x.val == 0 or math.isinf(x.val))}
 
 
 def _is_inexact(x: Any) -> bool:
@@ -166,13 +150,9 @@ class ModalStep:
         found = [x for x in everything if modal.applies(x[0])]
         shortest = _shortest({path for _, _, path in found})
         sites: dict[tuple[int, Caller], list[Site]] = {}
-        # The sites with a constant that half precision holds as zero or infinity, by line, operation and value.
-        self.constants: dict[tuple[Path, str, float], set[Site]] = {}
         for eqn, caller, path in found:
             part = Part(shortest[path], caller.inside(eqn).backward)
-            own = sites[id(eqn), caller] = [Site(part, eqn.primitive.name, type_of(x).dtype) for x in eqn.outvars]
-            for value in _harmful_constants(eqn).values():
-                self.constants.setdefault((part.path, eqn.primitive.name, value), set()).update(own)
+            sites[id(eqn), caller] = [Site(part, eqn.primitive.name, type_of(x).dtype) for x in eqn.outvars]
         self.sites = list(dict.fromkeys(site for own in sites.values() for site in own))
         self.parts = list(dict.fromkeys(site.part for site in self.sites))
         # A line whose forward pass has no such result, as of an index, is also in the order of the forward pass.

@@ -1,4 +1,4 @@
-"""Finds what makes a step not finite, or zero, in float32 too, by running the step without it."""
+"""Finds what makes a step infinite or NaN, in float32 too, by running the step without it."""
 
 import functools
 import inspect
@@ -16,7 +16,7 @@ from jmpscale._diagnosis.step import Step
 
 
 class RepairedStep:
-    """A step in float32 without some of its infinities, NaN and constants."""
+    """A step in float32 without some of its infinities and NaN."""
 
     def __init__(self, step: Step) -> None:
         self._step = ModalStep(step, REPAIR)
@@ -29,15 +29,6 @@ class RepairedStep:
         """Tests whether a step is finite with zeros in place of the infinities and NaN of its arguments."""
         consts = self._step.consts
         return self._run({}, [jnp.nan_to_num(x, posinf=0, neginf=0) if is_inexact(x) else x for x in consts]).are_finite
-
-    def harmful_constant(self, *, was_finite: bool) -> tuple[Site, float] | None:
-        """Returns a constant whose replacement by a nearby number makes a step finite, or nonzero if it was finite."""
-        # The constants of one operation on one line are replaced together: of these, an infinity is the reason.
-        for (_, _, value), sites in sorted(self._step.constants.items(), key=lambda item: item[0][2] == 0):
-            found = self._run(dict.fromkeys(sites, Mode.REPLACED))
-            if found.are_finite and not (was_finite and found.are_zero):
-                return next(iter(sites)), value
-        return None
 
     def origin(self) -> Site | None:
         """Returns the first operation whose infinities or NaN reach the outputs; None if it was not entered."""

@@ -5,8 +5,6 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-import jax.numpy as jnp
-
 from jmpscale._autocast.rules import MATMULS
 from jmpscale._base.text import format_percentage, format_scale
 from jmpscale._diagnosis.lines import CHANGE, Cause, Lines, Reason, Trials
@@ -82,25 +80,14 @@ def describe_arguments(names: Sequence[str]) -> str:
     )
 
 
-def describe_constant(site: Site, value: float) -> str:
-    """Describes a constant that makes the step useless."""
-    limits = jnp.finfo(site.dtype)
-    bound = f"above {site.limit:g}" if value else f"below {float(limits.smallest_subnormal):.0e}"
-    held = "infinite" if value else "zero"
-    return (
-        f"A constant of {site.operation} at {site.part.path[-1]} is {held} in {site.dtype}, and therefore the loss or "
-        "the gradients are zero or not finite. If your code has a different number, compute this line in float32, "
-        f"because {site.dtype} cannot hold a number {bound}."
-    )
-
-
 def describe_origin(site: Site | None) -> str:
     """Describes a step that is not finite in float32."""
     where = f"{site.operation} at {site.part.path[-1]}" if site else "an operation that was not entered"
     return (
         f"The result of {where} is not finite in the float32 run either, and reaches the loss or a gradient. No loss "
         "scale helps: correct this line. Common causes are invalid data; a softmax over a row that is masked "
-        "everywhere, which needs a finite mask or where=; and a derivative such as the derivative of a norm at zero."
+        "everywhere, which needs a finite mask or where=; a derivative such as the derivative of a norm at zero; and a "
+        "constant, such as 1e-8 or -1e9, that is zero or infinite in float16."
     )
 
 
@@ -126,7 +113,10 @@ def summarize(findings: Findings) -> str:
 
 def _describe_useless_gradients(findings: Findings) -> str:
     if not findings.trials.measured.norms[1:].any():
-        return "All gradients are zero, in float32 too. No loss scale changes that."
+        return (
+            "All gradients are zero, in float32 too. No loss scale changes that. Perhaps a constant, such as 1e-8 or "
+            "1e6, is zero or infinite in float16."
+        )
     return (
         "The gradients cannot be compared with float32, because they are rounding noise in float32 too: a change of "
         "the arguments in the last place changes them by more than 25%. Diagnose a step that still makes progress."
