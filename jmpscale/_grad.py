@@ -5,14 +5,21 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._base.check import warn_user
 from jmpscale._base.frameworks import imported
 from jmpscale._base.marks import Mark, has_mark, mark
 from jmpscale._base.text import describe, type_name
-from jmpscale._base.tree import PyTree, check_no_nnx_objects, find_instances, first_leaf, is_array, is_inexact, is_real
+from jmpscale._base.tree import (
+    PyTree,
+    check_no_nnx_objects,
+    find_instances,
+    first_leaf,
+    is_array,
+    is_inexact,
+    is_real_scalar,
+)
 from jmpscale._scaler_of_tree import find_scaler, is_scaler, warn_if_constant
 from jmpscale._scaling import scale as scale_loss
 from jmpscale._scaling import unscale_gradients
@@ -150,11 +157,6 @@ def loss_and_output(out: Any, has_aux: bool) -> tuple[Any, Any]:
             "has_aux; collect several auxiliary values in one aux."
         )
     return out[0], tuple(out)
-
-
-def is_real_scalar(loss: object) -> bool:
-    """Tests whether a loss can be scaled."""
-    return is_real(loss) and jnp.shape(loss) == ()
 
 
 def _check_differentiable(args: tuple[PyTree, ...], argnums: Any, transform: Function) -> None:

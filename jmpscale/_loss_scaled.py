@@ -14,9 +14,17 @@ from jmpscale._base.compat import is_compiling, varying_axes
 from jmpscale._base.marks import Mark, mark
 from jmpscale._base.text import describe
 from jmpscale._base.trace import lift_nnx, trace
-from jmpscale._base.tree import PyTree, flatten_gradients, flatten_matching, is_array, is_inexact, is_traced
+from jmpscale._base.tree import (
+    PyTree,
+    flatten_gradients,
+    flatten_matching,
+    is_array,
+    is_inexact,
+    is_real_scalar,
+    is_traced,
+)
 from jmpscale._finite import all_finite_here
-from jmpscale._grad import is_real_scalar, loss_and_output
+from jmpscale._grad import loss_and_output
 from jmpscale._monitor import warn_unless
 from jmpscale._scaler_of_tree import find_scaler
 from jmpscale._scaling import multiply_leaf, needs_wider_gradient, unscale_leaves, warn_about_narrow_loss

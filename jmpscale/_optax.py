@@ -109,7 +109,8 @@ def with_loss_scaling(
     >>> float(updates), float(opt_state.scaler.loss_scale)
     (-0.0, 2.0)
     """
-    checks.check_transformation(inner, "inner", "A framework's optimizer goes around with_loss_scaling, not inside it.")
+    remedy = "Pass one, such as optax.adam(1e-3). A framework's optimizer goes around with_loss_scaling, not inside it."
+    checks.check_transformation(inner, "inner", remedy)
     initial = dynamic() if scaler is None else scaler
     check_scaler(initial)
     initial = jax.tree.map(_copied, initial)  # the caller may donate its arrays

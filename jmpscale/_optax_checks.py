@@ -124,7 +124,10 @@ def warn_if_misplaced() -> None:
     """Warns if a gate contains the wrapper, or a chain separates it from transformations that it should skip."""
     warn_if_gated("with_loss_scaling", "The wrapper skips steps itself: call tx.update without apply_if.")
     if is_called_by(lambda frame: frame.f_code.co_qualname == "apply_if_finite.<locals>.update"):
-        warn_user("remove optax.apply_if_finite around with_loss_scaling: its skips do not adjust the scale.")
+        warn_user(
+            "with_loss_scaling is inside optax.apply_if_finite, whose skips do not adjust the scale. Remove "
+            "apply_if_finite: the wrapper skips steps itself."
+        )
     if is_called_by(lambda frame: any(_is_unsafe(*x, _HIDE_OVERFLOWS) for x in _neighbors(frame)[0])):
         warn_user(
             "with_loss_scaling comes after a transformation that replaces infinity or NaN in the gradients, such as "

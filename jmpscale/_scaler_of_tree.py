@@ -95,10 +95,14 @@ def check_scaler(scaler: object, name: str = "scaler", *, allow_batch: bool = Fa
     register_with_flax()
     if not isinstance(scaler.config, ScalerConfig):
         raise TypeError(
-            f"{name}.config must be a ScalerConfig, got {type_name(scaler.config)}. Restore into a new scaler."
+            f"{name}.config must be a ScalerConfig, got {type_name(scaler.config)}. Restore a checkpoint into a state "
+            "that jmpscale.dynamic, static or disabled has created."
         )
     if any(isinstance(x, jax.Array) and not is_traced(x) and x.is_deleted() for x in jax.tree.leaves(scaler)):
-        raise ValueError(f"{name} must hold values, got deleted arrays, donated to a function. Use its new scaler.")
+        raise ValueError(
+            f"{name} must hold values, got deleted arrays, which were donated to a compiled function. Use the scaler "
+            "that this function returned."
+        )
     if allow_batch:
         return
     if shape := getattr(scaler.loss_scale, "shape", ()):
@@ -114,7 +118,8 @@ def check_scaler(scaler: object, name: str = "scaler", *, allow_batch: bool = Fa
         if getattr(value, "shape", ()) or not jnp.issubdtype(dtype, kind) or np.dtype(dtype).itemsize < 4:
             raise TypeError(
                 f"{name}.{field} must be a scalar of {kind.__name__} dtype with at least 32 bits, got "
-                f"{describe(value)}. Set it to {example}, or restore checkpoints into a new scaler."
+                f"{describe(value)}. Set it to {example}, or restore a checkpoint into a state that jmpscale.dynamic has "
+                "created."
             )
 
 

@@ -7,10 +7,9 @@ from jax.typing import ArrayLike
 from jmpscale._base.axes import AxisName, all_reduce_and, as_axes, untyped_axes, warn_if_unsynchronized
 from jmpscale._base.check import COUNTER_LIMIT, check_flag, warn_user
 from jmpscale._base.marks import Mark, has_mark, mark, source_of
-from jmpscale._base.tree import PyTree
+from jmpscale._base.tree import PyTree, is_real_scalar
 from jmpscale._finite import all_finite_here
 from jmpscale._gate import warn_if_gated
-from jmpscale._grad import is_real_scalar
 from jmpscale._scaler_of_tree import check_scaler, warn_if_constant
 from jmpscale._scaling import warn_if_nothing_is_scaled
 from jmpscale._state import ScalerState, SkipReason

@@ -94,7 +94,7 @@ def test_function_requires_a_scaler(name):
     call, argument = TAKE_SCALER[name]
     with _raises(TypeError, f"{argument} must be a ScalerState, got tuple. ... dynamic ... get_scaler"):
         call(tuple(STATE))
-    with _raises(TypeError, f"{argument}.config must be a ScalerConfig, got NoneType. Restore into"):
+    with _raises(TypeError, f"{argument}.config must be a ScalerConfig, got NoneType. Restore a checkpoint into"):
         call(STATE._replace(config=None))
     with _raises(ValueError, f"{argument} must hold one scaler, got ... shape (2,). ... one replica, ... jax.vmap"):
         call(BATCH)
@@ -277,7 +277,7 @@ SCALE_AND_UPDATE = {
         "int scale": (_update(loss_scale=1024), "scaler.loss_scale must ... got 1024. Set it to a float such as 1024."),
         "complex scale": (_update(loss_scale=np.complex64(8)), "scaler.loss_scale must ... got complex64[]."),
         "string scale": (_update(loss_scale="8"), "scaler.loss_scale must ... got '8'."),
-        "dict as config": (_update(config={}), "scaler.config must ... got dict. Restore into a new scaler."),
+        "dict as config": (_update(config={}), "scaler.config must ... got dict. Restore a checkpoint"),
         "int loss": (lambda: jmpscale.scale(STATE, {"n": jnp.int32(3)}), "got int32[] at tree['n']. Pass only"),
         "complex loss": (lambda: jmpscale.scale(STATE, 1j), "floating-point losses, got 1j at tree. "),
         "function as gradients": (lambda: jmpscale.all_finite(jnp.sum), "tree must be a pytree ... got sum. Pass"),
@@ -286,7 +286,10 @@ SCALE_AND_UPDATE = {
         "int32 as flag": (lambda: jmpscale.update(STATE, jnp.int32(1)), "finite must be a boolean, got int32"),
     },
     ValueError: {
-        "donated scaler": (lambda: jmpscale.metrics(_donated(jmpscale.dynamic())), "deleted arrays, ... Use its new"),
+        "donated scaler": (
+            lambda: jmpscale.metrics(_donated(jmpscale.dynamic())),
+            "deleted arrays, ... Use the scaler that",
+        ),
         "flags": (lambda: jmpscale.update(STATE, FLAGS), "finite must be a scalar, got shape (2,). Combine with"),
         "axis": (lambda: jmpscale.update(STATE, TRUE, axis_name="x"), "'x' is not the name of a ... omit axis_name"),
         "axis set": (lambda: jmpscale.all_finite(GRADS, axis_name={"x"}), "axis_name 'x' is not the name of a mapped"),
@@ -724,7 +727,7 @@ WITH_LOSS_SCALING = {
         ),
         "inside apply_if_finite": (
             lambda: _update_in(optax.apply_if_finite(SCALE, 5)),
-            "remove optax.apply_if_finite around with_loss_scaling: its skips do not adjust the scale.",
+            "is inside optax.apply_if_finite, whose skips do not adjust the scale. Remove apply_if_finite",
         ),
         "state is created": (
             lambda: _traced(lambda grads: SCALE.update(grads, SCALE.init(grads)), GRADS),

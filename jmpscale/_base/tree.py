@@ -44,6 +44,11 @@ def is_real(leaf: object) -> TypeGuard[ArrayLike]:
     return is_inexact(leaf) and not jnp.iscomplexobj(leaf)
 
 
+def is_real_scalar(leaf: object) -> bool:
+    """Tests whether a leaf is a single floating-point number, such as a loss."""
+    return is_real(leaf) and jnp.shape(leaf) == ()
+
+
 def flatten_matching(
     tree: PyTree, matches: Callable[[object], bool], is_leaf: Callable[[object], bool] | None = None
 ) -> tuple[list[Any], Callable[[Iterable[object]], PyTree]]:
