@@ -118,8 +118,8 @@ def check_scaler(scaler: object, name: str = "scaler", *, allow_batch: bool = Fa
         if getattr(value, "shape", ()) or not jnp.issubdtype(dtype, kind) or np.dtype(dtype).itemsize < 4:
             raise TypeError(
                 f"{name}.{field} must be a scalar of {kind.__name__} dtype with at least 32 bits, got "
-                f"{describe(value)}. Set it to {example}, or restore a checkpoint into a state that jmpscale.dynamic has "
-                "created."
+                f"{describe(value)}. Set it to {example}, or restore a checkpoint into a state that "
+                "jmpscale.dynamic has created."
             )
 
 
