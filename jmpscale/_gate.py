@@ -122,7 +122,7 @@ def _warn_if_scaler_is_gated(flag: jax.Array, carry: PyTree, after: PyTree) -> N
 
 def _warn_if_changed_in_place(carry: PyTree, after: PyTree) -> None:
     """Warns if the step returns variables of Flax NNX that are in the carry, where they have changed as well."""
-    # If the step also returns other values, those may be its changes, and the variables those that it keeps.
+    # If the step also returns other values, those may be the new ones, and the variables the old ones.
     variable = imported("flax.nnx", "Variable")
     variables = {id(x) for x in find_instances(carry, variable)}
     leaves = jax.tree.leaves(after, is_leaf=lambda x: isinstance(x, variable))

@@ -121,7 +121,7 @@ def value_and_grad(
                 )
             if is_real_scalar(loss):
                 return scale_loss(state, loss), _Output(out)
-            # Without scaling, a transformation of the user's may accept other losses.
+            # Without scaling, another `transform` may accept other losses.
             if state.config.mode == "disabled" and transform is not jax.value_and_grad:
                 return loss, _Output(out)
             remedy = _REDUCE_THE_LOSS if is_inexact(loss) else _RETURN_THE_LOSS

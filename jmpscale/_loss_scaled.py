@@ -1,14 +1,17 @@
 """Gradients in true units for training loops that compute the gradients themselves."""
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+import jax.custom_batching
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from jmpscale._base.axes import map_like
+from jmpscale._base.axes import all_reduce_and, map_like
 from jmpscale._base.check import warn_user
 from jmpscale._base.compat import is_compiling, varying_axes
 from jmpscale._base.marks import Mark, mark
@@ -25,7 +28,6 @@ from jmpscale._base.tree import (
 )
 from jmpscale._finite import all_finite_here
 from jmpscale._grad import loss_and_output
-from jmpscale._monitor import warn_unless
 from jmpscale._scaler_of_tree import find_scaler
 from jmpscale._scaling import multiply_leaf, needs_wider_gradient, unscale_leaves, warn_about_narrow_loss
 from jmpscale._state import static
@@ -86,7 +88,7 @@ def loss_scaled(
 
     def checked_fun(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Any:
         loss, out = loss_and_output(fun(*args, **kwargs), has_aux)
-        # The loss may be any of these outputs, or computed from them, so all of them must be float16.
+        # The loss may be any of these outputs, or computed from them: warn only if all of them are too narrow.
         outputs = [x for x in jax.tree.leaves(loss) if is_inexact(x) and is_traced(x)]
         losses = list(filter(is_real_scalar, outputs)) or outputs
         if losses and all(map(needs_wider_gradient, losses)):
@@ -204,7 +206,7 @@ def _unscale_cotangents_bwd(
     if watched is not None and checked:
         # The compiler keeps the check because a gradient depends on it: the one with the fewest axes, often small.
         smallest = min(checked, key=jnp.ndim)
-        returned = warn_unless(
+        returned = _warn_unless(
             all_finite_here(checked),
             f"the gradients of {watched} are not finite. If the training loop replaces infinity and NaN before the "
             "optimizer checks them, the step is not skipped. Use a scale that jmpscale.diagnose prints.",
@@ -216,6 +218,29 @@ def _unscale_cotangents_bwd(
 
 
 _unscale_cotangents.defvjp(_unscale_cotangents_fwd, _unscale_cotangents_bwd, symbolic_zeros=True)
+
+
+def _warn_unless(flag: jax.Array, text: str, x: jax.Array) -> jax.Array:
+    """Warns if a flag is false, on any device, even from inside a compiled program; under `jax.vmap` once per batch.
+
+    It returns `x`, which in a compiled program depends on the callback, because the compiler would otherwise remove it.
+    """
+
+    def warn() -> np.ndarray:
+        warnings.warn(text, stacklevel=2)
+        return np.array(True)
+
+    @jax.custom_batching.custom_vmap
+    def has_run(flag: jax.Array) -> jax.Array:
+        result = jax.ShapeDtypeStruct((), np.bool_)
+        return jax.lax.cond(flag, lambda: jnp.array(True), lambda: jax.pure_callback(warn, result))
+
+    @has_run.def_vmap
+    def _(axis_size: int, in_batched: list[bool], flags: jax.Array) -> tuple[jax.Array, bool]:
+        return has_run(flags.all()), False
+
+    (flag,) = all_reduce_and(jax.lax.stop_gradient(flag))
+    return jnp.where(has_run(flag), x, jnp.zeros_like(x))
 
 
 @jax.custom_vjp

@@ -11,11 +11,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.custom_batching
-import jax.numpy as jnp
 import numpy as np
 
-from jmpscale._base.axes import all_reduce_and
 from jmpscale._base.check import check_count, warn_user
 from jmpscale._base.text import format_number
 from jmpscale._base.tree import PyTree, find_instances, is_traced
@@ -138,7 +135,7 @@ class _Calls:
     def __init__(self) -> None:
         self._steps: Callable[[], Any] = lambda: None  # refers to the array `finite_steps` of the latest call
         self._state: ScalerState | None = None  # on the host
-        self._count = 0
+        self._same = self._new = 0
 
     def add(self, steps: jax.Array | np.ndarray, state: ScalerState) -> None:
         """Warns if steps have not changed the scaler in three calls, or if the scale has grown to its limit."""
@@ -149,12 +146,13 @@ class _Calls:
         # The scalers of several runs may have any values, but then the earlier one still exists. A new scaler, which
         # consists of NumPy arrays, is not the result of a step.
         is_new = earlier is None and isinstance(steps, jax.Array) and _skips_most(before) and _restarts(before, state)
-        if earlier is steps or is_new:
-            self._count += 1
-            if self._count == 2:
-                warn_user(_UNCHANGED)
-        elif not _skips_most(state):
-            self._count = 0
+        self._same = self._same + 1 if earlier is steps else 0
+        if is_new:
+            self._new += 1
+        elif earlier is not steps and not _skips_most(state):
+            self._new = 0
+        if self._same == 2 or (is_new and self._new == 2):
+            warn_user(_UNCHANGED)
         if _has_grown_without_skip(before, state):
             warn_user(_NEVER_SKIPPED.format(_format_scale(state)))
 
@@ -169,7 +167,7 @@ def _skips_most(state: ScalerState) -> bool:
 
 
 def _restarts(before: ScalerState, after: ScalerState) -> bool:
-    """Tests whether no steps lead from one state to another. Only a growth resets a count without a skip."""
+    """Tests whether no sequence of steps leads from one state to another. Only growth resets a count without a skip."""
     is_same = after.finite_steps <= before.finite_steps and after.loss_scale <= before.loss_scale
     return bool(after.total_skips < before.total_skips or (after.total_skips == before.total_skips and is_same))
 
@@ -244,29 +242,6 @@ class SkipMonitor:
             skip = skip._replace(has_warned=True, text=text)
         self._skips.append(skip)
         return skip
-
-
-def warn_unless(flag: jax.Array, text: str, x: jax.Array) -> jax.Array:
-    """Warns if a flag is false, on any device, even from inside a compiled program; under `jax.vmap` once per batch.
-
-    It returns `x`, which in a compiled program depends on the callback, as in `SkipMonitor.watch`.
-    """
-
-    def warn() -> np.ndarray:
-        warnings.warn(text, stacklevel=2)
-        return np.array(True)
-
-    @jax.custom_batching.custom_vmap
-    def has_run(flag: jax.Array) -> jax.Array:
-        result = jax.ShapeDtypeStruct((), np.bool_)
-        return jax.lax.cond(flag, lambda: jnp.array(True), lambda: jax.pure_callback(warn, result))
-
-    @has_run.def_vmap
-    def _(axis_size: int, in_batched: list[bool], flags: jax.Array) -> tuple[jax.Array, bool]:
-        return has_run(flags.all()), False
-
-    (flag,) = all_reduce_and(jax.lax.stop_gradient(flag))
-    return jnp.where(has_run(flag), x, jnp.zeros_like(x))
 
 
 def _has_grown_without_skip(before: ScalerState, after: ScalerState) -> jax.Array:

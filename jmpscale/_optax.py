@@ -31,7 +31,7 @@ from jmpscale._update import adapt, all_reduce_outcome
 
 
 class Transformation(Protocol):
-    """An optimizer of optax, or of a class of its own with the same methods, such as `optax.MultiSteps`."""
+    """An optimizer of optax, or any object with the same methods, such as `optax.MultiSteps`."""
 
     @property
     def init(self) -> Callable[..., Any]: ...

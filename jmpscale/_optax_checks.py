@@ -104,7 +104,7 @@ def _all_varying_axes(tree: PyTree) -> set[str]:
 
 def warn_if_inside_another(params: optax.Params) -> None:
     """Warns if a transformation that contains the wrapper prevents it from skipping whole steps."""
-    # It resets its sum of gradients by multiplying it by zero, and 0 * inf is NaN.
+    # MultiSteps resets its sum of gradients by multiplying it by zero, and 0 * inf is NaN.
     if is_called_by(lambda frame: frame.f_code is optax.MultiSteps.init.__code__):
         warn_user(
             "with_loss_scaling is inside optax.MultiSteps: after one overflow its accumulated gradients stay NaN, and "
@@ -123,7 +123,9 @@ def warn_if_inside_another(params: optax.Params) -> None:
 def warn_if_misplaced() -> None:
     """Warns if a gate contains the wrapper, or a chain separates it from transformations that it should skip."""
     warn_if_gated("with_loss_scaling", "The wrapper skips steps itself: call tx.update without apply_if.")
-    if is_called_by(lambda frame: frame.f_code.co_qualname == "apply_if_finite.<locals>.update"):
+    update = "apply_if_finite.<locals>.update"
+    module = optax.apply_if_finite.__module__
+    if is_called_by(lambda x: x.f_code.co_qualname == update and x.f_globals.get("__name__") == module):
         warn_user(
             "with_loss_scaling is inside optax.apply_if_finite, whose skips do not adjust the scale. Remove "
             "apply_if_finite: the wrapper skips steps itself."
@@ -182,7 +184,7 @@ def warn_if_loss_is_misspelled(arguments: Mapping[str, object], inner: object) -
     if "loss" in arguments or "value" in arguments or not isinstance(inner, tuple):
         return
     for name in (name for name, x in arguments.items() if not callable(x)):
-        is_similar = "loss" in name.lower() or difflib.get_close_matches(name, ["loss", "value"], cutoff=0.8)
+        is_similar = "loss" in name.lower().split("_") or difflib.get_close_matches(name, ["loss", "value"], cutoff=0.8)
         # A function reads the argument if it has a parameter of this name, or contains the name as a string.
         codes = (fn.__code__ for fn in _functions_in(inner))
         if is_similar and not any(name in (*code.co_varnames, *code.co_consts) for code in codes):

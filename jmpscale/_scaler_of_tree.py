@@ -89,7 +89,7 @@ def _only_scaler(tree: PyTree, name: str, remedy: str = "") -> ScalerState:
 
 
 def check_scaler(scaler: object, name: str = "scaler", *, allow_batch: bool = False) -> None:
-    """Raises unless `scaler` is a single scaler: a batch would broadcast against the wrong axis."""
+    """Raises unless `scaler` is a scaler, and not a batch, which would broadcast against the wrong axis."""
     if not isinstance(scaler, ScalerState):
         raise TypeError(f"{name} must be a ScalerState, got {type_name(scaler)}. Use jmpscale.dynamic or get_scaler.")
     register_with_flax()

@@ -34,7 +34,7 @@ _LIMITS = {  # the scale is a float32 number, so a factor must differ from 1 in 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScalerConfig:
-    """The settings of a scaler: Python numbers that are compiled into the program and never saved in a checkpoint.
+    """The settings of a scaler: Python values that are compiled into the program and never saved in a checkpoint.
 
     Attributes:
       mode: `"dynamic"`, `"static"` or `"disabled"`. The other settings are the arguments of `dynamic`.

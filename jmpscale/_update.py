@@ -91,7 +91,7 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
 def adapt(scaler: ScalerState, checked: PyTree, finite: jax.Array, loss_finite: jax.Array | None) -> ScalerState:
     """Applies the rule of `update` to flags that are equal on all devices, and marks the scales.
 
-    `checked` is the first gradient that was checked, or the flag. `update` warns if it adapts the new scale as well.
+    `checked` is the first gradient that was checked, or the flag, for which `update` must not adapt the scale again.
     """
     new = _apply_rule(scaler, finite, loss_finite)
     if scaler.config.mode == "dynamic":

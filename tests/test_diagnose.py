@@ -7,6 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.experimental import pallas
 
@@ -69,6 +70,28 @@ def test_two_calls_of_a_function_of_a_library_are_two_lines():
     x = jnp.asarray(np.random.default_rng(0).standard_normal(64), jnp.float32)
     diagnosis = diagnose(jmpscale.autocast(library_calls), x[:9], x)
     assert diagnosis.lines == (line_of(library_calls, "# first"), line_of(library_calls, "# second"))
+
+
+def gated_overflow(w, x):
+    def step(h):
+        return h * H(300) * H(300)  # gated
+
+    h = jmpscale.apply_if(jnp.all(x < 100), step, (x * w).astype(H))
+    return squared(jnp.tanh(h.astype(jnp.float32) * 1e-6))
+
+
+def test_line_in_a_gate_is_named():
+    assert diagnose(gated_overflow, W, X[:8]).lines == (line_of(gated_overflow, "# gated", "step"),)
+
+
+def inner_step(w):
+    tx = jmpscale.with_loss_scaling(optax.sgd(0.1), jmpscale.static(1.0), warn_after_skips=1)
+    updates, state = tx.update(2 * w, tx.init(w), w)
+    return squared((w + updates).astype(H)) * (1 + state.scaler.consecutive_skips.astype(jnp.float32))
+
+
+def test_step_with_a_callback_in_a_loss_is_run():
+    assert diagnose(inner_step, W).summary.startswith("Loss scales from ")
 
 
 def overflow_in_nested_loops(w, x):

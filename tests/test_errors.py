@@ -8,6 +8,7 @@ import functools
 import re
 import warnings
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -54,6 +55,22 @@ def _same(*carry):
 def _sum(tree, *_):
     """A loss of any model."""
     return sum(jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(eqx.filter(tree, eqx.is_inexact_array)))
+
+
+class Posterior(NamedTuple):
+    """Has a field with the name of an average of optax."""
+
+    mu: jax.Array
+    sigma: jax.Array
+
+
+def apply_if_finite(call):
+    """Has the name of a transformation of optax."""
+
+    def update():
+        return call()
+
+    return update()
 
 
 def _traced(fn, *args):
@@ -223,11 +240,12 @@ CONSTRUCTORS = {
         ),
         "small backoff": (_dynamic(backoff_factor=SMALLEST / 2), "backoff_factor must ... got 2^-127."),
         "interval of 0": (_dynamic(growth_interval=0), "growth_interval must be between 1 and ... got 0. Pass"),
-        "large interval": (_dynamic(growth_interval=2**31), "growth_interval must ... got 2^31."),
+        "large interval": (_dynamic(growth_interval=2**31), "growth_interval must ... got 2147483648."),
         "hysteresis of 0": (_dynamic(hysteresis=0), "hysteresis must be between 1 and"),
         "reset": (_dynamic(hysteresis_reset="never"), "hysteresis_reset must be ... 'finite', got 'never'"),
         "small min_scale": (_dynamic(min_scale=SMALLEST / 2), "min_scale must ... 2^-126 and 2^126, got 2^-127."),
         "large max_scale": (_dynamic(max_scale=LARGEST * 1.5), "max_scale must ... got 1.2760588759535192e+38."),
+        "max_scale above float64": (_dynamic(max_scale=10**400), "max_scale must ... 2^126, got 10000"),
         "min above max": (_dynamic(min_scale=4.0, max_scale=2.0), "min_scale must not exceed max_scale, got 4 and 2."),
         "init below min": (_dynamic(init_scale=0.5), "init_scale must be between 1 and 2^32, got 0.5. Change"),
         "init above max": (_dynamic(init_scale=2.0**32 + 1), "init_scale must be between"),
@@ -1134,6 +1152,9 @@ VALID_CALLS = {
     "gradients by a copy": _after_gradients(lambda s, g, _: SCALE.update(g, jax.tree.map(jnp.copy, s)), SCALE_STATE),
     "two losses": lambda: jmpscale.update(STATE, True, loss=_pair(LOSS)),
     "diagnosis of loss_scaled": lambda: jmpscale.diagnose(jmpscale.loss_scaled(_sum, 8.0))(STATE, W32),
+    "another extra argument": lambda: SCALE.update(GRADS, SCALE_STATE, GRADS, glossary=LOSS),
+    "cast of a user's field": lambda: jmpscale.cast(Posterior(W32, W32), jnp.float16),
+    "user's own apply_if_finite": lambda: apply_if_finite(lambda: SCALE.update(GRADS, SCALE_STATE, GRADS)),
     "bfloat16 averages": lambda: jmpscale.with_loss_scaling(optax.adam(1e-3, mu_dtype=jnp.bfloat16)).init(GRADS),
     "frozen float16 parameters": lambda: TX.init({"w": W16, "adapter": W32}),
     "optax_step if disabled": _apply(jmpscale.optax_step(SGD, W16), W16, SGD.init(W16)),

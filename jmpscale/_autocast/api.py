@@ -9,9 +9,9 @@ import numpy as np
 from jax.extend import core
 from jax.typing import DTypeLike
 
-from jmpscale._autocast.rules import HALF, MATMULS, Kept, in_half, reason_to_keep, setting_that_keeps
+from jmpscale._autocast.rules import HALF, Kept, in_half, reason_to_keep, setting_that_keeps
 from jmpscale._base.check import as_dtype, warn_user
-from jmpscale._base.jaxpr import Found, equations, type_of
+from jmpscale._base.jaxpr import MATMULS, Found, equations, type_of
 from jmpscale._base.text import describe
 from jmpscale._base.trace import lift_nnx, trace
 from jmpscale._base.tree import PyTree

@@ -27,9 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jmpscale._base.jaxpr import Memo, check_primitives, rewrite, type_of
+from jmpscale._base.jaxpr import MATMULS, Memo, check_primitives, rewrite, type_of
 
-MATMULS = {"dot_general", "conv_general_dilated", "ragged_dot_general"}
 HALF = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
 _FLOAT32 = np.dtype(np.float32)
 # Results of earlier calls. A function under jax.jit has one jaxpr in all of its calls, and JAX finds the compiled

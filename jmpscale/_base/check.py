@@ -1,6 +1,6 @@
 """Checks of arguments, and warnings at the user's line.
 
-Every error names the argument, its value and a remedy. Values of arrays are never read.
+An error names the argument, its value and a remedy. Values of arrays are never read.
 """
 
 import inspect
@@ -8,6 +8,7 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,30 +44,25 @@ def check_flag(finite: ArrayLike) -> jax.Array:
     return jnp.asarray(finite)
 
 
-def check_number(name: str, value: object, kind: type = float) -> float:
-    """Returns `value` as a Python float, or as an int if this is its kind; raises for other types."""
-    value = value.item() if isinstance(value, np.generic) else value
-    if isinstance(value, bool) or not isinstance(value, (int, kind)):
-        raise TypeError(
-            f"{name} must be a Python {kind.__name__}, got {describe(value)} of type {type_name(value)}. Convert a "
-            f"concrete value with {kind.__name__}(); a traced value cannot be a setting of a compiled program."
-        )
-    return kind(value)
-
-
 def check_count(name: str, value: object, low: int = 1) -> int:
     """Returns `value` as a Python int of at least `low` that fits a 32-bit counter, or raises."""
     remedy = "Pass a count in this range; counters have 32 bits."
     return int(check_in_range(name, value, low, COUNTER_LIMIT, remedy, kind=int))
 
 
-def check_in_range(name: str, value: object, low: float, high: float, remedy: str, kind: type = float) -> float:
-    """Returns `value` as a Python number in `[low, high]`, or raises with the remedy."""
-    number = check_number(name, value, kind)
-    if not low <= number <= high:
+def check_in_range(name: str, value: Any, low: float, high: float, remedy: str, kind: type = float) -> float:
+    """Returns `value` as a Python number of a kind in `[low, high]`, or raises with the remedy."""
+    value = value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, bool) or not isinstance(value, (int, kind)):
+        raise TypeError(
+            f"{name} must be a Python {kind.__name__}, got {describe(value)} of type {type_name(value)}. Convert a "
+            f"concrete value with {kind.__name__}(); a traced value cannot be a setting of a compiled program."
+        )
+    if not low <= value <= high:
         limits = f"{format_number(low)} and {format_number(high)}"
-        raise ValueError(f"{name} must be between {limits}, got {format_number(number)}. {remedy}")
-    return number
+        got = describe(value) if isinstance(value, int) else format_number(value)
+        raise ValueError(f"{name} must be between {limits}, got {got}. {remedy}")
+    return kind(value)
 
 
 def as_dtype(value: object) -> np.dtype | None:

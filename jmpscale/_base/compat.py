@@ -1,4 +1,4 @@
-"""The parts of JAX that differ between its versions. No other module of the training path tests for them."""
+"""The parts of JAX that differ between its versions."""
 
 from typing import Any
 

@@ -1,7 +1,6 @@
 """Recognizes objects of Flax, Equinox and optax without importing these libraries.
 
-`imported` looks up their names among the modules that the program has imported. The exception is `with_loss_scaling`,
-which is written for optax and imports it.
+`imported` looks up their names among the modules that the program has imported.
 """
 
 import sys
@@ -66,5 +65,9 @@ def fp8_statistics(paths: Sequence[tuple[Any, ...]]) -> set[int]:
 
 def averages_of_gradients(state: Any) -> list[Any]:
     """Returns the leaves of optax's states that hold averages of gradients, such as `mu` of Adam."""
-    entries = jax.tree_util.tree_leaves_with_path(state)
-    return [x for path, x in entries if any(getattr(key, "name", "") in ("mu", "nu", "trace") for key in path)]
+
+    def averages(node: Any) -> list[Any]:
+        is_optax = type(node).__module__.partition(".")[0] == "optax"
+        return [getattr(node, name) for name in ("mu", "nu", "trace") if is_optax and hasattr(node, name)]
+
+    return jax.tree.leaves([averages(x) for x in jax.tree.leaves(state, is_leaf=lambda x: bool(averages(x)))])

@@ -26,6 +26,8 @@ T = TypeVar("T")
 RewriteEquation = Callable[[core.JaxprEqn], list[core.JaxprEqn]]
 Memo = MutableMapping[Any, Any]  # a jaxpr, and the jaxpr that replaces it, if another does
 
+MATMULS = {"dot_general", "conv_general_dilated", "ragged_dot_general"}  # and convolutions
+
 # Primitives that run the jaxprs among their parameters, and require nothing of them but their inputs and outputs. Any
 # other primitive runs as written, with the jaxprs that it holds, which may have to agree with something else: a
 # derivative rule, a kernel's memory, the convergence of a solver.
@@ -135,7 +137,7 @@ class Found(NamedTuple):
 
     @property
     def line(self) -> str:
-        """The user's line of the equation, such as `model.py:41 (mlp)`, for which its traceback is read."""
+        """The user's line of the equation, such as `model.py:41 (mlp)`; it is read from the traceback."""
         return (self.caller.path_of(self.eqn) or (UNKNOWN_LINE,))[-1]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.extend import core
 
-SCALING = "the scaling of the loss"  # the name of a line of this package
+SCALING = "the scaling of the loss"  # shown in place of a line of this package
 _PACKAGE = pathlib.Path(__file__).parent.parent
 # The demonstration counts as a user's program.
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\](?!jmpscale[/\\]__main__)")
@@ -59,8 +59,8 @@ def _distance(file: str) -> int:
 
 
 def is_library_function(file: str) -> bool:
-    """Tests whether a file has mathematical functions; other compiled functions, such as pmap's, call user code."""
-    return is_own(file) or _MATHEMATICS.search(file) is not None
+    """Tests whether a file has mathematical functions; other compiled functions, as of `apply_if`, call user code."""
+    return (is_own(file) and not file.endswith("_gate.py")) or _MATHEMATICS.search(file) is not None
 
 
 def is_backward(eqn: core.JaxprEqn) -> bool:

@@ -1,6 +1,6 @@
 """Leaves of a tree: which are arrays, and which are gradients.
 
-Leaves that are not arrays pass through every function of this package unchanged.
+Leaves that are neither arrays nor numbers pass through every function of this package unchanged.
 """
 
 import collections

@@ -94,7 +94,7 @@ def diagnose(
             value, grads = differentiated(traced, *args, **kwargs)
             return value[0] if has_aux else value, grads
 
-        # Non-finite values are what is looked for, and a function that is not compiled cannot be entered.
+        # The diagnosis looks for non-finite values, for which JAX must not raise, and enters compiled functions.
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
             step = trace_step(loss_and_grads, args, kwargs)
             return examine(step, state, lambda: non_finite_arguments(fun, args, kwargs))

@@ -14,8 +14,8 @@ from jmpscale._diagnosis.step import compiled
 class Measured(NamedTuple):
     """Measurements of a loss and gradients, each an array with a number for the loss and for each gradient.
 
-    The errors are relative L2 norms of the difference from the reference; infinite if a value is finite in one of them
-    only, or if only the reference is zero.
+    The errors are relative L2 norms of the difference from the reference; infinite if a value is finite in only one of
+    them, or if only the reference is zero.
     """
 
     errors: np.ndarray

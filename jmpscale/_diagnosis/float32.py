@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jmpscale._autocast.rules import MATMULS
-from jmpscale._base.jaxpr import evaluate_equation, type_of
+from jmpscale._base.jaxpr import MATMULS, evaluate_equation, type_of
 from jmpscale._diagnosis.interpret import Interpreter, is_narrow, widen
 
 # Primitives of JAX that compute in the dtype of their operands, so that they can compute in float32 instead. Other

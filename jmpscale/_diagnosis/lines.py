@@ -19,8 +19,8 @@ from jmpscale._diagnosis.step import Step
 
 _LARGEST_LOSS_ERROR = 0.03
 _NOISE = 0.25  # the relative change of a gradient that is rounding noise
-# The norm of a gradient, relative to the largest norm, below which it decides nothing. Losses of two sizes that no
-# scale fits have gradients of 2^-44; behind a saturated softmax, where float16 gives zero, they have 2^-74.
+# The norm of a gradient, relative to the largest norm, below which it decides nothing. Two losses so different in size
+# that no scale fits both have gradients of 2^-44; behind a saturated softmax, where float16 gives zero, it is 2^-74.
 _NEGLIGIBLE = 2.0**-60
 _ULP = 2.0**-22  # the relative change of the arguments by which rounding noise in float32 is recognized
 CHANGE = 0.1  # the relative change of the arguments by which an error of numbers near zero is recognized
@@ -119,7 +119,7 @@ class Trials:
         return self.errors({**modes, **self._backward_in_float32()}, Mode.AS_WRITTEN, exponent)[0]
 
     def forward_error_elsewhere(self) -> float:
-        """Returns the largest error of a gradient or the loss in such a run, after a change of all arguments."""
+        """Returns the largest error of the forward pass, in a gradient or the loss, after a change of all arguments."""
 
         def error(change: float) -> float:
             consts = [_perturb(x, change) for x in self.step.consts]

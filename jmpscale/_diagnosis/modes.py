@@ -70,7 +70,7 @@ class Modal(NamedTuple):
     """How operations with modes compute. The argument of the interpreter is the array of modes."""
 
     applies: Callable[[core.JaxprEqn], bool]  # whether an operation has modes
-    run: Callable[[Interpreter, core.JaxprEqn, list[Any], list[int]], list[Any]]  # also takes the places of its modes
+    run: Callable[[Interpreter, core.JaxprEqn, list[Any], list[int]], list[Any]]  # also takes the indices of its modes
     columns: int = 0  # of the records
 
 
@@ -155,7 +155,7 @@ class ModalStep:
             sites[id(eqn), caller] = [Site(part, eqn.primitive.name, type_of(x).dtype) for x in eqn.outvars]
         self.sites = list(dict.fromkeys(site for own in sites.values() for site in own))
         self.parts = list(dict.fromkeys(site.part for site in self.sites))
-        # A line whose forward pass has no such result, as of an index, is also in the order of the forward pass.
+        # A line whose forward pass has no such result, such as an index, is also in the order of the forward pass.
         self.paths = list(dict.fromkeys(shortest[path] for _, _, path in everything if path in shortest))
         index = {site: i for i, site in enumerate(self.sites)}
 

@@ -40,7 +40,7 @@ class RepairedStep:
         return None
 
     def _first_origin(self, made: list[Site]) -> Site | None:
-        """Returns the first operation without whose line the outputs are finite, or free of NaN."""
+        """Returns the first operation such that the outputs are finite, or free of NaN, if its line is repaired."""
         # Unscaling comes last, and has the line of scaling, which comes first.
         paths = sorted(dict.fromkeys(site.part.path for site in made), key=lambda path: path[-1] == SCALING)
 

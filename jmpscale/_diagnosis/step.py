@@ -90,7 +90,7 @@ def _without_effects(eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
 
     The warning of `loss_scaled` is a callback, too, and is silent: scales that overflow are part of the search.
     """
-    if eqn.primitive.name == "pure_callback" and SCALING in user_lines(eqn):
+    if eqn.primitive.name == "pure_callback" and not eqn.invars and SCALING in user_lines(eqn):
         return [eqn.replace(params=eqn.params | {"callback": lambda: [np.array(True)]})]
     return [] if eqn.primitive.name in _CALLBACKS and not eqn.outvars else [eqn]
 

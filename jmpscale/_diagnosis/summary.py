@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from jmpscale._autocast.rules import MATMULS
+from jmpscale._base.jaxpr import MATMULS
 from jmpscale._base.text import format_percentage, format_scale
 from jmpscale._diagnosis.lines import CHANGE, Cause, Lines, Reason, Trials
 from jmpscale._diagnosis.modes import Part, Path, Site, Statistics

@@ -31,7 +31,7 @@ class Run:
     old: ScalerState  # before the step
     new: ScalerState  # after the step
     after: PyTree
-    leaves: list[tuple[str, Any, Any]]  # that a skipped step must not change: the path, before and after the step
+    leaves: list[tuple[str, Any, Any]]  # that a skipped step must not change: path, old value, new value
 
     @property
     def scale(self) -> float:

@@ -34,7 +34,7 @@ _HIDDEN = (
 
 
 def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Sequence[str] = ()) -> None:
-    """Runs a training step at several loss scales, and raises if it treats an overflow or the scale wrongly.
+    """Runs a training step at several loss scales, and raises if it mishandles an overflow or the scale.
 
     At an infinite loss scale, and at the smallest one at which gradients overflow, the step must be skipped, reduce a
     dynamic scale, and change nothing else. At the smallest one, the loss must be finite, and a loop of steps must not
@@ -157,7 +157,7 @@ def _check_backoff(skipped: Run, applied: Run) -> None:
 
 
 def _check_invalid(runs: Runs, usual: Run) -> None:
-    """Raises if a step changes the state that is skipped because of its loss, and warns if the loss is not passed."""
+    """Raises if a step that is skipped because of its loss changes the state, and warns if the loss is not passed."""
     overflow = runs.with_numbers(lambda x: np.full_like(x, jnp.finfo(x.dtype).max)).at(usual.scale)
     if overflow.is_skipped:
         overflow.check_skipped(reset={path: was for path, was, _ in usual.leaves})
