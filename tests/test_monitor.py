@@ -124,11 +124,11 @@ def test_raise_if_stuck_warns_of_a_scaler_that_no_step_changes(scaler):
 
 
 def test_raise_if_stuck_accepts_two_calls_in_each_skipped_step():
-    scaler = jmpscale.dynamic()
+    check, scaler = functools.partial(jmpscale.raise_if_stuck, max_consecutive_skips=9), jmpscale.dynamic()
     for _ in range(4):
         scaler = jax.jit(jmpscale.update)(scaler, False)
-        for _ in range(2):
-            jmpscale.raise_if_stuck(scaler, max_consecutive_skips=9)
+        check(scaler)
+        check(scaler)
 
 
 def test_raise_if_stuck_warns_of_a_state_that_the_step_puts_back():
