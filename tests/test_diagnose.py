@@ -355,15 +355,15 @@ def test_program_without_gradients():
     assert diagnosis.summary.startswith("All gradients are zero, in float32 too. No loss scale")
 
 
-def test_decorator_with_options():
-    @jmpscale.diagnose(argnums=1, has_aux=True)
+def test_options_are_those_of_value_and_grad():
     def loss(x, w):
         return jnp.sum((x * w.astype(H)).astype(jnp.float32)), "auxiliary"
 
-    diagnosis = loss(jmpscale.static(4.0), jnp.float16([1, 2]), jnp.float32([3, 4]))
+    diagnose_loss = jmpscale.diagnose(loss, 1, True)
+    diagnosis = diagnose_loss(jmpscale.static(4.0), jnp.float16([1, 2]), jnp.float32([3, 4]))
     assert diagnosis.loss == 11
     assert diagnosis.fitting_scales() is not None
-    assert loss.__name__ == "diagnose_of_loss"
+    assert diagnose_loss.__name__ == "diagnose_of_loss"
 
 
 @pytest.mark.full

@@ -1,8 +1,7 @@
 """`diagnose`, which measures what half precision does to a training step."""
 
-import functools
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,17 +21,9 @@ from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerState
 Function = Callable[..., Any]
 
 
-@overload
 def diagnose(
     fun: Function, argnums: Any = 0, has_aux: bool = False, *, transform: Function = jax.value_and_grad
-) -> Callable[..., Diagnosis]: ...
-@overload
-def diagnose(
-    *, argnums: Any = 0, has_aux: bool = False, transform: Function = jax.value_and_grad
-) -> Callable[[Function], Callable[..., Diagnosis]]: ...
-def diagnose(
-    fun: Function | None = None, argnums: Any = 0, has_aux: bool = False, *, transform: Function = jax.value_and_grad
-) -> Function:
+) -> Callable[..., Diagnosis]:
     """Creates a function that measures what half precision does to a training step, and finds the lines to change.
 
     Call it as `jmpscale.value_and_grad` is called, with the same options, outside of `jax.jit`. It compares the loss
@@ -74,8 +65,6 @@ def diagnose(
     >>> diagnosis.fitting_scales()
     (16.0, 524288.0)
     """
-    if fun is None:
-        return functools.partial(diagnose, argnums=argnums, has_aux=has_aux, transform=transform)
     if not callable(fun):
         raise TypeError(
             f"fun must be the loss function, got {describe(fun)}. The scaler is the first argument of the new "

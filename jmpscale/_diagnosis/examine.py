@@ -49,6 +49,7 @@ def _explain(findings: Findings, present: int) -> Findings:
     if findings.accurate or not trials.step.sites:
         return findings
     best = present if scales.best is None else scales.best
+    # Scales of which one probably fits if the lines that overflow, or underflow, compute in float32.
     lines = trials.find_lines([best, present, trials.largest_exponent() - 2, 0, 24, -12])
     finite = math.isfinite(findings.loss) and scales.best is not None
     cause = trials.find_cause(lines, finite=finite) if lines and lines.paths else None
