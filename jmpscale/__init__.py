@@ -4,7 +4,8 @@ from importlib.metadata import version as _version
 
 from jmpscale._autocast.api import autocast
 from jmpscale._cast import cast
-from jmpscale._diagnosis import Diagnosis, DiagnosisRow, diagnose
+from jmpscale._diagnosis.api import diagnose
+from jmpscale._diagnosis.report import Diagnosis, DiagnosisRow
 from jmpscale._finite import all_finite
 from jmpscale._gate import apply_if
 from jmpscale._grad import value_and_grad
