@@ -227,11 +227,13 @@ def _describe_type(leaf: object) -> str:
 def _type_remedy(was: object, now: object, fn: str) -> str:
     if not (is_numeric(was) and is_numeric(now)):
         return "Only arrays and Python numbers may change; close over other objects."
-    if jnp.result_type(was) != jnp.result_type(now):
+    if jnp.result_type(was) == jnp.float16 and jnp.result_type(now) == jnp.float32:
         return (
-            f"Convert it with .astype in {fn}. Unscaled gradients of float16 parameters are float32: create the "
-            "optimizer state with tx.init(jmpscale.cast(params, jnp.float32))."
+            "Unscaled gradients of float16 parameters are float32: keep the parameters in float32, or create the state "
+            "with tx.init(jmpscale.cast(params, jnp.float32))."
         )
+    if jnp.result_type(was) != jnp.result_type(now):
+        return f"Convert it with .astype in {fn}."
     return f"Reshape or reshard it in {fn}, move it to its memory space, or reduce gradients that vary over devices."
 
 

@@ -31,8 +31,8 @@ _CAUSES = (  # in the order of _describe_skips
     "scale, as with a softmax over a row in which a mask hides every value; or a sum of gradients is NaN, because a "
     "skip does not reset it; or the gradients were scaled by a different scaler: pass the state of with_loss_scaling "
     "to jmpscale.value_and_grad; or the flag for update is inverted or has other conditions. jmpscale.diagnose with "
-    "such a batch names the line, or prints scales that fit: then decrease min_scale, or the number given to "
-    "loss_scaled(fun, number).",
+    "such a batch names the line, or prints scales that fit: if they are smaller, decrease min_scale, or the number "
+    "given to loss_scaled(fun, number); if they are larger, correct the sum or the flag.",
     f"{_OVERFLOW}The scale is static and does not back off. jmpscale.diagnose with the same batch prints the scales "
     "that fit: pass one of them to static, or to loss_scaled(fun, number).",
     f"{_OVERFLOW}These are the first skips of this run: the scale is still backing off from its initial value. Allow "
@@ -42,9 +42,9 @@ _CAUSES = (  # in the order of _describe_skips
     "jmpscale.diagnose names the line.",
 )
 _NEVER_SKIPPED = (
-    "The loss scale has grown to its limit, {}, without a skip. In float16, gradients usually overflow earlier: "
-    "perhaps the loss is not scaled, or something replaces infinity and NaN before the optimizer checks them. With the "
-    "scale jmpscale.static(2.0**60), steps should be skipped."
+    "The loss scale has grown to its limit, {}, without a skip. Unless the gradients are very small, the loss is not "
+    "scaled, or something replaces infinity and NaN before the optimizer checks them. To find out, use the scale "
+    "jmpscale.static(2.0**60) in a few steps, which should be skipped."
 )
 _UNCHANGED = (
     "In three calls of raise_if_stuck the scaler was the same, or a new one although the previous one skipped most "

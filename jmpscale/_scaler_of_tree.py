@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpscale._base.check import warn_user
+from jmpscale._base.check import check_in_range, warn_user
 from jmpscale._base.compat import is_compiling
 from jmpscale._base.text import describe, type_name
 from jmpscale._base.tree import PyTree, Tree, find_instances, is_traced
-from jmpscale._state import ARRAY_FIELDS, ScalerConfig, ScalerState, register_with_flax
+from jmpscale._state import ARRAY_FIELDS, LARGEST_SCALE, SMALLEST_SCALE, ScalerConfig, ScalerState, register_with_flax
 
 
 def get_scaler(tree: PyTree) -> ScalerState:
@@ -121,6 +121,12 @@ def check_scaler(scaler: object, name: str = "scaler", *, allow_batch: bool = Fa
                 f"{describe(value)}. Set it to {example}, or restore a checkpoint into a state that "
                 "jmpscale.dynamic has created."
             )
+
+
+def scale_on_host(scaler: ScalerState, name: str = "scaler") -> float:
+    """Returns the loss scale as a Python number, or raises if it is invalid."""
+    remedy = "The state was corrupted; restore an older checkpoint."
+    return check_in_range(f"{name}.loss_scale", float(scaler.loss_scale), SMALLEST_SCALE, LARGEST_SCALE, remedy)
 
 
 def warn_if_constant(scaler: ScalerState, values: PyTree, name: str = "scaler") -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from jmpscale._base.check import check_count, check_in_range
 from jmpscale._base.text import type_name
 from jmpscale._base.tree import PyTree
-from jmpscale._scaler_of_tree import find_scaler
+from jmpscale._scaler_of_tree import find_scaler, scale_on_host
 from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerConfig, ScalerState, init_state
 
 _SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
@@ -40,9 +40,8 @@ def to_torch_state_dict(scaler: PyTree) -> dict[str, float | int]:
             f"scaler must be dynamic to become a torch state dict, got mode {config.mode!r}. In torch, "
             "construct a GradScaler with enabled=False for a disabled scaler; it has no static scale."
         )
-    remedy = "The state was corrupted; restore an older checkpoint."
     return {
-        "scale": check_in_range("scaler.loss_scale", float(state.loss_scale), SMALLEST_SCALE, LARGEST_SCALE, remedy),
+        "scale": scale_on_host(state),
         **{name: getattr(config, name) for name in _SETTINGS},
         "_growth_tracker": min(int(state.finite_steps), config.growth_interval - 1),
     }

@@ -48,7 +48,8 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
     Args:
       scaler: the scaler from before the step.
       finite: bool[], whether all gradients of the step are finite, from `all_finite` or `unscale_and_check`. Any
-        other condition in it counts as an overflow, except the finiteness of the loss, if the loss is passed.
+        other condition in it, such as a limit of the norm, counts as an overflow, and reduces the scale: use it in
+        `apply_if` alone. The finiteness of the loss does not, if the loss is passed.
       loss: the unscaled loss, of any shape, or a pytree of unscaled losses. A skipped step whose loss is not finite
         does not change the scale. A non-finite loss alone never causes a skip.
       axis_name: the mapped axes over which to combine `finite` and the finiteness of the loss, as in `all_finite`. If

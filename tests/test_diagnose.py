@@ -312,7 +312,7 @@ def test_arguments_with_infinities_are_named():
     diagnosis = diagnose(loss, jnp.float32(1), {"image": image}, image)
     assert diagnosis.summary == (
         "Infinities or NaN in batch['image'] and bias reach the loss or a gradient: with zeros in their place all of "
-        "them are finite. Correct the data."
+        "them are finite. Correct the data, or gate the state that a skipped step has changed."
     )
     assert np.isnan(diagnosis.loss)
     assert np.isnan(diagnosis.loss_float32)

@@ -504,6 +504,10 @@ WRONG = {  # as RIGHT, and the words of the message
         r"state\[0\] contains NaN, .* Check an earlier state",
     ),
     "parameters in float16": (_rounds_parameters, rf"state\[0\]\['outer'\] {IN_FLOAT32}"),
+    "flag with a limit": (
+        partial(_functional, flag=lambda _, __, grads: jmpscale.all_finite(grads) & (optax.tree.norm(grads) < 1e-6)),
+        "the step is skipped in float32, .* other conditions",
+    ),
     "inverted flag": (
         partial(_functional, flag=lambda _, __, grads: ~jmpscale.all_finite(grads)),
         r"the step was skipped at every loss scale\. .* the flag for update is inverted",

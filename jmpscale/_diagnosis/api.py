@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jmpscale._base.check import check_in_range
 from jmpscale._base.frameworks import is_nnx_object
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree
@@ -15,8 +14,8 @@ from jmpscale._diagnosis.not_finite import non_finite_arguments
 from jmpscale._diagnosis.report import Diagnosis
 from jmpscale._diagnosis.step import check_concrete, trace_step
 from jmpscale._grad import value_and_grad
-from jmpscale._scaler_of_tree import find_scaler, is_scaler
-from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerState
+from jmpscale._scaler_of_tree import find_scaler, is_scaler, scale_on_host
+from jmpscale._state import ScalerState
 
 Function = Callable[..., Any]
 
@@ -75,8 +74,7 @@ def diagnose(
     def diagnose_fun(scaler: PyTree, /, *args: Any, **kwargs: Any) -> Diagnosis:
         state = find_scaler(scaler, remedy="Call diagnose(loss_fn)(scaler, params, batch).")
         check_concrete({"scaler": state, "args": args, "kwargs": kwargs})
-        remedy = "The state was corrupted; restore an older checkpoint."
-        check_in_range("scaler.loss_scale", float(state.loss_scale), SMALLEST_SCALE, LARGEST_SCALE, remedy)
+        scale_on_host(state)
 
         def loss_and_grads(traced: ScalerState, args: PyTree, kwargs: PyTree) -> tuple[Any, PyTree]:
             args, kwargs = _with_scale((args, kwargs), state, traced.loss_scale)

@@ -11,7 +11,7 @@ import numpy as np
 from jmpscale._base.check import warn_user
 from jmpscale._base.text import describe, format_percentage
 from jmpscale._base.tree import Tree, check_no_nnx_objects, is_inexact, named_leaves
-from jmpscale._scaler_of_tree import find_scaler
+from jmpscale._scaler_of_tree import find_scaler, scale_on_host
 from jmpscale._state import LARGEST_SCALE, SkipReason
 from jmpscale._update import update
 from jmpscale.testing._precision import check_independence, in_float32, wrong_change
@@ -30,6 +30,10 @@ _HIDDEN = (
     "Something replaces infinity and NaN before the check, such as a clip, jnp.nan_to_num or a choice of "
     "micro-batches; or the flag is not about all gradients. If jmpscale.diagnose finds an error in the loss function, "
     "correct it first."
+)
+_NARROW = (
+    "Parameters, unscaled gradients or averages of them are converted to float16, or a part of the backward pass is "
+    "not scaled."
 )
 
 
@@ -90,7 +94,7 @@ def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Seque
     paths = [path for path, _ in named_leaves(state)]
     if unknown := [part for part in ignored if not any(is_inside(path, part) for path in paths)]:
         raise ValueError(f"ignore must name leaves of the state, got {unknown}. The paths are {paths[:20]}.")
-    exponent = round(math.log2(scaler.loss_scale))
+    exponent = round(math.log2(scale_on_host(scaler, "state")))
     runs = Runs(checked(step), copy(state), ignored)
     usual = runs.first_applied(exponent)
     for path, was, _ in usual.leaves:
@@ -131,10 +135,10 @@ def _check_overflow(runs: Runs, exact: Runs, usual: Run) -> None:
         _check_backoff(skipped, applied)
     if wrong := wrong_change(applied, runs, expected, exact):
         path, error = wrong
+        causes = (_NARROW, _HIDDEN) if math.isfinite(error) else (_HIDDEN, _NARROW)
         raise AssertionError(
             f"the change of state{path} differs from the change in float32 by {format_percentage(error)} at a loss "
-            f"scale of {applied.name}. {_HIDDEN} Otherwise, a part of the backward pass is not scaled; or parameters, "
-            "unscaled gradients or averages of them are converted to float16."
+            f"scale of {applied.name}. {' Otherwise: '.join(causes)}"
         )
 
 
