@@ -48,9 +48,7 @@ class Interpreter:
     def __init__(self, rule: "Rule", argument: Any = None, records: Any = None) -> None:
         self._rule = rule
         self.argument = argument  # an array or None, which the rule may read
-        self.records = (
-            records  # an array of nonnegative numbers or None; over the iterations of a loop, the largest are kept
-        )
+        self.records = records  # an array of nonnegative numbers, the largest of all iterations of a loop, or None
         self._recorded: dict[int, jax.Array] = {}  # in the present trace
 
     def record(self, index: int, value: jax.Array) -> None:
