@@ -50,7 +50,9 @@ def check_count(name: str, value: object, low: int = 1) -> int:
     return int(check_in_range(name, value, low, COUNTER_LIMIT, remedy, kind=int))
 
 
-def check_in_range(name: str, value: Any, low: float, high: float, remedy: str, kind: type = float) -> float:
+def check_in_range(
+    name: str, value: Any, low: float, high: float, remedy: str, kind: type[int] | type[float] = float
+) -> float:
     """Returns `value` as a Python number of a kind in `[low, high]`, or raises with the remedy."""
     value = value.item() if isinstance(value, np.generic) else value
     if isinstance(value, bool) or not isinstance(value, (int, kind)):
