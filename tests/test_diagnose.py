@@ -374,6 +374,17 @@ def test_remedy_is_tried_inside_of_jit():
     assert "then the gradients differ from float32 by 0.0" in compiled.summary
 
 
+@pytest.mark.full
+def test_linear_solve_runs_as_written_and_is_listed():
+    def loss(scale):
+        half = (jnp.eye(8) * (2 + scale)).astype(H)
+        return squared(jax.scipy.sparse.linalg.cg(lambda v: half @ v, X[0].astype(H), maxiter=20)[0])  # solve
+
+    diagnosis = diagnose(loss, jnp.float32(0.1))
+    assert f"{line_of(loss, '# solve')}: custom_linear_solve" in diagnosis.not_entered
+    assert diagnosis.loss_float32 == pytest.approx(float(jnp.mean((X[0] / 2.1) ** 2)), rel=1e-2)
+
+
 def test_callback_with_side_effects_and_a_result_is_refused():
     def loss(w):
         factor = jax.experimental.io_callback(lambda: np.float32(2), jax.ShapeDtypeStruct((), np.float32))
