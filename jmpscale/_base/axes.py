@@ -59,12 +59,15 @@ def axes_to_reduce(x: jax.Array, axis_name: AxisName) -> tuple[Hashable, ...]:
 
 def all_reduce_and(*flags: jax.Array, axis_name: AxisName = None) -> tuple[jax.Array, ...]:
     """Combines each flag, bool[], over devices by a logical AND, in at most one collective for all flags."""
-    axes = tuple(dict.fromkeys(name for flag in flags for name in axes_to_reduce(flag, axis_name)))
-    if not axes:
+    axes = [axes_to_reduce(flag, axis_name) for flag in flags]
+    varying = [flag for flag, names in zip(flags, axes, strict=True) if names]
+    if not varying:
         return flags
+    union = tuple(dict.fromkeys(name for names in axes for name in names))
     # As integers, because the libraries that carry collectives (NCCL, Gloo, MPI) have no booleans.
-    packed = (flags[0] if len(flags) == 1 else jnp.stack(flags)).astype(jnp.int32)
-    return tuple(jnp.atleast_1d(jax.lax.pmin(packed, axes).astype(bool)))
+    packed = (varying[0] if len(varying) == 1 else jnp.stack(varying)).astype(jnp.int32)
+    reduced = iter(jnp.atleast_1d(jax.lax.pmin(packed, union).astype(bool)))
+    return tuple(next(reduced) if names else flag for flag, names in zip(flags, axes, strict=True))
 
 
 def warn_if_unsynchronized(axis_name: AxisName, other_axes: AxisName = ()) -> None:
