@@ -321,6 +321,12 @@ def test_arguments_with_infinities_are_named():
     assert diagnosis.fitting_scales() is None
 
 
+def test_argument_with_infinities_is_not_named_if_a_line_is_the_reason():
+    mask = jnp.float32([-jnp.inf, 0])
+    diagnosis = diagnose(lambda w, mask: squared(jnp.log(w * 0) + jnp.exp(mask)), jnp.ones(2), mask)
+    assert diagnosis.summary.startswith("The result of log at ")
+
+
 def test_scan_without_iterations_is_evaluated():
     def loss(w):
         return squared(jax.lax.scan(lambda h, x: (h * x, h), w, jnp.zeros((0, 2)))[0])
