@@ -311,8 +311,8 @@ def test_arguments_with_infinities_are_named():
     image = jnp.float32([1.0, jnp.nan])
     diagnosis = diagnose(loss, jnp.float32(1), {"image": image}, image)
     assert diagnosis.summary == (
-        "Infinities or NaN in batch['image'] and bias reach the loss or a gradient: with zeros in their place all of "
-        "them are finite. Correct the data, or gate the state that a skipped step has changed."
+        "Infinities or NaN in batch['image'] and bias reach the loss or a gradient: with zeros in their place, the "
+        "loss and the gradients are finite. Correct the data, or gate the state that a skipped step has changed."
     )
     assert np.isnan(diagnosis.loss)
     assert np.isnan(diagnosis.loss_float32)

@@ -54,7 +54,8 @@ def axes_to_reduce(x: jax.Array, axis_name: AxisName) -> tuple[Hashable, ...]:
         )
     # Along a typed axis JAX's types show whether the value varies, and JAX may raise if a value that does not vary is
     # reduced. Along an untyped axis the types show nothing, so the value is always reduced.
-    return tuple(name for name in names if name in varying or name in untyped_axes())
+    reduced = varying | untyped_axes()
+    return tuple(name for name in names if name in reduced)
 
 
 def all_reduce_and(*flags: jax.Array, axis_name: AxisName = None) -> tuple[jax.Array, ...]:

@@ -54,13 +54,17 @@ def is_trace_error(error: Exception) -> bool:
 
 def fp8_statistics(paths: Sequence[tuple[Any, ...]]) -> set[int]:
     """Returns the indices of the scales and histories of Flax's fp8 layers, even outside their named collection."""
-    places = {jax.tree_util.keystr(path, simple=True, separator="/"): i for i, path in enumerate(paths)}
-    found = {i for name, i in places.items() if _OVERWRITE_WITH_GRADIENT in name.split("/")}
-    for name, i in places.items():
-        scale = name.removesuffix(_HISTORY) + _SCALE
-        if name.endswith(_HISTORY) and scale in places:
+    found = {i for i, path in enumerate(paths) if any(_key_name(key) == _OVERWRITE_WITH_GRADIENT for key in path)}
+    places = {(path[:-1], _key_name(path[-1])): i for i, path in enumerate(paths) if path}
+    for (parent, name), i in places.items():
+        scale = parent, str(name).removesuffix(_HISTORY) + _SCALE
+        if str(name).endswith(_HISTORY) and scale in places:
             found |= {i, places[scale]}
     return found
+
+
+def _key_name(key: object) -> object:
+    return getattr(key, "key", getattr(key, "name", None))
 
 
 def averages_of_gradients(state: Any) -> list[Any]:

@@ -59,7 +59,7 @@ def _distance(file: str) -> int:
 
 
 def is_library_function(file: str) -> bool:
-    """Tests whether a file has mathematical functions; other compiled functions, as of `apply_if`, call user code."""
+    """Tests whether a file has mathematical functions; others, such as `apply_if`, call functions of the user."""
     return (is_own(file) and not file.endswith("_gate.py")) or _MATHEMATICS.search(file) is not None
 
 

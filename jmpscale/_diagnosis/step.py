@@ -102,7 +102,7 @@ def _copied(tree: PyTree) -> PyTree:
 
 
 def compiled(fun: Callable[..., Any], *, optimize: bool = False) -> Callable[..., Any]:
-    """Compiles a function without changes of precision; on a CPU, optimizations take longer than a few runs save."""
+    """Compiles a function without changes of precision; on a CPU, optimizing it would take longer than a few runs."""
     levels = {"xla_backend_optimization_level": 2 if optimize else 0} if jax.default_backend() == "cpu" else {}
     return jax.jit(fun, compiler_options={"xla_allow_excess_precision": False} | levels)
 

@@ -75,8 +75,8 @@ class Findings(NamedTuple):
 def describe_arguments(names: Sequence[str]) -> str:
     """Describes arguments that make the step useless."""
     return (
-        f"Infinities or NaN in {_enumerate(names)} reach the loss or a gradient: with zeros in their place all of them "
-        "are finite. Correct the data, or gate the state that a skipped step has changed."
+        f"Infinities or NaN in {_enumerate(names)} reach the loss or a gradient: with zeros in their place, the loss "
+        "and the gradients are finite. Correct the data, or gate the state that a skipped step has changed."
     )
 
 
