@@ -9,7 +9,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from jmpscale._base.axes import AxisName, axes_to_reduce, check_no_partial_sums, warn_if_unsynchronized
 from jmpscale._base.check import COUNTER_LIMIT, check_count
@@ -33,7 +33,7 @@ class GradReport:
       max_abs: f32[leaves], or f64[leaves] if a leaf is float64, the largest magnitude; NaN if the leaf contains NaN.
       nan: i32[leaves], the number of NaN values.
       inf: i32[leaves], the number of infinite values.
-      zero: i32[leaves], the number of zeros.
+      zero: i32[leaves], the number of zeros; on devices that flush subnormal numbers, also of those below 2^-126.
       underflow: i32[leaves], the number of nonzero magnitudes below 2^-24, which float16 cannot hold.
       subnormal: i32[leaves], the number of magnitudes in [2^-24, 2^-14), for which float16 has fewer than 11
         significant bits.
@@ -173,31 +173,24 @@ def grad_report(grads: PyTree, *, scaler: PyTree = None, axis_name: AxisName = N
         raise ValueError("grads must have a leaf of a floating-point dtype, got none. Pass the gradients.")
     names = [name or "grads" for name, _ in gradients]
     leaves = [leaf for _, leaf in gradients]
-    bits, counts = _leaf_statistics(leaves, loss_scale)
-    axes = [axes_to_reduce(part, axis_name) for part in bits]
+    largest, counts = _leaf_statistics(leaves, loss_scale)
+    axes = [axes_to_reduce(part, axis_name) for part in largest]
     sizes = [jnp.size(x) * (1 + jnp.iscomplexobj(x)) * jax.lax.axis_size(a) for x, a in zip(leaves, axes, strict=True)]
     if large := [size for size in sizes if isinstance(size, int) and size > COUNTER_LIMIT]:
         raise ValueError(f"grads must have at most {COUNTER_LIMIT} values in a leaf, got {large[0]}. Split the leaf.")
-    # The bits of magnitudes are integers in the same order, with NaN above infinity, so a maximum cannot lose NaN.
-    max_abs = jax.lax.bitcast_convert_type(_all_reduce(bits, axes, jax.lax.pmax), _wide_dtypes(leaves)[0])
+    totals = dict(zip(_COUNTS, _all_reduce(counts, axes, jax.lax.psum).T, strict=True))
+    max_abs = jnp.where(totals["nan"] > 0, np.nan, _all_reduce(largest, axes, jax.lax.pmax))
     finite = jnp.isfinite(max_abs).all()
     if loss_scale is not None:
         max_abs = max_abs * jnp.asarray(loss_scale, max_abs.dtype)
-    totals = dict(zip(_COUNTS, _all_reduce(counts, axes, jax.lax.psum).T, strict=True))
     return GradReport(finite=finite, max_abs=max_abs, **totals, paths=tuple(names), sizes=tuple(sizes))
-
-
-def _wide_dtypes(leaves: Sequence[ArrayLike]) -> tuple[DTypeLike, DTypeLike]:
-    """Returns the floating-point dtype that holds the values of all leaves, and the integer dtype of its bits."""
-    double = any(jnp.finfo(jnp.result_type(x)).bits == 64 for x in leaves)
-    return (np.float64, np.int64) if double else (np.float32, np.int32)
 
 
 @jax.jit
 def _leaf_statistics(
     leaves: Sequence[ArrayLike], loss_scale: jax.Array | None
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Returns for each leaf, on this device, the bits of the largest magnitude, and i32[5], the `_COUNTS`."""
+    """Returns for each leaf, on this device, the largest magnitude except NaN, and i32[5], the `_COUNTS`."""
     forms = {"cpu": functools.partial(_count, _reduce_variadic)} if use_variadic_reduce() else {}
     return jax.lax.platform_dependent(leaves, loss_scale, default=functools.partial(_count, _reduce_each), **forms)
 
@@ -205,50 +198,37 @@ def _leaf_statistics(
 def _count(
     reduce: Callable[..., Sequence[jax.Array]], leaves: Sequence[jax.Array], loss_scale: jax.Array | None
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    dtype, int_dtype = _wide_dtypes(leaves)
-    smallest = _bits_of_quotient(_FLOAT16_SMALLEST, loss_scale, dtype, int_dtype)
-    smallest_normal = _bits_of_quotient(_FLOAT16_SMALLEST_NORMAL, loss_scale, dtype, int_dtype)
-    infinity = jax.lax.bitcast_convert_type(jnp.asarray(np.inf, dtype), int_dtype)
-    bits, counts = [], []
+    dtype = np.float64 if any(jnp.finfo(x.dtype).bits == 64 for x in leaves) else np.float32
+    largest, counts = [], []
     for x in leaves:
-        parts = jnp.stack([x.real, x.imag]) if jnp.iscomplexobj(x) else jnp.asarray(x)
-        b = jax.lax.bitcast_convert_type(parts.astype(dtype), int_dtype) & np.iinfo(int_dtype).max  # without the sign
+        parts = jnp.stack([x.real, x.imag]) if jnp.iscomplexobj(x) else x
+        magnitude = jnp.abs(parts.astype(dtype))
+        scaled = magnitude if loss_scale is None else magnitude * jnp.asarray(loss_scale, dtype)
+        is_nan = jnp.isnan(magnitude)
         kinds = (
-            b > infinity,
-            b == infinity,
-            b == 0,
-            (b > 0) & (b < smallest),
-            (b >= smallest) & (b < smallest_normal),
+            is_nan,
+            jnp.isinf(magnitude),
+            magnitude == 0,
+            (magnitude > 0) & (scaled < _FLOAT16_SMALLEST),
+            (scaled >= _FLOAT16_SMALLEST) & (scaled < _FLOAT16_SMALLEST_NORMAL),
         )
-        largest, *tallies = reduce(b, [kind.astype(np.int32) for kind in kinds])
-        bits.append(largest)
+        maximum, *tallies = reduce(jnp.where(is_nan, 0, magnitude), [kind.astype(np.int32) for kind in kinds])
+        largest.append(maximum)
         counts.append(jnp.stack(tallies))
-    return bits, counts
+    return largest, counts
 
 
-def _bits_of_quotient(limit: float, loss_scale: jax.Array | None, dtype: DTypeLike, int_dtype: DTypeLike) -> jax.Array:
-    """Returns the bits of `limit / scale`, rounded up, even for a subnormal quotient, which devices flush to zero."""
-    scale = jnp.asarray(1.0 if loss_scale is None else loss_scale, dtype)
-    quotient = jnp.asarray(limit, dtype) / scale
-    bits = jax.lax.bitcast_convert_type(quotient, int_dtype)
-    if dtype == np.float64:  # never subnormal
-        return bits
-    # The bits of a subnormal x are x * 2^149, computed in two factors because 2^149 overflows.
-    multiple = jnp.asarray(limit * 2.0**109, dtype) / scale * 2.0**40
-    subnormal_bits = jnp.ceil(jnp.minimum(multiple, 2.0**23)).astype(int_dtype)
-    return jnp.where(quotient < 2.0**-126, subnormal_bits, bits)
+def _reduce_each(magnitude: jax.Array, tallies: list[jax.Array]) -> tuple[jax.Array, ...]:
+    return magnitude.max(initial=0), *(tally.sum(dtype=tally.dtype) for tally in tallies)
 
 
-def _reduce_each(bits: jax.Array, tallies: list[jax.Array]) -> tuple[jax.Array, ...]:
-    return bits.max(initial=0), *(tally.sum(dtype=tally.dtype) for tally in tallies)
-
-
-def _reduce_variadic(bits: jax.Array, tallies: list[jax.Array]) -> Sequence[jax.Array]:
+def _reduce_variadic(magnitude: jax.Array, tallies: list[jax.Array]) -> Sequence[jax.Array]:
     def combine(a: list[jax.Array], b: list[jax.Array]) -> tuple[jax.Array, ...]:
         return jnp.maximum(a[0], b[0]), *(x + y for x, y in zip(a[1:], b[1:], strict=True))
 
-    operands = (bits, *tallies)
-    return jax.lax.reduce(operands, tuple(np.zeros((), x.dtype) for x in operands), combine, tuple(range(bits.ndim)))
+    operands = (magnitude, *tallies)
+    zeros = tuple(np.zeros((), x.dtype) for x in operands)
+    return jax.lax.reduce(operands, zeros, combine, tuple(range(magnitude.ndim)))
 
 
 def _all_reduce(
