@@ -154,7 +154,7 @@ class _Calls:
         if self._same == 2 or (is_new and self._new == 2):
             warn_user(_UNCHANGED)
         if _has_grown_without_skip(before, state):
-            warn_user(_NEVER_SKIPPED.format(_format_scale(state)))
+            warn_user(_NEVER_SKIPPED.format(format_number(state.config.max_scale)))
 
 
 _calls = _Calls()
@@ -219,7 +219,7 @@ class SkipMonitor:
             if text:
                 warnings.warn(_describe_skips(after, text), stacklevel=2)
         elif _has_grown_without_skip(before, after):
-            warnings.warn(_NEVER_SKIPPED.format(_format_scale(after)), stacklevel=2)
+            warnings.warn(_NEVER_SKIPPED.format(format_number(after.config.max_scale)), stacklevel=2)
         return np.asarray(after.consecutive_skips)
 
     def _remember(self, before: ScalerState, after: ScalerState) -> _Skip:
@@ -263,11 +263,8 @@ def _describe_skips(state: ScalerState, skips: str) -> str:
         True,
     )
     cause = next(text for holds, text in zip(applies, _CAUSES, strict=True) if holds)
-    return f"{skips} ({state.total_skips} in total); the loss scale is {_format_scale(state)}. {cause}"
-
-
-def _format_scale(state: ScalerState) -> str:
-    return format_number(np.float32(state.loss_scale))
+    scale = format_number(np.float32(state.loss_scale))
+    return f"{skips} ({state.total_skips} in total); the loss scale is {scale}. {cause}"
 
 
 def _is_at_limit(state: ScalerState) -> bool:

@@ -249,9 +249,8 @@ def _is_finite(grads: PyTree, norm: jax.Array | None) -> jax.Array:
     """Tests the gradients on this device; their norm, if it is given, is finite only if every gradient is finite."""
     if norm is None:
         return all_finite_here(grads)
-    in_norm = {id(leaf) for leaf in flatten_gradients(grads)[0]}
-    others = [leaf for leaf in jax.tree.leaves(grads) if id(leaf) not in in_norm]
-    return jnp.isfinite(norm) & all_finite_here(others)
+    in_norm, replace = flatten_gradients(grads)
+    return jnp.isfinite(norm) & all_finite_here(replace(None for _ in in_norm))
 
 
 # Unlike in apply_if, results may have other types: with ZeRO-1 the updates have other shardings than the gradients, and

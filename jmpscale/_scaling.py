@@ -72,8 +72,7 @@ def warn_about_narrow_loss(loss: jax.Array) -> None:
 
 @jax.jit
 def _scale_leaves(loss_scale: jax.Array, tree: PyTree) -> PyTree:
-    wide = jax.tree.map(lambda x: jnp.asarray(x, _at_least_float32(jnp.result_type(x))), tree)
-    return jax.tree.map(lambda x: x * jnp.asarray(loss_scale, x.dtype), wide)
+    return jax.tree.map(lambda x: multiply_leaf(jnp.asarray(x, _real_dtype(x)), loss_scale), tree)
 
 
 def unscale(scaler: PyTree, tree: Tree) -> Tree:
@@ -126,9 +125,9 @@ def unscale_leaves(grads: Tree, loss_scale: jax.Array) -> Tree:
     return jax.tree.map(lambda x: _product(x, inverse[_real_dtype(x)], unscaled_dtype(jnp.result_type(x))), grads)
 
 
-def multiply_leaf(x: ArrayLike, factor: jax.Array) -> jax.Array:
+def multiply_leaf(x: ArrayLike, factor: ArrayLike) -> jax.Array:
     """Multiplies a floating-point or complex array by a real number, and keeps its dtype."""
-    return _product(x, factor.astype(_real_dtype(x)), jnp.result_type(x))
+    return _product(x, jnp.asarray(factor, _real_dtype(x)), jnp.result_type(x))
 
 
 def _product(x: ArrayLike, factor: jax.Array, dtype: DTypeLike) -> jax.Array:

@@ -120,59 +120,53 @@ def _apply_rule(scaler: ScalerState, finite: jax.Array, loss_finite: jax.Array |
     # The reason depends on the scale, and the new scale depends on the reason. XLA on GPUs would compute both from the
     # old scale, in two kernels in any order, and copy the old scale first. The barrier orders them.
     reason = jax.lax.optimization_barrier(reason)
+    applied = scaler._replace(
+        finite_steps=_increment(scaler.finite_steps), consecutive_skips=jnp.zeros_like(scaler.consecutive_skips)
+    )
     skipped = scaler._replace(
         total_skips=_increment(scaler.total_skips), consecutive_skips=_increment(scaler.consecutive_skips)
     )
-    after_skip = _after_overflow(skipped)
+    overflowed = skipped._replace(finite_steps=jnp.zeros_like(scaler.finite_steps))
+    if scaler.config.mode == "dynamic":
+        applied, overflowed = _grow(applied), _back_off(overflowed)
     if loss_finite is not None:
-        after_skip = _select(reason == int(SkipReason.LOSS), skipped, after_skip)
-    return _select(finite, _after_finite(scaler), after_skip)._replace(last_skip_reason=reason)
+        overflowed = _select(reason == int(SkipReason.LOSS), skipped, overflowed)
+    return _select(finite, applied, overflowed)._replace(last_skip_reason=reason)
 
 
 def _reason_of_skip(scaler: ScalerState, loss_finite: jax.Array | None) -> jax.Array:
-    # The constants are computed from the state: JAX 0.7 cannot select one of two constants by a sharded flag.
-    reasons = {reason: scaler.last_skip_reason * 0 + int(reason) for reason in SkipReason}
-    reason = reasons[SkipReason.GRADIENTS]
+    # The first reason is computed from the state: JAX 0.7 cannot select one of two constants by a sharded flag.
+    reason = scaler.last_skip_reason * 0 + int(SkipReason.GRADIENTS)
     if scaler.config.mode == "dynamic":
-        at_limit = scaler.loss_scale <= scaler.config.min_scale
-        reason = jnp.where(at_limit, reasons[SkipReason.MIN_SCALE], reason)
-    return reason if loss_finite is None else jnp.where(loss_finite, reason, reasons[SkipReason.LOSS])
+        reason = jnp.where(scaler.loss_scale <= scaler.config.min_scale, int(SkipReason.MIN_SCALE), reason)
+    return reason if loss_finite is None else jnp.where(loss_finite, reason, int(SkipReason.LOSS))
 
 
 def _select(flag: jax.Array, if_true: ScalerState, if_false: ScalerState) -> ScalerState:
     return jax.tree.map(lambda a, b: a if a is b else jnp.where(flag, a, b), if_true, if_false)
 
 
-def _after_finite(scaler: ScalerState) -> ScalerState:
+# With a hysteresis of 1 the rule does not depend on the count. On GPUs each scalar that changes costs a kernel.
+def _grow(scaler: ScalerState) -> ScalerState:
     config = scaler.config
-    finite_steps = _increment(scaler.finite_steps)
-    scaler = scaler._replace(finite_steps=finite_steps, consecutive_skips=jnp.zeros_like(scaler.consecutive_skips))
-    if config.mode == "static":
-        return scaler
-    grow = finite_steps >= config.growth_interval
+    is_due = scaler.finite_steps >= config.growth_interval
+    if config.hysteresis > 1:
+        reset = True if config.hysteresis_reset == "finite" else is_due
+        scaler = scaler._replace(hysteresis_left=jnp.where(reset, config.hysteresis, scaler.hysteresis_left))
     grown = jnp.minimum(scaler.loss_scale * config.growth_factor, config.max_scale)
-    scaler = scaler._replace(
-        loss_scale=jnp.where(grow, grown, scaler.loss_scale), finite_steps=jnp.where(grow, 0, finite_steps)
-    )
-    if config.hysteresis == 1:
-        return scaler
-    reset = True if config.hysteresis_reset == "finite" else grow
-    return scaler._replace(hysteresis_left=jnp.where(reset, config.hysteresis, scaler.hysteresis_left))
-
-
-def _after_overflow(scaler: ScalerState) -> ScalerState:
-    config = scaler.config
-    scaler = scaler._replace(finite_steps=jnp.zeros_like(scaler.finite_steps))
-    if config.mode == "static":
-        return scaler
-    reduced = jnp.maximum(scaler.loss_scale * config.backoff_factor, config.min_scale)
-    # With a hysteresis of 1 the rule does not depend on the count. On GPUs each scalar that changes costs a kernel.
-    if config.hysteresis == 1:
-        return scaler._replace(loss_scale=reduced)
-    hysteresis_left = jnp.maximum(scaler.hysteresis_left - 1, 0)
     return scaler._replace(
-        loss_scale=jnp.where(hysteresis_left == 0, reduced, scaler.loss_scale), hysteresis_left=hysteresis_left
+        loss_scale=jnp.where(is_due, grown, scaler.loss_scale), finite_steps=jnp.where(is_due, 0, scaler.finite_steps)
     )
+
+
+def _back_off(scaler: ScalerState) -> ScalerState:
+    config = scaler.config
+    reduced = jnp.maximum(scaler.loss_scale * config.backoff_factor, config.min_scale)
+    if config.hysteresis > 1:
+        hysteresis_left = jnp.maximum(scaler.hysteresis_left - 1, 0)
+        reduced = jnp.where(hysteresis_left == 0, reduced, scaler.loss_scale)
+        scaler = scaler._replace(hysteresis_left=hysteresis_left)
+    return scaler._replace(loss_scale=reduced)
 
 
 def _increment(counter: jax.Array) -> jax.Array:
