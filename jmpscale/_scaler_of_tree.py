@@ -112,14 +112,13 @@ def check_scaler(scaler: object, name: str = "scaler", *, allow_batch: bool = Fa
         )
     for field in ARRAY_FIELDS:
         value = getattr(scaler, field)
-        kind, example = (np.floating, "a float such as 1024.0") if field == "loss_scale" else (np.integer, "an integer")
+        kind = np.floating if field == "loss_scale" else np.integer
         dtype = getattr(value, "dtype", type(value))
         # Counters of 8 or 16 bits would wrap around.
         if getattr(value, "shape", ()) or not jnp.issubdtype(dtype, kind) or np.dtype(dtype).itemsize < 4:
             raise TypeError(
                 f"{name}.{field} must be a scalar of {kind.__name__} dtype with at least 32 bits, got "
-                f"{describe(value)}. Set it to {example}, or restore a checkpoint into a state that "
-                "jmpscale.dynamic has created."
+                f"{describe(value)}. Convert it, or restore a checkpoint into a state from jmpscale.dynamic."
             )
 
 

@@ -122,42 +122,34 @@ def unscale_leaves(grads: Tree, loss_scale: jax.Array) -> Tree:
     """Divides the arrays of a tree by the loss scale; `unscaled_dtype` gives the dtypes of the results."""
     loss_scale = jnp.asarray(loss_scale)
     inverse = {dtype: 1 / loss_scale.astype(dtype) for dtype in map(_real_dtype, jax.tree.leaves(grads))}
-    return jax.tree.map(lambda x: _product(x, inverse[_real_dtype(x)], unscaled_dtype(jnp.result_type(x))), grads)
+    return jax.tree.map(lambda x: multiply_leaf(x, inverse[_real_dtype(x)], unscaled_dtype(jnp.result_type(x))), grads)
 
 
-def multiply_leaf(x: ArrayLike, factor: ArrayLike) -> jax.Array:
-    """Multiplies a floating-point or complex array by a real number, and keeps its dtype."""
-    return _product(x, jnp.asarray(factor, _real_dtype(x)), jnp.result_type(x))
-
-
-def _product(x: ArrayLike, factor: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Multiplies in at least float32 and rounds once, to `dtype`."""
+def multiply_leaf(x: ArrayLike, factor: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
+    """Multiplies an array by a real number in at least float32; rounds once, to `dtype`, by default the array's."""
+    factor = jnp.asarray(factor, _real_dtype(x))
     if axes := unreduced_axes(x):  # JAX multiplies partial sums only by values of a type that shows these axes
         factor = jax.sharding.reshard(factor, jax.P(reduced=axes))
     if jnp.iscomplexobj(x):  # part by part: inf * (factor + 0j) is NaN
         return jax.lax.complex(jnp.real(x) * factor, jnp.imag(x) * factor)
     if jax.typeof(x).weak_type:
         return jax.lax.mul(x, jax.lax.full_like(x, factor))  # weakly typed as well
-    return (jnp.asarray(x, factor.dtype) * factor).astype(dtype)
+    return (jnp.asarray(x, factor.dtype) * factor).astype(jnp.result_type(x) if dtype is None else dtype)
 
 
 def _real_dtype(x: ArrayLike) -> np.dtype:
     """Returns the real dtype in which a leaf is multiplied: at least float32."""
-    return _at_least_float32(jnp.finfo(jnp.result_type(x)).dtype)
+    return np.promote_types(jnp.finfo(jnp.result_type(x)).dtype, np.float32)
 
 
 def unscaled_dtype(dtype: DTypeLike) -> np.dtype:
     """Returns the dtype of an unscaled gradient: float32 for float16 and float8, otherwise the dtype itself."""
-    return np.dtype(dtype) if dtype == jnp.bfloat16 else _at_least_float32(dtype)
+    return np.dtype(dtype) if dtype == jnp.bfloat16 else np.promote_types(dtype, np.float32)
 
 
 def needs_wider_gradient(x: object) -> bool:
     """Tests whether a leaf is float16 or float8, which cannot hold unscaled gradients."""
     return is_inexact(x) and unscaled_dtype(jnp.result_type(x)) != jnp.result_type(x)
-
-
-def _at_least_float32(dtype: DTypeLike) -> np.dtype:
-    return np.dtype(np.float32) if jnp.finfo(dtype).bits < 32 else np.dtype(dtype)
 
 
 def warn_if_nothing_is_scaled(scaler: ScalerState) -> None:
