@@ -59,8 +59,8 @@ def _distance(file: str) -> int:
 
 
 def is_library_function(file: str) -> bool:
-    """Tests whether a file has mathematical functions; others, such as `apply_if`, call functions of the user."""
-    return (is_own(file) and not file.endswith("_gate.py")) or _MATHEMATICS.search(file) is not None
+    """Tests whether a file has mathematical functions, which call no function of the user."""
+    return _MATHEMATICS.search(file) is not None
 
 
 def is_backward(eqn: core.JaxprEqn) -> bool:
