@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from jmpscale._autocast.rules import HALF, Kept, in_half, reason_to_keep, setting_that_keeps
 from jmpscale._base.check import as_dtype, warn_user
-from jmpscale._base.jaxpr import MATMULS, Found, equations, type_of
+from jmpscale._base.jaxpr import MATMULS, Caller, equations, type_of
 from jmpscale._base.text import describe
 from jmpscale._base.trace import lift_nnx, trace
 from jmpscale._base.tree import PyTree
@@ -108,16 +108,17 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
 
 def _warn_without_effect(name: str, jaxpr: core.Jaxpr, half: np.dtype) -> None:
     """Warns that no matmul of a function is converted to half precision, with the reasons."""
-    by_reason: dict[Kept, list[Found]] = {}
-    for found in equations(jaxpr):
-        if found.eqn.primitive.name in MATMULS:
-            by_reason.setdefault(reason_to_keep(half, found.eqn) or Kept.HELD, []).append(found)
+    by_reason: dict[Kept, list[tuple[core.JaxprEqn, Caller]]] = {}
+    for eqn, caller in equations(jaxpr):
+        if eqn.primitive.name in MATMULS:
+            by_reason.setdefault(reason_to_keep(half, eqn) or Kept.HELD, []).append((eqn, caller))
     setting, total = setting_that_keeps(), sum(map(len, by_reason.values()))
     if Kept.PRECISION in by_reason and setting is None:
         return  # the function itself requests the precision of a matmul
     sentences = [] if total else ["It contains none; kernels, sparse matmuls and compiled functions run as written."]
-    for reason, (first, *others) in by_reason.items():
-        dtypes = " and ".join(str(type_of(x).dtype) for x in first.eqn.invars[:2])
-        explanation = reason.value.format(dtypes=dtypes, setting=setting, holder=first.holder)
-        sentences.append(f"{1 + len(others)} of {total} matmuls, at {first.line}: {explanation}")
+    for reason, found in by_reason.items():
+        eqn, caller = found[0]
+        dtypes = " and ".join(str(type_of(x).dtype) for x in eqn.invars[:2])
+        explanation = reason.value.format(dtypes=dtypes, setting=setting, holder=caller.holder)
+        sentences.append(f"{len(found)} of {total} matmuls, at {caller.line_of(eqn)}: {explanation}")
     warn_user(f"autocast has no effect: it converts no matmul or convolution of {name}. {' '.join(sentences)}")

@@ -89,7 +89,7 @@ def check_primitives() -> None:
     # The first call may be in the context of a mesh, which a new thread does not inherit.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         traced = thread.submit(jax.make_jaxpr(sine), np.float32(1)).result()
-    if not any(found.eqn.primitive.name == "sin" and not found.holder for found in equations(traced.jaxpr)):
+    if not any(eqn.primitive.name == "sin" and not caller.holder for eqn, caller in equations(traced.jaxpr)):
         raise unknown_jax("primitives with the expected names")
 
 
@@ -107,6 +107,7 @@ class Caller(NamedTuple):
     function: tuple[str, str] = ("", "")  # the name and the file of the function of the jaxpr
     in_library: bool = False  # whether it is a function of a library
     backward: bool = False  # whether the equations are part of a backward pass
+    holder: str = ""  # the outermost primitive that holds the jaxpr and that `rewrite` does not enter, if there is one
 
     def path_of(self, eqn: core.JaxprEqn) -> tuple[str, ...]:
         """Returns the user's lines that lead to an equation of the jaxpr, outermost first."""
@@ -116,38 +117,32 @@ class Caller(NamedTuple):
         lines = own if own[: len(self.path)] == self.path else (*self.path, *own)
         return tuple(line for line, _ in itertools.groupby(lines))
 
+    def line_of(self, eqn: core.JaxprEqn) -> str:
+        """Returns the user's line of an equation of the jaxpr, such as `model.py:41 (mlp)`."""
+        return (self.path_of(eqn) or (UNKNOWN_LINE,))[-1]
+
     def inside(self, eqn: core.JaxprEqn) -> "Caller":
         """Returns what surrounds the equations of the jaxprs that an equation holds."""
         info: Any = getattr(next(held_jaxprs(eqn), None), "debug_info", None)
         file, function = getattr(info, "func_filename", None) or "", getattr(info, "func_name", None) or ""
-        is_call = eqn.primitive.name in _CALLS and file
-        in_library = is_library_function(file) if is_call else self.in_library
-        return Caller(self.path_of(eqn), (function, file), in_library, self.backward or is_backward(eqn))
+        name = eqn.primitive.name
+        in_library = is_library_function(file) if name in _CALLS and file else self.in_library
+        holder = self.holder or ("" if name in _TRANSPARENT else name)
+        return Caller(self.path_of(eqn), (function, file), in_library, self.backward or is_backward(eqn), holder)
 
 
 PROGRAM = Caller()  # of the equations that no other equation holds
 
 
-class Found(NamedTuple):
-    """An equation of a jaxpr, or of a jaxpr that another equation holds."""
-
-    eqn: core.JaxprEqn
-    caller: Caller
-    holder: str  # the name of the outermost primitive that holds it and that `rewrite` does not enter, if there is one
-
-    @property
-    def line(self) -> str:
-        """The user's line of the equation, such as `model.py:41 (mlp)`; it is read from the traceback."""
-        return (self.caller.path_of(self.eqn) or (UNKNOWN_LINE,))[-1]
-
-
-def equations(jaxpr: core.Jaxpr, caller: Caller = PROGRAM, holder: str = "") -> Iterator[Found]:
-    """Yields all equations, including those in the jaxprs that equations hold."""
+def equations(
+    jaxpr: core.Jaxpr, enters: Callable[[core.JaxprEqn], bool] = lambda eqn: True, caller: Caller = PROGRAM
+) -> Iterator[tuple[core.JaxprEqn, Caller]]:
+    """Yields all equations, in the order of the program; of those that hold jaxprs, it enters what `enters` chooses."""
     for eqn in jaxpr.eqns:
-        yield Found(eqn, caller, holder)
-        name = eqn.primitive.name
-        for held in held_jaxprs(eqn):
-            yield from equations(held, caller.inside(eqn), holder or ("" if name in _TRANSPARENT else name))
+        yield eqn, caller
+        if enters(eqn):
+            for held in held_jaxprs(eqn):
+                yield from equations(held, enters, caller.inside(eqn))
 
 
 def held_jaxprs(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._base.compat import as_varying
-from jmpscale._base.jaxpr import PROGRAM, Caller, called_jaxpr, held_jaxprs, is_floating, split_scan_inputs, type_of
+from jmpscale._base.jaxpr import PROGRAM, Caller, called_jaxpr, equations, is_floating, split_scan_inputs, type_of
 
 
 def is_narrow(aval: Any) -> bool:
@@ -26,20 +26,13 @@ def widen(x: Any) -> Any:
     return x.astype(np.float32) if is_narrow(x) else x
 
 
-def operations(jaxpr: core.Jaxpr, caller: Caller = PROGRAM) -> Iterator[tuple[core.JaxprEqn, Caller]]:
+def operations(jaxpr: core.Jaxpr) -> Iterator[tuple[core.JaxprEqn, Caller]]:
     """Yields the equations that an interpreter runs by its rule, in the order of the program."""
-    for eqn in jaxpr.eqns:
-        entered = _entered(eqn)
-        if not entered:
-            yield eqn, caller
-        for held in entered:
-            yield from operations(held, caller.inside(eqn))
+    return ((eqn, caller) for eqn, caller in equations(jaxpr, _is_entered) if not _is_entered(eqn))
 
 
-def _entered(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
-    """Returns the jaxprs of an equation that an interpreter enters."""
-    is_entered = eqn.primitive.name in ("scan", "while", "cond") or called_jaxpr(eqn)
-    return list(held_jaxprs(eqn)) if is_entered else []
+def _is_entered(eqn: core.JaxprEqn) -> bool:
+    return eqn.primitive.name in ("scan", "while", "cond") or called_jaxpr(eqn) is not None
 
 
 class Interpreter:

@@ -143,7 +143,7 @@ class ModalStep:
 
     def __init__(self, step: Step, modal: Modal) -> None:
         self.consts = [widen(jnp.asarray(x)) for x in step.consts]
-        everything = [(*x, x[1].path_of(x[0]) or (UNKNOWN_LINE,)) for x in operations(step.jaxpr)]
+        everything = [(eqn, x, x.path_of(eqn) or (UNKNOWN_LINE,)) for eqn, x in operations(step.jaxpr)]
         kernels = [(eqn, path) for eqn, _, path in everything if runs_only_as_written(eqn)]
         # The operations that run as written whatever the modes are, such as kernels.
         self.not_entered = list(dict.fromkeys(f"{path[-1]}: {eqn.primitive.name}" for eqn, path in kernels))

@@ -70,18 +70,18 @@ def _trace(loss_and_grads: Callable[[ScalerState, PyTree, PyTree], PyTree], argu
 
 def _check_can_repeat(jaxpr: core.Jaxpr) -> None:
     """Raises if a step cannot be changed and run many times. A kernel may create references: it runs as written."""
-    for found in equations(jaxpr):
-        name = found.eqn.primitive.name
-        if name in _NEW_REFS and not found.holder:
+    for eqn, caller in equations(jaxpr):
+        name = eqn.primitive.name
+        if name in _NEW_REFS and not caller.holder:
             raise TypeError(
-                f"fun must not create a jax.Ref, got {name} at {found.line}. diagnose replaces the operations of the "
-                "function, which does not work with references. Compute new values instead, and carry them through "
-                "loops."
+                f"fun must not create a jax.Ref, got {name} at {caller.line_of(eqn)}. diagnose replaces the operations "
+                "of the function, which does not work with references. Compute new values instead, and carry them "
+                "through loops."
             )
-        if name == "io_callback" and found.eqn.outvars:
+        if name == "io_callback" and eqn.outvars:
             raise TypeError(
-                f"fun must not read values with {name}, as it does at {found.line}: diagnose runs fun many times. Pass "
-                "the values as arguments, or read them with jax.pure_callback."
+                f"fun must not read values with {name}, as it does at {caller.line_of(eqn)}: diagnose runs fun many "
+                "times. Pass the values as arguments, or read them with jax.pure_callback."
             )
 
 
