@@ -213,14 +213,10 @@ def smallest_set(count: int, fits: Callable[[Iterable[int]], bool]) -> list[int]
     while not fits(kept):
         if len(kept) == _LARGEST_SET:
             return [*kept, *range(start, count)]
-        start += _first_not_enough(range(start, count), lambda rest: fits([*kept, *rest]))
+        # Without the integers below the new start the rest does not fit, and with the last of them it does.
+        start = bisect.bisect_left(range(count), True, start, key=lambda i: not fits([*kept, *range(i, count)]))
         kept.append(start - 1)
     return kept
-
-
-def _first_not_enough(integers: range, fits: Callable[[range], bool]) -> int:
-    """Returns the length of the shortest beginning without which the rest does not fit."""
-    return bisect.bisect_left(range(len(integers)), True, key=lambda i: not fits(integers[i:]))
 
 
 @jax.jit

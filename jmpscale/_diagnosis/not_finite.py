@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jmpscale._base.source import SCALING
 from jmpscale._base.tree import PyTree, is_inexact, named_leaves
-from jmpscale._diagnosis.errors import Measured, measure
+from jmpscale._diagnosis.errors import measure
 from jmpscale._diagnosis.lines import smallest_set
 from jmpscale._diagnosis.modes import REPAIR, ModalStep, Mode, Site
 from jmpscale._diagnosis.step import Step
@@ -21,14 +21,15 @@ class RepairedStep:
     def __init__(self, step: Step) -> None:
         self._step = ModalStep(step, REPAIR)
 
-    def _run(self, modes: dict[Site, Mode], consts: list[Any] | None = None) -> Measured:
+    def _severity(self, modes: dict[Site, Mode], consts: list[Any] | None = None) -> float:
+        """Returns the `severity` of the loss and the gradients."""
         outputs, _ = self._step.run(1.0, modes, Mode.FLOAT32, consts)
-        return measure(outputs, outputs)
+        return measure(outputs, outputs).severity.max()
 
     def is_finite_with_finite_arguments(self) -> bool:
         """Tests whether a step is finite with zeros in place of the infinities and NaN of its arguments."""
         consts = self._step.consts
-        return self._run({}, [jnp.nan_to_num(x, posinf=0, neginf=0) if is_inexact(x) else x for x in consts]).are_finite
+        return not self._severity({}, [jnp.nan_to_num(x, posinf=0, neginf=0) if is_inexact(x) else x for x in consts])
 
     def origin(self) -> Site | None:
         """Returns the first operation whose infinities or NaN reach the outputs; None if it was not entered."""
@@ -45,19 +46,18 @@ class RepairedStep:
         paths = sorted(dict.fromkeys(site.part.path for site in made), key=lambda path: path[-1] == SCALING)
 
         @functools.cache
-        def repaired(chosen: tuple[int, ...]) -> Measured:
-            repaired_paths = [paths[i] for i in chosen]
-            return self._run({x: Mode.REPAIRED for x in self._step.sites if x.part.path in repaired_paths})
+        def severity(chosen: tuple[int, ...]) -> float:
+            repaired = [paths[i] for i in chosen]
+            return self._severity({x: Mode.REPAIRED for x in self._step.sites if x.part.path in repaired})
 
         def fits(chosen: Iterable[int]) -> bool:
-            return repaired(tuple(chosen)).are_finite
+            return not severity(tuple(chosen))
 
         if not fits(range(len(paths))):
             return None
         # If no line is enough, an infinity and a NaN may have different lines. The NaN hides the infinity.
-        alone = [i for i in range(len(paths)) if fits([i])]
-        alone = alone or [i for i in range(len(paths)) if (repaired((i,)).severity < 2).all()]
-        first = alone[0] if alone else smallest_set(len(paths), fits)[0]
+        alone = [severity((i,)) for i in range(len(paths))]
+        first = alone.index(min(alone)) if min(alone) < 2 else smallest_set(len(paths), fits)[0]
         return next(site for site in made if site.part.path == paths[first])
 
 
