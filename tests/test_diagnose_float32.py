@@ -120,7 +120,7 @@ PROGRAMS = {
 def run(fun, x):
     closed = jax.make_jaxpr(fun)(x)
     interpreter = Interpreter(lambda _, eqn, inputs, caller: run_in_float32(eqn, inputs))
-    return jax.jit(lambda consts, x: interpreter.evaluate(closed.jaxpr, consts, [x])[0])(closed.consts, x)
+    return jax.jit(lambda x: interpreter.evaluate(closed, [x])[0])(x)
 
 
 DEFAULT = {"arithmetic", "scan", "while that captures", "scatters", "shard_map without types"}

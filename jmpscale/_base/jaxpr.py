@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.core
-import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
@@ -149,7 +148,7 @@ def held_jaxprs(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:
     for value in eqn.params.values():
         for held in value if isinstance(value, tuple) else (value,):
             if isinstance(held, Jaxpr):
-                yield held.jaxpr if isinstance(held, core.ClosedJaxpr) else held
+                yield closed(held).jaxpr
 
 
 def type_of(x: Any) -> Any:
@@ -157,17 +156,16 @@ def type_of(x: Any) -> Any:
     return x.aval
 
 
-def is_floating(aval: Any) -> bool:
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, np.floating)
+def closed(held: Jaxpr) -> core.ClosedJaxpr:
+    """Returns a jaxpr that an equation holds, with its constants."""
+    return held if isinstance(held, core.ClosedJaxpr) else core.ClosedJaxpr(held, ())
 
 
-def called_jaxpr(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, list[Any]] | None:
-    """Returns the jaxpr that an equation calls with its operands, and the jaxpr's constants; None if there is none."""
+def called_jaxpr(eqn: core.JaxprEqn) -> core.ClosedJaxpr | None:
+    """Returns the jaxpr that an equation calls with its operands; None if there is none."""
     if eqn.primitive.name not in _CALLS:
         return None
-    held = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
-    return (held.jaxpr, list(held.consts)) if isinstance(held, core.ClosedJaxpr) else (held, [])
+    return closed(eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"])
 
 
 def split_scan_inputs(eqn: core.JaxprEqn, inputs: Sequence[T]) -> tuple[list[T], list[T], list[T]]:

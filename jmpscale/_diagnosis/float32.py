@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jmpscale._base.jaxpr import MATMULS, evaluate_equation, type_of
+from jmpscale._base.jaxpr import MATMULS, Jaxpr, closed, evaluate_equation, type_of
 from jmpscale._diagnosis.interpret import Interpreter, is_narrow, widen
 
 # Primitives of JAX that compute in the dtype of their operands, so that they can compute in float32 instead. Other
@@ -25,7 +25,6 @@ _KNOWN = {
 _KNOWN |= {"mesh_cast", "pbroadcast", "pcast", "psum2", "psum_invariant", "pvary", "ragged_dot_general", "reshard"}
 _KNOWN -= {"bitcast_convert_type", "nextafter", "reduce_precision", "custom_lin", "custom_linear_solve", "xla_pmap"}
 _KNOWN -= {"rng_bit_generator", "rng_uniform", "random_bits"}
-_DTYPE_PARAMETERS = ("new_dtype", "dtype", "preferred_element_type")
 _HIGHEST = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
 
 
@@ -37,9 +36,9 @@ def run_in_float32(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any]:
     return run_as_written(eqn, inputs)
 
 
-def evaluate_in_float32(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+def evaluate_in_float32(program: core.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """Returns the outputs of a program whose operations compute in float32."""
-    return Interpreter(lambda _, eqn, inputs, caller: run_in_float32(eqn, inputs)).evaluate(jaxpr, consts, args)[0]
+    return Interpreter(lambda _, eqn, inputs, caller: run_in_float32(eqn, inputs)).evaluate(program, args)[0]
 
 
 def run_as_written(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any]:
@@ -62,23 +61,23 @@ def runs_only_as_written(eqn: core.JaxprEqn) -> bool:
 
 def _widen_params(eqn: core.JaxprEqn) -> dict[str, Any]:
     """Returns the parameters of an operation that computes in float32."""
-    new = dict(eqn.params)
+    new = {name: _widen_param(value) for name, value in eqn.params.items()}
     if eqn.primitive.name in MATMULS:
         new["precision"] = _HIGHEST  # GPUs and TPUs compute with less by default
-    for key in _DTYPE_PARAMETERS:
-        dtype = new.get(key)
-        if dtype is not None and jnp.issubdtype(dtype, np.floating) and np.dtype(dtype).itemsize < 4:
-            new[key] = np.dtype(np.float32)
-    for key, value in eqn.params.items():  # the functions of reductions and scatters
-        if isinstance(value, core.ClosedJaxpr) and not value.consts:
-            new[key] = _widen_function(value.jaxpr)
-        elif isinstance(value, core.Jaxpr):
-            new[key] = _widen_function(value).jaxpr
     return new
 
 
+def _widen_param(value: Any) -> Any:
+    if isinstance(value, np.dtype) and jnp.issubdtype(value, np.floating) and value.itemsize < 4:
+        return np.dtype(np.float32)
+    if isinstance(value, core.ClosedJaxpr):  # the function of a reduction or a scatter
+        return _widen_function(value)
+    return _widen_function(value).jaxpr if isinstance(value, core.Jaxpr) else value
+
+
 @functools.lru_cache(maxsize=1000)
-def _widen_function(jaxpr: core.Jaxpr) -> core.ClosedJaxpr:
-    types: list[Any] = [type_of(x) for x in jaxpr.invars]
+def _widen_function(held: Jaxpr) -> core.ClosedJaxpr:
+    program = closed(held)
+    types: list[Any] = [type_of(x) for x in program.jaxpr.invars]
     args = [jax.ShapeDtypeStruct(x.shape, np.float32 if is_narrow(x) else x.dtype) for x in types]
-    return jax.make_jaxpr(lambda *args: evaluate_in_float32(jaxpr, (), args))(*args)
+    return jax.make_jaxpr(lambda *args: evaluate_in_float32(program, args))(*args)

@@ -13,12 +13,13 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._base.compat import as_varying
-from jmpscale._base.jaxpr import PROGRAM, Caller, called_jaxpr, equations, is_floating, split_scan_inputs, type_of
+from jmpscale._base.jaxpr import PROGRAM, Caller, called_jaxpr, closed, equations, split_scan_inputs, type_of
 
 
 def is_narrow(aval: Any) -> bool:
     """Tests whether a type, or anything else with a dtype, has floating-point numbers of fewer bits than float32."""
-    return is_floating(aval) and aval.dtype.itemsize < 4
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, np.floating) and dtype.itemsize < 4
 
 
 def widen(x: Any) -> Any:
@@ -48,17 +49,17 @@ class Interpreter:
         found = self._recorded.get(index)
         self._recorded[index] = value if found is None else jnp.maximum(found, value)
 
-    def evaluate(self, jaxpr: core.Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], Any]:
+    def evaluate(self, program: core.ClosedJaxpr, inputs: Sequence[Any]) -> tuple[list[Any], Any]:
         """Returns the outputs of a program, and the records."""
-        return self._traced(self.records, jaxpr, consts, inputs, PROGRAM)
+        return self._traced(self.records, program, inputs, PROGRAM)
 
     def _traced(
-        self, records: Any, jaxpr: core.Jaxpr, consts: Sequence[Any], inputs: Sequence[Any], caller: Caller
+        self, records: Any, program: core.ClosedJaxpr, inputs: Sequence[Any], caller: Caller
     ) -> tuple[list[Any], Any]:
         """Runs a part of the program in a trace of its own, whose records are values of that trace."""
         outer = self.records, self._recorded
         self.records, self._recorded = records, {}
-        outputs = self._run(jaxpr, consts, inputs, caller)
+        outputs = self._run(program, inputs, caller)
         records = self.records
         if self._recorded:
             # Faster than a scatter, which is a loop on a CPU.
@@ -67,8 +68,9 @@ class Interpreter:
         self.records, self._recorded = outer
         return outputs, records
 
-    def _run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], inputs: Sequence[Any], caller: Caller) -> list[Any]:
-        values: dict[Any, Any] = dict(zip(jaxpr.constvars, map(widen, consts), strict=True))
+    def _run(self, program: core.ClosedJaxpr, inputs: Sequence[Any], caller: Caller) -> list[Any]:
+        jaxpr = program.jaxpr
+        values: dict[Any, Any] = dict(zip(jaxpr.constvars, map(widen, program.consts), strict=True))
         values.update(zip(jaxpr.invars, map(widen, inputs), strict=True))
 
         def read(x: Any) -> Any:
@@ -84,7 +86,7 @@ class Interpreter:
         if eqn.primitive.name in special:
             return special[eqn.primitive.name](eqn, inputs, caller.inside(eqn))
         called = called_jaxpr(eqn)
-        return self._run(*called, inputs, caller.inside(eqn)) if called else self._rule(self, eqn, inputs, caller)
+        return self._run(called, inputs, caller.inside(eqn)) if called else self._rule(self, eqn, inputs, caller)
 
     def _scan(self, eqn: core.JaxprEqn, inputs: list[Any], inside: Caller) -> list[Any]:
         consts, carry, xs = split_scan_inputs(eqn, inputs)
@@ -92,7 +94,7 @@ class Interpreter:
 
         def step(state: tuple[list[Any], Any], x: list[Any]) -> tuple[tuple[list[Any], Any], list[Any]]:
             carry, records = state
-            outputs, records = self._traced(records, body.jaxpr, body.consts, [*consts, *carry, *x], inside)
+            outputs, records = self._traced(records, body, [*consts, *carry, *x], inside)
             return (_with_types_of(outputs[: len(carry)], carry), records), outputs[len(carry) :]
 
         state = (carry, self.records)
@@ -105,26 +107,26 @@ class Interpreter:
 
         def test(state: tuple[list[Any], Any]) -> Any:
             carry, records = state
-            return self._traced(records, cond.jaxpr, cond.consts, [*inputs[:first], *carry], inside)[0][0]
+            return self._traced(records, cond, [*inputs[:first], *carry], inside)[0][0]
 
         def step(state: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
             carry, records = state
-            outputs, records = self._traced(records, body.jaxpr, body.consts, [*inputs[first:last], *carry], inside)
+            outputs, records = self._traced(records, body, [*inputs[first:last], *carry], inside)
             return _with_types_of(outputs, carry), records
 
         carry, self.records = jax.lax.while_loop(test, step, (inputs[last:], self.records))
         return carry
 
     def _cond(self, eqn: core.JaxprEqn, inputs: list[Any], inside: Caller) -> list[Any]:
-        def branch(closed: core.ClosedJaxpr) -> Callable[..., tuple[list[Any], Any]]:
+        def branch(program: core.ClosedJaxpr) -> Callable[..., tuple[list[Any], Any]]:
             def run(records: Any, *operands: Any) -> tuple[list[Any], Any]:
-                outputs, records = self._traced(records, closed.jaxpr, closed.consts, operands, inside)
+                outputs, records = self._traced(records, program, operands, inside)
                 return _with_types_of(outputs, outputs), records
 
             return run
 
         index, *operands = inputs
-        branches = [branch(closed) for closed in eqn.params["branches"]]
+        branches = list(map(branch, eqn.params["branches"]))
         outputs, self.records = jax.lax.switch(index, branches, self.records, *operands)
         return outputs
 
@@ -137,7 +139,7 @@ class Interpreter:
         def body(argument: Any, records: Any, *args: Any) -> tuple[list[Any], Any]:
             self.argument = argument
             records = jax.tree.map(lambda x: as_varying(x, axes) if params["check_vma"] else x, records)
-            outputs, records = self._traced(records, params["jaxpr"], (), args, inside)
+            outputs, records = self._traced(records, closed(params["jaxpr"]), args, inside)
             self.argument = outer
             return outputs, jax.tree.map(lambda x: jax.lax.pmax(x, axes), records)
 
@@ -158,4 +160,4 @@ Rule = Callable[[Interpreter, core.JaxprEqn, list[Any], Caller], list[Any]]
 def _with_types_of(outputs: Sequence[Any], like: Sequence[Any]) -> list[Any]:
     """Returns arrays in the dtypes of others, and without weak types."""
     pairs = zip(outputs, like, strict=True)
-    return [jax.lax.convert_element_type(x, y.dtype) if is_floating(y) else x for x, y in pairs]
+    return [jax.lax.convert_element_type(x, y.dtype) if jnp.issubdtype(y.dtype, np.floating) else x for x, y in pairs]

@@ -165,7 +165,7 @@ class ModalStep:
 
         def run(consts: list[Any], scale: jax.Array, modes: jax.Array) -> tuple[list[Any], Any]:
             records = jnp.zeros((len(index), modal.columns), np.float32) if modal.columns else None
-            return Interpreter(rule, modes, records).evaluate(step.jaxpr, consts, [scale])
+            return Interpreter(rule, modes, records).evaluate(core.ClosedJaxpr(step.jaxpr, consts), [scale])
 
         self._run = compiled(run)
 

@@ -1,7 +1,7 @@
 """Traces a training step: the loss and the gradients as a program of the loss scale. Compiles programs."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.core
@@ -28,12 +28,9 @@ UNREADABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversi
 _CALLBACKS = {"debug_callback", "debug_print", "io_callback"}
 _NEW_REFS = {"array_ref", "empty_ref", "new_ref"}
 
-
-class Step(NamedTuple):
-    """A training step: a program that computes the loss and the gradients, in true units, from the loss scale."""
-
-    jaxpr: core.Jaxpr
-    consts: list[Any]  # the arrays that the step depends on
+# A training step: a program that computes the loss and the gradients, in true units, from the loss scale. Its constants
+# are the arrays that the step depends on.
+Step = core.ClosedJaxpr
 
 
 def trace_step(loss_and_grads: Callable[[ScalerState, PyTree, PyTree], PyTree], args: PyTree, kwargs: PyTree) -> Step:

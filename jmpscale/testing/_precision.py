@@ -116,7 +116,7 @@ def in_float32(written: Runs) -> Runs:
             "accepts; with Flax NNX, one that puts the state into nnx.clone((model, optimizer))."
         )
         return written
-    run = compiled(lambda *arrays: evaluate_in_float32(closed.jaxpr, closed.consts, arrays))
+    run = compiled(lambda *arrays: evaluate_in_float32(closed, arrays))
     has_kernels = any(runs_only_as_written(eqn) for eqn, _ in operations(closed.jaxpr))
 
     def step(state: PyTree) -> PyTree:
