@@ -134,13 +134,10 @@ class Interpreter:
         params = eqn.params
         # JAX has renamed the parameter.
         axes = tuple(next(params[name] for name in ("newly_manual_axes", "manual_axes") if name in params))
-        outer = self.argument
 
-        def body(argument: Any, records: Any, *args: Any) -> tuple[list[Any], Any]:
-            self.argument = argument
+        def body(records: Any, *args: Any) -> tuple[list[Any], Any]:
             records = jax.tree.map(lambda x: as_varying(x, axes) if params["check_vma"] else x, records)
             outputs, records = self._traced(records, closed(params["jaxpr"]), args, inside)
-            self.argument = outer
             return outputs, jax.tree.map(lambda x: jax.lax.pmax(x, axes), records)
 
         outputs, self.records = jax.shard_map(
@@ -148,9 +145,9 @@ class Interpreter:
             mesh=params["mesh"],
             axis_names=set(axes),
             check_vma=params["check_vma"],
-            in_specs=(jax.P(), jax.P(), *params["in_specs"]),
+            in_specs=(jax.P(), *params["in_specs"]),
             out_specs=(list(params["out_specs"]), jax.P()),
-        )(outer, self.records, *inputs)
+        )(self.records, *inputs)
         return outputs
 
 
