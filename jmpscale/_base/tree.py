@@ -4,6 +4,7 @@ Leaves that are neither arrays nor numbers pass through every function of this p
 """
 
 import collections
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, TypeGuard, TypeVar
 
@@ -71,13 +72,12 @@ def _split(leaves: list[Any], treedef: Any, mask: list[bool]) -> tuple[list[Any]
         merged = [next(new) if matched else leaf for leaf, matched in zip(others, mask, strict=True)]
         return jax.tree.unflatten(treedef, merged)
 
-    return [leaf for leaf, matched in zip(leaves, mask, strict=True) if matched], unflatten
+    return list(itertools.compress(leaves, mask)), unflatten
 
 
 def named_gradients(tree: PyTree) -> list[tuple[str, Any]]:
     """Returns each gradient with a name, such as `params/layer_7/kernel`; its full path if two names would be equal."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    found = [entry for entry, matched in zip(leaves, _gradient_mask(tree), strict=True) if matched]
+    found = list(itertools.compress(jax.tree_util.tree_leaves_with_path(tree), _gradient_mask(tree)))
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in found]
     counts = collections.Counter(names)
     pairs = zip(names, found, strict=True)
