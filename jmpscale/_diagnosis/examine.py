@@ -21,7 +21,7 @@ def examine(step: Step, scaler: ScalerState, non_finite: NonFinite) -> Diagnosis
     outputs = run_as_written(scale)
     trials = Trials(step)
     errors, loss_error = trials.compare(outputs)
-    findings = Findings(trials, float(outputs[0]), loss_error, errors, scaler)
+    findings = Findings(trials, float(outputs[0]), loss_error, errors, scale, scaler.config)
     if not trials.measured.are_finite:
         return _diagnosis(findings, _describe_not_finite(RepairedStep(step), non_finite))
     present = round(math.log2(scale))

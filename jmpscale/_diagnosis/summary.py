@@ -10,7 +10,7 @@ from jmpscale._base.text import format_percentage, format_scale
 from jmpscale._diagnosis.lines import CHANGE, Cause, Lines, Reason, Trials
 from jmpscale._diagnosis.modes import Part, Path, Site, Statistics
 from jmpscale._diagnosis.scales import LARGE_ERROR, Errors, Scales, largest
-from jmpscale._state import ScalerConfig, ScalerState
+from jmpscale._state import ScalerConfig
 
 
 class Findings(NamedTuple):
@@ -20,17 +20,13 @@ class Findings(NamedTuple):
     loss: float  # as written
     loss_error: float  # relative, if it is more than rounding, otherwise 0
     errors: Errors  # of the gradients at the present scale
-    scaler: ScalerState
+    scale: float  # the present scale
+    config: ScalerConfig
     scales: Scales = Scales({}, None, None)
     lines: Lines | None = None  # that must compute in float32, if they were looked for and found
     cause: Cause | None = None  # where the error begins, if it is known
     error_elsewhere: float = math.inf  # with other arguments, if rounding is the reason
     alone: Mapping[Part, float] = MappingProxyType({})  # the errors of the parts that were tried alone
-
-    @property
-    def scale(self) -> float:
-        """The present scale."""
-        return float(self.scaler.loss_scale)
 
     @property
     def scale_of_rows(self) -> float:
@@ -138,7 +134,7 @@ def _describe_scale(findings: Findings) -> str:
     what = f"too {'small' if is_small else 'large'}: the gradients"
     what = f"{what} differ from float32 {_by(findings.error)}" if is_finite else f"{what} are not finite"
     # A dynamic scale does not back off from finite gradients.
-    call = _scaler_call(findings.scaler.config, low, high, may_grow=is_small or not is_finite)
+    call = _scaler_call(findings.config, low, high, may_grow=is_small or not is_finite)
     return f"It is {what}. Use {call}."
 
 
@@ -221,7 +217,7 @@ def _remedy(findings: Findings, cause: Cause, lines: Lines) -> str:
         low, high = scales.fitting
         text = f"{text}, and loss scales from {format_scale(2.0**low)} to {format_scale(2.0**high)} fit"
         if not low <= math.log2(findings.scale) <= high:
-            call = _scaler_call(findings.scaler.config, low, high, may_grow=True)
+            call = _scaler_call(findings.config, low, high, may_grow=True)
             text = f"{text}; yours is {format_scale(findings.scale)}, so also use {call}"
     if cause.reason is Reason.OVERFLOW and not cause.site.part.backward:
         return f"{text}. Or normalize {'its input' if len(paths) == 1 else 'their inputs'}."
