@@ -42,12 +42,10 @@ class Interpreter:
     def __init__(self, rule: "Rule", argument: Any = None, records: Any = None) -> None:
         self._rule = rule
         self.argument = argument  # an array or None, which the rule may read
-        self.records = records  # an array of nonnegative numbers, the largest of all iterations of a loop, or None
-        self._recorded: dict[int, jax.Array] = {}  # in the present trace
+        self.records = records  # nonnegative arrays by index, the largest of all iterations of a loop; or None
 
     def record(self, index: int, value: jax.Array) -> None:
-        found = self._recorded.get(index)
-        self._recorded[index] = value if found is None else jnp.maximum(found, value)
+        self.records = self.records | {index: jnp.maximum(self.records[index], value)}
 
     def evaluate(self, program: core.ClosedJaxpr, inputs: Sequence[Any]) -> tuple[list[Any], Any]:
         """Returns the outputs of a program, and the records."""
@@ -57,15 +55,9 @@ class Interpreter:
         self, records: Any, program: core.ClosedJaxpr, inputs: Sequence[Any], caller: Caller
     ) -> tuple[list[Any], Any]:
         """Runs a part of the program in a trace of its own, whose records are values of that trace."""
-        outer = self.records, self._recorded
-        self.records, self._recorded = records, {}
+        outer, self.records = self.records, records
         outputs = self._run(program, inputs, caller)
-        records = self.records
-        if self._recorded:
-            # Faster than a scatter, which is a loop on a CPU.
-            zero = jnp.zeros(records.shape[1:], records.dtype)
-            records = jnp.maximum(records, jnp.stack([self._recorded.get(i, zero) for i in range(len(records))]))
-        self.records, self._recorded = outer
+        records, self.records = self.records, outer
         return outputs, records
 
     def _run(self, program: core.ClosedJaxpr, inputs: Sequence[Any], caller: Caller) -> list[Any]:

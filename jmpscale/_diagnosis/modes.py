@@ -164,7 +164,7 @@ class ModalStep:
             return modal.run(interpreter, eqn, inputs, [index[x] for x in own]) if own else run_in_float32(eqn, inputs)
 
         def run(consts: list[Any], scale: jax.Array, modes: jax.Array) -> tuple[list[Any], Any]:
-            records = jnp.zeros((len(index), modal.columns), np.float32) if modal.columns else None
+            records = {i: jnp.zeros(modal.columns, np.float32) for i in index.values() if modal.columns}
             return Interpreter(rule, modes, records).evaluate(core.ClosedJaxpr(step.jaxpr, consts), [scale])
 
         self._run = compiled(run)
@@ -178,7 +178,7 @@ class ModalStep:
         """
         array = np.array([modes.get(site, default) for site in self.sites], np.int32)
         outputs, records = self._run(self.consts if consts is None else consts, np.float32(scale), array)
-        return outputs, {} if records is None else dict(zip(self.sites, np.asarray(records).tolist(), strict=True))
+        return outputs, {self.sites[i]: x.tolist() for i, x in jax.device_get(records).items()}
 
 
 def _shortest(paths: Collection[Path]) -> dict[Path, Path]:
