@@ -9,11 +9,10 @@ import concurrent.futures
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Container, Iterator, MutableMapping
+from typing import Any, NamedTuple
 
 import jax
-import jax.core
 import numpy as np
 from jax.extend import core
 
@@ -21,7 +20,6 @@ from jmpscale._base.compat import unknown_jax
 from jmpscale._base.source import is_backward, is_library_function, user_lines
 
 Jaxpr = core.Jaxpr | core.ClosedJaxpr  # one class from JAX 0.12 on
-T = TypeVar("T")
 RewriteEquation = Callable[[core.JaxprEqn], list[core.JaxprEqn]]
 Memo = MutableMapping[Any, Any]  # a jaxpr, and the jaxpr that replaces it, if another does
 
@@ -35,7 +33,7 @@ _TRANSPARENT = _BLOCKS | {jax.lax.scan_p.name, jax.lax.while_p.name, jax.lax.con
 _TRANSPARENT |= {"composite", "compute_on", "custom_vmap_call", "linear_call", "xla_pmap"}
 
 # Primitives that call one jaxpr with their operands.
-_CALLS = _BLOCKS | {"custom_jvp_call", "custom_vjp_call"}
+CALLS = _BLOCKS | {"custom_jvp_call", "custom_vjp_call"}
 
 
 def rewrite(jaxpr: core.Jaxpr, rewrite_equation: RewriteEquation, memo: Memo) -> core.Jaxpr:
@@ -125,7 +123,7 @@ class Caller(NamedTuple):
         info: Any = getattr(next(held_jaxprs(eqn), None), "debug_info", None)
         file, function = getattr(info, "func_filename", None) or "", getattr(info, "func_name", None) or ""
         name = eqn.primitive.name
-        in_library = is_library_function(file) if name in _CALLS and file else self.in_library
+        in_library = is_library_function(file) if name in CALLS and file else self.in_library
         holder = self.holder or ("" if name in _TRANSPARENT else name)
         return Caller(self.path_of(eqn), (function, file), in_library, self.backward or is_backward(eqn), holder)
 
@@ -134,14 +132,14 @@ PROGRAM = Caller()  # of the equations that no other equation holds
 
 
 def equations(
-    jaxpr: core.Jaxpr, enters: Callable[[core.JaxprEqn], bool] = lambda eqn: True, caller: Caller = PROGRAM
+    jaxpr: core.Jaxpr, entered: Container[str] | None = None, caller: Caller = PROGRAM
 ) -> Iterator[tuple[core.JaxprEqn, Caller]]:
-    """Yields all equations, in the order of the program; of those that hold jaxprs, it enters what `enters` chooses."""
+    """Yields the equations, and those in the jaxprs that equations hold; if `entered` is given, of these primitives."""
     for eqn in jaxpr.eqns:
         yield eqn, caller
-        if enters(eqn):
+        if entered is None or eqn.primitive.name in entered:
             for held in held_jaxprs(eqn):
-                yield from equations(held, enters, caller.inside(eqn))
+                yield from equations(held, entered, caller.inside(eqn))
 
 
 def held_jaxprs(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:
@@ -159,44 +157,3 @@ def type_of(x: Any) -> Any:
 def closed(held: Jaxpr) -> core.ClosedJaxpr:
     """Returns a jaxpr that an equation holds, with its constants."""
     return held if isinstance(held, core.ClosedJaxpr) else core.ClosedJaxpr(held, ())
-
-
-def called_jaxpr(eqn: core.JaxprEqn) -> core.ClosedJaxpr | None:
-    """Returns the jaxpr that an equation calls with its operands; None if there is none."""
-    if eqn.primitive.name not in _CALLS:
-        return None
-    return closed(eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"])
-
-
-def split_scan_inputs(eqn: core.JaxprEqn, inputs: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
-    """Splits the inputs of a scan into constants, the carry, and sequences.
-
-    The parameters with these numbers differ between versions of JAX. Inside the body, sequences have one axis less.
-    """
-    body = eqn.params["jaxpr"].jaxpr
-
-    def count(outer: Sequence[Any], inner: Sequence[Any]) -> int:
-        """Counts the values that are not sequences."""
-        return sum(len(type_of(x).shape) == len(type_of(y).shape) for x, y in zip(outer, inner, strict=True))
-
-    last = count(eqn.invars, body.invars)
-    first = last - count(eqn.outvars, body.outvars)
-    return list(inputs[:first]), list(inputs[first:last]), list(inputs[last:])
-
-
-def evaluate_equation(eqn: core.JaxprEqn, params: dict[str, Any], values: Sequence[Any]) -> list[Any]:
-    """Computes the results of an equation from values and parameters that may differ in dtype from its own.
-
-    The operation keeps its mesh, named scopes and source line. How a primitive is called differs between versions of
-    JAX, so a jaxpr with this equation alone is evaluated.
-    """
-    inputs: list[Any] = [core.Var(x.aval) for x in eqn.invars]
-    outputs = [core.Var(x.aval) for x in eqn.outvars]
-    single = eqn.replace(invars=inputs, outvars=outputs, params=params)
-    jaxpr = _empty_jaxpr().replace(invars=inputs, outvars=outputs, eqns=[single])
-    return jax.core.eval_jaxpr(jaxpr, (), *values)
-
-
-@functools.cache
-def _empty_jaxpr() -> core.Jaxpr:
-    return jax.make_jaxpr(lambda: ())().jaxpr

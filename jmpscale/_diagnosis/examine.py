@@ -12,11 +12,9 @@ from jmpscale._diagnosis.step import Step, compile_step
 from jmpscale._diagnosis.summary import Findings, describe_arguments, describe_origin, summarize
 from jmpscale._state import ScalerState
 
-NonFinite = Callable[[], list[str]]  # returns the names of the arguments that are not finite
 
-
-def examine(step: Step, scaler: ScalerState, non_finite: NonFinite) -> Diagnosis:
-    """Examines a step at the loss scale of a scaler."""
+def examine(step: Step, scaler: ScalerState, non_finite: Callable[[], list[str]]) -> Diagnosis:
+    """Examines a step at the loss scale of a scaler; `non_finite` names the arguments that are not finite."""
     scale, run_as_written = float(scaler.loss_scale), compile_step(step)
     outputs = run_as_written(scale)
     trials = Trials(step)
@@ -58,7 +56,7 @@ def _explain(findings: Findings, present: int) -> Findings:
     return findings._replace(lines=lines, cause=cause, error_elsewhere=elsewhere)
 
 
-def _describe_not_finite(step: RepairedStep, non_finite: NonFinite) -> str:
+def _describe_not_finite(step: RepairedStep, non_finite: Callable[[], list[str]]) -> str:
     """Describes what makes a step infinite or NaN, in float32 too."""
     if step.is_finite_with_finite_arguments() and (names := non_finite()):
         return describe_arguments(names)

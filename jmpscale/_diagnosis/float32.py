@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.lax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jmpscale._base.jaxpr import MATMULS, Jaxpr, closed, evaluate_equation, type_of
+from jmpscale._base.jaxpr import MATMULS, Jaxpr, closed, type_of
 from jmpscale._diagnosis.interpret import Interpreter, is_narrow, widen
 
 # Primitives of JAX that compute in the dtype of their operands, so that they can compute in float32 instead. Other
@@ -32,7 +33,7 @@ def run_in_float32(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any]:
     """Returns the results of an operation in float32, where the program uses a narrower dtype."""
     if eqn.primitive.name in _KNOWN:
         with contextlib.suppress(Exception):  # whatever a primitive raises for operands of another dtype
-            return [widen(x) for x in evaluate_equation(eqn, _widen_params(eqn), inputs)]
+            return [widen(x) for x in _evaluate(eqn, _widen_params(eqn), inputs)]
     return run_as_written(eqn, inputs)
 
 
@@ -45,7 +46,7 @@ def run_as_written(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any]:
     """Returns the results of an operation in its own dtypes, as float32."""
     pairs = zip(inputs, map(type_of, eqn.invars), strict=True)
     narrow = [x.astype(aval.dtype) if is_narrow(aval) else x for x, aval in pairs]
-    return [widen(x) for x in evaluate_equation(eqn, eqn.params, narrow)]
+    return [widen(x) for x in _evaluate(eqn, eqn.params, narrow)]
 
 
 def runs_only_as_written(eqn: core.JaxprEqn) -> bool:
@@ -57,6 +58,24 @@ def runs_only_as_written(eqn: core.JaxprEqn) -> bool:
         return True
     narrow = any(is_narrow(type_of(x)) for x in (*eqn.invars, *eqn.outvars))
     return narrow and eqn.primitive.name not in _KNOWN
+
+
+def _evaluate(eqn: core.JaxprEqn, params: dict[str, Any], values: Sequence[Any]) -> list[Any]:
+    """Computes the results of an equation from values and parameters that may differ in dtype from its own.
+
+    The operation keeps its mesh, named scopes and source line. How a primitive is called differs between versions of
+    JAX, so a jaxpr with this equation alone is evaluated.
+    """
+    inputs: list[Any] = [core.Var(x.aval) for x in eqn.invars]
+    outputs = [core.Var(x.aval) for x in eqn.outvars]
+    single = eqn.replace(invars=inputs, outvars=outputs, params=params)
+    jaxpr = _empty_jaxpr().replace(invars=inputs, outvars=outputs, eqns=[single])
+    return jax.core.eval_jaxpr(jaxpr, (), *values)
+
+
+@functools.cache
+def _empty_jaxpr() -> core.Jaxpr:
+    return jax.make_jaxpr(lambda: ())().jaxpr
 
 
 def _widen_params(eqn: core.JaxprEqn) -> dict[str, Any]:

@@ -13,7 +13,9 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._base.compat import as_varying
-from jmpscale._base.jaxpr import PROGRAM, Caller, called_jaxpr, closed, equations, split_scan_inputs, type_of
+from jmpscale._base.jaxpr import CALLS, PROGRAM, Caller, closed, equations, type_of
+
+_ENTERED = CALLS | {"scan", "while", "cond"}
 
 
 def is_narrow(aval: Any) -> bool:
@@ -29,11 +31,7 @@ def widen(x: Any) -> Any:
 
 def operations(jaxpr: core.Jaxpr) -> Iterator[tuple[core.JaxprEqn, Caller]]:
     """Yields the equations that an interpreter runs by its rule, in the order of the program."""
-    return ((eqn, caller) for eqn, caller in equations(jaxpr, _is_entered) if not _is_entered(eqn))
-
-
-def _is_entered(eqn: core.JaxprEqn) -> bool:
-    return eqn.primitive.name in ("scan", "while", "cond") or called_jaxpr(eqn) is not None
+    return ((eqn, caller) for eqn, caller in equations(jaxpr, _ENTERED) if eqn.primitive.name not in _ENTERED)
 
 
 class Interpreter:
@@ -74,14 +72,18 @@ class Interpreter:
         return [read(x) for x in jaxpr.outvars]
 
     def _equation(self, eqn: core.JaxprEqn, inputs: list[Any], caller: Caller) -> list[Any]:
+        name = eqn.primitive.name
+        if name not in _ENTERED:
+            return self._rule(self, eqn, inputs, caller)
         special = {"scan": self._scan, "while": self._while, "cond": self._cond, "shard_map": self._shard_map}
-        if eqn.primitive.name in special:
-            return special[eqn.primitive.name](eqn, inputs, caller.inside(eqn))
-        called = called_jaxpr(eqn)
-        return self._run(called, inputs, caller.inside(eqn)) if called else self._rule(self, eqn, inputs, caller)
+        return special.get(name, self._call)(eqn, inputs, caller.inside(eqn))
+
+    def _call(self, eqn: core.JaxprEqn, inputs: list[Any], inside: Caller) -> list[Any]:
+        called = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
+        return self._run(closed(called), inputs, inside)
 
     def _scan(self, eqn: core.JaxprEqn, inputs: list[Any], inside: Caller) -> list[Any]:
-        consts, carry, xs = split_scan_inputs(eqn, inputs)
+        consts, carry, xs = _split_scan_inputs(eqn, inputs)
         body, length, reverse = (eqn.params[name] for name in ("jaxpr", "length", "reverse"))
 
         def step(state: tuple[list[Any], Any], x: list[Any]) -> tuple[tuple[list[Any], Any], list[Any]]:
@@ -150,3 +152,19 @@ def _with_types_of(outputs: Sequence[Any], like: Sequence[Any]) -> list[Any]:
     """Returns arrays in the dtypes of others, and without weak types."""
     pairs = zip(outputs, like, strict=True)
     return [jax.lax.convert_element_type(x, y.dtype) if jnp.issubdtype(y.dtype, np.floating) else x for x, y in pairs]
+
+
+def _split_scan_inputs(eqn: core.JaxprEqn, inputs: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Splits the inputs of a scan into constants, the carry, and sequences.
+
+    The parameters with these numbers differ between versions of JAX. Inside the body, sequences have one axis less.
+    """
+    body = eqn.params["jaxpr"].jaxpr
+
+    def count(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+        """Counts the values that are not sequences."""
+        return sum(len(type_of(x).shape) == len(type_of(y).shape) for x, y in zip(outer, inner, strict=True))
+
+    last = count(eqn.invars, body.invars)
+    first = last - count(eqn.outvars, body.outvars)
+    return inputs[:first], inputs[first:last], inputs[last:]
