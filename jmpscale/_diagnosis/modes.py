@@ -26,7 +26,7 @@ Path = tuple[str, ...]  # the user's lines that lead to an operation, outermost 
 _MOVES = {"all_gather", "all_to_all", "broadcast_in_dim", "concatenate", "copy", "device_put", "dynamic_slice"}
 _MOVES |= {"dynamic_update_slice", "gather", "mesh_cast", "name", "optimization_barrier", "pad", "pbroadcast", "pcast"}
 _MOVES |= {"ppermute", "pvary", "reshape", "reshard", "rev", "scatter", "select_n", "sharding_constraint", "slice"}
-_MOVES |= {"split", "squeeze", "stop_gradient", "tile", "transpose", "unstack"}
+_MOVES |= {"sort", "split", "squeeze", "stop_gradient", "tile", "top_k", "transpose", "unstack"}
 
 
 class Mode(enum.IntEnum):
