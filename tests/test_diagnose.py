@@ -327,6 +327,15 @@ def test_argument_with_infinities_is_not_named_if_a_line_is_the_reason():
     assert diagnosis.summary.startswith("The result of log at ")
 
 
+def test_operations_that_also_have_integer_results_are_run():
+    def loss(w):
+        operands, start = (jax.lax.stop_gradient(w) * 3, jnp.arange(4)), (np.float16(0), 0)
+        largest, _ = jax.lax.reduce(operands, start, lambda x, y: (jnp.maximum(x[0], y[0]), x[1] + y[1]), (0,))
+        return squared(jax.lax.top_k(jnp.sort(w), 2)[0] - largest)
+
+    assert "reduce" in {row.operation for row in diagnose(loss, jnp.arange(4, dtype=H)).rows}
+
+
 def test_scan_without_iterations_is_evaluated():
     def loss(w):
         return squared(jax.lax.scan(lambda h, x: (h * x, h), w, jnp.zeros((0, 2)))[0])

@@ -46,11 +46,11 @@ class Part(NamedTuple):
 
 
 class Site(NamedTuple):
-    """The results of one kind of operation of a part, which have one mode."""
+    """One kind of operation of a part, which has one mode."""
 
     part: Part
     operation: str  # the name of JAX's primitive
-    dtype: np.dtype
+    dtype: np.dtype  # of the results
 
     @property
     def limit(self) -> float:
@@ -69,33 +69,33 @@ class Statistics(NamedTuple):
 class Modal(NamedTuple):
     """How operations with modes compute. The argument of the interpreter is the array of modes."""
 
-    applies: Callable[[core.JaxprEqn], bool]  # whether an operation has modes
-    run: Callable[[Interpreter, core.JaxprEqn, list[Any], list[int]], list[Any]]  # also takes the indices of its modes
+    applies: Callable[[core.JaxprEqn, Any], bool]  # whether an operation has a mode for a result of a type
+    run: Callable[[Interpreter, core.JaxprEqn, list[Any], int], list[Any]]  # also takes the index of its mode
     columns: int = 0  # of the records
 
 
-def _is_half(eqn: core.JaxprEqn) -> bool:
-    """Tests whether an operation computes results of fewer bits than float32."""
-    return eqn.primitive.name not in _MOVES and any(is_narrow(type_of(x)) for x in eqn.outvars)
+def _is_half(eqn: core.JaxprEqn, aval: Any) -> bool:
+    """Tests whether an operation computes a result of fewer bits than float32."""
+    return eqn.primitive.name not in _MOVES and is_narrow(aval)
 
 
-def _choose_precision(run: Interpreter, eqn: core.JaxprEqn, inputs: list[Any], sites: list[int]) -> list[Any]:
+def _choose_precision(run: Interpreter, eqn: core.JaxprEqn, inputs: list[Any], site: int) -> list[Any]:
     """Chooses the precision and the range of results."""
 
-    def choose(in_float32: jax.Array, written: jax.Array, aval: Any, site: int) -> jax.Array:
+    def choose(in_float32: jax.Array, written: jax.Array, aval: Any) -> jax.Array:
         if not is_narrow(aval):
             return written
         rounded = jax.lax.reduce_precision(in_float32, exponent_bits=8, mantissa_bits=jnp.finfo(aval.dtype).nmant)
         return jax.lax.select_n(run.argument[site], written, rounded, in_float32)
 
     in_float32, written = run_in_float32(eqn, inputs), run_as_written(eqn, inputs)
-    return list(map(choose, in_float32, written, map(type_of, eqn.outvars), sites))
+    return list(map(choose, in_float32, written, map(type_of, eqn.outvars)))
 
 
-def _record(run: Interpreter, eqn: core.JaxprEqn, inputs: list[Any], sites: list[int]) -> list[Any]:
+def _record(run: Interpreter, eqn: core.JaxprEqn, inputs: list[Any], site: int) -> list[Any]:
     """Computes in float32, and records `Statistics`."""
     outputs, written = run_in_float32(eqn, inputs), run_as_written(eqn, inputs)
-    for x, y, aval, site in zip(outputs, written, map(type_of, eqn.outvars), sites, strict=True):
+    for x, y, aval in zip(outputs, written, map(type_of, eqn.outvars), strict=True):
         if is_narrow(aval):
             run.record(site, _statistics(x, y, float(jnp.finfo(aval.dtype).smallest_normal)))
     return outputs
@@ -116,7 +116,7 @@ def _statistics(in_float32: jax.Array, written: jax.Array, smallest_normal: floa
     return jnp.stack([largest, *(count / max(magnitude.size, 1) for count in counts)])
 
 
-def _repair(run: Interpreter, eqn: core.JaxprEqn, inputs: list[Any], sites: list[int]) -> list[Any]:
+def _repair(run: Interpreter, eqn: core.JaxprEqn, inputs: list[Any], site: int) -> list[Any]:
     """Replaces infinities and NaN in float32, and records which operations make them.
 
     The first column shows whether the results are infinite or NaN although the operands are not; the second one,
@@ -124,14 +124,14 @@ def _repair(run: Interpreter, eqn: core.JaxprEqn, inputs: list[Any], sites: list
     """
     outputs = run_in_float32(eqn, inputs)
     before, after = (severity(list(filter(_is_inexact, arrays))) for arrays in (inputs, outputs))
-    run.record(sites[0], jnp.stack([after > before, after > 0]).astype(np.float32))
-    is_repaired = run.argument[sites[0]] == Mode.REPAIRED
+    run.record(site, jnp.stack([after > before, after > 0]).astype(np.float32))
+    is_repaired = run.argument[site] == Mode.REPAIRED
     return [jnp.where(is_repaired & ~jnp.isfinite(x), 0, x) if _is_inexact(x) else x for x in outputs]
 
 
 PRECISION = Modal(_is_half, _choose_precision)
 RECORD = Modal(_is_half, _record, columns=3)
-REPAIR = Modal(lambda eqn: any(_is_inexact(type_of(x)) for x in eqn.outvars), _repair, columns=2)
+REPAIR = Modal(lambda _, aval: _is_inexact(aval), _repair, columns=2)
 
 
 def _is_inexact(x: Any) -> bool:
@@ -147,21 +147,23 @@ class ModalStep:
         kernels = [(eqn, path) for eqn, _, path in everything if runs_only_as_written(eqn)]
         # The operations that run as written whatever the modes are, such as kernels.
         self.not_entered = list(dict.fromkeys(f"{path[-1]}: {eqn.primitive.name}" for eqn, path in kernels))
-        found = [x for x in everything if modal.applies(x[0])]
-        shortest = _shortest({path for _, _, path in found})
-        sites: dict[tuple[int, Caller], list[Site]] = {}
-        for eqn, caller, path in found:
+        # An operation such as a reduction may have several results, of which some are integers.
+        types = [[aval for aval in map(type_of, eqn.outvars) if modal.applies(eqn, aval)] for eqn, _, _ in everything]
+        found = [(*x, avals[0].dtype) for x, avals in zip(everything, types, strict=True) if avals]
+        shortest = _shortest({path for _, _, path, _ in found})
+        sites: dict[tuple[int, Caller], Site] = {}
+        for eqn, caller, path, dtype in found:
             part = Part(shortest[path], caller.inside(eqn).backward)
-            sites[id(eqn), caller] = [Site(part, eqn.primitive.name, type_of(x).dtype) for x in eqn.outvars]
-        self.sites = list(dict.fromkeys(site for own in sites.values() for site in own))
+            sites[id(eqn), caller] = Site(part, eqn.primitive.name, dtype)
+        self.sites = list(dict.fromkeys(sites.values()))
         self.parts = list(dict.fromkeys(site.part for site in self.sites))
         # A line whose forward pass has no such result, such as an index, is also in the order of the forward pass.
         self.paths = list(dict.fromkeys(shortest[path] for _, _, path in everything if path in shortest))
         index = {site: i for i, site in enumerate(self.sites)}
 
         def rule(interpreter: Interpreter, eqn: core.JaxprEqn, inputs: list[Any], caller: Caller) -> list[Any]:
-            own = sites.get((id(eqn), caller))
-            return modal.run(interpreter, eqn, inputs, [index[x] for x in own]) if own else run_in_float32(eqn, inputs)
+            site = sites.get((id(eqn), caller))
+            return modal.run(interpreter, eqn, inputs, index[site]) if site else run_in_float32(eqn, inputs)
 
         def run(consts: list[Any], scale: jax.Array, modes: jax.Array) -> tuple[list[Any], Any]:
             records = {i: jnp.zeros(modal.columns, np.float32) for i in index.values() if modal.columns}
