@@ -4,6 +4,7 @@ Nothing here changes a state.
 """
 
 import collections
+import operator
 import threading
 import warnings
 import weakref
@@ -89,7 +90,7 @@ def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
     It waits for the device, so call it every hundred steps, for example.
 
     Args:
-      scaler: a `ScalerState`, or any pytree that contains exactly one.
+      scaler: a scaler, a batch of scalers, or any pytree that contains exactly one.
       max_consecutive_skips: the number of consecutive skips that is acceptable, at least 1. The initial backoff skips
         some steps: from a scale of 2^16 to 1, it skips 16.
 
@@ -109,7 +110,7 @@ def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
     >>> import jmpscale
     >>> jmpscale.raise_if_stuck(jmpscale.dynamic(), max_consecutive_skips=20)
     """
-    state = find_scaler(scaler)
+    state = find_scaler(scaler, allow_batch=True)
     limit = check_count("max_consecutive_skips", max_consecutive_skips)
     if any(map(is_traced, jax.tree.leaves(state))):
         raise ValueError(
@@ -120,13 +121,18 @@ def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
     steps = state.finite_steps
     # Under a transformation JAX would trace operations on known arrays; a view would keep the state alive.
     state = jax.tree.map(np.array, state)
+    for index in np.ndindex(state.loss_scale.shape):
+        _check_skips(jax.tree.map(operator.itemgetter(index), state), limit)
+    if isinstance(steps, (jax.Array, np.ndarray)) and steps.ndim == 0 and state.config.mode != "disabled":
+        _calls.add(steps, state)
+
+
+def _check_skips(state: ScalerState, limit: int) -> None:
     if state.consecutive_skips > limit:
         raise FloatingPointError(_describe_skips(state, _CONSECUTIVE.format(state.consecutive_skips)))
     # A run whose scale touches the limit and recovers has no skip at the limit, or few skips in total.
     if _is_at_limit(state) and state.last_skip_reason == SkipReason.MIN_SCALE and state.total_skips > limit:
         raise FloatingPointError(_describe_skips(state, "steps are still skipped at the smallest allowed scale"))
-    if isinstance(steps, (jax.Array, np.ndarray)) and state.config.mode != "disabled":
-        _calls.add(steps, state)
 
 
 class _Calls:

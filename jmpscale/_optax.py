@@ -75,7 +75,7 @@ def with_loss_scaling(
         The norm is also the finiteness check, so a step is skipped if the sum of the squares exceeds 3.4e38.
       axis_name: the mapped axes over which devices combine their decisions, not their gradients, as in `all_finite`.
       norm_axis_name: the mapped axes along which each device holds a part of the gradients, as in hand-written FSDP;
-        needed only where `axis_name` is. The squares are summed over these axes.
+        needed only where `axis_name` is. The squares are summed over these axes, so no gradient may be replicated.
       warn_after_skips: for training loops that do not return the optimizer state, which `raise_if_stuck` reads: the
         number of skips, consecutive or among the latest `5 * warn_after_skips` steps, after which to warn from inside
         the compiled program. Skips right after the scale has grown do not count. It also warns if a dynamic scale grows
@@ -166,7 +166,7 @@ def with_loss_scaling(
             warn_if_nothing_is_scaled(scaler)
         checks.warn_if_gradients_are_narrow(grads)
         checks.warn_if_unscaled_by_another(grads, scaler)
-        checks.warn_if_clip_is_local(grads, loss, axis_name, inner)
+        checks.warn_if_norm_is_local(grads, loss, axis_name, inner)
         decision_axes = _decision_axes(axis_name, norm_axis_name)
         finite, loss_finite = all_reduce_outcome(_is_finite(grads, norm), loss, decision_axes)
         warn_if_constant(scaler, grads, "optimizer state")

@@ -23,10 +23,13 @@ from jmpscale._scaler_of_tree import check_scaler
 from jmpscale._scaling import needs_wider_gradient
 from jmpscale._state import ScalerState, WithLossScalingState
 
-# The functions of optax whose transformations replace infinity or NaN by finite numbers, and those whose
-# transformations change updates of zero, or adapt to steps that are skipped.
-_HIDE_OVERFLOWS = {"clip", "zero_nans", "scale_by_sign"}
-_ACT_ON_SKIPS = {"add_decayed_weights", "add_noise", "reduce_on_plateau"}
+# Functions of optax by what their transformations do.
+_HIDE_OVERFLOWS = {"clip", "zero_nans", "scale_by_sign"}  # they replace infinity or NaN by finite numbers
+_ACT_ON_SKIPS = {"add_decayed_weights", "add_noise", "reduce_on_plateau"}  # they change zeros, or count skipped steps
+_RECORD = {"measure_with_ema", "monitor", "snapshot"}  # they only record values
+_READ_NORMS = {"adaptive_grad_clip", "clip_by_block_rms", "clip_by_global_norm", "normalize", "scale_by_factored_rms"}
+_READ_NORMS |= {"normalize_by_update_norm", "scale_by_muon", "scale_by_novograd", "scale_by_param_block_norm"}
+_READ_NORMS |= {"scale_by_param_block_rms", "scale_by_trust_ratio"}
 
 
 def check_transformation(tx: object, name: str, remedy: str) -> None:
@@ -83,18 +86,17 @@ def warn_if_unscaled_by_another(grads: PyTree, scaler: ScalerState) -> None:
         )
 
 
-def warn_if_clip_is_local(grads: PyTree, loss: PyTree, axis_name: AxisName, inner: object) -> None:
-    """Warns if each device clips its part of the gradients by the norm of this part."""
-    varying, clip = _all_varying_axes(grads), optax.clip_by_global_norm
+def warn_if_norm_is_local(grads: PyTree, loss: PyTree, axis_name: AxisName, inner: object) -> None:
+    """Warns if each device uses the norm of its part of the gradients."""
+    varying = _all_varying_axes(grads)
     named = varying if axis_name is None else set(as_axes(axis_name))
-    # Devices that each train a model of their own may clip by its norm; they have losses of their own as well.
+    # Devices that each train a model of their own may use its norm; they have losses of their own as well.
     shared = [] if loss is None else sorted(varying & named - _all_varying_axes(loss))
-    if shared and any(
-        fn.__module__ == clip.__module__ and fn.__qualname__.startswith(clip.__name__) for fn in _functions_in([inner])
-    ):
+    if shared and (found := sorted(_READ_NORMS & _created_by(inner))):
         warn_user(
-            "optax.clip_by_global_norm clips the gradients of each device by the norm of its own shard, because they "
-            f"vary over the mesh axes {shared}. Use with_loss_scaling(tx, max_norm=...), which adds all squares."
+            f"optax.{found[0]} uses the norm of each device's own shard, because the gradients vary over the mesh axes "
+            f"{shared}. To clip, use with_loss_scaling(tx, max_norm=...), which adds all squares; for other norms, "
+            "call tx.update under jax.jit, outside of jax.shard_map."
         )
 
 
@@ -195,20 +197,29 @@ def warn_if_loss_is_misspelled(arguments: Mapping[str, object], inner: object) -
 
 
 def _neighbors(frame: types.FrameType) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-    """Returns the states and updates that an `optax.chain` has called before the wrapper, and those after it."""
+    """Returns the states and updates that a chain of optax has called before the wrapper, and those after it."""
     local = frame.f_locals if frame.f_globals.get("__name__") == optax.chain.__module__ else {}
-    if not all(name in local for name in ("new_state", "state", "update_fns")):
+    state, called = local.get("state"), len(local.get("new_state", ()))
+    if "new_state" in local and "update_fns" in local:
+        transformations = list(zip(state, local["update_fns"], strict=False))
+    elif "new_state" in local and "transforms" in local:  # optax.named_chain
+        transformations = [(state[name], tx) for name, tx in local["transforms"]]
+    else:
         return [], []
-    transformations, called = list(zip(local["state"], local["update_fns"], strict=False)), len(local["new_state"])
     return transformations[:called], transformations[called + 1 :]
 
 
 def _is_unsafe(state: PyTree, update: object, names: set[str]) -> bool:
     """Tests whether a transformation comes from one of these optax functions, or keeps averages."""
-    functions = list(_functions_in([update]))
-    is_record = any(fn.__module__ == optax.snapshot.__module__ for fn in functions)
-    has_averages = any(is_inexact(x) and jnp.ndim(x) > 0 for x in jax.tree.leaves(state)) and not is_record
-    return has_averages or any(fn.__qualname__.partition(".")[0] in names for fn in functions)
+    created_by = _created_by(update)
+    has_averages = any(is_inexact(x) and jnp.ndim(x) > 0 for x in jax.tree.leaves(state))
+    return (has_averages and created_by.isdisjoint(_RECORD)) or not created_by.isdisjoint(names)
+
+
+def _created_by(transformation: object) -> set[str]:
+    """Returns the names of the functions of optax that created a transformation, such as `clip`."""
+    functions = [fn for fn in _functions_in([transformation]) if fn.__module__.startswith("optax.")]
+    return {fn.__qualname__.partition(".")[0] for fn in functions}
 
 
 def _functions_in(values: Iterable[object]) -> Iterator[types.FunctionType]:
@@ -216,8 +227,8 @@ def _functions_in(values: Iterable[object]) -> Iterator[types.FunctionType]:
     stack, seen = list(values), set()
     while stack:
         value = stack.pop()
-        if isinstance(value, (tuple, list)):  # a transformation is a named tuple of functions
-            stack += value
+        if isinstance(value, (tuple, list, dict)):  # a transformation is a named tuple of functions
+            stack += value.values() if isinstance(value, dict) else value
         elif isinstance(value, types.FunctionType) and value not in seen:
             seen.add(value)
             yield value

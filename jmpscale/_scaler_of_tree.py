@@ -107,8 +107,8 @@ def check_scaler(scaler: object, name: str = "scaler", *, allow_batch: bool = Fa
         return
     if shape := getattr(scaler.loss_scale, "shape", ()):
         raise ValueError(
-            f"{name} must hold one scaler, got a batch with loss_scale of shape {shape}. If it is replicated, pass one "
-            f"replica, jax.tree.map(lambda x: x[0], {name}); otherwise call this under jax.vmap."
+            f"{name} must hold one scaler, got a batch with loss_scale of shape {shape}. Call this under jax.vmap; or, "
+            f"on the host or if it is replicated, pass one scaler: jax.tree.map(lambda x: x[0], {name})."
         )
     for field in ARRAY_FIELDS:
         value = getattr(scaler, field)

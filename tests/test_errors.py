@@ -113,7 +113,9 @@ def test_function_requires_a_scaler(name):
         call(tuple(STATE))
     with _raises(TypeError, f"{argument}.config must be a ScalerConfig, got NoneType. Restore a checkpoint into"):
         call(STATE._replace(config=None))
-    with _raises(ValueError, f"{argument} must hold one scaler, got ... shape (2,). ... one replica, ... jax.vmap"):
+    with _raises(
+        ValueError, f"{argument} must hold one scaler, got ... shape (2,). Call this under jax.vmap; or, ... tree.map("
+    ):
         call(BATCH)
 
 
@@ -131,7 +133,7 @@ READ_SCALER_OF_TREE = {  # the call, and the name of the argument
     "to_torch_state_dict": (jmpscale.to_torch_state_dict, "scaler"),
     "diagnose": (lambda tree: jmpscale.diagnose(_sum)(tree, GRADS), "scaler"),
 }
-ACCEPT_BATCH_OF_SCALERS = {"get_scaler", "metrics"}
+ACCEPT_BATCH_OF_SCALERS = {"get_scaler", "metrics", "raise_if_stuck"}
 TAKE_TREE_WITH_SCALER = READ_SCALER_OF_TREE | {
     "replace_scaler": (lambda tree: jmpscale.replace_scaler(tree, STATE), "tree"),
 }
@@ -619,6 +621,7 @@ AUTOCAST = {
 
 MASK = {"w": True, "b": False}
 CLIP = jmpscale.with_loss_scaling(optax.chain(optax.clip_by_global_norm(1.0), SGD))
+LAMB = jmpscale.with_loss_scaling(optax.chain(optax.identity(), optax.scale_by_trust_ratio()))
 
 
 def _clip(update):
@@ -735,7 +738,11 @@ WITH_LOSS_SCALING = {
             _after_gradients(lambda s, grads, _: [SCALE.update(grads, x) for x in (s, SCALE_STATE)], SCALE_STATE),
             "the gradients were unscaled by another scaler ... wrap one optax.partition.",
         ),
-        "clip of a shard": (_clip(lambda x, s: CLIP.update(x, s, value=LOSS)[0]), "clips ... the mesh axes ['d']. Use"),
+        "clip of a shard": (
+            _clip(lambda x, s: CLIP.update(x, s, value=LOSS)[0]),
+            "optax.clip_by_global_norm uses the norm ... the mesh axes ['d']. To clip, use",
+        ),
+        "norm of a shard": (_clip(lambda x, s: LAMB.update(x, s, x, value=LOSS)[0]), "optax.scale_by_trust_ratio uses"),
         "loss and dict": (lambda: SCALE.update(GRADS, SCALE_STATE, value=_pair({"x": LOSS})), "loss ... got a pair"),
         "replaced by a constant": (
             lambda: _traced(
@@ -788,6 +795,18 @@ WITH_LOSS_SCALING = {
         "after clip in a chain": (_update_of_chain(optax.clip(1.0), optax.scale(2.0)), "after a transformation"),
         "after nested chain": (_update_of_chain(optax.chain(optax.chain(optax.clip(1.0)))), "after a transformation"),
         "after masked clip": (_update_of_chain(optax.masked(optax.clip(1.0), True)), "after a transformation"),
+        "after partitioned clip": (
+            _update_of_chain(optax.partition({"a": optax.clip(1.0)}, "a")),
+            "after a transformation",
+        ),
+        "after clip in a named_chain": (
+            lambda: _update_in(optax.named_chain(("a", optax.clip(1.0)), ("b", SCALE))),
+            "after a transformation",
+        ),
+        "before averages in a named_chain": (
+            lambda: _update_in(optax.named_chain(("a", SCALE), ("b", optax.ema(0.9)))),
+            "before a transformation",
+        ),
         "after momentum": (_update_of_chain(optax.trace(0.9)), "or keeps them in its state"),
         "after sign_sgd": (_update_of_chain(optax.sign_sgd(1.0)), "after a transformation"),
         "before weight decay": (

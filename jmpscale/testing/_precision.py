@@ -32,7 +32,8 @@ def check_independence(exact: Runs, scale: float) -> None:
         (
             {"scale": other},
             f"at a loss scale of {format_scale(other)}. Scale every term of the loss, unscale the gradients once, as "
-            "jmpscale.value_and_grad does, clip them only then, and pass the unscaled loss as value=",
+            "jmpscale.value_and_grad does, clip them only then, and pass the unscaled loss as value=. A custom "
+            "backward pass must not clip, normalize or add constants",
         ),
         (
             {"finite_steps": get_scaler(exact.state).config.growth_interval - 1},
@@ -45,7 +46,7 @@ def check_independence(exact: Runs, scale: float) -> None:
     if expected.skips:
         raise AssertionError(
             f"the step is skipped in float32, at a loss scale of {expected.name}. The flag for update must be true if "
-            "the gradients are finite: it must not have other conditions, such as a limit of their norm."
+            "the gradients are finite: it must not be inverted, or have other conditions, such as a limit of the norm."
         )
     for fields, when in variations:
         if wrong := wrong_change(exact.at(**usual | fields), exact, expected, exact, limit):

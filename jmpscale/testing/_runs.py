@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -56,15 +57,15 @@ class Run:
         """The changes of the leaves of floating-point or complex numbers; zero where a number was not finite."""
         return {path: _change(was, now) for path, was, now in self.leaves if is_inexact(was)}
 
-    def check_skipped(self, reset: Mapping[str, Any]) -> None:
+    def check_skipped(self, reset: Mapping[str, Any] = MappingProxyType({}), numbers: str = "") -> None:
         """Raises if a skipped step has changed any bit; a leaf may return to its value in `reset`, as sums do."""
         for path, was, now in self.leaves:
             if not (is_equal(was, now) or is_equal(reset.get(path, was), now)):
                 raise AssertionError(
-                    f"the skipped step changed state{path}: {truncate(was)} before, {truncate(now)} after. Gate it "
-                    "with apply_if by step_applied or all_finite(grads), unless it counts calls or batches, is a "
-                    f"random key, describes the scaler, or has a gate of its own: then pass ignore={path!r}. If it is "
-                    "a sum of gradients, reset it after a skip, too."
+                    f"the skipped step changed state{path}{numbers}: {truncate(was)} before, {truncate(now)} after. "
+                    "Gate it with apply_if by step_applied or all_finite(grads), unless it counts calls or batches, is "
+                    f"a random key, describes the scaler, or has a gate of its own: then pass ignore={path!r}. If it "
+                    "is a sum of gradients, reset it after a skip, too."
                 )
 
 

@@ -107,6 +107,9 @@ def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Seque
                 f"the step was not skipped at a loss scale of {usual.name}, where state{path} becomes infinite or NaN. "
                 f"{_HIDDEN}"
             )
+    # A branch may run in this step only.
+    if (infinite := runs.at(math.inf)).is_skipped:
+        infinite.check_skipped()
     # In the state after a step, averages that were zero, and copies of parameters, are different.
     later = dataclasses.replace(runs, state=usual.after)
     exact = in_float32(later)
@@ -130,7 +133,7 @@ def _check_overflow(runs: Runs, exact: Runs, usual: Run) -> None:
     applied, skipped = map(runs.at, scales[first - 1 : first + 1])
     for run in (infinite, skipped):
         if run.is_skipped:  # as a whole
-            run.check_skipped(reset={})
+            run.check_skipped()
     if skipped.is_skipped and skipped.scale <= LARGEST_SCALE:
         _check_backoff(skipped, applied)
     if wrong := wrong_change(applied, runs, expected, exact):
@@ -148,7 +151,7 @@ def _check_backoff(skipped: Run, applied: Run) -> None:
     if new.last_skip_reason == SkipReason.LOSS:
         raise AssertionError(
             f"the loss passed to update is not finite {at}: pass it alone, unscaled, in float32. It must not depend on "
-            "the gradients or the flag, as statistics do."
+            "the gradients or the flag, as statistics do. If it is not finite at any scale, jmpscale.diagnose says why."
         )
     if new.loss_scale == skipped.scale > update(skipped.old, False).loss_scale:
         raise AssertionError(f"the skipped step did not reduce the scale {at}. Do not put back the old scale.")
@@ -164,7 +167,8 @@ def _check_invalid(runs: Runs, usual: Run) -> None:
     """Raises if a step that is skipped because of its loss changes the state, and warns if the loss is not passed."""
     overflow = runs.with_numbers(lambda x: np.full_like(x, jnp.finfo(x.dtype).max)).at(usual.scale)
     if overflow.is_skipped:
-        overflow.check_skipped(reset={path: was for path, was, _ in usual.leaves})
+        reset = {path: was for path, was, _ in usual.leaves}
+        overflow.check_skipped(reset, ", in a state of the largest numbers")
     invalid = runs.with_numbers(lambda x: np.full_like(x, np.nan)).at(usual.scale)
     is_dynamic = invalid.old.config.mode == "dynamic"
     if is_dynamic and invalid.skips and invalid.new.last_skip_reason != SkipReason.LOSS:
