@@ -199,13 +199,14 @@ def warn_if_loss_is_misspelled(arguments: Mapping[str, object], inner: object) -
 def _neighbors(frame: types.FrameType) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
     """Returns the states and updates that a chain of optax has called before the wrapper, and those after it."""
     local = frame.f_locals if frame.f_globals.get("__name__") == optax.chain.__module__ else {}
-    state, called = local.get("state"), len(local.get("new_state", ()))
-    if "new_state" in local and "update_fns" in local:
-        transformations = list(zip(state, local["update_fns"], strict=False))
-    elif "new_state" in local and "transforms" in local:  # optax.named_chain
-        transformations = [(state[name], tx) for name, tx in local["transforms"]]
+    transformations: list[tuple[Any, Any]]
+    if local.keys() >= {"new_state", "state", "update_fns"}:
+        transformations = list(zip(local["state"], local["update_fns"], strict=False))
+    elif local.keys() >= {"new_state", "state", "transforms"}:  # optax.named_chain
+        transformations = [(local["state"][name], tx) for name, tx in local["transforms"]]
     else:
         return [], []
+    called = len(local["new_state"])
     return transformations[:called], transformations[called + 1 :]
 
 
