@@ -13,9 +13,12 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import optax
+import optax.contrib
 import pytest
 
 import jmpscale
+from jmpscale import _optax_checks as checks
 from jmpscale._base import compat
 
 PACKAGE = pathlib.Path(jmpscale.__file__).parent
@@ -129,6 +132,11 @@ def test_unknown_jax_raises(monkeypatch):
     monkeypatch.setattr(jax, "typeof", lambda x: object())
     with pytest.raises(ImportError, match="jmpscale does not support JAX"):
         jmpscale.grad_report(grads)
+
+
+def test_checks_know_functions_of_optax():
+    names = checks._HIDE_OVERFLOWS | checks._ACT_ON_SKIPS | checks._RECORD | checks._READ_NORMS
+    assert not [name for name in names if not (hasattr(optax, name) or hasattr(optax.contrib, name))]
 
 
 # --- types ---
