@@ -97,7 +97,7 @@ class Caller(NamedTuple):
     """What surrounds the equations of a jaxpr.
 
     JAX keeps the jaxprs of compiled functions. In a function such as `jax.nn.silu`, an equation has no user's line, or
-    the line of the first call, whichever call it belongs to. Its line is therefore the line of the call.
+    in JAX 0.7 the line of the first call, whichever call it belongs to. Its line is therefore the line of the call.
     """
 
     path: tuple[str, ...] = ()  # the user's lines that lead to the equation that holds the jaxpr, outermost first
