@@ -1151,6 +1151,7 @@ VALID_CALLS = {
     "smallest max_norm": _wrap(ADAM, max_norm=SMALLEST),
     "largest max_norm": _wrap(ADAM, max_norm=LARGEST),
     "after clip_by_global_norm": _update_of_chain(optax.clip_by_global_norm(1.0), optax.scale(2.0)),
+    "after a factor in a state": _update_of_chain(optax.inject_hyperparams(optax.scale)(step_size=1.0)),
     "after a function with an empty cell": _update_of_chain(_with_empty_cell()),
     "before a record": lambda: _update_in(optax.chain(SCALE, optax.snapshot("norms", _record_updates))),
     "before a schedule": lambda: _update_in(optax.chain(SCALE, optax.scale_by_schedule(lambda n: 1 / (n + 1)))),

@@ -481,9 +481,11 @@ def warnings_of(fn, *args):
 @pytest.mark.parametrize("transform", rows(TRANSFORMED, default=["jit", "scan", "shard_map"]))
 def test_loss_scaled_warns_of_gradients_that_are_not_finite(transform):
     grad_fn = transform(jax.grad(watched(overflowing)))
-    _, messages = warnings_of(grad_fn, W, X.at[2, 0].set(jnp.inf))
-    assert messages
+    infinite = X.at[2, 0].set(jnp.inf)
+    found, messages = warnings_of(grad_fn, W, infinite)
+    np.testing.assert_array_equal(found, transform(jax.grad(scaled(overflowing)))(W, infinite))
     words = "the gradients of overflowing in jmpscale.loss_scaled are not finite. If the training loop replaces"
+    assert messages
     assert all(message.startswith(words) for message in messages)
     for x in (X, X.at[0, 0].set(0.0)):  # finite gradients, and an infinite gradient that is not computed
         result, messages = warnings_of(grad_fn, W, x)
