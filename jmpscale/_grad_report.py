@@ -28,12 +28,14 @@ _COUNTS = ("nan", "inf", "zero", "underflow", "subnormal")
 class GradReport:
     """Statistics of each leaf of a gradient tree with respect to the range of float16; created by `grad_report`.
 
+    Devices that flush subnormal numbers, such as CPUs, may take magnitudes below 2^-126 for zero.
+
     Attributes:
       finite: bool[], whether all gradients are finite.
       max_abs: f32[leaves], or f64[leaves] if a leaf is float64, the largest magnitude; NaN if the leaf contains NaN.
       nan: i32[leaves], the number of NaN values.
       inf: i32[leaves], the number of infinite values.
-      zero: i32[leaves], the number of zeros; on devices that flush subnormal numbers, also of those below 2^-126.
+      zero: i32[leaves], the number of zeros.
       underflow: i32[leaves], the number of nonzero magnitudes below 2^-24, which float16 cannot hold.
       subnormal: i32[leaves], the number of magnitudes in [2^-24, 2^-14), for which float16 has fewer than 11
         significant bits.

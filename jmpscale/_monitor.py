@@ -17,7 +17,7 @@ import numpy as np
 from jmpscale._base.check import check_count, warn_user
 from jmpscale._base.text import format_number
 from jmpscale._base.tree import PyTree, find_instances, is_traced
-from jmpscale._scaler_of_tree import find_scaler
+from jmpscale._scaler_of_tree import check_scaler, find_scaler
 from jmpscale._state import ARRAY_FIELDS, LARGEST_SCALE, ScalerState, SkipReason, WithLossScalingState
 
 _CONSECUTIVE = "{} consecutive steps were skipped"
@@ -121,8 +121,13 @@ def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
     steps = state.finite_steps
     # Under a transformation JAX would trace operations on known arrays; a view would keep the state alive.
     state = jax.tree.map(np.array, state)
-    for index in np.ndindex(state.loss_scale.shape):
-        _check_skips(jax.tree.map(operator.itemgetter(index), state), limit)
+    shapes = {x.shape for x in jax.tree.leaves(state)}
+    if len(shapes) > 1:  # neither a scaler nor a batch of scalers
+        check_scaler(state)
+    for index in np.ndindex(shapes.pop()):
+        scaler_of_batch = jax.tree.map(operator.itemgetter(index), state)
+        check_scaler(scaler_of_batch)
+        _check_skips(scaler_of_batch, limit)
     if isinstance(steps, (jax.Array, np.ndarray)) and steps.ndim == 0 and state.config.mode != "disabled":
         _calls.add(steps, state)
 

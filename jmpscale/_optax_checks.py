@@ -228,10 +228,12 @@ def _functions_in(values: Iterable[object]) -> Iterator[types.FunctionType]:
     stack, seen = list(values), set()
     while stack:
         value = stack.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
         if isinstance(value, (tuple, list, dict)):  # a transformation is a named tuple of functions
             stack += value.values() if isinstance(value, dict) else value
-        elif isinstance(value, types.FunctionType) and value not in seen:
-            seen.add(value)
+        elif isinstance(value, types.FunctionType):
             yield value
             for cell in value.__closure__ or ():
                 with contextlib.suppress(ValueError):  # the variable has no value

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas
+from jax.experimental.pallas import tpu
 
 import jmpscale
 
@@ -24,7 +25,11 @@ FILE = pathlib.Path(__file__).name
 
 def pallas_matmul(x, w):
     def kernel(x, w, out):
-        out[...] = jnp.dot(x[...], w[...])
+        def body(product):  # is held as a jaxpr whose constants are the references
+            product[...] = jnp.dot(x[...], w[...])
+            out[...] = product[...]
+
+        pallas.run_scoped(body, tpu.VMEM((N, N), jnp.float32))
 
     return pallas.pallas_call(kernel, jax.ShapeDtypeStruct((N, N), jnp.float32), interpret=True)(x, w)
 

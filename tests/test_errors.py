@@ -670,10 +670,12 @@ def _update_of_chain(*transformations, inside=SGD):
 
 
 def _with_empty_cell():
-    """Returns a transformation that closes over a variable that has no value."""
+    """Returns a transformation that closes over a variable without a value, and over a container of itself."""
+    itself = {}
+    itself["itself"] = itself
 
     def update(grads, state, params=None):
-        return (grads if params is None else never_set), state
+        return (grads if params is None else itself[never_set]), state
 
     if not GRADS:
         never_set = None

@@ -146,7 +146,7 @@ def held_jaxprs(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:
     for value in eqn.params.values():
         for held in value if isinstance(value, tuple) else (value,):
             if isinstance(held, Jaxpr):
-                yield closed(held).jaxpr
+                yield held.jaxpr if isinstance(held, core.ClosedJaxpr) else held
 
 
 def type_of(x: Any) -> Any:

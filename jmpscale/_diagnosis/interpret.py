@@ -132,7 +132,7 @@ class Interpreter:
         def body(records: Any, *args: Any) -> tuple[list[Any], Any]:
             records = jax.tree.map(lambda x: as_varying(x, axes) if params["check_vma"] else x, records)
             outputs, records = self._traced(records, closed(params["jaxpr"]), args, inside)
-            return outputs, jax.tree.map(lambda x: jax.lax.pmax(x, axes), records)
+            return outputs, jax.lax.pmax(records, axes)
 
         outputs, self.records = jax.shard_map(
             body,
