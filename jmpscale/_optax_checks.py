@@ -200,9 +200,9 @@ def _neighbors(frame: types.FrameType) -> tuple[list[tuple[Any, Any]], list[tupl
     """Returns the states and updates that a chain of optax has called before the wrapper, and those after it."""
     local = frame.f_locals if frame.f_globals.get("__name__") == optax.chain.__module__ else {}
     transformations: list[tuple[Any, Any]]
-    if local.keys() >= {"new_state", "state", "update_fns"}:
+    if set(local) >= {"new_state", "state", "update_fns"}:
         transformations = list(zip(local["state"], local["update_fns"], strict=False))
-    elif local.keys() >= {"new_state", "state", "transforms"}:  # optax.named_chain
+    elif set(local) >= {"new_state", "state", "transforms"}:  # optax.named_chain
         transformations = [(local["state"][name], tx) for name, tx in local["transforms"]]
     else:
         return [], []
