@@ -25,7 +25,7 @@ FILE = pathlib.Path(__file__).name
 
 def pallas_matmul(x, w):
     def kernel(x, w, out):
-        def body(product):  # is held as a jaxpr whose constants are the references
+        def body(product):  # JAX holds it as a jaxpr whose constants are the references
             product[...] = jnp.dot(x[...], w[...])
             out[...] = product[...]
 

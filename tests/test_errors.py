@@ -670,7 +670,7 @@ def _update_of_chain(*transformations, inside=SGD):
 
 
 def _with_empty_cell():
-    """Returns a transformation that closes over a variable without a value, and over a container of itself."""
+    """Returns a transformation that closes over an unset variable and a dictionary that contains itself."""
     itself = {}
     itself["itself"] = itself
 
