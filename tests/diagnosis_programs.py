@@ -310,6 +310,11 @@ def embedding_counts(w, tokens):
     return jnp.sum(one.astype(jnp.float32)) * 2.0**-12
 
 
+def root_of_a_rounded_difference(w, x):
+    z = (1 + 1e-4 * jnp.cosh(w)).astype(H)  # fault
+    return jnp.mean(jnp.sqrt(z - H(1)).astype(jnp.float32))
+
+
 # --- Not finite in float32 either. ---
 
 
@@ -340,6 +345,12 @@ def infinity_in_the_line_above(w, x):
 def norm_at_zero(w, x):
     difference = x @ w - x @ w
     return jnp.mean(jnp.sqrt(jnp.sum(difference**2, axis=-1)))  # fault
+
+
+def infinite_derivative(w, x):
+    identity = jax.custom_vjp(lambda w: w)
+    identity.defvjp(lambda w: (w, None), lambda _, g: (g * jnp.inf,))
+    return jnp.mean(x @ identity(w))  # fault
 
 
 # --- Models of frameworks in which the result of a layer overflows before a normalization. ---

@@ -3,10 +3,10 @@
 Tests with the fixture `api` also run with `with_loss_scaling`, which has the same gate.
 """
 
+import collections
 import functools
 import pickle
 import re
-from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -287,11 +287,7 @@ def test_apply_if_returns_one_value_or_a_tuple(variant):
     assert variant(run)(jnp.array(False), one, two) == (1, (1, 2), (1, 2))
 
 
-class Point(NamedTuple):
-    x: Any
-    y: Any
-
-
+Point = collections.namedtuple("Point", ["x", "y"])
 ARRAYS = {
     "float32": jnp.array([0x7FC12345, 0xFFC00001, 0x80000000, 1], jnp.uint32).view(jnp.float32),  # NaN, -0.0, 2^-149
     "float16": jnp.array([[1.0, np.inf]], jnp.float16),

@@ -1,7 +1,8 @@
 """cast, get_scaler and replace_scaler accept trees of any containers and leaves."""
 
+import collections
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox
 import hypothesis
@@ -19,10 +20,7 @@ import jmpscale
 
 from bits import assert_equal_bits
 
-
-class Point(NamedTuple):
-    x: Any
-    y: Any
+Point = collections.namedtuple("Point", ["x", "y"])
 
 
 @jax.tree_util.register_dataclass

@@ -129,9 +129,9 @@ def test_long_loop_remains_a_loop():
 
 def kernel_loss(w):
     def kernel(x, y):
-        y[...] = x[...] * 2
+        y[...] = x[...].astype(y.dtype) * 2
 
-    double = pallas.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((8, 8), H), interpret=True)
+    double = pallas.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((8, 8), jnp.float32), interpret=True)
     return squared(w.astype(H)) + squared(double(jax.lax.stop_gradient(w.astype(H))))  # kernel
 
 

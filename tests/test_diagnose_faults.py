@@ -21,6 +21,7 @@ FORWARD_OVERFLOW = "The forward pass overflows: "
 FORWARD_UNDERFLOW = "The forward pass underflows: "
 GRADIENTS_ROUNDED = "The gradients differ from float32 by "
 LOSS_ROUNDED = "The loss differs from float32 by "
+NEVER_FINITE = "The gradients are not finite at any loss scale, but are finite in float32: rounding, not range. "
 NOT_FINITE = "The result of "
 ZERO = "All gradients are zero, in float32 too. "
 CHAIN, LONG_CHAIN = (0, 1), (0, 1, 2)  # each line holds the result that does not fit
@@ -137,6 +138,8 @@ FAULTS = {
     "masked NaN and an infinity": Fault(programs.masked_nan_and_infinity, begins=NOT_FINITE, lines=()),
     "infinity in the line above": Fault(programs.infinity_in_the_line_above, begins=NOT_FINITE, lines=()),
     "norm at zero": Fault(programs.norm_at_zero, begins=NOT_FINITE, lines=()),
+    "infinite derivative": Fault(programs.infinite_derivative, begins=NOT_FINITE, lines=()),
+    "root of a rounded difference": Fault(programs.root_of_a_rounded_difference, begins=NEVER_FINITE, lines=CHAIN),
 }
 FRAMEWORKS = {  # the arguments are created in the test, because these libraries rely on implicit promotion
     "linen": lambda: Fault(

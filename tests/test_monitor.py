@@ -4,8 +4,6 @@ import collections
 import functools
 import re
 import warnings
-from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -215,25 +213,17 @@ def _replicated(opt_state, grads):
     return jax.device_put((opt_state, grads), jax.NamedSharding(meshes.make_mesh(d=8), P()))
 
 
-def _on_each_device(check_vma):
-    specs = {"in_specs": P(), "out_specs": P(), "check_vma": check_vma}
-    return jax.jit(jax.shard_map(_scan, mesh=meshes.make_mesh(d=8), **specs))
+def _on_each_device():
+    return jax.jit(jax.shard_map(_scan, mesh=meshes.make_mesh(d=8), in_specs=P(), out_specs=P()))
 
 
-class Program(NamedTuple):
-    """A training loop, and the number of times that it reports each of the two streaks."""
-
-    run: Callable[..., jmpscale.WithLossScalingState]
-    reports: int = 1
-
-
-PROGRAMS = {
-    "outside jit": Program(functools.partial(_loop, _step)),
-    "jit": Program(functools.partial(_loop, jax.jit(_step))),
-    "donated": Program(functools.partial(_loop, jax.jit(_step, donate_argnums=0))),
-    "scan": Program(jax.jit(_scan)),
-    "replicated": Program(lambda *args: jax.jit(_scan)(*_replicated(*args))),
-    "shard_map": Program(lambda *args: _on_each_device(check_vma=True)(*args), reports=8),
+PROGRAMS = {  # a training loop, and the number of times that it reports each of the two streaks
+    "outside jit": (functools.partial(_loop, _step), 1),
+    "jit": (functools.partial(_loop, jax.jit(_step)), 1),
+    "donated": (functools.partial(_loop, jax.jit(_step, donate_argnums=0)), 1),
+    "scan": (jax.jit(_scan), 1),
+    "replicated": (lambda *args: jax.jit(_scan)(*_replicated(*args)), 1),
+    "shard_map": (lambda *args: _on_each_device()(*args), 8),
 }
 
 
@@ -246,12 +236,13 @@ def _warnings_of(run, *args):
 
 @pytest.mark.parametrize("program", rows(PROGRAMS, {"outside jit", "donated", "replicated"}))
 def test_wrapper_warns_once_per_streak(program):
-    state, messages = _warnings_of(program.run, TX.init(1.0), GRADS)
+    run, reports = program
+    state, messages = _warnings_of(run, TX.init(1.0), GRADS)
     first = "3 consecutive steps were skipped (3 in total); the loss scale is 2^17. In the most recent skip"
     second = "3 consecutive steps were skipped (6 in total); the loss scale is 2^14. In the most recent skip"
     starts = [message[: len(first)] for message in sorted(messages)]  # devices report in any order
-    assert starts == [first] * program.reports + [second] * program.reports
-    assert sum("the first skips of this run" in message for message in messages) == program.reports
+    assert starts == [first] * reports + [second] * reports
+    assert sum("the first skips of this run" in message for message in messages) == reports
     expected, _ = _warnings_of(_loop, lambda state, grad: PLAIN.update(grad, state)[1], TX.init(1.0), GRADS)
     assert jax.tree.map(float, state) == jax.tree.map(float, expected)
 
