@@ -151,18 +151,15 @@ def _scale_backward_pass(loss_scale: jax.Array, name: str, watch: bool, fun: Cal
         if "forward-mode" in str(error):
             error.add_note("loss_scaled supports only reverse mode. In forward mode, differentiate fun itself.")
         raise
-    outputs = traced._replace(inputs=replace_inputs(unscaled)).evaluate()
-
-    def scale_cotangents(matches: Callable[[Any], bool], outputs: Any) -> Any:
-        differentiable, replace = flatten_matching(outputs, matches)
-        scaled: Any = _scale_cotangents(loss_scale, differentiable, unscaled) if differentiable else []
-        mark(Mark.SCALED_BACKWARD, scaled)
-        return replace(scaled)
-
-    # Scalars, such as the loss, have a rule of their own: JAX 0.8 to 0.10 cannot transpose a scan whose stacked outputs
-    # take part in a rule in which they have no cotangent.
-    outputs = scale_cotangents(lambda y: is_inexact(y) and jnp.ndim(y) == 0, outputs)
-    outputs = scale_cotangents(lambda y: is_inexact(y) and jnp.ndim(y) > 0, outputs)
+    outputs: Any = traced._replace(inputs=replace_inputs(unscaled)).evaluate()
+    # Scalars, such as the loss, have a rule of their own. In one rule for all outputs, JAX 0.8 to 0.10 cannot transpose
+    # a scan whose stacked outputs are not differentiated.
+    for matches in (is_real_scalar, lambda y: is_inexact(y) and not is_real_scalar(y)):
+        differentiable, replace_outputs = flatten_matching(outputs, matches)
+        if differentiable:
+            scaled: Any = _scale_cotangents(loss_scale, differentiable, unscaled)
+            mark(Mark.SCALED_BACKWARD, scaled)
+            outputs = replace_outputs(scaled)
     return traced.unflatten(outputs)
 
 

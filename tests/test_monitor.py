@@ -213,8 +213,8 @@ def _replicated(opt_state, grads):
     return jax.device_put((opt_state, grads), jax.NamedSharding(meshes.make_mesh(d=8), P()))
 
 
-def _on_each_device():
-    return jax.jit(jax.shard_map(_scan, mesh=meshes.make_mesh(d=8), in_specs=P(), out_specs=P()))
+def _scan_on_each_device(*args):
+    return jax.jit(jax.shard_map(_scan, mesh=meshes.make_mesh(d=8), in_specs=P(), out_specs=P()))(*args)
 
 
 PROGRAMS = {  # a training loop, and the number of times that it reports each of the two streaks
@@ -223,7 +223,7 @@ PROGRAMS = {  # a training loop, and the number of times that it reports each of
     "donated": (functools.partial(_loop, jax.jit(_step, donate_argnums=0)), 1),
     "scan": (jax.jit(_scan), 1),
     "replicated": (lambda *args: jax.jit(_scan)(*_replicated(*args)), 1),
-    "shard_map": (lambda *args: _on_each_device()(*args), 8),
+    "shard_map": (_scan_on_each_device, 8),
 }
 
 
