@@ -53,8 +53,8 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
 
     Matmuls of other dtypes, such as complex64, kernels (Pallas, FFI), solvers, and functions with their own derivative
     rule (`jax.custom_vjp`, `jax.custom_jvp`) run as written. To convert the matmuls of such a function, wrap `fun`
-    after differentiation, `autocast(jmpscale.value_and_grad(loss_fn))`, or use `autocast` inside the function. A solver
-    that transposes its function, as `gmres` does, takes it in bfloat16 only.
+    after differentiation, `autocast(jmpscale.value_and_grad(loss_fn))`, or use `autocast` inside the function. If a
+    solver transposes the function, as `gmres` does, `dtype` must be bfloat16.
 
     As a decorator it takes the dtype: `@jmpscale.autocast(dtype=jnp.bfloat16)`.
 
