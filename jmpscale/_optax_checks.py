@@ -71,6 +71,17 @@ def check_update_arguments(
     return state
 
 
+def check_norm_of_state(state: WithLossScalingState, max_norm: float | None) -> None:
+    """Raises if the state is from a wrapper with `max_norm` and the wrapper is without it, or the reverse."""
+    has_norm = bool(jax.tree.leaves(state.grad_norm))
+    if has_norm != (max_norm is not None):
+        got = "an array, but max_norm is not set" if has_norm else "None, but max_norm is set"
+        raise ValueError(
+            f"state.grad_norm must be an array exactly if max_norm is set, got {got}. For the state of another "
+            "wrapper, as from an older checkpoint, call state._replace(grad_norm=tx.init(params).grad_norm)."
+        )
+
+
 def warn_if_unscaled_by_another(grads: PyTree, scaler: ScalerState) -> None:
     """Warns if the gradients come from a scaler that another optimizer has adapted already, not from this one.
 
