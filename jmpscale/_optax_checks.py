@@ -75,10 +75,10 @@ def check_norm_of_state(state: WithLossScalingState, max_norm: float | None) -> 
     """Raises if the state is from a wrapper with `max_norm` and the wrapper is without it, or the reverse."""
     has_norm = bool(jax.tree.leaves(state.grad_norm))
     if has_norm != (max_norm is not None):
-        got = "an array, but max_norm is not set" if has_norm else "None, but max_norm is set"
+        expected, rule, got = ("None", "not set", "an array") if has_norm else ("an array", "set", "None")
         raise ValueError(
-            f"state.grad_norm must be an array exactly if max_norm is set, got {got}. For the state of another "
-            "wrapper, as from an older checkpoint, call state._replace(grad_norm=tx.init(params).grad_norm)."
+            f"state.grad_norm must be {expected} because max_norm is {rule}, got {got}. After restoring the state of a "
+            "wrapper with another max_norm, call state._replace(grad_norm=tx.init(params).grad_norm)."
         )
 
 
