@@ -121,6 +121,9 @@ def one_if_finite(loss: jax.Array) -> jax.Array:
 def unscale(scaler: PyTree, tree: Tree) -> Tree:
     """Divides gradients by the loss scale.
 
+    It multiplies by the reciprocal of the scale, which is exact for powers of two; with another scale the result may
+    differ from the quotient in the last bit.
+
     Args:
       scaler: the scaler that scaled the loss, before its update, or any pytree that contains exactly one.
       tree: pytree of gradients. Leaves that are not floating-point or complex are unchanged, and so are the new scales

@@ -714,8 +714,16 @@ WITH_LOSS_SCALING = {
         "dtype of inner": (_inner(lambda g, s, p: (g, s > 0)), "state was int32[] and is bool[]. ... .astype in inner"),
     },
     ValueError: {
+        "state without a norm": (
+            lambda: _wrap(ADAM, max_norm=1.0)().update(GRADS, OPT_STATE),
+            "state.grad_norm must be an array because max_norm is set, got None. ... tx.init(params).grad_norm",
+        ),
+        "state with a norm": (
+            lambda: _wrap(ADAM)().update(GRADS, _wrap(ADAM, max_norm=1.0)().init(GRADS)),
+            "state.grad_norm must be None because max_norm is not set, got an array. ... tx.init(params).grad_norm",
+        ),
         "axis of max_norm": (
-            lambda: _wrap(ADAM, max_norm=1.0, norm_axis_name="x")().update(GRADS, OPT_STATE),
+            lambda: (tx := _wrap(ADAM, max_norm=1.0, norm_axis_name="x")()).update(GRADS, tx.init(GRADS)),
             "axis_name 'x' is not the name of a mapped axis",
         ),
         "warn_after_skips": (_wrap(ADAM, warn_after_skips=0), "warn_after_skips must be between 1 ... got 0."),
@@ -929,7 +937,10 @@ def _check(state, step=lambda state: state, **options):
 
 TOOLS = {
     TypeError: {
-        "replicated number": (lambda: testing.assert_replicated({"w": 1}), "tree['w'] must be an array, got int. Pass"),
+        "replicated number": (
+            lambda: testing.assert_replicated({"w": 1}),
+            "tree['w'] must be an array or a text, got int. Pass",
+        ),
     },
     ValueError: {
         "check_step: disabled": (_check(jmpscale.disabled()), "state must contain a scaler that checks"),
