@@ -42,7 +42,10 @@ def check_copies(tree: PyTree, name: str = "tree") -> None:
     by_rows = all(_has_one_row_per_device(leaf) for _, leaf in on_devices)
     for path, leaf in on_devices:
         shards: dict[str, tuple[Any, object]] = {}  # the first shard of each part, and its bits
-        for shard in leaf.addressable_shards:
+        shards_here = leaf.addressable_shards
+        if len(shards_here) == jax.process_count() == 1:
+            continue
+        for shard in shards_here:
             bits = bit_pattern(shard.data)
             other, expected = shards.setdefault("" if by_rows else str(shard.index), (shard, bits))
             if bits != expected:
