@@ -17,7 +17,8 @@ import numpy as np
 from jmpscale._base.check import check_count, warn_user
 from jmpscale._base.text import format_number
 from jmpscale._base.tree import PyTree, find_instances, is_traced
-from jmpscale._scaler_of_tree import check_scaler, find_scaler
+from jmpscale._get_scaler import find_scaler
+from jmpscale._guards.scaler import check_scaler
 from jmpscale._state import ARRAY_FIELDS, LARGEST_SCALE, ScalerState, SkipReason, WithLossScalingState
 
 _CONSECUTIVE = "{} consecutive steps were skipped"

@@ -19,7 +19,7 @@ from jmpscale._base.tree import PyTree, flatten_matching, is_array
 from jmpscale._diagnosis.float32 import evaluate_in_float32, runs_only_as_written
 from jmpscale._diagnosis.interpret import operations
 from jmpscale._diagnosis.step import UNREADABLE, compiled
-from jmpscale._scaler_of_tree import get_scaler
+from jmpscale._get_scaler import get_scaler
 from jmpscale.testing._runs import Run, Runs
 
 
