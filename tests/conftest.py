@@ -36,7 +36,7 @@ collect_ignore = ["data", "frameworks", "types", "worker.py"]
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="also run the tests that are marked full")
     parser.addoption("--default-form", action="store_true", help="test the form of programs for GPUs and TPUs")
-    parser.addoption("--without-guards", action="store_true", help="run the package, and all tests but those of guards")
+    parser.addoption("--without-guards", action="store_true", help="run all tests that need no guard, without guards")
 
 
 def _default_form(*args, default, **forms):

@@ -209,7 +209,7 @@ def test_step_does_not_warn_if_the_loss_has_been_scaled(step, take_gradients):
 
 @pytest.mark.usefixtures("nothing_scaled")
 @pytest.mark.parametrize("step", [_wrapper, _functional_api])
-def test_step_does_not_warn_about_gradients_of_a_function_that_another_process_exported(step, monkeypatch):
+def test_step_does_not_warn_about_gradients_from_another_process(step, monkeypatch):
     take_gradients = jax.jit(lambda scaler, params: jmpscale.value_and_grad(loss_of)(scaler, params))
     exported = jax.export.export(take_gradients)(STATE, GRADS).serialize()
     monkeypatch.setattr(jmpscale._base.marks, "_used", set())  # as in another process
