@@ -58,8 +58,9 @@ def value_and_grad(
       ValueError: the first argument does not contain exactly one scaler.
 
     Warns:
-      UserWarning: a dynamic scaler is a constant of a compiled program, so every call would use the same scale; or
-        `fun` scales the loss itself.
+      UserWarning: a dynamic scaler is a constant of a compiled program, so every call would use the same scale; `fun`
+        scales the loss itself; or the optimizer state shows that `with_loss_scaling` is inside `optax.MultiSteps`,
+        `masked`, `partition` or `apply_if_finite`.
 
     >>> import jmpscale
     >>> loss, grad = jmpscale.value_and_grad(lambda w, x: (w * x) ** 2)(jmpscale.dynamic(), 3.0, 2.0)

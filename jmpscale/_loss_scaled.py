@@ -109,7 +109,7 @@ def _read_loss_scale(scale: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyT
         if state.config.mode == "disabled":
             return None
         value, adapts = state.loss_scale, state.config.mode == "dynamic"
-    guards.scale_read(value, adapts)
+    guards.scale_read(source, value, adapts)
     return jax.lax.stop_gradient(jnp.asarray(value, jnp.float32))
 
 

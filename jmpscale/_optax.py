@@ -57,7 +57,8 @@ def with_loss_scaling(
 
     `tx.update` checks the gradients, clips them if `max_norm` is given, runs `inner` or returns zeros, and adjusts the
     scaler as `jmpscale.update` does. It does not unscale: pass gradients in true units, as `jmpscale.value_and_grad`
-    returns them. Place the wrapper outside `optax.MultiSteps`, `optax.partition` and `optax.masked`.
+    returns them. Place every transformation that changes gradients inside the wrapper, `optax.MultiSteps`,
+    `optax.partition` and `optax.masked` included.
 
     Args:
       inner: an optax gradient transformation whose updates have the structure of the gradients. On GPU and TPU it also
@@ -86,11 +87,11 @@ def with_loss_scaling(
       ValueError: `max_norm` or `warn_after_skips` is out of range, or an axis is not mapped.
 
     Warns:
-      UserWarning: the wrapper is inside `MultiSteps`, `partition`, `masked`, `apply_if` or `optax.apply_if_finite`, or
-        in a chain with transformations that hide overflows or act on skipped steps; all parameters, or averages of
-        gradients, are float16; `max_norm` clips micro-batches; the state is a constant of a compiled program; no loss
-        has been scaled yet; a gradient is float16, unscaled by another scaler, or clipped by the norm of its shard; the
-        loss is a pair or misspelled; devices would decide independently; or after `warn_after_skips`.
+      UserWarning: the wrapper is inside `apply_if`; all parameters, or averages of gradients, are float16; `max_norm`
+        clips micro-batches; the state is a constant of a compiled program; no loss has been scaled yet; a gradient is
+        float16 or unscaled by another scaler; the loss is a pair; devices would decide independently; or after
+        `warn_after_skips`. Other mistakes, such as a clip outside of the wrapper, give no warning: run
+        `jmpscale.testing.check_step` once.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale

@@ -3,11 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jmpscale
 
-from calls import GRADS, LOSS, STATE, W8, W16, W32, check_message, loss_of, per_device, traced, wrong_calls
+from calls import GRADS, LOSS, STATE, TX, W8, W16, W32, check_message, loss_of, per_device, traced, wrong_calls
 
 pytestmark = pytest.mark.guards
 
@@ -24,6 +25,7 @@ def _grad(w, fun=loss_of, scale=8.0, **options):
     return lambda: jax.grad(jmpscale.loss_scaled(fun, scale, **options), **options)(w)
 
 
+MULTI_STEPS = optax.MultiSteps(TX, 2)
 WRONG_CALLS = {
     TypeError: {
         "loss": (lambda: jmpscale.loss_scaled(3.0, 8.0), "fun must ... got 3.0. Call loss_scaled(fun, scale)."),
@@ -56,6 +58,10 @@ WRONG_CALLS = {
         "float16 output": (
             lambda: jax.grad(lambda w: loss_of(jmpscale.loss_scaled(lambda w: w.astype("f2"), 8.0)(w)))(W32),
             "the loss is float16, so the backward pass starts from the loss scale in float16",
+        ),
+        "wrapper in MultiSteps": (
+            lambda: traced(jmpscale.loss_scaled(loss_of, MULTI_STEPS.init(W32)), W32),
+            "with_loss_scaling is inside optax.MultiSteps",
         ),
         "constant": (
             lambda: traced(_grad(W32, scale=STATE)),

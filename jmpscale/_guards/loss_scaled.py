@@ -12,6 +12,7 @@ from jmpscale._base.marks import Mark, mark
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, is_inexact, is_real_scalar, is_traced
 from jmpscale._base.types import needs_wider_gradient
+from jmpscale._guards.optax import warn_if_inside_another
 from jmpscale._guards.scaling import warn_about_narrow_loss
 
 
@@ -20,7 +21,8 @@ def created(fun: object) -> None:
         raise TypeError(f"fun must be the loss function, got {describe(fun)}. Call loss_scaled(fun, scale).")
 
 
-def scale_read(loss_scale: object, adapts: bool) -> None:
+def scale_read(source: PyTree, loss_scale: object, adapts: bool) -> None:
+    warn_if_inside_another(source)
     if not is_real_scalar(loss_scale):
         raise TypeError(f"scale must be a floating-point scalar, got {describe(loss_scale)}. Pass the loss scale.")
     if adapts and not is_traced(loss_scale) and is_compiling():
