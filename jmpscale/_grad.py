@@ -48,7 +48,8 @@ def value_and_grad(
       `f(scaler, *args, **kwargs) -> (value, grads)`, or `((value, aux), grads)` if `has_aux` is true. The first
       argument is the scaler, or any pytree that contains exactly one, such as the optimizer state of
       `with_loss_scaling`. The value is the result of `fun`, bit for bit. The gradients are in true units, and not
-      finite where the backward pass overflowed. They have the dtype of the argument, or float32 if the argument is
+      finite where the backward pass overflowed, or if the loss is not finite, unless a comparison hides that from all
+      of them: check `all_finite((loss, grads))`. They have the dtype of the argument, or float32 if the argument is
       float16 or float8.
 
     Raises:

@@ -21,8 +21,10 @@ def computing(tree: PyTree, axis_name: AxisName) -> None:
 
 
 def computed(finite: jax.Array, tree: PyTree) -> None:
-    mark(Mark.CHECKED, finite, *jax.tree.leaves(tree)[:1])
-    if has_mark(Mark.GRADIENT, tree):
+    leaves = jax.tree.leaves(tree)
+    grads = [x for x in leaves if has_mark(Mark.GRADIENT, x)]
+    mark(Mark.CHECKED, finite, *(grads or leaves)[:1])
+    if grads:
         mark(Mark.FINITE, finite)
-    if has_mark(Mark.LOSS, tree) and len(jax.tree.leaves(tree)) == 1:
+    if has_mark(Mark.LOSS, tree) and len(leaves) == 1:
         mark(Mark.FINITE_LOSS, finite)

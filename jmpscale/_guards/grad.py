@@ -99,7 +99,9 @@ def computed(loss: object) -> None:
 
 def _check_differentiable(args: tuple[PyTree, ...], argnums: Any, transform: Function) -> None:
     """Raises for leaves without a derivative, and for models whose state `jax.value_and_grad` would silently lose."""
-    if transform not in (jax.value_and_grad, imported("flax.nnx", "value_and_grad")):
+    of_nnx = transform is imported("flax.nnx", "value_and_grad")
+    of_equinox = transform is imported("equinox", "filter_value_and_grad")
+    if not (transform is jax.value_and_grad or of_nnx or of_equinox):
         return
     for position in np.atleast_1d(np.asarray(argnums)).tolist():
         if not isinstance(position, int) or position < -len(args):
@@ -109,14 +111,14 @@ def _check_differentiable(args: tuple[PyTree, ...], argnums: Any, transform: Fun
                 f"argnums must be positions of arguments of fun, without the scaler, got {position} in a call with "
                 f"{len(args)} positional arguments after it. Pass arguments by position to differentiate them."
             )
-        models = find_instances(args[position], imported("equinox", "Module"))
-        if transform is jax.value_and_grad:
+        if not of_nnx:
             check_no_nnx_objects(
                 args[position],
                 "the differentiated arguments",
                 "Pass transform=flax.nnx.value_and_grad, which keeps batch statistics and random streams up to date.",
             )
-        elif not models:
+        models = find_instances(args[position], imported("equinox", "Module"))
+        if of_equinox or (of_nnx and not models):
             continue
         if found := first_leaf(args[position], lambda leaf: not is_inexact(leaf)):
             path, leaf = found
