@@ -3,7 +3,7 @@
 from importlib.metadata import version as _version
 
 from jmpscale._autocast.api import autocast
-from jmpscale._cast import cast
+from jmpscale._cast_tree import cast
 from jmpscale._diagnosis.api import diagnose
 from jmpscale._diagnosis.report import Diagnosis, DiagnosisRow
 from jmpscale._finite import all_finite

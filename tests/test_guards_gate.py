@@ -17,12 +17,15 @@ from calls import (
     NNX,
     SCALE,
     SCALE_STATE,
+    STATE,
     TRUE,
+    W32,
     after_gradients,
     apply_if_applied,
     check_message,
     gate_variables,
     per_device,
+    raises,
     same,
     wrong_calls,
 )
@@ -81,3 +84,21 @@ WRONG_CALLS = {
 @pytest.mark.parametrize(("call", "error", "words"), wrong_calls(WRONG_CALLS))
 def test_apply_if_requires_a_flag_and_a_step_that_keeps_types(call, error, words):
     check_message(call, error, words)
+
+
+@pytest.mark.parametrize("transform", [lambda fn: fn, jax.jit])
+def test_apply_if_encloses_only_its_step(transform):
+    """Neither after the step nor after an error in it does `update` seem to be inside; a warning would raise."""
+
+    def fail(w):
+        raise ZeroDivisionError
+
+    def run(scaler, w):
+        jmpscale.apply_if(TRUE, lambda w: 2 * w, w)
+        with pytest.raises(ZeroDivisionError):
+            jmpscale.apply_if(TRUE, fail, w)
+        return jmpscale.update(scaler, TRUE)
+
+    transform(run)(STATE, W32)
+    with raises(UserWarning, "jmpscale.update is inside jmpscale.apply_if"):
+        transform(lambda scaler: jmpscale.apply_if(TRUE, lambda s: jmpscale.update(s, TRUE), scaler))(STATE)

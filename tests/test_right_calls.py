@@ -1,4 +1,4 @@
-"""A right call, some of them at a limit or near a mistake, neither raises nor warns."""
+"""Right calls, some of them at a limit or near a mistake, neither raise nor warn."""
 
 from typing import NamedTuple
 
