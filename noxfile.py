@@ -148,7 +148,7 @@ def tests_forms(session):
 def tests_without_guards(session):
     """Runs the core tests without guards: no result depends on one."""
     install(session, "-e", ".[test]")
-    session.run("pytest", "-q", "-n", "auto", "--without-guards", *CORE_TESTS)
+    session.run("pytest", "-q", "-n", "auto", "--without-guards", *CORE_TESTS, "tests/test_package.py")
 
 
 @nox.session(python=FRAMEWORKS_PYTHON)

@@ -174,6 +174,12 @@ def test_every_module_of_guards_belongs_to_a_module_of_the_algorithm():
     }
 
 
+def test_option_removes_all_guards(pytestconfig):
+    modules = [importlib.import_module(f"jmpscale.{name}") for name in ALGORITHM]
+    has_guards = {inspect.ismodule(vars(module)["guards"]) for module in modules}
+    assert has_guards == {not pytestconfig.getoption("--without-guards")}
+
+
 FRAMES = {"currentframe", "_getframe", "f_back", "f_code", "f_globals", "f_locals", "walk_stack", "extract_stack"}
 CLOSURES = {"__closure__", "__code__", "cell_contents", "getclosurevars", "getsource"}
 
