@@ -6,11 +6,11 @@ from typing import Any, NamedTuple, TypeVar, overload
 
 import jax
 
+from jmpscale._base.compat import axis_names_in_scope
 from jmpscale._base.tree import PyTree
 from jmpscale._get_scaler import find_scaler
 from jmpscale._guards import grad as guards
-from jmpscale._scaling import scale as scale_loss
-from jmpscale._scaling import unscale_gradients
+from jmpscale._scaling import scale_losses, unscale_gradients
 
 T = TypeVar("T")
 Function = Callable[..., Any]
@@ -48,9 +48,9 @@ def value_and_grad(
       `f(scaler, *args, **kwargs) -> (value, grads)`, or `((value, aux), grads)` if `has_aux` is true. The first
       argument is the scaler, or any pytree that contains exactly one, such as the optimizer state of
       `with_loss_scaling`. The value is the result of `fun`, bit for bit. The gradients are in true units, and not
-      finite where the backward pass overflowed, or if the loss is not finite, unless a comparison hides that from all
-      of them: check `all_finite((loss, grads))`. They have the dtype of the argument, or float32 if the argument is
-      float16 or float8.
+      finite where the backward pass overflowed. If the loss is not finite, they are NaN; under `jax.shard_map`,
+      `jax.pmap` and `jax.vmap(axis_name=...)`, a comparison may hide that from some of them, so check
+      `all_finite((loss, grads))`. They have the dtype of the argument, or float32 if the argument is float16 or float8.
 
     Raises:
       TypeError: an argument has the wrong type; `fun` returns a loss that is not a real floating-point scalar, or does
@@ -80,19 +80,23 @@ def value_and_grad(
         guards.called(scaler, name)
         state = find_scaler(scaler)
         guards.differentiating(scaler, state, args, argnums, transform)
+        # Devices that compute their own losses may have gradients in common, so the backward pass carries the check of
+        # the loss. Elsewhere, the backward pass need not wait for a loss that is summed over devices.
+        is_mapped = bool(axis_names_in_scope())
 
         # Has the signature of fun, in which nnx.value_and_grad finds the positions of keyword arguments.
         @functools.wraps(fun, updated=())
         def scaled_fun(*args: Any, **kwargs: Any) -> tuple[Any, _Output]:
             loss, out = loss_and_output(fun(*args, **kwargs), has_aux)
             guards.loss_computed(loss, state, transform)
-            return scale_loss(state, loss), _Output(out)
+            return scale_losses(state, loss, with_check=is_mapped), _Output(out)
 
         result = transform(scaled_fun, has_aux=True, **options)(*args, **kwargs)
         guards.transform_returned(result, _Output)
         (_, output), grads = result
-        guards.computed(output.value[0] if has_aux else output.value)
-        return output.value, unscale_gradients(state, grads)
+        loss = output.value[0] if has_aux else output.value
+        guards.computed(loss)
+        return output.value, unscale_gradients(state, grads, None if is_mapped else loss)
 
     # functools.wraps would show jax.jit(..., static_argnames=...) the signature of fun, which lacks the scaler.
     value_and_grad_fun.__name__ = f"value_and_grad_of_{name}"

@@ -148,7 +148,10 @@ def _check(state, step=lambda state: state, **options):
 
 TOOLS = {
     TypeError: {
-        "replicated number": (lambda: testing.assert_replicated({"w": 1}), "tree['w'] must be an array, got int. Pass"),
+        "replicated number": (
+            lambda: testing.assert_replicated({"w": 1}),
+            "tree['w'] must be an array or a text, got int. Pass",
+        ),
     },
     ValueError: {
         "check_step: disabled": (_check(jmpscale.disabled()), "state must contain a scaler that checks"),

@@ -80,8 +80,16 @@ WRONG_CALLS = {
         "dtype of inner": (_inner(lambda g, s, p: (g, s > 0)), "state was int32[] and is bool[]. ... .astype in inner"),
     },
     ValueError: {
+        "state without a norm": (
+            lambda: _wrap(ADAM, max_norm=1.0)().update(GRADS, OPT_STATE),
+            "state.grad_norm must be an array because max_norm is set, got None. ... tx.init(params).grad_norm",
+        ),
+        "state with a norm": (
+            lambda: _wrap(ADAM)().update(GRADS, _wrap(ADAM, max_norm=1.0)().init(GRADS)),
+            "state.grad_norm must be None because max_norm is not set, got an array. ... tx.init(params).grad_norm",
+        ),
         "axis of max_norm": (
-            lambda: _wrap(ADAM, max_norm=1.0, norm_axis_name="x")().update(GRADS, OPT_STATE),
+            lambda: (tx := _wrap(ADAM, max_norm=1.0, norm_axis_name="x")()).update(GRADS, tx.init(GRADS)),
             "axis_name 'x' is not the name of a mapped axis",
         ),
         "warn_after_skips": (_wrap(ADAM, warn_after_skips=0), "warn_after_skips must be between 1 ... got 0."),

@@ -57,7 +57,9 @@ def initialized(params: PyTree, state: WithLossScalingState) -> None:
         _warn_if_narrow(params, state.inner_state)
 
 
-def called(grads: PyTree, state: object, params: PyTree, loss: PyTree, others: tuple[object, ...]) -> None:
+def called(
+    grads: PyTree, state: object, params: PyTree, loss: PyTree, others: tuple[object, ...], max_norm: float | None
+) -> None:
     if others or has_mark(Mark.LOSS, grads):
         got = "another value by position" if others else "the loss in place of the gradients"
         raise TypeError(f"the arguments are tx.update(grads, state, params, value=loss), got {got}.")
@@ -67,6 +69,7 @@ def called(grads: PyTree, state: object, params: PyTree, loss: PyTree, others: t
             "Use the state of an unwrapped optimizer as tx.init(params)._replace(inner_state=...)."
         )
     check_scaler(state.scaler, "state.scaler")
+    _check_norm_of_state(state, max_norm)
     check_no_refs(grads, "updates")
     check_no_partial_sums(grads)
     check_no_scaler(grads)
@@ -127,6 +130,17 @@ def warn_if_inside_another(state: PyTree) -> None:
     for x in itertools.compress(found, has_wrapper):
         if not (are_frozen and is_masked(x)):
             warn_user(_OUTER[type(x)])
+
+
+def _check_norm_of_state(state: WithLossScalingState, max_norm: float | None) -> None:
+    """Raises if the state is from a wrapper with `max_norm` and the wrapper is without it, or the reverse."""
+    has_norm = bool(jax.tree.leaves(state.grad_norm))
+    if has_norm != (max_norm is not None):
+        expected, rule, got = ("None", "not set", "an array") if has_norm else ("an array", "set", "None")
+        raise ValueError(
+            f"state.grad_norm must be {expected} because max_norm is {rule}, got {got}. After restoring the state of a "
+            "wrapper with another max_norm, call state._replace(grad_norm=tx.init(params).grad_norm)."
+        )
 
 
 def _warn_if_unscaled_by_another(grads: PyTree, scaler: ScalerState) -> None:
