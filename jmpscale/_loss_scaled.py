@@ -51,7 +51,8 @@ def loss_scaled(
         differentiated.
       has_aux: whether `fun` returns a pair of the loss and auxiliary data.
       warn_if_not_finite: whether to warn from inside the compiled program if the gradients are not finite; for
-        training loops that change the gradients before the optimizer, which could hide an overflow.
+        training loops that change the gradients before the optimizer, which could hide an overflow. A warning that a
+        filter turns into an error is logged, because an error on one device would leave the others waiting.
 
     Returns:
       A function with the signature of `fun`. It supports reverse-mode differentiation, to any order and with respect to

@@ -72,7 +72,9 @@ def with_loss_scaling(
       warn_after_skips: for training loops that do not return the optimizer state, which `raise_if_stuck` reads: the
         number of skips, consecutive or among the latest `5 * warn_after_skips` steps, after which to warn from inside
         the compiled program. Skips right after the scale has grown do not count. It also warns if a dynamic scale grows
-        to a `max_scale` of 2^32 or more without a skip, because the loss may be unscaled. Each device warns.
+        to a `max_scale` of 2^32 or more without a skip, because the loss may be unscaled. Each device warns. A compiled
+        program logs a warning that a filter turns into an error, because an error on one device would leave the
+        others waiting.
 
     Returns:
       A gradient transformation, whose state is a `WithLossScalingState`. Call `tx.update(grads, opt_state, params,

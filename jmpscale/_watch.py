@@ -1,13 +1,12 @@
 """A warning from inside a compiled program, which `loss_scaled` gives on request: the gradients are not finite."""
 
-import warnings
-
 import jax
 import jax.custom_batching
 import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._base.axes import all_reduce_and
+from jmpscale._base.callback import warn_from_program
 from jmpscale._finite import all_finite_here
 
 
@@ -33,7 +32,7 @@ def _warn_unless(flag: jax.Array, text: str, x: jax.Array) -> jax.Array:
     """
 
     def warn() -> np.ndarray:
-        warnings.warn(text, stacklevel=2)
+        warn_from_program(text)
         return np.array(True)
 
     @jax.custom_batching.custom_vmap

@@ -63,6 +63,10 @@ def _cast(tree, dtype):
     return lambda: jmpscale.cast(tree, dtype)
 
 
+def _monitor(step):
+    return lambda state=STATE: jmpscale.RunMonitor(max_consecutive_skips=1).raise_if_stuck(state, step=step)
+
+
 CAST_AND_MONITORING = {
     AttributeError: {
         "method": (lambda: STATE.scale(LOSS), "no attribute 'scale'. It has no methods: pass it to"),
@@ -75,10 +79,14 @@ CAST_AND_MONITORING = {
         "cast to a string": (_cast(GRADS, "float17"), "dtype must be ... got 'float17'. Call cast("),
         "cast to None": (_cast(GRADS, None), "dtype must be a floating-point dtype, got None"),
         "fraction of skips": (stuck(2.5), "max_consecutive_skips must be a Python int, got 2.5"),
+        "fraction of a step": (_monitor(0.5), "step must be a Python int, got 0.5"),
         "traced report": (lambda: traced(lambda r: r.describe(), REPORT), "describe ... Return the report first."),
     },
     ValueError: {
         "no skips": (stuck(0), "max_consecutive_skips must be between 1 and 2147483647 ... got 0."),
+        "no skips in a run": (lambda: jmpscale.RunMonitor(max_consecutive_skips=0), "max_consecutive_skips ... got 0."),
+        "negative step": (_monitor(-1), "step must be between 0 and 2147483647, got -1."),
+        "monitor under jit": (lambda: jax.jit(_monitor(1))(STATE), "raise_if_stuck reads the state ... Call it"),
         "stuck under jit": (lambda: jax.jit(stuck(1))(STATE), "raise_if_stuck reads the state ... Call it between"),
         "report of no gradients": (lambda: jmpscale.grad_report({"n": 1}), "grads ... got none. Pass the gradients."),
         "report of a large leaf": (lambda: traced(jmpscale.grad_report, float16(2**31)), "a leaf, got 2147483648."),
