@@ -33,7 +33,14 @@ ADAM = optax.adam(1e-3)
 TX = jmpscale.with_loss_scaling(ADAM)
 
 PROGRAMS = {}
-DEFAULT = {"wrapper", "functional_api", "scale_and_unscale", "loss_scaled_by_a_number", "init_in_the_compiled_step"}
+DEFAULT = {
+    "three_checks_of_one_state",
+    "wrapper",
+    "functional_api",
+    "scale_and_unscale",
+    "loss_scaled_by_a_number",
+    "init_in_the_compiled_step",
+}
 
 
 def program(fn):
@@ -380,6 +387,23 @@ def reports():
     jmpscale.diagnose(loss_fn)(scaler, PARAMS, X, Y)
     jmpscale.grad_report(jmpscale.value_and_grad(loss_fn)(scaler, PARAMS, X, Y)[1])
     train(wrap(warn_after_skips=5))
+
+
+@program
+def three_checks_of_one_state():
+    """As after a step, after an evaluation and before saving; or in a cell of a notebook that runs again."""
+    _, opt_state = train(TX)
+    for _ in range(3):
+        jmpscale.metrics(opt_state)
+        jmpscale.raise_if_stuck(opt_state, max_consecutive_skips=20)
+
+
+@program
+def short_runs_one_after_another():
+    """As for learning rates that are compared, or in a population whose runs restart; some steps are skipped."""
+    for _ in range(6):
+        _, opt_state = train(wrap(ADAM, jmpscale.dynamic(2.0**30)), loss_fn=lambda *args: 1e4 * loss_fn(*args), steps=2)
+        jmpscale.raise_if_stuck(opt_state, max_consecutive_skips=20)
 
 
 # --- several gradients or optimizers in a step ---
