@@ -144,6 +144,13 @@ def tests_forms(session):
     session.run("pytest", "-q", "-n", "auto", "--default-form", *CORE_TESTS, env=one_device)
 
 
+@nox.session(python=OLDEST_PYTHON, tags=["checks"])
+def tests_without_guards(session):
+    """Runs the core tests without guards: no result depends on one."""
+    install(session, "-e", ".[test]")
+    session.run("pytest", "-q", "-n", "auto", "--without-guards", *CORE_TESTS, "tests/test_package.py")
+
+
 @nox.session(python=FRAMEWORKS_PYTHON)
 @nox.parametrize("group", [nox.param("frameworks", tags=["checks"]), nox.param("levanter", tags=["weekly"])])
 def frameworks(session, group):

@@ -3,18 +3,18 @@
 from importlib.metadata import version as _version
 
 from jmpscale._autocast.api import autocast
-from jmpscale._cast import cast
+from jmpscale._cast_tree import cast
 from jmpscale._diagnosis.api import diagnose
 from jmpscale._diagnosis.report import Diagnosis, DiagnosisRow
 from jmpscale._finite import all_finite
 from jmpscale._gate import apply_if
+from jmpscale._get_scaler import get_scaler, replace_scaler
 from jmpscale._grad import value_and_grad
 from jmpscale._grad_report import GradReport, grad_report
 from jmpscale._loss_scaled import loss_scaled
 from jmpscale._monitor import RunMonitor, metrics, raise_if_stuck
 from jmpscale._optax import with_loss_scaling
 from jmpscale._optax_step import optax_step
-from jmpscale._scaler_of_tree import get_scaler, replace_scaler
 from jmpscale._scaling import scale, unscale, unscale_and_check
 from jmpscale._state import ScalerConfig, ScalerState, SkipReason, WithLossScalingState, disabled, dynamic, static
 from jmpscale._torch import from_torch_state_dict, to_torch_state_dict

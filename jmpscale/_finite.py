@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jmpscale._base.axes import AxisName, all_reduce_and, check_no_partial_sums, warn_if_unsynchronized
-from jmpscale._base.marks import Mark, has_mark, mark
-from jmpscale._base.text import describe
-from jmpscale._base.tree import PyTree, check_no_refs, is_inexact
-from jmpscale._scaler_of_tree import find_scaler
+from jmpscale._base.axes import AxisName, all_reduce_and
+from jmpscale._base.tree import PyTree, is_inexact
+from jmpscale._get_scaler import find_scaler
+from jmpscale._guards import finite as guards
 
 # With fewer elements the time of a reduction hardly matters, and a reduction of a single value compiles faster.
 _MIN_SIZE_FOR_VARIADIC_REDUCE = 2**12
@@ -46,22 +45,13 @@ def all_finite(tree: PyTree, *, scaler: PyTree = None, axis_name: AxisName = Non
     >>> bool(jmpscale.all_finite(tree)), bool(jmpscale.all_finite(tree | {"b": jnp.array([0.0, jnp.nan])}))
     (True, False)
     """
-    check_no_refs(tree)
-    if jax.tree_util.all_leaves([tree]) and (callable(tree) or isinstance(tree, str)):
-        raise TypeError(f"tree must be a pytree of arrays, got {describe(tree)}. Pass the gradients.")
+    guards.called(tree)
     if scaler is not None and find_scaler(scaler).config.mode == "disabled":
         with jax.ensure_compile_time_eval():  # known when the step is traced, so that apply_if adds no branch
             return jnp.array(True)
-    check_no_partial_sums(tree)
-    warn_if_unsynchronized(axis_name)
+    guards.computing(tree, axis_name)
     (finite,) = all_reduce_and(all_finite_here(tree), axis_name=axis_name)
-    leaves = jax.tree.leaves(tree)
-    grads = [x for x in leaves if has_mark(Mark.GRADIENT, x)]
-    mark(Mark.CHECKED, finite, *(grads or leaves)[:1])
-    if grads:
-        mark(Mark.FINITE, finite)
-    if has_mark(Mark.LOSS, tree) and len(leaves) == 1:
-        mark(Mark.FINITE_LOSS, finite)
+    guards.computed(finite, tree)
     return finite
 
 

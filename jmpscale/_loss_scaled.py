@@ -5,16 +5,10 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import jax
-import jax.custom_batching
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from jmpscale._base.axes import all_reduce_and, map_like
-from jmpscale._base.callback import warn_from_program
-from jmpscale._base.check import warn_user
-from jmpscale._base.compat import is_compiling, varying_axes
-from jmpscale._base.marks import Mark, mark
+from jmpscale._base.axes import map_like
 from jmpscale._base.text import describe
 from jmpscale._base.trace import lift_nnx, trace
 from jmpscale._base.tree import (
@@ -26,18 +20,12 @@ from jmpscale._base.tree import (
     is_real_scalar,
     is_traced,
 )
-from jmpscale._finite import all_finite_here
+from jmpscale._get_scaler import find_scaler
 from jmpscale._grad import loss_and_output
-from jmpscale._scaler_of_tree import find_scaler
-from jmpscale._scaling import (
-    is_whole_loss,
-    multiply_leaf,
-    needs_wider_gradient,
-    one_if_finite,
-    unscale_leaves,
-    warn_about_narrow_loss,
-)
+from jmpscale._guards import loss_scaled as guards
+from jmpscale._scaling import is_whole_loss, multiply_leaf, one_if_finite, unscale_leaves
 from jmpscale._state import static
+from jmpscale._watch import watch
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -87,21 +75,16 @@ def loss_scaled(
     >>> float(loss), float(grad)
     (36.0, 24.0)
     """
-    if not callable(fun):
-        raise TypeError(f"fun must be the loss function, got {describe(fun)}. Call loss_scaled(fun, scale).")
+    guards.created(fun)
     if isinstance(scale, (int, float)):
         scale = static(scale)
     elif is_array(scale) and is_real_scalar(scale) and not is_traced(scale):
         scale = static(float(scale))  # raises for a scale of 0, which would make every gradient NaN
     name = f"{describe(fun)} in jmpscale.loss_scaled"
 
-    def checked_fun(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Any:
+    def fun_of_args(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Any:
         loss, out = loss_and_output(fun(*args, **kwargs), has_aux)
-        # The loss may be any of these outputs, or computed from them: warn only if all of them are too narrow.
-        outputs = [x for x in jax.tree.leaves(loss) if is_inexact(x) and is_traced(x)]
-        losses = list(filter(is_real_scalar, outputs)) or outputs
-        if losses and all(map(needs_wider_gradient, losses)):
-            warn_about_narrow_loss(losses[0])
+        guards.fun_returned(loss)
         return out
 
     # Has the signature of fun, in which nnx.value_and_grad finds the positions of keyword arguments.
@@ -111,7 +94,7 @@ def loss_scaled(
         if loss_scale is None:
             return fun(*args, **kwargs)
         transform = functools.partial(_scale_backward_pass, loss_scale, name, warn_if_not_finite)
-        return lift_nnx(transform, checked_fun, args, kwargs)
+        return lift_nnx(transform, fun_of_args, args, kwargs)
 
     return loss_scaled_fun
 
@@ -123,22 +106,18 @@ def _read_loss_scale(scale: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyT
     leaves = jax.tree.leaves(source)  # an nnx.Variable is a container of one array
     if len(leaves) == 1 and is_array(leaves[0]):
         value, adapts = leaves[0], is_function
-        if not is_real_scalar(value):
-            raise TypeError(f"scale must be a floating-point scalar, got {describe(value)}. Pass the loss scale.")
     else:
         state = static(source) if isinstance(source, (int, float)) else find_scaler(source, "scale")
         if state.config.mode == "disabled":
             return None
         value, adapts = state.loss_scale, state.config.mode == "dynamic"
-    if adapts and not is_traced(value) and is_compiling():
-        warn_user(
-            "the loss scale is a constant of the compiled program, so it will not adapt. Pass a function that reads it "
-            "from the arguments of fun, such as `lambda model, *args, **kwargs: model.loss_scale`, or pass a number."
-        )
+    guards.scale_read(source, value, adapts)
     return jax.lax.stop_gradient(jnp.asarray(value, jnp.float32))
 
 
-def _scale_backward_pass(loss_scale: jax.Array, name: str, watch: bool, fun: Callable[..., Any], *args: PyTree) -> Any:
+def _scale_backward_pass(
+    loss_scale: jax.Array, name: str, is_watched: bool, fun: Callable[..., Any], *args: PyTree
+) -> Any:
     """Calls `fun`, with output cotangents multiplied by the scale, and input cotangents divided by the scale.
 
     JAX applies a custom derivative rule at the innermost differentiation in which one of its operands takes part.
@@ -155,19 +134,15 @@ def _scale_backward_pass(loss_scale: jax.Array, name: str, watch: bool, fun: Cal
 
     inputs, replace_inputs = flatten_matching(traced.inputs, has_gradient)
     names = tuple(_input_name(paths.get(id(x))) for x in inputs)
-    try:
-        results: Any = _unscale_cotangents(names, name if watch else None, loss_scale, inputs)
-    except TypeError as error:
-        if "forward-mode" in str(error):
-            error.add_note("loss_scaled supports only reverse mode. In forward mode, differentiate fun itself.")
-        raise
+    with guards.differentiating():
+        results: Any = _unscale_cotangents(names, name if is_watched else None, loss_scale, inputs)
     unscaled, link = results
     outputs: Any = traced._replace(inputs=replace_inputs(unscaled)).evaluate()
     # Each output has a rule of its own. In one rule for all outputs, JAX 0.8 to 0.10 cannot transpose a scan of whose
     # stacked outputs some are not differentiated.
     differentiable, replace_outputs = flatten_matching(outputs, is_inexact)
     scaled: Any = [_scale_cotangent(loss_scale, y, link) for y in differentiable]
-    mark(Mark.SCALED_BACKWARD, scaled)
+    guards.scaled(scaled)
     outputs = replace_outputs(scaled)
     return traced.unflatten(outputs)
 
@@ -191,27 +166,11 @@ def _unscale_cotangents(
 def _unscale_cotangents_fwd(
     names: tuple[str, ...], watched: str | None, loss_scale: CustomVJPPrimal, inputs: list[CustomVJPPrimal]
 ) -> tuple[tuple[list[jax.Array], jax.Array], _Residuals]:
-    for x, name in zip(inputs, names, strict=True):
-        if x.perturbed:
-            _check_differentiated_input(x.value, name, loss_scale.value)
+    guards.differentiated(inputs, names, loss_scale)
     # Flags would become arrays, so the structure of the residuals shows which inputs are differentiated.
     differentiated = [() if x.perturbed else None for x in inputs]
     mapped = [map_like(x.value, loss_scale.value) for x in inputs]
     return (mapped, jnp.zeros(())), (loss_scale.value, differentiated)
-
-
-def _check_differentiated_input(x: jax.Array, name: str, loss_scale: jax.Array) -> None:
-    if needs_wider_gradient(x):
-        raise TypeError(
-            f"differentiated values must not be float16 or float8, got {name} of {describe(x)}: unscaled gradients "
-            f"underflow in {x.dtype}. Convert it inside fun, with jmpscale.autocast for example; if a framework "
-            "converts it, wrap its function; or use jmpscale.value_and_grad, which returns gradients in float32."
-        )
-    if axes := varying_axes(loss_scale) - varying_axes(x):
-        raise ValueError(
-            f"scale must be equal on all devices that share {name}, but it may differ along the mesh axes "
-            f"{sorted(axes)}. Pass the scaler into jax.shard_map with in_specs=jax.P()."
-        )
 
 
 def _unscale_cotangents_bwd(
@@ -225,43 +184,12 @@ def _unscale_cotangents_bwd(
     # The compiler removes the cotangents of inputs that are not differentiated, unless they are read.
     checked = [g for g, flag in zip(grads, differentiated, strict=True) if flag is not None and g is not None]
     if watched is not None and checked:
-        # The compiler keeps the check because a gradient depends on it: the one with the fewest axes, often small.
-        smallest = min(checked, key=jnp.ndim)
-        returned = _warn_unless(
-            all_finite_here(checked),
-            f"the gradients of {watched} are not finite. If the training loop replaces infinity and NaN before the "
-            "optimizer checks them, the step is not skipped. Use a scale that jmpscale.diagnose prints.",
-            smallest,
-        )
-        grads = [returned if g is smallest else g for g in grads]
-    mark(Mark.GRADIENT, grads, loss_scale)
+        grads = watch(grads, checked, watched)
+    guards.unscaled(grads, loss_scale)
     return None, grads
 
 
 _unscale_cotangents.defvjp(_unscale_cotangents_fwd, _unscale_cotangents_bwd, symbolic_zeros=True)
-
-
-def _warn_unless(flag: jax.Array, text: str, x: jax.Array) -> jax.Array:
-    """Warns if a flag is false, on any device, even from inside a compiled program; under `jax.vmap` once per batch.
-
-    It returns `x`, which in a compiled program depends on the callback, because the compiler would otherwise remove it.
-    """
-
-    def warn() -> np.ndarray:
-        warn_from_program(text)
-        return np.array(True)
-
-    @jax.custom_batching.custom_vmap
-    def has_run(flag: jax.Array) -> jax.Array:
-        result = jax.ShapeDtypeStruct((), np.bool_)
-        return jax.lax.cond(flag, lambda: jnp.array(True), lambda: jax.pure_callback(warn, result))
-
-    @has_run.def_vmap
-    def _(axis_size: int, in_batched: list[bool], flags: jax.Array) -> tuple[jax.Array, bool]:
-        return has_run(flags.all()), False
-
-    (flag,) = all_reduce_and(jax.lax.stop_gradient(flag))
-    return jnp.where(has_run(flag), x, jnp.zeros_like(x))
 
 
 @jax.custom_vjp

@@ -17,7 +17,8 @@ from jmpscale._base.callback import warn_from_program
 from jmpscale._base.check import COUNTER_LIMIT, check_count, warn_user
 from jmpscale._base.text import format_number
 from jmpscale._base.tree import PyTree, find_instances, is_traced
-from jmpscale._scaler_of_tree import check_scaler, find_scaler
+from jmpscale._get_scaler import find_scaler
+from jmpscale._guards.scaler import check_scaler
 from jmpscale._state import ARRAY_FIELDS, LARGEST_SCALE, ScalerState, SkipReason, WithLossScalingState
 
 _CONSECUTIVE = "{} consecutive steps were skipped"

@@ -9,24 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-import jmpscale._optax_checks as checks
-from jmpscale._base.axes import AxisName, as_axes, axes_to_reduce, manual_axes, warn_if_unsynchronized
-from jmpscale._base.check import check_count, check_in_range
+from jmpscale._base.axes import AxisName, as_axes, axes_to_reduce, manual_axes
 from jmpscale._base.compat import full_like, varying_axes
 from jmpscale._base.tree import PyTree, flatten_gradients, is_array, is_inexact, is_traced, structure
+from jmpscale._base.types import has_same_type, is_numeric, unscaled_dtype
 from jmpscale._finite import all_finite_here
-from jmpscale._gate import check_same_structure, check_same_types, gate, has_same_type, is_numeric
+from jmpscale._gate import gate
+from jmpscale._guards import optax as guards
 from jmpscale._monitor import SkipMonitor
-from jmpscale._scaler_of_tree import check_scaler, in_compiled_step, warn_if_constant
-from jmpscale._scaling import multiply_leaf, unscaled_dtype, warn_if_nothing_is_scaled
-from jmpscale._state import (
-    LARGEST_SCALE,
-    SMALLEST_SCALE,
-    ScalerState,
-    WithLossScalingState,
-    dynamic,
-    register_with_flax,
-)
+from jmpscale._scaling import multiply_leaf
+from jmpscale._state import ScalerState, WithLossScalingState, dynamic, register_with_flax
 from jmpscale._update import adapt, all_reduce_outcome
 
 
@@ -65,8 +57,8 @@ def with_loss_scaling(
 
     `tx.update` checks the gradients and the loss, clips the gradients if `max_norm` is given, runs `inner` or returns
     zeros, and adjusts the scaler as `jmpscale.update` does. It does not unscale: pass gradients in true units, as
-    `jmpscale.value_and_grad` returns them. Place the wrapper outside `optax.MultiSteps`, `optax.partition` and
-    `optax.masked`.
+    `jmpscale.value_and_grad` returns them. Place every transformation that changes gradients inside the wrapper,
+    `optax.MultiSteps`, `optax.partition` and `optax.masked` included.
 
     Args:
       inner: an optax gradient transformation whose updates have the structure of the gradients. On GPU and TPU it also
@@ -98,11 +90,11 @@ def with_loss_scaling(
         with `max_norm` and this one has none, or the reverse.
 
     Warns:
-      UserWarning: the wrapper is inside `MultiSteps`, `partition`, `masked`, `apply_if` or `optax.apply_if_finite`, or
-        in a chain with transformations that hide overflows or act on skipped steps; all parameters, or averages of
-        gradients, are float16; `max_norm` clips micro-batches; the state is a constant of a compiled program; no loss
-        has been scaled yet; a gradient is float16, unscaled by another scaler, or clipped by the norm of its shard; the
-        loss is a pair or misspelled; devices would decide independently; or after `warn_after_skips`.
+      UserWarning: the wrapper is inside `apply_if`; all parameters, or averages of gradients, are float16; `max_norm`
+        clips micro-batches; the state is a constant of a compiled program; no loss has been scaled yet; a gradient is
+        float16 or unscaled by another scaler; the loss is a pair; devices would decide independently; or after
+        `warn_after_skips`. Other mistakes, such as a clip outside of the wrapper, give no warning: run
+        `jmpscale.testing.check_step` once.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -113,37 +105,27 @@ def with_loss_scaling(
     >>> float(updates), float(opt_state.scaler.loss_scale)
     (-0.0, 2.0)
     """
-    remedy = "Pass one, such as optax.adam(1e-3). A framework's optimizer goes around with_loss_scaling, not inside it."
-    checks.check_transformation(inner, "inner", remedy)
-    initial = dynamic() if scaler is None else scaler
-    check_scaler(initial)
-    initial = jax.tree.map(_copied, initial)  # the caller may donate its arrays
-    if max_norm is not None:
-        max_norm = check_in_range("max_norm", max_norm, SMALLEST_SCALE, LARGEST_SCALE, "Omit it to clip nothing.")
-    monitor = None if warn_after_skips is None else SkipMonitor(check_count("warn_after_skips", warn_after_skips))
+    guards.created(inner, scaler, max_norm, warn_after_skips)
+    initial = jax.tree.map(_copied, dynamic() if scaler is None else scaler)  # the caller may donate its arrays
+    max_norm = None if max_norm is None else float(max_norm)
+    monitor = None if warn_after_skips is None else SkipMonitor(int(warn_after_skips))
     tx = with_extra_args(inner)
 
     def init(params: optax.Params) -> Any:
         register_with_flax()
-        checks.warn_if_inside_another(params)
-        # A state that a compiled step creates has constants, about which its update warns.
-        scaler = initial if in_compiled_step(params) else jax.tree.map(jnp.array, initial)
-        is_disabled = scaler.config.mode == "disabled"
-        inner_state = tx.init(params if is_disabled else _as_seen_by_inner(params))
-        checks.check_not_wrapped(inner_state, "inner", "Wrap the whole optimizer once.")
-        if max_norm is not None:
-            checks.warn_if_micro_batches_are_clipped(inner_state)
-        if not is_disabled:
-            checks.warn_if_narrow(params, inner_state)
-        return WithLossScalingState(scaler, inner_state, None if max_norm is None else jnp.zeros((), jnp.float32))
+        scaler = jax.tree.map(jnp.array, initial)
+        inner_state = tx.init(params if scaler.config.mode == "disabled" else _as_seen_by_inner(params))
+        grad_norm = None if max_norm is None else jnp.zeros((), jnp.float32)
+        state = WithLossScalingState(scaler, inner_state, grad_norm)
+        guards.initialized(params, state)
+        return state
 
     def update(
         updates: optax.Updates, state: PyTree, params: optax.Params | None = None, *others: object, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
         grads = updates
         loss = extra_args.get("value", extra_args.get("loss"))
-        state = checks.check_update_arguments(grads, state, params, loss, others)
-        checks.check_norm_of_state(state, max_norm)
+        guards.called(grads, state, params, loss, others, max_norm)
         scaler, norm, grad_norm, factor = state.scaler, None, None, None
         is_disabled = scaler.config.mode == "disabled"
         inner_params = params if is_disabled else _as_seen_by_inner(params)
@@ -164,21 +146,14 @@ def with_loss_scaling(
             updates, inner_state = update_inner(grads, state.inner_state)
             return updates, WithLossScalingState(scaler, inner_state, grad_norm)
 
-        warn_if_unsynchronized(axis_name, norm_axis_name)
-        checks.warn_if_loss_is_misspelled(extra_args, inner)
-        checks.warn_if_misplaced()
-        if loss is not None or in_compiled_step(grads):  # examples pass gradients alone
-            warn_if_nothing_is_scaled(scaler)
-        checks.warn_if_gradients_are_narrow(grads)
-        checks.warn_if_unscaled_by_another(grads, scaler)
-        checks.warn_if_norm_is_local(grads, loss, axis_name, inner)
+        guards.deciding(grads, scaler, loss, axis_name, norm_axis_name)
         decision_axes = _decision_axes(axis_name, norm_axis_name)
         finite, loss_finite = all_reduce_outcome(_is_finite(grads, norm), loss, decision_axes)
         # The gradients of a loss that is not finite may be finite, if a comparison hides the NaN from all of them.
         finite = finite if loss_finite is None else finite & loss_finite
-        warn_if_constant(scaler, grads, "optimizer state")
         updates, inner_state = _update_if(finite, update_inner, grads, state.inner_state, inner_params)
-        new_scaler = adapt(scaler, jax.tree.leaves(grads)[:1], finite, loss_finite)
+        new_scaler = adapt(scaler, finite, loss_finite)
+        guards.adapted(scaler, new_scaler, grads)
         if monitor is not None:
             new_scaler = monitor.watch(scaler, new_scaler)
         return updates, WithLossScalingState(new_scaler, inner_state, grad_norm)
@@ -275,8 +250,7 @@ def _update_if(
 
     def step(before: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
         updates, new_state = update_inner(*before)
-        check_same_structure(grads, updates, "updates", "inner", "Gate optax_step(inner, grads) with apply_if.")
-        check_same_types(state, new_state, "state", "inner", "Place a transformation that only records values outside.")
+        guards.inner_returned(grads, state, updates, new_state)
         return updates, new_state
 
     count = len(jax.tree.leaves(grads))

@@ -6,10 +6,9 @@ from typing import Any
 import jax
 import optax
 
-import jmpscale._optax_checks as checks
-from jmpscale._base.tree import PyTree, first_leaf, structure
+from jmpscale._base.tree import PyTree
+from jmpscale._guards import optax_step as guards
 from jmpscale._optax import Transformation, with_extra_args
-from jmpscale._scaling import needs_wider_gradient
 
 
 def optax_step(
@@ -40,23 +39,12 @@ def optax_step(
     >>> jmpscale.apply_if(True, step, params, tx.init(params))[0]
     {'w': Array(2., dtype=float32)}
     """
-    checks.check_transformation(tx, "tx", "Call optax_step(tx, grads), with the optimizer, not its update.")
-    checks.check_no_scaler(grads)
+    guards.created(tx, grads)
     optimizer = with_extra_args(tx)
 
     def step(*carry: PyTree) -> tuple[PyTree, PyTree]:
-        is_swapped = len(carry) == 2 and structure(carry[1]) == structure(grads) != structure(carry[0])
-        if len(carry) != 2 or is_swapped:
-            got = "them in the opposite order" if is_swapped else len(carry)
-            raise TypeError(
-                f"carry must be two values, the parameters and then the optimizer state, got {got}. Call "
-                "apply_if(finite, optax_step(tx, grads), params, opt_state)."
-            )
+        guards.called(grads, carry)
         params, opt_state = carry
-        checks.check_not_wrapped(opt_state, "tx", "Pass the inner optimizer, or call tx.update without apply_if.")
-        if not first_leaf(params, needs_wider_gradient):  # with disabled(), their gradients are float16 as well
-            checks.warn_if_gradients_are_narrow(grads, "grads")
-            checks.warn_if_averages_are_narrow(opt_state)
         updates, opt_state = optimizer.update(grads, opt_state, params, **extra_args)
 
         def apply(update: PyTree, param: PyTree) -> PyTree:

@@ -7,24 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jmpscale._base.axes import AxisName, check_no_partial_sums
-from jmpscale._base.check import warn_user
+from jmpscale._base.axes import AxisName
 from jmpscale._base.compat import unreduced_axes
-from jmpscale._base.marks import Mark, has_mark, mark, was_used
-from jmpscale._base.text import describe
-from jmpscale._base.tree import (
-    PyTree,
-    Tree,
-    check_no_refs,
-    first_leaf,
-    flatten_gradients,
-    is_inexact,
-    is_real,
-    is_real_scalar,
-    is_traced,
-)
+from jmpscale._base.tree import PyTree, Tree, flatten_gradients, is_real_scalar
+from jmpscale._base.types import unscaled_dtype
 from jmpscale._finite import all_finite
-from jmpscale._scaler_of_tree import find_scaler
+from jmpscale._get_scaler import find_scaler
+from jmpscale._guards import scaling as guards
 from jmpscale._state import ScalerState
 
 
@@ -57,25 +46,12 @@ def scale(scaler: PyTree, tree: Tree) -> Tree:
 
 def scale_losses(state: ScalerState, tree: Tree, *, with_check: bool) -> Tree:
     """Multiplies losses by the loss scale; `with_check`, the derivatives of a scalar that is not finite are NaN."""
-    check_no_refs(tree)
+    guards.scale_called(state, tree)
     if state.config.mode == "disabled":
         return tree
-    if found := first_leaf(tree, lambda leaf: not is_real(leaf)):
-        path, leaf = found
-        raise TypeError(f"scale takes floating-point losses, got {describe(leaf)} at tree{path}. Pass only the losses.")
-    if found := first_leaf(tree, lambda leaf: is_traced(leaf) and needs_wider_gradient(leaf)):
-        warn_about_narrow_loss(found[1])
     scaled = _scale_leaves(state.loss_scale, tree, with_check)
-    mark(Mark.SCALED, scaled)
+    guards.scaled(scaled)
     return scaled
-
-
-def warn_about_narrow_loss(loss: jax.Array) -> None:
-    """Warns about a loss whose dtype cannot hold large scales."""
-    warn_user(
-        f"the loss is {loss.dtype}, so the backward pass starts from the loss scale in {loss.dtype}, where large "
-        "scales are infinite. Return it in float32: convert the model's output with .astype(jnp.float32)."
-    )
 
 
 @functools.partial(jax.jit, static_argnames="with_check")
@@ -145,8 +121,7 @@ def unscale(scaler: PyTree, tree: Tree) -> Tree:
     {'step': 3, 'w': Array(3.0517578e-05, dtype=float32)}
     """
     state = find_scaler(scaler)
-    if state.config.mode != "disabled" and (has_mark(Mark.GRADIENT, tree) or has_mark(Mark.LOSS, tree)):
-        warn_user("the gradients are unscaled twice: value_and_grad and loss_scaled unscale them. Remove this call.")
+    guards.unscale_called(state, tree)
     return unscale_gradients(state, tree)
 
 
@@ -155,14 +130,13 @@ def unscale_gradients(state: ScalerState, tree: Tree, loss: ArrayLike | None = N
 
     Unlike `unscale`, it accepts the gradients of a `loss_scaled` function.
     """
-    check_no_refs(tree)
+    guards.unscaling(state, tree)
     if state.config.mode == "disabled":
         return tree
-    check_no_partial_sums(tree)
     # Only gradients pass through jit, which converts float0 to bool and raises for Python objects.
     grads, unflatten = flatten_gradients(tree)
     unscaled = unscale_leaves(grads, state.loss_scale, loss)
-    mark(Mark.GRADIENT, unscaled, state.loss_scale)
+    guards.unscaled(unscaled, state.loss_scale)
     return unflatten(unscaled)
 
 
@@ -191,25 +165,6 @@ def multiply_leaf(x: ArrayLike, factor: jax.Array, dtype: DTypeLike | None = Non
 def _real_dtype(x: ArrayLike) -> np.dtype:
     """Returns the real dtype in which a leaf is multiplied: at least float32."""
     return np.promote_types(jnp.finfo(jnp.result_type(x)).dtype, np.float32)
-
-
-def unscaled_dtype(dtype: DTypeLike) -> np.dtype:
-    """Returns the dtype of an unscaled gradient: float32 for float16 and float8, otherwise the dtype itself."""
-    return np.dtype(dtype) if dtype == jnp.bfloat16 else np.promote_types(dtype, np.float32)
-
-
-def needs_wider_gradient(x: object) -> bool:
-    """Tests whether a leaf is float16 or float8, which cannot hold unscaled gradients."""
-    return is_inexact(x) and unscaled_dtype(jnp.result_type(x)) != jnp.result_type(x)
-
-
-def warn_if_nothing_is_scaled(scaler: ScalerState) -> None:
-    """Warns about a step that adapts a dynamic scale, in a program that has not scaled a loss yet."""
-    if scaler.config.mode == "dynamic" and not was_used(Mark.SCALED, Mark.GRADIENT):
-        warn_user(
-            "no loss has been scaled yet, so small gradients underflow in float16. Use jmpscale.value_and_grad, or "
-            "wrap the loss function in jmpscale.loss_scaled. Without float16, use static(1.0)."
-        )
 
 
 def unscale_and_check(scaler: PyTree, grads: Tree, *, axis_name: AxisName = None) -> tuple[Tree, jax.Array]:

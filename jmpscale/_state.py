@@ -12,7 +12,7 @@ import numpy as np
 
 from jmpscale._base.check import check_choice, check_count, check_in_range
 from jmpscale._base.frameworks import AnyAuxData, aux_data_of_paths, imported
-from jmpscale._base.marks import Mark, mark
+from jmpscale._base.marks import Mark, mark, remember
 from jmpscale._base.text import describe, format_number
 
 Mode = Literal["dynamic", "static", "disabled"]
@@ -268,11 +268,17 @@ def register_with_flax() -> None:
         register(ScalerConfig, lambda config: {}, lambda config, state_dict: config, override=True)
 
 
+def _deserialize_settings(data: bytes | bytearray) -> ScalerConfig:
+    # An exported function of a scaler may scale a loss; this process has not traced it.
+    remember(Mark.SCALED)
+    return ScalerConfig(**json.loads(data))
+
+
 jax.export.register_pytree_node_serialization(
     ScalerState,
     serialized_name="jmpscale.ScalerState",
     serialize_auxdata=lambda config: json.dumps(dataclasses.asdict(config)).encode(),
-    deserialize_auxdata=lambda data: ScalerConfig(**json.loads(data)),
+    deserialize_auxdata=_deserialize_settings,
     from_children=_unflatten,
 )
 jax.export.register_namedtuple_serialization(WithLossScalingState, serialized_name="jmpscale.WithLossScalingState")

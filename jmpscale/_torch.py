@@ -8,7 +8,8 @@ import numpy as np
 from jmpscale._base.check import check_count, check_in_range
 from jmpscale._base.text import type_name
 from jmpscale._base.tree import PyTree
-from jmpscale._scaler_of_tree import find_scaler, scale_on_host
+from jmpscale._get_scaler import find_scaler
+from jmpscale._guards.scaler import scale_on_host
 from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerConfig, ScalerState, init_state
 
 _SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")

@@ -4,15 +4,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jmpscale._base.axes import AxisName, all_reduce_and, as_axes, untyped_axes, warn_if_unsynchronized
-from jmpscale._base.check import COUNTER_LIMIT, check_flag, warn_user
-from jmpscale._base.marks import Mark, has_mark, mark, source_of
-from jmpscale._base.tree import PyTree, is_real_scalar
+from jmpscale._base.axes import AxisName, all_reduce_and, as_axes, untyped_axes
+from jmpscale._base.check import COUNTER_LIMIT
+from jmpscale._base.tree import PyTree
 from jmpscale._finite import all_finite_here
-from jmpscale._gate import warn_if_gated
-from jmpscale._scaler_of_tree import check_scaler, warn_if_constant
-from jmpscale._scaling import warn_if_nothing_is_scaled
-from jmpscale._state import ScalerState, SkipReason
+from jmpscale._guards import update as guards
+from jmpscale._state import ScalerState, SkipReason, register_with_flax
 
 
 def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_name: AxisName = None) -> ScalerState:
@@ -71,41 +68,17 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
     >>> float(scaler.loss_scale), int(scaler.total_skips)
     (512.0, 1)
     """
-    check_scaler(scaler)
-    flag = check_flag(finite)
+    guards.called(scaler, finite, loss, axis_name)
+    register_with_flax()
     if scaler.config.mode == "disabled":
         return scaler
-    warn_if_constant(scaler, finite)
-    if has_mark(Mark.CHECKED, finite):  # examples pass True or False
-        warn_if_nothing_is_scaled(scaler)
-    warn_if_gated("jmpscale.update", "Call update after apply_if, with the same flag.")
-    if has_mark(Mark.FINITE_LOSS, finite):
-        warn_user("finite must be about the gradients, got all_finite(loss). Pass all_finite(grads).")
-    if loss is not None:
-        warn_if_unsynchronized(axis_name)
-    checked = source_of(Mark.CHECKED, finite)
-    if source_of(Mark.ADAPTED, checked) is scaler.loss_scale:
-        warn_user("the scaler is updated twice in a step. Remove this call: with_loss_scaling updates its own scaler.")
-    return adapt(scaler, checked, *all_reduce_outcome(flag, loss, axis_name))
-
-
-def adapt(scaler: ScalerState, checked: PyTree, finite: jax.Array, loss_finite: jax.Array | None) -> ScalerState:
-    """Applies the rule of `update` to flags that are equal on all devices, and marks the scales.
-
-    `checked` is the first gradient that was checked, or the flag, for which `update` must not adapt the scale again.
-    """
-    new = _apply_rule(scaler, finite, loss_finite)
-    if scaler.config.mode == "dynamic":
-        mark(Mark.ADAPTED, checked, new.loss_scale)
-        mark(Mark.OLD_SCALE, scaler.loss_scale)
-        mark(Mark.NEW_SCALE, new.loss_scale, source_of(Mark.NEW_SCALE, scaler.loss_scale))
+    new = adapt(scaler, *all_reduce_outcome(jnp.asarray(finite), loss, axis_name))
+    guards.computed(scaler, new, finite)
     return new
 
 
 def all_reduce_outcome(finite: jax.Array, loss: PyTree, axis_name: AxisName) -> tuple[jax.Array, jax.Array | None]:
     """Returns whether the gradients and the loss are finite on all devices; None for a loss that is not used."""
-    if isinstance(loss, tuple) and len(loss) == 2 and has_mark(Mark.LOSS, loss[0]) and not is_real_scalar(loss[1]):
-        warn_user("the loss must be given alone, got a pair of the loss and auxiliary data. Pass the first value.")
     # Along an axis that is not named, the gradients are equal, after a psum for example, but the loss may differ.
     loss_may_differ = axis_name is not None and not untyped_axes() <= set(as_axes(axis_name))
     if loss is None or loss_may_differ:
@@ -115,7 +88,8 @@ def all_reduce_outcome(finite: jax.Array, loss: PyTree, axis_name: AxisName) -> 
 
 
 @jax.jit
-def _apply_rule(scaler: ScalerState, finite: jax.Array, loss_finite: jax.Array | None) -> ScalerState:
+def adapt(scaler: ScalerState, finite: jax.Array, loss_finite: jax.Array | None) -> ScalerState:
+    """Applies the rule of `update` to flags that are equal on all devices; the loss may be unknown."""
     reason = jnp.where(finite, scaler.last_skip_reason, _reason_of_skip(scaler, loss_finite))
     # The reason depends on the scale, and the new scale depends on the reason. XLA on GPUs would compute both from the
     # old scale, in two kernels in any order, and copy the old scale first. The barrier orders them.

@@ -1,6 +1,9 @@
 """Configures the tests: eight simulated devices, and no implicit promotion of ranks or dtypes."""
 
+import contextlib
 import os
+import sys
+import types
 
 # The environment may set another number of devices.
 if "device_count" not in (flags := os.environ.get("XLA_FLAGS", "")):
@@ -12,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 
+import jmpscale
 import jmpscale._base.marks
 import jmpscale._finite
 import jmpscale._grad_report
@@ -32,6 +36,7 @@ collect_ignore = ["data", "frameworks", "types", "worker.py"]
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="also run the tests that are marked full")
     parser.addoption("--default-form", action="store_true", help="test the form of programs for GPUs and TPUs")
+    parser.addoption("--without-guards", action="store_true", help="run all tests that need no guard, without guards")
 
 
 def _default_form(*args, default, **forms):
@@ -47,17 +52,34 @@ def _result_types(form, args):
     return [str(aval.strip_weak_type()) for aval in jax.make_jaxpr(form)(*args).out_avals]
 
 
+class _NoGuards:
+    """Replaces a module of guards. A guard returns nothing, or is a context manager."""
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: contextlib.nullcontext()
+
+
+def _remove_guards():
+    """Removes all guards from the algorithm: a test that passes shows a result that depends on none of them."""
+    for name, module in list(sys.modules.items()):
+        guards = vars(module).get("guards")
+        if name.startswith("jmpscale.") and isinstance(guards, types.ModuleType):
+            module.guards = _NoGuards()
+
+
 def pytest_configure(config):
     if config.getoption("--default-form"):
         jax.lax.platform_dependent = _default_form
+    if config.getoption("--without-guards"):
+        _remove_guards()
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("--full"):
-        return
-    full = [item for item in items if item.get_closest_marker("full")]
-    config.hook.pytest_deselected(items=full)
-    items[:] = [item for item in items if not item.get_closest_marker("full")]
+    removed = [] if config.getoption("--full") else ["full"]
+    removed += ["guards"] if config.getoption("--without-guards") else []
+    deselected = [item for item in items if any(map(item.get_closest_marker, removed))]
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = [item for item in items if item not in deselected]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -73,10 +95,10 @@ def _clear_trace_counter():
     chex.clear_trace_counter()
 
 
-@pytest.fixture(autouse=True)
-def _scaled(monkeypatch):
-    """Records that a loss has been scaled: most tests take steps with gradients that they write by hand."""
-    monkeypatch.setattr(jmpscale._base.marks, "_used", {jmpscale._base.marks.Mark.GRADIENT})
+@pytest.fixture(autouse=True, scope="session")
+def _loss_was_scaled():
+    """Scales a loss before the first step, as every program does: many tests write their gradients by hand."""
+    jmpscale.scale(jmpscale.dynamic(), 1.0)
 
 
 @pytest.fixture

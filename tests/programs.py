@@ -175,6 +175,8 @@ PROGRAMS = {
     "string argument": Program(lambda w: jnp.float32(1.0), ("text",)),
     "has_aux is a number": Program(lambda w: (jnp.sum(w), w), options={"has_aux": 1}),
 }
+NOT_LOSSES = {"vector", "integer", "boolean", "complex", "string", "None", "pair", "function"}
+WRONG = {f"returns {name}" for name in NOT_PAIRS} | {f"loss: {name}" for name in NOT_LOSSES}  # JAX raises
 
 # Random programs, whose arguments are trees of any form.
 

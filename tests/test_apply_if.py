@@ -266,6 +266,7 @@ def test_step_keeps_memory_spaces(api):
     assert int(_inner(opt_state)[1].count) == 1
 
 
+@pytest.mark.guards
 def test_apply_if_raises_if_the_memory_space_changes():
     host, _ = _memory_spaces()
     run = jax.jit(lambda finite, w: jmpscale.apply_if(finite, lambda w: jax.device_put(w, host), w))
@@ -364,6 +365,7 @@ def test_apply_if_changes_numbers_with_disable_jit(batched):
     assert number.tolist() == [4, 3] if batched else number == 3
 
 
+@pytest.mark.guards
 @pytest.mark.parametrize("new", [1, True, 0j, -0.0, 1.0], ids=repr)
 def test_apply_if_distinguishes_numbers_that_are_equal_in_python(new):
     run = jax.jit(lambda finite: jmpscale.apply_if(finite, lambda _: new, 0.0))
@@ -380,6 +382,7 @@ def test_apply_if_ignores_weak_types():
     assert [run(finite, jnp.float32(1)) for finite in (True, False)] == [2, 1]
 
 
+@pytest.mark.guards
 @pytest.mark.parametrize("new", [["word"] * 2, ["word", "a", "word"], "word", [1, 2, 3]], ids=repr)
 def test_apply_if_raises_if_an_array_of_strings_changes(new):
     words = np.array(["word"] * 3)
@@ -418,6 +421,7 @@ def test_optax_step_passes_extra_arguments_to_update():
     assert jmpscale.apply_if(True, step, jnp.float32(1), tx.init(None))[0] == 4
 
 
+@pytest.mark.guards
 @pytest.mark.usefixtures("standard_promotion")
 def test_optax_step_requires_a_float32_state_for_float16_parameters():
     """The error names the remedy, and the remedy works."""

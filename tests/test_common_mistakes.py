@@ -192,6 +192,7 @@ def sum_gradients(params, micro_batches):
     grads = of_batch(batch), jax.tree.map(jnp.zeros_like, params)
     return jax.tree.map(jnp.add, *grads), jnp.stack([jmpscale.all_finite(g) for g in grads])
 """
+SMALL_LOSS = "loss_fn = lambda params, batch, loss_fn=loss_fn: 0.01 * loss_fn(params, batch)  # below the clip\n"
 SMALL_GRADIENTS = """
 small_loss_fn = lambda params, batch: 1e-9 * loss_fn(params, batch)
 loss, grads = jmpscale.value_and_grad(small_loss_fn)(opt_state, params, batch)
@@ -207,6 +208,7 @@ STEPS = {  # for each diff, the code before and after it that makes it a trainin
     "The old state of the wrapper is put back": [(GRADIENTS.format("opt_state"), APPLY)],
     "A step has two scalers": [("", CALL.format("_"))],
     "The flag is not about all gradients": [("", GATE), (SUM_GRADIENTS, f"grads = summed{GATE}")],
+    "Part of the optimizer is outside the wrapper": [("", SMALL_LOSS + GRADIENTS.format("opt_state") + UPDATE + APPLY)],
     "Scaled gradients are clipped": [("", GATE)],
     "The gradients are never unscaled, or unscaled twice by hand": [("", UPDATE + APPLY)] * 2,
     "The gradients are converted to float16": [(SMALL_GRADIENTS, APPLY)],
@@ -219,6 +221,21 @@ def _half_loss(params, batch):
     return jnp.sum((x @ half["w"]).astype(jnp.float32))
 
 
+def _step_and_state(code, names, is_functional):
+    """Returns a compiled step that runs the code, and its first state."""
+    created = [line for line in code.splitlines() if line.startswith("tx = ")]
+    tx = names["adam"] if is_functional else _run("\n".join(created), dict(names))["tx"]
+    state = {"params": names["params"], "batch_stats": jnp.zeros(()), "opt_state": tx.init(names["params"])}
+    state |= {"scaler": names["scaler"]} if is_functional else {}
+
+    @jax.jit
+    def step(state):
+        program = _run(code, names | state)
+        return {name: program[name] for name in state}
+
+    return step, state
+
+
 @pytest.mark.filterwarnings("ignore:a NaN in the forward pass reduces")  # not every step on the page passes its loss
 @pytest.mark.parametrize("mistake", STEPS)
 def test_check_step_finds_a_mistake_without_a_message(mistake):
@@ -226,19 +243,11 @@ def test_check_step_finds_a_mistake_without_a_message(mistake):
     for diff, (before, after) in zip(_blocks(WITHOUT_MESSAGE[mistake], "diff"), STEPS[mistake], strict=True):
         wrong, right = (before + code + after for code in _sides(diff))
         is_functional = "= jmpscale.update(scaler" in right and "tx.update" not in right
-        state = {"params": names["params"], "batch_stats": jnp.zeros(())}
-        state |= {"opt_state": names["adam" if is_functional else "tx"].init(state["params"])}
-        state |= {"scaler": names["scaler"]} if is_functional else {}
-
-        def step(state, code):
-            program = _run(code, names | state)
-            return {name: program[name] for name in state}
-
-        check_step(jax.jit(functools.partial(step, code=right)), state)
+        check_step(*_step_and_state(right, names, is_functional))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a compiled step that closes over a scaler
             with pytest.raises(AssertionError, match=r"the (skipped )?step |the change of |4 steps were"):
-                check_step(jax.jit(functools.partial(step, code=wrong)), state)
+                check_step(*_step_and_state(wrong, names, is_functional))
 
 
 def _has_wrong_gradients(program):
@@ -254,8 +263,13 @@ def _reduces_the_scale(program):
     return jmpscale.get_scaler(program["opt_state"]).loss_scale < jmpscale.dynamic().loss_scale
 
 
+def _has_long_updates(program):
+    return jnp.linalg.norm(program["updates"]) > 1.1
+
+
 HARM = {  # the test of the harm, and the names with which the code runs
     "Gradients are averaged again under `shard_map`": (_has_wrong_gradients, {}),
+    "Each device clips its own shard": (_has_long_updates, {}),
     "Nothing is computed in float16": (_computes_in_float32, {}),
     "The loss is not passed": (
         _reduces_the_scale,
@@ -264,7 +278,7 @@ HARM = {  # the test of the harm, and the names with which the code runs
 }
 
 
-def test_check_step_finds_all_mistakes_without_a_message_but_the_last_three():
+def test_check_step_finds_all_mistakes_without_a_message_but_the_last_four():
     assert list(WITHOUT_MESSAGE) == [*STEPS, *HARM]
 
 

@@ -1,6 +1,7 @@
 """The package exports its documented names, its modules have layers, and type checkers accept it."""
 
 import ast
+import collections.abc
 import graphlib
 import importlib
 import importlib.metadata
@@ -15,27 +16,25 @@ import warnings
 
 import jax
 import jax.numpy as jnp
-import optax
-import optax.contrib
 import pytest
 
 import jmpscale
-from jmpscale import _optax_checks as checks
 from jmpscale._base import compat
 
 PACKAGE = pathlib.Path(jmpscale.__file__).parent
 TESTS = pathlib.Path(__file__).parent
 ROOT = TESTS.parent
 # A module may import modules of its own part of the package, and of the parts before it.
-PARTS = ["_base", "training path", "_diagnosis", "__init__", "testing", "tools", "__main__"]
+PARTS = ["_base", "_state", "_guards", "training path", "_diagnosis", "__init__", "testing", "tools", "__main__"]
 MODULES = sorted(str(path.relative_to(PACKAGE).with_suffix("")) for path in PACKAGE.rglob("*.py"))
 MAY_IMPORT = {
+    "_guards/optax": {"optax"},
     "_optax": {"optax"},
-    "_optax_checks": {"optax"},
     "_optax_step": {"optax"},
     "plots": {"matplotlib"},
     "__main__": {"optax"},
 }
+ALGORITHM = ["_finite", "_gate", "_get_scaler", "_grad", "_loss_scaled", "_optax", "_optax_step", "_scaling", "_update"]
 ALWAYS = {*sys.stdlib_module_names, "jax", "jmpscale", "numpy"}
 
 
@@ -91,11 +90,17 @@ def _part(module):
     return PARTS.index(room if room in PARTS else "training path")
 
 
+def _nodes(module, *kinds):
+    """Returns the nodes of these kinds in the syntax tree of a module."""
+    return [node for node in ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text())) if isinstance(node, kinds)]
+
+
 def _imports(module):
     """Returns the modules that a module imports, at its top or in a function."""
-    nodes = list(ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text())))
-    found = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
-    return found | {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    found = {name.name for node in _nodes(module, ast.Import) for name in node.names}
+    of_packages = [node for node in _nodes(module, ast.ImportFrom) if node.module == "jmpscale._guards"]
+    found |= {f"{node.module}.{name.name}" for node in of_packages for name in node.names}
+    return found | {node.module for node in _nodes(module, ast.ImportFrom)}
 
 
 def _own_imports(module):
@@ -136,6 +141,7 @@ def test_unknown_jax_raises(monkeypatch):
         jmpscale.grad_report(grads)
 
 
+@pytest.mark.guards
 def test_unknown_jax_gives_no_warning_that_needs_a_missing_function(monkeypatch):
     def step(finite):
         return jmpscale.update(jmpscale.dynamic(), finite)
@@ -155,9 +161,57 @@ def test_unknown_jax_gives_no_warning_that_needs_a_missing_function(monkeypatch)
             assert compat.is_compiling()
 
 
-def test_checks_know_functions_of_optax():
-    names = checks._HIDE_OVERFLOWS | checks._ACT_ON_SKIPS | checks._RECORD | checks._READ_NORMS
-    assert not [name for name in names if not (hasattr(optax, name) or hasattr(optax.contrib, name))]
+# --- the algorithm and its guards ---
+
+
+@pytest.mark.parametrize("module", ALGORITHM)
+def test_algorithm_neither_raises_nor_warns(module):
+    assert not _nodes(module, ast.Raise, ast.Assert)
+    assert not {"warnings", "jmpscale._base.marks"} & _imports(module)
+    checks = [node for node in _nodes(module, ast.ImportFrom) if node.module == "jmpscale._base.check"]
+    assert all(name.name.isupper() for node in checks for name in node.names)
+
+
+@pytest.mark.parametrize("module", ALGORITHM)
+def test_algorithm_calls_one_module_of_guards_and_uses_no_result(module):
+    [guards] = [name for name in _imports(module) if name.startswith("jmpscale._guards.")]
+    uses = [node for node in _nodes(module, ast.Name) if node.id == "guards"]
+    calls = [node.value for node in _nodes(module, ast.Expr)]
+    calls += [
+        item.context_expr for node in _nodes(module, ast.With) for item in node.items if item.optional_vars is None
+    ]
+    called = [x.func for x in calls if isinstance(x, ast.Call) and isinstance(x.func, ast.Attribute)]
+    called = [x.attr for x in called if isinstance(x.value, ast.Name) and x.value.id == "guards"]
+    assert len(called) == len(uses) > 0
+    for name in called:
+        returns = inspect.signature(getattr(importlib.import_module(guards), name)).return_annotation
+        assert returns is None or returns == collections.abc.Iterator[None]
+
+
+def test_every_module_of_guards_belongs_to_a_module_of_the_algorithm():
+    used = {name for module in ALGORITHM for name in _own_imports(module) if name.startswith("_guards/")}
+    assert used == {module for module in MODULES if module.startswith("_guards/")} - {
+        "_guards/__init__",
+        "_guards/axes",
+    }
+
+
+def test_option_removes_all_guards(pytestconfig):
+    modules = [importlib.import_module(f"jmpscale.{name}") for name in ALGORITHM]
+    has_guards = {inspect.ismodule(vars(module)["guards"]) for module in modules}
+    assert has_guards == {not pytestconfig.getoption("--without-guards")}
+
+
+FRAMES = {"currentframe", "_getframe", "f_back", "f_code", "f_globals", "f_locals", "walk_stack", "extract_stack"}
+CLOSURES = {"__closure__", "__code__", "cell_contents", "getclosurevars", "getsource"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_warn_user_reads_frames_and_nothing_reads_closures(module):
+    found = {node.attr for node in _nodes(module, ast.Attribute)} & (FRAMES | CLOSURES)
+    [*functions] = [node for node in _nodes(module, ast.FunctionDef) if node.name == "warn_user"]
+    allowed = {x.attr for function in functions for x in ast.walk(function) if isinstance(x, ast.Attribute)}
+    assert found <= (allowed if module == "_base/check" else set())
 
 
 # --- types ---

@@ -40,6 +40,7 @@ def test_scale_maps_over_a_tree():
     chex.assert_trees_all_equal_dtypes(scaled, expected)
 
 
+@pytest.mark.guards
 def test_scale_of_a_float16_loss_overflows_in_the_backward_pass():
     def gradient(scale):
         with pytest.warns(UserWarning, match="the loss is float16.*Return it in float32"):

@@ -243,6 +243,7 @@ def test_all_finite_reduces_over_axis_name(check_vma):
     assert overflowed == [*expected.values(), everywhere, everywhere]
 
 
+@pytest.mark.guards
 def test_missing_axis_name_warns_of_the_axes_that_are_not_named():
     step = untyped(lambda grads: update_wrapped(grads, norm_axis_name="data")[0], P(AXES), P())
     with pytest.warns(

@@ -5,10 +5,9 @@ from collections.abc import Hashable, Sequence
 import jax
 import jax.numpy as jnp
 
-from jmpscale._base.check import warn_user
-from jmpscale._base.compat import axis_names_in_scope, unreduced_axes, varying_axes
+from jmpscale._base.compat import axis_names_in_scope, varying_axes
 from jmpscale._base.text import describe
-from jmpscale._base.tree import PyTree, first_leaf, is_inexact, is_traced
+from jmpscale._base.tree import is_traced
 
 AxisName = Hashable | Sequence[Hashable] | None
 
@@ -69,25 +68,3 @@ def all_reduce_and(*flags: jax.Array, axis_name: AxisName = None) -> tuple[jax.A
     packed = (varying[0] if len(varying) == 1 else jnp.stack(varying)).astype(jnp.int32)
     reduced = iter(jnp.atleast_1d(jax.lax.pmin(packed, union).astype(bool)))
     return tuple(next(reduced) if names else flag for flag, names in zip(flags, axes, strict=True))
-
-
-def warn_if_unsynchronized(axis_name: AxisName, other_axes: AxisName = ()) -> None:
-    """Warns if devices would decide independently although the user has not requested it."""
-    if axis_name is not None:
-        return
-    if missing := tuple(name for name in manual_axes(typed=False) if name not in as_axes(other_axes)):
-        warn_user(
-            f"each device decides independently whether its step was finite: along the mapped axes {missing} JAX's "
-            "types do not show what differs between devices (jax.pmap, or check_vma=False). Pass "
-            f"axis_name={missing!r} to combine the decisions, or axis_name=() if all devices hold the same values."
-        )
-
-
-def check_no_partial_sums(tree: PyTree) -> None:
-    """Raises, naming the leaf, if the shards of a leaf have not been summed yet."""
-    if found := first_leaf(tree, lambda leaf: is_inexact(leaf) and unreduced_axes(leaf)):
-        path, leaf = found
-        raise TypeError(
-            f"the leaf at tree{path} is a partial sum over the mesh axes {sorted(unreduced_axes(leaf))}. Reduce it "
-            "first, with jax.lax.psum under jax.shard_map or jax.sharding.reshard under jax.jit."
-        )

@@ -4,13 +4,9 @@ An error names the argument, its value and a remedy. Values of arrays are never 
 """
 
 import inspect
-import traceback
-import types
 import warnings
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
@@ -29,19 +25,13 @@ def warn_user(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
-def is_called_by(matches: Callable[[types.FrameType], bool]) -> bool:
-    """Tests whether a function whose frame matches is on the stack."""
-    return any(matches(frame) for frame, _ in traceback.walk_stack(inspect.currentframe()))
-
-
-def check_flag(finite: ArrayLike) -> jax.Array:
-    """Returns `finite` as bool[], or raises if it is not a boolean scalar."""
+def check_flag(finite: ArrayLike) -> None:
+    """Raises if `finite` is not a boolean scalar."""
     dtype = getattr(finite, "dtype", bool if isinstance(finite, bool) else None)
     if dtype is None or dtype != np.dtype(bool):
         raise TypeError(f"finite must be a boolean, got {describe(finite)}. Pass the result of all_finite.")
     if (shape := jnp.shape(finite)) != ():
         raise ValueError(f"finite must be a scalar, got shape {shape}. Combine with .all(), or call under jax.vmap.")
-    return jnp.asarray(finite)
 
 
 def check_count(name: str, value: object, low: int = 1) -> int:

@@ -28,7 +28,7 @@ class Mark(enum.Enum):
     NEW_SCALE = "a loss scale from after a step"  # its source is the scale from before the first step of the program
 
 
-_used: set[Mark] = set()  # all kinds since the process started
+_used: set[Mark] = set()  # all kinds of values that the process has had
 _marked = {kind: weakref.WeakValueDictionary[int, jax.Array]() for kind in Mark}  # by id
 _sources = {kind: weakref.WeakValueDictionary[int, jax.Array]() for kind in Mark}  # by id of the marked array
 
@@ -37,7 +37,7 @@ def mark(kind: Mark, tree: PyTree, source: object = None) -> None:
     """Marks the arrays of a tree; a traced `source`, the value that they come from, is what `source_of` returns."""
     for x in jax.tree.leaves(tree):
         if isinstance(x, jax.Array):
-            _used.add(kind)
+            remember(kind)
             _marked[kind][id(x)] = x
             _sources[kind][id(x)] = source if is_traced(source) else x
 
@@ -51,6 +51,11 @@ def has_mark(kind: Mark, tree: PyTree) -> bool:
     return any(_marked[kind].get(id(x)) is x for x in jax.tree.leaves(tree))
 
 
+def remember(kind: Mark) -> None:
+    """Records that this process has values of a kind; no other memory of earlier calls exists."""
+    _used.add(kind)
+
+
 def was_used(*kinds: Mark) -> bool:
-    """Tests whether this process has ever marked anything as one of these kinds."""
+    """Tests whether this process has ever had values of one of these kinds."""
     return not _used.isdisjoint(kinds)

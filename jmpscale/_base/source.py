@@ -29,7 +29,9 @@ def user_lines(eqn: core.JaxprEqn, function: str = "", file: str = "") -> tuple[
     """
     traceback: Any = eqn.source_info.traceback
     frames = [frame for frame in traceback.frames if not _JAX.search(frame.file_name)] if traceback else []
-    if frames and is_own(frames[0].file_name) and not frames[0].file_name.endswith("_cast.py"):  # the innermost one
+    if (
+        frames and is_own(frames[0].file_name) and not frames[0].file_name.endswith("_cast_tree.py")
+    ):  # the innermost one
         return (SCALING,)
     nearest = min((_distance(frame.file_name) for frame in frames), default=2)
     users = [frame for frame in frames if _distance(frame.file_name) == nearest < 2]

@@ -91,8 +91,11 @@ def _gradient_mask(tree: PyTree) -> list[bool]:
     return [is_inexact(leaf) and index not in statistics for index, (_, leaf) in enumerate(entries)]
 
 
-def find_instances(tree: PyTree, kind: type[Kind]) -> list[Kind]:
-    """Returns the nodes of a tree that are instances of a class, outermost first; does not look inside them."""
+def find_instances(tree: PyTree, kind: type[Kind] | tuple[type[Kind], ...]) -> list[Kind]:
+    """Returns the nodes of a tree that are instances of a class, outermost first; does not look inside them.
+
+    `kind` may also be several classes.
+    """
     return [x for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind)) if isinstance(x, kind)]
 
 

@@ -13,8 +13,9 @@ from jmpscale._diagnosis.examine import examine
 from jmpscale._diagnosis.not_finite import non_finite_arguments
 from jmpscale._diagnosis.report import Diagnosis
 from jmpscale._diagnosis.step import check_concrete, trace_step
+from jmpscale._get_scaler import find_scaler, is_scaler
 from jmpscale._grad import value_and_grad
-from jmpscale._scaler_of_tree import find_scaler, is_scaler, scale_on_host
+from jmpscale._guards.scaler import scale_on_host
 from jmpscale._state import ScalerState
 
 Function = Callable[..., Any]

@@ -13,7 +13,8 @@ import numpy as np
 from jmpscale._base.check import warn_user
 from jmpscale._base.text import describe, format_percentage, format_scale
 from jmpscale._base.tree import Tree, check_no_nnx_objects, is_inexact, named_leaves
-from jmpscale._scaler_of_tree import find_scaler, scale_on_host
+from jmpscale._get_scaler import find_scaler
+from jmpscale._guards.scaler import scale_on_host
 from jmpscale._state import LARGEST_SCALE, SkipReason
 from jmpscale._update import update
 from jmpscale.testing._precision import check_applied, check_independence, in_float32, wrong_change

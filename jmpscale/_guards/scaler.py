@@ -1,4 +1,4 @@
-"""The scaler of a tree: finding it, checking it, replacing it."""
+"""Guards of the functions that find a scaler in a tree or replace it, and checks of scalers."""
 
 import jax
 import jax.numpy as jnp
@@ -6,71 +6,34 @@ import numpy as np
 
 from jmpscale._base.check import check_in_range, warn_user
 from jmpscale._base.compat import is_compiling
+from jmpscale._base.marks import Mark, was_used
 from jmpscale._base.text import describe, type_name
-from jmpscale._base.tree import PyTree, Tree, find_instances, is_traced
-from jmpscale._state import ARRAY_FIELDS, LARGEST_SCALE, SMALLEST_SCALE, ScalerConfig, ScalerState, register_with_flax
+from jmpscale._base.tree import PyTree, find_instances, is_traced
+from jmpscale._state import ARRAY_FIELDS, LARGEST_SCALE, SMALLEST_SCALE, ScalerConfig, ScalerState
+
+_WHERE_A_SCALER_IS = (
+    "Pass a scaler, the optimizer state of with_loss_scaling, such as optimizer.opt_state in Flax NNX, or the part of "
+    "a tree that contains the scaler. In most functions it is the first argument."
+)
 
 
-def get_scaler(tree: PyTree) -> ScalerState:
-    """Returns the scaler that an optimizer state, a train state or any other pytree contains.
-
-    Args:
-      tree: a pytree that contains exactly one `ScalerState`. Its arrays may be wrapped, as by Flax NNX.
-
-    Returns:
-      The `ScalerState`, with its arrays unwrapped.
-
-    Raises:
-      ValueError: the tree contains no scaler, more than one, or one whose arrays were removed or donated.
-
-    >>> import jmpscale
-    >>> float(jmpscale.get_scaler({"model": 1.0, "scaler": jmpscale.dynamic(8.0)}).loss_scale)
-    8.0
-    """
-    return find_scaler(tree, "tree", allow_batch=True)
+def find_called(tree: PyTree, name: str, remedy: str) -> None:
+    arrays = len(jax.tree.leaves(only_scaler(tree, name, remedy or _WHERE_A_SCALER_IS)))
+    if arrays != len(ARRAY_FIELDS):
+        raise ValueError(f"{name} must contain a ScalerState with all arrays, got {arrays}. Pass the unfiltered tree.")
 
 
-def find_scaler(tree: PyTree, name: str = "scaler", *, allow_batch: bool = False, remedy: str = "") -> ScalerState:
-    """Returns the only scaler in a tree, unwrapped and checked; errors call the tree `name`."""
-    scaler = _only_scaler(tree, name, remedy)
-    arrays = jax.tree.leaves(scaler)  # Flax NNX puts each array into a container
-    if len(arrays) != len(ARRAY_FIELDS):
-        raise ValueError(
-            f"{name} must contain a ScalerState with all arrays, got {len(arrays)}. Pass the unfiltered tree."
-        )
-    scaler = ScalerState._make([*arrays, scaler.config])
+def found(scaler: ScalerState, name: str, allow_batch: bool) -> None:
     check_scaler(scaler, name, allow_batch=allow_batch)
-    return scaler
 
 
-def replace_scaler(tree: Tree, scaler: ScalerState) -> Tree:
-    """Returns a copy of a pytree with its scaler replaced.
-
-    Args:
-      tree: a pytree that contains exactly one `ScalerState`.
-      scaler: the new scaler; it is copied. Its settings apply from now on. Different settings trigger a recompilation.
-
-    Returns:
-      The tree with the new scaler, whose arrays are wrapped like the arrays of the old scaler.
-
-    Raises:
-      TypeError: `scaler` is not a `ScalerState`.
-      ValueError: the tree contains no scaler, or more than one.
-
-    >>> import jmpscale
-    >>> float(jmpscale.replace_scaler((jmpscale.dynamic(), 1), jmpscale.dynamic(8.0))[0].loss_scale)
-    8.0
-    """
+def replace_called(tree: PyTree, scaler: object) -> None:
     check_scaler(scaler)
-    old = _only_scaler(tree, "tree")
-    # The arrays are copied, so that donating the tree does not delete the caller's scaler. In a compiled step, a
-    # constant remains one, about which the update then warns.
-    copies = scaler[:-1] if in_compiled_step(tree) else map(jnp.array, scaler[:-1])
-    new = jax.tree.unflatten(jax.tree.structure(old), copies)._replace(config=scaler.config)
-    return jax.tree.map(lambda x: new if is_scaler(x) else x, tree, is_leaf=is_scaler)
+    only_scaler(tree, "tree", _WHERE_A_SCALER_IS)
 
 
-def _only_scaler(tree: PyTree, name: str, remedy: str = "") -> ScalerState:
+def only_scaler(tree: PyTree, name: str, remedy: str) -> ScalerState:
+    """Returns the scaler of a tree; raises unless it is the only one. `remedy` is for trees without a scaler."""
     found = find_instances(tree, ScalerState)
     if len(found) == 1:
         return found[0]
@@ -79,10 +42,6 @@ def _only_scaler(tree: PyTree, name: str, remedy: str = "") -> ScalerState:
             "A step has one scaler: wrap the whole optimizer once, with_loss_scaling(optax.chain(...)), or pass the "
             "part of the tree that contains the scaler of the step."
         )
-    remedy = remedy or (
-        "Pass a scaler, the optimizer state of with_loss_scaling, such as optimizer.opt_state in Flax NNX, or the "
-        "part of a tree that contains the scaler. In most functions it is the first argument."
-    )
     raise ValueError(
         f"{name} must contain exactly one ScalerState, found {len(found)} in a {type_name(tree)}. {remedy}"
     )
@@ -92,7 +51,6 @@ def check_scaler(scaler: object, name: str = "scaler", *, allow_batch: bool = Fa
     """Raises unless `scaler` is a scaler, and not a batch, which would broadcast against the wrong axis."""
     if not isinstance(scaler, ScalerState):
         raise TypeError(f"{name} must be a ScalerState, got {type_name(scaler)}. Use jmpscale.dynamic or get_scaler.")
-    register_with_flax()
     if not isinstance(scaler.config, ScalerConfig):
         raise TypeError(
             f"{name}.config must be a ScalerConfig, got {type_name(scaler.config)}. Restore a checkpoint into a state "
@@ -147,6 +105,10 @@ def in_compiled_step(values: PyTree) -> bool:
     return bool(traced) and is_compiling() and {type(x) for x in traced} == {type(jnp.zeros(()))}
 
 
-def is_scaler(x: object) -> bool:
-    """Tests whether a node of a tree is a scaler, or a batch of scalers."""
-    return isinstance(x, ScalerState)
+def warn_if_nothing_is_scaled(scaler: ScalerState) -> None:
+    """Warns about a step that adapts a dynamic scale, in a program that has not scaled a loss yet."""
+    if scaler.config.mode == "dynamic" and not was_used(Mark.SCALED, Mark.GRADIENT):
+        warn_user(
+            "no loss has been scaled yet, so small gradients underflow in float16. Use jmpscale.value_and_grad, or "
+            "wrap the loss function in jmpscale.loss_scaled. Without float16, use static(1.0)."
+        )

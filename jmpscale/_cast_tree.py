@@ -9,7 +9,7 @@ from jmpscale._base.check import as_dtype, warn_user
 from jmpscale._base.frameworks import averages_of_gradients
 from jmpscale._base.text import describe
 from jmpscale._base.tree import Tree, check_no_nnx_objects, check_no_refs, is_array
-from jmpscale._scaler_of_tree import is_scaler
+from jmpscale._get_scaler import is_scaler
 
 
 def cast(tree: Tree, dtype: DTypeLike) -> Tree:

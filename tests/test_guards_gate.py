@@ -1,0 +1,104 @@
+"""`apply_if` takes a flag, a step and its carry; the step returns the carry with the same types, and no scaler."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jmpscale
+
+import meshes
+from calls import (
+    BIG,
+    GRADS,
+    LOSS,
+    NNX,
+    SCALE,
+    SCALE_STATE,
+    STATE,
+    TRUE,
+    W32,
+    after_gradients,
+    apply_if_applied,
+    check_message,
+    gate_variables,
+    per_device,
+    raises,
+    same,
+    wrong_calls,
+)
+
+pytestmark = pytest.mark.guards
+
+
+def _apply(fn, *carry):
+    return lambda: jmpscale.apply_if(TRUE, fn, *carry)
+
+
+def _reshard_in_step():
+    mesh = meshes.make_mesh(AxisType.Explicit, d=8)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones(8), jax.NamedSharding(mesh, P("d")))
+        jmpscale.apply_if(TRUE, lambda x: jax.sharding.reshard(x, P()), x)
+
+
+def _gate(new, state, finite=None):
+    return jmpscale.apply_if(new.scaler.step_applied if finite is None else finite, lambda _: new, state)
+
+
+WRONG_CALLS = {
+    TypeError: {
+        "no flag": (lambda: jmpscale.apply_if(BIG, same, LOSS), "finite must be a boolean, got dict"),
+        "no function": (_apply(LOSS, LOSS), "fn must be a function ... got Array. ... apply_if(finite, fn, *carry)."),
+        "no carry": (_apply(same), "carry must hold at least one value, got none. Pass"),
+        "nnx": (_apply(same, NNX), "carry must hold ... got a Flax NNX Dropout ... carry nnx.state(model), and write"),
+        "list": (_apply(lambda a, b: [a, b], 1, 1), "returned a list, expected a tuple of 2 values: `return a, b`."),
+        "dropped": (_apply(lambda c: c["layer_1"], BIG), "carry[0]['layer_0']['bias'] is only in its input."),
+        "added": (_apply(lambda c: c | {"v": 1}, GRADS), "carry[0]['v'] is only in its output"),
+        "container": (_apply(list, (LOSS, LOSS)), "same structure, but the containers differ: PyTreeDef((("),
+        "dtype": (_apply(lambda w: w.astype("f2"), LOSS), "was float32[] and is float16[]. Convert it with .astype"),
+        "shape": (_apply(lambda w: w[None], LOSS), "[0] was float32[] and is float32[1]. Reshape"),
+        "sharding": (_reshard_in_step, "was float32[8@d] and is float32[8]. ... reshard it in fn"),
+        "varying": (
+            lambda: per_device(lambda x: _apply(lambda w: w * x, jnp.ones(1))(), check_vma=True),
+            "was float32[1] and is float32[1] ... or reduce gradients that vary over devices.",
+        ),
+        "object": (_apply(lambda w, _: (w, "b"), 1, "a"), "carry[1] was 'a' and is 'b'. Only arrays and Python"),
+        "number": (_apply(lambda n: n + 0.5, 1), "carry[0] was int32[] and is float32[]"),
+    },
+    UserWarning: {
+        "scaler": (after_gradients(lambda s, _, ok: _gate(jmpscale.update(s, ok), s, ok)), "a scaler, and fn changes"),
+        "earlier flag": (
+            after_gradients(lambda s, _, ok: apply_if_applied(s, ok, False)),
+            "is about an earlier step",
+        ),
+        "wrapper": (after_gradients(lambda s, g, _: _gate(SCALE.update(g, s)[1], s), SCALE_STATE), "fn changes it:"),
+        "variables": (gate_variables, "fn returns the Flax NNX variables ... old = nnx.clone(nnx.state(model))."),
+        "traced variables": (lambda: nnx.jit(gate_variables)(), "fn returns the Flax NNX variables"),
+    },
+}
+
+
+@pytest.mark.parametrize(("call", "error", "words"), wrong_calls(WRONG_CALLS))
+def test_apply_if_requires_a_flag_and_a_step_that_keeps_types(call, error, words):
+    check_message(call, error, words)
+
+
+@pytest.mark.parametrize("transform", [lambda fn: fn, jax.jit])
+def test_apply_if_encloses_only_its_step(transform):
+    """Neither after the step nor after an error in it does `update` seem to be inside; a warning would raise."""
+
+    def fail(w):
+        raise ZeroDivisionError
+
+    def run(scaler, w):
+        jmpscale.apply_if(TRUE, lambda w: 2 * w, w)
+        with pytest.raises(ZeroDivisionError):
+            jmpscale.apply_if(TRUE, fail, w)
+        return jmpscale.update(scaler, TRUE)
+
+    transform(run)(STATE, W32)
+    with raises(UserWarning, "jmpscale.update is inside jmpscale.apply_if"):
+        transform(lambda scaler: jmpscale.apply_if(TRUE, lambda s: jmpscale.update(s, TRUE), scaler))(STATE)

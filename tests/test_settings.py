@@ -1,0 +1,85 @@
+"""A scaler is created from valid settings; a wrong setting raises an error that names it, its value and the remedy."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmpscale
+
+from calls import COUNTER, LARGEST, SMALLEST, check_message, raises, traced, wrong_calls
+
+
+def test_error_names_the_argument_its_value_and_the_remedy():
+    with raises(
+        ValueError, "growth_factor must be between ... and 2^126, got 1. ... above 1 in float32; the default is 2."
+    ):
+        jmpscale.dynamic(growth_factor=1.0)
+
+
+SETTINGS_AT_LIMITS = {
+    "closest to 1": {"growth_factor": 1 + 2.0**-23, "backoff_factor": 1 - 2.0**-24, "growth_interval": 1},
+    "largest factor": {"growth_factor": LARGEST, "backoff_factor": SMALLEST},
+    "largest counts": {"growth_interval": COUNTER, "hysteresis": COUNTER},
+    "NumPy scalars": {"growth_factor": np.float32(2), "growth_interval": np.int64(3), "hysteresis_reset": "finite"},
+    "smallest scale": {"init_scale": SMALLEST, "min_scale": SMALLEST, "max_scale": LARGEST},
+    "largest scale": {"init_scale": LARGEST, "min_scale": LARGEST, "max_scale": LARGEST},
+    "init_scale at min_scale": {"init_scale": 1},
+    "init_scale at max_scale": {"init_scale": 2.0**32},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS_AT_LIMITS)
+def test_dynamic_accepts_settings_at_the_limits(name):
+    settings = SETTINGS_AT_LIMITS[name]
+    config = jmpscale.dynamic(**settings).config
+    for setting, value in settings.items():
+        assert setting == "init_scale" or getattr(config, setting) == value
+    assert {type(getattr(config, name)) for name in ("growth_factor", "backoff_factor", "min_scale")} == {float}
+    assert {type(getattr(config, name)) for name in ("growth_interval", "hysteresis")} == {int}
+
+
+def _dynamic(**settings):
+    return lambda: jmpscale.dynamic(**settings)
+
+
+WRONG_SETTINGS = {
+    TypeError: {
+        "bool": (_dynamic(growth_factor=True), "growth_factor must be a Python float, got True of type bool"),
+        "array": (_dynamic(growth_factor=jnp.ones(())), "growth_factor ... float32[] of type Array. ... with float()"),
+        "traced": (lambda: traced(jmpscale.dynamic, 8.0), "init_scale must ... got float32[] ... a traced value"),
+        "string": (_dynamic(backoff_factor="0.5"), "backoff_factor must be a Python float, got '0.5' of type str"),
+        "float count": (_dynamic(growth_interval=100.0), "growth_interval must ... of type float. Convert"),
+        "long string": (_dynamic(growth_interval="x" * 59), f"must be a Python int, got '{56 * 'x'}..."),
+    },
+    ValueError: {
+        "growth rounds to 1": (_dynamic(growth_factor=1 + 2.0**-24), "growth_factor must ... be above 1 in float32"),
+        "large growth": (_dynamic(growth_factor=LARGEST * 1.5), "growth_factor must ... got 1.2760588759535192e+38."),
+        "backoff rounds to 1": (
+            _dynamic(backoff_factor=1 - 2.0**-25),
+            "backoff_factor must ... be below 1 in float32; the default is 0.5.",
+        ),
+        "small backoff": (_dynamic(backoff_factor=SMALLEST / 2), "backoff_factor must ... got 2^-127."),
+        "interval of 0": (_dynamic(growth_interval=0), "growth_interval must be between 1 and ... got 0. Pass"),
+        "large interval": (_dynamic(growth_interval=2**31), "growth_interval must ... got 2147483648."),
+        "hysteresis of 0": (_dynamic(hysteresis=0), "hysteresis must be between 1 and"),
+        "reset": (_dynamic(hysteresis_reset="never"), "hysteresis_reset must be ... 'finite', got 'never'"),
+        "small min_scale": (_dynamic(min_scale=SMALLEST / 2), "min_scale must ... 2^-126 and 2^126, got 2^-127."),
+        "large max_scale": (_dynamic(max_scale=LARGEST * 1.5), "max_scale must ... got 1.2760588759535192e+38."),
+        "min above max": (_dynamic(min_scale=4.0, max_scale=2.0), "min_scale must not exceed max_scale, got 4 and 2."),
+        "init below min": (_dynamic(init_scale=0.5), "init_scale must be between 1 and 2^32, got 0.5. Change"),
+        "ignored setting": (
+            lambda: jmpscale.ScalerConfig(mode="static", growth_interval=5),
+            "growth_interval must be omitted with mode 'static', got 5.",
+        ),
+        "mode": (lambda: jmpscale.ScalerConfig(mode="off"), "mode must be one of ... 'disabled', got 'off'."),
+        "small static scale": (
+            lambda: jmpscale.static(SMALLEST / 2),
+            "scale must be between 2^-126 and 2^126, got 2^-127. Outside, it or its reciprocal",
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize(("call", "error", "words"), wrong_calls(WRONG_SETTINGS))
+def test_constructor_requires_valid_settings(call, error, words):
+    check_message(call, error, words)
