@@ -146,6 +146,7 @@ def test_corrupted_scale_recovers_or_is_reported(scale, recovers):
             jmpscale.raise_if_stuck(state, max_consecutive_skips=2)
 
 
+@pytest.mark.guards
 @pytest.mark.parametrize("roundtrip", [orbax, msgpack])
 @pytest.mark.parametrize(("old", "new"), [(TX, CLIPPING_TX), (CLIPPING_TX, TX)], ids=["added", "removed"])
 def test_restore_after_max_norm_is_added_or_removed(old, new, roundtrip, tmp_path):

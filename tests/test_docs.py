@@ -73,6 +73,7 @@ FORGOTTEN = {  # a changed line of the README's program, the original line, and 
 }
 
 
+@pytest.mark.guards
 @pytest.mark.parametrize("forgotten", rows(FORGOTTEN, default={"with_loss_scaling", "value_and_grad"}))
 def test_readme_program_reports_a_forgotten_line(forgotten):
     """The last of the four changed lines is missed by `check_step` only, as the README calls it."""

@@ -178,6 +178,7 @@ def test_state_rebuilt_by_its_fields_is_mapped_beside_the_original():
     assert list(map(id, jax.tree.leaves(kept))) == list(map(id, jax.tree.leaves(original)))
 
 
+@pytest.mark.guards
 @pytest.mark.parametrize("factors", [(2.0, 8.0), (8.0, 2.0)])
 def test_state_without_settings_raises_whatever_was_compiled_before(factors):
     """Such a state, as from a damaged checkpoint, must not run the program of a state with settings."""
