@@ -141,7 +141,80 @@ def test_kernels_run_in_their_own_dtype_and_are_listed():
     (entry,) = diagnosis.not_entered
     assert entry == f"{line_of(kernel_loss, '# kernel')}: pallas_call"
     assert diagnosis.describe().splitlines()[-1] == f"  {entry}"
+    assert diagnosis.summary.startswith(
+        f"{not_float32(line_of(kernel_loss, '# kernel'), 'pallas_call')} Loss scales from "
+    )
     assert diagnosis.fitting_scales() is not None
+
+
+def not_float32(line, operation):
+    """Returns the first sentence of a summary whose comparison depends on an operation in half precision."""
+    return f"The comparison is not entirely float32: {operation} at {line} runs in half precision in it, too."
+
+
+def doubled(x):
+    def double(x):
+        with np.errstate(over="ignore"):
+            return np.asarray(x) * np.float16(2)
+
+    return jax.pure_callback(double, jax.ShapeDtypeStruct(x.shape, x.dtype), x)  # callback
+
+
+def callback_is_infinite(w):
+    return squared(doubled(jax.lax.stop_gradient(w.astype(H) * H(6e4))) * w.astype(H))
+
+
+def test_infinity_of_an_operation_in_half_precision_is_not_said_to_be_one_in_float32():
+    line = line_of(doubled, "# callback")
+    assert diagnose(callback_is_infinite, jnp.ones(2)).summary == (
+        f"{not_float32(line, 'pure_callback')} The result of pure_callback at {line} is not finite, and reaches the "
+        "loss or a gradient. Whether it is finite in float32 was not measured: give this operation operands in "
+        "float32, and diagnose again."
+    )
+
+
+def unused_callback(w):
+    doubled(jax.lax.stop_gradient(w.astype(H)))
+    return squared(w.astype(H))
+
+
+def test_operation_in_half_precision_that_does_not_reach_the_outputs_is_only_listed():
+    diagnosis = diagnose(unused_callback, jnp.ones(2))
+    assert diagnosis.not_entered == (f"{line_of(doubled, '# callback')}: pure_callback",)
+    assert diagnosis.summary.startswith("Loss scales from ")
+
+
+def overflow_in_a_condition(w):
+    h = w.astype(H)
+    total = jax.lax.stop_gradient(h).sum()
+
+    def goes_on(n):
+        return (total * H(300) * H(300) * (n + 1).astype(H)).astype(jnp.float32) < 1e6  # condition
+
+    n = jax.lax.while_loop(goes_on, lambda n: n + 1, jnp.int32(0))
+    return jnp.sum((h * (1 + n).astype(H)).astype(jnp.float32) ** 2)
+
+
+def test_overflow_in_the_condition_of_a_loop_is_named():
+    diagnosis = diagnose(overflow_in_a_condition, jnp.full(3, 0.5), scale=2.0**4)
+    line = line_of(overflow_in_a_condition, "# condition", "goes_on")
+    assert diagnosis.summary.startswith(f"The forward pass overflows: mul at {line} reaches ")
+    assert diagnosis.lines == (line,)
+
+
+def loop_with_own_bounds(w, x):
+    def iterate(x, n):
+        return jax.lax.fori_loop(0, n, lambda i, h: jnp.tanh(h * H(3)), x)  # bounds
+
+    h = jax.vmap(iterate)(jax.lax.stop_gradient(x).astype(H), jnp.arange(len(x)) % 5)
+    return squared(h.astype(jnp.float32) @ w)
+
+
+def test_loop_with_a_bound_for_each_example_is_entered():
+    diagnosis = diagnose(loop_with_own_bounds, W, X)
+    assert diagnosis.loss_float32 == pytest.approx(float(loop_with_own_bounds(W, X)), rel=0.01)
+    assert line_of(loop_with_own_bounds, "# bounds", "iterate") in {row.line for row in diagnosis.rows}
+    assert diagnosis.not_entered == ()
 
 
 def sharded_loss(w, x, check_vma=True):

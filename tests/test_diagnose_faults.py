@@ -83,7 +83,7 @@ FAULTS = {
     "no scale fits": Fault(
         programs.gradients_of_two_sizes,
         ({"large": W, "small": W}, X),
-        begins="No loss scale fits. At 2^5, the backward pass underflows: mul at ",
+        begins="No loss scale fits. At 2^5, the backward pass underflows: convert_element_type at ",
     ),
     "wrong at one scale": Fault(
         programs.wrong_at_one_scale,

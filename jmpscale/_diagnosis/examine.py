@@ -9,7 +9,7 @@ from jmpscale._diagnosis.not_finite import RepairedStep
 from jmpscale._diagnosis.report import Diagnosis, DiagnosisRow
 from jmpscale._diagnosis.scales import LARGE_ERROR, Errors, search
 from jmpscale._diagnosis.step import Step, compile_step
-from jmpscale._diagnosis.summary import Findings, describe_arguments, describe_origin, summarize
+from jmpscale._diagnosis.summary import Findings, describe_arguments, describe_comparison, describe_origin, summarize
 from jmpscale._state import ScalerState
 
 
@@ -21,7 +21,7 @@ def examine(step: Step, scaler: ScalerState, non_finite: Callable[[], list[str]]
     errors, loss_error = trials.compare(outputs)
     findings = Findings(trials, float(outputs[0]), loss_error, errors, scale, scaler.config)
     if not trials.measured.are_finite:
-        return _diagnosis(findings, _describe_not_finite(RepairedStep(step), non_finite))
+        return _diagnosis(findings, _describe_not_finite(findings, RepairedStep(step), non_finite))
     present = round(math.log2(scale))
 
     # A loss that contains a scaled gradient, such as a penalty, may be right at other scales.
@@ -56,11 +56,11 @@ def _explain(findings: Findings, present: int) -> Findings:
     return findings._replace(lines=lines, cause=cause, error_elsewhere=elsewhere)
 
 
-def _describe_not_finite(step: RepairedStep, non_finite: Callable[[], list[str]]) -> str:
+def _describe_not_finite(findings: Findings, step: RepairedStep, non_finite: Callable[[], list[str]]) -> str:
     """Describes what makes a step infinite or NaN, in float32 too."""
     if step.is_finite_with_finite_arguments() and (names := non_finite()):
         return describe_arguments(names)
-    return describe_origin(step.origin())
+    return describe_origin(step.origin(), findings.not_entered)
 
 
 def _diagnosis(findings: Findings, summary: str) -> Diagnosis:
@@ -75,8 +75,8 @@ def _diagnosis(findings: Findings, summary: str) -> Diagnosis:
         scale_errors=tuple((2.0**k, error) for k, error in scales.errors.items()),
         lines=tuple(findings.name(path, lines) for path in lines),
         rows=tuple(_row(findings, part, part.path in lines) for part in step.parts),
-        not_entered=tuple(step.not_entered),
-        summary=summary,
+        not_entered=tuple(dict.fromkeys(f"{x.line}: {x.eqn.primitive.name}" for x in findings.trials.not_entered)),
+        summary=describe_comparison(findings.not_entered) + summary,
         _fitting=(2.0 ** fitting[0], 2.0 ** fitting[1]) if fitting else None,
     )
 

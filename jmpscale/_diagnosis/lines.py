@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._diagnosis.errors import Measured, measure
-from jmpscale._diagnosis.modes import PRECISION, RECORD, ModalStep, Mode, Part, Path, Site, Statistics
+from jmpscale._diagnosis.modes import PRECISION, RECORD, ModalStep, Mode, Part, Site, Statistics
+from jmpscale._diagnosis.program import Operation, Path
 from jmpscale._diagnosis.scales import LARGEST_ERROR, Errors, Scales, largest, search
 from jmpscale._diagnosis.step import Step
 
@@ -73,6 +74,11 @@ class Trials:
         # Rounding the arguments to half precision changes them by half as much, or less.
         rounding = max((2.0 ** -jnp.finfo(site.dtype).nmant for site in self.step.sites), default=2.0**-10)
         self._largest_loss_error = max(_LARGEST_LOSS_ERROR, changed.errors[0] / _ULP * rounding)
+
+    @property
+    def not_entered(self) -> list[Operation]:
+        """The operations that run in half precision in the reference, too."""
+        return list(self._recording.not_entered)
 
     def compare(self, outputs: Sequence[Any], reference: Sequence[Any] | None = None) -> tuple[Errors, float]:
         """Returns the errors of the gradients, 0 if one is not decisive; and of the loss, 0 if it is only rounding."""

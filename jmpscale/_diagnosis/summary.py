@@ -8,7 +8,8 @@ from typing import NamedTuple
 from jmpscale._base.jaxpr import MATMULS
 from jmpscale._base.text import format_percentage, format_scale
 from jmpscale._diagnosis.lines import CHANGE, Cause, Lines, Reason, Trials
-from jmpscale._diagnosis.modes import Part, Path, Site, Statistics
+from jmpscale._diagnosis.modes import Part, Site, Statistics
+from jmpscale._diagnosis.program import Path
 from jmpscale._diagnosis.scales import LARGE_ERROR, Errors, Scales, largest
 from jmpscale._state import ScalerConfig
 
@@ -36,6 +37,11 @@ class Findings(NamedTuple):
     @property
     def statistics(self) -> dict[Site, Statistics]:
         return self.trials.statistics(self.scale_of_rows)
+
+    @property
+    def not_entered(self) -> list[str]:
+        """The operations on whose results in half precision the comparison depends."""
+        return list(dict.fromkeys(x.name for x in self.trials.not_entered if x.reaches_outputs))
 
     @property
     def accurate(self) -> bool:
@@ -76,9 +82,14 @@ def describe_arguments(names: Sequence[str]) -> str:
     )
 
 
-def describe_origin(site: Site | None) -> str:
-    """Describes a step that is not finite in float32."""
+def describe_origin(site: Site | None, not_entered: Collection[str]) -> str:
+    """Describes a step that is not finite in float32, given the names of the operations that were not entered."""
     where = f"{site.operation} at {site.part.path[-1]}" if site else "an operation that was not entered"
+    if site is None or where in not_entered:
+        return (
+            f"The result of {where} is not finite, and reaches the loss or a gradient. Whether it is finite in float32 "
+            "was not measured: give this operation operands in float32, and diagnose again."
+        )
     return (
         f"The result of {where} is not finite in the float32 run either, and reaches the loss or a gradient. No loss "
         "scale helps: correct this line. Common causes are invalid data; a softmax over a row that is masked "
@@ -87,9 +98,17 @@ def describe_origin(site: Site | None) -> str:
     )
 
 
+def describe_comparison(not_entered: Sequence[str]) -> str:
+    """Describes a comparison in which operations run in half precision; nothing if there are none."""
+    if not not_entered:
+        return ""
+    verb = "runs" if len(not_entered) == 1 else "run"
+    return f"The comparison is not entirely float32: {_enumerate(not_entered)} {verb} in half precision in it, too. "
+
+
 def summarize(findings: Findings) -> str:
     """Describes a step that is finite in float32."""
-    if not findings.trials.step.sites and not findings.trials.step.not_entered:
+    if not findings.trials.step.sites and not findings.trials.not_entered:
         return (
             "The program has no result in half precision, and needs no loss scale. jmpscale.autocast converts its "
             'matmuls to half precision, except those with precision="highest".'
@@ -109,8 +128,9 @@ def summarize(findings: Findings) -> str:
 
 def _describe_useless_gradients(findings: Findings) -> str:
     if not findings.trials.measured.norms[1:].any():
+        where = "the comparison" if findings.not_entered else "float32"
         return (
-            "All gradients are zero, in float32 too. No loss scale changes that. Perhaps a constant, such as 1e-8 or "
+            f"All gradients are zero, in {where} too. No loss scale changes that. Perhaps a constant, such as 1e-8 or "
             "1e6, is zero or infinite in float16."
         )
     return (
