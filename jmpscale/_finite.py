@@ -55,10 +55,12 @@ def all_finite(tree: PyTree, *, scaler: PyTree = None, axis_name: AxisName = Non
     check_no_partial_sums(tree)
     warn_if_unsynchronized(axis_name)
     (finite,) = all_reduce_and(all_finite_here(tree), axis_name=axis_name)
-    mark(Mark.CHECKED, finite, *jax.tree.leaves(tree)[:1])
-    if has_mark(Mark.GRADIENT, tree):
+    leaves = jax.tree.leaves(tree)
+    grads = [x for x in leaves if has_mark(Mark.GRADIENT, x)]
+    mark(Mark.CHECKED, finite, *(grads or leaves)[:1])
+    if grads:
         mark(Mark.FINITE, finite)
-    if has_mark(Mark.LOSS, tree) and len(jax.tree.leaves(tree)) == 1:
+    if has_mark(Mark.LOSS, tree) and len(leaves) == 1:
         mark(Mark.FINITE_LOSS, finite)
     return finite
 

@@ -69,7 +69,8 @@ def value_and_grad(
       `f(scaler, *args, **kwargs) -> (value, grads)`, or `((value, aux), grads)` if `has_aux` is true. The first
       argument is the scaler, or any pytree that contains exactly one, such as the optimizer state of
       `with_loss_scaling`. The value is the result of `fun`, bit for bit. The gradients are in true units, and not
-      finite where the backward pass overflowed. They have the dtype of the argument, or float32 if the argument is
+      finite where the backward pass overflowed, or if the loss is not finite, unless a comparison hides that from all
+      of them: check `all_finite((loss, grads))`. They have the dtype of the argument, or float32 if the argument is
       float16 or float8.
 
     Raises:
@@ -161,7 +162,9 @@ def loss_and_output(out: Any, has_aux: bool) -> tuple[Any, Any]:
 
 def _check_differentiable(args: tuple[PyTree, ...], argnums: Any, transform: Function) -> None:
     """Raises for leaves without a derivative, and for models whose state `jax.value_and_grad` would silently lose."""
-    if transform not in (jax.value_and_grad, imported("flax.nnx", "value_and_grad")):
+    of_nnx = transform is imported("flax.nnx", "value_and_grad")
+    of_equinox = transform is imported("equinox", "filter_value_and_grad")
+    if not (transform is jax.value_and_grad or of_nnx or of_equinox):
         return
     for position in np.atleast_1d(np.asarray(argnums)).tolist():
         if not isinstance(position, int) or position < -len(args):
@@ -171,14 +174,14 @@ def _check_differentiable(args: tuple[PyTree, ...], argnums: Any, transform: Fun
                 f"argnums must be positions of arguments of fun, without the scaler, got {position} in a call with "
                 f"{len(args)} positional arguments after it. Pass arguments by position to differentiate them."
             )
-        models = find_instances(args[position], imported("equinox", "Module"))
-        if transform is jax.value_and_grad:
+        if not of_nnx:
             check_no_nnx_objects(
                 args[position],
                 "the differentiated arguments",
                 "Pass transform=flax.nnx.value_and_grad, which keeps batch statistics and random streams up to date.",
             )
-        elif not models:
+        models = find_instances(args[position], imported("equinox", "Module"))
+        if of_equinox or (of_nnx and not models):
             continue
         if found := first_leaf(args[position], lambda leaf: not is_inexact(leaf)):
             path, leaf = found

@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -29,7 +29,14 @@ from jmpscale._base.tree import (
 from jmpscale._finite import all_finite_here
 from jmpscale._grad import loss_and_output
 from jmpscale._scaler_of_tree import find_scaler
-from jmpscale._scaling import multiply_leaf, needs_wider_gradient, unscale_leaves, warn_about_narrow_loss
+from jmpscale._scaling import (
+    is_whole_loss,
+    multiply_leaf,
+    needs_wider_gradient,
+    one_if_finite,
+    unscale_leaves,
+    warn_about_narrow_loss,
+)
 from jmpscale._state import static
 
 P = ParamSpec("P")
@@ -43,8 +50,9 @@ def loss_scaled(
     """Creates a function with the values and gradients of `fun`, and a scaled backward pass.
 
     Use it for training loops that take a loss function and differentiate it themselves. The backward pass runs at the
-    scale, and the loop receives gradients in true units. To skip steps that overflow, give the loop the optimizer
-    `with_loss_scaling(tx, static(1.0))`, or `with_loss_scaling(tx)` if `scale` can read the optimizer state.
+    scale, and the loop receives gradients in true units. If a scalar result is not finite, its gradients are NaN. To
+    skip steps that overflow, give the loop the optimizer `with_loss_scaling(tx, static(1.0))`, or
+    `with_loss_scaling(tx)` if `scale` can read the optimizer state.
 
     Args:
       fun: the loss function, traced in every call. It returns the loss in float32. Its inputs are its arguments
@@ -133,8 +141,9 @@ def _scale_backward_pass(loss_scale: jax.Array, name: str, watch: bool, fun: Cal
     """Calls `fun`, with output cotangents multiplied by the scale, and input cotangents divided by the scale.
 
     JAX applies a custom derivative rule at the innermost differentiation in which one of its operands takes part.
-    Derivatives of derivatives are right only if both rules apply at the same one. Therefore each rule has the inputs
-    as operands, although the rule for the outputs does not read them. Errors and warnings call the function `name`.
+    Derivatives of derivatives are right only if both rules apply at the same one. Therefore the rule for the inputs
+    also returns a constant, which takes part in every differentiation of the inputs, and which the rule for the outputs
+    has as an operand, although it does not read it. Errors and warnings call the function `name`.
     """
     traced = trace(fun, *args, name=name)
     paths = {id(leaf): path for path, leaf in jax.tree_util.tree_leaves_with_path(args)}
@@ -146,20 +155,19 @@ def _scale_backward_pass(loss_scale: jax.Array, name: str, watch: bool, fun: Cal
     inputs, replace_inputs = flatten_matching(traced.inputs, has_gradient)
     names = tuple(_input_name(paths.get(id(x))) for x in inputs)
     try:
-        unscaled: Any = _unscale_cotangents(names, name if watch else None, loss_scale, inputs)
+        results: Any = _unscale_cotangents(names, name if watch else None, loss_scale, inputs)
     except TypeError as error:
         if "forward-mode" in str(error):
             error.add_note("loss_scaled supports only reverse mode. In forward mode, differentiate fun itself.")
         raise
+    unscaled, link = results
     outputs: Any = traced._replace(inputs=replace_inputs(unscaled)).evaluate()
-    # Scalars, such as the loss, have a rule of their own. In one rule for all outputs, JAX 0.8 to 0.10 cannot transpose
-    # a scan whose stacked outputs are not differentiated.
-    for matches in (is_real_scalar, lambda y: is_inexact(y) and not is_real_scalar(y)):
-        differentiable, replace_outputs = flatten_matching(outputs, matches)
-        if differentiable:
-            scaled: Any = _scale_cotangents(loss_scale, differentiable, unscaled)
-            mark(Mark.SCALED_BACKWARD, scaled)
-            outputs = replace_outputs(scaled)
+    # Each output has a rule of its own. In one rule for all outputs, JAX 0.8 to 0.10 cannot transpose a scan of whose
+    # stacked outputs some are not differentiated.
+    differentiable, replace_outputs = flatten_matching(outputs, is_inexact)
+    scaled: Any = [_scale_cotangent(loss_scale, y, link) for y in differentiable]
+    mark(Mark.SCALED_BACKWARD, scaled)
+    outputs = replace_outputs(scaled)
     return traced.unflatten(outputs)
 
 
@@ -171,20 +179,24 @@ def _input_name(path: Any) -> str:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _unscale_cotangents(
     names: tuple[str, ...], watched: str | None, loss_scale: jax.Array, inputs: list[jax.Array]
-) -> list[jax.Array]:
-    """Returns the inputs, and divides their cotangents by the loss scale; warns if gradients of `watched` overflow."""
-    return [map_like(x, loss_scale) for x in inputs]
+) -> tuple[list[jax.Array], jax.Array]:
+    """Returns the inputs, and divides their cotangents by the loss scale; warns if gradients of `watched` overflow.
+
+    The second result is a constant, which is differentiated wherever an input is.
+    """
+    return [map_like(x, loss_scale) for x in inputs], jnp.zeros(())
 
 
 def _unscale_cotangents_fwd(
     names: tuple[str, ...], watched: str | None, loss_scale: CustomVJPPrimal, inputs: list[CustomVJPPrimal]
-) -> tuple[list[jax.Array], _Residuals]:
+) -> tuple[tuple[list[jax.Array], jax.Array], _Residuals]:
     for x, name in zip(inputs, names, strict=True):
         if x.perturbed:
             _check_differentiated_input(x.value, name, loss_scale.value)
     # Flags would become arrays, so the structure of the residuals shows which inputs are differentiated.
     differentiated = [() if x.perturbed else None for x in inputs]
-    return [map_like(x.value, loss_scale.value) for x in inputs], (loss_scale.value, differentiated)
+    mapped = [map_like(x.value, loss_scale.value) for x in inputs]
+    return (mapped, jnp.zeros(())), (loss_scale.value, differentiated)
 
 
 def _check_differentiated_input(x: jax.Array, name: str, loss_scale: jax.Array) -> None:
@@ -202,10 +214,13 @@ def _check_differentiated_input(x: jax.Array, name: str, loss_scale: jax.Array) 
 
 
 def _unscale_cotangents_bwd(
-    names: tuple[str, ...], watched: str | None, residuals: _Residuals, cotangents: list[jax.Array | SymbolicZero]
+    names: tuple[str, ...],
+    watched: str | None,
+    residuals: _Residuals,
+    cotangents: tuple[list[jax.Array | SymbolicZero], SymbolicZero],
 ) -> tuple[None, list[jax.Array | None]]:
     loss_scale, differentiated = residuals
-    grads = unscale_leaves([None if isinstance(ct, SymbolicZero) else ct for ct in cotangents], loss_scale)
+    grads = unscale_leaves([None if isinstance(ct, SymbolicZero) else ct for ct in cotangents[0]], loss_scale)
     # The compiler removes the cotangents of inputs that are not differentiated, unless they are read.
     checked = [g for g, flag in zip(grads, differentiated, strict=True) if flag is not None and g is not None]
     if watched is not None and checked:
@@ -249,23 +264,26 @@ def _warn_unless(flag: jax.Array, text: str, x: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def _scale_cotangents(loss_scale: jax.Array, outputs: list[jax.Array], inputs: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns the outputs, and multiplies their cotangents by the loss scale."""
-    return outputs
+def _scale_cotangent(loss_scale: jax.Array, output: jax.Array, link: jax.Array) -> jax.Array:
+    """Returns an output, and multiplies its cotangent by the loss scale; by NaN if it is a loss that is not finite."""
+    return output
 
 
-def _scale_cotangents_fwd(
-    loss_scale: CustomVJPPrimal, outputs: list[CustomVJPPrimal], inputs: Sequence[CustomVJPPrimal]
-) -> tuple[list[jax.Array], jax.Array]:
-    return [y.value for y in outputs], loss_scale.value
+def _scale_cotangent_fwd(
+    loss_scale: CustomVJPPrimal, output: CustomVJPPrimal, link: CustomVJPPrimal
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
+    return output.value, (loss_scale.value, output.value if is_whole_loss(output.value) else None)
 
 
-def _scale_cotangents_bwd(
-    loss_scale: jax.Array, cotangents: list[jax.Array | SymbolicZero]
-) -> tuple[None, list[jax.Array | None], None]:
+def _scale_cotangent_bwd(
+    residuals: tuple[jax.Array, jax.Array | None], cotangent: jax.Array | SymbolicZero
+) -> tuple[None, jax.Array | None, None]:
     # An output that is not differentiated has no cotangent. A zero in its place could become NaN (0 * inf).
-    scaled = [None if isinstance(ct, SymbolicZero) else multiply_leaf(ct, loss_scale) for ct in cotangents]
-    return None, scaled, None
+    if isinstance(cotangent, SymbolicZero):
+        return None, None, None
+    loss_scale, loss = residuals
+    scaled = multiply_leaf(cotangent, loss_scale)
+    return None, scaled if loss is None else scaled * one_if_finite(loss), None
 
 
-_scale_cotangents.defvjp(_scale_cotangents_fwd, _scale_cotangents_bwd, symbolic_zeros=True)
+_scale_cotangent.defvjp(_scale_cotangent_fwd, _scale_cotangent_bwd, symbolic_zeros=True)

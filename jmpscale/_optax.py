@@ -61,11 +61,12 @@ def with_loss_scaling(
     norm_axis_name: AxisName = (),
     warn_after_skips: int | None = None,
 ) -> LossScalingTransformation:
-    """Wraps an optimizer so that it skips steps whose gradients are not finite, and adjusts the loss scale.
+    """Wraps an optimizer so that it skips steps whose loss or gradients are not finite, and adjusts the loss scale.
 
-    `tx.update` checks the gradients, clips them if `max_norm` is given, runs `inner` or returns zeros, and adjusts the
-    scaler as `jmpscale.update` does. It does not unscale: pass gradients in true units, as `jmpscale.value_and_grad`
-    returns them. Place the wrapper outside `optax.MultiSteps`, `optax.partition` and `optax.masked`.
+    `tx.update` checks the gradients and the loss, clips the gradients if `max_norm` is given, runs `inner` or returns
+    zeros, and adjusts the scaler as `jmpscale.update` does. It does not unscale: pass gradients in true units, as
+    `jmpscale.value_and_grad` returns them. Place the wrapper outside `optax.MultiSteps`, `optax.partition` and
+    `optax.masked`.
 
     Args:
       inner: an optax gradient transformation whose updates have the structure of the gradients. On GPU and TPU it also
@@ -83,10 +84,10 @@ def with_loss_scaling(
 
     Returns:
       A gradient transformation, whose state is a `WithLossScalingState`. Call `tx.update(grads, opt_state, params,
-      value=loss)`. `value=` or `loss=` is the unscaled loss; a skipped step whose loss is not finite does not change
-      the scale. On a skipped step the updates are -0.0, which change no parameter, except that a CPU flushes parameters
-      below 2^-126 to zero, as in every addition. In `grad=`, which some optax transformations read, zeros replace
-      non-finite values. `inner` sees float16 parameters as float32, the dtype of their gradients.
+      value=loss)`. `value=` or `loss=` is the unscaled loss; a step whose loss is not finite is skipped, and does not
+      change the scale. On a skipped step the updates are -0.0, which change no parameter, except that a CPU flushes
+      parameters below 2^-126 to zero, as in every addition. In `grad=`, which some optax transformations read, zeros
+      replace non-finite values. `inner` sees float16 parameters as float32, the dtype of their gradients.
 
     Raises:
       TypeError: an argument has the wrong type, `inner` contains another wrapper or changes the types of its state, the
@@ -169,6 +170,8 @@ def with_loss_scaling(
         checks.warn_if_norm_is_local(grads, loss, axis_name, inner)
         decision_axes = _decision_axes(axis_name, norm_axis_name)
         finite, loss_finite = all_reduce_outcome(_is_finite(grads, norm), loss, decision_axes)
+        # The gradients of a loss that is not finite may be finite, if a comparison hides the NaN from all of them.
+        finite = finite if loss_finite is None else finite & loss_finite
         warn_if_constant(scaler, grads, "optimizer state")
         updates, inner_state = _update_if(finite, update_inner, grads, state.inner_state, inner_params)
         new_scaler = adapt(scaler, jax.tree.leaves(grads)[:1], finite, loss_finite)

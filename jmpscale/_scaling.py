@@ -18,6 +18,7 @@ from jmpscale._base.tree import (
     flatten_gradients,
     is_inexact,
     is_real,
+    is_real_scalar,
     is_traced,
 )
 from jmpscale._finite import all_finite
@@ -34,7 +35,8 @@ def scale(scaler: PyTree, tree: Tree) -> Tree:
 
     Returns:
       The scaled tree; leaves narrower than float32 become float32, because the default scale is infinite in float16.
-      With `disabled()`, the tree itself.
+      The derivatives of a scalar that is not finite are NaN, so that no comparison in the backward pass hides it. With
+      `disabled()`, the tree itself.
 
     Raises:
       TypeError: a leaf does not have a floating-point dtype.
@@ -72,7 +74,42 @@ def warn_about_narrow_loss(loss: jax.Array) -> None:
 
 @jax.jit
 def _scale_leaves(loss_scale: jax.Array, tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: multiply_leaf(jnp.asarray(x, _real_dtype(x)), loss_scale), tree)
+    def scale_leaf(x: ArrayLike) -> jax.Array:
+        loss = jnp.asarray(x, _real_dtype(x))
+        return multiply_leaf(_with_derivative_of_loss(loss) if is_whole_loss(loss) else loss, loss_scale)
+
+    return jax.tree.map(scale_leaf, tree)
+
+
+@jax.custom_jvp
+def _with_derivative_of_loss(loss: jax.Array) -> jax.Array:
+    """Returns a scalar loss, whose derivatives are NaN if it is not finite; see `one_if_finite`."""
+    return loss
+
+
+@_with_derivative_of_loss.defjvp
+def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    (loss,), (tangent,) = primals, tangents
+    return _with_derivative_of_loss(loss), tangent * one_if_finite(loss)
+
+
+def is_whole_loss(x: jax.Array) -> bool:
+    """Tests whether an array is a loss whose gradients must not be finite if it is not.
+
+    In a larger array, such as one of masked losses, elements that are not finite may be unused. A partial sum can only
+    be checked after its reduction.
+    """
+    return is_real_scalar(x) and not unreduced_axes(x)
+
+
+def one_if_finite(loss: jax.Array) -> jax.Array:
+    """Returns 1 for a finite loss, otherwise NaN, as a factor of derivatives that they do not depend on.
+
+    With this factor a loss that is not finite has gradients that are not finite. Without it, a comparison with NaN,
+    such as in a ReLU or a maximum, selects the branch with a derivative of zero, and the gradients are finite and
+    wrong.
+    """
+    return 0 * jax.lax.stop_gradient(loss) + 1
 
 
 def unscale(scaler: PyTree, tree: Tree) -> Tree:

@@ -234,7 +234,7 @@ def static(scale: float) -> ScalerState:
 
     Args:
       scale: the loss scale, in [2^-126, 2^126]. `static(1.0)` is for training in bfloat16 or float32: it does not
-        change the gradients, and steps whose gradients are not finite are skipped.
+        change finite gradients, and steps whose loss or gradients are not finite are skipped.
 
     Returns:
       A `ScalerState`, as from `dynamic`.

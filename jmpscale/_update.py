@@ -47,11 +47,11 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
 
     Args:
       scaler: the scaler from before the step.
-      finite: bool[], whether all gradients of the step are finite, from `all_finite` or `unscale_and_check`. Any
-        other condition in it, such as a limit of the norm, counts as an overflow, and reduces the scale: use it in
-        `apply_if` alone. The finiteness of the loss does not, if the loss is passed.
+      finite: bool[], whether the step was applied: whether its loss and gradients are finite, from
+        `all_finite((loss, grads))`. Any other condition in it, such as a limit of the norm, counts as an overflow, and
+        reduces the scale: use it in `apply_if` alone.
       loss: the unscaled loss, of any shape, or a pytree of unscaled losses. A skipped step whose loss is not finite
-        does not change the scale. A non-finite loss alone never causes a skip.
+        does not change the scale. The loss does not make a step skipped; `finite` and `apply_if` do.
       axis_name: the mapped axes over which to combine `finite` and the finiteness of the loss, as in `all_finite`. If
         it omits an axis that JAX's types do not show, the loss is ignored, because it may differ between devices.
 

@@ -100,7 +100,6 @@ AUX = {
 LOSSES = {
     "float16": lambda w: jnp.sum(w).astype(jnp.float16),
     "bfloat16": lambda w: jnp.sum(w).astype(jnp.bfloat16),
-    "infinite": lambda w: jnp.sum(w) / 0,
     "Python constant": lambda w: 3.0,
     "JAX constant": lambda w: jnp.float32(3.0),
     "vector": lambda w: w,

@@ -31,7 +31,7 @@ from tables import rows
 SCALER = jmpscale.static(2.0**8)
 BF16 = np.dtype(jnp.bfloat16)
 RANDOM = np.random.default_rng(0)
-N = 8
+N = 16
 
 
 def random_array(shape):
@@ -180,7 +180,7 @@ def on_host(w, x):
 
 
 def ragged(w, x):
-    return jnp.mean(jax.lax.ragged_dot(x, jnp.stack([w, w.T]), jnp.array([3, 5], jnp.int32)) ** 2)
+    return jnp.mean(jax.lax.ragged_dot(x, jnp.stack([w, w.T]), jnp.array([3, N - 3], jnp.int32)) ** 2)
 
 
 def shard_map(fun):
@@ -200,7 +200,7 @@ def shard_map_inside(check_vma):
         return jax.lax.psum(jnp.mean((hidden @ w.T) ** 2), "data")
 
     def fun(w, x):
-        mesh = meshes.make_mesh(data=4)
+        mesh = meshes.make_mesh(data=2)
         specs = {"in_specs": (jax.P(None, "data"), jax.P()), "out_specs": jax.P()}
         return jax.shard_map(sharded_loss, mesh=mesh, check_vma=check_vma, **specs)(w, x)
 
@@ -217,7 +217,7 @@ TRANSFORMATIONS = {
     "nested": lambda wrap: gradients(wrap(lambda w, x: wrap(loss)(w, x) + jnp.mean(x @ w))),
     "ensemble": lambda wrap: lambda w, x: jax.vmap(gradients(wrap(loss)), (0, None))(jnp.stack([w, w.T]), x),
     "pmap inside": lambda wrap: wrap(
-        lambda w, x: jax.pmap(gradients(loss), in_axes=(None, 0), devices=devices(2))(w, x.reshape(2, 4, N))
+        lambda w, x: jax.pmap(gradients(loss), in_axes=(None, 0), devices=devices(2))(w, x.reshape(2, N // 2, N))
     ),
     "shard_map": lambda wrap: shard_map(wrap(loss)),
     "shard_map inside": lambda wrap: gradients(wrap(shard_map_inside(True))),
@@ -240,7 +240,7 @@ TRANSFORMATIONS = {
     ),
     "custom_vjp, autocast inside": lambda wrap: gradients(autocast_inside_custom_vjp(wrap)),
     "ragged_dot": lambda wrap: gradients(wrap(ragged)),
-    "matrix and vector": lambda wrap: gradients(wrap(lambda w, x: jnp.mean(jnp.tanh(w @ x[0])))),
+    "matrix and vector": lambda wrap: gradients(wrap(lambda w, x: jnp.mean(jnp.tanh(w @ x[0]) ** 2))),
     "composite": lambda wrap: wrap(jax.lax.composite(lambda w, x: jnp.tanh(x @ w), name="my.layer")),
     "custom_vmap": lambda wrap: wrap(with_vmap_rule),
     "custom_vmap, forward mode": lambda wrap: lambda w, x: jax.jvp(wrap(with_vmap_rule), (w, x), (x, w)),
@@ -330,8 +330,8 @@ MIXED = {
     "float16 inputs": lambda wrap: (wrap(two_matmuls), W, X.astype(jnp.float16)),
     "float16 parameters": lambda wrap: (wrap(two_matmuls), W.astype(jnp.float16), X),
     "bool inputs": lambda wrap: (wrap(two_matmuls), W, X > 0),
-    "uint8 inputs": lambda wrap: (wrap(two_matmuls), W, jnp.arange(8, dtype="uint8")),
-    "int32 inputs": lambda wrap: (wrap(two_matmuls), W, jnp.arange(64).reshape(N, N)),
+    "uint8 inputs": lambda wrap: (wrap(two_matmuls), W, jnp.arange(N, dtype="uint8")),
+    "int32 inputs": lambda wrap: (wrap(two_matmuls), W, jnp.arange(N**2).reshape(N, N)),
     "float16 result": lambda wrap: (wrap(lambda w, x: jnp.mean(jnp.dot(x, w, preferred_element_type="float16"))), W, X),
     "float16 by bfloat16": lambda wrap: (
         wrap(lambda w, x: jnp.mean(jax.lax.dot(x, w, preferred_element_type=jnp.float32)), dtype=jnp.bfloat16),
@@ -370,7 +370,7 @@ def test_recipe_of_the_guide_runs_fused_attention(monkeypatch, order):
     exec(recipe, namespace)
 
     def fun(w, x, attend):
-        q, k, v = (jnp.reshape(x @ w * i, (1, 8, 1, 8)) for i in (1, 2, 3))
+        q, k, v = (jnp.reshape(x @ w * i, (1, N, 1, N)) for i in (1, 2, 3))
         return jnp.mean(attend(q, k, v) ** 2)
 
     def unchanged(q, k, v):
@@ -531,7 +531,7 @@ HIDDEN = {  # programs that are finite if the result of a matmul is infinite
     "element-wise": lambda a, b: [fun(a @ b) for fun in (jnp.reciprocal, jnp.tanh, lambda y: jnp.minimum(y, 1.0))],
     "element-wise, negative": lambda a, b: [fun(-a @ b) for fun in (jax.nn.relu, jnp.exp)],
     "convolution": lambda a, b: 1 / jax.lax.conv(a[None, None], b[None, None, :3, :3], (1, 1), "SAME"),
-    "ragged_dot": lambda a, b: 1 / jax.lax.ragged_dot(a, jnp.stack([b, b]), jnp.array([3, 5], jnp.int32)),
+    "ragged_dot": lambda a, b: 1 / jax.lax.ragged_dot(a, jnp.stack([b, b]), jnp.array([3, N - 3], jnp.int32)),
     "float16 result": lambda a, b: 1 / jnp.dot(a, b, preferred_element_type="float16"),
     "float16 operand": lambda a, b: 1 / (a.astype(jnp.float16) @ b),
     "scan": lambda a, b: jax.lax.scan(lambda h, _: (1 / (h @ b), None), a, None, length=3)[0],
@@ -554,8 +554,8 @@ def test_infinite_result_in_bfloat16_remains():
 
 
 def test_finite_results_keep_their_sign_and_nan_remains():
-    x = jnp.stack([jnp.array([-0.0, 65504.0, -65504.0, 2.0**-24]), jnp.full(4, jnp.nan)])
-    result = jax.jit(jmpscale.autocast(lambda x: x @ jnp.eye(4)))(x)
+    x = jnp.stack([jnp.array([-0.0, 65504.0, -65504.0, 2.0**-24, 1.0]), jnp.full(5, jnp.nan)])
+    result = jax.jit(jmpscale.autocast(lambda x: x @ jnp.eye(5)))(x)
     np.testing.assert_array_equal(result[0, 1:], x[0, 1:])
     assert jnp.isnan(result[1]).all()
 

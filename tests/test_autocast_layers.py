@@ -118,7 +118,7 @@ class LinenBlock(nn.Module):
             @nn.compact
             def __call__(self, x, _):
                 y = nn.Dropout(0.5, deterministic=False)(nn.LayerNorm()(x))
-                return x + nn.MultiHeadDotProductAttention(2)(y), None
+                return x + nn.MultiHeadDotProductAttention(2, qkv_features=12)(y), None
 
         layers = nn.scan(
             nn.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True, "dropout": True}, length=2
@@ -132,8 +132,8 @@ class NNXBlock(nnx.Module):
     def __init__(self, rngs):
         self.embed = nnx.Embed(7, 6, rngs=rngs)
         self.norm, self.dropout = nnx.BatchNorm(6, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(2, 6, decode=False, rngs=rngs)
-        self.lora = nnx.LoRALinear(6, 6, lora_rank=2, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, 6, qkv_features=12, decode=False, rngs=rngs)
+        self.lora = nnx.LoRALinear(6, 6, lora_rank=5, rngs=rngs)
 
         @nnx.split_rngs(splits=2)
         @nnx.vmap(in_axes=0, out_axes=0)
@@ -156,8 +156,8 @@ class NNXStored(nnx.Module):
     """A residual block whose input and result are converted to float16."""
 
     def __init__(self, rngs):
-        self.stem, self.conv = nnx.Conv(3, 4, (3, 3), rngs=rngs), nnx.Conv(4, 4, (3, 3), rngs=rngs)
-        self.norm, self.head = nnx.BatchNorm(4, rngs=rngs), nnx.Linear(4, 5, rngs=rngs)
+        self.stem, self.conv = nnx.Conv(3, 5, (3, 3), rngs=rngs), nnx.Conv(5, 5, (3, 3), rngs=rngs)
+        self.norm, self.head = nnx.BatchNorm(5, rngs=rngs), nnx.Linear(5, 5, rngs=rngs)
 
     def __call__(self, images):
         x = nnx.max_pool(nnx.relu(self.stem(images)).astype(jnp.float16), (2, 2))
@@ -178,7 +178,7 @@ class EquinoxNet(eqx.Module):
     def __init__(self, key):
         self.dense = eqx.nn.Linear(6, 6, key=key)
         self.norm = eqx.nn.BatchNorm(6, axis_name="batch", mode="batch")
-        self.spectral = eqx.nn.SpectralNorm(eqx.nn.Linear(6, 4, key=key), "weight", key=key)
+        self.spectral = eqx.nn.SpectralNorm(eqx.nn.Linear(6, 5, key=key), "weight", key=key)
 
     def __call__(self, x, state):
         x, state = self.norm(self.dense(x), state)
@@ -202,14 +202,16 @@ LINEN = {
 }
 NNX = {
     "SimpleCell": stateful(lambda rngs: nnx.RNN(nnx.SimpleCell(6, 5, rngs=rngs)), SEQUENCES),
-    "LoRA": stateful(lambda rngs: nnx.LoRA(6, 2, 5, rngs=rngs), VECTORS),
+    "LoRA": stateful(lambda rngs: nnx.LoRA(6, 5, 5, rngs=rngs), VECTORS),
     "blocks that return float16": stateful(NNXStored, IMAGES),
     "scan, remat, BatchNorm, Dropout, LoRALinear": stateful(NNXBlock, TOKENS),
 }
 EQUINOX = {
     "Conv2d": equinox(lambda: eqx.nn.Conv2d(6, 4, 3, groups=2, key=KEY), IMAGES),
     "MultiheadAttention": equinox(
-        lambda: eqx.nn.MultiheadAttention(2, 6, key=KEY), SEQUENCES, lambda model, x: jax.vmap(model)(x, x, x)
+        lambda: eqx.nn.MultiheadAttention(2, 6, qk_size=6, vo_size=6, key=KEY),
+        SEQUENCES,
+        lambda model, x: jax.vmap(model)(x, x, x),
     ),
     "blocks that return float16": equinox(
         lambda: eqx.nn.Sequential(
@@ -221,9 +223,9 @@ EQUINOX = {
     "BatchNorm, SpectralNorm": equinox(lambda: eqx.nn.make_with_state(EquinoxNet)(KEY), VECTORS, equinox_with_state),
 }
 HAIKU = {
-    "SeparableDepthwiseConv2D": haiku(lambda x: hk.SeparableDepthwiseConv2D(2, 3)(x), IMAGES),
-    "MultiHeadAttention": haiku(lambda x: hk.MultiHeadAttention(2, 3, w_init=jnp.zeros)(x, x, x), SEQUENCES),
-    "GRU": haiku(lambda x: haiku_unroll(hk.GRU(4), x), SEQUENCES),
+    "SeparableDepthwiseConv2D": haiku(lambda x: hk.SeparableDepthwiseConv2D(2, 5)(x), IMAGES),
+    "MultiHeadAttention": haiku(lambda x: hk.MultiHeadAttention(2, 6, w_init=jnp.zeros)(x, x, x), SEQUENCES),
+    "GRU": haiku(lambda x: haiku_unroll(hk.GRU(5), x), SEQUENCES),
     "BatchNorm, dropout": haiku(
         lambda x: hk.dropout(hk.next_rng_key(), 0.5, hk.BatchNorm(True, True, 0.9)(hk.Linear(5)(x), True)), VECTORS
     ),

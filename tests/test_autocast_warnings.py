@@ -81,9 +81,10 @@ NOT_CONVERTED = {  # a function, and the explanation in the warning; {line} is t
         lambda x, w: pallas_matmul(x, w),
         "1 of 1 matmuls, at {line}: pallas_call runs as written.",
     ),
-    "inner and outer products": (
-        lambda x, w: (jnp.vdot(x, w), jnp.outer(x, w), jnp.einsum("i,j->ij", x[0], w[0]), jnp.vdot(w, w)),
-        "3 of 3 matmuls, at {line}: Inner and outer products would be less accurate in half precision, and not faster.",
+    "inner products and small contractions": (
+        lambda x, w: (jnp.vdot(x, w), jnp.einsum("i,j->ij", x[0], w[0]), x[:, :4] @ w[:4], jnp.vdot(w, w)),
+        "4 of 4 matmuls, at {line}: Half precision makes inner products, and contractions of at most 4 elements, less "
+        "accurate and not faster.",
     ),
 }
 

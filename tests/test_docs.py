@@ -12,6 +12,7 @@ import pytest
 import jmpscale
 
 import pages
+from tables import rows
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "nothing_scaled")
 
@@ -52,6 +53,35 @@ def test_readme_program_needs_loss_scaling(capsys):
     assert float16 >= 1.2 * float32
     if jax.default_backend() == "cpu":
         pages.assert_same_output(f"{float32:.4f} {float16:.4f}", " ".join(changed))
+
+
+FORGOTTEN = {  # a changed line of the README's program, the original line, and the type and start of the message
+    "autocast": ("@jmpscale.autocast\n", "", None, None),  # a program in float32
+    "with_loss_scaling": (
+        "tx = jmpscale.with_loss_scaling(optax.adam(3e-3), jmpscale.dynamic())",
+        "tx = optax.adam(3e-3)",
+        ValueError,
+        "scaler must contain exactly one ScalerState, found 0",
+    ),
+    "value_and_grad": (
+        "jmpscale.value_and_grad(loss_fn)(opt_state, params, batch)",
+        "jax.value_and_grad(loss_fn)(params, batch)",
+        UserWarning,
+        "no loss has been scaled yet",
+    ),
+    "value": (", value=loss)", ")", UserWarning, "a NaN in the forward pass reduces the loss scale"),
+}
+
+
+@pytest.mark.parametrize("forgotten", rows(FORGOTTEN, default={"with_loss_scaling", "value_and_grad"}))
+def test_readme_program_reports_a_forgotten_line(forgotten):
+    """The last of the four changed lines is missed by `check_step` only, as the README calls it."""
+    new, old, kind, message = forgotten
+    program, check, *_ = (code for language, code in README_BLOCKS if language == "python")
+    assert program.count(new) == 1
+    program = program.replace(new, old).replace("range(300)", "range(2)")
+    with pytest.raises(kind, match=message) if kind else contextlib.nullcontext():  # warnings are errors
+        pages.run(program + check, {"__name__": "README.md"})
 
 
 def test_links_are_found_and_broken_links_do_not_resolve():

@@ -535,7 +535,12 @@ VALUE_AND_GRAD = {
     UserWarning: {
         "constant": (lambda: _traced(_value_and_grad_at_constant, GRADS), "the scaler is a constant of the compiled"),
         "scaled loss in autocast": (
-            _value_and_grad(W32, fun=jmpscale.autocast(lambda w: jmpscale.scale(STATE, (w @ jnp.ones((2, 2))).sum()))),
+            _value_and_grad(
+                W32,
+                fun=jmpscale.autocast(
+                    lambda w: jmpscale.scale(STATE, (w.sum() * jnp.ones((8, 8)) @ jnp.ones((8, 8))).sum())
+                ),
+            ),
             "the loss is scaled twice",
         ),
         "scaled loss": (

@@ -171,6 +171,13 @@ def test_value_and_grad_with_nnx_transform_updates_the_model(options):
     chex.assert_trees_all_equal(ours, run(nnx.value_and_grad))
 
 
+@pytest.mark.parametrize("transform", [jax.value_and_grad, equinox.filter_value_and_grad])
+def test_value_and_grad_raises_if_the_transform_loses_the_state_of_an_nnx_model(transform):
+    grad = jmpscale.value_and_grad(lambda model, x: jnp.sum(model(x)), transform=transform)
+    with pytest.raises(TypeError, match="got a Flax NNX NNXModel, which is changed in place"):
+        grad(SCALER, NNXModel(), W)
+
+
 class Line(equinox.Module):
     slope: jax.Array
     start: jax.Array

@@ -157,13 +157,13 @@ def test_with_loss_scaling_passes_zeros_for_nonfinite_gradients(platform, reques
 
     @jax.jit
     def step(grad):
-        return tx.update(grad, tx.init(None), grad={"g": grad, "n": 1}, value=jnp.float32(jnp.nan))[0]
+        return tx.update(grad, tx.init(None), grad={"g": grad, "n": 1}, value=jnp.sum(grad))[0]
 
     for grad in ([1.0, 2.0], [3.0, jnp.inf], [jnp.nan, 4.0]):
         step(jnp.array(grad))
         jax.effects_barrier()
     assert [call[:2] for call in seen] == [[g, g] for g in ([1.0, 2.0], [3.0, 0.0], [0.0, 4.0])][:runs]
-    assert all(np.isnan(value) for _, _, value in seen)
+    assert [str(value) for _, _, value in seen] == ["3.0", "inf", "nan"][:runs]
 
 
 @pytest.mark.full
@@ -205,9 +205,9 @@ def test_with_loss_scaling_reads_the_loss(name):
     ):
         _, state = update(bad, tx.init(bad), **loss)
         assert (state.scaler.loss_scale, state.scaler.last_skip_reason) == (scale, reason)
-    # A finite gradient is applied, whatever the loss is.
+    # All gradients of a loss that is not finite may be finite, because a comparison hides the NaN.
     updates, state = update(jnp.array(2.0), tx.init(bad), **{name: jnp.float32(jnp.inf)})
-    assert (updates, state.scaler.total_skips) == (-2.0, 0)
+    assert (updates, state.scaler.loss_scale, state.scaler.total_skips) == (0.0, 1024.0, 1)
 
 
 ACCEPTED = {  # an update with a function that receives its extra arguments, and the names of these

@@ -42,14 +42,15 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
     1e-8 are as accurate as in float32. The gradients of float32 parameters are float32.
 
     A float16 result that is infinite becomes NaN, because later arithmetic could hide infinity: 1 / infinity is 0. The
-    loss is then NaN, and the step is skipped. In float16, gradients underflow without loss scaling: differentiate with
-    `jmpscale.value_and_grad`, or use `loss_scaled`. Wrap the loss function, not the training step: some optimizers
-    contain matmuls, too.
+    loss is then NaN, unless a comparison hides it, and a step whose loss is NaN is skipped. In float16, gradients
+    underflow without loss scaling: differentiate with `jmpscale.value_and_grad`, or use `loss_scaled`. Wrap the loss
+    function, not the training step: some optimizers contain matmuls, too.
 
-    Inner products, such as `jnp.vdot(w, w)`, and outer products remain in float32: half precision would make them less
-    accurate and not faster. The guide lists programs that must stay in float32, such as sums, angles and gathers that
-    are written as other matmuls. `precision="highest"` keeps a matmul in float32, and so does
-    `jax.default_matmul_precision("highest")` around it.
+    Contractions of at most 4 elements, as in outer products and transformed coordinates, and inner products, such as
+    `jnp.vdot(w, w)`, remain in float32: half precision would make them less accurate and not faster. In a convolution,
+    a contraction has the elements of a window, in all input channels of a group. The guide lists programs that must
+    stay in float32, such as sums and gathers that are written as larger matmuls. `precision="highest"` keeps a matmul
+    in float32, and so does `jax.default_matmul_precision("highest")` around it.
 
     Matmuls of other dtypes, such as complex64, kernels (Pallas, FFI), solvers, and functions with their own derivative
     rule (`jax.custom_vjp`, `jax.custom_jvp`) run as written. To convert the matmuls of such a function, wrap `fun`
@@ -78,8 +79,8 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
     >>> import jax.numpy as jnp
     >>> import jmpscale
     >>> predict = jmpscale.autocast(lambda w, x: jnp.tanh(x @ w))
-    >>> predict(jnp.eye(2), jnp.full((1, 2), 1.001)) == jnp.tanh(jnp.float16(1.001).astype(jnp.float32))
-    Array([[ True,  True]], dtype=bool)
+    >>> bool((predict(jnp.eye(8), jnp.full((1, 8), 1.001)) == jnp.tanh(jnp.float16(1.001).astype(jnp.float32))).all())
+    True
     """
     half = as_dtype(dtype)
     if half is None or half not in HALF:

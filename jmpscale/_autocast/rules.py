@@ -18,6 +18,7 @@ the rewriting. XLA fuses the conversions into the operations around them.
 
 import enum
 import functools
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,10 @@ _FLOAT32 = np.dtype(np.float32)
 # program of the rewritten jaxpr only if that stays the same object.
 _MEMOS: dict[np.dtype, Memo] = {dtype: weakref.WeakKeyDictionary() for dtype in HALF}
 
+# Half precision gains nothing in smaller contractions, because the units for matmuls contract at least 8 elements at a
+# time, and rounding ruins what such contractions often compute: points, frames, grids, four-vectors and poses.
+_SMALL_CONTRACTION = 4
+
 Conversion = Callable[..., jax.Array]  # takes an array and a dtype
 
 
@@ -42,7 +47,7 @@ class Kept(enum.Enum):
     """Why a matmul or convolution runs as written."""
 
     DTYPE = "The operands are {dtypes}, but autocast converts float32. Pass float32 values, or remove autocast."
-    PRODUCT = "Inner and outer products would be less accurate in half precision, and not faster."
+    SMALL = "Half precision makes inner products, and contractions of at most 4 elements, less accurate and not faster."
     PRECISION = "autocast keeps the setting jax_default_matmul_precision={setting!r}. Set it only where it is needed."
     HELD = "{holder} runs as written. Use autocast in its function, or wrap the function that returns the gradients."
 
@@ -82,12 +87,13 @@ def _matmul_in_half(half: np.dtype, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
 def _with_nan_for_infinity(x: jax.Array, dtype: np.dtype) -> jax.Array:
     """Converts a result, with NaN for infinity, which later arithmetic could hide: 1 / infinity is 0.
 
-    The difference of an infinity and itself is NaN. For any other y, y - (y - y) is y, bit for bit. XLA fuses these
-    operations into the readers of the result, whereas the derivative of a select would store a mask.
+    The difference of an infinity and itself is NaN. For any other y, y - abs(y - y) is y, bit for bit. XLA fuses these
+    operations into the readers of the result, whereas the derivative of a select would store a mask. On a CPU, the
+    difference has a sign bit, and `top_k` sorts such a NaN below all numbers: the absolute value has none.
     """
     y = jax.lax.convert_element_type(x, dtype)
     fixed = jax.lax.stop_gradient(y)
-    return y - (fixed - fixed)
+    return y - abs(fixed - fixed)
 
 
 def _variable_like(x: Any, dtype: np.dtype) -> core.Var:
@@ -132,15 +138,34 @@ def reason_to_keep(half: np.dtype, eqn: core.JaxprEqn) -> Kept | None:
         return Kept.DTYPE
     if _dtype(eqn.outvars[0]) not in (_FLOAT32, half):
         return Kept.DTYPE
-    return Kept.PRODUCT if eqn.primitive.name == "dot_general" and _is_inner_or_outer_product(eqn) else None
+    return Kept.SMALL if _has_small_contraction(eqn) or _is_inner_product(eqn) else None
 
 
-def _is_inner_or_outer_product(eqn: core.JaxprEqn) -> bool:
+def _has_small_contraction(eqn: core.JaxprEqn) -> bool:
+    """Tests whether each element of the result is a sum of at most `_SMALL_CONTRACTION` products."""
+    left, right = (type_of(x).shape for x in eqn.invars[:2])
+    match eqn.primitive.name:
+        case "conv_general_dilated":  # adds the elements of a window in the input channels of a group
+            out_features = eqn.params["dimension_numbers"].rhs_spec[0]
+            sizes = [size for axis, size in enumerate(right) if axis != out_features]
+        case "ragged_dot_general":
+            (contracting, _), _ = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+            sizes = [left[axis] for axis in contracting]
+        case _:
+            (contracting, _), _ = eqn.params["dimension_numbers"]
+            sizes = [left[axis] for axis in contracting]
+    # A symbolic size, of a program that is exported, is not an int.
+    return all(isinstance(size, int) for size in sizes) and math.prod(sizes) <= _SMALL_CONTRACTION
+
+
+def _is_inner_product(eqn: core.JaxprEqn) -> bool:
+    if eqn.primitive.name != "dot_general":
+        return False
     shapes = [type_of(x).shape for x in eqn.invars[:2]]
     contracting, batch = eqn.params["dimension_numbers"]
     sides = zip(shapes, contracting, batch, strict=True)
     free = [size for shape, c, b in sides for axis, size in enumerate(shape) if axis not in (*c, *b)]
-    return all(size == 1 for size in free) or all(shapes[0][axis] == 1 for axis in contracting[0])
+    return all(size == 1 for size in free)
 
 
 def _dtype(x: Any) -> np.dtype:

@@ -20,7 +20,7 @@ class Mark(enum.Enum):
     LOSS = "a loss that value_and_grad returned"
     SCALED = "a loss that scale returned"
     SCALED_BACKWARD = "a loss that loss_scaled returned"
-    CHECKED = "whether a tree is finite"  # its source is the first leaf of the tree
+    CHECKED = "whether a tree is finite"  # its source is the first gradient of the tree, or the first leaf
     ADAPTED = "a flag or a gradient by which a scale was adapted"  # its source is the new scale
     FINITE = "whether gradients in true units are finite"  # its source may be the loss scale after this step
     FINITE_LOSS = "whether the loss is finite"
@@ -35,9 +35,9 @@ _sources = {kind: weakref.WeakValueDictionary[int, jax.Array]() for kind in Mark
 
 def mark(kind: Mark, tree: PyTree, source: object = None) -> None:
     """Marks the arrays of a tree; a traced `source`, the value that they come from, is what `source_of` returns."""
-    _used.add(kind)
     for x in jax.tree.leaves(tree):
         if isinstance(x, jax.Array):
+            _used.add(kind)
             _marked[kind][id(x)] = x
             _sources[kind][id(x)] = source if is_traced(source) else x
 
