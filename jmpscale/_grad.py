@@ -9,6 +9,7 @@ import numpy as np
 
 from jmpscale._base.check import warn_user
 from jmpscale._base.frameworks import imported
+from jmpscale._base.gradients import observe
 from jmpscale._base.marks import Mark, has_mark, mark
 from jmpscale._base.text import describe, type_name
 from jmpscale._base.tree import (
@@ -103,6 +104,7 @@ def value_and_grad(
 
     # A parameter of fun may also be called scaler, so the scaler is positional only.
     def value_and_grad_fun(scaler: PyTree = None, /, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
+        observe(fun, argnums, has_aux, transform, scaler, args, kwargs)  # by diagnose_step
         is_self = hasattr(type(scaler), name)
         state = find_scaler(scaler, remedy=_SELF_COMES_FIRST.format(name) if is_self else _SCALER_COMES_FIRST)
         _check_differentiable(args, argnums, transform)

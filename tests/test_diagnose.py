@@ -120,7 +120,7 @@ def long_recurrence(w, x):
 @pytest.mark.full
 def test_long_loop_remains_a_loop():
     diagnosis = diagnose(jmpscale.autocast(long_recurrence), W, X)
-    assert diagnosis.fitting_scales() is not None
+    assert diagnosis.fitting_scales is not None
     assert {row.line for row in diagnosis.rows} == {line_of(long_recurrence, "# cell", "cell")}
 
 
@@ -144,7 +144,7 @@ def test_kernels_run_in_their_own_dtype_and_are_listed():
     assert diagnosis.summary.startswith(
         f"{not_float32(line_of(kernel_loss, '# kernel'), 'pallas_call')} Loss scales from "
     )
-    assert diagnosis.fitting_scales() is not None
+    assert diagnosis.fitting_scales is not None
 
 
 def not_float32(line, operation):
@@ -233,7 +233,7 @@ def test_shard_map_is_entered(check_vma):
     assert diagnosis.not_entered == ()
     assert any("(mlp_by_hand)" in row.line for row in diagnosis.rows)
     plain = diagnose(programs.mlp_by_hand, W, X)
-    found, expected = (np.log2(x.fitting_scales()) for x in (diagnosis, plain))
+    found, expected = (np.log2(x.fitting_scales) for x in (diagnosis, plain))
     assert np.abs(found - expected).max() <= 3  # each device has a part of the batch
     assert diagnosis.loss == pytest.approx(plain.loss, rel=1e-3)
 
@@ -270,7 +270,7 @@ def test_pmap_is_entered_or_listed():
     diagnosis = diagnose(loss, W, X)
     is_entered = any("mlp_by_hand" in row.line for row in diagnosis.rows)
     assert bool(diagnosis.not_entered) or is_entered
-    assert diagnosis.fitting_scales() is not None
+    assert diagnosis.fitting_scales is not None
     assert diagnosis.loss == pytest.approx(diagnose(programs.mlp_by_hand, W, X).loss, rel=1e-3)
 
 
@@ -287,7 +287,7 @@ def test_sharded_arrays_have_the_same_diagnosis(axis_type):
     with jax.set_mesh(mesh):
         sharded = diagnose(loss, w, x)
     plain = diagnose(loss, W, X)
-    (low, high), (plain_low, plain_high) = sharded.fitting_scales(), plain.fitting_scales()
+    (low, high), (plain_low, plain_high) = sharded.fitting_scales, plain.fitting_scales
     assert high == plain_high
     assert plain_low / 2 <= low <= plain_low * 2  # the sums over devices round differently
     assert sharded.not_entered == ()
@@ -346,7 +346,7 @@ def test_program_in_float64():
         return jnp.mean(h.astype(jnp.float64) ** 2)
 
     diagnosis = diagnose(loss, W.astype(jnp.float64), X.astype(jnp.float64))
-    low, high = diagnosis.fitting_scales()
+    low, high = diagnosis.fitting_scales
     assert low < 2.0**10 < high
     assert diagnosis.summary.startswith("Loss scales from ")
 
@@ -391,7 +391,7 @@ def test_arguments_with_infinities_are_named():
     assert np.isnan(diagnosis.loss_float32)
     assert diagnosis.gradient_error == np.inf
     assert diagnosis.scale_errors == ()
-    assert diagnosis.fitting_scales() is None
+    assert diagnosis.fitting_scales is None
 
 
 def test_argument_with_infinities_is_not_named_if_a_line_is_the_reason():
@@ -433,7 +433,7 @@ def test_program_in_bfloat16():
     diagnosis = diagnose(jmpscale.autocast(programs.mlp, dtype=jnp.bfloat16), W, X)
     assert diagnosis.summary.startswith("Loss scales from 2^-")
     assert {row.dtype for row in diagnosis.rows} == {"bfloat16"}
-    low, high = diagnosis.fitting_scales()
+    low, high = diagnosis.fitting_scales
     assert low < 2.0**-60
     assert high > 2.0**100
 
@@ -450,7 +450,7 @@ def test_options_are_those_of_value_and_grad():
     diagnose_loss = jmpscale.diagnose(loss, 1, True)
     diagnosis = diagnose_loss(jmpscale.static(4.0), jnp.float16([1, 2]), jnp.float32([3, 4]))
     assert diagnosis.loss == 11
-    assert diagnosis.fitting_scales() is not None
+    assert diagnosis.fitting_scales is not None
     assert diagnose_loss.__name__ == "diagnose_of_loss"
 
 

@@ -178,7 +178,7 @@ def check_advice(diagnosis):
     if call is None:
         return
     scaler = eval(f"jmpscale.{call[1]}")
-    low, high = diagnosis.fitting_scales() or (0, np.inf)
+    low, high = diagnosis.fitting_scales or (0, np.inf)
     assert low <= scaler.loss_scale <= high
     if scaler.config.mode == "dynamic":
         assert scaler.config.min_scale <= scaler.loss_scale <= scaler.config.max_scale

@@ -40,7 +40,7 @@ def test_remedy_holds_after_the_edit(name):
     numbers = [int(re.search(r":(\d+) ", line)[1]) for line in told.lines]
     edited = diagnose(repaired(programs, numbers, CARRIED.get(name, ()))[fault.fun.__name__])
     assert edited.lines == ()
-    found = np.log2(edited.fitting_scales())
+    found = np.log2(edited.fitting_scales)
     np.testing.assert_allclose(found, np.array(promised, float), atol=1)
     smallest = 100 * min(error for _, error in edited.scale_errors)
     assert smallest == pytest.approx(float(error.strip("<")), rel=0.1, abs=0.01)

@@ -324,7 +324,7 @@ def test_large_result_of_the_forward_pass_does_not_add_runs():
 def test_numbers_above_float32_are_finite_in_float64():
     large = diagnose(lambda w: jnp.sum(w * 1e30) * 1e30, W.astype(jnp.float64))  # above the numbers of float32
     assert large.summary.startswith("The program has no result in half precision, and needs no loss scale.")
-    assert large.fitting_scales() is not None
+    assert large.fitting_scales is not None
 
 
 def test_warning_of_loss_scaled_is_silent():
@@ -380,7 +380,7 @@ def report(rows=ROWS, summary="A sentence.", not_entered=()):
         rows=tuple(rows),
         not_entered=tuple(not_entered),
         summary=summary,
-        _fitting=(1.0, 2.0),
+        fitting_scales=(1.0, 2.0),
     )
 
 
@@ -428,4 +428,3 @@ def test_description_has_100_columns():
 
 def test_repr_shows_the_documented_attributes():
     assert repr(report()).startswith("Diagnosis(loss=1.0, loss_float32=1.0, gradient_error=0.1, loss_scale=1.0, ")
-    assert "_fitting" not in repr(report())

@@ -61,7 +61,7 @@ def diagnose(
     >>> loss_fn = lambda w, x: jnp.mean(((x @ w) * 1e-6).astype(jnp.float32))
     >>> w, x = jnp.ones((4, 2), jnp.float16), jnp.ones((8, 4), jnp.float16)
     >>> diagnosis = jmpscale.diagnose(loss_fn)(jmpscale.dynamic(), w, x)
-    >>> diagnosis.fitting_scales()
+    >>> diagnosis.fitting_scales
     (16.0, 524288.0)
     """
     if not callable(fun):

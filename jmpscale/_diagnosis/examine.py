@@ -72,12 +72,12 @@ def _diagnosis(findings: Findings, summary: str) -> Diagnosis:
         loss_float32=findings.trials.loss,
         gradient_error=findings.error,
         loss_scale=findings.scale,
+        fitting_scales=(2.0 ** fitting[0], 2.0 ** fitting[1]) if fitting else None,
         scale_errors=tuple((2.0**k, error) for k, error in scales.errors.items()),
         lines=tuple(findings.name(path, lines) for path in lines),
         rows=tuple(_row(findings, part, part.path in lines) for part in step.parts),
         not_entered=tuple(dict.fromkeys(f"{x.line}: {x.eqn.primitive.name}" for x in findings.trials.not_entered)),
         summary=describe_comparison(findings.not_entered) + summary,
-        _fitting=(2.0 ** fitting[0], 2.0 ** fitting[1]) if fitting else None,
     )
 
 
