@@ -8,7 +8,7 @@ import numpy as np
 
 from jmpscale._base.frameworks import is_nnx_object
 from jmpscale._base.text import describe
-from jmpscale._base.tree import PyTree
+from jmpscale._base.tree import PyTree, flatten_gradients, named_leaves
 from jmpscale._diagnosis.examine import examine
 from jmpscale._diagnosis.not_finite import non_finite_arguments
 from jmpscale._diagnosis.report import Diagnosis
@@ -75,16 +75,19 @@ def diagnose(
         state = find_scaler(scaler, remedy="Call diagnose(loss_fn)(scaler, params, batch).")
         check_concrete({"scaler": state, "args": args, "kwargs": kwargs})
         scale_on_host(state)
+        names: list[str] = []  # of the gradients
 
         def loss_and_grads(traced: ScalerState, args: PyTree, kwargs: PyTree) -> tuple[Any, PyTree]:
             args, kwargs = _with_scale((args, kwargs), state, traced.loss_scale)
             value, grads = differentiated(traced, *args, **kwargs)
+            gradients = set(map(id, flatten_gradients(grads)[0]))
+            names[:] = [path for path, leaf in named_leaves(grads) if id(leaf) in gradients]
             return value[0] if has_aux else value, grads
 
         # The diagnosis looks for non-finite values, for which JAX must not raise, and enters compiled functions.
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
             step = trace_step(loss_and_grads, args, kwargs)
-            return examine(step, state, lambda: non_finite_arguments(fun, args, kwargs))
+            return examine(step, state, names, lambda: non_finite_arguments(fun, args, kwargs))
 
     diagnose_fun.__name__ = f"diagnose_of_{getattr(fun, '__name__', 'fun')}"
     return diagnose_fun

@@ -13,13 +13,17 @@ from jmpscale._diagnosis.summary import Findings, describe_arguments, describe_c
 from jmpscale._state import ScalerState
 
 
-def examine(step: Step, scaler: ScalerState, non_finite: Callable[[], list[str]]) -> Diagnosis:
-    """Examines a step at the loss scale of a scaler; `non_finite` names the arguments that are not finite."""
+def examine(step: Step, scaler: ScalerState, names: list[str], non_finite: Callable[[], list[str]]) -> Diagnosis:
+    """Examines a step at the loss scale of a scaler.
+
+    `names` are the names of the gradients, and `non_finite` returns the names of the arguments that are not finite.
+    """
     scale, run_as_written = float(scaler.loss_scale), compile_step(step)
     outputs = run_as_written(scale)
     trials = Trials(step)
     errors, loss_error = trials.compare(outputs)
-    findings = Findings(trials, float(outputs[0]), loss_error, errors, scale, scaler.config)
+    findings = Findings(trials, float(outputs[0]), loss_error, errors, scale, scaler.config, tuple(names))
+    findings = findings._replace(is_new=not (int(scaler.total_skips) or int(scaler.finite_steps)))
     if not trials.measured.are_finite:
         return _diagnosis(findings, _describe_not_finite(findings, RepairedStep(step), non_finite))
     present = round(math.log2(scale))
@@ -38,6 +42,8 @@ def examine(step: Step, scaler: ScalerState, non_finite: Callable[[], list[str]]
     findings = _explain(findings._replace(scales=scales), present)
     if findings.lines or findings.error >= LARGE_ERROR:
         findings = findings._replace(alone=trials.errors_alone(round(math.log2(findings.scale_of_rows))))
+    elif findings.scales.smallest_error >= LARGE_ERROR and findings.scales.best is not None:
+        findings = findings._replace(alone_at_best=trials.errors_alone(findings.scales.best))
     return _diagnosis(findings, summarize(findings))
 
 

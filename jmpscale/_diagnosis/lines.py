@@ -18,7 +18,7 @@ from jmpscale._diagnosis.program import Operation, Path
 from jmpscale._diagnosis.scales import LARGEST_ERROR, Errors, Scales, largest, search
 from jmpscale._diagnosis.step import Step
 
-_LARGEST_LOSS_ERROR = 0.03
+LARGEST_LOSS_ERROR = 0.03
 _NOISE = 0.25  # the relative change of a gradient that is rounding noise
 # The norm of a gradient, relative to the largest norm, below which it decides nothing. Two losses so different in size
 # that no scale fits both have gradients of 2^-44; behind a saturated softmax, where float16 gives zero, it is 2^-74.
@@ -73,7 +73,7 @@ class Trials:
         self.decisive = (changed.errors[1:] < _NOISE) & (norms > 0) & (norms >= _NEGLIGIBLE * norms.max(initial=0.0))
         # Rounding the arguments to half precision changes them by half as much, or less.
         rounding = max((2.0 ** -jnp.finfo(site.dtype).nmant for site in self.step.sites), default=2.0**-10)
-        self._largest_loss_error = max(_LARGEST_LOSS_ERROR, changed.errors[0] / _ULP * rounding)
+        self._largest_loss_error = max(LARGEST_LOSS_ERROR, changed.errors[0] / _ULP * rounding)
 
     @property
     def not_entered(self) -> list[Operation]:

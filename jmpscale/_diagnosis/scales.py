@@ -27,6 +27,7 @@ class Scales(NamedTuple):
     fitting: tuple[int, int] | None  # the exponents of the smallest and the largest scale that fit
     best: int | None  # the exponent of the scale with the smallest error, if gradients are finite at any scale
     limits: Errors | None = None  # the largest error of each gradient at a scale that fits, if one fits
+    errors_at_best: Errors | None = None  # of each gradient, at the best scale
 
     @property
     def smallest_error(self) -> float:
@@ -57,7 +58,8 @@ def search(
         return largest(errors(exponent))
 
     def result(fitting: tuple[int, int] | None, best: int | None, limits: Errors | None = None) -> Scales:
-        return Scales({k: largest(found[k]) for k in sorted(found)}, fitting, best, limits)
+        errors = None if best is None else found[best]
+        return Scales({k: largest(found[k]) for k in sorted(found)}, fitting, best, limits, errors)
 
     def is_finite(k: int) -> bool:
         return math.isfinite(error(k))
