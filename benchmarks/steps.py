@@ -326,7 +326,7 @@ def functional(job, tx=None, scaler=None):
     def step(state, batch):
         params, opt_state, scaler = state
         loss, grads = jmpscale.value_and_grad(job.loss_fn)(scaler, job.cast(params), batch)
-        finite = jmpscale.all_finite(grads, scaler=scaler)
+        finite = jmpscale.all_finite((loss, grads), scaler=scaler)
         params, opt_state = jmpscale.apply_if(finite, jmpscale.optax_step(tx, grads), params, opt_state)
         return (params, opt_state, jmpscale.update(scaler, finite, loss=loss)), loss
 
@@ -334,14 +334,14 @@ def functional(job, tx=None, scaler=None):
 
 
 def norm_as_check(job):
-    """The norm that clipping needs is also the check: it is finite only if every gradient is."""
+    """The norm that clipping needs is also the check of the gradients: it is finite only if every gradient is."""
 
     def step(state, batch):
         params, opt_state, scaler = state
         loss, grads = jmpscale.value_and_grad(job.loss_fn)(scaler, job.cast(params), batch)
         grads = to_dtype(jnp.float32, grads)
         norm = optax.tree.norm(grads)
-        finite = jmpscale.all_finite(norm)
+        finite = jmpscale.all_finite((loss, norm))
         clipped = jax.tree.map(lambda g: g * jnp.minimum(1.0, MAX_NORM / norm), grads)
         params, opt_state = jmpscale.apply_if(finite, jmpscale.optax_step(job.tx, clipped), params, opt_state)
         return (params, opt_state, jmpscale.update(scaler, finite, loss=loss)), loss

@@ -121,6 +121,11 @@ def _explicit(gradient, spec):
         return jax.jit(gradient)(w, x)
 
 
+def _stacked(w):
+    """Returns the loss and the hidden values of each row of X."""
+    return jax.lax.map(lambda row: (jnp.sum(jnp.tanh(row @ w) ** 2), jnp.tanh(row @ w)), X)
+
+
 TRANSFORMATIONS = {
     "grad inside jit": lambda wrap: jax.jit(jax.value_and_grad(wrap(mean_square)))(W, X),
     "disable_jit": lambda wrap: jax.disable_jit()(jax.grad(wrap(jax.jit(jnp.sum))))(W),
@@ -146,6 +151,12 @@ TRANSFORMATIONS = {
         jax.vmap(jax.grad(lambda w, x: jnp.sum(jax.grad(wrap(mean_square), 1)(w, x) ** 2)), (None, 0))
     )(W, X[:, None]),
     "metrics that are infinite": lambda wrap: jax.jit(jax.grad(wrap(diverging_aux), has_aux=True))(W, X)[0],
+    "one of several stacked outputs of a scan": lambda wrap: jax.jit(jax.grad(lambda w: wrap(_stacked)(w)[0].mean()))(
+        W
+    ),
+    "all stacked outputs of a scan": lambda wrap: jax.jit(
+        jax.jacrev(jax.grad(lambda w: sum(map(jnp.sum, wrap(_stacked)(w)))))
+    )(W),
     "nested": lambda wrap: jax.grad(wrap(wrap(mean_square)))(W, X),
     "closure": lambda wrap: jax.grad(lambda w: wrap(lambda x: mean_square(w, x))(X))(W),
     "closure outside jit": lambda wrap: jax.grad(jax.jit(lambda w: wrap(lambda x: mean_square(w, x))(X)))(W),
@@ -184,7 +195,14 @@ CASES = TRANSFORMATIONS | {
     f"argument: {name}": lambda wrap, call=call: jax.jit(jax.grad(functools.partial(call, wrap)))(W)
     for name, call in ARGUMENTS.items()
 }
-DEFAULT = ["grad inside jit", "metrics that are infinite", "nested", "closure", "shard_map"]
+DEFAULT = [
+    "grad inside jit",
+    "one of several stacked outputs of a scan",
+    "metrics that are infinite",
+    "nested",
+    "closure",
+    "shard_map",
+]
 DEFAULT += ["argument: input that is an output", "argument: auxiliary data"]
 DEFAULT += ["partial sums"] * ("partial sums" in CASES)
 

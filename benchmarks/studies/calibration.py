@@ -140,7 +140,7 @@ def _train(network, dtype, scaler, steps, look):
     def train_step(params, opt_state, scaler, batch):
         fn = functools.partial(loss_fn, batch=batch, dtype=dtype)
         loss, grads = jmpscale.value_and_grad(fn)(scaler, params)
-        finite = jmpscale.all_finite(grads)
+        finite = jmpscale.all_finite((loss, grads))
         params, opt_state = jmpscale.apply_if(finite, jmpscale.optax_step(tx, grads), params, opt_state)
         return params, opt_state, jmpscale.update(scaler, finite, loss=loss), look(grads, finite)
 

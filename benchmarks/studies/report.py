@@ -66,7 +66,7 @@ def make(layers, width, batch, look):
 
     def train_step(params, opt_state, scaler, x):
         loss, grads = jmpscale.value_and_grad(loss_fn)(scaler, params, x)
-        finite = jmpscale.all_finite(grads)
+        finite = jmpscale.all_finite((loss, grads))
         seen = look(grads, scaler, finite)
         params, opt_state = jmpscale.apply_if(finite, jmpscale.optax_step(tx, grads), params, opt_state)
         return (params, opt_state, jmpscale.update(scaler, finite, loss=loss)), seen
