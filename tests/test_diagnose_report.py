@@ -342,7 +342,7 @@ def test_summary_names_a_smaller_scale_for_the_first_steps_of_a_new_scaler():
 
 def test_summary_names_the_default_if_it_fits():
     def small(w):
-        return squared(w.astype(H)) * 2.0**-20
+        return squared(w.astype(H)) * 2.0**-30
 
     low, high = map(math.log2, diagnose(small, W).fitting_scales)
     assert low <= 16 <= high - 2

@@ -9,15 +9,12 @@ import numpy as np
 
 from jmpscale._base.jaxpr import MATMULS
 from jmpscale._base.text import format_percentage, format_scale
-from jmpscale._diagnosis.lines import CHANGE, LARGEST_LOSS_ERROR, Cause, Lines, Reason, Trials
+from jmpscale._diagnosis.lines import Cause, Lines, Reason, Trials
 from jmpscale._diagnosis.modes import Part, Site, Statistics
 from jmpscale._diagnosis.program import Path
-from jmpscale._diagnosis.scales import LARGE_ERROR, Errors, Scales, largest
+from jmpscale._diagnosis.scales import Errors, Scales, largest
+from jmpscale._diagnosis.thresholds import CHANGE, DEFAULT, LARGE_ERROR, LARGEST_LOSS_ERROR, MARGIN, ROOM
 from jmpscale._state import ScalerConfig
-
-MARGIN = 2  # bits below the largest scale that fits, for a scale that is named
-# Bits below the largest scale for the first steps: the gradients of a face recognizer grow by 5 bits in 12 steps.
-ROOM = 6
 
 
 class Findings(NamedTuple):
@@ -177,8 +174,7 @@ def _call_that_fits(findings: Findings) -> str:
     low, high = findings.scales.fitting or (0, 0)
     # A dynamic scale does not back off from finite gradients.
     may_grow = _is_small(findings) or not math.isfinite(findings.error)
-    default = 16
-    if findings.config.mode == "dynamic" and may_grow and low <= default <= high - MARGIN:
+    if findings.config.mode == "dynamic" and may_grow and low <= DEFAULT <= high - MARGIN:
         return "dynamic()"
     return _scaler_call(findings.config, low, high, may_grow=may_grow)
 
