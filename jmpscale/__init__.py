@@ -12,7 +12,7 @@ from jmpscale._gate import apply_if
 from jmpscale._grad import value_and_grad
 from jmpscale._grad_report import GradReport, grad_report
 from jmpscale._loss_scaled import loss_scaled
-from jmpscale._monitor import metrics, raise_if_stuck
+from jmpscale._monitor import RunMonitor, metrics, raise_if_stuck
 from jmpscale._optax import with_loss_scaling
 from jmpscale._optax_step import optax_step
 from jmpscale._scaler_of_tree import get_scaler, replace_scaler
@@ -25,6 +25,7 @@ __all__ = [
     "Diagnosis",
     "DiagnosisRow",
     "GradReport",
+    "RunMonitor",
     "ScalerConfig",
     "ScalerState",
     "SkipReason",

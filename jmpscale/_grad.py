@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jmpscale._base.check import warn_user
+from jmpscale._base.compat import axis_names_in_scope
 from jmpscale._base.frameworks import imported
 from jmpscale._base.gradients import observe
 from jmpscale._base.marks import Mark, has_mark, mark
@@ -22,8 +23,7 @@ from jmpscale._base.tree import (
     is_real_scalar,
 )
 from jmpscale._scaler_of_tree import find_scaler, is_scaler, warn_if_constant
-from jmpscale._scaling import scale as scale_loss
-from jmpscale._scaling import unscale_gradients
+from jmpscale._scaling import scale_losses, unscale_gradients
 
 T = TypeVar("T")
 Function = Callable[..., Any]
@@ -70,9 +70,9 @@ def value_and_grad(
       `f(scaler, *args, **kwargs) -> (value, grads)`, or `((value, aux), grads)` if `has_aux` is true. The first
       argument is the scaler, or any pytree that contains exactly one, such as the optimizer state of
       `with_loss_scaling`. The value is the result of `fun`, bit for bit. The gradients are in true units, and not
-      finite where the backward pass overflowed, or if the loss is not finite, unless a comparison hides that from all
-      of them: check `all_finite((loss, grads))`. They have the dtype of the argument, or float32 if the argument is
-      float16 or float8.
+      finite where the backward pass overflowed. If the loss is not finite, they are NaN; under `jax.shard_map`,
+      `jax.pmap` and `jax.vmap(axis_name=...)`, a comparison may hide that from some of them, so check
+      `all_finite((loss, grads))`. They have the dtype of the argument, or float32 if the argument is float16 or float8.
 
     Raises:
       TypeError: an argument has the wrong type; `fun` returns a loss that is not a real floating-point scalar, or does
@@ -110,6 +110,9 @@ def value_and_grad(
         _check_differentiable(args, argnums, transform)
         if state.config.mode == "dynamic":
             warn_if_constant(state, args, "scaler" if is_scaler(scaler) else "optimizer state")
+        # Devices that compute their own losses may have gradients in common, so the backward pass carries the check of
+        # the loss. Elsewhere, the backward pass need not wait for a loss that is summed over devices.
+        is_mapped = bool(axis_names_in_scope())
 
         # Has the signature of fun, in which nnx.value_and_grad finds the positions of keyword arguments.
         @functools.wraps(fun, updated=())
@@ -123,7 +126,7 @@ def value_and_grad(
                     f"{'loss_scaled' if by_loss_scaled else 'scale from the loss'}."
                 )
             if is_real_scalar(loss):
-                return scale_loss(state, loss), _Output(out)
+                return scale_losses(state, loss, with_check=is_mapped), _Output(out)
             # Without scaling, another `transform` may accept other losses.
             if state.config.mode == "disabled" and transform is not jax.value_and_grad:
                 return loss, _Output(out)
@@ -132,8 +135,9 @@ def value_and_grad(
 
         match transform(scaled_fun, has_aux=True, **options)(*args, **kwargs):
             case ((_, _Output(out)), grads):
-                mark(Mark.LOSS, out[0] if has_aux else out)
-                return out, unscale_gradients(state, grads)
+                loss = out[0] if has_aux else out
+                mark(Mark.LOSS, loss)
+                return out, unscale_gradients(state, grads, None if is_mapped else loss)
         raise TypeError(
             "transform must return ((value, aux), grads) as jax.value_and_grad does, but it returned another "
             "structure. Pass jax.value_and_grad, flax.nnx.value_and_grad or equinox.filter_value_and_grad, not grad."

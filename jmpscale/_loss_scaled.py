@@ -1,7 +1,6 @@
 """Gradients in true units for training loops that compute the gradients themselves."""
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -12,6 +11,7 @@ import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from jmpscale._base.axes import all_reduce_and, map_like
+from jmpscale._base.callback import warn_from_program
 from jmpscale._base.check import warn_user
 from jmpscale._base.compat import is_compiling, varying_axes
 from jmpscale._base.marks import Mark, mark
@@ -63,7 +63,8 @@ def loss_scaled(
         differentiated.
       has_aux: whether `fun` returns a pair of the loss and auxiliary data.
       warn_if_not_finite: whether to warn from inside the compiled program if the gradients are not finite; for
-        training loops that change the gradients before the optimizer, which could hide an overflow.
+        training loops that change the gradients before the optimizer, which could hide an overflow. A warning that a
+        filter turns into an error is logged, because an error on one device would leave the others waiting.
 
     Returns:
       A function with the signature of `fun`. It supports reverse-mode differentiation, to any order and with respect to
@@ -247,7 +248,7 @@ def _warn_unless(flag: jax.Array, text: str, x: jax.Array) -> jax.Array:
     """
 
     def warn() -> np.ndarray:
-        warnings.warn(text, stacklevel=2)
+        warn_from_program(text)
         return np.array(True)
 
     @jax.custom_batching.custom_vmap

@@ -4,17 +4,17 @@ Nothing here changes a state.
 """
 
 import collections
+import math
 import operator
 import threading
-import warnings
-import weakref
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from jmpscale._base.check import check_count, warn_user
+from jmpscale._base.callback import warn_from_program
+from jmpscale._base.check import COUNTER_LIMIT, check_count, warn_user
 from jmpscale._base.text import format_number
 from jmpscale._base.tree import PyTree, find_instances, is_traced
 from jmpscale._scaler_of_tree import check_scaler, find_scaler
@@ -24,10 +24,10 @@ _CONSECUTIVE = "{} consecutive steps were skipped"
 _OVERFLOW = "In the most recent skip the loss, if given, was finite, but the flag of the gradients was false. "
 _CAUSES = (  # in the order of _describe_skips
     "The loss scale is invalid: the state was corrupted, in storage or by hand. Restore an older checkpoint.",
-    "In the most recent skip the loss that was passed was not finite, which no loss scale can prevent, unless the loss "
-    "depends on the scale, the gradients or the flag. Look for invalid data, for an overflow in the forward pass, or "
-    "for parameters or optimizer state that are NaN because a step was not gated by all_finite of its gradients; "
-    "jmpscale.diagnose names the line.",
+    "In a skipped step the loss that was passed was not finite, which no loss scale can prevent if it is the unscaled "
+    "loss. Look for an overflow in the forward pass, for invalid data, or for parameters or optimizer state "
+    "that are NaN because a step that was not finite was applied; jmpscale.diagnose with the same batch names the "
+    "line.",
     f"{_OVERFLOW}The scale cannot back off any further. Perhaps some batches have no finite gradients at any allowed "
     "scale, as with a softmax over a row in which a mask hides every value; or a sum of gradients is NaN, because a "
     "skip does not reset it; or the gradients were scaled by a different scaler: pass the state of with_loss_scaling "
@@ -42,16 +42,23 @@ _CAUSES = (  # in the order of _describe_skips
     f"{_OVERFLOW}The scale is still backing off. Allow more skips, or look for a change in the data or the model: "
     "jmpscale.diagnose names the line.",
 )
+_FIND_BATCH = (
+    " To find the batches, read step_applied of the scaler after each step, which is false after a skip, and pass "
+    "jmpscale.diagnose a batch that was skipped."
+)
 _NEVER_SKIPPED = (
     "The loss scale has grown to its limit, {}, without a skip. Unless the gradients are very small, the loss is not "
-    "scaled, or something replaces infinity and NaN before the optimizer checks them. To find out, use the scale "
-    "jmpscale.static(2.0**60) in a few steps, which should be skipped."
+    "scaled, or something replaces infinity and NaN before the optimizer checks them. To find out, run a few steps at "
+    "the scale 2^60, which should be skipped: with the scaler jmpscale.static(2.0**60) or, if the loop differentiates, "
+    "with jmpscale.loss_scaled(loss_fn, 2.0**60)."
 )
 _UNCHANGED = (
-    "In three calls of raise_if_stuck the scaler was the same, or a new one although the previous one skipped most "
-    "steps. If steps were taken between them, the new state is lost: return it from the training step, and pass it to "
-    "the next step and to raise_if_stuck. Create it once, not in each epoch. Do not put back the old state after an "
-    "overflow: with_loss_scaling skips the step itself. With Flax NNX, compile the step with nnx.jit, not with jax.jit."
+    "From step {} to step {} the scaler has counted no step, or it was replaced although it skipped most steps. If "
+    "steps were taken, the new state is lost: return it from the training step, and pass it to the next step and to "
+    "the monitor. Create it once, not in each epoch. Do not put back the old state after an overflow: "
+    "with_loss_scaling skips the step itself. If the loop does not call the optimizer after an overflow, the scale "
+    "cannot back off: give jmpscale.loss_scaled a number and warn_if_not_finite=True. With Flax NNX, compile the step "
+    "with nnx.jit, not with jax.jit."
 )
 _USUAL_LIMIT = 2.0**32  # the default of max_scale; a lower limit is reached without a mistake
 
@@ -85,9 +92,10 @@ def metrics(scaler: PyTree) -> dict[str, jax.Array]:
 
 
 def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
-    """Raises if too many steps were skipped; call it between steps.
+    """Raises if a state shows that too many steps were skipped; call it between steps.
 
-    It waits for the device, so call it every hundred steps, for example.
+    It waits for the device, so call it every hundred steps, for example. It reads one state alone. In a training loop
+    a `RunMonitor` finds more, because it compares states.
 
     Args:
       scaler: a scaler, a batch of scalers, or any pytree that contains exactly one.
@@ -102,34 +110,111 @@ def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
       ValueError: `scaler` does not contain exactly one scaler; `max_consecutive_skips` is below 1; or the call is in a
         compiled function.
 
-    Warns:
-      UserWarning: in three calls the scaler was the same, or a new one although the previous one skipped most steps,
-        so the training loop may lose the new state; or a dynamic scale has grown to a `max_scale` of 2^32 or more
-        without a skip, so the loss may be unscaled.
-
     >>> import jmpscale
     >>> jmpscale.raise_if_stuck(jmpscale.dynamic(), max_consecutive_skips=20)
     """
-    state = find_scaler(scaler, allow_batch=True)
     limit = check_count("max_consecutive_skips", max_consecutive_skips)
+    for state in _scalers_of(_on_host(scaler)):
+        _check_skips(state, limit)
+
+
+class RunMonitor:
+    """Raises or warns if a training run is stuck, which it finds by comparing the states of two calls.
+
+    Create one for each scaler, before the loop, and call `monitor.raise_if_stuck(scaler, step=step)` between steps. It
+    waits for the device, so call it every hundred steps, for example. `step` is the loop's own count of the calls that
+    update this scaler, `tx.update` or `jmpscale.update`; with `optax.MultiSteps` these are micro-batches. Only
+    differences of `step` matter: a resumed run may pass the count of the whole run or start from zero. States are
+    compared if at least `2 * max_consecutive_skips` steps lie between them. A call with the same `step` as before,
+    from another hook for example, adds nothing, and a smaller `step` begins a new run.
+
+    `raise_if_stuck` raises the errors of the function `jmpscale.raise_if_stuck`, and also a `FloatingPointError` if
+    more than half of the steps between two states were skipped. Overflows after which a dynamic scale backed off do not
+    count as skips here: the initial backoff is a series of them, and each growth may cause another one.
+
+    It warns if three states in turn are equal, because the loop may lose or put back the new state, or skip steps
+    itself, without calling the optimizer; and if a dynamic scale grows to a `max_scale` of 2^32 or more without a skip,
+    because the loss may be unscaled.
+
+    Args:
+      max_consecutive_skips: the number of consecutive skips that is acceptable, at least 1, as in the function.
+
+    >>> import jmpscale
+    >>> monitor, scaler = jmpscale.RunMonitor(max_consecutive_skips=20), jmpscale.dynamic()
+    >>> for step in range(100):
+    ...     scaler = jmpscale.update(scaler, True)
+    ...     monitor.raise_if_stuck(scaler, step=step)
+    """
+
+    def __init__(self, *, max_consecutive_skips: int) -> None:
+        self._limit = check_count("max_consecutive_skips", max_consecutive_skips)
+        self._earlier: tuple[int, ScalerState] | None = None  # a step, and the state after it, on the host
+        self._since, self._unchanged = 0, 0  # the step since which no step was counted, and the number of such spans
+        self._rates = collections.deque([1.0], maxlen=10)  # updates per step, as far as the counters show them
+
+    def raise_if_stuck(self, scaler: PyTree, *, step: int) -> None:
+        """Raises a `FloatingPointError` or warns if the run is stuck, as the class describes.
+
+        Args:
+          scaler: a scaler, a batch of scalers, or any pytree that contains exactly one.
+          step: the loop's count of updates of this scaler, not a count that the training step returns.
+
+        Raises:
+          FloatingPointError: too many steps were skipped. The message states the scale, the cause and the remedy.
+          TypeError: `step` is not an integer.
+          ValueError: `scaler` does not contain exactly one scaler, `step` is negative, or the call is in a compiled
+            function.
+        """
+        state = _on_host(scaler)
+        now = check_count("step", step.item() if isinstance(step, (jax.Array, np.ndarray)) else step, low=0)
+        scalers = list(_scalers_of(state))
+        for each in scalers:
+            _check_skips(each, self._limit)
+        if self._earlier is None or now < self._earlier[0] or not _can_compare(self._earlier[1], state):
+            self._earlier, self._unchanged = (now, state), 0
+        elif scalers and state.config.mode != "disabled" and now - self._earlier[0] >= 2 * self._limit:
+            start, before = self._earlier
+            self._earlier = now, state
+            spans = [_Span(a, b, start, now) for a, b in zip(_scalers_of(before), scalers, strict=True)]
+            self._warn_if_unchanged(spans)
+            # At least 1, unless step counts iterations with several updates each, as in reinforcement learning.
+            self._rates.append(max(1.0, *(span.fewest_updates() / (now - start) for span in spans)))
+            for span in spans:
+                span.check(max(self._rates))
+
+    def _warn_if_unchanged(self, spans: "list[_Span]") -> None:
+        # The members of a batch may be replaced by each other, as in population-based training, but not all of them.
+        if all(span.counts_no_step() for span in spans):
+            self._since = self._since if self._unchanged else spans[0].start
+            self._unchanged += 1
+            if self._unchanged == 2:
+                warn_user(_UNCHANGED.format(self._since, spans[0].stop))
+        elif not all(_skips_most(span.after) for span in spans):  # as do scalers that each epoch creates
+            self._unchanged = 0
+
+
+def _on_host(scaler: PyTree) -> ScalerState:
+    """Returns the scaler of a tree, or a batch of scalers, with NumPy arrays."""
+    state = find_scaler(scaler, allow_batch=True)
     if any(map(is_traced, jax.tree.leaves(state))):
         raise ValueError(
             "raise_if_stuck reads the state, so it cannot be called in a compiled function. Call it between steps, "
             "with the state that the step returns; if a loop does not return it, use warn_after_skips of "
             "with_loss_scaling."
         )
-    steps = state.finite_steps
     # Under a transformation JAX would trace operations on known arrays; a view would keep the state alive.
-    state = jax.tree.map(np.array, state)
+    return jax.tree.map(np.array, state)
+
+
+def _scalers_of(state: ScalerState) -> Iterator[ScalerState]:
+    """Yields the scalers of a batch on the host, or the only scaler."""
     shapes = {x.shape for x in jax.tree.leaves(state)}
     if len(shapes) > 1:  # neither a scaler nor a batch of scalers
         check_scaler(state)
     for index in np.ndindex(shapes.pop()):
-        scaler_of_batch = jax.tree.map(operator.itemgetter(index), state)
-        check_scaler(scaler_of_batch)
-        _check_skips(scaler_of_batch, limit)
-    if isinstance(steps, (jax.Array, np.ndarray)) and steps.ndim == 0 and state.config.mode != "disabled":
-        _calls.add(steps, state)
+        scaler = jax.tree.map(operator.itemgetter(index), state)
+        check_scaler(scaler)
+        yield scaler
 
 
 def _check_skips(state: ScalerState, limit: int) -> None:
@@ -137,50 +222,93 @@ def _check_skips(state: ScalerState, limit: int) -> None:
         raise FloatingPointError(_describe_skips(state, _CONSECUTIVE.format(state.consecutive_skips)))
     # A run whose scale touches the limit and recovers has no skip at the limit, or few skips in total.
     if _is_at_limit(state) and state.last_skip_reason == SkipReason.MIN_SCALE and state.total_skips > limit:
-        raise FloatingPointError(_describe_skips(state, "steps are still skipped at the smallest allowed scale"))
+        text = "steps are still skipped at the smallest allowed scale"
+        raise FloatingPointError(_describe_skips(state, text) + _FIND_BATCH)
 
 
-class _Calls:
-    """The latest call of `raise_if_stuck`, and the number of calls whose states cannot be the results of steps."""
-
-    def __init__(self) -> None:
-        self._steps: Callable[[], Any] = lambda: None  # refers to the array `finite_steps` of the latest call
-        self._state: ScalerState | None = None  # on the host
-        self._same = self._new = 0
-
-    def add(self, steps: jax.Array | np.ndarray, state: ScalerState) -> None:
-        """Warns if steps have not changed the scaler in three calls, or if the scale has grown to its limit."""
-        earlier, before = self._steps(), self._state
-        self._steps, self._state = weakref.ref(steps), state
-        if before is None:
-            return
-        # The scalers of several runs may have any values, but then the earlier one still exists. A new scaler, which
-        # consists of NumPy arrays, is not the result of a step.
-        is_new = earlier is None and isinstance(steps, jax.Array) and _skips_most(before) and _restarts(before, state)
-        self._same = self._same + 1 if earlier is steps else 0
-        if is_new:
-            self._new += 1
-        elif earlier is not steps and not _skips_most(state):
-            self._new = 0
-        if self._same == 2 or (is_new and self._new == 2):
-            warn_user(_UNCHANGED)
-        if _has_grown_without_skip(before, state):
-            warn_user(_NEVER_SKIPPED.format(format_number(state.config.max_scale)))
+def _can_compare(before: ScalerState, after: ScalerState) -> bool:
+    """Tests whether two states may belong to one run: equal settings and shapes, and valid scales."""
+    if before.config != after.config or before.loss_scale.shape != after.loss_scale.shape:
+        return False
+    return all(np.all((x.loss_scale > 0) & np.isfinite(x.loss_scale)) for x in (before, after))
 
 
-_calls = _Calls()
+class _Span(NamedTuple):
+    """The steps between two calls of a monitor: the states of one scaler at the first and at the second call."""
+
+    before: ScalerState
+    after: ScalerState
+    start: int
+    stop: int
+
+    def check(self, rate: float) -> None:
+        """Raises if most updates were skipped, and warns if the scale has grown to its limit without a skip.
+
+        `rate` is the number of updates per step.
+        """
+        skips, updates = self._skips(), max(round(rate * (self.stop - self.start)), self.fewest_updates())
+        applied = updates - skips
+        # Healthy runs on record skip at most one step in 100 after their initial backoff, so half is far from them.
+        if skips - self._most_backoffs(applied) > applied:
+            text = f"{skips} of the {updates} steps since step {self.start} were skipped"
+            config = self.after.config
+            backs_off = config.mode == "dynamic" and config.hysteresis == 1 and not _is_at_limit(self.after)
+            # If the scale backs off after every skip because of the gradients, most skips have the other reason.
+            reason = SkipReason.LOSS if backs_off else None
+            raise FloatingPointError(_describe_skips(self.after, text, reason) + _FIND_BATCH)
+        max_scale = self.after.config.max_scale
+        if self._grows_to_limit() and max_scale >= _USUAL_LIMIT:
+            warn_user(_NEVER_SKIPPED.format(format_number(max_scale)))
+
+    def counts_no_step(self) -> bool:
+        """Tests whether no sequence of steps leads from one state to the other."""
+        before, after = self.before, self.after
+        if after.total_skips != before.total_skips:
+            return bool(after.total_skips < before.total_skips)
+        if after.loss_scale > before.loss_scale or COUNTER_LIMIT in (after.total_skips, after.finite_steps):
+            return False
+        if after.config.mode == "dynamic" and after.loss_scale >= np.float32(after.config.max_scale):
+            # A growth at max_scale resets finite_steps and changes nothing else.
+            is_new = not before.finite_steps and not after.finite_steps
+            return is_new and (self.stop - self.start) % after.config.growth_interval > 0
+        return bool(after.finite_steps <= before.finite_steps)
+
+    def fewest_updates(self) -> int:
+        """Returns a lower bound of the number of updates, which the counters show."""
+        before, after, config = self.before, self.after, self.after.config
+        earlier, later = int(before.finite_steps), int(after.finite_steps)
+        if after.loss_scale > before.loss_scale:
+            growths = max(1, int(math.log(after.loss_scale / before.loss_scale) / math.log(config.growth_factor)))
+            applied = max(growths * config.growth_interval - earlier, 0) + later
+        else:
+            applied = later - earlier if later >= earlier else later
+        return max(self._skips(), 0) + applied
+
+    def _skips(self) -> int:
+        return int(self.after.total_skips) - int(self.before.total_skips)
+
+    def _most_backoffs(self, applied: int) -> float:
+        """Returns an upper bound of the number of overflows after which the rule has reduced the scale."""
+        config = self.after.config
+        if config.mode != "dynamic":
+            return 0.0
+        growths = 1 + applied // config.growth_interval
+        change = growths * math.log(config.growth_factor) + math.log(self.before.loss_scale / self.after.loss_scale)
+        return config.hysteresis * max(1 - change / math.log(config.backoff_factor), 0.0)
+
+    def _grows_to_limit(self) -> bool:
+        """Tests whether a dynamic scale has grown to its limit without a skip, after at least one growth."""
+        before, after, config = self.before, self.after, self.after.config
+        growths = 1 + (self.stop - self.start) // config.growth_interval
+        is_in_reach = math.log(config.max_scale / before.loss_scale) <= growths * math.log(config.growth_factor) + 1e-6
+        has_grown = before.loss_scale < np.float32(config.max_scale) <= after.loss_scale
+        return bool(config.mode == "dynamic" and has_grown and is_in_reach and not after.total_skips)
 
 
 def _skips_most(state: ScalerState) -> bool:
     """Tests whether a scaler is new, has just grown, or has skipped more steps than were applied since an overflow."""
     is_early = not state.finite_steps or state.total_skips > state.finite_steps
     return bool(is_early and state.loss_scale < state.config.max_scale)
-
-
-def _restarts(before: ScalerState, after: ScalerState) -> bool:
-    """Tests whether no sequence of steps leads from one state to another. Only growth resets a count without a skip."""
-    is_same = after.finite_steps <= before.finite_steps and after.loss_scale <= before.loss_scale
-    return bool(after.total_skips < before.total_skips or (after.total_skips == before.total_skips and is_same))
 
 
 class _Skip(NamedTuple):
@@ -196,13 +324,17 @@ class _Skip(NamedTuple):
 class SkipMonitor:
     """Warns about the skips of an optimizer, even from inside a compiled program; remembers them on the host.
 
-    Devices report in any order, so the message about a skip depends on the states of the run alone.
+    Devices report in any order, so the message about a skip depends on the states of the run alone. A copy, in another
+    process for example, remembers nothing.
     """
 
     def __init__(self, count: int) -> None:
         self._count, self._window = count, 5 * count
         self._skips = collections.deque[_Skip](maxlen=self._window)
         self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type["SkipMonitor"], tuple[int]]:
+        return SkipMonitor, (self._count,)  # a lock cannot be pickled
 
     def watch(self, before: ScalerState, after: ScalerState) -> ScalerState:
         """Warns as the argument `warn_after_skips` of `with_loss_scaling` describes, and returns the scaler `after`.
@@ -211,27 +343,33 @@ class SkipMonitor:
         `jax.debug.callback`, which needs no result, slows down small programs on CPU.
         """
         if not any(map(is_traced, jax.tree.leaves((before, after)))):
-            self._warn(before, after)
+            if text := self._message(before, after):
+                warn_user(text)
             return after
 
-        def warn_from_program(before: ScalerState, after: ScalerState) -> jax.Array:
-            return jax.pure_callback(self._warn, after.consecutive_skips, before, after, vmap_method="sequential")
+        def report(before: ScalerState, after: ScalerState) -> np.ndarray:
+            if text := self._message(before, after):
+                warn_from_program(text)
+            return np.asarray(after.consecutive_skips)
+
+        def call_report(before: ScalerState, after: ScalerState) -> jax.Array:
+            return jax.pure_callback(report, after.consecutive_skips, before, after, vmap_method="sequential")
 
         is_due = (after.consecutive_skips > 0) | _has_grown_without_skip(before, after)
         known = jax.lax.stop_gradient((before, after))
-        skips = jax.lax.cond(is_due, warn_from_program, lambda _, after: after.consecutive_skips, *known)
+        skips = jax.lax.cond(is_due, call_report, lambda _, after: after.consecutive_skips, *known)
         return after._replace(consecutive_skips=skips)
 
-    def _warn(self, before: ScalerState, after: ScalerState) -> np.ndarray:
+    def _message(self, before: ScalerState, after: ScalerState) -> str:
+        """Returns the warning about a step, or an empty text."""
         before, after = jax.tree.map(np.asarray, (before, after))
         if after.consecutive_skips > 0:  # under jax.vmap the callback runs for every scaler
             with self._lock:
                 text = self._remember(before, after).text
-            if text:
-                warnings.warn(_describe_skips(after, text), stacklevel=2)
-        elif _has_grown_without_skip(before, after):
-            warnings.warn(_NEVER_SKIPPED.format(format_number(after.config.max_scale)), stacklevel=2)
-        return np.asarray(after.consecutive_skips)
+            return _describe_skips(after, text) if text else ""
+        if _has_grown_without_skip(before, after):
+            return _NEVER_SKIPPED.format(format_number(after.config.max_scale))
+        return ""
 
     def _remember(self, before: ScalerState, after: ScalerState) -> _Skip:
         """Returns the record of a skip: the one that exists if another device has reported the same skip."""
@@ -263,11 +401,11 @@ def _has_grown_without_skip(before: ScalerState, after: ScalerState) -> jax.Arra
     return has_reached & (config.mode == "dynamic" and config.max_scale >= _USUAL_LIMIT)
 
 
-def _describe_skips(state: ScalerState, skips: str) -> str:
-    """Describes a state on the host, and the first cause that applies."""
+def _describe_skips(state: ScalerState, skips: str, reason: SkipReason | None = None) -> str:
+    """Describes a state on the host, and the first cause that applies, by default to the most recent skip."""
     applies = (
         not 0 < state.loss_scale <= LARGEST_SCALE,  # also NaN
-        state.last_skip_reason == SkipReason.LOSS,
+        (state.last_skip_reason if reason is None else reason) == SkipReason.LOSS,
         _is_at_limit(state),
         state.config.mode == "static",
         state.consecutive_skips == state.total_skips,

@@ -80,7 +80,9 @@ def with_loss_scaling(
       warn_after_skips: for training loops that do not return the optimizer state, which `raise_if_stuck` reads: the
         number of skips, consecutive or among the latest `5 * warn_after_skips` steps, after which to warn from inside
         the compiled program. Skips right after the scale has grown do not count. It also warns if a dynamic scale grows
-        to a `max_scale` of 2^32 or more without a skip, because the loss may be unscaled. Each device warns.
+        to a `max_scale` of 2^32 or more without a skip, because the loss may be unscaled. Each device warns. A compiled
+        program logs a warning that a filter turns into an error, because an error on one device would leave the
+        others waiting.
 
     Returns:
       A gradient transformation, whose state is a `WithLossScalingState`. Call `tx.update(grads, opt_state, params,
@@ -92,7 +94,8 @@ def with_loss_scaling(
     Raises:
       TypeError: an argument has the wrong type, `inner` contains another wrapper or changes the types of its state, the
         loss is not an argument by name, or a gradient is a partial sum, a `jax.Ref` or part of a scaler.
-      ValueError: `max_norm` or `warn_after_skips` is out of range, or an axis is not mapped.
+      ValueError: `max_norm` or `warn_after_skips` is out of range, an axis is not mapped, or a state is from a wrapper
+        with `max_norm` and this one has none, or the reverse.
 
     Warns:
       UserWarning: the wrapper is inside `MultiSteps`, `partition`, `masked`, `apply_if` or `optax.apply_if_finite`, or
@@ -140,6 +143,7 @@ def with_loss_scaling(
         grads = updates
         loss = extra_args.get("value", extra_args.get("loss"))
         state = checks.check_update_arguments(grads, state, params, loss, others)
+        checks.check_norm_of_state(state, max_norm)
         scaler, norm, grad_norm, factor = state.scaler, None, None, None
         is_disabled = scaler.config.mode == "disabled"
         inner_params = params if is_disabled else _as_seen_by_inner(params)

@@ -71,6 +71,17 @@ def check_update_arguments(
     return state
 
 
+def check_norm_of_state(state: WithLossScalingState, max_norm: float | None) -> None:
+    """Raises if the state is from a wrapper with `max_norm` and the wrapper is without it, or the reverse."""
+    has_norm = bool(jax.tree.leaves(state.grad_norm))
+    if has_norm != (max_norm is not None):
+        expected, rule, got = ("None", "not set", "an array") if has_norm else ("an array", "set", "None")
+        raise ValueError(
+            f"state.grad_norm must be {expected} because max_norm is {rule}, got {got}. After restoring the state of a "
+            "wrapper with another max_norm, call state._replace(grad_norm=tx.init(params).grad_norm)."
+        )
+
+
 def warn_if_unscaled_by_another(grads: PyTree, scaler: ScalerState) -> None:
     """Warns if the gradients come from a scaler that another optimizer has adapted already, not from this one.
 

@@ -1,5 +1,7 @@
 """Scaling the loss, and unscaling and checking the gradients, in dtypes that hold the results."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,7 +52,11 @@ def scale(scaler: PyTree, tree: Tree) -> Tree:
     >>> jmpscale.scale(jmpscale.dynamic(2.0**16), jnp.float16(3.0))
     Array(196608., dtype=float32)
     """
-    state = find_scaler(scaler)
+    return scale_losses(find_scaler(scaler), tree, with_check=True)
+
+
+def scale_losses(state: ScalerState, tree: Tree, *, with_check: bool) -> Tree:
+    """Multiplies losses by the loss scale; `with_check`, the derivatives of a scalar that is not finite are NaN."""
     check_no_refs(tree)
     if state.config.mode == "disabled":
         return tree
@@ -59,7 +65,7 @@ def scale(scaler: PyTree, tree: Tree) -> Tree:
         raise TypeError(f"scale takes floating-point losses, got {describe(leaf)} at tree{path}. Pass only the losses.")
     if found := first_leaf(tree, lambda leaf: is_traced(leaf) and needs_wider_gradient(leaf)):
         warn_about_narrow_loss(found[1])
-    scaled = _scale_leaves(state.loss_scale, tree)
+    scaled = _scale_leaves(state.loss_scale, tree, with_check)
     mark(Mark.SCALED, scaled)
     return scaled
 
@@ -72,11 +78,12 @@ def warn_about_narrow_loss(loss: jax.Array) -> None:
     )
 
 
-@jax.jit
-def _scale_leaves(loss_scale: jax.Array, tree: PyTree) -> PyTree:
+@functools.partial(jax.jit, static_argnames="with_check")
+def _scale_leaves(loss_scale: jax.Array, tree: PyTree, with_check: bool) -> PyTree:
     def scale_leaf(x: ArrayLike) -> jax.Array:
         loss = jnp.asarray(x, _real_dtype(x))
-        return multiply_leaf(_with_derivative_of_loss(loss) if is_whole_loss(loss) else loss, loss_scale)
+        loss = _with_derivative_of_loss(loss) if with_check and is_whole_loss(loss) else loss
+        return multiply_leaf(loss, loss_scale)
 
     return jax.tree.map(scale_leaf, tree)
 
@@ -103,17 +110,19 @@ def is_whole_loss(x: jax.Array) -> bool:
 
 
 def one_if_finite(loss: jax.Array) -> jax.Array:
-    """Returns 1 for a finite loss, otherwise NaN, as a factor of derivatives that they do not depend on.
+    """Returns 1 for a finite loss, otherwise NaN: a factor of the gradients, which is not differentiated.
 
-    With this factor a loss that is not finite has gradients that are not finite. Without it, a comparison with NaN,
-    such as in a ReLU or a maximum, selects the branch with a derivative of zero, and the gradients are finite and
-    wrong.
+    Without it, a comparison with NaN, as in a ReLU or a maximum, selects the branch whose derivative is zero, so that
+    the gradients of a loss that is not finite would be finite and wrong.
     """
     return 0 * jax.lax.stop_gradient(loss) + 1
 
 
 def unscale(scaler: PyTree, tree: Tree) -> Tree:
     """Divides gradients by the loss scale.
+
+    It multiplies by the reciprocal of the scale, which is exact for powers of two; with another scale the result may
+    differ from the quotient in the last bit.
 
     Args:
       scaler: the scaler that scaled the loss, before its update, or any pytree that contains exactly one.
@@ -141,24 +150,29 @@ def unscale(scaler: PyTree, tree: Tree) -> Tree:
     return unscale_gradients(state, tree)
 
 
-def unscale_gradients(state: ScalerState, tree: Tree) -> Tree:
-    """Divides gradients by the loss scale. Unlike `unscale`, it accepts the gradients of a `loss_scaled` function."""
+def unscale_gradients(state: ScalerState, tree: Tree, loss: ArrayLike | None = None) -> Tree:
+    """Divides gradients by the loss scale; all are NaN if the loss, if it is given, is not finite.
+
+    Unlike `unscale`, it accepts the gradients of a `loss_scaled` function.
+    """
     check_no_refs(tree)
     if state.config.mode == "disabled":
         return tree
     check_no_partial_sums(tree)
     # Only gradients pass through jit, which converts float0 to bool and raises for Python objects.
     grads, unflatten = flatten_gradients(tree)
-    unscaled = unscale_leaves(grads, state.loss_scale)
+    unscaled = unscale_leaves(grads, state.loss_scale, loss)
     mark(Mark.GRADIENT, unscaled, state.loss_scale)
     return unflatten(unscaled)
 
 
 @jax.jit
-def unscale_leaves(grads: Tree, loss_scale: jax.Array) -> Tree:
+def unscale_leaves(grads: Tree, loss_scale: jax.Array, loss: ArrayLike | None = None) -> Tree:
     """Divides the arrays of a tree by the loss scale; `unscaled_dtype` gives the dtypes of the results."""
+    one = jnp.ones(()) if loss is None else one_if_finite(jnp.asarray(loss))
     loss_scale = jnp.asarray(loss_scale)
-    inverse = {dtype: 1 / loss_scale.astype(dtype) for dtype in map(_real_dtype, jax.tree.leaves(grads))}
+    dtypes = set(map(_real_dtype, jax.tree.leaves(grads)))
+    inverse = {dtype: one.astype(dtype) / loss_scale.astype(dtype) for dtype in dtypes}
     return jax.tree.map(lambda x: multiply_leaf(x, inverse[_real_dtype(x)], unscaled_dtype(jnp.result_type(x))), grads)
 
 

@@ -11,7 +11,7 @@ import jax.export
 import numpy as np
 
 from jmpscale._base.check import check_choice, check_count, check_in_range
-from jmpscale._base.frameworks import imported
+from jmpscale._base.frameworks import AnyAuxData, aux_data_of_paths, imported
 from jmpscale._base.marks import Mark, mark
 from jmpscale._base.text import describe, format_number
 
@@ -131,28 +131,14 @@ ScalerState.__getattr__ = _raise_missing  # type: ignore[attr-defined]
 ARRAY_FIELDS = ScalerState._fields[:-1]
 
 
-class _AnySettings:
-    """The auxiliary data of a state without settings, which equal all settings.
-
-    Levanter's checkpointer rebuilds a state with None for a field that has no leaves. JAX maps the result together with
-    the original state only if their auxiliary data are equal.
-    """
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, (_AnySettings, ScalerConfig))
-
-    def __hash__(self) -> int:
-        return hash(_AnySettings)
-
-
 def _flatten_with_keys(scaler: ScalerState) -> tuple[tuple[tuple[Any, Any], ...], object]:
     keys = map(jax.tree_util.GetAttrKey, ARRAY_FIELDS)
-    settings = _AnySettings() if scaler.config is None else scaler.config
+    settings = aux_data_of_paths(scaler[:-1]) if scaler.config is None else scaler.config
     return tuple(zip(keys, scaler[:-1], strict=True)), settings
 
 
 def _unflatten(aux_data: Any, children: Iterable[Any]) -> ScalerState:
-    return ScalerState._make([*children, None if isinstance(aux_data, _AnySettings) else aux_data])
+    return ScalerState._make([*children, None if isinstance(aux_data, AnyAuxData) else aux_data])
 
 
 # As auxiliary data, the settings are not among the children that trainers and checkpointers enumerate. The state is a

@@ -150,7 +150,11 @@ def test_corrupted_scale_recovers_or_is_reported(scale, recovers):
 @pytest.mark.parametrize(("old", "new"), [(TX, CLIPPING_TX), (CLIPPING_TX, TX)], ids=["added", "removed"])
 def test_restore_after_max_norm_is_added_or_removed(old, new, roundtrip, tmp_path):
     saved, template = old.init(PARAMS)._replace(scaler=used_scaler()), new.init(PARAMS)
-    restored = roundtrip(tmp_path, saved, template)._replace(grad_norm=template.grad_norm)
+    restored = roundtrip(tmp_path, saved, template)
+    with pytest.raises(ValueError, match=r"grad_norm=tx\.init\(params\)\.grad_norm"):
+        new.update(PARAMS, restored._replace(grad_norm=saved.grad_norm), PARAMS)
+    restored = restored._replace(grad_norm=template.grad_norm)
+    new.update(PARAMS, restored, PARAMS)
     assert jax.tree.structure(restored) == jax.tree.structure(template)
     assert_equal_bits(jax.tree.leaves(saved[:2]), jax.tree.leaves(restored[:2]))
 

@@ -74,12 +74,15 @@ def _ratios(ours, baseline):
 
 
 def _check_collectives(ours, baseline):
-    """Checks that no sharding is lost, and that neither gathers nor small all-reduces are added."""
+    """Checks that no sharding is lost, and that no gather and at most one small all-reduce is added.
+
+    The loss is reduced before the gradients are unscaled, the finiteness of the gradients afterwards.
+    """
     gathered = [sum(n for name, n in x["collectives"].items() if name != "all-reduce") for x in (ours, baseline)]
     assert ours["sharded"] > 0
     assert ours["lost"] == 0
     assert gathered[0] <= gathered[1]
-    assert ours["small_all_reduces"] <= baseline["small_all_reduces"]
+    assert ours["small_all_reduces"] <= baseline["small_all_reduces"] + 1
 
 
 # A step costs as much as clipping on H100 and TPU
@@ -138,7 +141,7 @@ AUTOCAST = {  # the limits for the ratios of the bytes moved and of the temporar
     ("h100", "U-Net", autocast.STORED): (1.18, 1.12),
     # Devices whose matmuls are fast in float16 only.
     ("t4", "GPT-2 small, 2 layers", autocast.AUTOCAST): (1.06, 1.02),
-    ("v100", "GPT-2 small, 2 layers", autocast.AUTOCAST): (1.08, 1.06),
+    ("v100", "GPT-2 small, 2 layers", autocast.AUTOCAST): (1.18, 1.16),
     ("tpu-v5e", "GPT-2 small, 2 layers", autocast.AUTOCAST): (1.12, 1.10),
     # The number of iterations of its loops is unknown, so the bytes are XLA's count, of one iteration.
     ("tpu-v5e", "GPT-2 small, 2 layers, FSDP", autocast.AUTOCAST): (1.12, 1.10),

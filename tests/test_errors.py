@@ -123,6 +123,7 @@ READ_SCALER_OF_TREE = {  # the call, and the name of the argument
     "get_scaler": (jmpscale.get_scaler, "tree"),
     "metrics": (jmpscale.metrics, "scaler"),
     "raise_if_stuck": (lambda tree: jmpscale.raise_if_stuck(tree, max_consecutive_skips=1), "scaler"),
+    "RunMonitor": (lambda tree: jmpscale.RunMonitor(max_consecutive_skips=1).raise_if_stuck(tree, step=0), "scaler"),
     "value_and_grad": (lambda tree: jmpscale.value_and_grad(_sum)(tree, GRADS), "scaler"),
     "loss_scaled": (lambda tree: jmpscale.loss_scaled(_sum, lambda _: tree)(GRADS), "scale"),
     "all_finite": (lambda tree: jmpscale.all_finite(GRADS, scaler=tree), "scaler"),
@@ -133,7 +134,7 @@ READ_SCALER_OF_TREE = {  # the call, and the name of the argument
     "to_torch_state_dict": (jmpscale.to_torch_state_dict, "scaler"),
     "diagnose": (lambda tree: jmpscale.diagnose(_sum)(tree, GRADS), "scaler"),
 }
-ACCEPT_BATCH_OF_SCALERS = {"get_scaler", "metrics", "raise_if_stuck"}
+ACCEPT_BATCH_OF_SCALERS = {"get_scaler", "metrics", "raise_if_stuck", "RunMonitor"}
 TAKE_TREE_WITH_SCALER = READ_SCALER_OF_TREE | {
     "replace_scaler": (lambda tree: jmpscale.replace_scaler(tree, STATE), "tree"),
 }
@@ -714,8 +715,16 @@ WITH_LOSS_SCALING = {
         "dtype of inner": (_inner(lambda g, s, p: (g, s > 0)), "state was int32[] and is bool[]. ... .astype in inner"),
     },
     ValueError: {
+        "state without a norm": (
+            lambda: _wrap(ADAM, max_norm=1.0)().update(GRADS, OPT_STATE),
+            "state.grad_norm must be an array because max_norm is set, got None. ... tx.init(params).grad_norm",
+        ),
+        "state with a norm": (
+            lambda: _wrap(ADAM)().update(GRADS, _wrap(ADAM, max_norm=1.0)().init(GRADS)),
+            "state.grad_norm must be None because max_norm is not set, got an array. ... tx.init(params).grad_norm",
+        ),
         "axis of max_norm": (
-            lambda: _wrap(ADAM, max_norm=1.0, norm_axis_name="x")().update(GRADS, OPT_STATE),
+            lambda: (tx := _wrap(ADAM, max_norm=1.0, norm_axis_name="x")()).update(GRADS, tx.init(GRADS)),
             "axis_name 'x' is not the name of a mapped axis",
         ),
         "warn_after_skips": (_wrap(ADAM, warn_after_skips=0), "warn_after_skips must be between 1 ... got 0."),
@@ -890,6 +899,10 @@ def _stuck(limit):
     return lambda state=STATE: jmpscale.raise_if_stuck(state, max_consecutive_skips=limit)
 
 
+def _monitor(step):
+    return lambda state=STATE: jmpscale.RunMonitor(max_consecutive_skips=1).raise_if_stuck(state, step=step)
+
+
 def _float16(size):
     return jax.ShapeDtypeStruct((size,), jnp.float16)
 
@@ -904,10 +917,14 @@ CAST_AND_MONITORING = {
         "cast to a string": (_cast(GRADS, "float17"), "dtype must be ... got 'float17'. Call cast("),
         "cast to None": (_cast(GRADS, None), "dtype must be a floating-point dtype, got None"),
         "fraction of skips": (_stuck(2.5), "max_consecutive_skips must be a Python int, got 2.5"),
+        "fraction of a step": (_monitor(0.5), "step must be a Python int, got 0.5"),
         "traced report": (lambda: _traced(lambda r: r.describe(), REPORT), "describe ... Return the report first."),
     },
     ValueError: {
         "no skips": (_stuck(0), "max_consecutive_skips must be between 1 and 2147483647 ... got 0."),
+        "no skips in a run": (lambda: jmpscale.RunMonitor(max_consecutive_skips=0), "max_consecutive_skips ... got 0."),
+        "negative step": (_monitor(-1), "step must be between 0 and 2147483647, got -1."),
+        "monitor under jit": (lambda: jax.jit(_monitor(1))(STATE), "raise_if_stuck reads the state ... Call it"),
         "stuck under jit": (lambda: jax.jit(_stuck(1))(STATE), "raise_if_stuck reads the state ... Call it between"),
         "report of no gradients": (lambda: jmpscale.grad_report({"n": 1}), "grads ... got none. Pass the gradients."),
         "report of a large leaf": (lambda: _traced(jmpscale.grad_report, _float16(2**31)), "a leaf, got 2147483648."),
@@ -929,7 +946,10 @@ def _check(state, step=lambda state: state, **options):
 
 TOOLS = {
     TypeError: {
-        "replicated number": (lambda: testing.assert_replicated({"w": 1}), "tree['w'] must be an array, got int. Pass"),
+        "replicated number": (
+            lambda: testing.assert_replicated({"w": 1}),
+            "tree['w'] must be an array or a text, got int. Pass",
+        ),
     },
     ValueError: {
         "check_step: disabled": (_check(jmpscale.disabled()), "state must contain a scaler that checks"),

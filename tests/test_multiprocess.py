@@ -1,4 +1,4 @@
-"""Processes that jax.distributed connects skip together, resume, end if one of them fails, and diagnose the same."""
+"""Processes that jax.distributed connects skip together, resume, end if one fails, diagnose the same, and compare."""
 
 import json
 import os
@@ -51,8 +51,6 @@ def _outcome(scenario, processes, folder):
     outcomes = [json.loads(output.splitlines()[-1]) for _, output, _ in ended]
     shards = {start: shard for outcome in outcomes for start, shard in outcome.pop("shards").items()}
     assert all(outcome == outcomes[0] for outcome in outcomes)
-    differs = outcomes[0].pop("differs")
-    assert differs == [f"tree['{name}'] differs between processes." for name in "nw" if processes > 1]
     return outcomes[0] | {"shards": shards}
 
 
@@ -99,3 +97,19 @@ def test_diagnose_has_the_same_result_on_all_processes(tmp_path):
     for (description, fitting), begins, (_, expected) in zip(first, worker.FAULTS.values(), alone, strict=True):
         assert description.startswith(begins)
         assert fitting == (expected and list(expected))
+
+
+@full
+def test_assert_replicated_raises_on_all_processes_or_on_none(tmp_path):
+    ended = _run("compare", 2, tmp_path)
+    assert all(process.returncode == 0 for process, _, _ in ended), [errors for _, _, errors in ended]
+    first, second = (json.loads(output.splitlines()[-1]) for _, output, _ in ended)
+    expected = {name: words for name, (_, words) in worker.TREES.items()} | {
+        "replicated": "tree['w'] differs between the processes 0 and 1.",
+        "a copy of each shard on each process": "tree['w'] differs between the processes 0 and 1.",
+        "a device of process 1": "tree['w'] differs between devices: 0.0 on ",
+        "check_step": "Build the state and the batch on jax.local_devices()",
+    }
+    for name, words in expected.items():
+        for error in (first[name], second[name]):
+            assert error is None if words is None else words in (error or ""), (name, error)

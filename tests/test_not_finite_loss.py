@@ -11,6 +11,7 @@ import pytest
 
 import jmpscale
 
+import meshes
 from tables import rows
 
 RANDOM = np.random.default_rng(0)
@@ -130,6 +131,14 @@ def test_step_that_is_skipped_because_of_its_loss_needs_no_loss_scale():
     assert (scaler.total_skips, scaler.last_skip_reason) == (1, jmpscale.SkipReason.LOSS)
 
 
+def test_gradients_of_a_loss_that_is_not_finite_are_nan():
+    """Even if a comparison hides the NaN from the backward pass, so that `all_finite(grads)` alone suffices."""
+    masked = jmpscale.autocast(lambda w, x: LOSSES["all gradients are masked"](x @ w))
+    _, grads = jmpscale.value_and_grad(masked, argnums=(0, 1))(jmpscale.dynamic(16.0), W, OVERFLOWING)
+    assert jnp.isnan(grads[0]).all()
+    assert jnp.isnan(grads[1]).all()
+
+
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
 @pytest.mark.parametrize("call", [jmpscale.scale, lambda scaler, x: jmpscale.loss_scaled(lambda x: x, scaler)(x)])
 def test_derivatives_of_a_loss_that_is_not_finite_are_nan(call, value, variant):
@@ -188,6 +197,28 @@ def test_derivatives_of_a_finite_loss_keep_their_bits(order, dtype):
     chex.assert_trees_all_equal(result, expected)
     assert jax.typeof(result) == jax.typeof(expected)
     assert derivative(jmpscale.loss_scaled(lambda w: jnp.sin(w) * w, 2.0**10))(w) == expected / 2.0**10
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_loss_that_is_not_finite_on_one_device_skips_the_step_on_all(check_vma):
+    """Under `shard_map`, each device has a loss of its own, and the gradients may be summed already."""
+    mesh = meshes.make_mesh(data=2)
+
+    loss_fn = jmpscale.autocast(lambda w, x: LOSSES["ReLU"](x @ w))
+    tx = jmpscale.with_loss_scaling(optax.sgd(1e-3), axis_name=None if check_vma else "data")
+
+    def on_each_device(w, opt_state, x):
+        loss, grads = jmpscale.value_and_grad(loss_fn)(opt_state, w, x)
+        grads = grads if check_vma else jax.lax.psum(grads, "data")
+        updates, opt_state = tx.update(grads, opt_state, w, value=loss)
+        return optax.apply_updates(w, updates), opt_state.scaler.total_skips
+
+    specs = {"in_specs": (jax.P(), jax.P(), jax.P("data")), "out_specs": jax.P()}
+    run = jax.jit(jax.shard_map(on_each_device, mesh=mesh, check_vma=check_vma, **specs))
+    for x, skips in (X, 0), (OVERFLOWING, 1):
+        w, total_skips = run(W, tx.init(W), x)
+        assert total_skips == skips
+        assert np.array_equal(w, W) == bool(skips)
 
 
 def test_infinite_result_of_autocast_sorts_first_on_every_platform():

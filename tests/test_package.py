@@ -10,6 +10,8 @@ import pathlib
 import re
 import subprocess
 import sys
+import types
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -132,6 +134,25 @@ def test_unknown_jax_raises(monkeypatch):
     monkeypatch.setattr(jax, "typeof", lambda x: object())
     with pytest.raises(ImportError, match="jmpscale does not support JAX"):
         jmpscale.grad_report(grads)
+
+
+def test_unknown_jax_gives_no_warning_that_needs_a_missing_function(monkeypatch):
+    def step(finite):
+        return jmpscale.update(jmpscale.dynamic(), finite)
+
+    finite = jnp.array(True)
+    with pytest.warns(UserWarning, match="constant of the compiled program"):
+        jax.eval_shape(step, finite)
+    modules = [types.ModuleType("core"), types.ModuleType("core")]
+    monkeypatch.setattr(jax, "core", modules[0])
+    monkeypatch.setattr(jax.extend, "core", modules[1])
+    for module in modules:  # the function may be in either
+        assert not compat.is_compiling()
+        with warnings.catch_warnings(action="error"):
+            jax.eval_shape(step, finite)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "unsafe_am_i_under_a_jit_DO_NOT_USE", lambda: True, raising=False)
+            assert compat.is_compiling()
 
 
 def test_checks_know_functions_of_optax():

@@ -20,6 +20,7 @@ import pytest
 import jmpscale
 
 import reference
+from compiling import FAST
 
 SETTINGS = {  # the default, and another value
     "growth_factor": (2.0, 3.0),
@@ -175,6 +176,21 @@ def test_state_rebuilt_by_its_fields_is_mapped_beside_the_original():
     kept = jax.tree.map(lambda leaf, path: leaf, original, paths)
     assert kept.scaler.config == state.config
     assert list(map(id, jax.tree.leaves(kept))) == list(map(id, jax.tree.leaves(original)))
+
+
+@pytest.mark.parametrize("factors", [(2.0, 8.0), (8.0, 2.0)])
+def test_state_without_settings_raises_whatever_was_compiled_before(factors):
+    """Such a state, as from a damaged checkpoint, must not run the program of a state with settings."""
+    update = jax.jit(jmpscale.update, **FAST)
+    states = [jmpscale.dynamic(8.0, growth_factor=factor, growth_interval=1) for factor in factors]
+    for state, factor in zip(states, factors, strict=True):
+        assert update(state, np.array(True)).loss_scale == 8.0 * factor
+    without = states[0]._replace(config=None)
+    with pytest.raises(TypeError, match=r"config must be a ScalerConfig, got NoneType"):
+        update(without, np.array(True))
+    structures = [jax.tree.structure(state) for state in (*states, without)]
+    assert [[a == b for b in structures] for a in structures] == np.eye(3, dtype=bool).tolist()
+    assert jax.tree.unflatten(structures[2], range(6)) == (*range(6), None)
 
 
 def test_optax_gets_and_sets_fields_of_a_scaler_by_name():

@@ -1,6 +1,7 @@
 """jmpscale.testing: each tool finds or plants a fault, and its message names the leaf."""
 
 import itertools
+import threading
 from functools import partial
 
 import jax
@@ -17,6 +18,7 @@ import jmpscale
 from jmpscale.testing import assert_replicated, check_step
 
 import meshes
+import worker
 
 # --- check_step ---
 
@@ -640,17 +642,44 @@ def test_assert_replicated_compares_one_row_per_device():
     assert_replicated({"n": different, "other": jax.device_put(np.zeros(16), rows)})  # two rows for each device
 
 
-@pytest.mark.parametrize(("other", "error"), [(0, False), (1, True)])
-def test_assert_replicated_compares_shards_of_other_processes(other, error, monkeypatch):
-    """Simulates a second process, which holds other bits of the same shards."""
+def _on_two_processes(check, trees, monkeypatch):
+    """Calls `check` in two threads as if in two processes; returns the errors. It raises if one waits for the other."""
+    barrier, arrays = threading.Barrier(2, timeout=60), {}
 
-    def gather(sums):
-        return np.stack([sums, sums + np.array([0, other], np.uint32)])
+    def gather(x):
+        arrays[threading.current_thread().name] = x
+        barrier.wait()
+        gathered = np.stack([arrays["0"], arrays["1"]])
+        barrier.wait()
+        return gathered
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(multihost_utils, "process_allgather", gather)
-    if not error:
-        assert_replicated({"w": _placed("w")})
-        return
-    with pytest.raises(AssertionError, match=r"^tree\['w'\] differs between processes\.$"):
-        assert_replicated({"w": _placed("w")})
+    errors = {}
+    threads = [
+        threading.Thread(target=lambda n=n: errors.update({n: worker.error_of(check, trees[n])}), name=str(n))
+        for n in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [errors[0], errors[1]]
+
+
+@pytest.mark.parametrize("name", worker.TREES)
+def test_assert_replicated_raises_on_both_processes_or_on_neither(name, monkeypatch):
+    make, words = worker.TREES[name]
+    for error in _on_two_processes(assert_replicated, [make(0), make(1)], monkeypatch):
+        assert error is None if words is None else words in (error or "")
+
+
+def test_assert_replicated_compares_shards_of_other_processes(monkeypatch):
+    """Simulates a second process, which holds other bits of one shard."""
+    x = np.arange(32.0, dtype=np.float32).reshape(8, 4)
+    other = np.where(x == 31, 30, x)
+    equal, different = (jax.device_put(y, jax.NamedSharding(meshes.make_mesh(), P("data"))) for y in (x, other))
+    assert _on_two_processes(assert_replicated, [{"w": equal}] * 2, monkeypatch) == [None, None]
+    error = "AssertionError: tree['w'] differs between the processes 0 and 1. Give every process the same program"
+    for found in _on_two_processes(assert_replicated, [{"w": equal}, {"w": different}], monkeypatch):
+        assert found.startswith(error)

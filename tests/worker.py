@@ -1,8 +1,8 @@
 """One of several processes of a training run: the program that test_multiprocess.py starts.
 
 Usage: worker.py SCENARIO ADDRESS PROCESSES PROCESS FOLDER
-"save" trains and writes a checkpoint half way, "resume" continues from it, "raise" fails on the last process, and
-"diagnose" diagnoses faults.
+"save" trains and writes a checkpoint half way, "resume" continues from it, "raise" fails on the last process,
+"diagnose" diagnoses faults, and "compare" compares values of which some differ between the processes.
 Prints the outcome as a line of JSON.
 """
 
@@ -22,7 +22,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmpscale
-from jmpscale.testing import assert_replicated
+from jmpscale.testing import assert_replicated, check_step
 
 STEPS = 6
 OVERFLOWS = (1, 2, 4)
@@ -37,10 +37,12 @@ def main(scenario, address, processes, process, folder):
     if scenario == "diagnose":
         print(json.dumps(diagnose(functools.partial(_put, _mesh()))), flush=True)
         return
+    if scenario == "compare":
+        print(json.dumps(compare(int(process))), flush=True)
+        return
     fail_at = 3 if scenario == "raise" and process == f"{int(processes) - 1}" else None
     checkpoint = pathlib.Path(folder) / "checkpoint" if scenario in ("save", "resume") else None
-    outcome = train(checkpoint, resume=scenario == "resume", fail_at=fail_at)
-    print(json.dumps(outcome | {"differs": _compare(float(process))}), flush=True)
+    print(json.dumps(train(checkpoint, resume=scenario == "resume", fail_at=fail_at)), flush=True)
 
 
 def _join(address, processes, process):
@@ -140,18 +142,79 @@ def _checkpointer():
     return ocp.StandardCheckpointer()
 
 
-def _compare(value):
-    """Returns the errors of `assert_replicated` for values that differ between processes.
+def _program(max_norm):
+    """Returns the program of a training step."""
+    tx = jmpscale.with_loss_scaling(optax.sgd(0.1), max_norm=max_norm, warn_after_skips=20)
+    w = jnp.ones(2)
+    return jax.jit(tx.update).lower(w, tx.init(w), w).as_text()
 
-    The first is replicated. Of the second, if there are two processes, each process holds a copy of every shard.
-    """
+
+def _deleted(x):
+    x.delete()
+    return x
+
+
+# The trees of two processes, and the words of the error; none if they agree. `n` is the number of the process.
+TREES = {
+    "NumPy arrays": (lambda n: {"scaler": jmpscale.dynamic(), "x": np.arange(3)}, None),
+    "NumPy and JAX": (lambda n: [np.ones((1, 2), np.float32), jnp.ones((1, 2))][n], None),
+    "programs": (lambda n: _program(1.0), None),
+    "NumPy scale": (
+        lambda n: jmpscale.dynamic(2.0 ** (10 + n)),
+        "tree.loss_scale differs between the processes 0 and 1.",
+    ),
+    "NumPy and other JAX": (
+        lambda n: [np.ones((1, 2), np.float32), jnp.zeros((1, 2))][n],
+        "tree differs between the processes 0 and 1.",
+    ),
+    "JAX scale": (lambda n: {"x": jnp.float32(n)}, "tree['x'] differs between the processes 0 and 1."),
+    "settings": (
+        lambda n: (jmpscale.dynamic(growth_interval=2 + n),),
+        "the setting growth_interval of the scaler is 2 on process 0 and 3 on process 1.",
+    ),
+    "mode": (
+        lambda n: [jmpscale.static(1.0), jmpscale.disabled()][n],
+        "the setting mode of the scaler is static on process 0 and disabled on process 1.",
+    ),
+    "maximum norm": (lambda n: {"step": _program(1.0 + n)}, "tree['step'] differs between the processes 0 and 1."),
+    "number of leaves": (
+        lambda n: [np.ones(2)] * (1 + n),
+        "tree[1] is absent on process 0 and float64[2] on process 1.",
+    ),
+    "shape": (lambda n: np.ones(2 + n), "tree is float64[2] on process 0 and float64[3] on process 1."),
+    "dtype": (lambda n: np.zeros(2, f"i{4 + 4 * n}"), "tree is int32[2] on process 0 and int64[2] on process 1."),
+    "Python number": (
+        lambda n: [np.ones(2), 1.0][n],
+        "tree must be an array or a text, got float. Pass the result of a step.",
+    ),
+    "deleted array": (lambda n: [jnp.copy, _deleted][n](jnp.ones(2)), "Array has been deleted"),
+}
+
+
+def error_of(check, *args):
+    """Returns the message of the error that a check raises, or None."""
+    try:
+        check(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def compare(n):
+    """Returns the errors of process `n` of two for trees that agree or differ."""
+    errors = {name: error_of(assert_replicated, make(n)) for name, (make, _) in TREES.items()}
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    errors = []
-    for name, x, spec in (("n", np.float32([value]), P()), ("w", np.arange(8, dtype=np.float32) + value, P("model"))):
-        try:
-            assert_replicated({name: _put(mesh, x, spec)})
-        except AssertionError as error:
-            errors.append(str(error))
+    x = np.arange(8, dtype=np.float32) + n
+    on_devices = [jax.device_put(np.float32(n * i), device) for i, device in enumerate(jax.local_devices())]
+    trees = {
+        "replicated": _put(mesh, x, P()),
+        "a copy of each shard on each process": _put(mesh, x, P("model")),
+        "a device of process 1": jax.make_array_from_single_device_arrays((), NamedSharding(mesh, P()), on_devices),
+    }
+    errors |= {name: error_of(assert_replicated, {"w": tree}) for name, tree in trees.items()}
+    state = jax.tree.map(lambda x: _put(mesh, np.asarray(x), P()), TX.init(jnp.ones(2)))
+    errors["check_step"] = error_of(check_step, lambda state: state, state)
+    assert_replicated(jmpscale.dynamic())  # which no process has to wait for
     return errors
 
 

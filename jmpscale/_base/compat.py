@@ -29,9 +29,18 @@ def unknown_jax(name: str) -> ImportError:
 
 axis_names_in_scope = _find("unsafe_get_axis_names_DO_NOT_USE")
 
-# Tests whether JAX is tracing a program to compile it, as in `jax.jit` and `jax.lax.scan`, not in `jax.vmap`. Unlike a
-# test of whether a new array is traced, it does not start JAX's backend.
-is_compiling = _find("unsafe_am_i_under_a_jit_DO_NOT_USE")
+
+def is_compiling() -> bool:
+    """Tests whether JAX is tracing a program to compile it, as in `jax.jit` and `jax.lax.scan`, not in `jax.vmap`.
+
+    Unlike a test of whether a new array is traced, it does not start JAX's backend. Only warnings depend on it. In a
+    version of JAX without such a function it returns False, and there is no warning.
+    """
+    try:
+        test = _find("unsafe_am_i_under_a_jit_DO_NOT_USE")
+    except ImportError:
+        return False
+    return test()
 
 
 def varying_axes(x: ArrayLike | jax.ShapeDtypeStruct) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""Recognizes objects of Flax, Equinox and optax without importing these libraries.
+"""Recognizes objects of Flax, Equinox, optax and Levanter without importing these libraries.
 
 `imported` looks up their names among the modules that the program has imported.
 """
@@ -65,6 +65,28 @@ def fp8_statistics(paths: Sequence[tuple[Any, ...]]) -> set[int]:
 
 def _key_name(key: object) -> object:
     return getattr(key, "key", getattr(key, "name", None))
+
+
+class AnyAuxData:
+    """The auxiliary data of a node that Levanter's checkpointer has rebuilt with paths in place of its arrays.
+
+    The checkpointer rebuilds a named tuple by its fields, with None for a field without leaves, and maps the result
+    together with the original. JAX allows this only if their auxiliary data are equal.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return other is not None
+
+    def __hash__(self) -> int:
+        return hash(AnyAuxData)
+
+
+def aux_data_of_paths(children: Sequence[Any]) -> AnyAuxData | None:
+    """Returns auxiliary data that equal all others if the children of a node are paths; None if they are values.
+
+    Paths cannot be arguments of a compiled function, for which JAX would look up a program by these auxiliary data.
+    """
+    return AnyAuxData() if children and all(isinstance(child, str) for child in children) else None
 
 
 def averages_of_gradients(state: Any) -> list[Any]:

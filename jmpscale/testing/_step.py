@@ -15,6 +15,7 @@ from jmpscale._scaler_of_tree import find_scaler, scale_on_host
 from jmpscale._state import LARGEST_SCALE, SkipReason
 from jmpscale._update import update
 from jmpscale.testing._precision import check_independence, in_float32, wrong_change
+from jmpscale.testing._replicated import check_addressable
 from jmpscale.testing._runs import Run, Runs, checked, copy, is_equal, is_inside
 
 _RETURNED = (
@@ -65,7 +66,8 @@ def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Seque
         differs from float32; or devices differ. The message names the likely mistakes.
       TypeError: `step` is not a function, or changes the structure or the types of the state; or the state contains a
         Flax NNX object.
-      ValueError: the state does not contain exactly one scaler; the scaler is disabled; or `ignore` names no leaf.
+      ValueError: the state does not contain exactly one scaler; the scaler is disabled; `ignore` names no leaf; or
+        other processes hold a part of the state.
 
     Warns:
       UserWarning: JAX cannot trace the step, so it is not compared with float32; or a NaN in the forward pass reduces
@@ -87,6 +89,7 @@ def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Seque
         raise TypeError(f"step must be a function of the state, got {describe(step)}. Call check_step(step, state).")
     remedy = "Pass (nnx.state(model), optimizer.opt_state); step puts them into nnx.clone((model, optimizer))."
     check_no_nnx_objects(state, "state", remedy)
+    check_addressable(state, "state")
     scaler = find_scaler(state, "state")
     if scaler.config.mode == "disabled":
         raise ValueError("state must contain a scaler that checks gradients, got a disabled one. Use another one.")

@@ -59,4 +59,6 @@ limits: tuple[float, float] | None = diagnosis.fitting_scales
 critical: list[str] = [row.line for row in diagnosis.rows if row.overflow > 0 and row.in_lines]
 text: str = diagnosis.describe(limit=5) + diagnosis.rows[0].dtype
 jmpscale.raise_if_stuck(scaler, max_consecutive_skips=3)
+monitor: jmpscale.RunMonitor = jmpscale.RunMonitor(max_consecutive_skips=3)
+monitor.raise_if_stuck(opt_state, step=1)
 restored: jmpscale.ScalerState = jmpscale.from_torch_state_dict(jmpscale.to_torch_state_dict(scaler), min_scale=1.0)
