@@ -31,8 +31,12 @@ def diagnose(
     the program, which is compiled with an array that says which lines compute in float32.
 
     Compiled functions, loops, branches, checkpointed functions, custom derivative rules and `jax.shard_map` are
-    entered. Kernels, linear solvers and `jax.pure_callback` run as they are written. Callbacks without results, such as
-    `jax.debug.print`, do not run.
+    entered. Kernels, linear solvers and `jax.pure_callback` run as they are written. The summary begins with those in
+    half precision on which the loss or a gradient depends. Callbacks without results, such as `jax.debug.print`, do not
+    run.
+
+    If the loss function is defined inside a training step, use `diagnose_step`. A loss function with collectives needs
+    its axis: pass `jax.vmap(fun, in_axes=None, out_axes=None, axis_name="data", axis_size=1)`.
 
     A diagnosis needs as much memory as the step in float32, and on a CPU two to five times the time of compiling and
     running it, if a scale fits. On a CPU, diagnose a large model with a smaller batch. If a program runs in several

@@ -6,7 +6,7 @@
 # normalization, 0.2% in transformers and recurrences of any depth, and 23% in a Fourier feature with rounded phases.
 LARGEST_ERROR = 0.2
 # From this error on, each line is run alone, and the summary names the worst line and gradient. The healthy programs of
-# the tests stay below it. It is no reason for a change: two public programs with 7% and 9% train as well as in float32.
+# the tests stay below it. It does not require a change: two public programs with 7% and 9% train as well as in float32.
 LARGE_ERROR = 0.05
 # A scale fits if no error exceeds the error at the best scale, times the factor, by more than the tolerance. Without
 # them, the other digits that float16 rounds at another scale would decide.
