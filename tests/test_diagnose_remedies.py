@@ -43,4 +43,4 @@ def test_remedy_holds_after_the_edit(name):
     found = np.log2(edited.fitting_scales)
     np.testing.assert_allclose(found, np.array(promised, float), atol=1)
     smallest = 100 * min(error for _, error in edited.scale_errors)
-    assert smallest == pytest.approx(float(error.strip("<")), rel=0.1, abs=0.01)
+    assert smallest == pytest.approx(float(error.strip("<")), rel=0.1, abs=0.02)
