@@ -89,11 +89,15 @@ def aux_data_of_paths(children: Sequence[Any]) -> AnyAuxData | None:
     return AnyAuxData() if children and all(isinstance(child, str) for child in children) else None
 
 
+def is_optax_state(node: object) -> bool:
+    """Tests whether a node of a tree is the state of one of optax's transformations."""
+    return type(node).__module__.partition(".")[0] == "optax"
+
+
 def averages_of_gradients(state: Any) -> list[Any]:
     """Returns the leaves of optax's states that hold averages of gradients, such as `mu` of Adam."""
 
     def averages(node: Any) -> list[Any]:
-        is_optax = type(node).__module__.partition(".")[0] == "optax"
-        return [getattr(node, name) for name in ("mu", "nu", "trace") if is_optax and hasattr(node, name)]
+        return [getattr(node, name) for name in ("mu", "nu", "trace") if is_optax_state(node) and hasattr(node, name)]
 
     return jax.tree.leaves([averages(x) for x in jax.tree.leaves(state, is_leaf=lambda x: bool(averages(x)))])

@@ -16,10 +16,10 @@ from jmpscale._base.check import warn_user
 from jmpscale._base.frameworks import is_trace_error
 from jmpscale._base.text import format_percentage, format_scale
 from jmpscale._base.tree import PyTree, flatten_matching, is_array
-from jmpscale._diagnosis.float32 import evaluate_in_float32, runs_only_as_written
+from jmpscale._diagnosis.float32 import runs_only_as_written
 from jmpscale._diagnosis.interpret import operations
 from jmpscale._diagnosis.step import UNREADABLE, compiled
-from jmpscale._scaler_of_tree import get_scaler
+from jmpscale.testing._faults import Faults
 from jmpscale.testing._runs import Run, Runs
 
 
@@ -36,18 +36,14 @@ def check_independence(exact: Runs, scale: float) -> None:
             "backward pass must not clip, normalize or add constants",
         ),
         (
-            {"finite_steps": get_scaler(exact.state).config.growth_interval - 1},
+            {"finite_steps": exact.scaler.config.growth_interval - 1},
             "if the scale grows after the step. Unscale the gradients by the scaler from before update, and do not "
             "count steps by its finite_steps",
         ),
         ({"consecutive_skips": 1}, "after a skipped step. Read step_applied from the new state, after the update"),
     )
     expected, limit = exact.at(**usual), 0.01 if exact.is_exact else 0.4
-    if expected.skips:
-        raise AssertionError(
-            f"the step is skipped in float32, at a loss scale of {expected.name}. The flag for update must be true if "
-            "the gradients are finite: it must not be inverted, or have other conditions, such as a limit of the norm."
-        )
+    check_applied(expected)
     for fields, when in variations:
         if wrong := wrong_change(exact.at(**usual | fields), exact, expected, exact, limit):
             path, error = wrong
@@ -55,6 +51,15 @@ def check_independence(exact: Runs, scale: float) -> None:
                 f"the change of state{path} differs by {format_percentage(error)} {when}. If it describes the scaler, "
                 f"pass ignore={path!r}."
             )
+
+
+def check_applied(exact: Run) -> None:
+    """Raises if a run in float32 is skipped."""
+    if exact.skips:
+        raise AssertionError(
+            f"the step is skipped in float32, at a loss scale of {exact.name}. The flag for update must be true if the "
+            "gradients are finite: it must not be inverted, or have other conditions, such as a limit of the norm."
+        )
 
 
 def wrong_change(run: Run, runs: Runs, expected: Run, exact: Runs, limit: float = 0.5) -> tuple[str, float] | None:
@@ -96,8 +101,11 @@ def _round(x: Any, seed: int) -> np.ndarray:
     return changed.astype(jnp.bfloat16).astype(x.dtype)
 
 
-def in_float32(written: Runs) -> Runs:
-    """Returns runs that compute in float32; if JAX cannot trace the step, it warns, and returns the runs as written."""
+def in_float32(written: Runs) -> tuple[Runs, list[Runs]]:
+    """Returns runs that compute in float32, and for each group of gradients runs in which these are infinite.
+
+    If JAX cannot trace the step, it warns, and returns the runs as written, and no other ones.
+    """
     arrays, unflatten = flatten_matching(written.state, is_array)  # the step may read other leaves in Python
     positions = [i for i, leaf in enumerate(jax.tree.leaves(written.state)) if is_array(leaf)]
     unflatten_outputs: Callable[..., PyTree] = tuple
@@ -116,12 +124,15 @@ def in_float32(written: Runs) -> Runs:
             "JAX cannot trace the step, so check_step does not compare it with float32. Pass a step that jax.jit "
             "accepts; with Flax NNX, one that puts the state into nnx.clone((model, optimizer))."
         )
-        return written
-    run = compiled(lambda *arrays: evaluate_in_float32(closed, arrays))
+        return written, []
+    faults = Faults(closed)
+    run = compiled(lambda group, *arrays: faults.evaluate(arrays, group))
     has_kernels = any(runs_only_as_written(eqn) for eqn, _ in operations(closed.jaxpr))
 
-    def step(state: PyTree) -> PyTree:
+    def step(state: PyTree, group: int = -1) -> PyTree:
         given = jax.tree.leaves(state)
-        return unflatten_outputs(run(*(given[i] for i in positions)))
+        return unflatten_outputs(run(np.int32(group), *(given[i] for i in positions)))
 
-    return dataclasses.replace(written, step=step, is_exact=not has_kernels)
+    exact = dataclasses.replace(written, step=step, is_exact=not has_kernels)
+    steps = [functools.partial(step, group=group) for group in range(faults.count)]
+    return exact, [dataclasses.replace(exact, step=step) for step in steps]

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -11,28 +12,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._base.text import format_scale, truncate
-from jmpscale._base.tree import PyTree, bit_pattern, find_instances, is_array, is_inexact
+from jmpscale._base.tree import PyTree, bit_pattern, find_instances, is_array, is_inexact, is_traced
 from jmpscale._gate import check_same_types
-from jmpscale._scaler_of_tree import get_scaler, is_scaler, replace_scaler
+from jmpscale._scaler_of_tree import find_scaler, is_scaler, replace_scaler
 from jmpscale._state import ScalerState, WithLossScalingState
+from jmpscale.testing._counts import find_optimizer_states, kind_of_count
 from jmpscale.testing._replicated import check_copies
 
 Step = Callable[[Any], Any]
-
-_SKIPPED = (
-    "the step was skipped at every loss scale. jmpscale.diagnose names the line, unless the flag for update is "
-    "inverted: it must be true if the gradients are finite."
-)
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
     """The result of a step."""
 
-    old: ScalerState  # before the step
+    old: ScalerState  # before the step; if the state contains several scalers, the one that is checked
     new: ScalerState  # after the step
     after: PyTree
     leaves: list[tuple[str, Any, Any]]  # that a skipped step must not change: path, old value, new value
+    all_skips: list[int]  # the number of skips of each scaler of the state
 
     @property
     def scale(self) -> float:
@@ -57,29 +55,32 @@ class Run:
         """The changes of the leaves of floating-point or complex numbers; zero where a number was not finite."""
         return {path: _change(was, now) for path, was, now in self.leaves if is_inexact(was)}
 
-    def check_skipped(self, reset: Mapping[str, Any] = MappingProxyType({}), numbers: str = "") -> None:
-        """Raises if a skipped step has changed any bit; a leaf may return to its value in `reset`, as sums do."""
-        for path, was, now in self.leaves:
-            if not (is_equal(was, now) or is_equal(reset.get(path, was), now)):
-                raise AssertionError(
-                    f"the skipped step changed state{path}{numbers}: {truncate(was)} before, {truncate(now)} after. "
-                    "Gate it with apply_if by step_applied or all_finite(grads), unless it counts calls or batches, is "
-                    f"a random key, describes the scaler, or has a gate of its own: then pass ignore={path!r}. If it "
-                    "is a sum of gradients, reset it after a skip, too."
-                )
+    def infinite_leaf(self) -> str | None:
+        """Returns the path of a leaf that has become infinite or NaN."""
+        return next((path for path, change in self.changes.items() if not np.isfinite(change).all()), None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """Runs of a step from one state, with other fields of the scaler."""
+    """Runs of a step from one state, with other fields of a scaler."""
 
     step: Step
     state: PyTree
     ignored: tuple[str, ...]
+    position: int = 0  # of the scaler that is checked, among the scalers of the state
     is_exact: bool = False  # whether a power of two, as a factor of the scale, changes no bit of a right step
+    counts: dict[str, str] = dataclasses.field(default_factory=dict)  # accepted changes of skipped steps, by path
+
+    @property
+    def scaler(self) -> ScalerState:
+        return scalers_of(self.state)[self.position]
+
+    def of_state(self, other: "Runs") -> "Runs":
+        """Returns runs of the same step, from the state and about the scaler of other runs."""
+        return dataclasses.replace(self, state=other.state, position=other.position)
 
     def with_numbers(self, change: Callable[[np.ndarray], np.ndarray]) -> "Runs":
-        """Returns runs from a state with other floating-point and complex numbers, but the same scaler."""
+        """Returns runs from a state with other floating-point and complex numbers, but the same scalers."""
 
         def new(x: Any) -> Any:
             is_changed = is_array(x) and jnp.issubdtype(x.dtype, np.inexact)
@@ -87,29 +88,96 @@ class Runs:
 
         return dataclasses.replace(self, state=jax.tree.map(new, self.state, is_leaf=is_scaler))
 
-    def at(self, scale: float, **fields: float) -> Run:
-        """Runs the step with another scale, and with other values of some fields of the scaler."""
-        old = get_scaler(self.state)
+    def with_different_copies(self) -> "Runs":
+        """Returns runs from a state in which no array is a copy of another one, as an average is at first."""
+        seen: set[object] = set()
+
+        def new(x: Any) -> Any:
+            if not (is_array(x) and jnp.issubdtype(x.dtype, np.inexact)):
+                return x
+            is_copy = bit_pattern(x) in seen
+            seen.add(bit_pattern(x))
+            return _place_like((np.asarray(x) * (1 + 2.0**-6)).astype(x.dtype), x) if is_copy else x
+
+        return dataclasses.replace(self, state=jax.tree.map(new, self.state, is_leaf=is_scaler))
+
+    def at(self, scale: float, *, others: float | None = None, **fields: float) -> Run:
+        """Runs the step with another scale, and with other values of some fields of the scaler.
+
+        `others` is the scale of all other scalers of the state, which otherwise keep theirs.
+        """
+        old = self.scaler
         # The count starts at one, because the first of several steps resets it to zero if it is applied.
-        values = {"loss_scale": scale, "consecutive_skips": 1, **fields}
-        arrays = {name: getattr(old, name) for name in values}
-        new = {name: _place_like(np.full_like(x, values[name]), x) for name, x in arrays.items()}
-        return self.with_scaler(old._replace(**new))
+        scaler = _with_fields(old, {"loss_scale": scale, "consecutive_skips": 1, **fields})
+        if others is None:
+            return self.with_scaler(scaler)
+        scalers = [_with_fields(x, {"loss_scale": others}) for x in scalers_of(self.state)]
+        return dataclasses.replace(self, state=_with_scalers(self.state, scalers)).with_scaler(scaler)
 
     def with_scaler(self, scaler: ScalerState) -> Run:
-        state = replace_scaler(self.state, scaler)
+        scalers = scalers_of(self.state)
+        scalers[self.position] = scaler
+        state = _with_scalers(self.state, scalers)
         after = self.step(state)
         check_copies(after, "state")
         pairs = zip(_gated_leaves(state, self.ignored), _gated_leaves(after, self.ignored), strict=True)
         leaves = [(path, was, now) for (path, was), (_, now) in pairs]
-        return Run(scaler, get_scaler(after), after, leaves)
+        new = scalers_of(after)
+        skips = [int(b.total_skips) - int(a.total_skips) for a, b in zip(scalers, new, strict=True)]
+        return Run(scaler, new[self.position], after, leaves, skips)
 
-    def first_applied(self, exponent: int) -> Run:
-        """Returns the first run that is not skipped, from a power of two to smaller ones."""
-        for k in range(exponent, -110, -8):
-            if not (run := self.at(2.0**k)).skips:
-                return run
-        raise AssertionError(_SKIPPED)
+    @property
+    def exponents(self) -> list[int]:
+        """The exponents of loss scales that the scaler can take, from its own one to smaller ones."""
+        config, largest = self.scaler.config, round(math.log2(self.scaler.loss_scale))
+        smallest = math.ceil(math.log2(config.min_scale)) if config.mode == "dynamic" else largest
+        return list(dict.fromkeys([*range(largest, smallest, -8), smallest]))
+
+    def first_applied(self, exponents: Iterable[int]) -> Run | None:
+        """Returns the first run that is not skipped."""
+        return next((run for k in exponents if not (run := self.at(2.0**k)).skips), None)
+
+    def check_skipped(
+        self, run: Run, applied: Run, reset: Mapping[str, Any] = MappingProxyType({}), numbers: str = ""
+    ) -> None:
+        """Raises if a skipped step has changed any bit, unless a leaf counts calls as it does in an applied step.
+
+        A leaf may also return to its value in `reset`, as sums do.
+        """
+        optimizers = find_optimizer_states(self.state)
+        counted = {path: now for path, _, now in applied.leaves}
+        for path, was, now in run.leaves:
+            if is_equal(was, now) or is_equal(reset.get(path, was), now):
+                continue
+            kind = kind_of_count(was, now, counted[path])
+            if kind and not any(is_inside(path, part) for part in optimizers):
+                self.counts[path] = kind
+                continue
+            raise AssertionError(
+                f"the skipped step changed state{path}{numbers}: {_on_one_line(was)} before, {_on_one_line(now)} "
+                "after. Gate it with apply_if by step_applied or all_finite(grads), unless it counts calls or batches, "
+                "is a random key, describes the scaler, or has a gate of its own: then pass "
+                f"ignore={path!r}. If it is a sum of gradients, reset it after a skip, too."
+            )
+
+
+def scalers_of(tree: PyTree) -> list[ScalerState]:
+    """Returns the scalers of a state, unwrapped."""
+    return [find_scaler(x, "state") for x in find_instances(tree, ScalerState)]
+
+
+def _with_scalers(tree: PyTree, scalers: list[ScalerState]) -> PyTree:
+    new = iter(scalers)
+    return jax.tree.map(lambda x: replace_scaler(x, next(new)) if is_scaler(x) else x, tree, is_leaf=is_scaler)
+
+
+def _with_fields(scaler: ScalerState, values: Mapping[str, float]) -> ScalerState:
+    arrays = {name: getattr(scaler, name) for name in values}
+    return scaler._replace(**{name: _place_like(np.full_like(x, values[name]), x) for name, x in arrays.items()})
+
+
+def _on_one_line(value: object) -> str:
+    return truncate(" ".join(str(value).split()))
 
 
 def checked(step: Step) -> Step:
@@ -125,7 +193,13 @@ def checked(step: Step) -> Step:
 
 def copy(state: PyTree) -> PyTree:
     """Returns a copy of a state, because a step may donate its arrays, or change variables of Flax NNX in place."""
-    return jax.tree.map(lambda x: x.copy() if isinstance(x, (jax.Array, np.ndarray)) else x, state)
+
+    def new(x: Any) -> Any:
+        if isinstance(x, jax.Array) and not is_traced(x):  # x.copy() would compile a program for each shape
+            return jax.device_put(x, x.sharding if x.committed else None, may_alias=False)
+        return x.copy() if isinstance(x, (jax.Array, np.ndarray)) else x
+
+    return jax.tree.map(new, state)
 
 
 def _change(was: Any, now: Any) -> np.ndarray:
@@ -136,10 +210,10 @@ def _change(was: Any, now: Any) -> np.ndarray:
 
 
 def is_equal(was: Any, now: Any) -> bool:
-    """Tests whether two leaves are equal bit for bit. A Python number equals its array."""
-    dtype = getattr(was, "dtype", getattr(now, "dtype", None))
+    """Tests whether two leaves are equal bit for bit. A Python number, or a narrower array, equals its new array."""
+    dtype = getattr(now, "dtype", getattr(was, "dtype", None))
     if dtype is not None:
-        was, now = (np.asarray(x, dtype) if isinstance(x, (bool, int, float, complex)) else x for x in (was, now))
+        was, now = (x if getattr(x, "dtype", None) == dtype else np.asarray(x).astype(dtype) for x in (was, now))
     return bit_pattern(was) == bit_pattern(now)
 
 

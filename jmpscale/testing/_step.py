@@ -3,20 +3,22 @@
 import bisect
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._base.check import warn_user
-from jmpscale._base.text import describe, format_percentage
+from jmpscale._base.text import describe, format_percentage, format_scale
 from jmpscale._base.tree import Tree, check_no_nnx_objects, is_inexact, named_leaves
 from jmpscale._scaler_of_tree import find_scaler, scale_on_host
 from jmpscale._state import LARGEST_SCALE, SkipReason
 from jmpscale._update import update
-from jmpscale.testing._precision import check_independence, in_float32, wrong_change
+from jmpscale.testing._precision import check_applied, check_independence, in_float32, wrong_change
 from jmpscale.testing._replicated import check_addressable
-from jmpscale.testing._runs import Run, Runs, checked, copy, is_equal, is_inside
+from jmpscale.testing._runs import Run, Runs, checked, copy, is_equal, is_inside, scalers_of
 
 _RETURNED = (
     "it returned the scaler that it received. Call update, or tx.update, in every step, and return its result; carry "
@@ -24,16 +26,22 @@ _RETURNED = (
     "check them as one step."
 )
 _UNSCALED = (
-    "the gradients do not depend on the scaler of the state. Take them with jmpscale.value_and_grad(loss_fn)(scaler, "
-    "params, batch), or let loss_scaled read the scaler; check_step cannot check a loss scale that is a number."
+    "the loss was not scaled, or not by the scaler of the state. Take the gradients with "
+    "jmpscale.value_and_grad(loss_fn)(scaler, params, batch), or let loss_scaled read the scaler; check_step cannot "
+    "check a loss scale that is a number."
 )
 _HIDDEN = (
     "Something replaces infinity and NaN before the check, such as a clip, jnp.nan_to_num or a choice of "
-    "micro-batches; or the flag is not about all gradients. If jmpscale.diagnose finds an error in the loss function, "
-    "correct it first."
+    "micro-batches; or the flag is not about all gradients."
+)
+_DIAGNOSE = (
+    "First run jmpscale.diagnose, which names the line if the loss function overflows or rounds. If it names none, "
+)
+_HIDDEN_BEFORE = (
+    "something replaces infinity and NaN before the gradients are unscaled, such as a clip or jnp.nan_to_num."
 )
 _NARROW = (
-    "Parameters, unscaled gradients or averages of them are converted to float16, or a part of the backward pass is "
+    "parameters, unscaled gradients or averages of them are converted to float16, or a part of the backward pass is "
     "not scaled."
 )
 
@@ -44,34 +52,44 @@ def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Seque
     At an infinite loss scale, and at the smallest one at which gradients overflow, the step must be skipped, reduce a
     dynamic scale, and change nothing else. At the smallest one, the loss must be finite, and a loop of steps must not
     skip all of them. A step that is skipped because of its loss must change nothing, either. Devices must agree, as for
-    `assert_replicated`.
+    `assert_replicated`. A scale between the scale in `state` and `min_scale` must not skip the step.
 
     If JAX can trace the step, it is also evaluated in float32. There, no change may depend on the scale, on whether the
-    scale grows after the step, or on whether the previous step was skipped. Just below the scale at which the step is
-    skipped, no change may differ from the change in float32 by more than half. Differences that rounding explains are
-    accepted.
+    scale grows after the step, or on whether the previous step was skipped. Then the gradients that `value_and_grad`,
+    `unscale` or a `loss_scaled` function returns become infinite, one after another: each must skip the step, once,
+    unless the step does not use it. Just below the scale at which the step is skipped, no change may differ from the
+    change in float32 by more than half. Differences that rounding explains are accepted.
+
+    In a skipped step, an integer scalar may grow, and a random key may change, as in an applied step, unless it belongs
+    to the state of an optimizer. They are printed in one line. If the state contains several scalers, as in adversarial
+    training, each is checked in turn, while the other ones keep their scales.
+
+    On a CPU, a check takes 0.7 to 2.5 times as long as compiling the step and running it once: it compiles the step in
+    float32, runs the step about 16 times and the float32 step 5 times, and once for each gradient. With more than 32
+    gradients, neighbors become infinite together.
 
     Args:
       step: function of the training state that returns the new state, such as
-        `lambda state: train_step(*state, batch)[:2]`, with a fixed batch. It runs about 15 times. If gradients are
-        accumulated by hand over several calls, it makes all of these calls.
-      state: pytree of all that a step changes: parameters, optimizer state, averages, batch statistics, and exactly one
-        scaler. It is copied, so the step may donate its argument. This process must hold all of its arrays.
+        `lambda state: train_step(*state, batch)[:2]`, with a fixed batch. If gradients are accumulated by hand over
+        several calls, it makes all of these calls.
+      state: pytree of all that a step changes: parameters, optimizer state, averages, batch statistics, and at least
+        one scaler. It is copied, so the step may donate its argument. This process must hold all of its arrays.
       ignore: the leaves that a skipped step may change, such as `(".step", ".rng")`: their paths in the notation of
         `jax.tree_util.keystr`, or the paths of nodes that contain them. The scaler, and the `grad_norm` of
         `with_loss_scaling`, are always ignored.
 
     Raises:
-      AssertionError: the step is not skipped, changes the state although it is skipped, depends on the scale, or
-        differs from float32; or devices differ. The message names the likely mistakes.
+      AssertionError: the step is not skipped, changes the state although it is skipped, is skipped at every scale of
+        its scaler, depends on the scale, or differs from float32; or devices differ. The message names the likely
+        mistakes.
       TypeError: `step` is not a function, or changes the structure or the types of the state; or the state contains a
         Flax NNX object.
-      ValueError: the state does not contain exactly one scaler; the scaler is disabled; `ignore` names no leaf; or
-        other processes hold a part of the state.
+      ValueError: the state contains no scaler, or only disabled ones; `ignore` names no leaf; or other processes hold
+        a part of the state.
 
     Warns:
       UserWarning: JAX cannot trace the step, so it is not compared with float32; or a NaN in the forward pass reduces
-        a dynamic scale, because `update` receives no loss, or one that hides it.
+        a dynamic scale, because `update` receives no loss, one under another name, or one that hides it.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -90,39 +108,101 @@ def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Seque
     remedy = "Pass (nnx.state(model), optimizer.opt_state); step puts them into nnx.clone((model, optimizer))."
     check_no_nnx_objects(state, "state", remedy)
     check_addressable(state, "state")
-    scaler = find_scaler(state, "state")
-    if scaler.config.mode == "disabled":
+    scalers = scalers_of(state) or [find_scaler(state, "state")]  # which raises
+    positions = [i for i, scaler in enumerate(scalers) if scaler.config.mode != "disabled"]
+    if not positions:
         raise ValueError("state must contain a scaler that checks gradients, got a disabled one. Use another one.")
+    for position in positions:
+        scale_on_host(scalers[position], "state")  # raises for an invalid scale
     ignored = (ignore,) if isinstance(ignore, str) else tuple(ignore)
     paths = [path for path, _ in named_leaves(state)]
     if unknown := [part for part in ignored if not any(is_inside(path, part) for path in paths)]:
         raise ValueError(f"ignore must name leaves of the state, got {unknown}. The paths are {paths[:20]}.")
-    exponent = round(math.log2(scale_on_host(scaler, "state")))
-    runs = Runs(checked(step), copy(state), ignored)
-    usual = runs.first_applied(exponent)
+    first = Runs(checked(step), copy(state), ignored)
+    runs = [dataclasses.replace(first, position=position) for position in positions]
+    usual = list(map(_first_applied, runs))
+    # In the state after a step, averages that were zero are different.
+    exact, faulty = in_float32(dataclasses.replace(first, state=usual[0].after))
+    for own, applied in zip(runs, usual, strict=True):
+        try:
+            # An infinite gradient is about all scalers.
+            _check_scaler(own, applied, exact, faulty if own is runs[0] else [])
+        except AssertionError as error:
+            if len(runs) > 1:
+                error.add_note(f"This is about scaler {own.position + 1} of {len(scalers)} in the state.")
+            raise
+    if first.counts:
+        print(_describe_counts(first.counts))
+
+
+def _describe_counts(counts: Mapping[str, str]) -> str:
+    names = ", ".join(f"state{path} ({kind})" for path, kind in counts.items())
+    return (
+        f"check_step: {names} also changed in a skipped step, which is right for a count of calls, but not of updates, "
+        f"and for a random key. To omit this line, pass ignore={tuple(counts)}."
+    )
+
+
+def _first_applied(runs: Runs) -> Run:
+    """Returns an applied run at a scale of the scaler, or raises if there is none, or if it shows a mistake."""
+    usual = runs.first_applied(runs.exponents) or _explain_skips(runs)
     for path, was, _ in usual.leaves:
-        if is_inexact(was) and jnp.isnan(was).any():
+        if is_inexact(was) and np.isnan(np.asarray(was)).any():
             raise AssertionError(
                 f"state{path} contains NaN, which hides whether a step changes it. Check an earlier state."
             )
-        if not np.isfinite(usual.changes.get(path, 0)).all():
-            raise AssertionError(
-                f"the step was not skipped at a loss scale of {usual.name}, where state{path} becomes infinite or NaN. "
-                f"{_HIDDEN}"
-            )
+    if path := usual.infinite_leaf():
+        raise AssertionError(
+            f"the step was not skipped at a loss scale of {usual.name}, where state{path} becomes infinite or NaN. "
+            f"{_HIDDEN} If jmpscale.diagnose finds an error in the loss function, correct it first."
+        )
+    return usual
+
+
+def _explain_skips(runs: Runs) -> NoReturn:
+    """Raises for a step that is skipped at every scale of its scaler."""
+    *_, smallest = runs.exponents
+    applied = runs.first_applied(range(smallest - 8, -110, -8))
+    if not applied:
+        raise AssertionError(
+            "the step was skipped at every loss scale. jmpscale.diagnose names the line, unless the loss is not scaled "
+            "by the scaler of the state, or the flag for update is inverted: it must be true if the gradients are "
+            "finite."
+        )
+    exact, _ = in_float32(runs)
+    if exact is not runs:
+        check_applied(exact.at(2.0**smallest))
+    limit = "its min_scale" if runs.scaler.config.mode == "dynamic" else "which is fixed"
+    raise AssertionError(
+        f"the step was skipped at every loss scale of the scaler, down to {format_scale(2.0**smallest)}, {limit}, but "
+        f"not at {applied.name}: every step of the run would be skipped. jmpscale.diagnose prints the scaler to use."
+    )
+
+
+def _check_scaler(runs: Runs, usual: Run, exact: Runs, faulty: Sequence[Runs]) -> None:
+    """Raises if a step mishandles one of the scalers of its state, while the other ones keep their scales."""
     # A branch may run in this step only.
-    if (infinite := runs.at(math.inf)).is_skipped:
-        infinite.check_skipped()
-    # In the state after a step, averages that were zero, and copies of parameters, are different.
-    later = dataclasses.replace(runs, state=usual.after)
-    exact = in_float32(later)
-    check_independence(dataclasses.replace(exact, state=runs.state), usual.scale)
-    _check_overflow(later, exact, later.first_applied(exponent))
+    _check_skipped(runs, runs.at(math.inf), usual)
+    # An average of parameters may still be a copy of them, as after a step with a learning rate of zero.
+    later = dataclasses.replace(runs, state=usual.after).with_different_copies()
+    check_independence(exact.of_state(runs), usual.scale)
+    _check_overflow(later, exact.of_state(later), [run.of_state(later) for run in faulty])
     _check_invalid(runs, usual)
 
 
-def _check_overflow(runs: Runs, exact: Runs, usual: Run) -> None:
+def _check_skipped(
+    runs: Runs, run: Run, applied: Run, reset: Mapping[str, Any] = MappingProxyType({}), numbers: str = ""
+) -> None:
+    """Raises if a step that is skipped as a whole changes the state; with several scalers, if all of them skip."""
+    if len(run.all_skips) > 1:
+        run = runs.at(run.scale, others=math.inf)
+    if run.is_skipped and all(run.all_skips):
+        runs.check_skipped(run, applied, reset, numbers)
+
+
+def _check_overflow(runs: Runs, exact: Runs, faulty: Sequence[Runs]) -> None:
     """Raises if an overflow is applied, or if a skipped step changes the state."""
+    usual = _first_applied(runs)
     expected = exact.at(usual.scale, consecutive_skips=0)
     infinite = runs.at(math.inf)
     if not infinite.is_skipped:
@@ -130,22 +210,59 @@ def _check_overflow(runs: Runs, exact: Runs, usual: Run) -> None:
         is_returned = all(map(is_equal, infinite.old[:-1], infinite.new[:-1]))
         why = _RETURNED if is_returned else f"its result is wrong. {_HIDDEN}" if is_wrong else _UNSCALED
         raise AssertionError(f"the step was not skipped at an infinite loss scale: {why}")
+    _check_skipped(runs, infinite, usual)
     # The smallest scale at which the step is skipped is infinite if nothing overflows, as in float32.
     scales = [*(usual.scale * 2.0 ** np.arange(126 - math.log2(usual.scale))), LARGEST_SCALE, math.inf]
     first = bisect.bisect_left(scales, True, 1, len(scales) - 1, key=lambda scale: runs.at(scale).skips > 0)
     applied, skipped = map(runs.at, scales[first - 1 : first + 1])
-    for run in (infinite, skipped):
-        if run.is_skipped:  # as a whole
-            run.check_skipped()
+    _check_skipped(runs, skipped, usual)
     if skipped.is_skipped and skipped.scale <= LARGEST_SCALE:
         _check_backoff(skipped, applied)
+    _check_faults(faulty, exact, expected)
     if wrong := wrong_change(applied, runs, expected, exact):
         path, error = wrong
         # A smaller scale removes an overflow.
         is_overflow = not wrong_change(runs.at(usual.scale * 2.0**-8), runs, expected, exact)
+        why = _DIAGNOSE + (_HIDDEN_BEFORE if is_overflow else _NARROW)
         raise AssertionError(
             f"the change of state{path} differs from the change in float32 by {format_percentage(error)} at a loss "
-            f"scale of {applied.name}. {_HIDDEN if is_overflow else _NARROW}"
+            f"scale of {applied.name}. {why}"
+        )
+
+
+def _check_faults(faulty: Sequence[Runs], exact: Runs, expected: Run) -> None:
+    """Raises if infinite gradients of a group change the state, or count as more than one overflow."""
+    errors: list[AssertionError] = []  # less likely than that the flag is not about all gradients
+    for runs in faulty:
+        run = runs.at(expected.scale, consecutive_skips=0)
+        if any(run.all_skips):
+            try:
+                _check_skipped_fault(runs, run, expected)
+            except AssertionError as error:
+                errors.append(error)
+        elif wrong := wrong_change(run, runs, expected, exact):  # the step may not use these gradients
+            path, error = wrong
+            raise AssertionError(
+                "the step was not skipped when a part of the unscaled gradients was infinite: the change of "
+                f"state{path} differs by {format_percentage(error)}. {_HIDDEN} Call all_finite with all gradients; "
+                "place a clip, or a transformation such as optax.scale_by_sign, inside with_loss_scaling."
+            )
+    for error in errors:
+        raise error
+
+
+def _check_skipped_fault(runs: Runs, run: Run, expected: Run) -> None:
+    if (count := max(run.all_skips)) > 1:
+        raise AssertionError(
+            f"one overflow counted as {count} skips: the scaler is updated more than once in a step. Call update once; "
+            "with_loss_scaling updates its own scaler."
+        )
+    if run.is_skipped and len(run.all_skips) == 1:
+        runs.check_skipped(run, expected)
+    if path := run.infinite_leaf():
+        raise AssertionError(
+            f"state{path} becomes infinite or NaN when a part of the gradients is infinite, although a scaler counts a "
+            "skip. Gate it by the flag of these gradients."
         )
 
 
@@ -169,15 +286,16 @@ def _check_backoff(skipped: Run, applied: Run) -> None:
 
 def _check_invalid(runs: Runs, usual: Run) -> None:
     """Raises if a step that is skipped because of its loss changes the state, and warns if the loss is not passed."""
-    overflow = runs.with_numbers(lambda x: np.full_like(x, jnp.finfo(x.dtype).max)).at(usual.scale)
+    numbers = runs.with_numbers(lambda x: np.full_like(x, jnp.finfo(x.dtype).max))
+    overflow = numbers.at(usual.scale)
     if overflow.is_skipped:
         reset = {path: was for path, was, _ in usual.leaves}
-        overflow.check_skipped(reset, ", in a state of the largest numbers")
+        _check_skipped(numbers, overflow, usual, reset, ", in a state of the largest numbers")
     invalid = runs.with_numbers(lambda x: np.full_like(x, np.nan)).at(usual.scale)
     is_dynamic = invalid.old.config.mode == "dynamic"
     if is_dynamic and invalid.skips and invalid.new.last_skip_reason != SkipReason.LOSS:
         warn_user(
-            "a NaN in the forward pass reduces the loss scale, because update receives no loss, or one that hides it: "
-            "pass it unscaled, as value= to tx.update or as loss= to jmpscale.update, and name all mapped axes in "
-            "axis_name."
+            "a NaN in the forward pass reduces the loss scale, because update receives no loss, or under another name, "
+            "or one that hides it: pass it unscaled, as value= to tx.update or as loss= to jmpscale.update, and name "
+            "all mapped axes in axis_name."
         )

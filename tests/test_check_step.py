@@ -1,0 +1,383 @@
+"""testing.check_step finds mistakes by running the step, without any warning, and accepts right steps."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec as P
+
+import jmpscale
+from jmpscale.testing import check_step
+
+import meshes
+
+KEYS = jax.random.split(jax.random.key(0), 6)
+X, Y, Z = (jax.random.normal(key, shape) for key, shape in zip(KEYS, [(32, 8), (32, 1), (32, 4)], strict=False))
+KEY_DATA = jax.random.key_data(jax.random.key(0))  # which programs without typed keys hold
+PARAMS = {"a": jax.random.normal(KEYS[3], (8, 16)) / 3, "b": jax.random.normal(KEYS[4], (16, 1)) / 4}
+ADAM = optax.adam(1e-3)
+WRAPPED = jmpscale.with_loss_scaling(ADAM)
+SGD = jmpscale.with_loss_scaling(optax.scale(-1e-3))
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+@jmpscale.autocast
+def _loss(params):
+    return 2.0**-6 * jnp.mean((jnp.tanh(X @ params["a"]) @ params["b"] - Y) ** 2)
+
+
+GRADIENTS = jmpscale.value_and_grad(_loss)
+
+
+def _rows(programs, default):
+    return [pytest.param(name, marks=[] if name in default else pytest.mark.full) for name in programs]
+
+
+# --- steps with an optimizer of optax ---
+
+
+def _wrapper(tx, gradients=GRADIENTS):
+    """Returns a step with an optimizer that contains the wrapper, and its state."""
+
+    def step(state):
+        params, opt_state = state
+        loss, grads = gradients(opt_state, params)
+        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step, (PARAMS, tx.init(PARAMS))
+
+
+def _inside_multi_steps():
+    step, state = _wrapper(optax.MultiSteps(WRAPPED, 2))
+    return lambda state: step(step(state)), state
+
+
+def _scaled_twice(opt_state, params):
+    return jmpscale.value_and_grad(lambda params: jmpscale.scale(opt_state, _loss(params)))(opt_state, params)
+
+
+def _by_another_scaler(opt_state, params):
+    return jmpscale.value_and_grad(_loss)(jmpscale.dynamic(), params)
+
+
+def _never_scaled(opt_state, params):
+    return jax.value_and_grad(_loss)(params)
+
+
+def _update_after_wrapper():
+    """Returns a step that also updates the scaler of the wrapper."""
+    step, state = _wrapper(WRAPPED)
+
+    def wrong(state):
+        params, opt_state = step(state)
+        scaler = opt_state.scaler
+        return params, opt_state._replace(scaler=jmpscale.update(scaler, scaler.step_applied))
+
+    return wrong, state
+
+
+def _average_of_parameters(is_gated):
+    """Returns a step with an average that is still a copy of the parameters after a step at a learning rate of zero."""
+    step, state = _wrapper(jmpscale.with_loss_scaling(optax.sgd(optax.linear_schedule(0, 1e-3, 10))))
+
+    def with_average(state):
+        average, state = state
+        params, opt_state = step(state)
+        applied = jmpscale.get_scaler(opt_state).step_applied if is_gated else True
+        new = jmpscale.apply_if(applied, partial(optax.incremental_update, params, step_size=0.5), average)
+        return new, (params, opt_state)
+
+    return with_average, (PARAMS, state)
+
+
+# --- steps with the functional API ---
+
+
+def _functional(finish):
+    """Returns a step whose end is a function of parameters, optimizer state, scaler, loss, gradients and the flag."""
+
+    def step(state):
+        params, opt_state, scaler = state
+        loss, grads = jmpscale.value_and_grad(_loss)(scaler, params)
+        return finish(params, opt_state, scaler, loss, grads, jmpscale.all_finite((loss, grads)))
+
+    return step, (PARAMS, ADAM.init(PARAMS), jmpscale.dynamic())
+
+
+def _apply(flag, grads, params, opt_state):
+    return jmpscale.apply_if(flag, jmpscale.optax_step(ADAM, grads), params, opt_state)
+
+
+def _right(params, opt_state, scaler, loss, grads, flag):
+    return *_apply(flag, grads, params, opt_state), jmpscale.update(scaler, flag, loss=loss)
+
+
+def _unscaled_twice(params, opt_state, scaler, loss, grads, flag):
+    return _right(params, opt_state, scaler, loss, jmpscale.unscale(scaler, grads), flag)
+
+
+def _updated_twice(params, opt_state, scaler, loss, grads, flag):
+    *others, new = _right(params, opt_state, scaler, loss, grads, flag)
+    return *others, jmpscale.update(new, flag, loss=loss)
+
+
+def _update_inside_apply_if(params, opt_state, scaler, loss, grads, flag):
+    def step(params, opt_state, scaler):
+        return *jmpscale.optax_step(ADAM, grads)(params, opt_state), jmpscale.update(scaler, flag)
+
+    return jmpscale.apply_if(flag, step, params, opt_state, scaler)
+
+
+def _flag_of_an_earlier_step(params, opt_state, scaler, loss, grads, flag):
+    return *_apply(scaler.step_applied, grads, params, opt_state), jmpscale.update(scaler, flag, loss=loss)
+
+
+def _flag_of_the_loss(params, opt_state, scaler, loss, grads, flag):
+    return _right(params, opt_state, scaler, loss, grads, jmpscale.all_finite(loss))
+
+
+def _flag_of_one_leaf(name, params, opt_state, scaler, loss, grads, flag):
+    return _right(params, opt_state, scaler, loss, grads, jmpscale.all_finite(grads[name]))
+
+
+def _with_one_leaf_of_many(count, missing):
+    """Returns a step with many parameters, whose flag is not about one of them."""
+    keys = jax.random.split(jax.random.key(1), count)
+    params = [jax.random.normal(key, (8, 8)) / 3 for key in keys]
+
+    @jmpscale.autocast
+    def loss_fn(params):
+        x = X
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    def step(state):
+        params, scaler = state
+        loss, grads = jmpscale.value_and_grad(loss_fn)(scaler, params)
+        flag = jmpscale.all_finite([g for i, g in enumerate(grads) if i != missing])
+        params = jmpscale.apply_if(flag, lambda p: jax.tree.map(lambda p, g: p - 1e-3 * g, p, grads), params)
+        return params, jmpscale.update(scaler, flag, loss=loss)
+
+    return step, (params, jmpscale.dynamic())
+
+
+def _loss_too_large():
+    """Returns a step that fits at loss scales below the min_scale of its scaler."""
+    return _wrapper(WRAPPED, jmpscale.value_and_grad(lambda params: 1e8 * _loss(params)))
+
+
+# --- a step with two scalers ---
+
+GENERATOR = {"g": jax.random.normal(KEYS[5], (4, 8)) / 2}
+
+
+def _gan(gradients=lambda grads: grads, scaler_of_generator=1, gate=True):
+    """Returns a step of a generative adversarial network: two networks, each with an optimizer and an average."""
+
+    @jmpscale.autocast
+    def discriminator_loss(params, generator):
+        real, fake = (jnp.tanh(x @ params["a"]) @ params["b"] for x in (X, jnp.tanh(Z @ generator["g"])))
+        return jnp.mean(jax.nn.softplus(-real)) + jnp.mean(jax.nn.softplus(fake))
+
+    @jmpscale.autocast
+    def generator_loss(generator, params):
+        return jnp.mean(jax.nn.softplus(-jnp.tanh(jnp.tanh(Z @ generator["g"]) @ params["a"]) @ params["b"]))
+
+    def step(state):
+        params, generator, opt_states, average = state
+        loss, grads = jmpscale.value_and_grad(discriminator_loss)(opt_states[0], params, generator)
+        updates, first = WRAPPED.update(gradients(grads), opt_states[0], params, value=loss)
+        params = optax.apply_updates(params, updates)
+        scalers = first, opt_states[1]
+        loss, grads = jmpscale.value_and_grad(generator_loss)(scalers[scaler_of_generator], generator, params)
+        updates, second = WRAPPED.update(grads, opt_states[1], generator, value=loss)
+        generator = optax.apply_updates(generator, updates)
+        flag = second.scaler.step_applied if gate else True
+        average = jmpscale.apply_if(flag, lambda x: optax.incremental_update(generator, x, 0.1), average)
+        return params, generator, (first, second), average
+
+    opt_states = WRAPPED.init(PARAMS), WRAPPED.init(GENERATOR)
+    return step, (PARAMS, GENERATOR, opt_states, GENERATOR)
+
+
+HIDDEN = "Something replaces infinity and NaN before the check"
+PART = "was not skipped when a part of the unscaled gradients was infinite"
+UNSCALED = "at an infinite loss scale: the loss was not scaled, or not by the scaler of the state"
+RETURNED = "at an infinite loss scale: it returned the scaler"
+DEPENDS = r"differs by .* at a loss scale of 2\^-8"
+TWICE = "one overflow counted as 2 skips: the scaler is updated more than once"
+ONLY_A, ONLY_B = {"a": True, "b": False}, {"a": False, "b": True}
+MISTAKES: dict[str, tuple[Any, str]] = {  # functions that return a step and its state, and the words of the message
+    "after clip": (lambda: _wrapper(optax.chain(optax.clip(1.0), WRAPPED)), PART),
+    "after zero_nans": (lambda: _wrapper(optax.chain(optax.zero_nans(), WRAPPED)), HIDDEN),
+    "after momentum": (lambda: _wrapper(optax.chain(optax.trace(0.9), SGD)), r"changed state\[1\]\[0\]\.trace"),
+    "after sign": (lambda: _wrapper(optax.chain(optax.scale_by_sign(), SGD)), PART),
+    "before weight decay": (
+        lambda: _wrapper(optax.chain(WRAPPED, optax.add_decayed_weights(-1e-4))),
+        r"the skipped step changed state\[0\]",
+    ),
+    "before ema": (lambda: _wrapper(optax.chain(WRAPPED, optax.ema(0.9))), r"changed state\[1\]\[1\]\.count"),
+    "before a schedule": (
+        lambda: _wrapper(optax.chain(WRAPPED, optax.scale_by_schedule(lambda count: 1.0))),
+        r"the skipped step changed state\[1\]\[1\]\.count: 0 before, 1 after",
+    ),
+    "before plateau": (
+        lambda: _wrapper(optax.chain(WRAPPED, optax.contrib.reduce_on_plateau())),
+        r"changed state\[1\]\[1\]\.best_value",
+    ),
+    "inside apply_if_finite": (lambda: _wrapper(optax.apply_if_finite(WRAPPED, 5)), RETURNED),
+    "inside masked": (
+        lambda: _wrapper(optax.chain(optax.masked(WRAPPED, ONLY_A), optax.masked(optax.scale(-1e-3), ONLY_B))),
+        r"the skipped step changed state\[0\]\['b'\]",
+    ),
+    "inside partition": (
+        lambda: _wrapper(optax.partition({"scaled": WRAPPED, "plain": ADAM}, {"a": "scaled", "b": "plain"})),
+        r"the skipped step changed state\[0\]\['b'\]",
+    ),
+    "inside MultiSteps": (_inside_multi_steps, r"changed state\[1\]\.gradient_step"),
+    "scaled twice": (lambda: _wrapper(WRAPPED, _scaled_twice), DEPENDS),
+    "another scaler": (lambda: _wrapper(WRAPPED, _by_another_scaler), UNSCALED),
+    "never scaled": (lambda: _wrapper(WRAPPED, _never_scaled), UNSCALED),
+    "update after the wrapper": (_update_after_wrapper, TWICE),
+    "unscaled twice": (lambda: _functional(_unscaled_twice), DEPENDS),
+    "updated twice": (lambda: _functional(_updated_twice), TWICE),
+    "update inside apply_if": (lambda: _functional(_update_inside_apply_if), RETURNED),
+    "flag of an earlier step": (lambda: _functional(_flag_of_an_earlier_step), "after a skipped step"),
+    "flag of the loss": (lambda: _functional(_flag_of_the_loss), HIDDEN),
+    "flag of the first leaf": (lambda: _functional(partial(_flag_of_one_leaf, "a")), rf"{PART}.*\['b'\]"),
+    "flag of the last leaf": (lambda: _functional(partial(_flag_of_one_leaf, "b")), rf"{PART}.*\['a'\]"),
+    "flag without one of 20 leaves": (lambda: _with_one_leaf_of_many(20, 13), rf"{PART}.*\[0\]\[13\]"),
+    "average at a learning rate of zero": (
+        lambda: _average_of_parameters(is_gated=False),
+        r"the skipped step changed state\[0\]\['a'\]: ",
+    ),
+    "loss too large for the scaler": (
+        _loss_too_large,
+        r"skipped at every loss scale of the scaler, down to 2\^0, its min_scale, but not at 2\^-\d+",
+    ),
+    "two scalers: nan_to_num": (lambda: _gan(partial(jax.tree.map, jnp.nan_to_num)), HIDDEN),
+    "two scalers: the other one": (lambda: _gan(scaler_of_generator=0), UNSCALED),
+    "two scalers: average": (lambda: _gan(gate=False), r"the skipped step changed state\[3\]\['g'\]"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", _rows(MISTAKES, {"after sign", "updated twice", "flag of the last leaf"}))
+def test_check_step_finds_the_mistake_without_a_warning(name):
+    create, words = MISTAKES[name]
+    step, state = create()
+    with pytest.raises(AssertionError, match=words):
+        check_step(jax.jit(step), state)
+
+
+def _with_unused_gradient():
+    """Returns a step that differentiates a value that it does not train."""
+
+    def gradients(opt_state, params):
+        more = params | {"frozen": jnp.ones(8)}
+
+        def loss_fn(more):
+            return _loss(more | {"a": more["a"] * more["frozen"][:, None]})
+
+        loss, grads = jmpscale.value_and_grad(loss_fn)(opt_state, more)
+        return loss, {name: grads[name] for name in params}
+
+    return _wrapper(WRAPPED, gradients)
+
+
+def _loop(length):
+    step, state = _wrapper(WRAPPED)
+    return lambda state: jax.lax.scan(lambda state, _: (step(state), None), state, length=length)[0], state
+
+
+def _in_shard_map():
+    """Returns a step in which the types show that the gradients are equal on all devices."""
+    mesh = meshes.make_mesh(d=8)
+
+    def gradients(opt_state, params):
+        @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P(), P("d"), P("d")), out_specs=P())
+        def on_devices(opt_state, params, x, y):
+            @jmpscale.autocast
+            def loss_fn(params):
+                return jax.lax.pmean(jnp.mean((jnp.tanh(x @ params["a"]) @ params["b"] - y) ** 2) / 64, "d")
+
+            return jmpscale.value_and_grad(loss_fn)(opt_state, params)
+
+        return on_devices(opt_state, params, X, Y)
+
+    return _wrapper(WRAPPED, gradients)
+
+
+def _with_loss_scaled():
+    def gradients(opt_state, params):
+        return jax.value_and_grad(jmpscale.loss_scaled(_loss, opt_state))(params)
+
+    return _wrapper(WRAPPED, gradients)
+
+
+RIGHT = {
+    "wrapper": lambda: _wrapper(WRAPPED),
+    "functional": lambda: _functional(_right),
+    "many leaves": lambda: _with_one_leaf_of_many(40, None),
+    "average at a learning rate of zero": lambda: _average_of_parameters(is_gated=True),
+    "gradient that is not used": _with_unused_gradient,
+    "loop of steps": lambda: _loop(4),
+    "shard_map": _in_shard_map,
+    "loss_scaled": _with_loss_scaled,
+    "two scalers": _gan,
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", _rows(RIGHT, {"functional"}))
+def test_check_step_accepts_a_right_step_without_output(name, capsys):
+    step, state = RIGHT[name]()
+    check_step(jax.jit(step), state)
+    assert capsys.readouterr().out == ""
+
+
+class _TrainState(TrainState):
+    key: jax.Array
+
+
+@pytest.mark.parametrize(
+    "key", [pytest.param(jax.random.key(0), marks=pytest.mark.full, id="key"), pytest.param(KEY_DATA, id="key data")]
+)
+def test_check_step_accepts_counts_and_keys_of_a_train_state_in_one_line(key, capsys):
+    @jax.jit
+    def train_step(state):
+        key, noise = jax.random.split(state.key)
+        x = jax.random.normal(noise, ())
+        loss, grads = jmpscale.value_and_grad(lambda params: _loss(params) + 0 * x)(state.opt_state, state.params)
+        updates, opt_state = state.tx.update(grads, state.opt_state, state.params, value=loss)
+        params = optax.apply_updates(state.params, updates)
+        return state.replace(step=state.step + 1, params=params, opt_state=opt_state, key=key)
+
+    state = _TrainState.create(apply_fn=_loss, params=PARAMS, tx=WRAPPED, key=key)
+    check_step(train_step, state)
+    line = capsys.readouterr().out
+    assert "state.step (a count), state.key (a random key)" in line
+    assert line.endswith("pass ignore=('.step', '.key').\n")
+    check_step(train_step, state, ignore=(".step", ".key"))
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["losses", None])
+@pytest.mark.filterwarnings("ignore:the extra argument 'losses'")  # of the wrapper, for some names
+def test_check_step_warns_about_a_loss_that_the_scaler_does_not_receive(name):
+    def step(state):
+        params, opt_state = state
+        loss, grads = GRADIENTS(opt_state, params)
+        updates, opt_state = WRAPPED.update(grads, opt_state, params, **({name: loss} if name else {}))
+        return optax.apply_updates(params, updates), opt_state
+
+    with pytest.warns(UserWarning, match="update receives no loss, or under another name"):
+        check_step(jax.jit(step), (PARAMS, WRAPPED.init(PARAMS)))
