@@ -6,6 +6,7 @@ from jmpscale._autocast.api import autocast
 from jmpscale._cast_tree import cast
 from jmpscale._diagnosis.api import diagnose
 from jmpscale._diagnosis.report import Diagnosis, DiagnosisRow
+from jmpscale._diagnosis.training_step import diagnose_step
 from jmpscale._finite import all_finite
 from jmpscale._gate import apply_if
 from jmpscale._get_scaler import get_scaler, replace_scaler
@@ -34,6 +35,7 @@ __all__ = [
     "autocast",
     "cast",
     "diagnose",
+    "diagnose_step",
     "disabled",
     "dynamic",
     "from_torch_state_dict",

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 import jax
 
 from jmpscale._base.compat import axis_names_in_scope
+from jmpscale._base.gradients import observe
 from jmpscale._base.tree import PyTree
 from jmpscale._get_scaler import find_scaler
 from jmpscale._guards import grad as guards
@@ -77,6 +78,7 @@ def value_and_grad(
 
     # A parameter of fun may also be called scaler, so the scaler is positional only.
     def value_and_grad_fun(scaler: PyTree = None, /, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
+        observe(fun, argnums, has_aux, transform, scaler, args, kwargs)  # by diagnose_step
         guards.called(scaler, name)
         state = find_scaler(scaler)
         guards.differentiating(scaler, state, args, argnums, transform)

@@ -48,7 +48,7 @@ def diagnosis(diagnosis: Diagnosis, *, ax: Axes | None = None) -> Axes:
         ax.set_subplotspec(grid[0])
         _plot_rows(rows, ax.figure.add_subplot(grid[1]))
     scales, errors = np.reshape(diagnosis.scale_errors, (-1, 2)).T
-    fitting, present = diagnosis.fitting_scales(), diagnosis.loss_scale
+    fitting, present = diagnosis.fitting_scales, diagnosis.loss_scale
     left, right = min(1.0, present, *(fitting or scales)) / 64, max(1.0, present, *(fitting or scales)) * 64
     highest = scales[np.isfinite(errors)].max(initial=0.0)
     first = scales[scales > highest].min(initial=right) if highest else left

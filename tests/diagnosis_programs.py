@@ -295,7 +295,7 @@ def large_positions(w, x):
 
 def image_positions(w, x):
     grid = jnp.stack(jnp.meshgrid(jnp.arange(64.0), jnp.arange(64.0)), -1).reshape(-1, 2) * 64 + 0.3
-    angles = grid @ jnp.array([[1.0, 0.3], [0.7, 1.0]])  # fault
+    angles = jnp.tile(grid, 4) @ (jnp.tile(jnp.array([[1.0, 0.3], [0.7, 1.0]]), (4, 1)) / 4)  # fault
     return jnp.mean((jnp.sin(angles) @ w[:2]) * jnp.sin(grid[:, :1]))
 
 

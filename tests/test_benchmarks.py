@@ -251,6 +251,6 @@ def test_bytes_of_adds_up_the_parts_of_a_type():
 def test_picture_of_the_diagnosis_shows_a_program_whose_scale_fits():
     with jax.numpy_rank_promotion("allow"):
         found = diagnosis_picture.diagnosis()
-    low, high = found.fitting_scales()
+    low, high = found.fitting_scales
     assert low < found.loss_scale < high
     assert "float16" in {row.dtype for row in found.rows}

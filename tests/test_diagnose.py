@@ -120,7 +120,7 @@ def long_recurrence(w, x):
 @pytest.mark.full
 def test_long_loop_remains_a_loop():
     diagnosis = diagnose(jmpscale.autocast(long_recurrence), W, X)
-    assert diagnosis.fitting_scales() is not None
+    assert diagnosis.fitting_scales is not None
     assert {row.line for row in diagnosis.rows} == {line_of(long_recurrence, "# cell", "cell")}
 
 
@@ -141,7 +141,80 @@ def test_kernels_run_in_their_own_dtype_and_are_listed():
     (entry,) = diagnosis.not_entered
     assert entry == f"{line_of(kernel_loss, '# kernel')}: pallas_call"
     assert diagnosis.describe().splitlines()[-1] == f"  {entry}"
-    assert diagnosis.fitting_scales() is not None
+    assert diagnosis.summary.startswith(
+        f"{not_float32(line_of(kernel_loss, '# kernel'), 'pallas_call')} Loss scales from "
+    )
+    assert diagnosis.fitting_scales is not None
+
+
+def not_float32(line, operation):
+    """Returns the first sentence of a summary whose comparison depends on an operation in half precision."""
+    return f"The comparison is not entirely float32: {operation} at {line} runs in half precision in it, too."
+
+
+def doubled(x):
+    def double(x):
+        with np.errstate(over="ignore"):
+            return np.asarray(x) * np.float16(2)
+
+    return jax.pure_callback(double, jax.ShapeDtypeStruct(x.shape, x.dtype), x)  # callback
+
+
+def callback_is_infinite(w):
+    return squared(doubled(jax.lax.stop_gradient(w.astype(H) * H(6e4))) * w.astype(H))
+
+
+def test_infinity_of_an_operation_in_half_precision_is_not_said_to_be_one_in_float32():
+    line = line_of(doubled, "# callback")
+    assert diagnose(callback_is_infinite, jnp.ones(2)).summary == (
+        f"{not_float32(line, 'pure_callback')} The result of pure_callback at {line} is not finite, and reaches the "
+        "loss or a gradient. Whether it is finite in float32 was not measured: give this operation operands in "
+        "float32, and diagnose again."
+    )
+
+
+def unused_callback(w):
+    doubled(jax.lax.stop_gradient(w.astype(H)))
+    return squared(w.astype(H))
+
+
+def test_operation_in_half_precision_that_does_not_reach_the_outputs_is_only_listed():
+    diagnosis = diagnose(unused_callback, jnp.ones(2))
+    assert diagnosis.not_entered == (f"{line_of(doubled, '# callback')}: pure_callback",)
+    assert diagnosis.summary.startswith("Loss scales from ")
+
+
+def overflow_in_a_condition(w):
+    h = w.astype(H)
+    total = jax.lax.stop_gradient(h).sum()
+
+    def goes_on(n):
+        return (total * H(300) * H(300) * (n + 1).astype(H)).astype(jnp.float32) < 1e6  # condition
+
+    n = jax.lax.while_loop(goes_on, lambda n: n + 1, jnp.int32(0))
+    return jnp.sum((h * (1 + n).astype(H)).astype(jnp.float32) ** 2)
+
+
+def test_overflow_in_the_condition_of_a_loop_is_named():
+    diagnosis = diagnose(overflow_in_a_condition, jnp.full(3, 0.5), scale=2.0**4)
+    line = line_of(overflow_in_a_condition, "# condition", "goes_on")
+    assert diagnosis.summary.startswith(f"The forward pass overflows: mul at {line} reaches ")
+    assert diagnosis.lines == (line,)
+
+
+def loop_with_own_bounds(w, x):
+    def iterate(x, n):
+        return jax.lax.fori_loop(0, n, lambda i, h: jnp.tanh(h * H(3)), x)  # bounds
+
+    h = jax.vmap(iterate)(jax.lax.stop_gradient(x).astype(H), jnp.arange(len(x)) % 5)
+    return squared(h.astype(jnp.float32) @ w)
+
+
+def test_loop_with_a_bound_for_each_example_is_entered():
+    diagnosis = diagnose(loop_with_own_bounds, W, X)
+    assert diagnosis.loss_float32 == pytest.approx(float(loop_with_own_bounds(W, X)), rel=0.01)
+    assert line_of(loop_with_own_bounds, "# bounds", "iterate") in {row.line for row in diagnosis.rows}
+    assert diagnosis.not_entered == ()
 
 
 def sharded_loss(w, x, check_vma=True):
@@ -160,7 +233,7 @@ def test_shard_map_is_entered(check_vma):
     assert diagnosis.not_entered == ()
     assert any("(mlp_by_hand)" in row.line for row in diagnosis.rows)
     plain = diagnose(programs.mlp_by_hand, W, X)
-    found, expected = (np.log2(x.fitting_scales()) for x in (diagnosis, plain))
+    found, expected = (np.log2(x.fitting_scales) for x in (diagnosis, plain))
     assert np.abs(found - expected).max() <= 3  # each device has a part of the batch
     assert diagnosis.loss == pytest.approx(plain.loss, rel=1e-3)
 
@@ -197,7 +270,7 @@ def test_pmap_is_entered_or_listed():
     diagnosis = diagnose(loss, W, X)
     is_entered = any("mlp_by_hand" in row.line for row in diagnosis.rows)
     assert bool(diagnosis.not_entered) or is_entered
-    assert diagnosis.fitting_scales() is not None
+    assert diagnosis.fitting_scales is not None
     assert diagnosis.loss == pytest.approx(diagnose(programs.mlp_by_hand, W, X).loss, rel=1e-3)
 
 
@@ -214,7 +287,7 @@ def test_sharded_arrays_have_the_same_diagnosis(axis_type):
     with jax.set_mesh(mesh):
         sharded = diagnose(loss, w, x)
     plain = diagnose(loss, W, X)
-    (low, high), (plain_low, plain_high) = sharded.fitting_scales(), plain.fitting_scales()
+    (low, high), (plain_low, plain_high) = sharded.fitting_scales, plain.fitting_scales
     assert high == plain_high
     assert plain_low / 2 <= low <= plain_low * 2  # the sums over devices round differently
     assert sharded.not_entered == ()
@@ -273,7 +346,7 @@ def test_program_in_float64():
         return jnp.mean(h.astype(jnp.float64) ** 2)
 
     diagnosis = diagnose(loss, W.astype(jnp.float64), X.astype(jnp.float64))
-    low, high = diagnosis.fitting_scales()
+    low, high = diagnosis.fitting_scales
     assert low < 2.0**10 < high
     assert diagnosis.summary.startswith("Loss scales from ")
 
@@ -318,7 +391,7 @@ def test_arguments_with_infinities_are_named():
     assert np.isnan(diagnosis.loss_float32)
     assert diagnosis.gradient_error == np.inf
     assert diagnosis.scale_errors == ()
-    assert diagnosis.fitting_scales() is None
+    assert diagnosis.fitting_scales is None
 
 
 def test_argument_with_infinities_is_not_named_if_a_line_is_the_reason():
@@ -360,7 +433,7 @@ def test_program_in_bfloat16():
     diagnosis = diagnose(jmpscale.autocast(programs.mlp, dtype=jnp.bfloat16), W, X)
     assert diagnosis.summary.startswith("Loss scales from 2^-")
     assert {row.dtype for row in diagnosis.rows} == {"bfloat16"}
-    low, high = diagnosis.fitting_scales()
+    low, high = diagnosis.fitting_scales
     assert low < 2.0**-60
     assert high > 2.0**100
 
@@ -377,7 +450,7 @@ def test_options_are_those_of_value_and_grad():
     diagnose_loss = jmpscale.diagnose(loss, 1, True)
     diagnosis = diagnose_loss(jmpscale.static(4.0), jnp.float16([1, 2]), jnp.float32([3, 4]))
     assert diagnosis.loss == 11
-    assert diagnosis.fitting_scales() is not None
+    assert diagnosis.fitting_scales is not None
     assert diagnose_loss.__name__ == "diagnose_of_loss"
 
 

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import sparse
 
-from jmpscale._diagnosis.float32 import run_in_float32
-from jmpscale._diagnosis.interpret import Interpreter
+from jmpscale._diagnosis.float32 import evaluate_in_float32
 
 import meshes
 from tables import names
@@ -99,6 +100,77 @@ def unchecked(x):
     return jax.jit(mapped)(x)
 
 
+def collectives(x):
+    def shard(x):
+        h = jax.lax.all_gather(jnp.sin(x), "data", tiled=True) * 1.125
+        parts = jax.lax.psum_scatter(h @ h.T, "data", tiled=True)
+        swapped = jax.lax.all_to_all(h, "data", 1, 0, tiled=True)
+        moved = jax.lax.ppermute(x, "data", [(0, 1), (1, 0)])
+        return parts, swapped, moved, jax.lax.pmax(jnp.cos(x), "data"), jax.lax.pmean(x * 1.125, "data")
+
+    mapped = jax.shard_map(shard, mesh=meshes.make_mesh(data=2), in_specs=jax.P("data"), out_specs=jax.P("data"))
+    return jax.jit(mapped)(x)
+
+
+def gradient_of_gathered_weights(x):
+    def shard(x):
+        return jax.lax.pmean(jnp.sum(jnp.sin(jax.lax.all_gather(x, "data", tiled=True)) ** 2), "data")
+
+    mapped = jax.shard_map(shard, mesh=meshes.make_mesh(data=2), in_specs=jax.P("data"), out_specs=jax.P())
+    return jax.jit(jax.grad(mapped))(x)
+
+
+def gradient_with_policy(policy):
+    def block(x):
+        return jnp.sum(jnp.sin(checkpoint_name(x @ x.T, "saved") * 1.125) ** 2)
+
+    return lambda x: jax.grad(jax.checkpoint(block, policy=policy))(x)
+
+
+OFFLOAD = {"offload_src": "device", "offload_dst": "pinned_host"}
+POLICIES = {
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "names": jax.checkpoint_policies.save_only_these_names("saved"),
+    "everything": jax.checkpoint_policies.everything_saveable,
+    "dots to the host": jax.checkpoint_policies.offload_dot_with_no_batch_dims(**OFFLOAD),
+    "names to the host": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["saved"], **OFFLOAD
+    ),
+}
+
+
+@functools.partial(jax.lax.composite, name="tests.shifted_sine")
+def composite(x):
+    return jnp.sin(x) * 1.125 + 0.125
+
+
+def linear_call(x):
+    return jax.custom_derivatives.linear_call(lambda r, v: v * r, lambda r, t: t * r, jnp.sin(x), x * 1.125)
+
+
+@jax.custom_batching.custom_vmap
+def with_own_vmap(x):
+    return jnp.sin(x) * 1.125
+
+
+with_own_vmap.def_vmap(lambda size, batched, x: (jnp.cos(x) * 1.125, batched[0]))
+
+
+def sparse_matmul(x):
+    return sparse.BCOO.fromdense(x * 1.125, nse=8) @ jnp.sin(x.T)
+
+
+def batched_while_loop(x):
+    def halve(x):
+        return jax.lax.while_loop(lambda c: jnp.abs(c[0]).sum() > 0.5, lambda c: (c[0] * 0.5625, c[1] + 1), (x, 0))
+
+    return jax.vmap(halve)(x * jnp.arange(1, 3, dtype=x.dtype)[:, None])
+
+
+def batched_bounds(x):
+    return jax.vmap(lambda x, n: jax.lax.fori_loop(0, n, lambda i, h: jnp.tanh(h) + 0.125, x))(x, jnp.arange(2))
+
+
 PROGRAMS = {
     "arithmetic": lambda x: jnp.tanh(x * 1.125) / (x**2 + 0.125) - jax.nn.softmax(x),
     "constant": lambda x: x * np.float16([[1, 2, 3, 4]]).astype(x.dtype),
@@ -114,16 +186,24 @@ PROGRAMS = {
     "integers": lambda x: [jnp.argsort(x, 1) * 2, jnp.sum(x > 0)],
     "shard_map": sharded,
     "shard_map without types": unchecked,
-}
+    "collectives": collectives,
+    "gradient of gathered weights": gradient_of_gathered_weights,
+    "composite": composite,
+    "linear_call": linear_call,
+    "custom_vmap": lambda x: jax.vmap(jax.jit(with_own_vmap))(x) + with_own_vmap(x),
+    "sparse matmul": sparse_matmul,
+    "batched while": batched_while_loop,
+    "batched bounds": batched_bounds,
+} | {f"checkpoint: {name}": gradient_with_policy(policy) for name, policy in POLICIES.items()}
 
 
 def run(fun, x):
     closed = jax.make_jaxpr(fun)(x)
-    interpreter = Interpreter(lambda _, eqn, inputs, caller: run_in_float32(eqn, inputs))
-    return jax.jit(lambda x: interpreter.evaluate(closed, [x])[0])(x)
+    return jax.jit(lambda x: evaluate_in_float32(closed, [x]))(x)
 
 
-DEFAULT = {"arithmetic", "scan", "while that captures", "scatters", "shard_map without types"}
+DEFAULT = {"arithmetic", "scan", "while that captures", "scatters", "shard_map without types", "checkpoint: dots"}
+DEFAULT |= {"gradient of gathered weights", "batched while"}
 
 
 @pytest.mark.parametrize("name", names(PROGRAMS, default=DEFAULT))

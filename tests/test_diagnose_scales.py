@@ -115,7 +115,7 @@ def test_diagnose_finds_the_scales_that_float16_runs_find(program):
     finite = [k for k in POWERS if errors[k] is not None]
     assert finite == list(range(POWERS[0], finite[-1] + 1))
     assert finite[-1] < POWERS[-1]
-    low, high = map(math.log2, diagnosis.fitting_scales())
+    low, high = map(math.log2, diagnosis.fitting_scales)
     assert high == finite[-1]
 
     best = np.min([errors[k] for k in finite], axis=0)
@@ -171,7 +171,7 @@ def test_diagnose_has_the_errors_of_numpy(scale):
     assert diagnosis.gradient_error == pytest.approx(error(scale), rel=1e-5)
     assert dict(diagnosis.scale_errors) == pytest.approx({k: error(k) for k, _ in diagnosis.scale_errors}, rel=1e-5)
 
-    low, high = diagnosis.fitting_scales()
+    low, high = diagnosis.fitting_scales
     fits = [2.0**k for k in range(-40, 41) if error(2.0**k) <= error(high) + TOLERANCE]
     assert (low, high) == (fits[0], fits[-1])
 

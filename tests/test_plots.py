@@ -34,7 +34,7 @@ def _diagnosis(**changes):
         "rows": (),
         "not_entered": (),
         "summary": "Loss scales from 2^4 to 2^15 fit; yours is 2^12. The gradients differ.",
-        "_fitting": (2.0**4, 2.0**15),
+        "fitting_scales": (2.0**4, 2.0**15),
     }
     return jmpscale.Diagnosis(**values | changes)
 
@@ -68,10 +68,10 @@ def test_diagnosis_shows_the_errors_and_why_scales_do_not_fit():
 RANGES = {  # changes of the diagnosis, and the ranges
     "everything fits": ({"scale_errors": ((1.0, 0.0), (2.0**15, 0.0))}, {"fit": (4, 15), "underflow": (0, 4)}),
     "no smaller scale": ({"scale_errors": ((2.0**4, 0.0), (2.0**15, 0.0))}, {"fit": (4, 15)}),
-    "overflow from 1": ({"_fitting": (2.0**-9, 0.5), "scale_errors": ((0.5, 0.0), (1.0, math.inf))}, None),
-    "not accurate": ({"_fitting": None, "scale_errors": ((1.0, 0.5), (4.0, math.inf))}, {"overflow": (2, 18)}),
-    "not finite": ({"_fitting": None, "scale_errors": ((1.0, math.inf),)}, {"not finite": (-6, 18)}),
-    "no scales": ({"_fitting": None, "scale_errors": ()}, {"not run": (-6, 18)}),
+    "overflow from 1": ({"fitting_scales": (2.0**-9, 0.5), "scale_errors": ((0.5, 0.0), (1.0, math.inf))}, None),
+    "not accurate": ({"fitting_scales": None, "scale_errors": ((1.0, 0.5), (4.0, math.inf))}, {"overflow": (2, 18)}),
+    "not finite": ({"fitting_scales": None, "scale_errors": ((1.0, math.inf),)}, {"not finite": (-6, 18)}),
+    "no scales": ({"fitting_scales": None, "scale_errors": ()}, {"not run": (-6, 18)}),
 }
 
 

@@ -149,7 +149,7 @@ def test_site_has_the_docstrings_of_the_public_names(site):
     page = site["docs/api.html"]
     assert set(jmpscale.__all__) <= set(re.findall(r'<dt [^>]*id="jmpscale\.(\w+)"', page))
     assert "../jmpscale/" not in page
-    for member in "ScalerState.step_applied", "Diagnosis.fitting_scales", "GradReport.describe", "SkipReason.MIN_SCALE":
+    for member in "ScalerState.step_applied", "Diagnosis.describe", "GradReport.describe", "SkipReason.MIN_SCALE":
         assert f'id="jmpscale.{member}"' in page
 
 

@@ -111,7 +111,7 @@ def diagnose(put):
     for fault in FAULTS:
         x[-1, -1] = fault  # on the last device
         diagnosis = jmpscale.diagnose(_scan_loss)(jmpscale.static(2.0**10), put(w, P("data")), put(x, P("data")))
-        found.append([diagnosis.describe(), diagnosis.fitting_scales()])
+        found.append([diagnosis.describe(), diagnosis.fitting_scales])
     return found
 
 

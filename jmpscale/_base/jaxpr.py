@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._base.compat import unknown_jax
-from jmpscale._base.source import is_backward, is_library_function, user_lines
+from jmpscale._base.source import is_backward, is_library_function, is_recomputed, user_lines
 
 Jaxpr = core.Jaxpr | core.ClosedJaxpr  # one class from JAX 0.12 on
 RewriteEquation = Callable[[core.JaxprEqn], list[core.JaxprEqn]]
@@ -33,7 +33,8 @@ _TRANSPARENT = _BLOCKS | {jax.lax.scan_p.name, jax.lax.while_p.name, jax.lax.con
 _TRANSPARENT |= {"composite", "compute_on", "custom_vmap_call", "linear_call", "xla_pmap"}
 
 # Primitives that call one jaxpr with their operands.
-CALLS = _BLOCKS | {"custom_jvp_call", "custom_vjp_call"}
+CALLS = _BLOCKS | {"composite", "compute_on", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "linear_call"}
+CALLS |= {"xla_metadata_call"}
 
 
 def rewrite(jaxpr: core.Jaxpr, rewrite_equation: RewriteEquation, memo: Memo) -> core.Jaxpr:
@@ -104,6 +105,7 @@ class Caller(NamedTuple):
     function: tuple[str, str] = ("", "")  # the name and the file of the function of the jaxpr
     in_library: bool = False  # whether it is a function of a library
     backward: bool = False  # whether the equations are part of a backward pass
+    recomputed: bool = False  # whether `jax.checkpoint` repeats the equations of a forward pass in a backward pass
     holder: str = ""  # the outermost primitive that holds the jaxpr and that `rewrite` does not enter, if there is one
 
     def path_of(self, eqn: core.JaxprEqn) -> tuple[str, ...]:
@@ -125,7 +127,8 @@ class Caller(NamedTuple):
         name = eqn.primitive.name
         in_library = is_library_function(file) if name in CALLS and file else self.in_library
         holder = self.holder or ("" if name in _TRANSPARENT else name)
-        return Caller(self.path_of(eqn), (function, file), in_library, self.backward or is_backward(eqn), holder)
+        backward, recomputed = self.backward or is_backward(eqn), self.recomputed or is_recomputed(eqn)
+        return Caller(self.path_of(eqn), (function, file), in_library, backward, recomputed, holder)
 
 
 PROGRAM = Caller()  # of the equations that no other equation holds
@@ -147,6 +150,11 @@ def held_jaxprs(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:
         for held in value if isinstance(value, tuple) else (value,):
             if isinstance(held, Jaxpr):
                 yield held.jaxpr if isinstance(held, core.ClosedJaxpr) else held
+
+
+def called_jaxpr(eqn: core.JaxprEqn) -> core.ClosedJaxpr:
+    """Returns the jaxpr that an equation of `CALLS` calls with its operands."""
+    return closed(next(value for value in eqn.params.values() if isinstance(value, Jaxpr)))
 
 
 def type_of(x: Any) -> Any:

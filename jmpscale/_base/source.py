@@ -69,3 +69,9 @@ def is_backward(eqn: core.JaxprEqn) -> bool:
     """Tests whether the scopes of an equation show that it is part of a backward pass."""
     name_stack: Any = eqn.source_info.name_stack
     return any(type(scope).__name__ != "Scope" and scope.name == "transpose" for scope in name_stack.stack)
+
+
+def is_recomputed(eqn: core.JaxprEqn) -> bool:
+    """Tests whether the scopes of an equation show that `jax.checkpoint` repeats it in the backward pass."""
+    name_stack: Any = eqn.source_info.name_stack
+    return any(scope.name == "rematted_computation" for scope in name_stack.stack)

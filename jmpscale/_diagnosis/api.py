@@ -8,7 +8,7 @@ import numpy as np
 
 from jmpscale._base.frameworks import is_nnx_object
 from jmpscale._base.text import describe
-from jmpscale._base.tree import PyTree
+from jmpscale._base.tree import PyTree, flatten_gradients, named_leaves
 from jmpscale._diagnosis.examine import examine
 from jmpscale._diagnosis.not_finite import non_finite_arguments
 from jmpscale._diagnosis.report import Diagnosis
@@ -32,8 +32,12 @@ def diagnose(
     the program, which is compiled with an array that says which lines compute in float32.
 
     Compiled functions, loops, branches, checkpointed functions, custom derivative rules and `jax.shard_map` are
-    entered. Kernels, linear solvers and `jax.pure_callback` run as they are written. Callbacks without results, such as
-    `jax.debug.print`, do not run.
+    entered. Kernels, linear solvers and `jax.pure_callback` run as they are written. The summary begins with those in
+    half precision on which the loss or a gradient depends. Callbacks without results, such as `jax.debug.print`, do not
+    run.
+
+    If the loss function is defined inside a training step, use `diagnose_step`. A loss function with collectives needs
+    its axis: pass `jax.vmap(fun, in_axes=None, out_axes=None, axis_name="data", axis_size=1)`.
 
     A diagnosis needs as much memory as the step in float32, and on a CPU two to five times the time of compiling and
     running it, if a scale fits. On a CPU, diagnose a large model with a smaller batch. If a program runs in several
@@ -62,7 +66,7 @@ def diagnose(
     >>> loss_fn = lambda w, x: jnp.mean(((x @ w) * 1e-6).astype(jnp.float32))
     >>> w, x = jnp.ones((4, 2), jnp.float16), jnp.ones((8, 4), jnp.float16)
     >>> diagnosis = jmpscale.diagnose(loss_fn)(jmpscale.dynamic(), w, x)
-    >>> diagnosis.fitting_scales()
+    >>> diagnosis.fitting_scales
     (16.0, 524288.0)
     """
     if not callable(fun):
@@ -76,16 +80,19 @@ def diagnose(
         state = find_scaler(scaler, remedy="Call diagnose(loss_fn)(scaler, params, batch).")
         check_concrete({"scaler": state, "args": args, "kwargs": kwargs})
         scale_on_host(state)
+        names: list[str] = []  # of the gradients
 
         def loss_and_grads(traced: ScalerState, args: PyTree, kwargs: PyTree) -> tuple[Any, PyTree]:
             args, kwargs = _with_scale((args, kwargs), state, traced.loss_scale)
             value, grads = differentiated(traced, *args, **kwargs)
+            gradients = set(map(id, flatten_gradients(grads)[0]))
+            names[:] = [path for path, leaf in named_leaves(grads) if id(leaf) in gradients]
             return value[0] if has_aux else value, grads
 
         # The diagnosis looks for non-finite values, for which JAX must not raise, and enters compiled functions.
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
             step = trace_step(loss_and_grads, args, kwargs)
-            return examine(step, state, lambda: non_finite_arguments(fun, args, kwargs))
+            return examine(step, state, names, lambda: non_finite_arguments(fun, args, kwargs))
 
     diagnose_fun.__name__ = f"diagnose_of_{getattr(fun, '__name__', 'fun')}"
     return diagnose_fun

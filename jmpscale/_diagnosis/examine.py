@@ -7,21 +7,26 @@ from jmpscale._diagnosis.lines import Reason, Trials
 from jmpscale._diagnosis.modes import Part
 from jmpscale._diagnosis.not_finite import RepairedStep
 from jmpscale._diagnosis.report import Diagnosis, DiagnosisRow
-from jmpscale._diagnosis.scales import LARGE_ERROR, Errors, search
+from jmpscale._diagnosis.scales import Errors, search
 from jmpscale._diagnosis.step import Step, compile_step
-from jmpscale._diagnosis.summary import Findings, describe_arguments, describe_origin, summarize
+from jmpscale._diagnosis.summary import Findings, describe_arguments, describe_comparison, describe_origin, summarize
+from jmpscale._diagnosis.thresholds import LARGE_ERROR
 from jmpscale._state import ScalerState
 
 
-def examine(step: Step, scaler: ScalerState, non_finite: Callable[[], list[str]]) -> Diagnosis:
-    """Examines a step at the loss scale of a scaler; `non_finite` names the arguments that are not finite."""
+def examine(step: Step, scaler: ScalerState, names: list[str], non_finite: Callable[[], list[str]]) -> Diagnosis:
+    """Examines a step at the loss scale of a scaler.
+
+    `names` are the names of the gradients, and `non_finite` returns the names of the arguments that are not finite.
+    """
     scale, run_as_written = float(scaler.loss_scale), compile_step(step)
     outputs = run_as_written(scale)
     trials = Trials(step)
     errors, loss_error = trials.compare(outputs)
-    findings = Findings(trials, float(outputs[0]), loss_error, errors, scale, scaler.config)
+    findings = Findings(trials, float(outputs[0]), loss_error, errors, scale, scaler.config, tuple(names))
+    findings = findings._replace(is_new=not (int(scaler.total_skips) or int(scaler.finite_steps)))
     if not trials.measured.are_finite:
-        return _diagnosis(findings, _describe_not_finite(RepairedStep(step), non_finite))
+        return _diagnosis(findings, _describe_not_finite(findings, RepairedStep(step), non_finite))
     present = round(math.log2(scale))
 
     # A loss that contains a scaled gradient, such as a penalty, may be right at other scales.
@@ -38,6 +43,8 @@ def examine(step: Step, scaler: ScalerState, non_finite: Callable[[], list[str]]
     findings = _explain(findings._replace(scales=scales), present)
     if findings.lines or findings.error >= LARGE_ERROR:
         findings = findings._replace(alone=trials.errors_alone(round(math.log2(findings.scale_of_rows))))
+    elif findings.scales.smallest_error >= LARGE_ERROR and findings.scales.best is not None:
+        findings = findings._replace(alone_at_best=trials.errors_alone(findings.scales.best))
     return _diagnosis(findings, summarize(findings))
 
 
@@ -56,11 +63,11 @@ def _explain(findings: Findings, present: int) -> Findings:
     return findings._replace(lines=lines, cause=cause, error_elsewhere=elsewhere)
 
 
-def _describe_not_finite(step: RepairedStep, non_finite: Callable[[], list[str]]) -> str:
+def _describe_not_finite(findings: Findings, step: RepairedStep, non_finite: Callable[[], list[str]]) -> str:
     """Describes what makes a step infinite or NaN, in float32 too."""
     if step.is_finite_with_finite_arguments() and (names := non_finite()):
         return describe_arguments(names)
-    return describe_origin(step.origin())
+    return describe_origin(step.origin(), findings.not_entered)
 
 
 def _diagnosis(findings: Findings, summary: str) -> Diagnosis:
@@ -72,12 +79,12 @@ def _diagnosis(findings: Findings, summary: str) -> Diagnosis:
         loss_float32=findings.trials.loss,
         gradient_error=findings.error,
         loss_scale=findings.scale,
+        fitting_scales=(2.0 ** fitting[0], 2.0 ** fitting[1]) if fitting else None,
         scale_errors=tuple((2.0**k, error) for k, error in scales.errors.items()),
         lines=tuple(findings.name(path, lines) for path in lines),
         rows=tuple(_row(findings, part, part.path in lines) for part in step.parts),
-        not_entered=tuple(step.not_entered),
-        summary=summary,
-        _fitting=(2.0 ** fitting[0], 2.0 ** fitting[1]) if fitting else None,
+        not_entered=tuple(dict.fromkeys(f"{x.line}: {x.eqn.primitive.name}" for x in findings.trials.not_entered)),
+        summary=describe_comparison(findings.not_entered) + summary,
     )
 
 

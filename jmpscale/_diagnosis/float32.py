@@ -1,6 +1,5 @@
 """Computes operations in float32, and as they are written."""
 
-import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -12,34 +11,111 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jmpscale._base.jaxpr import MATMULS, Jaxpr, closed, type_of
+from jmpscale._base.jaxpr import MATMULS, Caller, Jaxpr, closed, equations, held_jaxprs, type_of
 from jmpscale._diagnosis.interpret import Interpreter, is_narrow, widen
 
 # Primitives of JAX that compute in the dtype of their operands, so that they can compute in float32 instead. Other
-# primitives (kernels, callbacks) have operands and results of fixed dtypes, and run as written.
+# primitives (kernels, callbacks, and whatever a new version of JAX brings) run as written, and are listed.
 _KNOWN = {
     primitive.name
     for module in (core.primitives, jax.lax)
     for primitive in vars(module).values()
     if isinstance(primitive, core.Primitive)
 }
-_KNOWN |= {"mesh_cast", "pbroadcast", "pcast", "psum2", "psum_invariant", "pvary", "ragged_dot_general", "reshard"}
+# JAX exports these from no public module, or not in every version.
+_KNOWN |= {
+    "all_gather_invariant",
+    "all_gather_reduced",
+    "broadcast_to",
+    "cholesky_update",
+    "copy",
+    "copy_p",
+    "dce_sink",
+    "empty",
+    "from_edtype",
+    "geqp3",
+    "geqrf",
+    "layout_constraint",
+    "mesh_cast",
+    "name",
+    "optimization_barrier",
+    "ormqr",
+    "pbroadcast",
+    "pbroadcast_dynamic",
+    "pcast",
+    "pgather",
+    "preduced",
+    "psum2",
+    "psum_invariant",
+    "pvary",
+    "ragged_dot_general",
+    "reduce_scatter",
+    "reduced_vary_cast",
+    "reduced_vary_cast_p",
+    "relayout",
+    "reshard",
+    "symmetric_product",
+    "tie",
+    "to_edtype",
+    "unreduced_pmax",
+    "unreduced_pmin",
+    "unreduced_psum",
+    "unreduced_reduce_scatter",
+    "vary_unreduced_cast",
+    "vary_unreduced_cast_p",
+    "xla_metadata_value",
+    "zeros_like",
+}
+_KNOWN |= {  # jax.experimental.sparse
+    f"{format}_{name}"
+    for format in ("bcoo", "bcsr")
+    for name in ("dot_general", "extract", "fromdense", "sort_indices", "todense", "transpose")
+}
+_KNOWN |= {"bcoo_dot_general_sampled", "bcoo_spdot_general", "bcoo_sum_duplicates"}
+# These depend on the dtype, or hold programs of fixed dtypes.
 _KNOWN -= {"bitcast_convert_type", "nextafter", "reduce_precision", "custom_lin", "custom_linear_solve", "xla_pmap"}
 _KNOWN -= {"rng_bit_generator", "rng_uniform", "random_bits"}
 _HIGHEST = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
 
 
-def run_in_float32(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any]:
-    """Returns the results of an operation in float32, where the program uses a narrower dtype."""
-    if eqn.primitive.name in _KNOWN:
-        with contextlib.suppress(Exception):  # whatever a primitive raises for operands of another dtype
-            return [widen(x) for x in _evaluate(eqn, _widen_params(eqn), inputs)]
-    return run_as_written(eqn, inputs)
+def run_in_float32(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any] | None:
+    """Returns the results of an operation in float32, where the program uses a narrower dtype.
+
+    Returns None if the operation can only run as written, in a narrower dtype.
+    """
+    if keeps_dtype(eqn):
+        return list(inputs)
+    if eqn.primitive.name not in _KNOWN:
+        return None if runs_only_as_written(eqn) else run_as_written(eqn, inputs)
+    try:
+        outputs = _evaluate(eqn, _widen_params(eqn), inputs)
+    except Exception:  # whatever a primitive raises for operands of another dtype
+        outputs = None
+    if outputs is not None and not any(map(is_narrow, outputs)):  # otherwise another parameter has the dtype
+        return outputs
+    return None if _is_narrow(eqn) else run_as_written(eqn, inputs)
+
+
+def keeps_dtype(eqn: core.JaxprEqn) -> bool:
+    """Tests whether an operation rounds half-precision values to their own dtype, which changes nothing.
+
+    JAX rounds the values that the policy of a `jax.checkpoint` saves, so that compilers keep no excess precision.
+    """
+    if eqn.primitive.name != "reduce_precision" or not is_narrow(type_of(eqn.invars[0])):
+        return False
+    info = jnp.finfo(type_of(eqn.invars[0]).dtype)
+    return (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]) == (info.nexp, info.nmant)
 
 
 def evaluate_in_float32(program: core.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
-    """Returns the outputs of a program whose operations compute in float32."""
-    return Interpreter(lambda _, eqn, inputs, caller: run_in_float32(eqn, inputs)).evaluate(program, args)[0]
+    """Returns the outputs of a program whose operations compute in float32, or as written if they cannot."""
+    return Interpreter(float32_rule).evaluate(program, args)[0]
+
+
+def float32_rule(_: Interpreter, eqn: core.JaxprEqn, inputs: list[Any], caller: Caller) -> list[Any]:
+    """Returns the results of an operation in float32, or as written if it cannot compute in float32."""
+    outputs = run_in_float32(eqn, inputs)
+    return run_as_written(eqn, inputs) if outputs is None else outputs
 
 
 def run_as_written(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any]:
@@ -52,12 +128,17 @@ def run_as_written(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any]:
 def runs_only_as_written(eqn: core.JaxprEqn) -> bool:
     """Tests whether an operation that holds narrower values than float32 must compute in its own dtypes.
 
-    The `jax.pmap` of old versions of JAX, which is not entered, counts, too.
+    The programs that it holds count, too, such as a kernel, a linear solver, or the `jax.pmap` of old versions of JAX,
+    which is not entered. The bits of integers, such as random ones, are the same numbers in every dtype.
     """
-    if eqn.primitive.name == "xla_pmap":
-        return True
-    narrow = any(is_narrow(type_of(x)) for x in (*eqn.invars, *eqn.outvars))
-    return narrow and eqn.primitive.name not in _KNOWN
+    name = eqn.primitive.name
+    if name in _KNOWN or keeps_dtype(eqn) or (name == "bitcast_convert_type" and not is_narrow(type_of(eqn.invars[0]))):
+        return False
+    return _is_narrow(eqn) or any(_is_narrow(held) for jaxpr in held_jaxprs(eqn) for held, _ in equations(jaxpr))
+
+
+def _is_narrow(eqn: core.JaxprEqn) -> bool:
+    return any(is_narrow(type_of(x)) for x in (*eqn.invars, *eqn.outvars))
 
 
 def _evaluate(eqn: core.JaxprEqn, params: dict[str, Any], values: Sequence[Any]) -> list[Any]:
@@ -99,4 +180,10 @@ def _widen_function(held: Jaxpr) -> core.ClosedJaxpr:
     program = closed(held)
     types: list[Any] = [type_of(x) for x in program.jaxpr.invars]
     args = [jax.ShapeDtypeStruct(x.shape, np.float32 if is_narrow(x) else x.dtype) for x in types]
-    return jax.make_jaxpr(lambda *args: evaluate_in_float32(program, args))(*args)
+
+    def rule(_: Interpreter, eqn: core.JaxprEqn, inputs: list[Any], caller: Caller) -> list[Any]:
+        if (outputs := run_in_float32(eqn, inputs)) is None:
+            raise TypeError(f"{eqn.primitive.name} cannot compute in float32")
+        return outputs
+
+    return jax.make_jaxpr(lambda *args: Interpreter(rule).evaluate(program, args)[0])(*args)

@@ -13,9 +13,9 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._base.compat import as_varying
-from jmpscale._base.jaxpr import CALLS, PROGRAM, Caller, closed, equations, type_of
+from jmpscale._base.jaxpr import CALLS, PROGRAM, Caller, called_jaxpr, closed, equations, type_of
 
-_ENTERED = CALLS | {"scan", "while", "cond"}
+ENTERED = CALLS | {"scan", "while", "cond"}
 
 
 def is_narrow(aval: Any) -> bool:
@@ -31,7 +31,7 @@ def widen(x: Any) -> Any:
 
 def operations(jaxpr: core.Jaxpr) -> Iterator[tuple[core.JaxprEqn, Caller]]:
     """Yields the equations that an interpreter runs by its rule, in the order of the program."""
-    return ((eqn, caller) for eqn, caller in equations(jaxpr, _ENTERED) if eqn.primitive.name not in _ENTERED)
+    return ((eqn, caller) for eqn, caller in equations(jaxpr, ENTERED) if eqn.primitive.name not in ENTERED)
 
 
 class Interpreter:
@@ -73,17 +73,16 @@ class Interpreter:
 
     def _equation(self, eqn: core.JaxprEqn, inputs: list[Any], caller: Caller) -> list[Any]:
         name = eqn.primitive.name
-        if name not in _ENTERED:
+        if name not in ENTERED:
             return self._rule(self, eqn, inputs, caller)
         special = {"scan": self._scan, "while": self._while, "cond": self._cond, "shard_map": self._shard_map}
         return special.get(name, self._call)(eqn, inputs, caller.inside(eqn))
 
     def _call(self, eqn: core.JaxprEqn, inputs: list[Any], inside: Caller) -> list[Any]:
-        called = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
-        return self._run(closed(called), inputs, inside)
+        return self._run(called_jaxpr(eqn), inputs, inside)
 
     def _scan(self, eqn: core.JaxprEqn, inputs: list[Any], inside: Caller) -> list[Any]:
-        consts, carry, xs = _split_scan_inputs(eqn, inputs)
+        consts, carry, xs = split_scan_inputs(eqn, inputs)
         body, length, reverse = (eqn.params[name] for name in ("jaxpr", "length", "reverse"))
 
         def step(state: tuple[list[Any], Any], x: list[Any]) -> tuple[tuple[list[Any], Any], list[Any]]:
@@ -100,15 +99,24 @@ class Interpreter:
         first, last = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
 
         def test(state: tuple[list[Any], Any]) -> Any:
-            carry, records = state
-            return self._traced(records, cond, [*inputs[:first], *carry], inside)[0][0]
+            # A condition of `jax.vmap` holds for some of the examples. The loop ends when it holds for none.
+            return going_on(*state)[0].any()
+
+        def going_on(carry: list[Any], records: Any) -> tuple[Any, Any]:
+            (found,), records = self._traced(records, cond, [*inputs[:first], *carry], inside)
+            return found, records
 
         def step(state: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
             carry, records = state
+            active, records = going_on(carry, records)  # records of `test` cannot leave it
             outputs, records = self._traced(records, body, [*inputs[first:last], *carry], inside)
-            return _with_types_of(outputs, carry), records
+            outputs = _with_types_of(outputs, carry)
+            if active.ndim:  # an example that has ended keeps its values
+                outputs = [_where(active, x, y) for x, y in zip(outputs, carry, strict=True)]
+            return outputs, records
 
-        carry, self.records = jax.lax.while_loop(test, step, (inputs[last:], self.records))
+        carry, records = jax.lax.while_loop(test, step, (inputs[last:], self.records))
+        self.records = going_on(carry, records)[1]
         return carry
 
     def _cond(self, eqn: core.JaxprEqn, inputs: list[Any], inside: Caller) -> list[Any]:
@@ -154,7 +162,12 @@ def _with_types_of(outputs: Sequence[Any], like: Sequence[Any]) -> list[Any]:
     return [jax.lax.convert_element_type(x, y.dtype) if jnp.issubdtype(y.dtype, np.floating) else x for x, y in pairs]
 
 
-def _split_scan_inputs(eqn: core.JaxprEqn, inputs: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+def _where(condition: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Selects between arrays by a condition about their leading axes."""
+    return jnp.where(jnp.expand_dims(condition, range(condition.ndim, x.ndim)), x, y)
+
+
+def split_scan_inputs(eqn: core.JaxprEqn, inputs: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
     """Splits the inputs of a scan into constants, the carry, and sequences.
 
     The parameters with these numbers differ between versions of JAX. Inside the body, sequences have one axis less.

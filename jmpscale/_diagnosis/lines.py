@@ -13,19 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._diagnosis.errors import Measured, measure
-from jmpscale._diagnosis.modes import PRECISION, RECORD, ModalStep, Mode, Part, Path, Site, Statistics
-from jmpscale._diagnosis.scales import LARGEST_ERROR, Errors, Scales, largest, search
+from jmpscale._diagnosis.modes import PRECISION, RECORD, ModalStep, Mode, Part, Site, Statistics
+from jmpscale._diagnosis.program import Operation, Path
+from jmpscale._diagnosis.scales import Errors, Scales, largest, search
 from jmpscale._diagnosis.step import Step
-
-_LARGEST_LOSS_ERROR = 0.03
-_NOISE = 0.25  # the relative change of a gradient that is rounding noise
-# The norm of a gradient, relative to the largest norm, below which it decides nothing. Two losses so different in size
-# that no scale fits both have gradients of 2^-44; behind a saturated softmax, where float16 gives zero, it is 2^-74.
-_NEGLIGIBLE = 2.0**-60
-_ULP = 2.0**-22  # the relative change of the arguments by which rounding noise in float32 is recognized
-CHANGE = 0.1  # the relative change of the arguments by which an error of numbers near zero is recognized
-_LARGEST_SET = 12  # lines that are found one by one
-_TRIED_ALONE = 64  # parts of which each one is tried alone
+from jmpscale._diagnosis.thresholds import (
+    CHANGE,
+    LARGEST_ERROR,
+    LARGEST_LOSS_ERROR,
+    LARGEST_SET,
+    NEGLIGIBLE,
+    NOISE,
+    TRIED_ALONE,
+    ULP,
+)
 
 
 class Reason(enum.Enum):
@@ -63,16 +64,21 @@ class Trials:
         self.reference = self._run_in_float32(1.0)
         self.loss = float(self.reference[0])
         self.measured = measure(self.reference, self.reference)
-        perturbed = [_perturb(x, _ULP) for x in self.step.consts]
+        perturbed = [_perturb(x, ULP) for x in self.step.consts]
         changed = measure(self._recording.run(1.0, {}, Mode.FLOAT32, perturbed)[0], self.reference)
         # A gradient decides if it is more than rounding noise, and not negligible beside the others. The gradient of a
         # bias before a normalization is zero. In a computed one there is only rounding noise, which the smallest change
         # of the arguments replaces by other noise.
         norms = self.measured.norms[1:]
-        self.decisive = (changed.errors[1:] < _NOISE) & (norms > 0) & (norms >= _NEGLIGIBLE * norms.max(initial=0.0))
+        self.decisive = (changed.errors[1:] < NOISE) & (norms > 0) & (norms >= NEGLIGIBLE * norms.max(initial=0.0))
         # Rounding the arguments to half precision changes them by half as much, or less.
         rounding = max((2.0 ** -jnp.finfo(site.dtype).nmant for site in self.step.sites), default=2.0**-10)
-        self._largest_loss_error = max(_LARGEST_LOSS_ERROR, changed.errors[0] / _ULP * rounding)
+        self._largest_loss_error = max(LARGEST_LOSS_ERROR, changed.errors[0] / ULP * rounding)
+
+    @property
+    def not_entered(self) -> list[Operation]:
+        """The operations that run in half precision in the reference, too."""
+        return list(self._recording.not_entered)
 
     def compare(self, outputs: Sequence[Any], reference: Sequence[Any] | None = None) -> tuple[Errors, float]:
         """Returns the errors of the gradients, 0 if one is not decisive; and of the loss, 0 if it is only rounding."""
@@ -197,7 +203,7 @@ class Trials:
 
     def errors_alone(self, exponent: int) -> dict[Part, float]:
         """Returns the error if one part alone computes in half precision; nothing if there are too many parts."""
-        parts = self.step.parts if len(self.step.parts) <= _TRIED_ALONE else []
+        parts = self.step.parts if len(self.step.parts) <= TRIED_ALONE else []
         alone = {part: {x: Mode.AS_WRITTEN for x in self.step.sites if x.part == part} for part in parts}
         return {part: self.error(modes, Mode.FLOAT32, exponent) for part, modes in alone.items()}
 
@@ -211,7 +217,7 @@ def smallest_set(count: int, fits: Callable[[Iterable[int]], bool]) -> list[int]
     kept: list[int] = []
     start = 0
     while not fits(kept):
-        if len(kept) == _LARGEST_SET:
+        if len(kept) == LARGEST_SET:
             return [*kept, *range(start, count)]
         # Without the integers below the new start the rest does not fit, and with the last of them it does.
         start = bisect.bisect_left(range(count), True, start, key=lambda i: not fits([*kept, *range(i, count)]))

@@ -5,6 +5,7 @@ modes finds the lines that must compute in float32 by changing them.
 """
 
 import enum
+import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -14,19 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jmpscale._base.jaxpr import UNKNOWN_LINE, Caller, type_of
+from jmpscale._base.jaxpr import Caller, type_of
 from jmpscale._diagnosis.errors import severity
-from jmpscale._diagnosis.float32 import run_as_written, run_in_float32, runs_only_as_written
-from jmpscale._diagnosis.interpret import Interpreter, is_narrow, operations, widen
+from jmpscale._diagnosis.float32 import run_as_written, run_in_float32
+from jmpscale._diagnosis.interpret import Interpreter, widen
+from jmpscale._diagnosis.program import Operation, Path, program_operations
 from jmpscale._diagnosis.step import Step, compiled
-
-Path = tuple[str, ...]  # the user's lines that lead to an operation, outermost first, so that two calls differ
-
-# The results of these primitives consist of values that exist already, so they neither round nor overflow.
-_MOVES = {"all_gather", "all_to_all", "broadcast_in_dim", "concatenate", "copy", "device_put", "dynamic_slice"}
-_MOVES |= {"dynamic_update_slice", "gather", "mesh_cast", "name", "optimization_barrier", "pad", "pbroadcast", "pcast"}
-_MOVES |= {"ppermute", "pvary", "reshape", "reshard", "rev", "scatter", "select_n", "sharding_constraint", "slice"}
-_MOVES |= {"sort", "split", "squeeze", "stop_gradient", "tile", "top_k", "transpose", "unstack"}
 
 
 class Mode(enum.IntEnum):
@@ -66,44 +60,58 @@ class Statistics(NamedTuple):
     underflow: float  # the fraction of values that are below the smallest normal number, and not zero
 
 
-class Modal(NamedTuple):
-    """How operations with modes compute. The argument of the interpreter is the array of modes."""
+class Run(NamedTuple):
+    """A run of an operation in an interpreter whose argument is the array of modes."""
 
-    applies: Callable[[core.JaxprEqn, Any], bool]  # whether an operation has a mode for a result of a type
-    run: Callable[[Interpreter, core.JaxprEqn, list[Any], int], list[Any]]  # also takes the index of its mode
+    interpreter: Interpreter
+    sites: list[int]  # the indices of its modes, of which the largest decides
+
+    @property
+    def mode(self) -> jax.Array:
+        return functools.reduce(jnp.maximum, [self.interpreter.argument[i] for i in self.sites])
+
+    def record(self, numbers: jax.Array) -> None:
+        for i in self.sites:
+            self.interpreter.record(i, numbers)
+
+
+class Modal(NamedTuple):
+    """How operations with modes compute."""
+
+    dtype: Callable[[Operation], np.dtype | None]  # of the results with a mode; None if the operation has no mode
+    # Takes the operation, its operands, and its results in float32.
+    run: Callable[[Run, Operation, list[Any], list[Any]], list[Any]]
     columns: int = 0  # of the records
 
 
-def _is_half(eqn: core.JaxprEqn, aval: Any) -> bool:
-    """Tests whether an operation computes a result of fewer bits than float32."""
-    return eqn.primitive.name not in _MOVES and is_narrow(aval)
+def _half_dtype(operation: Operation) -> np.dtype | None:
+    return next((dtype for dtype in operation.dtypes if dtype), None)
 
 
-def _choose_precision(run: Interpreter, eqn: core.JaxprEqn, inputs: list[Any], site: int) -> list[Any]:
+def _choose_precision(run: Run, operation: Operation, inputs: list[Any], in_float32: list[Any]) -> list[Any]:
     """Chooses the precision and the range of results."""
 
-    def choose(in_float32: jax.Array, written: jax.Array, aval: Any) -> jax.Array:
-        if not is_narrow(aval):
+    def choose(in_float32: jax.Array, written: jax.Array, dtype: np.dtype | None) -> jax.Array:
+        if dtype is None:
             return written
-        rounded = jax.lax.reduce_precision(in_float32, exponent_bits=8, mantissa_bits=jnp.finfo(aval.dtype).nmant)
-        return jax.lax.select_n(run.argument[site], written, rounded, in_float32)
+        rounded = jax.lax.reduce_precision(in_float32, exponent_bits=8, mantissa_bits=jnp.finfo(dtype).nmant)
+        return jax.lax.select_n(run.mode, written, rounded, in_float32)
 
-    in_float32, written = run_in_float32(eqn, inputs), run_as_written(eqn, inputs)
-    return list(map(choose, in_float32, written, map(type_of, eqn.outvars)))
+    return list(map(choose, in_float32, run_as_written(operation.eqn, inputs), operation.dtypes))
 
 
-def _record(run: Interpreter, eqn: core.JaxprEqn, inputs: list[Any], site: int) -> list[Any]:
+def _record(run: Run, operation: Operation, inputs: list[Any], in_float32: list[Any]) -> list[Any]:
     """Computes in float32, and records `Statistics`."""
-    outputs, written = run_in_float32(eqn, inputs), run_as_written(eqn, inputs)
-    for x, y, aval in zip(outputs, written, map(type_of, eqn.outvars), strict=True):
-        if is_narrow(aval):
-            run.record(site, _statistics(x, y, float(jnp.finfo(aval.dtype).smallest_normal)))
-    return outputs
+    written = run_as_written(operation.eqn, inputs)
+    for x, y, dtype in zip(in_float32, written, operation.dtypes, strict=True):
+        if dtype is not None:
+            run.record(_statistics(x, y, float(jnp.finfo(dtype).smallest_normal)))
+    return in_float32
 
 
 def _statistics(in_float32: jax.Array, written: jax.Array, smallest_normal: float) -> jax.Array:
     finite = jnp.isfinite(in_float32)
-    magnitude = jnp.where(finite, jnp.abs(in_float32), 0)
+    magnitude = jnp.where(finite, jnp.abs(in_float32), 0).astype(np.float32)  # not float64
     overflows = finite & ~jnp.isfinite(written)  # also inside of an operation, such as a sum
     underflows = (magnitude > 0) & (magnitude < smallest_normal)
     # One reduction with three operands compiles in a third of the time of three reductions.
@@ -116,22 +124,25 @@ def _statistics(in_float32: jax.Array, written: jax.Array, smallest_normal: floa
     return jnp.stack([largest, *(count / max(magnitude.size, 1) for count in counts)])
 
 
-def _repair(run: Interpreter, eqn: core.JaxprEqn, inputs: list[Any], site: int) -> list[Any]:
+def _inexact_dtype(operation: Operation) -> np.dtype | None:
+    return next((type_of(x).dtype for x in operation.eqn.outvars if _is_inexact(type_of(x))), None)
+
+
+def _repair(run: Run, _: Operation, inputs: list[Any], in_float32: list[Any]) -> list[Any]:
     """Replaces infinities and NaN in float32, and records which operations make them.
 
     The first column shows whether the results are infinite or NaN although the operands are not; the second one,
     whether they are infinite or NaN.
     """
-    outputs = run_in_float32(eqn, inputs)
-    before, after = (severity(list(filter(_is_inexact, arrays))) for arrays in (inputs, outputs))
-    run.record(site, jnp.stack([after > before, after > 0]).astype(np.float32))
-    is_repaired = run.argument[site] == Mode.REPAIRED
-    return [jnp.where(is_repaired & ~jnp.isfinite(x), 0, x) if _is_inexact(x) else x for x in outputs]
+    before, after = (severity(list(filter(_is_inexact, arrays))) for arrays in (inputs, in_float32))
+    run.record(jnp.stack([after > before, after > 0]).astype(np.float32))
+    is_repaired = run.mode == Mode.REPAIRED
+    return [jnp.where(is_repaired & ~jnp.isfinite(x), 0, x) if _is_inexact(x) else x for x in in_float32]
 
 
-PRECISION = Modal(_is_half, _choose_precision)
-RECORD = Modal(_is_half, _record, columns=3)
-REPAIR = Modal(lambda _, aval: _is_inexact(aval), _repair, columns=2)
+PRECISION = Modal(_half_dtype, _choose_precision)
+RECORD = Modal(_half_dtype, _record, columns=3)
+REPAIR = Modal(_inexact_dtype, _repair, columns=2)
 
 
 def _is_inexact(x: Any) -> bool:
@@ -143,27 +154,31 @@ class ModalStep:
 
     def __init__(self, step: Step, modal: Modal) -> None:
         self.consts = [widen(jnp.asarray(x)) for x in step.consts]
-        everything = [(eqn, x, x.path_of(eqn) or (UNKNOWN_LINE,)) for eqn, x in operations(step.jaxpr)]
-        kernels = [(eqn, path) for eqn, _, path in everything if runs_only_as_written(eqn)]
-        # The operations that run as written whatever the modes are, such as kernels.
-        self.not_entered = list(dict.fromkeys(f"{path[-1]}: {eqn.primitive.name}" for eqn, path in kernels))
-        # An operation such as a reduction may have several results, of which some are integers.
-        types = [[aval for aval in map(type_of, eqn.outvars) if modal.applies(eqn, aval)] for eqn, _, _ in everything]
-        found = [(*x, avals[0].dtype) for x, avals in zip(everything, types, strict=True) if avals]
-        shortest = _shortest({path for _, _, path, _ in found})
-        sites: dict[tuple[int, Caller], Site] = {}
-        for eqn, caller, path, dtype in found:
-            part = Part(shortest[path], caller.inside(eqn).backward)
-            sites[id(eqn), caller] = Site(part, eqn.primitive.name, dtype)
-        self.sites = list(dict.fromkeys(sites.values()))
+        everything = program_operations(step.jaxpr)
+        with_mode = [(x, dtype) for x in everything if (dtype := modal.dtype(x)) is not None]
+        shortest = _shortest({path for x, _ in with_mode for path in x.paths})
+        sites = {
+            x.key: [Site(Part(shortest[path], x.backward), x.eqn.primitive.name, dtype) for path in x.paths]
+            for x, dtype in with_mode
+        }
+        self.sites = list(dict.fromkeys(site for group in sites.values() for site in group))
         self.parts = list(dict.fromkeys(site.part for site in self.sites))
         # A line whose forward pass has no such result, such as an index, is also in the order of the forward pass.
-        self.paths = list(dict.fromkeys(shortest[path] for _, _, path in everything if path in shortest))
+        self.paths = list(dict.fromkeys(shortest[path] for x in everything for path in x.paths if path in shortest))
+        # The operations that reach the outputs and run as written, whatever the modes are; known after the first run.
+        self.not_entered: dict[Operation, None] = {}
         index = {site: i for i, site in enumerate(self.sites)}
+        found = {x.key: x for x in everything}
 
         def rule(interpreter: Interpreter, eqn: core.JaxprEqn, inputs: list[Any], caller: Caller) -> list[Any]:
-            site = sites.get((id(eqn), caller))
-            return modal.run(interpreter, eqn, inputs, index[site]) if site else run_in_float32(eqn, inputs)
+            operation = found[id(eqn), caller]
+            outputs = run_in_float32(eqn, inputs)
+            if outputs is None:
+                outputs = run_as_written(eqn, inputs)
+                self.not_entered |= {operation: None}
+            if not (group := [index[site] for site in sites.get(operation.key, ())]):
+                return outputs
+            return modal.run(Run(interpreter, group), operation, inputs, outputs)
 
         def run(consts: list[Any], scale: jax.Array, modes: jax.Array) -> tuple[list[Any], Any]:
             records = {i: jnp.zeros(modal.columns, np.float32) for i in index.values() if modal.columns}

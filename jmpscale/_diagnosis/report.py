@@ -60,6 +60,11 @@ class Diagnosis:
         the norm in float32, for the worst parameter. It is infinite if a gradient is not finite.
         Parameters whose gradient in float32 is rounding noise, or negligible beside the others, do not count.
       loss_scale: the current loss scale.
+      fitting_scales: the smallest and the largest loss scale that fit, both powers of two; None if no scale fits: the
+        gradients are not finite at any scale, or useless at all of them, or no gradient can be compared. A scale fits
+        if the gradients are finite, and the error of each is at most 1.1 times the smallest one, plus one percentage
+        point. If a gradient has an error of 5% or more at every scale, the error of the forward pass alone counts if
+        it is larger than the smallest one.
       scale_errors: pairs of a loss scale and the `gradient_error` at this scale, for all scales that were tried.
       lines: a minimal set of lines that must compute in float32, in program order; empty if none need to.
       rows: a `DiagnosisRow` for each line and pass with results in half precision, in program order. They are measured
@@ -72,31 +77,12 @@ class Diagnosis:
     loss_float32: float
     gradient_error: float
     loss_scale: float
+    fitting_scales: tuple[float, float] | None
     scale_errors: tuple[tuple[float, float], ...]
     lines: tuple[str, ...]
     rows: tuple[DiagnosisRow, ...]
     not_entered: tuple[str, ...]
     summary: str
-    _fitting: tuple[float, float] | None = dataclasses.field(repr=False)
-
-    def fitting_scales(self) -> tuple[float, float] | None:
-        """Returns the smallest and the largest loss scale that fit, both powers of two.
-
-        A scale fits if the gradients are finite, and the error of each is at most 1.1 times the smallest one, plus one
-        percentage point. If a gradient has an error of 5% or more at every scale, the error of the forward pass alone
-        counts if it is larger than the smallest one.
-
-        Returns:
-          `(low, high)`, or None if no scale fits: the gradients are not finite at any scale, or useless at all of them,
-          or no gradient can be compared.
-
-        >>> import jax.numpy as jnp
-        >>> import jmpscale
-        >>> loss_fn = lambda w: jnp.sum((w * jnp.float16(2.0**-20)).astype(jnp.float32))
-        >>> jmpscale.diagnose(loss_fn)(jmpscale.dynamic(), jnp.ones(3, jnp.float16)).fitting_scales()
-        (0.0625, 32768.0)
-        """
-        return self._fitting
 
     def describe(self, limit: int = 20) -> str:
         """Returns the summary and a table of the lines, in 100 columns.

@@ -7,14 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jmpscale._diagnosis.thresholds import FACTOR, LARGE_ERROR, LARGEST_ERROR, TOLERANCE
 from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE
 
-# The largest error of a gradient at a scale that fits. The error in float16 is 16% in 33 convolutions with batch
-# normalization, 0.2% in transformers and recurrences of any depth, and 23% in a Fourier feature with rounded phases.
-LARGEST_ERROR = 0.2
-LARGE_ERROR = 0.05  # from this error on, each line is run alone
-# A scale fits if no error exceeds the error at the best scale by more than this.
-_TOLERANCE = 0.01
 _LOWEST, _HIGHEST = round(math.log2(SMALLEST_SCALE)), round(math.log2(LARGEST_SCALE))
 
 Errors = np.ndarray  # the relative error of each gradient; all of them are infinite if a gradient is not finite
@@ -27,6 +22,7 @@ class Scales(NamedTuple):
     fitting: tuple[int, int] | None  # the exponents of the smallest and the largest scale that fit
     best: int | None  # the exponent of the scale with the smallest error, if gradients are finite at any scale
     limits: Errors | None = None  # the largest error of each gradient at a scale that fits, if one fits
+    errors_at_best: Errors | None = None  # of each gradient, at the best scale
 
     @property
     def smallest_error(self) -> float:
@@ -57,7 +53,8 @@ def search(
         return largest(errors(exponent))
 
     def result(fitting: tuple[int, int] | None, best: int | None, limits: Errors | None = None) -> Scales:
-        return Scales({k: largest(found[k]) for k in sorted(found)}, fitting, best, limits)
+        errors = None if best is None else found[best]
+        return Scales({k: largest(found[k]) for k in sorted(found)}, fitting, best, limits, errors)
 
     def is_finite(k: int) -> bool:
         return math.isfinite(error(k))
@@ -71,10 +68,10 @@ def search(
     # The error is constant from the largest scale down to where values begin to underflow, unless the backward pass
     # clips, or compares scaled values with others: then smaller scales may be better.
     candidates = [highest]
-    if error(highest) > _TOLERANCE:
+    if error(highest) > TOLERANCE:
         candidates += [k for k in (highest - 3, highest - 6) if k >= _LOWEST]
     on_plateau = min(candidates, key=error)
-    if error(on_plateau) > _TOLERANCE:
+    if error(on_plateau) > TOLERANCE:
         candidates += [k for k in (0, *range(highest - 12, highest - 49, -6)) if k >= _LOWEST]
     best = min(candidates, key=error)
     if error(best) > LARGEST_ERROR:
@@ -83,7 +80,7 @@ def search(
     if error(best) >= LARGE_ERROR and math.isfinite(largest(forward := measure_forward(best))):
         # The errors of the forward pass do not depend on the scale, but can cancel others at some scales by chance.
         smallest = np.maximum(smallest, forward)
-    limits = 1.1 * smallest + _TOLERANCE
+    limits = FACTOR * smallest + TOLERANCE
 
     def fits(k: int) -> bool:
         return bool((errors(k) <= limits).all())

@@ -37,10 +37,18 @@ def trace_step(loss_and_grads: Callable[[ScalerState, PyTree, PyTree], PyTree], 
     """Traces a training step, once unless Python reads the values of a NumPy array."""
     try:
         return _trace(loss_and_grads, jax.tree.map(_as_jax_array, (args, kwargs), is_leaf=is_nnx_object))
-    except UNREADABLE:  # Python reads the values of a NumPy array, or of a JAX array
+    except (*UNREADABLE, NameError):  # Python reads the values of a NumPy array, or of a JAX array
         pass
     try:
         return _trace(loss_and_grads, (args, kwargs))
+    except NameError as error:
+        if "axis name" in str(error):
+            error.add_note(
+                "diagnose runs the loss function on one device, outside of the function that names the axis. Pass "
+                'jax.vmap(loss_fn, in_axes=None, out_axes=None, axis_name="data", axis_size=1) with the name of the '
+                "axis, and the arguments of one device."
+            )
+        raise
     except UNREADABLE as error:
         error.add_note(
             "diagnose traces the loss function, as jax.jit does, so Python cannot read the values of JAX arrays in it. "
@@ -56,7 +64,7 @@ def _as_jax_array(leaf: Any) -> Any:
 
 def _trace(loss_and_grads: Callable[[ScalerState, PyTree, PyTree], PyTree], arguments: tuple[PyTree, PyTree]) -> Step:
     def outputs(loss_scale: jax.Array) -> list[Any]:
-        loss, grads = loss_and_grads(static(1.0)._replace(loss_scale=loss_scale), *_copied(arguments))
+        loss, grads = loss_and_grads(static(1.0)._replace(loss_scale=loss_scale), *copied(arguments))
         return [loss, *flatten_gradients(grads)[0]]
 
     closed = jax.make_jaxpr(outputs)(jnp.float32(1.0))
@@ -92,7 +100,7 @@ def _without_effects(eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
     return [] if eqn.primitive.name in _CALLBACKS and not eqn.outvars else [eqn]
 
 
-def _copied(tree: PyTree) -> PyTree:
+def copied(tree: PyTree) -> PyTree:
     """Copies containers, which the step may change, and Flax NNX objects, whose copies belong to the current trace."""
     objects, unflatten = flatten_matching(tree, is_nnx_object, is_leaf=is_nnx_object)
     return unflatten(imported("flax.nnx", "clone")(objects) if objects else [])

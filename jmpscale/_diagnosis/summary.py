@@ -5,11 +5,15 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
+
 from jmpscale._base.jaxpr import MATMULS
 from jmpscale._base.text import format_percentage, format_scale
-from jmpscale._diagnosis.lines import CHANGE, Cause, Lines, Reason, Trials
-from jmpscale._diagnosis.modes import Part, Path, Site, Statistics
-from jmpscale._diagnosis.scales import LARGE_ERROR, Errors, Scales, largest
+from jmpscale._diagnosis.lines import Cause, Lines, Reason, Trials
+from jmpscale._diagnosis.modes import Part, Site, Statistics
+from jmpscale._diagnosis.program import Path
+from jmpscale._diagnosis.scales import Errors, Scales, largest
+from jmpscale._diagnosis.thresholds import CHANGE, DEFAULT, LARGE_ERROR, LARGEST_LOSS_ERROR, MARGIN, ROOM
 from jmpscale._state import ScalerConfig
 
 
@@ -22,11 +26,14 @@ class Findings(NamedTuple):
     errors: Errors  # of the gradients at the present scale
     scale: float  # the present scale
     config: ScalerConfig
+    gradients: tuple[str, ...]  # their names, as Python code
+    is_new: bool = False  # whether the scaler has seen no step
     scales: Scales = Scales({}, None, None)
     lines: Lines | None = None  # that must compute in float32, if they were looked for and found
     cause: Cause | None = None  # where the error begins, if it is known
     error_elsewhere: float = math.inf  # with other arguments, if rounding is the reason
     alone: Mapping[Part, float] = MappingProxyType({})  # the errors of the parts that were tried alone
+    alone_at_best: Mapping[Part, float] = MappingProxyType({})  # at the best scale, if the present one does not fit
 
     @property
     def scale_of_rows(self) -> float:
@@ -36,6 +43,11 @@ class Findings(NamedTuple):
     @property
     def statistics(self) -> dict[Site, Statistics]:
         return self.trials.statistics(self.scale_of_rows)
+
+    @property
+    def not_entered(self) -> list[str]:
+        """The operations on whose results in half precision the comparison depends."""
+        return list(dict.fromkeys(x.name for x in self.trials.not_entered if x.reaches_outputs))
 
     @property
     def accurate(self) -> bool:
@@ -76,9 +88,14 @@ def describe_arguments(names: Sequence[str]) -> str:
     )
 
 
-def describe_origin(site: Site | None) -> str:
-    """Describes a step that is not finite in float32."""
+def describe_origin(site: Site | None, not_entered: Collection[str]) -> str:
+    """Describes a step that is not finite in float32, given the names of the operations that were not entered."""
     where = f"{site.operation} at {site.part.path[-1]}" if site else "an operation that was not entered"
+    if site is None or where in not_entered:
+        return (
+            f"The result of {where} is not finite, and reaches the loss or a gradient. Whether it is finite in float32 "
+            "was not measured: give this operation operands in float32, and diagnose again."
+        )
     return (
         f"The result of {where} is not finite in the float32 run either, and reaches the loss or a gradient. No loss "
         "scale helps: correct this line. Common causes are invalid data; a softmax over a row that is masked "
@@ -87,9 +104,17 @@ def describe_origin(site: Site | None) -> str:
     )
 
 
+def describe_comparison(not_entered: Sequence[str]) -> str:
+    """Describes a comparison in which operations run in half precision; nothing if there are none."""
+    if not not_entered:
+        return ""
+    verb = "runs" if len(not_entered) == 1 else "run"
+    return f"The comparison is not entirely float32: {_enumerate(not_entered)} {verb} in half precision in it, too. "
+
+
 def summarize(findings: Findings) -> str:
     """Describes a step that is finite in float32."""
-    if not findings.trials.step.sites and not findings.trials.step.not_entered:
+    if not findings.trials.step.sites and not findings.trials.not_entered:
         return (
             "The program has no result in half precision, and needs no loss scale. jmpscale.autocast converts its "
             'matmuls to half precision, except those with precision="highest".'
@@ -99,18 +124,22 @@ def summarize(findings: Findings) -> str:
     is_measured = findings.trials.decisive.any()
     if not findings.scale_fits:
         text = f"{_describe_range(findings)} {_describe_scale(findings)}"
-        best = f"At the best scale the gradients differ from float32 {_by(findings.scales.smallest_error)}."
-        return f"{text} {best}" if is_measured else f"{_describe_useless_gradients(findings)} {text}"
+        if not is_measured:  # a call would be built on gradients that are noise
+            return f"{_describe_useless_gradients(findings)} {text}"
+        call, best = _call_that_fits(findings), findings.scales.errors_at_best
+        best = f"At the best scale the gradients differ from float32 {_by_gradient(findings, best)}."
+        return f"{text} Use {call}. {best}{_largest_part(findings, findings.alone_at_best)}"
     if not is_measured:
         return _describe_useless_gradients(findings)
-    error = f"The gradients differ from float32 {_by(findings.error)}."
-    return f"{_describe_range(findings)} {error}{_largest_part(findings)}"
+    error = f"The gradients differ from float32 {_by_gradient(findings, findings.errors)}."
+    return f"{_describe_range(findings)}{_describe_margin(findings)} {error}{_largest_part(findings, findings.alone)}"
 
 
 def _describe_useless_gradients(findings: Findings) -> str:
     if not findings.trials.measured.norms[1:].any():
+        where = "the comparison" if findings.not_entered else "float32"
         return (
-            "All gradients are zero, in float32 too. No loss scale changes that. Perhaps a constant, such as 1e-8 or "
+            f"All gradients are zero, in {where} too. No loss scale changes that. Perhaps a constant, such as 1e-8 or "
             "1e6, is zero or infinite in float16."
         )
     return (
@@ -128,22 +157,48 @@ def _describe_range(findings: Findings) -> str:
 
 
 def _describe_scale(findings: Findings) -> str:
-    """Describes what happens at the present scale, and names the call that creates a scaler that fits."""
+    """Describes what happens at the present scale, which does not fit."""
+    what = f"It is too {'small' if _is_small(findings) else 'large'}: the gradients"
+    if not math.isfinite(findings.error):
+        return f"{what} are not finite."
+    return f"{what} differ from float32 {_by(findings.error)}."
+
+
+def _is_small(findings: Findings) -> bool:
+    low, _ = findings.scales.fitting or (0, 0)
+    return findings.scale < 2.0**low
+
+
+def _call_that_fits(findings: Findings) -> str:
+    """Returns the call that creates a scaler that fits in place of the present one."""
     low, high = findings.scales.fitting or (0, 0)
-    is_finite, is_small = math.isfinite(findings.error), findings.scale < 2.0**low
-    what = f"too {'small' if is_small else 'large'}: the gradients"
-    what = f"{what} differ from float32 {_by(findings.error)}" if is_finite else f"{what} are not finite"
     # A dynamic scale does not back off from finite gradients.
-    call = _scaler_call(findings.config, low, high, may_grow=is_small or not is_finite)
-    return f"It is {what}. Use {call}."
+    may_grow = _is_small(findings) or not math.isfinite(findings.error)
+    if findings.config.mode == "dynamic" and may_grow and low <= DEFAULT <= high - MARGIN:
+        return "dynamic()"
+    return _scaler_call(findings.config, low, high, may_grow=may_grow)
+
+
+def _describe_margin(findings: Findings) -> str:
+    """Names a smaller scale if the scale of a new scaler fits, but could overflow in the first steps."""
+    low, high = findings.scales.fitting or (0, 0)
+    if not findings.is_new or findings.config.mode != "dynamic" or findings.scale <= 2.0 ** (high - MARGIN):
+        return ""
+    exponent = max(low, high - ROOM, math.ceil(math.log2(findings.config.min_scale)))
+    if 2.0**exponent >= findings.scale:
+        return ""
+    return (
+        f" It is within {MARGIN} bits of the largest one, and gradients can grow in the first steps, which are then "
+        f"skipped: dynamic(init_scale=2.0**{exponent}) leaves room."
+    )
 
 
 def _scaler_call(config: ScalerConfig, low: int, high: int, *, may_grow: bool) -> str:
-    """Returns the call that creates a scaler that fits, 2 bits below the largest scale unless max_scale is smaller."""
+    """Returns the call that creates a scaler that fits, below the largest scale unless max_scale is smaller."""
     if config.mode == "static":
-        return f"static(2.0**{max(low, high - 2)})"
+        return f"static(2.0**{max(low, high - MARGIN)})"
     largest, smallest = math.floor(math.log2(config.max_scale)), math.ceil(math.log2(config.min_scale))
-    exponent = max(low, high - 2)
+    exponent = max(low, high - MARGIN)
     if largest >= low + 4:  # otherwise the scale could hardly back off
         exponent = min(exponent, largest)
     arguments = {"init_scale": exponent}
@@ -154,14 +209,23 @@ def _scaler_call(config: ScalerConfig, low: int, high: int, *, may_grow: bool) -
     return f"dynamic({', '.join(f'{name}=2.0**{k}' for name, k in arguments.items())})"
 
 
-def _largest_part(findings: Findings) -> str:
+def _largest_part(findings: Findings, alone: Mapping[Part, float]) -> str:
     """Names the line with the largest error alone, if lines were tried alone."""
-    if not findings.alone:
+    if not alone:
         return ""
-    part, error = max(findings.alone.items(), key=lambda item: item[1])
+    part, error = max(alone.items(), key=lambda item: item[1])
     which = "backward" if part.backward else "forward"
     name = findings.name(part.path)
     return f" With only the {which} pass of {name} in half precision, they differ {_by(error)}."
+
+
+def _by_gradient(findings: Findings, errors: Errors | None) -> str:
+    """Returns the largest error, with the gradient that has it if it is large and one of several."""
+    if errors is None or not len(errors) or not LARGE_ERROR <= largest(errors) < math.inf or len(errors) == 1:
+        return _by(math.inf if errors is None else largest(errors))
+    worst, norms = int(np.argmax(errors)), findings.trials.measured.norms[1:]
+    share = float(norms[worst] / np.linalg.norm(norms))
+    return f"{_by(largest(errors))}, in {findings.gradients[worst]}, which has {format_percentage(share)} of their norm"
 
 
 # --- Lines must compute in float32. ---
@@ -185,10 +249,16 @@ def _describe_cause(findings: Findings, cause: Cause, lines: Lines) -> str:
         place = findings.names([site.part.path])
         if findings.error_elsewhere > LARGE_ERROR:
             return f"{_difference(findings)}: rounding, not range. The error begins at {place}."
+        advice = "Change nothing if training ends at the same loss as in float32."
+        if abs(findings.loss - findings.trials.loss) > LARGEST_LOSS_ERROR * abs(findings.trials.loss):
+            advice = (
+                f"The loss is {findings.loss:.4g}, and {findings.trials.loss:.4g} in float32: make the change, and "
+                "keep it if training ends at a lower loss."
+            )
         return (
             f"{_difference(findings)}: rounding near zero, as at the end of training. If all arguments change by "
-            f"{CHANGE:.0%}, the error is {format_percentage(findings.error_elsewhere)}. Change nothing if training "
-            f"ends at the same loss as in float32. The error begins at {place}."
+            f"{CHANGE:.0%}, the error is {format_percentage(findings.error_elsewhere)}. {advice} The error begins at "
+            f"{place}."
         )
     name, limit = f"{site.operation} at {findings.name(site.part.path)}", site.limit
     if cause.reason is Reason.UNDERFLOW:
@@ -211,7 +281,7 @@ def _remedy(findings: Findings, cause: Cause, lines: Lines) -> str:
     how = "" if operations.isdisjoint(MATMULS) else ', with precision="highest" where autocast converts a matmul'
     text = (
         f"Compute {findings.names(lines.paths)} in float32{how}: then the gradients differ from float32 "
-        f"{_by(scales.smallest_error)}"
+        f"{_by_gradient(findings, scales.errors_at_best)}"
     )
     if scales.fitting:
         low, high = scales.fitting
@@ -219,9 +289,12 @@ def _remedy(findings: Findings, cause: Cause, lines: Lines) -> str:
         if not low <= math.log2(findings.scale) <= high:
             call = _scaler_call(findings.config, low, high, may_grow=True)
             text = f"{text}; yours is {format_scale(findings.scale)}, so also use {call}"
+    remaining = {part: error for part, error in findings.alone.items() if part.path not in paths}
+    is_left = remaining and LARGE_ERROR <= scales.smallest_error < math.inf
+    left = _largest_part(findings, remaining) if is_left else ""
     if cause.reason is Reason.OVERFLOW and not cause.site.part.backward:
-        return f"{text}. Or normalize {'its input' if len(paths) == 1 else 'their inputs'}."
-    return f"{text}."
+        return f"{text}. Or normalize {'its input' if len(paths) == 1 else 'their inputs'}.{left}"
+    return f"{text}.{left}"
 
 
 def _difference(findings: Findings) -> str:

@@ -1,0 +1,183 @@
+"""The operations of a training step: their lines, and what reads their results."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend import core
+
+from jmpscale._base.jaxpr import CALLS, PROGRAM, UNKNOWN_LINE, Caller, called_jaxpr, type_of
+from jmpscale._base.source import is_backward, is_recomputed
+from jmpscale._diagnosis.float32 import keeps_dtype
+from jmpscale._diagnosis.interpret import is_narrow, operations, split_scan_inputs
+
+Path = tuple[str, ...]  # the user's lines that lead to an operation, outermost first, so that two calls differ
+Key = tuple[int, Caller]  # of an operation, which JAX may use in several calls
+Readers = frozenset[Path] | None  # the lines whose operations read a value; None if it does not reach the outputs
+
+# The results of these primitives consist of values that exist already, so they neither round nor overflow.
+_MOVES = {"all_gather", "all_to_all", "broadcast_in_dim", "concatenate", "copy", "device_put", "dynamic_slice"}
+_MOVES |= {"dynamic_update_slice", "gather", "layout_constraint", "mesh_cast", "name", "optimization_barrier", "pad"}
+_MOVES |= {"pbroadcast", "pcast", "ppermute", "pvary", "reshape", "reshard", "rev", "scatter", "select_n"}
+_MOVES |= {"sharding_constraint", "slice", "sort", "split", "squeeze", "stop_gradient", "tile", "top_k", "transpose"}
+_MOVES |= {"unstack"}
+_SUM = "add_any"  # the sum of the cotangents of a value with several uses
+
+
+class Operation(NamedTuple):
+    """An operation of a step, in one of its calls."""
+
+    eqn: core.JaxprEqn
+    caller: Caller
+    paths: tuple[Path, ...]  # of the lines of which one must change, if the operation is to compute in another dtype
+    reaches_outputs: bool = True
+
+    @property
+    def key(self) -> Key:
+        return id(self.eqn), self.caller
+
+    @property
+    def backward(self) -> bool:
+        return self.caller.backward or is_backward(self.eqn)
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether it is an operation on cotangents."""
+        return self.backward and not (self.caller.recomputed or is_recomputed(self.eqn))
+
+    @property
+    def name(self) -> str:
+        return f"{self.eqn.primitive.name} at {self.line}"
+
+    @property
+    def line(self) -> str:
+        return self.paths[0][-1]
+
+    @property
+    def dtypes(self) -> list[np.dtype | None]:
+        """The dtype of each result that has fewer bits than float32, and is not a value that exists already.
+
+        The transpose of a cast to a narrow dtype reads a cotangent of this dtype, though its result is wide.
+        """
+        if moves_values(self.eqn):
+            return [None] * len(self.eqn.outvars)
+        if self.is_transposed and _is_cast(self.eqn, to_narrow=False):
+            return [narrow_dtype(self.eqn.invars[0])]
+        return list(map(narrow_dtype, self.eqn.outvars))
+
+
+def narrow_dtype(x: Any) -> np.dtype | None:
+    """Returns the dtype of a variable if it has floating-point numbers of fewer bits than float32."""
+    return type_of(x).dtype if is_narrow(type_of(x)) else None
+
+
+def moves_values(eqn: core.JaxprEqn) -> bool:
+    """Tests whether the results consist of values that exist already."""
+    return eqn.primitive.name in _MOVES or keeps_dtype(eqn)
+
+
+def program_operations(jaxpr: core.Jaxpr) -> list[Operation]:
+    """Returns the operations of a step, in the order of the program.
+
+    A cotangent has the dtype of its value. So the operations that give it this dtype, which are the transpose of an
+    up-cast and the sum over the uses of the value, belong to the line that made the value: if this line computes in
+    float32, they are not in the program. It is the line of the backward pass that reads the cotangent. The
+    branches of a condition are several lines that make one value, which is in float32 if one of them computes in it.
+    """
+    found = [Operation(eqn, x, (x.path_of(eqn) or (UNKNOWN_LINE,),)) for eqn, x in operations(jaxpr)]
+    up_casts = {x.line for x in found if not x.is_transposed and _is_cast(x.eqn, to_narrow=False)}
+    readers = _readers(jaxpr, {x.key: x.paths[0] for x in found})
+
+    def located(x: Operation) -> Operation:
+        lines = readers.get(x.key)
+        if lines is None:
+            return x._replace(reaches_outputs=False)
+        is_of_a_value = x.eqn.primitive.name == _SUM or (
+            x.is_transposed and _is_cast(x.eqn, to_narrow=True) and x.line in up_casts
+        )
+        return x._replace(paths=tuple(sorted(lines))) if is_of_a_value and lines else x
+
+    return list(map(located, found))
+
+
+def _is_cast(eqn: core.JaxprEqn, *, to_narrow: bool) -> bool:
+    """Tests whether an operation converts a wide value to a narrow one, or a narrow value to a wide one."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    before, after = narrow_dtype(eqn.invars[0]), narrow_dtype(eqn.outvars[0])
+    return (before is None) == to_narrow and (after is not None) == to_narrow
+
+
+def _readers(jaxpr: core.Jaxpr, paths: Mapping[Key, Path]) -> dict[Key, Readers]:
+    """Returns the readers of the results of all operations that reach the outputs of a program."""
+    flow = _Flow(paths)
+    flow.visit(jaxpr, PROGRAM, [frozenset()] * len(jaxpr.outvars))
+    return flow.found
+
+
+class _Flow:
+    """Follows values from the outputs of a program back to the operations that make them."""
+
+    def __init__(self, paths: Mapping[Key, Path]) -> None:
+        self._paths = paths
+        self.found: dict[Key, Readers] = {}  # of the results of the operations
+
+    def visit(self, jaxpr: core.Jaxpr, caller: Caller, outputs: Sequence[Readers]) -> list[Readers]:
+        """Returns the readers of the inputs of a jaxpr, given the readers of its outputs."""
+        readers: dict[Any, Readers] = {}
+
+        def add(variables: Sequence[Any], found: Sequence[Readers]) -> None:
+            for x, lines in zip(variables, found, strict=True):
+                if not isinstance(x, core.Literal):
+                    readers[x] = _union([readers.get(x), lines])
+
+        add(jaxpr.outvars, outputs)
+        for eqn in reversed(jaxpr.eqns):
+            results = [readers.get(x) for x in eqn.outvars]
+            if _union(results) is not None or eqn.effects:
+                add(eqn.invars, self._equation(eqn, caller, results))
+        return [readers.get(x) for x in jaxpr.invars]
+
+    def _equation(self, eqn: core.JaxprEqn, caller: Caller, results: list[Readers]) -> list[Readers]:
+        name = eqn.primitive.name
+        if name in CALLS:
+            return self.visit(called_jaxpr(eqn).jaxpr, caller.inside(eqn), results)
+        special = {"scan": self._scan, "while": self._while, "cond": self._cond}
+        if name in special:
+            return special[name](eqn, caller.inside(eqn), results)
+        key = id(eqn), caller
+        self.found[key] = _union([self.found.get(key), *results])
+        passes_on = moves_values(eqn) or name == _SUM
+        return [_union(results) if passes_on else frozenset([self._paths[key]])] * len(eqn.invars)
+
+    def _scan(self, eqn: core.JaxprEqn, inside: Caller, results: list[Readers]) -> list[Readers]:
+        body = eqn.params["jaxpr"].jaxpr
+        consts, carry, xs = map(len, split_scan_inputs(eqn, eqn.invars))
+        inputs: list[Readers] = [None] * (consts + carry + xs)
+        while True:
+            again = inputs[consts : consts + carry]  # an iteration reads the carry of the one before
+            outputs = [*map(_union, zip(results[:carry], again, strict=True)), *results[carry:]]
+            if (new := self.visit(body, inside, outputs)) == inputs:
+                return inputs
+            inputs = new
+
+    def _while(self, eqn: core.JaxprEqn, inside: Caller, results: list[Readers]) -> list[Readers]:
+        cond, body = eqn.params["cond_jaxpr"].jaxpr, eqn.params["body_jaxpr"].jaxpr
+        first, last = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        tested = self.visit(cond, inside, [frozenset()])
+        carry = list(map(_union, zip(results, tested[first:], strict=True)))
+        while True:
+            inputs = self.visit(body, inside, carry)
+            new = list(map(_union, zip(carry, inputs[last - first :], strict=True)))
+            if new == carry:
+                return [*tested[:first], *inputs[: last - first], *carry]
+            carry = new
+
+    def _cond(self, eqn: core.JaxprEqn, inside: Caller, results: list[Readers]) -> list[Readers]:
+        branches = [self.visit(branch.jaxpr, inside, results) for branch in eqn.params["branches"]]
+        return [frozenset(), *map(_union, zip(*branches, strict=True))]
+
+
+def _union(readers: Iterable[Readers]) -> Readers:
+    found = [lines for lines in readers if lines is not None]
+    return frozenset().union(*found) if found else None

@@ -1,0 +1,155 @@
+"""diagnose_step diagnoses a training step as it is, and says what to do with a step that it cannot run."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jmpscale
+
+import meshes
+from diagnosis_programs import H, normal
+from tables import names
+
+W, X, Y = normal(0, 16, 4), normal(1, 32, 16), normal(2, 32, 4)
+TX = jmpscale.with_loss_scaling(optax.adam(1e-3))
+SHARDED_TX = jmpscale.with_loss_scaling(optax.adam(1e-3), axis_name="data")
+
+
+def mean_square(w, x, y):
+    return 1e-9 * jnp.mean((jnp.tanh(x.astype(H) @ w.astype(H)).astype(jnp.float32) - y) ** 2)
+
+
+def train_step(w, opt_state, batch):
+    x, y = jax.tree.map(lambda x: x * 1.0, batch)
+
+    def loss_fn(w):
+        return mean_square(w, x, y)
+
+    loss, grads = jmpscale.value_and_grad(loss_fn)(opt_state, w)
+    updates, opt_state = TX.update(grads, opt_state, w, value=loss)
+    return optax.apply_updates(w, updates), opt_state
+
+
+def accumulated(w, opt_state, batch):
+    def add(total, part):
+        _, grads = jmpscale.value_and_grad(mean_square)(opt_state, w, *part)
+        return total + grads, None
+
+    parts = jax.tree.map(lambda x: x.reshape(1, *x.shape), batch)
+    grads, _ = jax.lax.scan(add, jnp.zeros_like(w), parts)
+    return TX.update(grads, opt_state, w)
+
+
+def whole_run(w, opt_state, batch):
+    return jax.lax.scan(lambda carry, _: (train_step(*carry, batch), None), (w, opt_state), None, length=100)
+
+
+STEPS = {
+    "plain": train_step,
+    "compiled": jax.jit(train_step),
+    "donated": jax.jit(train_step, donate_argnums=(0, 1)),
+    "nested": jax.jit(lambda *args: jax.jit(train_step)(*args)),
+    "accumulated": jax.jit(accumulated),
+    "whole run": jax.jit(whole_run),
+}
+
+
+@pytest.mark.parametrize("name", names(STEPS, default={"donated"}))
+def test_diagnose_step_returns_the_diagnosis_of_its_gradient(name):
+    expected = jmpscale.diagnose(lambda w: mean_square(w, X, Y))(TX.init(W), W)
+    w, opt_state = jnp.array(W), TX.init(W)
+    found = jmpscale.diagnose_step(STEPS[name])(w, opt_state, (X, Y))
+    assert found.fitting_scales == expected.fitting_scales
+    assert found.summary == expected.summary
+    assert found.loss == expected.loss
+    assert not w.is_deleted()
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.linear, self.norm = nnx.Linear(16, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.dropout(self.linear(x)))
+
+
+@nnx.jit
+def nnx_step(model, optimizer, batch):
+    loss_fn = jmpscale.autocast(lambda model: 1e-9 * jnp.mean((model(batch[0]) - batch[1]) ** 2))
+    loss, grads = jmpscale.value_and_grad(loss_fn, transform=nnx.value_and_grad)(optimizer.opt_state, model)
+    optimizer.update(model, grads, value=loss)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_diagnose_step_runs_a_step_of_nnx_and_leaves_its_objects_unchanged():
+    model = Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+    before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.RngKey))))
+    diagnosis = jmpscale.diagnose_step(nnx_step)(model, optimizer, (X, Y))
+    assert any("test_diagnose_step.py" in row.line for row in diagnosis.rows)
+    assert diagnosis.fitting_scales is not None
+    after = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.RngKey)))
+    assert jax.tree.all(jax.tree.map(np.array_equal, before, after))
+
+
+def device_step(w, opt_state, batch):
+    def loss_fn(w):
+        return jax.lax.pmean(mean_square(w, *batch), "data")
+
+    loss, grads = jmpscale.value_and_grad(loss_fn)(opt_state, w)
+    updates, opt_state = SHARDED_TX.update(jax.lax.pmean(grads, "data"), opt_state, w, value=loss)
+    return optax.apply_updates(w, updates), opt_state
+
+
+def in_shard_map(w, opt_state, batch):
+    specs = {"in_specs": (jax.P(), jax.P(), jax.P("data")), "out_specs": jax.P(), "check_vma": False}
+    return jax.shard_map(device_step, mesh=meshes.make_mesh(data=4), **specs)(w, opt_state, batch)
+
+
+@pytest.mark.parametrize("name", ["shard_map", pytest.param("vmap", marks=pytest.mark.full)])
+def test_diagnose_step_of_a_mapped_step_has_a_remedy(name):
+    batches = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), (X, Y))
+    mapped = jax.vmap(device_step, in_axes=(None, None, 0), axis_name="data")
+    step, batch = (in_shard_map, (X, Y)) if name == "shard_map" else (mapped, batches)
+    with pytest.raises(TypeError, match=r"diagnose_step\(jax\.vmap\(device_step, in_axes=None, out_axes=None, axis_na"):
+        jmpscale.diagnose_step(step)(W, SHARDED_TX.init(W), batch)
+
+
+@pytest.mark.full
+def test_diagnose_step_runs_a_mapped_step_on_one_device():
+    expected = jmpscale.diagnose(mean_square)(TX.init(W), W, X[:8], Y[:8])
+    on_one = jax.vmap(device_step, in_axes=None, out_axes=None, axis_name="data", axis_size=1)
+    found = jmpscale.diagnose_step(on_one)(W, SHARDED_TX.init(W), (X[:8], Y[:8]))
+    assert found.fitting_scales == expected.fitting_scales
+    assert found.summary == expected.summary
+
+
+def test_diagnose_of_a_loss_with_collectives_has_a_remedy():
+    def loss_fn(w, x, y):
+        return jax.lax.pmean(mean_square(w, x, y), "data")
+
+    with pytest.raises(NameError) as caught:
+        jmpscale.diagnose(loss_fn)(TX.init(W), W, X, Y)
+    (note,) = (note for note in caught.value.__notes__ if "jax.vmap(loss_fn, " in note)
+    mapped = jax.vmap(loss_fn, in_axes=None, out_axes=None, axis_name="data", axis_size=1)
+    assert 'jax.vmap(loss_fn, in_axes=None, out_axes=None, axis_name="data", axis_size=1)' in note
+    expected = jmpscale.diagnose(mean_square)(TX.init(W), W, X, Y)
+    assert jmpscale.diagnose(mapped)(TX.init(W), W, X, Y).summary == expected.summary
+
+
+WRONG = {
+    "not callable": (3.0, "step must be the training step, got 3.0. Call diagnose_step(step)(*args)."),
+    "no gradient": (lambda w: w, "step must call jmpscale.value_and_grad, which <lambda> does not, unless it is a"),
+}
+
+
+@pytest.mark.parametrize(("step", "message"), WRONG.values(), ids=WRONG)
+def test_diagnose_step_of_a_wrong_step_raises(step, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        jmpscale.diagnose_step(step)(W)
