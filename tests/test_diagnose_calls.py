@@ -36,6 +36,7 @@ AS_WRITTEN = {
     | {"threefry4x32", "random_bits", "random_clone", "random_unwrap", "random_wrap", "rng_bit_generator"}
     | {"rng_uniform", "dim_as_value", "dimension_size", "shape_assertion", "geqp3", "geqrf", "ormqr"}
     | {"eigh_jacobi", "unreachable"},
+    "arrays of several processes": {"global_array_to_host_local_array", "host_local_array_to_global_array"},
     "communication by kernels": {"psend", "precv", "full_to_shard", "shard_to_full"}
     | {
         f"{x}_{y}"
