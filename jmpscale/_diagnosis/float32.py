@@ -107,15 +107,15 @@ def keeps_dtype(eqn: core.JaxprEqn) -> bool:
     return (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]) == (info.nexp, info.nmant)
 
 
-def evaluate_in_float32(program: core.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
-    """Returns the outputs of a program whose operations compute in float32, or as written if they cannot."""
-    return Interpreter(float32_rule).evaluate(program, args)[0]
-
-
-def float32_rule(_: Interpreter, eqn: core.JaxprEqn, inputs: list[Any], caller: Caller) -> list[Any]:
-    """Returns the results of an operation in float32, or as written if it cannot compute in float32."""
+def run_in_widest(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any]:
+    """Returns the results of an operation in float32, or as written if it can only run so."""
     outputs = run_in_float32(eqn, inputs)
     return run_as_written(eqn, inputs) if outputs is None else outputs
+
+
+def evaluate_in_float32(program: core.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+    """Returns the outputs of a program whose operations compute in float32, or as written if they cannot."""
+    return Interpreter(lambda _, eqn, inputs, caller: run_in_widest(eqn, inputs)).evaluate(program, args)[0]
 
 
 def run_as_written(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any]:

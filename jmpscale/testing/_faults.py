@@ -16,7 +16,7 @@ from jax.extend import core
 
 from jmpscale._base.compat import varying_axes
 from jmpscale._base.jaxpr import Caller, equations
-from jmpscale._diagnosis.float32 import float32_rule
+from jmpscale._diagnosis.float32 import run_in_widest
 from jmpscale._diagnosis.interpret import Interpreter
 from jmpscale._scaling import multiply_leaf, unscale_leaves
 
@@ -51,7 +51,7 @@ class _WithFault(Interpreter):
 
     def __init__(self, groups: dict[int, list[int]], group: Any) -> None:
         times_run = {i: jnp.int32(0) for i in range(len(groups))}  # the number of times that an equation has run
-        super().__init__(float32_rule, records=times_run)
+        super().__init__(lambda _, eqn, inputs, caller: run_in_widest(eqn, inputs), records=times_run)
         self._groups, self._group = groups, group
         self._indices = {key: i for i, key in enumerate(groups)}
 
