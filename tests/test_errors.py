@@ -620,6 +620,14 @@ AUTOCAST = {
         "to float32": (lambda: jmpscale.autocast(_sum, dtype=jnp.float32), "must be float16 or bfloat16, got float32."),
         "context manager": (lambda: jmpscale.autocast().__enter__(), "not a context manager. Wrap the loss function"),
         "to None": (lambda: jmpscale.autocast(dtype=None), "dtype must be float16 or bfloat16, got None. Pass"),
+        "result in another dtype": (
+            lambda: jmpscale.autocast(_sum, result=jnp.bfloat16),
+            "result must be float32, or float16 like dtype, got bfloat16. Pass jnp.float32.",
+        ),
+        "result in an array": (
+            lambda: jmpscale.autocast(result=W32),
+            "result must be ... got float32[2]. Pass jnp.float32.",
+        ),
         "to an array": (lambda: jmpscale.autocast(_sum, dtype=W32), "dtype must ... got float32[2]. Pass jnp.float16"),
     },
 }

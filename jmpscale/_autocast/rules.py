@@ -11,6 +11,14 @@ becomes equations that define the same variable:
     z:f16 = dot_general x y
     c:f32 = convert_element_type z
 
+If results are requested in float32, it becomes
+
+    z:f32 = dot_general[precision=HalfOperands(float16)] a b
+    c:f32 = convert_element_type z
+
+whose precision converts the operands when JAX lowers the program, and the operands of the derivative, too.
+Convolutions have no such precision: their results are always in half precision.
+
 In float16, `_with_nan_for_infinity` replaces the last equation. An operand that has the half-precision dtype already is
 not converted. No other equation changes. Differentiation, batching and partitioning are left to JAX, before or after
 the rewriting. XLA fuses the conversions into the operations around them.
@@ -20,7 +28,7 @@ import enum
 import functools
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,13 +36,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from jmpscale._base.half_operands import HalfOperands, half_operands
 from jmpscale._base.jaxpr import MATMULS, Memo, check_primitives, rewrite, type_of
 
 HALF = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
 _FLOAT32 = np.dtype(np.float32)
+_HIGHEST = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
 # Results of earlier calls. A function under jax.jit has one jaxpr in all of its calls, and JAX finds the compiled
 # program of the rewritten jaxpr only if that stays the same object.
-_MEMOS: dict[np.dtype, Memo] = {dtype: weakref.WeakKeyDictionary() for dtype in HALF}
+# The keys are the dtypes of operands and results.
+_MEMOS: dict[tuple[np.dtype, np.dtype], Memo] = {
+    (half, result): weakref.WeakKeyDictionary() for half in HALF for result in (half, _FLOAT32)
+}
 
 # Half precision gains nothing in smaller contractions, because the units for matmuls contract at least 8 elements at a
 # time, and rounding ruins what such contractions often compute: points, frames, grids, four-vectors and poses.
@@ -52,36 +65,81 @@ class Kept(enum.Enum):
     HELD = "{holder} runs as written. Use autocast in its function, or wrap the function that returns the gradients."
 
 
-def in_half(jaxpr: core.Jaxpr, half: np.dtype) -> core.Jaxpr:
-    """Returns a jaxpr with its matmuls in half precision, or the same object if it has none to convert."""
+def in_half(jaxpr: core.Jaxpr, half: np.dtype, result: np.dtype) -> core.Jaxpr:
+    """Returns a jaxpr with its matmuls in half precision, or the same object if it has none to convert.
+
+    `result` is the dtype in which the results of matmuls leave them: `half`, or float32.
+    """
     check_primitives()
-    return rewrite(jaxpr, functools.partial(_matmul_in_half, half), _MEMOS[half])
+    form = _with_half_result if result == half else _with_float32_result
+
+    def matmul_in_half(eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
+        converts = eqn.primitive.name in MATMULS and not reason_to_keep(half, eqn)
+        return form(half, eqn) if converts else [eqn]
+
+    return rewrite(jaxpr, matmul_in_half, _MEMOS[half, result])
 
 
-def _matmul_in_half(half: np.dtype, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
-    """Returns the equations that compute a matmul in half precision, or `[eqn]` if it runs as written."""
-    if eqn.primitive.name not in MATMULS or reason_to_keep(half, eqn):
+def _with_half_result(half: np.dtype, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
+    """Returns the equations that compute a matmul or convolution in half precision."""
+    conversions, operands = _in_dtypes(eqn, (half,))
+    return [*conversions, *_finish(eqn, operands, half, {"preferred_element_type": half}, half)]
+
+
+def _with_float32_result(half: np.dtype, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
+    """Returns the equations that multiply operands in half precision, and keep the products and the result in float32.
+
+    An operand that is infinite in float16 makes each result that it contributes to infinite or NaN.
+    """
+    if eqn.primitive.name == "conv_general_dilated":  # cuDNN convolves in float32 if the result is float32
+        return _with_half_result(half, eqn)
+    conversions, operands = _in_dtypes(eqn, (half, _FLOAT32))
+    params = {"precision": half_operands(half), "preferred_element_type": _FLOAT32}
+    return [*conversions, *_finish(eqn, operands, _FLOAT32, params, half)]
+
+
+def with_conversions(eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
+    """Returns a matmul whose precision converts its operands as equations that round them, and a float32 matmul.
+
+    The values are the same, but the derivatives are not. For programs that are not differentiated again.
+    """
+    precision = eqn.params.get("precision")
+    if not isinstance(precision, HalfOperands):
         return [eqn]
+    rounding, rounded = _in_dtypes(eqn, (precision.dtype,))
+    matmul = eqn.replace(invars=[*rounded, *eqn.invars[2:]], params=eqn.params | {"precision": _HIGHEST})
+    widening, operands = _in_dtypes(matmul, (_FLOAT32,))
+    return [*rounding, *widening, matmul.replace(invars=[*operands, *eqn.invars[2:]])]
+
+
+def _in_dtypes(eqn: core.JaxprEqn, dtypes: Sequence[np.dtype]) -> tuple[list[core.JaxprEqn], list[Any]]:
+    """Returns the operands of a matmul, converted to the first dtype unless they have one of them, and how."""
     # Each matmul converts its own operands, even if another one converts them too: the derivative of a shared
     # conversion would add the gradients of the two matmuls in half precision. XLA merges equal conversions.
     conversions, operands = [], []
     for operand in eqn.invars[:2]:
-        if _dtype(operand) == half:
+        if _dtype(operand) in dtypes:
             operands.append(operand)
         else:
-            operands.append(_variable_like(operand, half))
+            operands.append(_variable_like(operand, dtypes[0]))
             conversions += _apply(jax.lax.convert_element_type, eqn, operand, operands[-1])
+    return conversions, operands
+
+
+def _finish(
+    eqn: core.JaxprEqn, operands: Sequence[Any], dtype: np.dtype, params: dict[str, Any], half: np.dtype
+) -> list[core.JaxprEqn]:
+    """Returns a matmul with other operands, a result in a dtype and other parameters, and what defines its variable."""
     (out,) = eqn.outvars
-    result = _variable_like(out, half)
+    result = _variable_like(out, dtype)
     if half == np.float16:  # a result that is infinite in bfloat16 is infinite in float32, too
-        finish = _apply(_with_nan_for_infinity, eqn, result, out)
-    elif _dtype(out) == half:
-        result, finish = out, []
+        last = _apply(_with_nan_for_infinity, eqn, result, out)
+    elif _dtype(out) == dtype:
+        result, last = out, []
     else:
-        finish = _apply(jax.lax.convert_element_type, eqn, result, out)
-    params = eqn.params | {"preferred_element_type": half}
-    matmul = eqn.replace(invars=[*operands, *eqn.invars[2:]], outvars=[result], params=params)
-    return [*conversions, matmul, *finish]
+        last = _apply(jax.lax.convert_element_type, eqn, result, out)
+    matmul = eqn.replace(invars=[*operands, *eqn.invars[2:]], outvars=[result], params=eqn.params | params)
+    return [matmul, *last]
 
 
 def _with_nan_for_infinity(x: jax.Array, dtype: np.dtype) -> jax.Array:
