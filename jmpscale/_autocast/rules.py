@@ -11,17 +11,16 @@ becomes equations that define the same variable:
     z:f16 = dot_general x y
     c:f32 = convert_element_type z
 
-If results are requested in float32, it becomes
+In float16, `_with_nan_for_infinity` replaces the last equation. An operand that has the half-precision dtype already is
+not converted. If results are requested in float32, the matmul becomes
 
-    z:f32 = dot_general[precision=HalfOperands(float16)] a b
-    c:f32 = convert_element_type z
+    c:f32 = dot_general[precision=HalfOperands(float16)] a b
 
 whose precision converts the operands when JAX lowers the program, and the operands of the derivative, too.
 Convolutions have no such precision: their results are always in half precision.
 
-In float16, `_with_nan_for_infinity` replaces the last equation. An operand that has the half-precision dtype already is
-not converted. No other equation changes. Differentiation, batching and partitioning are left to JAX, before or after
-the rewriting. XLA fuses the conversions into the operations around them.
+No other equation changes. Differentiation, batching and partitioning are left to JAX, before or after the rewriting.
+XLA fuses the conversions into the operations around them.
 """
 
 import enum
@@ -83,19 +82,28 @@ def in_half(jaxpr: core.Jaxpr, half: np.dtype, result: np.dtype) -> core.Jaxpr:
 def _with_half_result(half: np.dtype, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
     """Returns the equations that compute a matmul or convolution in half precision."""
     conversions, operands = _in_dtypes(eqn, (half,))
-    return [*conversions, *_finish(eqn, operands, half, {"preferred_element_type": half}, half)]
+    (out,) = eqn.outvars
+    result = _variable_like(out, half)
+    if half == np.float16:  # a result that is infinite in bfloat16 is infinite in float32, too
+        finish = _apply(_with_nan_for_infinity, eqn, result, out)
+    elif _dtype(out) == half:
+        result, finish = out, []
+    else:
+        finish = _apply(jax.lax.convert_element_type, eqn, result, out)
+    params = eqn.params | {"preferred_element_type": half}
+    matmul = eqn.replace(invars=[*operands, *eqn.invars[2:]], outvars=[result], params=params)
+    return [*conversions, matmul, *finish]
 
 
 def _with_float32_result(half: np.dtype, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
-    """Returns the equations that multiply operands in half precision, and keep the products and the result in float32.
-
-    An operand that is infinite in float16 makes each result that it contributes to infinite or NaN.
-    """
-    if eqn.primitive.name == "conv_general_dilated":  # cuDNN convolves in float32 if the result is float32
+    """Returns the equations that multiply operands in half precision, and add up the products in float32."""
+    (out,) = eqn.outvars
+    # cuDNN convolves in float32 if the result is float32. A program may also request a result in half precision.
+    if eqn.primitive.name == "conv_general_dilated" or _dtype(out) == half:
         return _with_half_result(half, eqn)
     conversions, operands = _in_dtypes(eqn, (half, _FLOAT32))
-    params = {"precision": half_operands(half), "preferred_element_type": _FLOAT32}
-    return [*conversions, *_finish(eqn, operands, _FLOAT32, params, half)]
+    params = eqn.params | {"precision": half_operands(half), "preferred_element_type": _FLOAT32}
+    return [*conversions, eqn.replace(invars=[*operands, *eqn.invars[2:]], params=params)]
 
 
 def with_conversions(eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
@@ -106,14 +114,17 @@ def with_conversions(eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
     precision = eqn.params.get("precision")
     if not isinstance(precision, HalfOperands):
         return [eqn]
-    rounding, rounded = _in_dtypes(eqn, (precision.dtype,))
-    matmul = eqn.replace(invars=[*rounded, *eqn.invars[2:]], params=eqn.params | {"precision": _HIGHEST})
-    widening, operands = _in_dtypes(matmul, (_FLOAT32,))
-    return [*rounding, *widening, matmul.replace(invars=[*operands, *eqn.invars[2:]])]
+    eqns, rounded = _in_dtypes(eqn, (precision.dtype,))
+    operands = [_variable_like(x, _FLOAT32) for x in rounded]
+    widen = _with_nan_for_infinity if precision.dtype == np.float16 else jax.lax.convert_element_type
+    for x, operand in zip(rounded, operands, strict=True):
+        eqns += _apply(widen, eqn, x, operand)
+    params = eqn.params | {"precision": _HIGHEST}
+    return [*eqns, eqn.replace(invars=[*operands, *eqn.invars[2:]], params=params)]
 
 
 def _in_dtypes(eqn: core.JaxprEqn, dtypes: Sequence[np.dtype]) -> tuple[list[core.JaxprEqn], list[Any]]:
-    """Returns the operands of a matmul, converted to the first dtype unless they have one of them, and how."""
+    """Returns the conversions of the operands of a matmul to the first dtype, unless they have one of the dtypes."""
     # Each matmul converts its own operands, even if another one converts them too: the derivative of a shared
     # conversion would add the gradients of the two matmuls in half precision. XLA merges equal conversions.
     conversions, operands = [], []
@@ -124,22 +135,6 @@ def _in_dtypes(eqn: core.JaxprEqn, dtypes: Sequence[np.dtype]) -> tuple[list[cor
             operands.append(_variable_like(operand, dtypes[0]))
             conversions += _apply(jax.lax.convert_element_type, eqn, operand, operands[-1])
     return conversions, operands
-
-
-def _finish(
-    eqn: core.JaxprEqn, operands: Sequence[Any], dtype: np.dtype, params: dict[str, Any], half: np.dtype
-) -> list[core.JaxprEqn]:
-    """Returns a matmul with other operands, a result in a dtype and other parameters, and what defines its variable."""
-    (out,) = eqn.outvars
-    result = _variable_like(out, dtype)
-    if half == np.float16:  # a result that is infinite in bfloat16 is infinite in float32, too
-        last = _apply(_with_nan_for_infinity, eqn, result, out)
-    elif _dtype(out) == dtype:
-        result, last = out, []
-    else:
-        last = _apply(jax.lax.convert_element_type, eqn, result, out)
-    matmul = eqn.replace(invars=[*operands, *eqn.invars[2:]], outvars=[result], params=eqn.params | params)
-    return [matmul, *last]
 
 
 def _with_nan_for_infinity(x: jax.Array, dtype: np.dtype) -> jax.Array:

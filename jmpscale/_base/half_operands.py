@@ -9,6 +9,8 @@ JAX's own `DotAlgorithmPreset.F16_F16_F32` means the same, but JAX does not lowe
 nor `BF16_BF16_F32` for GPUs before Ampere. Without the name of an algorithm, the matmul of the converted operands
 compiles for all accelerators, and for GPUs to the same program. CPUs have no units for half precision, and no matmul of
 such operands with a float32 result for some layouts: they multiply the rounded operands in float32.
+
+Operands that are infinite in float16 become NaN, because later arithmetic could hide an infinite result.
 """
 
 import functools
@@ -72,6 +74,8 @@ def _converts_operands(lower: Any, platform: str | None) -> Any:
             return lower(ctx, *operands, precision=precision, **params)
         dtypes = [precision.dtype, np.dtype(np.float32)] if platform == "cpu" else [precision.dtype]
         converted = [functools.reduce(_convert, dtypes, x) for x in operands[:2]]
+        if precision.dtype == np.float16:  # bfloat16 has the range of float32
+            converted = [_with_nan_for_infinity(x) for x in converted]
         avals = [x.update(dtype=dtypes[-1]) for x in ctx.avals_in[:2]]
         ctx = ctx.replace(avals_in=[*avals, *ctx.avals_in[2:]])
         return lower(ctx, *converted, *operands[2:], precision=None, **params)
@@ -81,3 +85,8 @@ def _converts_operands(lower: Any, platform: str | None) -> Any:
 
 def _convert(x: Any, dtype: np.dtype) -> Any:
     return stablehlo.convert(ir.RankedTensorType.get(x.type.shape, mlir.dtype_to_ir_type(dtype)), x)
+
+
+def _with_nan_for_infinity(x: Any) -> Any:
+    """Returns an operand with NaN for infinity, as `_with_nan_for_infinity` of autocast does for results."""
+    return stablehlo.subtract(x, stablehlo.abs(stablehlo.subtract(x, x)))
