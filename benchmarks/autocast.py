@@ -2,7 +2,8 @@
 
 Each ratio is to the same step of the same model that is cast by hand: parameters and inputs at the top of the loss
 function, and the statistics of normalizations, the softmax and the loss in float32. With autocast, the model is the
-unchanged float32 program, or one whose blocks convert their results to half precision.
+unchanged float32 program, or one whose blocks convert their results to half precision. The results of the matmuls are
+in half precision, or in float32.
 """
 
 import argparse
@@ -21,7 +22,8 @@ RESULTS = record.RESULTS / "autocast.json"
 METHOD = "optax wrapper"
 BY_HAND, AUTOCAST, STORED, FLOAT32 = "cast by hand", "autocast", "autocast, blocks return half", "float32"
 BFLOAT16, EMBEDDED = "cast by hand to bfloat16", "autocast, embedding converted"
-VARIANTS = (BY_HAND, AUTOCAST, STORED, FLOAT32, BFLOAT16)
+RESULTS_IN_FLOAT32 = "autocast, float32 results"
+VARIANTS = (BY_HAND, AUTOCAST, RESULTS_IN_FLOAT32, STORED, FLOAT32, BFLOAT16)
 CONVERTED = {STORED: "stored", EMBEDDED: "embedded"}  # the argument of the task that receives the dtype
 WEIGHTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable  # the results of matmuls with parameters
 DOTS = jax.checkpoint_policies.dots_saveable
@@ -48,7 +50,9 @@ def measure(backend, model, variant):
     if variant in CONVERTED:
         task = functools.partial(task, **{CONVERTED[variant]: half})
     compute = {FLOAT32: jnp.float32, BFLOAT16: jnp.bfloat16}.get(variant, half)
-    job = steps.make_job(targets.abstract(task), compute=compute, autocast=variant in (AUTOCAST, *CONVERTED))
+    result = jnp.float32 if variant == RESULTS_IN_FLOAT32 else None
+    with_autocast = variant in (AUTOCAST, RESULTS_IN_FLOAT32, *CONVERTED)
+    job = steps.make_job(targets.abstract(task), compute=compute, autocast=with_autocast, result=result)
     return compilers.measure(job, METHOD, targets.mesh(backend, devices, (devices, 1)))
 
 

@@ -40,22 +40,27 @@ COMPILED = {
 }
 DEVICES = {"h100": "H100", "t4": "T4", "v100": "V100", "tpu-v5e": "TPU v5e"}
 COMPARED = ("moved_bytes", "temp_bytes", "communicated_bytes")
-HALF = "autocast, blocks return half"
+HALF, IN_FLOAT32 = "autocast, blocks return half", "autocast, float32 results"
 NONE = "-"  # not measured, or unknown; one device communicates nothing
 AUTOCAST = [  # the model as on the page, the name of the result, and the variant
     ("GPT-2 small", "h100, GPT-2 small", "autocast"),
+    ("GPT-2 small, float32 results", "h100, GPT-2 small", IN_FLOAT32),
     ("GPT-2 small, FSDP", "h100, GPT-2 small, FSDP", "autocast"),
     ("GPT-2 small, scan over layers", "h100, GPT-2 small, scan", "autocast"),
-    ("the same with `dots_saveable`", "h100, GPT-2 small, scan, dots saved", "autocast"),
+    ("GPT-2 small, scan over layers, float32 results", "h100, GPT-2 small, scan", IN_FLOAT32),
+    ("GPT-2 small, scan with `dots_saveable`", "h100, GPT-2 small, scan, dots saved", "autocast"),
     ("ResNet-34", "h100, ResNet-34", "autocast"),
     ("ResNet-34, blocks return half precision", "h100, ResNet-34", HALF),
     ("U-Net", "h100, U-Net", "autocast"),
     ("U-Net, blocks return half precision", "h100, U-Net", HALF),
     ("GPT-2 with 2 layers", "t4, GPT-2 small, 2 layers", "autocast"),
+    ("GPT-2 with 2 layers, float32 results", "t4, GPT-2 small, 2 layers", IN_FLOAT32),
     ("U-Net", "t4, U-Net", "autocast"),
     ("U-Net, blocks return half precision", "t4, U-Net", HALF),
     ("GPT-2 with 2 layers", "v100, GPT-2 small, 2 layers", "autocast"),
+    ("GPT-2 with 2 layers, float32 results", "v100, GPT-2 small, 2 layers", IN_FLOAT32),
     ("GPT-2 with 2 layers", "tpu-v5e, GPT-2 small, 2 layers", "autocast"),
+    ("GPT-2 with 2 layers, float32 results", "tpu-v5e, GPT-2 small, 2 layers", IN_FLOAT32),
     ("GPT-2 with 2 layers, FSDP", "tpu-v5e, GPT-2 small, 2 layers, FSDP", "autocast"),
     ("ResNet-10", "tpu-v5e, ResNet-10", "autocast"),
     ("ResNet-10, blocks return half precision", "tpu-v5e, ResNet-10", HALF),
@@ -192,6 +197,8 @@ def _runs(results):
     dates = sorted({result["about"]["date"] for result in results})
     shown = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     versions = sorted({_libraries(result["about"]["versions"]) for result in results})
+    # Some environments have only a part of the libraries, in the same versions.
+    versions = [x for x in versions if not any(other != x and other.startswith(x) for other in versions)]
     return f"\n\nCompiled on {shown} with {'; '.join(versions)}."
 
 

@@ -752,7 +752,7 @@ def test_autocast_rewrites_an_inner_function_once():
 
 @pytest.mark.full
 def test_autocast_keeps_no_reference_to_its_arguments_or_programs():
-    memo = rules._MEMOS[F16]
+    memo = rules._MEMOS[F16, F16]
 
     def collect_garbage():
         jax.clear_caches()

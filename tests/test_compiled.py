@@ -143,6 +143,10 @@ AUTOCAST = {  # the limits for the ratios of the bytes moved and of the temporar
     ("t4", "GPT-2 small, 2 layers", autocast.AUTOCAST): (1.06, 1.02),
     ("v100", "GPT-2 small, 2 layers", autocast.AUTOCAST): (1.18, 1.16),
     ("tpu-v5e", "GPT-2 small, 2 layers", autocast.AUTOCAST): (1.12, 1.10),
+    # Float32 results are written to memory.
+    ("h100", "GPT-2 small, 2 layers", autocast.RESULTS_IN_FLOAT32): (1.40, 1.40),
+    ("t4", "GPT-2 small, 2 layers", autocast.RESULTS_IN_FLOAT32): (1.52, 1.42),
+    ("tpu-v5e", "GPT-2 small, 2 layers", autocast.RESULTS_IN_FLOAT32): (1.32, 1.10),
     # The number of iterations of its loops is unknown, so the bytes are XLA's count, of one iteration.
     ("tpu-v5e", "GPT-2 small, 2 layers, FSDP", autocast.AUTOCAST): (1.12, 1.10),
 }
@@ -178,11 +182,11 @@ def test_only_float16_matmuls_stay_in_half_precision_before_ampere(backend):
     if not targets.installed(backend):
         pytest.skip(f"the compiler for {backend} is not installed")
     model = "GPT-2 small, 2 layers"
-    by_hand, ours, bfloat16 = (
+    by_hand, ours, in_float32, bfloat16 = (
         _autocast_figures(backend, model, variant)
-        for variant in (autocast.BY_HAND, autocast.AUTOCAST, autocast.BFLOAT16)
+        for variant in (autocast.BY_HAND, autocast.AUTOCAST, autocast.RESULTS_IN_FLOAT32, autocast.BFLOAT16)
     )
-    assert ours["matmuls"] == by_hand["matmuls"] == {"f16": 39}
+    assert ours["matmuls"] == in_float32["matmuls"] == by_hand["matmuls"] == {"f16": 39}
     assert bfloat16["matmuls"] == {"f32": 39}
     assert bfloat16["moved_bytes"] > 1.5 * by_hand["moved_bytes"]
 
@@ -221,11 +225,11 @@ CHECKED = {  # a function, and its arguments
 }
 
 
-def _compiled_gradient(backend, fun, args):
+def _compiled_gradient(backend, fun, args, **options):
     """Returns the compiled gradient of a function with autocast for one device of a backend."""
     targets.warm_up(backend)
     sharding = NamedSharding(targets.mesh(backend, 1), P())
-    half = jmpscale.autocast(fun)
+    half = jmpscale.autocast(fun, **options)
     grad = jax.value_and_grad(lambda *args: jnp.mean(half(*args) ** 2), argnums=tuple(range(len(args))))
     return jax.jit(grad, in_shardings=sharding).lower(*args).compile()
 
@@ -244,7 +248,7 @@ def test_compilers_keep_the_check_for_infinity_and_fuse_it(backend, name, monkey
     ours = _compiled_gradient(backend, fun, args)
     assert _differences(ours.as_text()) >= 1
     monkeypatch.setattr(rules, "_with_nan_for_infinity", jax.lax.convert_element_type)
-    monkeypatch.setattr(rules, "_MEMOS", {jnp.dtype(jnp.float16): {}})
+    monkeypatch.setattr(rules, "_MEMOS", {(jnp.dtype(jnp.float16),) * 2: {}})
     unchecked = _compiled_gradient(backend, fun, args)
     assert _differences(unchecked.as_text()) == 0
     programs_of = [compilers.programs.parse(compiled.as_text()) for compiled in (ours, unchecked)]
@@ -255,6 +259,43 @@ def test_compilers_keep_the_check_for_infinity_and_fuse_it(backend, name, monkey
         moved, unchecked_moved = map(compilers.traffic.moved_bytes, programs_of)
         assert moved <= 1.02 * unchecked_moved
         assert ours.memory_analysis().temp_size_in_bytes <= 1.01 * unchecked.memory_analysis().temp_size_in_bytes
+
+
+# Float32 results have operands in half precision, in the forward and the backward pass
+
+
+def _attention(x, w):
+    q, k, v = jnp.split((x @ w).reshape(1, 512, 24, 64), 3, axis=2)
+    return jax.nn.dot_product_attention(q, k, v, implementation="xla")
+
+
+WITH_RESULTS = {name: row for name, row in CHECKED.items() if name != "convolutions"}
+WITH_RESULTS["attention"] = (_attention, _arrays((512, 512), (512, 1536)))
+WITH_RESULTS["ragged_dot"] = (
+    lambda x, w: jax.lax.ragged_dot(x, w, jnp.array([200, 312], jnp.int32)),
+    _arrays((512, 256), (2, 256, 128)),
+)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("backend", ["h100", "t4", "tpu-v5e"])
+@pytest.mark.parametrize("name", WITH_RESULTS)
+def test_float32_results_have_operands_in_half_precision(backend, name, dtype):
+    if not targets.installed(backend):
+        pytest.skip(f"the compiler for {backend} is not installed")
+    if (backend, dtype) == ("t4", "bfloat16"):
+        pytest.skip("XLA converts bfloat16 operands to float32 before Ampere")
+    program = _compiled_gradient(backend, *WITH_RESULTS[name], dtype=dtype, result=jnp.float32).as_text()
+    parsed = compilers.programs.parse(program)
+    operands = set()
+    for found in parsed.computations.values():
+        types = {x.name: x.type.partition("[")[0] for x in found}
+        for x in found:
+            if x.operation in ("dot", "convolution") or x.target.startswith("__cublas"):
+                operands |= {types[operand] for operand in x.operands[:2]}
+    assert operands == {dtype.replace("float", "f")}
+    if dtype == "float16":
+        assert _differences(program) >= 1  # NaN for infinity
 
 
 # The remedies of the guide for memory use

@@ -50,6 +50,14 @@ AUTOCAST = {
             lambda: jmpscale.autocast(loss_of, dtype=W32),
             "dtype must ... got float32[2]. Pass jnp.float16",
         ),
+        "result in another dtype": (
+            lambda: jmpscale.autocast(loss_of, result=jnp.bfloat16),
+            "result must be float32, or float16 like dtype, got bfloat16. Pass jnp.float32.",
+        ),
+        "result in an array": (
+            lambda: jmpscale.autocast(result=W32),
+            "result must be ... got float32[2]. Pass jnp.float32.",
+        ),
     },
 }
 

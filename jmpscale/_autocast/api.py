@@ -16,6 +16,8 @@ from jmpscale._base.text import describe
 from jmpscale._base.trace import lift_nnx, trace
 from jmpscale._base.tree import PyTree
 
+_FLOAT32 = np.dtype(np.float32)
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -30,10 +32,16 @@ class _Decorator(functools.partial[Any]):
 
 
 @overload
-def autocast(fun: Callable[P, T], *, dtype: DTypeLike = jnp.float16) -> Callable[P, T]: ...
+def autocast(
+    fun: Callable[P, T], *, dtype: DTypeLike = jnp.float16, result: DTypeLike | None = None
+) -> Callable[P, T]: ...
 @overload
-def autocast(*, dtype: DTypeLike = jnp.float16) -> Callable[[Callable[P, T]], Callable[P, T]]: ...
-def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.float16) -> Callable[..., Any]:
+def autocast(
+    *, dtype: DTypeLike = jnp.float16, result: DTypeLike | None = None
+) -> Callable[[Callable[P, T]], Callable[P, T]]: ...
+def autocast(
+    fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.float16, result: DTypeLike | None = None
+) -> Callable[..., Any]:
     """Creates a function that runs the matmuls and convolutions of `fun` in half precision.
 
     Write `fun` in float32, with float32 parameters. The float32 operands of matmuls and convolutions are converted to
@@ -41,10 +49,15 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
     integers or booleans. All other operations run as written, so softmax, normalization, masks of -1e9 and epsilons of
     1e-8 are as accurate as in float32. The gradients of float32 parameters are float32.
 
-    A float16 result that is infinite becomes NaN, because later arithmetic could hide infinity: 1 / infinity is 0. The
-    loss is then NaN, unless a comparison hides it, and a step whose loss is NaN is skipped. In float16, gradients
-    underflow without loss scaling: differentiate with `jmpscale.value_and_grad`, or use `loss_scaled`. Wrap the loss
-    function, not the training step: some optimizers contain matmuls, too.
+    With `result=jnp.float32`, the results of matmuls remain in float32, in the backward pass, too: only operands and
+    cotangents are rounded, and no result overflows. Convolutions have results in half precision in both forms. The
+    guide says when to choose this form, which moves more bytes.
+
+    A float16 result that is infinite becomes NaN, because later arithmetic could hide infinity: 1 / infinity is 0. An
+    operand that is infinite in float16 makes the result NaN, too. The loss is then NaN, unless a comparison hides it,
+    and a step whose loss is NaN is skipped. In float16, gradients underflow without loss scaling: differentiate with
+    `jmpscale.value_and_grad`, or use `loss_scaled`. Wrap the loss function, not the training step: some optimizers
+    contain matmuls, too.
 
     Contractions of at most 4 elements, as in outer products and transformed coordinates, and inner products, such as
     `jnp.vdot(w, w)`, remain in float32: half precision would make them less accurate and not faster. In a convolution,
@@ -57,20 +70,23 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
     after differentiation, `autocast(jmpscale.value_and_grad(loss_fn))`, or use `autocast` inside the function. If a
     solver transposes the function, as `gmres` does, `dtype` must be bfloat16.
 
-    As a decorator it takes the dtype: `@jmpscale.autocast(dtype=jnp.bfloat16)`.
+    As a decorator it takes the options: `@jmpscale.autocast(dtype=jnp.bfloat16)`.
 
     Args:
       fun: the loss function, or any function that `jax.jit` accepts. It is traced in every call. Arguments and results
         may be any pytrees, Equinox modules, Flax NNX objects and Python objects. Pass the NNX objects and variables
         that the function changes as arguments; Flax raises if it closes over them.
       dtype: `jnp.float16` or `jnp.bfloat16`.
+      result: the dtype of the results of matmuls, before they are converted to float32: `jnp.float32`, or None for
+        `dtype`.
 
     Returns:
       A function with the signature of `fun`, whose results have the same structure, shapes, dtypes and shardings. It
       can be transformed like `fun`: differentiated, batched, compiled, sharded.
 
     Raises:
-      TypeError: `fun` is not callable, `dtype` is not float16 or bfloat16, or an argument is a `jax.Ref`.
+      TypeError: `fun` is not callable, `dtype` is not float16 or bfloat16, `result` is another dtype than float32 and
+        `dtype`, or an argument is a `jax.Ref`.
 
     Warns:
       UserWarning: no matmul or convolution is converted when `fun` is first traced, and none has
@@ -81,12 +97,18 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
     >>> predict = jmpscale.autocast(lambda w, x: jnp.tanh(x @ w))
     >>> bool((predict(jnp.eye(8), jnp.full((1, 8), 1.001)) == jnp.tanh(jnp.float16(1.001).astype(jnp.float32))).all())
     True
+    >>> large = jnp.full((8, 8), 300.0)
+    >>> matmul = jmpscale.autocast(jnp.matmul, result=jnp.float32)
+    >>> float(matmul(large, large)[0, 0])  # the largest number of float16 is 65504
+    720000.0
     """
     half = as_dtype(dtype)
     if half is None or half not in HALF:
         raise TypeError(f"dtype must be float16 or bfloat16, got {describe(dtype)}. Pass jnp.float16 or jnp.bfloat16.")
+    if result is not None and as_dtype(result) not in (half, _FLOAT32):
+        raise TypeError(f"result must be float32, or {half} like dtype, got {describe(result)}. Pass jnp.float32.")
     if fun is None:
-        return _Decorator(autocast, dtype=half)
+        return _Decorator(autocast, dtype=half, result=result)
     name, is_checked = describe(fun), False
     if not callable(fun) or as_dtype(fun) in HALF:
         raise TypeError(f"fun must be the loss function, got {name}. Call autocast(loss_fn, dtype=...).")
@@ -94,7 +116,7 @@ def autocast(fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.fl
     def run_in_half(fun: Callable[..., PyTree], *args: PyTree) -> PyTree:
         nonlocal is_checked
         traced = trace(fun, *args, name=f"{name} in jmpscale.autocast")
-        jaxpr = in_half(traced.jaxpr, half)
+        jaxpr = in_half(traced.jaxpr, half, half if result is None else np.dtype(result))
         if not is_checked:
             is_checked = True
             if jaxpr is traced.jaxpr:

@@ -12,15 +12,22 @@ becomes equations that define the same variable:
     c:f32 = convert_element_type z
 
 In float16, `_with_nan_for_infinity` replaces the last equation. An operand that has the half-precision dtype already is
-not converted. No other equation changes. Differentiation, batching and partitioning are left to JAX, before or after
-the rewriting. XLA fuses the conversions into the operations around them.
+not converted. If results are requested in float32, the matmul becomes
+
+    c:f32 = dot_general[precision=HalfOperands(float16)] a b
+
+whose precision converts the operands when JAX lowers the program, and the operands of the derivative, too.
+Convolutions have no such precision: their results are always in half precision.
+
+No other equation changes. Differentiation, batching and partitioning are left to JAX, before or after the rewriting.
+XLA fuses the conversions into the operations around them.
 """
 
 import enum
 import functools
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,13 +35,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from jmpscale._base.half_operands import HalfOperands, half_operands
 from jmpscale._base.jaxpr import MATMULS, Memo, check_primitives, rewrite, type_of
 
 HALF = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
 _FLOAT32 = np.dtype(np.float32)
+_HIGHEST = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
 # Results of earlier calls. A function under jax.jit has one jaxpr in all of its calls, and JAX finds the compiled
 # program of the rewritten jaxpr only if that stays the same object.
-_MEMOS: dict[np.dtype, Memo] = {dtype: weakref.WeakKeyDictionary() for dtype in HALF}
+# The keys are the dtypes of operands and results.
+_MEMOS: dict[tuple[np.dtype, np.dtype], Memo] = {
+    (half, result): weakref.WeakKeyDictionary() for half in HALF for result in (half, _FLOAT32)
+}
 
 # Half precision gains nothing in smaller contractions, because the units for matmuls contract at least 8 elements at a
 # time, and rounding ruins what such contractions often compute: points, frames, grids, four-vectors and poses.
@@ -52,25 +64,24 @@ class Kept(enum.Enum):
     HELD = "{holder} runs as written. Use autocast in its function, or wrap the function that returns the gradients."
 
 
-def in_half(jaxpr: core.Jaxpr, half: np.dtype) -> core.Jaxpr:
-    """Returns a jaxpr with its matmuls in half precision, or the same object if it has none to convert."""
+def in_half(jaxpr: core.Jaxpr, half: np.dtype, result: np.dtype) -> core.Jaxpr:
+    """Returns a jaxpr with its matmuls in half precision, or the same object if it has none to convert.
+
+    `result` is the dtype in which the results of matmuls leave them: `half`, or float32.
+    """
     check_primitives()
-    return rewrite(jaxpr, functools.partial(_matmul_in_half, half), _MEMOS[half])
+    form = _with_half_result if result == half else _with_float32_result
+
+    def matmul_in_half(eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
+        converts = eqn.primitive.name in MATMULS and not reason_to_keep(half, eqn)
+        return form(half, eqn) if converts else [eqn]
+
+    return rewrite(jaxpr, matmul_in_half, _MEMOS[half, result])
 
 
-def _matmul_in_half(half: np.dtype, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
-    """Returns the equations that compute a matmul in half precision, or `[eqn]` if it runs as written."""
-    if eqn.primitive.name not in MATMULS or reason_to_keep(half, eqn):
-        return [eqn]
-    # Each matmul converts its own operands, even if another one converts them too: the derivative of a shared
-    # conversion would add the gradients of the two matmuls in half precision. XLA merges equal conversions.
-    conversions, operands = [], []
-    for operand in eqn.invars[:2]:
-        if _dtype(operand) == half:
-            operands.append(operand)
-        else:
-            operands.append(_variable_like(operand, half))
-            conversions += _apply(jax.lax.convert_element_type, eqn, operand, operands[-1])
+def _with_half_result(half: np.dtype, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
+    """Returns the equations that compute a matmul or convolution in half precision."""
+    conversions, operands = _in_dtypes(eqn, (half,))
     (out,) = eqn.outvars
     result = _variable_like(out, half)
     if half == np.float16:  # a result that is infinite in bfloat16 is infinite in float32, too
@@ -82,6 +93,48 @@ def _matmul_in_half(half: np.dtype, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
     params = eqn.params | {"preferred_element_type": half}
     matmul = eqn.replace(invars=[*operands, *eqn.invars[2:]], outvars=[result], params=params)
     return [*conversions, matmul, *finish]
+
+
+def _with_float32_result(half: np.dtype, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
+    """Returns the equations that multiply operands in half precision, and add up the products in float32."""
+    (out,) = eqn.outvars
+    # cuDNN convolves in float32 if the result is float32. A program may also request a result in half precision.
+    if eqn.primitive.name == "conv_general_dilated" or _dtype(out) == half:
+        return _with_half_result(half, eqn)
+    conversions, operands = _in_dtypes(eqn, (half, _FLOAT32))
+    params = eqn.params | {"precision": half_operands(half), "preferred_element_type": _FLOAT32}
+    return [*conversions, eqn.replace(invars=[*operands, *eqn.invars[2:]], params=params)]
+
+
+def with_conversions(eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
+    """Returns a matmul whose precision converts its operands as equations that round them, and a float32 matmul.
+
+    The values are the same, but the derivatives are not. For programs that are not differentiated again.
+    """
+    precision = eqn.params.get("precision")
+    if not isinstance(precision, HalfOperands):
+        return [eqn]
+    eqns, rounded = _in_dtypes(eqn, (precision.dtype,))
+    operands = [_variable_like(x, _FLOAT32) for x in rounded]
+    widen = _with_nan_for_infinity if precision.dtype == np.float16 else jax.lax.convert_element_type
+    for x, operand in zip(rounded, operands, strict=True):
+        eqns += _apply(widen, eqn, x, operand)
+    params = eqn.params | {"precision": _HIGHEST}
+    return [*eqns, eqn.replace(invars=[*operands, *eqn.invars[2:]], params=params)]
+
+
+def _in_dtypes(eqn: core.JaxprEqn, dtypes: Sequence[np.dtype]) -> tuple[list[core.JaxprEqn], list[Any]]:
+    """Returns the conversions of the operands of a matmul to the first dtype, unless they have one of the dtypes."""
+    # Each matmul converts its own operands, even if another one converts them too: the derivative of a shared
+    # conversion would add the gradients of the two matmuls in half precision. XLA merges equal conversions.
+    conversions, operands = [], []
+    for operand in eqn.invars[:2]:
+        if _dtype(operand) in dtypes:
+            operands.append(operand)
+        else:
+            operands.append(_variable_like(operand, dtypes[0]))
+            conversions += _apply(jax.lax.convert_element_type, eqn, operand, operands[-1])
+    return conversions, operands
 
 
 def _with_nan_for_infinity(x: jax.Array, dtype: np.dtype) -> jax.Array:

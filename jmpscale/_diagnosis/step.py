@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from jmpscale._autocast.rules import with_conversions
 from jmpscale._base.frameworks import imported, is_nnx_object
 from jmpscale._base.jaxpr import equations, rewrite
 from jmpscale._base.source import SCALING, user_lines
@@ -70,7 +71,8 @@ def _trace(loss_and_grads: Callable[[ScalerState, PyTree, PyTree], PyTree], argu
     closed = jax.make_jaxpr(outputs)(jnp.float32(1.0))
     check_no_refs(closed.consts, "the values that fun closes over")
     _check_can_repeat(closed.jaxpr)
-    return Step(rewrite(closed.jaxpr, _without_effects, {}), closed.consts)
+    jaxpr = rewrite(closed.jaxpr, with_conversions, {})  # a mode applies to each operation with a half result
+    return Step(rewrite(jaxpr, _without_effects, {}), closed.consts)
 
 
 def _check_can_repeat(jaxpr: core.Jaxpr) -> None:
