@@ -283,7 +283,7 @@ SUMMARIES = {  # the loss function, its arguments, and the summary, with the lin
         squared,
         (W,),
         "The program has no result in half precision, and needs no loss scale. jmpscale.autocast converts its matmuls "
-        'to half precision, except those with precision="highest".',
+        'to half precision, except those with precision="highest" and contractions of at most 4 elements.',
     ),
 }
 

@@ -117,7 +117,7 @@ def summarize(findings: Findings) -> str:
     if not findings.trials.step.sites and not findings.trials.not_entered:
         return (
             "The program has no result in half precision, and needs no loss scale. jmpscale.autocast converts its "
-            'matmuls to half precision, except those with precision="highest".'
+            'matmuls to half precision, except those with precision="highest" and contractions of at most 4 elements.'
         )
     if not findings.accurate:
         return _describe_lines(findings)
