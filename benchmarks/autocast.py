@@ -7,9 +7,11 @@ in half precision, or in float32.
 """
 
 import argparse
+import contextlib
 import functools
 import pathlib
 import sys
+import weakref
 
 from benchmarks import compilers, record, targets  # before anything that starts JAX
 
@@ -17,17 +19,20 @@ import jax  # isort: skip
 import jax.numpy as jnp  # isort: skip
 
 from benchmarks import steps  # isort: skip
+from jmpscale._autocast import rules  # isort: skip
 
 RESULTS = record.RESULTS / "autocast.json"
 METHOD = "optax wrapper"
 BY_HAND, AUTOCAST, STORED, FLOAT32 = "cast by hand", "autocast", "autocast, blocks return half", "float32"
 BFLOAT16, EMBEDDED = "cast by hand to bfloat16", "autocast, embedding converted"
+SMALL = "autocast, small contractions converted"
 RESULTS_IN_FLOAT32 = "autocast, float32 results"
 VARIANTS = (BY_HAND, AUTOCAST, RESULTS_IN_FLOAT32, STORED, FLOAT32, BFLOAT16)
 CONVERTED = {STORED: "stored", EMBEDDED: "embedded"}  # the argument of the task that receives the dtype
 WEIGHTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable  # the results of matmuls with parameters
 DOTS = jax.checkpoint_policies.dots_saveable
 GPT2 = functools.partial(steps.transformer, width=768, heads=12, length=1024, batch=8)
+LORA = "GPT-2 small, 2 layers, LoRA of rank 4"
 MODELS = {  # the task, and the number of devices, over which parameters and batch are sharded
     "GPT-2 small": (functools.partial(GPT2, 12, vocabulary=50257), 1),
     "GPT-2 small, FSDP": (functools.partial(GPT2, 12, vocabulary=50304), 8),
@@ -39,6 +44,7 @@ MODELS = {  # the task, and the number of devices, over which parameters and bat
     # Fewer layers, which compile faster.
     "GPT-2 small, 2 layers": (functools.partial(GPT2, 2, vocabulary=50257), 1),
     "GPT-2 small, 2 layers, FSDP": (functools.partial(GPT2, 2, vocabulary=50304), 8),
+    LORA: (functools.partial(GPT2, 2, vocabulary=50257, rank=4), 1),
     "ResNet-10": (functools.partial(steps.resnet, (1, 1, 1, 1), 64, 224, 64), 1),
 }
 RATIOS = ("moved_bytes", "temp_bytes", "kernels", "communicated_bytes", "compile_cpu_s")
@@ -51,9 +57,21 @@ def measure(backend, model, variant):
         task = functools.partial(task, **{CONVERTED[variant]: half})
     compute = {FLOAT32: jnp.float32, BFLOAT16: jnp.bfloat16}.get(variant, half)
     result = jnp.float32 if variant == RESULTS_IN_FLOAT32 else None
-    with_autocast = variant in (AUTOCAST, RESULTS_IN_FLOAT32, *CONVERTED)
+    with_autocast = variant in (AUTOCAST, RESULTS_IN_FLOAT32, SMALL, *CONVERTED)
     job = steps.make_job(targets.abstract(task), compute=compute, autocast=with_autocast, result=result)
-    return compilers.measure(job, METHOD, targets.mesh(backend, devices, (devices, 1)))
+    with _small_contractions_converted() if variant == SMALL else contextlib.nullcontext():
+        return compilers.measure(job, METHOD, targets.mesh(backend, devices, (devices, 1)))
+
+
+@contextlib.contextmanager
+def _small_contractions_converted():
+    """Lets autocast convert contractions of 2 to 4 elements, too, to measure the rule that keeps them in float32."""
+    memos, largest = rules._MEMOS, rules._SMALL_CONTRACTION
+    try:
+        rules._MEMOS, rules._SMALL_CONTRACTION = {key: weakref.WeakKeyDictionary() for key in memos}, 1
+        yield
+    finally:
+        rules._MEMOS, rules._SMALL_CONTRACTION = memos, largest
 
 
 def main():
@@ -61,7 +79,9 @@ def main():
     parser = argparse.ArgumentParser(prog="python -m benchmarks.autocast", description=__doc__)
     parser.add_argument("--backend", choices=compilers.HALF, required=True)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--variants", nargs="+", choices=(*VARIANTS, EMBEDDED), help="keep the figures of all others")
+    parser.add_argument(
+        "--variants", nargs="+", choices=(*VARIANTS, EMBEDDED, SMALL), help="keep the figures of all others"
+    )
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="the JSON file to add the figures to")
     options = parser.parse_args()
     if not targets.installed(options.backend):
@@ -69,8 +89,9 @@ def main():
     targets.warm_up(options.backend)
     for model in options.models:
         name = f"{options.backend}, {model}"
-        figures = record.read(options.out)[name]["figures"] if options.variants else {}
-        for variant in options.variants or [*VARIANTS, *([EMBEDDED] if "FSDP" in model else [])]:
+        figures = record.read(options.out).get(name, {}).get("figures", {}) if options.variants else {}
+        more = [EMBEDDED] * ("FSDP" in model) + [SMALL] * (model == LORA)
+        for variant in options.variants or [*VARIANTS, *more]:
             figures[variant] = measure(options.backend, model, variant)
             ratios = compilers.ratios(figures[variant], figures[BY_HAND], RATIOS)
             shown = "  ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())

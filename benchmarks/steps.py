@@ -84,15 +84,18 @@ def mlp(layers, width, batch):
     return loss_fn, params, jax.random.normal(jax.random.key(1), (batch, width))
 
 
-def transformer(layers, width, heads, vocabulary, length, batch, *, scan=False, remat=None, embedded=None, stored=None):
+def transformer(
+    layers, width, heads, vocabulary, length, batch, *, scan=False, remat=None, embedded=None, stored=None, rank=None
+):
     """A language model in the shape of GPT-2: twelve leaves a layer, and an output that shares the embedding.
 
     With `scan`, one layer runs in a loop over stacked parameters. The policy `remat` of `jax.checkpoint`, if given,
     selects the values that are kept for the backward pass. If they are given, the embedding is converted to the dtype
-    `embedded` before it is used, and the results of blocks are converted to the dtype `stored`.
+    `embedded` before it is used, and the results of blocks are converted to the dtype `stored`. With a `rank`, only
+    LoRA adapters of this rank are trained, one for each matrix of a block: the batch also holds the frozen parameters.
     """
     shapes = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
-    keys = iter(jax.random.split(jax.random.key(0), 4 * layers + 4))
+    keys = iter(jax.random.split(jax.random.key(0), (8 if rank else 4) * layers + 4))
 
     def block():
         weights = {name: jax.random.normal(next(keys), s) * s[0] ** -0.5 for name, s in shapes.items()}
@@ -109,18 +112,22 @@ def transformer(layers, width, heads, vocabulary, length, batch, *, scan=False, 
     if scan:
         params["blocks"] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["blocks"])
 
+    def linear(block, name, x):
+        y = x @ block[name] + block[f"{name}_bias"]
+        return y + (x @ block[f"{name}_a"]) @ block[f"{name}_b"] if rank else y
+
     def attend(block, x):
-        q, k, v = jnp.split(x @ block["qkv"] + block["qkv_bias"], 3, axis=-1)
+        q, k, v = jnp.split(linear(block, "qkv", x), 3, axis=-1)
         q, k, v = (t.reshape(*t.shape[:2], heads, width // heads) for t in (q, k, v))
         logits = jnp.einsum("bqhc,bkhc->bhqk", q, k).astype(jnp.float32) * (width // heads) ** -0.5
         weights = jax.nn.softmax(jnp.where(jnp.tri(length, dtype=bool), logits, -1e9)).astype(x.dtype)
         x = jnp.einsum("bhqk,bkhc->bqhc", weights, v).reshape(x.shape)
-        return x @ block["out"] + block["out_bias"]
+        return linear(block, "out", x)
 
     def layer(x, block):
         x = _store(x + attend(block, _norm(block["norm_1"], x)), stored)
-        hidden = jax.nn.gelu(_norm(block["norm_2"], x) @ block["up"] + block["up_bias"])
-        return _store(x + hidden @ block["down"] + block["down_bias"], stored), None
+        hidden = jax.nn.gelu(linear(block, "up", _norm(block["norm_2"], x)))
+        return _store(x + linear(block, "down", hidden), stored), None
 
     if remat:
         layer = jax.checkpoint(layer, policy=remat)
@@ -136,7 +143,20 @@ def transformer(layers, width, heads, vocabulary, length, batch, *, scan=False, 
         logits = (_norm(params["norm"], x) @ embedding.T).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
-    return loss_fn, params, jax.random.randint(next(keys), (batch, length + 1), 0, vocabulary)
+    tokens = jax.random.randint(next(keys), (batch, length + 1), 0, vocabulary)
+    if not rank:
+        return loss_fn, params, tokens
+
+    def adapter():
+        inner = {f"{name}_a": jax.random.normal(next(keys), (s[0], rank)) for name, s in shapes.items()}
+        return inner | {f"{name}_b": jnp.zeros((rank, s[1])) for name, s in shapes.items()}
+
+    def adapted_loss_fn(adapters, frozen_and_tokens):
+        frozen, tokens = frozen_and_tokens
+        blocks = [block | pair for block, pair in zip(frozen["blocks"], adapters, strict=True)]
+        return loss_fn(frozen | {"blocks": blocks}, tokens)
+
+    return adapted_loss_fn, [adapter() for _ in range(layers)], (params, tokens)
 
 
 def language_model():

@@ -278,6 +278,14 @@ def test_diagnose_names_the_line_of_an_operand_that_overflows():
     assert "overflows: convert_element_type" in diagnosis.summary
 
 
+def test_diagnose_has_the_nan_of_an_operand_that_overflows():
+    """Without it, the loss would be 0: 1 / infinity."""
+    large = jnp.full((N, N), 1e5)
+    loss_fn = in_half(lambda w, x: jnp.mean(1 / (x @ w)))
+    assert jnp.isnan(loss_fn(large, X + large))
+    assert jnp.isnan(jmpscale.diagnose(loss_fn)(jmpscale.static(1.0), large, X + large).loss)
+
+
 @pytest.mark.usefixtures("standard_promotion")
 def test_check_step_accepts_a_step_with_float32_results():
     tx = jmpscale.with_loss_scaling(optax.adam(1e-3))

@@ -68,6 +68,16 @@ def test_large_cases_compare_with_every_library_at_a_tiny_size(name):
     assert set(figures) == set(methods) > {"clipped, constant scale", *steps.PEERS}
 
 
+def test_lora_adapters_start_without_effect_and_are_all_that_is_trained():
+    sizes = {"layers": 1, "width": 8, "heads": 2, "vocabulary": 16, "length": 8, "batch": 2}
+    loss_fn, adapters, (frozen, tokens) = steps.transformer(**sizes, rank=2)
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        loss, grads = jax.value_and_grad(loss_fn)(adapters, (frozen, tokens))
+        np.testing.assert_allclose(loss, steps.transformer(**sizes)[0](frozen, tokens), rtol=1e-6)
+    assert [x.shape for x in grads[0].values()] == [(n, 2) for n in (8, 8, 8, 32)] + [(2, n) for n in (24, 8, 32, 8)]
+    assert np.any(grads[0]["qkv_b"])
+
+
 def test_record_adds_results_with_the_command_and_the_machine(tmp_path):
     path = tmp_path / "results" / "times.json"
     about = record.about("benchmarks", "cpu")

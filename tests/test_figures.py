@@ -202,6 +202,15 @@ SENTENCES = {  # the sentences on each page, with the figures in them
             "float32, and in a `scan` {:.1f} times",
             lambda: [_tracing("unrolled"), _tracing("scan")],
         ),
+        (
+            "GPT-2 with 2 layers, compiled for an H100, moves {:.2f} times the bytes, and needs {:.2f} times the "
+            "memory, of a step in which autocast converts these contractions.",
+            lambda: [
+                _autocast(f"h100, {autocast.LORA}", autocast.AUTOCAST, figure)
+                / _autocast(f"h100, {autocast.LORA}", autocast.SMALL, figure)
+                for figure in ("moved_bytes", "temp_bytes")
+            ],
+        ),
         ("GPT-2 small has {:.1f} million parameters", lambda: [_millions(autocast.MODELS["GPT-2 small"][0])]),
     ],
     "diagnose.md": [

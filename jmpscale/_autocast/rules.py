@@ -98,7 +98,7 @@ def _with_half_result(half: np.dtype, eqn: core.JaxprEqn) -> list[core.JaxprEqn]
 def _with_float32_result(half: np.dtype, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
     """Returns the equations that multiply operands in half precision, and add up the products in float32."""
     (out,) = eqn.outvars
-    # cuDNN convolves in float32 if the result is float32. A program may also request a result in half precision.
+    # XLA for GPUs convolves in float32 if the result is float32. A program may also request a result in half precision.
     if eqn.primitive.name == "conv_general_dilated" or _dtype(out) == half:
         return _with_half_result(half, eqn)
     conversions, operands = _in_dtypes(eqn, (half, _FLOAT32))
