@@ -21,12 +21,13 @@ FRAMEWORKS = {"frameworks": ("tunix", "kauldron", "keras"), "levanter": ("levant
 # The tests of programs for one device, which run in every form that such a program can have.
 CORE_TESTS = [
     f"tests/test_{name}.py"
-    for name in ("update", "scale", "all_finite", "apply_if", "value_and_grad", "loss_scaled", "with_loss_scaling")
+    for name in ("update", "scale", "all_finite", "apply_if", "value_and_grad", "scaled_backward", "with_loss_scaling")
 ]
 
 # The tests of the functions that rewrite programs, whose form differs between versions of JAX.
 REWRITING_TESTS = [
-    f"tests/test_{name}.py" for name in ("autocast", "loss_scaled", "traced_functions", "diagnose", "diagnose_float32")
+    f"tests/test_{name}.py"
+    for name in ("autocast", "scaled_backward", "traced_functions", "diagnose", "diagnose_float32")
 ]
 
 # The tests that read other files of the repository, such as pages, notebooks and recorded runs, and so show whether a

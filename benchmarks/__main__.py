@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from benchmarks import record, steps, timing
 
 RESULTS = record.RESULTS / "cpu.json"
-OURS = ("functional", "functional, norm as check", "optax wrapper", "optax wrapper, max_norm", "loss_scaled")
+OURS = ("functional", "functional, norm as check", "optax wrapper", "optax wrapper, max_norm", "scaled_backward")
 ALL = ("bare", "clipped", *OURS, *steps.PEERS)
 FEW = ("bare", "clipped", "functional", "optax wrapper", *steps.PEERS)
 

@@ -48,7 +48,7 @@ SHARDED = {
 }
 EMBEDDING = "embedding of 32,000 x 1,024"
 LANGUAGE_MODEL = "language model"
-OURS = ("functional", "functional, norm as check", "optax wrapper", "optax wrapper, max_norm", "loss_scaled")
+OURS = ("functional", "functional, norm as check", "optax wrapper", "optax wrapper, max_norm", "scaled_backward")
 ENSEMBLE = "6 of 1024, batch 32"
 # The runs of `--all`: the network, and the number of members of an ensemble under jax.vmap.
 ALL = {

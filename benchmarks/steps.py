@@ -381,10 +381,10 @@ def optax_wrapper(job, tx=None, **options):
     return lambda params: (params, tx.init(params), ()), step
 
 
-def loss_scaled(job):
+def scaled_backward(job):
     """Returns the step of a training loop that takes a loss function and differentiates it by itself."""
     tx = jmpscale.with_loss_scaling(job.tx, jmpscale.static(1.0))
-    loss_fn = jmpscale.loss_scaled(job.loss_fn, 2.0**16)
+    loss_fn = jmpscale.scaled_backward(job.loss_fn, 2.0**16)
 
     def step(state, batch):
         params, opt_state, own = state
@@ -464,7 +464,7 @@ METHODS = {
     "optax wrapper": optax_wrapper,
     "optax wrapper, clip in chain": lambda job: optax_wrapper(job, job.clipped),
     "optax wrapper, max_norm": lambda job: optax_wrapper(job, max_norm=MAX_NORM),
-    "loss_scaled": loss_scaled,
+    "scaled_backward": scaled_backward,
     "jmp": jmp_steps,
     "Flax DynamicScale": flax_steps,
     "mpx": mpx_steps,

@@ -19,7 +19,7 @@ STEPS = {  # the name of the step, and whether it clips
     "functional, norm as check": ("functional API, `all_finite(norm)`", "yes"),
     "optax wrapper": ("optax wrapper", "no"),
     "optax wrapper, max_norm": ("optax wrapper, `max_norm`", "yes"),
-    "loss_scaled": ("`loss_scaled`, static scale, optax wrapper", "no"),
+    "scaled_backward": ("`scaled_backward`, static scale, optax wrapper", "no"),
     "jmp": ("jmp", "no"),
     "Flax DynamicScale": ("Flax `DynamicScale`", "no"),
     "mpx": ("mpx", "no"),

@@ -12,10 +12,10 @@ from jmpscale._gate import apply_if
 from jmpscale._get_scaler import get_scaler, replace_scaler
 from jmpscale._grad import value_and_grad
 from jmpscale._grad_report import GradReport, grad_report
-from jmpscale._loss_scaled import loss_scaled
 from jmpscale._monitor import RunMonitor, metrics, raise_if_stuck
 from jmpscale._optax import with_loss_scaling
 from jmpscale._optax_step import optax_step
+from jmpscale._scaled_backward import scaled_backward
 from jmpscale._scaling import scale, unscale, unscale_and_check
 from jmpscale._state import ScalerConfig, ScalerState, SkipReason, WithLossScalingState, disabled, dynamic, static
 from jmpscale._torch import from_torch_state_dict, to_torch_state_dict
@@ -41,12 +41,12 @@ __all__ = [
     "from_torch_state_dict",
     "get_scaler",
     "grad_report",
-    "loss_scaled",
     "metrics",
     "optax_step",
     "raise_if_stuck",
     "replace_scaler",
     "scale",
+    "scaled_backward",
     "static",
     "to_torch_state_dict",
     "unscale",

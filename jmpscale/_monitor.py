@@ -34,9 +34,9 @@ _CAUSES = (  # in the order of _describe_skips
     "skip does not reset it; or the gradients were scaled by a different scaler: pass the state of with_loss_scaling "
     "to jmpscale.value_and_grad; or the flag for update is inverted or has other conditions. jmpscale.diagnose with "
     "such a batch names the line, or prints scales that fit: if they are smaller, decrease min_scale, or the number "
-    "given to loss_scaled(fun, number); if they are larger, correct the sum or the flag.",
+    "given to scaled_backward(fun, number); if they are larger, correct the sum or the flag.",
     f"{_OVERFLOW}The scale is static and does not back off. jmpscale.diagnose with the same batch prints the scales "
-    "that fit: pass one of them to static, or to loss_scaled(fun, number).",
+    "that fit: pass one of them to static, or to scaled_backward(fun, number).",
     f"{_OVERFLOW}These are the first skips of this run: the scale is still backing off from its initial value. Allow "
     "more skips, unless the flag for update is inverted, or call jmpscale.diagnose: it prints the scales that fit, for "
     "init_scale, or names the line if there are none.",
@@ -51,15 +51,15 @@ _NEVER_SKIPPED = (
     "The loss scale has grown to its limit, {}, without a skip. Unless the gradients are very small, the loss is not "
     "scaled, or something replaces infinity and NaN before the optimizer checks them. To find out, run a few steps at "
     "the scale 2^60, which should be skipped: with the scaler jmpscale.static(2.0**60) or, if the loop differentiates, "
-    "with jmpscale.loss_scaled(loss_fn, 2.0**60)."
+    "with jmpscale.scaled_backward(loss_fn, 2.0**60)."
 )
 _UNCHANGED = (
     "From step {} to step {} the scaler has counted no step, or it was replaced although it skipped most steps. If "
     "steps were taken, the new state is lost: return it from the training step, and pass it to the next step and to "
     "the monitor. Create it once, not in each epoch. Do not put back the old state after an overflow: "
     "with_loss_scaling skips the step itself. If the loop does not call the optimizer after an overflow, the scale "
-    "cannot back off: give jmpscale.loss_scaled a number and warn_if_not_finite=True. With Flax NNX, compile the step "
-    "with nnx.jit, not with jax.jit."
+    "cannot back off: give jmpscale.scaled_backward a number and warn_if_not_finite=True. With Flax NNX, compile the "
+    "step with nnx.jit, not with jax.jit."
 )
 _USUAL_LIMIT = 2.0**32  # the default of max_scale; a lower limit is reached without a mistake
 
@@ -75,7 +75,7 @@ def metrics(scaler: PyTree) -> dict[str, jax.Array]:
       A dict of the arrays of the `ScalerState`, by the names of its fields. For an optimizer state of
       `with_loss_scaling(max_norm=...)` it also contains `grad_norm`, f32[], the global norm before clipping. The values
       are the arrays of the state itself, so read or copy them before the state is donated. `loss_scale` is the scaler's
-      own; the backward pass of `loss_scaled(fun, number)` uses the number instead.
+      own; the backward pass of `scaled_backward(fun, number)` uses the number instead.
 
     Raises:
       ValueError: `scaler` does not contain exactly one scaler.

@@ -113,7 +113,7 @@ def unscale(scaler: PyTree, tree: Tree) -> Tree:
       ValueError: `scaler` does not contain exactly one scaler.
 
     Warns:
-      UserWarning: a gradient is already a result of `unscale`, `value_and_grad` or `loss_scaled`.
+      UserWarning: a gradient is already a result of `unscale`, `value_and_grad` or `scaled_backward`.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -128,7 +128,7 @@ def unscale(scaler: PyTree, tree: Tree) -> Tree:
 def unscale_gradients(state: ScalerState, tree: Tree, loss: ArrayLike | None = None) -> Tree:
     """Divides gradients by the loss scale; all are NaN if the loss, if it is given, is not finite.
 
-    Unlike `unscale`, it accepts the gradients of a `loss_scaled` function.
+    Unlike `unscale`, it accepts the gradients of a `scaled_backward` function.
     """
     guards.unscaling(state, tree)
     if state.config.mode == "disabled":

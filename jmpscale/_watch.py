@@ -1,4 +1,4 @@
-"""A warning from inside a compiled program, which `loss_scaled` gives on request: the gradients are not finite."""
+"""A warning from inside a compiled program, which `scaled_backward` gives on request: the gradients are not finite."""
 
 import jax
 import jax.custom_batching

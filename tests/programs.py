@@ -1,4 +1,4 @@
-"""Programs on which `value_and_grad` and `loss_scaled` are compared with `jax.value_and_grad`.
+"""Programs on which `value_and_grad` and `scaled_backward` are compared with `jax.value_and_grad`.
 
 They compute in float32 and their loss scale is a power of two, so that all results are equal bit for bit.
 """

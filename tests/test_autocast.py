@@ -212,8 +212,8 @@ TRANSFORMATIONS = {
     "value_and_grad of jmpscale inside": lambda wrap: wrap(
         functools.partial(jmpscale.value_and_grad(loss, (0, 1)), SCALER)
     ),
-    "loss_scaled outside": lambda wrap: gradients(jmpscale.loss_scaled(wrap(loss), 2.0**8)),
-    "loss_scaled inside": lambda wrap: gradients(wrap(jmpscale.loss_scaled(loss, 2.0**8))),
+    "scaled_backward outside": lambda wrap: gradients(jmpscale.scaled_backward(wrap(loss), 2.0**8)),
+    "scaled_backward inside": lambda wrap: gradients(wrap(jmpscale.scaled_backward(loss, 2.0**8))),
     "nested": lambda wrap: gradients(wrap(lambda w, x: wrap(loss)(w, x) + jnp.mean(x @ w))),
     "ensemble": lambda wrap: lambda w, x: jax.vmap(gradients(wrap(loss)), (0, None))(jnp.stack([w, w.T]), x),
     "pmap inside": lambda wrap: wrap(
@@ -655,7 +655,7 @@ def test_first_call_of_autocast_may_be_inside_a_mesh():
 PICKLED = {
     "autocast": lambda fun: jmpscale.autocast(fun),
     "bfloat16": lambda fun: jmpscale.autocast(fun, dtype=jnp.bfloat16),
-    "loss_scaled": lambda fun: jmpscale.loss_scaled(jmpscale.autocast(fun), 2.0**8),
+    "scaled_backward": lambda fun: jmpscale.scaled_backward(jmpscale.autocast(fun), 2.0**8),
     "value_and_grad": lambda fun: functools.partial(jmpscale.value_and_grad(jmpscale.autocast(fun)), SCALER),
 }
 

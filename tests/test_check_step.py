@@ -315,9 +315,9 @@ def _in_shard_map():
     return _wrapper(WRAPPED, gradients)
 
 
-def _with_loss_scaled():
+def _with_scaled_backward():
     def gradients(opt_state, params):
-        return jax.value_and_grad(jmpscale.loss_scaled(_loss, opt_state))(params)
+        return jax.value_and_grad(jmpscale.scaled_backward(_loss, opt_state))(params)
 
     return _wrapper(WRAPPED, gradients)
 
@@ -330,7 +330,7 @@ RIGHT = {
     "gradient that is not used": _with_unused_gradient,
     "loop of steps": lambda: _loop(4),
     "shard_map": _in_shard_map,
-    "loss_scaled": _with_loss_scaled,
+    "scaled_backward": _with_scaled_backward,
     "two scalers": _gan,
 }
 

@@ -35,12 +35,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:the (scaler|optimizer state) is a constant"),  # these programs take one step
 ]
 full = pytest.mark.full
-METHODS = ("functional", "functional, norm as check", "optax wrapper", "optax wrapper, max_norm", "loss_scaled")
+METHODS = ("functional", "functional, norm as check", "optax wrapper", "optax wrapper, max_norm", "scaled_backward")
 # The topologies for one device and for multiple devices; layers and width, so large that no on-chip memory holds a
 # matrix; and the bytes by which the temporary memory may differ, because the compiler for TPU packs it differently.
 TARGETS = {"h100": ("h100", "h100", (3, 2048), 0), "tpu": ("tpu-v5e", "tpu-v5p", (2, 8192), 2**19)}
 # Kernels that a step may add on a GPU: one for each scalar of the state that changes, and one for the clipping factor.
-ADDED_KERNELS = {"functional": 5, "optax wrapper": 5, "loss_scaled": 5}
+ADDED_KERNELS = {"functional": 5, "optax wrapper": 5, "scaled_backward": 5}
 ADDED_KERNELS |= {"functional, norm as check": 6, "optax wrapper, max_norm": 6}
 
 
@@ -375,7 +375,7 @@ LIMITS_ON_CPU = {
     "functional": {"moved_bytes": 0.95, "temp_bytes": 0.7, "added_kernels": 24},
     "optax wrapper": {"moved_bytes": 1.09, "temp_bytes": 0.7, "added_kernels": 32},
     "optax wrapper, max_norm": {"moved_bytes": 1.17, "temp_bytes": 0.66, "added_kernels": 26},
-    "loss_scaled": {"moved_bytes": 1.09, "temp_bytes": 0.7, "added_kernels": 27},
+    "scaled_backward": {"moved_bytes": 1.09, "temp_bytes": 0.7, "added_kernels": 27},
 }
 
 

@@ -382,8 +382,8 @@ def test_numbers_above_float32_are_finite_in_float64():
     assert large.fitting_scales is not None
 
 
-def test_warning_of_loss_scaled_is_silent():
-    scaled = jmpscale.loss_scaled(product, 2.0**40, warn_if_not_finite=True)
+def test_warning_of_scaled_backward_is_silent():
+    scaled = jmpscale.scaled_backward(product, 2.0**40, warn_if_not_finite=True)
     summary = diagnose(scaled, W).summary  # the tests fail on warnings
     assert summary.startswith("Loss scales from 2^-44 to 2^-25 fit; yours is 2^10.")
 

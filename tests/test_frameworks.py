@@ -48,8 +48,8 @@ def loss_of(prediction, fault):
 def compute_gradients(api, loss_fn, holder, *args, transform=jax.value_and_grad, has_aux=True):
     if api == "plain":
         return transform(loss_fn, has_aux=has_aux)(*args)
-    if api == "loss_scaled":
-        return transform(jmpscale.loss_scaled(loss_fn, holder, has_aux=has_aux), has_aux=has_aux)(*args)
+    if api == "scaled_backward":
+        return transform(jmpscale.scaled_backward(loss_fn, holder, has_aux=has_aux), has_aux=has_aux)(*args)
     return jmpscale.value_and_grad(loss_fn, has_aux=has_aux, transform=transform)(holder, *args)
 
 
@@ -244,7 +244,7 @@ FRAMEWORKS = {
     ),
     "haiku": Framework(start_haiku, functools.partial(explicit, haiku_loss, jax.value_and_grad)),
 }
-TX = {"plain": SGD, "functional": SGD, "wrapper": WRAPPED_SGD, "loss_scaled": WRAPPED_SGD}
+TX = {"plain": SGD, "functional": SGD, "wrapper": WRAPPED_SGD, "scaled_backward": WRAPPED_SGD}
 
 
 def jit_and_run(framework, api):
@@ -279,7 +279,7 @@ def assert_close(ours, expected):
 
 
 # The wrapper with value_and_grad is the default row; the guides train with it in the other frameworks.
-ROWS = [("nnx", "wrapper"), *itertools.product(FRAMEWORKS, ("functional", "loss_scaled"))]
+ROWS = [("nnx", "wrapper"), *itertools.product(FRAMEWORKS, ("functional", "scaled_backward"))]
 
 
 @pytest.mark.parametrize(
@@ -321,4 +321,4 @@ def test_calls_ignore_a_framework_that_is_being_imported(module, monkeypatch):
     monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
     assert jmpscale.apply_if(True, lambda w: w + 1, 1.0) == 2
     assert jmpscale.value_and_grad(jnp.square)(SCALER, 3.0) == (9, 6)
-    assert jax.grad(jmpscale.loss_scaled(jnp.square, 8.0))(3.0) == 6
+    assert jax.grad(jmpscale.scaled_backward(jnp.square, 8.0))(3.0) == 6

@@ -65,8 +65,8 @@ TAKE_NO_REF = {  # the call, and the path of the reference
     "tx.update": (lambda tree: TX.update(tree, OPT_STATE), "updates['w']"),
     "autocast-args": (lambda tree: jmpscale.autocast(loss_of)(GRADS, tree), "args[1]['w']"),
     "autocast-kwargs": (lambda tree: jmpscale.autocast(loss_of)(tree=tree), "kwargs['tree']['w']"),
-    "loss_scaled-args": (lambda tree: jmpscale.loss_scaled(loss_of, 8.0)(GRADS, tree), "args[1]['w']"),
-    "loss_scaled-kwargs": (lambda tree: jmpscale.loss_scaled(loss_of, 8.0)(tree=tree), "kwargs['tree']['w']"),
+    "scaled_backward-args": (lambda tree: jmpscale.scaled_backward(loss_of, 8.0)(GRADS, tree), "args[1]['w']"),
+    "scaled_backward-kwargs": (lambda tree: jmpscale.scaled_backward(loss_of, 8.0)(tree=tree), "kwargs['tree']['w']"),
 }
 
 

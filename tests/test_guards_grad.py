@@ -133,8 +133,8 @@ WRONG_CALLS = {
             "the loss is scaled twice, because value_and_grad scales it. Remove scale from the loss.",
         ),
         "scaled backward pass": (
-            _value_and_grad(W32, fun=jmpscale.loss_scaled(loss_of, 8.0)),
-            "twice ... Remove loss_scaled",
+            _value_and_grad(W32, fun=jmpscale.scaled_backward(loss_of, 8.0)),
+            "twice ... Remove scaled_backward",
         ),
     },
 }

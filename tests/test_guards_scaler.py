@@ -60,7 +60,7 @@ READ_SCALER_OF_TREE = {  # the call, and the name of the argument
     "raise_if_stuck": (lambda tree: jmpscale.raise_if_stuck(tree, max_consecutive_skips=1), "scaler"),
     "RunMonitor": (lambda tree: jmpscale.RunMonitor(max_consecutive_skips=1).raise_if_stuck(tree, step=0), "scaler"),
     "value_and_grad": (lambda tree: jmpscale.value_and_grad(loss_of)(tree, GRADS), "scaler"),
-    "loss_scaled": (lambda tree: jmpscale.loss_scaled(loss_of, lambda _: tree)(GRADS), "scale"),
+    "scaled_backward": (lambda tree: jmpscale.scaled_backward(loss_of, lambda _: tree)(GRADS), "scale"),
     "all_finite": (lambda tree: jmpscale.all_finite(GRADS, scaler=tree), "scaler"),
     "scale": (lambda tree: jmpscale.scale(tree, LOSS), "scaler"),
     "unscale": (lambda tree: jmpscale.unscale(tree, GRADS), "scaler"),
@@ -175,7 +175,7 @@ def _unscaled_by_hand(state, params):
 
 
 def _scaled_for_a_loop(state, params):
-    return jax.value_and_grad(jmpscale.loss_scaled(loss_of, state))(params)
+    return jax.value_and_grad(jmpscale.scaled_backward(loss_of, state))(params)
 
 
 @pytest.mark.usefixtures("nothing_scaled")

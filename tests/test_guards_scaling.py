@@ -12,7 +12,7 @@ pytestmark = pytest.mark.guards
 
 
 def _grad(w, fun=loss_of, scale=8.0, **options):
-    return lambda: jax.grad(jmpscale.loss_scaled(fun, scale, **options), **options)(w)
+    return lambda: jax.grad(jmpscale.scaled_backward(fun, scale, **options), **options)(w)
 
 
 WRONG_CALLS = {
@@ -27,9 +27,9 @@ WRONG_CALLS = {
         "float8 loss": (lambda: traced(jmpscale.scale, STATE, W8), "the loss is float8_e4m3fn"),
         "unscaled twice": (
             lambda: traced(lambda grads: jmpscale.unscale(STATE, jmpscale.unscale(STATE, grads)), GRADS),
-            "the gradients are unscaled twice: value_and_grad and loss_scaled unscale them. Remove this call.",
+            "the gradients are unscaled twice: value_and_grad and scaled_backward unscale them. Remove this call.",
         ),
-        "unscaled after loss_scaled": (
+        "unscaled after scaled_backward": (
             lambda: traced(lambda w: jmpscale.unscale(STATE, _grad(w)()), W32),
             "the gradients are unscaled twice",
         ),

@@ -76,7 +76,7 @@ DIAGNOSES = {  # the tree, and the words of the diagnosis; if several apply, the
     "rounded-limit": (ROUNDED_LIMIT, r"the loss scale is 0\.3\. .*cannot back off any further"),
     "static": (
         STUCK._replace(config=jmpscale.static(8.0).config),
-        "static and does not back off.*diagnose with the same batch prints the scales.*to loss_scaled",
+        "static and does not back off.*diagnose with the same batch prints the scales.*to scaled_backward",
     ),
     "start": (_stuck(total_skips=3), r"\(3 in total\).*the first skips of this run.*scales that fit, for init_scale"),
     "backing-off": (STUCK, r"\(5 in total\); the loss scale is 8\. .*is still backing off\. Allow.*diagnose names"),
@@ -380,7 +380,7 @@ def test_run_monitor_warns_of_a_scale_that_grows_to_its_limit_without_a_skip():
         error, [message] = watch(2.0**28, "." * 99, growth_interval=interval)
         assert error is None
         assert re.match(r"The loss scale has grown to its limit, 2\^32, without.*the loss is not scaled", message)
-        assert "jmpscale.loss_scaled(loss_fn, 2.0**60)" in message
+        assert "jmpscale.scaled_backward(loss_fn, 2.0**60)" in message
 
 
 # --- warn_after_skips reports from the program, once per streak ---
@@ -551,7 +551,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 tx = jmpscale.with_loss_scaling(optax.sgd(0.1), jmpscale.dynamic(2.0**20), warn_after_skips=3)
 mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 put = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))
-loss_fn = jmpscale.loss_scaled(lambda w, x: jnp.mean(w * x), 2.0**8, warn_if_not_finite=WATCH)
+loss_fn = jmpscale.scaled_backward(lambda w, x: jnp.mean(w * x), 2.0**8, warn_if_not_finite=WATCH)
 
 
 @jax.jit

@@ -82,9 +82,9 @@ def scale_and_unscale(loss_fn):
     return grad
 
 
-def loss_scaled(loss_fn):
+def scaled_backward(loss_fn):
     def grad(scaler, w, x):
-        return jax.value_and_grad(jmpscale.loss_scaled(loss_fn, scaler))(w, x)
+        return jax.value_and_grad(jmpscale.scaled_backward(loss_fn, scaler))(w, x)
 
     return grad
 
@@ -92,7 +92,7 @@ def loss_scaled(loss_fn):
 STEPS = {  # a function that creates a training step, and a function that takes gradients
     "optax wrapper": (wrapper_step, jmpscale.value_and_grad),
     "functional API": (functional_step, jmpscale.value_and_grad),
-    "optax wrapper, loss_scaled": (wrapper_step, loss_scaled),
+    "optax wrapper, scaled_backward": (wrapper_step, scaled_backward),
     "functional API, scale and unscale": (functional_step, scale_and_unscale),
 }
 CASES = {
@@ -140,7 +140,7 @@ def test_gradients_of_a_loss_that_is_not_finite_are_nan():
 
 
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
-@pytest.mark.parametrize("call", [jmpscale.scale, lambda scaler, x: jmpscale.loss_scaled(lambda x: x, scaler)(x)])
+@pytest.mark.parametrize("call", [jmpscale.scale, lambda scaler, x: jmpscale.scaled_backward(lambda x: x, scaler)(x)])
 def test_derivatives_of_a_loss_that_is_not_finite_are_nan(call, value, variant):
     """Its value remains."""
     loss, derivative = variant(jax.value_and_grad(lambda x: call(jmpscale.static(2.0), x)))(jnp.float32(value))
@@ -160,7 +160,7 @@ ARRAYS = {  # derivatives that must remain finite, because the elements that are
 
 @pytest.mark.parametrize("reduce", rows(ARRAYS))
 def test_arrays_that_are_not_finite_keep_finite_derivatives(reduce):
-    """Only a scalar is a loss: `scale` and `loss_scaled` do not know which elements of an array are used."""
+    """Only a scalar is a loss: `scale` and `scaled_backward` do not know which elements of an array are used."""
 
     def losses(w):
         return jnp.where(X > 1, -jnp.inf, X * w)
@@ -168,8 +168,8 @@ def test_arrays_that_are_not_finite_keep_finite_derivatives(reduce):
     expected = jax.grad(lambda w: reduce(losses(w)))(2.0)
     assert jnp.isfinite(expected)
     by_scale = jax.grad(lambda w: reduce(jmpscale.scale(jmpscale.static(4.0), losses(w)) / 4))(2.0)
-    by_loss_scaled = jax.grad(lambda w: reduce(jmpscale.loss_scaled(losses, 4.0)(w)))(2.0)
-    chex.assert_trees_all_close((by_scale, by_loss_scaled), (expected, expected), rtol=1e-6)
+    by_scaled_backward = jax.grad(lambda w: reduce(jmpscale.scaled_backward(losses, 4.0)(w)))(2.0)
+    chex.assert_trees_all_close((by_scale, by_scaled_backward), (expected, expected), rtol=1e-6)
 
 
 def test_auxiliary_data_that_are_not_finite_change_no_gradient():
@@ -178,8 +178,8 @@ def test_auxiliary_data_that_are_not_finite_change_no_gradient():
 
     expected = jax.grad(loss_fn, has_aux=True)(W, W)[0]
     _, by_value_and_grad = jmpscale.value_and_grad(loss_fn, has_aux=True)(jmpscale.dynamic(), W, W)
-    by_loss_scaled, _ = jax.grad(jmpscale.loss_scaled(loss_fn, 2.0**16, has_aux=True), has_aux=True)(W, W)
-    chex.assert_trees_all_equal((by_value_and_grad, by_loss_scaled), (expected, expected))
+    by_scaled_backward, _ = jax.grad(jmpscale.scaled_backward(loss_fn, 2.0**16, has_aux=True), has_aux=True)(W, W)
+    chex.assert_trees_all_equal((by_value_and_grad, by_scaled_backward), (expected, expected))
 
 
 @pytest.mark.usefixtures("x64")
@@ -196,7 +196,7 @@ def test_derivatives_of_a_finite_loss_keep_their_bits(order, dtype):
     result = derivative(lambda w: jmpscale.scale(jmpscale.static(2.0**10), jnp.sin(w) * w))(w)
     chex.assert_trees_all_equal(result, expected)
     assert jax.typeof(result) == jax.typeof(expected)
-    assert derivative(jmpscale.loss_scaled(lambda w: jnp.sin(w) * w, 2.0**10))(w) == expected / 2.0**10
+    assert derivative(jmpscale.scaled_backward(lambda w: jnp.sin(w) * w, 2.0**10))(w) == expected / 2.0**10
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -34,7 +34,17 @@ MAY_IMPORT = {
     "plots": {"matplotlib"},
     "__main__": {"optax"},
 }
-ALGORITHM = ["_finite", "_gate", "_get_scaler", "_grad", "_loss_scaled", "_optax", "_optax_step", "_scaling", "_update"]
+ALGORITHM = [
+    "_finite",
+    "_gate",
+    "_get_scaler",
+    "_grad",
+    "_scaled_backward",
+    "_optax",
+    "_optax_step",
+    "_scaling",
+    "_update",
+]
 ALWAYS = {*sys.stdlib_module_names, "jax", "jmpscale", "numpy"}
 
 

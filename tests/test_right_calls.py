@@ -63,7 +63,7 @@ def _value_and_grad(*args, fun=loss_of, **options):
 
 
 def _grad(w, fun=loss_of, scale=8.0, **options):
-    return lambda: jax.grad(jmpscale.loss_scaled(fun, scale, **options), **options)(w)
+    return lambda: jax.grad(jmpscale.scaled_backward(fun, scale, **options), **options)(w)
 
 
 def _half_sum(w):
@@ -144,10 +144,10 @@ VALID_CALLS = {
     "has_aux of NumPy": _value_and_grad(W32, fun=lambda w: (jnp.sum(w), w), has_aux=np.True_),
     "value_and_grad of gradients": _value_and_grad(W32, fun=lambda w: jmpscale.value_and_grad(jnp.sum)(STATE, w)[0]),
     "argument called scaler": lambda: jmpscale.value_and_grad(lambda w, scaler: w * scaler)(STATE, 1.0, scaler=2.0),
-    "loss_scaled float16 batch": lambda: _grad(W32, lambda w: loss_of([w, W16]))(),
-    "loss_scaled float16 aux": _grad(W32, lambda w: (loss_of(w), _half_sum(w)), has_aux=True),
-    "loss_scaled eagerly": _grad(W32, scale=STATE),
-    "loss_scaled by an argument": lambda: traced(lambda state: _grad(W32, scale=state)(), STATE),
+    "scaled_backward float16 batch": lambda: _grad(W32, lambda w: loss_of([w, W16]))(),
+    "scaled_backward float16 aux": _grad(W32, lambda w: (loss_of(w), _half_sum(w)), has_aux=True),
+    "scaled_backward eagerly": _grad(W32, scale=STATE),
+    "scaled_backward by an argument": lambda: traced(lambda state: _grad(W32, scale=state)(), STATE),
     "smallest max_norm": _wrap(ADAM, max_norm=SMALLEST),
     "largest max_norm": _wrap(ADAM, max_norm=LARGEST),
     "masked inside": lambda: _wrap(optax.masked(ADAM, MASK))().init(GRADS),
@@ -162,7 +162,7 @@ VALID_CALLS = {
     ),
     "gradients by a copy": after_gradients(lambda s, g, _: SCALE.update(g, jax.tree.map(jnp.copy, s)), SCALE_STATE),
     "two losses": lambda: jmpscale.update(STATE, True, loss=loss_and_aux(LOSS)),
-    "diagnosis of loss_scaled": lambda: jmpscale.diagnose(jmpscale.loss_scaled(loss_of, 8.0))(STATE, W32),
+    "diagnosis of scaled_backward": lambda: jmpscale.diagnose(jmpscale.scaled_backward(loss_of, 8.0))(STATE, W32),
     "cast of a user's field": lambda: jmpscale.cast(Posterior(W32, W32), jnp.float16),
     "bfloat16 averages": lambda: jmpscale.with_loss_scaling(optax.adam(1e-3, mu_dtype=jnp.bfloat16)).init(GRADS),
     "frozen float16 parameters": lambda: TX.init({"w": W16, "adapter": W32}),

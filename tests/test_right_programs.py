@@ -38,7 +38,7 @@ DEFAULT = {
     "wrapper",
     "functional_api",
     "scale_and_unscale",
-    "loss_scaled_by_a_number",
+    "scaled_backward_by_a_number",
     "init_in_the_compiled_step",
 }
 
@@ -148,19 +148,19 @@ def train_in_a_loop(tx, scaled_loss_fn, **extra_args):
 
 
 @program
-def loss_scaled_by_a_number():
-    train_in_a_loop(wrap(ADAM, jmpscale.static(1.0)), jmpscale.loss_scaled(loss_fn, 2.0**12))
+def scaled_backward_by_a_number():
+    train_in_a_loop(wrap(ADAM, jmpscale.static(1.0)), jmpscale.scaled_backward(loss_fn, 2.0**12))
 
 
 @program
-def loss_scaled_that_warns_about_overflows():
+def scaled_backward_that_warns_about_overflows():
     tx = wrap(ADAM, jmpscale.static(1.0))
-    train_in_a_loop(tx, jmpscale.loss_scaled(loss_fn, 2.0**12, warn_if_not_finite=True))
+    train_in_a_loop(tx, jmpscale.scaled_backward(loss_fn, 2.0**12, warn_if_not_finite=True))
 
 
 @program
-def loss_scaled_by_the_state():
-    scaled = jmpscale.loss_scaled(lambda params, state: loss_fn(params, X, Y), lambda params, state: state)
+def scaled_backward_by_the_state():
+    scaled = jmpscale.scaled_backward(lambda params, state: loss_fn(params, X, Y), lambda params, state: state)
 
     @jax.jit
     def step(params, opt_state):
@@ -172,24 +172,26 @@ def loss_scaled_by_the_state():
 
 
 @program
-def loss_scaled_with_half_auxiliary_data():
+def scaled_backward_with_half_auxiliary_data():
     def loss_and_features(params, x):
         features = x @ params["w"]
         return jnp.mean(features**2), features.astype(jnp.float16)
 
-    scaled = jmpscale.loss_scaled(jmpscale.autocast(loss_and_features), 2.0**10, has_aux=True)
+    scaled = jmpscale.scaled_backward(jmpscale.autocast(loss_and_features), 2.0**10, has_aux=True)
     jax.jit(jax.value_and_grad(scaled, has_aux=True))(PARAMS, X)
 
 
 @program
-def loss_scaled_of_each_example():
-    scaled = jmpscale.loss_scaled(loss_fn, 2.0**10)
+def scaled_backward_of_each_example():
+    scaled = jmpscale.scaled_backward(loss_fn, 2.0**10)
     jax.jit(jax.grad(lambda params: jnp.mean(jax.vmap(scaled, (None, 0, 0))(params, X[:, None], Y[:, None]))))(PARAMS)
 
 
 @program
-def loss_scaled_model():
-    scaled = jmpscale.loss_scaled(lambda params, x: (x.astype("f2") @ params["w"].astype("f2")).astype("f4"), 2.0**10)
+def scaled_backward_model():
+    scaled = jmpscale.scaled_backward(
+        lambda params, x: (x.astype("f2") @ params["w"].astype("f2")).astype("f4"), 2.0**10
+    )
     jax.jit(jax.grad(lambda params: jnp.mean(scaled(params, X) ** 2)))(PARAMS)
 
 

@@ -1,4 +1,4 @@
-"""autocast and loss_scaled trace a function once, even if it changes NNX variables, and name themselves in errors."""
+"""autocast and scaled_backward trace a function once, even if it changes NNX variables, and errors name them."""
 
 import functools
 import inspect
@@ -18,11 +18,11 @@ from precision import assert_close, assert_norms_close
 pytestmark = pytest.mark.usefixtures("standard_promotion_and_ranks")
 full = pytest.mark.full
 X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 8)), jnp.float32)
-NAMES = ("autocast", "loss_scaled")
+NAMES = ("autocast", "scaled_backward")
 
 
 def transform(name, fun, has_aux=False):
-    return jmpscale.autocast(fun) if name == "autocast" else jmpscale.loss_scaled(fun, 2.0**8, has_aux=has_aux)
+    return jmpscale.autocast(fun) if name == "autocast" else jmpscale.scaled_backward(fun, 2.0**8, has_aux=has_aux)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -56,7 +56,7 @@ def autocast(
     A float16 result that is infinite becomes NaN, because later arithmetic could hide infinity: 1 / infinity is 0. An
     operand that is infinite in float16 makes the result NaN, too. The loss is then NaN, unless a comparison hides it,
     and a step whose loss is NaN is skipped. In float16, gradients underflow without loss scaling: differentiate with
-    `jmpscale.value_and_grad`, or use `loss_scaled`. Wrap the loss function, not the training step: some optimizers
+    `jmpscale.value_and_grad`, or use `scaled_backward`. Wrap the loss function, not the training step: some optimizers
     contain matmuls, too.
 
     Contractions of at most 4 elements, as in outer products and transformed coordinates, and inner products, such as
@@ -67,8 +67,10 @@ def autocast(
 
     Matmuls of other dtypes, such as complex64, kernels (Pallas, FFI), solvers, and functions with their own derivative
     rule (`jax.custom_vjp`, `jax.custom_jvp`) run as written. To convert the matmuls of such a function, wrap `fun`
-    after differentiation, `autocast(jmpscale.value_and_grad(loss_fn))`, or use `autocast` inside the function. If a
-    solver transposes the function, as `gmres` does, `dtype` must be bfloat16.
+    after differentiation, `autocast(jmpscale.value_and_grad(loss_fn))`, or use `autocast` inside the function. JAX
+    cannot transpose the check for infinity, so if a solver transposes the function, as `gmres`, `bicgstab` and
+    `jax.linear_transpose` do, pass `result=jnp.float32` or `dtype=jnp.bfloat16`; otherwise JAX raises "Transpose rule
+    for 'abs' not implemented".
 
     As a decorator it takes the options: `@jmpscale.autocast(dtype=jnp.bfloat16)`.
 

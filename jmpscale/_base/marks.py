@@ -19,7 +19,7 @@ class Mark(enum.Enum):
     GRADIENT = "a gradient in true units"  # its source is the loss scale
     LOSS = "a loss that value_and_grad returned"
     SCALED = "a loss that scale returned"
-    SCALED_BACKWARD = "a loss that loss_scaled returned"
+    SCALED_BACKWARD = "a loss that scaled_backward returned"
     CHECKED = "whether a tree is finite"  # its source is the first gradient of the tree, or the first leaf
     ADAPTED = "a flag or a gradient by which a scale was adapted"  # its source is the new scale
     FINITE = "whether gradients in true units are finite"  # its source may be the loss scale after this step

@@ -46,7 +46,7 @@ def diagnose(
     Args:
       fun: the loss function, as for `value_and_grad`; `autocast` may be applied to it. For a training step that is
         written with `scale` and `unscale`, pass the loss function without them. If `fun` itself multiplies by a scale,
-        as `loss_scaled` does, that scale is a constant factor, and the diagnosis is about the scaler.
+        as `scaled_backward` does, that scale is a constant factor, and the diagnosis is about the scaler.
       argnums: which positional arguments of `fun` to differentiate with respect to.
       has_aux: whether `fun` returns a pair of the loss and auxiliary data.
       transform: the `value_and_grad` of the model's framework.

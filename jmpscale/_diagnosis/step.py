@@ -95,7 +95,7 @@ def _check_can_repeat(jaxpr: core.Jaxpr) -> None:
 def _without_effects(eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
     """Removes callbacks without results, such as `jax.debug.print`: a step runs many times.
 
-    The warning of `loss_scaled` is a callback, too, and is silent: scales that overflow are part of the search.
+    The warning of `scaled_backward` is a callback, too, and is silent: scales that overflow are part of the search.
     """
     if eqn.primitive.name == "pure_callback" and not eqn.invars and SCALING in user_lines(eqn):
         return [eqn.replace(params=eqn.params | {"callback": lambda: [np.array(True)]})]

@@ -108,8 +108,8 @@ def _first_gradient(step: Callable[..., Any], args: Any, kwargs: Any) -> tuple[G
         raise _mapped(step)
     raise TypeError(
         f"step must call jmpscale.value_and_grad, which {describe(step)} does not, unless it is a program that has "
-        "been compiled already. Pass the function itself; for a step that is written with scale or loss_scaled, call "
-        "diagnose(loss_fn)(scaler, params, batch)."
+        "been compiled already. Pass the function itself; for a step that is written with scale or scaled_backward, "
+        "call diagnose(loss_fn)(scaler, params, batch)."
     )
 
 

@@ -69,12 +69,12 @@ def fun_returned(out: object, has_aux: bool) -> None:
 
 
 def loss_computed(loss: object, state: ScalerState, transform: Function) -> None:
-    # diagnose may be given a function with loss_scaled, and has a static scaler.
-    by_loss_scaled = has_mark(Mark.SCALED_BACKWARD, loss) and state.config.mode == "dynamic"
-    if by_loss_scaled or (has_mark(Mark.SCALED, loss) and state.config.mode != "disabled"):
+    # diagnose may be given a function with scaled_backward, and has a static scaler.
+    by_scaled_backward = has_mark(Mark.SCALED_BACKWARD, loss) and state.config.mode == "dynamic"
+    if by_scaled_backward or (has_mark(Mark.SCALED, loss) and state.config.mode != "disabled"):
         warn_user(
             "the loss is scaled twice, because value_and_grad scales it. Remove "
-            f"{'loss_scaled' if by_loss_scaled else 'scale from the loss'}."
+            f"{'scaled_backward' if by_scaled_backward else 'scale from the loss'}."
         )
     # Without scaling, another `transform` may accept other losses.
     if not is_real_scalar(loss) and (state.config.mode != "disabled" or transform is jax.value_and_grad):

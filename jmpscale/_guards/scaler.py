@@ -110,5 +110,5 @@ def warn_if_nothing_is_scaled(scaler: ScalerState) -> None:
     if scaler.config.mode == "dynamic" and not was_used(Mark.SCALED, Mark.GRADIENT):
         warn_user(
             "no loss has been scaled yet, so small gradients underflow in float16. Use jmpscale.value_and_grad, or "
-            "wrap the loss function in jmpscale.loss_scaled. Without float16, use static(1.0)."
+            "wrap the loss function in jmpscale.scaled_backward. Without float16, use static(1.0)."
         )

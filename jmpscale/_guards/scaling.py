@@ -28,7 +28,9 @@ def scaled(losses: PyTree) -> None:
 
 def unscale_called(state: ScalerState, tree: PyTree) -> None:
     if state.config.mode != "disabled" and (has_mark(Mark.GRADIENT, tree) or has_mark(Mark.LOSS, tree)):
-        warn_user("the gradients are unscaled twice: value_and_grad and loss_scaled unscale them. Remove this call.")
+        warn_user(
+            "the gradients are unscaled twice: value_and_grad and scaled_backward unscale them. Remove this call."
+        )
 
 
 def unscaling(state: ScalerState, tree: PyTree) -> None:

@@ -28,8 +28,8 @@ _RETURNED = (
 )
 _UNSCALED = (
     "the loss was not scaled, or not by the scaler of the state. Take the gradients with "
-    "jmpscale.value_and_grad(loss_fn)(scaler, params, batch), or let loss_scaled read the scaler; check_step cannot "
-    "check a loss scale that is a number."
+    "jmpscale.value_and_grad(loss_fn)(scaler, params, batch), or let scaled_backward read the scaler; check_step "
+    "cannot check a loss scale that is a number."
 )
 _HIDDEN = (
     "Something replaces infinity and NaN before the check, such as a clip, jnp.nan_to_num or a choice of "
@@ -57,7 +57,7 @@ def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Seque
 
     If JAX can trace the step, it is also evaluated in float32. There, no change may depend on the scale, on whether the
     scale grows after the step, or on whether the previous step was skipped. Then the gradients that `value_and_grad`,
-    `unscale` or a `loss_scaled` function returns become infinite, one after another: each must skip the step, once,
+    `unscale` or a `scaled_backward` function returns become infinite, one after another: each must skip the step, once,
     unless the step does not use it. Just below the scale at which the step is skipped, no change may differ from the
     change in float32 by more than half. Differences that rounding explains are accepted.
 

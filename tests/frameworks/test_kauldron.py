@@ -49,7 +49,7 @@ class LossScaledLanguageModel(LanguageModel):
     """Scales its backward pass by a constant, so that no function of Kauldron is replaced."""
 
     def apply(self, *args, **kwargs):
-        return jmpscale.loss_scaled(super().apply, 2.0**24, has_aux=True)(*args, **kwargs)
+        return jmpscale.scaled_backward(super().apply, 2.0**24, has_aux=True)(*args, **kwargs)
 
 
 @dataclasses.dataclass(eq=True, frozen=True, kw_only=True)
@@ -107,10 +107,10 @@ def restored_afterwards():
     return mock.patch.object(train_step, "forward_with_loss", train_step.forward_with_loss)
 
 
-def train_loss_scaled(*, overflows=False, **options):
+def train_scaled_backward(*, overflows=False, **options):
     with restored_afterwards():
         # kd.train keeps the original: a notebook may execute the line again.
-        train_step.forward_with_loss = jmpscale.loss_scaled(
+        train_step.forward_with_loss = jmpscale.scaled_backward(
             kd.train.forward_with_loss, lambda context, **_: context.opt_state, has_aux=True
         )
         # The scale grows a few times, so that tests can observe it.
@@ -122,7 +122,7 @@ def train_autocast():
     """Trains the program in float32, with its matmuls in float16."""
     with restored_afterwards():
         half = jmpscale.autocast(kd.train.forward_with_loss)
-        train_step.forward_with_loss = jmpscale.loss_scaled(half, 2.0**24, has_aux=True)
+        train_step.forward_with_loss = jmpscale.scaled_backward(half, 2.0**24, has_aux=True)
         return train(LanguageModel(jnp.float32), jmpscale.with_loss_scaling(adamw(), jmpscale.static(1.0)))
 
 
@@ -137,7 +137,7 @@ DYNAMIC_ON_PAGE, STATIC_ON_PAGE = page_programs("Kauldron")
 RUNS = {
     "float32": lambda: train(LanguageModel(jnp.float32), adamw()),
     "float16": lambda: train(LanguageModel(jnp.float16), adamw()),
-    "dynamic": train_loss_scaled,
+    "dynamic": train_scaled_backward,
     "autocast": train_autocast,
     "static": lambda: train(
         LossScaledLanguageModel(jnp.float16), jmpscale.with_loss_scaling(adamw(), jmpscale.static(1.0))
@@ -149,7 +149,7 @@ run = functools.cache(lambda name: RUNS[name]())
 
 
 @pytest.mark.parametrize("way", list(RUNS)[2:])
-def test_float16_with_loss_scaled_trains_like_float32(way):
+def test_float16_with_scaled_backward_trains_like_float32(way):
     losses = {name: run(name)[1]["losses/total"][-1] for name in ("float32", "float16", way)}
     assert losses["float16"] > losses["float32"] + 2
     assert abs(losses[way] - losses["float32"]) < 1e-3
@@ -173,12 +173,12 @@ SHARDINGS = {
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_overflow_leaves_parameters_and_optimizer_state_unchanged(sharding):
     options = {"overflows": True, "sharding": SHARDINGS[sharding]}
-    before, logs = train_loss_scaled(steps=OVERFLOW, **options)
+    before, logs = train_scaled_backward(steps=OVERFLOW, **options)
     kernel = before.params["Dense_0"]["kernel"]
     assert len(kernel.sharding.device_set) == 2
     assert kernel.is_fully_replicated == (sharding == "replicated")
     np.testing.assert_allclose(logs["losses/total"], run("float32")[1]["losses/total"][:OVERFLOW], rtol=0, atol=1e-3)
-    after, logs = train_loss_scaled(steps=OVERFLOW + 1, **options)
+    after, logs = train_scaled_backward(steps=OVERFLOW + 1, **options)
     assert not np.isfinite(logs["metrics/grad_norm"][OVERFLOW])
     assert_equal_bits((before.params, before.opt_state.inner_state), (after.params, after.opt_state.inner_state))
     scaler = after.opt_state.scaler
@@ -189,8 +189,8 @@ def test_overflow_leaves_parameters_and_optimizer_state_unchanged(sharding):
 
 def test_restored_checkpoint_continues_like_the_uninterrupted_run(tmp_path):
     options = {"workdir": tmp_path, "checkpointer": kd.ckpts.Checkpointer(save_interval_steps=20)}
-    train_loss_scaled(steps=22, **options)
-    state, logs = train_loss_scaled(**options)
+    train_scaled_backward(steps=22, **options)
+    state, logs = train_scaled_backward(**options)
     expected_state, expected_logs = run("dynamic")
     assert_equal_bits(expected_state, state)
     np.testing.assert_array_equal(logs["losses/total"], expected_logs["losses/total"][20:])

@@ -89,7 +89,7 @@ class Checkpoints(CheckpointerConfig):
 class LossScaledTrainer(Trainer):
     def _train_step(self, state, *args, **kwargs):
         loss_fn = self.loss_fn
-        self.loss_fn = jmpscale.loss_scaled(loss_fn, state.opt_state, has_aux=True)
+        self.loss_fn = jmpscale.scaled_backward(loss_fn, state.opt_state, has_aux=True)
         try:
             return super()._train_step(state, *args, **kwargs)
         finally:
@@ -98,7 +98,7 @@ class LossScaledTrainer(Trainer):
 
 def static(config, tx):
     trainer = Trainer(config, jmpscale.with_loss_scaling(tx, jmpscale.static(1.0)), loss_fn)
-    trainer.loss_fn = jmpscale.loss_scaled(trainer.loss_fn, 2.0**24, has_aux=True)
+    trainer.loss_fn = jmpscale.scaled_backward(trainer.loss_fn, 2.0**24, has_aux=True)
     return trainer
 
 
@@ -109,7 +109,7 @@ def dynamic(config, tx):
 
 def autocast(config, tx, scale=2.0**24):
     """Trains the program in float32, with its matmuls in float16."""
-    half_loss_fn = jmpscale.loss_scaled(jmpscale.autocast(loss_fn), scale)
+    half_loss_fn = jmpscale.scaled_backward(jmpscale.autocast(loss_fn), scale)
     return Trainer(config, jmpscale.with_loss_scaling(tx, jmpscale.static(1.0)), half_loss_fn)
 
 
@@ -123,7 +123,9 @@ def as_on_the_page(program, config, tx):
 AUTOCAST_ON_PAGE, STATIC_ON_PAGE, DYNAMIC_ON_PAGE, HOOK_ON_PAGE = page_programs("Levanter")
 WAYS = {
     "unscaled": lambda config, tx: Trainer(config, tx, loss_fn),
-    "around the function of the user": lambda config, tx: Trainer(config, tx, jmpscale.loss_scaled(loss_fn, 2.0**24)),
+    "around the function of the user": lambda config, tx: Trainer(
+        config, tx, jmpscale.scaled_backward(loss_fn, 2.0**24)
+    ),
     "autocast": autocast,
     "autocast without scaling": functools.partial(autocast, scale=1.0),
     "autocast, as on the page": functools.partial(as_on_the_page, AUTOCAST_ON_PAGE),
@@ -193,7 +195,7 @@ def test_autocast_trains_a_float32_program_like_float32():
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way.startswith(("static", "dynamic"))])
-def test_float16_with_loss_scaled_trains_like_float32(way):
+def test_float16_with_scaled_backward_trains_like_float32(way):
     losses = [logged("train/loss", *run)[-1] / WEIGHT for run in (("unscaled", FLOAT32), ("unscaled",), (way,))]
     float32, float16, scaled = losses
     assert float16 > float32 + 2

@@ -82,14 +82,14 @@ def unscaled(model, tx, config, loss_fn, has_aux):
 
 def static(model, tx, config, loss_fn, has_aux):
     trainer = PeftTrainer(model, jmpscale.with_loss_scaling(tx, jmpscale.static(1.0)), config)
-    trainer.with_loss_fn(jmpscale.loss_scaled(loss_fn, 2.0**24, has_aux=has_aux), has_aux=has_aux)
+    trainer.with_loss_fn(jmpscale.scaled_backward(loss_fn, 2.0**24, has_aux=has_aux), has_aux=has_aux)
     return trainer
 
 
 def autocast(model, tx, config, loss_fn, has_aux, scale=2.0**24):
     """Trains the program in float32, with its matmuls in float16."""
     trainer = PeftTrainer(model, jmpscale.with_loss_scaling(tx, jmpscale.static(1.0)), config)
-    half_loss_fn = jmpscale.loss_scaled(jmpscale.autocast(loss_fn), scale, has_aux=has_aux)
+    half_loss_fn = jmpscale.scaled_backward(jmpscale.autocast(loss_fn), scale, has_aux=has_aux)
     trainer.with_loss_fn(half_loss_fn, has_aux=has_aux)
     return trainer
 
@@ -97,7 +97,7 @@ def autocast(model, tx, config, loss_fn, has_aux, scale=2.0**24):
 class LossScaledTrainer(PeftTrainer):
     def _train_step(self, model, optimizer, inputs):
         loss_fn = self.loss_fn
-        self.loss_fn = jmpscale.loss_scaled(loss_fn, optimizer.opt_state.scaler, has_aux=self._has_aux)
+        self.loss_fn = jmpscale.scaled_backward(loss_fn, optimizer.opt_state.scaler, has_aux=self._has_aux)
         try:
             return super()._train_step(model, optimizer, inputs)
         finally:
@@ -118,7 +118,7 @@ def alias(model, tx, config, loss_fn, has_aux):
     trainer = PeftTrainer(model, jmpscale.with_loss_scaling(tx, scaler), config)
     trainer.model.loss_scale = trainer.optimizer.opt_state.scaler.loss_scale  # the variable of the optimizer
     # Tunix passes the batch by keyword in evaluation, and nnx.value_and_grad by position in training.
-    loss_fn = jmpscale.loss_scaled(loss_fn, lambda model, *args, **kwargs: model.loss_scale, has_aux=has_aux)
+    loss_fn = jmpscale.scaled_backward(loss_fn, lambda model, *args, **kwargs: model.loss_scale, has_aux=has_aux)
     trainer.with_loss_fn(loss_fn, has_aux=has_aux)
     return trainer
 
@@ -205,7 +205,7 @@ def assert_same_bits(one, other):
 
 
 @pytest.mark.parametrize("way", ["alias", *WAYS, *ON_PAGE])
-def test_float16_with_loss_scaled_trains_like_float32(way):
+def test_float16_with_scaled_backward_trains_like_float32(way):
     assert final_loss(trained("unscaled")) > final_loss(trained("unscaled", dtype=jnp.float32)) + 2
     assert_trains_like(trained("unscaled", dtype=jnp.float32), trained(way))
 

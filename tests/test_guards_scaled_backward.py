@@ -1,4 +1,4 @@
-"""`loss_scaled` takes a loss function and a scale, and supports reverse mode."""
+"""`scaled_backward` takes a loss function and a scale, and supports reverse mode."""
 
 import jax
 import jax.numpy as jnp
@@ -17,37 +17,37 @@ def _half_sum(w):
     return jnp.sum(w.astype(jnp.float16))
 
 
-def _loss_scaled(scale, fun=loss_of, **options):
-    return lambda: jmpscale.loss_scaled(fun, scale, **options)(GRADS)
+def _scaled_backward(scale, fun=loss_of, **options):
+    return lambda: jmpscale.scaled_backward(fun, scale, **options)(GRADS)
 
 
 def _grad(w, fun=loss_of, scale=8.0, **options):
-    return lambda: jax.grad(jmpscale.loss_scaled(fun, scale, **options), **options)(w)
+    return lambda: jax.grad(jmpscale.scaled_backward(fun, scale, **options), **options)(w)
 
 
 MULTI_STEPS = optax.MultiSteps(TX, 2)
 WRONG_CALLS = {
     TypeError: {
-        "loss": (lambda: jmpscale.loss_scaled(3.0, 8.0), "fun must ... got 3.0. Call loss_scaled(fun, scale)."),
-        "vector": (_loss_scaled(jnp.ones(3)), "scale must be a floating-point scalar, got float32[3]. Pass"),
-        "int": (_loss_scaled(jnp.int32(3)), "scale must be a floating-point scalar, got int32[]"),
-        "no pair": (_loss_scaled(8.0, has_aux=True), "a pair (loss, aux) because has_aux is true, got float32[]."),
+        "loss": (lambda: jmpscale.scaled_backward(3.0, 8.0), "fun must ... got 3.0. Call scaled_backward(fun, scale)."),
+        "vector": (_scaled_backward(jnp.ones(3)), "scale must be a floating-point scalar, got float32[3]. Pass"),
+        "int": (_scaled_backward(jnp.int32(3)), "scale must be a floating-point scalar, got int32[]"),
+        "no pair": (_scaled_backward(8.0, has_aux=True), "a pair (loss, aux) because has_aux is true, got float32[]."),
         "float16": (_grad({"h": W16}), "got args[0]['h'] of float16[2]: ... autocast ... framework ... value_and_grad"),
         "float8": (
-            lambda: jax.grad(lambda w: jmpscale.loss_scaled(loss_of, 8.0)(tree=w))(W8),
+            lambda: jax.grad(lambda w: jmpscale.scaled_backward(loss_of, 8.0)(tree=w))(W8),
             "got kwargs['tree'] of float8_e4m3fn[2]",
         ),
         "closure": (
-            lambda: jax.grad(lambda w: jmpscale.loss_scaled(lambda: loss_of(w), 8.0)())(W16),
+            lambda: jax.grad(lambda w: jmpscale.scaled_backward(lambda: loss_of(w), 8.0)())(W16),
             "got a value that fun closes over of float16[2]",
         ),
     },
     ValueError: {
-        "number": (_loss_scaled(-1), "scale must be between 2^-126 and 2^126, got -1."),
-        "zero": (_loss_scaled(jnp.float32(0)), "scale must be between 2^-126 and 2^126, got 0"),
-        "nan": (_loss_scaled(np.float32("nan")), "scale must be between 2^-126 and 2^126, got nan."),
-        "function": (_loss_scaled(lambda _: 0), "scale must be between 2^-126 and 2^126, got 0."),
-        "string": (_loss_scaled("x"), "exactly one ScalerState, found 0 in a str"),
+        "number": (_scaled_backward(-1), "scale must be between 2^-126 and 2^126, got -1."),
+        "zero": (_scaled_backward(jnp.float32(0)), "scale must be between 2^-126 and 2^126, got 0"),
+        "nan": (_scaled_backward(np.float32("nan")), "scale must be between 2^-126 and 2^126, got nan."),
+        "function": (_scaled_backward(lambda _: 0), "scale must be between 2^-126 and 2^126, got 0."),
+        "string": (_scaled_backward("x"), "exactly one ScalerState, found 0 in a str"),
         "varying": (
             lambda: per_device(lambda x, w: _grad(w, scale=x[0])(), W32, check_vma=True),
             "scale must be equal on all devices that share args[0] ... ['d']. ... jax.shard_map with in_specs=jax.P().",
@@ -56,11 +56,11 @@ WRONG_CALLS = {
     UserWarning: {
         "float16": (_grad(W32, _half_sum), "the loss is float16"),
         "float16 output": (
-            lambda: jax.grad(lambda w: loss_of(jmpscale.loss_scaled(lambda w: w.astype("f2"), 8.0)(w)))(W32),
+            lambda: jax.grad(lambda w: loss_of(jmpscale.scaled_backward(lambda w: w.astype("f2"), 8.0)(w)))(W32),
             "the loss is float16, so the backward pass starts from the loss scale in float16",
         ),
         "wrapper in MultiSteps": (
-            lambda: traced(jmpscale.loss_scaled(loss_of, MULTI_STEPS.init(W32)), W32),
+            lambda: traced(jmpscale.scaled_backward(loss_of, MULTI_STEPS.init(W32)), W32),
             "with_loss_scaling is inside optax.MultiSteps",
         ),
         "constant": (
@@ -74,11 +74,11 @@ WRONG_CALLS = {
 
 
 @pytest.mark.parametrize(("call", "error", "words"), wrong_calls(WRONG_CALLS))
-def test_loss_scaled_requires_a_loss_function_and_a_scale(call, error, words):
+def test_scaled_backward_requires_a_loss_function_and_a_scale(call, error, words):
     check_message(call, error, words)
 
 
-def test_loss_scaled_explains_its_error_in_forward_mode():
+def test_scaled_backward_explains_its_error_in_forward_mode():
     with pytest.raises(TypeError, match="forward-mode") as caught:
-        jax.jvp(jmpscale.loss_scaled(loss_of, 8.0), (W32,), (W32,))
+        jax.jvp(jmpscale.scaled_backward(loss_of, 8.0), (W32,), (W32,))
     assert "In forward mode, differentiate fun itself." in "".join(caught.value.__notes__)

@@ -1,4 +1,4 @@
-"""Guards of `loss_scaled`."""
+"""Guards of `scaled_backward`."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from jmpscale._guards.scaling import warn_about_narrow_loss
 
 def created(fun: object) -> None:
     if not callable(fun):
-        raise TypeError(f"fun must be the loss function, got {describe(fun)}. Call loss_scaled(fun, scale).")
+        raise TypeError(f"fun must be the loss function, got {describe(fun)}. Call scaled_backward(fun, scale).")
 
 
 def scale_read(source: PyTree, loss_scale: object, adapts: bool) -> None:
@@ -46,7 +46,7 @@ def differentiating() -> Iterator[None]:
         yield
     except TypeError as error:
         if "forward-mode" in str(error):
-            error.add_note("loss_scaled supports only reverse mode. In forward mode, differentiate fun itself.")
+            error.add_note("scaled_backward supports only reverse mode. In forward mode, differentiate fun itself.")
         raise
 
 

@@ -1,4 +1,4 @@
-"""loss_scaled gives true gradients under every transformation, for every value that the function depends on."""
+"""scaled_backward gives true gradients under every transformation, for every value that the function depends on."""
 
 import functools
 import gc
@@ -51,13 +51,13 @@ def diverging_aux(w, x):
 
 
 def scaled(fun):
-    return jmpscale.loss_scaled(fun, SCALE)
+    return jmpscale.scaled_backward(fun, SCALE)
 
 
 # --- the backward pass runs at the scale ---
 
 
-def test_loss_scaled_keeps_gradients_that_underflow_in_float16():
+def test_scaled_backward_keeps_gradients_that_underflow_in_float16():
     assert not np.any(jax.jit(jax.grad(underflowing))(W, X))
     loss, grads = jax.jit(jmpscale.value_and_grad(underflowing))(SCALER, W, X)
     chex.assert_trees_all_equal(jax.jit(jax.value_and_grad(scaled(underflowing)))(W, X), (loss, grads))
@@ -69,9 +69,9 @@ def test_loss_scaled_keeps_gradients_that_underflow_in_float16():
     assert np.all(jax.jit(jax.grad(penalty))(W) != 0)
 
 
-def test_loss_scaled_divides_by_any_scale(x64):
+def test_scaled_backward_divides_by_any_scale(x64):
     w = jnp.asarray(W, jnp.float64)
-    grads = jax.jit(jax.grad(jmpscale.loss_scaled(lambda w: jnp.sum(jnp.sin(w)), 1000)))(w)
+    grads = jax.jit(jax.grad(jmpscale.scaled_backward(lambda w: jnp.sum(jnp.sin(w)), 1000)))(w)
     np.testing.assert_allclose(grads, jnp.cos(w), rtol=1e-15)
 
 
@@ -82,17 +82,17 @@ DEFAULT_PROGRAMS = {"returns tuple", "keyword arguments", "differentiated argume
 
 @pytest.mark.filterwarnings("ignore:the loss is float16:UserWarning")
 @pytest.mark.parametrize("program", rows(programs.PROGRAMS, default=DEFAULT_PROGRAMS))
-def test_loss_scaled_equals_jax(program):
+def test_scaled_backward_equals_jax(program):
     programs.assert_like_jax(program, _value_and_grad)
 
 
 @pytest.mark.full
-def test_loss_scaled_equals_jax_on_random_programs():
+def test_scaled_backward_equals_jax_on_random_programs():
     programs.assert_like_jax_on_random_programs(_value_and_grad)
 
 
 def _value_and_grad(fun, argnums=0, has_aux=False):
-    return jax.value_and_grad(jmpscale.loss_scaled(fun, 2.0**8, has_aux=has_aux), argnums, has_aux)
+    return jax.value_and_grad(jmpscale.scaled_backward(fun, 2.0**8, has_aux=has_aux), argnums, has_aux)
 
 
 def _scanned(loss, w):
@@ -208,7 +208,7 @@ DEFAULT += ["partial sums"] * ("partial sums" in CASES)
 
 
 @pytest.mark.parametrize("case", rows(CASES, default=DEFAULT))
-def test_loss_scaled_returns_true_gradients(case):
+def test_scaled_backward_returns_true_gradients(case):
     result, expected = case(scaled), case(lambda fun: fun)
     chex.assert_trees_all_close(result, expected, rtol=2e-6)
     chex.assert_trees_all_equal_shapes_and_dtypes(result, expected)
@@ -251,7 +251,7 @@ NNX_CALLS = {
 
 
 @pytest.mark.parametrize("call", rows(NNX_CALLS, {"keyword arguments"}))
-def test_loss_scaled_differentiates_nnx_models(call):
+def test_scaled_backward_differentiates_nnx_models(call):
     def run(wrap):
         model = Model()
         result = nnx.jit(functools.partial(call, wrap))(model)
@@ -271,12 +271,12 @@ class Line(equinox.Module):
         return jnp.sum(self.slope * x) * self.n
 
 
-def test_loss_scaled_differentiates_equinox_models():
+def test_scaled_backward_differentiates_equinox_models():
     step = equinox.filter_jit(lambda wrap: equinox.filter_value_and_grad(wrap(Line.__call__))(Line(W), x=2.0))
     chex.assert_trees_all_equal(step(scaled), step(lambda fun: fun))
 
 
-def test_loss_scaled_returns_new_fp8_statistics_unchanged_and_does_not_watch_them():
+def test_scaled_backward_returns_new_fp8_statistics_unchanged_and_does_not_watch_them():
     @jax.custom_vjp
     def with_statistics(w, statistics):
         return w
@@ -309,13 +309,13 @@ def fp8_loss(params, statistics):
 
 
 @pytest.mark.full
-def test_loss_scaled_follows_the_scale_in_an_nnx_optimizer():
+def test_scaled_backward_follows_the_scale_in_an_nnx_optimizer():
     """The model holds an alias of the scale."""
     model = Model()
     tx = jmpscale.with_loss_scaling(optax.sgd(0.1), jmpscale.dynamic(SCALE, growth_interval=1))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     model.loss_scale = optimizer.opt_state.scaler.loss_scale
-    loss_fn = jmpscale.loss_scaled(nnx_loss, lambda model, x: model.loss_scale)
+    loss_fn = jmpscale.scaled_backward(nnx_loss, lambda model, x: model.loss_scale)
 
     @nnx.jit
     def step(model, optimizer, x):
@@ -376,13 +376,13 @@ SCALES = {
 
 
 @pytest.mark.parametrize("scale", rows(SCALES))
-def test_loss_scaled_accepts_the_scale_in_every_form(scale):
-    assert jax.jit(jax.grad(jmpscale.loss_scaled(reveal_scale, scale)))(1.0) == SCALE
+def test_scaled_backward_accepts_the_scale_in_every_form(scale):
+    assert jax.jit(jax.grad(jmpscale.scaled_backward(reveal_scale, scale)))(1.0) == SCALE
 
 
-def test_loss_scaled_reads_the_scale_of_each_step():
+def test_scaled_backward_reads_the_scale_of_each_step():
     tx = jmpscale.with_loss_scaling(optax.set_to_zero(), jmpscale.dynamic(SCALE, growth_interval=1))
-    loss_fn = jmpscale.loss_scaled(lambda w, opt_state: reveal_scale(w), lambda w, opt_state: opt_state)
+    loss_fn = jmpscale.scaled_backward(lambda w, opt_state: reveal_scale(w), lambda w, opt_state: opt_state)
 
     @jax.jit
     @chex.assert_max_traces(1)
@@ -396,8 +396,8 @@ def test_loss_scaled_reads_the_scale_of_each_step():
         assert scale == expected
 
 
-def test_loss_scaled_under_vmap_uses_the_scale_of_each_model():
-    grad = jax.vmap(lambda scale, w: jax.grad(jmpscale.loss_scaled(reveal_scale, scale))(w))
+def test_scaled_backward_under_vmap_uses_the_scale_of_each_model():
+    grad = jax.vmap(lambda scale, w: jax.grad(jmpscale.scaled_backward(reveal_scale, scale))(w))
     np.testing.assert_array_equal(jax.jit(grad)(jnp.array([1.0, SCALE]), jnp.ones(2)), [1.0, SCALE])
 
 
@@ -417,30 +417,30 @@ def test_gradient_of_a_value_that_losses_with_different_scales_share(losses):
     def gradient(wrap):
         return jax.jit(jax.grad(lambda w: losses(wrap, w, BATCH_OF_SCALES).mean()))(1.5)
 
-    ours = gradient(lambda fun: jmpscale.loss_scaled(fun, lambda *args: args[-1]))
+    ours = gradient(lambda fun: jmpscale.scaled_backward(fun, lambda *args: args[-1]))
     np.testing.assert_allclose(ours, gradient(lambda fun: fun), rtol=1e-6)
 
 
-def test_loss_scaled_does_not_differentiate_the_scale():
+def test_scaled_backward_does_not_differentiate_the_scale():
     def loss(state, x):
         return mean_square(state["w"], x.astype(jnp.float32))
 
-    loss_fn = jmpscale.loss_scaled(loss, lambda state, x: state["scale"])
+    loss_fn = jmpscale.scaled_backward(loss, lambda state, x: state["scale"])
     # The scale does not make the batch a differentiated value either: a differentiated float16 value would raise.
     grads = jax.jit(jax.grad(loss_fn))({"w": W, "scale": jnp.float32(SCALE)}, X.astype(jnp.float16))
     assert grads["scale"] == 0
     assert np.all(grads["w"] != 0)
 
 
-def test_loss_scaled_with_a_disabled_scaler_calls_fun():
-    loss_fn = jmpscale.loss_scaled(mean_square, jmpscale.disabled())
+def test_scaled_backward_with_a_disabled_scaler_calls_fun():
+    loss_fn = jmpscale.scaled_backward(mean_square, jmpscale.disabled())
     assert str(jax.make_jaxpr(jax.grad(loss_fn))(W, X)) == str(jax.make_jaxpr(jax.grad(mean_square))(W, X))
 
 
 # --- only losses are warned about ---
 
 
-def test_loss_scaled_does_not_mistake_other_outputs_for_a_float16_loss():
+def test_scaled_backward_does_not_mistake_other_outputs_for_a_float16_loss():
     def fun(w):
         half = w.astype(jnp.float16)
         return {"loss": jnp.sum(w), "metric": jnp.sum(half), "logits": half}
@@ -452,7 +452,7 @@ def test_loss_scaled_does_not_mistake_other_outputs_for_a_float16_loss():
 
 
 def watched(fun):
-    return jmpscale.loss_scaled(fun, SCALE, warn_if_not_finite=True)
+    return jmpscale.scaled_backward(fun, SCALE, warn_if_not_finite=True)
 
 
 def on_each_device(grad_fn, check_vma):
@@ -498,12 +498,12 @@ def warnings_of(fn, *args):
 
 
 @pytest.mark.parametrize("transform", rows(TRANSFORMED, default=["jit", "scan", "shard_map"]))
-def test_loss_scaled_warns_of_gradients_that_are_not_finite(transform):
+def test_scaled_backward_warns_of_gradients_that_are_not_finite(transform):
     grad_fn = transform(jax.grad(watched(overflowing)))
     infinite = X.at[2, 0].set(jnp.inf)
     found, messages = warnings_of(grad_fn, W, infinite)
     np.testing.assert_array_equal(found, transform(jax.grad(scaled(overflowing)))(W, infinite))
-    words = "the gradients of overflowing in jmpscale.loss_scaled are not finite. If the training loop replaces"
+    words = "the gradients of overflowing in jmpscale.scaled_backward are not finite. If the training loop replaces"
     assert messages
     assert all(message.startswith(words) for message in messages)
     for x in (X, X.at[0, 0].set(0.0)):  # finite gradients, and an infinite gradient that is not computed
@@ -512,7 +512,7 @@ def test_loss_scaled_warns_of_gradients_that_are_not_finite(transform):
         np.testing.assert_array_equal(result, transform(jax.grad(scaled(overflowing)))(W, x))
 
 
-def test_loss_scaled_watches_sharded_and_replicated_gradients():
+def test_scaled_backward_watches_sharded_and_replicated_gradients():
     def loss(params, x):
         return jax.lax.psum(mean_square(params["w"], x) * params["scale"], "data")
 
@@ -533,12 +533,12 @@ def test_loss_scaled_watches_sharded_and_replicated_gradients():
 # --- nothing is computed in addition, and nothing is kept ---
 
 
-def test_loss_scaled_costs_nothing_where_nothing_is_differentiated():
+def test_scaled_backward_costs_nothing_where_nothing_is_differentiated():
     programs = [compiling.compiled(jax.jit(wrap(mean_square)), W, X) for wrap in (scaled, lambda fun: fun)]
     assert compiling.instructions(programs[0]) == compiling.instructions(programs[1])
 
 
-def test_loss_scaled_does_not_compute_gradients_of_values_that_are_not_differentiated():
+def test_scaled_backward_does_not_compute_gradients_of_values_that_are_not_differentiated():
     def matmuls(wrap):
         program = compiling.compiled(lambda w, x: jax.grad(wrap(mean_square))(w, x), W, X)
         return sum(line.startswith(("dot", "custom-call")) for line in compiling.instructions(program))
@@ -547,7 +547,7 @@ def test_loss_scaled_does_not_compute_gradients_of_values_that_are_not_different
     assert matmuls(watched) == matmuls(scaled) + 1  # the callback is a custom call
 
 
-def test_loss_scaled_keeps_no_reference_to_its_arguments():
+def test_scaled_backward_keeps_no_reference_to_its_arguments():
     def arrays_alive_after_a_step():
         w, x = W + 1, X + 1
         jax.grad(scaled(lambda w: mean_square(w, x)))(w)

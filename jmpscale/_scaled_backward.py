@@ -22,7 +22,7 @@ from jmpscale._base.tree import (
 )
 from jmpscale._get_scaler import find_scaler
 from jmpscale._grad import loss_and_output
-from jmpscale._guards import loss_scaled as guards
+from jmpscale._guards import scaled_backward as guards
 from jmpscale._scaling import is_whole_loss, multiply_leaf, one_if_finite, unscale_leaves
 from jmpscale._state import static
 from jmpscale._watch import watch
@@ -32,7 +32,7 @@ T = TypeVar("T")
 _Residuals = tuple[jax.Array, list[tuple[()] | None]]  # the loss scale, and () for each input that is differentiated
 
 
-def loss_scaled(
+def scaled_backward(
     fun: Callable[P, T], scale: Any, *, has_aux: bool = False, warn_if_not_finite: bool = False
 ) -> Callable[P, T]:
     """Creates a function with the values and gradients of `fun`, and a scaled backward pass.
@@ -70,7 +70,7 @@ def loss_scaled(
 
     >>> import jax
     >>> import jmpscale
-    >>> loss_fn = jmpscale.loss_scaled(lambda w, x: (w * x) ** 2, 2.0**16)
+    >>> loss_fn = jmpscale.scaled_backward(lambda w, x: (w * x) ** 2, 2.0**16)
     >>> loss, grad = jax.value_and_grad(loss_fn)(3.0, 2.0)
     >>> float(loss), float(grad)
     (36.0, 24.0)
@@ -80,7 +80,7 @@ def loss_scaled(
         scale = static(scale)
     elif is_array(scale) and is_real_scalar(scale) and not is_traced(scale):
         scale = static(float(scale))  # raises for a scale of 0, which would make every gradient NaN
-    name = f"{describe(fun)} in jmpscale.loss_scaled"
+    name = f"{describe(fun)} in jmpscale.scaled_backward"
 
     def fun_of_args(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Any:
         loss, out = loss_and_output(fun(*args, **kwargs), has_aux)
@@ -89,14 +89,14 @@ def loss_scaled(
 
     # Has the signature of fun, in which nnx.value_and_grad finds the positions of keyword arguments.
     @functools.wraps(fun, updated=())
-    def loss_scaled_fun(*args: P.args, **kwargs: P.kwargs) -> T:
+    def scaled_backward_fun(*args: P.args, **kwargs: P.kwargs) -> T:
         loss_scale = _read_loss_scale(scale, args, kwargs)
         if loss_scale is None:
             return fun(*args, **kwargs)
         transform = functools.partial(_scale_backward_pass, loss_scale, name, warn_if_not_finite)
         return lift_nnx(transform, fun_of_args, args, kwargs)
 
-    return loss_scaled_fun
+    return scaled_backward_fun
 
 
 def _read_loss_scale(scale: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> jax.Array | None:
