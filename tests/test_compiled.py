@@ -374,7 +374,7 @@ def test_remedy_of_the_guide_saves_memory_or_communication(line):
 LIMITS_ON_CPU = {
     "functional": {"moved_bytes": 0.95, "temp_bytes": 0.7, "added_kernels": 24},
     "optax wrapper": {"moved_bytes": 1.09, "temp_bytes": 0.7, "added_kernels": 32},
-    "optax wrapper, max_norm": {"moved_bytes": 1.17, "temp_bytes": 0.66, "added_kernels": 26},
+    "optax wrapper, max_norm": {"moved_bytes": 1.17, "temp_bytes": 0.8, "added_kernels": 26},
     "scaled_backward": {"moved_bytes": 1.09, "temp_bytes": 0.7, "added_kernels": 27},
 }
 

@@ -134,7 +134,15 @@ MODULES = {
     "optax.losses": (functions_of(optax.losses) | functions_of(optax.assignment), ARGUMENTS),
 }
 # Functions whose bits, programs or callbacks have a fixed dtype.
-LISTED = {"scaled_dot", "nextafter", "bitcast_convert_type", "reduce_precision", "custom_linear_solve", "pure_callback"}
+LISTED = {
+    "call_hi_primitive",
+    "custom_linear_solve",
+    "pure_callback",
+    "scaled_dot",
+    "nextafter",
+    "bitcast_convert_type",
+    "reduce_precision",
+}
 
 
 def loop(fun):

@@ -301,7 +301,9 @@ DEFAULT_SUMMARIES = {
 def test_summary(row):
     fun, args, summary = row
     lines = map(functools.partial(line, fun), range(2))
-    pages.assert_same_output(diagnose(fun, *args).summary, summary.format(*lines))
+    texts = diagnose(fun, *args).summary, summary.format(*lines)
+    # A small error is exactly zero in some versions of JAX.
+    pages.assert_same_output(*(text.replace("<0.001%", "0") for text in texts))
 
 
 def two_leaves(params, x):

@@ -23,6 +23,8 @@ pytestmark = [pytest.mark.full, pytest.mark.usefixtures("standard_promotion_and_
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "guides" / "autocast.md"
 TOLERANCE = 1.05  # the factor by which a rounded number in the table may differ
+# With results in float32, part of the error may be float32's own rounding, which depends on the order of a sum.
+TOLERANCE_OF_FLOAT32_RESULTS = 1.5
 
 
 def normal(*shape, mean=0.0, scale=1.0, seed=0):
@@ -215,9 +217,10 @@ def test_autocast_has_the_error_on_the_page(name):
     functions = (fun, half_fun, float32_results)
     expected, *results = (np.asarray(jax.jit(f, **FAST)(*args), np.float64) for f in functions)
     measured = [np.max(np.abs(expected)), *(np.max(np.abs(result - expected)) for result in results)]
-    for shown, value in zip(row, measured, strict=True):
+    tolerances = TOLERANCE, TOLERANCE, TOLERANCE_OF_FLOAT32_RESULTS
+    for shown, value, tolerance in zip(row, measured, tolerances, strict=True):
         if np.isfinite(float(shown)):
-            assert float(shown) / TOLERANCE <= value <= float(shown) * TOLERANCE
+            assert float(shown) / tolerance <= value <= float(shown) * tolerance
         else:
             np.testing.assert_equal(value, float(shown))
     with jax.default_matmul_precision("highest"):
