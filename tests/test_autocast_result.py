@@ -223,6 +223,20 @@ def test_autocast_takes_the_result_in_a_decorator():
     assert signatures(jmpscale.autocast(jnp.matmul, result=jnp.float16), X, W) == {("f16", "f16", "f16")}
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("options", [{"result": jnp.float32}, {"dtype": jnp.bfloat16}, {}], ids=str)
+def test_autocast_is_transposed_by_solvers_unless_results_are_float16(options):
+    """The check for infinity, which only float16 results have, cannot be transposed."""
+    matrix = jnp.eye(8) * 4 + jnp.ones((8, 8))
+    product = jmpscale.autocast(lambda x: (matrix @ jnp.stack([x, x], axis=1))[:, 0], **options)
+    if not options:
+        with pytest.raises(NotImplementedError, match="for 'abs' not implemented"):
+            jax.scipy.sparse.linalg.gmres(product, jnp.ones(8))
+        return
+    for solve in jax.scipy.sparse.linalg.gmres, jax.scipy.sparse.linalg.bicgstab:
+        np.testing.assert_allclose(solve(product, jnp.ones(8))[0], 1 / 12, rtol=1e-2)
+
+
 def test_inner_autocast_decides():
     both = jmpscale.autocast(lambda w, x: jnp.mean(in_half(jnp.matmul)(x, w)) + jnp.mean(jnp.tanh(x) @ w))
     assert signatures(both, W, X) == {("f16", "f16", "f32"), ("f16", "f16", "f16")}

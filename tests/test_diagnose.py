@@ -95,6 +95,32 @@ def test_step_with_a_callback_in_a_loss_is_run():
     assert diagnose(inner_step, W).summary.startswith("Loss scales from ")
 
 
+def adversarial(inner_grad_fn):
+    """Returns a loss that contains a gradient, which underflows unless it is scaled."""
+
+    def inner_loss(x, w):
+        return 1e-9 * squared(jnp.tanh(x @ w))
+
+    def loss(w, x):
+        _, grad = inner_grad_fn(inner_loss)(x, w)
+        step = grad / jnp.maximum(jnp.linalg.norm(grad), 1e-30)
+        return squared(jnp.tanh((x + jax.lax.stop_gradient(step)) @ w))
+
+    return jmpscale.autocast(loss)
+
+
+def test_remedy_for_a_gradient_inside_the_loss_is_its_own_scale():
+    remedy = "Or scale the gradient that the loss contains: value_and_grad(inner_fn)(scaler, ...)."
+    assert diagnose(adversarial(jax.value_and_grad), W, X).summary.endswith(remedy)
+
+    def scaled_grad_fn(fun):
+        return functools.partial(jmpscale.value_and_grad(fun), jmpscale.static(2.0**30))
+
+    diagnosis = diagnose(adversarial(scaled_grad_fn), W, X)
+    assert diagnosis.lines == ()
+    assert diagnosis.gradient_error < 0.05
+
+
 def overflow_in_nested_loops(w, x):
     def outer(h, _):
         return jax.lax.scan(lambda h, _: (h * H(30), None), h, None, length=2)[0], None  # loop

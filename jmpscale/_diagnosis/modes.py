@@ -16,6 +16,7 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._base.jaxpr import Caller, type_of
+from jmpscale._base.source import is_in_inner_gradient
 from jmpscale._diagnosis.errors import severity
 from jmpscale._diagnosis.float32 import run_as_written, run_in_float32
 from jmpscale._diagnosis.interpret import Interpreter, widen
@@ -162,6 +163,7 @@ class ModalStep:
             for x, dtype in with_mode
         }
         self.sites = list(dict.fromkeys(site for group in sites.values() for site in group))
+        self.in_inner_gradients = {site for x, _ in with_mode if is_in_inner_gradient(x.eqn) for site in sites[x.key]}
         self.parts = list(dict.fromkeys(site.part for site in self.sites))
         # A line whose forward pass has no such result, such as an index, is also in the order of the forward pass.
         self.paths = list(dict.fromkeys(shortest[path] for x in everything for path in x.paths if path in shortest))

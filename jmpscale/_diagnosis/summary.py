@@ -292,6 +292,8 @@ def _remedy(findings: Findings, cause: Cause, lines: Lines) -> str:
     remaining = {part: error for part, error in findings.alone.items() if part.path not in paths}
     is_left = remaining and LARGE_ERROR <= scales.smallest_error < math.inf
     left = _largest_part(findings, remaining) if is_left else ""
+    if cause.reason is Reason.UNDERFLOW and cause.site in findings.trials.step.in_inner_gradients:
+        return f"{text}. Or scale the gradient that the loss contains: value_and_grad(inner_fn)(scaler, ...).{left}"
     if cause.reason is Reason.OVERFLOW and not cause.site.part.backward:
         return f"{text}. Or normalize {'its input' if len(paths) == 1 else 'their inputs'}.{left}"
     return f"{text}.{left}"
