@@ -126,9 +126,9 @@ def summarize(findings: Findings) -> str:
         text = f"{_describe_range(findings)} {_describe_scale(findings)}"
         if not is_measured:  # a call would be built on gradients that are noise
             return f"{_describe_useless_gradients(findings)} {text}"
-        call, best = _call_that_fits(findings), findings.scales.errors_at_best
-        best = f"At the best scale the gradients differ from float32 {_by_gradient(findings, best)}."
-        return f"{text} Use {call}. {best}{_largest_part(findings, findings.alone_at_best)}"
+        error = f"the gradients differ from float32 {_by_gradient(findings, findings.scales.errors_at_best)}."
+        part = _largest_part(findings, findings.alone_at_best)
+        return f"{text} Use {_call_that_fits(findings)}. At the best scale {error}{part}"
     if not is_measured:
         return _describe_useless_gradients(findings)
     error = f"The gradients differ from float32 {_by_gradient(findings, findings.errors)}."

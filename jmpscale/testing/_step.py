@@ -152,9 +152,9 @@ def _first_applied(runs: Runs) -> Run:
             raise AssertionError(
                 f"state{path} contains NaN, which hides whether a step changes it. Check an earlier state."
             )
-    if path := usual.infinite_leaf():
+    if infinite := usual.infinite_leaf():
         raise AssertionError(
-            f"the step was not skipped at a loss scale of {usual.name}, where state{path} becomes infinite or NaN. "
+            f"the step was not skipped at a loss scale of {usual.name}, where state{infinite} becomes infinite or NaN. "
             f"{_HIDDEN} If jmpscale.diagnose finds an error in the loss function, correct it first."
         )
     return usual
@@ -242,14 +242,14 @@ def _check_faults(faulty: Sequence[Runs], exact: Runs, expected: Run) -> None:
             except AssertionError as error:
                 errors.append(error)
         elif wrong := wrong_change(run, runs, expected, exact):  # the step may not use these gradients
-            path, error = wrong
+            path, difference = wrong
             raise AssertionError(
                 "the step was not skipped when a part of the unscaled gradients was infinite: the change of "
-                f"state{path} differs by {format_percentage(error)}. {_HIDDEN} Call all_finite with all gradients; "
+                f"state{path} differs by {format_percentage(difference)}. {_HIDDEN} Call all_finite with all gradients; "
                 "place a clip, or a transformation such as optax.scale_by_sign, inside with_loss_scaling."
             )
-    for error in errors:
-        raise error
+    if errors:
+        raise errors[0]
 
 
 def _check_skipped_fault(runs: Runs, run: Run, expected: Run) -> None:
