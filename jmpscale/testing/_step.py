@@ -245,8 +245,8 @@ def _check_faults(faulty: Sequence[Runs], exact: Runs, expected: Run) -> None:
             path, difference = wrong
             raise AssertionError(
                 "the step was not skipped when a part of the unscaled gradients was infinite: the change of "
-                f"state{path} differs by {format_percentage(difference)}. {_HIDDEN} Call all_finite with all gradients; "
-                "place a clip, or a transformation such as optax.scale_by_sign, inside with_loss_scaling."
+                f"state{path} differs by {format_percentage(difference)}. {_HIDDEN} Call all_finite with all "
+                "gradients; place a clip, or a transformation such as optax.scale_by_sign, inside with_loss_scaling."
             )
     if errors:
         raise errors[0]
