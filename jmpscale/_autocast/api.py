@@ -91,8 +91,8 @@ def autocast(
         `dtype`, or an argument is a `jax.Ref`.
 
     Warns:
-      UserWarning: no matmul or convolution is converted when `fun` is first traced, and none has
-        `precision="highest"`. The warning names the reasons.
+      UserWarning: no matmul or convolution is converted when `fun` is first traced, unless all of them are small or in
+        half precision already, or one has `precision="highest"`. The warning names the reasons.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -133,14 +133,18 @@ def autocast(
 
 
 def _warn_without_effect(name: str, jaxpr: core.Jaxpr, half: np.dtype) -> None:
-    """Warns that no matmul of a function is converted to half precision, with the reasons."""
+    """Warns that no matmul of a function is converted to half precision, with the reasons that may be mistakes."""
     by_reason: dict[Kept, list[tuple[core.JaxprEqn, Caller]]] = {}
-    for eqn, caller in equations(jaxpr):
-        if eqn.primitive.name in MATMULS:
-            by_reason.setdefault(reason_to_keep(half, eqn) or Kept.HELD, []).append((eqn, caller))
-    setting, total = setting_that_keeps(), sum(map(len, by_reason.values()))
-    if Kept.PRECISION in by_reason and setting is None:
-        return  # the function itself requests the precision of a matmul
+    matmuls = [(eqn, caller) for eqn, caller in equations(jaxpr) if eqn.primitive.name in MATMULS]
+    for eqn, caller in matmuls:
+        is_half = all(type_of(x).dtype == half for x in eqn.invars[:2])  # by an autocast inside, or by hand
+        reason = reason_to_keep(half, eqn) or Kept.HELD
+        if reason is not Kept.SMALL and not is_half:
+            by_reason.setdefault(reason, []).append((eqn, caller))
+    setting, total = setting_that_keeps(), len(matmuls)
+    is_requested = Kept.PRECISION in by_reason and setting is None  # by the function itself
+    if is_requested or (matmuls and not by_reason):
+        return
     sentences = [] if total else ["It contains none; kernels, sparse matmuls and compiled functions run as written."]
     for reason, found in by_reason.items():
         eqn, caller = found[0]

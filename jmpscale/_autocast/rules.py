@@ -59,7 +59,7 @@ class Kept(enum.Enum):
     """Why a matmul or convolution runs as written."""
 
     DTYPE = "The operands are {dtypes}, but autocast converts float32. Pass float32 values, or remove autocast."
-    SMALL = "Half precision makes inner products, and contractions of at most 4 elements, less accurate and not faster."
+    SMALL = ""  # an inner product, or a contraction of at most 4 elements: not a mistake, so no message explains it
     PRECISION = "autocast keeps the setting jax_default_matmul_precision={setting!r}. Set it only where it is needed."
     HELD = "{holder} runs as written. Use autocast in its function, or wrap the function that returns the gradients."
 
