@@ -1,6 +1,7 @@
 """Arguments and calls that the tests of messages share, and the test that they call."""
 
 import re
+import warnings
 
 import equinox as eqx
 import jax
@@ -107,6 +108,14 @@ def float16(size):
 
 def stuck(limit):
     return lambda state=STATE: jmpscale.raise_if_stuck(state, max_consecutive_skips=limit)
+
+
+def warnings_of(call):
+    """Returns the warnings of a call."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return caught
 
 
 def wrong_calls(table):

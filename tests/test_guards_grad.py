@@ -25,6 +25,7 @@ from calls import (
     traced,
     train_step,
     value_and_grad_of_vector,
+    warnings_of,
     wrong_calls,
 )
 
@@ -196,8 +197,7 @@ def test_value_and_grad_warns_if_the_wrapper_is_inside_another_transformation(ca
 
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_value_and_grad_does_not_warn_if_the_wrapper_skips_all_updates(name):
-    """A warning would raise, because warnings are errors."""
-    _take_gradients(OUTSIDE[name])()
+    assert warnings_of(_take_gradients(OUTSIDE[name])) == []
 
 
 def test_value_and_grad_has_no_private_parameters():

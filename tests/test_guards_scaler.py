@@ -1,7 +1,6 @@
 """A function that takes a scaler, or a tree with a scaler, requires exactly one valid scaler, which scales the loss."""
 
 import functools
-import warnings
 
 import jax
 import jax.export
@@ -26,6 +25,7 @@ from calls import (
     loss_of,
     raises,
     traced,
+    warnings_of,
     wrong_calls,
 )
 from tables import names
@@ -202,10 +202,7 @@ def test_step_without_a_loss_warns_if_it_is_compiled():
     "take_gradients", [jmpscale.value_and_grad(loss_of), _scaled_by_hand, _unscaled_by_hand, _scaled_for_a_loop]
 )
 def test_step_does_not_warn_if_the_loss_has_been_scaled(step, take_gradients):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        traced(functools.partial(step, take_gradients), STATE)
-    assert caught == []
+    assert warnings_of(lambda: traced(functools.partial(step, take_gradients), STATE)) == []
 
 
 @pytest.mark.usefixtures("nothing_scaled")
@@ -215,4 +212,8 @@ def test_step_does_not_warn_about_gradients_from_another_process(step, monkeypat
     exported = jax.export.export(take_gradients)(STATE, GRADS).serialize()
     monkeypatch.setattr(jmpscale._base.marks, "_used", set())  # as in another process
     imported = jax.export.deserialize(exported)
-    traced(functools.partial(step, lambda state, params: imported.call(jmpscale.get_scaler(state), params)), STATE)
+
+    def take_imported_gradients(state, params):
+        return imported.call(jmpscale.get_scaler(state), params)
+
+    assert warnings_of(lambda: traced(functools.partial(step, take_imported_gradients), STATE)) == []

@@ -262,8 +262,11 @@ COUNTS = {
 )
 def test_run_monitor_accepts_each_count_of_steps(count):
     monitor = jmpscale.RunMonitor(max_consecutive_skips=10)
-    for step, scaler in count():
-        monitor.raise_if_stuck(scaler, step=step)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step, scaler in count():
+            monitor.raise_if_stuck(scaler, step=step)
+    assert caught == []
 
 
 def test_run_monitor_finds_losses_in_iterations_of_several_updates():
@@ -284,10 +287,14 @@ def test_run_monitor_accepts_gradient_accumulation(wraps_multi_steps):
     tx = jmpscale.with_loss_scaling(inner)
     update = jax.jit(lambda grads, opt_state: tx.update(grads, opt_state, 1.0, value=grads)[1])
     opt_state, monitor = tx.init(1.0), jmpscale.RunMonitor(max_consecutive_skips=4)
-    for micro_batch in range(60):
-        if wraps_multi_steps or micro_batch % 4 == 3:
-            opt_state = update(jnp.float32(1.0), opt_state)
-        monitor.raise_if_stuck(opt_state, step=micro_batch)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for micro_batch in range(60):
+            if wraps_multi_steps or micro_batch % 4 == 3:
+                opt_state = update(jnp.float32(1.0), opt_state)
+            monitor.raise_if_stuck(opt_state, step=micro_batch)
+    assert caught == []
+    assert opt_state.scaler.finite_steps == (60 if wraps_multi_steps else 15)
 
 
 # --- RunMonitor warns of a scaler that counts no step ---

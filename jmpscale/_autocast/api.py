@@ -9,14 +9,12 @@ import numpy as np
 from jax.extend import core
 from jax.typing import DTypeLike
 
-from jmpscale._autocast.rules import HALF, Kept, in_half, reason_to_keep, setting_that_keeps
+from jmpscale._autocast.rules import FLOAT32, HALF, Kept, in_half, reason_to_keep, setting_that_keeps
 from jmpscale._base.check import as_dtype, warn_user
 from jmpscale._base.jaxpr import MATMULS, Caller, equations, type_of
 from jmpscale._base.text import describe
 from jmpscale._base.trace import lift_nnx, trace
 from jmpscale._base.tree import PyTree
-
-_FLOAT32 = np.dtype(np.float32)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -107,7 +105,7 @@ def autocast(
     half = as_dtype(dtype)
     if half is None or half not in HALF:
         raise TypeError(f"dtype must be float16 or bfloat16, got {describe(dtype)}. Pass jnp.float16 or jnp.bfloat16.")
-    if result is not None and as_dtype(result) not in (half, _FLOAT32):
+    if result is not None and as_dtype(result) not in (half, FLOAT32):
         raise TypeError(f"result must be float32, or {half} like dtype, got {describe(result)}. Pass jnp.float32.")
     if fun is None:
         return _Decorator(autocast, dtype=half, result=result)

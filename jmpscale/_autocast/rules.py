@@ -36,16 +36,15 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._base.half_operands import HalfOperands, half_operands
-from jmpscale._base.jaxpr import MATMULS, Memo, check_primitives, rewrite, type_of
+from jmpscale._base.jaxpr import HIGHEST, MATMULS, Memo, check_primitives, rewrite, type_of
 
 HALF = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
-_FLOAT32 = np.dtype(np.float32)
-_HIGHEST = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
+FLOAT32 = np.dtype(np.float32)
 # Results of earlier calls. A function under jax.jit has one jaxpr in all of its calls, and JAX finds the compiled
 # program of the rewritten jaxpr only if that stays the same object.
 # The keys are the dtypes of operands and results.
 _MEMOS: dict[tuple[np.dtype, np.dtype], Memo] = {
-    (half, result): weakref.WeakKeyDictionary() for half in HALF for result in (half, _FLOAT32)
+    (half, result): weakref.WeakKeyDictionary() for half in HALF for result in (half, FLOAT32)
 }
 
 # Half precision gains nothing in smaller contractions, because the units for matmuls contract at least 8 elements at a
@@ -101,8 +100,8 @@ def _with_float32_result(half: np.dtype, eqn: core.JaxprEqn) -> list[core.JaxprE
     # XLA for GPUs convolves in float32 if the result is float32. A program may also request a result in half precision.
     if eqn.primitive.name == "conv_general_dilated" or _dtype(out) == half:
         return _with_half_result(half, eqn)
-    conversions, operands = _in_dtypes(eqn, (half, _FLOAT32))
-    params = eqn.params | {"precision": half_operands(half), "preferred_element_type": _FLOAT32}
+    conversions, operands = _in_dtypes(eqn, (half, FLOAT32))
+    params = eqn.params | {"precision": half_operands(half), "preferred_element_type": FLOAT32}
     return [*conversions, eqn.replace(invars=[*operands, *eqn.invars[2:]], params=params)]
 
 
@@ -115,11 +114,11 @@ def with_conversions(eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
     if not isinstance(precision, HalfOperands):
         return [eqn]
     eqns, rounded = _in_dtypes(eqn, (precision.dtype,))
-    operands = [_variable_like(x, _FLOAT32) for x in rounded]
+    operands = [_variable_like(x, FLOAT32) for x in rounded]
     widen = _with_nan_for_infinity if precision.dtype == np.float16 else jax.lax.convert_element_type
     for x, operand in zip(rounded, operands, strict=True):
         eqns += _apply(widen, eqn, x, operand)
-    params = eqn.params | {"precision": _HIGHEST}
+    params = eqn.params | {"precision": HIGHEST}
     return [*eqns, eqn.replace(invars=[*operands, *eqn.invars[2:]], params=params)]
 
 
@@ -187,9 +186,9 @@ def reason_to_keep(half: np.dtype, eqn: core.JaxprEqn) -> Kept | None:
     if _keeps_precision(eqn.params["precision"]):
         return Kept.PRECISION
     # The user chose complex or wider operands, or the other half-precision dtype.
-    if _FLOAT32 not in operands or any(jnp.issubdtype(x, np.inexact) and x not in (_FLOAT32, half) for x in operands):
+    if FLOAT32 not in operands or any(jnp.issubdtype(x, np.inexact) and x not in (FLOAT32, half) for x in operands):
         return Kept.DTYPE
-    if _dtype(eqn.outvars[0]) not in (_FLOAT32, half):
+    if _dtype(eqn.outvars[0]) not in (FLOAT32, half):
         return Kept.DTYPE
     return Kept.SMALL if _has_small_contraction(eqn) or _is_inner_product(eqn) else None
 

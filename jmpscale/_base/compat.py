@@ -33,8 +33,8 @@ axis_names_in_scope = _find("unsafe_get_axis_names_DO_NOT_USE")
 def is_compiling() -> bool:
     """Tests whether JAX is tracing a program to compile it, as in `jax.jit` and `jax.lax.scan`, not in `jax.vmap`.
 
-    Unlike a test of whether a new array is traced, it does not start JAX's backend. Only warnings depend on it. In a
-    version of JAX without such a function it returns False, and there is no warning.
+    Unlike a test of whether a new array is traced, it does not start JAX's backend. Only warnings depend on the result,
+    so it is False, and no warning is given, if this version of JAX has no such function.
     """
     try:
         test = _find("unsafe_am_i_under_a_jit_DO_NOT_USE")

@@ -24,6 +24,7 @@ RewriteEquation = Callable[[core.JaxprEqn], list[core.JaxprEqn]]
 Memo = MutableMapping[Any, Any]  # a jaxpr, and the jaxpr that replaces it, if another does
 
 MATMULS = {"dot_general", "conv_general_dilated", "ragged_dot_general"}  # and convolutions
+HIGHEST = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)  # the precision of a matmul in full float32
 
 # Primitives that run the jaxprs among their parameters, and require nothing of them but their inputs and outputs. Any
 # other primitive runs as written, with the jaxprs that it holds, which may have to agree with something else: a

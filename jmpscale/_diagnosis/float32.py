@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jmpscale._base.jaxpr import MATMULS, Caller, Jaxpr, closed, equations, held_jaxprs, type_of
+from jmpscale._base.jaxpr import HIGHEST, MATMULS, Caller, Jaxpr, closed, equations, held_jaxprs, type_of
 from jmpscale._diagnosis.interpret import Interpreter, is_narrow, widen
 
 # Primitives of JAX that compute in the dtype of their operands, so that they can compute in float32 instead. Other
@@ -75,7 +75,6 @@ _KNOWN |= {"bcoo_dot_general_sampled", "bcoo_spdot_general", "bcoo_sum_duplicate
 # These depend on the dtype, or hold programs of fixed dtypes.
 _KNOWN -= {"bitcast_convert_type", "nextafter", "reduce_precision", "custom_lin", "custom_linear_solve", "xla_pmap"}
 _KNOWN -= {"rng_bit_generator", "rng_uniform", "random_bits"}
-_HIGHEST = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
 
 
 def run_in_float32(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any] | None:
@@ -163,7 +162,7 @@ def _widen_params(eqn: core.JaxprEqn) -> dict[str, Any]:
     """Returns the parameters of an operation that computes in float32."""
     new = {name: _widen_param(value) for name, value in eqn.params.items()}
     if eqn.primitive.name in MATMULS:
-        new["precision"] = _HIGHEST  # GPUs and TPUs compute with less by default
+        new["precision"] = HIGHEST  # GPUs and TPUs compute with less by default
     return new
 
 
