@@ -22,7 +22,8 @@ def all_finite(tree: PyTree, *, scaler: PyTree = None, axis_name: AxisName = Non
     """Tests whether a pytree contains no infinity and no NaN.
 
     Args:
-      tree: any pytree. Leaves that are not floating-point or complex, and empty arrays, count as finite.
+      tree: any pytree; in a training step the pair of the loss and the gradients. Leaves that are not floating-point or
+        complex, and empty arrays, count as finite.
       scaler: the scaler of the step, or any pytree that contains exactly one. With `disabled()` the result is True
         without a test, so that a training step compiles to the step without loss scaling.
       axis_name: the mapped axis or axes over which to combine the result; needed only under `jax.pmap`,

@@ -27,7 +27,7 @@ def apply_if(finite: ArrayLike, fn: Callable[[T], T], carry: T, /) -> T: ...
 @overload
 def apply_if(finite: ArrayLike, fn: Callable[[*Ts], tuple[*Ts]], /, *carry: *Ts) -> tuple[*Ts]: ...
 def apply_if(finite: ArrayLike, fn: Callable[..., Any], /, *carry: object) -> object:
-    """Applies a step if the gradients were finite; otherwise returns the carry unchanged, bit for bit.
+    """Applies a step if its loss and gradients are finite; otherwise returns the carry unchanged, bit for bit.
 
     `fn` must be pure: a compiled program may also run it on a skipped step, as it always does on GPU and TPU, and
     discard its result. A skipped step has the derivative of the identity. In reverse mode this derivative may be NaN

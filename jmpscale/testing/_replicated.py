@@ -100,8 +100,8 @@ def _shards(x: jax.Array, by_rows: bool) -> Iterator[tuple[str, Any]]:
         yield "" if by_rows else str(shard.index), shard
 
 
-# Several processes. Each one describes its tree, and all of them compare all descriptions, so that they come to the
-# same result. A process that raised before it had sent its description would let the others wait for ever.
+# On multiple hosts, each process sends a description of its tree and compares all descriptions, so that all processes
+# reach the same result. If a process raised before it sent its description, the other processes would not return.
 
 
 def _check_processes(tree: PyTree) -> None:
