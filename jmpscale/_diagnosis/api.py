@@ -29,7 +29,8 @@ def diagnose(
     Call it as `jmpscale.value_and_grad` is called, with the same options, outside of `jax.jit`. It compares the loss
     and the gradients with the same program in float32, at power-of-two loss scales. If no scale fits, it finds a
     minimal set of lines of the program that must compute in float32, and the reason. Each answer comes from a run of
-    the program, which is compiled with an array that says which lines compute in float32; equal layers are compiled once.
+    the program, which is compiled with an array that says which lines compute in float32. Equal layers are compiled
+    once.
 
     Compiled functions, loops, branches, checkpointed functions, custom derivative rules and `jax.shard_map` are
     entered. Kernels, linear solvers and `jax.pure_callback` run as they are written. The summary begins with those in
