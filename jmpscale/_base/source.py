@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 import sysconfig
+from collections.abc import Hashable
 from typing import Any
 
 from jax.extend import core
@@ -38,6 +39,13 @@ def user_lines(eqn: core.JaxprEqn, function: str = "", file: str = "") -> tuple[
     calls = [i for i, x in enumerate(users) if (x.file_name, x.function_name.rpartition(".")[2]) == (file, function)]
     inside = users[: calls[-1] + 1] if calls else users
     return tuple(_describe(x.file_name, x.line_num, x.function_name) for x in reversed(inside))
+
+
+def expression_of(eqn: core.JaxprEqn) -> tuple[Hashable, ...]:
+    """Returns what identifies the user's expression of an equation, the same in all calls of its line."""
+    traceback: Any = eqn.source_info.traceback
+    frames = zip(*traceback.raw_frames(), strict=True) if traceback else ()  # pairs of a code object and an instruction
+    return tuple((code, instruction) for code, instruction in frames if _distance(code.co_filename) < 2)
 
 
 def _describe(file: str, line: int, function: str) -> str:

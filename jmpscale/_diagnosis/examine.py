@@ -57,10 +57,13 @@ def _explain(findings: Findings, present: int) -> Findings:
     # Scales of which one probably fits if the lines that overflow, or underflow, compute in float32.
     lines = trials.find_lines([best, present, trials.largest_exponent() - 2, 0, 24, -12])
     finite = math.isfinite(findings.loss) and scales.best is not None
-    cause = trials.find_cause(lines, finite=finite) if lines and lines.paths else None
+    causes = trials.find_causes(lines, finite=finite) if lines and lines.paths else []
+    cause = next(iter(causes), None)
+    first = {x.site.part: x.site for x in reversed(causes)}  # the first cause of each part
+    calls = {part: found for part, site in first.items() if lines and (found := trials.find_calls(site, lines))}
     is_rounded = cause and cause.reason is Reason.ROUNDING and finite and not cause.site.part.backward
     elsewhere = trials.forward_error_elsewhere() if is_rounded else math.inf
-    return findings._replace(lines=lines, cause=cause, error_elsewhere=elsewhere)
+    return findings._replace(lines=lines, cause=cause, calls=calls, error_elsewhere=elsewhere)
 
 
 def _describe_not_finite(findings: Findings, step: RepairedStep, non_finite: Callable[[], list[str]]) -> str:
@@ -101,5 +104,6 @@ def _row(findings: Findings, part: Part, in_lines: bool) -> DiagnosisRow:
         overflow=max(x.overflow for x in found.values()),
         underflow=max(x.underflow for x in found.values()),
         in_lines=in_lines,
+        calls=findings.calls[part].text if part in findings.calls else "",
         alone=findings.alone.get(part),
     )

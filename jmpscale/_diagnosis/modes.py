@@ -4,9 +4,11 @@ With all operations as written it is the step; with all of them in float32 it is
 modes finds the lines that must compute in float32 by changing them.
 """
 
+import collections
 import enum
 import functools
-from collections.abc import Callable, Collection, Mapping
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +18,7 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._base.jaxpr import Caller, type_of
-from jmpscale._base.source import is_in_inner_gradient
+from jmpscale._base.source import expression_of, is_in_inner_gradient
 from jmpscale._diagnosis.errors import severity
 from jmpscale._diagnosis.float32 import run_as_written, run_in_float32
 from jmpscale._diagnosis.interpret import Interpreter, widen
@@ -33,6 +35,9 @@ class Mode(enum.IntEnum):
     REPAIRED = 3  # in float32, with zeros in place of infinities and NaN
 
 
+Modes = Mapping["Site", Mode | tuple[Mode, ...]]  # of all operations of a site, or of each one in program order
+
+
 class Part(NamedTuple):
     """A line in one pass."""
 
@@ -41,7 +46,7 @@ class Part(NamedTuple):
 
 
 class Site(NamedTuple):
-    """One kind of operation of a part, which has one mode."""
+    """One kind of operation of a part: all calls of the line, such as the layers of a loop in Python."""
 
     part: Part
     operation: str  # the name of JAX's primitive
@@ -65,11 +70,12 @@ class Run(NamedTuple):
     """A run of an operation in an interpreter whose argument is the array of modes."""
 
     interpreter: Interpreter
-    sites: list[int]  # the indices of its modes, of which the largest decides
+    modes: list[int]  # the indices of its modes, of which the largest decides
+    sites: list[int]  # the indices of its records
 
     @property
     def mode(self) -> jax.Array:
-        return functools.reduce(jnp.maximum, [self.interpreter.argument[i] for i in self.sites])
+        return functools.reduce(jnp.maximum, [self.interpreter.argument[i] for i in self.modes])
 
     def record(self, numbers: jax.Array) -> None:
         for i in self.sites:
@@ -163,6 +169,8 @@ class ModalStep:
             for x, dtype in with_mode
         }
         self.sites = list(dict.fromkeys(site for group in sites.values() for site in group))
+        self.counts = collections.Counter(site for group in sites.values() for site in group)
+        self.calls = _calls(x for x in everything if not x.backward)
         self.in_inner_gradients = {site for x, _ in with_mode if is_in_inner_gradient(x.eqn) for site in sites[x.key]}
         self.parts = list(dict.fromkeys(site.part for site in self.sites))
         # A line whose forward pass has no such result, such as an index, is also in the order of the forward pass.
@@ -170,6 +178,9 @@ class ModalStep:
         # The operations that reach the outputs and run as written, whatever the modes are; known after the first run.
         self.not_entered: dict[Operation, None] = {}
         index = {site: i for i, site in enumerate(self.sites)}
+        *starts, _ = itertools.accumulate((self.counts[site] for site in self.sites), initial=0)
+        next_mode = {site: itertools.count(start) for site, start in zip(self.sites, starts, strict=True)}
+        runs = {key: ([next(next_mode[x]) for x in group], [index[x] for x in group]) for key, group in sites.items()}
         found = {x.key: x for x in everything}
 
         def rule(interpreter: Interpreter, eqn: core.JaxprEqn, inputs: list[Any], caller: Caller) -> list[Any]:
@@ -178,26 +189,43 @@ class ModalStep:
             if outputs is None:
                 outputs = run_as_written(eqn, inputs)
                 self.not_entered |= {operation: None}
-            if not (group := [index[site] for site in sites.get(operation.key, ())]):
+            if operation.key not in runs:
                 return outputs
-            return modal.run(Run(interpreter, group), operation, inputs, outputs)
+            return modal.run(Run(interpreter, *runs[operation.key]), operation, inputs, outputs)
 
-        def run(consts: list[Any], scale: jax.Array, modes: jax.Array) -> tuple[list[Any], Any]:
+        def run(consts: list[Any], scale: jax.Array, array: jax.Array) -> tuple[list[Any], Any]:
             records = {i: jnp.zeros(modal.columns, np.float32) for i in index.values() if modal.columns}
-            return Interpreter(rule, modes, records).evaluate(core.ClosedJaxpr(step.jaxpr, consts), [scale])
+            return Interpreter(rule, array, records).evaluate(core.ClosedJaxpr(step.jaxpr, consts), [scale])
 
         self._run = compiled(run)
 
     def run(
-        self, scale: float, modes: Mapping[Site, Mode], default: Mode, consts: list[Any] | None = None
+        self, scale: float, modes: Modes, default: Mode, consts: list[Any] | None = None
     ) -> tuple[list[Any], dict[Site, Any]]:
         """Returns the loss and the gradients, and what was recorded for each site.
 
         `modes` are the modes of some sites, `default` is the mode of all others, and `consts` replaces `self.consts`.
         """
-        array = np.array([modes.get(site, default) for site in self.sites], np.int32)
+
+        def modes_of(site: Site) -> tuple[Mode, ...]:
+            mode = modes.get(site, default)
+            return mode if isinstance(mode, tuple) else (mode,) * self.counts[site]
+
+        array = np.array([mode for site in self.sites for mode in modes_of(site)], np.int32)
         outputs, records = self._run(self.consts if consts is None else consts, np.float32(scale), array)
         return outputs, {self.sites[i]: x.tolist() for i, x in jax.device_get(records).items()}
+
+
+def _calls(forward: Iterable[Operation]) -> dict[Path, int]:
+    """Returns how often a program calls its lines, such as for the layers of a loop in Python.
+
+    An expression has several operations of the same kind in each call if `autocast` converts both operands of a matmul.
+    """
+    sizes = collections.Counter((x.paths[0], x.eqn.primitive, expression_of(x.eqn)) for x in forward)
+    calls: dict[Path, int] = {}
+    for (path, *_), size in sizes.items():
+        calls[path] = min(size, calls.get(path, size))
+    return calls
 
 
 def _shortest(paths: Collection[Path]) -> dict[Path, Path]:

@@ -10,7 +10,7 @@ import numpy as np
 from jmpscale._base.jaxpr import MATMULS
 from jmpscale._base.text import format_percentage, format_scale
 from jmpscale._diagnosis.fitting_scales import Errors, Scales, largest
-from jmpscale._diagnosis.lines import Cause, Lines, Reason, Trials
+from jmpscale._diagnosis.lines import Calls, Cause, Lines, Reason, Trials
 from jmpscale._diagnosis.modes import Part, Site, Statistics
 from jmpscale._diagnosis.program import Path
 from jmpscale._diagnosis.thresholds import CHANGE, DEFAULT, LARGE_ERROR, LARGEST_LOSS_ERROR, MARGIN, ROOM
@@ -31,6 +31,7 @@ class Findings(NamedTuple):
     scales: Scales = Scales({}, None, None)
     lines: Lines | None = None  # that must compute in float32, if they were looked for and found
     cause: Cause | None = None  # where the error begins, if it is known
+    calls: Mapping[Part, Calls] = MappingProxyType({})  # the calls of the lines that are wrong alone
     error_elsewhere: float = math.inf  # with other arguments, if rounding is the reason
     alone: Mapping[Part, float] = MappingProxyType({})  # the errors of the parts that were tried alone
     alone_at_best: Mapping[Part, float] = MappingProxyType({})  # at the best scale, if the present one does not fit
@@ -246,7 +247,7 @@ def _describe_lines(findings: Findings) -> str:
 def _describe_cause(findings: Findings, cause: Cause, lines: Lines) -> str:
     site, statistics = cause.site, findings.statistics[cause.site]
     if cause.reason is Reason.ROUNDING:
-        place = findings.names([site.part.path])
+        place = findings.names([site.part.path]) + _calls(findings, site)
         if findings.error_elsewhere > LARGE_ERROR:
             return f"{_difference(findings)}: rounding, not range. The error begins at {place}."
         advice = "Change nothing if training ends at the same loss as in float32."
@@ -260,7 +261,8 @@ def _describe_cause(findings: Findings, cause: Cause, lines: Lines) -> str:
             f"{CHANGE:.0%}, the error is {format_percentage(findings.error_elsewhere)}. {advice} The error begins at "
             f"{place}."
         )
-    name, limit = f"{site.operation} at {findings.name(site.part.path)}", site.limit
+    calls = f"{_calls(findings, site)}," if _calls(findings, site) else ""
+    name, limit = f"{site.operation} at {findings.name(site.part.path)}{calls}", site.limit
     if cause.reason is Reason.UNDERFLOW:
         fraction = format_percentage(statistics.underflow)
         what = f"underflows: {name} has {fraction} of its values below the smallest normal number of {site.dtype}"
@@ -273,6 +275,14 @@ def _describe_cause(findings: Findings, cause: Cause, lines: Lines) -> str:
     if site.part.backward:
         return f"No loss scale fits. At {format_scale(2.0**lines.exponent)}, the backward pass {what}."
     return f"The forward pass {what}. A loss scale cannot prevent that."
+
+
+def _calls(findings: Findings, site: Site) -> str:
+    """Returns which calls of the line are wrong, if not all of them are."""
+    calls = findings.calls.get(site.part)
+    if not calls or calls.site != site:
+        return ""
+    return f", {'call' if len(calls.numbers) == 1 else 'calls'} {calls.text}"
 
 
 def _remedy(findings: Findings, cause: Cause, lines: Lines) -> str:
