@@ -181,17 +181,24 @@ def _call_that_fits(findings: Findings) -> str:
 
 
 def _describe_margin(findings: Findings) -> str:
-    """Names a smaller scale if the scale of a new scaler fits, but could overflow in the first steps."""
+    """Names a smaller scale if the present one fits, but could overflow in the next steps.
+
+    A dynamic scale that has grown is near the largest one, and backs off; a static scale stays.
+    """
     low, high = findings.scales.fitting or (0, 0)
-    if not findings.is_new or findings.config.mode != "dynamic" or findings.scale <= 2.0 ** (high - MARGIN):
+    is_static = findings.config.mode == "static"
+    if findings.scale <= 2.0 ** (high - MARGIN) or not (is_static or findings.is_new):
         return ""
-    exponent = max(low, high - ROOM, math.ceil(math.log2(findings.config.min_scale)))
+    exponent = max(low, high - ROOM)
+    if is_static:
+        risk, call = "a static scale does not back off if the gradients grow", f"static(2.0**{exponent})"
+    else:
+        exponent = max(exponent, math.ceil(math.log2(findings.config.min_scale)))
+        risk = "gradients can grow in the first steps, which are then skipped"
+        call = f"dynamic(init_scale=2.0**{exponent})"
     if 2.0**exponent >= findings.scale:
         return ""
-    return (
-        f" It is within {MARGIN} bits of the largest one, and gradients can grow in the first steps, which are then "
-        f"skipped: dynamic(init_scale=2.0**{exponent}) leaves room."
-    )
+    return f" It is within {MARGIN} bits of the largest one, and {risk}: {call} leaves room."
 
 
 def _scaler_call(config: ScalerConfig, low: int, high: int, *, may_grow: bool) -> str:
