@@ -29,9 +29,9 @@ def widen(x: Any) -> Any:
     return x.astype(np.float32) if is_narrow(x) else x
 
 
-def operations(jaxpr: core.Jaxpr) -> Iterator[tuple[core.JaxprEqn, Caller]]:
+def operations(jaxpr: core.Jaxpr, program: Caller = PROGRAM) -> Iterator[tuple[core.JaxprEqn, Caller]]:
     """Yields the equations that an interpreter runs by its rule, in the order of the program."""
-    return ((eqn, caller) for eqn, caller in equations(jaxpr, ENTERED) if eqn.primitive.name not in ENTERED)
+    return ((eqn, caller) for eqn, caller in equations(jaxpr, ENTERED, program) if eqn.primitive.name not in ENTERED)
 
 
 class Interpreter:

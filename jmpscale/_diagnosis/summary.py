@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jmpscale._base.jaxpr import MATMULS
+from jmpscale._base.source import is_installed
 from jmpscale._base.text import format_percentage, format_scale
 from jmpscale._diagnosis.fitting_scales import Errors, Scales, largest
 from jmpscale._diagnosis.lines import Calls, Cause, Lines, Reason, Trials
@@ -295,7 +296,12 @@ def _calls(findings: Findings, site: Site) -> str:
 def _remedy(findings: Findings, cause: Cause, lines: Lines) -> str:
     scales, paths = lines.scales, set(lines.paths)
     operations = {site.operation for site in findings.trials.step.sites if site.part.path in paths}
-    how = "" if operations.isdisjoint(MATMULS) else ', with precision="highest" where autocast converts a matmul'
+    is_own = not all(is_installed(path[-1]) for path in paths)
+    how = (
+        ""
+        if not is_own or operations.isdisjoint(MATMULS)
+        else ', with precision="highest" where autocast converts a matmul'
+    )
     text = (
         f"Compute {findings.names(lines.paths)} in float32{how}: then the gradients differ from float32 "
         f"{_by_gradient(findings, scales.errors_at_best)}"
@@ -308,12 +314,29 @@ def _remedy(findings: Findings, cause: Cause, lines: Lines) -> str:
             text = f"{text}; yours is {format_scale(findings.scale)}, so also use {call}"
     remaining = {part: error for part, error in findings.alone.items() if part.path not in paths}
     is_left = remaining and LARGE_ERROR <= scales.smallest_error < math.inf
-    left = _largest_part(findings, remaining) if is_left else ""
+    left = _in_packages(findings, lines) + (_largest_part(findings, remaining) if is_left else "")
     if cause.reason is Reason.UNDERFLOW and cause.site in findings.trials.step.in_inner_gradients:
         return f"{text}. Or scale the gradient that the loss contains: value_and_grad(inner_fn)(scaler, ...).{left}"
     if cause.reason is Reason.OVERFLOW and not cause.site.part.backward:
         return f"{text}. Or normalize {'its input' if len(paths) == 1 else 'their inputs'}.{left}"
     return f"{text}.{left}"
+
+
+def _in_packages(findings: Findings, lines: Lines) -> str:
+    """Says what to do with lines that the user cannot edit."""
+    installed = [path for path in lines.paths if is_installed(path[-1])]
+    if not installed:
+        return ""
+    own = [next((line for line in reversed(path) if not is_installed(line)), "the call") for path in installed]
+    calls = _enumerate(list(dict.fromkeys(own)))
+    operations = {site.operation for site in findings.trials.step.sites if site.part.path in installed}
+    package = "pass the package float32 as its dtype, or copy the function"
+    if operations <= MATMULS | {"convert_element_type"}:
+        package = (
+            f'if autocast converts the matmuls, put jax.default_matmul_precision("highest") around {calls}, which '
+            f"keeps all matmuls of the call in float32; otherwise {package}"
+        )
+    return f" In an installed package: {package}."
 
 
 def _difference(findings: Findings) -> str:
