@@ -70,6 +70,45 @@ def test_diagnose_step_returns_the_diagnosis_of_its_gradient(name):
     assert not w.is_deleted()
 
 
+def scaled_loss(scale, has_aux=False):
+    def loss_fn(params, batch):
+        loss = mean_square(params["w"], *batch) + 1e-12 * params["b"]
+        return (loss, batch) if has_aux else loss
+
+    return jmpscale.scaled_backward(loss_fn, scale, has_aux=has_aux)
+
+
+PARAMS = {"b": jnp.float32(1.0), "w": W}
+SCALED = {  # steps that differentiate a function of scaled_backward, and the arguments that they differentiate
+    "scaler": lambda scaler: jax.grad(scaled_loss(scaler))(PARAMS, (X, Y)),
+    "function": lambda scaler: jax.grad(scaled_loss(lambda *args: scaler))(PARAMS, (X, Y)),
+    "keywords": lambda scaler: jax.grad(lambda p: scaled_loss(scaler)(params=p, batch=(X, Y)))(PARAMS),
+    "auxiliary data": lambda scaler: jax.grad(scaled_loss(scaler, has_aux=True), has_aux=True)(PARAMS, (X, Y)),
+    "after the loss": lambda scaler: (
+        scaled_loss(scaler)(PARAMS, (X, Y)) + jax.grad(scaled_loss(scaler))(PARAMS, (X, Y))["b"]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", names(SCALED, default={"function"}))
+def test_diagnose_step_diagnoses_the_gradient_of_scaled_backward(name):
+    scaler = jmpscale.dynamic()
+    expected = jmpscale.diagnose(lambda p: mean_square(p["w"], X, Y) + 1e-12 * p["b"])(scaler, PARAMS)
+    found = jmpscale.diagnose_step(jax.jit(SCALED[name]))(scaler)
+    assert found.fitting_scales == expected.fitting_scales
+    assert found.summary == expected.summary
+
+
+@pytest.mark.full
+def test_diagnose_step_differentiates_only_what_the_step_differentiates():
+    def step(scaler):
+        return jax.grad(lambda w: scaled_loss(scaler)({"w": w, "b": PARAMS["b"]}, (X, Y)))(W)
+
+    expected = jmpscale.diagnose(lambda w: mean_square(w, X, Y) + 1e-12 * PARAMS["b"])(jmpscale.static(4.0), W)
+    for scale in (4.0, jnp.float32(4.0), jmpscale.static(4.0)):
+        assert jmpscale.diagnose_step(step)(scale).summary == expected.summary
+
+
 class Model(nnx.Module):
     def __init__(self, rngs):
         self.linear, self.norm = nnx.Linear(16, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
@@ -145,7 +184,18 @@ def test_diagnose_of_a_loss_with_collectives_has_a_remedy():
 
 WRONG = {
     "not callable": (3.0, "step must be the training step, got 3.0. Call diagnose_step(step)(*args)."),
-    "no gradient": (lambda w: w, "step must call jmpscale.value_and_grad, which <lambda> does not, unless it is a"),
+    "no gradient": (
+        lambda w: jmpscale.scaled_backward(jnp.sum, 1.0)(w),
+        "step must call jmpscale.value_and_grad, or differentiate a function of scaled_backward, which <lambda> does n",
+    ),
+    "scaled_backward of a closure": (
+        jax.grad(lambda w: jmpscale.scaled_backward(lambda x: jnp.sum(w * x), 1.0)(1.0)),
+        "<lambda> in jmpscale.scaled_backward, but the function closes over values that are differentiated. Pass",
+    ),
+    "scaled_backward of NNX": (
+        lambda w: nnx.grad(jmpscale.scaled_backward(lambda m: m(w.T).sum(), 1.0))(nnx.Linear(16, 4, rngs=nnx.Rngs(0))),
+        "which do not show what is differentiated. Call diagnose(loss_fn, transform=nnx.value_and_grad)(scaler, model",
+    ),
 }
 
 

@@ -34,9 +34,9 @@ def literal(x: core.Literal) -> Any:
     return widen(np.asarray(x.val, type_of(x).dtype))
 
 
-def operations(jaxpr: core.Jaxpr, caller: Caller = PROGRAM) -> Iterator[tuple[core.JaxprEqn, Caller]]:
+def operations(jaxpr: core.Jaxpr, program: Caller = PROGRAM) -> Iterator[tuple[core.JaxprEqn, Caller]]:
     """Yields the equations that an interpreter runs by its rule, in the order of the program."""
-    return ((eqn, inside) for eqn, inside in equations(jaxpr, ENTERED, caller) if eqn.primitive.name not in ENTERED)
+    return ((eqn, caller) for eqn, caller in equations(jaxpr, ENTERED, program) if eqn.primitive.name not in ENTERED)
 
 
 class Interpreter:

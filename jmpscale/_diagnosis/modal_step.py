@@ -4,7 +4,8 @@ With all operations as written it is the step; with all of them in float32 it is
 modes finds the lines that must compute in float32 by changing them.
 """
 
-from collections.abc import Collection, Hashable, Mapping
+import collections
+from collections.abc import Collection, Hashable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,11 +14,11 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._base.jaxpr import Caller
-from jmpscale._base.source import is_in_inner_gradient
+from jmpscale._base.source import expression_of, is_in_inner_gradient
 from jmpscale._diagnosis.blocks import Block, BlockProgram
 from jmpscale._diagnosis.float32 import run_as_written, run_in_float32
 from jmpscale._diagnosis.interpret import Interpreter, literal, widen
-from jmpscale._diagnosis.modes import Modal, Mode, Part, Run, Site
+from jmpscale._diagnosis.modes import Modal, Mode, Modes, Part, Run, Site
 from jmpscale._diagnosis.program import Operation, Path, program_operations
 from jmpscale._diagnosis.step import Step, compiled
 
@@ -31,10 +32,14 @@ class ModalStep:
         with_mode = [(x, dtype) for x in everything if (dtype := modal.dtype(x)) is not None]
         shortest = _shortest({path for x, _ in with_mode for path in x.paths})
         sites = {
-            x.key: [Site(Part(shortest[path], x.backward), x.eqn.primitive.name, dtype) for path in x.paths]
+            x.key: dict.fromkeys(
+                Site(Part(shortest[path], x.backward), x.eqn.primitive.name, dtype) for path in x.paths
+            )
             for x, dtype in with_mode
         }
         self.sites = list(dict.fromkeys(site for group in sites.values() for site in group))
+        self.counts = collections.Counter(site for group in sites.values() for site in group)
+        self.calls = _calls(x for x in everything if not x.backward)
         self.in_inner_gradients = {site for x, _ in with_mode if is_in_inner_gradient(x.eqn) for site in sites[x.key]}
         self.parts = list(dict.fromkeys(site.part for site in self.sites))
         # A line whose forward pass has no such result, such as an index, is also in the order of the forward pass.
@@ -42,7 +47,12 @@ class ModalStep:
         # The operations that reach the outputs and run as written, whatever the modes are; known after the first run.
         self.not_entered: dict[Operation, None] = {}
         self._program = BlockProgram(step.jaxpr)
-        self._placed = self._compile({x.key: _Placed(x, sites.get(x.key, [])) for x in everything}, modal)
+        seen: collections.Counter[Site] = collections.Counter()
+        found = {}
+        for x in {x.key: x for x in everything}.values():
+            found[x.key] = _Placed(x, {site: seen[site] for site in sites.get(x.key, ())})
+            seen.update(found[x.key].sites.keys())
+        self._placed = self._compile(found, modal)
 
     def _compile(self, found: dict[Any, "_Placed"], modal: Modal) -> list["_PlacedBlock"]:
         """Returns the blocks, of which equal ones share a compiled function."""
@@ -60,7 +70,7 @@ class ModalStep:
         return blocks
 
     def run(
-        self, scale: float, modes: Mapping[Site, Mode], default: Mode, consts: list[Any] | None = None
+        self, scale: float, modes: Modes, default: Mode, consts: list[Any] | None = None
     ) -> tuple[list[Any], dict[Site, Any]]:
         """Returns the loss and the gradients, and what was recorded for each site.
 
@@ -72,7 +82,7 @@ class ModalStep:
         values |= {i: widen(jnp.asarray(x)) for i, x in program.constants.items()}
         records = []
         for block, placed, function in self._placed:
-            array = [max((modes.get(site, default) for site in x.sites), default=default) for x in placed]
+            array = [x.mode(modes, default) for x in placed]
             outputs, recorded = function.run([values[i] for i in block.inputs], np.array(array, np.int32))
             values.update(zip(block.outputs, outputs, strict=True))
             for i in block.last_read:  # frees memory
@@ -93,10 +103,15 @@ class ModalStep:
 
 
 class _Placed(NamedTuple):
-    """An operation, with the sites that have its mode, of which the largest decides; none if it has no mode."""
+    """An operation, with its sites, and its number among their operations; no sites if it has no mode."""
 
     operation: Operation
-    sites: list[Site]
+    sites: dict[Site, int]
+
+    def mode(self, modes: Modes, default: Mode) -> Mode:
+        """Returns the largest mode of its sites."""
+        found = [(modes.get(site, default), number) for site, number in self.sites.items()]
+        return max((x[number] if isinstance(x, tuple) else x for x, number in found), default=default)
 
 
 class _PlacedBlock(NamedTuple):
@@ -133,6 +148,18 @@ class _BlockFunction:
             return [values[i] for i in block.outputs], interpreter.records
 
         self.run = compiled(run)
+
+
+def _calls(forward: Iterable[Operation]) -> dict[Path, int]:
+    """Returns how often a program calls its lines, such as for the layers of a loop in Python.
+
+    An expression has several operations of the same kind in each call if `autocast` converts both operands of a matmul.
+    """
+    sizes = collections.Counter((x.paths[0], x.eqn.primitive, expression_of(x.eqn)) for x in forward)
+    calls: dict[Path, int] = {}
+    for (path, *_), size in sizes.items():
+        calls[path] = min(size, calls.get(path, size))
+    return calls
 
 
 def _shortest(paths: Collection[Path]) -> dict[Path, Path]:

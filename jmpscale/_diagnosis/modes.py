@@ -1,7 +1,7 @@
 """The modes of operations, which compute as they are written, in float32, or otherwise, as an array of modes says."""
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +25,9 @@ class Mode(enum.IntEnum):
     REPAIRED = 3  # in float32, with zeros in place of infinities and NaN
 
 
+Modes = Mapping["Site", Mode | tuple[Mode, ...]]  # of all operations of a site, or of each one in program order
+
+
 class Part(NamedTuple):
     """A line in one pass."""
 
@@ -33,7 +36,7 @@ class Part(NamedTuple):
 
 
 class Site(NamedTuple):
-    """One kind of operation of a part, which has one mode."""
+    """One kind of operation of a part: all calls of the line, such as the layers of a loop in Python."""
 
     part: Part
     operation: str  # the name of JAX's primitive
