@@ -89,7 +89,7 @@ def pages(results):
     sums, batches = results["float16_sums"], record.read(STUDIES / "batch_size.json")
     return {
         "costs.md": costs,
-        "finding_the_scale.md": {"batches": _batches(batches)},
+        "index.md": {"batches": _batches(batches)},
         "guides/devices.md": {"sums": _sums(sums["figures"]) + _run(sums)},
     }
 
