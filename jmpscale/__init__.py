@@ -2,24 +2,25 @@
 
 from importlib.metadata import version as _version
 
+from jmpscale._algorithm.finite import all_finite
+from jmpscale._algorithm.gate import apply_if
+from jmpscale._algorithm.get_scaler import get_scaler, replace_scaler
+from jmpscale._algorithm.grad import value_and_grad
+from jmpscale._algorithm.optax import with_loss_scaling
+from jmpscale._algorithm.optax_step import optax_step
+from jmpscale._algorithm.scaled_backward import scaled_backward
+from jmpscale._algorithm.scaling import scale, unscale, unscale_and_check
+from jmpscale._algorithm.update import update
 from jmpscale._autocast.api import autocast
-from jmpscale._cast_tree import cast
+from jmpscale._autocast.cast import cast
 from jmpscale._diagnosis.api import diagnose
 from jmpscale._diagnosis.report import Diagnosis, DiagnosisRow
 from jmpscale._diagnosis.training_step import diagnose_step
-from jmpscale._finite import all_finite
-from jmpscale._gate import apply_if
-from jmpscale._get_scaler import get_scaler, replace_scaler
-from jmpscale._grad import value_and_grad
-from jmpscale._grad_report import GradReport, grad_report
-from jmpscale._monitor import RunMonitor, metrics, raise_if_stuck
-from jmpscale._optax import with_loss_scaling
-from jmpscale._optax_step import optax_step
-from jmpscale._scaled_backward import scaled_backward
-from jmpscale._scaling import scale, unscale, unscale_and_check
+from jmpscale._monitoring.grad_report import GradReport, grad_report
+from jmpscale._monitoring.metrics import metrics
+from jmpscale._monitoring.run_monitor import RunMonitor, raise_if_stuck
 from jmpscale._state import ScalerConfig, ScalerState, SkipReason, WithLossScalingState, disabled, dynamic, static
-from jmpscale._torch import from_torch_state_dict, to_torch_state_dict
-from jmpscale._update import update
+from jmpscale._torch_state_dict import from_torch_state_dict, to_torch_state_dict
 
 __all__ = [
     "Diagnosis",

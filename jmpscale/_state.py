@@ -10,7 +10,7 @@ import jax
 import jax.export
 import numpy as np
 
-from jmpscale._base.check import check_choice, check_count, check_in_range
+from jmpscale._base.arguments import check_choice, check_count, check_in_range
 from jmpscale._base.frameworks import AnyAuxData, aux_data_of_paths, imported
 from jmpscale._base.marks import Mark, mark, remember
 from jmpscale._base.text import describe, format_number

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 import jmpscale
+import jmpscale._algorithm.finite
 import jmpscale._base.marks
-import jmpscale._finite
-import jmpscale._grad_report
+import jmpscale._monitoring.grad_report
 
 import meshes
 
@@ -122,7 +122,7 @@ def platform(request, monkeypatch):
 
 def _clear_caches_of_forms():
     """Makes the jitted functions of the package that have two forms trace again."""
-    for module in (jmpscale._finite, jmpscale._grad_report):
+    for module in (jmpscale._algorithm.finite, jmpscale._monitoring.grad_report):
         for fn in vars(module).values():
             if hasattr(fn, "clear_cache"):
                 fn.clear_cache()

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from jmpscale._diagnosis.fitting_scales import search
 from jmpscale._diagnosis.lines import smallest_set
-from jmpscale._diagnosis.scales import search
 
 NOT_FINITE = np.array([np.inf])
 

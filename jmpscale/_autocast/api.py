@@ -10,11 +10,12 @@ from jax.extend import core
 from jax.typing import DTypeLike
 
 from jmpscale._autocast.rules import FLOAT32, HALF, Kept, in_half, reason_to_keep, setting_that_keeps
-from jmpscale._base.check import as_dtype, warn_user
+from jmpscale._base.arguments import as_dtype
 from jmpscale._base.jaxpr import MATMULS, Caller, equations, type_of
 from jmpscale._base.text import describe
 from jmpscale._base.trace import lift_nnx, trace
 from jmpscale._base.tree import PyTree
+from jmpscale._base.warn import warn_user
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jmpscale._algorithm.get_scaler import find_scaler, is_scaler
+from jmpscale._algorithm.grad import value_and_grad
 from jmpscale._base.frameworks import is_nnx_object
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, flatten_gradients, named_leaves
@@ -13,8 +15,6 @@ from jmpscale._diagnosis.examine import examine
 from jmpscale._diagnosis.not_finite import non_finite_arguments
 from jmpscale._diagnosis.report import Diagnosis
 from jmpscale._diagnosis.step import check_concrete, trace_step
-from jmpscale._get_scaler import find_scaler, is_scaler
-from jmpscale._grad import value_and_grad
 from jmpscale._guards.scaler import scale_on_host
 from jmpscale._state import ScalerState
 

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Callable
 
+from jmpscale._diagnosis.fitting_scales import Errors, search
 from jmpscale._diagnosis.lines import Reason, Trials
 from jmpscale._diagnosis.modes import Part
 from jmpscale._diagnosis.not_finite import RepairedStep
 from jmpscale._diagnosis.report import Diagnosis, DiagnosisRow
-from jmpscale._diagnosis.scales import Errors, search
 from jmpscale._diagnosis.step import Step, compile_step
 from jmpscale._diagnosis.summary import Findings, describe_arguments, describe_comparison, describe_origin, summarize
 from jmpscale._diagnosis.thresholds import LARGE_ERROR

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._diagnosis.errors import Measured, measure
+from jmpscale._diagnosis.fitting_scales import Errors, Scales, largest, search
 from jmpscale._diagnosis.modes import PRECISION, RECORD, ModalStep, Mode, Part, Site, Statistics
 from jmpscale._diagnosis.program import Operation, Path
-from jmpscale._diagnosis.scales import Errors, Scales, largest, search
 from jmpscale._diagnosis.step import Step
 from jmpscale._diagnosis.thresholds import (
     CHANGE,

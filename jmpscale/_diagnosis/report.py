@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import jax.numpy as jnp
 
-from jmpscale._base.check import check_count
+from jmpscale._base.arguments import check_count
 from jmpscale._base.text import format_percentage, format_table, truncate
 
 _WIDTH = 100  # columns

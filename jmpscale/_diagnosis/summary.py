@@ -9,10 +9,10 @@ import numpy as np
 
 from jmpscale._base.jaxpr import MATMULS
 from jmpscale._base.text import format_percentage, format_scale
+from jmpscale._diagnosis.fitting_scales import Errors, Scales, largest
 from jmpscale._diagnosis.lines import Cause, Lines, Reason, Trials
 from jmpscale._diagnosis.modes import Part, Site, Statistics
 from jmpscale._diagnosis.program import Path
-from jmpscale._diagnosis.scales import Errors, Scales, largest
 from jmpscale._diagnosis.thresholds import CHANGE, DEFAULT, LARGE_ERROR, LARGEST_LOSS_ERROR, MARGIN, ROOM
 from jmpscale._state import ScalerConfig
 

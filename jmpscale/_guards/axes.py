@@ -1,9 +1,9 @@
 """Guards for values on several devices, which other guards and `grad_report` use."""
 
 from jmpscale._base.axes import AxisName, as_axes, manual_axes
-from jmpscale._base.check import warn_user
 from jmpscale._base.compat import unreduced_axes
 from jmpscale._base.tree import PyTree, first_leaf, is_inexact
+from jmpscale._base.warn import warn_user
 
 
 def warn_if_unsynchronized(axis_name: AxisName, other_axes: AxisName = ()) -> None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jmpscale._base.check import check_flag, warn_user
+from jmpscale._base.arguments import check_flag
 from jmpscale._base.frameworks import imported
 from jmpscale._base.marks import Mark, has_mark, source_of
 from jmpscale._base.text import truncate, type_name
@@ -21,6 +21,7 @@ from jmpscale._base.tree import (
     structure,
 )
 from jmpscale._base.types import has_same_type, is_numeric
+from jmpscale._base.warn import warn_user
 from jmpscale._state import ScalerState
 
 _inside_apply_if = contextvars.ContextVar("inside_apply_if", default=False)

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jmpscale._base.check import warn_user
 from jmpscale._base.frameworks import imported
 from jmpscale._base.marks import Mark, has_mark, mark
 from jmpscale._base.text import describe, type_name
@@ -19,6 +18,7 @@ from jmpscale._base.tree import (
     is_inexact,
     is_real_scalar,
 )
+from jmpscale._base.warn import warn_user
 from jmpscale._guards.optax import warn_if_inside_another
 from jmpscale._guards.scaler import only_scaler, warn_if_constant
 from jmpscale._state import ScalerState

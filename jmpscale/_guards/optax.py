@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jmpscale._base.arguments import check_count, check_in_range
 from jmpscale._base.axes import AxisName
-from jmpscale._base.check import check_count, check_in_range, warn_user
 from jmpscale._base.frameworks import averages_of_gradients
 from jmpscale._base.marks import Mark, has_mark, source_of
 from jmpscale._base.text import describe, type_name
 from jmpscale._base.tree import PyTree, check_no_refs, find_instances, first_leaf, is_inexact
 from jmpscale._base.types import needs_wider_gradient
+from jmpscale._base.warn import warn_user
 from jmpscale._guards.axes import check_no_partial_sums, warn_if_unsynchronized
 from jmpscale._guards.gate import check_same_structure, check_same_types, warn_if_gated
 from jmpscale._guards.scaler import check_scaler, in_compiled_step, warn_if_constant, warn_if_nothing_is_scaled

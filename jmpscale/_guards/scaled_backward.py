@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 import jax
 from jax.custom_derivatives import CustomVJPPrimal
 
-from jmpscale._base.check import warn_user
 from jmpscale._base.compat import is_compiling, varying_axes
 from jmpscale._base.marks import Mark, mark
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, is_inexact, is_real_scalar, is_traced
 from jmpscale._base.types import needs_wider_gradient
+from jmpscale._base.warn import warn_user
 from jmpscale._guards.optax import warn_if_inside_another
 from jmpscale._guards.scaling import warn_about_narrow_loss
 

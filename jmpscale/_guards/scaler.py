@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpscale._base.check import check_in_range, warn_user
+from jmpscale._base.arguments import check_in_range
 from jmpscale._base.compat import is_compiling
 from jmpscale._base.marks import Mark, was_used
 from jmpscale._base.text import describe, type_name
 from jmpscale._base.tree import PyTree, find_instances, is_traced
+from jmpscale._base.warn import warn_user
 from jmpscale._state import ARRAY_FIELDS, LARGEST_SCALE, SMALLEST_SCALE, ScalerConfig, ScalerState
 
 _WHERE_A_SCALER_IS = (

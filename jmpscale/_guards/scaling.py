@@ -2,11 +2,11 @@
 
 import jax
 
-from jmpscale._base.check import warn_user
 from jmpscale._base.marks import Mark, has_mark, mark
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, check_no_refs, first_leaf, is_real, is_traced
 from jmpscale._base.types import needs_wider_gradient
+from jmpscale._base.warn import warn_user
 from jmpscale._guards.axes import check_no_partial_sums
 from jmpscale._state import ScalerState
 

@@ -2,10 +2,11 @@
 
 from jax.typing import ArrayLike
 
+from jmpscale._base.arguments import check_flag
 from jmpscale._base.axes import AxisName
-from jmpscale._base.check import check_flag, warn_user
 from jmpscale._base.marks import Mark, has_mark, mark, source_of
 from jmpscale._base.tree import PyTree, is_real_scalar
+from jmpscale._base.warn import warn_user
 from jmpscale._guards.axes import warn_if_unsynchronized
 from jmpscale._guards.gate import warn_if_gated
 from jmpscale._guards.scaler import check_scaler, warn_if_constant, warn_if_nothing_is_scaled

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from jmpscale._algorithm.scaling import multiply_leaf, unscale_leaves
 from jmpscale._base.compat import varying_axes
 from jmpscale._base.jaxpr import Caller, equations
 from jmpscale._diagnosis.float32 import run_in_widest
 from jmpscale._diagnosis.interpret import Interpreter
-from jmpscale._scaling import multiply_leaf, unscale_leaves
 
 _MOST_GROUPS = 32  # with more gradients, neighbors become infinite together
 

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpscale._base.check import warn_user
 from jmpscale._base.frameworks import is_trace_error
 from jmpscale._base.text import format_percentage, format_scale
 from jmpscale._base.tree import PyTree, flatten_matching, is_array
+from jmpscale._base.warn import warn_user
 from jmpscale._diagnosis.float32 import runs_only_as_written
 from jmpscale._diagnosis.interpret import operations
 from jmpscale._diagnosis.step import UNREADABLE, compiled

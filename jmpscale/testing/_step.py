@@ -10,13 +10,13 @@ from typing import Any, NoReturn
 import jax.numpy as jnp
 import numpy as np
 
-from jmpscale._base.check import warn_user
+from jmpscale._algorithm.get_scaler import find_scaler
+from jmpscale._algorithm.update import update
 from jmpscale._base.text import describe, format_percentage, format_scale
 from jmpscale._base.tree import Tree, check_no_nnx_objects, is_inexact, named_leaves
-from jmpscale._get_scaler import find_scaler
+from jmpscale._base.warn import warn_user
 from jmpscale._guards.scaler import scale_on_host
 from jmpscale._state import LARGEST_SCALE, SkipReason
-from jmpscale._update import update
 from jmpscale.testing._precision import check_applied, check_independence, in_float32, wrong_change
 from jmpscale.testing._replicated import check_addressable
 from jmpscale.testing._runs import Run, Runs, checked, copy, is_equal, is_inside, scalers_of

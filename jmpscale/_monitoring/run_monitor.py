@@ -1,57 +1,26 @@
-"""Monitoring: values to log, and an error or a warning for a run that is stuck.
-
-Nothing here changes a state.
-"""
+"""An error or a warning, between two steps, for a training run that is stuck."""
 
 import collections
 import math
 import operator
-import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from jmpscale._base.callback import warn_from_program
-from jmpscale._base.check import COUNTER_LIMIT, check_count, warn_user
+from jmpscale._algorithm.get_scaler import find_scaler
+from jmpscale._base.arguments import COUNTER_LIMIT, check_count
 from jmpscale._base.text import format_number
-from jmpscale._base.tree import PyTree, find_instances, is_traced
-from jmpscale._get_scaler import find_scaler
+from jmpscale._base.tree import PyTree, is_traced
+from jmpscale._base.warn import warn_user
 from jmpscale._guards.scaler import check_scaler
-from jmpscale._state import ARRAY_FIELDS, LARGEST_SCALE, ScalerState, SkipReason, WithLossScalingState
+from jmpscale._runtime.causes import CONSECUTIVE, NEVER_SKIPPED, USUAL_LIMIT, describe_skips, is_at_limit
+from jmpscale._state import ScalerState, SkipReason
 
-_CONSECUTIVE = "{} consecutive steps were skipped"
-_OVERFLOW = "In the most recent skip the loss, if given, was finite, but the flag of the gradients was false. "
-_CAUSES = (  # in the order of _describe_skips
-    "The loss scale is invalid: the state was corrupted, in storage or by hand. Restore an older checkpoint.",
-    "In a skipped step the loss that was passed was not finite, which no loss scale can prevent if it is the unscaled "
-    "loss. Look for an overflow in the forward pass, for invalid data, or for parameters or optimizer state "
-    "that are NaN because a step that was not finite was applied; jmpscale.diagnose with the same batch names the "
-    "line.",
-    f"{_OVERFLOW}The scale cannot back off any further. Perhaps some batches have no finite gradients at any allowed "
-    "scale, as with a softmax over a row in which a mask hides every value; or a sum of gradients is NaN, because a "
-    "skip does not reset it; or the gradients were scaled by a different scaler: pass the state of with_loss_scaling "
-    "to jmpscale.value_and_grad; or the flag for update is inverted or has other conditions. jmpscale.diagnose with "
-    "such a batch names the line, or prints scales that fit: if they are smaller, decrease min_scale, or the number "
-    "given to scaled_backward(fun, number); if they are larger, correct the sum or the flag.",
-    f"{_OVERFLOW}The scale is static and does not back off. jmpscale.diagnose with the same batch prints the scales "
-    "that fit: pass one of them to static, or to scaled_backward(fun, number).",
-    f"{_OVERFLOW}These are the first skips of this run: the scale is still backing off from its initial value. Allow "
-    "more skips, unless the flag for update is inverted, or call jmpscale.diagnose: it prints the scales that fit, for "
-    "init_scale, or names the line if there are none.",
-    f"{_OVERFLOW}The scale is still backing off. Allow more skips, or look for a change in the data or the model: "
-    "jmpscale.diagnose names the line.",
-)
 _FIND_BATCH = (
     " To find the batches, read step_applied of the scaler after each step, which is false after a skip, and pass "
     "jmpscale.diagnose a batch that was skipped."
-)
-_NEVER_SKIPPED = (
-    "The loss scale has grown to its limit, {}, without a skip. Unless the gradients are very small, the loss is not "
-    "scaled, or something replaces infinity and NaN before the optimizer checks them. To find out, run a few steps at "
-    "the scale 2^60, which should be skipped: with the scaler jmpscale.static(2.0**60) or, if the loop differentiates, "
-    "with jmpscale.scaled_backward(loss_fn, 2.0**60)."
 )
 _UNCHANGED = (
     "From step {} to step {} the scaler has counted no step, or it was replaced although it skipped most steps. If "
@@ -61,35 +30,6 @@ _UNCHANGED = (
     "cannot back off: give jmpscale.scaled_backward a number and warn_if_not_finite=True. With Flax NNX, compile the "
     "step with nnx.jit, not with jax.jit."
 )
-_USUAL_LIMIT = 2.0**32  # the default of max_scale; a lower limit is reached without a mistake
-
-
-def metrics(scaler: PyTree) -> dict[str, jax.Array]:
-    """Returns the values of a scaler that are worth logging.
-
-    Args:
-      scaler: a scaler, a batch of scalers, or any pytree that contains exactly one, such as the optimizer state of
-        `with_loss_scaling`.
-
-    Returns:
-      A dict of the arrays of the `ScalerState`, by the names of its fields. For an optimizer state of
-      `with_loss_scaling(max_norm=...)` it also contains `grad_norm`, f32[], the global norm before clipping. The values
-      are the arrays of the state itself, so read or copy them before the state is donated. `loss_scale` is the scaler's
-      own; the backward pass of `scaled_backward(fun, number)` uses the number instead.
-
-    Raises:
-      ValueError: `scaler` does not contain exactly one scaler.
-
-    >>> import jmpscale
-    >>> {name: float(value) for name, value in jmpscale.metrics(jmpscale.dynamic(8.0)).items() if "scale" in name}
-    {'loss_scale': 8.0}
-    """
-    found = find_scaler(scaler, allow_batch=True)
-    values = {name: getattr(found, name) for name in ARRAY_FIELDS}
-    for state in find_instances(scaler, WithLossScalingState):
-        norm = jax.tree.leaves(state.grad_norm)  # an optimizer of Flax NNX wraps it; without max_norm it is None
-        values |= {"grad_norm": norm[0]} if norm else {}
-    return values
 
 
 def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
@@ -220,11 +160,11 @@ def _scalers_of(state: ScalerState) -> Iterator[ScalerState]:
 
 def _check_skips(state: ScalerState, limit: int) -> None:
     if state.consecutive_skips > limit:
-        raise FloatingPointError(_describe_skips(state, _CONSECUTIVE.format(state.consecutive_skips)))
+        raise FloatingPointError(describe_skips(state, CONSECUTIVE.format(state.consecutive_skips)))
     # A run whose scale touches the limit and recovers has no skip at the limit, or few skips in total.
-    if _is_at_limit(state) and state.last_skip_reason == SkipReason.MIN_SCALE and state.total_skips > limit:
+    if is_at_limit(state) and state.last_skip_reason == SkipReason.MIN_SCALE and state.total_skips > limit:
         text = "steps are still skipped at the smallest allowed scale"
-        raise FloatingPointError(_describe_skips(state, text) + _FIND_BATCH)
+        raise FloatingPointError(describe_skips(state, text) + _FIND_BATCH)
 
 
 def _can_compare(before: ScalerState, after: ScalerState) -> bool:
@@ -253,13 +193,13 @@ class _Span(NamedTuple):
         if skips - self._most_backoffs(applied) > applied:
             text = f"{skips} of the {updates} steps since step {self.start} were skipped"
             config = self.after.config
-            backs_off = config.mode == "dynamic" and config.hysteresis == 1 and not _is_at_limit(self.after)
+            backs_off = config.mode == "dynamic" and config.hysteresis == 1 and not is_at_limit(self.after)
             # If the scale backs off after every skip because of the gradients, most skips have the other reason.
             reason = SkipReason.LOSS if backs_off else None
-            raise FloatingPointError(_describe_skips(self.after, text, reason) + _FIND_BATCH)
+            raise FloatingPointError(describe_skips(self.after, text, reason) + _FIND_BATCH)
         max_scale = self.after.config.max_scale
-        if self._grows_to_limit() and max_scale >= _USUAL_LIMIT:
-            warn_user(_NEVER_SKIPPED.format(format_number(max_scale)))
+        if self._grows_to_limit() and max_scale >= USUAL_LIMIT:
+            warn_user(NEVER_SKIPPED.format(format_number(max_scale)))
 
     def counts_no_step(self) -> bool:
         """Tests whether no sequence of steps leads from one state to the other."""
@@ -310,112 +250,3 @@ def _skips_most(state: ScalerState) -> bool:
     """Tests whether a scaler is new, has just grown, or has skipped more steps than were applied since an overflow."""
     is_early = not state.finite_steps or state.total_skips > state.finite_steps
     return bool(is_early and state.loss_scale < state.config.max_scale)
-
-
-class _Skip(NamedTuple):
-    """A skipped step, and what the monitor says about it."""
-
-    after: ScalerState
-    step: int = 0  # counted from the first skip that the monitor remembers
-    follows_growth: bool = False  # such a skip is part of the rule, and is not counted
-    has_warned: bool = False  # about this skip, or an earlier one of the same series
-    text: str = ""
-
-
-class SkipMonitor:
-    """Warns about the skips of an optimizer, even from inside a compiled program; remembers them on the host.
-
-    Devices report in any order, so the message about a skip depends on the states of the run alone. A copy, in another
-    process for example, remembers nothing.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._count, self._window = count, 5 * count
-        self._skips = collections.deque[_Skip](maxlen=self._window)
-        self._lock = threading.Lock()
-
-    def __reduce__(self) -> tuple[type["SkipMonitor"], tuple[int]]:
-        return SkipMonitor, (self._count,)  # a lock cannot be pickled
-
-    def watch(self, before: ScalerState, after: ScalerState) -> ScalerState:
-        """Warns as the argument `warn_after_skips` of `with_loss_scaling` describes, and returns the scaler `after`.
-
-        In a compiled program its count of consecutive skips depends on the callback, so the compiler keeps it. A
-        `jax.debug.callback`, which needs no result, slows down small programs on CPU.
-        """
-        if not any(map(is_traced, jax.tree.leaves((before, after)))):
-            if text := self._message(before, after):
-                warn_user(text)
-            return after
-
-        def report(before: ScalerState, after: ScalerState) -> np.ndarray:
-            if text := self._message(before, after):
-                warn_from_program(text)
-            return np.asarray(after.consecutive_skips)
-
-        def call_report(before: ScalerState, after: ScalerState) -> jax.Array:
-            return jax.pure_callback(report, after.consecutive_skips, before, after, vmap_method="sequential")
-
-        is_due = (after.consecutive_skips > 0) | _has_grown_without_skip(before, after)
-        known = jax.lax.stop_gradient((before, after))
-        skips = jax.lax.cond(is_due, call_report, lambda _, after: after.consecutive_skips, *known)
-        return after._replace(consecutive_skips=skips)
-
-    def _message(self, before: ScalerState, after: ScalerState) -> str:
-        """Returns the warning about a step, or an empty text."""
-        before, after = jax.tree.map(np.asarray, (before, after))
-        if after.consecutive_skips > 0:  # under jax.vmap the callback runs for every scaler
-            with self._lock:
-                text = self._remember(before, after).text
-            return _describe_skips(after, text) if text else ""
-        if _has_grown_without_skip(before, after):
-            return _NEVER_SKIPPED.format(format_number(after.config.max_scale))
-        return ""
-
-    def _remember(self, before: ScalerState, after: ScalerState) -> _Skip:
-        """Returns the record of a skip: the one that exists if another device has reported the same skip."""
-        for skip in self._skips:
-            if skip.after == after:
-                return skip
-        if self._skips and after.total_skips != self._skips[-1].after.total_skips + 1:
-            self._skips.clear()  # another run
-        latest = self._skips[-1] if self._skips else _Skip(before)
-        has_grown = before.loss_scale > latest.after.loss_scale or before.finite_steps < latest.after.finite_steps
-        steps = 1 + int(before.finite_steps) - int(latest.after.finite_steps)
-        steps += after.config.growth_interval if has_grown else 0
-        skip = _Skip(after, latest.step + steps, bool(has_grown), latest.has_warned and steps <= self._window)
-        recent = [s for s in (*self._skips, skip) if s.step > skip.step - self._window and not s.follows_growth]
-        if after.consecutive_skips == self._count:
-            skip = skip._replace(has_warned=True, text=_CONSECUTIVE.format(self._count))
-        elif len(recent) >= self._count and not skip.has_warned:
-            text = f"{len(recent)} of the last {self._window} steps were skipped"
-            skip = skip._replace(has_warned=True, text=text)
-        self._skips.append(skip)
-        return skip
-
-
-def _has_grown_without_skip(before: ScalerState, after: ScalerState) -> jax.Array:
-    """Tests whether a dynamic scale has just reached its limit, at which float16 gradients usually overflow."""
-    limit, config = np.float32(after.config.max_scale), after.config
-    is_below = (before.loss_scale < limit) & (before.loss_scale * config.growth_factor >= limit)  # by one growth
-    has_reached = is_below & (after.loss_scale >= limit) & (after.total_skips == 0)
-    return has_reached & (config.mode == "dynamic" and config.max_scale >= _USUAL_LIMIT)
-
-
-def _describe_skips(state: ScalerState, skips: str, reason: SkipReason | None = None) -> str:
-    """Describes a state on the host, and the first cause that applies, by default to the most recent skip."""
-    applies = (
-        not 0 < state.loss_scale <= LARGEST_SCALE,  # also NaN
-        (state.last_skip_reason if reason is None else reason) == SkipReason.LOSS,
-        _is_at_limit(state),
-        state.config.mode == "static",
-        state.consecutive_skips == state.total_skips,
-        True,
-    )
-    cause = next(text for holds, text in zip(applies, _CAUSES, strict=True) if holds)
-    scale = format_number(np.float32(state.loss_scale))
-    return f"{skips} ({state.total_skips} in total); the loss scale is {scale}. {cause}"
-
-
-def _is_at_limit(state: ScalerState) -> bool:
-    return bool(state.config.mode == "dynamic" and state.loss_scale <= np.float32(state.config.min_scale))

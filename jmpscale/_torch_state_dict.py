@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from jmpscale._base.check import check_count, check_in_range
+from jmpscale._algorithm.get_scaler import find_scaler
+from jmpscale._base.arguments import check_count, check_in_range
 from jmpscale._base.text import type_name
 from jmpscale._base.tree import PyTree
-from jmpscale._get_scaler import find_scaler
 from jmpscale._guards.scaler import scale_on_host
 from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerConfig, ScalerState, init_state
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._base.axes import AxisName, all_reduce_and
 from jmpscale._base.tree import PyTree, is_inexact
-from jmpscale._get_scaler import find_scaler
 from jmpscale._guards import finite as guards
 
 # With fewer elements the time of a reduction hardly matters, and a reduction of a single value compiles faster.

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple, TypeVar, overload
 
 import jax
 
+from jmpscale._algorithm.get_scaler import find_scaler
+from jmpscale._algorithm.scaling import scale_losses, unscale_gradients
 from jmpscale._base.compat import axis_names_in_scope
 from jmpscale._base.gradients import observe
 from jmpscale._base.tree import PyTree
-from jmpscale._get_scaler import find_scaler
 from jmpscale._guards import grad as guards
-from jmpscale._scaling import scale_losses, unscale_gradients
 
 T = TypeVar("T")
 Function = Callable[..., Any]

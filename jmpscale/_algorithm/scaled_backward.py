@@ -8,6 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
+from jmpscale._algorithm.finite import all_finite_here
+from jmpscale._algorithm.get_scaler import find_scaler
+from jmpscale._algorithm.grad import loss_and_output
+from jmpscale._algorithm.scaling import is_whole_loss, multiply_leaf, one_if_finite, unscale_leaves
 from jmpscale._base.axes import map_like
 from jmpscale._base.text import describe
 from jmpscale._base.trace import lift_nnx, trace
@@ -20,12 +24,9 @@ from jmpscale._base.tree import (
     is_real_scalar,
     is_traced,
 )
-from jmpscale._get_scaler import find_scaler
-from jmpscale._grad import loss_and_output
 from jmpscale._guards import scaled_backward as guards
-from jmpscale._scaling import is_whole_loss, multiply_leaf, one_if_finite, unscale_leaves
+from jmpscale._runtime.gradient_warning import warn_unless_finite
 from jmpscale._state import static
-from jmpscale._watch import watch
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -184,7 +185,7 @@ def _unscale_cotangents_bwd(
     # The compiler removes the cotangents of inputs that are not differentiated, unless they are read.
     checked = [g for g, flag in zip(grads, differentiated, strict=True) if flag is not None and g is not None]
     if watched is not None and checked:
-        grads = watch(grads, checked, watched)
+        grads = warn_unless_finite(all_finite_here(checked), grads, checked, watched)
     guards.unscaled(grads, loss_scale)
     return None, grads
 

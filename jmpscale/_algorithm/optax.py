@@ -9,17 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jmpscale._algorithm.finite import all_finite_here
+from jmpscale._algorithm.gate import gate
+from jmpscale._algorithm.scaling import multiply_leaf
+from jmpscale._algorithm.update import adapt, all_reduce_outcome
 from jmpscale._base.axes import AxisName, as_axes, axes_to_reduce, manual_axes
 from jmpscale._base.compat import full_like, varying_axes
 from jmpscale._base.tree import PyTree, flatten_gradients, is_array, is_inexact, is_traced, structure
 from jmpscale._base.types import has_same_type, is_numeric, unscaled_dtype
-from jmpscale._finite import all_finite_here
-from jmpscale._gate import gate
 from jmpscale._guards import optax as guards
-from jmpscale._monitor import SkipMonitor
-from jmpscale._scaling import multiply_leaf
+from jmpscale._runtime.skip_monitor import SkipMonitor
 from jmpscale._state import ScalerState, WithLossScalingState, dynamic, register_with_flax
-from jmpscale._update import adapt, all_reduce_outcome
 
 
 class Transformation(Protocol):

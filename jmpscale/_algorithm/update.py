@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jmpscale._algorithm.finite import all_finite_here
+from jmpscale._base.arguments import COUNTER_LIMIT
 from jmpscale._base.axes import AxisName, all_reduce_and, as_axes, untyped_axes
-from jmpscale._base.check import COUNTER_LIMIT
 from jmpscale._base.tree import PyTree
-from jmpscale._finite import all_finite_here
 from jmpscale._guards import update as guards
 from jmpscale._state import ScalerState, SkipReason, register_with_flax
 

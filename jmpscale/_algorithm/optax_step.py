@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import optax
 
+from jmpscale._algorithm.optax import Transformation, with_extra_args
 from jmpscale._base.tree import PyTree
 from jmpscale._guards import optax_step as guards
-from jmpscale._optax import Transformation, with_extra_args
 
 
 def optax_step(

@@ -1,28 +1,17 @@
-"""Checks of arguments, and warnings at the user's line.
+"""Checks of arguments.
 
 An error names the argument, its value and a remedy. Values of arrays are never read.
 """
 
-import inspect
-import warnings
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jmpscale._base.frameworks import PACKAGES
 from jmpscale._base.text import describe, format_number, type_name
 
 COUNTER_LIMIT = int(np.iinfo(np.int32).max)
-
-
-def warn_user(message: str) -> None:
-    """Warns at the innermost line of the stack that belongs to the user."""
-    level, frame = 1, inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in PACKAGES:
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)
 
 
 def check_flag(finite: ArrayLike) -> None:

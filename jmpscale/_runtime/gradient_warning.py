@@ -6,18 +6,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._base.axes import all_reduce_and
-from jmpscale._base.callback import warn_from_program
-from jmpscale._finite import all_finite_here
+from jmpscale._base.warn import warn_from_program
 
 
-def watch(grads: list[jax.Array | None], checked: list[jax.Array], name: str) -> list[jax.Array | None]:
-    """Returns the gradients of the function `name`; the program warns if those that are checked are not finite.
+def warn_unless_finite(
+    finite: jax.Array, grads: list[jax.Array | None], checked: list[jax.Array], name: str
+) -> list[jax.Array | None]:
+    """Returns the gradients of the function `name`; the program warns if `finite`, about those checked, is false.
 
     The compiler keeps the check because a gradient depends on it: the one with the fewest axes, which is often small.
     """
     smallest = min(checked, key=jnp.ndim)
     returned = _warn_unless(
-        all_finite_here(checked),
+        finite,
         f"the gradients of {name} are not finite. If the training loop replaces infinity and NaN before the "
         "optimizer checks them, the step is not skipped. Use a scale that jmpscale.diagnose prints.",
         smallest,

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from jmpscale._algorithm.finite import all_finite
+from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._base.axes import AxisName
 from jmpscale._base.compat import unreduced_axes
 from jmpscale._base.tree import PyTree, Tree, flatten_gradients, is_real_scalar
 from jmpscale._base.types import unscaled_dtype
-from jmpscale._finite import all_finite
-from jmpscale._get_scaler import find_scaler
 from jmpscale._guards import scaling as guards
 from jmpscale._state import ScalerState
 
