@@ -30,7 +30,6 @@ CPU = {
     "50 of width 256": "50 of 256, batch 32",
     "16 of width 1024": "16 of 1024, batch 32",
 }
-OPTIMIZERS = {"SGD": "sgd", "momentum": "momentum", "Adafactor": "adafactor"}
 GPU = {"8 layers of width 2048": "8 of 2048, batch 32, float16", "language model": "language model, float16"}
 COMPILED = {
     "H100, 8 layers of width 2048": "h100, 1 devices, 8 of 2048, batch 32, adamw, float16, gradients in float32",
@@ -39,9 +38,9 @@ COMPILED = {
     "TPU v5e, 2 layers of width 8192": "tpu-v5e, 1 devices, 2 of 8192, batch 32, adamw, bfloat16, gradients in float32",
 }
 DEVICES = {"h100": "H100", "t4": "T4", "v100": "V100", "tpu-v5e": "TPU v5e"}
-COMPARED = ("moved_bytes", "temp_bytes", "communicated_bytes")
+COMPARED = ("moved_bytes", "temp_bytes")
 HALF, IN_FLOAT32 = "autocast, blocks return half", "autocast, float32 results"
-NONE = "-"  # not measured, or unknown; one device communicates nothing
+NONE = "-"  # not measured, or unknown
 AUTOCAST = [  # the model as on the page, the name of the result, and the variant
     ("GPT-2 small", "h100, GPT-2 small", "autocast"),
     ("GPT-2 small, float32 results", "h100, GPT-2 small", IN_FLOAT32),
@@ -61,7 +60,6 @@ AUTOCAST = [  # the model as on the page, the name of the result, and the varian
     ("GPT-2 with 2 layers, float32 results", "v100, GPT-2 small, 2 layers", IN_FLOAT32),
     ("GPT-2 with 2 layers", "tpu-v5e, GPT-2 small, 2 layers", "autocast"),
     ("GPT-2 with 2 layers, float32 results", "tpu-v5e, GPT-2 small, 2 layers", IN_FLOAT32),
-    ("GPT-2 with 2 layers, FSDP", "tpu-v5e, GPT-2 small, 2 layers, FSDP", "autocast"),
     ("ResNet-10", "tpu-v5e, ResNet-10", "autocast"),
     ("ResNet-10, blocks return half precision", "tpu-v5e, ResNet-10", HALF),
 ]
@@ -79,7 +77,6 @@ def pages(results):
     costs = {
         "gpu": _timed(GPU, gpu.get("large"), _time),
         "cpu": _timed(CPU, cpu.get("steps"), _ratio),
-        "optimizers": _timed(OPTIMIZERS, cpu.get("optimizers"), _ratio),
     }
     figures = {name: result["figures"] for name, result in compiled.items()}
     for name, cell in (("bytes", _moved), ("memory", _memory)):
@@ -147,7 +144,7 @@ def _autocast(results):
         figures = results[name]["figures"]
         ours, float32 = (_ratios(figures[x], figures["cast by hand"]) for x in (variant, "float32"))
         lines.append([DEVICES[name.partition(",")[0]], title, *ours, float32[0]])
-    head = ["device", "model", "bytes moved", "temporary memory", "bytes communicated", "bytes moved in float32"]
+    head = ["device", "model", "bytes moved", "temporary memory", "bytes moved in float32"]
     return _table(head, lines) + _runs([results[name] for _, name, _ in AUTOCAST])
 
 
