@@ -27,8 +27,8 @@ STEPS = {  # the name of the step, and whether it clips
 }
 CPU = {
     "16 layers of width 512": "16 layers of 512, batch 256",
-    "50 of width 256": "50 of 256, batch 32",
-    "16 of width 1024": "16 of 1024, batch 32",
+    "50 layers of width 256": "50 of 256, batch 32",
+    "16 layers of width 1024": "16 of 1024, batch 32",
 }
 GPU = {"8 layers of width 2048": "8 of 2048, batch 32, float16", "language model": "language model, float16"}
 COMPILED = {
@@ -72,22 +72,17 @@ def read_results():
 
 def pages(results):
     """Returns the tables of each page as Markdown, by name."""
-    cpu, gpu, compiled, autocast = (results[name] for name in ("cpu", "gpu", "compilers", "autocast"))
-    compiled_runs = [compiled[name] for name in COMPILED.values()]
-    costs = {
-        "gpu": _timed(GPU, gpu.get("large"), _time),
-        "cpu": _timed(CPU, cpu.get("steps"), _ratio),
-    }
+    compiled = results["compilers"]
     figures = {name: result["figures"] for name, result in compiled.items()}
-    for name, cell in (("bytes", _moved), ("memory", _memory)):
-        costs[name] = _steps(COMPILED, figures, cell)
-    costs["memory"] += _runs(compiled_runs)
-    costs["autocast"] = _autocast(autocast)
-    sums, batches = results["float16_sums"], record.read(STUDIES / "batch_size.json")
+    costs = {
+        "gpu": _timed(GPU, results["gpu"].get("large"), _time),
+        "bytes": _steps(COMPILED, figures, _moved) + _runs([compiled[name] for name in COMPILED.values()]),
+        "autocast": _autocast(results["autocast"]),
+    }
+    batches = record.read(STUDIES / "batch_size.json")
     return {
         "costs.md": costs,
         "finding_the_scale.md": {"batches": _batches(batches)},
-        "guides/devices.md": {"sums": _sums(sums["figures"]) + _run(sums)},
     }
 
 
@@ -98,20 +93,8 @@ def _time(figures, name):
     return f"{figures[name]['ms']:#.3g} ms, {figures[name]['ratio']:.3f}"
 
 
-def _ratio(figures, name):
-    return f"{figures[name]['ratio']:.2f}"
-
-
 def _moved(figures, name):
-    return _compared(figures, name, "moved_bytes")
-
-
-def _memory(figures, name):
-    return _compared(figures, name, "temp_bytes")
-
-
-def _compared(figures, name, key):
-    return f"{figures[name][key] / figures['clipped'][key]:.3f}"
+    return f"{figures[name]['moved_bytes'] / figures['clipped']['moved_bytes']:.3f}"
 
 
 # --- tables
@@ -150,11 +133,6 @@ def _autocast(results):
 
 def _ratios(figures, baseline):
     return [f"{figures[x] / baseline[x]:.2f}" if figures[x] and baseline[x] else NONE for x in COMPARED]
-
-
-def _sums(figures):
-    lines = [[f"{int(n):,}", *(f"{x[key]:.1%}" for key in ("equal", "noisy"))] for n, x in figures.items()]
-    return _table(["devices", "gradients of the devices are equal", "their noise is ten times their mean"], lines)
 
 
 def first_seed(study, key):
