@@ -46,7 +46,6 @@ AUTOCAST = [  # the model as on the page, the name of the result, and the varian
     ("GPT-2 small, float32 results", "h100, GPT-2 small", IN_FLOAT32),
     ("GPT-2 small, FSDP", "h100, GPT-2 small, FSDP", "autocast"),
     ("GPT-2 small, scan over layers", "h100, GPT-2 small, scan", "autocast"),
-    ("GPT-2 small, scan over layers, float32 results", "h100, GPT-2 small, scan", IN_FLOAT32),
     ("GPT-2 small, scan with `dots_saveable`", "h100, GPT-2 small, scan, dots saved", "autocast"),
     ("ResNet-34", "h100, ResNet-34", "autocast"),
     ("ResNet-34, blocks return half precision", "h100, ResNet-34", HALF),
@@ -60,8 +59,6 @@ AUTOCAST = [  # the model as on the page, the name of the result, and the varian
     ("GPT-2 with 2 layers, float32 results", "v100, GPT-2 small, 2 layers", IN_FLOAT32),
     ("GPT-2 with 2 layers", "tpu-v5e, GPT-2 small, 2 layers", "autocast"),
     ("GPT-2 with 2 layers, float32 results", "tpu-v5e, GPT-2 small, 2 layers", IN_FLOAT32),
-    ("ResNet-10", "tpu-v5e, ResNet-10", "autocast"),
-    ("ResNet-10, blocks return half precision", "tpu-v5e, ResNet-10", HALF),
 ]
 
 
