@@ -44,7 +44,6 @@ NONE = "-"  # not measured, or unknown
 AUTOCAST = [  # the model as on the page, the name of the result, and the variant
     ("GPT-2 small", "h100, GPT-2 small", "autocast"),
     ("GPT-2 small, float32 results", "h100, GPT-2 small", IN_FLOAT32),
-    ("GPT-2 small, FSDP", "h100, GPT-2 small, FSDP", "autocast"),
     ("GPT-2 small, scan over layers", "h100, GPT-2 small, scan", "autocast"),
     ("GPT-2 small, scan with `dots_saveable`", "h100, GPT-2 small, scan, dots saved", "autocast"),
     ("ResNet-34", "h100, ResNet-34", "autocast"),
@@ -52,13 +51,11 @@ AUTOCAST = [  # the model as on the page, the name of the result, and the varian
     ("U-Net", "h100, U-Net", "autocast"),
     ("U-Net, blocks return half precision", "h100, U-Net", HALF),
     ("GPT-2 with 2 layers", "t4, GPT-2 small, 2 layers", "autocast"),
-    ("GPT-2 with 2 layers, float32 results", "t4, GPT-2 small, 2 layers", IN_FLOAT32),
     ("U-Net", "t4, U-Net", "autocast"),
     ("U-Net, blocks return half precision", "t4, U-Net", HALF),
     ("GPT-2 with 2 layers", "v100, GPT-2 small, 2 layers", "autocast"),
     ("GPT-2 with 2 layers, float32 results", "v100, GPT-2 small, 2 layers", IN_FLOAT32),
     ("GPT-2 with 2 layers", "tpu-v5e, GPT-2 small, 2 layers", "autocast"),
-    ("GPT-2 with 2 layers, float32 results", "tpu-v5e, GPT-2 small, 2 layers", IN_FLOAT32),
 ]
 
 

@@ -124,7 +124,6 @@ RESULTS = {
     "guides/optax": "sum(losses[-20:])",
     "guides/reinforcement_learning": "-rewards[-1]",
     "guides/training_loops": "trainer.loss",
-    "moving/other_libraries": "loss",
 }
 
 
