@@ -76,7 +76,7 @@ def pages(results):
     batches = record.read(STUDIES / "batch_size.json")
     return {
         "costs.md": costs,
-        "finding_the_scale.md": {"batches": _batches(batches)},
+        "index.md": {"batches": _batches(batches)},
     }
 
 
