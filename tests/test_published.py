@@ -53,6 +53,7 @@ def test_page_installs_from_the_index_once_the_commands_are_replaced(page):
 ABSOLUTE_LINKS = {
     "link": ("[costs](docs/costs.md)", "[costs](R/blob/v1.2/docs/costs.md)"),
     "anchor": ("[`f`](docs/a.md#b-c)", "[`f`](R/blob/v1.2/docs/a.md#b-c)"),
+    "code in two lines": ("`a\nb` `f[0](x)` [`a\nb`](c)", "`a\nb` `f[0](x)` [`a\nb`](R/blob/v1.2/c)"),
     "two lines": ("[a\nb](LICENSE)", "[a\nb](R/blob/v1.2/LICENSE)"),
     "picture": ("![a](docs/a.png)", "![a](R/raw/v1.2/docs/a.png)"),
     "picture in a link": ("[![a](b.png)](c)", "[![a](R/raw/v1.2/b.png)](R/blob/v1.2/c)"),
