@@ -30,6 +30,8 @@ from calls import (
     loss_and_aux,
     loss_of,
     traced,
+    train_step,
+    warnings_of,
     wrong_calls,
 )
 
@@ -183,3 +185,8 @@ WRONG_STEPS = {
 @pytest.mark.parametrize(("call", "error", "words"), wrong_calls(WRONG_STEPS))
 def test_optax_step_requires_an_optimizer_and_its_arguments(call, error, words):
     check_message(call, error, words)
+
+
+def test_wrapper_does_not_repeat_the_warning_of_value_and_grad_about_a_constant():
+    (warning,) = warnings_of(lambda: traced(lambda params: train_step(params, SCALE_STATE), GRADS))
+    assert "the optimizer state is a constant of the compiled program" in str(warning.message)

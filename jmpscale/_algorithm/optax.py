@@ -15,6 +15,7 @@ from jmpscale._algorithm.scaling import multiply_leaf
 from jmpscale._algorithm.update import adapt, all_reduce_outcome
 from jmpscale._base.axes import AxisName, as_axes, axes_to_reduce, manual_axes
 from jmpscale._base.compat import full_like, varying_axes
+from jmpscale._base.options import requires_names
 from jmpscale._base.tree import PyTree, flatten_gradients, is_array, is_inexact, is_traced, structure
 from jmpscale._base.types import has_same_type, is_numeric, unscaled_dtype
 from jmpscale._guards import optax as guards
@@ -44,6 +45,7 @@ class LossScalingTransformation(optax.GradientTransformationExtraArgs):
     update: _Update  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
+@requires_names
 def with_loss_scaling(
     inner: Transformation,
     scaler: ScalerState | None = None,

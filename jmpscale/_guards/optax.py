@@ -87,7 +87,8 @@ def deciding(grads: PyTree, scaler: ScalerState, loss: PyTree, axis_name: AxisNa
         warn_if_nothing_is_scaled(scaler)
     warn_if_gradients_are_narrow(grads)
     _warn_if_unscaled_by_another(grads, scaler)
-    warn_if_constant(scaler, grads, "optimizer state")
+    if not has_mark(Mark.KNOWN_SCALE, (grads, loss)):  # value_and_grad has warned
+        warn_if_constant(scaler, grads, "optimizer state")
     warn_if_loss_is_pair(loss)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._algorithm.update import update
+from jmpscale._base.options import requires_names
 from jmpscale._base.text import describe, format_percentage, format_scale
 from jmpscale._base.tree import Tree, check_no_nnx_objects, is_inexact, named_leaves
 from jmpscale._base.warn import warn_user
@@ -47,6 +48,7 @@ _NARROW = (
 )
 
 
+@requires_names
 def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Sequence[str] = ()) -> None:
     """Runs a training step at several loss scales, and raises if it mishandles an overflow or the scale.
 
@@ -272,8 +274,9 @@ def _check_backoff(skipped: Run, applied: Run) -> None:
     at, new = f"at a loss scale of {skipped.name}", skipped.new
     if new.last_skip_reason == SkipReason.LOSS:
         raise AssertionError(
-            f"the loss passed to update is not finite {at}: pass it alone, unscaled, in float32. It must not depend on "
-            "the gradients or the flag, as statistics do. If it is not finite at any scale, jmpscale.diagnose says why."
+            f"the loss passed to update is not finite {at}: pass the unscaled loss, in float32, without anything that "
+            "is computed from the gradients, such as their norm. If the loss is not finite at any scale, "
+            "jmpscale.diagnose says why."
         )
     if new.loss_scale == skipped.scale > update(skipped.old, False).loss_scale:
         raise AssertionError(f"the skipped step did not reduce the scale {at}. Do not put back the old scale.")
