@@ -58,6 +58,14 @@ WRONG_CALLS = {
         "function": (_wrap(optax.adam), "inner must be an optax.GradientTransformation, got function."),
         "init alone": (_wrap(SimpleNamespace(init=ADAM.init)), "inner must be ... got SimpleNamespace."),
         "update alone": (_wrap(SimpleNamespace(update=ADAM.update)), "inner must be ... got SimpleNamespace."),
+        "gradients as parameters": (
+            lambda: SCALE.update(GRADS, SCALE_STATE, _gradients_of_sum()),
+            "params must be the parameters, got gradients. The arguments are (grads, state, params).",
+        ),
+        "misspelled loss": (
+            lambda: SCALE.update(GRADS, SCALE_STATE, GRADS, vlaue=LOSS),
+            "the unscaled loss is value= or loss= in tx.update, got vlaue=. Pass value=loss.",
+        ),
         "wrapped in a chain": (
             lambda: _wrap(optax.chain(SGD, optax.chain(TX)), jmpscale.disabled())().init(GRADS),
             "inner must not contain with_loss_scaling, got ... Wrap the whole optimizer once.",
@@ -103,10 +111,6 @@ WRONG_CALLS = {
             lambda: jmpscale.apply_if(True, lambda state: SCALE.update(GRADS, state)[1], SCALE_STATE),
             "with_loss_scaling is inside jmpscale.apply_if: a skipped step would not adjust its scale, ... call "
             "tx.update without apply_if.",
-        ),
-        "gradients as parameters": (
-            lambda: SCALE.update(GRADS, SCALE_STATE, _gradients_of_sum()),
-            "params must be the parameters, got gradients. The arguments are tx.update(grads, state, params).",
         ),
         "gradients as the loss": (
             lambda: SCALE.update(GRADS, SCALE_STATE, value=_gradients_of_sum()),
