@@ -63,8 +63,8 @@ WRONG_CALLS = {
             "params must be the parameters, got gradients. The arguments are (grads, state, params).",
         ),
         "misspelled loss": (
-            lambda: SCALE.update(GRADS, SCALE_STATE, GRADS, valu=LOSS),
-            "the unscaled loss is value= or loss= in tx.update, got valu=. Pass value=loss.",
+            lambda: SCALE.update(GRADS, SCALE_STATE, GRADS, los=LOSS),
+            "the unscaled loss is value= or loss= in tx.update, got los=. Pass value=loss.",
         ),
         "wrapped in a chain": (
             lambda: _wrap(optax.chain(SGD, optax.chain(TX)), jmpscale.disabled())().init(GRADS),
