@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._base.axes import AxisName, all_reduce_and
 from jmpscale._base.options import requires_names
-from jmpscale._base.tree import PyTree, is_inexact
+from jmpscale._base.tree import PyTree, as_array, is_inexact
 from jmpscale._guards import finite as guards
 
 # With fewer elements the time of a reduction hardly matters, and a reduction of a single value compiles faster.
@@ -67,7 +67,7 @@ def all_finite_here(tree: PyTree) -> jax.Array:
 def _all_leaves_finite(leaves: list[ArrayLike]) -> jax.Array:
     if not leaves:
         return jnp.array(True)
-    arrays = [jnp.asarray(x) for x in leaves]
+    arrays = [as_array(x) for x in leaves]
     return jax.lax.platform_dependent(arrays, cpu=_all_leaves_finite_cpu, default=_all_leaves_finite_default)
 
 
