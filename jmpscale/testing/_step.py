@@ -16,7 +16,7 @@ from jmpscale._base.options import requires_names
 from jmpscale._base.text import describe, format_percentage, format_scale
 from jmpscale._base.tree import Tree, check_no_nnx_objects, is_inexact, named_leaves
 from jmpscale._base.warn import warn_user
-from jmpscale._guards.scaler import scale_on_host
+from jmpscale._guards.scaler import check_scaler, scale_on_host
 from jmpscale._state import LARGEST_SCALE, SkipReason
 from jmpscale.testing._precision import check_applied, check_independence, in_float32, wrong_change
 from jmpscale.testing._replicated import check_addressable
@@ -116,6 +116,7 @@ def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Seque
     if not positions:
         raise ValueError("state must contain a scaler that checks gradients, got a disabled one. Use another one.")
     for position in positions:
+        check_scaler(scalers[position], "state")
         scale_on_host(scalers[position], "state")  # raises for an invalid scale
     ignored = (ignore,) if isinstance(ignore, str) else tuple(ignore)
     paths = [path for path, _ in named_leaves(state)]
