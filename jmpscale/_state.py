@@ -244,7 +244,7 @@ def disabled() -> ScalerState:
 
     Returns:
       A `ScalerState` that no step changes, and with which none is skipped. Float16 gradients stay float16; with other
-      scalers they become float32. With the functional API, pass it to `all_finite(grads, scaler=scaler)`.
+      scalers they become float32. With the functional API, call `all_finite((loss, grads), scaler=scaler)`.
 
     >>> import jmpscale
     >>> jmpscale.disabled().config.mode

@@ -25,7 +25,7 @@ def blocks(page):
             heading = title
         elif language == "python":
             found.append((heading, code, None))
-        elif language == "text" and found:
+        elif language == "text" and found and found[-1][2] is None:
             found[-1] = (*found[-1][:2], code)
     return found
 
