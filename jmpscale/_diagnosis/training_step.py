@@ -136,7 +136,8 @@ def _on_one_device(call: GradientCall, axes: tuple[str, ...]) -> GradientCall:
 
     scaler, args, kwargs = jax.tree.map(value_of, (call.scaler, call.args, call.kwargs))
     call = call._replace(scaler=scaler, args=args, kwargs=kwargs)
-    if any(map(is_nnx, jax.tree.leaves((args, kwargs), is_leaf=is_nnx))):
+    leaves = jax.tree.leaves((args, kwargs), is_leaf=is_nnx)
+    if any(is_traced(x) or is_nnx(x) for x in leaves):  # it is mapped by another transformation than jax.vmap
         return call
     # A NumPy array would be a constant of the trace.
     arrays = jax.tree.map(lambda x: as_array(x) if is_array(x) else x, (args, kwargs))
