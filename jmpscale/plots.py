@@ -7,6 +7,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
+from jmpscale._base.options import requires_names
 from jmpscale._base.text import describe, format_percentage, format_scale, truncate
 from jmpscale._diagnosis.report import Diagnosis, DiagnosisRow, worst_first
 
@@ -15,6 +16,7 @@ __all__ = ["diagnosis"]
 GRAY, RED, BLUE, YELLOW = "#5c626b", "#d1495b", "#2a7f9e", "#e9b44c"
 
 
+@requires_names
 def diagnosis(diagnosis: Diagnosis, *, ax: Axes | None = None) -> Axes:
     """Plots the error of the gradients against the loss scale, and the errors of single lines if they were measured.
 

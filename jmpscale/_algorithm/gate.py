@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jmpscale._base.compat import full_like, varying_axes
-from jmpscale._base.tree import is_array, is_traced
+from jmpscale._base.tree import as_array, is_array, is_traced
 from jmpscale._base.types import is_unchanged
 from jmpscale._guards import gate as guards
 
@@ -123,7 +123,7 @@ def gate(
 
     def apply(arrays: list[Any]) -> list[Any]:
         pairs = zip(leaves, jax.tree.leaves(step(combine(arrays))), strict=True)
-        return [None if not is_array(old) and is_unchanged(old, new) else jnp.asarray(new) for old, new in pairs]
+        return [None if not is_array(old) and is_unchanged(old, new) else as_array(new) for old, new in pairs]
 
     arrays = [leaf if is_array(leaf) else None for leaf in leaves]
     if not is_traced(flag):

@@ -1,6 +1,8 @@
 """Guards of `with_loss_scaling`, and checks of optimizers and gradients."""
 
+import difflib
 import itertools
+from collections.abc import Iterable, Mapping
 from typing import TypeGuard
 
 import jax
@@ -35,6 +37,7 @@ _MASKED = (
     "with_loss_scaling is inside optax.masked or optax.partition: it neither checks nor skips the updates of the other "
     "parameters. Place it outside: with_loss_scaling(optax.masked(tx, mask))."
 )
+_LOSS_NAMES = ("value", "loss")
 # The states of transformations that keep the wrapper from its work. The state of optax.partition has MaskedStates.
 _OUTER = {optax.MultiStepsState: _MULTI_STEPS, optax.ApplyIfFiniteState: _APPLY_IF_FINITE, optax.MaskedState: _MASKED}
 
@@ -59,11 +62,19 @@ def initialized(params: PyTree, state: WithLossScalingState) -> None:
 
 
 def called(
-    grads: PyTree, state: object, params: PyTree, loss: PyTree, others: tuple[object, ...], max_norm: float | None
+    grads: PyTree,
+    state: object,
+    params: PyTree,
+    loss: PyTree,
+    others: tuple[object, ...],
+    extra_args: Mapping[str, object],
+    max_norm: float | None,
 ) -> None:
     if others or has_mark(Mark.LOSS, grads):
         got = "another value by position" if others else "the loss in place of the gradients"
         raise TypeError(f"the arguments are tx.update(grads, state, params, value=loss), got {got}.")
+    if loss is None:
+        _check_no_misspelled_loss(extra_args)
     if not isinstance(state, WithLossScalingState):
         raise TypeError(
             f"state must be a WithLossScalingState, got {type_name(state)}. The arguments are (grads, state, params). "
@@ -74,8 +85,9 @@ def called(
     check_no_refs(grads, "updates")
     check_no_partial_sums(grads)
     check_no_scaler(grads)
-    if has_mark(Mark.GRADIENT, params):
-        warn_user("params must be the parameters, got gradients. The arguments are tx.update(grads, state, params).")
+    arrays = jax.tree.leaves(params)
+    if arrays and all(has_mark(Mark.GRADIENT, x) for x in arrays):
+        raise TypeError("params must be the parameters, got gradients. The arguments are (grads, state, params).")
     if has_mark(Mark.GRADIENT, loss) and any(map(jnp.ndim, jax.tree.leaves(loss))):  # unscale returns losses, too
         warn_user("the loss must be the unscaled loss, got gradients. Pass value=loss.")
 
@@ -87,7 +99,8 @@ def deciding(grads: PyTree, scaler: ScalerState, loss: PyTree, axis_name: AxisNa
         warn_if_nothing_is_scaled(scaler)
     warn_if_gradients_are_narrow(grads)
     _warn_if_unscaled_by_another(grads, scaler)
-    warn_if_constant(scaler, grads, "optimizer state")
+    if not has_mark(Mark.KNOWN_SCALE, (grads, loss)):  # value_and_grad has warned
+        warn_if_constant(scaler, grads, "optimizer state")
     warn_if_loss_is_pair(loss)
 
 
@@ -131,6 +144,16 @@ def warn_if_inside_another(state: PyTree) -> None:
     for x in itertools.compress(found, has_wrapper):
         if not (are_frozen and is_masked(x)):
             warn_user(_OUTER[type(x)])
+
+
+def _check_no_misspelled_loss(names: Iterable[str]) -> None:
+    """Raises for a name that differs from `value` or `loss` by a slip of the keyboard.
+
+    Names that contain one of them, such as `losses`, may be arguments of the inner optimizer.
+    """
+    for name in names:
+        if not any(loss in name for loss in _LOSS_NAMES) and difflib.get_close_matches(name, _LOSS_NAMES, cutoff=0.8):
+            raise TypeError(f"the unscaled loss is value= or loss= in tx.update, got {name}=. Pass value=loss.")
 
 
 def _check_norm_of_state(state: WithLossScalingState, max_norm: float | None) -> None:
