@@ -62,10 +62,6 @@ WRONG_CALLS = {
             lambda: SCALE.update(GRADS, SCALE_STATE, _gradients_of_sum()),
             "params must be the parameters, got gradients. The arguments are (grads, state, params).",
         ),
-        "misspelled loss": (
-            lambda: SCALE.update(GRADS, SCALE_STATE, GRADS, los=LOSS),
-            "the unscaled loss is value= or loss= in tx.update, got los=. Pass value=loss.",
-        ),
         "wrapped in a chain": (
             lambda: _wrap(optax.chain(SGD, optax.chain(TX)), jmpscale.disabled())().init(GRADS),
             "inner must not contain with_loss_scaling, got ... Wrap the whole optimizer once.",

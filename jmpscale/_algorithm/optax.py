@@ -87,8 +87,8 @@ def with_loss_scaling(
 
     Raises:
       TypeError: an argument has the wrong type, `inner` contains another wrapper or changes the types of its state, the
-        loss is passed by position or its name is misspelled, the parameters are gradients, or a gradient is a partial
-        sum, a `jax.Ref` or part of a scaler.
+        loss is passed by position, the parameters are gradients, or a gradient is a partial sum, a `jax.Ref` or part of
+        a scaler.
       ValueError: `max_norm` or `warn_after_skips` is out of range, an axis is not mapped, or a state is from a wrapper
         with `max_norm` and this one has none, or the reverse.
 
@@ -128,7 +128,7 @@ def with_loss_scaling(
     ) -> tuple[optax.Updates, Any]:
         grads = updates
         loss = extra_args.get("value", extra_args.get("loss"))
-        guards.called(grads, state, params, loss, others, extra_args, max_norm)
+        guards.called(grads, state, params, loss, others, max_norm)
         scaler, norm, grad_norm, factor = state.scaler, None, None, None
         is_disabled = scaler.config.mode == "disabled"
         inner_params = params if is_disabled else _as_seen_by_inner(params)

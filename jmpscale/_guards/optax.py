@@ -1,8 +1,6 @@
 """Guards of `with_loss_scaling`, and checks of optimizers and gradients."""
 
-import difflib
 import itertools
-from collections.abc import Iterable, Mapping
 from typing import TypeGuard
 
 import jax
@@ -37,7 +35,6 @@ _MASKED = (
     "with_loss_scaling is inside optax.masked or optax.partition: it neither checks nor skips the updates of the other "
     "parameters. Place it outside: with_loss_scaling(optax.masked(tx, mask))."
 )
-_LOSS_NAMES = ("value", "loss")
 # The states of transformations that keep the wrapper from its work. The state of optax.partition has MaskedStates.
 _OUTER = {optax.MultiStepsState: _MULTI_STEPS, optax.ApplyIfFiniteState: _APPLY_IF_FINITE, optax.MaskedState: _MASKED}
 
@@ -62,19 +59,11 @@ def initialized(params: PyTree, state: WithLossScalingState) -> None:
 
 
 def called(
-    grads: PyTree,
-    state: object,
-    params: PyTree,
-    loss: PyTree,
-    others: tuple[object, ...],
-    extra_args: Mapping[str, object],
-    max_norm: float | None,
+    grads: PyTree, state: object, params: PyTree, loss: PyTree, others: tuple[object, ...], max_norm: float | None
 ) -> None:
     if others or has_mark(Mark.LOSS, grads):
         got = "another value by position" if others else "the loss in place of the gradients"
         raise TypeError(f"the arguments are tx.update(grads, state, params, value=loss), got {got}.")
-    if loss is None:
-        _check_no_misspelled_loss(extra_args)
     if not isinstance(state, WithLossScalingState):
         raise TypeError(
             f"state must be a WithLossScalingState, got {type_name(state)}. The arguments are (grads, state, params). "
@@ -144,16 +133,6 @@ def warn_if_inside_another(state: PyTree) -> None:
     for x in itertools.compress(found, has_wrapper):
         if not (are_frozen and is_masked(x)):
             warn_user(_OUTER[type(x)])
-
-
-def _check_no_misspelled_loss(names: Iterable[str]) -> None:
-    """Raises for a name that differs from `value` or `loss` by a slip of the keyboard.
-
-    Names that contain one of them, such as `losses`, may be arguments of the inner optimizer.
-    """
-    for name in names:
-        if not any(loss in name for loss in _LOSS_NAMES) and difflib.get_close_matches(name, _LOSS_NAMES, cutoff=0.8):
-            raise TypeError(f"the unscaled loss is value= or loss= in tx.update, got {name}=. Pass value=loss.")
 
 
 def _check_norm_of_state(state: WithLossScalingState, max_norm: float | None) -> None:
