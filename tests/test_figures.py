@@ -124,7 +124,33 @@ def _words():
     return [*_losses("vocabulary", "vocabulary", 2**15), _losses("vocabulary", "vocabulary", 2**7)[0]]
 
 
+PIXEL_RUNS = ("DynamicScale", "DynamicScale, no infinite pixel", "DynamicScale, statistics selected")
+PIXEL_RUNS += ("jmpscale, float16 layers", "jmpscale, autocast")
+
+
+def _pixel(name, seeds=range(5)):
+    """Returns the smallest and largest loss, the smallest and largest accuracy, and whether statistics are finite."""
+    runs = record.read(table.STUDIES / "one_infinite_pixel.json")["runs"]
+    runs = [run for run in runs if run["run"] == name and run["seed"] in seeds]
+    losses, accuracies = ([run[key] for run in runs] for key in ("loss", "accuracy"))
+    [finite] = {run["finite statistics"] for run in runs}
+    return min(losses), max(losses), 100 * min(accuracies), 100 * max(accuracies), "finite" if finite else "NaN"
+
+
 SENTENCES = {  # the sentences on each page, with the figures in them
+    "../benchmarks/studies/README.md": [
+        (
+            "the same, no infinite pixel | {:.3f} to {:.3f} | {:.1f}% to {:.1f}% | {} | "
+            "| the same, batch statistics selected by `is_fin`, too | {:.3f} to {:.3f} | {:.1f}% to {:.1f}% | {} | "
+            "| jmpscale, float16 layers | {:.3f} to {:.3f} | {:.1f}% to {:.1f}% | {} | "
+            "| jmpscale, float32 layers and `autocast` | {:.3f} to {:.3f} | {:.1f}% to {:.1f}% | {} |",
+            lambda: [figure for name in PIXEL_RUNS[1:] for figure in _pixel(name)],
+        ),
+        (
+            "| `DynamicScale`, as in Flax's ImageNet example | {:.3f} to {:.3f} | {:.1f}% | {} |",
+            lambda: [*_pixel("DynamicScale")[:3], _pixel("DynamicScale")[4]],
+        ),
+    ],
     "../README.md": [
         (
             "on an H100, loss scaling added {:.0f}% to a float16 step of a language model with {:.1f} million "
