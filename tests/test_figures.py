@@ -17,7 +17,6 @@ from benchmarks import autocast, record, steps, table
 import pages
 
 SMALL, MODEL = table.GPU.values()
-CPU = {re.sub(r"^(\d+) (?:layers )?of", r"\1 layers of", name): case for name, case in table.CPU.items()}
 ENSEMBLE = "h100, 1 devices, 6 of 1024, batch 32, adamw, float16, gradients in float32, 4 members"
 H100 = [name for name in table.COMPILED if name.startswith("H100")]
 TPU = ["TPU v5e, 2 layers of width 8192"]
@@ -52,6 +51,19 @@ def _longer_on_cpu(part, case):
     """Returns the percentages by which a step takes longer than the bare step and than the clipped step."""
     figures = _results()["cpu"][part]["figures"][case]["functional"]
     return [100 * (figures[ratio] - 1) for ratio in ("bare_ratio", "ratio")]
+
+
+def _ratios_on_cpu(names):
+    """Returns the smallest and the largest ratio of these steps' times to the clipped step's."""
+    figures = [_results()["cpu"]["steps"]["figures"][case] for case in table.CPU.values()]
+    ratios = [network[name]["ratio"] for network in figures for name in names]
+    return min(ratios), max(ratios)
+
+
+def _memory(name, column):
+    """Returns the temporary memory of a compiled step, divided by the clipped step's."""
+    figures = _results()["compilers"][table.COMPILED[column]]["figures"]
+    return figures[name]["temp_bytes"] / figures["clipped"]["temp_bytes"]
 
 
 def _added_microseconds():
@@ -185,10 +197,32 @@ SENTENCES = {  # the sentences on each page, with the figures in them
             ],
         ),
         (
-            " ".join(f"| CPU, {name} | {{:.0f}}% | {{:.0f}}% |" for name in [*CPU, "the same with SGD"]),
+            " ".join(f"| CPU, {name} | {{:.0f}}% | {{:.0f}}% |" for name in [*table.CPU, "the same with SGD"]),
             lambda: [
-                *(percent for case in CPU.values() for percent in _longer_on_cpu("steps", case)),
+                *(percent for case in table.CPU.values() for percent in _longer_on_cpu("steps", case)),
                 *_longer_on_cpu("optimizers", "sgd"),
+            ],
+        ),
+        (
+            "the steps of jmpscale take {:.2f} to {:.2f} times as long as the clipped step, the steps of jmp, Flax "
+            "`DynamicScale` and mpx {:.2f} to {:.2f} times, and optax `apply_if_finite` {:.2f} to {:.2f} times.",
+            lambda: [
+                ratio
+                for names in ((*JMPSCALE, "scaled_backward"), steps.PEERS[:3], steps.PEERS[3:])
+                for ratio in _ratios_on_cpu(names)
+            ],
+        ),
+        (
+            "but {:.2f} times with `apply_if_finite` in the embedding, and {:.2f} times on the TPU.",
+            lambda: [_memory("optax apply_if_finite", column) for column in [H100[2], *TPU]],
+        ),
+        (
+            "takes {:.2f} (SGD), {:.2f} (momentum) and {:.2f} (Adafactor) times as long as the clipped step with the "
+            "functional API, and {:.2f}, {:.2f} and {:.2f} times with jmp.",
+            lambda: [
+                _results()["cpu"]["optimizers"]["figures"][optimizer][name]["ratio"]
+                for name in ("functional", "jmp")
+                for optimizer in ("sgd", "momentum", "adafactor")
             ],
         ),
         (
@@ -268,6 +302,17 @@ SENTENCES = {  # the sentences on each page, with the figures in them
             lambda: [_range(*_added_kernels(names)) for names in (JMPSCALE, *([name] for name in steps.PEERS))],
         ),
     ],
+    "guides/devices.md": [
+        (
+            "equal gradients is wrong by {:.1%} over 256 devices, by {:.1%} over 1,024 and by {:.1%} over 4,096; with "
+            "noise of ten times their mean, by {:.1%}, {:.1%} and {:.1%}",
+            lambda: [
+                _results()["float16_sums"]["figures"][devices][noise]
+                for noise in ("equal", "noisy")
+                for devices in ("256", "1024", "4096")
+            ],
+        ),
+    ],
     "guides/autocast.md": [
         (
             "GPT-2 small, compiled for an H100, moves {:.2f} times the bytes of [casts by "
@@ -304,7 +349,7 @@ SENTENCES = {  # the sentences on each page, with the figures in them
 }
 
 
-@pytest.mark.parametrize("page", ["costs.md", "index.md", "guides/devices.md"])
+@pytest.mark.parametrize("page", ["costs.md", "index.md"])
 def test_tables_equal_the_results(page):
     text = (pages.DOCS / page).read_text()
     assert table.rewrite(text, table.pages(_results())[page]) == text
@@ -318,6 +363,11 @@ def _sentences(page):
 @pytest.mark.parametrize("page", SENTENCES)
 def test_sentences_have_the_figures_of_the_results(page):
     assert [sentence for sentence in _sentences(page) if sentence not in _text(page)] == []
+
+
+def test_other_steps_need_at_most_the_memory_of_the_clipped_step():
+    names = {*JMPSCALE, *steps.PEERS} - {"optax apply_if_finite"}
+    assert all(_memory(name, column) <= 1.0005 for name in names for column in table.COMPILED)
 
 
 def test_costs_has_no_other_figures():
