@@ -143,7 +143,7 @@ def _batches(study):
         zero = f"{found[tokens, 'float16']['zero gradients']:.1%}"
         lines.append([f"2^{tokens.bit_length() - 1}", *losses, zero, str(found[tokens, VARIANTS[2]]["skipped"])])
     scaled = ["float16 with jmpscale", "gradients that are zero in float16", "steps that jmpscale skips"]
-    return _table(["tokens of the batch", "float32", "float16", *scaled], lines) + _run(study)
+    return _table(["tokens of the batch", "float32", "float16", *scaled], lines) + _run(study, is_timed=False)
 
 
 def _table(head, lines):
@@ -154,10 +154,11 @@ def _table(head, lines):
 # --- records
 
 
-def _run(result):
-    """Returns the record of a measurement as a sentence after its table."""
+def _run(result, is_timed=True):
+    """Returns the record of a measurement as a sentence after its table; the load of the machine changes only times."""
     about = result["about"]
-    machine = f"{about['device']}, {about['cpu']}, {about['cores']} cores, load {about['load']} at the start"
+    load = f", load {about['load']} at the start" if is_timed else ""
+    machine = f"{about['device']}, {about['cpu']}, {about['cores']} cores{load}"
     return f"\n\nMeasured on {about['date']} by `{about['command']}`: {machine}, {_libraries(about['versions'])}."
 
 
