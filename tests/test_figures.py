@@ -162,12 +162,17 @@ SENTENCES = {  # the sentences on each page, with the figures in them
             "| `DynamicScale`, as in Flax's ImageNet example | {:.3f} to {:.3f} | {:.1f}% | {} |",
             lambda: [*_pixel("DynamicScale")[:3], _pixel("DynamicScale")[4]],
         ),
+        (
+            "ends at {:.2f} nats in float32, {:.2f} in float16 and {:.2f} in float16 with jmpscale; with a vocabulary "
+            "of 2^7, all three end at {:.2f}",
+            _words,
+        ),
     ],
     "../README.md": [
         (
-            "on an H100, loss scaling added {:.0f}% to a float16 step of a language model with {:.1f} million "
-            "parameters, and {:.0f}% to a step of a small network. The language model's step took {:.1f} ms in float32 "
-            "(TF32), {:.1f} ms in bfloat16, {:.1f} ms in float16 without loss scaling, and {:.1f} ms with it.",
+            "on 2026-11-23, on an H100, loss scaling added {:.0f}% to a float16 step of a language model with {:.1f} "
+            "million parameters, and {:.0f}% to a step of a small network. The language model's step took {:.1f} ms in "
+            "float32 (TF32), {:.1f} ms in bfloat16, {:.1f} ms in float16 without loss scaling, and {:.1f} ms with it.",
             lambda: [
                 _longer(MODEL, "functional"),
                 _millions(steps.language_model),
@@ -178,13 +183,18 @@ SENTENCES = {  # the sentences on each page, with the figures in them
             ],
         ),
         (
-            " ".join(f"| 2^{power} | {{:.3f}} | {{:.3f}} | {{:.3f}} |" for power in (10, 15, 19, 21)),
-            lambda: [loss for losses in _batches(2**10, 2**15, 2**19, 2**21) for loss in losses],
+            "ends at {0:.2f} nats per character in float32 and at {1:.2f} in float16. As one of 512 devices that share "
+            "2^19 tokens, it ends at {3:.2f} in float32, {4:.2f} in float16, and {5:.2f} in float16 with jmpscale.",
+            lambda: [loss for losses in _batches(2**10, 2**19) for loss in losses],
         ),
         (
-            "ends at {:.2f} in float32, {:.2f} in float16 and {:.2f} in float16 with jmpscale; with a vocabulary of "
-            "2^7, all three end at {:.2f}",
-            _words,
+            "| as in Flax's example | {:.3f} | {:.1f}%: the running averages are NaN | "
+            "| the same, without the infinite pixel | {:.3f} | {:.1f}% | | jmpscale | {:.3f} | {:.1f}% |",
+            lambda: [
+                figure
+                for name in ("DynamicScale", "DynamicScale, no infinite pixel", "jmpscale, autocast")
+                for figure in _pixel(name, seeds=[0])[1:3]
+            ],
         ),
     ],
     "costs.md": [
@@ -231,6 +241,10 @@ SENTENCES = {  # the sentences on each page, with the figures in them
             lambda: [_added_ms(MODEL, "functional")],
         ),
         ("a language model with {:.1f} million parameters", lambda: [_millions(steps.language_model)]),
+        (
+            "The bare step of the language model takes {:.1f} ms in float32 (TF32) and {:.1f} ms in bfloat16.",
+            _language_model_ms,
+        ),
         ("its steps take {:.0f} to {:.0f} microseconds longer than the clipped step.", _added_microseconds),
         (
             "On the H100, a dynamic scale of jmpscale adds {} to {} kernels to the clipped step, and the other "
