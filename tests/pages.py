@@ -60,6 +60,22 @@ def _markdown(path):
     return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
+def cells(path):
+    """Returns the code cells of a notebook as (code, printed text)."""
+    found = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    return [
+        ("".join(cell["source"]), "".join(line for output in cell["outputs"] for line in output.get("text", ())))
+        for cell in found
+    ]
+
+
+def printed(path):
+    """Returns what programs print on a page or in a notebook."""
+    if path.suffix == ".ipynb":
+        return [text for _, text in cells(path)]
+    return re.findall(r"^ *```text\n(.*?)^ *```", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
 def links(path):
     """Returns the targets of the links and pictures of a page or notebook."""
     return re.findall(r"\]\(([^)\s]+)\)", _markdown(path))

@@ -188,6 +188,32 @@ def test_program_runs_after_a_diff(page, diff):
     assert len(losses) >= MIN_TRAINING_STEPS, "the changed block does not train"
 
 
+WIDTH = 100  # characters of output or of a notebook's code that the site shows without a scroll bar
+
+
+def _too_long(*texts):
+    return [line for text in texts for line in text.splitlines() if len(line) > WIDTH]
+
+
+@pytest.mark.parametrize("path", pages.TEXTS, ids=lambda path: str(path.relative_to(pages.ROOT)))
+def test_printed_lines_fit_the_site(path):
+    assert _too_long(*pages.printed(path)) == []
+
+
+NOTEBOOKS = [path for path in pages.TEXTS if path.suffix == ".ipynb"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_code_of_notebook_fits_the_site(path):
+    assert _too_long(*(code for code, _ in pages.cells(path))) == []
+
+
+def test_pages_and_notebooks_print():
+    """The tests of the widths find the lines."""
+    printing = {path.stem for path in pages.TEXTS if any(pages.printed(path))}
+    assert {path.stem for path in NOTEBOOKS} | {"README", "diagnose"} <= printing
+
+
 def test_pages_have_only_known_kinds_of_blocks():
     """A block with another language on its fence would not run."""
     languages = {
