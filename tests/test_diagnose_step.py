@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import jmpscale
 
@@ -167,6 +167,34 @@ def test_diagnose_step_runs_a_mapped_step_on_one_device():
     found = jmpscale.diagnose_step(on_one)(W, SHARDED_TX.init(W), (X[:8], Y[:8]))
     assert found.fitting_scales == expected.fitting_scales
     assert found.summary == expected.summary
+
+
+class Network(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        x = linen.Conv(8, (3, 3), dtype=H)(x)
+        x = linen.BatchNorm(use_running_average=False, axis_name="data")(x)
+        return linen.Dense(10, dtype=H)(linen.relu(x).mean((1, 2))).astype(jnp.float32)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("standard_promotion")
+def test_diagnose_step_ignores_the_bias_before_batch_normalization_whose_gradient_is_noise():
+    images, labels = jax.random.normal(jax.random.fold_in(jax.random.key(0), 1), (4, 4, 8, 8, 3))[0], jnp.arange(4)
+    on_one = {"in_axes": None, "out_axes": None, "axis_name": "data", "axis_size": 1}
+    variables = jax.vmap(Network().init, **on_one)(jax.random.key(0), images)
+
+    def device_step(params, scaler):
+        def loss_fn(params):
+            logits, _ = Network().apply(variables | {"params": params}, images, mutable=["batch_stats"])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+        loss, grads = jmpscale.value_and_grad(loss_fn)(scaler, params)
+        return jax.lax.pmean((loss, grads), "data")
+
+    diagnosis = jmpscale.diagnose_step(jax.vmap(device_step, **on_one))(variables["params"], jmpscale.dynamic(2.0**8))
+    assert diagnosis.fitting_scales is not None
+    assert diagnosis.gradient_error < 0.01
 
 
 def test_diagnose_of_a_loss_with_collectives_has_a_remedy():
