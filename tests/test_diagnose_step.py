@@ -161,6 +161,15 @@ def test_diagnose_step_of_a_mapped_step_has_a_remedy(name):
 
 
 @pytest.mark.full
+def test_diagnose_step_of_a_step_that_runs_only_compiled_has_a_remedy():
+    mesh = jax.make_mesh((4,), ("data",))  # with explicit axes from JAX 0.9 on, whose specs differ outside of jax.jit
+    specs = {"in_specs": (jax.P(), jax.P(), jax.P("data")), "out_specs": jax.P()}
+    step = jax.jit(jax.shard_map(device_step, mesh=mesh, **specs))
+    with pytest.raises(TypeError, match=r"Diagnose the mapped function itself, on the arguments of one device"):
+        jmpscale.diagnose_step(step)(W, SHARDED_TX.init(W), (X, Y))
+
+
+@pytest.mark.full
 def test_diagnose_step_runs_a_mapped_step_on_one_device():
     expected = jmpscale.diagnose(mean_square)(TX.init(W), W, X[:8], Y[:8])
     on_one = jax.vmap(device_step, in_axes=None, out_axes=None, axis_name="data", axis_size=1)

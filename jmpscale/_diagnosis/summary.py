@@ -145,8 +145,9 @@ def _describe_useless_gradients(findings: Findings) -> str:
             "1e6, is zero or infinite in float16."
         )
     return (
-        "The gradients cannot be compared with float32, because they are rounding noise in float32 too: a change of the "
-        f"arguments in the last place changes them by more than {NOISE:.0%}. Diagnose a step that still makes progress."
+        "The gradients cannot be compared with float32, because they are rounding noise in float32 too: a change of "
+        f"the arguments in the last place changes them by more than {NOISE:.0%}. Diagnose a step that still makes "
+        "progress."
     )
 
 
