@@ -12,7 +12,7 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 # Code, in which nothing is a link; or a picture, or the end of a link, with a relative target.
 CODE_OR_LINK = re.compile(
-    r"(?P<code>^```.*?^```|`[^`\n]*`)|(?P<picture>!\[[^\[\]]*)?\]\((?!\w+:|#)(?P<target>[^)\s]+)\)",
+    r"(?P<code>^```.*?^```|`[^`]*`)|(?P<picture>!\[[^\[\]]*)?\]\((?!\w+:|#)(?P<target>[^)\s]+)\)",
     flags=re.MULTILINE | re.DOTALL,
 )
 

@@ -27,10 +27,9 @@ STEPS = {  # the name of the step, and whether it clips
 }
 CPU = {
     "16 layers of width 512": "16 layers of 512, batch 256",
-    "50 of width 256": "50 of 256, batch 32",
-    "16 of width 1024": "16 of 1024, batch 32",
+    "50 layers of width 256": "50 of 256, batch 32",
+    "16 layers of width 1024": "16 of 1024, batch 32",
 }
-OPTIMIZERS = {"SGD": "sgd", "momentum": "momentum", "Adafactor": "adafactor"}
 GPU = {"8 layers of width 2048": "8 of 2048, batch 32, float16", "language model": "language model, float16"}
 COMPILED = {
     "H100, 8 layers of width 2048": "h100, 1 devices, 8 of 2048, batch 32, adamw, float16, gradients in float32",
@@ -39,31 +38,24 @@ COMPILED = {
     "TPU v5e, 2 layers of width 8192": "tpu-v5e, 1 devices, 2 of 8192, batch 32, adamw, bfloat16, gradients in float32",
 }
 DEVICES = {"h100": "H100", "t4": "T4", "v100": "V100", "tpu-v5e": "TPU v5e"}
-COMPARED = ("moved_bytes", "temp_bytes", "communicated_bytes")
+COMPARED = ("moved_bytes", "temp_bytes")
 HALF, IN_FLOAT32 = "autocast, blocks return half", "autocast, float32 results"
-NONE = "-"  # not measured, or unknown; one device communicates nothing
+NONE = "-"  # not measured, or unknown
 AUTOCAST = [  # the model as on the page, the name of the result, and the variant
     ("GPT-2 small", "h100, GPT-2 small", "autocast"),
     ("GPT-2 small, float32 results", "h100, GPT-2 small", IN_FLOAT32),
-    ("GPT-2 small, FSDP", "h100, GPT-2 small, FSDP", "autocast"),
     ("GPT-2 small, scan over layers", "h100, GPT-2 small, scan", "autocast"),
-    ("GPT-2 small, scan over layers, float32 results", "h100, GPT-2 small, scan", IN_FLOAT32),
     ("GPT-2 small, scan with `dots_saveable`", "h100, GPT-2 small, scan, dots saved", "autocast"),
     ("ResNet-34", "h100, ResNet-34", "autocast"),
     ("ResNet-34, blocks return half precision", "h100, ResNet-34", HALF),
     ("U-Net", "h100, U-Net", "autocast"),
     ("U-Net, blocks return half precision", "h100, U-Net", HALF),
     ("GPT-2 with 2 layers", "t4, GPT-2 small, 2 layers", "autocast"),
-    ("GPT-2 with 2 layers, float32 results", "t4, GPT-2 small, 2 layers", IN_FLOAT32),
     ("U-Net", "t4, U-Net", "autocast"),
     ("U-Net, blocks return half precision", "t4, U-Net", HALF),
     ("GPT-2 with 2 layers", "v100, GPT-2 small, 2 layers", "autocast"),
     ("GPT-2 with 2 layers, float32 results", "v100, GPT-2 small, 2 layers", IN_FLOAT32),
     ("GPT-2 with 2 layers", "tpu-v5e, GPT-2 small, 2 layers", "autocast"),
-    ("GPT-2 with 2 layers, float32 results", "tpu-v5e, GPT-2 small, 2 layers", IN_FLOAT32),
-    ("GPT-2 with 2 layers, FSDP", "tpu-v5e, GPT-2 small, 2 layers, FSDP", "autocast"),
-    ("ResNet-10", "tpu-v5e, ResNet-10", "autocast"),
-    ("ResNet-10, blocks return half precision", "tpu-v5e, ResNet-10", HALF),
 ]
 
 
@@ -74,23 +66,17 @@ def read_results():
 
 def pages(results):
     """Returns the tables of each page as Markdown, by name."""
-    cpu, gpu, compiled, autocast = (results[name] for name in ("cpu", "gpu", "compilers", "autocast"))
-    compiled_runs = [compiled[name] for name in COMPILED.values()]
-    costs = {
-        "gpu": _timed(GPU, gpu.get("large"), _time),
-        "cpu": _timed(CPU, cpu.get("steps"), _ratio),
-        "optimizers": _timed(OPTIMIZERS, cpu.get("optimizers"), _ratio),
-    }
+    compiled = results["compilers"]
     figures = {name: result["figures"] for name, result in compiled.items()}
-    for name, cell in (("bytes", _moved), ("memory", _memory)):
-        costs[name] = _steps(COMPILED, figures, cell)
-    costs["memory"] += _runs(compiled_runs)
-    costs["autocast"] = _autocast(autocast)
-    sums, batches = results["float16_sums"], record.read(STUDIES / "batch_size.json")
+    costs = {
+        "gpu": _timed(GPU, results["gpu"].get("large"), _time),
+        "bytes": _steps(COMPILED, figures, _moved) + _runs([compiled[name] for name in COMPILED.values()]),
+        "autocast": _autocast(results["autocast"]),
+    }
+    batches = record.read(STUDIES / "batch_size.json")
     return {
         "costs.md": costs,
-        "finding_the_scale.md": {"batches": _batches(batches)},
-        "guides/devices.md": {"sums": _sums(sums["figures"]) + _run(sums)},
+        "index.md": {"batches": _batches(batches)},
     }
 
 
@@ -101,20 +87,8 @@ def _time(figures, name):
     return f"{figures[name]['ms']:#.3g} ms, {figures[name]['ratio']:.3f}"
 
 
-def _ratio(figures, name):
-    return f"{figures[name]['ratio']:.2f}"
-
-
 def _moved(figures, name):
-    return _compared(figures, name, "moved_bytes")
-
-
-def _memory(figures, name):
-    return _compared(figures, name, "temp_bytes")
-
-
-def _compared(figures, name, key):
-    return f"{figures[name][key] / figures['clipped'][key]:.3f}"
+    return f"{figures[name]['moved_bytes'] / figures['clipped']['moved_bytes']:.3f}"
 
 
 # --- tables
@@ -147,17 +121,12 @@ def _autocast(results):
         figures = results[name]["figures"]
         ours, float32 = (_ratios(figures[x], figures["cast by hand"]) for x in (variant, "float32"))
         lines.append([DEVICES[name.partition(",")[0]], title, *ours, float32[0]])
-    head = ["device", "model", "bytes moved", "temporary memory", "bytes communicated", "bytes moved in float32"]
+    head = ["device", "model", "bytes moved", "temporary memory", "bytes moved in float32"]
     return _table(head, lines) + _runs([results[name] for _, name, _ in AUTOCAST])
 
 
 def _ratios(figures, baseline):
     return [f"{figures[x] / baseline[x]:.2f}" if figures[x] and baseline[x] else NONE for x in COMPARED]
-
-
-def _sums(figures):
-    lines = [[f"{int(n):,}", *(f"{x[key]:.1%}" for key in ("equal", "noisy"))] for n, x in figures.items()]
-    return _table(["devices", "gradients of the devices are equal", "their noise is ten times their mean"], lines)
 
 
 def first_seed(study, key):
@@ -174,7 +143,7 @@ def _batches(study):
         zero = f"{found[tokens, 'float16']['zero gradients']:.1%}"
         lines.append([f"2^{tokens.bit_length() - 1}", *losses, zero, str(found[tokens, VARIANTS[2]]["skipped"])])
     scaled = ["float16 with jmpscale", "gradients that are zero in float16", "steps that jmpscale skips"]
-    return _table(["tokens of the batch", "float32", "float16", *scaled], lines) + _run(study)
+    return _table(["tokens of the batch", "float32", "float16", *scaled], lines) + _run(study, is_timed=False)
 
 
 def _table(head, lines):
@@ -185,10 +154,11 @@ def _table(head, lines):
 # --- records
 
 
-def _run(result):
-    """Returns the record of a measurement as a sentence after its table."""
+def _run(result, is_timed=True):
+    """Returns the record of a measurement as a sentence after its table; the load of the machine changes only times."""
     about = result["about"]
-    machine = f"{about['device']}, {about['cpu']}, {about['cores']} cores, load {about['load']} at the start"
+    load = f", load {about['load']} at the start" if is_timed else ""
+    machine = f"{about['device']}, {about['cpu']}, {about['cores']} cores{load}"
     return f"\n\nMeasured on {about['date']} by `{about['command']}`: {machine}, {_libraries(about['versions'])}."
 
 

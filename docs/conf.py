@@ -35,6 +35,8 @@ include_patterns = ["docs/**.md", "notebooks/*.ipynb", "CHANGELOG.md"]
 exclude_patterns = ["**/_build/**", ".venv/**", "build/**"]
 
 nb_execution_mode = "off"  # the committed outputs are shown
+nb_code_prompt_show = "Show the code"  # of a cell with the tag hide-input
+nb_code_prompt_hide = "Hide the code"
 nb_merge_streams = True  # a table that several calls of `print` write is one block
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3

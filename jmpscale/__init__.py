@@ -3,7 +3,7 @@
 from importlib.metadata import version as _version
 
 from jmpscale._algorithm.finite import all_finite
-from jmpscale._algorithm.gate import apply_if
+from jmpscale._algorithm.gate import apply_if, select_tree
 from jmpscale._algorithm.get_scaler import get_scaler, replace_scaler
 from jmpscale._algorithm.grad import value_and_grad
 from jmpscale._algorithm.optax import with_loss_scaling
@@ -48,6 +48,7 @@ __all__ = [
     "replace_scaler",
     "scale",
     "scaled_backward",
+    "select_tree",
     "static",
     "to_torch_state_dict",
     "unscale",

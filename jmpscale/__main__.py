@@ -11,7 +11,6 @@ import functools
 import io
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple, TypeAlias
@@ -31,7 +30,7 @@ SHARD_TOKENS = SEQUENCES * LENGTH  # in each step
 LEARNING_RATE, WARMUP_STEPS = 3e-3, 50
 GROWTH_INTERVAL = 40  # instead of 2000, because the runs are short
 SAMPLE_LENGTH, SHOWN_LENGTH, TEMPERATURE = 400, 190, 0.6
-AVERAGED_STEPS = 100  # in the table
+AVERAGED_STEPS = 100  # for each loss in the table
 PROGRESS_STEPS = 200  # from one printed step to the next
 RUNS = ("float32", "bfloat16", "float16", "float16, jmpscale")
 
@@ -40,13 +39,12 @@ class Run(NamedTuple):
     """The result of one training run."""
 
     history: dict[str, np.ndarray]  # the loss, the fraction of zero gradients, and the scaler's metrics, by step
-    seconds_per_step: float
     sample: str  # text written by the trained model
     params: Params  # after the last step
 
-    def mean(self, name: str) -> float:
-        """Averages a quantity over the last steps."""
-        return float(self.history[name][-AVERAGED_STEPS:].mean())
+    def mean(self, name: str, end: int | None = None) -> float:
+        """Averages a quantity over the last steps, or over the last steps until step `end`."""
+        return float(self.history[name][:end][-AVERAGED_STEPS:].mean())
 
 
 def init(key: jax.Array, characters: int) -> Params:
@@ -124,27 +122,35 @@ def train(name: str, text: Text, steps: int, batch_tokens: int, seed: int) -> Ru
     opt_state: Any = tx.init(params)
     starts = np.random.default_rng(seed).integers(0, len(tokens) - LENGTH, (steps, SEQUENCES, 1))
     batches = [tokens[start + np.arange(LENGTH + 1)] for start in starts]
-    compiled, history, begin = train_step.lower(params, opt_state, batches[0]).compile(), [], time.perf_counter()
+    history = []
     for step, batch in enumerate(batches, 1):
-        params, opt_state, logged = compiled(params, opt_state, batch)
+        params, opt_state, logged = train_step(params, opt_state, batch)
         history.append(logged)
         if step % PROGRESS_STEPS == 0 or step == steps:
             print(f"{name}: step {step} of {steps}, loss {logged['loss']:.3f}", file=sys.stderr, flush=True)
-    seconds_per_step = (time.perf_counter() - begin) / steps
     written = " ".join("".join(alphabet[sample(params, tokens[-LENGTH:], seed)]).split())[:SHOWN_LENGTH]
-    return Run(jax.tree.map(lambda *x: np.stack(x), *jax.device_get(history)), seconds_per_step, written, params)
+    return Run(jax.tree.map(lambda *x: np.stack(x), *jax.device_get(history)), written, params)
 
 
 def format_table(runs: Mapping[str, Run]) -> str:
-    """Formats the final losses, the scale and the skips, and the sampled texts."""
-    lines = [f"{'run':<20}{'loss':>8}{'s/step':>9}{'final scale':>13}{'skipped':>9}{'zero gradients':>16}"]
+    """Formats the losses of each quarter of the steps, the zero gradients, the scale and the skips, and the texts.
+
+    The digits are few, so that another machine prints the same. Equal texts are shown once.
+    """
+    [steps] = {len(run.history["loss"]) for run in runs.values()}
+    ends = sorted({max(steps * quarter // 4, 1) for quarter in range(1, 5)})
+    losses = "".join(f"{f'step {end}':>10}" for end in ends)
+    lines = [f"{'loss in nats':<18}{losses}{'zero gradients':>16}{'final scale':>13}{'skipped':>9}"]
     for name, run in runs.items():
+        losses = "".join(f"{run.mean('loss', end):>10.2f}" for end in ends)
         scale, skipped = f"2^{np.log2(run.history['loss_scale'][-1]):.0f}", run.history["total_skips"][-1]
         scaling = f"{scale:>13}{skipped:>9}" if "jmpscale" in name else f"{'-':>13}{'-':>9}"
-        lines.append(
-            f"{name:<20}{run.mean('loss'):>8.3f}{run.seconds_per_step:>9.4f}{scaling}{run.mean('zero'):>16.2%}"
-        )
-    return "\n".join(lines + [f"\n{name} writes:\n{textwrap.fill(run.sample, 100)}" for name, run in runs.items()])
+        lines.append(f"{name:<18}{losses}{run.mean('zero'):>16.0%}{scaling}")
+    names: dict[str, list[str]] = {}  # of the runs, by their texts
+    for name, run in runs.items():
+        names.setdefault(run.sample, []).append(name)
+    texts = [f"\nText of {'; '.join(found)}:\n{textwrap.fill(text, 100)}" for text, found in names.items()]
+    return "\n".join(lines + texts)
 
 
 def read_text() -> Text:

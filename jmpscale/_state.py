@@ -13,6 +13,7 @@ import numpy as np
 from jmpscale._base.arguments import check_choice, check_count, check_in_range
 from jmpscale._base.frameworks import AnyAuxData, aux_data_of_paths, imported
 from jmpscale._base.marks import Mark, mark, remember
+from jmpscale._base.options import requires_names
 from jmpscale._base.text import describe, format_number
 
 Mode = Literal["dynamic", "static", "disabled"]
@@ -160,6 +161,7 @@ class WithLossScalingState(NamedTuple):
     grad_norm: jax.Array | None
 
 
+@requires_names
 def dynamic(
     init_scale: float = 2.0**16,
     *,
@@ -242,7 +244,7 @@ def disabled() -> ScalerState:
 
     Returns:
       A `ScalerState` that no step changes, and with which none is skipped. Float16 gradients stay float16; with other
-      scalers they become float32. With the functional API, pass it to `all_finite(grads, scaler=scaler)`.
+      scalers they become float32. With the functional API, call `all_finite((loss, grads), scaler=scaler)`.
 
     >>> import jmpscale
     >>> jmpscale.disabled().config.mode

@@ -7,6 +7,7 @@ import numpy as np
 
 from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._base.arguments import check_count, check_in_range
+from jmpscale._base.options import requires_names
 from jmpscale._base.text import type_name
 from jmpscale._base.tree import PyTree
 from jmpscale._guards.scaler import scale_on_host
@@ -48,6 +49,7 @@ def to_torch_state_dict(scaler: PyTree) -> dict[str, float | int]:
     }
 
 
+@requires_names
 def from_torch_state_dict(
     mapping: Mapping[str, Any], *, min_scale: float = SMALLEST_SCALE, max_scale: float = LARGEST_SCALE
 ) -> ScalerState:

@@ -25,7 +25,7 @@ def blocks(page):
             heading = title
         elif language == "python":
             found.append((heading, code, None))
-        elif language == "text" and found:
+        elif language == "text" and found and found[-1][2] is None:
             found[-1] = (*found[-1][:2], code)
     return found
 
@@ -58,6 +58,22 @@ def _markdown(path):
         cells = json.loads(text)["cells"]
         text = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
     return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def cells(path):
+    """Returns the code cells of a notebook as (code, printed text)."""
+    found = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    return [
+        ("".join(cell["source"]), "".join(line for output in cell["outputs"] for line in output.get("text", ())))
+        for cell in found
+    ]
+
+
+def printed(path):
+    """Returns what programs print on a page or in a notebook."""
+    if path.suffix == ".ipynb":
+        return [text for _, text in cells(path)]
+    return re.findall(r"^ *```text\n(.*?)^ *```", path.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
 def links(path):

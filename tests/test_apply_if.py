@@ -431,3 +431,47 @@ def test_optax_step_requires_a_float32_state_for_float16_parameters():
         jmpscale.apply_if(jnp.array(True), step, params, tx.init(params))
     after, _ = jmpscale.apply_if(jnp.array(True), step, params, tx.init(jmpscale.cast(params, jnp.float32)))
     assert after["w"].dtype == jnp.float16
+
+
+# --- select_tree ---
+
+OLD = {
+    "mean": np.array([-0.0, np.nan, 1.0], np.float32),
+    "half": np.array([np.inf], np.float16),
+    "count": 3,
+    "name": "a",
+}
+NEW = {
+    "mean": np.array([0.0, 2.0, np.inf], np.float32),
+    "half": np.array([np.nan], np.float16),
+    "count": 4,
+    "name": "a",
+}
+
+
+@pytest.mark.parametrize("transform", [lambda fn: fn, jax.jit, jax.vmap], ids=["eager", "jit", "vmap"])
+@pytest.mark.parametrize("finite", [True, False])
+def test_select_tree_returns_one_tree_bit_for_bit(platform, finite, transform):
+    names = [name for name in OLD if name != "name"]
+
+    def run(finite, *arrays):
+        new, old = (dict(zip(names, values, strict=True)) | {"name": "a"} for values in (arrays[:3], arrays[3:]))
+        selected = jmpscale.select_tree(finite, new, old)
+        assert selected.pop("name") == "a"
+        return selected
+
+    arguments = [jnp.array(finite), *(jnp.asarray(tree[name]) for tree in (NEW, OLD) for name in names)]
+    if transform is jax.vmap:
+        arguments = [x[None] for x in arguments]
+    expected = {name: jnp.asarray((NEW if finite else OLD)[name]) for name in names}
+    if transform is jax.vmap:
+        expected = jax.tree.map(lambda x: x[None], expected)
+    assert_equal_bits(transform(run)(*arguments), expected)
+
+
+def test_select_tree_has_the_derivatives_of_the_tree_that_it_returns():
+    def loss(w, finite):
+        return jmpscale.select_tree(finite, w**2, w)
+
+    assert [jax.grad(loss)(3.0, finite) for finite in (True, False)] == [6.0, 1.0]
+    assert [jax.jit(jax.grad(loss))(3.0, finite) for finite in (True, False)] == [6.0, 1.0]

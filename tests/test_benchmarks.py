@@ -12,8 +12,9 @@ import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
+import jmpscale.__main__ as demonstration
 from benchmarks import __main__ as main
-from benchmarks import diagnosis_picture, programs, record, steps, timing
+from benchmarks import demonstration_pictures, diagnosis_picture, programs, record, steps, timing
 from benchmarks.traffic import communicated_bytes, moved_bytes
 
 from bits import assert_equal_bits
@@ -264,4 +265,23 @@ def test_picture_of_the_diagnosis_shows_a_program_whose_scale_fits():
         found = diagnosis_picture.diagnosis()
     low, high = found.fitting_scales
     assert low < found.loss_scale < high
+    assert dict(found.scale_errors)[1.0] > 0.1, "the picture shows what happens without loss scaling"
     assert "float16" in {row.dtype for row in found.rows}
+
+
+def _runs(**losses):
+    """Returns runs of the demonstration with constant losses, in the order of its names."""
+    unused = dict.fromkeys(demonstration.Run._fields)
+    return {
+        name: demonstration.Run(**unused | {"history": {"loss": np.full(200, loss)}})
+        for name, loss in zip(demonstration.RUNS, losses.values(), strict=True)
+    }
+
+
+def test_picture_of_the_losses_is_not_drawn_if_they_do_not_show_its_title():
+    figure = demonstration_pictures.losses(_runs(float32=1.7, bfloat16=1.7, float16=3.2, jmpscale=1.71))
+    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert labels == ["float32: 1.70", "bfloat16: 1.70", "float16: 3.20", "float16, jmpscale: 1.71"]
+    for float16, jmpscale_ in ((1.9, 1.7), (3.2, 1.8), (1.7, 3.2)):
+        with pytest.raises(ValueError, match="the final losses do not show"):
+            demonstration_pictures.losses(_runs(float32=1.7, bfloat16=1.7, float16=float16, jmpscale=jmpscale_))

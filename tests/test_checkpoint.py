@@ -90,6 +90,14 @@ def test_restore_keeps_every_bit(roundtrip, name, tmp_path):
     assert_equal_bits(state, roundtrip(tmp_path, state, jax.tree.map(np.zeros_like, state)))
 
 
+@pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
+def test_restore_converts_bfloat16_to_the_dtype_of_the_template(tmp_path):
+    """So a run in bfloat16 continues with master weights in float32."""
+    saved = {"w": jnp.full((8, 1), 0.1, jnp.bfloat16)}
+    restored = orbax_abstract(tmp_path, saved, {"w": jnp.zeros((8, 1), jnp.float32)})
+    assert_equal_bits({"w": saved["w"].astype(jnp.float32)}, restored)
+
+
 @pytest.mark.parametrize("roundtrip", [orbax, orbax_without_template, msgpack, equinox])
 def test_restore_uses_the_settings_of_the_template(roundtrip, tmp_path):
     template = jmpscale.dynamic(4.0, growth_interval=7, min_scale=0.5)

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.full, pytest.mark.usefixtures("standard_promotion")]
 PAGE = (pages.DOCS / "common_mistakes.md").read_text()
 WITH_MESSAGE, WITHOUT_MESSAGE = (
     dict(re.findall(r"^### (.*?)\n(.*?)(?=^###? |\Z)", part, flags=re.MULTILINE | re.DOTALL))
-    for part in re.findall(r"^## Mistakes.*?(?=^## )", PAGE, flags=re.MULTILINE | re.DOTALL)
+    for part in re.findall(r"^## Mistakes.*?(?=^## |\Z)", PAGE, flags=re.MULTILINE | re.DOTALL)
 )
 LEARNING_RATE = 1e-3
 
@@ -91,20 +91,14 @@ def _run_in_new_program(code, program):
         _run(code, program)
 
 
-def _call_loss(code, program, model="params"):
+def _call_loss(code, program):
     _run(code, program)
-    transform = nnx.value_and_grad if model == "model" else jax.value_and_grad
-    grad_fn = jmpscale.value_and_grad(program["loss_fn"], transform=transform)
-    grad_fn(program["scaler"], program[model], program["batch"])
+    jmpscale.value_and_grad(program["loss_fn"])(program["scaler"], program["params"], program["batch"])
 
 
 def _call_wrapped_step(code, program):
     step = _run(code, program)["train_step"]
     step(*(program[name] for name in inspect.signature(step).parameters))
-
-
-def _call_step(code, program):
-    _call_wrapped_step(code, program | {"opt_state": program["adam"].init(program["params"])})
 
 
 def _run_on_each_device(code, program):
@@ -124,21 +118,16 @@ def _equinox_model():
     return eqx.nn.MLP(8, 1, 8, 1, key=jax.random.key(0))
 
 
-def _run_with_model(code, program, create=_nnx_model, call=_run):
-    model = create()
-    call(code, program | {"model": model, "new_model": model, "loss_fn": _model_loss})
+def _run_with_model(code, program, create=_nnx_model):
+    _run(code, program | {"model": create(), "loss_fn": _model_loss})
 
 
 RUN = {  # the programs that need more than the names above
     "The gradients come from JAX": _run_in_new_program,
     "The loss is float16": _call_loss,
-    "The compiled step closes over the scaler": _call_step,
     "The compiled step closes over the optimizer state": _call_wrapped_step,
     "`axis_name` is missing": _run_on_each_device,
-    "The scaler is gated with the step": _call_step,
-    "The state of an NNX model is gated without a copy": _run_with_model,
     "`transform` is missing for an NNX or Equinox model": _run_with_model,
-    "An NNX model is cast": functools.partial(_run_with_model, call=functools.partial(_call_loss, model="model")),
 }
 
 
@@ -280,6 +269,17 @@ HARM = {  # the test of the harm, and the names with which the code runs
 
 def test_check_step_finds_all_mistakes_without_a_message_but_the_last_four():
     assert list(WITHOUT_MESSAGE) == [*STEPS, *HARM]
+
+
+def test_check_step_warns_about_the_last_mistake():
+    *_, (mistake, section) = WITHOUT_MESSAGE.items()
+    assert mistake == "The loss is not passed"
+    [diff] = _blocks(section, "diff")
+    wrong, right = (GRADIENTS.format("opt_state") + code + APPLY for code in _sides(diff))
+    names = _program() | {"loss_fn": _half_loss}
+    check_step(*_step_and_state(right, names, is_functional=False))  # warnings are errors
+    with pytest.warns(UserWarning, match="a NaN in the forward pass reduces"):
+        check_step(*_step_and_state(wrong, names, is_functional=False))
 
 
 @pytest.mark.parametrize("mistake", HARM)

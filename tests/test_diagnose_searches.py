@@ -79,6 +79,7 @@ def test_search(error, present, fitting, best, expected):
     assert (found.fitting, found.best) == (fitting, best)
     assert sorted(found.errors) == sorted(runs)
     assert len(runs) <= 40, sorted(runs)
+    assert 0 in runs or found.fitting is None, "the error without loss scaling is shown"
 
 
 def test_only_the_best_scale_fits_if_gradients_are_best_at_different_scales():

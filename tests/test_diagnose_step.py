@@ -1,6 +1,7 @@
 """diagnose_step diagnoses a training step as it is, and says what to do with a step that it cannot run."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +101,22 @@ def test_diagnose_step_diagnoses_the_gradient_of_scaled_backward(name):
 
 
 @pytest.mark.full
+def test_diagnose_step_diagnoses_scaled_backward_on_one_device():
+    def device_step(scaler):
+        x = X + jax.lax.axis_index("data").astype(jnp.float32)
+
+        def loss_fn(w):
+            return jax.lax.pmean(mean_square(w, x, Y), "data")
+
+        return jax.lax.pmean(jax.grad(jmpscale.scaled_backward(loss_fn, scaler))(W), "data")
+
+    scaler = jmpscale.dynamic()
+    on_one = jax.vmap(device_step, in_axes=None, out_axes=None, axis_name="data", axis_size=1)
+    expected = jmpscale.diagnose(mean_square)(scaler, W, X, Y)
+    assert jmpscale.diagnose_step(on_one)(scaler).summary == expected.summary
+
+
+@pytest.mark.full
 def test_diagnose_step_differentiates_only_what_the_step_differentiates():
     def step(scaler):
         return jax.grad(lambda w: scaled_loss(scaler)({"w": w, "b": PARAMS["b"]}, (X, Y)))(W)
@@ -158,6 +175,28 @@ def test_diagnose_step_of_a_mapped_step_has_a_remedy(name):
     step, batch = (in_shard_map, (X, Y)) if name == "shard_map" else (mapped, batches)
     with pytest.raises(TypeError, match=r"diagnose_step\(jax\.vmap\(device_step, in_axes=None, out_axes=None, axis_na"):
         jmpscale.diagnose_step(step)(W, SHARDED_TX.init(W), batch)
+
+
+def _step_with_a_key_of_the_device(w, opt_state, batch, is_argument):
+    key = jax.random.fold_in(jax.random.key(0), jax.lax.axis_index("data"))
+
+    def loss_fn(w, key):
+        return jax.lax.pmean(mean_square(w, batch[0] + jax.random.normal(key, batch[0].shape), batch[1]), "data")
+
+    return jmpscale.value_and_grad(loss_fn if is_argument else lambda w: loss_fn(w, key))(
+        opt_state, w, *([key] if is_argument else [])
+    )
+
+
+@pytest.mark.parametrize("is_argument", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_diagnose_step_of_one_device_uses_values_that_depend_on_the_device(is_argument):
+    noise = jax.random.normal(jax.random.fold_in(jax.random.key(0), 0), X.shape)
+    expected = jmpscale.diagnose(mean_square)(TX.init(W), W, X + noise, Y)
+    step = partial(_step_with_a_key_of_the_device, is_argument=is_argument)
+    on_one = jax.vmap(step, in_axes=None, out_axes=None, axis_name="data", axis_size=1)
+    found = jmpscale.diagnose_step(on_one)(W, TX.init(W), (np.asarray(X), np.asarray(Y)))
+    assert found.fitting_scales == expected.fitting_scales
+    assert found.loss == expected.loss
 
 
 @pytest.mark.full

@@ -40,26 +40,24 @@ def test_readme_runs_as_pasted(capsys):
 
 
 @pytest.mark.full
-def test_readme_program_needs_loss_scaling(capsys):
-    """The sentence below the program has the losses in float32 and in float16 without loss scaling."""
+def test_readme_program_needs_loss_scaling():
+    """The sentences below the program compare it with float32 and with float16 without loss scaling."""
     program, output = (next(x for language, x in README_BLOCKS if language == kind) for kind in ("python", "text"))
-    (changed,) = re.findall(r"also prints ([\d.]+)\. .*?it prints ([\d.]+)\.", README, flags=re.DOTALL)
-    losses = [float(output.split()[0])]  # with loss scaling
-    for code in program.replace("@jmpscale.autocast\n", ""), program.replace("dynamic()", "disabled()"):
-        pages.run(code, {"__name__": "README.md"})
-        losses.append(float(capsys.readouterr().out.split()[0]))
-    ours, float32, float16 = losses
-    assert abs(ours - float32) <= 0.02 * float32
-    assert float16 >= 1.2 * float32
-    if jax.default_backend() == "cpu":
-        pages.assert_same_output(f"{float32:.4f} {float16:.4f}", " ".join(changed))
+    [higher] = map(float, re.findall(r"the loss ends (\d\.\d) nats higher", README))
+    changes = {"@jmpscale.autocast\n": "", "jmpscale.dynamic()": "jmpscale.disabled()"}
+    assert all(program.count(line) == 1 for line in changes)
+    without = [program.replace(*change) for change in changes.items()]
+    float32, float16 = (pages.run(code, {"__name__": "README.md"})[-1] for code in without)
+    # The manual differs between versions of Python.
+    assert float(output.split()[0]) == pytest.approx(float32, abs=0.15)
+    assert float16 - float32 == pytest.approx(higher, abs=0.1)
 
 
 FORGOTTEN = {  # a changed line of the README's program, the original line, and the type and start of the message
     "autocast": ("@jmpscale.autocast\n", "", None, None),  # a program in float32
     "with_loss_scaling": (
-        "tx = jmpscale.with_loss_scaling(optax.adam(3e-3), jmpscale.dynamic())",
-        "tx = optax.adam(3e-3)",
+        "tx = jmpscale.with_loss_scaling(optax.adam(5e-3), jmpscale.dynamic())",
+        "tx = optax.adam(5e-3)",
         ValueError,
         "scaler must contain exactly one ScalerState, found 0",
     ),
@@ -80,7 +78,7 @@ def test_readme_program_reports_a_forgotten_line(forgotten):
     new, old, kind, message = forgotten
     program, check, *_ = (code for language, code in README_BLOCKS if language == "python")
     assert program.count(new) == 1
-    program = program.replace(new, old).replace("range(300)", "range(2)")
+    program = program.replace(new, old).replace("range(90)", "range(2)")
     with pytest.raises(kind, match=message) if kind else contextlib.nullcontext():  # warnings are errors
         pages.run(program + check, {"__name__": "README.md"})
 
@@ -122,9 +120,8 @@ RESULTS = {
     "guides/devices": "loss",
     "guides/higher_order": "loss",
     "guides/optax": "sum(losses[-20:])",
-    "guides/reinforcement_learning": "log['loss']",
+    "guides/reinforcement_learning": "-rewards[-1]",
     "guides/training_loops": "trainer.loss",
-    "moving/other_libraries": "loss",
 }
 
 
@@ -189,6 +186,32 @@ def test_program_runs_after_a_diff(page, diff):
     for heading, code in [*blocks[:last], (blocks[last][0], changed[last])]:
         losses = run_block(code, f"docs/{page}.md, {heading!r}", namespace)
     assert len(losses) >= MIN_TRAINING_STEPS, "the changed block does not train"
+
+
+WIDTH = 100  # characters of output or of a notebook's code that the site shows without a scroll bar
+
+
+def _too_long(*texts):
+    return [line for text in texts for line in text.splitlines() if len(line) > WIDTH]
+
+
+@pytest.mark.parametrize("path", pages.TEXTS, ids=lambda path: str(path.relative_to(pages.ROOT)))
+def test_printed_lines_fit_the_site(path):
+    assert _too_long(*pages.printed(path)) == []
+
+
+NOTEBOOKS = [path for path in pages.TEXTS if path.suffix == ".ipynb"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_code_of_notebook_fits_the_site(path):
+    assert _too_long(*(code for code, _ in pages.cells(path))) == []
+
+
+def test_pages_and_notebooks_print():
+    """The tests of the widths find the lines."""
+    printing = {path.stem for path in pages.TEXTS if any(pages.printed(path))}
+    assert {path.stem for path in NOTEBOOKS} | {"README", "diagnose"} <= printing
 
 
 def test_pages_have_only_known_kinds_of_blocks():

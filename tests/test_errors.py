@@ -5,13 +5,15 @@ diagnoses of `raise_if_stuck` in test_monitor.py, the assertions of `jmpscale.te
 errors of the command line in test_main.py.
 """
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jmpscale
-from jmpscale import testing
+from jmpscale import plots, testing
 
 from calls import (
     ADAM,
@@ -24,12 +26,45 @@ from calls import (
     check_message,
     float16,
     loss_of,
+    raises,
     stuck,
     traced,
     wrong_calls,
 )
 
 REPORTS = jax.tree.map(lambda x: np.stack([x, x]), REPORT)
+
+
+NAMED = {  # a call with an argument by position that must be given by name, and the names in its error
+    "autocast": (lambda: jmpscale.autocast(loss_of, jnp.bfloat16), "dtype, result by name, got bfloat16"),
+    "raise_if_stuck": (lambda: jmpscale.raise_if_stuck(STATE, 50), "max_consecutive_skips by name, got 50"),
+    "RunMonitor": (lambda: jmpscale.RunMonitor(50), "max_consecutive_skips by name, got 50"),
+    "RunMonitor.raise_if_stuck": (
+        lambda: jmpscale.RunMonitor(max_consecutive_skips=1).raise_if_stuck(STATE, 7),
+        "step by name, got 7",
+    ),
+    "update": (lambda: jmpscale.update(STATE, True, LOSS), "loss, axis_name by name, got float32[]"),
+    "all_finite": (lambda: jmpscale.all_finite(GRADS, "d"), "scaler, axis_name by name, got 'd'"),
+    "with_loss_scaling": (lambda: jmpscale.with_loss_scaling(ADAM, STATE, 1.0), "max_norm, axis_name, ... got 1.0"),
+    "dynamic": (lambda: jmpscale.dynamic(2.0**16, 2.0), "growth_factor, ... by name, got 2.0"),
+    "check_step": (lambda: testing.check_step(loss_of, GRADS, ".step"), "ignore by name, got '.step'"),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_function_requires_the_names_of_its_options(name):
+    call, words = NAMED[name]
+    check_message(call, TypeError, f"{name} takes {words} by position. Write the name before the value, such as")
+
+
+def test_every_public_function_with_options_requires_their_names():
+    modules = {jmpscale: jmpscale.__all__, testing: testing.__all__, plots: ["diagnosis"]}
+    functions = [getattr(module, name) for module, names in modules.items() for name in names]
+    for fun in filter(inspect.isfunction, functions):
+        kinds = [parameter.kind for parameter in inspect.signature(fun).parameters.values()]
+        if inspect.Parameter.KEYWORD_ONLY in kinds:
+            with raises(TypeError, f"{fun.__name__} takes ... by name, got 5 by position."):
+                fun(*[5] * len(kinds))
 
 
 AUTOCAST = {

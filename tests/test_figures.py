@@ -17,7 +17,6 @@ from benchmarks import autocast, record, steps, table
 import pages
 
 SMALL, MODEL = table.GPU.values()
-CPU = {re.sub(r"^(\d+) (?:layers )?of", r"\1 layers of", name): case for name, case in table.CPU.items()}
 ENSEMBLE = "h100, 1 devices, 6 of 1024, batch 32, adamw, float16, gradients in float32, 4 members"
 H100 = [name for name in table.COMPILED if name.startswith("H100")]
 TPU = ["TPU v5e, 2 layers of width 8192"]
@@ -52,6 +51,19 @@ def _longer_on_cpu(part, case):
     """Returns the percentages by which a step takes longer than the bare step and than the clipped step."""
     figures = _results()["cpu"][part]["figures"][case]["functional"]
     return [100 * (figures[ratio] - 1) for ratio in ("bare_ratio", "ratio")]
+
+
+def _ratios_on_cpu(names):
+    """Returns the smallest and the largest ratio of these steps' times to the clipped step's."""
+    figures = [_results()["cpu"]["steps"]["figures"][case] for case in table.CPU.values()]
+    ratios = [network[name]["ratio"] for network in figures for name in names]
+    return min(ratios), max(ratios)
+
+
+def _memory(name, column):
+    """Returns the temporary memory of a compiled step, divided by the clipped step's."""
+    figures = _results()["compilers"][table.COMPILED[column]]["figures"]
+    return figures[name]["temp_bytes"] / figures["clipped"]["temp_bytes"]
 
 
 def _added_microseconds():
@@ -95,6 +107,10 @@ def _tracing(name):
     return figures["autocast"] / figures["float32"]
 
 
+def _update_seconds(kind, optimizer):
+    return _results()["tracing"]["figures"][f"{kind} update"][optimizer]
+
+
 def _diagnoses():
     programs = _results()["diagnosis"]["figures"].values()
     return [figures["first diagnosis"] / figures["step"] for figures in programs]
@@ -124,12 +140,43 @@ def _words():
     return [*_losses("vocabulary", "vocabulary", 2**15), _losses("vocabulary", "vocabulary", 2**7)[0]]
 
 
+PIXEL_RUNS = ("DynamicScale", "DynamicScale, no infinite pixel", "DynamicScale, statistics selected")
+PIXEL_RUNS += ("jmpscale, float16 layers", "jmpscale, autocast")
+
+
+def _pixel(name, seeds=range(5)):
+    """Returns the smallest and largest loss, the smallest and largest accuracy, and whether statistics are finite."""
+    runs = record.read(table.STUDIES / "one_infinite_pixel.json")["runs"]
+    runs = [run for run in runs if run["run"] == name and run["seed"] in seeds]
+    losses, accuracies = ([run[key] for run in runs] for key in ("loss", "accuracy"))
+    [finite] = {run["finite statistics"] for run in runs}
+    return min(losses), max(losses), 100 * min(accuracies), 100 * max(accuracies), "finite" if finite else "NaN"
+
+
 SENTENCES = {  # the sentences on each page, with the figures in them
+    "../benchmarks/studies/README.md": [
+        (
+            "the same, no infinite pixel | {:.3f} to {:.3f} | {:.1f}% to {:.1f}% | {} | "
+            "| the same, batch statistics selected by `is_fin`, too | {:.3f} to {:.3f} | {:.1f}% to {:.1f}% | {} | "
+            "| jmpscale, float16 layers | {:.3f} to {:.3f} | {:.1f}% to {:.1f}% | {} | "
+            "| jmpscale, float32 layers and `autocast` | {:.3f} to {:.3f} | {:.1f}% to {:.1f}% | {} |",
+            lambda: [figure for name in PIXEL_RUNS[1:] for figure in _pixel(name)],
+        ),
+        (
+            "| `DynamicScale`, as in Flax's ImageNet example | {:.3f} to {:.3f} | {:.1f}% | {} |",
+            lambda: [*_pixel("DynamicScale")[:3], _pixel("DynamicScale")[4]],
+        ),
+        (
+            "ends at {:.2f} nats in float32, {:.2f} in float16 and {:.2f} in float16 with jmpscale; with a vocabulary "
+            "of 2^7, all three end at {:.2f}",
+            _words,
+        ),
+    ],
     "../README.md": [
         (
-            "on an H100, loss scaling added {:.0f}% to a float16 step of a language model with {:.1f} million "
-            "parameters, and {:.0f}% to a step of a small network. The language model's step took {:.1f} ms in float32 "
-            "(TF32), {:.1f} ms in bfloat16, {:.1f} ms in float16 without loss scaling, and {:.1f} ms with it.",
+            "on 2026-11-23, on an H100, loss scaling added {:.0f}% to a float16 step of a language model with {:.1f} "
+            "million parameters, and {:.0f}% to a step of a small network. The language model's step took {:.1f} ms in "
+            "float32 (TF32), {:.1f} ms in bfloat16, {:.1f} ms in float16 without loss scaling, and {:.1f} ms with it.",
             lambda: [
                 _longer(MODEL, "functional"),
                 _millions(steps.language_model),
@@ -140,13 +187,18 @@ SENTENCES = {  # the sentences on each page, with the figures in them
             ],
         ),
         (
-            " ".join(f"| 2^{power} | {{:.3f}} | {{:.3f}} | {{:.3f}} |" for power in (10, 15, 19, 21)),
-            lambda: [loss for losses in _batches(2**10, 2**15, 2**19, 2**21) for loss in losses],
+            "ends at {0:.2f} nats per character in float32 and at {1:.2f} in float16. As one of 512 devices that share "
+            "2^19 tokens, it ends at {3:.2f} in float32, {4:.2f} in float16, and {5:.2f} in float16 with jmpscale.",
+            lambda: [loss for losses in _batches(2**10, 2**19) for loss in losses],
         ),
         (
-            "ends at {:.2f} in float32, {:.2f} in float16 and {:.2f} in float16 with jmpscale; with a vocabulary of "
-            "2^7, all three end at {:.2f}",
-            _words,
+            "| as in Flax's example | {:.3f} | {:.1f}%: the running averages are NaN | "
+            "| the same, without the infinite pixel | {:.3f} | {:.1f}% | | jmpscale | {:.3f} | {:.1f}% |",
+            lambda: [
+                figure
+                for name in ("DynamicScale", "DynamicScale, no infinite pixel", "jmpscale, autocast")
+                for figure in _pixel(name, seeds=[0])[1:3]
+            ],
         ),
     ],
     "costs.md": [
@@ -159,10 +211,32 @@ SENTENCES = {  # the sentences on each page, with the figures in them
             ],
         ),
         (
-            " ".join(f"| CPU, {name} | {{:.0f}}% | {{:.0f}}% |" for name in [*CPU, "the same with SGD"]),
+            " ".join(f"| CPU, {name} | {{:.0f}}% | {{:.0f}}% |" for name in [*table.CPU, "the same with SGD"]),
             lambda: [
-                *(percent for case in CPU.values() for percent in _longer_on_cpu("steps", case)),
+                *(percent for case in table.CPU.values() for percent in _longer_on_cpu("steps", case)),
                 *_longer_on_cpu("optimizers", "sgd"),
+            ],
+        ),
+        (
+            "the steps of jmpscale take {:.2f} to {:.2f} times as long as the clipped step, the steps of jmp, Flax "
+            "`DynamicScale` and mpx {:.2f} to {:.2f} times, and optax `apply_if_finite` {:.2f} to {:.2f} times.",
+            lambda: [
+                ratio
+                for names in ((*JMPSCALE, "scaled_backward"), steps.PEERS[:3], steps.PEERS[3:])
+                for ratio in _ratios_on_cpu(names)
+            ],
+        ),
+        (
+            "but {:.2f} times with `apply_if_finite` in the embedding, and {:.2f} times on the TPU.",
+            lambda: [_memory("optax apply_if_finite", column) for column in [H100[2], *TPU]],
+        ),
+        (
+            "takes {:.2f} (SGD), {:.2f} (momentum) and {:.2f} (Adafactor) times as long as the clipped step with the "
+            "functional API, and {:.2f}, {:.2f} and {:.2f} times with jmp.",
+            lambda: [
+                _results()["cpu"]["optimizers"]["figures"][optimizer][name]["ratio"]
+                for name in ("functional", "jmp")
+                for optimizer in ("sgd", "momentum", "adafactor")
             ],
         ),
         (
@@ -171,6 +245,10 @@ SENTENCES = {  # the sentences on each page, with the figures in them
             lambda: [_added_ms(MODEL, "functional")],
         ),
         ("a language model with {:.1f} million parameters", lambda: [_millions(steps.language_model)]),
+        (
+            "The bare step of the language model takes {:.1f} ms in float32 (TF32) and {:.1f} ms in bfloat16.",
+            _language_model_ms,
+        ),
         ("its steps take {:.0f} to {:.0f} microseconds longer than the clipped step.", _added_microseconds),
         (
             "On the H100, a dynamic scale of jmpscale adds {} to {} kernels to the clipped step, and the other "
@@ -201,6 +279,17 @@ SENTENCES = {  # the sentences on each page, with the figures in them
             "Tracing the gradient of 96 unrolled transformer blocks with `autocast` takes {:.1f} times as long as in "
             "float32, and in a `scan` {:.1f} times",
             lambda: [_tracing("unrolled"), _tracing("scan")],
+        ),
+        (
+            "Tracing an Adam update of 1,000 parameters takes {:.1f} seconds of CPU time with the optax wrapper and "
+            "{:.1f} with optax, or {:.1f} with `max_norm` and {:.1f} with optax and a clip",
+            lambda: [
+                _update_seconds("traced", name) for name in ("wrapper", "optax", "wrapper, max_norm", "optax, clipped")
+            ],
+        ),
+        (
+            "an Adam update of 300 parameters takes {:.1f} times as long as with optax",
+            lambda: [_update_seconds("eager", "wrapper") / _update_seconds("eager", "optax")],
         ),
         (
             "GPT-2 with 2 layers, compiled for an H100, moves {:.2f} times the bytes, and needs {:.2f} times the "
@@ -242,6 +331,17 @@ SENTENCES = {  # the sentences on each page, with the figures in them
             lambda: [_range(*_added_kernels(names)) for names in (JMPSCALE, *([name] for name in steps.PEERS))],
         ),
     ],
+    "guides/devices.md": [
+        (
+            "equal gradients is wrong by {:.1%} over 256 devices, by {:.1%} over 1,024 and by {:.1%} over 4,096; with "
+            "noise of ten times their mean, by {:.1%}, {:.1%} and {:.1%}",
+            lambda: [
+                _results()["float16_sums"]["figures"][devices][noise]
+                for noise in ("equal", "noisy")
+                for devices in ("256", "1024", "4096")
+            ],
+        ),
+    ],
     "guides/autocast.md": [
         (
             "GPT-2 small, compiled for an H100, moves {:.2f} times the bytes of [casts by "
@@ -278,7 +378,7 @@ SENTENCES = {  # the sentences on each page, with the figures in them
 }
 
 
-@pytest.mark.parametrize("page", ["costs.md", "finding_the_scale.md", "guides/devices.md"])
+@pytest.mark.parametrize("page", ["costs.md", "index.md"])
 def test_tables_equal_the_results(page):
     text = (pages.DOCS / page).read_text()
     assert table.rewrite(text, table.pages(_results())[page]) == text
@@ -292,6 +392,11 @@ def _sentences(page):
 @pytest.mark.parametrize("page", SENTENCES)
 def test_sentences_have_the_figures_of_the_results(page):
     assert [sentence for sentence in _sentences(page) if sentence not in _text(page)] == []
+
+
+def test_other_steps_need_at_most_the_memory_of_the_clipped_step():
+    names = {*JMPSCALE, *steps.PEERS} - {"optax apply_if_finite"}
+    assert all(_memory(name, column) <= 1.0005 for name in names for column in table.COMPILED)
 
 
 def test_costs_has_no_other_figures():

@@ -93,7 +93,7 @@ def linen(api, state, scaler, fault):
         return state, jmpscale.update(scaler, finite, loss=loss)
     new = state.apply_gradients(grads=grads)
     applied = jmpscale.get_scaler(new).step_applied
-    return new.replace(stats=jmpscale.apply_if(applied, lambda _: stats, state.stats)), scaler
+    return new.replace(stats=jmpscale.select_tree(applied, stats, state.stats)), scaler
 
 
 class NNXNet(nnx.Module):
@@ -171,7 +171,7 @@ def explicit(loss_fn, transform, api, state, scaler, fault):
     updates, opt_state = TX[api].update(grads, state.opt_state, state.params, **value)
     if api != "plain":
         applied = jmpscale.get_scaler(opt_state).step_applied
-        stats = jmpscale.apply_if(applied, lambda _: stats, state.stats)
+        stats = jmpscale.select_tree(applied, stats, state.stats)
     return State(eqx.apply_updates(state.params, updates), stats, opt_state, later), scaler
 
 

@@ -81,6 +81,52 @@ WRONG_CALLS = {
 }
 
 
+def _select(new, old, finite=TRUE):
+    return lambda: jmpscale.select_tree(finite, new, old)
+
+
+WRONG_SELECTIONS = {
+    TypeError: {
+        "no flag": (_select(1, 1, BIG), "finite must be a boolean, got dict"),
+        "nnx": (_select(NNX, NNX), "new must hold ... got a Flax NNX Dropout ... pass nnx.state(model), and write"),
+        "dropped": (_select({}, GRADS), "new must have the same structure as old, but ['b'] is only in old."),
+        "added": (_select({"w": W32, "v": W32}, {"w": W32}), "but ['v'] is only in new."),
+        "container": (_select([1], (1,)), "the containers differ: PyTreeDef((*,)) became PyTreeDef([*])."),
+        "dtype": (
+            _select(W32.astype("f2"), W32),
+            "but new is float16[2] and old is float32[2]. Convert it with .astype.",
+        ),
+        "shape": (
+            _select({"m": W32[:1]}, {"m": W32}),
+            "but new['m'] is float32[1] and old['m'] is float32[2]. Reshape",
+        ),
+        "object": (_select("b", "a"), "new is 'b' and old is 'a'. Only arrays"),
+    },
+    ValueError: {"vector": (_select(1, 1, jnp.array([True])), "finite must be a scalar, got shape (1,)")},
+    UserWarning: {
+        "scaler": (
+            after_gradients(lambda s, _, ok: jmpscale.select_tree(ok, jmpscale.update(s, ok), s)),
+            "new contains a scaler that update has adjusted: a skipped step would not adjust its scale",
+        ),
+        "earlier flag": (
+            after_gradients(lambda s, _, ok: jmpscale.select_tree(_earlier_flag(s, ok), 1.0, 1.0)),
+            "is about an earlier step",
+        ),
+    },
+}
+
+
+def _earlier_flag(scaler, finite):
+    flag = scaler.step_applied
+    jmpscale.update(scaler, finite)
+    return flag
+
+
+@pytest.mark.parametrize(("call", "error", "words"), wrong_calls(WRONG_SELECTIONS))
+def test_select_tree_requires_a_flag_and_equal_types(call, error, words):
+    check_message(call, error, words)
+
+
 @pytest.mark.parametrize(("call", "error", "words"), wrong_calls(WRONG_CALLS))
 def test_apply_if_requires_a_flag_and_a_step_that_keeps_types(call, error, words):
     check_message(call, error, words)

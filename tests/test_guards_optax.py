@@ -30,6 +30,8 @@ from calls import (
     loss_and_aux,
     loss_of,
     traced,
+    train_step,
+    warnings_of,
     wrong_calls,
 )
 
@@ -56,6 +58,10 @@ WRONG_CALLS = {
         "function": (_wrap(optax.adam), "inner must be an optax.GradientTransformation, got function."),
         "init alone": (_wrap(SimpleNamespace(init=ADAM.init)), "inner must be ... got SimpleNamespace."),
         "update alone": (_wrap(SimpleNamespace(update=ADAM.update)), "inner must be ... got SimpleNamespace."),
+        "gradients as parameters": (
+            lambda: SCALE.update(GRADS, SCALE_STATE, _gradients_of_sum()),
+            "params must be the parameters, got gradients. The arguments are (grads, state, params).",
+        ),
         "wrapped in a chain": (
             lambda: _wrap(optax.chain(SGD, optax.chain(TX)), jmpscale.disabled())().init(GRADS),
             "inner must not contain with_loss_scaling, got ... Wrap the whole optimizer once.",
@@ -101,10 +107,6 @@ WRONG_CALLS = {
             lambda: jmpscale.apply_if(True, lambda state: SCALE.update(GRADS, state)[1], SCALE_STATE),
             "with_loss_scaling is inside jmpscale.apply_if: a skipped step would not adjust its scale, ... call "
             "tx.update without apply_if.",
-        ),
-        "gradients as parameters": (
-            lambda: SCALE.update(GRADS, SCALE_STATE, _gradients_of_sum()),
-            "params must be the parameters, got gradients. The arguments are tx.update(grads, state, params).",
         ),
         "gradients as the loss": (
             lambda: SCALE.update(GRADS, SCALE_STATE, value=_gradients_of_sum()),
@@ -183,3 +185,8 @@ WRONG_STEPS = {
 @pytest.mark.parametrize(("call", "error", "words"), wrong_calls(WRONG_STEPS))
 def test_optax_step_requires_an_optimizer_and_its_arguments(call, error, words):
     check_message(call, error, words)
+
+
+def test_wrapper_does_not_repeat_the_warning_of_value_and_grad_about_a_constant():
+    (warning,) = warnings_of(lambda: traced(lambda params: train_step(params, SCALE_STATE), GRADS))
+    assert "the optimizer state is a constant of the compiled program" in str(warning.message)

@@ -6,7 +6,9 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax.training.train_state import TrainState
 
 import jmpscale
 
@@ -87,6 +89,14 @@ def test_function_requires_a_tree_with_one_scaler(name):
         call(GRADS)
     with raises(ValueError, "exactly one ScalerState, found 2 in a list. A step has one scaler: wrap"):
         call([STATE, {"b": STATE}])
+
+
+@pytest.mark.parametrize("name", TAKE_TREE_WITH_SCALER)
+def test_function_says_that_an_optimizer_is_not_wrapped(name):
+    call, _ = TAKE_TREE_WITH_SCALER[name]
+    state = TrainState.create(apply_fn=None, params=GRADS, tx=optax.sgd(1e-3))
+    with raises(ValueError, "found 0 in a TrainState. Its optimizer is not wrapped: create the state with jmpscale."):
+        call(state)
 
 
 @pytest.mark.parametrize("name", names(READ_SCALER_OF_TREE, {"grad_report"}))

@@ -18,6 +18,7 @@ from calls import (
     loss_and_aux,
     loss_of,
     traced,
+    warnings_of,
     wrong_calls,
 )
 
@@ -27,6 +28,10 @@ pytestmark = pytest.mark.guards
 WRONG_CALLS = {
     TypeError: {
         "number as flag": (lambda: jmpscale.update(STATE, 1), "finite must be a boolean, got 1. Pass the result"),
+        "opposite order": (
+            lambda: jmpscale.update(TRUE, STATE),
+            "the arguments are update(scaler, finite), got them in the opposite order.",
+        ),
         "int32 as flag": (lambda: jmpscale.update(STATE, jnp.int32(1)), "finite must be a boolean, got int32"),
     },
     ValueError: {
@@ -70,3 +75,12 @@ WRONG_CALLS = {
 @pytest.mark.parametrize(("call", "error", "words"), wrong_calls(WRONG_CALLS))
 def test_update_is_called_once_with_the_flag_of_the_gradients(call, error, words):
     check_message(call, error, words)
+
+
+def test_update_does_not_repeat_the_warning_of_value_and_grad_about_a_constant():
+    def step(params):
+        loss, grads = jmpscale.value_and_grad(loss_of)(STATE, params)
+        return jmpscale.update(STATE, jmpscale.all_finite((loss, grads)))
+
+    (warning,) = warnings_of(lambda: traced(step, GRADS))
+    assert "the scaler is a constant of the compiled program" in str(warning.message)

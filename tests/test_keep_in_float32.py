@@ -1,4 +1,4 @@
-"""The programs that the autocast guide says to keep in float32 have the errors of its table, and none if they are.
+"""The programs that the documentation says to keep in float32 have the errors of its table, and none if they are.
 
 Programs whose contractions have at most 4 elements have none either.
 """
@@ -20,7 +20,7 @@ from tables import rows
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("standard_promotion_and_ranks")]
 
-PAGE = pathlib.Path(__file__).parent.parent / "docs" / "guides" / "autocast.md"
+DOCS = pathlib.Path(__file__).parent.parent / "docs"
 TOLERANCE = 1.05  # the factor by which a rounded number in the table may differ
 # With results in float32, part of the error may be float32's own rounding, which depends on the order of a sum.
 TOLERANCE_OF_FLOAT32_RESULTS = 1.5
@@ -194,8 +194,8 @@ COORDINATES = {
 
 def table_of_page():
     """Returns the rows of the table: the text of the program, the largest value and the errors of both forms."""
-    (section,) = re.findall(r"^## Keep these in float32\n(.*?)^## ", PAGE.read_text(), flags=re.M | re.S)
-    table = re.findall(r"^\| (.*) \| (\S+) \| (\S+) \| (\S+) \|$", section, flags=re.M)
+    page = (DOCS / "keep_in_float32.md").read_text()
+    table = re.findall(r"^\| (.*) \| (\S+) \| (\S+) \| (\S+) \|$", page, flags=re.M)
     return [row for row in table if not row[0].startswith(("program", "-"))]
 
 
@@ -271,7 +271,8 @@ def error_of_embedding(positions):
 
 
 def test_embedding_converted_before_indexing_has_the_error_on_the_page():
-    rows = re.findall(r"([\d.]+)% for ([\d,]+) positions", " ".join(PAGE.read_text().split()))
+    page = " ".join((DOCS / "guides" / "autocast.md").read_text().split())
+    rows = re.findall(r"([\d.]+)% for ([\d,]+) positions", page)
     assert len(rows) == 3
     for error, positions in rows:
         measured = 100 * error_of_embedding(int(positions.replace(",", "")))

@@ -1,5 +1,6 @@
 """The notebooks are committed with the outputs that their code prints."""
 
+import itertools
 import pathlib
 import re
 
@@ -66,10 +67,26 @@ def test_notebook_is_committed_with_its_outputs(path):
     assert any("image/png" in output.get("data", {}) for cell in cells for output in cell.outputs)
 
 
+def _asserts(cell):
+    return bool(re.search(r"^ *assert", cell.source, flags=re.M))
+
+
 @EACH
 def test_cell_with_varying_numbers_asserts_its_claims(path):
+    """Or the next cell asserts them, which the site does not show."""
+    cells = _code_cells(path)
+    for cell, following in itertools.zip_longest(cells, cells[1:]):
+        assert not _varies(cell) or _asserts(cell) or (following and _asserts(following)), cell.source
+
+
+@EACH
+def test_site_hides_cells_that_only_plot_or_assert(path):
+    """Readers see programs and their results; the code of a figure is one click away."""
     for cell in _code_cells(path):
-        assert not _varies(cell) or re.search(r"^ *assert", cell.source, flags=re.M), cell.source
+        draws = "plt.subplots(" in cell.source
+        only_asserts = _asserts(cell) and not cell.outputs
+        tags = {"hide-input"} if draws else {"remove-cell"} if only_asserts else set()
+        assert tags <= set(cell.metadata.get("tags", [])), cell.source
 
 
 @pytest.mark.full

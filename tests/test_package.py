@@ -11,6 +11,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tomllib
 import types
 import warnings
 
@@ -159,6 +160,29 @@ def test_unknown_jax_gives_no_warning_that_needs_a_missing_function(monkeypatch)
         with monkeypatch.context() as patch:
             patch.setattr(module, "unsafe_am_i_under_a_jit_DO_NOT_USE", lambda: True, raising=False)
             assert compat.is_compiling()
+
+
+# --- what the files of the repository name ---
+
+# `jmpscale[flax]`, `".[test]"`, and the words "the extras `flax` and `plots`"
+IN_BRACKETS = re.compile(r"""(?:\bjmpscale|["'`\s]\.)\[([a-z-]+(?:, ?[a-z-]+)*)\]""")
+IN_WORDS = re.compile(r"\bextras? ((?:(?:, | and |, and )?`[a-z-]+`)+)")
+
+
+def test_extras_that_are_named_exist():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = set(project["optional-dependencies"])
+    paths = [*ROOT.glob("*.md"), *ROOT.glob("*.py"), ROOT / "pyproject.toml", *PACKAGE.rglob("*.py")]
+    paths += [*(ROOT / "docs").rglob("*.md"), *(ROOT / "notebooks").glob("*.ipynb")]
+    texts = {path: path.read_text() for path in paths}
+    named = {
+        (str(path.relative_to(ROOT)), extra)
+        for path, text in texts.items()
+        for found in IN_BRACKETS.findall(text) + IN_WORDS.findall(text)
+        for extra in re.findall(r"[a-z-]+", found.replace(" and ", ","))
+    }
+    assert {(path, extra) for path, extra in named if extra not in extras} == set()
+    assert {extra for _, extra in named} == extras, "the patterns find extras"
 
 
 # --- the algorithm and its guards ---

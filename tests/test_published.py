@@ -4,6 +4,7 @@ Tests that are marked full build the package and the site in a copy of the repos
 """
 
 import html.parser
+import importlib.util
 import json
 import pathlib
 import re
@@ -52,6 +53,7 @@ def test_page_installs_from_the_index_once_the_commands_are_replaced(page):
 ABSOLUTE_LINKS = {
     "link": ("[costs](docs/costs.md)", "[costs](R/blob/v1.2/docs/costs.md)"),
     "anchor": ("[`f`](docs/a.md#b-c)", "[`f`](R/blob/v1.2/docs/a.md#b-c)"),
+    "code in two lines": ("`a\nb` `f[0](x)` [`a\nb`](c)", "`a\nb` `f[0](x)` [`a\nb`](R/blob/v1.2/c)"),
     "two lines": ("[a\nb](LICENSE)", "[a\nb](R/blob/v1.2/LICENSE)"),
     "picture": ("![a](docs/a.png)", "![a](R/raw/v1.2/docs/a.png)"),
     "picture in a link": ("[![a](b.png)](c)", "[![a](R/raw/v1.2/b.png)](R/blob/v1.2/c)"),
@@ -168,7 +170,72 @@ def test_files_for_readers_agree_with_the_package():
     for name in "LICENSE", "NOTICE":
         assert re.search(rf"Copyright \d+ {author}\n", (ROOT / name).read_text())
 
+    [status] = re.findall(r"Development Status :: \d - (\w+)", " ".join(PYPROJECT["project"]["classifiers"]))
+    versions = (ROOT / "docs" / "versions.md").read_text()
+    assert (status == "Alpha") == (int(jmpscale.__version__.partition(".")[0]) < 1)
+    assert "**Before 1.0,** a minor release may change any name or field" in " ".join(versions.split())
 
-def test_nothing_is_unset_once_the_repository_is_set():
-    unset = {name for name in ("CODE_OF_CONDUCT.md", "SECURITY.md") if "not set yet" in (ROOT / name).read_text()}
-    assert unset == (set() if "urls" in PYPROJECT["project"] else {"CODE_OF_CONDUCT.md"})
+
+# --- what a release needs from a person ---
+
+
+@pytest.fixture(scope="module")
+def release_facts():
+    spec = importlib.util.spec_from_file_location("release_facts", ROOT / ".ci" / "release_facts.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+PUBLISHED = {  # the files of a repository whose facts are complete
+    "pyproject.toml": (
+        '[project]\nversion = "1.2"\nclassifiers = ["Typing :: Typed"]\n[project.urls]\nRepository = "a"\n'
+        'Documentation = "b"\nIssues = "c"\n'
+    ),
+    "CITATION.cff": "title: jmpscale\nrepository-code: a\nurl: b\n",
+    "CODE_OF_CONDUCT.md": "Write to a@b.c.",
+    "SECURITY.md": "Write to a@b.c.",
+    "RELEASING.md": "| address | a@b.c |",
+    "CHANGELOG.md": "## [1.2] - 2026-12-01\n",
+}
+MISSING_FACTS = {  # a file, a text and its replacement, and the start of the message
+    "address": ("pyproject.toml", "Issues", "Homepage", "pyproject.toml has no `Issues`"),
+    "classifier": ("pyproject.toml", "Typing ::", "Private ::", "pyproject.toml has the classifier `Private :: Typed`"),
+    "citation": ("CITATION.cff", "repository-code", "version", "CITATION.cff has no `repository-code`"),
+    "conduct": ("CODE_OF_CONDUCT.md", "a@b.c", "an address, not set yet", "CODE_OF_CONDUCT.md contains 'not set yet'"),
+    "table": ("RELEASING.md", "a@b.c", "not checked", "RELEASING.md contains 'not checked'"),
+    "date": ("CHANGELOG.md", "2026-12-01", "unreleased", "CHANGELOG.md has no dated entry for 1.2"),
+}
+
+
+@pytest.mark.parametrize("row", tables.rows(MISSING_FACTS))
+def test_missing_facts_are_listed(release_facts, tmp_path, row):
+    file, fact, unset, message = row
+    for name, text in PUBLISHED.items():
+        (tmp_path / name).write_text(text)
+    assert release_facts.missing_facts(tmp_path) == []
+    (tmp_path / file).write_text(PUBLISHED[file].replace(fact, unset))
+    [found] = release_facts.missing_facts(tmp_path)
+    assert found.startswith(message)
+
+
+def test_missing_facts_are_none_once_the_repository_is_set(release_facts):
+    found = [fact for fact in release_facts.missing_facts(ROOT) if "CHANGELOG" not in fact]  # dated at each release
+    assert (found == []) == ("urls" in PYPROJECT["project"])
+
+
+def test_missing_commits_are_those_outside_of_the_history(release_facts, tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "a"], check=True)
+    known = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    (tmp_path / "README.md").write_text(f"measured with commit {known.stdout.strip()}")
+    assert release_facts.missing_commits(tmp_path) == []
+    (tmp_path / "docs" / "costs.md").write_text("measured with commit 1234567")
+    (tmp_path / "benchmarks" / "results" / "cpu.json").write_text('{"commit": "abcdef7"}')
+    assert release_facts.missing_commits(tmp_path) == [
+        "docs/costs.md names commit 1234567, which is not in the history",
+        "benchmarks/results/cpu.json names commit abcdef7, which is not in the history",
+    ]

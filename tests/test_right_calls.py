@@ -168,7 +168,10 @@ VALID_CALLS = {
     "frozen float16 parameters": lambda: TX.init({"w": W16, "adapter": W32}),
     "optax_step if disabled": _apply(jmpscale.optax_step(SGD, W16), W16, SGD.init(W16)),
     "optax_step without momentum": _apply(jmpscale.optax_step(SGD, W32), W32, SGD.init(W32)),
-    "extra argument and loss": lambda: SCALE.update(GRADS, SCALE_STATE, GRADS, value=LOSS, values=LOSS),
+    "losses of an inner optimizer": lambda: SCALE.update(GRADS, SCALE_STATE, losses=LOSS, values=LOSS, loss_1=LOSS),
+    "parameters with a gradient": after_gradients(
+        lambda s, g, _: SCALE.update(g, s, {"w": g["w"], "b": GRADS["b"]}), SCALE_STATE
+    ),
     "extra arguments": lambda: SCALE.update(
         GRADS, SCALE_STATE, GRADS, value_fn=loss_of, loss_fn=loss_of, grad=GRADS, key=1
     ),

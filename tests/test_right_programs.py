@@ -265,7 +265,7 @@ def gated_average_of_parameters():
     def step(params, opt_state, averages):
         params, opt_state = make_step(TX)(params, opt_state)
         new = average.update(params, averages)[1]
-        return params, opt_state, jmpscale.apply_if(opt_state.scaler.step_applied, lambda _: new, averages)
+        return params, opt_state, jmpscale.select_tree(opt_state.scaler.step_applied, new, averages)
 
     repeat(step, PARAMS, TX.init(PARAMS), average.init(PARAMS))
 

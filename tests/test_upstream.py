@@ -3,6 +3,8 @@
 The runs in `data` are runs of the original classes, transcriptions of their rules, or numbers of their own tests. If
 the original has no limits, jmpscale has the widest valid ones: the scale stops at 2^-126 instead of 0, and at 2^126.
 Unlike DeepSpeed (PR 8588), ColossalAI and mpx, it unscales by the scale that scaled the loss, not by the next one.
+
+The page that compares libraries describes jmp, Flax and optax as they are installed.
 """
 
 import functools
@@ -13,8 +15,11 @@ import re
 
 import jax
 import jax.numpy as jnp
+import jmp
 import numpy as np
+import optax
 import pytest
+from flax.training.dynamic_scale import DynamicScale
 from jax.experimental import sparse
 
 import jmpscale
@@ -142,3 +147,69 @@ def test_unscale_and_check_adds_sparse_duplicates_in_float32():
     unscaled, finite = jmpscale.unscale_and_check(jmpscale.static(1.0), grads)
     assert finite
     assert unscaled.todense().tolist() == [[0, 0, 128_000], [32, 0, 0]]
+
+
+# The comparison describes other libraries
+
+COMPARISON = (TESTS.parent / "docs" / "comparison.md").read_text()
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+
+
+def _cell(row, library):
+    """Returns the cell of the first table of the comparison for a property and a library."""
+    rows = [line.strip("| ").split(" | ") for line in COMPARISON.splitlines() if line.startswith("| ")]
+    [cells] = [cells for cells in rows if cells[0] == row]
+    return cells[1 + rows[0].index(library)]  # the first cell of the head is empty
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_jmp_has_the_smallest_and_the_largest_scale_of_the_comparison():
+    assert _cell("smallest scale", "jmp") == "1 (configurable, except under `jit`)"
+
+    def adjust(scaler, finite=False):
+        return scaler.adjust(jnp.asarray(finite))
+
+    scaler = jmp.DynamicLossScale(F32(0.5), min_loss_scale=F32(0.25))
+    assert adjust(adjust(scaler)).loss_scale == 0.25
+    assert jax.jit(adjust)(scaler).loss_scale == 1
+    assert _cell("largest scale", "jmp") == "3.4e38"
+    largest = jmp.DynamicLossScale(F32(2.0**127), period=1)
+    assert adjust(largest, finite=True).loss_scale == 2.0**127, "the next power of two is infinite"
+
+
+def _flax_grads(scaler, axis_name=None):
+    def grads(factor):
+        return scaler.value_and_grad(lambda w: factor * w, axis_name=axis_name)(F32(1))
+
+    return grads
+
+
+def test_flax_has_the_smallest_and_the_largest_scale_of_the_comparison():
+    assert _cell("smallest scale", "Flax `DynamicScale`") == "2^-126 (configurable)"
+    assert DynamicScale().minimum_scale == 2.0**-126
+    assert _cell("largest scale", "Flax `DynamicScale`") == "3.4e38"
+    scaler, *_ = _flax_grads(DynamicScale(growth_interval=0, scale=F32(2.0**127)))(F32(0.25))
+    assert scaler.scale == LARGEST_FLOAT32
+
+
+def test_flax_averages_the_gradients_of_different_parameters():
+    cell = _cell("with parameters sharded by hand under `shard_map`", "Flax `DynamicScale`")
+    assert cell == "devices diverge; with `axis_name`, it averages the gradients of different parameters"
+    factors = jnp.array([1.0, 3.0])
+    apart, together = (
+        jax.vmap(_flax_grads(DynamicScale(), axis_name), axis_name="devices")(factors)
+        for axis_name in (None, "devices")
+    )
+    assert apart[3].tolist() == [1, 3]
+    assert together[3].tolist() == [2, 2]
+
+
+def test_apply_if_finite_applies_an_update_that_is_not_finite():
+    cell = _cell("after many skips", "optax `apply_if_finite`")
+    assert cell == "applies a non-finite update after `max_consecutive_errors` skips"
+    tx = optax.apply_if_finite(optax.sgd(1.0), max_consecutive_errors=2)
+    state, applied = tx.init(F32(1)), []
+    for _ in range(3):
+        updates, state = tx.update(F32(jnp.nan), state)
+        applied.append(not jnp.isfinite(updates))
+    assert applied == [False, False, True]

@@ -11,13 +11,15 @@ from jax.typing import ArrayLike
 
 from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._base.axes import AxisName, all_reduce_and
-from jmpscale._base.tree import PyTree, is_inexact
+from jmpscale._base.options import requires_names
+from jmpscale._base.tree import PyTree, as_array, is_inexact
 from jmpscale._guards import finite as guards
 
 # With fewer elements the time of a reduction hardly matters, and a reduction of a single value compiles faster.
 _MIN_SIZE_FOR_VARIADIC_REDUCE = 2**12
 
 
+@requires_names
 def all_finite(tree: PyTree, *, scaler: PyTree = None, axis_name: AxisName = None) -> jax.Array:
     """Tests whether a pytree contains no infinity and no NaN.
 
@@ -65,7 +67,7 @@ def all_finite_here(tree: PyTree) -> jax.Array:
 def _all_leaves_finite(leaves: list[ArrayLike]) -> jax.Array:
     if not leaves:
         return jnp.array(True)
-    arrays = [jnp.asarray(x) for x in leaves]
+    arrays = [as_array(x) for x in leaves]
     return jax.lax.platform_dependent(arrays, cpu=_all_leaves_finite_cpu, default=_all_leaves_finite_default)
 
 

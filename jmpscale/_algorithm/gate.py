@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jmpscale._base.compat import full_like, varying_axes
-from jmpscale._base.tree import is_array, is_traced
+from jmpscale._base.tree import as_array, is_array, is_traced
 from jmpscale._base.types import is_unchanged
 from jmpscale._guards import gate as guards
 
@@ -72,6 +72,37 @@ def apply_if(finite: ArrayLike, fn: Callable[..., Any], /, *carry: object) -> ob
     return result[0] if len(carry) == 1 else result
 
 
+def select_tree(finite: ArrayLike, new: T, old: T) -> T:
+    """Returns new values if the loss and the gradients of a step are finite, otherwise the old values, bit for bit.
+
+    It is `apply_if` for values that have been computed already, such as batch statistics or metrics.
+
+    Args:
+      finite: bool[], as in `apply_if`: from `all_finite`, or the `step_applied` of the scaler that the step returns.
+      new: pytree of the values after the step.
+      old: pytree of the values before the step, with the same structure, shapes and dtypes.
+
+    Returns:
+      `new if finite else old`.
+
+    Raises:
+      TypeError: the flag is not a boolean, the types of `new` and `old` differ, or one of them contains a Flax NNX
+        object or a `jax.Ref`.
+      ValueError: `finite` is not a scalar.
+
+    Warns:
+      UserWarning: `new` contains a scaler that `update` has adjusted; or `finite` is the `step_applied` of a scaler
+        that has been updated since.
+
+    >>> import jax.numpy as jnp
+    >>> import jmpscale
+    >>> jmpscale.select_tree(jnp.array(False), {"mean": jnp.array(jnp.nan)}, {"mean": jnp.array(1.5)})
+    {'mean': Array(1.5, dtype=float32, weak_type=True)}
+    """
+    guards.select_called(finite, new, old)
+    return gate(jnp.asarray(finite), lambda _: new, old)
+
+
 def gate(
     flag: jax.Array,
     step: Callable[[Any], Any],
@@ -92,7 +123,7 @@ def gate(
 
     def apply(arrays: list[Any]) -> list[Any]:
         pairs = zip(leaves, jax.tree.leaves(step(combine(arrays))), strict=True)
-        return [None if not is_array(old) and is_unchanged(old, new) else jnp.asarray(new) for old, new in pairs]
+        return [None if not is_array(old) and is_unchanged(old, new) else as_array(new) for old, new in pairs]
 
     arrays = [leaf if is_array(leaf) else None for leaf in leaves]
     if not is_traced(flag):

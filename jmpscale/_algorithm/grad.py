@@ -10,6 +10,7 @@ from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._algorithm.scaling import scale_losses, unscale_gradients
 from jmpscale._base.compat import axis_names_in_scope
 from jmpscale._base.gradients import GradientCall, observe
+from jmpscale._base.options import requires_names
 from jmpscale._base.tree import PyTree
 from jmpscale._guards import grad as guards
 
@@ -25,6 +26,7 @@ def value_and_grad(
 def value_and_grad(
     *, argnums: Any = 0, has_aux: bool = False, transform: Function = jax.value_and_grad
 ) -> Callable[[Callable[..., T]], Callable[..., tuple[T, PyTree]]]: ...
+@requires_names
 def value_and_grad(
     fun: Function | None = None,
     argnums: Any = 0,
@@ -97,8 +99,9 @@ def value_and_grad(
         guards.transform_returned(result, _Output)
         (_, output), grads = result
         loss = output.value[0] if has_aux else output.value
-        guards.computed(loss)
-        return output.value, unscale_gradients(state, grads, None if is_mapped else loss)
+        grads = unscale_gradients(state, grads, None if is_mapped else loss)
+        guards.computed(loss, grads, state)
+        return output.value, grads
 
     # functools.wraps would show jax.jit(..., static_argnames=...) the signature of fun, which lacks the scaler.
     value_and_grad_fun.__name__ = f"value_and_grad_of_{name}"

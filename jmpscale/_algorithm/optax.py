@@ -15,7 +15,8 @@ from jmpscale._algorithm.scaling import multiply_leaf
 from jmpscale._algorithm.update import adapt, all_reduce_outcome
 from jmpscale._base.axes import AxisName, as_axes, axes_to_reduce, manual_axes
 from jmpscale._base.compat import full_like, varying_axes
-from jmpscale._base.tree import PyTree, flatten_gradients, is_array, is_inexact, is_traced, structure
+from jmpscale._base.options import requires_names
+from jmpscale._base.tree import PyTree, as_array, flatten_gradients, is_array, is_inexact, is_traced, structure
 from jmpscale._base.types import has_same_type, is_numeric, unscaled_dtype
 from jmpscale._guards import optax as guards
 from jmpscale._runtime.skip_monitor import SkipMonitor
@@ -44,6 +45,7 @@ class LossScalingTransformation(optax.GradientTransformationExtraArgs):
     update: _Update  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
+@requires_names
 def with_loss_scaling(
     inner: Transformation,
     scaler: ScalerState | None = None,
@@ -85,7 +87,8 @@ def with_loss_scaling(
 
     Raises:
       TypeError: an argument has the wrong type, `inner` contains another wrapper or changes the types of its state, the
-        loss is not an argument by name, or a gradient is a partial sum, a `jax.Ref` or part of a scaler.
+        loss is passed by position, the parameters are gradients, or a gradient is a partial sum, a `jax.Ref` or part of
+        a scaler.
       ValueError: `max_norm` or `warn_after_skips` is out of range, an axis is not mapped, or a state is from a wrapper
         with `max_norm` and this one has none, or the reverse.
 
@@ -204,7 +207,7 @@ def _as_seen_by_inner(params: PyTree) -> PyTree:
 
 def _global_norm(grads: PyTree, axis_name: AxisName, norm_axis_name: AxisName) -> jax.Array:
     """Returns the norm over all leaves and devices, in float32, or in float64 if a leaf is float64."""
-    leaves = [jnp.asarray(x) for x in flatten_gradients(grads)[0]]
+    leaves = [as_array(x) for x in flatten_gradients(grads)[0]]
     dtype = jnp.float64 if any(x.real.dtype == jnp.float64 for x in leaves) else jnp.float32
     sums: dict[tuple[Hashable, ...], list[jax.Array]] = {}  # by the axes over which to add them
     for x in leaves:
@@ -242,10 +245,10 @@ def _update_if(
 ) -> tuple[PyTree, PyTree]:
     """Returns the updates and the new state if the gradients are finite, otherwise zeros and the old state."""
     # A Python number would bypass the gate and not become zero.
-    grads = jax.tree.map(lambda x: jnp.asarray(x) if is_numeric(x) else x, grads)
+    grads = jax.tree.map(lambda x: as_array(x) if is_numeric(x) else x, grads)
     if not is_traced(finite) and not finite:  # inner may read values, so it is not called even to find the types
         like = params if structure(params) == structure(grads) else grads
-        zeros = jax.tree.map(lambda grad, x: _negative_zeros(jnp.asarray(x)) if is_array(grad) else grad, grads, like)
+        zeros = jax.tree.map(lambda grad, x: _negative_zeros(as_array(x)) if is_array(grad) else grad, grads, like)
         return zeros, state
 
     def step(before: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:

@@ -11,6 +11,7 @@ from jmpscale._algorithm.finite import all_finite
 from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._base.axes import AxisName
 from jmpscale._base.compat import unreduced_axes
+from jmpscale._base.options import requires_names
 from jmpscale._base.tree import PyTree, Tree, flatten_gradients, is_real_scalar
 from jmpscale._base.types import unscaled_dtype
 from jmpscale._guards import scaling as guards
@@ -167,6 +168,7 @@ def _real_dtype(x: ArrayLike) -> np.dtype:
     return np.promote_types(jnp.finfo(jnp.result_type(x)).dtype, np.float32)
 
 
+@requires_names
 def unscale_and_check(scaler: PyTree, grads: Tree, *, axis_name: AxisName = None) -> tuple[Tree, jax.Array]:
     """Divides gradients by the loss scale and tests whether all of them are finite, on all devices.
 

@@ -7,11 +7,13 @@ from jax.typing import ArrayLike
 from jmpscale._algorithm.finite import all_finite_here
 from jmpscale._base.arguments import COUNTER_LIMIT
 from jmpscale._base.axes import AxisName, all_reduce_and, as_axes, untyped_axes
+from jmpscale._base.options import requires_names
 from jmpscale._base.tree import PyTree
 from jmpscale._guards import update as guards
 from jmpscale._state import ScalerState, SkipReason, register_with_flax
 
 
+@requires_names
 def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_name: AxisName = None) -> ScalerState:
     """Adjusts the loss scale and the counters after a step.
 

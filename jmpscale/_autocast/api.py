@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jmpscale._autocast.rules import FLOAT32, HALF, Kept, in_half, reason_to_keep, setting_that_keeps
 from jmpscale._base.arguments import as_dtype
 from jmpscale._base.jaxpr import MATMULS, Caller, equations, type_of
+from jmpscale._base.options import requires_names
 from jmpscale._base.text import describe
 from jmpscale._base.trace import lift_nnx, trace
 from jmpscale._base.tree import PyTree
@@ -38,6 +39,7 @@ def autocast(
 def autocast(
     *, dtype: DTypeLike = jnp.float16, result: DTypeLike | None = None
 ) -> Callable[[Callable[P, T]], Callable[P, T]]: ...
+@requires_names
 def autocast(
     fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.float16, result: DTypeLike | None = None
 ) -> Callable[..., Any]:
@@ -60,9 +62,9 @@ def autocast(
 
     Contractions of at most 4 elements, as in outer products and transformed coordinates, and inner products, such as
     `jnp.vdot(w, w)`, remain in float32: half precision would make them less accurate and not faster. In a convolution,
-    a contraction has the elements of a window, in all input channels of a group. The guide lists programs that must
-    stay in float32, such as sums and gathers that are written as larger matmuls. `precision="highest"` keeps a matmul
-    in float32, and so does `jax.default_matmul_precision("highest")` around it.
+    a contraction has the elements of a window, in all input channels of a group. The documentation lists programs that
+    must stay in float32, such as sums and gathers that are written as larger matmuls. `precision="highest"` keeps a
+    matmul in float32, and so does `jax.default_matmul_precision("highest")` around it.
 
     Matmuls of other dtypes, such as complex64, kernels (Pallas, FFI), solvers, and functions with their own derivative
     rule (`jax.custom_vjp`, `jax.custom_jvp`) run as written. To convert the matmuls of such a function, wrap `fun`

@@ -20,6 +20,7 @@ class Mark(enum.Enum):
     LOSS = "a loss that value_and_grad returned"
     SCALED = "a loss that scale returned"
     SCALED_BACKWARD = "a loss that scaled_backward returned"
+    KNOWN_SCALE = "a loss or a gradient that value_and_grad computed with a scale that is not traced"
     CHECKED = "whether a tree is finite"  # its source is the first gradient of the tree, or the first leaf
     ADAPTED = "a flag or a gradient by which a scale was adapted"  # its source is the new scale
     FINITE = "whether gradients in true units are finite"  # its source may be the loss scale after this step

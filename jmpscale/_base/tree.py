@@ -35,6 +35,11 @@ def is_array(leaf: object) -> TypeGuard[jax.Array]:
     return isinstance(leaf, jax.Array)
 
 
+def as_array(x: ArrayLike) -> jax.Array:
+    """Returns a JAX array as it is, and any other value as a new one; `jnp.asarray` takes longer than an operation."""
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
+
+
 def is_inexact(leaf: object) -> TypeGuard[ArrayLike]:
     """Tests whether a leaf holds floating-point or complex numbers."""
     return isinstance(leaf, (float, complex)) or (is_array(leaf) and jnp.issubdtype(leaf.dtype, np.inexact))

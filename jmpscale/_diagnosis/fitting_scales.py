@@ -90,6 +90,7 @@ def search(
     # The steps to the ends grow, so a scale between them that was tried for another reason may not fit.
     unfit = [k for k in found if low < k < high and not fits(k)]
     low, high = max([low, *(k + 1 for k in unfit if k < best)]), min([high, *(k - 1 for k in unfit if k > best)])
+    errors(0)  # the error without loss scaling, for readers of the result
     return result((low, high), best, limits)
 
 

@@ -4,11 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jmpscale._base.compat import axis_names_in_scope
+from jmpscale._base.frameworks import is_nnx
 from jmpscale._base.gradients import GradientCall, ScaledCall, observed_by
 from jmpscale._base.text import describe
-from jmpscale._base.tree import is_traced
+from jmpscale._base.trace import trace
+from jmpscale._base.tree import as_array, is_array, is_traced
 from jmpscale._diagnosis.api import diagnose
 from jmpscale._diagnosis.report import Diagnosis
 from jmpscale._diagnosis.scaled_call import differentiated_call
@@ -96,10 +99,13 @@ def _first_gradient(step: Callable[..., Any], args: Any, kwargs: Any) -> tuple[G
         call = differentiated_call(observed) if isinstance(observed, ScaledCall) else observed
         if call is None:
             return
+        axes = {name: int(jax.lax.psum(1, name)) for name in axis_names_in_scope()}
+        if set(axes.values()) == {1}:
+            call = _on_one_device(call, tuple(axes))
         if any(map(is_traced, jax.tree.leaves((call.scaler, call.args, call.kwargs)))):
             is_mapped = True
         else:
-            raise _Found(call, {name: int(jax.lax.psum(1, name)) for name in axis_names_in_scope()})
+            raise _Found(call, axes)
 
     try:
         with observed_by(observer), jax.disable_jit():
@@ -118,6 +124,43 @@ def _first_gradient(step: Callable[..., Any], args: Any, kwargs: Any) -> tuple[G
         f"{describe(step)} does not, unless it is a program that has been compiled already. Pass the function itself; "
         "for a step that is written with scale, call diagnose(loss_fn)(scaler, params, batch)."
     )
+
+
+def _on_one_device(call: GradientCall, axes: tuple[str, ...]) -> GradientCall:
+    """Returns a call in which values that `jax.vmap` has mapped over one device are arrays.
+
+    Such values are results of `jax.lax.axis_index`, for example, and are arguments of the loss function or values that
+    it closes over.
+    """
+
+    def value_of(x: Any) -> Any:
+        if not is_traced(x):
+            return x
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            data = jax.lax.psum(jax.random.key_data(x), axes)
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        return jax.lax.psum(x, axes).astype(x.dtype)
+
+    scaler, args, kwargs = jax.tree.map(value_of, (call.scaler, call.args, call.kwargs))
+    call = call._replace(scaler=scaler, args=args, kwargs=kwargs)
+    leaves = jax.tree.leaves((args, kwargs), is_leaf=is_nnx)
+    if any(is_traced(x) or is_nnx(x) for x in leaves):  # it is mapped by another transformation than jax.vmap
+        return call
+    # A NumPy array would be a constant of the trace.
+    arrays = jax.tree.map(lambda x: as_array(x) if is_array(x) else x, (args, kwargs))
+    with jax.disable_jit(False):
+        traced = trace(lambda args, kwargs: call.fun(*args, **kwargs), *arrays, name=describe(call.fun))
+    if not any(map(is_traced, traced.inputs)):
+        return call
+    positions = {id(x): i for i, x in enumerate(jax.tree.leaves(arrays))}
+    values = list(map(value_of, traced.inputs))
+
+    def fun(*args: Any, **kwargs: Any) -> Any:
+        given = jax.tree.leaves((args, kwargs))
+        inputs = [given[positions[id(x)]] if id(x) in positions else x for x in values]
+        return traced.unflatten(traced._replace(inputs=inputs).evaluate())
+
+    return call._replace(fun=fun)
 
 
 def _mapped(step: Callable[..., Any]) -> TypeError:

@@ -29,17 +29,38 @@ _HARM = "a skipped step would not adjust its scale, and every later step would b
 
 
 def called(finite: ArrayLike, fn: object, carry: tuple[PyTree, ...]) -> None:
-    check_flag(finite)
-    if has_mark(Mark.OLD_SCALE, source_of(Mark.FINITE, finite)):
-        warn_user("finite is about an earlier step: step_applied was read before the update. Read it from the result.")
+    _check_flag_of_this_step(finite)
     if not callable(fn):
         raise TypeError(f"fn must be a function of the carry, got {type_name(fn)}. Call apply_if(finite, fn, *carry).")
     if not carry:
         raise TypeError("carry must hold at least one value, got none. Pass fn's arguments: apply_if(finite, fn, x).")
-    check_no_refs(carry, "carry")
-    check_no_nnx_objects(
-        carry, "carry", "Gate the values: carry nnx.state(model), and write the result back with nnx.update."
-    )
+    _check_no_references(carry, "carry", "Gate the values: carry")
+
+
+def select_called(finite: ArrayLike, new: PyTree, old: PyTree) -> None:
+    _check_flag_of_this_step(finite)
+    for name, tree in (("new", new), ("old", old)):
+        _check_no_references(tree, name, "Select values: pass")
+    if structure(new) != structure(old):
+        raise TypeError(f"new must have the same structure as old, but {_difference(old, new, '', 'old', 'new')}.")
+    for (path, was), now in zip(named_leaves(old), jax.tree.leaves(new), strict=True):
+        if not has_same_type(was, now):
+            raise TypeError(
+                f"new must have the same shapes, dtypes and shardings as old, but new{path} is {_describe_type(now)} "
+                f"and old{path} is {_describe_type(was)}. {_type_remedy(was, now)}"
+            )
+    _warn_if_scaler_is_gated(finite, old, new, "new contains a scaler that update has adjusted")
+
+
+def _check_flag_of_this_step(finite: ArrayLike) -> None:
+    check_flag(finite)
+    if has_mark(Mark.OLD_SCALE, source_of(Mark.FINITE, finite)):
+        warn_user("finite is about an earlier step: step_applied was read before the update. Read it from the result.")
+
+
+def _check_no_references(tree: PyTree, name: str, remedy: str) -> None:
+    check_no_refs(tree, name)
+    check_no_nnx_objects(tree, name, f"{remedy} nnx.state(model), and write the result back with nnx.update.")
 
 
 @contextlib.contextmanager
@@ -56,7 +77,7 @@ def step_returned(flag: jax.Array, carry: tuple[PyTree, ...], before: tuple[PyTr
     if not isinstance(after, tuple):
         raise TypeError(f"fn returned a {type_name(after)}, expected a tuple of {len(carry)} values: `return a, b`.")
     check_same_types(before, after)
-    _warn_if_scaler_is_gated(flag, carry, after)
+    _warn_if_scaler_is_gated(flag, carry, after, "the carry contains a scaler, and fn changes it")
     _warn_if_changed_in_place(carry, after)
 
 
@@ -66,8 +87,8 @@ def warn_if_gated(name: str, remedy: str) -> None:
         warn_user(f"{name} is inside jmpscale.apply_if: {_HARM} {remedy}")
 
 
-def _warn_if_scaler_is_gated(flag: jax.Array, carry: PyTree, after: PyTree) -> None:
-    """Warns if the step returns a scaler of the carry as `update` has adjusted it, outside the step."""
+def _warn_if_scaler_is_gated(flag: ArrayLike, carry: PyTree, after: PyTree, mistake: str) -> None:
+    """Warns if the gated values contain a scaler of the carry as `update` has adjusted it, outside the gate."""
     # A carry that keeps the state of the best step, or of the latest finite one, may receive an adjusted scaler. So the
     # flag must be about gradients, and the scaler must come from the carry's own, which only tracers show.
     if not has_mark(Mark.FINITE, flag):
@@ -77,8 +98,8 @@ def _warn_if_scaler_is_gated(flag: jax.Array, carry: PyTree, after: PyTree) -> N
     changed = [x for x in new if has_mark(Mark.NEW_SCALE, x) and id(x) not in map(id, old)]
     if any(id(source_of(Mark.NEW_SCALE, x)) in starts for x in changed):
         warn_user(
-            f"the carry contains a scaler, and fn changes it: {_HARM} Call jmpscale.update after apply_if, with the "
-            "same flag, and keep the state of with_loss_scaling out of apply_if."
+            f"{mistake}: {_HARM} Call jmpscale.update after apply_if, with the same flag, and keep the state of "
+            "with_loss_scaling out of apply_if and select_tree."
         )
 
 
@@ -98,13 +119,17 @@ def _warn_if_changed_in_place(carry: PyTree, after: PyTree) -> None:
 def check_same_structure(before: PyTree, after: PyTree, name: str, fn: str, remedy: str) -> None:
     """Raises if two trees differ in structure, and names the first difference."""
     if structure(before) != structure(after):
-        old, new = ({path for path, _ in named_leaves(tree)} for tree in (before, after))
-        if old == new:
-            difference = f"the containers differ: {truncate(structure(before))} became {truncate(structure(after))}"
-        else:
-            path = min(old - new or new - old)
-            difference = f"{name}{path} is only in its {'input' if path in old else 'output'}"
+        difference = _difference(before, after, name, "its input", "its output")
         raise TypeError(f"{fn} must return its {name} with the same structure, but {difference}. {remedy}")
+
+
+def _difference(before: PyTree, after: PyTree, name: str, in_before: str, in_after: str) -> str:
+    """Describes the first difference between the structures of two trees."""
+    old, new = ({path for path, _ in named_leaves(tree)} for tree in (before, after))
+    if old == new:
+        return f"the containers differ: {truncate(structure(before))} became {truncate(structure(after))}"
+    path = min(old - new or new - old)
+    return f"{name}{path} is only in {in_before if path in old else in_after}"
 
 
 def check_same_types(before: PyTree, after: PyTree, name: str = "carry", fn: str = "fn", remedy: str = "") -> None:
@@ -114,7 +139,7 @@ def check_same_types(before: PyTree, after: PyTree, name: str = "carry", fn: str
         if not has_same_type(was, now):
             raise TypeError(
                 f"{fn} must return its {name} with the same shapes, dtypes and shardings, but {name}{path} was "
-                f"{_describe_type(was)} and is {_describe_type(now)}. {_type_remedy(was, now, fn)}"
+                f"{_describe_type(was)} and is {_describe_type(now)}. {_type_remedy(was, now, f' in {fn}')}"
             )
 
 
@@ -122,7 +147,7 @@ def _describe_type(leaf: object) -> str:
     return str(jax.typeof(leaf).strip_weak_type()) if is_numeric(leaf) else truncate(repr(leaf))
 
 
-def _type_remedy(was: object, now: object, fn: str) -> str:
+def _type_remedy(was: object, now: object, where: str = "") -> str:
     if not (is_numeric(was) and is_numeric(now)):
         return "Only arrays and Python numbers may change; close over other objects."
     if jnp.result_type(was) == jnp.float16 and jnp.result_type(now) == jnp.float32:
@@ -131,5 +156,5 @@ def _type_remedy(was: object, now: object, fn: str) -> str:
             "with tx.init(jmpscale.cast(params, jnp.float32))."
         )
     if jnp.result_type(was) != jnp.result_type(now):
-        return f"Convert it with .astype in {fn}."
-    return f"Reshape or reshard it in {fn}, move it to its memory space, or reduce gradients that vary over devices."
+        return f"Convert it with .astype{where}."
+    return f"Reshape or reshard it{where}, move it to its memory space, or reduce gradients that vary over devices."

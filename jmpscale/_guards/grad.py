@@ -17,6 +17,7 @@ from jmpscale._base.tree import (
     is_array,
     is_inexact,
     is_real_scalar,
+    is_traced,
 )
 from jmpscale._base.warn import warn_user
 from jmpscale._guards.optax import warn_if_inside_another
@@ -93,8 +94,10 @@ def transform_returned(result: object, kind: type) -> None:
     )
 
 
-def computed(loss: object) -> None:
+def computed(loss: object, grads: PyTree, state: ScalerState) -> None:
     mark(Mark.LOSS, loss)
+    if not is_traced(state.loss_scale):
+        mark(Mark.KNOWN_SCALE, (loss, grads))  # `differentiating` has warned if the scale should be traced
 
 
 def _check_differentiable(args: tuple[PyTree, ...], argnums: Any, transform: Function) -> None:

@@ -74,8 +74,9 @@ def called(
     check_no_refs(grads, "updates")
     check_no_partial_sums(grads)
     check_no_scaler(grads)
-    if has_mark(Mark.GRADIENT, params):
-        warn_user("params must be the parameters, got gradients. The arguments are tx.update(grads, state, params).")
+    arrays = jax.tree.leaves(params)
+    if arrays and all(has_mark(Mark.GRADIENT, x) for x in arrays):
+        raise TypeError("params must be the parameters, got gradients. The arguments are (grads, state, params).")
     if has_mark(Mark.GRADIENT, loss) and any(map(jnp.ndim, jax.tree.leaves(loss))):  # unscale returns losses, too
         warn_user("the loss must be the unscaled loss, got gradients. Pass value=loss.")
 
@@ -87,7 +88,8 @@ def deciding(grads: PyTree, scaler: ScalerState, loss: PyTree, axis_name: AxisNa
         warn_if_nothing_is_scaled(scaler)
     warn_if_gradients_are_narrow(grads)
     _warn_if_unscaled_by_another(grads, scaler)
-    warn_if_constant(scaler, grads, "optimizer state")
+    if not has_mark(Mark.KNOWN_SCALE, (grads, loss)):  # value_and_grad has warned
+        warn_if_constant(scaler, grads, "optimizer state")
     warn_if_loss_is_pair(loss)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from jmpscale._base.arguments import check_in_range
 from jmpscale._base.compat import is_compiling
+from jmpscale._base.frameworks import is_optax_state
 from jmpscale._base.marks import Mark, was_used
 from jmpscale._base.text import describe, type_name
 from jmpscale._base.tree import PyTree, find_instances, is_traced
@@ -42,6 +43,11 @@ def only_scaler(tree: PyTree, name: str, remedy: str) -> ScalerState:
         remedy = (
             "A step has one scaler: wrap the whole optimizer once, with_loss_scaling(optax.chain(...)), or pass the "
             "part of the tree that contains the scaler of the step."
+        )
+    elif any(map(is_optax_state, jax.tree.leaves(tree, is_leaf=is_optax_state))):
+        remedy = (
+            "Its optimizer is not wrapped: create the state with jmpscale.with_loss_scaling(tx) in place of tx; in the "
+            "functional API, pass the scaler instead."
         )
     raise ValueError(
         f"{name} must contain exactly one ScalerState, found {len(found)} in a {type_name(tree)}. {remedy}"

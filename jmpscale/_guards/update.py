@@ -14,11 +14,14 @@ from jmpscale._state import ScalerState
 
 
 def called(scaler: ScalerState, finite: ArrayLike, loss: PyTree, axis_name: AxisName) -> None:
+    if isinstance(finite, ScalerState) and not isinstance(scaler, ScalerState):
+        raise TypeError("the arguments are update(scaler, finite), got them in the opposite order.")
     check_scaler(scaler)
     check_flag(finite)
     if scaler.config.mode == "disabled":
         return
-    warn_if_constant(scaler, finite)
+    if not has_mark(Mark.KNOWN_SCALE, (loss, source_of(Mark.CHECKED, finite))):  # value_and_grad has warned
+        warn_if_constant(scaler, finite)
     if has_mark(Mark.CHECKED, finite):  # examples pass True or False
         warn_if_nothing_is_scaled(scaler)
     warn_if_gated("jmpscale.update", "Call update after apply_if, with the same flag.")

@@ -15,6 +15,7 @@ from jmpscale._algorithm.finite import use_variadic_reduce
 from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._base.arguments import COUNTER_LIMIT, check_count
 from jmpscale._base.axes import AxisName, axes_to_reduce
+from jmpscale._base.options import requires_names
 from jmpscale._base.text import format_table
 from jmpscale._base.tree import PyTree, check_no_refs, is_traced, named_gradients
 from jmpscale._guards.axes import check_no_partial_sums, warn_if_unsynchronized
@@ -139,6 +140,7 @@ jax.export.register_pytree_node_serialization(
 )
 
 
+@requires_names
 def grad_report(grads: PyTree, *, scaler: PyTree = None, axis_name: AxisName = None) -> GradReport:
     """Reports the non-finite values, the underflows and the headroom in float16 of each leaf of a gradient tree.
 

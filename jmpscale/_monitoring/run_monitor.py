@@ -11,6 +11,7 @@ import numpy as np
 
 from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._base.arguments import COUNTER_LIMIT, check_count
+from jmpscale._base.options import requires_names
 from jmpscale._base.text import format_number
 from jmpscale._base.tree import PyTree, is_traced
 from jmpscale._base.warn import warn_user
@@ -32,6 +33,7 @@ _UNCHANGED = (
 )
 
 
+@requires_names
 def raise_if_stuck(scaler: PyTree, *, max_consecutive_skips: int) -> None:
     """Raises if a state shows that too many steps were skipped; call it between steps.
 
@@ -87,12 +89,14 @@ class RunMonitor:
     ...     monitor.raise_if_stuck(scaler, step=step)
     """
 
+    @requires_names
     def __init__(self, *, max_consecutive_skips: int) -> None:
         self._limit = check_count("max_consecutive_skips", max_consecutive_skips)
         self._earlier: tuple[int, ScalerState] | None = None  # a step, and the state after it, on the host
         self._since, self._unchanged = 0, 0  # the step since which no step was counted, and the number of such spans
         self._rates = collections.deque([1.0], maxlen=10)  # updates per step, as far as the counters show them
 
+    @requires_names
     def raise_if_stuck(self, scaler: PyTree, *, step: int) -> None:
         """Raises a `FloatingPointError` or warns if the run is stuck, as the class describes.
 

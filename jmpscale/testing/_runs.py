@@ -156,8 +156,8 @@ class Runs:
             raise AssertionError(
                 f"the skipped step changed state{path}{numbers}: {_on_one_line(was)} before, {_on_one_line(now)} "
                 "after. Gate it with apply_if by step_applied or all_finite(grads), unless it counts calls or batches, "
-                "is a random key, describes the scaler, or has a gate of its own: then pass "
-                f"ignore={path!r}. If it is a sum of gradients, reset it after a skip, too."
+                "is a random key or the state of an environment, describes the scaler, or has a gate of its own: then "
+                f"pass ignore={path!r}. If it is a sum of gradients, reset it after a skip, too."
             )
 
 

@@ -12,10 +12,11 @@ import numpy as np
 
 from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._algorithm.update import update
+from jmpscale._base.options import requires_names
 from jmpscale._base.text import describe, format_percentage, format_scale
 from jmpscale._base.tree import Tree, check_no_nnx_objects, is_inexact, named_leaves
 from jmpscale._base.warn import warn_user
-from jmpscale._guards.scaler import scale_on_host
+from jmpscale._guards.scaler import check_scaler, scale_on_host
 from jmpscale._state import LARGEST_SCALE, SkipReason
 from jmpscale.testing._precision import check_applied, check_independence, in_float32, wrong_change
 from jmpscale.testing._replicated import check_addressable
@@ -47,6 +48,7 @@ _NARROW = (
 )
 
 
+@requires_names
 def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Sequence[str] = ()) -> None:
     """Runs a training step at several loss scales, and raises if it mishandles an overflow or the scale.
 
@@ -114,6 +116,7 @@ def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Seque
     if not positions:
         raise ValueError("state must contain a scaler that checks gradients, got a disabled one. Use another one.")
     for position in positions:
+        check_scaler(scalers[position], "state")
         scale_on_host(scalers[position], "state")  # raises for an invalid scale
     ignored = (ignore,) if isinstance(ignore, str) else tuple(ignore)
     paths = [path for path, _ in named_leaves(state)]
@@ -272,8 +275,9 @@ def _check_backoff(skipped: Run, applied: Run) -> None:
     at, new = f"at a loss scale of {skipped.name}", skipped.new
     if new.last_skip_reason == SkipReason.LOSS:
         raise AssertionError(
-            f"the loss passed to update is not finite {at}: pass it alone, unscaled, in float32. It must not depend on "
-            "the gradients or the flag, as statistics do. If it is not finite at any scale, jmpscale.diagnose says why."
+            f"the loss passed to update is not finite {at}: pass the unscaled loss, in float32, without anything that "
+            "is computed from the gradients, such as their norm. If the loss is not finite at any scale, "
+            "jmpscale.diagnose says why."
         )
     if new.loss_scale == skipped.scale > update(skipped.old, False).loss_scale:
         raise AssertionError(f"the skipped step did not reduce the scale {at}. Do not put back the old scale.")
