@@ -16,8 +16,7 @@ from jmpscale._state import ScalerState, static
 def differentiated_call(call: ScaledCall) -> GradientCall | None:
     """Returns the call of `value_and_grad` with the same loss and gradients; None if the call is not differentiated.
 
-    An argument that is differentiated is a tracer with a value. Under `jax.vmap`, it has none: the call that is
-    returned has traced arguments.
+    An argument that is differentiated is a tracer that holds its value. Inside of `jax.vmap`, this value is traced.
 
     Raises:
       TypeError: what is differentiated cannot be known from the arguments.
@@ -25,19 +24,19 @@ def differentiated_call(call: ScaledCall) -> GradientCall | None:
     where = f"{describe(call.fun)} in jmpscale.scaled_backward"
     objects = list(filter(is_nnx_object, jax.tree.leaves((call.args, call.kwargs), is_leaf=is_nnx_object)))
     if objects:
-        if not any(map(is_traced, jax.tree.leaves(imported("flax.nnx", "state")(objects)))):
+        if not any(map(_is_differentiated, jax.tree.leaves(imported("flax.nnx", "state")(objects)))):
             return None
         raise TypeError(
             f"step must differentiate arrays, but {where} takes Flax NNX objects, which do not show what is "
             "differentiated. Call diagnose(loss_fn, transform=nnx.value_and_grad)(scaler, model, batch)."
         )
     leaves, treedef = jax.tree.flatten((call.args, call.kwargs))
-    if set(map(id, filter(is_traced, _values_of(call)))) - set(map(id, leaves)):
+    if set(map(id, filter(_is_differentiated, _values_of(call)))) - set(map(id, leaves)):
         raise TypeError(
             f"step must differentiate arguments of {where}, but the function closes over values that are "
             "differentiated. Pass them as arguments, or call diagnose(loss_fn)(scaler, params, batch)."
         )
-    chosen = [is_traced(x) and is_inexact(x) for x in leaves]
+    chosen = [_is_differentiated(x) and is_inexact(x) for x in leaves]
     if not any(chosen):
         return None
 
@@ -56,12 +55,17 @@ def differentiated_call(call: ScaledCall) -> GradientCall | None:
 
 def _values_of(call: ScaledCall) -> list[Any]:
     """Returns the values that a function depends on, whether it receives them as arguments or closes over them."""
-    return trace(lambda: call.fun(*call.args, **call.kwargs), name=f"{describe(call.fun)} in diagnose_step").inputs
+    with jax.disable_jit(False):
+        return trace(lambda: call.fun(*call.args, **call.kwargs), name=f"{describe(call.fun)} in diagnose_step").inputs
+
+
+def _is_differentiated(x: Any) -> bool:
+    return is_traced(x) and hasattr(x, "primal")
 
 
 def _value(x: Any) -> Any:
     """Returns the value of an argument that `jax.grad` differentiates."""
-    return getattr(x, "primal", x) if is_traced(x) else x
+    return x.primal if _is_differentiated(x) else x
 
 
 def _scaler(source: PyTree) -> PyTree:

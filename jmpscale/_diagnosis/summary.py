@@ -14,7 +14,7 @@ from jmpscale._diagnosis.fitting_scales import Errors, Scales, largest
 from jmpscale._diagnosis.lines import Calls, Cause, Lines, Reason, Trials
 from jmpscale._diagnosis.modes import Part, Site, Statistics
 from jmpscale._diagnosis.program import Path
-from jmpscale._diagnosis.thresholds import CHANGE, DEFAULT, LARGE_ERROR, LARGEST_LOSS_ERROR, MARGIN, ROOM
+from jmpscale._diagnosis.thresholds import CHANGE, DEFAULT, LARGE_ERROR, LARGEST_LOSS_ERROR, MARGIN, NOISE, ROOM
 from jmpscale._state import ScalerConfig
 
 
@@ -147,7 +147,8 @@ def _describe_useless_gradients(findings: Findings) -> str:
         )
     return (
         "The gradients cannot be compared with float32, because they are rounding noise in float32 too: a change of "
-        "the arguments in the last place changes them by more than 25%. Diagnose a step that still makes progress."
+        f"the arguments in the last place changes them by more than {NOISE:.0%}. Diagnose a step that still makes "
+        "progress."
     )
 
 

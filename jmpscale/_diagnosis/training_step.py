@@ -113,7 +113,8 @@ def _first_gradient(step: Callable[..., Any], args: Any, kwargs: Any) -> tuple[G
     except _Found as found:
         return found.call, found.axes
     except Exception as error:
-        if is_mapped:  # not every operation runs in jax.shard_map without being compiled
+        # Not every operation runs in jax.shard_map without being compiled, and not every mesh.
+        if is_mapped or "shard_map" in str(error):
             raise _mapped(step) from error
         raise
     if is_mapped:
@@ -166,7 +167,7 @@ def _mapped(step: Callable[..., Any]) -> TypeError:
     """Returns an error for a step that computes its gradients where arrays have no values."""
     return TypeError(
         f"step must call jmpscale.value_and_grad with arrays that have values, but {describe(step)} calls it inside of "
-        "jax.pmap, jax.shard_map, jax.vmap or another gradient. If it is mapped over devices, diagnose the mapped "
-        "function on the arguments of one device: diagnose_step(jax.vmap(device_step, in_axes=None, out_axes=None, "
-        'axis_name="data", axis_size=1))(state, batch).'
+        "jax.pmap, jax.shard_map, jax.vmap or another gradient. Diagnose the mapped function itself, on the arguments "
+        "of one device or example. If it uses the name of an axis: diagnose_step(jax.vmap(device_step, in_axes=None, "
+        'out_axes=None, axis_name="data", axis_size=1))(state, batch).'
     )
