@@ -1,6 +1,7 @@
 """Measures what a diagnosis costs, relative to compiling and running the step once: `python -m benchmarks.diagnosis`.
 
-The step is the gradient of a program in which a loss scale fits. A figure is the median of the CPU time of all threads
+The step is the gradient of a program in which a loss scale fits, or of one with scores that overflow in one layer,
+whose line is searched for. A figure is the median of the CPU time of all threads
 in seconds. The later diagnosis follows the first one in the same process, which has compiled the operations that are
 not part of the program.
 """
@@ -21,6 +22,7 @@ from jmpscale.__main__ import SEQUENCES, SHARD_TOKENS, init, shard_loss
 RESULTS = record.RESULTS / "diagnosis.json"
 WIDTH = 64
 ALPHABET = 103  # characters in the text of the demonstration
+OVERFLOW, FAULTY = "12 layers, of which one overflows", 7
 SHAPES = dict.fromkeys(("query", "key", "value", "out"), (WIDTH, WIDTH))
 SHAPES |= {"inner": (WIDTH, 4 * WIDTH), "outer": (4 * WIDTH, WIDTH)}
 
@@ -78,8 +80,10 @@ def programs():
     shape = SEQUENCES, SHARD_TOKENS // SEQUENCES + 1
     tokens = jax.random.randint(jax.random.key(2), shape, 0, ALPHABET)
     layers = [{name: w[i] for name, w in init_layers(12).items()} for i in range(12)]
+    faulty = [w | {"query": w["query"] * (9e3 if i == FAULTY else 1)} for i, w in enumerate(layers)]
     return {
         "12 layers": (unrolled, layers, normal((4, 32, WIDTH))),
+        OVERFLOW: (unrolled, faulty, normal((4, 32, WIDTH))),
         "recurrence of 2,000 steps": (recurrence, weights, normal((2000, 8, WIDTH))),
         "scan of 24 layers with remat": (scanned, init_layers(24), normal((4, 32, WIDTH))),
         "the demonstration": (demonstration, init(jax.random.key(0), ALPHABET), tokens),

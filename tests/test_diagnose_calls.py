@@ -3,6 +3,8 @@
 The functions are those that modules offer, found by introspection, so that new ones are tested, too.
 """
 
+import functools
+import inspect
 import re
 import sys
 
@@ -12,6 +14,7 @@ import jax.scipy
 import numpy as np
 import optax
 import pytest
+from flax import linen, nnx
 from jax.extend import core
 
 from jmpscale._base.jaxpr import equations, type_of
@@ -133,6 +136,56 @@ MODULES = {
     "jax.random": (functions_of(jax.random), KEYED),
     "optax.losses": (functions_of(optax.losses) | functions_of(optax.assignment), ARGUMENTS),
 }
+X2, X3 = MATRIX, jnp.stack([MATRIX, MATRIX])
+INPUTS = [(X3,), (X2,), (X3, X3), (X2, X2), (INDEX,), (X3[None],), ((VECTOR, VECTOR), VECTOR), ((X3, X3), X3)]
+# Arguments of the classes of layers of Flax, of which each class accepts at least one.
+LINEN = [{}, {"features": 4}, {"num_heads": 2}, {"num_heads": 2, "deterministic": True}, {"rate": 0.5}]
+LINEN += [{"features": 4, "kernel_size": (3,)}, {"num_embeddings": 4, "features": 4}, {"num_groups": 2}]
+LINEN += [{"layers": [linen.Dense(4)]}, {"cell": linen.LSTMCell(4)}, {"cell": linen.GRUCell(4)}]
+LINEN += [{"layer_instance": linen.Dense(4)}, {"use_running_average": False}]
+NNX = [(), (4,), (4, 4), (4, 4, 4), (2, 4), (4, 4, (3,)), (0.5,), (2, 4, 4)]
+
+
+def layers_of(flax, arguments):
+    """Returns functions of the layers that a module of Flax offers, with the first arguments that they accept."""
+    classes = [x for x in vars(flax).values() if isinstance(x, type) and issubclass(x, flax.Module)]
+    functions = {}
+    for cls in dict.fromkeys(classes):
+        calls = [functools.partial(call_layer, cls, extra) for extra in arguments]
+        if call := next((x for x in calls if traceable(x, INPUTS) is not None), None):
+            functions[cls.__name__] = call
+    return functions
+
+
+def call_layer(cls, extra, *inputs):
+    keys = {"params": KEY, "dropout": KEY}
+    names = inspect.signature(cls.__init__).parameters
+    dtypes = {name: H for name in ("dtype", "param_dtype") if name in names}
+    if issubclass(cls, nnx.Module):
+        rngs = {"rngs": nnx.Rngs(**keys)} if "rngs" in names else {}
+        decode = {"decode": False} if "decode" in names else {}
+        return cls(*extra, **dtypes, **decode, **rngs)(*inputs)
+    return cls(**extra, **dtypes).init_with_output(keys, *inputs)[0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("flax", "arguments", "count"), [(linen, LINEN, 20), (nnx, NNX, 15)], ids=["Linen", "NNX"])
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("standard_promotion")
+def test_layers_of_flax_run_in_float32_or_are_listed(flax, arguments, count):
+    layers = layers_of(flax, arguments)
+    assert len(layers) >= count, sorted(layers)
+    wrong = []
+    for name, fun in layers.items():
+        args = traceable(fun, INPUTS)
+        for how, transform in TRANSFORMED.items():
+            inputs = args if how == "as it is" else jax.tree.map(lambda x: jnp.stack([x, x]), args)
+            if traceable(transform(fun), [inputs]) is not None:
+                narrow, listed = left_in_half(transform(fun), *inputs)
+                wrong += [(name, how, narrow, listed)] if (narrow and not listed) or not listed <= LISTED else []
+    assert not wrong, wrong
+
+
 # Functions whose bits, programs or callbacks have a fixed dtype.
 LISTED = {
     "call_hi_primitive",

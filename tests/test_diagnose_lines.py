@@ -26,12 +26,12 @@ def equation(*files, function="loss"):
 LINES = {  # the files, the innermost first, and the line that is shown
     "innermost": ((USER, "/home/user/train.py"), "model.py:10 (loss)"),
     "outside of installed packages": ((JAX, FLAX, TRAINER, STANDARD, USER), "model.py:14 (loss)"),
-    "in an installed trainer": ((JAX, FLAX, STANDARD, "<frozen runpy>", TRAINER), "loop.py:14 (loss)"),
+    "in an installed trainer": ((JAX, FLAX, STANDARD, "<frozen runpy>", TRAINER), "trainer/loop.py:14 (loss)"),
     "in a trainer beside the standard library": (
         (FLAX, STANDARD, f"{sysconfig.get_paths()['stdlib']}/site-packages/trainer/loop.py"),
-        "loop.py:12 (loss)",
+        "trainer/loop.py:12 (loss)",
     ),
-    "in dist-packages": (("/usr/lib/python3/dist-packages/optax/a.py", TRAINER), "loop.py:11 (loss)"),
+    "in dist-packages": (("/usr/lib/python3/dist-packages/optax/a.py", TRAINER), "trainer/loop.py:11 (loss)"),
     "on Windows": (
         ("C:\\env\\site-packages\\jax\\a.py", "C:\\env\\site-packages\\flax\\a.py", USER),
         "model.py:12 (loss)",

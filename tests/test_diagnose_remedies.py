@@ -2,6 +2,8 @@
 
 import re
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from repair import repaired
@@ -44,3 +46,78 @@ def test_remedy_holds_after_the_edit(name):
     np.testing.assert_allclose(found, np.array(promised, float), atol=1)
     smallest = 100 * min(error for _, error in edited.scale_errors)
     assert smallest == pytest.approx(float(error.strip("<")), rel=0.1, abs=0.02)
+
+
+# --- Float32 results of autocast. ---
+
+
+def scores(w, x):
+    return jnp.mean((jax.nn.softmax(x @ (w @ x.T) / 1e4) @ x) ** 2)
+
+
+def attention(w, x):
+    q, k, v = (w * x.reshape(1, 64, 2, 8) for _ in range(3))
+    return jnp.mean(jax.nn.dot_product_attention(q, k, v, scale=1e-4, implementation="xla") ** 2)
+
+
+def in_half_by_hand(w, x):
+    return scores(w.astype(jnp.float16), x.astype(jnp.float16)).astype(jnp.float32)
+
+
+def large_operands(w, x):
+    return jnp.mean(jnp.tanh((1e4 * x) @ w * 1e-6))
+
+
+def rounded_operands(w, x):
+    return jnp.mean(jnp.cos(x @ (3000 * w)))
+
+
+def products(w, x):
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+
+X = 40 * jax.random.normal(jax.random.key(0), (64, 16))
+W = 3 * jnp.eye(16)
+CAUSES = {  # the loss function, its arguments, and whether half results are the cause
+    "scores": (scores, (W, X), True),
+    "attention": (attention, (4 * jnp.ones((1, 1, 1, 8)), X), True),
+    "compiled before": (jax.jit(jmpscale.autocast(scores)), (W, X), True),
+    "casts by hand": (in_half_by_hand, (W, X), False),
+    "large operands": (large_operands, (W, X), False),
+    "rounded operands": (rounded_operands, (jax.random.normal(jax.random.key(1), (16, 8)), X / 100), False),
+    "healthy": (products, (W, X / 100), False),
+}
+
+
+@pytest.mark.parametrize("name", names(CAUSES, default={"compiled before", "rounded operands", "healthy"}))
+def test_summary_offers_float32_results_if_half_results_are_the_cause(name):
+    fun, args, is_cause = CAUSES[name]
+    summary = jmpscale.diagnose(jmpscale.autocast(fun))(jmpscale.dynamic(2.0**4), *args).summary
+    assert ("result=jnp.float32" in summary) == is_cause
+    assert ("Compute" in summary) == (name != "healthy")
+
+
+@pytest.mark.parametrize("name", names(["scores", "attention"], default={"attention"}))
+def test_offer_of_float32_results_holds_after_the_edit(name):
+    fun, args, _ = CAUSES[name]
+    told = jmpscale.diagnose(jmpscale.autocast(fun))(jmpscale.dynamic(2.0**4), *args).summary
+    edited = jmpscale.diagnose(jmpscale.autocast(fun, result=jnp.float32))(jmpscale.dynamic(2.0**4), *args)
+    offer = told.partition("result=jnp.float32")[2]
+    error, *promised = PROMISE.search(offer).groups()
+    assert edited.lines == ()
+    np.testing.assert_allclose(np.log2(edited.fitting_scales), np.array(promised, float), atol=1)
+    smallest = 100 * min(error for _, error in edited.scale_errors)
+    assert smallest == pytest.approx(float(error.strip("<")), rel=0.1, abs=0.02)
+
+
+def test_offer_names_a_scale_if_the_present_one_does_not_fit_then():
+    summary = jmpscale.diagnose(jmpscale.autocast(scores))(jmpscale.dynamic(2.0**30), W, X).summary
+    assert re.search(r"result=jnp\.float32.*yours is 2\^30, so also use dynamic\(", summary)
+
+
+def test_float32_results_are_not_offered_for_a_function_that_runs_once():
+    functions = iter([scores])
+    fun = jmpscale.autocast(lambda *args: next(functions)(*args))
+    summary = jmpscale.diagnose(fun)(jmpscale.dynamic(), W, X).summary
+    assert "Compute" in summary
+    assert "result=" not in summary

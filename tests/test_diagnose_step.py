@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import jmpscale
 
@@ -69,6 +69,61 @@ def test_diagnose_step_returns_the_diagnosis_of_its_gradient(name):
     assert found.summary == expected.summary
     assert found.loss == expected.loss
     assert not w.is_deleted()
+
+
+def scaled_loss(scale, has_aux=False):
+    def loss_fn(params, batch):
+        loss = mean_square(params["w"], *batch) + 1e-12 * params["b"]
+        return (loss, batch) if has_aux else loss
+
+    return jmpscale.scaled_backward(loss_fn, scale, has_aux=has_aux)
+
+
+PARAMS = {"b": jnp.float32(1.0), "w": W}
+SCALED = {  # steps that differentiate a function of scaled_backward, and the arguments that they differentiate
+    "scaler": lambda scaler: jax.grad(scaled_loss(scaler))(PARAMS, (X, Y)),
+    "function": lambda scaler: jax.grad(scaled_loss(lambda *args: scaler))(PARAMS, (X, Y)),
+    "keywords": lambda scaler: jax.grad(lambda p: scaled_loss(scaler)(params=p, batch=(X, Y)))(PARAMS),
+    "auxiliary data": lambda scaler: jax.grad(scaled_loss(scaler, has_aux=True), has_aux=True)(PARAMS, (X, Y)),
+    "after the loss": lambda scaler: (
+        scaled_loss(scaler)(PARAMS, (X, Y)) + jax.grad(scaled_loss(scaler))(PARAMS, (X, Y))["b"]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", names(SCALED, default={"function"}))
+def test_diagnose_step_diagnoses_the_gradient_of_scaled_backward(name):
+    scaler = jmpscale.dynamic()
+    expected = jmpscale.diagnose(lambda p: mean_square(p["w"], X, Y) + 1e-12 * p["b"])(scaler, PARAMS)
+    found = jmpscale.diagnose_step(jax.jit(SCALED[name]))(scaler)
+    assert found.fitting_scales == expected.fitting_scales
+    assert found.summary == expected.summary
+
+
+@pytest.mark.full
+def test_diagnose_step_diagnoses_scaled_backward_on_one_device():
+    def device_step(scaler):
+        x = X + jax.lax.axis_index("data").astype(jnp.float32)
+
+        def loss_fn(w):
+            return jax.lax.pmean(mean_square(w, x, Y), "data")
+
+        return jax.lax.pmean(jax.grad(jmpscale.scaled_backward(loss_fn, scaler))(W), "data")
+
+    scaler = jmpscale.dynamic()
+    on_one = jax.vmap(device_step, in_axes=None, out_axes=None, axis_name="data", axis_size=1)
+    expected = jmpscale.diagnose(mean_square)(scaler, W, X, Y)
+    assert jmpscale.diagnose_step(on_one)(scaler).summary == expected.summary
+
+
+@pytest.mark.full
+def test_diagnose_step_differentiates_only_what_the_step_differentiates():
+    def step(scaler):
+        return jax.grad(lambda w: scaled_loss(scaler)({"w": w, "b": PARAMS["b"]}, (X, Y)))(W)
+
+    expected = jmpscale.diagnose(lambda w: mean_square(w, X, Y) + 1e-12 * PARAMS["b"])(jmpscale.static(4.0), W)
+    for scale in (4.0, jnp.float32(4.0), jmpscale.static(4.0)):
+        assert jmpscale.diagnose_step(step)(scale).summary == expected.summary
 
 
 class Model(nnx.Module):
@@ -145,12 +200,49 @@ def test_diagnose_step_of_one_device_uses_values_that_depend_on_the_device(is_ar
 
 
 @pytest.mark.full
+def test_diagnose_step_of_a_step_that_runs_only_compiled_has_a_remedy():
+    mesh = jax.make_mesh((4,), ("data",))  # with explicit axes from JAX 0.9 on, whose specs differ outside of jax.jit
+    specs = {"in_specs": (jax.P(), jax.P(), jax.P("data")), "out_specs": jax.P()}
+    step = jax.jit(jax.shard_map(device_step, mesh=mesh, **specs))
+    with pytest.raises(TypeError, match=r"Diagnose the mapped function itself, on the arguments of one device"):
+        jmpscale.diagnose_step(step)(W, SHARDED_TX.init(W), (X, Y))
+
+
+@pytest.mark.full
 def test_diagnose_step_runs_a_mapped_step_on_one_device():
     expected = jmpscale.diagnose(mean_square)(TX.init(W), W, X[:8], Y[:8])
     on_one = jax.vmap(device_step, in_axes=None, out_axes=None, axis_name="data", axis_size=1)
     found = jmpscale.diagnose_step(on_one)(W, SHARDED_TX.init(W), (X[:8], Y[:8]))
     assert found.fitting_scales == expected.fitting_scales
     assert found.summary == expected.summary
+
+
+class Network(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        x = linen.Conv(8, (3, 3), dtype=H)(x)
+        x = linen.BatchNorm(use_running_average=False, axis_name="data")(x)
+        return linen.Dense(10, dtype=H)(linen.relu(x).mean((1, 2))).astype(jnp.float32)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("standard_promotion")
+def test_diagnose_step_ignores_the_bias_before_batch_normalization_whose_gradient_is_noise():
+    images, labels = jax.random.normal(jax.random.fold_in(jax.random.key(0), 1), (4, 4, 8, 8, 3))[0], jnp.arange(4)
+    on_one = {"in_axes": None, "out_axes": None, "axis_name": "data", "axis_size": 1}
+    variables = jax.vmap(Network().init, **on_one)(jax.random.key(0), images)
+
+    def device_step(params, scaler):
+        def loss_fn(params):
+            logits, _ = Network().apply(variables | {"params": params}, images, mutable=["batch_stats"])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+        loss, grads = jmpscale.value_and_grad(loss_fn)(scaler, params)
+        return jax.lax.pmean((loss, grads), "data")
+
+    diagnosis = jmpscale.diagnose_step(jax.vmap(device_step, **on_one))(variables["params"], jmpscale.dynamic(2.0**8))
+    assert diagnosis.fitting_scales is not None
+    assert diagnosis.gradient_error < 0.01
 
 
 def test_diagnose_of_a_loss_with_collectives_has_a_remedy():
@@ -168,7 +260,18 @@ def test_diagnose_of_a_loss_with_collectives_has_a_remedy():
 
 WRONG = {
     "not callable": (3.0, "step must be the training step, got 3.0. Call diagnose_step(step)(*args)."),
-    "no gradient": (lambda w: w, "step must call jmpscale.value_and_grad, which <lambda> does not, unless it is a"),
+    "no gradient": (
+        lambda w: jmpscale.scaled_backward(jnp.sum, 1.0)(w),
+        "step must call jmpscale.value_and_grad, or differentiate a function of scaled_backward, which <lambda> does n",
+    ),
+    "scaled_backward of a closure": (
+        jax.grad(lambda w: jmpscale.scaled_backward(lambda x: jnp.sum(w * x), 1.0)(1.0)),
+        "<lambda> in jmpscale.scaled_backward, but the function closes over values that are differentiated. Pass",
+    ),
+    "scaled_backward of NNX": (
+        lambda w: nnx.grad(jmpscale.scaled_backward(lambda m: m(w.T).sum(), 1.0))(nnx.Linear(16, 4, rngs=nnx.Rngs(0))),
+        "which do not show what is differentiated. Call diagnose(loss_fn, transform=nnx.value_and_grad)(scaler, model",
+    ),
 }
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from jax.extend import core
 from jax.typing import DTypeLike
 
+from jmpscale._autocast.results import result_dtype
 from jmpscale._autocast.rules import FLOAT32, HALF, Kept, in_half, reason_to_keep, setting_that_keeps
 from jmpscale._base.arguments import as_dtype
 from jmpscale._base.jaxpr import MATMULS, Caller, equations, type_of
@@ -119,7 +120,7 @@ def autocast(
     def run_in_half(fun: Callable[..., PyTree], *args: PyTree) -> PyTree:
         nonlocal is_checked
         traced = trace(fun, *args, name=f"{name} in jmpscale.autocast")
-        jaxpr = in_half(traced.jaxpr, half, half if result is None else np.dtype(result))
+        jaxpr = in_half(traced.jaxpr, half, result_dtype(half if result is None else np.dtype(result)))
         if not is_checked:
             is_checked = True
             if jaxpr is traced.jaxpr:

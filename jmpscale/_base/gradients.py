@@ -1,4 +1,4 @@
-"""The calls of `value_and_grad`, which `diagnose_step` observes."""
+"""The calls of `value_and_grad`, and of functions of `scaled_backward`, which `diagnose_step` observes."""
 
 import contextlib
 import contextvars
@@ -20,13 +20,23 @@ class GradientCall(NamedTuple):
     kwargs: dict[str, PyTree]
 
 
-Observer = Callable[[GradientCall], None]
+class ScaledCall(NamedTuple):
+    """A call `scaled_backward(fun, scale, has_aux=has_aux)(*args, **kwargs)`, which may be differentiated."""
+
+    fun: Callable[..., Any]
+    scale: Any
+    has_aux: bool
+    args: tuple[PyTree, ...]
+    kwargs: dict[str, PyTree]
+
+
+Observer = Callable[[GradientCall | ScaledCall], None]
 _OBSERVER: contextvars.ContextVar[Observer | None] = contextvars.ContextVar("jmpscale_observer", default=None)
 
 
 @contextlib.contextmanager
 def observed_by(observer: Observer) -> Iterator[None]:
-    """Passes the calls of `value_and_grad` to a function, which may raise."""
+    """Passes these calls to a function, which may raise."""
     token = _OBSERVER.set(observer)
     try:
         yield
@@ -34,7 +44,7 @@ def observed_by(observer: Observer) -> Iterator[None]:
         _OBSERVER.reset(token)
 
 
-def observe(*call: Any) -> None:
+def observe(call: GradientCall | ScaledCall) -> None:
     """Passes a call to the observer, if there is one."""
     if (observer := _OBSERVER.get()) is not None:
-        observer(GradientCall(*call))
+        observer(call)

@@ -108,12 +108,14 @@ class Caller(NamedTuple):
     backward: bool = False  # whether the equations are part of a backward pass
     recomputed: bool = False  # whether `jax.checkpoint` repeats the equations of a forward pass in a backward pass
     holder: str = ""  # the outermost primitive that holds the jaxpr and that `rewrite` does not enter, if there is one
+    depth: int = 0  # of the lines, as for `user_lines`
+    calls: tuple[int, ...] = ()  # the identities of the equations around the jaxpr, because JAX may use it in several
 
     def path_of(self, eqn: core.JaxprEqn) -> tuple[str, ...]:
         """Returns the user's lines that lead to an equation of the jaxpr, outermost first."""
         if self.in_library:
             return self.path
-        own = user_lines(eqn, *self.function)
+        own = user_lines(eqn, *self.function, self.depth)
         lines = own if own[: len(self.path)] == self.path else (*self.path, *own)
         return tuple(line for line, _ in itertools.groupby(lines))
 
@@ -129,7 +131,9 @@ class Caller(NamedTuple):
         in_library = is_library_function(file) if name in CALLS and file else self.in_library
         holder = self.holder or ("" if name in _TRANSPARENT else name)
         backward, recomputed = self.backward or is_backward(eqn), self.recomputed or is_recomputed(eqn)
-        return Caller(self.path_of(eqn), (function, file), in_library, backward, recomputed, holder)
+        calls = (*self.calls, id(eqn))
+        path, depth = self.path_of(eqn), self.depth
+        return Caller(path, (function, file), in_library, backward, recomputed, holder, depth, calls)
 
 
 PROGRAM = Caller()  # of the equations that no other equation holds

@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 import sysconfig
+from collections.abc import Hashable
 from typing import Any
 
 from jax.extend import core
@@ -15,17 +16,23 @@ _PACKAGE = pathlib.Path(__file__).parent.parent
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\](?!jmpscale[/\\]__main__)")
 # Packages whose lines say less than the lines of other installed packages that call them.
 _LIBRARY = re.compile(_INSTALLED.pattern + r"(?:jax|flax|optax|equinox|haiku|chex|jmpscale)[/\\]")
+# The layers of these libraries, without the functions that call them.
+_LAYERS = re.compile(
+    _INSTALLED.pattern + r"(?:flax[/\\]linen[/\\](?!module)|flax[/\\]nnx[/\\]nn[/\\]|equinox[/\\]nn[/\\]|"
+    r"haiku[/\\]_src[/\\](?:attention|basic|conv|nets|recurrent)\b)"
+)
 _JAX = re.compile(_INSTALLED.pattern + r"jax[/\\]")
 _MATHEMATICS = re.compile(_INSTALLED.pattern + r"(?:optax|jax[/\\]_src[/\\](?:image|lax|nn|numpy|ops|random|scipy))\b")
 _PYTHON = (sysconfig.get_paths()["stdlib"] + os.sep, "<frozen")
 
 
-def user_lines(eqn: core.JaxprEqn, function: str = "", file: str = "") -> tuple[str, ...]:
+def user_lines(eqn: core.JaxprEqn, function: str = "", file: str = "", depth: int = 0) -> tuple[str, ...]:
     """Returns the user's lines that lead to an equation, such as `model.py:41 (mlp)`, outermost first.
 
     They are the lines outside of installed packages. If all lines are inside them, as in a framework's own trainer,
     they are the lines outside of JAX and of the libraries that define layers and optimizers. If `function` is among
-    them, its callers are omitted: JAX traces a compiled function once, so its equations show the first call.
+    them, its callers are omitted: JAX traces a compiled function once, so its equations show the first call. A `depth`
+    of 1 adds the lines in other installed packages, and 2 also the lines of layers in libraries.
     """
     traceback: Any = eqn.source_info.traceback
     frames = [frame for frame in traceback.frames if not _JAX.search(frame.file_name)] if traceback else []
@@ -34,16 +41,30 @@ def user_lines(eqn: core.JaxprEqn, function: str = "", file: str = "") -> tuple[
     ):  # the innermost one
         return (SCALING,)
     nearest = min((_distance(frame.file_name) for frame in frames), default=2)
-    users = [frame for frame in frames if _distance(frame.file_name) == nearest < 2]
+    users = [frame for frame in frames if _distance(frame.file_name) <= max(nearest, depth)] if nearest < 2 else []
     calls = [i for i, x in enumerate(users) if (x.file_name, x.function_name.rpartition(".")[2]) == (file, function)]
     inside = users[: calls[-1] + 1] if calls else users
     return tuple(_describe(x.file_name, x.line_num, x.function_name) for x in reversed(inside))
 
 
+def expression_of(eqn: core.JaxprEqn) -> tuple[Hashable, ...]:
+    """Returns what identifies the user's expression of an equation, the same in all calls of its line."""
+    traceback: Any = eqn.source_info.traceback
+    frames = zip(*traceback.raw_frames(), strict=True) if traceback else ()  # pairs of a code object and an instruction
+    return tuple((code, instruction) for code, instruction in frames if _distance(code.co_filename) < 2)
+
+
 def _describe(file: str, line: int, function: str) -> str:
     names = function.split(".<locals>.")
     name = next((name for name in reversed(names) if not name.startswith("<")), names[-1])
-    return f"{pathlib.PurePath(file).name}:{line} ({name})"
+    installed = _INSTALLED.search(file)
+    shown = file[installed.end() :].replace("\\", "/") if installed else pathlib.PurePath(file).name
+    return f"{shown}:{line} ({name})"
+
+
+def is_installed(line: str) -> bool:
+    """Tests whether a line, such as `package/model.py:41 (mlp)`, is in an installed package."""
+    return "/" in line.partition(":")[0]
 
 
 @functools.cache
@@ -54,10 +75,10 @@ def is_own(file: str) -> bool:
 
 @functools.cache
 def _distance(file: str) -> int:
-    """Returns 0 for a file of the user, 1 for an installed package, and 2 for a library, this package and Python."""
+    """Returns 0 for a file of the user, 1 for an installed package, 2 for layers of a library, and 3 for the rest."""
     if _INSTALLED.search(file):
-        return 2 if _LIBRARY.search(file) else 1
-    return 2 if is_own(file) or file.startswith(_PYTHON) else 0
+        return 2 if _LAYERS.search(file) else 3 if _LIBRARY.search(file) else 1
+    return 3 if is_own(file) or file.startswith(_PYTHON) else 0
 
 
 def is_library_function(file: str) -> bool:

@@ -15,7 +15,7 @@ from jmpscale._base.tree import PyTree, flatten_gradients, named_leaves
 from jmpscale._diagnosis.examine import examine
 from jmpscale._diagnosis.not_finite import non_finite_arguments
 from jmpscale._diagnosis.report import Diagnosis
-from jmpscale._diagnosis.step import check_concrete, trace_step
+from jmpscale._diagnosis.step import check_concrete, trace_step, trace_with_float32_results
 from jmpscale._guards.scaler import scale_on_host
 from jmpscale._state import ScalerState
 
@@ -31,7 +31,8 @@ def diagnose(
     Call it as `jmpscale.value_and_grad` is called, with the same options, outside of `jax.jit`. It compares the loss
     and the gradients with the same program in float32, at power-of-two loss scales. If no scale fits, it finds a
     minimal set of lines of the program that must compute in float32, and the reason. Each answer comes from a run of
-    the program, which is compiled with an array that says which lines compute in float32.
+    the program, which is compiled with an array that says which lines compute in float32. Equal layers are compiled
+    once.
 
     Compiled functions, loops, branches, checkpointed functions, custom derivative rules and `jax.shard_map` are
     entered. Kernels, linear solvers and `jax.pure_callback` run as they are written. The summary begins with those in
@@ -94,7 +95,13 @@ def diagnose(
         # The diagnosis looks for non-finite values, for which JAX must not raise, and enters compiled functions.
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
             step = trace_step(loss_and_grads, args, kwargs)
-            return examine(step, state, names, lambda: non_finite_arguments(fun, args, kwargs))
+            return examine(
+                step,
+                state,
+                names,
+                lambda: non_finite_arguments(fun, args, kwargs),
+                lambda: trace_with_float32_results(loss_and_grads, args, kwargs),
+            )
 
     diagnose_fun.__name__ = f"diagnose_of_{getattr(fun, '__name__', 'fun')}"
     return diagnose_fun

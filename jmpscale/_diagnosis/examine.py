@@ -14,10 +14,17 @@ from jmpscale._diagnosis.thresholds import LARGE_ERROR
 from jmpscale._state import ScalerState
 
 
-def examine(step: Step, scaler: ScalerState, names: list[str], non_finite: Callable[[], list[str]]) -> Diagnosis:
+def examine(
+    step: Step,
+    scaler: ScalerState,
+    names: list[str],
+    non_finite: Callable[[], list[str]],
+    with_float32_results: Callable[[], Step | None],
+) -> Diagnosis:
     """Examines a step at the loss scale of a scaler.
 
     `names` are the names of the gradients, and `non_finite` returns the names of the arguments that are not finite.
+    `with_float32_results` returns the step with float32 results of `autocast`, if it has others.
     """
     scale, run_as_written = float(scaler.loss_scale), compile_step(step)
     outputs = run_as_written(scale)
@@ -40,7 +47,7 @@ def examine(step: Step, scaler: ScalerState, names: list[str], non_finite: Calla
         return found + math.inf if depends_on_scale and error_of_loss else found
 
     scales = search(errors_at, trials.forward_errors, present, trials.largest_exponent())
-    findings = _explain(findings._replace(scales=scales), present)
+    findings = _explain(findings._replace(scales=scales), present, with_float32_results)
     if findings.lines or findings.error >= LARGE_ERROR:
         findings = findings._replace(alone=trials.errors_alone(round(math.log2(findings.scale_of_rows))))
     elif findings.scales.smallest_error >= LARGE_ERROR and findings.scales.best is not None:
@@ -48,7 +55,7 @@ def examine(step: Step, scaler: ScalerState, names: list[str], non_finite: Calla
     return _diagnosis(findings, summarize(findings))
 
 
-def _explain(findings: Findings, present: int) -> Findings:
+def _explain(findings: Findings, present: int, with_float32_results: Callable[[], Step | None]) -> Findings:
     """Adds what explains an error for which no scale is the remedy."""
     trials, scales = findings.trials, findings.scales
     if findings.accurate or not trials.step.sites:
@@ -57,10 +64,16 @@ def _explain(findings: Findings, present: int) -> Findings:
     # Scales of which one probably fits if the lines that overflow, or underflow, compute in float32.
     lines = trials.find_lines([best, present, trials.largest_exponent() - 2, 0, 24, -12])
     finite = math.isfinite(findings.loss) and scales.best is not None
-    cause = trials.find_cause(lines, finite=finite) if lines and lines.paths else None
+    causes = trials.find_causes(lines, finite=finite) if lines and lines.paths else []
+    cause = next(iter(causes), None)
+    first = {x.site.part: x.site for x in reversed(causes)}  # the first cause of each part
+    calls = {part: found for part, site in first.items() if lines and (found := trials.find_calls(site, lines))}
     is_rounded = cause and cause.reason is Reason.ROUNDING and finite and not cause.site.part.backward
     elsewhere = trials.forward_error_elsewhere() if is_rounded else math.inf
-    return findings._replace(lines=lines, cause=cause, error_elsewhere=elsewhere)
+    form = with_float32_results() if lines and lines.paths else None
+    in_form = trials.of(form).find_scales(best) if form else None
+    findings = findings._replace(lines=lines, cause=cause, calls=calls, error_elsewhere=elsewhere)
+    return findings._replace(scales_with_float32_results=in_form)
 
 
 def _describe_not_finite(findings: Findings, step: RepairedStep, non_finite: Callable[[], list[str]]) -> str:
@@ -101,5 +114,6 @@ def _row(findings: Findings, part: Part, in_lines: bool) -> DiagnosisRow:
         overflow=max(x.overflow for x in found.values()),
         underflow=max(x.underflow for x in found.values()),
         in_lines=in_lines,
+        calls=findings.calls[part].text if part in findings.calls else "",
         alone=findings.alone.get(part),
     )

@@ -29,9 +29,14 @@ def widen(x: Any) -> Any:
     return x.astype(np.float32) if is_narrow(x) else x
 
 
-def operations(jaxpr: core.Jaxpr) -> Iterator[tuple[core.JaxprEqn, Caller]]:
+def literal(x: core.Literal) -> Any:
+    """Returns the value of a literal, which may be a Python number, in float32 if its dtype is narrower."""
+    return widen(np.asarray(x.val, type_of(x).dtype))
+
+
+def operations(jaxpr: core.Jaxpr, program: Caller = PROGRAM) -> Iterator[tuple[core.JaxprEqn, Caller]]:
     """Yields the equations that an interpreter runs by its rule, in the order of the program."""
-    return ((eqn, caller) for eqn, caller in equations(jaxpr, ENTERED) if eqn.primitive.name not in ENTERED)
+    return ((eqn, caller) for eqn, caller in equations(jaxpr, ENTERED, program) if eqn.primitive.name not in ENTERED)
 
 
 class Interpreter:
@@ -49,6 +54,14 @@ class Interpreter:
         """Returns the outputs of a program, and the records."""
         return self._traced(self.records, program, inputs, PROGRAM)
 
+    def run_equation(self, eqn: core.JaxprEqn, inputs: list[Any], caller: Caller) -> list[Any]:
+        """Returns the results of an equation."""
+        name = eqn.primitive.name
+        if name not in ENTERED:
+            return self._rule(self, eqn, inputs, caller)
+        special = {"scan": self._scan, "while": self._while, "cond": self._cond, "shard_map": self._shard_map}
+        return special.get(name, self._call)(eqn, inputs, caller.inside(eqn))
+
     def _traced(
         self, records: Any, program: core.ClosedJaxpr, inputs: Sequence[Any], caller: Caller
     ) -> tuple[list[Any], Any]:
@@ -64,19 +77,11 @@ class Interpreter:
         values.update(zip(jaxpr.invars, map(widen, inputs), strict=True))
 
         def read(x: Any) -> Any:
-            # The values of some constants are Python numbers.
-            return widen(np.asarray(x.val, type_of(x).dtype)) if isinstance(x, core.Literal) else values[x]
+            return literal(x) if isinstance(x, core.Literal) else values[x]
 
         for eqn in jaxpr.eqns:
-            values.update(zip(eqn.outvars, self._equation(eqn, [read(x) for x in eqn.invars], caller), strict=True))
+            values.update(zip(eqn.outvars, self.run_equation(eqn, [read(x) for x in eqn.invars], caller), strict=True))
         return [read(x) for x in jaxpr.outvars]
-
-    def _equation(self, eqn: core.JaxprEqn, inputs: list[Any], caller: Caller) -> list[Any]:
-        name = eqn.primitive.name
-        if name not in ENTERED:
-            return self._rule(self, eqn, inputs, caller)
-        special = {"scan": self._scan, "while": self._while, "cond": self._cond, "shard_map": self._shard_map}
-        return special.get(name, self._call)(eqn, inputs, caller.inside(eqn))
 
     def _call(self, eqn: core.JaxprEqn, inputs: list[Any], inside: Caller) -> list[Any]:
         return self._run(called_jaxpr(eqn), inputs, inside)

@@ -1,10 +1,11 @@
 """Runs a step with other modes, and finds the lines that must compute in float32, and the reasons."""
 
 import bisect
+import copy
 import enum
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -14,7 +15,8 @@ import numpy as np
 
 from jmpscale._diagnosis.errors import Measured, measure
 from jmpscale._diagnosis.fitting_scales import Errors, Scales, largest, search
-from jmpscale._diagnosis.modes import PRECISION, RECORD, ModalStep, Mode, Part, Site, Statistics
+from jmpscale._diagnosis.modal_step import ModalStep
+from jmpscale._diagnosis.modes import PRECISION, RECORD, Mode, Modes, Part, Site, Statistics
 from jmpscale._diagnosis.program import Operation, Path
 from jmpscale._diagnosis.step import Step
 from jmpscale._diagnosis.thresholds import (
@@ -22,6 +24,7 @@ from jmpscale._diagnosis.thresholds import (
     LARGEST_ERROR,
     LARGEST_LOSS_ERROR,
     LARGEST_SET,
+    MOST_CALLS,
     NEGLIGIBLE,
     NOISE,
     TRIED_ALONE,
@@ -44,6 +47,19 @@ class Cause(NamedTuple):
     reason: Reason
 
 
+class Calls(NamedTuple):
+    """Which calls of a line are wrong alone, such as the 8th of 12 layers of a loop in Python."""
+
+    site: Site
+    numbers: tuple[int, ...]  # from 1, in the order of the forward pass
+    total: int
+
+    @property
+    def text(self) -> str:
+        """The numbers of the calls, such as `8 of 12`."""
+        return f"{', '.join(map(str, self.numbers))} of {self.total}"
+
+
 class Lines(NamedTuple):
     """A minimal set of lines that must compute in float32, in program order, and what remains if they do."""
 
@@ -59,7 +75,7 @@ class Trials:
         self.step = ModalStep(step, PRECISION)
         # A separate program, because the other runs need no statistics, which can take most of the time of a run.
         self._recording = ModalStep(step, RECORD)
-        self._errors: dict[tuple[frozenset[tuple[Site, Mode]], Mode, int], tuple[Errors, float]] = {}
+        self._errors: dict[tuple[frozenset[tuple[Site, Mode | tuple[Mode, ...]]], Mode, int], tuple[Errors, float]] = {}
         self._statistics: dict[float, dict[Site, Statistics]] = {}
         self.reference = self._run_in_float32(1.0)
         self.loss = float(self.reference[0])
@@ -75,6 +91,12 @@ class Trials:
         rounding = max((2.0 ** -jnp.finfo(site.dtype).nmant for site in self.step.sites), default=2.0**-10)
         self._largest_loss_error = max(LARGEST_LOSS_ERROR, changed.errors[0] / ULP * rounding)
 
+    def of(self, step: Step) -> "Trials":
+        """Returns trials of another form of the step, which is compared with the same reference."""
+        trials = copy.copy(self)
+        trials.step, trials._errors = ModalStep(step, PRECISION), {}
+        return trials
+
     @property
     def not_entered(self) -> list[Operation]:
         """The operations that run in half precision in the reference, too."""
@@ -86,12 +108,12 @@ class Trials:
         errors = np.where(found.severity[1:].any(), np.inf, np.where(self.decisive, found.errors[1:], 0.0))
         return errors, float(found.errors[0]) if found.errors[0] > self._largest_loss_error else 0.0
 
-    def error(self, modes: Mapping[Site, Mode], default: Mode, exponent: int) -> float:
+    def error(self, modes: Modes, default: Mode, exponent: int) -> float:
         """Returns the largest error of a gradient, at least 1 if the loss is wrong, infinity if one is not finite."""
         errors, loss_error = self.errors(modes, default, exponent)
         return max(largest(errors), loss_error, 1.0 if loss_error else 0.0)
 
-    def errors(self, modes: Mapping[Site, Mode], default: Mode, exponent: int) -> tuple[Errors, float]:
+    def errors(self, modes: Modes, default: Mode, exponent: int) -> tuple[Errors, float]:
         """Returns the errors of a run as `compare` does; runs it once."""
         key = frozenset(modes.items()), default, exponent
         if key not in self._errors:
@@ -120,7 +142,7 @@ class Trials:
         """Returns the modes with which some lines compute in float32."""
         return {site: Mode.FLOAT32 for site in self.step.sites if site.part.path in paths}
 
-    def forward_errors(self, exponent: int, modes: Mapping[Site, Mode] = MappingProxyType({})) -> Errors:
+    def forward_errors(self, exponent: int, modes: Modes = MappingProxyType({})) -> Errors:
         """Returns the errors of the decisive gradients if the backward pass computes in float32."""
         return self.errors({**modes, **self._backward_in_float32()}, Mode.AS_WRITTEN, exponent)[0]
 
@@ -158,17 +180,23 @@ class Trials:
         if not fits(range(len(paths))):
             return None
         kept = [paths[i] for i in smallest_set(len(paths), fits)]
-        modes, exponent = self.kept(kept), scales[0]
+        return Lines(kept, scales[0], self.find_scales(scales[0], kept))
+
+    def find_scales(self, exponent: int, paths: Collection[Path] = ()) -> Scales:
+        """Finds the loss scales that fit, beginning with one, if some lines compute in float32."""
+        modes = self.kept(paths)
 
         def errors_at(exponent: int) -> Errors:
             errors, loss_error = self.errors(modes, Mode.AS_WRITTEN, exponent)
             return errors + (math.inf if loss_error else 0.0)
 
         forward_errors = functools.partial(self.forward_errors, modes=modes)
-        return Lines(kept, exponent, search(errors_at, forward_errors, exponent, self.largest_exponent(kept)))
+        return search(errors_at, forward_errors, exponent, self.largest_exponent(paths))
 
-    def find_cause(self, lines: Lines, *, finite: bool) -> Cause:
+    def find_causes(self, lines: Lines, *, finite: bool) -> list[Cause]:
         """Finds where an error begins, and the reason, by computing only one result of the lines as it is written.
+
+        The first cause is the most probable one.
 
         If the step is right with the range of float32 and the precision as written, the result overflows or underflows.
         Rounding is the reason for an error that is not `finite` only if nothing else is.
@@ -198,8 +226,36 @@ class Trials:
             sites = [site for site in kept if site.part.backward == backward]
             causes = [Cause(site, reason(site)) for site in sites if error(site, Mode.AS_WRITTEN) > LARGEST_ERROR]
             if causes:
-                return min(causes, key=rank)
-        return Cause(next(iter(kept)), Reason.ROUNDING)
+                return sorted(causes, key=rank)
+        return [Cause(next(iter(kept)), Reason.ROUNDING)]
+
+    def find_calls(self, site: Site, lines: Lines) -> Calls | None:
+        """Finds the few calls of a line of which each one is wrong if it alone computes as it is written.
+
+        Returns None if there are none, or many, as if the line is called once.
+        """
+        kept, count, size = self.kept(lines.paths), self.step.calls.get(site.part.path, 1), self.step.counts[site]
+        if count == 1 or size % count:  # the backward pass of the first layer may have fewer operations
+            return None
+
+        def is_wrong(calls: range) -> bool:
+            modes = [Mode.AS_WRITTEN if i in calls else Mode.FLOAT32 for i in range(count)]
+            of_operations = tuple(mode for mode in modes for _ in range(size // count))
+            return self.error(kept | {site: of_operations}, Mode.AS_WRITTEN, lines.exponent) > LARGEST_ERROR
+
+        found: list[int] = []
+        pending = [range(count)]
+        while pending and len(found) <= MOST_CALLS:
+            calls = pending.pop()
+            if is_wrong(calls):
+                middle = len(calls) // 2
+                found += calls if middle == 0 else []
+                pending += [calls[middle:], calls[:middle]] if middle else []
+        if not 0 < len(found) <= min(MOST_CALLS, count - 1):
+            return None
+        # The backward pass runs the calls in reverse.
+        numbers = sorted(count - i if site.part.backward else i + 1 for i in found)
+        return Calls(site, tuple(numbers), count)
 
     def errors_alone(self, exponent: int) -> dict[Part, float]:
         """Returns the error if one part alone computes in half precision; nothing if there are too many parts."""

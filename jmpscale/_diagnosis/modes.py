@@ -1,27 +1,19 @@
-"""A training step whose operations compute as they are written, in float32, or otherwise, as an array of modes says.
-
-With all operations as written it is the step; with all of them in float32 it is the reference. So a search over the
-modes finds the lines that must compute in float32 by changing them.
-"""
+"""The modes of operations, which compute as they are written, in float32, or otherwise, as an array of modes says."""
 
 import enum
-import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
-from jmpscale._base.jaxpr import Caller, type_of
-from jmpscale._base.source import is_in_inner_gradient
+from jmpscale._base.jaxpr import type_of
 from jmpscale._diagnosis.errors import severity
-from jmpscale._diagnosis.float32 import run_as_written, run_in_float32
-from jmpscale._diagnosis.interpret import Interpreter, widen
-from jmpscale._diagnosis.program import Operation, Path, program_operations
-from jmpscale._diagnosis.step import Step, compiled
+from jmpscale._diagnosis.float32 import run_as_written
+from jmpscale._diagnosis.interpret import Interpreter
+from jmpscale._diagnosis.program import Operation, Path
 
 
 class Mode(enum.IntEnum):
@@ -33,6 +25,9 @@ class Mode(enum.IntEnum):
     REPAIRED = 3  # in float32, with zeros in place of infinities and NaN
 
 
+Modes = Mapping["Site", Mode | tuple[Mode, ...]]  # of all operations of a site, or of each one in program order
+
+
 class Part(NamedTuple):
     """A line in one pass."""
 
@@ -41,7 +36,7 @@ class Part(NamedTuple):
 
 
 class Site(NamedTuple):
-    """One kind of operation of a part, which has one mode."""
+    """One kind of operation of a part: all calls of the line, such as the layers of a loop in Python."""
 
     part: Part
     operation: str  # the name of JAX's primitive
@@ -65,15 +60,14 @@ class Run(NamedTuple):
     """A run of an operation in an interpreter whose argument is the array of modes."""
 
     interpreter: Interpreter
-    sites: list[int]  # the indices of its modes, of which the largest decides
+    position: int  # of the operation in the array
 
     @property
     def mode(self) -> jax.Array:
-        return functools.reduce(jnp.maximum, [self.interpreter.argument[i] for i in self.sites])
+        return self.interpreter.argument[self.position]
 
     def record(self, numbers: jax.Array) -> None:
-        for i in self.sites:
-            self.interpreter.record(i, numbers)
+        self.interpreter.record(self.position, numbers)
 
 
 class Modal(NamedTuple):
@@ -148,61 +142,3 @@ REPAIR = Modal(_inexact_dtype, _repair, columns=2)
 
 def _is_inexact(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, np.inexact)
-
-
-class ModalStep:
-    """A step whose operations have modes. Its sites, parts and paths are in the order of the program."""
-
-    def __init__(self, step: Step, modal: Modal) -> None:
-        self.consts = [widen(jnp.asarray(x)) for x in step.consts]
-        everything = program_operations(step.jaxpr)
-        with_mode = [(x, dtype) for x in everything if (dtype := modal.dtype(x)) is not None]
-        shortest = _shortest({path for x, _ in with_mode for path in x.paths})
-        sites = {
-            x.key: [Site(Part(shortest[path], x.backward), x.eqn.primitive.name, dtype) for path in x.paths]
-            for x, dtype in with_mode
-        }
-        self.sites = list(dict.fromkeys(site for group in sites.values() for site in group))
-        self.in_inner_gradients = {site for x, _ in with_mode if is_in_inner_gradient(x.eqn) for site in sites[x.key]}
-        self.parts = list(dict.fromkeys(site.part for site in self.sites))
-        # A line whose forward pass has no such result, such as an index, is also in the order of the forward pass.
-        self.paths = list(dict.fromkeys(shortest[path] for x in everything for path in x.paths if path in shortest))
-        # The operations that reach the outputs and run as written, whatever the modes are; known after the first run.
-        self.not_entered: dict[Operation, None] = {}
-        index = {site: i for i, site in enumerate(self.sites)}
-        found = {x.key: x for x in everything}
-
-        def rule(interpreter: Interpreter, eqn: core.JaxprEqn, inputs: list[Any], caller: Caller) -> list[Any]:
-            operation = found[id(eqn), caller]
-            outputs = run_in_float32(eqn, inputs)
-            if outputs is None:
-                outputs = run_as_written(eqn, inputs)
-                self.not_entered |= {operation: None}
-            if not (group := [index[site] for site in sites.get(operation.key, ())]):
-                return outputs
-            return modal.run(Run(interpreter, group), operation, inputs, outputs)
-
-        def run(consts: list[Any], scale: jax.Array, modes: jax.Array) -> tuple[list[Any], Any]:
-            records = {i: jnp.zeros(modal.columns, np.float32) for i in index.values() if modal.columns}
-            return Interpreter(rule, modes, records).evaluate(core.ClosedJaxpr(step.jaxpr, consts), [scale])
-
-        self._run = compiled(run)
-
-    def run(
-        self, scale: float, modes: Mapping[Site, Mode], default: Mode, consts: list[Any] | None = None
-    ) -> tuple[list[Any], dict[Site, Any]]:
-        """Returns the loss and the gradients, and what was recorded for each site.
-
-        `modes` are the modes of some sites, `default` is the mode of all others, and `consts` replaces `self.consts`.
-        """
-        array = np.array([modes.get(site, default) for site in self.sites], np.int32)
-        outputs, records = self._run(self.consts if consts is None else consts, np.float32(scale), array)
-        return outputs, {self.sites[i]: x.tolist() for i, x in jax.device_get(records).items()}
-
-
-def _shortest(paths: Collection[Path]) -> dict[Path, Path]:
-    """Returns for each path the shortest end of it that is a path, too.
-
-    In the forward pass, JAX forgets the callers of a function with `jax.checkpoint`; in the backward pass it does not.
-    """
-    return {path: next(end for end in (path[-n:] for n in range(1, len(path) + 1)) if end in paths) for path in paths}

@@ -11,7 +11,8 @@ from jmpscale._base.source import SCALING
 from jmpscale._base.tree import PyTree, is_inexact, named_leaves
 from jmpscale._diagnosis.errors import measure
 from jmpscale._diagnosis.lines import smallest_set
-from jmpscale._diagnosis.modes import REPAIR, ModalStep, Mode, Site
+from jmpscale._diagnosis.modal_step import ModalStep
+from jmpscale._diagnosis.modes import REPAIR, Mode, Site
 from jmpscale._diagnosis.step import Step
 
 

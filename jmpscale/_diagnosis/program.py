@@ -1,12 +1,13 @@
 """The operations of a training step: their lines, and what reads their results."""
 
+import collections
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend import core
 
-from jmpscale._base.jaxpr import CALLS, PROGRAM, UNKNOWN_LINE, Caller, called_jaxpr, type_of
+from jmpscale._base.jaxpr import CALLS, MATMULS, PROGRAM, UNKNOWN_LINE, Caller, called_jaxpr, type_of
 from jmpscale._base.source import is_backward, is_recomputed
 from jmpscale._diagnosis.float32 import keeps_dtype
 from jmpscale._diagnosis.interpret import is_narrow, operations, split_scan_inputs
@@ -85,6 +86,8 @@ def program_operations(jaxpr: core.Jaxpr) -> list[Operation]:
     branches of a condition are several lines that make one value, which is in float32 if one of them computes in it.
     """
     found = [Operation(eqn, x, (x.path_of(eqn) or (UNKNOWN_LINE,),)) for eqn, x in operations(jaxpr)]
+    for depth in (1, 2):
+        found = _with_deeper_lines(found, jaxpr, depth)
     up_casts = {x.line for x in found if not x.is_transposed and _is_cast(x.eqn, to_narrow=False)}
     readers = _readers(jaxpr, {x.key: x.paths[0] for x in found})
 
@@ -98,6 +101,24 @@ def program_operations(jaxpr: core.Jaxpr) -> list[Operation]:
         return x._replace(paths=tuple(sorted(lines))) if is_of_a_value and lines else x
 
     return list(map(located, found))
+
+
+def _with_deeper_lines(found: list[Operation], jaxpr: core.Jaxpr, depth: int) -> list[Operation]:
+    """Replaces a line that holds most matmuls by the lines that it calls in installed packages, if they are several.
+
+    A model in an installed package is one line of its caller, which would be the answer to every question. A single
+    layer of a library is not replaced.
+    """
+    matmuls = collections.Counter(x.line for x in found if x.eqn.primitive.name in MATMULS and not x.backward)
+    [(crowded, count)] = matmuls.most_common(1) or [("", 0)]
+    if 2 * count <= matmuls.total():
+        return found
+    paths = [caller.path_of(eqn) for eqn, caller in operations(jaxpr, PROGRAM._replace(depth=depth))]
+    pairs = zip(found, paths, strict=True)
+    deeper = [x._replace(paths=(path,)) if x.line == crowded and path else x for x, path in pairs]
+    replaced = [y for x, y in zip(found, deeper, strict=True) if x.line == crowded]
+    several = {x.paths for x in replaced if depth == 1 or x.eqn.primitive.name in MATMULS}
+    return deeper if len(several) > 1 else found
 
 
 def _is_cast(eqn: core.JaxprEqn, *, to_narrow: bool) -> bool:

@@ -8,12 +8,13 @@ from typing import NamedTuple
 import numpy as np
 
 from jmpscale._base.jaxpr import MATMULS
+from jmpscale._base.source import is_installed
 from jmpscale._base.text import format_percentage, format_scale
 from jmpscale._diagnosis.fitting_scales import Errors, Scales, largest
-from jmpscale._diagnosis.lines import Cause, Lines, Reason, Trials
+from jmpscale._diagnosis.lines import Calls, Cause, Lines, Reason, Trials
 from jmpscale._diagnosis.modes import Part, Site, Statistics
 from jmpscale._diagnosis.program import Path
-from jmpscale._diagnosis.thresholds import CHANGE, DEFAULT, LARGE_ERROR, LARGEST_LOSS_ERROR, MARGIN, ROOM
+from jmpscale._diagnosis.thresholds import CHANGE, DEFAULT, LARGE_ERROR, LARGEST_LOSS_ERROR, MARGIN, NOISE, ROOM
 from jmpscale._state import ScalerConfig
 
 
@@ -31,6 +32,8 @@ class Findings(NamedTuple):
     scales: Scales = Scales({}, None, None)
     lines: Lines | None = None  # that must compute in float32, if they were looked for and found
     cause: Cause | None = None  # where the error begins, if it is known
+    calls: Mapping[Part, Calls] = MappingProxyType({})  # the calls of the lines that are wrong alone
+    scales_with_float32_results: Scales | None = None  # of autocast, if it has others and lines were found
     error_elsewhere: float = math.inf  # with other arguments, if rounding is the reason
     alone: Mapping[Part, float] = MappingProxyType({})  # the errors of the parts that were tried alone
     alone_at_best: Mapping[Part, float] = MappingProxyType({})  # at the best scale, if the present one does not fit
@@ -144,7 +147,8 @@ def _describe_useless_gradients(findings: Findings) -> str:
         )
     return (
         "The gradients cannot be compared with float32, because they are rounding noise in float32 too: a change of "
-        "the arguments in the last place changes them by more than 25%. Diagnose a step that still makes progress."
+        f"the arguments in the last place changes them by more than {NOISE:.0%}. Diagnose a step that still makes "
+        "progress."
     )
 
 
@@ -180,17 +184,24 @@ def _call_that_fits(findings: Findings) -> str:
 
 
 def _describe_margin(findings: Findings) -> str:
-    """Names a smaller scale if the scale of a new scaler fits, but could overflow in the first steps."""
+    """Names a smaller scale if the present one fits, but could overflow in the next steps.
+
+    A dynamic scale that has grown is near the largest one, and backs off; a static scale stays.
+    """
     low, high = findings.scales.fitting or (0, 0)
-    if not findings.is_new or findings.config.mode != "dynamic" or findings.scale <= 2.0 ** (high - MARGIN):
+    is_static = findings.config.mode == "static"
+    if findings.scale <= 2.0 ** (high - MARGIN) or not (is_static or findings.is_new):
         return ""
-    exponent = max(low, high - ROOM, math.ceil(math.log2(findings.config.min_scale)))
+    exponent = max(low, high - ROOM)
+    if is_static:
+        risk, call = "a static scale does not back off if the gradients grow", f"static(2.0**{exponent})"
+    else:
+        exponent = max(exponent, math.ceil(math.log2(findings.config.min_scale)))
+        risk = "gradients can grow in the first steps, which are then skipped"
+        call = f"dynamic(init_scale=2.0**{exponent})"
     if 2.0**exponent >= findings.scale:
         return ""
-    return (
-        f" It is within {MARGIN} bits of the largest one, and gradients can grow in the first steps, which are then "
-        f"skipped: dynamic(init_scale=2.0**{exponent}) leaves room."
-    )
+    return f" It is within {MARGIN} bits of the largest one, and {risk}: {call} leaves room."
 
 
 def _scaler_call(config: ScalerConfig, low: int, high: int, *, may_grow: bool) -> str:
@@ -246,7 +257,7 @@ def _describe_lines(findings: Findings) -> str:
 def _describe_cause(findings: Findings, cause: Cause, lines: Lines) -> str:
     site, statistics = cause.site, findings.statistics[cause.site]
     if cause.reason is Reason.ROUNDING:
-        place = findings.names([site.part.path])
+        place = findings.names([site.part.path]) + _calls(findings, site)
         if findings.error_elsewhere > LARGE_ERROR:
             return f"{_difference(findings)}: rounding, not range. The error begins at {place}."
         advice = "Change nothing if training ends at the same loss as in float32."
@@ -260,7 +271,8 @@ def _describe_cause(findings: Findings, cause: Cause, lines: Lines) -> str:
             f"{CHANGE:.0%}, the error is {format_percentage(findings.error_elsewhere)}. {advice} The error begins at "
             f"{place}."
         )
-    name, limit = f"{site.operation} at {findings.name(site.part.path)}", site.limit
+    calls = f"{_calls(findings, site)}," if _calls(findings, site) else ""
+    name, limit = f"{site.operation} at {findings.name(site.part.path)}{calls}", site.limit
     if cause.reason is Reason.UNDERFLOW:
         fraction = format_percentage(statistics.underflow)
         what = f"underflows: {name} has {fraction} of its values below the smallest normal number of {site.dtype}"
@@ -275,28 +287,70 @@ def _describe_cause(findings: Findings, cause: Cause, lines: Lines) -> str:
     return f"The forward pass {what}. A loss scale cannot prevent that."
 
 
+def _calls(findings: Findings, site: Site) -> str:
+    """Returns which calls of the line are wrong, if not all of them are."""
+    calls = findings.calls.get(site.part)
+    if not calls or calls.site != site:
+        return ""
+    return f", {'call' if len(calls.numbers) == 1 else 'calls'} {calls.text}"
+
+
 def _remedy(findings: Findings, cause: Cause, lines: Lines) -> str:
     scales, paths = lines.scales, set(lines.paths)
     operations = {site.operation for site in findings.trials.step.sites if site.part.path in paths}
-    how = "" if operations.isdisjoint(MATMULS) else ', with precision="highest" where autocast converts a matmul'
-    text = (
-        f"Compute {findings.names(lines.paths)} in float32{how}: then the gradients differ from float32 "
-        f"{_by_gradient(findings, scales.errors_at_best)}"
+    is_own = not all(is_installed(path[-1]) for path in paths)
+    how = (
+        ""
+        if not is_own or operations.isdisjoint(MATMULS)
+        else ', with precision="highest" where autocast converts a matmul'
     )
-    if scales.fitting:
-        low, high = scales.fitting
-        text = f"{text}, and loss scales from {format_scale(2.0**low)} to {format_scale(2.0**high)} fit"
-        if not low <= math.log2(findings.scale) <= high:
-            call = _scaler_call(findings.config, low, high, may_grow=True)
-            text = f"{text}; yours is {format_scale(findings.scale)}, so also use {call}"
+    text = f"Compute {findings.names(lines.paths)} in float32{how}: {_promise(findings, scales)}"
     remaining = {part: error for part, error in findings.alone.items() if part.path not in paths}
     is_left = remaining and LARGE_ERROR <= scales.smallest_error < math.inf
-    left = _largest_part(findings, remaining) if is_left else ""
+    left = _in_packages(findings, lines) + (_largest_part(findings, remaining) if is_left else "")
     if cause.reason is Reason.UNDERFLOW and cause.site in findings.trials.step.in_inner_gradients:
-        return f"{text}. Or scale the gradient that the loss contains: value_and_grad(inner_fn)(scaler, ...).{left}"
-    if cause.reason is Reason.OVERFLOW and not cause.site.part.backward:
-        return f"{text}. Or normalize {'its input' if len(paths) == 1 else 'their inputs'}.{left}"
-    return f"{text}.{left}"
+        text = f"{text}. Or scale the gradient that the loss contains: value_and_grad(inner_fn)(scaler, ...)"
+    elif cause.reason is Reason.OVERFLOW and not cause.site.part.backward:
+        text = f"{text}. Or normalize {'its input' if len(paths) == 1 else 'their inputs'}"
+    return f"{text}.{left}{_describe_float32_results(findings)}"
+
+
+def _promise(findings: Findings, scales: Scales) -> str:
+    """Describes the errors and the scales after an edit, with a call if the present scale does not fit then."""
+    text = f"then the gradients differ from float32 {_by_gradient(findings, scales.errors_at_best)}"
+    if scales.fitting is None:
+        return text
+    low, high = scales.fitting
+    text = f"{text}, and loss scales from {format_scale(2.0**low)} to {format_scale(2.0**high)} fit"
+    if low <= math.log2(findings.scale) <= high:
+        return text
+    call = _scaler_call(findings.config, low, high, may_grow=True)
+    return f"{text}; yours is {format_scale(findings.scale)}, so also use {call}"
+
+
+def _describe_float32_results(findings: Findings) -> str:
+    """Offers float32 results of `autocast` if a scale fits then."""
+    scales = findings.scales_with_float32_results
+    if scales is None or scales.fitting is None:
+        return ""
+    return f" Or call autocast with result=jnp.float32, and change no line: {_promise(findings, scales)}."
+
+
+def _in_packages(findings: Findings, lines: Lines) -> str:
+    """Says what to do with lines that the user cannot edit."""
+    installed = [path for path in lines.paths if is_installed(path[-1])]
+    if not installed:
+        return ""
+    own = [next((line for line in reversed(path) if not is_installed(line)), "the call") for path in installed]
+    calls = _enumerate(list(dict.fromkeys(own)))
+    operations = {site.operation for site in findings.trials.step.sites if site.part.path in installed}
+    package = "pass the package float32 as its dtype, or copy the function"
+    if operations <= MATMULS | {"convert_element_type"}:
+        package = (
+            f'if autocast converts the matmuls, put jax.default_matmul_precision("highest") around {calls}, which '
+            f"keeps all matmuls of the call in float32; otherwise {package}"
+        )
+    return f" In an installed package: {package}."
 
 
 def _difference(findings: Findings) -> str:

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 
 from jmpscale._base.compat import axis_names_in_scope
 from jmpscale._base.frameworks import is_nnx
-from jmpscale._base.gradients import GradientCall, observed_by
+from jmpscale._base.gradients import GradientCall, ScaledCall, observed_by
 from jmpscale._base.text import describe
 from jmpscale._base.trace import trace
 from jmpscale._base.tree import as_array, is_array, is_traced
 from jmpscale._diagnosis.api import diagnose
 from jmpscale._diagnosis.report import Diagnosis
+from jmpscale._diagnosis.scaled_call import differentiated_call
 from jmpscale._diagnosis.step import check_concrete, copied
 
 
@@ -29,7 +30,9 @@ def diagnose_step(step: Callable[..., Any]) -> Callable[..., Diagnosis]:
     """Creates a function that diagnoses a training step as it is, at its first `jmpscale.value_and_grad`.
 
     Use it if the loss function is defined inside the step, or if the step prepares its arguments. The step runs with
-    the arguments of the call, up to the first call of `value_and_grad`, and `diagnose` receives that call.
+    the arguments of the call, up to the first call of `value_and_grad`, and `diagnose` receives that call. If the step
+    differentiates a function of `scaled_backward` by itself, this call counts as well, unless the function takes Flax
+    NNX objects or closes over what is differentiated.
 
     The step may be compiled, donate its arguments, accumulate gradients in `jax.lax.scan`, or be a whole run in one
     `jax.jit`. Up to the gradient it runs without being compiled, one operation at a time, and a loop one iteration at a
@@ -38,16 +41,16 @@ def diagnose_step(step: Callable[..., Any]) -> Callable[..., Diagnosis]:
     Flax NNX objects among the arguments are copied.
 
     Args:
-      step: the training step, which calls `jmpscale.value_and_grad` outside of `jax.pmap`, `jax.shard_map` and
-        `jax.vmap`, in which arrays have no values. If it is mapped over devices, pass the mapped function instead, on
-        one device: `jax.vmap(device_step, in_axes=None, out_axes=None, axis_name="data", axis_size=1)`.
+      step: the training step. It computes the gradient outside of `jax.pmap`, `jax.shard_map` and `jax.vmap`, in which
+        arrays have no values. If it is mapped over devices, pass the mapped function instead, on one device:
+        `jax.vmap(device_step, in_axes=None, out_axes=None, axis_name="data", axis_size=1)`.
 
     Returns:
       `f(*args, **kwargs) -> Diagnosis`, with the arguments of the step.
 
     Raises:
-      TypeError: `step` is not callable; it does not call `value_and_grad` with arguments that have values; or as
-        `diagnose`.
+      TypeError: `step` is not callable; it computes no gradient with arguments that have values; a call of a function
+        of `scaled_backward` does not show what is differentiated; or as `diagnose`.
       ValueError: as `diagnose`.
 
     >>> import jax
@@ -91,8 +94,11 @@ def _first_gradient(step: Callable[..., Any], args: Any, kwargs: Any) -> tuple[G
     """Returns the first call of `value_and_grad` whose arguments have values, and the sizes of the axes around it."""
     is_mapped = False
 
-    def observer(call: GradientCall) -> None:
+    def observer(observed: GradientCall | ScaledCall) -> None:
         nonlocal is_mapped
+        call = differentiated_call(observed) if isinstance(observed, ScaledCall) else observed
+        if call is None:
+            return
         axes = {name: int(jax.lax.psum(1, name)) for name in axis_names_in_scope()}
         if set(axes.values()) == {1}:
             call = _on_one_device(call, tuple(axes))
@@ -107,15 +113,16 @@ def _first_gradient(step: Callable[..., Any], args: Any, kwargs: Any) -> tuple[G
     except _Found as found:
         return found.call, found.axes
     except Exception as error:
-        if is_mapped:  # not every operation runs in jax.shard_map without being compiled
+        # Not every operation runs in jax.shard_map without being compiled, and not every mesh.
+        if is_mapped or "shard_map" in str(error):
             raise _mapped(step) from error
         raise
     if is_mapped:
         raise _mapped(step)
     raise TypeError(
-        f"step must call jmpscale.value_and_grad, which {describe(step)} does not, unless it is a program that has "
-        "been compiled already. Pass the function itself; for a step that is written with scale or scaled_backward, "
-        "call diagnose(loss_fn)(scaler, params, batch)."
+        f"step must call jmpscale.value_and_grad, or differentiate a function of scaled_backward, which "
+        f"{describe(step)} does not, unless it is a program that has been compiled already. Pass the function itself; "
+        "for a step that is written with scale, call diagnose(loss_fn)(scaler, params, batch)."
     )
 
 
@@ -160,7 +167,7 @@ def _mapped(step: Callable[..., Any]) -> TypeError:
     """Returns an error for a step that computes its gradients where arrays have no values."""
     return TypeError(
         f"step must call jmpscale.value_and_grad with arrays that have values, but {describe(step)} calls it inside of "
-        "jax.pmap, jax.shard_map, jax.vmap or another gradient. If it is mapped over devices, diagnose the mapped "
-        "function on the arguments of one device: diagnose_step(jax.vmap(device_step, in_axes=None, out_axes=None, "
-        'axis_name="data", axis_size=1))(state, batch).'
+        "jax.pmap, jax.shard_map, jax.vmap or another gradient. Diagnose the mapped function itself, on the arguments "
+        "of one device or example. If it uses the name of an axis: diagnose_step(jax.vmap(device_step, in_axes=None, "
+        'out_axes=None, axis_name="data", axis_size=1))(state, batch).'
     )

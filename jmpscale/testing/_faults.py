@@ -55,8 +55,8 @@ class _WithFault(Interpreter):
         self._groups, self._group = groups, group
         self._indices = {key: i for i, key in enumerate(groups)}
 
-    def _equation(self, eqn: core.JaxprEqn, inputs: list[Any], caller: Caller) -> list[Any]:
-        outputs = super()._equation(eqn, inputs, caller)
+    def run_equation(self, eqn: core.JaxprEqn, inputs: list[Any], caller: Caller) -> list[Any]:
+        outputs = super().run_equation(eqn, inputs, caller)
         if id(eqn) not in self._groups:
             return outputs
         index = self._indices[id(eqn)]

@@ -1,0 +1,170 @@
+"""A training step whose operations have modes.
+
+With all operations as written it is the step; with all of them in float32 it is the reference. So a search over the
+modes finds the lines that must compute in float32 by changing them.
+"""
+
+import collections
+from collections.abc import Collection, Hashable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from jmpscale._base.jaxpr import Caller
+from jmpscale._base.source import expression_of, is_in_inner_gradient
+from jmpscale._diagnosis.blocks import Block, BlockProgram
+from jmpscale._diagnosis.float32 import run_as_written, run_in_float32
+from jmpscale._diagnosis.interpret import Interpreter, literal, widen
+from jmpscale._diagnosis.modes import Modal, Mode, Modes, Part, Run, Site
+from jmpscale._diagnosis.program import Operation, Path, program_operations
+from jmpscale._diagnosis.step import Step, compiled
+
+
+class ModalStep:
+    """A step whose operations have modes. Its sites, parts and paths are in the order of the program."""
+
+    def __init__(self, step: Step, modal: Modal) -> None:
+        self.consts = [widen(jnp.asarray(x)) for x in step.consts]
+        everything = program_operations(step.jaxpr)
+        with_mode = [(x, dtype) for x in everything if (dtype := modal.dtype(x)) is not None]
+        shortest = _shortest({path for x, _ in with_mode for path in x.paths})
+        sites = {
+            x.key: dict.fromkeys(
+                Site(Part(shortest[path], x.backward), x.eqn.primitive.name, dtype) for path in x.paths
+            )
+            for x, dtype in with_mode
+        }
+        self.sites = list(dict.fromkeys(site for group in sites.values() for site in group))
+        self.counts = collections.Counter(site for group in sites.values() for site in group)
+        self.calls = _calls(x for x in everything if not x.backward)
+        self.in_inner_gradients = {site for x, _ in with_mode if is_in_inner_gradient(x.eqn) for site in sites[x.key]}
+        self.parts = list(dict.fromkeys(site.part for site in self.sites))
+        # A line whose forward pass has no such result, such as an index, is also in the order of the forward pass.
+        self.paths = list(dict.fromkeys(shortest[path] for x in everything for path in x.paths if path in shortest))
+        # The operations that reach the outputs and run as written, whatever the modes are; known after the first run.
+        self.not_entered: dict[Operation, None] = {}
+        self._program = BlockProgram(step.jaxpr)
+        seen: collections.Counter[Site] = collections.Counter()
+        found = {}
+        for x in {x.key: x for x in everything}.values():
+            found[x.key] = _Placed(x, {site: seen[site] for site in sites.get(x.key, ())})
+            seen.update(found[x.key].sites.keys())
+        self._placed = self._compile(found, modal)
+
+    def _compile(self, found: dict[Any, "_Placed"], modal: Modal) -> list["_PlacedBlock"]:
+        """Returns the blocks, of which equal ones share a compiled function."""
+        functions: dict[Hashable, _BlockFunction] = {}
+        blocks = []
+        for block in self._program.blocks:
+            occurrences = [(id(eqn), caller) for eqn, caller in block.operations()]
+            order = {key: i for i, key in enumerate(dict.fromkeys(occurrences))}
+            placed = [found[key] for key in order]
+            kinds = tuple((bool(x.sites), *x.operation.dtypes) for x in placed)
+            key = block.key(), tuple(map(order.get, occurrences)), kinds
+            if key not in functions:
+                functions[key] = _BlockFunction(block, placed, modal)
+            blocks.append(_PlacedBlock(block, placed, functions[key]))
+        return blocks
+
+    def run(
+        self, scale: float, modes: Modes, default: Mode, consts: list[Any] | None = None
+    ) -> tuple[list[Any], dict[Site, Any]]:
+        """Returns the loss and the gradients, and what was recorded for each site.
+
+        `modes` are the modes of some sites, `default` is the mode of all others, and `consts` replaces `self.consts`.
+        """
+        program = self._program
+        inputs = [*(self.consts if consts is None else consts), np.float32(scale)]
+        values = dict(zip(program.inputs, inputs, strict=True))
+        values |= {i: widen(jnp.asarray(x)) for i, x in program.constants.items()}
+        records = []
+        for block, placed, function in self._placed:
+            array = [x.mode(modes, default) for x in placed]
+            outputs, recorded = function.run([values[i] for i in block.inputs], np.array(array, np.int32))
+            values.update(zip(block.outputs, outputs, strict=True))
+            for i in block.last_read:  # frees memory
+                del values[i]
+            records.append(recorded)
+            self.not_entered |= {placed[i].operation: None for i in function.not_entered}
+        outputs = [literal(x) if isinstance(x, core.Literal) else values[x] for x in program.outputs]
+        return outputs, self._largest(jax.device_get(records))
+
+    def _largest(self, records: list[dict[int, np.ndarray]]) -> dict[Site, Any]:
+        """Returns for each site the largest numbers that were recorded for its operations."""
+        largest: dict[Site, np.ndarray] = {}
+        for block, recorded in zip(self._placed, records, strict=True):
+            for i, numbers in recorded.items():
+                for site in block.placed[i].sites:
+                    largest[site] = np.maximum(largest.get(site, 0), numbers)
+        return {site: largest[site].tolist() for site in self.sites if site in largest}
+
+
+class _Placed(NamedTuple):
+    """An operation, with its sites, and its number among their operations; no sites if it has no mode."""
+
+    operation: Operation
+    sites: dict[Site, int]
+
+    def mode(self, modes: Modes, default: Mode) -> Mode:
+        """Returns the largest mode of its sites."""
+        found = [(modes.get(site, default), number) for site, number in self.sites.items()]
+        return max((x[number] if isinstance(x, tuple) else x for x, number in found), default=default)
+
+
+class _PlacedBlock(NamedTuple):
+    """A block, the operations in it, and the function that runs it, and blocks that are equal to it."""
+
+    block: Block
+    placed: list[_Placed]
+    function: "_BlockFunction"
+
+
+class _BlockFunction:
+    """A compiled function of the inputs of a block, and of an array with the modes of its operations."""
+
+    def __init__(self, block: Block, placed: list[_Placed], modal: Modal) -> None:
+        self.not_entered: dict[int, None] = {}  # the operations that run as written; known after the first run
+        index = {x.operation.key: i for i, x in enumerate(placed)}
+
+        def rule(interpreter: Interpreter, eqn: core.JaxprEqn, inputs: list[Any], caller: Caller) -> list[Any]:
+            i = index[id(eqn), caller]
+            outputs = run_in_float32(eqn, inputs)
+            if outputs is None:
+                outputs = run_as_written(eqn, inputs)
+                self.not_entered |= {i: None}
+            operation, sites = placed[i]
+            return modal.run(Run(interpreter, i), operation, inputs, outputs) if sites else outputs
+
+        def run(inputs: list[Any], modes: jax.Array) -> tuple[list[Any], dict[int, jax.Array]]:
+            recorded = [i for i, x in enumerate(placed) if x.sites and modal.columns]
+            interpreter = Interpreter(rule, modes, {i: jnp.zeros(modal.columns, np.float32) for i in recorded})
+            values: dict[int, Any] = dict(zip(block.inputs, inputs, strict=True))
+            for eqn, caller, operands, results in block.calls:
+                read = [literal(x) if isinstance(x, core.Literal) else values[x] for x in operands]
+                values.update(zip(results, interpreter.run_equation(eqn, read, caller), strict=True))
+            return [values[i] for i in block.outputs], interpreter.records
+
+        self.run = compiled(run)
+
+
+def _calls(forward: Iterable[Operation]) -> dict[Path, int]:
+    """Returns how often a program calls its lines, such as for the layers of a loop in Python.
+
+    An expression has several operations of the same kind in each call if `autocast` converts both operands of a matmul.
+    """
+    sizes = collections.Counter((x.paths[0], x.eqn.primitive, expression_of(x.eqn)) for x in forward)
+    calls: dict[Path, int] = {}
+    for (path, *_), size in sizes.items():
+        calls[path] = min(size, calls.get(path, size))
+    return calls
+
+
+def _shortest(paths: Collection[Path]) -> dict[Path, Path]:
+    """Returns for each path the shortest end of it that is a path, too.
+
+    In the forward pass, JAX forgets the callers of a function with `jax.checkpoint`; in the backward pass it does not.
+    """
+    return {path: next(end for end in (path[-n:] for n in range(1, len(path) + 1)) if end in paths) for path in paths}
