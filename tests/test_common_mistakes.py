@@ -5,12 +5,10 @@ import inspect
 import re
 import warnings
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
@@ -49,11 +47,6 @@ def _loss(params, batch):
     return jnp.mean((x @ params["w"] - y) ** 2)
 
 
-def _model_loss(model, batch):
-    x, y = batch
-    return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
-
 def _program():
     params = {"w": jnp.ones((8, 1))}
     tx = jmpscale.with_loss_scaling(optax.adam(LEARNING_RATE))
@@ -65,7 +58,6 @@ def _program():
         "jax": jax,
         "jnp": jnp,
         "optax": optax,
-        "nnx": nnx,
         "jmpscale": jmpscale,
         "params": params,
         "batch": (jnp.ones((4, 8)), jnp.zeros((4, 1))),
@@ -110,24 +102,11 @@ def _run_on_each_device(code, program):
     jax.eval_shape(jax.shard_map(run, mesh=mesh, **specs), jnp.ones(8), program["scaler"])
 
 
-def _nnx_model():
-    return nnx.Linear(8, 1, rngs=nnx.Rngs(0))
-
-
-def _equinox_model():
-    return eqx.nn.MLP(8, 1, 8, 1, key=jax.random.key(0))
-
-
-def _run_with_model(code, program, create=_nnx_model):
-    _run(code, program | {"model": create(), "loss_fn": _model_loss})
-
-
 RUN = {  # the programs that need more than the names above
     "The gradients come from JAX": _run_in_new_program,
     "The loss is float16": _call_loss,
     "The compiled step closes over the optimizer state": _call_wrapped_step,
     "`axis_name` is missing": _run_on_each_device,
-    "`transform` is missing for an NNX or Equinox model": _run_with_model,
 }
 
 
@@ -152,18 +131,6 @@ def test_mistake_has_the_message_on_the_page(mistake):
     [given] = _messages(run, wrong)
     assert given.startswith(_joined(message))
     assert _messages(run, right) == []
-
-
-def test_mistake_with_equinox_has_the_message_on_the_page():
-    section = WITH_MESSAGE["`transform` is missing for an NNX or Equinox model"]
-    [diff], [_, message] = _blocks(section, "diff"), _blocks(section, "text")
-    wrong, right = _sides(diff)
-    run = functools.partial(_run_with_model, create=_equinox_model)
-    [given] = _messages(run, wrong)
-    assert given.startswith(_joined(message))
-    [transform] = re.findall(r"For Equinox, pass `transform=(.*?)`", section)
-    with_eqx = f"import equinox as eqx\n{right.replace('nnx.value_and_grad', transform)}"
-    assert _messages(run, with_eqx) == []
 
 
 # --- mistakes without a message ---

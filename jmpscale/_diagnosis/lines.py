@@ -72,10 +72,9 @@ class Trials:
     """Runs a step with other modes, and compares it with the reference: the step in float32, at a scale of 1."""
 
     def __init__(self, step: Step) -> None:
-        self.step = ModalStep(step, PRECISION)
+        self.set_step(step)
         # A separate program, because the other runs need no statistics, which can take most of the time of a run.
         self._recording = ModalStep(step, RECORD)
-        self._errors: dict[tuple[frozenset[tuple[Site, Mode | tuple[Mode, ...]]], Mode, int], tuple[Errors, float]] = {}
         self._statistics: dict[float, dict[Site, Statistics]] = {}
         self.reference = self._run_in_float32(1.0)
         self.loss = float(self.reference[0])
@@ -94,8 +93,13 @@ class Trials:
     def of(self, step: Step) -> "Trials":
         """Returns trials of another form of the step, which is compared with the same reference."""
         trials = copy.copy(self)
-        trials.step, trials._errors = ModalStep(step, PRECISION), {}
+        trials.set_step(step)
         return trials
+
+    def set_step(self, step: Step) -> None:
+        """Sets the step that the trials run; no error of it is known yet."""
+        self.step = ModalStep(step, PRECISION)
+        self._errors: dict[tuple[frozenset[tuple[Site, Mode | tuple[Mode, ...]]], Mode, int], tuple[Errors, float]] = {}
 
     @property
     def not_entered(self) -> list[Operation]:
