@@ -75,6 +75,18 @@ def test_diagnose_names_the_call_of_a_line_with_casts_and_matmuls():
     assert f" The error begins at {place}, calls 1, 2, 3 of 5. Compute {place} in float32" in diagnosis.summary
 
 
+def cast_by_hand(layers, x):
+    half, x = jmpscale.cast((layers, x), H)  # fault
+    return jnp.mean(sum(x @ w for w in half).astype(jnp.float32))
+
+
+def test_diagnose_counts_a_cast_of_several_arrays_as_one_call():
+    layers = [normal(1, 8, 8, scale=1e6), *LAYERS]
+    summary = jmpscale.diagnose(cast_by_hand)(jmpscale.dynamic(), layers, X).summary
+    place = f"test_diagnose_layers.py:{fault_line(cast_by_hand)} (cast_by_hand)"
+    assert summary.startswith(f"The forward pass overflows: convert_element_type at {place} reaches ")
+
+
 @jax.custom_vjp
 def small_cotangent(x, factor):
     return x

@@ -1,5 +1,6 @@
 """A diagnosis and the warnings of autocast show the user's line of an operation, its module and its pass."""
 
+import inspect
 import pathlib
 import sysconfig
 from types import SimpleNamespace
@@ -40,6 +41,7 @@ LINES = {  # the files, the innermost first, and the line that is shown
     "in JAX only": ((JAX,), ""),
     "in no file": ((), ""),
     "the scaling": ((JAX, f"{OWN}/_algorithm/scaling.py", USER), "the scaling of the loss"),
+    "a cast": ((JAX, inspect.getsourcefile(jmpscale.cast), JAX, USER), "model.py:13 (loss)"),
     "below this package": ((USER, f"{OWN}/_algorithm/grad.py"), "model.py:10 (loss)"),
     "this package is not a user": ((FLAX, f"{OWN}/_algorithm/grad.py", STANDARD, f"{OWN}/_autocast.py"), ""),
     "the demonstration": ((f"{OWN}/__main__.py",), "__main__.py:10 (loss)"),

@@ -12,6 +12,7 @@ from jax.extend import core
 
 SCALING = "the scaling of the loss"  # shown in place of a line of this package
 _PACKAGE = pathlib.Path(__file__).parent.parent
+_CAST = str(_PACKAGE / "_autocast" / "cast.py")
 # The demonstration counts as a user's program.
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\](?!jmpscale[/\\]__main__)")
 # Packages whose lines say less than the lines of other installed packages that call them.
@@ -34,17 +35,26 @@ def user_lines(eqn: core.JaxprEqn, function: str = "", file: str = "", depth: in
     them, its callers are omitted: JAX traces a compiled function once, so its equations show the first call. A `depth`
     of 1 adds the lines in other installed packages, and 2 also the lines of layers in libraries.
     """
-    traceback: Any = eqn.source_info.traceback
-    frames = [frame for frame in traceback.frames if not _JAX.search(frame.file_name)] if traceback else []
-    if (
-        frames and is_own(frames[0].file_name) and not frames[0].file_name.endswith("_cast_tree.py")
-    ):  # the innermost one
+    frames = _frames(eqn)
+    if frames and is_own(frames[0].file_name) and not is_in_cast(eqn):
         return (SCALING,)
     nearest = min((_distance(frame.file_name) for frame in frames), default=2)
     users = [frame for frame in frames if _distance(frame.file_name) <= max(nearest, depth)] if nearest < 2 else []
     calls = [i for i, x in enumerate(users) if (x.file_name, x.function_name.rpartition(".")[2]) == (file, function)]
     inside = users[: calls[-1] + 1] if calls else users
     return tuple(_describe(x.file_name, x.line_num, x.function_name) for x in reversed(inside))
+
+
+def is_in_cast(eqn: core.JaxprEqn) -> bool:
+    """Tests whether an equation is the conversion of an array by `jmpscale.cast`."""
+    frames = _frames(eqn)
+    return bool(frames) and frames[0].file_name == _CAST
+
+
+def _frames(eqn: core.JaxprEqn) -> list[Any]:
+    """Returns the frames of an equation outside of JAX, innermost first."""
+    traceback: Any = eqn.source_info.traceback
+    return [frame for frame in traceback.frames if not _JAX.search(frame.file_name)] if traceback else []
 
 
 def expression_of(eqn: core.JaxprEqn) -> tuple[Hashable, ...]:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._base.jaxpr import Caller
-from jmpscale._base.source import expression_of, is_in_inner_gradient
+from jmpscale._base.source import expression_of, is_in_cast, is_in_inner_gradient
 from jmpscale._diagnosis.blocks import Block, BlockProgram
 from jmpscale._diagnosis.float32 import run_as_written, run_in_float32
 from jmpscale._diagnosis.interpret import Interpreter, literal, widen
@@ -154,8 +154,10 @@ def _calls(forward: Iterable[Operation]) -> dict[Path, int]:
     """Returns how often a program calls its lines, such as for the layers of a loop in Python.
 
     An expression has several operations of the same kind in each call if `autocast` converts both operands of a matmul.
+    One call of `jmpscale.cast` converts several arrays.
     """
-    sizes = collections.Counter((x.paths[0], x.eqn.primitive, expression_of(x.eqn)) for x in forward)
+    calls_of = (x for x in forward if not is_in_cast(x.eqn))
+    sizes = collections.Counter((x.paths[0], x.eqn.primitive, expression_of(x.eqn)) for x in calls_of)
     calls: dict[Path, int] = {}
     for (path, *_), size in sizes.items():
         calls[path] = min(size, calls.get(path, size))
