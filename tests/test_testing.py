@@ -500,7 +500,7 @@ WRONG = {  # as RIGHT, and the words of the message
     "flag of one part": (_with_flag_of_one_part, rf"{PART}: the change of state\[0\]\['outer'\] .* 100%\. {HIDDEN}"),
     "loss with statistics": (
         _with_statistics_in_the_loss,
-        "the loss passed to update is not finite at .*: pass it alone",
+        "the loss passed to update is not finite at .*: pass the unscaled loss",
     ),
     "outer scaler": (_four_steps_with_one_scale, "4 steps were skipped at .* the scaler that the loop carries"),
     "part that is not scaled": (
