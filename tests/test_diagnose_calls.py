@@ -169,7 +169,7 @@ def call_layer(cls, extra, *inputs):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("flax", "arguments", "count"), [(linen, LINEN, 20), (nnx, NNX, 15)], ids=["Linen", "NNX"])
+@pytest.mark.parametrize(("flax", "arguments", "count"), [(linen, LINEN, 15), (nnx, NNX, 15)], ids=["Linen", "NNX"])
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("standard_promotion")
 def test_layers_of_flax_run_in_float32_or_are_listed(flax, arguments, count):
