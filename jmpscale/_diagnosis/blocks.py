@@ -83,10 +83,11 @@ class BlockProgram:
                 called = called_jaxpr(eqn)
                 constants = self._new_values(len(called.consts))
                 self.constants.update(zip(constants, called.consts, strict=True))
-                results = self._inline(called.jaxpr, [*constants, *operands], caller.inside(eqn))
+                results: Sequence[Value] = self._inline(called.jaxpr, [*constants, *operands], caller.inside(eqn))
             else:
-                results = self._new_values(len(eqn.outvars))
-                self._calls.append(Call(eqn, caller, operands, results))
+                defined = self._new_values(len(eqn.outvars))
+                self._calls.append(Call(eqn, caller, operands, defined))
+                results = defined
             values.update(zip(eqn.outvars, results, strict=True))
         return list(map(read, jaxpr.outvars))
 
