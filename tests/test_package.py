@@ -176,7 +176,7 @@ def test_extras_that_are_named_exist():
     paths += [*(ROOT / "docs").rglob("*.md"), *(ROOT / "notebooks").glob("*.ipynb")]
     texts = {path: path.read_text() for path in paths}
     named = {
-        (str(path.relative_to(ROOT)), extra)
+        (path.name, extra)
         for path, text in texts.items()
         for found in IN_BRACKETS.findall(text) + IN_WORDS.findall(text)
         for extra in re.findall(r"[a-z-]+", found.replace(" and ", ","))
