@@ -1,9 +1,8 @@
 """Measures what a diagnosis costs, relative to compiling and running the step once: `python -m benchmarks.diagnosis`.
 
 The step is the gradient of a program in which a loss scale fits, or of one with scores that overflow in one layer,
-whose line is searched for. A figure is the median of the CPU time of all threads
-in seconds. The later diagnosis follows the first one in the same process, which has compiled the operations that are
-not part of the program.
+whose line is searched for. A figure is the median of the CPU time of all threads in seconds. The later diagnosis
+follows the first one in the same process, which has compiled the operations that are not part of the program.
 """
 
 import argparse
