@@ -75,6 +75,17 @@ def test_diagnose_names_the_call_of_a_line_with_casts_and_matmuls():
     assert f" The error begins at {place}, calls 1, 2, 3 of 5. Compute {place} in float32" in diagnosis.summary
 
 
+@pytest.mark.full
+def test_diagnose_names_the_call_that_overflows_and_not_the_calls_whose_rounding_it_amplifies():
+    layers = [w / 8 for w in LAYERS]
+    layers[WRONG - 1] = normal(WRONG, 8, 8, scale=1e6)
+    summary = jmpscale.diagnose(jmpscale.autocast(matmuls))(
+        jmpscale.dynamic(2.0**-4, min_scale=2.0**-20), layers, X
+    ).summary
+    place = f"test_diagnose_layers.py:{fault_line(matmuls)} (matmuls)"
+    assert f"overflows: convert_element_type at {place}, call 3 of 5, reaches " in summary
+
+
 def cast_by_hand(layers, x):
     half, x = jmpscale.cast((layers, x), H)  # fault
     return jnp.mean(sum(x @ w for w in half).astype(jnp.float32))

@@ -66,8 +66,8 @@ def _explain(findings: Findings, present: int, with_float32_results: Callable[[]
     finite = math.isfinite(findings.loss) and scales.best is not None
     causes = trials.find_causes(lines, finite=finite) if lines and lines.paths else []
     cause = next(iter(causes), None)
-    first = {x.site.part: x.site for x in reversed(causes)}  # the first cause of each part
-    calls = {part: found for part, site in first.items() if lines and (found := trials.find_calls(site, lines))}
+    first = {x.site.part: x for x in reversed(causes)}  # the first cause of each part
+    calls = {part: found for part, x in first.items() if lines and (found := trials.find_calls(x, lines))}
     is_rounded = cause and cause.reason is Reason.ROUNDING and finite and not cause.site.part.backward
     elsewhere = trials.forward_error_elsewhere() if is_rounded else math.inf
     form = with_float32_results() if lines and lines.paths else None

@@ -233,19 +233,27 @@ class Trials:
                 return sorted(causes, key=rank)
         return [Cause(next(iter(kept)), Reason.ROUNDING)]
 
-    def find_calls(self, site: Site, lines: Lines) -> Calls | None:
+    def find_calls(self, cause: Cause, lines: Lines) -> Calls | None:
         """Finds the few calls of a line of which each one is wrong if it alone computes as it is written.
 
-        Returns None if there are none, or many, as if the line is called once.
+        If the line overflows or underflows, a call in which it only rounds does not count, although the overflow may
+        amplify its rounding. Returns None if there are none, or many, as if the line is called once.
         """
-        kept, count, size = self.kept(lines.paths), self.step.calls.get(site.part.path, 1), self.step.counts[site]
+        site, kept = cause.site, self.kept(lines.paths)
+        count, size = self.step.calls.get(site.part.path, 1), self.step.counts[site]
         if count == 1 or size % count:  # the backward pass of the first layer may have fewer operations
             return None
 
-        def is_wrong(calls: range) -> bool:
-            modes = [Mode.AS_WRITTEN if i in calls else Mode.FLOAT32 for i in range(count)]
+        def error(calls: range, mode: Mode) -> float:
+            modes = [mode if i in calls else Mode.FLOAT32 for i in range(count)]
             of_operations = tuple(mode for mode in modes for _ in range(size // count))
-            return self.error(kept | {site: of_operations}, Mode.AS_WRITTEN, lines.exponent) > LARGEST_ERROR
+            return self.error(kept | {site: of_operations}, Mode.AS_WRITTEN, lines.exponent)
+
+        def is_wrong(calls: range) -> bool:
+            as_written = error(calls, Mode.AS_WRITTEN)
+            if as_written <= LARGEST_ERROR or cause.reason is Reason.ROUNDING:
+                return as_written > LARGEST_ERROR
+            return as_written > 2 * error(calls, Mode.RANGE)  # without values out of range, the two are equal
 
         found: list[int] = []
         pending = [range(count)]
