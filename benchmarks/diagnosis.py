@@ -72,6 +72,13 @@ def demonstration(params, tokens):
     return shard_loss(params, tokens, 2.0**19)
 
 
+def layers_with_overflow(count, faulty):
+    """Returns layers in a Python loop, of which one overflows, and their arguments."""
+    layers = [{name: w[i] for name, w in init_layers(count).items()} for i in range(count)]
+    layers[faulty]["query"] *= 9e3
+    return unrolled, layers, jax.random.normal(jax.random.key(1), (4, 32, WIDTH))
+
+
 def programs():
     """Returns the loss functions and their arguments, by name."""
     normal = functools.partial(jax.random.normal, jax.random.key(1))
@@ -79,10 +86,9 @@ def programs():
     shape = SEQUENCES, SHARD_TOKENS // SEQUENCES + 1
     tokens = jax.random.randint(jax.random.key(2), shape, 0, ALPHABET)
     layers = [{name: w[i] for name, w in init_layers(12).items()} for i in range(12)]
-    faulty = [w | {"query": w["query"] * (9e3 if i == FAULTY else 1)} for i, w in enumerate(layers)]
     return {
         "12 layers": (unrolled, layers, normal((4, 32, WIDTH))),
-        OVERFLOW: (unrolled, faulty, normal((4, 32, WIDTH))),
+        OVERFLOW: layers_with_overflow(12, FAULTY),
         "recurrence of 2,000 steps": (recurrence, weights, normal((2000, 8, WIDTH))),
         "scan of 24 layers with remat": (scanned, init_layers(24), normal((4, 32, WIDTH))),
         "the demonstration": (demonstration, init(jax.random.key(0), ALPHABET), tokens),
@@ -113,7 +119,11 @@ def main():
     """Prints the figures, and writes them to the results."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.diagnosis", description=__doc__.split("\n\n")[0])
     parser.add_argument("--repeats", type=int, default=3, help="the number of measurements of each figure (default: 3)")
+    parser.add_argument("--layers", type=int, help="print the figures of so many layers alone, of which one overflows")
     options = parser.parse_args()
+    if options.layers:
+        print(json.dumps(measure(options.repeats, *layers_with_overflow(options.layers, options.layers // 2))))
+        return
     figures = {}
     for name, (loss_fn, *args) in programs().items():
         figures[name] = measure(options.repeats, loss_fn, *args)
