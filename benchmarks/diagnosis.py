@@ -72,10 +72,12 @@ def demonstration(params, tokens):
     return shard_loss(params, tokens, 2.0**19)
 
 
-def layers_with_overflow(count, faulty):
-    """Returns layers in a Python loop, of which one overflows, and their arguments."""
-    layers = [{name: w[i] for name, w in init_layers(count).items()} for i in range(count)]
-    layers[faulty]["query"] *= 9e3
+def unrolled_program(count, faulty=None):
+    """Returns layers in a Python loop, of which one may overflow, and their arguments."""
+    stacked = init_layers(count)
+    layers = [{name: w[i] for name, w in stacked.items()} for i in range(count)]
+    if faulty is not None:
+        layers[faulty]["query"] *= 9e3
     return unrolled, layers, jax.random.normal(jax.random.key(1), (4, 32, WIDTH))
 
 
@@ -85,10 +87,9 @@ def programs():
     weights = {name: 0.1 * jax.random.normal(jax.random.key(0), (WIDTH, WIDTH)) for name in ("inputs", "states")}
     shape = SEQUENCES, SHARD_TOKENS // SEQUENCES + 1
     tokens = jax.random.randint(jax.random.key(2), shape, 0, ALPHABET)
-    layers = [{name: w[i] for name, w in init_layers(12).items()} for i in range(12)]
     return {
-        "12 layers": (unrolled, layers, normal((4, 32, WIDTH))),
-        OVERFLOW: layers_with_overflow(12, FAULTY),
+        "12 layers": unrolled_program(12),
+        OVERFLOW: unrolled_program(12, FAULTY),
         "recurrence of 2,000 steps": (recurrence, weights, normal((2000, 8, WIDTH))),
         "scan of 24 layers with remat": (scanned, init_layers(24), normal((4, 32, WIDTH))),
         "the demonstration": (demonstration, init(jax.random.key(0), ALPHABET), tokens),
@@ -122,7 +123,7 @@ def main():
     parser.add_argument("--layers", type=int, help="print the figures of so many layers alone, of which one overflows")
     options = parser.parse_args()
     if options.layers:
-        print(json.dumps(measure(options.repeats, *layers_with_overflow(options.layers, options.layers // 2))))
+        print(json.dumps(measure(options.repeats, *unrolled_program(options.layers, options.layers // 2))))
         return
     figures = {}
     for name, (loss_fn, *args) in programs().items():

@@ -104,9 +104,14 @@ def scaled_backward(
     return scaled_backward_fun
 
 
+def reads_arguments(scale: Any) -> bool:
+    """Tests whether a scale is a function of the arguments of `fun`; a container of arrays may be callable, too."""
+    return callable(scale) and not any(map(is_array, jax.tree.leaves(scale)))
+
+
 def _read_loss_scale(scale: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> jax.Array | None:
     """Returns the loss scale, f32[], or None if scaling is disabled."""
-    is_function = callable(scale) and not any(map(is_array, jax.tree.leaves(scale)))  # containers may be callable too
+    is_function = reads_arguments(scale)
     source = scale(*args, **kwargs) if is_function else scale
     leaves = jax.tree.leaves(source)  # an nnx.Variable is a container of one array
     if len(leaves) == 1 and is_array(leaves[0]):

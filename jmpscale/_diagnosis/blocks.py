@@ -118,7 +118,7 @@ def first_equations(digests: Sequence[int], window: int) -> list[int]:
     """
     found = [(digest, -i) for i, digest in enumerate(digests)]
     last = len(found) - window
-    return sorted({-min(found[i : i + window])[1] for i in range(last + 1)} | set(range(min(len(found), 1))))
+    return sorted({-min(found[i : i + window])[1] for i in range(last + 1)} | ({0} if found else set()))
 
 
 def _digest(call: Call) -> int:

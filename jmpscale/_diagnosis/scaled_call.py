@@ -5,11 +5,12 @@ from typing import Any
 
 import jax
 
+from jmpscale._algorithm.scaled_backward import reads_arguments
 from jmpscale._base.frameworks import imported, is_nnx_object
 from jmpscale._base.gradients import GradientCall, ScaledCall
 from jmpscale._base.text import describe
 from jmpscale._base.trace import trace
-from jmpscale._base.tree import PyTree, find_instances, is_array, is_inexact, is_traced
+from jmpscale._base.tree import PyTree, find_instances, is_inexact, is_traced
 from jmpscale._state import ScalerState, static
 
 
@@ -47,9 +48,7 @@ def differentiated_call(call: ScaledCall) -> GradientCall | None:
         return (out[0], out[1]) if is_pair else (out, None)
 
     args, kwargs = jax.tree.unflatten(treedef, map(_value, leaves))
-    source = call.scale
-    if callable(source) and not any(map(is_array, jax.tree.leaves(source))):
-        source = source(*args, **kwargs)
+    source = call.scale(*args, **kwargs) if reads_arguments(call.scale) else call.scale
     return GradientCall(loss_and_aux, 0, True, _with_respect_to(chosen), _scaler(source), args, kwargs)
 
 

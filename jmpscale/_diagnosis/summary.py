@@ -271,8 +271,10 @@ def _describe_cause(findings: Findings, cause: Cause, lines: Lines) -> str:
             f"{CHANGE:.0%}, the error is {format_percentage(findings.error_elsewhere)}. {advice} The error begins at "
             f"{place}."
         )
-    calls = f"{_calls(findings, site)}," if _calls(findings, site) else ""
+    calls = _calls(findings, site)
     name, limit = f"{site.operation} at {findings.name(site.part.path)}{calls}", site.limit
+    if calls:
+        name += ","  # after an insertion
     if cause.reason is Reason.UNDERFLOW:
         fraction = format_percentage(statistics.underflow)
         what = f"underflows: {name} has {fraction} of its values below the smallest normal number of {site.dtype}"
