@@ -13,7 +13,6 @@ from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._algorithm.grad import loss_and_output
 from jmpscale._algorithm.scaling import is_whole_loss, multiply_leaf, one_if_finite, unscale_leaves
 from jmpscale._base.axes import map_like
-from jmpscale._base.gradients import ScaledCall, observe
 from jmpscale._base.options import requires_names
 from jmpscale._base.text import describe
 from jmpscale._base.trace import lift_nnx, trace
@@ -94,7 +93,6 @@ def scaled_backward(
     # Has the signature of fun, in which nnx.value_and_grad finds the positions of keyword arguments.
     @functools.wraps(fun, updated=())
     def scaled_backward_fun(*args: P.args, **kwargs: P.kwargs) -> T:
-        observe(ScaledCall(fun, scale, has_aux, args, kwargs))  # by diagnose_step
         loss_scale = _read_loss_scale(scale, args, kwargs)
         if loss_scale is None:
             return fun(*args, **kwargs)

@@ -102,6 +102,13 @@ def is_backward(eqn: core.JaxprEqn) -> bool:
     return any(type(scope).__name__ != "Scope" and scope.name == "transpose" for scope in name_stack.stack)
 
 
+def is_differentiated(eqn: core.JaxprEqn) -> bool:
+    """Tests whether the scopes of an equation show that it is part of a function that is differentiated."""
+    name_stack: Any = eqn.source_info.name_stack
+    transforms = {scope.name for scope in name_stack.stack if type(scope).__name__ != "Scope"}
+    return not transforms.isdisjoint({"jvp", "transpose"})
+
+
 def is_in_inner_gradient(eqn: core.JaxprEqn) -> bool:
     """Tests whether an equation is in the backward pass of a gradient that a differentiated function contains."""
     name_stack: Any = eqn.source_info.name_stack

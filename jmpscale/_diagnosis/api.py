@@ -16,6 +16,7 @@ from jmpscale._diagnosis.examine import examine
 from jmpscale._diagnosis.not_finite import non_finite_arguments
 from jmpscale._diagnosis.report import Diagnosis
 from jmpscale._diagnosis.step import check_concrete, trace_step, trace_with_float32_results
+from jmpscale._diagnosis.whole_step import WholeStep
 from jmpscale._guards.scaler import scale_on_host
 from jmpscale._state import ScalerState
 
@@ -96,9 +97,8 @@ def diagnose(
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
             step = trace_step(loss_and_grads, args, kwargs)
             return examine(
-                step,
+                WholeStep(step, tuple(names)),
                 state,
-                names,
                 lambda: non_finite_arguments(fun, args, kwargs),
                 lambda: trace_with_float32_results(loss_and_grads, args, kwargs),
             )

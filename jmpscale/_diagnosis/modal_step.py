@@ -5,6 +5,8 @@ modes finds the lines that must compute in float32 by changing them.
 """
 
 import collections
+import copy
+import functools
 from collections.abc import Collection, Hashable, Iterable
 from typing import Any, NamedTuple
 
@@ -18,7 +20,8 @@ from jmpscale._base.source import expression_of, is_in_cast, is_in_inner_gradien
 from jmpscale._diagnosis.blocks import Block, BlockProgram
 from jmpscale._diagnosis.float32 import run_as_written, run_in_float32
 from jmpscale._diagnosis.interpret import Interpreter, literal, widen
-from jmpscale._diagnosis.modes import Modal, Mode, Modes, Part, Run, Site
+from jmpscale._diagnosis.modes import PRECISION, RECORD, Modal, Mode, Modes, Part, Run, Site
+from jmpscale._diagnosis.passes import Pass
 from jmpscale._diagnosis.program import Operation, Path, program_operations
 from jmpscale._diagnosis.step import Step, compiled
 
@@ -28,13 +31,13 @@ class ModalStep:
 
     def __init__(self, step: Step, modal: Modal) -> None:
         self.consts = [widen(jnp.asarray(x)) for x in step.consts]
-        everything = program_operations(step.jaxpr)
+        self._outputs = slice(None)
+        self._count = step.measured or len(step.jaxpr.outvars)
+        everything = program_operations(step.jaxpr, self._count)
         with_mode = [(x, dtype) for x in everything if (dtype := modal.dtype(x)) is not None]
         shortest = _shortest({path for x, _ in with_mode for path in x.paths})
         sites = {
-            x.key: dict.fromkeys(
-                Site(Part(shortest[path], x.backward), x.eqn.primitive.name, dtype) for path in x.paths
-            )
+            x.key: dict.fromkeys(Site(Part(shortest[path], x.pass_), x.eqn.primitive.name, dtype) for path in x.paths)
             for x, dtype in with_mode
         }
         self.sites = list(dict.fromkeys(site for group in sites.values() for site in group))
@@ -53,6 +56,23 @@ class ModalStep:
             found[x.key] = _Placed(x, {site: seen[site] for site in sites.get(x.key, ())})
             seen.update(found[x.key].sites.keys())
         self._placed = self._compile(found, modal)
+
+    def of_gradients(self) -> "ModalStep":
+        """Returns a view of the step that returns the loss and the gradients, without the operations of the update."""
+        return self._view({Pass.FORWARD, Pass.BACKWARD}, slice(0, self._count))
+
+    def of_results(self) -> "ModalStep":
+        """Returns a view of the step that returns the results that follow the gradients."""
+        return self._view(set(Pass), slice(self._count, None))
+
+    def _view(self, passes: Collection[Pass], outputs: slice) -> "ModalStep":
+        view = copy.copy(self)
+        view.sites = [site for site in self.sites if site.part.pass_ in passes]
+        view.parts = list(dict.fromkeys(site.part for site in view.sites))
+        used = {part.path for part in view.parts}
+        view.paths = [path for path in self.paths if path in used]
+        view._outputs = outputs
+        return view
 
     def _compile(self, found: dict[Any, "_Placed"], modal: Modal) -> list["_PlacedBlock"]:
         """Returns the blocks, of which equal ones share a compiled function."""
@@ -89,7 +109,8 @@ class ModalStep:
                 del values[i]
             records.append(recorded)
             self.not_entered |= {placed[i].operation: None for i in function.not_entered}
-        outputs = [literal(x) if isinstance(x, core.Literal) else values[x] for x in program.outputs]
+        wanted = program.outputs[self._outputs]
+        outputs = [literal(x) if isinstance(x, core.Literal) else values[x] for x in wanted]
         return outputs, self._largest(jax.device_get(records))
 
     def _largest(self, records: list[dict[int, np.ndarray]]) -> dict[Site, Any]:
@@ -100,6 +121,22 @@ class ModalStep:
                 for site in block.placed[i].sites:
                     largest[site] = np.maximum(largest.get(site, 0), numbers)
         return {site: largest[site].tolist() for site in self.sites if site in largest}
+
+
+class ModalPrograms:
+    """The two forms of a step that its trials run, each compiled once."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+
+    @functools.cached_property
+    def precision(self) -> ModalStep:
+        return ModalStep(self._step, PRECISION)
+
+    @functools.cached_property
+    def recording(self) -> ModalStep:
+        """A separate program, because the other runs need no statistics, which can take most of the time of a run."""
+        return ModalStep(self._step, RECORD)
 
 
 class _Placed(NamedTuple):

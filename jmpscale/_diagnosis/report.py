@@ -20,7 +20,7 @@ class DiagnosisRow:
 
     Attributes:
       line: the user's line, such as `model.py:41 (mlp)`.
-      backward: whether the row is about the backward pass.
+      pass_: the pass: `"forward"`, `"backward"` or `"update"`, which is what the step does apart from the gradients.
       operation: the name of the first JAX primitive that overflows, or else of the one with the largest result.
       dtype: the name of the dtype of its result.
       max_abs: the largest finite magnitude in float32.
@@ -36,7 +36,7 @@ class DiagnosisRow:
     """
 
     line: str
-    backward: bool
+    pass_: str
     operation: str
     dtype: str
     max_abs: float
@@ -47,9 +47,34 @@ class DiagnosisRow:
     calls: str = ""
 
     @property
+    def backward(self) -> bool:
+        """Whether the row is about the backward pass."""
+        return self.pass_ == "backward"
+
+    @property
     def headroom(self) -> float:
         """The number of bits by which the result could grow before it overflows."""
         return math.log2(float(jnp.finfo(self.dtype).max) / self.max_abs) if self.max_abs else math.inf
+
+
+@dataclasses.dataclass(frozen=True)
+class DiagnosisChange:
+    """What a training step makes of a leaf of its state, or another result; created by `diagnose_step`.
+
+    Attributes:
+      name: the leaf, such as `params['w']`, or the result, such as `result['accuracy']`.
+      dtype: the name of its dtype.
+      is_state: whether it is a leaf of the state.
+      error: the L2 norm of the difference between its change and the change that an update in float32 makes, with the
+        same gradients, relative to the norm of that change. A leaf to which no gradient leads, such as a running mean,
+        is compared with the whole step in float32; a result is compared by its value. Infinite if a value is finite in
+        float32 only.
+    """
+
+    name: str
+    dtype: str
+    is_state: bool
+    error: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +82,7 @@ class Diagnosis:
     """What half precision does to a training step; created by `diagnose`.
 
     Attributes:
-      loss: the loss, as the program is written.
+      loss: the loss, as the program is written; None if the step does not return it.
       loss_float32: the loss of the same program in float32.
       gradient_error: the L2 norm of the difference between a gradient at the current scale and in float32, relative to
         the norm in float32, for the worst parameter. It is infinite if a gradient is not finite.
@@ -74,10 +99,13 @@ class Diagnosis:
         at the current scale; if there are `lines`, at a scale that fits once they compute in float32.
       not_entered: the operations that run as written, in the float32 run too, such as kernels.
       summary: the result in one to four sentences, with the remedy if one is needed.
+      changes: a `DiagnosisChange` for each leaf of the state, and for each other result, that half precision may change
+        other than through the gradients; only of a diagnosis by `diagnose_step`.
+      state: the arguments of the step that it returns, which are its state; only by `diagnose_step`.
     """
 
-    loss: float
-    loss_float32: float
+    loss: float | None
+    loss_float32: float | None
     gradient_error: float
     loss_scale: float
     fitting_scales: tuple[float, float] | None
@@ -86,6 +114,8 @@ class Diagnosis:
     rows: tuple[DiagnosisRow, ...]
     not_entered: tuple[str, ...]
     summary: str
+    changes: tuple[DiagnosisChange, ...] = ()
+    state: tuple[str, ...] = ()
 
     def describe(self, limit: int = 20) -> str:
         """Returns the summary and a table of the lines, in 100 columns.
@@ -137,7 +167,7 @@ def worst_first(rows: Iterable[DiagnosisRow]) -> list[DiagnosisRow]:
 def _cells(row: DiagnosisRow) -> list[str]:
     return [
         row.line,
-        "backward" if row.backward else "forward",
+        row.pass_,
         row.dtype,
         f"{row.max_abs:.3g}",
         f"{row.headroom:.1f}",

@@ -27,7 +27,10 @@ class Findings(NamedTuple):
     errors: Errors  # of the gradients at the present scale
     scale: float  # the present scale
     config: ScalerConfig
+    has_scaler: bool  # otherwise the scale is 1, and cannot change
     gradients: tuple[str, ...]  # their names, as Python code
+    paths: tuple[Path, ...]  # all lines with results in half precision
+    not_finite: str = ""  # what makes the step infinite or NaN, in float32 too
     is_new: bool = False  # whether the scaler has seen no step
     scales: Scales = Scales({}, None, None)
     lines: Lines | None = None  # that must compute in float32, if they were looked for and found
@@ -73,21 +76,21 @@ class Findings(NamedTuple):
 
     def name(self, path: Path, named: Collection[Path] = ()) -> str:
         """Returns the name of a line, with a line that calls it if another call of it is not named."""
-        others = [other for other in self.trials.step.paths if other[-1] == path[-1] and other not in (path, *named)]
+        others = [other for other in self.paths if other[-1] == path[-1] and other not in (path, *named)]
         calls = (n for n in range(2, len(path) + 1) if all(other[-n:] != path[-n:] for other in others))
         first = next(calls, 1) if others else 1
         return path[-1] if first == 1 else f"{path[-1]}, called at {path[-first]}"
 
     def names(self, paths: Collection[Path]) -> str:
         """Returns the names of lines, as in `a, b and c`."""
-        return _enumerate(list(dict.fromkeys(self.name(path, paths) for path in paths)), limit=12)
+        return enumerate_names(list(dict.fromkeys(self.name(path, paths) for path in paths)), limit=12)
 
 
 def describe_arguments(names: Sequence[str]) -> str:
     """Describes arguments that make the step useless."""
     return (
-        f"Infinities or NaN in {_enumerate(names)} reach the loss or a gradient: with zeros in their place, the loss "
-        "and the gradients are finite. Correct the data, or gate the state that a skipped step has changed."
+        f"Infinities or NaN in {enumerate_names(names)} reach the loss or a gradient: with zeros in their place, the "
+        "loss and the gradients are finite. Correct the data, or gate the state that a skipped step has changed."
     )
 
 
@@ -112,12 +115,18 @@ def describe_comparison(not_entered: Sequence[str]) -> str:
     if not not_entered:
         return ""
     verb = "runs" if len(not_entered) == 1 else "run"
-    return f"The comparison is not entirely float32: {_enumerate(not_entered)} {verb} in half precision in it, too. "
+    return (
+        f"The comparison is not entirely float32: {enumerate_names(not_entered)} {verb} in half precision in it, too. "
+    )
 
 
 def summarize(findings: Findings) -> str:
     """Describes a step that is finite in float32."""
+    if not findings.gradients:
+        return "The step computes no gradient."
     if not findings.trials.step.sites and not findings.trials.not_entered:
+        if not findings.has_scaler:
+            return "The gradients have no result in half precision."
         return (
             "The program has no result in half precision, and needs no loss scale. jmpscale.autocast converts its "
             'matmuls to half precision, except those with precision="highest" and contractions of at most 4 elements.'
@@ -125,6 +134,8 @@ def summarize(findings: Findings) -> str:
     if not findings.accurate:
         return _describe_lines(findings)
     is_measured = findings.trials.decisive.any()
+    if not findings.has_scaler:
+        return _describe_errors(findings) if is_measured else _describe_useless_gradients(findings)
     if not findings.scale_fits:
         text = f"{_describe_range(findings)} {_describe_scale(findings)}"
         if not is_measured:  # a call would be built on gradients that are noise
@@ -134,8 +145,12 @@ def summarize(findings: Findings) -> str:
         return f"{text} Use {_call_that_fits(findings)}. At the best scale {error}{part}"
     if not is_measured:
         return _describe_useless_gradients(findings)
+    return f"{_describe_range(findings)}{_describe_margin(findings)} {_describe_errors(findings)}"
+
+
+def _describe_errors(findings: Findings) -> str:
     error = f"The gradients differ from float32 {_by_gradient(findings, findings.errors)}."
-    return f"{_describe_range(findings)}{_describe_margin(findings)} {error}{_largest_part(findings, findings.alone)}"
+    return f"{error}{_largest_part(findings, findings.alone)}"
 
 
 def _describe_useless_gradients(findings: Findings) -> str:
@@ -165,7 +180,7 @@ def _describe_scale(findings: Findings) -> str:
     what = f"It is too {'small' if _is_small(findings) else 'large'}: the gradients"
     if not math.isfinite(findings.error):
         return f"{what} are not finite."
-    return f"{what} differ from float32 {_by(findings.error)}."
+    return f"{what} differ from float32 {by(findings.error)}."
 
 
 def _is_small(findings: Findings) -> bool:
@@ -227,16 +242,16 @@ def _largest_part(findings: Findings, alone: Mapping[Part, float]) -> str:
     part, error = max(alone.items(), key=lambda item: item[1])
     which = "backward" if part.backward else "forward"
     name = findings.name(part.path)
-    return f" With only the {which} pass of {name} in half precision, they differ {_by(error)}."
+    return f" With only the {which} pass of {name} in half precision, they differ {by(error)}."
 
 
 def _by_gradient(findings: Findings, errors: Errors | None) -> str:
     """Returns the largest error, with the gradient that has it if it is large and one of several."""
     if errors is None or not len(errors) or not LARGE_ERROR <= largest(errors) < math.inf or len(errors) == 1:
-        return _by(math.inf if errors is None else largest(errors))
+        return by(math.inf if errors is None else largest(errors))
     worst, norms = int(np.argmax(errors)), findings.trials.measured.norms[1:]
     share = float(norms[worst] / np.linalg.norm(norms))
-    return f"{_by(largest(errors))}, in {findings.gradients[worst]}, which has {format_percentage(share)} of their norm"
+    return f"{by(largest(errors))}, in {findings.gradients[worst]}, which has {format_percentage(share)} of their norm"
 
 
 # --- Lines must compute in float32. ---
@@ -284,6 +299,8 @@ def _describe_cause(findings: Findings, cause: Cause, lines: Lines) -> str:
         )
     else:
         what = f"overflows: {name} is not finite, although its results fit: a partial sum exceeds {limit:g}"
+    if not findings.has_scaler:
+        return f"The {site.part.pass_.value} pass {what}."
     if site.part.backward:
         return f"No loss scale fits. At {format_scale(2.0**lines.exponent)}, the backward pass {what}."
     return f"The forward pass {what}. A loss scale cannot prevent that."
@@ -307,6 +324,8 @@ def _remedy(findings: Findings, cause: Cause, lines: Lines) -> str:
         else ', with precision="highest" where autocast converts a matmul'
     )
     text = f"Compute {findings.names(lines.paths)} in float32{how}: {_promise(findings, scales)}"
+    if not findings.has_scaler and cause.reason is Reason.UNDERFLOW and cause.site.part.backward:
+        text = f"Scale the loss, with jmpscale.value_and_grad and a scaler. Or c{text[1:]}"
     remaining = {part: error for part, error in findings.alone.items() if part.path not in paths}
     is_left = remaining and LARGE_ERROR <= scales.smallest_error < math.inf
     left = _in_packages(findings, lines) + (_largest_part(findings, remaining) if is_left else "")
@@ -320,7 +339,7 @@ def _remedy(findings: Findings, cause: Cause, lines: Lines) -> str:
 def _promise(findings: Findings, scales: Scales) -> str:
     """Describes the errors and the scales after an edit, with a call if the present scale does not fit then."""
     text = f"then the gradients differ from float32 {_by_gradient(findings, scales.errors_at_best)}"
-    if scales.fitting is None:
+    if scales.fitting is None or not findings.has_scaler:
         return text
     low, high = scales.fitting
     text = f"{text}, and loss scales from {format_scale(2.0**low)} to {format_scale(2.0**high)} fit"
@@ -344,7 +363,7 @@ def _in_packages(findings: Findings, lines: Lines) -> str:
     if not installed:
         return ""
     own = [next((line for line in reversed(path) if not is_installed(line)), "the call") for path in installed]
-    calls = _enumerate(list(dict.fromkeys(own)))
+    calls = enumerate_names(list(dict.fromkeys(own)))
     operations = {site.operation for site in findings.trials.step.sites if site.part.path in installed}
     package = "pass the package float32 as its dtype, or copy the function"
     if operations <= MATMULS | {"convert_element_type"}:
@@ -360,17 +379,18 @@ def _difference(findings: Findings) -> str:
     if not math.isfinite(findings.loss):
         return f"The loss is {findings.loss}, but in float32 it is {findings.trials.loss:.4g}"
     if findings.scales.best is None:
-        return "The gradients are not finite at any loss scale, but are finite in float32"
+        where = "" if not findings.has_scaler else " at any loss scale"
+        return f"The gradients are not finite{where}, but are finite in float32"
     if findings.scales.fitting is None:
-        return f"The gradients differ from float32 {_by(findings.scales.smallest_error)}"
-    return f"The loss differs from float32 {_by(findings.loss_error)}"
+        return f"The gradients differ from float32 {by(findings.scales.smallest_error)}"
+    return f"The loss differs from float32 {by(findings.loss_error)}"
 
 
-def _by(fraction: float) -> str:
+def by(fraction: float) -> str:
     return f"by {format_percentage(fraction).replace('>', 'more than ')}"
 
 
-def _enumerate(names: Sequence[str], limit: int = 4) -> str:
+def enumerate_names(names: Sequence[str], limit: int = 4) -> str:
     """Returns names as in `a, b and c`."""
     if len(names) > limit:
         names = [*names[: limit - 1], f"{len(names) - limit + 1} others"]
