@@ -80,7 +80,7 @@ def _examine_gradients(
         return found + math.inf if depends_on_scale and error_of_loss else found
 
     if scaler is None:
-        scales = at_one_scale(errors + (math.inf if loss_error else 0.0), present)
+        scales = at_one_scale(errors, present)
     else:
         scales = search(errors_at, trials.forward_errors, present, trials.largest_exponent())
     findings = _explain(findings._replace(scales=scales), present, with_float32_results)
@@ -136,7 +136,7 @@ def _diagnosis(
         fitting_scales=(2.0 ** fitting[0], 2.0 ** fitting[1]) if fitting else None,
         scale_errors=tuple((2.0**k, error) for k, error in scales.errors.items()),
         lines=tuple(findings.name(path, lines) for path in lines),
-        rows=tuple(_row(findings, update, part, part.path in lines) for part in step.parts),
+        rows=tuple(row for part in step.parts if (row := _row(findings, update, part, part.path in lines))),
         changes=tuple(
             DiagnosisChange(x.result.name, x.result.dtype.name, x.result.old is not None, x.error)
             for x in update.changes
@@ -147,10 +147,13 @@ def _diagnosis(
     )
 
 
-def _row(findings: Findings, update: Update, part: Part, in_lines: bool) -> DiagnosisRow:
+def _row(findings: Findings, update: Update, part: Part, in_lines: bool) -> DiagnosisRow | None:
+    """Returns the row of a part; None if it was not measured, because the step is not finite."""
     is_update = part.pass_ is Pass.UPDATE
     statistics, alone = (update.statistics, update.alone) if is_update else (findings.statistics, findings.alone)
     found = {site: x for site, x in statistics.items() if site.part == part}
+    if not found:
+        return None
     overflowing = [site for site in found if found[site].overflow > 0]
     first = overflowing[0] if overflowing else max(found, key=lambda site: found[site].max_abs)
     return DiagnosisRow(

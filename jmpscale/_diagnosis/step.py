@@ -15,7 +15,7 @@ from jmpscale._autocast.results import results_in_float32
 from jmpscale._autocast.rules import with_conversions
 from jmpscale._base.frameworks import imported, is_nnx_object
 from jmpscale._base.jaxpr import equations, rewrite
-from jmpscale._base.source import SCALING, user_lines
+from jmpscale._base.source import SCALING, line_of_error, user_lines
 from jmpscale._base.text import describe
 from jmpscale._base.tree import (
     PyTree,
@@ -51,7 +51,7 @@ class Step(NamedTuple):
 LossAndGrads = Callable[[ScalerState, PyTree, PyTree], PyTree]
 Axes = Sequence[tuple[str, int]]  # names and sizes
 # In the scope of another axis, JAX does not read the functions that it has traced already from a cache.
-_NEW_SCOPE = (("jmpscale_float32_results", 1),)
+NEW_SCOPE = (("jmpscale_float32_results", 1),)
 
 
 def trace_step(loss_and_grads: LossAndGrads, args: PyTree, kwargs: PyTree, axes: Axes = ()) -> Step:
@@ -82,8 +82,9 @@ def explain_error(error: Exception) -> None:
     """Says what to do about an error of a training step that is traced."""
     if isinstance(error, UNREADABLE):
         error.add_note(
-            "diagnose_step traces the step, as jax.jit does, so Python cannot read the values of arrays in it. Pass "
-            "the part of the step that jax.jit accepts: the function that computes the gradients and the update."
+            "diagnose_step traces the step, as jax.jit does, so Python cannot read the values of arrays, as it does at "
+            f"{line_of_error(error)}. Pass the part of the step that jax.jit accepts: the function that computes the "
+            "gradients and the update."
         )
     elif isinstance(error, NameError) and "axis name" in str(error):
         error.add_note(
@@ -99,7 +100,7 @@ def trace_with_float32_results(loss_and_grads: LossAndGrads, args: PyTree, kwarg
     """
     with results_in_float32() as request:
         try:
-            step = trace_step(loss_and_grads, args, kwargs, _NEW_SCOPE)
+            step = trace_step(loss_and_grads, args, kwargs, NEW_SCOPE)
         except Exception:  # whatever Python code raises
             return None
     return step if request.is_used else None

@@ -1,11 +1,14 @@
 """The sentences of a diagnosis about the update, and how they join those about the gradients."""
 
 import math
+import re
 
 from jmpscale._base.text import format_percentage
 from jmpscale._diagnosis.summary import Findings, by
 from jmpscale._diagnosis.thresholds import LOST
 from jmpscale._diagnosis.update import Change, Update
+
+_HEALTHY = re.compile(r"The gradients differ from float32 by \S+\.$")
 
 
 def join(gradients: str, findings: Findings, update: Update) -> str:
@@ -14,13 +17,11 @@ def join(gradients: str, findings: Findings, update: Update) -> str:
         text = describe_update(findings, update)
         return f"{gradients} {text}" if gradients and not findings.accurate else f"{text} {gradients}".strip()
     worst = update.worst
-    if worst is None:
+    if worst is None or worst.result.old is None:
         return gradients
-    if worst.result.old is None:
-        text = f"The result {worst.result.name} differs from float32 {by(worst.error)}."
-    else:
-        text = f"The update differs {by(worst.error)}."
-    return f"{gradients} {text}".strip()
+    if _HEALTHY.search(gradients):
+        return f"{gradients.removesuffix('.')}, and the update {by(worst.error)}."
+    return f"{gradients} The update differs from float32 {by(worst.error)}.".strip()
 
 
 def describe_update(findings: Findings, update: Update) -> str:

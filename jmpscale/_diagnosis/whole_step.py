@@ -10,6 +10,7 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from jmpscale._algorithm.get_scaler import is_scaler
+from jmpscale._autocast.results import results_in_float32
 from jmpscale._base.jaxpr import Caller, type_of
 from jmpscale._base.source import is_backward, is_differentiated
 from jmpscale._base.step_call import StepCall, is_array_type
@@ -20,7 +21,7 @@ from jmpscale._diagnosis.gradients import Exposed, evaluate
 from jmpscale._diagnosis.interpret import ENTERED
 from jmpscale._diagnosis.passes import Pass, Passes
 from jmpscale._diagnosis.program import moves_values, narrow_dtype
-from jmpscale._diagnosis.step import Step, explain_error, repeatable
+from jmpscale._diagnosis.step import NEW_SCOPE, Step, explain_error, repeatable
 
 
 class Result(NamedTuple):
@@ -44,12 +45,30 @@ class WholeStep(NamedTuple):
 
 
 def trace_whole_step(call: StepCall) -> WholeStep:
-    """Traces a step once, at any loss scale of its scalers."""
+    """Traces a step once, as a function of the loss scale of its scalers."""
     try:
         out, traced = call.trace()
     except Exception as error:
         explain_error(error)
         raise
+    return _whole_step(call, out, traced)
+
+
+def trace_with_float32_results(call: StepCall) -> Step | None:
+    """Traces the loss and the gradients of a step in which the results of `autocast` are float32.
+
+    Returns None if it has no others, or cannot be traced again, as a step that reads from an iterator.
+    """
+    traced: list[tuple[PyTree, core.ClosedJaxpr]] = []
+    with results_in_float32() as request:
+        try:
+            jax.make_jaxpr(lambda: traced.append(call.trace()), axis_env=list(NEW_SCOPE))()
+        except Exception:  # whatever Python code raises
+            return None
+    return _whole_step(call, *traced[0]).step.of_gradients() if request.is_used else None
+
+
+def _whole_step(call: StepCall, out: PyTree, traced: core.ClosedJaxpr) -> WholeStep:
     check_no_refs(traced.consts, "the values that step closes over")
     program = traced.replace(jaxpr=repeatable(traced.jaxpr))
     arrays = _Arrays(call, out, match_state(call, out, program))
