@@ -444,6 +444,7 @@ def report(rows=ROWS, summary="A sentence.", not_entered=()):
         loss_float32=1.0,
         gradient_error=0.1,
         loss_scale=1.0,
+        scaler=None,
         scale_errors=(),
         lines=(),
         rows=tuple(rows),
