@@ -18,7 +18,7 @@ from jmpscale._diagnosis.summary import (
     find_advice,
     summarize,
 )
-from jmpscale._diagnosis.thresholds import SMALL_ERROR
+from jmpscale._diagnosis.thresholds import SAME_SIZE, SMALL_ERROR, WRONG_ERROR
 from jmpscale._state import ScalerState
 
 
@@ -66,11 +66,20 @@ def examine(
 def _explain(findings: Findings, present: int, with_float32_results: Callable[[], Step | None]) -> Findings:
     """Adds what explains an error for which no scale is the remedy."""
     trials, scales = findings.trials, findings.scales
-    if findings.accurate or not trials.step.sites:
-        return findings
     best = present if scales.best is None else scales.best
     # Scales of which one probably fits if the lines that overflow, or underflow, compute in float32.
-    lines = trials.find_lines([present, best, trials.largest_exponent() - 2, 0, 24, -12])
+    exponents, limit = [present, best, trials.largest_exponent() - 2, 0, 24, -12], WRONG_ERROR
+    if findings.accurate:
+        # An error of rounding may be harmless, but an overflow that changes gradients is a fault.
+        exponent = present if findings.scale_fits else best
+        error = findings.error if findings.scale_fits else scales.smallest_error
+        if error < SMALL_ERROR or not trials.is_wrong_by_overflow(exponent):
+            return findings
+        exponents, limit = [exponent], error / SAME_SIZE
+        findings = findings._replace(overflows=True)
+    if not trials.step.sites:
+        return findings
+    lines = trials.find_lines(exponents, limit)
     finite = math.isfinite(findings.loss) and scales.best is not None
     causes = trials.find_causes(lines, finite=finite) if lines and lines.paths else []
     cause = next(iter(causes), None)

@@ -75,6 +75,7 @@ class Lines(NamedTuple):
     paths: list[Path]
     exponent: int  # of a loss scale that fits then
     scales: Scales
+    limit: float = WRONG_ERROR  # the largest error that is right
 
     @property
     def is_minimal(self) -> bool:
@@ -193,8 +194,16 @@ class Trials:
     def _backward_in_float32(self) -> dict[Site, Mode]:
         return {site: Mode.FLOAT32 for site in self.step.sites if site.part.backward}
 
-    def find_lines(self, exponents: Sequence[int]) -> Lines | None:
-        """Finds a minimal set of lines that must compute in float32, so that the step is right at a loss scale.
+    def is_wrong_by_overflow(self, exponent: int) -> bool:
+        """Tests whether results overflow, and the range of float32 makes the error much smaller."""
+        modes = {x: Mode.RANGE for x, found in self.statistics(2.0**exponent).items() if found.overflow}
+        if not modes:
+            return False
+        written, with_range = (self.error(x, Mode.AS_WRITTEN, exponent) for x in ({}, modes))
+        return with_range < written / SAME_SIZE
+
+    def find_lines(self, exponents: Sequence[int], limit: float = WRONG_ERROR) -> Lines | None:
+        """Finds a minimal set of lines that must compute in float32, so that no error exceeds `limit` at a loss scale.
 
         Returns None if the step is wrong with all lines in float32, too. Of several scales, it is the first one.
         """
@@ -202,7 +211,7 @@ class Trials:
         scales = list(dict.fromkeys(exponents))
 
         def is_right(modes: Modes, exponent: int) -> bool:
-            return self.error(modes, Mode.AS_WRITTEN, exponent) <= WRONG_ERROR
+            return self.error(modes, Mode.AS_WRITTEN, exponent) <= limit
 
         def fits(chosen: Iterable[int]) -> bool:
             modes = self.kept([paths[i] for i in chosen])
@@ -217,7 +226,7 @@ class Trials:
             return None
         kept = [paths[i] for i in smallest_set(len(paths), fits)]
         exponent = next(k for k in exponents if is_right(self.kept(kept), k))
-        return Lines(kept, exponent, self.find_scales(exponent, kept))
+        return Lines(kept, exponent, self.find_scales(exponent, kept), limit)
 
     def find_scales(self, exponent: int, paths: Collection[Path] = ()) -> Scales:
         """Finds the loss scales that fit, beginning with one, if some lines compute in float32."""
@@ -259,7 +268,7 @@ class Trials:
 
         # An error of the forward pass explains the errors of the backward pass.
         for backward in (False, True):
-            wrong = [x for x in kept if x.part.backward == backward and error(x, Mode.AS_WRITTEN) > WRONG_ERROR]
+            wrong = [x for x in kept if x.part.backward == backward and error(x, Mode.AS_WRITTEN) > lines.limit]
             if wrong:
                 largest_error = max(error(x, Mode.AS_WRITTEN) for x in wrong)
                 return sorted([Cause(x, reason(x)) for x in wrong], key=rank)
@@ -269,22 +278,22 @@ class Trials:
         """Finds the few calls of a line of which each one is wrong if it alone computes as it is written.
 
         If the line overflows or underflows, a call in which it only rounds does not count, although the overflow may
-        amplify its rounding. Returns None if there are none, or many, as if the line is called once, and if it is not
-        certain which call an operation belongs to.
+        amplify its rounding. Returns None if there are none, or many, as if the line is called once; if the line is
+        still wrong with these calls in float32; and if it is not certain which call an operation belongs to.
         """
         site, kept = cause.site, self.kept(lines.paths)
         calls = self.step.calls(site)
         if calls is None:
             return None
 
-        def error(chosen: range, mode: Mode) -> float:
-            of_operations = tuple(mode if call in chosen else Mode.FLOAT32 for call in calls.of_operations)
+        def error(chosen: Collection[int], mode: Mode, others: Mode = Mode.FLOAT32) -> float:
+            of_operations = tuple(mode if call in chosen else others for call in calls.of_operations)
             return self.error(kept | {site: of_operations}, Mode.AS_WRITTEN, lines.exponent)
 
         def is_wrong(chosen: range) -> bool:
             as_written = error(chosen, Mode.AS_WRITTEN)
-            if as_written <= WRONG_ERROR or cause.reason in (Reason.ROUNDING, Reason.OVERFLOW_AND_ROUNDING):
-                return as_written > WRONG_ERROR
+            if as_written <= lines.limit or cause.reason in (Reason.ROUNDING, Reason.OVERFLOW_AND_ROUNDING):
+                return as_written > lines.limit
             return as_written > SAME_SIZE * error(chosen, Mode.RANGE)  # equal without values out of range
 
         found: list[int] = []
@@ -296,6 +305,9 @@ class Trials:
                 found += chosen if middle == 0 else []
                 pending += [chosen[middle:], chosen[:middle]] if middle else []
         if not 0 < len(found) <= min(MOST_CALLS, calls.total - 1):
+            return None
+        without = error(found, Mode.FLOAT32, Mode.AS_WRITTEN)
+        if without > lines.limit and not without < error(range(calls.total), Mode.AS_WRITTEN) / SAME_SIZE:
             return None
         inputs = tuple(self._inputs[calls.inputs[i]] for i in sorted(found)) if calls.inputs else ()
         if not all(inputs):  # a cast of an array that is not an argument

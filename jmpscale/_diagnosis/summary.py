@@ -40,6 +40,7 @@ class Findings(NamedTuple):
     gradients: tuple[str, ...]  # their names, as Python code
     is_new: bool = False  # whether the scaler has seen no step
     scales: Scales = Scales({}, None, None)
+    overflows: bool = False  # whether results overflow, and an error is in between for this reason
     lines: Lines | None = None  # that must compute in float32, if they were looked for and found
     cause: Cause | None = None  # where the error begins, if it is known
     calls: Mapping[Part, WrongCalls] = MappingProxyType({})  # the calls of the lines that are wrong alone
@@ -71,8 +72,8 @@ class Findings(NamedTuple):
 
     @property
     def accurate(self) -> bool:
-        """Whether a scale fits, and the loss is right."""
-        return self.scales.fitting is not None and not self.loss_error
+        """Whether a scale fits, the loss is right, and no overflow makes the gradients worse."""
+        return self.scales.fitting is not None and not self.loss_error and not self.overflows
 
     @property
     def error(self) -> float:
@@ -391,9 +392,7 @@ def _describe_near_overflows(findings: Findings, lines: Lines) -> str:
     ]
     if not near:
         return ""
-    names = findings.names(near)
-    verb = "is" if len(set(near)) == 1 else "are"
-    return f" Compute {names} in float32, too: its results {verb} within {MARGIN} bits of an overflow."
+    return f" Compute {findings.names(near)} in float32, too: results are within {MARGIN} bits of an overflow."
 
 
 def _describe_float32_results(findings: Findings) -> str:
