@@ -64,6 +64,10 @@ class ModalStep:
         """Returns the calls of the line of a site that its operations belong to; None if it is not certain."""
         return self._calls.number(site.part.path, self._operations[site])
 
+    def is_recomputed(self, site: Site) -> bool:
+        """Tests whether the operations of a site compute values of the forward pass again in the backward pass."""
+        return all(x.backward and not x.is_transposed for x in self._operations[site])
+
     def _compile(self, found: dict[Any, "_Placed"], modal: Modal) -> list["_PlacedBlock"]:
         """Returns the blocks, of which equal ones share a compiled function."""
         functions: dict[Hashable, _BlockFunction] = {}

@@ -276,10 +276,12 @@ def _describe_lines(findings: Findings) -> str:
 
 def _describe_combined_operations(findings: Findings) -> str:
     overflowing = [site.part.path for site, x in findings.statistics.items() if x.overflow and not site.part.backward]
-    first = f"first {findings.names(overflowing)}, whose results overflow, then " if overflowing else ""
+    remedy = "Compute the function in float32."
+    if overflowing:
+        remedy = f"Compute {findings.names(overflowing)} in float32, whose results overflow, or the whole function."
     return (
         f"{_difference(findings)}, although the operations are right one at a time: the compiler combines operations, "
-        f"such as the products with two constants. Compute in float32 {first}the whole function."
+        f"such as the products with two constants. {remedy}"
     )
 
 
@@ -302,6 +304,8 @@ def _describe_cause(findings: Findings, cause: Cause, lines: Lines) -> str:
         )
     else:
         what = f"{cause.reason.value}: {name} is not finite, although its results fit: a partial sum exceeds {limit:g}"
+    if findings.trials.step.is_recomputed(site):
+        return f"The forward pass, which is computed again, {what}. A loss scale cannot prevent that."
     if site.part.backward:
         return f"No loss scale fits. At {format_scale(2.0**lines.exponent)}, the backward pass {what}."
     return f"The forward pass {what}. A loss scale cannot prevent that."
