@@ -214,9 +214,9 @@ def exp_without_maximum(w, x):
 
 def clipped_cross_entropy(w, x):
     z = (x.astype(H) @ w.astype(H)) * H(2)
-    p = jax.nn.sigmoid(z)  # fault
+    p = jax.nn.sigmoid(z)
     p = jnp.clip(p, H(1e-7), H(1 - 1e-7))
-    return -jnp.mean((jnp.log(p) + jnp.log(H(1) - p)).astype(jnp.float32))
+    return -jnp.mean((jnp.log(p) + jnp.log(H(1) - p)).astype(jnp.float32))  # fault
 
 
 def transducer_normalizer(w, x):
@@ -294,7 +294,7 @@ def large_positions(w, x):
 
 
 def image_positions(w, x):
-    grid = jnp.stack(jnp.meshgrid(jnp.arange(64.0), jnp.arange(64.0)), -1).reshape(-1, 2) * 64 + 0.3
+    grid = jnp.stack(jnp.meshgrid(jnp.arange(64.0), jnp.arange(64.0)), -1).reshape(-1, 2) * 256 + 0.3
     angles = jnp.tile(grid, 4) @ (jnp.tile(jnp.array([[1.0, 0.3], [0.7, 1.0]]), (4, 1)) / 4)  # fault
     return jnp.mean((jnp.sin(angles) @ w[:2]) * jnp.sin(grid[:, :1]))
 

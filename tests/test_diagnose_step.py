@@ -95,7 +95,7 @@ def test_diagnose_step_returns_the_diagnosis_of_its_gradient(name):
     before = jax.tree.map(np.asarray, opt_state)
     found = jmpscale.diagnose_step(STEPS[name])(w, opt_state, (X, Y))
     assert found.fitting_scales == expected.fitting_scales
-    assert found.summary == expected.summary
+    assert found.summary.replace(", in w", "") == expected.summary
     assert found.loss == (None if name == "scaled_backward" else expected.loss)
     assert [row.pass_ for row in found.rows] == ["forward", "backward"]
     assert found.changes == ()
@@ -273,7 +273,7 @@ def test_diagnose_step_of_a_healthy_step_says_one_sentence(name):
     step, args = HEALTHY[name]
     diagnosis = jmpscale.diagnose_step(jax.jit(step))(*args)
     assert re.fullmatch(
-        r"The gradients differ from float32 by [\d.]+%(, and the update by [\d.]+%)?\.", diagnosis.summary
+        r"The gradients differ from float32 by [\d.]+%, in [^,]+(, and the update by [\d.]+%)?\.", diagnosis.summary
     )
     assert diagnosis.lines == ()
     assert diagnosis.gradient_error < 0.02

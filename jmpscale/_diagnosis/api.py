@@ -13,7 +13,7 @@ from jmpscale._base.options import requires_names
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, flatten_gradients, named_leaves
 from jmpscale._diagnosis.examine import examine
-from jmpscale._diagnosis.not_finite import non_finite_arguments
+from jmpscale._diagnosis.not_finite import named_arguments
 from jmpscale._diagnosis.report import Diagnosis
 from jmpscale._diagnosis.step import check_concrete, trace_step, trace_with_float32_results
 from jmpscale._diagnosis.whole_step import WholeStep
@@ -96,12 +96,9 @@ def diagnose(
         # The diagnosis looks for non-finite values, for which JAX must not raise, and enters compiled functions.
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
             step = trace_step(loss_and_grads, args, kwargs)
-            return examine(
-                WholeStep(step, tuple(names)),
-                state,
-                lambda: non_finite_arguments(fun, args, kwargs),
-                lambda: trace_with_float32_results(loss_and_grads, args, kwargs),
-            )
+            arguments = named_arguments(fun, args, kwargs)
+            with_float32_results = lambda: trace_with_float32_results(loss_and_grads, args, kwargs)  # noqa: E731
+            return examine(WholeStep(step, tuple(names)), state, arguments, with_float32_results)
 
     diagnose_fun.__name__ = f"diagnose_of_{getattr(fun, '__name__', 'fun')}"
     return diagnose_fun

@@ -1,18 +1,26 @@
 """Examines a training step: its loss scales, its lines, and why they fail."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from jmpscale._diagnosis.fitting_scales import Errors, at_one_scale, search
-from jmpscale._diagnosis.lines import Reason, Trials
+from jmpscale._diagnosis.lines import Reason, Suspects, Trials
 from jmpscale._diagnosis.modal_step import ModalPrograms
 from jmpscale._diagnosis.modes import Part
-from jmpscale._diagnosis.not_finite import RepairedStep
+from jmpscale._diagnosis.not_finite import RepairedStep, non_finite
 from jmpscale._diagnosis.passes import Pass
 from jmpscale._diagnosis.report import Diagnosis, DiagnosisChange, DiagnosisRow
 from jmpscale._diagnosis.step import Step, compile_step
-from jmpscale._diagnosis.summary import Findings, describe_arguments, describe_comparison, describe_origin, summarize
-from jmpscale._diagnosis.thresholds import LARGE_ERROR
+from jmpscale._diagnosis.summary import (
+    Findings,
+    describe_arguments,
+    describe_comparison,
+    describe_origin,
+    find_advice,
+    summarize,
+)
+from jmpscale._diagnosis.thresholds import SAME_SIZE, SMALL_ERROR, WRONG_ERROR
 from jmpscale._diagnosis.update import Update, examine_update
 from jmpscale._diagnosis.update_summary import join
 from jmpscale._diagnosis.whole_step import WholeStep
@@ -22,16 +30,16 @@ from jmpscale._state import ScalerState, static
 def examine(
     whole: WholeStep,
     scaler: ScalerState | None,
-    non_finite: Callable[[], list[str]],
+    arguments: Sequence[tuple[str, Any]],
     with_float32_results: Callable[[], Step | None],
 ) -> Diagnosis:
     """Examines a step at the loss scale of a scaler, or at the scale 1 without one.
 
-    `non_finite` returns the names of the arguments that are not finite. `with_float32_results` returns the step with
-    float32 results of `autocast`, if it has others.
+    `arguments` are arrays of the step with their names. `with_float32_results` returns the step with float32 results of
+    `autocast`, if it has others.
     """
     programs = ModalPrograms(whole.step)
-    findings = _examine_gradients(whole, programs, scaler, non_finite, with_float32_results)
+    findings = _examine_gradients(whole, programs, scaler, arguments, with_float32_results)
     if not findings.trials.measured.are_finite:
         return _diagnosis(whole, programs, findings, Update(), findings.not_finite)
     best = findings.scales.best
@@ -44,13 +52,14 @@ def _examine_gradients(
     whole: WholeStep,
     programs: ModalPrograms,
     scaler: ScalerState | None,
-    non_finite: Callable[[], list[str]],
+    arguments: Sequence[tuple[str, Any]],
     with_float32_results: Callable[[], Step | None],
 ) -> Findings:
     step = whole.step.of_gradients()
     scale, run_as_written = 1.0 if scaler is None else float(scaler.loss_scale), compile_step(step)
     outputs = run_as_written(scale)
-    trials = Trials(programs, has_scaler=scaler is not None)
+    names = {id(x): name for name, x in arguments}
+    trials = Trials(programs, [names.get(id(x), "") for x in step.consts], has_scaler=scaler is not None)
     errors, loss_error = trials.compare(outputs)
     findings = Findings(
         trials,
@@ -66,7 +75,7 @@ def _examine_gradients(
     if scaler is not None:
         findings = findings._replace(is_new=not (int(scaler.total_skips) or int(scaler.finite_steps)))
     if not trials.measured.are_finite:
-        return findings._replace(not_finite=_describe_not_finite(findings, RepairedStep(step), non_finite))
+        return findings._replace(not_finite=_describe_not_finite(findings, RepairedStep(step), arguments))
     present = round(math.log2(scale))
 
     # A loss that contains a scaled gradient, such as a penalty, may be right at other scales.
@@ -84,23 +93,30 @@ def _examine_gradients(
     else:
         scales = search(errors_at, trials.forward_errors, present, trials.largest_exponent())
     findings = _explain(findings._replace(scales=scales), present, with_float32_results)
-    if findings.lines or findings.error >= LARGE_ERROR:
+    if findings.lines or findings.error >= SMALL_ERROR:
         findings = findings._replace(alone=trials.errors_alone(round(math.log2(findings.scale_of_rows))))
-    elif findings.scales.smallest_error >= LARGE_ERROR and findings.scales.best is not None:
-        findings = findings._replace(alone_at_best=trials.errors_alone(findings.scales.best))
-    return findings
+    return findings._replace(suspects=_find_suspects(findings, present), advice=find_advice(findings))
 
 
 def _explain(findings: Findings, present: int, with_float32_results: Callable[[], Step | None]) -> Findings:
     """Adds what explains an error for which no scale is the remedy."""
     trials, scales = findings.trials, findings.scales
-    if findings.accurate or not trials.step.sites:
-        return findings
     best = present if scales.best is None else scales.best
     # Scales of which one probably fits if the lines that overflow, or underflow, compute in float32.
-    lines = trials.find_lines(
-        [present] if not findings.has_scaler else [best, present, trials.largest_exponent() - 2, 0, 24, -12]
-    )
+    exponents, limit = [present, best, trials.largest_exponent() - 2, 0, 24, -12], WRONG_ERROR
+    if not findings.has_scaler:
+        exponents = [present]
+    if findings.accurate:
+        # An error of rounding may be harmless, but an overflow that changes gradients is a fault.
+        exponent = present if findings.scale_fits else best
+        error = findings.error if findings.scale_fits else scales.smallest_error
+        if error < SMALL_ERROR or not trials.is_wrong_by_overflow(exponent):
+            return findings
+        exponents, limit = [exponent], error / SAME_SIZE
+        findings = findings._replace(overflows=True)
+    if not trials.step.sites:
+        return findings
+    lines = trials.find_lines(exponents, limit)
     finite = math.isfinite(findings.loss) and scales.best is not None
     causes = trials.find_causes(lines, finite=finite) if lines and lines.paths else []
     cause = next(iter(causes), None)
@@ -114,9 +130,22 @@ def _explain(findings: Findings, present: int, with_float32_results: Callable[[]
     return findings._replace(scales_with_float32_results=in_form)
 
 
-def _describe_not_finite(findings: Findings, step: RepairedStep, non_finite: Callable[[], list[str]]) -> str:
+def _find_suspects(findings: Findings, present: int) -> Suspects | None:
+    """Returns the lines that make most of an error that is in between; at the present scale, or at the best one."""
+    best = findings.scales.best
+    if not findings.accurate or best is None:
+        return None
+    if findings.scale_fits:
+        is_small = findings.error < SMALL_ERROR
+        return None if is_small else findings.trials.find_suspects(findings.alone, present)
+    if findings.scales.smallest_error < SMALL_ERROR:
+        return None
+    return findings.trials.find_suspects(findings.trials.errors_alone(best), best)
+
+
+def _describe_not_finite(findings: Findings, step: RepairedStep, arguments: Sequence[tuple[str, Any]]) -> str:
     """Describes what makes a step infinite or NaN, in float32 too."""
-    if step.is_finite_with_finite_arguments() and (names := non_finite()):
+    if step.is_finite_with_finite_arguments() and (names := non_finite(arguments)):
         return describe_arguments(names)
     return describe_origin(step.origin(), findings.not_entered)
 
@@ -134,6 +163,7 @@ def _diagnosis(
         gradient_error=findings.error,
         loss_scale=findings.scale,
         fitting_scales=(2.0 ** fitting[0], 2.0 ** fitting[1]) if fitting else None,
+        scaler=findings.advice.scaler if findings.advice else None,
         scale_errors=tuple((2.0**k, error) for k, error in scales.errors.items()),
         lines=tuple(findings.name(path, lines) for path in lines),
         rows=tuple(row for part in step.parts if (row := _row(findings, update, part, part.path in lines))),

@@ -10,7 +10,6 @@ from jmpscale._base.step_call import StepCall
 from jmpscale._base.text import describe
 from jmpscale._base.tree import find_instances
 from jmpscale._diagnosis.examine import examine
-from jmpscale._diagnosis.not_finite import non_finite_arguments
 from jmpscale._diagnosis.report import Diagnosis
 from jmpscale._diagnosis.step import check_concrete
 from jmpscale._diagnosis.whole_step import trace_whole_step, trace_with_float32_results
@@ -36,12 +35,7 @@ def diagnose_step(step: Callable[..., Any]) -> Callable[..., Diagnosis]:
         scaler = find_scaler(scalers[0]) if scalers else None
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
             whole = trace_whole_step(call)
-            return examine(
-                whole,
-                scaler,
-                lambda: non_finite_arguments(step, args, kwargs),
-                lambda: trace_with_float32_results(call),
-            )
+            return examine(whole, scaler, whole.arguments, lambda: trace_with_float32_results(call))
 
     diagnose_step_of.__name__ = f"diagnose_step_of_{getattr(step, '__name__', 'step')}"
     return diagnose_step_of

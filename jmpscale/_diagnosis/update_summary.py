@@ -8,7 +8,7 @@ from jmpscale._diagnosis.summary import Findings, by
 from jmpscale._diagnosis.thresholds import LOST
 from jmpscale._diagnosis.update import Change, Update
 
-_HEALTHY = re.compile(r"The gradients differ from float32 by \S+\.$")
+_HEALTHY = re.compile(r"The gradients differ from float32 by \S+?(, in [^,:]+)?\.$")
 
 
 def join(gradients: str, findings: Findings, update: Update) -> str:

@@ -41,7 +41,7 @@ class WholeStep(NamedTuple):
     results: tuple[Result, ...] = ()  # those that half precision may change other than through the gradients
     state: tuple[str, ...] = ()  # the arguments that the step returns
     has_loss: bool = True  # otherwise the first output is 1
-    updates: bool = True  # whether the step returns a state
+    arguments: tuple[tuple[str, Any], ...] = ()  # the arrays that the step takes, with their names
 
 
 def trace_whole_step(call: StepCall) -> WholeStep:
@@ -99,6 +99,7 @@ def _whole_step(call: StepCall, out: PyTree, traced: core.ClosedJaxpr) -> WholeS
         tuple(filter(None, compared)),
         tuple(match.name for match in arrays.matches),
         loss is not None,
+        arrays.named,
     )
 
 
@@ -110,6 +111,8 @@ class _Arrays:
         leaves = jax.tree.leaves(call.arguments)
         places = [i for i, leaf in enumerate(leaves) if is_array_type(leaf)]
         self._values = [jnp.asarray(leaves[i]) for i in places]
+        names = [name + path for name, x in zip(call.names, call.arguments, strict=True) for path, _ in named_leaves(x)]
+        self.named = tuple((names[i], x) for i, x in zip(places, self._values, strict=True))
         self.number = {place: i for i, place in enumerate(places)}  # of an array among the inputs of the program
         self._scales, self._of_scalers = _places_of_scalers(call.arguments)
         named = [(i, path, leaf) for i, (path, leaf) in enumerate(named_leaves(out)) if is_array_type(leaf)]
