@@ -560,3 +560,22 @@ WRONG = {
 def test_wrong_call_raises(call, error, message):
     with pytest.raises(error, match=re.escape(message)):
         call()
+
+
+def test_diagnose_without_a_scaler_compares_the_gradients_as_they_are():
+    def loss_fn(w, x):
+        return jnp.mean((x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32) ** 2)
+
+    found, expected = (jmpscale.diagnose(loss_fn)(*scaler, W, X) for scaler in ((), (jmpscale.static(1.0),)))
+    assert found.gradient_error == expected.gradient_error
+    assert found.loss == expected.loss
+    assert found.fitting_scales is None
+    assert found.summary == expected.summary.partition("yours is 2^0. ")[2]
+
+
+def test_diagnose_without_a_scaler_says_to_scale_a_loss_whose_gradients_underflow():
+    summary = jmpscale.diagnose(lambda w, x: 1e-8 * jnp.mean((x.astype(jnp.float16) @ w).astype(jnp.float32) ** 2))(
+        W.astype(jnp.float16), X
+    ).summary
+    assert summary.startswith("The backward pass underflows: ")
+    assert "Scale the loss, with jmpscale.value_and_grad and a scaler." in summary
