@@ -137,7 +137,8 @@ def optax_step(tx):
             updates, opt_state = tx.update(grads, opt_state, params)
             return optax.apply_updates(params, updates), opt_state, loss
 
-        return jax.jit(step), (params, tx.init(params), X, Y), ("params", "opt_state")
+        params, opt_state, _ = step(params, tx.init(params), X, Y)  # after which dtypes of optax's states stay
+        return jax.jit(step), (params, opt_state, X, Y), ("params", "opt_state")
 
     return make
 
@@ -230,9 +231,9 @@ def in_shard_map_with_types(dtype):
 
 
 class Trainer:
-    @functools.partial(
-        jax.pmap, axis_name="data", in_axes=(None, None, None, 0, 0), out_axes=None, static_broadcasted_argnums=0
-    )
+    mapped = functools.partial(jax.pmap, axis_name="data", in_axes=(None, None, None, 0, 0), out_axes=None)
+
+    @functools.partial(mapped, static_broadcasted_argnums=0)
     def update(self, params, opt_state, x, y):
         return device_step(params, opt_state, x, y)
 
@@ -256,6 +257,7 @@ STEPS = {
     "NNX": nnx_step,
     "Equinox": equinox_step,
     "Haiku": haiku_step,
+    "MultiSteps": optax_step(optax.MultiSteps(ADAM, 1)),
     "inject_hyperparams": optax_step(optax.inject_hyperparams(optax.adam, hyperparam_dtype=F)(1e-4)),
     "multi_transform": optax_step(
         optax.multi_transform({"a": optax.adam(1e-4), "b": optax.sgd(1e-4)}, {"a": "a", "b": "b"})
@@ -272,15 +274,12 @@ _FEW = {"NNX", "shard_map"}
 
 
 def values(tree):
-    is_nnx = lambda x: isinstance(x, nnx.Pytree)  # noqa: E731
-    tree = jax.tree.map(
-        lambda x: nnx.to_pure_dict(nnx.state(x, nnx.Not(nnx.RngKey))) if is_nnx(x) else x, tree, is_leaf=is_nnx
-    )
-    return [
-        np.asarray(x)
-        for x in jax.tree.leaves(tree)
-        if not jnp.issubdtype(getattr(x, "dtype", F), jax.dtypes.prng_key) and hasattr(x, "dtype")
-    ]
+    """Returns the values of all arrays, apart from random keys."""
+    is_object = lambda x: isinstance(x, nnx.Pytree)  # noqa: E731
+    leaves = jax.tree.leaves(tree, is_leaf=is_object)
+    plain = [nnx.to_pure_dict(nnx.state(x, nnx.Not(nnx.RngKey))) if is_object(x) else x for x in leaves]
+    arrays = [x for x in jax.tree.leaves(plain) if isinstance(x, jax.Array)]
+    return [np.asarray(x) for x in arrays if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
 
 
 @pytest.mark.parametrize("name", names(STEPS, default=_FEW))
