@@ -326,6 +326,73 @@ def test_diagnose_step_without_a_gradient_compares_the_update():
     assert summary.startswith("The step loses 100% of the change of state: keep it in float32, not bfloat16. ")
 
 
+# --- What no comparison of two runs shows. ---
+
+
+def bfloat16_average(decay, form):
+    def step(state, batch):
+        loss, grads = jax.value_and_grad(regression)(state["params"], batch)
+        square = jax.tree.map(lambda g: (g**2).astype(B), grads)
+        if form == "sum":
+            nu = jax.tree.map(lambda v, g: decay * v + (1 - decay) * g, state["nu"], square)
+        elif form == "difference":
+            nu = jax.tree.map(lambda v, g: v + (1 - decay) * (g - v), state["nu"], square)
+        else:
+            new = jax.tree.map(lambda v, g: (decay * v.astype(F) + (1 - decay) * g).astype(B), state["nu"], square)
+            nu = jmpscale.select_tree(jnp.isfinite(loss), new, state["nu"])
+        return {"params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads), "nu": nu}, loss
+
+    return step
+
+
+@pytest.mark.parametrize("form", ["sum", pytest.param("difference", marks=pytest.mark.full), "in float32, gated"])
+def test_diagnose_step_names_an_average_that_will_stop_moving_at_the_first_step(form):
+    state = {"params": parameters(), "nu": jax.tree.map(jnp.zeros_like, parameters(B))}
+    summary = jmpscale.diagnose_step(bfloat16_average(0.999, form))(state, BATCH).summary
+    assert summary.startswith(
+        "state['nu']['a'] (and 1 other leaf) will stop moving: it is an average in bfloat16 with a "
+    )
+    assert "will stop moving" not in jmpscale.diagnose_step(bfloat16_average(0.99, form))(state, BATCH).summary
+
+
+def test_diagnose_step_names_integers_that_half_precision_cannot_hold():
+    def step(params, batch):
+        x, y, times = batch
+
+        def loss_fn(params):
+            return regression(params, (x * jnp.cos(times.astype(F) * 1e-3)[:, None], y))
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    times = jnp.arange(64) * 15
+    found = jmpscale.diagnose_step(jax.jit(step))(parameters(), (*BATCH, times.astype(B)))
+    assert (
+        "batch[2] holds integers up to 944 in bfloat16, which cannot tell neighbors of this size apart" in found.summary
+    )
+    assert "holds integers" not in jmpscale.diagnose_step(step)(parameters(), (*BATCH, times.astype(F))).summary
+    assert "holds integers" not in jmpscale.diagnose_step(step)(parameters(), (*BATCH, (times / 15).astype(B))).summary
+
+
+@pytest.mark.parametrize("compile_", [lambda f: f, jax.jit], ids=["eager", "compiled"])
+def test_diagnose_step_names_constants_that_were_rounded_before(compile_):
+    table = jnp.cos(jnp.arange(64.0)).astype(B)[:, None]
+    mask = jnp.ones((64, 1), B)
+
+    def step(params, batch):
+        def loss_fn(params):
+            return regression(params, (batch[0] * (table * mask).astype(F), batch[1]))  # fault
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    summary = jmpscale.diagnose_step(compile_(step))(parameters(), BATCH).summary
+    assert summary.endswith(
+        "Constants in half precision were taken as they are, but may be rounded: bfloat16[64, 1] at "
+        f"test_diagnose_step.py:{fault_line(step)} (loss_fn)."
+    )
+
+
 # --- Errors. ---
 
 

@@ -15,6 +15,7 @@ from jmpscale._base.tree import PyTree, find_instances, flatten_gradients, named
 from jmpscale._diagnosis.examine import examine
 from jmpscale._diagnosis.not_finite import named_arguments
 from jmpscale._diagnosis.report import Diagnosis
+from jmpscale._diagnosis.rounded import find_rounded
 from jmpscale._diagnosis.step import check_concrete, trace_step, trace_with_float32_results
 from jmpscale._diagnosis.whole_step import WholeStep
 from jmpscale._guards.scaler import scale_on_host
@@ -103,9 +104,12 @@ def diagnose(
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
             step = trace_step(loss_and_grads, args, kwargs)
             arguments = named_arguments(fun, args, kwargs)
-            with_float32_results = lambda: trace_with_float32_results(loss_and_grads, args, kwargs)  # noqa: E731
+            rounded = find_rounded(step, {id(x): name for name, x in arguments})
             return examine(
-                WholeStep(step, tuple(names)), state if has_scaler else None, arguments, with_float32_results
+                WholeStep(step, tuple(names), rounded=tuple(rounded)),
+                state if has_scaler else None,
+                arguments,
+                lambda: trace_with_float32_results(loss_and_grads, args, kwargs),
             )
 
     diagnose_fun.__name__ = f"diagnose_of_{getattr(fun, '__name__', 'fun')}"

@@ -45,7 +45,7 @@ def examine(
     best = findings.scales.best
     scale = findings.scale if findings.scale_fits or best is None else 2.0**best
     update = examine_update(programs, whole.results, scale)
-    return _diagnosis(whole, programs, findings, update, join(summarize(findings), findings, update))
+    return _diagnosis(whole, programs, findings, update, join(summarize(findings), findings, update, whole))
 
 
 def _examine_gradients(

@@ -27,11 +27,16 @@ class Rounded(NamedTuple):
         return float(jnp.abs(self.value.astype(np.float32)).max(initial=0.0))
 
     @property
+    def are_integers(self) -> bool:
+        """Whether all values are integers or infinite, as in a mask."""
+        x = self.value.astype(np.float32)
+        return bool((x == jnp.round(x)).all())
+
+    @property
     def are_large_integers(self) -> bool:
         """Whether all values are integers, and neighbors of the largest one have no number of their own."""
-        x = self.value.astype(np.float32)
         exact = 2.0 ** (jnp.finfo(self.value.dtype).nmant + 1)
-        return bool((x == jnp.round(x)).all()) and self.value.size > 1 and exact < self.max_abs < np.inf
+        return self.are_integers and self.value.size > 1 and exact < self.max_abs < np.inf
 
 
 def find_rounded(step: Step, names: dict[int, str]) -> list[Rounded]:
@@ -50,24 +55,23 @@ def find_rounded(step: Step, names: dict[int, str]) -> list[Rounded]:
     narrow = [i for i, x in enumerate(step.consts) if is_narrow(x)]
     labels = [frozenset([i]) if i in narrow else flow.NONE for i in range(len(step.consts))]
     flow.follow(step.jaxpr, [*labels, *[flow.NONE] * len(step.jaxpr.invars)], rule)
-    return [
-        Rounded(names.get(id(step.consts[i]), ""), jnp.asarray(step.consts[i]), lines[i]) for i in narrow if i in lines
-    ]
+    used = [(i, step.consts[i]) for i in narrow if i in lines]
+    return [Rounded(names.get(id(x), ""), jnp.asarray(x), lines[i]) for i, x in used]
 
 
-def describe_rounded(found: Sequence[Rounded], state: Sequence[str]) -> str:
+def describe_rounded(found: Sequence[Rounded]) -> str:
     """Names what is probably rounded: integers that their dtype cannot tell apart, and constants."""
     sentences = [
-        f"{x.name or 'A constant'} holds integers up to {x.max_abs:g} in {x.value.dtype}, which has no numbers between "
-        f"every two of them: pass it in float32 or as integers. It is used at {x.line}."
+        f"{x.name or 'A constant'} holds integers up to {x.max_abs:g} in {x.value.dtype}, which cannot tell neighbors "
+        f"of this size apart: pass it in float32 or as integers. It is used at {x.line}."
         for x in found
         if x.are_large_integers
     ]
-    constants = [x for x in found if not x.name and x.value.ndim and not x.are_large_integers]
+    constants = [x for x in found if not x.name and x.value.ndim and not x.are_integers]
     if constants:
-        which = ", ".join(f"{x.value.dtype}{list(x.value.shape)} at {x.line}" for x in constants[:3])
-        more = f" and {len(constants) - 3} more" if len(constants) > 3 else ""
+        which = list(dict.fromkeys(f"{x.value.dtype}{list(x.value.shape)} at {x.line}" for x in constants))
+        more = f" and {len(which) - 3} more" if len(which) > 3 else ""
         sentences.append(
-            f"Constants in half precision were taken as they are, though they may be rounded: {which}{more}."
+            f"Constants in half precision were taken as they are, but may be rounded: {', '.join(which[:3])}{more}."
         )
     return " ".join(sentences)

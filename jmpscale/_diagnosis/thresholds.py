@@ -62,6 +62,10 @@ NOISE_OF_CHANGE = 2.0**-21
 # The part of a change from which on the summary says that it is lost.
 LOST = 0.5
 
+# An average in half precision never shrinks if 1 - decay is below this part of the distance from 1 to the next number
+# of its dtype: relative to them, the distance between two numbers is at least half of it, and rounding loses half.
+STALLED = 0.25
+
 # --- How long a search takes. ---
 
 LARGEST_SET = 12  # lines that are found one by one, each in about log2(n) runs of a program of n lines

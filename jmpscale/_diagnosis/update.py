@@ -20,6 +20,7 @@ from jmpscale._diagnosis.modal_step import ModalPrograms, ModalStep
 from jmpscale._diagnosis.modes import Mode, Modes, Part, Site, Statistics
 from jmpscale._diagnosis.passes import Pass
 from jmpscale._diagnosis.program import Path
+from jmpscale._diagnosis.results import Result
 from jmpscale._diagnosis.step import compiled
 from jmpscale._diagnosis.thresholds import (
     LARGEST_CHANGE_ERROR,
@@ -27,7 +28,6 @@ from jmpscale._diagnosis.thresholds import (
     NOISE_OF_CHANGE,
     TRIED_ALONE,
 )
-from jmpscale._diagnosis.whole_step import Result
 
 
 class Change(NamedTuple):

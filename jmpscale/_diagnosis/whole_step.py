@@ -17,20 +17,14 @@ from jmpscale._base.step_call import StepCall, is_array_type
 from jmpscale._base.step_state import Match, match_state
 from jmpscale._base.tree import PyTree, check_no_refs, is_real, named_leaves
 from jmpscale._diagnosis import flow
+from jmpscale._diagnosis.averages import find_stalled_averages
 from jmpscale._diagnosis.gradients import Exposed, evaluate
 from jmpscale._diagnosis.interpret import ENTERED
 from jmpscale._diagnosis.passes import Pass, Passes
 from jmpscale._diagnosis.program import moves_values, narrow_dtype
+from jmpscale._diagnosis.results import Average, Leaf, Result
+from jmpscale._diagnosis.rounded import Rounded, find_rounded
 from jmpscale._diagnosis.step import NEW_SCOPE, Step, explain_error, repeatable
-
-
-class Result(NamedTuple):
-    """A result of a step that is compared with float32."""
-
-    name: str  # as Python code, such as `params['w']`
-    dtype: np.dtype
-    old: Any = None  # the value before the step; None if the result is not the new value of a leaf of the state
-    is_gradient_led: bool = False  # whether it depends on a gradient
 
 
 class WholeStep(NamedTuple):
@@ -42,6 +36,8 @@ class WholeStep(NamedTuple):
     state: tuple[str, ...] = ()  # the arguments that the step returns
     has_loss: bool = True  # otherwise the first output is 1
     arguments: tuple[tuple[str, Any], ...] = ()  # the arrays that the step takes, with their names
+    stalled: tuple[Average, ...] = ()  # averages in half precision that stop moving
+    rounded: tuple[Rounded, ...] = ()  # what is in half precision before the step begins
 
 
 def trace_whole_step(call: StepCall) -> WholeStep:
@@ -93,13 +89,17 @@ def _whole_step(call: StepCall, out: PyTree, traced: core.ClosedJaxpr) -> WholeS
     compared = _compared(_with_outputs(closed.jaxpr, [*first, *[y for _, y in kept]]), len(first), [x for x, _ in kept])
     outvars = [*first, *[y for (_, y), result in zip(kept, compared, strict=True) if result]]
     jaxpr, _ = partial_eval.dce_jaxpr(_with_outputs(closed.jaxpr, outvars), [True] * len(outvars), instantiate=True)
+    leaves = arrays.leaves(Passes(program.jaxpr, 0).inputs_in_forward)
+    step = Step(jaxpr, list(closed.consts), len(first))
     return WholeStep(
-        Step(jaxpr, list(closed.consts), len(first)),
-        tuple(_names_of_gradients(program, [x.variable for x in gradients], arrays)),
+        step,
+        tuple(_names_of_gradients(program, [x.variable for x in gradients], leaves)),
         tuple(filter(None, compared)),
         tuple(match.name for match in arrays.matches),
         loss is not None,
         arrays.named,
+        tuple(find_stalled_averages(program.jaxpr, leaves)),
+        tuple(find_rounded(step, {id(x): name for name, x in arrays.named})),
     )
 
 
@@ -140,6 +140,11 @@ class _Arrays:
 
     def results(self) -> list[Result]:
         return list(self._results)
+
+    def leaves(self, is_read: Sequence[bool]) -> list[Leaf]:
+        """Returns the leaves of the state; `is_read` tells which inputs of the program the forward pass reads."""
+        found = zip(self._results, self.inputs_of, self.outputs, strict=True)
+        return [Leaf(x, i, output, is_read[i]) for x, i, output in found if i is not None]
 
     def inputs(self, scale: jax.Array) -> list[Any]:
         """Returns the inputs of the program, in which the scale of the first scaler is a number."""
@@ -219,7 +224,7 @@ def _compared(jaxpr: core.Jaxpr, count: int, results: Sequence[Result]) -> list[
     return [compared(*x) for x in zip(results, labels, strict=True)]
 
 
-def _names_of_gradients(program: core.ClosedJaxpr, variables: Sequence[Any], arrays: _Arrays) -> list[str]:
+def _names_of_gradients(program: core.ClosedJaxpr, variables: Sequence[Any], leaves: Sequence[Leaf]) -> list[str]:
     """Names gradients after the parameters that they change.
 
     A gradient changes a parameter if it reaches its new value by operations that do not reduce it to a scalar, as a
@@ -244,18 +249,12 @@ def _names_of_gradients(program: core.ClosedJaxpr, variables: Sequence[Any], arr
 
     inputs = [flow.NONE] * len(program.jaxpr.invars)
     labels = flow.follow(program.jaxpr, inputs, rule)
-    read = Passes(program.jaxpr, 0).inputs_in_forward
-    leaves = [
-        (result, labels[output], input)
-        for result, output, input in zip(arrays.results(), arrays.outputs, arrays.inputs_of, strict=True)
-        if input is not None
-    ]
-    parameters = [x for x in leaves if read[x[2]]]
+    parameters = [x for x in leaves if x.is_parameter] or leaves
     names = []
     taken: set[str] = set()
     for i, variable in enumerate(variables):
         shape = type_of(variable).shape
-        candidates = [x for x, found, _ in parameters or leaves if i in found]
+        candidates = [x.result for x in parameters if i in labels[x.output]]
         fitting = [x for x in candidates if x.old.shape == shape] or candidates
         fresh = [x for x in fitting if x.name not in taken] or fitting
         names.append(fresh[0].name if fresh else f"the gradient of {type_of(variable).str_short()}")
