@@ -4,6 +4,8 @@ Each element is tested. A maximum does not suffice, because XLA's maximum on CPU
 or more, and neither does a sum, because finite values may add up to infinity.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,8 +80,14 @@ def _all_leaves_finite_default(leaves: list[jax.Array]) -> jax.Array:
     `all(isfinite(x))`. The zeros are negative because XLA on GPUs would merge positive ones with the zeros that an
     embedding's gradient starts from, and write them to memory.
     """
+    return jnp.stack([_count_nonfinite(x) for x in leaves]).sum() == 0
+
+
+# Inlined, a jitted function adds the equations of its body: leaves of equal type share one trace.
+@functools.partial(jax.jit, inline=True)
+def _count_nonfinite(x: jax.Array) -> jax.Array:
     zero, one = np.float32(-0.0), np.float32(1)
-    return jnp.stack([jnp.where(jnp.isfinite(x), zero, one).sum() for x in leaves]).sum() == 0
+    return jnp.where(jnp.isfinite(x), zero, one).sum()
 
 
 def _all_leaves_finite_cpu(leaves: list[jax.Array]) -> jax.Array:
@@ -93,6 +101,7 @@ def _all_leaves_finite_cpu(leaves: list[jax.Array]) -> jax.Array:
     return groups[jnp.argmin(groups)]
 
 
+@functools.partial(jax.jit, inline=True)
 def _is_finite_cpu(x: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(x):
         return _is_finite_cpu(x.real) & _is_finite_cpu(x.imag)
