@@ -1,4 +1,4 @@
-"""Loss scaling for the optimizers of optax. Of the training path, only the modules `_optax*` import optax."""
+"""Loss scaling for the optimizers of optax."""
 
 import functools
 import inspect
