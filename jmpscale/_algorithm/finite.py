@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._base.axes import AxisName, all_reduce_and
+from jmpscale._base.compat import use_variadic_reduce
 from jmpscale._base.options import requires_names
 from jmpscale._base.tree import PyTree, as_array, is_inexact
 from jmpscale._guards import finite as guards
@@ -113,14 +114,3 @@ def _is_finite_cpu(x: jax.Array) -> jax.Array:
     ones, axes = (np.ones((), np.int32),) * 2, tuple(range(x.ndim))
     below, above = jax.lax.reduce(flags, ones, lambda a, b: (a[0] & b[0], a[1] & b[1]), axes)
     return (below & above).astype(bool)
-
-
-def use_variadic_reduce() -> bool:
-    """Tests whether a program lowered for CPU should use variadic reductions.
-
-    XLA on CPU vectorizes only variadic reductions, but over several devices its partitioner gathers their operands.
-    """
-    try:
-        return jax.device_count("cpu") == 1
-    except RuntimeError:  # JAX was configured without the CPU backend, so nothing is lowered for it
-        return False
