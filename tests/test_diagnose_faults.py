@@ -104,6 +104,11 @@ FAULTS = {
         scaler=jmpscale.dynamic(),
         contains=" fit; yours is 2^16. It is too large: the gradients are not finite.",
     ),
+    "reciprocal saved in half": Fault(
+        programs.reciprocal_saved_in_half,
+        ({"w": W, "gain": jnp.ones((1, 8))}, X),
+        line_of=programs._normalize_forward,
+    ),
     "variance": Fault(programs.variance_underflows, begins=FORWARD_UNDERFLOW, lines=CHAIN),
     "exp without maximum": Fault(programs.exp_without_maximum, (W, 3 * X), lines=CHAIN),
     "clipped cross-entropy": Fault(programs.clipped_cross_entropy, begins=FORWARD_UNDERFLOW, lines=(-2, -1, 0)),
@@ -177,7 +182,8 @@ def offset(name, line):
 
 def check_advice(diagnosis):
     """Checks that the scaler is the one in the summary, and that its scale and its limits fit."""
-    call = re.search(r"((?:static|dynamic)\([\w=., *-]*\))", diagnosis.summary)
+    of_lines = diagnosis.summary.partition(" Or call autocast")[0]
+    call = re.search(r"((?:static|dynamic)\([\w=., *-]*\))", of_lines)
     assert (diagnosis.scaler is None) == (call is None)
     if call is None:
         return
@@ -223,6 +229,7 @@ HEALTHY = {  # the loss function and its arguments
     "mlp": (programs.mlp_by_hand, (W, X)),
     "autocast": (jmpscale.autocast(programs.mlp), (W, X)),
     "bias before normalization": (programs.bias_before_normalization, ({"w": W, "b": jnp.zeros(8)}, X)),
+    "quantizer": (programs.quantizer, ({"w": W, "unit": jnp.float32(3)}, X)),
     "saturated softmax": (jmpscale.autocast(programs.saturated_softmax), ({"q": 10 * W, "k": 10 * W.T, "v": W}, X)),
     "saturated activation": (programs.saturated_activation, (W, X)),
     "while": (programs.while_loop, (W, X)),

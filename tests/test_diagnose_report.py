@@ -366,6 +366,62 @@ def test_summary_names_the_default_if_it_fits():
     assert " Use dynamic(). " in summary
 
 
+def overflow_at_a_large_scale(w):
+    h = w.astype(H) * H(300) * H(300)
+    return squared(jnp.tanh(h.astype(jnp.float32) * 1e-5) + w.astype(H).astype(jnp.float32)) * 2.0**6
+
+
+ADVICE = {  # the loss function, the present scaler, the advised one, and the words of the summary
+    "fits": (product, jmpscale.dynamic(2.0**8), None, "yours is 2^8. The gradients"),
+    "too large": (
+        product,
+        jmpscale.dynamic(2.0**30, growth_interval=100),
+        jmpscale.dynamic(2.0**13, growth_interval=100),
+        "Use dynamic(init_scale=2.0**13).",
+    ),
+    "static": (product, jmpscale.static(2.0**20), jmpscale.static(2.0**9), "Use static(2.0**9)."),
+    "near the largest": (
+        product,
+        jmpscale.dynamic(2.0**14, hysteresis=2),
+        jmpscale.dynamic(2.0**9, hysteresis=2),
+        "dynamic(init_scale=2.0**9) leaves room",
+    ),
+    "a line, too large": (
+        overflow_at_a_large_scale,
+        jmpscale.dynamic(2.0**30),
+        jmpscale.dynamic(2.0**7),
+        "loss scales from 2^-25 to 2^9 fit; yours is 2^30, so also use dynamic(init_scale=2.0**7). Or normalize",
+    ),
+    "a line, near the largest": (
+        overflow_at_a_large_scale,
+        jmpscale.dynamic(2.0**9),
+        jmpscale.dynamic(2.0**3),
+        "fit; yours is 2^9, and dynamic(init_scale=2.0**3) leaves room. Or normalize",
+    ),
+    "a line, and a scale that has backed off": (
+        overflow_at_a_large_scale,
+        jmpscale.dynamic(2.0**4)._replace(total_skips=jnp.int32(12)),
+        jmpscale.dynamic(2.0**3),
+        "loss scales from 2^-25 to 2^9 fit; begin a new run with dynamic(init_scale=2.0**3). Or normalize",
+    ),
+    "a line": (two_overflows, jmpscale.dynamic(2.0**10), None, " in float32: then"),
+    "noise": (zero_constant, jmpscale.dynamic(), None, "All gradients are zero"),
+}
+
+
+@pytest.mark.parametrize("row", rows(ADVICE, default={"too large", "a line, and a scale that has backed off"}))
+def test_diagnosis_has_the_scaler_that_its_summary_names(row):
+    fun, scaler, advised, words = row
+    diagnosis = diagnose(fun, *((W, X) if fun is two_overflows else (W,)), scaler=scaler)
+    assert words in diagnosis.summary
+    assert (diagnosis.scaler is None) == (advised is None)
+    if advised is not None:
+        assert diagnosis.scaler.config == advised.config
+        assert [x.tolist() for x in diagnosis.scaler[:-1]] == [x.tolist() for x in advised[:-1]]
+        replaced = jmpscale.replace_scaler({"scaler": scaler}, diagnosis.scaler)
+        assert jmpscale.get_scaler(replaced).loss_scale == advised.loss_scale
+
+
 def test_copies_of_the_scaler_have_its_scale():
     def penalty(w, scaler, x):
         def scaled(x):
@@ -415,6 +471,7 @@ def test_program_of_many_lines():
     names = [f"many_lines.py:{i} (loss)" for i in range(22, 36)]
     assert diagnosis.lines == tuple(names)
     assert f"Compute {', '.join(names[:11])} and 3 others in float32: then" in diagnosis.summary
+    assert ". After the first 12 lines, not each was tried without: some may need no change." in diagnosis.summary
     assert [row.line for row in diagnosis.rows if row.in_lines and not row.backward] == names
     assert {row.alone for row in diagnosis.rows} == {None}
     assert len(diagnosis.rows) > 64
@@ -424,14 +481,14 @@ def test_program_of_many_lines():
 
 
 def row(number, **fields):
-    default = {"backward": False, "operation": "mul", "dtype": "float16", "max_abs": 2.0}
+    default = {"pass_": "forward", "operation": "mul", "dtype": "float16", "max_abs": 2.0}
     default |= {"overflow": 0.0, "underflow": 0.0, "in_lines": False, "alone": 0.0}
     return jmpscale.DiagnosisRow(line=f"model.py:{number} (f)", **(default | fields))
 
 
 ROWS = [
     row(1, alone=1e-6, max_abs=0.0),
-    row(2, alone=0.00123, underflow=0.00101, dtype="bfloat16", backward=True),
+    row(2, alone=0.00123, underflow=0.00101, dtype="bfloat16", pass_="backward"),
     row(3, alone=math.inf, overflow=0.5, max_abs=1e5),
     row(4, alone=10.5),
     row(5, alone=0.02, in_lines=True),

@@ -432,3 +432,10 @@ def test_diagnose_step_of_a_step_with_an_unmapped_axis_has_a_remedy():
     with pytest.raises(NameError) as caught:
         jmpscale.diagnose_step(lambda w: jax.lax.psum(w, "data"))(W)
     assert any("pass the function that maps it" in note for note in caught.value.__notes__)
+
+
+def test_diagnose_step_of_a_step_that_was_compiled_ahead_of_time_has_a_remedy():
+    compiled = jax.jit(lambda w: 2 * w).lower(W).compile()
+    with pytest.raises(TypeError) as caught:
+        jmpscale.diagnose_step(lambda w: compiled(w))(W)
+    assert any("Pass the function that was compiled to diagnose_step." in note for note in caught.value.__notes__)

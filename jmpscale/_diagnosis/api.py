@@ -1,5 +1,7 @@
 """`diagnose`, which measures what half precision does to a training step."""
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +24,7 @@ from jmpscale._guards.scaler import scale_on_host
 from jmpscale._state import ScalerState, static
 
 Function = Callable[..., Any]
+_OF_A_STEP = "For a training step, call diagnose_step(train_step) with the arguments of the step."
 
 
 @requires_names
@@ -63,8 +66,9 @@ def diagnose(
       Flax NNX objects among the arguments are not changed.
 
     Raises:
-      TypeError: `fun` is not callable; an argument is abstract or traced; an argument, or a value that `fun` closes
-        over, is a `jax.Ref`; or `fun` creates one, or reads values by `jax.experimental.io_callback`.
+      TypeError: `fun` is not callable, does not accept the arguments, or does not return a loss; an argument is
+        abstract or traced; an argument, or a value that `fun` closes over, is a `jax.Ref`; or `fun` creates one, or
+        reads values by `jax.experimental.io_callback`.
       ValueError: the first argument contains more than one scaler, or a batch of scalers; or an argument was donated
         to a compiled function.
 
@@ -81,13 +85,15 @@ def diagnose(
             f"fun must be the loss function, got {describe(fun)}. Its arguments are those of the new function: "
             "diagnose(loss_fn)(params, batch), or with a scaler, diagnose(loss_fn)(scaler, params, batch)."
         )
-    differentiated = value_and_grad(fun, argnums, has_aux, transform=transform)  # checks the options
+    value_and_grad(fun, argnums, has_aux, transform=transform)  # checks the options
+    differentiated = value_and_grad(_checked(fun, has_aux), argnums, has_aux, transform=transform)
 
     def diagnose_fun(*args: Any, **kwargs: Any) -> Diagnosis:
         has_scaler = bool(args and find_instances(args[0], ScalerState))
         state = static(1.0)
         if has_scaler:
             state, args = find_scaler(args[0]), args[1:]
+        _check_call(fun, args, kwargs)
         check_concrete({"scaler": state, "args": args, "kwargs": kwargs})
         scale_on_host(state)
         names: list[str] = []  # of the gradients
@@ -114,6 +120,33 @@ def diagnose(
 
     diagnose_fun.__name__ = f"diagnose_of_{getattr(fun, '__name__', 'fun')}"
     return diagnose_fun
+
+
+def _check_call(fun: Function, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
+    try:
+        signature = inspect.signature(fun)
+    except (TypeError, ValueError):  # fun has none
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"fun must accept the arguments that follow the scaler, but {describe(fun)} does not: {error}. {_OF_A_STEP}"
+        ) from error
+
+
+def _checked(fun: Function, has_aux: bool) -> Function:
+    """Returns a loss function that raises if it returns a container in place of a loss, as a training step does."""
+
+    @functools.wraps(fun, updated=())
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        out = fun(*args, **kwargs)
+        loss = out[0] if has_aux and isinstance(out, (tuple, list)) else out
+        if isinstance(loss, (tuple, list, dict)):
+            raise TypeError(f"fun must return the loss, got {describe(loss)} from {describe(fun)}. {_OF_A_STEP}")
+        return out
+
+    return checked
 
 
 def _with_scale(arguments: PyTree, state: ScalerState, loss_scale: jax.Array) -> PyTree:

@@ -12,6 +12,8 @@ from jmpscale._base.text import format_percentage, format_table, truncate
 from jmpscale._state import ScalerState
 
 _WIDTH = 100  # columns
+_RANGE = {"headroom", "overflow", "underflow"}  # columns
+_LARGE_HEADROOM = 64  # bits: float16 has at most 40
 _SHOWN = 8  # operations that were not entered
 
 
@@ -159,12 +161,18 @@ class Diagnosis:
     def _table(self, limit: int) -> str:
         shown = worst_first(self.rows)[:limit]
         columns = ["line", "pass", "dtype", "max_abs", "headroom", "overflow", "underflow", "alone", "calls"]
-        # A column of numbers that were not measured is omitted.
-        filled = [column for column in zip(columns, *map(_cells, shown), strict=True) if any(column[1:])]
+        # A column of numbers that were not measured, or that say nothing, is omitted.
+        silent = _RANGE if all(map(_is_in_range, shown)) else set()
+        filled = [x for x in zip(columns, *map(_cells, shown), strict=True) if any(x[1:]) and x[0] not in silent]
         table = [list(cells) for cells in zip(*filled, strict=True)]
         width = len(format_table(table).partition("\n")[0])
         longest = max(len(row[0]) for row in table)
         return format_table([[truncate(cells[0], max(longest - width + _WIDTH, 12)), *cells[1:]] for cells in table])
+
+
+def _is_in_range(row: DiagnosisRow) -> bool:
+    """Tests whether results use a small part of the range of their dtype, as in bfloat16."""
+    return not row.overflow and not row.underflow and row.headroom > _LARGE_HEADROOM
 
 
 def worst_first(rows: Iterable[DiagnosisRow]) -> list[DiagnosisRow]:

@@ -86,6 +86,8 @@ def explain_error(error: Exception) -> None:
             f"{line_of_error(error)}. Pass the part of the step that jax.jit accepts: the function that computes the "
             "gradients and the update."
         )
+    elif isinstance(error, TypeError) and "lowered and compiled" in str(error):
+        error.add_note("The step was compiled ahead of time. Pass the function that was compiled to diagnose_step.")
     elif isinstance(error, NameError) and "axis name" in str(error):
         error.add_note(
             "The step uses an axis of jax.pmap, jax.shard_map or jax.vmap: pass the function that maps it, with the "
