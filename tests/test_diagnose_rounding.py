@@ -41,8 +41,8 @@ def test_error_in_between_names_the_line_its_error_and_what_remains_without_it()
     line = re.escape(place(time_steps))
     found = re.match(
         r"The gradients differ from float32 by ([\d.]+)%, in \['first'\], which has [\d.]+% of their norm: rounding, "
-        rf"which may be harmless\. With only the forward pass of {line} in half precision, they differ by ([\d.]+)%; "
-        rf"with {line} in float32, by ([\d.]+)%\. Compare a short run with this line in float32, and keep the change "
+        rf"which may be harmless\. With only the forward pass of {line} in half precision, they differ by ([\d.]+)%"
+        rf"; with {line} in float32, by ([\d.]+)%\. Compare a short run with this line in float32, and keep the change "
         r"if its loss is lower\. Loss scales from ",
         diagnosis.summary,
     )

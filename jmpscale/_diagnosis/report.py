@@ -167,7 +167,8 @@ class Diagnosis:
         table = [list(cells) for cells in zip(*filled, strict=True)]
         width = len(format_table(table).partition("\n")[0])
         longest = max(len(row[0]) for row in table)
-        return format_table([[truncate(cells[0], max(longest - width + _WIDTH, 12)), *cells[1:]] for cells in table])
+        shown_table = [[truncate(cells[0], max(longest - width + _WIDTH, 12)), *cells[1:]] for cells in table]
+        return "\n".join(map(str.rstrip, format_table(shown_table).splitlines()))
 
 
 def _is_in_range(row: DiagnosisRow) -> bool:
