@@ -37,7 +37,7 @@ class Match(NamedTuple):
     """
 
     name: str  # such as `params` or `state['params']`
-    tree: PyTree  # the part of the arguments
+    tree: PyTree  # the part of the arguments; of an object of Flax NNX, without variables that the step removes
     old: tuple[int, ...]
     new: tuple[int, ...]
 
@@ -58,17 +58,44 @@ def match_state(call: StepCall, out: PyTree, program: core.ClosedJaxpr | None = 
       The matches; none if no argument comes back.
     """
     result, after = out
-    arguments = _elements(call.names, call.arguments, 0)
-    objects = [part for part, is_nnx in zip(arguments, call.is_nnx, strict=True) if is_nnx]
-    values = [part for part, is_nnx in zip(arguments, call.is_nnx, strict=True) if not is_nnx]
-    known = [nested.types for value in values for nested in value.nested()]
-    results = _Part("", result, 0).divided(known)
-    parts = [part for value in values for part in value.divided([result.types for result in results])]
-    pairs = _pairs(parts, results, arguments[:1], _Flow(call, out, program))
+    objects, values = _arguments(call)
+    results, parts = _divided(result, values)
+    pairs = _pairs(parts, results, [part for part in values if not part.start], _Flow(call, out, program))
     matches = [Match(old.name, old.tree, tuple(old.leaves), tuple(new.leaves)) for old, new in pairs]
     new_objects = _elements([part.name for part in objects], after, len(jax.tree.leaves(result)))
     matches += map(_match_object, objects, new_objects)
     return sorted(matches, key=lambda match: match.old)
+
+
+def changed_types(
+    call: StepCall, out: PyTree, matches: Sequence[Match], program: core.ClosedJaxpr | None = None
+) -> Iterator[tuple[str, PyTree, PyTree]]:
+    """Yields the arguments that come back with their structure, but with other shapes or dtypes, so nothing matches.
+
+    Each is a name, the argument, and its new value, which depends on it if `program` is given.
+    """
+    flow = _Flow(call, out, program)
+    matched = {position for match in matches for position in match.old}
+    for old in _arguments(call)[1]:
+        if old.is_lone or not old.leaves or matched.intersection(old.leaves):
+            continue
+        for new in _Part("", out[0], 0).nested():
+            if new.types[0] == old.types[0] and (not program or flow.depends(new, old)):
+                yield old.name, old.tree, new.tree
+                break
+
+
+def _arguments(call: StepCall) -> tuple[list["_Part"], list["_Part"]]:
+    """Returns the arguments that contain objects of Flax NNX, and all other ones."""
+    pairs = list(zip(_elements(call.names, call.arguments, 0), call.is_nnx, strict=True))
+    return [part for part, is_nnx in pairs if is_nnx], [part for part, is_nnx in pairs if not is_nnx]
+
+
+def _divided(result: PyTree, values: list["_Part"]) -> tuple[list["_Part"], list["_Part"]]:
+    """Returns the parts of the result and of the arguments that may correspond."""
+    known = [nested.types for value in values for nested in value.nested()]
+    results = _Part("", result, 0).divided(known)
+    return results, [part for value in values for part in value.divided([new.types for new in results])]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -192,9 +219,14 @@ def _largest_matching(choices: dict[_Part, list[_Part]]) -> dict[_Part, _Part]:
 
 def _match_object(old: _Part, new: _Part) -> Match:
     """Returns the variables of objects of Flax NNX that exist before and after the step."""
-    olds, news = ({path: part.start + i for i, (path, _) in enumerate(named_leaves(part.tree))} for part in (old, new))
-    paths = [path for path in olds if path in news]
-    return Match(old.name, old.tree, tuple(olds[path] for path in paths), tuple(news[path] for path in paths))
+    news = {path: new.start + i for i, (path, _) in enumerate(named_leaves(new.tree))}
+    positions = {path: old.start + i for i, (path, _) in enumerate(named_leaves(old.tree)) if path in news}
+
+    def kept(path: tuple[Any, ...], leaf: Any) -> Any:
+        return leaf if jax.tree_util.keystr(path) in news else None
+
+    tree = jax.tree_util.tree_map_with_path(kept, old.tree)
+    return Match(old.name, tree, tuple(positions.values()), tuple(news[path] for path in positions))
 
 
 def _type(leaf: Any) -> object:

@@ -14,14 +14,9 @@ from jax.extend import core
 
 from jmpscale._base.compat import as_varying
 from jmpscale._base.jaxpr import CALLS, PROGRAM, Caller, called_jaxpr, closed, equations, split_scan_inputs, type_of
+from jmpscale._base.types import is_narrow
 
 ENTERED = CALLS | {"scan", "while", "cond"}
-
-
-def is_narrow(aval: Any) -> bool:
-    """Tests whether a type, or anything else with a dtype, has floating-point numbers of fewer bits than float32."""
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, np.floating) and dtype.itemsize < 4
 
 
 def widen(x: Any) -> Any:

@@ -98,7 +98,7 @@ class Trials:
     def __init__(self, programs: ModalPrograms, inputs: Sequence[str], *, has_scaler: bool = True) -> None:
         """`inputs` are the names of the constants of the step, empty for those that are not arguments."""
         self._inputs, self._has_scaler = inputs, has_scaler
-        self._set_programs(programs)
+        self.set_programs(programs)
         self._recording = programs.recording.of_gradients()
         self._statistics: dict[float, dict[Site, Statistics]] = {}
         self.reference = self._run_in_float32(1.0)
@@ -122,10 +122,10 @@ class Trials:
     def of(self, step: Step) -> "Trials":
         """Returns trials of another form of the step, which is compared with the same reference."""
         trials = copy.copy(self)
-        trials._set_programs(ModalPrograms(step))
+        trials.set_programs(ModalPrograms(step))
         return trials
 
-    def _set_programs(self, programs: ModalPrograms) -> None:
+    def set_programs(self, programs: ModalPrograms) -> None:
         """Sets the step that the trials run; no error of it is known yet."""
         self.step = programs.precision.of_gradients()
         self._errors: dict[tuple[frozenset[tuple[Site, Mode | tuple[Mode, ...]]], Mode, int], tuple[Errors, float]] = {}

@@ -73,20 +73,23 @@ class ModalStep:
 
     def of_gradients(self) -> "ModalStep":
         """Returns a view of the step that returns the loss and the gradients, without the operations of the update."""
-        return self._view({Pass.FORWARD, Pass.BACKWARD}, slice(0, self._count))
+        view = copy.copy(self)
+        view.restrict({Pass.FORWARD, Pass.BACKWARD}, slice(0, self._count))
+        return view
 
     def of_results(self) -> "ModalStep":
         """Returns a view of the step that returns the results that follow the gradients."""
-        return self._view(set(Pass), slice(self._count, None))
-
-    def _view(self, passes: Collection[Pass], outputs: slice) -> "ModalStep":
         view = copy.copy(self)
-        view.sites = [site for site in self.sites if site.part.pass_ in passes]
-        view.parts = list(dict.fromkeys(site.part for site in view.sites))
-        used = {part.path for part in view.parts}
-        view.paths = [path for path in self.paths if path in used]
-        view._outputs = outputs
+        view.restrict(set(Pass), slice(self._count, None))
         return view
+
+    def restrict(self, passes: Collection[Pass], outputs: slice) -> None:
+        """Omits the operations of other passes from the sites, parts and paths, and other outputs from the results."""
+        self.sites = [site for site in self.sites if site.part.pass_ in passes]
+        self.parts = list(dict.fromkeys(site.part for site in self.sites))
+        used = {part.path for part in self.parts}
+        self.paths = [path for path in self.paths if path in used]
+        self._outputs = outputs
 
     def _compile(self, found: dict[Any, "_Placed"], modal: Modal) -> list["_PlacedBlock"]:
         """Returns the blocks, of which equal ones share a compiled function."""

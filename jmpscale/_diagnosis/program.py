@@ -18,8 +18,9 @@ from jmpscale._base.jaxpr import (
     type_of,
 )
 from jmpscale._base.source import is_backward, is_recomputed
+from jmpscale._base.types import is_narrow
 from jmpscale._diagnosis.float32 import keeps_dtype
-from jmpscale._diagnosis.interpret import is_narrow, operations
+from jmpscale._diagnosis.interpret import operations
 from jmpscale._diagnosis.passes import Key, Pass, Passes
 
 Path = tuple[str, ...]  # the user's lines that lead to an operation, outermost first, so that two calls differ

@@ -9,8 +9,9 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._base.jaxpr import Caller
+from jmpscale._base.types import is_narrow
 from jmpscale._diagnosis import flow
-from jmpscale._diagnosis.interpret import ENTERED, is_narrow
+from jmpscale._diagnosis.interpret import ENTERED
 from jmpscale._diagnosis.program import moves_values
 from jmpscale._diagnosis.step import Step
 

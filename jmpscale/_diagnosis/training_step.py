@@ -19,11 +19,47 @@ from jmpscale._state import ScalerState
 def diagnose_step(step: Callable[..., Any]) -> Callable[..., Diagnosis]:
     """Creates a function that diagnoses a whole training step as it is, in any precision, with a scaler or without.
 
+    The step is any function that `jax.jit` accepts, compiled or not, of any framework, on one device or several. It is
+    traced once, and compared with the same step in float32:
+
+    - The loss and the gradients, as `diagnose` compares them. If an argument contains a scaler, at power-of-two loss
+      scales; otherwise as they are. Gradients of several losses are compared together; in a loop, their sum.
+    - The change of each leaf of its state, beside the change that the same gradients make if the update computes in
+      float32. So a leaf in half precision that is too coarse for its changes is found, such as parameters, an average
+      or a sum, and so is rounding in the optimizer. A leaf to which no gradient leads, such as a running mean, and any
+      other result are compared with the whole step in float32.
+    - Values that are in half precision before the step begins are taken as exact; the summary names integers that are
+      too large for their dtype, and constants.
+
+    The state is what the step returns with the structure and the types of an argument, in the order of the arguments,
+    and the Flax NNX objects among the arguments. `Diagnosis.state` names it; if an argument is missing there, pass
+    `lambda state, ...: new_state`. Averages and small updates round most late in training, so diagnose a restored state
+    too. Neither the arguments nor Flax NNX objects among them are changed.
+
     Args:
-      step: the training step.
+      step: the training step. Python must not read the values of arrays in it, as in `if loss > 0`.
 
     Returns:
       `f(*args, **kwargs) -> Diagnosis`, with the arguments of the step.
+
+    Raises:
+      TypeError: `step` is not callable; an argument is abstract or traced; an argument, or a value that `step` closes
+        over, is a `jax.Ref`; or `step` creates one, or reads values by `jax.experimental.io_callback`.
+      ValueError: an argument was donated to a compiled function.
+
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import jmpscale
+    >>> @jax.jit
+    ... def train_step(params, x):
+    ...     loss, grads = jax.value_and_grad(lambda params: jnp.mean((x @ params["w"]) ** 2))(params)
+    ...     return {"w": params["w"] - 1e-4 * grads["w"]}, loss
+    >>> params, x = {"w": jnp.ones((4, 2), jnp.bfloat16)}, jnp.ones((8, 4), jnp.bfloat16)
+    >>> diagnosis = jmpscale.diagnose_step(train_step)(params, x)
+    >>> [(change.name, change.error) for change in diagnosis.changes]
+    [("params['w']", 1.0)]
+    >>> diagnosis.summary.partition(".")[0]
+    "Even with the right gradients, the update loses 100% of the change of params['w']: keep it in float32, not bfloat16"
     """
     if not callable(step):
         raise TypeError(f"step must be the training step, got {describe(step)}. Call diagnose_step(step)(*args).")

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpscale._diagnosis.interpret import is_narrow
+from jmpscale._base.types import is_narrow
 from jmpscale._diagnosis.lines import smallest_set
 from jmpscale._diagnosis.modal_step import ModalPrograms, ModalStep
 from jmpscale._diagnosis.modes import Mode, Modes, Part, Site, Statistics
