@@ -308,3 +308,77 @@ def test_diagnose_step_of_parameters_in_float32_says_one_sentence(name):
     assert diagnosis.summary.count(". ") == 0
     assert diagnosis.summary.startswith("The gradients differ from float32 by ")
     assert all(x.error < 0.05 for x in diagnosis.changes)
+
+
+# --- With a scaler in the state. ---
+
+
+def half_loss(params, x, y):
+    hidden = jnp.tanh(x.astype(H) @ params["a"].astype(H))
+    return 1e-6 * jnp.mean(((hidden @ params["b"].astype(H)).astype(F) - y) ** 2)
+
+
+def scaled_nnx():
+    class Linear(nnx.Module):
+        def __init__(self):
+            values = parameters()
+            self.a, self.b = nnx.Param(values["a"]), nnx.Param(values["b"])
+
+    model = Linear()
+    optimizer = nnx.Optimizer(model, SCALED_ADAM, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x, y):
+        def loss_fn(model):
+            return half_loss({"a": model.a[...], "b": model.b[...]}, x, y)
+
+        value_and_grad = jmpscale.value_and_grad(loss_fn, transform=nnx.value_and_grad)
+        loss, grads = value_and_grad(optimizer.opt_state, model)
+        optimizer.update(model, grads, value=loss)
+        return loss
+
+    return step, (model, optimizer, X, Y)
+
+
+def scaled_in_shard_map():
+    tx = jmpscale.with_loss_scaling(optax.adam(1e-4), axis_name="data")
+
+    def device_step(params, opt_state, x, y):
+        loss, grads = jmpscale.value_and_grad(half_loss)(opt_state, params, x, y)
+        updates, opt_state = tx.update(jax.lax.pmean(grads, "data"), opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state, jax.lax.pmean(loss, "data")
+
+    specs = {"in_specs": (jax.P(), jax.P(), jax.P("data"), jax.P("data")), "out_specs": jax.P(), "check_vma": False}
+    step = jax.shard_map(device_step, mesh=meshes.make_mesh(data=2), **specs)
+    return step, (parameters(), tx.init(parameters()), X, Y)
+
+
+def two_scalers():
+    def step(first, second, x, y):
+        new = []
+        for params, scaler in (first, second):
+            loss, grads = jmpscale.value_and_grad(half_loss)(scaler, params, x, y)
+            finite = jmpscale.all_finite((loss, grads))
+            params = jmpscale.select_tree(finite, jax.tree.map(lambda p, g: p - g, params, grads), params)
+            new.append((params, jmpscale.update(scaler, finite, loss=loss)))
+        return *new, loss
+
+    second = jax.tree.map(lambda x: 0.9 * x, parameters()), jmpscale.dynamic(2.0**14)
+    return step, ((parameters(), jmpscale.dynamic(2.0**16)), second, X, Y)
+
+
+SCALED = {"NNX": scaled_nnx, "shard_map": scaled_in_shard_map, "two scalers": two_scalers}
+
+
+@pytest.mark.parametrize("name", names(SCALED, default={"NNX"}))
+def test_diagnose_step_finds_the_scales_of_a_scaler_in_the_state(name):
+    step, args = SCALED[name]()
+    before = values(args)
+    found = jmpscale.diagnose_step(step)(*args)
+    expected = jmpscale.diagnose(half_loss)(jmpscale.dynamic(), parameters(), X, Y)
+    assert found.loss_scale == 2.0**16
+    low, high = expected.fitting_scales
+    assert low / 8 <= found.fitting_scales[0] <= 8 * low
+    assert high / 8 <= found.fitting_scales[1] <= 8 * high
+    assert found.gradient_error == pytest.approx(expected.gradient_error, rel=1)
+    assert all(np.array_equal(x, y) for x, y in zip(before, values(args), strict=True))

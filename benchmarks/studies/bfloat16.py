@@ -51,10 +51,14 @@ def rotary(dtype):
 def time_steps(dtype):
     """Time steps of 0 to 999, and their angles."""
 
-    def loss_fn(params, times):
+    def features(times, dtype):
         angle = times.astype(dtype)[:, None] * (1e3 ** -(jnp.arange(16) / 16)).astype(dtype)
-        features = jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], 1).astype(jnp.float32)
-        return jnp.mean((features @ params["w"] - jnp.sin(times / 3)[:, None]) ** 2)
+        return jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], 1).astype(jnp.float32)
+
+    target = jnp.ones((32, 1)) / 4
+
+    def loss_fn(params, times):
+        return jnp.mean((features(times, dtype) @ params["w"] - features(times, jnp.float32) @ target) ** 2)
 
     return loss_fn, {"w": normal(0, 32, 1) / 8}, jnp.arange(1000.0)
 
@@ -249,7 +253,7 @@ def rows():
         )
     for name, make in STATES.items():
         (step, state, batch, params_of), (full, start, *_) = make(jnp.bfloat16), make(jnp.float32)
-        steps = 100 if make is accumulation else STEPS
+        steps = {accumulation: 100, second_moment: 5 * STEPS}.get(make, STEPS)
         yield row(
             name,
             (step, state),

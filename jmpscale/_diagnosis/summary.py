@@ -359,7 +359,8 @@ def _remedy(findings: Findings, cause: Cause, lines: Lines) -> str:
         f"Compute {findings.names(lines.paths)} in float32{_how(findings, lines.paths)}: {_promise(findings, scales)}"
     )
     if not findings.has_scaler and cause.reason is Reason.UNDERFLOW and cause.site.part.backward:
-        text = f"Scale the loss, with jmpscale.value_and_grad and a scaler. Or c{text[1:]}"
+        how = "with jmpscale.value_and_grad and a scaler, or by a larger number if it is scaled already"
+        text = f"Scale the loss, {how}. Or c{text[1:]}"
     if findings.advice:
         text = f"{text}{_describe_advice(findings, scales)}"
     if cause.reason is Reason.UNDERFLOW and cause.site in findings.trials.step.in_inner_gradients:
