@@ -97,7 +97,12 @@ def test_diagnose_step_diagnoses_the_gradient_of_scaled_backward(name):
     expected = jmpscale.diagnose(lambda p: mean_square(p["w"], X, Y) + 1e-12 * p["b"])(scaler, PARAMS)
     found = jmpscale.diagnose_step(jax.jit(SCALED[name]))(scaler)
     assert found.fitting_scales == expected.fitting_scales
-    assert found.summary == expected.summary
+    assert without_names(found.summary) == without_names(expected.summary)
+
+
+def without_names(summary):
+    """Removes the names of gradients, which depend on how a step passes its parameters."""
+    return re.sub(r", in [\[\]'\w]+", "", summary)
 
 
 @pytest.mark.full
@@ -123,7 +128,7 @@ def test_diagnose_step_differentiates_only_what_the_step_differentiates():
 
     expected = jmpscale.diagnose(lambda w: mean_square(w, X, Y) + 1e-12 * PARAMS["b"])(jmpscale.static(4.0), W)
     for scale in (4.0, jnp.float32(4.0), jmpscale.static(4.0)):
-        assert jmpscale.diagnose_step(step)(scale).summary == expected.summary
+        assert without_names(jmpscale.diagnose_step(step)(scale).summary) == without_names(expected.summary)
 
 
 class Model(nnx.Module):
