@@ -35,6 +35,7 @@ def _diagnosis(**changes):
         "not_entered": (),
         "scaler": None,
         "summary": "Loss scales from 2^4 to 2^15 fit; yours is 2^12. The gradients differ.",
+        "scaler": None,
         "fitting_scales": (2.0**4, 2.0**15),
     }
     return jmpscale.Diagnosis(**values | changes)
