@@ -53,6 +53,36 @@ def test_readme_program_needs_loss_scaling():
     assert float16 - float32 == pytest.approx(higher, abs=0.1)
 
 
+def _train_with_invalid_steps(every):
+    """Returns a step that applies one step in `every` of a training step, and skips the others."""
+
+    def planted(train_step, step, params, opt_state, batch):
+        if step % every == 0:
+            return train_step(params, opt_state, batch)
+        invalid = jax.tree.map(lambda x: x * float("nan"), params)
+        return params, *train_step(invalid, opt_state, batch)[1:]
+
+    return planted
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(("every", "skips"), [(2, None), (3, 20), (12, 28)])
+def test_monitor_of_the_readme_raises_if_most_steps_are_skipped(every, skips):
+    program = next(code for language, code in README_BLOCKS if language == "python")
+    for line, planted in {
+        "size=2048": "size=8",
+        "train_step(params, opt_state, batch)\n    if": "planted(train_step, step, params, opt_state, batch)\n    if",
+    }.items():
+        assert program.count(line) == 1
+        program = program.replace(line, planted)
+    namespace = {"__name__": "README.md", "planted": _train_with_invalid_steps(every)}
+    if skips is None:
+        pages.run(program, namespace)
+        return
+    with pytest.raises(FloatingPointError, match=f"^{skips} of the last 30 steps were skipped"):
+        pages.run(program, namespace)
+
+
 FORGOTTEN = {  # a changed line of the README's program, the original line, and the type and start of the message
     "autocast": ("@jmpscale.autocast\n", "", None, None),  # a program in float32
     "with_loss_scaling": (

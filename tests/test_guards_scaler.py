@@ -59,8 +59,7 @@ def test_function_requires_a_scaler(name):
 READ_SCALER_OF_TREE = {  # the call, and the name of the argument
     "get_scaler": (jmpscale.get_scaler, "tree"),
     "metrics": (jmpscale.metrics, "scaler"),
-    "raise_if_stuck": (lambda tree: jmpscale.raise_if_stuck(tree, max_consecutive_skips=1), "scaler"),
-    "RunMonitor": (lambda tree: jmpscale.RunMonitor(max_consecutive_skips=1).raise_if_stuck(tree, step=0), "scaler"),
+    "RunMonitor": (lambda tree: jmpscale.RunMonitor(max_consecutive_skips=1).raise_if_stuck(tree), "scaler"),
     "value_and_grad": (lambda tree: jmpscale.value_and_grad(loss_of)(tree, GRADS), "scaler"),
     "scaled_backward": (lambda tree: jmpscale.scaled_backward(loss_of, lambda _: tree)(GRADS), "scale"),
     "all_finite": (lambda tree: jmpscale.all_finite(GRADS, scaler=tree), "scaler"),
@@ -73,7 +72,7 @@ READ_SCALER_OF_TREE = {  # the call, and the name of the argument
 }
 
 
-ACCEPT_BATCH_OF_SCALERS = {"get_scaler", "metrics", "raise_if_stuck", "RunMonitor"}
+ACCEPT_BATCH_OF_SCALERS = {"get_scaler", "metrics", "RunMonitor"}
 
 
 TAKE_TREE_WITH_SCALER = READ_SCALER_OF_TREE | {

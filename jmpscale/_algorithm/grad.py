@@ -10,7 +10,7 @@ from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._algorithm.scaling import scale_losses, unscale_gradients
 from jmpscale._base.compat import axis_names_in_scope
 from jmpscale._base.gradients import GradientCall, observe
-from jmpscale._base.options import requires_names
+from jmpscale._base.options import requires_names_in
 from jmpscale._base.tree import PyTree
 from jmpscale._guards import grad as guards
 
@@ -26,7 +26,7 @@ def value_and_grad(
 def value_and_grad(
     *, argnums: Any = 0, has_aux: bool = False, transform: Function = jax.value_and_grad
 ) -> Callable[[Callable[..., T]], Callable[..., tuple[T, PyTree]]]: ...
-@requires_names
+@requires_names_in("value_and_grad(fun)(scaler, *args)")
 def value_and_grad(
     fun: Function | None = None,
     argnums: Any = 0,

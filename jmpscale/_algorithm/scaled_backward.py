@@ -14,7 +14,7 @@ from jmpscale._algorithm.grad import loss_and_output
 from jmpscale._algorithm.scaling import is_whole_loss, multiply_leaf, one_if_finite, unscale_leaves
 from jmpscale._base.axes import map_like
 from jmpscale._base.gradients import ScaledCall, observe
-from jmpscale._base.options import requires_names
+from jmpscale._base.options import requires_names_in
 from jmpscale._base.text import describe
 from jmpscale._base.trace import lift_nnx, trace
 from jmpscale._base.tree import (
@@ -35,7 +35,7 @@ T = TypeVar("T")
 _Residuals = tuple[jax.Array, list[tuple[()] | None]]  # the loss scale, and () for each input that is differentiated
 
 
-@requires_names
+@requires_names_in("scaled_backward(fun, scale)(*args)")
 def scaled_backward(
     fun: Callable[P, T], scale: Any, *, has_aux: bool = False, warn_if_not_finite: bool = False
 ) -> Callable[P, T]:

@@ -13,7 +13,7 @@ from jmpscale._autocast.results import result_dtype
 from jmpscale._autocast.rules import FLOAT32, HALF, Kept, in_half, reason_to_keep, setting_that_keeps
 from jmpscale._base.arguments import as_dtype
 from jmpscale._base.jaxpr import MATMULS, Caller, equations, type_of
-from jmpscale._base.options import requires_names
+from jmpscale._base.options import requires_names_in
 from jmpscale._base.text import describe
 from jmpscale._base.trace import lift_nnx, trace
 from jmpscale._base.tree import PyTree
@@ -40,7 +40,7 @@ def autocast(
 def autocast(
     *, dtype: DTypeLike = jnp.float16, result: DTypeLike | None = None
 ) -> Callable[[Callable[P, T]], Callable[P, T]]: ...
-@requires_names
+@requires_names_in("autocast(fun)(*args)")
 def autocast(
     fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.float16, result: DTypeLike | None = None
 ) -> Callable[..., Any]:

@@ -4,7 +4,7 @@
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -94,10 +94,13 @@ def is_optax_state(node: object) -> bool:
     return type(node).__module__.partition(".")[0] == "optax"
 
 
-def averages_of_gradients(state: Any) -> list[Any]:
-    """Returns the leaves of optax's states that hold averages of gradients, such as `mu` of Adam."""
+def averages_of_gradients(state: Any, names: Iterable[str] = ("mu", "nu", "trace")) -> list[Any]:
+    """Returns the leaves of optax's states that hold averages of gradients, such as `mu` of Adam, or of their squares.
+
+    `names` are the fields of the states.
+    """
 
     def averages(node: Any) -> list[Any]:
-        return [getattr(node, name) for name in ("mu", "nu", "trace") if is_optax_state(node) and hasattr(node, name)]
+        return [getattr(node, name) for name in names if is_optax_state(node) and hasattr(node, name)]
 
     return jax.tree.leaves([averages(x) for x in jax.tree.leaves(state, is_leaf=lambda x: bool(averages(x)))])

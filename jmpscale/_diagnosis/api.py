@@ -9,7 +9,7 @@ import numpy as np
 from jmpscale._algorithm.get_scaler import find_scaler, is_scaler
 from jmpscale._algorithm.grad import value_and_grad
 from jmpscale._base.frameworks import is_nnx_object
-from jmpscale._base.options import requires_names
+from jmpscale._base.options import requires_names_in
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, flatten_gradients, named_leaves
 from jmpscale._diagnosis.examine import examine
@@ -22,7 +22,7 @@ from jmpscale._state import ScalerState
 Function = Callable[..., Any]
 
 
-@requires_names
+@requires_names_in("diagnose(fun)(scaler, *args)")
 def diagnose(
     fun: Function, argnums: Any = 0, has_aux: bool = False, *, transform: Function = jax.value_and_grad
 ) -> Callable[..., Diagnosis]:

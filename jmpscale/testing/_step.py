@@ -12,7 +12,7 @@ import numpy as np
 
 from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._algorithm.update import update
-from jmpscale._base.options import requires_names
+from jmpscale._base.options import requires_names_in
 from jmpscale._base.text import describe, format_percentage, format_scale
 from jmpscale._base.tree import Tree, check_no_nnx_objects, is_inexact, named_leaves
 from jmpscale._base.warn import warn_user
@@ -48,7 +48,7 @@ _NARROW = (
 )
 
 
-@requires_names
+@requires_names_in("check_step(step)(*args)")
 def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Sequence[str] = ()) -> None:
     """Runs a training step at several loss scales, and raises if it mishandles an overflow or the scale.
 
