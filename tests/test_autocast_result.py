@@ -311,4 +311,4 @@ def test_check_step_accepts_a_step_with_float32_results():
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)
         return optax.apply_updates(params, updates), opt_state
 
-    check_step(lambda state: step(state, X), (W, tx.init(W)))
+    check_step(step)((W, tx.init(W)), X)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
@@ -146,26 +147,97 @@ def _flag_of_one_leaf(name, params, opt_state, scaler, loss, grads, flag):
     return _right(params, opt_state, scaler, loss, grads, jmpscale.all_finite(grads[name]))
 
 
-def _with_one_leaf_of_many(count, missing):
-    """Returns a step with many parameters, whose flag is not about one of them."""
+def _updates_only_if_not_finite(params, opt_state, scaler, loss, grads, flag):
+    new = jax.lax.cond(flag, lambda: scaler, lambda: jmpscale.update(scaler, flag, loss=loss))
+    return *_apply(flag, grads, params, opt_state), new
+
+
+def _with_scaler(change, params, opt_state, scaler, loss, grads, flag):
+    """Ends a step with fields of the new scaler changed by a function of the old scaler and the new one."""
+    *others, new = _right(params, opt_state, scaler, loss, grads, flag)
+    return *others, new._replace(**change(scaler, new))
+
+
+def _smaller_scale(old, new):
+    return {"loss_scale": jnp.minimum(old.loss_scale, new.loss_scale)}
+
+
+def _averaged_scale(old, new):
+    return {"loss_scale": jnp.where(new.loss_scale < old.loss_scale, 0.95 * old.loss_scale, new.loss_scale)}
+
+
+def _flag_by(is_finite, params, opt_state, scaler, loss, grads, flag):
+    """Ends a step whose flag is the conjunction of a function of each gradient."""
+    return _right(params, opt_state, scaler, loss, grads, jnp.stack(list(map(is_finite, jax.tree.leaves(grads)))).all())
+
+
+FLAGS = {  # functions of a gradient that miss a sign, NaN or elements
+    "maximum": lambda g: jnp.isfinite(g.max()),
+    "minimum": lambda g: jnp.isfinite(g.min()),
+    "NaN": lambda g: ~jnp.isnan(g).any(),
+    "infinity": lambda g: ~jnp.isinf(g).any(),
+    "first element": lambda g: jnp.isfinite(g.ravel()[0]),
+    "last element": lambda g: jnp.isfinite(g.ravel()[-1]),
+    "all but the first row": lambda g: jnp.isfinite(g[1:]).all(),
+}
+
+
+def _with_part_of_many(count, is_checked=lambda i: True):
+    """Returns a step with many parameters, kernels and biases in turn, whose flag is about some of them."""
     keys = jax.random.split(jax.random.key(1), count)
-    params = [jax.random.normal(key, (8, 8)) / 3 for key in keys]
+    params = [jax.random.normal(key, (8, 8) if i % 2 == 0 else (8,)) / 3 for i, key in enumerate(keys)]
 
     @jmpscale.autocast
     def loss_fn(params):
         x = X
         for w in params:
-            x = jnp.tanh(x @ w)
+            x = jnp.tanh(x @ w if w.ndim > 1 else x + w[None])
         return jnp.mean(x**2)
 
     def step(state):
         params, scaler = state
         loss, grads = jmpscale.value_and_grad(loss_fn)(scaler, params)
-        flag = jmpscale.all_finite([g for i, g in enumerate(grads) if i != missing])
+        flag = jmpscale.all_finite([g for i, g in enumerate(grads) if is_checked(i)])
         params = jmpscale.apply_if(flag, lambda p: jax.tree.map(lambda p, g: p - 1e-3 * g, p, grads), params)
         return params, jmpscale.update(scaler, flag, loss=loss)
 
     return step, (params, jmpscale.dynamic())
+
+
+def _in_bfloat16(inner):
+    """Returns a step with parameters in bfloat16, and its state."""
+    tx, params = jmpscale.with_loss_scaling(inner, jmpscale.static(1.0)), jmpscale.cast(PARAMS, jnp.bfloat16)
+    return _wrapper(tx)[0], (params, tx.init(params))
+
+
+def _average_in_bfloat16():
+    """Returns a step with an average of the parameters in bfloat16, and its state after 20 steps."""
+    step, (params, opt_state) = _wrapper(jmpscale.with_loss_scaling(optax.adam(3e-3), jmpscale.static(1.0)))
+
+    @jax.jit
+    def with_average(state):
+        average, state = state
+        params, opt_state = step(state)
+        new = jax.tree.map(lambda a, p: (0.999 * a + 0.001 * p).astype(a.dtype), average, params)
+        return jmpscale.select_tree(opt_state.scaler.step_applied, new, average), (params, opt_state)
+
+    state = jmpscale.cast(params, jnp.bfloat16), (params, opt_state)
+    for _ in range(20):
+        state = with_average(state)
+    return with_average, state
+
+
+def _scale_of_another_leaf():
+    """Returns a step whose loss is scaled by a number in the state that is not the scaler's."""
+
+    def whole_step(state):
+        params, opt_state = state["rest"]
+        grads = jax.grad(lambda params: state["scale"] * _loss(params))(params)
+        grads = jmpscale.unscale(jmpscale.static(1.0)._replace(loss_scale=state["scale"]), grads)
+        updates, opt_state = WRAPPED.update(grads, opt_state, params, value=_loss(params))
+        return {"scale": state["scale"], "rest": (optax.apply_updates(params, updates), opt_state)}
+
+    return whole_step, {"scale": jnp.float32(2.0**10), "rest": (PARAMS, WRAPPED.init(PARAMS))}
 
 
 def _loss_too_large():
@@ -253,7 +325,40 @@ MISTAKES: dict[str, tuple[Any, str]] = {  # functions that return a step and its
     "flag of the loss": (lambda: _functional(_flag_of_the_loss), HIDDEN),
     "flag of the first leaf": (lambda: _functional(partial(_flag_of_one_leaf, "a")), rf"{PART}.*\['b'\]"),
     "flag of the last leaf": (lambda: _functional(partial(_flag_of_one_leaf, "b")), rf"{PART}.*\['a'\]"),
-    "flag without one of 20 leaves": (lambda: _with_one_leaf_of_many(20, 13), rf"{PART}.*\[0\]\[13\]"),
+    "flag without one of 20 leaves": (lambda: _with_part_of_many(20, lambda i: i != 13), rf"{PART}.*\[0\]\[13\]"),
+    "flag of the kernels among 34 leaves": (lambda: _with_part_of_many(34, lambda i: i % 2 == 0), PART),
+    "flag of one of 34 leaves": (lambda: _with_part_of_many(34, lambda i: i == 0), PART),
+    "flag without one of 34 leaves": (lambda: _with_part_of_many(34, lambda i: i != 20), rf"{PART}.*\[0\]\[20\]"),
+    **{
+        f"flag by {name}": (lambda flag=flag: _functional(partial(_flag_by, flag)), HIDDEN)
+        for name, flag in FLAGS.items()
+    },
+    "update only if not finite": (
+        lambda: _functional(_updates_only_if_not_finite),
+        "finite_steps is still 0 after a finite step, so the scale never grows. Call update in every step",
+    ),
+    "finite steps that are reset": (
+        lambda: _functional(partial(_with_scaler, lambda old, new: {"finite_steps": old.finite_steps})),
+        "finite_steps is still 0 after a finite step",
+    ),
+    "scale that never grows": (
+        lambda: _functional(partial(_with_scaler, _smaller_scale)),
+        r"the scale does not grow from 2\^\d+ after growth_interval finite steps, .* use max_scale",
+    ),
+    "scale that backs off by another factor": (
+        lambda: _functional(partial(_with_scaler, _averaged_scale)),
+        r"1 step was skipped at a loss scale of 2\^\d+, and the scale became [\de.+]+, not 2\^\d+, as backoff_factor",
+    ),
+    "parameters in bfloat16": (
+        lambda: _in_bfloat16(optax.adam(3e-4)),
+        r"state\[0\]\['[ab]'\] is bfloat16, and its change is below its rounding: \d+(\.\d+)?% of the change is lost",
+    ),
+    "average in bfloat16": (_average_in_bfloat16, r"state\[0\]\['[ab]'\] is bfloat16, and its change is below"),
+    "decay that rounds to 1": (
+        lambda: _in_bfloat16(optax.inject_hyperparams(optax.adam)(1e-2)),
+        r"all gradients are finite: the optimizer divides by zero\..*hyperparams\['b2'\] is 1 in bfloat16",
+    ),
+    "scale of another leaf": (_scale_of_another_leaf, r"the loss is scaled by state\['scale'\], not by the scaler"),
     "average at a learning rate of zero": (
         lambda: _average_of_parameters(is_gated=False),
         r"the skipped step changed state\[0\]\['a'\]: ",
@@ -269,12 +374,14 @@ MISTAKES: dict[str, tuple[Any, str]] = {  # functions that return a step and its
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", _rows(MISTAKES, {"after sign", "updated twice", "flag of the last leaf"}))
+@pytest.mark.parametrize(
+    "name", _rows(MISTAKES, {"after sign", "updated twice", "flag by maximum", "scale that never grows"})
+)
 def test_check_step_finds_the_mistake_without_a_warning(name):
     create, words = MISTAKES[name]
     step, state = create()
     with pytest.raises(AssertionError, match=words):
-        check_step(jax.jit(step), state)
+        check_step(jax.jit(step))(state)
 
 
 def _with_unused_gradient():
@@ -325,7 +432,8 @@ def _with_scaled_backward():
 RIGHT = {
     "wrapper": lambda: _wrapper(WRAPPED),
     "functional": lambda: _functional(_right),
-    "many leaves": lambda: _with_one_leaf_of_many(40, None),
+    "flag of the norm": lambda: _functional(partial(_flag_by, lambda g: jnp.isfinite(jnp.linalg.norm(g)))),
+    "many leaves": lambda: _with_part_of_many(40),
     "average at a learning rate of zero": lambda: _average_of_parameters(is_gated=True),
     "gradient that is not used": _with_unused_gradient,
     "loop of steps": lambda: _loop(4),
@@ -339,8 +447,55 @@ RIGHT = {
 @pytest.mark.parametrize("name", _rows(RIGHT, {"functional"}))
 def test_check_step_accepts_a_right_step_without_output(name, capsys):
     step, state = RIGHT[name]()
-    check_step(jax.jit(step), state)
+    check_step(jax.jit(step))(state)
     assert capsys.readouterr().out == ""
+
+
+class _Model(nnx.Module):
+    """A model that holds the loss scale of the optimizer's state, for a loop that takes only the model."""
+
+    def __init__(self, rngs):
+        self.inner, self.outer = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 1, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.outer(self.dropout(jnp.tanh(self.inner(x))))
+
+    def scaled(self, x):
+        return jmpscale.scaled_backward(jmpscale.autocast(type(self).__call__), self.loss_scale)(self, x)
+
+
+@nnx.jit
+def _nnx_step(model, optimizer, x, y):
+    loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model.scaled(x) - y) ** 2) / 64)(model)
+    optimizer.update(model, grads, value=loss)
+    return loss
+
+
+def _nnx_objects():
+    model = _Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, WRAPPED, wrt=nnx.Param)
+    model.loss_scale = optimizer.opt_state.scaler.loss_scale
+    return model, optimizer
+
+
+@pytest.mark.filterwarnings("error")
+def test_check_step_takes_nnx_objects_with_a_common_variable(capsys):
+    model, optimizer = _nnx_objects()
+    weights = model.inner.kernel[...]
+    check_step(_nnx_step, ignore=("model.dropout", "optimizer.step"))(model, optimizer, X, y=Y)
+    assert capsys.readouterr().out == ""
+    assert model.inner.kernel[...] is weights
+    assert model.loss_scale is optimizer.opt_state.scaler.loss_scale
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_check_step_names_a_variable_that_is_the_scale_of_an_older_state():
+    model, optimizer = _nnx_objects()
+    optimizer.opt_state = jmpscale.replace_scaler(optimizer.opt_state, jmpscale.dynamic(2.0**10))
+    words = r"the loss is scaled by model\.loss_scale\.value, not by the scaler .* optimizer\.opt_state was assigned"
+    with pytest.raises(AssertionError, match=words):
+        check_step(_nnx_step)(model, optimizer, X, Y)
 
 
 class _TrainState(TrainState):
@@ -361,11 +516,11 @@ def test_check_step_accepts_counts_and_keys_of_a_train_state_in_one_line(key, ca
         return state.replace(step=state.step + 1, params=params, opt_state=opt_state, key=key)
 
     state = _TrainState.create(apply_fn=_loss, params=PARAMS, tx=WRAPPED, key=key)
-    check_step(train_step, state)
+    check_step(train_step)(state)
     line = capsys.readouterr().out
     assert "state.step (a count), state.key (a random key)" in line
-    assert line.endswith("pass ignore=('.step', '.key').\n")
-    check_step(train_step, state, ignore=(".step", ".key"))
+    assert line.endswith("pass ignore=('state.step', 'state.key').\n")
+    check_step(train_step, ignore=("state.step", "state.key"))(state)
     assert capsys.readouterr().out == ""
 
 
@@ -380,4 +535,4 @@ def test_check_step_warns_about_a_loss_that_the_scaler_does_not_receive(name):
         return optax.apply_updates(params, updates), opt_state
 
     with pytest.warns(UserWarning, match="update receives no loss, or under another name"):
-        check_step(jax.jit(step), (PARAMS, WRAPPED.init(PARAMS)))
+        check_step(jax.jit(step))((PARAMS, WRAPPED.init(PARAMS)))

@@ -192,6 +192,11 @@ def _step_and_state(code, names, is_functional):
     return step, state
 
 
+def _check(code, names, is_functional):
+    step, state = _step_and_state(code, names, is_functional)
+    check_step(step)(state)
+
+
 @pytest.mark.filterwarnings("ignore:a NaN in the forward pass reduces")  # not every step on the page passes its loss
 @pytest.mark.parametrize("mistake", STEPS)
 def test_check_step_finds_a_mistake_without_a_message(mistake):
@@ -199,11 +204,11 @@ def test_check_step_finds_a_mistake_without_a_message(mistake):
     for diff, (before, after) in zip(_blocks(WITHOUT_MESSAGE[mistake], "diff"), STEPS[mistake], strict=True):
         wrong, right = (before + code + after for code in _sides(diff))
         is_functional = "= jmpscale.update(scaler" in right and "tx.update" not in right
-        check_step(*_step_and_state(right, names, is_functional))
+        _check(right, names, is_functional)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a compiled step that closes over a scaler
             with pytest.raises(AssertionError, match=r"the (skipped )?step |the change of |4 steps were"):
-                check_step(*_step_and_state(wrong, names, is_functional))
+                _check(wrong, names, is_functional)
 
 
 def _has_wrong_gradients(program):
@@ -244,9 +249,9 @@ def test_check_step_warns_about_the_last_mistake():
     [diff] = _blocks(section, "diff")
     wrong, right = (GRADIENTS.format("opt_state") + code + APPLY for code in _sides(diff))
     names = _program() | {"loss_fn": _half_loss}
-    check_step(*_step_and_state(right, names, is_functional=False))  # warnings are errors
+    _check(right, names, is_functional=False)  # warnings are errors
     with pytest.warns(UserWarning, match="a NaN in the forward pass reduces"):
-        check_step(*_step_and_state(wrong, names, is_functional=False))
+        _check(wrong, names, is_functional=False)
 
 
 @pytest.mark.parametrize("mistake", HARM)

@@ -43,7 +43,7 @@ NAMED = {  # a call with an argument by position that must be given by name, and
     "all_finite": (lambda: jmpscale.all_finite(GRADS, "d"), "scaler, axis_name by name, got 'd'"),
     "with_loss_scaling": (lambda: jmpscale.with_loss_scaling(ADAM, STATE, 1.0), "max_norm, axis_name, ... got 1.0"),
     "dynamic": (lambda: jmpscale.dynamic(2.0**16, 2.0), "growth_factor, ... by name, got 2.0"),
-    "check_step": (lambda: testing.check_step(loss_of, GRADS, ".step"), "ignore by name, got '.step'"),
+    "check_step": (lambda: testing.check_step(loss_of, ".step"), "ignore by name, got '.step'"),
 }
 
 
@@ -64,7 +64,7 @@ SHOWN = {  # a call with arguments of another function by position, and the call
     ),
     "check_step": (
         lambda: testing.check_step(loss_of, GRADS, LOSS),
-        "got float32[] by position. Call check_step(step)(*args);",
+        "got dict by position. Call check_step(step)(*args);",
     ),
 }
 
@@ -210,20 +210,63 @@ def test_torch_state_dict_requires_valid_values(call, error, words):
 
 
 def _check(state, step=lambda state: state, **options):
-    return lambda: testing.check_step(step, state, **options)
+    return lambda: testing.check_step(step, **options)(state)
+
+
+def _widens(params, scaler):
+    return jax.tree.map(lambda w: w.astype(jnp.float32), params), scaler
+
+
+def _unscales_by_hand(params, scaler):
+    grads = jax.grad(lambda params: jmpscale.scale(scaler, loss_of(params)))(params)
+    grads = jax.tree.map(lambda g: g / scaler.loss_scale, grads)
+    finite = jmpscale.all_finite(grads)
+    params = jmpscale.apply_if(finite, lambda p: jax.tree.map(lambda p, g: p - 0.1 * g, p, grads), params)
+    return params, jmpscale.update(scaler, finite, loss=loss_of(params))
 
 
 TOOLS = {
     TypeError: {
         "replicated number": (
             lambda: testing.assert_replicated({"w": 1}),
-            "tree['w'] must be an array or a text, got int. Pass",
+            "tree['w'] must be an array or a text, got int. Pass the result of a step.",
+        ),
+        "replicated program": (
+            lambda: testing.assert_replicated(jax.jit(loss_of).lower(GRADS)),
+            "tree must be an array or a text, got Lowered. Pass its text, .as_text().",
+        ),
+        "check_step: no function": (
+            lambda: testing.check_step((1, 2)),
+            "step must be a function, got tuple of 2. Call",
+        ),
+        "check_step: no argument comes back": (
+            _check(STATE, lambda state: {"loss": 1.0}),
+            "step must return its state, but it returned dict, of which no part has ... an argument: state. Or write",
+        ),
+        "check_step: other dtype": (
+            lambda: testing.check_step(_widens)({"w": W32.astype(jnp.float16)}, STATE),
+            "step must return its state with ... but params['w'] was float16[2] and is float32[2]. Convert it in step.",
         ),
     },
     ValueError: {
-        "check_step: disabled": (_check(jmpscale.disabled()), "state must contain a scaler that checks"),
+        "check_step: scaler does not come back": (
+            lambda: testing.check_step(lambda params, scaler: params)(GRADS, STATE),
+            "step must return scaler, which contains the scaler. Or write",
+        ),
+        "check_step: no scaler": (
+            lambda: testing.check_step(lambda params: params)(GRADS),
+            "the state of step must contain a scaler, got none: params. ... a loss scale that is a number: run a few",
+        ),
+        "check_step: nothing is unscaled": (
+            lambda: testing.check_step(_unscales_by_hand)({"w": W32}, jmpscale.static(2.0)),
+            "step must unscale its gradients by jmpscale, got none that value_and_grad",
+        ),
+        "check_step: disabled": (_check(jmpscale.disabled()), "the state must contain a scaler that checks"),
         "check_step: batch": (_check(BATCH), "state must hold one scaler, got a batch ... lambda x: x[0], state)"),
-        "check_step: ignore": (_check(STATE, ignore=(".step",)), "ignore must name leaves ... got ['.step']."),
+        "check_step: ignore": (
+            _check(STATE, ignore=(".step",)),
+            "ignore must name leaves ... got ['.step']. The paths are ['state.loss_scale', ",
+        ),
     },
 }
 

@@ -155,6 +155,13 @@ def _pixel(name, seeds=range(5)):
     return min(losses), max(losses), 100 * min(accuracies), 100 * max(accuracies), "finite" if finite else "NaN"
 
 
+def _checks():
+    """Returns the times of `check_step`."""
+    rows = record.read(table.STUDIES / "check_step.json")["steps"]
+    assert len(rows) == 4
+    return rows
+
+
 SENTENCES = {  # the sentences on each page, with the figures in them
     "../benchmarks/studies/README.md": [
         (
@@ -173,6 +180,12 @@ SENTENCES = {  # the sentences on each page, with the figures in them
             "of 2^7, all three end at {:.2f}",
             _words,
         ),
+    ],
+    "common_mistakes.md": [
+        (
+            "In four measured steps, a check takes {:.1f} to {:.1f} times as long as compiling the step",
+            lambda: [f(row["ratio"] for row in _checks()) for f in (min, max)],
+        )
     ],
     "../README.md": [
         (

@@ -151,6 +151,16 @@ WRONG_CALLS = {
             lambda: jmpscale.with_loss_scaling(ADAM16).init(GRADS),
             "averages of gradients in float16 ... Change mu_dtype or accumulator_dtype to bfloat16",
         ),
+        "decay that rounds to 1": (
+            lambda: _wrap(optax.inject_hyperparams(optax.adam)(1e-3))().init({"w": W32.astype(jnp.bfloat16)}),
+            "the hyperparameter b2 is 1 in bfloat16, so its average never changes ... hyperparam_dtype=jnp.float32",
+        ),
+        "average that cannot shrink": (
+            lambda: _wrap(optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(1e-3))().init(
+                {"w": W32.astype(jnp.bfloat16)}
+            ),
+            "an average with the decay b2=0.999 is bfloat16, in which it never becomes smaller",
+        ),
         "float16 averages of optax_step": (
             lambda: jmpscale.apply_if(True, jmpscale.optax_step(ADAM16, W32), W32, ADAM16.init(W32)),
             "averages of gradients in float16",

@@ -46,6 +46,12 @@ from calls import (
     value_and_grad_of_vector,
 )
 
+BF16 = {"w": W32.astype(jnp.bfloat16)}
+
+
+def _injected(rate, dtype=None, **decays):
+    return jmpscale.with_loss_scaling(optax.inject_hyperparams(optax.adam, hyperparam_dtype=dtype)(rate, **decays))
+
 
 def _update(**fields):
     return lambda: jmpscale.update(STATE._replace(**fields), True)
@@ -165,6 +171,11 @@ VALID_CALLS = {
     "diagnosis of scaled_backward": lambda: jmpscale.diagnose(jmpscale.scaled_backward(loss_of, 8.0))(STATE, W32),
     "cast of a user's field": lambda: jmpscale.cast(Posterior(W32, W32), jnp.float16),
     "bfloat16 averages": lambda: jmpscale.with_loss_scaling(optax.adam(1e-3, mu_dtype=jnp.bfloat16)).init(GRADS),
+    "bfloat16 parameters": lambda: TX.init(BF16),
+    "decays in float32": lambda: _injected(1e-3).init(W32),
+    "rate of 1 in bfloat16": lambda: _wrap(optax.inject_hyperparams(optax.sgd)(1.0, momentum=0.9))().init(BF16),
+    "short averages in bfloat16": lambda: _injected(1e-3, b2=0.95, dtype=jnp.float32).init(BF16),
+    "state with traced decays": lambda: traced(lambda p: _injected(1e-3).init(p).scaler.loss_scale, BF16),
     "frozen float16 parameters": lambda: TX.init({"w": W16, "adapter": W32}),
     "optax_step if disabled": _apply(jmpscale.optax_step(SGD, W16), W16, SGD.init(W16)),
     "optax_step without momentum": _apply(jmpscale.optax_step(SGD, W32), W32, SGD.init(W32)),

@@ -213,7 +213,7 @@ def compare(n):
     }
     errors |= {name: error_of(assert_replicated, {"w": tree}) for name, tree in trees.items()}
     state = jax.tree.map(lambda x: _put(mesh, np.asarray(x), P()), TX.init(jnp.ones(2)))
-    errors["check_step"] = error_of(check_step, lambda state: state, state)
+    errors["check_step"] = error_of(check_step(lambda state: state), state)
     assert_replicated(jmpscale.dynamic())  # which no process has to wait for
     return errors
 

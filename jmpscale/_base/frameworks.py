@@ -4,7 +4,7 @@
 """
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -94,7 +94,11 @@ def is_optax_state(node: object) -> bool:
     return type(node).__module__.partition(".")[0] == "optax"
 
 
-def averages_of_gradients(state: Any, names: Iterable[str] = ("mu", "nu", "trace")) -> list[Any]:
+# The names of averages of gradients in optax's states, and the hyperparameters that are their decays.
+_DECAYS = {"mu": ("b1",), "nu": ("b2",), "trace": ("momentum", "decay"), "ema": ("decay",)}
+
+
+def averages_of_gradients(state: Any, names: Collection[str] = ("mu", "nu", "trace")) -> list[Any]:
     """Returns the leaves of optax's states that hold averages of gradients, such as `mu` of Adam, or of their squares.
 
     `names` are the fields of the states.
@@ -104,3 +108,19 @@ def averages_of_gradients(state: Any, names: Iterable[str] = ("mu", "nu", "trace
         return [getattr(node, name) for name in names if is_optax_state(node) and hasattr(node, name)]
 
     return jax.tree.leaves([averages(x) for x in jax.tree.leaves(state, is_leaf=lambda x: bool(averages(x)))])
+
+
+def known_decays(state: Any) -> list[tuple[str, Any, list[Any]]]:
+    """Returns the decays that `optax.inject_hyperparams` stores in a state: a name, the value, and its averages."""
+
+    def hyperparameters(node: Any) -> dict[str, Any]:
+        return getattr(node, "hyperparams", {}) if is_optax_state(node) else {}
+
+    nodes = [x for x in jax.tree.leaves(state, is_leaf=lambda x: bool(hyperparameters(x))) if hyperparameters(x)]
+    return [
+        (name, hyperparameters(node)[name], averages_of_gradients(node.inner_state, [average]))
+        for node in nodes
+        for average, names in _DECAYS.items()
+        for name in names
+        if name in hyperparameters(node)
+    ]

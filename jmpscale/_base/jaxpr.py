@@ -9,7 +9,7 @@ import concurrent.futures
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Collection, Container, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Container, Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -170,3 +170,19 @@ def type_of(x: Any) -> Any:
 def closed(held: Jaxpr) -> core.ClosedJaxpr:
     """Returns a jaxpr that an equation holds, with its constants."""
     return held if isinstance(held, core.ClosedJaxpr) else core.ClosedJaxpr(held, ())
+
+
+def split_scan_inputs(eqn: core.JaxprEqn, inputs: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Splits the inputs of a scan into constants, the carry, and sequences.
+
+    The parameters with these numbers differ between versions of JAX. Inside the body, sequences have one axis less.
+    """
+    body = eqn.params["jaxpr"].jaxpr
+
+    def count(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+        """Counts the values that are not sequences."""
+        return sum(len(type_of(x).shape) == len(type_of(y).shape) for x, y in zip(outer, inner, strict=True))
+
+    last = count(eqn.invars, body.invars)
+    first = last - count(eqn.outvars, body.outvars)
+    return inputs[:first], inputs[first:last], inputs[last:]

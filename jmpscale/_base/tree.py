@@ -55,6 +55,10 @@ def is_real_scalar(leaf: object) -> bool:
     return is_real(leaf) and jnp.shape(leaf) == ()
 
 
+def is_named_tuple(node: object) -> bool:
+    return isinstance(node, tuple) and hasattr(node, "_fields")
+
+
 def flatten_matching(
     tree: PyTree, matches: Callable[[object], bool], is_leaf: Callable[[object], bool] | None = None
 ) -> tuple[list[Any], Callable[[Iterable[object]], PyTree]]:

@@ -1,6 +1,6 @@
 """Types of leaves: the dtypes that hold gradients in true units, and when two leaves have the same type."""
 
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,12 @@ from jmpscale._base.tree import bit_pattern, is_array, is_inexact
 def unscaled_dtype(dtype: DTypeLike) -> np.dtype:
     """Returns the dtype of an unscaled gradient: float32 for float16 and float8, otherwise the dtype itself."""
     return np.dtype(dtype) if dtype == jnp.bfloat16 else np.promote_types(dtype, np.float32)
+
+
+def is_narrow(x: Any) -> bool:
+    """Tests whether an array, or a type, has floating-point numbers of fewer bits than float32."""
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, np.floating) and dtype.itemsize < 4
 
 
 def needs_wider_gradient(x: object) -> bool:

@@ -13,15 +13,10 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._base.compat import as_varying
-from jmpscale._base.jaxpr import CALLS, PROGRAM, Caller, called_jaxpr, closed, equations, type_of
+from jmpscale._base.jaxpr import CALLS, PROGRAM, Caller, called_jaxpr, closed, equations, split_scan_inputs, type_of
+from jmpscale._base.types import is_narrow
 
 ENTERED = CALLS | {"scan", "while", "cond"}
-
-
-def is_narrow(aval: Any) -> bool:
-    """Tests whether a type, or anything else with a dtype, has floating-point numbers of fewer bits than float32."""
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, np.floating) and dtype.itemsize < 4
 
 
 def widen(x: Any) -> Any:
@@ -170,19 +165,3 @@ def _with_types_of(outputs: Sequence[Any], like: Sequence[Any]) -> list[Any]:
 def _where(condition: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
     """Selects between arrays by a condition about their leading axes."""
     return jnp.where(jnp.expand_dims(condition, range(condition.ndim, x.ndim)), x, y)
-
-
-def split_scan_inputs(eqn: core.JaxprEqn, inputs: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Splits the inputs of a scan into constants, the carry, and sequences.
-
-    The parameters with these numbers differ between versions of JAX. Inside the body, sequences have one axis less.
-    """
-    body = eqn.params["jaxpr"].jaxpr
-
-    def count(outer: Sequence[Any], inner: Sequence[Any]) -> int:
-        """Counts the values that are not sequences."""
-        return sum(len(type_of(x).shape) == len(type_of(y).shape) for x, y in zip(outer, inner, strict=True))
-
-    last = count(eqn.invars, body.invars)
-    first = last - count(eqn.outvars, body.outvars)
-    return inputs[:first], inputs[first:last], inputs[last:]

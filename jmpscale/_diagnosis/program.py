@@ -7,10 +7,20 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend import core
 
-from jmpscale._base.jaxpr import CALLS, MATMULS, PROGRAM, UNKNOWN_LINE, Caller, called_jaxpr, type_of
+from jmpscale._base.jaxpr import (
+    CALLS,
+    MATMULS,
+    PROGRAM,
+    UNKNOWN_LINE,
+    Caller,
+    called_jaxpr,
+    split_scan_inputs,
+    type_of,
+)
 from jmpscale._base.source import is_backward, is_recomputed
+from jmpscale._base.types import is_narrow
 from jmpscale._diagnosis.float32 import keeps_dtype
-from jmpscale._diagnosis.interpret import is_narrow, operations, split_scan_inputs
+from jmpscale._diagnosis.interpret import operations
 
 Path = tuple[str, ...]  # the user's lines that lead to an operation, outermost first, so that two calls differ
 Key = tuple[int, Caller]  # of an operation, which JAX may use in several calls

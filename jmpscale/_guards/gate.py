@@ -135,10 +135,15 @@ def _difference(before: PyTree, after: PyTree, name: str, in_before: str, in_aft
 def check_same_types(before: PyTree, after: PyTree, name: str = "carry", fn: str = "fn", remedy: str = "") -> None:
     """Raises if two trees differ in structure, shapes, dtypes or shardings, and names the first difference."""
     check_same_structure(before, after, name, fn, remedy or f"Return every value that {fn} takes, in the same order.")
+    check_leaf_types(before, after, name, fn, root=name)
+
+
+def check_leaf_types(before: PyTree, after: PyTree, name: str, fn: str, root: str) -> None:
+    """Raises if leaves of two trees differ in shape, dtype or sharding; the path of a leaf follows `root`."""
     for (path, was), now in zip(named_leaves(before), jax.tree.leaves(after), strict=True):
         if not has_same_type(was, now):
             raise TypeError(
-                f"{fn} must return its {name} with the same shapes, dtypes and shardings, but {name}{path} was "
+                f"{fn} must return its {name} with the same shapes, dtypes and shardings, but {root}{path} was "
                 f"{_describe_type(was)} and is {_describe_type(now)}. {_type_remedy(was, now, f' in {fn}')}"
             )
 

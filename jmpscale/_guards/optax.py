@@ -11,11 +11,11 @@ import optax
 
 from jmpscale._base.arguments import check_count, check_in_range
 from jmpscale._base.axes import AxisName
-from jmpscale._base.frameworks import averages_of_gradients
+from jmpscale._base.frameworks import averages_of_gradients, known_decays
 from jmpscale._base.marks import Mark, has_mark, source_of
 from jmpscale._base.text import describe, type_name
-from jmpscale._base.tree import PyTree, check_no_refs, find_instances, first_leaf, is_inexact
-from jmpscale._base.types import needs_wider_gradient
+from jmpscale._base.tree import PyTree, check_no_refs, find_instances, first_leaf, is_inexact, is_traced
+from jmpscale._base.types import is_narrow, needs_wider_gradient
 from jmpscale._base.warn import warn_user
 from jmpscale._guards.axes import check_no_partial_sums, warn_if_unsynchronized
 from jmpscale._guards.gate import check_same_structure, check_same_types, warn_if_gated
@@ -190,6 +190,29 @@ def _warn_if_narrow(params: PyTree, inner_state: PyTree) -> None:
             "jmpscale.autocast or convert them in the loss function, unless the optimizer keeps float32 copies."
         )
     warn_if_averages_are_narrow(inner_state)
+    _warn_if_averages_stop(inner_state)
+
+
+def _warn_if_averages_stop(inner_state: PyTree) -> None:
+    """Warns if a decay rounds to 1, or if the dtype of an average cannot hold what its decay changes.
+
+    Decays are known only from the state of `optax.inject_hyperparams`, outside of a compiled function. For parameters
+    in bfloat16, the learning rate decides whether updates are rounded away, so `check_step` says it, after a run.
+    """
+    for name, decay, averages in known_decays(inner_state):
+        if is_traced(decay) or not getattr(decay, "is_fully_addressable", True):
+            continue
+        value, narrow = float(decay), [x for x in averages if is_narrow(x)]
+        if value == 1 and is_narrow(decay):
+            warn_user(
+                f"the hyperparameter {name} is 1 in {decay.dtype}, so its average never changes, and its correction "
+                "divides by 0. Pass hyperparam_dtype=jnp.float32 to optax.inject_hyperparams."
+            )
+        elif any(0 < 1 - value < jnp.finfo(x.dtype).eps / 4 for x in narrow):
+            warn_user(
+                f"an average with the decay {name}={value:.6g} is {narrow[0].dtype}, in which it never becomes "
+                "smaller: a step changes it by less than its rounding. Use parameters in float32, or another optimizer."
+            )
 
 
 def warn_if_averages_are_narrow(inner_state: PyTree) -> None:

@@ -1,74 +1,123 @@
-"""Makes the gradients of a training step infinite, one after another.
+"""Makes gradients of a training step infinite or NaN.
 
-The overflow of a real step reaches some gradients and not others. So a flag that is about some of the gradients may be
-right for one batch and wrong for the next one.
+The overflow of a real step reaches some gradients and not others, and some elements of a gradient. So a flag that is
+about some of the gradients may be right for one batch and wrong for the next one.
 """
 
+import functools
 import inspect
 import itertools
 import math
+import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from jmpscale._algorithm.scaling import multiply_leaf, unscale_leaves
 from jmpscale._base.compat import varying_axes
+from jmpscale._base.data_flow import dependents
 from jmpscale._base.jaxpr import Caller, equations
 from jmpscale._diagnosis.float32 import run_in_widest
-from jmpscale._diagnosis.interpret import Interpreter
+from jmpscale._diagnosis.interpret import ENTERED, Interpreter
 
-_MOST_GROUPS = 32  # with more gradients, neighbors become infinite together
+_GROUPS = 8  # of gradients that are changed together, if there are more gradients
+_WHOLE, _FIRST, _LAST = range(3)  # which elements of a gradient are changed
+# Every value in the first and in the last element: a flag may lose one sign or NaN, or be about a part of an array.
+_ELEMENTS = [(_FIRST, np.inf), (_LAST, -np.inf), (_FIRST, np.nan), (_LAST, np.inf), (_FIRST, -np.inf), (_LAST, np.nan)]
+
+
+class Fault(NamedTuple):
+    """A change of some gradients."""
+
+    gradients: np.ndarray  # bool, whether each of the gradients is changed
+    place: np.int32  # which of its elements are changed
+    value: np.float32  # the value that one element gets
 
 
 class Faults:
-    """Groups of the gradients of a program, which are the results of the compiled function that unscales them."""
+    """The gradients of a program, which are the results of the compiled function that unscales them."""
 
     def __init__(self, program: core.ClosedJaxpr) -> None:
         self._program = program
         # An equation in a function that the program calls twice occurs once.
-        sizes = {id(eqn): len(eqn.outvars) for eqn, _ in equations(program.jaxpr) if _unscales(eqn)}
-        length = math.ceil(sum(sizes.values()) / _MOST_GROUPS)
-        groups = itertools.count()
-        self._groups: dict[int, list[int]] = {}  # the group of each result of an equation
-        for key, size in sizes.items():
-            starts = {start: next(groups) for start in range(0, size, length)}
-            self._groups[key] = [starts[i - i % length] for i in range(size)]
-        self.count = next(groups)
+        sizes = {id(eqn): len(eqn.outvars) for eqn, _ in equations(program.jaxpr, ENTERED) if _unscales(eqn)}
+        starts = [0, *itertools.accumulate(sizes.values())]
+        self._numbers = {key: range(*pair) for key, pair in zip(sizes, itertools.pairwise(starts), strict=True)}
+        self.count = starts[-1]
+        self.none = self._fault(())
 
-    def evaluate(self, args: Sequence[Any], group: Any) -> list[Any]:
-        """Returns the outputs of the program, computed in float32, if the gradients of a group are infinite.
+    def all(self, decisions: Sequence[int]) -> list[Fault]:
+        """Returns the faults that a step must notice; `decisions` are the outputs of the program that show skips."""
+        outputs = dependents(self._program, self._numbers)
+        known = [outputs[i] for i in decisions]
+        unseen = [i for i in range(self.count) if not any(bits >> i & 1 for bits in known)]
+        every = range(self.count)
+        # Neighbors are often a kernel and a bias, or layers of one block.
+        groups = [every[start::_GROUPS] for start in range(min(_GROUPS, self.count))]
+        size = math.ceil(self.count / _GROUPS)
+        blocks = [every[start : start + size] for start in range(0, self.count, size)] if size > 1 else []
+        values = itertools.cycle(_ELEMENTS)
+        count = max(2, 2 * math.ceil(3 / len(groups))) if groups else 0
+        elements = [self._fault(group, *next(values)) for group in groups for _ in range(count)]
+        return [self._fault(group) for group in (unseen, *groups, *blocks) if group] + elements
 
-        If an equation runs several times, as in a loop of several steps, its gradients are infinite the first time.
+    def _fault(self, gradients: Sequence[int], place: int = _WHOLE, value: float = 0.0) -> Fault:
+        changed = np.zeros(self.count, bool)
+        changed[list(gradients)] = True
+        return Fault(changed, np.int32(place), np.float32(value))
+
+    def evaluate(self, args: Sequence[Any], fault: Fault) -> tuple[list[Any], jax.Array]:
+        """Returns the outputs of the program, computed in float32, and whether the gradients were finite before it.
+
+        If an equation runs several times, as in a loop of several steps, its gradients change the first time.
         """
-        return _WithFault(self._groups, group).evaluate(self._program, args)[0]
+        run = _WithFault(self._numbers, fault)
+        outputs, records = run.evaluate(self._program, args)
+        overflows = [records[run.overflow(key)] for key in self._numbers]
+        return outputs, jnp.bool_(True) if not overflows else jnp.stack(overflows).max() == 0
 
 
 class _WithFault(Interpreter):
-    """Computes in float32, and makes the gradients of a group infinite."""
+    """Computes in float32, and changes gradients."""
 
-    def __init__(self, groups: dict[int, list[int]], group: Any) -> None:
-        times_run = {i: jnp.int32(0) for i in range(len(groups))}  # the number of times that an equation has run
-        super().__init__(lambda _, eqn, inputs, caller: run_in_widest(eqn, inputs), records=times_run)
-        self._groups, self._group = groups, group
-        self._indices = {key: i for i, key in enumerate(groups)}
+    def __init__(self, numbers: dict[int, range], fault: Fault) -> None:
+        self._numbers, self._fault = numbers, fault
+        self._indices = {key: i for i, key in enumerate(numbers)}
+        # The number of times that an equation has run, and whether one of its results was not finite.
+        records = {i: jnp.int32(0) for i in range(2 * len(numbers))}
+        super().__init__(lambda _, eqn, inputs, caller: run_in_widest(eqn, inputs), records=records)
+
+    def overflow(self, key: int) -> int:
+        """Returns the index of the record of an overflow in an equation."""
+        return len(self._indices) + self._indices[key]
 
     def run_equation(self, eqn: core.JaxprEqn, inputs: list[Any], caller: Caller) -> list[Any]:
         outputs = super().run_equation(eqn, inputs, caller)
-        if id(eqn) not in self._groups:
+        if id(eqn) not in self._numbers:
             return outputs
         index = self._indices[id(eqn)]
         times_run = self.records[index]
         self.record(index, times_run + 1)
-        pairs = zip(outputs, self._groups[id(eqn)], strict=True)
-        return [_make_infinite_if((self._group == group) & (_like(times_run, x) == 0), x) for x, group in pairs]
+        for x in outputs:
+            self.record(self.overflow(id(eqn)), (~jnp.isfinite(x).all()).astype(jnp.int32))
+        flags = [self._fault.gradients[number] for number in self._numbers[id(eqn)]]
+        pairs = zip(outputs, flags, strict=True)
+        return [self._changed(x, flag & (_like(times_run, x) == 0)) for x, flag in pairs]
 
-
-def _make_infinite_if(flag: jax.Array, x: jax.Array) -> jax.Array:
-    """Makes a gradient infinite, with the wrong sign, or NaN where it is zero, if the flag is true."""
-    return multiply_leaf(x, jnp.where(flag, -jnp.inf, 1.0))
+    def _changed(self, x: jax.Array, flag: jax.Array) -> jax.Array:
+        """Changes a gradient if the flag is true: as a whole to infinity of the wrong sign, or NaN where it is zero."""
+        place = self._fault.place
+        x = multiply_leaf(x, jnp.where(flag & (place == _WHOLE), -jnp.inf, 1.0))
+        is_place = [
+            jax.lax.broadcasted_iota(np.int32, x.shape, axis) == jnp.where(place == _LAST, size - 1, 0)
+            for axis, size in enumerate(x.shape)
+        ]
+        one = functools.reduce(operator.and_, is_place, flag & (place != _WHOLE))
+        return jnp.where(one, jnp.asarray(self._fault.value, x.dtype), x)
 
 
 def _like(count: jax.Array, x: jax.Array) -> jax.Array:

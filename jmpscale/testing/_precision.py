@@ -6,21 +6,22 @@ import itertools
 import math
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpscale._base.frameworks import is_trace_error
 from jmpscale._base.text import format_percentage, format_scale
-from jmpscale._base.tree import PyTree, flatten_matching, is_array
+from jmpscale._base.tree import PyTree, find_instances, flatten_matching, is_array
 from jmpscale._base.warn import warn_user
 from jmpscale._diagnosis.float32 import runs_only_as_written
 from jmpscale._diagnosis.interpret import operations
-from jmpscale._diagnosis.step import UNREADABLE, compiled
-from jmpscale.testing._faults import Faults
+from jmpscale._diagnosis.step import compiled
+from jmpscale._state import ScalerState
+from jmpscale.testing._faults import Fault, Faults
 from jmpscale.testing._runs import Run, Runs
+from jmpscale.testing._state import is_untraceable
 
 
 def check_independence(exact: Runs, scale: float) -> None:
@@ -48,7 +49,7 @@ def check_independence(exact: Runs, scale: float) -> None:
         if wrong := wrong_change(exact.at(**usual | fields), exact, expected, exact, limit):
             path, error = wrong
             raise AssertionError(
-                f"the change of state{path} differs by {format_percentage(error)} {when}. If it describes the scaler, "
+                f"the change of {path} differs by {format_percentage(error)} {when}. If it describes the scaler, "
                 f"pass ignore={path!r}."
             )
 
@@ -101,38 +102,54 @@ def _round(x: Any, seed: int) -> np.ndarray:
     return changed.astype(jnp.bfloat16).astype(x.dtype)
 
 
-def in_float32(written: Runs) -> tuple[Runs, list[Runs]]:
-    """Returns runs that compute in float32, and for each group of gradients runs in which these are infinite.
+class InFloat32(NamedTuple):
+    """A step in float32."""
 
-    If JAX cannot trace the step, it warns, and returns the runs as written, and no other ones.
+    runs: Runs  # as written, if JAX cannot trace the step
+    faulty: list[Runs]  # with faults in the gradients, each of which must skip the step
+    has_finite_gradients: Callable[[PyTree], bool]  # whether the gradients are finite in a step from a state
+
+
+def in_float32(written: Runs) -> InFloat32:
+    """Returns a step in float32.
+
+    If JAX cannot trace the step, it warns, and returns the step as written.
     """
     arrays, unflatten = flatten_matching(written.state, is_array)  # the step may read other leaves in Python
     positions = [i for i, leaf in enumerate(jax.tree.leaves(written.state)) if is_array(leaf)]
     unflatten_outputs: Callable[..., PyTree] = tuple
+    decisions: list[int] = []
 
     def outputs(*arrays: Any) -> list[Any]:
-        nonlocal unflatten_outputs
-        after, unflatten_outputs = flatten_matching(written.step(unflatten(arrays)), is_array)
+        nonlocal unflatten_outputs, decisions
+        new = written.step(unflatten(arrays))
+        after, unflatten_outputs = flatten_matching(new, is_array)
+        of_scalers = {id(x) for x in jax.tree.leaves(find_instances(new, ScalerState))}
+        decisions = [i for i, x in enumerate(after) if id(x) in of_scalers]
         return after
 
     try:
         closed = jax.make_jaxpr(outputs)(*arrays)
     except Exception as failure:
-        if not (isinstance(failure, UNREADABLE) or is_trace_error(failure)):
+        if not is_untraceable(failure):
             raise
         warn_user(
             "JAX cannot trace the step, so check_step does not compare it with float32. Pass a step that jax.jit "
-            "accepts; with Flax NNX, one that puts the state into nnx.clone((model, optimizer))."
+            "accepts; with Flax NNX, pass the model and the optimizer as arguments of the step."
         )
-        return written, []
+        return InFloat32(written, [], lambda _: False)
     faults = Faults(closed)
-    run = compiled(lambda group, *arrays: faults.evaluate(arrays, group))
+    run = compiled(lambda fault, *arrays: faults.evaluate(arrays, fault))
     has_kernels = any(runs_only_as_written(eqn) for eqn, _ in operations(closed.jaxpr))
 
-    def step(state: PyTree, group: int = -1) -> PyTree:
+    def evaluate(state: PyTree, fault: Fault) -> Any:
         given = jax.tree.leaves(state)
-        return unflatten_outputs(run(np.int32(group), *(given[i] for i in positions)))
+        return run(fault, *(given[i] for i in positions))
+
+    def step(state: PyTree, fault: Fault = faults.none) -> PyTree:
+        return unflatten_outputs(evaluate(state, fault)[0])
 
     exact = dataclasses.replace(written, step=step, is_exact=not has_kernels)
-    steps = [functools.partial(step, group=group) for group in range(faults.count)]
-    return exact, [dataclasses.replace(exact, step=step) for step in steps]
+    steps = [functools.partial(step, fault=fault) for fault in faults.all(decisions)]
+    faulty = [dataclasses.replace(exact, step=step) for step in steps]
+    return InFloat32(exact, faulty, lambda state: bool(evaluate(state, faults.none)[1]))

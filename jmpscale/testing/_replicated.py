@@ -51,7 +51,8 @@ def assert_replicated(tree: PyTree) -> None:
 def _check_leaves(tree: PyTree) -> None:
     for path, leaf in named_leaves(tree):
         if not (is_array(leaf) or isinstance(leaf, str)):
-            raise TypeError(f"tree{path} must be an array or a text, got {type_name(leaf)}. Pass the result of a step.")
+            remedy = "Pass its text, .as_text()." if hasattr(leaf, "as_text") else "Pass the result of a step."
+            raise TypeError(f"tree{path} must be an array or a text, got {type_name(leaf)}. {remedy}")
 
 
 def check_copies(tree: PyTree, name: str = "tree") -> None:

@@ -13,8 +13,7 @@ import numpy as np
 
 from jmpscale._algorithm.get_scaler import find_scaler, is_scaler, replace_scaler
 from jmpscale._base.text import format_scale, truncate
-from jmpscale._base.tree import PyTree, bit_pattern, find_instances, is_array, is_inexact, is_traced
-from jmpscale._guards.gate import check_same_types
+from jmpscale._base.tree import PyTree, bit_pattern, find_instances, is_array, is_inexact
 from jmpscale._state import ScalerState, WithLossScalingState
 from jmpscale.testing._counts import find_optimizer_states, kind_of_count
 from jmpscale.testing._replicated import check_copies
@@ -88,6 +87,14 @@ class Runs:
 
         return dataclasses.replace(self, state=jax.tree.map(new, self.state, is_leaf=is_scaler))
 
+    def with_leaf(self, path: str, value: float) -> "Runs":
+        """Returns runs from a state in which the leaf with a path has another value."""
+
+        def new(own: Any, x: Any) -> Any:
+            return _place_like(np.full_like(x, value), x) if jax.tree_util.keystr(own) == path else x
+
+        return dataclasses.replace(self, state=jax.tree_util.tree_map_with_path(new, self.state))
+
     def with_different_copies(self) -> "Runs":
         """Returns runs from a state in which no array is a copy of another one, as an average is at first."""
         seen: set[object] = set()
@@ -114,16 +121,21 @@ class Runs:
         scalers = [_with_fields(x, {"loss_scale": others}) for x in scalers_of(self.state)]
         return dataclasses.replace(self, state=_with_scalers(self.state, scalers)).with_scaler(scaler)
 
-    def with_scaler(self, scaler: ScalerState) -> Run:
+    def state_with(self, scaler: ScalerState) -> PyTree:
+        """Returns the state with another scaler in place of the one that is checked."""
         scalers = scalers_of(self.state)
         scalers[self.position] = scaler
-        state = _with_scalers(self.state, scalers)
+        return _with_scalers(self.state, scalers)
+
+    def with_scaler(self, scaler: ScalerState) -> Run:
+        state = self.state_with(scaler)
         after = self.step(state)
-        check_copies(after, "state")
+        check_copies(after, "")
         pairs = zip(_gated_leaves(state, self.ignored), _gated_leaves(after, self.ignored), strict=True)
         leaves = [(path, was, now) for (path, was), (_, now) in pairs]
         new = scalers_of(after)
-        skips = [int(b.total_skips) - int(a.total_skips) for a, b in zip(scalers, new, strict=True)]
+        pairs = zip(scalers_of(state), new, strict=True)
+        skips = [int(b.total_skips) - int(a.total_skips) for a, b in pairs]
         return Run(scaler, new[self.position], after, leaves, skips)
 
     @property
@@ -154,7 +166,7 @@ class Runs:
                 self.counts[path] = kind
                 continue
             raise AssertionError(
-                f"the skipped step changed state{path}{numbers}: {_on_one_line(was)} before, {_on_one_line(now)} "
+                f"the skipped step changed {path}{numbers}: {_on_one_line(was)} before, {_on_one_line(now)} "
                 "after. Gate it with apply_if by step_applied or all_finite(grads), unless it counts calls or batches, "
                 "is a random key or the state of an environment, describes the scaler, or has a gate of its own: then "
                 f"pass ignore={path!r}. If it is a sum of gradients, reset it after a skip, too."
@@ -180,28 +192,6 @@ def _on_one_line(value: object) -> str:
     return truncate(" ".join(str(value).split()))
 
 
-def checked(step: Step) -> Step:
-    """Returns a step that keeps its argument, and raises if the types of the state change."""
-
-    def run(state: PyTree) -> PyTree:
-        after = copy(step(copy(state)))
-        check_same_types(state, after, "state", "step", "Return the state alone: lambda s: train_step(*s, batch)[:2].")
-        return after
-
-    return run
-
-
-def copy(state: PyTree) -> PyTree:
-    """Returns a copy of a state, because a step may donate its arrays, or change variables of Flax NNX in place."""
-
-    def new(x: Any) -> Any:
-        if isinstance(x, jax.Array) and not is_traced(x):  # x.copy() would compile a program for each shape
-            return jax.device_put(x, x.sharding if x.committed else None, may_alias=False)
-        return x.copy() if isinstance(x, (jax.Array, np.ndarray)) else x
-
-    return jax.tree.map(new, state)
-
-
 def _change(was: Any, now: Any) -> np.ndarray:
     dtype = np.complex128 if np.iscomplexobj(was) else np.float64
     old, new = (np.asarray(x).astype(dtype) for x in (was, now))
@@ -218,8 +208,11 @@ def is_equal(was: Any, now: Any) -> bool:
 
 
 def _place_like(new: np.ndarray, array: Any) -> Any:
-    """Returns an array on the devices of another one, if these are fixed."""
-    return jax.device_put(new, array.sharding) if isinstance(array, jax.Array) and array.committed else new
+    """Returns an array of the kind of another one, on its devices if these are fixed."""
+    if not isinstance(array, jax.Array):
+        return new
+    # NumPy promotes bfloat16 by other rules, so a JAX array must remain one.
+    return jax.device_put(new, array.sharding if array.committed else None)
 
 
 def is_inside(path: str, part: str) -> bool:

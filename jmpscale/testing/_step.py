@@ -2,6 +2,7 @@
 
 import bisect
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -10,17 +11,17 @@ from typing import Any, NoReturn
 import jax.numpy as jnp
 import numpy as np
 
-from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._algorithm.update import update
 from jmpscale._base.options import requires_names_in
 from jmpscale._base.text import describe, format_percentage, format_scale
-from jmpscale._base.tree import Tree, check_no_nnx_objects, is_inexact, named_leaves
+from jmpscale._base.tree import is_inexact, is_real_scalar, named_leaves
+from jmpscale._base.types import is_narrow
 from jmpscale._base.warn import warn_user
 from jmpscale._guards.scaler import check_scaler, scale_on_host
 from jmpscale._state import LARGEST_SCALE, SkipReason
 from jmpscale.testing._precision import check_applied, check_independence, in_float32, wrong_change
-from jmpscale.testing._replicated import check_addressable
-from jmpscale.testing._runs import Run, Runs, checked, copy, is_equal, is_inside, scalers_of
+from jmpscale.testing._runs import Run, Runs, is_equal, is_inside, scalers_of
+from jmpscale.testing._state import StepOfState, step_of_state
 
 _RETURNED = (
     "it returned the scaler that it received. Call update, or tx.update, in every step, and return its result; carry "
@@ -29,8 +30,8 @@ _RETURNED = (
 )
 _UNSCALED = (
     "the loss was not scaled, or not by the scaler of the state. Take the gradients with "
-    "jmpscale.value_and_grad(loss_fn)(scaler, params, batch), or let scaled_backward read the scaler; check_step "
-    "cannot check a loss scale that is a number."
+    "jmpscale.value_and_grad(loss_fn)(scaler, params, batch), or let scaled_backward read the scaler. check_step "
+    "cannot check a loss scale that is a number: run a few steps with 2.0**60, all of which total_skips must count."
 )
 _HIDDEN = (
     "Something replaces infinity and NaN before the check, such as a clip, jnp.nan_to_num or a choice of "
@@ -49,46 +50,52 @@ _NARROW = (
 
 
 @requires_names_in("check_step(step)(*args)")
-def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Sequence[str] = ()) -> None:
-    """Runs a training step at several loss scales, and raises if it mishandles an overflow or the scale.
+def check_step(step: Callable[..., Any], *, ignore: str | Sequence[str] = ()) -> Callable[..., None]:
+    """Returns a function with the parameters of a training step that raises if the step mishandles its loss scale.
+
+    It is called like the step, as `check_step(train_step)(params, opt_state, batch)`, and runs the step from this state
+    at several loss scales. The state is what the step returns with the structure and the types of an argument, in the
+    order of the arguments: parameters, optimizer state, averages, batch statistics, and at least one scaler. Elements
+    of tuples, lists, dicts and named tuples count; a lone array only if it is the first argument, a count or a key.
+    Objects of Flax NNX among the arguments belong to the state. A step that is called in another way is written as a
+    function of its state: `check_step(lambda state: train_step(*state, batch)[:2])((params, opt_state))`. If gradients
+    are accumulated by hand over several calls, this function makes all of these calls.
 
     At an infinite loss scale, and at the smallest one at which gradients overflow, the step must be skipped, reduce a
-    dynamic scale, and change nothing else. At the smallest one, the loss must be finite, and a loop of steps must not
-    skip all of them. A step that is skipped because of its loss must change nothing, either. Devices must agree, as for
-    `assert_replicated`. A scale between the scale in `state` and `min_scale` must not skip the step.
+    dynamic scale by its `backoff_factor`, and change nothing else. At the smallest one, the loss must be finite, and a
+    loop of steps must not skip all of them. A step that is skipped because of its loss must change nothing, either.
+    Devices must agree, as for `assert_replicated`. A scale between the scale in the state and `min_scale` must not skip
+    the step, and finite steps must let the scale grow.
 
     If JAX can trace the step, it is also evaluated in float32. There, no change may depend on the scale, on whether the
     scale grows after the step, or on whether the previous step was skipped. Then the gradients that `value_and_grad`,
-    `unscale` or a `scaled_backward` function returns become infinite, one after another: each must skip the step, once,
-    unless the step does not use it. Just below the scale at which the step is skipped, no change may differ from the
-    change in float32 by more than half. Differences that rounding explains are accepted.
+    `unscale` or a `scaled_backward` function returns become infinite or NaN, in groups and in single elements: each
+    time the step must be skipped, once, unless it does not use them. Just below the scale at which the step is skipped,
+    no change may differ from the change in float32 by more than half. Differences that rounding explains are accepted.
 
     In a skipped step, an integer scalar may grow, and a random key may change, as in an applied step, unless it belongs
     to the state of an optimizer. They are printed in one line. If the state contains several scalers, as in adversarial
     training, each is checked in turn, while the other ones keep their scales.
 
-    On a CPU, a check takes 0.7 to 2.5 times as long as compiling the step and running it once: it compiles the step in
-    float32, runs the step about 16 times and the float32 step 5 times, and once for each gradient. With more than 32
-    gradients, neighbors become infinite together.
+    It compiles the step in float32, runs the step about 20 times and the float32 step 5 times, and up to 33 times with
+    infinite gradients.
 
     Args:
-      step: function of the training state that returns the new state, such as
-        `lambda state: train_step(*state, batch)[:2]`, with a fixed batch. If gradients are accumulated by hand over
-        several calls, it makes all of these calls.
-      state: pytree of all that a step changes: parameters, optimizer state, averages, batch statistics, and at least
-        one scaler. It is copied, so the step may donate its argument. This process must hold all of its arrays.
-      ignore: the leaves that a skipped step may change, such as `(".step", ".rng")`: their paths in the notation of
-        `jax.tree_util.keystr`, or the paths of nodes that contain them. The scaler, and the `grad_norm` of
-        `with_loss_scaling`, are always ignored.
+      step: training step. Its arguments are copied, so it may donate them. This process must hold all of their arrays.
+      ignore: the leaves that a skipped step may change, such as `("state.step", "key")`: a name of an argument of the
+        step, and a path in the notation of `jax.tree_util.keystr`, or the path of a node that contains leaves. The
+        scaler, and the `grad_norm` of `with_loss_scaling`, are always ignored.
+
+    Returns:
+      A function with the parameters of `step`. It returns None.
 
     Raises:
       AssertionError: the step is not skipped, changes the state although it is skipped, is skipped at every scale of
-        its scaler, depends on the scale, or differs from float32; or devices differ. The message names the likely
-        mistakes.
-      TypeError: `step` is not a function, or changes the structure or the types of the state; or the state contains a
-        Flax NNX object.
-      ValueError: the state contains no scaler, or only disabled ones; `ignore` names no leaf; or other processes hold
-        a part of the state.
+        its scaler, depends on the scale, keeps the scale from growing, or differs from float32; or devices differ. The
+        message names the likely mistakes.
+      TypeError: `step` is not a function, returns no argument, or changes the structure or the types of the state.
+      ValueError: the state contains no scaler, or only disabled ones; `step` unscales no gradients; `ignore` names no
+        leaf; or other processes hold a part of the state.
 
     Warns:
       UserWarning: JAX cannot trace the step, so it is not compared with float32; or a NaN in the forward pass reduces
@@ -99,48 +106,57 @@ def check_step(step: Callable[[Tree], Tree], state: Tree, *, ignore: str | Seque
     >>> import optax
     >>> from jmpscale import testing
     >>> tx = jmpscale.with_loss_scaling(optax.sgd(0.1))
-    >>> def step(state):
-    ...     w, opt_state = state
-    ...     loss, grads = jmpscale.value_and_grad(lambda w: jnp.sum(w**2))(opt_state, w)
+    >>> def train_step(w, opt_state, x):
+    ...     loss, grads = jmpscale.value_and_grad(lambda w: jnp.sum((x * w) ** 2))(opt_state, w)
     ...     updates, opt_state = tx.update(grads, opt_state, w, value=loss)
-    ...     return optax.apply_updates(w, updates), opt_state
-    >>> testing.check_step(step, (jnp.ones(3), tx.init(jnp.ones(3))))
+    ...     return optax.apply_updates(w, updates), opt_state, loss
+    >>> testing.check_step(train_step)(jnp.ones(3), tx.init(jnp.ones(3)), jnp.ones(3))
     """
     if not callable(step):
-        raise TypeError(f"step must be a function of the state, got {describe(step)}. Call check_step(step, state).")
-    remedy = "Pass (nnx.state(model), optimizer.opt_state); step puts them into nnx.clone((model, optimizer))."
-    check_no_nnx_objects(state, "state", remedy)
-    check_addressable(state, "state")
-    scalers = scalers_of(state) or [find_scaler(state, "state")]  # which raises
+        raise TypeError(f"step must be a function, got {describe(step)}. Call check_step(train_step)(*args).")
+
+    @functools.wraps(step, updated=())
+    def check(*args: Any, **kwargs: Any) -> None:
+        _check(step_of_state(step, args, kwargs), (ignore,) if isinstance(ignore, str) else tuple(ignore))
+
+    return check
+
+
+def _check(step: StepOfState, ignored: tuple[str, ...]) -> None:
+    scalers = scalers_of(step.state)
     positions = [i for i, scaler in enumerate(scalers) if scaler.config.mode != "disabled"]
     if not positions:
-        raise ValueError("state must contain a scaler that checks gradients, got a disabled one. Use another one.")
+        raise ValueError("the state must contain a scaler that checks gradients, got a disabled one. Use another one.")
     for position in positions:
         check_scaler(scalers[position], "state")
         scale_on_host(scalers[position], "state")  # raises for an invalid scale
-    ignored = (ignore,) if isinstance(ignore, str) else tuple(ignore)
-    paths = [path for path, _ in named_leaves(state)]
+    paths = [path for path, _ in named_leaves(step.state)]
     if unknown := [part for part in ignored if not any(is_inside(path, part) for path in paths)]:
         raise ValueError(f"ignore must name leaves of the state, got {unknown}. The paths are {paths[:20]}.")
-    first = Runs(checked(step), copy(state), ignored)
+    first = Runs(step, step.state, ignored)
     runs = [dataclasses.replace(first, position=position) for position in positions]
     usual = list(map(_first_applied, runs))
     # In the state after a step, averages that were zero are different.
-    exact, faulty = in_float32(dataclasses.replace(first, state=usual[0].after))
+    exact = in_float32(dataclasses.replace(first, state=usual[0].after))
     for own, applied in zip(runs, usual, strict=True):
         try:
             # An infinite gradient is about all scalers.
-            _check_scaler(own, applied, exact, faulty if own is runs[0] else [])
+            _check_scaler(own, applied, exact.runs, exact.faulty if own is runs[0] else [])
         except AssertionError as error:
             if len(runs) > 1:
                 error.add_note(f"This is about scaler {own.position + 1} of {len(scalers)} in the state.")
             raise
+    if exact.runs.step is not step and not exact.faulty:
+        raise ValueError(
+            "step must unscale its gradients by jmpscale, got none that value_and_grad, unscale, unscale_and_check or "
+            "a scaled_backward function returns: check_step makes these infinite. Use one of these functions."
+        )
     if first.counts:
         print(_describe_counts(first.counts))
 
 
 def _describe_counts(counts: Mapping[str, str]) -> str:
-    names = ", ".join(f"state{path} ({kind})" for path, kind in counts.items())
+    names = ", ".join(f"{path} ({kind})" for path, kind in counts.items())
     return (
         f"check_step: {names} also changed in a skipped step, which is right for a count of calls, but not of updates, "
         f"and for a random key. To omit this line, pass ignore={tuple(counts)}."
@@ -152,15 +168,28 @@ def _first_applied(runs: Runs) -> Run:
     usual = runs.first_applied(runs.exponents) or _explain_skips(runs)
     for path, was, _ in usual.leaves:
         if is_inexact(was) and np.isnan(np.asarray(was)).any():
-            raise AssertionError(
-                f"state{path} contains NaN, which hides whether a step changes it. Check an earlier state."
-            )
+            raise AssertionError(f"{path} contains NaN, which hides whether a step changes it. Check an earlier state.")
     if infinite := usual.infinite_leaf():
-        raise AssertionError(
-            f"the step was not skipped at a loss scale of {usual.name}, where state{infinite} becomes infinite or NaN. "
-            f"{_HIDDEN} If jmpscale.diagnose finds an error in the loss function, correct it first."
-        )
+        _explain_infinite(runs, usual, infinite)
     return usual
+
+
+def _explain_infinite(runs: Runs, run: Run, path: str) -> NoReturn:
+    """Raises for a step that is not skipped although a leaf becomes infinite or NaN."""
+    what = f"the step was not skipped at a loss scale of {run.name}, where {path} becomes infinite or NaN"
+    exact = in_float32(runs)
+    in_exact = exact.runs.with_scaler(run.old)
+    if in_exact.infinite_leaf() and exact.has_finite_gradients(runs.state_with(run.old)):
+        rounded = [
+            f"{name} is 1 in {was.dtype}"
+            for name, was, _ in run.leaves
+            if is_real_scalar(was) and is_narrow(was) and float(was) == 1
+        ]
+        hint = f" {', '.join(rounded)}, perhaps by rounding: keep it in float32." if rounded else ""
+        raise AssertionError(f"{what} although all gradients are finite: the optimizer divides by zero.{hint}")
+    raise AssertionError(
+        f"{what}. {_HIDDEN} If jmpscale.diagnose finds an error in the loss function, correct it first."
+    )
 
 
 def _explain_skips(runs: Runs) -> NoReturn:
@@ -173,7 +202,7 @@ def _explain_skips(runs: Runs) -> NoReturn:
             "by the scaler of the state, or the flag for update is inverted: it must be true if the gradients are "
             "finite."
         )
-    exact, _ = in_float32(runs)
+    exact = in_float32(runs).runs
     if exact is not runs:
         check_applied(exact.at(2.0**smallest))
     limit = "its min_scale" if runs.scaler.config.mode == "dynamic" else "which is fixed"
@@ -191,6 +220,7 @@ def _check_scaler(runs: Runs, usual: Run, exact: Runs, faulty: Sequence[Runs]) -
     later = dataclasses.replace(runs, state=usual.after).with_different_copies()
     check_independence(exact.of_state(runs), usual.scale)
     _check_overflow(later, exact.of_state(later), [run.of_state(later) for run in faulty])
+    _check_growth(runs, usual)
     _check_invalid(runs, usual)
 
 
@@ -212,7 +242,7 @@ def _check_overflow(runs: Runs, exact: Runs, faulty: Sequence[Runs]) -> None:
     if not infinite.is_skipped:
         is_wrong = wrong_change(infinite, runs, expected, exact)
         is_returned = all(map(is_equal, infinite.old[:-1], infinite.new[:-1]))
-        why = _RETURNED if is_returned else f"its result is wrong. {_HIDDEN}" if is_wrong else _UNSCALED
+        why = _RETURNED if is_returned else f"its result is wrong. {_HIDDEN}" if is_wrong else _unscaled(runs, usual)
         raise AssertionError(f"the step was not skipped at an infinite loss scale: {why}")
     _check_skipped(runs, infinite, usual)
     # The smallest scale at which the step is skipped is infinite if nothing overflows, as in float32.
@@ -225,11 +255,13 @@ def _check_overflow(runs: Runs, exact: Runs, faulty: Sequence[Runs]) -> None:
     _check_faults(faulty, exact, expected)
     if wrong := wrong_change(applied, runs, expected, exact):
         path, error = wrong
+        if lost := _lost_by_dtype(applied, expected, path):
+            raise AssertionError(lost)
         # A smaller scale removes an overflow.
         is_overflow = not wrong_change(runs.at(usual.scale * 2.0**-8), runs, expected, exact)
         why = _DIAGNOSE + (_HIDDEN_BEFORE if is_overflow else _NARROW)
         raise AssertionError(
-            f"the change of state{path} differs from the change in float32 by {format_percentage(error)} at a loss "
+            f"the change of {path} differs from the change in float32 by {format_percentage(error)} at a loss "
             f"scale of {applied.name}. {why}"
         )
 
@@ -248,7 +280,7 @@ def _check_faults(faulty: Sequence[Runs], exact: Runs, expected: Run) -> None:
             path, difference = wrong
             raise AssertionError(
                 "the step was not skipped when a part of the unscaled gradients was infinite: the change of "
-                f"state{path} differs by {format_percentage(difference)}. {_HIDDEN} Call all_finite with all "
+                f"{path} differs by {format_percentage(difference)}. {_HIDDEN} Call all_finite with all "
                 "gradients; place a clip, or a transformation such as optax.scale_by_sign, inside with_loss_scaling."
             )
     if errors:
@@ -265,7 +297,7 @@ def _check_skipped_fault(runs: Runs, run: Run, expected: Run) -> None:
         runs.check_skipped(run, expected)
     if path := run.infinite_leaf():
         raise AssertionError(
-            f"state{path} becomes infinite or NaN when a part of the gradients is infinite, although a scaler counts a "
+            f"{path} becomes infinite or NaN when a part of the gradients is infinite, although a scaler counts a "
             "skip. Gate it by the flag of these gradients."
         )
 
@@ -279,14 +311,76 @@ def _check_backoff(skipped: Run, applied: Run) -> None:
             "is computed from the gradients, such as their norm. If the loss is not finite at any scale, "
             "jmpscale.diagnose says why."
         )
-    if new.loss_scale == skipped.scale > update(skipped.old, False).loss_scale:
+    reduced = skipped.old
+    for _ in range(skipped.skips):
+        reduced = update(reduced, False)
+    if new.loss_scale == skipped.scale > reduced.loss_scale:
         raise AssertionError(f"the skipped step did not reduce the scale {at}. Do not put back the old scale.")
     if new.loss_scale <= applied.scale / 4:
         raise AssertionError(
-            f"{skipped.skips} steps were skipped {at}, and none at {applied.name}: after a skip, the next step does "
+            f"{_count_skips(skipped.skips)} {at}, and none at {applied.name}: after a skip, the next step does "
             "not use the smaller scale. Take the gradients with the scaler that the loop carries, and update it once "
             "in each step."
         )
+    if not math.isclose(new.loss_scale, reduced.loss_scale, rel_tol=1e-6):
+        raise AssertionError(
+            f"{_count_skips(skipped.skips)} {at}, and the scale became {format_scale(float(new.loss_scale))}, not "
+            f"{format_scale(float(reduced.loss_scale))}, as backoff_factor requires. Return the scaler of update as it "
+            "is, and give the settings to dynamic."
+        )
+
+
+def _count_skips(count: int) -> str:
+    return "1 step was skipped" if count == 1 else f"{count} steps were skipped"
+
+
+def _check_growth(runs: Runs, usual: Run) -> None:
+    """Raises if finite steps do not let a dynamic scale grow."""
+    config = runs.scaler.config
+    scale = min(usual.scale, config.max_scale / config.growth_factor)
+    if config.mode != "dynamic" or not config.min_scale <= scale < config.max_scale:
+        return
+    remedy = "Call update in every step, also if the gradients are finite, and return its scaler as it is."
+    first, last = (runs.at(scale, finite_steps=count) for count in (0, config.growth_interval - 1))
+    if not (first.skips or first.new.finite_steps > 0 or first.new.loss_scale > scale):
+        raise AssertionError(f"finite_steps is still 0 after a finite step, so the scale never grows. {remedy}")
+    if not (last.skips or last.new.loss_scale > scale):
+        raise AssertionError(
+            f"the scale does not grow from {last.name} after growth_interval finite steps, so after an early overflow "
+            f"it stays low. {remedy} To limit the scale, use max_scale."
+        )
+
+
+def _unscaled(runs: Runs, usual: Run) -> str:
+    """Returns why a step is not skipped at an infinite scale of its scaler: perhaps another leaf holds the scale."""
+    for path, was, _ in usual.leaves:
+        if not is_real_scalar(was):
+            continue
+        run = runs.with_leaf(path, np.inf).at(usual.scale)
+        if run.skips and run.new.last_skip_reason == SkipReason.GRADIENTS:
+            return (
+                f"the loss is scaled by {path}, not by the scaler of the state. If it is a variable of Flax NNX, it "
+                "was the scaler's until optimizer.opt_state was assigned: assign it again, or change the state by "
+                "nnx.update, which keeps it."
+            )
+    return _UNSCALED
+
+
+def _lost_by_dtype(applied: Run, expected: Run, path: str) -> str:
+    """Returns a message if the dtype of a leaf explains a wrong change, as the leaf cannot hold it; or nothing."""
+    was = next(was for own, was, _ in expected.leaves if own == path)
+    change = expected.changes[path]
+    if not is_narrow(was):
+        return ""
+    old = np.asarray(was).astype(np.float64)
+    stored = (old + change).astype(was.dtype).astype(np.float64) - old
+    lost = float(np.linalg.norm(stored - change) / np.linalg.norm(change))
+    if lost < 0.5:
+        return ""
+    return (
+        f"{path} is {was.dtype}, and its change is below its rounding: {format_percentage(lost)} of the change is "
+        "lost. Keep it in float32, and convert a copy where it is used."
+    )
 
 
 def _check_invalid(runs: Runs, usual: Run) -> None:

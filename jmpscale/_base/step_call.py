@@ -1,0 +1,151 @@
+"""A call of a training step, as a function of values.
+
+`StepCall.run` changes no argument: an object of Flax NNX among the arguments is replaced by its values before and after
+the step. The names of the arguments are the names of the parameters of the step, such as `params`.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
+
+import jax
+from jax.extend import core
+
+from jmpscale._base.frameworks import imported, is_nnx_object
+from jmpscale._base.text import type_name
+from jmpscale._base.tree import PyTree, flatten_matching, is_array, is_named_tuple
+
+
+class StepCall:
+    """A call `step(*args, **kwargs)` of a training step.
+
+    `names` and `arguments` are the names and the values of the arguments, in the order of the call. The values of an
+    object of Flax NNX are a copy of it; a variable that occurs in several places occurs in one of them, in the state of
+    an optimizer if it is in one, and is None in all other ones.
+
+    Raises:
+      TypeError: JAX cannot flatten a Flax NNX object, as with Flax before 0.12.
+    """
+
+    def __init__(self, step: Callable[..., PyTree], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self._step = step
+        self._positional, self._keywords = len(args), tuple(kwargs)
+        self.names = _names(step, args, kwargs)
+        given = [*args, *kwargs.values()]
+        self._objects, self._replace = flatten_matching(given, is_nnx_object, is_nnx_object)
+        for node in self._objects:
+            if any(leaf is node for leaf in jax.tree.leaves(node)):
+                raise TypeError(
+                    f"the step must take values, got a Flax NNX {type_name(node)}, which Flax before 0.12 does not "
+                    "register as a pytree. Pass nnx.state(model), and put it into a clone of the model in the step."
+                )
+        self._is_repeated = _repeated(self._objects)
+        self.arguments: list[PyTree] = self._replace(self._values(self._objects))
+        self.is_nnx = [bool(flatten_matching(x, is_nnx_object, is_nnx_object)[0]) for x in given]
+
+    def run(self, arguments: Sequence[PyTree]) -> tuple[PyTree, list[PyTree]]:
+        """Calls the step with other values of the same structure; they may be traced.
+
+        Returns:
+          The result of the step, and the values of the arguments that contain objects of Flax NNX, after the step.
+        """
+        values, replace = flatten_matching(list(arguments), is_nnx_object, is_nnx_object)
+        objects = sys.modules["flax.nnx"].clone(self._objects) if self._objects else []
+        for (path, new), (_, old) in zip(_places(values), _places(objects), strict=True):
+            if new is not None:
+                _write(objects, path, old, new)
+        given = replace(objects)
+        keywords = dict(zip(self._keywords, given[self._positional :], strict=True))
+        result = self._step(*given[: self._positional], **keywords)
+        after = replace(self._values(objects))
+        return result, [x for x, is_nnx in zip(after, self.is_nnx, strict=True) if is_nnx]
+
+    def trace(self) -> tuple[PyTree, core.ClosedJaxpr]:
+        """Traces the step, once. Python numbers among the arguments remain numbers.
+
+        Returns:
+          What `run` returns, with the types of the arrays in place of the arrays; and a program that computes these
+          arrays from those of the arguments, in the order of the leaves.
+        """
+        arrays, unflatten = flatten_matching(self.arguments, is_array)
+        unflatten_outputs: Callable[..., PyTree] = tuple
+
+        def outputs(*arrays: Any) -> list[Any]:
+            nonlocal unflatten_outputs
+            found, unflatten_outputs = flatten_matching(self.run(unflatten(arrays)), is_array)
+            return found
+
+        program, types = jax.make_jaxpr(outputs, return_shape=True)(*arrays)
+        return unflatten_outputs(types), program
+
+    def _values(self, objects: list[Any]) -> list[Any]:
+        """Returns copies of objects, without variables that occur in an earlier place too."""
+        repeated = iter(self._is_repeated)
+        # A new variable, with the value that it has now.
+        return jax.tree.map(
+            lambda x: None if next(repeated) else jax.tree.map(lambda y: y, x), objects, is_leaf=_is_place
+        )
+
+
+def is_array_type(leaf: object) -> TypeGuard[jax.Array | jax.ShapeDtypeStruct]:
+    """Tests whether a leaf is an array, or the type of an array in a result of `StepCall.trace`."""
+    return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _names(step: Callable[..., PyTree], args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
+    """Returns the names of the arguments of a call, such as `params`, or `args[0]` where the step has no name."""
+    unknown = [f"args[{i}]" for i in range(len(args))]
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):
+        return [*unknown, *kwargs]
+    known = [x.name for x in parameters if x.kind in {x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD}]
+    return [*known[: len(args)], *unknown[len(known) :], *kwargs]
+
+
+def _is_variable(node: object) -> bool:
+    return isinstance(node, imported("flax.nnx", "Variable"))
+
+
+def _is_place(node: object) -> bool:
+    """Tests whether a node of an object is a variable, or the None that stands for one."""
+    return node is None or _is_variable(node)
+
+
+def _places(objects: PyTree) -> list[tuple[Any, Any]]:
+    """Returns the variables and the arrays that are no variables, each with its path."""
+    return jax.tree_util.tree_leaves_with_path(objects, is_leaf=_is_place)
+
+
+def _repeated(objects: list[Any]) -> list[bool]:
+    """Tests for each place of some objects whether it holds a variable that belongs to another place."""
+    # A model may hold the loss scale of the optimizer's state, to which it belongs: a scaler must be complete.
+    nodes = jax.tree_util.tree_leaves_with_path(objects, is_leaf=is_named_tuple)
+    states = [path for path, node in nodes if is_named_tuple(node)]
+    places = _places(objects)
+    inside = [i for i, (path, _) in enumerate(places) if any(path[: len(state)] == state for state in states)]
+    owners: dict[int, int] = {}
+    for i in (*inside, *range(len(places))):
+        owners.setdefault(id(places[i][1]), i)
+    return [_is_variable(node) and owners[id(node)] != i for i, (_, node) in enumerate(places)]
+
+
+def _write(objects: list[Any], path: tuple[Any, ...], old: Any, new: Any) -> None:
+    """Gives a variable, or an array that is no variable, of some objects another value."""
+    if _is_variable(old):
+        nnx = sys.modules["flax.nnx"]
+        nnx.update([old], nnx.state([new]))
+        return
+    *outer, last = path
+    holder = objects
+    for key in outer:
+        holder = getattr(holder, key.name) if isinstance(key, jax.tree_util.GetAttrKey) else holder[_index(key)]
+    if isinstance(last, jax.tree_util.GetAttrKey):
+        setattr(holder, last.name, new)
+    else:
+        holder[_index(last)] = new
+
+
+def _index(key: Any) -> Any:
+    return key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.key

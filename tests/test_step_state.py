@@ -1,0 +1,325 @@
+"""match_state finds the state of a training step: what it returns in place of its arguments."""
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import jmpscale
+from jmpscale._base.step_call import StepCall
+from jmpscale._base.step_state import match_state
+
+PARAMS = {"a": jnp.ones((3, 2)), "b": jnp.ones(2)}
+AVERAGE = {"a": jnp.zeros((3, 2)), "b": jnp.zeros(2)}
+ADAM = optax.adam(1e-3)
+STATE = ADAM.init(PARAMS)
+X = jnp.ones((4, 3))
+KEY = jax.random.key(0)
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+def _loss(params, x):
+    return jnp.mean((jnp.tanh(x @ params["a"]) + params["b"][None]) ** 2)
+
+
+def _train(params, state, x):
+    """Returns new parameters, a new state, the loss and the gradients."""
+    loss, grads = jax.value_and_grad(_loss)(params, x)
+    updates, state = ADAM.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, loss, grads
+
+
+def _average(average, params):
+    return optax.incremental_update(params, average, 0.1)
+
+
+def _step(params, state, batch):
+    return _train(params, state, batch)[:3]
+
+
+def _loss_first(params, state, batch):
+    params, state, loss, _ = _train(params, state, batch)
+    return loss, (params, state)
+
+
+def _whole(state, batch):
+    params, opt_state, loss, _ = _train(*state, batch)
+    return (params, opt_state), {"loss": loss}
+
+
+def _with_average(params, average, batch):
+    params = _train(params, STATE, batch)[0]
+    return params, _average(average, params)
+
+
+def _swapped(params, average, batch):
+    return _with_average(params, average, batch)[::-1]
+
+
+def _gradients_first(params, batch):
+    params, _, _, grads = _train(params, STATE, batch)
+    return grads, params
+
+
+def _only_gradients(params, batch):
+    return _train(params, STATE, batch)[2:]
+
+
+def _rate(params, rate, batch):
+    loss, grads = jax.value_and_grad(_loss)(params, batch)
+    return jax.tree.map(lambda p, g: p - rate * g, params, grads), loss + 0 * rate
+
+
+def _reconstruction(params, x):
+    return _train(params, STATE, x)[0], x + jnp.mean(params["a"])
+
+
+def _wider(params, batch):
+    return jax.tree.map(lambda p: p.astype(jnp.float32), _train(params, STATE, batch)[0])
+
+
+def _part(state, batch):
+    params, opt_state, _, _ = _train(state["params"], state["opt"], batch)
+    return {"params": params, "opt": opt_state}, 1.0
+
+
+def _fixed_target(params, target, state, batch):
+    params, state, loss, _ = _train(params, state, batch)
+    return params, state, loss
+
+
+def _fixed_target_first(target, params, state, batch):
+    return _fixed_target(params, target, state, batch)
+
+
+def _state_first(params, state, batch):
+    return _train(params, state, batch)[1::-1]
+
+
+def _previous(params, previous, batch):
+    return _train(params, STATE, batch)[0], params
+
+
+def _key_and_count(params, key, count, rate, labels, batch):
+    key, _ = jax.random.split(key)
+    return _train(params, STATE, batch)[0], key, count + 1, rate, jnp.argmax(batch @ params["a"], 1)
+
+
+def _array(w, x):
+    return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), jnp.float32(0)
+
+
+class _Result(NamedTuple):
+    metrics: dict[str, jax.Array]
+    params: Any
+    state: Any
+
+
+def _named_tuple(params, state, batch):
+    params, state, loss, _ = _train(params, state, batch)
+    return _Result({"loss": loss}, params, state)
+
+
+class _Carry(NamedTuple):
+    params: Any
+    state: Any
+    epoch: Any
+
+
+def _part_of_a_named_tuple(carry, batch):
+    return _train(carry.params, carry.state, batch)[:2]
+
+
+def _scan(params, state, batches):
+    def body(carry, batch):
+        params, state, loss, grads = _train(*carry, batch)
+        return (params, state), (loss, grads)
+
+    return jax.lax.scan(body, (params, state), batches)
+
+
+def _while(params, count, batch):
+    def body(carry):
+        params, count = carry
+        return _train(params, STATE, batch)[0], count + 1
+
+    return jax.lax.while_loop(lambda carry: carry[1] < 3, body, (params, count))
+
+
+def _gated(params, state, batch):
+    new, new_state, loss, grads = _train(params, state, batch)
+    finite = jmpscale.all_finite(grads)
+    pairs = jax.lax.cond(finite, lambda: (new, new_state), lambda: (params, state))
+    return grads, loss, *pairs
+
+
+HALF = jmpscale.cast(PARAMS, jnp.bfloat16)
+ROWS: dict[str, tuple[Any, tuple[Any, ...], dict[str, str]]] = {  # step, arguments, and matches: names and results
+    "step": (_step, (PARAMS, STATE, X), {"params": "[0][0]", "state": "[0][1]"}),
+    "loss first": (_loss_first, (PARAMS, STATE, X), {"params": "[0][1][0]", "state": "[0][1][1]"}),
+    "one state": (_whole, ((PARAMS, STATE), X), {"state": "[0][0]"}),
+    "average": (_with_average, (PARAMS, AVERAGE, X), {"params": "[0][0]", "average": "[0][1]"}),
+    "average first": (_swapped, (PARAMS, AVERAGE, X), {"params": "[0][1]", "average": "[0][0]"}),
+    "gradients first": (_gradients_first, (PARAMS, X), {"params": "[0][1]"}),
+    "only gradients": (_only_gradients, (PARAMS, X), {}),
+    "learning rate and loss": (_rate, (PARAMS, jnp.float32(0.1), X), {"params": "[0][0]"}),
+    "reconstruction": (_reconstruction, (PARAMS, X), {"params": "[0][0]"}),
+    "other dtype": (_wider, (HALF, X), {}),
+    "part of a dict": (
+        _part,
+        ({"params": PARAMS, "opt": STATE, "key": KEY}, X),
+        {"state['opt']": "[0][0]['opt']", "state['params']": "[0][0]['params']"},
+    ),
+    "fixed target": (_fixed_target, (PARAMS, AVERAGE, STATE, X), {"params": "[0][0]", "state": "[0][1]"}),
+    "fixed target first": (_fixed_target_first, (AVERAGE, PARAMS, STATE, X), {"params": "[0][0]", "state": "[0][1]"}),
+    "other order": (_state_first, (PARAMS, STATE, X), {"params": "[0][1]", "state": "[0][0]"}),
+    "previous parameters": (_previous, (PARAMS, AVERAGE, X), {"params": "[0][0]", "previous": "[0][1]"}),
+    "key and count": (
+        _key_and_count,
+        (PARAMS, KEY, jnp.int32(0), jnp.float32(0.1), jnp.zeros(4, jnp.int32), X),
+        {"params": "[0][0]", "key": "[0][1]", "count": "[0][2]"},
+    ),
+    "lone array": (_array, (jnp.ones((3, 2)), X), {"w": "[0][0]"}),
+    "named tuple": (_named_tuple, (PARAMS, STATE, X), {"params": "[0].params", "state": "[0].state"}),
+    "part of a named tuple": (
+        _part_of_a_named_tuple,
+        (_Carry(PARAMS, STATE, 3), X),
+        {"carry.params": "[0][0]", "carry.state": "[0][1]"},
+    ),
+    "scan": (_scan, (PARAMS, STATE, X[None]), {"params": "[0][0][0]", "state": "[0][0][1]"}),
+    "while": (_while, (PARAMS, jnp.int32(0), X), {"params": "[0][0]", "count": "[0][1]"}),
+    "cond": (_gated, (PARAMS, STATE, X), {"params": "[0][2]", "state": "[0][3]"}),
+}
+ONLY_WITH_FLOW = {
+    "average first",
+    "gradients first",
+    "only gradients",
+    "fixed target first",
+    "key and count",
+    "while",
+    "cond",
+}
+
+
+def _matches(call, out, program=None):
+    """Returns the paths of the results, by the names of the arguments."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(out)]
+    found = {}
+    for match in match_state(call, out, program):
+        old = jax.tree.leaves(call.arguments)[slice(match.old[0], match.old[-1] + 1)]
+        assert [*map(id, old)] == [*map(id, jax.tree.leaves(match.tree))]
+        inside = jax.tree_util.tree_leaves_with_path(match.tree)[0][0]
+        path = paths[match.new[0]]
+        found[match.name] = jax.tree_util.keystr(path[: len(path) - len(inside)])
+    return found
+
+
+@pytest.mark.parametrize("compiled", [jax.jit, lambda step: step], ids=["jit", "eager"])
+@pytest.mark.parametrize("name", ROWS)
+def test_match_state_finds_what_a_step_returns_of_its_arguments(name, compiled):
+    step, args, expected = ROWS[name]
+    call = StepCall(compiled(step), args, {})
+    assert _matches(call, *call.trace()) == expected
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if name not in ONLY_WITH_FLOW])
+def test_match_state_needs_no_program_where_the_structure_tells(name):
+    step, args, expected = ROWS[name]
+    call = StepCall(step, args, {})
+    assert _matches(call, call.run(call.arguments)) == expected
+
+
+def test_match_state_counts_python_numbers_as_arrays():
+    @jax.jit
+    def step(state, batch):
+        return state.apply_gradients(grads=jax.grad(_loss)(state.params, batch)), 0.0
+
+    state = TrainState.create(apply_fn=_loss, params=PARAMS, tx=ADAM)
+    assert state.step == 0
+    call = StepCall(step, (state, X), {})
+    assert _matches(call, *call.trace()) == {"state": "[0][0]"}
+
+
+def test_match_state_finds_an_equinox_module_with_functions_as_leaves():
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(3, 2, 4, 1, key=KEY)
+    state = ADAM.init(eqx.filter(model, eqx.is_array))
+
+    @eqx.filter_jit
+    def step(model, state, batch):
+        grads = eqx.filter_grad(lambda model: jnp.mean(jax.vmap(model)(batch) ** 2))(model)
+        updates, state = ADAM.update(grads, state)
+        return grads, eqx.apply_updates(model, updates), state
+
+    call = StepCall(step, (model, state, X), {})
+    assert _matches(call, *call.trace()) == {"model": "[0][1]", "state": "[0][2]"}
+
+
+class _Net(nnx.Module):
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(3, 2, rngs=rngs)
+        self.norm = nnx.BatchNorm(2, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.calls = 0
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.layer(x)))
+
+
+def _nnx_step(model, optimizer, ema, batch):
+    loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(batch) ** 2) / model.loss_scale[...])(model)
+    optimizer.update(model, grads)
+    return loss, optax.incremental_update(nnx.state(model, nnx.Param), ema, 0.1)
+
+
+def _nnx_arguments():
+    model = _Net(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, jmpscale.with_loss_scaling(ADAM), wrt=nnx.Param)
+    model.loss_scale = optimizer.opt_state.scaler.loss_scale
+    return model, optimizer, nnx.clone(nnx.state(model, nnx.Param))
+
+
+@pytest.mark.parametrize("compiled", [nnx.jit, lambda step: step], ids=["jit", "eager"])
+@pytest.mark.filterwarnings("ignore:.*receives no loss")
+def test_step_call_runs_on_copies_of_nnx_objects_and_keeps_their_links(compiled):
+    model, optimizer, ema = _nnx_arguments()
+    before = nnx.to_pure_dict(nnx.state((model, optimizer)))
+    call = StepCall(compiled(_nnx_step), (model, optimizer, ema, X), {})
+    assert call.arguments[0].loss_scale is None  # it belongs to the scaler
+    scaler = jmpscale.get_scaler(call.arguments[1])
+    arguments = [call.arguments[0], jmpscale.replace_scaler(call.arguments[1], scaler._replace(loss_scale=2.0)), ema]
+    (loss, _), after = call.run([*arguments, X])
+    (other, _), _ = call.run(call.arguments)
+    assert loss == other * 2.0**15  # the model has read the other scale, by its link
+    assert not jnp.array_equal(after[0].norm.mean, model.norm.mean)
+    assert int(after[1].step[...]) == 1
+    now = jax.tree.leaves(nnx.to_pure_dict(nnx.state((model, optimizer))))
+    assert [*map(id, now)] == [*map(id, jax.tree.leaves(before))]
+    matches = match_state(call, *call.trace())
+    assert [match.name for match in matches] == ["model", "optimizer", "ema"]
+    leaves = jax.tree.leaves(call.trace()[0])
+    for match in matches:
+        types = [(leaves[i].shape, leaves[i].dtype) for i in match.new]
+        assert types == [(x.shape, x.dtype) for x in jax.tree.leaves(match.tree)]
+
+
+@pytest.mark.parametrize(
+    ("step", "args", "kwargs", "names"),
+    [
+        (_step, (1, 2), {"batch": 3}, ["params", "state", "batch"]),
+        (jax.jit(_step), (1, 2, 3), {}, ["params", "state", "batch"]),
+        (SimpleNamespace(method=_step).method, (1, 2, 3), {}, ["params", "state", "batch"]),
+        (lambda state, *batches, **options: None, (1, 2, 3), {"rate": 4}, ["state", "args[1]", "args[2]", "rate"]),
+        (partial(_step, batch=X), (1, 2), {}, ["params", "state"]),
+        (max, (1, 2), {}, ["args[0]", "args[1]"]),
+    ],
+)
+def test_step_call_names_the_arguments_as_the_step_does(step, args, kwargs, names):
+    assert StepCall(step, args, kwargs).names == names
