@@ -56,9 +56,9 @@ def measure(backend, model, variant):
     if variant in CONVERTED:
         task = functools.partial(task, **{CONVERTED[variant]: half})
     compute = {FLOAT32: jnp.float32, BFLOAT16: jnp.bfloat16}.get(variant, half)
-    result = jnp.float32 if variant == RESULTS_IN_FLOAT32 else None
+    result_dtype = jnp.float32 if variant == RESULTS_IN_FLOAT32 else None
     with_autocast = variant in (AUTOCAST, RESULTS_IN_FLOAT32, SMALL, *CONVERTED)
-    job = steps.make_job(targets.abstract(task), compute=compute, autocast=with_autocast, result=result)
+    job = steps.make_job(targets.abstract(task), compute=compute, autocast=with_autocast, result_dtype=result_dtype)
     with _small_contractions_converted() if variant == SMALL else contextlib.nullcontext():
         return compilers.measure(job, METHOD, targets.mesh(backend, devices, (devices, 1)))
 

@@ -36,7 +36,7 @@ REPORTS = jax.tree.map(lambda x: np.stack([x, x]), REPORT)
 
 
 NAMED = {  # a call with an argument by position that must be given by name, and the names in its error
-    "autocast": (lambda: jmpscale.autocast(loss_of, jnp.bfloat16), "dtype, result by name, got bfloat16"),
+    "autocast": (lambda: jmpscale.autocast(loss_of, jnp.bfloat16), "dtype, result_dtype by name, got bfloat16"),
     "raise_if_stuck": (lambda: jmpscale.raise_if_stuck(STATE, 50), "max_consecutive_skips by name, got 50"),
     "RunMonitor": (lambda: jmpscale.RunMonitor(50), "max_consecutive_skips by name, got 50"),
     "RunMonitor.raise_if_stuck": (
@@ -86,12 +86,12 @@ AUTOCAST = {
             "dtype must ... got float32[2]. Pass jnp.float16",
         ),
         "result in another dtype": (
-            lambda: jmpscale.autocast(loss_of, result=jnp.bfloat16),
-            "result must be float32, or float16 like dtype, got bfloat16. Pass jnp.float32.",
+            lambda: jmpscale.autocast(loss_of, result_dtype=jnp.bfloat16),
+            "result_dtype must be float32, or float16 like dtype, got bfloat16. Pass jnp.float32.",
         ),
         "result in an array": (
-            lambda: jmpscale.autocast(result=W32),
-            "result must be ... got float32[2]. Pass jnp.float32.",
+            lambda: jmpscale.autocast(result_dtype=W32),
+            "result_dtype must be ... got float32[2]. Pass jnp.float32.",
         ),
     },
 }

@@ -212,7 +212,7 @@ def test_autocast_has_the_error_on_the_page(name):
     fun, create = PROGRAMS[name]
     args = create()
     _, *row = table_of_page()[list(PROGRAMS).index(name)]
-    half_fun, float32_results = jmpscale.autocast(fun), jmpscale.autocast(fun, result=jnp.float32)
+    half_fun, float32_results = jmpscale.autocast(fun), jmpscale.autocast(fun, result_dtype=jnp.float32)
     functions = (fun, half_fun, float32_results)
     expected, *results = (np.asarray(jax.jit(f, **FAST)(*args), np.float64) for f in functions)
     measured = [np.max(np.abs(expected)), *(np.max(np.abs(result - expected)) for result in results)]

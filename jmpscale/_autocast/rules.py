@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jmpscale._base.half_operands import HalfOperands, half_operands
+from jmpscale._autocast.half_operands import HalfOperands, half_operands
 from jmpscale._base.jaxpr import HIGHEST, MATMULS, Memo, check_primitives, rewrite, type_of
 
 HALF = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
@@ -63,19 +63,19 @@ class Kept(enum.Enum):
     HELD = "{holder} runs as written. Use autocast in its function, or wrap the function that returns the gradients."
 
 
-def in_half(jaxpr: core.Jaxpr, half: np.dtype, result: np.dtype) -> core.Jaxpr:
+def in_half(jaxpr: core.Jaxpr, half: np.dtype, result_dtype: np.dtype) -> core.Jaxpr:
     """Returns a jaxpr with its matmuls in half precision, or the same object if it has none to convert.
 
-    `result` is the dtype in which the results of matmuls leave them: `half`, or float32.
+    `result_dtype` is the dtype in which the results of matmuls leave them: `half`, or float32.
     """
     check_primitives()
-    form = _with_half_result if result == half else _with_float32_result
+    form = _with_half_result if result_dtype == half else _with_float32_result
 
     def matmul_in_half(eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
         converts = eqn.primitive.name in MATMULS and not reason_to_keep(half, eqn)
         return form(half, eqn) if converts else [eqn]
 
-    return rewrite(jaxpr, matmul_in_half, _MEMOS[half, result])
+    return rewrite(jaxpr, matmul_in_half, _MEMOS[half, result_dtype])
 
 
 def _with_half_result(half: np.dtype, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
@@ -139,13 +139,14 @@ def _in_dtypes(eqn: core.JaxprEqn, dtypes: Sequence[np.dtype]) -> tuple[list[cor
 def _with_nan_for_infinity(x: jax.Array, dtype: np.dtype) -> jax.Array:
     """Converts a result, with NaN for infinity, which later arithmetic could hide: 1 / infinity is 0.
 
-    The difference of an infinity and itself is NaN. For any other y, y - abs(y - y) is y, bit for bit. XLA fuses these
-    operations into the readers of the result, whereas the derivative of a select would store a mask. On a CPU, the
-    difference has a sign bit, and `top_k` sorts such a NaN below all numbers: the absolute value has none.
+    The difference of an infinity and itself is NaN. For any other y, y - (y - y) is y, bit for bit. XLA fuses these
+    operations into the readers of the result, whereas the derivative of a select would store a mask. On a CPU this NaN
+    has a sign bit, and `top_k` sorts it last; an absolute value around the difference would clear the bit, but for a
+    V100 XLA then stores some of the results once more.
     """
     y = jax.lax.convert_element_type(x, dtype)
     fixed = jax.lax.stop_gradient(y)
-    return y - abs(fixed - fixed)
+    return y - (fixed - fixed)
 
 
 def _variable_like(x: Any, dtype: np.dtype) -> core.Var:
