@@ -19,7 +19,7 @@ import jax  # isort: skip
 import jax.numpy as jnp  # isort: skip
 
 from benchmarks import steps  # isort: skip
-from jmpscale._autocast import rules  # isort: skip
+from jmpscale._autocast import kept, rules  # isort: skip
 
 RESULTS = record.RESULTS / "autocast.json"
 METHOD = "optax wrapper"
@@ -66,12 +66,12 @@ def measure(backend, model, variant):
 @contextlib.contextmanager
 def _small_contractions_converted():
     """Lets autocast convert contractions of 2 to 4 elements, too, to measure the rule that keeps them in float32."""
-    memos, largest = rules._MEMOS, rules._SMALL_CONTRACTION
+    memos, largest = rules._MEMOS, kept._SMALL_CONTRACTION
     try:
-        rules._MEMOS, rules._SMALL_CONTRACTION = {key: weakref.WeakKeyDictionary() for key in memos}, 1
+        rules._MEMOS, kept._SMALL_CONTRACTION = {key: weakref.WeakKeyDictionary() for key in memos}, 1
         yield
     finally:
-        rules._MEMOS, rules._SMALL_CONTRACTION = memos, largest
+        rules._MEMOS, kept._SMALL_CONTRACTION = memos, largest
 
 
 def main():

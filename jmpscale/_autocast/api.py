@@ -1,18 +1,26 @@
 """`autocast`, which runs the matmuls and convolutions of a float32 function in half precision."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 from jax.typing import DTypeLike
 
+from jmpscale._autocast.kept import (
+    FLOAT32,
+    HALF,
+    Group,
+    Kept,
+    groups_of_matmuls,
+    most_kept_by_rules,
+    setting_that_keeps,
+)
 from jmpscale._autocast.result_override import with_override
-from jmpscale._autocast.rules import FLOAT32, HALF, Kept, in_half, reason_to_keep, setting_that_keeps
+from jmpscale._autocast.rules import in_half
 from jmpscale._base.arguments import as_dtype
-from jmpscale._base.jaxpr import MATMULS, Caller, equations, type_of
 from jmpscale._base.options import requires_names
 from jmpscale._base.text import describe
 from jmpscale._base.trace import lift_nnx, trace
@@ -94,7 +102,8 @@ def autocast(
 
     Warns:
       UserWarning: no matmul or convolution is converted when `fun` is first traced, unless all of them are small or in
-        half precision already, or one has `precision="highest"`. The warning names the reasons.
+        half precision already, or one has `precision="highest"`; or most multiplications stay in float32 because they
+        are in functions with their own derivative rules. The warning names the reasons.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -125,8 +134,8 @@ def autocast(
         jaxpr = in_half(traced.jaxpr, half, with_override(chosen))
         if not is_checked:
             is_checked = True
-            if jaxpr is traced.jaxpr:
-                _warn_without_effect(name, jaxpr, half)
+            groups = groups_of_matmuls(traced.jaxpr, half)
+            (_warn_without_effect if jaxpr is traced.jaxpr else _warn_of_rules)(name, groups)
         return traced.unflatten(traced._replace(jaxpr=jaxpr).evaluate())
 
     @functools.wraps(fun, updated=())
@@ -136,23 +145,29 @@ def autocast(
     return autocast_fun
 
 
-def _warn_without_effect(name: str, jaxpr: core.Jaxpr, half: np.dtype) -> None:
+def _warn_without_effect(name: str, groups: list[Group]) -> None:
     """Warns that no matmul of a function is converted to half precision, with the reasons that may be mistakes."""
-    by_reason: dict[Kept, list[tuple[core.JaxprEqn, Caller]]] = {}
-    matmuls = [(eqn, caller) for eqn, caller in equations(jaxpr) if eqn.primitive.name in MATMULS]
-    for eqn, caller in matmuls:
-        is_half = all(type_of(x).dtype == half for x in eqn.invars[:2])  # by an autocast inside, or by hand
-        reason = reason_to_keep(half, eqn) or Kept.HELD
-        if reason is not Kept.SMALL and not is_half:
-            by_reason.setdefault(reason, []).append((eqn, caller))
-    setting, total = setting_that_keeps(), len(matmuls)
-    is_requested = Kept.PRECISION in by_reason and setting is None  # by the function itself
-    if is_requested or (matmuls and not by_reason):
+    mistakes = [group for group in groups if group.reason not in (None, Kept.SMALL)]
+    is_requested = setting_that_keeps() is None and any(group.reason is Kept.PRECISION for group in groups)
+    if is_requested or (groups and not mistakes):
         return
-    sentences = [] if total else ["It contains none; kernels, sparse matmuls and compiled functions run as written."]
-    for reason, found in by_reason.items():
-        eqn, caller = found[0]
-        dtypes = " and ".join(str(type_of(x).dtype) for x in eqn.invars[:2])
-        explanation = reason.value.format(dtypes=dtypes, setting=setting, holder=caller.holder)
-        sentences.append(f"{len(found)} of {total} matmuls, at {caller.line_of(eqn)}: {explanation}")
+    sentences = [] if groups else ["It contains none; kernels, sparse matmuls and compiled functions run as written."]
+    sentences += [f"{_count(group, groups)}: {group.explanation()}" for group in mistakes]
     warn_user(f"autocast has no effect: it converts no matmul or convolution of {name}. {' '.join(sentences)}")
+
+
+def _warn_of_rules(name: str, groups: list[Group]) -> None:
+    """Warns if most of the work of a function stays in float32 because of derivative rules."""
+    kept = most_kept_by_rules(groups)
+    if not kept:
+        return
+    work, total = (sum(group.multiplications for group in some) for some in (kept, groups))
+    sentences = [f"{_count(group, groups)}: {group.explanation()}" for group in kept]
+    warn_user(
+        f"autocast leaves {math.floor(100 * work / total)}% of the multiplications of {name} in float32. "
+        f'{" ".join(sentences)} If they must be in float32, set precision="highest".'
+    )
+
+
+def _count(group: Group, groups: list[Group]) -> str:
+    return f"{group.number} of {sum(other.number for other in groups)} matmuls, at {group.line}"
