@@ -243,6 +243,20 @@ def test_inner_autocast_decides():
     assert signatures(both, W, X) == {("f16", "f16", "f32"), ("f16", "f16", "f16")}
 
 
+def test_attention_alone_can_have_float32_results():
+    attention = functools.partial(jax.nn.dot_product_attention, implementation="xla")
+    q = 45 * default_form.random_array((1, 32, 2, 16)) * 2  # scores exceed 65504
+
+    def loss(q, attend):
+        return attend(q, q, q) @ W
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        nested = functools.partial(jmpscale.autocast(loss), attend=in_half(attention))
+        assert signatures(nested, q) == {("f16", "f16", "f32"), ("f16", "f16", "f16")}
+        assert_close(nested(q), loss(q, attention), rtol=2e-3)
+        assert jnp.isnan(jmpscale.autocast(loss)(q, attention)).any()
+
+
 def test_program_with_float32_results_is_exported_for_several_platforms():
     program = jax.jit(jax.grad(in_half(default_form.loss)))
     exported = jax.export.export(program, platforms=("cpu", "cuda", "tpu"))(W, X)

@@ -446,6 +446,11 @@ def test_scaled_backward_follows_the_scale_in_an_nnx_optimizer():
 
     step(model, optimizer, X)
     assert model.loss_scale[...] == 2 * SCALE
+    replaced = jmpscale.replace_scaler(optimizer.opt_state, jmpscale.dynamic(8.0, growth_interval=1))
+    nnx.update(optimizer.opt_state, nnx.state(replaced))  # an assignment would leave the old alias to the model
+    assert model.loss_scale[...] == 8.0
+    step(model, optimizer, X)
+    assert model.loss_scale[...] == 16.0
 
 
 @pytest.mark.full
