@@ -1,4 +1,4 @@
-"""By which equations matmuls run in half precision; `kept.py` says which of them do not.
+"""By which equations matmuls run in half precision; `_autocast/kept.py` says which of them do not.
 
 In the equations of a traced function, each matmul
 
