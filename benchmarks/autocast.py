@@ -19,7 +19,7 @@ import jax  # isort: skip
 import jax.numpy as jnp  # isort: skip
 
 from benchmarks import steps  # isort: skip
-from jmpscale._autocast import rules  # isort: skip
+from jmpscale._autocast import kept, rules  # isort: skip
 
 RESULTS = record.RESULTS / "autocast.json"
 METHOD = "optax wrapper"
@@ -56,9 +56,9 @@ def measure(backend, model, variant):
     if variant in CONVERTED:
         task = functools.partial(task, **{CONVERTED[variant]: half})
     compute = {FLOAT32: jnp.float32, BFLOAT16: jnp.bfloat16}.get(variant, half)
-    result = jnp.float32 if variant == RESULTS_IN_FLOAT32 else None
+    result_dtype = jnp.float32 if variant == RESULTS_IN_FLOAT32 else None
     with_autocast = variant in (AUTOCAST, RESULTS_IN_FLOAT32, SMALL, *CONVERTED)
-    job = steps.make_job(targets.abstract(task), compute=compute, autocast=with_autocast, result=result)
+    job = steps.make_job(targets.abstract(task), compute=compute, autocast=with_autocast, result_dtype=result_dtype)
     with _small_contractions_converted() if variant == SMALL else contextlib.nullcontext():
         return compilers.measure(job, METHOD, targets.mesh(backend, devices, (devices, 1)))
 
@@ -66,12 +66,12 @@ def measure(backend, model, variant):
 @contextlib.contextmanager
 def _small_contractions_converted():
     """Lets autocast convert contractions of 2 to 4 elements, too, to measure the rule that keeps them in float32."""
-    memos, largest = rules._MEMOS, rules._SMALL_CONTRACTION
+    memos, largest = rules._MEMOS, kept._SMALL_CONTRACTION
     try:
-        rules._MEMOS, rules._SMALL_CONTRACTION = {key: weakref.WeakKeyDictionary() for key in memos}, 1
+        rules._MEMOS, kept._SMALL_CONTRACTION = {key: weakref.WeakKeyDictionary() for key in memos}, 1
         yield
     finally:
-        rules._MEMOS, rules._SMALL_CONTRACTION = memos, largest
+        rules._MEMOS, kept._SMALL_CONTRACTION = memos, largest
 
 
 def main():

@@ -41,11 +41,11 @@ class Job(NamedTuple):
     optimizer: str
 
 
-def make_job(task, optimizer="adamw", compute=jnp.float32, grads=jnp.float32, autocast=False, result=None):
+def make_job(task, optimizer="adamw", compute=jnp.float32, grads=jnp.float32, autocast=False, result_dtype=None):
     """Joins a task `(loss_fn, params, batch)` with an optimizer; `grads` is float32 or `compute`.
 
     The parameters and the batch are cast to `compute`, from which the task's float32 operations are excluded by hand;
-    or they remain float32, and `jmpscale.autocast` casts; `result` is its argument.
+    or they remain float32, and `jmpscale.autocast` casts; `result_dtype` is its argument.
     """
     loss_fn, params, batch = task
     plain = OPTIMIZERS[optimizer]()
@@ -56,7 +56,7 @@ def make_job(task, optimizer="adamw", compute=jnp.float32, grads=jnp.float32, au
     def by_hand(params, batch):
         return loss_fn(to_dtype(compute, params), to_dtype(compute, batch))
 
-    loss_of = jmpscale.autocast(loss_fn, dtype=compute, result=result) if autocast else by_hand
+    loss_of = jmpscale.autocast(loss_fn, dtype=compute, result_dtype=result_dtype) if autocast else by_hand
     cast = functools.partial(to_dtype, grads)
     guarded = optax.apply_if_finite(plain, max_consecutive_errors=5)
     txs = optax.chain(*widen, plain), optax.chain(*widen, clip, plain), optax.chain(*widen, guarded)

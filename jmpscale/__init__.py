@@ -12,7 +12,7 @@ from jmpscale._algorithm.scaled_backward import scaled_backward
 from jmpscale._algorithm.scaling import scale, unscale, unscale_and_check
 from jmpscale._algorithm.update import update
 from jmpscale._autocast.api import autocast
-from jmpscale._autocast.cast import cast
+from jmpscale._cast import cast
 from jmpscale._diagnosis.api import diagnose
 from jmpscale._diagnosis.report import Diagnosis, DiagnosisRow
 from jmpscale._diagnosis.training_step import diagnose_step

@@ -264,6 +264,11 @@ def init_state(loss_scale: float, config: ScalerConfig, finite_steps: int = 0) -
     return ScalerState._make([np.array(loss_scale, np.float32), *counts, config])
 
 
+def is_scaler(x: object) -> bool:
+    """Tests whether a node of a tree is a scaler, or a batch of scalers."""
+    return isinstance(x, ScalerState)
+
+
 def register_with_flax() -> None:
     """Registers the settings with `flax.serialization` if the program has imported it, perhaps after this package.
 

@@ -141,7 +141,7 @@ AUTOCAST = {  # the limits for the ratios of the bytes moved and of the temporar
     ("h100", "U-Net", autocast.STORED): (1.18, 1.12),
     # Devices whose matmuls are fast in float16 only.
     ("t4", "GPT-2 small, 2 layers", autocast.AUTOCAST): (1.06, 1.02),
-    ("v100", "GPT-2 small, 2 layers", autocast.AUTOCAST): (1.18, 1.16),
+    ("v100", "GPT-2 small, 2 layers", autocast.AUTOCAST): (1.06, 1.05),
     ("tpu-v5e", "GPT-2 small, 2 layers", autocast.AUTOCAST): (1.12, 1.10),
     # Float32 results are written to memory.
     ("h100", "GPT-2 small, 2 layers", autocast.RESULTS_IN_FLOAT32): (1.40, 1.40),
@@ -285,7 +285,7 @@ def test_float32_results_have_operands_in_half_precision(backend, name, dtype):
         pytest.skip(f"the compiler for {backend} is not installed")
     if (backend, dtype) == ("t4", "bfloat16"):
         pytest.skip("XLA converts bfloat16 operands to float32 before Ampere")
-    program = _compiled_gradient(backend, *WITH_RESULTS[name], dtype=dtype, result=jnp.float32).as_text()
+    program = _compiled_gradient(backend, *WITH_RESULTS[name], dtype=dtype, result_dtype=jnp.float32).as_text()
     parsed = compilers.programs.parse(program)
     operands = set()
     for found in parsed.computations.values():
@@ -298,7 +298,9 @@ def test_float32_results_have_operands_in_half_precision(backend, name, dtype):
         assert _differences(program) >= 1  # NaN for infinity
 
 
-@pytest.mark.parametrize(("options", "dtype"), [({}, "f16"), ({"result": jnp.float32}, "f32")], ids=["half", "float32"])
+@pytest.mark.parametrize(
+    ("options", "dtype"), [({}, "f16"), ({"result_dtype": jnp.float32}, "f32")], ids=["half", "float32"]
+)
 def test_gradients_are_summed_over_devices_in_the_dtype_of_results(options, dtype):
     if not targets.installed("h100"):
         pytest.skip("the compiler for h100 is not installed")

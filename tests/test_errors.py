@@ -37,7 +37,7 @@ REPORTS = jax.tree.map(lambda x: np.stack([x, x]), REPORT)
 
 
 NAMED = {  # a call with an argument by position that must be given by name, and the names in its error
-    "autocast": (lambda: jmpscale.autocast(loss_of, jnp.bfloat16), "dtype, result by name, got bfloat16"),
+    "autocast": (lambda: jmpscale.autocast(loss_of, jnp.bfloat16), "dtype, result_dtype by name, got bfloat16"),
     "RunMonitor": (lambda: jmpscale.RunMonitor(50), "max_consecutive_skips by name, got 50"),
     "update": (lambda: jmpscale.update(STATE, True, LOSS), "loss, axis_name by name, got float32[]"),
     "all_finite": (lambda: jmpscale.all_finite(GRADS, "d"), "scaler, axis_name by name, got 'd'"),
@@ -110,12 +110,12 @@ AUTOCAST = {
             "dtype must ... got float32[2]. Pass jnp.float16",
         ),
         "result in another dtype": (
-            lambda: jmpscale.autocast(loss_of, result=jnp.bfloat16),
-            "result must be float32, or float16 like dtype, got bfloat16. Pass jnp.float32.",
+            lambda: jmpscale.autocast(loss_of, result_dtype=jnp.bfloat16),
+            "result_dtype must be float32, or float16 like dtype, got bfloat16. Pass jnp.float32.",
         ),
         "result in an array": (
-            lambda: jmpscale.autocast(result=W32),
-            "result must be ... got float32[2]. Pass jnp.float32.",
+            lambda: jmpscale.autocast(result_dtype=W32),
+            "result_dtype must be ... got float32[2]. Pass jnp.float32.",
         ),
     },
 }

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 import jax
 
 from jmpscale._algorithm.get_scaler import find_scaler
-from jmpscale._algorithm.scaling import scale_losses, unscale_gradients
+from jmpscale._algorithm.scaling import is_whole_loss, scale_losses, unscale_gradients
 from jmpscale._base.compat import axis_names_in_scope
 from jmpscale._base.gradients import GradientCall, observe
 from jmpscale._base.options import requires_names_in
@@ -99,7 +99,8 @@ def value_and_grad(
         guards.transform_returned(result, _Output)
         (_, output), grads = result
         loss = output.value[0] if has_aux else output.value
-        grads = unscale_gradients(state, grads, None if is_mapped else loss)
+        checked = loss if is_whole_loss(loss) and not is_mapped else None
+        grads = unscale_gradients(state, grads, checked)
         guards.computed(loss, grads, state)
         return output.value, grads
 

@@ -12,10 +12,10 @@ import optax
 
 from jmpscale._algorithm.finite import all_finite_here
 from jmpscale._algorithm.gate import gate
-from jmpscale._algorithm.scaling import multiply_leaf
 from jmpscale._algorithm.update import adapt, all_reduce_outcome
 from jmpscale._base.axes import AxisName, as_axes, axes_to_reduce, manual_axes
 from jmpscale._base.compat import full_like, varying_axes
+from jmpscale._base.multiply import multiply_leaf
 from jmpscale._base.options import requires_names
 from jmpscale._base.tree import PyTree, as_array, flatten_gradients, is_array, is_inexact, is_traced, structure
 from jmpscale._base.types import has_same_type, is_numeric, unscaled_dtype

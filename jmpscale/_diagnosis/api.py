@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jmpscale._algorithm.get_scaler import find_scaler, is_scaler
+from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._algorithm.grad import value_and_grad
 from jmpscale._base.frameworks import is_nnx_object
 from jmpscale._base.options import requires_names_in
@@ -17,7 +17,7 @@ from jmpscale._diagnosis.not_finite import non_finite_arguments
 from jmpscale._diagnosis.report import Diagnosis
 from jmpscale._diagnosis.step import check_concrete, trace_step, trace_with_float32_results
 from jmpscale._guards.scaler import scale_on_host
-from jmpscale._state import ScalerState
+from jmpscale._state import ScalerState, is_scaler
 
 Function = Callable[..., Any]
 

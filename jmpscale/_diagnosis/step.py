@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jmpscale._autocast.results import results_in_float32
+from jmpscale._autocast.result_override import results_in_float32
 from jmpscale._autocast.rules import with_conversions
 from jmpscale._base.frameworks import imported, is_nnx_object
 from jmpscale._base.jaxpr import equations, rewrite

@@ -335,7 +335,7 @@ def _describe_float32_results(findings: Findings) -> str:
     scales = findings.scales_with_float32_results
     if scales is None or scales.fitting is None:
         return ""
-    return f" Or call autocast with result=jnp.float32, and change no line: {_promise(findings, scales)}."
+    return f" Or call autocast with result_dtype=jnp.float32, and change no line: {_promise(findings, scales)}."
 
 
 def _in_packages(findings: Findings, lines: Lines) -> str:
