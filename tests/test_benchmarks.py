@@ -24,9 +24,10 @@ pytestmark = [pytest.mark.full, pytest.mark.usefixtures("standard_promotion")]
 
 def train(name, **settings):
     try:
-        run = timing.Run(steps.make_job(steps.mlp(1, 8, 4), **settings), steps.METHODS[name])
+        run, _ = timing.build(steps.make_job(steps.mlp(1, 8, 4), **settings), steps.METHODS[name])
     except ImportError as error:
         pytest.skip(str(error))
+    run.start()
     for _ in range(3):
         run()
     return run
