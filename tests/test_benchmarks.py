@@ -14,7 +14,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 import jmpscale.__main__ as demonstration
 from benchmarks import __main__ as main
-from benchmarks import demonstration_pictures, diagnosis_picture, programs, record, steps, timing
+from benchmarks import architecture, demonstration_pictures, diagnosis_picture, programs, record, steps, timing
 from benchmarks.traffic import communicated_bytes, moved_bytes
 
 from bits import assert_equal_bits
@@ -277,6 +277,12 @@ def _runs(**losses):
         name: demonstration.Run(**unused | {"history": {"loss": np.full(200, loss)}})
         for name, loss in zip(demonstration.RUNS, losses.values(), strict=True)
     }
+
+
+def test_picture_of_the_parts_shows_the_imports():
+    """After a change of the imports, `python -m benchmarks.architecture` draws it again."""
+    assert architecture.PICTURE.read_text() == architecture.draw(architecture.house())
+    assert architecture.floors({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == [["c"], ["b"], ["a"]]
 
 
 def test_picture_of_the_losses_is_not_drawn_if_they_do_not_show_its_title():

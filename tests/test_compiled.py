@@ -298,6 +298,19 @@ def test_float32_results_have_operands_in_half_precision(backend, name, dtype):
         assert _differences(program) >= 1  # NaN for infinity
 
 
+@pytest.mark.parametrize(("options", "dtype"), [({}, "f16"), ({"result": jnp.float32}, "f32")], ids=["half", "float32"])
+def test_gradients_are_summed_over_devices_in_the_dtype_of_results(options, dtype):
+    if not targets.installed("h100"):
+        pytest.skip("the compiler for h100 is not installed")
+    mesh = targets.mesh("h100", 8, shape=(8,))
+    shardings = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    loss_fn = jmpscale.autocast(lambda w, x: jnp.square(jnp.tanh(x) @ w).mean(), **options)
+    arguments = jax.ShapeDtypeStruct((512, 512), jnp.float32), jax.ShapeDtypeStruct((256, 512), jnp.float32)
+    lowered = jax.jit(jax.value_and_grad(loss_fn), in_shardings=shardings).lower(*arguments)
+    reduced = re.findall(r"= (.*?) all-reduce(?:-start)?\(", lowered.compile().as_text())
+    assert {found.partition("[")[0] for found in reduced if "[]" not in found} == {dtype}
+
+
 # The remedies of the guide for memory use
 
 BLOCK, BODY, EMBEDDING = "a block's result", "a scan's body", "before indexing"

@@ -6,11 +6,13 @@ import graphlib
 import importlib
 import importlib.metadata
 import inspect
+import io
 import operator
 import pathlib
 import re
 import subprocess
 import sys
+import tokenize
 import tomllib
 import types
 import warnings
@@ -183,6 +185,48 @@ def test_extras_that_are_named_exist():
     }
     assert {(path, extra) for path, extra in named if extra not in extras} == set()
     assert {extra for _, extra in named} == extras, "the patterns find extras"
+
+
+OF_OTHERS = {"_growth_tracker"}  # torch's
+SOURCES = [path for part in ("jmpscale", "tests", "benchmarks") for path in (ROOT / part).rglob("*.py")]
+PROSE = [*SOURCES, *ROOT.glob("*.py"), ROOT / "docs" / "contributing.md"]
+PRIVATE_NAME = re.compile(r"`(_[a-z]\w*\*?)[`(]")
+PATH = re.compile(r"`?((?:_?[a-z]\w*/)+\w*(?:\.py\b|`)|test_\w+\.py\b)")
+
+
+def _comments_and_docstrings(path):
+    text = path.read_text()
+    if path.suffix == ".md":
+        return text
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
+    nodes = [x for x in ast.walk(ast.parse(text)) if isinstance(x, ast.Module | ast.ClassDef | ast.FunctionDef)]
+    return "\n".join([*comments, *(ast.get_docstring(node) or "" for node in nodes)])
+
+
+def _identifiers(path):
+    """Returns all names that a file of Python defines or uses."""
+    return {
+        token.string
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+        if token.type == tokenize.NAME
+    }
+
+
+def test_private_names_in_comments_and_docstrings_exist():
+    known = OF_OTHERS.union(*map(_identifiers, SOURCES))
+    named = {(path.name, name) for path in PROSE for name in PRIVATE_NAME.findall(_comments_and_docstrings(path))}
+    assert named, "the pattern finds names"
+    assert {(path, name) for path, name in named if name not in known} == set()
+
+
+def test_paths_in_comments_and_docstrings_exist():
+    folders = {path.name for folder in (ROOT, PACKAGE) for path in folder.iterdir() if path.is_dir()}
+    found = {(path, name.rstrip("`/")) for path in PROSE for name in PATH.findall(_comments_and_docstrings(path))}
+    named = {(path, name) for path, name in found if name.partition("/")[0] in folders or name.startswith("test_")}
+    assert len(named) > 10, "the pattern finds paths"
+    places = (ROOT, PACKAGE, ROOT / "tests")
+    assert {(path.name, name) for path, name in named if not any((place / name).exists() for place in places)} == set()
 
 
 # --- the algorithm and its guards ---

@@ -4,6 +4,8 @@ Each element is tested. A maximum does not suffice, because XLA's maximum on CPU
 or more, and neither does a sum, because finite values may add up to infinity.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from jax.typing import ArrayLike
 
 from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._base.axes import AxisName, all_reduce_and
+from jmpscale._base.compat import use_variadic_reduce
 from jmpscale._base.options import requires_names
 from jmpscale._base.tree import PyTree, as_array, is_inexact
 from jmpscale._guards import finite as guards
@@ -78,8 +81,14 @@ def _all_leaves_finite_default(leaves: list[jax.Array]) -> jax.Array:
     `all(isfinite(x))`. The zeros are negative because XLA on GPUs would merge positive ones with the zeros that an
     embedding's gradient starts from, and write them to memory.
     """
+    return jnp.stack([_count_nonfinite(x) for x in leaves]).sum() == 0
+
+
+# Inlined, a jitted function adds the equations of its body: leaves of equal type share one trace.
+@functools.partial(jax.jit, inline=True)
+def _count_nonfinite(x: jax.Array) -> jax.Array:
     zero, one = np.float32(-0.0), np.float32(1)
-    return jnp.stack([jnp.where(jnp.isfinite(x), zero, one).sum() for x in leaves]).sum() == 0
+    return jnp.where(jnp.isfinite(x), zero, one).sum()
 
 
 def _all_leaves_finite_cpu(leaves: list[jax.Array]) -> jax.Array:
@@ -93,6 +102,7 @@ def _all_leaves_finite_cpu(leaves: list[jax.Array]) -> jax.Array:
     return groups[jnp.argmin(groups)]
 
 
+@functools.partial(jax.jit, inline=True)
 def _is_finite_cpu(x: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(x):
         return _is_finite_cpu(x.real) & _is_finite_cpu(x.imag)
@@ -104,14 +114,3 @@ def _is_finite_cpu(x: jax.Array) -> jax.Array:
     ones, axes = (np.ones((), np.int32),) * 2, tuple(range(x.ndim))
     below, above = jax.lax.reduce(flags, ones, lambda a, b: (a[0] & b[0], a[1] & b[1]), axes)
     return (below & above).astype(bool)
-
-
-def use_variadic_reduce() -> bool:
-    """Tests whether a program lowered for CPU should use variadic reductions.
-
-    XLA on CPU vectorizes only variadic reductions, but over several devices its partitioner gathers their operands.
-    """
-    try:
-        return jax.device_count("cpu") == 1
-    except RuntimeError:  # JAX was configured without the CPU backend, so nothing is lowered for it
-        return False

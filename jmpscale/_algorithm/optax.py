@@ -1,5 +1,6 @@
-"""Loss scaling for the optimizers of optax. Of the training path, only the modules `_optax*` import optax."""
+"""Loss scaling for the optimizers of optax."""
 
+import functools
 import inspect
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
@@ -219,6 +220,7 @@ def _global_norm(grads: PyTree, axis_name: AxisName, norm_axis_name: AxisName) -
     return jnp.sqrt(sum(reduced, jnp.zeros((), dtype)))
 
 
+@functools.partial(jax.jit, inline=True)
 def _sum_of_squares(x: jax.Array) -> jax.Array:
     # The derivative of square(x) alone turns a cotangent of zero into NaN where x is infinite.
     return jnp.where(jnp.isfinite(x), jnp.square(_zero_nonfinite(x)), np.array(np.inf, x.dtype)).sum()
@@ -260,16 +262,15 @@ def _update_if(
 
     def skip(like: list[Any], arrays: list[Any]) -> list[Any]:
         # Returns the gradients: zeros are selected below, so that XLA reuses the gradients' memory.
-        zeros = jax.tree.map(_negative_zeros, like[:count])
-        updates = [grad if has_same_type(grad, zero) else zero for grad, zero in zip(arrays, zeros, strict=False)]
-        return updates + arrays[count:]
+        pairs = zip(arrays[:count], _shared_negative_zeros(like[:count]), strict=True)
+        return [grad if has_same_type(grad, zero) else zero for grad, zero in pairs] + arrays[count:]
 
     def sanitize(arrays: list[Any]) -> list[Any]:
         return _zero_nonfinite(arrays[:count]) + arrays[count:]
 
     updates, state = gate(finite, step, (grads, state), skip, sanitize)
     if is_traced(finite):
-        updates = jax.tree.map(lambda x: jnp.where(finite, x, _negative_zeros(x)) if is_array(x) else x, updates)
+        updates = jax.tree.map(lambda x: _zero_unless(finite, x) if is_array(x) else x, updates)
     return updates, state
 
 
@@ -279,6 +280,24 @@ def _negative_zeros(like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
     return full_like(like, zero if jnp.issubdtype(like.dtype, np.inexact) else 0)
 
 
+def _shared_negative_zeros(like: list[Any]) -> list[Any]:
+    """Returns `_negative_zeros` of each array, and None for None. Equal types share zeros: each takes time to trace."""
+    types = [x if x is None or isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x) for x in like]
+    zeros = {kind: None if x is None else _negative_zeros(x) for kind, x in dict(zip(types, like, strict=True)).items()}
+    return [zeros[kind] for kind in types]
+
+
+# Inlined, a jitted function adds the equations of its body: leaves of equal type share one trace.
+@functools.partial(jax.jit, inline=True)
+def _zero_unless(finite: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.where(finite, x, _negative_zeros(x))
+
+
 def _zero_nonfinite(tree: PyTree) -> PyTree:
-    """Replaces non-finite values with -0.0, which XLA does not merge with other zeros; see `_finite`."""
-    return jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, -0.0) if is_inexact(x) else x, tree)
+    """Replaces non-finite values with -0.0, which XLA does not merge with other zeros."""
+    return jax.tree.map(lambda x: _zero_where_nonfinite(x) if is_inexact(x) else x, tree)
+
+
+@functools.partial(jax.jit, inline=True)
+def _zero_where_nonfinite(x: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(x), x, -0.0)

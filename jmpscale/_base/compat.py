@@ -77,3 +77,14 @@ def full_like(like: jax.Array | jax.ShapeDtypeStruct, value: ArrayLike) -> jax.A
         return jax.lax.full_like(like, value)
     # eval_shape drops the mesh, so JAX 0.10 and newer raise where a shard_map leaves other axes to the compiler.
     return jax.lax.pcast(jnp.full(like.shape, value, like.dtype), tuple(manual.varying), to="varying")
+
+
+def use_variadic_reduce() -> bool:
+    """Tests whether a program lowered for CPU should use variadic reductions.
+
+    XLA on CPU vectorizes only variadic reductions, but over several devices its partitioner gathers their operands.
+    """
+    try:
+        return jax.device_count("cpu") == 1
+    except RuntimeError:  # JAX was configured without the CPU backend, so nothing is lowered for it
+        return False

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jmpscale._algorithm.finite import use_variadic_reduce
 from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._base.arguments import COUNTER_LIMIT, check_count
 from jmpscale._base.axes import AxisName, axes_to_reduce
+from jmpscale._base.compat import use_variadic_reduce
 from jmpscale._base.options import requires_names
 from jmpscale._base.text import format_table
 from jmpscale._base.tree import PyTree, check_no_refs, is_traced, named_gradients
