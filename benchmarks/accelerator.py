@@ -112,7 +112,7 @@ def needed_bytes(compiled, params):
 
 
 def fit_batch(make_task, batch, limit):
-    """Returns the task with the largest batch whose float32 step fits into the memory, and the run of this step.
+    """Returns the task with the largest batch whose reference step fits into the memory, and the run of this step.
 
     The batch is halved as often as needed.
 
@@ -121,7 +121,7 @@ def fit_batch(make_task, batch, limit):
     """
     while batch:
         task = make_task(batch)
-        run = timing.Run(*columns.COLUMNS[columns.FLOAT32].build(task))
+        run = timing.Run(*columns.COLUMNS[columns.REFERENCE].build(task))
         try:
             run.compile()
             if limit is None or needed_bytes(run.compiled, task[1]) <= MEMORY_FRACTION * limit:
@@ -232,8 +232,8 @@ def number(x):
 def measure_row(row, make_task, batch, names, clock, seconds, save):
     """Adds the figures of the columns of a model to a row, and calls `save` whenever there are more."""
     device, found = jax.devices()[0], row["columns"]
-    task, row["batch"], float32 = fit_batch(make_task, batch, _memory(device, "bytes_limit"))
-    runs = build_runs(names, task, found) | {columns.FLOAT32: float32}
+    task, row["batch"], reference = fit_batch(make_task, batch, _memory(device, "bytes_limit"))
+    runs = build_runs(names, task, found) | {columns.REFERENCE: reference}
     started = time.monotonic()
     runs = compile_runs(runs, clock.part(COMPILE_FRACTION), found)
     row["compile_seconds"] = round(time.monotonic() - started, 1)

@@ -45,6 +45,14 @@ def ratio(row, column, other, figure="seconds"):
 
 
 def _compared(name, found):
+    """Returns the table of a model, and why a device has no figures."""
+    measured = [x for x in found if x["rows"][name]["columns"]]
+    absent = [x for x in found if x not in measured]
+    parts = [f"{name} ({x['about']['device']}): {one(x, name)}." for x in absent]
+    return "\n\n".join([*([_beside(name, measured)] if measured else []), *parts])
+
+
+def _beside(name, found):
     devices = [x["about"]["device"] for x in found]
     rows = [x["rows"][name] for x in found]
     shown = ["losses at the end"] if "steps" in rows[0] else list(HEAD)

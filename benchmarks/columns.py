@@ -43,7 +43,7 @@ ROWS = {
     "ResNet-34": Row(
         functools.partial(steps.resnet, (3, 4, 6, 3), 64, 224),
         64,
-        smallest=functools.partial(steps.resnet, (1, 1, 1, 1), 8, 32, 2),
+        smallest=functools.partial(steps.resnet, (1, 1), 8, 32, 4),
     ),
     "U-Net": Row(functools.partial(steps.unet, 64, 128), 16, smallest=functools.partial(steps.unet, 8, 16, 2)),
 }
