@@ -300,6 +300,24 @@ def test_diagnose_has_the_nan_of_an_operand_that_overflows():
     assert jnp.isnan(jmpscale.diagnose(loss_fn)(jmpscale.static(1.0), large, X + large).loss)
 
 
+def test_inner_autocast_decides_about_attention():
+    """Its scores exceed 65504, and a matmul around it has results in float16."""
+
+    def attention(x):
+        return jax.nn.dot_product_attention(x, x, x, implementation="xla")
+
+    def loss(attend):
+        return in_float16(lambda w, x: jnp.mean((attend(100 * x.reshape(2, -1, 2, N // 2)).reshape(x.shape) @ w) ** 2))
+
+    in_float16 = functools.partial(jmpscale.autocast, dtype=jnp.float16)
+    x = jnp.ones((2 * N, N))
+    assert jnp.isnan(loss(attention)(W, x))
+    nested = loss(jmpscale.autocast(attention, result=jnp.float32))
+    assert jnp.isfinite(nested(W, x))
+    results = [dtypes[-1] for dtypes in matmul_dtypes(nested, W, x)]
+    assert sorted(map(str, results)) == ["float16", "float32"]
+
+
 @pytest.mark.usefixtures("standard_promotion")
 def test_check_step_accepts_a_step_with_float32_results():
     tx = jmpscale.with_loss_scaling(optax.adam(1e-3))
