@@ -176,10 +176,10 @@ def compilers(session, device, tests):
 
 @nox.session(python=OLDEST_PYTHON, tags=["checks"])
 def accelerator(session):
-    """Rehearses the command that times an accelerator: its tests, and each column of one model, run on the CPU."""
+    """Rehearses the command that times an accelerator: its tests, and each column of a model, on the CPU."""
     install(session, "-e", ".", "--group", "benchmarks")
-    record = str(pathlib.Path(session.create_tmp()) / "record.json")
-    session.run("python", "-m", "benchmarks.accelerator", "--only", "tests", "LSTM", "--quick", "--out", record)
+    out = ("--out", str(pathlib.Path(session.create_tmp()).resolve() / "record.json"))
+    session.run("python", "-m", "benchmarks.accelerator", "--only", "tests", "--minutes", "9", *out)
     session.run("pytest", "-q", "--full", "-k", "every_column", "tests/test_accelerator_command.py")
 
 

@@ -66,6 +66,7 @@ def run_tests(seconds):
 
     It has to end before this process uses the device: most TPUs admit one process, and JAX reserves memory of a GPU.
     """
+    seconds = max(seconds, 1)
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder, "report.xml")
         command = [sys.executable, "-m", "pytest", "-q", "--full", "-p", "no:cacheprovider", f"--junitxml={report}"]
@@ -79,7 +80,7 @@ def run_tests(seconds):
                 capture_output=True,
                 text=True,
                 check=False,
-                timeout=max(seconds, 1),
+                timeout=seconds,
             )
         except subprocess.TimeoutExpired:
             return {"left_out": f"the tests did not end within {seconds:.0f} seconds"}
@@ -111,7 +112,7 @@ def needed_bytes(compiled, params):
     return step + 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
 
-def fit_batch(make_task, batch, limit):
+def fit_batch(make_task, batch, limit, options=None):
     """Returns the task with the largest batch whose reference step fits into the memory, and the run of this step.
 
     The batch is halved as often as needed.
@@ -121,7 +122,7 @@ def fit_batch(make_task, batch, limit):
     """
     while batch:
         task = make_task(batch)
-        run = timing.Run(*columns.COLUMNS[columns.REFERENCE].build(task))
+        run = columns.COLUMNS[columns.REFERENCE].run(task, options)
         try:
             run.compile()
             if limit is None or needed_bytes(run.compiled, task[1]) <= MEMORY_FRACTION * limit:
@@ -229,11 +230,11 @@ def number(x):
     return timing.rounded(x) if np.isfinite(x) else "not finite"
 
 
-def measure_row(row, make_task, batch, names, clock, seconds, save):
+def measure_row(row, make_task, batch, names, clock, seconds, save, options=None):
     """Adds the figures of the columns of a model to a row, and calls `save` whenever there are more."""
     device, found = jax.devices()[0], row["columns"]
-    task, row["batch"], reference = fit_batch(make_task, batch, _memory(device, "bytes_limit"))
-    runs = build_runs(names, task, found) | {columns.REFERENCE: reference}
+    task, row["batch"], reference = fit_batch(make_task, batch, _memory(device, "bytes_limit"), options)
+    runs = build_runs(names, task, found, options) | {columns.REFERENCE: reference}
     started = time.monotonic()
     runs = compile_runs(runs, clock.part(COMPILE_FRACTION), found)
     row["compile_seconds"] = round(time.monotonic() - started, 1)
@@ -248,12 +249,12 @@ def measure_row(row, make_task, batch, names, clock, seconds, save):
         save()
 
 
-def build_runs(names, task, found):
+def build_runs(names, task, found, options):
     """Returns the run of each column; a library that cannot be imported is left out."""
     runs = {}
     for name in names:
         with leaving_out(name, found):
-            runs[name] = timing.Run(*columns.COLUMNS[name].build(task))
+            runs[name] = columns.COLUMNS[name].run(task, options)
     return runs
 
 
@@ -277,7 +278,7 @@ def measure_training(row, names, clock, save, *, steps, length, batch, smallest=
     data, found = text(steps, length, batch), row["columns"]
     loss_fn, params, _ = columns.text_model(length, batch, smallest=smallest)
     row |= {"steps": steps, "batch": batch}
-    runs = build_runs(names, (loss_fn, params, data[0]), found)
+    runs = build_runs(names, (loss_fn, params, data[0]), found, compiler_options(smallest))
     for name, run in compile_runs(runs, clock.part(COMPILE_FRACTION), found).items():
         with leaving_out(name, found):
             losses = train(run, data)
@@ -303,7 +304,7 @@ def train(run, data):
 def parse(arguments):
     """Returns the options of the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.accelerator", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="few rows and columns, in 2 minutes")
+    parser.add_argument("--quick", action="store_true", help="two models in few columns, without tests, in 2 minutes")
     parser.add_argument("--minutes", type=float, help="leave out what does not fit (default: 15, or 2 with --quick)")
     parser.add_argument("--rehearse", action="store_true", help="the smallest sizes, as on a CPU")
     parser.add_argument("--only", nargs="+", choices=PARTS, help="parts: the tests, models, and the training run")
@@ -314,8 +315,7 @@ def parse(arguments):
 
 def selected(options):
     """Returns the parts and the columns that the options select."""
-    quick_parts = (TESTS, *columns.QUICK_ROWS)
-    parts = options.only or (quick_parts if options.quick else PARTS)
+    parts = options.only or (columns.QUICK_ROWS if options.quick else PARTS)
     names = options.columns or (columns.QUICK_COLUMNS if options.quick else columns.COLUMNS)
     return list(parts), [name for name in columns.COLUMNS if name in names]
 
@@ -360,9 +360,15 @@ def measure_part(name, row, names, clock, save, *, smallest, quick):
         else:
             model = columns.ROWS[name]
             make_task, batch = (lambda _: model.smallest(), 1) if smallest else (model.task, model.batch)
+            options = compiler_options(smallest)
             seconds = 0 if smallest else QUICK_SECONDS if quick else SECONDS
-            measure_row(row, make_task, batch, names, clock, seconds, save)
+            measure_row(row, make_task, batch, names, clock, seconds, save, options)
     row |= failed.get("row", {})
+
+
+def compiler_options(smallest):
+    """Returns options that halve the time of a rehearsal on a CPU, whose times mean nothing."""
+    return {"xla_backend_optimization_level": 0} if smallest and jax.default_backend() == "cpu" else None
 
 
 def slug(text):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from benchmarks import steps
+from benchmarks import steps, timing
 
 
 class Row(NamedTuple):
@@ -23,9 +23,13 @@ class Column(NamedTuple):
     settings: dict[str, Any]
     method: str
 
-    def build(self, task):
-        """Returns the job for a task, and the function that makes its step."""
-        return steps.make_job(task, **self.settings), steps.METHODS[self.method]
+    def job(self, task):
+        """Returns the job for a task."""
+        return steps.make_job(task, **self.settings)
+
+    def run(self, task, options=None):
+        """Returns the training run for a task, which is not compiled yet, with options of the compiler."""
+        return timing.Run(self.job(task), steps.METHODS[self.method], options)
 
 
 ROWS = {

@@ -121,12 +121,12 @@ def _turn(run, steps):
 
 
 class Run:
-    """A training run: each call starts one step, and returns the step's result. It needs a start and a program."""
+    """A training run: each call starts one step, and returns the step's result, after `compile` and `start`."""
 
-    def __init__(self, job, method):
+    def __init__(self, job, method, options=None):
         self._init, self._step = method(job)
         self._params, self.batch, self.losses, self.state = job.params, job.batch, [], None
-        self._lowered, self.compiled = None, None
+        self._options, self._lowered, self.compiled = options, None, None
 
     def lower(self):
         """Traces the step, unless it is traced already."""
@@ -138,7 +138,7 @@ class Run:
         """Compiles the step, unless it is compiled already. Several threads may compile different runs."""
         self.lower()
         if self.compiled is None:
-            self.compiled = self._lowered.compile()
+            self.compiled = self._lowered.compile(self._options)
 
     def start(self):
         """Starts again from copies of the parameters, because a step donates its state."""

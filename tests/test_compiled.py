@@ -210,7 +210,7 @@ def _column(backend, row, name):
     """Returns the figures of a column, the words of an error of the compiler, or None if a library is missing."""
     column = columns.COLUMNS[name]
     try:
-        job, _ = column.build(targets.abstract(columns.ROWS[row].smallest))
+        job = column.job(targets.abstract(columns.ROWS[row].smallest))
         return compilers.measure(job, column.method, targets.mesh(backend, 1))
     except ModuleNotFoundError:
         return None

@@ -206,9 +206,9 @@ SENTENCES = {  # the sentences on each page, with the figures in them
     "costs.md": [
         (
             "On an H100, loss scaling makes a step of a language model {:.0f}% to {:.0f}% longer, and a step of a "
-            "small network {:.0f}% to {:.0f}%; on a CPU, it makes a step with AdamW up to {:.0f}% longer or up to {:.0f}% "
-            "shorter. With `autocast`, a step of GPT-2 small moves {:.2f} times the bytes of casts by hand, where "
-            "float32 moves {:.2f} times;",
+            "small network {:.0f}% to {:.0f}%; on a CPU, it makes a step with AdamW up to {:.0f}% longer or up to "
+            "{:.0f}% shorter. With `autocast`, a step of GPT-2 small moves {:.2f} times the bytes of casts by hand, "
+            "where float32 moves {:.2f} times;",
             lambda: [
                 *(_longer(case, "functional", base) for case in (MODEL, SMALL) for base in ("clipped", "bare")),
                 max(percent for case in table.CPU.values() for percent in _longer_on_cpu("steps", case)),
