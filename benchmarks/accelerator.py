@@ -145,10 +145,9 @@ def compile_runs(runs, clock, found):
         for wave in waves:
             started = {}
             for name in wave:
-                if clock.left() < 0:
-                    found[name] = {"left_out": NO_TIME}
-                    continue
                 with leaving_out(name, found):
+                    if clock.left() < 0:
+                        raise TimeoutError(NO_TIME)
                     runs[name].lower()
                     started[name] = pool.submit(runs[name].compile)
             for name, future in started.items():
@@ -281,6 +280,8 @@ def measure_training(row, names, clock, save, *, steps, length, batch, smallest=
     runs = build_runs(names, (loss_fn, params, data[0]), found, compiler_options(smallest))
     for name, run in compile_runs(runs, clock.part(COMPILE_FRACTION), found).items():
         with leaving_out(name, found):
+            if clock.left() < 0:
+                raise TimeoutError(NO_TIME)
             losses = train(run, data)
             last = losses[-max(steps // 10, 1) :]
             found[name] |= {"losses": list(map(number, losses)), "last_loss": number(np.mean(last))}
@@ -330,7 +331,7 @@ def main(arguments=None):
     smallest = options.rehearse or device.platform == "cpu"
     about = record.about("benchmarks.accelerator", device.device_kind) | record.accelerator(device)
     results = {"about": about | {"quick": options.quick, "rehearsal": smallest}, "tests": tests, "rows": {}}
-    path = options.out or cards.FOLDER / f"{slug(device.device_kind)}{'-rehearsal' * smallest}.json"
+    path = options.out or default_path(device, smallest, options.quick)
     print(f"{device.device_kind}: {cards.tests(tests)}\nthe record is {path}", flush=True)
 
     def save():
@@ -371,9 +372,11 @@ def compiler_options(smallest):
     return {"xla_backend_optimization_level": 0} if smallest and jax.default_backend() == "cpu" else None
 
 
-def slug(text):
-    """Returns a text as the name of a file, such as `nvidia-h100-80gb-hbm3`."""
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+def default_path(device, smallest, quick):
+    """Returns the file of a record, such as `nvidia-h100-80gb-hbm3.json`. A rehearsal is in no folder of results."""
+    name = re.sub(r"[^a-z0-9]+", "-", device.device_kind.lower()).strip("-")
+    folder = record.ROOT / "build" if smallest else cards.FOLDER
+    return folder / f"{name}{'-quick' * quick}.json"
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ HEAD = ("time", "to float32", "by bytes", "to its yardstick", "by bytes", "memor
 
 
 def read():
-    """Returns the records of all devices, by the names of their files."""
-    return {path.stem: record.read(path) for path in sorted(FOLDER.glob("*.json"))}
+    """Returns the record of each device by its name: of a quick run only if there is no other."""
+    found = [record.read(path) for path in sorted(FOLDER.glob("*.json"))]
+    return {x["about"]["device"]: x for x in sorted(found, key=lambda x: not x["about"]["quick"])}
 
 
 def tests(found):

@@ -239,6 +239,13 @@ def test_records_of_two_devices_stand_side_by_side():
     assert text.count("measured on 2026-01-02") == 2
 
 
+def test_quick_record_is_shown_only_without_another_one(monkeypatch, tmp_path):
+    monkeypatch.setattr(cards, "FOLDER", tmp_path)
+    for name, quick, device in [("h100", False, "H100"), ("h100-quick", True, "H100"), ("t4-quick", True, "T4")]:
+        record.write(tmp_path / f"{name}.json", {"about": {"device": device, "quick": quick}})
+    assert {name: x["about"]["quick"] for name, x in cards.read().items()} == {"H100": False, "T4": True}
+
+
 def test_every_yardstick_is_a_column_and_differs():
     for name, yardstick in columns.YARDSTICKS.items():
         assert {name, yardstick} <= set(columns.COLUMNS)
