@@ -36,7 +36,7 @@ W = np.random.default_rng(1).standard_normal((WIDTH, WIDTH)).astype(np.float32) 
 
 def _params():
     """Returns parameters with values that an operation may change, such as -0.0."""
-    return {"w": jnp.array(W), "v": jnp.array(W), "b": jnp.array([-0.0, 1e-30, *[0.0] * (WIDTH - 2)])}
+    return {"w": jnp.array(W), "v": jnp.array(W), "b": jnp.array([1e-30, *[0.0, -0.0] * (WIDTH // 2)])[:WIDTH]}
 
 
 def _loss(params, x, fault):
@@ -93,7 +93,8 @@ def _without_scaler(state):
 @pytest.mark.parametrize("fault", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("name", STEPS)
 def test_skipped_step_changes_no_bit(name, fault):
-    state = _take(name, STEPS[name]()[1])  # moments that are not zero
+    start = STEPS[name]()[1]
+    state = start[:1] + _take(name, start)[1:]  # moments that are not zero
     skipped = _take(name, state, fault)
     assert_equal_bits(_without_scaler(skipped), _without_scaler(state))
     assert (int(jmpscale.get_scaler(skipped).total_skips), int(jmpscale.get_scaler(state).total_skips)) == (1, 0)
@@ -127,7 +128,7 @@ def test_scale_follows_the_rule():
         assert {name: getattr(scaler, name).item() for name in expected} == expected
 
 
-SIZE = 3 * 4096 + 5  # reductions of this length lose NaN if they take a maximum
+SIZE = 2**18 + 5  # reductions of 4,096 elements lose NaN if they take a maximum
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
