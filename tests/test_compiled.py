@@ -298,7 +298,9 @@ def test_float32_results_have_operands_in_half_precision(backend, name, dtype):
         assert _differences(program) >= 1  # NaN for infinity
 
 
-@pytest.mark.parametrize(("options", "dtype"), [({}, "f16"), ({"result_dtype": jnp.float32}, "f32")], ids=["half", "float32"])
+@pytest.mark.parametrize(
+    ("options", "dtype"), [({}, "f16"), ({"result_dtype": jnp.float32}, "f32")], ids=["half", "float32"]
+)
 def test_gradients_are_summed_over_devices_in_the_dtype_of_results(options, dtype):
     if not targets.installed("h100"):
         pytest.skip("the compiler for h100 is not installed")
