@@ -31,20 +31,19 @@ VARIANTS = (BY_HAND, AUTOCAST, RESULTS_IN_FLOAT32, STORED, FLOAT32, BFLOAT16)
 CONVERTED = {STORED: "stored", EMBEDDED: "embedded"}  # the argument of the task that receives the dtype
 WEIGHTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable  # the results of matmuls with parameters
 DOTS = jax.checkpoint_policies.dots_saveable
-GPT2 = functools.partial(steps.transformer, width=768, heads=12, length=1024, batch=8)
 LORA = "GPT-2 small, 2 layers, LoRA of rank 4"
 MODELS = {  # the task, and the number of devices, over which parameters and batch are sharded
-    "GPT-2 small": (functools.partial(GPT2, 12, vocabulary=50257), 1),
-    "GPT-2 small, FSDP": (functools.partial(GPT2, 12, vocabulary=50304), 8),
-    "GPT-2 small, scan": (functools.partial(GPT2, 12, vocabulary=50257, scan=True), 1),
-    "GPT-2 small, scan with remat": (functools.partial(GPT2, 12, vocabulary=50257, scan=True, remat=WEIGHTS), 1),
-    "GPT-2 small, scan, dots saved": (functools.partial(GPT2, 12, vocabulary=50257, scan=True, remat=DOTS), 1),
+    "GPT-2 small": (functools.partial(steps.gpt2, 12), 1),
+    "GPT-2 small, FSDP": (functools.partial(steps.gpt2, 12, vocabulary=50304), 8),
+    "GPT-2 small, scan": (functools.partial(steps.gpt2, 12, scan=True), 1),
+    "GPT-2 small, scan with remat": (functools.partial(steps.gpt2, 12, scan=True, remat=WEIGHTS), 1),
+    "GPT-2 small, scan, dots saved": (functools.partial(steps.gpt2, 12, scan=True, remat=DOTS), 1),
     "U-Net": (functools.partial(steps.unet, 64, 128, 16), 1),
     "ResNet-34": (functools.partial(steps.resnet, (3, 4, 6, 3), 64, 224, 64), 1),
     # Fewer layers, which compile faster.
-    "GPT-2 small, 2 layers": (functools.partial(GPT2, 2, vocabulary=50257), 1),
-    "GPT-2 small, 2 layers, FSDP": (functools.partial(GPT2, 2, vocabulary=50304), 8),
-    LORA: (functools.partial(GPT2, 2, vocabulary=50257, rank=4), 1),
+    "GPT-2 small, 2 layers": (functools.partial(steps.gpt2, 2), 1),
+    "GPT-2 small, 2 layers, FSDP": (functools.partial(steps.gpt2, 2, vocabulary=50304), 8),
+    LORA: (functools.partial(steps.gpt2, 2, rank=4), 1),
     "ResNet-10": (functools.partial(steps.resnet, (1, 1, 1, 1), 64, 224, 64), 1),
 }
 RATIOS = ("moved_bytes", "temp_bytes", "kernels", "communicated_bytes", "compile_cpu_s")

@@ -5,7 +5,7 @@ Two comments on a page delimit each table. A sentence about the runs follows the
 
 import re
 
-from benchmarks import record
+from benchmarks import cards, record
 
 DOCS = record.ROOT / "docs"
 STUDIES = record.ROOT / "benchmarks" / "studies"
@@ -69,6 +69,7 @@ def pages(results):
     compiled = results["compilers"]
     figures = {name: result["figures"] for name, result in compiled.items()}
     costs = {
+        "accelerators": cards.side_by_side(cards.read()) or "No device has a record yet.",
         "gpu": _timed(GPU, results["gpu"].get("large"), _time),
         "bytes": _steps(COMPILED, figures, _moved) + _runs([compiled[name] for name in COMPILED.values()]),
         "autocast": _autocast(results["autocast"]),

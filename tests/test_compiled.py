@@ -23,7 +23,7 @@ from jmpscale._autocast import rules
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
-from benchmarks import autocast, compilers, steps, targets
+from benchmarks import autocast, columns, compilers, steps, targets
 
 import meshes
 import pages
@@ -189,6 +189,51 @@ def test_only_float16_matmuls_stay_in_half_precision_before_ampere(backend):
     assert ours["matmuls"] == in_float32["matmuls"] == by_hand["matmuls"] == {"f16": 39}
     assert bfloat16["matmuls"] == {"f32": 39}
     assert bfloat16["moved_bytes"] > 1.5 * by_hand["moved_bytes"]
+
+
+# Every column that `benchmarks.accelerator` measures compiles for these devices, or is left out for a known reason
+
+CONVOLUTIONAL = ("ResNet-34", "U-Net")
+UNSUPPORTED = {("t4", "BF16_BF16_F32"), ("v100", "BF16_BF16_F32")}
+
+
+def _operands(backend, name):
+    """Returns the type that the matmuls of a column have: XLA converts bfloat16 operands before Ampere."""
+    if name.startswith(("float32", "BF16")):
+        return "f32"
+    if "bfloat16" in name:
+        return "bf16" if backend == "h100" else "f32"
+    return "f16"
+
+
+def _column(backend, row, name):
+    """Returns the figures of a column, the words of an error of the compiler, or None if a library is missing."""
+    column = columns.COLUMNS[name]
+    try:
+        job = column.job(targets.abstract(columns.ROWS[row].smallest))
+        return compilers.measure(job, column.method, targets.mesh(backend, 1))
+    except ModuleNotFoundError:
+        return None
+    except jax.errors.JaxRuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("backend", ["h100", "t4", "v100"])
+@pytest.mark.parametrize("row", [pytest.param(row, marks=[full] * (i > 0)) for i, row in enumerate(columns.ROWS)])
+def test_columns_of_the_accelerator_benchmark_compile(backend, row):
+    if not targets.installed(backend):
+        pytest.skip(f"the compiler for {backend} is not installed")
+    targets.warm_up(backend)
+    for name in columns.COLUMNS:
+        found = _column(backend, row, name)
+        if (backend, name) in UNSUPPORTED and row not in CONVOLUTIONAL:
+            assert "Unsupported algorithm" in found
+        elif found is None:
+            assert columns.COLUMNS[name].method in steps.PEERS
+        else:
+            assert found["moved_bytes"] > 0, name
+            # JAX's precision F16_F16_F32 leaves convolutions in float32.
+            assert row in CONVOLUTIONAL or set(found["matmuls"]) == {_operands(backend, name)}, name
 
 
 # Autocast makes infinite float16 results NaN in the kernels that read them

@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 from benchmarks import __main__ as main
-from benchmarks import autocast, diagnosis, record, steps, table
+from benchmarks import autocast, cards, diagnosis, record, steps, table
 
 import pages
 
@@ -218,6 +218,18 @@ SENTENCES = {  # the sentences on each page, with the figures in them
     ],
     "costs.md": [
         (
+            "On an H100, loss scaling makes a step of a language model {:.0f}% to {:.0f}% longer, and a step of a "
+            "small network {:.0f}% to {:.0f}%; on a CPU, it makes a step with AdamW up to {:.0f}% longer or up to "
+            "{:.0f}% shorter. With `autocast`, a step of GPT-2 small moves {:.2f} times the bytes of casts by hand, "
+            "where float32 moves {:.2f} times;",
+            lambda: [
+                *(_longer(case, "functional", base) for case in (MODEL, SMALL) for base in ("clipped", "bare")),
+                max(percent for case in table.CPU.values() for percent in _longer_on_cpu("steps", case)),
+                -min(percent for case in table.CPU.values() for percent in _longer_on_cpu("steps", case)),
+                *(_ratio("h100, GPT-2 small", x, "moved_bytes") for x in (autocast.AUTOCAST, autocast.FLOAT32)),
+            ],
+        ),
+        (
             "| H100, a language model with {:.1f} million parameters | {:.0f}% | {:.0f}% | "
             "| H100, 8 layers of width 2048, a batch of 32 | {:.0f}% | {:.0f}% |",
             lambda: [
@@ -408,6 +420,10 @@ def _sentences(page):
 @pytest.mark.parametrize("page", SENTENCES)
 def test_sentences_have_the_figures_of_the_results(page):
     assert [sentence for sentence in _sentences(page) if sentence not in _text(page)] == []
+
+
+def test_costs_says_whether_a_device_was_measured():
+    assert ("its time on a GPU has not been measured" in _text("costs.md")) == (not cards.read())
 
 
 def test_other_steps_need_at_most_the_memory_of_the_clipped_step():
