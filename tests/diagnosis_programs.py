@@ -198,6 +198,36 @@ def _reverse(_, g):
 reversed_backward.defvjp(lambda x: (x, None), _reverse)
 
 
+# --- A value of the forward pass that a derivative rule saves in half precision, and casts up. ---
+
+
+@jax.custom_vjp
+def root_mean_square_norm(x, gain):
+    return _normalize_forward(x, gain)[0]
+
+
+def _normalize_forward(x, gain):
+    square = jnp.mean(x**2, -1, keepdims=True)
+    inverse = jax.lax.rsqrt(square).astype(H)  # fault
+    return x * jax.lax.rsqrt(square) * gain, (x, gain, inverse)
+
+
+def _normalize_backward(residuals, g):
+    x, gain, inverse = residuals
+    inverse = inverse.astype(jnp.float32)
+    normalized = x * inverse
+    mean = jnp.mean(g * gain * normalized, -1, keepdims=True)
+    return inverse * (g * gain - normalized * mean), (g * normalized).sum(0, keepdims=True)
+
+
+root_mean_square_norm.defvjp(_normalize_forward, _normalize_backward)
+
+
+def reciprocal_saved_in_half(params, x):
+    h = (x @ params["w"]).astype(H).astype(jnp.float32) * 1e-6
+    return jnp.mean((root_mean_square_norm(h, params["gain"]) - 1) ** 2)
+
+
 # --- Underflow and poles in the forward pass. ---
 
 
@@ -214,9 +244,9 @@ def exp_without_maximum(w, x):
 
 def clipped_cross_entropy(w, x):
     z = (x.astype(H) @ w.astype(H)) * H(2)
-    p = jax.nn.sigmoid(z)  # fault
+    p = jax.nn.sigmoid(z)
     p = jnp.clip(p, H(1e-7), H(1 - 1e-7))
-    return -jnp.mean((jnp.log(p) + jnp.log(H(1) - p)).astype(jnp.float32))
+    return -jnp.mean((jnp.log(p) + jnp.log(H(1) - p)).astype(jnp.float32))  # fault
 
 
 def transducer_normalizer(w, x):
@@ -294,7 +324,7 @@ def large_positions(w, x):
 
 
 def image_positions(w, x):
-    grid = jnp.stack(jnp.meshgrid(jnp.arange(64.0), jnp.arange(64.0)), -1).reshape(-1, 2) * 64 + 0.3
+    grid = jnp.stack(jnp.meshgrid(jnp.arange(64.0), jnp.arange(64.0)), -1).reshape(-1, 2) * 256 + 0.3
     angles = jnp.tile(grid, 4) @ (jnp.tile(jnp.array([[1.0, 0.3], [0.7, 1.0]]), (4, 1)) / 4)  # fault
     return jnp.mean((jnp.sin(angles) @ w[:2]) * jnp.sin(grid[:, :1]))
 
@@ -412,6 +442,25 @@ def haiku_loss(params, x):
 
 
 # --- Healthy programs. ---
+
+
+@jax.custom_vjp
+def quantized(x, unit):
+    return (x / unit).astype(H)
+
+
+def _quantize_backward(residuals, g):
+    half, unit = residuals
+    g = g.astype(jnp.float32)
+    return g / unit, -(g * half.astype(jnp.float32)).sum() / unit
+
+
+quantized.defvjp(lambda x, unit: (quantized(x, unit), (quantized(x, unit), unit)), _quantize_backward)
+
+
+def quantizer(params, x):
+    """Returns a loss whose gradient by the unit is zero but for the last digits of a sum."""
+    return jnp.mean((quantized(x @ params["w"], params["unit"]).astype(jnp.float32) * params["unit"] - 1) ** 2)
 
 
 def mlp(w, x):

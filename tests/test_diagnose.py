@@ -527,7 +527,28 @@ def explicit_array():
     return jax.device_put(jnp.ones(8), jax.NamedSharding(mesh, jax.P("data")))
 
 
+def train_step(scaler, params, batch):
+    loss, grads = jmpscale.value_and_grad(lambda params: jnp.mean((params * batch) ** 2))(scaler, params)
+    return params - grads, jmpscale.update(scaler, jmpscale.all_finite(grads)), loss
+
+
+OF_A_STEP = "For a training step, call diagnose_step(train_step) with the arguments of the step."
 WRONG = {
+    "a training step that begins with the scaler": (
+        lambda: jmpscale.diagnose(train_step)(jmpscale.dynamic(), X, X),
+        TypeError,
+        f"train_step does not: missing a required argument: 'batch'. {OF_A_STEP}",
+    ),
+    "a training step that begins with the parameters": (
+        lambda: jmpscale.diagnose(lambda params, scaler, batch: train_step(scaler, params, batch))(X, X, X),
+        ValueError,
+        f"Call diagnose(loss_fn)(scaler, params, batch). {OF_A_STEP}",
+    ),
+    "a training step of the parameters": (
+        lambda: diagnose(lambda params: train_step(jmpscale.dynamic(), params, X), X),
+        TypeError,
+        f"fun must return the loss, got tuple of 3 from <lambda>. {OF_A_STEP}",
+    ),
     "fun is not callable": (
         lambda: jmpscale.diagnose(3.0),
         TypeError,

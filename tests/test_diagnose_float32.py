@@ -9,6 +9,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import sparse
 
+import jmpscale
 from jmpscale._diagnosis.float32 import evaluate_in_float32
 
 import meshes
@@ -235,3 +236,13 @@ def test_operation_with_a_fixed_dtype_runs_as_written(name):
     (found,) = run(fun, X)
     assert found.dtype == dtype
     np.testing.assert_array_equal(found, fun(X))
+
+
+def test_checks_of_jax_change_no_answer():
+    fun = jmpscale.autocast(lambda w, x: jnp.mean(jnp.sin(80 * x @ w) * x))
+    args = jnp.float32(np.random.default_rng(0).standard_normal((8, 8))), jnp.ones((4, 8)) * 0.3
+    without = jmpscale.diagnose(fun)(jmpscale.dynamic(2.0**10), *args)
+    with jax.enable_checks(True):
+        checked = jmpscale.diagnose(fun)(jmpscale.dynamic(2.0**10), *args)
+    assert checked == without
+    assert checked.not_entered == ()

@@ -11,7 +11,7 @@ from flax import nnx
 import jmpscale
 from jmpscale._diagnosis.errors import measure
 from jmpscale._diagnosis.lines import Trials
-from jmpscale._diagnosis.not_finite import RepairedStep, non_finite_arguments
+from jmpscale._diagnosis.not_finite import RepairedStep, named_arguments, non_finite
 from jmpscale._diagnosis.step import Step, trace_step
 
 H = jnp.float16
@@ -66,14 +66,15 @@ ARGUMENTS = {  # a function, its arguments, and the paths of the arguments that 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_arguments_that_are_not_finite_are_named(name):
     fun, args, kwargs, expected = ARGUMENTS[name]
-    assert non_finite_arguments(fun, args, kwargs) == expected
+    assert non_finite(named_arguments(fun, args, kwargs)) == expected
 
 
 # --- The reference in float32. ---
 
 
 def trials(fun, *consts):
-    return Trials(step(fun, *consts))
+    program = step(fun, *consts)
+    return Trials(program, [""] * len(program.consts))
 
 
 def test_gradients_that_are_rounding_noise_or_negligible_are_not_decisive():

@@ -264,6 +264,10 @@ WRONG = {
         lambda w: jmpscale.scaled_backward(jnp.sum, 1.0)(w),
         "step must call jmpscale.value_and_grad, or differentiate a function of scaled_backward, which <lambda> does n",
     ),
+    "compiled ahead of time": (
+        lambda w: jax.jit(lambda w: 2 * w).lower(w).compile()(w),
+        "unless it is a program that has been compiled already. Pass the function itself",
+    ),
     "scaled_backward of a closure": (
         jax.grad(lambda w: jmpscale.scaled_backward(lambda x: jnp.sum(w * x), 1.0)(1.0)),
         "<lambda> in jmpscale.scaled_backward, but the function closes over values that are differentiated. Pass",

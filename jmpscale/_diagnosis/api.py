@@ -1,5 +1,7 @@
 """`diagnose`, which measures what half precision does to a training step."""
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -13,13 +15,14 @@ from jmpscale._base.options import requires_names_in
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, flatten_gradients, named_leaves
 from jmpscale._diagnosis.examine import examine
-from jmpscale._diagnosis.not_finite import non_finite_arguments
+from jmpscale._diagnosis.not_finite import named_arguments
 from jmpscale._diagnosis.report import Diagnosis
 from jmpscale._diagnosis.step import check_concrete, trace_step, trace_with_float32_results
 from jmpscale._guards.scaler import scale_on_host
 from jmpscale._state import ScalerState, is_scaler
 
 Function = Callable[..., Any]
+_OF_A_STEP = "For a training step, call diagnose_step(train_step) with the arguments of the step."
 
 
 @requires_names_in("diagnose(fun)(scaler, *args)")
@@ -59,8 +62,9 @@ def diagnose(
       one. Copies of it among the other arguments get the same scale. Flax NNX objects among them are not changed.
 
     Raises:
-      TypeError: `fun` is not callable; an argument is abstract or traced; an argument, or a value that `fun` closes
-        over, is a `jax.Ref`; or `fun` creates one, or reads values by `jax.experimental.io_callback`.
+      TypeError: `fun` is not callable, does not accept the arguments, or does not return a loss; an argument is
+        abstract or traced; an argument, or a value that `fun` closes over, is a `jax.Ref`; or `fun` creates one, or
+        reads values by `jax.experimental.io_callback`.
       ValueError: the first argument contains no scaler, more than one, or a batch of scalers; or an argument was
         donated to a compiled function.
 
@@ -77,10 +81,12 @@ def diagnose(
             f"fun must be the loss function, got {describe(fun)}. The scaler is the first argument of the new "
             "function: diagnose(loss_fn)(scaler, params, batch)."
         )
-    differentiated = value_and_grad(fun, argnums, has_aux, transform=transform)  # checks the options
+    value_and_grad(fun, argnums, has_aux, transform=transform)  # checks the options
+    differentiated = value_and_grad(_checked(fun, has_aux), argnums, has_aux, transform=transform)
 
     def diagnose_fun(scaler: PyTree, /, *args: Any, **kwargs: Any) -> Diagnosis:
-        state = find_scaler(scaler, remedy="Call diagnose(loss_fn)(scaler, params, batch).")
+        state = find_scaler(scaler, remedy=f"Call diagnose(loss_fn)(scaler, params, batch). {_OF_A_STEP}")
+        _check_call(fun, args, kwargs)
         check_concrete({"scaler": state, "args": args, "kwargs": kwargs})
         scale_on_host(state)
         names: list[str] = []  # of the gradients
@@ -95,16 +101,39 @@ def diagnose(
         # The diagnosis looks for non-finite values, for which JAX must not raise, and enters compiled functions.
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
             step = trace_step(loss_and_grads, args, kwargs)
-            return examine(
-                step,
-                state,
-                names,
-                lambda: non_finite_arguments(fun, args, kwargs),
-                lambda: trace_with_float32_results(loss_and_grads, args, kwargs),
-            )
+            arguments = named_arguments(fun, args, kwargs)
+            with_float32_results = lambda: trace_with_float32_results(loss_and_grads, args, kwargs)  # noqa: E731
+            return examine(step, state, names, arguments, with_float32_results)
 
     diagnose_fun.__name__ = f"diagnose_of_{getattr(fun, '__name__', 'fun')}"
     return diagnose_fun
+
+
+def _check_call(fun: Function, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
+    try:
+        signature = inspect.signature(fun)
+    except (TypeError, ValueError):  # fun has none
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"fun must accept the arguments that follow the scaler, but {describe(fun)} does not: {error}. {_OF_A_STEP}"
+        ) from error
+
+
+def _checked(fun: Function, has_aux: bool) -> Function:
+    """Returns a loss function that raises if it returns a container in place of a loss, as a training step does."""
+
+    @functools.wraps(fun, updated=())
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        out = fun(*args, **kwargs)
+        loss = out[0] if has_aux and isinstance(out, (tuple, list)) else out
+        if isinstance(loss, (tuple, list, dict)):
+            raise TypeError(f"fun must return the loss, got {describe(loss)} from {describe(fun)}. {_OF_A_STEP}")
+        return out
+
+    return checked
 
 
 def _with_scale(arguments: PyTree, state: ScalerState, loss_scale: jax.Array) -> PyTree:

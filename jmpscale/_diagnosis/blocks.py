@@ -66,6 +66,13 @@ class BlockProgram:
         self.outputs = self._inline(jaxpr, self.inputs, PROGRAM)
         self.blocks = _split(self._calls, self.outputs)
 
+    def read_inputs(self, count: int) -> dict[tuple[int, Caller], int]:
+        """Returns the equations whose first operand is one of the first inputs of the program, and this input."""
+        calls = (call for block in self.blocks for call in block.calls if call.inputs)
+        return {
+            (id(x.eqn), x.caller): x.inputs[0] for x in calls if isinstance(x.inputs[0], int) and x.inputs[0] < count
+        }
+
     def _new_values(self, count: int) -> list[int]:
         self._count += count
         return list(range(self._count - count, self._count))

@@ -1,39 +1,48 @@
 """Examines a training step: its loss scales, its lines, and why they fail."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from jmpscale._diagnosis.fitting_scales import Errors, search
-from jmpscale._diagnosis.lines import Reason, Trials
+from jmpscale._diagnosis.lines import Reason, Suspects, Trials
 from jmpscale._diagnosis.modes import Part
-from jmpscale._diagnosis.not_finite import RepairedStep
+from jmpscale._diagnosis.not_finite import RepairedStep, non_finite
 from jmpscale._diagnosis.report import Diagnosis, DiagnosisRow
 from jmpscale._diagnosis.step import Step, compile_step
-from jmpscale._diagnosis.summary import Findings, describe_arguments, describe_comparison, describe_origin, summarize
-from jmpscale._diagnosis.thresholds import LARGE_ERROR
+from jmpscale._diagnosis.summary import (
+    Findings,
+    describe_arguments,
+    describe_comparison,
+    describe_origin,
+    find_advice,
+    summarize,
+)
+from jmpscale._diagnosis.thresholds import SAME_SIZE, SMALL_ERROR, WRONG_ERROR
 from jmpscale._state import ScalerState
 
 
 def examine(
     step: Step,
     scaler: ScalerState,
-    names: list[str],
-    non_finite: Callable[[], list[str]],
+    gradients: Sequence[str],
+    arguments: Sequence[tuple[str, Any]],
     with_float32_results: Callable[[], Step | None],
 ) -> Diagnosis:
     """Examines a step at the loss scale of a scaler.
 
-    `names` are the names of the gradients, and `non_finite` returns the names of the arguments that are not finite.
-    `with_float32_results` returns the step with float32 results of `autocast`, if it has others.
+    `gradients` are their names, and `arguments` are arrays of the step with their names. `with_float32_results` returns
+    the step with float32 results of `autocast`, if it has others.
     """
     scale, run_as_written = float(scaler.loss_scale), compile_step(step)
     outputs = run_as_written(scale)
-    trials = Trials(step)
+    names = {id(x): name for name, x in arguments}
+    trials = Trials(step, [names.get(id(x), "") for x in step.consts])
     errors, loss_error = trials.compare(outputs)
-    findings = Findings(trials, float(outputs[0]), loss_error, errors, scale, scaler.config, tuple(names))
+    findings = Findings(trials, float(outputs[0]), loss_error, errors, scale, scaler.config, tuple(gradients))
     findings = findings._replace(is_new=not (int(scaler.total_skips) or int(scaler.finite_steps)))
     if not trials.measured.are_finite:
-        return _diagnosis(findings, _describe_not_finite(findings, RepairedStep(step), non_finite))
+        return _diagnosis(findings, _describe_not_finite(findings, RepairedStep(step), arguments))
     present = round(math.log2(scale))
 
     # A loss that contains a scaled gradient, such as a penalty, may be right at other scales.
@@ -48,21 +57,29 @@ def examine(
 
     scales = search(errors_at, trials.forward_errors, present, trials.largest_exponent())
     findings = _explain(findings._replace(scales=scales), present, with_float32_results)
-    if findings.lines or findings.error >= LARGE_ERROR:
+    if findings.lines or findings.error >= SMALL_ERROR:
         findings = findings._replace(alone=trials.errors_alone(round(math.log2(findings.scale_of_rows))))
-    elif findings.scales.smallest_error >= LARGE_ERROR and findings.scales.best is not None:
-        findings = findings._replace(alone_at_best=trials.errors_alone(findings.scales.best))
+    findings = findings._replace(suspects=_find_suspects(findings, present), advice=find_advice(findings))
     return _diagnosis(findings, summarize(findings))
 
 
 def _explain(findings: Findings, present: int, with_float32_results: Callable[[], Step | None]) -> Findings:
     """Adds what explains an error for which no scale is the remedy."""
     trials, scales = findings.trials, findings.scales
-    if findings.accurate or not trials.step.sites:
-        return findings
     best = present if scales.best is None else scales.best
     # Scales of which one probably fits if the lines that overflow, or underflow, compute in float32.
-    lines = trials.find_lines([best, present, trials.largest_exponent() - 2, 0, 24, -12])
+    exponents, limit = [present, best, trials.largest_exponent() - 2, 0, 24, -12], WRONG_ERROR
+    if findings.accurate:
+        # An error of rounding may be harmless, but an overflow that changes gradients is a fault.
+        exponent = present if findings.scale_fits else best
+        error = findings.error if findings.scale_fits else scales.smallest_error
+        if error < SMALL_ERROR or not trials.is_wrong_by_overflow(exponent):
+            return findings
+        exponents, limit = [exponent], error / SAME_SIZE
+        findings = findings._replace(overflows=True)
+    if not trials.step.sites:
+        return findings
+    lines = trials.find_lines(exponents, limit)
     finite = math.isfinite(findings.loss) and scales.best is not None
     causes = trials.find_causes(lines, finite=finite) if lines and lines.paths else []
     cause = next(iter(causes), None)
@@ -76,9 +93,22 @@ def _explain(findings: Findings, present: int, with_float32_results: Callable[[]
     return findings._replace(scales_with_float32_results=in_form)
 
 
-def _describe_not_finite(findings: Findings, step: RepairedStep, non_finite: Callable[[], list[str]]) -> str:
+def _find_suspects(findings: Findings, present: int) -> Suspects | None:
+    """Returns the lines that make most of an error that is in between; at the present scale, or at the best one."""
+    best = findings.scales.best
+    if not findings.accurate or best is None:
+        return None
+    if findings.scale_fits:
+        is_small = findings.error < SMALL_ERROR
+        return None if is_small else findings.trials.find_suspects(findings.alone, present)
+    if findings.scales.smallest_error < SMALL_ERROR:
+        return None
+    return findings.trials.find_suspects(findings.trials.errors_alone(best), best)
+
+
+def _describe_not_finite(findings: Findings, step: RepairedStep, arguments: Sequence[tuple[str, Any]]) -> str:
     """Describes what makes a step infinite or NaN, in float32 too."""
-    if step.is_finite_with_finite_arguments() and (names := non_finite()):
+    if step.is_finite_with_finite_arguments() and (names := non_finite(arguments)):
         return describe_arguments(names)
     return describe_origin(step.origin(), findings.not_entered)
 
@@ -93,6 +123,7 @@ def _diagnosis(findings: Findings, summary: str) -> Diagnosis:
         gradient_error=findings.error,
         loss_scale=findings.scale,
         fitting_scales=(2.0 ** fitting[0], 2.0 ** fitting[1]) if fitting else None,
+        scaler=findings.advice.scaler if findings.advice else None,
         scale_errors=tuple((2.0**k, error) for k, error in scales.errors.items()),
         lines=tuple(findings.name(path, lines) for path in lines),
         rows=tuple(_row(findings, part, part.path in lines) for part in step.parts),

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jmpscale._diagnosis.thresholds import FACTOR, LARGE_ERROR, LARGEST_ERROR, TOLERANCE
+from jmpscale._diagnosis.thresholds import FACTOR, NOISE_OF_ERRORS, SMALL_ERROR, TOLERANCE, WRONG_ERROR
 from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE
 
 _LOWEST, _HIGHEST = round(math.log2(SMALLEST_SCALE)), round(math.log2(LARGEST_SCALE))
@@ -19,7 +19,7 @@ class Scales(NamedTuple):
     """The scales that fit."""
 
     errors: dict[int, float]  # the largest error of a gradient, by the exponent of each power of two that was tried
-    fitting: tuple[int, int] | None  # the exponents of the smallest and the largest scale that fit
+    fitting: tuple[int, int] | None  # the exponents of the smallest and the largest scale that fit; None if none does
     best: int | None  # the exponent of the scale with the smallest error, if gradients are finite at any scale
     limits: Errors | None = None  # the largest error of each gradient at a scale that fits, if one fits
     errors_at_best: Errors | None = None  # of each gradient, at the best scale
@@ -74,13 +74,13 @@ def search(
     if error(on_plateau) > TOLERANCE:
         candidates += [k for k in (0, *range(highest - 12, highest - 49, -6)) if k >= _LOWEST]
     best = min(candidates, key=error)
-    if error(best) > LARGEST_ERROR:
+    if error(best) > WRONG_ERROR:
         return result(None, on_plateau)  # not a smaller one, at which all gradients are zero and the error is only 100%
     smallest = np.min([errors(k) for k in candidates], axis=0)  # of each gradient
-    if error(best) >= LARGE_ERROR and math.isfinite(largest(forward := measure_forward(best))):
+    if error(best) >= SMALL_ERROR and math.isfinite(largest(forward := measure_forward(best))):
         # The errors of the forward pass do not depend on the scale, but can cancel others at some scales by chance.
         smallest = np.maximum(smallest, forward)
-    limits = FACTOR * smallest + TOLERANCE
+    limits = FACTOR * smallest + TOLERANCE + NOISE_OF_ERRORS * error(best)
 
     def fits(k: int) -> bool:
         return bool((errors(k) <= limits).all())

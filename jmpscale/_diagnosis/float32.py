@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._base import cotangents
-from jmpscale._base.jaxpr import HIGHEST, MATMULS, Caller, Jaxpr, closed, equations, held_jaxprs, type_of
+from jmpscale._base.jaxpr import HIGHEST, MATMULS, Jaxpr, closed, equations, held_jaxprs, type_of
 from jmpscale._base.types import is_narrow
 from jmpscale._diagnosis.interpret import Interpreter, widen
 
@@ -89,13 +89,17 @@ def run_in_float32(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any] | None:
         return list(inputs)
     if eqn.primitive.name not in _KNOWN:
         return None if runs_only_as_written(eqn) else run_as_written(eqn, inputs)
-    try:
-        outputs = _evaluate(eqn, _widen_params(eqn), inputs)
-    except Exception:  # whatever a primitive raises for operands of another dtype
-        outputs = None
-    if outputs is not None and not any(map(is_narrow, outputs)):  # otherwise another parameter has the dtype
-        return outputs
-    return None if _is_narrow(eqn) else run_as_written(eqn, inputs)
+    if _holds_fixed_dtypes(eqn):
+        return None if _is_narrow(eqn) else run_as_written(eqn, inputs)
+    outputs = _evaluate(eqn, _widen_params(eqn), inputs)
+    if any(map(is_narrow, outputs)):  # another parameter has the dtype
+        return None
+    return outputs
+
+
+def _holds_fixed_dtypes(eqn: core.JaxprEqn) -> bool:
+    """Tests whether an operation holds a function, such as that of a reduction, that can only run as written."""
+    return any(runs_only_as_written(held) for jaxpr in held_jaxprs(eqn) for held, _ in equations(jaxpr))
 
 
 def keeps_dtype(eqn: core.JaxprEqn) -> bool:
@@ -147,13 +151,15 @@ def _evaluate(eqn: core.JaxprEqn, params: dict[str, Any], values: Sequence[Any])
     """Computes the results of an equation from values and parameters that may differ in dtype from its own.
 
     The operation keeps its mesh, named scopes and source line. How a primitive is called differs between versions of
-    JAX, so a jaxpr with this equation alone is evaluated.
+    JAX, so a jaxpr with this equation alone is evaluated. Its variables have other types than the values, which is what
+    `jax_enable_checks` looks for.
     """
     inputs: list[Any] = [core.Var(x.aval) for x in eqn.invars]
     outputs = [core.Var(x.aval) for x in eqn.outvars]
     single = eqn.replace(invars=inputs, outvars=outputs, params=params)
     jaxpr = _empty_jaxpr().replace(invars=inputs, outvars=outputs, eqns=[single])
-    return jax.core.eval_jaxpr(jaxpr, (), *values)
+    with jax.enable_checks(False):
+        return jax.core.eval_jaxpr(jaxpr, (), *values)
 
 
 @functools.cache
@@ -183,9 +189,4 @@ def _widen_function(held: Jaxpr) -> core.ClosedJaxpr:
     types: list[Any] = [type_of(x) for x in program.jaxpr.invars]
     args = [jax.ShapeDtypeStruct(x.shape, np.float32 if is_narrow(x) else x.dtype) for x in types]
 
-    def rule(_: Interpreter, eqn: core.JaxprEqn, inputs: list[Any], caller: Caller) -> list[Any]:
-        if (outputs := run_in_float32(eqn, inputs)) is None:
-            raise TypeError(f"{eqn.primitive.name} cannot compute in float32")
-        return outputs
-
-    return jax.make_jaxpr(lambda *args: Interpreter(rule).evaluate(program, args)[0])(*args)
+    return jax.make_jaxpr(lambda *args: evaluate_in_float32(program, args))(*args)

@@ -5,7 +5,7 @@ import copy
 import enum
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -21,14 +21,17 @@ from jmpscale._diagnosis.program import Operation, Path
 from jmpscale._diagnosis.step import Step
 from jmpscale._diagnosis.thresholds import (
     CHANGE,
-    LARGEST_ERROR,
+    CHANGES,
     LARGEST_LOSS_ERROR,
     LARGEST_SET,
     MOST_CALLS,
+    MOST_SUSPECTS,
     NEGLIGIBLE,
     NOISE,
+    SAME_SIZE,
+    SMALL_ERROR,
     TRIED_ALONE,
-    ULP,
+    WRONG_ERROR,
 )
 
 
@@ -36,8 +39,13 @@ class Reason(enum.Enum):
     """Why a result must be computed in float32."""
 
     OVERFLOW = "overflows"
+    OVERFLOW_AND_ROUNDING = "overflows and loses precision"
     UNDERFLOW = "underflows"
     ROUNDING = "loses precision"
+
+    @property
+    def is_overflow(self) -> bool:
+        return self in (Reason.OVERFLOW, Reason.OVERFLOW_AND_ROUNDING)
 
 
 class Cause(NamedTuple):
@@ -47,17 +55,18 @@ class Cause(NamedTuple):
     reason: Reason
 
 
-class Calls(NamedTuple):
+class WrongCalls(NamedTuple):
     """Which calls of a line are wrong alone, such as the 8th of 12 layers of a loop in Python."""
 
     site: Site
     numbers: tuple[int, ...]  # from 1, in the order of the forward pass
     total: int
+    inputs: tuple[str, ...] = ()  # the names of the arguments that the calls cast, if each of them casts one
 
     @property
     def text(self) -> str:
-        """The numbers of the calls, such as `8 of 12`."""
-        return f"{', '.join(map(str, self.numbers))} of {self.total}"
+        """The numbers of the calls, such as `8 of 12`, or the names of the arguments, such as `params['w']`."""
+        return ", ".join(self.inputs) or f"{', '.join(map(str, self.numbers))} of {self.total}"
 
 
 class Lines(NamedTuple):
@@ -66,12 +75,29 @@ class Lines(NamedTuple):
     paths: list[Path]
     exponent: int  # of a loss scale that fits then
     scales: Scales
+    limit: float = WRONG_ERROR  # the largest error that is right
+
+    @property
+    def is_minimal(self) -> bool:
+        """Whether each line was tried without; the lines of a larger set are not."""
+        return len(self.paths) <= LARGEST_SET
+
+
+class Suspects(NamedTuple):
+    """Lines that make most of an error that need not be harmful, the worst one first."""
+
+    part: Part  # with the largest error alone
+    alone: float  # this error
+    paths: list[Path]
+    error: float  # with these lines in float32
 
 
 class Trials:
     """Runs a step with other modes, and compares it with the reference: the step in float32, at a scale of 1."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, inputs: Sequence[str]) -> None:
+        """`inputs` are the names of the constants of the step, empty for those that are not arguments."""
+        self._inputs = inputs
         self.set_step(step)
         # A separate program, because the other runs need no statistics, which can take most of the time of a run.
         self._recording = ModalStep(step, RECORD)
@@ -79,16 +105,20 @@ class Trials:
         self.reference = self._run_in_float32(1.0)
         self.loss = float(self.reference[0])
         self.measured = measure(self.reference, self.reference)
-        perturbed = [_perturb(x, ULP) for x in self.step.consts]
-        changed = measure(self._recording.run(1.0, {}, Mode.FLOAT32, perturbed)[0], self.reference)
+        changes = [self._error_of_a_change(change) for change in CHANGES]
         # A gradient decides if it is more than rounding noise, and not negligible beside the others. The gradient of a
         # bias before a normalization is zero. In a computed one there is only rounding noise, which the smallest change
         # of the arguments replaces by other noise.
-        norms = self.measured.norms[1:]
-        self.decisive = (changed.errors[1:] < NOISE) & (norms > 0) & (norms >= NEGLIGIBLE * norms.max(initial=0.0))
+        norms, noise = self.measured.norms[1:], np.max(changes, axis=0)[1:]
+        self.decisive = (noise < NOISE) & (norms > 0) & (norms >= NEGLIGIBLE * norms.max(initial=0.0))
         # Rounding the arguments to half precision changes them by half as much, or less.
         rounding = max((2.0 ** -jnp.finfo(site.dtype).nmant for site in self.step.sites), default=2.0**-10)
-        self._largest_loss_error = max(LARGEST_LOSS_ERROR, changed.errors[0] / ULP * rounding)
+        self._largest_loss_error = max(LARGEST_LOSS_ERROR, changes[0][0] / CHANGES[0] * rounding)
+
+    def _error_of_a_change(self, change: float) -> np.ndarray:
+        """Returns the relative change of the loss and of each gradient in float32, after a change of all arguments."""
+        consts = [_perturb(x, change) for x in self.step.consts]
+        return measure(self._recording.run(1.0, {}, Mode.FLOAT32, consts)[0], self.reference).errors
 
     def of(self, step: Step) -> "Trials":
         """Returns trials of another form of the step, which is compared with the same reference."""
@@ -164,18 +194,29 @@ class Trials:
     def _backward_in_float32(self) -> dict[Site, Mode]:
         return {site: Mode.FLOAT32 for site in self.step.sites if site.part.backward}
 
-    def find_lines(self, exponents: Sequence[int]) -> Lines | None:
-        """Finds a minimal set of lines that must compute in float32, so that one of the loss scales fits.
+    def is_wrong_by_overflow(self, exponent: int) -> bool:
+        """Tests whether results overflow, and the range of float32 makes the error much smaller."""
+        modes = {x: Mode.RANGE for x, found in self.statistics(2.0**exponent).items() if found.overflow}
+        if not modes:
+            return False
+        written, with_range = (self.error(x, Mode.AS_WRITTEN, exponent) for x in ({}, modes))
+        return with_range < written / SAME_SIZE
 
-        Returns None if the step is wrong with all lines in float32, too.
+    def find_lines(self, exponents: Sequence[int], limit: float = WRONG_ERROR) -> Lines | None:
+        """Finds a minimal set of lines that must compute in float32, so that no error exceeds `limit` at a loss scale.
+
+        Returns None if the step is wrong with all lines in float32, too. Of several scales, it is the first one.
         """
         paths = self.step.paths
         scales = list(dict.fromkeys(exponents))
 
+        def is_right(modes: Modes, exponent: int) -> bool:
+            return self.error(modes, Mode.AS_WRITTEN, exponent) <= limit
+
         def fits(chosen: Iterable[int]) -> bool:
             modes = self.kept([paths[i] for i in chosen])
             for exponent in scales:
-                if self.error(modes, Mode.AS_WRITTEN, exponent) <= LARGEST_ERROR:
+                if is_right(modes, exponent):
                     scales.remove(exponent)
                     scales.insert(0, exponent)  # it probably fits the next set, too
                     return True
@@ -184,7 +225,8 @@ class Trials:
         if not fits(range(len(paths))):
             return None
         kept = [paths[i] for i in smallest_set(len(paths), fits)]
-        return Lines(kept, scales[0], self.find_scales(scales[0], kept))
+        exponent = next(k for k in exponents if is_right(self.kept(kept), k))
+        return Lines(kept, exponent, self.find_scales(exponent, kept), limit)
 
     def find_scales(self, exponent: int, paths: Collection[Path] = ()) -> Scales:
         """Finds the loss scales that fit, beginning with one, if some lines compute in float32."""
@@ -200,10 +242,10 @@ class Trials:
     def find_causes(self, lines: Lines, *, finite: bool) -> list[Cause]:
         """Finds where an error begins, and the reason, by computing only one result of the lines as it is written.
 
-        The first cause is the most probable one.
+        The first cause has the largest error, or is the first one of several with errors of this size.
 
-        If the step is right with the range of float32 and the precision as written, the result overflows or underflows.
-        Rounding is the reason for an error that is not `finite` only if nothing else is.
+        If the range of float32 makes the error much smaller, with the precision as written, the result overflows or
+        underflows. Rounding is the reason for an error that is not `finite` only if nothing else is.
         """
         kept = self.kept(lines.paths)
         statistics = self.statistics(2.0**lines.exponent)
@@ -212,68 +254,82 @@ class Trials:
             return self.error(kept | {site: mode}, Mode.AS_WRITTEN, lines.exponent)
 
         def reason(site: Site) -> Reason:
-            """Returns the reason of an error that the range of float32 removes, and rounding for any other."""
-            with_range = error(site, Mode.RANGE)
-            was_infinite = math.isinf(error(site, Mode.AS_WRITTEN)) and not math.isinf(with_range)
-            if not (was_infinite or with_range <= LARGEST_ERROR):
-                return Reason.ROUNDING
             found = statistics[site]
-            return Reason.OVERFLOW if found.overflow else Reason.UNDERFLOW if found.underflow else Reason.ROUNDING
+            # Not `<=`: both may be infinite.
+            if error(site, Mode.RANGE) < error(site, Mode.AS_WRITTEN) / SAME_SIZE:
+                return Reason.OVERFLOW if found.overflow else Reason.UNDERFLOW if found.underflow else Reason.ROUNDING
+            return Reason.OVERFLOW_AND_ROUNDING if found.overflow else Reason.ROUNDING
 
-        def rank(cause: Cause) -> tuple[bool, bool]:
+        def rank(cause: Cause) -> tuple[bool, bool, bool]:
             # A result that is only infinite because its operand is too large is not the first choice.
             fits = statistics[cause.site].max_abs <= cause.site.limit
-            return cause.reason is Reason.ROUNDING and not finite, cause.reason is Reason.OVERFLOW and fits
+            is_smaller = error(cause.site, Mode.AS_WRITTEN) < largest_error / SAME_SIZE
+            return cause.reason is Reason.ROUNDING and not finite, is_smaller, cause.reason.is_overflow and fits
 
         # An error of the forward pass explains the errors of the backward pass.
         for backward in (False, True):
-            sites = [site for site in kept if site.part.backward == backward]
-            causes = [Cause(site, reason(site)) for site in sites if error(site, Mode.AS_WRITTEN) > LARGEST_ERROR]
-            if causes:
-                return sorted(causes, key=rank)
+            wrong = [x for x in kept if x.part.backward == backward and error(x, Mode.AS_WRITTEN) > lines.limit]
+            if wrong:
+                largest_error = max(error(x, Mode.AS_WRITTEN) for x in wrong)
+                return sorted([Cause(x, reason(x)) for x in wrong], key=rank)
         return [Cause(next(iter(kept)), Reason.ROUNDING)]
 
-    def find_calls(self, cause: Cause, lines: Lines) -> Calls | None:
+    def find_calls(self, cause: Cause, lines: Lines) -> WrongCalls | None:
         """Finds the few calls of a line of which each one is wrong if it alone computes as it is written.
 
         If the line overflows or underflows, a call in which it only rounds does not count, although the overflow may
-        amplify its rounding. Returns None if there are none, or many, as if the line is called once.
+        amplify its rounding. Returns None if there are none, or many, as if the line is called once; if the line is
+        still wrong with these calls in float32; and if it is not certain which call an operation belongs to.
         """
         site, kept = cause.site, self.kept(lines.paths)
-        count, size = self.step.calls.get(site.part.path, 1), self.step.counts[site]
-        if count == 1 or size % count:  # the backward pass of the first layer may have fewer operations
+        calls = self.step.calls(site)
+        if calls is None:
             return None
 
-        def error(calls: range, mode: Mode) -> float:
-            modes = [mode if i in calls else Mode.FLOAT32 for i in range(count)]
-            of_operations = tuple(mode for mode in modes for _ in range(size // count))
+        def error(chosen: Collection[int], mode: Mode, others: Mode = Mode.FLOAT32) -> float:
+            of_operations = tuple(mode if call in chosen else others for call in calls.of_operations)
             return self.error(kept | {site: of_operations}, Mode.AS_WRITTEN, lines.exponent)
 
-        def is_wrong(calls: range) -> bool:
-            as_written = error(calls, Mode.AS_WRITTEN)
-            if as_written <= LARGEST_ERROR or cause.reason is Reason.ROUNDING:
-                return as_written > LARGEST_ERROR
-            return as_written > 2 * error(calls, Mode.RANGE)  # without values out of range, the two are equal
+        def is_wrong(chosen: range) -> bool:
+            as_written = error(chosen, Mode.AS_WRITTEN)
+            if as_written <= lines.limit or cause.reason in (Reason.ROUNDING, Reason.OVERFLOW_AND_ROUNDING):
+                return as_written > lines.limit
+            return as_written > SAME_SIZE * error(chosen, Mode.RANGE)  # equal without values out of range
 
         found: list[int] = []
-        pending = [range(count)]
+        pending = [range(calls.total)]
         while pending and len(found) <= MOST_CALLS:
-            calls = pending.pop()
-            if is_wrong(calls):
-                middle = len(calls) // 2
-                found += calls if middle == 0 else []
-                pending += [calls[middle:], calls[:middle]] if middle else []
-        if not 0 < len(found) <= min(MOST_CALLS, count - 1):
+            chosen = pending.pop()
+            if is_wrong(chosen):
+                middle = len(chosen) // 2
+                found += chosen if middle == 0 else []
+                pending += [chosen[middle:], chosen[:middle]] if middle else []
+        if not 0 < len(found) <= min(MOST_CALLS, calls.total - 1):
             return None
-        # The backward pass runs the calls in reverse.
-        numbers = sorted(count - i if site.part.backward else i + 1 for i in found)
-        return Calls(site, tuple(numbers), count)
+        without = error(found, Mode.FLOAT32, Mode.AS_WRITTEN)
+        if without > lines.limit and not without < error(range(calls.total), Mode.AS_WRITTEN) / SAME_SIZE:
+            return None
+        inputs = tuple(self._inputs[calls.inputs[i]] for i in sorted(found)) if calls.inputs else ()
+        if not all(inputs):  # a cast of an array that is not an argument
+            return None
+        return WrongCalls(site, tuple(i + 1 for i in sorted(found)), calls.total, inputs)
 
     def errors_alone(self, exponent: int) -> dict[Part, float]:
         """Returns the error if one part alone computes in half precision; nothing if there are too many parts."""
         parts = self.step.parts if len(self.step.parts) <= TRIED_ALONE else []
         alone = {part: {x: Mode.AS_WRITTEN for x in self.step.sites if x.part == part} for part in parts}
         return {part: self.error(modes, Mode.FLOAT32, exponent) for part, modes in alone.items()}
+
+    def find_suspects(self, alone: Mapping[Part, float], exponent: int) -> Suspects | None:
+        """Finds the lines with the largest errors alone: as many as make the error small in float32, if few do."""
+        if not alone:
+            return None
+        parts = sorted(alone, key=lambda part: -alone[part])
+        paths = list(dict.fromkeys(part.path for part in parts))
+        sets = [paths[:count] for count in range(1, min(MOST_SUSPECTS, len(paths)) + 1)]
+        errors = [self.error(self.kept(chosen), Mode.AS_WRITTEN, exponent) for chosen in sets]
+        found = next((i for i, error in enumerate(errors) if error < SMALL_ERROR), 0)
+        return Suspects(parts[0], alone[parts[0]], sets[found], errors[found])
 
 
 def smallest_set(count: int, fits: Callable[[Iterable[int]], bool]) -> list[int]:

@@ -5,7 +5,7 @@ modes finds the lines that must compute in float32 by changing them.
 """
 
 import collections
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,12 +14,13 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._base.jaxpr import Caller
-from jmpscale._base.source import expression_of, is_in_cast, is_in_inner_gradient
+from jmpscale._base.source import is_in_inner_gradient
 from jmpscale._diagnosis.blocks import Block, BlockProgram
+from jmpscale._diagnosis.calls import Calls, Numbering
 from jmpscale._diagnosis.float32 import run_as_written, run_in_float32
 from jmpscale._diagnosis.interpret import Interpreter, literal, widen
 from jmpscale._diagnosis.modes import Modal, Mode, Modes, Part, Run, Site
-from jmpscale._diagnosis.program import Operation, Path, program_operations
+from jmpscale._diagnosis.program import Operation, Path, autocast_lines, program_operations
 from jmpscale._diagnosis.step import Step, compiled
 
 
@@ -38,9 +39,8 @@ class ModalStep:
             for x, dtype in with_mode
         }
         self.sites = list(dict.fromkeys(site for group in sites.values() for site in group))
-        self.counts = collections.Counter(site for group in sites.values() for site in group)
-        self.calls = _calls(x for x in everything if not x.backward)
         self.in_inner_gradients = {site for x, _ in with_mode if is_in_inner_gradient(x.eqn) for site in sites[x.key]}
+        self.autocast_paths = {shortest[path] for path in autocast_lines(everything) if path in shortest}
         self.parts = list(dict.fromkeys(site.part for site in self.sites))
         # A line whose forward pass has no such result, such as an index, is also in the order of the forward pass.
         self.paths = list(dict.fromkeys(shortest[path] for x in everything for path in x.paths if path in shortest))
@@ -53,6 +53,20 @@ class ModalStep:
             found[x.key] = _Placed(x, {site: seen[site] for site in sites.get(x.key, ())})
             seen.update(found[x.key].sites.keys())
         self._placed = self._compile(found, modal)
+        self._operations: dict[Site, list[Operation]] = collections.defaultdict(list)
+        for placed in found.values():
+            for site in placed.sites:
+                self._operations[site].append(placed.operation)
+        lines = [(x, shortest.get(x.paths[0], x.paths[0])) for x in everything]
+        self._calls = Calls(lines, self._program.read_inputs(len(self.consts)))
+
+    def calls(self, site: Site) -> Numbering | None:
+        """Returns the calls of the line of a site that its operations belong to; None if it is not certain."""
+        return self._calls.number(site.part.path, self._operations[site])
+
+    def is_recomputed(self, site: Site) -> bool:
+        """Tests whether the operations of a site compute values of the forward pass again in the backward pass."""
+        return all(x.backward and not x.is_transposed for x in self._operations[site])
 
     def _compile(self, found: dict[Any, "_Placed"], modal: Modal) -> list["_PlacedBlock"]:
         """Returns the blocks, of which equal ones share a compiled function."""
@@ -148,20 +162,6 @@ class _BlockFunction:
             return [values[i] for i in block.outputs], interpreter.records
 
         self.run = compiled(run)
-
-
-def _calls(forward: Iterable[Operation]) -> dict[Path, int]:
-    """Returns how often a program calls its lines, such as for the layers of a loop in Python.
-
-    An expression has several operations of the same kind in each call if `autocast` converts both operands of a matmul.
-    One call of `jmpscale.cast` converts several arrays.
-    """
-    calls_of = (x for x in forward if not is_in_cast(x.eqn))
-    sizes = collections.Counter((x.paths[0], x.eqn.primitive, expression_of(x.eqn)) for x in calls_of)
-    calls: dict[Path, int] = {}
-    for (path, *_), size in sizes.items():
-        calls[path] = min(size, calls.get(path, size))
-    return calls
 
 
 def _shortest(paths: Collection[Path]) -> dict[Path, Path]:

@@ -62,11 +62,17 @@ class RepairedStep:
         return next(site for site in made if site.part.path == paths[first])
 
 
-def non_finite_arguments(fun: Callable[..., Any], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> list[str]:
-    """Returns the paths of the arguments with infinities or NaN, such as `batch['image']`."""
+def named_arguments(
+    fun: Callable[..., Any], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> list[tuple[str, Any]]:
+    """Returns the leaves of the arguments of a call with their names, such as `batch['image']`."""
     try:
         named = inspect.signature(fun).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):  # fun has no signature, or the call does not match it
         named = {f"args[{i}]": arg for i, arg in enumerate(args)} | kwargs
-    leaves = [(name + path, leaf) for name, tree in named.items() for path, leaf in named_leaves(tree)]
-    return [name for name, leaf in leaves if is_inexact(leaf) and not bool(jnp.isfinite(leaf).all())]
+    return [(name + path, leaf) for name, tree in named.items() for path, leaf in named_leaves(tree)]
+
+
+def non_finite(arguments: Iterable[tuple[str, Any]]) -> list[str]:
+    """Returns the names of the arguments with infinities or NaN."""
+    return [name for name, leaf in arguments if is_inexact(leaf) and not bool(jnp.isfinite(leaf).all())]

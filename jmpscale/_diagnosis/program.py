@@ -1,7 +1,7 @@
 """The operations of a training step: their lines, and what reads their results."""
 
 import collections
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,6 +43,7 @@ class Operation(NamedTuple):
     caller: Caller
     paths: tuple[Path, ...]  # of the lines of which one must change, if the operation is to compute in another dtype
     reaches_outputs: bool = True
+    reads_cotangent: bool = False
 
     @property
     def key(self) -> Key:
@@ -69,11 +70,12 @@ class Operation(NamedTuple):
     def dtypes(self) -> list[np.dtype | None]:
         """The dtype of each result that has fewer bits than float32, and is not a value that exists already.
 
-        The transpose of a cast to a narrow dtype reads a cotangent of this dtype, though its result is wide.
+        The transpose of a cast to a narrow dtype reads a cotangent of this dtype, though its result is wide. A
+        derivative rule may also cast a value of the forward pass up, which rounds nothing.
         """
         if moves_values(self.eqn):
             return [None] * len(self.eqn.outvars)
-        if self.is_transposed and _is_cast(self.eqn, to_narrow=False):
+        if self.is_transposed and self.reads_cotangent and _is_cast(self.eqn, to_narrow=False):
             return [narrow_dtype(self.eqn.invars[0])]
         return list(map(narrow_dtype, self.eqn.outvars))
 
@@ -101,8 +103,10 @@ def program_operations(jaxpr: core.Jaxpr) -> list[Operation]:
         found = _with_deeper_lines(found, jaxpr, depth)
     up_casts = {x.line for x in found if not x.is_transposed and _is_cast(x.eqn, to_narrow=False)}
     readers = _readers(jaxpr, {x.key: x.paths[0] for x in found})
+    read_cotangents = _readers_of_cotangents(jaxpr, {x.key for x in found if x.is_transposed})
 
     def located(x: Operation) -> Operation:
+        x = x._replace(reads_cotangent=x.key in read_cotangents)
         lines = readers.get(x.key)
         if lines is None:
             return x._replace(reaches_outputs=False)
@@ -112,6 +116,17 @@ def program_operations(jaxpr: core.Jaxpr) -> list[Operation]:
         return x._replace(paths=tuple(sorted(lines))) if is_of_a_value and lines else x
 
     return list(map(located, found))
+
+
+def autocast_lines(found: Iterable[Operation]) -> set[Path]:
+    """Returns the lines on which `autocast` converts a matmul: its conversions have the source of the matmul."""
+    casts = [x for x in found if _is_cast(x.eqn, to_narrow=True) and not x.backward]
+    matmuls = {_source(x.eqn) for x in found if x.eqn.primitive.name in MATMULS}
+    return {path for x in casts if _source(x.eqn) in matmuls for path in x.paths}
+
+
+def _source(eqn: core.JaxprEqn) -> Any:
+    return eqn.source_info.traceback
 
 
 def _with_deeper_lines(found: list[Operation], jaxpr: core.Jaxpr, depth: int) -> list[Operation]:
@@ -208,6 +223,70 @@ class _Flow:
     def _cond(self, eqn: core.JaxprEqn, inside: Caller, results: list[Readers]) -> list[Readers]:
         branches = [self.visit(branch.jaxpr, inside, results) for branch in eqn.params["branches"]]
         return [frozenset(), *map(_union, zip(*branches, strict=True))]
+
+
+def _readers_of_cotangents(jaxpr: core.Jaxpr, transposed: Collection[Key]) -> set[Key]:
+    """Returns the operations that read a cotangent, which is a value that a transposed operation has computed."""
+    flow = _Cotangents(transposed)
+    flow.visit(jaxpr, PROGRAM, [False] * len(jaxpr.invars))
+    return flow.readers
+
+
+class _Cotangents:
+    """Follows cotangents from the transposed operations that compute them to the operations that read them."""
+
+    def __init__(self, transposed: Collection[Key]) -> None:
+        self._transposed = transposed
+        self.readers: set[Key] = set()
+
+    def visit(self, jaxpr: core.Jaxpr, caller: Caller, inputs: Sequence[bool]) -> list[bool]:
+        """Returns which outputs of a jaxpr are cotangents, given which of its inputs are."""
+        found = {x for x, is_cotangent in zip(jaxpr.invars, inputs, strict=True) if is_cotangent}
+
+        def are_cotangents(variables: Sequence[Any]) -> list[bool]:
+            return [not isinstance(x, core.Literal) and x in found for x in variables]
+
+        for eqn in jaxpr.eqns:
+            results = self._equation(eqn, caller, are_cotangents(eqn.invars))
+            found |= {x for x, is_cotangent in zip(eqn.outvars, results, strict=True) if is_cotangent}
+        return are_cotangents(jaxpr.outvars)
+
+    def _equation(self, eqn: core.JaxprEqn, caller: Caller, operands: list[bool]) -> list[bool]:
+        name = eqn.primitive.name
+        if name in CALLS:
+            return self.visit(called_jaxpr(eqn).jaxpr, caller.inside(eqn), operands)
+        special = {"scan": self._scan, "while": self._while, "cond": self._cond}
+        if name in special:
+            return special[name](eqn, caller.inside(eqn), operands)
+        key = id(eqn), caller
+        if any(operands):
+            self.readers.add(key)
+        # What only moves values of the forward pass, in a derivative rule, makes no cotangent of them.
+        reads_values = not all(isinstance(x, core.Literal) for x in eqn.invars)
+        is_cotangent = any(operands) if moves_values(eqn) and reads_values else key in self._transposed
+        return [is_cotangent] * len(eqn.outvars)
+
+    def _scan(self, eqn: core.JaxprEqn, inside: Caller, operands: list[bool]) -> list[bool]:
+        consts, carry, xs = split_scan_inputs(eqn, operands)
+        while True:
+            outputs = self.visit(eqn.params["jaxpr"].jaxpr, inside, [*consts, *carry, *xs])
+            if (new := [x or y for x, y in zip(carry, outputs, strict=False)]) == carry:
+                return outputs
+            carry = new
+
+    def _while(self, eqn: core.JaxprEqn, inside: Caller, operands: list[bool]) -> list[bool]:
+        first, last = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        carry = operands[last:]
+        while True:
+            self.visit(eqn.params["cond_jaxpr"].jaxpr, inside, [*operands[:first], *carry])
+            outputs = self.visit(eqn.params["body_jaxpr"].jaxpr, inside, [*operands[first:last], *carry])
+            if (new := [x or y for x, y in zip(carry, outputs, strict=True)]) == carry:
+                return carry
+            carry = new
+
+    def _cond(self, eqn: core.JaxprEqn, inside: Caller, operands: list[bool]) -> list[bool]:
+        branches = [self.visit(branch.jaxpr, inside, operands[1:]) for branch in eqn.params["branches"]]
+        return list(map(any, zip(*branches, strict=True)))
 
 
 def _union(readers: Iterable[Readers]) -> Readers:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jmpscale._base.arguments import check_count
 from jmpscale._base.text import format_percentage, format_table, truncate
+from jmpscale._state import ScalerState
 
 _WIDTH = 100  # columns
 _SHOWN = 8  # operations that were not entered
@@ -32,7 +33,8 @@ class DiagnosisRow:
         at least 100% if the loss is wrong. It can exceed the error of the whole program, because errors cancel. None if
         there are no `lines` and the error of the whole program is below 5%, or the program has more than 64 rows.
       calls: which calls of the line are wrong alone, such as `8 of 12` for a layer of a loop in Python, in the order
-        of the forward pass. It is measured if an error begins in this row, and empty if more than 3 are wrong.
+        of the forward pass; or the arguments, such as `params['w']`, for a line that casts a tree. It is measured if an
+        error begins in this row, and empty if more than 3 are wrong, or the calls cannot be told apart.
     """
 
     line: str
@@ -64,16 +66,21 @@ class Diagnosis:
         Parameters whose gradient in float32 is rounding noise, or negligible beside the others, do not count.
       loss_scale: the current loss scale.
       fitting_scales: the smallest and the largest loss scale that fit, both powers of two; None if no scale fits: the
-        gradients are not finite at any scale, or useless at all of them, or no gradient can be compared. A scale fits
-        if the gradients are finite, and the error of each is at most 1.1 times the smallest one, plus one percentage
-        point. If a gradient has an error of 5% or more at every scale, the error of the forward pass alone counts if
-        it is larger than the smallest one.
+        gradients are not finite at any scale, or wrong by more than 50% at all of them, or no gradient can be compared.
+        A scale fits if the gradients are finite, and nearly as accurate as at the best scale: the error of each is at
+        most 1.1 times its smallest one, plus one percentage point, plus a quarter of the largest error at the best
+        scale. If a gradient has an error of 5% or more at every scale, the error of the forward pass alone counts if it
+        is larger than the smallest one.
+      scaler: the scaler that is advised, with the settings of the present one that need no change: a scale that fits,
+        or has room for larger gradients; if there are `lines`, a scale that fits once they compute in float32. None if
+        the present scaler is right.
       scale_errors: pairs of a loss scale and the `gradient_error` at this scale, for all scales that were tried.
-      lines: a minimal set of lines that must compute in float32, in program order; empty if none need to.
+      lines: a minimal set of lines that must compute in float32, in program order; empty if none need to. A set of more
+        than 12 lines need not be minimal.
       rows: a `DiagnosisRow` for each line and pass with results in half precision, in program order. They are measured
         at the current scale; if there are `lines`, at a scale that fits once they compute in float32.
       not_entered: the operations that run as written, in the float32 run too, such as kernels.
-      summary: the result in one to four sentences, with the remedy if one is needed.
+      summary: the result in a few sentences, with the remedy if one is needed.
     """
 
     loss: float
@@ -81,6 +88,7 @@ class Diagnosis:
     gradient_error: float
     loss_scale: float
     fitting_scales: tuple[float, float] | None
+    scaler: ScalerState | None
     scale_errors: tuple[tuple[float, float], ...]
     lines: tuple[str, ...]
     rows: tuple[DiagnosisRow, ...]
@@ -126,7 +134,8 @@ class Diagnosis:
         table = [list(cells) for cells in zip(*filled, strict=True)]
         width = len(format_table(table).partition("\n")[0])
         longest = max(len(row[0]) for row in table)
-        return format_table([[truncate(cells[0], max(longest - width + _WIDTH, 12)), *cells[1:]] for cells in table])
+        shown_table = [[truncate(cells[0], max(longest - width + _WIDTH, 12)), *cells[1:]] for cells in table]
+        return "\n".join(map(str.rstrip, format_table(shown_table).splitlines()))
 
 
 def worst_first(rows: Iterable[DiagnosisRow]) -> list[DiagnosisRow]:

@@ -10,11 +10,21 @@ import numpy as np
 from jmpscale._base.jaxpr import MATMULS
 from jmpscale._base.source import is_installed
 from jmpscale._base.text import format_percentage, format_scale
+from jmpscale._diagnosis.advice import Advice, advise
 from jmpscale._diagnosis.fitting_scales import Errors, Scales, largest
-from jmpscale._diagnosis.lines import Calls, Cause, Lines, Reason, Trials
+from jmpscale._diagnosis.lines import Cause, Lines, Reason, Suspects, Trials, WrongCalls
 from jmpscale._diagnosis.modes import Part, Site, Statistics
 from jmpscale._diagnosis.program import Path
-from jmpscale._diagnosis.thresholds import CHANGE, DEFAULT, LARGE_ERROR, LARGEST_LOSS_ERROR, MARGIN, NOISE, ROOM
+from jmpscale._diagnosis.thresholds import (
+    CHANGE,
+    DEFAULT,
+    LARGEST_LOSS_ERROR,
+    LARGEST_SET,
+    MARGIN,
+    NOISE,
+    SHRINKS,
+    SMALL_ERROR,
+)
 from jmpscale._state import ScalerConfig
 
 
@@ -30,18 +40,26 @@ class Findings(NamedTuple):
     gradients: tuple[str, ...]  # their names, as Python code
     is_new: bool = False  # whether the scaler has seen no step
     scales: Scales = Scales({}, None, None)
+    overflows: bool = False  # whether results overflow, and an error is in between for this reason
     lines: Lines | None = None  # that must compute in float32, if they were looked for and found
     cause: Cause | None = None  # where the error begins, if it is known
-    calls: Mapping[Part, Calls] = MappingProxyType({})  # the calls of the lines that are wrong alone
+    calls: Mapping[Part, WrongCalls] = MappingProxyType({})  # the calls of the lines that are wrong alone
     scales_with_float32_results: Scales | None = None  # of autocast, if it has others and lines were found
     error_elsewhere: float = math.inf  # with other arguments, if rounding is the reason
     alone: Mapping[Part, float] = MappingProxyType({})  # the errors of the parts that were tried alone
-    alone_at_best: Mapping[Part, float] = MappingProxyType({})  # at the best scale, if the present one does not fit
+    suspects: Suspects | None = None  # of an error that is in between
+    advice: Advice | None = None  # the scaler that is advised, if the present one should change
 
     @property
     def scale_of_rows(self) -> float:
-        """The scale at which rows are measured: the present one; if there are lines, one that then fits."""
-        return 2.0**self.lines.exponent if self.lines and self.lines.paths else self.scale
+        """The scale at which rows are measured: the present one; if there are lines and it does not fit, another."""
+        exponent = self.lines.exponent if self.lines and self.lines.paths else self.present
+        return self.scale if exponent == self.present else 2.0**exponent
+
+    @property
+    def present(self) -> int:
+        """The exponent of the power of two that is nearest to the present scale."""
+        return round(math.log2(self.scale))
 
     @property
     def statistics(self) -> dict[Site, Statistics]:
@@ -54,8 +72,8 @@ class Findings(NamedTuple):
 
     @property
     def accurate(self) -> bool:
-        """Whether a scale fits, and the loss is right."""
-        return self.scales.fitting is not None and not self.loss_error
+        """Whether a scale fits, the loss is right, and no overflow makes the gradients worse."""
+        return self.scales.fitting is not None and not self.loss_error and not self.overflows
 
     @property
     def error(self) -> float:
@@ -124,18 +142,35 @@ def summarize(findings: Findings) -> str:
         )
     if not findings.accurate:
         return _describe_lines(findings)
-    is_measured = findings.trials.decisive.any()
+    if not findings.trials.decisive.any():
+        if findings.scale_fits:
+            return _describe_useless_gradients(findings)
+        # A call would be built on gradients that are noise.
+        return f"{_describe_useless_gradients(findings)} {_describe_range(findings)} {_describe_scale(findings)}"
     if not findings.scale_fits:
-        text = f"{_describe_range(findings)} {_describe_scale(findings)}"
-        if not is_measured:  # a call would be built on gradients that are noise
-            return f"{_describe_useless_gradients(findings)} {text}"
-        error = f"the gradients differ from float32 {_by_gradient(findings, findings.scales.errors_at_best)}."
-        part = _largest_part(findings, findings.alone_at_best)
-        return f"{text} Use {_call_that_fits(findings)}. At the best scale {error}{part}"
-    if not is_measured:
-        return _describe_useless_gradients(findings)
-    error = f"The gradients differ from float32 {_by_gradient(findings, findings.errors)}."
-    return f"{_describe_range(findings)}{_describe_margin(findings)} {error}{_largest_part(findings, findings.alone)}"
+        rounding = _describe_rounding(findings, "At the best scale the gradients", findings.scales.errors_at_best)
+        use = f"Use {findings.advice.call}. " if findings.advice else ""
+        return f"{_describe_range(findings)} {_describe_scale(findings)} {use}{rounding}"
+    rounding = _describe_rounding(findings, "The gradients", findings.errors)
+    scales = f"{_describe_range(findings)}{_describe_margin(findings)}"
+    return f"{scales} {rounding}" if findings.error < SMALL_ERROR else f"{rounding} {scales}"
+
+
+def _describe_rounding(findings: Findings, begin: str, errors: Errors | None) -> str:
+    """Describes the error of gradients that may be right: small, or in between."""
+    text = f"{begin} differ from float32 {_by_gradient(findings, errors)}"
+    if errors is None or largest(errors) < SMALL_ERROR:
+        return f"{text}."
+    text = f"{text}: rounding, which may be harmless."
+    if findings.suspects is None:
+        return f"{text} Compare a short run with one in float32."
+    part, alone, paths, remaining = findings.suspects
+    names = findings.names(paths)
+    return (
+        f"{text}{_alone(findings, part, alone)}; with {names} in float32, {_by(remaining)}. Compare a short run with "
+        f"{'this line' if len(paths) == 1 else 'these lines'} in float32{_how(findings, paths)}, and keep the change "
+        "if its loss is lower."
+    )
 
 
 def _describe_useless_gradients(findings: Findings) -> str:
@@ -165,7 +200,7 @@ def _describe_scale(findings: Findings) -> str:
     what = f"It is too {'small' if _is_small(findings) else 'large'}: the gradients"
     if not math.isfinite(findings.error):
         return f"{what} are not finite."
-    return f"{what} differ from float32 {_by(findings.error)}."
+    return f"{what} differ from float32 {_by_gradient(findings, findings.errors)}."
 
 
 def _is_small(findings: Findings) -> bool:
@@ -173,70 +208,58 @@ def _is_small(findings: Findings) -> bool:
     return findings.scale < 2.0**low
 
 
-def _call_that_fits(findings: Findings) -> str:
-    """Returns the call that creates a scaler that fits in place of the present one."""
-    low, high = findings.scales.fitting or (0, 0)
-    # A dynamic scale does not back off from finite gradients.
-    may_grow = _is_small(findings) or not math.isfinite(findings.error)
-    if findings.config.mode == "dynamic" and may_grow and low <= DEFAULT <= high - MARGIN:
-        return "dynamic()"
-    return _scaler_call(findings.config, low, high, may_grow=may_grow)
+def find_advice(findings: Findings) -> Advice | None:
+    """Finds a scaler that fits in place of the present one, or has room for larger gradients; None if none is needed.
+
+    If lines must compute in float32, the scaler fits if they do.
+    """
+    lines = findings.lines
+    scales = lines.scales if lines and lines.paths else findings.scales
+    if scales.fitting is None or not (lines or (findings.accurate and findings.trials.decisive.any())):
+        return None
+    low, high = scales.fitting
+    if not findings.scale_fits and lines is None:
+        # A dynamic scale does not back off from finite gradients.
+        may_grow = _is_small(findings) or not math.isfinite(findings.error)
+        return advise(findings.config, low, high, may_grow=may_grow)
+    if lines and not low <= math.log2(findings.scale) <= high:
+        return advise(findings.config, low, high)
+    with_room = advise(findings.config, low, high, is_first=True)
+    if findings.config.mode == "static" or findings.is_new:
+        is_near = findings.scale > max(2.0 ** (high - MARGIN), float(with_room.scaler.loss_scale))
+        return with_room if is_near else None
+    # A dynamic scale that has grown is near the largest one, and backs off. A new run may begin above it.
+    return with_room if lines and high - MARGIN < DEFAULT else None
 
 
 def _describe_margin(findings: Findings) -> str:
-    """Names a smaller scale if the present one fits, but could overflow in the next steps.
-
-    A dynamic scale that has grown is near the largest one, and backs off; a static scale stays.
-    """
-    low, high = findings.scales.fitting or (0, 0)
-    is_static = findings.config.mode == "static"
-    if findings.scale <= 2.0 ** (high - MARGIN) or not (is_static or findings.is_new):
+    """Names a smaller scale if the present one fits, but could overflow in the next steps."""
+    if findings.advice is None:
         return ""
-    exponent = max(low, high - ROOM)
-    if is_static:
-        risk, call = "a static scale does not back off if the gradients grow", f"static(2.0**{exponent})"
-    else:
-        exponent = max(exponent, math.ceil(math.log2(findings.config.min_scale)))
-        risk = "gradients can grow in the first steps, which are then skipped"
-        call = f"dynamic(init_scale=2.0**{exponent})"
-    if 2.0**exponent >= findings.scale:
-        return ""
-    return f" It is within {MARGIN} bits of the largest one, and {risk}: {call} leaves room."
+    risk = "gradients can grow in the first steps, which are then skipped"
+    if findings.config.mode == "static":
+        risk = "a static scale does not back off if the gradients grow"
+    return f" It is within {MARGIN} bits of the largest one, and {risk}: {findings.advice.call} leaves room."
 
 
-def _scaler_call(config: ScalerConfig, low: int, high: int, *, may_grow: bool) -> str:
-    """Returns the call that creates a scaler that fits, below the largest scale unless max_scale is smaller."""
-    if config.mode == "static":
-        return f"static(2.0**{max(low, high - MARGIN)})"
-    largest, smallest = math.floor(math.log2(config.max_scale)), math.ceil(math.log2(config.min_scale))
-    exponent = max(low, high - MARGIN)
-    if largest >= low + 4:  # otherwise the scale could hardly back off
-        exponent = min(exponent, largest)
-    arguments = {"init_scale": exponent}
-    if exponent > largest or not may_grow:
-        arguments["max_scale"] = high
-    if exponent < smallest:
-        arguments["min_scale"] = low
-    return f"dynamic({', '.join(f'{name}=2.0**{k}' for name, k in arguments.items())})"
-
-
-def _largest_part(findings: Findings, alone: Mapping[Part, float]) -> str:
-    """Names the line with the largest error alone, if lines were tried alone."""
-    if not alone:
-        return ""
-    part, error = max(alone.items(), key=lambda item: item[1])
+def _alone(findings: Findings, part: Part, error: float) -> str:
+    """Names a line with its error alone."""
     which = "backward" if part.backward else "forward"
-    name = findings.name(part.path)
-    return f" With only the {which} pass of {name} in half precision, they differ {_by(error)}."
+    return f" With only the {which} pass of {findings.name(part.path)} in half precision, they differ {_by(error)}"
 
 
 def _by_gradient(findings: Findings, errors: Errors | None) -> str:
-    """Returns the largest error, with the gradient that has it if it is large and one of several."""
-    if errors is None or not len(errors) or not LARGE_ERROR <= largest(errors) < math.inf or len(errors) == 1:
-        return _by(math.inf if errors is None else largest(errors))
+    """Returns the largest error, with the gradient that has it, and its part of the norm if the error is not small."""
+    if errors is None or not len(errors):
+        return _by(math.inf if errors is None else 0.0)
     worst, norms = int(np.argmax(errors)), findings.trials.measured.norms[1:]
+    name, text = findings.gradients[worst], _by(largest(errors))
+    if not 0 < largest(errors) < math.inf or not name:
+        return text
+    if largest(errors) < SMALL_ERROR or len(errors) == 1:
+        return f"{text}, in {name}"
     share = float(norms[worst] / np.linalg.norm(norms))
-    return f"{_by(largest(errors))}, in {findings.gradients[worst]}, which has {format_percentage(share)} of their norm"
+    return f"{text}, in {name}, which has {format_percentage(share)} of their norm"
 
 
 # --- Lines must compute in float32. ---
@@ -246,31 +269,27 @@ def _describe_lines(findings: Findings) -> str:
     if findings.lines is None:
         return f"{_difference(findings)}, even if all lines compute in float32."
     if findings.cause is None:
-        return (
-            f"{_difference(findings)}, although the operations are right one at a time: the compiler combines "
-            "operations, such as the products with two constants. Compute the function in float32."
-        )
+        return _describe_combined_operations(findings)
     cause = _describe_cause(findings, findings.cause, findings.lines)
     return f"{cause} {_remedy(findings, findings.cause, findings.lines)}"
+
+
+def _describe_combined_operations(findings: Findings) -> str:
+    overflowing = [site.part.path for site, x in findings.statistics.items() if x.overflow and not site.part.backward]
+    remedy = "Compute the function in float32."
+    if overflowing:
+        remedy = f"Compute {findings.names(overflowing)} in float32, whose results overflow, or the whole function."
+    return (
+        f"{_difference(findings)}, although the operations are right one at a time: the compiler combines operations, "
+        f"such as the products with two constants. {remedy}"
+    )
 
 
 def _describe_cause(findings: Findings, cause: Cause, lines: Lines) -> str:
     site, statistics = cause.site, findings.statistics[cause.site]
     if cause.reason is Reason.ROUNDING:
         place = findings.names([site.part.path]) + _calls(findings, site)
-        if findings.error_elsewhere > LARGE_ERROR:
-            return f"{_difference(findings)}: rounding, not range. The error begins at {place}."
-        advice = "Change nothing if training ends at the same loss as in float32."
-        if abs(findings.loss - findings.trials.loss) > LARGEST_LOSS_ERROR * abs(findings.trials.loss):
-            advice = (
-                f"The loss is {findings.loss:.4g}, and {findings.trials.loss:.4g} in float32: make the change, and "
-                "keep it if training ends at a lower loss."
-            )
-        return (
-            f"{_difference(findings)}: rounding near zero, as at the end of training. If all arguments change by "
-            f"{CHANGE:.0%}, the error is {format_percentage(findings.error_elsewhere)}. {advice} The error begins at "
-            f"{place}."
-        )
+        return f"{_describe_rounded(findings)} The error begins at {place}."
     calls = _calls(findings, site)
     name, limit = f"{site.operation} at {findings.name(site.part.path)}{calls}", site.limit
     if calls:
@@ -280,54 +299,104 @@ def _describe_cause(findings: Findings, cause: Cause, lines: Lines) -> str:
         what = f"underflows: {name} has {fraction} of its values below the smallest normal number of {site.dtype}"
     elif statistics.max_abs > limit:
         what = (
-            f"overflows: {name} reaches {statistics.max_abs:.3g}, and the largest number of {site.dtype} is {limit:g}"
+            f"{cause.reason.value}: {name} reaches {statistics.max_abs:.3g}, and the largest number of {site.dtype} is "
+            f"{limit:g}"
         )
     else:
-        what = f"overflows: {name} is not finite, although its results fit: a partial sum exceeds {limit:g}"
+        what = f"{cause.reason.value}: {name} is not finite, although its results fit: a partial sum exceeds {limit:g}"
+    if findings.trials.step.is_recomputed(site):
+        return f"The forward pass, which is computed again, {what}. A loss scale cannot prevent that."
     if site.part.backward:
         return f"No loss scale fits. At {format_scale(2.0**lines.exponent)}, the backward pass {what}."
     return f"The forward pass {what}. A loss scale cannot prevent that."
 
 
+def _describe_rounded(findings: Findings) -> str:
+    """Describes an error that neither the range of float32 nor a scale prevents."""
+    present = max(findings.loss_error, findings.scales.smallest_error)
+    if SHRINKS * findings.error_elsewhere > present or findings.error_elsewhere > SMALL_ERROR:
+        return f"{_difference(findings)}: rounding, not range."
+    advice = "Change nothing if training ends at the same loss as in float32."
+    if abs(findings.loss - findings.trials.loss) > LARGEST_LOSS_ERROR * abs(findings.trials.loss):
+        advice = (
+            f"The loss is {findings.loss:.4g}, and {findings.trials.loss:.4g} in float32: make the change, and "
+            "keep it if training ends at a lower loss."
+        )
+    return (
+        f"{_difference(findings)}: rounding of numbers that nearly cancel. If all arguments change by {CHANGE:.0%}, "
+        f"the error is {format_percentage(findings.error_elsewhere)}. {advice}"
+    )
+
+
 def _calls(findings: Findings, site: Site) -> str:
-    """Returns which calls of the line are wrong, if not all of them are."""
+    """Returns which calls of the line are wrong, or which arguments that it casts, if not all of them are."""
     calls = findings.calls.get(site.part)
     if not calls or calls.site != site:
         return ""
+    if calls.inputs:
+        return f", in the cast of {_enumerate(calls.inputs)}"
     return f", {'call' if len(calls.numbers) == 1 else 'calls'} {calls.text}"
 
 
 def _remedy(findings: Findings, cause: Cause, lines: Lines) -> str:
     scales, paths = lines.scales, set(lines.paths)
-    operations = {site.operation for site in findings.trials.step.sites if site.part.path in paths}
-    is_own = not all(is_installed(path[-1]) for path in paths)
-    how = (
-        ""
-        if not is_own or operations.isdisjoint(MATMULS)
-        else ', with precision="highest" where autocast converts a matmul'
+    text = (
+        f"Compute {findings.names(lines.paths)} in float32{_how(findings, lines.paths)}: {_promise(findings, scales)}"
     )
-    text = f"Compute {findings.names(lines.paths)} in float32{how}: {_promise(findings, scales)}"
-    remaining = {part: error for part, error in findings.alone.items() if part.path not in paths}
-    is_left = remaining and LARGE_ERROR <= scales.smallest_error < math.inf
-    left = _in_packages(findings, lines) + (_largest_part(findings, remaining) if is_left else "")
+    if findings.advice:
+        text = f"{text}{_describe_advice(findings, scales)}"
     if cause.reason is Reason.UNDERFLOW and cause.site in findings.trials.step.in_inner_gradients:
         text = f"{text}. Or scale the gradient that the loss contains: value_and_grad(inner_fn)(scaler, ...)"
-    elif cause.reason is Reason.OVERFLOW and not cause.site.part.backward:
+    elif cause.reason.is_overflow and not cause.site.part.backward:
         text = f"{text}. Or normalize {'its input' if len(paths) == 1 else 'their inputs'}"
-    return f"{text}.{left}{_describe_float32_results(findings)}"
+    if not lines.is_minimal:
+        text = f"{text}. After the first {LARGEST_SET} lines, not each was tried without: some may need no change"
+    remaining = {part: error for part, error in findings.alone.items() if part.path not in paths}
+    left = ""
+    if remaining and SMALL_ERROR <= scales.smallest_error < math.inf:
+        left = f"{_alone(findings, *max(remaining.items(), key=lambda item: item[1]))}."
+    near = _describe_near_overflows(findings, lines) if cause.reason.is_overflow else ""
+    return f"{text}.{near}{_in_packages(findings, lines)}{left}{_describe_float32_results(findings)}"
+
+
+def _how(findings: Findings, paths: Collection[Path]) -> str:
+    """Says how a user computes a line in float32, if autocast converts a matmul there."""
+    own = [path for path in paths if not is_installed(path[-1])]
+    is_converted = own and not findings.trials.step.autocast_paths.isdisjoint(paths)
+    return ', with precision="highest" where autocast converts a matmul' if is_converted else ""
 
 
 def _promise(findings: Findings, scales: Scales) -> str:
-    """Describes the errors and the scales after an edit, with a call if the present scale does not fit then."""
+    """Describes the errors and the scales after an edit."""
     text = f"then the gradients differ from float32 {_by_gradient(findings, scales.errors_at_best)}"
     if scales.fitting is None:
         return text
     low, high = scales.fitting
-    text = f"{text}, and loss scales from {format_scale(2.0**low)} to {format_scale(2.0**high)} fit"
-    if low <= math.log2(findings.scale) <= high:
-        return text
-    call = _scaler_call(findings.config, low, high, may_grow=True)
-    return f"{text}; yours is {format_scale(findings.scale)}, so also use {call}"
+    return f"{text}, and loss scales from {format_scale(2.0**low)} to {format_scale(2.0**high)} fit"
+
+
+def _describe_advice(findings: Findings, scales: Scales) -> str:
+    """Names the scaler that the remedy needs, too."""
+    low, high = scales.fitting or (0, 0)
+    call = findings.advice.call if findings.advice else ""
+    if not low <= math.log2(findings.scale) <= high:
+        return f"; yours is {format_scale(findings.scale)}, so also use {call}"
+    if findings.is_new or findings.config.mode == "static":
+        return f"; yours is {format_scale(findings.scale)}, and {call} leaves room"
+    return f"; begin a new run with {call}"
+
+
+def _describe_near_overflows(findings: Findings, lines: Lines) -> str:
+    """Names other lines of the forward pass whose results nearly overflow: no scale helps if they do so later."""
+    near = [
+        site.part.path
+        for site, x in findings.statistics.items()
+        if not site.part.backward and site.part.path not in lines.paths
+        if not x.overflow and site.limit / 2.0**MARGIN < x.max_abs <= site.limit
+    ]
+    if not near:
+        return ""
+    return f" Compute {findings.names(near)} in float32, too: results are within {MARGIN} bits of an overflow."
 
 
 def _describe_float32_results(findings: Findings) -> str:
@@ -335,7 +404,11 @@ def _describe_float32_results(findings: Findings) -> str:
     scales = findings.scales_with_float32_results
     if scales is None or scales.fitting is None:
         return ""
-    return f" Or call autocast with result_dtype=jnp.float32, and change no line: {_promise(findings, scales)}."
+    text = f" Or call autocast with result_dtype=jnp.float32, and change no line: {_promise(findings, scales)}"
+    low, high = scales.fitting
+    if not low <= math.log2(findings.scale) <= high:
+        text = f"{text}; yours is {format_scale(findings.scale)}, so also use {advise(findings.config, low, high).call}"
+    return f"{text}."
 
 
 def _in_packages(findings: Findings, lines: Lines) -> str:
@@ -345,9 +418,10 @@ def _in_packages(findings: Findings, lines: Lines) -> str:
         return ""
     own = [next((line for line in reversed(path) if not is_installed(line)), "the call") for path in installed]
     calls = _enumerate(list(dict.fromkeys(own)))
-    operations = {site.operation for site in findings.trials.step.sites if site.part.path in installed}
+    step = findings.trials.step
+    operations = {site.operation for site in step.sites if site.part.path in installed}
     package = "pass the package float32 as its dtype, or copy the function"
-    if operations <= MATMULS | {"convert_element_type"}:
+    if operations <= MATMULS | {"convert_element_type"} and step.autocast_paths.issuperset(installed):
         package = (
             f'if autocast converts the matmuls, put jax.default_matmul_precision("highest") around {calls}, which '
             f"keeps all matmuls of the call in float32; otherwise {package}"
@@ -362,7 +436,7 @@ def _difference(findings: Findings) -> str:
     if findings.scales.best is None:
         return "The gradients are not finite at any loss scale, but are finite in float32"
     if findings.scales.fitting is None:
-        return f"The gradients differ from float32 {_by(findings.scales.smallest_error)}"
+        return f"The gradients differ from float32 {_by_gradient(findings, findings.scales.errors_at_best)}"
     return f"The loss differs from float32 {_by(findings.loss_error)}"
 
 

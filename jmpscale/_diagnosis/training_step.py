@@ -116,10 +116,15 @@ def _first_gradient(step: Callable[..., Any], args: Any, kwargs: Any) -> tuple[G
         # Not every operation runs in jax.shard_map without being compiled, and not every mesh.
         if is_mapped or "shard_map" in str(error):
             raise _mapped(step) from error
+        if "AOT" in str(error):  # jax.disable_jit does not enter a program that was compiled ahead of time
+            raise _without_gradient(step) from error
         raise
-    if is_mapped:
-        raise _mapped(step)
-    raise TypeError(
+    raise _mapped(step) if is_mapped else _without_gradient(step)
+
+
+def _without_gradient(step: Callable[..., Any]) -> TypeError:
+    """Returns an error for a step that computes no gradient while it runs."""
+    return TypeError(
         f"step must call jmpscale.value_and_grad, or differentiate a function of scaled_backward, which "
         f"{describe(step)} does not, unless it is a program that has been compiled already. Pass the function itself; "
         "for a step that is written with scale, call diagnose(loss_fn)(scaler, params, batch)."

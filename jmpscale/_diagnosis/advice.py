@@ -1,0 +1,57 @@
+"""The scaler that a diagnosis advises, as a state and as the call that creates it."""
+
+import math
+from typing import NamedTuple
+
+from jmpscale._diagnosis.thresholds import DEFAULT, MARGIN, ROOM
+from jmpscale._state import ScalerConfig, ScalerState, dynamic, static
+
+
+class Advice(NamedTuple):
+    """A scaler, and the call that creates it, such as `dynamic(init_scale=2.0**7)`.
+
+    The call has the arguments that change; the scaler has the other settings of the present one.
+    """
+
+    scaler: ScalerState
+    call: str
+
+
+def advise(config: ScalerConfig, low: int, high: int, *, may_grow: bool = True, is_first: bool = False) -> Advice:
+    """Returns a scaler whose scale is between two exponents, and below the largest one unless `max_scale` is smaller.
+
+    If it may not grow, `max_scale` is the largest scale that fits. The `is_first` scale has room for the first steps.
+    """
+    if config.mode == "static":
+        exponent = max(low, high - ROOM)
+        return Advice(static(2.0**exponent), f"static(2.0**{exponent})")
+    largest, smallest = math.floor(math.log2(config.max_scale)), math.ceil(math.log2(config.min_scale))
+    if not is_first and may_grow and max(low, smallest) <= DEFAULT <= min(high - MARGIN, largest):
+        return _dynamic(config, {})
+    exponent = max(low, high - (ROOM if is_first else MARGIN))
+    if is_first:
+        exponent = max(exponent, min(smallest, high))
+    if largest >= low + 4:  # otherwise the scale could hardly back off
+        exponent = min(exponent, largest)
+    arguments = {"init_scale": exponent}
+    if exponent > largest or not may_grow:
+        arguments["max_scale"] = high
+    if exponent < smallest:
+        arguments["min_scale"] = low
+    return _dynamic(config, arguments)
+
+
+def _dynamic(config: ScalerConfig, exponents: dict[str, int]) -> Advice:
+    """Returns a dynamic scaler with other scales, which are given by their exponents."""
+    new = {name: 2.0**k for name, k in exponents.items()}
+    scaler = dynamic(
+        new.get("init_scale", 2.0**DEFAULT),
+        growth_factor=config.growth_factor,
+        backoff_factor=config.backoff_factor,
+        growth_interval=config.growth_interval,
+        hysteresis=config.hysteresis,
+        hysteresis_reset=config.hysteresis_reset,
+        min_scale=new.get("min_scale", config.min_scale),
+        max_scale=new.get("max_scale", config.max_scale),
+    )
+    return Advice(scaler, f"dynamic({', '.join(f'{name}=2.0**{k}' for name, k in exponents.items())})")

@@ -1,0 +1,177 @@
+"""Rounding has three answers, by its size: small, in between, and wrong; it does not decide which scales fit."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen
+
+import jmpscale
+
+from diagnosis_programs import H, fault_line, normal
+from tables import rows
+
+B = jnp.bfloat16
+
+
+def place(fun, module=__name__):
+    return f"{module}.py:{fault_line(fun)} ({fun.__name__})"
+
+
+# --- Between small and wrong. ---
+
+FREQUENCIES = jnp.exp(-jnp.log(10000.0) * jnp.arange(32.0) / 32)
+TIMES = jnp.asarray(np.random.default_rng(5).uniform(0, 1000, 512), jnp.float32)
+NETWORK = {"first": normal(0, 64, 64, scale=0.125), "last": normal(1, 64, 1, scale=0.125)}
+
+
+def time_steps(params, times):
+    """Trains to a loss that is 2,000 times as large as with time steps in float32."""
+    angles = times.astype(B).astype(jnp.float32)[:, None] * FREQUENCIES[None]  # fault
+    features = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1).astype(B)
+    hidden = jax.nn.silu(features @ params["first"].astype(B))
+    return jnp.mean(((hidden @ params["last"].astype(B)).astype(jnp.float32)[:, 0] - jnp.cos(times)) ** 2)
+
+
+def test_error_in_between_names_the_line_its_error_and_what_remains_without_it():
+    diagnosis = jmpscale.diagnose(time_steps)(jmpscale.static(1.0), NETWORK, TIMES)
+    line = re.escape(place(time_steps))
+    found = re.match(
+        r"The gradients differ from float32 by ([\d.]+)%, in \['first'\], which has [\d.]+% of their norm: rounding, "
+        rf"which may be harmless\. With only the forward pass of {line} in half precision, they differ by ([\d.]+)%"
+        rf"; with {line} in float32, by ([\d.]+)%\. Compare a short run with this line in float32, and keep the change "
+        r"if its loss is lower\. Loss scales from ",
+        diagnosis.summary,
+    )
+    error, alone, remaining = map(float, found.groups())
+    assert 5 < error < 50
+    assert error / 1.5 < alone < 1.5 * error
+    assert remaining < 2
+    assert diagnosis.lines == ()
+    assert diagnosis.scaler is None
+
+
+class ResNet(linen.Module):
+    """A residual network with batch normalization, of which one block may overflow."""
+
+    overflows: bool = False
+
+    @linen.compact
+    def __call__(self, x):
+        def conv(x, features, stride=1):
+            x = linen.Conv(features, (3, 3), (stride, stride), use_bias=False)(x)
+            return linen.BatchNorm(use_running_average=False)(x)
+
+        x = linen.relu(conv(x, 8))
+        for i, (features, stride) in enumerate([(8, 1), (8, 1), (16, 2), (16, 1), (32, 2), (32, 1), (64, 2), (64, 1)]):
+            y = conv(linen.relu(conv(x, features, stride)), features)
+            if self.overflows and i == 4:
+                y = overflowing(y)
+            x = linen.relu(y + (x if x.shape == y.shape else conv(x, features, stride)))
+        return linen.Dense(10)(x.mean((1, 2)))
+
+
+def overflowing(y):
+    squares = (y.astype(H) * H(1e3)) ** 2  # fault
+    return y / (1 + 1e-8 * squares.astype(jnp.float32).mean())
+
+
+def residual_network(count, overflows=False):
+    """Returns a loss function in float16 and its arguments."""
+    images, labels = normal(3, count, 16, 16, 3), jnp.arange(count) % 10
+    model = ResNet(overflows)
+    variables = jax.jit(model.init)(jax.random.key(0), images)
+
+    @jmpscale.autocast
+    def loss_fn(params, images):
+        logits, _ = model.apply(variables | {"params": params}, images, mutable=["batch_stats"])
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1))
+
+    return loss_fn, variables["params"], images
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("count", [8, 32])
+def test_residual_network_that_trains_as_in_float32_has_no_line_that_must_change(count):
+    loss_fn, *args = residual_network(count)
+    diagnosis = jmpscale.diagnose(loss_fn)(jmpscale.dynamic(2.0**10), *args)
+    assert 0.05 < diagnosis.gradient_error < 0.5
+    assert ": rounding, which may be harmless. With only the " in diagnosis.summary
+    assert diagnosis.lines == ()
+    low, high = map(math.log2, diagnosis.fitting_scales)
+    assert low <= -6
+    assert high >= 14
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("standard_promotion")
+def test_overflow_in_a_residual_network_is_the_cause_and_not_its_rounding():
+    loss_fn, *args = residual_network(8, overflows=True)
+    diagnosis = jmpscale.diagnose(loss_fn)(jmpscale.dynamic(2.0**10), *args)
+    assert diagnosis.summary.startswith(f"The forward pass overflows: integer_pow at {place(overflowing)} reaches ")
+    assert diagnosis.lines == (place(overflowing),)
+
+
+def hidden_overflow(w, x):
+    h = x @ w
+    squares = h.astype(H) * h.astype(H)  # fault
+    return jnp.mean(h**2) + jnp.mean(jnp.minimum(30 * squares.astype(jnp.float32), 3e6) * 5e-4 * h)
+
+
+def test_overflow_that_changes_a_gradient_by_less_than_half_is_a_fault():
+    diagnosis = jmpscale.diagnose(hidden_overflow)(jmpscale.static(2.0**4), 14 * normal(0, 8, 8), 14 * normal(1, 16, 8))
+    assert 0.05 < diagnosis.gradient_error < 0.5
+    assert diagnosis.summary.startswith(f"The forward pass overflows: mul at {place(hidden_overflow)} reaches ")
+    assert diagnosis.lines == (place(hidden_overflow),)
+
+
+# --- The words for an error. ---
+
+
+def sums_of_segments(w, x):
+    messages = jax.nn.softplus(x.astype(H) @ w.astype(H) + H(1))
+    sums = jax.ops.segment_sum(messages, jnp.arange(len(x)) % 2, 2)  # fault
+    return jnp.mean((sums.astype(jnp.float32) / len(x)) ** 2)
+
+
+def phases_of_squares(w, x):
+    h = (x @ w).astype(H)
+    squares = h * h  # fault
+    return jnp.mean(jnp.sin(1e-2 * jnp.minimum(squares.astype(jnp.float32), 1e5)))
+
+
+WORDS = {  # the loss function, its arguments, the first words, and words that are not in the summary
+    "a sum that has grown": (
+        sums_of_segments,
+        (normal(0, 8, 8, scale=0.35), normal(2, 7000, 8)),
+        r"The loss differs from float32 by [\d.]+%: rounding, not range\. The error begins at ",
+        "cancel|end of training",
+    ),
+    "an overflow and rounding": (
+        phases_of_squares,
+        (300 * normal(0, 8, 8), normal(1, 16, 8)),
+        r"The forward pass overflows and loses precision: mul at ",
+        "not range",
+    ),
+}
+
+
+@pytest.mark.parametrize("row", rows(WORDS, default={"a sum that has grown"}))
+def test_summary_has_the_words_of_an_error(row):
+    fun, args, begin, absent = row
+    summary = jmpscale.diagnose(fun)(jmpscale.dynamic(2.0**10), *args).summary
+    assert re.match(begin + re.escape(place(fun)), summary)
+    assert not re.search(absent, summary)
+
+
+# --- The scale of the rows. ---
+
+
+def test_rows_are_at_the_present_scale_if_it_fits_with_the_lines_in_float32():
+    diagnosis = jmpscale.diagnose(time_steps)(jmpscale.static(1.0), NETWORK, 20 * TIMES)
+    assert diagnosis.lines == (place(time_steps),)
+    assert max(row.max_abs for row in diagnosis.rows if row.backward) < 1
