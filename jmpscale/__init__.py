@@ -14,7 +14,7 @@ from jmpscale._algorithm.update import update
 from jmpscale._autocast.api import autocast
 from jmpscale._cast import cast
 from jmpscale._diagnosis.api import diagnose
-from jmpscale._diagnosis.report import Diagnosis, DiagnosisRow
+from jmpscale._diagnosis.report import Diagnosis, DiagnosisChange, DiagnosisRow
 from jmpscale._diagnosis.training_step import diagnose_step
 from jmpscale._monitoring.grad_report import GradReport, grad_report
 from jmpscale._monitoring.metrics import metrics
@@ -24,6 +24,7 @@ from jmpscale._torch_state_dict import from_torch_state_dict, to_torch_state_dic
 
 __all__ = [
     "Diagnosis",
+    "DiagnosisChange",
     "DiagnosisRow",
     "GradReport",
     "LossScalingTransformation",

@@ -138,8 +138,7 @@ def _plot_rows(rows: Sequence[DiagnosisRow], ax: Axes) -> None:
     colors = [RED if row.in_lines else BLUE for row in rows]
     ax.barh(range(len(rows)), np.clip(alone, low, high), color=colors, alpha=0.5)
     for i, row in enumerate(rows):
-        part = "backward" if row.backward else "forward"
-        ax.text(low, i, f" {truncate(row.line, 50)}, {part}: {_format_error(alone[i])}", va="center")
+        ax.text(low, i, f" {truncate(row.line, 50)}, {row.pass_}: {_format_error(alone[i])}", va="center")
     ax.set(ylim=(len(rows) - 0.5, -0.5), yticks=[], xlabel="error with only this line in half precision")
     if RED in colors:
         ax.set_ylabel("red: needs float32", color=RED)

@@ -540,9 +540,9 @@ WRONG = {
         f"train_step does not: missing a required argument: 'batch'. {OF_A_STEP}",
     ),
     "a training step that begins with the parameters": (
-        lambda: jmpscale.diagnose(lambda params, scaler, batch: train_step(scaler, params, batch))(X, X, X),
-        ValueError,
-        f"Call diagnose(loss_fn)(scaler, params, batch). {OF_A_STEP}",
+        lambda: jmpscale.diagnose(lambda params, scaler, x: train_step(scaler, params, x))(X, jmpscale.dynamic(), X),
+        TypeError,
+        f"fun must return the loss, got tuple of 3 from <lambda>. {OF_A_STEP}",
     ),
     "a training step of the parameters": (
         lambda: diagnose(lambda params: train_step(jmpscale.dynamic(), params, X), X),
@@ -552,7 +552,7 @@ WRONG = {
     "fun is not callable": (
         lambda: jmpscale.diagnose(3.0),
         TypeError,
-        "fun must be the loss function, got 3.0. The scaler is the first argument of the new function",
+        "fun must be the loss function, got 3.0. Its arguments are those of the new function: diagnose(loss_fn)(params",
     ),
     "abstract argument": (
         lambda: diagnose(sine, jax.ShapeDtypeStruct((2, 8), H)),
@@ -581,3 +581,22 @@ WRONG = {
 def test_wrong_call_raises(call, error, message):
     with pytest.raises(error, match=re.escape(message)):
         call()
+
+
+def test_diagnose_without_a_scaler_compares_the_gradients_as_they_are():
+    def loss_fn(w, x):
+        return jnp.mean((x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32) ** 2)
+
+    found, expected = (jmpscale.diagnose(loss_fn)(*scaler, W, X) for scaler in ((), (jmpscale.static(1.0),)))
+    assert found.gradient_error == expected.gradient_error
+    assert found.loss == expected.loss
+    assert found.fitting_scales is None
+    assert found.summary == expected.summary.partition("yours is 2^0. ")[2]
+
+
+def test_diagnose_without_a_scaler_says_to_scale_a_loss_whose_gradients_underflow():
+    summary = jmpscale.diagnose(lambda w, x: 1e-8 * jnp.mean((x.astype(jnp.float16) @ w).astype(jnp.float32) ** 2))(
+        W.astype(jnp.float16), X
+    ).summary
+    assert summary.startswith("The backward pass underflows: ")
+    assert "Scale the loss, with jmpscale.value_and_grad and a scaler, or by a larger number if" in summary

@@ -11,6 +11,7 @@ from flax import nnx
 import jmpscale
 from jmpscale._diagnosis.errors import measure
 from jmpscale._diagnosis.lines import Trials
+from jmpscale._diagnosis.modal_step import ModalPrograms
 from jmpscale._diagnosis.not_finite import RepairedStep, named_arguments, non_finite
 from jmpscale._diagnosis.step import Step, trace_step
 
@@ -74,7 +75,7 @@ def test_arguments_that_are_not_finite_are_named(name):
 
 def trials(fun, *consts):
     program = step(fun, *consts)
-    return Trials(program, [""] * len(program.consts))
+    return Trials(ModalPrograms(program), [""] * len(program.consts))
 
 
 def test_gradients_that_are_rounding_noise_or_negligible_are_not_decisive():

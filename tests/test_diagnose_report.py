@@ -481,14 +481,14 @@ def test_program_of_many_lines():
 
 
 def row(number, **fields):
-    default = {"backward": False, "operation": "mul", "dtype": "float16", "max_abs": 2.0}
+    default = {"pass_": "forward", "operation": "mul", "dtype": "float16", "max_abs": 2.0}
     default |= {"overflow": 0.0, "underflow": 0.0, "in_lines": False, "alone": 0.0}
     return jmpscale.DiagnosisRow(line=f"model.py:{number} (f)", **(default | fields))
 
 
 ROWS = [
     row(1, alone=1e-6, max_abs=0.0),
-    row(2, alone=0.00123, underflow=0.00101, dtype="bfloat16", backward=True),
+    row(2, alone=0.00123, underflow=0.00101, dtype="bfloat16", pass_="backward"),
     row(3, alone=math.inf, overflow=0.5, max_abs=1e5),
     row(4, alone=10.5),
     row(5, alone=0.02, in_lines=True),

@@ -19,8 +19,8 @@ def _close_figures():
     plt.close("all")
 
 
-def _row(line, alone=0.01, *, backward=False, in_lines=False):
-    return jmpscale.DiagnosisRow(line, backward, "mul", "float16", 1.0, 0.0, 0.0, in_lines, alone)
+def _row(line, alone=0.01, *, pass_="forward", in_lines=False):
+    return jmpscale.DiagnosisRow(line, pass_, "mul", "float16", 1.0, 0.0, 0.0, in_lines, alone)
 
 
 def _diagnosis(**changes):
@@ -33,6 +33,7 @@ def _diagnosis(**changes):
         "lines": (),
         "rows": (),
         "not_entered": (),
+        "scaler": None,
         "summary": "Loss scales from 2^4 to 2^15 fit; yours is 2^12. The gradients differ.",
         "fitting_scales": (2.0**4, 2.0**15),
     }
@@ -134,7 +135,7 @@ def test_diagnosis_writes_the_name_of_a_narrow_band_upright():
 
 def test_diagnosis_shows_the_worst_lines():
     rows = [_row(f"line {i}", 0.01 * i) for i in range(7)]
-    rows += [_row("infinite", math.inf), _row("wrong", 0.02, backward=True, in_lines=True)]
+    rows += [_row("infinite", math.inf), _row("wrong", 0.02, pass_="backward", in_lines=True)]
     ax = plots.diagnosis(_diagnosis(rows=tuple(rows)))
     upper, lower = ax.figure.axes
     assert upper is ax

@@ -9,7 +9,6 @@ import jax
 from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._algorithm.scaling import is_whole_loss, scale_losses, unscale_gradients
 from jmpscale._base.compat import axis_names_in_scope
-from jmpscale._base.gradients import GradientCall, observe
 from jmpscale._base.options import requires_names_in
 from jmpscale._base.tree import PyTree
 from jmpscale._guards import grad as guards
@@ -80,7 +79,6 @@ def value_and_grad(
 
     # A parameter of fun may also be called scaler, so the scaler is positional only.
     def value_and_grad_fun(scaler: PyTree = None, /, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
-        observe(GradientCall(fun, argnums, has_aux, transform, scaler, args, kwargs))  # by diagnose_step
         guards.called(scaler, name)
         state = find_scaler(scaler)
         guards.differentiating(scaler, state, args, argnums, transform)

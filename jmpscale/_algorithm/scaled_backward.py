@@ -14,7 +14,6 @@ from jmpscale._algorithm.grad import loss_and_output
 from jmpscale._algorithm.scaling import is_whole_loss, one_if_finite, unscale_leaves
 from jmpscale._base.axes import map_like
 from jmpscale._base.cotangents import divide_cotangent, multiply_cotangent
-from jmpscale._base.gradients import ScaledCall, observe
 from jmpscale._base.multiply import multiply_leaf
 from jmpscale._base.options import requires_names_in
 from jmpscale._base.text import describe
@@ -96,7 +95,6 @@ def scaled_backward(
     # Has the signature of fun, in which nnx.value_and_grad finds the positions of keyword arguments.
     @functools.wraps(fun, updated=())
     def scaled_backward_fun(*args: P.args, **kwargs: P.kwargs) -> T:
-        observe(ScaledCall(fun, scale, has_aux, args, kwargs))  # by diagnose_step
         loss_scale = _read_loss_scale(scale, args, kwargs)
         if loss_scale is None:
             return fun(*args, **kwargs)

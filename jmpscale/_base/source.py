@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 import sysconfig
+import traceback
 from collections.abc import Hashable
 from typing import Any
 
@@ -53,14 +54,14 @@ def is_in_cast(eqn: core.JaxprEqn) -> bool:
 
 def _frames(eqn: core.JaxprEqn) -> list[Any]:
     """Returns the frames of an equation outside of JAX, innermost first."""
-    traceback: Any = eqn.source_info.traceback
-    return [frame for frame in traceback.frames if not _JAX.search(frame.file_name)] if traceback else []
+    found: Any = eqn.source_info.traceback
+    return [frame for frame in found.frames if not _JAX.search(frame.file_name)] if found else []
 
 
 def expression_of(eqn: core.JaxprEqn) -> tuple[Hashable, ...]:
     """Returns what identifies the user's expression of an equation, the same in all calls of its line."""
-    traceback: Any = eqn.source_info.traceback
-    frames = zip(*traceback.raw_frames(), strict=True) if traceback else ()  # pairs of a code object and an instruction
+    found: Any = eqn.source_info.traceback
+    frames = zip(*found.raw_frames(), strict=True) if found else ()  # pairs of a code object and an instruction
     return tuple((code, instruction) for code, instruction in frames if _distance(code.co_filename) < 2)
 
 
@@ -70,6 +71,12 @@ def _describe(file: str, line: int, function: str) -> str:
     installed = _INSTALLED.search(file)
     shown = file[installed.end() :].replace("\\", "/") if installed else pathlib.PurePath(file).name
     return f"{shown}:{line} ({name})"
+
+
+def line_of_error(error: BaseException) -> str:
+    """Returns the innermost line of the user that an error comes from; an empty text if there is none."""
+    frames = [x for x in traceback.extract_tb(error.__traceback__) if _distance(x.filename) == 0]
+    return _describe(frames[-1].filename, frames[-1].lineno or 0, frames[-1].name) if frames else ""
 
 
 def is_installed(line: str) -> bool:
@@ -100,6 +107,13 @@ def is_backward(eqn: core.JaxprEqn) -> bool:
     """Tests whether the scopes of an equation show that it is part of a backward pass."""
     name_stack: Any = eqn.source_info.name_stack
     return any(type(scope).__name__ != "Scope" and scope.name == "transpose" for scope in name_stack.stack)
+
+
+def is_differentiated(eqn: core.JaxprEqn) -> bool:
+    """Tests whether the scopes of an equation show that it is part of a function that is differentiated."""
+    name_stack: Any = eqn.source_info.name_stack
+    transforms = {scope.name for scope in name_stack.stack if type(scope).__name__ != "Scope"}
+    return not transforms.isdisjoint({"jvp", "transpose"})
 
 
 def is_in_inner_gradient(eqn: core.JaxprEqn) -> bool:

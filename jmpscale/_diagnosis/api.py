@@ -13,13 +13,15 @@ from jmpscale._algorithm.grad import value_and_grad
 from jmpscale._base.frameworks import is_nnx_object
 from jmpscale._base.options import requires_names_in
 from jmpscale._base.text import describe
-from jmpscale._base.tree import PyTree, flatten_gradients, named_leaves
+from jmpscale._base.tree import PyTree, find_instances, flatten_gradients, named_leaves
 from jmpscale._diagnosis.examine import examine
 from jmpscale._diagnosis.not_finite import named_arguments
 from jmpscale._diagnosis.report import Diagnosis
+from jmpscale._diagnosis.rounded import find_rounded
 from jmpscale._diagnosis.step import check_concrete, trace_step, trace_with_float32_results
+from jmpscale._diagnosis.whole_step import WholeStep
 from jmpscale._guards.scaler import scale_on_host
-from jmpscale._state import ScalerState, is_scaler
+from jmpscale._state import ScalerState, is_scaler, static
 
 Function = Callable[..., Any]
 _OF_A_STEP = "For a training step, call diagnose_step(train_step) with the arguments of the step."
@@ -59,14 +61,16 @@ def diagnose(
 
     Returns:
       `f(scaler, *args, **kwargs) -> Diagnosis`. The first argument is a scaler, or any pytree that contains exactly
-      one. Copies of it among the other arguments get the same scale. Flax NNX objects among them are not changed.
+      one. Copies of it among the other arguments get the same scale. Without a scaler, as in bfloat16, call
+      `f(*args, **kwargs)`: the loss is not scaled, and the diagnosis is about rounding, overflow and underflow only.
+      Flax NNX objects among the arguments are not changed.
 
     Raises:
       TypeError: `fun` is not callable, does not accept the arguments, or does not return a loss; an argument is
         abstract or traced; an argument, or a value that `fun` closes over, is a `jax.Ref`; or `fun` creates one, or
         reads values by `jax.experimental.io_callback`.
-      ValueError: the first argument contains no scaler, more than one, or a batch of scalers; or an argument was
-        donated to a compiled function.
+      ValueError: the first argument contains more than one scaler, or a batch of scalers; or an argument was donated
+        to a compiled function.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -78,21 +82,25 @@ def diagnose(
     """
     if not callable(fun):
         raise TypeError(
-            f"fun must be the loss function, got {describe(fun)}. The scaler is the first argument of the new "
-            "function: diagnose(loss_fn)(scaler, params, batch)."
+            f"fun must be the loss function, got {describe(fun)}. Its arguments are those of the new function: "
+            "diagnose(loss_fn)(params, batch), or with a scaler, diagnose(loss_fn)(scaler, params, batch)."
         )
     value_and_grad(fun, argnums, has_aux, transform=transform)  # checks the options
     differentiated = value_and_grad(_checked(fun, has_aux), argnums, has_aux, transform=transform)
 
-    def diagnose_fun(scaler: PyTree, /, *args: Any, **kwargs: Any) -> Diagnosis:
-        state = find_scaler(scaler, remedy=f"Call diagnose(loss_fn)(scaler, params, batch). {_OF_A_STEP}")
+    def diagnose_fun(*args: Any, **kwargs: Any) -> Diagnosis:
+        has_scaler = bool(args and find_instances(args[0], ScalerState))
+        state = static(1.0)
+        if has_scaler:
+            state, args = find_scaler(args[0]), args[1:]
         _check_call(fun, args, kwargs)
         check_concrete({"scaler": state, "args": args, "kwargs": kwargs})
         scale_on_host(state)
         names: list[str] = []  # of the gradients
 
         def loss_and_grads(traced: ScalerState, args: PyTree, kwargs: PyTree) -> tuple[Any, PyTree]:
-            args, kwargs = _with_scale((args, kwargs), state, traced.loss_scale)
+            if has_scaler:
+                args, kwargs = _with_scale((args, kwargs), state, traced.loss_scale)
             value, grads = differentiated(traced, *args, **kwargs)
             gradients = set(map(id, flatten_gradients(grads)[0]))
             names[:] = [path for path, leaf in named_leaves(grads) if id(leaf) in gradients]
@@ -102,8 +110,13 @@ def diagnose(
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
             step = trace_step(loss_and_grads, args, kwargs)
             arguments = named_arguments(fun, args, kwargs)
-            with_float32_results = lambda: trace_with_float32_results(loss_and_grads, args, kwargs)  # noqa: E731
-            return examine(step, state, names, arguments, with_float32_results)
+            rounded = find_rounded(step, {id(x): name for name, x in arguments})
+            return examine(
+                WholeStep(step, tuple(names), rounded=tuple(rounded)),
+                state if has_scaler else None,
+                arguments,
+                lambda: trace_with_float32_results(loss_and_grads, args, kwargs),
+            )
 
     diagnose_fun.__name__ = f"diagnose_of_{getattr(fun, '__name__', 'fun')}"
     return diagnose_fun

@@ -4,11 +4,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jmpscale._diagnosis.fitting_scales import Errors, search
+from jmpscale._diagnosis.fitting_scales import Errors, at_one_scale, search
 from jmpscale._diagnosis.lines import Reason, Suspects, Trials
+from jmpscale._diagnosis.modal_step import ModalPrograms
 from jmpscale._diagnosis.modes import Part
 from jmpscale._diagnosis.not_finite import RepairedStep, non_finite
-from jmpscale._diagnosis.report import Diagnosis, DiagnosisRow
+from jmpscale._diagnosis.passes import Pass
+from jmpscale._diagnosis.report import Diagnosis, DiagnosisChange, DiagnosisRow
 from jmpscale._diagnosis.step import Step, compile_step
 from jmpscale._diagnosis.summary import (
     Findings,
@@ -19,30 +21,61 @@ from jmpscale._diagnosis.summary import (
     summarize,
 )
 from jmpscale._diagnosis.thresholds import SAME_SIZE, SMALL_ERROR, WRONG_ERROR
-from jmpscale._state import ScalerState
+from jmpscale._diagnosis.update import Update, examine_update
+from jmpscale._diagnosis.update_summary import join
+from jmpscale._diagnosis.whole_step import WholeStep
+from jmpscale._state import ScalerState, static
 
 
 def examine(
-    step: Step,
-    scaler: ScalerState,
-    gradients: Sequence[str],
+    whole: WholeStep,
+    scaler: ScalerState | None,
     arguments: Sequence[tuple[str, Any]],
     with_float32_results: Callable[[], Step | None],
 ) -> Diagnosis:
-    """Examines a step at the loss scale of a scaler.
+    """Examines a step at the loss scale of a scaler, or at the scale 1 without one.
 
-    `gradients` are their names, and `arguments` are arrays of the step with their names. `with_float32_results` returns
-    the step with float32 results of `autocast`, if it has others.
+    `arguments` are arrays of the step with their names. `with_float32_results` returns the step with float32 results of
+    `autocast`, if it has others.
     """
-    scale, run_as_written = float(scaler.loss_scale), compile_step(step)
+    programs = ModalPrograms(whole.step)
+    findings = _examine_gradients(whole, programs, scaler, arguments, with_float32_results)
+    if not findings.trials.measured.are_finite:
+        return _diagnosis(whole, programs, findings, Update(), findings.not_finite)
+    best = findings.scales.best
+    scale = findings.scale if findings.scale_fits or best is None else 2.0**best
+    update = examine_update(programs, whole.results, scale)
+    return _diagnosis(whole, programs, findings, update, join(summarize(findings), findings, update, whole))
+
+
+def _examine_gradients(
+    whole: WholeStep,
+    programs: ModalPrograms,
+    scaler: ScalerState | None,
+    arguments: Sequence[tuple[str, Any]],
+    with_float32_results: Callable[[], Step | None],
+) -> Findings:
+    step = whole.step.of_gradients()
+    scale, run_as_written = 1.0 if scaler is None else float(scaler.loss_scale), compile_step(step)
     outputs = run_as_written(scale)
     names = {id(x): name for name, x in arguments}
-    trials = Trials(step, [names.get(id(x), "") for x in step.consts])
+    trials = Trials(programs, [names.get(id(x), "") for x in step.consts], has_scaler=scaler is not None)
     errors, loss_error = trials.compare(outputs)
-    findings = Findings(trials, float(outputs[0]), loss_error, errors, scale, scaler.config, tuple(gradients))
-    findings = findings._replace(is_new=not (int(scaler.total_skips) or int(scaler.finite_steps)))
+    findings = Findings(
+        trials,
+        float(outputs[0]),
+        loss_error,
+        errors,
+        scale,
+        (scaler or static(1.0)).config,
+        scaler is not None,
+        whole.gradients,
+        tuple(programs.precision.paths),
+    )
+    if scaler is not None:
+        findings = findings._replace(is_new=not (int(scaler.total_skips) or int(scaler.finite_steps)))
     if not trials.measured.are_finite:
-        return _diagnosis(findings, _describe_not_finite(findings, RepairedStep(step), arguments))
+        return findings._replace(not_finite=_describe_not_finite(findings, RepairedStep(step), arguments))
     present = round(math.log2(scale))
 
     # A loss that contains a scaled gradient, such as a penalty, may be right at other scales.
@@ -55,12 +88,14 @@ def examine(
         found, error_of_loss = trials.compare(run_as_written(2.0**exponent))
         return found + math.inf if depends_on_scale and error_of_loss else found
 
-    scales = search(errors_at, trials.forward_errors, present, trials.largest_exponent())
+    if scaler is None:
+        scales = at_one_scale(errors, present)
+    else:
+        scales = search(errors_at, trials.forward_errors, present, trials.largest_exponent())
     findings = _explain(findings._replace(scales=scales), present, with_float32_results)
     if findings.lines or findings.error >= SMALL_ERROR:
         findings = findings._replace(alone=trials.errors_alone(round(math.log2(findings.scale_of_rows))))
-    findings = findings._replace(suspects=_find_suspects(findings, present), advice=find_advice(findings))
-    return _diagnosis(findings, summarize(findings))
+    return findings._replace(suspects=_find_suspects(findings, present), advice=find_advice(findings))
 
 
 def _explain(findings: Findings, present: int, with_float32_results: Callable[[], Step | None]) -> Findings:
@@ -69,6 +104,8 @@ def _explain(findings: Findings, present: int, with_float32_results: Callable[[]
     best = present if scales.best is None else scales.best
     # Scales of which one probably fits if the lines that overflow, or underflow, compute in float32.
     exponents, limit = [present, best, trials.largest_exponent() - 2, 0, 24, -12], WRONG_ERROR
+    if not findings.has_scaler:
+        exponents = [present]
     if findings.accurate:
         # An error of rounding may be harmless, but an overflow that changes gradients is a fault.
         exponent = present if findings.scale_fits else best
@@ -113,32 +150,45 @@ def _describe_not_finite(findings: Findings, step: RepairedStep, arguments: Sequ
     return describe_origin(step.origin(), findings.not_entered)
 
 
-def _diagnosis(findings: Findings, summary: str) -> Diagnosis:
-    scales, step = findings.scales, findings.trials.step
-    lines = findings.lines.paths if findings.lines else []
-    fitting = scales.fitting if findings.trials.decisive.any() else None
+def _diagnosis(
+    whole: WholeStep, programs: ModalPrograms, findings: Findings, update: Update, summary: str
+) -> Diagnosis:
+    scales, step = findings.scales, programs.precision
+    chosen = {*(findings.lines.paths if findings.lines else ()), *update.paths}
+    lines = [path for path in step.paths if path in chosen]
+    fitting = scales.fitting if findings.has_scaler and findings.trials.decisive.any() else None
     return Diagnosis(
-        loss=findings.loss,
-        loss_float32=findings.trials.loss,
+        loss=findings.loss if whole.has_loss else None,
+        loss_float32=findings.trials.loss if whole.has_loss else None,
         gradient_error=findings.error,
         loss_scale=findings.scale,
         fitting_scales=(2.0 ** fitting[0], 2.0 ** fitting[1]) if fitting else None,
         scaler=findings.advice.scaler if findings.advice else None,
         scale_errors=tuple((2.0**k, error) for k, error in scales.errors.items()),
         lines=tuple(findings.name(path, lines) for path in lines),
-        rows=tuple(_row(findings, part, part.path in lines) for part in step.parts),
+        rows=tuple(row for part in step.parts if (row := _row(findings, update, part, part.path in lines))),
+        changes=tuple(
+            DiagnosisChange(x.result.name, x.result.dtype.name, x.result.old is not None, x.error)
+            for x in update.changes
+        ),
+        state=whole.state,
         not_entered=tuple(dict.fromkeys(f"{x.line}: {x.eqn.primitive.name}" for x in findings.trials.not_entered)),
         summary=describe_comparison(findings.not_entered) + summary,
     )
 
 
-def _row(findings: Findings, part: Part, in_lines: bool) -> DiagnosisRow:
-    found = {site: x for site, x in findings.statistics.items() if site.part == part}
+def _row(findings: Findings, update: Update, part: Part, in_lines: bool) -> DiagnosisRow | None:
+    """Returns the row of a part; None if it was not measured, because the step is not finite."""
+    is_update = part.pass_ is Pass.UPDATE
+    statistics, alone = (update.statistics, update.alone) if is_update else (findings.statistics, findings.alone)
+    found = {site: x for site, x in statistics.items() if site.part == part}
+    if not found:
+        return None
     overflowing = [site for site in found if found[site].overflow > 0]
     first = overflowing[0] if overflowing else max(found, key=lambda site: found[site].max_abs)
     return DiagnosisRow(
         line=findings.name(part.path),
-        backward=part.backward,
+        pass_=part.pass_.value,
         operation=first.operation,
         dtype=first.dtype.name,
         max_abs=found[first].max_abs,
@@ -146,5 +196,5 @@ def _row(findings: Findings, part: Part, in_lines: bool) -> DiagnosisRow:
         underflow=max(x.underflow for x in found.values()),
         in_lines=in_lines,
         calls=findings.calls[part].text if part in findings.calls else "",
-        alone=findings.alone.get(part),
+        alone=alone.get(part),
     )

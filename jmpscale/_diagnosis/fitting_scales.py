@@ -34,6 +34,13 @@ def largest(errors: Errors) -> float:
     return float(errors.max(initial=0.0))
 
 
+def at_one_scale(errors: Errors, exponent: int) -> Scales:
+    """Returns the result for a step whose scale cannot change."""
+    error = largest(errors)
+    fitting = (exponent, exponent) if error <= WRONG_ERROR else None
+    return Scales({exponent: error}, fitting, exponent if math.isfinite(error) else None, errors, errors)
+
+
 def search(
     measure: Callable[[int], Errors], measure_forward: Callable[[int], Errors], present: int, expected: int
 ) -> Scales:

@@ -91,7 +91,7 @@ def run_in_float32(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any] | None:
         return None if runs_only_as_written(eqn) else run_as_written(eqn, inputs)
     if _holds_fixed_dtypes(eqn):
         return None if _is_narrow(eqn) else run_as_written(eqn, inputs)
-    outputs = _evaluate(eqn, _widen_params(eqn), inputs)
+    outputs = evaluate_equation(eqn, inputs, _widen_params(eqn))
     if any(map(is_narrow, outputs)):  # another parameter has the dtype
         return None
     return outputs
@@ -128,7 +128,7 @@ def run_as_written(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any]:
     """Returns the results of an operation in its own dtypes, as float32."""
     pairs = zip(inputs, map(type_of, eqn.invars), strict=True)
     narrow = [x.astype(aval.dtype) if is_narrow(aval) else x for x, aval in pairs]
-    return [widen(x) for x in _evaluate(eqn, eqn.params, narrow)]
+    return [widen(x) for x in evaluate_equation(eqn, narrow)]
 
 
 def runs_only_as_written(eqn: core.JaxprEqn) -> bool:
@@ -147,19 +147,21 @@ def _is_narrow(eqn: core.JaxprEqn) -> bool:
     return any(is_narrow(type_of(x)) for x in (*eqn.invars, *eqn.outvars))
 
 
-def _evaluate(eqn: core.JaxprEqn, params: dict[str, Any], values: Sequence[Any]) -> list[Any]:
+def evaluate_equation(eqn: core.JaxprEqn, values: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
     """Computes the results of an equation from values and parameters that may differ in dtype from its own.
 
     The operation keeps its mesh, named scopes and source line. How a primitive is called differs between versions of
     JAX, so a jaxpr with this equation alone is evaluated. Its variables have other types than the values, which is what
-    `jax_enable_checks` looks for.
+    `jax_enable_checks` looks for. A value may be a literal.
     """
-    inputs: list[Any] = [core.Var(x.aval) for x in eqn.invars]
+    pairs = zip(values, eqn.invars, strict=True)
+    operands: list[Any] = [x if isinstance(x, core.Literal) else core.Var(y.aval) for x, y in pairs]
+    inputs = [x for x in operands if isinstance(x, core.Var)]
     outputs = [core.Var(x.aval) for x in eqn.outvars]
-    single = eqn.replace(invars=inputs, outvars=outputs, params=params)
+    single = eqn.replace(invars=operands, outvars=outputs, params=eqn.params if params is None else params)
     jaxpr = _empty_jaxpr().replace(invars=inputs, outvars=outputs, eqns=[single])
     with jax.enable_checks(False):
-        return jax.core.eval_jaxpr(jaxpr, (), *values)
+        return jax.core.eval_jaxpr(jaxpr, (), *[x for x in values if not isinstance(x, core.Literal)])
 
 
 @functools.cache

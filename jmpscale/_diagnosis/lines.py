@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._diagnosis.errors import Measured, measure
-from jmpscale._diagnosis.fitting_scales import Errors, Scales, largest, search
-from jmpscale._diagnosis.modal_step import ModalStep
-from jmpscale._diagnosis.modes import PRECISION, RECORD, Mode, Modes, Part, Site, Statistics
+from jmpscale._diagnosis.fitting_scales import Errors, Scales, at_one_scale, largest, search
+from jmpscale._diagnosis.modal_step import ModalPrograms
+from jmpscale._diagnosis.modes import Mode, Modes, Part, Site, Statistics
 from jmpscale._diagnosis.program import Operation, Path
 from jmpscale._diagnosis.step import Step
 from jmpscale._diagnosis.thresholds import (
@@ -95,12 +95,11 @@ class Suspects(NamedTuple):
 class Trials:
     """Runs a step with other modes, and compares it with the reference: the step in float32, at a scale of 1."""
 
-    def __init__(self, step: Step, inputs: Sequence[str]) -> None:
+    def __init__(self, programs: ModalPrograms, inputs: Sequence[str], *, has_scaler: bool = True) -> None:
         """`inputs` are the names of the constants of the step, empty for those that are not arguments."""
-        self._inputs = inputs
-        self.set_step(step)
-        # A separate program, because the other runs need no statistics, which can take most of the time of a run.
-        self._recording = ModalStep(step, RECORD)
+        self._inputs, self._has_scaler = inputs, has_scaler
+        self.set_programs(programs)
+        self._recording = programs.recording.of_gradients()
         self._statistics: dict[float, dict[Site, Statistics]] = {}
         self.reference = self._run_in_float32(1.0)
         self.loss = float(self.reference[0])
@@ -123,12 +122,12 @@ class Trials:
     def of(self, step: Step) -> "Trials":
         """Returns trials of another form of the step, which is compared with the same reference."""
         trials = copy.copy(self)
-        trials.set_step(step)
+        trials.set_programs(ModalPrograms(step))
         return trials
 
-    def set_step(self, step: Step) -> None:
+    def set_programs(self, programs: ModalPrograms) -> None:
         """Sets the step that the trials run; no error of it is known yet."""
-        self.step = ModalStep(step, PRECISION)
+        self.step = programs.precision.of_gradients()
         self._errors: dict[tuple[frozenset[tuple[Site, Mode | tuple[Mode, ...]]], Mode, int], tuple[Errors, float]] = {}
 
     @property
@@ -236,6 +235,8 @@ class Trials:
             errors, loss_error = self.errors(modes, Mode.AS_WRITTEN, exponent)
             return errors + (math.inf if loss_error else 0.0)
 
+        if not self._has_scaler:
+            return at_one_scale(errors_at(exponent), exponent)
         forward_errors = functools.partial(self.forward_errors, modes=modes)
         return search(errors_at, forward_errors, exponent, self.largest_exponent(paths))
 

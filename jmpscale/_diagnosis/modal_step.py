@@ -5,6 +5,8 @@ modes finds the lines that must compute in float32 by changing them.
 """
 
 import collections
+import copy
+import functools
 from collections.abc import Collection, Hashable
 from typing import Any, NamedTuple
 
@@ -19,7 +21,8 @@ from jmpscale._diagnosis.blocks import Block, BlockProgram
 from jmpscale._diagnosis.calls import Calls, Numbering
 from jmpscale._diagnosis.float32 import run_as_written, run_in_float32
 from jmpscale._diagnosis.interpret import Interpreter, literal, widen
-from jmpscale._diagnosis.modes import Modal, Mode, Modes, Part, Run, Site
+from jmpscale._diagnosis.modes import PRECISION, RECORD, Modal, Mode, Modes, Part, Run, Site
+from jmpscale._diagnosis.passes import Pass
 from jmpscale._diagnosis.program import Operation, Path, autocast_lines, program_operations
 from jmpscale._diagnosis.step import Step, compiled
 
@@ -29,13 +32,13 @@ class ModalStep:
 
     def __init__(self, step: Step, modal: Modal) -> None:
         self.consts = [widen(jnp.asarray(x)) for x in step.consts]
-        everything = program_operations(step.jaxpr)
+        self._outputs = slice(None)
+        self._count = step.measured or len(step.jaxpr.outvars)
+        everything = program_operations(step.jaxpr, self._count)
         with_mode = [(x, dtype) for x in everything if (dtype := modal.dtype(x)) is not None]
         shortest = _shortest({path for x, _ in with_mode for path in x.paths})
         sites = {
-            x.key: dict.fromkeys(
-                Site(Part(shortest[path], x.backward), x.eqn.primitive.name, dtype) for path in x.paths
-            )
+            x.key: dict.fromkeys(Site(Part(shortest[path], x.pass_), x.eqn.primitive.name, dtype) for path in x.paths)
             for x, dtype in with_mode
         }
         self.sites = list(dict.fromkeys(site for group in sites.values() for site in group))
@@ -67,6 +70,26 @@ class ModalStep:
     def is_recomputed(self, site: Site) -> bool:
         """Tests whether the operations of a site compute values of the forward pass again in the backward pass."""
         return all(x.backward and not x.is_transposed for x in self._operations[site])
+
+    def of_gradients(self) -> "ModalStep":
+        """Returns a view of the step that returns the loss and the gradients, without the operations of the update."""
+        view = copy.copy(self)
+        view.restrict({Pass.FORWARD, Pass.BACKWARD}, slice(0, self._count))
+        return view
+
+    def of_results(self) -> "ModalStep":
+        """Returns a view of the step that returns the results that follow the gradients."""
+        view = copy.copy(self)
+        view.restrict(set(Pass), slice(self._count, None))
+        return view
+
+    def restrict(self, passes: Collection[Pass], outputs: slice) -> None:
+        """Omits the operations of other passes from the sites, parts and paths, and other outputs from the results."""
+        self.sites = [site for site in self.sites if site.part.pass_ in passes]
+        self.parts = list(dict.fromkeys(site.part for site in self.sites))
+        used = {part.path for part in self.parts}
+        self.paths = [path for path in self.paths if path in used]
+        self._outputs = outputs
 
     def _compile(self, found: dict[Any, "_Placed"], modal: Modal) -> list["_PlacedBlock"]:
         """Returns the blocks, of which equal ones share a compiled function."""
@@ -103,7 +126,8 @@ class ModalStep:
                 del values[i]
             records.append(recorded)
             self.not_entered |= {placed[i].operation: None for i in function.not_entered}
-        outputs = [literal(x) if isinstance(x, core.Literal) else values[x] for x in program.outputs]
+        wanted = program.outputs[self._outputs]
+        outputs = [literal(x) if isinstance(x, core.Literal) else values[x] for x in wanted]
         return outputs, self._largest(jax.device_get(records))
 
     def _largest(self, records: list[dict[int, np.ndarray]]) -> dict[Site, Any]:
@@ -114,6 +138,22 @@ class ModalStep:
                 for site in block.placed[i].sites:
                     largest[site] = np.maximum(largest.get(site, 0), numbers)
         return {site: largest[site].tolist() for site in self.sites if site in largest}
+
+
+class ModalPrograms:
+    """The two forms of a step that its trials run, each compiled once."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+
+    @functools.cached_property
+    def precision(self) -> ModalStep:
+        return ModalStep(self._step, PRECISION)
+
+    @functools.cached_property
+    def recording(self) -> ModalStep:
+        """A separate program, because the other runs need no statistics, which can take most of the time of a run."""
+        return ModalStep(self._step, RECORD)
 
 
 class _Placed(NamedTuple):

@@ -13,6 +13,7 @@ from jmpscale._base.jaxpr import type_of
 from jmpscale._diagnosis.errors import severity
 from jmpscale._diagnosis.float32 import run_as_written
 from jmpscale._diagnosis.interpret import Interpreter
+from jmpscale._diagnosis.passes import Pass
 from jmpscale._diagnosis.program import Operation, Path
 
 
@@ -32,7 +33,11 @@ class Part(NamedTuple):
     """A line in one pass."""
 
     path: Path
-    backward: bool
+    pass_: Pass
+
+    @property
+    def backward(self) -> bool:
+        return self.pass_ is Pass.BACKWARD
 
 
 class Site(NamedTuple):

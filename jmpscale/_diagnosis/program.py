@@ -22,9 +22,9 @@ from jmpscale._base.source import is_backward, is_recomputed
 from jmpscale._base.types import is_narrow
 from jmpscale._diagnosis.float32 import keeps_dtype
 from jmpscale._diagnosis.interpret import operations
+from jmpscale._diagnosis.passes import Key, Pass, Passes
 
 Path = tuple[str, ...]  # the user's lines that lead to an operation, outermost first, so that two calls differ
-Key = tuple[int, Caller]  # of an operation, which JAX may use in several calls
 Readers = frozenset[Path] | None  # the lines whose operations read a value; None if it does not reach the outputs
 
 # The results of these primitives consist of values that exist already, so they neither round nor overflow.
@@ -42,6 +42,7 @@ class Operation(NamedTuple):
     eqn: core.JaxprEqn
     caller: Caller
     paths: tuple[Path, ...]  # of the lines of which one must change, if the operation is to compute in another dtype
+    pass_: Pass
     reaches_outputs: bool = True
     reads_cotangent: bool = False
 
@@ -51,7 +52,7 @@ class Operation(NamedTuple):
 
     @property
     def backward(self) -> bool:
-        return self.caller.backward or is_backward(self.eqn)
+        return self.pass_ is Pass.BACKWARD
 
     @property
     def is_transposed(self) -> bool:
@@ -90,15 +91,16 @@ def moves_values(eqn: core.JaxprEqn) -> bool:
     return eqn.primitive.name in _MOVES or keeps_dtype(eqn)
 
 
-def program_operations(jaxpr: core.Jaxpr) -> list[Operation]:
-    """Returns the operations of a step, in the order of the program.
+def program_operations(jaxpr: core.Jaxpr, count: int) -> list[Operation]:
+    """Returns the operations of a step, in the order of the program; its first outputs are the loss and the gradients.
 
     A cotangent has the dtype of its value. So the operations that give it this dtype, which are the transpose of an
     up-cast and the sum over the uses of the value, belong to the line that made the value: if this line computes in
     float32, they are not in the program. It is the line of the backward pass that reads the cotangent. The
     branches of a condition are several lines that make one value, which is in float32 if one of them computes in it.
     """
-    found = [Operation(eqn, x, (x.path_of(eqn) or (UNKNOWN_LINE,),)) for eqn, x in operations(jaxpr)]
+    passes = Passes(jaxpr, count)
+    found = [Operation(eqn, x, (x.path_of(eqn) or (UNKNOWN_LINE,),), passes.of(eqn, x)) for eqn, x in operations(jaxpr)]
     for depth in (1, 2):
         found = _with_deeper_lines(found, jaxpr, depth)
     up_casts = {x.line for x in found if not x.is_transposed and _is_cast(x.eqn, to_narrow=False)}
@@ -194,8 +196,11 @@ class _Flow:
             return special[name](eqn, caller.inside(eqn), results)
         key = id(eqn), caller
         self.found[key] = _union([self.found.get(key), *results])
-        passes_on = moves_values(eqn) or name == _SUM
-        return [_union(results) if passes_on else frozenset([self._paths[key]])] * len(eqn.invars)
+        if moves_values(eqn) or name == _SUM:
+            return [_union(results)] * len(eqn.invars)
+        # What follows the gradients reads no cotangents.
+        is_transposed = caller.backward or is_backward(eqn)
+        return [frozenset([self._paths[key]] if is_transposed else [])] * len(eqn.invars)
 
     def _scan(self, eqn: core.JaxprEqn, inside: Caller, results: list[Readers]) -> list[Readers]:
         body = eqn.params["jaxpr"].jaxpr

@@ -12,6 +12,8 @@ from jmpscale._base.text import format_percentage, format_table, truncate
 from jmpscale._state import ScalerState
 
 _WIDTH = 100  # columns
+_RANGE = {"headroom", "overflow", "underflow"}  # columns
+_LARGE_HEADROOM = 64  # bits: float16 has at most 40
 _SHOWN = 8  # operations that were not entered
 
 
@@ -21,7 +23,7 @@ class DiagnosisRow:
 
     Attributes:
       line: the user's line, such as `model.py:41 (mlp)`.
-      backward: whether the row is about the backward pass.
+      pass_: the pass: `"forward"`, `"backward"` or `"update"`, which is what the step does apart from the gradients.
       operation: the name of the first JAX primitive that overflows, or else of the one with the largest result.
       dtype: the name of the dtype of its result.
       max_abs: the largest finite magnitude in float32.
@@ -38,7 +40,7 @@ class DiagnosisRow:
     """
 
     line: str
-    backward: bool
+    pass_: str
     operation: str
     dtype: str
     max_abs: float
@@ -49,9 +51,34 @@ class DiagnosisRow:
     calls: str = ""
 
     @property
+    def backward(self) -> bool:
+        """Whether the row is about the backward pass."""
+        return self.pass_ == "backward"
+
+    @property
     def headroom(self) -> float:
         """The number of bits by which the result could grow before it overflows."""
         return math.log2(float(jnp.finfo(self.dtype).max) / self.max_abs) if self.max_abs else math.inf
+
+
+@dataclasses.dataclass(frozen=True)
+class DiagnosisChange:
+    """What a training step makes of a leaf of its state, or another result; created by `diagnose_step`.
+
+    Attributes:
+      name: the leaf, such as `params['w']`, or the result, such as `result['accuracy']`.
+      dtype: the name of its dtype.
+      is_state: whether it is a leaf of the state.
+      error: the L2 norm of the difference between its change and the change that an update in float32 makes, with the
+        same gradients, relative to the norm of that change. A leaf to which no gradient leads, such as a running mean,
+        is compared with the whole step in float32; a result is compared by its value. Infinite if a value is finite in
+        float32 only.
+    """
+
+    name: str
+    dtype: str
+    is_state: bool
+    error: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +86,7 @@ class Diagnosis:
     """What half precision does to a training step; created by `diagnose`.
 
     Attributes:
-      loss: the loss, as the program is written.
+      loss: the loss, as the program is written; None if the step does not return it.
       loss_float32: the loss of the same program in float32.
       gradient_error: the L2 norm of the difference between a gradient at the current scale and in float32, relative to
         the norm in float32, for the worst parameter. It is infinite if a gradient is not finite.
@@ -81,10 +108,13 @@ class Diagnosis:
         at the current scale; if there are `lines`, at a scale that fits once they compute in float32.
       not_entered: the operations that run as written, in the float32 run too, such as kernels.
       summary: the result in a few sentences, with the remedy if one is needed.
+      changes: a `DiagnosisChange` for each leaf of the state, and for each other result, that half precision may change
+        other than through the gradients; only of a diagnosis by `diagnose_step`.
+      state: the arguments of the step that it returns, which are its state; only by `diagnose_step`.
     """
 
-    loss: float
-    loss_float32: float
+    loss: float | None
+    loss_float32: float | None
     gradient_error: float
     loss_scale: float
     fitting_scales: tuple[float, float] | None
@@ -94,6 +124,8 @@ class Diagnosis:
     rows: tuple[DiagnosisRow, ...]
     not_entered: tuple[str, ...]
     summary: str
+    changes: tuple[DiagnosisChange, ...] = ()
+    state: tuple[str, ...] = ()
 
     def describe(self, limit: int = 20) -> str:
         """Returns the summary and a table of the lines, in 100 columns.
@@ -129,13 +161,19 @@ class Diagnosis:
     def _table(self, limit: int) -> str:
         shown = worst_first(self.rows)[:limit]
         columns = ["line", "pass", "dtype", "max_abs", "headroom", "overflow", "underflow", "alone", "calls"]
-        # A column of numbers that were not measured is omitted.
-        filled = [column for column in zip(columns, *map(_cells, shown), strict=True) if any(column[1:])]
+        # A column of numbers that were not measured, or that say nothing, is omitted.
+        silent = _RANGE if all(map(_is_in_range, shown)) else set()
+        filled = [x for x in zip(columns, *map(_cells, shown), strict=True) if any(x[1:]) and x[0] not in silent]
         table = [list(cells) for cells in zip(*filled, strict=True)]
         width = len(format_table(table).partition("\n")[0])
         longest = max(len(row[0]) for row in table)
         shown_table = [[truncate(cells[0], max(longest - width + _WIDTH, 12)), *cells[1:]] for cells in table]
         return "\n".join(map(str.rstrip, format_table(shown_table).splitlines()))
+
+
+def _is_in_range(row: DiagnosisRow) -> bool:
+    """Tests whether results use a small part of the range of their dtype, as in bfloat16."""
+    return not row.overflow and not row.underflow and row.headroom > _LARGE_HEADROOM
 
 
 def worst_first(rows: Iterable[DiagnosisRow]) -> list[DiagnosisRow]:
@@ -146,7 +184,7 @@ def worst_first(rows: Iterable[DiagnosisRow]) -> list[DiagnosisRow]:
 def _cells(row: DiagnosisRow) -> list[str]:
     return [
         row.line,
-        "backward" if row.backward else "forward",
+        row.pass_,
         row.dtype,
         f"{row.max_abs:.3g}",
         f"{row.headroom:.1f}",

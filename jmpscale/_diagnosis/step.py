@@ -2,19 +2,20 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from jax.interpreters import partial_eval
 
 from jmpscale._autocast.result_override import results_in_float32
 from jmpscale._autocast.rules import with_conversions
 from jmpscale._base.frameworks import imported, is_nnx_object
 from jmpscale._base.jaxpr import equations, rewrite
-from jmpscale._base.source import SCALING, user_lines
+from jmpscale._base.source import SCALING, line_of_error, user_lines
 from jmpscale._base.text import describe
 from jmpscale._base.tree import (
     PyTree,
@@ -31,15 +32,26 @@ UNREADABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversi
 _CALLBACKS = {"debug_callback", "debug_print", "io_callback"}
 _NEW_REFS = {"array_ref", "empty_ref", "new_ref"}
 
-# A training step: a program that computes the loss and the gradients, in true units, from the loss scale. Its constants
-# are the arrays that the step depends on.
-Step = core.ClosedJaxpr
+
+class Step(NamedTuple):
+    """A training step: a program that computes the loss and the gradients, in true units, from the loss scale."""
+
+    jaxpr: core.Jaxpr
+    consts: list[Any]  # the arrays that the step depends on
+    measured: int | None = None  # the number of outputs that are the loss and the gradients; None if all are
+
+    def of_gradients(self) -> "Step":
+        """Returns a step that computes nothing but the loss and the gradients."""
+        if self.measured is None:
+            return self
+        wanted = [i < self.measured for i in range(len(self.jaxpr.outvars))]
+        return Step(partial_eval.dce_jaxpr(self.jaxpr, wanted, instantiate=True)[0], self.consts)
 
 
 LossAndGrads = Callable[[ScalerState, PyTree, PyTree], PyTree]
 Axes = Sequence[tuple[str, int]]  # names and sizes
 # In the scope of another axis, JAX does not read the functions that it has traced already from a cache.
-_NEW_SCOPE = (("jmpscale_float32_results", 1),)
+NEW_SCOPE = (("jmpscale_float32_results", 1),)
 
 
 def trace_step(loss_and_grads: LossAndGrads, args: PyTree, kwargs: PyTree, axes: Axes = ()) -> Step:
@@ -66,6 +78,23 @@ def trace_step(loss_and_grads: LossAndGrads, args: PyTree, kwargs: PyTree, axes:
         raise
 
 
+def explain_error(error: Exception) -> None:
+    """Says what to do about an error of a training step that is traced."""
+    if isinstance(error, UNREADABLE):
+        error.add_note(
+            "diagnose_step traces the step, as jax.jit does, so Python cannot read the values of arrays, as it does at "
+            f"{line_of_error(error)}. Pass the part of the step that jax.jit accepts: the function that computes the "
+            "gradients and the update."
+        )
+    elif isinstance(error, TypeError) and "lowered and compiled" in str(error):
+        error.add_note("The step was compiled ahead of time. Pass the function that was compiled to diagnose_step.")
+    elif isinstance(error, NameError) and "axis name" in str(error):
+        error.add_note(
+            "The step uses an axis of jax.pmap, jax.shard_map or jax.vmap: pass the function that maps it, with the "
+            "arguments of all devices."
+        )
+
+
 def trace_with_float32_results(loss_and_grads: LossAndGrads, args: PyTree, kwargs: PyTree) -> Step | None:
     """Traces a training step in which the results of `autocast` are float32; None if it has no others.
 
@@ -73,7 +102,7 @@ def trace_with_float32_results(loss_and_grads: LossAndGrads, args: PyTree, kwarg
     """
     with results_in_float32() as request:
         try:
-            step = trace_step(loss_and_grads, args, kwargs, _NEW_SCOPE)
+            step = trace_step(loss_and_grads, args, kwargs, NEW_SCOPE)
         except Exception:  # whatever Python code raises
             return None
     return step if request.is_used else None
@@ -91,9 +120,14 @@ def _trace(loss_and_grads: LossAndGrads, arguments: tuple[PyTree, PyTree], axes:
 
     closed = jax.make_jaxpr(outputs, axis_env=list(axes))(jnp.float32(1.0))
     check_no_refs(closed.consts, "the values that fun closes over")
-    _check_can_repeat(closed.jaxpr)
-    jaxpr = rewrite(closed.jaxpr, with_conversions, {})  # a mode applies to each operation with a half result
-    return Step(rewrite(jaxpr, _without_effects, {}), closed.consts)
+    return Step(repeatable(closed.jaxpr), list(closed.consts))
+
+
+def repeatable(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """Returns a program that can be changed and run many times."""
+    _check_can_repeat(jaxpr)
+    jaxpr = rewrite(jaxpr, with_conversions, {})  # a mode applies to each operation with a half result
+    return rewrite(jaxpr, _without_effects, {})
 
 
 def _check_can_repeat(jaxpr: core.Jaxpr) -> None:

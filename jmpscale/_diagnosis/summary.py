@@ -37,7 +37,10 @@ class Findings(NamedTuple):
     errors: Errors  # of the gradients at the present scale
     scale: float  # the present scale
     config: ScalerConfig
+    has_scaler: bool  # otherwise the scale is 1, and cannot change
     gradients: tuple[str, ...]  # their names, as Python code
+    paths: tuple[Path, ...]  # all lines with results in half precision
+    not_finite: str = ""  # what makes the step infinite or NaN, in float32 too
     is_new: bool = False  # whether the scaler has seen no step
     scales: Scales = Scales({}, None, None)
     overflows: bool = False  # whether results overflow, and an error is in between for this reason
@@ -91,21 +94,21 @@ class Findings(NamedTuple):
 
     def name(self, path: Path, named: Collection[Path] = ()) -> str:
         """Returns the name of a line, with a line that calls it if another call of it is not named."""
-        others = [other for other in self.trials.step.paths if other[-1] == path[-1] and other not in (path, *named)]
+        others = [other for other in self.paths if other[-1] == path[-1] and other not in (path, *named)]
         calls = (n for n in range(2, len(path) + 1) if all(other[-n:] != path[-n:] for other in others))
         first = next(calls, 1) if others else 1
         return path[-1] if first == 1 else f"{path[-1]}, called at {path[-first]}"
 
     def names(self, paths: Collection[Path]) -> str:
         """Returns the names of lines, as in `a, b and c`."""
-        return _enumerate(list(dict.fromkeys(self.name(path, paths) for path in paths)), limit=12)
+        return enumerate_names(list(dict.fromkeys(self.name(path, paths) for path in paths)), limit=12)
 
 
 def describe_arguments(names: Sequence[str]) -> str:
     """Describes arguments that make the step useless."""
     return (
-        f"Infinities or NaN in {_enumerate(names)} reach the loss or a gradient: with zeros in their place, the loss "
-        "and the gradients are finite. Correct the data, or gate the state that a skipped step has changed."
+        f"Infinities or NaN in {enumerate_names(names)} reach the loss or a gradient: with zeros in their place, the "
+        "loss and the gradients are finite. Correct the data, or gate the state that a skipped step has changed."
     )
 
 
@@ -130,12 +133,18 @@ def describe_comparison(not_entered: Sequence[str]) -> str:
     if not not_entered:
         return ""
     verb = "runs" if len(not_entered) == 1 else "run"
-    return f"The comparison is not entirely float32: {_enumerate(not_entered)} {verb} in half precision in it, too. "
+    return (
+        f"The comparison is not entirely float32: {enumerate_names(not_entered)} {verb} in half precision in it, too. "
+    )
 
 
 def summarize(findings: Findings) -> str:
     """Describes a step that is finite in float32."""
+    if not findings.gradients:
+        return "The step computes no gradient."
     if not findings.trials.step.sites and not findings.trials.not_entered:
+        if not findings.has_scaler:
+            return "The gradients have no result in half precision."
         return (
             "The program has no result in half precision, and needs no loss scale. jmpscale.autocast converts its "
             'matmuls to half precision, except those with precision="highest" and contractions of at most 4 elements.'
@@ -152,6 +161,8 @@ def summarize(findings: Findings) -> str:
         use = f"Use {findings.advice.call}. " if findings.advice else ""
         return f"{_describe_range(findings)} {_describe_scale(findings)} {use}{rounding}"
     rounding = _describe_rounding(findings, "The gradients", findings.errors)
+    if not findings.has_scaler:
+        return rounding
     scales = f"{_describe_range(findings)}{_describe_margin(findings)}"
     return f"{scales} {rounding}" if findings.error < SMALL_ERROR else f"{rounding} {scales}"
 
@@ -167,7 +178,7 @@ def _describe_rounding(findings: Findings, begin: str, errors: Errors | None) ->
     part, alone, paths, remaining = findings.suspects
     names = findings.names(paths)
     return (
-        f"{text}{_alone(findings, part, alone)}; with {names} in float32, {_by(remaining)}. Compare a short run with "
+        f"{text}{_alone(findings, part, alone)}; with {names} in float32, {by(remaining)}. Compare a short run with "
         f"{'this line' if len(paths) == 1 else 'these lines'} in float32{_how(findings, paths)}, and keep the change "
         "if its loss is lower."
     )
@@ -213,6 +224,8 @@ def find_advice(findings: Findings) -> Advice | None:
 
     If lines must compute in float32, the scaler fits if they do.
     """
+    if not findings.has_scaler:
+        return None
     lines = findings.lines
     scales = lines.scales if lines and lines.paths else findings.scales
     if scales.fitting is None or not (lines or (findings.accurate and findings.trials.decisive.any())):
@@ -245,15 +258,15 @@ def _describe_margin(findings: Findings) -> str:
 def _alone(findings: Findings, part: Part, error: float) -> str:
     """Names a line with its error alone."""
     which = "backward" if part.backward else "forward"
-    return f" With only the {which} pass of {findings.name(part.path)} in half precision, they differ {_by(error)}"
+    return f" With only the {which} pass of {findings.name(part.path)} in half precision, they differ {by(error)}"
 
 
 def _by_gradient(findings: Findings, errors: Errors | None) -> str:
     """Returns the largest error, with the gradient that has it, and its part of the norm if the error is not small."""
     if errors is None or not len(errors):
-        return _by(math.inf if errors is None else 0.0)
+        return by(math.inf if errors is None else 0.0)
     worst, norms = int(np.argmax(errors)), findings.trials.measured.norms[1:]
-    name, text = findings.gradients[worst], _by(largest(errors))
+    name, text = findings.gradients[worst], by(largest(errors))
     if not 0 < largest(errors) < math.inf or not name:
         return text
     if largest(errors) < SMALL_ERROR or len(errors) == 1:
@@ -304,6 +317,8 @@ def _describe_cause(findings: Findings, cause: Cause, lines: Lines) -> str:
         )
     else:
         what = f"{cause.reason.value}: {name} is not finite, although its results fit: a partial sum exceeds {limit:g}"
+    if not findings.has_scaler:
+        return f"The {site.part.pass_.value} pass {what}."
     if findings.trials.step.is_recomputed(site):
         return f"The forward pass, which is computed again, {what}. A loss scale cannot prevent that."
     if site.part.backward:
@@ -334,7 +349,7 @@ def _calls(findings: Findings, site: Site) -> str:
     if not calls or calls.site != site:
         return ""
     if calls.inputs:
-        return f", in the cast of {_enumerate(calls.inputs)}"
+        return f", in the cast of {enumerate_names(calls.inputs)}"
     return f", {'call' if len(calls.numbers) == 1 else 'calls'} {calls.text}"
 
 
@@ -343,6 +358,9 @@ def _remedy(findings: Findings, cause: Cause, lines: Lines) -> str:
     text = (
         f"Compute {findings.names(lines.paths)} in float32{_how(findings, lines.paths)}: {_promise(findings, scales)}"
     )
+    if not findings.has_scaler and cause.reason is Reason.UNDERFLOW and cause.site.part.backward:
+        how = "with jmpscale.value_and_grad and a scaler, or by a larger number if it is scaled already"
+        text = f"Scale the loss, {how}. Or c{text[1:]}"
     if findings.advice:
         text = f"{text}{_describe_advice(findings, scales)}"
     if cause.reason is Reason.UNDERFLOW and cause.site in findings.trials.step.in_inner_gradients:
@@ -369,7 +387,7 @@ def _how(findings: Findings, paths: Collection[Path]) -> str:
 def _promise(findings: Findings, scales: Scales) -> str:
     """Describes the errors and the scales after an edit."""
     text = f"then the gradients differ from float32 {_by_gradient(findings, scales.errors_at_best)}"
-    if scales.fitting is None:
+    if scales.fitting is None or not findings.has_scaler:
         return text
     low, high = scales.fitting
     return f"{text}, and loss scales from {format_scale(2.0**low)} to {format_scale(2.0**high)} fit"
@@ -417,7 +435,7 @@ def _in_packages(findings: Findings, lines: Lines) -> str:
     if not installed:
         return ""
     own = [next((line for line in reversed(path) if not is_installed(line)), "the call") for path in installed]
-    calls = _enumerate(list(dict.fromkeys(own)))
+    calls = enumerate_names(list(dict.fromkeys(own)))
     step = findings.trials.step
     operations = {site.operation for site in step.sites if site.part.path in installed}
     package = "pass the package float32 as its dtype, or copy the function"
@@ -434,17 +452,18 @@ def _difference(findings: Findings) -> str:
     if not math.isfinite(findings.loss):
         return f"The loss is {findings.loss}, but in float32 it is {findings.trials.loss:.4g}"
     if findings.scales.best is None:
-        return "The gradients are not finite at any loss scale, but are finite in float32"
+        where = " at any loss scale" if findings.has_scaler else ""
+        return f"The gradients are not finite{where}, but are finite in float32"
     if findings.scales.fitting is None:
         return f"The gradients differ from float32 {_by_gradient(findings, findings.scales.errors_at_best)}"
-    return f"The loss differs from float32 {_by(findings.loss_error)}"
+    return f"The loss differs from float32 {by(findings.loss_error)}"
 
 
-def _by(fraction: float) -> str:
+def by(fraction: float) -> str:
     return f"by {format_percentage(fraction).replace('>', 'more than ')}"
 
 
-def _enumerate(names: Sequence[str], limit: int = 4) -> str:
+def enumerate_names(names: Sequence[str], limit: int = 4) -> str:
     """Returns names as in `a, b and c`."""
     if len(names) > limit:
         names = [*names[: limit - 1], f"{len(names) - limit + 1} others"]

@@ -1,0 +1,85 @@
+"""Finds moving averages in half precision whose decay is so close to 1 that they stop moving."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from jmpscale._base.jaxpr import Caller, type_of
+from jmpscale._base.types import is_narrow
+from jmpscale._diagnosis import flow
+from jmpscale._diagnosis.interpret import ENTERED
+from jmpscale._diagnosis.program import moves_values
+from jmpscale._diagnosis.results import Average, Leaf
+from jmpscale._diagnosis.thresholds import STALLED
+
+_KEEPS = {"convert_element_type", "reduce_precision", "add", "sub", "mul", "neg"}
+
+
+class _Term(NamedTuple):
+    """The old value of a leaf, times a factor."""
+
+    leaf: int
+    factor: float
+    is_multiplied: bool = False
+
+
+def find_stalled_averages(jaxpr: core.Jaxpr, leaves: Sequence[Leaf]) -> list[Average]:
+    """Returns the leaves that stop moving, because a step changes them by less than half of the last place.
+
+    A step moves an average with decay d by at most 1 - d times its distance from what it averages; to shrink, by 1 - d
+    times its value. If this is below half of the smallest distance between two numbers of its dtype, it never shrinks.
+    """
+
+    def rule(eqn: core.JaxprEqn, caller: Caller, operands: list[flow.Labels]) -> list[flow.Labels]:
+        name = eqn.primitive.name
+        if name in ENTERED:
+            return operands
+        if name == "mul":
+            return [_times(operands[0], _number(eqn.invars[1])) | _times(operands[1], _number(eqn.invars[0]))]
+        if name in {"sub", "neg"}:
+            return [flow.union([*operands[: 1 if name == "sub" else 0], _times(operands[-1], -1.0, counts=False)])]
+        return (
+            flow.of_operands(eqn, operands) if name in _KEEPS or moves_values(eqn) else [flow.NONE] * len(eqn.outvars)
+        )
+
+    narrow = {leaf.input: i for i, leaf in enumerate(leaves) if is_narrow(leaf.result)}
+    labels = [frozenset([_Term(narrow[i], 1.0)]) if i in narrow else flow.NONE for i in range(len(jaxpr.invars))]
+    outputs = flow.follow(jaxpr, labels, rule)
+    found = []
+    for i, leaf in enumerate(leaves):
+        decay = _decay([x for x in outputs[leaf.output] if x.leaf == i])
+        # Parameters that are multiplied by 1 change by their gradients.
+        if decay is None or (decay == 1 and leaf.is_parameter):
+            continue
+        if 1 - decay < STALLED * float(jnp.finfo(leaf.result.dtype).eps):
+            found.append(Average(leaf.result, decay))
+    return found
+
+
+def _number(x: Any) -> float | None:
+    """Returns the value of a constant scalar in the program; None for anything else."""
+    is_scalar = isinstance(x, core.Literal) and jnp.issubdtype(type_of(x).dtype, np.floating)
+    return float(np.asarray(x.val).astype(np.float32)) if is_scalar and jnp.shape(x.val) == () else None
+
+
+def _times(labels: flow.Labels, factor: float | None, *, counts: bool = True) -> flow.Labels:
+    if factor is None:
+        return flow.NONE
+    return frozenset(_Term(x.leaf, x.factor * factor, x.is_multiplied or counts) for x in labels)
+
+
+def _decay(terms: Sequence[_Term]) -> float | None:
+    """Returns the factor of an old value in the new one; None if it is not an average.
+
+    The old value alone is another branch of a gate, or a term of `average + (1 - decay) * (new - average)`.
+    """
+    multiplied = [x.factor for x in terms if x.is_multiplied]
+    if len(multiplied) != 1:
+        return None
+    factor = multiplied[0]
+    is_difference = factor < 0 and any(not x.is_multiplied for x in terms)
+    decay = 1 + factor if is_difference else factor
+    return decay if 0.5 <= decay <= 1 else None

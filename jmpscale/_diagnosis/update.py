@@ -1,0 +1,195 @@
+"""Compares what a training step returns with float32, apart from what the rounding of its gradients changes.
+
+A is the step as it is written, B the step whose update alone computes in float32, and C the step in float32. A and B
+have the same gradients, so a result to which a gradient leads is compared in A and B, and any other one in A and C.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmpscale._base.types import is_narrow
+from jmpscale._diagnosis.lines import smallest_set
+from jmpscale._diagnosis.modal_step import ModalPrograms, ModalStep
+from jmpscale._diagnosis.modes import Mode, Modes, Part, Site, Statistics
+from jmpscale._diagnosis.passes import Pass
+from jmpscale._diagnosis.program import Path
+from jmpscale._diagnosis.results import Result
+from jmpscale._diagnosis.step import compiled
+from jmpscale._diagnosis.thresholds import (
+    LARGEST_CHANGE_ERROR,
+    LARGEST_NARROW_CHANGE_ERROR,
+    NOISE_OF_CHANGE,
+    TRIED_ALONE,
+)
+
+
+class Change(NamedTuple):
+    """The change of a leaf of the state, or another result, beside its reference."""
+
+    result: Result
+    error: float  # the relative L2 norm of the difference; infinite if only the reference is finite
+    lost: float = 0.0  # the part of the change that is missing: 1 - <written, reference> / <reference, reference>
+    is_finite: bool = True  # of the reference
+    is_decisive: bool = True  # whether the change is more than the rounding of float32
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether it is a leaf of the state that is stored in half precision."""
+        return self.result.old is not None and is_narrow(self.result)
+
+    @property
+    def badness(self) -> float:
+        """The error in units of the largest one that is accepted."""
+        if not self.is_decisive:
+            return 0.0
+        return self.error / (LARGEST_NARROW_CHANGE_ERROR if self.is_narrow else LARGEST_CHANGE_ERROR)
+
+
+class Update(NamedTuple):
+    """What half precision does to the results of a step."""
+
+    changes: tuple[Change, ...] = ()
+    paths: tuple[Path, ...] = ()  # the smallest set of lines that must compute in float32
+    is_repaired: bool = True  # whether all changes are right if these lines, or all lines, compute in float32
+    error_then: float = 0.0  # the largest error of a decisive change that remains
+    alone: Mapping[Part, float] = MappingProxyType({})
+    statistics: Mapping[Site, Statistics] = MappingProxyType({})
+
+    @property
+    def bad(self) -> list[Change]:
+        return [change for change in self.changes if change.badness > 1]
+
+    @property
+    def worst(self) -> Change | None:
+        """The change that is named: a leaf in half precision before one in float32, and a leaf before other results."""
+        found = self.bad or [change for change in self.changes if change.is_decisive and change.error]
+        return max(found, key=_importance) if found else None
+
+
+def _importance(change: Change) -> tuple[bool, bool, float]:
+    return change.is_narrow, change.result.old is not None, change.error
+
+
+def examine_update(programs: ModalPrograms, results: Sequence[Result], scale: float) -> Update:
+    """Compares the results of a step at a loss scale, and finds the lines that must compute in float32."""
+    if not results:
+        return Update()
+    step, recording = programs.precision.of_results(), programs.recording.of_results()
+    trials = _Trials(step, results, scale)
+    changes = trials.changes({})
+    update = [site for site in step.sites if site.part.pass_ is Pass.UPDATE]
+    chosen: list[Path] = []
+    then, is_repaired = changes, True
+    for is_led, sites in ((True, update), (False, step.sites)):
+        if any(x.badness > 1 and x.result.is_gradient_led == is_led for x in then):
+            found = trials.find_lines(sites, is_led)
+            is_repaired &= found is not None
+            chosen += [path for path in found or () if path not in chosen]
+            then = trials.changes(_in_float32(step.sites, chosen))
+    is_large = max((x.badness for x in changes), default=0.0) > 0.25
+    parts = list(dict.fromkeys(site.part for site in update))
+    alone = trials.errors_alone(parts) if is_large and len(parts) <= TRIED_ALONE else {}
+    records = recording.run(scale, dict.fromkeys(update, Mode.FLOAT32), Mode.AS_WRITTEN)[1] if update else {}
+    statistics = {site: Statistics(*records[site]) for site in update if site in records}
+    remaining = max((x.error for x in then if x.is_decisive), default=0.0)
+    order = [path for path in step.paths if path in chosen]
+    return Update(tuple(changes), tuple(order), is_repaired, remaining, alone, statistics)
+
+
+def _in_float32(sites: Iterable[Site], paths: Iterable[Path]) -> dict[Site, Mode]:
+    chosen = set(paths)
+    return {site: Mode.FLOAT32 for site in sites if site.part.path in chosen}
+
+
+class _Trials:
+    """Runs a step with other modes, and compares its results with their references."""
+
+    def __init__(self, step: ModalStep, results: Sequence[Result], scale: float) -> None:
+        self._step, self._results, self._scale = step, results, scale
+        self._update = {site: Mode.FLOAT32 for site in step.sites if site.part.pass_ is Pass.UPDATE}
+        given = self._run(self._update, Mode.AS_WRITTEN)
+        whole = given if all(x.is_gradient_led for x in results) else self._run({}, Mode.FLOAT32)
+        pairs = zip(results, given, whole, strict=True)
+        self._reference = [x if result.is_gradient_led else y for result, x, y in pairs]
+        self._changes: dict[frozenset[tuple[Site, Any]], list[Change]] = {}
+
+    def _run(self, modes: Modes, default: Mode) -> list[Any]:
+        return self._step.run(self._scale, modes, default)[0]
+
+    def changes(self, modes: Modes) -> list[Change]:
+        """Returns the changes with some modes, and all other operations as written."""
+        key = frozenset(modes.items())
+        if key not in self._changes:
+            values = self._run(modes, Mode.AS_WRITTEN)
+            found = [_measure(*x) for x in zip(self._results, values, self._reference, strict=True)]
+            self._changes[key] = [_change(x, *y) for x, y in zip(self._results, jax.device_get(found), strict=True)]
+        return self._changes[key]
+
+    def find_lines(self, sites: Sequence[Site], is_gradient_led: bool) -> list[Path] | None:
+        """Finds a minimal set of lines with which no change of the results of one kind is bad."""
+        paths = [path for path in self._step.paths if any(site.part.path == path for site in sites)]
+
+        def fits(chosen: Iterable[int]) -> bool:
+            modes = _in_float32(sites, [paths[i] for i in chosen])
+            found = [x for x in self.changes(modes) if x.result.is_gradient_led == is_gradient_led]
+            return max((x.badness for x in found), default=0.0) <= 1
+
+        if not fits(range(len(paths))):
+            return None
+        return [paths[i] for i in smallest_set(len(paths), fits)]
+
+    def errors_alone(self, parts: Iterable[Part]) -> dict[Part, float]:
+        """Returns the largest error of a change if one part of the update alone computes as it is written."""
+
+        def error(part: Part) -> float:
+            modes = {site: mode for site, mode in self._update.items() if site.part != part}
+            return max(
+                (x.error for x in self.changes(modes) if x.is_decisive and x.result.is_gradient_led), default=0.0
+            )
+
+        return {part: error(part) for part in parts}
+
+
+def _change(result: Result, is_finite: float, written_is_finite: float, *numbers: float) -> Change:
+    distance, size, product, old = map(float, numbers)
+    if not is_finite:
+        return Change(result, math.inf if written_is_finite else 0.0, is_finite=False, is_decisive=False)
+    is_decisive = size > NOISE_OF_CHANGE * old or not size
+    if not written_is_finite:
+        return Change(result, math.inf, 1.0)
+    error = 0.0 if not distance else distance / size if size else math.inf
+    return Change(result, error, 1 - product / size**2 if size else 0.0, is_decisive=is_decisive)
+
+
+def _measure(result: Result, written: Any, reference: Any) -> Any:
+    old = np.float32(0) if result.old is None else result.old
+    return _compiled_measure()(written, reference, old)
+
+
+@functools.cache
+def _compiled_measure() -> Callable[..., jax.Array]:
+    return compiled(_numbers)
+
+
+def _numbers(written: jax.Array, reference: jax.Array, old: jax.Array) -> jax.Array:
+    """Returns whether two values are finite; the norm of the difference of their changes; and norms of the reference.
+
+    All norms are in units of the largest change of the reference, because squares overflow and underflow.
+    """
+    dtype = jnp.promote_types(reference.dtype, np.float32)
+    old = old.astype(dtype)
+    x, y = written.astype(dtype) - old, reference.astype(dtype) - old
+    are_finite = [jnp.isfinite(reference).all(), jnp.isfinite(written).all()]
+    x, y, old = (jnp.where(jnp.isfinite(z), z, 0) for z in (x, y, old))
+    largest = jnp.abs(y).max(initial=0)
+    unit = jnp.where(largest > 0, largest, jnp.maximum(jnp.abs(x).max(initial=0), jnp.finfo(dtype).tiny))
+    x, y, old = (jnp.clip(z / unit, -1e12, 1e12) for z in (x, y, old))
+    numbers = [jnp.sqrt(((x - y) ** 2).sum()), jnp.sqrt((y**2).sum()), (x * y).sum(), jnp.sqrt((old**2).sum())]
+    return jnp.stack([z.astype(float) for z in (*are_finite, *numbers)])

@@ -1,0 +1,87 @@
+"""The sentences of a diagnosis about the update, and how they join those about the gradients."""
+
+import math
+import re
+from collections.abc import Sequence
+
+from jmpscale._base.text import format_percentage
+from jmpscale._diagnosis.results import Average
+from jmpscale._diagnosis.rounded import describe_rounded
+from jmpscale._diagnosis.summary import Findings, by, enumerate_names
+from jmpscale._diagnosis.thresholds import LOST
+from jmpscale._diagnosis.update import Change, Update
+from jmpscale._diagnosis.whole_step import WholeStep
+
+_HEALTHY = re.compile(r"The gradients differ from float32 by \S+?(, in [^,:]+)?\.$")
+
+
+def join(gradients: str, findings: Findings, update: Update, whole: WholeStep) -> str:
+    """Joins the description of the gradients with one of the update; the worst comes first."""
+    bad = {x.result.name for x in update.bad}
+    stalled = [x for x in whole.stalled if x.result.name not in bad]
+    faults = [describe_update(findings, update)] if update.bad else []
+    faults += [_describe_stalled(stalled)] if stalled else []
+    if wrong := [x.result.name for x in update.changes if not x.is_finite]:
+        verb = "becomes" if len(wrong) == 1 else "become"
+        faults.append(f"{enumerate_names(wrong)} {verb} infinite or NaN, in float32 too: correct this update.")
+    notes = list(filter(None, [describe_rounded(whole.rounded)]))
+    if faults:
+        first = [*faults, gradients] if findings.accurate else [gradients, *faults]
+        return " ".join(filter(None, [*first, *notes]))
+    worst = update.worst
+    if worst is not None and worst.result.old is not None:
+        if _HEALTHY.search(gradients):
+            gradients = f"{gradients.removesuffix('.')}, and the update {by(worst.error)}."
+        else:
+            gradients = f"{gradients} The update differs from float32 {by(worst.error)}."
+    return " ".join([gradients, *notes])
+
+
+def _describe_stalled(stalled: Sequence[Average]) -> str:
+    """Describes averages that stop moving."""
+    first, count = stalled[0], len(stalled) - 1
+    others = f" (and {count} other {'leaf' if count == 1 else 'leaves'})" if count else ""
+    return (
+        f"{first.result.name}{others} will stop moving: it is an average in {first.result.dtype} with a decay of "
+        f"{first.decay:.6g}, and rounding keeps it from shrinking. Keep {'them' if count else 'it'} in float32."
+    )
+
+
+def describe_update(findings: Findings, update: Update) -> str:
+    """Describes an update that is wrong: the leaf, the size, the remedy, and the line."""
+    worst = update.worst
+    assert worst is not None
+    what = f"{_what(worst, update)}"
+    if not update.is_repaired and not update.paths:
+        return f"{what}, even if all lines compute in float32."
+    lines = findings.names(update.paths)
+    then = f"the update differs {by(update.error_then)}" if update.error_then else "the update does not round"
+    if worst.is_narrow:
+        others = [x for x in update.bad if x.is_narrow]
+        kept = "it" if len(others) == 1 else "them"
+        made = "The change is made at" if worst.result.old is not None else "It is made at"
+        return (
+            f"{what}: keep {kept} in float32, not {worst.result.dtype}. {made} {lines}: if "
+            f"{'this line computes' if len(update.paths) == 1 else 'these lines compute'} in float32, {then}."
+        )
+    return f"{what}. Compute {lines} in float32: then {then}."
+
+
+def _what(worst: Change, update: Update) -> str:
+    same = [x for x in update.bad if x is not worst and (x.result.old is None) == (worst.result.old is None)]
+    count = len([x for x in same if x.is_narrow == worst.is_narrow])
+    name = worst.result.name
+    noun = "leaf" if worst.result.old is not None else "result"
+    plural = "leaves" if noun == "leaf" else "results"
+    others = f" (and {count} other {noun if count == 1 else plural})" if count else ""
+    if worst.result.old is None:
+        if math.isinf(worst.error):
+            return f"The result {name}{others} is not finite, but is in float32"
+        return f"The result {name}{others} differs from float32 {by(worst.error)}"
+    subject = "Even with the right gradients, the update" if worst.result.is_gradient_led else "The step"
+    if math.isinf(worst.error):
+        return f"{subject} makes {name}{others} infinite or NaN"
+    if worst.lost > LOST:
+        return f"{subject} loses {format_percentage(min(worst.lost, 1.0))} of the change of {name}{others}"
+    prefix = "Even with the right gradients, the" if worst.result.is_gradient_led else "The"
+    return f"{prefix} change of {name}{others} differs from float32 {by(worst.error)}"
