@@ -92,7 +92,7 @@ def test_function_requires_a_tree_with_one_scaler(name):
         call([STATE, {"b": STATE}])
 
 
-@pytest.mark.parametrize("name", TAKE_TREE_WITH_SCALER.keys() - NEED_NO_SCALER)
+@pytest.mark.parametrize("name", sorted(TAKE_TREE_WITH_SCALER.keys() - NEED_NO_SCALER))
 def test_function_says_that_an_optimizer_is_not_wrapped(name):
     call, _ = TAKE_TREE_WITH_SCALER[name]
     state = TrainState.create(apply_fn=None, params=GRADS, tx=optax.sgd(1e-3))
