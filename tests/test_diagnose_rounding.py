@@ -153,7 +153,7 @@ WORDS = {  # the loss function, its arguments, the first words, and words that a
     ),
     "an overflow and rounding": (
         phases_of_squares,
-        (300 * normal(0, 8, 8), normal(1, 16, 8)),
+        (200 * normal(0, 8, 8), normal(1, 16, 8)),
         r"The forward pass overflows and loses precision: mul at ",
         "not range",
     ),
