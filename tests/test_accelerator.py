@@ -28,7 +28,7 @@ import worker
 from bits import assert_equal_bits
 from compiling import count
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("standard_promotion")]  # `benchmarks.accelerator` runs all
 WIDTH = 64
 X = np.random.default_rng(0).standard_normal((32, WIDTH)).astype(np.float32)
 W = np.random.default_rng(1).standard_normal((WIDTH, WIDTH)).astype(np.float32) / 8

@@ -66,7 +66,10 @@ def _train_with_invalid_steps(every):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize(("every", "skips"), [(2, None), (3, 20), (12, 28)])
+@pytest.mark.parametrize(
+    ("every", "skips"),
+    [pytest.param(2, None, marks=pytest.mark.full), (3, 20), pytest.param(12, 28, marks=pytest.mark.full)],
+)
 def test_monitor_of_the_readme_raises_if_most_steps_are_skipped(every, skips):
     program = README_PROGRAM
     for line, planted in {
