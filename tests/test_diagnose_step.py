@@ -95,7 +95,7 @@ def test_diagnose_step_returns_the_diagnosis_of_its_gradient(name):
     before = jax.tree.map(np.asarray, opt_state)
     found = jmpscale.diagnose_step(STEPS[name])(w, opt_state, (X, Y))
     assert found.fitting_scales == expected.fitting_scales
-    assert found.summary.replace(", in w", "") == expected.summary
+    assert re.sub(r", in (w|args\[0\])", "", found.summary) == expected.summary
     assert found.loss == (None if name == "scaled_backward" else expected.loss)
     assert [row.pass_ for row in found.rows] == ["forward", "backward"]
     assert found.changes == ()

@@ -182,8 +182,10 @@ def _row(findings: Findings, update: Update, part: Part, in_lines: bool) -> Diag
     is_update = part.pass_ is Pass.UPDATE
     statistics, alone = (update.statistics, update.alone) if is_update else (findings.statistics, findings.alone)
     found = {site: x for site, x in statistics.items() if site.part == part}
-    if not found:
+    if not found and not (is_update and update.changes):
         return None
+    if not found:
+        return _row_without_range(findings, update, part, in_lines)
     overflowing = [site for site in found if found[site].overflow > 0]
     first = overflowing[0] if overflowing else max(found, key=lambda site: found[site].max_abs)
     return DiagnosisRow(
@@ -198,3 +200,9 @@ def _row(findings: Findings, update: Update, part: Part, in_lines: bool) -> Diag
         calls=findings.calls[part].text if part in findings.calls else "",
         alone=alone.get(part),
     )
+
+
+def _row_without_range(findings: Findings, update: Update, part: Part, in_lines: bool) -> DiagnosisRow:
+    site, nan = next(site for site in update.sites if site.part == part), math.nan
+    names = findings.name(part.path), part.pass_.value, site.operation, site.dtype.name
+    return DiagnosisRow(*names, nan, nan, nan, in_lines, update.alone.get(part))

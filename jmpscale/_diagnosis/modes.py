@@ -100,6 +100,12 @@ def _choose_precision(run: Run, operation: Operation, inputs: list[Any], in_floa
     return list(map(choose, in_float32, run_as_written(operation.eqn, inputs), operation.dtypes))
 
 
+def _recorded_dtype(operation: Operation) -> np.dtype | None:
+    """Returns the dtype; None for the update in bfloat16, whose range is enough, and which takes long to compile."""
+    dtype = _half_dtype(operation)
+    return None if operation.pass_ is Pass.UPDATE and dtype == jnp.bfloat16 else dtype
+
+
 def _record(run: Run, operation: Operation, inputs: list[Any], in_float32: list[Any]) -> list[Any]:
     """Computes in float32, and records `Statistics`."""
     written = run_as_written(operation.eqn, inputs)
@@ -141,7 +147,7 @@ def _repair(run: Run, _: Operation, inputs: list[Any], in_float32: list[Any]) ->
 
 
 PRECISION = Modal(_half_dtype, _choose_precision)
-RECORD = Modal(_half_dtype, _record, columns=3)
+RECORD = Modal(_recorded_dtype, _record, columns=3)
 REPAIR = Modal(_inexact_dtype, _repair, columns=2)
 
 

@@ -26,7 +26,8 @@ class DiagnosisRow:
       pass_: the pass: `"forward"`, `"backward"` or `"update"`, which is what the step does apart from the gradients.
       operation: the name of the first JAX primitive that overflows, or else of the one with the largest result.
       dtype: the name of the dtype of its result.
-      max_abs: the largest finite magnitude in float32.
+      max_abs: the largest finite magnitude in float32. It and the next two are NaN, and not measured, in an update in
+        bfloat16, which has the range of float32.
       overflow: the fraction of values that are finite only in float32, in the operation for which it is largest.
       underflow: the fraction of values that are subnormal or zero, but not zero in float32, in the operation for which
         it is largest.
@@ -58,7 +59,7 @@ class DiagnosisRow:
     @property
     def headroom(self) -> float:
         """The number of bits by which the result could grow before it overflows."""
-        return math.log2(float(jnp.finfo(self.dtype).max) / self.max_abs) if self.max_abs else math.inf
+        return math.log2(float(jnp.finfo(self.dtype).max) / self.max_abs) if self.max_abs > 0 else math.inf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +174,7 @@ class Diagnosis:
 
 def _is_in_range(row: DiagnosisRow) -> bool:
     """Tests whether results use a small part of the range of their dtype, as in bfloat16."""
-    return not row.overflow and not row.underflow and row.headroom > _LARGE_HEADROOM
+    return not row.overflow > 0 and not row.underflow > 0 and row.headroom > _LARGE_HEADROOM
 
 
 def worst_first(rows: Iterable[DiagnosisRow]) -> list[DiagnosisRow]:
@@ -181,15 +182,17 @@ def worst_first(rows: Iterable[DiagnosisRow]) -> list[DiagnosisRow]:
     return sorted(rows, key=lambda row: (0,) if row.in_lines else (1, -(row.alone or 0.0), row.headroom))
 
 
+def _range_cells(row: DiagnosisRow) -> list[str]:
+    fractions = map(format_percentage, (row.overflow, row.underflow))
+    return [f"{row.max_abs:.3g}", f"{row.headroom:.1f}", *fractions]
+
+
 def _cells(row: DiagnosisRow) -> list[str]:
     return [
         row.line,
         row.pass_,
         row.dtype,
-        f"{row.max_abs:.3g}",
-        f"{row.headroom:.1f}",
-        format_percentage(row.overflow),
-        format_percentage(row.underflow),
+        *(["", "", "", ""] if math.isnan(row.max_abs) else _range_cells(row)),
         "" if row.alone is None else format_percentage(row.alone),
         row.calls,
     ]

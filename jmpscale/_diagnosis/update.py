@@ -61,6 +61,7 @@ class Update(NamedTuple):
     error_then: float = 0.0  # the largest error of a decisive change that remains
     alone: Mapping[Part, float] = MappingProxyType({})
     statistics: Mapping[Site, Statistics] = MappingProxyType({})
+    sites: tuple[Site, ...] = ()  # of the update
 
     @property
     def bad(self) -> list[Change]:
@@ -96,11 +97,12 @@ def examine_update(programs: ModalPrograms, results: Sequence[Result], scale: fl
     is_large = max((x.badness for x in changes), default=0.0) > 0.25
     parts = list(dict.fromkeys(site.part for site in update))
     alone = trials.errors_alone(parts) if is_large and len(parts) <= TRIED_ALONE else {}
-    records = recording.run(scale, dict.fromkeys(update, Mode.FLOAT32), Mode.AS_WRITTEN)[1] if update else {}
-    statistics = {site: Statistics(*records[site]) for site in update if site in records}
+    recorded = [site for site in recording.sites if site.part.pass_ is Pass.UPDATE]
+    records = recording.run(scale, {}, Mode.FLOAT32)[1] if recorded else {}
+    statistics = {site: Statistics(*records[site]) for site in recorded if site in records}
     remaining = max((x.error for x in then if x.is_decisive), default=0.0)
     order = [path for path in step.paths if path in chosen]
-    return Update(tuple(changes), tuple(order), is_repaired, remaining, alone, statistics)
+    return Update(tuple(changes), tuple(order), is_repaired, remaining, alone, statistics, tuple(update))
 
 
 def _in_float32(sites: Iterable[Site], paths: Iterable[Path]) -> dict[Site, Mode]:
@@ -157,15 +159,15 @@ class _Trials:
         return {part: error(part) for part in parts}
 
 
-def _change(result: Result, is_finite: float, written_is_finite: float, *numbers: float) -> Change:
-    distance, size, product, old = map(float, numbers)
-    if not is_finite:
-        return Change(result, math.inf if written_is_finite else 0.0, is_finite=False, is_decisive=False)
-    is_decisive = size > NOISE_OF_CHANGE * old or not size
-    if not written_is_finite:
+def _change(result: Result, not_finite: float, written_not_finite: float, *sums: float) -> Change:
+    distance, size, product, old = map(float, sums)
+    if not_finite:
+        return Change(result, 0.0 if written_not_finite else math.inf, is_finite=False, is_decisive=False)
+    if written_not_finite:
         return Change(result, math.inf, 1.0)
-    error = 0.0 if not distance else distance / size if size else math.inf
-    return Change(result, error, 1 - product / size**2 if size else 0.0, is_decisive=is_decisive)
+    is_decisive = size > NOISE_OF_CHANGE**2 * old or not size
+    error = 0.0 if not distance else math.sqrt(distance / size) if size else math.inf
+    return Change(result, error, 1 - product / size if size else 0.0, is_decisive=is_decisive)
 
 
 def _measure(result: Result, written: Any, reference: Any) -> Any:
@@ -179,17 +181,25 @@ def _compiled_measure() -> Callable[..., jax.Array]:
 
 
 def _numbers(written: jax.Array, reference: jax.Array, old: jax.Array) -> jax.Array:
-    """Returns whether two values are finite; the norm of the difference of their changes; and norms of the reference.
+    """Returns whether values of the reference, and as written, are not finite; and sums over all elements.
 
-    All norms are in units of the largest change of the reference, because squares overflow and underflow.
+    The sums are those of the square of the difference of the changes, of the square of the change of the reference, of
+    the product of the changes, and of the square of the old value, in units of the largest change of the reference,
+    because squares overflow and underflow.
     """
     dtype = jnp.promote_types(reference.dtype, np.float32)
-    old = old.astype(dtype)
-    x, y = written.astype(dtype) - old, reference.astype(dtype) - old
-    are_finite = [jnp.isfinite(reference).all(), jnp.isfinite(written).all()]
-    x, y, old = (jnp.where(jnp.isfinite(z), z, 0) for z in (x, y, old))
-    largest = jnp.abs(y).max(initial=0)
-    unit = jnp.where(largest > 0, largest, jnp.maximum(jnp.abs(x).max(initial=0), jnp.finfo(dtype).tiny))
+    old = jnp.broadcast_to(old.astype(dtype), reference.shape)
+    not_finite = [(~jnp.isfinite(z)).astype(dtype) for z in (reference, written)]
+    x, y = (jnp.where(jnp.isfinite(z), z.astype(dtype) - old, 0) for z in (written, reference))
+    # One reduction with several operands compiles faster than several reductions.
+    *flags, largest, largest_written = _reduce(jnp.maximum, *not_finite, jnp.abs(y), jnp.abs(x))
+    unit = jnp.where(largest > 0, largest, jnp.maximum(largest_written, jnp.finfo(dtype).tiny))
     x, y, old = (jnp.clip(z / unit, -1e12, 1e12) for z in (x, y, old))
-    numbers = [jnp.sqrt(((x - y) ** 2).sum()), jnp.sqrt((y**2).sum()), (x * y).sum(), jnp.sqrt((old**2).sum())]
-    return jnp.stack([z.astype(float) for z in (*are_finite, *numbers)])
+    sums = _reduce(jnp.add, (x - y) ** 2, y**2, x * y, old**2)
+    return jnp.stack([z.astype(float) for z in (*flags, *sums)])
+
+
+def _reduce(combine: Callable[[Any, Any], Any], *operands: jax.Array) -> list[jax.Array]:
+    """Reduces arrays of one shape and dtype, which are not negative if `combine` is a maximum, to scalars."""
+    zeros = tuple(np.zeros((), x.dtype) for x in operands)
+    return list(jax.lax.reduce(operands, zeros, lambda x, y: tuple(map(combine, x, y)), range(operands[0].ndim)))
