@@ -170,8 +170,17 @@ def frameworks(session, group):
 @nox.parametrize("tests", [nox.param("default", tags=["checks"]), nox.param("full", tags=["weekly"])])
 def compilers(session, device, tests):
     """Compiles training steps for a GPU or TPU. The device itself is not needed."""
-    install(session, "-e", ".", "--group", f"compile-{device}", "chex", "hypothesis", "pytest")
+    install(session, "-e", ".", "--group", f"compile-{device}", "--group", "benchmarks")
     session.run("pytest", "-q", *(("--full", "-m", "full") if tests == "full" else ()), "tests/test_compiled.py")
+
+
+@nox.session(python=OLDEST_PYTHON, tags=["checks"])
+def accelerator(session):
+    """Rehearses the command that times an accelerator: its tests, and each column of a model, on the CPU."""
+    install(session, "-e", ".", "--group", "benchmarks")
+    out = ("--out", str(pathlib.Path(session.create_tmp()).resolve() / "record.json"))
+    session.run("python", "-m", "benchmarks.accelerator", "--only", "tests", "--minutes", "9", *out)
+    session.run("pytest", "-q", "--full", "-k", "every_column", "tests/test_accelerator_command.py")
 
 
 @nox.session(python=OLDEST_PYTHON, tags=["tests"])

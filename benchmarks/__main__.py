@@ -1,4 +1,4 @@
-"""Times training steps with loss scaling, by jmpscale and by other libraries: `python -m benchmarks`.
+"""Times training steps with loss scaling on a CPU, by jmpscale and by other libraries: `python -m benchmarks`.
 
 Whole training steps, jitted and with donated states, are timed in turns in one process. Each step has two ratios: to
 the same step with `optax.clip_by_global_norm`, and to the step that neither clips nor scales the loss, in the same
@@ -13,7 +13,6 @@ import sys
 import time
 
 import jax
-import jax.numpy as jnp
 
 from benchmarks import record, steps, timing
 
@@ -32,18 +31,7 @@ STEPS = {name: (functools.partial(steps.mlp, *shape), {}, ALL, 25) for name, sha
 BASE = functools.partial(steps.mlp, *SHAPES["16 of 1024, batch 32"])  # the optimizer takes a large part of the time
 OTHERS = {name: (BASE, {"optimizer": name}, FEW, 12) for name in ("sgd", "momentum", "adafactor")}
 
-# Steps that are long enough for a GPU. In the first, the optimizer takes the largest part of the time.
-_NETWORK, _MODEL = functools.partial(steps.mlp, 8, 2048, 32), steps.language_model
-_HALF, _AUTOCAST = {"compute": jnp.float16}, {"compute": jnp.float16, "autocast": True}
-_GPU = ("bare", "clipped", "clipped, constant scale", *OURS, *steps.PEERS)
-LARGE = {
-    "8 of 2048, batch 32, float16": (_NETWORK, _HALF, _GPU, 20),
-    "language model, float32": (_MODEL, {}, ("bare",), 20),
-    "language model, bfloat16": (_MODEL, {"compute": jnp.bfloat16}, ("bare",), 20),
-    "language model, float16": (_MODEL, _HALF, _GPU, 20),
-    "language model, float16, autocast": (_MODEL, _AUTOCAST, _GPU, 20),
-}
-PARTS = {"steps": STEPS, "optimizers": OTHERS, "large": LARGE}
+PARTS = {"steps": STEPS, "optimizers": OTHERS}
 
 
 def measure(cases):
@@ -63,7 +51,7 @@ def measure(cases):
 def main():
     """Measures the requested parts, and writes their figures."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=["steps", "optimizers"], help="default: for a CPU")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="default: both")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="default: benchmarks/results/cpu.json")
     options = parser.parse_args()
     if missing := [name for name in steps.PEER_MODULES if importlib.util.find_spec(name) is None]:

@@ -19,7 +19,7 @@ import jax  # isort: skip
 import jax.numpy as jnp  # isort: skip
 
 from benchmarks import steps  # isort: skip
-from jmpscale._autocast import rules  # isort: skip
+from jmpscale._autocast import kept, rules  # isort: skip
 
 RESULTS = record.RESULTS / "autocast.json"
 METHOD = "optax wrapper"
@@ -31,20 +31,19 @@ VARIANTS = (BY_HAND, AUTOCAST, RESULTS_IN_FLOAT32, STORED, FLOAT32, BFLOAT16)
 CONVERTED = {STORED: "stored", EMBEDDED: "embedded"}  # the argument of the task that receives the dtype
 WEIGHTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable  # the results of matmuls with parameters
 DOTS = jax.checkpoint_policies.dots_saveable
-GPT2 = functools.partial(steps.transformer, width=768, heads=12, length=1024, batch=8)
 LORA = "GPT-2 small, 2 layers, LoRA of rank 4"
 MODELS = {  # the task, and the number of devices, over which parameters and batch are sharded
-    "GPT-2 small": (functools.partial(GPT2, 12, vocabulary=50257), 1),
-    "GPT-2 small, FSDP": (functools.partial(GPT2, 12, vocabulary=50304), 8),
-    "GPT-2 small, scan": (functools.partial(GPT2, 12, vocabulary=50257, scan=True), 1),
-    "GPT-2 small, scan with remat": (functools.partial(GPT2, 12, vocabulary=50257, scan=True, remat=WEIGHTS), 1),
-    "GPT-2 small, scan, dots saved": (functools.partial(GPT2, 12, vocabulary=50257, scan=True, remat=DOTS), 1),
+    "GPT-2 small": (functools.partial(steps.gpt2, 12), 1),
+    "GPT-2 small, FSDP": (functools.partial(steps.gpt2, 12, vocabulary=50304), 8),
+    "GPT-2 small, scan": (functools.partial(steps.gpt2, 12, scan=True), 1),
+    "GPT-2 small, scan with remat": (functools.partial(steps.gpt2, 12, scan=True, remat=WEIGHTS), 1),
+    "GPT-2 small, scan, dots saved": (functools.partial(steps.gpt2, 12, scan=True, remat=DOTS), 1),
     "U-Net": (functools.partial(steps.unet, 64, 128, 16), 1),
     "ResNet-34": (functools.partial(steps.resnet, (3, 4, 6, 3), 64, 224, 64), 1),
     # Fewer layers, which compile faster.
-    "GPT-2 small, 2 layers": (functools.partial(GPT2, 2, vocabulary=50257), 1),
-    "GPT-2 small, 2 layers, FSDP": (functools.partial(GPT2, 2, vocabulary=50304), 8),
-    LORA: (functools.partial(GPT2, 2, vocabulary=50257, rank=4), 1),
+    "GPT-2 small, 2 layers": (functools.partial(steps.gpt2, 2), 1),
+    "GPT-2 small, 2 layers, FSDP": (functools.partial(steps.gpt2, 2, vocabulary=50304), 8),
+    LORA: (functools.partial(steps.gpt2, 2, rank=4), 1),
     "ResNet-10": (functools.partial(steps.resnet, (1, 1, 1, 1), 64, 224, 64), 1),
 }
 RATIOS = ("moved_bytes", "temp_bytes", "kernels", "communicated_bytes", "compile_cpu_s")
@@ -56,9 +55,9 @@ def measure(backend, model, variant):
     if variant in CONVERTED:
         task = functools.partial(task, **{CONVERTED[variant]: half})
     compute = {FLOAT32: jnp.float32, BFLOAT16: jnp.bfloat16}.get(variant, half)
-    result = jnp.float32 if variant == RESULTS_IN_FLOAT32 else None
+    result_dtype = jnp.float32 if variant == RESULTS_IN_FLOAT32 else None
     with_autocast = variant in (AUTOCAST, RESULTS_IN_FLOAT32, SMALL, *CONVERTED)
-    job = steps.make_job(targets.abstract(task), compute=compute, autocast=with_autocast, result=result)
+    job = steps.make_job(targets.abstract(task), compute=compute, autocast=with_autocast, result_dtype=result_dtype)
     with _small_contractions_converted() if variant == SMALL else contextlib.nullcontext():
         return compilers.measure(job, METHOD, targets.mesh(backend, devices, (devices, 1)))
 
@@ -66,12 +65,12 @@ def measure(backend, model, variant):
 @contextlib.contextmanager
 def _small_contractions_converted():
     """Lets autocast convert contractions of 2 to 4 elements, too, to measure the rule that keeps them in float32."""
-    memos, largest = rules._MEMOS, rules._SMALL_CONTRACTION
+    memos, largest = rules._MEMOS, kept._SMALL_CONTRACTION
     try:
-        rules._MEMOS, rules._SMALL_CONTRACTION = {key: weakref.WeakKeyDictionary() for key in memos}, 1
+        rules._MEMOS, kept._SMALL_CONTRACTION = {key: weakref.WeakKeyDictionary() for key in memos}, 1
         yield
     finally:
-        rules._MEMOS, rules._SMALL_CONTRACTION = memos, largest
+        rules._MEMOS, kept._SMALL_CONTRACTION = memos, largest
 
 
 def main():

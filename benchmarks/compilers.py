@@ -77,7 +77,7 @@ def measure(job, method, mesh, members=None):
     copied = programs.copies(program)
     sharded, lost = targets.lost(given, compiled.output_shardings[0], state)
     return {
-        "moved_bytes": _known(traffic.moved_bytes, program),
+        "moved_bytes": traffic.known(traffic.moved_bytes, program),
         # XLA's own count, of one iteration of each loop, includes the on-chip memory of a TPU. It is missing on CUDA.
         "xla_bytes": round(cost["bytes accessed"]) if cost else None,
         "temp_bytes": memory.temp_size_in_bytes,
@@ -90,20 +90,12 @@ def measure(job, method, mesh, members=None):
         "branches": programs.count(program, "conditional"),
         "loops": programs.count(program, "while"),
         "collectives": programs.collectives(program),
-        "communicated_bytes": _known(traffic.communicated_bytes, program),
+        "communicated_bytes": traffic.known(traffic.communicated_bytes, program),
         "small_all_reduces": programs.small_all_reduces(program),
         "sharded": sharded,
         "lost": lost,
         "compile_cpu_s": round(took, 2),
     }
-
-
-def _known(count, program):
-    """Returns the bytes that `count` finds in a program, or None if a loop has an unknown number of iterations."""
-    try:
-        return count(program)
-    except traffic.UnknownIterationsError:
-        return None
 
 
 def cpu_seconds():

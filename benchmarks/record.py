@@ -13,7 +13,8 @@ import sys
 ROOT = pathlib.Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 LIBRARIES = ("jmpscale", "jax", "jaxlib", "jax-cuda12-plugin", "libtpu", "optax", "flax", "jmp", "equinox")
-LIBRARIES += ("mixed-precision-for-jax",)
+LIBRARIES += ("mixed-precision-for-jax", "jax-cuda13-plugin", "jax-rocm60-plugin", "jax-rocm7-plugin")
+QUERIES = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit", "temperature.gpu")
 
 
 def about(module, device):
@@ -35,6 +36,32 @@ def about(module, device):
         "commit": _commit(),
         "versions": _versions(),
     }
+
+
+def accelerator(device):
+    """Returns the properties of a device of JAX, of its driver and of its memory."""
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "devices": device.client.local_device_count(),
+        "compute_capability": getattr(device, "compute_capability", None),
+        "backend": device.client.platform_version,
+        "memory_limit": limit,
+        "clocks": clocks(),
+    }
+
+
+def clocks():
+    """Returns what the driver tells of each NVIDIA or AMD GPU, such as its clocks, or None without its command."""
+    for command in (["nvidia-smi", f"--query-gpu={','.join(QUERIES)}", "--format=csv"], ["rocm-smi", "--showclocks"]):
+        try:
+            found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+        except (FileNotFoundError, subprocess.TimeoutExpired):
+            continue
+        if found.returncode == 0:
+            return found.stdout.strip().splitlines()
+    return None
 
 
 def _commit():
@@ -64,5 +91,12 @@ def read(path):
 
 def add(path, results):
     """Adds results to a file. They replace earlier results with the same names."""
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(read(path) | results, indent=1) + "\n")
+    write(path, read(path) | results)
+
+
+def write(path, results):
+    """Writes results to a file, of which readers see the old or the new content, also if this process is killed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
+    new.replace(path)

@@ -41,11 +41,14 @@ class Job(NamedTuple):
     optimizer: str
 
 
-def make_job(task, optimizer="adamw", compute=jnp.float32, grads=jnp.float32, autocast=False, result=None):
+def make_job(
+    task, optimizer="adamw", compute=jnp.float32, grads=jnp.float32, autocast=False, result_dtype=None, precision=None
+):
     """Joins a task `(loss_fn, params, batch)` with an optimizer; `grads` is float32 or `compute`.
 
     The parameters and the batch are cast to `compute`, from which the task's float32 operations are excluded by hand;
-    or they remain float32, and `jmpscale.autocast` casts; `result` is its argument.
+    or they remain float32, and `jmpscale.autocast` casts; `result_dtype` is its argument. The `precision` is JAX's
+    default for matmuls; their derivatives inherit it.
     """
     loss_fn, params, batch = task
     plain = OPTIMIZERS[optimizer]()
@@ -54,9 +57,10 @@ def make_job(task, optimizer="adamw", compute=jnp.float32, grads=jnp.float32, au
     widen = [] if grads == jnp.float32 else [optax.stateless(lambda updates, _: to_dtype(jnp.float32, updates))]
 
     def by_hand(params, batch):
-        return loss_fn(to_dtype(compute, params), to_dtype(compute, batch))
+        with jax.default_matmul_precision(precision):
+            return loss_fn(to_dtype(compute, params), to_dtype(compute, batch))
 
-    loss_of = jmpscale.autocast(loss_fn, dtype=compute, result=result) if autocast else by_hand
+    loss_of = jmpscale.autocast(loss_fn, dtype=compute, result_dtype=result_dtype) if autocast else by_hand
     cast = functools.partial(to_dtype, grads)
     guarded = optax.apply_if_finite(plain, max_consecutive_errors=5)
     txs = optax.chain(*widen, plain), optax.chain(*widen, clip, plain), optax.chain(*widen, guarded)
@@ -162,6 +166,39 @@ def transformer(
 def language_model():
     """Returns the language model of docs/costs.md: 12 layers of GPT-2's width, with fewer words and places."""
     return transformer(12, 768, 12, 32_768, 512, 16)
+
+
+def gpt2(layers, vocabulary=50257, batch=8, **options):
+    """Returns GPT-2 small with this number of layers, of which the model has 12."""
+    return transformer(layers, 768, 12, vocabulary, 1024, batch, **options)
+
+
+def lstm(width, vocabulary, length, batch):
+    """A language model of one LSTM layer in a scan, whose cell state is in float32."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {
+        "embed": 0.1 * jax.random.normal(keys[0], (vocabulary, width)),
+        "kernel": jax.random.normal(keys[1], (2 * width, 4 * width)) * (2 * width) ** -0.5,
+        "bias": jnp.zeros(4 * width),
+        "head": jax.random.normal(keys[2], (width, vocabulary)) * width**-0.5,
+    }
+
+    def loss_fn(params, tokens):
+        def cell(carry, x):
+            hidden, state = carry
+            gates = jnp.concatenate([x, hidden], axis=-1) @ params["kernel"] + params["bias"]
+            enter, forget, leave, new = jnp.split(gates.astype(jnp.float32), 4, axis=-1)
+            state = jax.nn.sigmoid(forget + 1) * state + jax.nn.sigmoid(enter) * jnp.tanh(new)
+            hidden = (jax.nn.sigmoid(leave) * jnp.tanh(state)).astype(hidden.dtype)
+            return (hidden, state), hidden
+
+        x = jnp.moveaxis(params["embed"][tokens[:, :-1]], 1, 0)
+        start = jnp.zeros_like(x[0]), jnp.zeros(x.shape[1:], jnp.float32)
+        _, hidden = jax.lax.scan(cell, start, x)
+        logits = (hidden @ params["head"]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:].T).mean()
+
+    return loss_fn, params, jax.random.randint(keys[3], (batch, length + 1), 0, vocabulary)
 
 
 def _store(x, dtype):
@@ -319,12 +356,14 @@ def bare(job, tx=None):
     return lambda params: (params, tx.init(params), ()), step
 
 
-def constant_scale(job):
-    """Clips, with a loss that is multiplied by a constant, and gradients that are divided by it.
+def constant_scale(job, tx=None):
+    """Multiplies the loss by a constant, and divides the gradients by it.
 
     Its backward pass has the values of a loss-scaled one. Without a scale, many gradients of float16 matmuls are zero,
     and a GPU needs less power to multiply zeros.
     """
+
+    tx = tx or job.tx
 
     def scaled(params, batch):
         loss = job.loss_fn(params, batch)
@@ -334,10 +373,10 @@ def constant_scale(job):
         params, opt_state, own = state
         grads, loss = jax.grad(scaled, has_aux=True)(job.cast(params), batch)
         grads = jax.tree.map(lambda g: g / CONSTANT, to_dtype(jnp.float32, grads))
-        updates, opt_state = job.clipped.update(grads, opt_state, params)
+        updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state, own), loss
 
-    return lambda params: (params, job.clipped.init(params), ()), step
+    return lambda params: (params, tx.init(params), ()), step
 
 
 def functional(job, tx=None, scaler=None):
@@ -457,7 +496,8 @@ def mpx_steps(job):
 METHODS = {
     "bare": bare,
     "clipped": lambda job: bare(job, job.clipped),
-    "clipped, constant scale": constant_scale,
+    "constant scale": constant_scale,
+    "clipped, constant scale": lambda job: constant_scale(job, job.clipped),
     "functional": functional,
     "functional, clip in chain": lambda job: functional(job, job.clipped),
     "functional, norm as check": norm_as_check,
@@ -473,7 +513,7 @@ METHODS = {
 BASELINE = "clipped"  # clipping, like skipping, needs all gradients first
 PEERS = ("jmp", "Flax DynamicScale", "mpx", "optax apply_if_finite")
 PEER_MODULES = ("jmp", "flax", "mpx", "equinox")
-UNGUARDED = ("bare", "clipped", "clipped, constant scale")  # these do not skip an overflow
+UNGUARDED = ("bare", "clipped", "constant scale", "clipped, constant scale")  # these do not skip an overflow
 
 
 def count(tree):

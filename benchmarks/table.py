@@ -1,11 +1,12 @@
-"""Writes the tables of the documentation from the results of earlier runs: `python -m benchmarks.table`.
+"""Writes the tables and figures of the pages from the results of earlier runs: `python -m benchmarks.table`.
 
-Two comments on a page delimit each table. A sentence about the runs follows the table.
+Two comments on a page delimit each table. A sentence about the runs follows the table. A comment behind a number in a
+sentence names a figure of `benchmarks/figures.py`.
 """
 
 import re
 
-from benchmarks import record
+from benchmarks import cards, figures, record
 
 DOCS = record.ROOT / "docs"
 STUDIES = record.ROOT / "benchmarks" / "studies"
@@ -69,6 +70,7 @@ def pages(results):
     compiled = results["compilers"]
     figures = {name: result["figures"] for name, result in compiled.items()}
     costs = {
+        "accelerators": cards.side_by_side(cards.read()) or "No device has a record yet.",
         "gpu": _timed(GPU, results["gpu"].get("large"), _time),
         "bytes": _steps(COMPILED, figures, _moved) + _runs([compiled[name] for name in COMPILED.values()]),
         "autocast": _autocast(results["autocast"]),
@@ -177,22 +179,29 @@ def _libraries(versions):
     return ", ".join(f"{title} {versions[name]}" for name, title in names.items() if versions.get(name))
 
 
-def rewrite(text, new):
-    """Returns a page with each table between its two marks replaced."""
+def paths():
+    """Returns the files with tables or figures: all pages of the documentation, and two files named README.md."""
+    return [record.ROOT / "README.md", STUDIES / "README.md", *sorted(DOCS.rglob("*.md"))]
+
+
+def rewrite(text, new, known):
+    """Returns a page with each table between its two marks replaced, and each figure that a comment names."""
     for name, table in new.items():
         marks = rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)"
         if not re.search(marks, text, flags=re.DOTALL):
             raise ValueError(f"the page needs a line <!-- {name} -->, and after it a line <!-- /{name} -->")
         text = re.sub(marks, lambda found, table=table: found[1] + table + found[2], text, flags=re.DOTALL)
-    return text
+    return figures.rewrite(text, known)
 
 
 def main():
-    """Rewrites the tables of the pages, and prints them."""
-    for name, new in pages(read_results()).items():
+    """Rewrites the tables and figures of the pages, and prints the tables."""
+    results = read_results()
+    tables, known = pages(results), figures.figures(results)
+    for path in paths():
+        new = tables.get(path.name, {}) if path.parent == DOCS else {}
         print(*new.values(), sep="\n\n")
-        page = DOCS / name
-        page.write_text(rewrite(page.read_text(), new))
+        path.write_text(rewrite(path.read_text(), new, known))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import numpy as np
 from benchmarks import steps
 
 BURST = 0.02  # seconds: a shorter call is repeated until a turn takes this long
+TURN = 0.1  # seconds of the steps of one turn, of a run that each turn starts again
 
 
 def interleave(turns, seconds, rounds=(7, 41)):
@@ -47,17 +48,17 @@ def summarize(taken, baseline):
     for name, times in taken.items():
         low, middle, high = np.percentile(times / taken[baseline], (25, 50, 75))
         figures[name] = {
-            "ms": _round(1e3 * np.median(times)),
-            "ratio": _round(middle),
-            "ratio_quartiles": [_round(low), _round(high)],
+            "ms": rounded(1e3 * np.median(times)),
+            "ratio": rounded(middle),
+            "ratio_quartiles": [rounded(low), rounded(high)],
             "rounds": len(times),
         }
         if "bare" in taken:
-            figures[name]["bare_ratio"] = _round(np.median(times / taken["bare"]))
+            figures[name]["bare_ratio"] = rounded(np.median(times / taken["bare"]))
     return figures
 
 
-def _round(number):
+def rounded(number):
     return float(f"{number:.4g}")
 
 
@@ -92,19 +93,61 @@ def require_same_work(losses):
         raise RuntimeError(f"after some steps the losses differ, so the methods did different work: {at_last}")
 
 
-class Run:
-    """A training run: each call starts one step, and returns the step's result."""
+def take_turns(runs, seconds, rounds):
+    """Yields for each round the seconds of a step by name, and the number of steps that were timed.
 
-    def __init__(self, job, method):
-        self._init, step = method(job)
-        self._params, self.batch, self.losses = job.params, job.batch, []
-        self.start()
-        self.compiled = jax.jit(step, donate_argnums=0).lower(self.state, self.batch).compile()
+    A turn starts its training run again and ends it, so that only one training state is in memory, each time at other
+    addresses. Its first step is not timed. A round has one turn of each run, in a new random order; the rounds end
+    after `seconds`, within the two limits.
+    """
+    rng, started = np.random.default_rng(0), time.perf_counter()
+    repeats = {name: int(np.clip(TURN / _turn(run, 1), 1, 1000)) for name, run in runs.items()}
+    done, (fewest, most) = 0, rounds
+    while done < fewest or (done < most and time.perf_counter() - started < seconds):
+        yield {name: _turn(runs[name], repeats[name]) for name in map(str, rng.permutation(list(runs)))}, repeats
+        done += 1
+
+
+def _turn(run, steps):
+    run.start()
+    jax.block_until_ready(run())
+    start = time.perf_counter()
+    for _ in range(steps):
+        result = run()
+    jax.block_until_ready(result)
+    taken = (time.perf_counter() - start) / steps
+    run.stop()
+    return taken
+
+
+class Run:
+    """A training run: each call starts one step, and returns the step's result, after `compile` and `start`."""
+
+    def __init__(self, job, method, options=None):
+        self._init, self._step = method(job)
+        self._params, self.batch, self.losses, self.state = job.params, job.batch, [], None
+        self._options, self._lowered, self.compiled = options, None, None
+
+    def lower(self):
+        """Traces the step, unless it is traced already."""
+        if self._lowered is None:
+            state = jax.eval_shape(self._init, self._params)
+            self._lowered = jax.jit(self._step, donate_argnums=0).lower(state, self.batch)
+
+    def compile(self):
+        """Compiles the step, unless it is compiled already. Several threads may compile different runs."""
+        self.lower()
+        if self.compiled is None:
+            self.compiled = self._lowered.compile(self._options)
 
     def start(self):
         """Starts again from copies of the parameters, because a step donates its state."""
         state = self._init(self._params)
         self.state = jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, state)
+
+    def stop(self):
+        """Forgets the state and the losses, and so frees their memory."""
+        self.state, self.losses = None, []
 
     def __call__(self):
         self.state, loss = self.compiled(self.state, self.batch)
@@ -117,6 +160,7 @@ def build(job, method):
     jax.clear_caches()
     start = time.process_time()
     run = Run(job, method)
+    run.compile()
     seconds = time.process_time() - start
     temporary = run.compiled.memory_analysis().temp_size_in_bytes
-    return run, {"compile_cpu_s": _round(seconds), "temp_bytes": temporary}
+    return run, {"compile_cpu_s": rounded(seconds), "temp_bytes": temporary}

@@ -58,6 +58,14 @@ def communicated_bytes(program, computation=None):
     return total
 
 
+def known(count, program):
+    """Returns the bytes that `count` finds in a program, or None if a loop has an unknown number of iterations."""
+    try:
+        return count(program)
+    except UnknownIterationsError:
+        return None
+
+
 def _total(x, inside):
     """Adds up the bytes of the computations that an instruction runs."""
     if x.operation == "conditional":

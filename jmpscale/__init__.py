@@ -6,19 +6,19 @@ from jmpscale._algorithm.finite import all_finite
 from jmpscale._algorithm.gate import apply_if, select_tree
 from jmpscale._algorithm.get_scaler import get_scaler, replace_scaler
 from jmpscale._algorithm.grad import value_and_grad
-from jmpscale._algorithm.optax import with_loss_scaling
+from jmpscale._algorithm.optax import LossScalingTransformation, with_loss_scaling
 from jmpscale._algorithm.optax_step import optax_step
 from jmpscale._algorithm.scaled_backward import scaled_backward
 from jmpscale._algorithm.scaling import scale, unscale, unscale_and_check
 from jmpscale._algorithm.update import update
 from jmpscale._autocast.api import autocast
-from jmpscale._autocast.cast import cast
+from jmpscale._cast import cast
 from jmpscale._diagnosis.api import diagnose
 from jmpscale._diagnosis.report import Diagnosis, DiagnosisChange, DiagnosisRow
 from jmpscale._diagnosis.training_step import diagnose_step
 from jmpscale._monitoring.grad_report import GradReport, grad_report
 from jmpscale._monitoring.metrics import metrics
-from jmpscale._monitoring.run_monitor import RunMonitor, raise_if_stuck
+from jmpscale._monitoring.run_monitor import RunMonitor
 from jmpscale._state import ScalerConfig, ScalerState, SkipReason, WithLossScalingState, disabled, dynamic, static
 from jmpscale._torch_state_dict import from_torch_state_dict, to_torch_state_dict
 
@@ -27,6 +27,7 @@ __all__ = [
     "DiagnosisChange",
     "DiagnosisRow",
     "GradReport",
+    "LossScalingTransformation",
     "RunMonitor",
     "ScalerConfig",
     "ScalerState",
@@ -45,7 +46,6 @@ __all__ = [
     "grad_report",
     "metrics",
     "optax_step",
-    "raise_if_stuck",
     "replace_scaler",
     "scale",
     "scaled_backward",

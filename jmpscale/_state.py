@@ -92,10 +92,12 @@ class SkipReason(enum.IntEnum):
 class ScalerState(NamedTuple):
     """The state of a loss scaler: an immutable pytree of scalar arrays, and its settings.
 
-    In a batch of scalers all arrays have a leading axis; use it under `jax.vmap`. Counters stop at 2147483647.
+    In a batch of scalers all arrays have a leading axis; use it under `jax.vmap`. Counters stop at 2147483647, and
+    `total_skips` stops together with `total_steps`, so `total_skips / total_steps` is the fraction of skipped steps.
 
     Attributes:
       loss_scale: f32[], the factor by which the loss is multiplied; if dynamic, in `[min_scale, max_scale]`.
+      total_steps: i32[], the number of steps, applied or skipped: the calls of `update`.
       finite_steps: i32[], the number of finite steps since the scale last grew or gradients last overflowed; a skip
         because of a non-finite loss does not reset it.
       hysteresis_left: i32[], the number of overflows until the scale backs off; at 0, as at 1, at the next overflow.
@@ -106,6 +108,7 @@ class ScalerState(NamedTuple):
     """
 
     loss_scale: jax.Array
+    total_steps: jax.Array
     finite_steps: jax.Array
     hysteresis_left: jax.Array
     total_skips: jax.Array
@@ -257,8 +260,13 @@ def init_state(loss_scale: float, config: ScalerConfig, finite_steps: int = 0) -
     """Creates a state from validated settings."""
     register_with_flax()
     # A JAX array would start the backend, and Orbax does not save NumPy scalars.
-    counts = [np.array(n, np.int32) for n in (finite_steps, config.hysteresis, 0, 0, SkipReason.NONE)]
+    counts = [np.array(n, np.int32) for n in (0, finite_steps, config.hysteresis, 0, 0, SkipReason.NONE)]
     return ScalerState._make([np.array(loss_scale, np.float32), *counts, config])
+
+
+def is_scaler(x: object) -> bool:
+    """Tests whether a node of a tree is a scaler, or a batch of scalers."""
+    return isinstance(x, ScalerState)
 
 
 def register_with_flax() -> None:

@@ -107,7 +107,7 @@ def float16(size):
 
 
 def stuck(limit):
-    return lambda state=STATE: jmpscale.raise_if_stuck(state, max_consecutive_skips=limit)
+    return lambda state=STATE: jmpscale.RunMonitor(max_consecutive_skips=limit).raise_if_stuck(state)
 
 
 def warnings_of(call):

@@ -9,6 +9,7 @@ import numpy as np
 COUNTER_LIMIT = 2147483647
 INITIAL = {  # the state of `jmpscale.dynamic()`
     "loss_scale": 65536.0,
+    "total_steps": 0,
     "finite_steps": 0,
     "hysteresis_left": 1,
     "total_skips": 0,
@@ -21,6 +22,7 @@ FIELDS = tuple(INITIAL)
 def step(config, state, finite, loss_finite=True):
     """Returns the state after one step of a dynamic or static scaler."""
     new = dict(state)
+    new["total_steps"] = _count_up(state["total_steps"])
     dynamic = config.mode == "dynamic"
     counts_overflows = dynamic and config.hysteresis > 1
     if finite:
@@ -34,7 +36,8 @@ def step(config, state, finite, loss_finite=True):
                 new["hysteresis_left"] = config.hysteresis
             new["loss_scale"] = min(_multiply(state["loss_scale"], config.growth_factor), np.float32(config.max_scale))
         return new
-    new["total_skips"] = _count_up(state["total_skips"])
+    if new["total_steps"] < COUNTER_LIMIT:
+        new["total_skips"] = _count_up(state["total_skips"])
     new["consecutive_skips"] = _count_up(state["consecutive_skips"])
     if not loss_finite:
         new["last_skip_reason"] = 2

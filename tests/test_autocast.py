@@ -16,7 +16,7 @@ import numpy as np
 import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental import compute_on
+from jax.experimental import compute_on, xla_metadata
 from jax.sharding import AxisType
 
 import jmpscale
@@ -250,6 +250,10 @@ TRANSFORMATIONS = {
     ),
     "compute_on": lambda wrap: wrap(on_host),
 }
+if hasattr(xla_metadata, "xla_metadata_call"):  # JAX 0.12
+    TRANSFORMATIONS["xla_metadata_call"] = lambda wrap: wrap(
+        jax.grad(lambda w, x: jnp.mean(xla_metadata.xla_metadata_call(jnp.matmul, tag="layer")(x, w) ** 2))
+    )
 DEFAULT = {"grad inside", "scan over layers", "shard_map", "custom derivatives"}
 
 
@@ -456,7 +460,7 @@ def test_autocast_runs_unknown_primitives_as_written(monkeypatch):
     assert_close(jax.jit(half, **FAST)(W, X), fun(W, X), rtol=5e-3)
 
 
-@pytest.mark.parametrize("precision", [None, "default", "high"])
+@pytest.mark.parametrize("precision", [None, "default", "high", "DEFAULT", jax.lax.DotAlgorithmPreset.DEFAULT])
 def test_autocast_converts_matmuls_of_low_precision(precision):
     assert matmul_dtypes(jmpscale.autocast(with_precision(precision)), X, W) == {(F16,): 1}
 

@@ -14,16 +14,17 @@ import test_autocast as default_form
 from jax.interpreters import mlir
 
 import jmpscale
-from jmpscale._base import half_operands
+from jmpscale._autocast import half_operands
 from jmpscale.testing import check_step
 
+import meshes
 from compiling import FAST
 from precision import F16, F32, assert_close, matmul_dtypes
 from tables import rows
 
 N, W, X = default_form.N, default_form.W, default_form.X
 BF16 = np.dtype(jnp.bfloat16)
-in_half = functools.partial(jmpscale.autocast, result=jnp.float32)
+in_half = functools.partial(jmpscale.autocast, result_dtype=jnp.float32)
 
 
 def signatures(fun, *args):
@@ -215,22 +216,22 @@ def test_programs_that_the_default_form_leaves_unchanged_are_unchanged(fun):
 
 
 def test_autocast_takes_the_result_in_a_decorator():
-    @jmpscale.autocast(dtype=jnp.bfloat16, result=jnp.float32)
+    @jmpscale.autocast(dtype=jnp.bfloat16, result_dtype=jnp.float32)
     def predict(x, w):
         return x @ w
 
     assert signatures(predict, X, W) == {("bf16", "bf16", "f32")}
-    assert signatures(jmpscale.autocast(jnp.matmul, result=jnp.float16), X, W) == {("f16", "f16", "f16")}
+    assert signatures(jmpscale.autocast(jnp.matmul, result_dtype=jnp.float16), X, W) == {("f16", "f16", "f16")}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("options", [{"result": jnp.float32}, {"dtype": jnp.bfloat16}, {}], ids=str)
+@pytest.mark.parametrize("options", [{"result_dtype": jnp.float32}, {"dtype": jnp.bfloat16}, {}], ids=str)
 def test_autocast_is_transposed_by_solvers_unless_results_are_float16(options):
     """The check for infinity, which only float16 results have, cannot be transposed."""
     matrix = jnp.eye(8) * 4 + jnp.ones((8, 8))
     product = jmpscale.autocast(lambda x: (matrix @ jnp.stack([x, x], axis=1))[:, 0], **options)
     if not options:
-        with pytest.raises(NotImplementedError, match="for 'abs' not implemented"):
+        with pytest.raises(NotImplementedError, match="for 'stop_gradient' not implemented"):
             jax.scipy.sparse.linalg.gmres(product, jnp.ones(8))
         return
     for solve in jax.scipy.sparse.linalg.gmres, jax.scipy.sparse.linalg.bicgstab:
@@ -240,6 +241,20 @@ def test_autocast_is_transposed_by_solvers_unless_results_are_float16(options):
 def test_inner_autocast_decides():
     both = jmpscale.autocast(lambda w, x: jnp.mean(in_half(jnp.matmul)(x, w)) + jnp.mean(jnp.tanh(x) @ w))
     assert signatures(both, W, X) == {("f16", "f16", "f32"), ("f16", "f16", "f16")}
+
+
+def test_attention_alone_can_have_float32_results():
+    attention = functools.partial(jax.nn.dot_product_attention, implementation="xla")
+    q = 45 * default_form.random_array((1, 32, 2, 16)) * 2  # scores exceed 65504
+
+    def loss(q, attend):
+        return attend(q, q, q) @ W
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        nested = functools.partial(jmpscale.autocast(loss), attend=in_half(attention))
+        assert signatures(nested, q) == {("f16", "f16", "f32"), ("f16", "f16", "f16")}
+        assert_close(nested(q), loss(q, attention), rtol=2e-3)
+        assert jnp.isnan(jmpscale.autocast(loss)(q, attention)).any()
 
 
 def test_program_with_float32_results_is_exported_for_several_platforms():
@@ -256,6 +271,65 @@ def test_algorithms_of_jax_are_lowered_as_before():
     with pytest.raises(ValueError, match=r"F16_F16_F32.* is not supported"):
         jnp.matmul(X, W, precision=jax.lax.DotAlgorithmPreset.F16_F16_F32)
     assert signatures(jnp.matmul, X, W) == {("f32", "f32", "f32")}
+
+
+ALGORITHM = jax.lax.DotAlgorithm(F16, F16, F32)  # has the fields of the precision by which autocast converts operands
+
+
+def with_algorithm(x, w):
+    return jnp.matmul(x, w, precision=ALGORITHM)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["autocast first", "algorithm first"])
+def test_equal_algorithm_of_the_user_in_one_program_is_lowered_as_before(order):
+    """JAX lowers two matmuls with equal parameters once."""
+    funs = [in_half(jnp.matmul), with_algorithm]
+
+    def program(x, w):
+        return [funs[i](x, w) for i in order]
+
+    text = jax.jit(program).trace(X, W).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.dot_general") == 2
+    assert text.count("algorithm =") == 1
+    checks = re.findall(r"stablehlo\.subtract (%\w+), \1 ", text)
+    assert len(checks) == 2  # of both operands of one matmul
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_equal_algorithm_of_the_user_raises_on_a_cpu_as_before(is_compiled):
+    meshes.require_cpu()
+    dot = functools.partial(
+        jax.lax.dot_general, dimension_numbers=(((1,), (0,)), ((), ())), preferred_element_type=np.dtype(F32)
+    )
+
+    def program(x, w):
+        return in_half(dot)(x, w), dot(x, w, precision=ALGORITHM)
+
+    with pytest.raises(ValueError, match="not supported"):
+        (jax.jit(program) if is_compiled else program)(X, W)
+
+
+def test_precision_of_autocast_equals_only_itself():
+    precision = half_operands.half_operands(F16)
+    for other in ALGORITHM, tuple(ALGORITHM), half_operands.half_operands(BF16):
+        assert precision != other
+        assert other != precision
+        assert len({precision, other}) == 2
+    assert precision == half_operands.HalfOperands(F16, F16, F32)
+    assert len({precision, half_operands.HalfOperands(F16, F16, F32)}) == 1
+
+
+def test_dots_saveable_saves_float32_results():
+    """The policy finds matmuls by the identity of their primitive; another primitive would be computed twice."""
+
+    def matmuls(policy):
+        layer = jax.checkpoint(lambda w, x: jnp.mean(jnp.tanh(x @ w) @ w), policy=policy)
+        return matmul_dtypes(jax.grad(in_half(layer)), W, X)
+
+    policies = jax.checkpoint_policies
+    saved, recomputed = matmuls(policies.dots_saveable), matmuls(policies.nothing_saveable)
+    assert saved == matmuls(policies.everything_saveable)
+    assert sum(recomputed.values()) == sum(saved.values()) + 1
 
 
 def test_autocast_raises_if_jax_has_moved_its_lowering_rules(monkeypatch):

@@ -13,6 +13,7 @@ from jax.experimental import pallas
 from jax.experimental.pallas import tpu
 
 import jmpscale
+from jmpscale._autocast import kept
 
 from tables import rows
 
@@ -135,3 +136,153 @@ HALF_OR_PRECISE = {
 @pytest.mark.parametrize("fun", rows(HALF_OR_PRECISE))
 def test_autocast_does_not_warn_without_a_mistake(fun):
     assert not warnings_of(jmpscale.autocast(fun))[0]
+
+
+# --- most of the work is in functions with their own derivative rules
+
+
+def with_rule(fun):
+    """Returns a function with its own derivative rule, which computes what JAX computes without the rule."""
+    own = jax.custom_vjp(fun)
+    own.defvjp(lambda *args: jax.vjp(fun, *args), lambda vjp, g: vjp(g))
+    return own
+
+
+@jax.custom_jvp
+def square_with_rule(x):
+    return x @ x
+
+
+square_with_rule.defjvp(lambda primals, tangents: (square_with_rule(*primals), tangents[0] @ primals[0]))
+
+layer = with_rule(lambda x, w: jnp.tanh(x @ w))
+in_rule = " in float32. {} of {} matmuls, at {{line}}: {}_call runs as written. Use autocast in its function, or wrap "
+in_rule += 'the function that returns the gradients. If they must be in float32, set precision="highest".'
+MOSTLY_IN_RULES = {  # a function, and the words of the warning
+    "3 of 4 layers": (
+        lambda x, w: layer(layer(layer(x, w), w), w) @ w,
+        "leaves 75% of the multiplications of <lambda>" + in_rule.format(3, 4, "custom_vjp"),
+    ),
+    "one large layer": (
+        lambda x, w: layer(jnp.tile(x, (4, 1)), w)[:N] @ w @ w,
+        "leaves 66% of the multiplications of <lambda>" + in_rule.format(1, 3, "custom_vjp"),
+    ),
+    "custom_jvp": (
+        lambda x, w: square_with_rule(square_with_rule(x)) @ w,
+        "leaves 66% of the multiplications of <lambda>" + in_rule.format(2, 3, "custom_jvp"),
+    ),
+    "layers in a scan": (
+        lambda x, w: jax.lax.scan(lambda x, _: (layer(x, w), None), x, None, length=3)[0] @ w,
+        "leaves 75% of the multiplications of <lambda>" + in_rule.format(1, 2, "custom_vjp"),
+    ),
+    "convolution": (
+        lambda x, w: with_rule(lambda x, w: jax.lax.conv(x, w, (1, 1), "SAME"))(x[None, None], w[None, None]) * (x @ w),
+        "leaves 88% of the multiplications of <lambda>" + in_rule.format(1, 2, "custom_vjp"),
+    ),
+}
+
+
+@pytest.mark.parametrize("row", rows(MOSTLY_IN_RULES))
+def test_autocast_warns_once_if_most_work_is_in_derivative_rules(row):
+    fun, words = row
+    (warning,), line = warnings_of(jmpscale.autocast(fun))
+    assert re.sub(rf"{FILE}:\d+ \([^ ]*\)", "{line}", str(warning.message)) == f"autocast {words}"
+    assert (warning.category, warning.filename, warning.lineno) == (UserWarning, __file__, line)
+
+
+attend = with_rule(lambda q, k, v: jax.nn.softmax(q @ k.mT) @ v)
+
+
+def transformer(x, w):
+    """A layer with 12 N^2 parameters, as in GPT, whose attention has its own derivative rule."""
+    q, k, v = (x @ w for _ in range(3))
+    x = x + attend(q, k, v) @ w
+    return x + jax.nn.gelu(x @ jnp.tile(w, (1, 4))) @ jnp.tile(w, (4, 1))
+
+
+RIGHT = {
+    "attention with a rule": transformer,
+    "one layer of a scan with a rule": lambda x, w: (
+        jax.lax.scan(lambda x, _: (x @ w, None), x, None, length=3)[0] @ w + layer(layer(layer(x, w), w), w)
+    ),
+    "autocast inside": lambda x, w: with_rule(jmpscale.autocast(jnp.matmul))(x, w) @ w[:, :4],
+    "autocast with float32 results inside": lambda x, w: (
+        with_rule(jmpscale.autocast(jnp.matmul, result_dtype=jnp.float32))(x, w) @ w[:, :4]
+    ),
+    "casts inside": lambda x, w: (
+        with_rule(lambda x, w: (x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32))(x, w) @ w[:, :4]
+    ),
+    "highest precision inside": lambda x, w: with_rule(highest)(x, w) @ w[:, :4],
+    "kernel with a rule": lambda x, w: with_rule(pallas_matmul)(x, w) @ w[:, :4],
+    "solver": lambda x, w: jax.scipy.sparse.linalg.cg(lambda y: (x @ x.T + 9 * jnp.eye(N)) @ y, w)[0] @ w[:, :4],
+    "relu": lambda x, w: jax.nn.relu(x @ w) @ w,
+}
+
+
+@pytest.mark.parametrize("fun", rows(RIGHT))
+def test_autocast_does_not_warn_of_derivative_rules_in_a_right_program(fun):
+    assert not warnings_of(jmpscale.autocast(fun))[0]
+
+
+def test_autocast_does_not_warn_of_derivative_rules_after_differentiation():
+    def grad(x, w):
+        return jax.grad(lambda x: jnp.sum(layer(layer(x, w), w)))(x)
+
+    assert not warnings_of(jmpscale.autocast(grad))[0]
+
+
+# --- the table of what autocast keeps
+
+
+MULTIPLIED = {  # a function of two matrices, and the number of multiplications
+    "matmul": (jnp.matmul, N**3),
+    "batch": (lambda x, w: jnp.einsum("bij,bjk->bik", x.reshape(2, 4, N), w.reshape(2, N, 4)), 2 * 4 * N * 4),
+    "two contracted axes": (lambda x, w: jnp.einsum("aij,ijb->ab", x.reshape(2, 4, N), w.reshape(4, N, 2)), 4 * N * 4),
+    "ragged": (lambda x, w: jax.lax.ragged_dot(x, jnp.stack([w, w]), jnp.array([3, N - 3], jnp.int32)), N**3),
+    "strided convolution": (
+        lambda x, w: jax.lax.conv(x.reshape(1, 1, N, N), w.reshape(4, 1, 4, 4), (2, 2), "SAME"),
+        4 * 4 * 4 * 16,
+    ),
+    "grouped convolution": (
+        lambda x, w: jax.lax.conv_general_dilated(
+            x.reshape(1, 4, 4, 4), w.reshape(4, 1, 4, 4), (1, 1), "SAME", feature_group_count=4
+        ),
+        4 * 4 * 4 * 16,
+    ),
+    "scan": (lambda x, w: jax.lax.scan(lambda x, _: (x @ w, None), x, None, length=5)[0], 5 * N**3),
+    "scan in a scan": (
+        lambda x, w: jax.lax.scan(
+            lambda x, _: (jax.lax.scan(lambda x, _: (x @ w, None), x, None, length=5)[0], None), x, None, length=2
+        )[0],
+        10 * N**3,
+    ),
+    "compiled function that is called twice": (
+        lambda x, w: jax.jit(jnp.matmul)(jax.jit(jnp.matmul)(x, w), w),
+        2 * N**3,
+    ),
+}
+
+
+@pytest.mark.parametrize("row", rows(MULTIPLIED))
+def test_table_counts_multiplications(row):
+    fun, expected = row
+    (group,) = kept.groups_of_matmuls(jax.make_jaxpr(fun)(X, W).jaxpr, np.dtype("float16"))
+    assert (group.reason, group.multiplications) == (None, expected)
+
+
+def test_table_has_each_reason_with_its_matmuls():
+    def fun(x, w):
+        y = layer(layer(x, w), w) @ w
+        y = highest(pallas_matmul(y, w), w)
+        return y.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16), jnp.vdot(x, w), with_rule(pallas_matmul)(x, w)
+
+    found = kept.groups_of_matmuls(jax.make_jaxpr(fun)(X, W).jaxpr, np.dtype("float16"))
+    assert [(group.reason, group.holder, group.number) for group in found] == [
+        (kept.Kept.HELD, "custom_vjp_call", 2),
+        (None, "", 1),
+        (kept.Kept.HELD, "pallas_call", 2),
+        (kept.Kept.PRECISION, "", 1),
+        (kept.Kept.DTYPE, "", 1),
+        (kept.Kept.SMALL, "", 1),
+    ]
+    assert [group.line.partition(" ")[2] for group in found if group.holder] == ["(<lambda>)", "(body)"]

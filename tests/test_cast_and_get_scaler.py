@@ -179,7 +179,7 @@ def test_get_scaler_and_replace_scaler_raise_unless_there_is_one_scaler(call):
 
 @pytest.mark.guards
 def test_get_scaler_raises_for_a_scaler_without_an_array():
-    with pytest.raises(ValueError, match="all arrays, got 5"):
+    with pytest.raises(ValueError, match="all arrays, got 6"):
         jmpscale.get_scaler({"scaler": OLD._replace(total_skips=None)})
 
 

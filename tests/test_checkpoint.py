@@ -110,6 +110,7 @@ def test_restore_uses_the_settings_of_the_template(roundtrip, tmp_path):
 
 LAYOUT = {
     "loss_scale": np.float32(8.0),
+    "total_steps": np.int32(5),
     "finite_steps": np.int32(1),
     "hysteresis_left": np.int32(2),
     "total_skips": np.int32(3),
@@ -151,7 +152,7 @@ def test_corrupted_scale_recovers_or_is_reported(scale, recovers):
     assert finite == [False, recovers, recovers]
     if not recovers:
         with pytest.raises(FloatingPointError, match=rf"the loss scale is {scale:g}.*corrupted.*[Rr]estore"):
-            jmpscale.raise_if_stuck(state, max_consecutive_skips=2)
+            jmpscale.RunMonitor(max_consecutive_skips=2).raise_if_stuck(state)
 
 
 @pytest.mark.guards

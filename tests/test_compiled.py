@@ -23,7 +23,7 @@ from jmpscale._autocast import rules
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
-from benchmarks import autocast, compilers, steps, targets
+from benchmarks import autocast, columns, compilers, steps, targets
 
 import meshes
 import pages
@@ -39,9 +39,9 @@ METHODS = ("functional", "functional, norm as check", "optax wrapper", "optax wr
 # The topologies for one device and for multiple devices; layers and width, so large that no on-chip memory holds a
 # matrix; and the bytes by which the temporary memory may differ, because the compiler for TPU packs it differently.
 TARGETS = {"h100": ("h100", "h100", (3, 2048), 0), "tpu": ("tpu-v5e", "tpu-v5p", (2, 8192), 2**19)}
-# Kernels that a step may add on a GPU: one for each scalar of the state that changes, and one for the clipping factor.
-ADDED_KERNELS = {"functional": 5, "optax wrapper": 5, "scaled_backward": 5}
-ADDED_KERNELS |= {"functional, norm as check": 6, "optax wrapper, max_norm": 6}
+# Kernels that a step may add on a GPU: four for six scalars of the state that change, and one for the clipping factor.
+ADDED_KERNELS = {"functional": 4, "optax wrapper": 4, "scaled_backward": 4}
+ADDED_KERNELS |= {"functional, norm as check": 5, "optax wrapper, max_norm": 5}
 
 
 def _mesh(backend, devices):
@@ -141,7 +141,7 @@ AUTOCAST = {  # the limits for the ratios of the bytes moved and of the temporar
     ("h100", "U-Net", autocast.STORED): (1.18, 1.12),
     # Devices whose matmuls are fast in float16 only.
     ("t4", "GPT-2 small, 2 layers", autocast.AUTOCAST): (1.06, 1.02),
-    ("v100", "GPT-2 small, 2 layers", autocast.AUTOCAST): (1.18, 1.16),
+    ("v100", "GPT-2 small, 2 layers", autocast.AUTOCAST): (1.06, 1.05),
     ("tpu-v5e", "GPT-2 small, 2 layers", autocast.AUTOCAST): (1.12, 1.10),
     # Float32 results are written to memory.
     ("h100", "GPT-2 small, 2 layers", autocast.RESULTS_IN_FLOAT32): (1.40, 1.40),
@@ -189,6 +189,51 @@ def test_only_float16_matmuls_stay_in_half_precision_before_ampere(backend):
     assert ours["matmuls"] == in_float32["matmuls"] == by_hand["matmuls"] == {"f16": 39}
     assert bfloat16["matmuls"] == {"f32": 39}
     assert bfloat16["moved_bytes"] > 1.5 * by_hand["moved_bytes"]
+
+
+# Every column that `benchmarks.accelerator` measures compiles for these devices, or is left out for a known reason
+
+CONVOLUTIONAL = ("ResNet-34", "U-Net")
+UNSUPPORTED = {("t4", "BF16_BF16_F32"), ("v100", "BF16_BF16_F32")}
+
+
+def _operands(backend, name):
+    """Returns the type that the matmuls of a column have: XLA converts bfloat16 operands before Ampere."""
+    if name.startswith(("float32", "BF16")):
+        return "f32"
+    if "bfloat16" in name:
+        return "bf16" if backend == "h100" else "f32"
+    return "f16"
+
+
+def _column(backend, row, name):
+    """Returns the figures of a column, the words of an error of the compiler, or None if a library is missing."""
+    column = columns.COLUMNS[name]
+    try:
+        job = column.job(targets.abstract(columns.ROWS[row].smallest))
+        return compilers.measure(job, column.method, targets.mesh(backend, 1))
+    except ModuleNotFoundError:
+        return None
+    except jax.errors.JaxRuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("backend", ["h100", "t4", "v100"])
+@pytest.mark.parametrize("row", [pytest.param(row, marks=[full] * (i > 0)) for i, row in enumerate(columns.ROWS)])
+def test_columns_of_the_accelerator_benchmark_compile(backend, row):
+    if not targets.installed(backend):
+        pytest.skip(f"the compiler for {backend} is not installed")
+    targets.warm_up(backend)
+    for name in columns.COLUMNS:
+        found = _column(backend, row, name)
+        if (backend, name) in UNSUPPORTED and row not in CONVOLUTIONAL:
+            assert "Unsupported algorithm" in found
+        elif found is None:
+            assert columns.COLUMNS[name].method in steps.PEERS
+        else:
+            assert found["moved_bytes"] > 0, name
+            # JAX's precision F16_F16_F32 leaves convolutions in float32.
+            assert row in CONVOLUTIONAL or set(found["matmuls"]) == {_operands(backend, name)}, name
 
 
 # Autocast makes infinite float16 results NaN in the kernels that read them
@@ -285,7 +330,7 @@ def test_float32_results_have_operands_in_half_precision(backend, name, dtype):
         pytest.skip(f"the compiler for {backend} is not installed")
     if (backend, dtype) == ("t4", "bfloat16"):
         pytest.skip("XLA converts bfloat16 operands to float32 before Ampere")
-    program = _compiled_gradient(backend, *WITH_RESULTS[name], dtype=dtype, result=jnp.float32).as_text()
+    program = _compiled_gradient(backend, *WITH_RESULTS[name], dtype=dtype, result_dtype=jnp.float32).as_text()
     parsed = compilers.programs.parse(program)
     operands = set()
     for found in parsed.computations.values():
@@ -298,7 +343,9 @@ def test_float32_results_have_operands_in_half_precision(backend, name, dtype):
         assert _differences(program) >= 1  # NaN for infinity
 
 
-@pytest.mark.parametrize(("options", "dtype"), [({}, "f16"), ({"result": jnp.float32}, "f32")], ids=["half", "float32"])
+@pytest.mark.parametrize(
+    ("options", "dtype"), [({}, "f16"), ({"result_dtype": jnp.float32}, "f32")], ids=["half", "float32"]
+)
 def test_gradients_are_summed_over_devices_in_the_dtype_of_results(options, dtype):
     if not targets.installed("h100"):
         pytest.skip("the compiler for h100 is not installed")

@@ -267,8 +267,8 @@ SUMMARIES = {  # the loss function, its arguments, and the summary, with the lin
         "The forward pass overflows: dot_general at {0} reaches 1.8e+05, and the largest number of float16 is 65504. "
         f'{NO_SCALE}Compute {{0}} in float32, with precision="highest" where autocast converts a matmul: then the '
         "gradients differ from float32 by 0, and loss scales from 2^-104 to 2^126 fit. Or normalize its input. Or call "
-        "autocast with result=jnp.float32, and change no line: then the gradients differ from float32 by 0.00413%, and "
-        "loss scales from 2^7 to 2^41 fit.",
+        "autocast with result_dtype=jnp.float32, and change no line: then the gradients differ from float32 by "
+        "0.00413%, and loss scales from 2^7 to 2^41 fit.",
     ),
     "one of two matmuls": (
         jmpscale.autocast(two_matmuls),

@@ -18,6 +18,8 @@ pytestmark = pytest.mark.usefixtures("standard_promotion", "nothing_scaled")
 
 README = (pages.DOCS.parent / "README.md").read_text()
 README_BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+README_PYTHON, README_TEXTS = ([x for language, x in README_BLOCKS if language == kind] for kind in ("python", "text"))
+[README_PROGRAM] = (code for code in README_PYTHON if "RunMonitor" in code)
 # The overview does not show the program that it changes. `tests/frameworks` runs the programs after the changes on the
 # page on training loops, and `test_common_mistakes.py` the page on mistakes.
 UNTESTED_DIFFS = {"index", "guides/training_loops", "common_mistakes"}
@@ -29,20 +31,18 @@ MIN_TRAINING_STEPS = 20  # a block with fewer losses is not a training run
 def test_readme_runs_as_pasted(capsys):
     namespace = {"__name__": "README.md"}
     printed = []
-    for language, code in README_BLOCKS:
-        if language == "python":
-            pages.run(code, namespace)
-            printed += filter(None, [capsys.readouterr().out])
-    expected = [text for language, text in README_BLOCKS if language == "text"]
+    for code in README_PYTHON:
+        pages.run(code, namespace)
+        printed += filter(None, [capsys.readouterr().out])
     if jax.default_backend() == "cpu":  # other devices round differently
-        for ours, theirs in zip(printed, expected, strict=True):
+        for ours, theirs in zip(printed, README_TEXTS, strict=True):
             pages.assert_same_output(ours, theirs)
 
 
 @pytest.mark.full
 def test_readme_program_needs_loss_scaling():
     """The sentences below the program compare it with float32 and with float16 without loss scaling."""
-    program, output = (next(x for language, x in README_BLOCKS if language == kind) for kind in ("python", "text"))
+    program, output = README_PROGRAM, README_TEXTS[1]
     [higher] = map(float, re.findall(r"the loss ends (\d\.\d) nats higher", README))
     changes = {"@jmpscale.autocast\n": "", "jmpscale.dynamic()": "jmpscale.disabled()"}
     assert all(program.count(line) == 1 for line in changes)
@@ -51,6 +51,39 @@ def test_readme_program_needs_loss_scaling():
     # The manual differs between versions of Python.
     assert float(output.split()[0]) == pytest.approx(float32, abs=0.15)
     assert float16 - float32 == pytest.approx(higher, abs=0.1)
+
+
+def _train_with_invalid_steps(every):
+    """Returns a step that applies one step in `every` of a training step, and skips the others."""
+
+    def planted(train_step, step, params, opt_state, batch):
+        if step % every == 0:
+            return train_step(params, opt_state, batch)
+        invalid = jax.tree.map(lambda x: x * float("nan"), params)
+        return params, *train_step(invalid, opt_state, batch)[1:]
+
+    return planted
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(
+    ("every", "skips"),
+    [pytest.param(2, None, marks=pytest.mark.full), (3, 20), pytest.param(12, 28, marks=pytest.mark.full)],
+)
+def test_monitor_of_the_readme_raises_if_most_steps_are_skipped(every, skips):
+    program = README_PROGRAM
+    for line, planted in {
+        "size=2048": "size=8",
+        "train_step(params, opt_state, batch)\n    if": "planted(train_step, step, params, opt_state, batch)\n    if",
+    }.items():
+        assert program.count(line) == 1
+        program = program.replace(line, planted)
+    namespace = {"__name__": "README.md", "planted": _train_with_invalid_steps(every)}
+    if skips is None:
+        pages.run(program, namespace)
+        return
+    with pytest.raises(FloatingPointError, match=f"^{skips} of the last 30 steps were skipped"):
+        pages.run(program, namespace)
 
 
 FORGOTTEN = {  # a changed line of the README's program, the original line, and the type and start of the message
@@ -76,7 +109,7 @@ FORGOTTEN = {  # a changed line of the README's program, the original line, and 
 def test_readme_program_reports_a_forgotten_line(forgotten):
     """The last of the four changed lines is missed by `check_step` only, as the README calls it."""
     new, old, kind, message = forgotten
-    program, check, *_ = (code for language, code in README_BLOCKS if language == "python")
+    program, check = README_PROGRAM, README_PYTHON[README_PYTHON.index(README_PROGRAM) + 1]
     assert program.count(new) == 1
     program = program.replace(new, old).replace("range(90)", "range(2)")
     with pytest.raises(kind, match=message) if kind else contextlib.nullcontext():  # warnings are errors

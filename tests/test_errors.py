@@ -1,7 +1,7 @@
 """A wrong call of a tool raises an error, or gives a warning, that names the argument, its value and the remedy.
 
 The errors and warnings of the algorithm are in test_guards_*.py, the errors of settings in test_settings.py, the
-diagnoses of `raise_if_stuck` in test_monitor.py, the assertions of `jmpscale.testing` in test_testing.py, and the
+diagnoses of `RunMonitor` in test_monitor.py, the assertions of `jmpscale.testing` in test_testing.py, and the
 errors of the command line in test_main.py.
 """
 
@@ -20,6 +20,7 @@ from calls import (
     BATCH,
     GRADS,
     LOSS,
+    OPT_STATE,
     REPORT,
     STATE,
     W32,
@@ -36,13 +37,8 @@ REPORTS = jax.tree.map(lambda x: np.stack([x, x]), REPORT)
 
 
 NAMED = {  # a call with an argument by position that must be given by name, and the names in its error
-    "autocast": (lambda: jmpscale.autocast(loss_of, jnp.bfloat16), "dtype, result by name, got bfloat16"),
-    "raise_if_stuck": (lambda: jmpscale.raise_if_stuck(STATE, 50), "max_consecutive_skips by name, got 50"),
+    "autocast": (lambda: jmpscale.autocast(loss_of, jnp.bfloat16), "dtype, result_dtype by name, got bfloat16"),
     "RunMonitor": (lambda: jmpscale.RunMonitor(50), "max_consecutive_skips by name, got 50"),
-    "RunMonitor.raise_if_stuck": (
-        lambda: jmpscale.RunMonitor(max_consecutive_skips=1).raise_if_stuck(STATE, 7),
-        "step by name, got 7",
-    ),
     "update": (lambda: jmpscale.update(STATE, True, LOSS), "loss, axis_name by name, got float32[]"),
     "all_finite": (lambda: jmpscale.all_finite(GRADS, "d"), "scaler, axis_name by name, got 'd'"),
     "with_loss_scaling": (lambda: jmpscale.with_loss_scaling(ADAM, STATE, 1.0), "max_norm, axis_name, ... got 1.0"),
@@ -51,10 +47,38 @@ NAMED = {  # a call with an argument by position that must be given by name, and
 }
 
 
+SHOWN = {  # a call with arguments of another function by position, and the call that its error shows
+    "all_finite": (lambda: jmpscale.all_finite(LOSS, GRADS), "got dict by position. Call all_finite((loss, grads));"),
+    "autocast": (lambda: jmpscale.autocast(loss_of, GRADS), "got dict by position. Call autocast(fun)(*args);"),
+    "value_and_grad": (
+        lambda: jmpscale.value_and_grad(loss_of, OPT_STATE, GRADS, LOSS),
+        "got float32[] by position. Call value_and_grad(fun)(scaler, *args);",
+    ),
+    "scaled_backward": (
+        lambda: jmpscale.scaled_backward(loss_of, 2.0, GRADS),
+        "got dict by position. Call scaled_backward(fun, scale)(*args);",
+    ),
+    "diagnose": (
+        lambda: jmpscale.diagnose(loss_of, OPT_STATE, GRADS, LOSS),
+        "got float32[] by position. Call diagnose(fun)(scaler, *args);",
+    ),
+    "check_step": (
+        lambda: testing.check_step(loss_of, GRADS, LOSS),
+        "got dict by position. Call check_step(step)(*args);",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_function_shows_the_usual_call(name):
+    check_message(SHOWN[name][0], TypeError, SHOWN[name][1])
+
+
 @pytest.mark.parametrize("name", NAMED)
 def test_function_requires_the_names_of_its_options(name):
     call, words = NAMED[name]
-    check_message(call, TypeError, f"{name} takes {words} by position. Write the name before the value, such as")
+    shown = "Call" if name in SHOWN else "Write the name before the value, such as"
+    check_message(call, TypeError, f"{name} takes {words} by position. {shown}")
 
 
 def test_every_public_function_with_options_requires_their_names():
@@ -86,12 +110,12 @@ AUTOCAST = {
             "dtype must ... got float32[2]. Pass jnp.float16",
         ),
         "result in another dtype": (
-            lambda: jmpscale.autocast(loss_of, result=jnp.bfloat16),
-            "result must be float32, or float16 like dtype, got bfloat16. Pass jnp.float32.",
+            lambda: jmpscale.autocast(loss_of, result_dtype=jnp.bfloat16),
+            "result_dtype must be float32, or float16 like dtype, got bfloat16. Pass jnp.float32.",
         ),
         "result in an array": (
-            lambda: jmpscale.autocast(result=W32),
-            "result must be ... got float32[2]. Pass jnp.float32.",
+            lambda: jmpscale.autocast(result_dtype=W32),
+            "result_dtype must be ... got float32[2]. Pass jnp.float32.",
         ),
     },
 }
@@ -106,10 +130,6 @@ def _cast(tree, dtype):
     return lambda: jmpscale.cast(tree, dtype)
 
 
-def _monitor(step):
-    return lambda state=STATE: jmpscale.RunMonitor(max_consecutive_skips=1).raise_if_stuck(state, step=step)
-
-
 CAST_AND_MONITORING = {
     AttributeError: {
         "method": (lambda: STATE.scale(LOSS), "no attribute 'scale'. It has no methods: pass it to"),
@@ -122,15 +142,11 @@ CAST_AND_MONITORING = {
         "cast to a string": (_cast(GRADS, "float17"), "dtype must be ... got 'float17'. Call cast("),
         "cast to None": (_cast(GRADS, None), "dtype must be a floating-point dtype, got None"),
         "fraction of skips": (stuck(2.5), "max_consecutive_skips must be a Python int, got 2.5"),
-        "fraction of a step": (_monitor(0.5), "step must be a Python int, got 0.5"),
         "traced report": (lambda: traced(lambda r: r.describe(), REPORT), "describe ... Return the report first."),
     },
     ValueError: {
         "no skips": (stuck(0), "max_consecutive_skips must be between 1 and 2147483647 ... got 0."),
-        "no skips in a run": (lambda: jmpscale.RunMonitor(max_consecutive_skips=0), "max_consecutive_skips ... got 0."),
-        "negative step": (_monitor(-1), "step must be between 0 and 2147483647, got -1."),
-        "monitor under jit": (lambda: jax.jit(_monitor(1))(STATE), "raise_if_stuck reads the state ... Call it"),
-        "stuck under jit": (lambda: jax.jit(stuck(1))(STATE), "raise_if_stuck reads the state ... Call it between"),
+        "monitor under jit": (lambda: jax.jit(stuck(1))(STATE), "raise_if_stuck reads the state ... Call it between"),
         "report of no gradients": (lambda: jmpscale.grad_report({"n": 1}), "grads ... got none. Pass the gradients."),
         "report of a large leaf": (lambda: traced(jmpscale.grad_report, float16(2**31)), "a leaf, got 2147483648."),
         "limit of describe": (lambda: REPORT.describe(0), "limit must be between 1 and 2147483647 ... got 0."),

@@ -54,7 +54,15 @@ def _gradients_of_sum():
 
 WRONG_CALLS = {
     TypeError: {
-        "scaler": (_wrap(STATE), "inner must be an optax.GradientTransformation, got ScalerState. ... around"),
+        "scaler": (_wrap(STATE), "got ScalerState. The optimizer comes first: with_loss_scaling(inner,"),
+        "scaler first": (
+            _wrap(STATE, ADAM),
+            "got ScalerState. The optimizer comes first: with_loss_scaling(inner, scal",
+        ),
+        "framework": (
+            _wrap(SimpleNamespace()),
+            "got SimpleNamespace. Pass one, ... goes around with_loss_scaling, not",
+        ),
         "function": (_wrap(optax.adam), "inner must be an optax.GradientTransformation, got function."),
         "init alone": (_wrap(SimpleNamespace(init=ADAM.init)), "inner must be ... got SimpleNamespace."),
         "update alone": (_wrap(SimpleNamespace(update=ADAM.update)), "inner must be ... got SimpleNamespace."),
@@ -72,6 +80,10 @@ WRONG_CALLS = {
         ),
         "max_norm": (_wrap(ADAM, max_norm="1"), "max_norm must be a Python float, got '1'"),
         "warn_after_skips": (_wrap(ADAM, warn_after_skips=1.5), "warn_after_skips must be a Python int, got 1.5"),
+        "loss by another name": (
+            lambda: TX.update(GRADS, OPT_STATE, GRADS, loss=LOSS),
+            "tx.update(grads, state, params, value=loss), got loss=. Write value=.",
+        ),
         "loss by position": (lambda: TX.update(GRADS, OPT_STATE, GRADS, LOSS), "value=loss), got another value by pos"),
         "loss first": (
             lambda: TX.update(loss_and_aux(1)[0], OPT_STATE, GRADS),

@@ -155,6 +155,20 @@ def smoothed(signal):
     return jax.lax.conv(signal, jnp.full((1, 1, 3), 1 / 3), window_strides=(1,), padding="SAME")
 
 
+def features_of_a_table(columns, frequencies):
+    return jnp.cos(columns @ frequencies)
+
+
+def scalings_of_sinkhorn(x, y):
+    """The logarithms of the factors of the columns in the transport plan between two sets of points."""
+    kernel = jnp.exp(-5 * jnp.sum((x[:, None] - y[None]) ** 2, axis=-1))
+    columns = jnp.ones(len(y))
+    for _ in range(20):
+        rows_of_plan = 1 / (kernel @ columns + 1e-9)
+        columns = 1 / (kernel.T @ rows_of_plan + 1e-9)
+    return jnp.log(columns)
+
+
 PLACES = np.arange(4000, 4128, dtype=np.float32)
 PROGRAMS = {  # in the order of the table: the function, and a function that creates its arguments
     "categorical critic": (critic, lambda: [normal(32, 601, scale=2)]),
@@ -175,6 +189,11 @@ PROGRAMS = {  # in the order of the table: the function, and a function that cre
         lambda: [jnp.repeat(normal(128, 8, mean=30), 2, 0) + normal(256, 8, scale=0.1)],
     ),
     "powers": (log_mel, lambda: [normal(64, 201, scale=1e-4) ** 2, jnp.abs(normal(201, 40)) / 201]),
+    "angles: `cos(x @ w)`": (
+        features_of_a_table,
+        lambda: [normal(64, 6) + jnp.array([2000.0, 0, 0, 0, 0, 0]), normal(6, 128, scale=0.7, seed=1)],
+    ),
+    "Sinkhorn": (scalings_of_sinkhorn, lambda: [normal(64, 2), normal(64, 2, seed=1)]),
     "probabilities": (log_probabilities, lambda: [normal(8, 16, mean=-12), normal(8, 16, mean=-12, seed=1)]),
 }
 # Programs whose contractions have at most 4 elements, so that autocast changes nothing.
@@ -212,7 +231,7 @@ def test_autocast_has_the_error_on_the_page(name):
     fun, create = PROGRAMS[name]
     args = create()
     _, *row = table_of_page()[list(PROGRAMS).index(name)]
-    half_fun, float32_results = jmpscale.autocast(fun), jmpscale.autocast(fun, result=jnp.float32)
+    half_fun, float32_results = jmpscale.autocast(fun), jmpscale.autocast(fun, result_dtype=jnp.float32)
     functions = (fun, half_fun, float32_results)
     expected, *results = (np.asarray(jax.jit(f, **FAST)(*args), np.float64) for f in functions)
     measured = [np.max(np.abs(expected)), *(np.max(np.abs(result - expected)) for result in results)]

@@ -34,7 +34,6 @@ def _diagnosis(**changes):
         "rows": (),
         "not_entered": (),
         "summary": "Loss scales from 2^4 to 2^15 fit; yours is 2^12. The gradients differ.",
-        "scaler": None,
         "fitting_scales": (2.0**4, 2.0**15),
     }
     return jmpscale.Diagnosis(**values | changes)

@@ -205,11 +205,12 @@ def test_step_makes_no_transfer_between_host_and_device(step):
 
 def test_memory_of_a_training_loop_does_not_grow():
     step, (carry, *args), sizes = jax.jit(_functional), _first_step(), []
+    monitor = jmpscale.RunMonitor(max_consecutive_skips=5)
     for i in range(300):
         carry = step(carry, *args)
         jmpscale.metrics(carry[-1])
         jmpscale.grad_report(carry[0]).describe()
-        jmpscale.raise_if_stuck(carry[-1], max_consecutive_skips=5)
+        monitor.raise_if_stuck(carry[-1])
         if i in (100, 299):
             gc.collect()
             sizes.append((len(jax.live_arrays()), len(gc.get_objects())))

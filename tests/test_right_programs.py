@@ -395,9 +395,10 @@ def reports():
 def three_checks_of_one_state():
     """As after a step, after an evaluation and before saving; or in a cell of a notebook that runs again."""
     _, opt_state = train(TX)
+    monitor = jmpscale.RunMonitor(max_consecutive_skips=20)
     for _ in range(3):
         jmpscale.metrics(opt_state)
-        jmpscale.raise_if_stuck(opt_state, max_consecutive_skips=20)
+        monitor.raise_if_stuck(opt_state)
 
 
 @program
@@ -405,7 +406,7 @@ def short_runs_one_after_another():
     """As for learning rates that are compared, or in a population whose runs restart; some steps are skipped."""
     for _ in range(6):
         _, opt_state = train(wrap(ADAM, jmpscale.dynamic(2.0**30)), loss_fn=lambda *args: 1e4 * loss_fn(*args), steps=2)
-        jmpscale.raise_if_stuck(opt_state, max_consecutive_skips=20)
+        jmpscale.RunMonitor(max_consecutive_skips=20).raise_if_stuck(opt_state)
 
 
 # --- several gradients or optimizers in a step ---

@@ -109,6 +109,10 @@ def _shard_map(loss, check_vma):
     return jax.jit(jax.shard_map(step, mesh=MESH, check_vma=check_vma, **specs))(W, X)
 
 
+def _penalized(loss):
+    return lambda w, x: loss(w, x) + jnp.sum(jax.grad(loss, 1)(w, x) ** 2)
+
+
 @functools.partial(jax.shard_map, mesh=MESH, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P())
 def _sharded_loss(w, x):
     return jax.lax.pmean(mean_square(w, x), "data")
@@ -170,6 +174,24 @@ TRANSFORMATIONS = {
     "shard_map without types": lambda wrap: _shard_map(wrap(mean_square), check_vma=False),
     "shard_map inside": lambda wrap: jax.jit(jax.grad(wrap(_sharded_loss)))(W, X),
     "Explicit axes": lambda wrap: _explicit(jax.grad(wrap(mean_square)), jax.P()),
+    "Hessian on Explicit axes": lambda wrap: _explicit(jax.jacrev(jax.grad(wrap(mean_square))), jax.P()),
+    "Hessian under shard_map": lambda wrap: _shard_map(_penalized(wrap(mean_square)), check_vma=True),
+    "Hessian under shard_map without types": lambda wrap: _shard_map(_penalized(wrap(mean_square)), check_vma=False),
+    "Hessian in scan": lambda wrap: jax.jit(
+        jax.grad(lambda w: _scanned(lambda w, x: jnp.sum(jax.grad(wrap(mean_square))(w, x) ** 2), w))
+    )(W),
+    "Hessian of a checkpoint": lambda wrap: jax.jit(
+        jax.jacrev(jax.grad(jax.checkpoint(wrap(jax.checkpoint(mean_square)))))
+    )(W, X),
+    "Hessian of several outputs": lambda wrap: jax.jacrev(jax.jacrev(wrap(lambda w: (w**3, jnp.sum(w**2)))))(W),
+    "forward over forward over reverse": lambda wrap: jax.jit(jax.jacfwd(jax.jacfwd(jax.grad(wrap(net), 1), 1), 0))(
+        W[:2], 0.7
+    ),
+    "Hessian of complex values": lambda wrap: jax.grad(
+        lambda w: jnp.sum(
+            jnp.abs(jax.grad(wrap(lambda z: jnp.sum((z * z.conj()).real ** 2)))(jax.lax.complex(w, w))) ** 2
+        )
+    )(W),
 }
 ARGUMENTS = {
     "the same array twice": lambda wrap, w: wrap(lambda a, b: jnp.sum(a * b))(w, w),
@@ -212,6 +234,107 @@ def test_scaled_backward_returns_true_gradients(case):
     result, expected = case(scaled), case(lambda fun: fun)
     chex.assert_trees_all_close(result, expected, rtol=2e-6)
     chex.assert_trees_all_equal_shapes_and_dtypes(result, expected)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("axes", [(None, 0), (0, None), (0, 0)], ids=str)
+def test_second_derivatives_have_a_scale_for_each_element_of_a_batch(axes):
+    """The scale, the values, or both are batched, in two nested batches."""
+
+    def hessian(scale, w):
+        return jax.jacrev(jax.grad(jmpscale.scaled_backward(lambda w: mean_square(w, X), scale)))(w)
+
+    scales, ws = (
+        jnp.exp2(jnp.arange(6.0)).reshape(2, 3),
+        jnp.stack([jnp.stack([W, 2 * W, 3 * W]), jnp.stack([-W, W, -W])]),
+    )
+    args = [x if axis == 0 else x[0, 0] for x, axis in zip((scales, ws), axes, strict=True)]
+    expected = jax.vmap(jax.vmap(jax.hessian(lambda w: mean_square(w, X))))(ws)
+    result = jax.vmap(jax.vmap(hessian, axes), axes)(*args)
+    of_each = expected if axes[1] == 0 else jnp.broadcast_to(expected[0, 0], result.shape)
+    chex.assert_trees_all_close(result, of_each, rtol=1e-5)
+    if axes == (0, 0):  # the last axis of the values is an outer or an inner batch
+        outer = jax.vmap(jax.vmap(hessian), (None, 3))(scales[0], jnp.moveaxis(ws, 0, 3))
+        inner = jax.vmap(jax.vmap(hessian, (None, 2)), (0, 0))(scales[:, 0], jnp.moveaxis(ws, 1, 3))
+        chex.assert_trees_all_close((outer, inner), (expected, expected), rtol=1e-5)
+
+
+def test_second_derivatives_are_exact_for_any_scale(x64):
+    w = jnp.asarray(W, jnp.float64)
+    hessian = jax.jacrev(jax.grad(jmpscale.scaled_backward(lambda w: jnp.sum(jnp.sin(w)), 1000)))(w)
+    np.testing.assert_allclose(hessian, jax.hessian(lambda w: jnp.sum(jnp.sin(w)))(w), rtol=1e-15)
+
+
+# --- the backward pass of a derivative runs at the scale, too ---
+
+KEYS = jax.random.split(jax.random.key(0), 6)
+LAYERS = {
+    "a": jax.random.normal(KEYS[0], (2, 64)),
+    "b": jax.random.normal(KEYS[1], (64, 64)) / 8,
+    "c": jax.random.normal(KEYS[0], (64, 1)) / 8,
+}
+DIRECTION = {name: jax.random.normal(KEYS[2], w.shape) / 100 for name, w in LAYERS.items()}
+TIMES = jnp.linspace(0, 1, 64)
+
+
+def predict(layers, points):
+    return jnp.tanh(jnp.tanh(points @ layers["a"]) @ layers["b"]) @ layers["c"]
+
+
+def field(layers, t):
+    return predict(layers, jnp.stack([t, 1.0 + 0 * t])[None])[0, 0]
+
+
+def fit(layers):
+    points = jnp.stack([TIMES, jnp.ones(64)], axis=1)
+    return jnp.mean((predict(layers, points) - jnp.exp(-3 * TIMES)[:, None]) ** 2)
+
+
+def derivative_of_field(wrap):
+    """The gradient of a loss that differentiates the model, as of an equation of physics."""
+    slope = jax.vmap(jax.grad(wrap(field), 1), (None, 0))
+    return jax.grad(lambda layers: jnp.float32(2.0**-12) * jnp.mean(slope(layers, TIMES) ** 2))
+
+
+def product_with_hessian(wrap):
+    def directional(layers):
+        return sum(jax.tree.leaves(jax.tree.map(jnp.vdot, jax.grad(wrap(fit))(layers), DIRECTION)))
+
+    return jax.grad(directional)
+
+
+def after_one_step(wrap):
+    """The gradient of a loss after a step of gradient descent, as in meta-learning."""
+
+    def outer(layers):
+        return fit(jax.tree.map(lambda w, grad: w - jnp.float32(0.1) * grad, layers, jax.grad(wrap(fit))(layers)))
+
+    return jax.grad(outer)
+
+
+SECOND = {  # the gradient, and the exponents of scales
+    "model that its loss differentiates": (derivative_of_field, (4, 8, 12)),
+    "product with the Hessian": (product_with_hessian, (4, 10, 16)),
+    "meta-learning": (after_one_step, (4, 8, 10)),  # from 2^12 on, its own gradients overflow
+}
+
+
+@pytest.mark.parametrize("row", rows(SECOND, default={"product with the Hessian"}))
+def test_backward_pass_of_a_derivative_is_as_accurate_at_every_scale(row):
+    gradient, exponents = row
+    expected = jax.jit(gradient(lambda fun: fun))(LAYERS)
+
+    def errors(wrap):
+        result = jax.jit(gradient(wrap))(LAYERS)
+        return [float(jnp.linalg.norm(result[k] - x) / jnp.linalg.norm(x)) for k, x in expected.items()]
+
+    unscaled = errors(jmpscale.autocast)
+    for exponent in exponents:
+        at_scale = errors(lambda fun, scale=2.0**exponent: jmpscale.scaled_backward(jmpscale.autocast(fun), scale))
+        assert max(at_scale) < 0.005
+        assert all(x <= 1.1 * y for x, y in zip(at_scale, unscaled, strict=True))
+    if gradient is derivative_of_field:
+        assert max(unscaled) > 0.03
 
 
 # --- models of Flax NNX and Equinox are differentiated ---
@@ -323,6 +446,11 @@ def test_scaled_backward_follows_the_scale_in_an_nnx_optimizer():
 
     step(model, optimizer, X)
     assert model.loss_scale[...] == 2 * SCALE
+    replaced = jmpscale.replace_scaler(optimizer.opt_state, jmpscale.dynamic(8.0, growth_interval=1))
+    nnx.update(optimizer.opt_state, nnx.state(replaced))  # an assignment would leave the old alias to the model
+    assert model.loss_scale[...] == 8.0
+    step(model, optimizer, X)
+    assert model.loss_scale[...] == 16.0
 
 
 @pytest.mark.full

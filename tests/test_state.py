@@ -191,7 +191,7 @@ def test_state_without_settings_raises_whatever_was_compiled_before(factors):
         update(without, np.array(True))
     structures = [jax.tree.structure(state) for state in (*states, without)]
     assert [[a == b for b in structures] for a in structures] == np.eye(3, dtype=bool).tolist()
-    assert jax.tree.unflatten(structures[2], range(6)) == (*range(6), None)
+    assert jax.tree.unflatten(structures[2], range(7)) == (*range(7), None)
 
 
 def test_optax_gets_and_sets_fields_of_a_scaler_by_name():

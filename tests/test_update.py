@@ -35,7 +35,7 @@ STATES = {
     "apex": APEX._replace(total_skips=NEAR_LIMIT),
     "megatron": jmpscale.dynamic(256.0, growth_interval=4, hysteresis=3),
     "torch": jmpscale.dynamic(256.0, growth_interval=1, max_scale=512.0)._replace(consecutive_skips=np.int32(LIMIT)),
-    "static": jmpscale.static(0.1)._replace(finite_steps=NEAR_LIMIT),
+    "static": jmpscale.static(0.1)._replace(finite_steps=NEAR_LIMIT, total_steps=NEAR_LIMIT),
     # Settings that a user has changed apply to a scale and to counters outside the new limits.
     "above max_scale": jmpscale.dynamic(growth_interval=2, max_scale=2.0**16)._replace(loss_scale=np.float32(2.0**20)),
     "below min_scale": jmpscale.dynamic(min_scale=2.0**12, max_scale=2.0**17)._replace(loss_scale=np.float32(2.0)),

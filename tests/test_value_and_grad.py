@@ -9,10 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jmpscale
 
+import meshes
 import programs
+from tables import rows
 
 W, X = jnp.array([1.0, 2.0, 3.0]), jnp.array([0.5, 0.25, 2.0], jnp.float16)
 SCALER = jmpscale.static(2.0**8)
@@ -47,6 +51,44 @@ def test_value_and_grad_returns_float16_gradients_in_float32(scaler, expected):
     assert tuple(grad.dtype for grad in grads) == expected
     for grad in grads:
         np.testing.assert_array_equal(grad, 2 * W)
+
+
+def _partial_square(v):
+    """Returns the sum of squares of a vector whose shards must still be added up over the devices."""
+    return jnp.dot(v, v, out_sharding=P(unreduced={"data"}))
+
+
+def _whole_square(v):
+    return jax.sharding.reshard(_partial_square(v), P())
+
+
+PARTIAL_SUMS = {  # the loss function, whether it has auxiliary data, how to differentiate it, and the scaler
+    "loss": (_partial_square, False, jmpscale.value_and_grad, SCALER),
+    "loss, disabled": (_partial_square, False, jmpscale.value_and_grad, jmpscale.disabled()),
+    "reduced loss": (_whole_square, False, jmpscale.value_and_grad, SCALER),
+    "auxiliary data": (lambda v: (_whole_square(v), _partial_square(v)), True, jmpscale.value_and_grad, SCALER),
+    "loss, scaled_backward": (
+        _partial_square,
+        False,
+        lambda fun, has_aux: lambda scaler, v: jax.value_and_grad(jmpscale.scaled_backward(fun, scaler))(v),
+        SCALER,
+    ),
+}
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="this version of JAX has no type for partial sums under jit")
+@pytest.mark.parametrize("is_compiled", [True, False])
+@pytest.mark.parametrize("row", rows(PARTIAL_SUMS, default={"loss"}))
+def test_gradients_of_partial_sums_on_an_explicit_mesh_equal_jax(row, is_compiled):
+    fun, has_aux, transform, scaler = row
+    ours = functools.partial(transform(fun, has_aux=has_aux), scaler)
+    theirs = jax.value_and_grad(fun, has_aux=has_aux)
+    with jax.set_mesh(meshes.make_mesh(AxisType.Explicit, data=4, model=2)):
+        v = jax.device_put(jnp.arange(8.0), P("data"))
+        result, expected = ((jax.jit(f) if is_compiled else f)(v) for f in (ours, theirs))
+        assert jax.tree.map(jax.typeof, result) == jax.tree.map(jax.typeof, expected)
+        whole = [jax.tree.map(lambda x: jax.sharding.reshard(x, P()), tree) for tree in (result, expected)]
+    chex.assert_trees_all_equal(*whole)
 
 
 def test_value_and_grad_returns_nonfinite_gradients_after_overflow(variant):

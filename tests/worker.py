@@ -2,7 +2,8 @@
 
 Usage: worker.py SCENARIO ADDRESS PROCESSES PROCESS FOLDER
 "save" trains and writes a checkpoint half way, "resume" continues from it, "raise" fails on the last process,
-"diagnose" diagnoses faults, and "compare" compares values of which some differ between the processes.
+"diagnose" diagnoses faults, and "compare" compares values of which some differ between the processes. "one device"
+trains with one device of the default platform for each process.
 Prints the outcome as a line of JSON.
 """
 
@@ -30,10 +31,14 @@ TX = jmpscale.with_loss_scaling(optax.adam(1e-2), jmpscale.dynamic(2.0**10, grow
 
 
 def main(scenario, address, processes, process, folder):
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={4 // int(processes)}"
-    jax.config.update("jax_platforms", "cpu")
+    own = {}
+    if scenario != "one device":
+        os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={4 // int(processes)}"
+        jax.config.update("jax_platforms", "cpu")
+    elif os.environ.get("JAX_PLATFORMS") != "cpu":
+        own = {"local_device_ids": [int(process)]}
     if int(processes) > 1:
-        _join(address, int(processes), int(process))
+        _join(address, int(processes), int(process), **own)
     if scenario == "diagnose":
         print(json.dumps(diagnose(functools.partial(_put, _mesh()))), flush=True)
         return
@@ -45,7 +50,7 @@ def main(scenario, address, processes, process, folder):
     print(json.dumps(train(checkpoint, resume=scenario == "resume", fail_at=fail_at)), flush=True)
 
 
-def _join(address, processes, process):
+def _join(address, processes, process, **own):
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # By default the other processes wait for minutes for one that has died.
     timeouts = {"heartbeat_timeout_seconds": 10, "initialization_timeout": 60}
@@ -53,11 +58,11 @@ def _join(address, processes, process):
         timeouts["shutdown_timeout_seconds"] = 10
     else:  # before JAX 0.8 a process that fails waits for the others at its exit, and they wait for it
         sys.excepthook = lambda *error: (traceback.print_exception(*error), sys.stderr.flush(), os._exit(1))
-    jax.distributed.initialize(address, num_processes=processes, process_id=process, **timeouts)
+    jax.distributed.initialize(address, num_processes=processes, process_id=process, **timeouts, **own)
 
 
 def train(checkpoint=None, resume=False, fail_at=None):
-    """Trains on a mesh of four devices; returns the shards of this process, the scaler and the history of its scale."""
+    """Trains on at most four devices; returns the shards of this process, the scaler and the history of its scale."""
     mesh = _mesh()
     put = functools.partial(_put, mesh)
     params = put(np.ones((8, 4), np.float32), P("data"))
@@ -124,7 +129,8 @@ def _scan_loss(w, x):
 
 
 def _mesh():
-    return jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    devices = jax.devices()[:4]
+    return jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
 
 
 def _put(mesh, x, spec):

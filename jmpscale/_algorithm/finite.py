@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._base.axes import AxisName, all_reduce_and
 from jmpscale._base.compat import use_variadic_reduce
-from jmpscale._base.options import requires_names
+from jmpscale._base.options import requires_names_in
 from jmpscale._base.tree import PyTree, as_array, is_inexact
 from jmpscale._guards import finite as guards
 
@@ -22,7 +22,7 @@ from jmpscale._guards import finite as guards
 _MIN_SIZE_FOR_VARIADIC_REDUCE = 2**12
 
 
-@requires_names
+@requires_names_in("all_finite((loss, grads))")
 def all_finite(tree: PyTree, *, scaler: PyTree = None, axis_name: AxisName = None) -> jax.Array:
     """Tests whether a pytree contains no infinity and no NaN.
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from jmpscale._base.tree import PyTree, Tree, find_instances
 from jmpscale._guards import scaler as guards
-from jmpscale._state import ScalerState, register_with_flax
+from jmpscale._state import ScalerState, is_scaler, register_with_flax
 
 
 def get_scaler(tree: PyTree) -> ScalerState:
@@ -61,8 +61,3 @@ def replace_scaler(tree: Tree, scaler: ScalerState) -> Tree:
     # The arrays are copied, so that donating the tree does not delete the caller's scaler.
     new = jax.tree.unflatten(jax.tree.structure(old), map(jnp.array, scaler[:-1]))._replace(config=scaler.config)
     return jax.tree.map(lambda x: new if is_scaler(x) else x, tree, is_leaf=is_scaler)
-
-
-def is_scaler(x: object) -> bool:
-    """Tests whether a node of a tree is a scaler, or a batch of scalers."""
-    return isinstance(x, ScalerState)

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, TypeVar, overload
 import jax
 
 from jmpscale._algorithm.get_scaler import find_scaler
-from jmpscale._algorithm.scaling import scale_losses, unscale_gradients
+from jmpscale._algorithm.scaling import is_whole_loss, scale_losses, unscale_gradients
 from jmpscale._base.compat import axis_names_in_scope
-from jmpscale._base.options import requires_names
+from jmpscale._base.options import requires_names_in
 from jmpscale._base.tree import PyTree
 from jmpscale._guards import grad as guards
 
@@ -25,7 +25,7 @@ def value_and_grad(
 def value_and_grad(
     *, argnums: Any = 0, has_aux: bool = False, transform: Function = jax.value_and_grad
 ) -> Callable[[Callable[..., T]], Callable[..., tuple[T, PyTree]]]: ...
-@requires_names
+@requires_names_in("value_and_grad(fun)(scaler, *args)")
 def value_and_grad(
     fun: Function | None = None,
     argnums: Any = 0,
@@ -97,7 +97,8 @@ def value_and_grad(
         guards.transform_returned(result, _Output)
         (_, output), grads = result
         loss = output.value[0] if has_aux else output.value
-        grads = unscale_gradients(state, grads, None if is_mapped else loss)
+        checked = loss if is_whole_loss(loss) and not is_mapped else None
+        grads = unscale_gradients(state, grads, checked)
         guards.computed(loss, grads, state)
         return output.value, grads
 

@@ -12,10 +12,10 @@ import optax
 
 from jmpscale._algorithm.finite import all_finite_here
 from jmpscale._algorithm.gate import gate
-from jmpscale._algorithm.scaling import multiply_leaf
 from jmpscale._algorithm.update import adapt, all_reduce_outcome
 from jmpscale._base.axes import AxisName, as_axes, axes_to_reduce, manual_axes
 from jmpscale._base.compat import full_like, varying_axes
+from jmpscale._base.multiply import multiply_leaf
 from jmpscale._base.options import requires_names
 from jmpscale._base.tree import PyTree, as_array, flatten_gradients, is_array, is_inexact, is_traced, structure
 from jmpscale._base.types import has_same_type, is_numeric, unscaled_dtype
@@ -40,7 +40,12 @@ class _Update(Protocol):
 
 
 class LossScalingTransformation(optax.GradientTransformationExtraArgs):
-    """A transformation of optax, whose state has a type that type checkers know."""
+    """A transformation of optax that `with_loss_scaling` returns, whose state has a type that type checkers know.
+
+    Attributes:
+      init: returns the initial `WithLossScalingState` for the parameters.
+      update: returns the updates and the new state for gradients, the state, the parameters and `value=loss`.
+    """
 
     init: Callable[[PyTree], WithLossScalingState]  # pyright: ignore[reportIncompatibleVariableOverride]
     update: _Update  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -72,24 +77,24 @@ def with_loss_scaling(
       axis_name: the mapped axes over which devices combine their decisions, not their gradients, as in `all_finite`.
       norm_axis_name: the mapped axes along which each device holds a part of the gradients, as in hand-written FSDP;
         needed only where `axis_name` is. The squares are summed over these axes, so no gradient may be replicated.
-      warn_after_skips: for training loops that do not return the optimizer state, which `raise_if_stuck` reads: the
-        number of skips, consecutive or among the latest `5 * warn_after_skips` steps, after which to warn from inside
-        the compiled program. Skips right after the scale has grown do not count. It also warns if a dynamic scale grows
-        to a `max_scale` of 2^32 or more without a skip, because the loss may be unscaled. Each device warns. A compiled
-        program logs a warning that a filter turns into an error, because an error on one device would leave the
-        others waiting.
+      warn_after_skips: for training loops that do not return the optimizer state, which a `RunMonitor` reads: the
+        number of skips after which to warn from inside the compiled program, at least 1. Each skip is judged as by
+        `RunMonitor(max_consecutive_skips=warn_after_skips - 1)`, of which each earlier skip was a call. It also warns
+        if a dynamic scale grows to a `max_scale` of 2^32 or more without a skip, because the loss may be unscaled. Each
+        device warns. A compiled program logs a warning that a filter turns into an error, because an error on one
+        device would leave the others waiting.
 
     Returns:
       A gradient transformation, whose state is a `WithLossScalingState`. Call `tx.update(grads, opt_state, params,
-      value=loss)`. `value=` or `loss=` is the unscaled loss; a step whose loss is not finite is skipped, and does not
-      change the scale. On a skipped step the updates are -0.0, which change no parameter, except that a CPU flushes
+      value=loss)`. `value=` is the unscaled loss; a step whose loss is not finite is skipped, and does not change the
+      scale. On a skipped step the updates are -0.0, which change no parameter, except that a CPU flushes
       parameters below 2^-126 to zero, as in every addition. In `grad=`, which some optax transformations read, zeros
       replace non-finite values. `inner` sees float16 parameters as float32, the dtype of their gradients.
 
     Raises:
       TypeError: an argument has the wrong type, `inner` contains another wrapper or changes the types of its state, the
-        loss is passed by position, the parameters are gradients, or a gradient is a partial sum, a `jax.Ref` or part of
-        a scaler.
+        loss is passed by position or as `loss=`, the parameters are gradients, or a gradient is a partial sum, a
+        `jax.Ref` or part of a scaler.
       ValueError: `max_norm` or `warn_after_skips` is out of range, an axis is not mapped, or a state is from a wrapper
         with `max_norm` and this one has none, or the reverse.
 
@@ -128,8 +133,8 @@ def with_loss_scaling(
         updates: optax.Updates, state: PyTree, params: optax.Params | None = None, *others: object, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
         grads = updates
-        loss = extra_args.get("value", extra_args.get("loss"))
-        guards.called(grads, state, params, loss, others, max_norm)
+        loss = extra_args.get("value")
+        guards.called(grads, state, params, others, extra_args, max_norm)
         scaler, norm, grad_norm, factor = state.scaler, None, None, None
         is_disabled = scaler.config.mode == "disabled"
         inner_params = params if is_disabled else _as_seen_by_inner(params)

@@ -11,9 +11,11 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jmpscale._algorithm.finite import all_finite_here
 from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._algorithm.grad import loss_and_output
-from jmpscale._algorithm.scaling import is_whole_loss, multiply_leaf, one_if_finite, unscale_leaves
+from jmpscale._algorithm.scaling import is_whole_loss, one_if_finite, unscale_leaves
 from jmpscale._base.axes import map_like
-from jmpscale._base.options import requires_names
+from jmpscale._base.cotangents import divide_cotangent, multiply_cotangent
+from jmpscale._base.multiply import multiply_leaf
+from jmpscale._base.options import requires_names_in
 from jmpscale._base.text import describe
 from jmpscale._base.trace import lift_nnx, trace
 from jmpscale._base.tree import (
@@ -34,7 +36,7 @@ T = TypeVar("T")
 _Residuals = tuple[jax.Array, list[tuple[()] | None]]  # the loss scale, and () for each input that is differentiated
 
 
-@requires_names
+@requires_names_in("scaled_backward(fun, scale)(*args)")
 def scaled_backward(
     fun: Callable[P, T], scale: Any, *, has_aux: bool = False, warn_if_not_finite: bool = False
 ) -> Callable[P, T]:
@@ -132,6 +134,13 @@ def _scale_backward_pass(
     Derivatives of derivatives are right only if both rules apply at the same one. Therefore the rule for the inputs
     also returns a constant, which takes part in every differentiation of the inputs, and which the rule for the outputs
     has as an operand, although it does not read it. Errors and warnings call the function `name`.
+
+    JAX forgets the rules in derivatives of higher order, which differentiate what the rules compute. There, too, the
+    cotangent of a value inside the function is at the scale, and the cotangent of a value outside is in true units, so
+    that all gradients of one value have one scale, and none underflows because of it. Therefore the rules divide or
+    multiply the cotangents of all values that enter or leave the function: of its inputs and outputs, and of its
+    cotangents. A cotangent inside holds the scale as a factor, so its own cotangent at the scale is the cotangent of
+    the value without this factor.
     """
     traced = trace(fun, *args, name=name)
     paths = {id(leaf): path for path, leaf in jax.tree_util.tree_leaves_with_path(args)}
@@ -177,8 +186,9 @@ def _unscale_cotangents_fwd(
     guards.differentiated(inputs, names, loss_scale)
     # Flags would become arrays, so the structure of the residuals shows which inputs are differentiated.
     differentiated = [() if x.perturbed else None for x in inputs]
-    mapped = [map_like(x.value, loss_scale.value) for x in inputs]
-    return (mapped, jnp.zeros(())), (loss_scale.value, differentiated)
+    scale = loss_scale.value
+    entering = [divide_cotangent(map_like(x.value, scale), scale) for x in inputs]
+    return (entering, jnp.zeros(())), (scale, differentiated)
 
 
 def _unscale_cotangents_bwd(
@@ -188,7 +198,8 @@ def _unscale_cotangents_bwd(
     cotangents: tuple[list[jax.Array | SymbolicZero], SymbolicZero],
 ) -> tuple[None, list[jax.Array | None]]:
     loss_scale, differentiated = residuals
-    grads = unscale_leaves([None if isinstance(ct, SymbolicZero) else ct for ct in cotangents[0]], loss_scale)
+    leaving = [None if isinstance(ct, SymbolicZero) else multiply_cotangent(ct, loss_scale) for ct in cotangents[0]]
+    grads = unscale_leaves(leaving, loss_scale)
     # The compiler removes the cotangents of inputs that are not differentiated, unless they are read.
     checked = [g for g, flag in zip(grads, differentiated, strict=True) if flag is not None and g is not None]
     if watched is not None and checked:
@@ -209,7 +220,8 @@ def _scale_cotangent(loss_scale: jax.Array, output: jax.Array, link: jax.Array) 
 def _scale_cotangent_fwd(
     loss_scale: CustomVJPPrimal, output: CustomVJPPrimal, link: CustomVJPPrimal
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
-    return output.value, (loss_scale.value, output.value if is_whole_loss(output.value) else None)
+    leaving = multiply_cotangent(output.value, loss_scale.value)
+    return leaving, (loss_scale.value, output.value if is_whole_loss(output.value) else None)
 
 
 def _scale_cotangent_bwd(
@@ -219,7 +231,7 @@ def _scale_cotangent_bwd(
     if isinstance(cotangent, SymbolicZero):
         return None, None, None
     loss_scale, loss = residuals
-    scaled = multiply_leaf(cotangent, loss_scale)
+    scaled = divide_cotangent(multiply_leaf(cotangent, loss_scale), loss_scale)
     return None, scaled if loss is None else scaled * one_if_finite(loss), None
 
 

@@ -4,13 +4,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from jmpscale._algorithm.finite import all_finite
 from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._base.axes import AxisName
 from jmpscale._base.compat import unreduced_axes
+from jmpscale._base.multiply import multiply_leaf, real_dtype
 from jmpscale._base.options import requires_names
 from jmpscale._base.tree import PyTree, Tree, flatten_gradients, is_real_scalar
 from jmpscale._base.types import unscaled_dtype
@@ -58,7 +58,7 @@ def scale_losses(state: ScalerState, tree: Tree, *, with_check: bool) -> Tree:
 @functools.partial(jax.jit, static_argnames="with_check")
 def _scale_leaves(loss_scale: jax.Array, tree: PyTree, with_check: bool) -> PyTree:
     def scale_leaf(x: ArrayLike) -> jax.Array:
-        loss = jnp.asarray(x, _real_dtype(x))
+        loss = jnp.asarray(x, real_dtype(x))
         loss = _with_derivative_of_loss(loss) if with_check and is_whole_loss(loss) else loss
         return multiply_leaf(loss, loss_scale)
 
@@ -146,26 +146,9 @@ def unscale_leaves(grads: Tree, loss_scale: jax.Array, loss: ArrayLike | None = 
     """Divides the arrays of a tree by the loss scale; `unscaled_dtype` gives the dtypes of the results."""
     one = jnp.ones(()) if loss is None else one_if_finite(jnp.asarray(loss))
     loss_scale = jnp.asarray(loss_scale)
-    dtypes = set(map(_real_dtype, jax.tree.leaves(grads)))
+    dtypes = set(map(real_dtype, jax.tree.leaves(grads)))
     inverse = {dtype: one.astype(dtype) / loss_scale.astype(dtype) for dtype in dtypes}
-    return jax.tree.map(lambda x: multiply_leaf(x, inverse[_real_dtype(x)], unscaled_dtype(jnp.result_type(x))), grads)
-
-
-def multiply_leaf(x: ArrayLike, factor: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
-    """Multiplies an array by a real number in at least float32; rounds once, to `dtype`, by default the array's."""
-    factor = jnp.asarray(factor, _real_dtype(x))
-    if axes := unreduced_axes(x):  # JAX multiplies partial sums only by values of a type that shows these axes
-        factor = jax.sharding.reshard(factor, jax.P(reduced=axes))
-    if jnp.iscomplexobj(x):  # part by part: inf * (factor + 0j) is NaN
-        return jax.lax.complex(jnp.real(x) * factor, jnp.imag(x) * factor)
-    if jax.typeof(x).weak_type:
-        return jax.lax.mul(x, jax.lax.full_like(x, factor))  # weakly typed as well
-    return (jnp.asarray(x, factor.dtype) * factor).astype(jnp.result_type(x) if dtype is None else dtype)
-
-
-def _real_dtype(x: ArrayLike) -> np.dtype:
-    """Returns the real dtype in which a leaf is multiplied: at least float32."""
-    return np.promote_types(jnp.finfo(jnp.result_type(x)).dtype, np.float32)
+    return jax.tree.map(lambda x: multiply_leaf(x, inverse[real_dtype(x)], unscaled_dtype(jnp.result_type(x))), grads)
 
 
 @requires_names

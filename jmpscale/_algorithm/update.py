@@ -20,6 +20,7 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
     This is the rule of a dynamic scaler. With `hysteresis=1` it is the rule of `torch.amp.GradScaler`, with limits:
 
     ```text
+    total_steps += 1
     if finite:
         consecutive_skips = 0
         finite_steps += 1
@@ -89,25 +90,31 @@ def all_reduce_outcome(finite: jax.Array, loss: PyTree, axis_name: AxisName) -> 
     return finite, loss_finite
 
 
+# On a GPU each scalar that changes costs a kernel, unless one kernel also computes another scalar that depends on it:
+# total_skips depends on total_steps, and the reason on consecutive_skips.
 @jax.jit
 def adapt(scaler: ScalerState, finite: jax.Array, loss_finite: jax.Array | None) -> ScalerState:
     """Applies the rule of `update` to flags that are equal on all devices; the loss may be unknown."""
-    reason = jnp.where(finite, scaler.last_skip_reason, _reason_of_skip(scaler, loss_finite))
+    total_steps = _increment(scaler.total_steps)
+    is_counted = ~finite & (total_steps < COUNTER_LIMIT)
+    consecutive = jnp.where(finite, jnp.zeros_like(scaler.consecutive_skips), _increment(scaler.consecutive_skips))
+    reason = jnp.where(consecutive == 0, scaler.last_skip_reason, _reason_of_skip(scaler, loss_finite))
     # The reason depends on the scale, and the new scale depends on the reason. XLA on GPUs would compute both from the
     # old scale, in two kernels in any order, and copy the old scale first. The barrier orders them.
     reason = jax.lax.optimization_barrier(reason)
-    applied = scaler._replace(
-        finite_steps=_increment(scaler.finite_steps), consecutive_skips=jnp.zeros_like(scaler.consecutive_skips)
+    counted = scaler._replace(
+        total_steps=total_steps,
+        total_skips=jnp.where(is_counted, _increment(scaler.total_skips), scaler.total_skips),
+        consecutive_skips=consecutive,
+        last_skip_reason=reason,
     )
-    skipped = scaler._replace(
-        total_skips=_increment(scaler.total_skips), consecutive_skips=_increment(scaler.consecutive_skips)
-    )
-    overflowed = skipped._replace(finite_steps=jnp.zeros_like(scaler.finite_steps))
+    applied = counted._replace(finite_steps=_increment(scaler.finite_steps))
+    overflowed = counted._replace(finite_steps=jnp.zeros_like(scaler.finite_steps))
     if scaler.config.mode == "dynamic":
         applied, overflowed = _grow(applied), _back_off(overflowed)
     if loss_finite is not None:
-        overflowed = _select(reason == int(SkipReason.LOSS), skipped, overflowed)
-    return _select(finite, applied, overflowed)._replace(last_skip_reason=reason)
+        overflowed = _select(reason == int(SkipReason.LOSS), counted, overflowed)
+    return _select(finite, applied, overflowed)
 
 
 def _reason_of_skip(scaler: ScalerState, loss_finite: jax.Array | None) -> jax.Array:

@@ -1,19 +1,27 @@
 """`autocast`, which runs the matmuls and convolutions of a float32 function in half precision."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 from jax.typing import DTypeLike
 
-from jmpscale._autocast.results import result_dtype
-from jmpscale._autocast.rules import FLOAT32, HALF, Kept, in_half, reason_to_keep, setting_that_keeps
+from jmpscale._autocast.kept import (
+    FLOAT32,
+    HALF,
+    Group,
+    Kept,
+    groups_of_matmuls,
+    most_kept_by_rules,
+    setting_that_keeps,
+)
+from jmpscale._autocast.result_override import with_override
+from jmpscale._autocast.rules import in_half
 from jmpscale._base.arguments import as_dtype
-from jmpscale._base.jaxpr import MATMULS, Caller, equations, type_of
-from jmpscale._base.options import requires_names
+from jmpscale._base.options import requires_names_in
 from jmpscale._base.text import describe
 from jmpscale._base.trace import lift_nnx, trace
 from jmpscale._base.tree import PyTree
@@ -34,15 +42,15 @@ class _Decorator(functools.partial[Any]):
 
 @overload
 def autocast(
-    fun: Callable[P, T], *, dtype: DTypeLike = jnp.float16, result: DTypeLike | None = None
+    fun: Callable[P, T], *, dtype: DTypeLike = jnp.float16, result_dtype: DTypeLike | None = None
 ) -> Callable[P, T]: ...
 @overload
 def autocast(
-    *, dtype: DTypeLike = jnp.float16, result: DTypeLike | None = None
+    *, dtype: DTypeLike = jnp.float16, result_dtype: DTypeLike | None = None
 ) -> Callable[[Callable[P, T]], Callable[P, T]]: ...
-@requires_names
+@requires_names_in("autocast(fun)(*args)")
 def autocast(
-    fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.float16, result: DTypeLike | None = None
+    fun: Callable[..., Any] | None = None, *, dtype: DTypeLike = jnp.float16, result_dtype: DTypeLike | None = None
 ) -> Callable[..., Any]:
     """Creates a function that runs the matmuls and convolutions of `fun` in half precision.
 
@@ -51,8 +59,8 @@ def autocast(
     integers or booleans. All other operations run as written, so softmax, normalization, masks of -1e9 and epsilons of
     1e-8 are as accurate as in float32. The gradients of float32 parameters are float32.
 
-    With `result=jnp.float32`, the results of matmuls remain in float32, in the backward pass, too: only operands and
-    cotangents are rounded, and no result overflows. Convolutions have results in half precision in both forms. The
+    With `result_dtype=jnp.float32`, the results of matmuls remain in float32, in the backward pass, too: only operands
+    and cotangents are rounded, and no result overflows. Convolutions have results in half precision in both forms. The
     guide says when to choose this form, which moves more bytes.
 
     A float16 result that is infinite becomes NaN, because later arithmetic could hide infinity: 1 / infinity is 0. An
@@ -71,8 +79,8 @@ def autocast(
     rule (`jax.custom_vjp`, `jax.custom_jvp`) run as written. To convert the matmuls of such a function, wrap `fun`
     after differentiation, `autocast(jmpscale.value_and_grad(loss_fn))`, or use `autocast` inside the function. JAX
     cannot transpose the check for infinity, so if a solver transposes the function, as `gmres`, `bicgstab` and
-    `jax.linear_transpose` do, pass `result=jnp.float32` or `dtype=jnp.bfloat16`; otherwise JAX raises "Transpose rule
-    for 'abs' not implemented".
+    `jax.linear_transpose` do, pass `result_dtype=jnp.float32` or `dtype=jnp.bfloat16`; otherwise JAX raises
+    "Transpose rule for 'stop_gradient' not implemented".
 
     As a decorator it takes the options: `@jmpscale.autocast(dtype=jnp.bfloat16)`.
 
@@ -81,20 +89,21 @@ def autocast(
         may be any pytrees, Equinox modules, Flax NNX objects and Python objects. Pass the NNX objects and variables
         that the function changes as arguments; Flax raises if it closes over them.
       dtype: `jnp.float16` or `jnp.bfloat16`.
-      result: the dtype of the results of matmuls, before they are converted to float32: `jnp.float32`, or None for
-        `dtype`.
+      result_dtype: the dtype of the results of matmuls, before they are converted to float32: `jnp.float32`, or None
+        for `dtype`.
 
     Returns:
       A function with the signature of `fun`, whose results have the same structure, shapes, dtypes and shardings. It
       can be transformed like `fun`: differentiated, batched, compiled, sharded.
 
     Raises:
-      TypeError: `fun` is not callable, `dtype` is not float16 or bfloat16, `result` is another dtype than float32 and
-        `dtype`, or an argument is a `jax.Ref`.
+      TypeError: `fun` is not callable, `dtype` is not float16 or bfloat16, `result_dtype` is another dtype than float32
+        and `dtype`, or an argument is a `jax.Ref`.
 
     Warns:
       UserWarning: no matmul or convolution is converted when `fun` is first traced, unless all of them are small or in
-        half precision already, or one has `precision="highest"`. The warning names the reasons.
+        half precision already, or one has `precision="highest"`; or most multiplications stay in float32 because they
+        are in functions with their own derivative rules. The warning names the reasons.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -102,29 +111,31 @@ def autocast(
     >>> bool((predict(jnp.eye(8), jnp.full((1, 8), 1.001)) == jnp.tanh(jnp.float16(1.001).astype(jnp.float32))).all())
     True
     >>> large = jnp.full((8, 8), 300.0)
-    >>> matmul = jmpscale.autocast(jnp.matmul, result=jnp.float32)
+    >>> matmul = jmpscale.autocast(jnp.matmul, result_dtype=jnp.float32)
     >>> float(matmul(large, large)[0, 0])  # the largest number of float16 is 65504
     720000.0
     """
     half = as_dtype(dtype)
     if half is None or half not in HALF:
         raise TypeError(f"dtype must be float16 or bfloat16, got {describe(dtype)}. Pass jnp.float16 or jnp.bfloat16.")
-    if result is not None and as_dtype(result) not in (half, FLOAT32):
-        raise TypeError(f"result must be float32, or {half} like dtype, got {describe(result)}. Pass jnp.float32.")
+    if result_dtype is not None and as_dtype(result_dtype) not in (half, FLOAT32):
+        got = describe(result_dtype)
+        raise TypeError(f"result_dtype must be float32, or {half} like dtype, got {got}. Pass jnp.float32.")
     if fun is None:
-        return _Decorator(autocast, dtype=half, result=result)
+        return _Decorator(autocast, dtype=half, result_dtype=result_dtype)
     name, is_checked = describe(fun), False
+    chosen = half if result_dtype is None else np.dtype(result_dtype)
     if not callable(fun) or as_dtype(fun) in HALF:
         raise TypeError(f"fun must be the loss function, got {name}. Call autocast(loss_fn, dtype=...).")
 
     def run_in_half(fun: Callable[..., PyTree], *args: PyTree) -> PyTree:
         nonlocal is_checked
         traced = trace(fun, *args, name=f"{name} in jmpscale.autocast")
-        jaxpr = in_half(traced.jaxpr, half, result_dtype(half if result is None else np.dtype(result)))
+        jaxpr = in_half(traced.jaxpr, half, with_override(chosen))
         if not is_checked:
             is_checked = True
-            if jaxpr is traced.jaxpr:
-                _warn_without_effect(name, jaxpr, half)
+            groups = groups_of_matmuls(traced.jaxpr, half)
+            (_warn_without_effect if jaxpr is traced.jaxpr else _warn_of_rules)(name, groups)
         return traced.unflatten(traced._replace(jaxpr=jaxpr).evaluate())
 
     @functools.wraps(fun, updated=())
@@ -134,23 +145,29 @@ def autocast(
     return autocast_fun
 
 
-def _warn_without_effect(name: str, jaxpr: core.Jaxpr, half: np.dtype) -> None:
+def _warn_without_effect(name: str, groups: list[Group]) -> None:
     """Warns that no matmul of a function is converted to half precision, with the reasons that may be mistakes."""
-    by_reason: dict[Kept, list[tuple[core.JaxprEqn, Caller]]] = {}
-    matmuls = [(eqn, caller) for eqn, caller in equations(jaxpr) if eqn.primitive.name in MATMULS]
-    for eqn, caller in matmuls:
-        is_half = all(type_of(x).dtype == half for x in eqn.invars[:2])  # by an autocast inside, or by hand
-        reason = reason_to_keep(half, eqn) or Kept.HELD
-        if reason is not Kept.SMALL and not is_half:
-            by_reason.setdefault(reason, []).append((eqn, caller))
-    setting, total = setting_that_keeps(), len(matmuls)
-    is_requested = Kept.PRECISION in by_reason and setting is None  # by the function itself
-    if is_requested or (matmuls and not by_reason):
+    mistakes = [group for group in groups if group.reason not in (None, Kept.SMALL)]
+    is_requested = setting_that_keeps() is None and any(group.reason is Kept.PRECISION for group in groups)
+    if is_requested or (groups and not mistakes):
         return
-    sentences = [] if total else ["It contains none; kernels, sparse matmuls and compiled functions run as written."]
-    for reason, found in by_reason.items():
-        eqn, caller = found[0]
-        dtypes = " and ".join(str(type_of(x).dtype) for x in eqn.invars[:2])
-        explanation = reason.value.format(dtypes=dtypes, setting=setting, holder=caller.holder)
-        sentences.append(f"{len(found)} of {total} matmuls, at {caller.line_of(eqn)}: {explanation}")
+    sentences = [] if groups else ["It contains none; kernels, sparse matmuls and compiled functions run as written."]
+    sentences += [f"{_count(group, groups)}: {group.explanation()}" for group in mistakes]
     warn_user(f"autocast has no effect: it converts no matmul or convolution of {name}. {' '.join(sentences)}")
+
+
+def _warn_of_rules(name: str, groups: list[Group]) -> None:
+    """Warns if most of the work of a function stays in float32 because of derivative rules."""
+    kept = most_kept_by_rules(groups)
+    if not kept:
+        return
+    work, total = (sum(group.multiplications for group in some) for some in (kept, groups))
+    sentences = [f"{_count(group, groups)}: {group.explanation()}" for group in kept]
+    warn_user(
+        f"autocast leaves {math.floor(100 * work / total)}% of the multiplications of {name} in float32. "
+        f'{" ".join(sentences)} If they must be in float32, set precision="highest".'
+    )
+
+
+def _count(group: Group, groups: list[Group]) -> str:
+    return f"{group.number} of {sum(other.number for other in groups)} matmuls, at {group.line}"

@@ -1,4 +1,4 @@
-"""Which matmuls run in half precision, and by which equations.
+"""By which equations matmuls run in half precision; `_autocast/kept.py` says which of them do not.
 
 In the equations of a traced function, each matmul
 
@@ -23,23 +23,19 @@ No other equation changes. Differentiation, batching and partitioning are left t
 XLA fuses the conversions into the operations around them.
 """
 
-import enum
 import functools
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jmpscale._base.half_operands import HalfOperands, half_operands
+from jmpscale._autocast.half_operands import HalfOperands, half_operands
+from jmpscale._autocast.kept import FLOAT32, HALF, reason_to_keep
 from jmpscale._base.jaxpr import HIGHEST, MATMULS, Memo, check_primitives, rewrite, type_of
 
-HALF = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
-FLOAT32 = np.dtype(np.float32)
 # Results of earlier calls. A function under jax.jit has one jaxpr in all of its calls, and JAX finds the compiled
 # program of the rewritten jaxpr only if that stays the same object.
 # The keys are the dtypes of operands and results.
@@ -47,35 +43,22 @@ _MEMOS: dict[tuple[np.dtype, np.dtype], Memo] = {
     (half, result): weakref.WeakKeyDictionary() for half in HALF for result in (half, FLOAT32)
 }
 
-# Half precision gains nothing in smaller contractions, because the units for matmuls contract at least 8 elements at a
-# time, and rounding ruins what such contractions often compute: points, frames, grids, four-vectors and poses.
-_SMALL_CONTRACTION = 4
-
 Conversion = Callable[..., jax.Array]  # takes an array and a dtype
 
 
-class Kept(enum.Enum):
-    """Why a matmul or convolution runs as written."""
-
-    DTYPE = "The operands are {dtypes}, but autocast converts float32. Pass float32 values, or remove autocast."
-    SMALL = ""  # an inner product, or a contraction of at most 4 elements: not a mistake, so no message explains it
-    PRECISION = "autocast keeps the setting jax_default_matmul_precision={setting!r}. Set it only where it is needed."
-    HELD = "{holder} runs as written. Use autocast in its function, or wrap the function that returns the gradients."
-
-
-def in_half(jaxpr: core.Jaxpr, half: np.dtype, result: np.dtype) -> core.Jaxpr:
+def in_half(jaxpr: core.Jaxpr, half: np.dtype, result_dtype: np.dtype) -> core.Jaxpr:
     """Returns a jaxpr with its matmuls in half precision, or the same object if it has none to convert.
 
-    `result` is the dtype in which the results of matmuls leave them: `half`, or float32.
+    `result_dtype` is the dtype in which the results of matmuls leave them: `half`, or float32.
     """
     check_primitives()
-    form = _with_half_result if result == half else _with_float32_result
+    form = _with_half_result if result_dtype == half else _with_float32_result
 
     def matmul_in_half(eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
         converts = eqn.primitive.name in MATMULS and not reason_to_keep(half, eqn)
         return form(half, eqn) if converts else [eqn]
 
-    return rewrite(jaxpr, matmul_in_half, _MEMOS[half, result])
+    return rewrite(jaxpr, matmul_in_half, _MEMOS[half, result_dtype])
 
 
 def _with_half_result(half: np.dtype, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
@@ -139,13 +122,14 @@ def _in_dtypes(eqn: core.JaxprEqn, dtypes: Sequence[np.dtype]) -> tuple[list[cor
 def _with_nan_for_infinity(x: jax.Array, dtype: np.dtype) -> jax.Array:
     """Converts a result, with NaN for infinity, which later arithmetic could hide: 1 / infinity is 0.
 
-    The difference of an infinity and itself is NaN. For any other y, y - abs(y - y) is y, bit for bit. XLA fuses these
-    operations into the readers of the result, whereas the derivative of a select would store a mask. On a CPU, the
-    difference has a sign bit, and `top_k` sorts such a NaN below all numbers: the absolute value has none.
+    The difference of an infinity and itself is NaN. For any other y, y - (y - y) is y, bit for bit. XLA fuses these
+    operations into the readers of the result, whereas the derivative of a select would store a mask. On a CPU this NaN
+    has a sign bit, and `top_k` sorts it last; an absolute value around the difference would clear the bit, but for a
+    V100 XLA then stores some of the results once more.
     """
     y = jax.lax.convert_element_type(x, dtype)
     fixed = jax.lax.stop_gradient(y)
-    return y - abs(fixed - fixed)
+    return y - (fixed - fixed)
 
 
 def _variable_like(x: Any, dtype: np.dtype) -> core.Var:
@@ -174,66 +158,11 @@ def _apply(fun: Conversion, matmul: core.JaxprEqn, x: Any, y: Any) -> list[core.
     return eqns
 
 
-@functools.cache
-def _scalar_jaxpr(fun: Conversion, x: np.dtype, y: np.dtype) -> core.Jaxpr:
-    """Returns the equations of `fun` for a scalar, as this version of JAX writes them."""
-    return jax.make_jaxpr(lambda scalar: fun(scalar, y))(jax.ShapeDtypeStruct((), x)).jaxpr
-
-
-def reason_to_keep(half: np.dtype, eqn: core.JaxprEqn) -> Kept | None:
-    """Returns why a matmul or convolution runs as written, or None if autocast converts it."""
-    operands = [_dtype(x) for x in eqn.invars[:2]]
-    if _keeps_precision(eqn.params["precision"]):
-        return Kept.PRECISION
-    # The user chose complex or wider operands, or the other half-precision dtype.
-    if FLOAT32 not in operands or any(jnp.issubdtype(x, np.inexact) and x not in (FLOAT32, half) for x in operands):
-        return Kept.DTYPE
-    if _dtype(eqn.outvars[0]) not in (FLOAT32, half):
-        return Kept.DTYPE
-    return Kept.SMALL if _has_small_contraction(eqn) or _is_inner_product(eqn) else None
-
-
-def _has_small_contraction(eqn: core.JaxprEqn) -> bool:
-    """Tests whether each element of the result is a sum of at most `_SMALL_CONTRACTION` products."""
-    left, right = (type_of(x).shape for x in eqn.invars[:2])
-    match eqn.primitive.name:
-        case "conv_general_dilated":  # adds the elements of a window in the input channels of a group
-            out_features = eqn.params["dimension_numbers"].rhs_spec[0]
-            sizes = [size for axis, size in enumerate(right) if axis != out_features]
-        case "ragged_dot_general":
-            (contracting, _), _ = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-            sizes = [left[axis] for axis in contracting]
-        case _:
-            (contracting, _), _ = eqn.params["dimension_numbers"]
-            sizes = [left[axis] for axis in contracting]
-    # A symbolic size, of a program that is exported, is not an int.
-    return all(isinstance(size, int) for size in sizes) and math.prod(sizes) <= _SMALL_CONTRACTION
-
-
-def _is_inner_product(eqn: core.JaxprEqn) -> bool:
-    if eqn.primitive.name != "dot_general":
-        return False
-    shapes = [type_of(x).shape for x in eqn.invars[:2]]
-    contracting, batch = eqn.params["dimension_numbers"]
-    sides = zip(shapes, contracting, batch, strict=True)
-    free = [size for shape, c, b in sides for axis, size in enumerate(shape) if axis not in (*c, *b)]
-    return all(size == 1 for size in free)
-
-
 def _dtype(x: Any) -> np.dtype:
     return type_of(x).dtype
 
 
-def _keeps_precision(precision: object) -> bool:
-    """Tests whether the user has requested the highest precision, or an algorithm, for a matmul."""
-    if isinstance(precision, (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)):
-        return True
-    operands = precision if isinstance(precision, tuple) else (precision,)
-    return jax.lax.Precision.HIGHEST in operands
-
-
-def setting_that_keeps() -> str | None:
-    """Returns the setting of jax_default_matmul_precision if matmuls without a precision run as written under it."""
-    operand = jax.ShapeDtypeStruct((2, 2), np.float32)
-    precision = jax.make_jaxpr(jax.lax.dot)(operand, operand).eqns[0].params["precision"]
-    return jax.config.values["jax_default_matmul_precision"] if _keeps_precision(precision) else None
+@functools.cache
+def _scalar_jaxpr(fun: Conversion, x: np.dtype, y: np.dtype) -> core.Jaxpr:
+    """Returns the equations of `fun` for a scalar, as this version of JAX writes them."""
+    return jax.make_jaxpr(lambda scalar: fun(scalar, y))(jax.ShapeDtypeStruct((), x)).jaxpr

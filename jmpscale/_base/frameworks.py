@@ -99,7 +99,10 @@ _DECAYS = {"mu": ("b1",), "nu": ("b2",), "trace": ("momentum", "decay"), "ema": 
 
 
 def averages_of_gradients(state: Any, names: Collection[str] = ("mu", "nu", "trace")) -> list[Any]:
-    """Returns the leaves of optax's states that hold averages of gradients, such as `mu` of Adam."""
+    """Returns the leaves of optax's states that hold averages of gradients, such as `mu` of Adam, or of their squares.
+
+    `names` are the fields of the states.
+    """
 
     def averages(node: Any) -> list[Any]:
         return [getattr(node, name) for name in names if is_optax_state(node) and hasattr(node, name)]

@@ -31,11 +31,12 @@ HIGHEST = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)  # the precisio
 # derivative rule, a kernel's memory, the convergence of a solver.
 _BLOCKS = {"jit", "closed_call", "remat2", "shard_map"}
 _TRANSPARENT = _BLOCKS | {jax.lax.scan_p.name, jax.lax.while_p.name, jax.lax.cond_p.name}
-_TRANSPARENT |= {"composite", "compute_on", "custom_vmap_call", "linear_call", "xla_pmap"}
+_TRANSPARENT |= {"composite", "compute_on", "custom_vmap_call", "linear_call", "xla_metadata_call", "xla_pmap"}
+
+RULES = {"custom_jvp_call", "custom_vjp_call"}  # functions with their own derivative rule
 
 # Primitives that call one jaxpr with their operands.
-CALLS = _BLOCKS | {"composite", "compute_on", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "linear_call"}
-CALLS |= {"xla_metadata_call"}
+CALLS = _BLOCKS | RULES | {"composite", "compute_on", "custom_vmap_call", "linear_call", "xla_metadata_call"}
 
 
 def rewrite(jaxpr: core.Jaxpr, rewrite_equation: RewriteEquation, memo: Memo) -> core.Jaxpr:
@@ -107,7 +108,7 @@ class Caller(NamedTuple):
     in_library: bool = False  # whether it is a function of a library
     backward: bool = False  # whether the equations are part of a backward pass
     recomputed: bool = False  # whether `jax.checkpoint` repeats the equations of a forward pass in a backward pass
-    holder: str = ""  # the outermost primitive that holds the jaxpr and that `rewrite` does not enter, if there is one
+    holder: str = ""  # the primitive around the jaxpr that `rewrite` does not enter, as in `inner_holder`
     depth: int = 0  # of the lines, as for `user_lines`
     calls: tuple[int, ...] = ()  # the identities of the equations around the jaxpr, because JAX may use it in several
 
@@ -129,7 +130,7 @@ class Caller(NamedTuple):
         file, function = getattr(info, "func_filename", None) or "", getattr(info, "func_name", None) or ""
         name = eqn.primitive.name
         in_library = is_library_function(file) if name in CALLS and file else self.in_library
-        holder = self.holder or ("" if name in _TRANSPARENT else name)
+        holder = inner_holder(self.holder, eqn)
         backward, recomputed = self.backward or is_backward(eqn), self.recomputed or is_recomputed(eqn)
         calls = (*self.calls, id(eqn))
         path, depth = self.path_of(eqn), self.depth
@@ -148,6 +149,15 @@ def equations(
         if entered is None or eqn.primitive.name in entered:
             for held in held_jaxprs(eqn):
                 yield from equations(held, entered, caller.inside(eqn))
+
+
+def inner_holder(holder: str, eqn: core.JaxprEqn) -> str:
+    """Returns the primitive that `rewrite` does not enter around the jaxprs of an equation, or "" if it enters all.
+
+    `holder` is the one around the equation. A kernel or a solver counts, rather than a derivative rule around it.
+    """
+    name = eqn.primitive.name
+    return holder if name in _TRANSPARENT or holder not in {"", *RULES} else name
 
 
 def held_jaxprs(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:

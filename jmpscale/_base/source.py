@@ -13,7 +13,7 @@ from jax.extend import core
 
 SCALING = "the scaling of the loss"  # shown in place of a line of this package
 _PACKAGE = pathlib.Path(__file__).parent.parent
-_CAST = str(_PACKAGE / "_autocast" / "cast.py")
+_CAST = str(_PACKAGE / "_cast.py")
 # The demonstration counts as a user's program.
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\](?!jmpscale[/\\]__main__)")
 # Packages whose lines say less than the lines of other installed packages that call them.

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jmpscale._algorithm.get_scaler import find_scaler, is_scaler
+from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._algorithm.grad import value_and_grad
 from jmpscale._base.frameworks import is_nnx_object
-from jmpscale._base.options import requires_names
+from jmpscale._base.options import requires_names_in
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, find_instances, flatten_gradients, named_leaves
 from jmpscale._diagnosis.examine import examine
@@ -21,13 +21,13 @@ from jmpscale._diagnosis.rounded import find_rounded
 from jmpscale._diagnosis.step import check_concrete, trace_step, trace_with_float32_results
 from jmpscale._diagnosis.whole_step import WholeStep
 from jmpscale._guards.scaler import scale_on_host
-from jmpscale._state import ScalerState, static
+from jmpscale._state import ScalerState, is_scaler, static
 
 Function = Callable[..., Any]
 _OF_A_STEP = "For a training step, call diagnose_step(train_step) with the arguments of the step."
 
 
-@requires_names
+@requires_names_in("diagnose(fun)(scaler, *args)")
 def diagnose(
     fun: Function, argnums: Any = 0, has_aux: bool = False, *, transform: Function = jax.value_and_grad
 ) -> Callable[..., Diagnosis]:

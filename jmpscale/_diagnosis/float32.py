@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from jmpscale._base import cotangents
 from jmpscale._base.jaxpr import HIGHEST, MATMULS, Jaxpr, closed, equations, held_jaxprs, type_of
 from jmpscale._base.types import is_narrow
 from jmpscale._diagnosis.interpret import Interpreter, widen
@@ -67,6 +68,7 @@ _KNOWN |= {
     "xla_metadata_value",
     "zeros_like",
 }
+_KNOWN |= {cotangents.NAME}
 _KNOWN |= {  # jax.experimental.sparse
     f"{format}_{name}"
     for format in ("bcoo", "bcsr")

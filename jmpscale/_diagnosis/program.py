@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend import core
 
+from jmpscale._base import cotangents
 from jmpscale._base.jaxpr import (
     CALLS,
     MATMULS,
@@ -31,7 +32,7 @@ _MOVES = {"all_gather", "all_to_all", "broadcast_in_dim", "concatenate", "copy",
 _MOVES |= {"dynamic_update_slice", "gather", "layout_constraint", "mesh_cast", "name", "optimization_barrier", "pad"}
 _MOVES |= {"pbroadcast", "pcast", "ppermute", "pvary", "reshape", "reshard", "rev", "scatter", "select_n"}
 _MOVES |= {"sharding_constraint", "slice", "sort", "split", "squeeze", "stop_gradient", "tile", "top_k", "transpose"}
-_MOVES |= {"unstack"}
+_MOVES |= {"unstack", cotangents.NAME}
 _SUM = "add_any"  # the sum of the cotangents of a value with several uses
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from jmpscale._autocast.results import results_in_float32
+from jmpscale._autocast.result_override import results_in_float32
 from jmpscale._autocast.rules import with_conversions
 from jmpscale._base.frameworks import imported, is_nnx_object
 from jmpscale._base.jaxpr import equations, rewrite

@@ -422,7 +422,7 @@ def _describe_float32_results(findings: Findings) -> str:
     scales = findings.scales_with_float32_results
     if scales is None or scales.fitting is None:
         return ""
-    text = f" Or call autocast with result=jnp.float32, and change no line: {_promise(findings, scales)}"
+    text = f" Or call autocast with result_dtype=jnp.float32, and change no line: {_promise(findings, scales)}"
     low, high = scales.fitting
     if not low <= math.log2(findings.scale) <= high:
         text = f"{text}; yours is {format_scale(findings.scale)}, so also use {advise(findings.config, low, high).call}"

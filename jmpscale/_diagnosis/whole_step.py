@@ -9,8 +9,7 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from jmpscale._algorithm.get_scaler import is_scaler
-from jmpscale._autocast.results import results_in_float32
+from jmpscale._autocast.result_override import results_in_float32
 from jmpscale._base.jaxpr import Caller, type_of
 from jmpscale._base.source import is_backward, is_differentiated
 from jmpscale._base.step_call import StepCall, is_array_type
@@ -25,6 +24,7 @@ from jmpscale._diagnosis.program import moves_values, narrow_dtype
 from jmpscale._diagnosis.results import Average, Leaf, Result
 from jmpscale._diagnosis.rounded import Rounded, find_rounded
 from jmpscale._diagnosis.step import NEW_SCOPE, Step, explain_error, repeatable
+from jmpscale._state import is_scaler
 
 
 class WholeStep(NamedTuple):

@@ -1,6 +1,7 @@
 """Guards of `with_loss_scaling`, and checks of optimizers and gradients."""
 
 import itertools
+from collections.abc import Mapping
 from typing import TypeGuard
 
 import jax
@@ -41,7 +42,8 @@ _OUTER = {optax.MultiStepsState: _MULTI_STEPS, optax.ApplyIfFiniteState: _APPLY_
 
 def created(inner: object, scaler: ScalerState | None, max_norm: object, warn_after_skips: object) -> None:
     remedy = "Pass one, such as optax.adam(1e-3). A framework's optimizer goes around with_loss_scaling, not inside it."
-    check_transformation(inner, "inner", remedy)
+    comes_first = "The optimizer comes first: with_loss_scaling(inner, scaler)."
+    check_transformation(inner, "inner", comes_first if isinstance(inner, ScalerState) else remedy)
     if scaler is not None:
         check_scaler(scaler)
     if max_norm is not None:
@@ -59,11 +61,18 @@ def initialized(params: PyTree, state: WithLossScalingState) -> None:
 
 
 def called(
-    grads: PyTree, state: object, params: PyTree, loss: PyTree, others: tuple[object, ...], max_norm: float | None
+    grads: PyTree,
+    state: object,
+    params: PyTree,
+    others: tuple[object, ...],
+    extra_args: Mapping[str, object],
+    max_norm: float | None,
 ) -> None:
     if others or has_mark(Mark.LOSS, grads):
         got = "another value by position" if others else "the loss in place of the gradients"
         raise TypeError(f"the arguments are tx.update(grads, state, params, value=loss), got {got}.")
+    if "loss" in extra_args:  # a name that is passed on would be ignored, and the step applied
+        raise TypeError("the arguments are tx.update(grads, state, params, value=loss), got loss=. Write value=.")
     if not isinstance(state, WithLossScalingState):
         raise TypeError(
             f"state must be a WithLossScalingState, got {type_name(state)}. The arguments are (grads, state, params). "
@@ -77,6 +86,7 @@ def called(
     arrays = jax.tree.leaves(params)
     if arrays and all(has_mark(Mark.GRADIENT, x) for x in arrays):
         raise TypeError("params must be the parameters, got gradients. The arguments are (grads, state, params).")
+    loss = extra_args.get("value")
     if has_mark(Mark.GRADIENT, loss) and any(map(jnp.ndim, jax.tree.leaves(loss))):  # unscale returns losses, too
         warn_user("the loss must be the unscaled loss, got gradients. Pass value=loss.")
 

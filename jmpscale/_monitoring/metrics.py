@@ -4,6 +4,7 @@ import jax
 
 from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._base.tree import PyTree, find_instances
+from jmpscale._guards.optax import warn_if_inside_another
 from jmpscale._state import ARRAY_FIELDS, WithLossScalingState
 
 
@@ -23,11 +24,15 @@ def metrics(scaler: PyTree) -> dict[str, jax.Array]:
     Raises:
       ValueError: `scaler` does not contain exactly one scaler.
 
+    Warns:
+      UserWarning: `with_loss_scaling` is inside another transformation of optax that keeps it from its work.
+
     >>> import jmpscale
     >>> {name: float(value) for name, value in jmpscale.metrics(jmpscale.dynamic(8.0)).items() if "scale" in name}
     {'loss_scale': 8.0}
     """
     found = find_scaler(scaler, allow_batch=True)
+    warn_if_inside_another(scaler)
     values = {name: getattr(found, name) for name in ARRAY_FIELDS}
     for state in find_instances(scaler, WithLossScalingState):
         norm = jax.tree.leaves(state.grad_norm)  # an optimizer of Flax NNX wraps it; without max_norm it is None

@@ -27,6 +27,10 @@ _CAUSES = (  # in the order of describe_skips
     f"{_OVERFLOW}The scale is still backing off. Allow more skips, or look for a change in the data or the model: "
     "jmpscale.diagnose names the line.",
 )
+FIND_BATCH = (
+    " To find the batches, read step_applied of the scaler after each step, which is false after a skip, and pass "
+    "jmpscale.diagnose a batch that was skipped."
+)
 NEVER_SKIPPED = (
     "The loss scale has grown to its limit, {}, without a skip. Unless the gradients are very small, the loss is not "
     "scaled, or something replaces infinity and NaN before the optimizer checks them. To find out, run a few steps at "

@@ -2,7 +2,6 @@
 
 import collections
 import threading
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -10,30 +9,25 @@ import numpy as np
 from jmpscale._base.text import format_number
 from jmpscale._base.tree import is_traced
 from jmpscale._base.warn import warn_from_program, warn_user
-from jmpscale._runtime.causes import CONSECUTIVE, NEVER_SKIPPED, USUAL_LIMIT, describe_skips
+from jmpscale._runtime.causes import NEVER_SKIPPED, USUAL_LIMIT
+from jmpscale._runtime.skip_history import SkipHistory, continues
 from jmpscale._state import ScalerState
 
-
-class _Skip(NamedTuple):
-    """A skipped step, and what the monitor says about it."""
-
-    after: ScalerState
-    step: int = 0  # counted from the first skip that the monitor remembers
-    follows_growth: bool = False  # such a skip is part of the rule, and is not counted
-    has_warned: bool = False  # about this skip, or an earlier one of the same series
-    text: str = ""
+_REPORTS = 100  # the number of skips that are remembered, for devices that report them later than others
 
 
 class SkipMonitor:
     """Warns about the skips of an optimizer, even from inside a compiled program; remembers them on the host.
 
-    Devices report in any order, so the message about a skip depends on the states of the run alone. A copy, in another
-    process for example, remembers nothing.
+    Each skip is judged as `RunMonitor` judges a call. Devices report in any order, so the warning about a skip depends
+    on the states of the run alone. A copy, in another process for example, remembers nothing.
     """
 
     def __init__(self, count: int) -> None:
-        self._count, self._window = count, 5 * count
-        self._skips = collections.deque[_Skip](maxlen=self._window)
+        self._count = count
+        self._history = SkipHistory(count - 1)
+        self._reports = collections.deque[tuple[ScalerState, str]](maxlen=_REPORTS)
+        self._is_stuck = False
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type["SkipMonitor"], tuple[int]]:
@@ -68,32 +62,26 @@ class SkipMonitor:
         before, after = jax.tree.map(np.asarray, (before, after))
         if after.consecutive_skips > 0:  # under jax.vmap the callback runs for every scaler
             with self._lock:
-                text = self._remember(before, after).text
-            return describe_skips(after, text) if text else ""
+                return self._judge(before, after)
         if _has_grown_without_skip(before, after):
             return NEVER_SKIPPED.format(format_number(after.config.max_scale))
         return ""
 
-    def _remember(self, before: ScalerState, after: ScalerState) -> _Skip:
-        """Returns the record of a skip: the one that exists if another device has reported the same skip."""
-        for skip in self._skips:
-            if skip.after == after:
-                return skip
-        if self._skips and after.total_skips != self._skips[-1].after.total_skips + 1:
-            self._skips.clear()  # another run
-        latest = self._skips[-1] if self._skips else _Skip(before)
-        has_grown = before.loss_scale > latest.after.loss_scale or before.finite_steps < latest.after.finite_steps
-        steps = 1 + int(before.finite_steps) - int(latest.after.finite_steps)
-        steps += after.config.growth_interval if has_grown else 0
-        skip = _Skip(after, latest.step + steps, bool(has_grown), latest.has_warned and steps <= self._window)
-        recent = [s for s in (*self._skips, skip) if s.step > skip.step - self._window and not s.follows_growth]
-        if after.consecutive_skips == self._count:
-            skip = skip._replace(has_warned=True, text=CONSECUTIVE.format(self._count))
-        elif len(recent) >= self._count and not skip.has_warned:
-            text = f"{len(recent)} of the last {self._window} steps were skipped"
-            skip = skip._replace(has_warned=True, text=text)
-        self._skips.append(skip)
-        return skip
+    def _judge(self, before: ScalerState, after: ScalerState) -> str:
+        """Returns the warning about a skip, which another device may have reported already."""
+        for reported, text in self._reports:
+            if reported == after:
+                return text
+        if self._reports and not continues(self._reports[-1][0], before):  # another run
+            self._reports.clear()
+            self._is_stuck = False
+        self._history.remember(before)
+        text, was_stuck = self._history.describe(after), self._is_stuck
+        self._is_stuck = bool(text)
+        # A series of skips causes one warning, and each series of consecutive ones another.
+        text = "" if was_stuck and after.consecutive_skips != self._count else text
+        self._reports.append((after, text))
+        return text
 
 
 def _has_grown_without_skip(before: ScalerState, after: ScalerState) -> jax.Array:

@@ -17,10 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jmpscale._algorithm.scaling import multiply_leaf, unscale_leaves
+from jmpscale._algorithm.scaling import unscale_leaves
 from jmpscale._base.compat import varying_axes
 from jmpscale._base.data_flow import dependents
 from jmpscale._base.jaxpr import Caller, equations
+from jmpscale._base.multiply import multiply_leaf
 from jmpscale._diagnosis.float32 import run_in_widest
 from jmpscale._diagnosis.interpret import ENTERED, Interpreter
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._algorithm.update import update
-from jmpscale._base.options import requires_names
+from jmpscale._base.options import requires_names_in
 from jmpscale._base.text import describe, format_percentage, format_scale
 from jmpscale._base.tree import is_inexact, is_real_scalar, named_leaves
 from jmpscale._base.types import is_narrow
@@ -49,7 +49,7 @@ _NARROW = (
 )
 
 
-@requires_names
+@requires_names_in("check_step(step)(*args)")
 def check_step(step: Callable[..., Any], *, ignore: str | Sequence[str] = ()) -> Callable[..., None]:
     """Returns a function with the parameters of a training step that raises if the step mishandles its loss scale.
 

@@ -26,7 +26,7 @@ first, second = jmpscale.autocast(swap)(w, grads)
 first, second = jmpscale.autocast(swap, dtype="bfloat16")(x=w, n=grads)
 value, gradient = jmpscale.value_and_grad(jmpscale.autocast(swap, dtype=jnp.bfloat16))(state, w, grads)
 value, gradient = jmpscale.value_and_grad(swap, argnums=(0, 1), has_aux=True)(state, w, grads)
-tx: optax.GradientTransformationExtraArgs = jmpscale.with_loss_scaling(
+tx: jmpscale.LossScalingTransformation = jmpscale.with_loss_scaling(
     optax.adam(1e-3), state, max_norm=1.0, axis_name="data", norm_axis_name=("model",)
 )
 accumulating: optax.GradientTransformationExtraArgs = jmpscale.with_loss_scaling(
@@ -58,7 +58,6 @@ diagnosis = jmpscale.diagnose(swap, has_aux=True, transform=jax.value_and_grad)(
 limits: tuple[float, float] | None = diagnosis.fitting_scales
 critical: list[str] = [row.line for row in diagnosis.rows if row.overflow > 0 and row.in_lines]
 text: str = diagnosis.describe(limit=5) + diagnosis.rows[0].dtype
-jmpscale.raise_if_stuck(scaler, max_consecutive_skips=3)
 monitor: jmpscale.RunMonitor = jmpscale.RunMonitor(max_consecutive_skips=3)
-monitor.raise_if_stuck(opt_state, step=1)
+monitor.raise_if_stuck(opt_state)
 restored: jmpscale.ScalerState = jmpscale.from_torch_state_dict(jmpscale.to_torch_state_dict(scaler), min_scale=1.0)

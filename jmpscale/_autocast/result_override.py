@@ -1,4 +1,4 @@
-"""Traces a program as if `autocast` were called with `result=jnp.float32`, to measure what that changes."""
+"""Traces a program as if all its calls of `autocast` had `result_dtype=jnp.float32`, to measure the difference."""
 
 import contextlib
 import contextvars
@@ -17,7 +17,7 @@ class Request:
 
 @contextlib.contextmanager
 def results_in_float32() -> Iterator[Request]:
-    """Changes the results of all calls of `autocast` in its context to float32, as the argument `result` does."""
+    """Changes the results of all calls of `autocast` in its context to float32, as the argument `result_dtype` does."""
     request = Request()
     token = _request.set(request)
     try:
@@ -26,7 +26,7 @@ def results_in_float32() -> Iterator[Request]:
         _request.reset(token)
 
 
-def result_dtype(chosen: np.dtype) -> np.dtype:
+def with_override(chosen: np.dtype) -> np.dtype:
     """Returns the dtype of the results of `autocast`, given the dtype that its caller has chosen."""
     request = _request.get()
     if request is None or chosen == np.float32:

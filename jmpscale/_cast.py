@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmpscale._algorithm.get_scaler import is_scaler
 from jmpscale._base.arguments import as_dtype
 from jmpscale._base.frameworks import averages_of_gradients
 from jmpscale._base.text import describe
 from jmpscale._base.tree import Tree, check_no_nnx_objects, check_no_refs, is_array
 from jmpscale._base.warn import warn_user
+from jmpscale._state import is_scaler
 
 
 def cast(tree: Tree, dtype: DTypeLike) -> Tree:

@@ -11,6 +11,9 @@ compiles for all accelerators, and for GPUs to the same program. CPUs have no un
 such operands with a float32 result for some layouts: they multiply the rounded operands in float32.
 
 Operands that are infinite in float16 become NaN, because later arithmetic could hide an infinite result.
+
+The matmul is JAX's own primitive, not a new one: the policy `dots_saveable` of `jax.checkpoint` finds matmuls by the
+identity of their primitive, so it would recompute every matmul of another primitive in the backward pass.
 """
 
 import functools
@@ -26,7 +29,20 @@ from jmpscale._base.compat import unknown_jax
 
 
 class HalfOperands(jax.lax.DotAlgorithm):
-    """The precision of a matmul whose operands are converted when it is lowered, and whose result is float32."""
+    """The precision of a matmul whose operands are converted when it is lowered, and whose result is float32.
+
+    It is not equal to the `DotAlgorithm` with the same fields. Otherwise JAX, which keeps lowered matmuls by their
+    parameters, would lower whichever of the two comes second in a program as it has lowered the first.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HalfOperands) and tuple(self) == tuple(other)
+
+    def __ne__(self, other: object) -> bool:  # a tuple has its own
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((HalfOperands, *self))
 
     def __repr__(self) -> str:
         return f"HalfOperands({self.dtype})"
@@ -89,4 +105,4 @@ def _convert(x: Any, dtype: np.dtype) -> Any:
 
 def _with_nan_for_infinity(x: Any) -> Any:
     """Returns an operand with NaN for infinity, as `_with_nan_for_infinity` of autocast does for results."""
-    return stablehlo.subtract(x, stablehlo.abs(stablehlo.subtract(x, x)))
+    return stablehlo.subtract(x, stablehlo.subtract(x, x))

@@ -1,0 +1,179 @@
+"""The figures in the sentences of the pages, as text, from the results of earlier runs.
+
+On a page, a comment behind a number has the name of the figure: `takes 2.2<!-- trace wrapper --> seconds`. `python -m
+benchmarks.table` writes the number. The words around it stand on the page alone.
+"""
+
+import math
+import re
+
+import jax
+
+from benchmarks import __main__ as cpu
+from benchmarks import autocast, diagnosis, record, steps
+
+STUDIES = record.ROOT / "benchmarks" / "studies"
+OURS = ("functional", "functional, norm as check", "optax wrapper", "optax wrapper, max_norm")
+FIGURE = re.compile(r"-?\d[\d,.]*(?: to \d[\d,.]*)?(?=<!-- (?P<name>[^>]*) -->)")
+H100 = "h100, 1 devices, {}, adamw, {}, gradients in float32"
+COMPILED = {  # the step, as the pages call it, and the name of its result
+    "layers": H100.format("8 of 2048, batch 32", "float16"),
+    "language model": H100.format("language model", "float16"),
+    "embedding": H100.format("embedding of 32,000 x 1,024", "float32"),
+    "ensemble": H100.format("6 of 1024, batch 32", "float16") + ", 4 members",
+    "TPU": "tpu-v5e, 1 devices, 2 of 8192, batch 32, adamw, bfloat16, gradients in float32",
+}
+
+
+def figures(results):
+    """Returns the figures of all pages by name; `results` are those of `benchmarks.table`."""
+    groups = (_sizes(), _gpu(results), _cpu(results), _compiled(results), _autocast(results), _other(results))
+    return {name: text for group in (*groups, _studies()) for name, text in group.items()}
+
+
+def rewrite(text, known):
+    """Returns a page with each figure that a comment names replaced."""
+
+    def value(found):
+        if (name := found["name"]) not in known:
+            raise ValueError(f"the page names the figure {name!r}, which benchmarks/figures.py does not have")
+        return known[name]
+
+    return FIGURE.sub(value, text)
+
+
+def span(values, form="{:.2f}"):
+    """Returns the smallest and the largest value as text, or one text if both are equal."""
+    low, high = form.format(min(values)), form.format(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+def _sizes():
+    tasks = {"language model": steps.language_model, "GPT-2 small": autocast.MODELS["GPT-2 small"][0]}
+    return {f"millions of parameters, {name}": f"{_millions(task):.1f}" for name, task in tasks.items()}
+
+
+def _millions(task):
+    params = jax.eval_shape(lambda: task()[1])
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)) / 1e6
+
+
+def _gpu(results):
+    timed = results["gpu"]["large"]["figures"]
+    found = {}
+    for case, name in (("8 of 2048, batch 32, float16", "layers"), ("language model, float16", "language model")):
+        ms = {step: figures["ms"] for step, figures in timed[case].items()}
+        for base in ("bare", "clipped"):
+            found[f"H100 {name}: functional over {base}"] = f"{100 * (ms['functional'] / ms[base] - 1):.0f}"
+        found |= {f"H100 {name}: {step} ms": f"{ms[step]:.1f}" for step in ("bare", "functional")}
+        found[f"H100 {name}: added ms"] = f"{ms['functional'] - ms['clipped']:.2f}"
+        found[f"H100 {name}: added us"] = span([1000 * (ms[step] - ms["clipped"]) for step in OURS], "{:.0f}")
+    for dtype in ("float32", "bfloat16"):
+        found[f"H100 language model: {dtype} ms"] = f"{timed[f'language model, {dtype}']['bare']['ms']:.1f}"
+    return found
+
+
+def _cpu(results):
+    networks, found = results["cpu"]["steps"]["figures"], {}
+    sgd = results["cpu"]["optimizers"]["figures"]["sgd"]
+    for name, figures in {**networks, "SGD": sgd}.items():
+        for base, ratio in (("bare", "bare_ratio"), ("clipped", "ratio")):
+            found[f"CPU {name}: functional over {base}"] = f"{100 * (figures['functional'][ratio] - 1):.0f}"
+    longer = [100 * (x["functional"][ratio] - 1) for x in networks.values() for ratio in ("bare_ratio", "ratio")]
+    found |= {"CPU: most longer": f"{max(longer):.0f}", "CPU: most shorter": f"{-min(longer):.0f}"}
+    groups = {"ours": (*OURS, "scaled_backward"), "peers": steps.PEERS[:3], "apply_if_finite": steps.PEERS[3:]}
+    for group, names in groups.items():
+        found[f"CPU {group}: ratio"] = span([figures[name]["ratio"] for figures in networks.values() for name in names])
+    for optimizer in ("sgd", "momentum", "adafactor"):
+        figures = results["cpu"]["optimizers"]["figures"][optimizer]
+        found |= {f"CPU {optimizer}: {name} ratio": f"{figures[name]['ratio']:.2f}" for name in ("functional", "jmp")}
+    return found
+
+
+def _compiled(results):
+    compiled, found = {name: results["compilers"][key]["figures"] for name, key in COMPILED.items()}, {}
+
+    def ratios(step, names, figure):
+        return [compiled[step][name][figure] / compiled[step]["clipped"][figure] for name in names]
+
+    def kernels(columns, names):
+        added = [compiled[x][name]["kernels"] - compiled[x]["clipped"]["kernels"] for x in columns for name in names]
+        return span(added, "{}")
+
+    on_h100 = ("layers", "language model", "embedding")
+    for group, names in {"ours": OURS, "peers": steps.PEERS, **{peer: [peer] for peer in steps.PEERS}}.items():
+        found[f"H100 added kernels, {group}"] = kernels(on_h100, names)
+        found[f"TPU added kernels, {group}"] = kernels(["TPU"], names)
+    for step in ("embedding", "TPU"):
+        found[f"{step}: memory of apply_if_finite"] = span(ratios(step, steps.PEERS[3:], "temp_bytes"))
+    found["TPU: bytes of apply_if_finite"] = span(ratios("TPU", steps.PEERS[3:], "moved_bytes"))
+    for name in ("clipped", "bare"):
+        found[f"TPU {name} MB"] = f"{compiled['TPU'][name]['temp_bytes'] / 1e6:.1f}"
+    found["ensemble: bytes, ours"] = span(ratios("ensemble", cpu.OURS, "moved_bytes"))
+    found["ensemble: memory, ours"] = span(ratios("ensemble", cpu.OURS, "temp_bytes"))
+    found["ensemble: bytes, peers"] = span(ratios("ensemble", steps.PEERS, "moved_bytes"))
+    found["ensemble: memory, peers"] = f"{max(ratios('ensemble', steps.PEERS, 'temp_bytes')):.2f}"
+    return found
+
+
+def _autocast(results):
+    def value(model, variant, figure="moved_bytes"):
+        return results["autocast"][model]["figures"][variant][figure]
+
+    def ratio(model, variant, figure="moved_bytes"):
+        return f"{value(model, variant, figure) / value(model, autocast.BY_HAND, figure):.2f}"
+
+    gpt2, t4, fsdp = "h100, GPT-2 small", "t4, GPT-2 small, 2 layers", "h100, GPT-2 small, 2 layers, FSDP"
+    saved = value(f"{gpt2}, scan, dots saved", autocast.AUTOCAST, "temp_bytes")
+    lora = f"h100, {autocast.LORA}"
+    return {
+        **{f"bytes of GPT-2 small, {x}": ratio(gpt2, x) for x in (autocast.AUTOCAST, autocast.FLOAT32)},
+        "bytes of GPT-2 small, float32 results": ratio(gpt2, autocast.RESULTS_IN_FLOAT32),
+        "bytes of ResNet-34": ratio("h100, ResNet-34", autocast.AUTOCAST),
+        "bytes of ResNet-34, blocks return half": ratio("h100, ResNet-34", autocast.STORED),
+        "memory of GPT-2 small, dots saved": f"{saved / value(f'{gpt2}, scan', autocast.BY_HAND, 'temp_bytes'):.2f}",
+        "communication of GPT-2, embedding converted": ratio(fsdp, autocast.EMBEDDED, "communicated_bytes"),
+        "communication of GPT-2": ratio(fsdp, autocast.AUTOCAST, "communicated_bytes"),
+        "T4 matmuls in float16": str(value(t4, autocast.AUTOCAST, "matmuls")["f16"]),
+        "T4 matmuls in float32": str(value(t4, autocast.BFLOAT16, "matmuls")["f32"]),
+        "T4 bytes in bfloat16": ratio(t4, autocast.BFLOAT16),
+        **{
+            f"{name} of LoRA": f"{value(lora, autocast.AUTOCAST, figure) / value(lora, autocast.SMALL, figure):.2f}"
+            for name, figure in (("bytes", "moved_bytes"), ("memory", "temp_bytes"))
+        },
+    }
+
+
+def _other(results):
+    traces, found = results["tracing"]["figures"], {}
+    for form in ("unrolled", "scan"):
+        found[f"trace {form}"] = f"{traces[form]['autocast'] / traces[form]['float32']:.1f}"
+    found |= {f"trace {name}": f"{seconds:.1f}" for name, seconds in traces["traced update"].items()}
+    found["eager update"] = f"{traces['eager update']['wrapper'] / traces['eager update']['optax']:.1f}"
+    for devices, errors in results["float16_sums"]["figures"].items():
+        found |= {f"{kind} sum over {devices}": f"{100 * error:.1f}" for kind, error in errors.items()}
+    programs = results["diagnosis"]["figures"].items()
+    ratios = {name: figures["first diagnosis"] / figures["step"] for name, figures in programs}
+    found["diagnosis with an overflow"] = f"{ratios.pop(diagnosis.OVERFLOW):.1f}"
+    return found | {"diagnosis": span(ratios.values(), "{:.1f}")}
+
+
+def _studies():
+    found = {}
+    for study, key, short in (("batch_size", "batch tokens", "batch"), ("vocabulary", "vocabulary", "vocabulary")):
+        for run in record.read(STUDIES / f"{study}.json")["runs"]:
+            if run["seed"] == 0:
+                found[f"{short} 2^{run[key].bit_length() - 1}: {run['run']}"] = f"{run['loss']:.2f}"
+    checks = [step["ratio"] for step in record.read(STUDIES / "check_step.json")["steps"]]
+    return found | _infinite_pixel() | {"check_step": span(checks, "{:.1f}")}
+
+
+def _infinite_pixel():
+    """Returns losses and accuracies in percent, of all seeds and of seed 0."""
+    runs, found = record.read(STUDIES / "one_infinite_pixel.json")["runs"], {}
+    for name in {run["run"] for run in runs}:
+        for when, seeds in (("", range(5)), (", seed 0", [0])):
+            of_seeds = [run for run in runs if run["run"] == name and run["seed"] in seeds]
+            found[f"pixel loss, {name}{when}"] = span([run["loss"] for run in of_seeds], "{:.3f}")
+            found[f"pixel accuracy, {name}{when}"] = span([100 * run["accuracy"] for run in of_seeds], "{:.1f}")
+    return found
