@@ -77,12 +77,10 @@ def _whole_step(call: StepCall, out: PyTree, traced: core.ClosedJaxpr) -> WholeS
 
     closed = jax.make_jaxpr(outputs)(jnp.float32(1.0))
     gradients, losses = exposed
-    found = list(closed.jaxpr.outvars)
-    of_losses, of_gradients, of_results = np.split(np.array(found, object), [len(losses), len(losses) + len(gradients)])
+    outvars, count = list(closed.jaxpr.outvars), len(losses) + len(gradients)
+    of_losses, of_gradients, of_results = outvars[: len(losses)], outvars[len(losses) : count], outvars[count:]
     results = arrays.results()
-    loss = _loss(closed.jaxpr, [x.old is None for x in results], results, list(of_results))
-    if loss is None and len(of_losses):
-        loss = of_losses[0]
+    loss = next(iter([*_losses(closed.jaxpr, results, of_results), *of_losses]), None)
     kept = [(x, y) for x, y in zip(results, of_results, strict=True) if y is not loss]
     one = core.Literal(np.float32(1.0), jax.typeof(np.float32(1.0)))
     first = [one if loss is None else loss, *of_gradients]
@@ -158,7 +156,9 @@ class _Arrays:
 
 def _places_of_scalers(tree: PyTree) -> tuple[list[int], set[int]]:
     """Returns the positions of the loss scales among the leaves of a tree, and those of all leaves of scalers."""
-    scales, inside, position = [], set(), 0
+    scales: list[int] = []
+    inside: set[int] = set()
+    position = 0
     for node in jax.tree.leaves(tree, is_leaf=is_scaler):
         count = len(jax.tree.leaves(node))
         if is_scaler(node) and node.config.mode != "disabled":
@@ -185,8 +185,8 @@ def _with_outputs(jaxpr: core.Jaxpr, outvars: Sequence[Any]) -> core.Jaxpr:
 _FROM_FORWARD, _FROM_BACKWARD = frozenset(["forward"]), frozenset(["backward"])
 
 
-def _loss(jaxpr: core.Jaxpr, is_free: Sequence[bool], results: Sequence[Result], variables: Sequence[Any]) -> Any:
-    """Returns the result that is the loss: a scalar that comes from a differentiated function, not from a gradient."""
+def _losses(jaxpr: core.Jaxpr, results: Sequence[Result], variables: Sequence[Any]) -> list[Any]:
+    """Returns the results that may be the loss: scalars of a differentiated function, first those with this name."""
 
     def rule(eqn: core.JaxprEqn, caller: Caller, operands: list[flow.Labels]) -> list[flow.Labels]:
         found = operands if eqn.primitive.name in ENTERED else flow.of_operands(eqn, operands)
@@ -197,10 +197,10 @@ def _loss(jaxpr: core.Jaxpr, is_free: Sequence[bool], results: Sequence[Result],
     labels = flow.follow(_with_outputs(jaxpr, variables), [flow.NONE] * len(jaxpr.invars), rule)
     scalars = [
         (result.name, x)
-        for result, x, of, free in zip(results, variables, labels, is_free, strict=True)
-        if free and type_of(x).shape == () and of == _FROM_FORWARD
+        for result, x, found in zip(results, variables, labels, strict=True)
+        if result.old is None and type_of(x).shape == () and found == _FROM_FORWARD
     ]
-    return next((x for name, x in scalars if "loss" in name.lower()), scalars[0][1] if scalars else None)
+    return [x for _, x in sorted(scalars, key=lambda pair: "loss" not in pair[0].lower())]
 
 
 def _compared(jaxpr: core.Jaxpr, count: int, results: Sequence[Result]) -> list[Result | None]:
@@ -210,7 +210,7 @@ def _compared(jaxpr: core.Jaxpr, count: int, results: Sequence[Result]) -> list[
     def rule(eqn: core.JaxprEqn, caller: Caller, operands: list[flow.Labels]) -> list[flow.Labels]:
         found = operands if eqn.primitive.name in ENTERED else flow.of_operands(eqn, operands)
         which = passes.of(eqn, caller)
-        labels = {which} if which is Pass.BACKWARD else set()
+        labels: set[Any] = {which} if which is Pass.BACKWARD else set()
         if eqn.primitive.name not in ENTERED and any(map(narrow_dtype, eqn.outvars)) and not moves_values(eqn):
             labels |= {"half", which}
         return [x | labels for x in found]
