@@ -165,7 +165,12 @@ def _studies():
             if run["seed"] == 0:
                 found[f"{short} 2^{run[key].bit_length() - 1}: {run['run']}"] = f"{run['loss']:.2f}"
     checks = [step["ratio"] for step in record.read(STUDIES / "check_step.json")["steps"]]
-    return found | _infinite_pixel() | {"check_step": span(checks, "{:.1f}")}
+    found |= {"check_step": span(checks, "{:.1f}")}
+    whole = record.read(STUDIES / "whole_step.json")["steps"]
+    for name, is_faulty in (("whole step", False), ("whole step, bfloat16 parameters", True)):
+        ratios = [step["ratio"] for step in whole if (step["form"] == "bfloat16 parameters") == is_faulty]
+        found[name] = span(ratios, "{:.1f}")
+    return found | _infinite_pixel()
 
 
 def _infinite_pixel():
