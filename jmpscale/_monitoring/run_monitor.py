@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -119,7 +120,8 @@ class _Progress:
     """The counts of steps of a scaler, or of a batch of scalers, at the calls of a monitor."""
 
     def __init__(self, state: ScalerState) -> None:
-        self._latest, self.highest, self._calls = state, state.total_steps, 0
+        self._latest, self._calls = state, 0
+        self.highest: Any = state.total_steps
 
     def is_of(self, state: ScalerState) -> bool:
         """Tests whether a state has the settings and the shape of the earlier states."""

@@ -2,6 +2,7 @@
 
 import collections
 import math
+from typing import Any
 
 import numpy as np
 
@@ -37,10 +38,10 @@ class SkipHistory:
                 reason = SkipReason.LOSS if backs_off else None
                 text = f"{skips} of the last {steps} steps were skipped"
                 return describe_skips(state, text, reason) + FIND_BATCH
-        before = self._at_limit
-        if before is not None and is_at_limit(state) and state.last_skip_reason == SkipReason.MIN_SCALE:
-            skips, steps = _skips_and_steps(before, state)
-            if skips - _backoffs(before, state, steps - skips) > self._limit:
+        start = self._at_limit
+        if start is not None and is_at_limit(state) and state.last_skip_reason == SkipReason.MIN_SCALE:
+            skips, steps = _skips_and_steps(start, state)
+            if skips - _backoffs(start, state, steps - skips) > self._limit:
                 text = f"{skips} of the last {steps} steps were skipped at the smallest allowed scale"
                 return describe_skips(state, text) + FIND_BATCH
         return ""
@@ -86,9 +87,10 @@ def continues(before: ScalerState, after: ScalerState) -> bool:
 
 def _first_state(state: ScalerState) -> ScalerState:
     """Returns the state with which a run began; its scale, which is unknown, was `max_scale` at most."""
-    zero = np.array(0, np.int32)
-    scale = np.float32(state.config.max_scale) if state.config.mode == "dynamic" else state.loss_scale
-    return state._replace(loss_scale=scale, total_steps=zero, total_skips=zero, finite_steps=zero)
+    first: dict[str, Any] = dict.fromkeys(("total_steps", "total_skips", "finite_steps"), np.array(0, np.int32))
+    if state.config.mode == "dynamic":
+        first["loss_scale"] = np.float32(state.config.max_scale)
+    return state._replace(**first)
 
 
 def _skips_and_steps(before: ScalerState, after: ScalerState) -> tuple[int, int]:

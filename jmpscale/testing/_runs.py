@@ -134,8 +134,7 @@ class Runs:
         pairs = zip(_gated_leaves(state, self.ignored), _gated_leaves(after, self.ignored), strict=True)
         leaves = [(path, was, now) for (path, was), (_, now) in pairs]
         new = scalers_of(after)
-        pairs = zip(scalers_of(state), new, strict=True)
-        skips = [int(b.total_skips) - int(a.total_skips) for a, b in pairs]
+        skips = [int(b.total_skips) - int(a.total_skips) for a, b in zip(scalers_of(state), new, strict=True)]
         return Run(scaler, new[self.position], after, leaves, skips)
 
     @property
