@@ -170,7 +170,8 @@ def test_result_that_the_program_requests_in_float16_is_nan_if_infinite():
     assert jnp.isnan(result).all()
 
 
-@pytest.mark.parametrize("amplitude", [pytest.param(10, marks=pytest.mark.full), 60])
+@pytest.mark.full
+@pytest.mark.parametrize("amplitude", [10, 60])
 def test_attention_is_as_accurate_as_with_casts_by_hand(amplitude):
     """With an amplitude of 60, scores exceed the largest number of float16."""
     q, k, v = (default_form.RANDOM.standard_normal((1, 64, 2, 64)).astype(np.float32) for _ in range(3))
@@ -243,6 +244,7 @@ def test_inner_autocast_decides():
     assert signatures(both, W, X) == {("f16", "f16", "f32"), ("f16", "f16", "f16")}
 
 
+@pytest.mark.full
 def test_attention_alone_can_have_float32_results():
     attention = functools.partial(jax.nn.dot_product_attention, implementation="xla")
     q = 45 * default_form.random_array((1, 32, 2, 16)) * 2  # scores exceed 65504

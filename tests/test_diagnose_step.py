@@ -357,6 +357,7 @@ def test_diagnose_step_names_an_average_that_will_stop_moving_at_the_first_step(
     assert "will stop moving" not in jmpscale.diagnose_step(bfloat16_average(0.99, form))(state, BATCH).summary
 
 
+@pytest.mark.full
 def test_diagnose_step_names_integers_that_half_precision_cannot_hold():
     def step(params, batch):
         x, y, times = batch

@@ -270,7 +270,7 @@ STEPS = {
     "pmap": pmapped_method,
     "FSDP": fsdp,
 }
-_FEW = {"NNX", "shard_map"}
+_FEW = {"shard_map"}
 
 
 def values(tree):

@@ -748,7 +748,8 @@ print(int(opt_state.scaler.total_skips))
 """
 
 
-@pytest.mark.parametrize("watch", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("watch", [False, True])
 def test_warnings_from_a_program_do_not_raise_on_one_of_its_devices(watch):
     command = [sys.executable, "-c", WARNINGS_AS_ERRORS.replace("WATCH", str(watch))]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}

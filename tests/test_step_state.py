@@ -286,7 +286,9 @@ def _nnx_arguments():
     return model, optimizer, nnx.clone(nnx.state(model, nnx.Param))
 
 
-@pytest.mark.parametrize("compiled", [nnx.jit, lambda step: step], ids=["jit", "eager"])
+@pytest.mark.parametrize(
+    "compiled", [nnx.jit, pytest.param(lambda step: step, marks=pytest.mark.full)], ids=["jit", "eager"]
+)
 @pytest.mark.filterwarnings("ignore:.*receives no loss")
 def test_step_call_runs_on_copies_of_nnx_objects_and_keeps_their_links(compiled):
     model, optimizer, ema = _nnx_arguments()
