@@ -1,5 +1,6 @@
 """diagnose_step diagnoses a training step as it is: its gradients, as diagnose does, and its update."""
 
+import inspect
 import re
 
 import jax
@@ -444,3 +445,42 @@ def test_diagnose_step_of_a_step_that_was_compiled_ahead_of_time_has_a_remedy():
     with pytest.raises(TypeError) as caught:
         jmpscale.diagnose_step(lambda w: compiled(w))(W)
     assert any("Pass the function that was compiled to diagnose_step." in note for note in caught.value.__notes__)
+
+
+def test_diagnosis_lists_the_matmuls_that_autocast_leaves_in_float32():
+    """Also if the step has been compiled before."""
+
+    @jax.custom_vjp
+    def layer(w, x):
+        return jnp.tanh(x @ w)
+
+    def forward(w, x):
+        return layer(w, x), (w, x)
+
+    def backward(residuals, cotangent):
+        w, x = residuals
+        before = cotangent * (1 - jnp.tanh(x @ w) ** 2)
+        return x.T @ before, before @ w.T
+
+    layer.defvjp(forward, backward)
+
+    @jmpscale.autocast(dtype=jnp.bfloat16)
+    def loss_fn(w, x):
+        wide = jnp.concatenate([x, x, x, x])
+        return jnp.mean((wide @ w) @ w) + jnp.mean(layer(w, x))
+
+    @jax.jit
+    def step(w, x):
+        loss, grad = jax.value_and_grad(loss_fn)(w, x)
+        return w - 0.1 * grad, loss
+
+    w, x = jax.random.normal(jax.random.key(0), (16, 16)), jnp.ones((4, 16))
+    step(w, x)
+    _, start = inspect.getsourcelines(layer.fun)
+    line = f"test_diagnose_step.py:{start + 2} (layer)"
+    for diagnosis in (jmpscale.diagnose_step(step)(w, x), jmpscale.diagnose(loss_fn)(w, x)):
+        (kept,) = diagnosis.kept
+        assert kept.startswith(f"1 of 3 matmuls, at {line}")
+        assert "custom_vjp" in kept
+        assert "autocast leaves in float32:\n  1 of 3 matmuls" in diagnosis.describe()
+    assert jmpscale.diagnose(jmpscale.autocast(lambda w, x: jnp.mean(x @ w)))(w, x).kept == ()

@@ -18,7 +18,7 @@ from jmpscale._autocast.kept import (
     most_kept_by_rules,
     setting_that_keeps,
 )
-from jmpscale._autocast.result_override import with_override
+from jmpscale._autocast.observation import is_observed, observed_result_dtype, report_kept
 from jmpscale._autocast.rules import in_half
 from jmpscale._base.arguments import as_dtype
 from jmpscale._base.options import requires_names_in
@@ -131,10 +131,11 @@ def autocast(
     def run_in_half(fun: Callable[..., PyTree], *args: PyTree) -> PyTree:
         nonlocal is_checked
         traced = trace(fun, *args, name=f"{name} in jmpscale.autocast")
-        jaxpr = in_half(traced.jaxpr, half, with_override(chosen))
+        jaxpr = in_half(traced.jaxpr, half, observed_result_dtype(chosen))
+        groups = [] if is_checked and not is_observed() else groups_of_matmuls(traced.jaxpr, half)
+        report_kept([f"{_count(group, groups)}: {group.explanation()}" for group in _mistakes(groups)])
         if not is_checked:
             is_checked = True
-            groups = groups_of_matmuls(traced.jaxpr, half)
             (_warn_without_effect if jaxpr is traced.jaxpr else _warn_of_rules)(name, groups)
         return traced.unflatten(traced._replace(jaxpr=jaxpr).evaluate())
 
@@ -147,7 +148,7 @@ def autocast(
 
 def _warn_without_effect(name: str, groups: list[Group]) -> None:
     """Warns that no matmul of a function is converted to half precision, with the reasons that may be mistakes."""
-    mistakes = [group for group in groups if group.reason not in (None, Kept.SMALL)]
+    mistakes = _mistakes(groups)
     is_requested = setting_that_keeps() is None and any(group.reason is Kept.PRECISION for group in groups)
     if is_requested or (groups and not mistakes):
         return
@@ -167,6 +168,14 @@ def _warn_of_rules(name: str, groups: list[Group]) -> None:
         f"autocast leaves {math.floor(100 * work / total)}% of the multiplications of {name} in float32. "
         f'{" ".join(sentences)} If they must be in float32, set precision="highest".'
     )
+
+
+def _mistakes(groups: list[Group]) -> list[Group]:
+    """Returns the matmuls that run as written for a reason that the user may not know."""
+    reasons = [Kept.DTYPE, Kept.HELD]
+    if setting_that_keeps() is not None:  # otherwise the matmul itself requests a precision
+        reasons.append(Kept.PRECISION)
+    return [group for group in groups if group.reason in reasons]
 
 
 def _count(group: Group, groups: list[Group]) -> str:

@@ -18,7 +18,13 @@ from jmpscale._diagnosis.examine import examine
 from jmpscale._diagnosis.not_finite import named_arguments
 from jmpscale._diagnosis.report import Diagnosis
 from jmpscale._diagnosis.rounded import find_rounded
-from jmpscale._diagnosis.step import check_concrete, trace_step, trace_with_float32_results
+from jmpscale._diagnosis.step import (
+    NEW_SCOPE,
+    check_concrete,
+    find_kept_matmuls,
+    trace_step,
+    trace_with_float32_results,
+)
 from jmpscale._diagnosis.whole_step import WholeStep
 from jmpscale._guards.scaler import scale_on_host
 from jmpscale._state import ScalerState, is_scaler, static
@@ -111,8 +117,9 @@ def diagnose(
             step = trace_step(loss_and_grads, args, kwargs)
             arguments = named_arguments(fun, args, kwargs)
             rounded = find_rounded(step, {id(x): name for name, x in arguments})
+            kept = find_kept_matmuls(lambda: trace_step(loss_and_grads, args, kwargs, NEW_SCOPE))
             return examine(
-                WholeStep(step, tuple(names), rounded=tuple(rounded)),
+                WholeStep(step, tuple(names), rounded=tuple(rounded), kept=kept),
                 state if has_scaler else None,
                 arguments,
                 lambda: trace_with_float32_results(loss_and_grads, args, kwargs),

@@ -173,6 +173,7 @@ def _diagnosis(
         ),
         state=whole.state,
         not_entered=tuple(dict.fromkeys(f"{x.line}: {x.eqn.primitive.name}" for x in findings.trials.not_entered)),
+        kept=whole.kept,
         summary=describe_comparison(findings.not_entered) + summary,
     )
 

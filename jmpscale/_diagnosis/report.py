@@ -112,6 +112,8 @@ class Diagnosis:
       changes: a `DiagnosisChange` for each leaf of the state, and for each other result, that half precision may change
         other than through the gradients; only of a diagnosis by `diagnose_step`.
       state: the arguments of the step that it returns, which are its state; only by `diagnose_step`.
+      kept: the matmuls that `autocast` leaves in float32 although the program does not request it, with their number,
+        the line of the first one, and the reason, such as a function with a derivative rule of its own.
     """
 
     loss: float | None
@@ -127,6 +129,7 @@ class Diagnosis:
     summary: str
     changes: tuple[DiagnosisChange, ...] = ()
     state: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
 
     def describe(self, limit: int = 20) -> str:
         """Returns the summary and a table of the lines, in 100 columns.
@@ -135,8 +138,9 @@ class Diagnosis:
           limit: the number of rows of the table.
 
         Returns:
-          The summary; the table, with `lines` first and then the rows with the largest errors alone; and the operations
-          that were not entered. In the table, `headroom` is the number of bits by which a result could grow.
+          The summary; the table, with `lines` first and then the rows with the largest errors alone; the operations
+          that were not entered; and what `autocast` leaves in float32. In the table, `headroom` is the number of bits
+          by which a result could grow.
 
         Raises:
           TypeError: `limit` is not an integer.
@@ -157,6 +161,9 @@ class Diagnosis:
             parts.append("These operations run as written, in the float32 run too:")
             parts += [f"  {truncate(name, _WIDTH - 2)}" for name in self.not_entered[:_SHOWN]]
             parts += [f"  and {len(self.not_entered) - _SHOWN} more"] if len(self.not_entered) > _SHOWN else []
+        if self.kept:
+            parts.append("autocast leaves in float32:")
+            parts += [textwrap.fill(x, _WIDTH, initial_indent="  ", subsequent_indent="  ") for x in self.kept]
         return "\n".join(parts)
 
     def _table(self, limit: int) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from jmpscale._autocast.result_override import results_in_float32
+from jmpscale._autocast.observation import observe
 from jmpscale._autocast.rules import with_conversions
 from jmpscale._base.frameworks import imported, is_nnx_object
 from jmpscale._base.jaxpr import equations, rewrite
@@ -51,7 +51,7 @@ class Step(NamedTuple):
 LossAndGrads = Callable[[ScalerState, PyTree, PyTree], PyTree]
 Axes = Sequence[tuple[str, int]]  # names and sizes
 # In the scope of another axis, JAX does not read the functions that it has traced already from a cache.
-NEW_SCOPE = (("jmpscale_float32_results", 1),)
+NEW_SCOPE = (("jmpscale_traced_again", 1),)
 
 
 def trace_step(loss_and_grads: LossAndGrads, args: PyTree, kwargs: PyTree, axes: Axes = ()) -> Step:
@@ -100,12 +100,26 @@ def trace_with_float32_results(loss_and_grads: LossAndGrads, args: PyTree, kwarg
 
     Returns None if the step cannot be traced again, such as one that reads from an iterator.
     """
-    with results_in_float32() as request:
+    with observe(with_float32_results=True) as observation:
         try:
             step = trace_step(loss_and_grads, args, kwargs, NEW_SCOPE)
         except Exception:  # whatever Python code raises
             return None
-    return step if request.is_used else None
+    return step if observation.has_changed_results else None
+
+
+def find_kept_matmuls(trace_again: Callable[[], object]) -> tuple[str, ...]:
+    """Returns the matmuls that `autocast` leaves in float32, with the reason.
+
+    The program is traced again in `NEW_SCOPE`: a program that has been traced does not show which functions had a
+    derivative rule of their own.
+    """
+    with observe() as observation:
+        try:
+            trace_again()
+        except Exception:  # whatever Python code raises
+            return ()
+    return tuple(dict.fromkeys(observation.kept))
 
 
 def _as_jax_array(leaf: Any) -> Any:

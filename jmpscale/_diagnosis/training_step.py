@@ -11,8 +11,8 @@ from jmpscale._base.text import describe
 from jmpscale._base.tree import find_instances
 from jmpscale._diagnosis.examine import examine
 from jmpscale._diagnosis.report import Diagnosis
-from jmpscale._diagnosis.step import check_concrete
-from jmpscale._diagnosis.whole_step import trace_whole_step, trace_with_float32_results
+from jmpscale._diagnosis.step import check_concrete, find_kept_matmuls
+from jmpscale._diagnosis.whole_step import trace_again, trace_whole_step, trace_with_float32_results
 from jmpscale._state import ScalerState
 
 
@@ -70,7 +70,7 @@ def diagnose_step(step: Callable[..., Any]) -> Callable[..., Diagnosis]:
         scalers = [x for x in find_instances(call.arguments, ScalerState) if x.config.mode != "disabled"]
         scaler = find_scaler(scalers[0]) if scalers else None
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
-            whole = trace_whole_step(call)
+            whole = trace_whole_step(call)._replace(kept=find_kept_matmuls(lambda: trace_again(call)))
             return examine(whole, scaler, whole.arguments, lambda: trace_with_float32_results(call))
 
     diagnose_step_of.__name__ = f"diagnose_step_of_{getattr(step, '__name__', 'step')}"

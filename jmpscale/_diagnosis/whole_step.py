@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from jmpscale._autocast.result_override import results_in_float32
+from jmpscale._autocast.observation import observe
 from jmpscale._base.jaxpr import Caller, type_of
 from jmpscale._base.source import is_backward, is_differentiated
 from jmpscale._base.step_call import StepCall, is_array_type
@@ -38,6 +38,7 @@ class WholeStep(NamedTuple):
     arguments: tuple[tuple[str, Any], ...] = ()  # the arrays that the step takes, with their names
     stalled: tuple[Average, ...] = ()  # averages in half precision that stop moving
     rounded: tuple[Rounded, ...] = ()  # what is in half precision before the step begins
+    kept: tuple[str, ...] = ()  # the matmuls that autocast leaves in float32, with the reason
 
 
 def trace_whole_step(call: StepCall) -> WholeStep:
@@ -55,13 +56,19 @@ def trace_with_float32_results(call: StepCall) -> Step | None:
 
     Returns None if it has no others, or cannot be traced again, as a step that reads from an iterator.
     """
-    traced: list[tuple[PyTree, core.ClosedJaxpr]] = []
-    with results_in_float32() as request:
+    with observe(with_float32_results=True) as observation:
         try:
-            jax.make_jaxpr(lambda: traced.append(call.trace()), axis_env=list(NEW_SCOPE))()
+            traced = trace_again(call)
         except Exception:  # whatever Python code raises
             return None
-    return _whole_step(call, *traced[0]).step.of_gradients() if request.is_used else None
+    return _whole_step(call, *traced).step.of_gradients() if observation.has_changed_results else None
+
+
+def trace_again(call: StepCall) -> tuple[PyTree, core.ClosedJaxpr]:
+    """Traces a step that JAX may have traced before."""
+    traced: list[tuple[PyTree, core.ClosedJaxpr]] = []
+    jax.make_jaxpr(lambda: traced.append(call.trace()), axis_env=list(NEW_SCOPE))()
+    return traced[0]
 
 
 def _whole_step(call: StepCall, out: PyTree, traced: core.ClosedJaxpr) -> WholeStep:
