@@ -448,7 +448,7 @@ def test_diagnose_step_of_a_step_that_was_compiled_ahead_of_time_has_a_remedy():
 
 
 def test_diagnosis_lists_the_matmuls_that_autocast_leaves_in_float32():
-    """Also if the step has been compiled before."""
+    """Also if the step has been compiled or diagnosed before."""
 
     @jax.custom_vjp
     def layer(w, x):
@@ -478,7 +478,8 @@ def test_diagnosis_lists_the_matmuls_that_autocast_leaves_in_float32():
     step(w, x)
     _, start = inspect.getsourcelines(layer.fun)
     line = f"test_diagnose_step.py:{start + 2} (layer)"
-    for diagnosis in (jmpscale.diagnose_step(step)(w, x), jmpscale.diagnose(loss_fn)(w, x)):
+    of_step = jmpscale.diagnose_step(step)
+    for diagnosis in (of_step(w, x), of_step(w, x), jmpscale.diagnose(loss_fn)(w, x)):
         (kept,) = diagnosis.kept
         assert kept.startswith(f"1 of 3 matmuls, at {line}")
         assert "custom_vjp" in kept

@@ -19,9 +19,9 @@ from jmpscale._diagnosis.not_finite import named_arguments
 from jmpscale._diagnosis.report import Diagnosis
 from jmpscale._diagnosis.rounded import find_rounded
 from jmpscale._diagnosis.step import (
-    NEW_SCOPE,
     check_concrete,
     find_kept_matmuls,
+    new_scope,
     trace_step,
     trace_with_float32_results,
 )
@@ -117,7 +117,7 @@ def diagnose(
             step = trace_step(loss_and_grads, args, kwargs)
             arguments = named_arguments(fun, args, kwargs)
             rounded = find_rounded(step, {id(x): name for name, x in arguments})
-            kept = find_kept_matmuls(lambda: trace_step(loss_and_grads, args, kwargs, NEW_SCOPE))
+            kept = find_kept_matmuls(lambda: trace_step(loss_and_grads, args, kwargs, new_scope()))
             return examine(
                 WholeStep(step, tuple(names), rounded=tuple(rounded), kept=kept),
                 state if has_scaler else None,

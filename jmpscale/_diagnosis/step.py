@@ -1,6 +1,7 @@
 """Traces a training step: the loss and the gradients as a program of the loss scale. Compiles programs."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -50,8 +51,12 @@ class Step(NamedTuple):
 
 LossAndGrads = Callable[[ScalerState, PyTree, PyTree], PyTree]
 Axes = Sequence[tuple[str, int]]  # names and sizes
-# In the scope of another axis, JAX does not read the functions that it has traced already from a cache.
-NEW_SCOPE = (("jmpscale_traced_again", 1),)
+_scopes = itertools.count()
+
+
+def new_scope() -> Axes:
+    """Returns an axis in whose scope JAX does not read the functions that it has traced already from a cache."""
+    return ((f"jmpscale_scope_{next(_scopes)}", 1),)
 
 
 def trace_step(loss_and_grads: LossAndGrads, args: PyTree, kwargs: PyTree, axes: Axes = ()) -> Step:
@@ -102,7 +107,7 @@ def trace_with_float32_results(loss_and_grads: LossAndGrads, args: PyTree, kwarg
     """
     with observe(with_float32_results=True) as observation:
         try:
-            step = trace_step(loss_and_grads, args, kwargs, NEW_SCOPE)
+            step = trace_step(loss_and_grads, args, kwargs, new_scope())
         except Exception:  # whatever Python code raises
             return None
     return step if observation.has_changed_results else None
@@ -111,7 +116,7 @@ def trace_with_float32_results(loss_and_grads: LossAndGrads, args: PyTree, kwarg
 def find_kept_matmuls(trace_again: Callable[[], object]) -> tuple[str, ...]:
     """Returns the matmuls that `autocast` leaves in float32, with the reason.
 
-    The program is traced again in `NEW_SCOPE`: a program that has been traced does not show which functions had a
+    The program is traced again, in a `new_scope`: a program that has been traced does not show which functions had a
     derivative rule of their own.
     """
     with observe() as observation:

@@ -23,7 +23,7 @@ from jmpscale._diagnosis.passes import Pass, Passes
 from jmpscale._diagnosis.program import moves_values, narrow_dtype
 from jmpscale._diagnosis.results import Average, Leaf, Result
 from jmpscale._diagnosis.rounded import Rounded, find_rounded
-from jmpscale._diagnosis.step import NEW_SCOPE, Step, explain_error, repeatable
+from jmpscale._diagnosis.step import Step, explain_error, new_scope, repeatable
 from jmpscale._state import is_scaler
 
 
@@ -67,7 +67,7 @@ def trace_with_float32_results(call: StepCall) -> Step | None:
 def trace_again(call: StepCall) -> tuple[PyTree, core.ClosedJaxpr]:
     """Traces a step that JAX may have traced before."""
     traced: list[tuple[PyTree, core.ClosedJaxpr]] = []
-    jax.make_jaxpr(lambda: traced.append(call.trace()), axis_env=list(NEW_SCOPE))()
+    jax.make_jaxpr(lambda: traced.append(call.trace()), axis_env=list(new_scope()))()
     return traced[0]
 
 
