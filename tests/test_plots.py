@@ -33,6 +33,7 @@ def _diagnosis(**changes):
         "lines": (),
         "rows": (),
         "not_entered": (),
+        "scaler": None,
         "summary": "Loss scales from 2^4 to 2^15 fit; yours is 2^12. The gradients differ.",
         "fitting_scales": (2.0**4, 2.0**15),
     }
