@@ -186,7 +186,7 @@ def _name_of_result(path: str) -> str:
 
 def _with_outputs(jaxpr: core.Jaxpr, outvars: Sequence[Any]) -> core.Jaxpr:
     debug_info: Any = jaxpr.debug_info
-    return jaxpr.replace(outvars=list(outvars), debug_info=debug_info._replace(result_paths=None))
+    return jaxpr.replace(outvars=list(outvars), debug_info=debug_info._replace(result_paths=("",) * len(outvars)))
 
 
 _FROM_FORWARD, _FROM_BACKWARD = frozenset(["forward"]), frozenset(["backward"])
