@@ -47,7 +47,7 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("name", names(LOOPS, default={"compiled"}))
+@pytest.mark.parametrize("name", names(LOOPS, default={"called"}))
 def test_diagnose_names_the_calls_of_a_line_that_are_wrong(name):
     fun, layers, calls = LOOPS[name]
     diagnosis = jmpscale.diagnose(fun)(jmpscale.dynamic(2.0**10), layers, X)

@@ -13,6 +13,7 @@ from flax import linen, nnx
 from flax.training import train_state
 
 import jmpscale
+from jmpscale._base.frameworks import is_nnx_object
 
 import meshes
 from diagnosis_programs import normal
@@ -275,7 +276,7 @@ _FEW = {"shard_map"}
 
 def values(tree):
     """Returns the values of all arrays, apart from random keys."""
-    is_object = lambda x: isinstance(x, nnx.Pytree)  # noqa: E731
+    is_object = is_nnx_object
     leaves = jax.tree.leaves(tree, is_leaf=is_object)
     plain = [nnx.to_pure_dict(nnx.state(x, nnx.Not(nnx.RngKey))) if is_object(x) else x for x in leaves]
     arrays = [x for x in jax.tree.leaves(plain) if isinstance(x, jax.Array)]
