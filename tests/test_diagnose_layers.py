@@ -50,6 +50,8 @@ LOOPS = {
 @pytest.mark.parametrize("name", names(LOOPS, default={"called"}))
 def test_diagnose_names_the_calls_of_a_line_that_are_wrong(name):
     fun, layers, calls = LOOPS[name]
+    if jax.__version_info__ < (0, 8):  # with which a diagnosis does not tell the calls of this line apart
+        calls = ""
     diagnosis = jmpscale.diagnose(fun)(jmpscale.dynamic(2.0**10), layers, X)
     line = f"test_diagnose_layers.py:{fault_line(layer)} (layer)"
     assert diagnosis.lines == (line,)
