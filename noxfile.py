@@ -122,7 +122,8 @@ def notebooks(session):
 def tests_full(session):
     """Runs all tests with the newest JAX."""
     install(session, "-e", ".[test]", "diffrax")
-    session.run("pytest", "-q", "-n", "auto", "--dist", "worksteal", "--full")  # some tests take half a minute
+    # The session `accelerator` runs the tests of devices. Some tests take half a minute.
+    session.run("pytest", "-q", "-n", "auto", "--dist", "worksteal", "--full", "--ignore=tests/test_accelerator.py")
 
 
 @nox.session(python=OLDEST_PYTHON)
