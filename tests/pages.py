@@ -124,8 +124,9 @@ class _Losses(dict):
 def assert_same_output(printed, expected):
     """Compares texts word by word.
 
-    The last digits of decimal numbers may differ between versions of JAX, and a power of two that fits by one exponent,
-    or by eight if it is near the limits of float32.
+    The last digits of decimal numbers may differ between versions of JAX, an error in percent by a quarter, because
+    compilers round in other places, and a power of two that fits by one exponent, or by eight if it is near the limits
+    of float32.
     """
     for ours, theirs in itertools.zip_longest(printed.split(), expected.split()):
         power, other = (re.fullmatch(r"2\^(-?\d+)[,.;]?", word or "") for word in (ours, theirs))
@@ -135,5 +136,7 @@ def assert_same_output(printed, expected):
         if ours is None or not decimals:
             assert ours == theirs, (printed, expected)
         else:
-            difference = abs(float(ours.rstrip("%,.:")) - float(theirs.rstrip("%,.:")))
-            assert difference <= 2.5 * float(f"1{decimals[2] or ''}") / 10 ** len(decimals[1]), (printed, expected)
+            number = float(theirs.rstrip("%,.:"))
+            difference = abs(float(ours.rstrip("%,.:")) - number)
+            digits = 2.5 * float(f"1{decimals[2] or ''}") / 10 ** len(decimals[1])
+            assert difference <= max(digits, number / 4 if "%" in theirs else 0), (printed, expected)

@@ -35,9 +35,12 @@ class Rounded(NamedTuple):
 
     @property
     def are_large_integers(self) -> bool:
-        """Whether all values are integers, and neighbors of the largest one have no number of their own."""
+        """Whether all values are integers, and neighbors of the largest one have no number of their own.
+
+        Two different values are those of a mask, whose neighbors do not matter.
+        """
         exact = 2.0 ** (jnp.finfo(self.value.dtype).nmant + 1)
-        return self.are_integers and self.value.size > 1 and exact < self.max_abs < np.inf
+        return self.are_integers and exact < self.max_abs < np.inf and len(np.unique(self.value)) > 2
 
 
 def find_rounded(step: Step, names: dict[int, str]) -> list[Rounded]:

@@ -420,7 +420,7 @@ def _describe_near_overflows(findings: Findings, lines: Lines) -> str:
 def _describe_float32_results(findings: Findings) -> str:
     """Offers float32 results of `autocast` if a scale fits then."""
     scales = findings.scales_with_float32_results
-    if scales is None or scales.fitting is None:
+    if scales is None or scales.fitting is None or scales.smallest_error >= SMALL_ERROR:
         return ""
     text = f" Or call autocast with result_dtype=jnp.float32, and change no line: {_promise(findings, scales)}"
     low, high = scales.fitting
