@@ -350,6 +350,7 @@ def two_layers(w, x):
     return jnp.mean((jnp.tanh(hidden) @ w) ** 2)
 
 
+@pytest.mark.full
 def test_diagnose_measures_operands():
     """A step with float32 results differs from float32, and by less than with half-precision results."""
     default, ours = (
