@@ -132,10 +132,12 @@ def autocast(
         nonlocal is_checked
         traced = trace(fun, *args, name=f"{name} in jmpscale.autocast")
         jaxpr = in_half(traced.jaxpr, half, observed_result_dtype(chosen))
-        groups = [] if is_checked and not is_observed() else groups_of_matmuls(traced.jaxpr, half)
-        report_kept([f"{_count(group, groups)}: {group.explanation()}" for group in _mistakes(groups)])
+        if is_observed():
+            groups = groups_of_matmuls(traced.jaxpr, half)
+            report_kept([f"{_count(group, groups)}: {group.explanation()}" for group in _mistakes(groups)])
         if not is_checked:
             is_checked = True
+            groups = groups_of_matmuls(traced.jaxpr, half)
             (_warn_without_effect if jaxpr is traced.jaxpr else _warn_of_rules)(name, groups)
         return traced.unflatten(traced._replace(jaxpr=jaxpr).evaluate())
 
