@@ -19,7 +19,8 @@ def join(gradients: str, findings: Findings, update: Update, whole: WholeStep) -
     """Joins the description of the gradients with one of the update; the worst comes first."""
     bad = {x.result.name for x in update.bad}
     stalled = [x for x in whole.stalled if x.result.name not in bad]
-    faults = [describe_update(findings, update)] if update.bad else []
+    worst = update.worst if update.bad else None
+    faults = [describe_update(findings, update, worst)] if worst else []
     faults += [_describe_stalled(stalled)] if stalled else []
     if wrong := [x.result.name for x in update.changes if not x.is_finite]:
         verb = "becomes" if len(wrong) == 1 else "become"
@@ -47,11 +48,9 @@ def _describe_stalled(stalled: Sequence[Average]) -> str:
     )
 
 
-def describe_update(findings: Findings, update: Update) -> str:
+def describe_update(findings: Findings, update: Update, worst: Change) -> str:
     """Describes an update that is wrong: the leaf, the size, the remedy, and the line."""
-    worst = update.worst
-    assert worst is not None
-    what = f"{_what(worst, update)}"
+    what = _what(worst, update)
     if not update.is_repaired and not update.paths:
         return f"{what}, even if all lines compute in float32."
     lines = findings.names(update.paths)
