@@ -9,6 +9,7 @@ each round, so a run that is cut off keeps its figures. On a CPU, the command is
 
 import argparse
 import concurrent.futures
+import contextlib
 import os
 import pathlib
 import re
@@ -25,11 +26,11 @@ import optax
 
 from benchmarks import cards, columns, programs, record, timing, traffic
 
-MEMORY_FRACTION = 0.8  # of the memory that JAX may use; the allocator cannot use all of it because of fragmentation
-COMPILE_FRACTION = 0.6  # of the time of a row, after which no further column is compiled
-ATTEMPTS = 20  # steps after which a dynamic scale must have found its place
+MEMORY_FRACTION = 0.8  # the fraction of the memory limit that a step may need; fragmentation makes the rest unusable
+COMPILE_FRACTION = 0.6  # the fraction of a row's time after which no further column is compiled
+ATTEMPTS = 20  # steps, after which the initial backoff of a dynamic scale must have ended
 MINUTES, QUICK_MINUTES = 15, 2
-SECONDS, QUICK_SECONDS = 15, 6  # of the turns of a row, if the rounds fit into them
+SECONDS, QUICK_SECONDS = 15, 6  # the time limit for the rounds of a row
 ROUNDS = 3, 41
 TEST_SECONDS = 180
 TRAINING = {"steps": 200, "length": 128, "batch": 32}
@@ -40,7 +41,7 @@ PARTS = (TESTS, *columns.ROWS, TEXT)
 
 
 class Clock:
-    """The time that is left to a run."""
+    """The time until a run must end."""
 
     def __init__(self, seconds):
         self._started, self._end = time.monotonic(), time.monotonic() + seconds
@@ -54,7 +55,7 @@ class Clock:
         return round(time.monotonic() - self._started)
 
     def part(self, fraction):
-        """Returns a clock with a fraction of the seconds that are left."""
+        """Returns a clock that ends after a fraction of the seconds that are left."""
         return Clock(fraction * self.left())
 
 
@@ -62,9 +63,9 @@ class Clock:
 
 
 def run_tests(seconds):
-    """Runs the tests for accelerators in a process of its own; returns their numbers and the names of failures.
+    """Runs the tests for accelerators in a process of its own; returns how many passed, and the names of failures.
 
-    It has to end before this process uses the device: most TPUs admit one process, and JAX reserves memory of a GPU.
+    They must end before this process uses the device: most TPUs admit one process, and JAX reserves memory of a GPU.
     """
     seconds = max(seconds, 1)
     with tempfile.TemporaryDirectory() as folder:
@@ -83,14 +84,14 @@ def run_tests(seconds):
                 timeout=seconds,
             )
         except subprocess.TimeoutExpired:
-            return {"left_out": f"the tests did not end within {seconds:.0f} seconds"}
+            return {"omitted": f"the tests did not end within {seconds:.0f} seconds"}
         if not report.exists():
-            return {"left_out": f"pytest did not run: {(done.stdout + done.stderr)[-500:]}"}
+            return {"omitted": f"pytest did not run: {(done.stdout + done.stderr)[-500:]}"}
         return read_report(report) | {"seconds": round(time.monotonic() - started)}
 
 
 def read_report(path):
-    """Returns the numbers of passed and skipped tests in a JUnit report, and the messages of failures by name."""
+    """Returns how many tests of a JUnit report passed, and the reasons for skips and failures by name."""
     cases = list(ET.parse(path).getroot().iter("testcase"))
     failures = {
         case.get("name"): found.get("message", "")[:300]
@@ -135,7 +136,7 @@ def fit_batch(make_task, batch, limit, options=None):
 
 
 def compile_runs(runs, clock, found):
-    """Compiles the runs, several at a time; adds the figures of each program, or why a column is left out.
+    """Compiles the runs, several at a time; adds the figures of each program, or why a column is omitted.
 
     The first column of each precision is compiled before the others, which then find its tuned kernels.
     """
@@ -145,33 +146,26 @@ def compile_runs(runs, clock, found):
         for wave in waves:
             started = {}
             for name in wave:
-                with leaving_out(name, found):
+                with recording_failure(name, found):
                     if clock.left() < 0:
                         raise TimeoutError(NO_TIME)
                     runs[name].lower()
                     started[name] = pool.submit(runs[name].compile)
             for name, future in started.items():
-                with leaving_out(name, found):
+                with recording_failure(name, found):
                     future.result()
                     found[name] = figures(runs[name].compiled)
-    return {name: run for name, run in runs.items() if "left_out" not in found[name]}
+    return {name: run for name, run in runs.items() if "omitted" not in found[name]}
 
 
-class leaving_out:  # noqa: N801, used as a function
-    """Records why a column is left out if an error occurs, such as too little memory or an unknown precision."""
-
-    def __init__(self, name, found):
-        self._name, self._found = name, found
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, _):
-        if error is None or not issubclass(kind, Exception):
-            return False
+@contextlib.contextmanager
+def recording_failure(name, found):
+    """Records an error, such as too little memory or an unknown precision, as the reason why a column is omitted."""
+    try:
+        yield
+    except Exception as error:
         lines = str(error).strip().splitlines() or [""]
-        self._found[self._name] = {"left_out": f"{kind.__name__}: {lines[0].strip()}"[:300]}
-        return True
+        found[name] = {"omitted": f"{type(error).__name__}: {lines[0].strip()}"[:300]}
 
 
 def figures(compiled):
@@ -213,13 +207,13 @@ def measure_gradients(runs, found):
     """Adds the error of the gradients of each column; returns the runs whose first steps ran."""
     reference = None
     for name, run in runs.items():
-        with leaving_out(name, found):
+        with recording_failure(name, found):
             gradient, skips, loss = first_gradient(run)
             reference = gradient if name == columns.REFERENCE else reference
             error = float(_relative_error(gradient, reference)) if reference is not None else None
             found[name] |= {"gradient_error": number(error), "first_skips": skips, "first_loss": number(loss)}
         run.stop()
-    return {name: run for name, run in runs.items() if "left_out" not in found[name]}
+    return {name: run for name, run in runs.items() if "omitted" not in found[name]}
 
 
 def number(x):
@@ -244,15 +238,17 @@ def measure_row(row, make_task, batch, names, clock, seconds, save, options=None
         for name in runs:
             found[name].setdefault("seconds", []).append(float(f"{taken[name]:.6g}"))
             found[name]["steps"] = repeats[name]
-        row["peak_bytes_in_use"] = _memory(device, "peak_bytes_in_use")  # of the process, so of all columns until now
+        row["peak_bytes_in_use"] = _memory(
+            device, "peak_bytes_in_use"
+        )  # of the process, so the maximum over all columns so far
         save()
 
 
 def build_runs(names, task, found, options):
-    """Returns the run of each column; a library that cannot be imported is left out."""
+    """Returns the run of each column; the column of a library that cannot be imported is omitted."""
     runs = {}
     for name in names:
-        with leaving_out(name, found):
+        with recording_failure(name, found):
             runs[name] = columns.COLUMNS[name].run(task, options)
     return runs
 
@@ -279,7 +275,7 @@ def measure_training(row, names, clock, save, *, steps, length, batch, smallest=
     row |= {"steps": steps, "batch": batch}
     runs = build_runs(names, (loss_fn, params, data[0]), found, compiler_options(smallest))
     for name, run in compile_runs(runs, clock.part(COMPILE_FRACTION), found).items():
-        with leaving_out(name, found):
+        with recording_failure(name, found):
             if clock.left() < 0:
                 raise TimeoutError(NO_TIME)
             losses = train(run, data)
@@ -306,7 +302,7 @@ def parse(arguments):
     """Returns the options of the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.accelerator", description=__doc__.split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="two models in few columns, without tests, in 2 minutes")
-    parser.add_argument("--minutes", type=float, help="leave out what does not fit (default: 15, or 2 with --quick)")
+    parser.add_argument("--minutes", type=float, help="the time limit of the run (default: 15, or 2 with --quick)")
     parser.add_argument("--rehearse", action="store_true", help="the smallest sizes, as on a CPU")
     parser.add_argument("--only", nargs="+", choices=PARTS, help="parts: the tests, models, and the training run")
     parser.add_argument("--columns", nargs="+", choices=columns.COLUMNS, help="default: all, or few with --quick")
@@ -326,7 +322,7 @@ def main(arguments=None):
     options = parse(arguments)
     clock = Clock(60 * (options.minutes or (QUICK_MINUTES if options.quick else MINUTES)))
     parts, names = selected(options)
-    tests = run_tests(min(TEST_SECONDS, clock.left() / 2)) if TESTS in parts else {"left_out": "not requested"}
+    tests = run_tests(min(TEST_SECONDS, clock.left() / 2)) if TESTS in parts else {"omitted": "not requested"}
     device = jax.devices()[0]
     smallest = options.rehearse or device.platform == "cpu"
     about = record.about("benchmarks.accelerator", device.device_kind) | record.accelerator(device)
@@ -351,8 +347,8 @@ def main(arguments=None):
 
 
 def measure_part(name, row, names, clock, save, *, smallest, quick):
-    """Measures one model or the training run; records why it is left out if it fails as a whole."""
-    with leaving_out("row", failed := {}):
+    """Measures one model or the training run; records why it is omitted if it fails as a whole."""
+    with recording_failure("row", failed := {}):
         if clock.left() <= 0:
             raise TimeoutError(NO_TIME)
         if name == TEXT:

@@ -1,4 +1,4 @@
-"""The tables of `benchmarks.accelerator`: of one run, while it runs, and of the records of several devices."""
+"""The tables of `benchmarks.accelerator`, for the run in progress and for the records of several devices."""
 
 import numpy as np
 
@@ -10,15 +10,15 @@ HEAD = ("time", "to float32", "by bytes", "to its yardstick", "by bytes", "memor
 
 
 def read():
-    """Returns the record of each device by its name: of a quick run only if there is no other."""
+    """Returns the record of each device by its name. A quick run counts only if the device has no other record."""
     found = [record.read(path) for path in sorted(FOLDER.glob("*.json"))]
     return {x["about"]["device"]: x for x in sorted(found, key=lambda x: not x["about"]["quick"])}
 
 
 def tests(found):
     """Returns one sentence about the tests."""
-    if "left_out" in found:
-        return f"the tests were left out ({found['left_out']})"
+    if "omitted" in found:
+        return f"the tests were omitted ({found['omitted']})"
     failed = f": {', '.join(found['failures'])}" if found["failures"] else ""
     return f"{found['passed']} tests passed, {len(found['failures'])} failed{failed}, {len(found['skipped'])} skipped"
 
@@ -27,7 +27,7 @@ def one(results, name):
     """Returns the table of one row of one device, as Markdown."""
     row = results["rows"][name]
     if not row["columns"]:
-        return f"left out: {row.get('left_out', 'not measured')}"
+        return f"omitted: {row.get('omitted', 'not measured')}"
     head = ["step", "losses at the end"] if "steps" in row else ["step", *HEAD]
     return _table(head, [[column, *_cells(row, column, head)] for column in _in_order([row])])
 
@@ -40,7 +40,7 @@ def side_by_side(records):
 
 
 def ratio(row, column, other, figure="seconds"):
-    """Returns the median ratio of a column to another one in the same round, or of bytes; None if one is missing."""
+    """Returns the median ratio of the times of two columns in the same rounds, or of another figure, or None."""
     mine, theirs = (row["columns"].get(name, {}).get(figure) for name in (column, other))
     return None if not mine or not theirs else float(np.median(np.divide(mine, theirs)))
 
@@ -71,8 +71,8 @@ def _cells(row, column, shown):
     """Returns the cells of a step of a device: as many as titles, without the title of the step."""
     titles = [title for title in shown if title != "step"]
     found = row["columns"].get(column, {})
-    if "left_out" in found:
-        return [f"left out: {found['left_out'].replace('|', '/')[:80]}", *[NONE] * (len(titles) - 1)]
+    if "omitted" in found:
+        return [f"omitted: {found['omitted'].replace('|', '/')[:80]}", *[NONE] * (len(titles) - 1)]
     if "steps" in row:
         return [_known(found.get("last_loss"), "{:.3f}")]
     times = found.get("seconds")

@@ -45,10 +45,10 @@ def rehearsal(tmp_path_factory):
 def test_rehearsal_measures_every_column(rehearsal, name):
     found = rehearsal["rows"][NETWORK]["columns"][name]
     if name in UNSUPPORTED:
-        assert found == {"left_out": f"ValueError: {UNSUPPORTED[name]}"}
+        assert found == {"omitted": f"ValueError: {UNSUPPORTED[name]}"}
         return
-    if "No module named" in found.get("left_out", ""):
-        pytest.skip(found["left_out"])
+    if "No module named" in found.get("omitted", ""):
+        pytest.skip(found["omitted"])
     assert len(found["seconds"]) == accelerator.ROUNDS[0]
     assert min(found["seconds"]) > 0
     assert min(found["steps"], found["moved_bytes"], found["argument_bytes"]) > 0
@@ -61,7 +61,7 @@ def test_rehearsal_has_a_record_of_the_device(rehearsal):
     assert (about["platform"], about["rehearsal"], about["quick"]) == ("cpu", True, False)
     assert {"date", "command", "device", "commit", "versions", "backend", "clocks", "clocks_at_end"} <= set(about)
     assert about["seconds"] > 0
-    assert rehearsal["tests"] == {"left_out": "not requested"}
+    assert rehearsal["tests"] == {"omitted": "not requested"}
 
 
 def test_gradients_of_float16_are_less_accurate_than_of_float32(rehearsal):
@@ -76,7 +76,7 @@ def test_rehearsal_measures_every_model_and_a_training_run(tmp_path):
     assert list(rows) == [*OTHERS, "training"]
     for name, row in rows.items():
         assert list(row["columns"]) == FEW, name
-        assert not [x for x in row["columns"].values() if "left_out" in x], name
+        assert not [x for x in row["columns"].values() if "omitted" in x], name
     errors = [rows[name]["columns"][columns.IN_HALF]["gradient_error"] for name in OTHERS]
     assert 1e-5 < min(errors) < max(errors) < 0.05
     training = rows["training"]["columns"]
@@ -106,9 +106,9 @@ def test_a_run_that_is_killed_keeps_its_rows(tmp_path):
     assert cards.side_by_side({"cut off": results})
 
 
-def test_rows_without_time_are_left_out(tmp_path):
+def test_rows_without_time_are_omitted(tmp_path):
     rows = _run(tmp_path / "record.json", "--only", NETWORK, "training", "--minutes", "1e-9")["rows"]
-    assert {row["left_out"] for row in rows.values()} == {f"TimeoutError: {accelerator.NO_TIME}"}
+    assert {row["omitted"] for row in rows.values()} == {f"TimeoutError: {accelerator.NO_TIME}"}
 
 
 def test_a_column_that_fails_leaves_the_others(monkeypatch, tmp_path):
@@ -119,7 +119,7 @@ def test_a_column_that_fails_leaves_the_others(monkeypatch, tmp_path):
     monkeypatch.setitem(steps.METHODS, "broken", lambda job: (lambda params: (params, (), ()), too_large))
     monkeypatch.setitem(columns.COLUMNS, columns.IN_HALF, broken)
     found = _run(tmp_path / "record.json", "--only", NETWORK, "--columns", *FEW)["rows"][NETWORK]["columns"]
-    assert found[columns.IN_HALF] == {"left_out": "MemoryError: no memory"}
+    assert found[columns.IN_HALF] == {"omitted": "MemoryError: no memory"}
     assert len(found[columns.REFERENCE]["seconds"]) == accelerator.ROUNDS[0]
 
 
@@ -187,8 +187,8 @@ def test_report_of_the_tests_names_failures(tmp_path):
     assert cards.tests(found) == "1 tests passed, 1 failed: test_wrong, 1 skipped"
 
 
-def test_tests_that_do_not_end_are_left_out():
-    assert accelerator.run_tests(0.1) == {"left_out": "the tests did not end within 1 seconds"}
+def test_tests_that_do_not_end_are_omitted():
+    assert accelerator.run_tests(0.1) == {"omitted": "the tests did not end within 1 seconds"}
 
 
 def test_command_fails_if_a_test_fails(monkeypatch, tmp_path):
@@ -209,7 +209,7 @@ def _record(device, seconds):
     }
     about = {"device": device, "date": "2026-01-02", "command": "python -m benchmarks.accelerator", "seconds": 9}
     about |= {"commit": "abc", "versions": {"jax": "0.10", "optax": None}}
-    return {"about": about, "tests": {"left_out": "no"}, "rows": {NETWORK: {"batch": 32, "columns": found}}}
+    return {"about": about, "tests": {"omitted": "no"}, "rows": {NETWORK: {"batch": 32, "columns": found}}}
 
 
 def test_tables_compare_steps_of_one_round():
@@ -228,14 +228,14 @@ def test_tables_compare_steps_of_one_round():
 def test_records_of_two_devices_stand_side_by_side():
     one, other = _record("H100", [0.001] * 3), _record("T4", [0.01] * 3)
     del other["rows"][NETWORK]["columns"][columns.WRAPPER]
-    other["rows"]["U-Net"] = {"columns": {}, "left_out": "MemoryError: too small"}
+    other["rows"]["U-Net"] = {"columns": {}, "omitted": "MemoryError: too small"}
     text = cards.side_by_side({"h100": one, "t4": other})
     assert "| H100: time |" in text
     assert "T4: error of gradients |" in text
     wrapper = next(line for line in text.splitlines() if line.startswith(f"| {columns.WRAPPER} |"))
     assert wrapper.count("|") == 2 + 2 * len(cards.HEAD)
     assert wrapper.endswith("| - " * len(cards.HEAD) + "|")
-    assert "U-Net (T4): left out: MemoryError: too small" in text
+    assert "U-Net (T4): omitted: MemoryError: too small" in text
     assert text.count("measured on 2026-01-02") == 2
 
 

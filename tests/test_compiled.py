@@ -191,7 +191,7 @@ def test_only_float16_matmuls_stay_in_half_precision_before_ampere(backend):
     assert bfloat16["moved_bytes"] > 1.5 * by_hand["moved_bytes"]
 
 
-# Every column that `benchmarks.accelerator` measures compiles for these devices, or is left out for a known reason
+# Every column that `benchmarks.accelerator` measures compiles for these devices, or is omitted for a known reason
 
 CONVOLUTIONAL = ("ResNet-34", "U-Net")
 UNSUPPORTED = {("t4", "BF16_BF16_F32"), ("v100", "BF16_BF16_F32")}

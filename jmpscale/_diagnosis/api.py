@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._algorithm.grad import value_and_grad
 from jmpscale._base.frameworks import is_nnx_object
 from jmpscale._base.options import requires_names_in
@@ -26,8 +25,8 @@ from jmpscale._diagnosis.step import (
     trace_with_float32_results,
 )
 from jmpscale._diagnosis.whole_step import WholeStep
-from jmpscale._guards.scaler import scale_on_host
-from jmpscale._state import ScalerState, is_scaler, static
+from jmpscale._get_scaler import find_scaler
+from jmpscale._state import ScalerState, is_scaler, scale_on_host, static
 
 Function = Callable[..., Any]
 _OF_A_STEP = "For a training step, call diagnose_step(train_step) with the arguments of the step."

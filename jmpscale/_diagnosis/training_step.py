@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 
-from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._base.step_call import StepCall
 from jmpscale._base.text import describe
 from jmpscale._base.tree import find_instances
@@ -13,6 +12,7 @@ from jmpscale._diagnosis.examine import examine
 from jmpscale._diagnosis.report import Diagnosis
 from jmpscale._diagnosis.step import check_concrete, find_kept_matmuls
 from jmpscale._diagnosis.whole_step import trace_again, trace_whole_step, trace_with_float32_results
+from jmpscale._get_scaler import find_scaler
 from jmpscale._state import ScalerState
 
 
