@@ -69,6 +69,7 @@ if "Repository" in urls:  # the addresses have the form of GitHub's
 html_extra_path = ["site_root"]  # an index.html that redirects to docs/index.html
 
 PRINTED = {"text", "myst-ansi"}  # the languages of outputs, on pages and in notebooks
+PRINTED_WIDTH = 100  # columns
 
 PUBLIC = {name: f"jmpscale.{name}" for name in jmpscale.__all__}
 for module in (jmpscale.testing, jmpscale.plots):
@@ -144,7 +145,8 @@ class WrapProseOutputs(SphinxTransform):
             for is_table, lines in itertools.groupby(
                 block.rawsource.rstrip("\n").split("\n"), key=is_row
             ):
-                text = "\n".join(lines)
+                lines = list(lines)
+                text = "\n".join(lines) if is_table else unfilled(lines)
                 part = nodes.literal_block(text, text, **block.attributes)
                 part["classes"] = [*block["classes"], *["prose"] * (not is_table)]
                 part["classes"] += ["joined"] * bool(parts)
@@ -155,6 +157,16 @@ class WrapProseOutputs(SphinxTransform):
 def is_row(line):
     """Tests whether a printed line belongs to a table: it has a gap, or is indented."""
     return bool(re.search(r"  ", line))
+
+
+def unfilled(lines):
+    """Returns printed lines as one text, without the breaks of `textwrap.fill`."""
+    text = lines[0]
+    for line, following in itertools.pairwise(lines):
+        word = following.partition(" ")[0]
+        is_filled = len(f"{line} {word}") > PRINTED_WIDTH
+        text += f"{' ' if is_filled else chr(10)}{following}"
+    return text
 
 
 def use_index_commands(app, docname, source):
