@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jmpscale._diagnosis.fitting_scales import search
-from jmpscale._diagnosis.lines import smallest_set
+from jmpscale._diagnosis.smallest_set import smallest_set
 
 NOT_FINITE = np.array([np.inf])
 
@@ -130,7 +130,7 @@ def test_smallest_set(count, enough, expected):
         assert runs[-1] <= set(range(count))
         return any(needed <= runs[-1] for needed in enough)
 
-    assert set(smallest_set(count, fits)) == expected
+    assert set(smallest_set(range(count), fits)) == expected
     assert len(runs) <= 3 + len(expected) * (2 + np.ceil(np.log2(count)))
 
 
@@ -141,5 +141,5 @@ def test_set_of_many_integers_is_found_in_few_runs():
         runs.append(set(chosen))
         return set(range(3, 200)) <= runs[-1]
 
-    assert set(smallest_set(200, fits)) == set(range(3, 200))
+    assert set(smallest_set(range(200), fits)) == set(range(3, 200))
     assert len(runs) < 150
