@@ -215,7 +215,7 @@ def _format_error(error: float) -> str:
     return format_percentage(error).replace("inf", "not finite")
 
 
-def _write_percentage(error: float, _position: int | None = None) -> str:
+def _write_percentage(error: float, _position: float) -> str:
     return f"{100 * error:g}%"
 
 
