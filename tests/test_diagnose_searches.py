@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jmpscale._diagnosis.fitting_scales import search
-from jmpscale._diagnosis.lines import smallest_set
+from jmpscale._diagnosis.smallest_set import smallest_set
 
 from tables import rows
 
@@ -167,7 +167,7 @@ def test_smallest_set(row):
         assert runs[-1] <= set(range(row.count))
         return any(needed <= runs[-1] for needed in row.enough)
 
-    assert set(smallest_set(row.count, fits)) == row.found
+    assert set(smallest_set(range(row.count), fits)) == row.found
     assert len(runs) <= 3 + len(row.found) * (2 + np.ceil(np.log2(row.count)))
 
 
@@ -178,5 +178,5 @@ def test_set_of_many_integers_is_found_in_few_runs():
         runs.append(set(chosen))
         return set(range(3, 200)) <= runs[-1]
 
-    assert set(smallest_set(200, fits)) == set(range(3, 200))
+    assert set(smallest_set(range(200), fits)) == set(range(3, 200))
     assert len(runs) < 150
