@@ -35,7 +35,7 @@ PROGRESS_STEPS = 200  # from one printed step to the next
 RUNS = ("float32", "bfloat16", "float16", "float16, jmpscale")
 
 
-class Run(NamedTuple):
+class Trained(NamedTuple):
     """The result of one training run."""
 
     history: dict[str, np.ndarray]  # the loss, the fraction of zero gradients, and the scaler's metrics, by step
@@ -100,7 +100,7 @@ def sample(params: Params, prompt: jax.Array, seed: int) -> jax.Array:
     return jax.lax.scan(step, prompt, jax.random.split(jax.random.key(seed), SAMPLE_LENGTH))[1]
 
 
-def train(name: str, text: Text, steps: int, batch_tokens: int, seed: int) -> Run:
+def train(name: str, text: Text, steps: int, batch_tokens: int, seed: int) -> Trained:
     """Trains the model on an encoded text; `name` is one of `RUNS`."""
     alphabet, tokens = text
     loss_fn: Callable[..., jax.Array] = functools.partial(shard_loss, batch_tokens=batch_tokens)  # in float32
@@ -129,10 +129,10 @@ def train(name: str, text: Text, steps: int, batch_tokens: int, seed: int) -> Ru
         if step % PROGRESS_STEPS == 0 or step == steps:
             print(f"{name}: step {step} of {steps}, loss {logged['loss']:.3f}", file=sys.stderr, flush=True)
     written = " ".join("".join(alphabet[sample(params, tokens[-LENGTH:], seed)]).split())[:SHOWN_LENGTH]
-    return Run(jax.tree.map(lambda *x: np.stack(x), *jax.device_get(history)), written, params)
+    return Trained(jax.tree.map(lambda *x: np.stack(x), *jax.device_get(history)), written, params)
 
 
-def format_table(runs: Mapping[str, Run]) -> str:
+def format_table(runs: Mapping[str, Trained]) -> str:
     """Formats the losses of each quarter of the steps, the zero gradients, the scale and the skips, and the texts.
 
     The digits are few, so that another machine prints the same. Equal texts are shown once.

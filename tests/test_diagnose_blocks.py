@@ -7,9 +7,10 @@ import pytest
 
 from jmpscale._diagnosis import blocks
 from jmpscale._diagnosis.blocks import BlockProgram, first_equations
-from jmpscale._diagnosis.modal_step import ModalStep
+from jmpscale._diagnosis.modal_program import ModalProgram
 from jmpscale._diagnosis.modes import PRECISION, RECORD, Mode
-from jmpscale._diagnosis.step import Step, compiled
+from jmpscale._diagnosis.program import Program
+from jmpscale._interpreter.compile import compiled
 
 H = jnp.float16
 
@@ -25,7 +26,7 @@ X = jax.random.normal(jax.random.key(1), (16,)).astype(H)
 
 def step(fun, *consts):
     closed = jax.make_jaxpr(lambda _: fun(*consts))(jnp.float32(1))
-    return Step(closed.jaxpr, closed.consts)
+    return Program(closed.jaxpr, closed.consts)
 
 
 def layer(x, w):
@@ -50,8 +51,8 @@ def layers(ws, x):
 
 def functions(step, modal=PRECISION):
     """Returns the number of blocks, and of different functions of them."""
-    placed = ModalStep(step, modal)._placed
-    return len(placed), len({id(x.function) for x in placed})
+    found = ModalProgram(step, modal)._blocks
+    return len(found), len({id(x.function) for x in found})
 
 
 @pytest.mark.parametrize("modal", [PRECISION, RECORD], ids=["precision", "record"])
@@ -63,7 +64,7 @@ def test_equal_layers_are_compiled_once(modal):
 
 def test_blocks_have_the_results_of_the_program():
     program = step(layers, list(WEIGHTS[:4]), X)
-    found, _ = ModalStep(program, PRECISION).run(1.0, {}, Mode.AS_WRITTEN)
+    found, _ = ModalProgram(program, PRECISION).run(1.0, {}, Mode.AS_WRITTEN)
     expected = compiled(lambda *consts: jax.core.eval_jaxpr(program.jaxpr, consts, jnp.float32(1)))(*program.consts)
     for x, y in zip(found, expected, strict=True):
         np.testing.assert_array_equal(x, y)
@@ -76,7 +77,7 @@ def test_operations_of_equal_blocks_have_their_own_modes_and_records():
         return [jnp.float32(0), y.astype(jnp.float32), z.astype(jnp.float32)]
 
     program = step(two_layers, WEIGHTS[0], X)
-    modal, recording = ModalStep(program, PRECISION), ModalStep(program, RECORD)
+    modal, recording = ModalProgram(program, PRECISION), ModalProgram(program, RECORD)
     assert functions(program)[0] > functions(program)[1]
     inside = [x for x in modal.sites if "(layer)" in x.part.path[-1]]
     first, second = dict.fromkeys(x.part.path[:-1] for x in inside)  # the lines of the two calls

@@ -18,8 +18,8 @@ from flax import linen, nnx
 from jax.extend import core
 
 from jmpscale._base.jaxpr import equations, type_of
-from jmpscale._diagnosis.float32 import run_as_written, run_in_float32
-from jmpscale._diagnosis.interpret import ENTERED, Interpreter, is_narrow
+from jmpscale._interpreter.float32 import run_as_written, run_in_float32
+from jmpscale._interpreter.interpret import ENTERED, Interpreter, is_narrow
 
 H = jnp.float16
 # Primitives that the comparison runs as written, if they have operands or results in half precision, and lists.
@@ -61,7 +61,7 @@ def test_every_primitive_of_jax_computes_in_float32_or_is_known_to_run_as_writte
 
 def in_float32(primitives):
     """Returns the names of the primitives that the comparison computes in float32."""
-    from jmpscale._diagnosis.float32 import _KNOWN
+    from jmpscale._interpreter.float32 import _KNOWN
 
     return primitives & _KNOWN
 

@@ -9,11 +9,13 @@ import pytest
 from flax import nnx
 
 import jmpscale
+from jmpscale._diagnosis.arguments import named_arguments, non_finite
 from jmpscale._diagnosis.errors import measure
-from jmpscale._diagnosis.lines import Trials
-from jmpscale._diagnosis.modal_step import ModalPrograms
-from jmpscale._diagnosis.not_finite import RepairedStep, named_arguments, non_finite
-from jmpscale._diagnosis.step import Step, trace_step
+from jmpscale._diagnosis.modal_program import Forms
+from jmpscale._diagnosis.not_finite import RepairTrials
+from jmpscale._diagnosis.program import Program
+from jmpscale._diagnosis.trace_loss import trace_loss
+from jmpscale._diagnosis.trials import GradientTrials
 
 H = jnp.float16
 
@@ -23,14 +25,14 @@ H = jnp.float16
 
 def step(fun, *consts):
     closed = jax.make_jaxpr(lambda scale: fun(*consts))(jnp.float32(1))
-    return Step(closed.jaxpr, closed.consts)
+    return Program(closed.jaxpr, closed.consts)
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_zeros_in_place_of_invalid_arguments_make_a_step_finite(value):
     x = jnp.float32([value, 1])
-    assert RepairedStep(step(lambda x: [jnp.sum(x * x), x], x)).is_finite_with_finite_arguments()
-    assert not RepairedStep(step(lambda x: [jnp.sum(1 / (x * 0)), x], x)).is_finite_with_finite_arguments()
+    assert RepairTrials(step(lambda x: [jnp.sum(x * x), x], x)).is_finite_with_finite_arguments()
+    assert not RepairTrials(step(lambda x: [jnp.sum(1 / (x * 0)), x], x)).is_finite_with_finite_arguments()
 
 
 @pytest.mark.parametrize("value", [0.0, np.inf, np.nan])
@@ -75,7 +77,7 @@ def test_arguments_that_are_not_finite_are_named(name):
 
 def trials(fun, *consts):
     program = step(fun, *consts)
-    return Trials(ModalPrograms(program), [""] * len(program.consts))
+    return GradientTrials(Forms(program), [""] * len(program.consts))
 
 
 def test_gradients_that_are_rounding_noise_or_negligible_are_not_decisive():
@@ -125,7 +127,7 @@ class Counter(nnx.Module):
 
 def traced(loss, *args, transform=jax.value_and_grad, **kwargs):
     differentiated = jmpscale.value_and_grad(loss, transform=transform)
-    return trace_step(lambda state, args, kwargs: differentiated(state, *args, **kwargs), args, kwargs)
+    return trace_loss(lambda state, args, kwargs: differentiated(state, *args, **kwargs), args, kwargs)
 
 
 def test_tracing_does_not_change_nnx_objects():

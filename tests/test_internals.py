@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 import jmpscale
 from jmpscale._base.frameworks import averages_of_gradients
 from jmpscale._base.jaxpr import equations
-from jmpscale._diagnosis.program import _MOVES
-from jmpscale._diagnosis.step import _CALLBACKS, _NEW_REFS
+from jmpscale._diagnosis.operations import _MOVES
+from jmpscale._diagnosis.repeatable import _CALLBACKS, _NEW_REFS
 
 import meshes
 

@@ -91,7 +91,7 @@ def _converts_operands(lower: Any, platform: str | None) -> Any:
         dtypes = [precision.dtype, np.dtype(np.float32)] if platform == "cpu" else [precision.dtype]
         converted = [functools.reduce(_convert, dtypes, x) for x in operands[:2]]
         if precision.dtype == np.float16:  # bfloat16 has the range of float32
-            converted = [_with_nan_for_infinity(x) for x in converted]
+            converted = [_lower_nan_for_infinity(x) for x in converted]
         avals = [x.update(dtype=dtypes[-1]) for x in ctx.avals_in[:2]]
         ctx = ctx.replace(avals_in=[*avals, *ctx.avals_in[2:]])
         return lower(ctx, *converted, *operands[2:], precision=None, **params)
@@ -103,6 +103,6 @@ def _convert(x: Any, dtype: np.dtype) -> Any:
     return stablehlo.convert(ir.RankedTensorType.get(x.type.shape, mlir.dtype_to_ir_type(dtype)), x)
 
 
-def _with_nan_for_infinity(x: Any) -> Any:
-    """Returns an operand with NaN for infinity, as `_with_nan_for_infinity` of autocast does for results."""
+def _lower_nan_for_infinity(x: Any) -> Any:
+    """Returns an operand with NaN for infinity, as `_with_nan_for_infinity` of `rules.py` does for a result."""
     return stablehlo.subtract(x, stablehlo.subtract(x, x))

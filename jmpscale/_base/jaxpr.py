@@ -112,6 +112,10 @@ class Caller(NamedTuple):
     depth: int = 0  # of the lines, as for `user_lines`
     calls: tuple[int, ...] = ()  # the identities of the equations around the jaxpr, because JAX may use it in several
 
+    def key_of(self, eqn: core.JaxprEqn) -> "Key":
+        """Returns what identifies an equation of the jaxpr in this call."""
+        return id(eqn), self
+
     def path_of(self, eqn: core.JaxprEqn) -> tuple[str, ...]:
         """Returns the user's lines that lead to an equation of the jaxpr, outermost first."""
         if self.in_library:
@@ -137,6 +141,7 @@ class Caller(NamedTuple):
         return Caller(path, (function, file), in_library, backward, recomputed, holder, depth, calls)
 
 
+Key = tuple[int, Caller]  # of an equation in one of its calls
 PROGRAM = Caller()  # of the equations that no other equation holds
 
 

@@ -16,6 +16,9 @@ from jmpscale._base.frameworks import imported, is_nnx_object
 from jmpscale._base.text import type_name
 from jmpscale._base.tree import PyTree, flatten_matching, is_array, is_named_tuple
 
+# What JAX raises if Python reads the values of an array of a step that is traced.
+UNREADABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
+
 
 class StepCall:
     """A call `step(*args, **kwargs)` of a training step.

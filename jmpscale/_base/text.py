@@ -1,6 +1,7 @@
 """The texts of errors, warnings and reports."""
 
 import math
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -59,3 +60,11 @@ def format_scale(scale: float) -> str:
     """Formats a loss scale, as a power of two if it is one."""
     mantissa, exponent = math.frexp(scale)
     return f"2^{exponent - 1}" if mantissa == 0.5 else format_number(scale)
+
+
+def enumerate_names(names: Sequence[str], limit: int = 4) -> str:
+    """Returns names as in `a, b and c`."""
+    if len(names) > limit:
+        names = [*names[: limit - 1], f"{len(names) - limit + 1} others"]
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last

@@ -10,12 +10,19 @@ from jax.extend import core
 from jmpscale._base.jaxpr import Caller, type_of
 from jmpscale._base.types import is_narrow
 from jmpscale._diagnosis import flow
-from jmpscale._diagnosis.interpret import ENTERED
-from jmpscale._diagnosis.program import moves_values
-from jmpscale._diagnosis.results import Average, Leaf
+from jmpscale._diagnosis.operations import moves_values
+from jmpscale._diagnosis.program import Leaf, Result
 from jmpscale._diagnosis.thresholds import STALLED
+from jmpscale._interpreter.interpret import ENTERED
 
 _KEEPS = {"convert_element_type", "reduce_precision", "add", "sub", "mul", "neg"}
+
+
+class Average(NamedTuple):
+    """A moving average in half precision: its new value is its old one, times the decay, plus something else."""
+
+    result: Result
+    decay: float
 
 
 class _Term(NamedTuple):

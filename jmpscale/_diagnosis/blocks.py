@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend import core
 
-from jmpscale._base.jaxpr import CALLS, PROGRAM, Caller, called_jaxpr, held_jaxprs, type_of
-from jmpscale._diagnosis.interpret import ENTERED, operations
+from jmpscale._base.jaxpr import CALLS, PROGRAM, Caller, Key, called_jaxpr, held_jaxprs, type_of
+from jmpscale._interpreter.interpret import ENTERED, operations
 
 _INLINED = CALLS - {"shard_map"}
 # A block begins in each window of so many consecutive equations. Of 12 transformer layers, windows of half and of twice
@@ -22,7 +22,7 @@ WINDOW = 128
 Value = int | core.Literal  # the number of a value, or a literal
 
 
-class Call(NamedTuple):
+class Equation(NamedTuple):
     """An equation in one of its calls, with the values that it reads and defines."""
 
     eqn: core.JaxprEqn
@@ -34,25 +34,25 @@ class Call(NamedTuple):
 class Block(NamedTuple):
     """Consecutive equations of a program."""
 
-    calls: list[Call]
+    equations: list[Equation]
     inputs: list[int]  # the values that it reads from elsewhere
     outputs: list[int]  # the values that are read elsewhere
     last_read: list[int]  # the inputs that are not read afterwards
 
     def operations(self) -> Iterator[tuple[core.JaxprEqn, Caller]]:
         """Yields the equations that an interpreter runs by its rule."""
-        for call in self.calls:
-            if call.eqn.primitive.name not in ENTERED:
-                yield call.eqn, call.caller
+        for eqn, caller, *_ in self.equations:
+            if eqn.primitive.name not in ENTERED:
+                yield eqn, caller
                 continue
-            for held in held_jaxprs(call.eqn):
-                yield from operations(held, call.caller.inside(call.eqn))
+            for held in held_jaxprs(eqn):
+                yield from operations(held, caller.inside(eqn))
 
     def key(self) -> Hashable:
         """Returns a key that is equal for blocks that compute the same function."""
         numbers: dict[Any, int] = {}
-        calls = tuple(_equation_key(call.eqn, call.inputs, call.outputs, numbers) for call in self.calls)
-        return calls, tuple(numbers[x] for x in self.inputs), tuple(numbers[x] for x in self.outputs)
+        equations = tuple(_equation_key(x.eqn, x.inputs, x.outputs, numbers) for x in self.equations)
+        return equations, tuple(numbers[x] for x in self.inputs), tuple(numbers[x] for x in self.outputs)
 
 
 class BlockProgram:
@@ -60,17 +60,19 @@ class BlockProgram:
 
     def __init__(self, jaxpr: core.Jaxpr) -> None:
         self.constants: dict[int, Any] = {}  # of the functions that it calls
-        self._calls: list[Call] = []
+        self._equations: list[Equation] = []
         self._count = 0
         self.inputs = self._new_values(len(jaxpr.constvars) + len(jaxpr.invars))
         self.outputs = self._inline(jaxpr, self.inputs, PROGRAM)
-        self.blocks = _split(self._calls, self.outputs)
+        self.blocks = _split(self._equations, self.outputs)
 
-    def read_inputs(self, count: int) -> dict[tuple[int, Caller], int]:
+    def read_inputs(self, count: int) -> dict[Key, int]:
         """Returns the equations whose first operand is one of the first inputs of the program, and this input."""
-        calls = (call for block in self.blocks for call in block.calls if call.inputs)
+        equations = (x for block in self.blocks for x in block.equations if x.inputs)
         return {
-            (id(x.eqn), x.caller): x.inputs[0] for x in calls if isinstance(x.inputs[0], int) and x.inputs[0] < count
+            x.caller.key_of(x.eqn): x.inputs[0]
+            for x in equations
+            if isinstance(x.inputs[0], int) and x.inputs[0] < count
         }
 
     def _new_values(self, count: int) -> list[int]:
@@ -93,21 +95,22 @@ class BlockProgram:
                 results: Sequence[Value] = self._inline(called.jaxpr, [*constants, *operands], caller.inside(eqn))
             else:
                 defined = self._new_values(len(eqn.outvars))
-                self._calls.append(Call(eqn, caller, operands, defined))
+                self._equations.append(Equation(eqn, caller, operands, defined))
                 results = defined
             values.update(zip(eqn.outvars, results, strict=True))
         return list(map(read, jaxpr.outvars))
 
 
-def _split(calls: Sequence[Call], outputs: Sequence[Value]) -> list[Block]:
-    starts = first_equations(list(map(_digest, calls)), WINDOW)
-    groups = [calls[start:end] for start, end in zip(starts, [*starts[1:], len(calls)], strict=True)]
-    last = {x: i for i, group in enumerate(groups) for call in group for x in _numbers(call.inputs)}
+def _split(equations: Sequence[Equation], outputs: Sequence[Value]) -> list[Block]:
+    starts = first_equations(list(map(_digest, equations)), WINDOW)
+    groups = [equations[start:end] for start, end in zip(starts, [*starts[1:], len(equations)], strict=True)]
+    last = {x: i for i, group in enumerate(groups) for equation in group for x in _numbers(equation.inputs)}
     last |= dict.fromkeys(_numbers(outputs), len(groups))
 
     def block(i: int) -> Block:
-        made = dict.fromkeys(x for call in groups[i] for x in call.outputs)
-        inputs = [x for x in dict.fromkeys(x for call in groups[i] for x in _numbers(call.inputs)) if x not in made]
+        made = dict.fromkeys(x for equation in groups[i] for x in equation.outputs)
+        read = dict.fromkeys(x for equation in groups[i] for x in _numbers(equation.inputs))
+        inputs = [x for x in read if x not in made]
         read_later = [x for x in made if last.get(x, i) > i]
         return Block(list(groups[i]), inputs, read_later, [x for x in inputs if last[x] == i])
 
@@ -128,10 +131,10 @@ def first_equations(digests: Sequence[int], window: int) -> list[int]:
     return sorted({-min(found[i : i + window])[1] for i in range(last + 1)} | ({0} if found else set()))
 
 
-def _digest(call: Call) -> int:
+def _digest(equation: Equation) -> int:
     """Returns a number that depends on an equation, and is the same in all processes of a program."""
-    types = [getattr(x, "str_short", x.__str__)() for x in map(type_of, (*call.eqn.invars, *call.eqn.outvars))]
-    return zlib.crc32(repr((call.eqn.primitive.name, types)).encode())
+    types = [getattr(x, "str_short", x.__str__)() for x in map(type_of, (*equation.eqn.invars, *equation.eqn.outvars))]
+    return zlib.crc32(repr((equation.eqn.primitive.name, types)).encode())
 
 
 def _equation_key(

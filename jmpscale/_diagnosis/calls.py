@@ -4,9 +4,9 @@ import collections
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jmpscale._base.jaxpr import MATMULS
+from jmpscale._base.jaxpr import MATMULS, Key
 from jmpscale._base.source import expression_of, is_in_cast
-from jmpscale._diagnosis.program import Key, Operation, Path
+from jmpscale._diagnosis.operations import Operation, Path
 
 _CAST = "convert_element_type"
 Numbered = Sequence[tuple[int, Operation]]  # operations with their positions in the program

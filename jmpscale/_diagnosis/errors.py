@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpscale._diagnosis.step import compiled
+from jmpscale._interpreter.compile import compiled
 
 
 class Measured(NamedTuple):

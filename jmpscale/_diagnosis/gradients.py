@@ -14,7 +14,7 @@ from jax.extend import core
 from jmpscale._base.compat import as_varying, full_like
 from jmpscale._base.jaxpr import CALLS, called_jaxpr, closed, equations, held_jaxprs, split_scan_inputs, type_of
 from jmpscale._base.source import is_backward, is_differentiated
-from jmpscale._diagnosis.float32 import evaluate_equation
+from jmpscale._interpreter.float32 import evaluate_equation
 
 _UNSCALING, _SCALING = "unscale_leaves", "_scale_leaves"  # the compiled functions of `unscale` and `scale`
 _LOOPS = {"scan", "while", "cond", "shard_map"}

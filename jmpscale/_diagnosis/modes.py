@@ -11,10 +11,10 @@ import numpy as np
 
 from jmpscale._base.jaxpr import type_of
 from jmpscale._diagnosis.errors import severity
-from jmpscale._diagnosis.float32 import run_as_written
-from jmpscale._diagnosis.interpret import Interpreter
+from jmpscale._diagnosis.operations import Operation, Path
 from jmpscale._diagnosis.passes import Pass
-from jmpscale._diagnosis.program import Operation, Path
+from jmpscale._interpreter.float32 import run_as_written
+from jmpscale._interpreter.interpret import Interpreter
 
 
 class Mode(enum.IntEnum):
@@ -61,8 +61,8 @@ class Statistics(NamedTuple):
     underflow: float  # the fraction of values that are below the smallest normal number, and not zero
 
 
-class Run(NamedTuple):
-    """A run of an operation in an interpreter whose argument is the array of modes."""
+class Execution(NamedTuple):
+    """An execution of an operation by an interpreter whose argument is the array of modes."""
 
     interpreter: Interpreter
     position: int  # of the operation in the array
@@ -80,7 +80,7 @@ class Modal(NamedTuple):
 
     dtype: Callable[[Operation], np.dtype | None]  # of the results with a mode; None if the operation has no mode
     # Takes the operation, its operands, and its results in float32.
-    run: Callable[[Run, Operation, list[Any], list[Any]], list[Any]]
+    run: Callable[[Execution, Operation, list[Any], list[Any]], list[Any]]
     columns: int = 0  # of the records
 
 
@@ -88,14 +88,16 @@ def _half_dtype(operation: Operation) -> np.dtype | None:
     return next((dtype for dtype in operation.dtypes if dtype), None)
 
 
-def _choose_precision(run: Run, operation: Operation, inputs: list[Any], in_float32: list[Any]) -> list[Any]:
+def _choose_precision(
+    execution: Execution, operation: Operation, inputs: list[Any], in_float32: list[Any]
+) -> list[Any]:
     """Chooses the precision and the range of results."""
 
     def choose(in_float32: jax.Array, written: jax.Array, dtype: np.dtype | None) -> jax.Array:
         if dtype is None:
             return written
         rounded = jax.lax.reduce_precision(in_float32, exponent_bits=8, mantissa_bits=jnp.finfo(dtype).nmant)
-        return jax.lax.select_n(run.mode, written, rounded, in_float32)
+        return jax.lax.select_n(execution.mode, written, rounded, in_float32)
 
     return list(map(choose, in_float32, run_as_written(operation.eqn, inputs), operation.dtypes))
 
@@ -106,12 +108,12 @@ def _recorded_dtype(operation: Operation) -> np.dtype | None:
     return None if operation.pass_ is Pass.UPDATE and dtype == jnp.bfloat16 else dtype
 
 
-def _record(run: Run, operation: Operation, inputs: list[Any], in_float32: list[Any]) -> list[Any]:
+def _record(execution: Execution, operation: Operation, inputs: list[Any], in_float32: list[Any]) -> list[Any]:
     """Computes in float32, and records `Statistics`."""
     written = run_as_written(operation.eqn, inputs)
     for x, y, dtype in zip(in_float32, written, operation.dtypes, strict=True):
         if dtype is not None:
-            run.record(_statistics(x, y, float(jnp.finfo(dtype).smallest_normal)))
+            execution.record(_statistics(x, y, float(jnp.finfo(dtype).smallest_normal)))
     return in_float32
 
 
@@ -134,15 +136,15 @@ def _inexact_dtype(operation: Operation) -> np.dtype | None:
     return next((type_of(x).dtype for x in operation.eqn.outvars if _is_inexact(type_of(x))), None)
 
 
-def _repair(run: Run, _: Operation, inputs: list[Any], in_float32: list[Any]) -> list[Any]:
+def _repair(execution: Execution, _: Operation, inputs: list[Any], in_float32: list[Any]) -> list[Any]:
     """Replaces infinities and NaN in float32, and records which operations make them.
 
     The first column shows whether the results are infinite or NaN although the operands are not; the second one,
     whether they are infinite or NaN.
     """
     before, after = (severity(list(filter(_is_inexact, arrays))) for arrays in (inputs, in_float32))
-    run.record(jnp.stack([after > before, after > 0]).astype(np.float32))
-    is_repaired = run.mode == Mode.REPAIRED
+    execution.record(jnp.stack([after > before, after > 0]).astype(np.float32))
+    is_repaired = execution.mode == Mode.REPAIRED
     return [jnp.where(is_repaired & ~jnp.isfinite(x), 0, x) if _is_inexact(x) else x for x in in_float32]
 
 

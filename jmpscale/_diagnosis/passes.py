@@ -10,11 +10,9 @@ from typing import Any
 
 from jax.extend import core
 
-from jmpscale._base.jaxpr import CALLS, PROGRAM, Caller, called_jaxpr, equations, split_scan_inputs
+from jmpscale._base.jaxpr import CALLS, PROGRAM, Caller, Key, called_jaxpr, equations, split_scan_inputs
 from jmpscale._base.source import is_backward
-from jmpscale._diagnosis.interpret import ENTERED
-
-Key = tuple[int, Caller]  # of an operation, which JAX may use in several calls
+from jmpscale._interpreter.interpret import ENTERED
 
 
 class Pass(enum.Enum):
@@ -37,7 +35,7 @@ class Passes:
     def of(self, eqn: core.JaxprEqn, caller: Caller) -> Pass:
         if caller.backward or is_backward(eqn):
             return Pass.BACKWARD
-        return Pass.FORWARD if (id(eqn), caller) in self._forward else Pass.UPDATE
+        return Pass.FORWARD if caller.key_of(eqn) in self._forward else Pass.UPDATE
 
     def _visit(self, jaxpr: core.Jaxpr, caller: Caller, outputs: Sequence[bool]) -> dict[Any, bool]:
         """Returns for each value whether the backward pass, or one of these outputs, depends on it."""
@@ -68,7 +66,7 @@ class Passes:
         if name in special:
             return special[name](eqn, caller.inside(eqn), results)
         if any(results):
-            self._forward.add((id(eqn), caller))
+            self._forward.add(caller.key_of(eqn))
         return [any(results)] * len(eqn.invars)
 
     def _scan(self, eqn: core.JaxprEqn, inside: Caller, results: list[bool]) -> list[bool]:

@@ -11,9 +11,9 @@ from jax.extend import core
 from jmpscale._base.jaxpr import Caller
 from jmpscale._base.types import is_narrow
 from jmpscale._diagnosis import flow
-from jmpscale._diagnosis.interpret import ENTERED
-from jmpscale._diagnosis.program import moves_values
-from jmpscale._diagnosis.step import Step
+from jmpscale._diagnosis.operations import moves_values
+from jmpscale._diagnosis.program import Program
+from jmpscale._interpreter.interpret import ENTERED
 
 
 class Rounded(NamedTuple):
@@ -43,8 +43,8 @@ class Rounded(NamedTuple):
         return self.are_integers and exact < self.max_abs < np.inf and len(np.unique(self.value)) > 2
 
 
-def find_rounded(step: Step, names: dict[int, str]) -> list[Rounded]:
-    """Returns the arrays in half precision on which the outputs of a step depend; `names` are those of arguments."""
+def find_rounded(program: Program, names: dict[int, str]) -> list[Rounded]:
+    """Returns the arrays in half precision on which the outputs of a program depend; `names` are those of arguments."""
     lines: dict[int, str] = {}
 
     def rule(eqn: core.JaxprEqn, caller: Caller, operands: list[flow.Labels]) -> list[flow.Labels]:
@@ -56,10 +56,10 @@ def find_rounded(step: Step, names: dict[int, str]) -> list[Rounded]:
             lines.setdefault(i, caller.line_of(eqn))
         return [flow.NONE] * len(eqn.outvars)
 
-    narrow = [i for i, x in enumerate(step.consts) if is_narrow(x)]
-    labels = [frozenset([i]) if i in narrow else flow.NONE for i in range(len(step.consts))]
-    flow.follow(step.jaxpr, [*labels, *[flow.NONE] * len(step.jaxpr.invars)], rule)
-    used = [(i, step.consts[i]) for i in narrow if i in lines]
+    narrow = [i for i, x in enumerate(program.consts) if is_narrow(x)]
+    labels = [frozenset([i]) if i in narrow else flow.NONE for i in range(len(program.consts))]
+    flow.follow(program.jaxpr, [*labels, *[flow.NONE] * len(program.jaxpr.invars)], rule)
+    used = [(i, program.consts[i]) for i in narrow if i in lines]
     return [Rounded(names.get(id(x), ""), jnp.asarray(x), lines[i]) for i, x in used]
 
 

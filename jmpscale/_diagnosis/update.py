@@ -15,19 +15,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._base.types import is_narrow
-from jmpscale._diagnosis.lines import smallest_set
-from jmpscale._diagnosis.modal_step import ModalPrograms, ModalStep
+from jmpscale._diagnosis.modal_program import Forms, ModalProgram
 from jmpscale._diagnosis.modes import Mode, Modes, Part, Site, Statistics
+from jmpscale._diagnosis.operations import Path
 from jmpscale._diagnosis.passes import Pass
-from jmpscale._diagnosis.program import Path
-from jmpscale._diagnosis.results import Result
-from jmpscale._diagnosis.step import compiled
+from jmpscale._diagnosis.program import Result
+from jmpscale._diagnosis.smallest_set import smallest_set
 from jmpscale._diagnosis.thresholds import (
     LARGEST_CHANGE_ERROR,
     LARGEST_NARROW_CHANGE_ERROR,
     NOISE_OF_CHANGE,
     TRIED_ALONE,
 )
+from jmpscale._interpreter.compile import compiled
 
 
 class Change(NamedTuple):
@@ -78,22 +78,22 @@ def _importance(change: Change) -> tuple[bool, bool, float]:
     return change.is_narrow, change.result.old is not None, change.error
 
 
-def examine_update(programs: ModalPrograms, results: Sequence[Result], scale: float) -> Update:
+def examine_update(forms: Forms, results: Sequence[Result], scale: float) -> Update:
     """Compares the results of a step at a loss scale, and finds the lines that must compute in float32."""
     if not results:
         return Update()
-    step, recording = programs.precision.of_results(), programs.recording.of_results()
-    trials = _Trials(step, results, scale)
+    program, recording = forms.precision.of_results(), forms.recording.of_results()
+    trials = UpdateTrials(program, results, scale)
     changes = trials.changes({})
-    update = [site for site in step.sites if site.part.pass_ is Pass.UPDATE]
+    update = [site for site in program.sites if site.part.pass_ is Pass.UPDATE]
     chosen: list[Path] = []
     then, is_repaired = changes, True
-    for is_led, sites in ((True, update), (False, step.sites)):
+    for is_led, sites in ((True, update), (False, program.sites)):
         if any(x.badness > 1 and x.result.is_gradient_led == is_led for x in then):
             found = trials.find_lines(sites, is_led)
             is_repaired &= found is not None
             chosen += [path for path in found or () if path not in chosen]
-            then = trials.changes(_in_float32(step.sites, chosen))
+            then = trials.changes(_in_float32(program.sites, chosen))
     is_large = max((x.badness for x in changes), default=0.0) > 0.25
     parts = list(dict.fromkeys(site.part for site in update))
     alone = trials.errors_alone(parts) if is_large and len(parts) <= TRIED_ALONE else {}
@@ -101,7 +101,7 @@ def examine_update(programs: ModalPrograms, results: Sequence[Result], scale: fl
     records = recording.run(scale, {}, Mode.FLOAT32)[1] if recorded else {}
     statistics = {site: Statistics(*records[site]) for site in recorded if site in records}
     remaining = max((x.error for x in then if x.is_decisive), default=0.0)
-    order = [path for path in step.paths if path in chosen]
+    order = [path for path in program.paths if path in chosen]
     return Update(tuple(changes), tuple(order), is_repaired, remaining, alone, statistics, tuple(update))
 
 
@@ -110,12 +110,12 @@ def _in_float32(sites: Iterable[Site], paths: Iterable[Path]) -> dict[Site, Mode
     return {site: Mode.FLOAT32 for site in sites if site.part.path in chosen}
 
 
-class _Trials:
+class UpdateTrials:
     """Runs a step with other modes, and compares its results with their references."""
 
-    def __init__(self, step: ModalStep, results: Sequence[Result], scale: float) -> None:
-        self._step, self._results, self._scale = step, results, scale
-        self._update = {site: Mode.FLOAT32 for site in step.sites if site.part.pass_ is Pass.UPDATE}
+    def __init__(self, program: ModalProgram, results: Sequence[Result], scale: float) -> None:
+        self._program, self._results, self._scale = program, results, scale
+        self._update = {site: Mode.FLOAT32 for site in program.sites if site.part.pass_ is Pass.UPDATE}
         given = self._run(self._update, Mode.AS_WRITTEN)
         whole = given if all(x.is_gradient_led for x in results) else self._run({}, Mode.FLOAT32)
         pairs = zip(results, given, whole, strict=True)
@@ -123,7 +123,7 @@ class _Trials:
         self._changes: dict[frozenset[tuple[Site, Any]], list[Change]] = {}
 
     def _run(self, modes: Modes, default: Mode) -> list[Any]:
-        return self._step.run(self._scale, modes, default)[0]
+        return self._program.run(self._scale, modes, default)[0]
 
     def changes(self, modes: Modes) -> list[Change]:
         """Returns the changes with some modes, and all other operations as written."""
@@ -136,16 +136,14 @@ class _Trials:
 
     def find_lines(self, sites: Sequence[Site], is_gradient_led: bool) -> list[Path] | None:
         """Finds a minimal set of lines with which no change of the results of one kind is bad."""
-        paths = [path for path in self._step.paths if any(site.part.path == path for site in sites)]
+        paths = [path for path in self._program.paths if any(site.part.path == path for site in sites)]
 
-        def fits(chosen: Iterable[int]) -> bool:
-            modes = _in_float32(sites, [paths[i] for i in chosen])
+        def fits(chosen: Sequence[Path]) -> bool:
+            modes = _in_float32(sites, chosen)
             found = [x for x in self.changes(modes) if x.result.is_gradient_led == is_gradient_led]
             return max((x.badness for x in found), default=0.0) <= 1
 
-        if not fits(range(len(paths))):
-            return None
-        return [paths[i] for i in smallest_set(len(paths), fits)]
+        return smallest_set(paths, fits)
 
     def errors_alone(self, parts: Iterable[Part]) -> dict[Part, float]:
         """Returns the largest error of a change if one part of the update alone computes as it is written."""

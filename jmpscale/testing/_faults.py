@@ -22,8 +22,8 @@ from jmpscale._base.compat import varying_axes
 from jmpscale._base.data_flow import dependents
 from jmpscale._base.jaxpr import Caller, equations
 from jmpscale._base.multiply import multiply_leaf
-from jmpscale._diagnosis.float32 import run_in_widest
-from jmpscale._diagnosis.interpret import ENTERED, Interpreter
+from jmpscale._interpreter.float32 import run_in_widest
+from jmpscale._interpreter.interpret import ENTERED, Interpreter
 
 _GROUPS = 8  # of gradients that are changed together, if there are more gradients
 _WHOLE, _FIRST, _LAST = range(3)  # which elements of a gradient are changed

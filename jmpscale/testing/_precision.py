@@ -15,9 +15,9 @@ import numpy as np
 from jmpscale._base.text import format_percentage, format_scale
 from jmpscale._base.tree import PyTree, find_instances, flatten_matching, is_array
 from jmpscale._base.warn import warn_user
-from jmpscale._diagnosis.float32 import runs_only_as_written
-from jmpscale._diagnosis.interpret import operations
-from jmpscale._diagnosis.step import compiled
+from jmpscale._interpreter.compile import compiled
+from jmpscale._interpreter.float32 import runs_only_as_written
+from jmpscale._interpreter.interpret import operations
 from jmpscale._state import ScalerState
 from jmpscale.testing._faults import Fault, Faults
 from jmpscale.testing._runs import Run, Runs

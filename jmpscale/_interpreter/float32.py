@@ -14,7 +14,7 @@ from jax.extend import core
 from jmpscale._base import cotangents
 from jmpscale._base.jaxpr import HIGHEST, MATMULS, Jaxpr, closed, equations, held_jaxprs, type_of
 from jmpscale._base.types import is_narrow
-from jmpscale._diagnosis.interpret import Interpreter, widen
+from jmpscale._interpreter.interpret import Interpreter, widen
 
 # Primitives of JAX that compute in the dtype of their operands, so that they can compute in float32 instead. Other
 # primitives (kernels, callbacks, and whatever a new version of JAX brings) run as written, and are listed.

@@ -1,44 +1,17 @@
-"""The sentences of a diagnosis about the update, and how they join those about the gradients."""
+"""The sentences about the update of a step."""
 
 import math
-import re
 from collections.abc import Sequence
 
 from jmpscale._base.text import format_percentage
-from jmpscale._diagnosis.results import Average
-from jmpscale._diagnosis.rounded import describe_rounded
-from jmpscale._diagnosis.summary import Findings, by, enumerate_names
+from jmpscale._diagnosis.averages import Average
+from jmpscale._diagnosis.findings import Findings
+from jmpscale._diagnosis.phrases import by
 from jmpscale._diagnosis.thresholds import LOST
 from jmpscale._diagnosis.update import Change, Update
-from jmpscale._diagnosis.whole_step import WholeStep
-
-_HEALTHY = re.compile(r"The gradients differ from float32 by \S+?(, in [^,:]+)?\.$")
 
 
-def join(gradients: str, findings: Findings, update: Update, whole: WholeStep) -> str:
-    """Joins the description of the gradients with one of the update; the worst comes first."""
-    bad = {x.result.name for x in update.bad}
-    stalled = [x for x in whole.stalled if x.result.name not in bad]
-    worst = update.worst if update.bad else None
-    faults = [describe_update(findings, update, worst)] if worst else []
-    faults += [_describe_stalled(stalled)] if stalled else []
-    if wrong := [x.result.name for x in update.changes if not x.is_finite]:
-        verb = "becomes" if len(wrong) == 1 else "become"
-        faults.append(f"{enumerate_names(wrong)} {verb} infinite or NaN, in float32 too: correct this update.")
-    notes = list(filter(None, [describe_rounded(whole.rounded)]))
-    if faults:
-        first = [*faults, gradients] if findings.accurate else [gradients, *faults]
-        return " ".join(filter(None, [*first, *notes]))
-    worst = update.worst
-    if worst is not None and worst.result.old is not None:
-        if _HEALTHY.search(gradients):
-            gradients = f"{gradients.removesuffix('.')}, and the update {by(worst.error)}."
-        else:
-            gradients = f"{gradients} The update differs from float32 {by(worst.error)}."
-    return " ".join([gradients, *notes])
-
-
-def _describe_stalled(stalled: Sequence[Average]) -> str:
+def describe_stalled(stalled: Sequence[Average]) -> str:
     """Describes averages that stop moving."""
     first, count = stalled[0], len(stalled) - 1
     others = f" (and {count} other {'leaf' if count == 1 else 'leaves'})" if count else ""
@@ -48,8 +21,9 @@ def _describe_stalled(stalled: Sequence[Average]) -> str:
     )
 
 
-def describe_update(findings: Findings, update: Update, worst: Change) -> str:
+def describe_update(findings: Findings, worst: Change) -> str:
     """Describes an update that is wrong: the leaf, the size, the remedy, and the line."""
+    update = findings.update
     what = _what(worst, update)
     if not update.is_repaired and not update.paths:
         return f"{what}, even if all lines compute in float32."

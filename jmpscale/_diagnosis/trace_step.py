@@ -1,4 +1,4 @@
-"""Traces a whole training step: its loss, its gradients, and its results, as a program of the loss scale."""
+"""Traces a training step: its loss, its gradients and its results, as a program of the loss scale."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,28 +9,28 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from jmpscale._autocast.observation import observe
 from jmpscale._base.jaxpr import Caller, type_of
-from jmpscale._base.source import is_backward, is_differentiated
-from jmpscale._base.step_call import StepCall, is_array_type
+from jmpscale._base.source import is_backward, is_differentiated, line_of_error
+from jmpscale._base.step_call import UNREADABLE, StepCall, is_array_type
 from jmpscale._base.step_state import Match, match_state
 from jmpscale._base.tree import PyTree, check_no_refs, is_real, named_leaves
 from jmpscale._diagnosis import flow
-from jmpscale._diagnosis.averages import find_stalled_averages
+from jmpscale._diagnosis.averages import Average, find_stalled_averages
 from jmpscale._diagnosis.gradients import Exposed, evaluate
-from jmpscale._diagnosis.interpret import ENTERED
+from jmpscale._diagnosis.operations import moves_values, narrow_dtype
 from jmpscale._diagnosis.passes import Pass, Passes
-from jmpscale._diagnosis.program import moves_values, narrow_dtype
-from jmpscale._diagnosis.results import Average, Leaf, Result
+from jmpscale._diagnosis.program import Leaf, Program, Result
+from jmpscale._diagnosis.repeatable import repeatable
 from jmpscale._diagnosis.rounded import Rounded, find_rounded
-from jmpscale._diagnosis.step import Step, explain_error, new_scope, repeatable
+from jmpscale._diagnosis.trace_again import Axes
+from jmpscale._interpreter.interpret import ENTERED
 from jmpscale._state import is_scaler
 
 
-class WholeStep(NamedTuple):
+class TracedStep(NamedTuple):
     """A training step with what it returns."""
 
-    step: Step  # its outputs are the loss, the gradients and the results
+    program: Program  # its outputs are the loss, the gradients and the results
     gradients: tuple[str, ...]  # their names
     results: tuple[Result, ...] = ()  # those that half precision may change other than through the gradients
     state: tuple[str, ...] = ()  # the arguments that the step returns
@@ -41,37 +41,30 @@ class WholeStep(NamedTuple):
     kept: tuple[str, ...] = ()  # the matmuls that autocast leaves in float32, with the reason
 
 
-def trace_whole_step(call: StepCall) -> WholeStep:
+def trace_step(call: StepCall) -> TracedStep:
     """Traces a step once, as a function of the loss scale of its scalers."""
     try:
-        out, traced = call.trace()
+        out, closed = call.trace()
     except Exception as error:
-        explain_error(error)
+        _explain_error(error)
         raise
-    return _whole_step(call, out, traced)
+    return _traced_step(call, out, closed)
 
 
-def trace_with_float32_results(call: StepCall) -> Step | None:
-    """Traces the loss and the gradients of a step in which the results of `autocast` are float32.
-
-    Returns None if it has no others, or cannot be traced again, as a step that reads from an iterator.
-    """
-    with observe(with_float32_results=True) as observation:
-        try:
-            traced = trace_again(call)
-        except Exception:  # whatever Python code raises
-            return None
-    return _whole_step(call, *traced).step.of_gradients() if observation.has_changed_results else None
+def trace_gradients_again(call: StepCall, axes: Axes) -> Program:
+    """Traces the loss and the gradients of a step that has been traced, in a scope."""
+    out, closed = trace_call_again(call, axes)
+    return _traced_step(call, out, closed).program.of_gradients()
 
 
-def trace_again(call: StepCall) -> tuple[PyTree, core.ClosedJaxpr]:
-    """Traces a step that JAX may have traced before."""
+def trace_call_again(call: StepCall, axes: Axes) -> tuple[PyTree, core.ClosedJaxpr]:
+    """Traces a call that has been traced, in a scope; returns its result, and the program."""
     traced: list[tuple[PyTree, core.ClosedJaxpr]] = []
-    jax.make_jaxpr(lambda: traced.append(call.trace()), axis_env=list(new_scope()))()
+    jax.make_jaxpr(lambda: traced.append(call.trace()), axis_env=list(axes))()
     return traced[0]
 
 
-def _whole_step(call: StepCall, out: PyTree, traced: core.ClosedJaxpr) -> WholeStep:
+def _traced_step(call: StepCall, out: PyTree, traced: core.ClosedJaxpr) -> TracedStep:
     check_no_refs(traced.consts, "the values that step closes over")
     program = traced.replace(jaxpr=repeatable(traced.jaxpr))
     arrays = _Arrays(call, out, match_state(call, out, program))
@@ -95,16 +88,16 @@ def _whole_step(call: StepCall, out: PyTree, traced: core.ClosedJaxpr) -> WholeS
     outvars = [*first, *[y for (_, y), result in zip(kept, compared, strict=True) if result]]
     jaxpr, _ = partial_eval.dce_jaxpr(_with_outputs(closed.jaxpr, outvars), [True] * len(outvars), instantiate=True)
     leaves = arrays.leaves(Passes(program.jaxpr, 0).inputs_in_forward)
-    step = Step(jaxpr, list(closed.consts), len(first))
-    return WholeStep(
-        step,
+    compared_program = Program(jaxpr, list(closed.consts), len(first))
+    return TracedStep(
+        compared_program,
         tuple(_names_of_gradients(program, [x.variable for x in gradients], leaves)),
         tuple(filter(None, compared)),
         tuple(match.name for match in arrays.matches),
         loss is not None,
         arrays.named,
         tuple(find_stalled_averages(program.jaxpr, leaves)),
-        tuple(find_rounded(step, {id(x): name for name, x in arrays.named})),
+        tuple(find_rounded(compared_program, {id(x): name for name, x in arrays.named})),
     )
 
 
@@ -267,3 +260,20 @@ def _names_of_gradients(program: core.ClosedJaxpr, variables: Sequence[Any], lea
         names.append(fresh[0].name if fresh else f"the gradient of {type_of(variable).str_short()}")
         taken.add(names[-1])
     return names
+
+
+def _explain_error(error: Exception) -> None:
+    """Says what to do about an error of a training step that is traced."""
+    if isinstance(error, UNREADABLE):
+        error.add_note(
+            "diagnose_step traces the step, as jax.jit does, so Python cannot read the values of arrays, as it does at "
+            f"{line_of_error(error)}. Pass the part of the step that jax.jit accepts: the function that computes the "
+            "gradients and the update."
+        )
+    elif isinstance(error, TypeError) and "lowered and compiled" in str(error):
+        error.add_note("The step was compiled ahead of time. Pass the function that was compiled to diagnose_step.")
+    elif isinstance(error, NameError) and "axis name" in str(error):
+        error.add_note(
+            "The step uses an axis of jax.pmap, jax.shard_map or jax.vmap: pass the function that maps it, with the "
+            "arguments of all devices."
+        )

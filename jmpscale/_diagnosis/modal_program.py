@@ -1,13 +1,13 @@
-"""A training step whose operations have modes.
+"""A program whose operations have modes.
 
-With all operations as written it is the step; with all of them in float32 it is the reference. So a search over the
+With all operations as written it is the program; with all of them in float32 it is the reference. So a search over the
 modes finds the lines that must compute in float32 by changing them.
 """
 
 import collections
 import copy
 import functools
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,26 +15,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jmpscale._base.jaxpr import Caller
+from jmpscale._base.jaxpr import Caller, Key
 from jmpscale._base.source import is_in_inner_gradient
 from jmpscale._diagnosis.blocks import Block, BlockProgram
 from jmpscale._diagnosis.calls import Calls, Numbering
-from jmpscale._diagnosis.float32 import run_as_written, run_in_float32
-from jmpscale._diagnosis.interpret import Interpreter, literal, widen
-from jmpscale._diagnosis.modes import PRECISION, RECORD, Modal, Mode, Modes, Part, Run, Site
+from jmpscale._diagnosis.modes import PRECISION, RECORD, Execution, Modal, Mode, Modes, Part, Site
+from jmpscale._diagnosis.operations import Operation, Path, autocast_lines, program_operations
 from jmpscale._diagnosis.passes import Pass
-from jmpscale._diagnosis.program import Operation, Path, autocast_lines, program_operations
-from jmpscale._diagnosis.step import Step, compiled
+from jmpscale._diagnosis.program import Program
+from jmpscale._interpreter.compile import compiled
+from jmpscale._interpreter.float32 import run_as_written, run_in_float32
+from jmpscale._interpreter.interpret import Interpreter, literal, widen
 
 
-class ModalStep:
-    """A step whose operations have modes. Its sites, parts and paths are in the order of the program."""
+class ModalProgram:
+    """A program whose operations have modes. Its sites, parts and paths are in the order of the program."""
 
-    def __init__(self, step: Step, modal: Modal) -> None:
-        self.consts = [widen(jnp.asarray(x)) for x in step.consts]
+    def __init__(self, program: Program, modal: Modal) -> None:
+        self.consts = [widen(jnp.asarray(x)) for x in program.consts]
         self._outputs = slice(None)
-        self._count = step.measured or len(step.jaxpr.outvars)
-        everything = program_operations(step.jaxpr, self._count)
+        self._count = program.measured or len(program.jaxpr.outvars)
+        everything = program_operations(program.jaxpr, self._count)
         with_mode = [(x, dtype) for x in everything if (dtype := modal.dtype(x)) is not None]
         shortest = _shortest({path for x, _ in with_mode for path in x.paths})
         sites = {
@@ -49,17 +50,13 @@ class ModalStep:
         self.paths = list(dict.fromkeys(shortest[path] for x in everything for path in x.paths if path in shortest))
         # The operations that reach the outputs and run as written, whatever the modes are; known after the first run.
         self.not_entered: dict[Operation, None] = {}
-        self._program = BlockProgram(step.jaxpr)
-        seen: collections.Counter[Site] = collections.Counter()
-        found = {}
-        for x in {x.key: x for x in everything}.values():
-            found[x.key] = _Placed(x, {site: seen[site] for site in sites.get(x.key, ())})
-            seen.update(found[x.key].sites.keys())
-        self._placed = self._compile(found, modal)
+        self._program = BlockProgram(program.jaxpr)
+        found = _number_in_sites({x.key: x for x in everything}, sites)
+        self._blocks = self._compile(found, modal)
         self._operations: dict[Site, list[Operation]] = collections.defaultdict(list)
-        for placed in found.values():
-            for site in placed.sites:
-                self._operations[site].append(placed.operation)
+        for x in found.values():
+            for site in x.sites:
+                self._operations[site].append(x.operation)
         lines = [(x, shortest.get(x.paths[0], x.paths[0])) for x in everything]
         self._calls = Calls(lines, self._program.read_inputs(len(self.consts)))
 
@@ -71,14 +68,14 @@ class ModalStep:
         """Tests whether the operations of a site compute values of the forward pass again in the backward pass."""
         return all(x.backward and not x.is_transposed for x in self._operations[site])
 
-    def of_gradients(self) -> "ModalStep":
-        """Returns a view of the step that returns the loss and the gradients, without the operations of the update."""
+    def of_gradients(self) -> "ModalProgram":
+        """Returns a view of the program that returns the loss and the gradients, without operations of the update."""
         view = copy.copy(self)
         view.restrict({Pass.FORWARD, Pass.BACKWARD}, slice(0, self._count))
         return view
 
-    def of_results(self) -> "ModalStep":
-        """Returns a view of the step that returns the results that follow the gradients."""
+    def of_results(self) -> "ModalProgram":
+        """Returns a view of the program that returns the results that follow the gradients."""
         view = copy.copy(self)
         view.restrict(set(Pass), slice(self._count, None))
         return view
@@ -91,19 +88,19 @@ class ModalStep:
         self.paths = [path for path in self.paths if path in used]
         self._outputs = outputs
 
-    def _compile(self, found: dict[Any, "_Placed"], modal: Modal) -> list["_PlacedBlock"]:
+    def _compile(self, found: Mapping[Key, "_ModalOperation"], modal: Modal) -> list["_ModalBlock"]:
         """Returns the blocks, of which equal ones share a compiled function."""
         functions: dict[Hashable, _BlockFunction] = {}
         blocks = []
         for block in self._program.blocks:
-            occurrences = [(id(eqn), caller) for eqn, caller in block.operations()]
-            order = {key: i for i, key in enumerate(dict.fromkeys(occurrences))}
-            placed = [found[key] for key in order]
-            kinds = tuple((bool(x.sites), *x.operation.dtypes) for x in placed)
-            key = block.key(), tuple(map(order.get, occurrences)), kinds
+            occurrences = [caller.key_of(eqn) for eqn, caller in block.operations()]
+            index = {key: i for i, key in enumerate(dict.fromkeys(occurrences))}
+            operations = [found[key] for key in index]
+            kinds = tuple((bool(x.sites), *x.operation.dtypes) for x in operations)
+            key = block.key(), tuple(map(index.get, occurrences)), kinds
             if key not in functions:
-                functions[key] = _BlockFunction(block, placed, modal)
-            blocks.append(_PlacedBlock(block, placed, functions[key]))
+                functions[key] = _BlockFunction(block, operations, index, modal)
+            blocks.append(_ModalBlock(block, operations, functions[key]))
         return blocks
 
     def run(
@@ -118,14 +115,14 @@ class ModalStep:
         values = dict(zip(program.inputs, inputs, strict=True))
         values |= {i: widen(jnp.asarray(x)) for i, x in program.constants.items()}
         records = []
-        for block, placed, function in self._placed:
-            array = [x.mode(modes, default) for x in placed]
+        for block, operations, function in self._blocks:
+            array = [x.mode(modes, default) for x in operations]
             outputs, recorded = function.run([values[i] for i in block.inputs], np.array(array, np.int32))
             values.update(zip(block.outputs, outputs, strict=True))
             for i in block.last_read:  # frees memory
                 del values[i]
             records.append(recorded)
-            self.not_entered |= {placed[i].operation: None for i in function.not_entered}
+            self.not_entered |= {operations[i].operation: None for i in function.not_entered}
         wanted = program.outputs[self._outputs]
         outputs = [literal(x) if isinstance(x, core.Literal) else values[x] for x in wanted]
         return outputs, self._largest(jax.device_get(records))
@@ -133,30 +130,30 @@ class ModalStep:
     def _largest(self, records: list[dict[int, np.ndarray]]) -> dict[Site, Any]:
         """Returns for each site the largest numbers that were recorded for its operations."""
         largest: dict[Site, np.ndarray] = {}
-        for block, recorded in zip(self._placed, records, strict=True):
+        for block, recorded in zip(self._blocks, records, strict=True):
             for i, numbers in recorded.items():
-                for site in block.placed[i].sites:
+                for site in block.operations[i].sites:
                     largest[site] = np.maximum(largest.get(site, 0), numbers)
         return {site: largest[site].tolist() for site in self.sites if site in largest}
 
 
-class ModalPrograms:
-    """The two forms of a step that its trials run, each compiled once."""
+class Forms:
+    """The two forms of a program that trials run, each compiled once."""
 
-    def __init__(self, step: Step) -> None:
-        self._step = step
-
-    @functools.cached_property
-    def precision(self) -> ModalStep:
-        return ModalStep(self._step, PRECISION)
+    def __init__(self, program: Program) -> None:
+        self._program = program
 
     @functools.cached_property
-    def recording(self) -> ModalStep:
+    def precision(self) -> ModalProgram:
+        return ModalProgram(self._program, PRECISION)
+
+    @functools.cached_property
+    def recording(self) -> ModalProgram:
         """A separate program, because the other runs need no statistics, which can take most of the time of a run."""
-        return ModalStep(self._step, RECORD)
+        return ModalProgram(self._program, RECORD)
 
 
-class _Placed(NamedTuple):
+class _ModalOperation(NamedTuple):
     """An operation, with its sites, and its number among their operations; no sites if it has no mode."""
 
     operation: Operation
@@ -168,35 +165,49 @@ class _Placed(NamedTuple):
         return max((x[number] if isinstance(x, tuple) else x for x, number in found), default=default)
 
 
-class _PlacedBlock(NamedTuple):
+def _number_in_sites(
+    operations: Mapping[Key, Operation], sites: Mapping[Key, Iterable[Site]]
+) -> dict[Key, _ModalOperation]:
+    """Numbers the operations of each site, in the order of the program."""
+    seen: collections.Counter[Site] = collections.Counter()
+    found = {}
+    for key, x in operations.items():
+        found[key] = _ModalOperation(x, {site: seen[site] for site in sites.get(key, ())})
+        seen.update(found[key].sites.keys())
+    return found
+
+
+class _ModalBlock(NamedTuple):
     """A block, the operations in it, and the function that runs it, and blocks that are equal to it."""
 
     block: Block
-    placed: list[_Placed]
+    operations: list[_ModalOperation]
     function: "_BlockFunction"
 
 
 class _BlockFunction:
     """A compiled function of the inputs of a block, and of an array with the modes of its operations."""
 
-    def __init__(self, block: Block, placed: list[_Placed], modal: Modal) -> None:
+    def __init__(
+        self, block: Block, operations: Sequence[_ModalOperation], index: Mapping[Key, int], modal: Modal
+    ) -> None:
+        """`index` has the position of each operation in `operations` and in the array of modes."""
         self.not_entered: dict[int, None] = {}  # the operations that run as written; known after the first run
-        index = {x.operation.key: i for i, x in enumerate(placed)}
 
         def rule(interpreter: Interpreter, eqn: core.JaxprEqn, inputs: list[Any], caller: Caller) -> list[Any]:
-            i = index[id(eqn), caller]
+            i = index[caller.key_of(eqn)]
             outputs = run_in_float32(eqn, inputs)
             if outputs is None:
                 outputs = run_as_written(eqn, inputs)
                 self.not_entered |= {i: None}
-            operation, sites = placed[i]
-            return modal.run(Run(interpreter, i), operation, inputs, outputs) if sites else outputs
+            operation, sites = operations[i]
+            return modal.run(Execution(interpreter, i), operation, inputs, outputs) if sites else outputs
 
         def run(inputs: list[Any], modes: jax.Array) -> tuple[list[Any], dict[int, jax.Array]]:
-            recorded = [i for i, x in enumerate(placed) if x.sites and modal.columns]
+            recorded = [i for i, x in enumerate(operations) if x.sites and modal.columns]
             interpreter = Interpreter(rule, modes, {i: jnp.zeros(modal.columns, np.float32) for i in recorded})
             values: dict[int, Any] = dict(zip(block.inputs, inputs, strict=True))
-            for eqn, caller, operands, results in block.calls:
+            for eqn, caller, operands, results in block.equations:
                 read = [literal(x) if isinstance(x, core.Literal) else values[x] for x in operands]
                 values.update(zip(results, interpreter.run_equation(eqn, read, caller), strict=True))
             return [values[i] for i in block.outputs], interpreter.records

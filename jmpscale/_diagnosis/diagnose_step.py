@@ -1,5 +1,6 @@
 """`diagnose_step`, which diagnoses a training step as it is."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,10 +9,11 @@ import jax
 from jmpscale._base.step_call import StepCall
 from jmpscale._base.text import describe
 from jmpscale._base.tree import find_instances
+from jmpscale._diagnosis.arguments import check_concrete
 from jmpscale._diagnosis.examine import examine
 from jmpscale._diagnosis.report import Diagnosis
-from jmpscale._diagnosis.step import check_concrete, find_kept_matmuls
-from jmpscale._diagnosis.whole_step import trace_again, trace_whole_step, trace_with_float32_results
+from jmpscale._diagnosis.trace_again import find_kept_matmuls, trace_with_float32_results
+from jmpscale._diagnosis.trace_step import trace_call_again, trace_gradients_again, trace_step
 from jmpscale._get_scaler import find_scaler
 from jmpscale._state import ScalerState
 
@@ -70,8 +72,9 @@ def diagnose_step(step: Callable[..., Any]) -> Callable[..., Diagnosis]:
         scalers = [x for x in find_instances(call.arguments, ScalerState) if x.config.mode != "disabled"]
         scaler = find_scaler(scalers[0]) if scalers else None
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
-            whole = trace_whole_step(call)._replace(kept=find_kept_matmuls(lambda: trace_again(call)))
-            return examine(whole, scaler, whole.arguments, lambda: trace_with_float32_results(call))
+            traced = trace_step(call)._replace(kept=find_kept_matmuls(functools.partial(trace_call_again, call)))
+            trace_again = functools.partial(trace_gradients_again, call)
+            return examine(traced, scaler, traced.arguments, lambda: trace_with_float32_results(trace_again))
 
     diagnose_step_of.__name__ = f"diagnose_step_of_{getattr(step, '__name__', 'step')}"
     return diagnose_step_of

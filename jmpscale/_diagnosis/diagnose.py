@@ -13,18 +13,13 @@ from jmpscale._base.frameworks import is_nnx_object
 from jmpscale._base.options import requires_names_in
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, find_instances, flatten_gradients, named_leaves
+from jmpscale._diagnosis.arguments import check_concrete, named_arguments
 from jmpscale._diagnosis.examine import examine
-from jmpscale._diagnosis.not_finite import named_arguments
 from jmpscale._diagnosis.report import Diagnosis
 from jmpscale._diagnosis.rounded import find_rounded
-from jmpscale._diagnosis.step import (
-    check_concrete,
-    find_kept_matmuls,
-    new_scope,
-    trace_step,
-    trace_with_float32_results,
-)
-from jmpscale._diagnosis.whole_step import WholeStep
+from jmpscale._diagnosis.trace_again import find_kept_matmuls, trace_with_float32_results
+from jmpscale._diagnosis.trace_loss import trace_loss
+from jmpscale._diagnosis.trace_step import TracedStep
 from jmpscale._get_scaler import find_scaler
 from jmpscale._state import ScalerState, is_scaler, scale_on_host, static
 
@@ -113,15 +108,15 @@ def diagnose(
 
         # The diagnosis looks for non-finite values, for which JAX must not raise, and enters compiled functions.
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
-            step = trace_step(loss_and_grads, args, kwargs)
+            trace = functools.partial(trace_loss, loss_and_grads, args, kwargs)
+            program = trace()
             arguments = named_arguments(fun, args, kwargs)
-            rounded = find_rounded(step, {id(x): name for name, x in arguments})
-            kept = find_kept_matmuls(lambda: trace_step(loss_and_grads, args, kwargs, new_scope()))
+            rounded = find_rounded(program, {id(x): name for name, x in arguments})
             return examine(
-                WholeStep(step, tuple(names), rounded=tuple(rounded), kept=kept),
+                TracedStep(program, tuple(names), rounded=tuple(rounded), kept=find_kept_matmuls(trace)),
                 state if has_scaler else None,
                 arguments,
-                lambda: trace_with_float32_results(loss_and_grads, args, kwargs),
+                lambda: trace_with_float32_results(trace),
             )
 
     diagnose_fun.__name__ = f"diagnose_of_{getattr(fun, '__name__', 'fun')}"

@@ -1,0 +1,50 @@
+"""The arguments of a call that is diagnosed: their names, and what their values must be."""
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmpscale._base.text import describe
+from jmpscale._base.tree import PyTree, check_no_refs, is_inexact, is_traced, named_leaves
+
+
+def check_concrete(trees: dict[str, PyTree]) -> None:
+    """Raises if an argument has no values."""
+    for name, tree in trees.items():
+        check_no_refs(tree, name)
+        for path, leaf in named_leaves(tree):
+            if is_traced(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+                raise TypeError(
+                    f"{name} must hold arrays with values, got {describe(leaf)} without values at {name}{path}. Call "
+                    "diagnose outside of jax.jit, with the arrays of a training step."
+                )
+            mesh: Any = getattr(getattr(leaf, "sharding", None), "mesh", jax.sharding.get_abstract_mesh())
+            if jax.sharding.AxisType.Explicit in mesh.axis_types and jax.sharding.get_abstract_mesh().empty:
+                raise ValueError(
+                    f"{name} must be used in the context of its mesh, got an array on a mesh with Explicit axes at "
+                    f"{name}{path}. Call diagnose in the context of jax.set_mesh(mesh)."
+                )
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise ValueError(
+                    f"{name} must hold arrays with values, got a deleted {describe(leaf)} at {name}{path}. It was "
+                    "donated to a compiled function: call diagnose before the training step."
+                )
+
+
+def named_arguments(
+    fun: Callable[..., Any], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> list[tuple[str, Any]]:
+    """Returns the leaves of the arguments of a call with their names, such as `batch['image']`."""
+    try:
+        named = inspect.signature(fun).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # fun has no signature, or the call does not match it
+        named = {f"args[{i}]": arg for i, arg in enumerate(args)} | kwargs
+    return [(name + path, leaf) for name, tree in named.items() for path, leaf in named_leaves(tree)]
+
+
+def non_finite(arguments: Iterable[tuple[str, Any]]) -> list[str]:
+    """Returns the names of the arguments with infinities or NaN."""
+    return [name for name, leaf in arguments if is_inexact(leaf) and not bool(jnp.isfinite(leaf).all())]

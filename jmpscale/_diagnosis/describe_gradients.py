@@ -1,0 +1,93 @@
+"""The sentences about the gradients and the loss scales of a step that is finite in float32."""
+
+import math
+
+from jmpscale._base.text import format_scale
+from jmpscale._diagnosis.describe_lines import describe_lines
+from jmpscale._diagnosis.findings import Findings
+from jmpscale._diagnosis.fitting_scales import Errors, largest
+from jmpscale._diagnosis.phrases import by, by_gradient, describe_alone, describe_edit
+from jmpscale._diagnosis.thresholds import MARGIN, NOISE, SMALL_ERROR
+
+
+def describe_gradients(findings: Findings) -> str:
+    """Describes the gradients at the present scale and at others, and the lines that make them wrong."""
+    if not findings.step.gradients:
+        return "The step computes no gradient."
+    if not findings.trials.program.sites and not findings.trials.not_entered:
+        if not findings.has_scaler:
+            return "The gradients have no result in half precision."
+        return (
+            "The program has no result in half precision, and needs no loss scale. jmpscale.autocast converts its "
+            'matmuls to half precision, except those with precision="highest" and contractions of at most 4 elements.'
+        )
+    if not findings.accurate:
+        return describe_lines(findings)
+    if not findings.trials.decisive.any():
+        if findings.scale_fits:
+            return _describe_useless_gradients(findings)
+        # A call would be built on gradients that are noise.
+        return f"{_describe_useless_gradients(findings)} {_describe_range(findings)} {_describe_scale(findings)}"
+    if not findings.scale_fits:
+        rounding = _describe_rounding(findings, "At the best scale the gradients", findings.scales.errors_at_best)
+        use = f"Use {findings.advice.call}. " if findings.advice else ""
+        return f"{_describe_range(findings)} {_describe_scale(findings)} {use}{rounding}"
+    rounding = _describe_rounding(findings, "The gradients", findings.errors)
+    if not findings.has_scaler:
+        return rounding
+    scales = f"{_describe_range(findings)}{_describe_margin(findings)}"
+    return f"{scales} {rounding}" if findings.error < SMALL_ERROR else f"{rounding} {scales}"
+
+
+def _describe_rounding(findings: Findings, begin: str, errors: Errors | None) -> str:
+    """Describes the error of gradients that may be right: small, or in between."""
+    text = f"{begin} differ from float32 {by_gradient(findings, errors)}"
+    if errors is None or largest(errors) < SMALL_ERROR:
+        return f"{text}."
+    text = f"{text}: rounding, which may be harmless."
+    if findings.suspects is None:
+        return f"{text} Compare a short run with one in float32."
+    part, alone, paths, remaining = findings.suspects
+    names = findings.names(paths)
+    these = "this line" if len(paths) == 1 else "these lines"
+    return (
+        f"{text}{describe_alone(findings, part, alone)}; with {names} in float32, {by(remaining)}. Compare a short run "
+        f"with {these} in float32{describe_edit(findings, paths)}, and keep the change if its loss is lower."
+    )
+
+
+def _describe_useless_gradients(findings: Findings) -> str:
+    if not findings.trials.measured.norms[1:].any():
+        where = "the comparison" if findings.not_entered else "float32"
+        return (
+            f"All gradients are zero, in {where} too. No loss scale changes that. Perhaps a constant, such as 1e-8 or "
+            "1e6, is zero or infinite in float16."
+        )
+    return (
+        "The gradients cannot be compared with float32, because they are rounding noise in float32 too: a change of "
+        f"the arguments in the last place changes them by more than {NOISE:.0%}. Diagnose a step that still makes "
+        "progress."
+    )
+
+
+def _describe_range(findings: Findings) -> str:
+    fitting = " to ".join(format_scale(2.0**k) for k in findings.scales.fitting or ())
+    return f"Loss scales from {fitting} fit; yours is {format_scale(findings.scale)}."
+
+
+def _describe_scale(findings: Findings) -> str:
+    """Describes what happens at the present scale, which does not fit."""
+    what = f"It is too {'small' if findings.is_small else 'large'}: the gradients"
+    if not math.isfinite(findings.error):
+        return f"{what} are not finite."
+    return f"{what} differ from float32 {by_gradient(findings, findings.errors)}."
+
+
+def _describe_margin(findings: Findings) -> str:
+    """Names a smaller scale if the present one fits, but could overflow in the next steps."""
+    if findings.advice is None:
+        return ""
+    risk = "gradients can grow in the first steps, which are then skipped"
+    if findings.config.mode == "static":
+        risk = "a static scale does not back off if the gradients grow"
+    return f" It is within {MARGIN} bits of the largest one, and {risk}: {findings.advice.call} leaves room."

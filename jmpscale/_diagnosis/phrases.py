@@ -1,0 +1,45 @@
+"""Phrases that several sentences of a summary have."""
+
+import math
+from collections.abc import Collection
+
+import numpy as np
+
+from jmpscale._base.source import is_installed
+from jmpscale._base.text import format_percentage
+from jmpscale._diagnosis.findings import Findings
+from jmpscale._diagnosis.fitting_scales import Errors, largest
+from jmpscale._diagnosis.modes import Part
+from jmpscale._diagnosis.operations import Path
+from jmpscale._diagnosis.thresholds import SMALL_ERROR
+
+
+def by(fraction: float) -> str:
+    return f"by {format_percentage(fraction).replace('>', 'more than ')}"
+
+
+def by_gradient(findings: Findings, errors: Errors | None) -> str:
+    """Returns the largest error, with the gradient that has it, and its part of the norm if the error is not small."""
+    if errors is None or not len(errors):
+        return by(math.inf if errors is None else 0.0)
+    worst, norms = int(np.argmax(errors)), findings.trials.measured.norms[1:]
+    name, text = findings.step.gradients[worst], by(largest(errors))
+    if not 0 < largest(errors) < math.inf or not name:
+        return text
+    if largest(errors) < SMALL_ERROR or len(errors) == 1:
+        return f"{text}, in {name}"
+    share = float(norms[worst] / np.linalg.norm(norms))
+    return f"{text}, in {name}, which has {format_percentage(share)} of their norm"
+
+
+def describe_alone(findings: Findings, part: Part, error: float) -> str:
+    """Names a line with its error alone."""
+    which = "backward" if part.backward else "forward"
+    return f" With only the {which} pass of {findings.name(part.path)} in half precision, they differ {by(error)}"
+
+
+def describe_edit(findings: Findings, paths: Collection[Path]) -> str:
+    """Says how a user computes a line in float32, if autocast converts a matmul there."""
+    own = [path for path in paths if not is_installed(path[-1])]
+    is_converted = own and not findings.trials.program.autocast_paths.isdisjoint(paths)
+    return ', with precision="highest" where autocast converts a matmul' if is_converted else ""

@@ -1,0 +1,168 @@
+"""Runs the loss and the gradients of a step with other modes, and compares them with float32."""
+
+import copy
+import functools
+import math
+from collections.abc import Collection, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmpscale._diagnosis.errors import Measured, measure
+from jmpscale._diagnosis.fitting_scales import Errors, Scales, at_one_scale, largest, search
+from jmpscale._diagnosis.modal_program import Forms
+from jmpscale._diagnosis.modes import Mode, Modes, Part, Site, Statistics
+from jmpscale._diagnosis.operations import Operation, Path
+from jmpscale._diagnosis.program import Program
+from jmpscale._diagnosis.thresholds import (
+    CHANGE,
+    CHANGES,
+    LARGEST_LOSS_ERROR,
+    NEGLIGIBLE,
+    NOISE,
+    SAME_SIZE,
+    TRIED_ALONE,
+)
+
+
+class GradientTrials:
+    """Runs a step with other modes, and compares it with the reference: the step in float32, at a scale of 1."""
+
+    def __init__(self, forms: Forms, inputs: Sequence[str], *, has_scaler: bool = True) -> None:
+        """`inputs` are the names of the constants of the step, empty for those that are not arguments."""
+        self.inputs, self._has_scaler = inputs, has_scaler
+        self.set_forms(forms)
+        self._recording = forms.recording.of_gradients()
+        self._statistics: dict[float, dict[Site, Statistics]] = {}
+        self.reference = self._run_in_float32(1.0)
+        self.loss = float(self.reference[0])
+        self.measured = measure(self.reference, self.reference)
+        changes = [self._error_of_a_change(change) for change in CHANGES]
+        # A gradient decides if it is more than rounding noise, and not negligible beside the others. The gradient of a
+        # bias before a normalization is zero. In a computed one there is only rounding noise, which the smallest change
+        # of the arguments replaces by other noise.
+        norms, noise = self.measured.norms[1:], np.max(changes, axis=0)[1:]
+        self.decisive = (noise < NOISE) & (norms > 0) & (norms >= NEGLIGIBLE * norms.max(initial=0.0))
+        # Rounding the arguments to half precision changes them by half as much, or less.
+        rounding = max((2.0 ** -jnp.finfo(site.dtype).nmant for site in self.program.sites), default=2.0**-10)
+        self._largest_loss_error = max(LARGEST_LOSS_ERROR, changes[0][0] / CHANGES[0] * rounding)
+
+    def _error_of_a_change(self, change: float) -> np.ndarray:
+        """Returns the relative change of the loss and of each gradient in float32, after a change of all arguments."""
+        consts = [_perturb(x, change) for x in self.program.consts]
+        return measure(self._recording.run(1.0, {}, Mode.FLOAT32, consts)[0], self.reference).errors
+
+    def of(self, program: Program) -> "GradientTrials":
+        """Returns trials of another form of the step, which is compared with the same reference."""
+        trials = copy.copy(self)
+        trials.set_forms(Forms(program))
+        return trials
+
+    def set_forms(self, forms: Forms) -> None:
+        """Sets the step that the trials run; no error of it is known yet."""
+        self.program = forms.precision.of_gradients()
+        self._errors: dict[tuple[frozenset[tuple[Site, Mode | tuple[Mode, ...]]], Mode, int], tuple[Errors, float]] = {}
+
+    @property
+    def not_entered(self) -> list[Operation]:
+        """The operations that run in half precision in the reference, too."""
+        return list(self._recording.not_entered)
+
+    def compare(self, outputs: Sequence[Any], reference: Sequence[Any] | None = None) -> tuple[Errors, float]:
+        """Returns the errors of the gradients, 0 if one is not decisive; and of the loss, 0 if it is only rounding."""
+        found: Measured = measure(outputs, self.reference if reference is None else reference)
+        errors = np.where(found.severity[1:].any(), np.inf, np.where(self.decisive, found.errors[1:], 0.0))
+        return errors, float(found.errors[0]) if found.errors[0] > self._largest_loss_error else 0.0
+
+    def error(self, modes: Modes, default: Mode, exponent: int) -> float:
+        """Returns the largest error of a gradient, at least 1 if the loss is wrong, infinity if one is not finite."""
+        errors, loss_error = self.errors(modes, default, exponent)
+        return max(largest(errors), loss_error, 1.0 if loss_error else 0.0)
+
+    def errors(self, modes: Modes, default: Mode, exponent: int) -> tuple[Errors, float]:
+        """Returns the errors of a run as `compare` does; runs it once."""
+        key = frozenset(modes.items()), default, exponent
+        if key not in self._errors:
+            self._errors[key] = self.compare(self.program.run(2.0**exponent, modes, default)[0])
+        return self._errors[key]
+
+    def statistics(self, scale: float) -> dict[Site, Statistics]:
+        """Returns the statistics of the results in float32, at a loss scale."""
+        if scale not in self._statistics:
+            self._run_in_float32(scale)
+        return self._statistics[scale]
+
+    def _run_in_float32(self, scale: float) -> list[Any]:
+        """Returns the loss and the gradients in float32, and keeps the statistics of this run."""
+        outputs, records = self._recording.run(scale, {}, Mode.FLOAT32)
+        self._statistics[scale] = {site: Statistics(*numbers) for site, numbers in records.items()}
+        return outputs
+
+    def largest_exponent(self, paths: Collection[Path] = ()) -> int:
+        """Returns the exponent of the largest scale at which the backward pass does not overflow outside of `paths`."""
+        backward = [(x, found.max_abs) for x, found in self.statistics(1.0).items() if x.part.backward]
+        limits = [math.log2(x.limit / max_abs) for x, max_abs in backward if max_abs and x.part.path not in paths]
+        return max(-100, min(100, math.floor(min(limits, default=0.0))))
+
+    def kept(self, paths: Collection[Path]) -> dict[Site, Mode]:
+        """Returns the modes with which some lines compute in float32."""
+        return {site: Mode.FLOAT32 for site in self.program.sites if site.part.path in paths}
+
+    def forward_errors(self, exponent: int, modes: Modes = MappingProxyType({})) -> Errors:
+        """Returns the errors of the decisive gradients if the backward pass computes in float32."""
+        return self.errors({**modes, **self._backward_in_float32()}, Mode.AS_WRITTEN, exponent)[0]
+
+    def forward_error_elsewhere(self) -> float:
+        """Returns the largest error of the forward pass, in a gradient or the loss, after a change of all arguments."""
+
+        def error(change: float) -> float:
+            consts = [_perturb(x, change) for x in self.program.consts]
+            written, _ = self.program.run(1.0, self._backward_in_float32(), Mode.AS_WRITTEN, consts)
+            errors, loss_error = self.compare(written, self.program.run(1.0, {}, Mode.FLOAT32, consts)[0])
+            return max(largest(errors), loss_error)
+
+        return max(error(CHANGE), error(-CHANGE))
+
+    def _backward_in_float32(self) -> dict[Site, Mode]:
+        return {site: Mode.FLOAT32 for site in self.program.sites if site.part.backward}
+
+    def is_wrong_by_overflow(self, exponent: int) -> bool:
+        """Tests whether results overflow, and the range of float32 makes the error much smaller."""
+        modes = {x: Mode.RANGE for x, found in self.statistics(2.0**exponent).items() if found.overflow}
+        if not modes:
+            return False
+        written, with_range = (self.error(x, Mode.AS_WRITTEN, exponent) for x in ({}, modes))
+        return with_range < written / SAME_SIZE
+
+    def find_scales(self, exponent: int, paths: Collection[Path] = ()) -> Scales:
+        """Finds the loss scales that fit, beginning with one, if some lines compute in float32."""
+        modes = self.kept(paths)
+
+        def errors_at(exponent: int) -> Errors:
+            errors, loss_error = self.errors(modes, Mode.AS_WRITTEN, exponent)
+            return errors + (math.inf if loss_error else 0.0)
+
+        if not self._has_scaler:
+            return at_one_scale(errors_at(exponent), exponent)
+        forward_errors = functools.partial(self.forward_errors, modes=modes)
+        return search(errors_at, forward_errors, exponent, self.largest_exponent(paths))
+
+    def errors_alone(self, exponent: int) -> dict[Part, float]:
+        """Returns the error if one part alone computes in half precision; nothing if there are too many parts."""
+        parts = self.program.parts if len(self.program.parts) <= TRIED_ALONE else []
+        alone = {part: {x: Mode.AS_WRITTEN for x in self.program.sites if x.part == part} for part in parts}
+        return {part: self.error(modes, Mode.FLOAT32, exponent) for part, modes in alone.items()}
+
+
+@jax.jit
+def _perturb(x: jax.Array, fraction: float) -> jax.Array:
+    """Changes values by a fraction, up or down, depending on their bits; not integers, which may be indices."""
+    if not jnp.issubdtype(x.dtype, np.floating):
+        return x
+    bits = jax.lax.bitcast_convert_type(x.astype(np.float32), np.int32)
+    up = ((bits ^ (bits >> 7) ^ (bits >> 13)) & 1) == 1
+    changed = x * jnp.where(up, 1 + fraction, 1 - fraction).astype(x.dtype)
+    return jnp.where(x == jnp.round(x), x, changed)

@@ -1,0 +1,1 @@
+"""Runs a program by another rule for its operations, such as all of them in float32, without changing its structure."""
