@@ -4,7 +4,6 @@ from importlib.metadata import version as _version
 
 from jmpscale._algorithm.finite import all_finite
 from jmpscale._algorithm.gate import apply_if, select_tree
-from jmpscale._algorithm.get_scaler import get_scaler, replace_scaler
 from jmpscale._algorithm.grad import value_and_grad
 from jmpscale._algorithm.optax import LossScalingTransformation, with_loss_scaling
 from jmpscale._algorithm.optax_step import optax_step
@@ -16,6 +15,7 @@ from jmpscale._cast import cast
 from jmpscale._diagnosis.diagnose import diagnose
 from jmpscale._diagnosis.diagnose_step import diagnose_step
 from jmpscale._diagnosis.report import Diagnosis, DiagnosisChange, DiagnosisRow
+from jmpscale._get_scaler import get_scaler, replace_scaler
 from jmpscale._monitoring.grad_report import GradReport, grad_report
 from jmpscale._monitoring.metrics import metrics
 from jmpscale._monitoring.run_monitor import RunMonitor

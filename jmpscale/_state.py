@@ -269,6 +269,12 @@ def is_scaler(x: object) -> bool:
     return isinstance(x, ScalerState)
 
 
+def scale_on_host(scaler: ScalerState, name: str = "scaler") -> float:
+    """Returns the loss scale as a Python number, or raises if it is invalid."""
+    remedy = "The state was corrupted; restore an older checkpoint."
+    return check_in_range(f"{name}.loss_scale", float(scaler.loss_scale), SMALLEST_SCALE, LARGEST_SCALE, remedy)
+
+
 def register_with_flax() -> None:
     """Registers the settings with `flax.serialization` if the program has imported it, perhaps after this package.
 

@@ -5,13 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._base.arguments import check_count, check_in_range
 from jmpscale._base.options import requires_names
 from jmpscale._base.text import type_name
 from jmpscale._base.tree import PyTree
-from jmpscale._guards.scaler import scale_on_host
-from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerConfig, ScalerState, init_state
+from jmpscale._get_scaler import find_scaler
+from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerConfig, ScalerState, init_state, scale_on_host
 
 _SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
 _KEYS = {"scale", "_growth_tracker", *_SETTINGS}

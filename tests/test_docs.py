@@ -21,8 +21,8 @@ README_BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, flags=re.MULTILINE |
 README_PYTHON, README_TEXTS = ([x for language, x in README_BLOCKS if language == kind] for kind in ("python", "text"))
 [README_PROGRAM] = (code for code in README_PYTHON if "RunMonitor" in code)
 # The overview does not show the program that it changes. `tests/frameworks` runs the programs after the changes on the
-# page on training loops, and `test_common_mistakes.py` the page on mistakes.
-UNTESTED_DIFFS = {"index", "guides/training_loops", "common_mistakes"}
+# pages on frameworks, and `test_common_mistakes.py` the page on mistakes.
+UNTESTED_DIFFS = {"index", "guides/kauldron", "guides/levanter", "guides/tunix", "common_mistakes"}
 DIFFS = [(page, diff) for page in pages.PAGES if page not in UNTESTED_DIFFS for diff in pages.diffs(page)]
 MIN_TRAINING_STEPS = 20  # a block with fewer losses is not a training run
 

@@ -1,6 +1,7 @@
 """The package exports its documented names, its modules have layers, and type checkers accept it."""
 
 import ast
+import collections
 import collections.abc
 import graphlib
 import importlib
@@ -28,10 +29,11 @@ PACKAGE = pathlib.Path(jmpscale.__file__).parent
 TESTS = pathlib.Path(__file__).parent
 ROOT = TESTS.parent
 # A module may import modules of its own part of the package, and of the parts before it.
-PARTS = ["_base", "_state", "_guards", "_runtime", "_algorithm", "_monitoring", "_torch_state_dict", "_cast"]
+PARTS = ["_base", "_state", "_guards", "_get_scaler", "_monitoring", "_algorithm", "_torch_state_dict", "_cast"]
 PARTS += ["_autocast", "_interpreter", "_diagnosis", "__init__", "testing", "tools", "__main__"]
 MODULES = sorted(str(path.relative_to(PACKAGE).with_suffix("")) for path in PACKAGE.rglob("*.py"))
 MAY_IMPORT = {
+    "_guards/checks": {"optax"},
     "_guards/optax": {"optax"},
     "_algorithm/optax": {"optax"},
     "_algorithm/optax_step": {"optax"},
@@ -39,6 +41,8 @@ MAY_IMPORT = {
     "__main__": {"optax"},
 }
 ALGORITHM = sorted(m for m in MODULES if m.startswith("_algorithm/") and m != "_algorithm/__init__")
+GUARDS = sorted(m for m in MODULES if m.startswith("_guards/") and m != "_guards/__init__")
+GUARDED = [m for m in ALGORITHM if m != "_algorithm/global_norm"]
 ALWAYS = {*sys.stdlib_module_names, "jax", "jmpscale", "numpy"}
 
 
@@ -240,9 +244,10 @@ def test_algorithm_neither_raises_nor_warns(module):
     assert all(name.name.isupper() for node in checks for name in node.names)
 
 
-@pytest.mark.parametrize("module", ALGORITHM)
-def test_algorithm_calls_one_module_of_guards_and_uses_no_result(module):
+@pytest.mark.parametrize("module", GUARDED)
+def test_algorithm_calls_the_guards_of_its_name_and_uses_no_result(module):
     [guards] = [name for name in _imports(module) if name.startswith("jmpscale._guards.")]
+    assert guards == f"jmpscale._guards.{module.removeprefix('_algorithm/')}"
     uses = [node for node in _nodes(module, ast.Name) if node.id == "guards"]
     calls = [node.value for node in _nodes(module, ast.Expr)]
     calls += [
@@ -256,16 +261,26 @@ def test_algorithm_calls_one_module_of_guards_and_uses_no_result(module):
         assert returns is None or returns == collections.abc.Iterator[None]
 
 
-def test_every_module_of_guards_belongs_to_a_module_of_the_algorithm():
+def test_guards_are_events_that_the_algorithm_calls_and_checks_are_what_others_share():
+    """A check that only one module of guards calls is in this module."""
+    mirrored = {f"_guards/{module.removeprefix('_algorithm/')}" for module in GUARDED}
+    assert set(GUARDS) == mirrored | {"_guards/checks"}
     used = {name for module in ALGORITHM for name in _own_imports(module) if name.startswith("_guards/")}
-    assert used == {module for module in MODULES if module.startswith("_guards/")} - {
-        "_guards/__init__",
-        "_guards/axes",
-    }
+    assert used == mirrored
+    others = [module for module in MODULES if module not in ALGORITHM]
+    assert {name for module in others for name in _own_imports(module) if name in GUARDS} == {"_guards/checks"}
+    callers = collections.Counter()
+    for module in MODULES:
+        imports = [node for node in _nodes(module, ast.ImportFrom) if node.module == "jmpscale._guards.checks"]
+        callers.update({name.name for node in imports for name in node.names})
+    for node in _nodes("_guards/checks", ast.Name):  # a check may also serve another check
+        callers[node.id] += 1
+    functions = [node.name for node in _nodes("_guards/checks", ast.FunctionDef) if not node.name.startswith("is_")]
+    assert {name for name in functions if callers[name] < 2} == set()
 
 
 def test_option_removes_all_guards(pytestconfig):
-    modules = [importlib.import_module(f"jmpscale.{name.replace('/', '.')}") for name in ALGORITHM]
+    modules = [importlib.import_module(f"jmpscale.{name.replace('/', '.')}") for name in GUARDED]
     has_guards = {inspect.ismodule(vars(module)["guards"]) for module in modules}
     assert has_guards == {not pytestconfig.getoption("--without-guards")}
 

@@ -1,4 +1,4 @@
-"""Tests whether a tree is finite, on all devices.
+"""Tests whether a tree is finite, on all devices, and replaces the values that are not.
 
 Each element is tested. A maximum does not suffice, because XLA's maximum on CPU loses NaN in arrays of 4,096 elements
 or more, and neither does a sum, because finite values may add up to infinity.
@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._base.axes import AxisName, all_reduce_and
 from jmpscale._base.compat import use_variadic_reduce
 from jmpscale._base.options import requires_names_in
 from jmpscale._base.tree import PyTree, as_array, is_inexact
+from jmpscale._get_scaler import find_scaler
 from jmpscale._guards import finite as guards
 
 # With fewer elements the time of a reduction hardly matters, and a reduction of a single value compiles faster.
@@ -114,3 +114,13 @@ def _is_finite_cpu(x: jax.Array) -> jax.Array:
     ones, axes = (np.ones((), np.int32),) * 2, tuple(range(x.ndim))
     below, above = jax.lax.reduce(flags, ones, lambda a, b: (a[0] & b[0], a[1] & b[1]), axes)
     return (below & above).astype(bool)
+
+
+def zero_nonfinite(tree: PyTree) -> PyTree:
+    """Replaces non-finite values with -0.0, which XLA does not merge with other zeros."""
+    return jax.tree.map(lambda x: zero_where_nonfinite(x) if is_inexact(x) else x, tree)
+
+
+@functools.partial(jax.jit, inline=True)
+def zero_where_nonfinite(x: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(x), x, -0.0)

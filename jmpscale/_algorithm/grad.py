@@ -6,11 +6,11 @@ from typing import Any, NamedTuple, TypeVar, overload
 
 import jax
 
-from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._algorithm.scaling import is_whole_loss, scale_losses, unscale_gradients
 from jmpscale._base.compat import axis_names_in_scope
 from jmpscale._base.options import requires_names_in
 from jmpscale._base.tree import PyTree
+from jmpscale._get_scaler import find_scaler
 from jmpscale._guards import grad as guards
 
 T = TypeVar("T")

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -10,17 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmpscale._algorithm.finite import all_finite_here
+from jmpscale._algorithm.finite import all_finite_here, zero_nonfinite
 from jmpscale._algorithm.gate import gate
+from jmpscale._algorithm.global_norm import global_norm
 from jmpscale._algorithm.update import adapt, all_reduce_outcome
-from jmpscale._base.axes import AxisName, as_axes, axes_to_reduce, manual_axes
-from jmpscale._base.compat import full_like, varying_axes
+from jmpscale._base.axes import AxisName, as_axes, manual_axes
+from jmpscale._base.compat import full_like
 from jmpscale._base.multiply import multiply_leaf
 from jmpscale._base.options import requires_names
-from jmpscale._base.tree import PyTree, as_array, flatten_gradients, is_array, is_inexact, is_traced, structure
+from jmpscale._base.tree import PyTree, as_array, flatten_gradients, is_array, is_traced, structure
 from jmpscale._base.types import has_same_type, is_numeric, unscaled_dtype
 from jmpscale._guards import optax as guards
-from jmpscale._runtime.skip_monitor import SkipMonitor
+from jmpscale._monitoring.compiled_monitor import CompiledMonitor
 from jmpscale._state import ScalerState, WithLossScalingState, dynamic, register_with_flax
 
 
@@ -117,7 +118,7 @@ def with_loss_scaling(
     guards.created(inner, scaler, max_norm, warn_after_skips)
     initial = jax.tree.map(_copied, dynamic() if scaler is None else scaler)  # the caller may donate its arrays
     max_norm = None if max_norm is None else float(max_norm)
-    monitor = None if warn_after_skips is None else SkipMonitor(int(warn_after_skips))
+    monitor = None if warn_after_skips is None else CompiledMonitor(int(warn_after_skips))
     tx = with_extra_args(inner)
 
     def init(params: optax.Params) -> Any:
@@ -139,9 +140,9 @@ def with_loss_scaling(
         is_disabled = scaler.config.mode == "disabled"
         inner_params = params if is_disabled else _as_seen_by_inner(params)
         if "grad" in extra_args and not is_disabled:  # by optax's convention, the same gradients
-            extra_args["grad"] = _zero_nonfinite(extra_args["grad"])
+            extra_args["grad"] = zero_nonfinite(extra_args["grad"])
         if max_norm is not None:
-            norm = _global_norm(grads, axis_name, norm_axis_name)
+            norm = global_norm(grads, axis_name, norm_axis_name)
             factor = jnp.where(norm > max_norm, max_norm / norm, 1)
             grad_norm = norm.astype(jnp.float32)
 
@@ -211,32 +212,6 @@ def _as_seen_by_inner(params: PyTree) -> PyTree:
     return jax.tree.map(convert, params)
 
 
-def _global_norm(grads: PyTree, axis_name: AxisName, norm_axis_name: AxisName) -> jax.Array:
-    """Returns the norm over all leaves and devices, in float32, or in float64 if a leaf is float64."""
-    leaves = [as_array(x) for x in flatten_gradients(grads)[0]]
-    dtype = jnp.float64 if any(x.real.dtype == jnp.float64 for x in leaves) else jnp.float32
-    sums: dict[tuple[Hashable, ...], list[jax.Array]] = {}  # by the axes over which to add them
-    for x in leaves:
-        for part in (x.real, x.imag) if jnp.iscomplexobj(x) else (x,):
-            total = _sum_of_squares(part.astype(dtype))
-            sums.setdefault(_norm_axes(total, axis_name, norm_axis_name), []).append(total)
-    totals = {axes: jnp.stack(squares).sum() for axes, squares in sums.items()}
-    reduced = [jax.lax.psum(total, axes) if axes else total for axes, total in totals.items()]
-    return jnp.sqrt(sum(reduced, jnp.zeros((), dtype)))
-
-
-@functools.partial(jax.jit, inline=True)
-def _sum_of_squares(x: jax.Array) -> jax.Array:
-    # The derivative of square(x) alone turns a cotangent of zero into NaN where x is infinite.
-    return jnp.where(jnp.isfinite(x), jnp.square(_zero_nonfinite(x)), np.array(np.inf, x.dtype)).sum()
-
-
-def _norm_axes(x: jax.Array, axis_name: AxisName, norm_axis_name: AxisName) -> tuple[Hashable, ...]:
-    """Returns the axes along which each device holds a part: the axes that the types show, and the named axes."""
-    typed = [name for name in axes_to_reduce(x, axis_name) if name in varying_axes(x)]
-    return tuple(dict.fromkeys([*typed, *axes_to_reduce(x, as_axes(norm_axis_name))]))
-
-
 def _is_finite(grads: PyTree, norm: jax.Array | None) -> jax.Array:
     """Tests the gradients on this device; their norm, if it is given, is finite only if every gradient is finite."""
     if norm is None:
@@ -271,7 +246,7 @@ def _update_if(
         return [grad if has_same_type(grad, zero) else zero for grad, zero in pairs] + arrays[count:]
 
     def sanitize(arrays: list[Any]) -> list[Any]:
-        return _zero_nonfinite(arrays[:count]) + arrays[count:]
+        return zero_nonfinite(arrays[:count]) + arrays[count:]
 
     updates, state = gate(finite, step, (grads, state), skip, sanitize)
     if is_traced(finite):
@@ -296,13 +271,3 @@ def _shared_negative_zeros(like: list[Any]) -> list[Any]:
 @functools.partial(jax.jit, inline=True)
 def _zero_unless(finite: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.where(finite, x, _negative_zeros(x))
-
-
-def _zero_nonfinite(tree: PyTree) -> PyTree:
-    """Replaces non-finite values with -0.0, which XLA does not merge with other zeros."""
-    return jax.tree.map(lambda x: _zero_where_nonfinite(x) if is_inexact(x) else x, tree)
-
-
-@functools.partial(jax.jit, inline=True)
-def _zero_where_nonfinite(x: jax.Array) -> jax.Array:
-    return jnp.where(jnp.isfinite(x), x, -0.0)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from jmpscale._algorithm.finite import all_finite_here
-from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._algorithm.grad import loss_and_output
 from jmpscale._algorithm.scaling import is_whole_loss, one_if_finite, unscale_leaves
 from jmpscale._base.axes import map_like
@@ -27,8 +26,9 @@ from jmpscale._base.tree import (
     is_real_scalar,
     is_traced,
 )
+from jmpscale._get_scaler import find_scaler
 from jmpscale._guards import scaled_backward as guards
-from jmpscale._runtime.gradient_warning import warn_unless_finite
+from jmpscale._monitoring.gradient_warning import warn_unless_finite
 from jmpscale._state import static
 
 P = ParamSpec("P")

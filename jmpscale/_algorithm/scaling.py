@@ -7,13 +7,13 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jmpscale._algorithm.finite import all_finite
-from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._base.axes import AxisName
 from jmpscale._base.compat import unreduced_axes
 from jmpscale._base.multiply import multiply_leaf, real_dtype
 from jmpscale._base.options import requires_names
 from jmpscale._base.tree import PyTree, Tree, flatten_gradients, is_real_scalar
 from jmpscale._base.types import unscaled_dtype
+from jmpscale._get_scaler import find_scaler
 from jmpscale._guards import scaling as guards
 from jmpscale._state import ScalerState
 

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._algorithm.grad import value_and_grad
 from jmpscale._base.frameworks import is_nnx_object
 from jmpscale._base.options import requires_names_in
@@ -21,8 +20,8 @@ from jmpscale._diagnosis.rounded import find_rounded
 from jmpscale._diagnosis.trace_again import find_kept_matmuls, trace_with_float32_results
 from jmpscale._diagnosis.trace_loss import trace_loss
 from jmpscale._diagnosis.trace_step import TracedStep
-from jmpscale._guards.scaler import scale_on_host
-from jmpscale._state import ScalerState, is_scaler, static
+from jmpscale._get_scaler import find_scaler
+from jmpscale._state import ScalerState, is_scaler, scale_on_host, static
 
 Function = Callable[..., Any]
 _OF_A_STEP = "For a training step, call diagnose_step(train_step) with the arguments of the step."

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 
-from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._base.step_call import StepCall
 from jmpscale._base.text import describe
 from jmpscale._base.tree import find_instances
@@ -15,6 +14,7 @@ from jmpscale._diagnosis.examine import examine
 from jmpscale._diagnosis.report import Diagnosis
 from jmpscale._diagnosis.trace_again import find_kept_matmuls, trace_with_float32_results
 from jmpscale._diagnosis.trace_step import trace_call_again, trace_gradients_again, trace_step
+from jmpscale._get_scaler import find_scaler
 from jmpscale._state import ScalerState
 
 

@@ -6,7 +6,7 @@ from jmpscale._base.axes import AxisName
 from jmpscale._base.marks import Mark, has_mark, mark
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, check_no_refs
-from jmpscale._guards.axes import check_no_partial_sums, warn_if_unsynchronized
+from jmpscale._guards.checks import check_no_partial_sums, warn_if_unsynchronized
 
 
 def called(tree: PyTree) -> None:

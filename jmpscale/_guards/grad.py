@@ -20,8 +20,7 @@ from jmpscale._base.tree import (
     is_traced,
 )
 from jmpscale._base.warn import warn_user
-from jmpscale._guards.optax import warn_if_inside_another
-from jmpscale._guards.scaler import only_scaler, warn_if_constant
+from jmpscale._guards.checks import only_scaler, warn_if_constant, warn_if_inside_another
 from jmpscale._state import ScalerState
 
 Function = Callable[..., Any]

@@ -1,43 +1,38 @@
-"""Guards of `with_loss_scaling`, and checks of optimizers and gradients."""
+"""Guards of `with_loss_scaling`."""
 
-import itertools
 from collections.abc import Mapping
-from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jmpscale._base.arguments import check_count, check_in_range
 from jmpscale._base.axes import AxisName
-from jmpscale._base.frameworks import averages_of_gradients, known_decays
+from jmpscale._base.frameworks import known_decays
 from jmpscale._base.marks import Mark, has_mark, source_of
-from jmpscale._base.text import describe, type_name
-from jmpscale._base.tree import PyTree, check_no_refs, find_instances, first_leaf, is_inexact, is_traced
+from jmpscale._base.text import type_name
+from jmpscale._base.tree import PyTree, check_no_refs, find_instances, is_inexact, is_traced
 from jmpscale._base.types import is_narrow, needs_wider_gradient
 from jmpscale._base.warn import warn_user
-from jmpscale._guards.axes import check_no_partial_sums, warn_if_unsynchronized
-from jmpscale._guards.gate import check_same_structure, check_same_types, warn_if_gated
-from jmpscale._guards.scaler import check_scaler, in_compiled_step, warn_if_constant, warn_if_nothing_is_scaled
-from jmpscale._guards.update import mark_adapted, warn_if_loss_is_pair
+from jmpscale._guards.checks import (
+    check_no_partial_sums,
+    check_no_scaler,
+    check_not_wrapped,
+    check_same_structure,
+    check_same_types,
+    check_scaler,
+    check_transformation,
+    in_compiled_step,
+    mark_adapted,
+    warn_if_averages_are_narrow,
+    warn_if_constant,
+    warn_if_gated,
+    warn_if_gradients_are_narrow,
+    warn_if_loss_is_pair,
+    warn_if_nothing_is_scaled,
+    warn_if_unsynchronized,
+)
 from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerState, WithLossScalingState
-
-_MULTI_STEPS = (  # its sum of gradients is reset by a multiplication by zero, and 0 * inf is NaN
-    "with_loss_scaling is inside optax.MultiSteps: after one overflow its accumulated gradients stay NaN, and every "
-    "later step is skipped. Place it outside: with_loss_scaling(optax.MultiSteps(tx, k)). If a training loop adds "
-    "MultiSteps itself, turn its gradient accumulation off."
-)
-_APPLY_IF_FINITE = (
-    "with_loss_scaling is inside optax.apply_if_finite, whose skips do not adjust the scale. Remove apply_if_finite: "
-    "the wrapper skips steps itself."
-)
-_MASKED = (
-    "with_loss_scaling is inside optax.masked or optax.partition: it neither checks nor skips the updates of the other "
-    "parameters. Place it outside: with_loss_scaling(optax.masked(tx, mask))."
-)
-# The states of transformations that keep the wrapper from its work. The state of optax.partition has MaskedStates.
-_OUTER = {optax.MultiStepsState: _MULTI_STEPS, optax.ApplyIfFiniteState: _APPLY_IF_FINITE, optax.MaskedState: _MASKED}
 
 
 def created(inner: object, scaler: ScalerState | None, max_norm: object, warn_after_skips: object) -> None:
@@ -112,39 +107,6 @@ def adapted(scaler: ScalerState, new: ScalerState, grads: PyTree) -> None:
     mark_adapted(scaler, new, jax.tree.leaves(grads)[:1])
 
 
-def check_transformation(tx: object, name: str, remedy: str) -> None:
-    if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        raise TypeError(f"{name} must be an optax.GradientTransformation, got {type_name(tx)}. {remedy}")
-
-
-def check_not_wrapped(state: PyTree, name: str, remedy: str) -> None:
-    """Raises if an optimizer has loss scaling already: a step has one scaler."""
-    if find_instances(state, WithLossScalingState):
-        raise TypeError(f"{name} must not contain with_loss_scaling, got a wrapped optimizer. {remedy}")
-
-
-def check_no_scaler(grads: PyTree) -> None:
-    """Raises if the gradients contain the gradient of a scale: the optimizer would change the scale as well."""
-    if any(is_inexact(scaler.loss_scale) for scaler in find_instances(grads, ScalerState)):
-        raise TypeError("the gradients contain a ScalerState, which the optimizer would change. Keep it out of params.")
-
-
-def warn_if_inside_another(state: PyTree) -> None:
-    """Warns if an optimizer state shows that the wrapper is inside a transformation that keeps it from its work."""
-    found = find_instances(state, tuple(_OUTER))
-
-    def is_masked(x: object) -> TypeGuard[optax.MaskedState]:
-        return isinstance(x, optax.MaskedState)
-
-    has_wrapper = [bool(find_instances(tuple(x), WithLossScalingState)) for x in found]
-    masked_states = [x.inner_state for x, outer in zip(found, has_wrapper, strict=True) if is_masked(x) and not outer]
-    # The other parameters may be frozen, by optax.set_to_zero, which keeps no state.
-    are_frozen = bool(masked_states) and all(isinstance(inner, optax.EmptyState) for inner in masked_states)
-    for x in itertools.compress(found, has_wrapper):
-        if not (are_frozen and is_masked(x)):
-            warn_user(_OUTER[type(x)])
-
-
 def _check_norm_of_state(state: WithLossScalingState, max_norm: float | None) -> None:
     """Raises if the state is from a wrapper with `max_norm` and the wrapper is without it, or the reverse."""
     has_norm = bool(jax.tree.leaves(state.grad_norm))
@@ -168,16 +130,6 @@ def _warn_if_unscaled_by_another(grads: PyTree, scaler: ScalerState) -> None:
         warn_user(
             "the gradients were unscaled by another scaler, so the scaler in state does not adapt to their overflows. "
             "Pass one state to jmpscale.value_and_grad and tx.update; for several optimizers, wrap one optax.partition."
-        )
-
-
-def warn_if_gradients_are_narrow(grads: PyTree, name: str = "updates") -> None:
-    """Warns about gradients in float16, in which true units underflow."""
-    if found := first_leaf(grads, needs_wider_gradient):
-        path, x = found
-        warn_user(
-            f"the gradients must be float32, got {describe(x)} at {name}{path}: in true units they underflow. They "
-            "were converted after the unscaling, or do not come from jmpscale.value_and_grad, which returns float32."
         )
 
 
@@ -213,13 +165,6 @@ def _warn_if_averages_stop(inner_state: PyTree) -> None:
                 f"an average with the decay {name}={value:.6g} is {narrow[0].dtype}, in which it never becomes "
                 "smaller: a step changes it by less than its rounding. Use parameters in float32, or another optimizer."
             )
-
-
-def warn_if_averages_are_narrow(inner_state: PyTree) -> None:
-    """Warns if an optimizer keeps averages of gradients in float16, in which small gradients underflow."""
-    averages = filter(is_inexact, averages_of_gradients(inner_state))
-    if any(jnp.result_type(x) == np.float16 for x in averages):
-        warn_user("averages of gradients in float16 underflow. Change mu_dtype or accumulator_dtype to bfloat16.")
 
 
 def _warn_if_micro_batches_are_clipped(inner_state: PyTree) -> None:

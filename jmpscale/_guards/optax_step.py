@@ -2,7 +2,7 @@
 
 from jmpscale._base.tree import PyTree, first_leaf, structure
 from jmpscale._base.types import needs_wider_gradient
-from jmpscale._guards.optax import (
+from jmpscale._guards.checks import (
     check_no_scaler,
     check_not_wrapped,
     check_transformation,

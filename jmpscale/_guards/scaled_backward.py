@@ -12,8 +12,7 @@ from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, is_inexact, is_real_scalar, is_traced
 from jmpscale._base.types import needs_wider_gradient
 from jmpscale._base.warn import warn_user
-from jmpscale._guards.optax import warn_if_inside_another
-from jmpscale._guards.scaling import warn_about_narrow_loss
+from jmpscale._guards.checks import warn_about_narrow_loss, warn_if_inside_another
 
 
 def created(fun: object) -> None:

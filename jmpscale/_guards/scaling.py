@@ -7,7 +7,7 @@ from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, check_no_refs, first_leaf, is_real, is_traced
 from jmpscale._base.types import needs_wider_gradient
 from jmpscale._base.warn import warn_user
-from jmpscale._guards.axes import check_no_partial_sums
+from jmpscale._guards.checks import check_no_partial_sums, warn_about_narrow_loss
 from jmpscale._state import ScalerState
 
 
@@ -41,11 +41,3 @@ def unscaling(state: ScalerState, tree: PyTree) -> None:
 
 def unscaled(grads: PyTree, loss_scale: jax.Array) -> None:
     mark(Mark.GRADIENT, grads, loss_scale)
-
-
-def warn_about_narrow_loss(loss: jax.Array) -> None:
-    """Warns about a loss whose dtype cannot hold large scales."""
-    warn_user(
-        f"the loss is {loss.dtype}, so the backward pass starts from the loss scale in {loss.dtype}, where large "
-        "scales are infinite. Return it in float32: convert the model's output with .astype(jnp.float32)."
-    )

@@ -4,12 +4,18 @@ from jax.typing import ArrayLike
 
 from jmpscale._base.arguments import check_flag
 from jmpscale._base.axes import AxisName
-from jmpscale._base.marks import Mark, has_mark, mark, source_of
-from jmpscale._base.tree import PyTree, is_real_scalar
+from jmpscale._base.marks import Mark, has_mark, source_of
+from jmpscale._base.tree import PyTree
 from jmpscale._base.warn import warn_user
-from jmpscale._guards.axes import warn_if_unsynchronized
-from jmpscale._guards.gate import warn_if_gated
-from jmpscale._guards.scaler import check_scaler, warn_if_constant, warn_if_nothing_is_scaled
+from jmpscale._guards.checks import (
+    check_scaler,
+    mark_adapted,
+    warn_if_constant,
+    warn_if_gated,
+    warn_if_loss_is_pair,
+    warn_if_nothing_is_scaled,
+    warn_if_unsynchronized,
+)
 from jmpscale._state import ScalerState
 
 
@@ -36,16 +42,3 @@ def called(scaler: ScalerState, finite: ArrayLike, loss: PyTree, axis_name: Axis
 
 def computed(scaler: ScalerState, new: ScalerState, finite: ArrayLike) -> None:
     mark_adapted(scaler, new, source_of(Mark.CHECKED, finite))
-
-
-def mark_adapted(scaler: ScalerState, new: ScalerState, checked: object) -> None:
-    """Marks the scales; for `checked`, a flag or the first gradient, `update` must not adapt the scale again."""
-    if scaler.config.mode == "dynamic":
-        mark(Mark.ADAPTED, checked, new.loss_scale)
-        mark(Mark.OLD_SCALE, scaler.loss_scale)
-        mark(Mark.NEW_SCALE, new.loss_scale, source_of(Mark.NEW_SCALE, scaler.loss_scale))
-
-
-def warn_if_loss_is_pair(loss: PyTree) -> None:
-    if isinstance(loss, tuple) and len(loss) == 2 and has_mark(Mark.LOSS, loss[0]) and not is_real_scalar(loss[1]):
-        warn_user("the loss must be given alone, got a pair of the loss and auxiliary data. Pass the first value.")

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._base.arguments import COUNTER_LIMIT, check_count
 from jmpscale._base.axes import AxisName, axes_to_reduce
 from jmpscale._base.compat import use_variadic_reduce
 from jmpscale._base.options import requires_names
 from jmpscale._base.text import format_table
 from jmpscale._base.tree import PyTree, check_no_refs, is_traced, named_gradients
-from jmpscale._guards.axes import check_no_partial_sums, warn_if_unsynchronized
+from jmpscale._get_scaler import find_scaler
+from jmpscale._guards.checks import check_no_partial_sums, warn_if_unsynchronized
 
 _FLOAT16_SMALLEST, _FLOAT16_SMALLEST_NORMAL, _FLOAT16_MAX = 2.0**-24, 2.0**-14, 65504.0
 

@@ -2,9 +2,9 @@
 
 import jax
 
-from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._base.tree import PyTree, find_instances
-from jmpscale._guards.optax import warn_if_inside_another
+from jmpscale._get_scaler import find_scaler
+from jmpscale._guards.checks import warn_if_inside_another
 from jmpscale._state import ARRAY_FIELDS, WithLossScalingState
 
 

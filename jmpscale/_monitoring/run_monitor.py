@@ -1,4 +1,4 @@
-"""An error or a warning, between two steps, for a training run that is stuck."""
+"""Errors and warnings between the steps of a training run that is stuck."""
 
 import operator
 from collections.abc import Iterator
@@ -8,17 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpscale._algorithm.get_scaler import find_scaler
 from jmpscale._base.arguments import COUNTER_LIMIT, check_count
 from jmpscale._base.frameworks import averages_of_gradients
 from jmpscale._base.options import requires_names
 from jmpscale._base.text import format_number
 from jmpscale._base.tree import PyTree, is_traced
 from jmpscale._base.warn import warn_user
-from jmpscale._guards.optax import warn_if_inside_another
-from jmpscale._guards.scaler import check_scaler
-from jmpscale._runtime.causes import NEVER_SKIPPED, USUAL_LIMIT
-from jmpscale._runtime.skip_history import SkipHistory
+from jmpscale._get_scaler import find_scaler
+from jmpscale._guards.checks import check_scaler, warn_if_inside_another
+from jmpscale._monitoring.causes import NEVER_SKIPPED, USUAL_LIMIT
+from jmpscale._monitoring.skip_history import SkipHistory
 from jmpscale._state import ScalerState
 
 _LOST = (

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpscale._algorithm.get_scaler import find_scaler, replace_scaler
 from jmpscale._base.text import format_scale, truncate
 from jmpscale._base.tree import PyTree, bit_pattern, find_instances, is_array, is_inexact
+from jmpscale._get_scaler import find_scaler, replace_scaler
 from jmpscale._state import ScalerState, WithLossScalingState, is_scaler
 from jmpscale.testing._counts import find_optimizer_states, kind_of_count
 from jmpscale.testing._replicated import check_copies

@@ -11,7 +11,7 @@ from jmpscale._base.step_call import UNREADABLE, StepCall
 from jmpscale._base.step_state import Match, changed_types, match_state
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, find_instances, is_traced, named_leaves
-from jmpscale._guards.gate import check_leaf_types
+from jmpscale._guards.checks import check_leaf_types
 from jmpscale._state import ScalerState
 from jmpscale.testing._replicated import check_addressable
 

@@ -17,8 +17,8 @@ from jmpscale._base.text import describe, format_percentage, format_scale
 from jmpscale._base.tree import is_inexact, is_real_scalar, named_leaves
 from jmpscale._base.types import is_narrow
 from jmpscale._base.warn import warn_user
-from jmpscale._guards.scaler import check_scaler, scale_on_host
-from jmpscale._state import LARGEST_SCALE, SkipReason
+from jmpscale._guards.checks import check_scaler
+from jmpscale._state import LARGEST_SCALE, SkipReason, scale_on_host
 from jmpscale.testing._precision import check_applied, check_independence, in_float32, wrong_change
 from jmpscale.testing._runs import Run, Runs, is_equal, is_inside, scalers_of
 from jmpscale.testing._state import StepOfState, step_of_state

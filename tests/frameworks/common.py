@@ -1,4 +1,4 @@
-"""The task of the tests of frameworks, and the lines that the page on training loops adds to a user's program."""
+"""The task of the tests of frameworks, and the lines that the page on a framework adds to a user's program."""
 
 import pathlib
 import re
@@ -6,7 +6,7 @@ import re
 import numpy as np
 import optax
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "guides" / "training_loops.md"
+GUIDES = pathlib.Path(__file__).parents[2] / "docs" / "guides"
 VOCABULARY, LENGTH, BATCH = 32, 12, 16
 WEIGHT = 2.0**-16  # of the loss: without loss scaling most gradients underflow in float16
 EPSILON = 1e-8 * WEIGHT  # the default would hide such small gradients
@@ -29,7 +29,7 @@ def adamw(learning_rate=3e-3):
 
 
 def page_programs(framework):
-    """Returns the program after each of the changes that the section on a framework shows."""
-    (section,) = re.findall(rf"^## {framework}\n(.*?)(?=^## |\Z)", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
-    changes = re.findall(r"^```diff\n(.*?)^```", section, flags=re.MULTILINE | re.DOTALL)
+    """Returns the program after each of the changes that the page on a framework shows."""
+    page = (GUIDES / f"{framework.lower()}.md").read_text()
+    changes = re.findall(r"^```diff\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
     return ["".join(line[1:] for line in change.splitlines(True) if line[0] != "-") for change in changes]

@@ -1,11 +1,16 @@
-"""The scaler of a tree: finding it, unwrapping it, replacing it."""
+"""The scaler of a tree: `get_scaler` and `find_scaler` return it unwrapped, and `replace_scaler` replaces it."""
 
 import jax
 import jax.numpy as jnp
 
-from jmpscale._base.tree import PyTree, Tree, find_instances
-from jmpscale._guards import scaler as guards
-from jmpscale._state import ScalerState, is_scaler, register_with_flax
+from jmpscale._base.tree import PyTree, Tree
+from jmpscale._guards.checks import check_scaler, only_scaler
+from jmpscale._state import ARRAY_FIELDS, ScalerState, is_scaler, register_with_flax
+
+_WHERE_A_SCALER_IS = (
+    "Pass a scaler, the optimizer state of with_loss_scaling, such as optimizer.opt_state in Flax NNX, or the part of "
+    "a tree that contains the scaler. In most functions it is the first argument."
+)
 
 
 def get_scaler(tree: PyTree) -> ScalerState:
@@ -29,11 +34,15 @@ def get_scaler(tree: PyTree) -> ScalerState:
 
 def find_scaler(tree: PyTree, name: str = "scaler", *, allow_batch: bool = False, remedy: str = "") -> ScalerState:
     """Returns the only scaler in a tree, unwrapped; errors call the tree `name`, and may have a remedy of their own."""
-    guards.find_called(tree, name, remedy)
+    wrapped = only_scaler(tree, name, remedy or _WHERE_A_SCALER_IS)
     register_with_flax()
-    [wrapped] = find_instances(tree, ScalerState)
-    scaler = ScalerState._make([*jax.tree.leaves(wrapped), wrapped.config])  # Flax NNX puts arrays into containers
-    guards.found(scaler, name, allow_batch)
+    arrays = jax.tree.leaves(wrapped)  # Flax NNX puts them into containers
+    if len(arrays) != len(ARRAY_FIELDS):
+        raise ValueError(
+            f"{name} must contain a ScalerState with all arrays, got {len(arrays)}. Pass the unfiltered tree."
+        )
+    scaler = ScalerState._make([*arrays, wrapped.config])
+    check_scaler(scaler, name, allow_batch=allow_batch)
     return scaler
 
 
@@ -55,9 +64,9 @@ def replace_scaler(tree: Tree, scaler: ScalerState) -> Tree:
     >>> float(jmpscale.replace_scaler((jmpscale.dynamic(), 1), jmpscale.dynamic(8.0))[0].loss_scale)
     8.0
     """
-    guards.replace_called(tree, scaler)
+    check_scaler(scaler)
+    old = only_scaler(tree, "tree", _WHERE_A_SCALER_IS)
     register_with_flax()
-    [old] = find_instances(tree, ScalerState)
     # The arrays are copied, so that donating the tree does not delete the caller's scaler.
     new = jax.tree.unflatten(jax.tree.structure(old), map(jnp.array, scaler[:-1]))._replace(config=scaler.config)
     return jax.tree.map(lambda x: new if is_scaler(x) else x, tree, is_leaf=is_scaler)

@@ -1,4 +1,4 @@
-"""A warning from inside a compiled program, which `scaled_backward` gives on request: the gradients are not finite."""
+"""A warning from inside a compiled step whose gradients are not finite: an option of `scaled_backward`."""
 
 import jax
 import jax.custom_batching

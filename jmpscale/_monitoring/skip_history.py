@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jmpscale._runtime.causes import CONSECUTIVE, FIND_BATCH, describe_skips, is_at_limit
+from jmpscale._monitoring.causes import CONSECUTIVE, FIND_BATCH, describe_skips, is_at_limit
 from jmpscale._state import ScalerState, SkipReason
 
 

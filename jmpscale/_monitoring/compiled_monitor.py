@@ -1,4 +1,4 @@
-"""The option `warn_after_skips` of the optax wrapper: warnings about skips, from inside a compiled program."""
+"""Warnings from inside a compiled step that is stuck: the option `warn_after_skips` of the optax wrapper."""
 
 import collections
 import threading
@@ -9,14 +9,14 @@ import numpy as np
 from jmpscale._base.text import format_number
 from jmpscale._base.tree import is_traced
 from jmpscale._base.warn import warn_from_program, warn_user
-from jmpscale._runtime.causes import NEVER_SKIPPED, USUAL_LIMIT
-from jmpscale._runtime.skip_history import SkipHistory, continues
+from jmpscale._monitoring.causes import NEVER_SKIPPED, USUAL_LIMIT
+from jmpscale._monitoring.skip_history import SkipHistory, continues
 from jmpscale._state import ScalerState
 
 _REPORTS = 100  # the number of skips that are remembered, for devices that report them later than others
 
 
-class SkipMonitor:
+class CompiledMonitor:
     """Warns about the skips of an optimizer, even from inside a compiled program; remembers them on the host.
 
     Each skip is judged as `RunMonitor` judges a call. Devices report in any order, so the warning about a skip depends
@@ -30,8 +30,8 @@ class SkipMonitor:
         self._is_stuck = False
         self._lock = threading.Lock()
 
-    def __reduce__(self) -> tuple[type["SkipMonitor"], tuple[int]]:
-        return SkipMonitor, (self._count,)  # a lock cannot be pickled
+    def __reduce__(self) -> tuple[type["CompiledMonitor"], tuple[int]]:
+        return CompiledMonitor, (self._count,)  # a lock cannot be pickled
 
     def watch(self, before: ScalerState, after: ScalerState) -> ScalerState:
         """Warns as the argument `warn_after_skips` of `with_loss_scaling` describes, and returns the scaler `after`.
