@@ -62,8 +62,8 @@ NOISE_OF_CHANGE = 2.0**-21
 # The part of a change from which on the summary says that it is lost.
 LOST = 0.5
 
-# The errors of two leaves cancel if their sum is below this fraction of each: in Kahan summation it is 0.4%, whereas the
-# errors of an average and a parameter in bfloat16 are independent.
+# The errors of two leaves cancel if their sum is below this fraction of each: it is 0.2% in Kahan summation, whereas
+# errors of parameters and their momentum in bfloat16 are independent.
 CANCELS = 0.25
 # A change is made at random if the error of its mean over so many draws is below this fraction of the error of one
 # draw: it is 25% then, and 100% of a change that is always lost.

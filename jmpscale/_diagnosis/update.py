@@ -37,10 +37,11 @@ class Change(NamedTuple):
     """The change of a leaf of the state, or another result, beside its reference."""
 
     result: Result
-    error: float  # the relative L2 norm of the difference; infinite if only the reference is finite
+    error: float  # the relative L2 norm of the difference; infinite if only the reference is finite, or is zero
     lost: float = 0.0  # the part of the change that is missing: 1 - <written, reference> / <reference, reference>
     is_finite: bool = True  # of the reference
     is_decisive: bool = True  # whether the change is more than the rounding of float32
+    is_finite_as_written: bool = True
 
     @property
     def is_narrow(self) -> bool:
@@ -202,12 +203,14 @@ class UpdateTrials:
         return {part: error(part) for part in parts}
 
 
-def _change(result: Result, not_finite: float, written_not_finite: float, *sums: float) -> Change:
+def _change(result: Result, not_finite: float, written_not_finite: float, nonzero: float, *sums: float) -> Change:
     distance, size, product, old = map(float, sums)
     if not_finite:
         return Change(result, 0.0 if written_not_finite else math.inf, is_finite=False, is_decisive=False)
     if written_not_finite:
-        return Change(result, math.inf, 1.0)
+        return Change(result, math.inf, 1.0, is_finite_as_written=False)
+    if result.old is not None and not nonzero:  # zero in float32: it holds what rounding removes from another leaf
+        return Change(result, 0.0, is_decisive=False)
     is_decisive = size > NOISE_OF_CHANGE**2 * old or not size
     error = 0.0 if not distance else math.sqrt(distance / size) if size else math.inf
     return Change(result, error, 1 - product / size if size else 0.0, is_decisive=is_decisive)
@@ -224,7 +227,7 @@ def _compiled_measure() -> Callable[..., jax.Array]:
 
 
 def _numbers(written: jax.Array, reference: jax.Array, old: jax.Array) -> jax.Array:
-    """Returns whether values of the reference, and as written, are not finite; and sums over all elements.
+    """Returns whether values of the reference, and as written, are not finite; if the reference is nonzero; and sums.
 
     The sums are those of the square of the difference of the changes, of the square of the change of the reference, of
     the product of the changes, and of the square of the old value, in units of the largest change of the reference,
@@ -235,7 +238,8 @@ def _numbers(written: jax.Array, reference: jax.Array, old: jax.Array) -> jax.Ar
     not_finite = [(~jnp.isfinite(z)).astype(dtype) for z in (reference, written)]
     x, y = (jnp.where(jnp.isfinite(z), z.astype(dtype) - old, 0) for z in (written, reference))
     # One reduction with several operands compiles faster than several reductions.
-    *flags, largest, largest_written = _reduce(jnp.maximum, *not_finite, jnp.abs(y), jnp.abs(x))
+    nonzero = (reference != 0).astype(dtype)
+    *flags, largest, largest_written = _reduce(jnp.maximum, *not_finite, nonzero, jnp.abs(y), jnp.abs(x))
     unit = jnp.where(largest > 0, largest, jnp.maximum(largest_written, jnp.finfo(dtype).tiny))
     x, y, old = (jnp.clip(z / unit, -1e12, 1e12) for z in (x, y, old))
     sums = _reduce(jnp.add, (x - y) ** 2, y**2, x * y, old**2)
