@@ -2,6 +2,8 @@
 
 import re
 import warnings
+from collections.abc import Callable
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -61,9 +63,13 @@ def raises(error, words):
 
 
 def after_gradients(use, state=STATE):
-    """Traces `use(state, grads, ok)` after a backward pass with this state."""
-    grads = jmpscale.value_and_grad(loss_of)
-    return lambda: traced(lambda s: (lambda g: use(s, g, jmpscale.all_finite(g)))(grads(s, GRADS)[1]), state)
+    """Traces `use(state, grads, finite)` after a backward pass with this state."""
+
+    def step(state):
+        _, grads = jmpscale.value_and_grad(loss_of)(state, GRADS)
+        return use(state, grads, jmpscale.all_finite(grads))
+
+    return lambda: traced(step, state)
 
 
 def loss_and_aux(aux):
@@ -118,17 +124,22 @@ def warnings_of(call):
     return caught
 
 
-def wrong_calls(table):
-    """Returns the rows of `{error: {name: (call, words)}}` as parameters of a test."""
-    return [
-        pytest.param(call, error, words, id=f"{error.__name__}-{name}")
-        for error, rows in table.items()
-        for name, (call, words) in rows.items()
-    ]
+class Mistake(NamedTuple):
+    """A wrong call, and its message.
+
+    Attributes:
+      call: makes the call.
+      message: words of the message; " ... " in them stands for any text.
+      raises: the class of the error or warning.
+    """
+
+    call: Callable[[], object]
+    message: str
+    raises: type[Exception] = TypeError
 
 
-def check_message(call, error, words):
-    """Requires that a call raises an error, or gives a warning, whose message contains the words, and is short."""
-    with raises(error, words) as caught:
-        call()
+def check_message(mistake):
+    """Requires that a call raises its error, or gives its warning, and that the message is short."""
+    with raises(mistake.raises, mistake.message) as caught:
+        mistake.call()
     assert len(str(caught.value)) < 1000, "the message must not print the arrays of a model"

@@ -1,10 +1,15 @@
 """diagnose finds the powers of two that fit, and the smallest set of lines, in few runs."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 
 from jmpscale._diagnosis.fitting_scales import search
 from jmpscale._diagnosis.smallest_set import smallest_set
+
+from tables import rows
 
 NOT_FINITE = np.array([np.inf])
 
@@ -43,40 +48,56 @@ def islands(k):
     return np.array([0.001]) if k <= -100 else NOT_FINITE
 
 
-SEARCHES = {  # the errors, the exponent of the present scale, the exponents of the scales that fit, and of the best one
-    "inside": (window(-10, 19), 10, (-10, 19), 19),
-    "too small": (window(-10, 19), -30, (-10, 19), 19),
-    "too large": (window(-10, 19), 40, (-10, 19), 19),
-    "one scale": (window(4, 4), 16, (4, 4), 4),
-    "narrow and far below": (window(-61, -58), 16, (-61, -58), -58),
-    "all scales": (window(-200, 200), 16, (-126, 126), 126),
-    "to the largest scale": (window(100, 200), 120, (100, 126), 126),
-    "to the smallest scale": (islands, 16, (-126, -100), -100),
-    "no finite gradient": (not_finite, 16, None, None),
-    "useless at all scales": (window(-200, 12, best=0.51), 4, None, 12),
-    "almost useless": (window(-200, 12, best=0.49), 4, (-126, 12), 12),
-    "useless where it does not overflow": (window(20, 12, below=0.9), 4, None, 12),
-    "rounded more than gradients of zero are wrong": (window(5, 12, best=1.3), 4, None, 12),
-    "slow underflow": (slow_underflow, 8, (-3, 15), 15),
-    "each gradient for itself": (two_gradients, 8, (3, 20), 20),
-    "wrong at the present scale only": (wrong_at_the_present_scale, 3, (4, 20), 20),
-    "clipped": (worse_at_large_scales, 16, (-126, -5), -6),
-    "no gradient counts": (lambda k: NOT_FINITE if k > 5 else np.zeros(1), 0, (-126, 5), 5),
+class Search(NamedTuple):
+    """A search for the scales that fit.
+
+    Attributes:
+      error: returns the errors of the gradients at a scale, whose exponent is given.
+      present: the exponent of the present scale.
+      fitting: the exponents of the smallest and of the largest scale that fit.
+      best: the exponent of the best scale.
+    """
+
+    error: Callable[[int], np.ndarray]
+    present: int
+    fitting: tuple[int, int] | None
+    best: int | None
+
+
+SEARCHES = {
+    "inside": Search(window(-10, 19), present=10, fitting=(-10, 19), best=19),
+    "too small": Search(window(-10, 19), present=-30, fitting=(-10, 19), best=19),
+    "too large": Search(window(-10, 19), present=40, fitting=(-10, 19), best=19),
+    "one scale": Search(window(4, 4), present=16, fitting=(4, 4), best=4),
+    "narrow and far below": Search(window(-61, -58), present=16, fitting=(-61, -58), best=-58),
+    "all scales": Search(window(-200, 200), present=16, fitting=(-126, 126), best=126),
+    "to the largest scale": Search(window(100, 200), present=120, fitting=(100, 126), best=126),
+    "to the smallest scale": Search(islands, present=16, fitting=(-126, -100), best=-100),
+    "no finite gradient": Search(not_finite, present=16, fitting=None, best=None),
+    "useless at all scales": Search(window(-200, 12, best=0.51), present=4, fitting=None, best=12),
+    "almost useless": Search(window(-200, 12, best=0.49), present=4, fitting=(-126, 12), best=12),
+    "useless where it does not overflow": Search(window(20, 12, below=0.9), present=4, fitting=None, best=12),
+    "rounded more than gradients of zero are wrong": Search(window(5, 12, best=1.3), present=4, fitting=None, best=12),
+    "slow underflow": Search(slow_underflow, present=8, fitting=(-3, 15), best=15),
+    "each gradient for itself": Search(two_gradients, present=8, fitting=(3, 20), best=20),
+    "wrong at the present scale only": Search(wrong_at_the_present_scale, present=3, fitting=(4, 20), best=20),
+    "clipped": Search(worse_at_large_scales, present=16, fitting=(-126, -5), best=-6),
+    "no gradient counts": Search(lambda k: NOT_FINITE if k > 5 else np.zeros(1), present=0, fitting=(-126, 5), best=5),
 }
 
 
 @pytest.mark.parametrize("expected", [-100, 0, 19, 100])
-@pytest.mark.parametrize(("error", "present", "fitting", "best"), SEARCHES.values(), ids=SEARCHES)
-def test_search(error, present, fitting, best, expected):
+@pytest.mark.parametrize("row", rows(SEARCHES))
+def test_search(row, expected):
     runs = set()
 
     def counted(k):
         runs.add(k)
         assert -126 <= k <= 126
-        return error(k)
+        return row.error(k)
 
-    found = search(counted, not_finite, present, expected)
-    assert (found.fitting, found.best) == (fitting, best)
+    found = search(counted, not_finite, row.present, expected)
+    assert (found.fitting, found.best) == (row.fitting, row.best)
     assert sorted(found.errors) == sorted(runs)
     assert len(runs) <= 40, sorted(runs)
     assert 0 in runs or found.fitting is None, "the error without loss scaling is shown"
@@ -95,43 +116,59 @@ def test_scales_fit_up_to_the_error_of_the_forward_pass():
     assert (found.fitting, found.best) == ((0, 8), 8)
 
 
-TOLERANCES = {  # the best error, the error at other scales, and whether they fit
-    "1% more": (0.001, 0.0108, True),
-    "1.1% more": (0.001, 0.012, False),
-    "a tenth more than a large error": (0.18, 0.207, True),
-    "a third more than a large error": (0.18, 0.24, True),
-    "half more than a large error": (0.18, 0.27, False),
+class Tolerance(NamedTuple):
+    """The error at the best scales, the error at other scales, and whether these fit."""
+
+    best: float
+    other: float
+    fits: bool
+
+
+TOLERANCES = {
+    "1% more": Tolerance(best=0.001, other=0.0108, fits=True),
+    "1.1% more": Tolerance(best=0.001, other=0.012, fits=False),
+    "a tenth more than a large error": Tolerance(best=0.18, other=0.207, fits=True),
+    "a third more than a large error": Tolerance(best=0.18, other=0.24, fits=True),
+    "half more than a large error": Tolerance(best=0.18, other=0.27, fits=False),
 }
 
 
-@pytest.mark.parametrize(("best", "other", "fits"), TOLERANCES.values(), ids=TOLERANCES)
-def test_scale_fits_up_to_a_tolerance(best, other, fits):
-    found = search(lambda k: NOT_FINITE if k > 10 else np.array([best if k > 0 else other]), not_finite, 5, 10)
-    assert found.fitting == ((-126 if fits else 1), 10)
+@pytest.mark.parametrize("row", rows(TOLERANCES))
+def test_scale_fits_up_to_a_tolerance(row):
+    found = search(lambda k: NOT_FINITE if k > 10 else np.array([row.best if k > 0 else row.other]), not_finite, 5, 10)
+    assert found.fitting == ((-126 if row.fits else 1), 10)
 
 
-SETS = {  # the number of integers, the sets that are enough, and the set that is found
-    "none needed": (5, [set()], set()),
-    "the first": (5, [{0}], {0}),
-    "the last": (5, [{4}], {4}),
-    "two": (40, [{3, 31}], {3, 31}),
-    "one of two": (8, [{2}, {6}], {6}),
-    "one instead of two": (8, [{1, 2}, {6}], {6}),
-    "all": (4, [{0, 1, 2, 3}], {0, 1, 2, 3}),
+class Set(NamedTuple):
+    """The number of integers, the sets of them that are enough, and the smallest set that is found."""
+
+    count: int
+    enough: list[set[int]]
+    found: set[int]
+
+
+SETS = {
+    "none needed": Set(5, enough=[set()], found=set()),
+    "the first": Set(5, enough=[{0}], found={0}),
+    "the last": Set(5, enough=[{4}], found={4}),
+    "two": Set(40, enough=[{3, 31}], found={3, 31}),
+    "one of two": Set(8, enough=[{2}, {6}], found={6}),
+    "one instead of two": Set(8, enough=[{1, 2}, {6}], found={6}),
+    "all": Set(4, enough=[{0, 1, 2, 3}], found={0, 1, 2, 3}),
 }
 
 
-@pytest.mark.parametrize(("count", "enough", "expected"), SETS.values(), ids=SETS)
-def test_smallest_set(count, enough, expected):
+@pytest.mark.parametrize("row", rows(SETS))
+def test_smallest_set(row):
     runs = []
 
     def fits(chosen):
         runs.append(set(chosen))
-        assert runs[-1] <= set(range(count))
-        return any(needed <= runs[-1] for needed in enough)
+        assert runs[-1] <= set(range(row.count))
+        return any(needed <= runs[-1] for needed in row.enough)
 
-    assert set(smallest_set(range(count), fits)) == expected
-    assert len(runs) <= 3 + len(expected) * (2 + np.ceil(np.log2(count)))
+    assert set(smallest_set(range(row.count), fits)) == row.found
+    assert len(runs) <= 3 + len(row.found) * (2 + np.ceil(np.log2(row.count)))
 
 
 def test_set_of_many_integers_is_found_in_few_runs():

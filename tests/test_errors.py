@@ -24,14 +24,15 @@ from calls import (
     REPORT,
     STATE,
     W32,
+    Mistake,
     check_message,
     float16,
     loss_of,
     raises,
     stuck,
     traced,
-    wrong_calls,
 )
+from tables import rows
 
 REPORTS = jax.tree.map(lambda x: np.stack([x, x]), REPORT)
 
@@ -71,14 +72,14 @@ SHOWN = {  # a call with arguments of another function by position, and the call
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_function_shows_the_usual_call(name):
-    check_message(SHOWN[name][0], TypeError, SHOWN[name][1])
+    check_message(Mistake(*SHOWN[name]))
 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_function_requires_the_names_of_its_options(name):
     call, words = NAMED[name]
     shown = "Call" if name in SHOWN else "Write the name before the value, such as"
-    check_message(call, TypeError, f"{name} takes {words} by position. {shown}")
+    check_message(Mistake(call, f"{name} takes {words} by position. {shown}"))
 
 
 def test_every_public_function_with_options_requires_their_names():
@@ -92,38 +93,36 @@ def test_every_public_function_with_options_requires_their_names():
 
 
 AUTOCAST = {
-    TypeError: {
-        "number": (
-            lambda: jmpscale.autocast(3.0),
-            "fun must be the loss function, got 3.0. Call autocast(loss_fn, dtype",
-        ),
-        "dtype": (lambda: jmpscale.autocast(jnp.float16), "fun must be the loss function, got float16. Call autocast"),
-        "name of a dtype": (lambda: jmpscale.autocast("bfloat16"), "fun must be the loss function, got 'bfloat16'."),
-        "to float32": (
-            lambda: jmpscale.autocast(loss_of, dtype=jnp.float32),
-            "must be float16 or bfloat16, got float32.",
-        ),
-        "context manager": (lambda: jmpscale.autocast().__enter__(), "not a context manager. Wrap the loss function"),
-        "to None": (lambda: jmpscale.autocast(dtype=None), "dtype must be float16 or bfloat16, got None. Pass"),
-        "to an array": (
-            lambda: jmpscale.autocast(loss_of, dtype=W32),
-            "dtype must ... got float32[2]. Pass jnp.float16",
-        ),
-        "result in another dtype": (
-            lambda: jmpscale.autocast(loss_of, result_dtype=jnp.bfloat16),
-            "result_dtype must be float32, or float16 like dtype, got bfloat16. Pass jnp.float32.",
-        ),
-        "result in an array": (
-            lambda: jmpscale.autocast(result_dtype=W32),
-            "result_dtype must be ... got float32[2]. Pass jnp.float32.",
-        ),
-    },
+    "number": Mistake(
+        lambda: jmpscale.autocast(3.0), "fun must be the loss function, got 3.0. Call autocast(loss_fn, dtype"
+    ),
+    "dtype": Mistake(
+        lambda: jmpscale.autocast(jnp.float16), "fun must be the loss function, got float16. Call autocast"
+    ),
+    "name of a dtype": Mistake(lambda: jmpscale.autocast("bfloat16"), "fun must be the loss function, got 'bfloat16'."),
+    "to float32": Mistake(
+        lambda: jmpscale.autocast(loss_of, dtype=jnp.float32), "must be float16 or bfloat16, got float32."
+    ),
+    "context manager": Mistake(
+        lambda: jmpscale.autocast().__enter__(), "not a context manager. Wrap the loss function"
+    ),
+    "to None": Mistake(lambda: jmpscale.autocast(dtype=None), "dtype must be float16 or bfloat16, got None. Pass"),
+    "to an array": Mistake(
+        lambda: jmpscale.autocast(loss_of, dtype=W32), "dtype must ... got float32[2]. Pass jnp.float16"
+    ),
+    "result in another dtype": Mistake(
+        lambda: jmpscale.autocast(loss_of, result_dtype=jnp.bfloat16),
+        "result_dtype must be float32, or float16 like dtype, got bfloat16. Pass jnp.float32.",
+    ),
+    "result in an array": Mistake(
+        lambda: jmpscale.autocast(result_dtype=W32), "result_dtype must be ... got float32[2]. Pass jnp.float32."
+    ),
 }
 
 
-@pytest.mark.parametrize(("call", "error", "words"), wrong_calls(AUTOCAST))
-def test_autocast_requires_a_function_and_a_half_dtype(call, error, words):
-    check_message(call, error, words)
+@pytest.mark.parametrize("mistake", rows(AUTOCAST))
+def test_autocast_requires_a_function_and_a_half_dtype(mistake):
+    check_message(mistake)
 
 
 def _cast(tree, dtype):
@@ -131,39 +130,44 @@ def _cast(tree, dtype):
 
 
 CAST_AND_MONITORING = {
-    AttributeError: {
-        "method": (lambda: STATE.scale(LOSS), "no attribute 'scale'. It has no methods: pass it to"),
-    },
-    TypeError: {
-        "cast to int": (_cast(GRADS, jnp.int8), "dtype must be a floating-point dtype, got int8. Call cast(params,"),
-        "cast to complex": (_cast(GRADS, jnp.complex64), "dtype must be a floating-point dtype, got"),
-        "cast to a tree": (_cast(jnp.float16, GRADS), "dtype must be ... got dict. Call cast(params, jnp"),
-        "cast to an array": (_cast(GRADS, W32), "dtype must be ... got float32[2]. Call cast("),
-        "cast to a string": (_cast(GRADS, "float17"), "dtype must be ... got 'float17'. Call cast("),
-        "cast to None": (_cast(GRADS, None), "dtype must be a floating-point dtype, got None"),
-        "fraction of skips": (stuck(2.5), "max_consecutive_skips must be a Python int, got 2.5"),
-        "traced report": (lambda: traced(lambda r: r.describe(), REPORT), "describe ... Return the report first."),
-    },
-    ValueError: {
-        "no skips": (stuck(0), "max_consecutive_skips must be between 1 and 2147483647 ... got 0."),
-        "monitor under jit": (lambda: jax.jit(stuck(1))(STATE), "raise_if_stuck reads the state ... Call it between"),
-        "report of no gradients": (lambda: jmpscale.grad_report({"n": 1}), "grads ... got none. Pass the gradients."),
-        "report of a large leaf": (lambda: traced(jmpscale.grad_report, float16(2**31)), "a leaf, got 2147483648."),
-        "limit of describe": (lambda: REPORT.describe(0), "limit must be between 1 and 2147483647 ... got 0."),
-        "several reports": (REPORTS.describe, "got a batch of shape (2,). Select one: jax.tree.map(lambda x: x[0],"),
-    },
-    UserWarning: {
-        "cast of averages": (
-            _cast(ADAM.init(GRADS), jnp.float16),
-            "the tree contains averages ... parameters alone",
-        ),
-    },
+    "method": Mistake(
+        lambda: STATE.scale(LOSS), "no attribute 'scale'. It has no methods: pass it to", raises=AttributeError
+    ),
+    "cast to int": Mistake(_cast(GRADS, jnp.int8), "dtype must be a floating-point dtype, got int8. Call cast(params,"),
+    "cast to complex": Mistake(_cast(GRADS, jnp.complex64), "dtype must be a floating-point dtype, got"),
+    "cast to a tree": Mistake(_cast(jnp.float16, GRADS), "dtype must be ... got dict. Call cast(params, jnp"),
+    "cast to an array": Mistake(_cast(GRADS, W32), "dtype must be ... got float32[2]. Call cast("),
+    "cast to a string": Mistake(_cast(GRADS, "float17"), "dtype must be ... got 'float17'. Call cast("),
+    "cast to None": Mistake(_cast(GRADS, None), "dtype must be a floating-point dtype, got None"),
+    "fraction of skips": Mistake(stuck(2.5), "max_consecutive_skips must be a Python int, got 2.5"),
+    "traced report": Mistake(lambda: traced(lambda r: r.describe(), REPORT), "describe ... Return the report first."),
+    "no skips": Mistake(
+        stuck(0), "max_consecutive_skips must be between 1 and 2147483647 ... got 0.", raises=ValueError
+    ),
+    "monitor under jit": Mistake(
+        lambda: jax.jit(stuck(1))(STATE), "raise_if_stuck reads the state ... Call it between", raises=ValueError
+    ),
+    "report of no gradients": Mistake(
+        lambda: jmpscale.grad_report({"n": 1}), "grads ... got none. Pass the gradients.", raises=ValueError
+    ),
+    "report of a large leaf": Mistake(
+        lambda: traced(jmpscale.grad_report, float16(2**31)), "a leaf, got 2147483648.", raises=ValueError
+    ),
+    "limit of describe": Mistake(
+        lambda: REPORT.describe(0), "limit must be between 1 and 2147483647 ... got 0.", raises=ValueError
+    ),
+    "several reports": Mistake(
+        REPORTS.describe, "got a batch of shape (2,). Select one: jax.tree.map(lambda x: x[0],", raises=ValueError
+    ),
+    "cast of averages": Mistake(
+        _cast(ADAM.init(GRADS), jnp.float16), "the tree contains averages ... parameters alone", raises=UserWarning
+    ),
 }
 
 
-@pytest.mark.parametrize(("call", "error", "words"), wrong_calls(CAST_AND_MONITORING))
-def test_cast_and_monitoring_require_their_arguments(call, error, words):
-    check_message(call, error, words)
+@pytest.mark.parametrize("mistake", rows(CAST_AND_MONITORING))
+def test_cast_and_monitoring_require_their_arguments(mistake):
+    check_message(mistake)
 
 
 TORCH_DICT = {"scale": 2.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, "_growth_tracker": 2}
@@ -181,32 +185,61 @@ def _to_torch(**fields):
 
 
 TORCH = {
-    TypeError: {
-        "scaler": (lambda: jmpscale.from_torch_state_dict(STATE), "mapping must be the result of ... got ScalerState."),
-        "tracker": (_from_torch(_growth_tracker=1.5), "['_growth_tracker'] must be a Python int, got 1.5"),
-    },
-    ValueError: {
-        "static": (lambda: jmpscale.to_torch_state_dict(jmpscale.static(8)), "got mode 'static'. In torch, construct"),
-        "disabled": (lambda: jmpscale.to_torch_state_dict(jmpscale.disabled()), "got mode 'disabled'"),
-        "nan": (_to_torch(loss_scale=jnp.float32(jnp.nan)), "scaler.loss_scale must be between ... got nan. The"),
-        "zero": (_to_torch(loss_scale=jnp.float32(0)), "scaler.loss_scale ... got 0. ... restore an older checkpoint"),
-        "empty": (lambda: jmpscale.from_torch_state_dict({}), "missing ['_growth_tracker', ... If it is empty, the"),
-        "nested": (lambda: jmpscale.from_torch_state_dict({"x": TORCH_DICT}), "missing ['_growth_tracker', ... ['x']."),
-        "extra": (_from_torch(extra=1), "missing [], unexpected ['extra']"),
-        "tracker": (
-            _from_torch(_growth_tracker=-2),
-            "['_growth_tracker'] must be between -1 and 2147483647 ... got -2",
-        ),
-        "scale": (_from_torch(scale=0.0), "mapping['scale'] must ... got 0. The limits are min_scale and max_scale."),
-        "below": (_from_torch({"min_scale": 2.0}, scale=2 - ULP), "mapping['scale'] must be between 2 and"),
-        "above": (_from_torch({"max_scale": 2.0}, scale=2 + ULP), "mapping['scale'] must ... got 2.0000001192"),
-    },
+    "scaler": Mistake(
+        lambda: jmpscale.from_torch_state_dict(STATE), "mapping must be the result of ... got ScalerState."
+    ),
+    "tracker": Mistake(_from_torch(_growth_tracker=1.5), "['_growth_tracker'] must be a Python int, got 1.5"),
+    "static": Mistake(
+        lambda: jmpscale.to_torch_state_dict(jmpscale.static(8)),
+        "got mode 'static'. In torch, construct",
+        raises=ValueError,
+    ),
+    "disabled": Mistake(
+        lambda: jmpscale.to_torch_state_dict(jmpscale.disabled()), "got mode 'disabled'", raises=ValueError
+    ),
+    "nan": Mistake(
+        _to_torch(loss_scale=jnp.float32(jnp.nan)),
+        "scaler.loss_scale must be between ... got nan. The",
+        raises=ValueError,
+    ),
+    "zero": Mistake(
+        _to_torch(loss_scale=jnp.float32(0)),
+        "scaler.loss_scale ... got 0. ... restore an older checkpoint",
+        raises=ValueError,
+    ),
+    "empty": Mistake(
+        lambda: jmpscale.from_torch_state_dict({}),
+        "missing ['_growth_tracker', ... If it is empty, the",
+        raises=ValueError,
+    ),
+    "nested": Mistake(
+        lambda: jmpscale.from_torch_state_dict({"x": TORCH_DICT}),
+        "missing ['_growth_tracker', ... ['x'].",
+        raises=ValueError,
+    ),
+    "extra": Mistake(_from_torch(extra=1), "missing [], unexpected ['extra']", raises=ValueError),
+    "negative tracker": Mistake(
+        _from_torch(_growth_tracker=-2),
+        "['_growth_tracker'] must be between -1 and 2147483647 ... got -2",
+        raises=ValueError,
+    ),
+    "scale": Mistake(
+        _from_torch(scale=0.0),
+        "mapping['scale'] must ... got 0. The limits are min_scale and max_scale.",
+        raises=ValueError,
+    ),
+    "below": Mistake(
+        _from_torch({"min_scale": 2.0}, scale=2 - ULP), "mapping['scale'] must be between 2 and", raises=ValueError
+    ),
+    "above": Mistake(
+        _from_torch({"max_scale": 2.0}, scale=2 + ULP), "mapping['scale'] must ... got 2.0000001192", raises=ValueError
+    ),
 }
 
 
-@pytest.mark.parametrize(("call", "error", "words"), wrong_calls(TORCH))
-def test_torch_state_dict_requires_valid_values(call, error, words):
-    check_message(call, error, words)
+@pytest.mark.parametrize("mistake", rows(TORCH))
+def test_torch_state_dict_requires_valid_values(mistake):
+    check_message(mistake)
 
 
 def _check(state, step=lambda state: state, **options):
@@ -226,51 +259,54 @@ def _unscales_by_hand(params, scaler):
 
 
 TOOLS = {
-    TypeError: {
-        "replicated number": (
-            lambda: testing.assert_replicated({"w": 1}),
-            "tree['w'] must be an array or a text, got int. Pass the result of a step.",
-        ),
-        "replicated program": (
-            lambda: testing.assert_replicated(jax.jit(loss_of).lower(GRADS)),
-            "tree must be an array or a text, got Lowered. Pass its text, .as_text().",
-        ),
-        "check_step: no function": (
-            lambda: testing.check_step((1, 2)),
-            "step must be a function, got tuple of 2. Call",
-        ),
-        "check_step: no argument comes back": (
-            _check(STATE, lambda state: {"loss": 1.0}),
-            "step must return its state, but it returned dict, of which no part has ... an argument: state. Or write",
-        ),
-        "check_step: other dtype": (
-            lambda: testing.check_step(_widens)({"w": W32.astype(jnp.float16)}, STATE),
-            "step must return its state with ... but params['w'] was float16[2] and is float32[2]. Convert it in step.",
-        ),
-    },
-    ValueError: {
-        "check_step: scaler does not come back": (
-            lambda: testing.check_step(lambda params, scaler: params)(GRADS, STATE),
-            "step must return scaler, which contains the scaler. Or write",
-        ),
-        "check_step: no scaler": (
-            lambda: testing.check_step(lambda params: params)(GRADS),
-            "the state of step must contain a scaler, got none: params. ... a loss scale that is a number: run a few",
-        ),
-        "check_step: nothing is unscaled": (
-            lambda: testing.check_step(_unscales_by_hand)({"w": W32}, jmpscale.static(2.0)),
-            "step must unscale its gradients by jmpscale, got none that value_and_grad",
-        ),
-        "check_step: disabled": (_check(jmpscale.disabled()), "the state must contain a scaler that checks"),
-        "check_step: batch": (_check(BATCH), "state must hold one scaler, got a batch ... lambda x: x[0], state)"),
-        "check_step: ignore": (
-            _check(STATE, ignore=(".step",)),
-            "ignore must name leaves ... got ['.step']. The paths are ['state.loss_scale', ",
-        ),
-    },
+    "replicated number": Mistake(
+        lambda: testing.assert_replicated({"w": 1}),
+        "tree['w'] must be an array or a text, got int. Pass the result of a step.",
+    ),
+    "replicated program": Mistake(
+        lambda: testing.assert_replicated(jax.jit(loss_of).lower(GRADS)),
+        "tree must be an array or a text, got Lowered. Pass its text, .as_text().",
+    ),
+    "check_step: no function": Mistake(
+        lambda: testing.check_step((1, 2)), "step must be a function, got tuple of 2. Call"
+    ),
+    "check_step: no argument comes back": Mistake(
+        _check(STATE, lambda state: {"loss": 1.0}),
+        "step must return its state, but it returned dict, of which no part has ... an argument: state. Or write",
+    ),
+    "check_step: other dtype": Mistake(
+        lambda: testing.check_step(_widens)({"w": W32.astype(jnp.float16)}, STATE),
+        "step must return its state with ... but params['w'] was float16[2] and is float32[2]. Convert it in step.",
+    ),
+    "check_step: scaler does not come back": Mistake(
+        lambda: testing.check_step(lambda params, scaler: params)(GRADS, STATE),
+        "step must return scaler, which contains the scaler. Or write",
+        raises=ValueError,
+    ),
+    "check_step: no scaler": Mistake(
+        lambda: testing.check_step(lambda params: params)(GRADS),
+        "the state of step must contain a scaler, got none: params. ... a loss scale that is a number: run a few",
+        raises=ValueError,
+    ),
+    "check_step: nothing is unscaled": Mistake(
+        lambda: testing.check_step(_unscales_by_hand)({"w": W32}, jmpscale.static(2.0)),
+        "step must unscale its gradients by jmpscale, got none that value_and_grad",
+        raises=ValueError,
+    ),
+    "check_step: disabled": Mistake(
+        _check(jmpscale.disabled()), "the state must contain a scaler that checks", raises=ValueError
+    ),
+    "check_step: batch": Mistake(
+        _check(BATCH), "state must hold one scaler, got a batch ... lambda x: x[0], state)", raises=ValueError
+    ),
+    "check_step: ignore": Mistake(
+        _check(STATE, ignore=(".step",)),
+        "ignore must name leaves ... got ['.step']. The paths are ['state.loss_scale', ",
+        raises=ValueError,
+    ),
 }
 
 
-@pytest.mark.parametrize(("call", "error", "words"), wrong_calls(TOOLS))
-def test_testing_requires_its_arguments(call, error, words):
-    check_message(call, error, words)
+@pytest.mark.parametrize("mistake", rows(TOOLS))
+def test_testing_requires_its_arguments(mistake):
+    check_message(mistake)

@@ -19,14 +19,15 @@ from calls import (
     STATE,
     TRUE,
     TX,
+    Mistake,
     check_message,
     loss_of,
     per_device,
     raises,
     same,
     traced,
-    wrong_calls,
 )
+from tables import rows
 
 pytestmark = pytest.mark.guards
 
@@ -79,23 +80,28 @@ def test_ref_raises(name):
 
 
 WRONG_AXES = {
-    ValueError: {
-        "axis": (lambda: jmpscale.update(STATE, TRUE, axis_name="x"), "'x' is not the name of a ... omit axis_name"),
-        "axis set": (lambda: jmpscale.all_finite(GRADS, axis_name={"x"}), "axis_name 'x' is not the name of a mapped"),
-        "nested axis": (
-            lambda: jmpscale.all_finite(GRADS, axis_name=[["x"]]),
-            "list of 1 is not the name of",
-        ),
-    },
-    UserWarning: {
-        "missing axis": (lambda: per_device(jmpscale.all_finite), "axes ('d',) ... axis_name=('d',) ... axis_name=()"),
-    },
+    "axis": Mistake(
+        lambda: jmpscale.update(STATE, TRUE, axis_name="x"),
+        "'x' is not the name of a ... omit axis_name",
+        raises=ValueError,
+    ),
+    "axis set": Mistake(
+        lambda: jmpscale.all_finite(GRADS, axis_name={"x"}),
+        "axis_name 'x' is not the name of a mapped",
+        raises=ValueError,
+    ),
+    "nested axis": Mistake(
+        lambda: jmpscale.all_finite(GRADS, axis_name=[["x"]]), "list of 1 is not the name of", raises=ValueError
+    ),
+    "missing axis": Mistake(
+        lambda: per_device(jmpscale.all_finite), "axes ('d',) ... axis_name=('d',) ... axis_name=()", raises=UserWarning
+    ),
 }
 
 
-@pytest.mark.parametrize(("call", "error", "words"), wrong_calls(WRONG_AXES))
-def test_axis_name_names_the_mapped_axes(call, error, words):
-    check_message(call, error, words)
+@pytest.mark.parametrize("mistake", rows(WRONG_AXES))
+def test_axis_name_names_the_mapped_axes(mistake):
+    check_message(mistake)
 
 
 # --- warnings name the line of the caller ---

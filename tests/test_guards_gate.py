@@ -20,6 +20,7 @@ from calls import (
     STATE,
     TRUE,
     W32,
+    Mistake,
     after_gradients,
     apply_if_applied,
     check_message,
@@ -27,8 +28,8 @@ from calls import (
     per_device,
     raises,
     same,
-    wrong_calls,
 )
+from tables import rows
 
 pytestmark = pytest.mark.guards
 
@@ -49,35 +50,48 @@ def _gate(new, state, finite=None):
 
 
 WRONG_CALLS = {
-    TypeError: {
-        "no flag": (lambda: jmpscale.apply_if(BIG, same, LOSS), "finite must be a boolean, got dict"),
-        "no function": (_apply(LOSS, LOSS), "fn must be a function ... got Array. ... apply_if(finite, fn, *carry)."),
-        "no carry": (_apply(same), "carry must hold at least one value, got none. Pass"),
-        "nnx": (_apply(same, NNX), "carry must hold ... got a Flax NNX Dropout ... carry nnx.state(model), and write"),
-        "list": (_apply(lambda a, b: [a, b], 1, 1), "returned a list, expected a tuple of 2 values: `return a, b`."),
-        "dropped": (_apply(lambda c: c["layer_1"], BIG), "carry[0]['layer_0']['bias'] is only in its input."),
-        "added": (_apply(lambda c: c | {"v": 1}, GRADS), "carry[0]['v'] is only in its output"),
-        "container": (_apply(list, (LOSS, LOSS)), "same structure, but the containers differ: PyTreeDef((("),
-        "dtype": (_apply(lambda w: w.astype("f2"), LOSS), "was float32[] and is float16[]. Convert it with .astype"),
-        "shape": (_apply(lambda w: w[None], LOSS), "[0] was float32[] and is float32[1]. Reshape"),
-        "sharding": (_reshard_in_step, "was float32[8@d] and is float32[8]. ... reshard it in fn"),
-        "varying": (
-            lambda: per_device(lambda x: _apply(lambda w: w * x, jnp.ones(1))(), check_vma=True),
-            "was float32[1] and is float32[1] ... or reduce gradients that vary over devices.",
-        ),
-        "object": (_apply(lambda w, _: (w, "b"), 1, "a"), "carry[1] was 'a' and is 'b'. Only arrays and Python"),
-        "number": (_apply(lambda n: n + 0.5, 1), "carry[0] was int32[] and is float32[]"),
-    },
-    UserWarning: {
-        "scaler": (after_gradients(lambda s, _, ok: _gate(jmpscale.update(s, ok), s, ok)), "a scaler, and fn changes"),
-        "earlier flag": (
-            after_gradients(lambda s, _, ok: apply_if_applied(s, ok, False)),
-            "is about an earlier step",
-        ),
-        "wrapper": (after_gradients(lambda s, g, _: _gate(SCALE.update(g, s)[1], s), SCALE_STATE), "fn changes it:"),
-        "variables": (gate_variables, "fn returns the Flax NNX variables ... old = nnx.clone(nnx.state(model))."),
-        "traced variables": (lambda: nnx.jit(gate_variables)(), "fn returns the Flax NNX variables"),
-    },
+    "no flag": Mistake(lambda: jmpscale.apply_if(BIG, same, LOSS), "finite must be a boolean, got dict"),
+    "no function": Mistake(
+        _apply(LOSS, LOSS), "fn must be a function ... got Array. ... apply_if(finite, fn, *carry)."
+    ),
+    "no carry": Mistake(_apply(same), "carry must hold at least one value, got none. Pass"),
+    "nnx": Mistake(
+        _apply(same, NNX), "carry must hold ... got a Flax NNX Dropout ... carry nnx.state(model), and write"
+    ),
+    "list": Mistake(_apply(lambda a, b: [a, b], 1, 1), "returned a list, expected a tuple of 2 values: `return a, b`."),
+    "dropped": Mistake(_apply(lambda c: c["layer_1"], BIG), "carry[0]['layer_0']['bias'] is only in its input."),
+    "added": Mistake(_apply(lambda c: c | {"v": 1}, GRADS), "carry[0]['v'] is only in its output"),
+    "container": Mistake(_apply(list, (LOSS, LOSS)), "same structure, but the containers differ: PyTreeDef((("),
+    "dtype": Mistake(_apply(lambda w: w.astype("f2"), LOSS), "was float32[] and is float16[]. Convert it with .astype"),
+    "shape": Mistake(_apply(lambda w: w[None], LOSS), "[0] was float32[] and is float32[1]. Reshape"),
+    "sharding": Mistake(_reshard_in_step, "was float32[8@d] and is float32[8]. ... reshard it in fn"),
+    "varying": Mistake(
+        lambda: per_device(lambda x: _apply(lambda w: w * x, jnp.ones(1))(), check_vma=True),
+        "was float32[1] and is float32[1] ... or reduce gradients that vary over devices.",
+    ),
+    "object": Mistake(_apply(lambda w, _: (w, "b"), 1, "a"), "carry[1] was 'a' and is 'b'. Only arrays and Python"),
+    "number": Mistake(_apply(lambda n: n + 0.5, 1), "carry[0] was int32[] and is float32[]"),
+    "scaler": Mistake(
+        after_gradients(lambda state, _, finite: _gate(jmpscale.update(state, finite), state, finite)),
+        "a scaler, and fn changes",
+        raises=UserWarning,
+    ),
+    "earlier flag": Mistake(
+        after_gradients(lambda state, _, finite: apply_if_applied(state, finite, False)),
+        "is about an earlier step",
+        raises=UserWarning,
+    ),
+    "wrapper": Mistake(
+        after_gradients(lambda state, grads, _: _gate(SCALE.update(grads, state)[1], state), SCALE_STATE),
+        "fn changes it:",
+        raises=UserWarning,
+    ),
+    "variables": Mistake(
+        gate_variables, "fn returns the Flax NNX variables ... old = nnx.clone(nnx.state(model)).", raises=UserWarning
+    ),
+    "traced variables": Mistake(
+        lambda: nnx.jit(gate_variables)(), "fn returns the Flax NNX variables", raises=UserWarning
+    ),
 }
 
 
@@ -86,33 +100,29 @@ def _select(new, old, finite=TRUE):
 
 
 WRONG_SELECTIONS = {
-    TypeError: {
-        "no flag": (_select(1, 1, BIG), "finite must be a boolean, got dict"),
-        "nnx": (_select(NNX, NNX), "new must hold ... got a Flax NNX Dropout ... pass nnx.state(model), and write"),
-        "dropped": (_select({}, GRADS), "new must have the same structure as old, but ['b'] is only in old."),
-        "added": (_select({"w": W32, "v": W32}, {"w": W32}), "but ['v'] is only in new."),
-        "container": (_select([1], (1,)), "the containers differ: PyTreeDef((*,)) became PyTreeDef([*])."),
-        "dtype": (
-            _select(W32.astype("f2"), W32),
-            "but new is float16[2] and old is float32[2]. Convert it with .astype.",
-        ),
-        "shape": (
-            _select({"m": W32[:1]}, {"m": W32}),
-            "but new['m'] is float32[1] and old['m'] is float32[2]. Reshape",
-        ),
-        "object": (_select("b", "a"), "new is 'b' and old is 'a'. Only arrays"),
-    },
-    ValueError: {"vector": (_select(1, 1, jnp.array([True])), "finite must be a scalar, got shape (1,)")},
-    UserWarning: {
-        "scaler": (
-            after_gradients(lambda s, _, ok: jmpscale.select_tree(ok, jmpscale.update(s, ok), s)),
-            "new contains a scaler that update has adjusted: a skipped step would not adjust its scale",
-        ),
-        "earlier flag": (
-            after_gradients(lambda s, _, ok: jmpscale.select_tree(_earlier_flag(s, ok), 1.0, 1.0)),
-            "is about an earlier step",
-        ),
-    },
+    "no flag": Mistake(_select(1, 1, BIG), "finite must be a boolean, got dict"),
+    "nnx": Mistake(_select(NNX, NNX), "new must hold ... got a Flax NNX Dropout ... pass nnx.state(model), and write"),
+    "dropped": Mistake(_select({}, GRADS), "new must have the same structure as old, but ['b'] is only in old."),
+    "added": Mistake(_select({"w": W32, "v": W32}, {"w": W32}), "but ['v'] is only in new."),
+    "container": Mistake(_select([1], (1,)), "the containers differ: PyTreeDef((*,)) became PyTreeDef([*])."),
+    "dtype": Mistake(
+        _select(W32.astype("f2"), W32), "but new is float16[2] and old is float32[2]. Convert it with .astype."
+    ),
+    "shape": Mistake(
+        _select({"m": W32[:1]}, {"m": W32}), "but new['m'] is float32[1] and old['m'] is float32[2]. Reshape"
+    ),
+    "object": Mistake(_select("b", "a"), "new is 'b' and old is 'a'. Only arrays"),
+    "vector": Mistake(_select(1, 1, jnp.array([True])), "finite must be a scalar, got shape (1,)", raises=ValueError),
+    "scaler": Mistake(
+        after_gradients(lambda state, _, finite: jmpscale.select_tree(finite, jmpscale.update(state, finite), state)),
+        "new contains a scaler that update has adjusted: a skipped step would not adjust its scale",
+        raises=UserWarning,
+    ),
+    "earlier flag": Mistake(
+        after_gradients(lambda state, _, finite: jmpscale.select_tree(_earlier_flag(state, finite), 1.0, 1.0)),
+        "is about an earlier step",
+        raises=UserWarning,
+    ),
 }
 
 
@@ -122,14 +132,14 @@ def _earlier_flag(scaler, finite):
     return flag
 
 
-@pytest.mark.parametrize(("call", "error", "words"), wrong_calls(WRONG_SELECTIONS))
-def test_select_tree_requires_a_flag_and_equal_types(call, error, words):
-    check_message(call, error, words)
+@pytest.mark.parametrize("mistake", rows(WRONG_SELECTIONS))
+def test_select_tree_requires_a_flag_and_equal_types(mistake):
+    check_message(mistake)
 
 
-@pytest.mark.parametrize(("call", "error", "words"), wrong_calls(WRONG_CALLS))
-def test_apply_if_requires_a_flag_and_a_step_that_keeps_types(call, error, words):
-    check_message(call, error, words)
+@pytest.mark.parametrize("mistake", rows(WRONG_CALLS))
+def test_apply_if_requires_a_flag_and_a_step_that_keeps_types(mistake):
+    check_message(mistake)
 
 
 @pytest.mark.parametrize("transform", [lambda fn: fn, jax.jit])
@@ -147,4 +157,4 @@ def test_apply_if_encloses_only_its_step(transform):
 
     transform(run)(STATE, W32)
     with raises(UserWarning, "jmpscale.update is inside jmpscale.apply_if"):
-        transform(lambda scaler: jmpscale.apply_if(TRUE, lambda s: jmpscale.update(s, TRUE), scaler))(STATE)
+        transform(lambda scaler: jmpscale.apply_if(TRUE, lambda scaler: jmpscale.update(scaler, TRUE), scaler))(STATE)

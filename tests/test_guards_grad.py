@@ -20,14 +20,15 @@ from calls import (
     SCALE_STATE,
     STATE,
     W32,
+    Mistake,
     check_message,
     loss_of,
     traced,
     train_step,
     value_and_grad_of_vector,
     warnings_of,
-    wrong_calls,
 )
+from tables import rows
 
 pytestmark = pytest.mark.guards
 
@@ -53,97 +54,107 @@ _holomorphic = functools.partial(jax.value_and_grad, holomorphic=True)
 
 
 WRONG_CALLS = {
-    TypeError: {
-        "scaler": (
-            lambda: jmpscale.value_and_grad(STATE),
+    "scaler": Mistake(
+        lambda: jmpscale.value_and_grad(STATE),
+        (
             "fun must be the loss function, got ScalerState. The scaler is the first positional argument of the "
-            "new function: value_and_grad(loss_fn)(scaler, params, batch).",
+            "new function: value_and_grad(loss_fn)(scaler, params, batch)."
         ),
-        "scaler second": (
-            lambda: jmpscale.value_and_grad(loss_of, STATE),
-            "but not its arguments. The scaler is the first",
-        ),
-        "no pair": (_value_and_grad(GRADS, has_aux=True), "pair (loss, aux) because has_aux is true, got float32[]."),
-        "triple": (
-            _value_and_grad(LOSS, fun=lambda w: (w, w, w), has_aux=True),
-            "a pair (loss, aux) ... got tuple of 3. Return both, or omit has_aux; collect several auxiliary values in",
-        ),
-        "jax.grad": (_value_and_grad(GRADS, transform=jax.grad), "must return ((value, aux), grads) ... flax.nnx"),
-        "jax.grad of a pair": (_value_and_grad((W32, W32), transform=jax.grad), "transform must return ((value,"),
-        "holomorphic": (
-            _value_and_grad(jnp.complex64(1), fun=lambda z: z**2, transform=_holomorphic),
-            "fun must return a real ... got complex64[]. Reduce it with .sum() or .mean(), or use scale, jax.vjp and",
-        ),
-        "vector": (
-            _value_and_grad(W32, fun=lambda w: w[:1], transform=value_and_grad_of_vector),
-            "fun must return a real floating-point scalar as the loss, got float32[1]",
-        ),
-        "vector if disabled": (
-            lambda: jmpscale.value_and_grad(jnp.tanh)(jmpscale.disabled(), W32),
-            "as the loss, got float32[2]. Reduce it",
-        ),
-        "vector and aux": (_value_and_grad(W32, fun=lambda w: (w, 1), has_aux=True), "as the loss, got float32[2]."),
-        "pair": (_value_and_grad(W32, fun=lambda w: (jnp.sum(w), w)), "of 2. Return the loss. ... has_aux=True."),
-        "none": (_value_and_grad(W32, fun=lambda w: None), "as the loss, got None. Return the loss."),
-        "value_and_grad": (
-            lambda: jmpscale.value_and_grad(jmpscale.value_and_grad(loss_of)),
-            "fun must be the loss function, got a result of value_and_grad. Pass the loss function itself",
-        ),
-        "jitted value_and_grad": (
-            lambda: jmpscale.value_and_grad(jax.jit(jmpscale.value_and_grad(loss_of))),
-            "fun must be the loss function, got a result of value_and_grad.",
-        ),
-        "equinox with nnx": (_value_and_grad(EQUINOX, transform=nnx.value_and_grad), "an Equinox Lambda ... equinox."),
-        "step": (
-            lambda: traced(jmpscale.value_and_grad(train_step), STATE, GRADS, SCALE_STATE),
-            "as the loss, got tuple of 3. Return the loss. Pass the loss function itself, not a training step",
-        ),
-        "nnx": (_value_and_grad(NNX), "arguments must ... a Flax NNX Dropout ... transform=flax.nnx.value_and_grad"),
-        "nnx first": (_value_and_grad(NNX, LOSS, argnums=-2), "got a Flax NNX Dropout"),
-        "equinox": (_value_and_grad(1.0, EQUINOX, argnums=(0, 1)), "argument 1 must ... tanh at .fn. Pass"),
-        "absent argument": (_value_and_grad(GRADS, argnums=1), "without the scaler, got 1 in a call with 1 positional"),
-        "integers": (
-            _value_and_grad(GRADS, {"n": INTS}, argnums=1),
-            "argument 1 must ... got int32[2] at ['n']. argnums",
-        ),
-    },
-    ValueError: {
-        "no scaler": (
-            lambda: jmpscale.value_and_grad(loss_of)(GRADS, W32),
-            "found 0 in a dict. The scaler is the first",
-        ),
-        "keyword": (
-            lambda: jmpscale.value_and_grad(loss_of)(scaler=STATE, tree=GRADS),
-            "found 0 in a NoneType. The scaler",
-        ),
-        "method": (lambda: _Model().loss(STATE, W32), "found 0 in a _Model. ... Call value_and_grad(self.loss)("),
-    },
-    UserWarning: {
-        "constant": (lambda: traced(_value_and_grad_at_constant, GRADS), "the scaler is a constant of the compiled"),
-        "scaled loss in autocast": (
-            _value_and_grad(
-                W32,
-                fun=jmpscale.autocast(
-                    lambda w: jmpscale.scale(STATE, (w.sum() * jnp.ones((8, 8)) @ jnp.ones((8, 8))).sum())
-                ),
+    ),
+    "scaler second": Mistake(
+        lambda: jmpscale.value_and_grad(loss_of, STATE), "but not its arguments. The scaler is the first"
+    ),
+    "no pair": Mistake(
+        _value_and_grad(GRADS, has_aux=True), "pair (loss, aux) because has_aux is true, got float32[]."
+    ),
+    "triple": Mistake(
+        _value_and_grad(LOSS, fun=lambda w: (w, w, w), has_aux=True),
+        "a pair (loss, aux) ... got tuple of 3. Return both, or omit has_aux; collect several auxiliary values in",
+    ),
+    "jax.grad": Mistake(_value_and_grad(GRADS, transform=jax.grad), "must return ((value, aux), grads) ... flax.nnx"),
+    "jax.grad of a pair": Mistake(_value_and_grad((W32, W32), transform=jax.grad), "transform must return ((value,"),
+    "holomorphic": Mistake(
+        _value_and_grad(jnp.complex64(1), fun=lambda z: z**2, transform=_holomorphic),
+        "fun must return a real ... got complex64[]. Reduce it with .sum() or .mean(), or use scale, jax.vjp and",
+    ),
+    "vector": Mistake(
+        _value_and_grad(W32, fun=lambda w: w[:1], transform=value_and_grad_of_vector),
+        "fun must return a real floating-point scalar as the loss, got float32[1]",
+    ),
+    "vector if disabled": Mistake(
+        lambda: jmpscale.value_and_grad(jnp.tanh)(jmpscale.disabled(), W32), "as the loss, got float32[2]. Reduce it"
+    ),
+    "vector and aux": Mistake(_value_and_grad(W32, fun=lambda w: (w, 1), has_aux=True), "as the loss, got float32[2]."),
+    "pair": Mistake(_value_and_grad(W32, fun=lambda w: (jnp.sum(w), w)), "of 2. Return the loss. ... has_aux=True."),
+    "none": Mistake(_value_and_grad(W32, fun=lambda w: None), "as the loss, got None. Return the loss."),
+    "value_and_grad": Mistake(
+        lambda: jmpscale.value_and_grad(jmpscale.value_and_grad(loss_of)),
+        "fun must be the loss function, got a result of value_and_grad. Pass the loss function itself",
+    ),
+    "jitted value_and_grad": Mistake(
+        lambda: jmpscale.value_and_grad(jax.jit(jmpscale.value_and_grad(loss_of))),
+        "fun must be the loss function, got a result of value_and_grad.",
+    ),
+    "equinox with nnx": Mistake(
+        _value_and_grad(EQUINOX, transform=nnx.value_and_grad), "an Equinox Lambda ... equinox."
+    ),
+    "step": Mistake(
+        lambda: traced(jmpscale.value_and_grad(train_step), STATE, GRADS, SCALE_STATE),
+        "as the loss, got tuple of 3. Return the loss. Pass the loss function itself, not a training step",
+    ),
+    "nnx": Mistake(_value_and_grad(NNX), "arguments must ... a Flax NNX Dropout ... transform=flax.nnx.value_and_grad"),
+    "nnx first": Mistake(_value_and_grad(NNX, LOSS, argnums=-2), "got a Flax NNX Dropout"),
+    "equinox": Mistake(_value_and_grad(1.0, EQUINOX, argnums=(0, 1)), "argument 1 must ... tanh at .fn. Pass"),
+    "absent argument": Mistake(
+        _value_and_grad(GRADS, argnums=1), "without the scaler, got 1 in a call with 1 positional"
+    ),
+    "integers": Mistake(
+        _value_and_grad(GRADS, {"n": INTS}, argnums=1), "argument 1 must ... got int32[2] at ['n']. argnums"
+    ),
+    "no scaler": Mistake(
+        lambda: jmpscale.value_and_grad(loss_of)(GRADS, W32),
+        "found 0 in a dict. The scaler is the first",
+        raises=ValueError,
+    ),
+    "keyword": Mistake(
+        lambda: jmpscale.value_and_grad(loss_of)(scaler=STATE, tree=GRADS),
+        "found 0 in a NoneType. The scaler",
+        raises=ValueError,
+    ),
+    "method": Mistake(
+        lambda: _Model().loss(STATE, W32), "found 0 in a _Model. ... Call value_and_grad(self.loss)(", raises=ValueError
+    ),
+    "constant": Mistake(
+        lambda: traced(_value_and_grad_at_constant, GRADS),
+        "the scaler is a constant of the compiled",
+        raises=UserWarning,
+    ),
+    "scaled loss in autocast": Mistake(
+        _value_and_grad(
+            W32,
+            fun=jmpscale.autocast(
+                lambda w: jmpscale.scale(STATE, (w.sum() * jnp.ones((8, 8)) @ jnp.ones((8, 8))).sum())
             ),
-            "the loss is scaled twice",
         ),
-        "scaled loss": (
-            lambda: traced(_value_and_grad(GRADS, fun=lambda tree: jmpscale.scale(STATE, loss_of(tree)))),
-            "the loss is scaled twice, because value_and_grad scales it. Remove scale from the loss.",
-        ),
-        "scaled backward pass": (
-            _value_and_grad(W32, fun=jmpscale.scaled_backward(loss_of, 8.0)),
-            "twice ... Remove scaled_backward",
-        ),
-    },
+        "the loss is scaled twice",
+        raises=UserWarning,
+    ),
+    "scaled loss": Mistake(
+        lambda: traced(_value_and_grad(GRADS, fun=lambda tree: jmpscale.scale(STATE, loss_of(tree)))),
+        "the loss is scaled twice, because value_and_grad scales it. Remove scale from the loss.",
+        raises=UserWarning,
+    ),
+    "scaled backward pass": Mistake(
+        _value_and_grad(W32, fun=jmpscale.scaled_backward(loss_of, 8.0)),
+        "twice ... Remove scaled_backward",
+        raises=UserWarning,
+    ),
 }
 
 
-@pytest.mark.parametrize(("call", "error", "words"), wrong_calls(WRONG_CALLS))
-def test_value_and_grad_requires_a_loss_function_and_a_scaler(call, error, words):
-    check_message(call, error, words)
+@pytest.mark.parametrize("mistake", rows(WRONG_CALLS))
+def test_value_and_grad_requires_a_loss_function_and_a_scaler(mistake):
+    check_message(mistake)
 
 
 # --- the state of an optimizer shows where the wrapper is ---
@@ -160,25 +171,31 @@ def _take_gradients(tx):
 
 
 INSIDE = {
-    UserWarning: {
-        "MultiSteps": (_take_gradients(optax.MultiSteps(WRAPPED, 2)), "inside optax.MultiSteps: ... MultiSteps(tx, k)"),
-        "in a chain": (
-            _take_gradients(optax.chain(optax.MultiSteps(WRAPPED, 2), optax.scale(1.0))),
-            "inside optax.MultiSteps: ... turn its gradient accumulation off.",
-        ),
-        "masked": (
-            _take_gradients(optax.masked(WRAPPED, MASK)),
-            "optax.masked or optax.partition: ... masked(tx, mask",
-        ),
-        "partition": (
-            _take_gradients(optax.partition({"a": WRAPPED, "b": optax.adam(1e-3)}, LABELS)),
-            "neither checks nor skips the updates of the other parameters.",
-        ),
-        "apply_if_finite": (
-            _take_gradients(optax.apply_if_finite(WRAPPED, 5)),
-            "inside optax.apply_if_finite, whose skips do not adjust the scale. Remove apply_if_finite",
-        ),
-    },
+    "MultiSteps": Mistake(
+        _take_gradients(optax.MultiSteps(WRAPPED, 2)),
+        "inside optax.MultiSteps: ... MultiSteps(tx, k)",
+        raises=UserWarning,
+    ),
+    "in a chain": Mistake(
+        _take_gradients(optax.chain(optax.MultiSteps(WRAPPED, 2), optax.scale(1.0))),
+        "inside optax.MultiSteps: ... turn its gradient accumulation off.",
+        raises=UserWarning,
+    ),
+    "masked": Mistake(
+        _take_gradients(optax.masked(WRAPPED, MASK)),
+        "optax.masked or optax.partition: ... masked(tx, mask",
+        raises=UserWarning,
+    ),
+    "partition": Mistake(
+        _take_gradients(optax.partition({"a": WRAPPED, "b": optax.adam(1e-3)}, LABELS)),
+        "neither checks nor skips the updates of the other parameters.",
+        raises=UserWarning,
+    ),
+    "apply_if_finite": Mistake(
+        _take_gradients(optax.apply_if_finite(WRAPPED, 5)),
+        "inside optax.apply_if_finite, whose skips do not adjust the scale. Remove apply_if_finite",
+        raises=UserWarning,
+    ),
 }
 OUTSIDE = {
     "MultiSteps and masked": jmpscale.with_loss_scaling(optax.MultiSteps(optax.masked(optax.adam(1e-3), MASK), 2)),
@@ -190,9 +207,9 @@ OUTSIDE = {
 }
 
 
-@pytest.mark.parametrize(("call", "error", "words"), wrong_calls(INSIDE))
-def test_value_and_grad_warns_if_the_wrapper_is_inside_another_transformation(call, error, words):
-    check_message(call, error, words)
+@pytest.mark.parametrize("mistake", rows(INSIDE))
+def test_value_and_grad_warns_if_the_wrapper_is_inside_another_transformation(mistake):
+    check_message(mistake)
 
 
 @pytest.mark.parametrize("name", OUTSIDE)

@@ -25,6 +25,7 @@ from calls import (
     TX,
     W16,
     W32,
+    Mistake,
     after_gradients,
     check_message,
     loss_and_aux,
@@ -32,8 +33,8 @@ from calls import (
     traced,
     train_step,
     warnings_of,
-    wrong_calls,
 )
+from tables import rows
 
 pytestmark = pytest.mark.guards
 
@@ -53,129 +54,144 @@ def _gradients_of_sum():
 
 
 WRONG_CALLS = {
-    TypeError: {
-        "scaler": (_wrap(STATE), "got ScalerState. The optimizer comes first: with_loss_scaling(inner,"),
-        "scaler first": (
-            _wrap(STATE, ADAM),
-            "got ScalerState. The optimizer comes first: with_loss_scaling(inner, scal",
-        ),
-        "framework": (
-            _wrap(SimpleNamespace()),
-            "got SimpleNamespace. Pass one, ... goes around with_loss_scaling, not",
-        ),
-        "function": (_wrap(optax.adam), "inner must be an optax.GradientTransformation, got function."),
-        "init alone": (_wrap(SimpleNamespace(init=ADAM.init)), "inner must be ... got SimpleNamespace."),
-        "update alone": (_wrap(SimpleNamespace(update=ADAM.update)), "inner must be ... got SimpleNamespace."),
-        "gradients as parameters": (
-            lambda: SCALE.update(GRADS, SCALE_STATE, _gradients_of_sum()),
-            "params must be the parameters, got gradients. The arguments are (grads, state, params).",
-        ),
-        "wrapped in a chain": (
-            lambda: _wrap(optax.chain(SGD, optax.chain(TX)), jmpscale.disabled())().init(GRADS),
-            "inner must not contain with_loss_scaling, got ... Wrap the whole optimizer once.",
-        ),
-        "scaler in the gradients": (
-            lambda: SCALE.update({"model": GRADS, "scaler": STATE}, SCALE_STATE),
-            "the gradients contain a ScalerState, which the optimizer would change. Keep it out of params.",
-        ),
-        "max_norm": (_wrap(ADAM, max_norm="1"), "max_norm must be a Python float, got '1'"),
-        "warn_after_skips": (_wrap(ADAM, warn_after_skips=1.5), "warn_after_skips must be a Python int, got 1.5"),
-        "loss by another name": (
-            lambda: TX.update(GRADS, OPT_STATE, GRADS, loss=LOSS),
-            "tx.update(grads, state, params, value=loss), got loss=. Write value=.",
-        ),
-        "loss by position": (lambda: TX.update(GRADS, OPT_STATE, GRADS, LOSS), "value=loss), got another value by pos"),
-        "loss first": (
-            lambda: TX.update(loss_and_aux(1)[0], OPT_STATE, GRADS),
-            "got the loss in place of the gradients.",
-        ),
-        "inner state": (lambda: TX.update(GRADS, ADAM.init(GRADS)), "got tuple. The ... ._replace(inner_state=...)"),
-        "updates of inner": (
-            _inner(lambda g, s, p: (g["w"], s)),
-            "['b'] is only in its input. Gate optax_step(inner, grads) with apply_if.",
-        ),
-        "structure of inner": (_inner(lambda g, s, p: (g, (s, s))), "state is only in its input. ... outside"),
-        "dtype of inner": (_inner(lambda g, s, p: (g, s > 0)), "state was int32[] and is bool[]. ... .astype in inner"),
-    },
-    ValueError: {
-        "state without a norm": (
-            lambda: _wrap(ADAM, max_norm=1.0)().update(GRADS, OPT_STATE),
-            "state.grad_norm must be an array because max_norm is set, got None. ... tx.init(params).grad_norm",
-        ),
-        "state with a norm": (
-            lambda: _wrap(ADAM)().update(GRADS, _wrap(ADAM, max_norm=1.0)().init(GRADS)),
-            "state.grad_norm must be None because max_norm is not set, got an array. ... tx.init(params).grad_norm",
-        ),
-        "axis of max_norm": (
-            lambda: (tx := _wrap(ADAM, max_norm=1.0, norm_axis_name="x")()).update(GRADS, tx.init(GRADS)),
-            "axis_name 'x' is not the name of a mapped axis",
-        ),
-        "warn_after_skips": (_wrap(ADAM, warn_after_skips=0), "warn_after_skips must be between 1 ... got 0."),
-        "small max_norm": (_wrap(ADAM, max_norm=SMALLEST / 2), "max_norm must ... got 2^-127. Omit it to clip"),
-        "large max_norm": (_wrap(ADAM, max_norm=LARGEST * 1.5), "max_norm must be between"),
-    },
-    UserWarning: {
-        "inside apply_if": (
-            lambda: jmpscale.apply_if(True, lambda state: SCALE.update(GRADS, state)[1], SCALE_STATE),
+    "scaler": Mistake(_wrap(STATE), "got ScalerState. The optimizer comes first: with_loss_scaling(inner,"),
+    "scaler first": Mistake(
+        _wrap(STATE, ADAM), "got ScalerState. The optimizer comes first: with_loss_scaling(inner, scal"
+    ),
+    "framework": Mistake(
+        _wrap(SimpleNamespace()), "got SimpleNamespace. Pass one, ... goes around with_loss_scaling, not"
+    ),
+    "function": Mistake(_wrap(optax.adam), "inner must be an optax.GradientTransformation, got function."),
+    "init alone": Mistake(_wrap(SimpleNamespace(init=ADAM.init)), "inner must be ... got SimpleNamespace."),
+    "update alone": Mistake(_wrap(SimpleNamespace(update=ADAM.update)), "inner must be ... got SimpleNamespace."),
+    "gradients as parameters": Mistake(
+        lambda: SCALE.update(GRADS, SCALE_STATE, _gradients_of_sum()),
+        "params must be the parameters, got gradients. The arguments are (grads, state, params).",
+    ),
+    "wrapped in a chain": Mistake(
+        lambda: _wrap(optax.chain(SGD, optax.chain(TX)), jmpscale.disabled())().init(GRADS),
+        "inner must not contain with_loss_scaling, got ... Wrap the whole optimizer once.",
+    ),
+    "scaler in the gradients": Mistake(
+        lambda: SCALE.update({"model": GRADS, "scaler": STATE}, SCALE_STATE),
+        "the gradients contain a ScalerState, which the optimizer would change. Keep it out of params.",
+    ),
+    "max_norm": Mistake(_wrap(ADAM, max_norm="1"), "max_norm must be a Python float, got '1'"),
+    "warn_after_skips": Mistake(_wrap(ADAM, warn_after_skips=1.5), "warn_after_skips must be a Python int, got 1.5"),
+    "loss by another name": Mistake(
+        lambda: TX.update(GRADS, OPT_STATE, GRADS, loss=LOSS),
+        "tx.update(grads, state, params, value=loss), got loss=. Write value=.",
+    ),
+    "loss by position": Mistake(
+        lambda: TX.update(GRADS, OPT_STATE, GRADS, LOSS), "value=loss), got another value by pos"
+    ),
+    "loss first": Mistake(
+        lambda: TX.update(loss_and_aux(1)[0], OPT_STATE, GRADS), "got the loss in place of the gradients."
+    ),
+    "inner state": Mistake(lambda: TX.update(GRADS, ADAM.init(GRADS)), "got tuple. The ... ._replace(inner_state=...)"),
+    "updates of inner": Mistake(
+        _inner(lambda g, s, p: (g["w"], s)), "['b'] is only in its input. Gate optax_step(inner, grads) with apply_if."
+    ),
+    "structure of inner": Mistake(_inner(lambda g, s, p: (g, (s, s))), "state is only in its input. ... outside"),
+    "dtype of inner": Mistake(
+        _inner(lambda g, s, p: (g, s > 0)), "state was int32[] and is bool[]. ... .astype in inner"
+    ),
+    "state without a norm": Mistake(
+        lambda: _wrap(ADAM, max_norm=1.0)().update(GRADS, OPT_STATE),
+        "state.grad_norm must be an array because max_norm is set, got None. ... tx.init(params).grad_norm",
+        raises=ValueError,
+    ),
+    "state with a norm": Mistake(
+        lambda: _wrap(ADAM)().update(GRADS, _wrap(ADAM, max_norm=1.0)().init(GRADS)),
+        "state.grad_norm must be None because max_norm is not set, got an array. ... tx.init(params).grad_norm",
+        raises=ValueError,
+    ),
+    "axis of max_norm": Mistake(
+        lambda: (tx := _wrap(ADAM, max_norm=1.0, norm_axis_name="x")()).update(GRADS, tx.init(GRADS)),
+        "axis_name 'x' is not the name of a mapped axis",
+        raises=ValueError,
+    ),
+    "no skips": Mistake(
+        _wrap(ADAM, warn_after_skips=0), "warn_after_skips must be between 1 ... got 0.", raises=ValueError
+    ),
+    "small max_norm": Mistake(
+        _wrap(ADAM, max_norm=SMALLEST / 2), "max_norm must ... got 2^-127. Omit it to clip", raises=ValueError
+    ),
+    "large max_norm": Mistake(_wrap(ADAM, max_norm=LARGEST * 1.5), "max_norm must be between", raises=ValueError),
+    "inside apply_if": Mistake(
+        lambda: jmpscale.apply_if(True, lambda state: SCALE.update(GRADS, state)[1], SCALE_STATE),
+        (
             "with_loss_scaling is inside jmpscale.apply_if: a skipped step would not adjust its scale, ... call "
-            "tx.update without apply_if.",
+            "tx.update without apply_if."
         ),
-        "gradients as the loss": (
-            lambda: SCALE.update(GRADS, SCALE_STATE, value=_gradients_of_sum()),
-            "the loss must be the unscaled loss, got gradients. Pass value=loss.",
-        ),
-        "another scaler": (
-            after_gradients(lambda s, grads, _: [SCALE.update(grads, x) for x in (s, SCALE_STATE)], SCALE_STATE),
-            "the gradients were unscaled by another scaler ... wrap one optax.partition.",
-        ),
-        "loss and dict": (
-            lambda: SCALE.update(GRADS, SCALE_STATE, value=loss_and_aux({"x": LOSS})),
-            "loss ... got a pair",
-        ),
-        "float16 gradients": (
-            lambda: SCALE.update({"w": jnp.ones(2, jnp.float16)}, SCALE_STATE),
-            "the gradients must be float32, got float16[2] at updates['w']: in true units they underflow.",
-        ),
-        "constant state": (
-            lambda: traced(lambda grads: SCALE.update(grads, SCALE_STATE), GRADS),
+        raises=UserWarning,
+    ),
+    "gradients as the loss": Mistake(
+        lambda: SCALE.update(GRADS, SCALE_STATE, value=_gradients_of_sum()),
+        "the loss must be the unscaled loss, got gradients. Pass value=loss.",
+        raises=UserWarning,
+    ),
+    "another scaler": Mistake(
+        after_gradients(lambda state, grads, _: [SCALE.update(grads, x) for x in (state, SCALE_STATE)], SCALE_STATE),
+        "the gradients were unscaled by another scaler ... wrap one optax.partition.",
+        raises=UserWarning,
+    ),
+    "loss and dict": Mistake(
+        lambda: SCALE.update(GRADS, SCALE_STATE, value=loss_and_aux({"x": LOSS})),
+        "loss ... got a pair",
+        raises=UserWarning,
+    ),
+    "float16 gradients": Mistake(
+        lambda: SCALE.update({"w": jnp.ones(2, jnp.float16)}, SCALE_STATE),
+        "the gradients must be float32, got float16[2] at updates['w']: in true units they underflow.",
+        raises=UserWarning,
+    ),
+    "constant state": Mistake(
+        lambda: traced(lambda grads: SCALE.update(grads, SCALE_STATE), GRADS),
+        (
             "the optimizer state is a constant of the compiled program, so every call starts from the same one: the "
             "compiled function creates the optimizer state, or closes over it. Create it outside, pass it to the "
             "compiled function as an argument, and return the new one. In a whole training run, carry it through "
-            "jax.lax.scan.",
+            "jax.lax.scan."
         ),
-        "float16 parameters": (
-            lambda: TX.init({"w": W16, "n": INTS}),
-            "the parameters are float16, ... float32, and use",
+        raises=UserWarning,
+    ),
+    "float16 parameters": Mistake(
+        lambda: TX.init({"w": W16, "n": INTS}), "the parameters are float16, ... float32, and use", raises=UserWarning
+    ),
+    "float16 averages": Mistake(
+        lambda: jmpscale.with_loss_scaling(ADAM16).init(GRADS),
+        "averages of gradients in float16 ... Change mu_dtype or accumulator_dtype to bfloat16",
+        raises=UserWarning,
+    ),
+    "decay that rounds to 1": Mistake(
+        lambda: _wrap(optax.inject_hyperparams(optax.adam)(1e-3))().init({"w": W32.astype(jnp.bfloat16)}),
+        "the hyperparameter b2 is 1 in bfloat16, so its average never changes ... hyperparam_dtype=jnp.float32",
+        raises=UserWarning,
+    ),
+    "average that cannot shrink": Mistake(
+        lambda: _wrap(optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(1e-3))().init(
+            {"w": W32.astype(jnp.bfloat16)}
         ),
-        "float16 averages": (
-            lambda: jmpscale.with_loss_scaling(ADAM16).init(GRADS),
-            "averages of gradients in float16 ... Change mu_dtype or accumulator_dtype to bfloat16",
-        ),
-        "decay that rounds to 1": (
-            lambda: _wrap(optax.inject_hyperparams(optax.adam)(1e-3))().init({"w": W32.astype(jnp.bfloat16)}),
-            "the hyperparameter b2 is 1 in bfloat16, so its average never changes ... hyperparam_dtype=jnp.float32",
-        ),
-        "average that cannot shrink": (
-            lambda: _wrap(optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(1e-3))().init(
-                {"w": W32.astype(jnp.bfloat16)}
-            ),
-            "an average with the decay b2=0.999 is bfloat16, in which it never becomes smaller",
-        ),
-        "float16 averages of optax_step": (
-            lambda: jmpscale.apply_if(True, jmpscale.optax_step(ADAM16, W32), W32, ADAM16.init(W32)),
-            "averages of gradients in float16",
-        ),
-        "MultiSteps inside": (
-            lambda: _wrap(optax.MultiSteps(SGD, 2), max_norm=1.0)().init(GRADS),
-            "max_norm clips the gradients of each micro-batch",
-        ),
-    },
+        "an average with the decay b2=0.999 is bfloat16, in which it never becomes smaller",
+        raises=UserWarning,
+    ),
+    "float16 averages of optax_step": Mistake(
+        lambda: jmpscale.apply_if(True, jmpscale.optax_step(ADAM16, W32), W32, ADAM16.init(W32)),
+        "averages of gradients in float16",
+        raises=UserWarning,
+    ),
+    "MultiSteps inside": Mistake(
+        lambda: _wrap(optax.MultiSteps(SGD, 2), max_norm=1.0)().init(GRADS),
+        "max_norm clips the gradients of each micro-batch",
+        raises=UserWarning,
+    ),
 }
 
 
-@pytest.mark.parametrize(("call", "error", "words"), wrong_calls(WRONG_CALLS))
-def test_with_loss_scaling_requires_an_optimizer_and_its_arguments(call, error, words):
-    check_message(call, error, words)
+@pytest.mark.parametrize("mistake", rows(WRONG_CALLS))
+def test_with_loss_scaling_requires_an_optimizer_and_its_arguments(mistake):
+    check_message(mistake)
 
 
 def _apply(fn, *carry):
@@ -183,30 +199,33 @@ def _apply(fn, *carry):
 
 
 WRONG_STEPS = {
-    TypeError: {
-        "swapped": (lambda: jmpscale.optax_step(LOSS, ADAM), "tx must ... got Array. Call optax_step(tx, grads),"),
-        "update function": (
-            lambda: jmpscale.optax_step(ADAM.update, 1),
-            "tx must be ... got function. ... not its update",
-        ),
-        "wrapped": (lambda: jmpscale.optax_step(TX, 1)(1, [OPT_STATE]), "tx must not contain with_loss_scaling, got"),
-        "scaler in the gradients": (lambda: jmpscale.optax_step(ADAM, [STATE]), "contain a ScalerState"),
-        "tuple": (_apply(jmpscale.optax_step(ADAM, GRADS), (GRADS, ADAM.init(GRADS))), "carry must be ... got 1. Call"),
-        "opposite order": (
-            _apply(jmpscale.optax_step(ADAM, GRADS), ADAM.init(GRADS), GRADS),
+    "swapped": Mistake(lambda: jmpscale.optax_step(LOSS, ADAM), "tx must ... got Array. Call optax_step(tx, grads),"),
+    "update function": Mistake(
+        lambda: jmpscale.optax_step(ADAM.update, 1), "tx must be ... got function. ... not its update"
+    ),
+    "wrapped": Mistake(
+        lambda: jmpscale.optax_step(TX, 1)(1, [OPT_STATE]), "tx must not contain with_loss_scaling, got"
+    ),
+    "scaler in the gradients": Mistake(lambda: jmpscale.optax_step(ADAM, [STATE]), "contain a ScalerState"),
+    "tuple": Mistake(
+        _apply(jmpscale.optax_step(ADAM, GRADS), (GRADS, ADAM.init(GRADS))), "carry must be ... got 1. Call"
+    ),
+    "opposite order": Mistake(
+        _apply(jmpscale.optax_step(ADAM, GRADS), ADAM.init(GRADS), GRADS),
+        (
             "carry must be two values, the parameters and then the optimizer state, got them in the opposite order. "
-            "Call apply_if(finite, optax_step(tx, grads), params, opt_state).",
+            "Call apply_if(finite, optax_step(tx, grads), params, opt_state)."
         ),
-    },
-    UserWarning: {
-        "float16": (_apply(jmpscale.optax_step(SGD, W16), W32, SGD.init(W32)), "got float16[2] at grads"),
-    },
+    ),
+    "float16": Mistake(
+        _apply(jmpscale.optax_step(SGD, W16), W32, SGD.init(W32)), "got float16[2] at grads", raises=UserWarning
+    ),
 }
 
 
-@pytest.mark.parametrize(("call", "error", "words"), wrong_calls(WRONG_STEPS))
-def test_optax_step_requires_an_optimizer_and_its_arguments(call, error, words):
-    check_message(call, error, words)
+@pytest.mark.parametrize("mistake", rows(WRONG_STEPS))
+def test_optax_step_requires_an_optimizer_and_its_arguments(mistake):
+    check_message(mistake)
 
 
 def test_wrapper_does_not_repeat_the_warning_of_value_and_grad_about_a_constant():

@@ -8,7 +8,8 @@ import pytest
 
 import jmpscale
 
-from calls import GRADS, LOSS, STATE, TX, W8, W16, W32, check_message, loss_of, per_device, traced, wrong_calls
+from calls import GRADS, LOSS, STATE, TX, W8, W16, W32, Mistake, check_message, loss_of, per_device, traced
+from tables import rows
 
 pytestmark = pytest.mark.guards
 
@@ -27,55 +28,69 @@ def _grad(w, fun=loss_of, scale=8.0, **options):
 
 MULTI_STEPS = optax.MultiSteps(TX, 2)
 WRONG_CALLS = {
-    TypeError: {
-        "loss": (lambda: jmpscale.scaled_backward(3.0, 8.0), "fun must ... got 3.0. Call scaled_backward(fun, scale)."),
-        "vector": (_scaled_backward(jnp.ones(3)), "scale must be a floating-point scalar, got float32[3]. Pass"),
-        "int": (_scaled_backward(jnp.int32(3)), "scale must be a floating-point scalar, got int32[]"),
-        "no pair": (_scaled_backward(8.0, has_aux=True), "a pair (loss, aux) because has_aux is true, got float32[]."),
-        "float16": (_grad({"h": W16}), "got args[0]['h'] of float16[2]: ... autocast ... framework ... value_and_grad"),
-        "float8": (
-            lambda: jax.grad(lambda w: jmpscale.scaled_backward(loss_of, 8.0)(tree=w))(W8),
-            "got kwargs['tree'] of float8_e4m3fn[2]",
-        ),
-        "closure": (
-            lambda: jax.grad(lambda w: jmpscale.scaled_backward(lambda: loss_of(w), 8.0)())(W16),
-            "got a value that fun closes over of float16[2]",
-        ),
-    },
-    ValueError: {
-        "number": (_scaled_backward(-1), "scale must be between 2^-126 and 2^126, got -1."),
-        "zero": (_scaled_backward(jnp.float32(0)), "scale must be between 2^-126 and 2^126, got 0"),
-        "nan": (_scaled_backward(np.float32("nan")), "scale must be between 2^-126 and 2^126, got nan."),
-        "function": (_scaled_backward(lambda _: 0), "scale must be between 2^-126 and 2^126, got 0."),
-        "string": (_scaled_backward("x"), "exactly one ScalerState, found 0 in a str"),
-        "varying": (
-            lambda: per_device(lambda x, w: _grad(w, scale=x[0])(), W32, check_vma=True),
-            "scale must be equal on all devices that share args[0] ... ['d']. ... jax.shard_map with in_specs=jax.P().",
-        ),
-    },
-    UserWarning: {
-        "float16": (_grad(W32, _half_sum), "the loss is float16"),
-        "float16 output": (
-            lambda: jax.grad(lambda w: loss_of(jmpscale.scaled_backward(lambda w: w.astype("f2"), 8.0)(w)))(W32),
-            "the loss is float16, so the backward pass starts from the loss scale in float16",
-        ),
-        "wrapper in MultiSteps": (
-            lambda: traced(jmpscale.scaled_backward(loss_of, MULTI_STEPS.init(W32)), W32),
-            "with_loss_scaling is inside optax.MultiSteps",
-        ),
-        "constant": (
-            lambda: traced(_grad(W32, scale=STATE)),
+    "loss": Mistake(
+        lambda: jmpscale.scaled_backward(3.0, 8.0), "fun must ... got 3.0. Call scaled_backward(fun, scale)."
+    ),
+    "vector": Mistake(_scaled_backward(jnp.ones(3)), "scale must be a floating-point scalar, got float32[3]. Pass"),
+    "int": Mistake(_scaled_backward(jnp.int32(3)), "scale must be a floating-point scalar, got int32[]"),
+    "no pair": Mistake(
+        _scaled_backward(8.0, has_aux=True), "a pair (loss, aux) because has_aux is true, got float32[]."
+    ),
+    "float16": Mistake(
+        _grad({"h": W16}), "got args[0]['h'] of float16[2]: ... autocast ... framework ... value_and_grad"
+    ),
+    "float8": Mistake(
+        lambda: jax.grad(lambda w: jmpscale.scaled_backward(loss_of, 8.0)(tree=w))(W8),
+        "got kwargs['tree'] of float8_e4m3fn[2]",
+    ),
+    "closure": Mistake(
+        lambda: jax.grad(lambda w: jmpscale.scaled_backward(lambda: loss_of(w), 8.0)())(W16),
+        "got a value that fun closes over of float16[2]",
+    ),
+    "number": Mistake(_scaled_backward(-1), "scale must be between 2^-126 and 2^126, got -1.", raises=ValueError),
+    "zero": Mistake(
+        _scaled_backward(jnp.float32(0)), "scale must be between 2^-126 and 2^126, got 0", raises=ValueError
+    ),
+    "nan": Mistake(
+        _scaled_backward(np.float32("nan")), "scale must be between 2^-126 and 2^126, got nan.", raises=ValueError
+    ),
+    "function": Mistake(
+        _scaled_backward(lambda _: 0), "scale must be between 2^-126 and 2^126, got 0.", raises=ValueError
+    ),
+    "string": Mistake(_scaled_backward("x"), "exactly one ScalerState, found 0 in a str", raises=ValueError),
+    "varying": Mistake(
+        lambda: per_device(lambda x, w: _grad(w, scale=x[0])(), W32, check_vma=True),
+        "scale must be equal on all devices that share args[0] ... ['d']. ... jax.shard_map with in_specs=jax.P().",
+        raises=ValueError,
+    ),
+    "float16 loss": Mistake(_grad(W32, _half_sum), "the loss is float16", raises=UserWarning),
+    "float16 output": Mistake(
+        lambda: jax.grad(lambda w: loss_of(jmpscale.scaled_backward(lambda w: w.astype("f2"), 8.0)(w)))(W32),
+        "the loss is float16, so the backward pass starts from the loss scale in float16",
+        raises=UserWarning,
+    ),
+    "wrapper in MultiSteps": Mistake(
+        lambda: traced(jmpscale.scaled_backward(loss_of, MULTI_STEPS.init(W32)), W32),
+        "with_loss_scaling is inside optax.MultiSteps",
+        raises=UserWarning,
+    ),
+    "constant": Mistake(
+        lambda: traced(_grad(W32, scale=STATE)),
+        (
             "constant of the compiled program, so it will not adapt. Pass a function that reads it from the arguments "
-            "of fun, such as `lambda model, *args, **kwargs: model.loss_scale`, or pass a number.",
+            "of fun, such as `lambda model, *args, **kwargs: model.loss_scale`, or pass a number."
         ),
-        "function": (lambda: traced(_grad(W32, scale=lambda _: LOSS)), "constant of the compiled program"),
-    },
+        raises=UserWarning,
+    ),
+    "function of a constant": Mistake(
+        lambda: traced(_grad(W32, scale=lambda _: LOSS)), "constant of the compiled program", raises=UserWarning
+    ),
 }
 
 
-@pytest.mark.parametrize(("call", "error", "words"), wrong_calls(WRONG_CALLS))
-def test_scaled_backward_requires_a_loss_function_and_a_scale(call, error, words):
-    check_message(call, error, words)
+@pytest.mark.parametrize("mistake", rows(WRONG_CALLS))
+def test_scaled_backward_requires_a_loss_function_and_a_scale(mistake):
+    check_message(mistake)
 
 
 def test_scaled_backward_explains_its_error_in_forward_mode():

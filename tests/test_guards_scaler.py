@@ -23,14 +23,14 @@ from calls import (
     SCALE_STATE,
     STATE,
     TX,
+    Mistake,
     check_message,
     loss_of,
     raises,
     traced,
     warnings_of,
-    wrong_calls,
 )
-from tables import names
+from tables import names, rows
 
 pytestmark = pytest.mark.guards
 
@@ -131,29 +131,28 @@ def _update(**fields):
 
 
 WRONG_FIELDS = {
-    TypeError: {
-        "vector field": (_update(finite_steps=INTS), "scaler.finite_steps must be a scalar ... got int32[2]."),
-        "float field": (_update(finite_steps=np.float32(3)), "scaler.finite_steps must ... got float32[]. ... restore"),
-        "int16 field": (_update(total_skips=np.int16(3)), "scaler.total_skips must ... 32 bits, got int16[]."),
-        "float16 scale": (_update(loss_scale=np.float16(8)), "scaler.loss_scale must ... 32 bits, got float16[]."),
-        "int32 scale": (_update(loss_scale=np.int32(8)), "scaler.loss_scale must ... got int32[]. Convert it"),
-        "int scale": (_update(loss_scale=1024), "scaler.loss_scale must ... got 1024. Convert it, or"),
-        "complex scale": (_update(loss_scale=np.complex64(8)), "scaler.loss_scale must ... got complex64[]."),
-        "string scale": (_update(loss_scale="8"), "scaler.loss_scale must ... got '8'."),
-        "dict as config": (_update(config={}), "scaler.config must ... got dict. Restore a checkpoint"),
-    },
-    ValueError: {
-        "donated scaler": (
-            lambda: jmpscale.metrics(_donated(jmpscale.dynamic())),
-            "deleted arrays, ... Use the scaler that",
-        ),
-    },
+    "vector field": Mistake(_update(finite_steps=INTS), "scaler.finite_steps must be a scalar ... got int32[2]."),
+    "float field": Mistake(
+        _update(finite_steps=np.float32(3)), "scaler.finite_steps must ... got float32[]. ... restore"
+    ),
+    "int16 field": Mistake(_update(total_skips=np.int16(3)), "scaler.total_skips must ... 32 bits, got int16[]."),
+    "float16 scale": Mistake(_update(loss_scale=np.float16(8)), "scaler.loss_scale must ... 32 bits, got float16[]."),
+    "int32 scale": Mistake(_update(loss_scale=np.int32(8)), "scaler.loss_scale must ... got int32[]. Convert it"),
+    "int scale": Mistake(_update(loss_scale=1024), "scaler.loss_scale must ... got 1024. Convert it, or"),
+    "complex scale": Mistake(_update(loss_scale=np.complex64(8)), "scaler.loss_scale must ... got complex64[]."),
+    "string scale": Mistake(_update(loss_scale="8"), "scaler.loss_scale must ... got '8'."),
+    "dict as config": Mistake(_update(config={}), "scaler.config must ... got dict. Restore a checkpoint"),
+    "donated scaler": Mistake(
+        lambda: jmpscale.metrics(_donated(jmpscale.dynamic())),
+        "deleted arrays, ... Use the scaler that",
+        raises=ValueError,
+    ),
 }
 
 
-@pytest.mark.parametrize(("call", "error", "words"), wrong_calls(WRONG_FIELDS))
-def test_scaler_has_valid_arrays(call, error, words):
-    check_message(call, error, words)
+@pytest.mark.parametrize("mistake", rows(WRONG_FIELDS))
+def test_scaler_has_valid_arrays(mistake):
+    check_message(mistake)
 
 
 # --- a program that has not scaled a loss ---

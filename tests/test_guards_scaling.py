@@ -6,7 +6,8 @@ import pytest
 
 import jmpscale
 
-from calls import GRADS, STATE, W8, W16, W32, check_message, loss_of, traced, wrong_calls
+from calls import GRADS, STATE, W8, W16, W32, Mistake, check_message, loss_of, traced
+from tables import rows
 
 pytestmark = pytest.mark.guards
 
@@ -16,35 +17,37 @@ def _grad(w, fun=loss_of, scale=8.0, **options):
 
 
 WRONG_CALLS = {
-    TypeError: {
-        "int loss": (lambda: jmpscale.scale(STATE, {"n": jnp.int32(3)}), "got int32[] at tree['n']. Pass only"),
-        "complex loss": (lambda: jmpscale.scale(STATE, 1j), "floating-point losses, got 1j at tree. "),
-        "function as gradients": (lambda: jmpscale.all_finite(jnp.sum), "tree must be a pytree ... got sum. Pass"),
-        "string loss": (lambda: jmpscale.scale(STATE, "x"), "got 'x' at tree. "),
-    },
-    UserWarning: {
-        "float16 loss": (lambda: traced(jmpscale.scale, STATE, W16), "the loss is float16 ... Return it in float32"),
-        "float8 loss": (lambda: traced(jmpscale.scale, STATE, W8), "the loss is float8_e4m3fn"),
-        "unscaled twice": (
-            lambda: traced(lambda grads: jmpscale.unscale(STATE, jmpscale.unscale(STATE, grads)), GRADS),
-            "the gradients are unscaled twice: value_and_grad and scaled_backward unscale them. Remove this call.",
-        ),
-        "unscaled after scaled_backward": (
-            lambda: traced(lambda w: jmpscale.unscale(STATE, _grad(w)()), W32),
-            "the gradients are unscaled twice",
-        ),
-        "unscaled after value_and_grad": (
-            lambda: jmpscale.unscale_and_check(STATE, jmpscale.value_and_grad(loss_of)(STATE, GRADS)[1]),
-            "the gradients are unscaled twice",
-        ),
-        "unscaled loss": (
-            lambda: jmpscale.unscale(STATE, jmpscale.value_and_grad(loss_of)(STATE, GRADS)[0]),
-            "the gradients are unscaled twice",
-        ),
-    },
+    "int loss": Mistake(lambda: jmpscale.scale(STATE, {"n": jnp.int32(3)}), "got int32[] at tree['n']. Pass only"),
+    "complex loss": Mistake(lambda: jmpscale.scale(STATE, 1j), "floating-point losses, got 1j at tree. "),
+    "function as gradients": Mistake(lambda: jmpscale.all_finite(jnp.sum), "tree must be a pytree ... got sum. Pass"),
+    "string loss": Mistake(lambda: jmpscale.scale(STATE, "x"), "got 'x' at tree. "),
+    "float16 loss": Mistake(
+        lambda: traced(jmpscale.scale, STATE, W16), "the loss is float16 ... Return it in float32", raises=UserWarning
+    ),
+    "float8 loss": Mistake(lambda: traced(jmpscale.scale, STATE, W8), "the loss is float8_e4m3fn", raises=UserWarning),
+    "unscaled twice": Mistake(
+        lambda: traced(lambda grads: jmpscale.unscale(STATE, jmpscale.unscale(STATE, grads)), GRADS),
+        "the gradients are unscaled twice: value_and_grad and scaled_backward unscale them. Remove this call.",
+        raises=UserWarning,
+    ),
+    "unscaled after scaled_backward": Mistake(
+        lambda: traced(lambda w: jmpscale.unscale(STATE, _grad(w)()), W32),
+        "the gradients are unscaled twice",
+        raises=UserWarning,
+    ),
+    "unscaled after value_and_grad": Mistake(
+        lambda: jmpscale.unscale_and_check(STATE, jmpscale.value_and_grad(loss_of)(STATE, GRADS)[1]),
+        "the gradients are unscaled twice",
+        raises=UserWarning,
+    ),
+    "unscaled loss": Mistake(
+        lambda: jmpscale.unscale(STATE, jmpscale.value_and_grad(loss_of)(STATE, GRADS)[0]),
+        "the gradients are unscaled twice",
+        raises=UserWarning,
+    ),
 }
 
 
-@pytest.mark.parametrize(("call", "error", "words"), wrong_calls(WRONG_CALLS))
-def test_scale_unscale_and_all_finite_require_their_arguments(call, error, words):
-    check_message(call, error, words)
+@pytest.mark.parametrize("mistake", rows(WRONG_CALLS))
+def test_scale_unscale_and_all_finite_require_their_arguments(mistake):
+    check_message(mistake)

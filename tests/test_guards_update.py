@@ -13,68 +13,77 @@ from calls import (
     STATE,
     TRUE,
     W32,
+    Mistake,
     after_gradients,
     check_message,
     loss_and_aux,
     loss_of,
     traced,
     warnings_of,
-    wrong_calls,
 )
+from tables import rows
 
 pytestmark = pytest.mark.guards
 
 
 WRONG_CALLS = {
-    TypeError: {
-        "number as flag": (lambda: jmpscale.update(STATE, 1), "finite must be a boolean, got 1. Pass the result"),
-        "opposite order": (
-            lambda: jmpscale.update(TRUE, STATE),
-            "the arguments are update(scaler, finite), got them in the opposite order.",
-        ),
-        "int32 as flag": (lambda: jmpscale.update(STATE, jnp.int32(1)), "finite must be a boolean, got int32"),
-    },
-    ValueError: {
-        "flags": (lambda: jmpscale.update(STATE, FLAGS), "finite must be a scalar, got shape (2,). Combine with"),
-    },
-    UserWarning: {
-        "constant": (
-            lambda: traced(lambda x: jmpscale.update(STATE, x), TRUE),
-            "the scaler is a constant ... pass it to the compiled function as an argument, and return the new one.",
-        ),
-        "created": (
-            lambda: traced(lambda x: jmpscale.update(jmpscale.dynamic(), x), TRUE),
-            "the scaler is a constant of the compiled program ... the compiled function creates the scaler",
-        ),
-        "update inside apply_if": (
-            lambda: jmpscale.apply_if(True, lambda scaler: jmpscale.update(scaler, TRUE), STATE),
-            "jmpscale.update is inside jmpscale.apply_if: ... every later step would be skipped. Call update after",
-        ),
-        "flag of the loss": (
-            lambda: jmpscale.update(STATE, jmpscale.all_finite(jmpscale.value_and_grad(loss_of)(STATE, GRADS)[0])),
-            "finite must be about the gradients, got all_finite(loss). Pass all_finite(grads).",
-        ),
-        "loss and array": (
-            after_gradients(lambda s, _, ok: jmpscale.update(s, ok, loss=loss_and_aux(W32))),
-            "got a pair",
-        ),
-        "updated twice": (
-            after_gradients(lambda s, _, ok: jmpscale.update(jmpscale.update(s, ok), ok)),
-            "the scaler is updated twice in a step. Remove this call: with_loss_scaling updates its own scaler.",
-        ),
-        "updated by the wrapper": (
-            after_gradients(
-                lambda s, g, ok: jmpscale.update(SCALE.update(g, s)[1].scaler, jmpscale.all_finite(g)), SCALE_STATE
+    "number as flag": Mistake(lambda: jmpscale.update(STATE, 1), "finite must be a boolean, got 1. Pass the result"),
+    "opposite order": Mistake(
+        lambda: jmpscale.update(TRUE, STATE),
+        "the arguments are update(scaler, finite), got them in the opposite order.",
+    ),
+    "int32 as flag": Mistake(lambda: jmpscale.update(STATE, jnp.int32(1)), "finite must be a boolean, got int32"),
+    "flags": Mistake(
+        lambda: jmpscale.update(STATE, FLAGS),
+        "finite must be a scalar, got shape (2,). Combine with",
+        raises=ValueError,
+    ),
+    "constant": Mistake(
+        lambda: traced(lambda x: jmpscale.update(STATE, x), TRUE),
+        "the scaler is a constant ... pass it to the compiled function as an argument, and return the new one.",
+        raises=UserWarning,
+    ),
+    "created": Mistake(
+        lambda: traced(lambda x: jmpscale.update(jmpscale.dynamic(), x), TRUE),
+        "the scaler is a constant of the compiled program ... the compiled function creates the scaler",
+        raises=UserWarning,
+    ),
+    "update inside apply_if": Mistake(
+        lambda: jmpscale.apply_if(True, lambda scaler: jmpscale.update(scaler, TRUE), STATE),
+        "jmpscale.update is inside jmpscale.apply_if: ... every later step would be skipped. Call update after",
+        raises=UserWarning,
+    ),
+    "flag of the loss": Mistake(
+        lambda: jmpscale.update(STATE, jmpscale.all_finite(jmpscale.value_and_grad(loss_of)(STATE, GRADS)[0])),
+        "finite must be about the gradients, got all_finite(loss). Pass all_finite(grads).",
+        raises=UserWarning,
+    ),
+    "loss and array": Mistake(
+        after_gradients(lambda state, _, finite: jmpscale.update(state, finite, loss=loss_and_aux(W32))),
+        "got a pair",
+        raises=UserWarning,
+    ),
+    "updated twice": Mistake(
+        after_gradients(lambda state, _, finite: jmpscale.update(jmpscale.update(state, finite), finite)),
+        "the scaler is updated twice in a step. Remove this call: with_loss_scaling updates its own scaler.",
+        raises=UserWarning,
+    ),
+    "updated by the wrapper": Mistake(
+        after_gradients(
+            lambda state, grads, finite: jmpscale.update(
+                SCALE.update(grads, state)[1].scaler, jmpscale.all_finite(grads)
             ),
-            "the scaler is updated twice",
+            SCALE_STATE,
         ),
-    },
+        "the scaler is updated twice",
+        raises=UserWarning,
+    ),
 }
 
 
-@pytest.mark.parametrize(("call", "error", "words"), wrong_calls(WRONG_CALLS))
-def test_update_is_called_once_with_the_flag_of_the_gradients(call, error, words):
-    check_message(call, error, words)
+@pytest.mark.parametrize("mistake", rows(WRONG_CALLS))
+def test_update_is_called_once_with_the_flag_of_the_gradients(mistake):
+    check_message(mistake)
 
 
 def test_update_does_not_repeat_the_warning_of_value_and_grad_about_a_constant():

@@ -6,7 +6,8 @@ import pytest
 
 import jmpscale
 
-from calls import COUNTER, LARGEST, SMALLEST, check_message, raises, traced, wrong_calls
+from calls import COUNTER, LARGEST, SMALLEST, Mistake, check_message, raises, traced
+from tables import rows
 
 
 def test_error_names_the_argument_its_value_and_the_remedy():
@@ -43,43 +44,66 @@ def _dynamic(**settings):
 
 
 WRONG_SETTINGS = {
-    TypeError: {
-        "bool": (_dynamic(growth_factor=True), "growth_factor must be a Python float, got True of type bool"),
-        "array": (_dynamic(growth_factor=jnp.ones(())), "growth_factor ... float32[] of type Array. ... with float()"),
-        "traced": (lambda: traced(jmpscale.dynamic, 8.0), "init_scale must ... got float32[] ... a traced value"),
-        "string": (_dynamic(backoff_factor="0.5"), "backoff_factor must be a Python float, got '0.5' of type str"),
-        "float count": (_dynamic(growth_interval=100.0), "growth_interval must ... of type float. Convert"),
-        "long string": (_dynamic(growth_interval="x" * 59), f"must be a Python int, got '{56 * 'x'}..."),
-    },
-    ValueError: {
-        "growth rounds to 1": (_dynamic(growth_factor=1 + 2.0**-24), "growth_factor must ... be above 1 in float32"),
-        "large growth": (_dynamic(growth_factor=LARGEST * 1.5), "growth_factor must ... got 1.2760588759535192e+38."),
-        "backoff rounds to 1": (
-            _dynamic(backoff_factor=1 - 2.0**-25),
-            "backoff_factor must ... be below 1 in float32; the default is 0.5.",
-        ),
-        "small backoff": (_dynamic(backoff_factor=SMALLEST / 2), "backoff_factor must ... got 2^-127."),
-        "interval of 0": (_dynamic(growth_interval=0), "growth_interval must be between 1 and ... got 0. Pass"),
-        "large interval": (_dynamic(growth_interval=2**31), "growth_interval must ... got 2147483648."),
-        "hysteresis of 0": (_dynamic(hysteresis=0), "hysteresis must be between 1 and"),
-        "reset": (_dynamic(hysteresis_reset="never"), "hysteresis_reset must be ... 'finite', got 'never'"),
-        "small min_scale": (_dynamic(min_scale=SMALLEST / 2), "min_scale must ... 2^-126 and 2^126, got 2^-127."),
-        "large max_scale": (_dynamic(max_scale=LARGEST * 1.5), "max_scale must ... got 1.2760588759535192e+38."),
-        "min above max": (_dynamic(min_scale=4.0, max_scale=2.0), "min_scale must not exceed max_scale, got 4 and 2."),
-        "init below min": (_dynamic(init_scale=0.5), "init_scale must be between 1 and 2^32, got 0.5. Change"),
-        "ignored setting": (
-            lambda: jmpscale.ScalerConfig(mode="static", growth_interval=5),
-            "growth_interval must be omitted with mode 'static', got 5.",
-        ),
-        "mode": (lambda: jmpscale.ScalerConfig(mode="off"), "mode must be one of ... 'disabled', got 'off'."),
-        "small static scale": (
-            lambda: jmpscale.static(SMALLEST / 2),
-            "scale must be between 2^-126 and 2^126, got 2^-127. Outside, it or its reciprocal",
-        ),
-    },
+    "bool": Mistake(_dynamic(growth_factor=True), "growth_factor must be a Python float, got True of type bool"),
+    "array": Mistake(
+        _dynamic(growth_factor=jnp.ones(())), "growth_factor ... float32[] of type Array. ... with float()"
+    ),
+    "traced": Mistake(lambda: traced(jmpscale.dynamic, 8.0), "init_scale must ... got float32[] ... a traced value"),
+    "string": Mistake(_dynamic(backoff_factor="0.5"), "backoff_factor must be a Python float, got '0.5' of type str"),
+    "float count": Mistake(_dynamic(growth_interval=100.0), "growth_interval must ... of type float. Convert"),
+    "long string": Mistake(_dynamic(growth_interval="x" * 59), f"must be a Python int, got '{56 * 'x'}..."),
+    "growth rounds to 1": Mistake(
+        _dynamic(growth_factor=1 + 2.0**-24), "growth_factor must ... be above 1 in float32", raises=ValueError
+    ),
+    "large growth": Mistake(
+        _dynamic(growth_factor=LARGEST * 1.5), "growth_factor must ... got 1.2760588759535192e+38.", raises=ValueError
+    ),
+    "backoff rounds to 1": Mistake(
+        _dynamic(backoff_factor=1 - 2.0**-25),
+        "backoff_factor must ... be below 1 in float32; the default is 0.5.",
+        raises=ValueError,
+    ),
+    "small backoff": Mistake(
+        _dynamic(backoff_factor=SMALLEST / 2), "backoff_factor must ... got 2^-127.", raises=ValueError
+    ),
+    "interval of 0": Mistake(
+        _dynamic(growth_interval=0), "growth_interval must be between 1 and ... got 0. Pass", raises=ValueError
+    ),
+    "large interval": Mistake(
+        _dynamic(growth_interval=2**31), "growth_interval must ... got 2147483648.", raises=ValueError
+    ),
+    "hysteresis of 0": Mistake(_dynamic(hysteresis=0), "hysteresis must be between 1 and", raises=ValueError),
+    "reset": Mistake(
+        _dynamic(hysteresis_reset="never"), "hysteresis_reset must be ... 'finite', got 'never'", raises=ValueError
+    ),
+    "small min_scale": Mistake(
+        _dynamic(min_scale=SMALLEST / 2), "min_scale must ... 2^-126 and 2^126, got 2^-127.", raises=ValueError
+    ),
+    "large max_scale": Mistake(
+        _dynamic(max_scale=LARGEST * 1.5), "max_scale must ... got 1.2760588759535192e+38.", raises=ValueError
+    ),
+    "min above max": Mistake(
+        _dynamic(min_scale=4.0, max_scale=2.0), "min_scale must not exceed max_scale, got 4 and 2.", raises=ValueError
+    ),
+    "init below min": Mistake(
+        _dynamic(init_scale=0.5), "init_scale must be between 1 and 2^32, got 0.5. Change", raises=ValueError
+    ),
+    "ignored setting": Mistake(
+        lambda: jmpscale.ScalerConfig(mode="static", growth_interval=5),
+        "growth_interval must be omitted with mode 'static', got 5.",
+        raises=ValueError,
+    ),
+    "mode": Mistake(
+        lambda: jmpscale.ScalerConfig(mode="off"), "mode must be one of ... 'disabled', got 'off'.", raises=ValueError
+    ),
+    "small static scale": Mistake(
+        lambda: jmpscale.static(SMALLEST / 2),
+        "scale must be between 2^-126 and 2^126, got 2^-127. Outside, it or its reciprocal",
+        raises=ValueError,
+    ),
 }
 
 
-@pytest.mark.parametrize(("call", "error", "words"), wrong_calls(WRONG_SETTINGS))
-def test_constructor_requires_valid_settings(call, error, words):
-    check_message(call, error, words)
+@pytest.mark.parametrize("mistake", rows(WRONG_SETTINGS))
+def test_constructor_requires_valid_settings(mistake):
+    check_message(mistake)
