@@ -257,7 +257,7 @@ def _names_of_gradients(program: core.ClosedJaxpr, variables: Sequence[Any], lea
         candidates = [x.result for x in parameters if i in labels[x.output]]
         fitting = [x for x in candidates if x.old.shape == shape] or candidates
         fresh = [x for x in fitting if x.name not in taken] or fitting
-        names.append(fresh[0].name if fresh else f"the gradient of {type_of(variable).str_short()}")
+        names.append(fresh[0].name if fresh else f"the gradient of {type_of(variable).strip_weak_type()}")
         taken.add(names[-1])
     return names
 
