@@ -256,6 +256,21 @@ def test_program_runs_after_a_diff(page, diff):
     assert len(losses) >= MIN_TRAINING_STEPS, "the changed block does not train"
 
 
+@pytest.mark.full
+def test_recurrent_state_that_is_not_gated_keeps_every_later_step_from_being_applied():
+    """So the page on a loop of one's own says of its first program, and that check_step names the state."""
+    (_, program, _), (_, check, _), *_ = pages.blocks("guides/your_own_loop")
+    line = "state = jmpscale.select_tree(applied, new_state, state)"
+    assert program.count(line) == 1
+    program = program.replace(line, "state = new_state")
+    with pytest.raises(FloatingPointError, match="51 consecutive steps were skipped"):
+        pages.run(program, {"__name__": "your_own_loop.md"})
+    namespace = {"__name__": "your_own_loop.md"}
+    pages.run(program.replace("range(200)", "range(20)"), namespace)
+    with pytest.raises(AssertionError, match=r"skipped step changed state\['hidden'\]"):
+        pages.run(check, namespace)
+
+
 WIDTH = 100  # characters of output or of a notebook's code that the site shows without a scroll bar
 
 
