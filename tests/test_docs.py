@@ -20,8 +20,8 @@ pytestmark = pytest.mark.usefixtures("standard_promotion", "nothing_scaled")
 
 README = (pages.DOCS.parent / "README.md").read_text()
 README_BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
-README_PYTHON, README_TEXTS, README_PY = (
-    [x for language, x in README_BLOCKS if language == kind] for kind in ("python", "text", "py")
+README_PYTHON, README_TEXTS, README_PY, README_DIFFS = (
+    [x for language, x in README_BLOCKS if language == kind] for kind in ("python", "text", "py", "diff")
 )
 [README_PROGRAM] = (code for code in README_PYTHON if "RunMonitor" in code)
 # The overview does not show the program that it changes. `tests/frameworks` runs the programs after the changes on the
@@ -118,6 +118,12 @@ def test_readme_program_reports_a_forgotten_line(forgotten):
     program = program.replace(new, old).replace("range(90)", "range(2)")
     with pytest.raises(kind, match=message) if kind else contextlib.nullcontext():  # warnings are errors
         pages.run(program + check, {"__name__": "README.md"})
+
+
+def test_readme_step_passes_the_check_after_the_diff(capsys):
+    program = pages.apply_diff(README_DIFFS[-1], README_PYTHON[-1])
+    pages.run(program, {"__name__": "README.md"})
+    assert not capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("size", "skips"), [(0.1, 0), pytest.param(30.0, 1, id="2^16 is too large")])

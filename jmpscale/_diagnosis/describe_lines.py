@@ -45,7 +45,7 @@ def _describe_cause(findings: Findings, cause: Cause, lines: Lines) -> str:
     if casts:
         name += ","  # after an insertion
     if cause.reason is Reason.UNDERFLOW:
-        fraction = format_percentage(statistics.underflow)
+        fraction = format_percentage(statistics.tiny)
         what = f"underflows: {name} has {fraction} of its values below the smallest normal number of {site.dtype}"
     elif statistics.max_abs > limit:
         what = (
