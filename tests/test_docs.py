@@ -200,6 +200,7 @@ RESULTS = {
     "guides/accumulation": "loss",
     "guides/devices": "loss",
     "guides/higher_order": "loss",
+    "guides/multiple_losses": "loss",
     "guides/optax": "sum(losses[-20:])",
     "guides/reinforcement_learning": "-rewards[-1]",
     "guides/training_loops": "trainer.loss",
