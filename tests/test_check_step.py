@@ -15,11 +15,11 @@ import jmpscale
 from jmpscale.testing import check_step
 
 import meshes
+from arrays import normal
 
-KEYS = jax.random.split(jax.random.key(0), 6)
-X, Y, Z = (jax.random.normal(key, shape) for key, shape in zip(KEYS, [(32, 8), (32, 1), (32, 4)], strict=False))
+X, Y, Z = normal(0, 32, 8), normal(1, 32, 1), normal(2, 32, 4)
 KEY_DATA = jax.random.key_data(jax.random.key(0))  # which programs without typed keys hold
-PARAMS = {"a": jax.random.normal(KEYS[3], (8, 16)) / 3, "b": jax.random.normal(KEYS[4], (16, 1)) / 4}
+PARAMS = {"a": normal(3, 8, 16, scale=1 / 3), "b": normal(4, 16, 1, scale=1 / 4)}
 ADAM = optax.adam(1e-3)
 WRAPPED = jmpscale.with_loss_scaling(ADAM)
 SGD = jmpscale.with_loss_scaling(optax.scale(-1e-3))
@@ -247,7 +247,7 @@ def _loss_too_large():
 
 # --- a step with two scalers ---
 
-GENERATOR = {"g": jax.random.normal(KEYS[5], (4, 8)) / 2}
+GENERATOR = {"g": normal(5, 4, 8, scale=1 / 2)}
 
 
 def _gan(gradients=lambda grads: grads, scaler_of_generator=1, gate=True):

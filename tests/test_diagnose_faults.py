@@ -14,7 +14,8 @@ from flax import nnx
 import jmpscale
 
 import diagnosis_programs as programs
-from diagnosis_programs import LARGE, MASKS, W, X, normal
+from arrays import normal
+from diagnosis_programs import LARGE, MASKS, W, X
 from tables import rows
 
 FORWARD_OVERFLOW = "The forward pass overflows: "

@@ -8,7 +8,8 @@ import pytest
 
 import jmpscale
 
-from diagnosis_programs import H, fault_line, normal
+from arrays import normal
+from diagnosis_programs import H, fault_line
 from tables import names
 
 X, TARGET = normal(0, 16, 8), normal(9, 16, 8)

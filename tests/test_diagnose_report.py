@@ -7,6 +7,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental import pallas
 
@@ -184,7 +185,7 @@ def logarithm(w):
     return squared(jnp.log(w * 0))
 
 
-EYE, MATRIX = jnp.eye(8), jnp.arange(64.0).reshape(8, 8) / 16
+EYE, MATRIX = np.eye(8, dtype=np.float32), np.arange(64, dtype=np.float32).reshape(8, 8) / 16
 NO_SCALE = "A loss scale cannot prevent that. "
 IN_FLOAT32 = "in float32: then the gradients differ from float32 by "
 CORRECT = (

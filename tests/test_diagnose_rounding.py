@@ -11,7 +11,8 @@ from flax import linen
 
 import jmpscale
 
-from diagnosis_programs import H, fault_line, normal
+from arrays import normal
+from diagnosis_programs import H, fault_line
 from tables import rows
 
 B = jnp.bfloat16
@@ -23,8 +24,8 @@ def place(fun, module=__name__):
 
 # --- Between small and wrong. ---
 
-FREQUENCIES = jnp.exp(-jnp.log(10000.0) * jnp.arange(32.0) / 32)
-TIMES = jnp.asarray(np.random.default_rng(5).uniform(0, 1000, 512), jnp.float32)
+FREQUENCIES = np.exp(-np.log(10000) * np.arange(32) / 32).astype(np.float32)
+TIMES = np.random.default_rng(5).uniform(0, 1000, 512).astype(np.float32)
 NETWORK = {"first": normal(0, 64, 64, scale=0.125), "last": normal(1, 64, 1, scale=0.125)}
 
 

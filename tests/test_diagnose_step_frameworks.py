@@ -16,7 +16,7 @@ import jmpscale
 from jmpscale._base.frameworks import is_nnx_object
 
 import meshes
-from diagnosis_programs import normal
+from arrays import normal
 from tables import names
 
 pytestmark = pytest.mark.usefixtures("standard_promotion_and_ranks")

@@ -20,6 +20,7 @@ import jmpscale
 
 import compiling
 import programs
+from arrays import normal
 from tables import rows
 
 SCALE = 2.0**16
@@ -267,13 +268,8 @@ def test_second_derivatives_are_exact_for_any_scale(x64):
 
 # --- the backward pass of a derivative runs at the scale, too ---
 
-KEYS = jax.random.split(jax.random.key(0), 6)
-LAYERS = {
-    "a": jax.random.normal(KEYS[0], (2, 64)),
-    "b": jax.random.normal(KEYS[1], (64, 64)) / 8,
-    "c": jax.random.normal(KEYS[0], (64, 1)) / 8,
-}
-DIRECTION = {name: jax.random.normal(KEYS[2], w.shape) / 100 for name, w in LAYERS.items()}
+LAYERS = {"a": normal(0, 2, 64), "b": normal(1, 64, 64, scale=1 / 8), "c": normal(2, 64, 1, scale=1 / 8)}
+DIRECTION = {name: normal(3, *w.shape, scale=1 / 100) for name, w in LAYERS.items()}
 TIMES = jnp.linspace(0, 1, 64)
 
 

@@ -19,12 +19,12 @@ from jmpscale.testing import assert_replicated, check_step
 
 import meshes
 import worker
+from arrays import normal
 
 # --- check_step ---
 
-KEYS = jax.random.split(jax.random.key(0), 4)
-X, Y = jax.random.normal(KEYS[0], (32, 8)), jax.random.normal(KEYS[1], (32, 1))
-PARAMS = {"inner": jax.random.normal(KEYS[2], (8, 16)) / 3, "outer": jax.random.normal(KEYS[3], (16, 1)) / 4}
+X, Y = normal(0, 32, 8), normal(1, 32, 1)
+PARAMS = {"inner": normal(2, 8, 16, scale=1 / 3), "outer": normal(3, 16, 1, scale=1 / 4)}
 ADAM = optax.adamw(1e-3)
 
 
