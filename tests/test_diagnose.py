@@ -239,6 +239,7 @@ def loop_with_own_bounds(w, x):
     return squared(h.astype(jnp.float32) @ w)
 
 
+@pytest.mark.full
 def test_loop_with_a_bound_for_each_example_is_entered():
     diagnosis = diagnose(loop_with_own_bounds, W, X)
     assert diagnosis.loss_float32 == pytest.approx(float(loop_with_own_bounds(W, X)), rel=0.01)

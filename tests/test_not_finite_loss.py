@@ -99,7 +99,7 @@ CASES = {
     **{f"{loss}, {forward}": (loss, "optax wrapper", forward) for loss in LOSSES for forward in FORWARD},
     **{f"{loss}, {step}": (loss, step, "autocast") for loss in ("hinge", "all gradients are masked") for step in STEPS},
 }
-DEFAULT = {"hinge, autocast", "ReLU, autocast", "all gradients are masked, functional API"}
+DEFAULT = {"hinge, autocast", "all gradients are masked, functional API"}
 
 
 @pytest.mark.filterwarnings("ignore:the .* is a constant of the compiled program")
@@ -183,8 +183,8 @@ def test_auxiliary_data_that_are_not_finite_change_no_gradient():
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
-@pytest.mark.parametrize("order", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.float64, marks=pytest.mark.full)])
+@pytest.mark.parametrize("order", [1, pytest.param(2, marks=pytest.mark.full), 3])
 def test_derivatives_of_a_finite_loss_keep_their_bits(order, dtype):
     def derivative(fun):
         for _ in range(order):
@@ -199,7 +199,7 @@ def test_derivatives_of_a_finite_loss_keep_their_bits(order, dtype):
     assert derivative(jmpscale.scaled_backward(lambda w: jnp.sin(w) * w, 2.0**10))(w) == expected / 2.0**10
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_loss_that_is_not_finite_on_one_device_skips_the_step_on_all(check_vma):
     """Under `shard_map`, each device has a loss of its own, and the gradients may be summed already."""
     mesh = meshes.make_mesh(data=2)

@@ -550,7 +550,7 @@ OTHERS = list(itertools.product(("jnp.nan_to_num", "never unscaled", "gradients 
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@_rows(WRONG, {"clip", "penalty"}, OTHERS)
+@_rows(WRONG, {"clip"}, OTHERS)
 def test_check_step_names_the_mistake(program, loss):
     create, words = WRONG[program]
     step, state = create(LOSSES[loss])
