@@ -15,6 +15,7 @@ from benchmarks import autocast, diagnosis, record, steps
 STUDIES = record.ROOT / "benchmarks" / "studies"
 OURS = ("functional", "functional, norm as check", "optax wrapper", "optax wrapper, max_norm")
 FIGURE = re.compile(r"-?\d[\d,.]*(?: to \d[\d,.]*)?(?=<!-- (?P<name>[^>]*) -->)")
+RESTORED = ("DynamicScale, statistics selected", "jmpscale, autocast")  # of benchmarks.studies.one_infinite_pixel
 H100 = "h100, 1 devices, {}, adamw, {}, gradients in float32"
 COMPILED = {  # the step, as the pages call it, and the name of its result
     "layers": H100.format("8 of 2048, batch 32", "float16"),
@@ -70,7 +71,8 @@ def _gpu(results):
         found[f"H100 {name}: added us"] = span([1000 * (ms[step] - ms["clipped"]) for step in OURS], "{:.0f}")
     for dtype in ("float32", "bfloat16"):
         found[f"H100 language model: {dtype} ms"] = f"{timed[f'language model, {dtype}']['bare']['ms']:.1f}"
-    return found
+    ratio = timed["language model, float32"]["bare"]["ms"] / timed["language model, float16"]["functional"]["ms"]
+    return found | {"H100 language model: float32 over functional": f"{ratio:.1f}"}
 
 
 def _cpu(results):
@@ -181,4 +183,7 @@ def _infinite_pixel():
             of_seeds = [run for run in runs if run["run"] == name and run["seed"] in seeds]
             found[f"pixel loss, {name}{when}"] = span([run["loss"] for run in of_seeds], "{:.3f}")
             found[f"pixel accuracy, {name}{when}"] = span([100 * run["accuracy"] for run in of_seeds], "{:.1f}")
+    restored = [run for run in runs if run["run"] in RESTORED and run["seed"] == 0]
+    found["pixel loss, restored, seed 0"] = span([run["loss"] for run in restored], "{:.3f}")
+    found["pixel accuracy, restored, seed 0"] = span([100 * run["accuracy"] for run in restored], "{:.1f}")
     return found

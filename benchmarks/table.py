@@ -137,15 +137,15 @@ def first_seed(study, key):
 
 
 def _batches(study):
-    """Returns the losses of the first seed, and the skips, by the tokens of the batch."""
+    """Returns the losses of the first seed, and the skips, by the number by which the loss is divided."""
     found = first_seed(study, "batch tokens")
     lines = []
     for tokens in sorted({tokens for tokens, _ in found}):
         losses = [f"{found[tokens, name]['loss']:.3f}" for name in VARIANTS]
         zero = f"{found[tokens, 'float16']['zero gradients']:.1%}"
         lines.append([f"2^{tokens.bit_length() - 1}", *losses, zero, str(found[tokens, VARIANTS[2]]["skipped"])])
-    scaled = ["float16 with jmpscale", "gradients that are zero in float16", "steps that jmpscale skips"]
-    return _table(["tokens of the batch", "float32", "float16", *scaled], lines) + _run(study, is_timed=False)
+    scaled = ["float16 with jmpscale", "zeros in the gradients, float16", "steps that jmpscale skips"]
+    return _table(["loss divided by", "float32", "float16", *scaled], lines) + _run(study, is_timed=False)
 
 
 def _table(head, lines):

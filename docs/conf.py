@@ -4,6 +4,7 @@ import enum
 import functools
 import html
 import inspect
+import itertools
 import pathlib
 import re
 import textwrap
@@ -67,6 +68,9 @@ if "Repository" in urls:  # the addresses have the form of GitHub's
     }
 html_extra_path = ["site_root"]  # an index.html that redirects to docs/index.html
 
+PRINTED = {"text", "myst-ansi"}  # the languages of outputs, on pages and in notebooks
+PRINTED_WIDTH = 100  # columns
+
 PUBLIC = {name: f"jmpscale.{name}" for name in jmpscale.__all__}
 for module in (jmpscale.testing, jmpscale.plots):
     for name in module.__all__:
@@ -122,6 +126,47 @@ class LinkNamesToTheApi(SphinxTransform):
                             for name in parameters.findall(addnodes.desc_sig_name)
                         }
         return names
+
+
+class WrapProseOutputs(SphinxTransform):
+    """Marks printed prose, whose lines wrap on narrow screens. Printed tables do not.
+
+    A block with prose and a table is divided into blocks without space between them.
+    """
+
+    default_priority = 500
+
+    def apply(self, **kwargs):
+        """Adds the classes `prose` and `joined` to the blocks."""
+        for block in list(self.document.findall(nodes.literal_block)):
+            if block.get("language") not in PRINTED:
+                continue
+            parts = []
+            for is_table, lines in itertools.groupby(
+                block.rawsource.rstrip("\n").split("\n"), key=is_row
+            ):
+                lines = list(lines)
+                text = "\n".join(lines) if is_table else unfilled(lines)
+                part = nodes.literal_block(text, text, **block.attributes)
+                part["classes"] = [*block["classes"], *["prose"] * (not is_table)]
+                part["classes"] += ["joined"] * bool(parts)
+                parts.append(part)
+            block.replace_self(parts)
+
+
+def is_row(line):
+    """Tests whether a printed line belongs to a table: it has a gap, or is indented."""
+    return bool(re.search(r"  ", line))
+
+
+def unfilled(lines):
+    """Returns printed lines as one text, without the breaks of `textwrap.fill`."""
+    text = lines[0]
+    for line, following in itertools.pairwise(lines):
+        word = following.partition(" ")[0]
+        is_filled = len(f"{line} {word}") > PRINTED_WIDTH
+        text += f"{' ' if is_filled else chr(10)}{following}"
+    return text
 
 
 def use_index_commands(app, docname, source):
@@ -217,6 +262,7 @@ def add_description(app, pagename, templatename, context, doctree):
 def setup(app):
     """Registers the transform and the conversions with Sphinx."""
     app.add_transform(LinkNamesToTheApi)
+    app.add_transform(WrapProseOutputs)
     app.connect("source-read", use_index_commands)
     app.connect("source-read", add_docstrings)
     app.connect("html-page-context", add_description)

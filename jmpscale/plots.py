@@ -1,4 +1,4 @@
-"""The plot of a diagnosis, with matplotlib (`pip install "jmpscale[plots]"`)."""
+"""Plots of a diagnosis, with matplotlib (`pip install "jmpscale[plots]"`)."""
 
 import itertools
 import math
@@ -8,24 +8,27 @@ from collections.abc import Sequence
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, NullLocator
 
 from jmpscale._base.options import requires_names
 from jmpscale._base.text import describe, format_percentage, format_scale, truncate
-from jmpscale._diagnosis.report import Diagnosis, DiagnosisRow, worst_first
+from jmpscale._diagnosis.report import Diagnosis, DiagnosisChange, DiagnosisRow, worst_first
 from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE
 
-__all__ = ["diagnosis"]
+__all__ = ["changes", "diagnosis"]
 
-GRAY, RED, BLUE, YELLOW = "#5c626b", "#d1495b", "#2a7f9e", "#e9b44c"
+GRAY, RED, BLUE, GREEN = "#5c626b", "#d1495b", "#2a7f9e", "#5aa469"
 COLORS = {  # of the bands
-    "underflow": GRAY,
-    "fit": YELLOW,
+    "too small": GRAY,
+    "fit": GREEN,
     "inaccurate": GRAY,
     "overflow": RED,
     "not finite": RED,
     "not run": RED,
 }
 NARROW = 0.12  # of the width of the axes
+LEGEND_DISTANCE = 3.8  # from the axes to the legend below the label of the axis, in font sizes
+MOST_ROWS, MOST_CHANGES, MOST_TICKS = 6, 12, 6
 LOWEST, HIGHEST = math.log2(SMALLEST_SCALE), math.log2(LARGEST_SCALE)
 
 
@@ -53,12 +56,9 @@ def diagnosis(diagnosis: Diagnosis, *, ax: Axes | None = None) -> Axes:
     >>> plots.diagnosis(diagnosis).get_xlabel()
     'loss scale'
     """
-    if not isinstance(diagnosis, Diagnosis):
-        raise TypeError(
-            f"diagnosis must be a Diagnosis, got {describe(diagnosis)}. Pass the result of diagnose(loss_fn)(...)."
-        )
+    _check_type(diagnosis, "diagnose(loss_fn)(...)")
     ax = plt.subplots(figsize=(8, 6), layout="constrained")[1] if ax is None else ax
-    rows = [row for row in worst_first(diagnosis.rows) if row.alone is not None][:6]
+    rows = [row for row in worst_first(diagnosis.rows) if row.alone is not None][:MOST_ROWS]
     if rows and (place := ax.get_subplotspec()):
         grid = place.subgridspec(2, 1, height_ratios=(3, 2))
         ax.set_subplotspec(grid[0])
@@ -66,6 +66,62 @@ def diagnosis(diagnosis: Diagnosis, *, ax: Axes | None = None) -> Axes:
     _plot_scales(diagnosis, ax)
     ax.set_title(textwrap.fill(diagnosis.summary.partition(". ")[0].removesuffix("."), 52) + "\n")
     return ax
+
+
+@requires_names
+def changes(diagnosis: Diagnosis, *, ax: Axes | None = None) -> Axes:
+    """Plots the error of each change that a training step makes: of the leaves of its state, and of other results.
+
+    Args:
+      diagnosis: the result of `jmpscale.diagnose_step(train_step)(...)`.
+      ax: matplotlib axes, by default new ones.
+
+    Returns:
+      The axes, with a bar for each of the 12 changes with the largest errors, in the order of the errors. At 100%, the
+      whole change is lost. Bars of leaves and results in half precision are red.
+
+    Raises:
+      TypeError: `diagnosis` is not a `Diagnosis`.
+      ValueError: the diagnosis has no changes: it is a diagnosis of a loss function, or half precision changes the
+        step only through its gradients.
+
+    >>> import jax.numpy as jnp
+    >>> import jmpscale
+    >>> from jmpscale import plots
+    >>> step = lambda w, grads: w - 1e-3 * grads
+    >>> half = jnp.ones(3, jnp.bfloat16)
+    >>> diagnosis = jmpscale.diagnose_step(step)(half, half)
+    >>> [text.get_text().strip() for text in plots.changes(diagnosis).texts]
+    ['w, bfloat16: 100%']
+    """
+    _check_type(diagnosis, "diagnose_step(train_step)(...)")
+    if not diagnosis.changes:
+        raise ValueError(
+            "diagnosis must have changes, got none. diagnose_step measures them, unless half precision changes the "
+            "step only through its gradients."
+        )
+    shown = sorted(diagnosis.changes, key=lambda change: -change.error)[:MOST_CHANGES]
+    height = 1.2 + 0.45 * len(shown)  # inches
+    ax = plt.subplots(figsize=(8, height), layout="constrained")[1] if ax is None else ax
+    errors = np.array([change.error for change in shown])
+    largest = max(1.0, errors[np.isfinite(errors)].max(initial=0.0))
+    ax.set(xlim=(0, largest), xlabel="error of the change (100%: it is lost)")
+    ax.xaxis.set_major_formatter(_write_percentage)
+    labels = [f"{truncate(change.name, 50)}, {change.dtype}" for change in shown]
+    colors = [RED if _is_half(change) else BLUE for change in shown]
+    _plot_bars(ax, labels, errors, colors)
+    if RED in colors:
+        ax.set_ylabel("red: in half precision", color=RED)
+    return ax
+
+
+def _check_type(diagnosis: object, call: str) -> None:
+    if not isinstance(diagnosis, Diagnosis):
+        raise TypeError(f"diagnosis must be a Diagnosis, got {describe(diagnosis)}. Pass the result of {call}.")
+
+
+def _is_half(change: DiagnosisChange) -> bool:
+    return change.dtype in ("float16", "bfloat16")
 
 
 def _plot_scales(diagnosis: Diagnosis, ax: Axes) -> None:
@@ -81,8 +137,12 @@ def _plot_scales(diagnosis: Diagnosis, ax: Axes) -> None:
         line = ax.axvline(scale, color="black", linestyle=style, label=label)
         ax.plot([scale] * len(points), points, color=line.get_color(), marker="o", markersize=8, clip_on=False)
     ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_locator(LogLocator(base=2, numticks=MOST_TICKS))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(lambda scale, _: format_scale(scale))
     ax.set(xlabel="loss scale", ylabel="error of the gradients")
-    ax.legend(fontsize="small")
+    # Below the axes it hides nothing.
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=LEGEND_DISTANCE, fontsize="small")
 
 
 def _label(scale: float, error: float | None, *, is_present: bool) -> str:
@@ -129,28 +189,39 @@ def _band(diagnosis: Diagnosis, scale: float, error: float) -> str:
         return "overflow" if any(smaller) else "not finite"
     if not diagnosis.fitting_scales or scale > diagnosis.fitting_scales[1]:
         return "inaccurate"
-    return "underflow" if scale < diagnosis.fitting_scales[0] else "fit"
+    return "too small" if scale < diagnosis.fitting_scales[0] else "fit"
 
 
 def _plot_rows(rows: Sequence[DiagnosisRow], ax: Axes) -> None:
     alone = np.array([row.alone for row in rows])
-    low, high = _set_error_axis(ax, "x", alone)
+    _set_error_axis(ax, "x", alone)
+    ax.set_xlabel("error with only this line in half precision")
     colors = [RED if row.in_lines else BLUE for row in rows]
-    ax.barh(range(len(rows)), np.clip(alone, low, high), color=colors, alpha=0.5)
-    for i, row in enumerate(rows):
-        ax.text(low, i, f" {truncate(row.line, 50)}, {row.pass_}: {_format_error(alone[i])}", va="center")
-    ax.set(ylim=(len(rows) - 0.5, -0.5), yticks=[], xlabel="error with only this line in half precision")
+    _plot_bars(ax, [f"{truncate(row.line, 50)}, {row.pass_}" for row in rows], alone, colors)
     if RED in colors:
         ax.set_ylabel("red: needs float32", color=RED)
+
+
+def _plot_bars(ax: Axes, labels: Sequence[str], errors: np.ndarray, colors: Sequence[str]) -> None:
+    """Plots a thin bar for each error, below its label."""
+    low, high = ax.get_xlim()
+    ax.barh(np.arange(len(errors)) + 0.25, np.clip(errors, low, high) - low, left=low, height=0.3, color=colors)
+    for i, (label, error) in enumerate(zip(labels, errors, strict=True)):
+        ax.text(low, i - 0.1, f" {label}: {_format_error(error)}", va="center")
+    ax.set(ylim=(len(errors) - 0.5, -0.5), yticks=[])
 
 
 def _format_error(error: float) -> str:
     return format_percentage(error).replace("inf", "not finite")
 
 
+def _write_percentage(error: float, _position: float) -> str:
+    return f"{100 * error:g}%"
+
+
 def _set_error_axis(ax: Axes, name: str, errors: np.ndarray) -> tuple[float, float]:
     shown = errors[np.isfinite(errors) & (errors > 1e-5)]
     limits = shown.min(initial=1e-3) / 2, 2 * shown.max(initial=1.0)
     ax.set(**{f"{name}scale": "log", f"{name}lim": limits})
-    getattr(ax, f"{name}axis").set_major_formatter(lambda error, _: f"{100 * error:g}%")
+    getattr(ax, f"{name}axis").set_major_formatter(_write_percentage)
     return limits

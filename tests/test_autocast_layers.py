@@ -5,6 +5,7 @@ attention, recurrence, statistics, random streams, rematerialization, shared and
 """
 
 import functools
+import types
 
 import equinox as eqx
 import flax.linen as nn
@@ -17,6 +18,7 @@ from flax import nnx
 
 import jmpscale
 
+import pages
 import precision
 from compiling import FAST
 from precision import assert_close, assert_half, assert_norms_close
@@ -268,3 +270,25 @@ def test_autocast_runs_a_vector_field_in_half_precision():
         return jax.jit(jax.grad(loss_fn), **FAST)(weights)
 
     assert_norms_close(gradients(jmpscale.autocast), gradients(lambda fun: fun), rtol=1e-2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("adjoint", ["RecursiveCheckpointAdjoint", "BacksolveAdjoint"])
+def test_vector_field_of_the_page_has_gradients_with_each_adjoint(adjoint):
+    """With autocast around the module, Equinox warns that no parameter is trained, and BacksolveAdjoint fails."""
+    diffrax = pytest.importorskip("diffrax", reason="only installed by nox")
+    (code,) = (code for _, code, _ in pages.blocks("guides/autocast") if "VectorField" in code)
+
+    def loss_fn(field):
+        solver, start, method = diffrax.Euler(), jnp.linspace(-1, 1, 8), getattr(diffrax, adjoint)()
+        solution = diffrax.diffeqsolve(diffrax.ODETerm(field), solver, 0.0, 1.0, 0.25, start, adjoint=method)
+        return mean_square(solution.ys)
+
+    def gradients(autocast):
+        names = {"jax": jax, "jmpscale": types.SimpleNamespace(autocast=autocast)}
+        pages.run(code, names)
+        return jax.tree.leaves(eqx.filter_grad(loss_fn)(names["field"]))
+
+    half, expected = gradients(jmpscale.autocast), gradients(lambda fun: fun)
+    assert_norms_close(half, expected, rtol=1e-2)
+    assert not all(map(np.array_equal, half, expected))

@@ -216,6 +216,56 @@ def counter(state, batch):
     return {"params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads), "count": count}, loss
 
 
+def compensated(params, lost, batch):
+    """Kahan summation."""
+    loss, grads = jax.value_and_grad(regression)(params, batch)
+    change = jax.tree.map(lambda g, c: B(-1e-3) * g - c, grads, lost)
+    new = jax.tree.map(lambda p, u: p + u, params, change)
+    return new, jax.tree.map(lambda n, p, u: (n - p) - u, new, params, change), loss
+
+
+def in_halves(high, low, batch):
+    """Parameters that are stored as a sum of two."""
+    params = jax.tree.map(lambda x, y: x.astype(F) + y.astype(F), high, low)
+    loss, grads = jax.value_and_grad(regression)(params, batch)
+    new = jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads)
+    high = jax.tree.map(lambda p: p.astype(B), new)
+    return high, jax.tree.map(lambda p, x: (p - x.astype(F)).astype(B), new, high), loss
+
+
+def error_feedback(params, error, batch):
+    """Gradients that are sent in bfloat16; what rounding removes is added to the next ones."""
+    loss, grads = jax.value_and_grad(regression)(params, batch)
+    exact = jax.tree.map(jnp.add, grads, error)
+    sent = jmpscale.cast(exact, B)
+    error = jax.tree.map(lambda x, y: x - y.astype(F), exact, sent)
+    return jax.tree.map(lambda p, g: p - 0.1 * g.astype(F), params, sent), error, loss
+
+
+def noisy(width):
+    """Stochastic rounding, if noise is as wide as the distance between two numbers of bfloat16."""
+
+    def noise(key, x):
+        last_place = jnp.exp2(jnp.floor(jnp.log2(jnp.abs(x) + 1e-30)) - 7)
+        return width * last_place * (jax.random.uniform(key, x.shape) - 0.5)
+
+    def step(params, key, batch):
+        loss, grads = jax.value_and_grad(regression)(params, batch)
+        key, draw = jax.random.split(key)
+        new = jax.tree.map(lambda p, g: p - 1e-3 * g.astype(F), params, grads)
+        return jax.tree.map(lambda p: (p + noise(draw, p)).astype(B), new), key, loss  # fault
+
+    return step
+
+
+def momentum_and_decay(params, momentum, batch):
+    """Each of two leaves reads the other one, but does not take what rounding removes."""
+    loss, grads = jax.value_and_grad(regression)(params, batch)
+    momentum = jax.tree.map(lambda m, g, p: B(0.9) * m + g + B(1e-4) * p, momentum, grads, params)
+    return jax.tree.map(lambda p, m: p - B(1e-3) * m, params, momentum), momentum, loss  # fault
+
+
+ZEROS = jax.tree.map(jnp.zeros_like, parameters(B))
 SAME_BATCH = jax.tree.map(lambda x: np.broadcast_to(x, (600, *x.shape))[:, :4], BATCH)
 ADAM = optax.adam(1e-4)
 NEAR = jax.tree.map(lambda p: (p + 0.02 * normal(8, *p.shape)).astype(B), parameters())
@@ -234,10 +284,12 @@ FAULTS = {  # a step, its arguments, the name of the leaf or result, and its dty
     "recurrent state": (recurrent, (parameters(), {"h": jnp.ones(16, B)}, BATCH), "state['h']", B),
     "counter": (counter, ({"params": parameters(), "count": jnp.array(256, B)}, BATCH), "state['count']", B),
     "result": (ratio, (parameters(), BATCH), "result[1]['ratio']", None),
+    "momentum and decay": (momentum_and_decay, (parameters(B), ZEROS, BATCH), "params['", B),
+    "narrow noise": (noisy(0.1), (parameters(B), jax.random.key(0), BATCH), "params['", B),
 }
 
 
-@pytest.mark.parametrize("name", names(FAULTS, default={"parameters", "recurrent state"}))
+@pytest.mark.parametrize("name", names(FAULTS, default={"parameters", "recurrent state", "momentum and decay"}))
 def test_diagnose_step_names_the_leaf_and_the_line_of_an_update_that_loses_digits(name):
     step, args, leaf, dtype = FAULTS[name]
     diagnosis = jmpscale.diagnose_step(jax.jit(step))(*args)
@@ -267,10 +319,15 @@ HEALTHY = {
         (parameters(), optax.adam(1e-4, mu_dtype=B).init(parameters()), BATCH),
     ),
     "average of 0.9": (averaged(0.9), (parameters(), NEAR, BATCH)),
+    "Kahan summation": (compensated, (parameters(B), ZEROS, BATCH)),
+    "two halves": (in_halves, (parameters(B), ZEROS, BATCH)),
+    "error feedback": (error_feedback, (parameters(), jax.tree.map(jnp.zeros_like, parameters()), BATCH)),
+    "stochastic rounding": (noisy(1.0), (parameters(B), jax.random.key(0), BATCH)),
+    "stochastic rounding, key of integers": (noisy(1.0), (parameters(B), jax.random.PRNGKey(0), BATCH)),
 }
 
 
-@pytest.mark.parametrize("name", names(HEALTHY, default={"masters"}))
+@pytest.mark.parametrize("name", names(HEALTHY, default={"masters", "Kahan summation", "stochastic rounding"}))
 def test_diagnose_step_of_a_healthy_step_says_one_sentence(name):
     step, args = HEALTHY[name]
     diagnosis = jmpscale.diagnose_step(jax.jit(step))(*args)
@@ -320,6 +377,15 @@ def test_diagnose_step_without_a_scaler_says_to_scale_a_loss_whose_gradients_und
     assert "Scale the loss, with jmpscale.value_and_grad and a scaler, or by a larger number if" in summary
 
 
+def test_diagnose_step_names_a_leaf_that_changes_only_as_written():
+    def step(state, x):
+        return state * 3 / 3, x.mean()
+
+    state = 1 + jnp.arange(64, dtype=B) / 128
+    summary = jmpscale.diagnose_step(step)(state, jnp.ones(4)).summary
+    assert summary.startswith("The step changes state, and does not in float32: keep it in float32, not bfloat16. ")
+
+
 def test_diagnose_step_without_a_gradient_compares_the_update():
     def step(state, x):
         return state * B(0.999) + B(0.001) * x.astype(B), x.mean()
@@ -357,6 +423,17 @@ def test_diagnose_step_names_an_average_that_will_stop_moving_at_the_first_step(
         "state['nu']['a'] (and 1 other leaf) will stop moving: it is an average in bfloat16 with a "
     )
     assert "will stop moving" not in jmpscale.diagnose_step(bfloat16_average(0.99, form))(state, BATCH).summary
+
+
+def test_diagnose_step_names_an_average_that_will_stop_moving_in_a_loop():
+    step = bfloat16_average(0.999, "sum")
+    state = {"params": parameters(), "nu": ZEROS}
+
+    def run(state, batches):
+        return jax.lax.scan(step, state, batches)
+
+    summary = jmpscale.diagnose_step(run)(state, jax.tree.map(lambda x: jnp.stack([x, x]), BATCH)).summary
+    assert "state['nu']['a'] (and 1 other leaf) will stop moving: it is an average in bfloat16 with a decay " in summary
 
 
 @pytest.mark.full

@@ -7,6 +7,8 @@ import math
 import re
 
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
 import jmpscale
@@ -18,7 +20,9 @@ pytestmark = pytest.mark.usefixtures("standard_promotion", "nothing_scaled")
 
 README = (pages.DOCS.parent / "README.md").read_text()
 README_BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
-README_PYTHON, README_TEXTS = ([x for language, x in README_BLOCKS if language == kind] for kind in ("python", "text"))
+README_PYTHON, README_TEXTS, README_PY = (
+    [x for language, x in README_BLOCKS if language == kind] for kind in ("python", "text", "py")
+)
 [README_PROGRAM] = (code for code in README_PYTHON if "RunMonitor" in code)
 # The overview does not show the program that it changes. `tests/frameworks` runs the programs after the changes on the
 # pages on frameworks, and `test_common_mistakes.py` the page on mistakes.
@@ -44,7 +48,7 @@ def test_readme_program_needs_loss_scaling():
     """The sentences below the program compare it with float32 and with float16 without loss scaling."""
     program, output = README_PROGRAM, README_TEXTS[1]
     [higher] = map(float, re.findall(r"the loss ends (\d\.\d) nats higher", README))
-    changes = {"@jmpscale.autocast\n": "", "jmpscale.dynamic()": "jmpscale.disabled()"}
+    changes = {"@jmpscale.autocast\n": "", "optax.adam(5e-3))": "optax.adam(5e-3), jmpscale.disabled())"}
     assert all(program.count(line) == 1 for line in changes)
     without = [program.replace(*change) for change in changes.items()]
     float32, float16 = (pages.run(code, {"__name__": "README.md"})[-1] for code in without)
@@ -89,7 +93,7 @@ def test_monitor_of_the_readme_raises_if_most_steps_are_skipped(every, skips):
 FORGOTTEN = {  # a changed line of the README's program, the original line, and the type and start of the message
     "autocast": ("@jmpscale.autocast\n", "", None, None),  # a program in float32
     "with_loss_scaling": (
-        "tx = jmpscale.with_loss_scaling(optax.adam(5e-3), jmpscale.dynamic())",
+        "tx = jmpscale.with_loss_scaling(optax.adam(5e-3))",
         "tx = optax.adam(5e-3)",
         ValueError,
         "scaler must contain exactly one ScalerState, found 0",
@@ -114,6 +118,31 @@ def test_readme_program_reports_a_forgotten_line(forgotten):
     program = program.replace(new, old).replace("range(90)", "range(2)")
     with pytest.raises(kind, match=message) if kind else contextlib.nullcontext():  # warnings are errors
         pages.run(program + check, {"__name__": "README.md"})
+
+
+@pytest.mark.parametrize(("size", "skips"), [(0.1, 0), pytest.param(30.0, 1, id="2^16 is too large")])
+def test_scaler_that_the_readme_advises_skips_no_first_step(size, skips):
+    """Runs the lines below the diff; `skips` is what the default scale does to the first step."""
+
+    def loss_fn(params, batch):
+        return jnp.square(batch @ params).mean()
+
+    def train_step(params, opt_state, batch):
+        loss, grads = jmpscale.value_and_grad(jmpscale.autocast(loss_fn))(opt_state, params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+        return params + updates, opt_state, loss
+
+    def skips_of_first_step(opt_state):
+        return jmpscale.get_scaler(train_step(params, opt_state, batch)[1]).total_skips
+
+    tx = jmpscale.with_loss_scaling(optax.adam(1e-3))
+    params, batch = jnp.ones((8, 1)), jnp.full((8, 8), size / 8)
+    default = tx.init(params)
+    assert skips_of_first_step(default) == skips
+    namespace = {"train_step": train_step, "params": params, "opt_state": default, "batch": batch, "jmpscale": jmpscale}
+    pages.run(*README_PY, namespace)
+    assert (namespace["opt_state"] is default) == (skips == 0)
+    assert skips_of_first_step(namespace["opt_state"]) == 0
 
 
 def test_links_are_found_and_broken_links_do_not_resolve():
@@ -219,6 +248,21 @@ def test_program_runs_after_a_diff(page, diff):
     for heading, code in [*blocks[:last], (blocks[last][0], changed[last])]:
         losses = run_block(code, f"docs/{page}.md, {heading!r}", namespace)
     assert len(losses) >= MIN_TRAINING_STEPS, "the changed block does not train"
+
+
+@pytest.mark.full
+def test_recurrent_state_that_is_not_gated_keeps_every_later_step_from_being_applied():
+    """So the page on a loop of one's own says of its first program, and that check_step names the state."""
+    (_, program, _), (_, check, _), *_ = pages.blocks("guides/your_own_loop")
+    line = "state = jmpscale.select_tree(applied, new_state, state)"
+    assert program.count(line) == 1
+    program = program.replace(line, "state = new_state")
+    with pytest.raises(FloatingPointError, match="51 consecutive steps were skipped"):
+        pages.run(program, {"__name__": "your_own_loop.md"})
+    namespace = {"__name__": "your_own_loop.md"}
+    pages.run(program.replace("range(200)", "range(20)"), namespace)
+    with pytest.raises(AssertionError, match=r"skipped step changed state\['hidden'\]"):
+        pages.run(check, namespace)
 
 
 WIDTH = 100  # characters of output or of a notebook's code that the site shows without a scroll bar

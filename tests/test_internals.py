@@ -1,9 +1,11 @@
-"""Names that JAX, optax and Flax give to their own objects, and that the package compares: a new name fails here.
+"""What the package knows of the insides of JAX, XLA, optax and Flax: a change there fails here.
 
-Otherwise an operation, a callback, an average or a scale of an fp8 layer would silently be treated like any other.
+Otherwise an operation, a callback, an average or a scale of an fp8 layer would silently be treated like any other, a
+check would have no fault to plant, or a diagnosis nothing to observe.
 """
 
 import functools
+import weakref
 
 import flax.linen as nn
 import jax
@@ -13,14 +15,19 @@ import optax
 import pytest
 from flax.linen import fp8_ops
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jmpscale
 from jmpscale._base.frameworks import averages_of_gradients
 from jmpscale._base.jaxpr import equations
+from jmpscale._diagnosis.blocks import Block, BlockProgram
 from jmpscale._diagnosis.operations import _MOVES
 from jmpscale._diagnosis.repeatable import _CALLBACKS, _NEW_REFS
+from jmpscale._diagnosis.trace_again import find_kept_matmuls
+from jmpscale._interpreter.compile import compiled
+from jmpscale.testing._faults import Faults
 
 import meshes
 
@@ -153,3 +160,71 @@ def test_statistics_of_fp8_layers_have_the_names_of_flax(layer):
         assert len(jax.tree.leaves(after)) >= 6  # three pairs of a scale and a history
         jax.tree.map(np.testing.assert_array_equal, after, statistics)
     np.testing.assert_array_equal(unscale(variables)["params"]["kernel"], variables["params"]["kernel"] / 4)
+
+
+# --- objects and options ---
+
+
+def test_jaxprs_are_keys_by_identity_and_their_equations_stay_the_same():
+    """`autocast` remembers jaxprs in a weak dictionary, and tools know equations by their identity."""
+    inner = jax.jit(jnp.sin)
+    closed, equal = (jax.make_jaxpr(lambda x: (inner(x), inner(x)))(X) for _ in range(2))
+    for one, other in ((closed, equal), (closed.jaxpr, equal.jaxpr)):
+        assert one != other
+        assert weakref.WeakKeyDictionary({one: 1})[one] == 1
+    first, second = closed.jaxpr.eqns
+    assert [first, second] == [eqn for eqn, _ in equations(closed.jaxpr, ())]
+    assert first.params["jaxpr"] is second.params["jaxpr"], "a compiled function has one jaxpr in all of its calls"
+    assert weakref.ref(first.params["jaxpr"])
+
+
+def test_new_scope_traces_functions_that_jax_has_traced():
+    traced = []
+
+    @jax.jit
+    def compiled_before(x):
+        traced.append(x)
+        return x
+
+    jax.make_jaxpr(compiled_before)(X)
+    for count in (2, 3):
+        find_kept_matmuls(lambda axes: jax.make_jaxpr(compiled_before, axis_env=list(axes))(X))
+        assert len(traced) == count
+
+
+def test_check_step_finds_the_gradients_that_a_compiled_function_unscales():
+    grads = {"a": X, "b": X[0]}
+    program = jax.make_jaxpr(jax.jit(lambda scaler: jmpscale.unscale(scaler, grads)))(jmpscale.dynamic())
+    assert Faults(program).count == 2
+
+
+def _key(fun):
+    """Returns the key of the only block of a small program."""
+    [block] = BlockProgram(jax.make_jaxpr(fun)(X).jaxpr).blocks
+    return Block.key(block)
+
+
+def test_key_of_a_block_depends_on_the_context_of_an_equation():
+    def with_metadata(value):
+        def fun(x):
+            with set_xla_metadata(value=value):
+                return jnp.sin(x)
+
+        return fun
+
+    one, equal, other = (_key(with_metadata(value)) for value in (1, 1, 2))
+    assert hash(one) == hash(equal)
+    assert one == equal != other
+
+
+@pytest.mark.parametrize("optimize", [False, True])
+def test_compiled_program_rounds_each_result(optimize):
+    """The options of XLA have the expected names and meaning: by default XLA on CPU keeps excess precision here."""
+    x = jnp.array(1 + 2**-7, jnp.bfloat16)
+    square = compiled(lambda x: (x * x).astype(jnp.float32), optimize=optimize)
+    assert float(square(x)) == 1 + 2**-6  # exactly 1 + 2^-6 + 2^-14
+
+
+def test_unknown_option_of_xla_raises_the_expected_error():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        jax.jit(jnp.sin, compiler_options={"xla_option_that_does_not_exist": True})(X)

@@ -63,7 +63,7 @@ def test_diagnosis_shows_the_errors_and_why_scales_do_not_fit():
     assert 0 < bottom < 0.01
     points = [(2**-2, 0.5), (2**4, 0.01), (2**12, bottom), (2**15, 0.01), (2**20, math.inf)]
     assert curve.get_xydata().tolist() == [list(point) for point in points]
-    assert _bands(ax) == {"underflow": (-6, 1), "fit": (1, 17.5), "overflow": (17.5, 21)}
+    assert _bands(ax) == {"too small": (-6, 1), "fit": (1, 17.5), "overflow": (17.5, 21)}
     assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
     assert ax.get_title().strip() == "Loss scales from 2^4 to 2^15 fit; yours is 2^12"
 
@@ -97,7 +97,7 @@ def test_diagnosis_marks_the_present_scale_and_a_scale_of_1(name):
 BANDS = {  # changes of the diagnosis, and the bands
     "nothing overflows": (
         {"scale_errors": ((1.0, 0.0), (2.0**15, 0.0))},
-        {"underflow": (-6, 7.5), "fit": (7.5, 21)},
+        {"too small": (-6, 7.5), "fit": (7.5, 21)},
     ),
     "no smaller scale": ({"scale_errors": ((2.0**4, 0.0), (2.0**15, 0.0))}, {"fit": (-6, 21)}),
     "overflow from 1": (
@@ -133,6 +133,22 @@ def test_diagnosis_writes_the_name_of_a_narrow_band_upright():
     assert {text.get_text(): text.get_rotation() for text in texts} == {"fit": 0, "inaccurate": 90, "overflow": 0}
 
 
+def test_diagnosis_writes_powers_of_two_alike_and_hides_nothing():
+    ax = plots.diagnosis(_diagnosis())
+    ax.figure.canvas.draw()
+    ticks = [text.get_text() for text in ax.get_xticklabels()]
+    assert 3 <= len(ticks) <= 8
+    assert all(label == f"2^{math.log2(tick):g}" for label, tick in zip(ticks, ax.get_xticks(), strict=True))
+    assert not ax.get_legend().get_window_extent().overlaps(ax.get_window_extent())
+    assert ax.xaxis.label.get_window_extent().y0 > ax.get_legend().get_window_extent().y1
+
+
+def _assert_labels_above_bars(ax):
+    """The labels have the order of the bars, and cover none of them."""
+    for i, (text, bar) in enumerate(zip(ax.texts, ax.patches, strict=True)):
+        assert i - 0.5 < text.get_position()[1] < bar.get_y() < bar.get_y() + bar.get_height() < i + 0.5
+
+
 def test_diagnosis_shows_the_worst_lines():
     rows = [_row(f"line {i}", 0.01 * i) for i in range(7)]
     rows += [_row("infinite", math.inf), _row("wrong", 0.02, pass_="backward", in_lines=True)]
@@ -147,7 +163,9 @@ def test_diagnosis_shows_the_worst_lines():
         "line 4, forward: 4%",
         "line 3, forward: 3%",
     ]
-    assert [bar.get_width() for bar in lower.patches] == [0.02, lower.get_xlim()[1], 0.06, 0.05, 0.04, 0.03]
+    ends = [bar.get_x() + bar.get_width() for bar in lower.patches]
+    assert ends == pytest.approx([0.02, lower.get_xlim()[1], 0.06, 0.05, 0.04, 0.03])
+    _assert_labels_above_bars(lower)
     red, *others = [bar.get_facecolor() for bar in lower.patches]
     assert set(others) == {others[0]} != {red}
     assert lower.get_ylabel() == "red: needs float32"
@@ -166,3 +184,44 @@ def test_diagnosis_in_axes_without_a_grid_shows_no_lines():
 def test_diagnosis_of_something_else_raises():
     with pytest.raises(TypeError, match=r"^diagnosis must be a Diagnosis, got 3\. Pass the result of diagnose"):
         plots.diagnosis(3)
+
+
+def _changes(*errors, dtype="bfloat16"):
+    return tuple(jmpscale.DiagnosisChange(f"params['{error}']", dtype, True, error) for error in errors)
+
+
+def test_changes_shows_the_worst_changes_first():
+    given = plt.subplots()[1]
+    ax = plots.changes(_diagnosis(changes=_changes(0.1, 0.9) + _changes(0.3, dtype="float32")), ax=given)
+    assert ax is given
+    assert [text.get_text().strip() for text in ax.texts] == [
+        "params['0.9'], bfloat16: 90%",
+        "params['0.3'], float32: 30%",
+        "params['0.1'], bfloat16: 10%",
+    ]
+    assert [bar.get_width() for bar in ax.patches] == pytest.approx([0.9, 0.3, 0.1])
+    _assert_labels_above_bars(ax)
+    red, blue, also_red = [bar.get_facecolor() for bar in ax.patches]
+    assert red == also_red != blue
+    assert ax.get_ylabel() == "red: in half precision"
+    assert (ax.get_xlim(), ax.get_ylim()) == ((0, 1), (2.5, -0.5))
+
+
+def test_changes_shows_large_errors_at_the_edge():
+    ax = plots.changes(_diagnosis(changes=_changes(3.0, math.inf, dtype="float32")))
+    assert ax.texts[0].get_text().strip() == "params['inf'], float32: not finite"
+    assert [bar.get_width() for bar in ax.patches] == [3, 3]
+    assert not ax.get_ylabel()
+
+
+def test_changes_shows_at_most_twelve():
+    ax = plots.changes(_diagnosis(changes=_changes(*np.arange(20) / 20)))
+    assert len(ax.patches) == 12
+    assert ax.patches[-1].get_width() == pytest.approx(8 / 20)
+
+
+def test_changes_of_something_else_raises():
+    with pytest.raises(TypeError, match=r"^diagnosis must be a Diagnosis, got 3\. Pass the result of diagnose_step"):
+        plots.changes(3)
+    with pytest.raises(ValueError, match=r"^diagnosis must have changes, got none\."):
+        plots.changes(_diagnosis())

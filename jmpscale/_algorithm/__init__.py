@@ -1,1 +1,1 @@
-"""The algorithm of loss scaling, which neither raises nor warns: its guards do."""
+"""The algorithm of loss scaling. Its text neither raises nor warns: its guards do."""

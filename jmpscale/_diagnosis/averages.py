@@ -75,7 +75,9 @@ def _number(x: Any) -> float | None:
 def _times(labels: flow.Labels, factor: float | None, *, counts: bool = True) -> flow.Labels:
     if factor is None:
         return flow.NONE
-    return frozenset(_Term(x.leaf, x.factor * factor, x.is_multiplied or counts) for x in labels)
+    # What is multiplied twice is multiplied in each iteration of a loop, of which the first one shows the decay.
+    kept = [x for x in labels if not (x.is_multiplied and counts)]
+    return frozenset(_Term(x.leaf, x.factor * factor, x.is_multiplied or counts) for x in kept)
 
 
 def _decay(terms: Sequence[_Term]) -> float | None:

@@ -133,7 +133,7 @@ def first_equations(digests: Sequence[int], window: int) -> list[int]:
 
 def _digest(equation: Equation) -> int:
     """Returns a number that depends on an equation, and is the same in all processes of a program."""
-    types = [getattr(x, "str_short", x.__str__)() for x in map(type_of, (*equation.eqn.invars, *equation.eqn.outvars))]
+    types = [str(type_of(x)) for x in (*equation.eqn.invars, *equation.eqn.outvars)]
     return zlib.crc32(repr((equation.eqn.primitive.name, types)).encode())
 
 

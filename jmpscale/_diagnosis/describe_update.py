@@ -49,11 +49,14 @@ def _what(worst: Change, update: Update) -> str:
     others = f" (and {count} other {noun if count == 1 else plural})" if count else ""
     if worst.result.old is None:
         if math.isinf(worst.error):
-            return f"The result {name}{others} is not finite, but is in float32"
+            expected = "zero" if worst.is_finite_as_written else "finite"
+            return f"The result {name}{others} is not {expected}, but is in float32"
         return f"The result {name}{others} differs from float32 {by(worst.error)}"
     subject = "Even with the right gradients, the update" if worst.result.is_gradient_led else "The step"
-    if math.isinf(worst.error):
+    if not worst.is_finite_as_written:
         return f"{subject} makes {name}{others} infinite or NaN"
+    if math.isinf(worst.error):
+        return f"{subject} changes {name}{others}, and does not in float32"
     if worst.lost > LOST:
         return f"{subject} loses {format_percentage(min(worst.lost, 1.0))} of the change of {name}{others}"
     prefix = "Even with the right gradients, the" if worst.result.is_gradient_led else "The"

@@ -141,16 +141,16 @@ class Forms:
     """The two forms of a program that trials run, each compiled once."""
 
     def __init__(self, program: Program) -> None:
-        self._program = program
+        self.program = program
 
     @functools.cached_property
     def precision(self) -> ModalProgram:
-        return ModalProgram(self._program, PRECISION)
+        return ModalProgram(self.program, PRECISION)
 
     @functools.cached_property
     def recording(self) -> ModalProgram:
         """A separate program, because the other runs need no statistics, which can take most of the time of a run."""
-        return ModalProgram(self._program, RECORD)
+        return ModalProgram(self.program, RECORD)
 
 
 class _ModalOperation(NamedTuple):

@@ -33,6 +33,8 @@ class Result(NamedTuple):
     dtype: np.dtype
     old: Any = None  # the value before the step; None if the result is not the new value of a leaf of the state
     is_gradient_led: bool = False  # whether it depends on a gradient
+    partners: tuple[str, ...] = ()  # other leaves of its shape, if the update of each of the two reads the other one
+    is_random: bool = False  # whether its update reads random numbers
 
 
 class Leaf(NamedTuple):

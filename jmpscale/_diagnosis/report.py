@@ -73,7 +73,9 @@ class DiagnosisChange:
       error: the L2 norm of the difference between its change and the change that an update in float32 makes, with the
         same gradients, relative to the norm of that change. A leaf to which no gradient leads, such as a running mean,
         is compared with the whole step in float32; a result is compared by its value. Infinite if a value is finite in
-        float32 only.
+        float32 only, or changes in half precision only. Leaves of which one takes what rounding removes from the other
+        one, as in Kahan summation, are compared as a pair; a leaf that holds nothing else has the error 0. The error of
+        a leaf that is rounded at random is the systematic one.
     """
 
     name: str

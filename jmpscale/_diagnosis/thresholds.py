@@ -62,6 +62,13 @@ NOISE_OF_CHANGE = 2.0**-21
 # The part of a change from which on the summary says that it is lost.
 LOST = 0.5
 
+# The errors of two leaves cancel if their sum is below this fraction of each: it is 0.2% in Kahan summation, whereas
+# errors of parameters and their momentum in bfloat16 are independent.
+CANCELS = 0.25
+# A change is made at random if the error of its mean over so many draws is below this fraction of the error of one
+# draw: it is 25% then, and 100% of a change that is always lost.
+DRAWS, IS_RANDOM = 16, 0.5
+
 # An average in half precision never shrinks if 1 - decay is below this part of the distance from 1 to the next number
 # of its dtype: relative to them, the distance between two numbers is at least half of it, and rounding loses half.
 STALLED = 0.25

@@ -17,6 +17,7 @@ from jmpscale._base.tree import PyTree, check_no_refs, is_real, named_leaves
 from jmpscale._diagnosis import flow
 from jmpscale._diagnosis.averages import Average, find_stalled_averages
 from jmpscale._diagnosis.gradients import Exposed, evaluate
+from jmpscale._diagnosis.lossless import find_exchanges
 from jmpscale._diagnosis.operations import moves_values, narrow_dtype
 from jmpscale._diagnosis.passes import Pass, Passes
 from jmpscale._diagnosis.program import Leaf, Program, Result
@@ -92,7 +93,7 @@ def _traced_step(call: StepCall, out: PyTree, traced: core.ClosedJaxpr) -> Trace
     return TracedStep(
         compared_program,
         tuple(_names_of_gradients(program, [x.variable for x in gradients], leaves)),
-        tuple(filter(None, compared)),
+        tuple(find_exchanges(compared_program, list(filter(None, compared)))),
         tuple(match.name for match in arrays.matches),
         loss is not None,
         arrays.named,
@@ -128,8 +129,8 @@ class _Arrays:
             match, k = old_of[i]
             old = leaves[match.old[k]]
             if is_array_type(old) and match.old[k] not in self._of_scalers and is_real(old):
-                name = match.name + named_leaves(match.tree)[k][0]
-                self._add(Result(name, leaf.dtype, jnp.asarray(old)), number, self.number[match.old[k]])
+                name, position = match.name + named_leaves(match.tree)[k][0], self.number[match.old[k]]
+                self._add(Result(name, leaf.dtype, self._values[position]), number, position)
 
     def _add(self, result: Result, output: int, input: int | None) -> None:
         self._results.append(result)
@@ -257,7 +258,7 @@ def _names_of_gradients(program: core.ClosedJaxpr, variables: Sequence[Any], lea
         candidates = [x.result for x in parameters if i in labels[x.output]]
         fitting = [x for x in candidates if x.old.shape == shape] or candidates
         fresh = [x for x in fitting if x.name not in taken] or fitting
-        names.append(fresh[0].name if fresh else f"the gradient of {type_of(variable).str_short()}")
+        names.append(fresh[0].name if fresh else f"the gradient of {type_of(variable).strip_weak_type()}")
         taken.add(names[-1])
     return names
 

@@ -15,13 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._base.types import is_narrow
+from jmpscale._diagnosis.lossless import Errors, Values, compare_pair, redraws
 from jmpscale._diagnosis.modal_program import Forms, ModalProgram
 from jmpscale._diagnosis.modes import Mode, Modes, Part, Site, Statistics
 from jmpscale._diagnosis.operations import Path
 from jmpscale._diagnosis.passes import Pass
-from jmpscale._diagnosis.program import Result
+from jmpscale._diagnosis.program import Program, Result
 from jmpscale._diagnosis.smallest_set import smallest_set
 from jmpscale._diagnosis.thresholds import (
+    CANCELS,
+    IS_RANDOM,
     LARGEST_CHANGE_ERROR,
     LARGEST_NARROW_CHANGE_ERROR,
     NOISE_OF_CHANGE,
@@ -34,10 +37,11 @@ class Change(NamedTuple):
     """The change of a leaf of the state, or another result, beside its reference."""
 
     result: Result
-    error: float  # the relative L2 norm of the difference; infinite if only the reference is finite
+    error: float  # the relative L2 norm of the difference; infinite if only the reference is finite, or is zero
     lost: float = 0.0  # the part of the change that is missing: 1 - <written, reference> / <reference, reference>
     is_finite: bool = True  # of the reference
     is_decisive: bool = True  # whether the change is more than the rounding of float32
+    is_finite_as_written: bool = True
 
     @property
     def is_narrow(self) -> bool:
@@ -84,6 +88,7 @@ def examine_update(forms: Forms, results: Sequence[Result], scale: float) -> Upd
         return Update()
     program, recording = forms.precision.of_results(), forms.recording.of_results()
     trials = UpdateTrials(program, results, scale)
+    trials.find_lossless(forms.program)
     changes = trials.changes({})
     update = [site for site in program.sites if site.part.pass_ is Pass.UPDATE]
     chosen: list[Path] = []
@@ -116,14 +121,19 @@ class UpdateTrials:
     def __init__(self, program: ModalProgram, results: Sequence[Result], scale: float) -> None:
         self._program, self._results, self._scale = program, results, scale
         self._update = {site: Mode.FLOAT32 for site in program.sites if site.part.pass_ is Pass.UPDATE}
-        given = self._run(self._update, Mode.AS_WRITTEN)
-        whole = given if all(x.is_gradient_led for x in results) else self._run({}, Mode.FLOAT32)
-        pairs = zip(results, given, whole, strict=True)
-        self._reference = [x if result.is_gradient_led else y for result, x, y in pairs]
+        self._reference = self._run_reference()
         self._changes: dict[frozenset[tuple[Site, Any]], list[Change]] = {}
+        self._lossless: dict[str, Change] = {}  # by the name of the leaf
 
-    def _run(self, modes: Modes, default: Mode) -> list[Any]:
-        return self._program.run(self._scale, modes, default)[0]
+    def _run(self, modes: Modes, default: Mode, consts: list[Any] | None = None) -> list[Any]:
+        return self._program.run(self._scale, modes, default, consts)[0]
+
+    def _run_reference(self, consts: list[Any] | None = None) -> list[Any]:
+        """Returns the results to which a gradient leads from the float32 update, and others from the float32 step."""
+        given = self._run(self._update, Mode.AS_WRITTEN, consts)
+        all_led = all(x.is_gradient_led for x in self._results)
+        whole = given if all_led else self._run({}, Mode.FLOAT32, consts)
+        return [x if result.is_gradient_led else y for result, x, y in zip(self._results, given, whole, strict=True)]
 
     def changes(self, modes: Modes) -> list[Change]:
         """Returns the changes with some modes, and all other operations as written."""
@@ -131,8 +141,44 @@ class UpdateTrials:
         if key not in self._changes:
             values = self._run(modes, Mode.AS_WRITTEN)
             found = [_measure(*x) for x in zip(self._results, values, self._reference, strict=True)]
-            self._changes[key] = [_change(x, *y) for x, y in zip(self._results, jax.device_get(found), strict=True)]
+            changes = [_change(x, *y) for x, y in zip(self._results, jax.device_get(found), strict=True)]
+            self._changes[key] = [self._lossless.get(x.result.name, x) for x in changes]
         return self._changes[key]
+
+    def find_lossless(self, program: Program) -> None:
+        """Finds leaves in half precision whose changes are wrong, but that lose nothing, and accepts their changes."""
+        bad = [x for x in self.changes({}) if x.is_narrow and x.badness > 1]
+        self._find_pairs([x for x in bad if x.result.partners])
+        self._find_random(program, [x for x in bad if x.result.is_random and x.result.name not in self._lossless])
+        if self._lossless:
+            self._changes.clear()
+
+    def _find_pairs(self, bad: Sequence[Change]) -> None:
+        if not bad:
+            return
+        named = self._values(self._run({}, Mode.AS_WRITTEN), self._reference)
+        for change in bad:
+            for partner in change.result.partners:
+                pair = compare_pair(named[change.result.name], named[partner])
+                if pair.cancels < CANCELS and pair.error < LARGEST_NARROW_CHANGE_ERROR:
+                    self._lossless[change.result.name] = Change(change.result, pair.error)
+
+    def _find_random(self, program: Program, bad: Sequence[Change]) -> None:
+        found = {x.result.name: Errors() for x in bad}
+        for consts in redraws(program, self._program.consts) if found else ():
+            written, reference = self._run({}, Mode.AS_WRITTEN, consts), self._run_reference(consts)
+            named = self._values(written, reference)
+            for name, errors in found.items():
+                errors.add(named[name])
+        for change in bad:
+            errors = found[change.result.name]
+            if 0 < errors.remains < IS_RANDOM:
+                self._lossless[change.result.name] = Change(change.result, errors.error, is_decisive=False)
+
+    def _values(self, written: Sequence[Any], reference: Sequence[Any]) -> dict[str, Values]:
+        """Returns the new values of the leaves of the state, by name."""
+        found = zip(self._results, written, reference, strict=True)
+        return {x.name: Values(y, z, x.old) for x, y, z in found if x.old is not None}
 
     def find_lines(self, sites: Sequence[Site], is_gradient_led: bool) -> list[Path] | None:
         """Finds a minimal set of lines with which no change of the results of one kind is bad."""
@@ -157,12 +203,14 @@ class UpdateTrials:
         return {part: error(part) for part in parts}
 
 
-def _change(result: Result, not_finite: float, written_not_finite: float, *sums: float) -> Change:
+def _change(result: Result, not_finite: float, written_not_finite: float, nonzero: float, *sums: float) -> Change:
     distance, size, product, old = map(float, sums)
     if not_finite:
         return Change(result, 0.0 if written_not_finite else math.inf, is_finite=False, is_decisive=False)
     if written_not_finite:
-        return Change(result, math.inf, 1.0)
+        return Change(result, math.inf, 1.0, is_finite_as_written=False)
+    if result.old is not None and not nonzero:  # zero in float32: it holds what rounding removes from another leaf
+        return Change(result, 0.0, is_decisive=False)
     is_decisive = size > NOISE_OF_CHANGE**2 * old or not size
     error = 0.0 if not distance else math.sqrt(distance / size) if size else math.inf
     return Change(result, error, 1 - product / size if size else 0.0, is_decisive=is_decisive)
@@ -179,7 +227,7 @@ def _compiled_measure() -> Callable[..., jax.Array]:
 
 
 def _numbers(written: jax.Array, reference: jax.Array, old: jax.Array) -> jax.Array:
-    """Returns whether values of the reference, and as written, are not finite; and sums over all elements.
+    """Returns whether values of the reference, and as written, are not finite; if the reference is nonzero; and sums.
 
     The sums are those of the square of the difference of the changes, of the square of the change of the reference, of
     the product of the changes, and of the square of the old value, in units of the largest change of the reference,
@@ -190,7 +238,8 @@ def _numbers(written: jax.Array, reference: jax.Array, old: jax.Array) -> jax.Ar
     not_finite = [(~jnp.isfinite(z)).astype(dtype) for z in (reference, written)]
     x, y = (jnp.where(jnp.isfinite(z), z.astype(dtype) - old, 0) for z in (written, reference))
     # One reduction with several operands compiles faster than several reductions.
-    *flags, largest, largest_written = _reduce(jnp.maximum, *not_finite, jnp.abs(y), jnp.abs(x))
+    nonzero = (reference != 0).astype(dtype)
+    *flags, largest, largest_written = _reduce(jnp.maximum, *not_finite, nonzero, jnp.abs(y), jnp.abs(x))
     unit = jnp.where(largest > 0, largest, jnp.maximum(largest_written, jnp.finfo(dtype).tiny))
     x, y, old = (jnp.clip(z / unit, -1e12, 1e12) for z in (x, y, old))
     sums = _reduce(jnp.add, (x - y) ** 2, y**2, x * y, old**2)

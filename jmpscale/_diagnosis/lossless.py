@@ -1,0 +1,172 @@
+"""Finds state that rounding leaves right although its change differs: another leaf of the state, or chance, makes up.
+
+In Kahan summation, and in a number that is stored as a sum of two, another leaf takes the part that rounding removes.
+In stochastic rounding, a change that is below the last place is made sometimes, so that it is right on average.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from jmpscale._base.jaxpr import Caller, type_of
+from jmpscale._base.types import is_narrow
+from jmpscale._diagnosis import flow
+from jmpscale._diagnosis.operations import moves_values
+from jmpscale._diagnosis.passes import Pass, Passes
+from jmpscale._diagnosis.program import Program, Result
+from jmpscale._diagnosis.thresholds import DRAWS
+from jmpscale._interpreter.compile import compiled
+from jmpscale._interpreter.interpret import ENTERED
+
+_RANDOM = "random"
+
+
+def find_exchanges(program: Program, results: Sequence[Result]) -> list[Result]:
+    """Adds to the results what they read, other than through gradients and conditions.
+
+    These are leaves of the state that read them in turn, and random numbers.
+    """
+    passes = Passes(program.jaxpr, program.measured or 0)
+
+    def rule(eqn: core.JaxprEqn, caller: Caller, operands: list[flow.Labels]) -> list[flow.Labels]:
+        if eqn.primitive.name in ENTERED:
+            return operands
+        if passes.of(eqn, caller) is Pass.BACKWARD:
+            return [flow.NONE] * len(eqn.outvars)
+        found = flow.union(operands) | ({_RANDOM} if eqn.primitive.name == "random_bits" else set())
+        conditions = [np.dtype(bool) == getattr(type_of(x), "dtype", None) for x in eqn.outvars]
+        return [flow.NONE if is_condition else found for is_condition in conditions]
+
+    leaves = {id(x.old): i for i, x in enumerate(results) if x.old is not None and is_narrow(x)}
+    labels = [frozenset([leaves[id(x)]]) if id(x) in leaves else flow.NONE for x in program.consts]
+    inputs = [flow.NONE] * len(program.jaxpr.invars)
+    read = flow.follow(program.jaxpr, [*labels, *inputs], rule)[program.measured :]
+
+    def exchange(i: int, j: Any) -> bool:
+        return j not in (i, _RANDOM) and results[i].old.shape == results[j].old.shape and i in read[j]
+
+    def added(i: int, result: Result) -> Result:
+        if i not in leaves.values():
+            return result
+        partners = tuple(results[j].name for j in sorted(read[i] - {_RANDOM}) if exchange(i, j))
+        return result._replace(partners=partners, is_random=_RANDOM in read[i])
+
+    return [added(*x) for x in enumerate(results)]
+
+
+class Pair(NamedTuple):
+    """The change of a sum of two leaves, or of their difference, of which one takes what rounding removes."""
+
+    cancels: float  # the norm of its error, relative to the smaller one of the errors of the leaves
+    error: float  # relative to its change
+
+
+class Values(NamedTuple):
+    """The new value of a leaf."""
+
+    written: Any
+    reference: Any
+    old: Any
+
+
+def compare_pair(x: Values, y: Values) -> Pair:
+    """Compares the sum of two leaves, or their difference if it is more exact, with the reference."""
+    found = [_compiled_compare_pair()(x, y, np.float32(sign)) for sign in (1, -1)]
+    return min(Pair(*map(float, numbers)) for numbers in jax.device_get(found))
+
+
+@functools.cache
+def _compiled_compare_pair() -> Callable[..., jax.Array]:
+    return compiled(_compare_pair)
+
+
+def _compare_pair(x: Values, y: Values, sign: jax.Array) -> jax.Array:
+    errors = [z.written - z.reference for z in (x, y)]
+    change = x.reference - x.old.astype(np.float32) + sign * (y.reference - y.old.astype(np.float32))
+    first, second, total, size = map(_norm, (*errors, errors[0] + sign * errors[1], change))
+    return jnp.stack([total / jnp.minimum(first, second), total / size])
+
+
+def redraws(program: Program, consts: Sequence[Any]) -> Iterator[list[Any]]:
+    """Yields the constants of a program with other random keys, a few times; nothing if it has no keys."""
+    keys = _find_keys(program)
+    for draw in range(1, DRAWS + 1) if keys else ():
+        yield [_other_key(x, draw) if i in keys else x for i, x in enumerate(consts)]
+
+
+def _find_keys(program: Program) -> set[int]:
+    """Returns the positions of random keys among the constants of a program, typed ones and arrays of integers."""
+
+    def rule(eqn: core.JaxprEqn, caller: Caller, operands: list[flow.Labels]) -> list[flow.Labels]:
+        if eqn.primitive.name == "random_wrap":
+            found.update(flow.union(operands))
+        if eqn.primitive.name in ENTERED:
+            return operands
+        return flow.of_operands(eqn, operands if moves_values(eqn) else [flow.NONE])
+
+    found: set[int] = set()
+    consts = list(enumerate(program.consts))
+    labels = [frozenset([i]) if x.dtype == np.uint32 else flow.NONE for i, x in consts]
+    flow.follow(program.jaxpr, [*labels, *[flow.NONE] * len(program.jaxpr.invars)], rule)
+    return found | {i for i, x in consts if _is_key(x)}
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _other_key(key: Any, draw: int) -> Any:
+    bits = np.uint32(0x9E3779B9 * draw & 0xFFFFFFFF)
+    if not _is_key(key):
+        return key ^ bits
+    return jax.random.wrap_key_data(jax.random.key_data(key) ^ bits, impl=jax.random.key_impl(key))
+
+
+class Errors:
+    """The errors of a leaf, added up over several draws of random numbers."""
+
+    def __init__(self) -> None:
+        self._error: Any = np.float32(0)
+        self._change: Any = np.float32(0)
+        self._squares = 0.0
+
+    def add(self, x: Values) -> None:
+        error, change, norm = _compiled_error()(x)
+        self._error, self._change = self._error + error, self._change + change
+        self._squares += float(norm) ** 2
+
+    @property
+    def remains(self) -> float:
+        """The norm of the mean error, relative to the root mean square: 1 / sqrt(DRAWS) if it is random, 1 if not."""
+        size = math.sqrt(DRAWS * self._squares)
+        return float(_norm(self._error)) / size if size else 0.0
+
+    @property
+    def error(self) -> float:
+        """What remains of the mean error without the part that is random, relative to the mean change."""
+        size, mean = (float(_norm(x)) / DRAWS for x in (self._change, self._error))
+        variance = (self._squares / DRAWS - mean**2) / (DRAWS - 1)  # of the mean
+        return math.sqrt(max(0.0, mean**2 - variance)) / size if size else 0.0
+
+
+@functools.cache
+def _compiled_error() -> Callable[..., Any]:
+    return compiled(_error)
+
+
+def _error(x: Values) -> tuple[jax.Array, jax.Array, jax.Array]:
+    error = x.written - x.reference
+    return error, x.reference - x.old.astype(error.dtype), _norm(error)
+
+
+@jax.jit
+def _norm(x: jax.Array) -> jax.Array:
+    # In units of the largest value, because squares underflow.
+    unit = jnp.maximum(jnp.abs(x).max(initial=0), jnp.finfo(np.float32).tiny)
+    return unit * jnp.linalg.norm((x / unit).ravel())
