@@ -16,6 +16,7 @@ import jmpscale
 import diagnosis_programs as programs
 import meshes
 from diagnosis_programs import H, W, X
+from messages import NO_FUNCTION
 
 
 def diagnose(fun, *args, scale=2.0**10, **options):
@@ -553,7 +554,7 @@ WRONG = {
     "fun is not callable": (
         lambda: jmpscale.diagnose(3.0),
         TypeError,
-        "fun must be the loss function, got 3.0. Its arguments are those of the new function: diagnose(loss_fn)(params",
+        f"{NO_FUNCTION} 3.0. Its arguments are those of the new function: diagnose(loss_fn)(params",
     ),
     "abstract argument": (
         lambda: diagnose(sine, jax.ShapeDtypeStruct((2, 8), H)),

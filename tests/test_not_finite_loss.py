@@ -12,6 +12,7 @@ import pytest
 import jmpscale
 
 import meshes
+from messages import CONSTANT
 from tables import rows
 
 RANDOM = np.random.default_rng(0)
@@ -102,7 +103,7 @@ CASES = {
 DEFAULT = {"hinge, autocast", "all gradients are masked, functional API"}
 
 
-@pytest.mark.filterwarnings("ignore:the .* is a constant of the compiled program")
+@pytest.mark.filterwarnings(f"ignore:the .* {CONSTANT}")
 @pytest.mark.parametrize("case", rows(CASES, default=DEFAULT))
 def test_step_with_a_loss_that_is_not_finite_is_skipped(case):
     loss, step, forward = LOSSES[case[0]], STEPS[case[1]], FORWARD[case[2]]
@@ -121,7 +122,7 @@ def test_step_with_a_loss_that_is_not_finite_is_skipped(case):
         assert new.last_skip_reason == jmpscale.SkipReason.LOSS
 
 
-@pytest.mark.filterwarnings("ignore:the .* is a constant of the compiled program")
+@pytest.mark.filterwarnings(f"ignore:the .* {CONSTANT}")
 def test_step_that_is_skipped_because_of_its_loss_needs_no_loss_scale():
     """`static(1.0)` is the guard against losses of NaN in float32 and bfloat16."""
     fun = jmpscale.autocast(lambda w, x: jnp.mean(jax.nn.relu(x @ w)), dtype=jnp.bfloat16)

@@ -21,6 +21,7 @@ import jmpscale
 import compiling
 import programs
 from arrays import normal
+from messages import HALF_LOSS
 from tables import rows
 
 SCALE = 2.0**16
@@ -81,7 +82,7 @@ def test_scaled_backward_divides_by_any_scale(x64):
 DEFAULT_PROGRAMS = {"returns tuple", "keyword arguments", "differentiated argument by keyword", "string argument"}
 
 
-@pytest.mark.filterwarnings("ignore:the loss is float16:UserWarning")
+@pytest.mark.filterwarnings(f"ignore:{HALF_LOSS}:UserWarning")
 @pytest.mark.parametrize("program", rows(programs.PROGRAMS, default=DEFAULT_PROGRAMS))
 def test_scaled_backward_equals_jax(program):
     programs.assert_like_jax(program, _value_and_grad)
