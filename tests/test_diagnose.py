@@ -515,6 +515,21 @@ def test_callback_with_side_effects_and_a_result_is_refused():
         diagnose(loss, jnp.ones(2))
 
 
+@jax.checkpoint
+def overflow_of_the_gradient(w, x):
+    """The activations hardly change if the logarithm is infinite; the gradient does."""
+    h = x * jax.lax.rsqrt(jnp.mean(x**2) + 1e-6) @ w
+    logarithm = jnp.log(1 + (h.astype(H) ** 2).astype(jnp.float32))  # fault
+    return jnp.mean((jnp.tanh(h) + 1e-3 * jnp.minimum(logarithm, 20)) ** 2)
+
+
+def test_overflow_of_a_value_that_is_computed_again_is_one_of_the_forward_pass():
+    w = jax.random.normal(jax.random.key(0), (8, 8)) * 3000
+    diagnosis = diagnose(overflow_of_the_gradient, w, X)
+    begin = "The forward pass, which is computed again, overflows: integer_pow at "
+    assert diagnosis.summary.startswith(f"{begin}{line_of(overflow_of_the_gradient, '# fault')} reaches ")
+
+
 # --- Wrong calls. ---
 
 

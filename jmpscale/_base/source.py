@@ -6,7 +6,6 @@ import pathlib
 import re
 import sysconfig
 import traceback
-from collections.abc import Hashable
 from typing import Any
 
 from jax.extend import core
@@ -37,7 +36,7 @@ def user_lines(eqn: core.JaxprEqn, function: str = "", file: str = "", depth: in
     of 1 adds the lines in other installed packages, and 2 also the lines of layers in libraries.
     """
     frames = _frames(eqn)
-    if frames and is_own(frames[0].file_name) and not is_in_cast(eqn):
+    if frames and is_own(frames[0].file_name) and not _is_in_cast(eqn):
         return (SCALING,)
     nearest = min((_distance(frame.file_name) for frame in frames), default=2)
     users = [frame for frame in frames if _distance(frame.file_name) <= max(nearest, depth)] if nearest < 2 else []
@@ -46,7 +45,7 @@ def user_lines(eqn: core.JaxprEqn, function: str = "", file: str = "", depth: in
     return tuple(_describe(x.file_name, x.line_num, x.function_name) for x in reversed(inside))
 
 
-def is_in_cast(eqn: core.JaxprEqn) -> bool:
+def _is_in_cast(eqn: core.JaxprEqn) -> bool:
     """Tests whether an equation is the conversion of an array by `jmpscale.cast`."""
     frames = _frames(eqn)
     return bool(frames) and frames[0].file_name == _CAST
@@ -56,13 +55,6 @@ def _frames(eqn: core.JaxprEqn) -> list[Any]:
     """Returns the frames of an equation outside of JAX, innermost first."""
     found: Any = eqn.source_info.traceback
     return [frame for frame in found.frames if not _JAX.search(frame.file_name)] if found else []
-
-
-def expression_of(eqn: core.JaxprEqn) -> tuple[Hashable, ...]:
-    """Returns what identifies the user's expression of an equation, the same in all calls of its line."""
-    found: Any = eqn.source_info.traceback
-    frames = zip(*found.raw_frames(), strict=True) if found else ()  # pairs of a code object and an instruction
-    return tuple((code, instruction) for code, instruction in frames if _distance(code.co_filename) < 2)
 
 
 def _describe(file: str, line: int, function: str) -> str:

@@ -1,12 +1,12 @@
 """Finds why lines must compute in float32: where the error begins, and whether it is range or rounding."""
 
 import enum
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from jmpscale._diagnosis.lines import Lines
 from jmpscale._diagnosis.modes import Mode, Site
-from jmpscale._diagnosis.thresholds import MOST_CALLS, SAME_SIZE
+from jmpscale._diagnosis.thresholds import MOST_CASTS, SAME_SIZE
 from jmpscale._diagnosis.trials import GradientTrials
 
 
@@ -30,18 +30,11 @@ class Cause(NamedTuple):
     reason: Reason
 
 
-class WrongCalls(NamedTuple):
-    """Which calls of a line are wrong alone, such as the 8th of 12 layers of a loop in Python."""
+class WrongCasts(NamedTuple):
+    """The arguments whose casts are wrong alone, of a line that casts several, such as a tree of parameters."""
 
     site: Site
-    numbers: tuple[int, ...]  # from 1, in the order of the forward pass
-    total: int
-    inputs: tuple[str, ...] = ()  # the names of the arguments that the calls cast, if each of them casts one
-
-    @property
-    def text(self) -> str:
-        """The numbers of the calls, such as `8 of 12`, or the names of the arguments, such as `params['w']`."""
-        return ", ".join(self.inputs) or f"{', '.join(map(str, self.numbers))} of {self.total}"
+    names: tuple[str, ...]  # of the arguments, such as `params['w']`
 
 
 def find_causes(trials: GradientTrials, lines: Lines, *, finite: bool) -> list[Cause]:
@@ -80,21 +73,22 @@ def find_causes(trials: GradientTrials, lines: Lines, *, finite: bool) -> list[C
     return [Cause(next(iter(kept)), Reason.ROUNDING)]
 
 
-def find_calls(trials: GradientTrials, cause: Cause, lines: Lines) -> WrongCalls | None:
-    """Finds the few calls of a line of which each one is wrong if it alone computes as it is written.
+def find_casts(trials: GradientTrials, cause: Cause, lines: Lines) -> WrongCasts | None:
+    """Finds the few casts of a line of which each one is wrong if it alone computes as it is written.
 
-    If the line overflows or underflows, a call in which it only rounds does not count, although the overflow may
-    amplify its rounding. Returns None if there are none, or many, as if the line is called once; if the line is
-    still wrong with these calls in float32; and if it is not certain which call an operation belongs to.
+    If the line overflows or underflows, a cast that only rounds does not count, although the overflow may amplify its
+    rounding. Returns None if there are none, or many, as if the line casts one argument; and if the line is still wrong
+    with these casts in float32.
     """
     site, kept = cause.site, trials.kept(lines.paths)
-    calls = trials.program.calls(site)
-    if calls is None:
+    inputs = trials.program.cast_inputs(site)
+    names = [trials.inputs[i] for i in inputs]
+    if len(names) < 2 or not all(names):  # a cast of an array that is not an argument
         return None
 
     def error(chosen: Collection[int], mode: Mode, others: Mode = Mode.FLOAT32) -> float:
-        of_operations = tuple(mode if call in chosen else others for call in calls.of_operations)
-        return trials.error(kept | {site: of_operations}, Mode.AS_WRITTEN, lines.exponent)
+        of_casts = tuple(mode if i in chosen else others for i in range(len(names)))
+        return trials.error(kept | {site: of_casts}, Mode.AS_WRITTEN, lines.exponent)
 
     def is_wrong(chosen: range) -> bool:
         as_written = error(chosen, Mode.AS_WRITTEN)
@@ -102,20 +96,23 @@ def find_calls(trials: GradientTrials, cause: Cause, lines: Lines) -> WrongCalls
             return as_written > lines.limit
         return as_written > SAME_SIZE * error(chosen, Mode.RANGE)  # equal without values out of range
 
+    found = _few(len(names), is_wrong)
+    if not 0 < len(found) <= min(MOST_CASTS, len(names) - 1):
+        return None
+    without = error(found, Mode.FLOAT32, Mode.AS_WRITTEN)
+    if without > lines.limit and not without < error(range(len(names)), Mode.AS_WRITTEN) / SAME_SIZE:
+        return None
+    return WrongCasts(site, tuple(names[i] for i in sorted(found)))
+
+
+def _few(count: int, is_wrong: Callable[[range], bool]) -> list[int]:
+    """Returns the integers below `count` that are wrong, by bisection; more than `MOST_CASTS` if there are more."""
     found: list[int] = []
-    pending = [range(calls.total)]
-    while pending and len(found) <= MOST_CALLS:
+    pending = [range(count)]
+    while pending and len(found) <= MOST_CASTS:
         chosen = pending.pop()
         if is_wrong(chosen):
             middle = len(chosen) // 2
             found += chosen if middle == 0 else []
             pending += [chosen[middle:], chosen[:middle]] if middle else []
-    if not 0 < len(found) <= min(MOST_CALLS, calls.total - 1):
-        return None
-    without = error(found, Mode.FLOAT32, Mode.AS_WRITTEN)
-    if without > lines.limit and not without < error(range(calls.total), Mode.AS_WRITTEN) / SAME_SIZE:
-        return None
-    inputs = tuple(trials.inputs[calls.inputs[i]] for i in sorted(found)) if calls.inputs else ()
-    if not all(inputs):  # a cast of an array that is not an argument
-        return None
-    return WrongCalls(site, tuple(i + 1 for i in sorted(found)), calls.total, inputs)
+    return found

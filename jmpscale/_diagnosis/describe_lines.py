@@ -38,11 +38,11 @@ def _describe_combined_operations(findings: Findings) -> str:
 def _describe_cause(findings: Findings, cause: Cause, lines: Lines) -> str:
     site, statistics = cause.site, findings.statistics[cause.site]
     if cause.reason is Reason.ROUNDING:
-        place = findings.names([site.part.path]) + _calls(findings, site)
+        place = findings.names([site.part.path]) + _casts(findings, site)
         return f"{_describe_rounded(findings)} The error begins at {place}."
-    calls = _calls(findings, site)
-    name, limit = f"{site.operation} at {findings.name(site.part.path)}{calls}", site.limit
-    if calls:
+    casts = _casts(findings, site)
+    name, limit = f"{site.operation} at {findings.name(site.part.path)}{casts}", site.limit
+    if casts:
         name += ","  # after an insertion
     if cause.reason is Reason.UNDERFLOW:
         fraction = format_percentage(statistics.underflow)
@@ -80,14 +80,10 @@ def _describe_rounded(findings: Findings) -> str:
     )
 
 
-def _calls(findings: Findings, site: Site) -> str:
-    """Returns which calls of the line are wrong, or which arguments that it casts, if not all of them are."""
-    calls = findings.calls.get(site.part)
-    if not calls or calls.site != site:
-        return ""
-    if calls.inputs:
-        return f", in the cast of {enumerate_names(calls.inputs)}"
-    return f", {'call' if len(calls.numbers) == 1 else 'calls'} {calls.text}"
+def _casts(findings: Findings, site: Site) -> str:
+    """Returns which of the arguments that a line casts are wrong, if not all of them are."""
+    casts = findings.casts.get(site.part)
+    return f", in the cast of {enumerate_names(casts.names)}" if casts and casts.site == site else ""
 
 
 def _remedy(findings: Findings, cause: Cause, lines: Lines) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jmpscale._diagnosis.advice import Advice, advise
-from jmpscale._diagnosis.causes import Reason, find_calls, find_causes
+from jmpscale._diagnosis.causes import Reason, find_casts, find_causes
 from jmpscale._diagnosis.describe_not_finite import describe_not_finite
 from jmpscale._diagnosis.findings import Findings
 from jmpscale._diagnosis.fitting_scales import Errors, at_one_scale, search
@@ -106,10 +106,10 @@ def _with_cause(findings: Findings, lines: Lines) -> Findings:
     causes = find_causes(trials, lines, finite=finite)
     cause = causes[0]
     first = {x.site.part: x for x in reversed(causes)}  # the first cause of each part
-    calls = {part: found for part, x in first.items() if (found := find_calls(trials, x, lines))}
+    casts = {part: found for part, x in first.items() if (found := find_casts(trials, x, lines))}
     is_rounded = cause.reason is Reason.ROUNDING and finite and not cause.site.part.backward
     elsewhere = trials.forward_error_elsewhere() if is_rounded else math.inf
-    return findings._replace(cause=cause, calls=calls, error_elsewhere=elsewhere)
+    return findings._replace(cause=cause, casts=casts, error_elsewhere=elsewhere)
 
 
 def _find_suspects(findings: Findings) -> Suspects | None:

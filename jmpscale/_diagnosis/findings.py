@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jmpscale._base.text import enumerate_names
 from jmpscale._diagnosis.advice import Advice
-from jmpscale._diagnosis.causes import Cause, WrongCalls
+from jmpscale._diagnosis.causes import Cause, WrongCasts
 from jmpscale._diagnosis.fitting_scales import Errors, Scales, largest
 from jmpscale._diagnosis.lines import Lines, Suspects
 from jmpscale._diagnosis.modal_program import Forms
@@ -34,7 +34,7 @@ class Findings(NamedTuple):
     overflows: bool = False  # whether results overflow, and an error is in between for this reason
     lines: Lines | None = None  # that must compute in float32, if they were looked for and found
     cause: Cause | None = None  # where the error begins, if it is known
-    calls: Mapping[Part, WrongCalls] = MappingProxyType({})  # the calls of the lines that are wrong alone
+    casts: Mapping[Part, WrongCasts] = MappingProxyType({})  # of the lines that cast several arguments
     scales_with_float32_results: Scales | None = None  # of autocast, if it has others and lines were found
     error_elsewhere: float = math.inf  # with other arguments, if rounding is the reason
     alone: Mapping[Part, float] = MappingProxyType({})  # the errors of the parts that were tried alone

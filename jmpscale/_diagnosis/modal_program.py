@@ -18,7 +18,6 @@ from jax.extend import core
 from jmpscale._base.jaxpr import Caller, Key
 from jmpscale._base.source import is_in_inner_gradient
 from jmpscale._diagnosis.blocks import Block, BlockProgram
-from jmpscale._diagnosis.calls import Calls, Numbering
 from jmpscale._diagnosis.modes import PRECISION, RECORD, Execution, Modal, Mode, Modes, Part, Site
 from jmpscale._diagnosis.operations import Operation, Path, autocast_lines, program_operations
 from jmpscale._diagnosis.passes import Pass
@@ -57,12 +56,13 @@ class ModalProgram:
         for x in found.values():
             for site in x.sites:
                 self._operations[site].append(x.operation)
-        lines = [(x, shortest.get(x.paths[0], x.paths[0])) for x in everything]
-        self._calls = Calls(lines, self._program.read_inputs(len(self.consts)))
+        self._read_inputs = self._program.read_inputs(len(self.consts))
 
-    def calls(self, site: Site) -> Numbering | None:
-        """Returns the calls of the line of a site that its operations belong to; None if it is not certain."""
-        return self._calls.number(site.part.path, self._operations[site])
+    def cast_inputs(self, site: Site) -> list[int]:
+        """Returns the inputs that the operations of a site cast; an empty list if one of them does something else."""
+        inputs = [self._read_inputs.get(x.key) for x in self._operations[site]]
+        are_casts = site.operation == "convert_element_type" and None not in inputs
+        return [i for i in inputs if i is not None] if are_casts else []
 
     def is_recomputed(self, site: Site) -> bool:
         """Tests whether the operations of a site compute values of the forward pass again in the backward pass."""

@@ -1,32 +1,24 @@
 """The operations of a training step: their lines, and what reads their results."""
 
 import collections
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend import core
 
 from jmpscale._base import cotangents
-from jmpscale._base.jaxpr import (
-    CALLS,
-    MATMULS,
-    PROGRAM,
-    UNKNOWN_LINE,
-    Caller,
-    Key,
-    called_jaxpr,
-    split_scan_inputs,
-    type_of,
-)
+from jmpscale._base.jaxpr import MATMULS, PROGRAM, UNKNOWN_LINE, Caller, Key, type_of
 from jmpscale._base.source import is_backward, is_recomputed
 from jmpscale._base.types import is_narrow
+from jmpscale._diagnosis import flow
 from jmpscale._diagnosis.passes import Pass, Passes
 from jmpscale._interpreter.float32 import keeps_dtype
-from jmpscale._interpreter.interpret import operations
+from jmpscale._interpreter.interpret import ENTERED, operations
 
 Path = tuple[str, ...]  # the user's lines that lead to an operation, outermost first, so that two calls differ
-Readers = frozenset[Path] | None  # the lines whose operations read a value; None if it does not reach the outputs
+_OUTPUTS: Path = ()  # stands for the outputs of the program
+_COTANGENT = frozenset(["cotangent"])
 
 # The results of these primitives consist of values that exist already, so they neither round nor overflow.
 _MOVES = {"all_gather", "all_to_all", "broadcast_in_dim", "concatenate", "copy", "device_put", "dynamic_slice"}
@@ -110,9 +102,10 @@ def program_operations(jaxpr: core.Jaxpr, count: int) -> list[Operation]:
 
     def located(x: Operation) -> Operation:
         x = x._replace(reads_cotangent=x.key in read_cotangents)
-        lines = readers.get(x.key)
-        if lines is None:
+        found_readers = readers.get(x.key, flow.NONE)
+        if not found_readers:
             return x._replace(reaches_outputs=False)
+        lines = found_readers - {_OUTPUTS}
         is_of_a_value = x.eqn.primitive.name == _SUM or (
             x.is_transposed and _is_cast(x.eqn, to_narrow=True) and x.line in up_casts
         )
@@ -158,143 +151,42 @@ def _is_cast(eqn: core.JaxprEqn, *, to_narrow: bool) -> bool:
     return (before is None) == to_narrow and (after is not None) == to_narrow
 
 
-def _readers(jaxpr: core.Jaxpr, paths: Mapping[Key, Path]) -> dict[Key, Readers]:
-    """Returns the readers of the results of all operations that reach the outputs of a program."""
-    flow = _Flow(paths)
-    flow.visit(jaxpr, PROGRAM, [frozenset()] * len(jaxpr.outvars))
-    return flow.found
+def _readers(jaxpr: core.Jaxpr, paths: Mapping[Key, Path]) -> dict[Key, frozenset[Path]]:
+    """Returns the lines whose transposed operations read the result of an operation, if it reaches the outputs.
 
+    They include `_OUTPUTS`, unless it does not.
+    """
+    found: dict[Key, frozenset[Path]] = {}
 
-class _Flow:
-    """Follows values from the outputs of a program back to the operations that make them."""
-
-    def __init__(self, paths: Mapping[Key, Path]) -> None:
-        self._paths = paths
-        self.found: dict[Key, Readers] = {}  # of the results of the operations
-
-    def visit(self, jaxpr: core.Jaxpr, caller: Caller, outputs: Sequence[Readers]) -> list[Readers]:
-        """Returns the readers of the inputs of a jaxpr, given the readers of its outputs."""
-        readers: dict[Any, Readers] = {}
-
-        def add(variables: Sequence[Any], found: Sequence[Readers]) -> None:
-            for x, lines in zip(variables, found, strict=True):
-                if not isinstance(x, core.Literal):
-                    readers[x] = _union([readers.get(x), lines])
-
-        add(jaxpr.outvars, outputs)
-        for eqn in reversed(jaxpr.eqns):
-            results = [readers.get(x) for x in eqn.outvars]
-            if _union(results) is not None or eqn.effects:
-                add(eqn.invars, self._equation(eqn, caller, results))
-        return [readers.get(x) for x in jaxpr.invars]
-
-    def _equation(self, eqn: core.JaxprEqn, caller: Caller, results: list[Readers]) -> list[Readers]:
-        name = eqn.primitive.name
-        if name in CALLS:
-            return self.visit(called_jaxpr(eqn).jaxpr, caller.inside(eqn), results)
-        special = {"scan": self._scan, "while": self._while, "cond": self._cond}
-        if name in special:
-            return special[name](eqn, caller.inside(eqn), results)
-        key = caller.key_of(eqn)
-        self.found[key] = _union([self.found.get(key), *results])
-        if moves_values(eqn) or name == _SUM:
-            return [_union(results)] * len(eqn.invars)
+    def rule(eqn: core.JaxprEqn, caller: Caller, results: list[flow.Labels]) -> list[flow.Labels] | None:
+        if eqn.primitive.name in ENTERED:
+            return None
+        key, readers = caller.key_of(eqn), flow.union(results)
+        found[key] = found.get(key, flow.NONE) | readers
+        if moves_values(eqn) or eqn.primitive.name == _SUM or not (readers or eqn.effects):
+            return [readers] * len(eqn.invars)
         # What follows the gradients reads no cotangents.
         is_transposed = caller.backward or is_backward(eqn)
-        return [frozenset([self._paths[key]] if is_transposed else [])] * len(eqn.invars)
+        return [frozenset([_OUTPUTS, paths[key]] if is_transposed else [_OUTPUTS])] * len(eqn.invars)
 
-    def _scan(self, eqn: core.JaxprEqn, inside: Caller, results: list[Readers]) -> list[Readers]:
-        body = eqn.params["jaxpr"].jaxpr
-        consts, carry, xs = map(len, split_scan_inputs(eqn, eqn.invars))
-        inputs: list[Readers] = [None] * (consts + carry + xs)
-        while True:
-            again = inputs[consts : consts + carry]  # an iteration reads the carry of the one before
-            outputs = [*map(_union, zip(results[:carry], again, strict=True)), *results[carry:]]
-            if (new := self.visit(body, inside, outputs)) == inputs:
-                return inputs
-            inputs = new
-
-    def _while(self, eqn: core.JaxprEqn, inside: Caller, results: list[Readers]) -> list[Readers]:
-        cond, body = eqn.params["cond_jaxpr"].jaxpr, eqn.params["body_jaxpr"].jaxpr
-        first, last = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-        tested = self.visit(cond, inside, [frozenset()])
-        carry = list(map(_union, zip(results, tested[first:], strict=True)))
-        while True:
-            inputs = self.visit(body, inside, carry)
-            new = list(map(_union, zip(carry, inputs[last - first :], strict=True)))
-            if new == carry:
-                return [*tested[:first], *inputs[: last - first], *carry]
-            carry = new
-
-    def _cond(self, eqn: core.JaxprEqn, inside: Caller, results: list[Readers]) -> list[Readers]:
-        branches = [self.visit(branch.jaxpr, inside, results) for branch in eqn.params["branches"]]
-        return [frozenset(), *map(_union, zip(*branches, strict=True))]
+    flow.follow_back(jaxpr, [frozenset([_OUTPUTS])] * len(jaxpr.outvars), rule)
+    return found
 
 
 def _readers_of_cotangents(jaxpr: core.Jaxpr, transposed: Collection[Key]) -> set[Key]:
     """Returns the operations that read a cotangent, which is a value that a transposed operation has computed."""
-    flow = _Cotangents(transposed)
-    flow.visit(jaxpr, PROGRAM, [False] * len(jaxpr.invars))
-    return flow.readers
+    found: set[Key] = set()
 
-
-class _Cotangents:
-    """Follows cotangents from the transposed operations that compute them to the operations that read them."""
-
-    def __init__(self, transposed: Collection[Key]) -> None:
-        self._transposed = transposed
-        self.readers: set[Key] = set()
-
-    def visit(self, jaxpr: core.Jaxpr, caller: Caller, inputs: Sequence[bool]) -> list[bool]:
-        """Returns which outputs of a jaxpr are cotangents, given which of its inputs are."""
-        found = {x for x, is_cotangent in zip(jaxpr.invars, inputs, strict=True) if is_cotangent}
-
-        def are_cotangents(variables: Sequence[Any]) -> list[bool]:
-            return [not isinstance(x, core.Literal) and x in found for x in variables]
-
-        for eqn in jaxpr.eqns:
-            results = self._equation(eqn, caller, are_cotangents(eqn.invars))
-            found |= {x for x, is_cotangent in zip(eqn.outvars, results, strict=True) if is_cotangent}
-        return are_cotangents(jaxpr.outvars)
-
-    def _equation(self, eqn: core.JaxprEqn, caller: Caller, operands: list[bool]) -> list[bool]:
-        name = eqn.primitive.name
-        if name in CALLS:
-            return self.visit(called_jaxpr(eqn).jaxpr, caller.inside(eqn), operands)
-        special = {"scan": self._scan, "while": self._while, "cond": self._cond}
-        if name in special:
-            return special[name](eqn, caller.inside(eqn), operands)
-        key = caller.key_of(eqn)
-        if any(operands):
-            self.readers.add(key)
+    def rule(eqn: core.JaxprEqn, caller: Caller, operands: list[flow.Labels]) -> list[flow.Labels]:
+        if eqn.primitive.name in ENTERED:
+            return operands
+        key, read = caller.key_of(eqn), flow.union(operands)
+        if read:
+            found.add(key)
         # What only moves values of the forward pass, in a derivative rule, makes no cotangent of them.
-        reads_values = not all(isinstance(x, core.Literal) for x in eqn.invars)
-        is_cotangent = any(operands) if moves_values(eqn) and reads_values else key in self._transposed
-        return [is_cotangent] * len(eqn.outvars)
+        moves = moves_values(eqn) and not all(isinstance(x, core.Literal) for x in eqn.invars)
+        labels = read if moves else _COTANGENT if key in transposed else flow.NONE
+        return [labels] * len(eqn.outvars)
 
-    def _scan(self, eqn: core.JaxprEqn, inside: Caller, operands: list[bool]) -> list[bool]:
-        consts, carry, xs = split_scan_inputs(eqn, operands)
-        while True:
-            outputs = self.visit(eqn.params["jaxpr"].jaxpr, inside, [*consts, *carry, *xs])
-            if (new := [x or y for x, y in zip(carry, outputs, strict=False)]) == carry:
-                return outputs
-            carry = new
-
-    def _while(self, eqn: core.JaxprEqn, inside: Caller, operands: list[bool]) -> list[bool]:
-        first, last = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-        carry = operands[last:]
-        while True:
-            self.visit(eqn.params["cond_jaxpr"].jaxpr, inside, [*operands[:first], *carry])
-            outputs = self.visit(eqn.params["body_jaxpr"].jaxpr, inside, [*operands[first:last], *carry])
-            if (new := [x or y for x, y in zip(carry, outputs, strict=True)]) == carry:
-                return carry
-            carry = new
-
-    def _cond(self, eqn: core.JaxprEqn, inside: Caller, operands: list[bool]) -> list[bool]:
-        branches = [self.visit(branch.jaxpr, inside, operands[1:]) for branch in eqn.params["branches"]]
-        return list(map(any, zip(*branches, strict=True)))
-
-
-def _union(readers: Iterable[Readers]) -> Readers:
-    found = [lines for lines in readers if lines is not None]
-    return frozenset().union(*found) if found else None
+    flow.follow(jaxpr, [flow.NONE] * len(jaxpr.invars), rule)
+    return found

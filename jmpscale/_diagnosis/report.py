@@ -35,9 +35,8 @@ class DiagnosisRow:
       alone: the error of the gradients if this row alone computes in half precision; infinite if a value is not finite,
         at least 100% if the loss is wrong. It can exceed the error of the whole program, because errors cancel. None if
         there are no `lines` and the error of the whole program is below 5%, or the program has more than 64 rows.
-      calls: which calls of the line are wrong alone, such as `8 of 12` for a layer of a loop in Python, in the order
-        of the forward pass; or the arguments, such as `params['w']`, for a line that casts a tree. It is measured if an
-        error begins in this row, and empty if more than 3 are wrong, or the calls cannot be told apart.
+      casts: for a line that casts several arguments, such as a tree of parameters: the names of those that are wrong
+        alone, such as `params['w']`. They are measured if an error begins in this row; none if more than 3 are wrong.
     """
 
     line: str
@@ -49,7 +48,7 @@ class DiagnosisRow:
     underflow: float
     in_lines: bool
     alone: float | None
-    calls: str = ""
+    casts: tuple[str, ...] = ()
 
     @property
     def backward(self) -> bool:
@@ -170,7 +169,7 @@ class Diagnosis:
 
     def _table(self, limit: int) -> str:
         shown = worst_first(self.rows)[:limit]
-        columns = ["line", "pass", "dtype", "max_abs", "headroom", "overflow", "underflow", "alone", "calls"]
+        columns = ["line", "pass", "dtype", "max_abs", "headroom", "overflow", "underflow", "alone", "casts"]
         # A column of numbers that were not measured, or that say nothing, is omitted.
         silent = _RANGE if all(map(_is_in_range, shown)) else set()
         filled = [x for x in zip(columns, *map(_cells, shown), strict=True) if any(x[1:]) and x[0] not in silent]
@@ -203,5 +202,5 @@ def _cells(row: DiagnosisRow) -> list[str]:
         row.dtype,
         *(["", "", "", ""] if math.isnan(row.max_abs) else _range_cells(row)),
         "" if row.alone is None else format_percentage(row.alone),
-        row.calls,
+        ", ".join(row.casts),
     ]

@@ -77,7 +77,7 @@ STALLED = 0.25
 
 LARGEST_SET = 12  # lines that are found one by one, each in about log2(n) runs of a program of n lines
 TRIED_ALONE = 64  # parts of which each one is run alone, more than the rows of a table by default
-MOST_CALLS = 3  # calls of a line that are named, each found in about log2(n) runs: of more, the line is the cause
+MOST_CASTS = 3  # casts of a line that are named, each found in about log2(n) runs: of more, the line is the cause
 
 # --- Which scaler is advised. ---
 

@@ -56,7 +56,7 @@ def _row(findings: Findings, part: Part, in_lines: bool) -> DiagnosisRow | None:
         overflow=max(x.overflow for x in found.values()),
         underflow=max(x.underflow for x in found.values()),
         in_lines=in_lines,
-        calls=findings.calls[part].text if part in findings.calls else "",
+        casts=findings.casts[part].names if part in findings.casts else (),
         alone=alone.get(part),
     )
 
