@@ -13,6 +13,7 @@ import jmpscale
 
 from arrays import normal
 from diagnosis_programs import H, fault_line
+from messages import GRADIENTS_DIFFER, HALF_FORWARD, LOSS_DIFFERS, OVERFLOW
 from tables import rows
 
 B = jnp.bfloat16
@@ -41,8 +42,8 @@ def test_error_in_between_names_the_line_its_error_and_what_remains_without_it()
     diagnosis = jmpscale.diagnose(time_steps)(jmpscale.static(1.0), NETWORK, TIMES)
     line = re.escape(place(time_steps))
     found = re.match(
-        r"The gradients differ from float32 by ([\d.]+)%, in \['first'\], which has [\d.]+% of their norm: rounding, "
-        rf"which may be harmless\. With only the forward pass of {line} in half precision, they differ by ([\d.]+)%"
+        rf"{GRADIENTS_DIFFER}([\d.]+)%, in \['first'\], which has [\d.]+% of their norm: rounding, "
+        rf"which may be harmless\. {HALF_FORWARD}{line} in half precision, they differ by ([\d.]+)%"
         rf"; with {line} in float32, by ([\d.]+)%\. Compare a short run with this line in float32, and keep the change "
         r"if its loss is lower\. Loss scales from ",
         diagnosis.summary,
@@ -113,7 +114,7 @@ def test_residual_network_that_trains_as_in_float32_has_no_line_that_must_change
 def test_overflow_in_a_residual_network_is_the_cause_and_not_its_rounding():
     loss_fn, *args = residual_network(8, overflows=True)
     diagnosis = jmpscale.diagnose(loss_fn)(jmpscale.dynamic(2.0**10), *args)
-    assert diagnosis.summary.startswith(f"The forward pass overflows: integer_pow at {place(overflowing)} reaches ")
+    assert diagnosis.summary.startswith(f"{OVERFLOW}integer_pow at {place(overflowing)} reaches ")
     assert diagnosis.lines == (place(overflowing),)
 
 
@@ -126,7 +127,7 @@ def hidden_overflow(w, x):
 def test_overflow_that_changes_a_gradient_by_less_than_half_is_a_fault():
     diagnosis = jmpscale.diagnose(hidden_overflow)(jmpscale.static(2.0**4), 14 * normal(0, 8, 8), 14 * normal(1, 16, 8))
     assert 0.05 < diagnosis.gradient_error < 0.5
-    assert diagnosis.summary.startswith(f"The forward pass overflows: mul at {place(hidden_overflow)} reaches ")
+    assert diagnosis.summary.startswith(f"{OVERFLOW}mul at {place(hidden_overflow)} reaches ")
     assert diagnosis.lines == (place(hidden_overflow),)
 
 
@@ -149,7 +150,7 @@ WORDS = {  # the loss function, its arguments, the first words, and words that a
     "a sum that has grown": (
         sums_of_segments,
         (normal(0, 8, 8, scale=0.35), normal(2, 7000, 8)),
-        r"The loss differs from float32 by [\d.]+%: rounding, not range\. The error begins at ",
+        rf"{LOSS_DIFFERS}[\d.]+%: rounding, not range\. The error begins at ",
         "cancel|end of training",
     ),
     "an overflow and rounding": (
