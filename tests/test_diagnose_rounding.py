@@ -81,9 +81,9 @@ def overflowing(y):
     return y / (1 + 1e-8 * squares.astype(jnp.float32).mean())
 
 
-def residual_network(count, overflows=False):
+def residual_network(overflows=False):
     """Returns a loss function in float16 and its arguments."""
-    images, labels = normal(3, count, 16, 16, 3), jnp.arange(count) % 10
+    images, labels = normal(3, 8, 16, 16, 3), jnp.arange(8)
     model = ResNet(overflows)
     variables = jax.jit(model.init)(jax.random.key(0), images)
 
@@ -97,9 +97,8 @@ def residual_network(count, overflows=False):
 
 @pytest.mark.full
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("count", [8, 32])
-def test_residual_network_that_trains_as_in_float32_has_no_line_that_must_change(count):
-    loss_fn, *args = residual_network(count)
+def test_residual_network_that_trains_as_in_float32_has_no_line_that_must_change():
+    loss_fn, *args = residual_network()
     diagnosis = jmpscale.diagnose(loss_fn)(jmpscale.dynamic(2.0**10), *args)
     assert 0.05 < diagnosis.gradient_error < 0.5
     assert ": rounding, which may be harmless. With only the " in diagnosis.summary
@@ -112,7 +111,7 @@ def test_residual_network_that_trains_as_in_float32_has_no_line_that_must_change
 @pytest.mark.full
 @pytest.mark.usefixtures("standard_promotion")
 def test_overflow_in_a_residual_network_is_the_cause_and_not_its_rounding():
-    loss_fn, *args = residual_network(8, overflows=True)
+    loss_fn, *args = residual_network(overflows=True)
     diagnosis = jmpscale.diagnose(loss_fn)(jmpscale.dynamic(2.0**10), *args)
     assert diagnosis.summary.startswith(f"{OVERFLOW}integer_pow at {place(overflowing)} reaches ")
     assert diagnosis.lines == (place(overflowing),)

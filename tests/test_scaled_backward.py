@@ -269,8 +269,8 @@ def test_second_derivatives_are_exact_for_any_scale(x64):
 
 # --- the backward pass of a derivative runs at the scale, too ---
 
-LAYERS = {"a": normal(0, 2, 64), "b": normal(1, 64, 64, scale=1 / 8), "c": normal(2, 64, 1, scale=1 / 8)}
-DIRECTION = {name: normal(3, *w.shape, scale=1 / 100) for name, w in LAYERS.items()}
+LAYERS = {"a": normal(36, 2, 64), "b": normal(37, 64, 64, scale=1 / 8), "c": normal(38, 64, 1, scale=1 / 8)}
+DIRECTION = {name: normal(39, *w.shape, scale=1 / 100) for name, w in LAYERS.items()}
 TIMES = jnp.linspace(0, 1, 64)
 
 
