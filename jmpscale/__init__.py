@@ -1,4 +1,4 @@
-"""Trains float32 JAX programs in float16: autocast, loss scaling, and diagnosis."""
+"""Mixed precision that can be checked: a diagnosis of training steps, loss scaling, and autocast."""
 
 from importlib.metadata import version as _version
 

@@ -469,13 +469,13 @@ def test_program_of_many_lines():
 
 def row(number, **fields):
     default = {"pass_": "forward", "operation": "mul", "dtype": "float16", "max_abs": 2.0}
-    default |= {"overflow": 0.0, "underflow": 0.0, "in_lines": False, "alone": 0.0}
+    default |= {"overflow": 0.0, "tiny": 0.0, "in_lines": False, "alone": 0.0}
     return jmpscale.DiagnosisRow(line=f"model.py:{number} (f)", **(default | fields))
 
 
 ROWS = [
     row(1, alone=1e-6, max_abs=0.0),
-    row(2, alone=0.00123, underflow=0.00101, dtype="bfloat16", pass_="backward"),
+    row(2, alone=0.00123, tiny=0.00101, dtype="bfloat16", pass_="backward"),
     row(3, alone=math.inf, overflow=0.5, max_abs=1e5),
     row(4, alone=10.5),
     row(5, alone=0.02, in_lines=True),
@@ -503,14 +503,14 @@ def report(rows=ROWS, summary="A sentence.", not_entered=()):
 def test_table_has_the_lines_first_and_then_the_largest_errors():
     assert report().describe().splitlines() == [
         "A sentence.",
-        "line                pass     dtype   max_abs  headroom  overflow  underflow    alone",
-        "model.py:5 (f)   forward   float16         2      15.0         0          0       2%",
-        "model.py:3 (f)   forward   float16     1e+05      -0.6       50%          0      inf",
-        "model.py:4 (f)   forward   float16         2      15.0         0          0   >1000%",
-        "model.py:2 (f)  backward  bfloat16         2     127.0         0     0.101%   0.123%",
-        "model.py:1 (f)   forward   float16         0       inf         0          0  <0.001%",
-        "model.py:7 (f)   forward   float16  3.28e+04       1.0         0          0        0",
-        "model.py:6 (f)   forward   float16         2      15.0         0          0        0",
+        "line                pass     dtype   max_abs  headroom  overflow    tiny    alone",
+        "model.py:5 (f)   forward   float16         2      15.0         0       0       2%",
+        "model.py:3 (f)   forward   float16     1e+05      -0.6       50%       0      inf",
+        "model.py:4 (f)   forward   float16         2      15.0         0       0   >1000%",
+        "model.py:2 (f)  backward  bfloat16         2     127.0         0  0.101%   0.123%",
+        "model.py:1 (f)   forward   float16         0       inf         0       0  <0.001%",
+        "model.py:7 (f)   forward   float16  3.28e+04       1.0         0       0        0",
+        "model.py:6 (f)   forward   float16         2      15.0         0       0        0",
     ]
     assert [text.split()[0] for text in report().describe(2).splitlines()[2:]] == ["model.py:5", "model.py:3"]
     for limit, error in ((0, ValueError), ("all", TypeError)):
@@ -520,7 +520,7 @@ def test_table_has_the_lines_first_and_then_the_largest_errors():
 
 def test_table_has_no_errors_that_were_not_measured():
     *_, columns, cells = report([row(1, alone=None)]).describe().splitlines()
-    assert (columns.split()[-1], cells.split()[-1]) == ("underflow", "0")
+    assert (columns.split()[-1], cells.split()[-1]) == ("tiny", "0")
 
 
 def test_table_has_twenty_rows_by_default():

@@ -185,9 +185,9 @@ def test_diagnose_measures_each_line():
     assert forward.headroom == pytest.approx(np.log2(65504 / forward.max_abs))
     assert forward.overflow == 0
     below = [np.mean(np.abs(x) < 2.0**-14) for x in (WEIGHTS, 50 * VALUES, expected)]
-    assert forward.underflow == pytest.approx(max(below))
+    assert forward.tiny == pytest.approx(max(below))
     assert backward.max_abs == pytest.approx(np.abs(FACTOR * 50 * VALUES).max())
-    assert backward.underflow == 1
+    assert backward.tiny == 1
     assert (forward.in_lines, backward.in_lines) == (False, False)
 
 
@@ -196,13 +196,13 @@ def extremes(w, x):
 
 
 @pytest.mark.full
-def test_diagnose_measures_overflow_and_underflow():
+def test_diagnose_measures_overflow_and_tiny_values():
     x = np.float32([2e5, -3e5, 3.0, 1e-8, 1e-7, 1.0])
     diagnosis = jmpscale.diagnose(extremes)(jmpscale.static(1.0), jnp.ones(6), jnp.asarray(x))
     row = next(row for row in diagnosis.rows if not row.backward)
     assert row.max_abs == 3e5
     assert row.overflow == pytest.approx(2 / 6)
-    assert row.underflow == pytest.approx(2 / 6)
+    assert row.tiny == pytest.approx(2 / 6)
     assert row.headroom == pytest.approx(np.log2(65504 / 3e5))
     assert row.in_lines
     assert row.alone == math.inf

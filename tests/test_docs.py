@@ -21,8 +21,8 @@ pytestmark = pytest.mark.usefixtures("standard_promotion", "nothing_scaled")
 
 README = (pages.DOCS.parent / "README.md").read_text()
 README_BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
-README_PYTHON, README_TEXTS, README_PY = (
-    [x for language, x in README_BLOCKS if language == kind] for kind in ("python", "text", "py")
+README_PYTHON, README_TEXTS, README_PY, README_DIFFS = (
+    [x for language, x in README_BLOCKS if language == kind] for kind in ("python", "text", "py", "diff")
 )
 [README_PROGRAM] = (code for code in README_PYTHON if "RunMonitor" in code)
 # The overview does not show the program that it changes. `tests/frameworks` runs the programs after the changes on the
@@ -73,7 +73,11 @@ def _train_with_invalid_steps(every):
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
     ("every", "skips"),
-    [pytest.param(2, None, marks=pytest.mark.full), (3, 20), pytest.param(12, 28, marks=pytest.mark.full)],
+    [
+        pytest.param(2, None, marks=pytest.mark.full),
+        (3, "27 of the last 40"),
+        pytest.param(12, "19 of the last 20", marks=pytest.mark.full),
+    ],
 )
 def test_monitor_of_the_readme_raises_if_most_steps_are_skipped(every, skips):
     program = README_PROGRAM
@@ -87,8 +91,17 @@ def test_monitor_of_the_readme_raises_if_most_steps_are_skipped(every, skips):
     if skips is None:
         pages.run(program, namespace)
         return
-    with pytest.raises(FloatingPointError, match=f"^{skips} of the last 30 steps were skipped"):
+    with pytest.raises(FloatingPointError, match=f"^{skips} steps were skipped"):
         pages.run(program, namespace)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_monitor_of_the_readme_warns_if_the_loop_loses_the_state():
+    program = README_PROGRAM.replace("size=2048", "size=8")
+    assert program.count("params, opt_state, loss = train_step(") == 1
+    program = program.replace("params, opt_state, loss = train_step(", "params, _, loss = train_step(")
+    with pytest.raises(UserWarning, match=r"^At 3 calls total_steps of the scaler"):
+        pages.run(program, {"__name__": "README.md"})
 
 
 FORGOTTEN = {  # a changed line of the README's program, the original line, and the type and start of the message
@@ -119,6 +132,12 @@ def test_readme_program_reports_a_forgotten_line(forgotten):
     program = program.replace(new, old).replace("range(90)", "range(2)")
     with pytest.raises(kind, match=message) if kind else contextlib.nullcontext():  # warnings are errors
         pages.run(program + check, {"__name__": "README.md"})
+
+
+def test_readme_step_passes_the_check_after_the_diff(capsys):
+    program = pages.apply_diff(README_DIFFS[-1], README_PYTHON[-1])
+    pages.run(program, {"__name__": "README.md"})
+    assert not capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("size", "skips"), [(0.1, 0), pytest.param(30.0, 1, id="2^16 is too large")])
@@ -182,6 +201,7 @@ RESULTS = {
     "guides/accumulation": "loss",
     "guides/devices": "loss",
     "guides/higher_order": "loss",
+    "guides/multiple_losses": "loss",
     "guides/optax": "sum(losses[-20:])",
     "guides/reinforcement_learning": "-rewards[-1]",
     "guides/training_loops": "trainer.loss",

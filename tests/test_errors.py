@@ -60,6 +60,10 @@ SHOWN = {  # a call with arguments of another function by position, and the call
         lambda: jmpscale.scaled_backward(loss_of, 2.0, GRADS),
         "got dict by position. Call scaled_backward(fun, scale)(*args);",
     ),
+    "diagnose_step": (
+        lambda: jmpscale.diagnose_step(loss_of, 0.1),
+        "got 0.1 by position. Call diagnose_step(step)(*args);",
+    ),
     "diagnose": (
         lambda: jmpscale.diagnose(loss_of, OPT_STATE, GRADS, LOSS),
         "got float32[] by position. Call diagnose(fun)(scaler, *args);",

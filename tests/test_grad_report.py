@@ -27,7 +27,7 @@ def _reference(leaf, scale=1.0):
     leaf = np.asarray(leaf) if jnp.iscomplexobj(leaf) else np.asarray(leaf, np.float64)
     parts = np.concatenate([leaf.real.ravel(), leaf.imag.ravel()]) if np.iscomplexobj(leaf) else leaf.ravel()
     m = np.abs(parts.astype(np.float64)) * scale
-    kinds = np.isnan(m), np.isinf(m), m == 0, (m > 0) & (m < 2.0**-24), (m >= 2.0**-24) & (m < 2.0**-14)
+    kinds = np.isnan(m), np.isinf(m), m == 0, (m > 0) & (m <= 2.0**-25), (m > 2.0**-25) & (m < 2.0**-14)
     return np.max(m, initial=0.0), [int(kind.sum()) for kind in kinds], parts.size
 
 
@@ -89,7 +89,7 @@ def test_grad_report_with_a_scale_at_which_float32_overflows_tests_the_gradients
     "scale", [2.0**16, 2.0**-10, 2.0**100, 2.0**112, 1.5 * 2.0**112, 2.0**113, 2.0**114, 5e37, 2.0**126]
 )
 def test_grad_report_counts_scaled_gradients(scale):
-    limits = np.float32([2.0**-24 / scale, 2.0**-14 / scale])
+    limits = np.float32([2.0**-25 / scale, 2.0**-14 / scale])
     around = [np.nextafter(limits, np.float32(bound)) for bound in (0, 1)]
     leaf = np.concatenate([limits, *around, np.ldexp(np.float32(1), np.arange(-126, 30)), np.zeros(3, np.float32)])
     leaf = leaf[(leaf == 0) | (leaf >= 2.0**-126)]  # a device may flush smaller ones to zero

@@ -72,6 +72,11 @@ def test_api_page_lists_the_public_names():
     assert sorted(rows) == sorted(map(_row_of_api_page, jmpscale.__all__ + tools))
 
 
+def test_changelog_names_the_public_names():
+    named = set(re.findall(r"`(\w+)", (ROOT / "CHANGELOG.md").read_text()))
+    assert set(jmpscale.__all__) <= named
+
+
 @pytest.mark.parametrize("name", jmpscale.__all__)
 def test_docstring_documents_the_parameters(name):
     thing = getattr(jmpscale, name)

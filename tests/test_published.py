@@ -224,6 +224,12 @@ def test_missing_facts_are_none_once_the_repository_is_set(release_facts):
     assert (found == []) == ("urls" in PYPROJECT["project"])
 
 
+def test_pages_name_no_commit(release_facts):
+    """Readers of the package index and of the site have no history; records may name its commits."""
+    pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("notebooks/*.ipynb")]
+    assert [path for path in pages if release_facts.COMMIT.search(path.read_text())] == []
+
+
 def test_missing_commits_are_those_outside_of_the_history(release_facts, tmp_path):
     (tmp_path / "docs").mkdir()
     (tmp_path / "benchmarks" / "results").mkdir(parents=True)

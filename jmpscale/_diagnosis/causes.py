@@ -55,7 +55,7 @@ def find_causes(trials: GradientTrials, lines: Lines, *, finite: bool) -> list[C
         found = statistics[site]
         # Not `<=`: both may be infinite.
         if error(site, Mode.RANGE) < error(site, Mode.AS_WRITTEN) / SAME_SIZE:
-            return Reason.OVERFLOW if found.overflow else Reason.UNDERFLOW if found.underflow else Reason.ROUNDING
+            return Reason.OVERFLOW if found.overflow else Reason.UNDERFLOW if found.tiny else Reason.ROUNDING
         return Reason.OVERFLOW_AND_ROUNDING if found.overflow else Reason.ROUNDING
 
     def rank(cause: Cause) -> tuple[bool, bool, bool]:

@@ -58,7 +58,7 @@ class Statistics(NamedTuple):
 
     max_abs: float  # the largest finite magnitude
     overflow: float  # the fraction of finite values that are not finite as written
-    underflow: float  # the fraction of values that are below the smallest normal number, and not zero
+    tiny: float  # the fraction of values that are below the smallest normal number, and not zero
 
 
 class Execution(NamedTuple):
@@ -121,10 +121,10 @@ def _statistics(in_float32: jax.Array, written: jax.Array, smallest_normal: floa
     finite = jnp.isfinite(in_float32)
     magnitude = jnp.where(finite, jnp.abs(in_float32), 0).astype(np.float32)  # not float64
     overflows = finite & ~jnp.isfinite(written)  # also inside of an operation, such as a sum
-    underflows = (magnitude > 0) & (magnitude < smallest_normal)
+    tiny = (magnitude > 0) & (magnitude < smallest_normal)
     # One reduction with three operands compiles in a third of the time of three reductions.
     largest, *counts = jax.lax.reduce(
-        (magnitude, overflows.astype(np.float32), underflows.astype(np.float32)),
+        (magnitude, overflows.astype(np.float32), tiny.astype(np.float32)),
         (np.float32(0),) * 3,
         lambda x, y: (jnp.maximum(x[0], y[0]), x[1] + y[1], x[2] + y[2]),
         range(magnitude.ndim),

@@ -12,7 +12,7 @@ from jmpscale._base.text import format_percentage, format_table, truncate
 from jmpscale._state import ScalerState
 
 _WIDTH = 100  # columns
-_RANGE = {"headroom", "overflow", "underflow"}  # columns
+_RANGE = {"headroom", "overflow", "tiny"}  # columns
 _LARGE_HEADROOM = 64  # bits: float16 has at most 40
 _SHOWN = 8  # operations that were not entered
 
@@ -29,12 +29,13 @@ class DiagnosisRow:
       max_abs: the largest finite magnitude in float32. It and the next two are NaN, and not measured, in an update in
         bfloat16, which has the range of float32.
       overflow: the fraction of values that are finite only in float32, in the operation for which it is largest.
-      underflow: the fraction of values that are subnormal or zero, but not zero in float32, in the operation for which
-        it is largest.
+      tiny: the fraction of values that are below the smallest normal number of the dtype, and so lose digits or become
+        zero, but are not zero in float32, in the operation for which it is largest.
       in_lines: whether the line is one of `Diagnosis.lines`.
       alone: the error of the gradients if this row alone computes in half precision; infinite if a value is not finite,
         at least 100% if the loss is wrong. It can exceed the error of the whole program, because errors cancel. None if
-        there are no `lines` and the error of the whole program is below 5%, or the program has more than 64 rows.
+        there are no `lines` and the error of the whole program is below 5%, or `accepted_error`; or the program has
+        more than 64 rows.
       casts: for a line that casts several arguments, such as a tree of parameters: the names of those that are wrong
         alone, such as `params['w']`. They are measured if an error begins in this row; none if more than 3 are wrong.
     """
@@ -45,7 +46,7 @@ class DiagnosisRow:
     dtype: str
     max_abs: float
     overflow: float
-    underflow: float
+    tiny: float
     in_lines: bool
     alone: float | None
     casts: tuple[str, ...] = ()
@@ -95,7 +96,8 @@ class Diagnosis:
         Parameters whose gradient in float32 is rounding noise, or negligible beside the others, do not count.
       loss_scale: the current loss scale.
       fitting_scales: the smallest and the largest loss scale that fit, both powers of two; None if no scale fits: the
-        gradients are not finite at any scale, or wrong by more than 50% at all of them, or no gradient can be compared.
+        gradients are not finite at any scale, or wrong at all of them, by more than 50% or `accepted_error`; or no
+        gradient can be compared.
         A scale fits if the gradients are finite, and nearly as accurate as at the best scale: the error of each is at
         most 1.1 times its smallest one, plus one percentage point, plus a quarter of the largest error at the best
         scale. If a gradient has an error of 5% or more at every scale, the error of the forward pass alone counts if it
@@ -169,7 +171,7 @@ class Diagnosis:
 
     def _table(self, limit: int) -> str:
         shown = worst_first(self.rows)[:limit]
-        columns = ["line", "pass", "dtype", "max_abs", "headroom", "overflow", "underflow", "alone", "casts"]
+        columns = ["line", "pass", "dtype", "max_abs", "headroom", "overflow", "tiny", "alone", "casts"]
         # A column of numbers that were not measured, or that say nothing, is omitted.
         silent = _RANGE if all(map(_is_in_range, shown)) else set()
         filled = [x for x in zip(columns, *map(_cells, shown), strict=True) if any(x[1:]) and x[0] not in silent]
@@ -182,7 +184,7 @@ class Diagnosis:
 
 def _is_in_range(row: DiagnosisRow) -> bool:
     """Tests whether results use a small part of the range of their dtype, as in bfloat16."""
-    return not row.overflow > 0 and not row.underflow > 0 and row.headroom > _LARGE_HEADROOM
+    return not row.overflow > 0 and not row.tiny > 0 and row.headroom > _LARGE_HEADROOM
 
 
 def worst_first(rows: Iterable[DiagnosisRow]) -> list[DiagnosisRow]:
@@ -191,7 +193,7 @@ def worst_first(rows: Iterable[DiagnosisRow]) -> list[DiagnosisRow]:
 
 
 def _range_cells(row: DiagnosisRow) -> list[str]:
-    fractions = map(format_percentage, (row.overflow, row.underflow))
+    fractions = map(format_percentage, (row.overflow, row.tiny))
     return [f"{row.max_abs:.3g}", f"{row.headroom:.1f}", *fractions]
 
 

@@ -54,7 +54,7 @@ def _row(findings: Findings, part: Part, in_lines: bool) -> DiagnosisRow | None:
         dtype=first.dtype.name,
         max_abs=found[first].max_abs,
         overflow=max(x.overflow for x in found.values()),
-        underflow=max(x.underflow for x in found.values()),
+        tiny=max(x.tiny for x in found.values()),
         in_lines=in_lines,
         casts=findings.casts[part].names if part in findings.casts else (),
         alone=alone.get(part),

@@ -20,7 +20,7 @@ from jmpscale._base.tree import PyTree, check_no_refs, is_traced, named_gradient
 from jmpscale._get_scaler import find_scaler
 from jmpscale._guards.checks import check_no_partial_sums, warn_if_unsynchronized
 
-_FLOAT16_SMALLEST, _FLOAT16_SMALLEST_NORMAL, _FLOAT16_MAX = 2.0**-24, 2.0**-14, 65504.0
+_ZERO_IN_FLOAT16, _FLOAT16_SMALLEST_NORMAL, _FLOAT16_MAX = 2.0**-25, 2.0**-14, 65504.0
 
 _COUNTS = ("nan", "inf", "zero", "underflow", "subnormal")
 
@@ -38,8 +38,8 @@ class GradReport:
       nan: i32[leaves], the number of NaN values.
       inf: i32[leaves], the number of infinite values.
       zero: i32[leaves], the number of zeros.
-      underflow: i32[leaves], the number of nonzero magnitudes below 2^-24, which float16 cannot hold.
-      subnormal: i32[leaves], the number of magnitudes in [2^-24, 2^-14), for which float16 has fewer than 11
+      underflow: i32[leaves], the number of nonzero magnitudes of at most 2^-25, which are zero in float16.
+      subnormal: i32[leaves], the number of larger magnitudes below 2^-14, for which float16 has fewer than 11
         significant bits.
       paths: the names of the leaves, such as `params/layer_7/kernel`; static.
       sizes: the number of values of each leaf over all combined devices, where a complex number counts as two; static.
@@ -214,8 +214,8 @@ def _count(
             is_nan,
             jnp.isinf(magnitude),
             magnitude == 0,
-            (magnitude > 0) & (scaled < _FLOAT16_SMALLEST),
-            (scaled >= _FLOAT16_SMALLEST) & (scaled < _FLOAT16_SMALLEST_NORMAL),
+            (magnitude > 0) & (scaled <= _ZERO_IN_FLOAT16),
+            (scaled > _ZERO_IN_FLOAT16) & (scaled < _FLOAT16_SMALLEST_NORMAL),
         )
         maximum, *tallies = reduce(jnp.where(is_nan, 0, magnitude), [kind.astype(np.int32) for kind in kinds])
         largest.append(maximum)
