@@ -14,6 +14,7 @@ import pytest
 import jmpscale
 
 import pages
+from messages import NEVER_SCALED, ONE_SCALER
 from tables import rows
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "nothing_scaled")
@@ -109,13 +110,13 @@ FORGOTTEN = {  # a changed line of the README's program, the original line, and 
         "tx = jmpscale.with_loss_scaling(optax.adam(5e-3))",
         "tx = optax.adam(5e-3)",
         ValueError,
-        "scaler must contain exactly one ScalerState, found 0",
+        f"scaler must contain {ONE_SCALER} 0",
     ),
     "value_and_grad": (
         "jmpscale.value_and_grad(loss_fn)(opt_state, params, batch)",
         "jax.value_and_grad(loss_fn)(params, batch)",
         UserWarning,
-        "no loss has been scaled yet",
+        NEVER_SCALED,
     ),
     "value": (", value=loss)", ")", UserWarning, "a NaN in the forward pass reduces the loss scale"),
 }
