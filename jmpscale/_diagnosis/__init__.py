@@ -1,1 +1,1 @@
-"""Measures what half precision does to a training step: `diagnose`."""
+"""Measures what half precision does to a training step: `diagnose` and `diagnose_step`."""

@@ -14,6 +14,8 @@ from jmpscale._diagnosis.modes import Site
 from jmpscale._diagnosis.phrases import by, by_gradient, describe_alone, describe_edit
 from jmpscale._diagnosis.thresholds import CHANGE, LARGEST_SET, MARGIN, SHRINKS
 
+_NOT_MINIMAL = f"After the first {LARGEST_SET} lines, not each was tried without: some may need no change"
+
 
 def describe_lines(findings: Findings) -> str:
     if findings.lines is None:
@@ -87,26 +89,37 @@ def _casts(findings: Findings, site: Site) -> str:
 
 
 def _remedy(findings: Findings, cause: Cause, lines: Lines) -> str:
-    scales, paths = lines.scales, set(lines.paths)
+    """Says what to change: the lines, the scaler, what to do instead, and which other lines to look at."""
+    scales = lines.scales
     edit = f"{findings.names(lines.paths)} in float32{describe_edit(findings, lines.paths)}"
-    text = f"Compute {edit}: {_promise(findings, scales)}"
+    first = f"Compute {edit}: {_promise(findings, scales)}"
     if not findings.has_scaler and cause.reason is Reason.UNDERFLOW and cause.site.part.backward:
         how = "with jmpscale.value_and_grad and a scaler, or by a larger number if it is scaled already"
-        text = f"Scale the loss, {how}. Or c{text[1:]}"
+        first = f"Scale the loss, {how}. Or c{first[1:]}"
     if findings.advice:
-        text = f"{text}{_describe_advice(findings, scales)}"
-    if cause.reason is Reason.UNDERFLOW and cause.site in findings.trials.program.in_inner_gradients:
-        text = f"{text}. Or scale the gradient that the loss contains: value_and_grad(inner_fn)(scaler, ...)"
-    elif cause.reason.is_overflow and not cause.site.part.backward:
-        text = f"{text}. Or normalize {'its input' if len(paths) == 1 else 'their inputs'}"
-    if not lines.is_minimal:
-        text = f"{text}. After the first {LARGEST_SET} lines, not each was tried without: some may need no change"
-    remaining = {part: error for part, error in findings.alone.items() if part.path not in paths}
-    left = ""
-    if remaining and findings.trials.accepted.small <= scales.smallest_error < math.inf:
-        left = f"{describe_alone(findings, *max(remaining.items(), key=lambda item: item[1]))}."
+        first = f"{first}{_describe_advice(findings, scales)}"
+    minimal = "" if lines.is_minimal else _NOT_MINIMAL
+    text = ". ".join(filter(None, [first, _describe_alternative(findings, cause, lines), minimal]))
     near = _describe_near_overflows(findings, lines) if cause.reason.is_overflow else ""
-    return f"{text}.{near}{_in_packages(findings, lines)}{left}{_describe_float32_results(findings)}"
+    others = f"{_in_packages(findings, lines)}{_describe_remaining(findings, lines)}"
+    return f"{text}.{near}{others}{_describe_float32_results(findings)}"
+
+
+def _describe_alternative(findings: Findings, cause: Cause, lines: Lines) -> str:
+    """Names what removes the cause and leaves the lines in half precision."""
+    if cause.reason is Reason.UNDERFLOW and cause.site in findings.trials.program.in_inner_gradients:
+        return "Or scale the gradient that the loss contains: value_and_grad(inner_fn)(scaler, ...)"
+    if cause.reason.is_overflow and not cause.site.part.backward:
+        return f"Or normalize {'its input' if len(lines.paths) == 1 else 'their inputs'}"
+    return ""
+
+
+def _describe_remaining(findings: Findings, lines: Lines) -> str:
+    """Names the worst of the other lines if the error is not small after the edit."""
+    remaining = {part: error for part, error in findings.alone.items() if part.path not in lines.paths}
+    if not remaining or not findings.trials.accepted.small <= lines.scales.smallest_error < math.inf:
+        return ""
+    return f"{describe_alone(findings, *max(remaining.items(), key=lambda item: item[1]))}."
 
 
 def _promise(findings: Findings, scales: Scales) -> str:

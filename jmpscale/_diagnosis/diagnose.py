@@ -1,4 +1,4 @@
-"""`diagnose`, which measures what half precision does to a training step."""
+"""`diagnose`, which measures what half precision does to a loss function and its gradients."""
 
 import functools
 import inspect

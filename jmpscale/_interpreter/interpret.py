@@ -1,4 +1,4 @@
-"""Runs a program with another rule for its operations: the base of every experiment of a diagnosis.
+"""Runs a program with another rule for its operations: the base of each run of a diagnosis and of `check_step`.
 
 Values of fewer bits than float32 are carried in float32. Loops remain loops, and `jax.shard_map` remains one, so the
 result can be compiled like the program, and costs no more than its operations.

@@ -52,11 +52,11 @@ class RunMonitor:
     is compared with later calls only. In population-based training, where members of a batch of scalers replace each
     other, create a new monitor after each exchange.
 
-    It warns if the loop may lose the state: at three calls `total_steps` had not risen, and between them it did not
-    exceed its largest value. It warns if a dynamic scale grows to a `max_scale` of 2^32 or more without a skip, because
-    the loss may be unscaled; not if the averages of the gradients in the optimizer state, as of Adam, are so small that
-    they do not overflow at this scale. It also warns if `with_loss_scaling` is inside another transformation of optax
-    that keeps it from its work.
+    It warns if the loop may lose the state: at three calls `total_steps` had not risen since the call before, and
+    between them it did not exceed its largest value. This takes at least four calls. It warns if a dynamic scale grows
+    to a `max_scale` of 2^32 or more without a skip, because the loss may be unscaled; not if the averages of the
+    gradients in the optimizer state, as of Adam, are so small that they do not overflow at this scale. It also warns if
+    `with_loss_scaling` is inside another transformation of optax that keeps it from its work.
 
     Args:
       max_consecutive_skips: the number of consecutive skips that is acceptable, at least 1. The initial backoff skips
