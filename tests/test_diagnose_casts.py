@@ -10,6 +10,7 @@ import jmpscale
 
 from arrays import normal
 from diagnosis_programs import H, fault_line
+from messages import OVERFLOW
 from tables import names
 
 X = normal(0, 16, 8)
@@ -31,7 +32,7 @@ def cast_leaves(layers, x):
 def test_diagnose_names_the_argument_that_a_cast_of_a_tree_makes_infinite(fun):
     layers = [*LAYERS[:2], LARGE, *LAYERS[2:]]
     diagnosis = jmpscale.diagnose(fun)(jmpscale.dynamic(), layers, X)
-    begin = f"The forward pass overflows: convert_element_type at test_diagnose_casts.py:{fault_line(fun)} "
+    begin = f"{OVERFLOW}convert_element_type at test_diagnose_casts.py:{fault_line(fun)} "
     assert diagnosis.summary.startswith(begin)
     assert ", in the cast of layers[2], reaches " in diagnosis.summary
     assert {row.casts for row in diagnosis.rows} == {("layers[2]",), ()}
@@ -42,7 +43,7 @@ def test_diagnose_names_no_argument_if_what_is_cast_is_computed():
     summary = jmpscale.diagnose(lambda layers, x: cast_tree([2 * w for w in layers], x))(
         jmpscale.dynamic(), [LARGE, *LAYERS], X
     ).summary
-    assert re.match(r"The forward pass overflows: convert_element_type at [^,]* reaches ", summary)
+    assert re.match(rf"{OVERFLOW}convert_element_type at [^,]* reaches ", summary)
 
 
 WRONG = {  # which of the layers are large, and the words about them
@@ -58,4 +59,4 @@ def test_diagnose_names_a_few_arguments_that_are_wrong_alone(name):
     layers = [2e6 * w if i in large else w for i, w in enumerate(LAYERS)]
     diagnosis = jmpscale.diagnose(cast_tree)(jmpscale.dynamic(), layers, X)
     place = f"convert_element_type at test_diagnose_casts.py:{fault_line(cast_tree)} (cast_tree)"
-    assert diagnosis.summary.startswith(f"The forward pass overflows: {place}{words}")
+    assert diagnosis.summary.startswith(f"{OVERFLOW}{place}{words}")
