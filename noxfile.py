@@ -122,8 +122,9 @@ def notebooks(session):
 def tests_full(session):
     """Runs all tests with the newest JAX."""
     install(session, "-e", ".[test]", "diffrax")
-    # The session `accelerator` runs the tests of devices. Some tests take half a minute.
-    session.run("pytest", "-q", "-n", "auto", "--dist", "worksteal", "--full", "--ignore=tests/test_accelerator.py")
+    # The session `accelerator` runs the tests of devices, and of the command that times them.
+    others = ("--ignore=tests/test_accelerator.py", "--ignore=tests/test_accelerator_command.py")
+    session.run("pytest", "-q", "-n", "auto", "--dist", "worksteal", "--full", *others)
 
 
 @nox.session(python=OLDEST_PYTHON)
@@ -177,11 +178,11 @@ def compilers(session, device, tests):
 
 @nox.session(python=OLDEST_PYTHON, tags=["checks"])
 def accelerator(session):
-    """Rehearses the command that times an accelerator: its tests, and each column of a model, on the CPU."""
+    """Rehearses the command that times an accelerator, on the CPU: its tests on the device, and its own tests."""
     install(session, "-e", ".", "--group", "benchmarks")
     out = ("--out", str(pathlib.Path(session.create_tmp()).resolve() / "record.json"))
     session.run("python", "-m", "benchmarks.accelerator", "--only", "tests", "--minutes", "9", *out)
-    session.run("pytest", "-q", "--full", "-k", "every_column", "tests/test_accelerator_command.py")
+    session.run("pytest", "-q", "--full", "tests/test_accelerator_command.py")
 
 
 @nox.session(python=OLDEST_PYTHON, tags=["tests"])

@@ -243,10 +243,11 @@ def static(scale: float) -> ScalerState:
 
 
 def disabled() -> ScalerState:
-    """Creates a scaler that turns loss scaling off and adds nothing to the compiled program.
+    """Creates a scaler that turns loss scaling off and adds no computation to the compiled program.
 
     Returns:
-      A `ScalerState` that no step changes, and with which none is skipped. Float16 gradients stay float16; with other
+      A `ScalerState` that no step changes, and with which none is skipped. A compiled step that takes
+      and returns it still copies its seven scalars. Float16 gradients stay float16; with other
       scalers they become float32. With the functional API, call `all_finite((loss, grads), scaler=scaler)`.
 
     >>> import jmpscale

@@ -12,12 +12,9 @@ from flax import linen, nnx
 
 import jmpscale
 
+from arrays import normal
+
 H = jnp.float16
-
-
-def normal(seed, *shape, scale=1.0):
-    """Returns normally distributed numbers from NumPy, because JAX would compile a program for each shape."""
-    return jnp.asarray(scale * np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
 def fault_line(fun):

@@ -181,7 +181,7 @@ def test_exported_step_runs_on_its_platforms():
 
 @pytest.mark.parametrize(
     ("platform", "axis_type"),
-    [("cpu", AxisType.Auto), ("default", AxisType.Auto), ("cpu", AxisType.Explicit)],
+    [pytest.param("cpu", AxisType.Auto, marks=FULL), ("default", AxisType.Auto), ("cpu", AxisType.Explicit)],
     indirect=["platform"],
 )
 def test_step_keeps_shardings(api, platform, axis_type):

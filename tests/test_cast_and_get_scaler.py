@@ -19,6 +19,7 @@ from flax.training.train_state import TrainState
 import jmpscale
 
 from bits import assert_equal_bits
+from messages import ONE_SCALER
 
 Point = collections.namedtuple("Point", ["x", "y"])
 
@@ -173,7 +174,7 @@ def test_get_scaler_and_replace_scaler_accept_any_tree(tree):
 @pytest.mark.parametrize("call", [jmpscale.get_scaler, lambda tree: jmpscale.replace_scaler(tree, NEW)])
 def test_get_scaler_and_replace_scaler_raise_unless_there_is_one_scaler(call):
     for number, tree in ((0, {"w": jnp.ones(2)}), (2, [{"a": OLD}, OLD])):
-        with pytest.raises(ValueError, match=f"exactly one ScalerState, found {number}"):
+        with pytest.raises(ValueError, match=f"{ONE_SCALER} {number}"):
             call(tree)
 
 

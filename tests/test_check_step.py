@@ -15,11 +15,11 @@ import jmpscale
 from jmpscale.testing import check_step
 
 import meshes
+from arrays import normal
 
-KEYS = jax.random.split(jax.random.key(0), 6)
-X, Y, Z = (jax.random.normal(key, shape) for key, shape in zip(KEYS, [(32, 8), (32, 1), (32, 4)], strict=False))
+X, Y, Z = normal(0, 32, 8), normal(1, 32, 1), normal(2, 32, 4)
 KEY_DATA = jax.random.key_data(jax.random.key(0))  # which programs without typed keys hold
-PARAMS = {"a": jax.random.normal(KEYS[3], (8, 16)) / 3, "b": jax.random.normal(KEYS[4], (16, 1)) / 4}
+PARAMS = {"a": normal(3, 8, 16, scale=1 / 3), "b": normal(4, 16, 1, scale=1 / 4)}
 ADAM = optax.adam(1e-3)
 WRAPPED = jmpscale.with_loss_scaling(ADAM)
 SGD = jmpscale.with_loss_scaling(optax.scale(-1e-3))
@@ -247,7 +247,7 @@ def _loss_too_large():
 
 # --- a step with two scalers ---
 
-GENERATOR = {"g": jax.random.normal(KEYS[5], (4, 8)) / 2}
+GENERATOR = {"g": normal(5, 4, 8, scale=1 / 2)}
 
 
 def _gan(gradients=lambda grads: grads, scaler_of_generator=1, gate=True):
@@ -295,7 +295,6 @@ MISTAKES: dict[str, tuple[Any, str]] = {  # functions that return a step and its
         lambda: _wrapper(optax.chain(WRAPPED, optax.add_decayed_weights(-1e-4))),
         r"the skipped step changed state\[0\]",
     ),
-    "before ema": (lambda: _wrapper(optax.chain(WRAPPED, optax.ema(0.9))), r"changed state\[1\]\[1\]\.count"),
     "before a schedule": (
         lambda: _wrapper(optax.chain(WRAPPED, optax.scale_by_schedule(lambda count: 1.0))),
         r"the skipped step changed state\[1\]\[1\]\.count: 0 before, 1 after",
@@ -327,7 +326,6 @@ MISTAKES: dict[str, tuple[Any, str]] = {  # functions that return a step and its
     "flag of the last leaf": (lambda: _functional(partial(_flag_of_one_leaf, "b")), rf"{PART}.*\['a'\]"),
     "flag without one of 20 leaves": (lambda: _with_part_of_many(20, lambda i: i != 13), rf"{PART}.*\[0\]\[13\]"),
     "flag of the kernels among 34 leaves": (lambda: _with_part_of_many(34, lambda i: i % 2 == 0), PART),
-    "flag of one of 34 leaves": (lambda: _with_part_of_many(34, lambda i: i == 0), PART),
     "flag without one of 34 leaves": (lambda: _with_part_of_many(34, lambda i: i != 20), rf"{PART}.*\[0\]\[20\]"),
     **{
         f"flag by {name}": (lambda flag=flag: _functional(partial(_flag_by, flag)), HIDDEN)

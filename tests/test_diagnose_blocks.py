@@ -12,6 +12,8 @@ from jmpscale._diagnosis.modes import PRECISION, RECORD, Mode
 from jmpscale._diagnosis.program import Program
 from jmpscale._interpreter.compile import compiled
 
+from arrays import normal
+
 H = jnp.float16
 
 
@@ -20,8 +22,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(blocks, "WINDOW", 12)
 
 
-WEIGHTS = jax.random.normal(jax.random.key(0), (8, 16)).astype(H)
-X = jax.random.normal(jax.random.key(1), (16,)).astype(H)
+WEIGHTS, X = normal(0, 8, 16).astype(H), normal(1, 16).astype(H)
 
 
 def step(fun, *consts):

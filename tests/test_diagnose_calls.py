@@ -90,9 +90,9 @@ def computes_in_half(eqn):
     return eqn.primitive.name == "reduce_precision" or any(is_narrow(type_of(x)) for x in eqn.outvars)
 
 
-VECTOR = jnp.linspace(0.1, 0.9, 4, dtype=H)
-MATRIX = jnp.eye(4, dtype=H) + jnp.linspace(0, 0.2, 16, dtype=H).reshape(4, 4)
-INDEX = jnp.arange(4)
+VECTOR = jnp.asarray(np.linspace(0.1, 0.9, 4).astype(H))
+MATRIX = jnp.asarray((np.eye(4) + np.linspace(0, 0.2, 16).reshape(4, 4)).astype(H))
+INDEX = jnp.asarray(np.arange(4, dtype=np.int32))
 KEY = jax.random.key(0)
 ARGUMENTS = [
     *((x,) * n for n in (1, 2, 3) for x in (MATRIX, VECTOR)),

@@ -8,7 +8,8 @@ import pytest
 
 import jmpscale
 
-from diagnosis_programs import H, fault_line, normal
+from arrays import normal
+from diagnosis_programs import H, fault_line
 from tables import names
 
 X = normal(0, 16, 8)

@@ -14,16 +14,29 @@ from flax import nnx
 import jmpscale
 
 import diagnosis_programs as programs
-from diagnosis_programs import LARGE, MASKS, W, X, normal
+from arrays import normal
+from diagnosis_programs import LARGE, MASKS, W, X
+from messages import (
+    GRADIENTS_DIFFER,
+    HALF_FORWARD,
+    LARGEST_NUMBER,
+    LOSS_DIFFERS,
+    NO_GRADIENT,
+    NO_SCALE_FITS,
+    NO_SCALE_HELPS,
+    NORMALIZE,
+    OVERFLOW,
+    PRECISE_MATMUL,
+    REMEDY,
+    ROUNDING,
+    TOO_LARGE,
+    TOO_SMALL,
+    UNDERFLOW,
+)
 from tables import rows
 
-FORWARD_OVERFLOW = "The forward pass overflows: "
-FORWARD_UNDERFLOW = "The forward pass underflows: "
-GRADIENTS_ROUNDED = "The gradients differ from float32 by "
-LOSS_ROUNDED = "The loss differs from float32 by "
-NEVER_FINITE = "The gradients are not finite at any loss scale, but are finite in float32: rounding, not range. "
+NEVER_FINITE = f"The gradients are not finite at any loss scale, but are finite in float32: {ROUNDING} "
 NOT_FINITE = "The result of "
-ZERO = "All gradients are zero, in float32 too. "
 CHAIN, LONG_CHAIN = (0, 1), (0, 1, 2)  # each line holds the result that does not fit
 
 
@@ -44,7 +57,7 @@ class Fault(NamedTuple):
 
     fun: Callable[..., Any]
     args: tuple[Any, ...] = (W, X)
-    begins: str = FORWARD_OVERFLOW
+    begins: str = OVERFLOW
     transform: Callable[..., Any] = jax.value_and_grad
     autocast: bool = False
     lines: tuple[int, ...] = (0,)
@@ -62,7 +75,7 @@ FAULTS = {
         programs.negative_overflow,
         (W, LARGE / 10),
         lines=LONG_CHAIN,
-        contains="reaches 1.22e+05, and the largest number of float16 is 65504. A loss scale cannot prevent that.",
+        contains=f"reaches 1.22e+05, {LARGEST_NUMBER} {NO_SCALE_HELPS}",
     ),
     "overflow before gelu": Fault(programs.overflow_before_gelu, (W, LARGE), lines=LONG_CHAIN),
     "sentinel": Fault(
@@ -72,13 +85,13 @@ FAULTS = {
     ),
     "overflow and rounding": Fault(
         programs.overflow_and_rounding,
-        contains=". Or normalize its input. With only the forward pass of ",
+        contains=f". {NORMALIZE} {HALF_FORWARD}",
     ),
     "squares": Fault(programs.squares_overflow, lines=CHAIN),
     "loss": Fault(programs.loss_overflows),
     "gram": Fault(programs.gram_overflows, (W, 30 * normal(5, 2048, 8)), autocast=True),
     "linear attention": Fault(programs.linear_attention, (W, normal(4, 4096, 8)), autocast=True),
-    "second derivative": Fault(programs.second_derivative, autocast=True, contains=" fit. Or normalize its input."),
+    "second derivative": Fault(programs.second_derivative, autocast=True, contains=f" fit. {NORMALIZE}"),
     "scan": Fault(programs.overflow_in_a_scan),
     "while": Fault(programs.overflow_in_a_while_loop),
     "cond": Fault(programs.overflow_in_a_branch),
@@ -86,7 +99,7 @@ FAULTS = {
     "no scale fits": Fault(
         programs.gradients_of_two_sizes,
         ({"large": W, "small": W}, X),
-        begins="No loss scale fits. At 2^5, the backward pass underflows: convert_element_type at ",
+        begins=f"{NO_SCALE_FITS}2^5, the backward pass underflows: convert_element_type at ",
     ),
     "wrong at one scale": Fault(
         programs.wrong_at_one_scale,
@@ -94,7 +107,7 @@ FAULTS = {
         autocast=True,
         lines=(),
         scaler=jmpscale.dynamic(2.0**10),
-        contains="; yours is 2^10. It is too small: the gradients differ from float32 by 200%.",
+        contains=f"; yours is 2^10. {TOO_SMALL}differ from float32 by 200%.",
     ),
     "equal scores": Fault(
         programs.min_max_of_equal_scores,
@@ -102,45 +115,45 @@ FAULTS = {
         autocast=True,
         lines=(),
         scaler=jmpscale.dynamic(),
-        contains=" fit; yours is 2^16. It is too large: the gradients are not finite.",
+        contains=f" fit; yours is 2^16. {TOO_LARGE}are not finite.",
     ),
     "reciprocal saved in half": Fault(
         programs.reciprocal_saved_in_half,
         ({"w": W, "gain": jnp.ones((1, 8))}, X),
         line_of=programs._normalize_forward,
     ),
-    "variance": Fault(programs.variance_underflows, begins=FORWARD_UNDERFLOW, lines=CHAIN),
+    "variance": Fault(programs.variance_underflows, begins=UNDERFLOW, lines=CHAIN),
     "exp without maximum": Fault(programs.exp_without_maximum, (W, 3 * X), lines=CHAIN),
-    "clipped cross-entropy": Fault(programs.clipped_cross_entropy, begins=FORWARD_UNDERFLOW, lines=(-2, -1, 0)),
-    "transducer": Fault(programs.transducer_normalizer, (3 * W, X), begins=FORWARD_UNDERFLOW, autocast=True),
-    "log-mel": Fault(programs.log_mel, begins=FORWARD_UNDERFLOW + "dot_general at ", autocast=True),
-    "large constant": Fault(programs.quotient_by_a_large_constant, begins=ZERO, lines=()),
-    "small constant": Fault(programs.product_with_a_small_constant, begins=ZERO, lines=()),
+    "clipped cross-entropy": Fault(programs.clipped_cross_entropy, begins=UNDERFLOW, lines=(-2, -1, 0)),
+    "transducer": Fault(programs.transducer_normalizer, (3 * W, X), begins=UNDERFLOW, autocast=True),
+    "log-mel": Fault(programs.log_mel, begins=UNDERFLOW + "dot_general at ", autocast=True),
+    "large constant": Fault(programs.quotient_by_a_large_constant, begins=NO_GRADIENT, lines=()),
+    "small constant": Fault(programs.product_with_a_small_constant, begins=NO_GRADIENT, lines=()),
     "epsilon": Fault(programs.epsilon_of_zero, begins=NOT_FINITE, lines=()),
     "gaussian process": Fault(
         programs.gaussian_process,
         (jnp.zeros(()), POINTS, jnp.sin(POINTS.sum(-1))),
-        begins="The loss is nan, but in float32 it is -144.4: rounding, not range.",
+        begins=f"The loss is nan, but in float32 it is -144.4: {ROUNDING}",
         autocast=True,
-        contains=' in float32, with precision="highest" where autocast converts a matmul: then',
+        contains=f" {PRECISE_MATMUL}",
     ),
     "ridge head": Fault(
         programs.ridge_head,
         (normal(6, 8, 64, scale=0.1), MANY, jnp.sin(MANY.sum(-1, keepdims=True))),
-        begins=GRADIENTS_ROUNDED,
+        begins=GRADIENTS_DIFFER,
         autocast=True,
     ),
-    "variance by difference": Fault(programs.variance_by_difference, begins=GRADIENTS_ROUNDED),
-    "running sum": Fault(programs.running_sum, (W, SEQUENCE), begins=LOSS_ROUNDED),
+    "variance by difference": Fault(programs.variance_by_difference, begins=GRADIENTS_DIFFER),
+    "running sum": Fault(programs.running_sum, (W, SEQUENCE), begins=LOSS_DIFFERS),
     "cumulative sum": Fault(
         programs.cumulative_sum,
         (W, normal(4, 512, 8)),
-        begins=LOSS_ROUNDED,
+        begins=LOSS_DIFFERS,
         lines=CHAIN,
     ),
-    "large positions": Fault(programs.large_positions, begins=LOSS_ROUNDED, lines=CHAIN),
-    "image positions": Fault(programs.image_positions, begins=GRADIENTS_ROUNDED, autocast=True),
-    "embedding counts": Fault(programs.embedding_counts, (W, jnp.zeros(20000, jnp.int32)), begins=GRADIENTS_ROUNDED),
+    "large positions": Fault(programs.large_positions, begins=LOSS_DIFFERS, lines=CHAIN),
+    "image positions": Fault(programs.image_positions, begins=GRADIENTS_DIFFER, autocast=True),
+    "embedding counts": Fault(programs.embedding_counts, (W, jnp.zeros(20000, jnp.int32)), begins=GRADIENTS_DIFFER),
     "masked row": Fault(programs.masked_row, begins=NOT_FINITE, lines=()),
     "NaN after an infinity": Fault(programs.nan_after_an_infinity, begins=NOT_FINITE, lines=()),
     "masked NaN and an infinity": Fault(programs.masked_nan_and_infinity, begins=NOT_FINITE, lines=()),
@@ -207,7 +220,7 @@ def check_fault(fault):
     assert [offset(name, line) for name in named[:1]] == ([] if line is None else [0])
     assert set(diagnosis.lines) <= set(named)
     assert {row.line for row in diagnosis.rows if row.in_lines} == set(diagnosis.lines)
-    assert ("then the gradients differ from float32 by " in summary) == bool(fault.lines)
+    assert (REMEDY in summary) == bool(fault.lines)
     assert 'with precision="highest" where autocast' in summary or not (fault.autocast and fault.lines)
     check_advice(diagnosis)
 
@@ -249,7 +262,7 @@ def test_diagnose_gives_no_alarm_for_a_healthy_program(program):
     diagnosis = jmpscale.diagnose(fun)(jmpscale.static(2.0**12), *args)
     assert re.fullmatch(
         r"Loss scales from 2\^[-\d]+ to 2\^[-\d]+ fit; yours is 2\^12\. "
-        r"The gradients differ from float32 by .*%(, in .*)?\.",
+        rf"{GRADIENTS_DIFFER}.*%(, in .*)?\.",
         diagnosis.summary,
     )
     assert diagnosis.lines == ()

@@ -14,6 +14,7 @@ from jmpscale._diagnosis.errors import measure
 from jmpscale._diagnosis.modal_program import Forms
 from jmpscale._diagnosis.not_finite import RepairTrials
 from jmpscale._diagnosis.program import Program
+from jmpscale._diagnosis.thresholds import AcceptedErrors
 from jmpscale._diagnosis.trace_loss import trace_loss
 from jmpscale._diagnosis.trials import GradientTrials
 
@@ -77,7 +78,7 @@ def test_arguments_that_are_not_finite_are_named(name):
 
 def trials(fun, *consts):
     program = step(fun, *consts)
-    return GradientTrials(Forms(program), [""] * len(program.consts))
+    return GradientTrials(Forms(program), [""] * len(program.consts), AcceptedErrors())
 
 
 def test_gradients_that_are_rounding_noise_or_negligible_are_not_decisive():

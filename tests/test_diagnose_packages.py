@@ -11,7 +11,8 @@ from flax import linen
 
 import jmpscale
 
-from diagnosis_programs import H, normal
+from arrays import normal
+from diagnosis_programs import H
 
 PARAMS = {"a": normal(1, 8, 8), "b": normal(2, 8, 8)}
 X = normal(3, 16, 8)

@@ -12,6 +12,7 @@ from test_diagnose_faults import FAULTS
 import jmpscale
 
 import diagnosis_programs as programs
+from arrays import normal
 from tables import names
 
 PROMISE = re.compile(r"then the gradients differ from float32 by ([<\d.]+)%?.*?(?:from 2\^(\S+) to 2\^(\S+) fit|\.)")
@@ -79,15 +80,15 @@ def products(w, x):
     return jnp.mean(jnp.tanh(x @ w) ** 2)
 
 
-X = 40 * jax.random.normal(jax.random.key(0), (64, 16))
-W = 3 * jnp.eye(16)
+X = normal(0, 64, 16, scale=40)
+W = 3 * np.eye(16, dtype=np.float32)
 CAUSES = {  # the loss function, its arguments, and whether half results are the cause
     "scores": (scores, (W, X), True),
     "attention": (attention, (4 * jnp.ones((1, 1, 1, 8)), X), True),
     "compiled before": (jax.jit(jmpscale.autocast(scores)), (W, X), True),
     "casts by hand": (in_half_by_hand, (W, X), False),
     "large operands": (large_operands, (W, X), False),
-    "rounded operands": (rounded_operands, (jax.random.normal(jax.random.key(1), (16, 8)), X / 100), False),
+    "rounded operands": (rounded_operands, (normal(1, 16, 8), X / 100), False),
     "healthy": (products, (W, X / 100), False),
 }
 

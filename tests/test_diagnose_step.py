@@ -11,7 +11,8 @@ import pytest
 
 import jmpscale
 
-from diagnosis_programs import H, fault_line, normal
+from arrays import normal
+from diagnosis_programs import H, fault_line
 from tables import names
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -265,7 +266,7 @@ def momentum_and_decay(params, momentum, batch):
 
 
 ZEROS = jax.tree.map(jnp.zeros_like, parameters(B))
-SAME_BATCH = jax.tree.map(lambda x: jnp.broadcast_to(x, (600, *x.shape))[:, :4], BATCH)
+SAME_BATCH = jax.tree.map(lambda x: np.broadcast_to(x, (600, *x.shape))[:, :4], BATCH)
 ADAM = optax.adam(1e-4)
 NEAR = jax.tree.map(lambda p: (p + 0.02 * normal(8, *p.shape)).astype(B), parameters())
 FAULTS = {  # a step, its arguments, the name of the leaf or result, and its dtype if it is a leaf in half precision

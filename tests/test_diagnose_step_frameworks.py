@@ -16,7 +16,8 @@ import jmpscale
 from jmpscale._base.frameworks import is_nnx_object
 
 import meshes
-from diagnosis_programs import normal
+from arrays import normal
+from messages import GRADIENTS_DIFFER
 from tables import names
 
 pytestmark = pytest.mark.usefixtures("standard_promotion_and_ranks")
@@ -307,7 +308,7 @@ def test_diagnose_step_of_parameters_in_float32_says_one_sentence(name):
     assert diagnosis.lines == ()
     assert diagnosis.gradient_error < 0.05
     assert diagnosis.summary.count(". ") == 0
-    assert diagnosis.summary.startswith("The gradients differ from float32 by ")
+    assert diagnosis.summary.startswith(GRADIENTS_DIFFER)
     assert all(x.error < 0.05 for x in diagnosis.changes)
 
 

@@ -14,6 +14,7 @@ import pytest
 import jmpscale
 
 import pages
+from messages import NEVER_SCALED, ONE_SCALER
 from tables import rows
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "nothing_scaled")
@@ -72,7 +73,11 @@ def _train_with_invalid_steps(every):
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
     ("every", "skips"),
-    [pytest.param(2, None, marks=pytest.mark.full), (3, 20), pytest.param(12, 28, marks=pytest.mark.full)],
+    [
+        pytest.param(2, None, marks=pytest.mark.full),
+        (3, "27 of the last 40"),
+        pytest.param(12, "19 of the last 20", marks=pytest.mark.full),
+    ],
 )
 def test_monitor_of_the_readme_raises_if_most_steps_are_skipped(every, skips):
     program = README_PROGRAM
@@ -86,8 +91,17 @@ def test_monitor_of_the_readme_raises_if_most_steps_are_skipped(every, skips):
     if skips is None:
         pages.run(program, namespace)
         return
-    with pytest.raises(FloatingPointError, match=f"^{skips} of the last 30 steps were skipped"):
+    with pytest.raises(FloatingPointError, match=f"^{skips} steps were skipped"):
         pages.run(program, namespace)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_monitor_of_the_readme_warns_if_the_loop_loses_the_state():
+    program = README_PROGRAM.replace("size=2048", "size=8")
+    assert program.count("params, opt_state, loss = train_step(") == 1
+    program = program.replace("params, opt_state, loss = train_step(", "params, _, loss = train_step(")
+    with pytest.raises(UserWarning, match=r"^At 3 calls total_steps of the scaler"):
+        pages.run(program, {"__name__": "README.md"})
 
 
 FORGOTTEN = {  # a changed line of the README's program, the original line, and the type and start of the message
@@ -96,13 +110,13 @@ FORGOTTEN = {  # a changed line of the README's program, the original line, and 
         "tx = jmpscale.with_loss_scaling(optax.adam(5e-3))",
         "tx = optax.adam(5e-3)",
         ValueError,
-        "scaler must contain exactly one ScalerState, found 0",
+        f"scaler must contain {ONE_SCALER} 0",
     ),
     "value_and_grad": (
         "jmpscale.value_and_grad(loss_fn)(opt_state, params, batch)",
         "jax.value_and_grad(loss_fn)(params, batch)",
         UserWarning,
-        "no loss has been scaled yet",
+        NEVER_SCALED,
     ),
     "value": (", value=loss)", ")", UserWarning, "a NaN in the forward pass reduces the loss scale"),
 }
@@ -187,6 +201,7 @@ RESULTS = {
     "guides/accumulation": "loss",
     "guides/devices": "loss",
     "guides/higher_order": "loss",
+    "guides/multiple_losses": "loss",
     "guides/optax": "sum(losses[-20:])",
     "guides/reinforcement_learning": "-rewards[-1]",
     "guides/training_loops": "trainer.loss",

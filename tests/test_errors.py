@@ -32,6 +32,7 @@ from calls import (
     stuck,
     traced,
 )
+from messages import BETWEEN, NO_BATCH, NO_FLOATING_DTYPE, NO_FUNCTION, NO_INTEGER
 from tables import rows
 
 REPORTS = jax.tree.map(lambda x: np.stack([x, x]), REPORT)
@@ -58,6 +59,10 @@ SHOWN = {  # a call with arguments of another function by position, and the call
     "scaled_backward": (
         lambda: jmpscale.scaled_backward(loss_of, 2.0, GRADS),
         "got dict by position. Call scaled_backward(fun, scale)(*args);",
+    ),
+    "diagnose_step": (
+        lambda: jmpscale.diagnose_step(loss_of, 0.1),
+        "got 0.1 by position. Call diagnose_step(step)(*args);",
     ),
     "diagnose": (
         lambda: jmpscale.diagnose(loss_of, OPT_STATE, GRADS, LOSS),
@@ -93,13 +98,9 @@ def test_every_public_function_with_options_requires_their_names():
 
 
 AUTOCAST = {
-    "number": Mistake(
-        lambda: jmpscale.autocast(3.0), "fun must be the loss function, got 3.0. Call autocast(loss_fn, dtype"
-    ),
-    "dtype": Mistake(
-        lambda: jmpscale.autocast(jnp.float16), "fun must be the loss function, got float16. Call autocast"
-    ),
-    "name of a dtype": Mistake(lambda: jmpscale.autocast("bfloat16"), "fun must be the loss function, got 'bfloat16'."),
+    "number": Mistake(lambda: jmpscale.autocast(3.0), f"{NO_FUNCTION} 3.0. Call autocast(loss_fn, dtype"),
+    "dtype": Mistake(lambda: jmpscale.autocast(jnp.float16), f"{NO_FUNCTION} float16. Call autocast"),
+    "name of a dtype": Mistake(lambda: jmpscale.autocast("bfloat16"), f"{NO_FUNCTION} 'bfloat16'."),
     "to float32": Mistake(
         lambda: jmpscale.autocast(loss_of, dtype=jnp.float32), "must be float16 or bfloat16, got float32."
     ),
@@ -133,17 +134,15 @@ CAST_AND_MONITORING = {
     "method": Mistake(
         lambda: STATE.scale(LOSS), "no attribute 'scale'. It has no methods: pass it to", raises=AttributeError
     ),
-    "cast to int": Mistake(_cast(GRADS, jnp.int8), "dtype must be a floating-point dtype, got int8. Call cast(params,"),
-    "cast to complex": Mistake(_cast(GRADS, jnp.complex64), "dtype must be a floating-point dtype, got"),
+    "cast to int": Mistake(_cast(GRADS, jnp.int8), f"{NO_FLOATING_DTYPE} int8. Call cast(params,"),
+    "cast to complex": Mistake(_cast(GRADS, jnp.complex64), NO_FLOATING_DTYPE),
     "cast to a tree": Mistake(_cast(jnp.float16, GRADS), "dtype must be ... got dict. Call cast(params, jnp"),
     "cast to an array": Mistake(_cast(GRADS, W32), "dtype must be ... got float32[2]. Call cast("),
     "cast to a string": Mistake(_cast(GRADS, "float17"), "dtype must be ... got 'float17'. Call cast("),
-    "cast to None": Mistake(_cast(GRADS, None), "dtype must be a floating-point dtype, got None"),
-    "fraction of skips": Mistake(stuck(2.5), "max_consecutive_skips must be a Python int, got 2.5"),
+    "cast to None": Mistake(_cast(GRADS, None), f"{NO_FLOATING_DTYPE} None"),
+    "fraction of skips": Mistake(stuck(2.5), f"max_consecutive_skips {NO_INTEGER} 2.5"),
     "traced report": Mistake(lambda: traced(lambda r: r.describe(), REPORT), "describe ... Return the report first."),
-    "no skips": Mistake(
-        stuck(0), "max_consecutive_skips must be between 1 and 2147483647 ... got 0.", raises=ValueError
-    ),
+    "no skips": Mistake(stuck(0), f"max_consecutive_skips {BETWEEN} 1 and 2147483647 ... got 0.", raises=ValueError),
     "monitor under jit": Mistake(
         lambda: jax.jit(stuck(1))(STATE), "raise_if_stuck reads the state ... Call it between", raises=ValueError
     ),
@@ -154,7 +153,7 @@ CAST_AND_MONITORING = {
         lambda: traced(jmpscale.grad_report, float16(2**31)), "a leaf, got 2147483648.", raises=ValueError
     ),
     "limit of describe": Mistake(
-        lambda: REPORT.describe(0), "limit must be between 1 and 2147483647 ... got 0.", raises=ValueError
+        lambda: REPORT.describe(0), f"limit {BETWEEN} 1 and 2147483647 ... got 0.", raises=ValueError
     ),
     "several reports": Mistake(
         REPORTS.describe, "got a batch of shape (2,). Select one: jax.tree.map(lambda x: x[0],", raises=ValueError
@@ -188,7 +187,7 @@ TORCH = {
     "scaler": Mistake(
         lambda: jmpscale.from_torch_state_dict(STATE), "mapping must be the result of ... got ScalerState."
     ),
-    "tracker": Mistake(_from_torch(_growth_tracker=1.5), "['_growth_tracker'] must be a Python int, got 1.5"),
+    "tracker": Mistake(_from_torch(_growth_tracker=1.5), f"['_growth_tracker'] {NO_INTEGER} 1.5"),
     "static": Mistake(
         lambda: jmpscale.to_torch_state_dict(jmpscale.static(8)),
         "got mode 'static'. In torch, construct",
@@ -199,7 +198,7 @@ TORCH = {
     ),
     "nan": Mistake(
         _to_torch(loss_scale=jnp.float32(jnp.nan)),
-        "scaler.loss_scale must be between ... got nan. The",
+        f"scaler.loss_scale {BETWEEN} ... got nan. The",
         raises=ValueError,
     ),
     "zero": Mistake(
@@ -220,7 +219,7 @@ TORCH = {
     "extra": Mistake(_from_torch(extra=1), "missing [], unexpected ['extra']", raises=ValueError),
     "negative tracker": Mistake(
         _from_torch(_growth_tracker=-2),
-        "['_growth_tracker'] must be between -1 and 2147483647 ... got -2",
+        f"['_growth_tracker'] {BETWEEN} -1 and 2147483647 ... got -2",
         raises=ValueError,
     ),
     "scale": Mistake(
@@ -229,7 +228,7 @@ TORCH = {
         raises=ValueError,
     ),
     "below": Mistake(
-        _from_torch({"min_scale": 2.0}, scale=2 - ULP), "mapping['scale'] must be between 2 and", raises=ValueError
+        _from_torch({"min_scale": 2.0}, scale=2 - ULP), f"mapping['scale'] {BETWEEN} 2 and", raises=ValueError
     ),
     "above": Mistake(
         _from_torch({"max_scale": 2.0}, scale=2 + ULP), "mapping['scale'] must ... got 2.0000001192", raises=ValueError
@@ -297,7 +296,7 @@ TOOLS = {
         _check(jmpscale.disabled()), "the state must contain a scaler that checks", raises=ValueError
     ),
     "check_step: batch": Mistake(
-        _check(BATCH), "state must hold one scaler, got a batch ... lambda x: x[0], state)", raises=ValueError
+        _check(BATCH), f"state {NO_BATCH} a batch ... lambda x: x[0], state)", raises=ValueError
     ),
     "check_step: ignore": Mistake(
         _check(STATE, ignore=(".step",)),

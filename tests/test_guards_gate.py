@@ -29,6 +29,7 @@ from calls import (
     raises,
     same,
 )
+from messages import NO_FLAG, ONLY_IN
 from tables import rows
 
 pytestmark = pytest.mark.guards
@@ -50,7 +51,7 @@ def _gate(new, state, finite=None):
 
 
 WRONG_CALLS = {
-    "no flag": Mistake(lambda: jmpscale.apply_if(BIG, same, LOSS), "finite must be a boolean, got dict"),
+    "no flag": Mistake(lambda: jmpscale.apply_if(BIG, same, LOSS), f"{NO_FLAG} dict"),
     "no function": Mistake(
         _apply(LOSS, LOSS), "fn must be a function ... got Array. ... apply_if(finite, fn, *carry)."
     ),
@@ -59,8 +60,8 @@ WRONG_CALLS = {
         _apply(same, NNX), "carry must hold ... got a Flax NNX Dropout ... carry nnx.state(model), and write"
     ),
     "list": Mistake(_apply(lambda a, b: [a, b], 1, 1), "returned a list, expected a tuple of 2 values: `return a, b`."),
-    "dropped": Mistake(_apply(lambda c: c["layer_1"], BIG), "carry[0]['layer_0']['bias'] is only in its input."),
-    "added": Mistake(_apply(lambda c: c | {"v": 1}, GRADS), "carry[0]['v'] is only in its output"),
+    "dropped": Mistake(_apply(lambda c: c["layer_1"], BIG), f"carry[0]['layer_0']['bias'] {ONLY_IN} input."),
+    "added": Mistake(_apply(lambda c: c | {"v": 1}, GRADS), f"carry[0]['v'] {ONLY_IN} output"),
     "container": Mistake(_apply(list, (LOSS, LOSS)), "same structure, but the containers differ: PyTreeDef((("),
     "dtype": Mistake(_apply(lambda w: w.astype("f2"), LOSS), "was float32[] and is float16[]. Convert it with .astype"),
     "shape": Mistake(_apply(lambda w: w[None], LOSS), "[0] was float32[] and is float32[1]. Reshape"),
@@ -100,7 +101,7 @@ def _select(new, old, finite=TRUE):
 
 
 WRONG_SELECTIONS = {
-    "no flag": Mistake(_select(1, 1, BIG), "finite must be a boolean, got dict"),
+    "no flag": Mistake(_select(1, 1, BIG), f"{NO_FLAG} dict"),
     "nnx": Mistake(_select(NNX, NNX), "new must hold ... got a Flax NNX Dropout ... pass nnx.state(model), and write"),
     "dropped": Mistake(_select({}, GRADS), "new must have the same structure as old, but ['b'] is only in old."),
     "added": Mistake(_select({"w": W32, "v": W32}, {"w": W32}), "but ['v'] is only in new."),

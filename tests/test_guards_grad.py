@@ -28,6 +28,7 @@ from calls import (
     value_and_grad_of_vector,
     warnings_of,
 )
+from messages import NO_FUNCTION, SCALED_TWICE
 from tables import rows
 
 pytestmark = pytest.mark.guards
@@ -57,7 +58,7 @@ WRONG_CALLS = {
     "scaler": Mistake(
         lambda: jmpscale.value_and_grad(STATE),
         (
-            "fun must be the loss function, got ScalerState. The scaler is the first positional argument of the "
+            f"{NO_FUNCTION} ScalerState. The scaler is the first positional argument of the "
             "new function: value_and_grad(loss_fn)(scaler, params, batch)."
         ),
     ),
@@ -89,11 +90,11 @@ WRONG_CALLS = {
     "none": Mistake(_value_and_grad(W32, fun=lambda w: None), "as the loss, got None. Return the loss."),
     "value_and_grad": Mistake(
         lambda: jmpscale.value_and_grad(jmpscale.value_and_grad(loss_of)),
-        "fun must be the loss function, got a result of value_and_grad. Pass the loss function itself",
+        f"{NO_FUNCTION} a result of value_and_grad. Pass the loss function itself",
     ),
     "jitted value_and_grad": Mistake(
         lambda: jmpscale.value_and_grad(jax.jit(jmpscale.value_and_grad(loss_of))),
-        "fun must be the loss function, got a result of value_and_grad.",
+        f"{NO_FUNCTION} a result of value_and_grad.",
     ),
     "equinox with nnx": Mistake(
         _value_and_grad(EQUINOX, transform=nnx.value_and_grad), "an Equinox Lambda ... equinox."
@@ -136,12 +137,12 @@ WRONG_CALLS = {
                 lambda w: jmpscale.scale(STATE, (w.sum() * jnp.ones((8, 8)) @ jnp.ones((8, 8))).sum())
             ),
         ),
-        "the loss is scaled twice",
+        SCALED_TWICE,
         raises=UserWarning,
     ),
     "scaled loss": Mistake(
         lambda: traced(_value_and_grad(GRADS, fun=lambda tree: jmpscale.scale(STATE, loss_of(tree)))),
-        "the loss is scaled twice, because value_and_grad scales it. Remove scale from the loss.",
+        f"{SCALED_TWICE}, because value_and_grad scales it. Remove scale from the loss.",
         raises=UserWarning,
     ),
     "scaled backward pass": Mistake(

@@ -34,6 +34,7 @@ from calls import (
     train_step,
     warnings_of,
 )
+from messages import BETWEEN, CONSTANT, NO_AXIS, NO_FLOAT, NO_INTEGER, ONLY_IN
 from tables import rows
 
 pytestmark = pytest.mark.guards
@@ -76,8 +77,8 @@ WRONG_CALLS = {
         lambda: SCALE.update({"model": GRADS, "scaler": STATE}, SCALE_STATE),
         "the gradients contain a ScalerState, which the optimizer would change. Keep it out of params.",
     ),
-    "max_norm": Mistake(_wrap(ADAM, max_norm="1"), "max_norm must be a Python float, got '1'"),
-    "warn_after_skips": Mistake(_wrap(ADAM, warn_after_skips=1.5), "warn_after_skips must be a Python int, got 1.5"),
+    "max_norm": Mistake(_wrap(ADAM, max_norm="1"), f"max_norm {NO_FLOAT} '1'"),
+    "warn_after_skips": Mistake(_wrap(ADAM, warn_after_skips=1.5), f"warn_after_skips {NO_INTEGER} 1.5"),
     "loss by another name": Mistake(
         lambda: TX.update(GRADS, OPT_STATE, GRADS, loss=LOSS),
         "tx.update(grads, state, params, value=loss), got loss=. Write value=.",
@@ -90,9 +91,9 @@ WRONG_CALLS = {
     ),
     "inner state": Mistake(lambda: TX.update(GRADS, ADAM.init(GRADS)), "got tuple. The ... ._replace(inner_state=...)"),
     "updates of inner": Mistake(
-        _inner(lambda g, s, p: (g["w"], s)), "['b'] is only in its input. Gate optax_step(inner, grads) with apply_if."
+        _inner(lambda g, s, p: (g["w"], s)), f"['b'] {ONLY_IN} input. Gate optax_step(inner, grads) with apply_if."
     ),
-    "structure of inner": Mistake(_inner(lambda g, s, p: (g, (s, s))), "state is only in its input. ... outside"),
+    "structure of inner": Mistake(_inner(lambda g, s, p: (g, (s, s))), f"state {ONLY_IN} input. ... outside"),
     "dtype of inner": Mistake(
         _inner(lambda g, s, p: (g, s > 0)), "state was int32[] and is bool[]. ... .astype in inner"
     ),
@@ -108,16 +109,14 @@ WRONG_CALLS = {
     ),
     "axis of max_norm": Mistake(
         lambda: (tx := _wrap(ADAM, max_norm=1.0, norm_axis_name="x")()).update(GRADS, tx.init(GRADS)),
-        "axis_name 'x' is not the name of a mapped axis",
+        f"axis_name 'x' {NO_AXIS} a mapped axis",
         raises=ValueError,
     ),
-    "no skips": Mistake(
-        _wrap(ADAM, warn_after_skips=0), "warn_after_skips must be between 1 ... got 0.", raises=ValueError
-    ),
+    "no skips": Mistake(_wrap(ADAM, warn_after_skips=0), f"warn_after_skips {BETWEEN} 1 ... got 0.", raises=ValueError),
     "small max_norm": Mistake(
         _wrap(ADAM, max_norm=SMALLEST / 2), "max_norm must ... got 2^-127. Omit it to clip", raises=ValueError
     ),
-    "large max_norm": Mistake(_wrap(ADAM, max_norm=LARGEST * 1.5), "max_norm must be between", raises=ValueError),
+    "large max_norm": Mistake(_wrap(ADAM, max_norm=LARGEST * 1.5), f"max_norm {BETWEEN}", raises=ValueError),
     "inside apply_if": Mistake(
         lambda: jmpscale.apply_if(True, lambda state: SCALE.update(GRADS, state)[1], SCALE_STATE),
         (
@@ -149,7 +148,7 @@ WRONG_CALLS = {
     "constant state": Mistake(
         lambda: traced(lambda grads: SCALE.update(grads, SCALE_STATE), GRADS),
         (
-            "the optimizer state is a constant of the compiled program, so every call starts from the same one: the "
+            f"the optimizer state {CONSTANT}, so every call starts from the same one: the "
             "compiled function creates the optimizer state, or closes over it. Create it outside, pass it to the "
             "compiled function as an argument, and return the new one. In a whole training run, carry it through "
             "jax.lax.scan."
@@ -230,4 +229,4 @@ def test_optax_step_requires_an_optimizer_and_its_arguments(mistake):
 
 def test_wrapper_does_not_repeat_the_warning_of_value_and_grad_about_a_constant():
     (warning,) = warnings_of(lambda: traced(lambda params: train_step(params, SCALE_STATE), GRADS))
-    assert "the optimizer state is a constant of the compiled program" in str(warning.message)
+    assert f"the optimizer state {CONSTANT}" in str(warning.message)

@@ -9,6 +9,7 @@ import pytest
 import jmpscale
 
 from calls import GRADS, LOSS, STATE, TX, W8, W16, W32, Mistake, check_message, loss_of, per_device, traced
+from messages import HALF_LOSS, ONE_SCALER, SCALE_RANGE
 from tables import rows
 
 pytestmark = pytest.mark.guards
@@ -47,26 +48,20 @@ WRONG_CALLS = {
         lambda: jax.grad(lambda w: jmpscale.scaled_backward(lambda: loss_of(w), 8.0)())(W16),
         "got a value that fun closes over of float16[2]",
     ),
-    "number": Mistake(_scaled_backward(-1), "scale must be between 2^-126 and 2^126, got -1.", raises=ValueError),
-    "zero": Mistake(
-        _scaled_backward(jnp.float32(0)), "scale must be between 2^-126 and 2^126, got 0", raises=ValueError
-    ),
-    "nan": Mistake(
-        _scaled_backward(np.float32("nan")), "scale must be between 2^-126 and 2^126, got nan.", raises=ValueError
-    ),
-    "function": Mistake(
-        _scaled_backward(lambda _: 0), "scale must be between 2^-126 and 2^126, got 0.", raises=ValueError
-    ),
-    "string": Mistake(_scaled_backward("x"), "exactly one ScalerState, found 0 in a str", raises=ValueError),
+    "number": Mistake(_scaled_backward(-1), f"{SCALE_RANGE} -1.", raises=ValueError),
+    "zero": Mistake(_scaled_backward(jnp.float32(0)), f"{SCALE_RANGE} 0", raises=ValueError),
+    "nan": Mistake(_scaled_backward(np.float32("nan")), f"{SCALE_RANGE} nan.", raises=ValueError),
+    "function": Mistake(_scaled_backward(lambda _: 0), f"{SCALE_RANGE} 0.", raises=ValueError),
+    "string": Mistake(_scaled_backward("x"), f"{ONE_SCALER} 0 in a str", raises=ValueError),
     "varying": Mistake(
         lambda: per_device(lambda x, w: _grad(w, scale=x[0])(), W32, check_vma=True),
         "scale must be equal on all devices that share args[0] ... ['d']. ... jax.shard_map with in_specs=jax.P().",
         raises=ValueError,
     ),
-    "float16 loss": Mistake(_grad(W32, _half_sum), "the loss is float16", raises=UserWarning),
+    "float16 loss": Mistake(_grad(W32, _half_sum), HALF_LOSS, raises=UserWarning),
     "float16 output": Mistake(
         lambda: jax.grad(lambda w: loss_of(jmpscale.scaled_backward(lambda w: w.astype("f2"), 8.0)(w)))(W32),
-        "the loss is float16, so the backward pass starts from the loss scale in float16",
+        f"{HALF_LOSS}, so the backward pass starts from the loss scale in float16",
         raises=UserWarning,
     ),
     "wrapper in MultiSteps": Mistake(

@@ -30,6 +30,7 @@ from calls import (
     traced,
     warnings_of,
 )
+from messages import NEVER_SCALED, NO_BATCH, ONE_SCALER
 from tables import names, rows
 
 pytestmark = pytest.mark.guards
@@ -50,9 +51,7 @@ def test_function_requires_a_scaler(name):
         call(tuple(STATE))
     with raises(TypeError, f"{argument}.config must be a ScalerConfig, got NoneType. Restore a checkpoint into"):
         call(STATE._replace(config=None))
-    with raises(
-        ValueError, f"{argument} must hold one scaler, got ... shape (2,). Call this under jax.vmap; or, ... tree.map("
-    ):
+    with raises(ValueError, f"{argument} {NO_BATCH} ... shape (2,). Call this under jax.vmap; or, ... tree.map("):
         call(BATCH)
 
 
@@ -84,11 +83,11 @@ TAKE_TREE_WITH_SCALER = READ_SCALER_OF_TREE | {
 @pytest.mark.parametrize("name", TAKE_TREE_WITH_SCALER)
 def test_function_requires_a_tree_with_one_scaler(name):
     call, argument = TAKE_TREE_WITH_SCALER[name]
-    words = rf"{argument} must contain exactly one ScalerState, found 0 in a dict\. (Pass a|The scaler)"
+    words = rf"{argument} must contain {ONE_SCALER} 0 in a dict\. (Pass a|The scaler)"
     if name not in NEED_NO_SCALER:
         with pytest.raises(ValueError, match=words):
             call(GRADS)
-    with raises(ValueError, "exactly one ScalerState, found 2 in a list. A step has one scaler: wrap"):
+    with raises(ValueError, f"{ONE_SCALER} 2 in a list. A step has one scaler: wrap"):
         call([STATE, {"b": STATE}])
 
 
@@ -115,7 +114,7 @@ def test_function_requires_the_arrays_of_one_scaler(name):
     if name in ACCEPT_BATCH_OF_SCALERS:
         call((BATCH, 1))
     else:
-        with raises(ValueError, f"{argument} must hold one scaler, got ... shape (2,)"):
+        with raises(ValueError, f"{argument} {NO_BATCH} ... shape (2,)"):
             call((BATCH, 1))
 
 
@@ -191,7 +190,7 @@ def _scaled_for_a_loop(state, params):
 @pytest.mark.usefixtures("nothing_scaled")
 @pytest.mark.parametrize("step", [_wrapper, _functional_api])
 def test_step_warns_if_no_loss_has_been_scaled(step):
-    words = r"no loss has been scaled yet.*jmpscale\.value_and_grad"
+    words = rf"{NEVER_SCALED}.*jmpscale\.value_and_grad"
     with pytest.warns(UserWarning, match=words):
         step(_not_scaled, STATE)
     with pytest.warns(UserWarning, match=words):
@@ -202,7 +201,7 @@ def test_step_warns_if_no_loss_has_been_scaled(step):
 @pytest.mark.usefixtures("nothing_scaled")
 def test_step_without_a_loss_warns_if_it_is_compiled():
     SCALE.update(GRADS, SCALE_STATE)  # does not warn outside jit
-    with pytest.warns(UserWarning, match="no loss has been scaled yet"):
+    with pytest.warns(UserWarning, match=NEVER_SCALED):
         traced(SCALE.update, GRADS, SCALE_STATE)
 
 

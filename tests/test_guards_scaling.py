@@ -7,6 +7,7 @@ import pytest
 import jmpscale
 
 from calls import GRADS, STATE, W8, W16, W32, Mistake, check_message, loss_of, traced
+from messages import HALF_LOSS, UNSCALED_TWICE
 from tables import rows
 
 pytestmark = pytest.mark.guards
@@ -22,27 +23,27 @@ WRONG_CALLS = {
     "function as gradients": Mistake(lambda: jmpscale.all_finite(jnp.sum), "tree must be a pytree ... got sum. Pass"),
     "string loss": Mistake(lambda: jmpscale.scale(STATE, "x"), "got 'x' at tree. "),
     "float16 loss": Mistake(
-        lambda: traced(jmpscale.scale, STATE, W16), "the loss is float16 ... Return it in float32", raises=UserWarning
+        lambda: traced(jmpscale.scale, STATE, W16), f"{HALF_LOSS} ... Return it in float32", raises=UserWarning
     ),
     "float8 loss": Mistake(lambda: traced(jmpscale.scale, STATE, W8), "the loss is float8_e4m3fn", raises=UserWarning),
     "unscaled twice": Mistake(
         lambda: traced(lambda grads: jmpscale.unscale(STATE, jmpscale.unscale(STATE, grads)), GRADS),
-        "the gradients are unscaled twice: value_and_grad and scaled_backward unscale them. Remove this call.",
+        f"{UNSCALED_TWICE}: value_and_grad and scaled_backward unscale them. Remove this call.",
         raises=UserWarning,
     ),
     "unscaled after scaled_backward": Mistake(
         lambda: traced(lambda w: jmpscale.unscale(STATE, _grad(w)()), W32),
-        "the gradients are unscaled twice",
+        UNSCALED_TWICE,
         raises=UserWarning,
     ),
     "unscaled after value_and_grad": Mistake(
         lambda: jmpscale.unscale_and_check(STATE, jmpscale.value_and_grad(loss_of)(STATE, GRADS)[1]),
-        "the gradients are unscaled twice",
+        UNSCALED_TWICE,
         raises=UserWarning,
     ),
     "unscaled loss": Mistake(
         lambda: jmpscale.unscale(STATE, jmpscale.value_and_grad(loss_of)(STATE, GRADS)[0]),
-        "the gradients are unscaled twice",
+        UNSCALED_TWICE,
         raises=UserWarning,
     ),
 }

@@ -21,18 +21,19 @@ from calls import (
     traced,
     warnings_of,
 )
+from messages import CONSTANT, NO_FLAG, UPDATED_TWICE
 from tables import rows
 
 pytestmark = pytest.mark.guards
 
 
 WRONG_CALLS = {
-    "number as flag": Mistake(lambda: jmpscale.update(STATE, 1), "finite must be a boolean, got 1. Pass the result"),
+    "number as flag": Mistake(lambda: jmpscale.update(STATE, 1), f"{NO_FLAG} 1. Pass the result"),
     "opposite order": Mistake(
         lambda: jmpscale.update(TRUE, STATE),
         "the arguments are update(scaler, finite), got them in the opposite order.",
     ),
-    "int32 as flag": Mistake(lambda: jmpscale.update(STATE, jnp.int32(1)), "finite must be a boolean, got int32"),
+    "int32 as flag": Mistake(lambda: jmpscale.update(STATE, jnp.int32(1)), f"{NO_FLAG} int32"),
     "flags": Mistake(
         lambda: jmpscale.update(STATE, FLAGS),
         "finite must be a scalar, got shape (2,). Combine with",
@@ -45,7 +46,7 @@ WRONG_CALLS = {
     ),
     "created": Mistake(
         lambda: traced(lambda x: jmpscale.update(jmpscale.dynamic(), x), TRUE),
-        "the scaler is a constant of the compiled program ... the compiled function creates the scaler",
+        f"the scaler {CONSTANT} ... the compiled function creates the scaler",
         raises=UserWarning,
     ),
     "update inside apply_if": Mistake(
@@ -65,7 +66,7 @@ WRONG_CALLS = {
     ),
     "updated twice": Mistake(
         after_gradients(lambda state, _, finite: jmpscale.update(jmpscale.update(state, finite), finite)),
-        "the scaler is updated twice in a step. Remove this call: with_loss_scaling updates its own scaler.",
+        f"{UPDATED_TWICE} in a step. Remove this call: with_loss_scaling updates its own scaler.",
         raises=UserWarning,
     ),
     "updated by the wrapper": Mistake(
@@ -75,7 +76,7 @@ WRONG_CALLS = {
             ),
             SCALE_STATE,
         ),
-        "the scaler is updated twice",
+        UPDATED_TWICE,
         raises=UserWarning,
     ),
 }
@@ -92,4 +93,4 @@ def test_update_does_not_repeat_the_warning_of_value_and_grad_about_a_constant()
         return jmpscale.update(STATE, jmpscale.all_finite((loss, grads)))
 
     (warning,) = warnings_of(lambda: traced(step, GRADS))
-    assert "the scaler is a constant of the compiled program" in str(warning.message)
+    assert f"the scaler {CONSTANT}" in str(warning.message)

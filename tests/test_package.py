@@ -3,6 +3,7 @@
 import ast
 import collections
 import collections.abc
+import functools
 import graphlib
 import importlib
 import importlib.metadata
@@ -69,6 +70,11 @@ def test_api_page_lists_the_public_names():
     tools = [f"{name}.{function}" for name, module in modules.items() for function in module.__all__]
     rows = re.findall(r"^\| \[.*$", (ROOT / "docs" / "api.md").read_text(), flags=re.MULTILINE)
     assert sorted(rows) == sorted(map(_row_of_api_page, jmpscale.__all__ + tools))
+
+
+def test_changelog_names_the_public_names():
+    named = set(re.findall(r"`(\w+)", (ROOT / "CHANGELOG.md").read_text()))
+    assert set(jmpscale.__all__) <= named
 
 
 @pytest.mark.parametrize("name", jmpscale.__all__)
@@ -198,23 +204,26 @@ PRIVATE_NAME = re.compile(r"`(_[a-z]\w*\*?)[`(]")
 PATH = re.compile(r"`?((?:_?[a-z]\w*/)+\w*(?:\.py\b|`)|test_\w+\.py\b)")
 
 
+@functools.cache
+def _tokens(path):
+    """Returns the names and comments of a file of Python as (kind, string)."""
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+    return [(token.type, token.string) for token in tokens if token.type in (tokenize.NAME, tokenize.COMMENT)]
+
+
+@functools.cache
 def _comments_and_docstrings(path):
     text = path.read_text()
     if path.suffix == ".md":
         return text
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
+    comments = [string for kind, string in _tokens(path) if kind == tokenize.COMMENT]
     nodes = [x for x in ast.walk(ast.parse(text)) if isinstance(x, ast.Module | ast.ClassDef | ast.FunctionDef)]
     return "\n".join([*comments, *(ast.get_docstring(node) or "" for node in nodes)])
 
 
 def _identifiers(path):
     """Returns all names that a file of Python defines or uses."""
-    return {
-        token.string
-        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
-        if token.type == tokenize.NAME
-    }
+    return {string for kind, string in _tokens(path) if kind == tokenize.NAME}
 
 
 def test_private_names_in_comments_and_docstrings_exist():

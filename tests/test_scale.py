@@ -9,6 +9,8 @@ from flax.core import FrozenDict
 
 import jmpscale
 
+from messages import HALF_LOSS
+
 F16, BF16, F32, F64 = jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64
 E5M2, E4M3 = jnp.float8_e5m2, jnp.float8_e4m3fn
 C64, C128 = jnp.complex64, jnp.complex128
@@ -43,7 +45,7 @@ def test_scale_maps_over_a_tree():
 @pytest.mark.guards
 def test_scale_of_a_float16_loss_overflows_in_the_backward_pass():
     def gradient(scale):
-        with pytest.warns(UserWarning, match="the loss is float16.*Return it in float32"):
+        with pytest.warns(UserWarning, match=f"{HALF_LOSS}.*Return it in float32"):
             return jax.grad(lambda w: jmpscale.scale(jmpscale.static(scale), w.astype(F16)))(F32(0.5))
 
     assert gradient(2.0**15) == 2.0**15

@@ -7,13 +7,12 @@ import pytest
 import jmpscale
 
 from calls import COUNTER, LARGEST, SMALLEST, Mistake, check_message, raises, traced
+from messages import BETWEEN, NO_FLOAT, NO_INTEGER, SCALE_RANGE
 from tables import rows
 
 
 def test_error_names_the_argument_its_value_and_the_remedy():
-    with raises(
-        ValueError, "growth_factor must be between ... and 2^126, got 1. ... above 1 in float32; the default is 2."
-    ):
+    with raises(ValueError, f"growth_factor {BETWEEN} ... and 2^126, got 1. ... above 1 in float32; the default is 2."):
         jmpscale.dynamic(growth_factor=1.0)
 
 
@@ -44,14 +43,14 @@ def _dynamic(**settings):
 
 
 WRONG_SETTINGS = {
-    "bool": Mistake(_dynamic(growth_factor=True), "growth_factor must be a Python float, got True of type bool"),
+    "bool": Mistake(_dynamic(growth_factor=True), f"growth_factor {NO_FLOAT} True of type bool"),
     "array": Mistake(
         _dynamic(growth_factor=jnp.ones(())), "growth_factor ... float32[] of type Array. ... with float()"
     ),
     "traced": Mistake(lambda: traced(jmpscale.dynamic, 8.0), "init_scale must ... got float32[] ... a traced value"),
-    "string": Mistake(_dynamic(backoff_factor="0.5"), "backoff_factor must be a Python float, got '0.5' of type str"),
+    "string": Mistake(_dynamic(backoff_factor="0.5"), f"backoff_factor {NO_FLOAT} '0.5' of type str"),
     "float count": Mistake(_dynamic(growth_interval=100.0), "growth_interval must ... of type float. Convert"),
-    "long string": Mistake(_dynamic(growth_interval="x" * 59), f"must be a Python int, got '{56 * 'x'}..."),
+    "long string": Mistake(_dynamic(growth_interval="x" * 59), f"{NO_INTEGER} '{56 * 'x'}..."),
     "growth rounds to 1": Mistake(
         _dynamic(growth_factor=1 + 2.0**-24), "growth_factor must ... be above 1 in float32", raises=ValueError
     ),
@@ -67,12 +66,12 @@ WRONG_SETTINGS = {
         _dynamic(backoff_factor=SMALLEST / 2), "backoff_factor must ... got 2^-127.", raises=ValueError
     ),
     "interval of 0": Mistake(
-        _dynamic(growth_interval=0), "growth_interval must be between 1 and ... got 0. Pass", raises=ValueError
+        _dynamic(growth_interval=0), f"growth_interval {BETWEEN} 1 and ... got 0. Pass", raises=ValueError
     ),
     "large interval": Mistake(
         _dynamic(growth_interval=2**31), "growth_interval must ... got 2147483648.", raises=ValueError
     ),
-    "hysteresis of 0": Mistake(_dynamic(hysteresis=0), "hysteresis must be between 1 and", raises=ValueError),
+    "hysteresis of 0": Mistake(_dynamic(hysteresis=0), f"hysteresis {BETWEEN} 1 and", raises=ValueError),
     "reset": Mistake(
         _dynamic(hysteresis_reset="never"), "hysteresis_reset must be ... 'finite', got 'never'", raises=ValueError
     ),
@@ -86,7 +85,7 @@ WRONG_SETTINGS = {
         _dynamic(min_scale=4.0, max_scale=2.0), "min_scale must not exceed max_scale, got 4 and 2.", raises=ValueError
     ),
     "init below min": Mistake(
-        _dynamic(init_scale=0.5), "init_scale must be between 1 and 2^32, got 0.5. Change", raises=ValueError
+        _dynamic(init_scale=0.5), f"init_scale {BETWEEN} 1 and 2^32, got 0.5. Change", raises=ValueError
     ),
     "ignored setting": Mistake(
         lambda: jmpscale.ScalerConfig(mode="static", growth_interval=5),
@@ -98,7 +97,7 @@ WRONG_SETTINGS = {
     ),
     "small static scale": Mistake(
         lambda: jmpscale.static(SMALLEST / 2),
-        "scale must be between 2^-126 and 2^126, got 2^-127. Outside, it or its reciprocal",
+        f"{SCALE_RANGE} 2^-127. Outside, it or its reciprocal",
         raises=ValueError,
     ),
 }

@@ -13,7 +13,7 @@ from flax.training.train_state import TrainState
 
 import jmpscale
 from jmpscale._base.step_call import StepCall
-from jmpscale._base.step_state import match_state
+from jmpscale._base.step_state import changed_types, match_state
 
 PARAMS = {"a": jnp.ones((3, 2)), "b": jnp.ones(2)}
 AVERAGE = {"a": jnp.zeros((3, 2)), "b": jnp.zeros(2)}
@@ -234,6 +234,21 @@ def test_match_state_needs_no_program_where_the_structure_tells(name):
     step, args, expected = ROWS[name]
     call = StepCall(step, args, {})
     assert _matches(call, call.run(call.arguments)) == expected
+
+
+def test_changed_types_omits_an_argument_if_the_result_of_its_structure_belongs_to_another_one():
+    other = {"a": jnp.ones((2, 5)), "b": jnp.ones(5)}  # a generator, as a step of the discriminator receives it
+
+    def step(params, other, batch):
+        loss = _loss(params, batch) + jnp.sum(other["a"])
+        return jax.tree.map(lambda p: jnp.where(jnp.isfinite(loss), p / 2, p), params), loss
+
+    call = StepCall(step, (PARAMS, other, X), {})
+    out, program = call.trace()
+    matches = match_state(call, out, program)
+    assert [match.name for match in matches] == ["params"]
+    assert not list(changed_types(call, out, matches, program))
+    assert [name for name, _, _ in changed_types(call, out, [], program)] == ["params", "other"]
 
 
 def test_match_state_counts_python_numbers_as_arrays():

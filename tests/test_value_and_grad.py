@@ -16,6 +16,7 @@ import jmpscale
 
 import meshes
 import programs
+from messages import HALF_LOSS
 from tables import rows
 
 W, X = jnp.array([1.0, 2.0, 3.0]), jnp.array([0.5, 0.25, 2.0], jnp.float16)
@@ -127,7 +128,7 @@ def _at_scale(fun, **options):
     return functools.partial(jmpscale.value_and_grad(fun, **options), SCALER)
 
 
-@pytest.mark.filterwarnings("ignore:the loss is float16:UserWarning")
+@pytest.mark.filterwarnings(f"ignore:{HALF_LOSS}:UserWarning")
 @pytest.mark.parametrize(
     "program",
     [

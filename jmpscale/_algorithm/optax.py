@@ -94,8 +94,8 @@ def with_loss_scaling(
 
     Raises:
       TypeError: an argument has the wrong type, `inner` contains another wrapper or changes the types of its state, the
-        loss is passed by position or as `loss=`, the parameters are gradients, or a gradient is a partial sum, a
-        `jax.Ref` or part of a scaler.
+        loss is passed by position or as `loss=`, the parameters are gradients, a gradient or the loss is a partial
+        sum, or a gradient is a `jax.Ref` or part of a scaler.
       ValueError: `max_norm` or `warn_after_skips` is out of range, an axis is not mapped, or a state is from a wrapper
         with `max_norm` and this one has none, or the reverse.
 

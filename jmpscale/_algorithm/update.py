@@ -59,7 +59,7 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
       The scaler for the next step, with the structure, dtypes, weak types and shardings of `scaler`.
 
     Raises:
-      TypeError: `scaler` is not a `ScalerState`, or `finite` is not a boolean.
+      TypeError: `scaler` is not a `ScalerState`, `finite` is not a boolean, or `loss` is a partial sum.
       ValueError: `scaler` is a batch outside `jax.vmap`, `finite` is not a scalar, or an axis is not mapped here.
 
     Warns:

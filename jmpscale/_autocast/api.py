@@ -71,9 +71,10 @@ def autocast(
 
     Contractions of at most 4 elements, as in outer products and transformed coordinates, and inner products, such as
     `jnp.vdot(w, w)`, remain in float32: half precision would make them less accurate and not faster. In a convolution,
-    a contraction has the elements of a window, in all input channels of a group. The documentation lists programs that
-    must stay in float32, such as sums and gathers that are written as larger matmuls. `precision="highest"` keeps a
-    matmul in float32, and so does `jax.default_matmul_precision("highest")` around it.
+    a contraction has the elements of a window, in all input channels of a group. In the backward pass a matmul has the
+    precision of the matmul from which it derives, whatever its own size. The documentation lists programs that must
+    stay in float32, such as sums and gathers that are written as larger matmuls. `precision="highest"` keeps a matmul
+    in float32, and so does `jax.default_matmul_precision("highest")` around it.
 
     Matmuls of other dtypes, such as complex64, kernels (Pallas, FFI), solvers, and functions with their own derivative
     rule (`jax.custom_vjp`, `jax.custom_jvp`) run as written. To convert the matmuls of such a function, wrap `fun`

@@ -76,10 +76,13 @@ def changed_types(
     """
     flow = _Flow(call, out, program)
     matched = {position for match in matches for position in match.old}
+    taken = {position for match in matches for position in match.new}  # the new values of other arguments
     for old in _arguments(call)[1]:
         if old.is_lone or not old.leaves or matched.intersection(old.leaves):
             continue
         for new in _Part("", out[0], 0).nested():
+            if taken.intersection(new.leaves):
+                continue
             if new.types[0] == old.types[0] and (not program or flow.depends(new, old)):
                 yield old.name, old.tree, new.tree
                 break

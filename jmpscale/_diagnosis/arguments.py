@@ -7,8 +7,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jmpscale._base.arguments import check_in_range
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, check_no_refs, is_inexact, is_traced, named_leaves
+
+
+def check_accepted_error(accepted_error: float | None) -> float | None:
+    """Returns the `accepted_error` of a diagnosis as a Python number, or raises."""
+    if accepted_error is None:
+        return None
+    remedy = "It is a relative error, which is 1 for gradients of zeros. Pass 0.1 to accept 10%."
+    return check_in_range("accepted_error", accepted_error, 1e-6, 0.99, remedy)
 
 
 def check_concrete(trees: dict[str, PyTree]) -> None:

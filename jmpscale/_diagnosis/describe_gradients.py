@@ -7,7 +7,7 @@ from jmpscale._diagnosis.describe_lines import describe_lines
 from jmpscale._diagnosis.findings import Findings
 from jmpscale._diagnosis.fitting_scales import Errors, largest
 from jmpscale._diagnosis.phrases import by, by_gradient, describe_alone, describe_edit
-from jmpscale._diagnosis.thresholds import MARGIN, NOISE, SMALL_ERROR
+from jmpscale._diagnosis.thresholds import MARGIN, NOISE
 
 
 def describe_gradients(findings: Findings) -> str:
@@ -36,13 +36,13 @@ def describe_gradients(findings: Findings) -> str:
     if not findings.has_scaler:
         return rounding
     scales = f"{_describe_range(findings)}{_describe_margin(findings)}"
-    return f"{scales} {rounding}" if findings.error < SMALL_ERROR else f"{rounding} {scales}"
+    return f"{scales} {rounding}" if findings.error < findings.trials.accepted.small else f"{rounding} {scales}"
 
 
 def _describe_rounding(findings: Findings, begin: str, errors: Errors | None) -> str:
     """Describes the error of gradients that may be right: small, or in between."""
     text = f"{begin} differ from float32 {by_gradient(findings, errors)}"
-    if errors is None or largest(errors) < SMALL_ERROR:
+    if errors is None or largest(errors) < findings.trials.accepted.small:
         return f"{text}."
     text = f"{text}: rounding, which may be harmless."
     if findings.suspects is None:

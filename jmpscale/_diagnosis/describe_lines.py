@@ -12,7 +12,7 @@ from jmpscale._diagnosis.fitting_scales import Scales
 from jmpscale._diagnosis.lines import Lines
 from jmpscale._diagnosis.modes import Site
 from jmpscale._diagnosis.phrases import by, by_gradient, describe_alone, describe_edit
-from jmpscale._diagnosis.thresholds import CHANGE, LARGEST_LOSS_ERROR, LARGEST_SET, MARGIN, SHRINKS, SMALL_ERROR
+from jmpscale._diagnosis.thresholds import CHANGE, LARGEST_SET, MARGIN, SHRINKS
 
 
 def describe_lines(findings: Findings) -> str:
@@ -66,10 +66,10 @@ def _describe_cause(findings: Findings, cause: Cause, lines: Lines) -> str:
 def _describe_rounded(findings: Findings) -> str:
     """Describes an error that neither the range of float32 nor a scale prevents."""
     present = max(findings.loss_error, findings.scales.smallest_error)
-    if SHRINKS * findings.error_elsewhere > present or findings.error_elsewhere > SMALL_ERROR:
+    if SHRINKS * findings.error_elsewhere > present or findings.error_elsewhere > findings.trials.accepted.small:
         return f"{_difference(findings)}: rounding, not range."
     advice = "Change nothing if training ends at the same loss as in float32."
-    if abs(findings.loss - findings.trials.loss) > LARGEST_LOSS_ERROR * abs(findings.trials.loss):
+    if abs(findings.loss - findings.trials.loss) > findings.trials.accepted.loss * abs(findings.trials.loss):
         advice = (
             f"The loss is {findings.loss:.4g}, and {findings.trials.loss:.4g} in float32: make the change, and "
             "keep it if training ends at a lower loss."
@@ -103,7 +103,7 @@ def _remedy(findings: Findings, cause: Cause, lines: Lines) -> str:
         text = f"{text}. After the first {LARGEST_SET} lines, not each was tried without: some may need no change"
     remaining = {part: error for part, error in findings.alone.items() if part.path not in paths}
     left = ""
-    if remaining and SMALL_ERROR <= scales.smallest_error < math.inf:
+    if remaining and findings.trials.accepted.small <= scales.smallest_error < math.inf:
         left = f"{describe_alone(findings, *max(remaining.items(), key=lambda item: item[1]))}."
     near = _describe_near_overflows(findings, lines) if cause.reason.is_overflow else ""
     return f"{text}.{near}{_in_packages(findings, lines)}{left}{_describe_float32_results(findings)}"
@@ -145,7 +145,7 @@ def _describe_near_overflows(findings: Findings, lines: Lines) -> str:
 def _describe_float32_results(findings: Findings) -> str:
     """Offers float32 results of `autocast` if a scale fits then."""
     scales = findings.scales_with_float32_results
-    if scales is None or scales.fitting is None or scales.smallest_error >= SMALL_ERROR:
+    if scales is None or scales.fitting is None or scales.smallest_error >= findings.trials.accepted.small:
         return ""
     text = f" Or call autocast with result_dtype=jnp.float32, and change no line: {_promise(findings, scales)}"
     low, high = scales.fitting

@@ -13,10 +13,11 @@ from jmpscale._base.frameworks import is_nnx_object
 from jmpscale._base.options import requires_names_in
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, find_instances, flatten_gradients, named_leaves
-from jmpscale._diagnosis.arguments import check_concrete, named_arguments
+from jmpscale._diagnosis.arguments import check_accepted_error, check_concrete, named_arguments
 from jmpscale._diagnosis.examine import examine
 from jmpscale._diagnosis.report import Diagnosis
 from jmpscale._diagnosis.rounded import find_rounded
+from jmpscale._diagnosis.thresholds import accepted_errors
 from jmpscale._diagnosis.trace_again import find_kept_matmuls, trace_with_float32_results
 from jmpscale._diagnosis.trace_loss import trace_loss
 from jmpscale._diagnosis.trace_step import TracedStep
@@ -29,7 +30,12 @@ _OF_A_STEP = "For a training step, call diagnose_step(train_step) with the argum
 
 @requires_names_in("diagnose(fun)(scaler, *args)")
 def diagnose(
-    fun: Function, argnums: Any = 0, has_aux: bool = False, *, transform: Function = jax.value_and_grad
+    fun: Function,
+    argnums: Any = 0,
+    has_aux: bool = False,
+    *,
+    transform: Function = jax.value_and_grad,
+    accepted_error: float | None = None,
 ) -> Callable[..., Diagnosis]:
     """Creates a function that measures what half precision does to a training step, and finds the lines to change.
 
@@ -58,6 +64,10 @@ def diagnose(
       argnums: which positional arguments of `fun` to differentiate with respect to.
       has_aux: whether `fun` returns a pair of the loss and auxiliary data.
       transform: the `value_and_grad` of the model's framework.
+      accepted_error: the largest relative error of the loss, and of a gradient, that you accept, at most 0.99. A larger
+        one is wrong, and the lines that make it must compute in float32; of a smaller one, only the size is told. By
+        default, a loss is wrong by more than 3%, and a gradient by more than 50%; of a gradient that is wrong by 5% to
+        50%, the worst lines are named, because only training shows whether they matter.
 
     Returns:
       `f(scaler, *args, **kwargs) -> Diagnosis`. The first argument is a scaler, or any pytree that contains exactly
@@ -69,8 +79,8 @@ def diagnose(
       TypeError: `fun` is not callable, does not accept the arguments, or does not return a loss; an argument is
         abstract or traced; an argument, or a value that `fun` closes over, is a `jax.Ref`; or `fun` creates one, or
         reads values by `jax.experimental.io_callback`.
-      ValueError: the first argument contains more than one scaler, or a batch of scalers; or an argument was donated
-        to a compiled function.
+      ValueError: the first argument contains more than one scaler, or a batch of scalers; an argument was donated to a
+        compiled function; or `accepted_error` is not between 1e-6 and 0.99.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -85,6 +95,7 @@ def diagnose(
             f"fun must be the loss function, got {describe(fun)}. Its arguments are those of the new function: "
             "diagnose(loss_fn)(params, batch), or with a scaler, diagnose(loss_fn)(scaler, params, batch)."
         )
+    accepts = accepted_errors(check_accepted_error(accepted_error))
     value_and_grad(fun, argnums, has_aux, transform=transform)  # checks the options
     differentiated = value_and_grad(_checked(fun, has_aux), argnums, has_aux, transform=transform)
 
@@ -117,6 +128,7 @@ def diagnose(
                 state if has_scaler else None,
                 arguments,
                 lambda: trace_with_float32_results(trace),
+                accepts,
             )
 
     diagnose_fun.__name__ = f"diagnose_of_{getattr(fun, '__name__', 'fun')}"

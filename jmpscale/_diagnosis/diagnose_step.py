@@ -6,19 +6,22 @@ from typing import Any
 
 import jax
 
+from jmpscale._base.options import requires_names_in
 from jmpscale._base.step_call import StepCall
 from jmpscale._base.text import describe
 from jmpscale._base.tree import find_instances
-from jmpscale._diagnosis.arguments import check_concrete
+from jmpscale._diagnosis.arguments import check_accepted_error, check_concrete
 from jmpscale._diagnosis.examine import examine
 from jmpscale._diagnosis.report import Diagnosis
+from jmpscale._diagnosis.thresholds import accepted_errors
 from jmpscale._diagnosis.trace_again import find_kept_matmuls, trace_with_float32_results
 from jmpscale._diagnosis.trace_step import trace_call_again, trace_gradients_again, trace_step
 from jmpscale._get_scaler import find_scaler
 from jmpscale._state import ScalerState
 
 
-def diagnose_step(step: Callable[..., Any]) -> Callable[..., Diagnosis]:
+@requires_names_in("diagnose_step(step)(*args)")
+def diagnose_step(step: Callable[..., Any], *, accepted_error: float | None = None) -> Callable[..., Diagnosis]:
     """Creates a function that diagnoses a whole training step as it is, in any precision, with a scaler or without.
 
     The step is any function that `jax.jit` accepts, compiled or not, of any framework, on one device or several. It is
@@ -40,6 +43,9 @@ def diagnose_step(step: Callable[..., Any]) -> Callable[..., Diagnosis]:
 
     Args:
       step: the training step. Python must not read the values of arrays in it, as in `if loss > 0`.
+      accepted_error: the largest relative error of the loss, a gradient, a change of the state, and another result,
+        that you accept, as for `diagnose`. By default, the change of a leaf that is stored in half precision is wrong
+        by more than 50%, and the change of any other leaf, or another result, by more than 20%.
 
     Returns:
       `f(*args, **kwargs) -> Diagnosis`, with the arguments of the step.
@@ -47,7 +53,7 @@ def diagnose_step(step: Callable[..., Any]) -> Callable[..., Diagnosis]:
     Raises:
       TypeError: `step` is not callable; an argument is abstract or traced; an argument, or a value that `step` closes
         over, is a `jax.Ref`; or `step` creates one, or reads values by `jax.experimental.io_callback`.
-      ValueError: an argument was donated to a compiled function.
+      ValueError: an argument was donated to a compiled function, or `accepted_error` is not between 1e-6 and 0.99.
 
     >>> import jax
     >>> import jax.numpy as jnp
@@ -66,6 +72,8 @@ def diagnose_step(step: Callable[..., Any]) -> Callable[..., Diagnosis]:
     if not callable(step):
         raise TypeError(f"step must be the training step, got {describe(step)}. Call diagnose_step(step)(*args).")
 
+    accepts = accepted_errors(check_accepted_error(accepted_error))
+
     def diagnose_step_of(*args: Any, **kwargs: Any) -> Diagnosis:
         check_concrete({"args": args, "kwargs": kwargs})
         call = StepCall(step, args, kwargs)
@@ -74,7 +82,7 @@ def diagnose_step(step: Callable[..., Any]) -> Callable[..., Diagnosis]:
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
             traced = trace_step(call)._replace(kept=find_kept_matmuls(functools.partial(trace_call_again, call)))
             trace_again = functools.partial(trace_gradients_again, call)
-            return examine(traced, scaler, traced.arguments, lambda: trace_with_float32_results(trace_again))
+            return examine(traced, scaler, traced.arguments, lambda: trace_with_float32_results(trace_again), accepts)
 
     diagnose_step_of.__name__ = f"diagnose_step_of_{getattr(step, '__name__', 'step')}"
     return diagnose_step_of

@@ -14,7 +14,7 @@ from jmpscale._diagnosis.modal_program import Forms
 from jmpscale._diagnosis.not_finite import RepairTrials
 from jmpscale._diagnosis.program import Program, compile_as_written
 from jmpscale._diagnosis.report import Diagnosis
-from jmpscale._diagnosis.thresholds import DEFAULT, MARGIN, SAME_SIZE, SMALL_ERROR, WRONG_ERROR
+from jmpscale._diagnosis.thresholds import DEFAULT, MARGIN, SAME_SIZE, AcceptedErrors
 from jmpscale._diagnosis.trace_step import TracedStep
 from jmpscale._diagnosis.trials import GradientTrials
 from jmpscale._diagnosis.update import examine_update
@@ -29,6 +29,7 @@ def examine(
     scaler: ScalerState | None,
     arguments: Arguments,
     with_float32_results: Callable[[], Program | None],
+    accepted: AcceptedErrors,
 ) -> Diagnosis:
     """Examines a step at the loss scale of a scaler, or at the scale 1 without one.
 
@@ -38,7 +39,8 @@ def examine(
     run_as_written = compile_as_written(program)
     forms, outputs = Forms(step.program), run_as_written(scale)
     names = {id(x): name for name, x in arguments}
-    trials = GradientTrials(forms, [names.get(id(x), "") for x in program.consts], has_scaler=scaler is not None)
+    inputs = [names.get(id(x), "") for x in program.consts]
+    trials = GradientTrials(forms, inputs, accepted, has_scaler=scaler is not None)
     errors, loss_error = trials.compare(outputs)
     findings = Findings(step, forms, trials, scaler, float(outputs[0]), loss_error, errors)
     if not trials.measured.are_finite:
@@ -46,11 +48,12 @@ def examine(
         return write_report(findings._replace(not_finite=text))
     findings = _with_scales(findings, run_as_written)
     findings = _with_lines(findings, with_float32_results)
-    if findings.lines or findings.error >= SMALL_ERROR:
+    if findings.lines or findings.error >= accepted.small:
         findings = findings._replace(alone=trials.errors_alone(round(math.log2(findings.scale_of_rows))))
     findings = findings._replace(suspects=_find_suspects(findings), advice=_find_advice(findings))
     best = findings.scales.best
-    update = examine_update(forms, step.results, scale if findings.scale_fits or best is None else 2.0**best)
+    at = scale if findings.scale_fits or best is None else 2.0**best
+    update = examine_update(forms, step.results, at, accepted)
     return write_report(findings._replace(update=update))
 
 
@@ -68,8 +71,9 @@ def _with_scales(findings: Findings, run_as_written: Callable[[float], list[Any]
         return found + math.inf if depends_on_scale and error_of_loss else found
 
     if not findings.has_scaler:
-        return findings._replace(scales=at_one_scale(findings.errors, findings.present))
-    scales = search(errors_at, trials.forward_errors, findings.present, trials.largest_exponent())
+        return findings._replace(scales=at_one_scale(findings.errors, findings.present, trials.accepted.gradient))
+    expected, largest_error = trials.largest_exponent(), trials.accepted.gradient
+    scales = search(errors_at, trials.forward_errors, findings.present, expected, largest_error)
     return findings._replace(scales=scales)
 
 
@@ -78,14 +82,14 @@ def _with_lines(findings: Findings, with_float32_results: Callable[[], Program |
     trials, scales = findings.trials, findings.scales
     best = findings.present if scales.best is None else scales.best
     # Scales of which one probably fits if the lines that overflow, or underflow, compute in float32.
-    exponents, limit = [findings.present, best, trials.largest_exponent() - 2, 0, 24, -12], WRONG_ERROR
+    exponents, limit = [findings.present, best, trials.largest_exponent() - 2, 0, 24, -12], trials.accepted.gradient
     if not findings.has_scaler:
         exponents = [findings.present]
     if findings.accurate:
         # An error of rounding may be harmless, but an overflow that changes gradients is a fault.
         exponent = findings.present if findings.scale_fits else best
         error = findings.error if findings.scale_fits else scales.smallest_error
-        if error < SMALL_ERROR or not trials.is_wrong_by_overflow(exponent):
+        if error < trials.accepted.small or not trials.is_wrong_by_overflow(exponent):
             return findings
         exponents, limit = [exponent], error / SAME_SIZE
         findings = findings._replace(overflows=True)
@@ -118,9 +122,9 @@ def _find_suspects(findings: Findings) -> Suspects | None:
     if not findings.accurate or best is None:
         return None
     if findings.scale_fits:
-        is_small = findings.error < SMALL_ERROR
+        is_small = findings.error < findings.trials.accepted.small
         return None if is_small else find_suspects(findings.trials, findings.alone, findings.present)
-    if findings.scales.smallest_error < SMALL_ERROR:
+    if findings.scales.smallest_error < findings.trials.accepted.small:
         return None
     return find_suspects(findings.trials, findings.trials.errors_alone(best), best)
 

@@ -34,20 +34,25 @@ def largest(errors: Errors) -> float:
     return float(errors.max(initial=0.0))
 
 
-def at_one_scale(errors: Errors, exponent: int) -> Scales:
+def at_one_scale(errors: Errors, exponent: int, largest_error: float) -> Scales:
     """Returns the result for a step whose scale cannot change."""
     error = largest(errors)
-    fitting = (exponent, exponent) if error <= WRONG_ERROR else None
+    fitting = (exponent, exponent) if error <= largest_error else None
     return Scales({exponent: error}, fitting, exponent if math.isfinite(error) else None, errors, errors)
 
 
 def search(
-    measure: Callable[[int], Errors], measure_forward: Callable[[int], Errors], present: int, expected: int
+    measure: Callable[[int], Errors],
+    measure_forward: Callable[[int], Errors],
+    present: int,
+    expected: int,
+    largest_error: float = WRONG_ERROR,
 ) -> Scales:
     """Finds the scales that fit, among powers of two, which are given by their exponents.
 
     `present` is the present scale, and `expected` is probably the largest one with finite gradients. `measure_forward`
-    measures the errors that remain if the backward pass computes in float32.
+    measures the errors that remain if the backward pass computes in float32. No scale fits if the error at the best one
+    exceeds `largest_error`.
     """
     found: dict[int, Errors] = {}
 
@@ -81,7 +86,7 @@ def search(
     if error(on_plateau) > TOLERANCE:
         candidates += [k for k in (0, *range(highest - 12, highest - 49, -6)) if k >= _LOWEST]
     best = min(candidates, key=error)
-    if error(best) > WRONG_ERROR:
+    if error(best) > largest_error:
         return result(None, on_plateau)  # not a smaller one, at which all gradients are zero and the error is only 100%
     smallest = np.min([errors(k) for k in candidates], axis=0)  # of each gradient
     if error(best) >= SMALL_ERROR and math.isfinite(largest(forward := measure_forward(best))):

@@ -7,7 +7,7 @@ from jmpscale._diagnosis.fitting_scales import Scales
 from jmpscale._diagnosis.modes import Mode, Modes, Part
 from jmpscale._diagnosis.operations import Path
 from jmpscale._diagnosis.smallest_set import smallest_set
-from jmpscale._diagnosis.thresholds import LARGEST_SET, MOST_SUSPECTS, SMALL_ERROR, WRONG_ERROR
+from jmpscale._diagnosis.thresholds import LARGEST_SET, MOST_SUSPECTS
 from jmpscale._diagnosis.trials import GradientTrials
 
 
@@ -17,7 +17,7 @@ class Lines(NamedTuple):
     paths: list[Path]
     exponent: int  # of a loss scale that fits then
     scales: Scales
-    limit: float = WRONG_ERROR  # the largest error that is right
+    limit: float  # the largest error that is right
 
     @property
     def is_minimal(self) -> bool:
@@ -34,7 +34,7 @@ class Suspects(NamedTuple):
     error: float  # with these lines in float32
 
 
-def find_lines(trials: GradientTrials, exponents: Sequence[int], limit: float = WRONG_ERROR) -> Lines | None:
+def find_lines(trials: GradientTrials, exponents: Sequence[int], limit: float) -> Lines | None:
     """Finds a minimal set of lines that must compute in float32, so that no error exceeds `limit` at a loss scale.
 
     Returns None if the step is wrong with all lines in float32, too. Of several scales, it is the first one.
@@ -68,5 +68,5 @@ def find_suspects(trials: GradientTrials, alone: Mapping[Part, float], exponent:
     paths = list(dict.fromkeys(part.path for part in parts))
     sets = [paths[:count] for count in range(1, min(MOST_SUSPECTS, len(paths)) + 1)]
     errors = [trials.error(trials.kept(chosen), Mode.AS_WRITTEN, exponent) for chosen in sets]
-    found = next((i for i, error in enumerate(errors) if error < SMALL_ERROR), 0)
+    found = next((i for i, error in enumerate(errors) if error < trials.accepted.small), 0)
     return Suspects(parts[0], alone[parts[0]], sets[found], errors[found])

@@ -11,7 +11,6 @@ from jmpscale._diagnosis.findings import Findings
 from jmpscale._diagnosis.fitting_scales import Errors, largest
 from jmpscale._diagnosis.modes import Part
 from jmpscale._diagnosis.operations import Path
-from jmpscale._diagnosis.thresholds import SMALL_ERROR
 
 
 def by(fraction: float) -> str:
@@ -26,7 +25,7 @@ def by_gradient(findings: Findings, errors: Errors | None) -> str:
     name, text = findings.step.gradients[worst], by(largest(errors))
     if not 0 < largest(errors) < math.inf or not name:
         return text
-    if largest(errors) < SMALL_ERROR or len(errors) == 1:
+    if largest(errors) < findings.trials.accepted.small or len(errors) == 1:
         return f"{text}, in {name}"
     share = float(norms[worst] / np.linalg.norm(norms))
     return f"{text}, in {name}, which has {format_percentage(share)} of their norm"

@@ -34,7 +34,8 @@ class DiagnosisRow:
       in_lines: whether the line is one of `Diagnosis.lines`.
       alone: the error of the gradients if this row alone computes in half precision; infinite if a value is not finite,
         at least 100% if the loss is wrong. It can exceed the error of the whole program, because errors cancel. None if
-        there are no `lines` and the error of the whole program is below 5%, or the program has more than 64 rows.
+        there are no `lines` and the error of the whole program is below 5%, or `accepted_error`; or the program has
+        more than 64 rows.
       casts: for a line that casts several arguments, such as a tree of parameters: the names of those that are wrong
         alone, such as `params['w']`. They are measured if an error begins in this row; none if more than 3 are wrong.
     """
@@ -95,7 +96,8 @@ class Diagnosis:
         Parameters whose gradient in float32 is rounding noise, or negligible beside the others, do not count.
       loss_scale: the current loss scale.
       fitting_scales: the smallest and the largest loss scale that fit, both powers of two; None if no scale fits: the
-        gradients are not finite at any scale, or wrong by more than 50% at all of them, or no gradient can be compared.
+        gradients are not finite at any scale, or wrong at all of them, by more than 50% or `accepted_error`; or no
+        gradient can be compared.
         A scale fits if the gradients are finite, and nearly as accurate as at the best scale: the error of each is at
         most 1.1 times its smallest one, plus one percentage point, plus a quarter of the largest error at the best
         scale. If a gradient has an error of 5% or more at every scale, the error of the forward pass alone counts if it

@@ -4,6 +4,8 @@ Two questions are kept apart. A loss scale fits if it is nearly as good as the b
 rounding is. The error at the best scale is rounding, and it is small, in between or wrong.
 """
 
+from typing import NamedTuple
+
 # --- Rounding: how large the error of a gradient is at the best scale; `benchmarks.studies.rounding` has a record. ---
 
 # Below, there is nothing to say: with an error of 0.9%, a network of time steps trains as in float32.
@@ -56,6 +58,24 @@ LARGEST_NARROW_CHANGE_ERROR = 0.5
 # The largest error of the change of a float32 leaf, and of another result: healthy steps have at most 11%, and faulty
 # ones at least 33%.
 LARGEST_CHANGE_ERROR = 0.2
+
+
+class AcceptedErrors(NamedTuple):
+    """The largest errors that are accepted: those above, or one number that the user has chosen for all of them."""
+
+    small: float = SMALL_ERROR  # of a gradient, below which there is nothing to say
+    gradient: float = WRONG_ERROR
+    loss: float = LARGEST_LOSS_ERROR
+    narrow_change: float = LARGEST_NARROW_CHANGE_ERROR  # of a leaf that is stored in half precision
+    change: float = LARGEST_CHANGE_ERROR
+    is_chosen: bool = False
+
+
+def accepted_errors(error: float | None) -> AcceptedErrors:
+    """Returns the largest errors that are accepted, given the `accepted_error` of the user."""
+    return AcceptedErrors() if error is None else AcceptedErrors(error, error, error, error, error, is_chosen=True)
+
+
 # A change that is smaller, relative to the leaf, is mostly rounding in float32, too.
 NOISE_OF_CHANGE = 2.0**-21
 

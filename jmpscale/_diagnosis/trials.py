@@ -20,20 +20,22 @@ from jmpscale._diagnosis.program import Program
 from jmpscale._diagnosis.thresholds import (
     CHANGE,
     CHANGES,
-    LARGEST_LOSS_ERROR,
     NEGLIGIBLE,
     NOISE,
     SAME_SIZE,
     TRIED_ALONE,
+    AcceptedErrors,
 )
 
 
 class GradientTrials:
     """Runs a step with other modes, and compares it with the reference: the step in float32, at a scale of 1."""
 
-    def __init__(self, forms: Forms, inputs: Sequence[str], *, has_scaler: bool = True) -> None:
+    def __init__(
+        self, forms: Forms, inputs: Sequence[str], accepted: AcceptedErrors, *, has_scaler: bool = True
+    ) -> None:
         """`inputs` are the names of the constants of the step, empty for those that are not arguments."""
-        self.inputs, self._has_scaler = inputs, has_scaler
+        self.inputs, self.accepted, self._has_scaler = inputs, accepted, has_scaler
         self.set_forms(forms)
         self._recording = forms.recording.of_gradients()
         self._statistics: dict[float, dict[Site, Statistics]] = {}
@@ -48,7 +50,8 @@ class GradientTrials:
         self.decisive = (noise < NOISE) & (norms > 0) & (norms >= NEGLIGIBLE * norms.max(initial=0.0))
         # Rounding the arguments to half precision changes them by half as much, or less.
         rounding = max((2.0 ** -jnp.finfo(site.dtype).nmant for site in self.program.sites), default=2.0**-10)
-        self._largest_loss_error = max(LARGEST_LOSS_ERROR, changes[0][0] / CHANGES[0] * rounding)
+        sensitivity = 0.0 if accepted.is_chosen else changes[0][0] / CHANGES[0] * rounding
+        self._largest_loss_error = max(accepted.loss, sensitivity)
 
     def _error_of_a_change(self, change: float) -> np.ndarray:
         """Returns the relative change of the loss and of each gradient in float32, after a change of all arguments."""
@@ -146,9 +149,9 @@ class GradientTrials:
             return errors + (math.inf if loss_error else 0.0)
 
         if not self._has_scaler:
-            return at_one_scale(errors_at(exponent), exponent)
+            return at_one_scale(errors_at(exponent), exponent, self.accepted.gradient)
         forward_errors = functools.partial(self.forward_errors, modes=modes)
-        return search(errors_at, forward_errors, exponent, self.largest_exponent(paths))
+        return search(errors_at, forward_errors, exponent, self.largest_exponent(paths), self.accepted.gradient)
 
     def errors_alone(self, exponent: int) -> dict[Part, float]:
         """Returns the error if one part alone computes in half precision; nothing if there are too many parts."""

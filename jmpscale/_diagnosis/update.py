@@ -25,10 +25,9 @@ from jmpscale._diagnosis.smallest_set import smallest_set
 from jmpscale._diagnosis.thresholds import (
     CANCELS,
     IS_RANDOM,
-    LARGEST_CHANGE_ERROR,
-    LARGEST_NARROW_CHANGE_ERROR,
     NOISE_OF_CHANGE,
     TRIED_ALONE,
+    AcceptedErrors,
 )
 from jmpscale._interpreter.compile import compiled
 
@@ -43,6 +42,7 @@ class Change(NamedTuple):
     is_decisive: bool = True  # whether the change is more than the rounding of float32
     is_finite_as_written: bool = True
     is_zero: bool = False  # whether the leaf changes neither as written nor in the reference
+    accepted: AcceptedErrors = AcceptedErrors()
 
     @property
     def is_narrow(self) -> bool:
@@ -54,7 +54,7 @@ class Change(NamedTuple):
         """The error in units of the largest one that is accepted."""
         if not self.is_decisive:
             return 0.0
-        return self.error / (LARGEST_NARROW_CHANGE_ERROR if self.is_narrow else LARGEST_CHANGE_ERROR)
+        return self.error / (self.accepted.narrow_change if self.is_narrow else self.accepted.change)
 
 
 class Unchanged(NamedTuple):
@@ -92,12 +92,12 @@ def _importance(change: Change) -> tuple[bool, bool, float]:
     return change.is_narrow, change.result.old is not None, change.error
 
 
-def examine_update(forms: Forms, results: Sequence[Result], scale: float) -> Update:
+def examine_update(forms: Forms, results: Sequence[Result], scale: float, accepted: AcceptedErrors) -> Update:
     """Compares the results of a step at a loss scale, and finds the lines that must compute in float32."""
     if not results:
         return Update()
     program, recording = forms.precision.of_results(), forms.recording.of_results()
-    trials = UpdateTrials(program, results, scale)
+    trials = UpdateTrials(program, results, scale, accepted)
     trials.find_lossless(forms.program)
     changes = trials.changes({})
     update = [site for site in program.sites if site.part.pass_ is Pass.UPDATE]
@@ -150,8 +150,10 @@ def _in_float32(sites: Iterable[Site], paths: Iterable[Path]) -> dict[Site, Mode
 class UpdateTrials:
     """Runs a step with other modes, and compares its results with their references."""
 
-    def __init__(self, program: ModalProgram, results: Sequence[Result], scale: float) -> None:
-        self._program, self._results, self._scale = program, results, scale
+    def __init__(
+        self, program: ModalProgram, results: Sequence[Result], scale: float, accepted: AcceptedErrors
+    ) -> None:
+        self._program, self._results, self._scale, self._accepted = program, results, scale, accepted
         self._update = {site: Mode.FLOAT32 for site in program.sites if site.part.pass_ is Pass.UPDATE}
         self._reference = self._run_reference()
         self._changes: dict[frozenset[tuple[Site, Any]], list[Change]] = {}
@@ -174,7 +176,8 @@ class UpdateTrials:
             values = self._run(modes, Mode.AS_WRITTEN)
             found = [_measure(*x) for x in zip(self._results, values, self._reference, strict=True)]
             changes = [_change(x, *y) for x, y in zip(self._results, jax.device_get(found), strict=True)]
-            self._changes[key] = [self._lossless.get(x.result.name, x) for x in changes]
+            lossless = [self._lossless.get(x.result.name, x) for x in changes]
+            self._changes[key] = [x._replace(accepted=self._accepted) for x in lossless]
         return self._changes[key]
 
     def find_lossless(self, program: Program) -> None:
@@ -192,7 +195,7 @@ class UpdateTrials:
         for change in bad:
             for partner in change.result.partners:
                 pair = compare_pair(named[change.result.name], named[partner])
-                if pair.cancels < CANCELS and pair.error < LARGEST_NARROW_CHANGE_ERROR:
+                if pair.cancels < CANCELS and pair.error < self._accepted.narrow_change:
                     self._lossless[change.result.name] = Change(change.result, pair.error)
 
     def _find_random(self, program: Program, bad: Sequence[Change]) -> None:
@@ -241,7 +244,9 @@ def _change(result: Result, not_finite: float, written_not_finite: float, nonzer
         return Change(result, 0.0 if written_not_finite else math.inf, is_finite=False, is_decisive=False)
     if written_not_finite:
         return Change(result, math.inf, 1.0, is_finite_as_written=False)
-    if result.old is not None and not nonzero:  # zero in float32: it holds what rounding removes from another leaf
+    if (
+        result.old is not None and distance and not nonzero
+    ):  # zero in float32: it holds what rounding removes from another leaf
         return Change(result, 0.0, is_decisive=False)
     is_decisive = size > NOISE_OF_CHANGE**2 * old or not size
     error = 0.0 if not distance else math.sqrt(distance / size) if size else math.inf

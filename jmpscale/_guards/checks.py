@@ -177,12 +177,12 @@ def warn_if_unsynchronized(axis_name: AxisName, other_axes: AxisName = ()) -> No
         )
 
 
-def check_no_partial_sums(tree: PyTree) -> None:
+def check_no_partial_sums(tree: PyTree, name: str = "tree") -> None:
     """Raises, naming the leaf, if the shards of a leaf have not been summed yet."""
     if found := first_leaf(tree, lambda leaf: is_inexact(leaf) and unreduced_axes(leaf)):
         path, leaf = found
         raise TypeError(
-            f"the leaf at tree{path} is a partial sum over the mesh axes {sorted(unreduced_axes(leaf))}. Reduce it "
+            f"the leaf at {name}{path} is a partial sum over the mesh axes {sorted(unreduced_axes(leaf))}. Reduce it "
             "first, with jax.lax.psum under jax.shard_map or jax.sharding.reshard under jax.jit."
         )
 

@@ -76,7 +76,7 @@ def called(
     check_scaler(state.scaler, "state.scaler")
     _check_norm_of_state(state, max_norm)
     check_no_refs(grads, "updates")
-    check_no_partial_sums(grads)
+    check_no_partial_sums(grads, "updates")
     check_no_scaler(grads)
     arrays = jax.tree.leaves(params)
     if arrays and all(has_mark(Mark.GRADIENT, x) for x in arrays):
@@ -93,6 +93,7 @@ def deciding(grads: PyTree, scaler: ScalerState, loss: PyTree, axis_name: AxisNa
         warn_if_nothing_is_scaled(scaler)
     warn_if_gradients_are_narrow(grads)
     _warn_if_unscaled_by_another(grads, scaler)
+    check_no_partial_sums(loss, "value")
     if not has_mark(Mark.KNOWN_SCALE, (grads, loss)):  # value_and_grad has warned
         warn_if_constant(scaler, grads, "optimizer state")
     warn_if_loss_is_pair(loss)

@@ -8,6 +8,7 @@ from jmpscale._base.marks import Mark, has_mark, source_of
 from jmpscale._base.tree import PyTree
 from jmpscale._base.warn import warn_user
 from jmpscale._guards.checks import (
+    check_no_partial_sums,
     check_scaler,
     mark_adapted,
     warn_if_constant,
@@ -34,6 +35,7 @@ def called(scaler: ScalerState, finite: ArrayLike, loss: PyTree, axis_name: Axis
     if has_mark(Mark.FINITE_LOSS, finite):
         warn_user("finite must be about the gradients, got all_finite(loss). Pass all_finite(grads).")
     if loss is not None:
+        check_no_partial_sums(loss, "loss")
         warn_if_unsynchronized(axis_name)
         warn_if_loss_is_pair(loss)
     if source_of(Mark.ADAPTED, source_of(Mark.CHECKED, finite)) is scaler.loss_scale:

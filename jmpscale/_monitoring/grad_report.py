@@ -171,7 +171,7 @@ def grad_report(grads: PyTree, *, scaler: PyTree = None, axis_name: AxisName = N
     """
     loss_scale = None if scaler is None else find_scaler(scaler).loss_scale
     check_no_refs(grads, "grads")
-    check_no_partial_sums(grads)
+    check_no_partial_sums(grads, "grads")
     warn_if_unsynchronized(axis_name)
     gradients = named_gradients(grads)
     if not gradients:

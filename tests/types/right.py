@@ -54,7 +54,7 @@ scaler: jmpscale.ScalerState = jmpscale.get_scaler(opt_state)
 logged: dict[str, jax.Array] = jmpscale.metrics(opt_state)
 report: jmpscale.GradReport = jmpscale.grad_report(grads, scaler=scaler)
 diagnosis: jmpscale.Diagnosis = jmpscale.diagnose(jmpscale.autocast(swap), (0, 1), True)(opt_state, w, n=grads)
-diagnosis = jmpscale.diagnose(swap, has_aux=True, transform=jax.value_and_grad)(scaler, w, grads)
+diagnosis = jmpscale.diagnose(swap, has_aux=True, transform=jax.value_and_grad, accepted_error=0.1)(scaler, w, grads)
 limits: tuple[float, float] | None = diagnosis.fitting_scales
 critical: list[str] = [row.line for row in diagnosis.rows if row.overflow > 0 and row.in_lines]
 text: str = diagnosis.describe(limit=5) + diagnosis.rows[0].dtype
