@@ -436,6 +436,39 @@ def test_diagnose_step_names_an_average_that_will_stop_moving_in_a_loop():
     assert "state['nu']['a'] (and 1 other leaf) will stop moving: it is an average in bfloat16 with a decay " in summary
 
 
+def corrected(decay):
+    """A bias correction in bfloat16, and a warm-up that begins at zero."""
+
+    def step(params, count, batch):
+        loss, grads = jax.value_and_grad(regression)(params, batch)
+        count = count + 1
+        correction = 1 - B(decay) ** count.astype(B)  # fault
+        rate = B(0.1) * (count - 1).astype(B) / B(10)
+        grads = jax.tree.map(lambda g: rate.astype(F) * g / (correction.astype(F) + 0.1), grads)
+        return jax.tree.map(lambda p, g: p - g * (correction > 0), params, grads), count, loss
+
+    return step
+
+
+def test_diagnose_step_names_a_constant_that_keeps_parameters_from_changing():
+    step = corrected(0.999)
+    diagnosis = jmpscale.diagnose_step(step)(parameters(), jnp.int32(4), BATCH)
+    (line,) = diagnosis.lines
+    assert f":{fault_line(step)} (" in line
+    assert diagnosis.summary.startswith(
+        f"params['a'] (and 1 other leaf) do not change, in float32 either, because a constant at {line} is rounded to "
+        "bfloat16. Compute with constants in float32 there."
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("decay", "count"), [(0.9, 4), (0.9, 0)], ids=["other decay", "start of the warm-up"])
+def test_diagnose_step_does_not_name_a_constant_of_a_step_that_is_right(decay, count):
+    diagnosis = jmpscale.diagnose_step(corrected(decay))(parameters(), jnp.int32(count), BATCH)
+    assert diagnosis.lines == ()
+    assert "constant" not in diagnosis.summary
+
+
 @pytest.mark.full
 def test_diagnose_step_names_integers_that_half_precision_cannot_hold():
     def step(params, batch):

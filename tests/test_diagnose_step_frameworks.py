@@ -384,3 +384,10 @@ def test_diagnose_step_finds_the_scales_of_a_scaler_in_the_state(name):
     assert high / 8 <= found.fitting_scales[1] <= 8 * high
     assert found.gradient_error == pytest.approx(expected.gradient_error, rel=1)
     assert all(np.array_equal(x, y) for x, y in zip(before, values(args), strict=True))
+
+
+def test_diagnose_step_of_a_step_that_binds_nnx_objects_compares_their_state():
+    step, (model, optimizer, *batch), state = nnx_step(F)
+    diagnosis = jmpscale.diagnose_step(functools.partial(step, model, optimizer))(*batch)
+    assert diagnosis.state == state
+    assert jmpscale.diagnose_step(functools.partial(step, y=Y))(model, optimizer, X).state == state

@@ -4,6 +4,7 @@
 the step. The names of the arguments are the names of the parameters of the step, such as `params`.
 """
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ class StepCall:
     """
 
     def __init__(self, step: Callable[..., PyTree], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        step, args, kwargs = _without_bound_objects(step, args, kwargs)
         self._step = step
         self._positional, self._keywords = len(args), tuple(kwargs)
         self.names = _names(step, args, kwargs)
@@ -94,6 +96,21 @@ class StepCall:
 def is_array_type(leaf: object) -> TypeGuard[jax.Array | jax.ShapeDtypeStruct]:
     """Tests whether a leaf is an array, or the type of an array in a result of `StepCall.trace`."""
     return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _without_bound_objects(
+    step: Callable[..., PyTree], args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Callable[..., PyTree], Sequence[Any], dict[str, Any]]:
+    """Returns a call whose arguments include the Flax NNX objects that `functools.partial` binds.
+
+    They are part of the state of the step.
+    """
+    while isinstance(step, functools.partial):
+        bound = [*step.args, *step.keywords.values()]
+        if not flatten_matching(bound, is_nnx_object, is_nnx_object)[0]:
+            break
+        step, args, kwargs = step.func, (*step.args, *args), {**step.keywords, **kwargs}
+    return step, args, kwargs
 
 
 def _names(step: Callable[..., PyTree], args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:

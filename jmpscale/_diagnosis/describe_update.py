@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 from jmpscale._base.text import format_percentage
+from jmpscale._base.types import is_narrow
 from jmpscale._diagnosis.averages import Average
 from jmpscale._diagnosis.findings import Findings
 from jmpscale._diagnosis.phrases import by
@@ -18,6 +19,18 @@ def describe_stalled(stalled: Sequence[Average]) -> str:
     return (
         f"{first.result.name}{others} will stop moving: it is an average in {first.result.dtype} with a decay of "
         f"{first.decay:.6g}, and rounding keeps it from shrinking. Keep {'them' if count else 'it'} in float32."
+    )
+
+
+def describe_unchanged(findings: Findings) -> str:
+    """Describes leaves that do not change, because constants are rounded."""
+    unchanged = findings.update.unchanged
+    first, count = unchanged.results[0], len(unchanged.results) - 1
+    keep = f"Keep {'them' if count else 'it'} in float32, or compute" if is_narrow(first) else "Compute"
+    others = f" (and {count} other {'leaf' if count == 1 else 'leaves'})" if count else ""
+    return (
+        f"{first.name}{others} {'do' if count else 'does'} not change, in float32 either, because a constant at "
+        f"{findings.names(unchanged.paths)} is rounded to {unchanged.dtype}. {keep} with constants in float32 there."
     )
 
 

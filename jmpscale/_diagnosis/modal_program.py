@@ -18,7 +18,7 @@ from jax.extend import core
 from jmpscale._base.jaxpr import Caller, Key
 from jmpscale._base.source import is_in_inner_gradient
 from jmpscale._diagnosis.blocks import Block, BlockProgram
-from jmpscale._diagnosis.modes import PRECISION, RECORD, Execution, Modal, Mode, Modes, Part, Site
+from jmpscale._diagnosis.modes import CONSTANTS, PRECISION, RECORD, Execution, Modal, Mode, Modes, Part, Site
 from jmpscale._diagnosis.operations import Operation, Path, autocast_lines, program_operations
 from jmpscale._diagnosis.passes import Pass
 from jmpscale._diagnosis.program import Program
@@ -138,7 +138,7 @@ class ModalProgram:
 
 
 class Forms:
-    """The two forms of a program that trials run, each compiled once."""
+    """The forms of a program that trials run, each compiled once if it is used."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -151,6 +151,11 @@ class Forms:
     def recording(self) -> ModalProgram:
         """A separate program, because the other runs need no statistics, which can take most of the time of a run."""
         return ModalProgram(self.program, RECORD)
+
+    @functools.cached_property
+    def constants(self) -> ModalProgram:
+        """A program whose constants in half precision can have other last digits."""
+        return ModalProgram(self.program, CONSTANTS)
 
 
 class _ModalOperation(NamedTuple):

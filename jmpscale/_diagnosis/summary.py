@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from jmpscale._base.text import enumerate_names
 from jmpscale._diagnosis.describe_gradients import describe_gradients
-from jmpscale._diagnosis.describe_update import describe_stalled, describe_update
+from jmpscale._diagnosis.describe_update import describe_stalled, describe_unchanged, describe_update
 from jmpscale._diagnosis.findings import Findings
 from jmpscale._diagnosis.phrases import by
 from jmpscale._diagnosis.rounded import describe_rounded
@@ -36,6 +36,7 @@ def _join(gradients: str, findings: Findings) -> str:
     stalled = [x for x in step.stalled if x.result.name not in bad]
     worst = update.worst if update.bad else None
     faults = [describe_update(findings, worst)] if worst else []
+    faults += [describe_unchanged(findings)] if update.unchanged.results else []
     faults += [describe_stalled(stalled)] if stalled else []
     if wrong := [x.result.name for x in update.changes if not x.is_finite]:
         verb = "becomes" if len(wrong) == 1 else "become"

@@ -41,6 +41,7 @@ class Change(NamedTuple):
     is_finite: bool = True  # of the reference
     is_decisive: bool = True  # whether the change is more than the rounding of float32
     is_finite_as_written: bool = True
+    is_zero: bool = False  # whether the leaf changes neither as written nor in the reference
     accepted: AcceptedErrors = AcceptedErrors()
 
     @property
@@ -56,6 +57,14 @@ class Change(NamedTuple):
         return self.error / (self.accepted.narrow_change if self.is_narrow else self.accepted.change)
 
 
+class Unchanged(NamedTuple):
+    """Leaves with a gradient that do not change, because constants are rounded."""
+
+    results: tuple[Result, ...] = ()
+    paths: tuple[Path, ...] = ()  # the lines with these constants
+    dtype: np.dtype | None = None  # of the constants
+
+
 class Update(NamedTuple):
     """What half precision does to the results of a step."""
 
@@ -66,6 +75,7 @@ class Update(NamedTuple):
     alone: Mapping[Part, float] = MappingProxyType({})
     statistics: Mapping[Site, Statistics] = MappingProxyType({})
     sites: tuple[Site, ...] = ()  # of the update
+    unchanged: Unchanged = Unchanged()
 
     @property
     def bad(self) -> list[Change]:
@@ -107,7 +117,29 @@ def examine_update(forms: Forms, results: Sequence[Result], scale: float, accept
     statistics = {site: Statistics(*records[site]) for site in recorded if site in records}
     remaining = max((x.error for x in then if x.is_decisive), default=0.0)
     order = [path for path in program.paths if path in chosen]
-    return Update(tuple(changes), tuple(order), is_repaired, remaining, alone, statistics, tuple(update))
+    unchanged = _find_unchanged(forms, changes, scale)
+    return Update(tuple(changes), tuple(order), is_repaired, remaining, alone, statistics, tuple(update), unchanged)
+
+
+def _find_unchanged(forms: Forms, changes: Sequence[Change], scale: float) -> Unchanged:
+    """Finds leaves that do not change, but do if constants in half precision have other last digits.
+
+    The reference has the constants of the program, so no comparison shows that one of them is rounded, as 0.999 is to 1
+    in the bias correction of an average.
+    """
+    leaves = [i for i, x in enumerate(changes) if x.is_zero and x.result.old is not None and x.result.is_gradient_led]
+    if not leaves:
+        return Unchanged()
+    program = forms.constants.of_results()
+
+    def moved(sites: Iterable[Site]) -> list[int]:
+        outputs = program.run(scale, dict.fromkeys(sites, Mode.MOVED), Mode.FLOAT32)[0]
+        return [i for i in leaves if not bool((outputs[i] == changes[i].result.old).all())]
+
+    found = [site for site in program.sites if moved([site])] if moved(program.sites) else []
+    which = moved(found) if found else []
+    results = tuple(changes[i].result for i in which)
+    return Unchanged(results, tuple(dict.fromkeys(x.part.path for x in found)), found[0].dtype if which else None)
 
 
 def _in_float32(sites: Iterable[Site], paths: Iterable[Path]) -> dict[Site, Mode]:
@@ -212,11 +244,14 @@ def _change(result: Result, not_finite: float, written_not_finite: float, nonzer
         return Change(result, 0.0 if written_not_finite else math.inf, is_finite=False, is_decisive=False)
     if written_not_finite:
         return Change(result, math.inf, 1.0, is_finite_as_written=False)
-    if result.old is not None and not nonzero:  # zero in float32: it holds what rounding removes from another leaf
+    if (
+        result.old is not None and distance and not nonzero
+    ):  # zero in float32: it holds what rounding removes from another leaf
         return Change(result, 0.0, is_decisive=False)
     is_decisive = size > NOISE_OF_CHANGE**2 * old or not size
     error = 0.0 if not distance else math.sqrt(distance / size) if size else math.inf
-    return Change(result, error, 1 - product / size if size else 0.0, is_decisive=is_decisive)
+    lost, is_zero = 1 - product / size if size else 0.0, not size and not error
+    return Change(result, error, lost, is_decisive=is_decisive, is_zero=is_zero)
 
 
 def _measure(result: Result, written: Any, reference: Any) -> Any:

@@ -12,7 +12,7 @@ from jmpscale._diagnosis.summary import summarize
 def write_report(findings: Findings) -> Diagnosis:
     """Returns the findings as a diagnosis."""
     step, update, scales, program = findings.step, findings.update, findings.scales, findings.forms.precision
-    chosen = {*(findings.lines.paths if findings.lines else ()), *update.paths}
+    chosen = {*(findings.lines.paths if findings.lines else ()), *update.paths, *update.unchanged.paths}
     lines = [path for path in program.paths if path in chosen]
     fitting = scales.fitting if findings.has_scaler and findings.trials.decisive.any() else None
     return Diagnosis(

@@ -144,3 +144,19 @@ def test_overflow_in_hand_written_loop_changes_only_the_scaler(loop):
     old, new = jmpscale.get_scaler(before), jmpscale.get_scaler(after)
     assert (new.total_skips, new.loss_scale) == (1, old.loss_scale / 2)
     assert_equal_bits(before, jmpscale.replace_scaler(after, old))
+
+
+@pytest.mark.parametrize(("policy", "is_right"), [("mixed_bfloat16", True), ("bfloat16", False)])
+def test_diagnose_step_of_the_train_step_names_parameters_that_adam_does_not_change_in_bfloat16(policy, is_right):
+    """In bfloat16 0.999 is 1, so the bias correction of Adam is 0."""
+    model = language_model(policy)
+    model.compile(keras.optimizers.Adam(1e-3), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    tokens = token_batches(1)[0]
+    model.fit(tokens[:, :-1], tokens[:, 1:], batch_size=BATCH, verbose=0)
+    kinds = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
+    state = model._get_jax_state(**dict.fromkeys(kinds, True))
+    diagnosis = jmpscale.diagnose_step(model.train_step)(state, (tokens[:, :-1], tokens[:, 1:]))
+    assert diagnosis.state == ("state",)
+    assert (diagnosis.lines == ()) == is_right
+    assert diagnosis.summary.startswith("The gradients differ" if is_right else "state[0][")
+    assert ("do not change, in float32 either, because a constant at keras/" in diagnosis.summary) != is_right

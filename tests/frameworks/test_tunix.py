@@ -4,6 +4,7 @@ Run: python -m pytest --confcutdir=tests/frameworks -W default tests/frameworks/
 """
 
 import functools
+import re
 import types
 
 import jax
@@ -326,3 +327,18 @@ def test_replaced_optimizer_skips_only_the_overflowing_micro_batch(is_dynamic):
     trainer = train(way, batches, task="auxiliary_data", **accumulating)
     assert (trainer.train_steps, scaler_of(trainer).total_skips) == (STEPS, 1)
     assert_trains_like(accumulated_in_float32(), trainer)
+
+
+def test_diagnose_step_of_the_compiled_train_step_names_parameters_in_bfloat16():
+    """The trainer binds the model and the optimizer to its compiled step."""
+    model = LanguageModel(jnp.bfloat16)
+    nnx.update(model, jmpscale.cast(nnx.state(model), jnp.bfloat16))
+    config = TrainingConfig(eval_every_n_steps=1000, max_steps=1)
+    trainer = unscaled(model, optax.adam(1e-4), config, loss_alone, False)
+    trainer.with_gen_model_input_fn(lambda batch: batch)
+    step, _ = trainer.jit_train_and_eval_step()
+    diagnosis = jmpscale.diagnose_step(step)(make_batches(1)[0])
+    assert diagnosis.state == ("model", "optimizer")
+    assert re.match(
+        r"Even with the right gradients, the update loses \d\d.*% of the change of model\.", diagnosis.summary
+    )
