@@ -27,7 +27,7 @@ COMPILED = {  # the step, as the pages call it, and the name of its result
 
 
 def figures(results):
-    """Returns the figures of all pages by name; `results` are those of `benchmarks.table`."""
+    """Returns the figures of all pages by name; `results` are what `benchmarks.table` reads."""
     groups = (_sizes(), _gpu(results), _cpu(results), _compiled(results), _autocast(results), _other(results))
     return {name: text for group in (*groups, _studies()) for name, text in group.items()}
 

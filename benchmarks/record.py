@@ -53,7 +53,7 @@ def accelerator(device):
 
 
 def clocks():
-    """Returns what the driver tells of each NVIDIA or AMD GPU, such as its clocks, or None without its command."""
+    """Returns the driver's report on each NVIDIA or AMD GPU, such as its clocks, or None without its command."""
     for command in (["nvidia-smi", f"--query-gpu={','.join(QUERIES)}", "--format=csv"], ["rocm-smi", "--showclocks"]):
         try:
             found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)

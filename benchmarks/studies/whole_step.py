@@ -1,6 +1,6 @@
 """What `diagnose_step` costs, relative to compiling and running the step: `python -m benchmarks.studies.whole_step`.
 
-The steps are those of programs of `benchmarks.diagnosis` with Adam: in float16 with loss scaling, in bfloat16 with
+The steps are programs of `benchmarks.diagnosis` with Adam: in float16 with loss scaling, in bfloat16 with
 parameters in float32, and in bfloat16 with parameters in bfloat16, whose update is at fault. A figure is the CPU time
 of all threads in seconds.
 """

@@ -39,7 +39,7 @@ def observed_result_dtype(chosen: np.dtype) -> np.dtype:
 
 
 def report_kept(sentences: Sequence[str]) -> None:
-    """Tells the observer of a call of `autocast` what it leaves in float32."""
+    """Reports to the observer of a call of `autocast` what the call leaves in float32."""
     if observation := _current.get():
         observation.kept += sentences
 

@@ -71,7 +71,7 @@ class StepCall:
 
         Returns:
           What `run` returns, with the types of the arrays in place of the arrays; and a program that computes these
-          arrays from those of the arguments, in the order of the leaves.
+          arrays from the arrays of the arguments, in the order of the leaves.
         """
         arrays, unflatten = flatten_matching(self.arguments, is_array)
         unflatten_outputs: Callable[..., PyTree] = tuple
@@ -152,7 +152,7 @@ def _repeated(objects: list[Any]) -> list[bool]:
 
 
 def _write(objects: list[Any], path: tuple[Any, ...], old: Any, new: Any) -> None:
-    """Gives a variable, or an array that is no variable, of some objects another value."""
+    """Gives a variable, or an array outside of the variables, of some objects another value."""
     if _is_variable(old):
         nnx = sys.modules["flax.nnx"]
         nnx.update([old], nnx.state([new]))

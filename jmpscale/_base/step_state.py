@@ -51,9 +51,9 @@ def match_state(call: StepCall, out: PyTree, program: core.ClosedJaxpr | None = 
     a part only if it holds integers or a key, and depends on its old value, because an image may look like its
     reconstruction, and a learning rate like a loss.
 
-    `program`, which `call.trace` returned with `out`, tells parameters from gradients: a new value that depends on the
-    result of a backward pass must also depend on its old value without the detour through a backward pass. If several
-    parts have the same types, such as the parameters and their average, each takes a result that depends on it.
+    `program`, which `call.trace` returned with `out`, distinguishes parameters from gradients: a new value that depends
+    on the result of a backward pass must also depend on its old value without the detour through a backward pass. If
+    several parts have the same types, such as the parameters and their average, each takes a result that depends on it.
 
     Returns:
       The matches; none if no argument comes back.

@@ -37,14 +37,14 @@ class Rounded(NamedTuple):
     def are_large_integers(self) -> bool:
         """Whether all values are integers, and neighbors of the largest one have no number of their own.
 
-        Two different values are those of a mask, whose neighbors do not matter.
+        An array of two different values is a mask, whose neighbors do not matter.
         """
         exact = 2.0 ** (jnp.finfo(self.value.dtype).nmant + 1)
         return self.are_integers and exact < self.max_abs < np.inf and len(np.unique(self.value)) > 2
 
 
 def find_rounded(program: Program, names: dict[int, str]) -> list[Rounded]:
-    """Returns the arrays in half precision on which the outputs of a program depend; `names` are those of arguments."""
+    """Returns the arrays in half precision on which the outputs of a program depend; `names` are for arguments."""
     lines: dict[int, str] = {}
 
     def rule(eqn: core.JaxprEqn, caller: Caller, operands: list[flow.Labels]) -> list[flow.Labels]:

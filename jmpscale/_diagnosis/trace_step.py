@@ -141,7 +141,7 @@ class _Arrays:
         return list(self._results)
 
     def leaves(self, is_read: Sequence[bool]) -> list[Leaf]:
-        """Returns the leaves of the state; `is_read` tells which inputs of the program the forward pass reads."""
+        """Returns the leaves of the state; `is_read` says which inputs of the program the forward pass reads."""
         found = zip(self._results, self.inputs_of, self.outputs, strict=True)
         return [Leaf(x, i, output, is_read[i]) for x, i, output in found if i is not None]
 

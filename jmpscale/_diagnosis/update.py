@@ -267,7 +267,7 @@ def _compiled_measure() -> Callable[..., jax.Array]:
 def _numbers(written: jax.Array, reference: jax.Array, old: jax.Array) -> jax.Array:
     """Returns whether values of the reference, and as written, are not finite; if the reference is nonzero; and sums.
 
-    The sums are those of the square of the difference of the changes, of the square of the change of the reference, of
+    The sums are over the square of the difference of the changes, of the square of the change of the reference, of
     the product of the changes, and of the square of the old value, in units of the largest change of the reference,
     because squares overflow and underflow.
     """
