@@ -64,7 +64,5 @@ def _describe_loss(loss: SensitiveLoss | None) -> str:
     """Describes the error of a loss that rounding of its arguments changes as much; nothing if there is none."""
     if loss is None:
         return ""
-    return (
-        f"The loss differs from float32 {by(loss.error)}; rounding only the arguments changes it "
-        f"{by(loss.error_of_arguments)}."
-    )
+    change = f"; rounding only the arguments changes it {by(loss.error_of_arguments)}" if loss.error_of_arguments else ""
+    return f"The loss differs from float32 {by(loss.error)}{change}."
