@@ -64,5 +64,7 @@ def _describe_loss(loss: SensitiveLoss | None) -> str:
     """Describes the error of a loss that rounding of its arguments changes as much; nothing if there is none."""
     if loss is None:
         return ""
-    change = f"; rounding only the arguments changes it {by(loss.error_of_arguments)}" if loss.error_of_arguments else ""
+    change = (
+        f"; rounding only the arguments changes it {by(loss.error_of_arguments)}" if loss.error_of_arguments else ""
+    )
     return f"The loss differs from float32 {by(loss.error)}{change}."
