@@ -312,6 +312,25 @@ def test_diagnose_step_of_parameters_in_float32_says_one_sentence(name):
     assert all(x.error < 0.05 for x in diagnosis.changes)
 
 
+@pytest.mark.parametrize("dtype", [pytest.param(F, marks=pytest.mark.full), B], ids=["float32", "bfloat16"])
+def test_diagnose_step_of_arrays_on_explicit_axes_is_the_same(dtype):
+    mesh = meshes.make_mesh(jax.sharding.AxisType.Explicit, data=8)
+    step, (params, opt_state, *batch), _ = optax_step(ADAM)(dtype)
+    plain = jmpscale.diagnose_step(step)(params, opt_state, *batch)
+    with jax.set_mesh(mesh):
+        state = jax.device_put((params, opt_state), jax.NamedSharding(mesh, jax.P()))
+        batch = jax.device_put(batch, jax.NamedSharding(mesh, jax.P("data")))
+        diagnosis = jmpscale.diagnose_step(step)(*state, *batch)
+    assert diagnosis.state == plain.state
+    assert diagnosis.lines == plain.lines
+    assert diagnosis.loss == pytest.approx(plain.loss, rel=1e-3)
+    assert diagnosis.not_entered == ()
+    assert [x.name for x in diagnosis.changes] == [x.name for x in plain.changes]
+    errors, expected = ([x.error for x in d.changes] for d in (diagnosis, plain))
+    assert errors == pytest.approx(expected, rel=0.05, abs=0.01)  # the sums over devices round differently
+    assert (max(errors, default=0) > 0.8) == (dtype == B)
+
+
 # --- With a scaler in the state. ---
 
 

@@ -100,6 +100,24 @@ def test_diagnose_has_the_same_result_on_all_processes(tmp_path):
 
 
 @full
+def test_diagnose_step_has_the_same_result_on_all_processes(tmp_path):
+    ended = _run("diagnose step", 2, tmp_path)
+    assert all(process.returncode == 0 for process, _, _ in ended), [errors for _, _, errors in ended]
+    first, second = (json.loads(output.splitlines()[-1]) for _, output, _ in ended)
+    assert first == second
+    with jax.numpy_dtype_promotion("standard"):  # which optax needs
+        alone = worker.diagnose_step(lambda x, spec: jnp.array(x))
+    for (_, changes), (_, expected) in zip(first, alone, strict=True):
+        assert [name for name, _ in changes] == [name for name, _ in expected]
+        errors, expected_errors = ([error for _, error in found] for found in (changes, expected))
+        assert errors == pytest.approx(expected_errors, rel=0.05, abs=0.01)  # sums over devices round differently
+    (in_float32, _), (in_bfloat16, changes) = first
+    assert " loses " not in in_float32
+    assert in_bfloat16.startswith("Even with the right gradients, the update loses ")
+    assert dict(changes)["w"] > 0.8
+
+
+@full
 def test_assert_replicated_raises_on_all_processes_or_on_none(tmp_path):
     ended = _run("compare", 2, tmp_path)
     assert all(process.returncode == 0 for process, _, _ in ended), [errors for _, _, errors in ended]

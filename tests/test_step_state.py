@@ -1,5 +1,6 @@
 """match_state finds the state of a training step: what it returns in place of its arguments."""
 
+import dataclasses
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -127,6 +128,24 @@ def _named_tuple(params, state, batch):
     return _Result({"loss": loss}, params, state)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class _Record:
+    grads: Any
+    params: Any
+    state: Any
+
+
+def _dataclass(params, state, batch):
+    params, state, _, grads = _train(params, state, batch)
+    return _Record(grads, params, state)
+
+
+def _dataclass_of_average(params, average, batch):
+    params, average = _with_average(params, average, batch)[:2]
+    return _Record({"average": average}, params, {})
+
+
 class _Carry(NamedTuple):
     params: Any
     state: Any
@@ -188,6 +207,12 @@ ROWS: dict[str, tuple[Any, tuple[Any, ...], dict[str, str]]] = {  # step, argume
     ),
     "lone array": (_array, (jnp.ones((3, 2)), X), {"w": "[0][0]"}),
     "named tuple": (_named_tuple, (PARAMS, STATE, X), {"params": "[0].params", "state": "[0].state"}),
+    "dataclass": (_dataclass, (PARAMS, STATE, X), {"params": "[0].params", "state": "[0].state"}),
+    "in a field of a dataclass": (
+        _dataclass_of_average,
+        (PARAMS, AVERAGE, X),
+        {"params": "[0].params", "average": "[0].grads['average']"},
+    ),
     "part of a named tuple": (
         _part_of_a_named_tuple,
         (_Carry(PARAMS, STATE, 3), X),
@@ -199,7 +224,9 @@ ROWS: dict[str, tuple[Any, tuple[Any, ...], dict[str, str]]] = {  # step, argume
 }
 ONLY_WITH_FLOW = {
     "average first",
+    "dataclass",
     "gradients first",
+    "in a field of a dataclass",
     "only gradients",
     "fixed target first",
     "key and count",

@@ -2,8 +2,8 @@
 
 Usage: worker.py SCENARIO ADDRESS PROCESSES PROCESS FOLDER
 "save" trains and writes a checkpoint half way, "resume" continues from it, "raise" fails on the last process,
-"diagnose" diagnoses faults, and "compare" compares values of which some differ between the processes. "one device"
-trains with one device of the default platform for each process.
+"diagnose" diagnoses faults, "diagnose step" diagnoses training steps, and "compare" compares values of which some
+differ between the processes. "one device" trains with one device of the default platform for each process.
 Prints the outcome as a line of JSON.
 """
 
@@ -41,6 +41,9 @@ def main(scenario, address, processes, process, folder):
         _join(address, int(processes), int(process), **own)
     if scenario == "diagnose":
         print(json.dumps(diagnose(functools.partial(_put, _mesh()))), flush=True)
+        return
+    if scenario == "diagnose step":
+        print(json.dumps(diagnose_step(functools.partial(_put, _mesh()))), flush=True)
         return
     if scenario == "compare":
         print(json.dumps(compare(int(process))), flush=True)
@@ -117,6 +120,27 @@ def diagnose(put):
         x[-1, -1] = fault  # on the last device
         diagnosis = jmpscale.diagnose(_scan_loss)(jmpscale.static(2.0**10), put(w, P("data")), put(x, P("data")))
         found.append([diagnosis.describe(), diagnosis.fitting_scales])
+    return found
+
+
+def diagnose_step(put):
+    """Returns the description and the errors of the changes, for parameters in float32 and in bfloat16."""
+    tx, found = optax.adam(1e-4), []
+    random = np.random.default_rng(0)
+    values = 0.25 * random.standard_normal((8, 8)).astype(np.float32)
+    x = random.standard_normal((16, 8)).astype(np.float32)
+
+    @jax.jit
+    def step(w, opt_state, x):
+        loss, grads = jax.value_and_grad(lambda w: jnp.mean((jnp.tanh(x.astype(w.dtype) @ w) - 1) ** 2))(w)
+        updates, opt_state = tx.update(grads, opt_state, w)
+        return optax.apply_updates(w, updates), opt_state, loss
+
+    for dtype in (jnp.float32, jnp.bfloat16):
+        w = put(values.astype(dtype), P())
+        opt_state = jax.tree.map(lambda x: put(np.asarray(x), P()), tx.init(jnp.asarray(values, dtype)))
+        diagnosis = jmpscale.diagnose_step(step)(w, opt_state, put(x, P("data")))
+        found.append([diagnosis.describe(), [[change.name, change.error] for change in diagnosis.changes]])
     return found
 
 

@@ -46,9 +46,10 @@ def match_state(call: StepCall, out: PyTree, program: core.ClosedJaxpr | None = 
     """Returns the parts of the arguments of a step that it returns, in the order of the arguments.
 
     A part is an argument that comes back as a whole; or an element of a tuple, a list, a dict or a named tuple that
-    does not, except of the states of optax. In the result, the elements of these containers count, too. A lone array is
-    a part if it is the first argument. Any other one is a part only if it holds integers or a key, and depends on its
-    old value, because an image may look like its reconstruction, and a learning rate like a loss.
+    does not, except of the states of optax. In the result, the elements of these containers count, too, and so do the
+    fields of a dataclass that is the whole result. A lone array is a part if it is the first argument. Any other one is
+    a part only if it holds integers or a key, and depends on its old value, because an image may look like its
+    reconstruction, and a learning rate like a loss.
 
     `program`, which `call.trace` returned with `out`, distinguishes parameters from gradients: a new value that depends
     on the result of a backward pass must also depend on its old value without the detour through a backward pass. If
@@ -80,7 +81,7 @@ def changed_types(
     for old in _arguments(call)[1]:
         if old.is_lone or not old.leaves or matched.intersection(old.leaves):
             continue
-        for new in _Part("", out[0], 0).nested():
+        for new in _Part("", out[0], 0, is_result=True).nested():
             if taken.intersection(new.leaves):
                 continue
             if new.types[0] == old.types[0] and (not program or flow.depends(new, old)):
@@ -97,7 +98,7 @@ def _arguments(call: StepCall) -> tuple[list["_Part"], list["_Part"]]:
 def _divided(result: PyTree, values: list["_Part"]) -> tuple[list["_Part"], list["_Part"]]:
     """Returns the parts of the result and of the arguments that may correspond."""
     known = [nested.types for value in values for nested in value.nested()]
-    results = _Part("", result, 0).divided(known)
+    results = _Part("", result, 0, is_result=True).divided(known)
     return results, [part for value in values for part in value.divided([new.types for new in results])]
 
 
@@ -108,6 +109,7 @@ class _Part:
     name: str
     tree: PyTree
     start: int  # the position of its first leaf
+    is_result: bool = False  # whether it is all that the step returns
 
     @functools.cached_property
     def leaves(self) -> range:
@@ -131,6 +133,7 @@ class _Part:
     def elements(self) -> list["_Part"]:
         """Returns the elements of a container of the user; none if the part is anything else."""
         is_container = type(self.tree) in {tuple, list, dict} or is_named_tuple(self.tree)
+        is_container |= self.is_result and dataclasses.is_dataclass(self.tree)  # as of the trainer of Levanter
         if not is_container or type(self.tree).__module__.partition(".")[0] in _LIBRARIES:
             return []
         entries = jax.tree_util.tree_leaves_with_path(self.tree, is_leaf=lambda x: x is not self.tree)

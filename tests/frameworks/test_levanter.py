@@ -258,3 +258,26 @@ def test_training_continues_identically_from_a_checkpoint(way, tmp_path):
     assert len(trainer.tracker.logs["grad/norm/total"]) == STEPS - RESUMED
     assert jmpscale.get_scaler(resumed.opt_state).total_skips == 1
     assert_equal_bits(saved(uninterrupted), saved(resumed))
+
+
+@pytest.mark.parametrize(("parameters", "is_right"), [("f32", True), ("bfloat16", False)])
+def test_diagnose_step_of_the_train_step_names_parameters_in_bfloat16(parameters, is_right, tmp_path):
+    policy = jmp.get_policy(f"p={parameters},c=bfloat16,o=f32")
+    config = TrainerConfig(
+        id="run",
+        mp=policy,
+        tracker=Recorder(),
+        checkpointer=CheckpointerConfig(base_path=str(tmp_path)),
+        train_batch_size=BATCH,
+        num_train_steps=STEPS,
+        require_accelerator=False,
+    )
+    config._validate_and_set_defaults()
+    with Trainer(config, AdamConfig(learning_rate=1e-4, warmup=0.0).build(STEPS), loss_fn) as trainer:
+        state = trainer.initial_state(jax.random.PRNGKey(0), model_init=LanguageModel.init)
+        diagnosis = jmpscale.diagnose_step(trainer._jit_train_step_fn)(state, (make_batches(1, False)[0],), {})
+    assert diagnosis.state == ("state",)
+    wrong = {x.name.partition("[")[0] for x in diagnosis.changes if x.error > 0.5}
+    layers = {f"state.model.{name}.weight" for name in ("embed", "up", "down", "head")}
+    assert layers.isdisjoint(wrong) if is_right else layers <= wrong
+    assert (" loses " in diagnosis.summary) != is_right
