@@ -13,6 +13,7 @@ import jmpscale
 
 from arrays import normal
 from diagnosis_programs import H, fault_line
+from messages import GRADIENTS_DIFFER, IGNORED_SCALER, LOSS_DIFFERS
 from tables import names
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -375,6 +376,68 @@ def test_diagnose_step_without_a_scaler_says_to_scale_a_loss_whose_gradients_und
     summary = jmpscale.diagnose_step(step)(W, (X, Y)).summary
     assert summary.startswith("The backward pass underflows: ")
     assert "Scale the loss, with jmpscale.value_and_grad and a scaler, or by a larger number if" in summary
+
+
+def scaled_by_a_number(scale, scaler):
+    """Returns a step whose loss is scaled by a number, with the state of its optimizer."""
+    tx = jmpscale.with_loss_scaling(optax.sgd(1e-3), scaler)
+
+    def step(w, opt_state, batch):
+        loss, grads = jax.value_and_grad(jmpscale.scaled_backward(mean_square, scale))(w, *batch)
+        updates, opt_state = tx.update(grads, opt_state, w, value=loss)
+        return optax.apply_updates(w, updates), opt_state, loss
+
+    return step, tx.init(W)
+
+
+def test_diagnose_step_of_a_loss_that_is_scaled_by_a_number_is_one_without_a_scaler():
+    step, opt_state = scaled_by_a_number(2.0**30, jmpscale.static(1.0))
+    found = jmpscale.diagnose_step(jax.jit(step))(W, opt_state, (X, Y))
+    assert re.fullmatch(rf"{GRADIENTS_DIFFER}0\.\d+%, in w\.", found.summary)
+    assert (found.loss_scale, found.fitting_scales, found.scaler) == (1.0, None, None)
+
+
+def test_diagnose_step_names_a_dynamic_scaler_whose_scale_changes_no_gradient():
+    step, opt_state = scaled_by_a_number(2.0**30, jmpscale.dynamic())
+    found = jmpscale.diagnose_step(step)(W, opt_state, (X, Y))
+    assert re.fullmatch(rf"{GRADIENTS_DIFFER}0\.\d+%, in w\. {IGNORED_SCALER}.*", found.summary)
+    assert found.scaler is None
+
+
+def test_diagnose_step_says_to_scale_by_a_larger_number_if_gradients_underflow():
+    step, opt_state = scaled_by_a_number(2.0, jmpscale.static(1.0))
+    summary = jmpscale.diagnose_step(step)(W, opt_state, (X, Y)).summary
+    assert summary.startswith("The backward pass underflows: ")
+    assert "Scale the loss, with jmpscale.value_and_grad and a scaler, or by a larger number if" in summary
+
+
+def clipped_objective(w, x, actions, advantages, old):
+    """Is near zero, because the advantages nearly cancel; the ratios depend on small differences."""
+    logits = jnp.tanh(x.astype(B) @ w["a"].astype(B)) @ w["b"].astype(B)
+    log_ratio = (jnp.take_along_axis(jax.nn.log_softmax(logits), actions[:, None], 1)[:, 0] - old.astype(B)).astype(F)
+    ratio = jnp.exp(log_ratio)
+    chosen = jnp.minimum(ratio * advantages, jnp.clip(ratio, 0.8, 1.2) * advantages)
+    return -jnp.mean(chosen) + 0.1 * jnp.mean(jnp.exp(-log_ratio) - 1 + log_ratio)
+
+
+def test_diagnose_step_tells_the_error_of_a_loss_that_rounded_arguments_change_as_much():
+    w, x = {"a": normal(0, 16, 64, scale=0.25), "b": normal(1, 64, 128, scale=0.25)}, normal(2, 512, 16)
+    actions = np.random.default_rng(3).integers(0, 128, 512)
+    old = jax.nn.log_softmax(jnp.tanh(x @ w["a"]) @ w["b"])[np.arange(512), actions] + normal(4, 512, scale=0.01)
+    batch = x, actions, np.where(actions < 64, 0.1, -0.1).astype(F), old
+
+    def step(w, batch):
+        loss, grads = jax.value_and_grad(clipped_objective)(w, *batch)
+        return jax.tree.map(lambda w, g: w - 1e-2 * g, w, grads), {"loss": loss}
+
+    found = jmpscale.diagnose_step(step)(w, batch)
+    error = abs(found.loss - found.loss_float32) / abs(found.loss_float32)
+    told = re.search(rf"{LOSS_DIFFERS}([\d.]+)%; rounding only the arguments changes it by ([\d.]+)%\.", found.summary)
+    assert found.lines == ()
+    assert found.summary.startswith(GRADIENTS_DIFFER)
+    assert error > 0.05
+    assert float(told[1]) == pytest.approx(100 * error, rel=0.02)
+    assert float(told[2]) > 3
 
 
 def test_diagnose_step_names_a_leaf_that_changes_only_as_written():

@@ -27,8 +27,9 @@ def diagnose_step(step: Callable[..., Any], *, accepted_error: float | None = No
     The step is any function that `jax.jit` accepts, compiled or not, of any framework, on one device or several. It is
     traced once, and compared with the same step in float32:
 
-    - The loss and the gradients, as `diagnose` compares them. If an argument contains a scaler, at power-of-two loss
-      scales; otherwise as they are. Gradients of several losses are compared together; in a loop, their sum.
+    - The loss and the gradients, as `diagnose` compares them. If an argument contains a scaler on whose scale a
+      gradient depends, at power-of-two loss scales; otherwise as they are, as with `scaled_backward` and a number.
+      Gradients of several losses are compared together; in a loop, their sum.
     - The change of each leaf of its state, beside the change that the same gradients make if the update computes in
       float32. So a leaf in half precision that is too coarse for its changes is found, such as parameters, an average
       or a sum, and so is rounding in the optimizer. A leaf to which no gradient leads, such as a running mean, and any
@@ -81,6 +82,9 @@ def diagnose_step(step: Callable[..., Any], *, accepted_error: float | None = No
         scaler = find_scaler(scalers[0]) if scalers else None
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
             traced = trace_step(call)._replace(kept=find_kept_matmuls(functools.partial(trace_call_again, call)))
+            if scaler is not None and not traced.program.depends_on_scale():
+                is_dynamic = scaler.config.mode == "dynamic"
+                traced, scaler = traced._replace(ignores_scaler=is_dynamic), None
             trace_again = functools.partial(trace_gradients_again, call)
             return examine(traced, scaler, traced.arguments, lambda: trace_with_float32_results(trace_again), accepts)
 

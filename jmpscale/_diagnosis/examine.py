@@ -7,7 +7,7 @@ from typing import Any
 from jmpscale._diagnosis.advice import Advice, advise
 from jmpscale._diagnosis.causes import Reason, find_casts, find_causes
 from jmpscale._diagnosis.describe_not_finite import describe_not_finite
-from jmpscale._diagnosis.findings import Findings
+from jmpscale._diagnosis.findings import Findings, SensitiveLoss
 from jmpscale._diagnosis.fitting_scales import Errors, at_one_scale, search
 from jmpscale._diagnosis.lines import Lines, Suspects, find_lines, find_suspects
 from jmpscale._diagnosis.modal_program import Forms
@@ -46,7 +46,7 @@ def examine(
     if not trials.measured.are_finite:
         text = describe_not_finite(findings, RepairTrials(program), arguments)
         return write_report(findings._replace(not_finite=text))
-    findings = _with_scales(findings, run_as_written)
+    findings = _with_scales(findings, run_as_written)._replace(sensitive_loss=_find_sensitive_loss(findings))
     findings = _with_lines(findings, with_float32_results)
     if findings.lines or findings.error >= accepted.small:
         findings = findings._replace(alone=trials.errors_alone(round(math.log2(findings.scale_of_rows))))
@@ -55,6 +55,14 @@ def examine(
     at = scale if findings.scale_fits or best is None else 2.0**best
     update = examine_update(forms, step.results, at, accepted)
     return write_report(findings._replace(update=update))
+
+
+def _find_sensitive_loss(findings: Findings) -> SensitiveLoss | None:
+    """Returns the error of a loss that is not wrong only because its arguments, if rounded, change it as much."""
+    trials = findings.trials
+    if not trials.loss or not trials.is_ill_conditioned(error := abs(findings.loss - trials.loss) / abs(trials.loss)):
+        return None
+    return SensitiveLoss(error, trials.loss_error_of_rounded_arguments())
 
 
 def _with_scales(findings: Findings, run_as_written: Callable[[float], list[Any]]) -> Findings:

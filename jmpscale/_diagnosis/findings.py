@@ -19,6 +19,16 @@ from jmpscale._diagnosis.update import Update
 from jmpscale._state import ScalerConfig, ScalerState, static
 
 
+class SensitiveLoss(NamedTuple):
+    """A loss that differs from float32, but not by more than rounding of its arguments can change it.
+
+    Errors are relative.
+    """
+
+    error: float  # as written
+    error_of_arguments: float  # in float32, with only the arguments rounded
+
+
 class Findings(NamedTuple):
     """What was measured of a step."""
 
@@ -29,6 +39,7 @@ class Findings(NamedTuple):
     loss: float  # as written
     loss_error: float  # relative, if it is more than rounding, otherwise 0
     errors: Errors  # of the gradients at the present scale
+    sensitive_loss: SensitiveLoss | None = None
     not_finite: str = ""  # what makes the step infinite or NaN, in float32 too
     scales: Scales = Scales({}, None, None)
     overflows: bool = False  # whether results overflow, and an error is in between for this reason

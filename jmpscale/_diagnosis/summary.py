@@ -6,11 +6,16 @@ from collections.abc import Sequence
 from jmpscale._base.text import enumerate_names
 from jmpscale._diagnosis.describe_gradients import describe_gradients
 from jmpscale._diagnosis.describe_update import describe_stalled, describe_unchanged, describe_update
-from jmpscale._diagnosis.findings import Findings
+from jmpscale._diagnosis.findings import Findings, SensitiveLoss
 from jmpscale._diagnosis.phrases import by
 from jmpscale._diagnosis.rounded import describe_rounded
 
 _HEALTHY = re.compile(r"The gradients differ from float32 by \S+?(, in [^,:]+)?\.$")
+
+_IGNORED = (
+    "No gradient depends on the dynamic loss scale: scale the loss with this scaler, or create the optimizer with "
+    "static(1.0)."
+)
 
 
 def summarize(findings: Findings) -> str:
@@ -41,7 +46,8 @@ def _join(gradients: str, findings: Findings) -> str:
     if wrong := [x.result.name for x in update.changes if not x.is_finite]:
         verb = "becomes" if len(wrong) == 1 else "become"
         faults.append(f"{enumerate_names(wrong)} {verb} infinite or NaN, in float32 too: correct this update.")
-    notes = list(filter(None, [describe_rounded(step.rounded)]))
+    ignored = _IGNORED if step.ignores_scaler and step.gradients else ""
+    notes = list(filter(None, [_describe_loss(findings.sensitive_loss), ignored, describe_rounded(step.rounded)]))
     if faults:
         first = [*faults, gradients] if findings.accurate else [gradients, *faults]
         return " ".join(filter(None, [*first, *notes]))
@@ -52,3 +58,13 @@ def _join(gradients: str, findings: Findings) -> str:
         else:
             gradients = f"{gradients} The update differs from float32 {by(worst.error)}."
     return " ".join([gradients, *notes])
+
+
+def _describe_loss(loss: SensitiveLoss | None) -> str:
+    """Describes the error of a loss that rounding of its arguments changes as much; nothing if there is none."""
+    if loss is None:
+        return ""
+    change = (
+        f"; rounding only the arguments changes it {by(loss.error_of_arguments)}" if loss.error_of_arguments else ""
+    )
+    return f"The loss differs from float32 {by(loss.error)}{change}."

@@ -39,6 +39,7 @@ class TracedStep(NamedTuple):
     arguments: tuple[tuple[str, Any], ...] = ()  # the arrays that the step takes, with their names
     stalled: tuple[Average, ...] = ()  # averages in half precision that stop moving
     rounded: tuple[Rounded, ...] = ()  # what is in half precision before the step begins
+    ignores_scaler: bool = False  # whether no gradient depends on the scale of a dynamic scaler
     kept: tuple[str, ...] = ()  # the matmuls that autocast leaves in float32, with the reason
 
 

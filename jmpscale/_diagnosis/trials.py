@@ -49,9 +49,18 @@ class GradientTrials:
         norms, noise = self.measured.norms[1:], np.max(changes, axis=0)[1:]
         self.decisive = (noise < NOISE) & (norms > 0) & (norms >= NEGLIGIBLE * norms.max(initial=0.0))
         # Rounding the arguments to half precision changes them by half as much, or less.
-        rounding = max((2.0 ** -jnp.finfo(site.dtype).nmant for site in self.program.sites), default=2.0**-10)
-        sensitivity = 0.0 if accepted.is_chosen else changes[0][0] / CHANGES[0] * rounding
+        self._digits = min((jnp.finfo(site.dtype).nmant for site in self.program.sites), default=10)
+        sensitivity = 0.0 if accepted.is_chosen else changes[0][0] / CHANGES[0] * 2.0**-self._digits
         self._largest_loss_error = max(accepted.loss, sensitivity)
+
+    def is_ill_conditioned(self, loss_error: float) -> bool:
+        """Tests whether an error of the loss is accepted only because its arguments, if rounded, change it as much."""
+        return self.accepted.loss < loss_error <= self._largest_loss_error
+
+    def loss_error_of_rounded_arguments(self) -> float:
+        """Returns the relative change of the loss in float32, after rounding only the arguments to half precision."""
+        consts = [_round(x, self._digits) for x in self.program.consts]
+        return float(measure(self._recording.run(1.0, {}, Mode.FLOAT32, consts)[0], self.reference).errors[0])
 
     def _error_of_a_change(self, change: float) -> np.ndarray:
         """Returns the relative change of the loss and of each gradient in float32, after a change of all arguments."""
@@ -169,3 +178,11 @@ def _perturb(x: jax.Array, fraction: float) -> jax.Array:
     up = ((bits ^ (bits >> 7) ^ (bits >> 13)) & 1) == 1
     changed = x * jnp.where(up, 1 + fraction, 1 - fraction).astype(x.dtype)
     return jnp.where(x == jnp.round(x), x, changed)
+
+
+def _round(x: jax.Array, digits: int) -> jax.Array:
+    """Rounds values to a number of binary digits, in the range of their own dtype; not integers."""
+    if not jnp.issubdtype(x.dtype, np.floating):
+        return x
+    own = jnp.finfo(x.dtype)
+    return jax.lax.reduce_precision(x, own.nexp, min(digits, own.nmant))
