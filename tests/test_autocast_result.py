@@ -2,6 +2,7 @@
 
 import functools
 import re
+import sys
 
 import hypothesis
 import hypothesis.strategies as st
@@ -232,6 +233,8 @@ def test_autocast_is_transposed_by_solvers_unless_results_are_float16(options):
     matrix = jnp.eye(8) * 4 + jnp.ones((8, 8))
     product = jmpscale.autocast(lambda x: (matrix @ jnp.stack([x, x], axis=1))[:, 0], **options)
     if not options:
+        if "lineax" in sys.modules:
+            pytest.skip("lineax, which diffrax imports, gives stop_gradient a rule")
         with pytest.raises(NotImplementedError, match="for 'stop_gradient' not implemented"):
             jax.scipy.sparse.linalg.gmres(product, jnp.ones(8))
         return

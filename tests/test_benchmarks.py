@@ -261,7 +261,7 @@ def test_bytes_of_adds_up_the_parts_of_a_type():
 
 def test_picture_of_the_diagnosis_shows_a_program_whose_scale_fits():
     with jax.numpy_rank_promotion("allow"):
-        found = diagnosis_picture.diagnosis()
+        found = diagnosis_picture.scales()
     low, high = found.fitting_scales
     assert low < found.loss_scale < high
     assert dict(found.scale_errors)[1.0] > 0.1, "the picture shows what happens without loss scaling"
@@ -270,9 +270,9 @@ def test_picture_of_the_diagnosis_shows_a_program_whose_scale_fits():
 
 def _runs(**losses):
     """Returns runs of the demonstration with constant losses, in the order of its names."""
-    unused = dict.fromkeys(demonstration.Run._fields)
+    unused = dict.fromkeys(demonstration.Trained._fields)
     return {
-        name: demonstration.Run(**unused | {"history": {"loss": np.full(200, loss)}})
+        name: demonstration.Trained(**unused | {"history": {"loss": np.full(200, loss)}})
         for name, loss in zip(demonstration.RUNS, losses.values(), strict=True)
     }
 

@@ -328,6 +328,20 @@ HEALTHY = {
 }
 
 
+def test_diagnose_step_names_the_line_that_calls_a_wrapped_optimizer():
+    def step(w, opt_state, x, y):
+        loss, grads = jmpscale.value_and_grad(mean_square)(opt_state, w, x, y)
+        updates, opt_state = TX.update(grads, opt_state, w, value=loss)  # fault
+        return w + updates, opt_state
+
+    opt_state = TX.init(W)
+    adam, *rest = opt_state.inner_state
+    narrow = adam._replace(nu=jnp.full_like(W, 1e-3, B))  # after many steps, when its change is below its last place
+    opt_state = opt_state._replace(inner_state=(narrow, *rest))
+    diagnosis = jmpscale.diagnose_step(step)(W, opt_state, X, Y)
+    assert diagnosis.lines == (f"test_diagnose_step.py:{fault_line(step)} (step)",)
+
+
 @pytest.mark.parametrize("name", names(HEALTHY, default={"masters", "Kahan summation", "stochastic rounding"}))
 def test_diagnose_step_of_a_healthy_step_says_one_sentence(name):
     step, args = HEALTHY[name]

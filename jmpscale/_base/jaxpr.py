@@ -116,11 +116,11 @@ class Caller(NamedTuple):
         """Returns what identifies an equation of the jaxpr in this call."""
         return id(eqn), self
 
-    def path_of(self, eqn: core.JaxprEqn) -> tuple[str, ...]:
-        """Returns the user's lines that lead to an equation of the jaxpr, outermost first."""
+    def path_of(self, eqn: core.JaxprEqn, *, of_call: bool = False) -> tuple[str, ...]:
+        """Returns the user's lines that lead to an equation of the jaxpr, outermost first, as `user_lines`."""
         if self.in_library:
             return self.path
-        own = user_lines(eqn, *self.function, self.depth)
+        own = user_lines(eqn, *self.function, self.depth, of_call=of_call)
         lines = own if own[: len(self.path)] == self.path else (*self.path, *own)
         return tuple(line for line, _ in itertools.groupby(lines))
 
@@ -137,7 +137,8 @@ class Caller(NamedTuple):
         holder = inner_holder(self.holder, eqn)
         backward, recomputed = self.backward or is_backward(eqn), self.recomputed or is_recomputed(eqn)
         calls = (*self.calls, id(eqn))
-        path, depth = self.path_of(eqn), self.depth
+        # A function of this package, such as a gate, calls functions of the user and of optimizers.
+        path, depth = self.path_of(eqn, of_call=not in_library), self.depth
         return Caller(path, (function, file), in_library, backward, recomputed, holder, depth, calls)
 
 

@@ -27,16 +27,20 @@ _MATHEMATICS = re.compile(_INSTALLED.pattern + r"(?:optax|jax[/\\]_src[/\\](?:im
 _PYTHON = (sysconfig.get_paths()["stdlib"] + os.sep, "<frozen")
 
 
-def user_lines(eqn: core.JaxprEqn, function: str = "", file: str = "", depth: int = 0) -> tuple[str, ...]:
+def user_lines(
+    eqn: core.JaxprEqn, function: str = "", file: str = "", depth: int = 0, *, of_call: bool = False
+) -> tuple[str, ...]:
     """Returns the user's lines that lead to an equation, such as `model.py:41 (mlp)`, outermost first.
 
     They are the lines outside of installed packages. If all lines are inside them, as in a framework's own trainer,
     they are the lines outside of JAX and of the libraries that define layers and optimizers. If `function` is among
     them, its callers are omitted: JAX traces a compiled function once, so its equations show the first call. A `depth`
     of 1 adds the lines in other installed packages, and 2 also the lines of layers in libraries.
+
+    An operation of this package has the line `SCALING`; if `of_call`, the lines of its callers.
     """
     frames = _frames(eqn)
-    if frames and is_own(frames[0].file_name) and not _is_in_cast(eqn):
+    if not of_call and frames and is_own(frames[0].file_name) and not _is_in_cast(eqn):
         return (SCALING,)
     nearest = min((_distance(frame.file_name) for frame in frames), default=2)
     users = [frame for frame in frames if _distance(frame.file_name) <= max(nearest, depth)] if nearest < 2 else []
