@@ -2,7 +2,6 @@
 
 import functools
 import re
-import sys
 
 import hypothesis
 import hypothesis.strategies as st
@@ -12,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 import test_autocast as default_form
-from jax.interpreters import mlir
+from jax.interpreters import ad, mlir
 
 import jmpscale
 from jmpscale._autocast import half_operands
@@ -228,13 +227,13 @@ def test_autocast_takes_the_result_in_a_decorator():
 
 @pytest.mark.full
 @pytest.mark.parametrize("options", [{"result_dtype": jnp.float32}, {"dtype": jnp.bfloat16}, {}], ids=str)
-def test_autocast_is_transposed_by_solvers_unless_results_are_float16(options):
+def test_autocast_is_transposed_by_solvers_unless_results_are_float16(options, monkeypatch):
     """The check for infinity, which only float16 results have, cannot be transposed."""
+    # lineax, which other tests import, adds a rule to JAX.
+    monkeypatch.delitem(ad.primitive_transposes, jax.lax.stop_gradient_p, raising=False)
     matrix = jnp.eye(8) * 4 + jnp.ones((8, 8))
     product = jmpscale.autocast(lambda x: (matrix @ jnp.stack([x, x], axis=1))[:, 0], **options)
     if not options:
-        if "lineax" in sys.modules:
-            pytest.skip("lineax, which diffrax imports, gives stop_gradient a rule")
         with pytest.raises(NotImplementedError, match="for 'stop_gradient' not implemented"):
             jax.scipy.sparse.linalg.gmres(product, jnp.ones(8))
         return
