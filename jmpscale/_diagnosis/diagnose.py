@@ -65,9 +65,9 @@ def diagnose(
       has_aux: whether `fun` returns a pair of the loss and auxiliary data.
       transform: the `value_and_grad` of the model's framework.
       accepted_error: the largest relative error of the loss, and of a gradient, that you accept, at most 0.99. A larger
-        one is wrong, and the lines that make it must compute in float32; of a smaller one, only the size is told. By
-        default, a loss is wrong by more than 3%, and a gradient by more than 50%; of a gradient that is wrong by 5% to
-        50%, the worst lines are named, because only training shows whether they matter.
+        one is wrong, and the lines that make it must compute in float32; the summary has only the size of a smaller
+        one. By default, a loss is wrong by more than 3%, and a gradient by more than 50%; of a gradient that is wrong
+        by 5% to 50%, the worst lines are named, because only training shows whether they matter.
 
     Returns:
       `f(scaler, *args, **kwargs) -> Diagnosis`. The first argument is a scaler, or any pytree that contains exactly

@@ -1,14 +1,14 @@
 """Compares the loss and the gradients of a step with those in float32."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpscale._interpreter.compile import compiled
+from jmpscale._interpreter.compile import compiled_when_called
 
 
 class Measured(NamedTuple):
@@ -30,15 +30,11 @@ class Measured(NamedTuple):
 def measure(outputs: Sequence[Any], reference: Sequence[Any]) -> Measured:
     """Compares a loss and gradients with a reference."""
     # One program for each shape compiles faster than one program for all gradients.
-    found = [_compiled_compare()(x, y) for x, y in zip(outputs, reference, strict=True)]
+    found = [_compare(x, y) for x, y in zip(outputs, reference, strict=True)]
     return Measured(*np.asarray(jax.device_get(found), np.float64).T)
 
 
-@functools.cache
-def _compiled_compare() -> Callable[[Any, Any], jax.Array]:
-    return compiled(_compare)
-
-
+@compiled_when_called
 def _compare(x: jax.Array, reference: jax.Array) -> jax.Array:
     x = x.astype(reference.dtype)  # float32 or wider
     are_finite = jnp.isfinite(x) & jnp.isfinite(reference)

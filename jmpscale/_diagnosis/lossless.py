@@ -4,9 +4,8 @@ In Kahan summation, and in a number that is stored as a sum of two, another leaf
 In stochastic rounding, a change that is below the last place is made sometimes, so that it is right on average.
 """
 
-import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +20,7 @@ from jmpscale._diagnosis.operations import moves_values
 from jmpscale._diagnosis.passes import Pass, Passes
 from jmpscale._diagnosis.program import Program, Result
 from jmpscale._diagnosis.thresholds import DRAWS
-from jmpscale._interpreter.compile import compiled
+from jmpscale._interpreter.compile import compiled_when_called
 from jmpscale._interpreter.interpret import ENTERED
 
 _RANDOM = "random"
@@ -77,15 +76,11 @@ class Values(NamedTuple):
 
 def compare_pair(x: Values, y: Values) -> Pair:
     """Compares the sum of two leaves, or their difference if it is more exact, with the reference."""
-    found = [_compiled_compare_pair()(x, y, np.float32(sign)) for sign in (1, -1)]
+    found = [_compare_pair(x, y, np.float32(sign)) for sign in (1, -1)]
     return min(Pair(*map(float, numbers)) for numbers in jax.device_get(found))
 
 
-@functools.cache
-def _compiled_compare_pair() -> Callable[..., jax.Array]:
-    return compiled(_compare_pair)
-
-
+@compiled_when_called
 def _compare_pair(x: Values, y: Values, sign: jax.Array) -> jax.Array:
     errors = [z.written - z.reference for z in (x, y)]
     change = x.reference - x.old.astype(np.float32) + sign * (y.reference - y.old.astype(np.float32))
@@ -137,7 +132,7 @@ class Errors:
         self._squares = 0.0
 
     def add(self, x: Values) -> None:
-        error, change, norm = _compiled_error()(x)
+        error, change, norm = _error(x)
         self._error, self._change = self._error + error, self._change + change
         self._squares += float(norm) ** 2
 
@@ -155,11 +150,7 @@ class Errors:
         return math.sqrt(max(0.0, mean**2 - variance)) / size if size else 0.0
 
 
-@functools.cache
-def _compiled_error() -> Callable[..., Any]:
-    return compiled(_error)
-
-
+@compiled_when_called
 def _error(x: Values) -> tuple[jax.Array, jax.Array, jax.Array]:
     error = x.written - x.reference
     return error, x.reference - x.old.astype(error.dtype), _norm(error)

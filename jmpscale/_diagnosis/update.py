@@ -4,7 +4,6 @@ A is the step as it is written, B the step whose update alone computes in float3
 have the same gradients, so a result to which a gradient leads is compared in A and B, and any other one in A and C.
 """
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -29,7 +28,7 @@ from jmpscale._diagnosis.thresholds import (
     TRIED_ALONE,
     AcceptedErrors,
 )
-from jmpscale._interpreter.compile import compiled
+from jmpscale._interpreter.compile import compiled_when_called
 
 
 class Change(NamedTuple):
@@ -256,14 +255,10 @@ def _change(result: Result, not_finite: float, written_not_finite: float, nonzer
 
 def _measure(result: Result, written: Any, reference: Any) -> Any:
     old = np.float32(0) if result.old is None else result.old
-    return _compiled_measure()(written, reference, old)
+    return _numbers(written, reference, old)
 
 
-@functools.cache
-def _compiled_measure() -> Callable[..., jax.Array]:
-    return compiled(_numbers)
-
-
+@compiled_when_called
 def _numbers(written: jax.Array, reference: jax.Array, old: jax.Array) -> jax.Array:
     """Returns whether values of the reference, and as written, are not finite; if the reference is nonzero; and sums.
 

@@ -15,6 +15,17 @@ def compiled(fun: Callable[..., Any], *, optimize: bool = False) -> Callable[...
     return jax.jit(fun, compiler_options=options)
 
 
+def compiled_when_called(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiles a function as `compiled` does, when it is first called: the options depend on the backend of JAX."""
+    compile_once = functools.cache(lambda: compiled(fun))
+
+    @functools.wraps(fun)
+    def call(*args: Any) -> Any:
+        return compile_once()(*args)
+
+    return call
+
+
 @functools.cache
 def _fast_compilation() -> dict[str, Any]:
     """Returns the options with which this version of XLA compiles fastest for CPUs."""
