@@ -46,8 +46,8 @@ def examine(
     if not trials.measured.are_finite:
         text = describe_not_finite(findings, RepairTrials(program), arguments)
         return write_report(findings._replace(not_finite=text))
-    findings = _with_scales(findings, run_as_written)._replace(sensitive_loss=_find_sensitive_loss(findings))
-    findings = _with_lines(findings, with_float32_results)
+    findings = _with_lines(_with_scales(findings, run_as_written), with_float32_results)
+    findings = findings._replace(sensitive_loss=_find_sensitive_loss(findings))
     if findings.lines or findings.error >= accepted.small:
         findings = findings._replace(alone=trials.errors_alone(round(math.log2(findings.scale_of_rows))))
     findings = findings._replace(suspects=_find_suspects(findings), advice=_find_advice(findings))
@@ -58,11 +58,15 @@ def examine(
 
 
 def _find_sensitive_loss(findings: Findings) -> SensitiveLoss | None:
-    """Returns the error of a loss that is not wrong only because its arguments, if rounded, change it as much."""
+    """Returns the error of a loss that is not wrong only because its arguments, if rounded, change it as much.
+
+    If lines must compute in float32, the summary is about them.
+    """
     trials = findings.trials
-    if not trials.loss or not trials.is_ill_conditioned(error := abs(findings.loss - trials.loss) / abs(trials.loss)):
+    if findings.lines or not trials.loss:
         return None
-    return SensitiveLoss(error, trials.loss_error_of_rounded_arguments())
+    error = abs(findings.loss - trials.loss) / abs(trials.loss)
+    return SensitiveLoss(error, trials.loss_error_of_rounded_arguments()) if trials.is_ill_conditioned(error) else None
 
 
 def _with_scales(findings: Findings, run_as_written: Callable[[float], list[Any]]) -> Findings:

@@ -59,7 +59,8 @@ class GradientTrials:
 
     def loss_error_of_rounded_arguments(self) -> float:
         """Returns the relative change of the loss in float32, after rounding only the arguments to half precision."""
-        consts = [_round(x, self._digits) for x in self.program.consts]
+        pairs = zip(self.program.consts, self.inputs, strict=True)
+        consts = [_round(x, self._digits) if name else x for x, name in pairs]
         return float(measure(self._recording.run(1.0, {}, Mode.FLOAT32, consts)[0], self.reference).errors[0])
 
     def _error_of_a_change(self, change: float) -> np.ndarray:
