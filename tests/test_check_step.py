@@ -477,6 +477,7 @@ def _nnx_objects():
     return model, optimizer
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("error")
 def test_check_step_takes_nnx_objects_with_a_common_variable(capsys):
     model, optimizer = _nnx_objects()

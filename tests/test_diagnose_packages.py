@@ -71,6 +71,7 @@ def test_diagnose_names_the_lines_of_a_model_in_a_package(package):
     assert followed.gradient_error < 1e-4
 
 
+@pytest.mark.full
 def test_diagnose_keeps_the_matmuls_of_a_package_in_float32(package):
     def loss_fn(params, x):
         return jnp.mean((package.attention(params, x) - x) ** 2)

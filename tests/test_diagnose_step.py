@@ -106,6 +106,7 @@ def test_diagnose_step_returns_the_diagnosis_of_its_gradient(name):
     assert jax.tree.all(jax.tree.map(np.array_equal, before, opt_state))
 
 
+@pytest.mark.full
 def test_diagnose_step_of_several_steps_sums_their_gradients():
     found = jmpscale.diagnose_step(jax.jit(several_steps))(W, TX.init(W), (X, Y))
     expected = jmpscale.diagnose(lambda w: mean_square(w, X, Y))(jmpscale.dynamic(), W)
