@@ -105,12 +105,12 @@ def _without_bound_objects(
 
     They are part of the state of the step.
     """
-    while isinstance(step, functools.partial):
-        bound = [*step.args, *step.keywords.values()]
-        if not flatten_matching(bound, is_nnx_object, is_nnx_object)[0]:
-            break
-        step, args, kwargs = step.func, (*step.args, *args), {**step.keywords, **kwargs}
-    return step, args, kwargs
+    if not isinstance(step, functools.partial):
+        return step, args, kwargs
+    bound = [*step.args, *step.keywords.values()]
+    if not flatten_matching(bound, is_nnx_object, is_nnx_object)[0]:
+        return step, args, kwargs
+    return _without_bound_objects(step.func, (*step.args, *args), {**step.keywords, **kwargs})
 
 
 def _names(step: Callable[..., PyTree], args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
