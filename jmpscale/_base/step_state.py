@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jmpscale._base.data_flow import DataFlow
+from jmpscale._base.dependence import Dependence
 from jmpscale._base.step_call import StepCall, is_array_type
 from jmpscale._base.tree import PyTree, is_named_tuple, named_leaves
 from jmpscale._base.types import is_numeric
@@ -165,7 +165,7 @@ class _Flow:
     """Which parts of a result depend on which parts of the arguments; nothing is known without a program."""
 
     def __init__(self, call: StepCall, out: PyTree, program: core.ClosedJaxpr | None) -> None:
-        self._flow = DataFlow(program) if program else None
+        self._flow = Dependence(program) if program else None
         # The program takes and returns arrays only.
         self._inputs, self._outputs = _numbered(call.arguments), _numbered(out)
 

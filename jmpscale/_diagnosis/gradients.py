@@ -12,12 +12,11 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._base.compat import as_varying, full_like
-from jmpscale._base.jaxpr import CALLS, called_jaxpr, closed, equations, held_jaxprs, split_scan_inputs, type_of
+from jmpscale._base.jaxpr import ENTERED, called_jaxpr, closed, equations, held_jaxprs, split_scan_inputs, type_of
 from jmpscale._base.source import is_backward, is_differentiated
 from jmpscale._interpreter.float32 import evaluate_equation
 
 _UNSCALING, _SCALING = "unscale_leaves", "_scale_leaves"  # the compiled functions of `unscale` and `scale`
-_LOOPS = {"scan", "while", "cond", "shard_map"}
 
 
 class Exposed(NamedTuple):
@@ -51,7 +50,7 @@ class Gradients:
 
     def are_in(self, eqn: core.JaxprEqn) -> bool:
         """Tests whether the jaxprs that an equation holds compute gradients or losses."""
-        if is_differentiated(eqn) or eqn.primitive.name not in CALLS | _LOOPS or _calls(eqn, _UNSCALING):
+        if is_differentiated(eqn) or eqn.primitive.name not in ENTERED or _calls(eqn, _UNSCALING):
             return False
         return any(map(self._are_in_jaxpr, held_jaxprs(eqn)))
 

@@ -13,10 +13,8 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._base.compat import as_varying
-from jmpscale._base.jaxpr import CALLS, PROGRAM, Caller, called_jaxpr, closed, equations, split_scan_inputs, type_of
+from jmpscale._base.jaxpr import ENTERED, PROGRAM, Caller, called_jaxpr, closed, equations, split_scan_inputs, type_of
 from jmpscale._base.types import is_narrow
-
-ENTERED = CALLS | {"scan", "while", "cond"}
 
 
 def widen(x: Any) -> Any:
