@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from jax.extend import core
 
 from jmpscale._base.flow import Labels, Rule, follow, of_operands, union
-from jmpscale._base.jaxpr import Caller
+from jmpscale._base.jaxpr import Caller, held_jaxprs
 from jmpscale._base.source import is_backward
 
 _BACKWARD: Labels = frozenset(["backward"])
@@ -51,7 +51,7 @@ def find_sources(program: core.ClosedJaxpr, outputs: Sequence[int], numbers: dic
 def _follow(jaxpr: core.Jaxpr, labels: Sequence[Labels], mark: Rule) -> list[Labels]:
     def rule(eqn: core.JaxprEqn, caller: Caller, operands: list[Labels]) -> list[Labels]:
         if eqn.primitive.name == "xla_pmap":  # JAX before 0.8; an interpreter does not enter it
-            return _follow(eqn.params["call_jaxpr"], operands, mark)
+            return _follow(next(held_jaxprs(eqn)), operands, mark)
         return of_operands(eqn, caller, operands)
 
     return follow(jaxpr, labels, rule, mark=mark, with_conditions=False)

@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.extend import core
 
-from jmpscale._base.jaxpr import ENTERED, PROGRAM, Caller, called_jaxpr, split_scan_inputs
+from jmpscale._base.jaxpr import ENTERED, PROGRAM, Caller, called_jaxpr, split_scan_inputs, split_while_inputs
 
 Labels = frozenset[Any]
 Rule = Callable[[core.JaxprEqn, Caller, list[Labels]], list[Labels]]
@@ -99,11 +99,10 @@ class _Following:
             carry = after
 
     def _while(self, eqn: core.JaxprEqn, operands: list[Labels], inside: Caller) -> list[Labels]:
-        first, last = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-        carry = operands[last:]
+        cond_consts, body_consts, carry = split_while_inputs(eqn, operands)
         while True:
-            self.run(eqn.params["cond_jaxpr"].jaxpr, [*operands[:first], *carry], inside)  # the rule may observe it
-            outputs = self.run(eqn.params["body_jaxpr"].jaxpr, [*operands[first:last], *carry], inside)
+            self.run(eqn.params["cond_jaxpr"].jaxpr, [*cond_consts, *carry], inside)  # the rule may observe it
+            outputs = self.run(eqn.params["body_jaxpr"].jaxpr, [*body_consts, *carry], inside)
             after = [x | y for x, y in zip(carry, outputs, strict=True)]
             if after == carry:
                 return carry  # the loop may run no iteration
@@ -153,14 +152,14 @@ class _FollowingBack:
             results = [*before, *results[carry:]]
 
     def _while(self, eqn: core.JaxprEqn, results: list[Labels], inside: Caller) -> list[Labels]:
-        first, last = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        cond_consts, body_consts, _ = map(len, split_while_inputs(eqn, eqn.invars))
         tested = self.run(eqn.params["cond_jaxpr"].jaxpr, [union(results)], inside)
-        carry = [x | y for x, y in zip(results, tested[first:], strict=True)]
+        carry = [x | y for x, y in zip(results, tested[cond_consts:], strict=True)]
         while True:
             inputs = self.run(eqn.params["body_jaxpr"].jaxpr, carry, inside)
-            before = [x | y for x, y in zip(carry, inputs[last - first :], strict=True)]
+            before = [x | y for x, y in zip(carry, inputs[body_consts:], strict=True)]
             if before == carry or not self._repeats(eqn):
-                return [*tested[:first], *inputs[: last - first], *before]
+                return [*tested[:cond_consts], *inputs[:body_consts], *before]
             carry = before
 
     def _cond(self, eqn: core.JaxprEqn, results: list[Labels], inside: Caller) -> list[Labels]:

@@ -189,6 +189,11 @@ def called_jaxpr(eqn: core.JaxprEqn) -> core.ClosedJaxpr:
     return closed(next(value for value in eqn.params.values() if isinstance(value, Jaxpr)))
 
 
+def calls_compiled(eqn: core.JaxprEqn, name: str) -> bool:
+    """Tests whether an equation calls a function with this name that `jax.jit` compiles."""
+    return eqn.primitive.name == "jit" and eqn.params["name"] == name
+
+
 def type_of(x: Any) -> Any:
     """Returns the type of a variable or literal: an object with a shape and a dtype, if the value is an array."""
     return x.aval
@@ -212,4 +217,10 @@ def split_scan_inputs(eqn: core.JaxprEqn, inputs: list[Any]) -> tuple[list[Any],
 
     last = count(eqn.invars, body.invars)
     first = last - count(eqn.outvars, body.outvars)
+    return inputs[:first], inputs[first:last], inputs[last:]
+
+
+def split_while_inputs(eqn: core.JaxprEqn, inputs: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Splits the inputs of a while loop into constants of its condition, constants of its body, and the carry."""
+    first, last = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
     return inputs[:first], inputs[first:last], inputs[last:]

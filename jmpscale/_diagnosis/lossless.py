@@ -116,7 +116,7 @@ def _other_key(key: Any, draw: int) -> Any:
     return jax.random.wrap_key_data(jax.random.key_data(key) ^ bits, impl=jax.random.key_impl(key))
 
 
-class Errors:
+class ErrorsOfDraws:
     """The errors of a leaf, added up over several draws of random numbers."""
 
     def __init__(self) -> None:

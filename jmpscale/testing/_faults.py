@@ -20,7 +20,7 @@ from jax.extend import core
 from jmpscale._algorithm.scaling import unscale_leaves
 from jmpscale._base.compat import varying_axes
 from jmpscale._base.dependence import find_sources
-from jmpscale._base.jaxpr import ENTERED, Caller, equations
+from jmpscale._base.jaxpr import ENTERED, Caller, calls_compiled, equations
 from jmpscale._base.multiply import multiply_leaf
 from jmpscale._interpreter.float32 import run_in_widest
 from jmpscale._interpreter.interpret import Interpreter
@@ -127,4 +127,4 @@ def _like(count: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _unscales(eqn: core.JaxprEqn) -> bool:
-    return eqn.primitive.name == "jit" and eqn.params["name"] == inspect.unwrap(unscale_leaves).__name__
+    return calls_compiled(eqn, inspect.unwrap(unscale_leaves).__name__)
