@@ -121,15 +121,16 @@ def diagnose(
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
             trace = functools.partial(trace_loss, loss_and_grads, args, kwargs)
             program = trace()
-            arguments = named_arguments(fun, args, kwargs)
-            rounded = find_rounded(program, {id(x): name for name, x in arguments})
-            return examine(
-                TracedStep(program, tuple(names), rounded=tuple(rounded), kept=find_kept_matmuls(trace)),
-                state if has_scaler else None,
-                arguments,
-                lambda: trace_with_float32_results(trace),
-                accepts,
+            arguments = tuple(named_arguments(fun, args, kwargs))
+            step = TracedStep(
+                program,
+                tuple(names),
+                arguments=arguments,
+                rounded=tuple(find_rounded(program, {id(x): name for name, x in arguments})),
+                kept=find_kept_matmuls(trace),
             )
+            scaler = state if has_scaler else None
+            return examine(step, scaler, lambda: trace_with_float32_results(trace), accepts)
 
     diagnose_fun.__name__ = f"diagnose_of_{getattr(fun, '__name__', 'fun')}"
     return diagnose_fun
