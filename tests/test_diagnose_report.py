@@ -78,7 +78,7 @@ SCALERS = {  # the loss function, the scaler, the name of the present scale, and
     "not a power of two": (product, jmpscale.static(60000.0), "60000", ROOM),
     "static, too small": (product, jmpscale.static(2.0**-20), "2^-20", f"{SMALL} Use static(2.0**9). {BEST}0."),
     "static, too large": (product, jmpscale.static(2.0**16), "2^16", f"{LARGE} Use static(2.0**9). {BEST}0."),
-    "disabled, clipped": (clipped, jmpscale.disabled(), "2^0", f"{GRADIENTS_DIFFER}0.0214%."),
+    "disabled, clipped": (clipped, jmpscale.disabled(), "2^0", f"{GRADIENTS_DIFFER}0.0214%, in w."),
     "dynamic, too small": (
         product,
         jmpscale.dynamic(2.0**-10, min_scale=2.0**-12, max_scale=2.0**10),
@@ -107,7 +107,8 @@ SCALERS = {  # the loss function, the scaler, the name of the present scale, and
         clipped,
         jmpscale.dynamic(2.0**10),
         "2^10",
-        f"{TOO_LARGE}differ from float32 by 99.9%. Use dynamic(init_scale=2.0**0, max_scale=2.0**0). {BEST}0.0214%.",
+        f"{TOO_LARGE}differ from float32 by 99.9%, in w. Use dynamic(init_scale=2.0**0, max_scale=2.0**0). "
+        f"{BEST}0.0214%, in w.",
     ),
 }
 
@@ -208,11 +209,11 @@ SUMMARIES = {  # the loss function, its arguments, and the summary, with the lin
     "large error": (
         phases,
         (W, X),
-        f"{GRADIENTS_DIFFER}6.97%: rounding, which may be harmless. {HALF_FORWARD}{{0}} in half precision, they differ "
-        "by 7%; with {0} in float32, by 0. Compare a short run with this line in float32, and keep the change if its "
-        "loss is lower. Loss scales from 2^-22 to 2^11 fit; yours is 2^10. It is within 2 bits of the largest one, and "
-        "gradients can grow in the first steps, which are then skipped: dynamic(init_scale=2.0**5) leaves room. "
-        f"{LOSS_DIFFERS}8.81%.",
+        f"{GRADIENTS_DIFFER}6.97%, in w: rounding, which may be harmless. {HALF_FORWARD}{{0}} in half precision, they "
+        "differ by 7%; with {0} in float32, by 0. Compare a short run with this line in float32, and keep the change "
+        "if its loss is lower. Loss scales from 2^-22 to 2^11 fit; yours is 2^10. It is within 2 bits of the largest "
+        "one, and gradients can grow in the first steps, which are then skipped: dynamic(init_scale=2.0**5) leaves "
+        f"room. {LOSS_DIFFERS}8.81%.",
     ),
     "backward overflow": (
         backward_overflow,
@@ -225,9 +226,9 @@ SUMMARIES = {  # the loss function, its arguments, and the summary, with the lin
         jmpscale.autocast(matmul),
         (EYE, EYE + 1),
         f"{OVERFLOW}dot_general at {{0}} reaches 1.8e+05, {LARGEST_NUMBER} {NO_SCALE_HELPS} Compute {{0}} "
-        f"{PRECISE_MATMUL}{REMEDY}0, and loss scales from 2^-104 to 2^126 fit. "
-        f"{NORMALIZE} Or call autocast with result_dtype=jnp.float32, and change no line: {REMEDY}0.00413%, and loss "
-        "scales from 2^7 to 2^41 fit.",
+        f"{PRECISE_MATMUL}then the gradients have no result in half precision. "
+        f"{NORMALIZE} Or call autocast with result_dtype=jnp.float32, and change no line: {REMEDY}0.00413%, in w, and "
+        "loss scales from 2^7 to 2^41 fit.",
     ),
     "constant of zero": (
         zero_constant,
@@ -315,7 +316,7 @@ def two_errors(params, x):
 
 def test_summary_names_the_gradient_with_a_large_error_and_its_part_of_the_norm():
     diagnosis = diagnose(two_leaves, {"kernel": W, "bias": W}, X)
-    assert re.search(r" by 6\.97%, in \['bias'\], which has [\d.]+% of their norm: rounding", diagnosis.summary)
+    assert re.search(r" by 6\.97%, in params\['bias'\], which has [\d.]+% of their norm: rounding", diagnosis.summary)
 
 
 def test_summary_names_what_a_remedy_leaves():

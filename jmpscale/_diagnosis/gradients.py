@@ -33,7 +33,8 @@ class Gradients:
     def __init__(self, jaxpr: core.Jaxpr) -> None:
         calls = [(eqn, caller) for eqn, caller in equations(jaxpr) if not caller.holder]
         outside = [eqn for eqn, caller in calls if not (caller.backward or is_differentiated(eqn))]
-        self._is_unscaled = any(_calls(eqn, _UNSCALING) for eqn in outside)
+        # Not those of a gradient that the loss contains.
+        self._unscaling = {id(eqn) for eqn in outside if _calls(eqn, _UNSCALING)}
         losses = [eqn.invars for eqn, caller in calls if _calls(eqn, _SCALING) and not is_backward(eqn)]
         self._losses = {x for operands in losses for x in operands if isinstance(x, core.Var) and _is_scalar_loss(x)}
         self._contains: dict[int, bool] = {}  # by the identity of a jaxpr
@@ -41,8 +42,8 @@ class Gradients:
     def variables(self, jaxpr: core.Jaxpr) -> tuple[set[Any], set[Any]]:
         """Returns the variables of a jaxpr that hold gradients, and those that hold losses."""
         defined = {x for eqn in jaxpr.eqns for x in eqn.outvars}
-        if self._is_unscaled:
-            found = {x for eqn in jaxpr.eqns if _calls(eqn, _UNSCALING) for x in eqn.outvars}
+        if self._unscaling:
+            found = {x for eqn in jaxpr.eqns if id(eqn) in self._unscaling for x in eqn.outvars}
         else:
             outside = {x for eqn in jaxpr.eqns if not is_differentiated(eqn) for x in _variables(eqn.invars)}
             outside.update(_variables(jaxpr.outvars))
@@ -164,7 +165,7 @@ class _Evaluation:
         return outputs, [x for (labels, *_), found in zip(parts, sums, strict=True) for x in _exposed(labels, found)]
 
     def _shard_map(self, eqn: core.JaxprEqn, inputs: list[Any]) -> tuple[list[Any], _Found]:
-        """Exposes gradients with a leading axis of the devices over which they differ."""
+        """Exposes gradients with a leading axis of the devices over which they differ, and the mean of the losses."""
         params = eqn.params
         # JAX has renamed the parameter.
         axes = tuple(next(params[name] for name in ("newly_manual_axes", "manual_axes") if name in params))
@@ -184,7 +185,8 @@ class _Evaluation:
             in_specs=tuple(params["in_specs"]),
             out_specs=(list(params["out_specs"]), jax.P(axes)),
         )(*inputs)
-        return outputs, _exposed(labels, values)
+        means = [_in_float32(x).mean(0) if is_loss else x for x, (_, is_loss) in zip(values, labels, strict=True)]
+        return outputs, _exposed(labels, means)
 
 
 _Labels = list[tuple[Any, bool]]
