@@ -65,7 +65,7 @@ def clipped(w):
     return squared(clip_cotangent(w.astype(H)))
 
 
-SMALL, LARGE = f"{TOO_SMALL}differ from float32 by 100%.", f"{TOO_LARGE}are not finite."
+SMALL, LARGE = f"{TOO_SMALL}differ from float32 by 100%, in w.", f"{TOO_LARGE}are not finite."
 BEST = "At the best scale the gradients differ from float32 by "
 ROOM = (
     "It is within 2 bits of the largest one, and a static scale does not back off if the gradients grow: "
@@ -273,12 +273,12 @@ FINDINGS = {
     "backward underflow": Finding(
         backward_underflow, (W, X), f"{NO_SCALE_FITS}2^0, the backward pass underflows: mul at {{0}} has 100%", (0,)
     ),
-    "rounding": Finding(rounding, (W, X), f"{GRADIENTS_DIFFER}100%: {ROUNDING} The error begins at {{1}}.", (1,)),
+    "rounding": Finding(rounding, (W, X), f"{GRADIENTS_DIFFER}100%, in w: {ROUNDING} The error begins at {{1}}.", (1,)),
     "rounding of small gradients": Finding(
         small_residual,
         (jnp.full(3, 1.01, H), jnp.full(3, 0.99, H)),
-        f"{GRADIENTS_DIFFER}100%: rounding of numbers that nearly cancel. If all arguments change by 10%, the error is "
-        "0.429%. The loss is 0, and 9.095e-09 in float32:",
+        f"{GRADIENTS_DIFFER}100%, in w: rounding of numbers that nearly cancel. If all arguments change by 10%, the error "
+        "is 0.429%. The loss is 0, and 9.095e-09 in float32:",
         (0,),
     ),
     "rounding of the loss": Finding(
@@ -323,6 +323,21 @@ def test_summary_names_what_a_remedy_leaves():
     diagnosis = diagnose(two_errors, {"kernel": W, "bias": W}, X)
     assert diagnosis.lines == (line(two_errors, 0),)
     assert f" {HALF_FORWARD}{line(phases, 0)} in half precision, they differ by 7%." in diagnosis.summary
+
+
+def large_in_float16_and_in_float8(w, x):
+    overflowing = (x.astype(H) * w.astype(H) * H(60000)).astype(jnp.float32)
+    large = (x.astype(H) * w.astype(H) * H(40000)).astype(jnp.float32)
+    filled = (x * w * 400).astype(jnp.float8_e4m3fn).astype(jnp.float32)  # of 448
+    return squared(jnp.tanh(w * overflowing * 1e-5 + large * 1e-5 + filled * 1e-3))
+
+
+def test_summary_names_a_line_that_nearly_overflows_next_to_one_that_overflows():
+    summary = diagnose(large_in_float16_and_in_float8, W, X + 0.5).summary
+    overflowing, large = (line(large_in_float16_and_in_float8, i) for i in range(2))
+    assert f"mul at {overflowing} reaches 9e+04," in summary
+    # Numbers in float8 are scaled so that they fill its range.
+    assert f" Compute {large} in float32, too: results are within 2 bits of an overflow." in summary
 
 
 NEW = "It is within 2 bits of the largest one, and gradients can grow in the first steps, which are then skipped: "

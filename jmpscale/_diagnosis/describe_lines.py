@@ -156,6 +156,7 @@ def _describe_near_overflows(findings: Findings, lines: Lines) -> str:
         site.part.path
         for site, x in findings.statistics.items()
         if not site.part.backward and site.part.path not in lines.paths
+        if site.dtype.itemsize == 2  # numbers of 8 bits are scaled so that they fill their range
         if not x.overflow and site.limit / 2.0**MARGIN < x.max_abs <= site.limit
     ]
     if not near:
