@@ -277,8 +277,8 @@ FINDINGS = {
     "rounding of small gradients": Finding(
         small_residual,
         (jnp.full(3, 1.01, H), jnp.full(3, 0.99, H)),
-        f"{GRADIENTS_DIFFER}100%, in w: rounding of numbers that nearly cancel. If all arguments change by 10%, the error "
-        "is 0.429%. The loss is 0, and 9.095e-09 in float32:",
+        f"{GRADIENTS_DIFFER}100%, in w: rounding of numbers that nearly cancel. If all arguments change by 10%, the "
+        "error is 0.429%. The loss is 0, and 9.095e-09 in float32:",
         (0,),
     ),
     "rounding of the loss": Finding(
