@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from jmpscale._base.text import format_percentage
 from jmpscale._base.types import is_narrow
 from jmpscale._diagnosis.averages import Average
+from jmpscale._diagnosis.changes import Change
 from jmpscale._diagnosis.findings import Findings
 from jmpscale._diagnosis.phrases import by, describe_leaves
 from jmpscale._diagnosis.thresholds import LOST
-from jmpscale._diagnosis.update import Change
 
 
 def describe_stalled(findings: Findings, stalled: Sequence[Average]) -> str:

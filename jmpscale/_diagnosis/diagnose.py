@@ -20,7 +20,7 @@ from jmpscale._diagnosis.rounded import find_rounded
 from jmpscale._diagnosis.thresholds import accepted_errors
 from jmpscale._diagnosis.trace_again import find_kept_matmuls, trace_with_float32_results
 from jmpscale._diagnosis.trace_loss import trace_loss
-from jmpscale._diagnosis.trace_step import TracedStep
+from jmpscale._diagnosis.traced_step import TracedStep
 from jmpscale._get_scaler import find_scaler
 from jmpscale._state import ScalerState, is_scaler, scale_on_host, static
 
