@@ -41,6 +41,19 @@ def named_arguments(
     return [(name + path, leaf) for name, tree in trees for path, leaf in named_leaves(tree)]
 
 
+def gradients_by_argument(
+    grads: PyTree, argnums: Any, fun: Callable[..., Any], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> list[tuple[str, Any]]:
+    """Returns the leaves of the gradients of a call with the names of the arguments that they belong to."""
+    names = argument_names(fun, args, kwargs)[: len(args)]
+    trees = [("", grads)]
+    if isinstance(argnums, int):
+        trees = [(names[argnums], grads)]
+    elif isinstance(argnums, (tuple, list)) and all(isinstance(i, int) for i in argnums):
+        trees = [(names[i], tree) for i, tree in zip(argnums, grads, strict=True)]
+    return [(name + path, leaf) for name, tree in trees for path, leaf in named_leaves(tree)]
+
+
 def non_finite(arguments: Iterable[tuple[str, Any]]) -> list[str]:
     """Returns the names of the arguments with infinities or NaN."""
     return [name for name, leaf in arguments if is_inexact(leaf) and not bool(jnp.isfinite(leaf).all())]

@@ -127,7 +127,7 @@ class _Evaluation:
         ]
 
     def _shard_map(self, eqn: core.JaxprEqn, inputs: list[Any]) -> tuple[list[Any], list[Exposed]]:
-        """Exposes gradients with a leading axis of the devices over which they differ."""
+        """Exposes gradients with a leading axis of the devices over which they differ, and the mean of the losses."""
         params = eqn.params
         axes = axes_of_shard_map(eqn)
         exposed: list[Exposed] = []
@@ -146,7 +146,8 @@ class _Evaluation:
             in_specs=tuple(params["in_specs"]),
             out_specs=(list(params["out_specs"]), jax.P(axes)),
         )(*inputs)
-        return outputs, _with_values(exposed, values)
+        means = [_in_float32(x).mean(0) if e.is_loss else x for x, e in zip(values, exposed, strict=True)]
+        return outputs, _with_values(exposed, means)
 
 
 def _without_values(found: Sequence[Exposed]) -> list[Exposed]:

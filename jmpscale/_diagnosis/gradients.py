@@ -22,7 +22,8 @@ class Gradients:
     def __init__(self, jaxpr: core.Jaxpr) -> None:
         calls = [(eqn, caller) for eqn, caller in equations(jaxpr) if not caller.holder]
         outside = [eqn for eqn, caller in calls if not (caller.backward or is_differentiated(eqn))]
-        self._is_unscaled = any(calls_compiled(eqn, _UNSCALING) for eqn in outside)
+        # Not those of a gradient that the loss contains.
+        self._unscaling = {id(eqn) for eqn in outside if calls_compiled(eqn, _UNSCALING)}
         losses = [eqn.invars for eqn, caller in calls if calls_compiled(eqn, _SCALING) and not is_backward(eqn)]
         self._losses = {x for operands in losses for x in operands if isinstance(x, core.Var) and _is_scalar_loss(x)}
         self._contains: dict[int, bool] = {}  # by the identity of a jaxpr
@@ -30,8 +31,8 @@ class Gradients:
     def variables(self, jaxpr: core.Jaxpr) -> tuple[set[Any], set[Any]]:
         """Returns the variables of a jaxpr that hold gradients, and those that hold losses."""
         defined = {x for eqn in jaxpr.eqns for x in eqn.outvars}
-        if self._is_unscaled:
-            found = {x for eqn in jaxpr.eqns if calls_compiled(eqn, _UNSCALING) for x in eqn.outvars}
+        if self._unscaling:
+            found = {x for eqn in jaxpr.eqns if id(eqn) in self._unscaling for x in eqn.outvars}
         else:
             outside = {x for eqn in jaxpr.eqns if not is_differentiated(eqn) for x in _variables(eqn.invars)}
             outside.update(_variables(jaxpr.outvars))
