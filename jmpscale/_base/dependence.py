@@ -6,7 +6,7 @@ from jax.extend import core
 
 from jmpscale._base.flow import Labels, Rule, follow, of_operands, union
 from jmpscale._base.jaxpr import Caller, held_jaxprs
-from jmpscale._base.source import is_backward
+from jmpscale._base.scopes import is_backward
 
 _BACKWARD: Labels = frozenset(["backward"])
 

@@ -11,7 +11,7 @@ from jax.extend import core
 
 from jmpscale._base import flow
 from jmpscale._base.jaxpr import Caller, type_of
-from jmpscale._base.source import is_differentiated
+from jmpscale._base.scopes import is_differentiated
 from jmpscale._diagnosis.operations import moves_values, narrow_dtype
 from jmpscale._diagnosis.passes import Pass, Passes
 from jmpscale._diagnosis.program import Leaf, Result
