@@ -32,8 +32,7 @@ def find_exchanges(program: Program, results: Sequence[Result]) -> list[Result]:
 
     leaves = {id(x.old): i for i, x in enumerate(results) if x.old is not None and is_narrow(x)}
     labels = [frozenset([leaves[id(x)]]) if id(x) in leaves else flow.NONE for x in program.consts]
-    inputs = [flow.NONE] * len(program.jaxpr.invars)
-    read = flow.follow(program.jaxpr, [*labels, *inputs], rule)[program.measured :]
+    read = flow.follow(program.jaxpr, rule, constants=labels)[program.measured :]
 
     def exchange(i: int, j: Any) -> bool:
         return j not in (i, _RANDOM) and results[i].old.shape == results[j].old.shape and i in read[j]

@@ -68,7 +68,7 @@ def _find_keys(program: Program) -> set[int]:
     found: set[int] = set()
     consts = list(enumerate(program.consts))
     labels = [frozenset([i]) if x.dtype == np.uint32 else flow.NONE for i, x in consts]
-    flow.follow(program.jaxpr, [*labels, *[flow.NONE] * len(program.jaxpr.invars)], rule)
+    flow.follow(program.jaxpr, rule, constants=labels)
     return found | {i for i, x in consts if _is_key(x)}
 
 
