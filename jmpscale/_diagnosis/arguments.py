@@ -54,6 +54,13 @@ def named_arguments(
     return [(name + path, leaf) for name, tree in named.items() for path, leaf in named_leaves(tree)]
 
 
+def names_of_parameters(arguments: Iterable[tuple[str, Any]], args: tuple[PyTree, ...], argnums: Any) -> frozenset[str]:
+    """Returns the names of the leaves of the arguments at positions, which may be several, or filters of Flax NNX."""
+    positions = [getattr(x, "argnum", x) for x in (argnums if isinstance(argnums, (tuple, list)) else [argnums])]
+    leaves = set(map(id, jax.tree.leaves([args[i] for i in positions])))
+    return frozenset(name for name, x in arguments if id(x) in leaves)
+
+
 def non_finite(arguments: Iterable[tuple[str, Any]]) -> list[str]:
     """Returns the names of the arguments with infinities or NaN."""
     return [name for name, leaf in arguments if is_inexact(leaf) and not bool(jnp.isfinite(leaf).all())]

@@ -13,7 +13,7 @@ from jmpscale._base.frameworks import is_nnx_object
 from jmpscale._base.options import requires_names_in
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, find_instances, flatten_gradients, named_leaves
-from jmpscale._diagnosis.arguments import check_accepted_error, check_concrete, named_arguments
+from jmpscale._diagnosis.arguments import check_accepted_error, check_concrete, named_arguments, names_of_parameters
 from jmpscale._diagnosis.examine import examine
 from jmpscale._diagnosis.report import Diagnosis
 from jmpscale._diagnosis.rounded import find_rounded
@@ -123,8 +123,10 @@ def diagnose(
             program = trace()
             arguments = named_arguments(fun, args, kwargs)
             rounded = find_rounded(program, {id(x): name for name, x in arguments})
+            parameters = names_of_parameters(arguments, args, argnums)
+            traced = TracedStep(program, tuple(names), parameters, rounded=tuple(rounded))
             return examine(
-                TracedStep(program, tuple(names), rounded=tuple(rounded), kept=find_kept_matmuls(trace)),
+                traced._replace(kept=find_kept_matmuls(trace)),
                 state if has_scaler else None,
                 arguments,
                 lambda: trace_with_float32_results(trace),

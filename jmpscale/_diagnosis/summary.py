@@ -10,7 +10,7 @@ from jmpscale._diagnosis.findings import Findings, SensitiveLoss
 from jmpscale._diagnosis.phrases import by
 from jmpscale._diagnosis.rounded import describe_rounded
 
-_HEALTHY = re.compile(r"The gradients differ from float32 by \S+?(, in [^,:]+)?\.$")
+_HEALTHY = re.compile(r"The gradients differ from float32 by \S+?(, in [^,:]+)?(, near a minimum of the loss.*)?\.$")
 
 _IGNORED = (
     "No gradient depends on the dynamic loss scale: scale the loss with this scaler, or create the optimizer with "

@@ -33,6 +33,7 @@ class TracedStep(NamedTuple):
 
     program: Program  # its outputs are the loss, the gradients and the results
     gradients: tuple[str, ...]  # their names
+    parameters: frozenset[str] = frozenset()  # the names of the arguments that they change, if these are known
     results: tuple[Result, ...] = ()  # those that half precision may change other than through the gradients
     state: tuple[str, ...] = ()  # the arguments that the step returns
     has_loss: bool = True  # otherwise the first output is 1
@@ -91,9 +92,11 @@ def _traced_step(call: StepCall, out: PyTree, traced: core.ClosedJaxpr) -> Trace
     jaxpr, _ = partial_eval.dce_jaxpr(_with_outputs(closed.jaxpr, outvars), [True] * len(outvars), instantiate=True)
     leaves = arrays.leaves(Passes(program.jaxpr, 0).inputs_in_forward)
     compared_program = Program(jaxpr, list(closed.consts), len(first))
+    names = _names_of_gradients(program, [x.variable for x in gradients], leaves)
     return TracedStep(
         compared_program,
-        tuple(_names_of_gradients(program, [x.variable for x in gradients], leaves)),
+        tuple(names),
+        frozenset(names).intersection(name for name, _ in arrays.named),
         tuple(find_exchanges(compared_program, list(filter(None, compared)))),
         tuple(match.name for match in arrays.matches),
         loss is not None,
