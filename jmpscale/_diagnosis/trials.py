@@ -39,7 +39,7 @@ class GradientTrials:
         parameters: Collection[str],
         accepted: AcceptedErrors,
         *,
-        has_scaler: bool = True,
+        has_scaler: bool,
     ) -> None:
         """Creates trials of a step.
 
