@@ -184,14 +184,22 @@ def distances(params, x):
     return jnp.mean((jnp.sqrt(squares + 1e-3) - jnp.sqrt(jnp.sum((x[:, None] - x[None]) ** 2, -1) + 1e-3)) ** 2)
 
 
+def close_to_the_data(w, x):
+    """Has gradients of one size, whose signs are wrong while the parameters are close to the data."""
+    difference = (x.astype(B) - w.astype(B)).astype(jnp.float32)  # fault
+    return -jnp.mean(jnp.sqrt(difference**2 + 1e-12))
+
+
 def underflowing(w, x):
-    return 1e-6 * jnp.mean(((x.astype(H) @ w.astype(H)).astype(jnp.float32) - x) ** 2)  # fault
+    return 0.004 * jnp.mean(((x.astype(H) @ w.astype(H)).astype(jnp.float32) - x) ** 2)  # fault
 
 
+X = normal(0, 64)
 FAULTS_NEAR_A_MINIMUM = {  # a loss function, and its arguments near the minimum
     "coordinates": (distances, ({"shift": 1e-2 * normal(0, 32, 3)}, normal(1, 32, 3))),
     "time steps": (time_steps, (NETWORK, 20 * TIMES)),
-    "underflow": (underflowing, (jnp.eye(16) + 1e-4 * normal(0, 16, 16), normal(1, 64, 16))),
+    "close to the data": (close_to_the_data, (X * (1 + 1e-4 * normal(1, 64)), X)),
+    "underflow": (underflowing, (jnp.eye(16) * (1 + 2.0**-10), jnp.sign(normal(1, 64, 16)))),
 }
 
 
