@@ -1,7 +1,7 @@
 """Examines a training step: its loss scales, its lines, why they fail, and its update."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from jmpscale._diagnosis.advice import Advice, advise
@@ -21,13 +21,10 @@ from jmpscale._diagnosis.update import examine_update
 from jmpscale._diagnosis.write_report import write_report
 from jmpscale._state import ScalerState
 
-Arguments = Sequence[tuple[str, Any]]  # arrays of a step, with their names
-
 
 def examine(
     step: TracedStep,
     scaler: ScalerState | None,
-    arguments: Arguments,
     with_float32_results: Callable[[], Program | None],
     accepted: AcceptedErrors,
 ) -> Diagnosis:
@@ -38,14 +35,14 @@ def examine(
     program, scale = step.program.of_gradients(), 1.0 if scaler is None else float(scaler.loss_scale)
     run_as_written = compile_as_written(program)
     forms, outputs = Forms(step.program), run_as_written(scale)
-    names = {id(x): name for name, x in arguments}
+    names = {id(x): name for name, x in step.arguments}
     inputs = [names.get(id(x), "") for x in program.consts]
-    parameters = step.parameters or frozenset(names.values())
+    parameters = frozenset(step.gradients).intersection(inputs) or frozenset(filter(None, inputs))
     trials = GradientTrials(forms, inputs, parameters, accepted, has_scaler=scaler is not None)
-    errors, loss_error = trials.compare(outputs)
-    findings = Findings(step, forms, trials, scaler, float(outputs[0]), loss_error, errors)
+    errors, loss_error = trials.compare(outputs, scale)
+    findings = Findings(step, forms, trials, scaler, float(trials.unscaled(outputs, scale)[0]), loss_error, errors)
     if not trials.measured.are_finite:
-        text = describe_not_finite(findings, RepairTrials(program), arguments)
+        text = describe_not_finite(findings, RepairTrials(program))
         return write_report(findings._replace(not_finite=text))
     findings = _with_minimum(_with_scales(findings, run_as_written), run_as_written)
     findings = _with_lines(findings, with_float32_results)
@@ -84,7 +81,7 @@ def _with_scales(
     def errors_at(exponent: int) -> Errors:
         if 2.0**exponent == scale:
             return findings.errors
-        found, error_of_loss = trials.compare(run_as_written(2.0**exponent))
+        found, error_of_loss = trials.compare(run_as_written(2.0**exponent), 2.0**exponent)
         return found + math.inf if depends_on_scale and error_of_loss else found
 
     if not findings.has_scaler:

@@ -14,7 +14,7 @@ from jmpscale._base.step_call import UNREADABLE, StepCall
 from jmpscale._base.step_state import match_state
 from jmpscale._base.tree import PyTree, check_no_refs
 from jmpscale._diagnosis.averages import find_stalled_averages
-from jmpscale._diagnosis.gradients import evaluate
+from jmpscale._diagnosis.expose import evaluate
 from jmpscale._diagnosis.lossless import find_exchanges
 from jmpscale._diagnosis.outputs import find_losses, name_gradients, select_compared, with_outputs
 from jmpscale._diagnosis.passes import Passes
@@ -57,11 +57,9 @@ def _traced_step(call: StepCall, out: PyTree, traced: core.ClosedJaxpr) -> Trace
     exposed = _expose_gradients(written, arrays)
     leaves = arrays.leaves(Passes(written.jaxpr, 0).inputs_in_forward)
     program, results, has_loss = _select_outputs(exposed, arrays.results)
-    gradients = name_gradients(written.jaxpr, exposed.gradients_as_written, leaves)
     return TracedStep(
         program,
-        tuple(gradients),
-        frozenset(gradients).intersection(name for name, _ in arrays.named),
+        tuple(name_gradients(written.jaxpr, exposed.gradients_as_written, leaves)),
         tuple(find_exchanges(program, results)),
         tuple(match.name for match in matches),
         has_loss,
