@@ -25,8 +25,9 @@ README_PYTHON, README_TEXTS, README_PY, README_DIFFS = (
     [x for language, x in README_BLOCKS if language == kind] for kind in ("python", "text", "py", "diff")
 )
 [README_PROGRAM] = (code for code in README_PYTHON if "RunMonitor" in code)
-# The overview does not show the program that it changes. `tests/frameworks` runs the programs after the changes on the
-# pages on frameworks, and `test_common_mistakes.py` the page on mistakes.
+# `test_program_trains_before_and_after_the_first_diff` runs the programs before and after the diff of the overview.
+# `tests/frameworks` runs the programs after the changes on the pages on frameworks, and `test_common_mistakes.py` the
+# page on mistakes.
 UNTESTED_DIFFS = {"index", "guides/kauldron", "guides/levanter", "guides/tunix", "common_mistakes"}
 DIFFS = [(page, diff) for page in pages.PAGES if page not in UNTESTED_DIFFS for diff in pages.diffs(page)]
 MIN_TRAINING_STEPS = 20  # a block with fewer losses is not a training run
@@ -132,6 +133,33 @@ def test_readme_program_reports_a_forgotten_line(forgotten):
     program = program.replace(new, old).replace("range(90)", "range(2)")
     with pytest.raises(kind, match=message) if kind else contextlib.nullcontext():  # warnings are errors
         pages.run(program + check, {"__name__": "README.md"})
+
+
+def _side(diff, sign):
+    """Returns the program before (`-`) or after (`+`) a diff that shows all of its lines."""
+    return "\n".join(line[1:] for line in diff.splitlines() if line[:1] in (sign, " "))
+
+
+@pytest.mark.parametrize("diff", [README_DIFFS[0], *pages.diffs("index")], ids=["README", "index"])
+def test_program_trains_before_and_after_the_first_diff(diff):
+    """After the diff, a program whose gradients underflow in float16 trains as in float32."""
+
+    def loss_fn(params, batch):
+        return 2.0**-24 * jnp.square(batch @ params - 1).mean()
+
+    def train(code):
+        namespace = {"jax": jax, "jmpscale": jmpscale, "optax": optax, "loss_fn": loss_fn}
+        exec(code, namespace)
+        params, batch = jnp.zeros((8, 1)), jnp.eye(8)
+        opt_state = namespace["tx"].init(params)
+        for _ in range(40):
+            params, opt_state, _ = namespace["train_step"](params, opt_state, batch)
+        return params, opt_state
+
+    (before, _), (after, opt_state) = train(_side(diff, "-")), train(_side(diff, "+"))
+    assert jnp.all(before > 0.01)
+    assert jnp.allclose(after, before, rtol=1e-2)
+    assert jmpscale.get_scaler(opt_state).total_steps == 40
 
 
 def test_readme_step_passes_the_check_after_the_diff(capsys):

@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from jax.extend import core
 
 import jmpscale
 from jmpscale._base.step_call import StepCall
@@ -261,6 +262,16 @@ def test_match_state_needs_no_program_where_the_structure_tells(name):
     step, args, expected = ROWS[name]
     call = StepCall(step, args, {})
     assert _matches(call, call.run(call.arguments)) == expected
+
+
+def test_match_state_enters_the_pmap_of_jax_before_0_8():
+    """Otherwise the gradients, which come first, would be the new parameters."""
+    step, args, expected = ROWS["gradients first"]
+    call = StepCall(jax.jit(step), args, {})
+    out, program = call.trace()
+    [eqn] = program.jaxpr.eqns
+    eqn = eqn.replace(primitive=core.Primitive("xla_pmap"), params={"call_jaxpr": eqn.params["jaxpr"].jaxpr})
+    assert _matches(call, out, program.replace(jaxpr=program.jaxpr.replace(eqns=[eqn]))) == expected
 
 
 def test_changed_types_omits_an_argument_if_the_result_of_its_structure_belongs_to_another_one():

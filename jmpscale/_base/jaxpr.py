@@ -38,6 +38,9 @@ RULES = {"custom_jvp_call", "custom_vjp_call"}  # functions with their own deriv
 # Primitives that call one jaxpr with their operands.
 CALLS = _BLOCKS | RULES | {"composite", "compute_on", "custom_vmap_call", "linear_call", "xla_metadata_call"}
 
+# Primitives whose jaxprs an interpreter runs by its rule, and a data flow follows.
+ENTERED = CALLS | {"scan", "while", "cond"}
+
 
 def rewrite(jaxpr: core.Jaxpr, rewrite_equation: RewriteEquation, memo: Memo) -> core.Jaxpr:
     """Replaces the equations of an open jaxpr, and of the jaxprs that they hold.
@@ -116,6 +119,14 @@ class Caller(NamedTuple):
         """Returns what identifies an equation of the jaxpr in this call."""
         return id(eqn), self
 
+    def is_backward(self, eqn: core.JaxprEqn) -> bool:
+        """Tests whether an equation of the jaxpr is part of a backward pass."""
+        return self.backward or is_backward(eqn)
+
+    def is_recomputed(self, eqn: core.JaxprEqn) -> bool:
+        """Tests whether `jax.checkpoint` repeats an equation of a forward pass in a backward pass."""
+        return self.recomputed or is_recomputed(eqn)
+
     def path_of(self, eqn: core.JaxprEqn, *, of_call: bool = False) -> tuple[str, ...]:
         """Returns the user's lines that lead to an equation of the jaxpr, outermost first, as `user_lines`."""
         if self.in_library:
@@ -135,7 +146,7 @@ class Caller(NamedTuple):
         name = eqn.primitive.name
         in_library = is_library_function(file) if name in CALLS and file else self.in_library
         holder = inner_holder(self.holder, eqn)
-        backward, recomputed = self.backward or is_backward(eqn), self.recomputed or is_recomputed(eqn)
+        backward, recomputed = self.is_backward(eqn), self.is_recomputed(eqn)
         calls = (*self.calls, id(eqn))
         # A function of this package, such as a gate, calls functions of the user and of optimizers.
         path, depth = self.path_of(eqn, of_call=not in_library), self.depth
@@ -178,6 +189,11 @@ def called_jaxpr(eqn: core.JaxprEqn) -> core.ClosedJaxpr:
     return closed(next(value for value in eqn.params.values() if isinstance(value, Jaxpr)))
 
 
+def calls_compiled(eqn: core.JaxprEqn, name: str) -> bool:
+    """Tests whether an equation calls a function with this name that `jax.jit` compiles."""
+    return eqn.primitive.name == "jit" and eqn.params["name"] == name
+
+
 def type_of(x: Any) -> Any:
     """Returns the type of a variable or literal: an object with a shape and a dtype, if the value is an array."""
     return x.aval
@@ -201,4 +217,10 @@ def split_scan_inputs(eqn: core.JaxprEqn, inputs: list[Any]) -> tuple[list[Any],
 
     last = count(eqn.invars, body.invars)
     first = last - count(eqn.outvars, body.outvars)
+    return inputs[:first], inputs[first:last], inputs[last:]
+
+
+def split_while_inputs(eqn: core.JaxprEqn, inputs: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Splits the inputs of a while loop into constants of its condition, constants of its body, and the carry."""
+    first, last = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
     return inputs[:first], inputs[first:last], inputs[last:]

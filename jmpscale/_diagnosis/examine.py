@@ -15,7 +15,7 @@ from jmpscale._diagnosis.not_finite import RepairTrials
 from jmpscale._diagnosis.program import Program, compile_as_written
 from jmpscale._diagnosis.report import Diagnosis
 from jmpscale._diagnosis.thresholds import DEFAULT, MARGIN, SAME_SIZE, AcceptedErrors
-from jmpscale._diagnosis.trace_step import TracedStep
+from jmpscale._diagnosis.traced_step import TracedStep
 from jmpscale._diagnosis.trials import GradientTrials
 from jmpscale._diagnosis.update import examine_update
 from jmpscale._diagnosis.write_report import write_report

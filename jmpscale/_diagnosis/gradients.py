@@ -11,13 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jmpscale._base.compat import as_varying, full_like
-from jmpscale._base.jaxpr import CALLS, called_jaxpr, closed, equations, held_jaxprs, split_scan_inputs, type_of
+from jmpscale._base.compat import as_varying, axes_of_shard_map, full_like
+from jmpscale._base.jaxpr import (
+    ENTERED,
+    called_jaxpr,
+    calls_compiled,
+    closed,
+    equations,
+    held_jaxprs,
+    split_scan_inputs,
+    split_while_inputs,
+    type_of,
+)
 from jmpscale._base.source import is_backward, is_differentiated
 from jmpscale._interpreter.float32 import evaluate_equation
 
 _UNSCALING, _SCALING = "unscale_leaves", "_scale_leaves"  # the compiled functions of `unscale` and `scale`
-_LOOPS = {"scan", "while", "cond", "shard_map"}
 
 
 class Exposed(NamedTuple):
@@ -33,8 +42,8 @@ class Gradients:
     def __init__(self, jaxpr: core.Jaxpr) -> None:
         calls = [(eqn, caller) for eqn, caller in equations(jaxpr) if not caller.holder]
         outside = [eqn for eqn, caller in calls if not (caller.backward or is_differentiated(eqn))]
-        self._is_unscaled = any(_calls(eqn, _UNSCALING) for eqn in outside)
-        losses = [eqn.invars for eqn, caller in calls if _calls(eqn, _SCALING) and not is_backward(eqn)]
+        self._is_unscaled = any(calls_compiled(eqn, _UNSCALING) for eqn in outside)
+        losses = [eqn.invars for eqn, caller in calls if calls_compiled(eqn, _SCALING) and not is_backward(eqn)]
         self._losses = {x for operands in losses for x in operands if isinstance(x, core.Var) and _is_scalar_loss(x)}
         self._contains: dict[int, bool] = {}  # by the identity of a jaxpr
 
@@ -42,7 +51,7 @@ class Gradients:
         """Returns the variables of a jaxpr that hold gradients, and those that hold losses."""
         defined = {x for eqn in jaxpr.eqns for x in eqn.outvars}
         if self._is_unscaled:
-            found = {x for eqn in jaxpr.eqns if _calls(eqn, _UNSCALING) for x in eqn.outvars}
+            found = {x for eqn in jaxpr.eqns if calls_compiled(eqn, _UNSCALING) for x in eqn.outvars}
         else:
             outside = {x for eqn in jaxpr.eqns if not is_differentiated(eqn) for x in _variables(eqn.invars)}
             outside.update(_variables(jaxpr.outvars))
@@ -51,7 +60,7 @@ class Gradients:
 
     def are_in(self, eqn: core.JaxprEqn) -> bool:
         """Tests whether the jaxprs that an equation holds compute gradients or losses."""
-        if is_differentiated(eqn) or eqn.primitive.name not in CALLS | _LOOPS or _calls(eqn, _UNSCALING):
+        if is_differentiated(eqn) or eqn.primitive.name not in ENTERED or calls_compiled(eqn, _UNSCALING):
             return False
         return any(map(self._are_in_jaxpr, held_jaxprs(eqn)))
 
@@ -136,16 +145,16 @@ class _Evaluation:
 
     def _while(self, eqn: core.JaxprEqn, inputs: list[Any]) -> tuple[list[Any], _Found]:
         cond, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
-        first, last = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-        labels, zeros, add = self._with_sums(body, *inputs[first:])
+        cond_consts, body_consts, carry = split_while_inputs(eqn, inputs)
+        labels, zeros, add = self._with_sums(body, *body_consts, *carry)
 
         def test(state: tuple[list[Any], list[Any]]) -> Any:
-            return self.run(cond, [*inputs[:first], *state[0]])[0][0]
+            return self.run(cond, [*cond_consts, *state[0]])[0][0]
 
         def step(state: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
-            return add(state[1], *inputs[first:last], *state[0])
+            return add(state[1], *body_consts, *state[0])
 
-        carry, sums = jax.lax.while_loop(test, step, (inputs[last:], zeros))
+        carry, sums = jax.lax.while_loop(test, step, (carry, zeros))
         return carry, _exposed(labels, sums)
 
     def _cond(self, eqn: core.JaxprEqn, inputs: list[Any]) -> tuple[list[Any], _Found]:
@@ -166,8 +175,7 @@ class _Evaluation:
     def _shard_map(self, eqn: core.JaxprEqn, inputs: list[Any]) -> tuple[list[Any], _Found]:
         """Exposes gradients with a leading axis of the devices over which they differ."""
         params = eqn.params
-        # JAX has renamed the parameter.
-        axes = tuple(next(params[name] for name in ("newly_manual_axes", "manual_axes") if name in params))
+        axes = axes_of_shard_map(eqn)
         labels: _Labels = []
 
         def body(*args: Any) -> tuple[list[Any], list[jax.Array]]:
@@ -200,10 +208,6 @@ def _in_float32(x: jax.Array) -> jax.Array:
 
 def _variables(values: Iterable[Any]) -> list[Any]:
     return [x for x in values if isinstance(x, core.Var)]
-
-
-def _calls(eqn: core.JaxprEqn, function: str) -> bool:
-    return eqn.primitive.name == "jit" and eqn.params.get("name") == function
 
 
 def _is_scalar_loss(x: Any) -> bool:

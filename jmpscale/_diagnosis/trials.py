@@ -31,9 +31,7 @@ from jmpscale._diagnosis.thresholds import (
 class GradientTrials:
     """Runs a step with other modes, and compares it with the reference: the step in float32, at a scale of 1."""
 
-    def __init__(
-        self, forms: Forms, inputs: Sequence[str], accepted: AcceptedErrors, *, has_scaler: bool = True
-    ) -> None:
+    def __init__(self, forms: Forms, inputs: Sequence[str], accepted: AcceptedErrors, *, has_scaler: bool) -> None:
         """`inputs` are the names of the constants of the step, empty for those that are not arguments."""
         self.inputs, self.accepted, self._has_scaler = inputs, accepted, has_scaler
         self.set_forms(forms)
