@@ -44,6 +44,33 @@ def named_arguments(
     return [(name + path, leaf) for name, tree in named.items() for path, leaf in named_leaves(tree)]
 
 
+def name_gradients(
+    grads: PyTree, argnums: Any, fun: Callable[..., Any], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> list[tuple[str, Any]]:
+    """Returns the leaves of the gradients of a call with the names of the arguments that they belong to."""
+    trees = [("", grads)]
+    if isinstance(argnums, int):
+        trees = [(_names_of_positions(fun, args, kwargs)[argnums], grads)]
+    elif isinstance(argnums, (tuple, list)) and all(isinstance(i, int) for i in argnums):
+        names = _names_of_positions(fun, args, kwargs)
+        trees = [(names[i], tree) for i, tree in zip(argnums, grads, strict=True)]
+    return [(name + path, leaf) for name, tree in trees for path, leaf in named_leaves(tree)]
+
+
+def _names_of_positions(fun: Callable[..., Any], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> list[str]:
+    """Returns the names of the positional arguments of a call, such as `params` and `arrays[0]`."""
+    try:
+        signature = inspect.signature(fun)
+        bound = signature.bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # fun has no signature, or the call does not match it
+        return [f"args[{i}]" for i in range(len(args))]
+    names: list[str] = []
+    for name, value in bound.items():
+        is_variadic = signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
+        names += [f"{name}[{i}]" for i in range(len(value))] if is_variadic else [name]
+    return names[: len(args)]
+
+
 def non_finite(arguments: Iterable[tuple[str, Any]]) -> list[str]:
     """Returns the names of the arguments with infinities or NaN."""
     return [name for name, leaf in arguments if is_inexact(leaf) and not bool(jnp.isfinite(leaf).all())]

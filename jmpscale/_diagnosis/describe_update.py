@@ -41,13 +41,13 @@ def describe_update(findings: Findings, worst: Change) -> str:
     if not update.is_repaired and not update.paths:
         return f"{what}, even if all lines compute in float32."
     lines = findings.names(update.paths)
-    then = f"the update differs {by(update.error_then)}" if update.error_then else "the update does not round"
+    what_then = "the result" if worst.result.old is None else "the update"
+    then = f"{what_then} differs {by(update.error_then)}" if update.error_then else f"{what_then} does not round"
     if worst.is_narrow:
         others = [x for x in update.bad if x.is_narrow]
         kept = "it" if len(others) == 1 else "them"
-        made = "The change is made at" if worst.result.old is not None else "It is made at"
         return (
-            f"{what}: keep {kept} in float32, not {worst.result.dtype}. {made} {lines}: if "
+            f"{what}: keep {kept} in float32, not {worst.result.dtype}. The change is made at {lines}: if "
             f"{'this line computes' if len(update.paths) == 1 else 'these lines compute'} in float32, {then}."
         )
     return f"{what}. Compute {lines} in float32: then {then}."
@@ -72,8 +72,9 @@ def _what(worst: Change, update: Update) -> str:
 
 
 def _describe_result(worst: Change, count: int) -> str:
+    name = "The result" if worst.result.name == "result" else worst.result.name
     others = f" (and {count} other {'result' if count == 1 else 'results'})" if count else ""
     if math.isinf(worst.error):
         expected = "zero" if worst.is_finite_as_written else "finite"
-        return f"The result {worst.result.name}{others} is not {expected}, but is in float32"
-    return f"The result {worst.result.name}{others} differs from float32 {by(worst.error)}"
+        return f"{name}{others} is not {expected}, but is in float32"
+    return f"{name}{others} differs from float32 {by(worst.error)}"

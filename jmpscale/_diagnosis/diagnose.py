@@ -12,8 +12,8 @@ from jmpscale._algorithm.grad import value_and_grad
 from jmpscale._base.frameworks import is_nnx_object
 from jmpscale._base.options import requires_names_in
 from jmpscale._base.text import describe
-from jmpscale._base.tree import PyTree, find_instances, flatten_gradients, named_leaves
-from jmpscale._diagnosis.arguments import check_accepted_error, check_arguments, named_arguments
+from jmpscale._base.tree import PyTree, find_instances, flatten_gradients
+from jmpscale._diagnosis.arguments import check_accepted_error, check_arguments, name_gradients, named_arguments
 from jmpscale._diagnosis.examine import examine
 from jmpscale._diagnosis.report import Diagnosis
 from jmpscale._diagnosis.rounded import find_rounded
@@ -114,7 +114,8 @@ def diagnose(
                 args, kwargs = _with_scale((args, kwargs), state, traced.loss_scale)
             value, grads = differentiated(traced, *args, **kwargs)
             gradients = set(map(id, flatten_gradients(grads)[0]))
-            names[:] = [path for path, leaf in named_leaves(grads) if id(leaf) in gradients]
+            named = name_gradients(grads, argnums, fun, args, kwargs)
+            names[:] = [name for name, leaf in named if id(leaf) in gradients]
             return value[0] if has_aux else value, grads
 
         # The diagnosis looks for non-finite values, for which JAX must not raise, and enters compiled functions.

@@ -41,8 +41,8 @@ def examine(
     names = {id(x): name for name, x in arguments}
     inputs = [names.get(id(x), "") for x in program.consts]
     trials = GradientTrials(forms, inputs, accepted, has_scaler=scaler is not None)
-    errors, loss_error = trials.compare(outputs)
-    findings = Findings(step, forms, trials, scaler, float(outputs[0]), loss_error, errors)
+    errors, loss_error = trials.compare(outputs, scale)
+    findings = Findings(step, forms, trials, scaler, float(trials.unscaled(outputs, scale)[0]), loss_error, errors)
     if not trials.measured.are_finite:
         text = describe_not_finite(findings, RepairTrials(program), arguments)
         return write_report(findings._replace(not_finite=text))
@@ -79,7 +79,7 @@ def _with_scales(findings: Findings, run_as_written: Callable[[float], list[Any]
     def errors_at(exponent: int) -> Errors:
         if 2.0**exponent == scale:
             return findings.errors
-        found, error_of_loss = trials.compare(run_as_written(2.0**exponent))
+        found, error_of_loss = trials.compare(run_as_written(2.0**exponent), 2.0**exponent)
         return found + math.inf if depends_on_scale and error_of_loss else found
 
     if not findings.has_scaler:

@@ -42,7 +42,8 @@ class Gradients:
     def __init__(self, jaxpr: core.Jaxpr) -> None:
         calls = [(eqn, caller) for eqn, caller in equations(jaxpr) if not caller.holder]
         outside = [eqn for eqn, caller in calls if not (caller.backward or is_differentiated(eqn))]
-        self._is_unscaled = any(calls_compiled(eqn, _UNSCALING) for eqn in outside)
+        # Not those of a gradient that the loss contains.
+        self._unscaling = {id(eqn) for eqn in outside if calls_compiled(eqn, _UNSCALING)}
         losses = [eqn.invars for eqn, caller in calls if calls_compiled(eqn, _SCALING) and not is_backward(eqn)]
         self._losses = {x for operands in losses for x in operands if isinstance(x, core.Var) and _is_scalar_loss(x)}
         self._contains: dict[int, bool] = {}  # by the identity of a jaxpr
@@ -50,8 +51,8 @@ class Gradients:
     def variables(self, jaxpr: core.Jaxpr) -> tuple[set[Any], set[Any]]:
         """Returns the variables of a jaxpr that hold gradients, and those that hold losses."""
         defined = {x for eqn in jaxpr.eqns for x in eqn.outvars}
-        if self._is_unscaled:
-            found = {x for eqn in jaxpr.eqns if calls_compiled(eqn, _UNSCALING) for x in eqn.outvars}
+        if self._unscaling:
+            found = {x for eqn in jaxpr.eqns if id(eqn) in self._unscaling for x in eqn.outvars}
         else:
             outside = {x for eqn in jaxpr.eqns if not is_differentiated(eqn) for x in _variables(eqn.invars)}
             outside.update(_variables(jaxpr.outvars))
@@ -173,7 +174,7 @@ class _Evaluation:
         return outputs, [x for (labels, *_), found in zip(parts, sums, strict=True) for x in _exposed(labels, found)]
 
     def _shard_map(self, eqn: core.JaxprEqn, inputs: list[Any]) -> tuple[list[Any], _Found]:
-        """Exposes gradients with a leading axis of the devices over which they differ."""
+        """Exposes gradients with a leading axis of the devices over which they differ, and the mean of the losses."""
         params = eqn.params
         axes = axes_of_shard_map(eqn)
         labels: _Labels = []
@@ -192,7 +193,8 @@ class _Evaluation:
             in_specs=tuple(params["in_specs"]),
             out_specs=(list(params["out_specs"]), jax.P(axes)),
         )(*inputs)
-        return outputs, _exposed(labels, values)
+        means = [_in_float32(x).mean(0) if is_loss else x for x, (_, is_loss) in zip(values, labels, strict=True)]
+        return outputs, _exposed(labels, means)
 
 
 _Labels = list[tuple[Any, bool]]

@@ -37,7 +37,7 @@ def _join(gradients: str, findings: Findings) -> str:
     bad = {x.result.name for x in update.bad}
     stalled = [x for x in step.stalled if x.result.name not in bad]
     worst = update.worst if update.bad else None
-    faults = [describe_update(findings, worst)] if worst else []
+    faults = [describe_update(findings, worst)] if worst and not _is_repaired(findings) else []
     faults += [describe_unchanged(findings)] if update.unchanged.results else []
     faults += [describe_stalled(stalled)] if stalled else []
     if wrong := [x.result.name for x in update.changes if not x.is_finite]:
@@ -55,6 +55,13 @@ def _join(gradients: str, findings: Findings) -> str:
         else:
             gradients = f"{gradients} The update differs from float32 {by(worst.error)}."
     return " ".join([gradients, *notes])
+
+
+def _is_repaired(findings: Findings) -> bool:
+    """Tests whether only results, such as losses, are wrong, and the lines that are named for gradients repair them."""
+    update, lines = findings.update, findings.lines
+    named = lines.paths if lines else []
+    return all(x.result.old is None for x in update.bad) and update.is_repaired and set(named).issuperset(update.paths)
 
 
 def _describe_loss(loss: SensitiveLoss | None) -> str:
