@@ -42,10 +42,10 @@ class StepArrays:
             old = match.old[k]
             if not is_array_type(leaves[old]) or old in of_scalers or not is_real(leaves[old]):
                 return None
-            number, path = self._number[old], jax.tree_util.tree_leaves_with_path(match.tree)[k][0]
-            name = match.name + jax.tree_util.keystr(path)
+            number, keys = self._number[old], jax.tree_util.tree_leaves_with_path(match.tree)[k][0]
+            name = match.name + jax.tree_util.keystr(keys)
             # The parts of the state are the arguments, or the elements of the only one.
-            part = match.name + jax.tree_util.keystr(path[: int(len(matches) == 1)])
+            part = match.name + jax.tree_util.keystr(keys[: int(len(matches) == 1)])
             result = Result(name, dtype, self._values[number], part="" if part == name else part)
             return _Compared(result, output, number)
 
