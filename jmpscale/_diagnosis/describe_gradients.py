@@ -36,8 +36,19 @@ def describe_gradients(findings: Findings) -> str:
     if not findings.has_scaler:
         return rounding
     scales = f"{_describe_range(findings)}{_describe_margin(findings)}"
-    is_small = findings.is_near_minimum or findings.error < findings.trials.accepted.small
-    return f"{scales} {rounding}" if is_small else f"{rounding} {scales}"
+    return f"{scales} {rounding}" if _is_small(findings) else f"{rounding} {scales}"
+
+
+def ends_with_small_error(findings: Findings) -> bool:
+    """Tests whether the description of the gradients ends with a small error, at the present scale."""
+    has_half = bool(findings.trials.program.sites or findings.trials.not_entered)
+    fits = findings.accurate and findings.scale_fits and bool(findings.trials.decisive.any())
+    return bool(findings.step.gradients) and has_half and fits and _is_small(findings)
+
+
+def _is_small(findings: Findings) -> bool:
+    """Tests whether the error is small, or large only because the loss is near a minimum."""
+    return findings.is_near_minimum or findings.error < findings.trials.accepted.small
 
 
 def _describe_rounding(findings: Findings, begin: str, errors: Errors | None) -> str:
