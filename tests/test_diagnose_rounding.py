@@ -180,11 +180,11 @@ def test_error_of_a_step_near_a_minimum_is_not_a_fault(distance):
 def test_error_near_a_minimum_and_the_error_of_the_update_are_one_sentence():
     def step(params, average, batch):
         loss, grads = jax.value_and_grad(regression)(params, batch)
-        average = jax.tree.map(lambda m, g: (m.astype(jnp.float32) / 2 + g / 2).astype(B), average, grads)
+        average = jax.tree.map(lambda m, g: (0.9 * m.astype(jnp.float32) + 0.1 * g).astype(B), average, grads)
         return jax.tree.map(lambda p, m: p - 0.1 * m.astype(jnp.float32), params, average), average, loss
 
     params, batch = near_minimum(0.005)
-    diagnosis = jmpscale.diagnose_step(step)(params, jax.tree.map(jnp.zeros_like, jmpscale.cast(params, B)), batch)
+    diagnosis = jmpscale.diagnose_step(step)(params, jmpscale.cast(params, B), batch)
     assert re.search(r"%, and the update by [\d.]+%\.$", diagnosis.summary)
     assert diagnosis.summary.count(". ") == 0
 
