@@ -181,7 +181,14 @@ def _studies():
     for name, is_faulty in (("whole step", False), ("whole step, bfloat16 parameters", True)):
         ratios = [step["ratio"] for step in whole if (step["form"] == "bfloat16 parameters") == is_faulty]
         found[name] = span(ratios, "{:.1f}")
-    return found | _infinite_pixel()
+    return found | _infinite_pixel() | {"near a minimum, other examples": span(_near_minimum(), "{:.3f}")}
+
+
+def _near_minimum():
+    """Returns the ratio of the losses of other examples, of the programs of which only a minimum nearby was said."""
+    programs = record.read(STUDIES / "healthy_steps.json")["programs"].values()
+    found = [x for x in programs if x["summary"].startswith("The gradients") and "near a minimum" in x["summary"]]
+    return [x["loss of other examples"]["ratio"] for x in found]
 
 
 def _infinite_pixel():
