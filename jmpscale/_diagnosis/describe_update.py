@@ -10,6 +10,7 @@ from jmpscale._diagnosis.changes import Change
 from jmpscale._diagnosis.findings import Findings
 from jmpscale._diagnosis.phrases import by, describe_leaves
 from jmpscale._diagnosis.thresholds import LOST
+from jmpscale._diagnosis.update import Update
 
 
 def describe_stalled(findings: Findings, stalled: Sequence[Average]) -> list[str]:
@@ -20,7 +21,7 @@ def describe_stalled(findings: Findings, stalled: Sequence[Average]) -> list[str
     texts = []
     for found, describe in ((averages, _describe_average), (parameters, _describe_weight_decay)):
         if found:
-            leaves = describe_leaves(findings, [x.result.name for x in found])
+            leaves = describe_leaves([x.result for x in found])
             texts.append(f"{describe(leaves, found[0])} Keep {'it' if len(found) == 1 else 'them'} in float32.")
     return texts
 
@@ -44,9 +45,9 @@ def describe_unchanged(findings: Findings) -> str:
     unchanged = findings.update.unchanged
     first, count = unchanged.results[0], len(unchanged.results) - 1
     keep = f"Keep {'them' if count else 'it'} in float32, or compute" if is_narrow(first) else "Compute"
-    leaves = describe_leaves(findings, [x.name for x in unchanged.results])
+    verb = "do" if count else "does"
     return (
-        f"{leaves} {'do' if count else 'does'} not change, in float32 either, because a constant at "
+        f"{describe_leaves(unchanged.results)} {verb} not change, in float32 either, because a constant at "
         f"{findings.names(unchanged.paths)} is rounded to {unchanged.dtype}. {keep} with constants in float32 there."
     )
 
@@ -54,7 +55,7 @@ def describe_unchanged(findings: Findings) -> str:
 def describe_update(findings: Findings, worst: Change) -> str:
     """Describes an update that is wrong: the leaf, the size, the remedy, and the line."""
     update = findings.update
-    what = _what(findings, worst)
+    what = _what(worst, update)
     if not update.is_repaired and not update.paths:
         return f"{what}, even if all lines compute in float32."
     lines = findings.names(update.paths)
@@ -73,13 +74,13 @@ def describe_update(findings: Findings, worst: Change) -> str:
     return f"{what}.{also} Compute {lines} in float32: then {then}."
 
 
-def _what(findings: Findings, worst: Change) -> str:
+def _what(worst: Change, update: Update) -> str:
     is_leaf = worst.result.old is not None
-    others = [x for x in findings.update.bad if x is not worst and (x.result.old is not None) == is_leaf]
-    names = [x.result.name for x in (worst, *others) if x.is_narrow == worst.is_narrow]
+    others = [x for x in update.bad if x is not worst and (x.result.old is not None) == is_leaf]
+    same = [x.result for x in (worst, *others) if x.is_narrow == worst.is_narrow]
     if not is_leaf:
-        return _describe_result(worst, len(names) - 1)
-    leaves = describe_leaves(findings, names)
+        return _describe_result(worst, len(same) - 1)
+    leaves = describe_leaves(same)
     subject = "Even with the right gradients, the update" if worst.result.is_gradient_led else "The step"
     if not worst.is_finite_as_written:
         return f"{subject} makes {leaves} infinite or NaN"
