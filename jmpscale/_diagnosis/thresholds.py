@@ -71,11 +71,6 @@ class AcceptedErrors(NamedTuple):
     is_chosen: bool = False
 
 
-def accepted_errors(error: float | None) -> AcceptedErrors:
-    """Returns the largest errors that are accepted, given the `accepted_error` of the user."""
-    return AcceptedErrors() if error is None else AcceptedErrors(error, error, error, error, error, is_chosen=True)
-
-
 # A change that is smaller, relative to the leaf, is mostly rounding in float32, too.
 NOISE_OF_CHANGE = 2.0**-21
 
