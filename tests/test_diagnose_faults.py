@@ -28,6 +28,7 @@ from messages import (
     OVERFLOW,
     PRECISE_MATMUL,
     REMEDY,
+    REMEDY_OF_ALL_LINES,
     ROUNDING,
     TOO_LARGE,
     TOO_SMALL,
@@ -220,7 +221,7 @@ def check_fault(fault):
     assert [offset(name, line) for name in named[:1]] == ([] if line is None else [0])
     assert set(diagnosis.lines) <= set(named)
     assert {row.line for row in diagnosis.rows if row.in_lines} == set(diagnosis.lines)
-    assert (REMEDY in summary) == bool(fault.lines)
+    assert (REMEDY in summary or REMEDY_OF_ALL_LINES in summary) == bool(fault.lines)
     assert 'with precision="highest" where autocast' in summary or not (fault.autocast and fault.lines)
     check_advice(diagnosis)
 
