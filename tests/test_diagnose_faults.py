@@ -92,7 +92,9 @@ FAULTS = {
     "loss": Fault(programs.loss_overflows),
     "gram": Fault(programs.gram_overflows, (W, 30 * normal(5, 2048, 8)), autocast=True),
     "linear attention": Fault(programs.linear_attention, (W, normal(4, 4096, 8)), autocast=True),
-    "second derivative": Fault(programs.second_derivative, autocast=True, contains=f" fit. {NORMALIZE}"),
+    "second derivative": Fault(
+        programs.second_derivative, autocast=True, contains=f"{REMEDY_OF_ALL_LINES}. {NORMALIZE}"
+    ),
     "scan": Fault(programs.overflow_in_a_scan),
     "while": Fault(programs.overflow_in_a_while_loop),
     "cond": Fault(programs.overflow_in_a_branch),
