@@ -60,7 +60,7 @@ NAN = jnp.float32([1.0, np.nan])
 ARGUMENTS = {  # a function, its arguments, and the paths of the arguments that are not finite
     "positional": (keywords, (ONE, {"image": NAN, "label": ONE}), {}, ["batch['image']"]),
     "keyword": (keywords, (INF, ONE), {"bias": NAN}, ["w", "bias"]),
-    "without names": (unnamed, (ONE, [ONE, NAN]), {"bias": INF}, ["args[1][1]", "options['bias']"]),
+    "without names": (unnamed, (ONE, [ONE, NAN]), {"bias": INF}, ["args[1][1]", "bias"]),
     "without a signature": (max, (ONE, NAN), {"key": INF}, ["args[1]", "key"]),
     "another signature": (lambda: None, (NAN,), {}, ["args[0]"]),
     "integers and texts": (keywords, (np.arange(2), "text"), {"bias": None}, []),

@@ -42,7 +42,7 @@ class Match(NamedTuple):
     new: tuple[int, ...]
 
 
-def match_state(call: StepCall, out: PyTree, program: core.ClosedJaxpr | None = None) -> list[Match]:
+def match_state(call: StepCall, out: PyTree, program: core.ClosedJaxpr | None) -> list[Match]:
     """Returns the parts of the arguments of a step that it returns, in the order of the arguments.
 
     A part is an argument that comes back as a whole; or an element of a tuple, a list, a dict or a named tuple that
@@ -52,7 +52,8 @@ def match_state(call: StepCall, out: PyTree, program: core.ClosedJaxpr | None = 
     reconstruction, and a learning rate like a loss.
 
     `program`, which `call.trace` returned with `out`, distinguishes parameters from gradients: a new value that depends
-    on the result of a backward pass must also depend on its old value without the detour through a backward pass. If
+    on the result of a backward pass must also depend on its old value without the detour through a backward pass. It is
+    None for a step that JAX cannot trace. If
     several parts have the same types, such as the parameters and their average, each takes a result that depends on it.
 
     Returns:
@@ -69,7 +70,7 @@ def match_state(call: StepCall, out: PyTree, program: core.ClosedJaxpr | None = 
 
 
 def changed_types(
-    call: StepCall, out: PyTree, matches: Sequence[Match], program: core.ClosedJaxpr | None = None
+    call: StepCall, out: PyTree, matches: Sequence[Match], program: core.ClosedJaxpr | None
 ) -> Iterator[tuple[str, PyTree, PyTree]]:
     """Yields the arguments that come back with their structure, but with other shapes or dtypes, so nothing matches.
 

@@ -1,6 +1,5 @@
-"""The arguments of a call that is diagnosed: their names, and what their values must be."""
+"""The arguments of a call that is diagnosed: their names, what their values must be, and the errors that it accepts."""
 
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -8,15 +7,18 @@ import jax
 import jax.numpy as jnp
 
 from jmpscale._base.arguments import check_in_range
+from jmpscale._base.step_call import argument_names
 from jmpscale._base.tree import PyTree, check_has_values, check_no_refs, is_inexact, named_leaves
+from jmpscale._diagnosis.thresholds import AcceptedErrors
 
 
-def check_accepted_error(accepted_error: float | None) -> float | None:
-    """Returns the `accepted_error` of a diagnosis as a Python number, or raises."""
+def accepted_errors(accepted_error: float | None) -> AcceptedErrors:
+    """Returns the largest errors that are accepted, given the `accepted_error` of a diagnosis, or raises."""
     if accepted_error is None:
-        return None
+        return AcceptedErrors()
     remedy = "It is a relative error, which is 1 for gradients of zeros. Pass 0.1 to accept 10%."
-    return check_in_range("accepted_error", accepted_error, 1e-6, 0.99, remedy)
+    error = check_in_range("accepted_error", accepted_error, 1e-6, 0.99, remedy)
+    return AcceptedErrors(error, error, error, error, error, is_chosen=True)
 
 
 def check_arguments(trees: dict[str, PyTree], function: str) -> None:
@@ -37,38 +39,21 @@ def named_arguments(
     fun: Callable[..., Any], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
 ) -> list[tuple[str, Any]]:
     """Returns the leaves of the arguments of a call with their names, such as `batch['image']`."""
-    try:
-        named = inspect.signature(fun).bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):  # fun has no signature, or the call does not match it
-        named = {f"args[{i}]": arg for i, arg in enumerate(args)} | kwargs
-    return [(name + path, leaf) for name, tree in named.items() for path, leaf in named_leaves(tree)]
-
-
-def name_gradients(
-    grads: PyTree, argnums: Any, fun: Callable[..., Any], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-) -> list[tuple[str, Any]]:
-    """Returns the leaves of the gradients of a call with the names of the arguments that they belong to."""
-    trees = [("", grads)]
-    if isinstance(argnums, int):
-        trees = [(_names_of_positions(fun, args, kwargs)[argnums], grads)]
-    elif isinstance(argnums, (tuple, list)) and all(isinstance(i, int) for i in argnums):
-        names = _names_of_positions(fun, args, kwargs)
-        trees = [(names[i], tree) for i, tree in zip(argnums, grads, strict=True)]
+    trees = zip(argument_names(fun, args, kwargs), (*args, *kwargs.values()), strict=True)
     return [(name + path, leaf) for name, tree in trees for path, leaf in named_leaves(tree)]
 
 
-def _names_of_positions(fun: Callable[..., Any], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> list[str]:
-    """Returns the names of the positional arguments of a call, such as `params` and `arrays[0]`."""
-    try:
-        signature = inspect.signature(fun)
-        bound = signature.bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):  # fun has no signature, or the call does not match it
-        return [f"args[{i}]" for i in range(len(args))]
-    names: list[str] = []
-    for name, value in bound.items():
-        is_variadic = signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
-        names += [f"{name}[{i}]" for i in range(len(value))] if is_variadic else [name]
-    return names[: len(args)]
+def gradients_by_argument(
+    grads: PyTree, argnums: Any, fun: Callable[..., Any], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> list[tuple[str, Any]]:
+    """Returns the leaves of the gradients of a call with the names of the arguments that they belong to."""
+    names = argument_names(fun, args, kwargs)[: len(args)]
+    trees = [("", grads)]
+    if isinstance(argnums, int):
+        trees = [(names[argnums], grads)]
+    elif isinstance(argnums, (tuple, list)) and all(isinstance(i, int) for i in argnums):
+        trees = [(names[i], tree) for i, tree in zip(argnums, grads, strict=True)]
+    return [(name + path, leaf) for name, tree in trees for path, leaf in named_leaves(tree)]
 
 
 def non_finite(arguments: Iterable[tuple[str, Any]]) -> list[str]:

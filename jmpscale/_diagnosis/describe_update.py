@@ -10,14 +10,33 @@ from jmpscale._diagnosis.changes import Change
 from jmpscale._diagnosis.findings import Findings
 from jmpscale._diagnosis.phrases import by, describe_leaves
 from jmpscale._diagnosis.thresholds import LOST
+from jmpscale._diagnosis.update import Update
 
 
-def describe_stalled(findings: Findings, stalled: Sequence[Average]) -> str:
-    """Describes averages that stop moving."""
-    first, leaves = stalled[0], describe_leaves(findings, [x.result.name for x in stalled])
+def describe_stalled(findings: Findings, stalled: Sequence[Average]) -> list[str]:
+    """Describes averages that stop moving, and parameters whose weight decay is lost."""
+    led = {x.name for x in findings.step.results if x.is_gradient_led}
+    parameters = [x for x in stalled if x.is_read and x.result.name in led]
+    averages = [x for x in stalled if x not in parameters]
+    texts = []
+    for found, describe in ((averages, _describe_average), (parameters, _describe_weight_decay)):
+        if found:
+            leaves = describe_leaves([x.result for x in found])
+            texts.append(f"{describe(leaves, found[0])} Keep {'it' if len(found) == 1 else 'them'} in float32.")
+    return texts
+
+
+def _describe_average(leaves: str, average: Average) -> str:
     return (
-        f"{leaves} will stop moving: it is an average in {first.result.dtype} with a decay of {first.decay:.6g}, and "
-        f"rounding keeps it from shrinking. Keep {'it' if len(stalled) == 1 else 'them'} in float32."
+        f"{leaves} will stop moving: it is an average in {average.result.dtype} with a decay of {average.decay:.6g}, "
+        "and rounding keeps it from shrinking."
+    )
+
+
+def _describe_weight_decay(leaves: str, parameter: Average) -> str:
+    return (
+        f"The weight decay of {leaves} is lost where gradients change a number by less than its last place: a factor "
+        f"of {parameter.decay:.6g} changes nothing in {parameter.result.dtype}."
     )
 
 
@@ -26,9 +45,9 @@ def describe_unchanged(findings: Findings) -> str:
     unchanged = findings.update.unchanged
     first, count = unchanged.results[0], len(unchanged.results) - 1
     keep = f"Keep {'them' if count else 'it'} in float32, or compute" if is_narrow(first) else "Compute"
-    leaves = describe_leaves(findings, [x.name for x in unchanged.results])
+    verb = "do" if count else "does"
     return (
-        f"{leaves} {'do' if count else 'does'} not change, in float32 either, because a constant at "
+        f"{describe_leaves(unchanged.results)} {verb} not change, in float32 either, because a constant at "
         f"{findings.names(unchanged.paths)} is rounded to {unchanged.dtype}. {keep} with constants in float32 there."
     )
 
@@ -36,29 +55,32 @@ def describe_unchanged(findings: Findings) -> str:
 def describe_update(findings: Findings, worst: Change) -> str:
     """Describes an update that is wrong: the leaf, the size, the remedy, and the line."""
     update = findings.update
-    what = _what(findings, worst)
+    what = _what(worst, update)
     if not update.is_repaired and not update.paths:
         return f"{what}, even if all lines compute in float32."
     lines = findings.names(update.paths)
     what_then = "the result" if worst.result.old is None else "the update"
     then = f"{what_then} differs {by(update.error_then)}" if update.error_then else f"{what_then} does not round"
+    results = [x for x in update.bad if x.result.old is None and x is not worst]
+    also = f" {_describe_result(results[0], len(results) - 1)}." if results and worst.result.old is not None else ""
     if worst.is_narrow:
         others = [x for x in update.bad if x.is_narrow]
         kept = "it" if len(others) == 1 else "them"
+        made = "They are made at" if also else "The change is made at"
         return (
-            f"{what}: keep {kept} in float32, not {worst.result.dtype}. The change is made at {lines}: if "
+            f"{what}: keep {kept} in float32, not {worst.result.dtype}.{also} {made} {lines}: if "
             f"{'this line computes' if len(update.paths) == 1 else 'these lines compute'} in float32, {then}."
         )
-    return f"{what}. Compute {lines} in float32: then {then}."
+    return f"{what}.{also} Compute {lines} in float32: then {then}."
 
 
-def _what(findings: Findings, worst: Change) -> str:
+def _what(worst: Change, update: Update) -> str:
     is_leaf = worst.result.old is not None
-    others = [x for x in findings.update.bad if x is not worst and (x.result.old is not None) == is_leaf]
-    names = [x.result.name for x in (worst, *others) if x.is_narrow == worst.is_narrow]
+    others = [x for x in update.bad if x is not worst and (x.result.old is not None) == is_leaf]
+    same = [x.result for x in (worst, *others) if x.is_narrow == worst.is_narrow]
     if not is_leaf:
-        return _describe_result(worst, len(names) - 1)
-    leaves = describe_leaves(findings, names)
+        return _describe_result(worst, len(same) - 1)
+    leaves = describe_leaves(same)
     subject = "Even with the right gradients, the update" if worst.result.is_gradient_led else "The step"
     if not worst.is_finite_as_written:
         return f"{subject} makes {leaves} infinite or NaN"

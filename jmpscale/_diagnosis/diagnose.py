@@ -13,11 +13,10 @@ from jmpscale._base.frameworks import is_nnx_object
 from jmpscale._base.options import requires_names_in
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, find_instances, flatten_gradients
-from jmpscale._diagnosis.arguments import check_accepted_error, check_arguments, name_gradients, named_arguments
+from jmpscale._diagnosis.arguments import accepted_errors, check_arguments, gradients_by_argument, named_arguments
 from jmpscale._diagnosis.examine import examine
 from jmpscale._diagnosis.report import Diagnosis
 from jmpscale._diagnosis.rounded import find_rounded
-from jmpscale._diagnosis.thresholds import accepted_errors
 from jmpscale._diagnosis.trace_again import find_kept_matmuls, trace_with_float32_results
 from jmpscale._diagnosis.trace_loss import trace_loss
 from jmpscale._diagnosis.traced_step import TracedStep
@@ -95,7 +94,7 @@ def diagnose(
             f"fun must be the loss function, got {describe(fun)}. Its arguments are those of the new function: "
             "diagnose(loss_fn)(params, batch), or with a scaler, diagnose(loss_fn)(scaler, params, batch)."
         )
-    accepts = accepted_errors(check_accepted_error(accepted_error))
+    accepts = accepted_errors(accepted_error)
     value_and_grad(fun, argnums, has_aux, transform=transform)  # checks the options
     differentiated = value_and_grad(_checked(fun, has_aux), argnums, has_aux, transform=transform)
 
@@ -114,7 +113,7 @@ def diagnose(
                 args, kwargs = _with_scale((args, kwargs), state, traced.loss_scale)
             value, grads = differentiated(traced, *args, **kwargs)
             gradients = set(map(id, flatten_gradients(grads)[0]))
-            named = name_gradients(grads, argnums, fun, args, kwargs)
+            named = gradients_by_argument(grads, argnums, fun, args, kwargs)
             names[:] = [name for name, leaf in named if id(leaf) in gradients]
             return value[0] if has_aux else value, grads
 
@@ -122,15 +121,16 @@ def diagnose(
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
             trace = functools.partial(trace_loss, loss_and_grads, args, kwargs)
             program = trace()
-            arguments = named_arguments(fun, args, kwargs)
-            rounded = find_rounded(program, {id(x): name for name, x in arguments})
-            return examine(
-                TracedStep(program, tuple(names), rounded=tuple(rounded), kept=find_kept_matmuls(trace)),
-                state if has_scaler else None,
-                arguments,
-                lambda: trace_with_float32_results(trace),
-                accepts,
+            arguments = tuple(named_arguments(fun, args, kwargs))
+            step = TracedStep(
+                program,
+                tuple(names),
+                arguments=arguments,
+                rounded=tuple(find_rounded(program, {id(x): name for name, x in arguments})),
+                kept=find_kept_matmuls(trace),
             )
+            scaler = state if has_scaler else None
+            return examine(step, scaler, lambda: trace_with_float32_results(trace), accepts)
 
     diagnose_fun.__name__ = f"diagnose_of_{getattr(fun, '__name__', 'fun')}"
     return diagnose_fun

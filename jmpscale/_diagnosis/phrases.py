@@ -1,7 +1,6 @@
 """Phrases that several sentences of a summary have."""
 
 import math
-import re
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -12,8 +11,7 @@ from jmpscale._diagnosis.findings import Findings
 from jmpscale._diagnosis.fitting_scales import Errors, largest
 from jmpscale._diagnosis.modes import Part
 from jmpscale._diagnosis.operations import Path
-
-_KEYS = re.compile(r"^\w+|\[.*?\]|\.\w+")  # of a name such as `state['params'].bias`
+from jmpscale._diagnosis.program import Result
 
 
 def by(fraction: float) -> str:
@@ -24,14 +22,19 @@ def by_gradient(findings: Findings, errors: Errors | None) -> str:
     """Returns the largest error, with the gradient that has it, and its part of the norm if the error is not small."""
     if errors is None or not len(errors):
         return by(math.inf if errors is None else 0.0)
-    worst, norms = int(np.argmax(errors)), findings.trials.measured.norms[1:]
-    name, text = findings.step.gradients[worst], by(largest(errors))
-    if not 0 < largest(errors) < math.inf or not name:
+    name, text = name_of_worst(findings, errors), by(largest(errors))
+    if not name:
         return text
     if largest(errors) < findings.trials.accepted.small or len(errors) == 1:
         return f"{text}, in {name}"
-    share = float(norms[worst] / np.linalg.norm(norms))
+    norms = findings.trials.measured.norms[1:]
+    share = float(norms[np.argmax(errors)] / np.linalg.norm(norms))
     return f"{text}, in {name}, which has {format_percentage(share)} of their norm"
+
+
+def name_of_worst(findings: Findings, errors: Errors) -> str:
+    """Returns the name of the gradient with the largest error; empty if there is none, or the error is infinite."""
+    return findings.step.gradients[int(np.argmax(errors))] if 0 < largest(errors) < math.inf else ""
 
 
 def describe_alone(findings: Findings, part: Part, error: float) -> str:
@@ -40,26 +43,15 @@ def describe_alone(findings: Findings, part: Part, error: float) -> str:
     return f" With only the {which} pass of {findings.name(part.path)} in half precision, they differ {by(error)}"
 
 
-def describe_leaves(findings: Findings, names: Sequence[str]) -> str:
+def describe_leaves(leaves: Sequence[Result]) -> str:
     """Names the first of some leaves of the state, counts the others, and names other parts of the state with them."""
-    first, *others = names
+    first, *others = leaves
     if not others:
-        return first
+        return first.name
     noun = "leaf" if len(others) == 1 else "leaves"
-    own, *found = (_part_of_state(findings, name) for name in names)
-    parts = [part for part in dict.fromkeys(found) if part not in ("", own)]
+    parts = [part for part in dict.fromkeys(x.part for x in others) if part not in ("", first.part)]
     also = f", also of {enumerate_names(parts)}" if parts else ""
-    return f"{first} (and {len(others)} other {noun}{also})"
-
-
-def _part_of_state(findings: Findings, name: str) -> str:
-    """Returns the part of the state that contains a leaf; nothing if the leaf is a part itself.
-
-    The parts are the arguments, such as `params`, or the elements of the only argument, such as `state[0]`.
-    """
-    arguments = {_KEYS.findall(x.result.name)[0] for x in findings.update.changes if x.result.old is not None}
-    keys, depth = _KEYS.findall(name), 1 if len(arguments) > 1 else 2
-    return "".join(keys[:depth]) if len(keys) > depth else ""
+    return f"{first.name} (and {len(others)} other {noun}{also})"
 
 
 def describe_edit(findings: Findings, paths: Collection[Path]) -> str:

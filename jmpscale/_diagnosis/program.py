@@ -28,7 +28,7 @@ class Program(NamedTuple):
 
     def depends_on_scale(self) -> bool:
         """Tests whether the loss or a gradient depends on the loss scale, by data flow."""
-        return any(flow.follow(self.of_gradients().jaxpr, [frozenset(["scale"])]))
+        return any(flow.follow(self.of_gradients().jaxpr, inputs=[frozenset(["scale"])]))
 
 
 class Result(NamedTuple):
@@ -40,6 +40,7 @@ class Result(NamedTuple):
     is_gradient_led: bool = False  # whether it depends on a gradient
     partners: tuple[str, ...] = ()  # other leaves of its shape, if the update of each of the two reads the other one
     is_random: bool = False  # whether its update reads random numbers
+    part: str = ""  # the part of the state that contains the leaf, such as `params`; empty if it is a part itself
 
 
 class Leaf(NamedTuple):

@@ -42,9 +42,12 @@ class StepArrays:
             old = match.old[k]
             if not is_array_type(leaves[old]) or old in of_scalers or not is_real(leaves[old]):
                 return None
-            number = self._number[old]
-            name = match.name + named_leaves(match.tree)[k][0]
-            return _Compared(Result(name, dtype, self._values[number]), output, number)
+            number, keys = self._number[old], jax.tree_util.tree_leaves_with_path(match.tree)[k][0]
+            name = match.name + jax.tree_util.keystr(keys)
+            # The parts of the state are the arguments, or the elements of the only one.
+            part = match.name + jax.tree_util.keystr(keys[: int(len(matches) == 1)])
+            result = Result(name, dtype, self._values[number], part="" if part == name else part)
+            return _Compared(result, output, number)
 
         scalers_out = _places_of_scalers(out)[1]
         arrays = [(place, path, x) for place, (path, x) in enumerate(named_leaves(out)) if is_array_type(x)]

@@ -1,16 +1,13 @@
 """The summary of a diagnosis, which joins the sentences about its parts, the worst one first."""
 
-import re
 from collections.abc import Sequence
 
 from jmpscale._base.text import enumerate_names
-from jmpscale._diagnosis.describe_gradients import describe_gradients
+from jmpscale._diagnosis.describe_gradients import describe_gradients, ends_with_small_error
 from jmpscale._diagnosis.describe_update import describe_stalled, describe_unchanged, describe_update
 from jmpscale._diagnosis.findings import Findings, SensitiveLoss
 from jmpscale._diagnosis.phrases import by
 from jmpscale._diagnosis.rounded import describe_rounded
-
-_HEALTHY = re.compile(r"The gradients differ from float32 by \S+?(, in [^,:]+)?\.$")
 
 _IGNORED = (
     "No gradient depends on the dynamic loss scale: scale the loss with this scaler, or create the optimizer with "
@@ -42,7 +39,7 @@ def _join(gradients: str, findings: Findings) -> str:
     worst = update.worst if update.bad else None
     faults = [describe_update(findings, worst)] if worst and not _is_repaired(findings) else []
     faults += [describe_unchanged(findings)] if update.unchanged.results else []
-    faults += [describe_stalled(findings, stalled)] if stalled else []
+    faults += describe_stalled(findings, stalled)
     if wrong := [x.result.name for x in update.changes if not x.is_finite]:
         verb = "becomes" if len(wrong) == 1 else "become"
         faults.append(f"{enumerate_names(wrong)} {verb} infinite or NaN, in float32 too: correct this update.")
@@ -53,7 +50,9 @@ def _join(gradients: str, findings: Findings) -> str:
         return " ".join(filter(None, [*first, *notes]))
     worst = update.worst
     if worst is not None and worst.result.old is not None:
-        if _HEALTHY.search(gradients):
+        if not step.gradients:
+            gradients = f"The step computes no gradient, and its update differs from float32 {by(worst.error)}."
+        elif ends_with_small_error(findings):
             gradients = f"{gradients.removesuffix('.')}, and the update {by(worst.error)}."
         else:
             gradients = f"{gradients} The update differs from float32 {by(worst.error)}."

@@ -15,7 +15,7 @@ class TracedStep(NamedTuple):
     results: tuple[Result, ...] = ()  # those that half precision may change other than through the gradients
     state: tuple[str, ...] = ()  # the arguments that the step returns
     has_loss: bool = True  # otherwise the first output is 1
-    arguments: tuple[tuple[str, Any], ...] = ()  # the arrays that the step takes, with their names
+    arguments: tuple[tuple[str, Any], ...] = ()  # the leaves of its arguments, with their names
     stalled: tuple[Average, ...] = ()  # averages in half precision that stop moving
     rounded: tuple[Rounded, ...] = ()  # what is in half precision before the step begins
     ignores_scaler: bool = False  # whether no gradient depends on the scale of a dynamic scaler

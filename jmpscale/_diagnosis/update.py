@@ -112,11 +112,11 @@ def _find_unchanged(forms: Forms, changes: Sequence[Change], scale: float) -> Un
         return Unchanged()
     program = forms.constants.of_results()
 
-    def moved(sites: Iterable[Site]) -> list[int]:
-        outputs = program.run(scale, dict.fromkeys(sites, Mode.MOVED), Mode.FLOAT32)[0]
+    def changed_by(sites: Iterable[Site]) -> list[int]:
+        outputs = program.run(scale, dict.fromkeys(sites, Mode.PERTURBED), Mode.FLOAT32)[0]
         return [i for i in leaves if not bool((outputs[i] == changes[i].result.old).all())]
 
-    found = [site for site in program.sites if moved([site])] if moved(program.sites) else []
-    which = moved(found) if found else []
+    found = [site for site in program.sites if changed_by([site])] if changed_by(program.sites) else []
+    which = changed_by(found) if found else []
     results = tuple(changes[i].result for i in which)
     return Unchanged(results, tuple(dict.fromkeys(x.part.path for x in found)), found[0].dtype if which else None)
