@@ -64,6 +64,8 @@ def replace_scaler(tree: Tree, scaler: ScalerState) -> Tree:
     >>> float(jmpscale.replace_scaler((jmpscale.dynamic(), 1), jmpscale.dynamic(8.0))[0].loss_scale)
     8.0
     """
+    if isinstance(tree, ScalerState) and not isinstance(scaler, ScalerState):
+        raise TypeError("the arguments are replace_scaler(tree, scaler), got them in the opposite order.")
     check_scaler(scaler)
     old = only_scaler(tree, "tree", _WHERE_A_SCALER_IS)
     register_with_flax()

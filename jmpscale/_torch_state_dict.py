@@ -8,7 +8,7 @@ import numpy as np
 from jmpscale._base.arguments import check_count, check_in_range
 from jmpscale._base.options import requires_names
 from jmpscale._base.text import type_name
-from jmpscale._base.tree import PyTree
+from jmpscale._base.tree import PyTree, check_has_values
 from jmpscale._get_scaler import find_scaler
 from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerConfig, ScalerState, init_state, scale_on_host
 
@@ -28,6 +28,7 @@ def to_torch_state_dict(scaler: PyTree) -> dict[str, float | int]:
       none. `_growth_tracker` is below `growth_interval`, because torch never grows a scale whose tracker has passed it.
 
     Raises:
+      TypeError: the arrays of `scaler` are abstract or traced.
       ValueError: `scaler` does not contain exactly one scaler, or the scaler is not dynamic or has an invalid scale.
 
     >>> import jmpscale
@@ -35,6 +36,7 @@ def to_torch_state_dict(scaler: PyTree) -> dict[str, float | int]:
     1024.0
     """
     state = find_scaler(scaler)
+    check_has_values(state, "scaler", "to_torch_state_dict")
     config = state.config
     if config.mode != "dynamic":
         raise ValueError(

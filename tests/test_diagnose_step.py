@@ -309,6 +309,21 @@ def test_diagnose_step_names_the_leaf_and_the_line_of_an_update_that_loses_digit
     assert {row.line for row in diagnosis.rows if row.in_lines} == {found}
 
 
+def small_changes(params, average, batch):
+    grads = jax.grad(regression)(params, batch)
+    params = jax.tree.map(lambda p, g: p - B(1e-5) * g, params, grads)
+    return params, jax.tree.map(lambda e, p: e + B(1e-3) * (p - e), average, params)
+
+
+def test_diagnose_step_names_each_part_of_the_state_that_loses_digits():
+    diagnosis = jmpscale.diagnose_step(small_changes)(parameters(B), NEAR, BATCH)
+    in_one = jmpscale.diagnose_step(lambda state, batch: small_changes(*state, batch))((parameters(B), NEAR), BATCH)
+    for summary, parts in ((diagnosis.summary, ("params", "average")), (in_one.summary, ("state[0]", "state[1]"))):
+        first = next(part for part in parts if f"of the change of {part}[" in summary)
+        (other,) = set(parts) - {first}
+        assert f" (and 3 other leaves, also of {other}): keep them in float32, not bfloat16." in summary
+
+
 SGD = optax.sgd(0.3)
 HEALTHY = {
     "masters": (optimized(optax.adam(1e-4)), (parameters(), optax.adam(1e-4).init(parameters()), BATCH)),

@@ -284,7 +284,10 @@ TOOLS = {
     ),
     "check_step: no scaler": Mistake(
         lambda: testing.check_step(lambda params: params)(GRADS),
-        "the state of step must contain a scaler, got none: params. ... a loss scale that is a number: run a few",
+        (
+            "the state of step must contain a scaler, got none: params. ... For a step without loss scaling, call "
+            "jmpscale.diagnose_step. ... a loss scale that is a number: run a few"
+        ),
         raises=ValueError,
     ),
     "check_step: nothing is unscaled": Mistake(
@@ -309,3 +312,31 @@ TOOLS = {
 @pytest.mark.parametrize("mistake", rows(TOOLS))
 def test_testing_requires_its_arguments(mistake):
     check_message(mistake)
+
+
+NEED_VALUES = {  # a call with a tree, and the names of its argument and of the function in the error
+    "check_step": (lambda state: testing.check_step(lambda state: state)(state), "state", "check_step"),
+    "diagnose": (lambda w: jmpscale.diagnose(loss_of)(w), "args", "diagnose"),
+    "diagnose_step": (lambda state: jmpscale.diagnose_step(lambda state: state)(state), "state", "diagnose_step"),
+    "assert_replicated": (testing.assert_replicated, "tree", "assert_replicated"),
+}
+
+
+@pytest.mark.parametrize("name", NEED_VALUES)
+def test_tool_requires_arrays_with_values(name):
+    call, argument, function = NEED_VALUES[name]
+    words = f"{argument} must hold arrays with values, got"
+    for without_values in (lambda: jax.jit(call)(GRADS), lambda: call(jax.eval_shape(lambda: GRADS))):
+        with raises(TypeError, f"{words} float32[2] without values at {argument} ... Call {function} outside of jax.j"):
+            without_values()
+    donated = jax.tree.map(jnp.copy, GRADS)
+    jax.jit(lambda tree: tree, donate_argnums=0)(donated)
+    with raises(
+        ValueError, f"{words} a deleted float32[2] at {argument} ... pass the result ... or call {function} be"
+    ):
+        call(donated)
+
+
+def test_to_torch_state_dict_requires_values():
+    with raises(TypeError, "scaler must hold arrays with values, got float32[] without values at scaler.loss_scale"):
+        traced(jmpscale.to_torch_state_dict, STATE)

@@ -74,6 +74,9 @@ WRONG_CALLS = {
     ),
     "jax.grad": Mistake(_value_and_grad(GRADS, transform=jax.grad), "must return ((value, aux), grads) ... flax.nnx"),
     "jax.grad of a pair": Mistake(_value_and_grad((W32, W32), transform=jax.grad), "transform must return ((value,"),
+    "name of a library": Mistake(
+        _value_and_grad(GRADS, transform="equinox"), "transform must be a function, got 'equinox'. Pass jax.value_and_"
+    ),
     "holomorphic": Mistake(
         _value_and_grad(jnp.complex64(1), fun=lambda z: z**2, transform=_holomorphic),
         "fun must return a real ... got complex64[]. Reduce it with .sum() or .mean(), or use scale, jax.vjp and",
@@ -116,6 +119,9 @@ WRONG_CALLS = {
         lambda: jmpscale.value_and_grad(loss_of)(GRADS, W32),
         "found 0 in a dict. The scaler is the first",
         raises=ValueError,
+    ),
+    "loss first": Mistake(
+        lambda: jmpscale.value_and_grad(loss_of)(LOSS, STATE), "found 0 in an Array. The scaler is", raises=ValueError
     ),
     "keyword": Mistake(
         lambda: jmpscale.value_and_grad(loss_of)(scaler=STATE, tree=GRADS),

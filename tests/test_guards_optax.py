@@ -89,6 +89,9 @@ WRONG_CALLS = {
     "loss first": Mistake(
         lambda: TX.update(loss_and_aux(1)[0], OPT_STATE, GRADS), "got the loss in place of the gradients."
     ),
+    "state first": Mistake(
+        lambda: TX.update(OPT_STATE, GRADS), "the arguments are tx.update(grads, state, params), got the state first."
+    ),
     "inner state": Mistake(lambda: TX.update(GRADS, ADAM.init(GRADS)), "got tuple. The ... ._replace(inner_state=...)"),
     "updates of inner": Mistake(
         _inner(lambda g, s, p: (g["w"], s)), f"['b'] {ONLY_IN} input. Gate optax_step(inner, grads) with apply_if."

@@ -55,6 +55,11 @@ def test_function_requires_a_scaler(name):
         call(BATCH)
 
 
+def test_replace_scaler_takes_the_tree_first():
+    with raises(TypeError, "the arguments are replace_scaler(tree, scaler), got them in the opposite order."):
+        jmpscale.replace_scaler(STATE, OPT_STATE)
+
+
 READ_SCALER_OF_TREE = {  # the call, and the name of the argument
     "get_scaler": (jmpscale.get_scaler, "tree"),
     "metrics": (jmpscale.metrics, "scaler"),

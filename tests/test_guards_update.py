@@ -8,6 +8,7 @@ import jmpscale
 from calls import (
     FLAGS,
     GRADS,
+    OPT_STATE,
     SCALE,
     SCALE_STATE,
     STATE,
@@ -32,6 +33,10 @@ WRONG_CALLS = {
     "opposite order": Mistake(
         lambda: jmpscale.update(TRUE, STATE),
         "the arguments are update(scaler, finite), got them in the opposite order.",
+    ),
+    "state of the wrapper": Mistake(
+        lambda: jmpscale.update(OPT_STATE, TRUE),
+        "got the state of with_loss_scaling, whose scaler tx.update adjusts. Remove this call.",
     ),
     "int32 as flag": Mistake(lambda: jmpscale.update(STATE, jnp.int32(1)), f"{NO_FLAG} int32"),
     "flags": Mistake(

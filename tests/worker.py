@@ -217,7 +217,7 @@ TREES = {
         lambda n: [np.ones(2), 1.0][n],
         "tree must be an array or a text, got float. Pass the result of a step.",
     ),
-    "deleted array": (lambda n: [jnp.copy, _deleted][n](jnp.ones(2)), "Array has been deleted"),
+    "deleted array": (lambda n: [jnp.copy, _deleted][n](jnp.ones(2)), "got a deleted float32[2] at tree"),
 }
 
 

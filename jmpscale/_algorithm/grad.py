@@ -72,7 +72,7 @@ def value_and_grad(
     """
     if fun is None:
         return functools.partial(value_and_grad, argnums=argnums, has_aux=has_aux, transform=transform)
-    guards.created(fun, argnums)
+    guards.created(fun, argnums, transform)
     name = str(getattr(fun, "__name__", "fun"))
     # equinox.filter_value_and_grad has no argnums, and nnx.value_and_grad takes it by keyword only.
     options = {} if isinstance(argnums, int) and argnums == 0 else {"argnums": argnums}

@@ -24,6 +24,10 @@ def type_name(value: object) -> str:
     return "Array" if isinstance(value, jax.Array) else type(value).__name__
 
 
+def with_article(name: str) -> str:
+    return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
+
+
 def format_number(value: float | np.floating) -> str:
     """Formats a number, and a large or small power of two as one, such as 2^16."""
     mantissa, exponent = math.frexp(value)

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 
 from jmpscale._base.compat import REF
 from jmpscale._base.frameworks import fp8_statistics, is_nnx_object
-from jmpscale._base.text import type_name
+from jmpscale._base.text import describe, type_name
 
 PyTree: TypeAlias = Any
 Tree = TypeVar("Tree")
@@ -147,3 +147,18 @@ def check_no_nnx_objects(tree: PyTree, name: str, remedy: str) -> None:
             f"{name} must hold values, got a Flax NNX {type_name(found[0])}, which is changed in place: the change "
             f"would be lost. {remedy}"
         )
+
+
+def check_has_values(tree: PyTree, name: str, function: str) -> None:
+    """Raises if a leaf is an array without values, which `function` would read."""
+    for path, leaf in named_leaves(tree):
+        if is_traced(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"{name} must hold arrays with values, got {describe(leaf)} without values at {name}{path}. Call "
+                f"{function} outside of jax.jit, with the arrays of a training step."
+            )
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise ValueError(
+                f"{name} must hold arrays with values, got a deleted {describe(leaf)} at {name}{path}. It was donated "
+                f"to a compiled function: pass the result of this function, or call {function} before it."
+            )

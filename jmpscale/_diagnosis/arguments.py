@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jmpscale._base.arguments import check_in_range
-from jmpscale._base.text import describe
-from jmpscale._base.tree import PyTree, check_no_refs, is_inexact, is_traced, named_leaves
+from jmpscale._base.tree import PyTree, check_has_values, check_no_refs, is_inexact, named_leaves
 
 
 def check_accepted_error(accepted_error: float | None) -> float | None:
@@ -20,26 +19,17 @@ def check_accepted_error(accepted_error: float | None) -> float | None:
     return check_in_range("accepted_error", accepted_error, 1e-6, 0.99, remedy)
 
 
-def check_concrete(trees: dict[str, PyTree]) -> None:
-    """Raises if an argument has no values."""
+def check_arguments(trees: dict[str, PyTree], function: str) -> None:
+    """Raises if an argument of `function` has no values, or is used without the context of its mesh."""
     for name, tree in trees.items():
         check_no_refs(tree, name)
+        check_has_values(tree, name, function)
         for path, leaf in named_leaves(tree):
-            if is_traced(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
-                raise TypeError(
-                    f"{name} must hold arrays with values, got {describe(leaf)} without values at {name}{path}. Call "
-                    "diagnose outside of jax.jit, with the arrays of a training step."
-                )
             mesh: Any = getattr(getattr(leaf, "sharding", None), "mesh", jax.sharding.get_abstract_mesh())
             if jax.sharding.AxisType.Explicit in mesh.axis_types and jax.sharding.get_abstract_mesh().empty:
                 raise ValueError(
                     f"{name} must be used in the context of its mesh, got an array on a mesh with Explicit axes at "
-                    f"{name}{path}. Call diagnose in the context of jax.set_mesh(mesh)."
-                )
-            if isinstance(leaf, jax.Array) and leaf.is_deleted():
-                raise ValueError(
-                    f"{name} must hold arrays with values, got a deleted {describe(leaf)} at {name}{path}. It was "
-                    "donated to a compiled function: call diagnose before the training step."
+                    f"{name}{path}. Call {function} in the context of jax.set_mesh(mesh)."
                 )
 
 

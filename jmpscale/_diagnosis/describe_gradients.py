@@ -13,7 +13,7 @@ from jmpscale._diagnosis.thresholds import MARGIN, NOISE
 def describe_gradients(findings: Findings) -> str:
     """Describes the gradients at the present scale and at others, and the lines that make them wrong."""
     if not findings.step.gradients:
-        return "The step computes no gradient."
+        return "The step computes no gradient: for the gradients of a loss function, call jmpscale.diagnose."
     if not findings.trials.program.sites and not findings.trials.not_entered:
         if not findings.has_scaler:
             return "The gradients have no result in half precision."

@@ -7,18 +7,17 @@ from jmpscale._base.text import format_percentage
 from jmpscale._base.types import is_narrow
 from jmpscale._diagnosis.averages import Average
 from jmpscale._diagnosis.findings import Findings
-from jmpscale._diagnosis.phrases import by
+from jmpscale._diagnosis.phrases import by, describe_leaves
 from jmpscale._diagnosis.thresholds import LOST
-from jmpscale._diagnosis.update import Change, Update
+from jmpscale._diagnosis.update import Change
 
 
-def describe_stalled(stalled: Sequence[Average]) -> str:
+def describe_stalled(findings: Findings, stalled: Sequence[Average]) -> str:
     """Describes averages that stop moving."""
-    first, count = stalled[0], len(stalled) - 1
-    others = f" (and {count} other {'leaf' if count == 1 else 'leaves'})" if count else ""
+    first, leaves = stalled[0], describe_leaves(findings, [x.result.name for x in stalled])
     return (
-        f"{first.result.name}{others} will stop moving: it is an average in {first.result.dtype} with a decay of "
-        f"{first.decay:.6g}, and rounding keeps it from shrinking. Keep {'them' if count else 'it'} in float32."
+        f"{leaves} will stop moving: it is an average in {first.result.dtype} with a decay of {first.decay:.6g}, and "
+        f"rounding keeps it from shrinking. Keep {'it' if len(stalled) == 1 else 'them'} in float32."
     )
 
 
@@ -27,9 +26,9 @@ def describe_unchanged(findings: Findings) -> str:
     unchanged = findings.update.unchanged
     first, count = unchanged.results[0], len(unchanged.results) - 1
     keep = f"Keep {'them' if count else 'it'} in float32, or compute" if is_narrow(first) else "Compute"
-    others = f" (and {count} other {'leaf' if count == 1 else 'leaves'})" if count else ""
+    leaves = describe_leaves(findings, [x.name for x in unchanged.results])
     return (
-        f"{first.name}{others} {'do' if count else 'does'} not change, in float32 either, because a constant at "
+        f"{leaves} {'do' if count else 'does'} not change, in float32 either, because a constant at "
         f"{findings.names(unchanged.paths)} is rounded to {unchanged.dtype}. {keep} with constants in float32 there."
     )
 
@@ -37,7 +36,7 @@ def describe_unchanged(findings: Findings) -> str:
 def describe_update(findings: Findings, worst: Change) -> str:
     """Describes an update that is wrong: the leaf, the size, the remedy, and the line."""
     update = findings.update
-    what = _what(worst, update)
+    what = _what(findings, worst)
     if not update.is_repaired and not update.paths:
         return f"{what}, even if all lines compute in float32."
     lines = findings.names(update.paths)
@@ -53,24 +52,27 @@ def describe_update(findings: Findings, worst: Change) -> str:
     return f"{what}. Compute {lines} in float32: then {then}."
 
 
-def _what(worst: Change, update: Update) -> str:
-    same = [x for x in update.bad if x is not worst and (x.result.old is None) == (worst.result.old is None)]
-    count = len([x for x in same if x.is_narrow == worst.is_narrow])
-    name = worst.result.name
-    noun = "leaf" if worst.result.old is not None else "result"
-    plural = "leaves" if noun == "leaf" else "results"
-    others = f" (and {count} other {noun if count == 1 else plural})" if count else ""
-    if worst.result.old is None:
-        if math.isinf(worst.error):
-            expected = "zero" if worst.is_finite_as_written else "finite"
-            return f"The result {name}{others} is not {expected}, but is in float32"
-        return f"The result {name}{others} differs from float32 {by(worst.error)}"
+def _what(findings: Findings, worst: Change) -> str:
+    is_leaf = worst.result.old is not None
+    others = [x for x in findings.update.bad if x is not worst and (x.result.old is not None) == is_leaf]
+    names = [x.result.name for x in (worst, *others) if x.is_narrow == worst.is_narrow]
+    if not is_leaf:
+        return _describe_result(worst, len(names) - 1)
+    leaves = describe_leaves(findings, names)
     subject = "Even with the right gradients, the update" if worst.result.is_gradient_led else "The step"
     if not worst.is_finite_as_written:
-        return f"{subject} makes {name}{others} infinite or NaN"
+        return f"{subject} makes {leaves} infinite or NaN"
     if math.isinf(worst.error):
-        return f"{subject} changes {name}{others}, and does not in float32"
+        return f"{subject} changes {leaves}, and does not in float32"
     if worst.lost > LOST:
-        return f"{subject} loses {format_percentage(min(worst.lost, 1.0))} of the change of {name}{others}"
+        return f"{subject} loses {format_percentage(min(worst.lost, 1.0))} of the change of {leaves}"
     prefix = "Even with the right gradients, the" if worst.result.is_gradient_led else "The"
-    return f"{prefix} change of {name}{others} differs from float32 {by(worst.error)}"
+    return f"{prefix} change of {leaves} differs from float32 {by(worst.error)}"
+
+
+def _describe_result(worst: Change, count: int) -> str:
+    others = f" (and {count} other {'result' if count == 1 else 'results'})" if count else ""
+    if math.isinf(worst.error):
+        expected = "zero" if worst.is_finite_as_written else "finite"
+        return f"The result {worst.result.name}{others} is not {expected}, but is in float32"
+    return f"The result {worst.result.name}{others} differs from float32 {by(worst.error)}"

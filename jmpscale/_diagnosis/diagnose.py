@@ -13,7 +13,7 @@ from jmpscale._base.frameworks import is_nnx_object
 from jmpscale._base.options import requires_names_in
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, find_instances, flatten_gradients, named_leaves
-from jmpscale._diagnosis.arguments import check_accepted_error, check_concrete, named_arguments
+from jmpscale._diagnosis.arguments import check_accepted_error, check_arguments, named_arguments
 from jmpscale._diagnosis.examine import examine
 from jmpscale._diagnosis.report import Diagnosis
 from jmpscale._diagnosis.rounded import find_rounded
@@ -105,7 +105,7 @@ def diagnose(
         if has_scaler:
             state, args = find_scaler(args[0]), args[1:]
         _check_call(fun, args, kwargs)
-        check_concrete({"scaler": state, "args": args, "kwargs": kwargs})
+        check_arguments({"scaler": state, "args": args, "kwargs": kwargs}, "diagnose")
         scale_on_host(state)
         names: list[str] = []  # of the gradients
 

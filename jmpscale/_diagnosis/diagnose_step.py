@@ -10,7 +10,7 @@ from jmpscale._base.options import requires_names_in
 from jmpscale._base.step_call import StepCall
 from jmpscale._base.text import describe
 from jmpscale._base.tree import find_instances
-from jmpscale._diagnosis.arguments import check_accepted_error, check_concrete
+from jmpscale._diagnosis.arguments import check_accepted_error, check_arguments
 from jmpscale._diagnosis.examine import examine
 from jmpscale._diagnosis.report import Diagnosis
 from jmpscale._diagnosis.thresholds import accepted_errors
@@ -76,8 +76,8 @@ def diagnose_step(step: Callable[..., Any], *, accepted_error: float | None = No
     accepts = accepted_errors(check_accepted_error(accepted_error))
 
     def diagnose_step_of(*args: Any, **kwargs: Any) -> Diagnosis:
-        check_concrete({"args": args, "kwargs": kwargs})
         call = StepCall(step, args, kwargs)
+        check_arguments(dict(zip(call.names, call.arguments, strict=True)), "diagnose_step")
         scalers = [x for x in find_instances(call.arguments, ScalerState) if x.config.mode != "disabled"]
         scaler = find_scaler(scalers[0]) if scalers else None
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):

@@ -13,7 +13,7 @@ from jmpscale._base.axes import AxisName, as_axes, manual_axes
 from jmpscale._base.compat import is_compiling, unreduced_axes
 from jmpscale._base.frameworks import averages_of_gradients, is_optax_state
 from jmpscale._base.marks import Mark, has_mark, mark, source_of, was_used
-from jmpscale._base.text import describe, truncate, type_name
+from jmpscale._base.text import describe, truncate, type_name, with_article
 from jmpscale._base.tree import (
     PyTree,
     find_instances,
@@ -63,7 +63,7 @@ def only_scaler(tree: PyTree, name: str, remedy: str) -> ScalerState:
             "functional API, pass the scaler instead."
         )
     raise ValueError(
-        f"{name} must contain exactly one ScalerState, found {len(found)} in a {type_name(tree)}. {remedy}"
+        f"{name} must contain exactly one ScalerState, found {len(found)} in {with_article(type_name(tree))}. {remedy}"
     )
 
 

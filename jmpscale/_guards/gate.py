@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 from jmpscale._base.arguments import check_flag
 from jmpscale._base.frameworks import imported
 from jmpscale._base.marks import Mark, has_mark, source_of
-from jmpscale._base.text import type_name
+from jmpscale._base.text import type_name, with_article
 from jmpscale._base.tree import (
     PyTree,
     check_no_nnx_objects,
@@ -78,7 +78,8 @@ def step_running() -> Iterator[None]:
 def step_returned(flag: jax.Array, carry: tuple[PyTree, ...], before: tuple[PyTree, ...], after: object) -> None:
     """Checks the result of a step, a tuple; `before` is the carry as the step receives it."""
     if not isinstance(after, tuple):
-        raise TypeError(f"fn returned a {type_name(after)}, expected a tuple of {len(carry)} values: `return a, b`.")
+        got = with_article(type_name(after))
+        raise TypeError(f"fn returned {got}, expected a tuple of {len(carry)} values: `return a, b`.")
     check_same_types(before, after)
     _warn_if_scaler_is_gated(flag, carry, after, "the carry contains a scaler, and fn changes it")
     _warn_if_changed_in_place(carry, after)

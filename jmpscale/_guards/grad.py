@@ -32,10 +32,11 @@ _SCALER_COMES_FIRST = (
 _SELF_COMES_FIRST = "A decorated method receives self before the scaler. Call value_and_grad(self.{})(scaler, batch)."
 _NOT_THE_STEP = "Pass the loss function itself, not a training step or a function that returns gradients."
 _REDUCE_THE_LOSS = "Reduce it with .sum() or .mean(), or use scale, jax.vjp and unscale."
+_TRANSFORMS = "Pass jax.value_and_grad, flax.nnx.value_and_grad or equinox.filter_value_and_grad, not grad."
 _RETURN_THE_LOSS = f"Return the loss. {_NOT_THE_STEP} Auxiliary data require has_aux=True."
 
 
-def created(fun: object, argnums: Any) -> None:
+def created(fun: object, argnums: Any, transform: object) -> None:
     if not callable(fun):
         raise TypeError(f"fun must be the loss function, got {describe(fun)}. {_SCALER_COMES_FIRST}")
     if any(is_array(leaf) and is_inexact(leaf) for leaf in jax.tree.leaves(argnums)):
@@ -43,6 +44,8 @@ def created(fun: object, argnums: Any) -> None:
     unwrapped = getattr(fun, "__wrapped__", fun)  # jax.jit and autocast wrap functions
     if getattr(unwrapped, "__qualname__", "") == "value_and_grad.<locals>.value_and_grad_fun":
         raise TypeError(f"fun must be the loss function, got a result of value_and_grad. {_NOT_THE_STEP}")
+    if not callable(transform):
+        raise TypeError(f"transform must be a function, got {describe(transform)}. {_TRANSFORMS}")
 
 
 def called(scaler: PyTree, name: str) -> None:
@@ -88,8 +91,8 @@ def transform_returned(result: object, kind: type) -> None:
         case ((_, aux), _) if isinstance(aux, kind):
             return
     raise TypeError(
-        "transform must return ((value, aux), grads) as jax.value_and_grad does, but it returned another "
-        "structure. Pass jax.value_and_grad, flax.nnx.value_and_grad or equinox.filter_value_and_grad, not grad."
+        "transform must return ((value, aux), grads) as jax.value_and_grad does, but it returned another structure. "
+        f"{_TRANSFORMS}"
     )
 
 

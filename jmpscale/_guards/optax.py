@@ -68,6 +68,8 @@ def called(
         raise TypeError(f"the arguments are tx.update(grads, state, params, value=loss), got {got}.")
     if "loss" in extra_args:  # a name that is passed on would be ignored, and the step applied
         raise TypeError("the arguments are tx.update(grads, state, params, value=loss), got loss=. Write value=.")
+    if isinstance(grads, WithLossScalingState):
+        raise TypeError("the arguments are tx.update(grads, state, params), got the state first.")
     if not isinstance(state, WithLossScalingState):
         raise TypeError(
             f"state must be a WithLossScalingState, got {type_name(state)}. The arguments are (grads, state, params). "

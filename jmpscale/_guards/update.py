@@ -17,12 +17,17 @@ from jmpscale._guards.checks import (
     warn_if_nothing_is_scaled,
     warn_if_unsynchronized,
 )
-from jmpscale._state import ScalerState
+from jmpscale._state import ScalerState, WithLossScalingState
 
 
 def called(scaler: ScalerState, finite: ArrayLike, loss: PyTree, axis_name: AxisName) -> None:
     if isinstance(finite, ScalerState) and not isinstance(scaler, ScalerState):
         raise TypeError("the arguments are update(scaler, finite), got them in the opposite order.")
+    if isinstance(scaler, WithLossScalingState):
+        raise TypeError(
+            "scaler must be a ScalerState, got the state of with_loss_scaling, whose scaler tx.update adjusts. Remove "
+            "this call."
+        )
     check_scaler(scaler)
     check_flag(finite)
     if scaler.config.mode == "disabled":

@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jmpscale._base.text import truncate, type_name
-from jmpscale._base.tree import PyTree, bit_pattern, find_instances, is_array, named_leaves
+from jmpscale._base.tree import PyTree, bit_pattern, check_has_values, find_instances, is_array, named_leaves
 from jmpscale._state import ScalerState
 
 _Description = dict[str, Any]  # of a tree on one process, in JSON
@@ -35,7 +35,8 @@ def assert_replicated(tree: PyTree) -> None:
     Raises:
       AssertionError: two devices or two processes differ, or another process cannot read its tree. The message names
         the leaf or the setting; within a process, also the devices and the values.
-      TypeError: a leaf is not an array or a text.
+      TypeError: a leaf is not an array or a text, or is an abstract or traced array.
+      ValueError: an array was donated to a compiled function.
 
     >>> import jmpscale
     >>> from jmpscale import testing
@@ -49,6 +50,7 @@ def assert_replicated(tree: PyTree) -> None:
 
 
 def _check_leaves(tree: PyTree) -> None:
+    check_has_values(tree, "tree", "assert_replicated")
     for path, leaf in named_leaves(tree):
         if not (is_array(leaf) or isinstance(leaf, str)):
             remedy = "Pass its text, .as_text()." if hasattr(leaf, "as_text") else "Pass the result of a step."
@@ -111,7 +113,7 @@ def _check_processes(tree: PyTree) -> None:
         _check_leaves(tree)
         check_copies(tree)
         description = _description(tree)
-    except Exception as raised:  # also what JAX raises about deleted arrays
+    except Exception as raised:
         error, description = raised, {"error": f"{type(raised).__name__}: {raised}"}
     descriptions = [json.loads(text) for text in _gather(json.dumps(description))]
     if error is not None:

@@ -10,7 +10,7 @@ from jmpscale._base.frameworks import is_trace_error
 from jmpscale._base.step_call import UNREADABLE, StepCall
 from jmpscale._base.step_state import Match, changed_types, match_state
 from jmpscale._base.text import describe
-from jmpscale._base.tree import PyTree, find_instances, is_traced, named_leaves
+from jmpscale._base.tree import PyTree, check_has_values, find_instances, is_traced, named_leaves
 from jmpscale._guards.checks import check_leaf_types
 from jmpscale._state import ScalerState
 from jmpscale.testing._replicated import check_addressable
@@ -87,11 +87,13 @@ def step_of_state(step: Callable[..., PyTree], args: Sequence[Any], kwargs: dict
     """Returns a step as a function of its state.
 
     Raises:
-      TypeError: no argument comes back, or one with other types.
-      ValueError: no argument that comes back contains a scaler; or other processes hold a part of an argument.
+      TypeError: no argument comes back, or one with other types; or an argument is abstract or traced.
+      ValueError: no argument that comes back contains a scaler; an argument was donated to a compiled function; or
+        other processes hold a part of an argument.
     """
     call = StepCall(step, args, kwargs)
     for name, argument in zip(call.names, call.arguments, strict=True):
+        check_has_values(argument, name, "check_step")
         check_addressable(argument, name)
     program = None
     try:
@@ -149,5 +151,5 @@ def _raise_for_scaler(call: StepCall, matches: Sequence[Match]) -> NoReturn:
     names = ", ".join(match.name for match in matches)
     raise ValueError(
         f"the state of step must contain a scaler, got none: {names}. Pass and return the scaler, or the state of "
-        f"with_loss_scaling. {_NUMBER}"
+        f"with_loss_scaling. For a step without loss scaling, call jmpscale.diagnose_step. {_NUMBER}"
     )

@@ -93,9 +93,10 @@ def check_step(step: Callable[..., Any], *, ignore: str | Sequence[str] = ()) ->
       AssertionError: the step is not skipped, changes the state although it is skipped, is skipped at every scale of
         its scaler, depends on the scale, keeps the scale from growing, or differs from float32; or devices differ. The
         message names the likely mistakes.
-      TypeError: `step` is not a function, returns no argument, or changes the structure or the types of the state.
+      TypeError: `step` is not a function, returns no argument, or changes the structure or the types of the state; or
+        an argument is abstract or traced.
       ValueError: the state contains no scaler, or only disabled ones; `step` unscales no gradients; `ignore` names no
-        leaf; or other processes hold a part of the state.
+        leaf; an argument was donated to a compiled function; or other processes hold a part of the state.
 
     Warns:
       UserWarning: JAX cannot trace the step, so it is not compared with float32; or a NaN in the forward pass reduces
