@@ -83,6 +83,7 @@ def measure(job, method, mesh, members=None):
         "temp_bytes": memory.temp_size_in_bytes,
         "argument_bytes": memory.argument_size_in_bytes,
         "kernels": programs.kernels(program),
+        "scalar_operations": programs.scalar_operations(program),  # among the kernels
         "matmuls": programs.matmuls(program),
         "copies": len(copied),
         "copied_bytes": sum(map(programs.bytes_of, copied)),

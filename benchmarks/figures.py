@@ -98,14 +98,23 @@ def _compiled(results):
     def ratios(step, names, figure):
         return [compiled[step][name][figure] / compiled[step]["clipped"][figure] for name in names]
 
-    def kernels(columns, names):
-        added = [compiled[x][name]["kernels"] - compiled[x]["clipped"]["kernels"] for x in columns for name in names]
-        return span(added, "{}")
+    def added(columns, names, count):
+        return span([count(compiled[x][name]) - count(compiled[x]["clipped"]) for x in columns for name in names], "{}")
+
+    def kernels(x):
+        return x["kernels"]
+
+    def scalar_operations(x):
+        return x["scalar_operations"]
+
+    def other_kernels(x):
+        return kernels(x) - scalar_operations(x)
 
     on_h100 = ("layers", "language model", "embedding")
     for group, names in {"ours": OURS, "peers": steps.PEERS, **{peer: [peer] for peer in steps.PEERS}}.items():
-        found[f"H100 added kernels, {group}"] = kernels(on_h100, names)
-        found[f"TPU added kernels, {group}"] = kernels(["TPU"], names)
+        found[f"H100 added kernels, {group}"] = added(on_h100, names, kernels)
+        found[f"TPU added kernels, {group}"] = added(["TPU"], names, other_kernels)
+        found[f"TPU added operations on scalars, {group}"] = added(["TPU"], names, scalar_operations)
     for step in ("embedding", "TPU"):
         found[f"{step}: memory of apply_if_finite"] = span(ratios(step, steps.PEERS[3:], "temp_bytes"))
     found["TPU: bytes of apply_if_finite"] = span(ratios("TPU", steps.PEERS[3:], "moved_bytes"))

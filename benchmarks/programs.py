@@ -171,6 +171,13 @@ def count(program, *operations):
     return sum(x.operation.removesuffix("-start") in operations for x in running(program))
 
 
+def scalar_operations(program):
+    """Counts the operations outside of fusions whose result is a scalar: on a TPU, its scalar unit runs them."""
+    scalars = [x.operation for x in program.computations[program.entry] if re.match(r"\w+\[\]", x.type)]
+    others = ("fusion", "custom-call", *FREE, *FLOW)
+    return sum(x not in others and not re.match(COLLECTIVES, x) for x in scalars)
+
+
 def kernels(program, computation=None):
     """Counts the kernels that run on the device; a conditional counts as its branch with the most kernels."""
     n = 0

@@ -32,9 +32,9 @@ def get_scaler(tree: PyTree) -> ScalerState:
     return find_scaler(tree, "tree", allow_batch=True)
 
 
-def find_scaler(tree: PyTree, name: str = "scaler", *, allow_batch: bool = False, remedy: str = "") -> ScalerState:
-    """Returns the only scaler in a tree, unwrapped; errors call the tree `name`, and may have a remedy of their own."""
-    wrapped = only_scaler(tree, name, remedy or _WHERE_A_SCALER_IS)
+def find_scaler(tree: PyTree, name: str = "scaler", *, allow_batch: bool = False) -> ScalerState:
+    """Returns the only scaler in a tree, unwrapped; errors call the tree `name`."""
+    wrapped = only_scaler(tree, name, _WHERE_A_SCALER_IS)
     register_with_flax()
     arrays = jax.tree.leaves(wrapped)  # Flax NNX puts them into containers
     if len(arrays) != len(ARRAY_FIELDS):

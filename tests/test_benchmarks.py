@@ -151,6 +151,27 @@ def test_programs_counts_copies_collectives_and_kernels():
     assert programs.kernels(PROGRAM) == 5  # a prefetch, a fusion, two all-reduces, and the larger branch
 
 
+SCALARS = programs.parse("""HloModule jit_update
+
+ENTRY %main (a: f32[1024,8], b: s32[]) -> (f32[], s32[]) {
+  %a = f32[1024,8]{1,0:T(8,128)} parameter(0)
+  %b = s32[]{:T(128)} parameter(1)
+  %one = s32[]{:T(128)} constant(1)
+  %copy.1 = s32[]{:T(128)S(6)} copy(%b)
+  %add.1 = s32[]{:T(128)} add(%copy.1, %one)
+  %sum = f32[]{:T(128)} fusion(%a), kind=kLoop, calls=%fused
+  %all-reduce.1 = f32[]{:T(128)} all-reduce(%sum), to_apply=%add
+  %negate.1 = f32[1024,8]{1,0:T(8,128)} negate(%a)
+  ROOT %both = (f32[], s32[]) tuple(%all-reduce.1, %add.1)
+}
+""")
+
+
+def test_programs_counts_operations_on_scalars():
+    assert programs.kernels(SCALARS) == 5
+    assert programs.scalar_operations(SCALARS) == 2  # the copy and the sum
+
+
 def test_moved_bytes_omit_prefetches():
     matrix = 4 * 1024 * 8
     fusion, large_reduce, small_reduce, branch = 2 * matrix, 2 * (matrix + 4), 4 + 28, 2 * matrix

@@ -48,14 +48,16 @@ def test_accepted_error_of_gradients_is_one_sentence():
     diagnosis = jmpscale.diagnose(time_steps, accepted_error=0.3)(NETWORK, TIMES)
     assert 0.1 < diagnosis.gradient_error < 0.3
     assert diagnosis.lines == ()
-    assert diagnosis.summary == f"The gradients differ from float32 by {diagnosis.gradient_error:.1%}, in ['first']."
+    assert (
+        diagnosis.summary == f"The gradients differ from float32 by {diagnosis.gradient_error:.1%}, in params['first']."
+    )
 
 
 def test_refused_error_of_gradients_names_the_smallest_set_of_lines():
     diagnosis = jmpscale.diagnose(time_steps, accepted_error=0.1)(NETWORK, TIMES)
     line = line_of(time_steps, "test_diagnose_rounding")
     assert diagnosis.lines == (line,)
-    assert " in ['first'], which has " in diagnosis.summary
+    assert " in params['first'], which has " in diagnosis.summary
     assert f"rounding, not range. The error begins at {line}. Compute {line} in float32: then " in diagnosis.summary
 
 

@@ -17,9 +17,9 @@ import pytest
 from flax import linen, nnx
 from jax.extend import core
 
-from jmpscale._base.jaxpr import equations, type_of
+from jmpscale._base.jaxpr import ENTERED, equations, type_of
 from jmpscale._interpreter.float32 import run_as_written, run_in_float32
-from jmpscale._interpreter.interpret import ENTERED, Interpreter, is_narrow
+from jmpscale._interpreter.interpret import Interpreter, is_narrow
 
 H = jnp.float16
 # Primitives that the comparison runs as written, if they have operands or results in half precision, and lists.

@@ -107,7 +107,7 @@ FAULTS = {
         autocast=True,
         lines=(),
         scaler=jmpscale.dynamic(2.0**10),
-        contains=f"; yours is 2^10. {TOO_SMALL}differ from float32 by 200%.",
+        contains=f"; yours is 2^10. {TOO_SMALL}differ from float32 by 200%, in w.",
     ),
     "equal scores": Fault(
         programs.min_max_of_equal_scores,

@@ -60,7 +60,7 @@ NAN = jnp.float32([1.0, np.nan])
 ARGUMENTS = {  # a function, its arguments, and the paths of the arguments that are not finite
     "positional": (keywords, (ONE, {"image": NAN, "label": ONE}), {}, ["batch['image']"]),
     "keyword": (keywords, (INF, ONE), {"bias": NAN}, ["w", "bias"]),
-    "without names": (unnamed, (ONE, [ONE, NAN]), {"bias": INF}, ["args[1][1]", "options['bias']"]),
+    "without names": (unnamed, (ONE, [ONE, NAN]), {"bias": INF}, ["args[1][1]", "bias"]),
     "without a signature": (max, (ONE, NAN), {"key": INF}, ["args[1]", "key"]),
     "another signature": (lambda: None, (NAN,), {}, ["args[0]"]),
     "integers and texts": (keywords, (np.arange(2), "text"), {"bias": None}, []),
@@ -78,7 +78,7 @@ def test_arguments_that_are_not_finite_are_named(name):
 
 def trials(fun, *consts):
     program = step(fun, *consts)
-    return GradientTrials(Forms(program), [""] * len(program.consts), AcceptedErrors())
+    return GradientTrials(Forms(program), [""] * len(program.consts), AcceptedErrors(), has_scaler=True)
 
 
 def test_gradients_that_are_rounding_noise_or_negligible_are_not_decisive():

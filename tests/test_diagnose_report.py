@@ -65,7 +65,7 @@ def clipped(w):
     return squared(clip_cotangent(w.astype(H)))
 
 
-SMALL, LARGE = f"{TOO_SMALL}differ from float32 by 100%.", f"{TOO_LARGE}are not finite."
+SMALL, LARGE = f"{TOO_SMALL}differ from float32 by 100%, in w.", f"{TOO_LARGE}are not finite."
 BEST = "At the best scale the gradients differ from float32 by "
 ROOM = (
     "It is within 2 bits of the largest one, and a static scale does not back off if the gradients grow: "
@@ -78,7 +78,7 @@ SCALERS = {  # the loss function, the scaler, the name of the present scale, and
     "not a power of two": (product, jmpscale.static(60000.0), "60000", ROOM),
     "static, too small": (product, jmpscale.static(2.0**-20), "2^-20", f"{SMALL} Use static(2.0**9). {BEST}0."),
     "static, too large": (product, jmpscale.static(2.0**16), "2^16", f"{LARGE} Use static(2.0**9). {BEST}0."),
-    "disabled, clipped": (clipped, jmpscale.disabled(), "2^0", f"{GRADIENTS_DIFFER}0.0214%."),
+    "disabled, clipped": (clipped, jmpscale.disabled(), "2^0", f"{GRADIENTS_DIFFER}0.0214%, in w."),
     "dynamic, too small": (
         product,
         jmpscale.dynamic(2.0**-10, min_scale=2.0**-12, max_scale=2.0**10),
@@ -107,7 +107,8 @@ SCALERS = {  # the loss function, the scaler, the name of the present scale, and
         clipped,
         jmpscale.dynamic(2.0**10),
         "2^10",
-        f"{TOO_LARGE}differ from float32 by 99.9%. Use dynamic(init_scale=2.0**0, max_scale=2.0**0). {BEST}0.0214%.",
+        f"{TOO_LARGE}differ from float32 by 99.9%, in w. Use dynamic(init_scale=2.0**0, max_scale=2.0**0). "
+        f"{BEST}0.0214%, in w.",
     ),
 }
 
@@ -208,11 +209,11 @@ SUMMARIES = {  # the loss function, its arguments, and the summary, with the lin
     "large error": (
         phases,
         (W, X),
-        f"{GRADIENTS_DIFFER}6.97%: rounding, which may be harmless. {HALF_FORWARD}{{0}} in half precision, they differ "
-        "by 7%; with {0} in float32, by 0. Compare a short run with this line in float32, and keep the change if its "
-        "loss is lower. Loss scales from 2^-22 to 2^11 fit; yours is 2^10. It is within 2 bits of the largest one, and "
-        "gradients can grow in the first steps, which are then skipped: dynamic(init_scale=2.0**5) leaves room. "
-        f"{LOSS_DIFFERS}8.81%.",
+        f"{GRADIENTS_DIFFER}6.97%, in w: rounding, which may be harmless. {HALF_FORWARD}{{0}} in half precision, they "
+        "differ by 7%; with {0} in float32, by 0. Compare a short run with this line in float32, and keep the change "
+        "if its loss is lower. Loss scales from 2^-22 to 2^11 fit; yours is 2^10. It is within 2 bits of the largest "
+        "one, and gradients can grow in the first steps, which are then skipped: dynamic(init_scale=2.0**5) leaves "
+        f"room. {LOSS_DIFFERS}8.81%.",
     ),
     "backward overflow": (
         backward_overflow,
@@ -225,9 +226,9 @@ SUMMARIES = {  # the loss function, its arguments, and the summary, with the lin
         jmpscale.autocast(matmul),
         (EYE, EYE + 1),
         f"{OVERFLOW}dot_general at {{0}} reaches 1.8e+05, {LARGEST_NUMBER} {NO_SCALE_HELPS} Compute {{0}} "
-        f"{PRECISE_MATMUL}{REMEDY}0, and loss scales from 2^-104 to 2^126 fit. "
-        f"{NORMALIZE} Or call autocast with result_dtype=jnp.float32, and change no line: {REMEDY}0.00413%, and loss "
-        "scales from 2^7 to 2^41 fit.",
+        f"{PRECISE_MATMUL}then the gradients have no result in half precision. "
+        f"{NORMALIZE} Or call autocast with result_dtype=jnp.float32, and change no line: {REMEDY}0.00413%, in w, and "
+        "loss scales from 2^7 to 2^41 fit.",
     ),
     "constant of zero": (
         zero_constant,
@@ -272,12 +273,12 @@ FINDINGS = {
     "backward underflow": Finding(
         backward_underflow, (W, X), f"{NO_SCALE_FITS}2^0, the backward pass underflows: mul at {{0}} has 100%", (0,)
     ),
-    "rounding": Finding(rounding, (W, X), f"{GRADIENTS_DIFFER}100%: {ROUNDING} The error begins at {{1}}.", (1,)),
+    "rounding": Finding(rounding, (W, X), f"{GRADIENTS_DIFFER}100%, in w: {ROUNDING} The error begins at {{1}}.", (1,)),
     "rounding of small gradients": Finding(
         small_residual,
         (jnp.full(3, 1.01, H), jnp.full(3, 0.99, H)),
-        f"{GRADIENTS_DIFFER}100%: rounding of numbers that nearly cancel. If all arguments change by 10%, the error is "
-        "0.429%. The loss is 0, and 9.095e-09 in float32:",
+        f"{GRADIENTS_DIFFER}100%, in w: rounding of numbers that nearly cancel. If all arguments change by 10%, the "
+        "error is 0.429%. The loss is 0, and 9.095e-09 in float32:",
         (0,),
     ),
     "rounding of the loss": Finding(
@@ -315,13 +316,28 @@ def two_errors(params, x):
 
 def test_summary_names_the_gradient_with_a_large_error_and_its_part_of_the_norm():
     diagnosis = diagnose(two_leaves, {"kernel": W, "bias": W}, X)
-    assert re.search(r" by 6\.97%, in \['bias'\], which has [\d.]+% of their norm: rounding", diagnosis.summary)
+    assert re.search(r" by 6\.97%, in params\['bias'\], which has [\d.]+% of their norm: rounding", diagnosis.summary)
 
 
 def test_summary_names_what_a_remedy_leaves():
     diagnosis = diagnose(two_errors, {"kernel": W, "bias": W}, X)
     assert diagnosis.lines == (line(two_errors, 0),)
     assert f" {HALF_FORWARD}{line(phases, 0)} in half precision, they differ by 7%." in diagnosis.summary
+
+
+def large_in_float16_and_in_float8(w, x):
+    overflowing = (x.astype(H) * w.astype(H) * H(60000)).astype(jnp.float32)
+    large = (x.astype(H) * w.astype(H) * H(40000)).astype(jnp.float32)
+    filled = (x * w * 400).astype(jnp.float8_e4m3fn).astype(jnp.float32)  # of 448
+    return squared(jnp.tanh(w * overflowing * 1e-5 + large * 1e-5 + filled * 1e-3))
+
+
+def test_summary_names_a_line_that_nearly_overflows_next_to_one_that_overflows():
+    summary = diagnose(large_in_float16_and_in_float8, W, X + 0.5).summary
+    overflowing, large = (line(large_in_float16_and_in_float8, i) for i in range(2))
+    assert f"mul at {overflowing} reaches 9e+04," in summary
+    # Numbers in float8 are scaled so that they fill its range.
+    assert f" Compute {large} in float32, too: results are within 2 bits of an overflow." in summary
 
 
 NEW = "It is within 2 bits of the largest one, and gradients can grow in the first steps, which are then skipped: "

@@ -42,7 +42,7 @@ def test_error_in_between_names_the_line_its_error_and_what_remains_without_it()
     diagnosis = jmpscale.diagnose(time_steps)(jmpscale.static(1.0), NETWORK, TIMES)
     line = re.escape(place(time_steps))
     found = re.match(
-        rf"{GRADIENTS_DIFFER}([\d.]+)%, in \['first'\], which has [\d.]+% of their norm: rounding, "
+        rf"{GRADIENTS_DIFFER}([\d.]+)%, in params\['first'\], which has [\d.]+% of their norm: rounding, "
         rf"which may be harmless\. {HALF_FORWARD}{line} in half precision, they differ by ([\d.]+)%"
         rf"; with {line} in float32, by ([\d.]+)%\. Compare a short run with this line in float32, and keep the change "
         r"if its loss is lower\. Loss scales from ",

@@ -8,6 +8,7 @@ import pytest
 
 from jmpscale._diagnosis.fitting_scales import search
 from jmpscale._diagnosis.smallest_set import smallest_set
+from jmpscale._diagnosis.thresholds import WRONG_ERROR
 
 from tables import rows
 
@@ -88,7 +89,7 @@ SEARCHES = {
 
 @pytest.mark.parametrize("expected", [-100, 0, 19, 100])
 @pytest.mark.parametrize("row", rows(SEARCHES))
-def test_search(row, expected):
+def testsearch(row, expected):
     runs = set()
 
     def counted(k):
@@ -96,7 +97,7 @@ def test_search(row, expected):
         assert -126 <= k <= 126
         return row.error(k)
 
-    found = search(counted, not_finite, row.present, expected)
+    found = search(counted, not_finite, row.present, expected, WRONG_ERROR)
     assert (found.fitting, found.best) == (row.fitting, row.best)
     assert sorted(found.errors) == sorted(runs)
     assert len(runs) <= 40, sorted(runs)
@@ -105,14 +106,18 @@ def test_search(row, expected):
 
 def test_only_the_best_scale_fits_if_gradients_are_best_at_different_scales():
     errors = {5: [0.15, 0.001], 2: [0.001, 0.14], -1: [0.16, 0.16]}
-    found = search(lambda k: NOT_FINITE if k > 5 else np.array(errors.get(k, [1.0, 1.0])), not_finite, 2, 5)
+    found = search(
+        lambda k: NOT_FINITE if k > 5 else np.array(errors.get(k, [1.0, 1.0])), not_finite, 2, 5, WRONG_ERROR
+    )
     assert (found.fitting, found.best) == ((2, 2), 2)
 
 
 def test_scales_fit_up_to_the_error_of_the_forward_pass():
     """At one scale, errors of both passes cancel."""
     errors = {8: 0.11} | dict.fromkeys(range(8), 0.17)
-    found = search(lambda k: NOT_FINITE if k > 8 else np.array([errors.get(k, 0.4)]), lambda k: np.array([0.16]), 3, 8)
+    found = search(
+        lambda k: NOT_FINITE if k > 8 else np.array([errors.get(k, 0.4)]), lambda k: np.array([0.16]), 3, 8, WRONG_ERROR
+    )
     assert (found.fitting, found.best) == ((0, 8), 8)
 
 
@@ -135,7 +140,9 @@ TOLERANCES = {
 
 @pytest.mark.parametrize("row", rows(TOLERANCES))
 def test_scale_fits_up_to_a_tolerance(row):
-    found = search(lambda k: NOT_FINITE if k > 10 else np.array([row.best if k > 0 else row.other]), not_finite, 5, 10)
+    found = search(
+        lambda k: NOT_FINITE if k > 10 else np.array([row.best if k > 0 else row.other]), not_finite, 5, 10, WRONG_ERROR
+    )
     assert found.fitting == ((-126 if row.fits else 1), 10)
 
 

@@ -389,10 +389,36 @@ def two_scalers():
     return step, ((parameters(), jmpscale.dynamic(2.0**16)), second, X, Y)
 
 
-SCALED = {"NNX": scaled_nnx, "shard_map": scaled_in_shard_map, "two scalers": two_scalers}
+def scaled_in_shard_map_without_a_loss():
+    step, args = scaled_in_shard_map()
+    return (lambda *args: step(*args)[:2]), args
 
 
-@pytest.mark.parametrize("name", names(SCALED, default={"NNX"}))
+def scaled_by_hand():
+    def step(params, scaler, x, y):
+        def scaled_loss(params):
+            loss = half_loss(params, x, y)
+            return loss * scaler.loss_scale, loss
+
+        grads, loss = jax.grad(scaled_loss, has_aux=True)(params)
+        grads = jax.tree.map(lambda g: g / scaler.loss_scale, grads)
+        finite = jmpscale.all_finite(grads)
+        params = jmpscale.select_tree(finite, jax.tree.map(lambda p, g: p - g, params, grads), params)
+        return params, jmpscale.update(scaler, finite, loss=loss), loss
+
+    return step, (parameters(), jmpscale.dynamic(), X, Y)
+
+
+SCALED = {
+    "NNX": scaled_nnx,
+    "shard_map": scaled_in_shard_map,
+    "shard_map without a loss": scaled_in_shard_map_without_a_loss,
+    "two scalers": two_scalers,
+    "by hand": scaled_by_hand,
+}
+
+
+@pytest.mark.parametrize("name", names(SCALED, default={"NNX", "by hand"}))
 def test_diagnose_step_finds_the_scales_of_a_scaler_in_the_state(name):
     step, args = SCALED[name]()
     before = values(args)

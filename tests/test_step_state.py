@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from jax.extend import core
 
 import jmpscale
 from jmpscale._base.step_call import StepCall
@@ -235,7 +236,7 @@ ONLY_WITH_FLOW = {
 }
 
 
-def _matches(call, out, program=None):
+def _matches(call, out, program):
     """Returns the paths of the results, by the names of the arguments."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(out)]
     found = {}
@@ -260,7 +261,17 @@ def test_match_state_finds_what_a_step_returns_of_its_arguments(name, compiled):
 def test_match_state_needs_no_program_where_the_structure_tells(name):
     step, args, expected = ROWS[name]
     call = StepCall(step, args, {})
-    assert _matches(call, call.run(call.arguments)) == expected
+    assert _matches(call, call.run(call.arguments), None) == expected
+
+
+def test_match_state_enters_the_pmap_of_jax_before_0_8():
+    """Otherwise the gradients, which come first, would be the new parameters."""
+    step, args, expected = ROWS["gradients first"]
+    call = StepCall(jax.jit(step), args, {})
+    out, program = call.trace()
+    [eqn] = program.jaxpr.eqns
+    eqn = eqn.replace(primitive=core.Primitive("xla_pmap"), params={"call_jaxpr": eqn.params["jaxpr"].jaxpr})
+    assert _matches(call, out, program.replace(jaxpr=program.jaxpr.replace(eqns=[eqn]))) == expected
 
 
 def test_changed_types_omits_an_argument_if_the_result_of_its_structure_belongs_to_another_one():
@@ -360,7 +371,12 @@ def test_step_call_runs_on_copies_of_nnx_objects_and_keeps_their_links(compiled)
         (_step, (1, 2), {"batch": 3}, ["params", "state", "batch"]),
         (jax.jit(_step), (1, 2, 3), {}, ["params", "state", "batch"]),
         (SimpleNamespace(method=_step).method, (1, 2, 3), {}, ["params", "state", "batch"]),
-        (lambda state, *batches, **options: None, (1, 2, 3), {"rate": 4}, ["state", "args[1]", "args[2]", "rate"]),
+        (
+            lambda state, *batch, **options: None,
+            (1, 2, 3),
+            {"rate": 4},
+            ["state", "batch[0]", "batch[1]", "rate"],
+        ),
         (partial(_step, batch=X), (1, 2), {}, ["params", "state"]),
         (max, (1, 2), {}, ["args[0]", "args[1]"]),
     ],

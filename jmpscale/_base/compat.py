@@ -61,6 +61,12 @@ def as_varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return vars(jax.lax)["pvary"](x, missing)  # JAX before 0.8
 
 
+def axes_of_shard_map(eqn: jax.extend.core.JaxprEqn) -> tuple[str, ...]:
+    """Returns the mesh axes over which an equation of `jax.shard_map` maps a program."""
+    names = ("newly_manual_axes", "manual_axes")  # the second one in older versions
+    return tuple(next(eqn.params[name] for name in names if name in eqn.params))
+
+
 def unreduced_axes(x: ArrayLike) -> frozenset[str]:
     """Returns the mesh axes over which the shards of an array must still be summed; none in JAX before 0.10."""
     # Inside a shard_map the type has these axes; under jit with Explicit axes the sharding has them.

@@ -1,97 +1,37 @@
-"""Walks through the equations of jaxprs, and replaces them.
+"""Walks through the equations of jaxprs, with what surrounds each of them.
 
-A jaxpr is a list of equations, such as `c = dot_general[params] a b`. `rewrite` replaces equations with others that
-define the same variables, including inside the jaxprs that equations hold, such as the body of a scan. A rewritten
-jaxpr has the same inputs and outputs as the original, so the equation that holds it needs no other change.
+A jaxpr is a list of equations, such as `c = dot_general[params] a b`. An equation may hold jaxprs, such as the body of
+a scan.
 """
 
-import concurrent.futures
-import functools
 import itertools
-import operator
-from collections.abc import Callable, Collection, Container, Iterator, MutableMapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.extend import core
 
-from jmpscale._base.compat import unknown_jax
 from jmpscale._base.source import is_backward, is_library_function, is_recomputed, user_lines
 
 Jaxpr = core.Jaxpr | core.ClosedJaxpr  # one class from JAX 0.12 on
-RewriteEquation = Callable[[core.JaxprEqn], list[core.JaxprEqn]]
-Memo = MutableMapping[Any, Any]  # a jaxpr, and the jaxpr that replaces it, if another does
 
 MATMULS = {"dot_general", "conv_general_dilated", "ragged_dot_general"}  # and convolutions
 HIGHEST = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)  # the precision of a matmul in full float32
 
-# Primitives that run the jaxprs among their parameters, and require nothing of them but their inputs and outputs. Any
-# other primitive runs as written, with the jaxprs that it holds, which may have to agree with something else: a
-# derivative rule, a kernel's memory, the convergence of a solver.
-_BLOCKS = {"jit", "closed_call", "remat2", "shard_map"}
-_TRANSPARENT = _BLOCKS | {jax.lax.scan_p.name, jax.lax.while_p.name, jax.lax.cond_p.name}
-_TRANSPARENT |= {"composite", "compute_on", "custom_vmap_call", "linear_call", "xla_metadata_call", "xla_pmap"}
+# Primitives that call one jaxpr with their operands: first those without, and then those with a derivative rule of it.
+_PLAIN_CALLS = {"jit", "closed_call", "remat2", "shard_map", "composite", "compute_on", "custom_vmap_call"}
+_PLAIN_CALLS |= {"linear_call", "xla_metadata_call"}
+RULES = {"custom_jvp_call", "custom_vjp_call"}
+CALLS = _PLAIN_CALLS | RULES
+_LOOPS = {jax.lax.scan_p.name, jax.lax.while_p.name, jax.lax.cond_p.name}  # and branches
 
-RULES = {"custom_jvp_call", "custom_vjp_call"}  # functions with their own derivative rule
+# Primitives whose jaxprs an interpreter runs by its rule, and a data flow follows.
+ENTERED = CALLS | _LOOPS
 
-# Primitives that call one jaxpr with their operands.
-CALLS = _BLOCKS | RULES | {"composite", "compute_on", "custom_vmap_call", "linear_call", "xla_metadata_call"}
-
-
-def rewrite(jaxpr: core.Jaxpr, rewrite_equation: RewriteEquation, memo: Memo) -> core.Jaxpr:
-    """Replaces the equations of an open jaxpr, and of the jaxprs that they hold.
-
-    If no equation changes, the result is the same object. `rewrite_equation` returns equations that define the same
-    variables, or `[eqn]` to keep the equation. `memo` has the results of earlier calls with the same
-    `rewrite_equation`: a jaxpr that occurs many times is rewritten once, and its occurrences remain one object, which
-    JAX compiles once.
-    """
-
-    def new_value(value: Any) -> Any:
-        """Returns a jaxpr, a tuple of jaxprs (the branches of a cond), or another parameter of an equation."""
-        if isinstance(value, tuple):
-            new = tuple(map(new_value, value))
-            return value if _same(new, value) else new
-        if not isinstance(value, Jaxpr):
-            return value
-        if value not in memo:
-            rewritten = new_jaxpr(value)
-            # In a weak dictionary, a value must not keep its own key alive.
-            memo[value] = None if rewritten is value else rewritten
-        return memo[value] or value
-
-    def new_jaxpr(value: Jaxpr) -> Jaxpr:
-        if isinstance(value, core.Jaxpr):
-            eqns = [new for eqn in value.eqns for new in rewrite_equation(new_parameters(eqn))]
-            return value if _same(eqns, value.eqns) else value.replace(eqns=eqns)
-        new = new_value(value.jaxpr)
-        return value if new is value.jaxpr else value.replace(jaxpr=new)
-
-    def new_parameters(eqn: core.JaxprEqn) -> core.JaxprEqn:
-        if eqn.primitive.name not in _TRANSPARENT:
-            return eqn
-        new = {name: new_value(value) for name, value in eqn.params.items()}
-        return eqn if _same(new.values(), eqn.params.values()) else eqn.replace(params=new)
-
-    return new_value(jaxpr)
-
-
-def _same(new: Collection[object], old: Collection[object]) -> bool:
-    return len(new) == len(old) and all(map(operator.is_, new, old))
-
-
-@functools.cache
-def check_primitives() -> None:
-    """Raises if JAX has renamed a primitive that `rewrite` enters: matmuls in it would silently run as written."""
-    mesh = jax.sharding.AbstractMesh((1,), ("axis",))
-    sine = jax.shard_map(jax.checkpoint(jax.jit(jax.lax.sin)), mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
-    # The first call may be in the context of a mesh, which a new thread does not inherit.
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        traced = thread.submit(jax.make_jaxpr(sine), np.float32(1)).result()
-    if not any(eqn.primitive.name == "sin" and not caller.holder for eqn, caller in equations(traced.jaxpr)):
-        raise unknown_jax("primitives with the expected names")
-
+# Primitives that run the jaxprs among their parameters, and require nothing of them but their inputs and outputs, so
+# that these jaxprs may be rewritten. Any other primitive runs as written, with the jaxprs that it holds, which may have
+# to agree with something else: a derivative rule, a kernel's memory, the convergence of a solver.
+TRANSPARENT = _PLAIN_CALLS | _LOOPS | {"xla_pmap"}
 
 UNKNOWN_LINE = "an unknown line"
 
@@ -116,6 +56,14 @@ class Caller(NamedTuple):
         """Returns what identifies an equation of the jaxpr in this call."""
         return id(eqn), self
 
+    def is_backward(self, eqn: core.JaxprEqn) -> bool:
+        """Tests whether an equation of the jaxpr is part of a backward pass."""
+        return self.backward or is_backward(eqn)
+
+    def is_recomputed(self, eqn: core.JaxprEqn) -> bool:
+        """Tests whether `jax.checkpoint` repeats an equation of a forward pass in a backward pass."""
+        return self.recomputed or is_recomputed(eqn)
+
     def path_of(self, eqn: core.JaxprEqn, *, of_call: bool = False) -> tuple[str, ...]:
         """Returns the user's lines that lead to an equation of the jaxpr, outermost first, as `user_lines`."""
         if self.in_library:
@@ -135,7 +83,7 @@ class Caller(NamedTuple):
         name = eqn.primitive.name
         in_library = is_library_function(file) if name in CALLS and file else self.in_library
         holder = inner_holder(self.holder, eqn)
-        backward, recomputed = self.backward or is_backward(eqn), self.recomputed or is_recomputed(eqn)
+        backward, recomputed = self.is_backward(eqn), self.is_recomputed(eqn)
         calls = (*self.calls, id(eqn))
         # A function of this package, such as a gate, calls functions of the user and of optimizers.
         path, depth = self.path_of(eqn, of_call=not in_library), self.depth
@@ -163,7 +111,7 @@ def inner_holder(holder: str, eqn: core.JaxprEqn) -> str:
     `holder` is the one around the equation. A kernel or a solver counts, rather than a derivative rule around it.
     """
     name = eqn.primitive.name
-    return holder if name in _TRANSPARENT or holder not in {"", *RULES} else name
+    return holder if name in TRANSPARENT or holder not in {"", *RULES} else name
 
 
 def held_jaxprs(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:
@@ -176,6 +124,11 @@ def held_jaxprs(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:
 def called_jaxpr(eqn: core.JaxprEqn) -> core.ClosedJaxpr:
     """Returns the jaxpr that an equation of `CALLS` calls with its operands."""
     return closed(next(value for value in eqn.params.values() if isinstance(value, Jaxpr)))
+
+
+def calls_compiled(eqn: core.JaxprEqn, name: str) -> bool:
+    """Tests whether an equation calls a function with this name that `jax.jit` compiles."""
+    return eqn.primitive.name == "jit" and eqn.params["name"] == name
 
 
 def type_of(x: Any) -> Any:
@@ -201,4 +154,10 @@ def split_scan_inputs(eqn: core.JaxprEqn, inputs: list[Any]) -> tuple[list[Any],
 
     last = count(eqn.invars, body.invars)
     first = last - count(eqn.outvars, body.outvars)
+    return inputs[:first], inputs[first:last], inputs[last:]
+
+
+def split_while_inputs(eqn: core.JaxprEqn, inputs: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Splits the inputs of a while loop into constants of its condition, constants of its body, and the carry."""
+    first, last = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
     return inputs[:first], inputs[first:last], inputs[last:]

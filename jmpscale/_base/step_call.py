@@ -36,7 +36,7 @@ class StepCall:
         step, args, kwargs = _without_bound_objects(step, args, kwargs)
         self._step = step
         self._positional, self._keywords = len(args), tuple(kwargs)
-        self.names = _names(step, args, kwargs)
+        self.names = argument_names(step, args, kwargs)
         given = [*args, *kwargs.values()]
         self._objects, self._replace = flatten_matching(given, is_nnx_object, is_nnx_object)
         for node in self._objects:
@@ -113,15 +113,15 @@ def _without_bound_objects(
     return _without_bound_objects(step.func, (*step.args, *args), {**step.keywords, **kwargs})
 
 
-def _names(step: Callable[..., PyTree], args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
-    """Returns the names of the arguments of a call, such as `params`, or `args[0]` where the step has no name."""
-    unknown = [f"args[{i}]" for i in range(len(args))]
+def argument_names(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
+    """Returns the names of the arguments of a call, such as `params`, or `args[0]` where the function has no name."""
     try:
-        parameters = inspect.signature(step).parameters.values()
-    except (TypeError, ValueError):
-        return [*unknown, *kwargs]
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):  # fun has no signature
+        parameters = ()
     known = [x.name for x in parameters if x.kind in {x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD}]
-    return [*known[: len(args)], *unknown[len(known) :], *kwargs]
+    others = next((x.name for x in parameters if x.kind is x.VAR_POSITIONAL), "args")
+    return [*known[: len(args)], *[f"{others}[{i}]" for i in range(len(args) - len(known))], *kwargs]
 
 
 def _is_variable(node: object) -> bool:
@@ -134,7 +134,7 @@ def _is_place(node: object) -> bool:
 
 
 def _places(objects: PyTree) -> list[tuple[Any, Any]]:
-    """Returns the variables and the arrays that are no variables, each with its path."""
+    """Returns the variables and the arrays that are not variables, each with its path."""
     return jax.tree_util.tree_leaves_with_path(objects, is_leaf=_is_place)
 
 

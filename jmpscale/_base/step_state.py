@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jmpscale._base.data_flow import DataFlow
+from jmpscale._base.dependence import Dependence
 from jmpscale._base.step_call import StepCall, is_array_type
 from jmpscale._base.tree import PyTree, is_named_tuple, named_leaves
 from jmpscale._base.types import is_numeric
@@ -42,7 +42,7 @@ class Match(NamedTuple):
     new: tuple[int, ...]
 
 
-def match_state(call: StepCall, out: PyTree, program: core.ClosedJaxpr | None = None) -> list[Match]:
+def match_state(call: StepCall, out: PyTree, program: core.ClosedJaxpr | None) -> list[Match]:
     """Returns the parts of the arguments of a step that it returns, in the order of the arguments.
 
     A part is an argument that comes back as a whole; or an element of a tuple, a list, a dict or a named tuple that
@@ -52,7 +52,8 @@ def match_state(call: StepCall, out: PyTree, program: core.ClosedJaxpr | None = 
     reconstruction, and a learning rate like a loss.
 
     `program`, which `call.trace` returned with `out`, distinguishes parameters from gradients: a new value that depends
-    on the result of a backward pass must also depend on its old value without the detour through a backward pass. If
+    on the result of a backward pass must also depend on its old value without the detour through a backward pass. It is
+    None for a step that JAX cannot trace. If
     several parts have the same types, such as the parameters and their average, each takes a result that depends on it.
 
     Returns:
@@ -61,7 +62,7 @@ def match_state(call: StepCall, out: PyTree, program: core.ClosedJaxpr | None = 
     result, after = out
     objects, values = _arguments(call)
     results, parts = _divided(result, values)
-    pairs = _pairs(parts, results, [part for part in values if not part.start], _Flow(call, out, program))
+    pairs = _pairs(parts, results, [part for part in values if not part.start], _PartDependence(call, out, program))
     matches = [Match(old.name, old.tree, tuple(old.leaves), tuple(new.leaves)) for old, new in pairs]
     new_objects = _elements([part.name for part in objects], after, len(jax.tree.leaves(result)))
     matches += map(_match_object, objects, new_objects)
@@ -69,13 +70,13 @@ def match_state(call: StepCall, out: PyTree, program: core.ClosedJaxpr | None = 
 
 
 def changed_types(
-    call: StepCall, out: PyTree, matches: Sequence[Match], program: core.ClosedJaxpr | None = None
+    call: StepCall, out: PyTree, matches: Sequence[Match], program: core.ClosedJaxpr | None
 ) -> Iterator[tuple[str, PyTree, PyTree]]:
     """Yields the arguments that come back with their structure, but with other shapes or dtypes, so nothing matches.
 
     Each is a name, the argument, and its new value, which depends on it if `program` is given.
     """
-    flow = _Flow(call, out, program)
+    dependence = _PartDependence(call, out, program)
     matched = {position for match in matches for position in match.old}
     taken = {position for match in matches for position in match.new}  # the new values of other arguments
     for old in _arguments(call)[1]:
@@ -84,7 +85,7 @@ def changed_types(
         for new in _Part("", out[0], 0, is_result=True).nested():
             if taken.intersection(new.leaves):
                 continue
-            if new.types[0] == old.types[0] and (not program or flow.depends(new, old)):
+            if new.types[0] == old.types[0] and (not program or dependence.depends(new, old)):
                 yield old.name, old.tree, new.tree
                 break
 
@@ -161,24 +162,24 @@ def _elements(names: Sequence[str], trees: Sequence[PyTree], start: int) -> list
     return parts
 
 
-class _Flow:
+class _PartDependence:
     """Which parts of a result depend on which parts of the arguments; nothing is known without a program."""
 
     def __init__(self, call: StepCall, out: PyTree, program: core.ClosedJaxpr | None) -> None:
-        self._flow = DataFlow(program) if program else None
+        self._known = Dependence(program) if program else None
         # The program takes and returns arrays only.
         self._inputs, self._outputs = _numbered(call.arguments), _numbered(out)
 
     def depends(self, new: _Part, old: _Part) -> bool:
         """Tests whether a leaf of a result depends on its old value, without the detour through a backward pass."""
         pairs = [(self._outputs.get(i), self._inputs.get(k)) for i, k in zip(new.leaves, old.leaves, strict=True)]
-        flow = self._flow
-        return flow is not None and any(flow.depends(i, k) for i, k in pairs if i is not None and k is not None)
+        known = self._known
+        return known is not None and any(known.depends(i, k) for i, k in pairs if i is not None and k is not None)
 
     def is_backward(self, new: _Part) -> bool:
         """Tests whether a result depends on the result of a backward pass."""
-        flow = self._flow
-        return flow is not None and any(flow.is_backward(self._outputs[i]) for i in new.leaves if i in self._outputs)
+        known = self._known
+        return known is not None and any(known.is_backward(self._outputs[i]) for i in new.leaves if i in self._outputs)
 
 
 def _numbered(tree: PyTree) -> dict[int, int]:
@@ -187,14 +188,16 @@ def _numbered(tree: PyTree) -> dict[int, int]:
     return {position: number for number, position in enumerate(positions)}
 
 
-def _pairs(olds: list[_Part], news: list[_Part], first: Sequence[_Part], flow: _Flow) -> list[tuple[_Part, _Part]]:
+def _pairs(
+    olds: list[_Part], news: list[_Part], first: Sequence[_Part], dependence: _PartDependence
+) -> list[tuple[_Part, _Part]]:
     """Returns parts of the arguments, each with the part of the result that is its new value."""
     olds = [old for old in olds if old.leaves and (old in first or not old.is_lone or old.is_discrete)]
     same = {old: [new for new in news if new.types == old.types] for old in olds}
-    pairs = _largest_matching({old: [new for new in same[old] if flow.depends(new, old)] for old in olds})
+    pairs = _largest_matching({old: [new for new in same[old] if dependence.depends(new, old)] for old in olds})
     for old in olds:  # a new value may also be the earlier value of another part, or a constant
         if old not in pairs and (old in first or not old.is_lone):
-            free = (new for new in same[old] if new not in pairs.values() and not flow.is_backward(new))
+            free = (new for new in same[old] if new not in pairs.values() and not dependence.is_backward(new))
             if new := next(free, None):
                 pairs[old] = new
     return list(pairs.items())

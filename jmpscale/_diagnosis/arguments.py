@@ -1,6 +1,5 @@
 """The arguments of a call that is diagnosed: their names, and what their values must be."""
 
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -8,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jmpscale._base.arguments import check_in_range
+from jmpscale._base.step_call import argument_names
 from jmpscale._base.tree import PyTree, check_has_values, check_no_refs, is_inexact, named_leaves
 
 
@@ -37,11 +37,21 @@ def named_arguments(
     fun: Callable[..., Any], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
 ) -> list[tuple[str, Any]]:
     """Returns the leaves of the arguments of a call with their names, such as `batch['image']`."""
-    try:
-        named = inspect.signature(fun).bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):  # fun has no signature, or the call does not match it
-        named = {f"args[{i}]": arg for i, arg in enumerate(args)} | kwargs
-    return [(name + path, leaf) for name, tree in named.items() for path, leaf in named_leaves(tree)]
+    trees = zip(argument_names(fun, args, kwargs), (*args, *kwargs.values()), strict=True)
+    return [(name + path, leaf) for name, tree in trees for path, leaf in named_leaves(tree)]
+
+
+def gradients_by_argument(
+    grads: PyTree, argnums: Any, fun: Callable[..., Any], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> list[tuple[str, Any]]:
+    """Returns the leaves of the gradients of a call with the names of the arguments that they belong to."""
+    names = argument_names(fun, args, kwargs)[: len(args)]
+    trees = [("", grads)]
+    if isinstance(argnums, int):
+        trees = [(names[argnums], grads)]
+    elif isinstance(argnums, (tuple, list)) and all(isinstance(i, int) for i in argnums):
+        trees = [(names[i], tree) for i, tree in zip(argnums, grads, strict=True)]
+    return [(name + path, leaf) for name, tree in trees for path, leaf in named_leaves(tree)]
 
 
 def non_finite(arguments: Iterable[tuple[str, Any]]) -> list[str]:

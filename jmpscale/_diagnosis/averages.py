@@ -7,15 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from jmpscale._base import flow
 from jmpscale._base.jaxpr import Caller, type_of
 from jmpscale._base.types import is_narrow
-from jmpscale._diagnosis import flow
-from jmpscale._diagnosis.operations import moves_values
+from jmpscale._diagnosis.operations import of_moved
 from jmpscale._diagnosis.program import Leaf, Result
 from jmpscale._diagnosis.thresholds import STALLED
-from jmpscale._interpreter.interpret import ENTERED
 
-_KEEPS = {"convert_element_type", "reduce_precision", "add", "sub", "mul", "neg"}
+_KEEPS = {"convert_element_type", "reduce_precision", "add"}
 
 
 class Average(NamedTuple):
@@ -42,15 +41,11 @@ def find_stalled_averages(jaxpr: core.Jaxpr, leaves: Sequence[Leaf]) -> list[Ave
 
     def rule(eqn: core.JaxprEqn, caller: Caller, operands: list[flow.Labels]) -> list[flow.Labels]:
         name = eqn.primitive.name
-        if name in ENTERED:
-            return operands
         if name == "mul":
             return [_times(operands[0], _number(eqn.invars[1])) | _times(operands[1], _number(eqn.invars[0]))]
         if name in {"sub", "neg"}:
             return [flow.union([*operands[: 1 if name == "sub" else 0], _times(operands[-1], -1.0, counts=False)])]
-        return (
-            flow.of_operands(eqn, operands) if name in _KEEPS or moves_values(eqn) else [flow.NONE] * len(eqn.outvars)
-        )
+        return (flow.of_operands if name in _KEEPS else of_moved)(eqn, caller, operands)
 
     narrow = {leaf.input: i for i, leaf in enumerate(leaves) if is_narrow(leaf.result)}
     labels = [frozenset([_Term(narrow[i], 1.0)]) if i in narrow else flow.NONE for i in range(len(jaxpr.invars))]

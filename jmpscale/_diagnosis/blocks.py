@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend import core
 
-from jmpscale._base.jaxpr import CALLS, PROGRAM, Caller, Key, called_jaxpr, held_jaxprs, type_of
-from jmpscale._interpreter.interpret import ENTERED, operations
+from jmpscale._base.jaxpr import CALLS, ENTERED, PROGRAM, Caller, Key, called_jaxpr, held_jaxprs, type_of
+from jmpscale._interpreter.interpret import operations
 
 _INLINED = CALLS - {"shard_map"}
 # A block begins in each window of so many consecutive equations. Of 12 transformer layers, windows of half and of twice

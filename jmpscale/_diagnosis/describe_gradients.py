@@ -39,6 +39,13 @@ def describe_gradients(findings: Findings) -> str:
     return f"{scales} {rounding}" if findings.error < findings.trials.accepted.small else f"{rounding} {scales}"
 
 
+def ends_with_small_error(findings: Findings) -> bool:
+    """Tests whether the description of the gradients ends with a small error, at the present scale."""
+    has_half = bool(findings.trials.program.sites or findings.trials.not_entered)
+    fits = findings.accurate and findings.scale_fits and bool(findings.trials.decisive.any())
+    return bool(findings.step.gradients) and has_half and fits and findings.error < findings.trials.accepted.small
+
+
 def _describe_rounding(findings: Findings, begin: str, errors: Errors | None) -> str:
     """Describes the error of gradients that may be right: small, or in between."""
     text = f"{begin} differ from float32 {by_gradient(findings, errors)}"

@@ -92,7 +92,7 @@ def _remedy(findings: Findings, cause: Cause, lines: Lines) -> str:
     """Says what to change: the lines, the scaler, what to do instead, and which other lines to look at."""
     scales = lines.scales
     edit = f"{findings.names(lines.paths)} in float32{describe_edit(findings, lines.paths)}"
-    first = f"Compute {edit}: {_promise(findings, scales)}"
+    first = f"Compute {edit}: {_promise_of_lines(findings, lines)}"
     if not findings.has_scaler and cause.reason is Reason.UNDERFLOW and cause.site.part.backward:
         how = "with jmpscale.value_and_grad and a scaler, or by a larger number if it is scaled already"
         first = f"Scale the loss, {how}. Or c{first[1:]}"
@@ -122,6 +122,14 @@ def _describe_remaining(findings: Findings, lines: Lines) -> str:
     return f"{describe_alone(findings, *max(remaining.items(), key=lambda item: item[1]))}."
 
 
+def _promise_of_lines(findings: Findings, lines: Lines) -> str:
+    """Describes the errors and the scales with lines in float32."""
+    is_all = not findings.not_entered and set(lines.paths).issuperset(findings.trials.program.paths)
+    if is_all and findings.advice is None:
+        return "then the gradients have no result in half precision"
+    return _promise(findings, lines.scales)
+
+
 def _promise(findings: Findings, scales: Scales) -> str:
     """Describes the errors and the scales after an edit."""
     text = f"then the gradients differ from float32 {by_gradient(findings, scales.errors_at_best)}"
@@ -148,6 +156,7 @@ def _describe_near_overflows(findings: Findings, lines: Lines) -> str:
         site.part.path
         for site, x in findings.statistics.items()
         if not site.part.backward and site.part.path not in lines.paths
+        if site.dtype.itemsize == 2  # numbers of 8 bits are scaled so that they fill their range
         if not x.overflow and site.limit / 2.0**MARGIN < x.max_abs <= site.limit
     ]
     if not near:

@@ -1,7 +1,6 @@
 """The sentences about a step that is infinite or NaN in float32, too."""
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from jmpscale._base.text import enumerate_names
 from jmpscale._diagnosis.arguments import non_finite
@@ -10,9 +9,9 @@ from jmpscale._diagnosis.modes import Site
 from jmpscale._diagnosis.not_finite import RepairTrials
 
 
-def describe_not_finite(findings: Findings, trials: RepairTrials, arguments: Sequence[tuple[str, Any]]) -> str:
+def describe_not_finite(findings: Findings, trials: RepairTrials) -> str:
     """Describes what makes a step infinite or NaN."""
-    if trials.is_finite_with_finite_arguments() and (names := non_finite(arguments)):
+    if trials.is_finite_with_finite_arguments() and (names := non_finite(findings.step.arguments)):
         return _describe_arguments(names)
     return _describe_origin(trials.origin(), findings.not_entered)
 

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from jmpscale._base.text import format_percentage
 from jmpscale._base.types import is_narrow
 from jmpscale._diagnosis.averages import Average
+from jmpscale._diagnosis.changes import Change
 from jmpscale._diagnosis.findings import Findings
 from jmpscale._diagnosis.phrases import by, describe_leaves
 from jmpscale._diagnosis.thresholds import LOST
-from jmpscale._diagnosis.update import Change
+from jmpscale._diagnosis.update import Update
 
 
-def describe_stalled(findings: Findings, stalled: Sequence[Average]) -> str:
+def describe_stalled(stalled: Sequence[Average]) -> str:
     """Describes averages that stop moving."""
-    first, leaves = stalled[0], describe_leaves(findings, [x.result.name for x in stalled])
+    first, leaves = stalled[0], describe_leaves([x.result for x in stalled])
     return (
         f"{leaves} will stop moving: it is an average in {first.result.dtype} with a decay of {first.decay:.6g}, and "
         f"rounding keeps it from shrinking. Keep {'it' if len(stalled) == 1 else 'them'} in float32."
@@ -26,9 +27,9 @@ def describe_unchanged(findings: Findings) -> str:
     unchanged = findings.update.unchanged
     first, count = unchanged.results[0], len(unchanged.results) - 1
     keep = f"Keep {'them' if count else 'it'} in float32, or compute" if is_narrow(first) else "Compute"
-    leaves = describe_leaves(findings, [x.name for x in unchanged.results])
+    verb = "do" if count else "does"
     return (
-        f"{leaves} {'do' if count else 'does'} not change, in float32 either, because a constant at "
+        f"{describe_leaves(unchanged.results)} {verb} not change, in float32 either, because a constant at "
         f"{findings.names(unchanged.paths)} is rounded to {unchanged.dtype}. {keep} with constants in float32 there."
     )
 
@@ -36,29 +37,29 @@ def describe_unchanged(findings: Findings) -> str:
 def describe_update(findings: Findings, worst: Change) -> str:
     """Describes an update that is wrong: the leaf, the size, the remedy, and the line."""
     update = findings.update
-    what = _what(findings, worst)
+    what = _what(worst, update)
     if not update.is_repaired and not update.paths:
         return f"{what}, even if all lines compute in float32."
     lines = findings.names(update.paths)
-    then = f"the update differs {by(update.error_then)}" if update.error_then else "the update does not round"
+    what_then = "the result" if worst.result.old is None else "the update"
+    then = f"{what_then} differs {by(update.error_then)}" if update.error_then else f"{what_then} does not round"
     if worst.is_narrow:
         others = [x for x in update.bad if x.is_narrow]
         kept = "it" if len(others) == 1 else "them"
-        made = "The change is made at" if worst.result.old is not None else "It is made at"
         return (
-            f"{what}: keep {kept} in float32, not {worst.result.dtype}. {made} {lines}: if "
+            f"{what}: keep {kept} in float32, not {worst.result.dtype}. The change is made at {lines}: if "
             f"{'this line computes' if len(update.paths) == 1 else 'these lines compute'} in float32, {then}."
         )
     return f"{what}. Compute {lines} in float32: then {then}."
 
 
-def _what(findings: Findings, worst: Change) -> str:
+def _what(worst: Change, update: Update) -> str:
     is_leaf = worst.result.old is not None
-    others = [x for x in findings.update.bad if x is not worst and (x.result.old is not None) == is_leaf]
-    names = [x.result.name for x in (worst, *others) if x.is_narrow == worst.is_narrow]
+    others = [x for x in update.bad if x is not worst and (x.result.old is not None) == is_leaf]
+    same = [x.result for x in (worst, *others) if x.is_narrow == worst.is_narrow]
     if not is_leaf:
-        return _describe_result(worst, len(names) - 1)
-    leaves = describe_leaves(findings, names)
+        return _describe_result(worst, len(same) - 1)
+    leaves = describe_leaves(same)
     subject = "Even with the right gradients, the update" if worst.result.is_gradient_led else "The step"
     if not worst.is_finite_as_written:
         return f"{subject} makes {leaves} infinite or NaN"
@@ -71,8 +72,9 @@ def _what(findings: Findings, worst: Change) -> str:
 
 
 def _describe_result(worst: Change, count: int) -> str:
+    name = "The result" if worst.result.name == "result" else worst.result.name
     others = f" (and {count} other {'result' if count == 1 else 'results'})" if count else ""
     if math.isinf(worst.error):
         expected = "zero" if worst.is_finite_as_written else "finite"
-        return f"The result {worst.result.name}{others} is not {expected}, but is in float32"
-    return f"The result {worst.result.name}{others} differs from float32 {by(worst.error)}"
+        return f"{name}{others} is not {expected}, but is in float32"
+    return f"{name}{others} differs from float32 {by(worst.error)}"

@@ -12,15 +12,15 @@ from jmpscale._algorithm.grad import value_and_grad
 from jmpscale._base.frameworks import is_nnx_object
 from jmpscale._base.options import requires_names_in
 from jmpscale._base.text import describe
-from jmpscale._base.tree import PyTree, find_instances, flatten_gradients, named_leaves
-from jmpscale._diagnosis.arguments import check_accepted_error, check_arguments, named_arguments
+from jmpscale._base.tree import PyTree, find_instances, flatten_gradients
+from jmpscale._diagnosis.arguments import check_accepted_error, check_arguments, gradients_by_argument, named_arguments
 from jmpscale._diagnosis.examine import examine
 from jmpscale._diagnosis.report import Diagnosis
 from jmpscale._diagnosis.rounded import find_rounded
 from jmpscale._diagnosis.thresholds import accepted_errors
 from jmpscale._diagnosis.trace_again import find_kept_matmuls, trace_with_float32_results
 from jmpscale._diagnosis.trace_loss import trace_loss
-from jmpscale._diagnosis.trace_step import TracedStep
+from jmpscale._diagnosis.traced_step import TracedStep
 from jmpscale._get_scaler import find_scaler
 from jmpscale._state import ScalerState, is_scaler, scale_on_host, static
 
@@ -114,22 +114,24 @@ def diagnose(
                 args, kwargs = _with_scale((args, kwargs), state, traced.loss_scale)
             value, grads = differentiated(traced, *args, **kwargs)
             gradients = set(map(id, flatten_gradients(grads)[0]))
-            names[:] = [path for path, leaf in named_leaves(grads) if id(leaf) in gradients]
+            named = gradients_by_argument(grads, argnums, fun, args, kwargs)
+            names[:] = [name for name, leaf in named if id(leaf) in gradients]
             return value[0] if has_aux else value, grads
 
         # The diagnosis looks for non-finite values, for which JAX must not raise, and enters compiled functions.
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
             trace = functools.partial(trace_loss, loss_and_grads, args, kwargs)
             program = trace()
-            arguments = named_arguments(fun, args, kwargs)
-            rounded = find_rounded(program, {id(x): name for name, x in arguments})
-            return examine(
-                TracedStep(program, tuple(names), rounded=tuple(rounded), kept=find_kept_matmuls(trace)),
-                state if has_scaler else None,
-                arguments,
-                lambda: trace_with_float32_results(trace),
-                accepts,
+            arguments = tuple(named_arguments(fun, args, kwargs))
+            step = TracedStep(
+                program,
+                tuple(names),
+                arguments=arguments,
+                rounded=tuple(find_rounded(program, {id(x): name for name, x in arguments})),
+                kept=find_kept_matmuls(trace),
             )
+            scaler = state if has_scaler else None
+            return examine(step, scaler, lambda: trace_with_float32_results(trace), accepts)
 
     diagnose_fun.__name__ = f"diagnose_of_{getattr(fun, '__name__', 'fun')}"
     return diagnose_fun

@@ -86,7 +86,7 @@ def diagnose_step(step: Callable[..., Any], *, accepted_error: float | None = No
                 is_dynamic = scaler.config.mode == "dynamic"
                 traced, scaler = traced._replace(ignores_scaler=is_dynamic), None
             trace_again = functools.partial(trace_gradients_again, call)
-            return examine(traced, scaler, traced.arguments, lambda: trace_with_float32_results(trace_again), accepts)
+            return examine(traced, scaler, lambda: trace_with_float32_results(trace_again), accepts)
 
     diagnose_step_of.__name__ = f"diagnose_step_of_{getattr(step, '__name__', 'step')}"
     return diagnose_step_of

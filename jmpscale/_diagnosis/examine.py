@@ -1,7 +1,7 @@
 """Examines a training step: its loss scales, its lines, why they fail, and its update."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from jmpscale._diagnosis.advice import Advice, advise
@@ -15,19 +15,16 @@ from jmpscale._diagnosis.not_finite import RepairTrials
 from jmpscale._diagnosis.program import Program, compile_as_written
 from jmpscale._diagnosis.report import Diagnosis
 from jmpscale._diagnosis.thresholds import DEFAULT, MARGIN, SAME_SIZE, AcceptedErrors
-from jmpscale._diagnosis.trace_step import TracedStep
+from jmpscale._diagnosis.traced_step import TracedStep
 from jmpscale._diagnosis.trials import GradientTrials
 from jmpscale._diagnosis.update import examine_update
 from jmpscale._diagnosis.write_report import write_report
 from jmpscale._state import ScalerState
 
-Arguments = Sequence[tuple[str, Any]]  # arrays of a step, with their names
-
 
 def examine(
     step: TracedStep,
     scaler: ScalerState | None,
-    arguments: Arguments,
     with_float32_results: Callable[[], Program | None],
     accepted: AcceptedErrors,
 ) -> Diagnosis:
@@ -38,13 +35,13 @@ def examine(
     program, scale = step.program.of_gradients(), 1.0 if scaler is None else float(scaler.loss_scale)
     run_as_written = compile_as_written(program)
     forms, outputs = Forms(step.program), run_as_written(scale)
-    names = {id(x): name for name, x in arguments}
+    names = {id(x): name for name, x in step.arguments}
     inputs = [names.get(id(x), "") for x in program.consts]
     trials = GradientTrials(forms, inputs, accepted, has_scaler=scaler is not None)
-    errors, loss_error = trials.compare(outputs)
-    findings = Findings(step, forms, trials, scaler, float(outputs[0]), loss_error, errors)
+    errors, loss_error = trials.compare(outputs, scale)
+    findings = Findings(step, forms, trials, scaler, float(trials.unscaled(outputs, scale)[0]), loss_error, errors)
     if not trials.measured.are_finite:
-        text = describe_not_finite(findings, RepairTrials(program), arguments)
+        text = describe_not_finite(findings, RepairTrials(program))
         return write_report(findings._replace(not_finite=text))
     findings = _with_lines(_with_scales(findings, run_as_written), with_float32_results)
     findings = findings._replace(sensitive_loss=_find_sensitive_loss(findings))
@@ -79,7 +76,7 @@ def _with_scales(findings: Findings, run_as_written: Callable[[float], list[Any]
     def errors_at(exponent: int) -> Errors:
         if 2.0**exponent == scale:
             return findings.errors
-        found, error_of_loss = trials.compare(run_as_written(2.0**exponent))
+        found, error_of_loss = trials.compare(run_as_written(2.0**exponent), 2.0**exponent)
         return found + math.inf if depends_on_scale and error_of_loss else found
 
     if not findings.has_scaler:

@@ -13,7 +13,7 @@ from jmpscale._diagnosis.lines import Lines, Suspects
 from jmpscale._diagnosis.modal_program import Forms
 from jmpscale._diagnosis.modes import Part, Site, Statistics
 from jmpscale._diagnosis.operations import Path
-from jmpscale._diagnosis.trace_step import TracedStep
+from jmpscale._diagnosis.traced_step import TracedStep
 from jmpscale._diagnosis.trials import GradientTrials
 from jmpscale._diagnosis.update import Update
 from jmpscale._state import ScalerConfig, ScalerState, static

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jmpscale._diagnosis.thresholds import FACTOR, NOISE_OF_ERRORS, SMALL_ERROR, TOLERANCE, WRONG_ERROR
+from jmpscale._diagnosis.thresholds import FACTOR, NOISE_OF_ERRORS, SMALL_ERROR, TOLERANCE
 from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE
 
 _LOWEST, _HIGHEST = round(math.log2(SMALLEST_SCALE)), round(math.log2(LARGEST_SCALE))
@@ -46,7 +46,7 @@ def search(
     measure_forward: Callable[[int], Errors],
     present: int,
     expected: int,
-    largest_error: float = WRONG_ERROR,
+    largest_error: float,
 ) -> Scales:
     """Finds the scales that fit, among powers of two, which are given by their exponents.
 

@@ -13,15 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from jmpscale._base import flow
 from jmpscale._base.jaxpr import Caller, type_of
 from jmpscale._base.types import is_narrow
-from jmpscale._diagnosis import flow
-from jmpscale._diagnosis.operations import moves_values
-from jmpscale._diagnosis.passes import Pass, Passes
+from jmpscale._diagnosis.operations import of_moved
 from jmpscale._diagnosis.program import Program, Result
 from jmpscale._diagnosis.thresholds import DRAWS
 from jmpscale._interpreter.compile import compiled_when_called
-from jmpscale._interpreter.interpret import ENTERED
 
 _RANDOM = "random"
 
@@ -31,12 +29,9 @@ def find_exchanges(program: Program, results: Sequence[Result]) -> list[Result]:
 
     These are leaves of the state that read them in turn, and random numbers.
     """
-    passes = Passes(program.jaxpr, program.measured or 0)
 
     def rule(eqn: core.JaxprEqn, caller: Caller, operands: list[flow.Labels]) -> list[flow.Labels]:
-        if eqn.primitive.name in ENTERED:
-            return operands
-        if passes.of(eqn, caller) is Pass.BACKWARD:
+        if caller.is_backward(eqn):
             return [flow.NONE] * len(eqn.outvars)
         found = flow.union(operands) | ({_RANDOM} if eqn.primitive.name == "random_bits" else set())
         conditions = [np.dtype(bool) == getattr(type_of(x), "dtype", None) for x in eqn.outvars]
@@ -101,9 +96,7 @@ def _find_keys(program: Program) -> set[int]:
     def rule(eqn: core.JaxprEqn, caller: Caller, operands: list[flow.Labels]) -> list[flow.Labels]:
         if eqn.primitive.name == "random_wrap":
             found.update(flow.union(operands))
-        if eqn.primitive.name in ENTERED:
-            return operands
-        return flow.of_operands(eqn, operands if moves_values(eqn) else [flow.NONE])
+        return of_moved(eqn, caller, operands)
 
     found: set[int] = set()
     consts = list(enumerate(program.consts))
@@ -123,7 +116,7 @@ def _other_key(key: Any, draw: int) -> Any:
     return jax.random.wrap_key_data(jax.random.key_data(key) ^ bits, impl=jax.random.key_impl(key))
 
 
-class Errors:
+class ErrorsOfDraws:
     """The errors of a leaf, added up over several draws of random numbers."""
 
     def __init__(self) -> None:

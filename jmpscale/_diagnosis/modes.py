@@ -26,7 +26,7 @@ class Mode(enum.IntEnum):
     RANGE = 1  # with the precision as written, and the range of float32
     FLOAT32 = 2
     REPAIRED = 3  # in float32, with zeros in place of infinities and NaN
-    MOVED = 4  # in float32, with constants that round to those in the program
+    PERTURBED = 4  # in float32, with constants that round to those in the program
 
 
 Modes = Mapping["Site", Mode | tuple[Mode, ...]]  # of all operations of a site, or of each one in program order
@@ -163,18 +163,20 @@ def _factors(operation: Operation) -> list[bool]:
     return [found[0], False] if operation.eqn.primitive.name == "pow" else found
 
 
-def _move_constants(execution: Execution, operation: Operation, inputs: list[Any], in_float32: list[Any]) -> list[Any]:
-    """Moves constants in half precision by a quarter of their last place."""
+def _perturb_constants(
+    execution: Execution, operation: Operation, inputs: list[Any], in_float32: list[Any]
+) -> list[Any]:
+    """Perturbs constants in half precision by a quarter of their last place."""
     step = 1 - float(jnp.finfo(_half_dtype(operation)).eps) / 4
-    moved = [x * step if is_factor else x for x, is_factor in zip(inputs, _factors(operation), strict=True)]
-    outputs = run_in_float32(operation.eqn, moved) or in_float32
-    return [jnp.where(execution.mode == Mode.MOVED, x, y) for x, y in zip(outputs, in_float32, strict=True)]
+    perturbed = [x * step if is_factor else x for x, is_factor in zip(inputs, _factors(operation), strict=True)]
+    outputs = run_in_float32(operation.eqn, perturbed) or in_float32
+    return [jnp.where(execution.mode == Mode.PERTURBED, x, y) for x, y in zip(outputs, in_float32, strict=True)]
 
 
 PRECISION = Modal(_half_dtype, _choose_precision)
 RECORD = Modal(_recorded_dtype, _record, columns=3)
 REPAIR = Modal(_inexact_dtype, _repair, columns=2)
-CONSTANTS = Modal(_factor_dtype, _move_constants)
+CONSTANTS = Modal(_factor_dtype, _perturb_constants)
 
 
 def _is_inexact(x: Any) -> bool:

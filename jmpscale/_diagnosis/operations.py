@@ -7,14 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend import core
 
-from jmpscale._base import cotangents
+from jmpscale._base import cotangents, flow
 from jmpscale._base.jaxpr import MATMULS, PROGRAM, UNKNOWN_LINE, Caller, Key, type_of
-from jmpscale._base.source import is_backward, is_recomputed
 from jmpscale._base.types import is_narrow
-from jmpscale._diagnosis import flow
 from jmpscale._diagnosis.passes import Pass, Passes
 from jmpscale._interpreter.float32 import keeps_dtype
-from jmpscale._interpreter.interpret import ENTERED, operations
+from jmpscale._interpreter.interpret import operations
 
 Path = tuple[str, ...]  # the user's lines that lead to an operation, outermost first, so that two calls differ
 _OUTPUTS: Path = ()  # stands for the outputs of the program
@@ -50,7 +48,7 @@ class Operation(NamedTuple):
     @property
     def is_transposed(self) -> bool:
         """Whether it is an operation on cotangents."""
-        return self.backward and not (self.caller.recomputed or is_recomputed(self.eqn))
+        return self.backward and not self.caller.is_recomputed(self.eqn)
 
     @property
     def name(self) -> str:
@@ -82,6 +80,11 @@ def narrow_dtype(x: Any) -> np.dtype | None:
 def moves_values(eqn: core.JaxprEqn) -> bool:
     """Tests whether the results consist of values that exist already."""
     return eqn.primitive.name in _MOVES or keeps_dtype(eqn)
+
+
+def of_moved(eqn: core.JaxprEqn, caller: Caller, operands: list[flow.Labels]) -> list[flow.Labels]:
+    """Returns the labels of the operands, as a rule of a data flow, if the results consist of their values."""
+    return flow.of_operands(eqn, caller, operands if moves_values(eqn) else [])
 
 
 def program_operations(jaxpr: core.Jaxpr, count: int) -> list[Operation]:
@@ -158,16 +161,13 @@ def _readers(jaxpr: core.Jaxpr, paths: Mapping[Key, Path]) -> dict[Key, frozense
     """
     found: dict[Key, frozenset[Path]] = {}
 
-    def rule(eqn: core.JaxprEqn, caller: Caller, results: list[flow.Labels]) -> list[flow.Labels] | None:
-        if eqn.primitive.name in ENTERED:
-            return None
+    def rule(eqn: core.JaxprEqn, caller: Caller, results: list[flow.Labels]) -> list[flow.Labels]:
         key, readers = caller.key_of(eqn), flow.union(results)
         found[key] = found.get(key, flow.NONE) | readers
         if moves_values(eqn) or eqn.primitive.name == _SUM or not (readers or eqn.effects):
             return [readers] * len(eqn.invars)
         # What follows the gradients reads no cotangents.
-        is_transposed = caller.backward or is_backward(eqn)
-        return [frozenset([_OUTPUTS, paths[key]] if is_transposed else [_OUTPUTS])] * len(eqn.invars)
+        return [frozenset([_OUTPUTS, paths[key]] if caller.is_backward(eqn) else [_OUTPUTS])] * len(eqn.invars)
 
     flow.follow_back(jaxpr, [frozenset([_OUTPUTS])] * len(jaxpr.outvars), rule)
     return found
@@ -178,8 +178,6 @@ def _readers_of_cotangents(jaxpr: core.Jaxpr, transposed: Collection[Key]) -> se
     found: set[Key] = set()
 
     def rule(eqn: core.JaxprEqn, caller: Caller, operands: list[flow.Labels]) -> list[flow.Labels]:
-        if eqn.primitive.name in ENTERED:
-            return operands
         key, read = caller.key_of(eqn), flow.union(operands)
         if read:
             found.add(key)

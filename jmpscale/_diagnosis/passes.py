@@ -7,10 +7,9 @@ import enum
 
 from jax.extend import core
 
-from jmpscale._base.jaxpr import Caller, Key, equations
+from jmpscale._base import flow
+from jmpscale._base.jaxpr import ENTERED, Caller, Key, equations
 from jmpscale._base.source import is_backward
-from jmpscale._diagnosis import flow
-from jmpscale._interpreter.interpret import ENTERED
 
 
 class Pass(enum.Enum):
@@ -30,23 +29,22 @@ class Passes:
     def __init__(self, jaxpr: core.Jaxpr, count: int) -> None:
         forward: set[Key] = set()  # the operations on which the backward pass, or one of these outputs, depends
 
-        def rule(eqn: core.JaxprEqn, caller: Caller, results: list[flow.Labels]) -> list[flow.Labels] | None:
-            if caller.backward or is_backward(eqn):
-                return [_NEEDED] * len(eqn.invars)
-            if eqn.primitive.name in ENTERED:
-                return None
-            if any(results):
+        def rule(eqn: core.JaxprEqn, caller: Caller, results: list[flow.Labels]) -> list[flow.Labels]:
+            if any(results) and not caller.is_backward(eqn):
                 forward.add(caller.key_of(eqn))
             return [flow.union(results)] * len(eqn.invars)
 
+        def mark(eqn: core.JaxprEqn, caller: Caller, operands: list[flow.Labels]) -> list[flow.Labels]:
+            return [_NEEDED] * len(operands) if caller.is_backward(eqn) else operands
+
         outputs = [_NEEDED if i < count else flow.NONE for i in range(len(jaxpr.outvars))]
         # In a loop of training steps, the next forward pass reads what the update of this one makes.
-        inputs = flow.follow_back(jaxpr, outputs, rule, repeats=lambda eqn: not _holds_backward(eqn))
+        inputs = flow.follow_back(jaxpr, outputs, rule, mark=mark, repeats=lambda eqn: not _holds_backward(eqn))
         self._forward = forward
         self.inputs_in_forward = list(map(bool, inputs))  # whether it depends on them
 
     def of(self, eqn: core.JaxprEqn, caller: Caller) -> Pass:
-        if caller.backward or is_backward(eqn):
+        if caller.is_backward(eqn):
             return Pass.BACKWARD
         return Pass.FORWARD if caller.key_of(eqn) in self._forward else Pass.UPDATE
 

@@ -1,7 +1,6 @@
 """Phrases that several sentences of a summary have."""
 
 import math
-import re
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -12,8 +11,7 @@ from jmpscale._diagnosis.findings import Findings
 from jmpscale._diagnosis.fitting_scales import Errors, largest
 from jmpscale._diagnosis.modes import Part
 from jmpscale._diagnosis.operations import Path
-
-_KEYS = re.compile(r"^\w+|\[.*?\]|\.\w+")  # of a name such as `state['params'].bias`
+from jmpscale._diagnosis.program import Result
 
 
 def by(fraction: float) -> str:
@@ -40,26 +38,15 @@ def describe_alone(findings: Findings, part: Part, error: float) -> str:
     return f" With only the {which} pass of {findings.name(part.path)} in half precision, they differ {by(error)}"
 
 
-def describe_leaves(findings: Findings, names: Sequence[str]) -> str:
+def describe_leaves(leaves: Sequence[Result]) -> str:
     """Names the first of some leaves of the state, counts the others, and names other parts of the state with them."""
-    first, *others = names
+    first, *others = leaves
     if not others:
-        return first
+        return first.name
     noun = "leaf" if len(others) == 1 else "leaves"
-    own, *found = (_part_of_state(findings, name) for name in names)
-    parts = [part for part in dict.fromkeys(found) if part not in ("", own)]
+    parts = [part for part in dict.fromkeys(x.part for x in others) if part not in ("", first.part)]
     also = f", also of {enumerate_names(parts)}" if parts else ""
-    return f"{first} (and {len(others)} other {noun}{also})"
-
-
-def _part_of_state(findings: Findings, name: str) -> str:
-    """Returns the part of the state that contains a leaf; nothing if the leaf is a part itself.
-
-    The parts are the arguments, such as `params`, or the elements of the only argument, such as `state[0]`.
-    """
-    arguments = {_KEYS.findall(x.result.name)[0] for x in findings.update.changes if x.result.old is not None}
-    keys, depth = _KEYS.findall(name), 1 if len(arguments) > 1 else 2
-    return "".join(keys[:depth]) if len(keys) > depth else ""
+    return f"{first.name} (and {len(others)} other {noun}{also})"
 
 
 def describe_edit(findings: Findings, paths: Collection[Path]) -> str:

@@ -8,10 +8,8 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from jmpscale._base.jaxpr import Caller
-from jmpscale._diagnosis import flow
+from jmpscale._base import flow
 from jmpscale._interpreter.compile import compiled
-from jmpscale._interpreter.interpret import ENTERED
 
 
 class Program(NamedTuple):
@@ -30,11 +28,7 @@ class Program(NamedTuple):
 
     def depends_on_scale(self) -> bool:
         """Tests whether the loss or a gradient depends on the loss scale, by data flow."""
-
-        def rule(eqn: core.JaxprEqn, caller: Caller, operands: list[flow.Labels]) -> list[flow.Labels]:
-            return operands if eqn.primitive.name in ENTERED else flow.of_operands(eqn, operands)
-
-        return any(flow.follow(self.of_gradients().jaxpr, [frozenset(["scale"])], rule))
+        return any(flow.follow(self.of_gradients().jaxpr, [frozenset(["scale"])]))
 
 
 class Result(NamedTuple):
@@ -46,6 +40,7 @@ class Result(NamedTuple):
     is_gradient_led: bool = False  # whether it depends on a gradient
     partners: tuple[str, ...] = ()  # other leaves of its shape, if the update of each of the two reads the other one
     is_random: bool = False  # whether its update reads random numbers
+    part: str = ""  # the part of the state that contains the leaf, such as `params`; empty if it is a part itself
 
 
 class Leaf(NamedTuple):

@@ -4,7 +4,8 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._autocast.rules import with_conversions
-from jmpscale._base.jaxpr import equations, rewrite
+from jmpscale._base.jaxpr import equations
+from jmpscale._base.rewrite import rewrite
 from jmpscale._base.source import SCALING, user_lines
 
 _CALLBACKS = {"debug_callback", "debug_print", "io_callback"}

@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from jmpscale._base import flow
 from jmpscale._base.jaxpr import Caller
 from jmpscale._base.types import is_narrow
-from jmpscale._diagnosis import flow
-from jmpscale._diagnosis.operations import moves_values
+from jmpscale._diagnosis.operations import moves_values, of_moved
 from jmpscale._diagnosis.program import Program
-from jmpscale._interpreter.interpret import ENTERED
 
 
 class Rounded(NamedTuple):
@@ -48,13 +47,9 @@ def find_rounded(program: Program, names: dict[int, str]) -> list[Rounded]:
     lines: dict[int, str] = {}
 
     def rule(eqn: core.JaxprEqn, caller: Caller, operands: list[flow.Labels]) -> list[flow.Labels]:
-        if eqn.primitive.name in ENTERED:
-            return operands
-        if moves_values(eqn):
-            return flow.of_operands(eqn, operands)
-        for i in flow.union(operands):
+        for i in () if moves_values(eqn) else flow.union(operands):
             lines.setdefault(i, caller.line_of(eqn))
-        return [flow.NONE] * len(eqn.outvars)
+        return of_moved(eqn, caller, operands)
 
     narrow = [i for i, x in enumerate(program.consts) if is_narrow(x)]
     labels = [frozenset([i]) if i in narrow else flow.NONE for i in range(len(program.consts))]

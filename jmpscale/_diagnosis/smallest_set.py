@@ -13,7 +13,7 @@ def smallest_set(items: Sequence[_T], fits: Callable[[Sequence[_T]], bool]) -> l
     """Returns items that fit together, and do not fit without any one of them; None if all of them do not fit.
 
     Any superset of a set that fits must fit. It takes about `k log2(n)` calls for k of n items. If there are more than
-    12 of them, the set also has all items after them.
+    `LARGEST_SET` of them, the set also has all items after them.
     """
     if not fits(items):
         return None

@@ -1,16 +1,13 @@
 """The summary of a diagnosis, which joins the sentences about its parts, the worst one first."""
 
-import re
 from collections.abc import Sequence
 
 from jmpscale._base.text import enumerate_names
-from jmpscale._diagnosis.describe_gradients import describe_gradients
+from jmpscale._diagnosis.describe_gradients import describe_gradients, ends_with_small_error
 from jmpscale._diagnosis.describe_update import describe_stalled, describe_unchanged, describe_update
 from jmpscale._diagnosis.findings import Findings, SensitiveLoss
 from jmpscale._diagnosis.phrases import by
 from jmpscale._diagnosis.rounded import describe_rounded
-
-_HEALTHY = re.compile(r"The gradients differ from float32 by \S+?(, in [^,:]+)?\.$")
 
 _IGNORED = (
     "No gradient depends on the dynamic loss scale: scale the loss with this scaler, or create the optimizer with "
@@ -40,9 +37,9 @@ def _join(gradients: str, findings: Findings) -> str:
     bad = {x.result.name for x in update.bad}
     stalled = [x for x in step.stalled if x.result.name not in bad]
     worst = update.worst if update.bad else None
-    faults = [describe_update(findings, worst)] if worst else []
+    faults = [describe_update(findings, worst)] if worst and not _is_repaired(findings) else []
     faults += [describe_unchanged(findings)] if update.unchanged.results else []
-    faults += [describe_stalled(findings, stalled)] if stalled else []
+    faults += [describe_stalled(stalled)] if stalled else []
     if wrong := [x.result.name for x in update.changes if not x.is_finite]:
         verb = "becomes" if len(wrong) == 1 else "become"
         faults.append(f"{enumerate_names(wrong)} {verb} infinite or NaN, in float32 too: correct this update.")
@@ -53,11 +50,18 @@ def _join(gradients: str, findings: Findings) -> str:
         return " ".join(filter(None, [*first, *notes]))
     worst = update.worst
     if worst is not None and worst.result.old is not None:
-        if _HEALTHY.search(gradients):
+        if ends_with_small_error(findings):
             gradients = f"{gradients.removesuffix('.')}, and the update {by(worst.error)}."
         else:
             gradients = f"{gradients} The update differs from float32 {by(worst.error)}."
     return " ".join([gradients, *notes])
+
+
+def _is_repaired(findings: Findings) -> bool:
+    """Tests whether only results, such as losses, are wrong, and the lines that are named for gradients repair them."""
+    update, lines = findings.update, findings.lines
+    named = lines.paths if lines else []
+    return all(x.result.old is None for x in update.bad) and update.is_repaired and set(named).issuperset(update.paths)
 
 
 def _describe_loss(loss: SensitiveLoss | None) -> str:

@@ -79,6 +79,10 @@ def accepted_errors(error: float | None) -> AcceptedErrors:
 # A change that is smaller, relative to the leaf, is mostly rounding in float32, too.
 NOISE_OF_CHANGE = 2.0**-21
 
+# The error of a change, in units of the largest one that is accepted, above which the lines of the update are tried
+# alone, for the rows of the table.
+ALMOST_BAD = 0.25
+
 # The part of a change from which on the summary says that it is lost.
 LOST = 0.5
 

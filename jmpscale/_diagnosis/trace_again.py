@@ -22,21 +22,22 @@ def trace_with_float32_results(trace: Callable[[Axes], _T]) -> _T | None:
     `trace` traces the program in a scope. It may fail, as for a step that reads from an iterator: the result is None.
     """
     with observe(with_float32_results=True) as observation:
-        try:
-            traced = trace(_new_scope())
-        except Exception:  # whatever Python code raises
-            return None
+        traced = _try(trace)
     return traced if observation.has_changed_results else None
 
 
 def find_kept_matmuls(trace: Callable[[Axes], object]) -> tuple[str, ...]:
-    """Returns the matmuls that `autocast` leaves in float32, with the reason.
+    """Returns the matmuls that `autocast` leaves in float32, with the reason; none if the trace fails.
 
     A program that has been traced does not show which functions had a derivative rule of their own.
     """
     with observe() as observation:
-        try:
-            trace(_new_scope())
-        except Exception:  # whatever Python code raises
-            return ()
-    return tuple(dict.fromkeys(observation.kept))
+        traced = _try(trace)
+    return () if traced is None else tuple(dict.fromkeys(observation.kept))
+
+
+def _try(trace: Callable[[Axes], _T]) -> _T | None:
+    try:
+        return trace(_new_scope())
+    except Exception:  # whatever Python code raises
+        return None

@@ -31,9 +31,7 @@ from jmpscale._diagnosis.thresholds import (
 class GradientTrials:
     """Runs a step with other modes, and compares it with the reference: the step in float32, at a scale of 1."""
 
-    def __init__(
-        self, forms: Forms, inputs: Sequence[str], accepted: AcceptedErrors, *, has_scaler: bool = True
-    ) -> None:
+    def __init__(self, forms: Forms, inputs: Sequence[str], accepted: AcceptedErrors, *, has_scaler: bool) -> None:
         """`inputs` are the names of the constants of the step, empty for those that are not arguments."""
         self.inputs, self.accepted, self._has_scaler = inputs, accepted, has_scaler
         self.set_forms(forms)
@@ -42,6 +40,7 @@ class GradientTrials:
         self.reference = self._run_in_float32(1.0)
         self.loss = float(self.reference[0])
         self.measured = measure(self.reference, self.reference)
+        self._are_scaled = self._find_scaled()
         changes = [self._error_of_a_change(change) for change in CHANGES]
         # A gradient decides if it is more than rounding noise, and not negligible beside the others. The gradient of a
         # bias before a normalization is zero. In a computed one there is only rounding noise, which the smallest change
@@ -62,6 +61,22 @@ class GradientTrials:
         pairs = zip(self.program.consts, self.inputs, strict=True)
         consts = [_round(x, self._digits) if name else x for x, name in pairs]
         return float(measure(self._recording.run(1.0, {}, Mode.FLOAT32, consts)[0], self.reference).errors[0])
+
+    def _find_scaled(self) -> list[bool]:
+        """Tests which outputs are scaled, such as gradients that the step divides by the scale without our functions.
+
+        They grow with the scale in float32, in which powers of two are exact.
+        """
+        if not self._has_scaler:
+            return [False] * len(self.reference)
+        at_two = self._run_in_float32(2.0)
+        halved = measure([x / 2 for x in at_two], self.reference).errors
+        return [bool(x < y) for x, y in zip(halved, measure(at_two, self.reference).errors, strict=True)]
+
+    def unscaled(self, outputs: Sequence[Any], scale: float) -> list[Any]:
+        """Returns outputs at a loss scale with those that are scaled divided by it."""
+        pairs = zip(outputs, self._are_scaled, strict=True)
+        return [x.astype(jnp.promote_types(x.dtype, np.float32)) / scale if scaled else x for x, scaled in pairs]
 
     def _error_of_a_change(self, change: float) -> np.ndarray:
         """Returns the relative change of the loss and of each gradient in float32, after a change of all arguments."""
@@ -84,9 +99,14 @@ class GradientTrials:
         """The operations that run in half precision in the reference, too."""
         return list(self._recording.not_entered)
 
-    def compare(self, outputs: Sequence[Any], reference: Sequence[Any] | None = None) -> tuple[Errors, float]:
-        """Returns the errors of the gradients, 0 if one is not decisive; and of the loss, 0 if it is only rounding."""
-        found: Measured = measure(outputs, self.reference if reference is None else reference)
+    def compare(
+        self, outputs: Sequence[Any], scale: float = 1.0, reference: Sequence[Any] | None = None
+    ) -> tuple[Errors, float]:
+        """Returns the errors of the gradients, 0 if one is not decisive; and of the loss, 0 if it is only rounding.
+
+        The outputs are those at a loss scale.
+        """
+        found: Measured = measure(self.unscaled(outputs, scale), self.reference if reference is None else reference)
         errors = np.where(found.severity[1:].any(), np.inf, np.where(self.decisive, found.errors[1:], 0.0))
         return errors, float(found.errors[0]) if found.errors[0] > self._largest_loss_error else 0.0
 
@@ -99,7 +119,7 @@ class GradientTrials:
         """Returns the errors of a run as `compare` does; runs it once."""
         key = frozenset(modes.items()), default, exponent
         if key not in self._errors:
-            self._errors[key] = self.compare(self.program.run(2.0**exponent, modes, default)[0])
+            self._errors[key] = self.compare(self.program.run(2.0**exponent, modes, default)[0], 2.0**exponent)
         return self._errors[key]
 
     def statistics(self, scale: float) -> dict[Site, Statistics]:
@@ -134,7 +154,7 @@ class GradientTrials:
         def error(change: float) -> float:
             consts = [_perturb(x, change) for x in self.program.consts]
             written, _ = self.program.run(1.0, self._backward_in_float32(), Mode.AS_WRITTEN, consts)
-            errors, loss_error = self.compare(written, self.program.run(1.0, {}, Mode.FLOAT32, consts)[0])
+            errors, loss_error = self.compare(written, 1.0, self.program.run(1.0, {}, Mode.FLOAT32, consts)[0])
             return max(largest(errors), loss_error)
 
         return max(error(CHANGE), error(-CHANGE))

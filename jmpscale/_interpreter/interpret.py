@@ -12,11 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jmpscale._base.compat import as_varying
-from jmpscale._base.jaxpr import CALLS, PROGRAM, Caller, called_jaxpr, closed, equations, split_scan_inputs, type_of
+from jmpscale._base.compat import as_varying, axes_of_shard_map
+from jmpscale._base.jaxpr import (
+    ENTERED,
+    PROGRAM,
+    Caller,
+    called_jaxpr,
+    closed,
+    equations,
+    split_scan_inputs,
+    split_while_inputs,
+    type_of,
+)
 from jmpscale._base.types import is_narrow
-
-ENTERED = CALLS | {"scan", "while", "cond"}
 
 
 def widen(x: Any) -> Any:
@@ -96,26 +104,26 @@ class Interpreter:
 
     def _while(self, eqn: core.JaxprEqn, inputs: list[Any], inside: Caller) -> list[Any]:
         cond, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
-        first, last = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        cond_consts, body_consts, first = split_while_inputs(eqn, inputs)
 
         def test(state: tuple[list[Any], Any]) -> Any:
             # A condition of `jax.vmap` holds for some of the examples. The loop ends when it holds for none.
             return going_on(*state)[0].any()
 
         def going_on(carry: list[Any], records: Any) -> tuple[Any, Any]:
-            (found,), records = self._traced(records, cond, [*inputs[:first], *carry], inside)
+            (found,), records = self._traced(records, cond, [*cond_consts, *carry], inside)
             return found, records
 
         def step(state: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
             carry, records = state
             active, records = going_on(carry, records)  # records of `test` cannot leave it
-            outputs, records = self._traced(records, body, [*inputs[first:last], *carry], inside)
+            outputs, records = self._traced(records, body, [*body_consts, *carry], inside)
             outputs = _with_types_of(outputs, carry)
             if active.ndim:  # an example that has ended keeps its values
                 outputs = [_where(active, x, y) for x, y in zip(outputs, carry, strict=True)]
             return outputs, records
 
-        carry, records = jax.lax.while_loop(test, step, (inputs[last:], self.records))
+        carry, records = jax.lax.while_loop(test, step, (first, self.records))
         self.records = going_on(carry, records)[1]
         return carry
 
@@ -134,8 +142,7 @@ class Interpreter:
 
     def _shard_map(self, eqn: core.JaxprEqn, inputs: list[Any], inside: Caller) -> list[Any]:
         params = eqn.params
-        # JAX has renamed the parameter.
-        axes = tuple(next(params[name] for name in ("newly_manual_axes", "manual_axes") if name in params))
+        axes = axes_of_shard_map(eqn)
 
         def body(records: Any, *args: Any) -> tuple[list[Any], Any]:
             records = jax.tree.map(lambda x: as_varying(x, axes) if params["check_vma"] else x, records)

@@ -19,11 +19,11 @@ from jax.extend import core
 
 from jmpscale._algorithm.scaling import unscale_leaves
 from jmpscale._base.compat import varying_axes
-from jmpscale._base.data_flow import dependents
-from jmpscale._base.jaxpr import Caller, equations
+from jmpscale._base.dependence import find_sources
+from jmpscale._base.jaxpr import ENTERED, Caller, calls_compiled, equations
 from jmpscale._base.multiply import multiply_leaf
 from jmpscale._interpreter.float32 import run_in_widest
-from jmpscale._interpreter.interpret import ENTERED, Interpreter
+from jmpscale._interpreter.interpret import Interpreter
 
 _GROUPS = 8  # of gradients that are changed together, if there are more gradients
 _WHOLE, _FIRST, _LAST = range(3)  # which elements of a gradient are changed
@@ -53,9 +53,8 @@ class Faults:
 
     def all(self, decisions: Sequence[int]) -> list[Fault]:
         """Returns the faults that a step must notice; `decisions` are the outputs of the program that show skips."""
-        outputs = dependents(self._program, self._numbers)
-        known = [outputs[i] for i in decisions]
-        unseen = [i for i in range(self.count) if not any(bits >> i & 1 for bits in known)]
+        seen = find_sources(self._program, decisions, self._numbers)
+        unseen = [i for i in range(self.count) if i not in seen]
         every = range(self.count)
         # Neighbors are often a kernel and a bias, or layers of one block.
         groups = [every[start::_GROUPS] for start in range(min(_GROUPS, self.count))]
@@ -128,4 +127,4 @@ def _like(count: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _unscales(eqn: core.JaxprEqn) -> bool:
-    return eqn.primitive.name == "jit" and eqn.params["name"] == inspect.unwrap(unscale_leaves).__name__
+    return calls_compiled(eqn, inspect.unwrap(unscale_leaves).__name__)

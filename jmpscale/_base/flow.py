@@ -1,55 +1,70 @@
-"""Follows sets of labels through a program: to the values that depend on a value, and to those on which it depends."""
+"""Follows sets of labels through a program, with its data flow or against it, into loops and branches."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend import core
 
-from jmpscale._base.jaxpr import CALLS, PROGRAM, Caller, called_jaxpr, split_scan_inputs
+from jmpscale._base.jaxpr import ENTERED, PROGRAM, Caller, called_jaxpr, split_scan_inputs, split_while_inputs
 
 Labels = frozenset[Any]
 Rule = Callable[[core.JaxprEqn, Caller, list[Labels]], list[Labels]]
-RuleBack = Callable[[core.JaxprEqn, Caller, list[Labels]], list[Labels] | None]
 
 NONE: Labels = frozenset()
 
 
 def union(labels: Sequence[Labels]) -> Labels:
-    return NONE.union(*labels)
+    """Returns the union of sets: one of them if it holds all others, because the values of a program share sets."""
+    largest = max(labels, key=len, default=NONE)
+    return largest if all(x <= largest for x in labels) else NONE.union(*labels)
 
 
-def follow(jaxpr: core.Jaxpr, labels: Sequence[Labels], rule: Rule) -> list[Labels]:
-    """Returns the labels of the outputs of a program, given those of its constants and inputs.
+def of_operands(eqn: core.JaxprEqn, caller: Caller, operands: list[Labels]) -> list[Labels]:
+    """Returns the labels of all operands for each result."""
+    return [union(operands)] * len(eqn.outvars)
 
-    `rule` returns the labels of the results of an operation. For an equation that holds other equations, the rule
-    receives the labels that these give to its results, in place of its operands.
+
+def _unmarked(eqn: core.JaxprEqn, caller: Caller, labels: list[Labels]) -> list[Labels]:
+    return labels
+
+
+def follow(
+    jaxpr: core.Jaxpr,
+    labels: Sequence[Labels],
+    rule: Rule = of_operands,
+    *,
+    mark: Rule = _unmarked,
+    with_conditions: bool = True,
+) -> list[Labels]:
+    """Returns the labels of the outputs of a program, given those of its constants and inputs, or of its inputs only.
+
+    `rule` returns the labels of the results of an operation, given those of its operands. `mark` replaces the labels of
+    the results of any equation, also of a loop or a call, whose equations are followed by the rule. The condition of a
+    loop gives its labels to no result, and the condition of a branch only `with_conditions`.
     """
-    return _Following(rule).run(jaxpr, labels, PROGRAM)
+    return _Following(rule, mark, with_conditions).run(jaxpr, labels, PROGRAM)
 
 
 def follow_back(
     jaxpr: core.Jaxpr,
     labels: Sequence[Labels],
-    rule: RuleBack,
+    rule: Rule,
+    *,
+    mark: Rule = _unmarked,
     repeats: Callable[[core.JaxprEqn], bool] = lambda _: True,
 ) -> list[Labels]:
     """Returns the labels of the inputs of a program, given those of its outputs.
 
-    `rule` returns the labels of the operands of an equation, given those of its results; or None for an equation that
-    holds others, whose labels are followed. The condition of a branch or a loop has the labels of all results. A loop
-    `repeats` if an iteration reads what the one before has made.
+    `rule` returns the labels of the operands of an operation, given those of its results. `mark` replaces the labels of
+    the operands of any equation, also of a loop or a call. The condition of a loop or a branch has the labels of all
+    results. A loop `repeats` if an iteration reads what the one before has made.
     """
-    return _FollowingBack(rule, repeats).run(jaxpr, labels, PROGRAM)
-
-
-def of_operands(eqn: core.JaxprEqn, operands: list[Labels]) -> list[Labels]:
-    """Returns the labels of all operands for each result."""
-    return [union(operands)] * len(eqn.outvars)
+    return _FollowingBack(rule, mark, repeats).run(jaxpr, labels, PROGRAM)
 
 
 class _Following:
-    def __init__(self, rule: Rule) -> None:
-        self._rule = rule
+    def __init__(self, rule: Rule, mark: Rule, with_conditions: bool) -> None:
+        self._rule, self._mark, self._with_conditions = rule, mark, with_conditions
 
     def run(self, jaxpr: core.Jaxpr, labels: Sequence[Labels], caller: Caller) -> list[Labels]:
         variables = [*jaxpr.constvars, *jaxpr.invars]
@@ -60,16 +75,16 @@ class _Following:
             return NONE if isinstance(x, core.Literal) else found[x]
 
         for eqn in jaxpr.eqns:
-            found.update(zip(eqn.outvars, self._equation(eqn, list(map(read, eqn.invars)), caller), strict=True))
+            results = self._mark(eqn, caller, self._equation(eqn, list(map(read, eqn.invars)), caller))
+            found.update(zip(eqn.outvars, results, strict=True))
         return list(map(read, jaxpr.outvars))
 
     def _equation(self, eqn: core.JaxprEqn, operands: list[Labels], caller: Caller) -> list[Labels]:
         name = eqn.primitive.name
-        special = {"scan": self._scan, "while": self._while, "cond": self._cond}
-        if name not in CALLS and name not in special:
+        if name not in ENTERED:
             return self._rule(eqn, caller, operands)
-        run = special.get(name, self._call)
-        return self._rule(eqn, caller, run(eqn, operands, caller.inside(eqn)))
+        special = {"scan": self._scan, "while": self._while, "cond": self._cond}
+        return special.get(name, self._call)(eqn, operands, caller.inside(eqn))
 
     def _call(self, eqn: core.JaxprEqn, operands: list[Labels], inside: Caller) -> list[Labels]:
         return self.run(called_jaxpr(eqn).jaxpr, operands, inside)
@@ -84,24 +99,24 @@ class _Following:
             carry = after
 
     def _while(self, eqn: core.JaxprEqn, operands: list[Labels], inside: Caller) -> list[Labels]:
-        first, last = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-        carry = operands[last:]
+        cond_consts, body_consts, carry = split_while_inputs(eqn, operands)
         while True:
-            self.run(eqn.params["cond_jaxpr"].jaxpr, [*operands[:first], *carry], inside)
-            outputs = self.run(eqn.params["body_jaxpr"].jaxpr, [*operands[first:last], *carry], inside)
+            self.run(eqn.params["cond_jaxpr"].jaxpr, [*cond_consts, *carry], inside)  # the rule may observe it
+            outputs = self.run(eqn.params["body_jaxpr"].jaxpr, [*body_consts, *carry], inside)
             after = [x | y for x, y in zip(carry, outputs, strict=True)]
             if after == carry:
-                return carry
+                return carry  # the loop may run no iteration
             carry = after
 
     def _cond(self, eqn: core.JaxprEqn, operands: list[Labels], inside: Caller) -> list[Labels]:
         branches = [self.run(branch.jaxpr, operands[1:], inside) for branch in eqn.params["branches"]]
-        return [operands[0] | union(found) for found in zip(*branches, strict=True)]
+        condition = operands[0] if self._with_conditions else NONE
+        return [condition | union(found) for found in zip(*branches, strict=True)]
 
 
 class _FollowingBack:
-    def __init__(self, rule: RuleBack, repeats: Callable[[core.JaxprEqn], bool]) -> None:
-        self._rule, self._repeats = rule, repeats
+    def __init__(self, rule: Rule, mark: Rule, repeats: Callable[[core.JaxprEqn], bool]) -> None:
+        self._rule, self._mark, self._repeats = rule, mark, repeats
 
     def run(self, jaxpr: core.Jaxpr, labels: Sequence[Labels], caller: Caller) -> list[Labels]:
         found: dict[Any, Labels] = {}
@@ -113,15 +128,16 @@ class _FollowingBack:
 
         add(jaxpr.outvars, labels)
         for eqn in reversed(jaxpr.eqns):
-            add(eqn.invars, self._equation(eqn, [found.get(x, NONE) for x in eqn.outvars], caller))
+            operands = self._equation(eqn, [found.get(x, NONE) for x in eqn.outvars], caller)
+            add(eqn.invars, self._mark(eqn, caller, operands))
         return [found.get(x, NONE) for x in jaxpr.invars]
 
     def _equation(self, eqn: core.JaxprEqn, results: list[Labels], caller: Caller) -> list[Labels]:
-        operands = self._rule(eqn, caller, results)
-        if operands is not None:
-            return operands
+        name = eqn.primitive.name
+        if name not in ENTERED:
+            return self._rule(eqn, caller, results)
         special = {"scan": self._scan, "while": self._while, "cond": self._cond}
-        return special.get(eqn.primitive.name, self._call)(eqn, results, caller.inside(eqn))
+        return special.get(name, self._call)(eqn, results, caller.inside(eqn))
 
     def _call(self, eqn: core.JaxprEqn, results: list[Labels], inside: Caller) -> list[Labels]:
         return self.run(called_jaxpr(eqn).jaxpr, results, inside)
@@ -136,14 +152,14 @@ class _FollowingBack:
             results = [*before, *results[carry:]]
 
     def _while(self, eqn: core.JaxprEqn, results: list[Labels], inside: Caller) -> list[Labels]:
-        first, last = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        cond_consts, body_consts, _ = map(len, split_while_inputs(eqn, eqn.invars))
         tested = self.run(eqn.params["cond_jaxpr"].jaxpr, [union(results)], inside)
-        carry = [x | y for x, y in zip(results, tested[first:], strict=True)]
+        carry = [x | y for x, y in zip(results, tested[cond_consts:], strict=True)]
         while True:
             inputs = self.run(eqn.params["body_jaxpr"].jaxpr, carry, inside)
-            before = [x | y for x, y in zip(carry, inputs[last - first :], strict=True)]
+            before = [x | y for x, y in zip(carry, inputs[body_consts:], strict=True)]
             if before == carry or not self._repeats(eqn):
-                return [*tested[:first], *inputs[: last - first], *before]
+                return [*tested[:cond_consts], *inputs[:body_consts], *before]
             carry = before
 
     def _cond(self, eqn: core.JaxprEqn, results: list[Labels], inside: Caller) -> list[Labels]:
