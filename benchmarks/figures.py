@@ -181,6 +181,7 @@ def _studies():
     for name, is_faulty in (("whole step", False), ("whole step, bfloat16 parameters", True)):
         ratios = [step["ratio"] for step in whole if (step["form"] == "bfloat16 parameters") == is_faulty]
         found[name] = span(ratios, "{:.1f}")
+    found |= {"near a minimum, other examples": span(_near_minimum(), "{:.3f}")}
     return found | _rules() | _infinite_pixel()
 
 
@@ -191,6 +192,13 @@ def _rules():
     recovery = replayed["text, collapse, from 2^16"][short]["right again after step 4030"]
     additional = max(rules[short]["skipped"] - rules[plain]["skipped"] for rules in replayed.values())
     return {"rules: steps to recover": str(recovery), "rules: additional skips": str(additional)}
+
+
+def _near_minimum():
+    """Returns the ratio of the losses of other examples, of the programs of which only a minimum nearby was said."""
+    programs = record.read(STUDIES / "healthy_steps.json")["programs"].values()
+    found = [x for x in programs if x["summary"].startswith("The gradients") and "near a minimum" in x["summary"]]
+    return [x["loss of other examples"]["ratio"] for x in found]
 
 
 def _infinite_pixel():

@@ -38,7 +38,8 @@ PACKAGE = ROOT / "jmpscale"
 FILES = [path for path in PACKAGE.rglob("*.py") if not path.name.startswith("__")]
 MODULES = sorted(str(path.relative_to(PACKAGE).with_suffix("")) for path in FILES)
 STAGES = {"default": [], "full": ["--full", "-m", "full"]}  # the options of pytest
-DIAGNOSIS = [name for name in MODULES if name.startswith(("_diagnosis/", "_interpreter/")) or name == "_base/source"]
+OF_DIAGNOSIS = ("_diagnosis/", "_interpreter/", "_base/source", "_base/scopes", "_base/flow")
+DIAGNOSIS = [name for name in MODULES if name.startswith(OF_DIAGNOSIS)]
 PARTS = {"diagnosis": DIAGNOSIS, "training": [name for name in MODULES if name not in DIAGNOSIS]}
 DIAGNOSIS_TESTS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_diagnose*.py"))
 DIAGNOSIS_TESTS += ["tests/test_autocast_warnings.py", "jmpscale/_diagnosis"]

@@ -130,6 +130,99 @@ def test_overflow_that_changes_a_gradient_by_less_than_half_is_a_fault():
     assert diagnosis.lines == (place(hidden_overflow),)
 
 
+# --- Near a minimum of the loss, where the gradients are small beside what rounding adds to them. ---
+
+
+def small_residual(w, x):
+    return jnp.mean(((x * w).astype(jnp.float32) - 1) ** 2)
+
+
+def regression(params, batch):
+    hidden = jnp.tanh(batch[0].astype(B) @ params["a"].astype(B))
+    return jnp.mean(((hidden @ params["b"].astype(B)).astype(jnp.float32) - batch[1]) ** 2)
+
+
+def near_minimum(distance):
+    """Returns parameters at a distance from those that fit a batch, and the batch."""
+    params, x = {"a": normal(0, 16, 32, scale=0.25), "b": normal(1, 32, 4, scale=0.2)}, normal(2, 64, 16)
+    batch = x, jnp.tanh(x @ params["a"]) @ params["b"]
+    return {name: p + distance * normal(3, *p.shape, scale=0.2) for name, p in params.items()}, batch
+
+
+def test_error_near_a_minimum_names_its_size_elsewhere_and_no_line():
+    diagnosis = jmpscale.diagnose(small_residual)(jmpscale.static(1024.0), jnp.full(3, 1.01, H), jnp.full(3, 0.99, H))
+    assert diagnosis.summary.endswith(
+        f"fit; yours is 2^10. {GRADIENTS_DIFFER}100%, in w (0.321% if the parameters change by 10%), near a "
+        "minimum of the loss, which differs by 100%."
+    )
+
+
+@pytest.mark.parametrize("distance", [0.02, 0.002])
+def test_error_of_a_step_near_a_minimum_is_not_a_fault(distance):
+    def step(params, batch):
+        loss, grads = jax.value_and_grad(regression)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    diagnosis = jmpscale.diagnose_step(step)(*near_minimum(distance))
+    found = re.fullmatch(
+        rf"{GRADIENTS_DIFFER}([\d.]+)%, in params\['[ab]'\] \(([\d.]+)% if the parameters change by 10%\), near a "
+        r"minimum of the loss(, which differs by ([\d.]+)%)?\.",
+        diagnosis.summary,
+    )
+    error, elsewhere = float(found[1]), float(found[2])
+    assert error > 5
+    assert elsewhere < 5
+    assert diagnosis.lines == ()
+    loss_error = abs(diagnosis.loss / diagnosis.loss_float32 - 1)
+    assert (float(found[4] or 0) > 3) == (loss_error > 0.03)
+
+
+def test_error_near_a_minimum_and_the_error_of_the_update_are_one_sentence():
+    def step(params, average, batch):
+        loss, grads = jax.value_and_grad(regression)(params, batch)
+        average = jax.tree.map(lambda m, g: (0.9 * m.astype(jnp.float32) + 0.1 * g).astype(B), average, grads)
+        return jax.tree.map(lambda p, m: p - 0.1 * m.astype(jnp.float32), params, average), average, loss
+
+    params, batch = near_minimum(0.005)
+    diagnosis = jmpscale.diagnose_step(step)(params, jmpscale.cast(params, B), batch)
+    assert re.search(r"%, and the update by [\d.]+%\.$", diagnosis.summary)
+    assert diagnosis.summary.count(". ") == 0
+
+
+def distances(params, x):
+    """Is at its minimum if all points are moved alike; its coordinates are rounded everywhere."""
+    moved = (100 + x + params["shift"]).astype(B)  # fault
+    squares = jnp.sum((moved[:, None] - moved[None]) ** 2, -1).astype(jnp.float32)
+    return jnp.mean((jnp.sqrt(squares + 1e-3) - jnp.sqrt(jnp.sum((x[:, None] - x[None]) ** 2, -1) + 1e-3)) ** 2)
+
+
+def close_to_the_data(w, x):
+    """Has gradients of one size, whose signs are wrong while the parameters are close to the data."""
+    difference = (x.astype(B) - w.astype(B)).astype(jnp.float32)  # fault
+    return -jnp.mean(jnp.sqrt(difference**2 + 1e-12))
+
+
+def underflowing(w, x):
+    return 0.004 * jnp.mean(((x.astype(H) @ w.astype(H)).astype(jnp.float32) - x) ** 2)  # fault
+
+
+X = normal(0, 64)
+FAULTS_NEAR_A_MINIMUM = {  # a loss function, and its arguments near the minimum
+    "coordinates": (distances, ({"shift": 1e-2 * normal(0, 32, 3)}, normal(1, 32, 3))),
+    "time steps": (time_steps, (NETWORK, 20 * TIMES)),
+    "close to the data": (close_to_the_data, (X * (1 + 1e-4 * normal(1, 64)), X)),
+    "underflow": (underflowing, (jnp.eye(16) * (1 + 2.0**-10), jnp.sign(normal(1, 64, 16)))),
+}
+
+
+@pytest.mark.parametrize("row", rows(FAULTS_NEAR_A_MINIMUM))
+def test_fault_near_a_minimum_names_its_line(row):
+    fun, args = row
+    diagnosis = jmpscale.diagnose(fun)(*args)
+    assert "minimum" not in diagnosis.summary
+    assert place(fun) in diagnosis.lines
+
+
 # --- The words for an error. ---
 
 

@@ -523,6 +523,16 @@ def test_diagnose_step_without_a_gradient_compares_the_update():
     assert summary.startswith("The step loses 100% of the change of state: keep it in float32, not bfloat16. ")
 
 
+def test_diagnose_step_without_a_gradient_says_one_sentence_of_a_healthy_update():
+    def step(w, x):
+        noise = normal(9, *w.shape)
+        losses = [jnp.mean((x.astype(B) @ (w + d * noise).astype(B)).astype(F) ** 2) for d in (0.1, -0.1)]
+        return w - 1e-2 * (losses[0] - losses[1]) * noise, losses[0]
+
+    summary = jmpscale.diagnose_step(step)(W, X).summary
+    assert re.fullmatch(r"The step computes no gradient, and its update differs from float32 by [\d.]+%\.", summary)
+
+
 # --- What no comparison of two runs shows. ---
 
 

@@ -242,6 +242,15 @@ def test_paths_in_comments_and_docstrings_exist():
     assert {(path.name, name) for path, name in named if not any((place / name).exists() for place in places)} == set()
 
 
+def test_modules_in_the_picture_of_a_diagnosis_exist():
+    text = (ROOT / "docs" / "contributing.md").read_text()
+    [picture] = re.findall(r"^```text\n(trace_loss.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    named = [name for line in picture.splitlines() for name in re.split(r" {2,}", line.strip())[0].split(", ")]
+    patterns = [name for name in named if name != "|"]
+    assert len(patterns) > 20
+    assert [name for name in patterns if not list((PACKAGE / "_diagnosis").glob(f"{name}.py"))] == []
+
+
 # --- the algorithm and its guards ---
 
 

@@ -6,7 +6,7 @@ from jax.extend import core
 
 from jmpscale._base.flow import Labels, Rule, follow, of_operands, union
 from jmpscale._base.jaxpr import Caller, held_jaxprs
-from jmpscale._base.source import is_backward
+from jmpscale._base.scopes import is_backward
 
 _BACKWARD: Labels = frozenset(["backward"])
 
@@ -44,14 +44,14 @@ def find_sources(program: core.ClosedJaxpr, outputs: Sequence[int], numbers: dic
     def mark(eqn: core.JaxprEqn, caller: Caller, results: list[Labels]) -> list[Labels]:
         return [frozenset([i]) for i in numbers[id(eqn)]] if id(eqn) in numbers else results
 
-    found = _follow(program.jaxpr, [frozenset()] * len(program.jaxpr.invars), mark)
+    found = _follow(program.jaxpr, (), mark)
     return union([found[i] for i in outputs])
 
 
-def _follow(jaxpr: core.Jaxpr, labels: Sequence[Labels], mark: Rule) -> list[Labels]:
+def _follow(jaxpr: core.Jaxpr, inputs: Sequence[Labels], mark: Rule) -> list[Labels]:
     def rule(eqn: core.JaxprEqn, caller: Caller, operands: list[Labels]) -> list[Labels]:
         if eqn.primitive.name == "xla_pmap":  # JAX before 0.8; an interpreter does not enter it
             return _follow(next(held_jaxprs(eqn)), operands, mark)
         return of_operands(eqn, caller, operands)
 
-    return follow(jaxpr, labels, rule, mark=mark, with_conditions=False)
+    return follow(jaxpr, rule, inputs=inputs, mark=mark, with_conditions=False)

@@ -30,19 +30,20 @@ def _unmarked(eqn: core.JaxprEqn, caller: Caller, labels: list[Labels]) -> list[
 
 def follow(
     jaxpr: core.Jaxpr,
-    labels: Sequence[Labels],
     rule: Rule = of_operands,
     *,
+    constants: Sequence[Labels] = (),
+    inputs: Sequence[Labels] = (),
     mark: Rule = _unmarked,
     with_conditions: bool = True,
 ) -> list[Labels]:
-    """Returns the labels of the outputs of a program, given those of its constants and inputs, or of its inputs only.
+    """Returns the labels of the outputs of a program, given those of all of its constants, or of its inputs, or none.
 
     `rule` returns the labels of the results of an operation, given those of its operands. `mark` replaces the labels of
     the results of any equation, also of a loop or a call, whose equations are followed by the rule. The condition of a
     loop gives its labels to no result, and the condition of a branch only `with_conditions`.
     """
-    return _Following(rule, mark, with_conditions).run(jaxpr, labels, PROGRAM)
+    return _Following(rule, mark, with_conditions).run(jaxpr, inputs, PROGRAM, constants)
 
 
 def follow_back(
@@ -66,10 +67,12 @@ class _Following:
     def __init__(self, rule: Rule, mark: Rule, with_conditions: bool) -> None:
         self._rule, self._mark, self._with_conditions = rule, mark, with_conditions
 
-    def run(self, jaxpr: core.Jaxpr, labels: Sequence[Labels], caller: Caller) -> list[Labels]:
-        variables = [*jaxpr.constvars, *jaxpr.invars]
-        found: dict[Any, Labels] = dict.fromkeys(jaxpr.constvars, NONE)
-        found.update(zip(variables[len(variables) - len(labels) :], labels, strict=True))
+    def run(
+        self, jaxpr: core.Jaxpr, inputs: Sequence[Labels], caller: Caller, constants: Sequence[Labels] = ()
+    ) -> list[Labels]:
+        found: dict[Any, Labels] = dict.fromkeys((*jaxpr.constvars, *jaxpr.invars), NONE)
+        for variables, labels in ((jaxpr.constvars, constants), (jaxpr.invars, inputs)):
+            found.update(zip(variables, labels, strict=bool(labels)))
 
         def read(x: Any) -> Labels:
             return NONE if isinstance(x, core.Literal) else found[x]

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from jmpscale._base.source import is_backward, is_library_function, is_recomputed, user_lines
+from jmpscale._base.scopes import is_backward, is_recomputed
+from jmpscale._base.source import is_library_function, user_lines
 
 Jaxpr = core.Jaxpr | core.ClosedJaxpr  # one class from JAX 0.12 on
 

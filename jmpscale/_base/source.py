@@ -97,30 +97,3 @@ def _distance(file: str) -> int:
 def is_library_function(file: str) -> bool:
     """Tests whether a file has mathematical functions, which call no function of the user."""
     return _MATHEMATICS.search(file) is not None
-
-
-def is_backward(eqn: core.JaxprEqn) -> bool:
-    """Tests whether the scopes of an equation show that it is part of a backward pass."""
-    name_stack: Any = eqn.source_info.name_stack
-    return any(type(scope).__name__ != "Scope" and scope.name == "transpose" for scope in name_stack.stack)
-
-
-def is_differentiated(eqn: core.JaxprEqn) -> bool:
-    """Tests whether the scopes of an equation show that it is part of a function that is differentiated."""
-    name_stack: Any = eqn.source_info.name_stack
-    transforms = {scope.name for scope in name_stack.stack if type(scope).__name__ != "Scope"}
-    return not transforms.isdisjoint({"jvp", "transpose"})
-
-
-def is_in_inner_gradient(eqn: core.JaxprEqn) -> bool:
-    """Tests whether an equation is in the backward pass of a gradient that a differentiated function contains."""
-    name_stack: Any = eqn.source_info.name_stack
-    transforms = [scope.name for scope in name_stack.stack if type(scope).__name__ != "Scope"]
-    # The scopes of the outer transformation come first: jvp, or transpose and jvp.
-    return "jvp" in transforms and "transpose" in transforms[transforms.index("jvp") :]
-
-
-def is_recomputed(eqn: core.JaxprEqn) -> bool:
-    """Tests whether the scopes of an equation show that `jax.checkpoint` repeats it in the backward pass."""
-    name_stack: Any = eqn.source_info.name_stack
-    return any(scope.name == "rematted_computation" for scope in name_stack.stack)

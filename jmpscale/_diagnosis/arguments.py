@@ -1,4 +1,4 @@
-"""The arguments of a call that is diagnosed: their names, and what their values must be."""
+"""The arguments of a call that is diagnosed: their names, what their values must be, and the errors that it accepts."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,14 +9,16 @@ import jax.numpy as jnp
 from jmpscale._base.arguments import check_in_range
 from jmpscale._base.step_call import argument_names
 from jmpscale._base.tree import PyTree, check_has_values, check_no_refs, is_inexact, named_leaves
+from jmpscale._diagnosis.thresholds import AcceptedErrors
 
 
-def check_accepted_error(accepted_error: float | None) -> float | None:
-    """Returns the `accepted_error` of a diagnosis as a Python number, or raises."""
+def accepted_errors(accepted_error: float | None) -> AcceptedErrors:
+    """Returns the largest errors that are accepted, given the `accepted_error` of a diagnosis, or raises."""
     if accepted_error is None:
-        return None
+        return AcceptedErrors()
     remedy = "It is a relative error, which is 1 for gradients of zeros. Pass 0.1 to accept 10%."
-    return check_in_range("accepted_error", accepted_error, 1e-6, 0.99, remedy)
+    error = check_in_range("accepted_error", accepted_error, 1e-6, 0.99, remedy)
+    return AcceptedErrors(error, error, error, error, error, is_chosen=True)
 
 
 def check_arguments(trees: dict[str, PyTree], function: str) -> None:

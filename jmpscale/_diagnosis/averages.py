@@ -49,7 +49,7 @@ def find_stalled_averages(jaxpr: core.Jaxpr, leaves: Sequence[Leaf]) -> list[Ave
 
     narrow = {leaf.input: i for i, leaf in enumerate(leaves) if is_narrow(leaf.result)}
     labels = [frozenset([_Term(narrow[i], 1.0)]) if i in narrow else flow.NONE for i in range(len(jaxpr.invars))]
-    outputs = flow.follow(jaxpr, labels, rule)
+    outputs = flow.follow(jaxpr, rule, inputs=labels)
     found = []
     for i, leaf in enumerate(leaves):
         decay = _decay([x for x in outputs[leaf.output] if x.leaf == i])

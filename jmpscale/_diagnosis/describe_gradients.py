@@ -2,12 +2,12 @@
 
 import math
 
-from jmpscale._base.text import format_scale
+from jmpscale._base.text import format_percentage, format_scale
 from jmpscale._diagnosis.describe_lines import describe_lines
 from jmpscale._diagnosis.findings import Findings
 from jmpscale._diagnosis.fitting_scales import Errors, largest
-from jmpscale._diagnosis.phrases import by, by_gradient, describe_alone, describe_edit
-from jmpscale._diagnosis.thresholds import MARGIN, NOISE
+from jmpscale._diagnosis.phrases import by, by_gradient, describe_alone, describe_edit, name_of_worst
+from jmpscale._diagnosis.thresholds import CHANGE, MARGIN, NOISE
 
 
 def describe_gradients(findings: Findings) -> str:
@@ -36,18 +36,25 @@ def describe_gradients(findings: Findings) -> str:
     if not findings.has_scaler:
         return rounding
     scales = f"{_describe_range(findings)}{_describe_margin(findings)}"
-    return f"{scales} {rounding}" if findings.error < findings.trials.accepted.small else f"{rounding} {scales}"
+    return f"{scales} {rounding}" if _is_small(findings) else f"{rounding} {scales}"
 
 
 def ends_with_small_error(findings: Findings) -> bool:
     """Tests whether the description of the gradients ends with a small error, at the present scale."""
     has_half = bool(findings.trials.program.sites or findings.trials.not_entered)
     fits = findings.accurate and findings.scale_fits and bool(findings.trials.decisive.any())
-    return bool(findings.step.gradients) and has_half and fits and findings.error < findings.trials.accepted.small
+    return bool(findings.step.gradients) and has_half and fits and _is_small(findings)
+
+
+def _is_small(findings: Findings) -> bool:
+    """Tests whether the error is small, or large only because the loss is near a minimum."""
+    return findings.is_near_minimum or findings.error < findings.trials.accepted.small
 
 
 def _describe_rounding(findings: Findings, begin: str, errors: Errors | None) -> str:
     """Describes the error of gradients that may be right: small, or in between."""
+    if errors is not None and findings.error_elsewhere is not None:
+        return f"{begin} differ from float32 {_describe_minimum(findings, findings.error_elsewhere, errors)}."
     text = f"{begin} differ from float32 {by_gradient(findings, errors)}"
     if errors is None or largest(errors) < findings.trials.accepted.small:
         return f"{text}."
@@ -61,6 +68,16 @@ def _describe_rounding(findings: Findings, begin: str, errors: Errors | None) ->
         f"{text}{describe_alone(findings, part, alone)}; with {names} in float32, {by(remaining)}. Compare a short run "
         f"with {these} in float32{describe_edit(findings, paths)}, and keep the change if its loss is lower."
     )
+
+
+def _describe_minimum(findings: Findings, error_elsewhere: float, errors: Errors) -> str:
+    """Describes the error of gradients that are small because the loss is near a minimum."""
+    trials = findings.trials
+    name, loss_error = name_of_worst(findings, errors), abs(findings.loss - trials.loss) / abs(trials.loss or 1.0)
+    text = f"{by(largest(errors))}{f', in {name}' if name else ''}"
+    loss = f", which differs {by(loss_error)}" if loss_error > trials.accepted.loss else ""
+    change = f"{format_percentage(error_elsewhere)} if the parameters change by {CHANGE:.0%}"
+    return f"{text} ({change}), near a minimum of the loss{loss}"
 
 
 def _describe_useless_gradients(findings: Findings) -> str:

@@ -12,7 +12,7 @@ from jmpscale._diagnosis.fitting_scales import Scales
 from jmpscale._diagnosis.lines import Lines
 from jmpscale._diagnosis.modes import Site
 from jmpscale._diagnosis.phrases import by, by_gradient, describe_alone, describe_edit
-from jmpscale._diagnosis.thresholds import CHANGE, LARGEST_SET, MARGIN, SHRINKS
+from jmpscale._diagnosis.thresholds import LARGEST_SET, MARGIN
 
 _NOT_MINIMAL = f"After the first {LARGEST_SET} lines, not each was tried without: some may need no change"
 
@@ -67,19 +67,7 @@ def _describe_cause(findings: Findings, cause: Cause, lines: Lines) -> str:
 
 def _describe_rounded(findings: Findings) -> str:
     """Describes an error that neither the range of float32 nor a scale prevents."""
-    present = max(findings.loss_error, findings.scales.smallest_error)
-    if SHRINKS * findings.error_elsewhere > present or findings.error_elsewhere > findings.trials.accepted.small:
-        return f"{_difference(findings)}: rounding, not range."
-    advice = "Change nothing if training ends at the same loss as in float32."
-    if abs(findings.loss - findings.trials.loss) > findings.trials.accepted.loss * abs(findings.trials.loss):
-        advice = (
-            f"The loss is {findings.loss:.4g}, and {findings.trials.loss:.4g} in float32: make the change, and "
-            "keep it if training ends at a lower loss."
-        )
-    return (
-        f"{_difference(findings)}: rounding of numbers that nearly cancel. If all arguments change by {CHANGE:.0%}, "
-        f"the error is {format_percentage(findings.error_elsewhere)}. {advice}"
-    )
+    return f"{_difference(findings)}: rounding, not range."
 
 
 def _casts(findings: Findings, site: Site) -> str:

@@ -13,11 +13,10 @@ from jmpscale._base.frameworks import is_nnx_object
 from jmpscale._base.options import requires_names_in
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, find_instances, flatten_gradients
-from jmpscale._diagnosis.arguments import check_accepted_error, check_arguments, gradients_by_argument, named_arguments
+from jmpscale._diagnosis.arguments import accepted_errors, check_arguments, gradients_by_argument, named_arguments
 from jmpscale._diagnosis.examine import examine
 from jmpscale._diagnosis.report import Diagnosis
 from jmpscale._diagnosis.rounded import find_rounded
-from jmpscale._diagnosis.thresholds import accepted_errors
 from jmpscale._diagnosis.trace_again import find_kept_matmuls, trace_with_float32_results
 from jmpscale._diagnosis.trace_loss import trace_loss
 from jmpscale._diagnosis.traced_step import TracedStep
@@ -95,7 +94,7 @@ def diagnose(
             f"fun must be the loss function, got {describe(fun)}. Its arguments are those of the new function: "
             "diagnose(loss_fn)(params, batch), or with a scaler, diagnose(loss_fn)(scaler, params, batch)."
         )
-    accepts = accepted_errors(check_accepted_error(accepted_error))
+    accepts = accepted_errors(accepted_error)
     value_and_grad(fun, argnums, has_aux, transform=transform)  # checks the options
     differentiated = value_and_grad(_checked(fun, has_aux), argnums, has_aux, transform=transform)
 

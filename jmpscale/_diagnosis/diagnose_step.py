@@ -10,10 +10,9 @@ from jmpscale._base.options import requires_names_in
 from jmpscale._base.step_call import StepCall
 from jmpscale._base.text import describe
 from jmpscale._base.tree import find_instances
-from jmpscale._diagnosis.arguments import check_accepted_error, check_arguments
+from jmpscale._diagnosis.arguments import accepted_errors, check_arguments
 from jmpscale._diagnosis.examine import examine
 from jmpscale._diagnosis.report import Diagnosis
-from jmpscale._diagnosis.thresholds import accepted_errors
 from jmpscale._diagnosis.trace_again import find_kept_matmuls, trace_with_float32_results
 from jmpscale._diagnosis.trace_step import trace_call_again, trace_gradients_again, trace_step
 from jmpscale._get_scaler import find_scaler
@@ -73,7 +72,7 @@ def diagnose_step(step: Callable[..., Any], *, accepted_error: float | None = No
     if not callable(step):
         raise TypeError(f"step must be the training step, got {describe(step)}. Call diagnose_step(step)(*args).")
 
-    accepts = accepted_errors(check_accepted_error(accepted_error))
+    accepts = accepted_errors(accepted_error)
 
     def diagnose_step_of(*args: Any, **kwargs: Any) -> Diagnosis:
         call = StepCall(step, args, kwargs)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jmpscale._diagnosis.advice import Advice, advise
-from jmpscale._diagnosis.causes import Reason, find_casts, find_causes
+from jmpscale._diagnosis.causes import find_casts, find_causes
 from jmpscale._diagnosis.describe_not_finite import describe_not_finite
 from jmpscale._diagnosis.findings import Findings, SensitiveLoss
 from jmpscale._diagnosis.fitting_scales import Errors, at_one_scale, search
@@ -37,13 +37,15 @@ def examine(
     forms, outputs = Forms(step.program), run_as_written(scale)
     names = {id(x): name for name, x in step.arguments}
     inputs = [names.get(id(x), "") for x in program.consts]
-    trials = GradientTrials(forms, inputs, accepted, has_scaler=scaler is not None)
+    parameters = frozenset(step.gradients).intersection(inputs) or frozenset(filter(None, inputs))
+    trials = GradientTrials(forms, inputs, parameters, accepted, has_scaler=scaler is not None)
     errors, loss_error = trials.compare(outputs, scale)
     findings = Findings(step, forms, trials, scaler, float(trials.unscaled(outputs, scale)[0]), loss_error, errors)
     if not trials.measured.are_finite:
         text = describe_not_finite(findings, RepairTrials(program))
         return write_report(findings._replace(not_finite=text))
-    findings = _with_lines(_with_scales(findings, run_as_written), with_float32_results)
+    findings = _with_minimum(_with_scales(findings, run_as_written), run_as_written)
+    findings = _with_lines(findings, with_float32_results)
     findings = findings._replace(sensitive_loss=_find_sensitive_loss(findings))
     if findings.lines or findings.error >= accepted.small:
         findings = findings._replace(alone=trials.errors_alone(round(math.log2(findings.scale_of_rows))))
@@ -57,18 +59,21 @@ def examine(
 def _find_sensitive_loss(findings: Findings) -> SensitiveLoss | None:
     """Returns the error of a loss that is not wrong only because its arguments, if rounded, change it as much.
 
-    If lines must compute in float32, the summary is about them.
+    If lines must compute in float32, the summary is about them; near a minimum, it has the error already.
     """
     trials = findings.trials
-    if findings.lines or not trials.loss:
+    if findings.lines or findings.is_near_minimum or not trials.loss:
         return None
     error = abs(findings.loss - trials.loss) / abs(trials.loss)
     return SensitiveLoss(error, trials.loss_error_of_rounded_arguments()) if trials.is_ill_conditioned(error) else None
 
 
-def _with_scales(findings: Findings, run_as_written: Callable[[float], list[Any]]) -> Findings:
-    """Adds the loss scales that fit."""
+def _with_scales(
+    findings: Findings, run_as_written: Callable[[float], list[Any]], largest_error: float | None = None
+) -> Findings:
+    """Adds the loss scales that fit; none if the error at the best one exceeds `largest_error`, if it is given."""
     trials, scale = findings.trials, findings.scale
+    largest_error = trials.accepted.gradient if largest_error is None else largest_error
     # A loss that contains a scaled gradient, such as a penalty, may be right at other scales.
     if depends_on_scale := bool(findings.loss_error) and not trials.compare(run_as_written(1.0))[1]:
         findings = findings._replace(loss_error=0.0, errors=findings.errors + math.inf)
@@ -80,15 +85,29 @@ def _with_scales(findings: Findings, run_as_written: Callable[[float], list[Any]
         return found + math.inf if depends_on_scale and error_of_loss else found
 
     if not findings.has_scaler:
-        return findings._replace(scales=at_one_scale(findings.errors, findings.present, trials.accepted.gradient))
-    expected, largest_error = trials.largest_exponent(), trials.accepted.gradient
+        return findings._replace(scales=at_one_scale(findings.errors, findings.present, largest_error))
+    expected = trials.largest_exponent()
     scales = search(errors_at, trials.forward_errors, findings.present, expected, largest_error)
     return findings._replace(scales=scales)
+
+
+def _with_minimum(findings: Findings, run_as_written: Callable[[float], list[Any]]) -> Findings:
+    """Adds the error after a change of the parameters, if only a minimum of the loss nearby makes the errors large."""
+    exponent = findings.present if findings.scale_fits else findings.scales.best
+    if findings.trials.accepted.is_chosen or exponent is None:
+        return findings
+    error = findings.trials.error_away_from_minimum(exponent)
+    if error is None:
+        return findings
+    # Then the scale with the smallest errors fits, however large they are.
+    return _with_scales(findings._replace(error_elsewhere=error), run_as_written, math.inf)
 
 
 def _with_lines(findings: Findings, with_float32_results: Callable[[], Program | None]) -> Findings:
     """Adds the lines that must compute in float32, if no scale is the remedy, and why."""
     trials, scales = findings.trials, findings.scales
+    if findings.is_near_minimum:
+        return findings
     best = findings.present if scales.best is None else scales.best
     # Scales of which one probably fits if the lines that overflow, or underflow, compute in float32.
     exponents, limit = [findings.present, best, trials.largest_exponent() - 2, 0, 24, -12], trials.accepted.gradient
@@ -120,15 +139,13 @@ def _with_cause(findings: Findings, lines: Lines) -> Findings:
     cause = causes[0]
     first = {x.site.part: x for x in reversed(causes)}  # the first cause of each part
     casts = {part: found for part, x in first.items() if (found := find_casts(trials, x, lines))}
-    is_rounded = cause.reason is Reason.ROUNDING and finite and not cause.site.part.backward
-    elsewhere = trials.forward_error_elsewhere() if is_rounded else math.inf
-    return findings._replace(cause=cause, casts=casts, error_elsewhere=elsewhere)
+    return findings._replace(cause=cause, casts=casts)
 
 
 def _find_suspects(findings: Findings) -> Suspects | None:
     """Returns the lines that make most of an error that is in between; at the present scale, or at the best one."""
     best = findings.scales.best
-    if not findings.accurate or best is None:
+    if not findings.accurate or findings.is_near_minimum or best is None:
         return None
     if findings.scale_fits:
         is_small = findings.error < findings.trials.accepted.small

@@ -42,12 +42,12 @@ class Findings(NamedTuple):
     sensitive_loss: SensitiveLoss | None = None
     not_finite: str = ""  # what makes the step infinite or NaN, in float32 too
     scales: Scales = Scales({}, None, None)
+    error_elsewhere: float | None = None  # if the loss is near a minimum: after a change of the parameters
     overflows: bool = False  # whether results overflow, and an error is in between for this reason
     lines: Lines | None = None  # that must compute in float32, if they were looked for and found
     cause: Cause | None = None  # where the error begins, if it is known
     casts: Mapping[Part, WrongCasts] = MappingProxyType({})  # of the lines that cast several arguments
     scales_with_float32_results: Scales | None = None  # of autocast, if it has others and lines were found
-    error_elsewhere: float = math.inf  # with other arguments, if rounding is the reason
     alone: Mapping[Part, float] = MappingProxyType({})  # the errors of the parts that were tried alone
     suspects: Suspects | None = None  # of an error that is in between
     advice: Advice | None = None  # the scaler that is advised, if the present one should change
@@ -94,7 +94,13 @@ class Findings(NamedTuple):
     @property
     def accurate(self) -> bool:
         """Whether a scale fits, the loss is right, and no overflow makes the gradients worse."""
-        return self.scales.fitting is not None and not self.loss_error and not self.overflows
+        is_right = self.is_near_minimum or not self.loss_error
+        return self.scales.fitting is not None and is_right and not self.overflows
+
+    @property
+    def is_near_minimum(self) -> bool:
+        """Whether errors are large only because the loss is near a minimum."""
+        return self.error_elsewhere is not None
 
     @property
     def error(self) -> float:

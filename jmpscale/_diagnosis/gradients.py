@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._base.jaxpr import ENTERED, calls_compiled, equations, held_jaxprs, type_of
-from jmpscale._base.source import is_backward, is_differentiated
+from jmpscale._base.scopes import is_backward, is_differentiated
 
 _UNSCALING, _SCALING = "unscale_leaves", "_scale_leaves"  # the compiled functions of `unscale` and `scale`
 

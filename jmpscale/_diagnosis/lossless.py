@@ -1,4 +1,4 @@
-"""Finds state that rounding leaves right although its change differs: another leaf of the state, or chance, makes up.
+"""Measures state that rounding leaves right although its change differs: another leaf of it, or chance, makes up.
 
 In Kahan summation, and in a number that is stored as a sum of two, another leaf takes the part that rounding removes.
 In stochastic rounding, a change that is below the last place is made sometimes, so that it is right on average.
@@ -14,44 +14,11 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._base import flow
-from jmpscale._base.jaxpr import Caller, type_of
-from jmpscale._base.types import is_narrow
+from jmpscale._base.jaxpr import Caller
 from jmpscale._diagnosis.operations import of_moved
-from jmpscale._diagnosis.program import Program, Result
+from jmpscale._diagnosis.program import Program
 from jmpscale._diagnosis.thresholds import DRAWS
 from jmpscale._interpreter.compile import compiled_when_called
-
-_RANDOM = "random"
-
-
-def find_exchanges(program: Program, results: Sequence[Result]) -> list[Result]:
-    """Adds to the results what they read, other than through gradients and conditions.
-
-    These are leaves of the state that read them in turn, and random numbers.
-    """
-
-    def rule(eqn: core.JaxprEqn, caller: Caller, operands: list[flow.Labels]) -> list[flow.Labels]:
-        if caller.is_backward(eqn):
-            return [flow.NONE] * len(eqn.outvars)
-        found = flow.union(operands) | ({_RANDOM} if eqn.primitive.name == "random_bits" else set())
-        conditions = [np.dtype(bool) == getattr(type_of(x), "dtype", None) for x in eqn.outvars]
-        return [flow.NONE if is_condition else found for is_condition in conditions]
-
-    leaves = {id(x.old): i for i, x in enumerate(results) if x.old is not None and is_narrow(x)}
-    labels = [frozenset([leaves[id(x)]]) if id(x) in leaves else flow.NONE for x in program.consts]
-    inputs = [flow.NONE] * len(program.jaxpr.invars)
-    read = flow.follow(program.jaxpr, [*labels, *inputs], rule)[program.measured :]
-
-    def exchange(i: int, j: Any) -> bool:
-        return j not in (i, _RANDOM) and results[i].old.shape == results[j].old.shape and i in read[j]
-
-    def added(i: int, result: Result) -> Result:
-        if i not in leaves.values():
-            return result
-        partners = tuple(results[j].name for j in sorted(read[i] - {_RANDOM}) if exchange(i, j))
-        return result._replace(partners=partners, is_random=_RANDOM in read[i])
-
-    return [added(*x) for x in enumerate(results)]
 
 
 class Pair(NamedTuple):
@@ -101,7 +68,7 @@ def _find_keys(program: Program) -> set[int]:
     found: set[int] = set()
     consts = list(enumerate(program.consts))
     labels = [frozenset([i]) if x.dtype == np.uint32 else flow.NONE for i, x in consts]
-    flow.follow(program.jaxpr, [*labels, *[flow.NONE] * len(program.jaxpr.invars)], rule)
+    flow.follow(program.jaxpr, rule, constants=labels)
     return found | {i for i, x in consts if _is_key(x)}
 
 

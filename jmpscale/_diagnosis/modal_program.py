@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._base.jaxpr import Caller, Key
-from jmpscale._base.source import is_in_inner_gradient
+from jmpscale._base.scopes import is_in_inner_gradient
 from jmpscale._diagnosis.blocks import Block, BlockProgram
 from jmpscale._diagnosis.modes import CONSTANTS, PRECISION, RECORD, Execution, Modal, Mode, Modes, Part, Site
 from jmpscale._diagnosis.operations import Operation, Path, autocast_lines, program_operations

@@ -186,5 +186,5 @@ def _readers_of_cotangents(jaxpr: core.Jaxpr, transposed: Collection[Key]) -> se
         labels = read if moves else _COTANGENT if key in transposed else flow.NONE
         return [labels] * len(eqn.outvars)
 
-    flow.follow(jaxpr, [flow.NONE] * len(jaxpr.invars), rule)
+    flow.follow(jaxpr, rule)
     return found

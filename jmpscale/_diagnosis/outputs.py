@@ -11,7 +11,7 @@ from jax.extend import core
 
 from jmpscale._base import flow
 from jmpscale._base.jaxpr import Caller, type_of
-from jmpscale._base.source import is_differentiated
+from jmpscale._base.scopes import is_differentiated
 from jmpscale._diagnosis.operations import moves_values, narrow_dtype
 from jmpscale._diagnosis.passes import Pass, Passes
 from jmpscale._diagnosis.program import Leaf, Result
@@ -26,10 +26,6 @@ def with_outputs(jaxpr: core.Jaxpr, outvars: Sequence[Any]) -> core.Jaxpr:
     return jaxpr.replace(outvars=list(outvars), debug_info=debug_info._replace(result_paths=("",) * len(outvars)))
 
 
-def _without_inputs(jaxpr: core.Jaxpr) -> list[flow.Labels]:
-    return [flow.NONE] * len(jaxpr.invars)
-
-
 def find_losses(jaxpr: core.Jaxpr, results: Sequence[Result]) -> list[int]:
     """Returns which results may be the loss: scalars of a differentiated function, first those with this name.
 
@@ -41,7 +37,7 @@ def find_losses(jaxpr: core.Jaxpr, results: Sequence[Result]) -> list[int]:
             return [_FROM_BACKWARD] * len(found)
         return [_FROM_FORWARD] * len(found) if is_differentiated(eqn) else found
 
-    labels = flow.follow(jaxpr, _without_inputs(jaxpr), mark=mark)
+    labels = flow.follow(jaxpr, mark=mark)
     scalars = [
         i
         for i, (result, x, found) in enumerate(zip(results, jaxpr.outvars, labels, strict=True))
@@ -65,7 +61,7 @@ def select_compared(jaxpr: core.Jaxpr, count: int, results: Sequence[Result]) ->
     def mark(eqn: core.JaxprEqn, caller: Caller, found: list[flow.Labels]) -> list[flow.Labels]:
         return [x | {Pass.BACKWARD} for x in found] if caller.is_backward(eqn) else found
 
-    labels = flow.follow(jaxpr, _without_inputs(jaxpr), rule, mark=mark)[count:]
+    labels = flow.follow(jaxpr, rule, mark=mark)[count:]
 
     def compared(result: Result, found: flow.Labels) -> Result | None:
         is_led = Pass.BACKWARD in found
@@ -97,7 +93,7 @@ def name_gradients(jaxpr: core.Jaxpr, gradients: Sequence[Any], leaves: Sequence
     def mark(eqn: core.JaxprEqn, caller: Caller, found: list[flow.Labels]) -> list[flow.Labels]:
         return [x | indices.get(y, set()) for x, y in zip(found, eqn.outvars, strict=True)]
 
-    labels = flow.follow(jaxpr, _without_inputs(jaxpr), rule, mark=mark)
+    labels = flow.follow(jaxpr, rule, mark=mark)
     parameters = [x for x in leaves if x.is_parameter] or leaves
     names: list[str] = []
     for i, variable in enumerate(gradients):

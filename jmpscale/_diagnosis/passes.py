@@ -9,7 +9,7 @@ from jax.extend import core
 
 from jmpscale._base import flow
 from jmpscale._base.jaxpr import ENTERED, Caller, Key, equations
-from jmpscale._base.source import is_backward
+from jmpscale._base.scopes import is_backward
 
 
 class Pass(enum.Enum):

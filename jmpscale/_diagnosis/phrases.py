@@ -22,14 +22,19 @@ def by_gradient(findings: Findings, errors: Errors | None) -> str:
     """Returns the largest error, with the gradient that has it, and its part of the norm if the error is not small."""
     if errors is None or not len(errors):
         return by(math.inf if errors is None else 0.0)
-    worst, norms = int(np.argmax(errors)), findings.trials.measured.norms[1:]
-    name, text = findings.step.gradients[worst], by(largest(errors))
-    if not 0 < largest(errors) < math.inf or not name:
+    name, text = name_of_worst(findings, errors), by(largest(errors))
+    if not name:
         return text
     if largest(errors) < findings.trials.accepted.small or len(errors) == 1:
         return f"{text}, in {name}"
-    share = float(norms[worst] / np.linalg.norm(norms))
+    norms = findings.trials.measured.norms[1:]
+    share = float(norms[np.argmax(errors)] / np.linalg.norm(norms))
     return f"{text}, in {name}, which has {format_percentage(share)} of their norm"
+
+
+def name_of_worst(findings: Findings, errors: Errors) -> str:
+    """Returns the name of the gradient with the largest error; empty if there is none, or the error is infinite."""
+    return findings.step.gradients[int(np.argmax(errors))] if 0 < largest(errors) < math.inf else ""
 
 
 def describe_alone(findings: Findings, part: Part, error: float) -> str:

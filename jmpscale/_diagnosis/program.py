@@ -28,7 +28,7 @@ class Program(NamedTuple):
 
     def depends_on_scale(self) -> bool:
         """Tests whether the loss or a gradient depends on the loss scale, by data flow."""
-        return any(flow.follow(self.of_gradients().jaxpr, [frozenset(["scale"])]))
+        return any(flow.follow(self.of_gradients().jaxpr, inputs=[frozenset(["scale"])]))
 
 
 class Result(NamedTuple):

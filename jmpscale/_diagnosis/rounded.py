@@ -53,7 +53,7 @@ def find_rounded(program: Program, names: dict[int, str]) -> list[Rounded]:
 
     narrow = [i for i, x in enumerate(program.consts) if is_narrow(x)]
     labels = [frozenset([i]) if i in narrow else flow.NONE for i in range(len(program.consts))]
-    flow.follow(program.jaxpr, [*labels, *[flow.NONE] * len(program.jaxpr.invars)], rule)
+    flow.follow(program.jaxpr, rule, constants=labels)
     used = [(i, program.consts[i]) for i in narrow if i in lines]
     return [Rounded(names.get(id(x), ""), jnp.asarray(x), lines[i]) for i, x in used]
 

@@ -50,7 +50,9 @@ def _join(gradients: str, findings: Findings) -> str:
         return " ".join(filter(None, [*first, *notes]))
     worst = update.worst
     if worst is not None and worst.result.old is not None:
-        if ends_with_small_error(findings):
+        if not step.gradients:
+            gradients = f"The step computes no gradient, and its update differs from float32 {by(worst.error)}."
+        elif ends_with_small_error(findings):
             gradients = f"{gradients.removesuffix('.')}, and the update {by(worst.error)}."
         else:
             gradients = f"{gradients} The update differs from float32 {by(worst.error)}."

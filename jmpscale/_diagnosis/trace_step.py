@@ -14,8 +14,8 @@ from jmpscale._base.step_call import UNREADABLE, StepCall
 from jmpscale._base.step_state import match_state
 from jmpscale._base.tree import PyTree, check_no_refs
 from jmpscale._diagnosis.averages import find_stalled_averages
+from jmpscale._diagnosis.exchanges import find_exchanges
 from jmpscale._diagnosis.expose import evaluate
-from jmpscale._diagnosis.lossless import find_exchanges
 from jmpscale._diagnosis.outputs import find_losses, name_gradients, select_compared, with_outputs
 from jmpscale._diagnosis.passes import Passes
 from jmpscale._diagnosis.program import Program, Result

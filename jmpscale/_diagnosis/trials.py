@@ -20,6 +20,7 @@ from jmpscale._diagnosis.program import Program
 from jmpscale._diagnosis.thresholds import (
     CHANGE,
     CHANGES,
+    MARGIN,
     NEGLIGIBLE,
     NOISE,
     SAME_SIZE,
@@ -31,9 +32,22 @@ from jmpscale._diagnosis.thresholds import (
 class GradientTrials:
     """Runs a step with other modes, and compares it with the reference: the step in float32, at a scale of 1."""
 
-    def __init__(self, forms: Forms, inputs: Sequence[str], accepted: AcceptedErrors, *, has_scaler: bool) -> None:
-        """`inputs` are the names of the constants of the step, empty for those that are not arguments."""
+    def __init__(
+        self,
+        forms: Forms,
+        inputs: Sequence[str],
+        parameters: Collection[str],
+        accepted: AcceptedErrors,
+        *,
+        has_scaler: bool,
+    ) -> None:
+        """Creates trials of a step.
+
+        `inputs` are the names of its constants, empty for those that are not arguments, and `parameters` those of the
+        arguments that gradients change.
+        """
         self.inputs, self.accepted, self._has_scaler = inputs, accepted, has_scaler
+        self._parameters = parameters
         self.set_forms(forms)
         self._recording = forms.recording.of_gradients()
         self._statistics: dict[float, dict[Site, Statistics]] = {}
@@ -148,16 +162,40 @@ class GradientTrials:
         """Returns the errors of the decisive gradients if the backward pass computes in float32."""
         return self.errors({**modes, **self._backward_in_float32()}, Mode.AS_WRITTEN, exponent)[0]
 
-    def forward_error_elsewhere(self) -> float:
-        """Returns the largest error of the forward pass, in a gradient or the loss, after a change of all arguments."""
+    def error_away_from_minimum(self, exponent: int) -> float | None:
+        """Returns the largest error after a change of the parameters, if a minimum nearby makes the present one large.
 
-        def error(change: float) -> float:
-            consts = [_perturb(x, change) for x in self.program.consts]
-            written, _ = self.program.run(1.0, self._backward_in_float32(), Mode.AS_WRITTEN, consts)
-            errors, loss_error = self.compare(written, 1.0, self.program.run(1.0, {}, Mode.FLOAT32, consts)[0])
-            return max(largest(errors), loss_error)
+        Near a minimum of the loss, the gradients vanish, but what rounding adds to them does not. So, after a change of
+        the parameters, the gradients are large beside the same rounding. Returns None if the present error is small, or
+        if this is not the reason: the error is not small after the change, or the rounding is smaller, or the range of
+        the dtype makes the error.
+        """
+        errors, error = self.errors({}, Mode.AS_WRITTEN, exponent)[0], self.error({}, Mode.AS_WRITTEN, exponent)
+        is_small = largest(errors) < self.accepted.small
+        if is_small or math.isinf(error) or self.error({}, Mode.RANGE, exponent) < error / SAME_SIZE:
+            return None
+        worst = int(np.argmax(errors))
+        rounding = errors[worst] * self.measured.norms[1 + worst]
+        found = []
+        for change in (CHANGE, -CHANGE):
+            changed, norms, is_right = self._errors_of_other_parameters(change, exponent)
+            if not is_right or changed[worst] * norms[worst] < rounding / SAME_SIZE:
+                return None
+            found.append(largest(changed))
+        return max(found)
 
-        return max(error(CHANGE), error(-CHANGE))
+    def _errors_of_other_parameters(self, change: float, exponent: int) -> tuple[Errors, np.ndarray, bool]:
+        """Returns the errors of the gradients after a change of the parameters, their norms, and if all is right."""
+        pairs = list(zip(self.program.consts, self.inputs, strict=True))
+        consts = [_perturb(x, change) if name in self._parameters else x for x, name in pairs]
+        reference = self.program.run(1.0, {}, Mode.FLOAT32, consts)[0]
+        norms = measure(reference, reference).norms[1:]
+        growth = np.max(norms[self.decisive] / self.measured.norms[1:][self.decisive], initial=1.0)
+        if self._has_scaler:  # larger gradients need a smaller scale
+            exponent = min(exponent, self.largest_exponent()) - math.ceil(math.log2(growth)) - MARGIN
+        written = self.program.run(2.0**exponent, {}, Mode.AS_WRITTEN, consts)[0]
+        errors, loss_error = self.compare(written, 2.0**exponent, reference)
+        return errors, norms, not loss_error and largest(errors) < self.accepted.small
 
     def _backward_in_float32(self) -> dict[Site, Mode]:
         return {site: Mode.FLOAT32 for site in self.program.sites if site.part.backward}

@@ -1,0 +1,40 @@
+"""What the scopes of an equation show: by which transformation of JAX it was made.
+
+The equations of a compiled function have the scopes of its own trace only; `Caller` adds those around them.
+"""
+
+from typing import Any
+
+from jax.extend import core
+
+
+def is_backward(eqn: core.JaxprEqn) -> bool:
+    """Tests whether an equation is part of a backward pass."""
+    return "transpose" in _transformations(eqn)
+
+
+def is_differentiated(eqn: core.JaxprEqn) -> bool:
+    """Tests whether an equation is part of a function that is differentiated, or of its backward pass."""
+    return not {"jvp", "transpose"}.isdisjoint(_transformations(eqn))
+
+
+def is_in_inner_gradient(eqn: core.JaxprEqn) -> bool:
+    """Tests whether an equation is in the backward pass of a gradient that a differentiated function contains."""
+    found = _transformations(eqn)
+    # The scopes of the outer transformation come first: jvp, or transpose and jvp.
+    return "jvp" in found and "transpose" in found[found.index("jvp") :]
+
+
+def is_recomputed(eqn: core.JaxprEqn) -> bool:
+    """Tests whether `jax.checkpoint` repeats an equation in the backward pass."""
+    return any(scope.name == "rematted_computation" for scope in _scopes(eqn))
+
+
+def _transformations(eqn: core.JaxprEqn) -> list[str]:
+    """Returns the names of the transformations, outermost first; the other scopes are those of `jax.named_scope`."""
+    return [scope.name for scope in _scopes(eqn) if type(scope).__name__ != "Scope"]
+
+
+def _scopes(eqn: core.JaxprEqn) -> Any:
+    name_stack: Any = eqn.source_info.name_stack
+    return name_stack.stack
