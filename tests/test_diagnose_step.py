@@ -526,6 +526,17 @@ def test_diagnose_step_names_a_leaf_that_changes_only_as_written():
     assert summary.startswith("The step changes state, and does not in float32: keep it in float32, not bfloat16. ")
 
 
+def test_diagnose_step_says_that_no_argument_is_returned():
+    def step(params, batch):
+        return jax.value_and_grad(regression)(params, batch)
+
+    diagnosis = jmpscale.diagnose_step(step)(parameters(), BATCH)
+    assert diagnosis.state == ()
+    assert " No argument is returned with its structure and types, so no update was compared. " in diagnosis.summary
+    update = jmpscale.diagnose_step(lambda params, batch: jax.tree.map(jnp.subtract, params, step(params, batch)[1]))
+    assert "No argument is returned" not in update(parameters(), BATCH).summary
+
+
 def test_diagnose_step_without_a_gradient_compares_the_update():
     def step(state, x):
         return state * B(0.999) + B(0.001) * x.astype(B), x.mean()
