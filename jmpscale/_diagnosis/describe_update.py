@@ -3,11 +3,12 @@
 import math
 from collections.abc import Sequence
 
-from jmpscale._base.text import format_percentage
+from jmpscale._base.text import enumerate_names, format_percentage
 from jmpscale._base.types import is_narrow
 from jmpscale._diagnosis.averages import Average
 from jmpscale._diagnosis.changes import Change
 from jmpscale._diagnosis.findings import Findings
+from jmpscale._diagnosis.lost_factors import LostFactor
 from jmpscale._diagnosis.phrases import by, describe_leaves
 from jmpscale._diagnosis.thresholds import LOST
 from jmpscale._diagnosis.update import Update
@@ -16,9 +17,22 @@ from jmpscale._diagnosis.update import Update
 def describe_stalled(stalled: Sequence[Average]) -> str:
     """Describes averages that stop moving."""
     first, leaves = stalled[0], describe_leaves([x.result for x in stalled])
+    held = also = ""
+    if first.hyperparameter and is_narrow(first.hyperparameter):
+        held = f", which {first.hyperparameter.name} holds in {first.hyperparameter.dtype}"
+        also = f", and {first.hyperparameter.name},"
     return (
-        f"{leaves} will stop moving: it is an average in {first.result.dtype} with a decay of {first.decay:.6g}, and "
-        f"rounding keeps it from shrinking. Keep {'it' if len(stalled) == 1 else 'them'} in float32."
+        f"{leaves} will stop moving: it is an average in {first.result.dtype} with a decay of {first.decay:.6g}{held}, "
+        f"and rounding keeps it from shrinking. Keep {'it' if len(stalled) == 1 else 'them'}{also} in float32."
+    )
+
+
+def describe_lost_factors(found: Sequence[LostFactor]) -> str:
+    """Describes parameters that are rounded only to be multiplied by 1."""
+    first, lines = found[0], list(dict.fromkeys(x.line for x in found))
+    return (
+        f"{describe_leaves([x.result for x in found])} is rounded to {first.dtype} in each step, to be multiplied by a "
+        f"constant that is 1 in {first.dtype}, as 0.999 is. Compute {enumerate_names(lines)} in float32."
     )
 
 
