@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 
+import jax.numpy as jnp
+
 from jmpscale._base.text import enumerate_names, format_percentage
 from jmpscale._base.types import is_narrow
 from jmpscale._diagnosis.averages import Average
@@ -30,9 +32,10 @@ def describe_stalled(stalled: Sequence[Average]) -> str:
 def describe_lost_factors(found: Sequence[LostFactor]) -> str:
     """Describes parameters that are rounded only to be multiplied by 1."""
     first, lines = found[0], list(dict.fromkeys(x.line for x in found))
+    example = 1 - float(jnp.finfo(first.dtype).eps) / 8
     return (
         f"{describe_leaves([x.result for x in found])} is rounded to {first.dtype} in each step, to be multiplied by a "
-        f"constant that is 1 in {first.dtype}, as 0.999 is. Compute {enumerate_names(lines)} in float32."
+        f"constant that is 1 in {first.dtype}, as {example:.4g} is. Compute {enumerate_names(lines)} in float32."
     )
 
 
