@@ -181,7 +181,17 @@ def _studies():
     for name, is_faulty in (("whole step", False), ("whole step, bfloat16 parameters", True)):
         ratios = [step["ratio"] for step in whole if (step["form"] == "bfloat16 parameters") == is_faulty]
         found[name] = span(ratios, "{:.1f}")
-    return found | _infinite_pixel() | {"near a minimum, other examples": span(_near_minimum(), "{:.3f}")}
+    found |= {"near a minimum, other examples": span(_near_minimum(), "{:.3f}")}
+    return found | _rules() | _infinite_pixel()
+
+
+def _rules():
+    """Returns figures of the rule with a shorter growth interval."""
+    plain, short = "plain", "plain, growth_interval=200"
+    replayed = record.read(STUDIES / "calibration.json")["replayed"]
+    recovery = replayed["text, collapse, from 2^16"][short]["right again after step 4030"]
+    additional = max(rules[short]["skipped"] - rules[plain]["skipped"] for rules in replayed.values())
+    return {"rules: steps to recover": str(recovery), "rules: additional skips": str(additional)}
 
 
 def _near_minimum():

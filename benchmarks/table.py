@@ -10,6 +10,7 @@ from benchmarks import cards, figures, record
 
 DOCS = record.ROOT / "docs"
 STUDIES = record.ROOT / "benchmarks" / "studies"
+WITH_TABLES = ("batch_size", "bfloat16", "calibration", "rounding")  # the studies with a table on a page
 VARIANTS = ("float32", "float16", "float16, jmpscale")  # of the runs of a study
 FEW = 4  # the largest number of steps with equal cells that have a row each
 FILES = ("autocast", "compilers", "cpu", "diagnosis", "float16_sums", "gpu", "tracing")
@@ -42,6 +43,15 @@ DEVICES = {"h100": "H100", "t4": "T4", "v100": "V100", "tpu-v5e": "TPU v5e"}
 COMPARED = ("moved_bytes", "temp_bytes")
 HALF, IN_FLOAT32 = "autocast, blocks return half", "autocast, float32 results"
 NONE = "-"  # not measured, or unknown
+TOO_LARGE = 10  # an error of which the pages do not give the size
+RULES = {  # of benchmarks.studies.calibration: the column, the record on which the rules are replayed, and the figure
+    "skips, photo from 2^16": ("photo, from 2^16", "skipped"),
+    "skips, text from 2^32": ("text, from 2^32", "skipped"),
+    "skips, text with spikes": ("text, spikes, from 2^16", "skipped"),
+    "underflow, photo": ("photo, from 2^16", "underflow"),
+    "steps to recover from a collapse": ("text, collapse, from 2^16", "right again after step 4030"),
+}
+NEVER = 10_000  # steps
 AUTOCAST = [  # the model as on the page, the name of the result, and the variant
     ("GPT-2 small", "h100, GPT-2 small", "autocast"),
     ("GPT-2 small, float32 results", "h100, GPT-2 small", IN_FLOAT32),
@@ -66,7 +76,7 @@ def read_results():
 
 
 def pages(results):
-    """Returns the tables of each page as Markdown, by name."""
+    """Returns the tables of each page as Markdown, by the path of the page and the name of the table."""
     compiled = results["compilers"]
     figures = {name: result["figures"] for name, result in compiled.items()}
     costs = {
@@ -75,10 +85,15 @@ def pages(results):
         "bytes": _steps(COMPILED, figures, _moved) + _runs([compiled[name] for name in COMPILED.values()]),
         "autocast": _autocast(results["autocast"]),
     }
-    batches = record.read(STUDIES / "batch_size.json")
+    studies = {name: record.read(STUDIES / f"{name}.json") for name in WITH_TABLES}
     return {
-        "costs.md": costs,
-        "index.md": {"batches": _batches(batches)},
+        DOCS / "costs.md": costs,
+        DOCS / "index.md": {"batches": _batches(studies["batch_size"])},
+        DOCS / "bfloat16.md": {"bfloat16": _bfloat16(studies["bfloat16"])},
+        STUDIES / "README.md": {
+            "rules": _rules(studies["calibration"]),
+            "rounding": _rounding(studies["rounding"]),
+        },
     }
 
 
@@ -148,6 +163,46 @@ def _batches(study):
     return _table(["loss divided by", "float32", "float16", *scaled], lines) + _run(study, is_timed=False)
 
 
+def _bfloat16(study):
+    """Returns the errors of the programs at the first step and after training, and their losses."""
+    lines = []
+    for program in study["programs"]:
+        errors = [_error(program[f"{when} error"]) for when in ("first", "late")]
+        losses = [f"{program[f'{dtype} loss']:.2g}" for dtype in ("bfloat16", "float32")]
+        lines.append([program["program"], *errors, *losses])
+    head = ["in bfloat16", "error, first step", "error, after training", "loss", "loss in float32"]
+    return _table(head, lines) + _run(study, is_timed=False)
+
+
+def _error(error):
+    return f"over {TOO_LARGE:.0%}" if error > TOO_LARGE else f"{error:.0%}"
+
+
+def _rules(study):
+    """Returns the skips, the underflow and the steps to recover with each rule that adjusts the scale."""
+    replayed, lines = study["replayed"], []
+    for rule in next(iter(replayed.values())):
+        cells = [_rule_cell(figure, replayed[task][rule][figure]) for task, figure in RULES.values()]
+        lines.append([f"`{rule}`", *cells])
+    return _table(["rule", *RULES], lines) + _run(study, is_timed=False)
+
+
+def _rule_cell(figure, value):
+    if figure == "underflow":
+        return f"{value:.2%}"
+    return "never" if value == NEVER else str(value)
+
+
+def _rounding(study):
+    """Returns the error of the first gradients, and the losses after training in float32 and in half precision."""
+    lines = [
+        [name, f"{100 * x['gradient_error']:.3g}%", f"{x['loss, float32']:.2g}", f"{x['loss, half precision']:.2g}"]
+        for name, x in study["figures"].items()
+    ]
+    head = ["program", "error", "loss, trained in float32", "loss, trained in half precision"]
+    return _table(head, lines) + _run(study, is_timed=False)
+
+
 def _table(head, lines):
     rows = [head, ["---"] * len(head), *lines]
     return "\n".join(f"| {' | '.join(cells)} |".replace("| --- ", "|---").replace("--- |", "---|") for cells in rows)
@@ -199,7 +254,7 @@ def main():
     results = read_results()
     tables, known = pages(results), figures.figures(results)
     for path in paths():
-        new = tables.get(path.name, {}) if path.parent == DOCS else {}
+        new = tables.get(path, {})
         print(*new.values(), sep="\n\n")
         path.write_text(rewrite(path.read_text(), new, known))
 

@@ -127,7 +127,9 @@ def train(name: str, text: Text, steps: int, batch_tokens: int, seed: int) -> Tr
         params, opt_state, logged = train_step(params, opt_state, batch)
         history.append(logged)
         if step % PROGRESS_STEPS == 0 or step == steps:
-            print(f"{name}: step {step} of {steps}, loss {logged['loss']:.3f}", file=sys.stderr, flush=True)
+            print(
+                f"{name}: step {step} of {steps}, loss of its batch {logged['loss']:.3f}", file=sys.stderr, flush=True
+            )
     written = " ".join("".join(alphabet[sample(params, tokens[-LENGTH:], seed)]).split())[:SHOWN_LENGTH]
     return Trained(jax.tree.map(lambda *x: np.stack(x), *jax.device_get(history)), written, params)
 
@@ -140,7 +142,13 @@ def format_table(runs: Mapping[str, Trained]) -> str:
     [steps] = {len(run.history["loss"]) for run in runs.values()}
     ends = sorted({max(steps * quarter // 4, 1) for quarter in range(1, 5)})
     losses = "".join(f"{f'step {end}':>10}" for end in ends)
-    lines = [f"{'loss in nats':<18}{losses}{'zero gradients':>16}{'final scale':>13}{'skipped':>9}"]
+    lines = [
+        "",
+        f"A loss is a mean over {AVERAGED_STEPS} steps, in nats per character. Zero gradients: the fraction of zeros",
+        f"in the gradients of all parameters, over the last {AVERAGED_STEPS} steps.",
+        "",
+        f"{'loss':<18}{losses}{'zero gradients':>16}{'final scale':>13}{'skipped':>9}",
+    ]
     for name, run in runs.items():
         losses = "".join(f"{run.mean('loss', end):>10.2f}" for end in ends)
         scale, skipped = f"2^{np.log2(run.history['loss_scale'][-1]):.0f}", run.history["total_skips"][-1]

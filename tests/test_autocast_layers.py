@@ -277,7 +277,7 @@ def test_autocast_runs_a_vector_field_in_half_precision():
 def test_vector_field_of_the_page_has_gradients_with_each_adjoint(adjoint):
     """With autocast around the module, Equinox warns that no parameter is trained, and BacksolveAdjoint fails."""
     diffrax = pytest.importorskip("diffrax", reason="only installed by nox")
-    (code,) = (code for _, code, _ in pages.blocks("guides/autocast") if "VectorField" in code)
+    (code,) = (code for _, code, _ in pages.blocks("guides/equinox") if "VectorField" in code)
 
     def loss_fn(field):
         solver, start, method = diffrax.Euler(), jnp.linspace(-1, 1, 8), getattr(diffrax, adjoint)()
@@ -285,7 +285,7 @@ def test_vector_field_of_the_page_has_gradients_with_each_adjoint(adjoint):
         return mean_square(solution.ys)
 
     def gradients(autocast):
-        names = {"jax": jax, "jmpscale": types.SimpleNamespace(autocast=autocast)}
+        names = {"eqx": eqx, "jax": jax, "jmpscale": types.SimpleNamespace(autocast=autocast)}
         pages.run(code, names)
         return jax.tree.leaves(eqx.filter_grad(loss_fn)(names["field"]))
 

@@ -162,6 +162,10 @@ def _smaller_scale(old, new):
     return {"loss_scale": jnp.minimum(old.loss_scale, new.loss_scale)}
 
 
+def _limited_scale(old, new):
+    return {"loss_scale": jnp.minimum(new.loss_scale, 2.0**16)}
+
+
 def _averaged_scale(old, new):
     return {"loss_scale": jnp.where(new.loss_scale < old.loss_scale, 0.95 * old.loss_scale, new.loss_scale)}
 
@@ -347,6 +351,10 @@ MISTAKES: dict[str, tuple[Any, str]] = {  # functions that return a step and its
         lambda: _functional(partial(_with_scaler, _averaged_scale)),
         r"1 step was skipped at a loss scale of 2\^\d+, and the scale became [\de.+]+, not 2\^\d+, as backoff_factor",
     ),
+    "scale with a limit": (
+        lambda: _functional(partial(_with_scaler, _limited_scale)),
+        r"1 step was skipped at a loss scale of 2\^\d+, and the scale became 2\^16, not 2\^\d+, as backoff_factor",
+    ),
     "parameters in bfloat16": (
         lambda: _in_bfloat16(optax.adam(3e-4)),
         r"state\[0\]\['[ab]'\] is bfloat16, and its change is below its rounding: \d+(\.\d+)?% of the change is lost",
@@ -427,6 +435,7 @@ def _with_scaled_backward():
     return _wrapper(WRAPPED, gradients)
 
 
+BY_A_FACTOR_OF_100 = jmpscale.dynamic(backoff_factor=0.01)
 RIGHT = {
     "wrapper": lambda: _wrapper(WRAPPED),
     "functional": lambda: _functional(_right),
@@ -435,6 +444,7 @@ RIGHT = {
     "average at a learning rate of zero": lambda: _average_of_parameters(is_gated=True),
     "gradient that is not used": _with_unused_gradient,
     "loop of steps": lambda: _loop(4),
+    "scale that falls by a factor of 100": lambda: _wrapper(jmpscale.with_loss_scaling(ADAM, BY_A_FACTOR_OF_100)),
     "shard_map": _in_shard_map,
     "scaled_backward": _with_scaled_backward,
     "two scalers": _gan,

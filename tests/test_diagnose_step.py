@@ -361,6 +361,17 @@ def test_diagnose_step_names_each_part_of_the_state_that_loses_digits():
         assert f" (and 3 other leaves, also of {other}): keep them in float32, not bfloat16." in summary
 
 
+def test_diagnose_step_names_a_result_that_is_wrong_beside_the_state():
+    def step(total, x):
+        return total + jnp.mean(x).astype(H), jnp.sum((100 * x.astype(H)) ** 2)
+
+    summary = jmpscale.diagnose_step(step)(jnp.asarray(30000, H), X).summary
+    assert summary.startswith(
+        "The step loses 100% of the change of total: keep it in float32, not float16. result[1] is not finite, but is "
+        "in float32. They are made at test_diagnose_step.py:"
+    )
+
+
 SGD = optax.sgd(0.3)
 HEALTHY = {
     "masters": (optimized(optax.adam(1e-4)), (parameters(), optax.adam(1e-4).init(parameters()), BATCH)),
@@ -661,6 +672,17 @@ def test_diagnose_step_names_an_average_that_will_stop_moving_in_a_loop():
 
     summary = jmpscale.diagnose_step(run)(state, jax.tree.map(lambda x: jnp.stack([x, x]), BATCH)).summary
     assert "state['nu']['a'] (and 1 other leaf) will stop moving: it is an average in bfloat16 with a decay " in summary
+
+
+@pytest.mark.parametrize("decay", [1e-5, 1e-2])
+def test_diagnose_step_names_a_weight_decay_that_is_lost(decay):
+    def step(params, batch):
+        loss, grads = jax.value_and_grad(regression)(params, batch)
+        return jax.tree.map(lambda p, g: p - g - B(decay) * p, params, grads), loss
+
+    summary = jmpscale.diagnose_step(step)(parameters(B), BATCH).summary
+    assert ("The weight decay of params['a'] (and 1 other leaf) is lost where gradients " in summary) == (decay < 1e-3)
+    assert "will stop moving" not in summary
 
 
 def corrected(decay):

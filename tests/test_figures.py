@@ -22,14 +22,10 @@ def _known():
     return figures.figures(_results())
 
 
-def _tables(path):
-    return table.pages(_results()).get(path.name, {}) if path.parent == table.DOCS else {}
-
-
 @pytest.mark.parametrize("path", table.paths(), ids=lambda path: str(path.relative_to(record.ROOT)))
 def test_tables_and_figures_equal_the_results(path):
     text = path.read_text()
-    assert table.rewrite(text, _tables(path), _known()) == text
+    assert table.rewrite(text, table.pages(_results()).get(path, {}), _known()) == text
 
 
 def test_rewrite_changes_a_figure_with_its_name_only():

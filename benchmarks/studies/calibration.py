@@ -1,15 +1,13 @@
 """How to find the loss scale: the plain rule against others. Run with `python -m benchmarks.studies.calibration`.
 
-Three networks are trained in float32 while the distribution of their gradients is recorded at every step; each rule is
-then replayed on those records, together with two made from them: spikes, and a stretch of huge gradients. A step
-overflows if its largest gradient times the scale exceeds 65504. That ignores gradients of activations, which a real
-float16 run also has; so the plain rule and calibration are run in float16 as well, and their skipped steps counted.
+Three networks are trained in float32 while the distribution of their gradients is recorded at every step. Each rule is
+then replayed on these records, and on two records made from them: spikes, and a stretch of huge gradients. A step
+overflows if its largest gradient times the scale exceeds 65504. This ignores the gradients of activations, which a
+float16 run also has. So the plain rule and calibration also train in float16, where their skipped steps are counted.
 """
 
 import argparse
-import datetime
 import functools
-import json
 import pathlib
 import pydoc_data.topics
 
@@ -21,9 +19,12 @@ import sklearn.datasets
 
 import jmpscale
 
+from benchmarks import record as records
+
 STEPS = 10_000
 TRAINED = 1_500  # recorded steps; the last thousand are repeated to fill STEPS
-LARGEST, SMALLEST = np.log2(65504.0), -24
+LARGEST = np.log2(65504.0)
+SMALLEST = -25  # float16 rounds smaller values to zero
 EXPONENTS = np.arange(-80, 41)  # bins of log2 |gradient|
 RESULTS = pathlib.Path(__file__).with_suffix(".json")
 
@@ -132,7 +133,7 @@ def _norm(x):
 
 
 def _train(network, dtype, scaler, steps, look):
-    """Trains, and returns what `look(grads, finite)` gave at each step, stacked, and the final scaler."""
+    """Trains, and returns the stacked results of `look(grads, finite)` of all steps, and the final scaler."""
     loss_fn, params, make_batch, rate = network()
     tx = optax.adamw(rate)
 
@@ -160,7 +161,7 @@ def _histogram(grads, _):
 
 
 def record(network):
-    """Returns for STEPS steps log2 of the largest gradient, and the share of nonzero gradients below each exponent."""
+    """Returns log2 of the largest gradient, and the fraction of nonzero gradients below each exponent, by step."""
     (counts, largest), _ = _train(network, jnp.float32, jmpscale.disabled(), TRAINED, _histogram)
     below = np.cumsum(counts, axis=1) - counts
     repeat = np.r_[np.arange(TRAINED), np.resize(np.arange(TRAINED - 1000, TRAINED), STEPS - TRAINED)]
@@ -196,12 +197,12 @@ def plain(start, largest, **settings):
 
 
 def calibrated(start, largest, headroom):
-    """One look at the first batch sets the scale; the plain rule goes on from there."""
+    """Sets the scale by the first batch, and then adapts it by the plain rule."""
     return plain(np.clip(np.floor(LARGEST - headroom - largest[0]), 0, 32), largest)
 
 
 def eager_start(start, largest):
-    """Doubles after every good step until the first overflow, then the plain rule."""
+    """Doubles after every finite step until the first overflow, and then follows the plain rule."""
     scales, scale = [], float(start)
     for top in largest:
         scales.append(scale)
@@ -234,18 +235,18 @@ RULES = {
 
 
 def judge(scales, trace):
-    """Counts the skips, the steps until the scale is right, the values lost, and the steps to recover."""
+    """Returns the skips, the steps until the scale is right, the fraction that underflows, and the steps to recover."""
     largest, below = trace
     finite = scales + largest <= LARGEST
     ahead = np.lib.stride_tricks.sliding_window_view(np.r_[largest, np.full(99, largest[-1])], 100)
     right = np.abs(np.floor(LARGEST - np.median(ahead, axis=1)) - 1 - scales) <= 3  # within three bits of its best
-    lost = np.array(
+    underflow = np.array(
         [b[np.clip(int(SMALLEST - s) - EXPONENTS[0], 0, len(b) - 1)] for b, s in zip(below, scales, strict=True)]
     )
     return {
         "skipped": int((~finite).sum()),
         "steps until right": int(np.argmax(right)) if right.any() else STEPS,
-        "lost": float(lost.mean()),
+        "underflow": float(underflow.mean()),
         "right again after step 4030": int(np.argmax(right[4030:])) if right[4030:].any() else STEPS,
     }
 
@@ -279,13 +280,12 @@ def main():
     for task, rules in figures["replayed"].items():
         print(task)
         for rule, numbers in rules.items():
-            values = "  ".join(f"{k} {v:.2%}" if k == "lost" else f"{k} {v:>5}" for k, v in numbers.items())
+            values = "  ".join(f"{k} {v:.2%}" if k == "underflow" else f"{k} {v:>5}" for k, v in numbers.items())
             print(f"  {rule:<34}{values}")
     for run, skipped in figures["skipped in 300 float16 steps"].items():
         print(f"{run:<48}{skipped:>4} skipped of 300, in float16")
-    about = {"date": str(datetime.date.today()), "jax": jax.__version__, "device": jax.devices()[0].device_kind}
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(about | figures, indent=1) + "\n")
+    about = records.about("benchmarks.studies.calibration", jax.devices()[0].device_kind)
+    records.write(RESULTS, {"about": about, **figures})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Finds moving averages in half precision whose decay is so close to 1 that they stop moving."""
+"""Finds leaves in half precision, such as moving averages, whose decay is so close to 1 that rounding removes it."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,10 +16,14 @@ from jmpscale._diagnosis.thresholds import STALLED
 
 
 class Average(NamedTuple):
-    """A moving average in half precision: its new value is its old one, times the decay, plus something else."""
+    """A leaf in half precision whose new value is its old one, times the decay, plus something else.
+
+    It is a moving average, or a parameter with weight decay.
+    """
 
     result: Result
     decay: float
+    is_read: bool = False  # whether the loss depends on it, as on a parameter or a recurrent state
     hyperparameter: Result | None = None  # the leaf of the state that holds the decay; None for a constant
 
 
@@ -80,7 +84,8 @@ def find_stalled_averages(jaxpr: core.Jaxpr, leaves: Sequence[Leaf]) -> list[Ave
         if decay is None or (decay == 1 and leaf.is_parameter):
             continue
         if 1 - decay < STALLED * float(jnp.finfo(leaf.result.dtype).eps):
-            found.append(Average(leaf.result, decay, None if held_by is None else leaves[held_by].result))
+            hyperparameter = None if held_by is None else leaves[held_by].result
+            found.append(Average(leaf.result, decay, leaf.is_parameter, hyperparameter))
     return found
 
 

@@ -16,16 +16,34 @@ from jmpscale._diagnosis.thresholds import LOST
 from jmpscale._diagnosis.update import Update
 
 
-def describe_stalled(stalled: Sequence[Average]) -> str:
-    """Describes averages that stop moving."""
-    first, leaves = stalled[0], describe_leaves([x.result for x in stalled])
-    held = also = ""
-    if first.hyperparameter and is_narrow(first.hyperparameter):
-        held = f", which {first.hyperparameter.name} holds in {first.hyperparameter.dtype}"
-        also = f", and {first.hyperparameter.name},"
+def describe_stalled(findings: Findings, stalled: Sequence[Average]) -> list[str]:
+    """Describes averages that stop moving, and parameters whose weight decay is lost."""
+    led = {x.name for x in findings.step.results if x.is_gradient_led}
+    parameters = [x for x in stalled if x.is_read and x.result.name in led]
+    averages = [x for x in stalled if x not in parameters]
+    texts = []
+    for found, describe in ((averages, _describe_average), (parameters, _describe_weight_decay)):
+        if found:
+            leaves, decay = describe_leaves([x.result for x in found]), found[0].hyperparameter
+            kept = "it" if len(found) == 1 else "them"
+            also = f", and {decay.name}," if decay and is_narrow(decay) else ""
+            texts.append(f"{describe(leaves, found[0])} Keep {kept}{also} in float32.")
+    return texts
+
+
+def _describe_average(leaves: str, average: Average) -> str:
+    decay = average.hyperparameter
+    held = f", which {decay.name} holds in {decay.dtype}," if decay and is_narrow(decay) else ","
     return (
-        f"{leaves} will stop moving: it is an average in {first.result.dtype} with a decay of {first.decay:.6g}{held}, "
-        f"and rounding keeps it from shrinking. Keep {'it' if len(stalled) == 1 else 'them'}{also} in float32."
+        f"{leaves} will stop moving: it is an average in {average.result.dtype} with a decay of {average.decay:.6g}"
+        f"{held} and rounding keeps it from shrinking."
+    )
+
+
+def _describe_weight_decay(leaves: str, parameter: Average) -> str:
+    return (
+        f"The weight decay of {leaves} is lost where gradients change a number by less than its last place: a factor "
+        f"of {parameter.decay:.6g} changes nothing in {parameter.result.dtype}."
     )
 
 
@@ -60,14 +78,17 @@ def describe_update(findings: Findings, worst: Change) -> str:
     lines = findings.names(update.paths)
     what_then = "the result" if worst.result.old is None else "the update"
     then = f"{what_then} differs {by(update.error_then)}" if update.error_then else f"{what_then} does not round"
+    results = [x for x in update.bad if x.result.old is None and x is not worst]
+    also = f" {_describe_result(results[0], len(results) - 1)}." if results and worst.result.old is not None else ""
     if worst.is_narrow:
         others = [x for x in update.bad if x.is_narrow]
         kept = "it" if len(others) == 1 else "them"
+        made = "They are made at" if also else "The change is made at"
         return (
-            f"{what}: keep {kept} in float32, not {worst.result.dtype}. The change is made at {lines}: if "
+            f"{what}: keep {kept} in float32, not {worst.result.dtype}.{also} {made} {lines}: if "
             f"{'this line computes' if len(update.paths) == 1 else 'these lines compute'} in float32, {then}."
         )
-    return f"{what}. Compute {lines} in float32: then {then}."
+    return f"{what}.{also} Compute {lines} in float32: then {then}."
 
 
 def _what(worst: Change, update: Update) -> str:

@@ -44,7 +44,7 @@ def _join(gradients: str, findings: Findings) -> str:
     worst = update.worst if update.bad else None
     faults = [describe_update(findings, worst)] if worst and not _is_repaired(findings) else []
     faults += [describe_unchanged(findings)] if update.unchanged.results else []
-    faults += [describe_stalled(stalled)] if stalled else []
+    faults += describe_stalled(findings, stalled)
     faults += [describe_lost_factors(step.lost_factors)] if step.lost_factors else []
     if wrong := [x.result.name for x in update.changes if not x.is_finite]:
         verb = "becomes" if len(wrong) == 1 else "become"
