@@ -28,6 +28,7 @@ from messages import (
     OVERFLOW,
     PRECISE_MATMUL,
     REMEDY,
+    REMEDY_OF_ALL_LINES,
     ROUNDING,
     TOO_LARGE,
     TOO_SMALL,
@@ -91,7 +92,9 @@ FAULTS = {
     "loss": Fault(programs.loss_overflows),
     "gram": Fault(programs.gram_overflows, (W, 30 * normal(5, 2048, 8)), autocast=True),
     "linear attention": Fault(programs.linear_attention, (W, normal(4, 4096, 8)), autocast=True),
-    "second derivative": Fault(programs.second_derivative, autocast=True, contains=f" fit. {NORMALIZE}"),
+    "second derivative": Fault(
+        programs.second_derivative, autocast=True, contains=f"{REMEDY_OF_ALL_LINES}. {NORMALIZE}"
+    ),
     "scan": Fault(programs.overflow_in_a_scan),
     "while": Fault(programs.overflow_in_a_while_loop),
     "cond": Fault(programs.overflow_in_a_branch),
@@ -220,7 +223,7 @@ def check_fault(fault):
     assert [offset(name, line) for name in named[:1]] == ([] if line is None else [0])
     assert set(diagnosis.lines) <= set(named)
     assert {row.line for row in diagnosis.rows if row.in_lines} == set(diagnosis.lines)
-    assert (REMEDY in summary) == bool(fault.lines)
+    assert (REMEDY in summary or REMEDY_OF_ALL_LINES in summary) == bool(fault.lines)
     assert 'with precision="highest" where autocast' in summary or not (fault.autocast and fault.lines)
     check_advice(diagnosis)
 

@@ -13,11 +13,10 @@ import jmpscale
 
 import diagnosis_programs as programs
 from arrays import normal
-from messages import NO_HALF_RESULT
+from messages import NO_HALF_RESULT, REMEDY, REMEDY_OF_ALL_LINES
 from tables import names
 
-PROMISE = re.compile(r"then the gradients differ from float32 by ([<\d.]+)%?.*?(?:from 2\^(\S+) to 2\^(\S+) fit|\.)")
-ALL_IN_FLOAT32 = "then the gradients have no result in half precision"
+PROMISE = re.compile(REMEDY + r"([<\d.]+)%?.*?(?:from 2\^(\S+) to 2\^(\S+) fit|\.)")
 # After the edit, the derivative rule of this program multiplies a float32 residual by values in half precision, and a
 # second diagnosis names that line.
 NEED_A_SECOND_EDIT = {"reciprocal saved in half"}
@@ -47,7 +46,7 @@ def test_remedy_holds_after_the_edit(name):
     numbers = [int(re.search(r":(\d+) ", line)[1]) for line in told.lines]
     edited = diagnose(repaired(programs, numbers, CARRIED.get(name, ()))[fault.fun.__name__])
     assert edited.lines == ()
-    if ALL_IN_FLOAT32 in told.summary:
+    if REMEDY_OF_ALL_LINES in told.summary:
         assert edited.summary.startswith(NO_HALF_RESULT)
         return
     error, *promised = PROMISE.search(told.summary).groups()

@@ -30,6 +30,7 @@ from messages import (
     OVERFLOW,
     PRECISE_MATMUL,
     REMEDY,
+    REMEDY_OF_ALL_LINES,
     ROUNDING,
     TOO_LARGE,
     TOO_SMALL,
@@ -222,7 +223,7 @@ SUMMARIES = {  # the loss function, its arguments, and the summary, with the lin
         jmpscale.autocast(matmul),
         (EYE, EYE + 1),
         f"{OVERFLOW}dot_general at {{0}} reaches 1.8e+05, {LARGEST_NUMBER} {NO_SCALE_HELPS} Compute {{0}} "
-        f"{PRECISE_MATMUL}then the gradients have no result in half precision. "
+        f"{PRECISE_MATMUL}{REMEDY_OF_ALL_LINES}. "
         f"{NORMALIZE} Or call autocast with result_dtype=jnp.float32, and change no line: {REMEDY}0.00413%, in w, and "
         "loss scales from 2^7 to 2^41 fit.",
     ),
