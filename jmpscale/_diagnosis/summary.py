@@ -4,7 +4,12 @@ from collections.abc import Sequence
 
 from jmpscale._base.text import enumerate_names
 from jmpscale._diagnosis.describe_gradients import describe_gradients, ends_with_small_error
-from jmpscale._diagnosis.describe_update import describe_stalled, describe_unchanged, describe_update
+from jmpscale._diagnosis.describe_update import (
+    describe_lost_factors,
+    describe_stalled,
+    describe_unchanged,
+    describe_update,
+)
 from jmpscale._diagnosis.findings import Findings, SensitiveLoss
 from jmpscale._diagnosis.phrases import by
 from jmpscale._diagnosis.rounded import describe_rounded
@@ -45,6 +50,7 @@ def _join(gradients: str, findings: Findings) -> str:
     faults = [describe_update(findings, worst)] if worst and not _is_repaired(findings) else []
     faults += [describe_unchanged(findings)] if update.unchanged.results else []
     faults += describe_stalled(findings, stalled)
+    faults += [describe_lost_factors(step.lost_factors)] if step.lost_factors else []
     if wrong := [x.result.name for x in update.changes if not x.is_finite]:
         verb = "becomes" if len(wrong) == 1 else "become"
         faults.append(f"{enumerate_names(wrong)} {verb} infinite or NaN, in float32 too: correct this update.")

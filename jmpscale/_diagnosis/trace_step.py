@@ -16,6 +16,7 @@ from jmpscale._base.tree import PyTree, check_no_refs
 from jmpscale._diagnosis.averages import find_stalled_averages
 from jmpscale._diagnosis.exchanges import find_exchanges
 from jmpscale._diagnosis.expose import evaluate
+from jmpscale._diagnosis.lost_factors import find_lost_factors
 from jmpscale._diagnosis.outputs import find_losses, name_gradients, select_compared, with_outputs
 from jmpscale._diagnosis.passes import Passes
 from jmpscale._diagnosis.program import Program, Result
@@ -67,6 +68,7 @@ def _traced_step(call: StepCall, out: PyTree, traced: core.ClosedJaxpr) -> Trace
         has_loss,
         arrays.named,
         tuple(find_stalled_averages(written.jaxpr, leaves)),
+        tuple(find_lost_factors(written.jaxpr, leaves)),
         tuple(find_rounded(program, {id(x): name for name, x in arrays.named})),
     )
 

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 from jmpscale._diagnosis.averages import Average
+from jmpscale._diagnosis.lost_factors import LostFactor
 from jmpscale._diagnosis.program import Program, Result
 from jmpscale._diagnosis.rounded import Rounded
 
@@ -17,6 +18,7 @@ class TracedStep(NamedTuple):
     has_loss: bool = True  # otherwise the first output is 1
     arguments: tuple[tuple[str, Any], ...] = ()  # the leaves of its arguments, with their names
     stalled: tuple[Average, ...] = ()  # averages in half precision that stop moving
+    lost_factors: tuple[LostFactor, ...] = ()  # of parameters in float32
     rounded: tuple[Rounded, ...] = ()  # what is in half precision before the step begins
     ignores_scaler: bool = False  # whether no gradient depends on the scale of a dynamic scaler
     kept: tuple[str, ...] = ()  # the matmuls that autocast leaves in float32, with the reason
