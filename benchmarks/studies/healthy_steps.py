@@ -214,6 +214,61 @@ def measure(program):
     }
 
 
+# --- Metrics of a right step: reinforcement learning in which the forward pass alone is in bfloat16. ---
+
+
+def policy_step(seed):
+    """Returns a step of PPO with its metrics, which are computed in float32, and its arguments."""
+    keys = jax.random.split(jax.random.key(seed), 8)
+    x, advantages, returns = jax.random.normal(keys[0], (64, 16)), *jax.random.normal(keys[1], (2, 64))
+    actions = jax.random.randint(keys[2], (64,), 0, 10)
+    shapes = {"hidden": (16, 64), "policy": (64, 10), "value": (64, 1)}
+    params = {
+        name: jax.random.normal(key, shape) / shape[0] ** 0.5
+        for key, (name, shape) in zip(keys[3:6], shapes.items(), strict=True)
+    }
+
+    def model(params, dtype):
+        half, inputs = jmpscale.cast((params, x), dtype)
+        hidden = jnp.tanh(inputs @ half["hidden"])
+        log_p = jax.nn.log_softmax((hidden @ half["policy"]).astype(F))
+        return log_p, (hidden @ half["value"]).astype(F)[:, 0]
+
+    def step(params, old):
+        def loss_fn(params):
+            log_p, value = model(params, B)
+            log_ratio = log_p[jnp.arange(64), actions] - old
+            ratio = jnp.exp(log_ratio)
+            clipped = jnp.minimum(ratio * advantages, jnp.clip(ratio, 0.8, 1.2) * advantages)
+            metrics = {
+                "entropy": -(jnp.exp(log_p) * log_p).sum(-1).mean(),
+                "explained variance": 1 - jnp.var(returns - value) / jnp.var(returns),
+                "mean value": value.mean(),
+                "clipped fraction": (jnp.abs(ratio - 1) > 0.02).mean(),
+                "KL divergence": jnp.mean(ratio - 1 - log_ratio),
+                "mean log ratio": log_ratio.mean(),
+            }
+            return jnp.mean((value - returns) ** 2) - clipped.mean(), metrics
+
+        (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": loss, **metrics}
+
+    before = jax.tree.map(lambda p: p * (1 + 0.02 * jax.random.normal(keys[6], p.shape)), params)
+    return step, (params, model(before, F)[0][jnp.arange(64), actions])
+
+
+def metric_errors():
+    """Returns the error of the worst gradient, and of each metric, of several seeds."""
+    found = {}
+    for seed in range(SEEDS):
+        step, args = policy_step(seed)
+        diagnosis = jmpscale.diagnose_step(step)(*args)
+        errors = {change.name: change.error for change in diagnosis.changes}
+        for name, error in {"gradients": diagnosis.gradient_error, **errors}.items():
+            found.setdefault(name, []).append(error)
+    return found
+
+
 def main():
     parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.healthy_steps", description=__doc__)
     parser.add_argument("names", nargs="*", default=PROGRAMS, help="the programs; all of them by default")
@@ -223,6 +278,7 @@ def main():
         print(name, found, flush=True)
         programs = record.read(RESULTS).get("programs", {})
         record.add(RESULTS, {"about": about, "programs": programs | {name: found}})
+    record.add(RESULTS, {"metrics": metric_errors()})
 
 
 if __name__ == "__main__":
