@@ -119,6 +119,23 @@ def averaged(decay, dtype):
     return lambda params: (jmpscale.cast(params, F), tx.init(jmpscale.cast(params, F))), step
 
 
+def adapted_loss(params, batch, dtype, inner_dtype=F):
+    """MAML: the loss of the second half of a batch after an update with the first half, of which the sum may round."""
+    first, second = (jax.tree.map(lambda x, i=i: x[i::2], batch) for i in range(2))
+    grads = jax.grad(loss_fn)(params, first, dtype)
+    before, change = jmpscale.cast((params, jax.tree.map(lambda g: 0.3 * g, grads)), inner_dtype)
+    return loss_fn(jmpscale.cast(jax.tree.map(jnp.subtract, before, change), F), second, dtype)
+
+
+def maml(dtype):
+    def step(state, batch):
+        params, rest = state
+        loss, grads = jax.value_and_grad(adapted_loss)(params, batch, dtype, dtype)
+        return (jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), rest), loss
+
+    return lambda params: (), step
+
+
 class Program(NamedTuple):
     """A step in half precision and in float32."""
 
@@ -126,6 +143,7 @@ class Program(NamedTuple):
     diagnosed: int = 300  # the step that is diagnosed
     dtype: type = B
     narrow: bool = False  # whether the parameters are in half precision, too
+    evaluated: Callable = loss_fn
 
 
 def with_optimizer(create, **extra):
@@ -158,6 +176,7 @@ PROGRAMS = {
         with_optimizer(lambda d: contrib.momo(1e-2), value=jnp.float32(1.0)), narrow=True
     ),
     "Adam of 1e-2, all in bfloat16": Program(with_optimizer(lambda d: optax.adam(1e-2)), 0, narrow=True),
+    "MAML, inner update in bfloat16": Program(maml, evaluated=adapted_loss),
     "Shampoo, statistics in bfloat16": Program(shampoo, 0),
     "average of 0.9 in bfloat16": Program(lambda d: averaged(0.9, d), 1000, narrow=True),
     "average of 0.99 in float16": Program(lambda d: averaged(0.99, d), 1000, jnp.float16, narrow=True),
@@ -183,7 +202,7 @@ def trainer(program, dtype, steps):
 def losses(program, dtype):
     """Returns the losses of the training examples, and of others, after training with each seed."""
     _, train = trainer(program, dtype, STEPS)
-    evaluate = jax.jit(lambda params: [loss_fn(params, batch, F) for batch in (TRAINING, OTHERS)])
+    evaluate = jax.jit(lambda params: [program.evaluated(params, batch, F) for batch in (TRAINING, OTHERS)])
     return np.array([evaluate(train(seed)[0]) for seed in range(SEEDS)]).T
 
 
