@@ -527,6 +527,54 @@ def test_diagnose_step_names_a_leaf_that_changes_only_as_written():
     assert summary.startswith("The step changes state, and does not in float32: keep it in float32, not bfloat16. ")
 
 
+@pytest.mark.parametrize("form", ["float32", "half", "infinite"])
+def test_diagnose_step_runs_a_loop_before_the_gradients_once(form):
+    runs = []
+
+    def count(x):
+        runs.append(1)
+        return x
+
+    def rollout(x):
+        dtype = B if form == "half" else F
+
+        def move(x, _):
+            x = jax.pure_callback(count, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+            return jnp.tanh(1.1 * x.astype(dtype)).astype(F), x
+
+        last, states = jax.lax.scan(move, x, None, length=3)
+        return last + states.mean() * 0, last
+
+    @jax.jit
+    def step(w, opt_state, x, y):
+        x, last = rollout(x)
+        loss, grads = jmpscale.value_and_grad(mean_square)(opt_state, w, jnp.clip(x, -1, 1), y)
+        updates, opt_state = TX.update(grads, opt_state, w, value=loss)
+        return optax.apply_updates(w, updates), opt_state, loss, last
+
+    x = X.at[0, 0].set(jnp.inf if form == "infinite" else 1.0)
+    diagnosis = jmpscale.diagnose_step(step)(W, TX.init(W), x, Y)
+    if form == "float32":
+        assert len(runs) == 3
+        assert diagnosis.lines == ()
+    elif form == "half":
+        assert len(runs) > 3
+    else:
+        assert "x" in diagnosis.summary
+    assert ("Infinities or NaN in x " in diagnosis.summary) == (form == "infinite")
+
+
+def test_diagnose_step_says_that_no_argument_is_returned():
+    def step(params, batch):
+        return jax.value_and_grad(regression)(params, batch)
+
+    diagnosis = jmpscale.diagnose_step(step)(parameters(), BATCH)
+    assert diagnosis.state == ()
+    assert " No argument is returned with its structure and types, so no update was compared. " in diagnosis.summary
+    update = jmpscale.diagnose_step(lambda params, batch: jax.tree.map(jnp.subtract, params, step(params, batch)[1]))
+    assert "No argument is returned" not in update(parameters(), BATCH).summary
+
+
 def test_diagnose_step_without_a_gradient_compares_the_update():
     def step(state, x):
         return state * B(0.999) + B(0.001) * x.astype(B), x.mean()

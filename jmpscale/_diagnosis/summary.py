@@ -19,6 +19,11 @@ _IGNORED = (
     "static(1.0)."
 )
 
+_NO_STATE = (
+    "No argument is returned with its structure and types, so no update was compared. If the step changes a state, "
+    "pass a function that takes the state first and returns it first."
+)
+
 
 def summarize(findings: Findings) -> str:
     """Describes what half precision does to a step, and what to change."""
@@ -49,8 +54,10 @@ def _join(gradients: str, findings: Findings) -> str:
     if wrong := [x.result.name for x in update.changes if not x.is_finite]:
         verb = "becomes" if len(wrong) == 1 else "become"
         faults.append(f"{enumerate_names(wrong)} {verb} infinite or NaN, in float32 too: correct this update.")
+    no_state = _NO_STATE if step.gradients and step.state == () else ""
     ignored = _IGNORED if step.ignores_scaler and step.gradients else ""
-    notes = list(filter(None, [_describe_loss(findings.sensitive_loss), ignored, describe_rounded(step.rounded)]))
+    rounded = describe_rounded(step.rounded)
+    notes = list(filter(None, [_describe_loss(findings.sensitive_loss), ignored, no_state, rounded]))
     if faults:
         first = [*faults, gradients] if findings.accurate else [gradients, *faults]
         return " ".join(filter(None, [*first, *notes]))

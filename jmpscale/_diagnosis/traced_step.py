@@ -14,7 +14,7 @@ class TracedStep(NamedTuple):
     program: Program  # its outputs are the loss, the gradients and the results
     gradients: tuple[str, ...]  # their names
     results: tuple[Result, ...] = ()  # those that half precision may change other than through the gradients
-    state: tuple[str, ...] = ()  # the arguments that the step returns
+    state: tuple[str, ...] | None = None  # the arguments that the step returns; None for a loss function
     has_loss: bool = True  # otherwise the first output is 1
     arguments: tuple[tuple[str, Any], ...] = ()  # the leaves of its arguments, with their names
     stalled: tuple[Average, ...] = ()  # averages in half precision that stop moving
