@@ -182,7 +182,7 @@ def _studies():
         ratios = [step["ratio"] for step in whole if (step["form"] == "bfloat16 parameters") == is_faulty]
         found[name] = span(ratios, "{:.1f}")
     found |= {"near a minimum, other examples": span(_near_minimum(), "{:.3f}")}
-    return found | _rules() | _infinite_pixel()
+    return found | _rules() | _rounding() | _infinite_pixel()
 
 
 def _rules():
@@ -192,6 +192,15 @@ def _rules():
     recovery = replayed["text, collapse, from 2^16"][short]["right again after step 4030"]
     additional = max(rules[short]["skipped"] - rules[plain]["skipped"] for rules in replayed.values())
     return {"rules: steps to recover": str(recovery), "rules: additional skips": str(additional)}
+
+
+def _rounding():
+    """Returns the error that two programs share, of which one is harmed, and how many times larger its loss becomes."""
+    programs = record.read(STUDIES / "rounding.json")["figures"]
+    harmed, harmless = programs["time steps up to 1,000, bfloat16"], programs["ResNet-18, 8 images, float16"]
+    times = harmed["loss, half precision"] / harmed["loss, float32"]
+    errors = [100 * program["gradient_error"] for program in (harmed, harmless)]
+    return {"rounding: error": span(errors, "{:.0f}"), "rounding: times the loss": f"{round(times, -3):,.0f}"}
 
 
 def _near_minimum():

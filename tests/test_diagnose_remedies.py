@@ -1,5 +1,6 @@
 """A program that is edited by the remedy of a diagnosis has the errors and scales that the summary promises."""
 
+import functools
 import re
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from repair import repaired
-from test_diagnose_faults import FAULTS
+from test_diagnose_faults import FAULTS, diagnose, diagnosis_of
 
 import jmpscale
 
@@ -36,15 +37,9 @@ CARRIED = {  # the first value of a loop and the other branch of a condition hav
 
 @pytest.mark.parametrize("name", names(REPAIRED, default={"overflow", "no scale fits"}))
 def test_remedy_holds_after_the_edit(name):
-    fault = REPAIRED[name]
-
-    def diagnose(fun):
-        fun = jmpscale.autocast(fun) if fault.autocast else fun
-        return jmpscale.diagnose(fun, transform=fault.transform)(fault.scaler, *fault.args)
-
-    told = diagnose(fault.fun)
+    fault, told = REPAIRED[name], diagnosis_of(name)
     numbers = [int(re.search(r":(\d+) ", line)[1]) for line in told.lines]
-    edited = diagnose(repaired(programs, numbers, CARRIED.get(name, ()))[fault.fun.__name__])
+    edited = diagnose(fault, repaired(programs, numbers, CARRIED.get(name, ()))[fault.fun.__name__])
     assert edited.lines == ()
     if REMEDY_OF_ALL_LINES in told.summary:
         assert edited.summary.startswith(NO_HALF_RESULT)
@@ -97,10 +92,17 @@ CAUSES = {  # the loss function, its arguments, and whether half results are the
 }
 
 
+@functools.cache
+def summary_of(name):
+    """Returns the summary of a row of the causes, which two tests read."""
+    fun, args, _ = CAUSES[name]
+    return jmpscale.diagnose(jmpscale.autocast(fun))(jmpscale.dynamic(2.0**4), *args).summary
+
+
 @pytest.mark.parametrize("name", names(CAUSES, default={"compiled before", "rounded operands", "healthy"}))
 def test_summary_offers_float32_results_if_half_results_are_the_cause(name):
-    fun, args, is_cause = CAUSES[name]
-    summary = jmpscale.diagnose(jmpscale.autocast(fun))(jmpscale.dynamic(2.0**4), *args).summary
+    _, _, is_cause = CAUSES[name]
+    summary = summary_of(name)
     assert ("result_dtype=jnp.float32" in summary) == is_cause
     assert ("Compute" in summary) == (name != "healthy")
 
@@ -108,7 +110,7 @@ def test_summary_offers_float32_results_if_half_results_are_the_cause(name):
 @pytest.mark.parametrize("name", names(["scores", "attention"], default={"scores"}))
 def test_offer_of_float32_results_holds_after_the_edit(name):
     fun, args, _ = CAUSES[name]
-    told = jmpscale.diagnose(jmpscale.autocast(fun))(jmpscale.dynamic(2.0**4), *args).summary
+    told = summary_of(name)
     edited = jmpscale.diagnose(jmpscale.autocast(fun, result_dtype=jnp.float32))(jmpscale.dynamic(2.0**4), *args)
     offer = told.partition("result_dtype=jnp.float32")[2]
     error, *promised = PROMISE.search(offer).groups()

@@ -12,10 +12,11 @@ import pytest
 
 import jmpscale
 
+import meshes
 from arrays import normal
 from diagnosis_programs import H, fault_line
 from messages import GRADIENTS_DIFFER, IGNORED_SCALER, LOSS_DIFFERS
-from tables import names
+from tables import names, rows
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -526,6 +527,54 @@ def test_diagnose_step_names_a_leaf_that_changes_only_as_written():
     assert summary.startswith("The step changes state, and does not in float32: keep it in float32, not bfloat16. ")
 
 
+@pytest.mark.parametrize("form", ["float32", "half", "infinite"])
+def test_diagnose_step_runs_a_loop_before_the_gradients_once(form):
+    runs = []
+
+    def count(x):
+        runs.append(1)
+        return x
+
+    def rollout(x):
+        dtype = B if form == "half" else F
+
+        def move(x, _):
+            x = jax.pure_callback(count, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+            return jnp.tanh(1.1 * x.astype(dtype)).astype(F), x
+
+        last, states = jax.lax.scan(move, x, None, length=3)
+        return last + states.mean() * 0, last
+
+    @jax.jit
+    def step(w, opt_state, x, y):
+        x, last = rollout(x)
+        loss, grads = jmpscale.value_and_grad(mean_square)(opt_state, w, jnp.clip(x, -1, 1), y)
+        updates, opt_state = TX.update(grads, opt_state, w, value=loss)
+        return optax.apply_updates(w, updates), opt_state, loss, last
+
+    x = X.at[0, 0].set(jnp.inf if form == "infinite" else 1.0)
+    diagnosis = jmpscale.diagnose_step(step)(W, TX.init(W), x, Y)
+    if form == "float32":
+        assert len(runs) == 3
+        assert diagnosis.lines == ()
+    elif form == "half":
+        assert len(runs) > 3
+    else:
+        assert "x" in diagnosis.summary
+    assert ("Infinities or NaN in x " in diagnosis.summary) == (form == "infinite")
+
+
+def test_diagnose_step_says_that_no_argument_is_returned():
+    def step(params, batch):
+        return jax.value_and_grad(regression)(params, batch)
+
+    diagnosis = jmpscale.diagnose_step(step)(parameters(), BATCH)
+    assert diagnosis.state == ()
+    assert " No argument is returned with its structure and types, so no update was compared. " in diagnosis.summary
+    update = jmpscale.diagnose_step(lambda params, batch: jax.tree.map(jnp.subtract, params, step(params, batch)[1]))
+    assert "No argument is returned" not in update(parameters(), BATCH).summary
+
+
 def test_diagnose_step_without_a_gradient_compares_the_update():
     def step(state, x):
         return state * B(0.999) + B(0.001) * x.astype(B), x.mean()
@@ -544,7 +593,94 @@ def test_diagnose_step_without_a_gradient_says_one_sentence_of_a_healthy_update(
     assert re.fullmatch(r"The step computes no gradient, and its update differs from float32 by [\d.]+%\.", summary)
 
 
+def frozen_by_zeros(tx):
+    labels = {"a": "train", "b": "freeze"}
+    return optax.multi_transform({"train": tx, "freeze": optax.set_to_zero()}, labels)
+
+
+def frozen_by_a_mask(tx):
+    return optax.chain(tx, optax.masked(optax.set_to_zero(), {"a": False, "b": True}))
+
+
+def in_four(tx):
+    return optax.MultiSteps(tx, 4)
+
+
+def warmed_up(tx):
+    return optax.chain(tx, optax.scale_by_schedule(optax.linear_schedule(0.0, 1.0, 10)))
+
+
+FROZEN = {x.__name__: x for x in (frozen_by_zeros, frozen_by_a_mask, in_four, warmed_up)}
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(F, marks=pytest.mark.full), B], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("change", rows(FROZEN, default={"in_four", "frozen_by_zeros"}))
+def test_diagnose_step_does_not_name_leaves_that_are_meant_not_to_change(change, dtype):
+    tx = change(optax.sgd(0.3))
+    params = parameters(dtype)
+    diagnosis = jmpscale.diagnose_step(optimized(tx))(params, tx.init(params), BATCH)
+    assert re.fullmatch(
+        rf"{GRADIENTS_DIFFER}[\d.]+%, in params\['[ab]'\](, and the update by [\d.]+%)?\.", diagnosis.summary
+    )
+
+
+@pytest.mark.parametrize("dtype", [F, B], ids=["float32", "bfloat16"])
+def test_diagnose_step_does_not_name_leaves_whose_gradient_is_stopped(dtype):
+    def step(params, batch):
+        def loss_fn(params):
+            return regression({"a": params["a"], "b": jax.lax.stop_gradient(params["b"])}, batch)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda p, g: p - dtype(0.3) * g, params, grads), loss
+
+    summary = jmpscale.diagnose_step(step)(parameters(dtype), BATCH).summary
+    assert re.fullmatch(rf"{GRADIENTS_DIFFER}[\d.]+%, in params\['a'\](, and the update by [\d.]+%)?\.", summary)
+
+
 # --- What no comparison of two runs shows. ---
+
+
+def test_diagnose_step_names_a_decay_that_hyperparameters_hold_in_half_precision():
+    tx = optax.inject_hyperparams(optax.adam)(1e-2)
+    params = parameters(B)
+    summary = jmpscale.diagnose_step(optimized(tx))(params, tx.init(params), BATCH).summary
+    assert summary.startswith("opt_state.inner_state[0].nu['a'] (and 1 other leaf) will stop moving: ")
+    assert "a decay of 1, which opt_state.hyperparams['b2'] holds in bfloat16, and rounding keeps it from" in summary
+    assert "Keep them, and opt_state.hyperparams['b2'], in float32. " in summary
+    wide = optax.inject_hyperparams(optax.adam, hyperparam_dtype=F)(1e-2)
+    summary = jmpscale.diagnose_step(optimized(wide))(parameters(), wide.init(parameters()), BATCH).summary
+    assert "will stop moving" not in summary
+
+
+def decayed(factor, dtype=B):
+    def step(params, batch):
+        loss, grads = jax.value_and_grad(regression)(params, batch)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return jax.tree.map(lambda p: (p.astype(dtype) * dtype(factor)).astype(F), params), loss  # fault
+
+    return step
+
+
+@pytest.mark.parametrize(("factor", "dtype"), [(0.999, B), (0.9999, H)], ids=["bfloat16", "float16"])
+def test_diagnose_step_names_a_decay_that_rounds_to_1(factor, dtype):
+    step, name = decayed(factor, dtype), np.dtype(dtype).name
+    summary = jmpscale.diagnose_step(step)(parameters(), BATCH).summary
+    assert summary.startswith(
+        f"params['a'] (and 1 other leaf) is rounded to {name} in each step, to be multiplied by a constant that is 1 "
+        f"in {name}, as {factor} is. Compute test_diagnose_step.py:{fault_line(step)} (step) in float32. "
+    )
+
+
+def test_diagnose_step_does_not_name_other_factors_of_1():
+    def step(params, batch):
+        loss, grads = jax.value_and_grad(lambda p: regression(jax.tree.map(lambda p: p.astype(B) * B(1), p), batch))(
+            params
+        )
+        return jax.tree.map(lambda p, g: 1.0 * p - 0.1 * (g.astype(B) * B(1)).astype(F), params, grads), loss
+
+    summary = jmpscale.diagnose_step(step)(parameters(), BATCH).summary
+    assert re.fullmatch(rf"{GRADIENTS_DIFFER}[\d.]+%, in params\['[ab]'\]\.", summary)
+    assert "multiplied" not in jmpscale.diagnose_step(decayed(0.99))(parameters(), BATCH).summary
 
 
 def bfloat16_average(decay, form):
@@ -685,6 +821,21 @@ def test_diagnose_of_a_loss_with_collectives_has_a_remedy():
     assert 'jax.vmap(loss_fn, in_axes=None, out_axes=None, axis_name="data", axis_size=1)' in note
     expected = jmpscale.diagnose(mean_square)(TX.init(W), W, X, Y)
     assert jmpscale.diagnose(mapped)(TX.init(W), W, X, Y).summary == expected.summary
+
+
+def test_diagnose_step_of_arrays_on_explicit_axes_without_their_mesh_has_a_remedy():
+    mesh = meshes.make_mesh(jax.sharding.AxisType.Explicit, data=4)
+    x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data")))
+
+    def step(w, x):
+        loss, grads = jax.value_and_grad(lambda w: jnp.mean((x.astype(B) @ w.astype(B)).astype(F) ** 2))(w)
+        return w - 0.1 * grads, loss
+
+    with pytest.raises(ValueError, match=r"got an array on a mesh with Explicit axes at x\.") as caught:
+        jmpscale.diagnose_step(step)(W, x)
+    assert str(caught.value).endswith("Call diagnose_step in the context of jax.set_mesh(mesh).")
+    with jax.set_mesh(mesh):
+        assert jmpscale.diagnose_step(step)(jax.device_put(W, jax.NamedSharding(mesh, jax.P())), x).state == ("w",)
 
 
 def test_diagnose_step_of_something_else_raises():

@@ -130,6 +130,16 @@ def haiku_step(dtype):
     return step, (params, ADAM.init(params), X, Y), ("params", "opt_state")
 
 
+def test_diagnose_step_names_the_leaves_of_a_mapping_that_jax_numbers():
+    step, (params, opt_state, *batch), _ = haiku_step(B)
+    immutable = haiku.data_structures.to_immutable_dict(params)
+    found = jmpscale.diagnose_step(step)(immutable, ADAM.init(immutable), *batch)
+    expected = jmpscale.diagnose_step(step)(params, opt_state, *batch)
+    assert [x.name for x in found.changes] == [x.name for x in expected.changes]
+    assert "params['mlp/~/linear_1']['w']" in [x.name for x in found.changes]
+    assert found.summary == expected.summary
+
+
 def optax_step(tx):
     def make(dtype):
         params = parameters(dtype)

@@ -130,7 +130,7 @@ def test_readme_program_reports_a_forgotten_line(forgotten):
     new, old, kind, message = forgotten
     program, check = README_PROGRAM, README_PYTHON[README_PYTHON.index(README_PROGRAM) + 1]
     assert program.count(new) == 1
-    program = program.replace(new, old).replace("range(90)", "range(2)")
+    program = program.replace(new, old).replace("range(90)", "range(2)").replace("size=2048", "size=64")
     with pytest.raises(kind, match=message) if kind else contextlib.nullcontext():  # warnings are errors
         pages.run(program + check, {"__name__": "README.md"})
 

@@ -88,10 +88,18 @@ def test_process_that_raises_ends_the_others(tmp_path):
     assert "fails in the middle of the run" in ended[-1][2]
 
 
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory):
+    """The results of the tools on each of two processes, by the name of the tool."""
+    ended = _run("tools", 2, tmp_path_factory.mktemp("tools"))
+    assert all(process.returncode == 0 for process, _, _ in ended), [errors for _, _, errors in ended]
+    results = [json.loads(output.splitlines()[-1]) for _, output, _ in ended]
+    return {name: [result[name] for result in results] for name in results[0]}
+
+
 @full
-def test_diagnose_has_the_same_result_on_all_processes(tmp_path):
-    ended = _run("diagnose", 2, tmp_path)
-    first, second = (json.loads(output.splitlines()[-1]) for _, output, _ in ended)
+def test_diagnose_has_the_same_result_on_all_processes(tools):
+    first, second = tools["diagnose"]
     assert first == second
     alone = worker.diagnose(lambda x, spec: jnp.array(x))
     for (description, fitting), begins, (_, expected) in zip(first, worker.FAULTS.values(), alone, strict=True):
@@ -100,10 +108,8 @@ def test_diagnose_has_the_same_result_on_all_processes(tmp_path):
 
 
 @full
-def test_diagnose_step_has_the_same_result_on_all_processes(tmp_path):
-    ended = _run("diagnose step", 2, tmp_path)
-    assert all(process.returncode == 0 for process, _, _ in ended), [errors for _, _, errors in ended]
-    first, second = (json.loads(output.splitlines()[-1]) for _, output, _ in ended)
+def test_diagnose_step_has_the_same_result_on_all_processes(tools):
+    first, second = tools["diagnose_step"]
     assert first == second
     with jax.numpy_dtype_promotion("standard"):  # which optax needs
         alone = worker.diagnose_step(lambda x, spec: jnp.array(x))
@@ -118,10 +124,8 @@ def test_diagnose_step_has_the_same_result_on_all_processes(tmp_path):
 
 
 @full
-def test_assert_replicated_raises_on_all_processes_or_on_none(tmp_path):
-    ended = _run("compare", 2, tmp_path)
-    assert all(process.returncode == 0 for process, _, _ in ended), [errors for _, _, errors in ended]
-    first, second = (json.loads(output.splitlines()[-1]) for _, output, _ in ended)
+def test_assert_replicated_raises_on_all_processes_or_on_none(tools):
+    first, second = tools["compare"]
     expected = {name: words for name, (_, words) in worker.TREES.items()} | {
         "replicated": "tree['w'] differs between the processes 0 and 1.",
         "a copy of each shard on each process": "tree['w'] differs between the processes 0 and 1.",

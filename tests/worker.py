@@ -2,8 +2,8 @@
 
 Usage: worker.py SCENARIO ADDRESS PROCESSES PROCESS FOLDER
 "save" trains and writes a checkpoint half way, "resume" continues from it, "raise" fails on the last process,
-"diagnose" diagnoses faults, "diagnose step" diagnoses training steps, and "compare" compares values of which some
-differ between the processes. "one device" trains with one device of the default platform for each process.
+and "tools" diagnoses faults and training steps, and compares values of which some differ between the processes. "one
+device" trains with one device of the default platform for each process.
 Prints the outcome as a line of JSON.
 """
 
@@ -39,14 +39,10 @@ def main(scenario, address, processes, process, folder):
         own = {"local_device_ids": [int(process)]}
     if int(processes) > 1:
         _join(address, int(processes), int(process), **own)
-    if scenario == "diagnose":
-        print(json.dumps(diagnose(functools.partial(_put, _mesh()))), flush=True)
-        return
-    if scenario == "diagnose step":
-        print(json.dumps(diagnose_step(functools.partial(_put, _mesh()))), flush=True)
-        return
-    if scenario == "compare":
-        print(json.dumps(compare(int(process))), flush=True)
+    if scenario == "tools":
+        put = functools.partial(_put, _mesh())
+        results = {"diagnose": diagnose(put), "diagnose_step": diagnose_step(put), "compare": compare(int(process))}
+        print(json.dumps(results), flush=True)
         return
     fail_at = 3 if scenario == "raise" and process == f"{int(processes) - 1}" else None
     checkpoint = pathlib.Path(folder) / "checkpoint" if scenario in ("save", "resume") else None

@@ -119,6 +119,23 @@ def averaged(decay, dtype):
     return lambda params: (jmpscale.cast(params, F), tx.init(jmpscale.cast(params, F))), step
 
 
+def adapted_loss(params, batch, dtype, inner_dtype=F):
+    """MAML: the loss of the second half of a batch after an update with the first half, of which the sum may round."""
+    first, second = (jax.tree.map(lambda x, i=i: x[i::2], batch) for i in range(2))
+    grads = jax.grad(loss_fn)(params, first, dtype)
+    before, change = jmpscale.cast((params, jax.tree.map(lambda g: 0.3 * g, grads)), inner_dtype)
+    return loss_fn(jmpscale.cast(jax.tree.map(jnp.subtract, before, change), F), second, dtype)
+
+
+def maml(dtype):
+    def step(state, batch):
+        params, rest = state
+        loss, grads = jax.value_and_grad(adapted_loss)(params, batch, dtype, dtype)
+        return (jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), rest), loss
+
+    return lambda params: (), step
+
+
 class Program(NamedTuple):
     """A step in half precision and in float32."""
 
@@ -126,6 +143,7 @@ class Program(NamedTuple):
     diagnosed: int = 300  # the step that is diagnosed
     dtype: type = B
     narrow: bool = False  # whether the parameters are in half precision, too
+    evaluated: Callable = loss_fn
 
 
 def with_optimizer(create, **extra):
@@ -158,6 +176,7 @@ PROGRAMS = {
         with_optimizer(lambda d: contrib.momo(1e-2), value=jnp.float32(1.0)), narrow=True
     ),
     "Adam of 1e-2, all in bfloat16": Program(with_optimizer(lambda d: optax.adam(1e-2)), 0, narrow=True),
+    "MAML, inner update in bfloat16": Program(maml, evaluated=adapted_loss),
     "Shampoo, statistics in bfloat16": Program(shampoo, 0),
     "average of 0.9 in bfloat16": Program(lambda d: averaged(0.9, d), 1000, narrow=True),
     "average of 0.99 in float16": Program(lambda d: averaged(0.99, d), 1000, jnp.float16, narrow=True),
@@ -183,7 +202,7 @@ def trainer(program, dtype, steps):
 def losses(program, dtype):
     """Returns the losses of the training examples, and of others, after training with each seed."""
     _, train = trainer(program, dtype, STEPS)
-    evaluate = jax.jit(lambda params: [loss_fn(params, batch, F) for batch in (TRAINING, OTHERS)])
+    evaluate = jax.jit(lambda params: [program.evaluated(params, batch, F) for batch in (TRAINING, OTHERS)])
     return np.array([evaluate(train(seed)[0]) for seed in range(SEEDS)]).T
 
 
@@ -214,6 +233,61 @@ def measure(program):
     }
 
 
+# --- Metrics of a right step: reinforcement learning in which the forward pass alone is in bfloat16. ---
+
+
+def policy_step(seed):
+    """Returns a step of PPO with its metrics, which are computed in float32, and its arguments."""
+    keys = jax.random.split(jax.random.key(seed), 8)
+    x, advantages, returns = jax.random.normal(keys[0], (64, 16)), *jax.random.normal(keys[1], (2, 64))
+    actions = jax.random.randint(keys[2], (64,), 0, 10)
+    shapes = {"hidden": (16, 64), "policy": (64, 10), "value": (64, 1)}
+    params = {
+        name: jax.random.normal(key, shape) / shape[0] ** 0.5
+        for key, (name, shape) in zip(keys[3:6], shapes.items(), strict=True)
+    }
+
+    def model(params, dtype):
+        half, inputs = jmpscale.cast((params, x), dtype)
+        hidden = jnp.tanh(inputs @ half["hidden"])
+        log_p = jax.nn.log_softmax((hidden @ half["policy"]).astype(F))
+        return log_p, (hidden @ half["value"]).astype(F)[:, 0]
+
+    def step(params, old):
+        def loss_fn(params):
+            log_p, value = model(params, B)
+            log_ratio = log_p[jnp.arange(64), actions] - old
+            ratio = jnp.exp(log_ratio)
+            clipped = jnp.minimum(ratio * advantages, jnp.clip(ratio, 0.8, 1.2) * advantages)
+            metrics = {
+                "entropy": -(jnp.exp(log_p) * log_p).sum(-1).mean(),
+                "explained variance": 1 - jnp.var(returns - value) / jnp.var(returns),
+                "mean value": value.mean(),
+                "clipped fraction": (jnp.abs(ratio - 1) > 0.02).mean(),
+                "KL divergence": jnp.mean(ratio - 1 - log_ratio),
+                "mean log ratio": log_ratio.mean(),
+            }
+            return jnp.mean((value - returns) ** 2) - clipped.mean(), metrics
+
+        (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": loss, **metrics}
+
+    before = jax.tree.map(lambda p: p * (1 + 0.02 * jax.random.normal(keys[6], p.shape)), params)
+    return step, (params, model(before, F)[0][jnp.arange(64), actions])
+
+
+def metric_errors():
+    """Returns the error of the worst gradient, and of each metric, of several seeds."""
+    found = {}
+    for seed in range(SEEDS):
+        step, args = policy_step(seed)
+        diagnosis = jmpscale.diagnose_step(step)(*args)
+        errors = {change.name: change.error for change in diagnosis.changes}
+        for name, error in {"gradients": diagnosis.gradient_error, **errors}.items():
+            found.setdefault(name, []).append(error)
+    return found
+
+
 def main():
     parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.healthy_steps", description=__doc__)
     parser.add_argument("names", nargs="*", default=PROGRAMS, help="the programs; all of them by default")
@@ -223,6 +297,7 @@ def main():
         print(name, found, flush=True)
         programs = record.read(RESULTS).get("programs", {})
         record.add(RESULTS, {"about": about, "programs": programs | {name: found}})
+    record.add(RESULTS, {"metrics": metric_errors()})
 
 
 if __name__ == "__main__":

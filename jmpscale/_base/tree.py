@@ -5,7 +5,7 @@ Leaves that are neither arrays nor numbers pass through every function of this p
 
 import collections
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import jax
@@ -110,7 +110,30 @@ def find_instances(tree: PyTree, kind: type[Kind] | tuple[type[Kind], ...]) -> l
 
 def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
     """Returns each leaf with its path as Python code, such as `['w'][0]`."""
-    return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves_with_path(tree)]
+
+
+def leaves_with_path(tree: PyTree) -> list[tuple[jax.tree_util.KeyPath, Any]]:
+    """Returns each leaf with its path.
+
+    JAX numbers the leaves of nodes that are registered without keys. Mappings among them, such as Haiku's FlatMap, have
+    keys.
+    """
+    found = jax.tree_util.tree_leaves_with_path(tree)
+    if not any(isinstance(key, jax.tree_util.FlattenedIndexKey) for path, _ in found for key in path):
+        return found
+    with_keys = jax.tree_util.tree_leaves_with_path(_as_dicts(tree))
+    has_same_order = [id(leaf) for _, leaf in with_keys] == [id(leaf) for _, leaf in found]
+    return with_keys if has_same_order else found
+
+
+def _as_dicts(tree: PyTree) -> PyTree:
+    """Returns a tree with dictionaries in place of mappings."""
+
+    def converted(x: Any) -> Any:
+        return {key: _as_dicts(value) for key, value in x.items()} if isinstance(x, Mapping) else x
+
+    return jax.tree.map(converted, tree, is_leaf=lambda x: isinstance(x, Mapping))
 
 
 def first_leaf(tree: PyTree, matches: Callable[[Any], object]) -> tuple[str, Any] | None:

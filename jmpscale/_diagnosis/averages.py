@@ -14,8 +14,6 @@ from jmpscale._diagnosis.operations import of_moved
 from jmpscale._diagnosis.program import Leaf, Result
 from jmpscale._diagnosis.thresholds import STALLED
 
-_KEEPS = {"convert_element_type", "reduce_precision", "add"}
-
 
 class Average(NamedTuple):
     """A leaf in half precision whose new value is its old one, times the decay, plus something else.
@@ -26,6 +24,21 @@ class Average(NamedTuple):
     result: Result
     decay: float
     is_read: bool = False  # whether the loss depends on it, as on a parameter or a recurrent state
+    hyperparameter: Result | None = None  # the leaf of the state that holds the decay; None for a constant
+
+
+class _Decay(NamedTuple):
+    """The value of a scalar leaf of the state, as optax.inject_hyperparams stores decays."""
+
+    leaf: int
+    value: float
+
+
+class _Factor(NamedTuple):
+    """A factor, and the scalar leaf that holds it; None for a constant, or if the value is not known."""
+
+    value: float | None
+    leaf: int | None = None
 
 
 class _Term(NamedTuple):
@@ -33,7 +46,7 @@ class _Term(NamedTuple):
 
     leaf: int
     factor: float
-    is_multiplied: bool = False
+    multiplied_by: _Factor | None = None
 
 
 def find_stalled_averages(jaxpr: core.Jaxpr, leaves: Sequence[Leaf]) -> list[Average]:
@@ -45,49 +58,77 @@ def find_stalled_averages(jaxpr: core.Jaxpr, leaves: Sequence[Leaf]) -> list[Ave
 
     def rule(eqn: core.JaxprEqn, caller: Caller, operands: list[flow.Labels]) -> list[flow.Labels]:
         name = eqn.primitive.name
+        if name == "convert_element_type":
+            return [frozenset(_converted(x, type_of(eqn.outvars[0]).dtype) for x in operands[0])]
         if name == "mul":
-            return [_times(operands[0], _number(eqn.invars[1])) | _times(operands[1], _number(eqn.invars[0]))]
+            first, second = map(_factor, eqn.invars, operands)
+            return [_times(operands[0], second) | _times(operands[1], first)]
         if name in {"sub", "neg"}:
-            return [flow.union([*operands[: 1 if name == "sub" else 0], _times(operands[-1], -1.0, counts=False)])]
-        return (flow.of_operands if name in _KEEPS else of_moved)(eqn, caller, operands)
+            return [flow.union([*map(_terms, operands[: 1 if name == "sub" else 0]), _negative(operands[-1])])]
+        if name == "add":
+            return [flow.union(list(map(_terms, operands)))]
+        return (flow.of_operands if name == "reduce_precision" else of_moved)(eqn, caller, operands)
 
     narrow = {leaf.input: i for i, leaf in enumerate(leaves) if is_narrow(leaf.result)}
-    labels = [frozenset([_Term(narrow[i], 1.0)]) if i in narrow else flow.NONE for i in range(len(jaxpr.invars))]
-    outputs = flow.follow(jaxpr, rule, inputs=labels)
+    scalars = [i for i, x in enumerate(leaves) if x.result.old.shape == () and not x.is_parameter]
+    decays = {leaves[i].input: _Decay(i, float(leaves[i].result.old)) for i in scalars}
+
+    def label(i: int) -> flow.Labels:
+        return frozenset(([_Term(narrow[i], 1.0)] if i in narrow else []) + ([decays[i]] if i in decays else []))
+
+    outputs = flow.follow(jaxpr, rule, inputs=[label(i) for i in range(len(jaxpr.invars))])
     found = []
     for i, leaf in enumerate(leaves):
-        decay = _decay([x for x in outputs[leaf.output] if x.leaf == i])
+        decay, held_by = _decay([x for x in _terms(outputs[leaf.output]) if x.leaf == i])
         # Parameters that are multiplied by 1 change by their gradients.
         if decay is None or (decay == 1 and leaf.is_parameter):
             continue
         if 1 - decay < STALLED * float(jnp.finfo(leaf.result.dtype).eps):
-            found.append(Average(leaf.result, decay, leaf.is_parameter))
+            hyperparameter = None if held_by is None else leaves[held_by].result
+            found.append(Average(leaf.result, decay, leaf.is_parameter, hyperparameter))
     return found
 
 
-def _number(x: Any) -> float | None:
-    """Returns the value of a constant scalar in the program; None for anything else."""
+def _terms(labels: flow.Labels) -> frozenset[_Term]:
+    return frozenset(x for x in labels if isinstance(x, _Term))
+
+
+def _converted(label: _Term | _Decay, dtype: np.dtype) -> _Term | _Decay:
+    """Returns the label of a value that is converted to a dtype."""
+    if isinstance(label, _Term) or not jnp.issubdtype(dtype, np.floating):
+        return label
+    return label._replace(value=float(np.asarray(label.value).astype(dtype)))
+
+
+def _factor(x: Any, labels: flow.Labels) -> _Factor:
+    """Returns the value of a constant scalar in the program, or of a scalar leaf of the state."""
+    decays = [label for label in labels if isinstance(label, _Decay)]
+    if decays:
+        return _Factor(decays[0].value, decays[0].leaf)
     is_scalar = isinstance(x, core.Literal) and jnp.issubdtype(type_of(x).dtype, np.floating)
-    return float(np.asarray(x.val).astype(np.float32)) if is_scalar and jnp.shape(x.val) == () else None
+    return _Factor(float(np.asarray(x.val).astype(np.float32)) if is_scalar and jnp.shape(x.val) == () else None)
 
 
-def _times(labels: flow.Labels, factor: float | None, *, counts: bool = True) -> flow.Labels:
-    if factor is None:
+def _times(labels: flow.Labels, factor: _Factor) -> flow.Labels:
+    if factor.value is None:
         return flow.NONE
     # What is multiplied twice is multiplied in each iteration of a loop, of which the first one shows the decay.
-    kept = [x for x in labels if not (x.is_multiplied and counts)]
-    return frozenset(_Term(x.leaf, x.factor * factor, x.is_multiplied or counts) for x in kept)
+    return frozenset(_Term(x.leaf, x.factor * factor.value, factor) for x in _terms(labels) if not x.multiplied_by)
 
 
-def _decay(terms: Sequence[_Term]) -> float | None:
-    """Returns the factor of an old value in the new one; None if it is not an average.
+def _negative(labels: flow.Labels) -> flow.Labels:
+    return frozenset(x._replace(factor=-x.factor) for x in _terms(labels))
+
+
+def _decay(terms: Sequence[_Term]) -> tuple[float | None, int | None]:
+    """Returns the factor of an old value in the new one, None if it is not an average; and the leaf that holds it.
 
     The old value alone is another branch of a gate, or a term of `average + (1 - decay) * (new - average)`.
     """
-    multiplied = [x.factor for x in terms if x.is_multiplied]
+    multiplied = [(x.factor, x.multiplied_by.leaf) for x in terms if x.multiplied_by]
     if len(multiplied) != 1:
-        return None
-    factor = multiplied[0]
-    is_difference = factor < 0 and any(not x.is_multiplied for x in terms)
+        return None, None
+    [(factor, held_by)] = multiplied
+    is_difference = factor < 0 and any(not x.multiplied_by for x in terms)
     decay = 1 + factor if is_difference else factor
-    return decay if 0.5 <= decay <= 1 else None
+    return (decay, held_by) if 0.5 <= decay <= 1 else (None, None)

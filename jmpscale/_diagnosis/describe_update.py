@@ -3,11 +3,14 @@
 import math
 from collections.abc import Sequence
 
-from jmpscale._base.text import format_percentage
+import jax.numpy as jnp
+
+from jmpscale._base.text import enumerate_names, format_percentage
 from jmpscale._base.types import is_narrow
 from jmpscale._diagnosis.averages import Average
 from jmpscale._diagnosis.changes import Change
 from jmpscale._diagnosis.findings import Findings
+from jmpscale._diagnosis.lost_factors import LostFactor
 from jmpscale._diagnosis.phrases import by, describe_leaves
 from jmpscale._diagnosis.thresholds import LOST
 from jmpscale._diagnosis.update import Update
@@ -21,15 +24,19 @@ def describe_stalled(findings: Findings, stalled: Sequence[Average]) -> list[str
     texts = []
     for found, describe in ((averages, _describe_average), (parameters, _describe_weight_decay)):
         if found:
-            leaves = describe_leaves([x.result for x in found])
-            texts.append(f"{describe(leaves, found[0])} Keep {'it' if len(found) == 1 else 'them'} in float32.")
+            leaves, decay = describe_leaves([x.result for x in found]), found[0].hyperparameter
+            kept = "it" if len(found) == 1 else "them"
+            also = f", and {decay.name}," if decay and is_narrow(decay) else ""
+            texts.append(f"{describe(leaves, found[0])} Keep {kept}{also} in float32.")
     return texts
 
 
 def _describe_average(leaves: str, average: Average) -> str:
+    decay = average.hyperparameter
+    held = f", which {decay.name} holds in {decay.dtype}," if decay and is_narrow(decay) else ","
     return (
-        f"{leaves} will stop moving: it is an average in {average.result.dtype} with a decay of {average.decay:.6g}, "
-        "and rounding keeps it from shrinking."
+        f"{leaves} will stop moving: it is an average in {average.result.dtype} with a decay of {average.decay:.6g}"
+        f"{held} and rounding keeps it from shrinking."
     )
 
 
@@ -37,6 +44,16 @@ def _describe_weight_decay(leaves: str, parameter: Average) -> str:
     return (
         f"The weight decay of {leaves} is lost where gradients change a number by less than its last place: a factor "
         f"of {parameter.decay:.6g} changes nothing in {parameter.result.dtype}."
+    )
+
+
+def describe_lost_factors(found: Sequence[LostFactor]) -> str:
+    """Describes parameters that are rounded only to be multiplied by 1."""
+    first, lines = found[0], list(dict.fromkeys(x.line for x in found))
+    example = 1 - float(jnp.finfo(first.dtype).eps) / 8
+    return (
+        f"{describe_leaves([x.result for x in found])} is rounded to {first.dtype} in each step, to be multiplied by a "
+        f"constant that is 1 in {first.dtype}, as {example:.4g} is. Compute {enumerate_names(lines)} in float32."
     )
 
 

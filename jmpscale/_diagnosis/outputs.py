@@ -74,7 +74,8 @@ def name_gradients(jaxpr: core.Jaxpr, gradients: Sequence[Any], leaves: Sequence
     """Names gradients, which are variables of a program, after the parameters that they change.
 
     A gradient changes a parameter if it reaches its new value by operations that do not reduce it to a scalar, as a
-    norm does. A parameter is a leaf of the state that a differentiated function reads.
+    norm does. A parameter is a leaf of the state that a differentiated function reads. The gradient of a parameter that
+    is frozen changes none, and is named by its shape, if no other parameter has it.
     """
     indices: dict[Any, set[int]] = {}
     for i, variable in enumerate(gradients):
@@ -98,7 +99,8 @@ def name_gradients(jaxpr: core.Jaxpr, gradients: Sequence[Any], leaves: Sequence
     names: list[str] = []
     for i, variable in enumerate(gradients):
         shape = type_of(variable).shape
-        candidates = [x.result for x in parameters if i in labels[x.output]]
+        alike = [x.result for x in parameters if x.result.old.shape == shape]
+        candidates = [x.result for x in parameters if i in labels[x.output]] or (alike if len(alike) == 1 else [])
         fitting = [x for x in candidates if x.old.shape == shape] or candidates
         fresh = [x for x in fitting if x.name not in names] or fitting
         names.append(fresh[0].name if fresh else f"the gradient of {type_of(variable).strip_weak_type()}")

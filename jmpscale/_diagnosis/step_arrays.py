@@ -9,7 +9,7 @@ import numpy as np
 
 from jmpscale._base.step_call import StepCall, is_array_type
 from jmpscale._base.step_state import Match
-from jmpscale._base.tree import PyTree, is_real, named_leaves
+from jmpscale._base.tree import PyTree, is_real, leaves_with_path, named_leaves
 from jmpscale._diagnosis.program import Leaf, Result
 from jmpscale._state import is_scaler
 
@@ -42,7 +42,7 @@ class StepArrays:
             old = match.old[k]
             if not is_array_type(leaves[old]) or old in of_scalers or not is_real(leaves[old]):
                 return None
-            number, keys = self._number[old], jax.tree_util.tree_leaves_with_path(match.tree)[k][0]
+            number, keys = self._number[old], leaves_with_path(match.tree)[k][0]
             name = match.name + jax.tree_util.keystr(keys)
             # The parts of the state are the arguments, or the elements of the only one.
             part = match.name + jax.tree_util.keystr(keys[: int(len(matches) == 1)])

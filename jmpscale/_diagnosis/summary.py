@@ -4,7 +4,12 @@ from collections.abc import Sequence
 
 from jmpscale._base.text import enumerate_names
 from jmpscale._diagnosis.describe_gradients import describe_gradients, ends_with_small_error
-from jmpscale._diagnosis.describe_update import describe_stalled, describe_unchanged, describe_update
+from jmpscale._diagnosis.describe_update import (
+    describe_lost_factors,
+    describe_stalled,
+    describe_unchanged,
+    describe_update,
+)
 from jmpscale._diagnosis.findings import Findings, SensitiveLoss
 from jmpscale._diagnosis.phrases import by
 from jmpscale._diagnosis.rounded import describe_rounded
@@ -12,6 +17,11 @@ from jmpscale._diagnosis.rounded import describe_rounded
 _IGNORED = (
     "No gradient depends on the dynamic loss scale: scale the loss with this scaler, or create the optimizer with "
     "static(1.0)."
+)
+
+_NO_STATE = (
+    "No argument is returned with its structure and types, so no update was compared. If the step changes a state, "
+    "pass a function that takes the state first and returns it first."
 )
 
 
@@ -40,11 +50,14 @@ def _join(gradients: str, findings: Findings) -> str:
     faults = [describe_update(findings, worst)] if worst and not _is_repaired(findings) else []
     faults += [describe_unchanged(findings)] if update.unchanged.results else []
     faults += describe_stalled(findings, stalled)
+    faults += [describe_lost_factors(step.lost_factors)] if step.lost_factors else []
     if wrong := [x.result.name for x in update.changes if not x.is_finite]:
         verb = "becomes" if len(wrong) == 1 else "become"
         faults.append(f"{enumerate_names(wrong)} {verb} infinite or NaN, in float32 too: correct this update.")
+    no_state = _NO_STATE if step.gradients and step.state == () else ""
     ignored = _IGNORED if step.ignores_scaler and step.gradients else ""
-    notes = list(filter(None, [_describe_loss(findings.sensitive_loss), ignored, describe_rounded(step.rounded)]))
+    rounded = describe_rounded(step.rounded)
+    notes = list(filter(None, [_describe_loss(findings.sensitive_loss), ignored, no_state, rounded]))
     if faults:
         first = [*faults, gradients] if findings.accurate else [gradients, *faults]
         return " ".join(filter(None, [*first, *notes]))

@@ -16,10 +16,12 @@ from jmpscale._base.tree import PyTree, check_no_refs
 from jmpscale._diagnosis.averages import find_stalled_averages
 from jmpscale._diagnosis.exchanges import find_exchanges
 from jmpscale._diagnosis.expose import evaluate
+from jmpscale._diagnosis.lost_factors import find_lost_factors
 from jmpscale._diagnosis.outputs import find_losses, name_gradients, select_compared, with_outputs
 from jmpscale._diagnosis.passes import Passes
 from jmpscale._diagnosis.program import Program, Result
 from jmpscale._diagnosis.repeatable import repeatable
+from jmpscale._diagnosis.rollouts import run_rollouts
 from jmpscale._diagnosis.rounded import find_rounded
 from jmpscale._diagnosis.step_arrays import StepArrays
 from jmpscale._diagnosis.trace_again import Axes
@@ -57,6 +59,7 @@ def _traced_step(call: StepCall, out: PyTree, traced: core.ClosedJaxpr) -> Trace
     exposed = _expose_gradients(written, arrays)
     leaves = arrays.leaves(Passes(written.jaxpr, 0).inputs_in_forward)
     program, results, has_loss = _select_outputs(exposed, arrays.results)
+    program = run_rollouts(program)
     return TracedStep(
         program,
         tuple(name_gradients(written.jaxpr, exposed.gradients_as_written, leaves)),
@@ -65,6 +68,7 @@ def _traced_step(call: StepCall, out: PyTree, traced: core.ClosedJaxpr) -> Trace
         has_loss,
         arrays.named,
         tuple(find_stalled_averages(written.jaxpr, leaves)),
+        tuple(find_lost_factors(written.jaxpr, leaves)),
         tuple(find_rounded(program, {id(x): name for name, x in arrays.named})),
     )
 

@@ -29,7 +29,7 @@ def write_report(findings: Findings) -> Diagnosis:
             DiagnosisChange(x.result.name, x.result.dtype.name, x.result.old is not None, x.error)
             for x in update.changes
         ),
-        state=step.state,
+        state=step.state or (),
         not_entered=tuple(dict.fromkeys(f"{x.line}: {x.eqn.primitive.name}" for x in findings.trials.not_entered)),
         kept=step.kept,
         summary=summarize(findings),
