@@ -124,7 +124,7 @@ def tests_full(session):
     install(session, "-e", ".[test]", "diffrax")
     # The session `accelerator` runs the tests of devices, and of the command that times them.
     others = ("--ignore=tests/test_accelerator.py", "--ignore=tests/test_accelerator_command.py")
-    session.run("pytest", "-q", "-n", "auto", "--dist", "worksteal", "--full", *others)
+    session.run("pytest", "-q", "-n", "auto", "--dist", "worksteal", "--full", "--durations=30", *others)
 
 
 @nox.session(python=OLDEST_PYTHON)
