@@ -95,6 +95,22 @@ def test_operations_of_equal_blocks_have_their_own_modes_and_records():
     assert same == [[False, False], [True, False]]
 
 
+def test_result_in_range_is_as_it_is_written_in_the_range_of_float32():
+    """Its operands are rounded, even if their casts compute in float32."""
+    sizes = jnp.array([[1.0], [2.0**-18], [2.0**12]])  # in range, with underflow, with overflow
+    x, w = sizes * normal(2, 3, 512), normal(3, 512, 64)
+    program = step(lambda x, w: [jnp.float32(0), (x.astype(H) @ w.astype(H)).astype(jnp.float32)], x, w)
+    modal = ModalProgram(program, PRECISION)
+    casts = {site: Mode.FLOAT32 for site in modal.sites if site.operation == "convert_element_type"}
+    modes = (Mode.AS_WRITTEN, Mode.RANGE, Mode.FLOAT32)
+    written, ranged, exact = (np.asarray(modal.run(1.0, casts, mode)[0][1]) for mode in modes)
+    in_range = np.isfinite(written) & (np.abs(written) >= 2.0**-14)
+    assert 0 < in_range.mean() < 1
+    assert (np.abs(exact) > 65504).any()
+    np.testing.assert_array_equal(ranged[in_range], written[in_range])
+    np.testing.assert_allclose(ranged[~in_range], exact[~in_range], rtol=2.0**-11)
+
+
 def block_key(fun, *args):
     (block,) = BlockProgram(jax.make_jaxpr(fun)(*args).jaxpr).blocks
     return block.key()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import jmpscale
-from jmpscale._base import source
+from jmpscale._base import scopes, source
 
 OWN = str(pathlib.Path(jmpscale.__file__).parent)
 USER, TRAINER = "/home/user/model.py", "/env/site-packages/trainer/loop.py"
@@ -99,7 +99,7 @@ def test_recomputed_function_is_part_of_the_backward_pass():
     eqns = jax.make_jaxpr(jax.grad(loss))(jnp.ones(2)).jaxpr.eqns
     forward = next(eqn for eqn in eqns if eqn.primitive.name == "sin")
     backward = next(eqn for eqn in eqns if eqn.params.get("differentiated"))
-    assert [source.is_backward(eqn) for eqn in (forward, backward)] == [False, True]
+    assert [scopes.is_backward(eqn) for eqn in (forward, backward)] == [False, True]
 
 
 def test_callers_of_a_function_are_omitted():

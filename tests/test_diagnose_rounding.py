@@ -177,6 +177,21 @@ def test_error_of_a_step_near_a_minimum_is_not_a_fault(distance):
     assert (float(found[4] or 0) > 3) == (loss_error > 0.03)
 
 
+def test_scales_that_fit_near_a_minimum_are_those_at_which_the_backward_pass_is_right():
+    params, batch = near_minimum(1e-4)
+    loss_fn = jmpscale.autocast(lambda p, b: jnp.mean((jnp.tanh(b[0] @ p["a"]) @ p["b"] - b[1]) ** 2))
+    diagnosis = jmpscale.diagnose(loss_fn)(jmpscale.static(2.0**12), params, batch)
+    low, high = diagnosis.fitting_scales
+    assert diagnosis.gradient_error > 0.5
+    assert " if the parameters change by 10%), near a minimum of the loss" in diagnosis.summary
+    assert diagnosis.summary.startswith("Loss scales from ")
+    assert 2.0**-24 < low < 2.0**12 < high
+    assert dict(diagnosis.scale_errors)[2.0**12] == diagnosis.gradient_error
+    small = jmpscale.diagnose(loss_fn)(jmpscale.static(low / 2**12), params, batch)  # all gradients are zero
+    assert " It is too small: the gradients differ from float32 by " in small.summary
+    assert small.fitting_scales == (low, high)
+
+
 def test_error_near_a_minimum_and_the_error_of_the_update_are_one_sentence():
     def step(params, average, batch):
         loss, grads = jax.value_and_grad(regression)(params, batch)

@@ -527,6 +527,25 @@ def test_diagnose_step_names_a_leaf_that_changes_only_as_written():
     assert summary.startswith("The step changes state, and does not in float32: keep it in float32, not bfloat16. ")
 
 
+def test_diagnose_step_compares_the_update_in_a_loop_whose_condition_reads_the_parameters():
+    step = optimized(optax.adam(1e-4))
+
+    def is_finite(carry):
+        return (carry[0] < 2) & jnp.isfinite(carry[1]["a"]).all()
+
+    def run(params, opt_state, batch):
+        def body(carry):
+            params, opt_state, _ = step(*carry[1:3], batch)
+            return carry[0] + 1, params, opt_state
+
+        return jax.lax.while_loop(is_finite, body, (0, params, opt_state))[1:]
+
+    params = parameters(B)
+    diagnosis = jmpscale.diagnose_step(run)(params, optax.adam(1e-4).init(params), BATCH)
+    errors = {x.name: x.error for x in diagnosis.changes}
+    assert min(errors["params['a']"], errors["params['b']"]) > 0.5
+
+
 @pytest.mark.parametrize("form", ["float32", "half", "infinite"])
 def test_diagnose_step_runs_a_loop_before_the_gradients_once(form):
     runs = []

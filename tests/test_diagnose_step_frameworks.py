@@ -274,6 +274,7 @@ STEPS = {
     "multi_transform": optax_step(
         optax.multi_transform({"a": optax.adam(1e-4), "b": optax.sgd(1e-4)}, {"a": "a", "b": "b"})
     ),
+    "AdEMAMix": optax_step(optax.contrib.ademamix(1e-4, mu_dtype=B)),
     "updates in a scan": updates_in_a_scan,
     "GAN": gan,
     "checkpoint": checkpointed,
@@ -320,6 +321,22 @@ def test_diagnose_step_of_parameters_in_float32_says_one_sentence(name):
     assert diagnosis.summary.count(". ") == 0
     assert diagnosis.summary.startswith(GRADIENTS_DIFFER)
     assert all(x.error < 0.05 for x in diagnosis.changes)
+
+
+@pytest.mark.full
+def test_diagnose_step_omits_a_state_whose_dtypes_the_first_update_changes():
+    """The first update returns the moments, which are created in bfloat16, in float32."""
+    tx, params = optax.contrib.ademamix(1e-4, mu_dtype=B), parameters(F)
+
+    def step(params, opt_state, x, y):
+        loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    diagnosis = jmpscale.diagnose_step(step)(params, tx.init(params), X, Y)
+    assert diagnosis.state == ("params",)
+    assert diagnosis.summary.count(". ") == 0
+    assert diagnosis.summary.startswith(GRADIENTS_DIFFER)
 
 
 @pytest.mark.full

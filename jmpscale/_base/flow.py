@@ -157,13 +157,15 @@ class _FollowingBack:
     def _while(self, eqn: core.JaxprEqn, results: list[Labels], inside: Caller) -> list[Labels]:
         cond_consts, body_consts, _ = map(len, split_while_inputs(eqn, eqn.invars))
         tested = self.run(eqn.params["cond_jaxpr"].jaxpr, [union(results)], inside)
-        carry = [x | y for x, y in zip(results, tested[cond_consts:], strict=True)]
+        with_test = [x | y for x, y in zip(results, tested[cond_consts:], strict=True)]
+        # The condition reads what the iteration before has made.
+        carry = with_test if self._repeats(eqn) else results
         while True:
             inputs = self.run(eqn.params["body_jaxpr"].jaxpr, carry, inside)
-            before = [x | y for x, y in zip(carry, inputs[body_consts:], strict=True)]
+            before = [x | y for x, y in zip(with_test, inputs[body_consts:], strict=True)]
             if before == carry or not self._repeats(eqn):
                 return [*tested[:cond_consts], *inputs[:body_consts], *before]
-            carry = before
+            carry = with_test = before
 
     def _cond(self, eqn: core.JaxprEqn, results: list[Labels], inside: Caller) -> list[Labels]:
         branches = [self.run(branch.jaxpr, results, inside) for branch in eqn.params["branches"]]

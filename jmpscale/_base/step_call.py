@@ -116,9 +116,9 @@ def _without_bound_objects(
 def argument_names(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
     """Returns the names of the arguments of a call, such as `params`, or `args[0]` where the function has no name."""
     try:
-        parameters = inspect.signature(fun).parameters.values()
+        parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):  # fun has no signature
-        parameters = ()
+        parameters = []
     known = [x.name for x in parameters if x.kind in {x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD}]
     others = next((x.name for x in parameters if x.kind is x.VAR_POSITIONAL), "args")
     return [*known[: len(args)], *[f"{others}[{i}]" for i in range(len(args) - len(known))], *kwargs]

@@ -4,11 +4,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from jmpscale._diagnosis.advice import Advice, advise
 from jmpscale._diagnosis.causes import find_casts, find_causes
 from jmpscale._diagnosis.describe_not_finite import describe_not_finite
 from jmpscale._diagnosis.findings import Findings, SensitiveLoss
-from jmpscale._diagnosis.fitting_scales import Errors, at_one_scale, search
+from jmpscale._diagnosis.fitting_scales import Errors, Scales, at_one_scale, largest, search
 from jmpscale._diagnosis.lines import Lines, Suspects, find_lines, find_suspects
 from jmpscale._diagnosis.modal_program import Forms
 from jmpscale._diagnosis.not_finite import RepairTrials
@@ -68,12 +70,9 @@ def _find_sensitive_loss(findings: Findings) -> SensitiveLoss | None:
     return SensitiveLoss(error, trials.loss_error_of_rounded_arguments()) if trials.is_ill_conditioned(error) else None
 
 
-def _with_scales(
-    findings: Findings, run_as_written: Callable[[float], list[Any]], largest_error: float | None = None
-) -> Findings:
-    """Adds the loss scales that fit; none if the error at the best one exceeds `largest_error`, if it is given."""
+def _with_scales(findings: Findings, run_as_written: Callable[[float], list[Any]]) -> Findings:
+    """Adds the loss scales that fit."""
     trials, scale = findings.trials, findings.scale
-    largest_error = trials.accepted.gradient if largest_error is None else largest_error
     # A loss that contains a scaled gradient, such as a penalty, may be right at other scales.
     if depends_on_scale := bool(findings.loss_error) and not trials.compare(run_as_written(1.0))[1]:
         findings = findings._replace(loss_error=0.0, errors=findings.errors + math.inf)
@@ -84,9 +83,9 @@ def _with_scales(
         found, error_of_loss = trials.compare(run_as_written(2.0**exponent), 2.0**exponent)
         return found + math.inf if depends_on_scale and error_of_loss else found
 
+    expected, largest_error = trials.largest_exponent(), trials.accepted.gradient
     if not findings.has_scaler:
         return findings._replace(scales=at_one_scale(findings.errors, findings.present, largest_error))
-    expected = trials.largest_exponent()
     scales = search(errors_at, trials.forward_errors, findings.present, expected, largest_error)
     return findings._replace(scales=scales)
 
@@ -99,8 +98,31 @@ def _with_minimum(findings: Findings, run_as_written: Callable[[float], list[Any
     error = findings.trials.error_away_from_minimum(exponent)
     if error is None:
         return findings
-    # Then the scale with the smallest errors fits, however large they are.
-    return _with_scales(findings._replace(error_elsewhere=error), run_as_written, math.inf)
+    scales = at_one_scale(findings.errors, findings.present, math.inf)
+    if findings.has_scaler:
+        scales = _find_scales_near_minimum(findings, exponent, run_as_written)
+    return findings._replace(error_elsewhere=error, scales=scales)
+
+
+def _find_scales_near_minimum(
+    findings: Findings, exponent: int, run_as_written: Callable[[float], list[Any]]
+) -> Scales:
+    """Finds the loss scales that fit by the errors of the backward pass alone.
+
+    The forward pass may have an error of 100% at any scale, as a scale has at which all gradients are zero.
+    """
+    trials, errors = findings.trials, {}
+    reference = trials.with_backward_in_float32(exponent)
+
+    def backward_errors_at(exponent: int) -> Errors:
+        outputs = run_as_written(2.0**exponent)
+        errors[exponent] = trials.compare(outputs, 2.0**exponent)[0]
+        return trials.compare(outputs, 2.0**exponent, reference)[0]
+
+    none, expected = np.zeros_like(findings.errors), trials.largest_exponent()
+    found = search(backward_errors_at, lambda _: none, findings.present, expected, trials.accepted.gradient)
+    at_best = None if found.best is None else errors[found.best]
+    return found._replace(errors={k: largest(errors[k]) for k in found.errors}, errors_at_best=at_best, limits=none)
 
 
 def _with_lines(findings: Findings, with_float32_results: Callable[[], Program | None]) -> Findings:

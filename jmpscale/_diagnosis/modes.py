@@ -99,8 +99,14 @@ def _choose_precision(
     def choose(in_float32: jax.Array, written: jax.Array, dtype: np.dtype | None) -> jax.Array:
         if dtype is None:
             return written
-        rounded = jax.lax.reduce_precision(in_float32, exponent_bits=8, mantissa_bits=jnp.finfo(dtype).nmant)
-        return jax.lax.select_n(execution.mode, written, rounded, in_float32)
+        info = jnp.finfo(dtype)
+        ranged = jax.lax.reduce_precision(in_float32, exponent_bits=8, mantissa_bits=info.nmant)
+        if operation.eqn.primitive.name != "convert_element_type":
+            # The operands are rounded as well, so a result in range is as it is written.
+            magnitude = jnp.abs(written)
+            is_in_range = (magnitude >= float(info.smallest_normal)) & (magnitude <= float(info.max))
+            ranged = jax.lax.select(is_in_range, written, ranged)
+        return jax.lax.select_n(execution.mode, written, ranged, in_float32)
 
     return list(map(choose, in_float32, run_as_written(operation.eqn, inputs), operation.dtypes))
 

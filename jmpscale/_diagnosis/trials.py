@@ -197,6 +197,11 @@ class GradientTrials:
         errors, loss_error = self.compare(written, 2.0**exponent, reference)
         return errors, norms, not loss_error and largest(errors) < self.accepted.small
 
+    def with_backward_in_float32(self, exponent: int) -> list[Any]:
+        """Returns the loss and the gradients, unscaled, if the backward pass computes in float32."""
+        modes = self._backward_in_float32()
+        return self.unscaled(self.program.run(2.0**exponent, modes, Mode.AS_WRITTEN)[0], 2.0**exponent)
+
     def _backward_in_float32(self) -> dict[Site, Mode]:
         return {site: Mode.FLOAT32 for site in self.program.sites if site.part.backward}
 
