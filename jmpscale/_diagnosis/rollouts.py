@@ -36,9 +36,11 @@ def run_rollouts(program: Program) -> Program:
         return program
     jaxpr, found = program.jaxpr, set(map(id, loops))
     eqns = [eqn for eqn in jaxpr.eqns if id(eqn) not in found]
-    jaxpr = jaxpr.replace(constvars=[*jaxpr.constvars, *variables], eqns=eqns)
-    jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    return program._replace(jaxpr=jaxpr, consts=[*program.consts, *values])
+    consts = [*program.consts, *values]
+    # In JAX 0.12, the variables of constants that are not attached are inputs.
+    closed = core.ClosedJaxpr(jaxpr.replace(constvars=[*jaxpr.constvars, *variables], eqns=eqns), consts)
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    return program._replace(jaxpr=jaxpr, consts=consts)
 
 
 def _find_loops(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
