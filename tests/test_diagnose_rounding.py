@@ -157,6 +157,7 @@ def test_error_near_a_minimum_names_its_size_elsewhere_and_no_line():
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("distance", [0.02, 0.002])
 def test_error_of_a_step_near_a_minimum_is_not_a_fault(distance):
     def step(params, batch):
@@ -177,6 +178,7 @@ def test_error_of_a_step_near_a_minimum_is_not_a_fault(distance):
     assert (float(found[4] or 0) > 3) == (loss_error > 0.03)
 
 
+@pytest.mark.full
 def test_scales_that_fit_near_a_minimum_are_those_at_which_the_backward_pass_is_right():
     params, batch = near_minimum(1e-4)
     loss_fn = jmpscale.autocast(lambda p, b: jnp.mean((jnp.tanh(b[0] @ p["a"]) @ p["b"] - b[1]) ** 2))
@@ -192,6 +194,7 @@ def test_scales_that_fit_near_a_minimum_are_those_at_which_the_backward_pass_is_
     assert small.fitting_scales == (low, high)
 
 
+@pytest.mark.full
 def test_error_near_a_minimum_and_the_error_of_the_update_are_one_sentence():
     def step(params, average, batch):
         loss, grads = jax.value_and_grad(regression)(params, batch)
@@ -230,6 +233,7 @@ FAULTS_NEAR_A_MINIMUM = {  # a loss function, and its arguments near the minimum
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("row", rows(FAULTS_NEAR_A_MINIMUM))
 def test_fault_near_a_minimum_names_its_line(row):
     fun, args = row

@@ -527,6 +527,7 @@ def test_diagnose_step_names_a_leaf_that_changes_only_as_written():
     assert summary.startswith("The step changes state, and does not in float32: keep it in float32, not bfloat16. ")
 
 
+@pytest.mark.full
 def test_diagnose_step_compares_the_update_in_a_loop_whose_condition_reads_the_parameters():
     step = optimized(optax.adam(1e-4))
 
@@ -546,6 +547,7 @@ def test_diagnose_step_compares_the_update_in_a_loop_whose_condition_reads_the_p
     assert min(errors["params['a']"], errors["params['b']"]) > 0.5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", ["float32", "half", "infinite"])
 def test_diagnose_step_runs_a_loop_before_the_gradients_once(form):
     runs = []
