@@ -40,7 +40,9 @@ def examine(
     names = {id(x): name for name, x in step.arguments}
     inputs = [names.get(id(x), "") for x in program.consts]
     parameters = frozenset(step.gradients).intersection(inputs) or frozenset(filter(None, inputs))
-    trials = GradientTrials(forms, inputs, parameters, accepted, has_scaler=scaler is not None)
+    has_scaler = scaler is not None
+    may_be_scaled = has_scaler and step.state is not None
+    trials = GradientTrials(forms, inputs, parameters, accepted, has_scaler=has_scaler, may_be_scaled=may_be_scaled)
     errors, loss_error = trials.compare(outputs, scale)
     findings = Findings(step, forms, trials, scaler, float(trials.unscaled(outputs, scale)[0]), loss_error, errors)
     if not trials.measured.are_finite:

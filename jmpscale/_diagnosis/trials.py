@@ -40,11 +40,13 @@ class GradientTrials:
         accepted: AcceptedErrors,
         *,
         has_scaler: bool,
+        may_be_scaled: bool,
     ) -> None:
         """Creates trials of a step.
 
-        `inputs` are the names of its constants, empty for those that are not arguments, and `parameters` those of the
-        arguments that gradients change.
+        `inputs` are the names of its constants, empty for constants that are not arguments, and `parameters` are the
+        names of the arguments that gradients change. A gradient of a loss function is unscaled; one that a step
+        computes `may_be_scaled`.
         """
         self.inputs, self.accepted, self._has_scaler = inputs, accepted, has_scaler
         self._parameters = parameters
@@ -54,7 +56,7 @@ class GradientTrials:
         self.reference = self._run_in_float32(1.0)
         self.loss = float(self.reference[0])
         self.measured = measure(self.reference, self.reference)
-        self._are_scaled = self._find_scaled()
+        self._are_scaled = self._find_scaled() if may_be_scaled else [False] * len(self.reference)
         changes = [self._error_of_a_change(change) for change in CHANGES]
         # A gradient decides if it is more than rounding noise, and not negligible beside the others. The gradient of a
         # bias before a normalization is zero. In a computed one there is only rounding noise, which the smallest change
@@ -81,8 +83,6 @@ class GradientTrials:
 
         They grow with the scale in float32, in which powers of two are exact.
         """
-        if not self._has_scaler:
-            return [False] * len(self.reference)
         at_two = self._run_in_float32(2.0)
         halved = measure([x / 2 for x in at_two], self.reference).errors
         return [bool(x < y) for x, y in zip(halved, measure(at_two, self.reference).errors, strict=True)]
