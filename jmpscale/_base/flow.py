@@ -37,11 +37,11 @@ def follow(
     mark: Rule = _unmarked,
     with_conditions: bool = True,
 ) -> list[Labels]:
-    """Returns the labels of the outputs of a program, given those of all of its constants, or of its inputs, or none.
+    """Returns the labels of the outputs of a program, given labels of all its constants, of its inputs, or no labels.
 
-    `rule` returns the labels of the results of an operation, given those of its operands. `mark` replaces the labels of
-    the results of any equation, also of a loop or a call, whose equations are followed by the rule. The condition of a
-    loop gives its labels to no result, and the condition of a branch only `with_conditions`.
+    `rule` returns the labels of the results of an operation, given the labels of its operands. `mark` replaces the
+    labels of the results of any equation, also of a loop or a call, whose equations are followed by the rule. The
+    condition of a loop gives its labels to no result, and the condition of a branch only `with_conditions`.
     """
     return _Following(rule, mark, with_conditions).run(jaxpr, inputs, PROGRAM, constants)
 
@@ -54,11 +54,11 @@ def follow_back(
     mark: Rule = _unmarked,
     repeats: Callable[[core.JaxprEqn], bool] = lambda _: True,
 ) -> list[Labels]:
-    """Returns the labels of the inputs of a program, given those of its outputs.
+    """Returns the labels of the inputs of a program, given the labels of its outputs.
 
-    `rule` returns the labels of the operands of an operation, given those of its results. `mark` replaces the labels of
-    the operands of any equation, also of a loop or a call. The condition of a loop or a branch has the labels of all
-    results. A loop `repeats` if an iteration reads what the one before has made.
+    `rule` returns the labels of the operands of an operation, given the labels of its results. `mark` replaces the
+    labels of the operands of any equation, also of a loop or a call. The condition of a loop or a branch has the labels
+    of all results. A loop `repeats` if an iteration reads what the one before has made.
     """
     return _FollowingBack(rule, mark, repeats).run(jaxpr, labels, PROGRAM)
 

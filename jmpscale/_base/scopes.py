@@ -31,7 +31,7 @@ def is_recomputed(eqn: core.JaxprEqn) -> bool:
 
 
 def _transformations(eqn: core.JaxprEqn) -> list[str]:
-    """Returns the names of the transformations, outermost first; the other scopes are those of `jax.named_scope`."""
+    """Returns the names of the transformations, outermost first; the other scopes come from `jax.named_scope`."""
     return [scope.name for scope in _scopes(eqn) if type(scope).__name__ != "Scope"]
 
 

@@ -22,7 +22,7 @@ class Gradients:
     def __init__(self, jaxpr: core.Jaxpr) -> None:
         calls = [(eqn, caller) for eqn, caller in equations(jaxpr) if not caller.holder]
         outside = [eqn for eqn, caller in calls if not (caller.backward or is_differentiated(eqn))]
-        # Not those of a gradient that the loss contains.
+        # A gradient that the loss contains is unscaled inside of the loss, and does not count.
         self._unscaling = {id(eqn) for eqn in outside if calls_compiled(eqn, _UNSCALING)}
         losses = [eqn.invars for eqn, caller in calls if calls_compiled(eqn, _SCALING) and not is_backward(eqn)]
         self._losses = {x for operands in losses for x in operands if isinstance(x, core.Var) and _is_scalar_loss(x)}

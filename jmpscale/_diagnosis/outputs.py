@@ -99,8 +99,8 @@ def name_gradients(jaxpr: core.Jaxpr, gradients: Sequence[Any], leaves: Sequence
     names: list[str] = []
     for i, variable in enumerate(gradients):
         shape = type_of(variable).shape
-        alike = [x.result for x in parameters if x.result.old.shape == shape]
-        candidates = [x.result for x in parameters if i in labels[x.output]] or (alike if len(alike) == 1 else [])
+        of_shape = [x.result for x in parameters if x.result.old.shape == shape]
+        candidates = [x.result for x in parameters if i in labels[x.output]] or (of_shape if len(of_shape) == 1 else [])
         fitting = [x for x in candidates if x.old.shape == shape] or candidates
         fresh = [x for x in fitting if x.name not in names] or fitting
         names.append(fresh[0].name if fresh else f"the gradient of {type_of(variable).strip_weak_type()}")

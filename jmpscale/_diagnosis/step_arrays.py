@@ -82,7 +82,7 @@ class StepArrays:
 
 
 def _places_of_scalers(tree: PyTree) -> tuple[list[int], set[int]]:
-    """Returns the positions of the loss scales among the leaves of a tree, and those of all leaves of scalers."""
+    """Returns the positions of the loss scales among the leaves of a tree, and of all leaves of its scalers."""
     scales: list[int] = []
     inside: set[int] = set()
     position = 0
