@@ -94,8 +94,8 @@ def _with_scales(findings: Findings, run_as_written: Callable[[float], list[Any]
 
 def _with_minimum(findings: Findings, run_as_written: Callable[[float], list[Any]]) -> Findings:
     """Adds the error after a change of the parameters, if only a minimum of the loss nearby makes the errors large."""
-    exponent = findings.present if findings.scale_fits else findings.scales.best
-    if findings.trials.accepted.is_chosen or exponent is None:
+    exponent, accepted = findings.exponent, findings.trials.accepted
+    if accepted.is_chosen or exponent is None or findings.error_at_exponent < accepted.small:
         return findings
     error = findings.trials.error_away_from_minimum(exponent)
     if error is None:
@@ -139,9 +139,8 @@ def _with_lines(findings: Findings, with_float32_results: Callable[[], Program |
         exponents = [findings.present]
     if findings.accurate:
         # An error of rounding may be harmless, but an overflow that changes gradients is a fault.
-        exponent = findings.present if findings.scale_fits else best
-        error = findings.error if findings.scale_fits else scales.smallest_error
-        if error < trials.accepted.small or not trials.is_wrong_by_overflow(exponent):
+        error, exponent = findings.error_at_exponent, findings.exponent
+        if error < trials.accepted.small or exponent is None or not trials.is_wrong_by_overflow(exponent):
             return findings
         exponents, limit = [exponent], error / SAME_SIZE
         findings = findings._replace(overflows=True)

@@ -217,7 +217,7 @@ class _BlockFunction:
                 values.update(zip(results, interpreter.run_equation(eqn, read, caller), strict=True))
             return [values[i] for i in block.outputs], interpreter.records
 
-        self.run = compiled(run)
+        self.run = compiled(run, optimize=block.has_long_loop)
 
 
 def _shortest(paths: Collection[Path]) -> dict[Path, Path]:

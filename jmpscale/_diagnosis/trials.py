@@ -166,13 +166,11 @@ class GradientTrials:
         """Returns the largest error after a change of the parameters, if a minimum nearby makes the present one large.
 
         Near a minimum of the loss, the gradients vanish, but what rounding adds to them does not. So, after a change of
-        the parameters, the gradients are large beside the same rounding. Returns None if the present error is small, or
-        if this is not the reason: the error is not small after the change, or the rounding is smaller, or the range of
-        the dtype makes the error.
+        the parameters, the gradients are large beside the same rounding. Returns None if this is not the reason: the
+        error is not small after the change, or the rounding is smaller, or the range of the dtype makes the error.
         """
         errors, error = self.errors({}, Mode.AS_WRITTEN, exponent)[0], self.error({}, Mode.AS_WRITTEN, exponent)
-        is_small = largest(errors) < self.accepted.small
-        if is_small or math.isinf(error) or self.error({}, Mode.RANGE, exponent) < error / SAME_SIZE:
+        if math.isinf(error) or self.error({}, Mode.RANGE, exponent) < error / SAME_SIZE:
             return None
         worst = int(np.argmax(errors))
         rounding = errors[worst] * self.measured.norms[1 + worst]
