@@ -18,9 +18,6 @@ _INLINED = CALLS - {"shard_map"}
 # A block begins in each window of so many consecutive equations. Of 12 transformer layers, windows of half and of twice
 # the size take more time to compile and run.
 WINDOW = 128
-# A loop of so many iterations, or of an unknown number, takes longer to run several times than to optimize. For a scan
-# over 24 transformer layers it is the other way around; for a recurrence of 2,000 steps, a run takes a seventh.
-_LONG_LOOP = 100
 
 Value = int | core.Literal  # the number of a value, or a literal
 
@@ -50,11 +47,6 @@ class Block(NamedTuple):
                 continue
             for held in held_jaxprs(eqn):
                 yield from operations(held, caller.inside(eqn))
-
-    @property
-    def has_long_loop(self) -> bool:
-        """Tests whether an equation of it runs often, so that it is worth optimizing."""
-        return any(_is_long_loop(eqn, 1) for eqn, *_ in self.equations)
 
     def key(self) -> Hashable:
         """Returns a key that is equal for blocks that compute the same function."""
@@ -123,16 +115,6 @@ def _split(equations: Sequence[Equation], outputs: Sequence[Value]) -> list[Bloc
         return Block(list(groups[i]), inputs, read_later, [x for x in inputs if last[x] == i])
 
     return list(map(block, range(len(groups))))
-
-
-def _is_long_loop(eqn: core.JaxprEqn, iterations: int) -> bool:
-    """Tests whether an equation that runs so many times is, or holds, a long loop."""
-    if eqn.primitive.name == "while":
-        return True
-    if eqn.primitive.name == "scan":
-        iterations *= eqn.params["length"]
-    held = (inner for jaxpr in held_jaxprs(eqn) for inner in jaxpr.eqns)
-    return iterations >= _LONG_LOOP or any(_is_long_loop(inner, iterations) for inner in held)
 
 
 def _numbers(values: Iterable[Value]) -> list[int]:

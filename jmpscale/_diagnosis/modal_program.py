@@ -7,7 +7,7 @@ modes finds the lines that must compute in float32 by changing them.
 import collections
 import copy
 import functools
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,11 +18,11 @@ from jax.extend import core
 from jmpscale._base.jaxpr import Caller, Key
 from jmpscale._base.scopes import is_in_inner_gradient
 from jmpscale._diagnosis.blocks import Block, BlockProgram
-from jmpscale._diagnosis.modes import CONSTANTS, PRECISION, RECORD, Execution, Modal, Mode, Modes, Part, Site
+from jmpscale._diagnosis.modes import CONSTANTS, PRECISION, RECORD, REPAIR, Execution, Modal, Mode, Modes, Part, Site
 from jmpscale._diagnosis.operations import Operation, Path, autocast_lines, program_operations
 from jmpscale._diagnosis.passes import Pass
-from jmpscale._diagnosis.program import Program
-from jmpscale._interpreter.compile import compiled
+from jmpscale._diagnosis.program import Program, compile_as_written
+from jmpscale._interpreter.compile import compiled, has_long_loop
 from jmpscale._interpreter.float32 import run_as_written, run_in_float32
 from jmpscale._interpreter.interpret import Interpreter, literal, widen
 
@@ -30,11 +30,11 @@ from jmpscale._interpreter.interpret import Interpreter, literal, widen
 class ModalProgram:
     """A program whose operations have modes. Its sites, parts and paths are in the order of the program."""
 
-    def __init__(self, program: Program, modal: Modal) -> None:
+    def __init__(self, program: Program, everything: Sequence[Operation], modal: Modal) -> None:
+        """Creates a form of a program; `everything` is its operations, of which `modal` says what their modes do."""
         self.consts = [widen(jnp.asarray(x)) for x in program.consts]
         self._outputs = slice(None)
-        self._count = program.measured or len(program.jaxpr.outvars)
-        everything = program_operations(program.jaxpr, self._count)
+        self._count = program.count
         with_mode = [(x, dtype) for x in everything if (dtype := modal.dtype(x)) is not None]
         shortest = _shortest({path for x, _ in with_mode for path in x.paths})
         sites = {
@@ -144,18 +144,39 @@ class Forms:
         self.program = program
 
     @functools.cached_property
+    def as_written(self) -> Callable[[float], list[Any]]:
+        """A function that returns the loss and the gradients; it has no modes, and compiles and runs fastest."""
+        return compile_as_written(self.program.of_gradients())
+
+    @functools.cached_property
     def precision(self) -> ModalProgram:
-        return ModalProgram(self.program, PRECISION)
+        return self._form(PRECISION)
+
+    @functools.cached_property
+    def precision_of_gradients(self) -> ModalProgram:
+        return self.precision.of_gradients()
 
     @functools.cached_property
     def recording(self) -> ModalProgram:
         """A separate program, because the other runs need no statistics, which can take most of the time of a run."""
-        return ModalProgram(self.program, RECORD)
+        return self._form(RECORD)
 
     @functools.cached_property
     def constants(self) -> ModalProgram:
         """A program whose constants in half precision can have other last digits."""
-        return ModalProgram(self.program, CONSTANTS)
+        return self._form(CONSTANTS)
+
+    @functools.cached_property
+    def repair(self) -> ModalProgram:
+        """A program whose infinities and NaN can be replaced by zeros."""
+        return self._form(REPAIR)
+
+    @functools.cached_property
+    def _operations(self) -> list[Operation]:
+        return program_operations(self.program.jaxpr, self.program.count)
+
+    def _form(self, modal: Modal) -> ModalProgram:
+        return ModalProgram(self.program, self._operations, modal)
 
 
 class _ModalOperation(NamedTuple):
@@ -217,7 +238,7 @@ class _BlockFunction:
                 values.update(zip(results, interpreter.run_equation(eqn, read, caller), strict=True))
             return [values[i] for i in block.outputs], interpreter.records
 
-        self.run = compiled(run, optimize=block.has_long_loop)
+        self.run = compiled(run, optimize=has_long_loop(eqn for eqn, *_ in block.equations))
 
 
 def _shortest(paths: Collection[Path]) -> dict[Path, Path]:
