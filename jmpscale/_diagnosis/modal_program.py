@@ -34,7 +34,7 @@ class ModalProgram:
         """Creates a form of a program; `everything` is its operations, of which `modal` says what their modes do."""
         self.consts = [widen(jnp.asarray(x)) for x in program.consts]
         self._outputs = slice(None)
-        self._count = program.count
+        self._count = program.measured_outputs
         with_mode = [(x, dtype) for x in everything if (dtype := modal.dtype(x)) is not None]
         shortest = _shortest({path for x, _ in with_mode for path in x.paths})
         sites = {
@@ -173,7 +173,7 @@ class Forms:
 
     @functools.cached_property
     def _operations(self) -> list[Operation]:
-        return program_operations(self.program.jaxpr, self.program.count)
+        return program_operations(self.program.jaxpr, self.program.measured_outputs)
 
     def _form(self, modal: Modal) -> ModalProgram:
         return ModalProgram(self.program, self._operations, modal)

@@ -20,7 +20,7 @@ class Program(NamedTuple):
     measured: int | None = None  # the number of outputs that are the loss and the gradients; None if all are
 
     @property
-    def count(self) -> int:
+    def measured_outputs(self) -> int:
         """The number of outputs that are the loss and the gradients."""
         return len(self.jaxpr.outvars) if self.measured is None else self.measured
 
