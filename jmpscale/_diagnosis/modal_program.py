@@ -52,21 +52,26 @@ class ModalProgram:
         self._program = BlockProgram(program.jaxpr)
         found = _number_in_sites({x.key: x for x in everything}, sites)
         self._blocks = self._compile(found, modal)
-        self._operations: dict[Site, list[Operation]] = collections.defaultdict(list)
-        for x in found.values():
-            for site in x.sites:
-                self._operations[site].append(x.operation)
+        # The operations of each site, as numbers of their blocks and of their places in them.
+        self._places: dict[Site, list[tuple[int, int]]] = collections.defaultdict(list)
+        for i, block in enumerate(self._blocks):
+            for j, x in enumerate(block.operations):
+                for site in x.sites:
+                    self._places[site].append((i, j))
         self._read_inputs = self._program.read_inputs(len(self.consts))
 
     def cast_inputs(self, site: Site) -> list[int]:
         """Returns the inputs that the operations of a site cast; an empty list if one of them does something else."""
-        inputs = [self._read_inputs.get(x.key) for x in self._operations[site]]
+        inputs = [self._read_inputs.get(x.key) for x in self._operations(site)]
         are_casts = site.operation == "convert_element_type" and None not in inputs
         return [i for i in inputs if i is not None] if are_casts else []
 
     def is_recomputed(self, site: Site) -> bool:
         """Tests whether the operations of a site compute values of the forward pass again in the backward pass."""
-        return all(x.backward and not x.is_transposed for x in self._operations[site])
+        return all(x.backward and not x.is_transposed for x in self._operations(site))
+
+    def _operations(self, site: Site) -> list[Operation]:
+        return [self._blocks[i].operations[j].operation for i, j in self._places[site]]
 
     def of_gradients(self) -> "ModalProgram":
         """Returns a view of the program that returns the loss and the gradients, without operations of the update."""
@@ -115,9 +120,8 @@ class ModalProgram:
         values = dict(zip(program.inputs, inputs, strict=True))
         values |= {i: widen(jnp.asarray(x)) for i, x in program.constants.items()}
         records = []
-        for block, operations, function in self._blocks:
-            array = [x.mode(modes, default) for x in operations]
-            outputs, recorded = function.run([values[i] for i in block.inputs], np.array(array, np.int32))
+        for (block, operations, function), array in zip(self._blocks, self._modes(modes, default), strict=True):
+            outputs, recorded = function.run([values[i] for i in block.inputs], array)
             values.update(zip(block.outputs, outputs, strict=True))
             for i in block.last_read:  # frees memory
                 del values[i]
@@ -126,6 +130,13 @@ class ModalProgram:
         wanted = program.outputs[self._outputs]
         outputs = [literal(x) if isinstance(x, core.Literal) else values[x] for x in wanted]
         return outputs, self._largest(jax.device_get(records))
+
+    def _modes(self, modes: Modes, default: Mode) -> list[np.ndarray]:
+        """Returns the modes of the operations of each block."""
+        arrays = [np.full(len(block.operations), default, np.int32) for block in self._blocks]
+        for i, j in {place for site in modes for place in self._places[site]}:
+            arrays[i][j] = self._blocks[i].operations[j].mode(modes, default)
+        return arrays
 
     def _largest(self, records: list[dict[int, np.ndarray]]) -> dict[Site, Any]:
         """Returns for each site the largest numbers that were recorded for its operations."""
@@ -188,7 +199,7 @@ class _ModalOperation(NamedTuple):
     def mode(self, modes: Modes, default: Mode) -> Mode:
         """Returns the largest mode of its sites."""
         found = [(modes.get(site, default), number) for site, number in self.sites.items()]
-        return max((x[number] if isinstance(x, tuple) else x for x, number in found), default=default)
+        return max(x[number] if isinstance(x, tuple) else x for x, number in found)
 
 
 def _number_in_sites(
