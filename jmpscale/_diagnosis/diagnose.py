@@ -52,7 +52,7 @@ def diagnose(
     If the loss function is defined inside a training step, use `diagnose_step`. A loss function with collectives needs
     its axis: pass `jax.vmap(fun, in_axes=None, out_axes=None, axis_name="data", axis_size=1)`.
 
-    A diagnosis needs as much memory as the step in float32, and on a CPU one to four times the time of compiling and
+    A diagnosis needs as much memory as the step in float32, and on a CPU one to five times the time of compiling and
     running it, if a scale fits. On a CPU, diagnose a large model with a smaller batch. If a program runs in several
     processes, all of them must call the diagnosis.
 
