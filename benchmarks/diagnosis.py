@@ -130,7 +130,8 @@ def main():
         figures[name] = measure(options.repeats, loss_fn, *args)
         print(f"{name}: {json.dumps(figures[name])}", flush=True)
     about = record.about("benchmarks.diagnosis", jax.devices()[0].device_kind)
-    record.add(RESULTS, {"about": about, "figures": figures})
+    release = ".".join(jax.__version__.split(".")[:2])  # releases have different compilers for CPUs
+    record.add(RESULTS, {f"JAX {release}": {"about": about, "figures": figures}})
 
 
 if __name__ == "__main__":

@@ -163,10 +163,11 @@ def _other(results):
     found["eager update"] = f"{traces['eager update']['wrapper'] / traces['eager update']['optax']:.1f}"
     for devices, errors in results["float16_sums"]["figures"].items():
         found |= {f"{kind} sum over {devices}": f"{100 * error:.1f}" for kind, error in errors.items()}
-    programs = results["diagnosis"]["figures"].items()
-    ratios = {name: figures["first diagnosis"] / figures["step"] for name, figures in programs}
-    found["diagnosis with an overflow"] = f"{ratios.pop(diagnosis.OVERFLOW):.1f}"
-    return found | {"diagnosis": span(ratios.values(), "{:.1f}")}
+    for release, result in results["diagnosis"].items():
+        ratios = {name: x["first diagnosis"] / x["step"] for name, x in result["figures"].items()}
+        found[f"diagnosis with an overflow, {release}"] = f"{ratios.pop(diagnosis.OVERFLOW):.1f}"
+        found[f"diagnosis, {release}"] = span(ratios.values(), "{:.1f}")
+    return found
 
 
 def _studies():

@@ -72,8 +72,8 @@ def test_lora_adapters_start_without_effect_and_are_all_that_is_trained():
     sizes = {"layers": 1, "width": 8, "heads": 2, "vocabulary": 16, "length": 8, "batch": 2}
     loss_fn, adapters, (frozen, tokens) = steps.transformer(**sizes, rank=2)
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        loss, grads = jax.value_and_grad(loss_fn)(adapters, (frozen, tokens))
-        np.testing.assert_allclose(loss, steps.transformer(**sizes)[0](frozen, tokens), rtol=1e-6)
+        loss, grads = jax.jit(jax.value_and_grad(loss_fn))(adapters, (frozen, tokens))
+        np.testing.assert_allclose(loss, jax.jit(steps.transformer(**sizes)[0])(frozen, tokens), rtol=1e-6)
     shapes = [(n, 2) for n in (8, 8, 8, 32)] + [(2, n) for n in (24, 8, 32, 8)]
     assert sorted(x.shape for x in grads[0].values()) == sorted(shapes)
     assert np.any(grads[0]["qkv_b"])

@@ -7,8 +7,8 @@ import pytest
 
 from jmpscale._diagnosis import blocks
 from jmpscale._diagnosis.blocks import BlockProgram, first_equations
-from jmpscale._diagnosis.modal_program import ModalProgram
-from jmpscale._diagnosis.modes import PRECISION, RECORD, Mode
+from jmpscale._diagnosis.modal_program import Forms
+from jmpscale._diagnosis.modes import Mode
 from jmpscale._diagnosis.program import Program
 from jmpscale._interpreter.compile import compiled
 
@@ -50,22 +50,22 @@ def layers(ws, x):
     return [value, *grads]
 
 
-def functions(step, modal=PRECISION):
+def functions(step, form="precision"):
     """Returns the number of blocks, and of different functions of them."""
-    found = ModalProgram(step, modal)._blocks
+    found = getattr(Forms(step), form)._blocks
     return len(found), len({id(x.function) for x in found})
 
 
-@pytest.mark.parametrize("modal", [PRECISION, RECORD], ids=["precision", "record"])
-def test_equal_layers_are_compiled_once(modal):
-    (_, few), (count, many) = (functions(step(layers, list(WEIGHTS[:n]), X), modal) for n in (4, 8))
+@pytest.mark.parametrize("form", ["precision", "recording"])
+def test_equal_layers_are_compiled_once(form):
+    (_, few), (count, many) = (functions(step(layers, list(WEIGHTS[:n]), X), form) for n in (4, 8))
     assert many <= few + 2  # the layers at the ends differ
     assert count > 2 * many
 
 
 def test_blocks_have_the_results_of_the_program():
     program = step(layers, list(WEIGHTS[:4]), X)
-    found, _ = ModalProgram(program, PRECISION).run(1.0, {}, Mode.AS_WRITTEN)
+    found, _ = Forms(program).precision.run(1.0, {}, Mode.AS_WRITTEN)
     expected = compiled(lambda *consts: jax.core.eval_jaxpr(program.jaxpr, consts, jnp.float32(1)))(*program.consts)
     for x, y in zip(found, expected, strict=True):
         np.testing.assert_array_equal(x, y)
@@ -78,7 +78,7 @@ def test_operations_of_equal_blocks_have_their_own_modes_and_records():
         return [jnp.float32(0), y.astype(jnp.float32), z.astype(jnp.float32)]
 
     program = step(two_layers, WEIGHTS[0], X)
-    modal, recording = ModalProgram(program, PRECISION), ModalProgram(program, RECORD)
+    modal, recording = Forms(program).precision, Forms(program).recording
     assert functions(program)[0] > functions(program)[1]
     inside = [x for x in modal.sites if "(layer)" in x.part.path[-1]]
     first, second = dict.fromkeys(x.part.path[:-1] for x in inside)  # the lines of the two calls
@@ -100,7 +100,7 @@ def test_result_in_range_is_as_it_is_written_in_the_range_of_float32():
     sizes = jnp.array([[1.0], [2.0**-18], [2.0**12]])  # in range, with underflow, with overflow
     x, w = sizes * normal(2, 3, 512), normal(3, 512, 64)
     program = step(lambda x, w: [jnp.float32(0), (x.astype(H) @ w.astype(H)).astype(jnp.float32)], x, w)
-    modal = ModalProgram(program, PRECISION)
+    modal = Forms(program).precision
     casts = {site: Mode.FLOAT32 for site in modal.sites if site.operation == "convert_element_type"}
     modes = (Mode.AS_WRITTEN, Mode.RANGE, Mode.FLOAT32)
     written, ranged, exact = (np.asarray(modal.run(1.0, casts, mode)[0][1]) for mode in modes)

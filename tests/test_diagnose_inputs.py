@@ -130,7 +130,7 @@ class Counter(nnx.Module):
 
 def traced(loss, *args, transform=jax.value_and_grad, **kwargs):
     differentiated = jmpscale.value_and_grad(loss, transform=transform)
-    return trace_loss(lambda state, args, kwargs: differentiated(state, *args, **kwargs), args, kwargs)
+    return trace_loss(lambda state, args, kwargs: differentiated(state, *args, **kwargs), args, kwargs, axes=())
 
 
 def test_tracing_does_not_change_nnx_objects():

@@ -498,6 +498,7 @@ def clipped_objective(w, x, actions, advantages, old):
     return -jnp.mean(chosen) + 0.1 * jnp.mean(jnp.exp(-log_ratio) - 1 + log_ratio)
 
 
+@pytest.mark.full
 def test_diagnose_step_reports_the_error_of_a_loss_that_rounded_arguments_change_as_much():
     w, x = {"a": normal(0, 16, 64, scale=0.25), "b": normal(1, 64, 128, scale=0.25)}, normal(2, 512, 16)
     actions = np.random.default_rng(3).integers(0, 128, 512)

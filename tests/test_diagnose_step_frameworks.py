@@ -130,6 +130,7 @@ def haiku_step(dtype):
     return step, (params, ADAM.init(params), X, Y), ("params", "opt_state")
 
 
+@pytest.mark.full
 def test_diagnose_step_names_the_leaves_of_a_mapping_that_jax_numbers():
     step, (params, opt_state, *batch), _ = haiku_step(B)
     immutable = haiku.data_structures.to_immutable_dict(params)

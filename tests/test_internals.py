@@ -25,7 +25,7 @@ from jmpscale._base.jaxpr import equations
 from jmpscale._diagnosis.blocks import Block, BlockProgram
 from jmpscale._diagnosis.operations import _MOVES
 from jmpscale._diagnosis.repeatable import _CALLBACKS, _NEW_REFS
-from jmpscale._diagnosis.trace_again import find_kept_matmuls
+from jmpscale._diagnosis.trace_observed import trace_observed
 from jmpscale._interpreter.compile import compiled
 from jmpscale.testing._faults import Faults
 
@@ -188,7 +188,7 @@ def test_new_scope_traces_functions_that_jax_has_traced():
 
     jax.make_jaxpr(compiled_before)(X)
     for count in (2, 3):
-        find_kept_matmuls(lambda axes: jax.make_jaxpr(compiled_before, axis_env=list(axes))(X))
+        trace_observed(lambda axes: jax.make_jaxpr(compiled_before, axis_env=list(axes))(X))
         assert len(traced) == count
 
 

@@ -58,9 +58,15 @@ def _is_in_cast(eqn: core.JaxprEqn) -> bool:
 def _frames(eqn: core.JaxprEqn) -> list[Any]:
     """Returns the frames of an equation outside of JAX, innermost first."""
     found: Any = eqn.source_info.traceback
-    return [frame for frame in found.frames if not _JAX.search(frame.file_name)] if found else []
+    return [frame for frame in found.frames if not _is_in_jax(frame.file_name)] if found else []
 
 
+@functools.cache
+def _is_in_jax(file: str) -> bool:
+    return _JAX.search(file) is not None
+
+
+@functools.cache
 def _describe(file: str, line: int, function: str) -> str:
     names = function.split(".<locals>.")
     name = next((name for name in reversed(names) if not name.startswith("<")), names[-1])

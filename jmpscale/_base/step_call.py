@@ -66,8 +66,8 @@ class StepCall:
         after = replace(self._values(objects))
         return result, [x for x, is_nnx in zip(after, self.is_nnx, strict=True) if is_nnx]
 
-    def trace(self) -> tuple[PyTree, core.ClosedJaxpr]:
-        """Traces the step, once. Python numbers among the arguments remain numbers.
+    def trace(self, axes: Sequence[tuple[str, int]] = ()) -> tuple[PyTree, core.ClosedJaxpr]:
+        """Traces the step, once, in the scope of some axes. Python numbers among the arguments remain numbers.
 
         Returns:
           What `run` returns, with the types of the arrays in place of the arrays; and a program that computes these
@@ -81,7 +81,7 @@ class StepCall:
             found, unflatten_outputs = flatten_matching(self.run(unflatten(arrays)), is_array)
             return found
 
-        program, types = jax.make_jaxpr(outputs, return_shape=True)(*arrays)
+        program, types = jax.make_jaxpr(outputs, axis_env=list(axes), return_shape=True)(*arrays)
         return unflatten_outputs(types), program
 
     def _values(self, objects: list[Any]) -> list[Any]:

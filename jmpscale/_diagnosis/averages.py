@@ -10,7 +10,7 @@ from jax.extend import core
 from jmpscale._base import flow
 from jmpscale._base.jaxpr import Caller, type_of
 from jmpscale._base.types import is_narrow
-from jmpscale._diagnosis.operations import of_moved
+from jmpscale._diagnosis.operations import constant_scalar, of_moved
 from jmpscale._diagnosis.program import Leaf, Result
 from jmpscale._diagnosis.thresholds import STALLED
 
@@ -105,8 +105,7 @@ def _factor(x: Any, labels: flow.Labels) -> _Factor:
     decays = [label for label in labels if isinstance(label, _Decay)]
     if decays:
         return _Factor(decays[0].value, decays[0].leaf)
-    is_scalar = isinstance(x, core.Literal) and jnp.issubdtype(type_of(x).dtype, np.floating)
-    return _Factor(float(np.asarray(x.val).astype(np.float32)) if is_scalar and jnp.shape(x.val) == () else None)
+    return _Factor(constant_scalar(x))
 
 
 def _times(labels: flow.Labels, factor: _Factor) -> flow.Labels:

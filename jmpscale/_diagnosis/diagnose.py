@@ -17,8 +17,8 @@ from jmpscale._diagnosis.arguments import accepted_errors, check_arguments, grad
 from jmpscale._diagnosis.examine import examine
 from jmpscale._diagnosis.report import Diagnosis
 from jmpscale._diagnosis.rounded import find_rounded
-from jmpscale._diagnosis.trace_again import find_kept_matmuls, trace_with_float32_results
 from jmpscale._diagnosis.trace_loss import trace_loss
+from jmpscale._diagnosis.trace_observed import trace_observed, trace_with_float32_results
 from jmpscale._diagnosis.traced_step import TracedStep
 from jmpscale._get_scaler import find_scaler
 from jmpscale._state import ScalerState, is_scaler, scale_on_host, static
@@ -52,7 +52,7 @@ def diagnose(
     If the loss function is defined inside a training step, use `diagnose_step`. A loss function with collectives needs
     its axis: pass `jax.vmap(fun, in_axes=None, out_axes=None, axis_name="data", axis_size=1)`.
 
-    A diagnosis needs as much memory as the step in float32, and on a CPU two to five times the time of compiling and
+    A diagnosis needs as much memory as the step in float32, and on a CPU one to five times the time of compiling and
     running it, if a scale fits. On a CPU, diagnose a large model with a smaller batch. If a program runs in several
     processes, all of them must call the diagnosis.
 
@@ -120,14 +120,14 @@ def diagnose(
         # The diagnosis looks for non-finite values, for which JAX must not raise, and enters compiled functions.
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
             trace = functools.partial(trace_loss, loss_and_grads, args, kwargs)
-            program = trace()
+            program, kept = trace_observed(trace)
             arguments = tuple(named_arguments(fun, args, kwargs))
             step = TracedStep(
                 program,
                 tuple(names),
                 arguments=arguments,
                 rounded=tuple(find_rounded(program, {id(x): name for name, x in arguments})),
-                kept=find_kept_matmuls(trace),
+                kept=kept,
             )
             scaler = state if has_scaler else None
             return examine(step, scaler, lambda: trace_with_float32_results(trace), accepts)

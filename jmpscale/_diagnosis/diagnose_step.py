@@ -12,9 +12,10 @@ from jmpscale._base.text import describe
 from jmpscale._base.tree import find_instances
 from jmpscale._diagnosis.arguments import accepted_errors, check_arguments
 from jmpscale._diagnosis.examine import examine
+from jmpscale._diagnosis.program import Program
 from jmpscale._diagnosis.report import Diagnosis
-from jmpscale._diagnosis.trace_again import find_kept_matmuls, trace_with_float32_results
-from jmpscale._diagnosis.trace_step import trace_call_again, trace_gradients_again, trace_step
+from jmpscale._diagnosis.trace_observed import trace_observed, trace_with_float32_results
+from jmpscale._diagnosis.trace_step import trace_step
 from jmpscale._get_scaler import find_scaler
 from jmpscale._state import ScalerState
 
@@ -80,12 +81,18 @@ def diagnose_step(step: Callable[..., Any], *, accepted_error: float | None = No
         scalers = [x for x in find_instances(call.arguments, ScalerState) if x.config.mode != "disabled"]
         scaler = find_scaler(scalers[0]) if scalers else None
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
-            traced = trace_step(call)._replace(kept=find_kept_matmuls(functools.partial(trace_call_again, call)))
+            trace = functools.partial(trace_step, call)
+            traced, kept = trace_observed(trace)
+            traced = traced._replace(kept=kept)
             if scaler is not None and not traced.program.depends_on_scale():
                 is_dynamic = scaler.config.mode == "dynamic"
                 traced, scaler = traced._replace(ignores_scaler=is_dynamic), None
-            trace_again = functools.partial(trace_gradients_again, call)
-            return examine(traced, scaler, lambda: trace_with_float32_results(trace_again), accepts)
+
+            def with_float32_results() -> Program | None:
+                again = trace_with_float32_results(trace)
+                return again and again.program.of_gradients()
+
+            return examine(traced, scaler, with_float32_results, accepts)
 
     diagnose_step_of.__name__ = f"diagnose_step_of_{getattr(step, '__name__', 'step')}"
     return diagnose_step_of

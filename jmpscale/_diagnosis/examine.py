@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -13,8 +12,9 @@ from jmpscale._diagnosis.findings import Findings, SensitiveLoss
 from jmpscale._diagnosis.fitting_scales import Errors, Scales, at_one_scale, largest, search
 from jmpscale._diagnosis.lines import Lines, Suspects, find_lines, find_suspects
 from jmpscale._diagnosis.modal_program import Forms
+from jmpscale._diagnosis.modes import Mode
 from jmpscale._diagnosis.not_finite import RepairTrials
-from jmpscale._diagnosis.program import Program, compile_as_written
+from jmpscale._diagnosis.program import Program
 from jmpscale._diagnosis.report import Diagnosis
 from jmpscale._diagnosis.thresholds import DEFAULT, MARGIN, SAME_SIZE, AcceptedErrors
 from jmpscale._diagnosis.traced_step import TracedStep
@@ -34,21 +34,20 @@ def examine(
 
     `with_float32_results` returns the program of the step with float32 results of `autocast`, if it has others.
     """
-    program, scale = step.program.of_gradients(), 1.0 if scaler is None else float(scaler.loss_scale)
-    run_as_written = compile_as_written(program)
-    forms, outputs = Forms(step.program), run_as_written(scale)
+    forms, scale = Forms(step.program), 1.0 if scaler is None else float(scaler.loss_scale)
     names = {id(x): name for name, x in step.arguments}
-    inputs = [names.get(id(x), "") for x in program.consts]
+    inputs = [names.get(id(x), "") for x in step.program.consts]
     parameters = frozenset(step.gradients).intersection(inputs) or frozenset(filter(None, inputs))
     has_scaler = scaler is not None
     may_be_scaled = has_scaler and step.state is not None
     trials = GradientTrials(forms, inputs, parameters, accepted, has_scaler=has_scaler, may_be_scaled=may_be_scaled)
+    outputs = trials.run_as_written(scale)
     errors, loss_error = trials.compare(outputs, scale)
     findings = Findings(step, forms, trials, scaler, float(trials.unscaled(outputs, scale)[0]), loss_error, errors)
     if not trials.measured.are_finite:
-        text = describe_not_finite(findings, RepairTrials(program))
+        text = describe_not_finite(findings, RepairTrials(step.program.of_gradients()))
         return write_report(findings._replace(not_finite=text))
-    findings = _with_minimum(_with_scales(findings, run_as_written), run_as_written)
+    findings = _with_minimum(_with_scales(findings))
     findings = _with_lines(findings, with_float32_results)
     findings = findings._replace(sensitive_loss=_find_sensitive_loss(findings))
     if findings.lines or findings.error >= accepted.small:
@@ -72,17 +71,17 @@ def _find_sensitive_loss(findings: Findings) -> SensitiveLoss | None:
     return SensitiveLoss(error, trials.loss_error_of_rounded_arguments()) if trials.is_ill_conditioned(error) else None
 
 
-def _with_scales(findings: Findings, run_as_written: Callable[[float], list[Any]]) -> Findings:
+def _with_scales(findings: Findings) -> Findings:
     """Adds the loss scales that fit."""
     trials, scale = findings.trials, findings.scale
     # A loss that contains a scaled gradient, such as a penalty, may be right at other scales.
-    if depends_on_scale := bool(findings.loss_error) and not trials.compare(run_as_written(1.0))[1]:
+    if depends_on_scale := bool(findings.loss_error) and not trials.errors({}, Mode.AS_WRITTEN, 0)[1]:
         findings = findings._replace(loss_error=0.0, errors=findings.errors + math.inf)
 
     def errors_at(exponent: int) -> Errors:
         if 2.0**exponent == scale:
             return findings.errors
-        found, error_of_loss = trials.compare(run_as_written(2.0**exponent), 2.0**exponent)
+        found, error_of_loss = trials.errors({}, Mode.AS_WRITTEN, exponent)
         return found + math.inf if depends_on_scale and error_of_loss else found
 
     expected, largest_error = trials.largest_exponent(), trials.accepted.gradient
@@ -92,23 +91,21 @@ def _with_scales(findings: Findings, run_as_written: Callable[[float], list[Any]
     return findings._replace(scales=scales)
 
 
-def _with_minimum(findings: Findings, run_as_written: Callable[[float], list[Any]]) -> Findings:
+def _with_minimum(findings: Findings) -> Findings:
     """Adds the error after a change of the parameters, if only a minimum of the loss nearby makes the errors large."""
-    exponent = findings.present if findings.scale_fits else findings.scales.best
-    if findings.trials.accepted.is_chosen or exponent is None:
+    exponent, accepted = findings.exponent, findings.trials.accepted
+    if accepted.is_chosen or exponent is None or findings.error_at_exponent < accepted.small:
         return findings
     error = findings.trials.error_away_from_minimum(exponent)
     if error is None:
         return findings
     scales = at_one_scale(findings.errors, findings.present, math.inf)
     if findings.has_scaler:
-        scales = _find_scales_near_minimum(findings, exponent, run_as_written)
+        scales = _find_scales_near_minimum(findings, exponent)
     return findings._replace(error_elsewhere=error, scales=scales)
 
 
-def _find_scales_near_minimum(
-    findings: Findings, exponent: int, run_as_written: Callable[[float], list[Any]]
-) -> Scales:
+def _find_scales_near_minimum(findings: Findings, exponent: int) -> Scales:
     """Finds the loss scales that fit by the errors of the backward pass alone.
 
     The forward pass may have an error of 100% at any scale, as a scale has at which all gradients are zero.
@@ -117,7 +114,7 @@ def _find_scales_near_minimum(
     reference = trials.with_backward_in_float32(exponent)
 
     def backward_errors_at(exponent: int) -> Errors:
-        outputs = run_as_written(2.0**exponent)
+        outputs = trials.run_as_written(2.0**exponent)
         errors[exponent] = trials.compare(outputs, 2.0**exponent)[0]
         return trials.compare(outputs, 2.0**exponent, reference)[0]
 
@@ -139,9 +136,8 @@ def _with_lines(findings: Findings, with_float32_results: Callable[[], Program |
         exponents = [findings.present]
     if findings.accurate:
         # An error of rounding may be harmless, but an overflow that changes gradients is a fault.
-        exponent = findings.present if findings.scale_fits else best
-        error = findings.error if findings.scale_fits else scales.smallest_error
-        if error < trials.accepted.small or not trials.is_wrong_by_overflow(exponent):
+        error, exponent = findings.error_at_exponent, findings.exponent
+        if error < trials.accepted.small or exponent is None or not trials.is_wrong_by_overflow(exponent):
             return findings
         exponents, limit = [exponent], error / SAME_SIZE
         findings = findings._replace(overflows=True)

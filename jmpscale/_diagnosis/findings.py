@@ -117,6 +117,16 @@ class Findings(NamedTuple):
         return is_inside or bool((self.errors <= self.scales.limits).all())
 
     @property
+    def exponent(self) -> int | None:
+        """The exponent of the present scale if it fits, otherwise of the best one; None if gradients are not finite."""
+        return self.present if self.scale_fits else self.scales.best
+
+    @property
+    def error_at_exponent(self) -> float:
+        """The largest error of a gradient at this scale."""
+        return self.error if self.scale_fits else self.scales.smallest_error
+
+    @property
     def is_small(self) -> bool:
         """Whether the present scale is smaller than all that fit."""
         low, _ = self.scales.fitting or (0, 0)

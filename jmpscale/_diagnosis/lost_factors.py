@@ -13,7 +13,7 @@ from jax.extend import core
 from jmpscale._base import flow
 from jmpscale._base.jaxpr import Caller
 from jmpscale._base.types import is_narrow
-from jmpscale._diagnosis.operations import moves_values, narrow_dtype
+from jmpscale._diagnosis.operations import constant_scalar, moves_values, narrow_dtype
 from jmpscale._diagnosis.program import Leaf, Result
 
 
@@ -38,7 +38,7 @@ def find_lost_factors(jaxpr: core.Jaxpr, leaves: Sequence[Leaf]) -> list[LostFac
 
     def rule(eqn: core.JaxprEqn, caller: Caller, operands: list[flow.Labels]) -> list[flow.Labels]:
         name, dtype = eqn.primitive.name, narrow_dtype(eqn.outvars[0])
-        if name == "mul" and dtype and any(map(_is_one, eqn.invars)):
+        if name == "mul" and dtype and 1.0 in map(constant_scalar, eqn.invars):
             return [frozenset(x._replace(dtype=dtype, line=caller.line_of(eqn)) for x in flow.union(operands))]
         if name == "sub":
             return [operands[0]]
@@ -54,7 +54,3 @@ def find_lost_factors(jaxpr: core.Jaxpr, leaves: Sequence[Leaf]) -> list[LostFac
         for x in outputs[leaves[i].output]
         if x.leaf == i and x.dtype is not None
     ]
-
-
-def _is_one(x: object) -> bool:
-    return isinstance(x, core.Literal) and np.shape(x.val) == () and np.asarray(x.val).astype(np.float32) == 1

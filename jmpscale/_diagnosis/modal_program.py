@@ -7,7 +7,7 @@ modes finds the lines that must compute in float32 by changing them.
 import collections
 import copy
 import functools
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,11 +18,11 @@ from jax.extend import core
 from jmpscale._base.jaxpr import Caller, Key
 from jmpscale._base.scopes import is_in_inner_gradient
 from jmpscale._diagnosis.blocks import Block, BlockProgram
-from jmpscale._diagnosis.modes import CONSTANTS, PRECISION, RECORD, Execution, Modal, Mode, Modes, Part, Site
+from jmpscale._diagnosis.modes import CONSTANTS, PRECISION, RECORD, REPAIR, Execution, Modal, Mode, Modes, Part, Site
 from jmpscale._diagnosis.operations import Operation, Path, autocast_lines, program_operations
 from jmpscale._diagnosis.passes import Pass
-from jmpscale._diagnosis.program import Program
-from jmpscale._interpreter.compile import compiled
+from jmpscale._diagnosis.program import Program, compile_as_written
+from jmpscale._interpreter.compile import compiled, has_long_loop
 from jmpscale._interpreter.float32 import run_as_written, run_in_float32
 from jmpscale._interpreter.interpret import Interpreter, literal, widen
 
@@ -30,11 +30,11 @@ from jmpscale._interpreter.interpret import Interpreter, literal, widen
 class ModalProgram:
     """A program whose operations have modes. Its sites, parts and paths are in the order of the program."""
 
-    def __init__(self, program: Program, modal: Modal) -> None:
+    def __init__(self, program: Program, everything: Sequence[Operation], modal: Modal) -> None:
+        """Creates a form of a program; `everything` is its operations, of which `modal` says what their modes do."""
         self.consts = [widen(jnp.asarray(x)) for x in program.consts]
         self._outputs = slice(None)
-        self._count = program.measured or len(program.jaxpr.outvars)
-        everything = program_operations(program.jaxpr, self._count)
+        self._count = program.measured_outputs
         with_mode = [(x, dtype) for x in everything if (dtype := modal.dtype(x)) is not None]
         shortest = _shortest({path for x, _ in with_mode for path in x.paths})
         sites = {
@@ -52,21 +52,26 @@ class ModalProgram:
         self._program = BlockProgram(program.jaxpr)
         found = _number_in_sites({x.key: x for x in everything}, sites)
         self._blocks = self._compile(found, modal)
-        self._operations: dict[Site, list[Operation]] = collections.defaultdict(list)
-        for x in found.values():
-            for site in x.sites:
-                self._operations[site].append(x.operation)
+        # The operations of each site, as numbers of their blocks and of their places in them.
+        self._places: dict[Site, list[tuple[int, int]]] = collections.defaultdict(list)
+        for i, block in enumerate(self._blocks):
+            for j, x in enumerate(block.operations):
+                for site in x.sites:
+                    self._places[site].append((i, j))
         self._read_inputs = self._program.read_inputs(len(self.consts))
 
     def cast_inputs(self, site: Site) -> list[int]:
         """Returns the inputs that the operations of a site cast; an empty list if one of them does something else."""
-        inputs = [self._read_inputs.get(x.key) for x in self._operations[site]]
+        inputs = [self._read_inputs.get(x.key) for x in self._operations(site)]
         are_casts = site.operation == "convert_element_type" and None not in inputs
         return [i for i in inputs if i is not None] if are_casts else []
 
     def is_recomputed(self, site: Site) -> bool:
         """Tests whether the operations of a site compute values of the forward pass again in the backward pass."""
-        return all(x.backward and not x.is_transposed for x in self._operations[site])
+        return all(x.backward and not x.is_transposed for x in self._operations(site))
+
+    def _operations(self, site: Site) -> list[Operation]:
+        return [self._blocks[i].operations[j].operation for i, j in self._places[site]]
 
     def of_gradients(self) -> "ModalProgram":
         """Returns a view of the program that returns the loss and the gradients, without operations of the update."""
@@ -115,9 +120,8 @@ class ModalProgram:
         values = dict(zip(program.inputs, inputs, strict=True))
         values |= {i: widen(jnp.asarray(x)) for i, x in program.constants.items()}
         records = []
-        for block, operations, function in self._blocks:
-            array = [x.mode(modes, default) for x in operations]
-            outputs, recorded = function.run([values[i] for i in block.inputs], np.array(array, np.int32))
+        for (block, operations, function), array in zip(self._blocks, self._modes(modes, default), strict=True):
+            outputs, recorded = function.run([values[i] for i in block.inputs], array)
             values.update(zip(block.outputs, outputs, strict=True))
             for i in block.last_read:  # frees memory
                 del values[i]
@@ -126,6 +130,13 @@ class ModalProgram:
         wanted = program.outputs[self._outputs]
         outputs = [literal(x) if isinstance(x, core.Literal) else values[x] for x in wanted]
         return outputs, self._largest(jax.device_get(records))
+
+    def _modes(self, modes: Modes, default: Mode) -> list[np.ndarray]:
+        """Returns the modes of the operations of each block."""
+        arrays = [np.full(len(block.operations), default, np.int32) for block in self._blocks]
+        for i, j in {place for site in modes for place in self._places[site]}:
+            arrays[i][j] = self._blocks[i].operations[j].mode(modes, default)
+        return arrays
 
     def _largest(self, records: list[dict[int, np.ndarray]]) -> dict[Site, Any]:
         """Returns for each site the largest numbers that were recorded for its operations."""
@@ -144,18 +155,39 @@ class Forms:
         self.program = program
 
     @functools.cached_property
+    def as_written(self) -> Callable[[float], list[Any]]:
+        """A function that returns the loss and the gradients; it has no modes, and compiles and runs fastest."""
+        return compile_as_written(self.program.of_gradients())
+
+    @functools.cached_property
     def precision(self) -> ModalProgram:
-        return ModalProgram(self.program, PRECISION)
+        return self._form(PRECISION)
+
+    @functools.cached_property
+    def precision_of_gradients(self) -> ModalProgram:
+        return self.precision.of_gradients()
 
     @functools.cached_property
     def recording(self) -> ModalProgram:
         """A separate program, because the other runs need no statistics, which can take most of the time of a run."""
-        return ModalProgram(self.program, RECORD)
+        return self._form(RECORD)
 
     @functools.cached_property
     def constants(self) -> ModalProgram:
         """A program whose constants in half precision can have other last digits."""
-        return ModalProgram(self.program, CONSTANTS)
+        return self._form(CONSTANTS)
+
+    @functools.cached_property
+    def repair(self) -> ModalProgram:
+        """A program whose infinities and NaN can be replaced by zeros."""
+        return self._form(REPAIR)
+
+    @functools.cached_property
+    def _operations(self) -> list[Operation]:
+        return program_operations(self.program.jaxpr, self.program.measured_outputs)
+
+    def _form(self, modal: Modal) -> ModalProgram:
+        return ModalProgram(self.program, self._operations, modal)
 
 
 class _ModalOperation(NamedTuple):
@@ -167,7 +199,7 @@ class _ModalOperation(NamedTuple):
     def mode(self, modes: Modes, default: Mode) -> Mode:
         """Returns the largest mode of its sites."""
         found = [(modes.get(site, default), number) for site, number in self.sites.items()]
-        return max((x[number] if isinstance(x, tuple) else x for x, number in found), default=default)
+        return max(x[number] if isinstance(x, tuple) else x for x, number in found)
 
 
 def _number_in_sites(
@@ -217,7 +249,7 @@ class _BlockFunction:
                 values.update(zip(results, interpreter.run_equation(eqn, read, caller), strict=True))
             return [values[i] for i in block.outputs], interpreter.records
 
-        self.run = compiled(run)
+        self.run = compiled(run, optimize=has_long_loop(eqn for eqn, *_ in block.equations))
 
 
 def _shortest(paths: Collection[Path]) -> dict[Path, Path]:

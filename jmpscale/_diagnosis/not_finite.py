@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jmpscale._base.source import SCALING
 from jmpscale._base.tree import is_inexact
 from jmpscale._diagnosis.errors import measure
-from jmpscale._diagnosis.modal_program import ModalProgram
+from jmpscale._diagnosis.modal_program import Forms
 from jmpscale._diagnosis.modes import REPAIR, Mode, Site
 from jmpscale._diagnosis.operations import Path
 from jmpscale._diagnosis.program import Program
@@ -19,7 +19,7 @@ class RepairTrials:
     """A step in float32 without some of its infinities and NaN."""
 
     def __init__(self, program: Program) -> None:
-        self._program = ModalProgram(program, REPAIR)
+        self._program = Forms(program).repair
 
     def _severity(self, modes: dict[Site, Mode], consts: list[Any] | None = None) -> float:
         """Returns the `severity` of the loss and the gradients."""

@@ -4,6 +4,7 @@ import collections
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
@@ -75,6 +76,13 @@ class Operation(NamedTuple):
 def narrow_dtype(x: Any) -> np.dtype | None:
     """Returns the dtype of a variable if it has floating-point numbers of fewer bits than float32."""
     return type_of(x).dtype if is_narrow(type_of(x)) else None
+
+
+def constant_scalar(x: Any) -> float | None:
+    """Returns the value of a floating-point scalar that is a constant in the program; None for any other operand."""
+    if not isinstance(x, core.Literal) or np.shape(x.val) != () or not jnp.issubdtype(type_of(x).dtype, np.floating):
+        return None
+    return float(np.asarray(x.val).astype(np.float32))
 
 
 def moves_values(eqn: core.JaxprEqn) -> bool:

@@ -9,7 +9,7 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from jmpscale._base import flow
-from jmpscale._interpreter.compile import compiled
+from jmpscale._interpreter.compile import compiled, has_long_loop
 
 
 class Program(NamedTuple):
@@ -18,6 +18,11 @@ class Program(NamedTuple):
     jaxpr: core.Jaxpr
     consts: list[Any]  # the arrays that the step depends on
     measured: int | None = None  # the number of outputs that are the loss and the gradients; None if all are
+
+    @property
+    def measured_outputs(self) -> int:
+        """The number of outputs that are the loss and the gradients."""
+        return len(self.jaxpr.outvars) if self.measured is None else self.measured
 
     def of_gradients(self) -> "Program":
         """Returns a step that computes nothing but the loss and the gradients."""
@@ -54,5 +59,6 @@ class Leaf(NamedTuple):
 
 def compile_as_written(program: Program) -> Callable[[float], list[Any]]:
     """Returns a function of the loss scale that returns the loss and the gradients of a step as it is written."""
-    run = compiled(lambda consts, scale: jax.core.eval_jaxpr(program.jaxpr, consts, scale), optimize=True)
+    optimize = has_long_loop(program.jaxpr.eqns)
+    run = compiled(lambda consts, scale: jax.core.eval_jaxpr(program.jaxpr, consts, scale), optimize=optimize)
     return lambda scale: run(program.consts, np.float32(scale))

@@ -14,7 +14,7 @@ from jmpscale._base.tree import is_inexact
 from jmpscale._diagnosis.operations import narrow_dtype
 from jmpscale._diagnosis.outputs import with_outputs
 from jmpscale._diagnosis.program import Program
-from jmpscale._interpreter.compile import compiled
+from jmpscale._interpreter.compile import compiled, has_long_loop
 
 _LOOPS = {"scan", "while"}
 
@@ -64,5 +64,6 @@ def _evaluate(program: Program, variables: list[Any]) -> list[Any]:
     """Returns the values of variables of a program, which do not depend on the loss scale."""
     wanted = with_outputs(program.jaxpr, variables)
     needed, _ = partial_eval.dce_jaxpr(wanted, [True] * len(variables), instantiate=True)
-    run = compiled(lambda consts: jax.core.eval_jaxpr(needed, consts, np.float32(1.0)), optimize=True)
+    optimize = has_long_loop(needed.eqns)
+    run = compiled(lambda consts: jax.core.eval_jaxpr(needed, consts, np.float32(1.0)), optimize=optimize)
     return run(program.consts)

@@ -12,13 +12,13 @@ from jmpscale._base.step_call import UNREADABLE
 from jmpscale._base.tree import PyTree, check_no_refs, flatten_gradients, flatten_matching, is_inexact
 from jmpscale._diagnosis.program import Program
 from jmpscale._diagnosis.repeatable import repeatable
-from jmpscale._diagnosis.trace_again import Axes
+from jmpscale._diagnosis.trace_observed import Axes
 from jmpscale._state import ScalerState, static
 
 LossAndGrads = Callable[[ScalerState, PyTree, PyTree], PyTree]
 
 
-def trace_loss(loss_and_grads: LossAndGrads, args: PyTree, kwargs: PyTree, axes: Axes = ()) -> Program:
+def trace_loss(loss_and_grads: LossAndGrads, args: PyTree, kwargs: PyTree, axes: Axes) -> Program:
     """Traces a loss and its gradients, once unless Python reads the values of a NumPy array; in the scope of `axes`."""
     try:
         return _trace(loss_and_grads, jax.tree.map(_as_jax_array, (args, kwargs), is_leaf=is_nnx_object), axes)

@@ -24,31 +24,18 @@ from jmpscale._diagnosis.repeatable import repeatable
 from jmpscale._diagnosis.rollouts import run_rollouts
 from jmpscale._diagnosis.rounded import find_rounded
 from jmpscale._diagnosis.step_arrays import StepArrays
-from jmpscale._diagnosis.trace_again import Axes
+from jmpscale._diagnosis.trace_observed import Axes
 from jmpscale._diagnosis.traced_step import TracedStep
 
 
-def trace_step(call: StepCall) -> TracedStep:
-    """Traces a step once, as a function of the loss scale of its scalers."""
+def trace_step(call: StepCall, axes: Axes) -> TracedStep:
+    """Traces a step once, in the scope of `axes`, as a function of the loss scale of its scalers."""
     try:
-        out, closed = call.trace()
+        out, closed = call.trace(axes)
     except Exception as error:
         _explain_error(error)
         raise
     return _traced_step(call, out, closed)
-
-
-def trace_gradients_again(call: StepCall, axes: Axes) -> Program:
-    """Traces the loss and the gradients of a step that has been traced, in a scope."""
-    out, closed = trace_call_again(call, axes)
-    return _traced_step(call, out, closed).program.of_gradients()
-
-
-def trace_call_again(call: StepCall, axes: Axes) -> tuple[PyTree, core.ClosedJaxpr]:
-    """Traces a call that has been traced, in a scope; returns its result, and the program."""
-    traced: list[tuple[PyTree, core.ClosedJaxpr]] = []
-    jax.make_jaxpr(lambda: traced.append(call.trace()), axis_env=list(axes))()
-    return traced[0]
 
 
 def _traced_step(call: StepCall, out: PyTree, traced: core.ClosedJaxpr) -> TracedStep:

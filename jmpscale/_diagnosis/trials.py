@@ -13,7 +13,7 @@ import numpy as np
 
 from jmpscale._diagnosis.errors import Measured, measure
 from jmpscale._diagnosis.fitting_scales import Errors, Scales, at_one_scale, largest, search
-from jmpscale._diagnosis.modal_program import Forms
+from jmpscale._diagnosis.modal_program import Forms, ModalProgram
 from jmpscale._diagnosis.modes import Mode, Modes, Part, Site, Statistics
 from jmpscale._diagnosis.operations import Operation, Path
 from jmpscale._diagnosis.program import Program
@@ -105,8 +105,17 @@ class GradientTrials:
 
     def set_forms(self, forms: Forms) -> None:
         """Sets the step that the trials run; no error of it is known yet."""
-        self.program = forms.precision.of_gradients()
+        self._forms = forms
         self._errors: dict[tuple[frozenset[tuple[Site, Mode | tuple[Mode, ...]]], Mode, int], tuple[Errors, float]] = {}
+
+    @property
+    def program(self) -> ModalProgram:
+        """The step, whose lines can compute in float32."""
+        return self._forms.precision_of_gradients
+
+    def run_as_written(self, scale: float) -> list[Any]:
+        """Returns the loss and the gradients as they are written, at a loss scale."""
+        return self._forms.as_written(scale)
 
     @property
     def not_entered(self) -> list[Operation]:
@@ -133,8 +142,12 @@ class GradientTrials:
         """Returns the errors of a run as `compare` does; runs it once."""
         key = frozenset(modes.items()), default, exponent
         if key not in self._errors:
-            self._errors[key] = self.compare(self.program.run(2.0**exponent, modes, default)[0], 2.0**exponent)
+            self._errors[key] = self.compare(self._run(2.0**exponent, modes, default), 2.0**exponent)
         return self._errors[key]
+
+    def _run(self, scale: float, modes: Modes, default: Mode) -> list[Any]:
+        is_as_written = default is Mode.AS_WRITTEN and not modes
+        return self.run_as_written(scale) if is_as_written else self.program.run(scale, modes, default)[0]
 
     def statistics(self, scale: float) -> dict[Site, Statistics]:
         """Returns the statistics of the results in float32, at a loss scale."""
@@ -166,13 +179,11 @@ class GradientTrials:
         """Returns the largest error after a change of the parameters, if a minimum nearby makes the present one large.
 
         Near a minimum of the loss, the gradients vanish, but what rounding adds to them does not. So, after a change of
-        the parameters, the gradients are large beside the same rounding. Returns None if the present error is small, or
-        if this is not the reason: the error is not small after the change, or the rounding is smaller, or the range of
-        the dtype makes the error.
+        the parameters, the gradients are large beside the same rounding. Returns None if this is not the reason: the
+        error is not small after the change, or the rounding is smaller, or the range of the dtype makes the error.
         """
         errors, error = self.errors({}, Mode.AS_WRITTEN, exponent)[0], self.error({}, Mode.AS_WRITTEN, exponent)
-        is_small = largest(errors) < self.accepted.small
-        if is_small or math.isinf(error) or self.error({}, Mode.RANGE, exponent) < error / SAME_SIZE:
+        if math.isinf(error) or self.error({}, Mode.RANGE, exponent) < error / SAME_SIZE:
             return None
         worst = int(np.argmax(errors))
         rounding = errors[worst] * self.measured.norms[1 + worst]

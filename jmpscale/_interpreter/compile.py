@@ -1,23 +1,37 @@
 """Compiles programs whose precision is measured."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+from jax.extend import core
+
+from jmpscale._base.jaxpr import held_jaxprs
+
+# The number of iterations from which on a loop takes longer to run several times than to optimize; so may a loop whose
+# number is not known. `benchmarks.diagnosis` has a recurrence of 2,000 steps, for which it does, and a scan over 24
+# transformer layers, for which it does not.
+_LONG_LOOP = 100
+# Where XLA has two compilers for element-wise operations, the older one is faster. To split a small program for several
+# threads takes more time than it saves.
+_FAST = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
 
 
 def compiled(fun: Callable[..., Any], *, optimize: bool = False) -> Callable[..., Any]:
-    """Compiles a function without changes of precision; on a CPU, optimizing it would take longer than a few runs."""
+    """Compiles a function without changes of precision.
+
+    On a CPU, to `optimize` it takes longer than a few runs, unless it has a long loop.
+    """
     options: dict[str, Any] = {"xla_allow_excess_precision": False}
     if jax.default_backend() == "cpu":
-        options |= {"xla_backend_optimization_level": 2} if optimize else _fast_compilation()
+        options |= {"xla_backend_optimization_level": 2 if optimize else 0} | _fast_compilation()
     return jax.jit(fun, compiler_options=options)
 
 
 def compiled_when_called(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles a function as `compiled` does, when it is first called: the options depend on the backend of JAX."""
-    compile_once = functools.cache(lambda: compiled(fun))
+    """Compiles a small function that runs often, when it is first called: the options depend on the backend of JAX."""
+    compile_once = functools.cache(lambda: compiled(fun, optimize=True))
 
     @functools.wraps(fun)
     def call(*args: Any) -> Any:
@@ -26,13 +40,26 @@ def compiled_when_called(fun: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def has_long_loop(equations: Iterable[core.JaxprEqn], iterations: int = 1) -> bool:
+    """Tests whether one of some equations, which run so many times, runs often."""
+    for eqn in equations:
+        count = iterations * eqn.params["length"] if eqn.primitive.name == "scan" else iterations
+        if eqn.primitive.name == "while" or count >= _LONG_LOOP:
+            return True
+        if any(has_long_loop(held.eqns, count) for held in held_jaxprs(eqn)):
+            return True
+    return False
+
+
 @functools.cache
 def _fast_compilation() -> dict[str, Any]:
-    """Returns the options with which this version of XLA compiles fastest for CPUs."""
-    # Where XLA has two compilers for element-wise operations, the older one takes a third of the time.
-    options = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+    """Returns the options, of those that this version of XLA has, with which it compiles fastest for CPUs."""
+    return {name: value for name, value in _FAST.items() if _has_option(name, value)}
+
+
+def _has_option(name: str, value: Any) -> bool:
     try:
-        jax.jit(lambda x: x, compiler_options=options).lower(0.0).compile()
-    except jax.errors.JaxRuntimeError:  # XLA has removed it
-        del options["xla_cpu_use_fusion_emitters"]
-    return options
+        jax.jit(lambda x: x, compiler_options={name: value}).lower(0.0).compile()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
