@@ -7,7 +7,7 @@ import pytest
 
 from jmpscale._diagnosis import blocks
 from jmpscale._diagnosis.blocks import BlockProgram, first_equations
-from jmpscale._diagnosis.modal_program import Forms
+from jmpscale._diagnosis.forms import Forms
 from jmpscale._diagnosis.modes import Mode
 from jmpscale._diagnosis.program import Program
 from jmpscale._interpreter.compile import compiled

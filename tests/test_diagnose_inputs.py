@@ -11,7 +11,7 @@ from flax import nnx
 import jmpscale
 from jmpscale._diagnosis.arguments import named_arguments, non_finite
 from jmpscale._diagnosis.errors import measure
-from jmpscale._diagnosis.modal_program import Forms
+from jmpscale._diagnosis.forms import Forms
 from jmpscale._diagnosis.not_finite import RepairTrials
 from jmpscale._diagnosis.program import Program
 from jmpscale._diagnosis.thresholds import AcceptedErrors

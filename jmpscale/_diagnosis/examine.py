@@ -10,8 +10,8 @@ from jmpscale._diagnosis.causes import find_casts, find_causes
 from jmpscale._diagnosis.describe_not_finite import describe_not_finite
 from jmpscale._diagnosis.findings import Findings, SensitiveLoss
 from jmpscale._diagnosis.fitting_scales import Errors, Scales, at_one_scale, largest, search
+from jmpscale._diagnosis.forms import Forms
 from jmpscale._diagnosis.lines import Lines, Suspects, find_lines, find_suspects
-from jmpscale._diagnosis.modal_program import Forms
 from jmpscale._diagnosis.modes import Mode
 from jmpscale._diagnosis.not_finite import RepairTrials
 from jmpscale._diagnosis.program import Program

@@ -9,8 +9,8 @@ from jmpscale._base.text import enumerate_names
 from jmpscale._diagnosis.advice import Advice
 from jmpscale._diagnosis.causes import Cause, WrongCasts
 from jmpscale._diagnosis.fitting_scales import Errors, Scales, largest
+from jmpscale._diagnosis.forms import Forms
 from jmpscale._diagnosis.lines import Lines, Suspects
-from jmpscale._diagnosis.modal_program import Forms
 from jmpscale._diagnosis.modes import Part, Site, Statistics
 from jmpscale._diagnosis.operations import Path
 from jmpscale._diagnosis.traced_step import TracedStep

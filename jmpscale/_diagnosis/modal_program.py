@@ -6,8 +6,7 @@ modes finds the lines that must compute in float32 by changing them.
 
 import collections
 import copy
-import functools
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,10 +17,10 @@ from jax.extend import core
 from jmpscale._base.jaxpr import Caller, Key
 from jmpscale._base.scopes import is_in_inner_gradient
 from jmpscale._diagnosis.blocks import Block, BlockProgram
-from jmpscale._diagnosis.modes import CONSTANTS, PRECISION, RECORD, REPAIR, Execution, Modal, Mode, Modes, Part, Site
-from jmpscale._diagnosis.operations import Operation, Path, autocast_lines, program_operations
+from jmpscale._diagnosis.modes import Execution, Modal, Mode, Modes, Part, Site
+from jmpscale._diagnosis.operations import Operation, Path, autocast_lines
 from jmpscale._diagnosis.passes import Pass
-from jmpscale._diagnosis.program import Program, compile_as_written
+from jmpscale._diagnosis.program import Program
 from jmpscale._interpreter.compile import compiled, has_long_loop
 from jmpscale._interpreter.float32 import run_as_written, run_in_float32
 from jmpscale._interpreter.interpret import Interpreter, literal, widen
@@ -146,48 +145,6 @@ class ModalProgram:
                 for site in block.operations[i].sites:
                     largest[site] = np.maximum(largest.get(site, 0), numbers)
         return {site: largest[site].tolist() for site in self.sites if site in largest}
-
-
-class Forms:
-    """The forms of a program that trials run, each compiled once if it is used."""
-
-    def __init__(self, program: Program) -> None:
-        self.program = program
-
-    @functools.cached_property
-    def as_written(self) -> Callable[[float], list[Any]]:
-        """A function that returns the loss and the gradients; it has no modes, and compiles and runs fastest."""
-        return compile_as_written(self.program.of_gradients())
-
-    @functools.cached_property
-    def precision(self) -> ModalProgram:
-        return self._form(PRECISION)
-
-    @functools.cached_property
-    def precision_of_gradients(self) -> ModalProgram:
-        return self.precision.of_gradients()
-
-    @functools.cached_property
-    def recording(self) -> ModalProgram:
-        """A separate program, because the other runs need no statistics, which can take most of the time of a run."""
-        return self._form(RECORD)
-
-    @functools.cached_property
-    def constants(self) -> ModalProgram:
-        """A program whose constants in half precision can have other last digits."""
-        return self._form(CONSTANTS)
-
-    @functools.cached_property
-    def repair(self) -> ModalProgram:
-        """A program whose infinities and NaN can be replaced by zeros."""
-        return self._form(REPAIR)
-
-    @functools.cached_property
-    def _operations(self) -> list[Operation]:
-        return program_operations(self.program.jaxpr, self.program.measured_outputs)
-
-    def _form(self, modal: Modal) -> ModalProgram:
-        return ModalProgram(self.program, self._operations, modal)
 
 
 class _ModalOperation(NamedTuple):

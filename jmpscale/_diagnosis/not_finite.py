@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jmpscale._base.source import SCALING
 from jmpscale._base.tree import is_inexact
 from jmpscale._diagnosis.errors import measure
-from jmpscale._diagnosis.modal_program import Forms
+from jmpscale._diagnosis.forms import Forms
 from jmpscale._diagnosis.modes import REPAIR, Mode, Site
 from jmpscale._diagnosis.operations import Path
 from jmpscale._diagnosis.program import Program

@@ -13,7 +13,8 @@ import numpy as np
 
 from jmpscale._diagnosis.errors import Measured, measure
 from jmpscale._diagnosis.fitting_scales import Errors, Scales, at_one_scale, largest, search
-from jmpscale._diagnosis.modal_program import Forms, ModalProgram
+from jmpscale._diagnosis.forms import Forms
+from jmpscale._diagnosis.modal_program import ModalProgram
 from jmpscale._diagnosis.modes import Mode, Modes, Part, Site, Statistics
 from jmpscale._diagnosis.operations import Operation, Path
 from jmpscale._diagnosis.program import Program

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jmpscale._diagnosis.changes import Change
-from jmpscale._diagnosis.modal_program import Forms, ModalProgram
+from jmpscale._diagnosis.forms import Forms
+from jmpscale._diagnosis.modal_program import ModalProgram
 from jmpscale._diagnosis.modes import Mode, Part, Site, Statistics
 from jmpscale._diagnosis.operations import Path
 from jmpscale._diagnosis.passes import Pass
