@@ -12,7 +12,6 @@ from jmpscale._diagnosis.findings import Findings, SensitiveLoss
 from jmpscale._diagnosis.fitting_scales import Errors, Scales, at_one_scale, largest, search
 from jmpscale._diagnosis.forms import Forms
 from jmpscale._diagnosis.lines import Lines, Suspects, find_lines, find_suspects
-from jmpscale._diagnosis.modes import Mode
 from jmpscale._diagnosis.not_finite import RepairTrials
 from jmpscale._diagnosis.program import Program
 from jmpscale._diagnosis.report import Diagnosis
@@ -75,13 +74,13 @@ def _with_scales(findings: Findings) -> Findings:
     """Adds the loss scales that fit."""
     trials, scale = findings.trials, findings.scale
     # A loss that contains a scaled gradient, such as a penalty, may be right at other scales.
-    if depends_on_scale := bool(findings.loss_error) and not trials.errors({}, Mode.AS_WRITTEN, 0)[1]:
+    if depends_on_scale := bool(findings.loss_error) and not trials.errors_as_written(0)[1]:
         findings = findings._replace(loss_error=0.0, errors=findings.errors + math.inf)
 
     def errors_at(exponent: int) -> Errors:
         if 2.0**exponent == scale:
             return findings.errors
-        found, error_of_loss = trials.errors({}, Mode.AS_WRITTEN, exponent)
+        found, error_of_loss = trials.errors_as_written(exponent)
         return found + math.inf if depends_on_scale and error_of_loss else found
 
     expected, largest_error = trials.largest_exponent(), trials.accepted.gradient

@@ -143,12 +143,12 @@ class GradientTrials:
         """Returns the errors of a run as `compare` does; runs it once."""
         key = frozenset(modes.items()), default, exponent
         if key not in self._errors:
-            self._errors[key] = self.compare(self._run(2.0**exponent, modes, default), 2.0**exponent)
+            self._errors[key] = self.compare(self.program.run(2.0**exponent, modes, default)[0], 2.0**exponent)
         return self._errors[key]
 
-    def _run(self, scale: float, modes: Modes, default: Mode) -> list[Any]:
-        is_as_written = default is Mode.AS_WRITTEN and not modes
-        return self.run_as_written(scale) if is_as_written else self.program.run(scale, modes, default)[0]
+    def errors_as_written(self, exponent: int) -> tuple[Errors, float]:
+        """Returns the errors of the program without modes, whose operations the compiler may combine."""
+        return self.compare(self.run_as_written(2.0**exponent), 2.0**exponent)
 
     def statistics(self, scale: float) -> dict[Site, Statistics]:
         """Returns the statistics of the results in float32, at a loss scale."""
@@ -230,7 +230,8 @@ class GradientTrials:
         modes = self.kept(paths)
 
         def errors_at(exponent: int) -> Errors:
-            errors, loss_error = self.errors(modes, Mode.AS_WRITTEN, exponent)
+            found = self.errors(modes, Mode.AS_WRITTEN, exponent) if modes else self.errors_as_written(exponent)
+            errors, loss_error = found
             return errors + (math.inf if loss_error else 0.0)
 
         if not self._has_scaler:
