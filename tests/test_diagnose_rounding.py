@@ -179,7 +179,7 @@ def test_error_of_a_step_near_a_minimum_is_not_a_fault(distance):
 
 
 @pytest.mark.full
-def test_scales_that_fit_near_a_minimum_are_those_at_which_the_backward_pass_is_right():
+def test_scale_fits_near_a_minimum_if_the_backward_pass_is_right():
     params, batch = near_minimum(1e-4)
     loss_fn = jmpscale.autocast(lambda p, b: jnp.mean((jnp.tanh(b[0] @ p["a"]) @ p["b"] - b[1]) ** 2))
     diagnosis = jmpscale.diagnose(loss_fn)(jmpscale.static(2.0**12), params, batch)
@@ -208,7 +208,7 @@ def test_error_near_a_minimum_and_the_error_of_the_update_are_one_sentence():
 
 
 def distances(params, x):
-    """Is at its minimum if all points are moved alike; its coordinates are rounded everywhere."""
+    """Is at its minimum if all points move equally; its coordinates are rounded everywhere."""
     moved = (100 + x + params["shift"]).astype(B)  # fault
     squares = jnp.sum((moved[:, None] - moved[None]) ** 2, -1).astype(jnp.float32)
     return jnp.mean((jnp.sqrt(squares + 1e-3) - jnp.sqrt(jnp.sum((x[:, None] - x[None]) ** 2, -1) + 1e-3)) ** 2)

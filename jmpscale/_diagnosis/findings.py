@@ -123,7 +123,7 @@ class Findings(NamedTuple):
 
     @property
     def error_at_exponent(self) -> float:
-        """The largest error of a gradient at this scale."""
+        """The largest error of a gradient at the scale of `exponent`."""
         return self.error if self.scale_fits else self.scales.smallest_error
 
     @property

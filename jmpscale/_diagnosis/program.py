@@ -3,13 +3,12 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax.core
 import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
 
 from jmpscale._base import flow
-from jmpscale._interpreter.compile import compiled, has_long_loop
+from jmpscale._interpreter.compile import compiled_jaxpr
 
 
 class Program(NamedTuple):
@@ -59,6 +58,5 @@ class Leaf(NamedTuple):
 
 def compile_as_written(program: Program) -> Callable[[float], list[Any]]:
     """Returns a function of the loss scale that returns the loss and the gradients of a step as it is written."""
-    optimize = has_long_loop(program.jaxpr.eqns)
-    run = compiled(lambda consts, scale: jax.core.eval_jaxpr(program.jaxpr, consts, scale), optimize=optimize)
+    run = compiled_jaxpr(program.jaxpr)
     return lambda scale: run(program.consts, np.float32(scale))

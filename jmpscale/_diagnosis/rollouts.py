@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
@@ -14,7 +13,7 @@ from jmpscale._base.tree import is_inexact
 from jmpscale._diagnosis.operations import narrow_dtype
 from jmpscale._diagnosis.outputs import with_outputs
 from jmpscale._diagnosis.program import Program
-from jmpscale._interpreter.compile import compiled, has_long_loop
+from jmpscale._interpreter.compile import compiled_jaxpr
 
 _LOOPS = {"scan", "while"}
 
@@ -64,6 +63,4 @@ def _evaluate(program: Program, variables: list[Any]) -> list[Any]:
     """Returns the values of variables of a program, which do not depend on the loss scale."""
     wanted = with_outputs(program.jaxpr, variables)
     needed, _ = partial_eval.dce_jaxpr(wanted, [True] * len(variables), instantiate=True)
-    optimize = has_long_loop(needed.eqns)
-    run = compiled(lambda consts: jax.core.eval_jaxpr(needed, consts, np.float32(1.0)), optimize=optimize)
-    return run(program.consts)
+    return compiled_jaxpr(needed)(program.consts, np.float32(1.0))

@@ -5,23 +5,24 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.core
 from jax.extend import core
 
 from jmpscale._base.jaxpr import held_jaxprs
 
-# The number of iterations from which on a loop takes longer to run several times than to optimize; so may a loop whose
-# number is not known. `benchmarks.diagnosis` has a recurrence of 2,000 steps, for which it does, and a scan over 24
-# transformer layers, for which it does not.
+# A loop of so many iterations takes longer to run several times than to optimize; so may a loop of an unknown number
+# of iterations. `benchmarks.diagnosis` has a recurrence of 2,000 steps, for which optimization saves time, and a scan
+# over 24 transformer layers, for which it does not.
 _LONG_LOOP = 100
-# Where XLA has two compilers for element-wise operations, the older one is faster. To split a small program for several
-# threads takes more time than it saves.
+# Where XLA has two compilers for element-wise operations, the older one is faster. Code generation in several threads
+# takes more time for a small program than it saves.
 _FAST = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
 
 
 def compiled(fun: Callable[..., Any], *, optimize: bool = False) -> Callable[..., Any]:
     """Compiles a function without changes of precision.
 
-    On a CPU, to `optimize` it takes longer than a few runs, unless it has a long loop.
+    On a CPU, optimization takes longer than a few runs, unless the function has a long loop.
     """
     options: dict[str, Any] = {"xla_allow_excess_precision": False}
     if jax.default_backend() == "cpu":
@@ -38,6 +39,12 @@ def compiled_when_called(fun: Callable[..., Any]) -> Callable[..., Any]:
         return compile_once()(*args)
 
     return call
+
+
+def compiled_jaxpr(jaxpr: core.Jaxpr) -> Callable[..., list[Any]]:
+    """Compiles a program as a function of the list of its constants, and of its inputs."""
+    optimize = has_long_loop(jaxpr.eqns)
+    return compiled(lambda consts, *inputs: jax.core.eval_jaxpr(jaxpr, consts, *inputs), optimize=optimize)
 
 
 def has_long_loop(equations: Iterable[core.JaxprEqn], iterations: int = 1) -> bool:
