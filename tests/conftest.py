@@ -24,6 +24,8 @@ import meshes
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# Filtered tracebacks cost a third of the time of tests that call functions with thousands of wrong arguments.
+jax.config.update("jax_traceback_filtering", "off")
 
 # Every run draws the same examples.
 hypothesis.settings.register_profile("reproducible", max_examples=30, derandomize=True, deadline=None, database=None)
