@@ -24,7 +24,7 @@ import meshes
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-# Filtered tracebacks cost a third of the time of tests that call functions with thousands of wrong arguments.
+# To filter tracebacks takes a quarter of the time of tests that call functions with thousands of wrong arguments.
 jax.config.update("jax_traceback_filtering", "off")
 
 # Every run draws the same examples.

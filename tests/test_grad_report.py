@@ -157,6 +157,13 @@ def test_grad_report_is_global_under_shard_map():
     assert compiling.count(program.as_text(), "all-reduce") <= 4, "at most two for each set of axes"
 
 
+@pytest.mark.parametrize("shapes", [[(8, 0)], [(8, 2), (8, 0)]], ids=["alone", "beside another leaf"])
+def test_grad_report_of_a_sharded_leaf_without_values_is_equal_on_all_devices(shapes):
+    grads = [np.ones(shape, np.float32) for shape in shapes]
+    mapped = jax.shard_map(jmpscale.grad_report, mesh=meshes.make_mesh(x=8), in_specs=P("x"), out_specs=P())
+    _assert_exact(jax.jit(mapped)(grads), grads)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("axis_name", ["d", ()], ids=["combined", "separate"])
 def test_grad_report_combines_values_along_axis_name(axis_name):
