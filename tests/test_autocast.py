@@ -34,8 +34,8 @@ RANDOM = np.random.default_rng(0)
 N = 16
 
 
-def random_array(shape):
-    return jnp.asarray(RANDOM.standard_normal(shape) / shape[0] ** 0.5, jnp.float32)
+def random_array(shape, random=RANDOM):
+    return jnp.asarray(random.standard_normal(shape) / shape[0] ** 0.5, jnp.float32)
 
 
 W, X = random_array((N, N)), random_array((N, N))
