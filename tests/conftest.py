@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+import tempfile
 import types
 
 # The environment may set another number of devices.
@@ -26,6 +27,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # To filter tracebacks takes a quarter of the time of tests that call functions with thousands of wrong arguments.
 jax.config.update("jax_traceback_filtering", "off")
+
+# Different tests compile equal programs: with the cache, a process compiles each of them once.
+_compiled_programs = tempfile.TemporaryDirectory(prefix="compiled-programs-")
+jax.config.update("jax_compilation_cache_dir", _compiled_programs.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # Every run draws the same examples.
 hypothesis.settings.register_profile("reproducible", max_examples=30, derandomize=True, deadline=None, database=None)
@@ -74,6 +81,10 @@ def pytest_configure(config):
         jax.lax.platform_dependent = _default_form
     if config.getoption("--without-guards"):
         _remove_guards()
+
+
+def pytest_unconfigure():
+    _compiled_programs.cleanup()
 
 
 def pytest_collection_modifyitems(config, items):

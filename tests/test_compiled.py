@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -43,6 +44,16 @@ TARGETS = {"h100": ("h100", "h100", (3, 2048), 0), "tpu": ("tpu-v5e", "tpu-v5p",
 ADDED_KERNELS = {"functional": 4, "optax wrapper": 4, "scaled_backward": 4}
 ADDED_KERNELS |= {"functional, norm as check": 5, "optax wrapper, max_norm": 5}
 ADDED_KERNELS_ON_TPU = 4  # none with AdamW
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _without_compilation_cache():
+    """Turns the cache of conftest.py off: the programs for devices that are absent cannot be serialized."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    reset_cache()
 
 
 def _mesh(backend, devices):
