@@ -1,7 +1,7 @@
 """The figures in the sentences of the pages, as text, from the results of earlier runs.
 
 On a page, a comment behind a number has the name of the figure: `takes 2.2<!-- trace wrapper --> seconds`. `python -m
-benchmarks.table` writes the number. The words around it stand on the page alone.
+benchmarks.table` writes the number. Only the page has the words around it.
 """
 
 import math

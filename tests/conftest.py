@@ -25,10 +25,10 @@ import meshes
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-# To filter tracebacks takes a quarter of the time of tests that call functions with thousands of wrong arguments.
+# Filtering tracebacks takes a quarter of the time of tests that call functions with thousands of wrong arguments.
 jax.config.update("jax_traceback_filtering", "off")
 
-# Different tests compile equal programs: with the cache, a process compiles each of them once.
+# Different tests compile the same programs. With this cache, each process compiles them once.
 _compiled_programs = tempfile.TemporaryDirectory(prefix="compiled-programs-")
 jax.config.update("jax_compilation_cache_dir", _compiled_programs.name)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

@@ -176,13 +176,13 @@ def test_result_that_the_program_requests_in_float16_is_nan_if_infinite():
 def test_attention_is_as_accurate_as_with_casts_by_hand(amplitude):
     """With an amplitude of 60, scores exceed the largest number of float16."""
     random = np.random.default_rng(0)
-    q, k, v = (random.standard_normal((1, 64, 2, 64)).astype(np.float32) for _ in range(3))
+    q, k, v = (random.standard_normal((16, 64, 2, 64)).astype(np.float32) for _ in range(3))
     q, k = q * amplitude, k * amplitude
     attention = functools.partial(jax.nn.dot_product_attention, implementation="xla")
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         hand = attention(*(x.astype(F16) for x in (q, k, v))).astype(F32)
         errors = [float(jnp.linalg.norm(x - attention(q, k, v))) for x in (in_half(attention)(q, k, v), hand)]
-    assert errors[0] <= 1.02 * errors[1]
+    assert errors[0] <= 1.001 * errors[1]
 
 
 # --- what else differs from the default form, and what does not

@@ -48,7 +48,7 @@ ADDED_KERNELS_ON_TPU = 4  # none with AdamW
 
 @pytest.fixture(autouse=True, scope="module")
 def _without_compilation_cache():
-    """Turns the cache of conftest.py off: the programs for devices that are absent cannot be serialized."""
+    """Turns the cache of conftest.py off, because JAX cannot serialize programs for devices that are absent."""
     jax.config.update("jax_enable_compilation_cache", False)
     reset_cache()
     yield

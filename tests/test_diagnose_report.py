@@ -304,7 +304,7 @@ def two_errors(params, x):
     return squared(jnp.tanh(h.astype(jnp.float32) * 1e-5)) + phases(params["bias"], x)
 
 
-def test_summary_names_the_gradient_with_a_large_error_and_its_part_of_the_norm():
+def test_summary_names_the_gradient_with_a_large_error_and_its_share_of_the_norm():
     diagnosis = diagnose(two_leaves, {"kernel": W, "bias": W}, X)
     assert re.search(r" by 6\.97%, in params\['bias'\], which has [\d.]+% of their norm: rounding", diagnosis.summary)
 

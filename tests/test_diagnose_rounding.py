@@ -1,4 +1,4 @@
-"""Rounding has three answers, by its size: small, in between, and wrong; it does not decide which scales fit."""
+"""Rounding has three answers, by its size: small, moderate, and wrong; it does not decide which scales fit."""
 
 import math
 import re
@@ -23,7 +23,7 @@ def place(fun, module=__name__):
     return f"{module}.py:{fault_line(fun)} ({fun.__name__})"
 
 
-# --- Between small and wrong. ---
+# --- Moderate errors. ---
 
 FREQUENCIES = np.exp(-np.log(10000) * np.arange(32) / 32).astype(np.float32)
 TIMES = np.random.default_rng(5).uniform(0, 1000, 512).astype(np.float32)
@@ -38,7 +38,7 @@ def time_steps(params, times):
     return jnp.mean(((hidden @ params["last"].astype(B)).astype(jnp.float32)[:, 0] - jnp.cos(times)) ** 2)
 
 
-def test_error_in_between_names_the_line_its_error_and_what_remains_without_it():
+def test_moderate_error_names_its_line_and_the_error_that_remains_without_it():
     diagnosis = jmpscale.diagnose(time_steps)(jmpscale.static(1.0), NETWORK, TIMES)
     line = re.escape(place(time_steps))
     found = re.match(
@@ -130,7 +130,7 @@ def test_overflow_that_changes_a_gradient_by_less_than_half_is_a_fault():
     assert diagnosis.lines == (place(hidden_overflow),)
 
 
-# --- Near a minimum of the loss, where the gradients are small beside what rounding adds to them. ---
+# --- Near a minimum of the loss, where the gradients are small compared with their rounding errors. ---
 
 
 def small_residual(w, x):
@@ -208,7 +208,7 @@ def test_error_near_a_minimum_and_the_error_of_the_update_are_one_sentence():
 
 
 def distances(params, x):
-    """Is at its minimum if all points move equally; its coordinates are rounded everywhere."""
+    """A loss that is at its minimum if all points move equally; its coordinates are rounded everywhere."""
     moved = (100 + x + params["shift"]).astype(B)  # fault
     squares = jnp.sum((moved[:, None] - moved[None]) ** 2, -1).astype(jnp.float32)
     return jnp.mean((jnp.sqrt(squares + 1e-3) - jnp.sqrt(jnp.sum((x[:, None] - x[None]) ** 2, -1) + 1e-3)) ** 2)

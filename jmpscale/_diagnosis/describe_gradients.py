@@ -26,7 +26,7 @@ def describe_gradients(findings: Findings) -> str:
     if not findings.trials.decisive.any():
         if findings.scale_fits:
             return _describe_useless_gradients(findings)
-        # A call would be built on gradients that are noise.
+        # The call would be based on gradients that are noise.
         return f"{_describe_useless_gradients(findings)} {_describe_range(findings)} {_describe_scale(findings)}"
     if not findings.scale_fits:
         rounding = _describe_rounding(findings, "At the best scale the gradients", findings.scales.errors_at_best)
@@ -52,7 +52,7 @@ def _is_small(findings: Findings) -> bool:
 
 
 def _describe_rounding(findings: Findings, begin: str, errors: Errors | None) -> str:
-    """Describes the error of gradients that may be right: small, or in between."""
+    """Describes the error of gradients that may be right: small or moderate."""
     if errors is not None and findings.error_elsewhere is not None:
         return f"{begin} differ from float32 {_describe_minimum(findings, findings.error_elsewhere, errors)}."
     text = f"{begin} differ from float32 {by_gradient(findings, errors)}"

@@ -162,7 +162,7 @@ def _with_cause(findings: Findings, lines: Lines) -> Findings:
 
 
 def _find_suspects(findings: Findings) -> Suspects | None:
-    """Returns the lines that make most of an error that is in between; at the present scale, or at the best one."""
+    """Returns the lines that cause most of a moderate error, at the present scale, or at the best one."""
     best = findings.scales.best
     if not findings.accurate or findings.is_near_minimum or best is None:
         return None

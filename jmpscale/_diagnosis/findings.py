@@ -43,13 +43,13 @@ class Findings(NamedTuple):
     not_finite: str = ""  # what makes the step infinite or NaN, in float32 too
     scales: Scales = Scales({}, None, None)
     error_elsewhere: float | None = None  # if the loss is near a minimum: after a change of the parameters
-    overflows: bool = False  # whether results overflow, and an error is in between for this reason
+    overflows: bool = False  # whether results overflow, and cause a moderate error
     lines: Lines | None = None  # that must compute in float32, if they were looked for and found
     cause: Cause | None = None  # where the error begins, if it is known
     casts: Mapping[Part, WrongCasts] = MappingProxyType({})  # of the lines that cast several arguments
     scales_with_float32_results: Scales | None = None  # of autocast, if it has others and lines were found
     alone: Mapping[Part, float] = MappingProxyType({})  # the errors of the parts that were tried alone
-    suspects: Suspects | None = None  # of an error that is in between
+    suspects: Suspects | None = None  # of a moderate error
     advice: Advice | None = None  # the scaler that is advised, if the present one should change
     update: Update = Update()
 

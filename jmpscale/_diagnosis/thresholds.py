@@ -1,7 +1,7 @@
 """The tuned numbers of a diagnosis, each with its reason. Errors are relative L2 norms.
 
 Two questions are kept apart. A loss scale fits if it is nearly as good as the best one, however large the error of
-rounding is. The error at the best scale is rounding, and it is small, in between or wrong.
+rounding is. The error at the best scale is rounding, and it is small, moderate or wrong.
 """
 
 from typing import NamedTuple
@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 # Below, there is nothing to say: with an error of 0.9%, a network of time steps trains as in float32.
 SMALL_ERROR = 0.05
-# Above, the gradient is wrong, and a minimal set of lines must compute in float32. In between, the error does not tell
-# whether training suffers: with the same error of 21%, a residual network with small batches trains as in
-# float32, whereas rounded time steps make the loss 9,000 times as large.
+# Above, the gradient is wrong, and a minimal set of lines must compute in float32. A moderate error, between the two
+# limits, does not show whether training suffers: with the same error of 21%, a residual network with small batches
+# trains as in float32, whereas rounded time steps make the loss 9,000 times as large.
 WRONG_ERROR = 0.5
 # The largest error of the loss. The healthy programs of the tests have at most 2%.
 LARGEST_LOSS_ERROR = 0.03
@@ -32,7 +32,7 @@ NOISE_OF_ERRORS = 0.25
 # makes the next ones wrong, too. An overflow or underflow is the reason of an error that the range of float32 divides
 # by at least this factor.
 SAME_SIZE = 2.0
-# The most lines that are named for an error in between: of more, the worst one.
+# The most lines that are named for a moderate error: of more, the worst one.
 MOST_SUSPECTS = 3
 
 # --- Which gradients decide. ---

@@ -10,9 +10,9 @@ from jax.extend import core
 
 from jmpscale._base.jaxpr import held_jaxprs
 
-# A loop of so many iterations takes longer to run several times than to optimize; so may a loop of an unknown number
-# of iterations. `benchmarks.diagnosis` has a recurrence of 2,000 steps, for which optimization saves time, and a scan
-# over 24 transformer layers, for which it does not.
+# A loop with this number of iterations takes longer to run several times than to optimize, and so may a loop whose
+# number of iterations is unknown. `benchmarks.diagnosis` has a recurrence of 2,000 steps, for which optimization saves
+# time, and a scan over 24 transformer layers, for which it does not.
 _LONG_LOOP = 100
 # Where XLA has two compilers for element-wise operations, the older one is faster. Code generation in several threads
 # takes more time for a small program than it saves.
@@ -42,13 +42,13 @@ def compiled_when_called(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compiled_jaxpr(jaxpr: core.Jaxpr) -> Callable[..., list[Any]]:
-    """Compiles a program as a function of the list of its constants, and of its inputs."""
+    """Compiles a jaxpr as a function of a list of its constants, and of its inputs."""
     optimize = has_long_loop(jaxpr.eqns)
     return compiled(lambda consts, *inputs: jax.core.eval_jaxpr(jaxpr, consts, *inputs), optimize=optimize)
 
 
 def has_long_loop(equations: Iterable[core.JaxprEqn], iterations: int = 1) -> bool:
-    """Tests whether one of some equations, which run so many times, runs often."""
+    """Tests whether any of the equations, which run `iterations` times, is or contains a long loop."""
     for eqn in equations:
         count = iterations * eqn.params["length"] if eqn.primitive.name == "scan" else iterations
         if eqn.primitive.name == "while" or count >= _LONG_LOOP:

@@ -179,13 +179,12 @@ def grad_report(grads: PyTree, *, scaler: PyTree = None, axis_name: AxisName = N
     names = [name or "grads" for name, _ in gradients]
     leaves = [leaf for _, leaf in gradients]
     largest, counts = _leaf_statistics(leaves, loss_scale)
-    # JAX's types may show that the counts of an empty leaf vary, and its maximum does not.
-    axes_of_counts, axes_of_largest = ([axes_to_reduce(x, axis_name) for x in parts] for parts in (counts, largest))
-    combined = map(jax.lax.axis_size, axes_of_counts)
-    sizes = [jnp.size(x) * (1 + jnp.iscomplexobj(x)) * n for x, n in zip(leaves, combined, strict=True)]
+    # By their own types: in JAX 0.10, the counts of a leaf without values vary over devices, but its maximum does not.
+    axes, axes_of_largest = ([axes_to_reduce(x, axis_name) for x in parts] for parts in (counts, largest))
+    sizes = [jnp.size(x) * (1 + jnp.iscomplexobj(x)) * jax.lax.axis_size(a) for x, a in zip(leaves, axes, strict=True)]
     if large := [size for size in sizes if isinstance(size, int) and size > COUNTER_LIMIT]:
         raise ValueError(f"grads must have at most {COUNTER_LIMIT} values in a leaf, got {large[0]}. Split the leaf.")
-    totals = dict(zip(_COUNTS, _all_reduce(counts, axes_of_counts, jax.lax.psum).T, strict=True))
+    totals = dict(zip(_COUNTS, _all_reduce(counts, axes, jax.lax.psum).T, strict=True))
     max_abs = jnp.where(totals["nan"] > 0, np.nan, _all_reduce(largest, axes_of_largest, jax.lax.pmax))
     finite = jnp.isfinite(max_abs).all()
     if loss_scale is not None:
