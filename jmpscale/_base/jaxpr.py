@@ -127,7 +127,17 @@ def called_jaxpr(eqn: core.JaxprEqn) -> core.ClosedJaxpr:
     return closed(next(value for value in eqn.params.values() if isinstance(value, Jaxpr)))
 
 
-def calls_compiled(eqn: core.JaxprEqn, name: str) -> bool:
+def scales(eqn: core.JaxprEqn) -> bool:
+    """Tests whether an equation calls the compiled function that scales losses."""
+    return _calls_compiled(eqn, "_scale_leaves")
+
+
+def unscales(eqn: core.JaxprEqn) -> bool:
+    """Tests whether an equation calls the compiled function that unscales gradients."""
+    return _calls_compiled(eqn, "unscale_leaves")
+
+
+def _calls_compiled(eqn: core.JaxprEqn, name: str) -> bool:
     """Tests whether an equation calls a function with this name that `jax.jit` compiles."""
     return eqn.primitive.name == "jit" and eqn.params["name"] == name
 

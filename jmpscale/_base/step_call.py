@@ -49,6 +49,14 @@ class StepCall:
         self.arguments: list[PyTree] = self._replace(self._values(self._objects))
         self.is_nnx = [bool(flatten_matching(x, is_nnx_object, is_nnx_object)[0]) for x in given]
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `jax.jit`, `jax.pmap` or a framework compiles the step."""
+        step = self._step
+        while isinstance(step, functools.partial):
+            step = step.func
+        return hasattr(step, "lower")
+
     def run(self, arguments: Sequence[PyTree]) -> tuple[PyTree, list[PyTree]]:
         """Calls the step with other values of the same structure; they may be traced.
 

@@ -11,35 +11,15 @@ the objects of Flax NNX among the arguments:
 where `arguments` and `results` are the leaves of `call.arguments` and of `out`.
 """
 
-import dataclasses
-import functools
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.extend import core
 
-from jmpscale._base.dependence import Dependence
-from jmpscale._base.step_call import StepCall, is_array_type
-from jmpscale._base.tree import PyTree, is_named_tuple, named_leaves
-from jmpscale._base.types import is_numeric
-
-_LIBRARIES = {"jmpscale", "optax"}  # whose named tuples are parts as a whole
-
-
-class Match(NamedTuple):
-    """A part of the arguments of a step, and the part of its result that is its new value.
-
-    `old` has the positions of its leaves among `jax.tree.leaves(call.arguments)`, and `new` the positions of their new
-    values among `jax.tree.leaves(out)`, where `out` is what `call.run` or `call.trace` returned.
-    """
-
-    name: str  # such as `params` or `state['params']`
-    tree: PyTree  # the part of the arguments; of an object of Flax NNX, without variables that the step removes
-    old: tuple[int, ...]
-    new: tuple[int, ...]
+from jmpscale._base.step_call import StepCall
+from jmpscale._base.step_dependence import StepDependence
+from jmpscale._base.step_objects import match_objects
+from jmpscale._base.step_parts import Match, Part, elements_of
+from jmpscale._base.tree import PyTree
 
 
 def match_state(call: StepCall, out: PyTree, program: core.ClosedJaxpr | None) -> list[Match]:
@@ -47,25 +27,31 @@ def match_state(call: StepCall, out: PyTree, program: core.ClosedJaxpr | None) -
 
     A part is an argument that comes back as a whole; or an element of a tuple, a list, a dict or a named tuple that
     does not, except of the states of optax. In the result, the elements of these containers count, too, and so do the
-    fields of a dataclass that is the whole result. A lone array is a part if it is the first argument. Any other one is
-    a part only if it holds integers or a key, and depends on its old value, because an image may look like its
-    reconstruction, and a learning rate like a loss.
+    fields of a dataclass that is the whole result. An object of Flax NNX is a part if the step changes it, or if the
+    step returns its new state. A lone array, unless it is the first argument, is a part only if it is computed from its
+    old value.
 
     `program`, which `call.trace` returned with `out`, distinguishes parameters from gradients: a new value that depends
-    on the result of a backward pass must also depend on its old value without the detour through a backward pass. It is
-    None for a step that JAX cannot trace. If
-    several parts have the same types, such as the parameters and their average, each takes a result that depends on it.
+    on the result of a backward pass must also depend on its old value without the detour through a backward pass, or
+    stand between the new values of the neighbors of its old value. It is None for a step that JAX cannot trace. If
+    several parts have the same types, such as the parameters and their average, each takes a result that depends on it;
+    and if several results do, such as gradients with a penalty, one that is near its value.
 
     Returns:
       The matches; none if no argument comes back.
     """
     result, after = out
     objects, values = _arguments(call)
+    dependence = StepDependence(call, out, program)
+    matches = match_objects(objects, Part("", result, 0), after, dependence)
     results, parts = _divided(result, values)
-    pairs = _pairs(parts, results, [part for part in values if not part.start], _PartDependence(call, out, program))
-    matches = [Match(old.name, old.tree, tuple(old.leaves), tuple(new.leaves)) for old, new in pairs]
-    new_objects = _elements([part.name for part in objects], after, len(jax.tree.leaves(result)))
-    matches += map(_match_object, objects, new_objects)
+    first = [part for part in values if not part.start]
+    pairs = _pairs(parts, results, first, dependence)
+    trained = [i for match in matches for i in match.new]
+    trained += [i for old, new in pairs for i in new.leaves if _is_trained(old, new, first, dependence)]
+    for old, new in pairs:
+        is_certain = _is_state(old, new, first, trained, dependence)
+        matches.append(Match(old.name, old.tree, tuple(old.leaves), tuple(new.leaves), is_certain))
     return sorted(matches, key=lambda match: match.old)
 
 
@@ -76,138 +62,98 @@ def changed_types(
 
     Each is a name, the argument, and its new value, which depends on it if `program` is given.
     """
-    dependence = _PartDependence(call, out, program)
+    dependence = StepDependence(call, out, program)
     matched = {position for match in matches for position in match.old}
     taken = {position for match in matches for position in match.new}  # the new values of other arguments
     for old in _arguments(call)[1]:
         if old.is_lone or not old.leaves or matched.intersection(old.leaves):
             continue
-        for new in _Part("", out[0], 0, is_result=True).nested():
+        for new in Part("", out[0], 0, is_result=True).nested():
             if taken.intersection(new.leaves):
                 continue
-            if new.types[0] == old.types[0] and (not program or dependence.depends(new, old)):
+            if new.types[0] == old.types[0] and (not program or dependence.depends(new.leaves, old.leaves)):
                 yield old.name, old.tree, new.tree
                 break
 
 
-def _arguments(call: StepCall) -> tuple[list["_Part"], list["_Part"]]:
+def _arguments(call: StepCall) -> tuple[list[Part], list[Part]]:
     """Returns the arguments that contain objects of Flax NNX, and all other ones."""
-    pairs = list(zip(_elements(call.names, call.arguments, 0), call.is_nnx, strict=True))
+    pairs = list(zip(elements_of(call.names, call.arguments, 0), call.is_nnx, strict=True))
     return [part for part, is_nnx in pairs if is_nnx], [part for part, is_nnx in pairs if not is_nnx]
 
 
-def _divided(result: PyTree, values: list["_Part"]) -> tuple[list["_Part"], list["_Part"]]:
+def _divided(result: PyTree, values: list[Part]) -> tuple[list[Part], list[Part]]:
     """Returns the parts of the result and of the arguments that may correspond."""
     known = [nested.types for value in values for nested in value.nested()]
-    results = _Part("", result, 0, is_result=True).divided(known)
+    results = Part("", result, 0, is_result=True).divided(known)
     return results, [part for value in values for part in value.divided([new.types for new in results])]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Part:
-    """A part of the arguments, or of the result, of a step."""
-
-    name: str
-    tree: PyTree
-    start: int  # the position of its first leaf
-    is_result: bool = False  # whether it is all that the step returns
-
-    @functools.cached_property
-    def leaves(self) -> range:
-        return range(self.start, self.start + len(jax.tree.leaves(self.tree)))
-
-    @functools.cached_property
-    def types(self) -> tuple[object, ...]:
-        """The structure and the types of the leaves, which a value and its new value have in common."""
-        leaves, structure = jax.tree.flatten(self.tree)
-        return structure, *map(_type, leaves)
-
-    @property
-    def is_lone(self) -> bool:
-        return jax.tree_util.all_leaves([self.tree])
-
-    @property
-    def is_discrete(self) -> bool:
-        """Whether it holds integers or random keys only."""
-        return all(is_array_type(x) and not jnp.issubdtype(x.dtype, np.inexact) for x in jax.tree.leaves(self.tree))
-
-    def elements(self) -> list["_Part"]:
-        """Returns the elements of a container of the user; none if the part is anything else."""
-        is_container = type(self.tree) in {tuple, list, dict} or is_named_tuple(self.tree)
-        is_container |= self.is_result and dataclasses.is_dataclass(self.tree)  # as of the trainer of Levanter
-        if not is_container or type(self.tree).__module__.partition(".")[0] in _LIBRARIES:
-            return []
-        entries = jax.tree_util.tree_leaves_with_path(self.tree, is_leaf=lambda x: x is not self.tree)
-        names = [self.name + jax.tree_util.keystr(path) for path, _ in entries]
-        return _elements(names, [element for _, element in entries], self.start)
-
-    def nested(self) -> Iterator["_Part"]:
-        """Yields the part, its elements, and theirs."""
-        yield self
-        for element in self.elements():
-            yield from element.nested()
-
-    def divided(self, known: Sequence[tuple[object, ...]]) -> list["_Part"]:
-        """Returns the largest parts of it that have known types, and the smallest ones that have not."""
-        elements = [] if self.types in known else self.elements()
-        return [part for element in elements for part in element.divided(known)] or [self]
-
-
-def _elements(names: Sequence[str], trees: Sequence[PyTree], start: int) -> list[_Part]:
-    """Returns parts whose leaves follow one another."""
-    parts = []
-    for name, tree in zip(names, trees, strict=True):
-        parts.append(_Part(name, tree, start))
-        start = parts[-1].leaves.stop
-    return parts
-
-
-class _PartDependence:
-    """Which parts of a result depend on which parts of the arguments; nothing is known without a program."""
-
-    def __init__(self, call: StepCall, out: PyTree, program: core.ClosedJaxpr | None) -> None:
-        self._known = Dependence(program) if program else None
-        # The program takes and returns arrays only.
-        self._inputs, self._outputs = _numbered(call.arguments), _numbered(out)
-
-    def depends(self, new: _Part, old: _Part) -> bool:
-        """Tests whether a leaf of a result depends on its old value, without the detour through a backward pass."""
-        pairs = [(self._outputs.get(i), self._inputs.get(k)) for i, k in zip(new.leaves, old.leaves, strict=True)]
-        known = self._known
-        return known is not None and any(known.depends(i, k) for i, k in pairs if i is not None and k is not None)
-
-    def is_backward(self, new: _Part) -> bool:
-        """Tests whether a result depends on the result of a backward pass."""
-        known = self._known
-        return known is not None and any(known.is_backward(self._outputs[i]) for i in new.leaves if i in self._outputs)
-
-
-def _numbered(tree: PyTree) -> dict[int, int]:
-    """Returns the number of each array among the arrays of a tree, by its position among the leaves."""
-    positions = [i for i, leaf in enumerate(jax.tree.leaves(tree)) if is_array_type(leaf)]
-    return {position: number for number, position in enumerate(positions)}
-
-
 def _pairs(
-    olds: list[_Part], news: list[_Part], first: Sequence[_Part], dependence: _PartDependence
-) -> list[tuple[_Part, _Part]]:
+    olds: list[Part], news: list[Part], first: Sequence[Part], dependence: StepDependence
+) -> list[tuple[Part, Part]]:
     """Returns parts of the arguments, each with the part of the result that is its new value."""
-    olds = [old for old in olds if old.leaves and (old in first or not old.is_lone or old.is_discrete)]
+    olds = [old for old in olds if old.leaves]
     same = {old: [new for new in news if new.types == old.types] for old in olds}
-    pairs = _largest_matching({old: [new for new in same[old] if dependence.depends(new, old)] for old in olds})
+    choices = {old: [new for new in same[old] if dependence.depends(new.leaves, old.leaves)] for old in olds}
+    pairs = _by_dependence(choices, dependence)
     for old in olds:  # a new value may also be the earlier value of another part, or a constant
         if old not in pairs and (old in first or not old.is_lone):
             free = (new for new in same[old] if new not in pairs.values() and not dependence.is_backward(new))
             if new := next(free, None):
                 pairs[old] = new
+    for position, old in enumerate(olds):
+        new = _between_neighbors(olds, position, news, pairs)
+        if old not in pairs and not old.is_lone and new in same[old] and new not in pairs.values():
+            pairs[old] = new
     return list(pairs.items())
 
 
-def _largest_matching(choices: dict[_Part, list[_Part]]) -> dict[_Part, _Part]:
-    """Returns one choice for as many keys as possible, no choice twice, the first ones where there are several."""
-    owners: dict[_Part, _Part] = {}
+def _by_dependence(choices: dict[Part, list[Part]], dependence: StepDependence) -> dict[Part, Part]:
+    """Returns parts with results that are computed from them; near ones first where other results are, too."""
+    pairs = _largest_matching(choices)
+    taken = set(pairs.values())
+    ambiguous = [old for old, news in choices.items() if not taken.issuperset(news) and not old.is_lone]
+    if not ambiguous:
+        return pairs
+    ordered = dict(choices)
+    for old in ambiguous:
+        are_near = dict(zip(choices[old], dependence.are_near(choices[old], old), strict=True))
+        ordered[old] = sorted(choices[old], key=are_near.__getitem__, reverse=True)
+    return _largest_matching(ordered)
 
-    def assign(key: _Part, tried: set[_Part]) -> bool:
+
+def _between_neighbors(olds: list[Part], position: int, news: list[Part], pairs: Mapping[Part, Part]) -> Part | None:
+    """Returns the result between the new values of the parts before and after a part, or next to the only one."""
+    before = pairs.get(olds[position - 1]) if position else None
+    after = pairs.get(olds[position + 1]) if position + 1 < len(olds) else None
+    found = {news.index(before) + 1} if before else set[int]()
+    found |= {news.index(after) - 1} if after else set()
+    index = found.pop() if len(found) == 1 else -1
+    return news[index] if 0 <= index < len(news) else None
+
+
+def _is_trained(old: Part, new: Part, first: Sequence[Part], dependence: StepDependence) -> bool:
+    """Tests whether gradients change a part of the arguments, or decide whether it changes."""
+    # A lone array may come back as a product, such as a learning rate as the norm of an update.
+    return (old in first or not old.is_lone) and dependence.is_influenced_by_gradients(new)
+
+
+def _is_state(old: Part, new: Part, first: Sequence[Part], trained: Sequence[int], dependence: StepDependence) -> bool:
+    """Tests whether a part that comes back is state for certain, given the positions of what gradients change.
+
+    Data, such as a batch or a learning rate, have an influence on that, and no gradient changes them.
+    """
+    if old.is_count_or_key or _is_trained(old, new, first, dependence):
+        return True
+    return not dependence.has_influence(old, [i for i in trained if i not in new.leaves])
+
+
+def _largest_matching(choices: dict[Part, list[Part]]) -> dict[Part, Part]:
+    """Returns one choice for as many keys as possible, no choice twice, the first ones where there are several."""
+    owners: dict[Part, Part] = {}
+
+    def assign(key: Part, tried: set[Part]) -> bool:
         for choice in choices[key]:
             if choice not in owners:
                 owners[choice] = key
@@ -224,22 +170,3 @@ def _largest_matching(choices: dict[_Part, list[_Part]]) -> dict[_Part, _Part]:
     for key in choices:
         assign(key, set())
     return {key: choice for choice, key in owners.items()}
-
-
-def _match_object(old: _Part, new: _Part) -> Match:
-    """Returns the variables of objects of Flax NNX that exist before and after the step."""
-    news = {path: new.start + i for i, (path, _) in enumerate(named_leaves(new.tree))}
-    positions = {path: old.start + i for i, (path, _) in enumerate(named_leaves(old.tree)) if path in news}
-
-    def kept(path: tuple[Any, ...], leaf: Any) -> Any:
-        return leaf if jax.tree_util.keystr(path) in news else None
-
-    tree = jax.tree_util.tree_map_with_path(kept, old.tree)
-    return Match(old.name, tree, tuple(positions.values()), tuple(news[path] for path in positions))
-
-
-def _type(leaf: Any) -> object:
-    """Returns the shape and the dtype of an array or of a number; any other leaf must be the same before and after."""
-    if is_array_type(leaf) or is_numeric(leaf):
-        return np.shape(leaf), getattr(leaf, "dtype", None) or jnp.result_type(leaf)
-    return leaf

@@ -55,6 +55,14 @@ def is_real_scalar(leaf: object) -> bool:
     return is_real(leaf) and jnp.shape(leaf) == ()
 
 
+def is_key(leaf: object) -> bool:
+    """Tests whether a leaf is a random key or an array of keys, or the array of numbers that represents one key."""
+    if not isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, np.ndarray)):
+        return False
+    is_typed = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return is_typed or (leaf.dtype == np.uint32 and leaf.shape in {(2,), (4,)})
+
+
 def is_named_tuple(node: object) -> bool:
     return isinstance(node, tuple) and hasattr(node, "_fields")
 

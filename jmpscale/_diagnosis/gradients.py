@@ -10,10 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jmpscale._base.jaxpr import ENTERED, calls_compiled, equations, held_jaxprs, type_of
+from jmpscale._base.jaxpr import ENTERED, equations, held_jaxprs, scales, type_of, unscales
 from jmpscale._base.scopes import is_backward, is_differentiated
-
-_UNSCALING, _SCALING = "unscale_leaves", "_scale_leaves"  # the compiled functions of `unscale` and `scale`
 
 
 class Gradients:
@@ -23,8 +21,8 @@ class Gradients:
         calls = [(eqn, caller) for eqn, caller in equations(jaxpr) if not caller.holder]
         outside = [eqn for eqn, caller in calls if not (caller.backward or is_differentiated(eqn))]
         # A gradient that the loss contains is unscaled inside of the loss, and does not count.
-        self._unscaling = {id(eqn) for eqn in outside if calls_compiled(eqn, _UNSCALING)}
-        losses = [eqn.invars for eqn, caller in calls if calls_compiled(eqn, _SCALING) and not is_backward(eqn)]
+        self._unscaling = {id(eqn) for eqn in outside if unscales(eqn)}
+        losses = [eqn.invars for eqn, caller in calls if scales(eqn) and not is_backward(eqn)]
         self._losses = {x for operands in losses for x in operands if isinstance(x, core.Var) and _is_scalar_loss(x)}
         self._contains: dict[int, bool] = {}  # by the identity of a jaxpr
 
@@ -41,7 +39,7 @@ class Gradients:
 
     def are_in(self, eqn: core.JaxprEqn) -> bool:
         """Tests whether the jaxprs that an equation holds compute gradients or losses."""
-        if is_differentiated(eqn) or eqn.primitive.name not in ENTERED or calls_compiled(eqn, _UNSCALING):
+        if is_differentiated(eqn) or eqn.primitive.name not in ENTERED or unscales(eqn):
             return False
         return any(map(self._are_in_jaxpr, held_jaxprs(eqn)))
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._base.step_call import StepCall, is_array_type
-from jmpscale._base.step_state import Match
+from jmpscale._base.step_parts import Match
 from jmpscale._base.tree import PyTree, is_real, leaves_with_path, named_leaves
 from jmpscale._diagnosis.program import Leaf, Result
 from jmpscale._state import is_scaler

@@ -41,7 +41,8 @@ def trace_step(call: StepCall, axes: Axes) -> TracedStep:
 def _traced_step(call: StepCall, out: PyTree, traced: core.ClosedJaxpr) -> TracedStep:
     check_no_refs(traced.consts, "the values that step closes over")
     written = traced.replace(jaxpr=repeatable(traced.jaxpr))
-    matches = match_state(call, out, written)
+    # A lone array that may be data, such as an image beside its reconstruction, is compared as a result.
+    matches = [x for x in match_state(call, out, written) if x.is_certain or not jax.tree_util.all_leaves([x.tree])]
     arrays = StepArrays(call, out, matches)
     exposed = _expose_gradients(written, arrays)
     leaves = arrays.leaves(Passes(written.jaxpr, 0).inputs_in_forward)

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._base.frameworks import is_optax_state
-from jmpscale._base.tree import PyTree, bit_pattern, is_array
+from jmpscale._base.tree import PyTree, bit_pattern, is_key
+from jmpscale._base.types import is_numeric
 from jmpscale._state import WithLossScalingState
 
 
@@ -15,9 +16,9 @@ def kind_of_count(was: Any, now: Any, applied: Any) -> str:
     """Returns what a leaf is that a skipped step changes as an applied step does; an empty string if it is neither."""
     if bit_pattern(now) != bit_pattern(applied):
         return ""
-    if _is_key(was):
+    if is_key(was):
         return "a random key"
-    return "a count" if _is_integer(was) and int(now) > int(was) else ""
+    return "a count" if _is_whole_number(was) and _is_whole_number(now) and now > was else ""
 
 
 def find_optimizer_states(state: PyTree) -> list[str]:
@@ -30,15 +31,7 @@ def find_optimizer_states(state: PyTree) -> list[str]:
     return [jax.tree_util.keystr(path) for path, node in entries if is_optimizer_state(node)]
 
 
-def _is_key(leaf: Any) -> bool:
-    """Tests whether a leaf is a key, or the array of numbers that represents one."""
-    if not is_array(leaf):
-        return False
-    is_typed = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return is_typed or (leaf.dtype == np.uint32 and leaf.shape in {(2,), (4,)})
-
-
-def _is_integer(leaf: Any) -> bool:
-    if is_array(leaf):
-        return leaf.ndim == 0 and jnp.issubdtype(leaf.dtype, np.integer)
-    return isinstance(leaf, int) and not isinstance(leaf, bool)
+def _is_whole_number(leaf: Any) -> bool:
+    """Tests whether a leaf is a number without a fraction, of any dtype: programs count in floating point, too."""
+    is_number = is_numeric(leaf) and np.shape(leaf) == () and jnp.result_type(leaf) != np.bool_
+    return is_number and not np.iscomplexobj(leaf) and float(leaf).is_integer()

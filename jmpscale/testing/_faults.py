@@ -5,7 +5,6 @@ about some of the gradients may be right for one batch and wrong for the next on
 """
 
 import functools
-import inspect
 import itertools
 import math
 import operator
@@ -17,10 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jmpscale._algorithm.scaling import unscale_leaves
 from jmpscale._base.compat import varying_axes
 from jmpscale._base.dependence import find_sources
-from jmpscale._base.jaxpr import ENTERED, Caller, calls_compiled, equations
+from jmpscale._base.jaxpr import ENTERED, Caller, equations, unscales
 from jmpscale._base.multiply import multiply_leaf
 from jmpscale._interpreter.float32 import run_in_widest
 from jmpscale._interpreter.interpret import Interpreter
@@ -45,7 +43,7 @@ class Faults:
     def __init__(self, program: core.ClosedJaxpr) -> None:
         self._program = program
         # An equation in a function that the program calls twice occurs once.
-        sizes = {id(eqn): len(eqn.outvars) for eqn, _ in equations(program.jaxpr, ENTERED) if _unscales(eqn)}
+        sizes = {id(eqn): len(eqn.outvars) for eqn, _ in equations(program.jaxpr, ENTERED) if unscales(eqn)}
         starts = [0, *itertools.accumulate(sizes.values())]
         self._numbers = {key: range(*pair) for key, pair in zip(sizes, itertools.pairwise(starts), strict=True)}
         self.count = starts[-1]
@@ -124,7 +122,3 @@ def _like(count: jax.Array, x: jax.Array) -> jax.Array:
     """Returns a count that varies only over the mesh axes over which `x` varies; `x` keeps its type."""
     axes = tuple(varying_axes(count) - varying_axes(x))
     return jax.lax.pmax(count, axes) if axes else count
-
-
-def _unscales(eqn: core.JaxprEqn) -> bool:
-    return calls_compiled(eqn, inspect.unwrap(unscale_leaves).__name__)

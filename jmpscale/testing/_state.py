@@ -5,13 +5,26 @@ from typing import Any, NoReturn
 
 import jax
 import numpy as np
+from jax.extend import core
 
 from jmpscale._base.frameworks import is_trace_error
 from jmpscale._base.step_call import UNREADABLE, StepCall
-from jmpscale._base.step_state import Match, changed_types, match_state
+from jmpscale._base.step_dependence import StepDependence
+from jmpscale._base.step_parts import Match
+from jmpscale._base.step_state import changed_types, match_state
 from jmpscale._base.text import describe
-from jmpscale._base.tree import PyTree, check_has_values, find_instances, is_traced, named_leaves
+from jmpscale._base.tree import (
+    PyTree,
+    bit_pattern,
+    check_has_values,
+    find_instances,
+    flatten_matching,
+    is_array,
+    is_traced,
+    named_leaves,
+)
 from jmpscale._guards.checks import check_leaf_types
+from jmpscale._interpreter.compile import compiled, has_long_loop
 from jmpscale._state import ScalerState
 from jmpscale.testing._replicated import check_addressable
 
@@ -58,22 +71,26 @@ class StepState:
 
 
 class StepOfState:
-    """A step as a function of its state, which keeps its argument, and raises if the types of the state change."""
+    """A step as a function of its state, which keeps its argument, and raises if the types of the state change.
 
-    def __init__(self, call: StepCall, out: PyTree, matches: Sequence[Match]) -> None:
+    Attributes:
+      state: the state in the call.
+      recomputed: the paths of the leaves of the state whose new value is not computed from their old one, such as the
+        copies of other leaves in half precision.
+    """
+
+    def __init__(self, call: StepCall, out: PyTree, matches: Sequence[Match], program: core.ClosedJaxpr | None) -> None:
         self._call = call
-        self._matches = matches
+        self._run = call.run if program is None or call.is_compiled else _compile(call, program)
         self._size = len(jax.tree.leaves(out))
-        self.state = copy(StepState(tuple(match.name for match in matches), [match.tree for match in matches]))
+        self._matches = [match for match in matches if match.is_certain]
+        self._others = [match for match in matches if not match.is_certain]
+        parts = [match.tree for match in self._matches]
+        self.state = copy(StepState(tuple(match.name for match in self._matches), parts))
+        self.recomputed = frozenset[str]() if program is None else self._find_recomputed(call, out, program)
 
     def __call__(self, state: StepState) -> StepState:
-        leaves, structure = jax.tree.flatten(self._call.arguments)
-        for match, part in zip(self._matches, state.parts, strict=True):
-            for position, leaf in zip(match.old, jax.tree.leaves(part), strict=True):
-                leaves[position] = leaf
-        results = jax.tree.leaves(self._call.run(jax.tree.unflatten(structure, map(copy, leaves))))
-        if len(results) != self._size:
-            raise TypeError(f"step returned {self._size} leaves in one call, and {len(results)} in another one.")
+        results = self._results(state)
         parts = [
             jax.tree.unflatten(jax.tree.structure(part), [results[i] for i in match.new])
             for match, part in zip(self._matches, state.parts, strict=True)
@@ -81,6 +98,73 @@ class StepOfState:
         after = copy(StepState(state.names, parts))
         check_leaf_types(state, after, "state", "step", root="")
         return after
+
+    def _find_recomputed(self, call: StepCall, out: PyTree, program: core.ClosedJaxpr) -> frozenset[str]:
+        dependence = StepDependence(call, out, program)
+        pairs = [pair for match in self._matches for pair in zip(match.new, match.old, strict=True)]
+        paths = [path for path, _ in named_leaves(self.state)]
+        return frozenset(
+            path for path, (new, old) in zip(paths, pairs, strict=True) if not dependence.depends([new], [old])
+        )
+
+    @property
+    def others(self) -> list[str]:
+        """The names of the arguments that come back, but may be data."""
+        return [match.name for match in self._others]
+
+    def changed_others(self, state: StepState) -> list[str]:
+        """Returns the names of the arguments that come back changed, but may be data."""
+        results = self._results(state)
+
+        def is_changed(match: Match) -> bool:
+            pairs = zip(jax.tree.leaves(match.tree), match.new, strict=True)
+            return any(bit_pattern(leaf) != bit_pattern(results[i]) for leaf, i in pairs)
+
+        return [match.name for match in filter(is_changed, self._others)]
+
+    def _results(self, state: StepState) -> list[Any]:
+        """Returns the leaves of what the step returns from a state."""
+        leaves, structure = jax.tree.flatten(self._call.arguments)
+        for match, part in zip(self._matches, state.parts, strict=True):
+            for position, leaf in zip(match.old, jax.tree.leaves(part), strict=True):
+                leaves[position] = leaf
+        arguments = jax.tree.unflatten(structure, map(copy, leaves))
+        is_inside_trace = any(map(is_traced, leaves))  # where JAX accepts no options of the compiler
+        results = jax.tree.leaves((self._call.run if is_inside_trace else self._run)(arguments))
+        if len(results) != self._size:
+            raise TypeError(f"step returned {self._size} leaves in one call, and {len(results)} in another one.")
+        return results
+
+
+def _compile(call: StepCall, program: core.ClosedJaxpr) -> Callable[[PyTree], PyTree]:
+    """Compiles a step, as a function of its arguments; a loop that is not compiled takes many times as long."""
+    optimize = has_long_loop(program.jaxpr.eqns)
+    programs: dict[tuple[bool, ...], Callable[..., PyTree]] = {}  # by which leaves are arrays
+
+    def compile_for(unflatten: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        unflatten_outputs: Callable[..., PyTree] = tuple
+
+        def outputs(*arrays: Any) -> list[Any]:
+            nonlocal unflatten_outputs
+            found, unflatten_outputs = flatten_matching(call.run(unflatten(arrays)), is_array)
+            return found
+
+        run_program = compiled(outputs, optimize=optimize)
+
+        def run(arrays: Sequence[Any]) -> PyTree:
+            found = run_program(*arrays)
+            return unflatten_outputs(found)
+
+        return run
+
+    def run(arguments: PyTree) -> PyTree:
+        arrays, unflatten = flatten_matching(arguments, is_array)
+        are_arrays = tuple(map(is_array, jax.tree.leaves(arguments)))  # a count may begin as a Python number
+        if are_arrays not in programs:
+            programs[are_arrays] = compile_for(unflatten)
+        return programs[are_arrays](arrays)
+
+    return run
 
 
 def step_of_state(step: Callable[..., PyTree], args: Sequence[Any], kwargs: dict[str, Any]) -> StepOfState:
@@ -105,14 +189,15 @@ def step_of_state(step: Callable[..., PyTree], args: Sequence[Any], kwargs: dict
     matches = match_state(call, out, program)
     for name, old, new in changed_types(call, out, matches, program):
         _raise_for_types(name, old, new)
-    if not matches:
+    parts = [match.tree for match in matches if match.is_certain]
+    if not parts:
         raise TypeError(
             f"step must return its state, but it returned {describe(out[0])}, of which no part has the structure and "
             f"the types of an argument: {', '.join(call.names)}. {_OF_STATE}"
         )
-    if not find_instances([match.tree for match in matches], ScalerState):
+    if not find_instances(parts, ScalerState):
         _raise_for_scaler(call, matches)
-    return StepOfState(call, out, matches)
+    return StepOfState(call, out, matches, program)
 
 
 def is_untraceable(error: Exception) -> bool:
