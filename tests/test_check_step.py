@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import nnx
+from flax import jax_utils, nnx
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
@@ -231,6 +231,77 @@ def _average_in_bfloat16():
     return with_average, state
 
 
+def _copy_of_masters(dtype, update_from=lambda master, copy: master):
+    """Returns a step whose half-precision parameters are a copy of float32 ones, which the optimizer updates."""
+
+    def loss_fn(params):
+        return 2.0**-6 * jnp.mean((jnp.tanh(X.astype(dtype) @ params["a"]) @ params["b"]).astype(jnp.float32) ** 2)
+
+    def step(state):
+        copy, master, opt_state = state
+        loss, grads = jmpscale.value_and_grad(loss_fn)(opt_state, copy)
+        updates, opt_state = WRAPPED.update(jmpscale.cast(grads, jnp.float32), opt_state, master, value=loss)
+        master = optax.apply_updates(update_from(master, copy), updates)
+        return jmpscale.cast(master, dtype), master, opt_state
+
+    return step, (jmpscale.cast(PARAMS, dtype), PARAMS, WRAPPED.init(PARAMS))
+
+
+def _update_of_half_copy(dtype):
+    """Returns a step that adds updates to a copy of the parameters in half precision."""
+    step, state = _wrapper(jmpscale.with_loss_scaling(optax.sgd(1e-2), jmpscale.dynamic(2.0**12)))
+
+    def wrong(state):
+        params, (new, opt_state) = state[0], step(state)
+        rounded = jmpscale.cast(jmpscale.cast(params, dtype), jnp.float32)
+        new = jax.tree.map(lambda r, new, old: r + (new - old), rounded, new, params)
+        return jmpscale.select_tree(opt_state.scaler.step_applied, new, params), opt_state
+
+    return wrong, state
+
+
+def _flag_of_scaled_gradients(scaler, *, unscales_first):
+    """Returns a step that takes the flag of the scaled gradients, or of the unscaled ones."""
+
+    def step(state):
+        params, scaler = state
+        loss, grads = jax.value_and_grad(lambda params: jmpscale.scale(scaler, _loss(params)))(params)
+        unscaled = jmpscale.unscale(scaler, grads)
+        flag = jmpscale.all_finite((loss, unscaled if unscales_first else grads))
+        new = jax.tree.map(lambda p, g: p - 1e-2 * g, params, unscaled)
+        return jmpscale.select_tree(flag, new, params), jmpscale.update(scaler, flag, loss=_loss(params))
+
+    return step, (PARAMS, scaler)
+
+
+def _dual_averaging():
+    """Returns a step whose parameters are a function of the sum of all gradients."""
+
+    def step(state):
+        params, total, scaler = state
+        loss, grads = GRADIENTS(scaler, params)
+        flag = jmpscale.all_finite((loss, grads))
+        total = jmpscale.select_tree(flag, jax.tree.map(jnp.add, total, grads), total)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, PARAMS, total)
+        return params, total, jmpscale.update(scaler, flag, loss=loss)
+
+    return step, (PARAMS, jax.tree.map(jnp.zeros_like, PARAMS), jmpscale.dynamic())
+
+
+def _copy_for_evaluation(is_gated):
+    """Returns a step that also returns a copy of the parameters, or of the parameters as they are without the gate."""
+
+    def step(state):
+        _, params, scaler = state
+        loss, grads = GRADIENTS(scaler, params)
+        flag = jmpscale.all_finite((loss, grads))
+        raw = jax.tree.map(lambda p, g: p - 1e-2 * g, params, grads)
+        new = jmpscale.select_tree(flag, raw, params)
+        return jax.tree.map(lambda p: 1.0 * p, new if is_gated else raw), new, jmpscale.update(scaler, flag, loss=loss)
+
+    return step, (PARAMS, PARAMS, jmpscale.dynamic())
+
+
 def _scale_of_another_leaf():
     """Returns a step whose loss is scaled by a number in the state that is not the scaler's."""
 
@@ -287,6 +358,7 @@ HIDDEN = "Something replaces infinity and NaN before the check"
 PART = "was not skipped when a part of the unscaled gradients was infinite"
 UNSCALED = "at an infinite loss scale: the loss was not scaled, or not by the scaler of the state"
 RETURNED = "at an infinite loss scale: it returned the scaler"
+NARROW = "parameters, unscaled gradients or averages of them are converted to"
 DEPENDS = r"differs by .* at a loss scale of 2\^-8"
 TWICE = "one overflow counted as 2 skips: the scaler is updated more than once"
 ONLY_A, ONLY_B = {"a": True, "b": False}, {"a": False, "b": True}
@@ -365,6 +437,25 @@ MISTAKES: dict[str, tuple[Any, str]] = {  # functions that return a step and its
         r"all gradients are finite: the optimizer divides by zero\..*hyperparams\['b2'\] is 1 in bfloat16",
     ),
     "scale of another leaf": (_scale_of_another_leaf, r"the loss is scaled by state\['scale'\], not by the scaler"),
+    **{
+        f"update of a copy in {dtype.__name__}": (
+            partial(_update_of_half_copy, dtype),
+            rf"the change of state\[0\]\['[ab]'\] differs from the change in float32 by .*{NARROW}",
+        )
+        for dtype in (jnp.float16, jnp.bfloat16)
+    },
+    "update of the copy of float32 parameters": (
+        lambda: _copy_of_masters(jnp.float16, lambda master, copy: jmpscale.cast(copy, jnp.float32)),
+        r"the skipped step changed state\[1\]\['a'\]",
+    ),
+    "flag of the scaled gradients at a scale below 1": (
+        lambda: _flag_of_scaled_gradients(jmpscale.dynamic(2.0**10, min_scale=2.0**-10), unscales_first=False),
+        f"{PART}.*If the flag is computed from the scaled gradients, call unscale first",
+    ),
+    "copy for evaluation that is not gated": (
+        lambda: _copy_for_evaluation(is_gated=False),
+        r"the skipped step changed state\[0\]\['a'\]",
+    ),
     "average at a learning rate of zero": (
         lambda: _average_of_parameters(is_gated=False),
         r"the skipped step changed state\[0\]\['a'\]: ",
@@ -448,11 +539,19 @@ RIGHT = {
     "shard_map": _in_shard_map,
     "scaled_backward": _with_scaled_backward,
     "two scalers": _gan,
+    "float16 copy of float32 parameters": lambda: _copy_of_masters(jnp.float16),
+    "bfloat16 copy of float32 parameters": lambda: _copy_of_masters(jnp.bfloat16),
+    "flag of the scaled gradients": lambda: _flag_of_scaled_gradients(jmpscale.dynamic(), unscales_first=False),
+    "scale below 1": lambda: _flag_of_scaled_gradients(
+        jmpscale.dynamic(2.0**10, min_scale=2.0**-10), unscales_first=True
+    ),
+    "dual averaging": _dual_averaging,
+    "copy for evaluation": lambda: _copy_for_evaluation(is_gated=True),
 }
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("name", _rows(RIGHT, {"functional"}))
+@pytest.mark.parametrize("name", _rows(RIGHT, {"functional", "float16 copy of float32 parameters"}))
 def test_check_step_accepts_a_right_step_without_output(name, capsys):
     step, state = RIGHT[name]()
     check_step(jax.jit(step))(state)
@@ -505,6 +604,98 @@ def test_check_step_names_a_variable_that_is_the_scale_of_an_older_state():
     words = r"the loss is scaled by model\.loss_scale\.value, not by the scaler .* optimizer\.opt_state was assigned"
     with pytest.raises(AssertionError, match=words):
         check_step(_nnx_step)(model, optimizer, X, Y)
+
+
+def _jax_step(returned, model, optimizer, x, y):
+    """Changes copies of objects of Flax NNX, because `jax.jit` flattens them, and returns their state."""
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    @jmpscale.autocast
+    def loss_fn(params):
+        return 2.0**-6 * jnp.mean((nnx.merge(graphdef, params, rest)(x) - y) ** 2)
+
+    loss, grads = jmpscale.value_and_grad(loss_fn)(optimizer.opt_state, params)
+    optimizer.update(model, grads, value=loss)
+    return returned(model, optimizer)
+
+
+def _decayed(model, optimizer):
+    nnx.update(model, jax.tree.map(lambda p: 0.99 * p, nnx.state(model, nnx.Param)))
+    return nnx.state((model, optimizer))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("donated", [(), ("model", "optimizer")])
+def test_check_step_compares_the_state_that_a_step_of_jax_jit_returns_of_nnx_objects(donated):
+    def check(returned):
+        model = nnx.Sequential(nnx.Linear(8, 16, rngs=nnx.Rngs(0)), jnp.tanh, nnx.Linear(16, 1, rngs=nnx.Rngs(1)))
+        optimizer = nnx.Optimizer(model, WRAPPED, wrt=nnx.Param)
+        step = jax.jit(partial(_jax_step, returned), donate_argnames=donated)
+        check_step(step, ignore="optimizer.step.value")(model, optimizer, X, Y)
+
+    check(lambda model, optimizer: (nnx.state((model, optimizer)), 0.0))
+    with pytest.raises(AssertionError, match=r"the skipped step changed model\.layers\[0\]\.kernel"):
+        check(_decayed)
+    with pytest.raises(ValueError, match=r"step must return optimizer, which contains the scaler"):
+        check(lambda model, optimizer: nnx.state(model))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("is_right", [True, False])
+def test_check_step_takes_the_copies_of_a_state_on_the_devices_of_pmap(is_right):
+    meshes.require_devices(2)
+    tx = jmpscale.with_loss_scaling(ADAM, axis_name="d")
+
+    @partial(jax.pmap, axis_name="d", devices=jax.devices()[:2])
+    def step(params, opt_state, x):
+        loss_fn = jmpscale.autocast(lambda params: 2.0**-6 * jnp.mean((jnp.tanh(x @ params["a"]) @ params["b"]) ** 2))
+        loss, grads = jmpscale.value_and_grad(loss_fn)(opt_state, params)
+        if is_right:
+            grads = jax.lax.pmean(grads, "d")
+        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    args = *jax_utils.replicate((PARAMS, tx.init(PARAMS)), jax.devices()[:2]), X.reshape(2, 16, 8)
+    if is_right:
+        check_step(step)(*args)
+    else:
+        with pytest.raises(AssertionError, match=r"(?s)params\['a'\] differs between devices"):
+            check_step(step)(*args)
+
+
+def test_check_step_names_what_may_be_state_and_was_taken_for_data(capsys):
+    """A reconstruction looks like the new value of a batch."""
+    tx = jmpscale.with_loss_scaling(optax.sgd(1e-2))
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        def reconstruct(params):
+            return jnp.tanh(batch["x"] @ params["a"]) @ params["a"].T
+
+        loss_fn = jmpscale.autocast(lambda params: 2.0**-6 * jnp.mean((reconstruct(params) - batch["x"]) ** 2))
+        loss, grads = jmpscale.value_and_grad(loss_fn)(opt_state, params)
+        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state, {"x": reconstruct(params)}
+
+    params = {"a": PARAMS["a"]}
+    check_step(step)(params, tx.init(params), {"x": X})
+    line = capsys.readouterr().out
+    assert line.startswith("check_step: batch also came back changed from a skipped step, and was taken for data")
+    assert line.endswith("pass ignore=('batch',).\n")
+    check_step(step, ignore="batch")(params, tx.init(params), {"x": X})
+    assert capsys.readouterr().out == ""
+
+
+def test_check_step_compiles_a_step_that_is_not_compiled():
+    calls = []
+    step, state = RIGHT["functional"]()
+
+    def counted(state):
+        calls.append(1)
+        return step(state)
+
+    check_step(counted)(state)
+    assert len(calls) <= 4  # each of them traces the step
 
 
 class _TrainState(TrainState):

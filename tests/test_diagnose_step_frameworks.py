@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen, nnx
+from flax import jax_utils, linen, nnx
 from flax.training import train_state
 
 import jmpscale
@@ -93,6 +93,23 @@ def nnx_step(dtype):
         loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - y) ** 2))(model)
         optimizer.update(model, grads)
         return loss
+
+    return step, (model, optimizer, X, Y), ("model", "optimizer")
+
+
+def nnx_step_of_jax(dtype):
+    """Returns a step that returns the state of its objects, because `jax.jit` copies them."""
+    model = Model(dtype, nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
+
+    @functools.partial(jax.jit, donate_argnames=("model", "optimizer"))
+    def step(model, optimizer, x, y):
+        graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+        loss, grads = jax.value_and_grad(
+            lambda params: jnp.mean((nnx.merge(graphdef, params, rest, copy=True)(x) - y) ** 2)
+        )(params)
+        optimizer.update(model, grads)
+        return nnx.state((model, optimizer)), loss
 
     return step, (model, optimizer, X, Y), ("model", "optimizer")
 
@@ -257,6 +274,13 @@ def pmapped_method(dtype):
     return Trainer().update, args, ("params", "opt_state")
 
 
+def pmapped_copies(dtype):
+    meshes.require_devices(8)
+    state = jax_utils.replicate((parameters(dtype), ADAM.init(parameters(dtype))))
+    step = jax.pmap(device_step, axis_name="data", out_axes=(0, 0, None))
+    return step, (*state, X.reshape(8, 8, 16), Y.reshape(8, 8, 1)), ("params", "opt_state")
+
+
 def fsdp(dtype):
     mesh = meshes.make_mesh(data=8)
     params = jax.device_put(parameters(dtype), jax.NamedSharding(mesh, jax.P("data")))
@@ -268,6 +292,7 @@ def fsdp(dtype):
 STEPS = {
     "Linen": linen_step,
     "NNX": nnx_step,
+    "NNX objects in jax.jit": nnx_step_of_jax,
     "Equinox": equinox_step,
     "Haiku": haiku_step,
     "MultiSteps": optax_step(optax.MultiSteps(ADAM, 1)),
@@ -282,6 +307,7 @@ STEPS = {
     "shard_map": in_shard_map,
     "shard_map with types": in_shard_map_with_types,
     "pmap": pmapped_method,
+    "pmap of copies": pmapped_copies,
     "FSDP": fsdp,
 }
 _FEW = {"shard_map"}
@@ -322,6 +348,28 @@ def test_diagnose_step_of_parameters_in_float32_says_one_sentence(name):
     assert diagnosis.summary.count(". ") == 0
     assert diagnosis.summary.startswith(GRADIENTS_DIFFER)
     assert all(x.error < 0.05 for x in diagnosis.changes)
+
+
+@pytest.mark.full
+def test_diagnose_step_takes_the_copies_of_a_scaler_on_the_devices_of_pmap():
+    meshes.require_devices(8)
+    state = parameters(), jmpscale.dynamic(2.0**24)
+
+    def step(params, scaler, x, y):
+        loss_in_float16 = jmpscale.autocast(lambda params: jnp.mean((jnp.tanh(x @ params["a"]) @ params["b"] - y) ** 2))
+        _, grads = jmpscale.value_and_grad(loss_in_float16)(scaler, params)
+        grads = jax.lax.pmean(grads, "data")
+        finite = jmpscale.all_finite(grads, axis_name="data")
+        params = jmpscale.apply_if(finite, lambda p: jax.tree.map(lambda p, g: p - 0.1 * g, p, grads), params)
+        return params, jmpscale.update(scaler, finite)
+
+    batch = X.reshape(8, 8, 16), Y.reshape(8, 8, 1)
+    one = jax.pmap(step, axis_name="data", in_axes=(None, None, 0, 0), out_axes=None)
+    expected = jmpscale.diagnose_step(one)(*state, *batch)
+    diagnosis = jmpscale.diagnose_step(jax.pmap(step, axis_name="data"))(*jax_utils.replicate(state), *batch)
+    assert "too large" in diagnosis.summary
+    assert diagnosis.summary == expected.summary
+    assert diagnosis.scaler == expected.scaler
 
 
 @pytest.mark.full

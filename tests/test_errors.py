@@ -17,7 +17,6 @@ from jmpscale import plots, testing
 
 from calls import (
     ADAM,
-    BATCH,
     GRADS,
     LOSS,
     OPT_STATE,
@@ -32,7 +31,7 @@ from calls import (
     stuck,
     traced,
 )
-from messages import BETWEEN, NO_BATCH, NO_FLOATING_DTYPE, NO_FUNCTION, NO_INTEGER
+from messages import BETWEEN, NO_FLOATING_DTYPE, NO_FUNCTION, NO_INTEGER
 from tables import rows
 
 REPORTS = jax.tree.map(lambda x: np.stack([x, x]), REPORT)
@@ -299,11 +298,13 @@ TOOLS = {
         _check(jmpscale.disabled()), "the state must contain a scaler that checks", raises=ValueError
     ),
     "check_step: batch": Mistake(
-        _check(BATCH), f"state {NO_BATCH} a batch ... lambda x: x[0], state)", raises=ValueError
+        _check(jax.tree.map(lambda *x: np.stack(x), jmpscale.dynamic(2.0), jmpscale.dynamic(4.0))),
+        "state must contain one scaler, or copies of it ..., got a batch with loss_scale [... ...]. If jax.vmap maps",
+        raises=ValueError,
     ),
     "check_step: ignore": Mistake(
         _check(STATE, ignore=(".step",)),
-        "ignore must name leaves ... got ['.step']. The paths are ['state.loss_scale', ",
+        "ignore must name leaves ... got ['.step']. The paths are state.loss_scale, state.",
         raises=ValueError,
     ),
 }

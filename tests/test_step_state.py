@@ -21,6 +21,7 @@ PARAMS = {"a": jnp.ones((3, 2)), "b": jnp.ones(2)}
 AVERAGE = {"a": jnp.zeros((3, 2)), "b": jnp.zeros(2)}
 ADAM = optax.adam(1e-3)
 STATE = ADAM.init(PARAMS)
+SCALER = jmpscale.dynamic()
 X = jnp.ones((4, 3))
 KEY = jax.random.key(0)
 
@@ -68,6 +69,66 @@ def _swapped(params, average, batch):
 def _gradients_first(params, batch):
     params, _, _, grads = _train(params, STATE, batch)
     return grads, params
+
+
+def _train_scaled(params, scaler, batch):
+    """Returns new parameters, a new scaler, the loss and the gradients, which depend on whether the loss is finite."""
+    loss, grads = jmpscale.value_and_grad(_loss)(scaler, params, batch)
+    finite = jmpscale.all_finite((loss, grads))
+    new = jmpscale.apply_if(finite, lambda p: jax.tree.map(lambda p, g: p - 0.1 * g, p, grads), params)
+    return new, jmpscale.update(scaler, finite, loss=loss), loss, grads
+
+
+def _scaled_gradients_first(params, scaler, batch):
+    params, scaler, loss, grads = _train_scaled(params, scaler, batch)
+    return (loss, grads), (params, scaler)
+
+
+def _teacher_and_gradients(params, teacher, scaler, batch):
+    params, scaler, loss, grads = _train_scaled(params, scaler, batch)
+    return params, scaler, {"loss": loss, "grads": grads}
+
+
+def _previous_gradients(params, previous, scaler, batch):
+    params, scaler, loss, grads = _train_scaled(params, scaler, batch)
+    return params, grads, scaler, loss
+
+
+def _gradients_with_penalty_first(params, batch):
+    grads = jax.tree.map(lambda g, p: g + 4 * p, jax.grad(_loss)(params, batch), params)
+    return grads, jax.tree.map(lambda p, g: p - 0.01 * g, params, grads)
+
+
+def _dual_averaging(params, total, batch):
+    total = jax.tree.map(jnp.add, total, jax.grad(_loss)(params, batch))
+    return jax.tree.map(lambda p, g: p - 0.1 * g, PARAMS, total), total
+
+
+def _running_loss(params, state, mean, batch):
+    params, state, loss, _ = _train(params, state, batch)
+    return params, state, 0.9 * mean + 0.1 * loss
+
+
+def _norm_of_the_update(params, rate, batch):
+    loss, grads = jax.value_and_grad(_loss)(params, batch)
+    updates = jax.tree.map(lambda g: rate * g, grads)
+    return jax.tree.map(jnp.subtract, params, updates), optax.tree.norm(updates), loss
+
+
+def _dict_of_reconstructions(params, batch):
+    return _train(params, STATE, batch["x"])[0], {"x": batch["x"] + jnp.mean(params["a"])}
+
+
+def _carry(is_gated, params, scaler, carry, batch):
+    new, scaler, _, _ = _train_scaled(params, scaler, batch + jnp.mean(carry["h"]))
+    after = jax.tree.map(jnp.tanh, carry)
+    return new, scaler, jmpscale.select_tree(scaler.step_applied, after, carry) if is_gated else after
+
+
+def _masked_labels(params, batch, labels):
+    found = jnp.argmax(batch @ params["a"], 1).astype(labels.dtype)
+    params = _train(params, STATE, batch + labels[:, None])[0]
+    return params, jnp.where(found == labels, labels, -1)
 
 
 def _only_gradients(params, batch):
@@ -189,6 +250,41 @@ ROWS: dict[str, tuple[Any, tuple[Any, ...], dict[str, str]]] = {  # step, argume
     "average first": (_swapped, (PARAMS, AVERAGE, X), {"params": "[0][1]", "average": "[0][0]"}),
     "gradients first": (_gradients_first, (PARAMS, X), {"params": "[0][1]"}),
     "only gradients": (_only_gradients, (PARAMS, X), {}),
+    "gradients of a scaled loss first": (
+        _scaled_gradients_first,
+        (PARAMS, SCALER, X),
+        {"params": "[0][1][0]", "scaler": "[0][1][1]"},
+    ),
+    "frozen teacher and gradients": (
+        _teacher_and_gradients,
+        (PARAMS, AVERAGE, SCALER, X),
+        {"params": "[0][0]", "scaler": "[0][1]"},
+    ),
+    "previous gradients": (
+        _previous_gradients,
+        (PARAMS, AVERAGE, SCALER, X),
+        {"params": "[0][0]", "previous": "[0][1]", "scaler": "[0][2]"},
+    ),
+    "gradients with a penalty first": (_gradients_with_penalty_first, (PARAMS, X), {"params": "[0][1]"}),
+    "dual averaging": (_dual_averaging, (PARAMS, AVERAGE, X), {"params": "[0][0]", "total": "[0][1]"}),
+    "running loss": (
+        _running_loss,
+        (PARAMS, STATE, jnp.float32(0.1), X),
+        {"params": "[0][0]", "state": "[0][1]", "mean": "[0][2]"},
+    ),
+    "norm of the update": (_norm_of_the_update, (PARAMS, jnp.float32(0.1), X), {"params": "[0][0]"}),
+    "dict of reconstructions": (_dict_of_reconstructions, (PARAMS, {"x": X}), {"params": "[0][0]"}),
+    "carry": (
+        partial(_carry, False),
+        (PARAMS, SCALER, {"h": jnp.ones(3)}, X),
+        {"params": "[0][0]", "scaler": "[0][1]"},
+    ),
+    "gated carry": (
+        partial(_carry, True),
+        (PARAMS, SCALER, {"h": jnp.ones(3)}, X),
+        {"params": "[0][0]", "scaler": "[0][1]", "carry": "[0][2]"},
+    ),
+    "masked labels": (_masked_labels, (PARAMS, X, jnp.zeros(4, jnp.int32)), {"params": "[0][0]"}),
     "learning rate and loss": (_rate, (PARAMS, jnp.float32(0.1), X), {"params": "[0][0]"}),
     "reconstruction": (_reconstruction, (PARAMS, X), {"params": "[0][0]"}),
     "other dtype": (_wider, (HALF, X), {}),
@@ -223,7 +319,23 @@ ROWS: dict[str, tuple[Any, tuple[Any, ...], dict[str, str]]] = {  # step, argume
     "while": (_while, (PARAMS, jnp.int32(0), X), {"params": "[0][0]", "count": "[0][1]"}),
     "cond": (_gated, (PARAMS, STATE, X), {"params": "[0][2]", "state": "[0][3]"}),
 }
+DATA = {  # what looks like state, but may be data
+    "dict of reconstructions": ["batch"],
+    "carry": ["carry"],
+    "masked labels": ["labels"],
+    "learning rate and loss": ["rate"],
+    "norm of the update": ["rate"],
+    "reconstruction": ["x"],
+}
 ONLY_WITH_FLOW = {
+    "gradients of a scaled loss first",
+    "frozen teacher and gradients",
+    "previous gradients",
+    "gradients with a penalty first",
+    "dual averaging",
+    "running loss",
+    "dict of reconstructions",
+    "carry",
     "average first",
     "dataclass",
     "gradients first",
@@ -254,7 +366,9 @@ def _matches(call, out, program):
 def test_match_state_finds_what_a_step_returns_of_its_arguments(name, compiled):
     step, args, expected = ROWS[name]
     call = StepCall(compiled(step), args, {})
-    assert _matches(call, *call.trace()) == expected
+    out, program = call.trace()
+    assert _matches(call, out, program) == expected
+    assert [match.name for match in match_state(call, out, program) if not match.is_certain] == DATA.get(name, [])
 
 
 @pytest.mark.parametrize("name", [name for name in ROWS if name not in ONLY_WITH_FLOW])
@@ -363,6 +477,38 @@ def test_step_call_runs_on_copies_of_nnx_objects_and_keeps_their_links(compiled)
     for match in matches:
         types = [(leaves[i].shape, leaves[i].dtype) for i in match.new]
         assert types == [(x.shape, x.dtype) for x in jax.tree.leaves(match.tree)]
+
+
+def _nnx_step_with_returned_state(returned, model, optimizer, batch):
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    grads = jax.grad(lambda params: jnp.mean(nnx.merge(graphdef, params, rest)(batch) ** 2))(params)
+    optimizer.update(model, grads)
+    return returned(model, optimizer, grads)
+
+
+@pytest.mark.parametrize(
+    ("returned", "names"),
+    [
+        (lambda model, optimizer, grads: (nnx.state((model, optimizer)), 0.0), ["model", "optimizer"]),
+        (lambda model, optimizer, grads: (grads, nnx.state(optimizer), nnx.state(model)), ["model", "optimizer"]),
+        (lambda model, optimizer, grads: nnx.to_pure_dict(nnx.state((model, optimizer))), ["model", "optimizer"]),
+        (lambda model, optimizer, grads: {"params": nnx.state(model, nnx.Param)}, ["model"]),
+        (lambda model, optimizer, grads: grads, []),
+    ],
+)
+def test_match_state_finds_the_returned_state_of_nnx_objects_that_jax_jit_copies(returned, names):
+    """Under `jax.jit`, objects are copied, so those of the caller come back unchanged."""
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
+    call = StepCall(jax.jit(partial(_nnx_step_with_returned_state, returned)), (model, optimizer, X), {})
+    out, program = call.trace()
+    matches = match_state(call, out, program)
+    assert [match.name for match in matches] == names
+    after = jax.tree.leaves(out)
+    for match in matches:
+        assert [x.shape for x in jax.tree.leaves(match.tree)] == [after[i].shape for i in match.new]
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(match.tree)]
+        assert len(paths) == (6 if match.name == "optimizer" else 2)
 
 
 @pytest.mark.parametrize(

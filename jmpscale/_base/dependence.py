@@ -1,7 +1,7 @@
 """Which outputs of a program depend on which of its values."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jax.extend import core
 
@@ -63,14 +63,15 @@ class Dependence:
         return [frozenset([i]) for i in range(len(self._jaxpr.invars))]
 
 
-def find_sources(program: core.ClosedJaxpr, outputs: Sequence[int], numbers: dict[int, range]) -> Labels:
+def find_sources(program: core.ClosedJaxpr, outputs: Sequence[int], numbers: Mapping[int, Mapping[int, int]]) -> Labels:
     """Returns the results of some equations on which some outputs of a program depend.
 
-    `numbers` has the numbers of the results of each of these equations, by the identity of the equation.
+    `numbers` has the numbers of these results, by the identity of the equation and the position among its results.
     """
 
     def mark(eqn: core.JaxprEqn, caller: Caller, results: list[Labels]) -> list[Labels]:
-        return [frozenset([i]) for i in numbers[id(eqn)]] if id(eqn) in numbers else results
+        own = numbers.get(id(eqn), {})
+        return [frozenset([own[i]]) if i in own else x for i, x in enumerate(results)]
 
     found = _follow(program.jaxpr, (), mark)
     return union([found[i] for i in outputs])

@@ -61,11 +61,16 @@ class Part:
         x = self.tree
         return is_key(x) or (is_array_type(x) and x.shape == () and not jnp.issubdtype(x.dtype, np.inexact))
 
+    @property
+    def has_library_state(self) -> bool:
+        """Whether it contains a scaler, or the state of an optimizer."""
+        return any(map(_is_library_state, jax.tree.leaves(self.tree, is_leaf=_is_library_state)))
+
     def elements(self) -> list["Part"]:
         """Returns the elements of a container of the user; none if the part is anything else."""
         is_container = type(self.tree) in {tuple, list, dict} or is_named_tuple(self.tree)
         is_container |= self.is_result and dataclasses.is_dataclass(self.tree)  # as of the trainer of Levanter
-        if not is_container or type(self.tree).__module__.partition(".")[0] in _LIBRARIES:
+        if not is_container or _is_library_state(self.tree):
             return []
         entries = jax.tree_util.tree_leaves_with_path(self.tree, is_leaf=lambda x: x is not self.tree)
         names = [self.name + jax.tree_util.keystr(path) for path, _ in entries]
@@ -81,6 +86,10 @@ class Part:
         """Returns the largest parts of it that have known types, and the smallest ones that have not."""
         elements = [] if self.types in known else self.elements()
         return [part for element in elements for part in element.divided(known)] or [self]
+
+
+def _is_library_state(node: object) -> bool:
+    return type(node).__module__.partition(".")[0] in _LIBRARIES
 
 
 def elements_of(names: Sequence[str], trees: Sequence[PyTree], start: int) -> list[Part]:

@@ -11,6 +11,7 @@ the objects of Flax NNX among the arguments:
 where `arguments` and `results` are the leaves of `call.arguments` and of `out`.
 """
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 
 from jax.extend import core
@@ -95,8 +96,7 @@ def _pairs(
     """Returns parts of the arguments, each with the part of the result that is its new value."""
     olds = [old for old in olds if old.leaves]
     same = {old: [new for new in news if new.types == old.types] for old in olds}
-    choices = {old: [new for new in same[old] if dependence.depends(new.leaves, old.leaves)] for old in olds}
-    pairs = _by_dependence(choices, dependence)
+    pairs = _by_dependence(same, dependence)
     for old in olds:  # a new value may also be the earlier value of another part, or a constant
         if old not in pairs and (old in first or not old.is_lone):
             free = (new for new in same[old] if new not in pairs.values() and not dependence.is_backward(new))
@@ -109,18 +109,27 @@ def _pairs(
     return list(pairs.items())
 
 
-def _by_dependence(choices: dict[Part, list[Part]], dependence: StepDependence) -> dict[Part, Part]:
-    """Returns parts with results that are computed from them; near ones first where other results are, too."""
+def _by_dependence(same: Mapping[Part, list[Part]], dependence: StepDependence) -> dict[Part, Part]:
+    """Returns parts with results of the same types that are computed from them.
+
+    Where other results are computed from a part as well, near ones come first, and then those in the order of the
+    arguments.
+    """
+    choices = {old: [new for new in news if dependence.depends(new.leaves, old.leaves)] for old, news in same.items()}
     pairs = _largest_matching(choices)
     taken = set(pairs.values())
     ambiguous = [old for old, news in choices.items() if not taken.issuperset(news) and not old.is_lone]
     if not ambiguous:
         return pairs
-    ordered = dict(choices)
     for old in ambiguous:
-        are_near = dict(zip(choices[old], dependence.are_near(choices[old], old), strict=True))
-        ordered[old] = sorted(choices[old], key=are_near.__getitem__, reverse=True)
-    return _largest_matching(ordered)
+        place = [other for other in same if other.types == old.types].index(old)
+        are_near = dependence.are_near(choices[old], old)
+        ranks = [
+            (not is_near, abs(same[old].index(new) - place))
+            for new, is_near in zip(choices[old], are_near, strict=True)
+        ]
+        choices[old] = [new for _, new in sorted(zip(ranks, choices[old], strict=True), key=operator.itemgetter(0))]
+    return _largest_matching(choices)
 
 
 def _between_neighbors(olds: list[Part], position: int, news: list[Part], pairs: Mapping[Part, Part]) -> Part | None:
@@ -144,7 +153,7 @@ def _is_state(old: Part, new: Part, first: Sequence[Part], trained: Sequence[int
 
     Data, such as a batch or a learning rate, have an influence on that, and no gradient changes them.
     """
-    if old.is_count_or_key or _is_trained(old, new, first, dependence):
+    if old.is_count_or_key or old.has_library_state or _is_trained(old, new, first, dependence):
         return True
     return not dependence.has_influence(old, [i for i in trained if i not in new.leaves])
 

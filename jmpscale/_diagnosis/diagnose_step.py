@@ -5,11 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from jmpscale._base.options import requires_names_in
 from jmpscale._base.step_call import StepCall
 from jmpscale._base.text import describe
-from jmpscale._base.tree import find_instances
+from jmpscale._base.tree import PyTree, find_instances
 from jmpscale._diagnosis.arguments import accepted_errors, check_arguments
 from jmpscale._diagnosis.examine import examine
 from jmpscale._diagnosis.program import Program
@@ -78,8 +79,7 @@ def diagnose_step(step: Callable[..., Any], *, accepted_error: float | None = No
     def diagnose_step_of(*args: Any, **kwargs: Any) -> Diagnosis:
         call = StepCall(step, args, kwargs)
         check_arguments(dict(zip(call.names, call.arguments, strict=True)), "diagnose_step")
-        scalers = [x for x in find_instances(call.arguments, ScalerState) if x.config.mode != "disabled"]
-        scaler = find_scaler(scalers[0]) if scalers else None
+        scaler = _first_scaler(call.arguments)
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
             trace = functools.partial(trace_step, call)
             traced, kept = trace_observed(trace)
@@ -96,3 +96,12 @@ def diagnose_step(step: Callable[..., Any], *, accepted_error: float | None = No
 
     diagnose_step_of.__name__ = f"diagnose_step_of_{getattr(step, '__name__', 'step')}"
     return diagnose_step_of
+
+
+def _first_scaler(tree: PyTree) -> ScalerState | None:
+    """Returns the first scaler of a tree that is not disabled; the first of a batch, as each device has a copy."""
+    scalers = [x for x in find_instances(tree, ScalerState) if x.config.mode != "disabled"]
+    if not scalers:
+        return None
+    scaler = find_scaler(scalers[0], allow_batch=True)
+    return jax.tree.map(lambda x: np.ravel(x)[0], scaler) if np.ndim(scaler.loss_scale) else scaler

@@ -72,12 +72,15 @@ class StepArrays:
         return [Leaf(x, i, output, is_read[i]) for x, output, i in self._compared if i is not None]
 
     def inputs(self, scale: jax.Array) -> list[Any]:
-        """Returns the inputs of the program, in which the scale of the first scaler is a number."""
+        """Returns the inputs of the program, in which the scale of the first scaler is a number.
+
+        With `jax.pmap`, each device has a copy of a scaler.
+        """
         values = list(self._values)
         numbers = [self._number[place] for place in self._scales if place in self._number]
         for i in numbers:
-            ratio = np.asarray(self._values[i]) / np.asarray(self._values[numbers[0]])
-            values[i] = scale if ratio == 1 else scale * ratio
+            ratio = np.asarray(self._values[i]) / np.ravel(self._values[numbers[0]])[0]
+            values[i] = scale if ratio.ndim == 0 and ratio == 1 else scale * ratio
         return values
 
 

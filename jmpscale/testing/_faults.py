@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from jax.extend import core
 
 from jmpscale._base.compat import varying_axes
 from jmpscale._base.dependence import find_sources
-from jmpscale._base.jaxpr import ENTERED, Caller, equations, unscales
+from jmpscale._base.jaxpr import ENTERED, Caller, equations, held_jaxprs, unscales
 from jmpscale._base.multiply import multiply_leaf
 from jmpscale._interpreter.float32 import run_in_widest
 from jmpscale._interpreter.interpret import Interpreter
@@ -38,20 +38,24 @@ class Fault(NamedTuple):
 
 
 class Faults:
-    """The gradients of a program, which are the results of the compiled function that unscales them."""
+    """The gradients of a program, which are the operands and the results of the compiled function that unscales them.
 
-    def __init__(self, program: core.ClosedJaxpr) -> None:
+    A fault is in the operand, so that a flag notices it before and after the unscaling. If scales below 1 are possible,
+    at which finite operands have infinite results, it is in the result.
+    """
+
+    def __init__(self, program: core.ClosedJaxpr, *, with_small_scales: bool) -> None:
         self._program = program
+        self._places = _Places()
         # An equation in a function that the program calls twice occurs once.
-        sizes = {id(eqn): len(eqn.outvars) for eqn, _ in equations(program.jaxpr, ENTERED) if unscales(eqn)}
-        starts = [0, *itertools.accumulate(sizes.values())]
-        self._numbers = {key: range(*pair) for key, pair in zip(sizes, itertools.pairwise(starts), strict=True)}
-        self.count = starts[-1]
+        for jaxpr in {id(jaxpr): jaxpr for jaxpr in _entered_jaxprs(program.jaxpr)}.values():
+            self._places.add(jaxpr, at_results=with_small_scales)
+        self.count = self._places.count
         self.none = self._fault(())
 
     def all(self, decisions: Sequence[int]) -> list[Fault]:
         """Returns the faults that a step must notice; `decisions` are the outputs of the program that show skips."""
-        seen = find_sources(self._program, decisions, self._numbers)
+        seen = find_sources(self._program, decisions, self._places.numbers)
         unseen = [i for i in range(self.count) if i not in seen]
         every = range(self.count)
         # Neighbors are often a kernel and a bias, or layers of one block.
@@ -73,20 +77,48 @@ class Faults:
 
         If an equation runs several times, as in a loop of several steps, its gradients change the first time.
         """
-        run = _WithFault(self._numbers, fault)
+        run = _WithFault(self._places, fault)
         outputs, records = run.evaluate(self._program, args)
-        overflows = [records[run.overflow(key)] for key in self._numbers]
+        overflows = [records[run.overflow(key)] for key in self._places.numbers]
         return outputs, jnp.bool_(True) if not overflows else jnp.stack(overflows).max() == 0
+
+
+class _Places:
+    """The results of equations that are gradients, or scaled gradients."""
+
+    def __init__(self) -> None:
+        self.count = 0  # of the gradients
+        self.numbers: dict[int, dict[int, int]] = {}  # of gradients, by the identity of an equation and the result
+
+    def add(self, jaxpr: core.Jaxpr, *, at_results: bool) -> None:
+        """Adds the gradients that a jaxpr unscales, but none that the jaxprs in it unscale."""
+        made_by = {x: (eqn, i) for eqn in jaxpr.eqns for i, x in enumerate(eqn.outvars)}
+        for eqn in filter(unscales, jaxpr.eqns):
+            gradients = zip(eqn.outvars, eqn.invars, strict=False)  # the first operands, in the same order
+            for i, (_, operand) in enumerate(gradients):
+                is_made_here = not at_results and not isinstance(operand, core.Literal) and operand in made_by
+                holder, k = made_by[operand] if is_made_here else (eqn, i)
+                numbers = self.numbers.setdefault(id(holder), {})
+                if k not in numbers:  # unscaled twice, it is one gradient
+                    numbers[k] = self.count
+                    self.count += 1
+
+
+def _entered_jaxprs(jaxpr: core.Jaxpr) -> Iterator[core.Jaxpr]:
+    yield jaxpr
+    for eqn, _ in equations(jaxpr, ENTERED):
+        if eqn.primitive.name in ENTERED:
+            yield from held_jaxprs(eqn)
 
 
 class _WithFault(Interpreter):
     """Computes in float32, and changes gradients."""
 
-    def __init__(self, numbers: dict[int, range], fault: Fault) -> None:
-        self._numbers, self._fault = numbers, fault
-        self._indices = {key: i for i, key in enumerate(numbers)}
+    def __init__(self, places: _Places, fault: Fault) -> None:
+        self._numbers, self._fault = places.numbers, fault
+        self._indices = {key: i for i, key in enumerate(self._numbers)}
         # The number of times that an equation has run, and whether one of its results was not finite.
-        records = {i: jnp.int32(0) for i in range(2 * len(numbers))}
+        records = {i: jnp.int32(0) for i in range(2 * len(self._numbers))}
         super().__init__(lambda _, eqn, inputs, caller: run_in_widest(eqn, inputs), records=records)
 
     def overflow(self, key: int) -> int:
@@ -100,11 +132,12 @@ class _WithFault(Interpreter):
         index = self._indices[id(eqn)]
         times_run = self.records[index]
         self.record(index, times_run + 1)
-        for x in outputs:
+        outputs = list(outputs)
+        for i, number in self._numbers[id(eqn)].items():
+            x = outputs[i]
             self.record(self.overflow(id(eqn)), (~jnp.isfinite(x).all()).astype(jnp.int32))
-        flags = [self._fault.gradients[number] for number in self._numbers[id(eqn)]]
-        pairs = zip(outputs, flags, strict=True)
-        return [self._changed(x, flag & (_like(times_run, x) == 0)) for x, flag in pairs]
+            outputs[i] = self._changed(x, self._fault.gradients[number] & (_like(times_run, x) == 0))
+        return outputs
 
     def _changed(self, x: jax.Array, flag: jax.Array) -> jax.Array:
         """Changes a gradient if the flag is true: as a whole to infinity of the wrong sign, or NaN where it is zero."""

@@ -24,14 +24,21 @@ _RETURNED = (
     "it through jax.lax.scan; do not put back the old state. If the step accumulates gradients over several calls, "
     "check them as one step."
 )
+_NUMBER = (
+    "check_step cannot check a loss scale that is a number: run a few steps with 2.0**60, all of which total_skips "
+    "must count."
+)
 _UNSCALED = (
     "the loss was not scaled, or not by the scaler of the state. Take the gradients with "
-    "jmpscale.value_and_grad(loss_fn)(scaler, params, batch), or let scaled_backward read the scaler. check_step "
-    "cannot check a loss scale that is a number: run a few steps with 2.0**60, all of which total_skips must count."
+    "jmpscale.value_and_grad(loss_fn)(scaler, params, batch), or let scaled_backward read the scaler. " + _NUMBER
 )
 _HIDDEN = (
     "Something replaces infinity and NaN before the check, such as a clip, jnp.nan_to_num or a choice of "
     "micro-batches; or the flag is not about all gradients."
+)
+_BEFORE_UNSCALING = (
+    " If the flag is computed from the scaled gradients, call unscale first: at scales below 1, which this scaler "
+    "allows, finite gradients may become infinite."
 )
 _DIAGNOSE = (
     "First run jmpscale.diagnose, which names the line if the loss function overflows or rounds. If it names none, "
@@ -101,6 +108,10 @@ def check_handling(runs: Runs, usual: Run, exact: Runs, faulty: Sequence[Runs]) 
     """
     # A branch may run in this step only.
     _check_skipped(runs, runs.at(math.inf), usual)
+    if runs.recomputed:
+        returned = dataclasses.replace(runs, state=usual.after)
+        if run := _skipped_as_a_whole(returned, returned.at(math.inf)):
+            returned.check_recomputed(run)
     # An average of parameters may still be a copy of them, as after a step with a learning rate of zero.
     later = dataclasses.replace(runs, state=usual.after).with_different_copies()
     check_independence(exact.of_state(runs), usual.scale)
@@ -112,11 +123,16 @@ def check_handling(runs: Runs, usual: Run, exact: Runs, faulty: Sequence[Runs]) 
 def _check_skipped(
     runs: Runs, run: Run, applied: Run, reset: Mapping[str, Any] = MappingProxyType({}), numbers: str = ""
 ) -> None:
-    """Raises if a step that is skipped as a whole changes the state; with several scalers, if all of them skip."""
+    """Raises if a step that is skipped as a whole changes the state."""
+    if skipped := _skipped_as_a_whole(runs, run):
+        runs.check_skipped(skipped, applied, reset, numbers)
+
+
+def _skipped_as_a_whole(runs: Runs, run: Run) -> Run | None:
+    """Returns a run that is skipped as a whole, with several scalers by all of them; None if the run is not skipped."""
     if len(run.all_skips) > 1:
         run = runs.at(run.scale, others=math.inf)
-    if run.is_skipped and all(run.all_skips):
-        runs.check_skipped(run, applied, reset, numbers)
+    return run if run.is_skipped and all(run.all_skips) else None
 
 
 def _check_overflow(runs: Runs, exact: Runs, faulty: Sequence[Runs]) -> None:
@@ -127,7 +143,8 @@ def _check_overflow(runs: Runs, exact: Runs, faulty: Sequence[Runs]) -> None:
     if not infinite.is_skipped:
         is_wrong = wrong_change(infinite, runs, expected, exact)
         is_returned = all(map(is_equal, infinite.old[:-1], infinite.new[:-1]))
-        why = _RETURNED if is_returned else f"its result is wrong. {_HIDDEN}" if is_wrong else _unscaled(runs, usual)
+        hidden = f"its result is wrong. {_HIDDEN} Or the loss is scaled by a number: {_NUMBER}"
+        why = _RETURNED if is_returned else hidden if is_wrong else _unscaled(runs, usual)
         raise AssertionError(f"the step was not skipped at an infinite loss scale: {why}")
     _check_skipped(runs, infinite, usual)
     # The smallest scale at which the step is skipped is infinite if nothing overflows, as in float32.
@@ -167,6 +184,7 @@ def _check_faults(faulty: Sequence[Runs], exact: Runs, expected: Run) -> None:
                 "the step was not skipped when a part of the unscaled gradients was infinite: the change of "
                 f"{path} differs by {format_percentage(difference)}. {_HIDDEN} Call all_finite with all "
                 "gradients; place a clip, or a transformation such as optax.scale_by_sign, inside with_loss_scaling."
+                f"{_BEFORE_UNSCALING if runs.has_small_scales else ''}"
             )
     if errors:
         raise errors[0]

@@ -5,7 +5,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,8 @@ import numpy as np
 
 from jmpscale._base.text import format_scale, truncate
 from jmpscale._base.tree import PyTree, bit_pattern, find_instances, is_array, is_inexact
-from jmpscale._get_scaler import find_scaler, replace_scaler
-from jmpscale._state import ScalerState, WithLossScalingState, is_scaler
+from jmpscale._get_scaler import find_scaler
+from jmpscale._state import ARRAY_FIELDS, ScalerState, WithLossScalingState, is_scaler
 from jmpscale.testing._counts import find_optimizer_states, kind_of_count
 from jmpscale.testing._replicated import check_copies
 
@@ -30,6 +30,7 @@ class Run:
     after: PyTree
     leaves: list[tuple[str, Any, Any]]  # that a skipped step must not change: path, old value, new value
     all_skips: list[int]  # the number of skips of each scaler of the state
+    recomputed: frozenset[str]  # the paths of leaves whose new value is not computed from their old one
 
     @property
     def scale(self) -> float:
@@ -51,8 +52,12 @@ class Run:
 
     @functools.cached_property
     def changes(self) -> dict[str, np.ndarray]:
-        """The changes of the leaves of floating-point or complex numbers; zero where a number was not finite."""
-        return {path: _change(was, now) for path, was, now in self.leaves if is_inexact(was)}
+        """The changes of the leaves of floating-point or complex numbers; zero where a number was not finite.
+
+        The change of a leaf that is recomputed is its new value: its old value has no influence on it.
+        """
+        leaves = [leaf for leaf in self.leaves if is_inexact(leaf[1])]
+        return {path: _change(was, now, is_from_old=path not in self.recomputed) for path, was, now in leaves}
 
     def infinite_leaf(self) -> str | None:
         """Returns the path of a leaf that has become infinite or NaN."""
@@ -66,13 +71,25 @@ class Runs:
     step: Step
     state: PyTree
     ignored: tuple[str, ...]
+    recomputed: frozenset[str]  # the paths of leaves whose new value is not computed from their old one
     position: int = 0  # of the scaler that is checked, among the scalers of the state
     is_exact: bool = False  # whether a power of two, as a factor of the scale, changes no bit of a right step
     counts: dict[str, str] = dataclasses.field(default_factory=dict)  # accepted changes of skipped steps, by path
 
     @property
+    def scalers(self) -> list[ScalerState]:
+        return scalers_of(self.state)
+
+    @property
     def scaler(self) -> ScalerState:
-        return scalers_of(self.state)[self.position]
+        return self.scalers[self.position]
+
+    @property
+    def has_small_scales(self) -> bool:
+        """Whether a scaler of the state may have a scale below 1."""
+        return any(
+            (x.config.min_scale if x.config.mode == "dynamic" else float(x.loss_scale)) < 1 for x in self.scalers
+        )
 
     def of_state(self, other: "Runs") -> "Runs":
         """Returns runs of the same step, from the state and about the scaler of other runs."""
@@ -135,7 +152,7 @@ class Runs:
         leaves = [(path, was, now) for (path, was), (_, now) in pairs]
         new = scalers_of(after)
         skips = [int(b.total_skips) - int(a.total_skips) for a, b in zip(scalers_of(state), new, strict=True)]
-        return Run(scaler, new[self.position], after, leaves, skips)
+        return Run(scaler, new[self.position], after, leaves, skips, self.recomputed)
 
     @property
     def exponents(self) -> list[int]:
@@ -153,33 +170,63 @@ class Runs:
     ) -> None:
         """Raises if a skipped step has changed any bit, unless a leaf counts calls as it does in an applied step.
 
-        A leaf may also return to its value in `reset`, as sums do.
+        A leaf may also return to its value in `reset`, as sums do. Leaves that are recomputed do not count: in a state
+        that no step has returned, they need not be what a step computes.
         """
         optimizers = find_optimizer_states(self.state)
         counted = {path: now for path, _, now in applied.leaves}
         for path, was, now in run.leaves:
-            if is_equal(was, now) or is_equal(reset.get(path, was), now):
+            if path in self.recomputed or is_equal(was, now) or is_equal(reset.get(path, was), now):
                 continue
             kind = kind_of_count(was, now, counted[path])
             if kind and not any(is_inside(path, part) for part in optimizers):
                 self.counts[path] = kind
                 continue
-            raise AssertionError(
-                f"the skipped step changed {path}{numbers}: {_on_one_line(was)} before, {_on_one_line(now)} "
-                "after. Gate it with apply_if by step_applied or all_finite(grads), unless it counts calls or batches, "
-                "is a random key or the state of an environment, describes the scaler, or has a gate of its own: then "
-                f"pass ignore={path!r}. If it is a sum of gradients, reset it after a skip, too."
-            )
+            _raise_for_change(path, was, now, numbers)
+
+    def check_recomputed(self, run: Run) -> None:
+        """Raises if a skipped step, from a state that a step has returned, has changed a leaf that is recomputed."""
+        for path, was, now in run.leaves:
+            if path in self.recomputed and not is_equal(was, now):
+                _raise_for_change(path, was, now)
+
+
+def _raise_for_change(path: str, was: Any, now: Any, numbers: str = "") -> NoReturn:
+    raise AssertionError(
+        f"the skipped step changed {path}{numbers}: {_on_one_line(was)} before, {_on_one_line(now)} "
+        "after. Gate it with apply_if by step_applied or all_finite(grads), unless it counts calls or batches, "
+        "is a random key or the state of an environment, describes the scaler, or has a gate of its own: then "
+        f"pass ignore={path!r}. If it is a sum of gradients, reset it after a skip, too."
+    )
 
 
 def scalers_of(tree: PyTree) -> list[ScalerState]:
-    """Returns the scalers of a state, unwrapped."""
-    return [find_scaler(x, "state") for x in find_instances(tree, ScalerState)]
+    """Returns the scalers of a state, unwrapped; one of a batch of copies, as each device has one in `jax.pmap`."""
+    return [_common_scaler(find_scaler(x, "state", allow_batch=True)) for x in find_instances(tree, ScalerState)]
+
+
+def _common_scaler(batch: ScalerState) -> ScalerState:
+    if not np.ndim(batch.loss_scale):
+        return batch
+    for field, x in zip(ARRAY_FIELDS, map(np.asarray, batch), strict=False):
+        if (x != x.ravel()[0]).any():
+            raise ValueError(
+                f"state must contain one scaler, or copies of it for several devices, got a batch with {field} "
+                f"{truncate(x)}. If jax.vmap maps the step over several members, call check_step for one of them."
+            )
+    return jax.tree.map(lambda x: x.ravel()[0], batch)
 
 
 def _with_scalers(tree: PyTree, scalers: list[ScalerState]) -> PyTree:
     new = iter(scalers)
-    return jax.tree.map(lambda x: replace_scaler(x, next(new)) if is_scaler(x) else x, tree, is_leaf=is_scaler)
+    return jax.tree.map(lambda x: _replaced(x, next(new)) if is_scaler(x) else x, tree, is_leaf=is_scaler)
+
+
+def _replaced(old: ScalerState, scaler: ScalerState) -> ScalerState:
+    """Returns a scaler, or a batch of copies of it, in place of another one."""
+    arrays, structure = jax.tree.flatten(old)
+    copies = [_place_like(np.full_like(x, y), x) for x, y in zip(arrays, scaler[:-1], strict=True)]
+    return jax.tree.unflatten(structure, copies)
 
 
 def _with_fields(scaler: ScalerState, values: Mapping[str, float]) -> ScalerState:
@@ -191,16 +238,19 @@ def _on_one_line(value: object) -> str:
     return truncate(" ".join(str(value).split()))
 
 
-def _change(was: Any, now: Any) -> np.ndarray:
+def _change(was: Any, now: Any, *, is_from_old: bool) -> np.ndarray:
     dtype = np.complex128 if np.iscomplexobj(was) else np.float64
     old, new = (np.asarray(x).astype(dtype) for x in (was, now))
     known = np.isfinite(old)  # such as a mask of -inf, or a best loss of infinity, is not
-    return np.where(known, new - np.where(known, old, 0), 0)
+    return np.where(known, new - np.where(known & is_from_old, old, 0), 0)
 
 
 def is_equal(was: Any, now: Any) -> bool:
-    """Tests whether two leaves are equal bit for bit. A Python number, or a narrower array, equals its new array."""
-    dtype = getattr(now, "dtype", getattr(was, "dtype", None))
+    """Tests whether two leaves are equal bit for bit, in the dtype of the first one; a Python number has none.
+
+    In float32, a copy of a wider leaf is not rounded, as it is in the state.
+    """
+    dtype = getattr(was, "dtype", getattr(now, "dtype", None))
     if dtype is not None:
         was, now = (x if getattr(x, "dtype", None) == dtype else np.asarray(x).astype(dtype) for x in (was, now))
     return bit_pattern(was) == bit_pattern(now)

@@ -102,9 +102,10 @@ class StepOfState:
     def _find_recomputed(self, call: StepCall, out: PyTree, program: core.ClosedJaxpr) -> frozenset[str]:
         dependence = StepDependence(call, out, program)
         pairs = [pair for match in self._matches for pair in zip(match.new, match.old, strict=True)]
-        paths = [path for path, _ in named_leaves(self.state)]
+        leaves = zip(named_leaves(self.state), pairs, strict=True)
+        # A Python number is a constant of the program.
         return frozenset(
-            path for path, (new, old) in zip(paths, pairs, strict=True) if not dependence.depends([new], [old])
+            path for (path, x), (new, old) in leaves if is_array(x) and not dependence.depends([new], [old])
         )
 
     @property

@@ -2,11 +2,12 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jmpscale._base.options import requires_names_in
-from jmpscale._base.text import describe
+from jmpscale._base.text import describe, enumerate_names
 from jmpscale._base.tree import named_leaves
 from jmpscale._guards.checks import check_scaler
 from jmpscale._state import scale_on_host
@@ -23,10 +24,15 @@ def check_step(step: Callable[..., Any], *, ignore: str | Sequence[str] = ()) ->
     It is called like the step, as `check_step(train_step)(params, opt_state, batch)`, and runs the step from this state
     at several loss scales. The state is what the step returns with the structure and the types of an argument, in the
     order of the arguments: parameters, optimizer state, averages, batch statistics, and at least one scaler. Elements
-    of tuples, lists, dicts and named tuples count; a lone array only if it is the first argument, a count or a key.
-    Objects of Flax NNX among the arguments belong to the state. A step that is called in another way is written as a
-    function of its state: `check_step(lambda state: train_step(*state, batch)[:2])((params, opt_state))`. If gradients
-    are accumulated by hand over several calls, this function makes all of these calls.
+    of tuples, lists, dicts and named tuples count. What gradients depend on, but do not change, is taken for data, such
+    as a batch beside its reconstruction; `check_step` prints its name if it comes back changed. A lone array that is
+    not the first argument is state only if it is computed from its old value and has no influence on other state.
+    Objects of Flax NNX among the arguments belong to the state, also if the step returns their new state, as under
+    `jax.jit`. In `jax.pmap`, each device may have a copy of the state.
+
+    A step that is called in another way is written as a function of its state: `check_step(lambda state:
+    train_step(*state, batch)[:2])((params, opt_state))`. If gradients are accumulated by hand over several calls, this
+    function makes all of these calls.
 
     At an infinite loss scale, and at the smallest one at which gradients overflow, the step must be skipped, reduce a
     dynamic scale by its `backoff_factor`, and change nothing else. At the smallest one, the loss must be finite, and a
@@ -36,16 +42,18 @@ def check_step(step: Callable[..., Any], *, ignore: str | Sequence[str] = ()) ->
 
     If JAX can trace the step, it is also evaluated in float32. There, no change may depend on the scale, on whether the
     scale grows after the step, or on whether the previous step was skipped. Then the gradients that `value_and_grad`,
-    `unscale` or a `scaled_backward` function returns become infinite or NaN, in groups and in single elements: each
-    time the step must be skipped, once, unless it does not use them. Just below the scale at which the step is skipped,
-    no change may differ from the change in float32 by more than half. Differences that rounding explains are accepted.
+    `unscale` or a `scaled_backward` function unscales become infinite or NaN, in groups and in single elements: each
+    time the step must be skipped, once, unless it does not use them. The flag may be computed before or after the
+    unscaling; after it, if scales below 1 are possible. Just below the scale at which the step is skipped, no change
+    may differ from the change in float32 by more than half. Differences that the rounding of gradients explains are
+    accepted.
 
     In a skipped step, an integer scalar may grow, and a random key may change, as in an applied step, unless it belongs
     to the state of an optimizer. They are printed in one line. If the state contains several scalers, as in adversarial
     training, each is checked in turn, while the other ones keep their scales.
 
-    It compiles the step in float32, runs the step about 20 times and the float32 step 5 times, and up to 33 times with
-    infinite gradients.
+    It compiles the step, unless it is compiled, and the step in float32. It runs the step about 20 times and the
+    float32 step 5 times, and up to 33 times with infinite gradients.
 
     Args:
       step: training step. Its arguments are copied, so it may donate them. This process must hold all of their arrays.
@@ -98,10 +106,10 @@ def _check(step: StepOfState, ignored: tuple[str, ...]) -> None:
     for position in positions:
         check_scaler(scalers[position], "state")
         scale_on_host(scalers[position], "state")  # raises for an invalid scale
-    paths = [path for path, _ in named_leaves(step.state)]
+    paths = [*(path for path, _ in named_leaves(step.state)), *step.others]
     if unknown := [part for part in ignored if not any(is_inside(path, part) for path in paths)]:
-        raise ValueError(f"ignore must name leaves of the state, got {unknown}. The paths are {paths[:20]}.")
-    first = Runs(step, step.state, ignored)
+        raise ValueError(f"ignore must name leaves of the state, got {unknown}. The paths are {_enumerate(paths)}.")
+    first = Runs(step, step.state, ignored, step.recomputed)
     runs = [dataclasses.replace(first, position=position) for position in positions]
     usual = list(map(first_applied, runs))
     # In the state after a step, averages that were zero are different.
@@ -121,6 +129,23 @@ def _check(step: StepOfState, ignored: tuple[str, ...]) -> None:
         )
     if first.counts:
         print(_describe_counts(first.counts))
+    infinite = first.at(math.inf).old
+    if others := [name for name in step.changed_others(first.state_with(infinite)) if name not in ignored]:
+        print(_describe_others(others))
+
+
+def _enumerate(paths: Sequence[str], limit: int = 100) -> str:
+    """Returns paths in a list, and the number of those that are omitted."""
+    more = f", and {len(paths) - limit} more" if len(paths) > limit else ""
+    return f"{', '.join(paths[:limit])}{more}"
+
+
+def _describe_others(names: Sequence[str]) -> str:
+    return (
+        f"check_step: {enumerate_names(names)} also came back changed from a skipped step, and was taken for data, "
+        "because no gradient changes it and gradients depend on it. If it is state, such as that of a recurrent "
+        f"network, gate it, too. To omit this line, pass ignore={tuple(names)}."
+    )
 
 
 def _describe_counts(counts: Mapping[str, str]) -> str:
