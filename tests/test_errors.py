@@ -299,7 +299,7 @@ TOOLS = {
     ),
     "check_step: batch": Mistake(
         _check(jax.tree.map(lambda *x: np.stack(x), jmpscale.dynamic(2.0), jmpscale.dynamic(4.0))),
-        "state must contain one scaler, or copies of it ..., got a batch with loss_scale [... ...]. If jax.vmap maps",
+        "state must contain one scaler, or copies of it ... got a batch with loss_scale [2. 4.]. If jax.vmap maps",
         raises=ValueError,
     ),
     "check_step: ignore": Mistake(

@@ -192,10 +192,11 @@ def test_new_scope_traces_functions_that_jax_has_traced():
         assert len(traced) == count
 
 
-def test_check_step_finds_the_gradients_that_a_compiled_function_unscales():
+@pytest.mark.parametrize("with_small_scales", [False, True])
+def test_check_step_finds_the_gradients_that_a_compiled_function_unscales(with_small_scales):
     grads = {"a": X, "b": X[0]}
     program = jax.make_jaxpr(jax.jit(lambda scaler: jmpscale.unscale(scaler, grads)))(jmpscale.dynamic())
-    assert Faults(program).count == 2
+    assert Faults(program, with_small_scales=with_small_scales).count == 2
 
 
 def _key(fun):
