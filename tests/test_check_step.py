@@ -97,6 +97,24 @@ def _average_of_parameters(is_gated):
     return with_average, (PARAMS, state)
 
 
+def _sam_in_opaque_mode():
+    """Returns a step whose optimizer takes a second gradient, which the wrapper does not check."""
+    inner = optax.contrib.sam(ADAM, optax.chain(optax.contrib.normalize(), optax.sgd(0.1)), opaque_mode=True)
+    tx = jmpscale.with_loss_scaling(inner)
+
+    def step(state):
+        params, opt_state = state
+        loss, grads = GRADIENTS(opt_state, params)
+
+        def grad_fn(params, _):
+            return GRADIENTS(opt_state, params)[1]
+
+        updates, new = tx.update(grads, opt_state, params, value=loss, grad_fn=grad_fn)
+        return optax.apply_updates(params, updates), new
+
+    return step, (PARAMS, tx.init(PARAMS))
+
+
 # --- steps with the functional API ---
 
 
@@ -113,6 +131,18 @@ def _functional(finish):
 
 def _apply(flag, grads, params, opt_state):
     return jmpscale.apply_if(flag, jmpscale.optax_step(ADAM, grads), params, opt_state)
+
+
+def _sam():
+    """Returns a step that takes both gradients of sharpness-aware minimization, and checks both."""
+
+    def finish(params, opt_state, scaler, loss, first, _):
+        factor = 0.1 / optax.tree.norm(first)
+        _, grads = GRADIENTS(scaler, jax.tree.map(lambda w, g: w + factor * g, params, first))
+        flag = jmpscale.all_finite((loss, first, grads))
+        return *_apply(flag, grads, params, opt_state), jmpscale.update(scaler, flag, loss=loss)
+
+    return _functional(finish)
 
 
 def _right(params, opt_state, scaler, loss, grads, flag):
@@ -317,6 +347,7 @@ MISTAKES: dict[str, tuple[Any, str]] = {  # functions that return a step and its
         r"the skipped step changed state\[0\]\['b'\]",
     ),
     "inside MultiSteps": (_inside_multi_steps, r"changed state\[1\]\.gradient_step"),
+    "SAM in opaque mode": (_sam_in_opaque_mode, PART),
     "scaled twice": (lambda: _wrapper(WRAPPED, _scaled_twice), DEPENDS),
     "another scaler": (lambda: _wrapper(WRAPPED, _by_another_scaler), UNSCALED),
     "never scaled": (lambda: _wrapper(WRAPPED, _never_scaled), UNSCALED),
@@ -448,6 +479,7 @@ RIGHT = {
     "shard_map": _in_shard_map,
     "scaled_backward": _with_scaled_backward,
     "two scalers": _gan,
+    "SAM": _sam,
 }
 
 
