@@ -61,7 +61,8 @@ def scaled_backward(
 
     Returns:
       A function with the signature of `fun`. It supports reverse-mode differentiation, to any order and with respect to
-      different values at each order. With `disabled()` it calls `fun`.
+      different values at each order; its gradients also support forward mode and `jax.experimental.jet`. With
+      `disabled()` it calls `fun`.
 
     Raises:
       TypeError: an argument has the wrong type, or `fun` does not return a pair although `has_aux` is true. When
