@@ -24,7 +24,7 @@ from jmpscale._base.tree import (
     named_leaves,
     structure,
 )
-from jmpscale._base.types import has_same_type, is_numeric, needs_wider_gradient
+from jmpscale._base.types import has_same_type, is_narrow, is_numeric, needs_wider_gradient
 from jmpscale._base.warn import warn_user
 from jmpscale._state import ARRAY_FIELDS, ScalerConfig, ScalerState, WithLossScalingState
 
@@ -271,6 +271,8 @@ def type_remedy(was: object, now: object, where: str = "") -> str:
             "Unscaled gradients of float16 parameters are float32: keep the parameters in float32, or create the state "
             "with tx.init(jmpscale.cast(params, jnp.float32))."
         )
+    if is_narrow(was) and is_inexact(now) and not is_narrow(now):  # an optimizer may mix the dtypes of parameters
+        return f"Keep all parameters in float32, or convert it with .astype{where}."
     if jnp.result_type(was) != jnp.result_type(now):
         return f"Convert it with .astype{where}."
     return f"Reshape or reshard it{where}, move it to its memory space, or reduce gradients that vary over devices."
