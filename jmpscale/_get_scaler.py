@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jmpscale._base.tree import PyTree, Tree
+from jmpscale._base.tree import PyTree, Tree, find_instances
 from jmpscale._guards.checks import check_scaler, only_scaler
 from jmpscale._state import ARRAY_FIELDS, ScalerState, is_scaler, register_with_flax
 
@@ -66,7 +66,7 @@ def replace_scaler(tree: Tree, scaler: ScalerState) -> Tree:
     >>> float(jmpscale.replace_scaler((jmpscale.dynamic(), 1), jmpscale.dynamic(8.0))[0].loss_scale)
     8.0
     """
-    if isinstance(tree, ScalerState) and not isinstance(scaler, ScalerState):
+    if isinstance(tree, ScalerState) and not isinstance(scaler, ScalerState) and find_instances(scaler, ScalerState):
         raise TypeError("the arguments are replace_scaler(tree, scaler), got them in the opposite order.")
     old = only_scaler(tree, "tree", _WHERE_A_SCALER_IS)
     shape = _shape_of_batch(old)

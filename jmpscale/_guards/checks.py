@@ -70,7 +70,11 @@ def only_scaler(tree: PyTree, name: str, remedy: str) -> ScalerState:
 def check_scaler(scaler: object, name: str = "scaler", *, allow_batch: bool = False) -> None:
     """Raises unless `scaler` is a scaler, and not a batch, which would broadcast against the wrong axis."""
     if not isinstance(scaler, ScalerState):
-        raise TypeError(f"{name} must be a ScalerState, got {type_name(scaler)}. Use jmpscale.dynamic or get_scaler.")
+        remedy = "Create one by jmpscale.dynamic(), or take it from a state by jmpscale.get_scaler."
+        if is_real_scalar(scaler) or type(scaler) is int:
+            number = float(scaler) if isinstance(scaler, (int, float)) else "scale"
+            remedy = f"Pass jmpscale.static({number}), a fixed scale, or jmpscale.dynamic({number}), which adapts."
+        raise TypeError(f"{name} must be a ScalerState, got {type_name(scaler)}. {remedy}")
     if not isinstance(scaler.config, ScalerConfig):
         raise TypeError(
             f"{name}.config must be a ScalerConfig, got {type_name(scaler.config)}. Restore a checkpoint into a state "
