@@ -94,9 +94,12 @@ WRONG_CALLS = {
     ),
     "inner state": Mistake(lambda: TX.update(GRADS, ADAM.init(GRADS)), "got tuple. The ... ._replace(inner_state=...)"),
     "updates of inner": Mistake(
-        _inner(lambda g, s, p: (g["w"], s)), f"['b'] {ONLY_IN} input. Gate optax_step(inner, grads) with apply_if."
+        _inner(lambda g, s, p: ({"w": g["w"]}, s)),
+        f"updates['b'] {ONLY_IN} input. Gate optax_step(inner, grads) with apply_if.",
     ),
-    "structure of inner": Mistake(_inner(lambda g, s, p: (g, (s, s))), f"state {ONLY_IN} input. ... outside"),
+    "structure of inner": Mistake(
+        _inner(lambda g, s, p: (g, (s, s))), "state is int32[] in its input and a tuple ... outside"
+    ),
     "dtype of inner": Mistake(
         _inner(lambda g, s, p: (g, s > 0)), "state was int32[] and is bool[]. ... .astype in inner"
     ),
