@@ -575,5 +575,5 @@ def test_check_step_warns_about_a_loss_that_the_scaler_does_not_receive(name):
         updates, opt_state = WRAPPED.update(grads, opt_state, params, **({name: loss} if name else {}))
         return optax.apply_updates(params, updates), opt_state
 
-    with pytest.warns(UserWarning, match="update receives no loss, or under another name"):
+    with pytest.warns(UserWarning, match="reduces the loss scale: pass the unscaled loss, as value= to"):
         check_step(jax.jit(step))((PARAMS, WRAPPED.init(PARAMS)))
