@@ -491,6 +491,37 @@ def test_check_step_accepts_a_right_step_without_output(name, capsys):
     assert capsys.readouterr().out == ""
 
 
+UNTRACEABLE = {  # what a step may do with a value where JAX cannot trace it, and the error that this raises there
+    "if": (lambda x: 1 if x > 0 else 2, "a TracerBoolConversionError"),
+    "index": (lambda x: [1, 2][0 * x.astype(jnp.int32)], "a TracerIntegerConversionError"),
+    "mask": (lambda x: PARAMS["b"][PARAMS["b"] > x], "a NonConcreteBooleanIndexError"),
+    "format": (lambda x: f"{x:.3f}", "a TypeError"),
+}
+
+
+@pytest.mark.parametrize("name", _rows(UNTRACEABLE, {"format"}))
+def test_check_step_accepts_a_right_step_that_jax_cannot_trace(name):
+    use, error = UNTRACEABLE[name]
+    step, state = _wrapper(WRAPPED)
+    compiled = jax.jit(step)
+
+    def read(state):
+        params, opt_state = compiled(state)
+        use(params["b"][0, 0])
+        return params, opt_state
+
+    with pytest.warns(UserWarning, match=rf"which raises {error} at test_check_step\.py:\d+ \(.*float32\. Pass a step"):
+        check_step(read)(state)
+
+
+def test_check_step_raises_the_error_of_a_step():
+    def step(state):
+        raise LookupError("of the step")
+
+    with pytest.raises(LookupError, match="of the step"):
+        check_step(step)((PARAMS, WRAPPED.init(PARAMS)))
+
+
 class _Model(nnx.Module):
     """A model that holds the loss scale of the optimizer's state, for a loop that takes only the model."""
 

@@ -6,8 +6,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from jmpscale._base.frameworks import is_trace_error
-from jmpscale._base.step_call import UNREADABLE, StepCall
+from jmpscale._base.step_call import StepCall
 from jmpscale._base.step_state import Match, changed_types, match_state
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, check_has_values, find_instances, is_traced, named_leaves
@@ -98,9 +97,9 @@ def step_of_state(step: Callable[..., PyTree], args: Sequence[Any], kwargs: dict
     program = None
     try:
         out, program = call.trace()
-    except Exception as error:
-        if not is_untraceable(error):
-            raise
+    except Warning:  # that a filter turns into an error
+        raise
+    except Exception:  # if JAX only cannot trace the step, it runs
         out = call.run(jax.tree.map(copy, call.arguments))
     matches = match_state(call, out, program)
     for name, old, new in changed_types(call, out, matches, program):
@@ -113,11 +112,6 @@ def step_of_state(step: Callable[..., PyTree], args: Sequence[Any], kwargs: dict
     if not find_instances([match.tree for match in matches], ScalerState):
         _raise_for_scaler(call, matches)
     return StepOfState(call, out, matches)
-
-
-def is_untraceable(error: Exception) -> bool:
-    """Tests whether an error shows that JAX cannot trace a step, which reads values, or changes objects of NNX."""
-    return isinstance(error, UNREADABLE) or is_trace_error(error)
 
 
 def copy(state: PyTree) -> PyTree:
