@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpscale._base.text import format_scale, truncate
+from jmpscale._base.text import format_scale
 from jmpscale._base.tree import PyTree, bit_pattern, find_instances, is_array, is_inexact
 from jmpscale._get_scaler import find_scaler, replace_scaler
 from jmpscale._state import ScalerState, WithLossScalingState, is_scaler
 from jmpscale.testing._counts import find_optimizer_states, kind_of_count
+from jmpscale.testing._first_difference import first_difference
 from jmpscale.testing._replicated import check_copies
 
 Step = Callable[[Any], Any]
@@ -164,10 +165,11 @@ class Runs:
             if kind and not any(is_inside(path, part) for part in optimizers):
                 self.counts[path] = kind
                 continue
+            old, new, place = first_difference(was, now)
             raise AssertionError(
-                f"the skipped step changed {path}{numbers}: {_on_one_line(was)} before, {_on_one_line(now)} "
-                "after. Gate it with apply_if by step_applied or all_finite(grads), unless it counts calls or batches, "
-                "is a random key or the state of an environment, describes the scaler, or has a gate of its own: then "
+                f"the skipped step changed {path}{numbers}: {old} before, {new} after{place}. Gate it with apply_if by "
+                "step_applied or all_finite(grads), unless it counts calls or batches, is a random key or the state of "
+                "an environment, describes the scaler, or has a gate of its own: then "
                 f"pass ignore={path!r}. If it is a sum of gradients, reset it after a skip, too."
             )
 
@@ -185,10 +187,6 @@ def _with_scalers(tree: PyTree, scalers: list[ScalerState]) -> PyTree:
 def _with_fields(scaler: ScalerState, values: Mapping[str, float]) -> ScalerState:
     arrays = {name: getattr(scaler, name) for name in values}
     return scaler._replace(**{name: _place_like(np.full_like(x, values[name]), x) for name, x in arrays.items()})
-
-
-def _on_one_line(value: object) -> str:
-    return truncate(" ".join(str(value).split()))
 
 
 def _change(was: Any, now: Any) -> np.ndarray:
