@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jmpscale._base.tree import PyTree, Tree
+from jmpscale._base.tree import PyTree, Tree, find_instances
 from jmpscale._guards.checks import check_scaler, only_scaler
 from jmpscale._state import ARRAY_FIELDS, ScalerState, is_scaler, register_with_flax
 
@@ -50,25 +50,34 @@ def replace_scaler(tree: Tree, scaler: ScalerState) -> Tree:
     """Returns a copy of a pytree with its scaler replaced.
 
     Args:
-      tree: a pytree that contains exactly one `ScalerState`.
+      tree: a pytree that contains exactly one `ScalerState`, or one batch of them.
       scaler: the new scaler; it is copied. Its settings apply from now on. Different settings trigger a recompilation.
+        In a batch of scalers, such as the members of an ensemble under `jax.vmap`, one new scaler replaces each; a new
+        batch of the same shape replaces the old one.
 
     Returns:
       The tree with the new scaler, whose arrays are wrapped like the arrays of the old scaler.
 
     Raises:
       TypeError: `scaler` is not a `ScalerState`.
-      ValueError: the tree contains no scaler, or more than one.
+      ValueError: the tree contains no scaler, or more than one; or `scaler` is a batch of another shape.
 
     >>> import jmpscale
     >>> float(jmpscale.replace_scaler((jmpscale.dynamic(), 1), jmpscale.dynamic(8.0))[0].loss_scale)
     8.0
     """
-    if isinstance(tree, ScalerState) and not isinstance(scaler, ScalerState):
+    if isinstance(tree, ScalerState) and not isinstance(scaler, ScalerState) and find_instances(scaler, ScalerState):
         raise TypeError("the arguments are replace_scaler(tree, scaler), got them in the opposite order.")
-    check_scaler(scaler)
     old = only_scaler(tree, "tree", _WHERE_A_SCALER_IS)
+    shape = _shape_of_batch(old)
+    check_scaler(scaler, allow_batch=bool(shape) and _shape_of_batch(scaler) == shape)
     register_with_flax()
     # The arrays are copied, so that donating the tree does not delete the caller's scaler.
-    new = jax.tree.unflatten(jax.tree.structure(old), map(jnp.array, scaler[:-1]))._replace(config=scaler.config)
+    arrays = [jnp.broadcast_to(jnp.array(x), shape) for x in scaler[:-1]]
+    new = jax.tree.unflatten(jax.tree.structure(old), arrays)._replace(config=scaler.config)
     return jax.tree.map(lambda x: new if is_scaler(x) else x, tree, is_leaf=is_scaler)
+
+
+def _shape_of_batch(scaler: PyTree) -> tuple[int, ...]:
+    """Returns the shape of a batch of scalers; `()` for one scaler."""
+    return next((getattr(x, "shape", ()) for x in jax.tree.leaves(scaler)), ())

@@ -2,9 +2,10 @@
 
 import dataclasses
 import enum
+import functools
 import json
-from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple, NoReturn, get_args
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple, NoReturn, ParamSpec, get_args
 
 import jax
 import jax.export
@@ -16,6 +17,7 @@ from jmpscale._base.marks import Mark, mark, remember
 from jmpscale._base.options import requires_names
 from jmpscale._base.text import describe, format_number
 
+P = ParamSpec("P")
 Mode = Literal["dynamic", "static", "disabled"]
 HysteresisReset = Literal["growth", "finite"]
 
@@ -125,7 +127,10 @@ class ScalerState(NamedTuple):
 
 
 def _raise_missing(state: ScalerState, name: str) -> NoReturn:
-    text = f"ScalerState has no attribute {name!r}. It has no methods: pass it to functions such as jmpscale.update."
+    remedy = "It has no methods: pass it to functions such as jmpscale.update."
+    if name == "init":  # which optax.chain reads first
+        remedy = "It is not an optimizer: call jmpscale.with_loss_scaling(optax.chain(...), jmpscale.dynamic(...))."
+    text = f"ScalerState has no attribute {name!r}. {remedy}"
     raise AttributeError(text, name=name, obj=state)
 
 
@@ -164,6 +169,28 @@ class WithLossScalingState(NamedTuple):
     grad_norm: jax.Array | None
 
 
+def _explains_arguments_of_torch(fun: Callable[P, ScalerState]) -> Callable[P, ScalerState]:
+    """Makes a function raise an error with the remedy for arguments that only `torch.amp.GradScaler` has."""
+
+    @functools.wraps(fun)
+    def create(*args: P.args, **kwargs: P.kwargs) -> ScalerState:
+        if "enabled" in kwargs:
+            raise TypeError(
+                f"{fun.__name__} has no argument enabled, got {describe(kwargs['enabled'])}. Omit it; to turn loss "
+                "scaling off, create jmpscale.disabled() in place of the dynamic scaler."
+            )
+        first = args[0] if args else None
+        if "device" in kwargs or isinstance(first, jax.Device) or (isinstance(first, str) and first[:1].isalpha()):
+            raise TypeError(
+                f"{fun.__name__} has no argument for a device, got {describe(kwargs.get('device', first))}. Omit it: "
+                "JAX needs none, because the scaler is used where the step runs. The first argument is init_scale."
+            )
+        return fun(*args, **kwargs)
+
+    return create
+
+
+@_explains_arguments_of_torch
 @requires_names
 def dynamic(
     init_scale: float = 2.0**16,

@@ -20,16 +20,17 @@ def to_torch_state_dict(scaler: PyTree) -> dict[str, float | int]:
     """Converts a scaler to the state dict that `torch.amp.GradScaler.load_state_dict` takes.
 
     Args:
-      scaler: a dynamic scaler, or any pytree that contains exactly one, outside `jax.jit`. Its values are read from the
-        device.
+      scaler: a dynamic or disabled scaler, or any pytree that contains exactly one, outside `jax.jit`. Its values are
+        read from the device.
 
     Returns:
-      Python numbers under torch's keys. The limits, the hysteresis and the counts of skips are lost, because torch has
-      none. `_growth_tracker` is below `growth_interval`, because torch never grows a scale whose tracker has passed it.
+      Python numbers under torch's keys, or an empty dict for a disabled scaler, as torch returns. The limits, the
+      hysteresis and the counts of skips are lost, because torch has none. `_growth_tracker` is below `growth_interval`,
+      because torch never grows a scale whose tracker has passed it.
 
     Raises:
       TypeError: the arrays of `scaler` are abstract or traced.
-      ValueError: `scaler` does not contain exactly one scaler, or the scaler is not dynamic or has an invalid scale.
+      ValueError: `scaler` does not contain exactly one scaler, or the scaler is static or has an invalid scale.
 
     >>> import jmpscale
     >>> jmpscale.to_torch_state_dict(jmpscale.dynamic(1024.0))["scale"]
@@ -38,10 +39,12 @@ def to_torch_state_dict(scaler: PyTree) -> dict[str, float | int]:
     state = find_scaler(scaler)
     check_has_values(state, "scaler", "to_torch_state_dict")
     config = state.config
-    if config.mode != "dynamic":
+    if config.mode == "disabled":
+        return {}
+    if config.mode == "static":
         raise ValueError(
-            f"scaler must be dynamic to become a torch state dict, got mode {config.mode!r}. In torch, "
-            "construct a GradScaler with enabled=False for a disabled scaler; it has no static scale."
+            "scaler must be dynamic or disabled to become a torch state dict, got mode 'static'. torch has no static "
+            "scale: multiply the loss and divide the gradients in torch yourself."
         )
     return {
         "scale": scale_on_host(state),

@@ -19,7 +19,7 @@ from flax.training.train_state import TrainState
 import jmpscale
 
 from bits import assert_equal_bits
-from messages import ONE_SCALER
+from messages import NO_BATCH, ONE_SCALER
 
 Point = collections.namedtuple("Point", ["x", "y"])
 
@@ -182,6 +182,33 @@ def test_get_scaler_and_replace_scaler_raise_unless_there_is_one_scaler(call):
 def test_get_scaler_raises_for_a_scaler_without_an_array():
     with pytest.raises(ValueError, match="all arrays, got 6"):
         jmpscale.get_scaler({"scaler": OLD._replace(total_skips=None)})
+
+
+BATCH = jax.vmap(lambda scale: OLD._replace(loss_scale=scale))(jnp.array([1.0, 2.0, 4.0]))
+HOLDERS_OF_BATCHES = {
+    "scaler": lambda: BATCH,
+    "ensemble": lambda: jax.vmap(TX.init)({"w": jnp.ones((3, 2))}),
+    "shapes": lambda: jax.eval_shape(jax.vmap(TX.init), {"w": jnp.ones((3, 2))}),
+    "nnx": lambda: nnx.State({"scaler": jax.tree.map(nnx.OptState, BATCH)}),
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS_OF_BATCHES)
+def test_replace_scaler_replaces_each_scaler_of_a_batch(name):
+    holder = HOLDERS_OF_BATCHES[name]()
+    of_each = jax.tree.map(lambda x: jnp.stack([x] * 3), NEW)
+    for new, expected in ((NEW, of_each), (BATCH, BATCH)):
+        replaced = jmpscale.replace_scaler(holder, new)
+        assert_equal_bits(expected, jmpscale.get_scaler(replaced))
+        kinds = [type(x) for x in jax.tree.leaves(replaced, is_leaf=lambda x: isinstance(x, nnx.Variable))]
+        assert kinds == [nnx.OptState] * 7 or name != "nnx"
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("holder", [OLD, jax.tree.map(lambda x: x[:2], BATCH)], ids=["scaler", "other size"])
+def test_replace_scaler_raises_for_a_batch_of_another_shape(holder):
+    with pytest.raises(ValueError, match=f"scaler {NO_BATCH} a batch"):
+        jmpscale.replace_scaler(holder, BATCH)
 
 
 def test_replace_scaler_copies_the_scaler():

@@ -97,6 +97,24 @@ def _average_of_parameters(is_gated):
     return with_average, (PARAMS, state)
 
 
+def _sam_in_opaque_mode():
+    """Returns a step whose optimizer takes a second gradient, which the wrapper does not check."""
+    inner = optax.contrib.sam(ADAM, optax.chain(optax.contrib.normalize(), optax.sgd(0.1)), opaque_mode=True)
+    tx = jmpscale.with_loss_scaling(inner)
+
+    def step(state):
+        params, opt_state = state
+        loss, grads = GRADIENTS(opt_state, params)
+
+        def grad_fn(params, _):
+            return GRADIENTS(opt_state, params)[1]
+
+        updates, new = tx.update(grads, opt_state, params, value=loss, grad_fn=grad_fn)
+        return optax.apply_updates(params, updates), new
+
+    return step, (PARAMS, tx.init(PARAMS))
+
+
 # --- steps with the functional API ---
 
 
@@ -113,6 +131,18 @@ def _functional(finish):
 
 def _apply(flag, grads, params, opt_state):
     return jmpscale.apply_if(flag, jmpscale.optax_step(ADAM, grads), params, opt_state)
+
+
+def _sam():
+    """Returns a step that takes both gradients of sharpness-aware minimization, and checks both."""
+
+    def finish(params, opt_state, scaler, loss, first, _):
+        factor = 0.1 / optax.tree.norm(first)
+        _, grads = GRADIENTS(scaler, jax.tree.map(lambda w, g: w + factor * g, params, first))
+        flag = jmpscale.all_finite((loss, first, grads))
+        return *_apply(flag, grads, params, opt_state), jmpscale.update(scaler, flag, loss=loss)
+
+    return _functional(finish)
 
 
 def _right(params, opt_state, scaler, loss, grads, flag):
@@ -389,6 +419,7 @@ MISTAKES: dict[str, tuple[Any, str]] = {  # functions that return a step and its
         r"the skipped step changed state\[0\]\['b'\]",
     ),
     "inside MultiSteps": (_inside_multi_steps, r"changed state\[1\]\.gradient_step"),
+    "SAM in opaque mode": (_sam_in_opaque_mode, PART),
     "scaled twice": (lambda: _wrapper(WRAPPED, _scaled_twice), DEPENDS),
     "another scaler": (lambda: _wrapper(WRAPPED, _by_another_scaler), UNSCALED),
     "never scaled": (lambda: _wrapper(WRAPPED, _never_scaled), UNSCALED),
@@ -547,6 +578,7 @@ RIGHT = {
     ),
     "dual averaging": _dual_averaging,
     "copy for evaluation": lambda: _copy_for_evaluation(is_gated=True),
+    "SAM": _sam,
 }
 
 
@@ -556,6 +588,37 @@ def test_check_step_accepts_a_right_step_without_output(name, capsys):
     step, state = RIGHT[name]()
     check_step(jax.jit(step))(state)
     assert capsys.readouterr().out == ""
+
+
+UNTRACEABLE = {  # what a step may do with a value where JAX cannot trace it, and the error that this raises there
+    "if": (lambda x: 1 if x > 0 else 2, "a TracerBoolConversionError"),
+    "index": (lambda x: [1, 2][0 * x.astype(jnp.int32)], "a TracerIntegerConversionError"),
+    "mask": (lambda x: PARAMS["b"][PARAMS["b"] > x], "a NonConcreteBooleanIndexError"),
+    "format": (lambda x: f"{x:.3f}", "a TypeError"),
+}
+
+
+@pytest.mark.parametrize("name", _rows(UNTRACEABLE, {"format"}))
+def test_check_step_accepts_a_right_step_that_jax_cannot_trace(name):
+    use, error = UNTRACEABLE[name]
+    step, state = _wrapper(WRAPPED)
+    compiled = jax.jit(step)
+
+    def read(state):
+        params, opt_state = compiled(state)
+        use(params["b"][0, 0])
+        return params, opt_state
+
+    with pytest.warns(UserWarning, match=rf"which raises {error} at test_check_step\.py:\d+ \(.*float32\. Pass a step"):
+        check_step(read)(state)
+
+
+def test_check_step_raises_the_error_of_a_step():
+    def step(state):
+        raise LookupError("of the step")
+
+    with pytest.raises(LookupError, match="of the step"):
+        check_step(step)((PARAMS, WRAPPED.init(PARAMS)))
 
 
 class _Model(nnx.Module):
@@ -734,5 +797,5 @@ def test_check_step_warns_about_a_loss_that_the_scaler_does_not_receive(name):
         updates, opt_state = WRAPPED.update(grads, opt_state, params, **({name: loss} if name else {}))
         return optax.apply_updates(params, updates), opt_state
 
-    with pytest.warns(UserWarning, match="update receives no loss, or under another name"):
+    with pytest.warns(UserWarning, match="reduces the loss scale: pass the unscaled loss, as value= to"):
         check_step(jax.jit(step))((PARAMS, WRAPPED.init(PARAMS)))

@@ -388,8 +388,9 @@ def test_control_flow_on_jax_arrays_has_a_remedy():
 
     with pytest.raises(jax.errors.ConcretizationTypeError) as caught:
         diagnose(loss, jnp.ones(2), jnp.float32(1))
-    remedy = "diagnose traces the loss function, as jax.jit does, so Python cannot read the values of JAX arrays"
-    assert any(note.startswith(remedy) for note in caught.value.__notes__)
+    *_, note = caught.value.__notes__
+    assert note.startswith("diagnose traces the loss function, as jax.jit does, so Python must not read the values of")
+    assert f", as it does at test_diagnose.py:{loss.__code__.co_firstlineno + 1} (loss). Arguments" in note
 
 
 @pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="this version of JAX has no jax.new_ref")

@@ -119,7 +119,7 @@ FORGOTTEN = {  # a changed line of the README's program, the original line, and 
         UserWarning,
         NEVER_SCALED,
     ),
-    "value": (", value=loss)", ")", UserWarning, "a NaN in the forward pass reduces the loss scale"),
+    "value": (", value=loss)", ")", UserWarning, "update does not see that the loss is not finite"),
 }
 
 

@@ -10,6 +10,7 @@ import inspect
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jmpscale
@@ -133,6 +134,11 @@ CAST_AND_MONITORING = {
     "method": Mistake(
         lambda: STATE.scale(LOSS), "no attribute 'scale'. It has no methods: pass it to", raises=AttributeError
     ),
+    "scaler in a chain": Mistake(
+        lambda: optax.chain(STATE, ADAM),
+        "no attribute 'init'. It is not an optimizer: ... with_loss_scaling(optax.chain(...), jmpscale.dynamic(...)).",
+        raises=AttributeError,
+    ),
     "cast to int": Mistake(_cast(GRADS, jnp.int8), f"{NO_FLOATING_DTYPE} int8. Call cast(params,"),
     "cast to complex": Mistake(_cast(GRADS, jnp.complex64), NO_FLOATING_DTYPE),
     "cast to a tree": Mistake(_cast(jnp.float16, GRADS), "dtype must be ... got dict. Call cast(params, jnp"),
@@ -189,11 +195,8 @@ TORCH = {
     "tracker": Mistake(_from_torch(_growth_tracker=1.5), f"['_growth_tracker'] {NO_INTEGER} 1.5"),
     "static": Mistake(
         lambda: jmpscale.to_torch_state_dict(jmpscale.static(8)),
-        "got mode 'static'. In torch, construct",
+        "scaler must be dynamic or disabled to become a torch state dict, got mode 'static'. ... multiply the loss",
         raises=ValueError,
-    ),
-    "disabled": Mistake(
-        lambda: jmpscale.to_torch_state_dict(jmpscale.disabled()), "got mode 'disabled'", raises=ValueError
     ),
     "nan": Mistake(
         _to_torch(loss_scale=jnp.float32(jnp.nan)),

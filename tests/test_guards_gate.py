@@ -1,9 +1,14 @@
 """`apply_if` takes a flag, a step and its carry; the step returns the carry with the same types, and no scaler."""
 
+from collections import OrderedDict
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import nnx
+from jax.experimental import sparse
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -46,6 +51,15 @@ def _reshard_in_step():
         jmpscale.apply_if(TRUE, lambda x: jax.sharding.reshard(x, P()), x)
 
 
+def _pair_class():
+    """Returns a new class, as a notebook cell creates one each time that it runs."""
+    return NamedTuple("Pair", [("x", jax.Array), ("y", jax.Array)])
+
+
+def _sparse(**flags):
+    return sparse.BCOO((W32, jnp.arange(2)[:, None]), shape=(16,), **flags)
+
+
 def _gate(new, state, finite=None):
     return jmpscale.apply_if(new.scaler.step_applied if finite is None else finite, lambda _: new, state)
 
@@ -62,7 +76,40 @@ WRONG_CALLS = {
     "list": Mistake(_apply(lambda a, b: [a, b], 1, 1), "returned a list, expected a tuple of 2 values: `return a, b`."),
     "dropped": Mistake(_apply(lambda c: c["layer_1"], BIG), f"carry[0]['layer_0']['bias'] {ONLY_IN} input."),
     "added": Mistake(_apply(lambda c: c | {"v": 1}, GRADS), f"carry[0]['v'] {ONLY_IN} output"),
-    "container": Mistake(_apply(list, (LOSS, LOSS)), "same structure, but the containers differ: PyTreeDef((("),
+    "container": Mistake(
+        _apply(lambda c: {"a": {"b": list(c["a"]["b"])}}, {"a": {"b": (LOSS, LOSS)}}),
+        "but carry[0]['a']['b'] is a tuple in its input and a list in its output. Return every value that fn takes, in",
+    ),
+    "value in place of None": Mistake(
+        _apply(lambda c: {**c, "b": W32}, {"a": W32, "b": None}),
+        "but carry[0]['b'] is None in its input and float32[2] in its output.",
+    ),
+    "empty state": Mistake(_apply(lambda c: optax.EmptyState(), None), "is None in its input and an EmptyState in its"),
+    "class of the same name": Mistake(
+        _apply(lambda c: [_pair_class()(*c[0])], [_pair_class()(W32, W32)]),
+        "but carry[0][0] is a Pair in its input and of another class with this name in its output.",
+    ),
+    "settings": Mistake(
+        _apply(lambda c: c | {"scaler": jmpscale.dynamic(growth_interval=5)}, {"scaler": STATE}),
+        (
+            "but carry[0]['scaler'] is a ScalerState with ... growth_interval=2000, hysteresis=1, ... in its input and "
+            "with ... growth_interval=5, hysteresis=1, ... in its output."
+        ),
+    ),
+    "order of keys": Mistake(
+        _apply(lambda c: OrderedDict(reversed(c.items())), OrderedDict(a=W32, b=W32)),
+        "but carry[0] is an OrderedDict with ('a', 'b') in its input and with ('b', 'a') in its output.",
+    ),
+    "length": Mistake(
+        _apply(lambda c: [None], [None, None]), "is a list with PyTreeDef([*, *]) in its input and with "
+    ),
+    "flags of a sparse array": Mistake(
+        _apply(lambda c: c | {"w": _sparse(indices_sorted=True)}, {"o": W32, "w": _sparse()}),
+        (
+            "but carry[0]['w'] is a BCOO with ... 'indices_sorted': False, 'unique_indices':... in its input and with "
+            "... 'indices_sorted': True, 'unique_indices': ... in its output."
+        ),
+    ),
     "dtype": Mistake(_apply(lambda w: w.astype("f2"), LOSS), "was float32[] and is float16[]. Convert it with .astype"),
     "shape": Mistake(_apply(lambda w: w[None], LOSS), "[0] was float32[] and is float32[1]. Reshape"),
     "sharding": Mistake(_reshard_in_step, "was float32[8@d] and is float32[8]. ... reshard it in fn"),
@@ -105,7 +152,8 @@ WRONG_SELECTIONS = {
     "nnx": Mistake(_select(NNX, NNX), "new must hold ... got a Flax NNX Dropout ... pass nnx.state(model), and write"),
     "dropped": Mistake(_select({}, GRADS), "new must have the same structure as old, but ['b'] is only in old."),
     "added": Mistake(_select({"w": W32, "v": W32}, {"w": W32}), "but ['v'] is only in new."),
-    "container": Mistake(_select([1], (1,)), "the containers differ: PyTreeDef((*,)) became PyTreeDef([*])."),
+    "container": Mistake(_select([1], (1,)), "same structure as old, but it is a tuple in old and a list in new."),
+    "container in a dict": Mistake(_select({"a": [1]}, {"a": (1,)}), "but ['a'] is a tuple in old and a list in new."),
     "dtype": Mistake(
         _select(W32.astype("f2"), W32), "but new is float16[2] and old is float32[2]. Convert it with .astype."
     ),

@@ -40,9 +40,9 @@ from tables import rows
 pytestmark = pytest.mark.guards
 
 
-def _inner(update):
-    """Calls `update` of `with_loss_scaling` around an optimizer whose state is a count."""
-    tx = jmpscale.with_loss_scaling(optax.GradientTransformation(lambda _: jnp.int32(0), update))
+def _inner(update, state=0):
+    """Calls `update` of `with_loss_scaling` around an optimizer with a state, by default a count."""
+    tx = jmpscale.with_loss_scaling(optax.GradientTransformation(lambda _: jnp.asarray(state), update))
     return lambda: tx.update(GRADS, tx.init(GRADS), GRADS)
 
 
@@ -94,11 +94,18 @@ WRONG_CALLS = {
     ),
     "inner state": Mistake(lambda: TX.update(GRADS, ADAM.init(GRADS)), "got tuple. The ... ._replace(inner_state=...)"),
     "updates of inner": Mistake(
-        _inner(lambda g, s, p: (g["w"], s)), f"['b'] {ONLY_IN} input. Gate optax_step(inner, grads) with apply_if."
+        _inner(lambda g, s, p: ({"w": g["w"]}, s)),
+        f"updates['b'] {ONLY_IN} input. Gate optax_step(inner, grads) with apply_if.",
     ),
-    "structure of inner": Mistake(_inner(lambda g, s, p: (g, (s, s))), f"state {ONLY_IN} input. ... outside"),
+    "structure of inner": Mistake(
+        _inner(lambda g, s, p: (g, (s, s))), "state is int32[] in its input and a tuple ... outside"
+    ),
     "dtype of inner": Mistake(
         _inner(lambda g, s, p: (g, s > 0)), "state was int32[] and is bool[]. ... .astype in inner"
+    ),
+    "parameters of two dtypes": Mistake(  # as optax.contrib.prodigy and momo, which mix their dtypes in the state
+        _inner(lambda g, s, p: (g, W32), jnp.ones(2, jnp.bfloat16)),
+        "state was bfloat16[2] and is float32[2]. Keep all parameters in float32, or convert it with .astype in inner.",
     ),
     "state without a norm": Mistake(
         lambda: _wrap(ADAM, max_norm=1.0)().update(GRADS, OPT_STATE),

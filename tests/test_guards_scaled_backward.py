@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.jet import jet
 
 import jmpscale
 
@@ -88,7 +89,12 @@ def test_scaled_backward_requires_a_loss_function_and_a_scale(mistake):
     check_message(mistake)
 
 
-def test_scaled_backward_explains_its_error_in_forward_mode():
-    with pytest.raises(TypeError, match="forward-mode") as caught:
-        jax.jvp(jmpscale.scaled_backward(loss_of, 8.0), (W32,), (W32,))
-    assert "In forward mode, differentiate fun itself." in "".join(caught.value.__notes__)
+@pytest.mark.parametrize(
+    "differentiate",
+    [lambda f: jax.jvp(f, (W32,), (W32,)), lambda f: jet(f, (W32,), ((W32, W32),))],
+    ids=["jvp", "jet"],
+)
+def test_scaled_backward_explains_its_error_in_forward_mode(differentiate):
+    with pytest.raises(TypeError) as caught:
+        differentiate(jmpscale.scaled_backward(loss_of, 8.0))
+    assert "as in jax.jvp or jax.experimental.jet, differentiate fun itself." in "".join(caught.value.__notes__)

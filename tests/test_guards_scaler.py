@@ -53,6 +53,10 @@ def test_function_requires_a_scaler(name):
         call(STATE._replace(config=None))
     with raises(ValueError, f"{argument} {NO_BATCH} ... shape (2,). Call this under jax.vmap; or, ... tree.map("):
         call(BATCH)
+    with raises(TypeError, f"{argument} must ... got float. Pass jmpscale.static(1024.0), a ... dynamic(1024.0), wh"):
+        call(1024.0)
+    with raises(TypeError, f"{argument} must ... got Array. Pass jmpscale.static(scale), a ... dynamic(scale), which"):
+        call(LOSS)
 
 
 def test_replace_scaler_takes_the_tree_first():

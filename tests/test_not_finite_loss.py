@@ -149,6 +149,24 @@ def test_derivatives_of_a_loss_that_is_not_finite_are_nan(call, value, variant):
     assert jnp.isnan(derivative)
 
 
+COMPARISONS = {  # that select a derivative of zero for all gradients
+    "where": lambda w: jnp.where(jnp.sum(w) > 0, jnp.inf, jnp.sum(w)),
+    "ReLU": lambda w: jax.nn.relu(jnp.sum(w) + jnp.nan),
+}
+
+
+@pytest.mark.parametrize("loss", rows(COMPARISONS))
+def test_comparison_may_hide_a_loss_that_is_not_finite_from_all_gradients_but_not_from_value_and_grad(loss):
+    scaler, w = jmpscale.static(2.0), jnp.ones(3)
+    value, grads = jmpscale.value_and_grad(loss)(scaler, w)
+    assert not jmpscale.all_finite((value, grads))
+    assert jnp.isnan(grads).all()
+    for fun in (lambda w: jmpscale.scale(scaler, loss(w)), jmpscale.scaled_backward(loss, scaler)):
+        value, grads = jax.value_and_grad(fun)(w)
+        assert not jmpscale.all_finite((value, grads))
+        np.testing.assert_array_equal(grads, 0.0)
+
+
 def test_forward_mode_derivative_of_a_loss_that_is_not_finite_is_nan():
     assert jnp.isnan(jax.jvp(lambda x: jmpscale.scale(jmpscale.static(2.0), x / 0), (1.0,), (1.0,))[1])
 

@@ -14,9 +14,11 @@ import optax
 import pytest
 from flax import linen, nnx
 from flax.linen import fp8_ops
+from jax.experimental import jet
 from jax.sharding import PartitionSpec as P
 
 import jmpscale
+from jmpscale._base import cotangents
 
 import compiling
 import programs
@@ -132,6 +134,17 @@ def _stacked(w):
     return jax.lax.map(lambda row: (jnp.sum(jnp.tanh(row @ w) ** 2), jnp.tanh(row @ w)), X)
 
 
+def _series(fun, x):
+    """Returns the value and two derivatives of a function along a curve."""
+    return jet.jet(fun, (x,), ((jnp.cos(x), jnp.sin(x)),))
+
+
+def _residual(w, x):
+    """A loss that contains the second derivative of a model, as in a physics-informed network."""
+    _, (_, second) = jet.jet(lambda x: jnp.tanh(x @ w), (x,), ((jnp.ones_like(x), jnp.zeros_like(x)),))
+    return jnp.mean((second - 1) ** 2)
+
+
 TRANSFORMATIONS = {
     "grad inside jit": lambda wrap: jax.jit(jax.value_and_grad(wrap(mean_square)))(W, X),
     "disable_jit": lambda wrap: jax.disable_jit()(jax.grad(wrap(jax.jit(jnp.sum))))(W),
@@ -189,6 +202,17 @@ TRANSFORMATIONS = {
     "forward over forward over reverse": lambda wrap: jax.jit(jax.jacfwd(jax.jacfwd(jax.grad(wrap(net), 1), 1), 0))(
         W[:2], 0.7
     ),
+    "Taylor series": lambda wrap: _series(jax.grad(lambda w: wrap(mean_square)(w, X)), W),
+    "Taylor series of a second derivative": lambda wrap: jax.jit(
+        lambda w: _series(jax.grad(lambda w: jnp.sum(jax.grad(wrap(mean_square))(w, X) ** 2)), w)
+    )(W),
+    "derivative of a Taylor series": lambda wrap: jax.grad(
+        lambda x: jnp.sum(_series(jax.grad(lambda w: wrap(mean_square)(w, x)), W)[1][1])
+    )(X),
+    "Taylor series under vmap": lambda wrap: jax.vmap(
+        lambda x: _series(jax.grad(lambda w: wrap(mean_square)(w, x)), W)
+    )(X[:, None]),
+    "Taylor series in the loss": lambda wrap: jax.jit(jax.grad(wrap(_residual)))(W, X),
     "Hessian of complex values": lambda wrap: jax.grad(
         lambda w: jnp.sum(
             jnp.abs(jax.grad(wrap(lambda z: jnp.sum((z * z.conj()).real ** 2)))(jax.lax.complex(w, w))) ** 2
@@ -236,6 +260,14 @@ def test_scaled_backward_returns_true_gradients(case):
     result, expected = case(scaled), case(lambda fun: fun)
     chex.assert_trees_all_close(result, expected, rtol=2e-6)
     chex.assert_trees_all_equal_shapes_and_dtypes(result, expected)
+
+
+def test_taylor_series_of_a_gradient_that_was_compiled_before_jet_was_imported():
+    gradient = jax.jit(jax.grad(scaled(jnp.sum)))
+    gradient(W)
+    for rule in [x for x in jet.jet_rules if x.name == cotangents.NAME]:
+        del jet.jet_rules[rule]
+    chex.assert_trees_all_equal(_series(gradient, W), _series(jax.grad(jnp.sum), W))
 
 
 @pytest.mark.full

@@ -1,5 +1,6 @@
 """A scaler is created from valid settings; a wrong setting raises an error that names it, its value and the remedy."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -43,6 +44,15 @@ def _dynamic(**settings):
 
 
 WRONG_SETTINGS = {
+    "enabled": Mistake(
+        _dynamic(enabled=False), "no argument enabled, got False. Omit it; to ... off, create jmpscale.disabled() in"
+    ),
+    "device": Mistake(
+        lambda: jmpscale.dynamic("cuda", init_scale=2.0**16), "no argument for a device, got 'cuda'. Omit it: JAX needs"
+    ),
+    "device by name": Mistake(_dynamic(device="cuda:0"), "no argument for a device, got 'cuda:0'."),
+    "device of JAX": Mistake(lambda: jmpscale.dynamic(jax.devices()[0]), "no argument for a device, got"),
+    "text of a number": Mistake(lambda: jmpscale.dynamic("65536"), f"init_scale {NO_FLOAT} '65536' of type str"),
     "bool": Mistake(_dynamic(growth_factor=True), f"growth_factor {NO_FLOAT} True of type bool"),
     "array": Mistake(
         _dynamic(growth_factor=jnp.ones(())), "growth_factor ... float32[] of type Array. ... with float()"

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmpscale
 from jmpscale.testing import assert_replicated, check_step
+from jmpscale.testing._first_difference import first_difference
 
 import meshes
 import worker
@@ -471,7 +472,7 @@ IN_FLOAT32 = "differs from the change in float32"
 OF_ADAM = r"the change of state\[1\]\.inner_state\[0\]\.[mn]u"
 WRONG = {  # as RIGHT, and the words of the message
     "lost scaler": (_loses_scaler, RETURNED),
-    "not gated": (_not_gated, r"the skipped step changed state\[0\]\['inner'\]: .*nan.* after\. Gate it"),
+    "not gated": (_not_gated, r"changed state\[0\]\['inner'\]: -?\d\S* before, nan after, at \[0, 0\]\. Gate it"),
     "never unscaled": (
         partial(_wrapper, gradients=_by_hand(_scaled, lambda _, grads: grads)),
         DEPENDS,
@@ -596,6 +597,26 @@ def test_check_step_compares_devices():
         check(lambda grads: grads)
 
 
+DIFFERENT = {  # two leaves, and the texts of the first elements that differ, and their place
+    "scalars": (np.int32(0), np.int32(1), "0", "1", ""),
+    "number and array": (1.0, jnp.float32(2.0), "1.0", "2.0", ""),
+    "texts": ("a", "b", "a", "b", ""),
+    "matrix": (jnp.ones((2, 3)), jnp.ones((2, 3)).at[1, 2].set(jnp.nan), "1.0", "nan", ", at [1, 2]"),
+    "NaN in both": (np.array([np.nan, 1.0]), np.array([np.nan, 2.0]), "1.0", "2.0", ", at [1]"),
+    "sign of zero": (np.array([0.0, 0.0]), np.array([0.0, -0.0]), "0.0", "-0.0", ", at [1]"),
+    "bfloat16": (jnp.ones(2, jnp.bfloat16), jnp.ones(2, jnp.bfloat16).at[1].set(3), "1", "3", ", at [1]"),
+    "another dtype": (np.ones(2, np.float16), np.array([1.0, 2.0], np.float32), "1.0", "2.0", ", at [1]"),
+    "booleans": (np.array([True, True]), np.array([True, False]), "True", "False", ", at [1]"),
+    "key": (jax.random.key(0), jax.random.key(1), "0", "1", ", at [1]"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_first_difference_describes_one_element(name):
+    one, other, *expected = DIFFERENT[name]
+    assert list(first_difference(one, other)) == expected
+
+
 # --- assert_replicated ---
 
 PLACED = {  # each with an axis along which its shards are copies
@@ -636,7 +657,7 @@ def test_assert_replicated_accepts_equal_copies():
 @pytest.mark.parametrize("name", PLACED)
 def test_assert_replicated_names_a_leaf_that_differs(name):
     state = {"a": np.ones(2), "b": _placed("w"), name: _drifted(*PLACED[name])}
-    words = rf"(?s)tree\['{name}'\] differs between devices: .*[13].* on .*, .*-[13].* on .*\. .*pass axis_name"
+    words = rf"tree\['{name}'\] differs between devices: -?[13]\.0 on \S+, -?[13]\.0 on [^ ,]+(, at \[0, 0\])?\. "
     with pytest.raises(AssertionError, match=words):
         assert_replicated(state)
 
@@ -646,7 +667,7 @@ def test_assert_replicated_compares_one_row_per_device():
     rows = jax.NamedSharding(mesh, P("d"))
     equal, different = jax.device_put((np.full((8, 2), 3.0), np.arange(8.0)), rows)
     assert_replicated({"w": equal, "n": equal[:, 0]})
-    with pytest.raises(AssertionError, match=r"tree\['n'\] differs between devices: \[0\.\] on .*, \[1\.\] on"):
+    with pytest.raises(AssertionError, match=r"tree\['n'\] differs between devices: 0\.0 on .*, 1\.0 on .*, at \[0\]"):
         assert_replicated({"w": equal, "n": different})
     assert_replicated({"n": different, "other": jax.device_put(np.zeros(16), rows)})  # two rows for each device
 

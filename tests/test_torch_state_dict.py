@@ -9,6 +9,7 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import jmpscale
@@ -16,7 +17,7 @@ import jmpscale
 TORCH = json.loads((pathlib.Path(__file__).parent / "data" / "torch_state_dicts.json").read_text())
 RUNS = TORCH["runs"]
 SAVED = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, "_growth_tracker": 2}
-# Settings that torch lacks, so they are lost. Only a dynamic scaler is exported, so the mode is known.
+# Settings that torch lacks, so they are lost. Only a dynamic scaler has settings, so the mode is known.
 NOT_IN_TORCH = {"mode", "hysteresis", "hysteresis_reset", "min_scale", "max_scale"}
 
 
@@ -44,6 +45,11 @@ def test_to_torch_state_dict_returns_python_numbers():
     saved = jmpscale.to_torch_state_dict(jmpscale.from_torch_state_dict(SAVED))
     assert saved == SAVED
     assert {name: type(value) for name, value in saved.items()} == {name: type(value) for name, value in SAVED.items()}
+
+
+def test_to_torch_state_dict_of_a_disabled_scaler_is_empty_as_in_torch():
+    tx = jmpscale.with_loss_scaling(optax.sgd(0.1), jmpscale.disabled())
+    assert jmpscale.to_torch_state_dict(jmpscale.disabled()) == jmpscale.to_torch_state_dict(tx.init(1.0)) == {}
 
 
 def test_to_torch_state_dict_exports_each_setting_that_torch_has():

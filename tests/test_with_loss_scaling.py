@@ -214,17 +214,42 @@ ACCEPTED = {  # an update with a function that receives its extra arguments, and
     "all": (lambda seen: lambda updates, state, params, **extra: (updates, seen(**extra)), ["value", "fn", "note"]),
     "none": (lambda seen: lambda updates, state, params: (updates, seen()), []),
 }
+EXTRA_ARGS = {"value": jnp.float32(3), "fn": jnp.tanh, "note": "text"}
 
 
+@pytest.mark.parametrize("kind", [types.SimpleNamespace, optax.GradientTransformationExtraArgs])
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_with_loss_scaling_passes_the_arguments_that_inner_accepts(name):
+def test_with_loss_scaling_passes_the_arguments_that_inner_accepts(name, kind):
     make_update, expected = ACCEPTED[name]
-    extra_args, seen = {"value": jnp.float32(3), "fn": jnp.tanh, "note": "text"}, {}
-    inner = types.SimpleNamespace(init=lambda params: None, update=make_update(seen.update))
-    tx = jmpscale.with_loss_scaling(inner)
+    extra_args, seen = EXTRA_ARGS, {}
+    tx = jmpscale.with_loss_scaling(kind(init=lambda params: None, update=make_update(seen.update)))
     tx.update(jnp.array(1.0), tx.init(None), **extra_args)
     assert list(seen) == expected
     assert all(seen[name] is extra_args[name] for name in expected)
+
+
+def test_with_loss_scaling_passes_no_arguments_to_a_transformation_without_extra_arguments():
+    def update(updates, state, params=None, **extra_args):
+        assert not extra_args
+        return updates, state
+
+    tx = jmpscale.with_loss_scaling(optax.GradientTransformation(lambda params: None, update))
+    tx.update(jnp.array(1.0), tx.init(None), **EXTRA_ARGS)
+
+
+def test_with_loss_scaling_passes_all_arguments_to_a_decorator_that_reads_some():
+    def decorated(updates, state, params=None):
+        return updates, state
+
+    @functools.wraps(decorated)
+    def update(updates, state, params=None, *, value, **extra):
+        seen.update(extra, value=value)
+        return decorated(updates, state, params)
+
+    seen = {}
+    tx = jmpscale.with_loss_scaling(optax.GradientTransformationExtraArgs(lambda params: None, update))
+    tx.update(jnp.array(1.0), tx.init(None), **EXTRA_ARGS)
+    assert seen.keys() == EXTRA_ARGS.keys()
 
 
 # --- max_norm clips and checks ---
@@ -475,7 +500,7 @@ def _extra_args(name, value, grads):
     match name:
         case "lbfgs" | "scale_by_backtracking_linesearch" | "scale_by_zoom_linesearch":
             return {"value": value, "grad": grads, "value_fn": _loss}
-        case "sam":
+        case "sam":  # bare, it takes no loss
             return {"grad_fn": lambda params, i: jax.grad(_loss)(params)}
         case "sophia":
             return {"obj_fn": _loss}
@@ -488,7 +513,10 @@ def _train(name, tx, opt_state, value_and_grad, overflows):
         params, opt_state = carry
         value, grads = value_and_grad(opt_state, params)
         grads = jax.tree.map(lambda g: jnp.where(overflow, jnp.inf, g), grads)
-        updates, opt_state = tx.update(grads, opt_state, params, **_extra_args(name, value, grads))
+        extra_args = _extra_args(name, value, grads)
+        if isinstance(tx, jmpscale.LossScalingTransformation):
+            extra_args["value"] = value
+        updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
         params = optax.apply_updates(params, updates)
         return (params, opt_state), (params, opt_state, updates)
 
@@ -522,7 +550,7 @@ def test_with_loss_scaling_applies_the_steps_of_inner(name):
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning", "ignore:the parameters are float16:UserWarning")
 @pytest.mark.filterwarnings("ignore:max_norm clips the gradients of each micro-batch:UserWarning")
-@pytest.mark.parametrize("name", names(OPTIMIZERS, default={"adamw"}))
+@pytest.mark.parametrize("name", names(OPTIMIZERS, default={"adamw", "sam"}))
 def test_with_loss_scaling_keeps_the_types_of_the_state(name):
     """Parameters are float16 and their gradients float32."""
     tx = jmpscale.with_loss_scaling(OPTIMIZERS[name](), max_norm=1.0)
@@ -531,7 +559,8 @@ def test_with_loss_scaling_keeps_the_types_of_the_state(name):
     def step(params):
         state = tx.init(params)
         with jax.numpy_rank_promotion("allow"):
-            updates, after = tx.update(PARAMS, state, params, **_extra_args(name, jnp.float32(1.0), PARAMS))
+            extra_args = _extra_args(name, jnp.float32(1.0), PARAMS) | {"value": jnp.float32(1.0)}
+            updates, after = tx.update(PARAMS, state, params, **extra_args)
         return updates, state, after
 
     updates, state, after = jax.eval_shape(step, params)

@@ -71,7 +71,8 @@ def with_loss_scaling(
 
     Args:
       inner: an optax gradient transformation whose updates have the structure of the gradients. On GPU and TPU it also
-        runs on skipped steps, with zeros in place of non-finite gradients, and its result is discarded.
+        runs on skipped steps, with zeros in place of non-finite gradients, and its result is discarded. Gradients that
+        it takes itself, as `optax.contrib.sam` with `opaque_mode=True` does, are not checked.
       scaler: the initial scaler, `dynamic()` by default.
       max_norm: the global norm to which the gradients are clipped before `inner`, as by `optax.clip_by_global_norm`.
         The norm is also the finiteness check, so a step is skipped if the sum of the squares exceeds 3.4e38.
@@ -174,11 +175,14 @@ def with_loss_scaling(
 def with_extra_args(tx: Transformation) -> optax.GradientTransformationExtraArgs:
     """Returns a transformation that accepts any extra argument and passes to `tx` only the arguments that `tx` takes.
 
-    optax does this for its own class. Objects of other classes, such as `optax.MultiSteps`, are inspected.
+    optax drops all of them for a transformation without extra arguments. For any other one, the signature decides:
+    `optax.contrib.sam` takes `grad_fn=` alone, and `optax.MultiSteps` is not of optax's class.
     """
-    if isinstance(tx, optax.GradientTransformation):
+    is_of_optax = isinstance(tx, optax.GradientTransformation)
+    if is_of_optax and not isinstance(tx, optax.GradientTransformationExtraArgs):
         return optax.with_extra_args_support(tx)
-    parameters = inspect.signature(tx.update).parameters
+    # optax passes all arguments to its own class, so a decorator may read some that the decorated function lacks.
+    parameters = inspect.signature(tx.update, follow_wrapped=not is_of_optax).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, PyTree]:

@@ -43,9 +43,10 @@ def scaled_backward(
     """Creates a function with the values and gradients of `fun`, and a scaled backward pass.
 
     Use it for training loops that take a loss function and differentiate it themselves. The backward pass runs at the
-    scale, and the loop receives gradients in true units. If a scalar result is not finite, its gradients are NaN. To
-    skip steps that overflow, give the loop the optimizer `with_loss_scaling(tx, static(1.0))`, or
-    `with_loss_scaling(tx)` if `scale` can read the optimizer state.
+    scale, and the loop receives gradients in true units. If a scalar result is not finite, its gradients are NaN,
+    except where a comparison, as in a ReLU or `jnp.where`, selects a derivative of zero. To skip steps that overflow,
+    give the loop the optimizer `with_loss_scaling(tx, static(1.0))`, or `with_loss_scaling(tx)` if `scale` can read the
+    optimizer state.
 
     Args:
       fun: the loss function, traced in every call. It returns the loss in float32. Its inputs are its arguments
@@ -61,7 +62,8 @@ def scaled_backward(
 
     Returns:
       A function with the signature of `fun`. It supports reverse-mode differentiation, to any order and with respect to
-      different values at each order. With `disabled()` it calls `fun`.
+      different values at each order; its gradients also support forward mode and `jax.experimental.jet`. With
+      `disabled()` it calls `fun`.
 
     Raises:
       TypeError: an argument has the wrong type, or `fun` does not return a pair although `has_aux` is true. When

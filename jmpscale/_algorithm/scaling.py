@@ -27,8 +27,9 @@ def scale(scaler: PyTree, tree: Tree) -> Tree:
 
     Returns:
       The scaled tree; leaves narrower than float32 become float32, because the default scale is infinite in float16.
-      The derivatives of a scalar that is not finite are NaN, so that no comparison in the backward pass hides it. With
-      `disabled()`, the tree itself.
+      The backward pass of a scalar that is not finite starts from NaN, so its gradients are NaN, except where a
+      comparison, as in a ReLU or `jnp.where`, selects a derivative of zero: check the loss as well. With `disabled()`,
+      the tree itself.
 
     Raises:
       TypeError: a leaf does not have a floating-point dtype.
@@ -46,7 +47,7 @@ def scale(scaler: PyTree, tree: Tree) -> Tree:
 
 
 def scale_losses(state: ScalerState, tree: Tree, *, with_check: bool) -> Tree:
-    """Multiplies losses by the loss scale; `with_check`, the derivatives of a scalar that is not finite are NaN."""
+    """Multiplies losses by the loss scale; `with_check`, derivatives of a scalar that is not finite start from NaN."""
     guards.scale_called(state, tree)
     if state.config.mode == "disabled":
         return tree

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
+from jmpscale._base.frameworks import imported
 from jmpscale._base.multiply import multiply_leaf, real_dtype
 
 NAME = "scale_cotangent"  # of the primitive
@@ -43,6 +44,15 @@ def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], *, divides: 
     return _PRIMITIVE.bind(x, factor, divides=divides), tangent
 
 
+def _propagate_series(
+    primals: Sequence[Any], series: Sequence[Sequence[Any]], *, divides: bool
+) -> tuple[Any, list[Any]]:
+    """Returns a value and the terms of its Taylor series, which do not change, as tangents do not."""
+    x, factor = primals
+    value, *terms = [_PRIMITIVE.bind(term, factor, divides=divides) for term in (x, *series[0])]
+    return value, terms
+
+
 def _transpose(cotangent: Any, x: Any, factor: jax.Array, *, divides: bool) -> tuple[Any, None]:
     if isinstance(cotangent, ad.Zero):
         return cotangent, None
@@ -65,7 +75,16 @@ def _batch(args: Sequence[jax.Array], axes: Sequence[int | None], *, divides: bo
     return _PRIMITIVE.bind(jnp.moveaxis(x, x_axis or 0, axis), factor, divides=divides), axis
 
 
-_PRIMITIVE = core.Primitive(NAME)
+class _Primitive(core.Primitive):
+    """A primitive with a rule for `jax.experimental.jet`, which programs may import after this package."""
+
+    def bind(self, *args: Any, **params: Any) -> Any:
+        if rules := imported("jax.experimental.jet", "jet_rules"):
+            rules[self] = _propagate_series
+        return super().bind(*args, **params)
+
+
+_PRIMITIVE = _Primitive(NAME)
 _PRIMITIVE.def_impl(_identity)
 _PRIMITIVE.def_abstract_eval(_identity)
 ad.primitive_jvps[_PRIMITIVE] = _differentiate

@@ -75,10 +75,10 @@ def _describe(file: str, line: int, function: str) -> str:
     return f"{shown}:{line} ({name})"
 
 
-def line_of_error(error: BaseException) -> str:
-    """Returns the innermost line of the user that an error comes from; an empty text if there is none."""
+def place_of_error(error: BaseException) -> str:
+    """Returns the innermost line of the user that an error comes from, as ` at model.py:41 (mlp)`; or an empty text."""
     frames = [x for x in traceback.extract_tb(error.__traceback__) if _distance(x.filename) == 0]
-    return _describe(frames[-1].filename, frames[-1].lineno or 0, frames[-1].name) if frames else ""
+    return f" at {_describe(frames[-1].filename, frames[-1].lineno or 0, frames[-1].name)}" if frames else ""
 
 
 def is_installed(line: str) -> bool:

@@ -17,8 +17,12 @@ from jmpscale._base.frameworks import imported, is_nnx_object
 from jmpscale._base.text import type_name
 from jmpscale._base.tree import PyTree, flatten_matching, is_array, is_named_tuple
 
-# What JAX raises if Python reads the values of an array of a step that is traced.
-UNREADABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
+_UNREADABLE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 
 
 class StepCall:
@@ -99,6 +103,14 @@ class StepCall:
         return jax.tree.map(
             lambda x: None if next(repeated) else jax.tree.map(lambda y: y, x), objects, is_leaf=_is_place
         )
+
+
+def reads_values(error: Exception) -> bool:
+    """Tests whether an error shows that Python reads the values of an array of a program that is traced."""
+    if isinstance(error, _UNREADABLE):
+        return True
+    # Of a format string, as in f"{loss:.3f}", and of a shape.
+    return isinstance(error, TypeError) and any(x in str(error) for x in ("Tracer.__format__", "concrete values"))
 
 
 def is_array_type(leaf: object) -> TypeGuard[jax.Array | jax.ShapeDtypeStruct]:

@@ -42,6 +42,14 @@ def truncate(value: object, length: int = 60) -> str:
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
+def cut_to_difference(one: str, other: str, length: int = 60) -> tuple[str, str]:
+    """Returns two texts, cut to `length` characters around the first one that differs."""
+    differing = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    start = max(0, next(differing, min(len(one), len(other))) - length // 2)
+    first, second = (f"...{text[start:]}" if start else text for text in (one, other))
+    return truncate(first, length), truncate(second, length)
+
+
 def format_table(rows: list[list[str]]) -> str:
     """Aligns the columns of a table, the first to the left and all others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

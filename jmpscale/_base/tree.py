@@ -165,6 +165,34 @@ def structure(tree: PyTree) -> object:
     return jax.tree.structure(tree)
 
 
+def differing_nodes(one: PyTree, other: PyTree, path: str = "") -> tuple[str, PyTree, PyTree]:
+    """Returns the path of the first nodes that differ by themselves in two trees of different structure, and the nodes.
+
+    `path` is the path of the trees themselves.
+    """
+    if _own_structure(one) == _own_structure(other):
+        for (key, child), (_, other_child) in zip(_children(one), _children(other), strict=True):
+            if structure(child) != structure(other_child):
+                return differing_nodes(child, other_child, path + jax.tree_util.keystr(key))
+    return path, one, other
+
+
+def _children(node: PyTree) -> list[tuple[jax.tree_util.KeyPath, Any]]:
+    return jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
+
+
+def _own_structure(node: PyTree) -> Any:
+    """Returns the structure of a node whose children count as leaves."""
+    return jax.tree.structure(node, is_leaf=lambda x: x is not node)
+
+
+def auxiliary_data(node: PyTree) -> str:
+    """Returns the text of what is fixed in a node of a tree: the keys of a dict, or the settings of a scaler."""
+    own = _own_structure(node)
+    _, data = own.node_data()
+    return str(own if data is None else data)  # of a list, its length is fixed
+
+
 def check_no_refs(tree: PyTree, name: str = "tree") -> None:
     """Raises if a leaf is a mutable array reference: its updates would be neither checked nor gated."""
     if found := first_leaf(tree, lambda leaf: isinstance(leaf, REF)):

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._base.frameworks import imported, is_nnx_object
-from jmpscale._base.step_call import UNREADABLE
+from jmpscale._base.source import place_of_error
+from jmpscale._base.step_call import reads_values
 from jmpscale._base.tree import PyTree, check_no_refs, flatten_gradients, flatten_matching, is_inexact
 from jmpscale._diagnosis.program import Program
 from jmpscale._diagnosis.repeatable import repeatable
@@ -22,24 +23,29 @@ def trace_loss(loss_and_grads: LossAndGrads, args: PyTree, kwargs: PyTree, axes:
     """Traces a loss and its gradients, once unless Python reads the values of a NumPy array; in the scope of `axes`."""
     try:
         return _trace(loss_and_grads, jax.tree.map(_as_jax_array, (args, kwargs), is_leaf=is_nnx_object), axes)
-    except (*UNREADABLE, NameError):  # Python reads the values of a NumPy array, or of a JAX array
-        pass
-    try:
+    except Exception as error:
+        if not (reads_values(error) or isinstance(error, NameError)):
+            raise
+    try:  # Python may have read the values of a NumPy array
         return _trace(loss_and_grads, (args, kwargs), axes)
-    except NameError as error:
-        if "axis name" in str(error):
-            error.add_note(
-                "diagnose runs the loss function on one device, outside of the function that names the axis. Pass "
-                'jax.vmap(loss_fn, in_axes=None, out_axes=None, axis_name="data", axis_size=1) with the name of the '
-                "axis, and the arguments of one device."
-            )
+    except Exception as error:
+        _explain_error(error)
         raise
-    except UNREADABLE as error:
+
+
+def _explain_error(error: Exception) -> None:
+    """Says what to do about an error of a loss function that is traced."""
+    if reads_values(error):
         error.add_note(
-            "diagnose traces the loss function, as jax.jit does, so Python cannot read the values of JAX arrays in it. "
-            "Arguments that are Python numbers or NumPy arrays remain values."
+            "diagnose traces the loss function, as jax.jit does, so Python must not read the values of JAX arrays in "
+            f"it, as it does{place_of_error(error)}. Arguments that are Python numbers or NumPy arrays remain values."
         )
-        raise
+    elif isinstance(error, NameError) and "axis name" in str(error):
+        error.add_note(
+            "diagnose runs the loss function on one device, outside of the function that names the axis. Pass "
+            'jax.vmap(loss_fn, in_axes=None, out_axes=None, axis_name="data", axis_size=1) with the name of the axis, '
+            "and the arguments of one device."
+        )
 
 
 def _as_jax_array(leaf: Any) -> Any:

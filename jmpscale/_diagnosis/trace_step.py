@@ -9,8 +9,8 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from jmpscale._base.source import line_of_error
-from jmpscale._base.step_call import UNREADABLE, StepCall
+from jmpscale._base.source import place_of_error
+from jmpscale._base.step_call import StepCall, reads_values
 from jmpscale._base.step_state import match_state
 from jmpscale._base.tree import PyTree, check_no_refs
 from jmpscale._diagnosis.averages import find_stalled_averages
@@ -105,11 +105,11 @@ def _select_outputs(step: _Exposed, results: Sequence[Result]) -> tuple[Program,
 
 def _explain_error(error: Exception) -> None:
     """Says what to do about an error of a training step that is traced."""
-    if isinstance(error, UNREADABLE):
+    if reads_values(error):
         error.add_note(
-            "diagnose_step traces the step, as jax.jit does, so Python cannot read the values of arrays, as it does at "
-            f"{line_of_error(error)}. Pass the part of the step that jax.jit accepts: the function that computes the "
-            "gradients and the update."
+            "diagnose_step traces the step, as jax.jit does, so Python must not read the values of arrays in it, as it "
+            f"does{place_of_error(error)}. Pass the part of the step that jax.jit accepts: the function that computes "
+            "the gradients and the update."
         )
     elif isinstance(error, TypeError) and "lowered and compiled" in str(error):
         error.add_note("The step was compiled ahead of time. Pass the function that was compiled to diagnose_step.")

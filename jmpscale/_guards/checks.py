@@ -13,9 +13,11 @@ from jmpscale._base.axes import AxisName, as_axes, manual_axes
 from jmpscale._base.compat import is_compiling, unreduced_axes
 from jmpscale._base.frameworks import averages_of_gradients, is_optax_state
 from jmpscale._base.marks import Mark, has_mark, mark, source_of, was_used
-from jmpscale._base.text import describe, truncate, type_name, with_article
+from jmpscale._base.text import cut_to_difference, describe, truncate, type_name, with_article
 from jmpscale._base.tree import (
     PyTree,
+    auxiliary_data,
+    differing_nodes,
     find_instances,
     first_leaf,
     is_inexact,
@@ -24,7 +26,7 @@ from jmpscale._base.tree import (
     named_leaves,
     structure,
 )
-from jmpscale._base.types import has_same_type, is_numeric, needs_wider_gradient
+from jmpscale._base.types import has_same_type, is_narrow, is_numeric, needs_wider_gradient
 from jmpscale._base.warn import warn_user
 from jmpscale._state import ARRAY_FIELDS, ScalerConfig, ScalerState, WithLossScalingState
 
@@ -70,7 +72,11 @@ def only_scaler(tree: PyTree, name: str, remedy: str) -> ScalerState:
 def check_scaler(scaler: object, name: str = "scaler", *, allow_batch: bool = False) -> None:
     """Raises unless `scaler` is a scaler, and not a batch, which would broadcast against the wrong axis."""
     if not isinstance(scaler, ScalerState):
-        raise TypeError(f"{name} must be a ScalerState, got {type_name(scaler)}. Use jmpscale.dynamic or get_scaler.")
+        remedy = "Create one by jmpscale.dynamic(), or take it from a state by jmpscale.get_scaler."
+        if is_real_scalar(scaler) or type(scaler) is int:
+            number = float(scaler) if isinstance(scaler, (int, float)) else "scale"
+            remedy = f"Pass jmpscale.static({number}), a fixed scale, or jmpscale.dynamic({number}), which adapts."
+        raise TypeError(f"{name} must be a ScalerState, got {type_name(scaler)}. {remedy}")
     if not isinstance(scaler.config, ScalerConfig):
         raise TypeError(
             f"{name}.config must be a ScalerConfig, got {type_name(scaler.config)}. Restore a checkpoint into a state "
@@ -236,7 +242,9 @@ def check_same_structure(before: PyTree, after: PyTree, name: str, fn: str, reme
 
 def check_same_types(before: PyTree, after: PyTree, name: str = "carry", fn: str = "fn", remedy: str = "") -> None:
     """Raises if two trees differ in structure, shapes, dtypes or shardings, and names the first difference."""
-    check_same_structure(before, after, name, fn, remedy or f"Return every value that {fn} takes, in the same order.")
+    check_same_structure(
+        before, after, name, fn, remedy or f"Return every value that {fn} takes, in the same containers."
+    )
     check_leaf_types(before, after, name, fn, root=name)
 
 
@@ -252,11 +260,24 @@ def check_leaf_types(before: PyTree, after: PyTree, name: str, fn: str, root: st
 
 def difference(before: PyTree, after: PyTree, name: str, in_before: str, in_after: str) -> str:
     """Describes the first difference between the structures of two trees."""
-    old, new = ({path for path, _ in named_leaves(tree)} for tree in (before, after))
-    if old == new:
-        return f"the containers differ: {truncate(structure(before))} became {truncate(structure(after))}"
-    path = min(old - new or new - old)
-    return f"{name}{path} is only in {in_before if path in old else in_after}"
+    path, was, now = differing_nodes(before, after)
+    place, kinds = f"{name}{path}", (_describe_kind(was), _describe_kind(now))
+    if type(was) is type(now):
+        old, new = ({own for own, _ in named_leaves(node)} for node in (was, now))
+        if old != new:
+            own = min(old - new or new - old)
+            return f"{place}{own} is only in {in_before if own in old else in_after}"
+        data = cut_to_difference(auxiliary_data(was), auxiliary_data(now))
+        kinds = f"{kinds[0]} with {data[0]}", f"with {data[1]}"
+    elif kinds[0] == kinds[1]:
+        kinds = kinds[0], "of another class with this name"
+    return f"{place or 'it'} is {kinds[0]} in {in_before} and {kinds[1]} in {in_after}"
+
+
+def _describe_kind(node: PyTree) -> str:
+    """Describes a node of a tree: the type of an array, None or another leaf as it is, or the class of a container."""
+    is_container = node is not None and not jax.tree_util.all_leaves([node])
+    return with_article(type_name(node)) if is_container else describe_type(node)
 
 
 def describe_type(leaf: object) -> str:
@@ -271,6 +292,8 @@ def type_remedy(was: object, now: object, where: str = "") -> str:
             "Unscaled gradients of float16 parameters are float32: keep the parameters in float32, or create the state "
             "with tx.init(jmpscale.cast(params, jnp.float32))."
         )
+    if is_narrow(was) and is_inexact(now) and not is_narrow(now):  # an optimizer may mix the dtypes of parameters
+        return f"Keep all parameters in float32, or convert it with .astype{where}."
     if jnp.result_type(was) != jnp.result_type(now):
         return f"Convert it with .astype{where}."
     return f"Reshape or reshard it{where}, move it to its memory space, or reduce gradients that vary over devices."

@@ -44,8 +44,11 @@ def differentiating() -> Iterator[None]:
     try:
         yield
     except TypeError as error:
-        if "forward-mode" in str(error):
-            error.add_note("scaled_backward supports only reverse mode. In forward mode, differentiate fun itself.")
+        if "forward-mode" in str(error) or "JetTracer" in str(error):  # jet has no custom rules
+            error.add_note(
+                "scaled_backward supports only reverse mode, and any derivative of its gradients. In forward mode, as "
+                "in jax.jvp or jax.experimental.jet, differentiate fun itself."
+            )
         raise
 
 

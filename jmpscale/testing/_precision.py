@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpscale._base.text import format_percentage, format_scale
+from jmpscale._base.source import place_of_error
+from jmpscale._base.text import format_percentage, format_scale, type_name, with_article
 from jmpscale._base.tree import PyTree, find_instances, flatten_matching, is_array
 from jmpscale._base.warn import warn_user
 from jmpscale._interpreter.compile import compiled
@@ -20,7 +21,6 @@ from jmpscale._interpreter.interpret import operations
 from jmpscale._state import ScalerState
 from jmpscale.testing._faults import Fault, Faults
 from jmpscale.testing._runs import Run, Runs
-from jmpscale.testing._state import is_untraceable
 
 
 def check_independence(exact: Runs, scale: float) -> None:
@@ -140,12 +140,13 @@ def in_float32(written: Runs) -> InFloat32:
 
     try:
         closed = jax.make_jaxpr(outputs)(*arrays)
-    except Exception as failure:
-        if not is_untraceable(failure):
-            raise
+    except Warning:  # that a filter turns into an error
+        raise
+    except Exception as failure:  # the step has run
         warn_user(
-            "JAX cannot trace the step, so check_step does not compare it with float32. Pass a step that jax.jit "
-            "accepts; with Flax NNX, pass the model and the optimizer as arguments of the step."
+            f"JAX cannot trace the step, which raises {with_article(type_name(failure))}{place_of_error(failure)}, so "
+            "check_step does not compare it with float32. Pass a step that jax.jit accepts: Python must not read the "
+            "values of arrays in it. With Flax NNX, pass the model and the optimizer as arguments of the step."
         )
         return InFloat32(written, [], lambda _: False)
     faults = Faults(closed, with_small_scales=written.has_small_scales)

@@ -10,9 +10,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jmpscale._base.text import truncate, type_name
+from jmpscale._base.text import type_name
 from jmpscale._base.tree import PyTree, bit_pattern, check_has_values, find_instances, is_array, named_leaves
 from jmpscale._state import ScalerState
+from jmpscale.testing._first_difference import first_difference
 
 _Description = dict[str, Any]  # of a tree on one process, in JSON
 
@@ -67,12 +68,12 @@ def check_copies(tree: PyTree, name: str = "tree") -> None:
             bits = bit_pattern(shard.data)
             other, expected = first.setdefault(part, (shard, bits))
             if bits != expected:
+                one, two, place = first_difference(other.data, shard.data)
                 raise AssertionError(
-                    f"{name}{path} differs between devices: {truncate(other.data, 200)} on {other.device}, "
-                    f"{truncate(shard.data, 200)} on {shard.device}. Each device has its own gradients or "
-                    "has decided independently: average the gradients with jax.lax.pmean, and pass axis_name, with all "
-                    "mapped axes, to all_finite, unscale_and_check, update or with_loss_scaling. If devices hold parts "
-                    "of the gradients, pass norm_axis_name, too."
+                    f"{name}{path} differs between devices: {one} on {other.device}, {two} on {shard.device}{place}. "
+                    "Each device has its own gradients or has decided independently: average the gradients with "
+                    "jax.lax.pmean, and pass axis_name, with all mapped axes, to all_finite, unscale_and_check, update "
+                    "or with_loss_scaling. If devices hold parts of the gradients, pass norm_axis_name, too."
                 )
 
 

@@ -298,7 +298,6 @@ def _check_invalid(runs: Runs, usual: Run) -> None:
     is_dynamic = invalid.old.config.mode == "dynamic"
     if is_dynamic and invalid.skips and invalid.new.last_skip_reason != SkipReason.LOSS:
         warn_user(
-            "a NaN in the forward pass reduces the loss scale, because update receives no loss, or under another name, "
-            "or one that hides it: pass it unscaled, as value= to tx.update or as loss= to jmpscale.update, and name "
-            "all mapped axes in axis_name."
+            "update does not see that the loss is not finite, so it reduces the loss scale: pass the unscaled loss, as "
+            "value= to tx.update or as loss= to jmpscale.update, and name all mapped axes in axis_name."
         )

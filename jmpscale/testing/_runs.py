@@ -16,6 +16,7 @@ from jmpscale._base.tree import PyTree, bit_pattern, find_instances, is_array, i
 from jmpscale._get_scaler import find_scaler
 from jmpscale._state import ARRAY_FIELDS, ScalerState, WithLossScalingState, is_scaler
 from jmpscale.testing._counts import find_optimizer_states, kind_of_count
+from jmpscale.testing._first_difference import first_difference
 from jmpscale.testing._replicated import check_copies
 
 Step = Callable[[Any], Any]
@@ -192,10 +193,11 @@ class Runs:
 
 
 def _raise_for_change(path: str, was: Any, now: Any, numbers: str = "") -> NoReturn:
+    old, new, place = first_difference(was, now)
     raise AssertionError(
-        f"the skipped step changed {path}{numbers}: {_on_one_line(was)} before, {_on_one_line(now)} "
-        "after. Gate it with apply_if by step_applied or all_finite(grads), unless it counts calls or batches, "
-        "is a random key or the state of an environment, describes the scaler, or has a gate of its own: then "
+        f"the skipped step changed {path}{numbers}: {old} before, {new} after{place}. Gate it with apply_if by "
+        "step_applied or all_finite(grads), unless it counts calls or batches, is a random key or the state of "
+        "an environment, describes the scaler, or has a gate of its own: then "
         f"pass ignore={path!r}. If it is a sum of gradients, reset it after a skip, too."
     )
 
@@ -232,10 +234,6 @@ def _replaced(old: ScalerState, scaler: ScalerState) -> ScalerState:
 def _with_fields(scaler: ScalerState, values: Mapping[str, float]) -> ScalerState:
     arrays = {name: getattr(scaler, name) for name in values}
     return scaler._replace(**{name: _place_like(np.full_like(x, values[name]), x) for name, x in arrays.items()})
-
-
-def _on_one_line(value: object) -> str:
-    return truncate(" ".join(str(value).split()))
 
 
 def _change(was: Any, now: Any, *, is_from_old: bool) -> np.ndarray:

@@ -7,8 +7,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from jmpscale._base.frameworks import is_trace_error
-from jmpscale._base.step_call import UNREADABLE, StepCall
+from jmpscale._base.step_call import StepCall
 from jmpscale._base.step_dependence import StepDependence
 from jmpscale._base.step_parts import Match
 from jmpscale._base.step_state import changed_types, match_state
@@ -183,9 +182,9 @@ def step_of_state(step: Callable[..., PyTree], args: Sequence[Any], kwargs: dict
     program = None
     try:
         out, program = call.trace()
-    except Exception as error:
-        if not is_untraceable(error):
-            raise
+    except Warning:  # that a filter turns into an error
+        raise
+    except Exception:  # if JAX only cannot trace the step, it runs
         out = call.run(jax.tree.map(copy, call.arguments))
     matches = match_state(call, out, program)
     for name, old, new in changed_types(call, out, matches, program):
@@ -199,11 +198,6 @@ def step_of_state(step: Callable[..., PyTree], args: Sequence[Any], kwargs: dict
     if not find_instances(parts, ScalerState):
         _raise_for_scaler(call, matches)
     return StepOfState(call, out, matches, program)
-
-
-def is_untraceable(error: Exception) -> bool:
-    """Tests whether an error shows that JAX cannot trace a step, which reads values, or changes objects of NNX."""
-    return isinstance(error, UNREADABLE) or is_trace_error(error)
 
 
 def copy(state: PyTree) -> PyTree:
