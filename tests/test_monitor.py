@@ -24,6 +24,7 @@ import jmpscale
 
 import meshes
 import reference
+from compiling import FAST
 from tables import names, rows
 
 INF, NAN = np.inf, np.nan
@@ -619,6 +620,73 @@ def test_wrapper_warns_of_each_member_of_an_ensemble():
     state, messages = _warnings_of(run, grads)
     assert [message[:32] for message in messages] == ["3 consecutive steps were skipped"] * 2
     assert state.scaler.total_skips.tolist() == [7, 0]
+
+
+# --- warn_after_skips is heard whatever a compiled loop returns: the compiler removes what no result depends on ---
+
+
+def _in_scan(step, carry):
+    return jax.lax.scan(lambda carry, _: (step(carry), carry[2]), carry, length=8)
+
+
+def _in_fori_loop(step, carry):
+    return jax.lax.fori_loop(0, 8, lambda _, carry: step(carry), carry), None
+
+
+RETURNED = {  # what a training loop returns, from its last carry and from the losses of all steps
+    "parameters": lambda carry, losses: carry[0],
+    "losses": lambda carry, losses: carry[2] if losses is None else losses,
+    "metrics": lambda carry, losses: jmpscale.metrics(carry[1])["total_skips"],
+    "optimizer state": lambda carry, losses: carry[1].inner_state,
+}
+DEFAULT_RETURNED = {"parameters", "losses", "metrics"}
+WRONG_RUNS = {  # the scaler, the gradient divided by the parameters, and the warning
+    "skips": (jmpscale.static(8.0), INF, "3 consecutive steps were skipped"),
+    "growth": (jmpscale.dynamic(2.0**31, growth_interval=4), 1.0, "The loss scale has grown to its limit"),
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("run", rows(WRONG_RUNS))
+@pytest.mark.parametrize("returned", rows(RETURNED, default=DEFAULT_RETURNED))
+@pytest.mark.parametrize("loop", [_in_scan, pytest.param(_in_fori_loop, marks=pytest.mark.full)])
+def test_wrapper_warns_in_a_compiled_loop_that_does_not_return_the_scaler(loop, returned, run):
+    scaler, factor, words = run
+    tx = jmpscale.with_loss_scaling(optax.adam(0.1), scaler, warn_after_skips=3)
+
+    def step(carry):
+        params, opt_state, _ = carry
+        updates, opt_state = tx.update(params * factor, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, jnp.sum(params**2)
+
+    @functools.partial(jax.jit, **FAST)
+    def train(params, opt_state):
+        return returned(*loop(step, (params, opt_state, jnp.float32(0.0))))
+
+    _, messages = _warnings_of(train, jnp.ones(2), tx.init(jnp.ones(2)))
+    assert [message[: len(words)] for message in messages] == [words]
+
+
+def _decide_alone(tx, params, grads):
+    """Takes steps on each device, whose decisions are its own, and returns the parameters."""
+    opt_state = tx.init(params)
+    for _ in range(3):
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_wrapper_warns_on_each_device_that_decides_alone(check_vma):
+    scaler, mesh = jmpscale.static(8.0), meshes.make_mesh(d=8)
+    tx = jmpscale.with_loss_scaling(optax.sgd(0.1), scaler, axis_name=(), warn_after_skips=3)
+    run = jax.shard_map(
+        functools.partial(_decide_alone, tx), mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=check_vma
+    )
+    grads = np.where(np.arange(8) < 2, np.float32(INF), np.float32(1.0))
+    params, messages = _warnings_of(jax.jit(run, **FAST), np.ones(8, np.float32), grads)
+    assert np.allclose(params, np.where(np.isinf(grads), 1.0, 0.7))
+    assert [message[:32] for message in messages] == ["3 consecutive steps were skipped"] * 2
 
 
 # --- warn_after_skips notices skips that are not consecutive, and a scale that only grows ---

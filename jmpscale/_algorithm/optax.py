@@ -161,11 +161,11 @@ def with_loss_scaling(
         finite, loss_finite = all_reduce_outcome(_is_finite(grads, norm), loss, decision_axes)
         # The gradients of a loss that is not finite may be finite, if a comparison hides the NaN from all of them.
         finite = finite if loss_finite is None else finite & loss_finite
+        if monitor is not None:
+            finite = monitor.watch(finite, scaler, adapt(scaler, finite, loss_finite))
         updates, inner_state = _update_if(finite, update_inner, grads, state.inner_state, inner_params)
         new_scaler = adapt(scaler, finite, loss_finite)
         guards.adapted(scaler, new_scaler, grads)
-        if monitor is not None:
-            new_scaler = monitor.watch(scaler, new_scaler)
         return updates, WithLossScalingState(new_scaler, inner_state, grad_norm)
 
     return LossScalingTransformation(init, update)

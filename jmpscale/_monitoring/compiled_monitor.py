@@ -6,6 +6,7 @@ import threading
 import jax
 import numpy as np
 
+from jmpscale._base.compat import as_varying, varying_axes
 from jmpscale._base.text import format_number
 from jmpscale._base.tree import is_traced
 from jmpscale._base.warn import warn_from_program, warn_user
@@ -33,29 +34,30 @@ class CompiledMonitor:
     def __reduce__(self) -> tuple[type["CompiledMonitor"], tuple[int]]:
         return CompiledMonitor, (self._count,)  # a lock cannot be pickled
 
-    def watch(self, before: ScalerState, after: ScalerState) -> ScalerState:
-        """Warns as the argument `warn_after_skips` of `with_loss_scaling` describes, and returns the scaler `after`.
+    def watch(self, finite: jax.Array, before: ScalerState, after: ScalerState) -> jax.Array:
+        """Warns as the argument `warn_after_skips` of `with_loss_scaling` describes, and returns the flag `finite`.
 
-        In a compiled program its count of consecutive skips depends on the callback, so the compiler keeps it. A
+        In a compiled program the flag depends on the callback, so the compiler keeps the callback if the program
+        returns anything that depends on the flag: the updates, the state of the optimizer, or the scaler. A
         `jax.debug.callback`, which needs no result, slows down small programs on CPU.
         """
-        if not any(map(is_traced, jax.tree.leaves((before, after)))):
+        if not any(map(is_traced, jax.tree.leaves((finite, before, after)))):
             if text := self._message(before, after):
                 warn_user(text)
-            return after
+            return finite
 
-        def report(before: ScalerState, after: ScalerState) -> np.ndarray:
+        def report(finite: jax.Array, before: ScalerState, after: ScalerState) -> np.ndarray:
             if text := self._message(before, after):
                 warn_from_program(text)
-            return np.asarray(after.consecutive_skips)
+            return np.asarray(finite)
 
-        def call_report(before: ScalerState, after: ScalerState) -> jax.Array:
-            return jax.pure_callback(report, after.consecutive_skips, before, after, vmap_method="sequential")
+        def call_report(finite: jax.Array, before: ScalerState, after: ScalerState) -> jax.Array:
+            reported = jax.pure_callback(report, finite, finite, before, after, vmap_method="sequential")
+            return as_varying(reported, tuple(varying_axes(finite)))
 
         is_due = (after.consecutive_skips > 0) | _has_grown_without_skip(before, after)
-        known = jax.lax.stop_gradient((before, after))
-        skips = jax.lax.cond(is_due, call_report, lambda _, after: after.consecutive_skips, *known)
-        return after._replace(consecutive_skips=skips)
+        known = jax.lax.stop_gradient((finite, before, after))
+        return jax.lax.cond(is_due, call_report, lambda finite, *_: finite, *known)
 
     def _message(self, before: ScalerState, after: ScalerState) -> str:
         """Returns the warning about a step, or an empty text."""
