@@ -81,9 +81,9 @@ def with_loss_scaling(
       warn_after_skips: for training loops that do not return the optimizer state, which a `RunMonitor` reads: the
         number of skips after which to warn from inside the compiled program, at least 1. Each skip is judged as by
         `RunMonitor(max_consecutive_skips=warn_after_skips - 1)`, of which each earlier skip was a call. It also warns
-        if a dynamic scale grows to a `max_scale` of 2^32 or more without a skip, because the loss may be unscaled. Each
-        device warns. A compiled program logs a warning that a filter turns into an error, because an error on one
-        device would leave the others waiting.
+        if a dynamic scale grows to a `max_scale` of 2^32 or more and no step was skipped because of its gradients,
+        because the loss may be unscaled. Each device warns. A compiled program logs a warning that a filter turns into
+        an error, because an error on one device would leave the others waiting.
 
     Returns:
       A gradient transformation, whose state is a `WithLossScalingState`. Call `tx.update(grads, opt_state, params,
