@@ -106,8 +106,23 @@ def test_autocast_under_a_global_precision_warns(setting):
     with jax.default_matmul_precision(setting):
         (warning,), _ = warnings_of(jmpscale.autocast(lambda x, w: x @ w))
     assert "1 of 1 matmuls, at " in str(warning.message)
-    words = rf"autocast keeps the setting jax_default_matmul_precision='?{setting}'?\. Set it only"
+    words = (
+        rf"autocast keeps the setting jax_default_matmul_precision='?{setting}'?, which may be from a package that the "
+        r"program imports\. Set it only .*; jax\.config\.update\(\"jax_default_matmul_precision\", None\) unsets it\."
+    )
     assert re.search(words, str(warning.message))
+
+
+def test_autocast_converts_matmuls_after_the_setting_of_a_package_is_unset():
+    """Some packages, such as dynamax, set the precision of the whole process when they are imported."""
+    before = jax.config.values["jax_default_matmul_precision"]
+    try:
+        jax.config.update("jax_default_matmul_precision", "float32")
+        assert len(warnings_of(jmpscale.autocast(lambda x, w: x @ w))[0]) == 1
+        jax.config.update("jax_default_matmul_precision", None)
+        assert not warnings_of(jmpscale.autocast(lambda x, w: x @ w))[0]
+    finally:
+        jax.config.update("jax_default_matmul_precision", before)
 
 
 @pytest.mark.parametrize("setting", ["high", "bfloat16"])

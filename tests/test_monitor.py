@@ -4,9 +4,12 @@ warn_after_skips reports skips from inside a program.
 """
 
 import collections
+import concurrent.futures
+import copy
 import functools
 import os
 import pathlib
+import pickle
 import re
 import subprocess
 import sys
@@ -24,6 +27,7 @@ import jmpscale
 
 import meshes
 import reference
+from compiling import FAST
 from tables import names, rows
 
 INF, NAN = np.inf, np.nan
@@ -219,6 +223,7 @@ def _touches_min_scale(first, interval, steps):
 SHORT = jmpscale.dynamic(growth_interval=200)
 BELOW = jmpscale.dynamic(2.0**12)
 NO_FIT = jmpscale.dynamic(2.0**4, growth_interval=100)
+SHORT_INTERVAL = jmpscale.dynamic(growth_interval=100)
 HEALTHY = {
     "settles": lambda: _calls(_above(2.0**12)),
     "growth after 20 steps": lambda: _calls(_above(2.0**12), jmpscale.dynamic(growth_interval=20)),
@@ -241,7 +246,15 @@ HEALTHY = {
     "at max_scale": lambda: _calls(_above(2.0**18), jmpscale.dynamic(max_scale=2.0**16), every=1000, steps=8000),
     "max_scale of the user": lambda: _calls(_above(INF), jmpscale.dynamic(max_scale=2.0**24, growth_interval=100)),
     "2^32 from the start": lambda: _calls(_above(INF), jmpscale.dynamic(2.0**32, growth_interval=100)),
-    "2^32 after a skip": lambda: _calls("." * 99 + "G" + "." * 2900, jmpscale.dynamic(growth_interval=100)),
+    "2^32 after a skip": lambda: _calls("." * 99 + "G" + "." * 2900, SHORT_INTERVAL),
+    "2^32 after an overflow and a NaN loss": lambda: _calls("." * 99 + "GL" + "." * 2900, SHORT_INTERVAL),
+    "2^32 after an overflow between NaN losses": lambda: _calls("LGL" + "." * 2900, SHORT_INTERVAL),
+    "2^32 after an overflow and a NaN loss before the first call": lambda: list(
+        _calls("GL" + "." * 2900, SHORT_INTERVAL, every=10)
+    )[1:],
+    "2^32 after an overflow without a backoff": lambda: _calls(
+        "." * 150 + "GL" + "." * 2900, jmpscale.dynamic(growth_interval=100, hysteresis=2)
+    ),
     "counters at their limit": lambda: _calls(
         _above(INF), BELOW._replace(total_steps=np.int32(2**31 - 300), finite_steps=np.int32(2**31 - 300))
     ),
@@ -258,8 +271,20 @@ HEALTHY = {
         steps=110_000,
         every=1000,
     ),
+    "1% overflow at min_scale": lambda: _calls(_above(1.0, overflow=0.01), jmpscale.dynamic(1.0), steps=8000),
+    "1% overflow at the only scale": lambda: _calls(
+        _above(INF, overflow=0.01), jmpscale.dynamic(8.0, min_scale=8.0, max_scale=8.0), steps=8000
+    ),
+    "1% overflow at min_scale, rare calls": lambda: _calls(
+        _above(1.0, overflow=0.01), jmpscale.dynamic(1.0), steps=12_000, every=6000
+    ),
+    "min_scale twice, with NaN losses between": lambda: _calls(
+        lambda i, scale: "G" if scale > 2.0**12 or 585 <= i <= 600 else ".L"[i % 6 == 0],
+        jmpscale.dynamic(1.0, growth_interval=20),
+        steps=1000,
+    ),
     "resumed": lambda: _resumed(30_000, jmpscale.dynamic(growth_interval=20)),
-    "restored after the first call": lambda: _resumed(30_000, jmpscale.dynamic(growth_interval=100), seen=True),
+    "restored after the first call": lambda: _resumed(30_000, SHORT_INTERVAL, seen=True),
     "two rollbacks": lambda: _rolled_back(2),
     "four rollbacks": lambda: _rolled_back(4),
     "epochs": lambda: _epochs(90, 30, lambda i: ".", new_scaler=False),
@@ -324,6 +349,10 @@ UNHEALTHY = {  # the run, and what the monitor says
         lambda: _calls(lambda i, scale: ".G"[i % 20 == 0], NO_FIT),
         rf"^65 of the last 1300 steps were skipped {NO_LIMIT}",
     ),
+    "a tenth overflows at min_scale, late": (
+        lambda: _calls(lambda i, scale: ".G"[bool(scale > 1.0) or (i > 5000 and i % 10 == 0)], NO_FIT, steps=7000),
+        f"^67 of the last 1300 steps were skipped {NO_LIMIT}",
+    ),
     "epochs": (
         lambda: _epochs(90, 30, lambda i: "L."[i % 10 == 0], new_scaler=False),
         f"^54 of the last 60 steps .*{LOSS}",
@@ -349,9 +378,20 @@ UNHEALTHY = {  # the run, and what the monitor says
         f"{LOST} .*exceeded 50 ",
     ),
     "a batch is lost": (lambda: [jax.tree.map(lambda x: np.stack([x] * 3), BELOW)] * 10, LOST),
-    "grows to 2^32": (lambda: _calls(_above(INF), jmpscale.dynamic(growth_interval=100)), GROWN),
+    "grows to 2^32": (lambda: _calls(_above(INF), SHORT_INTERVAL), GROWN),
     "grows to 2^32 in each step": (lambda: _calls(_above(INF), jmpscale.dynamic(growth_interval=1), every=10), GROWN),
     "grows to 2^32, default interval": (lambda: _calls(_above(INF), steps=33_000, every=500), f"{GROWN}.*2\\.0.*60"),
+    "grows to 2^32 after a NaN loss": (lambda: _calls("...L" + "." * 2900, SHORT_INTERVAL), GROWN),
+    "grows to 2^32 after a NaN loss before the first call": (lambda: _calls("L" + "." * 2900, SHORT_INTERVAL), GROWN),
+    "grows to 2^32 with NaN losses": (lambda: _calls(_above(INF, loss=0.1), SHORT_INTERVAL), GROWN),
+    "grows to 2^32 after another run": (
+        lambda: [*_calls("G" + "." * 200, SHORT_INTERVAL), *_calls("." * 2900, SHORT_INTERVAL)],
+        GROWN,
+    ),
+    "grows by 1.5 with NaN losses": (
+        lambda: _calls(_above(INF, loss=0.1), jmpscale.dynamic(growth_factor=1.5, growth_interval=20)),
+        GROWN,
+    ),
     "grows by 1.5": (
         lambda: _calls(_above(INF), jmpscale.dynamic(growth_factor=1.5, growth_interval=100), steps=6000),
         GROWN,
@@ -372,9 +412,6 @@ def _watch(states, limit=50):
     return [str(warning.message) for warning in caught]
 
 
-SLOW = {"100,000 steps at min_scale", "320 updates between calls", "100,000 steps, then min_scale for a moment"}
-
-
 @pytest.mark.parametrize("states", rows(HEALTHY))
 def test_run_monitor_accepts_a_healthy_run(states):
     assert _watch(states()) == []
@@ -385,6 +422,52 @@ def test_run_monitor_hears_a_run_that_is_stuck(states, words):
     [message] = _watch(states())
     assert re.search(words, message), message
     assert ("read step_applied of the scaler after each step" in message) == (" of the last " in message)
+
+
+WITHOUT_STEPS = {  # loops that take no step between some calls, as those that lose the state seem to do
+    "a call in each micro-batch": lambda: (state for state in _calls("." * 12, BELOW, every=1) for _ in range(8)),
+    "a network that is trained at times": lambda: _epochs(90, 30, lambda i: ".", new_scaler=True),
+    "two batches of scalers": lambda: [*[BELOW] * 5, *[jax.tree.map(lambda x: np.stack([x] * 3), BELOW)] * 5],
+}
+
+
+@pytest.mark.parametrize("states", rows(WITHOUT_STEPS))
+def test_run_monitor_says_once_that_the_state_may_be_lost(states):
+    [message] = _watch(states())
+    assert re.search(f"{LOST} .*Ignore this if no step was taken .*not trained yet, or gradients are accum", message)
+
+
+def test_run_monitor_is_called_from_several_threads():
+    monitor, states = jmpscale.RunMonitor(max_consecutive_skips=50), list(_calls(_above(2.0**12), steps=800, every=1))
+
+    def call(first):
+        for state in states[first::4]:
+            monitor.raise_if_stuck(state)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with warnings.catch_warnings(), concurrent.futures.ThreadPoolExecutor(4) as threads:
+            warnings.simplefilter("ignore")  # a thread may be so late that the count of steps seems not to rise
+            list(threads.map(call, range(4)))  # raises the errors of the threads
+    finally:
+        sys.setswitchinterval(interval)
+
+
+COPIES = {
+    "pickle": lambda monitor: pickle.loads(pickle.dumps(monitor)),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("copied", rows(COPIES))
+def test_run_monitor_remembers_its_calls_in_a_copy(copied):
+    monitor = jmpscale.RunMonitor(max_consecutive_skips=2)
+    monitor.raise_if_stuck(_stuck(total_steps=5000, total_skips=5, consecutive_skips=0, last_skip_reason=2))
+    later = _stuck(total_steps=5009, total_skips=11, consecutive_skips=1, last_skip_reason=2)
+    with pytest.raises(FloatingPointError, match=r"^6 of the last 9 steps were skipped"):
+        copied(monitor).raise_if_stuck(later)
 
 
 # Random runs: at most 2% of the steps are skipped, or at least 65%.
@@ -621,6 +704,73 @@ def test_wrapper_warns_of_each_member_of_an_ensemble():
     assert state.scaler.total_skips.tolist() == [7, 0]
 
 
+# --- warn_after_skips is heard whatever a compiled loop returns: the compiler removes what no result depends on ---
+
+
+def _in_scan(step, carry):
+    return jax.lax.scan(lambda carry, _: (step(carry), carry[2]), carry, length=8)
+
+
+def _in_fori_loop(step, carry):
+    return jax.lax.fori_loop(0, 8, lambda _, carry: step(carry), carry), None
+
+
+RETURNED = {  # what a training loop returns, from its last carry and from the losses of all steps
+    "parameters": lambda carry, losses: carry[0],
+    "losses": lambda carry, losses: carry[2] if losses is None else losses,
+    "metrics": lambda carry, losses: jmpscale.metrics(carry[1])["total_skips"],
+    "optimizer state": lambda carry, losses: carry[1].inner_state,
+}
+DEFAULT_RETURNED = {"parameters", "losses", "metrics"}
+WRONG_RUNS = {  # the scaler, the gradient divided by the parameters, and the warning
+    "skips": (jmpscale.static(8.0), INF, "3 consecutive steps were skipped"),
+    "growth": (jmpscale.dynamic(2.0**31, growth_interval=4), 1.0, "The loss scale has grown to its limit"),
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("run", rows(WRONG_RUNS))
+@pytest.mark.parametrize("returned", rows(RETURNED, default=DEFAULT_RETURNED))
+@pytest.mark.parametrize("loop", [_in_scan, pytest.param(_in_fori_loop, marks=pytest.mark.full)])
+def test_wrapper_warns_in_a_compiled_loop_that_does_not_return_the_scaler(loop, returned, run):
+    scaler, factor, words = run
+    tx = jmpscale.with_loss_scaling(optax.adam(0.1), scaler, warn_after_skips=3)
+
+    def step(carry):
+        params, opt_state, _ = carry
+        updates, opt_state = tx.update(params * factor, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, jnp.sum(params**2)
+
+    @functools.partial(jax.jit, **FAST)
+    def train(params, opt_state):
+        return returned(*loop(step, (params, opt_state, jnp.float32(0.0))))
+
+    _, messages = _warnings_of(train, jnp.ones(2), tx.init(jnp.ones(2)))
+    assert [message[: len(words)] for message in messages] == [words]
+
+
+def _decide_alone(tx, params, grads):
+    """Takes steps on each device, whose decisions are its own, and returns the parameters."""
+    opt_state = tx.init(params)
+    for _ in range(3):
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_wrapper_warns_on_each_device_that_decides_alone(check_vma):
+    scaler, mesh = jmpscale.static(8.0), meshes.make_mesh(d=8)
+    tx = jmpscale.with_loss_scaling(optax.sgd(0.1), scaler, axis_name=(), warn_after_skips=3)
+    run = jax.shard_map(
+        functools.partial(_decide_alone, tx), mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=check_vma
+    )
+    grads = np.where(np.arange(8) < 2, np.float32(INF), np.float32(1.0))
+    params, messages = _warnings_of(jax.jit(run, **FAST), np.ones(8, np.float32), grads)
+    assert np.allclose(params, np.where(np.isinf(grads), 1.0, 0.7))
+    assert [message[:32] for message in messages] == ["3 consecutive steps were skipped"] * 2
+
+
 # --- warn_after_skips notices skips that are not consecutive, and a scale that only grows ---
 
 STATIC = jmpscale.static(8.0)
@@ -650,7 +800,7 @@ SERIES = {  # the scaler, whether each step is finite, and how the warnings star
         [r"3 of the last 11 steps were skipped at the smallest allowed scale \(3 in total\)"],
     ),
     "after each growth": (jmpscale.dynamic(2.0**20, growth_interval=4), ([True] * 4 + [False]) * 5, []),
-    "limit": (GROWING, [True] * 12, [r"The loss scale has grown to its limit, 2\^32, without a skip\. "]),
+    "limit": (GROWING, [True] * 12, [f"{GROWN} and no step was skipped because of its gradients"]),
     "limit after a skip": (GROWING, [False] + [True] * 16, []),
     "limit of the user": (jmpscale.dynamic(2.0, growth_interval=1, max_scale=4.0), [True] * 3, []),
     "limit from the start": (jmpscale.dynamic(2.0**32, growth_interval=1), [True] * 3, []),
@@ -692,7 +842,7 @@ def test_wrapper_counts_the_skips_of_each_run():
 
 
 def test_wrapper_counts_skips_because_of_the_loss():
-    tx = jmpscale.with_loss_scaling(optax.sgd(0.1), jmpscale.dynamic(growth_interval=100), warn_after_skips=3)
+    tx = jmpscale.with_loss_scaling(optax.sgd(0.1), SHORT_INTERVAL, warn_after_skips=3)
     losses = np.where(([True] * 7 + [False]) * 3, np.float32(1.0), np.float32(np.nan))
     sparse, dense = losses, np.append([1.0] * 20, [np.nan, np.nan, 1.0] * 3)
 
@@ -703,6 +853,29 @@ def test_wrapper_counts_skips_because_of_the_loss():
     [message] = _warnings_of(_loop, step, tx.init(1.0), dense)[1]
     assert message.startswith(MANY)
     assert "the loss that was passed was not finite" in message
+
+
+GROWN_IN_PROGRAM = {  # the losses of the first steps, the gradients of all, and whether the scale grows to its limit
+    "a NaN loss": ([NAN], [1.0] * 9, True),
+    "NaN losses between steps": ([NAN, 1.0, NAN, 1.0, 1.0, NAN], [1.0] * 12, True),
+    "an overflow and a NaN loss": ([1.0, 1.0, NAN], [1.0, INF] + [1.0] * 12, False),
+}
+
+
+@pytest.mark.parametrize("row", rows(GROWN_IN_PROGRAM))
+@pytest.mark.parametrize("devices", [3, pytest.param("jit", marks=pytest.mark.full)])
+def test_wrapper_warns_of_a_scale_that_grows_to_its_limit_after_nan_losses(row, devices):
+    first_losses, grads, grows = row
+    losses = first_losses + [1.0] * (len(grads) - len(first_losses))
+    tx = jmpscale.with_loss_scaling(optax.sgd(0.1), GROWING, warn_after_skips=3)
+
+    def step(state, row):
+        return tx.update(row[0], state, value=row[1])[1]
+
+    step = jax.jit(step) if devices == "jit" else step
+    run = _loop_on_devices if devices == 3 else _loop
+    _, messages = _warnings_of(run, step, tx.init(1.0), np.array([grads, losses], np.float32).T)
+    assert [bool(re.match(GROWN, message)) for message in messages] == [True] * grows * (3 if devices == 3 else 1)
 
 
 # --- reports from a program never raise ---

@@ -82,9 +82,9 @@ def with_loss_scaling(
       warn_after_skips: for training loops that do not return the optimizer state, which a `RunMonitor` reads: the
         number of skips after which to warn from inside the compiled program, at least 1. Each skip is judged as by
         `RunMonitor(max_consecutive_skips=warn_after_skips - 1)`, of which each earlier skip was a call. It also warns
-        if a dynamic scale grows to a `max_scale` of 2^32 or more without a skip, because the loss may be unscaled. Each
-        device warns. A compiled program logs a warning that a filter turns into an error, because an error on one
-        device would leave the others waiting.
+        if a dynamic scale grows to a `max_scale` of 2^32 or more and no step was skipped because of its gradients,
+        because the loss may be unscaled. Each device warns. A compiled program logs a warning that a filter turns into
+        an error, because an error on one device would leave the others waiting.
 
     Returns:
       A gradient transformation, whose state is a `WithLossScalingState`. Call `tx.update(grads, opt_state, params,
@@ -162,11 +162,11 @@ def with_loss_scaling(
         finite, loss_finite = all_reduce_outcome(_is_finite(grads, norm), loss, decision_axes)
         # The gradients of a loss that is not finite may be finite, if a comparison hides the NaN from all of them.
         finite = finite if loss_finite is None else finite & loss_finite
+        if monitor is not None:
+            finite = monitor.watch(finite, scaler, adapt(scaler, finite, loss_finite))
         updates, inner_state = _update_if(finite, update_inner, grads, state.inner_state, inner_params)
         new_scaler = adapt(scaler, finite, loss_finite)
         guards.adapted(scaler, new_scaler, grads)
-        if monitor is not None:
-            new_scaler = monitor.watch(scaler, new_scaler)
         return updates, WithLossScalingState(new_scaler, inner_state, grad_norm)
 
     return LossScalingTransformation(init, update)

@@ -29,7 +29,11 @@ class Kept(enum.Enum):
 
     DTYPE = "The operands are {dtypes}, but autocast converts float32. Pass float32 values, or remove autocast."
     SMALL = ""  # an inner product, or a contraction of at most 4 elements: not a mistake, so no message explains it
-    PRECISION = "autocast keeps the setting jax_default_matmul_precision={setting!r}. Set it only where it is needed."
+    PRECISION = (
+        "autocast keeps the setting jax_default_matmul_precision={setting!r}, which may be from a package that the "
+        'program imports. Set it only where it is needed; jax.config.update("jax_default_matmul_precision", None) '
+        "unsets it."
+    )
     HELD = "{holder} runs as written. Use autocast in its function, or wrap the function that returns the gradients."
 
 

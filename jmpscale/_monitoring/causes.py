@@ -31,11 +31,11 @@ FIND_BATCH = (
     " To find the batches, read step_applied of the scaler after each step, which is false after a skip, and pass "
     "jmpscale.diagnose a batch that was skipped."
 )
-NEVER_SKIPPED = (
-    "The loss scale has grown to its limit, {}, without a skip. Unless the gradients are very small, the loss is not "
-    "scaled, or something replaces infinity and NaN before the optimizer checks them. To find out, run a few steps at "
-    "the scale 2^60, which should be skipped: with the scaler jmpscale.static(2.0**60) or, if the loop differentiates, "
-    "with jmpscale.scaled_backward(loss_fn, 2.0**60)."
+NEVER_OVERFLOWED = (
+    "The loss scale has grown to its limit, {}, and no step was skipped because of its gradients. Unless the gradients "
+    "are very small, the loss is not scaled, or something replaces infinity and NaN before the optimizer checks them. "
+    "To find out, run a few steps at the scale 2^60, which should be skipped: with the scaler jmpscale.static(2.0**60) "
+    "or, if the loop differentiates, with jmpscale.scaled_backward(loss_fn, 2.0**60)."
 )
 USUAL_LIMIT = 2.0**32  # the default of max_scale; a lower limit is reached without a mistake
 

@@ -1,6 +1,7 @@
 """Errors and warnings between the steps of a training run that is stuck."""
 
 import operator
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,17 +17,18 @@ from jmpscale._base.tree import PyTree, is_traced
 from jmpscale._base.warn import warn_user
 from jmpscale._get_scaler import find_scaler
 from jmpscale._guards.checks import check_scaler, warn_if_inside_another
-from jmpscale._monitoring.causes import NEVER_SKIPPED, USUAL_LIMIT
+from jmpscale._monitoring.causes import NEVER_OVERFLOWED, USUAL_LIMIT
 from jmpscale._monitoring.skip_history import SkipHistory
 from jmpscale._state import ScalerState
 
 _LOST = (
     "At {} calls total_steps of the scaler had not risen since the call before, and it never exceeded {} between them. "
-    "If steps were taken, the new state is lost: return it from the training step, and pass it to the next step and to "
-    "the monitor. Create it once, not in each epoch. Do not put back the old state after an overflow: "
-    "with_loss_scaling skips the step itself. If the loop does not call the optimizer after an overflow, the scale "
-    "cannot back off: give jmpscale.scaled_backward a number and warn_if_not_finite=True. With Flax NNX, compile the "
-    "step with nnx.jit, not with jax.jit."
+    "Ignore this if no step was taken between the calls: the network is not trained yet, or gradients are accumulated "
+    "over several calls. If steps were taken, the new state is lost: return it from the training step, and pass it to "
+    "the next step and to the monitor. Create it once, not in each epoch. Do not put back the old state after an "
+    "overflow: with_loss_scaling skips the step itself. If the loop does not call the optimizer after an overflow, the "
+    "scale cannot back off: give jmpscale.scaled_backward a number and warn_if_not_finite=True. With Flax NNX, compile "
+    "the step with nnx.jit, not with jax.jit."
 )
 _FLOAT16_MAX = 65504.0
 _CALLS_WITHOUT_STEP = 3  # fewer happen in a right program, in which several hooks call the monitor
@@ -44,19 +46,21 @@ class RunMonitor:
     - more than `n` consecutive steps were skipped;
     - more than `n` steps were skipped, and more than were applied, since an earlier call or, at the first call, since
       the scaler was created;
-    - more than `n` steps were skipped while the scale was `min_scale` at each call, and the most recent overflow
-      happened at this scale.
+    - more than `n` steps were skipped, and more than one in 25, since an earlier call; the scale was `min_scale` at
+      this call and all later ones, and the most recent overflow happened at it.
 
     In the second and third case, overflows after which a dynamic scale backed off do not count: the initial backoff is
     a series of them, and each growth may cause another one. A scaler with other counts, such as one from a checkpoint,
     is compared with later calls only. In population-based training, where members of a batch of scalers replace each
     other, create a new monitor after each exchange.
 
-    It warns if the loop may lose the state: at three calls `total_steps` had not risen since the call before, and
-    between them it did not exceed its largest value. This takes at least four calls. It warns if a dynamic scale grows
-    to a `max_scale` of 2^32 or more without a skip, because the loss may be unscaled; not if the averages of the
-    gradients in the optimizer state, as of Adam, are so small that they do not overflow at this scale. It also warns if
-    `with_loss_scaling` is inside another transformation of optax that keeps it from its work.
+    It warns once if the loop may lose the state: at three calls `total_steps` had not risen since the call before, and
+    between them it did not exceed its largest value. This takes at least four calls, and may also happen if no step is
+    taken between calls. It warns if a dynamic scale grows to a `max_scale` of 2^32 or more and, as far as the calls
+    show, no step was skipped because of its gradients: the loss may be unscaled. It does not warn if the averages of
+    the gradients in the optimizer state, as of Adam, are so small that they do not overflow at this scale. It also
+    warns if `with_loss_scaling` is inside another transformation of optax that keeps it from its work. Several threads
+    may call one monitor.
 
     Args:
       max_consecutive_skips: the number of consecutive skips that is acceptable, at least 1. The initial backoff skips
@@ -74,6 +78,15 @@ class RunMonitor:
         self._limit = check_count("max_consecutive_skips", max_consecutive_skips)
         self._histories: list[SkipHistory] = []  # of each scaler of a batch
         self._progress: _Progress | None = None
+        self._has_warned_of_loss = False
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_lock"}  # a lock cannot be copied
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._lock = threading.Lock()
 
     def raise_if_stuck(self, scaler: PyTree) -> None:
         """Raises a `FloatingPointError` or warns if the run is stuck, as the class describes.
@@ -90,19 +103,29 @@ class RunMonitor:
         warn_if_inside_another(scaler)
         if state.config.mode == "disabled" or not scalers:
             return
+        with self._lock:
+            lost, grows, error = self._judge(state, scalers)
+        if lost:
+            warn_user(lost)
+        if grows and state.config.max_scale >= USUAL_LIMIT and not _are_small(scaler, state.config.max_scale):
+            warn_user(NEVER_OVERFLOWED.format(format_number(state.config.max_scale)))
+        if error:
+            raise FloatingPointError(error)
+
+    def _judge(self, state: ScalerState, scalers: list[ScalerState]) -> tuple[str, bool, str]:
+        """Returns the warning about a lost state, whether a scale grows to its limit, and the error of a stuck run."""
+        lost = ""
         if self._progress is None or not self._progress.is_of(state):
             self._progress, self._histories = _Progress(state), [SkipHistory(self._limit) for _ in scalers]
-        elif self._progress.ends_at(state):
-            warn_user(_LOST.format(_CALLS_WITHOUT_STEP, self._progress.highest.max()))
+        elif self._progress.ends_at(state) and not self._has_warned_of_loss:
+            self._has_warned_of_loss = True
+            lost = _LOST.format(_CALLS_WITHOUT_STEP, self._progress.highest.max())
         members = list(zip(self._histories, scalers, strict=True))
         errors = [history.describe(each) for history, each in members]
         grow = [history.grows_to_limit(each) for history, each in members]
         for history, each in members:
             history.remember(each)
-        if any(grow) and state.config.max_scale >= USUAL_LIMIT and not _are_small(scaler, state.config.max_scale):
-            warn_user(NEVER_SKIPPED.format(format_number(state.config.max_scale)))
-        if error := next(filter(None, errors), None):
-            raise FloatingPointError(error)
+        return lost, any(grow), next(filter(None, errors), "")
 
 
 def _are_small(tree: PyTree, scale: float) -> bool:
