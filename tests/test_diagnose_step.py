@@ -860,6 +860,23 @@ def test_diagnose_step_of_arrays_on_explicit_axes_without_their_mesh_has_a_remed
         assert jmpscale.diagnose_step(step)(jax.device_put(W, jax.NamedSharding(mesh, jax.P())), x).state == ("w",)
 
 
+def test_diagnose_step_does_not_take_a_computed_scale_for_the_loss():
+    def loss_fn(w, x):
+        return jnp.mean((x.astype(B) @ w.astype(B)).astype(F) ** 2)
+
+    def step(w, scaler, xs):
+        def body(w, x):
+            halved = scaler._replace(loss_scale=scaler.loss_scale / 2)
+            loss, grads = jmpscale.value_and_grad(loss_fn)(halved, w, x)
+            return w - 1e-3 * grads, loss
+
+        w, losses = jax.lax.scan(body, w, xs)
+        return w, jmpscale.update(scaler, jmpscale.all_finite(losses))
+
+    args = W, jmpscale.dynamic(8.0), jnp.stack([X, X])
+    assert jmpscale.diagnose_step(step)(*args).loss == pytest.approx(2 * float(loss_fn(W, X)), rel=1e-2)
+
+
 def test_diagnose_step_of_something_else_raises():
     message = "step must be the training step, got 3.0. Call diagnose_step(step)(*args)."
     with pytest.raises(TypeError, match=re.escape(message)):

@@ -226,6 +226,12 @@ def test_compiled_program_rounds_each_result(optimize):
     assert float(square(x)) == 1 + 2**-6  # exactly 1 + 2^-6 + 2^-14
 
 
+def test_compiled_program_has_run_when_it_returns():
+    """On simulated devices, programs that are queued may wait for each other without end."""
+    loop = compiled(lambda x: jax.lax.fori_loop(0, 2**19, lambda i, x: jnp.cos(x), x))
+    assert loop(jax.device_put(jnp.ones(8), jax.NamedSharding(meshes.make_mesh(d=8), P("d")))).is_ready()
+
+
 def test_unknown_option_of_xla_raises_the_expected_error():
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
         jax.jit(jnp.sin, compiler_options={"xla_option_that_does_not_exist": True})(X)

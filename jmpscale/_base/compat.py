@@ -76,6 +76,25 @@ def unreduced_axes(x: ArrayLike) -> frozenset[str]:
     return frozenset(getattr(manual, "unreduced", ())) | frozenset(getattr(spec, "unreduced", ()))
 
 
+def in_current_mesh(x: Any) -> Any:
+    """Returns an array that operations in the current context accept, replicated if it is from another mesh.
+
+    The bodies of `jax.sharding.auto_axes` and `explicit_axes` are in a mesh of their own, whose axes are of other
+    types.
+    """
+    own, current = jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()
+    if own.empty or current.empty or own == current or (own.are_all_axes_auto and current.are_all_axes_auto):
+        return x
+    if hasattr(jax.sharding, "use_abstract_mesh"):
+        return jax.sharding.reshard(x, jax.P())
+    # JAX before 0.7.2 moves an array to another mesh only where such a body ends.
+    auto_axes, explicit_axes = jax.sharding.auto_axes, jax.sharding.explicit_axes
+    body: Any = (
+        auto_axes(lambda: x, out_sharding=jax.P()) if own.auto_axes else explicit_axes(lambda: x, in_sharding=())
+    )
+    return body()
+
+
 def full_like(like: jax.Array | jax.ShapeDtypeStruct, value: ArrayLike) -> jax.Array:
     """Returns an array with the type of `like`, which is an array or a result of `jax.eval_shape`."""
     manual = getattr(like, "manual_axis_type", None) if isinstance(like, jax.ShapeDtypeStruct) else None

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jmpscale._base.compat import as_varying, axes_of_shard_map, full_like
+from jmpscale._base.compat import as_varying, axes_of_shard_map, full_like, in_current_mesh
 from jmpscale._base.jaxpr import called_jaxpr, closed, split_scan_inputs, split_while_inputs, type_of
 from jmpscale._diagnosis.gradients import Gradients
 from jmpscale._interpreter.float32 import evaluate_equation
@@ -56,12 +56,13 @@ class _Evaluation:
             for x in eqn.outvars:
                 if x in wanted or x in losses:
                     found.append(Exposed(x, x in losses, values[x]))
-        return list(map(read, jaxpr.outvars)), found
+        return list(map(read, jaxpr.outvars)), [x._replace(value=in_current_mesh(x.value)) for x in found]
 
     def _holder(self, eqn: core.JaxprEqn, inputs: list[Any]) -> tuple[list[Any], list[Exposed]]:
         special = {"scan": self._scan, "while": self._while, "cond": self._cond, "shard_map": self._shard_map}
         run = special.get(eqn.primitive.name)
-        return run(eqn, inputs) if run else self.run(called_jaxpr(eqn), inputs)
+        with eqn.ctx.manager:
+            return run(eqn, inputs) if run else self.run(called_jaxpr(eqn), inputs)
 
     def _with_sums(
         self, body: core.ClosedJaxpr, *inputs: Any

@@ -22,7 +22,8 @@ class Gradients:
         outside = [eqn for eqn, caller in calls if not (caller.backward or is_differentiated(eqn))]
         # A gradient that the loss contains is unscaled inside of the loss, and does not count.
         self._unscaling = {id(eqn) for eqn in outside if unscales(eqn)}
-        losses = [eqn.invars for eqn, caller in calls if scales(eqn) and not is_backward(eqn)]
+        scaled = [eqn for eqn, caller in calls if scales(eqn) and not is_backward(eqn)]
+        losses = [eqn.invars[1:] for eqn in scaled]  # the first operand is the scale
         self._losses = {x for operands in losses for x in operands if isinstance(x, core.Var) and _is_scalar_loss(x)}
         self._contains: dict[int, bool] = {}  # by the identity of a jaxpr
 

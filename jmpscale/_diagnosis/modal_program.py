@@ -204,7 +204,7 @@ class _BlockFunction:
             for eqn, caller, operands, results in block.equations:
                 read = [literal(x) if isinstance(x, core.Literal) else values[x] for x in operands]
                 values.update(zip(results, interpreter.run_equation(eqn, read, caller), strict=True))
-            return [values[i] for i in block.outputs], interpreter.records
+            return [values[i] for i in block.outputs], interpreter.current_records()
 
         self.run = compiled(run, optimize=has_long_loop(eqn for eqn, *_ in block.equations))
 

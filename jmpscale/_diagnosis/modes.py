@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from jmpscale._base.compat import in_current_mesh
 from jmpscale._base.jaxpr import type_of
 from jmpscale._base.types import is_narrow
 from jmpscale._diagnosis.errors import severity
@@ -72,7 +73,7 @@ class Execution(NamedTuple):
 
     @property
     def mode(self) -> jax.Array:
-        return self.interpreter.argument[self.position]
+        return in_current_mesh(self.interpreter.argument)[self.position]
 
     def record(self, numbers: jax.Array) -> None:
         self.interpreter.record(self.position, numbers)

@@ -20,14 +20,16 @@ _FAST = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_c
 
 
 def compiled(fun: Callable[..., Any], *, optimize: bool = False) -> Callable[..., Any]:
-    """Compiles a function without changes of precision.
+    """Compiles a function without changes of precision, each call of which waits for its results.
 
-    On a CPU, optimization takes longer than a few runs, unless the function has a long loop.
+    On a CPU, optimization takes longer than a few runs, unless the function has a long loop. If several programs are
+    queued on simulated devices, XLA may run one on some devices and another on others, which then wait for each other.
     """
     options: dict[str, Any] = {"xla_allow_excess_precision": False}
     if jax.default_backend() == "cpu":
         options |= {"xla_backend_optimization_level": 2 if optimize else 0} | _fast_compilation()
-    return jax.jit(fun, compiler_options=options)
+    run = jax.jit(fun, compiler_options=options)
+    return lambda *args: jax.block_until_ready(run(*args))
 
 
 def compiled_when_called(fun: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jmpscale._base.compat import as_varying, axes_of_shard_map
+from jmpscale._base.compat import as_varying, axes_of_shard_map, in_current_mesh
 from jmpscale._base.jaxpr import (
     ENTERED,
     PROGRAM,
@@ -51,19 +51,26 @@ class Interpreter:
         self.records = records  # nonnegative arrays by index, the largest of all iterations of a loop; or None
 
     def record(self, index: int, value: jax.Array) -> None:
-        self.records = self.records | {index: jnp.maximum(self.records[index], value)}
+        self.records = self.records | {index: jnp.maximum(in_current_mesh(self.records[index]), value)}
+
+    def current_records(self) -> Any:
+        """Returns the records in the mesh of the current context, where the last operation may have another one."""
+        return jax.tree.map(in_current_mesh, self.records)
 
     def evaluate(self, program: core.ClosedJaxpr, inputs: Sequence[Any]) -> tuple[list[Any], Any]:
         """Returns the outputs of a program, and the records."""
         return self._traced(self.records, program, inputs, PROGRAM)
 
     def run_equation(self, eqn: core.JaxprEqn, inputs: list[Any], caller: Caller) -> list[Any]:
-        """Returns the results of an equation."""
+        """Returns the results of an equation. All operations that this adds have its context, such as its mesh."""
         name = eqn.primitive.name
-        if name not in ENTERED:
-            return self._rule(self, eqn, inputs, caller)
-        special = {"scan": self._scan, "while": self._while, "cond": self._cond, "shard_map": self._shard_map}
-        return special.get(name, self._call)(eqn, inputs, caller.inside(eqn))
+        with eqn.ctx.manager:
+            pairs = zip(inputs, eqn.invars, strict=True)
+            inputs = [x if _is_in_other_mesh(operand) else in_current_mesh(x) for x, operand in pairs]
+            if name not in ENTERED:
+                return self._rule(self, eqn, inputs, caller)
+            special = {"scan": self._scan, "while": self._while, "cond": self._cond, "shard_map": self._shard_map}
+            return special.get(name, self._call)(eqn, inputs, caller.inside(eqn))
 
     def _traced(
         self, records: Any, program: core.ClosedJaxpr, inputs: Sequence[Any], caller: Caller
@@ -71,7 +78,7 @@ class Interpreter:
         """Runs a part of the program in a trace of its own, whose records are values of that trace."""
         outer, self.records = self.records, records
         outputs = self._run(program, inputs, caller)
-        records, self.records = self.records, outer
+        records, self.records = self.current_records(), outer
         return outputs, records
 
     def _run(self, program: core.ClosedJaxpr, inputs: Sequence[Any], caller: Caller) -> list[Any]:
@@ -98,7 +105,7 @@ class Interpreter:
             outputs, records = self._traced(records, body, [*consts, *carry, *x], inside)
             return (_with_types_of(outputs[: len(carry)], carry), records), outputs[len(carry) :]
 
-        state = (carry, self.records)
+        state = (carry, self.current_records())
         (carry, self.records), ys = jax.lax.scan(step, state, xs, length=length, reverse=reverse)
         return [*carry, *ys]
 
@@ -123,7 +130,7 @@ class Interpreter:
                 outputs = [_where(active, x, y) for x, y in zip(outputs, carry, strict=True)]
             return outputs, records
 
-        carry, records = jax.lax.while_loop(test, step, (first, self.records))
+        carry, records = jax.lax.while_loop(test, step, (first, self.current_records()))
         self.records = going_on(carry, records)[1]
         return carry
 
@@ -137,7 +144,7 @@ class Interpreter:
 
         index, *operands = inputs
         branches = list(map(branch, eqn.params["branches"]))
-        outputs, self.records = jax.lax.switch(index, branches, self.records, *operands)
+        outputs, self.records = jax.lax.switch(index, branches, self.current_records(), *operands)
         return outputs
 
     def _shard_map(self, eqn: core.JaxprEqn, inputs: list[Any], inside: Caller) -> list[Any]:
@@ -156,11 +163,21 @@ class Interpreter:
             check_vma=params["check_vma"],
             in_specs=(jax.P(), *params["in_specs"]),
             out_specs=(list(params["out_specs"]), jax.P()),
-        )(self.records, *inputs)
+        )(self.current_records(), *inputs)
         return outputs
 
 
 Rule = Callable[[Interpreter, core.JaxprEqn, list[Any], Caller], list[Any]]
+
+
+def _is_in_other_mesh(x: Any) -> bool:
+    """Tests whether a variable of the program is in another mesh than the current one, which its equation changes.
+
+    The array that stands for any other variable may be in another mesh, too: one that the program closes over gets the
+    mesh in which it is widened, and JAX gives some results of compiled functions the mesh of the call.
+    """
+    sharding = getattr(type_of(x), "sharding", None)
+    return sharding is not None and not sharding.mesh.empty and sharding.mesh != jax.sharding.get_abstract_mesh()
 
 
 def _with_types_of(outputs: Sequence[Any], like: Sequence[Any]) -> list[Any]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jmpscale._base.compat import varying_axes
+from jmpscale._base.compat import in_current_mesh, varying_axes
 from jmpscale._base.dependence import find_sources
 from jmpscale._base.jaxpr import ENTERED, Caller, equations, held_jaxprs, unscales
 from jmpscale._base.multiply import multiply_leaf
@@ -129,26 +129,33 @@ class _WithFault(Interpreter):
         outputs = super().run_equation(eqn, inputs, caller)
         if id(eqn) not in self._numbers:
             return outputs
+        with eqn.ctx.manager:
+            return self._with_fault(eqn, outputs)
+
+    def _with_fault(self, eqn: core.JaxprEqn, outputs: list[Any]) -> list[Any]:
+        """Records whether the gradients that an equation returns are finite, and changes some of them."""
+        fault = Fault(*map(in_current_mesh, self._fault))
         index = self._indices[id(eqn)]
-        times_run = self.records[index]
+        times_run = in_current_mesh(self.records[index])
         self.record(index, times_run + 1)
         outputs = list(outputs)
         for i, number in self._numbers[id(eqn)].items():
             x = outputs[i]
             self.record(self.overflow(id(eqn)), (~jnp.isfinite(x).all()).astype(jnp.int32))
-            outputs[i] = self._changed(x, self._fault.gradients[number] & (_like(times_run, x) == 0))
+            outputs[i] = _changed(x, fault, fault.gradients[number] & (_like(times_run, x) == 0))
         return outputs
 
-    def _changed(self, x: jax.Array, flag: jax.Array) -> jax.Array:
-        """Changes a gradient if the flag is true: as a whole to infinity of the wrong sign, or NaN where it is zero."""
-        place = self._fault.place
-        x = multiply_leaf(x, jnp.where(flag & (place == _WHOLE), -jnp.inf, 1.0))
-        is_place = [
-            jax.lax.broadcasted_iota(np.int32, x.shape, axis) == jnp.where(place == _LAST, size - 1, 0)
-            for axis, size in enumerate(x.shape)
-        ]
-        one = functools.reduce(operator.and_, is_place, flag & (place != _WHOLE))
-        return jnp.where(one, jnp.asarray(self._fault.value, x.dtype), x)
+
+def _changed(x: jax.Array, fault: Fault, flag: jax.Array) -> jax.Array:
+    """Changes a gradient if the flag is true: as a whole to infinity of the wrong sign, or NaN where it is zero."""
+    place = fault.place
+    x = multiply_leaf(x, jnp.where(flag & (place == _WHOLE), -jnp.inf, 1.0))
+    is_place = [
+        jax.lax.broadcasted_iota(np.int32, x.shape, axis) == jnp.where(place == _LAST, size - 1, 0)
+        for axis, size in enumerate(x.shape)
+    ]
+    one = functools.reduce(operator.and_, is_place, flag & (place != _WHOLE))
+    return jnp.where(one, jnp.asarray(fault.value, x.dtype), x)
 
 
 def _like(count: jax.Array, x: jax.Array) -> jax.Array:

@@ -147,7 +147,7 @@ class Runs:
 
     def with_scaler(self, scaler: ScalerState) -> Run:
         state = self.state_with(scaler)
-        after = self.step(state)
+        after = jax.block_until_ready(self.step(state))  # queued steps on simulated devices may wait for each other
         check_copies(after, "")
         pairs = zip(_gated_leaves(state, self.ignored), _gated_leaves(after, self.ignored), strict=True)
         leaves = [(path, was, now) for (path, was), (_, now) in pairs]
