@@ -79,10 +79,14 @@ class StepDependence:
         return [self._outputs[i] for i in results if i in self._outputs]
 
 
-def _is_near(pairs: Sequence[tuple[Any, Any]]) -> Any:
-    known = [(new.astype(np.float32), old.astype(np.float32)) for new, old in pairs if is_real(old)]
-    change, norm = (sum(jnp.sum(x**2) for x in arrays) for arrays in ([y - x for y, x in known], [x for _, x in known]))
-    return change < norm / 4
+def _is_near(pairs: Sequence[tuple[Any, Any]]) -> jax.Array:
+    """Tests whether new values differ from old ones by less than half of their norm."""
+    real = [(jnp.asarray(new, np.float32), jnp.asarray(old, np.float32)) for new, old in pairs if is_real(old)]
+    return _sum_of_squares([new - old for new, old in real]) < _sum_of_squares([old for _, old in real]) / 4
+
+
+def _sum_of_squares(arrays: Sequence[jax.Array]) -> jax.Array:
+    return sum((jnp.sum(x**2) for x in arrays), jnp.zeros(()))
 
 
 def _numbered(tree: PyTree) -> dict[int, int]:

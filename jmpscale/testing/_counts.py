@@ -33,5 +33,6 @@ def find_optimizer_states(state: PyTree) -> list[str]:
 
 def _is_whole_number(leaf: Any) -> bool:
     """Tests whether a leaf is a number without a fraction, of any dtype: programs count in floating point, too."""
-    is_number = is_numeric(leaf) and np.shape(leaf) == () and jnp.result_type(leaf) != np.bool_
-    return is_number and not np.iscomplexobj(leaf) and float(leaf).is_integer()
+    number = np.asarray(leaf) if is_numeric(leaf) else np.zeros(2)
+    is_real = jnp.issubdtype(number.dtype, np.integer) or jnp.issubdtype(number.dtype, np.floating)
+    return number.shape == () and is_real and float(number).is_integer()

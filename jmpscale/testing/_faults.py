@@ -92,10 +92,12 @@ class _Places:
 
     def add(self, jaxpr: core.Jaxpr, *, at_results: bool) -> None:
         """Adds the gradients that a jaxpr unscales, but none that the jaxprs in it unscale."""
-        made_by = {x: (eqn, i) for eqn in jaxpr.eqns for i, x in enumerate(eqn.outvars)}
+        made_by: dict[Any, tuple[core.JaxprEqn, int]] = {
+            x: (eqn, i) for eqn in jaxpr.eqns for i, x in enumerate(eqn.outvars)
+        }
         for eqn in filter(unscales, jaxpr.eqns):
-            gradients = zip(eqn.outvars, eqn.invars, strict=False)  # the first operands, in the same order
-            for i, (_, operand) in enumerate(gradients):
+            operands: list[Any] = eqn.invars[: len(eqn.outvars)]  # the gradients, in the order of the results
+            for i, operand in enumerate(operands):
                 is_made_here = not at_results and not isinstance(operand, core.Literal) and operand in made_by
                 holder, k = made_by[operand] if is_made_here else (eqn, i)
                 numbers = self.numbers.setdefault(id(holder), {})
