@@ -22,6 +22,11 @@ from jmpscale._state import ScalerState
 from jmpscale.testing._faults import Fault, Faults
 from jmpscale.testing._runs import Run, Runs
 
+_OVERWRITTEN = (
+    "at a loss scale of {}: it is divided by the loss scale. If a backward pass returns its new value in place of a "
+    "gradient, such as an amax, name it in overwrite_with_gradient of jmpscale.value_and_grad; otherwise, unscale once"
+)
+
 
 def check_independence(exact: Runs, scale: float) -> None:
     """Raises if a change in float32 depends on the scale, on its growth, or on a skip of the step before."""
@@ -47,10 +52,17 @@ def check_independence(exact: Runs, scale: float) -> None:
     for fields, when in variations:
         if wrong := wrong_change(exact.at(**usual | fields), exact, expected, exact, limit):
             path, error = wrong
-            raise AssertionError(
-                f"the change of {path} differs by {format_percentage(error)} {when}. If it describes the scaler, "
-                f"pass ignore={path!r}."
-            )
+            if "scale" in fields and _is_divided_by_scale(path, expected, exact.at(**usual | {"scale": scale / 2})):
+                when = _OVERWRITTEN.format(format_scale(other))
+            else:
+                when = f"{when}. If it describes the scaler, pass ignore={path!r}"
+            raise AssertionError(f"the change of {path} differs by {format_percentage(error)} {when}.")
+
+
+def _is_divided_by_scale(path: str, run: Run, run_at_half: Run) -> bool:
+    """Tests whether a leaf becomes a value that is twice as large at half of the scale."""
+    value, doubled = (next(np.asarray(now) for own, _, now in x.leaves if own == path) for x in (run, run_at_half))
+    return bool(value.any() and np.allclose(doubled, 2 * value, rtol=1e-3, atol=0))
 
 
 def check_applied(exact: Run) -> None:
