@@ -71,6 +71,12 @@ def _never_scaled(opt_state, params):
     return jax.value_and_grad(_loss)(params)
 
 
+def _scaled_by_a_number(opt_state, params):
+    """Takes gradients of a small loss, of which the number, which no scaler knows, is too small."""
+    small = jmpscale.scaled_backward(lambda params: 2.0**-12 * _loss(params), 2.0**2)
+    return jax.value_and_grad(small)(params)
+
+
 def _update_after_wrapper():
     """Returns a step that also updates the scaler of the wrapper."""
     step, state = _wrapper(WRAPPED)
@@ -423,6 +429,10 @@ MISTAKES: dict[str, tuple[Any, str]] = {  # functions that return a step and its
     "scaled twice": (lambda: _wrapper(WRAPPED, _scaled_twice), DEPENDS),
     "another scaler": (lambda: _wrapper(WRAPPED, _by_another_scaler), UNSCALED),
     "never scaled": (lambda: _wrapper(WRAPPED, _never_scaled), UNSCALED),
+    "scaled by a number": (
+        lambda: _wrapper(WRAPPED, _scaled_by_a_number),
+        f"{UNSCALED}.*a loss scale that is a number: run a few steps",
+    ),
     "update after the wrapper": (_update_after_wrapper, TWICE),
     "unscaled twice": (lambda: _functional(_unscaled_twice), DEPENDS),
     "updated twice": (lambda: _functional(_updated_twice), TWICE),

@@ -60,6 +60,10 @@ class Run:
         leaves = [leaf for leaf in self.leaves if is_inexact(leaf[1])]
         return {path: _change(was, now, is_from_old=path not in self.recomputed) for path, was, now in leaves}
 
+    def has_result_of(self, other: "Run") -> bool:
+        """Tests whether the step from another scale has changed each leaf in the same way."""
+        return all(is_equal(mine, now) for (*_, mine), (*_, now) in zip(self.leaves, other.leaves, strict=True))
+
     def infinite_leaf(self) -> str | None:
         """Returns the path of a leaf that has become infinite or NaN."""
         return next((path for path, change in self.changes.items() if not np.isfinite(change).all()), None)
