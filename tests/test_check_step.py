@@ -73,7 +73,7 @@ def _never_scaled(opt_state, params):
 
 def _scaled_by_a_number(opt_state, params):
     """Takes gradients of a small loss, of which the number, which no scaler knows, is too small."""
-    small = jmpscale.scaled_backward(lambda params: 2.0**-12 * _loss(params), 2.0**2)
+    small = jmpscale.scaled_backward(lambda params: 2.0**-20 * _loss(params), 2.0**2)
     return jax.value_and_grad(small)(params)
 
 
