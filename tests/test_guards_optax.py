@@ -160,9 +160,14 @@ WRONG_CALLS = {
         (
             f"the optimizer state {CONSTANT}, so every call starts from the same one: the "
             "compiled function creates the optimizer state, or closes over it. Create it outside, pass it to the "
-            "compiled function as an argument, and return the new one. In a whole training run, carry it through "
-            "jax.lax.scan."
+            "compiled function as an argument, and return the new one. It is right only in the first step of a "
+            "compiled function that is a whole training run: then ignore this, or take all steps in jax.lax.scan."
         ),
+        raises=UserWarning,
+    ),
+    "constant state, traced parameters": Mistake(
+        lambda: traced(lambda params: SCALE.update(params, SCALE_STATE, params), GRADS),
+        f"the optimizer state {CONSTANT}",
         raises=UserWarning,
     ),
     "float16 parameters": Mistake(

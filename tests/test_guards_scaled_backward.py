@@ -73,8 +73,9 @@ WRONG_CALLS = {
     "constant": Mistake(
         lambda: traced(_grad(W32, scale=STATE)),
         (
-            "constant of the compiled program, so it will not adapt. Pass a function that reads it from the arguments "
-            "of fun, such as `lambda model, *args, **kwargs: model.loss_scale`, or pass a number."
+            "constant of the compiled program, so it does not adapt, unless each call compiles the program again, "
+            "which takes long. Pass a function that reads it from the arguments of fun, such as `lambda model, *args, "
+            "**kwargs: model.loss_scale`, or pass a number."
         ),
         raises=UserWarning,
     ),

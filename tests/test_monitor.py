@@ -13,6 +13,7 @@ import pickle
 import re
 import subprocess
 import sys
+import threading
 import warnings
 
 import jax
@@ -438,18 +439,21 @@ def test_run_monitor_says_once_that_the_state_may_be_lost(states):
 
 
 def test_run_monitor_is_called_from_several_threads():
-    monitor, states = jmpscale.RunMonitor(max_consecutive_skips=50), list(_calls(_above(2.0**12), steps=800, every=1))
+    """Each thread takes steps and calls the monitor, at times later than another thread with a later state."""
+    monitor, run, lock = jmpscale.RunMonitor(max_consecutive_skips=50), _Run(BELOW), threading.Lock()
 
-    def call(first):
-        for state in states[first::4]:
+    def call(_):
+        for _ in range(100):
+            with lock:
+                run.step(".")
+                state = run.state
             monitor.raise_if_stuck(state)
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        with warnings.catch_warnings(), concurrent.futures.ThreadPoolExecutor(4) as threads:
-            warnings.simplefilter("ignore")  # a thread may be so late that the count of steps seems not to rise
-            list(threads.map(call, range(4)))  # raises the errors of the threads
+        with concurrent.futures.ThreadPoolExecutor(8) as threads:
+            list(threads.map(call, range(8)))  # raises the errors and warnings of the threads
     finally:
         sys.setswitchinterval(interval)
 

@@ -105,6 +105,17 @@ def _scan_of_steps(params, state=SCALE_STATE):
     return jax.lax.scan(lambda c, _: (train_step(*c)[:2], None), (params, state), None, 2)
 
 
+def _run_from_constants():
+    """Takes the first step of a whole run outside of the loop, from constants, as the loop of tfp does."""
+
+    def step(params, state):
+        grads = jax.grad(jmpscale.scaled_backward(loss_of, 8.0))(params)
+        updates, state = SCALE.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return jax.lax.scan(lambda carry, _: (step(*carry), None), step(GRADS, SCALE_STATE), None, 2)
+
+
 def _update_on_eager_devices():
     """Closes over the state in a program that `jax.shard_map` runs without compiling it."""
     mesh = meshes.make_mesh(d=1)
@@ -191,6 +202,7 @@ VALID_CALLS = {
     "state in vmap": lambda: traced(jax.vmap(_step_from(SCALE_STATE)), jax.tree.map(lambda x: x[None], GRADS)),
     "state is created for a scan": lambda: traced(lambda p: _scan_of_steps(p, SCALE.init(p)), GRADS),
     "state in scan": lambda: traced(_scan_of_steps, GRADS),
+    "state in a run from constants": lambda: traced(_run_from_constants),
     "state in an eager scan": lambda: _scan_of_steps(GRADS),
     "state in an eager cond": lambda: jax.lax.cond(
         TRUE, lambda: SCALE.update(GRADS, SCALE_STATE), lambda: (GRADS, SCALE_STATE)

@@ -157,7 +157,7 @@ def with_loss_scaling(
             updates, inner_state = update_inner(grads, state.inner_state)
             return updates, WithLossScalingState(scaler, inner_state, grad_norm)
 
-        guards.deciding(grads, scaler, loss, axis_name, norm_axis_name)
+        guards.deciding(grads, params, scaler, loss, axis_name, norm_axis_name)
         decision_axes = _decision_axes(axis_name, norm_axis_name)
         finite, loss_finite = all_reduce_outcome(_is_finite(grads, norm), loss, decision_axes)
         # The gradients of a loss that is not finite may be finite, if a comparison hides the NaN from all of them.

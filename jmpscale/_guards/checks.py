@@ -112,7 +112,8 @@ def warn_if_constant(scaler: ScalerState, values: PyTree, name: str = "scaler") 
         warn_user(
             f"the {name} is a constant of the compiled program, so every call starts from the same one: the compiled "
             f"function creates the {name}, or closes over it. Create it outside, pass it to the compiled function as "
-            "an argument, and return the new one. In a whole training run, carry it through jax.lax.scan."
+            "an argument, and return the new one. It is right only in the first step of a compiled function that is a "
+            "whole training run: then ignore this, or take all steps in jax.lax.scan."
         )
 
 

@@ -88,7 +88,9 @@ def called(
         warn_user("the loss must be the unscaled loss, got gradients. Pass value=loss.")
 
 
-def deciding(grads: PyTree, scaler: ScalerState, loss: PyTree, axis_name: AxisName, norm_axis_name: AxisName) -> None:
+def deciding(
+    grads: PyTree, params: PyTree, scaler: ScalerState, loss: PyTree, axis_name: AxisName, norm_axis_name: AxisName
+) -> None:
     warn_if_unsynchronized(axis_name, norm_axis_name)
     warn_if_gated("with_loss_scaling", "The wrapper skips steps itself: call tx.update without apply_if.")
     if loss is not None or in_compiled_step(grads):  # examples pass gradients alone
@@ -96,7 +98,8 @@ def deciding(grads: PyTree, scaler: ScalerState, loss: PyTree, axis_name: AxisNa
     warn_if_gradients_are_narrow(grads)
     _warn_if_unscaled_by_another(grads, scaler)
     check_no_partial_sums(loss, "value")
-    if not has_mark(Mark.KNOWN_SCALE, (grads, loss)):  # value_and_grad has warned
+    # value_and_grad has warned; or the program is a whole training run, which starts from constant parameters.
+    if not has_mark(Mark.KNOWN_SCALE, (grads, loss)) and not _are_constants(params):
         warn_if_constant(scaler, grads, "optimizer state")
     warn_if_loss_is_pair(loss)
 
@@ -108,6 +111,11 @@ def inner_returned(grads: PyTree, state: PyTree, updates: PyTree, new_state: PyT
 
 def adapted(scaler: ScalerState, new: ScalerState, grads: PyTree) -> None:
     mark_adapted(scaler, new, jax.tree.leaves(grads)[:1])
+
+
+def _are_constants(params: PyTree) -> bool:
+    leaves = jax.tree.leaves(params)
+    return bool(leaves) and not any(map(is_traced, leaves))
 
 
 def _check_norm_of_state(state: WithLossScalingState, max_norm: float | None) -> None:

@@ -26,8 +26,9 @@ def scale_read(source: PyTree, loss_scale: object, adapts: bool) -> None:
         raise TypeError(f"scale must be a floating-point scalar, got {describe(loss_scale)}. Pass the loss scale.")
     if adapts and not is_traced(loss_scale) and is_compiling():
         warn_user(
-            "the loss scale is a constant of the compiled program, so it will not adapt. Pass a function that reads it "
-            "from the arguments of fun, such as `lambda model, *args, **kwargs: model.loss_scale`, or pass a number."
+            "the loss scale is a constant of the compiled program, so it does not adapt, unless each call compiles the "
+            "program again, which takes long. Pass a function that reads it from the arguments of fun, such as "
+            "`lambda model, *args, **kwargs: model.loss_scale`, or pass a number."
         )
 
 

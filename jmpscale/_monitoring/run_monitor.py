@@ -60,7 +60,7 @@ class RunMonitor:
     show, no step was skipped because of its gradients: the loss may be unscaled. It does not warn if the averages of
     the gradients in the optimizer state, as of Adam, are so small that they do not overflow at this scale. It also
     warns if `with_loss_scaling` is inside another transformation of optax that keeps it from its work. Several threads
-    may call one monitor.
+    may call one monitor; a call may be late, so each further thread adds one to the three calls.
 
     Args:
       max_consecutive_skips: the number of consecutive skips that is acceptable, at least 1. The initial backoff skips
@@ -79,6 +79,7 @@ class RunMonitor:
         self._histories: list[SkipHistory] = []  # of each scaler of a batch
         self._progress: _Progress | None = None
         self._has_warned_of_loss = False
+        self._threads: set[int] = set()  # those that have called
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -115,11 +116,14 @@ class RunMonitor:
     def _judge(self, state: ScalerState, scalers: list[ScalerState]) -> tuple[str, bool, str]:
         """Returns the warning about a lost state, whether a scale grows to its limit, and the error of a stuck run."""
         lost = ""
+        self._threads.add(threading.get_ident())
+        # Between two calls with the largest count, each of the other threads may call once with an earlier state.
+        calls = _CALLS_WITHOUT_STEP + len(self._threads) - 1
         if self._progress is None or not self._progress.is_of(state):
             self._progress, self._histories = _Progress(state), [SkipHistory(self._limit) for _ in scalers]
-        elif self._progress.ends_at(state) and not self._has_warned_of_loss:
+        elif self._progress.ends_at(state, calls) and not self._has_warned_of_loss:
             self._has_warned_of_loss = True
-            lost = _LOST.format(_CALLS_WITHOUT_STEP, self._progress.highest.max())
+            lost = _LOST.format(calls, self._progress.highest.max())
         members = list(zip(self._histories, scalers, strict=True))
         errors = [history.describe(each) for history, each in members]
         grow = [history.grows_to_limit(each) for history, each in members]
@@ -149,8 +153,8 @@ class _Progress:
         """Tests whether a state has the settings and the shape of the earlier states."""
         return self._latest.config == state.config and self.highest.shape == state.total_steps.shape
 
-    def ends_at(self, state: ScalerState) -> bool:
-        """Tests whether, at the last of a number of calls, no count has risen, and none is above its largest value.
+    def ends_at(self, state: ScalerState, calls: int) -> bool:
+        """Tests whether, at the last of a number of `calls`, no count has risen, and none is above its largest value.
 
         After a checkpoint was restored, the count is smaller once, and later above its largest value.
         """
@@ -159,7 +163,7 @@ class _Progress:
         has_risen = is_above or np.any(steps > self._latest.total_steps)
         self._calls = 0 if is_above else self._calls + (not has_risen)
         self._latest, self.highest = state, np.maximum(steps, self.highest)
-        return self._calls == _CALLS_WITHOUT_STEP and not has_risen
+        return self._calls >= calls and not has_risen
 
 
 def _on_host(scaler: PyTree) -> ScalerState:
