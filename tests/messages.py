@@ -19,6 +19,8 @@ SCALED_TWICE = "the loss is scaled twice"
 UNSCALED_TWICE = "the gradients are unscaled twice"
 UPDATED_TWICE = "the scaler is updated twice"
 NEVER_SCALED = "no loss has been scaled yet"
+NEVER_UNSCALED = "a loss was scaled, but its gradients were not unscaled"
+UNSCALED_BY_NEW = "the gradients are unscaled by the scaler that update has returned"
 
 # --- sentences of a diagnosis ---
 

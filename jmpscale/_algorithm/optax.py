@@ -13,7 +13,7 @@ import optax
 from jmpscale._algorithm.finite import all_finite_here, zero_nonfinite
 from jmpscale._algorithm.gate import gate
 from jmpscale._algorithm.global_norm import global_norm
-from jmpscale._algorithm.update import adapt, all_reduce_outcome
+from jmpscale._algorithm.update import all_reduce_outcome, apply_rule
 from jmpscale._base.axes import AxisName, as_axes, manual_axes
 from jmpscale._base.compat import full_like
 from jmpscale._base.multiply import multiply_leaf
@@ -102,8 +102,8 @@ def with_loss_scaling(
     Warns:
       UserWarning: the wrapper is inside `apply_if`; all parameters, or averages of gradients, are float16; `max_norm`
         clips micro-batches; the state is a constant of a compiled program; no loss has been scaled yet; a gradient is
-        float16 or unscaled by another scaler; the loss is a pair; devices would decide independently; or after
-        `warn_after_skips`. Other mistakes, such as a clip outside of the wrapper, give no warning: run
+        float16, still scaled, or unscaled by another scaler; the loss is a pair; devices would decide independently; or
+        after `warn_after_skips`. Other mistakes, such as a clip outside of the wrapper, give no warning: run
         `jmpscale.testing.check_step` once.
 
     >>> import jax.numpy as jnp
@@ -162,7 +162,7 @@ def with_loss_scaling(
         # The gradients of a loss that is not finite may be finite, if a comparison hides the NaN from all of them.
         finite = finite if loss_finite is None else finite & loss_finite
         updates, inner_state = _update_if(finite, update_inner, grads, state.inner_state, inner_params)
-        new_scaler = adapt(scaler, finite, loss_finite)
+        new_scaler = apply_rule(scaler, finite, loss_finite)
         guards.adapted(scaler, new_scaler, grads)
         if monitor is not None:
             new_scaler = monitor.watch(scaler, new_scaler)

@@ -15,7 +15,7 @@ from jmpscale._base.tree import PyTree, Tree, flatten_gradients, is_real_scalar
 from jmpscale._base.types import unscaled_dtype
 from jmpscale._get_scaler import find_scaler
 from jmpscale._guards import scaling as guards
-from jmpscale._state import ScalerState
+from jmpscale._state import ScalerState, scale_of
 
 
 def scale(scaler: PyTree, tree: Tree) -> Tree:
@@ -50,8 +50,8 @@ def scale_losses(state: ScalerState, tree: Tree, *, with_check: bool) -> Tree:
     guards.scale_called(state, tree)
     if state.config.mode == "disabled":
         return tree
-    scaled = _scale_leaves(state.loss_scale, tree, with_check)
-    guards.scaled(scaled)
+    scaled = _scale_leaves(scale_of(state), tree, with_check)
+    guards.scaled(state, tree, scaled)
     return scaled
 
 
@@ -114,7 +114,8 @@ def unscale(scaler: PyTree, tree: Tree) -> Tree:
       ValueError: `scaler` does not contain exactly one scaler.
 
     Warns:
-      UserWarning: a gradient is already a result of `unscale`, `value_and_grad` or `scaled_backward`.
+      UserWarning: a gradient is already a result of `unscale`, `value_and_grad` or `scaled_backward`; or the scaler is
+        from after `update`, and the scaler from before it has scaled the loss.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale

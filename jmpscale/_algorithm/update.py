@@ -10,7 +10,7 @@ from jmpscale._base.axes import AxisName, all_reduce_and, as_axes, untyped_axes
 from jmpscale._base.options import requires_names
 from jmpscale._base.tree import PyTree
 from jmpscale._guards import update as guards
-from jmpscale._state import ScalerState, SkipReason, register_with_flax
+from jmpscale._state import ScalerConfig, ScalerState, SkipReason, register_with_flax
 
 
 @requires_names
@@ -64,7 +64,8 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
 
     Warns:
       UserWarning: the scaler is a constant of a compiled program or was already updated; no loss has been scaled yet;
-        `finite` is about the loss alone; `loss` is a pair with auxiliary data; or the call is inside `apply_if`.
+        gradients that nothing has unscaled were applied; `finite` is about the loss alone; `loss` is a pair with
+        auxiliary data; or the call is inside `apply_if`.
 
     >>> import jmpscale
     >>> scaler = jmpscale.update(jmpscale.dynamic(1024.0), False)
@@ -75,7 +76,7 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
     register_with_flax()
     if scaler.config.mode == "disabled":
         return scaler
-    new = adapt(scaler, *all_reduce_outcome(jnp.asarray(finite), loss, axis_name))
+    new = apply_rule(scaler, *all_reduce_outcome(jnp.asarray(finite), loss, axis_name))
     guards.computed(scaler, new, finite)
     return new
 
@@ -90,11 +91,20 @@ def all_reduce_outcome(finite: jax.Array, loss: PyTree, axis_name: AxisName) -> 
     return finite, loss_finite
 
 
+def apply_rule(scaler: ScalerState, finite: jax.Array, loss_finite: jax.Array | None) -> ScalerState:
+    """Applies the rule of `update` to flags that are equal on all devices; the loss may be unknown."""
+    # JAX reads the arguments and the results of a compiled function, which would mark the scale of a scaler as read.
+    return ScalerState._make([*adapt(scaler[:-1], scaler.config, finite, loss_finite), scaler.config])
+
+
 # On a GPU each scalar that changes costs a kernel, unless one kernel also computes another scalar that depends on it:
 # total_skips depends on total_steps, and the reason on consecutive_skips.
 @jax.jit
-def adapt(scaler: ScalerState, finite: jax.Array, loss_finite: jax.Array | None) -> ScalerState:
-    """Applies the rule of `update` to flags that are equal on all devices; the loss may be unknown."""
+def adapt(
+    arrays: tuple[jax.Array, ...], config: ScalerConfig, finite: jax.Array, loss_finite: jax.Array | None
+) -> tuple[jax.Array, ...]:
+    """Applies the rule to the arrays and the settings of a scaler, and returns the new arrays."""
+    scaler = ScalerState._make([*arrays, config])
     total_steps = _increment(scaler.total_steps)
     is_counted = ~finite & (total_steps < COUNTER_LIMIT)
     consecutive = jnp.where(finite, jnp.zeros_like(scaler.consecutive_skips), _increment(scaler.consecutive_skips))
@@ -114,7 +124,7 @@ def adapt(scaler: ScalerState, finite: jax.Array, loss_finite: jax.Array | None)
         applied, overflowed = _grow(applied), _back_off(overflowed)
     if loss_finite is not None:
         overflowed = _select(reason == int(SkipReason.LOSS), counted, overflowed)
-    return _select(finite, applied, overflowed)
+    return _select(finite, applied, overflowed)[:-1]
 
 
 def _reason_of_skip(scaler: ScalerState, loss_finite: jax.Array | None) -> jax.Array:
