@@ -12,6 +12,7 @@ from flax import nnx
 import jmpscale
 
 from calls import (
+    ADAM,
     EQUINOX,
     GRADS,
     INTS,
@@ -204,6 +205,17 @@ INSIDE = {
         raises=UserWarning,
     ),
 }
+IDENTITY = jmpscale.with_loss_scaling(optax.identity())
+BESIDE = {
+    "Adam": optax.chain(IDENTITY, optax.adam(1e-3)),
+    "Adam before it": optax.chain(optax.adam(1e-3), IDENTITY),
+    "momentum": optax.chain(optax.clip_by_global_norm(1.0), IDENTITY, optax.sgd(1e-3, momentum=0.9)),
+    "squares": optax.chain(IDENTITY, optax.rmsprop(1e-3)),
+    "clip inside": optax.chain(jmpscale.with_loss_scaling(optax.clip(1.0)), optax.lion(1e-3)),
+    "named chain": optax.named_chain(("scaling", IDENTITY), ("adam", optax.adam(1e-3))),
+    "hyperparameters": optax.chain(IDENTITY, optax.inject_hyperparams(optax.adam)(1e-3)),
+    "MultiSteps inside": optax.chain(jmpscale.with_loss_scaling(optax.scale(1.0)), optax.MultiSteps(ADAM, 2)),
+}
 OUTSIDE = {
     "MultiSteps and masked": jmpscale.with_loss_scaling(optax.MultiSteps(optax.masked(optax.adam(1e-3), MASK), 2)),
     "apply_if_finite": jmpscale.with_loss_scaling(optax.apply_if_finite(optax.adam(1e-3), 5)),
@@ -211,12 +223,51 @@ OUTSIDE = {
     "partition with frozen parameters": optax.partition({"a": WRAPPED, "b": optax.set_to_zero()}, LABELS),
     "masked with frozen parameters": optax.chain(optax.masked(WRAPPED, MASK), FROZEN),
     "masked beside it": optax.chain(WRAPPED, optax.masked(optax.scale(0.5), MASK)),
+    "identity": IDENTITY,
+    "chain inside": jmpscale.with_loss_scaling(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))),
+    "clip by norm before it": optax.chain(optax.clip_by_global_norm(1.0), WRAPPED),
+    "negation after it": optax.chain(jmpscale.with_loss_scaling(optax.scale_by_adam()), optax.scale(-1e-3)),
+    "schedule after it": optax.chain(
+        jmpscale.with_loss_scaling(optax.scale_by_adam()), optax.scale_by_schedule(lambda count: -1e-3)
+    ),
+    "learning rate after it": optax.chain(
+        jmpscale.with_loss_scaling(optax.scale_by_adam()), optax.scale_by_learning_rate(1e-3)
+    ),
+    "disabled": optax.chain(jmpscale.with_loss_scaling(optax.identity(), jmpscale.disabled()), optax.adam(1e-3)),
+}
+
+
+def _state_of_two_optimizers(wrapped, other, params):
+    return wrapped.init(GRADS), other.init(params)
+
+
+TWO_OPTIMIZERS = {  # states of a wrapped optimizer and of another one for other parameters, which look like a chain
+    "two networks": _state_of_two_optimizers(IDENTITY, optax.adam(1e-3), {"w": jnp.ones((3, 2))}),
+    "two equal networks": _state_of_two_optimizers(WRAPPED, optax.adam(1e-3), GRADS),
+    "average of the parameters": _state_of_two_optimizers(IDENTITY, optax.ema(0.9), GRADS),
+    "parameters": (GRADS, IDENTITY.init(GRADS)),
+    "train state": {"params": GRADS, "opt_state": IDENTITY.init(GRADS), "step": 0},
 }
 
 
 @pytest.mark.parametrize("mistake", rows(INSIDE))
 def test_value_and_grad_warns_if_the_wrapper_is_inside_another_transformation(mistake):
     check_message(mistake)
+
+
+@pytest.mark.parametrize("tx", rows(BESIDE))
+def test_value_and_grad_warns_if_an_optimizer_is_beside_the_wrapper(tx):
+    mistake = Mistake(
+        _take_gradients(tx),
+        "an optimizer is beside with_loss_scaling in optax.chain, ... Place it inside: with_loss_scaling(optax.chain(",
+        raises=UserWarning,
+    )
+    check_message(mistake)
+
+
+@pytest.mark.parametrize("state", rows(TWO_OPTIMIZERS))
+def test_value_and_grad_does_not_take_other_states_for_a_chain(state):
+    assert warnings_of(lambda: traced(jmpscale.value_and_grad(loss_of), state, GRADS)) == []
 
 
 @pytest.mark.parametrize("name", OUTSIDE)

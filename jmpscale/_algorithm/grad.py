@@ -63,7 +63,7 @@ def value_and_grad(
     Warns:
       UserWarning: a dynamic scaler is a constant of a compiled program, so every call would use the same scale; `fun`
         scales the loss itself; or the optimizer state shows that `with_loss_scaling` is inside `optax.MultiSteps`,
-        `masked`, `partition` or `apply_if_finite`.
+        `masked`, `partition` or `apply_if_finite`, or beside an optimizer in `optax.chain`.
 
     >>> import jmpscale
     >>> loss, grad = jmpscale.value_and_grad(lambda w, x: (w * x) ** 2)(jmpscale.dynamic(), 3.0, 2.0)
@@ -99,7 +99,7 @@ def value_and_grad(
         loss = output.value[0] if has_aux else output.value
         checked = loss if is_whole_loss(loss) and not is_mapped else None
         grads = unscale_gradients(state, grads, checked)
-        guards.computed(loss, grads, state)
+        guards.computed(loss, grads, scaler, state)
         return output.value, grads
 
     # functools.wraps would show jax.jit(..., static_argnames=...) the signature of fun, which lacks the scaler.

@@ -233,6 +233,20 @@ def warn_if_inside_another(state: PyTree) -> None:
             warn_user(_OUTER[type(x)])
 
 
+def states_beside_wrapper(tree: PyTree) -> list[PyTree]:
+    """Returns the states of optax that are beside the state of the wrapper, as in `optax.chain`."""
+
+    def parts(x: PyTree) -> list[PyTree]:
+        return list(x.values()) if isinstance(x, dict) else list(x) if type(x) is tuple else []
+
+    def is_chain(x: PyTree) -> bool:
+        return any(isinstance(part, WithLossScalingState) for part in parts(x))
+
+    chains = filter(is_chain, jax.tree.leaves(tree, is_leaf=is_chain))
+    beside = [part for chain in chains for part in parts(chain) if not isinstance(part, WithLossScalingState)]
+    return [part for part in beside if any(map(is_optax_state, jax.tree.leaves(part, is_leaf=is_optax_state)))]
+
+
 def warn_if_averages_are_narrow(inner_state: PyTree) -> None:
     """Warns if an optimizer keeps averages of gradients in float16, in which small gradients underflow."""
     averages = filter(is_inexact, averages_of_gradients(inner_state))

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jmpscale._base.frameworks import imported
+from jmpscale._base.frameworks import AVERAGES, averages_of_gradients, imported
 from jmpscale._base.marks import Mark, has_mark, mark
 from jmpscale._base.text import describe, type_name
 from jmpscale._base.tree import (
@@ -20,8 +21,8 @@ from jmpscale._base.tree import (
     is_traced,
 )
 from jmpscale._base.warn import warn_user
-from jmpscale._guards.checks import only_scaler, warn_if_constant, warn_if_inside_another
-from jmpscale._state import ScalerState
+from jmpscale._guards.checks import only_scaler, states_beside_wrapper, warn_if_constant, warn_if_inside_another
+from jmpscale._state import ScalerState, WithLossScalingState
 
 Function = Callable[..., Any]
 
@@ -96,10 +97,32 @@ def transform_returned(result: object, kind: type) -> None:
     )
 
 
-def computed(loss: object, grads: PyTree, state: ScalerState) -> None:
+def computed(loss: object, grads: PyTree, scaler: PyTree, state: ScalerState) -> None:
     mark(Mark.LOSS, loss)
     if not is_traced(state.loss_scale):
         mark(Mark.KNOWN_SCALE, (loss, grads))  # `differentiating` has warned if the scale should be traced
+    if state.config.mode != "disabled":
+        _warn_if_optimizer_is_beside_wrapper(scaler, grads)
+
+
+def _warn_if_optimizer_is_beside_wrapper(state: PyTree, grads: PyTree) -> None:
+    """Warns if `optax.chain` contains an optimizer with averages of these gradients beside the wrapper.
+
+    A tuple of the states of two optimizers looks like a chain. So the wrapped optimizer must have no state, as
+    `optax.identity` has none, and the averages must have the shapes of the gradients.
+    """
+    shapes = list(map(jnp.shape, jax.tree.leaves(grads)))
+
+    def has_averages(neighbor: PyTree) -> bool:
+        averages = [averages_of_gradients(neighbor, [name]) for name in AVERAGES]
+        return any(list(map(jnp.shape, arrays)) == shapes for arrays in averages if arrays)
+
+    has_own_state = any(jax.tree.leaves(x.inner_state) for x in find_instances(state, WithLossScalingState))
+    if not has_own_state and any(map(has_averages, states_beside_wrapper(state))):
+        warn_user(
+            "an optimizer is beside with_loss_scaling in optax.chain, where a skipped step changes its averages and "
+            "the parameters. Place it inside: with_loss_scaling(optax.chain(...))."
+        )
 
 
 def _check_differentiable(args: tuple[PyTree, ...], argnums: Any, transform: Function) -> None:

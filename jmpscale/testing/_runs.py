@@ -14,6 +14,7 @@ import numpy as np
 from jmpscale._base.text import format_scale, truncate
 from jmpscale._base.tree import PyTree, bit_pattern, find_instances, is_array, is_inexact
 from jmpscale._get_scaler import find_scaler, replace_scaler
+from jmpscale._guards.checks import states_beside_wrapper
 from jmpscale._state import ScalerState, WithLossScalingState, is_scaler
 from jmpscale.testing._counts import find_optimizer_states, kind_of_count
 from jmpscale.testing._replicated import check_copies
@@ -166,10 +167,19 @@ class Runs:
                 continue
             raise AssertionError(
                 f"the skipped step changed {path}{numbers}: {_on_one_line(was)} before, {_on_one_line(now)} "
-                "after. Gate it with apply_if by step_applied or all_finite(grads), unless it counts calls or batches, "
-                "is a random key or the state of an environment, describes the scaler, or has a gate of its own: then "
-                f"pass ignore={path!r}. If it is a sum of gradients, reset it after a skip, too."
+                f"after. {self._begin_of_remedy()} it with apply_if by step_applied or all_finite(grads), unless it "
+                "counts calls or batches, is a random key or the state of an environment, describes the scaler, or has "
+                f"a gate of its own: then pass ignore={path!r}. If it is a sum of gradients, reset it after a skip, "
+                "too."
             )
+
+    def _begin_of_remedy(self) -> str:
+        if not states_beside_wrapper(self.state):
+            return "Gate"
+        return (
+            "If a transformation beside with_loss_scaling in optax.chain makes this change, place it inside: "
+            "with_loss_scaling(optax.chain(...)). Otherwise, gate"
+        )
 
 
 def scalers_of(tree: PyTree) -> list[ScalerState]:
