@@ -13,6 +13,7 @@ import jmpscale
 
 from calls import (
     ADAM,
+    BIG,
     EQUINOX,
     GRADS,
     INTS,
@@ -77,6 +78,18 @@ WRONG_CALLS = {
     "jax.grad of a pair": Mistake(_value_and_grad((W32, W32), transform=jax.grad), "transform must return ((value,"),
     "name of a library": Mistake(
         _value_and_grad(GRADS, transform="equinox"), "transform must be a function, got 'equinox'. Pass jax.value_and_"
+    ),
+    "number as a path": Mistake(
+        _value_and_grad(GRADS, overwrite_with_gradient=[1]),
+        "overwrite_with_gradient must be a path in the gradients, or several, got list of 1. Pass strings, such as",
+    ),
+    "path without leaves": Mistake(
+        _value_and_grad(BIG, overwrite_with_gradient="['layer']"),
+        "must name leaves of the gradients, got \"['layer']\". The paths are \"['layer_0']['bias']\", ... 193 others.",
+        raises=ValueError,
+    ),
+    "path of a single leaf": Mistake(
+        _value_and_grad(W32, overwrite_with_gradient="[1]"), "got '[1]'. The paths are ''.", raises=ValueError
     ),
     "holomorphic": Mistake(
         _value_and_grad(jnp.complex64(1), fun=lambda z: z**2, transform=_holomorphic),
@@ -276,4 +289,10 @@ def test_value_and_grad_does_not_warn_if_the_wrapper_skips_all_updates(name):
 
 
 def test_value_and_grad_has_no_private_parameters():
-    assert list(inspect.signature(jmpscale.value_and_grad).parameters) == ["fun", "argnums", "has_aux", "transform"]
+    assert list(inspect.signature(jmpscale.value_and_grad).parameters) == [
+        "fun",
+        "argnums",
+        "has_aux",
+        "overwrite_with_gradient",
+        "transform",
+    ]

@@ -1,6 +1,7 @@
 """Scaling the loss, and unscaling and checking the gradients, in dtypes that hold the results."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -127,16 +128,19 @@ def unscale(scaler: PyTree, tree: Tree) -> Tree:
     return unscale_gradients(state, tree)
 
 
-def unscale_gradients(state: ScalerState, tree: Tree, loss: ArrayLike | None = None) -> Tree:
+def unscale_gradients(
+    state: ScalerState, tree: Tree, loss: ArrayLike | None = None, others: Sequence[str] = ()
+) -> Tree:
     """Divides gradients by the loss scale; all are NaN if the loss, if it is given, is not finite.
 
-    Unlike `unscale`, it accepts the gradients of a `scaled_backward` function.
+    `others` are the paths of leaves that are not gradients. Unlike `unscale`, it accepts the gradients of a
+    `scaled_backward` function.
     """
     guards.unscaling(state, tree)
     if state.config.mode == "disabled":
         return tree
     # Only gradients pass through jit, which converts float0 to bool and raises for Python objects.
-    grads, unflatten = flatten_gradients(tree)
+    grads, unflatten = flatten_gradients(tree, others)
     unscaled = unscale_leaves(grads, state.loss_scale, loss)
     guards.unscaled(unscaled, state.loss_scale)
     return unflatten(unscaled)

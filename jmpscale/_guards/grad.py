@@ -1,6 +1,6 @@
 """Guards of `value_and_grad`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ import numpy as np
 
 from jmpscale._base.frameworks import AVERAGES, averages_of_gradients, imported
 from jmpscale._base.marks import Mark, has_mark, mark
-from jmpscale._base.text import describe, type_name
+from jmpscale._base.text import describe, enumerate_names, type_name
 from jmpscale._base.tree import (
     PyTree,
     check_no_nnx_objects,
@@ -17,8 +17,10 @@ from jmpscale._base.tree import (
     first_leaf,
     is_array,
     is_inexact,
+    is_named,
     is_real_scalar,
     is_traced,
+    named_leaves,
 )
 from jmpscale._base.warn import warn_user
 from jmpscale._guards.checks import only_scaler, states_beside_wrapper, warn_if_constant, warn_if_inside_another
@@ -37,7 +39,7 @@ _TRANSFORMS = "Pass jax.value_and_grad, flax.nnx.value_and_grad or equinox.filte
 _RETURN_THE_LOSS = f"Return the loss. {_NOT_THE_STEP} Auxiliary data require has_aux=True."
 
 
-def created(fun: object, argnums: Any, transform: object) -> None:
+def created(fun: object, argnums: Any, overwrite_with_gradient: Any, transform: object) -> None:
     if not callable(fun):
         raise TypeError(f"fun must be the loss function, got {describe(fun)}. {_SCALER_COMES_FIRST}")
     if any(is_array(leaf) and is_inexact(leaf) for leaf in jax.tree.leaves(argnums)):
@@ -47,6 +49,12 @@ def created(fun: object, argnums: Any, transform: object) -> None:
         raise TypeError(f"fun must be the loss function, got a result of value_and_grad. {_NOT_THE_STEP}")
     if not callable(transform):
         raise TypeError(f"transform must be a function, got {describe(transform)}. {_TRANSFORMS}")
+    names = overwrite_with_gradient
+    if not (isinstance(names, str) or (isinstance(names, Sequence) and all(isinstance(x, str) for x in names))):
+        raise TypeError(
+            "overwrite_with_gradient must be a path in the gradients, or several, got "
+            f"{describe(names)}. Pass strings, such as \"['amax']\" for the leaf grads['amax']."
+        )
 
 
 def called(scaler: PyTree, name: str) -> None:
@@ -86,15 +94,29 @@ def loss_computed(loss: object, state: ScalerState, transform: Function) -> None
         raise TypeError(f"fun must return a real floating-point scalar as the loss, got {describe(loss)}. {remedy}")
 
 
-def transform_returned(result: object, kind: type) -> None:
-    """Checks the result of `transform`; `kind` is the class of the auxiliary data that it must return."""
+def transform_returned(result: object, kind: type, others: Sequence[str]) -> None:
+    """Checks the result of `transform`; `kind` is the class of the auxiliary data that it must return.
+
+    `others` are the paths of leaves that are not gradients.
+    """
     match result:
-        case ((_, aux), _) if isinstance(aux, kind):
+        case ((_, aux), grads) if isinstance(aux, kind):
+            _check_paths(others, grads)
             return
     raise TypeError(
         "transform must return ((value, aux), grads) as jax.value_and_grad does, but it returned another structure. "
         f"{_TRANSFORMS}"
     )
+
+
+def _check_paths(others: Sequence[str], grads: PyTree) -> None:
+    """Raises if a path names no leaf of the gradients."""
+    paths = [path for path, _ in named_leaves(grads)] if others else []
+    if unknown := [name for name in others if not any(is_named(path, [name]) for path in paths)]:
+        raise ValueError(
+            f"overwrite_with_gradient must name leaves of the gradients, got {describe(unknown[0])}. "
+            f"The paths are {enumerate_names(list(map(describe, paths)), limit=8)}."
+        )
 
 
 def computed(loss: object, grads: PyTree, scaler: PyTree, state: ScalerState) -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._base.text import format_scale, truncate
-from jmpscale._base.tree import PyTree, bit_pattern, find_instances, is_array, is_inexact
+from jmpscale._base.tree import PyTree, bit_pattern, find_instances, is_array, is_inexact, is_named
 from jmpscale._get_scaler import find_scaler, replace_scaler
 from jmpscale._guards.checks import states_beside_wrapper
 from jmpscale._state import ScalerState, WithLossScalingState, is_scaler
@@ -162,7 +162,7 @@ class Runs:
             if is_equal(was, now) or is_equal(reset.get(path, was), now):
                 continue
             kind = kind_of_count(was, now, counted[path])
-            if kind and not any(is_inside(path, part) for part in optimizers):
+            if kind and not is_named(path, optimizers):
                 self.counts[path] = kind
                 continue
             raise AssertionError(
@@ -224,14 +224,10 @@ def _place_like(new: np.ndarray, array: Any) -> Any:
     return jax.device_put(new, array.sharding if array.committed else None)
 
 
-def is_inside(path: str, part: str) -> bool:
-    return path == part or path.startswith((f"{part}.", f"{part}["))
-
-
 def _gated_leaves(state: PyTree, ignored: tuple[str, ...]) -> list[tuple[str, Any]]:
     """Returns the leaves that a skipped step must not change, with their paths."""
     entries = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_scaler)
     wrapped = find_instances(state, WithLossScalingState)
     norms = {id(x) for x in jax.tree.leaves([x.grad_norm for x in wrapped])}
     leaves = [(jax.tree_util.keystr(path), x) for path, x in entries if not is_scaler(x) and id(x) not in norms]
-    return [(path, x) for path, x in leaves if not any(is_inside(path, part) for part in ignored)]
+    return [(path, x) for path, x in leaves if not is_named(path, ignored)]
