@@ -125,12 +125,12 @@ class ScalerState(NamedTuple):
 
 
 def scale_of(scaler: ScalerState) -> jax.Array:
-    """Returns the loss scale for the functions that do not unscale by it, and does not mark it as read."""
+    """Returns the loss scale without the mark that it was read, for code that does not unscale by it."""
     return scaler[0]
 
 
+# Without a docstring, because the property that calls it is a field, which the docstring of the class describes.
 def _read_scale(scaler: ScalerState) -> jax.Array:
-    """Returns the loss scale, and marks it as read."""
     mark(Mark.READ_SCALE, scaler[0])
     return scaler[0]
 

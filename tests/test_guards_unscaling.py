@@ -111,11 +111,6 @@ def eager_steps():
         state = never_unscaled(*state)
 
 
-def state_as_an_argument(params, opt_state):
-    grads = jax.grad(lambda params, state: jmpscale.scale(state, loss_fn(params)))(params, opt_state)
-    return apply(grads, opt_state, params)
-
-
 def second_of_two_steps(params, opt_state):
     loss, grads = jmpscale.value_and_grad(loss_fn)(opt_state, params)
     return never_unscaled(*apply(grads, opt_state, params, value=loss))
@@ -127,7 +122,6 @@ NEVER = {
     "value_and_grad of JAX": trace(with_the_value),
     "auxiliary data": trace(with_auxiliary_data),
     "scaler of the state": trace(wrapper(lambda state, params: scaled_grad(jmpscale.get_scaler(state), params))),
-    "state as an argument": trace(state_as_an_argument),
     "autocast": trace(wrapper(lambda state, params: scaled_grad(state, params, loss_of_matmul))),
     "clipped": trace(wrapper(lambda state, params: jax.tree.map(jnp.sign, scaled_grad(state, params)))),
     "report": trace(wrapper(after_a_report)),
