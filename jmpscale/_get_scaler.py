@@ -36,7 +36,7 @@ def find_scaler(tree: PyTree, name: str = "scaler", *, allow_batch: bool = False
     """Returns the only scaler in a tree, unwrapped; errors call the tree `name`."""
     wrapped = only_scaler(tree, name, _WHERE_A_SCALER_IS)
     register_with_flax()
-    arrays = jax.tree.leaves(wrapped)  # Flax NNX puts them into containers
+    arrays = jax.tree.leaves(wrapped[:-1])  # Flax NNX puts them into containers
     if len(arrays) != len(ARRAY_FIELDS):
         raise ValueError(
             f"{name} must contain a ScalerState with all arrays, got {len(arrays)}. Pass the unfiltered tree."

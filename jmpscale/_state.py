@@ -122,8 +122,19 @@ class ScalerState(NamedTuple):
     def step_applied(self) -> jax.Array:
         """bool[], whether the most recent step was applied; true before the first step."""
         applied = self.consecutive_skips == 0
-        mark(Mark.FINITE, applied, self.loss_scale)
+        mark(Mark.FINITE, applied, scale_of(self))
         return applied
+
+
+def scale_of(scaler: ScalerState) -> jax.Array:
+    """Returns the loss scale without the mark that it was read, for code that does not unscale by it."""
+    return scaler[0]
+
+
+# Without a docstring, because the property that calls it is a field, which the docstring of the class describes.
+def _read_scale(scaler: ScalerState) -> jax.Array:
+    mark(Mark.READ_SCALE, scaler[0])
+    return scaler[0]
 
 
 def _raise_missing(state: ScalerState, name: str) -> NoReturn:
@@ -134,13 +145,15 @@ def _raise_missing(state: ScalerState, name: str) -> NoReturn:
     raise AttributeError(text, name=name, obj=state)
 
 
-# Type checkers would accept every attribute of a class with this method.
-ScalerState.__getattr__ = _raise_missing  # type: ignore[attr-defined]
+# Type checkers would accept every attribute of a class with `__getattr__`, and no property in place of a field.
+for _name, _attribute in {"loss_scale": property(_read_scale), "__getattr__": _raise_missing}.items():
+    setattr(ScalerState, _name, _attribute)
 
 ARRAY_FIELDS = ScalerState._fields[:-1]
 
 
 def _flatten_with_keys(scaler: ScalerState) -> tuple[tuple[tuple[Any, Any], ...], object]:
+    mark(Mark.READ_SCALE, scaler[0])  # perhaps for a compiled function that unscales
     keys = map(jax.tree_util.GetAttrKey, ARRAY_FIELDS)
     settings = aux_data_of_paths(scaler[:-1]) if scaler.config is None else scaler.config
     return tuple(zip(keys, scaler[:-1], strict=True)), settings

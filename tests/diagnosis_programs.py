@@ -143,8 +143,8 @@ def normalized_backward(x):
 
 
 def _normalize(_, g):
-    g = g / jnp.max(jnp.abs(g))
-    return ((g * H(60000) + g * H(60000)) * H(2.0**-20),)
+    size = jnp.max(jnp.abs(g))
+    return ((g / size * H(60000) + g / size * H(60000)) * H(2.0**-20) * size,)
 
 
 normalized_backward.defvjp(lambda x: (x, None), _normalize)
@@ -156,8 +156,8 @@ def tiny_backward(x):
 
 
 def _vanish(_, g):
-    g = g / jnp.max(jnp.abs(g))
-    return ((g * H(2.0**-13) * H(2.0**-13)) * H(2.0**10),)
+    size = jnp.max(jnp.abs(g))
+    return ((g / size * H(2.0**-13) * H(2.0**-13)) * H(2.0**10) * size,)
 
 
 tiny_backward.defvjp(lambda x: (x, None), _vanish)

@@ -19,6 +19,8 @@ SCALED_TWICE = "the loss is scaled twice"
 UNSCALED_TWICE = "the gradients are unscaled twice"
 UPDATED_TWICE = "the scaler is updated twice"
 NEVER_SCALED = "no loss has been scaled yet"
+NEVER_UNSCALED = "a loss was scaled, but its gradients were not unscaled"
+UNSCALED_BY_NEW = "the gradients are unscaled by the scaler that update has returned"
 
 # --- sentences of a diagnosis ---
 
@@ -27,6 +29,11 @@ UNDERFLOW = "The forward pass underflows: "
 NO_SCALE_FITS = "No loss scale fits. At "
 GRADIENTS_DIFFER = "The gradients differ from float32 by "
 LOSS_DIFFERS = "The loss differs from float32 by "
+HALVED = (
+    "all values halve if the loss scale doubles: they are unscaled, but not scaled. If a backward pass returns new "
+    "values there, such as an amax, name their paths: value_and_grad(..., overwrite_with_gradient=...). If they are "
+    "gradients, scale their loss, and multiply the constants of a custom backward pass by the loss scale."
+)
 IGNORED_SCALER = "No gradient depends on the dynamic loss scale: "
 NO_GRADIENT = "All gradients are zero, in float32 too. "
 NO_HALF_RESULT = "The program has no result in half precision"

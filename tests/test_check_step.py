@@ -396,6 +396,7 @@ UNSCALED = "at an infinite loss scale: the loss was not scaled, or not by the sc
 RETURNED = "at an infinite loss scale: it returned the scaler"
 NARROW = "parameters, unscaled gradients or averages of them are converted to"
 DEPENDS = r"differs by .* at a loss scale of 2\^-8"
+BESIDE = "If a transformation beside with_loss_scaling in optax.chain makes this change, place it inside"
 TWICE = "one overflow counted as 2 skips: the scaler is updated more than once"
 ONLY_A, ONLY_B = {"a": True, "b": False}, {"a": False, "b": True}
 MISTAKES: dict[str, tuple[Any, str]] = {  # functions that return a step and its state, and the words of the message
@@ -405,7 +406,15 @@ MISTAKES: dict[str, tuple[Any, str]] = {  # functions that return a step and its
     "after sign": (lambda: _wrapper(optax.chain(optax.scale_by_sign(), SGD)), PART),
     "before weight decay": (
         lambda: _wrapper(optax.chain(WRAPPED, optax.add_decayed_weights(-1e-4))),
-        r"the skipped step changed state\[0\]",
+        rf"the skipped step changed state\[0\].*{BESIDE}",
+    ),
+    "before noise": (
+        lambda: _wrapper(optax.chain(WRAPPED, optax.add_noise(0.1, 0.5, key=0))),
+        rf"the skipped step changed state\[0\].*{BESIDE}",
+    ),
+    "before Adam": (
+        lambda: _wrapper(optax.chain(jmpscale.with_loss_scaling(optax.identity()), ADAM)),
+        rf"the skipped step changed state\[1\].*{BESIDE}",
     ),
     "before a schedule": (
         lambda: _wrapper(optax.chain(WRAPPED, optax.scale_by_schedule(lambda count: 1.0))),

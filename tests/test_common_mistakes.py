@@ -93,6 +93,13 @@ def _call_wrapped_step(code, program):
     step(*(program[name] for name in inspect.signature(step).parameters))
 
 
+def _run_compiled(code, program):
+    def run(scaler, params):
+        return _run(code, program | {"scaler": scaler, "params": params})["grads"]
+
+    jax.eval_shape(run, program["scaler"], program["params"])
+
+
 def _run_on_each_device(code, program):
     def run(grads, scaler):
         return _run(code, program | {"grads": grads, "scaler": scaler})["finite"][None]
@@ -104,6 +111,7 @@ def _run_on_each_device(code, program):
 
 RUN = {  # the programs that need more than the names above
     "The gradients come from JAX": _run_in_new_program,
+    "The gradients are unscaled by the new scaler": _run_compiled,
     "The loss is float16": _call_loss,
     "The compiled step closes over the optimizer state": _call_wrapped_step,
     "`axis_name` is missing": _run_on_each_device,
@@ -166,7 +174,7 @@ STEPS = {  # for each diff, the code before and after it that makes it a trainin
     "The flag is not about all gradients": [("", GATE), (SUM_GRADIENTS, f"grads = summed{GATE}")],
     "Part of the optimizer is outside the wrapper": [("", SMALL_LOSS + GRADIENTS.format("opt_state") + UPDATE + APPLY)],
     "Scaled gradients are clipped": [("", GATE)],
-    "The gradients are never unscaled, or unscaled twice by hand": [("", UPDATE + APPLY)] * 2,
+    "The gradients are unscaled twice by hand": [("", UPDATE + APPLY)],
     "The gradients are converted to float16": [(SMALL_GRADIENTS, APPLY)],
     "Other state is not gated": [(GRADIENTS.format("opt_state") + "new_batch_stats = batch_stats + 1\n", APPLY)],
 }

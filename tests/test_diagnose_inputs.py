@@ -78,9 +78,9 @@ def test_arguments_that_are_not_finite_are_named(name):
 
 def trials(fun, *consts):
     program = step(fun, *consts)
-    return GradientTrials(
-        Forms(program), [""] * len(program.consts), (), AcceptedErrors(), has_scaler=True, may_be_scaled=True
-    )
+    names = [""] * len(program.consts)
+    options = {"has_scaler": True, "may_be_scaled": True, "may_be_halved": True}
+    return GradientTrials(Forms(program), names, (), AcceptedErrors(), **options)
 
 
 def test_gradients_that_are_rounding_noise_or_negligible_are_not_decisive():

@@ -66,6 +66,10 @@ def clipped(w):
     return squared(clip_cotangent(w.astype(H)))
 
 
+def clipped_if_scaled(w):
+    return 1e-3 * clipped(w)
+
+
 SMALL, LARGE = f"{TOO_SMALL}differ from float32 by 100%, in w.", f"{TOO_LARGE}are not finite."
 BEST = "At the best scale the gradients differ from float32 by "
 ROOM = (
@@ -105,11 +109,11 @@ SCALERS = {  # the loss function, the scaler, the name of the present scale, and
         f"{LARGE} Use dynamic(init_scale=2.0**13, min_scale=2.0**-4). {BEST}0.",
     ),
     "dynamic, too large but finite": (
-        clipped,
+        clipped_if_scaled,
         jmpscale.dynamic(2.0**10),
         "2^10",
-        f"{TOO_LARGE}differ from float32 by 99.9%, in w. Use dynamic(init_scale=2.0**0, max_scale=2.0**0). "
-        f"{BEST}0.0214%, in w.",
+        f"{TOO_LARGE}differ from float32 by 98.8%, in w. Use dynamic(init_scale=2.0**1, max_scale=2.0**3). "
+        f"{BEST}0.0404%, in w.",
     ),
 }
 
@@ -126,7 +130,7 @@ DEFAULT_SCALERS = {
 def test_summary_names_the_scaler_that_fits(row):
     fun, scaler, present, sentences = row
     summary = diagnose(fun, W, scaler=scaler).summary
-    fitting = "2^-4 to 2^15" if fun is product else "2^0 to 2^0"
+    fitting = {product: "2^-4 to 2^15", clipped: "2^0 to 2^0", clipped_if_scaled: "2^-8 to 2^3"}[fun]
     assert summary == f"Loss scales from {fitting} fit; yours is {present}. {sentences}"
 
 
@@ -215,9 +219,8 @@ SUMMARIES = {  # the loss function, its arguments, and the summary, with the lin
     "backward overflow": (
         backward_overflow,
         (W, X),
-        f"{NO_SCALE_FITS}2^0, the backward pass overflows: add at {{0}} reaches 1.2e+05, {LARGEST_NUMBER} "
-        f"Compute {{0}} in float32: {REMEDY}0, and loss scales from 2^0 to 2^0 fit; yours is 2^10, so also use "
-        "dynamic(init_scale=2.0**0).",
+        f"{NO_SCALE_FITS}2^10, the backward pass overflows: add at {{0}} reaches 1.2e+05, {LARGEST_NUMBER} "
+        f"Compute {{0}} in float32: {REMEDY_OF_ALL_LINES}.",
     ),
     "the only matmul": (
         jmpscale.autocast(matmul),
@@ -268,7 +271,7 @@ FINDINGS = {
     ),
     "underflow": Finding(underflow, (W, X), f"{UNDERFLOW}mul at {{0}} has 100% of its values below", (0,)),
     "backward underflow": Finding(
-        backward_underflow, (W, X), f"{NO_SCALE_FITS}2^0, the backward pass underflows: mul at {{0}} has 100%", (0,)
+        backward_underflow, (W, X), f"{NO_SCALE_FITS}2^10, the backward pass underflows: mul at {{0}} has 100%", (0,)
     ),
     "rounding": Finding(rounding, (W, X), f"{GRADIENTS_DIFFER}100%, in w: {ROUNDING} The error begins at {{1}}.", (1,)),
     "rounding of the loss": Finding(

@@ -15,7 +15,7 @@ import jmpscale
 import meshes
 from arrays import normal
 from diagnosis_programs import H, fault_line
-from messages import GRADIENTS_DIFFER, IGNORED_SCALER, LOSS_DIFFERS
+from messages import GRADIENTS_DIFFER, HALVED, IGNORED_SCALER, LOSS_DIFFERS
 from tables import names, rows
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -144,6 +144,74 @@ def test_diagnose_step_names_a_line_that_makes_gradients_and_losses_infinite_onc
 
 
 @pytest.mark.full
+@jax.custom_vjp
+def _track(x, amax, gradient_amax):
+    """Returns x; the "gradients" are the largest magnitudes in x, and in the gradient of x."""
+    return x
+
+
+_track.defvjp(
+    lambda x, *_: (x, jnp.max(jnp.abs(x))), lambda amax, gradient: (gradient, amax, jnp.max(jnp.abs(gradient)))
+)
+
+
+def _tracked_step(name, **options):
+    """Returns a step that stores one of the two magnitudes, and its state."""
+
+    def loss_fn(w, stats, x, y):
+        tracked = _track(x, stats.get("amax", F(1)), stats.get("gradient_amax", F(1)))
+        return jnp.mean((jnp.tanh(tracked.astype(H) @ w.astype(H)).astype(F) - y) ** 2)
+
+    def step(w, stats, opt_state):
+        grad_fn = jmpscale.value_and_grad(loss_fn, argnums=(0, 1), **options)
+        loss, (grads, stats) = grad_fn(opt_state, w, stats, X, Y)
+        updates, opt_state = TX.update(grads, opt_state, w, value=loss)
+        return {"w": optax.apply_updates(w, updates), "stats": stats, "opt_state": opt_state, "loss": loss}
+
+    return step, (W, {name: F(1)}, TX.init(W))
+
+
+TRACKED = {  # the value that the step stores, and options
+    "unscaled": ("amax", {}),
+    "named": ("amax", {"overwrite_with_gradient": "[1]['amax']"}),
+    "of the gradient": ("gradient_amax", {}),
+}
+
+
+@pytest.mark.parametrize("name", names(TRACKED, default={"unscaled", "named"}))
+def test_diagnose_step_names_values_that_the_scale_does_not_multiply(name):
+    stored, options = TRACKED[name]
+    step, state = _tracked_step(stored, **options)
+    diagnosis = jmpscale.diagnose_step(step)(*state)
+    assert diagnosis.summary.startswith(f"In the gradient of float32[], {HALVED}") == (name == "unscaled")
+    assert (HALVED in diagnosis.summary) == (name == "unscaled")
+    assert diagnosis.gradient_error < 0.01
+    assert diagnosis.fitting_scales[1] >= 2.0**16
+    assert diagnosis.scaler is None
+
+
+@pytest.mark.full
+def test_diagnose_names_values_that_the_scale_does_not_multiply_if_there_are_no_others():
+    def loss_fn(amax, x):
+        return jnp.mean((_track(x, amax, F(1)).astype(H) * H(2)).astype(F))
+
+    diagnosis = jmpscale.diagnose(loss_fn)(jmpscale.dynamic(), F(1), X)
+    assert diagnosis.summary == f"In amax, {HALVED}"
+    assert diagnosis.scaler is None
+
+
+@pytest.mark.full
+def test_diagnose_step_names_gradients_that_are_unscaled_without_a_scaled_loss():
+    def step(w, opt_state):
+        loss, grads = jax.value_and_grad(mean_square)(w, X, Y)
+        updates, opt_state = TX.update(jmpscale.unscale(opt_state, grads), opt_state, w, value=loss)
+        return optax.apply_updates(w, updates), opt_state, loss
+
+    diagnosis = jmpscale.diagnose_step(step)(W, TX.init(W))
+    assert diagnosis.summary.startswith(f"In w, {HALVED}")
+    assert "loss scales from" not in diagnosis.summary.lower()
+
+
 def test_diagnose_step_of_several_steps_sums_their_gradients():
     found = jmpscale.diagnose_step(jax.jit(several_steps))(W, TX.init(W), (X, Y))
     expected = jmpscale.diagnose(lambda w: mean_square(w, X, Y))(jmpscale.dynamic(), W)

@@ -12,6 +12,8 @@ from flax import nnx
 import jmpscale
 
 from calls import (
+    ADAM,
+    BIG,
     EQUINOX,
     GRADS,
     INTS,
@@ -76,6 +78,18 @@ WRONG_CALLS = {
     "jax.grad of a pair": Mistake(_value_and_grad((W32, W32), transform=jax.grad), "transform must return ((value,"),
     "name of a library": Mistake(
         _value_and_grad(GRADS, transform="equinox"), "transform must be a function, got 'equinox'. Pass jax.value_and_"
+    ),
+    "number as a path": Mistake(
+        _value_and_grad(GRADS, overwrite_with_gradient=[1]),
+        "overwrite_with_gradient must be a path in the gradients, or several, got list of 1. Pass strings, such as",
+    ),
+    "path without leaves": Mistake(
+        _value_and_grad(BIG, overwrite_with_gradient="['layer']"),
+        "must name leaves of the gradients, got \"['layer']\". The paths are \"['layer_0']['bias']\", ... 193 others.",
+        raises=ValueError,
+    ),
+    "path of a single leaf": Mistake(
+        _value_and_grad(W32, overwrite_with_gradient="[1]"), "got '[1]'. The paths are ''.", raises=ValueError
     ),
     "holomorphic": Mistake(
         _value_and_grad(jnp.complex64(1), fun=lambda z: z**2, transform=_holomorphic),
@@ -204,6 +218,17 @@ INSIDE = {
         raises=UserWarning,
     ),
 }
+IDENTITY = jmpscale.with_loss_scaling(optax.identity())
+BESIDE = {
+    "Adam": optax.chain(IDENTITY, optax.adam(1e-3)),
+    "Adam before it": optax.chain(optax.adam(1e-3), IDENTITY),
+    "momentum": optax.chain(optax.clip_by_global_norm(1.0), IDENTITY, optax.sgd(1e-3, momentum=0.9)),
+    "squares": optax.chain(IDENTITY, optax.rmsprop(1e-3)),
+    "clip inside": optax.chain(jmpscale.with_loss_scaling(optax.clip(1.0)), optax.lion(1e-3)),
+    "named chain": optax.named_chain(("scaling", IDENTITY), ("adam", optax.adam(1e-3))),
+    "hyperparameters": optax.chain(IDENTITY, optax.inject_hyperparams(optax.adam)(1e-3)),
+    "MultiSteps inside": optax.chain(jmpscale.with_loss_scaling(optax.scale(1.0)), optax.MultiSteps(ADAM, 2)),
+}
 OUTSIDE = {
     "MultiSteps and masked": jmpscale.with_loss_scaling(optax.MultiSteps(optax.masked(optax.adam(1e-3), MASK), 2)),
     "apply_if_finite": jmpscale.with_loss_scaling(optax.apply_if_finite(optax.adam(1e-3), 5)),
@@ -211,6 +236,30 @@ OUTSIDE = {
     "partition with frozen parameters": optax.partition({"a": WRAPPED, "b": optax.set_to_zero()}, LABELS),
     "masked with frozen parameters": optax.chain(optax.masked(WRAPPED, MASK), FROZEN),
     "masked beside it": optax.chain(WRAPPED, optax.masked(optax.scale(0.5), MASK)),
+    "identity": IDENTITY,
+    "chain inside": jmpscale.with_loss_scaling(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))),
+    "clip by norm before it": optax.chain(optax.clip_by_global_norm(1.0), WRAPPED),
+    "negation after it": optax.chain(jmpscale.with_loss_scaling(optax.scale_by_adam()), optax.scale(-1e-3)),
+    "schedule after it": optax.chain(
+        jmpscale.with_loss_scaling(optax.scale_by_adam()), optax.scale_by_schedule(lambda count: -1e-3)
+    ),
+    "learning rate after it": optax.chain(
+        jmpscale.with_loss_scaling(optax.scale_by_adam()), optax.scale_by_learning_rate(1e-3)
+    ),
+    "disabled": optax.chain(jmpscale.with_loss_scaling(optax.identity(), jmpscale.disabled()), optax.adam(1e-3)),
+}
+
+
+def _state_of_two_optimizers(wrapped, other, params):
+    return wrapped.init(GRADS), other.init(params)
+
+
+TWO_OPTIMIZERS = {  # states of a wrapped optimizer and of another one for other parameters, which look like a chain
+    "two networks": _state_of_two_optimizers(IDENTITY, optax.adam(1e-3), {"w": jnp.ones((3, 2))}),
+    "two equal networks": _state_of_two_optimizers(WRAPPED, optax.adam(1e-3), GRADS),
+    "average of the parameters": _state_of_two_optimizers(IDENTITY, optax.ema(0.9), GRADS),
+    "parameters": (GRADS, IDENTITY.init(GRADS)),
+    "train state": {"params": GRADS, "opt_state": IDENTITY.init(GRADS), "step": 0},
 }
 
 
@@ -219,10 +268,31 @@ def test_value_and_grad_warns_if_the_wrapper_is_inside_another_transformation(mi
     check_message(mistake)
 
 
+@pytest.mark.parametrize("tx", rows(BESIDE))
+def test_value_and_grad_warns_if_an_optimizer_is_beside_the_wrapper(tx):
+    mistake = Mistake(
+        _take_gradients(tx),
+        "an optimizer is beside with_loss_scaling in optax.chain, ... Place it inside: with_loss_scaling(optax.chain(",
+        raises=UserWarning,
+    )
+    check_message(mistake)
+
+
+@pytest.mark.parametrize("state", rows(TWO_OPTIMIZERS))
+def test_value_and_grad_does_not_take_other_states_for_a_chain(state):
+    assert warnings_of(lambda: traced(jmpscale.value_and_grad(loss_of), state, GRADS)) == []
+
+
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_value_and_grad_does_not_warn_if_the_wrapper_skips_all_updates(name):
     assert warnings_of(_take_gradients(OUTSIDE[name])) == []
 
 
 def test_value_and_grad_has_no_private_parameters():
-    assert list(inspect.signature(jmpscale.value_and_grad).parameters) == ["fun", "argnums", "has_aux", "transform"]
+    assert list(inspect.signature(jmpscale.value_and_grad).parameters) == [
+        "fun",
+        "argnums",
+        "has_aux",
+        "overwrite_with_gradient",
+        "transform",
+    ]

@@ -547,6 +547,7 @@ WRONG = {  # as RIGHT, and the words of the message
 OTHERS = [("jnp.nan_to_num", "autocast"), ("never unscaled", "autocast"), ("gradients of JAX", "float32")]
 
 
+@pytest.mark.filterwarnings("ignore:a loss was scaled", "ignore:the gradients are unscaled by the scaler")
 @pytest.mark.usefixtures("standard_promotion")
 @_rows(WRONG, {"clip"}, OTHERS)
 def test_check_step_names_the_mistake(program, loss):

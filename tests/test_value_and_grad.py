@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jmpscale
+from jmpscale._base.compat import as_varying
 
 import meshes
 import programs
@@ -246,3 +247,101 @@ def test_value_and_grad_with_equinox_transform_accepts_any_model():
     model, transform = Line(jnp.float32(2.0), jnp.int32(1)), equinox.filter_value_and_grad
     _, grads = jmpscale.value_and_grad(lambda m, x: m.slope * x, transform=transform)(SCALER, model, 3.0)
     assert (grads.slope, grads.start) == (3.0, None)
+
+
+# --- new values in place of gradients ---
+
+
+@jax.custom_vjp
+def _track(x, amax):
+    """Returns x; in the backward pass, the "gradient" of `amax` is the largest magnitude in x."""
+    return x
+
+
+_track.defvjp(lambda x, amax: (x, jnp.max(jnp.abs(x))), lambda largest, g: (g, largest))
+
+
+def _tracked_loss(w, amax, x):
+    return jnp.sum(_track(w * x, amax) ** 2)
+
+
+def _of_dict(params, x):
+    return _tracked_loss(params["w"], params["stats"]["amax"], x)
+
+
+def _of_nnx(model, x):
+    return _tracked_loss(model.line.slope[...], model.line.amax[...], x)
+
+
+class Tracked(equinox.Module):
+    slope: jax.Array
+    amax: jax.Array
+
+
+class TrackedNNX(nnx.Module):
+    def __init__(self):
+        self.line = nnx.Module()
+        self.line.slope, self.line.amax = nnx.Param(W), nnx.Param(jnp.float32(1.0))
+
+
+AMAX = jnp.float32(1.0)
+DICT = {"w": W, "stats": {"amax": AMAX}}
+OVERWRITTEN = {  # the loss, the arguments before x, the options, and the value and the gradient in the result
+    "leaf": (_of_dict, (DICT,), {}, "['stats']['amax']", lambda g: (g["stats"]["amax"], g["w"])),
+    "node": (_of_dict, (DICT,), {}, ["['stats']"], lambda g: (g["stats"]["amax"], g["w"])),
+    "argument": (_tracked_loss, (W, AMAX), {"argnums": (0, 1)}, ("[1]",), lambda g: (g[1], g[0])),
+    "argument in another order": (_tracked_loss, (W, AMAX), {"argnums": (1, 0)}, "[0]", lambda g: g),
+    "leaf of an argument": (
+        lambda w, stats, x: _tracked_loss(w, stats["amax"], x),
+        (W, DICT["stats"]),
+        {"argnums": (0, 1)},
+        "[1]['amax']",
+        lambda g: (g[1]["amax"], g[0]),
+    ),
+    "NNX": (
+        _of_nnx,
+        (TrackedNNX(),),
+        {"transform": nnx.value_and_grad},
+        "['line']['amax']",
+        lambda g: (g["line"]["amax"][...], g["line"]["slope"][...]),
+    ),
+    "Equinox": (
+        lambda model, x: _tracked_loss(model.slope, model.amax, x),
+        (Tracked(W, AMAX),),
+        {"transform": equinox.filter_value_and_grad},
+        ".amax",
+        lambda g: (g.amax, g.slope),
+    ),
+}
+
+
+@pytest.mark.parametrize("row", rows(OVERWRITTEN, default={"leaf", "leaf of an argument", "NNX", "Equinox"}))
+def test_value_and_grad_returns_new_values_unchanged(row):
+    fun, args, options, paths, split = row
+    grad_fn = jmpscale.value_and_grad(fun, overwrite_with_gradient=paths, **options)
+    for scaler in (jmpscale.static(2.0**8), jmpscale.disabled()):
+        value, gradient = split(grad_fn(scaler, *args, W)[1])
+        assert value == 9.0
+        np.testing.assert_allclose(gradient, 2 * W**3, rtol=1e-6)
+
+
+def test_value_and_grad_returns_new_values_if_the_loss_is_not_finite():
+    def loss_fn(params):
+        return jnp.maximum(_of_dict(params, W), jnp.float32(jnp.nan))
+
+    _, grads = jmpscale.value_and_grad(loss_fn, overwrite_with_gradient="['stats']")(SCALER, DICT)
+    assert grads["stats"]["amax"] == 9.0
+    assert jnp.isnan(grads["w"]).all()
+
+
+@pytest.mark.full
+def test_value_and_grad_returns_new_values_on_each_device():
+    mesh = meshes.make_mesh(data=4)
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P("data"))
+    def amax_of_device(scaler, amax, x):
+        amax = as_varying(amax, ("data",))
+        _, grads = jmpscale.value_and_grad(_tracked_loss, (0, 1), overwrite_with_gradient="[1]")(scaler, x, amax, x)
+        return grads[1][None]
+
+    np.testing.assert_array_equal(jax.jit(amax_of_device)(SCALER, AMAX, jnp.arange(4.0)), jnp.arange(4.0) ** 2)

@@ -1,7 +1,7 @@
 """Gradients in true units, computed by a scaled backward pass."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, overload
 
 import jax
@@ -19,11 +19,20 @@ Function = Callable[..., Any]
 
 @overload
 def value_and_grad(
-    fun: Callable[..., T], argnums: Any = 0, has_aux: bool = False, *, transform: Function = jax.value_and_grad
+    fun: Callable[..., T],
+    argnums: Any = 0,
+    has_aux: bool = False,
+    *,
+    overwrite_with_gradient: str | Sequence[str] = (),
+    transform: Function = jax.value_and_grad,
 ) -> Callable[..., tuple[T, PyTree]]: ...
 @overload
 def value_and_grad(
-    *, argnums: Any = 0, has_aux: bool = False, transform: Function = jax.value_and_grad
+    *,
+    argnums: Any = 0,
+    has_aux: bool = False,
+    overwrite_with_gradient: str | Sequence[str] = (),
+    transform: Function = jax.value_and_grad,
 ) -> Callable[[Callable[..., T]], Callable[..., tuple[T, PyTree]]]: ...
 @requires_names_in("value_and_grad(fun)(scaler, *args)")
 def value_and_grad(
@@ -31,6 +40,7 @@ def value_and_grad(
     argnums: Any = 0,
     has_aux: bool = False,
     *,
+    overwrite_with_gradient: str | Sequence[str] = (),
     transform: Function = jax.value_and_grad,
 ) -> Function:
     """Creates a function that returns the loss and its gradients, computed by a scaled backward pass.
@@ -43,6 +53,11 @@ def value_and_grad(
       argnums: which positional arguments of `fun`, without the scaler, to differentiate with respect to: an int, a
         sequence of ints, or whatever else `transform` takes, such as `nnx.DiffState(0, nnx.LoRAParam)`.
       has_aux: whether `fun` returns a pair of the loss and auxiliary data.
+      overwrite_with_gradient: the leaves whose "gradient" is a new value, such as an amax, which a custom backward pass
+        returns and the caller stores. They are neither unscaled nor made NaN because of the loss. One path or several
+        in the gradients, in the notation of `jax.tree_util.keystr`, each of a leaf or of a node that contains leaves:
+        `"['amax']"` names `grads['amax']`; `"[1]"` names all leaves of `grads[1]`, the gradients of argument 2 if
+        `argnums` is `(0, 2)`. The scales and histories of Flax's fp8 layers need no path.
       transform: the `value_and_grad` of the model's framework, such as `flax.nnx.value_and_grad`, which keeps batch
         statistics and random streams up to date, or `equinox.filter_value_and_grad`.
 
@@ -58,12 +73,12 @@ def value_and_grad(
       TypeError: an argument has the wrong type; `fun` returns a loss that is not a real floating-point scalar, or does
         not return a pair although `has_aux` is true; or a differentiated argument is a model of Flax NNX or Equinox,
         and `transform` is not the `value_and_grad` of this framework.
-      ValueError: the first argument does not contain exactly one scaler.
+      ValueError: the first argument does not contain exactly one scaler, or `overwrite_with_gradient` names no leaf.
 
     Warns:
       UserWarning: a dynamic scaler is a constant of a compiled program, so every call would use the same scale; `fun`
         scales the loss itself; or the optimizer state shows that `with_loss_scaling` is inside `optax.MultiSteps`,
-        `masked`, `partition` or `apply_if_finite`.
+        `masked`, `partition` or `apply_if_finite`, or beside an optimizer in `optax.chain`.
 
     >>> import jmpscale
     >>> loss, grad = jmpscale.value_and_grad(lambda w, x: (w * x) ** 2)(jmpscale.dynamic(), 3.0, 2.0)
@@ -71,8 +86,15 @@ def value_and_grad(
     (36.0, 24.0)
     """
     if fun is None:
-        return functools.partial(value_and_grad, argnums=argnums, has_aux=has_aux, transform=transform)
-    guards.created(fun, argnums, transform)
+        return functools.partial(
+            value_and_grad,
+            argnums=argnums,
+            has_aux=has_aux,
+            overwrite_with_gradient=overwrite_with_gradient,
+            transform=transform,
+        )
+    guards.created(fun, argnums, overwrite_with_gradient, transform)
+    others = (overwrite_with_gradient,) if isinstance(overwrite_with_gradient, str) else tuple(overwrite_with_gradient)
     name = str(getattr(fun, "__name__", "fun"))
     # equinox.filter_value_and_grad has no argnums, and nnx.value_and_grad takes it by keyword only.
     options = {} if isinstance(argnums, int) and argnums == 0 else {"argnums": argnums}
@@ -94,12 +116,12 @@ def value_and_grad(
             return scale_losses(state, loss, with_check=is_mapped), _Output(out)
 
         result = transform(scaled_fun, has_aux=True, **options)(*args, **kwargs)
-        guards.transform_returned(result, _Output)
+        guards.transform_returned(result, _Output, others)
         (_, output), grads = result
         loss = output.value[0] if has_aux else output.value
         checked = loss if is_whole_loss(loss) and not is_mapped else None
-        grads = unscale_gradients(state, grads, checked)
-        guards.computed(loss, grads, state)
+        grads = unscale_gradients(state, grads, checked, others)
+        guards.computed(loss, grads, scaler, state)
         return output.value, grads
 
     # functools.wraps would show jax.jit(..., static_argnames=...) the signature of fun, which lacks the scaler.

@@ -103,8 +103,8 @@ def with_loss_scaling(
     Warns:
       UserWarning: the wrapper is inside `apply_if`; all parameters, or averages of gradients, are float16; `max_norm`
         clips micro-batches; the state is a constant of a compiled program; no loss has been scaled yet; a gradient is
-        float16 or unscaled by another scaler; the loss is a pair; devices would decide independently; or after
-        `warn_after_skips`. Other mistakes, such as a clip outside of the wrapper, give no warning: run
+        float16, still scaled, or unscaled by another scaler; the loss is a pair; devices would decide independently; or
+        after `warn_after_skips`. Other mistakes, such as a clip outside of the wrapper, give no warning: run
         `jmpscale.testing.check_step` once.
 
     >>> import jax.numpy as jnp

@@ -1,6 +1,7 @@
 """Scaling the loss, and unscaling and checking the gradients, in dtypes that hold the results."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jmpscale._base.tree import PyTree, Tree, flatten_gradients, is_real_scalar
 from jmpscale._base.types import unscaled_dtype
 from jmpscale._get_scaler import find_scaler
 from jmpscale._guards import scaling as guards
-from jmpscale._state import ScalerState
+from jmpscale._state import ScalerState, scale_of
 
 
 def scale(scaler: PyTree, tree: Tree) -> Tree:
@@ -51,8 +52,8 @@ def scale_losses(state: ScalerState, tree: Tree, *, with_check: bool) -> Tree:
     guards.scale_called(state, tree)
     if state.config.mode == "disabled":
         return tree
-    scaled = _scale_leaves(state.loss_scale, tree, with_check)
-    guards.scaled(scaled)
+    scaled = _scale_leaves(scale_of(state), tree, with_check)
+    guards.scaled(state, tree, scaled)
     return scaled
 
 
@@ -115,7 +116,8 @@ def unscale(scaler: PyTree, tree: Tree) -> Tree:
       ValueError: `scaler` does not contain exactly one scaler.
 
     Warns:
-      UserWarning: a gradient is already a result of `unscale`, `value_and_grad` or `scaled_backward`.
+      UserWarning: a gradient is already a result of `unscale`, `value_and_grad` or `scaled_backward`; or the scaler is
+        from after `update`, and the scaler from before it has scaled the loss.
 
     >>> import jax.numpy as jnp
     >>> import jmpscale
@@ -127,16 +129,19 @@ def unscale(scaler: PyTree, tree: Tree) -> Tree:
     return unscale_gradients(state, tree)
 
 
-def unscale_gradients(state: ScalerState, tree: Tree, loss: ArrayLike | None = None) -> Tree:
+def unscale_gradients(
+    state: ScalerState, tree: Tree, loss: ArrayLike | None = None, others: Sequence[str] = ()
+) -> Tree:
     """Divides gradients by the loss scale; all are NaN if the loss, if it is given, is not finite.
 
-    Unlike `unscale`, it accepts the gradients of a `scaled_backward` function.
+    `others` are the paths of leaves that are not gradients. Unlike `unscale`, it accepts the gradients of a
+    `scaled_backward` function.
     """
     guards.unscaling(state, tree)
     if state.config.mode == "disabled":
         return tree
     # Only gradients pass through jit, which converts float0 to bool and raises for Python objects.
-    grads, unflatten = flatten_gradients(tree)
+    grads, unflatten = flatten_gradients(tree, others)
     unscaled = unscale_leaves(grads, state.loss_scale, loss)
     guards.unscaled(unscaled, state.loss_scale)
     return unflatten(unscaled)

@@ -64,7 +64,8 @@ def update(scaler: ScalerState, finite: ArrayLike, *, loss: PyTree = None, axis_
 
     Warns:
       UserWarning: the scaler is a constant of a compiled program or was already updated; no loss has been scaled yet;
-        `finite` is about the loss alone; `loss` is a pair with auxiliary data; or the call is inside `apply_if`.
+        gradients that nothing has unscaled were applied; `finite` is about the loss alone; `loss` is a pair with
+        auxiliary data; or the call is inside `apply_if`.
 
     >>> import jmpscale
     >>> scaler = jmpscale.update(jmpscale.dynamic(1024.0), False)

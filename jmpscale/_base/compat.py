@@ -43,6 +43,18 @@ def is_compiling() -> bool:
     return test()
 
 
+# The classes of values that JAX differentiates. Inside a function that JAX compiles, values have another class.
+_DIFFERENTIATED = {"LinearizeTracer", "JVPTracer"}
+
+
+def is_differentiated(x: object) -> bool:
+    """Tests whether JAX differentiates a value where it is used, in reverse or in forward mode.
+
+    Only warnings depend on the result, so it is False, and no warning is given, if it is not certain.
+    """
+    return type(x).__name__ in _DIFFERENTIATED
+
+
 def varying_axes(x: ArrayLike | jax.ShapeDtypeStruct) -> frozenset[str]:
     """Returns the mesh axes over which JAX's types show that `x` may differ between devices."""
     aval = jax.typeof(x)

@@ -98,7 +98,10 @@ def is_optax_state(node: object) -> bool:
 _DECAYS = {"mu": ("b1",), "nu": ("b2",), "trace": ("momentum", "decay"), "ema": ("decay",)}
 
 
-def averages_of_gradients(state: Any, names: Collection[str] = ("mu", "nu", "trace")) -> list[Any]:
+AVERAGES = "mu", "nu", "trace"  # the fields of the averages that every optimizer changes in every step
+
+
+def averages_of_gradients(state: Any, names: Collection[str] = AVERAGES) -> list[Any]:
     """Returns the leaves of optax's states that hold averages of gradients, such as `mu` of Adam, or of their squares.
 
     `names` are the fields of the states.

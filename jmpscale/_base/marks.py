@@ -22,11 +22,18 @@ class Mark(enum.Enum):
     SCALED_BACKWARD = "a loss that scaled_backward returned"
     KNOWN_SCALE = "a loss or a gradient that value_and_grad computed with a scale that is not traced"
     CHECKED = "whether a tree is finite"  # its source is the first gradient of the tree, or the first leaf
+    IN_A_CHECK = "a leaf of a checked tree without gradients in true units"  # its source is the flag
+    APPLIED = "whether a tree is finite whose arrays optax_step has applied as gradients"
     ADAPTED = "a flag or a gradient by which a scale was adapted"  # its source is the new scale
     FINITE = "whether gradients in true units are finite"  # its source may be the loss scale after this step
     FINITE_LOSS = "whether the loss is finite"
+    LOSS_SCALE = "a loss scale by which a loss was multiplied that is differentiated"
+    READ_SCALE = "a loss scale that was read, perhaps to unscale gradients by it"
+    UNSCALING_SCALE = "a loss scale by which gradients were unscaled"
+    UNREAD_SCALE = "a loss scale that had scaled a loss and was not read before a step adapted it"
     OLD_SCALE = "a loss scale that a step has adapted"
     NEW_SCALE = "a loss scale from after a step"  # its source is the scale from before the first step of the program
+    ADAPTED_SCALE = "a loss scale from after a step"  # its source is the scale from before this step
 
 
 _used: set[Mark] = set()  # all kinds of values that the process has had

@@ -5,7 +5,7 @@ Leaves that are neither arrays nor numbers pass through every function of this p
 
 import collections
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import jax
@@ -75,9 +75,18 @@ def flatten_matching(
     return _split(leaves, treedef, [matches(leaf) for leaf in leaves])
 
 
-def flatten_gradients(tree: PyTree) -> tuple[list[Any], Callable[[Iterable[object]], PyTree]]:
-    """Returns the gradients in a tree of gradients, and a function that replaces them in the tree."""
-    return _split(*jax.tree.flatten(tree), _gradient_mask(tree))
+def flatten_gradients(
+    tree: PyTree, others: Sequence[str] = ()
+) -> tuple[list[Any], Callable[[Iterable[object]], PyTree]]:
+    """Returns the gradients in a tree of gradients, and a function that replaces them in the tree.
+
+    `others` are the paths of leaves that are not gradients, or of nodes that contain them.
+    """
+    mask = _gradient_mask(tree)
+    if others:
+        names = [path for path, _ in named_leaves(tree)]
+        mask = [flag and not is_named(path, others) for flag, path in zip(mask, names, strict=True)]
+    return _split(*jax.tree.flatten(tree), mask)
 
 
 def _split(leaves: list[Any], treedef: Any, mask: list[bool]) -> tuple[list[Any], Callable[[Iterable[object]], PyTree]]:
@@ -119,6 +128,11 @@ def find_instances(tree: PyTree, kind: type[Kind] | tuple[type[Kind], ...]) -> l
 def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
     """Returns each leaf with its path as Python code, such as `['w'][0]`."""
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves_with_path(tree)]
+
+
+def is_named(path: str, names: Sequence[str]) -> bool:
+    """Tests whether one of the names is the path of a leaf, or of a node that contains it."""
+    return any(path == name or path.startswith((f"{name}.", f"{name}[")) for name in names)
 
 
 def leaves_with_path(tree: PyTree) -> list[tuple[jax.tree_util.KeyPath, Any]]:

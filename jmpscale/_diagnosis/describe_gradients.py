@@ -1,8 +1,10 @@
 """The sentences about the gradients and the loss scales of a step that is finite in float32."""
 
+import itertools
 import math
+from collections.abc import Sequence
 
-from jmpscale._base.text import format_percentage, format_scale
+from jmpscale._base.text import enumerate_names, format_percentage, format_scale
 from jmpscale._diagnosis.describe_lines import describe_lines
 from jmpscale._diagnosis.findings import Findings
 from jmpscale._diagnosis.fitting_scales import Errors, largest
@@ -14,6 +16,24 @@ def describe_gradients(findings: Findings) -> str:
     """Describes the gradients at the present scale and at others, and the lines that make them wrong."""
     if not findings.step.gradients:
         return "The step computes no gradient: for the gradients of a loss function, call jmpscale.diagnose."
+    names = list(itertools.compress(findings.step.gradients, findings.trials.halved))
+    others = _describe_others(findings) if len(names) < len(findings.step.gradients) else ""
+    return " ".join(filter(None, [_describe_halved(names), others]))
+
+
+def _describe_halved(names: Sequence[str]) -> str:
+    """Describes gradients that are unscaled, although the loss scale does not multiply them; nothing without names."""
+    if not names:
+        return ""
+    return (
+        f"In {enumerate_names(names)}, all values halve if the loss scale doubles: they are unscaled, but not scaled. "
+        "If a backward pass returns new values there, such as an amax, name their paths: value_and_grad(..., "
+        "overwrite_with_gradient=...). If they are gradients, scale their loss, and multiply the constants of a custom "
+        "backward pass by the loss scale."
+    )
+
+
+def _describe_others(findings: Findings) -> str:
     if not findings.trials.program.sites and not findings.trials.not_entered:
         if not findings.has_scaler:
             return "The gradients have no result in half precision."

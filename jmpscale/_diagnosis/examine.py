@@ -39,7 +39,15 @@ def examine(
     parameters = frozenset(step.gradients).intersection(inputs) or frozenset(filter(None, inputs))
     has_scaler = scaler is not None
     may_be_scaled = has_scaler and step.state is not None
-    trials = GradientTrials(forms, inputs, parameters, accepted, has_scaler=has_scaler, may_be_scaled=may_be_scaled)
+    trials = GradientTrials(
+        forms,
+        inputs,
+        parameters,
+        accepted,
+        has_scaler=has_scaler,
+        may_be_scaled=may_be_scaled,
+        may_be_halved=scaler is not None and (scaler.config.mode == "dynamic" or scale != 1),
+    )
     outputs = trials.run_as_written(scale)
     errors, loss_error = trials.compare(outputs, scale)
     findings = Findings(step, forms, trials, scaler, float(trials.unscaled(outputs, scale)[0]), loss_error, errors)

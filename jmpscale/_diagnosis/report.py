@@ -93,7 +93,8 @@ class Diagnosis:
       loss_float32: the loss of the same program in float32.
       gradient_error: the L2 norm of the difference between a gradient at the current scale and in float32, relative to
         the norm in float32, for the worst parameter. It is infinite if a gradient is not finite.
-        Parameters whose gradient in float32 is rounding noise, or negligible beside the others, do not count.
+        Parameters whose gradient in float32 is rounding noise, or negligible beside the others, do not count, and
+        neither do values that a backward pass returns in place of a gradient and the loss scale does not multiply.
       loss_scale: the current loss scale.
       fitting_scales: the smallest and the largest loss scale that fit, both powers of two; None if no scale fits: the
         gradients are not finite at any scale, or wrong at all of them, by more than 50% or `accepted_error`; or no

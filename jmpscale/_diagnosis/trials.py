@@ -42,12 +42,14 @@ class GradientTrials:
         *,
         has_scaler: bool,
         may_be_scaled: bool,
+        may_be_halved: bool,
     ) -> None:
         """Creates trials of a step.
 
         `inputs` are the names of its constants, empty for constants that are not arguments, and `parameters` are the
         names of the arguments that gradients change. A gradient of a loss function is unscaled; one that a step
-        computes `may_be_scaled`.
+        computes `may_be_scaled`. A value that is unscaled, but not scaled, `may_be_halved` at twice the scale, unless
+        the scale is always 1.
         """
         self.inputs, self.accepted, self._has_scaler = inputs, accepted, has_scaler
         self._parameters = parameters
@@ -57,12 +59,14 @@ class GradientTrials:
         self.reference = self._run_in_float32(1.0)
         self.loss = float(self.reference[0])
         self.measured = measure(self.reference, self.reference)
-        self._are_scaled = self._find_scaled() if may_be_scaled else [False] * len(self.reference)
+        at_two = self._run_in_float32(2.0) if may_be_scaled or may_be_halved else self.reference
+        self._are_scaled = self._find_scaled(at_two) if may_be_scaled else [False] * len(self.reference)
+        self.halved = self._find_halved(at_two) & may_be_halved
         changes = [self._error_of_a_change(change) for change in CHANGES]
         # A gradient decides if it is more than rounding noise, and not negligible beside the others. The gradient of a
         # bias before a normalization is zero. In a computed one there is only rounding noise, which the smallest change
         # of the arguments replaces by other noise.
-        norms, noise = self.measured.norms[1:], np.max(changes, axis=0)[1:]
+        norms, noise = np.where(self.halved, 0.0, self.measured.norms[1:]), np.max(changes, axis=0)[1:]
         self.decisive = (noise < NOISE) & (norms > 0) & (norms >= NEGLIGIBLE * norms.max(initial=0.0))
         # Rounding the arguments to half precision changes them by half as much, or less.
         self._digits = min((jnp.finfo(site.dtype).nmant for site in self.program.sites), default=10)
@@ -79,14 +83,18 @@ class GradientTrials:
         consts = [_round(x, self._digits) if name else x for x, name in pairs]
         return float(measure(self._recording.run(1.0, {}, Mode.FLOAT32, consts)[0], self.reference).errors[0])
 
-    def _find_scaled(self) -> list[bool]:
+    def _find_scaled(self, at_two: Sequence[Any]) -> list[bool]:
         """Tests which outputs are scaled, such as gradients that the step divides by the scale without our functions.
 
-        They grow with the scale in float32, in which powers of two are exact.
+        They grow with the scale in float32, in which powers of two are exact. `at_two` are the outputs at the scale 2.
         """
-        at_two = self._run_in_float32(2.0)
         halved = measure([x / 2 for x in at_two], self.reference).errors
         return [bool(x < y) for x, y in zip(halved, measure(at_two, self.reference).errors, strict=True)]
+
+    def _find_halved(self, at_two: Sequence[Any]) -> np.ndarray:
+        """Tests which gradients are halves at twice the scale: values that are unscaled, but not scaled."""
+        doubled = measure([2 * x for x in at_two], self.reference)
+        return ((doubled.errors == 0) & (doubled.norms > 0))[1:]
 
     def unscaled(self, outputs: Sequence[Any], scale: float) -> list[Any]:
         """Returns outputs at a loss scale with those that are scaled divided by it."""

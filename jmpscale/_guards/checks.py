@@ -28,7 +28,7 @@ from jmpscale._base.tree import (
 )
 from jmpscale._base.types import has_same_type, is_narrow, is_numeric, needs_wider_gradient
 from jmpscale._base.warn import warn_user
-from jmpscale._state import ARRAY_FIELDS, ScalerConfig, ScalerState, WithLossScalingState
+from jmpscale._state import ARRAY_FIELDS, ScalerConfig, ScalerState, WithLossScalingState, scale_of
 
 inside_apply_if = contextvars.ContextVar("inside_apply_if", default=False)
 HARM_INSIDE_GATE = "a skipped step would not adjust its scale, and every later step would be skipped."
@@ -82,20 +82,19 @@ def check_scaler(scaler: object, name: str = "scaler", *, allow_batch: bool = Fa
             f"{name}.config must be a ScalerConfig, got {type_name(scaler.config)}. Restore a checkpoint into a state "
             "that jmpscale.dynamic, static or disabled has created."
         )
-    if any(isinstance(x, jax.Array) and not is_traced(x) and x.is_deleted() for x in jax.tree.leaves(scaler)):
+    if any(isinstance(x, jax.Array) and not is_traced(x) and x.is_deleted() for x in jax.tree.leaves(scaler[:-1])):
         raise ValueError(
             f"{name} must hold values, got deleted arrays, which were donated to a compiled function. Use the scaler "
             "that this function returned."
         )
     if allow_batch:
         return
-    if shape := getattr(scaler.loss_scale, "shape", ()):
+    if shape := getattr(scale_of(scaler), "shape", ()):
         raise ValueError(
             f"{name} must hold one scaler, got a batch with loss_scale of shape {shape}. Call this under jax.vmap; or, "
             f"on the host or if it is replicated, pass one scaler: jax.tree.map(lambda x: x[0], {name})."
         )
-    for field in ARRAY_FIELDS:
-        value = getattr(scaler, field)
+    for field, value in zip(ARRAY_FIELDS, scaler, strict=False):  # the settings come last
         kind = np.floating if field == "loss_scale" else np.integer
         dtype = getattr(value, "dtype", type(value))
         # Counters of 8 or 16 bits would wrap around.
@@ -108,7 +107,7 @@ def check_scaler(scaler: object, name: str = "scaler", *, allow_batch: bool = Fa
 
 def warn_if_constant(scaler: ScalerState, values: PyTree, name: str = "scaler") -> None:
     """Warns if a compiled step, which traces `values`, has its scaler as a constant; the message calls it `name`."""
-    if in_compiled_step(values) and not any(map(is_traced, jax.tree.leaves(scaler))):
+    if in_compiled_step(values) and not any(map(is_traced, jax.tree.leaves(scaler[:-1]))):
         warn_user(
             f"the {name} is a constant of the compiled program, so every call starts from the same one: the compiled "
             f"function creates the {name}, or closes over it. Create it outside, pass it to the compiled function as "
@@ -135,12 +134,38 @@ def warn_if_nothing_is_scaled(scaler: ScalerState) -> None:
         )
 
 
+def scales_only(loss_scale: jax.Array) -> bool:
+    """Tests whether a loss that is differentiated was scaled by a loss scale, and nothing can have unscaled by it."""
+    return has_mark(Mark.LOSS_SCALE, loss_scale) and not has_mark(Mark.READ_SCALE, loss_scale)
+
+
+def mark_unread_scale(scaler: ScalerState) -> None:
+    """Marks a scale that has only scaled, before a step reads and adapts it."""
+    if scales_only(scale_of(scaler)):
+        mark(Mark.UNREAD_SCALE, scale_of(scaler))
+
+
+def warn_if_never_unscaled(scaler: ScalerState, function: str) -> None:
+    """Warns if the gradients of a loss that this scaler has scaled reach `function`, and nothing has unscaled them.
+
+    The user may know a static scale, and unscale by the number.
+    """
+    if scaler.config.mode == "dynamic" and scales_only(scale_of(scaler)):
+        warn_user(
+            f"a loss was scaled, but its gradients were not unscaled: unlike GradScaler.step of PyTorch, {function} "
+            "does not unscale. Use jmpscale.value_and_grad, or call jmpscale.unscale_and_check with the same scaler "
+            "before the optimizer."
+        )
+
+
 def mark_adapted(scaler: ScalerState, new: ScalerState, checked: object) -> None:
     """Marks the scales; for `checked`, a flag or the first gradient, `update` must not adapt the scale again."""
     if scaler.config.mode == "dynamic":
-        mark(Mark.ADAPTED, checked, new.loss_scale)
-        mark(Mark.OLD_SCALE, scaler.loss_scale)
-        mark(Mark.NEW_SCALE, new.loss_scale, source_of(Mark.NEW_SCALE, scaler.loss_scale))
+        old_scale, new_scale = scale_of(scaler), scale_of(new)
+        mark(Mark.ADAPTED, checked, new_scale)
+        mark(Mark.OLD_SCALE, old_scale)
+        mark(Mark.NEW_SCALE, new_scale, source_of(Mark.NEW_SCALE, old_scale))
+        mark(Mark.ADAPTED_SCALE, new_scale, old_scale)
 
 
 def warn_about_narrow_loss(loss: jax.Array) -> None:
@@ -219,6 +244,20 @@ def warn_if_inside_another(state: PyTree) -> None:
     for x in itertools.compress(found, has_wrapper):
         if not (are_frozen and is_masked(x)):
             warn_user(_OUTER[type(x)])
+
+
+def states_beside_wrapper(tree: PyTree) -> list[PyTree]:
+    """Returns the states of optax that are beside the state of the wrapper, as in `optax.chain`."""
+
+    def parts(x: PyTree) -> list[PyTree]:
+        return list(x.values()) if isinstance(x, dict) else list(x) if type(x) is tuple else []
+
+    def is_chain(x: PyTree) -> bool:
+        return any(isinstance(part, WithLossScalingState) for part in parts(x))
+
+    chains = filter(is_chain, jax.tree.leaves(tree, is_leaf=is_chain))
+    beside = [part for chain in chains for part in parts(chain) if not isinstance(part, WithLossScalingState)]
+    return [part for part in beside if any(map(is_optax_state, jax.tree.leaves(part, is_leaf=is_optax_state)))]
 
 
 def warn_if_averages_are_narrow(inner_state: PyTree) -> None:

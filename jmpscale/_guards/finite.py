@@ -26,5 +26,7 @@ def computed(finite: jax.Array, tree: PyTree) -> None:
     mark(Mark.CHECKED, finite, *(grads or leaves)[:1])
     if grads:
         mark(Mark.FINITE, finite)
+    else:
+        mark(Mark.IN_A_CHECK, leaves, finite)
     if has_mark(Mark.LOSS, tree) and len(leaves) == 1:
         mark(Mark.FINITE_LOSS, finite)

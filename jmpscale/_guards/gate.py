@@ -28,7 +28,7 @@ from jmpscale._guards.checks import (
     inside_apply_if,
     type_remedy,
 )
-from jmpscale._state import ScalerState
+from jmpscale._state import ScalerState, scale_of
 
 
 def called(finite: ArrayLike, fn: object, carry: tuple[PyTree, ...]) -> None:
@@ -91,7 +91,7 @@ def _warn_if_scaler_is_gated(flag: ArrayLike, carry: PyTree, after: PyTree, mist
     # flag must be about gradients, and the scaler must come from the carry's own, which only tracers show.
     if not has_mark(Mark.FINITE, flag):
         return
-    old, new = ([scaler.loss_scale for scaler in find_instances(tree, ScalerState)] for tree in (carry, after))
+    old, new = ([scale_of(scaler) for scaler in find_instances(tree, ScalerState)] for tree in (carry, after))
     starts = {id(source_of(Mark.NEW_SCALE, x)) for x in old}
     changed = [x for x in new if has_mark(Mark.NEW_SCALE, x) and id(x) not in map(id, old)]
     if any(id(source_of(Mark.NEW_SCALE, x)) in starts for x in changed):

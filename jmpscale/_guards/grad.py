@@ -1,14 +1,15 @@
 """Guards of `value_and_grad`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jmpscale._base.frameworks import imported
+from jmpscale._base.frameworks import AVERAGES, averages_of_gradients, imported
 from jmpscale._base.marks import Mark, has_mark, mark
-from jmpscale._base.text import describe, type_name
+from jmpscale._base.text import describe, enumerate_names, type_name
 from jmpscale._base.tree import (
     PyTree,
     check_no_nnx_objects,
@@ -16,12 +17,14 @@ from jmpscale._base.tree import (
     first_leaf,
     is_array,
     is_inexact,
+    is_named,
     is_real_scalar,
     is_traced,
+    named_leaves,
 )
 from jmpscale._base.warn import warn_user
-from jmpscale._guards.checks import only_scaler, warn_if_constant, warn_if_inside_another
-from jmpscale._state import ScalerState
+from jmpscale._guards.checks import only_scaler, states_beside_wrapper, warn_if_constant, warn_if_inside_another
+from jmpscale._state import ScalerState, WithLossScalingState
 
 Function = Callable[..., Any]
 
@@ -36,7 +39,7 @@ _TRANSFORMS = "Pass jax.value_and_grad, flax.nnx.value_and_grad or equinox.filte
 _RETURN_THE_LOSS = f"Return the loss. {_NOT_THE_STEP} Auxiliary data require has_aux=True."
 
 
-def created(fun: object, argnums: Any, transform: object) -> None:
+def created(fun: object, argnums: Any, overwrite_with_gradient: Any, transform: object) -> None:
     if not callable(fun):
         raise TypeError(f"fun must be the loss function, got {describe(fun)}. {_SCALER_COMES_FIRST}")
     if any(is_array(leaf) and is_inexact(leaf) for leaf in jax.tree.leaves(argnums)):
@@ -46,6 +49,12 @@ def created(fun: object, argnums: Any, transform: object) -> None:
         raise TypeError(f"fun must be the loss function, got a result of value_and_grad. {_NOT_THE_STEP}")
     if not callable(transform):
         raise TypeError(f"transform must be a function, got {describe(transform)}. {_TRANSFORMS}")
+    names = overwrite_with_gradient
+    if not (isinstance(names, str) or (isinstance(names, Sequence) and all(isinstance(x, str) for x in names))):
+        raise TypeError(
+            "overwrite_with_gradient must be a path in the gradients, or several, got "
+            f"{describe(names)}. Pass strings, such as \"['amax']\" for the leaf grads['amax']."
+        )
 
 
 def called(scaler: PyTree, name: str) -> None:
@@ -85,10 +94,14 @@ def loss_computed(loss: object, state: ScalerState, transform: Function) -> None
         raise TypeError(f"fun must return a real floating-point scalar as the loss, got {describe(loss)}. {remedy}")
 
 
-def transform_returned(result: object, kind: type) -> None:
-    """Checks the result of `transform`; `kind` is the class of the auxiliary data that it must return."""
+def transform_returned(result: object, kind: type, others: Sequence[str]) -> None:
+    """Checks the result of `transform`; `kind` is the class of the auxiliary data that it must return.
+
+    `others` are the paths of leaves that are not gradients.
+    """
     match result:
-        case ((_, aux), _) if isinstance(aux, kind):
+        case ((_, aux), grads) if isinstance(aux, kind):
+            _check_paths(others, grads)
             return
     raise TypeError(
         "transform must return ((value, aux), grads) as jax.value_and_grad does, but it returned another structure. "
@@ -96,10 +109,42 @@ def transform_returned(result: object, kind: type) -> None:
     )
 
 
-def computed(loss: object, grads: PyTree, state: ScalerState) -> None:
+def _check_paths(others: Sequence[str], grads: PyTree) -> None:
+    """Raises if a path names no leaf of the gradients."""
+    paths = [path for path, _ in named_leaves(grads)] if others else []
+    if unknown := [name for name in others if not any(is_named(path, [name]) for path in paths)]:
+        raise ValueError(
+            f"overwrite_with_gradient must name leaves of the gradients, got {describe(unknown[0])}. "
+            f"The paths are {enumerate_names(list(map(describe, paths)), limit=8)}."
+        )
+
+
+def computed(loss: object, grads: PyTree, scaler: PyTree, state: ScalerState) -> None:
     mark(Mark.LOSS, loss)
     if not is_traced(state.loss_scale):
         mark(Mark.KNOWN_SCALE, (loss, grads))  # `differentiating` has warned if the scale should be traced
+    if state.config.mode != "disabled":
+        _warn_if_optimizer_is_beside_wrapper(scaler, grads)
+
+
+def _warn_if_optimizer_is_beside_wrapper(state: PyTree, grads: PyTree) -> None:
+    """Warns if `optax.chain` contains an optimizer with averages of these gradients beside the wrapper.
+
+    A tuple of the states of two optimizers looks like a chain. So the wrapped optimizer must have no state, as
+    `optax.identity` has none, and the averages must have the shapes of the gradients.
+    """
+    shapes = list(map(jnp.shape, jax.tree.leaves(grads)))
+
+    def has_averages(neighbor: PyTree) -> bool:
+        averages = [averages_of_gradients(neighbor, [name]) for name in AVERAGES]
+        return any(list(map(jnp.shape, arrays)) == shapes for arrays in averages if arrays)
+
+    has_own_state = any(jax.tree.leaves(x.inner_state) for x in find_instances(state, WithLossScalingState))
+    if not has_own_state and any(map(has_averages, states_beside_wrapper(state))):
+        warn_user(
+            "an optimizer is beside with_loss_scaling in optax.chain, where a skipped step changes its averages and "
+            "the parameters. Place it inside: with_loss_scaling(optax.chain(...))."
+        )
 
 
 def _check_differentiable(args: tuple[PyTree, ...], argnums: Any, transform: Function) -> None:

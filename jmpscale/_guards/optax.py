@@ -24,15 +24,17 @@ from jmpscale._guards.checks import (
     check_transformation,
     in_compiled_step,
     mark_adapted,
+    mark_unread_scale,
     warn_if_averages_are_narrow,
     warn_if_constant,
     warn_if_gated,
     warn_if_gradients_are_narrow,
     warn_if_loss_is_pair,
+    warn_if_never_unscaled,
     warn_if_nothing_is_scaled,
     warn_if_unsynchronized,
 )
-from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerState, WithLossScalingState
+from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerState, WithLossScalingState, scale_of
 
 
 def created(inner: object, scaler: ScalerState | None, max_norm: object, warn_after_skips: object) -> None:
@@ -91,6 +93,9 @@ def called(
 def deciding(
     grads: PyTree, params: PyTree, scaler: ScalerState, loss: PyTree, axis_name: AxisName, norm_axis_name: AxisName
 ) -> None:
+    if not has_mark(Mark.GRADIENT, grads):
+        warn_if_never_unscaled(scaler, "tx.update")
+    mark_unread_scale(scaler)
     warn_if_unsynchronized(axis_name, norm_axis_name)
     warn_if_gated("with_loss_scaling", "The wrapper skips steps itself: call tx.update without apply_if.")
     if loss is not None or in_compiled_step(grads):  # examples pass gradients alone
@@ -134,7 +139,7 @@ def _warn_if_unscaled_by_another(grads: PyTree, scaler: ScalerState) -> None:
 
     Any other difference proves nothing: this scaler may be a copy, on another device for example.
     """
-    start = source_of(Mark.NEW_SCALE, scaler.loss_scale)
+    start = source_of(Mark.NEW_SCALE, scale_of(scaler))
     scales = [source_of(Mark.GRADIENT, x) for x in jax.tree.leaves(grads)]
     adapted = [x for x in scales if has_mark(Mark.OLD_SCALE, x)]
     if scaler.config.mode == "dynamic" and any(source_of(Mark.NEW_SCALE, x) is not start for x in adapted):

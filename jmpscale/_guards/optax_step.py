@@ -1,5 +1,8 @@
 """Guards of `optax_step`."""
 
+import jax
+
+from jmpscale._base.marks import Mark, mark, source_of
 from jmpscale._base.tree import PyTree, first_leaf, structure
 from jmpscale._base.types import needs_wider_gradient
 from jmpscale._guards.checks import (
@@ -25,6 +28,7 @@ def called(grads: PyTree, carry: tuple[PyTree, ...]) -> None:
             "apply_if(finite, optax_step(tx, grads), params, opt_state)."
         )
     params, opt_state = carry
+    mark(Mark.APPLIED, [source_of(Mark.IN_A_CHECK, x) for x in jax.tree.leaves(grads)])
     check_not_wrapped(opt_state, "tx", "Pass the inner optimizer, or call tx.update without apply_if.")
     if not first_leaf(params, needs_wider_gradient):  # with disabled(), their gradients are float16 as well
         warn_if_gradients_are_narrow(grads, "grads")

@@ -2,13 +2,14 @@
 
 import jax
 
-from jmpscale._base.marks import Mark, has_mark, mark
+from jmpscale._base.compat import is_differentiated
+from jmpscale._base.marks import Mark, has_mark, mark, source_of
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, check_no_refs, first_leaf, is_real, is_traced
 from jmpscale._base.types import needs_wider_gradient
 from jmpscale._base.warn import warn_user
 from jmpscale._guards.checks import check_no_partial_sums, warn_about_narrow_loss
-from jmpscale._state import ScalerState
+from jmpscale._state import ScalerState, scale_of
 
 
 def scale_called(state: ScalerState, tree: PyTree) -> None:
@@ -22,14 +23,30 @@ def scale_called(state: ScalerState, tree: PyTree) -> None:
         warn_about_narrow_loss(found[1])
 
 
-def scaled(losses: PyTree) -> None:
-    mark(Mark.SCALED, losses)
+def scaled(state: ScalerState, losses: PyTree, scaled_losses: PyTree) -> None:
+    mark(Mark.SCALED, scaled_losses)
+    # A scaled constant is the loss scale, by which the user may unscale.
+    is_loss = any(map(is_differentiated, jax.tree.leaves(losses)))
+    mark(Mark.LOSS_SCALE if is_loss else Mark.READ_SCALE, scale_of(state))
 
 
 def unscale_called(state: ScalerState, tree: PyTree) -> None:
+    _warn_if_scaler_is_new(state)
     if state.config.mode != "disabled" and (has_mark(Mark.GRADIENT, tree) or has_mark(Mark.LOSS, tree)):
         warn_user(
             "the gradients are unscaled twice: value_and_grad and scaled_backward unscale them. Remove this call."
+        )
+
+
+def _warn_if_scaler_is_new(state: ScalerState) -> None:
+    """Warns if the scaler from before the last step has scaled a loss, and has unscaled nothing, unlike this one."""
+    new = scale_of(state)
+    old = source_of(Mark.ADAPTED_SCALE, new)
+    is_unused = has_mark(Mark.UNREAD_SCALE, old) and not has_mark(Mark.UNSCALING_SCALE, old)
+    if is_unused and not has_mark(Mark.LOSS_SCALE, new):
+        warn_user(
+            "the gradients are unscaled by the scaler that update has returned, but the loss was scaled by the scaler "
+            "from before this update, whose scale may differ. Call unscale before update, with the same scaler."
         )
 
 
@@ -41,3 +58,4 @@ def unscaling(state: ScalerState, tree: PyTree) -> None:
 
 def unscaled(grads: PyTree, loss_scale: jax.Array) -> None:
     mark(Mark.GRADIENT, grads, loss_scale)
+    mark(Mark.UNSCALING_SCALE, loss_scale)

@@ -19,6 +19,7 @@ from jmpscale._base.text import format_table
 from jmpscale._base.tree import PyTree, check_no_refs, is_traced, named_gradients
 from jmpscale._get_scaler import find_scaler
 from jmpscale._guards.checks import check_no_partial_sums, warn_if_unsynchronized
+from jmpscale._state import scale_of
 
 _ZERO_IN_FLOAT16, _FLOAT16_SMALLEST_NORMAL, _FLOAT16_MAX = 2.0**-25, 2.0**-14, 65504.0
 
@@ -169,7 +170,7 @@ def grad_report(grads: PyTree, *, scaler: PyTree = None, axis_name: AxisName = N
     >>> dict(zip(report.paths, report.underflow.tolist()))
     {'b': 1, 'w': 0}
     """
-    loss_scale = None if scaler is None else find_scaler(scaler).loss_scale
+    loss_scale = None if scaler is None else scale_of(find_scaler(scaler))
     check_no_refs(grads, "grads")
     check_no_partial_sums(grads, "grads")
     warn_if_unsynchronized(axis_name)

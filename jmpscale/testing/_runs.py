@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._base.text import format_scale, truncate
-from jmpscale._base.tree import PyTree, bit_pattern, find_instances, is_array, is_inexact
+from jmpscale._base.tree import PyTree, bit_pattern, find_instances, is_array, is_inexact, is_named
 from jmpscale._get_scaler import find_scaler
+from jmpscale._guards.checks import states_beside_wrapper
 from jmpscale._state import ARRAY_FIELDS, ScalerState, WithLossScalingState, is_scaler
 from jmpscale.testing._counts import find_optimizer_states, kind_of_count
 from jmpscale.testing._first_difference import first_difference
@@ -184,26 +185,33 @@ class Runs:
             if path in self.recomputed or is_equal(was, now) or is_equal(reset.get(path, was), now):
                 continue
             kind = kind_of_count(was, now, counted[path])
-            if kind and not any(is_inside(path, part) for part in optimizers):
+            if kind and not is_named(path, optimizers):
                 self.counts[path] = kind
                 continue
-            _raise_for_change(path, was, now, numbers)
+            self._raise_for_change(path, was, now, numbers)
 
     def check_recomputed(self, run: Run) -> None:
         """Raises if a skipped step, from a state that a step has returned, has changed a leaf that is recomputed."""
         for path, was, now in run.leaves:
             if path in self.recomputed and not is_equal(was, now):
-                _raise_for_change(path, was, now)
+                self._raise_for_change(path, was, now)
 
+    def _raise_for_change(self, path: str, was: Any, now: Any, numbers: str = "") -> NoReturn:
+        old, new, place = first_difference(was, now)
+        raise AssertionError(
+            f"the skipped step changed {path}{numbers}: {old} before, {new} after{place}. {self._begin_of_remedy()} it "
+            "with apply_if by step_applied or all_finite(grads), unless it counts calls or batches, is a random key or "
+            "the state of an environment, describes the scaler, or has a gate of its own: then pass "
+            f"ignore={path!r}. If it is a sum of gradients, reset it after a skip, too."
+        )
 
-def _raise_for_change(path: str, was: Any, now: Any, numbers: str = "") -> NoReturn:
-    old, new, place = first_difference(was, now)
-    raise AssertionError(
-        f"the skipped step changed {path}{numbers}: {old} before, {new} after{place}. Gate it with apply_if by "
-        "step_applied or all_finite(grads), unless it counts calls or batches, is a random key or the state of "
-        "an environment, describes the scaler, or has a gate of its own: then "
-        f"pass ignore={path!r}. If it is a sum of gradients, reset it after a skip, too."
-    )
+    def _begin_of_remedy(self) -> str:
+        if not states_beside_wrapper(self.state):
+            return "Gate"
+        return (
+            "If a transformation beside with_loss_scaling in optax.chain makes this change, place it inside: "
+            "with_loss_scaling(optax.chain(...)). Otherwise, gate"
+        )
 
 
 def scalers_of(tree: PyTree) -> list[ScalerState]:
@@ -266,14 +274,10 @@ def _place_like(new: np.ndarray, array: Any) -> Any:
     return jax.device_put(new, array.sharding if array.committed else None)
 
 
-def is_inside(path: str, part: str) -> bool:
-    return path == part or path.startswith((f"{part}.", f"{part}["))
-
-
 def _gated_leaves(state: PyTree, ignored: tuple[str, ...]) -> list[tuple[str, Any]]:
     """Returns the leaves that a skipped step must not change, with their paths."""
     entries = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_scaler)
     wrapped = find_instances(state, WithLossScalingState)
     norms = {id(x) for x in jax.tree.leaves([x.grad_norm for x in wrapped])}
     leaves = [(jax.tree_util.keystr(path), x) for path, x in entries if not is_scaler(x) and id(x) not in norms]
-    return [(path, x) for path, x in leaves if not any(is_inside(path, part) for part in ignored)]
+    return [(path, x) for path, x in leaves if not is_named(path, ignored)]

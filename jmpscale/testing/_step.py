@@ -8,12 +8,12 @@ from typing import Any
 
 from jmpscale._base.options import requires_names_in
 from jmpscale._base.text import describe, enumerate_names
-from jmpscale._base.tree import named_leaves
+from jmpscale._base.tree import is_named, named_leaves
 from jmpscale._guards.checks import check_scaler
 from jmpscale._state import scale_on_host
 from jmpscale.testing._precision import in_float32
 from jmpscale.testing._rules import check_handling, first_applied
-from jmpscale.testing._runs import Runs, is_inside, scalers_of
+from jmpscale.testing._runs import Runs, scalers_of
 from jmpscale.testing._state import StepOfState, step_of_state
 
 
@@ -107,7 +107,7 @@ def _check(step: StepOfState, ignored: tuple[str, ...]) -> None:
         check_scaler(scalers[position], "state")
         scale_on_host(scalers[position], "state")  # raises for an invalid scale
     paths = [*(path for path, _ in named_leaves(step.state)), *step.others]
-    if unknown := [part for part in ignored if not any(is_inside(path, part) for path in paths)]:
+    if unknown := [part for part in ignored if not any(is_named(path, [part]) for path in paths)]:
         raise ValueError(f"ignore must name leaves of the state, got {unknown}. The paths are {_enumerate(paths)}.")
     first = Runs(step, step.state, ignored, step.recomputed)
     runs = [dataclasses.replace(first, position=position) for position in positions]
