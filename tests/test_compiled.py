@@ -144,6 +144,18 @@ def test_step_with_embedding_costs_as_much_as_clipping(target):
     _check_costs(target, "functional", *figures)
 
 
+def test_wrapper_with_warn_after_skips_moves_no_more_memory_than_clipping(target, monkeypatch):
+    """All updates depend on the report about the step, which must not keep them from being fused with its end."""
+    # A callback needs a device, so a value that the compiler does not know stands for its result.
+    monkeypatch.setattr(jax, "pure_callback", lambda _, like, *args, **options: jax.lax.optimization_barrier(like))
+    method = "optax wrapper, warn_after_skips"
+    monkeypatch.setitem(steps.METHODS, method, functools.partial(steps.optax_wrapper, warn_after_skips=20))
+    ours, baseline = (_figures(target, name) for name in (method, steps.BASELINE))
+    assert _ratios(ours, baseline)["moved_bytes"] < 1.0005
+    assert ours["temp_bytes"] <= 1.01 * baseline["temp_bytes"] + TARGETS[target][-1]
+    assert (ours["copies_of_state"], ours["loops"]) == (0, 0)
+
+
 # A step with autocast costs little more than the step of a model that is cast by hand
 
 AUTOCAST = {  # the limits for the ratios of the bytes moved and of the temporary memory

@@ -96,6 +96,6 @@ def test_scaled_backward_requires_a_loss_function_and_a_scale(mistake):
     ids=["jvp", "jet"],
 )
 def test_scaled_backward_explains_its_error_in_forward_mode(differentiate):
-    with pytest.raises(TypeError) as caught:
+    with pytest.raises((TypeError, AttributeError)) as caught:  # in JAX 0.12, jet raises an AttributeError
         differentiate(jmpscale.scaled_backward(loss_of, 8.0))
     assert "as in jax.jvp or jax.experimental.jet, differentiate fun itself." in "".join(caught.value.__notes__)

@@ -259,6 +259,10 @@ def adversarial(generator, g_state, critic, d_state):
     return generator, g_state, critic, d_state
 
 
+def unscaled_by_an_equal_scaler(params, opt_state, other_state):
+    return apply(jmpscale.unscale(other_state, scaled_grad(opt_state, params)), opt_state, params)
+
+
 def accumulated_in_two_calls():
     scaler = jax.tree.map(jnp.asarray, STATE)
     summed = scaled_grad(scaler, PARAMS)
@@ -374,6 +378,7 @@ RIGHT = {
     "scale in a compiled function": trace(hidden_scale_after_update, *FUNCTIONAL_STATE),
     "two scalers": trace(adversarial, PARAMS, OPT_STATE, PARAMS, OPT_STATE),
     "two scalers, eager": lambda: adversarial(PARAMS, TX.init(PARAMS), PARAMS, TX.init(PARAMS)),
+    "equal scaler": trace(unscaled_by_an_equal_scaler, PARAMS, OPT_STATE, OPT_STATE),
     "two calls": accumulated_in_two_calls,
     "two compiled calls": accumulated_by_a_compiled_function,
     "sum in a scan": trace(wrapper(accumulated_in_a_scan)),

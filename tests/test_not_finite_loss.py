@@ -155,7 +155,7 @@ COMPARISONS = {  # that select a derivative of zero for all gradients
 }
 
 
-@pytest.mark.parametrize("loss", rows(COMPARISONS))
+@pytest.mark.parametrize("loss", rows(COMPARISONS, default={"where"}))
 def test_comparison_may_hide_a_loss_that_is_not_finite_from_all_gradients_but_not_from_value_and_grad(loss):
     scaler, w = jmpscale.static(2.0), jnp.ones(3)
     value, grads = jmpscale.value_and_grad(loss)(scaler, w)

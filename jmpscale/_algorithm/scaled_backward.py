@@ -153,7 +153,7 @@ def _scale_backward_pass(
 
     inputs, replace_inputs = flatten_matching(traced.inputs, has_gradient)
     names = tuple(_input_name(paths.get(id(x))) for x in inputs)
-    with guards.differentiating():
+    with guards.differentiating(inputs):
         results: Any = _unscale_cotangents(names, name if is_watched else None, loss_scale, inputs)
     unscaled, link = results
     outputs: Any = traced._replace(inputs=replace_inputs(unscaled)).evaluate()

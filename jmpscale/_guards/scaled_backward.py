@@ -7,6 +7,7 @@ import jax
 from jax.custom_derivatives import CustomVJPPrimal
 
 from jmpscale._base.compat import is_compiling, varying_axes
+from jmpscale._base.frameworks import imported
 from jmpscale._base.marks import Mark, mark
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, is_inexact, is_real_scalar, is_traced
@@ -41,11 +42,13 @@ def fun_returned(loss: PyTree) -> None:
 
 
 @contextlib.contextmanager
-def differentiating() -> Iterator[None]:
+def differentiating(inputs: Sequence[jax.Array]) -> Iterator[None]:
     try:
         yield
-    except TypeError as error:
-        if "forward-mode" in str(error) or "JetTracer" in str(error):  # jet has no custom rules
+    except Exception as error:
+        # JAX has no rule for a Taylor series of a function with a custom derivative, and no error for it either.
+        is_series = any(isinstance(x, imported("jax.experimental.jet", "JetTracer")) for x in inputs)
+        if is_series or (isinstance(error, TypeError) and "forward-mode" in str(error)):
             error.add_note(
                 "scaled_backward supports only reverse mode, and any derivative of its gradients. In forward mode, as "
                 "in jax.jvp or jax.experimental.jet, differentiate fun itself."
