@@ -13,7 +13,7 @@ import numpy as np
 
 from jmpscale._base.arguments import check_choice, check_count, check_in_range
 from jmpscale._base.frameworks import AnyAuxData, aux_data_of_paths, imported
-from jmpscale._base.marks import Mark, mark, remember
+from jmpscale._base.marks import Mark, mark, mark_scale, remember
 from jmpscale._base.options import requires_names
 from jmpscale._base.text import describe, format_number
 
@@ -133,7 +133,7 @@ def scale_of(scaler: ScalerState) -> jax.Array:
 
 # Without a docstring, because the property that calls it is a field, which the docstring of the class describes.
 def _read_scale(scaler: ScalerState) -> jax.Array:
-    mark(Mark.READ_SCALE, scaler[0])
+    mark_scale(Mark.READ_SCALE, scaler[0])
     return scaler[0]
 
 
@@ -153,7 +153,7 @@ ARRAY_FIELDS = ScalerState._fields[:-1]
 
 
 def _flatten_with_keys(scaler: ScalerState) -> tuple[tuple[tuple[Any, Any], ...], object]:
-    mark(Mark.READ_SCALE, scaler[0])  # perhaps for a compiled function that unscales
+    mark_scale(Mark.READ_SCALE, scaler[0])  # perhaps for a compiled function that unscales
     keys = map(jax.tree_util.GetAttrKey, ARRAY_FIELDS)
     settings = aux_data_of_paths(scaler[:-1]) if scaler.config is None else scaler.config
     return tuple(zip(keys, scaler[:-1], strict=True)), settings

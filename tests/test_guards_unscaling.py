@@ -105,12 +105,6 @@ def after_a_report(opt_state, params):
     return grads
 
 
-def eager_steps():
-    state = PARAMS, TX.init(PARAMS)
-    for _ in range(2):
-        state = never_unscaled(*state)
-
-
 def second_of_two_steps(params, opt_state):
     loss, grads = jmpscale.value_and_grad(loss_fn)(opt_state, params)
     return never_unscaled(*apply(grads, opt_state, params, value=loss))
@@ -118,7 +112,6 @@ def second_of_two_steps(params, opt_state):
 
 NEVER = {
     "compiled": trace(never_unscaled),
-    "eager": eager_steps,
     "value_and_grad of JAX": trace(with_the_value),
     "auxiliary data": trace(with_auxiliary_data),
     "scaler of the state": trace(wrapper(lambda state, params: scaled_grad(jmpscale.get_scaler(state), params))),

@@ -50,6 +50,15 @@ def mark(kind: Mark, tree: PyTree, source: object = None) -> None:
             _sources[kind][id(x)] = source if is_traced(source) else x
 
 
+def mark_scale(kind: Mark, loss_scale: Any) -> None:
+    """Marks a loss scale that is traced, perhaps in a variable of Flax NNX.
+
+    It must be fast for any other scale, because every call of a compiled function flattens a state.
+    """
+    if is_traced(loss_scale) or not isinstance(loss_scale, jax.Array):
+        mark(kind, [x for x in jax.tree.leaves(loss_scale) if is_traced(x)])
+
+
 def source_of(kind: Mark, x: Any) -> Any:
     """Returns the source of a marked array; any other value itself."""
     return _sources[kind].get(id(x), x) if has_mark(kind, x) else x

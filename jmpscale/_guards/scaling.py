@@ -3,7 +3,7 @@
 import jax
 
 from jmpscale._base.compat import is_differentiated
-from jmpscale._base.marks import Mark, has_mark, mark, source_of
+from jmpscale._base.marks import Mark, has_mark, mark, mark_scale, source_of
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, check_no_refs, first_leaf, is_real, is_traced
 from jmpscale._base.types import needs_wider_gradient
@@ -27,7 +27,7 @@ def scaled(state: ScalerState, losses: PyTree, scaled_losses: PyTree) -> None:
     mark(Mark.SCALED, scaled_losses)
     # A scaled constant is the loss scale, by which the user may unscale.
     is_loss = any(map(is_differentiated, jax.tree.leaves(losses)))
-    mark(Mark.LOSS_SCALE if is_loss else Mark.READ_SCALE, scale_of(state))
+    mark_scale(Mark.LOSS_SCALE if is_loss else Mark.READ_SCALE, scale_of(state))
 
 
 def unscale_called(state: ScalerState, tree: PyTree) -> None:
