@@ -277,6 +277,11 @@ ROWS: dict[str, tuple[Any, tuple[Any, ...], dict[str, str]]] = {  # step, argume
     "carry": (
         partial(_carry, False),
         (PARAMS, SCALER, {"h": jnp.ones(3)}, X),
+        {"params": "[0][0]", "scaler": "[0][1]", "carry": "[0][2]"},
+    ),
+    "carry without other data": (
+        partial(_carry, False, batch=X),
+        (PARAMS, SCALER, {"h": jnp.ones(3)}),
         {"params": "[0][0]", "scaler": "[0][1]"},
     ),
     "gated carry": (
@@ -321,7 +326,7 @@ ROWS: dict[str, tuple[Any, tuple[Any, ...], dict[str, str]]] = {  # step, argume
 }
 DATA = {  # what looks like state, but may be data
     "dict of reconstructions": ["batch"],
-    "carry": ["carry"],
+    "carry without other data": ["carry"],
     "masked labels": ["labels"],
     "learning rate and loss": ["rate"],
     "norm of the update": ["rate"],
@@ -335,7 +340,7 @@ ONLY_WITH_FLOW = {
     "dual averaging",
     "running loss",
     "dict of reconstructions",
-    "carry",
+    "carry without other data",
     "average first",
     "dataclass",
     "gradients first",

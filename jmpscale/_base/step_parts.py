@@ -27,8 +27,8 @@ class Match(NamedTuple):
     tree: PyTree  # the part of the arguments; of an object of Flax NNX, without variables that the step removes
     old: tuple[int, ...]
     new: tuple[int, ...]
-    # Whether it is state for certain. Otherwise gradients depend on it and do not change it, as they depend on data:
-    # it may be a batch that looks like its reconstruction, or the state of a recurrent network.
+    # Whether it is state for certain. Otherwise gradients depend on it and do not change it, as they depend on data,
+    # and the step has no other data: it may be a batch that looks like its reconstruction, or a recurrent state.
     is_certain: bool = True
 
 
@@ -60,6 +60,11 @@ class Part:
         """Whether it is an integer or a random key."""
         x = self.tree
         return is_key(x) or (is_array_type(x) and x.shape == () and not jnp.issubdtype(x.dtype, np.inexact))
+
+    @property
+    def has_data(self) -> bool:
+        """Whether it contains an array of numbers, as a batch does; a learning rate is none."""
+        return any(is_array_type(x) and x.ndim and not is_key(x) for x in jax.tree.leaves(self.tree))
 
     @property
     def has_library_state(self) -> bool:

@@ -50,8 +50,11 @@ def match_state(call: StepCall, out: PyTree, program: core.ClosedJaxpr | None) -
     pairs = _pairs(parts, results, first, dependence)
     trained = [i for match in matches for i in match.new]
     trained += [i for old, new in pairs for i in new.leaves if _is_trained(old, new, first, dependence)]
+    certain = [old for old, new in pairs if _is_state(old, new, first, trained, dependence)]
+    data = [part for part in parts if part not in certain and part.has_data and dependence.has_influence(part, trained)]
     for old, new in pairs:
-        is_certain = _is_state(old, new, first, trained, dependence)
+        # A step has data apart from its state. A lone array may still be one of its batch.
+        is_certain = old in certain or (not old.is_lone and data not in ([], [old]))
         matches.append(Match(old.name, old.tree, tuple(old.leaves), tuple(new.leaves), is_certain))
     return sorted(matches, key=lambda match: match.old)
 

@@ -24,9 +24,10 @@ def check_step(step: Callable[..., Any], *, ignore: str | Sequence[str] = ()) ->
     It is called like the step, as `check_step(train_step)(params, opt_state, batch)`, and runs the step from this state
     at several loss scales. The state is what the step returns with the structure and the types of an argument, in the
     order of the arguments: parameters, optimizer state, averages, batch statistics, and at least one scaler. Elements
-    of tuples, lists, dicts and named tuples count. What gradients depend on, but do not change, is taken for data, such
-    as a batch beside its reconstruction; `check_step` prints its name if it comes back changed. A lone array that is
-    not the first argument is state only if it is computed from its old value and has no influence on other state.
+    of tuples, lists, dicts and named tuples count. What gradients depend on, but do not change, is taken for data if
+    the step has no other data, such as a batch beside its reconstruction; `check_step` prints its name if it comes back
+    changed. A lone array that is not the first argument is state only if it is computed from its old value and has no
+    influence on other state.
     Objects of Flax NNX among the arguments belong to the state, also if the step returns their new state, as under
     `jax.jit`. In `jax.pmap`, each device may have a copy of the state.
 
@@ -143,8 +144,8 @@ def _enumerate(paths: Sequence[str], limit: int = 100) -> str:
 def _describe_others(names: Sequence[str]) -> str:
     return (
         f"check_step: {enumerate_names(names)} also came back changed from a skipped step, and was taken for data, "
-        "because no gradient changes it and gradients depend on it. If it is state, such as that of a recurrent "
-        f"network, gate it, too. To omit this line, pass ignore={tuple(names)}."
+        "because gradients depend on it, and none changes it. If it is state, such as that of a recurrent network, "
+        f"gate it, too. To omit this line, pass ignore={tuple(names)}."
     )
 
 
