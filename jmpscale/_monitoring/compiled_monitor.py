@@ -6,6 +6,7 @@ import threading
 import jax
 import numpy as np
 
+from jmpscale._base.memory import to_memory_of
 from jmpscale._base.text import format_number
 from jmpscale._base.tree import is_traced
 from jmpscale._base.warn import warn_from_program, warn_user
@@ -50,7 +51,8 @@ class CompiledMonitor:
             return np.asarray(after.consecutive_skips)
 
         def call_report(before: ScalerState, after: ScalerState) -> jax.Array:
-            return jax.pure_callback(report, after.consecutive_skips, before, after, vmap_method="sequential")
+            skips = jax.pure_callback(report, after.consecutive_skips, before, after, vmap_method="sequential")
+            return to_memory_of(after.consecutive_skips, skips)
 
         is_due = (after.consecutive_skips > 0) | _has_grown_without_skip(before, after)
         known = jax.lax.stop_gradient((before, after))
