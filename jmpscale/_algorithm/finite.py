@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from jmpscale._base.axes import AxisName, all_reduce_and
 from jmpscale._base.compat import use_variadic_reduce
-from jmpscale._base.memory import beside, is_on_host
+from jmpscale._base.memory import beside, is_on_host, stack
 from jmpscale._base.options import requires_names_in
 from jmpscale._base.tree import PyTree, as_array, is_inexact
 from jmpscale._get_scaler import find_scaler
@@ -82,7 +82,7 @@ def _all_leaves_finite_default(leaves: list[jax.Array]) -> jax.Array:
     `all(isfinite(x))`. The zeros are negative because XLA on GPUs would merge positive ones with the zeros that an
     embedding's gradient starts from, and write them to memory.
     """
-    return jnp.stack([_count_nonfinite(x) for x in leaves]).sum() == 0
+    return stack([_count_nonfinite(x) for x in leaves]).sum() == 0
 
 
 # Inlined, a jitted function adds the equations of its body: leaves of equal type share one trace.
@@ -101,7 +101,7 @@ def _all_leaves_finite_cpu(leaves: list[jax.Array]) -> jax.Array:
     and a result that is read at the argmin, prevent this fusion.
     """
     flags = [_is_finite_cpu(x) for x in leaves]
-    groups = jnp.stack([jnp.stack(flags[i : i + 8]).all() for i in range(0, len(flags), 8)])
+    groups = stack([stack(flags[i : i + 8]).all() for i in range(0, len(flags), 8)])
     return groups[jnp.argmin(groups)]
 
 

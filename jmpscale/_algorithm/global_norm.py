@@ -10,7 +10,7 @@ import numpy as np
 from jmpscale._algorithm.finite import zero_where_nonfinite
 from jmpscale._base.axes import AxisName, as_axes, axes_to_reduce
 from jmpscale._base.compat import varying_axes
-from jmpscale._base.memory import beside
+from jmpscale._base.memory import beside, stack
 from jmpscale._base.tree import PyTree, as_array, flatten_gradients
 
 
@@ -23,7 +23,7 @@ def global_norm(grads: PyTree, axis_name: AxisName, norm_axis_name: AxisName) ->
         for part in (x.real, x.imag) if jnp.iscomplexobj(x) else (x,):
             total = _sum_of_squares(part.astype(dtype))
             sums.setdefault(_norm_axes(total, axis_name, norm_axis_name), []).append(total)
-    totals = {axes: jnp.stack(squares).sum() for axes, squares in sums.items()}
+    totals = {axes: stack(squares).sum() for axes, squares in sums.items()}
     reduced = [jax.lax.psum(total, axes) if axes else total for axes, total in totals.items()]
     return jnp.sqrt(sum(reduced, jnp.zeros((), dtype)))
 

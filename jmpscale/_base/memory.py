@@ -4,6 +4,7 @@ JAX combines arrays of one memory space only, and scalars of any. Before JAX 0.1
 is always in the memory of the device.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,3 +32,10 @@ def to_memory_of(like: ArrayLike, x: jax.Array) -> jax.Array:
     """Returns an array in the memory space of another one; compiles to nothing if it is there."""
     space = jax.typeof(like).memory_space
     return x if jax.typeof(x).memory_space == space else jax.device_put(x, space)
+
+
+def stack(scalars: Sequence[jax.Array]) -> jax.Array:
+    """Stacks scalars, some of which may be on the host; JAX before 0.10 stacks those of one memory space only."""
+    if any(map(is_on_host, scalars)):
+        scalars = [jax.device_put(x, jax.memory.Space.Device) for x in scalars]
+    return jnp.stack(scalars)
