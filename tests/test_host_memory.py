@@ -10,6 +10,7 @@ import pytest
 from jax.experimental import compute_on
 
 import jmpscale
+from jmpscale import testing
 
 from arrays import normal
 from tables import names
@@ -168,3 +169,63 @@ def test_function_on_the_host_has_the_same_results(name, host):
     for x, y in zip(*map(jax.tree.leaves, (found, jax.jit(fun)(jmpscale.dynamic(4.0), GRADS))), strict=True):
         assert x.dtype == y.dtype
         np.testing.assert_array_equal(x.astype(jnp.complex64), y.astype(jnp.complex64))
+
+
+def stored_step(params, opt_state, x):
+    """A step whose optimizer state is stored on the host."""
+    update, gradients, _ = wrapper(optax.adam(1e-2))
+    opt_state = jax.device_put(opt_state, jax.memory.Space.Device)
+    loss, grads = gradients(opt_state, params, x)
+    params, opt_state = update(params, opt_state, grads, loss)
+    return params, jax.device_put(opt_state, jax.memory.Space.Host), loss
+
+
+def computed_step(params, opt_state, x):
+    """A step whose update is computed on the host."""
+    update, gradients, _ = wrapper(optax.adam(1e-2))
+    loss, grads = gradients(jax.device_put(opt_state.scaler, jax.memory.Space.Device), params, x)
+    given = jax.device_put((params, grads, loss), jax.memory.Space.Host)
+    params, opt_state = on_host(update)(given[0], opt_state, *given[1:])
+    return jax.device_put(params, jax.memory.Space.Device), opt_state, loss
+
+
+def plain_step(params, opt_state, x):
+    update, gradients, _ = wrapper(optax.adam(1e-2))
+    loss, grads = gradients(opt_state, params, x)
+    return *update(params, opt_state, grads, loss), loss
+
+
+STEPS = {"stored": stored_step, "computed": computed_step}
+
+
+@pytest.fixture
+def half_loss(monkeypatch):
+    """Makes the loss compute in bfloat16, also where the state is."""
+
+    def loss_fn(params, x):
+        half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+        return jnp.mean((((x.astype(jnp.bfloat16) @ half["w"] + half["b"]) * half["scale"]).astype(F) - Y) ** 2)
+
+    monkeypatch.setitem(globals(), "loss_fn", loss_fn)
+
+
+@pytest.mark.usefixtures("half_loss")
+@pytest.mark.parametrize("name", names(STEPS, default={"computed"}))
+def test_diagnose_step_of_a_state_on_the_host_is_the_same(name, host):
+    opt_state = METHODS["wrapper"]()[2]
+    found = jmpscale.diagnose_step(STEPS[name])(PARAMS, jax.device_put(opt_state, host), X)
+    expected = jmpscale.diagnose_step(plain_step)(PARAMS, opt_state, X)
+    assert found.state == expected.state
+    assert found.loss == pytest.approx(expected.loss)
+    assert found.gradient_error > 0
+    assert found.gradient_error == pytest.approx(expected.gradient_error, rel=1e-3)
+    assert [x.error for x in found.changes] == pytest.approx([x.error for x in expected.changes], rel=1e-2, abs=1e-6)
+    assert {row.line for row in found.rows} == {row.line for row in expected.rows}
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("half_loss")
+@pytest.mark.parametrize("name", STEPS)
+def test_check_step_accepts_a_state_on_the_host(name, host):
+    opt_state = jax.device_put(METHODS["wrapper"]()[2], host)
+    testing.check_step(STEPS[name])(PARAMS, opt_state, X)

@@ -34,8 +34,11 @@ def to_memory_of(like: ArrayLike, x: jax.Array) -> jax.Array:
     return x if jax.typeof(x).memory_space == space else jax.device_put(x, space)
 
 
+def on_device(x: Any) -> Any:
+    """Returns an array in the memory of the device."""
+    return jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
+
+
 def stack(scalars: Sequence[jax.Array]) -> jax.Array:
     """Stacks scalars, some of which may be on the host; JAX before 0.10 stacks those of one memory space only."""
-    if any(map(is_on_host, scalars)):
-        scalars = [jax.device_put(x, jax.memory.Space.Device) for x in scalars]
-    return jnp.stack(scalars)
+    return jnp.stack(list(map(on_device, scalars)))
