@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from jmpscale._base.axes import AxisName, all_reduce_and
 from jmpscale._base.compat import use_variadic_reduce
+from jmpscale._base.memory import beside, is_on_host, stack
 from jmpscale._base.options import requires_names_in
 from jmpscale._base.tree import PyTree, as_array, is_inexact
 from jmpscale._get_scaler import find_scaler
@@ -81,12 +82,14 @@ def _all_leaves_finite_default(leaves: list[jax.Array]) -> jax.Array:
     `all(isfinite(x))`. The zeros are negative because XLA on GPUs would merge positive ones with the zeros that an
     embedding's gradient starts from, and write them to memory.
     """
-    return jnp.stack([_count_nonfinite(x) for x in leaves]).sum() == 0
+    return stack([_count_nonfinite(x) for x in leaves]).sum() == 0
 
 
 # Inlined, a jitted function adds the equations of its body: leaves of equal type share one trace.
 @functools.partial(jax.jit, inline=True)
 def _count_nonfinite(x: jax.Array) -> jax.Array:
+    if is_on_host(x):  # where JAX cannot select one of two constants
+        return (~jnp.isfinite(x)).astype(np.float32).sum()
     zero, one = np.float32(-0.0), np.float32(1)
     return jnp.where(jnp.isfinite(x), zero, one).sum()
 
@@ -98,7 +101,7 @@ def _all_leaves_finite_cpu(leaves: list[jax.Array]) -> jax.Array:
     and a result that is read at the argmin, prevent this fusion.
     """
     flags = [_is_finite_cpu(x) for x in leaves]
-    groups = jnp.stack([jnp.stack(flags[i : i + 8]).all() for i in range(0, len(flags), 8)])
+    groups = stack([stack(flags[i : i + 8]).all() for i in range(0, len(flags), 8)])
     return groups[jnp.argmin(groups)]
 
 
@@ -123,4 +126,4 @@ def zero_nonfinite(tree: PyTree) -> PyTree:
 
 @functools.partial(jax.jit, inline=True)
 def zero_where_nonfinite(x: jax.Array) -> jax.Array:
-    return jnp.where(jnp.isfinite(x), x, -0.0)
+    return jnp.where(jnp.isfinite(x), x, beside(x, -0.0))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jmpscale._base.compat import full_like, varying_axes
+from jmpscale._base.memory import is_on_host, to_memory_of
 from jmpscale._base.tree import as_array, is_array, is_traced
 from jmpscale._base.types import is_unchanged
 from jmpscale._guards import gate as guards
@@ -142,15 +143,20 @@ def gate(
         new = apply_once(sanitize(arrays))
         return jax.tree.map(functools.partial(_where, flag), new, originals(new, arrays))
 
-    # JAX traces the forms for all platforms. It raises for a branch under jax.vmap on a mesh with Explicit axes, and
-    # for a branch on a flag that varies over manual axes, because the results of a branch do not vary.
-    if jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types or varying_axes(flag):
+    if _needs_select(flag, arrays):
         return combine(select(flag, arrays))
     return combine(jax.lax.platform_dependent(flag, arrays, cpu=branch, default=select))
 
 
+def _needs_select(flag: jax.Array, arrays: list[Any]) -> bool:
+    """Tests whether JAX raises for a branch; it traces the forms for all platforms.
+
+    It raises under jax.vmap on a mesh with Explicit axes; for a flag that varies over manual axes, because the results
+    of a branch do not vary; and for scalars in the memory of the host, whose memory space a step may lose.
+    """
+    is_explicit = jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+    return is_explicit or bool(varying_axes(flag)) or any(is_on_host(x) for x in arrays if x is not None)
+
+
 def _where(flag: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    out = jnp.where(flag, new, old)
-    # A select of scalars in host memory returns device memory.
-    space = jax.typeof(old).memory_space
-    return out if space == jax.typeof(out).memory_space else jax.device_put(out, space)
+    return to_memory_of(old, jnp.where(flag, new, old))

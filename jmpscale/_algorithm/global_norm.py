@@ -10,6 +10,7 @@ import numpy as np
 from jmpscale._algorithm.finite import zero_where_nonfinite
 from jmpscale._base.axes import AxisName, as_axes, axes_to_reduce
 from jmpscale._base.compat import varying_axes
+from jmpscale._base.memory import beside, stack
 from jmpscale._base.tree import PyTree, as_array, flatten_gradients
 
 
@@ -22,7 +23,7 @@ def global_norm(grads: PyTree, axis_name: AxisName, norm_axis_name: AxisName) ->
         for part in (x.real, x.imag) if jnp.iscomplexobj(x) else (x,):
             total = _sum_of_squares(part.astype(dtype))
             sums.setdefault(_norm_axes(total, axis_name, norm_axis_name), []).append(total)
-    totals = {axes: jnp.stack(squares).sum() for axes, squares in sums.items()}
+    totals = {axes: stack(squares).sum() for axes, squares in sums.items()}
     reduced = [jax.lax.psum(total, axes) if axes else total for axes, total in totals.items()]
     return jnp.sqrt(sum(reduced, jnp.zeros((), dtype)))
 
@@ -30,7 +31,7 @@ def global_norm(grads: PyTree, axis_name: AxisName, norm_axis_name: AxisName) ->
 @functools.partial(jax.jit, inline=True)
 def _sum_of_squares(x: jax.Array) -> jax.Array:
     # The derivative of square(x) alone turns a cotangent of zero into NaN where x is infinite.
-    return jnp.where(jnp.isfinite(x), jnp.square(zero_where_nonfinite(x)), np.array(np.inf, x.dtype)).sum()
+    return jnp.where(jnp.isfinite(x), jnp.square(zero_where_nonfinite(x)), beside(x, np.array(np.inf, x.dtype))).sum()
 
 
 def _norm_axes(x: jax.Array, axis_name: AxisName, norm_axis_name: AxisName) -> tuple[Hashable, ...]:

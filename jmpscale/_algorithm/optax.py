@@ -16,6 +16,7 @@ from jmpscale._algorithm.global_norm import global_norm
 from jmpscale._algorithm.update import adapt, all_reduce_outcome
 from jmpscale._base.axes import AxisName, as_axes, manual_axes
 from jmpscale._base.compat import full_like
+from jmpscale._base.memory import to_memory_of
 from jmpscale._base.multiply import multiply_leaf
 from jmpscale._base.options import requires_names
 from jmpscale._base.tree import PyTree, as_array, flatten_gradients, is_array, is_traced, structure
@@ -145,7 +146,7 @@ def with_loss_scaling(
         if max_norm is not None:
             norm = global_norm(grads, axis_name, norm_axis_name)
             factor = jnp.where(norm > max_norm, max_norm / norm, 1)
-            grad_norm = norm.astype(jnp.float32)
+            grad_norm = to_memory_of(state.grad_norm, norm.astype(jnp.float32))
 
         def update_inner(grads: PyTree, inner_state: PyTree) -> tuple[PyTree, PyTree]:
             if factor is not None:

@@ -7,6 +7,7 @@ from jax.typing import ArrayLike
 from jmpscale._algorithm.finite import all_finite_here
 from jmpscale._base.arguments import COUNTER_LIMIT
 from jmpscale._base.axes import AxisName, all_reduce_and, as_axes, untyped_axes
+from jmpscale._base.memory import to_memory_of
 from jmpscale._base.options import requires_names
 from jmpscale._base.tree import PyTree
 from jmpscale._guards import update as guards
@@ -115,7 +116,7 @@ def adapt(scaler: ScalerState, finite: jax.Array, loss_finite: jax.Array | None)
         applied, overflowed = _grow(applied), _back_off(overflowed)
     if loss_finite is not None:
         overflowed = _select(reason == int(SkipReason.LOSS), counted, overflowed)
-    return _select(finite, applied, overflowed)
+    return jax.tree.map(to_memory_of, scaler, _select(finite, applied, overflowed))
 
 
 def _reason_of_skip(scaler: ScalerState, loss_finite: jax.Array | None) -> jax.Array:

@@ -8,6 +8,8 @@ import jax.extend.core
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jmpscale._base.memory import beside, is_on_host
+
 REF = getattr(jax, "Ref", ())  # JAX before 0.8 has no public references
 
 
@@ -109,6 +111,8 @@ def in_current_mesh(x: Any) -> Any:
 
 def full_like(like: jax.Array | jax.ShapeDtypeStruct, value: ArrayLike) -> jax.Array:
     """Returns an array with the type of `like`, which is an array or a result of `jax.eval_shape`."""
+    if isinstance(like, jax.core.Tracer) and like.ndim and is_on_host(like):
+        return jnp.asarray(beside(like, value))
     manual = getattr(like, "manual_axis_type", None) if isinstance(like, jax.ShapeDtypeStruct) else None
     if manual is None or not manual.varying:
         return jax.lax.full_like(like, value)

@@ -6,6 +6,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jmpscale._base.compat import unreduced_axes
+from jmpscale._base.memory import to_memory_of
 
 
 def multiply_leaf(x: ArrayLike, factor: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
@@ -16,7 +17,7 @@ def multiply_leaf(x: ArrayLike, factor: jax.Array, dtype: DTypeLike | None = Non
     if jnp.iscomplexobj(x):  # part by part: inf * (factor + 0j) is NaN
         return jax.lax.complex(jnp.real(x) * factor, jnp.imag(x) * factor)
     if jax.typeof(x).weak_type:
-        return jax.lax.mul(x, jax.lax.full_like(x, factor))  # weakly typed as well
+        return jax.lax.mul(x, to_memory_of(x, jax.lax.full_like(x, factor)))  # weakly typed as well
     return (jnp.asarray(x, factor.dtype) * factor).astype(jnp.result_type(x) if dtype is None else dtype)
 
 

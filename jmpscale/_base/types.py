@@ -40,9 +40,12 @@ def has_same_type(was: object, now: object) -> bool:
 
 
 def _strong_type(x: ArrayLike) -> tuple[object, ...]:
-    """Returns the type of an array, without weak typing and without the mesh, which JAX 0.7 does not always know."""
+    """Returns the type of an array, without weak typing, and without the mesh, which JAX 0.7 does not always know.
+
+    JAX does not always know the memory space of a scalar either.
+    """
     aval = jax.typeof(x)
-    return aval.shape, aval.dtype, aval.sharding.spec, varying_axes(x), aval.memory_space
+    return aval.shape, aval.dtype, aval.sharding.spec, varying_axes(x), aval.memory_space if aval.ndim else None
 
 
 def is_unchanged(was: object, now: object) -> bool:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmpscale._base.memory import on_device
 from jmpscale._base.types import is_narrow
 from jmpscale._diagnosis.program import Result
 from jmpscale._diagnosis.thresholds import NOISE_OF_CHANGE, AcceptedErrors
@@ -61,7 +62,7 @@ def _change(result: Result, not_finite: float, written_not_finite: float, nonzer
 
 
 def _measure(result: Result, written: Any, reference: Any) -> Any:
-    old = np.float32(0) if result.old is None else result.old
+    old = np.float32(0) if result.old is None else on_device(result.old)
     return _numbers(written, reference, old)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._base.jaxpr import Caller, Key
+from jmpscale._base.memory import on_device
 from jmpscale._base.scopes import is_in_inner_gradient
 from jmpscale._diagnosis.blocks import Block, BlockProgram
 from jmpscale._diagnosis.modes import Execution, Modal, Mode, Modes, Part, Site
@@ -31,7 +32,7 @@ class ModalProgram:
 
     def __init__(self, program: Program, everything: Sequence[Operation], modal: Modal) -> None:
         """Creates a form of a program; `everything` is its operations, of which `modal` says what their modes do."""
-        self.consts = [widen(jnp.asarray(x)) for x in program.consts]
+        self.consts = [on_device(widen(jnp.asarray(x))) for x in program.consts]
         self._outputs = slice(None)
         self._count = program.measured_outputs
         with_mode = [(x, dtype) for x in everything if (dtype := modal.dtype(x)) is not None]

@@ -8,6 +8,7 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from jmpscale._base import flow
+from jmpscale._base.memory import on_device
 from jmpscale._interpreter.compile import compiled_jaxpr
 
 
@@ -59,4 +60,4 @@ class Leaf(NamedTuple):
 def compile_as_written(program: Program) -> Callable[[float], list[Any]]:
     """Returns a function of the loss scale that returns the loss and the gradients of a step as it is written."""
     run = compiled_jaxpr(program.jaxpr)
-    return lambda scale: run(program.consts, np.float32(scale))
+    return lambda scale: list(map(on_device, run(program.consts, np.float32(scale))))

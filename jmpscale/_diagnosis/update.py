@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jmpscale._base.memory import on_device
 from jmpscale._diagnosis.changes import Change
 from jmpscale._diagnosis.forms import Forms
 from jmpscale._diagnosis.modal_program import ModalProgram
@@ -115,7 +116,7 @@ def _find_unchanged(forms: Forms, changes: Sequence[Change], scale: float) -> Un
 
     def changed_by(sites: Iterable[Site]) -> list[int]:
         outputs = program.run(scale, dict.fromkeys(sites, Mode.PERTURBED), Mode.FLOAT32)[0]
-        return [i for i in leaves if not bool((outputs[i] == changes[i].result.old).all())]
+        return [i for i in leaves if not bool((outputs[i] == on_device(changes[i].result.old)).all())]
 
     found = [site for site in program.sites if changed_by([site])] if changed_by(program.sites) else []
     which = changed_by(found) if found else []

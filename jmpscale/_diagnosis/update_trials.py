@@ -7,6 +7,7 @@ have the same gradients, so a result to which a gradient leads is compared in A 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from jmpscale._base.memory import on_device
 from jmpscale._diagnosis.changes import Change, measure_changes
 from jmpscale._diagnosis.lossless import ErrorsOfDraws, Values, compare_pair, redraws
 from jmpscale._diagnosis.modal_program import ModalProgram
@@ -88,7 +89,7 @@ class UpdateTrials:
     def _values(self, written: Sequence[Any], reference: Sequence[Any]) -> dict[str, Values]:
         """Returns the new values of the leaves of the state, by name."""
         found = zip(self._results, written, reference, strict=True)
-        return {x.name: Values(y, z, x.old) for x, y, z in found if x.old is not None}
+        return {x.name: Values(y, z, on_device(x.old)) for x, y, z in found if x.old is not None}
 
     def find_lines(self, sites: Sequence[Site], is_gradient_led: bool) -> list[Path] | None:
         """Finds a minimal set of lines with which no change of the results of one kind is bad."""

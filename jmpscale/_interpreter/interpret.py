@@ -24,6 +24,7 @@ from jmpscale._base.jaxpr import (
     split_while_inputs,
     type_of,
 )
+from jmpscale._base.memory import on_device
 from jmpscale._base.types import is_narrow
 
 
@@ -62,15 +63,21 @@ class Interpreter:
         return self._traced(self.records, program, inputs, PROGRAM)
 
     def run_equation(self, eqn: core.JaxprEqn, inputs: list[Any], caller: Caller) -> list[Any]:
-        """Returns the results of an equation. All operations that this adds have its context, such as its mesh."""
-        name = eqn.primitive.name
+        """Returns the results of an equation, in the memory of the device.
+
+        All operations that this adds have the context of the equation, such as its mesh.
+        """
         with eqn.ctx.manager:
-            pairs = zip(inputs, eqn.invars, strict=True)
-            inputs = [x if _is_in_other_mesh(operand) else in_current_mesh(x) for x, operand in pairs]
-            if name not in ENTERED:
-                return self._rule(self, eqn, inputs, caller)
-            special = {"scan": self._scan, "while": self._while, "cond": self._cond, "shard_map": self._shard_map}
-            return special.get(name, self._call)(eqn, inputs, caller.inside(eqn))
+            pairs = zip(map(on_device, inputs), eqn.invars, strict=True)
+            operands = [x if _is_in_other_mesh(operand) else in_current_mesh(x) for x, operand in pairs]
+            return list(map(on_device, self._run_entered(eqn, operands, caller)))
+
+    def _run_entered(self, eqn: core.JaxprEqn, inputs: list[Any], caller: Caller) -> list[Any]:
+        name = eqn.primitive.name
+        if name not in ENTERED:
+            return self._rule(self, eqn, inputs, caller)
+        special = {"scan": self._scan, "while": self._while, "cond": self._cond, "shard_map": self._shard_map}
+        return special.get(name, self._call)(eqn, inputs, caller.inside(eqn))
 
     def _traced(
         self, records: Any, program: core.ClosedJaxpr, inputs: Sequence[Any], caller: Caller

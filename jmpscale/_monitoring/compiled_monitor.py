@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from jmpscale._base.compat import as_varying, varying_axes
+from jmpscale._base.memory import to_memory_of
 from jmpscale._base.text import format_number
 from jmpscale._base.tree import is_traced
 from jmpscale._base.warn import warn_from_program, warn_user
@@ -53,7 +54,7 @@ class CompiledMonitor:
 
         def call_report(finite: jax.Array, before: ScalerState, after: ScalerState) -> jax.Array:
             reported = jax.pure_callback(report, finite, finite, before, after, vmap_method="sequential")
-            return as_varying(reported, tuple(varying_axes(finite)))
+            return as_varying(to_memory_of(finite, reported), tuple(varying_axes(finite)))
 
         is_due = (after.consecutive_skips > 0) | _has_reached_limit(before, after)
         known = jax.lax.stop_gradient((finite, before, after))
