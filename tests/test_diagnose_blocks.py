@@ -68,7 +68,8 @@ def test_blocks_have_the_results_of_the_program():
     found, _ = Forms(program).precision.run(1.0, {}, Mode.AS_WRITTEN)
     expected = compiled(lambda *consts: jax.core.eval_jaxpr(program.jaxpr, consts, jnp.float32(1)))(*program.consts)
     for x, y in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(x, y)
+        # On some CPUs, XLA rounds a function such as tanh in another way in a larger program: by one last place.
+        np.testing.assert_allclose(x, y, rtol=2 * float(jnp.finfo(jnp.float16).eps), atol=0)
 
 
 def test_operations_of_equal_blocks_have_their_own_modes_and_records():

@@ -266,6 +266,17 @@ def optimized(tx):
     return step
 
 
+def copied(dtype):
+    """Returns a step whose parameters in half precision are a copy of float32 ones, which the optimizer updates."""
+
+    def step(copy, params, batch):
+        loss, grads = jax.value_and_grad(regression)(copy, batch)
+        params = jax.tree.map(lambda p, g: p - 1e-4 * g.astype(F), params, grads)
+        return jmpscale.cast(params, dtype), params, loss
+
+    return step
+
+
 def averaged(decay):
     def step(params, average, batch):
         loss, grads = jax.value_and_grad(regression)(params, batch)
@@ -443,6 +454,8 @@ def test_diagnose_step_names_a_result_that_is_wrong_beside_the_state():
 SGD = optax.sgd(0.3)
 HEALTHY = {
     "masters": (optimized(optax.adam(1e-4)), (parameters(), optax.adam(1e-4).init(parameters()), BATCH)),
+    "bfloat16 copy of parameters": (copied(B), (parameters(B), parameters(), BATCH)),
+    "float16 copy of parameters": (copied(H), (parameters(H), parameters(), BATCH)),
     "sgd of bfloat16 parameters": (
         optimized(optax.sgd(0.3)),
         (parameters(B), optax.sgd(0.3).init(parameters(B)), BATCH),
@@ -474,7 +487,9 @@ def test_diagnose_step_names_the_line_that_calls_a_wrapped_optimizer():
     assert diagnosis.lines == (f"test_diagnose_step.py:{fault_line(step)} (step)",)
 
 
-@pytest.mark.parametrize("name", names(HEALTHY, default={"masters", "Kahan summation", "stochastic rounding"}))
+@pytest.mark.parametrize(
+    "name", names(HEALTHY, default={"masters", "bfloat16 copy of parameters", "Kahan summation", "stochastic rounding"})
+)
 def test_diagnose_step_of_a_healthy_step_says_one_sentence(name):
     step, args = HEALTHY[name]
     diagnosis = jmpscale.diagnose_step(jax.jit(step))(*args)

@@ -366,7 +366,9 @@ def _matches(call, out, program):
     return found
 
 
-@pytest.mark.parametrize("compiled", [jax.jit, lambda step: step], ids=["jit", "eager"])
+@pytest.mark.parametrize(
+    "compiled", [jax.jit, pytest.param(lambda step: step, marks=pytest.mark.full)], ids=["jit", "eager"]
+)
 @pytest.mark.parametrize("name", ROWS)
 def test_match_state_finds_what_a_step_returns_of_its_arguments(name, compiled):
     step, args, expected = ROWS[name]

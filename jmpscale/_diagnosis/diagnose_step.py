@@ -34,7 +34,8 @@ def diagnose_step(step: Callable[..., Any], *, accepted_error: float | None = No
     - The change of each leaf of its state, beside the change that the same gradients make if the update computes in
       float32. So a leaf in half precision that is too coarse for its changes is found, such as parameters, an average
       or a sum, and so is rounding in the optimizer. A leaf to which no gradient leads, such as a running mean, and any
-      other result are compared with the whole step in float32.
+      other result are compared with the whole step in float32. A leaf that is not computed from its old value, such as
+      a copy in half precision of float32 parameters, is compared by its value.
     - Values that are in half precision before the step begins are taken as exact; the summary names integers that are
       too large for their dtype, and constants.
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._base.step_call import StepCall, is_array_type
+from jmpscale._base.step_dependence import StepDependence
 from jmpscale._base.step_parts import Match
 from jmpscale._base.tree import PyTree, is_real, leaves_with_path, named_leaves
 from jmpscale._diagnosis.program import Leaf, Result
@@ -25,7 +26,7 @@ class _Compared(NamedTuple):
 class StepArrays:
     """The arrays that a step takes, and the results of it that are floating-point numbers, except of scalers."""
 
-    def __init__(self, call: StepCall, out: PyTree, matches: Sequence[Match]) -> None:
+    def __init__(self, call: StepCall, out: PyTree, matches: Sequence[Match], dependence: StepDependence) -> None:
         leaves = jax.tree.leaves(call.arguments)
         places = [i for i, leaf in enumerate(leaves) if is_array_type(leaf)]
         self._values = [jnp.asarray(leaves[i]) for i in places]
@@ -46,8 +47,10 @@ class StepArrays:
             name = match.name + jax.tree_util.keystr(keys)
             # The parts of the state are the arguments, or the elements of the only one.
             part = match.name + jax.tree_util.keystr(keys[: int(len(matches) == 1)])
-            result = Result(name, dtype, self._values[number], part="" if part == name else part)
-            return _Compared(result, output, number)
+            # A leaf that is not computed from its old value, such as a copy in half precision of float32 parameters,
+            # loses no change over time, so its value is compared, as of any other result.
+            old_value = self._values[number] if dependence.depends([place], [old]) else None
+            return _Compared(Result(name, dtype, old_value, part="" if part == name else part), output, number)
 
         scalers_out = _places_of_scalers(out)[1]
         arrays = [(place, path, x) for place, (path, x) in enumerate(named_leaves(out)) if is_array_type(x)]
@@ -69,7 +72,8 @@ class StepArrays:
 
     def leaves(self, is_read: Sequence[bool]) -> list[Leaf]:
         """Returns the leaves of the state; `is_read` says which inputs of the program the forward pass reads."""
-        return [Leaf(x, i, output, is_read[i]) for x, output, i in self._compared if i is not None]
+        found = [(x._replace(old=self._values[i]), i, output) for x, output, i in self._compared if i is not None]
+        return [Leaf(x, i, output, is_read[i]) for x, i, output in found]
 
     def inputs(self, scale: jax.Array) -> list[Any]:
         """Returns the inputs of the program, in which the scale of the first scaler is a number.

@@ -11,6 +11,7 @@ from jax.interpreters import partial_eval
 
 from jmpscale._base.source import place_of_error
 from jmpscale._base.step_call import StepCall, reads_values
+from jmpscale._base.step_dependence import StepDependence
 from jmpscale._base.step_state import match_state
 from jmpscale._base.tree import PyTree, check_no_refs
 from jmpscale._diagnosis.averages import find_stalled_averages
@@ -43,7 +44,7 @@ def _traced_step(call: StepCall, out: PyTree, traced: core.ClosedJaxpr) -> Trace
     written = traced.replace(jaxpr=repeatable(traced.jaxpr))
     # A lone array that may be data, such as an image beside its reconstruction, is compared as a result.
     matches = [x for x in match_state(call, out, written) if x.is_certain or not jax.tree_util.all_leaves([x.tree])]
-    arrays = StepArrays(call, out, matches)
+    arrays = StepArrays(call, out, matches, StepDependence(call, out, written))
     exposed = _expose_gradients(written, arrays)
     leaves = arrays.leaves(Passes(written.jaxpr, 0).inputs_in_forward)
     program, results, has_loss = _select_outputs(exposed, arrays.results)
