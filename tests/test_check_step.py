@@ -768,6 +768,26 @@ def test_check_step_names_what_may_be_state_and_was_taken_for_data(capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("is_gated", [True, False])
+def test_check_step_finds_a_running_loss_that_is_an_argument_by_itself(is_gated):
+    step, (params, opt_state) = _wrapper(WRAPPED)
+
+    def with_running_loss(params, opt_state, mean):
+        params, opt_state = step((params, opt_state))
+        new = 0.9 * mean + 0.1 * _loss(params)
+        return params, opt_state, jmpscale.select_tree(opt_state.scaler.step_applied, new, mean) if is_gated else new
+
+    def check():
+        check_step(jax.jit(with_running_loss))(params, opt_state, jnp.float32(0.5))
+
+    if is_gated:
+        check()
+    else:
+        with pytest.raises(AssertionError, match="the skipped step changed mean: 0.5 before"):
+            check()
+
+
 def test_check_step_compiles_a_step_that_is_not_compiled():
     calls = []
     step, state = RIGHT["functional"]()
