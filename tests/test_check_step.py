@@ -784,7 +784,7 @@ def test_check_step_finds_a_running_loss_that_is_an_argument_by_itself(is_gated)
     if is_gated:
         check()
     else:
-        with pytest.raises(AssertionError, match="the skipped step changed mean: 0.5 before"):
+        with pytest.raises(AssertionError, match=r"the skipped step changed mean: 0\.5 before"):
             check()
 
 
