@@ -94,10 +94,8 @@ def _call_wrapped_step(code, program):
 
 
 def _run_compiled(code, program):
-    def run(scaler, params):
-        return _run(code, program | {"scaler": scaler, "params": params})["grads"]
-
-    jax.eval_shape(run, program["scaler"], program["params"])
+    state = {name: program[name] for name in ("scaler", "params", "opt_state")}
+    jax.eval_shape(lambda state: _run(code, program | state)["grads"], state)
 
 
 def _run_on_each_device(code, program):
@@ -111,6 +109,7 @@ def _run_on_each_device(code, program):
 
 RUN = {  # the programs that need more than the names above
     "The gradients come from JAX": _run_in_new_program,
+    "The gradients are never unscaled": _run_compiled,
     "The gradients are unscaled by the new scaler": _run_compiled,
     "The loss is float16": _call_loss,
     "The compiled step closes over the optimizer state": _call_wrapped_step,
@@ -176,7 +175,9 @@ STEPS = {  # for each diff, the code before and after it that makes it a trainin
     "Scaled gradients are clipped": [("", GATE)],
     "The gradients are unscaled twice by hand": [("", UPDATE + APPLY)],
     "The gradients are converted to float16": [(SMALL_GRADIENTS, APPLY)],
-    "Other state is not gated": [(GRADIENTS.format("opt_state") + "new_batch_stats = batch_stats + 1\n", APPLY)],
+    "Other state is not gated": [
+        (GRADIENTS.format("opt_state") + "new_batch_stats = 0.9 * batch_stats + 0.1\n", APPLY)
+    ],
 }
 
 

@@ -463,7 +463,6 @@ def _nnx_arguments():
 @pytest.mark.parametrize(
     "compiled", [nnx.jit, pytest.param(lambda step: step, marks=pytest.mark.full)], ids=["jit", "eager"]
 )
-@pytest.mark.filterwarnings("ignore:.*receives no loss")
 def test_step_call_runs_on_copies_of_nnx_objects_and_keeps_their_links(compiled):
     model, optimizer, ema = _nnx_arguments()
     before = nnx.to_pure_dict(nnx.state((model, optimizer)))
