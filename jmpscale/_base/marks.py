@@ -9,6 +9,7 @@ import weakref
 from typing import Any
 
 import jax
+import numpy as np
 
 from jmpscale._base.tree import PyTree, is_traced
 
@@ -55,7 +56,9 @@ def mark_scale(kind: Mark, loss_scale: Any) -> None:
 
     It must be fast for any other scale, because every call of a compiled function flattens a state.
     """
-    if is_traced(loss_scale) or not isinstance(loss_scale, jax.Array):
+    if is_traced(loss_scale):
+        mark(kind, loss_scale)
+    elif not isinstance(loss_scale, (jax.Array, np.ndarray, np.generic)):
         mark(kind, [x for x in jax.tree.leaves(loss_scale) if is_traced(x)])
 
 
