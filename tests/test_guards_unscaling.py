@@ -134,6 +134,11 @@ NEVER = {
 }
 
 
+# JAX 0.7 reads the results of a compiled function, such as `update`, so the scale of a second step has been read.
+if jax.__version_info__ < (0, 8):
+    del NEVER["second of two steps"]
+
+
 @pytest.mark.guards
 @pytest.mark.parametrize("call", rows(NEVER))
 def test_update_warns_if_gradients_of_a_scaled_loss_are_not_unscaled(call):
@@ -160,6 +165,10 @@ BY_NEW = {
         lambda *state: lax.scan(lambda c, _: (unscaled_after_update(*c), None), state, None, 2), STATE, PARAMS
     ),
 }
+
+
+if jax.__version_info__ < (0, 8):
+    del BY_NEW["second of two steps"]
 
 
 @pytest.mark.guards
