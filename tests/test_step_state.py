@@ -503,7 +503,7 @@ def _nnx_step_with_returned_state(returned, model, optimizer, batch):
     ],
 )
 def test_match_state_finds_the_returned_state_of_nnx_objects_that_jax_jit_copies(returned, names):
-    """Under `jax.jit`, objects are copied, so those of the caller come back unchanged."""
+    """Under `jax.jit`, objects are copied, so the objects of the caller come back unchanged."""
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
     call = StepCall(jax.jit(partial(_nnx_step_with_returned_state, returned)), (model, optimizer, X), {})

@@ -40,5 +40,5 @@ def on_device(x: Any) -> Any:
 
 
 def stack(scalars: Sequence[jax.Array]) -> jax.Array:
-    """Stacks scalars, some of which may be on the host; JAX before 0.10 stacks those of one memory space only."""
+    """Stacks scalars, some of which may be on the host; JAX before 0.10 stacks scalars of one memory space only."""
     return jnp.stack(list(map(on_device, scalars)))

@@ -144,8 +144,8 @@ def _enumerate(paths: Sequence[str], limit: int = 100) -> str:
 def _describe_others(names: Sequence[str]) -> str:
     return (
         f"check_step: {enumerate_names(names)} also came back changed from a skipped step, and was taken for data, "
-        "because gradients depend on it, and none changes it. If it is state, such as that of a recurrent network, "
-        f"gate it, too. To omit this line, pass ignore={tuple(names)}."
+        "because gradients depend on it, and none changes it. If it is state, such as the carry of a recurrent "
+        f"network, gate it, too. To omit this line, pass ignore={tuple(names)}."
     )
 
 
