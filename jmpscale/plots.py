@@ -12,7 +12,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from jmpscale._base.options import requires_names
 from jmpscale._base.text import describe, format_percentage, format_scale, truncate
-from jmpscale._diagnosis.report import Diagnosis, DiagnosisChange, DiagnosisRow, worst_first
+from jmpscale._diagnosis.tell.report import Diagnosis, DiagnosisChange, DiagnosisRow, worst_first
 from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE
 
 __all__ = ["changes", "diagnosis"]

@@ -449,7 +449,7 @@ def _text(jaxpr):
 @pytest.mark.full
 def test_autocast_runs_unknown_primitives_as_written(monkeypatch):
     """A new version of JAX may have other primitives that hold jaxprs."""
-    monkeypatch.setattr(jmpscale._base.rewrite, "TRANSPARENT", set())
+    monkeypatch.setattr(jmpscale._programs.rewrite, "TRANSPARENT", set())
     monkeypatch.setattr(rules, "check_primitives", lambda: None)
 
     def fun(w, x):
@@ -642,15 +642,15 @@ def test_autocast_accepts_any_arguments_and_results(call):
 @pytest.mark.parametrize("block", ["jit", "remat2", "shard_map"])
 def test_autocast_raises_if_jax_has_renamed_a_primitive(block, monkeypatch):
     """Otherwise the matmuls of a block would silently run in float32."""
-    module = jmpscale._base.jaxpr
+    module = jmpscale._programs.jaxpr
     monkeypatch.setattr(module, "TRANSPARENT", module.TRANSPARENT - {block})
-    jmpscale._base.rewrite.check_primitives.cache_clear()
+    jmpscale._programs.rewrite.check_primitives.cache_clear()
     with pytest.raises(ImportError, match="jmpscale does not support JAX"):
         jmpscale.autocast(jnp.dot)(W, W)
 
 
 def test_first_call_of_autocast_may_be_inside_a_mesh():
-    jmpscale._base.rewrite.check_primitives.cache_clear()
+    jmpscale._programs.rewrite.check_primitives.cache_clear()
     half, data = jmpscale.autocast(lambda x: x @ W), jax.P("data")
     run = jax.jit(jax.shard_map(half, mesh=meshes.make_mesh(data=2), in_specs=data, out_specs=data))
     assert_close(run(X), X @ W, rtol=5e-3)

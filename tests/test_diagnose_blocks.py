@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmpscale._diagnosis import blocks
-from jmpscale._diagnosis.blocks import BlockProgram, first_equations
-from jmpscale._diagnosis.forms import Forms
-from jmpscale._diagnosis.modes import Mode
-from jmpscale._diagnosis.program import Program
-from jmpscale._interpreter.compile import compiled
+from jmpscale._diagnosis.run import blocks
+from jmpscale._diagnosis.run.blocks import BlockProgram, first_equations
+from jmpscale._diagnosis.run.forms import Forms
+from jmpscale._diagnosis.run.modes import Mode
+from jmpscale._diagnosis.trace.program import Program
+from jmpscale._programs.compile import compiled
 
 from arrays import normal
 

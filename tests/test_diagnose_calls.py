@@ -17,9 +17,9 @@ import pytest
 from flax import linen, nnx
 from jax.extend import core
 
-from jmpscale._base.jaxpr import ENTERED, equations, type_of
-from jmpscale._interpreter.float32 import run_as_written, run_in_float32
-from jmpscale._interpreter.interpret import Interpreter, is_narrow
+from jmpscale._programs.float32 import run_as_written, run_in_float32
+from jmpscale._programs.interpret import Interpreter, is_narrow
+from jmpscale._programs.jaxpr import ENTERED, equations, type_of
 
 H = jnp.float16
 # Primitives that the comparison runs as written, if they have operands or results in half precision, and lists.
@@ -61,7 +61,7 @@ def test_every_primitive_of_jax_computes_in_float32_or_is_known_to_run_as_writte
 
 def in_float32(primitives):
     """Returns the names of the primitives that the comparison computes in float32."""
-    from jmpscale._interpreter.float32 import _KNOWN
+    from jmpscale._programs.float32 import _KNOWN
 
     return primitives & _KNOWN
 

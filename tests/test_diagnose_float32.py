@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import sparse
 
 import jmpscale
-from jmpscale._interpreter.float32 import evaluate_in_float32
+from jmpscale._programs.float32 import evaluate_in_float32
 
 import meshes
 from tables import names

@@ -10,13 +10,13 @@ from flax import nnx
 
 import jmpscale
 from jmpscale._diagnosis.arguments import named_arguments, non_finite
-from jmpscale._diagnosis.errors import measure
-from jmpscale._diagnosis.forms import Forms
-from jmpscale._diagnosis.not_finite import RepairTrials
-from jmpscale._diagnosis.program import Program
+from jmpscale._diagnosis.run.errors import measure
+from jmpscale._diagnosis.run.forms import Forms
+from jmpscale._diagnosis.run.not_finite import RepairTrials
+from jmpscale._diagnosis.run.trials import GradientTrials
 from jmpscale._diagnosis.thresholds import AcceptedErrors
-from jmpscale._diagnosis.trace_loss import trace_loss
-from jmpscale._diagnosis.trials import GradientTrials
+from jmpscale._diagnosis.trace.program import Program
+from jmpscale._diagnosis.trace.trace_loss import trace_loss
 
 H = jnp.float16
 

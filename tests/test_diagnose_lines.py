@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import jmpscale
-from jmpscale._base import scopes, source
+from jmpscale._programs import scopes, source
 
 OWN = str(pathlib.Path(jmpscale.__file__).parent)
 USER, TRAINER = "/home/user/model.py", "/env/site-packages/trainer/loop.py"

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from jmpscale._diagnosis.fitting_scales import search
-from jmpscale._diagnosis.smallest_set import smallest_set
+from jmpscale._diagnosis.run.fitting_scales import search
+from jmpscale._diagnosis.search.smallest_set import smallest_set
 from jmpscale._diagnosis.thresholds import WRONG_ERROR
 
 from tables import rows

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmpscale
-from jmpscale._interpreter.float32 import evaluate_in_float32
+from jmpscale._programs.float32 import evaluate_in_float32
 from jmpscale.testing import check_step
 
 import meshes

@@ -21,12 +21,12 @@ from jax.sharding import PartitionSpec as P
 
 import jmpscale
 from jmpscale._base.frameworks import averages_of_gradients
-from jmpscale._base.jaxpr import equations
-from jmpscale._diagnosis.blocks import Block, BlockProgram
-from jmpscale._diagnosis.operations import _MOVES
-from jmpscale._diagnosis.repeatable import _CALLBACKS, _NEW_REFS
-from jmpscale._diagnosis.trace_observed import trace_observed
-from jmpscale._interpreter.compile import compiled
+from jmpscale._diagnosis.run.blocks import Block, BlockProgram
+from jmpscale._diagnosis.trace.operations import _MOVES
+from jmpscale._diagnosis.trace.repeatable import _CALLBACKS, _NEW_REFS
+from jmpscale._diagnosis.trace.trace_observed import trace_observed
+from jmpscale._programs.compile import compiled
+from jmpscale._programs.jaxpr import equations
 from jmpscale.testing._faults import Faults
 
 import meshes

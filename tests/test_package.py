@@ -31,7 +31,7 @@ TESTS = pathlib.Path(__file__).parent
 ROOT = TESTS.parent
 # A module may import modules of its own part of the package, and of the parts before it.
 PARTS = ["_base", "_state", "_guards", "_get_scaler", "_monitoring", "_algorithm", "_torch_state_dict", "_cast"]
-PARTS += ["_autocast", "_interpreter", "_diagnosis", "__init__", "testing", "tools", "__main__"]
+PARTS += ["_programs", "_step", "_autocast", "_diagnosis", "__init__", "testing", "tools", "__main__"]
 MODULES = sorted(str(path.relative_to(PACKAGE).with_suffix("")) for path in PACKAGE.rglob("*.py"))
 MAY_IMPORT = {
     "_guards/checks": {"optax"},
@@ -248,7 +248,7 @@ def test_modules_in_the_picture_of_a_diagnosis_exist():
     named = [name for line in picture.splitlines() for name in re.split(r" {2,}", line.strip())[0].split(", ")]
     patterns = [name for name in named if name != "|"]
     assert len(patterns) > 20
-    assert [name for name in patterns if not list((PACKAGE / "_diagnosis").glob(f"{name}.py"))] == []
+    assert [name for name in patterns if not list((PACKAGE / "_diagnosis").rglob(f"{name}.py"))] == []
 
 
 # --- the algorithm and its guards ---

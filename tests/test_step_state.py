@@ -14,8 +14,8 @@ from flax.training.train_state import TrainState
 from jax.extend import core
 
 import jmpscale
-from jmpscale._base.step_call import StepCall
-from jmpscale._base.step_state import changed_types, match_state
+from jmpscale._step.call import StepCall
+from jmpscale._step.state import changed_types, match_state
 
 PARAMS = {"a": jnp.ones((3, 2)), "b": jnp.ones(2)}
 AVERAGE = {"a": jnp.zeros((3, 2)), "b": jnp.zeros(2)}

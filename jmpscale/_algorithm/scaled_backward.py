@@ -10,7 +10,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from jmpscale._algorithm.finite import all_finite_here
 from jmpscale._algorithm.grad import loss_and_output
-from jmpscale._algorithm.scaling import is_whole_loss, one_if_finite, unscale_leaves
+from jmpscale._algorithm.scaling import is_whole_loss, jmpscale_unscale, one_if_finite
 from jmpscale._base.axes import map_like
 from jmpscale._base.cotangents import divide_cotangent, multiply_cotangent
 from jmpscale._base.multiply import multiply_leaf
@@ -201,7 +201,7 @@ def _unscale_cotangents_bwd(
 ) -> tuple[None, list[jax.Array | None]]:
     loss_scale, differentiated = residuals
     leaving = [None if isinstance(ct, SymbolicZero) else multiply_cotangent(ct, loss_scale) for ct in cotangents[0]]
-    grads = unscale_leaves(leaving, loss_scale)
+    grads = jmpscale_unscale(leaving, loss_scale)
     # The compiler removes the cotangents of inputs that are not differentiated, unless they are read.
     checked = [g for g, flag in zip(grads, differentiated, strict=True) if flag is not None and g is not None]
     if watched is not None and checked:

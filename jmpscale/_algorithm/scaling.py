@@ -52,13 +52,15 @@ def scale_losses(state: ScalerState, tree: Tree, *, with_check: bool) -> Tree:
     guards.scale_called(state, tree)
     if state.config.mode == "disabled":
         return tree
-    scaled = _scale_leaves(scale_of(state), tree, with_check)
+    scaled = jmpscale_scale(scale_of(state), tree, with_check)
     guards.scaled(state, tree, scaled)
     return scaled
 
 
 @functools.partial(jax.jit, static_argnames="with_check")
-def _scale_leaves(loss_scale: jax.Array, tree: PyTree, with_check: bool) -> PyTree:
+def jmpscale_scale(loss_scale: jax.Array, tree: PyTree, with_check: bool) -> PyTree:
+    """Multiplies losses. The tools find it in a program by its name, which no function of a user has."""
+
     def scale_leaf(x: ArrayLike) -> jax.Array:
         loss = jnp.asarray(x, real_dtype(x))
         loss = _with_derivative_of_loss(loss) if with_check and is_whole_loss(loss) else loss
@@ -142,13 +144,13 @@ def unscale_gradients(
         return tree
     # Only gradients pass through jit, which converts float0 to bool and raises for Python objects.
     grads, unflatten = flatten_gradients(tree, others)
-    unscaled = unscale_leaves(grads, state.loss_scale, loss)
+    unscaled = jmpscale_unscale(grads, state.loss_scale, loss)
     guards.unscaled(unscaled, state.loss_scale)
     return unflatten(unscaled)
 
 
 @jax.jit
-def unscale_leaves(grads: Tree, loss_scale: jax.Array, loss: ArrayLike | None = None) -> Tree:
+def jmpscale_unscale(grads: Tree, loss_scale: jax.Array, loss: ArrayLike | None = None) -> Tree:
     """Divides the arrays of a tree by the loss scale; `unscaled_dtype` gives the dtypes of the results."""
     one = jnp.ones(()) if loss is None else one_if_finite(jnp.asarray(loss))
     loss_scale = jnp.asarray(loss_scale)

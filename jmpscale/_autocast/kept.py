@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._autocast.half_operands import HalfOperands
-from jmpscale._base.jaxpr import MATMULS, PROGRAM, RULES, Caller, held_jaxprs, inner_holder, type_of
+from jmpscale._programs.jaxpr import MATMULS, PROGRAM, RULES, Caller, held_jaxprs, inner_holder, type_of
 
 HALF = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
 FLOAT32 = np.dtype(np.float32)

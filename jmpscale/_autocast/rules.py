@@ -34,8 +34,8 @@ from jax.extend import core
 
 from jmpscale._autocast.half_operands import HalfOperands, half_operands
 from jmpscale._autocast.kept import FLOAT32, HALF, reason_to_keep
-from jmpscale._base.jaxpr import HIGHEST, MATMULS, type_of
-from jmpscale._base.rewrite import Memo, check_primitives, rewrite
+from jmpscale._programs.jaxpr import HIGHEST, MATMULS, type_of
+from jmpscale._programs.rewrite import Memo, check_primitives, rewrite
 
 # Results of earlier calls. A function under jax.jit has one jaxpr in all of its calls, and JAX finds the compiled
 # program of the rewritten jaxpr only if that stays the same object.

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jmpscale._base.arguments import check_in_range
-from jmpscale._base.step_call import argument_names
 from jmpscale._base.tree import PyTree, check_has_values, check_no_refs, is_inexact, named_leaves
 from jmpscale._diagnosis.thresholds import AcceptedErrors
+from jmpscale._step.call import argument_names
 
 
 def accepted_errors(accepted_error: float | None) -> AcceptedErrors:

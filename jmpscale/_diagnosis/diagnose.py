@@ -15,11 +15,11 @@ from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, find_instances, flatten_gradients
 from jmpscale._diagnosis.arguments import accepted_errors, check_arguments, gradients_by_argument, named_arguments
 from jmpscale._diagnosis.examine import examine
-from jmpscale._diagnosis.report import Diagnosis
-from jmpscale._diagnosis.rounded import find_rounded
-from jmpscale._diagnosis.trace_loss import trace_loss
-from jmpscale._diagnosis.trace_observed import trace_observed, trace_with_float32_results
-from jmpscale._diagnosis.traced_step import TracedStep
+from jmpscale._diagnosis.tell.report import Diagnosis
+from jmpscale._diagnosis.trace.rounded import find_rounded
+from jmpscale._diagnosis.trace.trace_loss import trace_loss
+from jmpscale._diagnosis.trace.trace_observed import trace_observed, trace_with_float32_results
+from jmpscale._diagnosis.trace.traced_step import TracedStep
 from jmpscale._get_scaler import find_scaler
 from jmpscale._state import ScalerState, is_scaler, scale_on_host, static
 

@@ -8,17 +8,17 @@ import jax
 import numpy as np
 
 from jmpscale._base.options import requires_names_in
-from jmpscale._base.step_call import StepCall
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, find_instances
 from jmpscale._diagnosis.arguments import accepted_errors, check_arguments
 from jmpscale._diagnosis.examine import examine
-from jmpscale._diagnosis.program import Program
-from jmpscale._diagnosis.report import Diagnosis
-from jmpscale._diagnosis.trace_observed import trace_observed, trace_with_float32_results
-from jmpscale._diagnosis.trace_step import trace_step
+from jmpscale._diagnosis.tell.report import Diagnosis
+from jmpscale._diagnosis.trace.program import Program
+from jmpscale._diagnosis.trace.trace_observed import trace_observed, trace_with_float32_results
+from jmpscale._diagnosis.trace.trace_step import trace_step
 from jmpscale._get_scaler import find_scaler
 from jmpscale._state import ScalerState
+from jmpscale._step.call import StepCall
 
 
 @requires_names_in("diagnose_step(step)(*args)")

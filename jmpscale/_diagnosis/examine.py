@@ -5,21 +5,21 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jmpscale._diagnosis.advice import Advice, advise
-from jmpscale._diagnosis.causes import find_casts, find_causes
-from jmpscale._diagnosis.describe_not_finite import describe_not_finite
-from jmpscale._diagnosis.findings import Findings, SensitiveLoss
-from jmpscale._diagnosis.fitting_scales import Errors, Scales, at_one_scale, largest, search
-from jmpscale._diagnosis.forms import Forms
-from jmpscale._diagnosis.lines import Lines, Suspects, find_lines, find_suspects
-from jmpscale._diagnosis.not_finite import RepairTrials
-from jmpscale._diagnosis.program import Program
-from jmpscale._diagnosis.report import Diagnosis
+from jmpscale._diagnosis.run.fitting_scales import Errors, Scales, at_one_scale, largest, search
+from jmpscale._diagnosis.run.forms import Forms
+from jmpscale._diagnosis.run.not_finite import RepairTrials
+from jmpscale._diagnosis.run.trials import GradientTrials
+from jmpscale._diagnosis.search.advice import Advice, advise
+from jmpscale._diagnosis.search.causes import find_casts, find_causes
+from jmpscale._diagnosis.search.findings import Findings, SensitiveLoss
+from jmpscale._diagnosis.search.lines import Lines, Suspects, find_lines, find_suspects
+from jmpscale._diagnosis.search.update import examine_update
+from jmpscale._diagnosis.tell.describe_not_finite import describe_not_finite
+from jmpscale._diagnosis.tell.report import Diagnosis
+from jmpscale._diagnosis.tell.write_report import write_report
 from jmpscale._diagnosis.thresholds import DEFAULT, MARGIN, SAME_SIZE, AcceptedErrors
-from jmpscale._diagnosis.traced_step import TracedStep
-from jmpscale._diagnosis.trials import GradientTrials
-from jmpscale._diagnosis.update import examine_update
-from jmpscale._diagnosis.write_report import write_report
+from jmpscale._diagnosis.trace.program import Program
+from jmpscale._diagnosis.trace.traced_step import TracedStep
 from jmpscale._state import ScalerState
 
 

@@ -17,11 +17,11 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._base.compat import in_current_mesh, varying_axes
-from jmpscale._base.dependence import find_sources
-from jmpscale._base.jaxpr import ENTERED, Caller, equations, held_jaxprs, unscales
 from jmpscale._base.multiply import multiply_leaf
-from jmpscale._interpreter.float32 import run_in_widest
-from jmpscale._interpreter.interpret import Interpreter
+from jmpscale._programs.dependence import find_sources
+from jmpscale._programs.float32 import run_in_widest
+from jmpscale._programs.interpret import Interpreter
+from jmpscale._programs.jaxpr import ENTERED, Caller, equations, held_jaxprs, unscales
 
 _GROUPS = 8  # of gradients that are changed together, if there are more gradients
 _WHOLE, _FIRST, _LAST = range(3)  # which elements of a gradient are changed

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpscale._base.source import place_of_error
 from jmpscale._base.text import format_percentage, format_scale, type_name, with_article
 from jmpscale._base.tree import PyTree, find_instances, flatten_matching, is_array
 from jmpscale._base.warn import warn_user
-from jmpscale._interpreter.compile import compiled
-from jmpscale._interpreter.float32 import runs_only_as_written
-from jmpscale._interpreter.interpret import operations
+from jmpscale._programs.compile import compiled
+from jmpscale._programs.float32 import runs_only_as_written
+from jmpscale._programs.interpret import operations
+from jmpscale._programs.source import place_of_error
 from jmpscale._state import ScalerState
 from jmpscale.testing._faults import Fault, Faults
 from jmpscale.testing._runs import Run, Runs

@@ -7,10 +7,6 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from jmpscale._base.step_call import StepCall
-from jmpscale._base.step_dependence import StepDependence
-from jmpscale._base.step_parts import Match
-from jmpscale._base.step_state import changed_types, match_state
 from jmpscale._base.text import describe
 from jmpscale._base.tree import (
     PyTree,
@@ -23,8 +19,12 @@ from jmpscale._base.tree import (
     named_leaves,
 )
 from jmpscale._guards.checks import check_leaf_types
-from jmpscale._interpreter.compile import compiled, has_long_loop
+from jmpscale._programs.compile import compiled, has_long_loop
 from jmpscale._state import ScalerState
+from jmpscale._step.call import StepCall
+from jmpscale._step.dependence import StepDependence
+from jmpscale._step.parts import Match
+from jmpscale._step.state import changed_types, match_state
 from jmpscale.testing._replicated import check_addressable
 
 _OF_STATE = (

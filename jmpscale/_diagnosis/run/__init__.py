@@ -1,0 +1,1 @@
+"""Runs a program with other modes, and measures errors."""

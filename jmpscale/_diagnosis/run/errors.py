@@ -1,0 +1,58 @@
+"""Compares the loss and the gradients of a step with those in float32."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmpscale._programs.compile import compiled_when_called
+
+
+class Measured(NamedTuple):
+    """Measurements of a loss and gradients, each an array with a number for the loss and for each gradient.
+
+    The errors are relative L2 norms of the difference from the reference; infinite if a value is finite in only one of
+    them, or if only the reference is zero.
+    """
+
+    errors: np.ndarray
+    norms: np.ndarray  # the L2 norms of the finite values of the reference
+    severity: np.ndarray  # see `severity`
+
+    @property
+    def are_finite(self) -> bool:
+        return not self.severity.any()
+
+
+def measure(outputs: Sequence[Any], reference: Sequence[Any]) -> Measured:
+    """Compares a loss and gradients with a reference."""
+    # One program for each shape compiles faster than one program for all gradients.
+    found = [_compare(x, y) for x, y in zip(outputs, reference, strict=True)]
+    return Measured(*np.asarray(jax.device_get(found), np.float64).T)
+
+
+@compiled_when_called
+def _compare(x: jax.Array, reference: jax.Array) -> jax.Array:
+    x = x.astype(reference.dtype)  # float32 or wider
+    are_finite = jnp.isfinite(x) & jnp.isfinite(reference)
+    same = (x == reference) | (jnp.isnan(x) & jnp.isnan(reference))
+    # In units of the largest value, and limited, because squares overflow and underflow.
+    magnitude = jnp.where(jnp.isfinite(reference), jnp.abs(reference), 0)
+    largest = magnitude.max(initial=0)
+    unit = jnp.where(largest > 0, largest, 1)
+    distance = jnp.minimum(jnp.abs(x - reference) / unit, 1e12)
+    distance = jnp.where(same, 0, jnp.where(are_finite, distance, np.inf))
+    total, norm = (jnp.sqrt((y**2).sum()) for y in (distance, magnitude / unit))
+    error = jnp.where(total > 0, total / norm, 0)
+    # A norm in float64 may exceed float32; `float` is float64 if JAX has it.
+    return jnp.stack([y.astype(float) for y in (error, norm * largest, severity([x]))])
+
+
+def severity(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Returns 2 if a value is NaN, otherwise 1 if a value is infinite, otherwise 0."""
+    none, infinite, nan = map(np.int32, range(3))
+    found = [jnp.where(jnp.isnan(x), nan, jnp.where(jnp.isinf(x), infinite, none)).max(initial=0) for x in arrays]
+    return functools.reduce(jnp.maximum, found, jnp.asarray(none))

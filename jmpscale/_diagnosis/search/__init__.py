@@ -1,0 +1,1 @@
+"""Searches runs for scales, lines and causes."""

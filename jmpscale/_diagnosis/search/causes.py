@@ -1,0 +1,118 @@
+"""Finds why lines must compute in float32: where the error begins, and whether it is range or rounding."""
+
+import enum
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from jmpscale._diagnosis.run.modes import Mode, Site
+from jmpscale._diagnosis.run.trials import GradientTrials
+from jmpscale._diagnosis.search.lines import Lines
+from jmpscale._diagnosis.thresholds import MOST_CASTS, SAME_SIZE
+
+
+class Reason(enum.Enum):
+    """Why a result must be computed in float32."""
+
+    OVERFLOW = "overflows"
+    OVERFLOW_AND_ROUNDING = "overflows and loses precision"
+    UNDERFLOW = "underflows"
+    ROUNDING = "loses precision"
+
+    @property
+    def is_overflow(self) -> bool:
+        return self in (Reason.OVERFLOW, Reason.OVERFLOW_AND_ROUNDING)
+
+
+class Cause(NamedTuple):
+    """Where an error begins, and why."""
+
+    site: Site
+    reason: Reason
+
+
+class WrongCasts(NamedTuple):
+    """The arguments whose casts are wrong alone, of a line that casts several, such as a tree of parameters."""
+
+    site: Site
+    names: tuple[str, ...]  # of the arguments, such as `params['w']`
+
+
+def find_causes(trials: GradientTrials, lines: Lines, *, finite: bool) -> list[Cause]:
+    """Finds where an error begins, and the reason, by computing only one result of the lines as it is written.
+
+    The first cause has the largest error, or is the first one of several with errors of this size.
+
+    If the range of float32 makes the error much smaller, with the precision as written, the result overflows or
+    underflows. Rounding is the reason for an error that is not `finite` only if nothing else is.
+    """
+    kept = trials.kept(lines.paths)
+    statistics = trials.statistics(2.0**lines.exponent)
+
+    def error(site: Site, mode: Mode) -> float:
+        return trials.error(kept | {site: mode}, Mode.AS_WRITTEN, lines.exponent)
+
+    def reason(site: Site) -> Reason:
+        found = statistics[site]
+        # Not `<=`: both may be infinite.
+        if error(site, Mode.RANGE) < error(site, Mode.AS_WRITTEN) / SAME_SIZE:
+            return Reason.OVERFLOW if found.overflow else Reason.UNDERFLOW if found.tiny else Reason.ROUNDING
+        return Reason.OVERFLOW_AND_ROUNDING if found.overflow else Reason.ROUNDING
+
+    def rank(cause: Cause) -> tuple[bool, bool, bool]:
+        # A result that is only infinite because its operand is too large is not the first choice.
+        fits = statistics[cause.site].max_abs <= cause.site.limit
+        is_smaller = error(cause.site, Mode.AS_WRITTEN) < largest_error / SAME_SIZE
+        return cause.reason is Reason.ROUNDING and not finite, is_smaller, cause.reason.is_overflow and fits
+
+    # An error of the forward pass explains the errors of the backward pass.
+    for backward in (False, True):
+        wrong = [x for x in kept if x.part.backward == backward and error(x, Mode.AS_WRITTEN) > lines.limit]
+        if wrong:
+            largest_error = max(error(x, Mode.AS_WRITTEN) for x in wrong)
+            return sorted([Cause(x, reason(x)) for x in wrong], key=rank)
+    return [Cause(next(iter(kept)), Reason.ROUNDING)]
+
+
+def find_casts(trials: GradientTrials, cause: Cause, lines: Lines) -> WrongCasts | None:
+    """Finds the few casts of a line of which each one is wrong if it alone computes as it is written.
+
+    If the line overflows or underflows, a cast that only rounds does not count, although the overflow may amplify its
+    rounding. Returns None if there are none, or many, as if the line casts one argument; and if the line is still wrong
+    with these casts in float32.
+    """
+    site, kept = cause.site, trials.kept(lines.paths)
+    inputs = trials.program.cast_inputs(site)
+    names = [trials.inputs[i] for i in inputs]
+    if len(names) < 2 or not all(names):  # a cast of an array that is not an argument
+        return None
+
+    def error(chosen: Collection[int], mode: Mode, others: Mode = Mode.FLOAT32) -> float:
+        of_casts = tuple(mode if i in chosen else others for i in range(len(names)))
+        return trials.error(kept | {site: of_casts}, Mode.AS_WRITTEN, lines.exponent)
+
+    def is_wrong(chosen: range) -> bool:
+        as_written = error(chosen, Mode.AS_WRITTEN)
+        if as_written <= lines.limit or cause.reason in (Reason.ROUNDING, Reason.OVERFLOW_AND_ROUNDING):
+            return as_written > lines.limit
+        return as_written > SAME_SIZE * error(chosen, Mode.RANGE)  # equal without values out of range
+
+    found = _few(len(names), is_wrong)
+    if not 0 < len(found) <= min(MOST_CASTS, len(names) - 1):
+        return None
+    without = error(found, Mode.FLOAT32, Mode.AS_WRITTEN)
+    if without > lines.limit and not without < error(range(len(names)), Mode.AS_WRITTEN) / SAME_SIZE:
+        return None
+    return WrongCasts(site, tuple(names[i] for i in sorted(found)))
+
+
+def _few(count: int, is_wrong: Callable[[range], bool]) -> list[int]:
+    """Returns the integers below `count` that are wrong, by bisection; more than `MOST_CASTS` if there are more."""
+    found: list[int] = []
+    pending = [range(count)]
+    while pending and len(found) <= MOST_CASTS:
+        chosen = pending.pop()
+        if is_wrong(chosen):
+            middle = len(chosen) // 2
+            found += chosen if middle == 0 else []
+            pending += [chosen[middle:], chosen[:middle]] if middle else []
+    return found

@@ -1,0 +1,1 @@
+"""A step as a program, with its gradients, its state and its operations."""

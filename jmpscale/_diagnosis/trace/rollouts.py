@@ -1,0 +1,66 @@
+"""Runs loops before the gradients, such as the rollout of an environment, once, and not in every trial."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+from jax.interpreters import partial_eval
+
+from jmpscale._base.tree import is_inexact
+from jmpscale._diagnosis.trace.operations import narrow_dtype
+from jmpscale._diagnosis.trace.outputs import with_outputs
+from jmpscale._diagnosis.trace.program import Program
+from jmpscale._programs.compile import compiled_jaxpr
+from jmpscale._programs.jaxpr import equations, held_jaxprs
+from jmpscale._programs.scopes import is_backward, is_differentiated
+
+_LOOPS = {"scan", "while"}
+
+
+def run_rollouts(program: Program) -> Program:
+    """Returns a program that has the results of loops in place of the loops, if these are finite.
+
+    The loops have the same results in every trial: they depend neither on the loss scale nor on a result in half
+    precision, and no derivative is taken in them, or of them.
+    """
+    loops = _find_loops(program.jaxpr)
+    read = {x for eqn in program.jaxpr.eqns for x in eqn.invars if isinstance(x, core.Var)}
+    read.update(x for x in program.jaxpr.outvars if isinstance(x, core.Var))
+    variables = [x for eqn in loops for x in eqn.outvars if x in read]
+    if not variables:
+        return program
+    values = _evaluate(program, variables)
+    if not all(bool(jnp.isfinite(x).all()) for x in values if is_inexact(x)):
+        return program
+    jaxpr, found = program.jaxpr, set(map(id, loops))
+    eqns = [eqn for eqn in jaxpr.eqns if id(eqn) not in found]
+    consts = [*program.consts, *values]
+    # In JAX 0.12, the variables of constants that are not attached are inputs.
+    closed = core.ClosedJaxpr(jaxpr.replace(constvars=[*jaxpr.constvars, *variables], eqns=eqns), consts)
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    return program._replace(jaxpr=jaxpr, consts=consts)
+
+
+def _find_loops(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
+    varying: set[Any] = set(jaxpr.invars)  # the loss scale, and what depends on it or is in half precision
+    loops = []
+    for eqn in jaxpr.eqns:
+        depends = any(isinstance(x, core.Var) and x in varying for x in eqn.invars)
+        if depends or eqn.effects or is_differentiated(eqn) or _computes_in_half_or_differentiates(eqn):
+            varying.update(eqn.outvars)
+        elif eqn.primitive.name in _LOOPS:
+            loops.append(eqn)
+    return loops
+
+
+def _computes_in_half_or_differentiates(eqn: core.JaxprEqn) -> bool:
+    inner = [x for held in held_jaxprs(eqn) for x, _ in equations(held)]
+    return any(is_backward(x) or any(map(narrow_dtype, x.outvars)) for x in (eqn, *inner))
+
+
+def _evaluate(program: Program, variables: list[Any]) -> list[Any]:
+    """Returns the values of variables of a program, which do not depend on the loss scale."""
+    wanted = with_outputs(program.jaxpr, variables)
+    needed, _ = partial_eval.dce_jaxpr(wanted, [True] * len(variables), instantiate=True)
+    return compiled_jaxpr(needed)(program.consts, np.float32(1.0))

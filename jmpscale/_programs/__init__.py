@@ -1,0 +1,1 @@
+"""Reads, rewrites and runs jaxprs."""

@@ -1,0 +1,1 @@
+"""A training step as a function of values, and its state."""
