@@ -15,6 +15,7 @@ from jax.extend import core
 
 import jmpscale
 from jmpscale._step.call import StepCall
+from jmpscale._step.dependence import StepDependence
 from jmpscale._step.state import changed_types, match_state
 
 PARAMS = {"a": jnp.ones((3, 2)), "b": jnp.ones(2)}
@@ -357,7 +358,7 @@ def _matches(call, out, program):
     """Returns the paths of the results, by the names of the arguments."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(out)]
     found = {}
-    for match in filter(lambda match: match.is_certain, match_state(call, out, program)):
+    for match in filter(lambda match: match.is_certain, match_state(call, out, StepDependence(call, out, program))):
         old = jax.tree.leaves(call.arguments)[slice(match.old[0], match.old[-1] + 1)]
         assert [*map(id, old)] == [*map(id, jax.tree.leaves(match.tree))]
         inside = jax.tree_util.tree_leaves_with_path(match.tree)[0][0]
@@ -375,7 +376,7 @@ def test_match_state_finds_what_a_step_returns_of_its_arguments(name, compiled):
     call = StepCall(compiled(step), args, {})
     out, program = call.trace()
     assert _matches(call, out, program) == expected
-    assert [match.name for match in match_state(call, out, program) if not match.is_certain] == DATA.get(name, [])
+    assert [match.name for match in match_state(call, out, StepDependence(call, out, program)) if not match.is_certain] == DATA.get(name, [])
 
 
 @pytest.mark.parametrize("name", [name for name in ROWS if name not in ONLY_WITH_FLOW])
@@ -404,10 +405,10 @@ def test_changed_types_omits_an_argument_if_the_result_of_its_structure_belongs_
 
     call = StepCall(step, (PARAMS, other, X), {})
     out, program = call.trace()
-    matches = match_state(call, out, program)
+    matches = match_state(call, out, StepDependence(call, out, program))
     assert [match.name for match in matches] == ["params"]
-    assert not list(changed_types(call, out, matches, program))
-    assert [name for name, _, _ in changed_types(call, out, [], program)] == ["params", "other"]
+    assert not list(changed_types(call, out, matches, StepDependence(call, out, program)))
+    assert [name for name, _, _ in changed_types(call, out, [], StepDependence(call, out, program))] == ["params", "other"]
 
 
 def test_match_state_counts_python_numbers_as_arrays():
@@ -477,9 +478,10 @@ def test_step_call_runs_on_copies_of_nnx_objects_and_keeps_their_links(compiled)
     assert int(after[1].step[...]) == 1
     now = jax.tree.leaves(nnx.to_pure_dict(nnx.state((model, optimizer))))
     assert [*map(id, now)] == [*map(id, jax.tree.leaves(before))]
-    matches = match_state(call, *call.trace())
+    out, program = call.trace()
+    matches = match_state(call, out, StepDependence(call, out, program))
     assert [match.name for match in matches] == ["model", "optimizer", "ema"]
-    leaves = jax.tree.leaves(call.trace()[0])
+    leaves = jax.tree.leaves(out)
     for match in matches:
         types = [(leaves[i].shape, leaves[i].dtype) for i in match.new]
         assert types == [(x.shape, x.dtype) for x in jax.tree.leaves(match.tree)]
@@ -508,7 +510,7 @@ def test_match_state_finds_the_returned_state_of_nnx_objects_that_jax_jit_copies
     optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
     call = StepCall(jax.jit(partial(_nnx_step_with_returned_state, returned)), (model, optimizer, X), {})
     out, program = call.trace()
-    matches = match_state(call, out, program)
+    matches = match_state(call, out, StepDependence(call, out, program))
     assert [match.name for match in matches] == names
     after = jax.tree.leaves(out)
     for match in matches:

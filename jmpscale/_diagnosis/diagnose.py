@@ -16,7 +16,6 @@ from jmpscale._base.tree import PyTree, find_instances, flatten_gradients
 from jmpscale._diagnosis.arguments import accepted_errors, check_arguments, gradients_by_argument, named_arguments
 from jmpscale._diagnosis.examine import examine
 from jmpscale._diagnosis.tell.report import Diagnosis
-from jmpscale._diagnosis.trace.rounded import find_rounded
 from jmpscale._diagnosis.trace.trace_loss import trace_loss
 from jmpscale._diagnosis.trace.trace_observed import trace_observed, trace_with_float32_results
 from jmpscale._diagnosis.trace.traced_step import TracedStep
@@ -119,16 +118,11 @@ def diagnose(
 
         # The diagnosis looks for non-finite values, for which JAX must not raise, and enters compiled functions.
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
-            trace = functools.partial(trace_loss, loss_and_grads, args, kwargs)
-            program, kept = trace_observed(trace)
             arguments = tuple(named_arguments(fun, args, kwargs))
-            step = TracedStep(
-                program,
-                tuple(names),
-                arguments=arguments,
-                rounded=tuple(find_rounded(program, {id(x): name for name, x in arguments})),
-                kept=kept,
-            )
+            names_of = {id(x): name for name, x in arguments}
+            trace = functools.partial(trace_loss, loss_and_grads, args, kwargs, names_of)
+            program, kept = trace_observed(trace)
+            step = TracedStep(program, tuple(names), arguments=arguments, kept=kept)
             scaler = state if has_scaler else None
             return examine(step, scaler, lambda: trace_with_float32_results(trace), accepts)
 

@@ -85,13 +85,13 @@ def diagnose_step(step: Callable[..., Any], *, accepted_error: float | None = No
             trace = functools.partial(trace_step, call)
             traced, kept = trace_observed(trace)
             traced = traced._replace(kept=kept)
-            if scaler is not None and not traced.program.depends_on_scale():
+            if scaler is not None and not traced.of_gradients.depends_on_scale():
                 is_dynamic = scaler.config.mode == "dynamic"
                 traced, scaler = traced._replace(ignores_scaler=is_dynamic), None
 
             def with_float32_results() -> Program | None:
                 again = trace_with_float32_results(trace)
-                return again and again.program.of_gradients()
+                return again and again.of_gradients
 
             return examine(traced, scaler, with_float32_results, accepts)
 

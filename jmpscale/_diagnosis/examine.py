@@ -33,15 +33,13 @@ def examine(
 
     `with_float32_results` returns the program of the step with float32 results of `autocast`, if it has others.
     """
-    forms, scale = Forms(step.program), 1.0 if scaler is None else float(scaler.loss_scale)
-    names = {id(x): name for name, x in step.arguments}
-    inputs = [names.get(id(x), "") for x in step.program.consts]
-    parameters = frozenset(step.gradients).intersection(inputs) or frozenset(filter(None, inputs))
+    scale = 1.0 if scaler is None else float(scaler.loss_scale)
+    forms, names = Forms(step.program, 1 + len(step.gradients)), step.program.names
+    parameters = frozenset(step.gradients).intersection(names) or frozenset(filter(None, names))
     has_scaler = scaler is not None
     may_be_scaled = has_scaler and step.state is not None
     trials = GradientTrials(
         forms,
-        inputs,
         parameters,
         accepted,
         has_scaler=has_scaler,
@@ -52,7 +50,7 @@ def examine(
     errors, loss_error = trials.compare(outputs, scale)
     findings = Findings(step, forms, trials, scaler, float(trials.unscaled(outputs, scale)[0]), loss_error, errors)
     if not trials.measured.are_finite:
-        text = describe_not_finite(findings, RepairTrials(step.program.of_gradients()))
+        text = describe_not_finite(findings, RepairTrials(step.of_gradients))
         return write_report(findings._replace(not_finite=text))
     findings = _with_minimum(_with_scales(findings))
     findings = _with_lines(findings, with_float32_results)
@@ -62,8 +60,10 @@ def examine(
     findings = findings._replace(suspects=_find_suspects(findings), advice=_find_advice(findings))
     best = findings.scales.best
     at = scale if findings.scale_fits or best is None else 2.0**best
-    update = examine_update(forms, step.results, at, accepted)
-    return write_report(findings._replace(update=update))
+    if step.update is not None and step.results:
+        given = trials.run_all_as_written(at)[forms.measured :]
+        findings = findings._replace(update=examine_update(step.update.with_given(given), step.results, at, accepted))
+    return write_report(findings)
 
 
 def _find_sensitive_loss(findings: Findings) -> SensitiveLoss | None:

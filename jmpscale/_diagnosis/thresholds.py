@@ -85,9 +85,10 @@ LOST = 0.5
 # The errors of two leaves cancel if their sum is below this fraction of each: it is 0.2% in Kahan summation, whereas
 # errors of parameters and their momentum in bfloat16 are independent.
 CANCELS = 0.25
-# A change is made at random if the error of its mean over so many draws is below this fraction of the error of one
-# draw: it is 25% then, and 100% of a change that is always lost.
-DRAWS, IS_RANDOM = 16, 0.5
+# A change is rounded at random if the mean of the errors of so many draws is below this fraction of the error of one
+# draw: it is 25% then, and 100% of a change that is always lost. So is the part of the changes that is missing on
+# average, or it is below so many of its standard errors.
+DRAWS, IS_RANDOM, STANDARD_ERRORS = 16, 0.5, 3.0
 
 # An average in half precision never shrinks if 1 - decay is below this part of the distance from 1 to the next number
 # of its dtype: relative to them, the distance between two numbers is at least half of it, and rounding loses half.

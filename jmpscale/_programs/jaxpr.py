@@ -12,7 +12,7 @@ import jax
 from jax.extend import core
 
 from jmpscale._algorithm.scaling import jmpscale_scale, jmpscale_unscale
-from jmpscale._programs.scopes import is_backward, is_recomputed
+from jmpscale._programs.scopes import is_backward, is_recomputed, runs_as_written
 from jmpscale._programs.source import is_library_function, user_lines
 
 Jaxpr = core.Jaxpr | core.ClosedJaxpr  # one class from JAX 0.12 on
@@ -52,6 +52,7 @@ class Caller(NamedTuple):
     recomputed: bool = False  # whether `jax.checkpoint` repeats the equations of a forward pass in a backward pass
     holder: str = ""  # the primitive around the jaxpr that `rewrite` does not enter, as in `inner_holder`
     depth: int = 0  # of the lines, as for `user_lines`
+    as_written: bool = False  # whether an interpreter runs the equations as they are written
     calls: tuple[int, ...] = ()  # the identities of the equations around the jaxpr, because JAX may use it in several
 
     def key_of(self, eqn: core.JaxprEqn) -> "Key":
@@ -65,6 +66,10 @@ class Caller(NamedTuple):
     def is_recomputed(self, eqn: core.JaxprEqn) -> bool:
         """Tests whether `jax.checkpoint` repeats an equation of a forward pass in a backward pass."""
         return self.recomputed or is_recomputed(eqn)
+
+    def runs_as_written(self, eqn: core.JaxprEqn) -> bool:
+        """Tests whether an interpreter runs an equation of the jaxpr as it is written, whatever its rule is."""
+        return self.as_written or runs_as_written(eqn)
 
     def path_of(self, eqn: core.JaxprEqn, *, of_call: bool = False) -> tuple[str, ...]:
         """Returns the user's lines that lead to an equation of the jaxpr, outermost first, as `user_lines`."""
@@ -89,7 +94,8 @@ class Caller(NamedTuple):
         calls = (*self.calls, id(eqn))
         # A function of this package, such as a gate, calls functions of the user and of optimizers.
         path, depth = self.path_of(eqn, of_call=not in_library), self.depth
-        return Caller(path, (function, file), in_library, backward, recomputed, holder, depth, calls)
+        written = self.runs_as_written(eqn)
+        return Caller(path, (function, file), in_library, backward, recomputed, holder, depth, written, calls)
 
 
 Key = tuple[int, Caller]  # of an equation in one of its calls

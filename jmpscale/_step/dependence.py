@@ -28,6 +28,11 @@ class StepDependence:
         # The program takes and returns arrays only.
         self._inputs, self._outputs = _numbered(call.arguments), _numbered(out)
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the program is known; JAX cannot trace every step."""
+        return self._known is not None
+
     def depends(self, news: Iterable[int], olds: Iterable[int]) -> bool:
         """Tests whether any of some results is computed from its old value, not only through a backward pass."""
         known = self._known

@@ -5,7 +5,7 @@ the objects of Flax NNX among the arguments:
 
     call = StepCall(step, args, kwargs)
     out, program = call.trace()
-    for match in match_state(call, out, program):
+    for match in match_state(call, out, StepDependence(call, out, program)):
         old, new = [arguments[i] for i in match.old], [results[i] for i in match.new]
 
 where `arguments` and `results` are the leaves of `call.arguments` and of `out`.
@@ -14,8 +14,6 @@ where `arguments` and `results` are the leaves of `call.arguments` and of `out`.
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 
-from jax.extend import core
-
 from jmpscale._base.tree import PyTree
 from jmpscale._step.call import StepCall
 from jmpscale._step.dependence import StepDependence
@@ -23,7 +21,7 @@ from jmpscale._step.objects import match_objects
 from jmpscale._step.parts import Match, Part, elements_of
 
 
-def match_state(call: StepCall, out: PyTree, program: core.ClosedJaxpr | None) -> list[Match]:
+def match_state(call: StepCall, out: PyTree, dependence: StepDependence) -> list[Match]:
     """Returns the parts of the arguments of a step that it returns, in the order of the arguments.
 
     A part is an argument that comes back as a whole; or an element of a tuple, a list, a dict or a named tuple that
@@ -32,18 +30,17 @@ def match_state(call: StepCall, out: PyTree, program: core.ClosedJaxpr | None) -
     step returns its new state. A lone array, unless it is the first argument, is a part only if it is computed from its
     old value.
 
-    `program`, which `call.trace` returned with `out`, distinguishes parameters from gradients: a new value that depends
-    on the result of a backward pass must also depend on its old value without the detour through a backward pass, or
-    stand between the new values of the neighbors of its old value. It is None for a step that JAX cannot trace. If
-    several parts have the same types, such as the parameters and their average, each takes a result that depends on it;
-    and if several results do, such as gradients with a penalty, one that is near its value.
+    `dependence` is of the program that `call.trace` returned with `out`, and distinguishes parameters from gradients: a
+    new value that depends on the result of a backward pass must also depend on its old value without the detour through
+    a backward pass, or stand between the new values of the neighbors of its old value. If several parts have the same
+    types, such as the parameters and their average, each takes a result that depends on it; and if several results do,
+    such as gradients with a penalty, one that is near its value.
 
     Returns:
       The matches; none if no argument comes back.
     """
     result, after = out
     objects, values = _arguments(call)
-    dependence = StepDependence(call, out, program)
     matches = match_objects(objects, Part("", result, 0), after, dependence)
     results, parts = _divided(result, values)
     first = [part for part in values if not part.start]
@@ -60,13 +57,12 @@ def match_state(call: StepCall, out: PyTree, program: core.ClosedJaxpr | None) -
 
 
 def changed_types(
-    call: StepCall, out: PyTree, matches: Sequence[Match], program: core.ClosedJaxpr | None
+    call: StepCall, out: PyTree, matches: Sequence[Match], dependence: StepDependence
 ) -> Iterator[tuple[str, PyTree, PyTree]]:
     """Yields the arguments that come back with their structure, but with other shapes or dtypes, so nothing matches.
 
-    Each is a name, the argument, and its new value, which depends on it if `program` is given.
+    Each is a name, the argument, and its new value, which depends on it if the program is known.
     """
-    dependence = StepDependence(call, out, program)
     matched = {position for match in matches for position in match.old}
     taken = {position for match in matches for position in match.new}  # the new values of other arguments
     for old in _arguments(call)[1]:
@@ -75,7 +71,7 @@ def changed_types(
         for new in Part("", out[0], 0, is_result=True).nested():
             if taken.intersection(new.leaves):
                 continue
-            if new.types[0] == old.types[0] and (not program or dependence.depends(new.leaves, old.leaves)):
+            if new.types[0] == old.types[0] and (not dependence.is_known or dependence.depends(new.leaves, old.leaves)):
                 yield old.name, old.tree, new.tree
                 break
 

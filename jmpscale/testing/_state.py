@@ -78,7 +78,14 @@ class StepOfState:
         copies of other leaves in half precision.
     """
 
-    def __init__(self, call: StepCall, out: PyTree, matches: Sequence[Match], program: core.ClosedJaxpr | None) -> None:
+    def __init__(
+        self,
+        call: StepCall,
+        out: PyTree,
+        matches: Sequence[Match],
+        program: core.ClosedJaxpr | None,
+        dependence: StepDependence,
+    ) -> None:
         self._call = call
         self._run = call.run if program is None or call.is_compiled else _compile(call, program)
         self._size = len(jax.tree.leaves(out))
@@ -86,7 +93,7 @@ class StepOfState:
         self._others = [match for match in matches if not match.is_certain]
         parts = [match.tree for match in self._matches]
         self.state = copy(StepState(tuple(match.name for match in self._matches), parts))
-        self.recomputed = frozenset[str]() if program is None else self._find_recomputed(call, out, program)
+        self.recomputed = self._find_recomputed(dependence) if dependence.is_known else frozenset[str]()
 
     def __call__(self, state: StepState) -> StepState:
         results = self._results(state)
@@ -98,8 +105,7 @@ class StepOfState:
         check_leaf_types(state, after, "state", "step", root="")
         return after
 
-    def _find_recomputed(self, call: StepCall, out: PyTree, program: core.ClosedJaxpr) -> frozenset[str]:
-        dependence = StepDependence(call, out, program)
+    def _find_recomputed(self, dependence: StepDependence) -> frozenset[str]:
         pairs = [pair for match in self._matches for pair in zip(match.new, match.old, strict=True)]
         leaves = zip(named_leaves(self.state), pairs, strict=True)
         # A Python number is a constant of the program.
@@ -186,8 +192,9 @@ def step_of_state(step: Callable[..., PyTree], args: Sequence[Any], kwargs: dict
         raise
     except Exception:  # if JAX only cannot trace the step, it runs
         out = call.run(jax.tree.map(copy, call.arguments))
-    matches = match_state(call, out, program)
-    for name, old, new in changed_types(call, out, matches, program):
+    dependence = StepDependence(call, out, program)
+    matches = match_state(call, out, dependence)
+    for name, old, new in changed_types(call, out, matches, dependence):
         _raise_for_types(name, old, new)
     parts = [match.tree for match in matches if match.is_certain]
     if not parts:
@@ -197,7 +204,7 @@ def step_of_state(step: Callable[..., PyTree], args: Sequence[Any], kwargs: dict
         )
     if not find_instances(parts, ScalerState):
         _raise_for_scaler(call, matches)
-    return StepOfState(call, out, matches, program)
+    return StepOfState(call, out, matches, program, dependence)
 
 
 def copy(state: PyTree) -> PyTree:

@@ -30,7 +30,7 @@ class Change(NamedTuple):
     @property
     def is_narrow(self) -> bool:
         """Whether it is a leaf of the state that is stored in half precision."""
-        return self.result.old is not None and is_narrow(self.result)
+        return self.result.is_changed and is_narrow(self.result)
 
     @property
     def badness(self) -> float:
@@ -40,9 +40,11 @@ class Change(NamedTuple):
         return self.error / (self.accepted.narrow_change if self.is_narrow else self.accepted.change)
 
 
-def measure_changes(results: Sequence[Result], written: Sequence[Any], reference: Sequence[Any]) -> list[Change]:
-    """Compares the values of results, as written, with their references."""
-    found = [_measure(*x) for x in zip(results, written, reference, strict=True)]
+def measure_changes(
+    results: Sequence[Result], olds: Sequence[Any], written: Sequence[Any], reference: Sequence[Any]
+) -> list[Change]:
+    """Compares results, as written, with their references: their changes from old values, or their values."""
+    found = [_measure(*x) for x in zip(olds, written, reference, strict=True)]
     return [_change(x, *numbers) for x, numbers in zip(results, jax.device_get(found), strict=True)]
 
 
@@ -53,7 +55,7 @@ def _change(result: Result, not_finite: float, written_not_finite: float, nonzer
     if written_not_finite:
         return Change(result, math.inf, 1.0, is_finite_as_written=False)
     # A leaf that is zero in float32 holds what rounding removes from another leaf.
-    if result.old is not None and distance and not nonzero:
+    if result.is_changed and distance and not nonzero:
         return Change(result, 0.0, is_decisive=False)
     is_decisive = size > NOISE_OF_CHANGE**2 * old or not size
     error = 0.0 if not distance else math.sqrt(distance / size) if size else math.inf
@@ -61,9 +63,8 @@ def _change(result: Result, not_finite: float, written_not_finite: float, nonzer
     return Change(result, error, lost, is_decisive=is_decisive, is_zero=is_zero)
 
 
-def _measure(result: Result, written: Any, reference: Any) -> Any:
-    old = np.float32(0) if result.old is None else on_device(result.old)
-    return _numbers(written, reference, old)
+def _measure(old: Any, written: Any, reference: Any) -> Any:
+    return _numbers(written, reference, np.float32(0) if old is None else on_device(old))
 
 
 @compiled_when_called

@@ -5,27 +5,15 @@ In stochastic rounding, a change that is below the last place is made sometimes,
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
-from jmpscale._diagnosis.thresholds import DRAWS
-from jmpscale._diagnosis.trace.operations import of_moved
-from jmpscale._diagnosis.trace.program import Program
-from jmpscale._programs import flow
+from jmpscale._diagnosis.thresholds import CANCELS, DRAWS, IS_RANDOM, STANDARD_ERRORS
 from jmpscale._programs.compile import compiled_when_called
-from jmpscale._programs.jaxpr import Caller
-
-
-class Pair(NamedTuple):
-    """The change of a sum of two leaves, or of their difference, of which one takes what rounding removes."""
-
-    cancels: float  # the norm of its error, relative to the smaller one of the errors of the leaves
-    error: float  # relative to its change
 
 
 class Values(NamedTuple):
@@ -36,10 +24,13 @@ class Values(NamedTuple):
     old: Any
 
 
-def compare_pair(x: Values, y: Values) -> Pair:
-    """Compares the sum of two leaves, or their difference if it is more exact, with the reference."""
-    found = [_compare_pair(x, y, np.float32(sign)) for sign in (1, -1)]
-    return min(Pair(*map(float, numbers)) for numbers in jax.device_get(found))
+def error_of_sum(steps: Sequence[tuple[Values, Values]], sign: int) -> float:
+    """Returns the largest error of a sum, or a difference, of two leaves after some steps; infinite if it is not right.
+
+    The error of the sum must be small beside the error of each leaf.
+    """
+    found = [jax.device_get(_compare_pair(x, y, np.float32(sign))) for x, y in steps]
+    return float(max(error if cancels < CANCELS else math.inf for cancels, error in found))
 
 
 @compiled_when_called
@@ -50,37 +41,25 @@ def _compare_pair(x: Values, y: Values, sign: jax.Array) -> jax.Array:
     return jnp.stack([total / jnp.minimum(first, second), total / size])
 
 
-def redraws(program: Program, consts: Sequence[Any]) -> Iterator[list[Any]]:
-    """Yields the constants of a program with other random keys, a few times; nothing if it has no keys."""
-    keys = _find_keys(program)
-    for draw in range(1, DRAWS + 1) if keys else ():
-        yield [_other_key(x, draw) if i in keys else x for i, x in enumerate(consts)]
+def other_draw(consts: Sequence[Any], inputs: Sequence[int], draw: int) -> list[Any]:
+    """Returns constants with other random numbers: those of `inputs` are keys, and counts of which keys may be made."""
+    return [_other(x, draw) if i in inputs else x for i, x in enumerate(consts)]
 
 
-def _find_keys(program: Program) -> set[int]:
-    """Returns the positions of random keys among the constants of a program, typed ones and arrays of integers."""
-
-    def rule(eqn: core.JaxprEqn, caller: Caller, operands: list[flow.Labels]) -> list[flow.Labels]:
-        if eqn.primitive.name == "random_wrap":
-            found.update(flow.union(operands))
-        return of_moved(eqn, caller, operands)
-
-    found: set[int] = set()
-    consts = list(enumerate(program.consts))
-    labels = [frozenset([i]) if x.dtype == np.uint32 else flow.NONE for i, x in consts]
-    flow.follow(program.jaxpr, rule, constants=labels)
-    return found | {i for i, x in consts if _is_key(x)}
+def may_draw(x: Any) -> bool:
+    """Tests whether an array may be a random key, or a count of which one is made."""
+    return _is_key(x) or x.dtype == np.uint32 or (x.ndim == 0 and jnp.issubdtype(x.dtype, np.integer))
 
 
 def _is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _other_key(key: Any, draw: int) -> Any:
+def _other(x: Any, draw: int) -> Any:
     bits = np.uint32(0x9E3779B9 * draw & 0xFFFFFFFF)
-    if not _is_key(key):
-        return key ^ bits
-    return jax.random.wrap_key_data(jax.random.key_data(key) ^ bits, impl=jax.random.key_impl(key))
+    if _is_key(x):
+        return jax.random.wrap_key_data(jax.random.key_data(x) ^ bits, impl=jax.random.key_impl(x))
+    return x ^ bits if x.dtype == np.uint32 else x + np.asarray(draw, x.dtype)
 
 
 class ErrorsOfDraws:
@@ -88,32 +67,47 @@ class ErrorsOfDraws:
 
     def __init__(self) -> None:
         self._error: Any = np.float32(0)
-        self._change: Any = np.float32(0)
-        self._squares = 0.0
+        self._sums = np.zeros(4)
+        self._unit: Any = None  # of the sums, because squares underflow
 
     def add(self, x: Values) -> None:
-        error, change, norm = _error(x)
-        self._error, self._change = self._error + error, self._change + change
-        self._squares += float(norm) ** 2
+        self._unit = _largest_change(x) if self._unit is None else self._unit
+        error, sums = _error(x, self._unit)
+        self._error = self._error + error
+        self._sums += np.asarray(sums, np.float64)
 
     @property
-    def remains(self) -> float:
-        """The norm of the mean error, relative to the root mean square: 1 / sqrt(DRAWS) if it is random, 1 if not."""
-        size = math.sqrt(DRAWS * self._squares)
-        return float(_norm(self._error)) / size if size else 0.0
+    def is_random(self) -> bool:
+        """Whether the values that are written are right on average.
+
+        The mean of the errors is small beside one of them, and where the reference moves a value, the value that is
+        written moves as much: noise in both, of which rounding removes all, has a mean error of zero, too.
+        """
+        squares, changes, products, weighted = self._sums
+        if not squares or not changes:
+            return False
+        remains = float(_norm(self._error)) / math.sqrt(DRAWS * squares)
+        missing, uncertain = abs(products) / changes, math.sqrt(weighted) / changes
+        return remains < IS_RANDOM and missing < max(IS_RANDOM, STANDARD_ERRORS * uncertain)
 
     @property
     def error(self) -> float:
-        """What remains of the mean error without the part that is random, relative to the mean change."""
-        size, mean = (float(_norm(x)) / DRAWS for x in (self._change, self._error))
-        variance = (self._squares / DRAWS - mean**2) / (DRAWS - 1)  # of the mean
-        return math.sqrt(max(0.0, mean**2 - variance)) / size if size else 0.0
+        """The part of the changes that is missing on average."""
+        _, changes, products, _ = self._sums
+        return abs(products) / changes
 
 
 @compiled_when_called
-def _error(x: Values) -> tuple[jax.Array, jax.Array, jax.Array]:
-    error = x.written - x.reference
-    return error, x.reference - x.old.astype(error.dtype), _norm(error)
+def _largest_change(x: Values) -> jax.Array:
+    change = jnp.abs(x.reference - x.old.astype(x.reference.dtype))
+    return jnp.maximum(change.max(initial=0), jnp.finfo(change.dtype).tiny)
+
+
+@compiled_when_called
+def _error(x: Values, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
+    error = (x.written - x.reference) / unit
+    change = (x.reference - x.old.astype(x.reference.dtype)) / unit
+    return error, jnp.stack([y.sum() for y in (error**2, change**2, error * change, (error * change) ** 2)])
 
 
 @jax.jit

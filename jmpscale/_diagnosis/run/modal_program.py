@@ -30,11 +30,14 @@ from jmpscale._programs.scopes import is_in_inner_gradient
 class ModalProgram:
     """A program whose operations have modes. Its sites, parts and paths are in the order of the program."""
 
-    def __init__(self, program: Program, everything: Sequence[Operation], modal: Modal) -> None:
-        """Creates a form of a program; `everything` is its operations, of which `modal` says what their modes do."""
+    def __init__(self, program: Program, measured: int, everything: Sequence[Operation], modal: Modal) -> None:
+        """Creates a form of a program, whose first outputs are `measured`.
+
+        `everything` is its operations, of which `modal` says what their modes do.
+        """
         self.consts = [on_device(widen(jnp.asarray(x))) for x in program.consts]
         self._outputs = slice(None)
-        self._count = program.measured_outputs
+        self._measured = measured
         with_mode = [(x, dtype) for x in everything if (dtype := modal.dtype(x)) is not None]
         shortest = _shortest({path for x, _ in with_mode for path in x.paths})
         sites = {
@@ -59,6 +62,7 @@ class ModalProgram:
                 for site in x.sites:
                     self._places[site].append((i, j))
         self._read_inputs = self._program.read_inputs(len(self.consts))
+        self.names = program.names
 
     def cast_inputs(self, site: Site) -> list[int]:
         """Returns the inputs that the operations of a site cast; an empty list if one of them does something else."""
@@ -76,22 +80,12 @@ class ModalProgram:
     def of_gradients(self) -> "ModalProgram":
         """Returns a view of the program that returns the loss and the gradients, without operations of the update."""
         view = copy.copy(self)
-        view.restrict({Pass.FORWARD, Pass.BACKWARD}, slice(0, self._count))
+        view.sites = [site for site in self.sites if site.part.pass_ is not Pass.UPDATE]
+        view.parts = list(dict.fromkeys(site.part for site in view.sites))
+        used = {part.path for part in view.parts}
+        view.paths = [path for path in self.paths if path in used]
+        view._outputs = slice(self._measured)
         return view
-
-    def of_results(self) -> "ModalProgram":
-        """Returns a view of the program that returns the results that follow the gradients."""
-        view = copy.copy(self)
-        view.restrict(set(Pass), slice(self._count, None))
-        return view
-
-    def restrict(self, passes: Collection[Pass], outputs: slice) -> None:
-        """Omits the operations of other passes from the sites, parts and paths, and other outputs from the results."""
-        self.sites = [site for site in self.sites if site.part.pass_ in passes]
-        self.parts = list(dict.fromkeys(site.part for site in self.sites))
-        used = {part.path for part in self.parts}
-        self.paths = [path for path in self.paths if path in used]
-        self._outputs = outputs
 
     def _compile(self, found: Mapping[Key, "_ModalOperation"], modal: Modal) -> list["_ModalBlock"]:
         """Returns the blocks, of which equal ones share a compiled function."""
@@ -101,7 +95,7 @@ class ModalProgram:
             occurrences = [caller.key_of(eqn) for eqn, caller in block.operations()]
             index = {key: i for i, key in enumerate(dict.fromkeys(occurrences))}
             operations = [found[key] for key in index]
-            kinds = tuple((bool(x.sites), *x.operation.dtypes) for x in operations)
+            kinds = tuple((bool(x.sites), x.operation.as_written, *x.operation.dtypes) for x in operations)
             key = block.key(), tuple(map(index.get, occurrences)), kinds
             if key not in functions:
                 functions[key] = _BlockFunction(block, operations, index, modal)
@@ -191,11 +185,13 @@ class _BlockFunction:
 
         def rule(interpreter: Interpreter, eqn: core.JaxprEqn, inputs: list[Any], caller: Caller) -> list[Any]:
             i = index[caller.key_of(eqn)]
+            operation, sites = operations[i]
+            if operation.as_written:
+                return run_as_written(eqn, inputs)
             outputs = run_in_float32(eqn, inputs)
             if outputs is None:
                 outputs = run_as_written(eqn, inputs)
                 self.not_entered |= {i: None}
-            operation, sites = operations[i]
             return modal.run(Execution(interpreter, i), operation, inputs, outputs) if sites else outputs
 
         def run(inputs: list[Any], modes: jax.Array) -> tuple[list[Any], dict[int, jax.Array]]:

@@ -8,14 +8,12 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
 from jmpscale._base.compat import in_current_mesh
-from jmpscale._base.types import is_narrow
 from jmpscale._diagnosis.run.errors import severity
 from jmpscale._diagnosis.trace.operations import Operation, Path
 from jmpscale._diagnosis.trace.passes import Pass
-from jmpscale._programs.float32 import run_as_written, run_in_float32
+from jmpscale._programs.float32 import run_as_written
 from jmpscale._programs.interpret import Interpreter
 from jmpscale._programs.jaxpr import type_of
 
@@ -27,7 +25,6 @@ class Mode(enum.IntEnum):
     RANGE = 1  # with the precision as written, and the range of float32
     FLOAT32 = 2
     REPAIRED = 3  # in float32, with zeros in place of infinities and NaN
-    PERTURBED = 4  # in float32, with constants that round to those in the program
 
 
 Modes = Mapping["Site", Mode | tuple[Mode, ...]]  # of all operations of a site, or of each one in program order
@@ -158,32 +155,9 @@ def _repair(execution: Execution, _: Operation, inputs: list[Any], in_float32: l
     return [jnp.where(is_repaired & ~jnp.isfinite(x), 0, x) if _is_inexact(x) else x for x in in_float32]
 
 
-def _factor_dtype(operation: Operation) -> np.dtype | None:
-    """Returns the dtype of a factor, a divisor or a base of a power in the update that is a constant in half."""
-    is_of_update = operation.pass_ is Pass.UPDATE and operation.eqn.primitive.name in {"mul", "div", "pow"}
-    return _half_dtype(operation) if is_of_update and any(_factors(operation)) else None
-
-
-def _factors(operation: Operation) -> list[bool]:
-    """Tests for each operand whether it is such a constant; not the exponent of a power."""
-    found = [isinstance(x, core.Literal) and is_narrow(type_of(x)) for x in operation.eqn.invars]
-    return [found[0], False] if operation.eqn.primitive.name == "pow" else found
-
-
-def _perturb_constants(
-    execution: Execution, operation: Operation, inputs: list[Any], in_float32: list[Any]
-) -> list[Any]:
-    """Perturbs constants in half precision by a quarter of their last place."""
-    step = 1 - float(jnp.finfo(_half_dtype(operation)).eps) / 4
-    perturbed = [x * step if is_factor else x for x, is_factor in zip(inputs, _factors(operation), strict=True)]
-    outputs = run_in_float32(operation.eqn, perturbed) or in_float32
-    return [jnp.where(execution.mode == Mode.PERTURBED, x, y) for x, y in zip(outputs, in_float32, strict=True)]
-
-
 PRECISION = Modal(_half_dtype, _choose_precision)
 RECORD = Modal(_recorded_dtype, _record, columns=3)
 REPAIR = Modal(_inexact_dtype, _repair, columns=2)
-CONSTANTS = Modal(_factor_dtype, _perturb_constants)
 
 
 def _is_inexact(x: Any) -> bool:

@@ -19,7 +19,7 @@ class RepairTrials:
     """A step in float32 without some of its infinities and NaN."""
 
     def __init__(self, program: Program) -> None:
-        self._program = Forms(program).repair
+        self._program = Forms(program, len(program.jaxpr.outvars)).repair
 
     def _severity(self, modes: dict[Site, Mode], consts: list[Any] | None = None) -> float:
         """Returns the `severity` of the loss and the gradients."""

@@ -14,7 +14,6 @@ import numpy as np
 from jmpscale._diagnosis.run.errors import Measured, measure
 from jmpscale._diagnosis.run.fitting_scales import Errors, Scales, at_one_scale, largest, search
 from jmpscale._diagnosis.run.forms import Forms
-from jmpscale._diagnosis.run.modal_program import ModalProgram
 from jmpscale._diagnosis.run.modes import Mode, Modes, Part, Site, Statistics
 from jmpscale._diagnosis.thresholds import (
     CHANGE,
@@ -36,7 +35,6 @@ class GradientTrials:
     def __init__(
         self,
         forms: Forms,
-        inputs: Sequence[str],
         parameters: Collection[str],
         accepted: AcceptedErrors,
         *,
@@ -46,12 +44,11 @@ class GradientTrials:
     ) -> None:
         """Creates trials of a step.
 
-        `inputs` are the names of its constants, empty for constants that are not arguments, and `parameters` are the
-        names of the arguments that gradients change. A gradient of a loss function is unscaled; one that a step
-        computes `may_be_scaled`. A value that is unscaled, but not scaled, `may_be_halved` at twice the scale, unless
-        the scale is always 1.
+        `parameters` are the names of the arguments that gradients change. A gradient of a loss function is unscaled;
+        one that a step computes `may_be_scaled`. A value that is unscaled, but not scaled, `may_be_halved` at twice the
+        scale, unless the scale is always 1.
         """
-        self.inputs, self.accepted, self._has_scaler = inputs, accepted, has_scaler
+        self.accepted, self._has_scaler = accepted, has_scaler
         self._parameters = parameters
         self.set_forms(forms)
         self._recording = forms.recording.of_gradients()
@@ -79,7 +76,7 @@ class GradientTrials:
 
     def loss_error_of_rounded_arguments(self) -> float:
         """Returns the relative change of the loss in float32, after rounding only the arguments to half precision."""
-        pairs = zip(self.program.consts, self.inputs, strict=True)
+        pairs = zip(self.program.consts, self.program.names, strict=True)
         consts = [_round(x, self._digits) if name else x for x, name in pairs]
         return float(measure(self._recording.run(1.0, {}, Mode.FLOAT32, consts)[0], self.reference).errors[0])
 
@@ -109,22 +106,28 @@ class GradientTrials:
     def of(self, program: Program) -> "GradientTrials":
         """Returns trials of another form of the step, which is compared with the same reference."""
         trials = copy.copy(self)
-        trials.set_forms(Forms(program))
+        trials.set_forms(Forms(program, len(program.jaxpr.outvars)))
         return trials
 
     def set_forms(self, forms: Forms) -> None:
         """Sets the step that the trials run; no error of it is known yet."""
         self._forms = forms
+        self.program = forms.precision.of_gradients()  # whose lines can compute in float32
         self._errors: dict[tuple[frozenset[tuple[Site, Mode | tuple[Mode, ...]]], Mode, int], tuple[Errors, float]] = {}
-
-    @property
-    def program(self) -> ModalProgram:
-        """The step, whose lines can compute in float32."""
-        return self._forms.precision_of_gradients
 
     def run_as_written(self, scale: float) -> list[Any]:
         """Returns the loss and the gradients as they are written, at a loss scale."""
-        return self._forms.as_written(scale)
+        return self.run_all_as_written(scale)[: self._forms.measured]
+
+    def run_all_as_written(self, scale: float) -> list[Any]:
+        """Returns the loss, the gradients, and what the update is given, as they are written, at a loss scale.
+
+        Without a scaler, one run does not repay another compilation. In float16, the compiler may combine operations of
+        the form without modes, so that an intermediate result overflows.
+        """
+        if self._has_scaler or any(site.dtype == np.float16 for site in self.program.sites):
+            return self._forms.run_as_written(scale)
+        return self._forms.precision.run(scale, {}, Mode.AS_WRITTEN)[0]
 
     @property
     def not_entered(self) -> list[Operation]:
@@ -206,7 +209,7 @@ class GradientTrials:
 
     def _errors_of_other_parameters(self, change: float, exponent: int) -> tuple[Errors, np.ndarray, bool]:
         """Returns the errors of the gradients after a change of the parameters, their norms, and if all is right."""
-        pairs = list(zip(self.program.consts, self.inputs, strict=True))
+        pairs = list(zip(self.program.consts, self.program.names, strict=True))
         consts = [_perturb(x, change) if name in self._parameters else x for x, name in pairs]
         reference = self.program.run(1.0, {}, Mode.FLOAT32, consts)[0]
         norms = measure(reference, reference).norms[1:]

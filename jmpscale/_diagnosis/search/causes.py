@@ -82,7 +82,7 @@ def find_casts(trials: GradientTrials, cause: Cause, lines: Lines) -> WrongCasts
     """
     site, kept = cause.site, trials.kept(lines.paths)
     inputs = trials.program.cast_inputs(site)
-    names = [trials.inputs[i] for i in inputs]
+    names = [trials.program.names[i] for i in inputs]
     if len(names) < 2 or not all(names):  # a cast of an array that is not an argument
         return None
 

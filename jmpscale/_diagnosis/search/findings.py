@@ -134,7 +134,7 @@ class Findings(NamedTuple):
 
     def name(self, path: Path, named: Collection[Path] = ()) -> str:
         """Returns the name of a line, with a line that calls it if another call of it is not named."""
-        paths = self.forms.precision.paths  # all lines with results in half precision
+        paths = [*self.forms.precision.paths, *self.update.all_paths]  # all lines with results in half precision
         others = [other for other in paths if other[-1] == path[-1] and other not in (path, *named)]
         calls = (n for n in range(2, len(path) + 1) if all(other[-n:] != path[-n:] for other in others))
         first = next(calls, 1) if others else 1

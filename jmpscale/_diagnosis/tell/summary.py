@@ -5,14 +5,9 @@ from collections.abc import Sequence
 from jmpscale._base.text import enumerate_names
 from jmpscale._diagnosis.search.findings import Findings, SensitiveLoss
 from jmpscale._diagnosis.tell.describe_gradients import describe_gradients, ends_with_small_error
-from jmpscale._diagnosis.tell.describe_update import (
-    describe_lost_factors,
-    describe_stalled,
-    describe_unchanged,
-    describe_update,
-)
+from jmpscale._diagnosis.tell.describe_update import describe_update
 from jmpscale._diagnosis.tell.phrases import by
-from jmpscale._diagnosis.trace.rounded import describe_rounded
+from jmpscale._diagnosis.trace.rounded import describe_rounded, find_rounded
 
 _IGNORED = (
     "No gradient depends on the dynamic loss scale: scale the loss with this scaler, or create the optimizer with "
@@ -44,25 +39,20 @@ def _describe_comparison(not_entered: Sequence[str]) -> str:
 def _join(gradients: str, findings: Findings) -> str:
     """Joins the description of the gradients with one of the update; the worst comes first."""
     step, update = findings.step, findings.update
-    bad = {x.result.name for x in update.bad}
-    stalled = [x for x in step.stalled if x.result.name not in bad]
     worst = update.worst if update.bad else None
     faults = [describe_update(findings, worst)] if worst and not _is_repaired(findings) else []
-    faults += [describe_unchanged(findings)] if update.unchanged.results else []
-    faults += describe_stalled(findings, stalled)
-    faults += [describe_lost_factors(step.lost_factors)] if step.lost_factors else []
     if wrong := [x.result.name for x in update.changes if not x.is_finite]:
         verb = "becomes" if len(wrong) == 1 else "become"
         faults.append(f"{enumerate_names(wrong)} {verb} infinite or NaN, in float32 too: correct this update.")
     no_state = _NO_STATE if step.gradients and step.state == () else ""
     ignored = _IGNORED if step.ignores_scaler and step.gradients else ""
-    rounded = describe_rounded(step.rounded)
+    rounded = describe_rounded(find_rounded(step.of_gradients))
     notes = list(filter(None, [_describe_loss(findings.sensitive_loss), ignored, no_state, rounded]))
     if faults:
         first = [*faults, gradients] if findings.accurate else [gradients, *faults]
         return " ".join(filter(None, [*first, *notes]))
     worst = update.worst
-    if worst is not None and worst.result.old is not None:
+    if worst is not None and worst.result.is_leaf:
         if not step.gradients:
             gradients = f"The step computes no gradient, and its update differs from float32 {by(worst.error)}."
         elif ends_with_small_error(findings):
@@ -76,7 +66,7 @@ def _is_repaired(findings: Findings) -> bool:
     """Tests whether only results, such as losses, are wrong, and the lines that are named for gradients repair them."""
     update, lines = findings.update, findings.lines
     named = lines.paths if lines else []
-    return all(x.result.old is None for x in update.bad) and update.is_repaired and set(named).issuperset(update.paths)
+    return all(not x.result.is_leaf for x in update.bad) and update.is_repaired and set(named).issuperset(update.paths)
 
 
 def _describe_loss(loss: SensitiveLoss | None) -> str:

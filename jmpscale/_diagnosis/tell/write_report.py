@@ -1,19 +1,21 @@
 """Writes the findings of a diagnosis as a `Diagnosis`, with a row for each line and pass."""
 
 import math
+from collections.abc import Collection, Iterator, Mapping
 
-from jmpscale._diagnosis.run.modes import Part
+from jmpscale._diagnosis.run.modes import Part, Site, Statistics
 from jmpscale._diagnosis.search.findings import Findings
 from jmpscale._diagnosis.tell.report import Diagnosis, DiagnosisChange, DiagnosisRow
 from jmpscale._diagnosis.tell.summary import summarize
-from jmpscale._diagnosis.trace.passes import Pass
+from jmpscale._diagnosis.trace.operations import Path
 
 
 def write_report(findings: Findings) -> Diagnosis:
     """Returns the findings as a diagnosis."""
     step, update, scales, program = findings.step, findings.update, findings.scales, findings.forms.precision
-    chosen = {*(findings.lines.paths if findings.lines else ()), *update.paths, *update.unchanged.paths}
-    lines = [path for path in program.paths if path in chosen]
+    chosen = {*(findings.lines.paths if findings.lines else ()), *update.paths}
+    every = dict.fromkeys([*program.paths, *update.all_paths])
+    lines = [path for path in every if path in chosen]
     fitting = scales.fitting if findings.has_scaler and findings.trials.decisive.any() else None
     return Diagnosis(
         loss=findings.loss if step.has_loss else None,
@@ -24,10 +26,9 @@ def write_report(findings: Findings) -> Diagnosis:
         scaler=findings.advice.scaler if findings.advice else None,
         scale_errors=tuple((2.0**k, error) for k, error in scales.errors.items()),
         lines=tuple(findings.name(path, lines) for path in lines),
-        rows=tuple(row for part in program.parts if (row := _row(findings, part, part.path in lines))),
+        rows=(*_rows_of_gradients(findings, lines), *_rows_of_update(findings, lines)),
         changes=tuple(
-            DiagnosisChange(x.result.name, x.result.dtype.name, x.result.old is not None, x.error)
-            for x in update.changes
+            DiagnosisChange(x.result.name, x.result.dtype.name, x.result.is_leaf, x.error) for x in update.changes
         ),
         state=step.state or (),
         not_entered=tuple(dict.fromkeys(f"{x.line}: {x.eqn.primitive.name}" for x in findings.trials.not_entered)),
@@ -36,15 +37,26 @@ def write_report(findings: Findings) -> Diagnosis:
     )
 
 
-def _row(findings: Findings, part: Part, in_lines: bool) -> DiagnosisRow | None:
-    """Returns the row of a part; None if it was not measured, because the step is not finite."""
-    update, is_update = findings.update, part.pass_ is Pass.UPDATE
-    statistics, alone = (update.statistics, update.alone) if is_update else (findings.statistics, findings.alone)
-    found = {site: x for site, x in statistics.items() if site.part == part}
-    if not found and not (is_update and update.changes):
-        return None
-    if not found:
-        return _row_without_range(findings, part, in_lines)
+def _rows_of_gradients(findings: Findings, lines: Collection[Path]) -> Iterator[DiagnosisRow]:
+    for part in findings.trials.program.parts:
+        if found := {site: x for site, x in findings.statistics.items() if site.part == part}:
+            yield _row(findings, part, part.path in lines, found, findings.alone.get(part))
+
+
+def _rows_of_update(findings: Findings, lines: Collection[Path]) -> Iterator[DiagnosisRow]:
+    """Yields rows for the lines of the update; what also belongs to the forward pass has a row if it must change."""
+    update = findings.update
+    others = set(findings.trials.program.paths).difference(update.paths)
+    for part in dict.fromkeys(site.part for site in update.sites if site.part.path not in others):
+        if found := {site: x for site, x in update.statistics.items() if site.part == part}:
+            yield _row(findings, part, part.path in lines, found, update.alone.get(part))
+        else:
+            yield _row_without_range(findings, part, part.path in lines)
+
+
+def _row(
+    findings: Findings, part: Part, in_lines: bool, found: Mapping[Site, Statistics], alone: float | None
+) -> DiagnosisRow:
     overflowing = [site for site in found if found[site].overflow > 0]
     first = overflowing[0] if overflowing else max(found, key=lambda site: found[site].max_abs)
     return DiagnosisRow(
@@ -57,7 +69,7 @@ def _row(findings: Findings, part: Part, in_lines: bool) -> DiagnosisRow | None:
         tiny=max(x.tiny for x in found.values()),
         in_lines=in_lines,
         casts=findings.casts[part].names if part in findings.casts else (),
-        alone=alone.get(part),
+        alone=alone,
     )
 
 

@@ -16,6 +16,8 @@ from jmpscale._diagnosis.trace.gradients import Gradients
 from jmpscale._programs.float32 import evaluate_equation
 from jmpscale._programs.jaxpr import called_jaxpr, closed, split_scan_inputs, split_while_inputs, type_of
 
+Place = tuple[int, ...]  # the identities of the calls around a value that is computed once, and of what computes it
+
 
 class Exposed(NamedTuple):
     """A gradient, or a loss that is scaled."""
@@ -25,18 +27,32 @@ class Exposed(NamedTuple):
     value: Any = None  # the sum over the iterations of the loops that compute it
 
 
-def evaluate(program: core.ClosedJaxpr, inputs: Sequence[Any]) -> tuple[list[Any], list[Exposed], list[Exposed]]:
-    """Evaluates a program, with the same operations; returns its outputs, its gradients and its scaled losses."""
-    gradients = Gradients(program.jaxpr)
-    outputs, found = _Evaluation(gradients).run(program, inputs)
-    return outputs, [x for x in found if not x.is_loss], [x for x in found if x.is_loss]
+class Evaluated(NamedTuple):
+    """The values of a program, and of what it computes on the way."""
+
+    outputs: list[Any]
+    gradients: list[Exposed]
+    losses: list[Exposed]  # that are scaled
+    # The gradients outside of loops, branches and `jax.shard_map`, and the operands of those that contain others.
+    given: dict[Place, list[Any]]
+
+
+def evaluate(program: core.ClosedJaxpr, inputs: Sequence[Any], gradients: Gradients) -> Evaluated:
+    """Evaluates a program, with the same operations."""
+    evaluation = _Evaluation(gradients)
+    outputs, found = evaluation.run(program, inputs, ())
+    return Evaluated(outputs, [x for x in found if not x.is_loss], [x for x in found if x.is_loss], evaluation.given)
 
 
 class _Evaluation:
     def __init__(self, gradients: Gradients) -> None:
         self._gradients = gradients
+        self.given: dict[Place, list[Any]] = {}
 
-    def run(self, program: core.ClosedJaxpr, inputs: Iterable[Any]) -> tuple[list[Any], list[Exposed]]:
+    def run(
+        self, program: core.ClosedJaxpr, inputs: Iterable[Any], place: Place | None = None
+    ) -> tuple[list[Any], list[Exposed]]:
+        """Returns the outputs, and what is exposed; `place` is given for a program that runs once."""
         jaxpr = program.jaxpr
         values: dict[Any, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
         values.update(zip(jaxpr.invars, inputs, strict=True))
@@ -48,7 +64,7 @@ class _Evaluation:
 
         for eqn in jaxpr.eqns:
             if self._gradients.are_in(eqn):
-                results, inner = self._holder(eqn, list(map(read, eqn.invars)))
+                results, inner = self._holder(eqn, list(map(read, eqn.invars)), place)
                 found += inner
             else:
                 results = evaluate_equation(eqn, [x if isinstance(x, core.Literal) else values[x] for x in eqn.invars])
@@ -56,13 +72,18 @@ class _Evaluation:
             for x in eqn.outvars:
                 if x in wanted or x in losses:
                     found.append(Exposed(x, x in losses, values[x]))
+                if x in wanted and place is not None:
+                    self.given[(*place, id(x))] = [values[x]]
         return list(map(read, jaxpr.outvars)), [x._replace(value=in_current_mesh(x.value)) for x in found]
 
-    def _holder(self, eqn: core.JaxprEqn, inputs: list[Any]) -> tuple[list[Any], list[Exposed]]:
+    def _holder(self, eqn: core.JaxprEqn, inputs: list[Any], place: Place | None) -> tuple[list[Any], list[Exposed]]:
         special = {"scan": self._scan, "while": self._while, "cond": self._cond, "shard_map": self._shard_map}
         run = special.get(eqn.primitive.name)
+        inner = None if place is None else (*place, id(eqn))
+        if run and inner is not None:
+            self.given[inner] = inputs
         with eqn.ctx.manager:
-            return run(eqn, inputs) if run else self.run(called_jaxpr(eqn), inputs)
+            return run(eqn, inputs) if run else self.run(called_jaxpr(eqn), inputs, inner)
 
     def _with_sums(
         self, body: core.ClosedJaxpr, *inputs: Any

@@ -36,6 +36,7 @@ class Operation(NamedTuple):
     caller: Caller
     paths: tuple[Path, ...]  # of the lines of which one must change, if the operation is to compute in another dtype
     pass_: Pass
+    as_written: bool = False  # whether it computes as it is written, whatever its mode is
     reaches_outputs: bool = True
     reads_cotangent: bool = False
 
@@ -67,7 +68,7 @@ class Operation(NamedTuple):
         The transpose of a cast to a narrow dtype reads a cotangent of this dtype, though its result is wide. A
         derivative rule may also cast a value of the forward pass up, which rounds nothing.
         """
-        if moves_values(self.eqn):
+        if moves_values(self.eqn) or self.as_written:
             return [None] * len(self.eqn.outvars)
         if self.is_transposed and self.reads_cotangent and _is_cast(self.eqn, to_narrow=False):
             return [narrow_dtype(self.eqn.invars[0])]
@@ -105,7 +106,10 @@ def program_operations(jaxpr: core.Jaxpr, count: int) -> list[Operation]:
     branches of a condition are several lines that make one value, which is in float32 if one of them computes in it.
     """
     passes = Passes(jaxpr, count)
-    found = [Operation(eqn, x, (x.path_of(eqn) or (UNKNOWN_LINE,),), passes.of(eqn, x)) for eqn, x in operations(jaxpr)]
+    found = [
+        Operation(eqn, x, (x.path_of(eqn) or (UNKNOWN_LINE,),), passes.of(eqn, x), x.runs_as_written(eqn))
+        for eqn, x in operations(jaxpr)
+    ]
     for depth in (1, 2):
         found = _with_deeper_lines(found, jaxpr, depth)
     up_casts = {x.line for x in found if not x.is_transposed and _is_cast(x.eqn, to_narrow=False)}

@@ -1,39 +1,33 @@
 """A training step as a program of the loss scale, and what it returns."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from jmpscale._base.memory import on_device
 from jmpscale._programs import flow
-from jmpscale._programs.compile import compiled_jaxpr
 
 
 class Program(NamedTuple):
-    """A training step: a program that computes the loss and the gradients, in true units, from the loss scale."""
+    """A program of the loss scale."""
 
     jaxpr: core.Jaxpr
-    consts: list[Any]  # the arrays that the step depends on
-    measured: int | None = None  # the number of outputs that are the loss and the gradients; None if all are
+    consts: list[Any]  # the arrays that it depends on: first the arguments of a step, and then others
+    names: tuple[str, ...]  # of the constants, such as `params['w']`; empty for those that are not arguments
 
-    @property
-    def measured_outputs(self) -> int:
-        """The number of outputs that are the loss and the gradients."""
-        return len(self.jaxpr.outvars) if self.measured is None else self.measured
+    def with_outputs(self, variables: Sequence[Any]) -> "Program":
+        """Returns a program that computes nothing but some variables of this one."""
+        return self._replace(jaxpr=without_dead_code(with_outputs(self.jaxpr, variables)))
 
-    def of_gradients(self) -> "Program":
-        """Returns a step that computes nothing but the loss and the gradients."""
-        if self.measured is None:
-            return self
-        wanted = [i < self.measured for i in range(len(self.jaxpr.outvars))]
-        return Program(partial_eval.dce_jaxpr(self.jaxpr, wanted, instantiate=True)[0], self.consts)
+    def first_outputs(self, count: int) -> "Program":
+        """Returns a program that computes nothing but the first outputs of this one."""
+        return self if count == len(self.jaxpr.outvars) else self.with_outputs(self.jaxpr.outvars[:count])
 
     def depends_on_scale(self) -> bool:
-        """Tests whether the loss or a gradient depends on the loss scale, by data flow."""
-        return any(flow.follow(self.of_gradients().jaxpr, inputs=[frozenset(["scale"])]))
+        """Tests whether an output depends on the loss scale, by data flow."""
+        return any(flow.follow(self.jaxpr, inputs=[frozenset(["scale"])]))
 
 
 class Result(NamedTuple):
@@ -41,23 +35,36 @@ class Result(NamedTuple):
 
     name: str  # as Python code, such as `params['w']`
     dtype: np.dtype
-    old: Any = None  # the value before the step; None if the result is not the new value of a leaf of the state
+    output: int  # its position among the outputs of the step
+    input: int | None = None  # the position of its old value among the arguments; None if it is not a leaf of the state
+    # Whether it is computed from its old value, not only through gradients: rounding adds up over the steps. A leaf
+    # that is not, such as a copy in half precision of float32 parameters, has no change that could be lost.
+    is_changed: bool = False
     is_gradient_led: bool = False  # whether it depends on a gradient
-    partners: tuple[str, ...] = ()  # other leaves of its shape, if the update of each of the two reads the other one
-    is_random: bool = False  # whether its update reads random numbers
     part: str = ""  # the part of the state that contains the leaf, such as `params`; empty if it is a part itself
 
-
-class Leaf(NamedTuple):
-    """A leaf of the state in the program of a step."""
-
-    result: Result
-    input: int  # the position of its old value among the inputs of the program
-    output: int  # the position of its new value among the outputs
-    is_parameter: bool  # whether a differentiated function, or the loss, reads it
+    @property
+    def is_leaf(self) -> bool:
+        """Whether it is the new value of a leaf of the state."""
+        return self.input is not None
 
 
-def compile_as_written(program: Program) -> Callable[[float], list[Any]]:
-    """Returns a function of the loss scale that returns the loss and the gradients of a step as it is written."""
-    run = compiled_jaxpr(program.jaxpr)
-    return lambda scale: list(map(on_device, run(program.consts, np.float32(scale))))
+def with_outputs(jaxpr: core.Jaxpr, outvars: Sequence[Any]) -> core.Jaxpr:
+    """Returns a program with other variables as its outputs."""
+    debug_info: Any = jaxpr.debug_info
+    return jaxpr.replace(outvars=list(outvars), debug_info=debug_info._replace(result_paths=("",) * len(outvars)))
+
+
+def without_dead_code(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """Returns a program without the equations on which no output depends."""
+    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+
+
+def close_over(jaxpr: core.Jaxpr, consts: Sequence[Any], values: Sequence[Any]) -> tuple[core.Jaxpr, list[Any]]:
+    """Returns a program whose last inputs have become its first constants, with these values, and all constants."""
+    count = len(jaxpr.invars) - len(values)
+    inputs, closed_over = jaxpr.invars[:count], jaxpr.invars[count:]
+    found = [*values, *consts]
+    # In JAX 0.12, the variables of constants that are not attached are inputs.
+    closed = core.ClosedJaxpr(jaxpr.replace(constvars=[*closed_over, *jaxpr.constvars], invars=inputs), found)
+    return closed.jaxpr, found

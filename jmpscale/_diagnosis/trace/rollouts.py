@@ -5,12 +5,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
-from jax.interpreters import partial_eval
 
 from jmpscale._base.tree import is_inexact
 from jmpscale._diagnosis.trace.operations import narrow_dtype
-from jmpscale._diagnosis.trace.outputs import with_outputs
-from jmpscale._diagnosis.trace.program import Program
+from jmpscale._diagnosis.trace.program import Program, without_dead_code
 from jmpscale._programs.compile import compiled_jaxpr
 from jmpscale._programs.jaxpr import equations, held_jaxprs
 from jmpscale._programs.scopes import is_backward, is_differentiated
@@ -35,11 +33,10 @@ def run_rollouts(program: Program) -> Program:
         return program
     jaxpr, found = program.jaxpr, set(map(id, loops))
     eqns = [eqn for eqn in jaxpr.eqns if id(eqn) not in found]
-    consts = [*program.consts, *values]
+    consts, names = [*program.consts, *values], (*program.names, *[""] * len(values))
     # In JAX 0.12, the variables of constants that are not attached are inputs.
     closed = core.ClosedJaxpr(jaxpr.replace(constvars=[*jaxpr.constvars, *variables], eqns=eqns), consts)
-    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    return program._replace(jaxpr=jaxpr, consts=consts)
+    return Program(without_dead_code(closed.jaxpr), consts, names)
 
 
 def _find_loops(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
@@ -61,6 +58,4 @@ def _computes_in_half_or_differentiates(eqn: core.JaxprEqn) -> bool:
 
 def _evaluate(program: Program, variables: list[Any]) -> list[Any]:
     """Returns the values of variables of a program, which do not depend on the loss scale."""
-    wanted = with_outputs(program.jaxpr, variables)
-    needed, _ = partial_eval.dce_jaxpr(wanted, [True] * len(variables), instantiate=True)
-    return compiled_jaxpr(needed)(program.consts, np.float32(1.0))
+    return compiled_jaxpr(program.with_outputs(variables).jaxpr)(program.consts, np.float32(1.0))

@@ -42,8 +42,8 @@ class Rounded(NamedTuple):
         return self.are_integers and exact < self.max_abs < np.inf and len(np.unique(self.value)) > 2
 
 
-def find_rounded(program: Program, names: dict[int, str]) -> list[Rounded]:
-    """Returns the arrays in half precision on which the outputs of a program depend; `names` are for arguments."""
+def find_rounded(program: Program) -> list[Rounded]:
+    """Returns the arrays in half precision on which the outputs of a program depend."""
     lines: dict[int, str] = {}
 
     def rule(eqn: core.JaxprEqn, caller: Caller, operands: list[flow.Labels]) -> list[flow.Labels]:
@@ -55,7 +55,7 @@ def find_rounded(program: Program, names: dict[int, str]) -> list[Rounded]:
     labels = [frozenset([i]) if i in narrow else flow.NONE for i in range(len(program.consts))]
     flow.follow(program.jaxpr, rule, constants=labels)
     used = [(i, program.consts[i]) for i in narrow if i in lines]
-    return [Rounded(names.get(id(x), ""), jnp.asarray(x), lines[i]) for i, x in used]
+    return [Rounded(program.names[i], jnp.asarray(x), lines[i]) for i, x in used]
 
 
 def describe_rounded(found: Sequence[Rounded]) -> str:

@@ -1,6 +1,6 @@
 """Traces a loss function and its gradients as a program of the loss scale."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,17 +17,18 @@ from jmpscale._state import ScalerState, static
 from jmpscale._step.call import reads_values
 
 LossAndGrads = Callable[[ScalerState, PyTree, PyTree], PyTree]
+Names = Mapping[int, str]  # of the leaves of the arguments, by their identities
 
 
-def trace_loss(loss_and_grads: LossAndGrads, args: PyTree, kwargs: PyTree, axes: Axes) -> Program:
+def trace_loss(loss_and_grads: LossAndGrads, args: PyTree, kwargs: PyTree, names: Names, axes: Axes) -> Program:
     """Traces a loss and its gradients, once unless Python reads the values of a NumPy array; in the scope of `axes`."""
     try:
-        return _trace(loss_and_grads, jax.tree.map(_as_jax_array, (args, kwargs), is_leaf=is_nnx_object), axes)
+        return _trace(loss_and_grads, jax.tree.map(_as_jax_array, (args, kwargs), is_leaf=is_nnx_object), names, axes)
     except Exception as error:
         if not (reads_values(error) or isinstance(error, NameError)):
             raise
     try:  # Python may have read the values of a NumPy array
-        return _trace(loss_and_grads, (args, kwargs), axes)
+        return _trace(loss_and_grads, (args, kwargs), names, axes)
     except Exception as error:
         _explain_error(error)
         raise
@@ -53,14 +54,15 @@ def _as_jax_array(leaf: Any) -> Any:
     return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) and leaf.ndim > 0 and is_inexact(leaf) else leaf
 
 
-def _trace(loss_and_grads: LossAndGrads, arguments: tuple[PyTree, PyTree], axes: Axes) -> Program:
+def _trace(loss_and_grads: LossAndGrads, arguments: tuple[PyTree, PyTree], names: Names, axes: Axes) -> Program:
     def outputs(loss_scale: jax.Array) -> list[Any]:
         loss, grads = loss_and_grads(static(1.0)._replace(loss_scale=loss_scale), *_copied(arguments))
         return [loss, *flatten_gradients(grads)[0]]
 
     closed = jax.make_jaxpr(outputs, axis_env=list(axes))(jnp.float32(1.0))
     check_no_refs(closed.consts, "the values that fun closes over")
-    return Program(repeatable(closed.jaxpr), list(closed.consts))
+    consts = list(closed.consts)
+    return Program(repeatable(closed.jaxpr), consts, tuple(names.get(id(x), "") for x in consts))
 
 
 def _copied(tree: PyTree) -> PyTree:

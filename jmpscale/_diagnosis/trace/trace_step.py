@@ -4,22 +4,18 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
-from jax.interpreters import partial_eval
 
 from jmpscale._base.tree import PyTree, check_no_refs
-from jmpscale._diagnosis.trace.averages import find_stalled_averages
-from jmpscale._diagnosis.trace.exchanges import find_exchanges
+from jmpscale._diagnosis.trace.cut import Update, cut, evaluate_given
 from jmpscale._diagnosis.trace.expose import evaluate
-from jmpscale._diagnosis.trace.lost_factors import find_lost_factors
-from jmpscale._diagnosis.trace.outputs import find_losses, name_gradients, select_compared, with_outputs
+from jmpscale._diagnosis.trace.gradients import Gradients
+from jmpscale._diagnosis.trace.outputs import find_losses, name_gradients, select_compared
 from jmpscale._diagnosis.trace.passes import Passes
-from jmpscale._diagnosis.trace.program import Program, Result
+from jmpscale._diagnosis.trace.program import Program, Result, close_over, with_outputs
 from jmpscale._diagnosis.trace.repeatable import repeatable
 from jmpscale._diagnosis.trace.rollouts import run_rollouts
-from jmpscale._diagnosis.trace.rounded import find_rounded
 from jmpscale._diagnosis.trace.step_arrays import StepArrays
 from jmpscale._diagnosis.trace.trace_observed import Axes
 from jmpscale._diagnosis.trace.traced_step import TracedStep
@@ -42,66 +38,78 @@ def trace_step(call: StepCall, axes: Axes) -> TracedStep:
 def _traced_step(call: StepCall, out: PyTree, traced: core.ClosedJaxpr) -> TracedStep:
     check_no_refs(traced.consts, "the values that step closes over")
     written = traced.replace(jaxpr=repeatable(traced.jaxpr))
+    dependence = StepDependence(call, out, written)
     # A lone array that may be data, such as an image beside its reconstruction, is compared as a result.
-    matches = [x for x in match_state(call, out, written) if x.is_certain or not jax.tree_util.all_leaves([x.tree])]
-    arrays = StepArrays(call, out, matches, StepDependence(call, out, written))
+    matches = match_state(call, out, dependence)
+    matches = [x for x in matches if x.is_certain or not jax.tree_util.all_leaves([x.tree])]
+    arrays = StepArrays(call, out, matches, dependence)
     exposed = _expose_gradients(written, arrays)
-    leaves = arrays.leaves(Passes(written.jaxpr, 0).inputs_in_forward)
-    program, results, has_loss = _select_outputs(exposed, arrays.results)
-    program = run_rollouts(program)
+    loss, results = _separate_loss(exposed, arrays.results)
+    update, results = _cut(exposed, results)
+    one = core.Literal(np.float32(1.0), jax.typeof(np.float32(1.0)))
+    is_read = Passes(written.jaxpr, 0).inputs_in_forward
     return TracedStep(
-        program,
-        tuple(name_gradients(written.jaxpr, exposed.gradients_as_written, leaves)),
-        tuple(find_exchanges(program, results)),
+        exposed.program.with_outputs([one if loss is None else loss, *exposed.gradients, *exposed.given]),
+        tuple(name_gradients(written.jaxpr, exposed.gradients_as_written, arrays.results, is_read)),
+        update,
+        tuple(results),
         tuple(match.name for match in matches),
-        has_loss,
-        arrays.named,
-        tuple(find_stalled_averages(written.jaxpr, leaves)),
-        tuple(find_lost_factors(written.jaxpr, leaves)),
-        tuple(find_rounded(program, {id(x): name for name, x in arrays.named})),
+        loss is not None,
+        tuple(zip(arrays.names, arrays.values, strict=True)),
     )
 
 
 class _Exposed(NamedTuple):
-    """A step as a program of the loss scale, and the variables of this program that it may return."""
+    """A step as a program of the loss scale, and variables of this program."""
 
-    program: core.ClosedJaxpr
+    program: Program
+    outputs: list[Any]  # the results of the step as it is written
     losses: list[Any]  # that are scaled
     gradients: list[Any]
-    results: list[Any]
+    given: list[Any]  # the gradients, and what else `evaluate_given` needs
+    results: list[Any]  # those that are compared, with the gradients given
     gradients_as_written: list[Any]  # the variables of the gradients in the step as it is written
 
 
 def _expose_gradients(written: core.ClosedJaxpr, arrays: StepArrays) -> _Exposed:
+    gradients = Gradients(written.jaxpr)
     as_written: list[Any] = []
 
-    def outputs(scale: jax.Array) -> tuple[list[Any], list[Any], list[Any]]:
-        values, gradients, losses = evaluate(written, arrays.inputs(scale))
-        as_written[:] = [x.variable for x in gradients]
-        return [x.value for x in losses], [x.value for x in gradients], [values[i] for i in arrays.outputs]
+    def values(scale: jax.Array, *values: Any) -> tuple[list[Any], ...]:
+        inputs = arrays.with_scale(values, scale)
+        found = evaluate(written, inputs, gradients)
+        as_written[:] = [x.variable for x in found.gradients]
+        results = evaluate_given(written, inputs, gradients, found.given, [x.output for x in arrays.results])
+        losses, exposed = ([x.value for x in group] for group in (found.losses, found.gradients))
+        return found.outputs, losses, exposed, [x for group in found.given.values() for x in group], results
 
-    program, types = jax.make_jaxpr(outputs, return_shape=True)(jnp.float32(1.0))
-    losses, gradients, results = jax.tree.unflatten(jax.tree.structure(types), program.jaxpr.outvars)
-    return _Exposed(program, losses, gradients, results, as_written)
+    closed, types = jax.make_jaxpr(values, return_shape=True)(np.float32(1.0), *arrays.values)
+    variables = jax.tree.unflatten(jax.tree.structure(types), closed.jaxpr.outvars)
+    jaxpr, consts = close_over(closed.jaxpr, closed.consts, arrays.values)
+    names = (*arrays.names, *[""] * len(closed.consts))
+    return _Exposed(run_rollouts(Program(jaxpr, consts, names)), *variables, as_written)
 
 
-def _select_outputs(step: _Exposed, results: Sequence[Result]) -> tuple[Program, list[Result], bool]:
-    """Returns a program with the outputs that are compared, the results among them, and whether there is a loss.
+def _separate_loss(step: _Exposed, results: Sequence[Result]) -> tuple[Any, list[Result]]:
+    """Returns the loss, and the results that are not the loss.
 
-    The loss is a result of the step, or else a value that it scales.
+    The loss is a result of the step, or else a value that it scales; None if there is none.
     """
-    jaxpr = step.program.jaxpr
-    found = find_losses(with_outputs(jaxpr, step.results), results)
-    losses = [*[step.results[i] for i in found], *step.losses]
-    one = core.Literal(np.float32(1.0), jax.typeof(np.float32(1.0)))
-    first = [losses[0] if losses else one, *step.gradients]
-    kept = [(x, variable) for x, variable in zip(results, step.results, strict=True) if variable is not first[0]]
-    whole = with_outputs(jaxpr, [*first, *[variable for _, variable in kept]])
-    selected = select_compared(whole, len(first), [x for x, _ in kept])
-    compared = [(x, variable) for x, (_, variable) in zip(selected, kept, strict=True) if x is not None]
-    outvars = [*first, *[variable for _, variable in compared]]
-    needed, _ = partial_eval.dce_jaxpr(with_outputs(jaxpr, outvars), [True] * len(outvars), instantiate=True)
-    return Program(needed, list(step.program.consts), len(first)), [x for x, _ in compared], bool(losses)
+    variables = [step.outputs[x.output] for x in results]
+    found = find_losses(with_outputs(step.program.jaxpr, variables), results)
+    loss = next(iter([*[variables[i] for i in found], *step.losses]), None)
+    others = [x._replace(output=i) for i, x in enumerate(results) if variables[i] is not loss]
+    return loss, others
+
+
+def _cut(exposed: _Exposed, results: Sequence[Result]) -> tuple[Update, list[Result]]:
+    """Returns the program of the results to which rounding makes a difference if the gradients are given, and them."""
+    update = cut(exposed.program.with_outputs([exposed.results[x.output] for x in results]), exposed.given)
+    jaxpr = update.program.jaxpr
+    selected = zip(select_compared(jaxpr, len(update.given), results), jaxpr.outvars, strict=True)
+    pairs = [(result, variable) for result, variable in selected if result is not None]
+    program = update.program.with_outputs([variable for _, variable in pairs])
+    return update._replace(program=program), [result for result, _ in pairs]
 
 
 def _explain_error(error: Exception) -> None:

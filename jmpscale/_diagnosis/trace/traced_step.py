@@ -2,23 +2,24 @@
 
 from typing import Any, NamedTuple
 
-from jmpscale._diagnosis.trace.averages import Average
-from jmpscale._diagnosis.trace.lost_factors import LostFactor
+from jmpscale._diagnosis.trace.cut import Update
 from jmpscale._diagnosis.trace.program import Program, Result
-from jmpscale._diagnosis.trace.rounded import Rounded
 
 
 class TracedStep(NamedTuple):
     """A training step with what it returns."""
 
-    program: Program  # its outputs are the loss, the gradients and the results
+    program: Program  # its outputs are the loss, the gradients, and what the update is given
     gradients: tuple[str, ...]  # their names
+    update: Update | None = None  # the program of the results; None for a loss function
     results: tuple[Result, ...] = ()  # those that half precision may change other than through the gradients
     state: tuple[str, ...] | None = None  # the arguments that the step returns; None for a loss function
     has_loss: bool = True  # otherwise the first output is 1
     arguments: tuple[tuple[str, Any], ...] = ()  # the leaves of its arguments, with their names
-    stalled: tuple[Average, ...] = ()  # averages in half precision that stop moving
-    lost_factors: tuple[LostFactor, ...] = ()  # of parameters in float32
-    rounded: tuple[Rounded, ...] = ()  # what is in half precision before the step begins
     ignores_scaler: bool = False  # whether no gradient depends on the scale of a dynamic scaler
     kept: tuple[str, ...] = ()  # the matmuls that autocast leaves in float32, with the reason
+
+    @property
+    def of_gradients(self) -> Program:
+        """The program of the loss and the gradients alone."""
+        return self.program.first_outputs(1 + len(self.gradients))
