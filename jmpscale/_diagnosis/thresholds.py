@@ -90,9 +90,15 @@ CANCELS = 0.25
 # average, or it is below so many of its standard errors.
 DRAWS, IS_RANDOM, STANDARD_ERRORS = 16, 0.5, 3.0
 
-# An average in half precision never shrinks if 1 - decay is below this part of the distance from 1 to the next number
-# of its dtype: relative to them, the distance between two numbers is at least half of it, and rounding loses half.
+# A leaf in half precision whose new value is its old one, times a decay, plus something else, such as a moving average,
+# never shrinks if 1 - decay is below this part of the distance from 1 to the next number of its dtype: relative to
+# them, the distance between two numbers is at least half of it, and rounding loses half.
 STALLED = 0.25
+# A constant that is nearer to 1 may be a decay, which rounding to half precision may have changed to 1.
+NEAR_ONE = 0.01
+# The value of a leaf at which its decay is measured. In float32, a difference of numbers of this size shows a decay to
+# `SMALLEST_DECAY`; a smaller one is 1.
+LARGE_VALUE, SMALLEST_DECAY = 2.0**10, 1e-6
 
 # --- How long a search takes. ---
 

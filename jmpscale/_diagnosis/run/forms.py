@@ -7,7 +7,7 @@ import numpy as np
 
 from jmpscale._base.memory import on_device
 from jmpscale._diagnosis.run.modal_program import ModalProgram
-from jmpscale._diagnosis.run.modes import PRECISION, RECORD, REPAIR, Modal
+from jmpscale._diagnosis.run.modes import CONSTANTS, PRECISION, RECORD, REPAIR, Modal
 from jmpscale._diagnosis.trace.operations import Operation, program_operations
 from jmpscale._diagnosis.trace.program import Program
 from jmpscale._programs.compile import compiled_jaxpr
@@ -37,6 +37,11 @@ class Forms:
     def recording(self) -> ModalProgram:
         """A separate program, because the other runs need no statistics, which can take most of the time of a run."""
         return self._form(RECORD)
+
+    @functools.cached_property
+    def constants(self) -> ModalProgram:
+        """A program whose constants near 1 in half precision can have other last digits."""
+        return self._form(CONSTANTS)
 
     @functools.cached_property
     def repair(self) -> ModalProgram:

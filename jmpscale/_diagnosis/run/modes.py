@@ -8,12 +8,15 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 
 from jmpscale._base.compat import in_current_mesh
+from jmpscale._base.types import is_narrow
 from jmpscale._diagnosis.run.errors import severity
+from jmpscale._diagnosis.thresholds import NEAR_ONE
 from jmpscale._diagnosis.trace.operations import Operation, Path
 from jmpscale._diagnosis.trace.passes import Pass
-from jmpscale._programs.float32 import run_as_written
+from jmpscale._programs.float32 import run_as_written, run_in_float32
 from jmpscale._programs.interpret import Interpreter
 from jmpscale._programs.jaxpr import type_of
 
@@ -25,6 +28,7 @@ class Mode(enum.IntEnum):
     RANGE = 1  # with the precision as written, and the range of float32
     FLOAT32 = 2
     REPAIRED = 3  # in float32, with zeros in place of infinities and NaN
+    PERTURBED = 4  # in float32, with constants near 1 that round to those in the program
 
 
 Modes = Mapping["Site", Mode | tuple[Mode, ...]]  # of all operations of a site, or of each one in program order
@@ -155,9 +159,44 @@ def _repair(execution: Execution, _: Operation, inputs: list[Any], in_float32: l
     return [jnp.where(is_repaired & ~jnp.isfinite(x), 0, x) if _is_inexact(x) else x for x in in_float32]
 
 
+def _constant_dtype(operation: Operation) -> np.dtype | None:
+    """Returns the dtype of a factor, a divisor or a base of a power that is a constant near 1 in half precision."""
+    pairs = zip(operation.eqn.invars, _constants(operation), strict=True)
+    return next((type_of(x).dtype for x, is_constant in pairs if is_constant), None)
+
+
+def _constants(operation: Operation) -> list[bool]:
+    """Tests for each operand whether it is such a constant; not the exponent of a power."""
+    eqn = operation.eqn
+    if operation.as_written or eqn.primitive.name not in {"mul", "div", "pow", "integer_pow", "broadcast_in_dim"}:
+        return [False] * len(eqn.invars)
+    found = [isinstance(x, core.Literal) and is_narrow(type_of(x)) and is_near_one(x.val) for x in eqn.invars]
+    return [found[0], *[False] * (len(found) - 1)] if eqn.primitive.name == "pow" else found
+
+
+def is_near_one(x: Any) -> bool:
+    """Tests whether a number is so near to 1 that it may be a decay."""
+    return bool(abs(float(np.asarray(x).astype(np.float32)) - 1) < NEAR_ONE)
+
+
+def perturbed(x: Any, dtype: np.dtype) -> Any:
+    """Returns a constant, carried in float32, that is smaller by a quarter of the last place of its dtype."""
+    return x * np.float32(1 - float(jnp.finfo(dtype).eps) / 4)
+
+
+def _perturb_constants(
+    execution: Execution, operation: Operation, inputs: list[Any], in_float32: list[Any]
+) -> list[Any]:
+    pairs = zip(inputs, operation.eqn.invars, _constants(operation), strict=True)
+    changed = [perturbed(x, type_of(y).dtype) if found else x for x, y, found in pairs]
+    outputs = run_in_float32(operation.eqn, changed) or in_float32
+    return [jnp.where(execution.mode == Mode.PERTURBED, x, y) for x, y in zip(outputs, in_float32, strict=True)]
+
+
 PRECISION = Modal(_half_dtype, _choose_precision)
 RECORD = Modal(_recorded_dtype, _record, columns=3)
 REPAIR = Modal(_inexact_dtype, _repair, columns=2)
+CONSTANTS = Modal(_constant_dtype, _perturb_constants)
 
 
 def _is_inexact(x: Any) -> bool:

@@ -23,18 +23,19 @@ class UpdateTrials:
         self.forms = Forms(program)
         self.program = self.forms.precision
         self.results = results
-        self._scale, self._accepted = scale, accepted
+        self.scale, self._accepted = scale, accepted
         self._consts = self.program.consts
         self._reference = self._run({}, Mode.FLOAT32)
         self._changes: dict[frozenset[tuple[Site, Any]], list[Change]] = {}
         self._lossless: dict[str, Change] = {}  # by the name of the leaf
+        self._tested: set[str] = set()  # the names of the leaves that may be lossless
 
     def old(self, result: Result) -> Any:
         """Returns the value before the step; None if the result is not a leaf of the state."""
         return None if result.input is None else self._consts[result.input]
 
     def _run(self, modes: Modes, default: Mode, consts: list[Any] | None = None) -> list[Any]:
-        return self.program.run(self._scale, modes, default, consts)[0]
+        return self.program.run(self.scale, modes, default, consts)[0]
 
     def changes(self, modes: Modes) -> list[Change]:
         """Returns the changes with some modes, and all other operations as written."""
@@ -50,24 +51,26 @@ class UpdateTrials:
         """Returns the modes with which some lines compute in float32."""
         return {site: Mode.FLOAT32 for site in self.program.sites if site.part.path in paths}
 
-    def find_lossless(self) -> None:
-        """Finds leaves in half precision whose changes are wrong, but that lose nothing, and accepts their changes."""
-        bad = [x for x in self.changes({}) if x.is_narrow and x.badness > 1]
-        if bad:
-            self._find_pairs(bad)
-            self._find_random([x for x in bad if x.result.name not in self._lossless])
+    def find_lossless(self, results: Sequence[Result]) -> dict[str, Change]:
+        """Returns the changes of those of some leaves that lose nothing, although they are rounded, by name."""
+        unknown = [x for x in results if x.name not in self._tested]
+        self._tested.update(x.name for x in unknown)
+        if unknown:
+            self._find_pairs(unknown)
+            self._find_random([x for x in unknown if x.name not in self._lossless])
             self._changes.clear()
+        return {x.name: self._lossless[x.name] for x in results if x.name in self._lossless}
 
-    def _find_pairs(self, bad: Iterable[Change]) -> None:
+    def _find_pairs(self, results: Iterable[Result]) -> None:
         """Finds leaves of which another one takes what rounding removes, and adds it in the next step."""
         steps = [self._values(*outputs) for outputs in self._two_steps()]
-        for change in bad:
-            name, shape = change.result.name, steps[0][change.result.name].old.shape
+        for result in results:
+            name, shape = result.name, steps[0][result.name].old.shape
             partners = [x for x, value in steps[0].items() if x != name and value.old.shape == shape]
             pairs = ([(values[name], values[partner]) for values in steps] for partner in partners)
             error = min((error_of_sum(pair, sign) for pair in pairs for sign in (1, -1)), default=math.inf)
             if error < self._accepted.narrow_change:
-                self._lossless[name] = Change(change.result, error)
+                self._lossless[name] = Change(result, error, is_lossless=True)
 
     def _two_steps(self) -> list[tuple[list[Any], list[Any]]]:
         """Returns the results, as written and in float32, after one step and after two with the same gradients."""
@@ -84,20 +87,20 @@ class UpdateTrials:
                 consts[result.input] = widen(x)
         return consts
 
-    def _find_random(self, bad: Sequence[Change]) -> None:
+    def _find_random(self, results: Sequence[Result]) -> None:
         """Finds leaves that are rounded at random, by running the step with other random numbers."""
         names = self.program.names
         inputs = [i for i, x in enumerate(self.forms.program.consts) if names[i] and may_draw(x)]
-        found = {x.result.name: ErrorsOfDraws() for x in bad}
-        for draw in range(DRAWS) if inputs else ():
+        found = {x.name: ErrorsOfDraws() for x in results}
+        for draw in range(DRAWS) if inputs and found else ():
             consts = other_draw(self._consts, inputs, draw)
             values = self._values(self._run({}, Mode.AS_WRITTEN, consts), self._run({}, Mode.FLOAT32, consts))
             for name, errors in found.items():
                 errors.add(values[name])
-        for change in bad:
-            errors = found[change.result.name]
+        for result in results:
+            errors = found[result.name]
             if errors.is_random:
-                self._lossless[change.result.name] = Change(change.result, errors.error, is_decisive=False)
+                self._lossless[result.name] = Change(result, errors.error, is_decisive=False, is_lossless=True)
 
     def _values(self, written: Sequence[Any], reference: Sequence[Any]) -> dict[str, Values]:
         """Returns the new values of the leaves of the state, by name."""

@@ -9,6 +9,7 @@ from jmpscale._diagnosis.run.forms import Forms
 from jmpscale._diagnosis.run.modes import Mode, Part, Site, Statistics
 from jmpscale._diagnosis.run.update_trials import UpdateTrials
 from jmpscale._diagnosis.search.smallest_set import smallest_set
+from jmpscale._diagnosis.search.stalled import Stalled, Unchanged, find_stalled, find_unchanged
 from jmpscale._diagnosis.thresholds import ALMOST_BAD, AcceptedErrors
 from jmpscale._diagnosis.trace.operations import Path
 from jmpscale._diagnosis.trace.program import Program, Result
@@ -24,6 +25,8 @@ class Update(NamedTuple):
     alone: Mapping[Part, float] = MappingProxyType({})
     statistics: Mapping[Site, Statistics] = MappingProxyType({})
     sites: tuple[Site, ...] = ()  # of the update
+    stalled: tuple[Stalled, ...] = ()
+    unchanged: Unchanged | None = None
 
     @property
     def all_paths(self) -> list[Path]:
@@ -50,7 +53,7 @@ def examine_update(program: Program, results: Sequence[Result], scale: float, ac
     if not results:
         return Update()
     trials = UpdateTrials(program, results, scale, accepted)
-    trials.find_lossless()
+    trials.find_lossless([x.result for x in trials.changes({}) if x.is_narrow and x.badness > 1])
     changes = trials.changes({})
     paths, is_repaired = _find_lines(trials)
     then = trials.changes(trials.with_lines(paths))
@@ -63,6 +66,8 @@ def examine_update(program: Program, results: Sequence[Result], scale: float, ac
         trials.errors_alone() if is_large else {},
         _find_statistics(trials.forms, scale),
         tuple(trials.program.sites),
+        tuple(find_stalled(trials)),
+        find_unchanged(trials, changes),
     )
 
 
