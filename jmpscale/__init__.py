@@ -14,7 +14,7 @@ from jmpscale._autocast.api import autocast
 from jmpscale._cast import cast
 from jmpscale._diagnosis.diagnose import diagnose
 from jmpscale._diagnosis.diagnose_step import diagnose_step
-from jmpscale._diagnosis.tell.report import Diagnosis, DiagnosisChange, DiagnosisRow
+from jmpscale._diagnosis.tell.report import Diagnosis, DiagnosisChange, DiagnosisFinding, DiagnosisRow, FindingKind
 from jmpscale._get_scaler import get_scaler, replace_scaler
 from jmpscale._monitoring.grad_report import GradReport, grad_report
 from jmpscale._monitoring.metrics import metrics
@@ -25,7 +25,9 @@ from jmpscale._torch_state_dict import from_torch_state_dict, to_torch_state_dic
 __all__ = [
     "Diagnosis",
     "DiagnosisChange",
+    "DiagnosisFinding",
     "DiagnosisRow",
+    "FindingKind",
     "GradReport",
     "LossScalingTransformation",
     "RunMonitor",

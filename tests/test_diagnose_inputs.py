@@ -12,7 +12,7 @@ import jmpscale
 from jmpscale._diagnosis.arguments import named_arguments, non_finite
 from jmpscale._diagnosis.run.errors import measure
 from jmpscale._diagnosis.run.forms import Forms
-from jmpscale._diagnosis.run.not_finite import RepairTrials
+from jmpscale._diagnosis.search.not_finite import RepairTrials
 from jmpscale._diagnosis.run.trials import GradientTrials
 from jmpscale._diagnosis.thresholds import AcceptedErrors
 from jmpscale._diagnosis.trace.program import Program

@@ -4,6 +4,7 @@ A jaxpr is a list of equations, such as `c = dot_general[params] a b`. An equati
 a scan.
 """
 
+import inspect
 import itertools
 from collections.abc import Container, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -136,12 +137,12 @@ def called_jaxpr(eqn: core.JaxprEqn) -> core.ClosedJaxpr:
 
 def scales(eqn: core.JaxprEqn) -> bool:
     """Tests whether an equation calls the compiled function that scales losses."""
-    return _calls_compiled(eqn, jmpscale_scale.__name__)
+    return _calls_compiled(eqn, inspect.unwrap(jmpscale_scale).__name__)
 
 
 def unscales(eqn: core.JaxprEqn) -> bool:
     """Tests whether an equation calls the compiled function that unscales gradients."""
-    return _calls_compiled(eqn, jmpscale_unscale.__name__)
+    return _calls_compiled(eqn, inspect.unwrap(jmpscale_unscale).__name__)
 
 
 def _calls_compiled(eqn: core.JaxprEqn, name: str) -> bool:

@@ -88,7 +88,7 @@ class ErrorsOfDraws:
             return False
         remains = float(_norm(self._error)) / math.sqrt(DRAWS * squares)
         missing, uncertain = abs(products) / changes, math.sqrt(weighted) / changes
-        return remains < IS_RANDOM and missing < max(IS_RANDOM, STANDARD_ERRORS * uncertain)
+        return bool(remains < IS_RANDOM and missing < max(IS_RANDOM, STANDARD_ERRORS * uncertain))
 
     @property
     def error(self) -> float:

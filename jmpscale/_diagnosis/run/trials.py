@@ -14,6 +14,7 @@ import numpy as np
 from jmpscale._diagnosis.run.errors import Measured, measure
 from jmpscale._diagnosis.run.fitting_scales import Errors, Scales, at_one_scale, largest, search
 from jmpscale._diagnosis.run.forms import Forms
+from jmpscale._diagnosis.run.modal_program import ModalProgram
 from jmpscale._diagnosis.run.modes import Mode, Modes, Part, Site, Statistics
 from jmpscale._diagnosis.thresholds import (
     CHANGE,
@@ -117,10 +118,17 @@ class GradientTrials:
 
     def run_as_written(self, scale: float) -> list[Any]:
         """Returns the loss and the gradients as they are written, at a loss scale."""
-        return self.run_all_as_written(scale)[: self._forms.measured]
+        return self._run_all_as_written(scale)[: self._forms.measured]
 
-    def run_all_as_written(self, scale: float) -> list[Any]:
-        """Returns the loss, the gradients, and what the update is given, as they are written, at a loss scale.
+    def loss_as_written(self, scale: float) -> float:
+        return float(self.unscaled(self.run_as_written(scale), scale)[0])
+
+    def given(self, scale: float) -> list[Any]:
+        """Returns what the update is given, as it is written, at a loss scale."""
+        return self._run_all_as_written(scale)[self._forms.measured :]
+
+    def _run_all_as_written(self, scale: float) -> list[Any]:
+        """Returns all outputs as they are written, at a loss scale.
 
         Without a scaler, one run does not repay another compilation. In float16, the compiler may combine operations of
         the form without modes, so that an intermediate result overflows.
@@ -128,6 +136,21 @@ class GradientTrials:
         if self._has_scaler or any(site.dtype == np.float16 for site in self.program.sites):
             return self._forms.run_as_written(scale)
         return self._forms.precision.run(scale, {}, Mode.AS_WRITTEN)[0]
+
+    @property
+    def all_paths(self) -> list[Path]:
+        """The lines with results in half precision, also of what the update is given."""
+        return self._forms.precision.paths
+
+    @property
+    def names_not_entered(self) -> list[str]:
+        """The names of the operations on whose results in half precision the comparison depends."""
+        return list(dict.fromkeys(x.name for x in self.not_entered if x.reaches_outputs))
+
+    @property
+    def program_of_repair(self) -> ModalProgram:
+        """The step, whose infinities and NaN can be replaced by zeros."""
+        return self._forms.repair.of_gradients()
 
     @property
     def not_entered(self) -> list[Operation]:

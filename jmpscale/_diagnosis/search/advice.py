@@ -3,6 +3,8 @@
 import math
 from typing import NamedTuple
 
+from jmpscale._diagnosis.search.fit import Fit
+from jmpscale._diagnosis.search.lines import Lines
 from jmpscale._diagnosis.thresholds import DEFAULT, MARGIN, ROOM
 from jmpscale._state import ScalerConfig, ScalerState, dynamic, static
 
@@ -55,3 +57,27 @@ def _dynamic(config: ScalerConfig, exponents: dict[str, int]) -> Advice:
         max_scale=new.get("max_scale", config.max_scale),
     )
     return Advice(scaler, f"dynamic({', '.join(f'{name}=2.0**{k}' for name, k in exponents.items())})")
+
+
+def find_advice(fit: Fit, lines: Lines | None, *, has_decisive: bool) -> Advice | None:
+    """Finds a scaler that fits in place of the present one, or has room for larger gradients; None if none is needed.
+
+    If lines must compute in float32, the scaler fits if they do.
+    """
+    present = fit.present
+    scales = lines.scales if lines and lines.paths else fit.scales
+    if not present.has_scaler or scales.fitting is None or not (lines or (fit.is_right and has_decisive)):
+        return None
+    low, high = scales.fitting
+    if not fit.scale_fits and lines is None:
+        # A dynamic scale does not back off from finite gradients.
+        may_grow = fit.is_small or not math.isfinite(fit.error)
+        return advise(present.config, low, high, may_grow=may_grow)
+    if lines and not present.is_between((low, high)):
+        return advise(present.config, low, high)
+    with_room = advise(present.config, low, high, is_first=True)
+    if present.config.mode == "static" or present.is_new:
+        is_near = present.scale > max(2.0 ** (high - MARGIN), float(with_room.scaler.loss_scale))
+        return with_room if is_near else None
+    # A dynamic scale that has grown is near the largest one, and backs off. A new run may begin above it.
+    return with_room if lines and high - MARGIN < DEFAULT else None

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from jmpscale._diagnosis.run.fitting_scales import Scales
 from jmpscale._diagnosis.run.modes import Mode, Modes, Part
 from jmpscale._diagnosis.run.trials import GradientTrials
+from jmpscale._diagnosis.search.fit import Fit
 from jmpscale._diagnosis.search.smallest_set import smallest_set
 from jmpscale._diagnosis.thresholds import LARGEST_SET, MOST_SUSPECTS
 from jmpscale._diagnosis.trace.operations import Path
@@ -60,7 +61,20 @@ def find_lines(trials: GradientTrials, exponents: Sequence[int], limit: float) -
     return Lines(kept, exponent, trials.find_scales(exponent, kept), limit)
 
 
-def find_suspects(trials: GradientTrials, alone: Mapping[Part, float], exponent: int) -> Suspects | None:
+def find_suspects(trials: GradientTrials, fit: Fit, alone: Mapping[Part, float]) -> Suspects | None:
+    """Returns the lines that cause most of a moderate error, at the present scale, or at the best one."""
+    best = fit.scales.best
+    if not fit.is_right or fit.is_near_minimum or best is None:
+        return None
+    if fit.scale_fits:
+        is_small = fit.error < trials.accepted.small
+        return None if is_small else _worst_lines(trials, alone, fit.present.exponent)
+    if fit.scales.smallest_error < trials.accepted.small:
+        return None
+    return _worst_lines(trials, trials.errors_alone(best), best)
+
+
+def _worst_lines(trials: GradientTrials, alone: Mapping[Part, float], exponent: int) -> Suspects | None:
     """Finds the lines with the largest errors alone: as many as make the error small in float32, if few do."""
     if not alone:
         return None

@@ -30,8 +30,14 @@ class Stalled(NamedTuple):
     decay: float  # in float32, with the constants of the program
     dtype: np.dtype  # that rounds the decay: of the leaf, or of a constant
     # Where a constant near 1 is rounded, as 0.999 is to 1 in bfloat16; in float32, too, the decay is 1 then.
-    paths: tuple[Path, ...] = ()
-    arguments: tuple[str, ...] = ()
+    constants: bool = False
+    paths: tuple[Path, ...] = ()  # the lines with these constants
+    arguments: tuple[str, ...] = ()  # the arguments that are these constants
+
+    @property
+    def example(self) -> float:
+        """A decay that is 1 in the dtype."""
+        return 1 - float(jnp.finfo(self.dtype).eps) / 8
 
 
 class Unchanged(NamedTuple):
@@ -124,7 +130,7 @@ def _of_constants(trials: UpdateTrials, result: Result, constants: Sequence[_Con
     names = trials.program.names
     paths = dict.fromkeys(x.site.part.path for x in constants if x.site is not None)
     arguments = tuple(names[x.input] for x in constants if x.input is not None and names[x.input])
-    return Stalled(result, 1.0, constants[0].dtype, tuple(paths), arguments)
+    return Stalled(result, 1.0, constants[0].dtype, True, tuple(paths), arguments)
 
 
 def _is_stalled(decay: float, result: Result) -> bool:

@@ -1,23 +1,44 @@
 """The sentences about the update of a step."""
 
 import math
+from collections.abc import Sequence
 
-from jmpscale._base.text import format_percentage
+from jmpscale._base.text import enumerate_names, format_percentage
+from jmpscale._base.types import is_narrow
+from jmpscale._diagnosis.examined import Examined
 from jmpscale._diagnosis.run.changes import Change
-from jmpscale._diagnosis.search.findings import Findings
+from jmpscale._diagnosis.search.stalled import Stalled
 from jmpscale._diagnosis.search.update import Update
 from jmpscale._diagnosis.tell.phrases import by, describe_leaves
+from jmpscale._diagnosis.tell.report import DiagnosisFinding, FindingKind
+from jmpscale._diagnosis.tell.told import Told
 from jmpscale._diagnosis.thresholds import LOST
 
 
-def describe_update(findings: Findings, worst: Change) -> str:
+def describe_update(examined: Examined) -> list[Told]:
+    """Describes all that is wrong with the update, the worst first."""
+    update = examined.update
+    told = [_describe_bad(examined, update.worst)] if update.bad and update.worst and not _is_repaired(examined) else []
+    others = _describe_other_changes(examined) if told else []
+    return [*told, *others, *_describe_unchanged(examined), *_describe_stalled(examined), *_describe_not_finite(update)]
+
+
+def _is_repaired(examined: Examined) -> bool:
+    """Tests whether only results, such as losses, are wrong, and the lines that are named for gradients repair them."""
+    update, lines = examined.update, examined.repair.lines if examined.repair else None
+    named = lines.paths if lines else []
+    return not any(x.result.is_leaf for x in update.bad) and update.is_repaired and {*named}.issuperset(update.paths)
+
+
+def _describe_bad(examined: Examined, worst: Change) -> Told:
     """Describes an update that is wrong: the leaf, the size, the remedy, and the line."""
-    update = findings.update
+    update = examined.update
     what = _what(worst, update)
+    finding = _finding(examined, _alike(worst, update.bad))
     if not update.is_repaired and not update.paths:
-        return f"{what}, even if all lines compute in float32."
-    lines = findings.names(update.paths)
-    what_then = "the result" if not worst.result.is_leaf else "the update"
+        return Told(f"{what}, even if all lines compute in float32.", finding)
+    lines = examined.names(update.paths)
+    what_then = "the update" if worst.result.is_leaf else "the result"
     then = f"{what_then} differs {by(update.error_then)}" if update.error_then else f"{what_then} does not round"
     results = [x for x in update.bad if not x.result.is_leaf and x is not worst]
     also = f" {_describe_result(results[0], len(results) - 1)}." if results and worst.result.is_leaf else ""
@@ -25,18 +46,46 @@ def describe_update(findings: Findings, worst: Change) -> str:
         others = [x for x in update.bad if x.is_narrow]
         kept = "it" if len(others) == 1 else "them"
         made = "They are made at" if also else "The change is made at"
-        return (
+        text = (
             f"{what}: keep {kept} in float32, not {worst.result.dtype}.{also} {made} {lines}: if "
             f"{'this line computes' if len(update.paths) == 1 else 'these lines compute'} in float32, {then}."
         )
-    return f"{what}.{also} Compute {lines} in float32: then {then}."
+        return Told(text, finding)
+    return Told(f"{what}.{also} Compute {lines} in float32: then {then}.", finding)
+
+
+def _alike(worst: Change, changes: Sequence[Change]) -> list[Change]:
+    """Returns the changes that one finding holds, the worst one first."""
+    others = [x for x in changes if x is not worst and x.is_narrow == worst.is_narrow]
+    return [worst, *(x for x in others if x.result.is_leaf == worst.result.is_leaf)]
+
+
+def _describe_other_changes(examined: Examined) -> list[Told]:
+    """Describes the changes that are not of the kind of the worst one; the lines of all have been named."""
+    update = examined.update
+    named = _alike(update.worst, update.bad) if update.worst else []
+    rest, told = [x for x in update.bad if x not in named], []
+    while rest:
+        alike = _alike(rest[0], rest)
+        text = f"{_what(rest[0], update)}, too." if rest[0].result.is_leaf else ""
+        told.append(Told(text, _finding(examined, alike)))
+        rest = [x for x in rest if x not in alike]
+    return told
+
+
+def _finding(examined: Examined, alike: Sequence[Change]) -> DiagnosisFinding:
+    worst, update = alike[0], examined.update
+    kind = FindingKind.WRONG_CHANGE if worst.result.is_leaf else FindingKind.WRONG_RESULT
+    if worst.result.is_leaf and worst.lost > LOST and worst.is_finite_as_written:
+        kind = FindingKind.LOST_CHANGE
+    lines, then = examined.each_name(update.paths), update.error_then if update.is_repaired else None
+    dtype = worst.result.dtype.name if worst.is_narrow else None
+    return DiagnosisFinding(kind, tuple(x.result.name for x in alike), lines, dtype, worst.error, then)
 
 
 def _what(worst: Change, update: Update) -> str:
-    is_leaf = worst.result.is_leaf
-    others = [x for x in update.bad if x is not worst and x.result.is_leaf == is_leaf]
-    same = [x.result for x in (worst, *others) if x.is_narrow == worst.is_narrow]
-    if not is_leaf:
+    same = [x.result for x in _alike(worst, update.bad)]
+    if not worst.result.is_leaf:
         return _describe_result(worst, len(same) - 1)
     leaves = describe_leaves(same)
     subject = "Even with the right gradients, the update" if worst.result.is_gradient_led else "The step"
@@ -57,3 +106,83 @@ def _describe_result(worst: Change, count: int) -> str:
         expected = "zero" if worst.is_finite_as_written else "finite"
         return f"{name}{others} is not {expected}, but is in float32"
     return f"{name}{others} differs from float32 {by(worst.error)}"
+
+
+def _describe_unchanged(examined: Examined) -> list[Told]:
+    """Describes leaves that do not change because constants are rounded."""
+    unchanged = examined.update.unchanged
+    if unchanged is None:
+        return []
+    first, count = unchanged.results[0], len(unchanged.results) - 1
+    keep = f"Keep {'them' if count else 'it'} in float32, or compute" if is_narrow(first) else "Compute"
+    lines = examined.names(unchanged.paths)
+    text = (
+        f"{describe_leaves(unchanged.results)} {'do' if count else 'does'} not change, in float32 either, because a "
+        f"constant at {lines} is rounded to {unchanged.dtype}. {keep} with constants in float32 there."
+    )
+    names, dtype = tuple(x.name for x in unchanged.results), unchanged.dtype.name
+    kind = FindingKind.ROUNDED_CONSTANT
+    return [Told(text, DiagnosisFinding(kind, names, examined.each_name(unchanged.paths), dtype))]
+
+
+def _describe_stalled(examined: Examined) -> list[Told]:
+    """Describes leaves that a step cannot shrink, unless their change is told already."""
+    bad = {x.result.name for x in examined.update.bad}
+    stalled = [x for x in examined.update.stalled if x.result.name not in bad or x.constants]
+    groups: dict[tuple[bool, bool], list[Stalled]] = {}
+    for x in stalled:
+        groups.setdefault((x.result.name in examined.step.gradients, x.constants), []).append(x)
+    return [
+        _describe_constants(examined, group) if by_constants else _describe_decay(group, is_parameter)
+        for (is_parameter, by_constants), group in groups.items()
+    ]
+
+
+def _describe_decay(group: Sequence[Stalled], is_parameter: bool) -> Told:
+    """Describes leaves in half precision that are too coarse for their decay."""
+    first = group[0]
+    leaves, dtype = describe_leaves([x.result for x in group]), first.dtype.name
+    if is_parameter:
+        what = (
+            f"The weight decay of {leaves} is lost where gradients change a number by less than its last place: a "
+            f"factor of {first.decay:.6g} changes nothing in {dtype}."
+        )
+    else:
+        what = (
+            f"{leaves} will stop moving: each step multiplies it by {first.decay:.6g}, and rounding to {dtype} keeps "
+            "it from shrinking."
+        )
+    text = f"{what} Keep {'it' if len(group) == 1 else 'them'} in float32."
+    kind = FindingKind.LOST_DECAY if is_parameter else FindingKind.STALLED
+    return Told(text, DiagnosisFinding(kind, tuple(x.result.name for x in group), dtype=dtype))
+
+
+def _describe_constants(examined: Examined, group: Sequence[Stalled]) -> Told:
+    """Describes leaves that are multiplied by a constant that rounding has perhaps made 1."""
+    first, dtype = group[0], group[0].dtype.name
+    leaves = describe_leaves([x.result for x in group])
+    paths = list(dict.fromkeys(path for x in group for path in x.paths))
+    arguments = list(dict.fromkeys(name for x in group for name in x.arguments))
+    names = [*arguments, *([f"the constant at {examined.names(paths)}"] if paths else [])]
+    which = enumerate_names(names) if names else "a constant from outside of the step"
+    is_parameter = first.result.name in examined.step.gradients
+    kept = [*arguments, *(["the constant"] if paths or not names else [])]
+    if is_narrow(first.result) and not is_parameter:
+        kept = ["it" if len(group) == 1 else "them", *kept]
+    will = "does not decay" if is_parameter else "will stop moving"
+    text = (
+        f"{leaves} {will}: each step multiplies it by {which}, which is 1 in {dtype}, as {first.example:.4g} is. Keep "
+        f"{enumerate_names(kept)} in float32."
+    )
+    kind = FindingKind.LOST_DECAY if is_parameter else FindingKind.STALLED
+    leaf_names = tuple(x.result.name for x in group)
+    return Told(text, DiagnosisFinding(kind, leaf_names, examined.each_name(paths), dtype))
+
+
+def _describe_not_finite(update: Update) -> list[Told]:
+    wrong = tuple(x.result.name for x in update.changes if not x.is_finite)
+    if not wrong:
+        return []
+    verb = "becomes" if len(wrong) == 1 else "become"
+    text = f"{enumerate_names(list(wrong))} {verb} infinite or NaN, in float32 too: correct this update."
+    return [Told(text, DiagnosisFinding(FindingKind.NOT_FINITE, wrong))]

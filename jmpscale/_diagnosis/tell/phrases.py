@@ -6,9 +6,9 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from jmpscale._base.text import enumerate_names, format_percentage
+from jmpscale._diagnosis.examined import Examined
 from jmpscale._diagnosis.run.fitting_scales import Errors, largest
 from jmpscale._diagnosis.run.modes import Part
-from jmpscale._diagnosis.search.findings import Findings
 from jmpscale._diagnosis.trace.operations import Path
 from jmpscale._diagnosis.trace.program import Result
 from jmpscale._programs.source import is_installed
@@ -18,29 +18,29 @@ def by(fraction: float) -> str:
     return f"by {format_percentage(fraction).replace('>', 'more than ')}"
 
 
-def by_gradient(findings: Findings, errors: Errors | None) -> str:
+def by_gradient(examined: Examined, errors: Errors | None) -> str:
     """Returns the largest error, with the gradient that has it, and its part of the norm if the error is not small."""
     if errors is None or not len(errors):
         return by(math.inf if errors is None else 0.0)
-    name, text = name_of_worst(findings, errors), by(largest(errors))
+    name, text = name_of_worst(examined, errors), by(largest(errors))
     if not name:
         return text
-    if largest(errors) < findings.trials.accepted.small or len(errors) == 1:
+    if largest(errors) < examined.trials.accepted.small or len(errors) == 1:
         return f"{text}, in {name}"
-    norms = findings.trials.measured.norms[1:]
+    norms = examined.trials.measured.norms[1:]
     share = float(norms[np.argmax(errors)] / np.linalg.norm(norms))
     return f"{text}, in {name}, which has {format_percentage(share)} of their norm"
 
 
-def name_of_worst(findings: Findings, errors: Errors) -> str:
+def name_of_worst(examined: Examined, errors: Errors) -> str:
     """Returns the name of the gradient with the largest error; empty if there is none, or the error is infinite."""
-    return findings.step.gradients[int(np.argmax(errors))] if 0 < largest(errors) < math.inf else ""
+    return examined.step.gradients[int(np.argmax(errors))] if 0 < largest(errors) < math.inf else ""
 
 
-def describe_alone(findings: Findings, part: Part, error: float) -> str:
+def describe_alone(examined: Examined, part: Part, error: float) -> str:
     """Names a line with its error alone."""
     which = "backward" if part.backward else "forward"
-    return f" With only the {which} pass of {findings.name(part.path)} in half precision, they differ {by(error)}"
+    return f" With only the {which} pass of {examined.name(part.path)} in half precision, they differ {by(error)}"
 
 
 def describe_leaves(leaves: Sequence[Result]) -> str:
@@ -54,8 +54,8 @@ def describe_leaves(leaves: Sequence[Result]) -> str:
     return f"{first.name} (and {len(others)} other {noun}{also})"
 
 
-def describe_edit(findings: Findings, paths: Collection[Path]) -> str:
+def describe_edit(examined: Examined, paths: Collection[Path]) -> str:
     """Says how a user computes a line in float32, if autocast converts a matmul there."""
     own = [path for path in paths if not is_installed(path[-1])]
-    is_converted = own and not findings.trials.program.autocast_paths.isdisjoint(paths)
+    is_converted = own and not examined.trials.program.autocast_paths.isdisjoint(paths)
     return ', with precision="highest" where autocast converts a matmul' if is_converted else ""

@@ -1,6 +1,7 @@
 """The result of a diagnosis: measured numbers, a row for each line and pass, and their description."""
 
 import dataclasses
+import enum
 import math
 import textwrap
 from collections.abc import Iterable
@@ -84,6 +85,70 @@ class DiagnosisChange:
     error: float
 
 
+class FindingKind(enum.StrEnum):
+    """What a `DiagnosisFinding` is about.
+
+    Attributes:
+      FORWARD_OVERFLOW: a result of the forward pass overflows, which no loss scale prevents.
+      BACKWARD_OVERFLOW: a result of the backward pass overflows at each loss scale that does not underflow.
+      UNDERFLOW: results underflow.
+      ROUNDING: rounding makes a gradient or the loss wrong.
+      SMALL_SCALE: the loss scale is too small.
+      LARGE_SCALE: the loss scale is too large.
+      UNUSED_SCALER: no gradient depends on the scale of a dynamic scaler.
+      NOT_SCALED: values are unscaled although the loss scale does not multiply them.
+      LOST_CHANGE: rounding removes most of the change of a leaf of the state.
+      WRONG_CHANGE: the change of a leaf of the state, or its new value, is wrong.
+      WRONG_RESULT: another result of the step is wrong.
+      STALLED: a leaf of the state, such as an average, will stop moving, because rounding keeps it from shrinking.
+      LOST_DECAY: the decay of a parameter is lost.
+      ROUNDED_CONSTANT: a leaf does not change because a constant near 1 is rounded.
+      ROUNDED_INPUT: an argument or a constant has too few digits.
+      NOT_FINITE: a value is infinite or NaN, in float32 too.
+      NOT_COMPARED: something was not compared, so nothing is known of it.
+    """
+
+    FORWARD_OVERFLOW = enum.auto()
+    BACKWARD_OVERFLOW = enum.auto()
+    UNDERFLOW = enum.auto()
+    ROUNDING = enum.auto()
+    SMALL_SCALE = enum.auto()
+    LARGE_SCALE = enum.auto()
+    UNUSED_SCALER = enum.auto()
+    NOT_SCALED = enum.auto()
+    LOST_CHANGE = enum.auto()
+    WRONG_CHANGE = enum.auto()
+    WRONG_RESULT = enum.auto()
+    STALLED = enum.auto()
+    LOST_DECAY = enum.auto()
+    ROUNDED_CONSTANT = enum.auto()
+    ROUNDED_INPUT = enum.auto()
+    NOT_FINITE = enum.auto()
+    NOT_COMPARED = enum.auto()
+
+
+@dataclasses.dataclass(frozen=True)
+class DiagnosisFinding:
+    """Something that is wrong in a training step, or was not compared; created by `diagnose`.
+
+    Attributes:
+      kind: what is wrong.
+      names: the gradients, leaves of the state, results or arguments that it concerns, such as `params['w']`.
+      lines: the lines to change: with them in float32, `error_then` remains.
+      dtype: the name of the dtype that is too small; None if it is not about one.
+      error: the largest relative error, as in `Diagnosis.gradient_error` or `DiagnosisChange.error`; None if it is not
+        about an error.
+      error_then: the largest relative error after the remedy; None if it was not measured.
+    """
+
+    kind: FindingKind
+    names: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
+    dtype: str | None = None
+    error: float | None = None
+    error_then: float | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
     """What half precision does to a training step; created by `diagnose`.
@@ -113,6 +178,7 @@ class Diagnosis:
         at the current scale; if there are `lines`, at a scale that fits once they compute in float32.
       not_entered: the operations that run as written, in the float32 run too, such as kernels.
       summary: the result in a few sentences, with the remedy if one is needed.
+      findings: a `DiagnosisFinding` for all that is wrong, the worst one first; empty if the step is right.
       changes: a `DiagnosisChange` for each leaf of the state, and for each other result, that half precision may change
         other than through the gradients; only of a diagnosis by `diagnose_step`.
       state: the arguments of the step that it returns, which are its state; only by `diagnose_step`.
@@ -131,6 +197,7 @@ class Diagnosis:
     rows: tuple[DiagnosisRow, ...]
     not_entered: tuple[str, ...]
     summary: str
+    findings: tuple[DiagnosisFinding, ...] = ()
     changes: tuple[DiagnosisChange, ...] = ()
     state: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()

@@ -3,64 +3,96 @@
 import math
 from collections.abc import Collection, Iterator, Mapping
 
+from jmpscale._diagnosis.examined import Examined
+from jmpscale._diagnosis.run.fitting_scales import largest
 from jmpscale._diagnosis.run.modes import Part, Site, Statistics
-from jmpscale._diagnosis.search.findings import Findings
+from jmpscale._diagnosis.run.trials import GradientTrials
+from jmpscale._diagnosis.search.fit import Present
 from jmpscale._diagnosis.tell.report import Diagnosis, DiagnosisChange, DiagnosisRow
-from jmpscale._diagnosis.tell.summary import summarize
+from jmpscale._diagnosis.tell.summary import describe_comparison, tell
+from jmpscale._diagnosis.tell.told import Told, join
 from jmpscale._diagnosis.trace.operations import Path
+from jmpscale._diagnosis.trace.traced_step import TracedStep
 
 
-def write_report(findings: Findings) -> Diagnosis:
-    """Returns the findings as a diagnosis."""
-    step, update, scales, program = findings.step, findings.update, findings.scales, findings.forms.precision
-    chosen = {*(findings.lines.paths if findings.lines else ()), *update.paths}
-    every = dict.fromkeys([*program.paths, *update.all_paths])
-    lines = [path for path in every if path in chosen]
-    fitting = scales.fitting if findings.has_scaler and findings.trials.decisive.any() else None
+def write_report(examined: Examined) -> Diagnosis:
+    """Returns what was measured as a diagnosis."""
+    step, trials, fit, update = examined.step, examined.trials, examined.fit, examined.update
+    present, scales = fit.present, fit.scales
+    fitting = scales.fitting if present.has_scaler and trials.decisive.any() else None
+    told, lines = tell(examined), examined.chosen
     return Diagnosis(
-        loss=findings.loss if step.has_loss else None,
-        loss_float32=findings.trials.loss if step.has_loss else None,
-        gradient_error=findings.error,
-        loss_scale=findings.scale,
+        loss=fit.loss if step.has_loss else None,
+        loss_float32=trials.loss if step.has_loss else None,
+        gradient_error=fit.error,
+        loss_scale=present.scale,
         fitting_scales=(2.0 ** fitting[0], 2.0 ** fitting[1]) if fitting else None,
-        scaler=findings.advice.scaler if findings.advice else None,
+        scaler=examined.advice.scaler if examined.advice else None,
         scale_errors=tuple((2.0**k, error) for k, error in scales.errors.items()),
-        lines=tuple(findings.name(path, lines) for path in lines),
-        rows=(*_rows_of_gradients(findings, lines), *_rows_of_update(findings, lines)),
+        lines=examined.each_name(lines),
+        rows=(*_rows_of_gradients(examined, lines), *_rows_of_update(examined, lines)),
         changes=tuple(
             DiagnosisChange(x.result.name, x.result.dtype.name, x.result.is_leaf, x.error) for x in update.changes
         ),
         state=step.state or (),
-        not_entered=tuple(dict.fromkeys(f"{x.line}: {x.eqn.primitive.name}" for x in findings.trials.not_entered)),
+        not_entered=_not_entered(trials),
         kept=step.kept,
-        summary=summarize(findings),
+        summary=join(told),
+        findings=tuple(x.finding for x in told if x.finding),
     )
 
 
-def _rows_of_gradients(findings: Findings, lines: Collection[Path]) -> Iterator[DiagnosisRow]:
-    for part in findings.trials.program.parts:
-        if found := {site: x for site, x in findings.statistics.items() if site.part == part}:
-            yield _row(findings, part, part.path in lines, found, findings.alone.get(part))
+def report_not_finite(step: TracedStep, trials: GradientTrials, present: Present, told: Told) -> Diagnosis:
+    """Returns the diagnosis of a step that is infinite or NaN in float32, too."""
+    loss, errors = trials.loss_as_written(present.scale), trials.compare(trials.run_as_written(present.scale))[0]
+    every = [*describe_comparison(trials.names_not_entered), told]
+    return Diagnosis(
+        loss=loss if step.has_loss else None,
+        loss_float32=trials.loss if step.has_loss else None,
+        gradient_error=largest(errors),
+        loss_scale=present.scale,
+        fitting_scales=None,
+        scaler=None,
+        scale_errors=(),
+        lines=(),
+        rows=(),
+        state=step.state or (),
+        not_entered=_not_entered(trials),
+        kept=step.kept,
+        summary=join(every),
+        findings=tuple(x.finding for x in every if x.finding),
+    )
 
 
-def _rows_of_update(findings: Findings, lines: Collection[Path]) -> Iterator[DiagnosisRow]:
+def _not_entered(trials: GradientTrials) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(f"{x.line}: {x.eqn.primitive.name}" for x in trials.not_entered))
+
+
+def _rows_of_gradients(examined: Examined, lines: Collection[Path]) -> Iterator[DiagnosisRow]:
+    for part in examined.trials.program.parts:
+        if found := {site: x for site, x in examined.statistics.items() if site.part == part}:
+            yield _row(examined, part, part.path in lines, found, examined.alone.get(part))
+
+
+def _rows_of_update(examined: Examined, lines: Collection[Path]) -> Iterator[DiagnosisRow]:
     """Yields rows for the lines of the update; what also belongs to the forward pass has a row if it must change."""
-    update = findings.update
-    others = set(findings.trials.program.paths).difference(update.paths)
+    update = examined.update
+    others = set(examined.trials.program.paths).difference(update.paths)
     for part in dict.fromkeys(site.part for site in update.sites if site.part.path not in others):
         if found := {site: x for site, x in update.statistics.items() if site.part == part}:
-            yield _row(findings, part, part.path in lines, found, update.alone.get(part))
+            yield _row(examined, part, part.path in lines, found, update.alone.get(part))
         else:
-            yield _row_without_range(findings, part, part.path in lines)
+            yield _row_without_range(examined, part, part.path in lines)
 
 
 def _row(
-    findings: Findings, part: Part, in_lines: bool, found: Mapping[Site, Statistics], alone: float | None
+    examined: Examined, part: Part, in_lines: bool, found: Mapping[Site, Statistics], alone: float | None
 ) -> DiagnosisRow:
+    casts = examined.repair.casts if examined.repair else {}
     overflowing = [site for site in found if found[site].overflow > 0]
     first = overflowing[0] if overflowing else max(found, key=lambda site: found[site].max_abs)
     return DiagnosisRow(
-        line=findings.name(part.path),
+        line=examined.name(part.path),
         pass_=part.pass_.value,
         operation=first.operation,
         dtype=first.dtype.name,
@@ -68,13 +100,13 @@ def _row(
         overflow=max(x.overflow for x in found.values()),
         tiny=max(x.tiny for x in found.values()),
         in_lines=in_lines,
-        casts=findings.casts[part].names if part in findings.casts else (),
+        casts=casts[part].names if part in casts else (),
         alone=alone,
     )
 
 
-def _row_without_range(findings: Findings, part: Part, in_lines: bool) -> DiagnosisRow:
-    update = findings.update
+def _row_without_range(examined: Examined, part: Part, in_lines: bool) -> DiagnosisRow:
+    update = examined.update
     site, nan = next(site for site in update.sites if site.part == part), math.nan
-    names = findings.name(part.path), part.pass_.value, site.operation, site.dtype.name
+    names = examined.name(part.path), part.pass_.value, site.operation, site.dtype.name
     return DiagnosisRow(*names, nan, nan, nan, in_lines, update.alone.get(part))

@@ -86,8 +86,8 @@ def name_gradients(
         return [x | indices.get(y, set()) for x, y in zip(found, eqn.outvars, strict=True)]
 
     labels = flow.follow(jaxpr, rule, mark=mark)
-    leaves = [(x, type_of(jaxpr.invars[x.input]).shape) for x in results if x.input is not None]
-    parameters = [(x, shape) for x, shape in leaves if is_read[x.input]] or leaves
+    leaves = [(x, type_of(jaxpr.invars[i]).shape, is_read[i]) for x in results if (i := x.input) is not None]
+    parameters = [(x, shape) for x, shape, is_parameter in leaves if is_parameter] or [x[:2] for x in leaves]
     names: list[str] = []
     for i, variable in enumerate(gradients):
         own = type_of(variable).shape

@@ -1,6 +1,5 @@
 """What is in half precision before a step begins: a comparison of two runs of the step takes it as exact."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -56,21 +55,3 @@ def find_rounded(program: Program) -> list[Rounded]:
     flow.follow(program.jaxpr, rule, constants=labels)
     used = [(i, program.consts[i]) for i in narrow if i in lines]
     return [Rounded(program.names[i], jnp.asarray(x), lines[i]) for i, x in used]
-
-
-def describe_rounded(found: Sequence[Rounded]) -> str:
-    """Names what is probably rounded: integers that their dtype cannot tell apart, and constants."""
-    sentences = [
-        f"{x.name or 'A constant'} holds integers up to {x.max_abs:g} in {x.value.dtype}, which cannot tell neighbors "
-        f"of this size apart: pass it in float32 or as integers. It is used at {x.line}."
-        for x in found
-        if x.are_large_integers
-    ]
-    constants = [x for x in found if not x.name and x.value.ndim and not x.are_integers]
-    if constants:
-        which = list(dict.fromkeys(f"{x.value.dtype}{list(x.value.shape)} at {x.line}" for x in constants))
-        more = f" and {len(which) - 3} more" if len(which) > 3 else ""
-        sentences.append(
-            f"Constants in half precision were taken as they are, but may be rounded: {', '.join(which[:3])}{more}."
-        )
-    return " ".join(sentences)

@@ -87,7 +87,8 @@ def _expose_gradients(written: core.ClosedJaxpr, arrays: StepArrays) -> _Exposed
     variables = jax.tree.unflatten(jax.tree.structure(types), closed.jaxpr.outvars)
     jaxpr, consts = close_over(closed.jaxpr, closed.consts, arrays.values)
     names = (*arrays.names, *[""] * len(closed.consts))
-    return _Exposed(run_rollouts(Program(jaxpr, consts, names)), *variables, as_written)
+    outputs, losses, exposed, given, results = variables
+    return _Exposed(run_rollouts(Program(jaxpr, consts, names)), outputs, losses, exposed, given, results, as_written)
 
 
 def _separate_loss(step: _Exposed, results: Sequence[Result]) -> tuple[Any, list[Result]]:

@@ -7,19 +7,18 @@ import jax.numpy as jnp
 
 from jmpscale._base.tree import is_inexact
 from jmpscale._diagnosis.run.errors import measure
-from jmpscale._diagnosis.run.forms import Forms
+from jmpscale._diagnosis.run.modal_program import ModalProgram
 from jmpscale._diagnosis.run.modes import REPAIR, Mode, Site
 from jmpscale._diagnosis.search.smallest_set import smallest_set
 from jmpscale._diagnosis.trace.operations import Path
-from jmpscale._diagnosis.trace.program import Program
 from jmpscale._programs.source import SCALING
 
 
 class RepairTrials:
     """A step in float32 without some of its infinities and NaN."""
 
-    def __init__(self, program: Program) -> None:
-        self._program = Forms(program, len(program.jaxpr.outvars)).repair
+    def __init__(self, program: ModalProgram) -> None:
+        self._program = program
 
     def _severity(self, modes: dict[Site, Mode], consts: list[Any] | None = None) -> float:
         """Returns the `severity` of the loss and the gradients."""
