@@ -27,7 +27,7 @@ WEIGHTS, X = normal(0, 8, 16).astype(H), normal(1, 16).astype(H)
 
 def step(fun, *consts):
     closed = jax.make_jaxpr(lambda _: fun(*consts))(jnp.float32(1))
-    return Program(closed.jaxpr, closed.consts)
+    return Program(closed.jaxpr, closed.consts, ("",) * len(closed.consts))
 
 
 def layer(x, w):
@@ -50,9 +50,13 @@ def layers(ws, x):
     return [value, *grads]
 
 
+def forms(program):
+    return Forms(program, len(program.jaxpr.outvars))
+
+
 def functions(step, form="precision"):
     """Returns the number of blocks, and of different functions of them."""
-    found = getattr(Forms(step), form)._blocks
+    found = getattr(forms(step), form)._blocks
     return len(found), len({id(x.function) for x in found})
 
 
@@ -65,7 +69,7 @@ def test_equal_layers_are_compiled_once(form):
 
 def test_blocks_have_the_results_of_the_program():
     program = step(layers, list(WEIGHTS[:4]), X)
-    found, _ = Forms(program).precision.run(1.0, {}, Mode.AS_WRITTEN)
+    found, _ = forms(program).precision.run(1.0, {}, Mode.AS_WRITTEN)
     expected = compiled(lambda *consts: jax.core.eval_jaxpr(program.jaxpr, consts, jnp.float32(1)))(*program.consts)
     for x, y in zip(found, expected, strict=True):
         # On some CPUs, XLA rounds a function such as tanh in another way in a larger program: by one last place.
@@ -79,7 +83,7 @@ def test_operations_of_equal_blocks_have_their_own_modes_and_records():
         return [jnp.float32(0), y.astype(jnp.float32), z.astype(jnp.float32)]
 
     program = step(two_layers, WEIGHTS[0], X)
-    modal, recording = Forms(program).precision, Forms(program).recording
+    modal, recording = forms(program).precision, forms(program).recording
     assert functions(program)[0] > functions(program)[1]
     inside = [x for x in modal.sites if "(layer)" in x.part.path[-1]]
     first, second = dict.fromkeys(x.part.path[:-1] for x in inside)  # the lines of the two calls
@@ -101,7 +105,7 @@ def test_result_in_range_is_as_it_is_written_in_the_range_of_float32():
     sizes = jnp.array([[1.0], [2.0**-18], [2.0**12]])  # in range, with underflow, with overflow
     x, w = sizes * normal(2, 3, 512), normal(3, 512, 64)
     program = step(lambda x, w: [jnp.float32(0), (x.astype(H) @ w.astype(H)).astype(jnp.float32)], x, w)
-    modal = Forms(program).precision
+    modal = forms(program).precision
     casts = {site: Mode.FLOAT32 for site in modal.sites if site.operation == "convert_element_type"}
     modes = (Mode.AS_WRITTEN, Mode.RANGE, Mode.FLOAT32)
     written, ranged, exact = (np.asarray(modal.run(1.0, casts, mode)[0][1]) for mode in modes)

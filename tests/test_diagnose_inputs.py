@@ -12,8 +12,8 @@ import jmpscale
 from jmpscale._diagnosis.arguments import named_arguments, non_finite
 from jmpscale._diagnosis.run.errors import measure
 from jmpscale._diagnosis.run.forms import Forms
-from jmpscale._diagnosis.search.not_finite import RepairTrials
 from jmpscale._diagnosis.run.trials import GradientTrials
+from jmpscale._diagnosis.search.not_finite import RepairTrials
 from jmpscale._diagnosis.thresholds import AcceptedErrors
 from jmpscale._diagnosis.trace.program import Program
 from jmpscale._diagnosis.trace.trace_loss import trace_loss
@@ -26,14 +26,19 @@ H = jnp.float16
 
 def step(fun, *consts):
     closed = jax.make_jaxpr(lambda scale: fun(*consts))(jnp.float32(1))
-    return Program(closed.jaxpr, closed.consts)
+    return Program(closed.jaxpr, closed.consts, ("",) * len(closed.consts))
+
+
+def forms(program):
+    return Forms(program, len(program.jaxpr.outvars))
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_zeros_in_place_of_invalid_arguments_make_a_step_finite(value):
     x = jnp.float32([value, 1])
-    assert RepairTrials(step(lambda x: [jnp.sum(x * x), x], x)).is_finite_with_finite_arguments()
-    assert not RepairTrials(step(lambda x: [jnp.sum(1 / (x * 0)), x], x)).is_finite_with_finite_arguments()
+    right, wrong = (lambda x: [jnp.sum(x * x), x]), (lambda x: [jnp.sum(1 / (x * 0)), x])
+    assert RepairTrials(forms(step(right, x)).repair).is_finite_with_finite_arguments()
+    assert not RepairTrials(forms(step(wrong, x)).repair).is_finite_with_finite_arguments()
 
 
 @pytest.mark.parametrize("value", [0.0, np.inf, np.nan])
@@ -78,9 +83,8 @@ def test_arguments_that_are_not_finite_are_named(name):
 
 def trials(fun, *consts):
     program = step(fun, *consts)
-    names = [""] * len(program.consts)
     options = {"has_scaler": True, "may_be_scaled": True, "may_be_halved": True}
-    return GradientTrials(Forms(program), names, (), AcceptedErrors(), **options)
+    return GradientTrials(forms(program), (), AcceptedErrors(), **options)
 
 
 def test_gradients_that_are_rounding_noise_or_negligible_are_not_decisive():
@@ -130,7 +134,7 @@ class Counter(nnx.Module):
 
 def traced(loss, *args, transform=jax.value_and_grad, **kwargs):
     differentiated = jmpscale.value_and_grad(loss, transform=transform)
-    return trace_loss(lambda state, args, kwargs: differentiated(state, *args, **kwargs), args, kwargs, axes=())
+    return trace_loss(lambda state, args, kwargs: differentiated(state, *args, **kwargs), args, kwargs, {}, axes=())
 
 
 def test_tracing_does_not_change_nnx_objects():

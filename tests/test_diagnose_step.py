@@ -21,6 +21,7 @@ from tables import names, rows
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 B, F = jnp.bfloat16, jnp.float32
+Kind = jmpscale.FindingKind
 W, X, Y = normal(0, 16, 4), normal(1, 32, 16), normal(2, 32, 4)
 TX = jmpscale.with_loss_scaling(optax.adam(1e-3))
 
@@ -750,8 +751,8 @@ def test_diagnose_step_names_a_decay_that_hyperparameters_hold_in_half_precision
     params = parameters(B)
     summary = jmpscale.diagnose_step(optimized(tx))(params, tx.init(params), BATCH).summary
     assert summary.startswith("opt_state.inner_state[0].nu['a'] (and 1 other leaf) will stop moving: ")
-    assert "a decay of 1, which opt_state.hyperparams['b2'] holds in bfloat16, and rounding keeps it from" in summary
-    assert "Keep them, and opt_state.hyperparams['b2'], in float32. " in summary
+    assert "multiplies it by opt_state.hyperparams['b2'], which is 1 in bfloat16, as 0.999 is. " in summary
+    assert "Keep them and opt_state.hyperparams['b2'] in float32. " in summary
     wide = optax.inject_hyperparams(optax.adam, hyperparam_dtype=F)(1e-2)
     summary = jmpscale.diagnose_step(optimized(wide))(parameters(), wide.init(parameters()), BATCH).summary
     assert "will stop moving" not in summary
@@ -769,11 +770,14 @@ def decayed(factor, dtype=B):
 @pytest.mark.parametrize(("factor", "dtype"), [(0.999, B), (0.9999, H)], ids=["bfloat16", "float16"])
 def test_diagnose_step_names_a_decay_that_rounds_to_1(factor, dtype):
     step, name = decayed(factor, dtype), np.dtype(dtype).name
-    summary = jmpscale.diagnose_step(step)(parameters(), BATCH).summary
-    assert summary.startswith(
-        f"params['a'] (and 1 other leaf) is rounded to {name} in each step, to be multiplied by a constant that is 1 "
-        f"in {name}, as {factor} is. Compute test_diagnose_step.py:{fault_line(step)} (step) in float32. "
+    diagnosis = jmpscale.diagnose_step(step)(parameters(), BATCH)
+    line = f"test_diagnose_step.py:{fault_line(step)} (step)"
+    assert diagnosis.summary.startswith(
+        f"params['a'] (and 1 other leaf) does not decay: each step multiplies it by a constant that is 1 in {name}, as "
+        f"{factor} is. Compute {line} in float32. "
     )
+    [finding] = diagnosis.findings
+    assert finding == jmpscale.DiagnosisFinding(Kind.LOST_DECAY, ("params['a']", "params['b']"), (line,), name)
 
 
 def test_diagnose_step_does_not_name_other_factors_of_1():
@@ -809,11 +813,14 @@ def bfloat16_average(decay, form):
 )
 def test_diagnose_step_names_an_average_that_will_stop_moving_at_the_first_step(form):
     state = {"params": parameters(), "nu": jax.tree.map(jnp.zeros_like, parameters(B))}
-    summary = jmpscale.diagnose_step(bfloat16_average(0.999, form))(state, BATCH).summary
-    assert summary.startswith(
-        "state['nu']['a'] (and 1 other leaf) will stop moving: it is an average in bfloat16 with a "
+    diagnosis = jmpscale.diagnose_step(bfloat16_average(0.999, form))(state, BATCH)
+    assert diagnosis.summary.startswith(
+        "state['nu']['a'] (and 1 other leaf) will stop moving: each step multiplies it by "
     )
-    assert "will stop moving" not in jmpscale.diagnose_step(bfloat16_average(0.99, form))(state, BATCH).summary
+    assert "Keep them in float32. " in diagnosis.summary
+    names = ("state['nu']['a']", "state['nu']['b']")
+    assert diagnosis.findings == (jmpscale.DiagnosisFinding(Kind.STALLED, names, dtype="bfloat16"),)
+    assert jmpscale.diagnose_step(bfloat16_average(0.99, form))(state, BATCH).findings == ()
 
 
 def test_diagnose_step_names_an_average_that_will_stop_moving_in_a_loop():
@@ -824,7 +831,7 @@ def test_diagnose_step_names_an_average_that_will_stop_moving_in_a_loop():
         return jax.lax.scan(step, state, batches)
 
     summary = jmpscale.diagnose_step(run)(state, jax.tree.map(lambda x: jnp.stack([x, x]), BATCH)).summary
-    assert "state['nu']['a'] (and 1 other leaf) will stop moving: it is an average in bfloat16 with a decay " in summary
+    assert "state['nu']['a'] (and 1 other leaf) will stop moving: each step multiplies it by a constant " in summary
 
 
 @pytest.mark.parametrize("decay", [1e-5, 1e-2])

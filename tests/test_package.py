@@ -3,6 +3,7 @@
 import ast
 import collections
 import collections.abc
+import enum
 import functools
 import graphlib
 import importlib
@@ -91,7 +92,7 @@ def test_docstring_documents_the_parameters(name):
 
 def _names_to_document(thing):
     """Returns the members of an enumeration, or the parameters of a function or class."""
-    if thing is jmpscale.SkipReason:
+    if isinstance(thing, enum.EnumType):
         return list(thing.__members__)
     if thing is jmpscale.ScalerConfig:
         return ["mode"]  # the settings are described once, as the arguments of `dynamic`

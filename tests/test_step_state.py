@@ -376,7 +376,9 @@ def test_match_state_finds_what_a_step_returns_of_its_arguments(name, compiled):
     call = StepCall(compiled(step), args, {})
     out, program = call.trace()
     assert _matches(call, out, program) == expected
-    assert [match.name for match in match_state(call, out, StepDependence(call, out, program)) if not match.is_certain] == DATA.get(name, [])
+    assert [
+        match.name for match in match_state(call, out, StepDependence(call, out, program)) if not match.is_certain
+    ] == DATA.get(name, [])
 
 
 @pytest.mark.parametrize("name", [name for name in ROWS if name not in ONLY_WITH_FLOW])
@@ -408,7 +410,10 @@ def test_changed_types_omits_an_argument_if_the_result_of_its_structure_belongs_
     matches = match_state(call, out, StepDependence(call, out, program))
     assert [match.name for match in matches] == ["params"]
     assert not list(changed_types(call, out, matches, StepDependence(call, out, program)))
-    assert [name for name, _, _ in changed_types(call, out, [], StepDependence(call, out, program))] == ["params", "other"]
+    assert [name for name, _, _ in changed_types(call, out, [], StepDependence(call, out, program))] == [
+        "params",
+        "other",
+    ]
 
 
 def test_match_state_counts_python_numbers_as_arrays():

@@ -83,4 +83,5 @@ def _examine_update(step: TracedStep, trials: GradientTrials, fit: Fit, accepted
         return Update()
     best = fit.scales.best
     scale = fit.present.scale if fit.scale_fits or best is None else 2.0**best
-    return examine_update(step.update.with_given(trials.given(scale)), step.results, scale, accepted)
+    program, gradients = step.update.with_given(trials.given(scale)), step.update.gradients
+    return examine_update(program, gradients, step.results, scale, accepted)

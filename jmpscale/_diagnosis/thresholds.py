@@ -86,9 +86,9 @@ LOST = 0.5
 # errors of parameters and their momentum in bfloat16 are independent.
 CANCELS = 0.25
 # A change is rounded at random if the mean of the errors of so many draws is below this fraction of the error of one
-# draw: it is 25% then, and 100% of a change that is always lost. So is the part of the changes that is missing on
+# draw: it is 35% then, and 100% of a change that is always lost. So is the part of the changes that is missing on
 # average, or it is below so many of its standard errors.
-DRAWS, IS_RANDOM, STANDARD_ERRORS = 16, 0.5, 3.0
+DRAWS, IS_RANDOM, STANDARD_ERRORS = 8, 0.5, 3.0
 
 # A leaf in half precision whose new value is its old one, times a decay, plus something else, such as a moving average,
 # never shrinks if 1 - decay is below this part of the distance from 1 to the next number of its dtype: relative to

@@ -4,6 +4,7 @@ JAX and XLA compile each layer of a loop in Python, and a diagnosis compiles sev
 the program. Where a block begins depends on the equations around that place alone, so equal layers have equal blocks.
 """
 
+import itertools
 import zlib
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -102,8 +103,8 @@ class BlockProgram:
 
 
 def _split(equations: Sequence[Equation], outputs: Sequence[Value]) -> list[Block]:
-    starts = first_equations(list(map(_digest, equations)), WINDOW)
-    groups = [equations[start:end] for start, end in zip(starts, [*starts[1:], len(equations)], strict=True)]
+    starts = first_equations(list(map(_digest, equations)), WINDOW) if equations else []
+    groups = [equations[start:end] for start, end in itertools.pairwise([*starts, len(equations)])]
     last = {x: i for i, group in enumerate(groups) for equation in group for x in _numbers(equation.inputs)}
     last |= dict.fromkeys(_numbers(outputs), len(groups))
 

@@ -63,50 +63,48 @@ def _other(x: Any, draw: int) -> Any:
 
 
 class ErrorsOfDraws:
-    """The errors of a leaf, added up over several draws of random numbers."""
+    """The errors of a change of a leaf, added up over several draws of random numbers."""
 
     def __init__(self) -> None:
         self._error: Any = np.float32(0)
         self._sums = np.zeros(4)
         self._unit: Any = None  # of the sums, because squares underflow
 
-    def add(self, x: Values) -> None:
-        self._unit = _largest_change(x) if self._unit is None else self._unit
-        error, sums = _error(x, self._unit)
+    def add(self, written: Any, reference: Any) -> None:
+        """Adds a change as it is written, and in float32."""
+        self._unit = _unit(reference) if self._unit is None else self._unit
+        error, sums = _error(written, reference, self._unit)
         self._error = self._error + error
         self._sums += np.asarray(sums, np.float64)
 
     @property
     def is_random(self) -> bool:
-        """Whether the values that are written are right on average.
+        """Whether the values that are written are right on average: the mean of the errors is small beside one of them.
 
-        The mean of the errors is small beside one of them, and where the reference moves a value, the value that is
-        written moves as much: noise in both, of which rounding removes all, has a mean error of zero, too.
+        So is their part along the change, which a change that is always lost has.
         """
-        squares, changes, products, weighted = self._sums
+        squares, changes, _, weighted = self._sums
         if not squares or not changes:
             return False
         remains = float(_norm(self._error)) / math.sqrt(DRAWS * squares)
-        missing, uncertain = abs(products) / changes, math.sqrt(weighted) / changes
-        return bool(remains < IS_RANDOM and missing < max(IS_RANDOM, STANDARD_ERRORS * uncertain))
+        uncertain = math.sqrt(weighted) / changes
+        return bool(remains < IS_RANDOM and self.error < max(IS_RANDOM, STANDARD_ERRORS * uncertain))
 
     @property
     def error(self) -> float:
-        """The part of the changes that is missing on average."""
+        """The part of the change that is missing on average."""
         _, changes, products, _ = self._sums
-        return abs(products) / changes
+        return float(abs(products) / changes)
 
 
 @compiled_when_called
-def _largest_change(x: Values) -> jax.Array:
-    change = jnp.abs(x.reference - x.old.astype(x.reference.dtype))
-    return jnp.maximum(change.max(initial=0), jnp.finfo(change.dtype).tiny)
+def _unit(change: jax.Array) -> jax.Array:
+    return jnp.maximum(jnp.abs(change).max(initial=0), jnp.finfo(change.dtype).tiny)
 
 
 @compiled_when_called
-def _error(x: Values, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
-    error = (x.written - x.reference) / unit
-    change = (x.reference - x.old.astype(x.reference.dtype)) / unit
+def _error(written: jax.Array, reference: jax.Array, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
+    error, change = (written - reference) / unit, reference / unit
     return error, jnp.stack([y.sum() for y in (error**2, change**2, error * change, (error * change) ** 2)])
 
 

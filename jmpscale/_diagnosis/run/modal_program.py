@@ -36,7 +36,7 @@ class ModalProgram:
         `everything` is its operations, of which `modal` says what their modes do.
         """
         self.consts = [on_device(widen(jnp.asarray(x))) for x in program.consts]
-        self._outputs = slice(None)
+        self.outputs = slice(None)  # those that a run returns
         self._measured = measured
         with_mode = [(x, dtype) for x in everything if (dtype := modal.dtype(x)) is not None]
         shortest = _shortest({path for x, _ in with_mode for path in x.paths})
@@ -84,7 +84,7 @@ class ModalProgram:
         view.parts = list(dict.fromkeys(site.part for site in view.sites))
         used = {part.path for part in view.parts}
         view.paths = [path for path in self.paths if path in used]
-        view._outputs = slice(self._measured)
+        view.outputs = slice(self._measured)
         return view
 
     def _compile(self, found: Mapping[Key, "_ModalOperation"], modal: Modal) -> list["_ModalBlock"]:
@@ -121,7 +121,7 @@ class ModalProgram:
                 del values[i]
             records.append(recorded)
             self.not_entered |= {operations[i].operation: None for i in function.not_entered}
-        wanted = program.outputs[self._outputs]
+        wanted = program.outputs[self.outputs]
         outputs = [literal(x) if isinstance(x, core.Literal) else values[x] for x in wanted]
         return outputs, self._largest(jax.device_get(records))
 

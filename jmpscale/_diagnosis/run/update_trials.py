@@ -4,6 +4,8 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from jmpscale._base.memory import on_device
 from jmpscale._diagnosis.run.changes import Change, measure_changes
 from jmpscale._diagnosis.run.forms import Forms
@@ -18,8 +20,16 @@ from jmpscale._programs.interpret import widen
 class UpdateTrials:
     """Runs the update with other modes, and compares its results with those in float32."""
 
-    def __init__(self, program: Program, results: Sequence[Result], scale: float, accepted: AcceptedErrors) -> None:
-        """Creates trials; the arguments of the step are the first constants of the program."""
+    def __init__(
+        self,
+        program: Program,
+        gradients: Collection[int],
+        results: Sequence[Result],
+        scale: float,
+        accepted: AcceptedErrors,
+    ) -> None:
+        """Creates trials; the first constants are the arguments of the step, and others, `gradients`, are gradients."""
+        self._gradients = gradients
         self.forms = Forms(program)
         self.program = self.forms.precision
         self.results = results
@@ -88,19 +98,30 @@ class UpdateTrials:
         return consts
 
     def _find_random(self, results: Sequence[Result]) -> None:
-        """Finds leaves that are rounded at random, by running the step with other random numbers."""
+        """Finds leaves that are rounded at random, by running the step with other random numbers.
+
+        The change is compared that the gradients make, because noise may be in both runs, and be lost as well.
+        """
         names = self.program.names
         inputs = [i for i, x in enumerate(self.forms.program.consts) if names[i] and may_draw(x)]
         found = {x.name: ErrorsOfDraws() for x in results}
         for draw in range(DRAWS) if inputs and found else ():
             consts = other_draw(self._consts, inputs, draw)
-            values = self._values(self._run({}, Mode.AS_WRITTEN, consts), self._run({}, Mode.FLOAT32, consts))
+            without = [jnp.zeros_like(x) if i in self._gradients else x for i, x in enumerate(consts)]
+            written, reference = (self._difference(consts, without, mode) for mode in (Mode.AS_WRITTEN, Mode.FLOAT32))
             for name, errors in found.items():
-                errors.add(values[name])
+                errors.add(written[name], reference[name])
         for result in results:
             errors = found[result.name]
             if errors.is_random:
                 self._lossless[result.name] = Change(result, errors.error, is_decisive=False, is_lossless=True)
+
+    def _difference(self, consts: list[Any], without: list[Any], mode: Mode) -> dict[str, Any]:
+        """Returns the changes that gradients make of the leaves of the state; without known gradients, all changes."""
+        after = self._run({}, mode, consts)
+        before = self._run({}, mode, without) if self._gradients else [self.old(x) for x in self.results]
+        found = zip(self.results, after, before, strict=True)
+        return {x.name: y - on_device(z) for x, y, z in found if x.is_changed}
 
     def _values(self, written: Sequence[Any], reference: Sequence[Any]) -> dict[str, Values]:
         """Returns the new values of the leaves of the state, by name."""

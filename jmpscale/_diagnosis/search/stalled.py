@@ -31,7 +31,7 @@ class Stalled(NamedTuple):
     dtype: np.dtype  # that rounds the decay: of the leaf, or of a constant
     # Where a constant near 1 is rounded, as 0.999 is to 1 in bfloat16; in float32, too, the decay is 1 then.
     constants: bool = False
-    paths: tuple[Path, ...] = ()  # the lines with these constants
+    paths: tuple[Path, ...] = ()  # the lines with these constants, if the leaf itself loses nothing
     arguments: tuple[str, ...] = ()  # the arguments that are these constants
 
     @property
@@ -130,7 +130,8 @@ def _of_constants(trials: UpdateTrials, result: Result, constants: Sequence[_Con
     names = trials.program.names
     paths = dict.fromkeys(x.site.part.path for x in constants if x.site is not None)
     arguments = tuple(names[x.input] for x in constants if x.input is not None and names[x.input])
-    return Stalled(result, 1.0, constants[0].dtype, True, tuple(paths), arguments)
+    loses_nothing = not is_narrow(result) or bool(trials.find_lossless([result]))
+    return Stalled(result, 1.0, constants[0].dtype, True, tuple(paths) if loses_nothing else (), arguments)
 
 
 def _is_stalled(decay: float, result: Result) -> bool:

@@ -1,6 +1,6 @@
 """Finds what half precision does to the update of a step, and the lines that must compute in float32."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -48,11 +48,13 @@ def _importance(change: Change) -> tuple[bool, bool, float]:
     return change.is_narrow, change.result.is_leaf, change.error
 
 
-def examine_update(program: Program, results: Sequence[Result], scale: float, accepted: AcceptedErrors) -> Update:
+def examine_update(
+    program: Program, gradients: Collection[int], results: Sequence[Result], scale: float, accepted: AcceptedErrors
+) -> Update:
     """Compares the results of a step at a loss scale, and finds the lines that must compute in float32."""
     if not results:
         return Update()
-    trials = UpdateTrials(program, results, scale, accepted)
+    trials = UpdateTrials(program, gradients, results, scale, accepted)
     trials.find_lossless([x.result for x in trials.changes({}) if x.is_narrow and x.badness > 1])
     changes = trials.changes({})
     paths, is_repaired = _find_lines(trials)

@@ -126,9 +126,9 @@ def _describe_unchanged(examined: Examined) -> list[Told]:
 
 
 def _describe_stalled(examined: Examined) -> list[Told]:
-    """Describes leaves that a step cannot shrink, unless their change is told already."""
+    """Describes leaves that a step cannot shrink, unless the remedy is told already."""
     bad = {x.result.name for x in examined.update.bad}
-    stalled = [x for x in examined.update.stalled if x.result.name not in bad or x.constants]
+    stalled = [x for x in examined.update.stalled if x.result.name not in bad or x.paths or x.arguments]
     groups: dict[tuple[bool, bool], list[Stalled]] = {}
     for x in stalled:
         groups.setdefault((x.result.name in examined.step.gradients, x.constants), []).append(x)
@@ -161,22 +161,19 @@ def _describe_constants(examined: Examined, group: Sequence[Stalled]) -> Told:
     """Describes leaves that are multiplied by a constant that rounding has perhaps made 1."""
     first, dtype = group[0], group[0].dtype.name
     leaves = describe_leaves([x.result for x in group])
-    paths = list(dict.fromkeys(path for x in group for path in x.paths))
+    lines = list(dict.fromkeys(path for x in group for path in x.paths))
     arguments = list(dict.fromkeys(name for x in group for name in x.arguments))
-    names = [*arguments, *([f"the constant at {examined.names(paths)}"] if paths else [])]
-    which = enumerate_names(names) if names else "a constant from outside of the step"
     is_parameter = first.result.name in examined.step.gradients
-    kept = [*arguments, *(["the constant"] if paths or not names else [])]
-    if is_narrow(first.result) and not is_parameter:
-        kept = ["it" if len(group) == 1 else "them", *kept]
-    will = "does not decay" if is_parameter else "will stop moving"
+    constant = f"{enumerate_names(arguments)}, which" if arguments else "a constant that"
+    keep = [*([] if lines else ["it" if len(group) == 1 else "them"]), *arguments]
+    remedy = f"Keep {enumerate_names(keep)} in float32." if keep else ""
+    compute = f"Compute {examined.names(lines)} in float32." if lines else ""
     text = (
-        f"{leaves} {will}: each step multiplies it by {which}, which is 1 in {dtype}, as {first.example:.4g} is. Keep "
-        f"{enumerate_names(kept)} in float32."
+        f"{leaves} {'does not decay' if is_parameter else 'will stop moving'}: each step multiplies it by {constant} "
+        f"is 1 in {dtype}, as {first.example:.4g} is. {' '.join(filter(None, [compute, remedy]))}"
     )
     kind = FindingKind.LOST_DECAY if is_parameter else FindingKind.STALLED
-    leaf_names = tuple(x.result.name for x in group)
-    return Told(text, DiagnosisFinding(kind, leaf_names, examined.each_name(paths), dtype))
+    return Told(text, DiagnosisFinding(kind, tuple(x.result.name for x in group), examined.each_name(lines), dtype))
 
 
 def _describe_not_finite(update: Update) -> list[Told]:

@@ -1,5 +1,7 @@
 """Evaluates a training step with gradients that are given, so that the rest can be compared with itself in float32.
 
+A loss that the step scales is given, too: it is compared with the gradients.
+
 In a loop, a branch or a `jax.shard_map` that computes gradients, the step runs twice, side by side: as it is written,
 which gives the gradients, and with them.
 """
@@ -26,6 +28,7 @@ class Update(NamedTuple):
 
     program: Program  # has no values of these constants
     given: tuple[int, ...]  # which of the values that `evaluate` gives they are
+    gradients: frozenset[int] = frozenset()  # which of its constants are gradients, and not the sum of several
 
     def with_given(self, values: Sequence[Any]) -> Program:
         """Returns the program with values for all that `evaluate` gives."""
@@ -35,7 +38,7 @@ class Update(NamedTuple):
         return program._replace(consts=[*program.consts, *chosen], names=(*program.names, *[""] * len(chosen)))
 
 
-def cut(program: Program, given: Sequence[Any]) -> Update:
+def cut(program: Program, given: Sequence[Any], gradients: Sequence[Any]) -> Update:
     """Replaces variables of a program by constants."""
     jaxpr = program.jaxpr
     bound = {*jaxpr.constvars, *jaxpr.invars}
@@ -49,7 +52,8 @@ def cut(program: Program, given: Sequence[Any]) -> Update:
     eqns = list(map(without, jaxpr.eqns))
     names = [*jaxpr.constvars, *numbers]
     closed = core.ClosedJaxpr(jaxpr.replace(constvars=names, eqns=eqns), [*program.consts, *[None] * len(numbers)])
-    return Update(program._replace(jaxpr=without_dead_code(closed.jaxpr)), tuple(numbers.values()))
+    are_gradients = frozenset(len(program.consts) + i for i, x in enumerate(numbers) if x in gradients)
+    return Update(program._replace(jaxpr=without_dead_code(closed.jaxpr)), tuple(numbers.values()), are_gradients)
 
 
 def evaluate_given(
@@ -81,8 +85,7 @@ class _Evaluation:
         jaxpr = program.jaxpr
         values: dict[Any, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
         values.update(zip(jaxpr.invars, inputs, strict=True))
-        gradients, _ = self._gradients.variables(jaxpr)
-        given = {x: self._given[*place, id(x)][0] for x in gradients}
+        given = {x: self._given[*place, id(x)][0] for x in frozenset.union(*self._gradients.variables(jaxpr))}
         values.update(given)
         outvars = [x if is_needed else None for x, is_needed in zip(jaxpr.outvars, needed, strict=True)]
         for eqn, wanted in _live(jaxpr, outvars, given):
@@ -118,7 +121,7 @@ def _live(
 
 
 class _PairEvaluation:
-    """Runs a program twice, with the gradients of the first run in both."""
+    """Runs a program twice, with the gradients and the losses of the first run in both."""
 
     def __init__(self, gradients: Gradients) -> None:
         self._gradients = gradients
@@ -127,13 +130,11 @@ class _PairEvaluation:
         jaxpr = program.jaxpr
         values: dict[Any, _Pair] = {x: _Pair(y, y) for x, y in zip(jaxpr.constvars, program.consts, strict=True)}
         values.update(zip(jaxpr.invars, inputs, strict=True))
-        gradients, _ = self._gradients.variables(jaxpr)
+        shared = frozenset.union(*self._gradients.variables(jaxpr))
         for eqn in jaxpr.eqns:
             results = self._equation(eqn, [_read_pair(x, values) for x in eqn.invars])
-            shared = [
-                _Pair(y.written, y.written) if x in gradients else y for x, y in zip(eqn.outvars, results, strict=True)
-            ]
-            values.update(zip(eqn.outvars, shared, strict=True))
+            values.update(zip(eqn.outvars, results, strict=True))
+            values.update({x: _Pair(values[x].written, values[x].written) for x in eqn.outvars if x in shared})
         return [_read_pair(x, values) for x in jaxpr.outvars]
 
     def _equation(self, eqn: core.JaxprEqn, inputs: list[_Pair]) -> list[_Pair]:

@@ -33,7 +33,7 @@ class Evaluated(NamedTuple):
     outputs: list[Any]
     gradients: list[Exposed]
     losses: list[Exposed]  # that are scaled
-    # The gradients outside of loops, branches and `jax.shard_map`, and the operands of those that contain others.
+    # Gradients and losses outside of loops, branches and `jax.shard_map`, and the operands of those that contain some.
     given: dict[Place, list[Any]]
 
 
@@ -72,7 +72,7 @@ class _Evaluation:
             for x in eqn.outvars:
                 if x in wanted or x in losses:
                     found.append(Exposed(x, x in losses, values[x]))
-                if x in wanted and place is not None:
+                if (x in wanted or x in losses) and place is not None:
                     self.given[(*place, id(x))] = [values[x]]
         return list(map(read, jaxpr.outvars)), [x._replace(value=in_current_mesh(x.value)) for x in found]
 

@@ -24,10 +24,10 @@ class Gradients:
         self._unscaling = {id(eqn) for eqn in outside if unscales(eqn)}
         scaled = [eqn for eqn, caller in calls if scales(eqn) and not is_backward(eqn)]
         losses = [eqn.invars[1:] for eqn in scaled]  # the first operand is the scale
-        self._losses = {x for operands in losses for x in operands if isinstance(x, core.Var) and _is_scalar_loss(x)}
+        self._losses = frozenset(x for group in losses for x in group if isinstance(x, core.Var) and _is_scalar_loss(x))
         self._contains: dict[int, bool] = {}  # by the identity of a jaxpr
 
-    def variables(self, jaxpr: core.Jaxpr) -> tuple[set[Any], set[Any]]:
+    def variables(self, jaxpr: core.Jaxpr) -> tuple[frozenset[Any], frozenset[Any]]:
         """Returns the variables of a jaxpr that hold gradients, and those that hold losses."""
         defined = {x for eqn in jaxpr.eqns for x in eqn.outvars}
         if self._unscaling:
@@ -36,7 +36,8 @@ class Gradients:
             outside = {x for eqn in jaxpr.eqns if not is_differentiated(eqn) for x in _variables(eqn.invars)}
             outside.update(_variables(jaxpr.outvars))
             found = {x for eqn in jaxpr.eqns if is_backward(eqn) for x in eqn.outvars} & outside
-        return {x for x in found if jnp.issubdtype(type_of(x).dtype, np.inexact)}, self._losses & defined
+        gradients = frozenset(x for x in found if jnp.issubdtype(type_of(x).dtype, np.inexact))
+        return gradients, self._losses & defined
 
     def are_in(self, eqn: core.JaxprEqn) -> bool:
         """Tests whether the jaxprs that an equation holds compute gradients or losses."""

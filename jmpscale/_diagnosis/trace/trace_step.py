@@ -105,7 +105,9 @@ def _separate_loss(step: _Exposed, results: Sequence[Result]) -> tuple[Any, list
 
 def _cut(exposed: _Exposed, results: Sequence[Result]) -> tuple[Update, list[Result]]:
     """Returns the program of the results to which rounding makes a difference if the gradients are given, and them."""
-    update = cut(exposed.program.with_outputs([exposed.results[x.output] for x in results]), exposed.given)
+    update = cut(
+        exposed.program.with_outputs([exposed.results[x.output] for x in results]), exposed.given, exposed.gradients
+    )
     jaxpr = update.program.jaxpr
     selected = zip(select_compared(jaxpr, len(update.given), results), jaxpr.outvars, strict=True)
     pairs = [(result, variable) for result, variable in selected if result is not None]
