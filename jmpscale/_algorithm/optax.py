@@ -19,11 +19,11 @@ from jmpscale._base.compat import full_like
 from jmpscale._base.memory import to_memory_of
 from jmpscale._base.multiply import multiply_leaf
 from jmpscale._base.options import requires_names
-from jmpscale._base.tree import PyTree, as_array, flatten_gradients, is_array, is_traced, structure
-from jmpscale._base.types import has_same_type, is_numeric, unscaled_dtype
+from jmpscale._base.tree import PyTree, as_array, find_instances, flatten_gradients, is_array, is_traced, structure
+from jmpscale._base.types import as_float32, has_same_type, is_narrow, is_numeric, unscaled_dtype
 from jmpscale._guards import optax as guards
 from jmpscale._monitoring.compiled_monitor import CompiledMonitor
-from jmpscale._state import ScalerState, WithLossScalingState, dynamic, register_with_flax
+from jmpscale._state import ScalerState, WithLossScalingState, WithMasterParamsState, dynamic, register_with_flax
 
 
 class Transformation(Protocol):
@@ -126,7 +126,9 @@ def with_loss_scaling(
     def init(params: optax.Params) -> Any:
         register_with_flax()
         scaler = jax.tree.map(jnp.array, initial)
-        inner_state = tx.init(params if scaler.config.mode == "disabled" else _as_seen_by_inner(params))
+        inner_state = tx.init(params)
+        if scaler.config.mode != "disabled" and any(map(_is_widened, jax.tree.leaves(params))):
+            inner_state = tx.init(_as_seen_by_inner(params, inner_state))
         grad_norm = None if max_norm is None else jnp.zeros((), jnp.float32)
         state = WithLossScalingState(scaler, inner_state, grad_norm)
         guards.initialized(params, state)
@@ -140,7 +142,7 @@ def with_loss_scaling(
         guards.called(grads, state, params, others, extra_args, max_norm)
         scaler, norm, grad_norm, factor = state.scaler, None, None, None
         is_disabled = scaler.config.mode == "disabled"
-        inner_params = params if is_disabled else _as_seen_by_inner(params)
+        inner_params = params if is_disabled else _as_seen_by_inner(params, state.inner_state)
         if "grad" in extra_args and not is_disabled:  # by optax's convention, the same gradients
             extra_args["grad"] = zero_nonfinite(extra_args["grad"])
         if max_norm is not None:
@@ -205,16 +207,19 @@ def _decision_axes(axis_name: AxisName, norm_axis_name: AxisName) -> AxisName:
     return tuple(dict.fromkeys([*named, *parts])) if parts else axis_name
 
 
-def _as_seen_by_inner(params: PyTree) -> PyTree:
-    """Converts parameters to the dtype of their gradients; otherwise optimizer states would change dtype."""
+def _as_seen_by_inner(params: PyTree, inner_state: PyTree) -> PyTree:
+    """Converts parameters to the dtype of their gradients; otherwise optimizer states would change dtype.
 
-    def convert(x: Any) -> Any:
-        is_type = isinstance(x, jax.ShapeDtypeStruct)
-        if (is_type or is_array(x)) and jnp.issubdtype(x.dtype, np.inexact) and unscaled_dtype(x.dtype) != x.dtype:
-            return x.update(dtype=np.float32) if is_type else jnp.asarray(x, np.float32)
-        return x
+    `with_master_params` sees them as they are: it finds out which of them need a copy, and converts them itself.
+    """
+    if find_instances(inner_state, WithMasterParamsState):
+        return params
+    return as_float32(params, _is_widened)
 
-    return jax.tree.map(convert, params)
+
+def _is_widened(param: object) -> bool:
+    """Tests whether the unscaled gradient of a parameter has a wider dtype."""
+    return is_narrow(param) and unscaled_dtype(param.dtype) != param.dtype
 
 
 def _is_finite(grads: PyTree, norm: jax.Array | None) -> jax.Array:

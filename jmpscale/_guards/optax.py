@@ -18,6 +18,7 @@ from jmpscale._guards.checks import (
     check_no_partial_sums,
     check_no_scaler,
     check_not_wrapped,
+    check_params,
     check_same_structure,
     check_same_types,
     check_scaler,
@@ -82,9 +83,7 @@ def called(
     check_no_refs(grads, "updates")
     check_no_partial_sums(grads, "updates")
     check_no_scaler(grads)
-    arrays = jax.tree.leaves(params)
-    if arrays and all(has_mark(Mark.GRADIENT, x) for x in arrays):
-        raise TypeError("params must be the parameters, got gradients. The arguments are (grads, state, params).")
+    check_params(params)
     loss = extra_args.get("value")
     if has_mark(Mark.GRADIENT, loss) and any(map(jnp.ndim, jax.tree.leaves(loss))):  # unscale returns losses, too
         warn_user("the loss must be the unscaled loss, got gradients. Pass value=loss.")
