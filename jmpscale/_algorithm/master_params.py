@@ -1,5 +1,6 @@
-"""Float32 copies of half-precision parameters, in the state of an optimizer of optax."""
+"""Float32 copies of parameters in half precision, in the state of an optimizer of optax."""
 
+import functools
 from typing import Any
 
 import jax
@@ -18,14 +19,52 @@ from jmpscale._state import WithMasterParamsState
 def with_master_params(inner: Transformation) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that it updates float32 copies of the parameters that are bfloat16 or float16.
 
+    In half precision, a change below half of the last place of a parameter is lost. The copies keep it: they are called
+    main parameters in Megatron-LM, and master weights in apex. `inner` sees the copies, and float32 gradients. Then
+    each parameter becomes its rounded copy, exactly, except for the sign of a zero. Other parameters have no copy.
+
+    Where a copy does not round to its parameter, because something else has changed the parameter, the next update
+    starts from the parameter. So a checkpoint of the parameters and the optimizer state continues bit for bit, and new
+    parameters beside an old state are used as they are.
+
+    Place every transformation that changes updates inside, `with_loss_scaling` and `optax.MultiSteps` included. Outside
+    of it, `with_loss_scaling`, `optax.MultiSteps`, `optax.masked` and `optax.partition` are right, too.
+
+    Args:
+      inner: an optax gradient transformation. Its state has the dtypes of a state for float32 parameters.
+
+    Returns:
+      A gradient transformation. Call `tx.update(grads, opt_state, params)`, and apply the updates by
+      `optax.apply_updates`, which keeps the dtypes of the parameters: the updates of parameters with a copy are
+      float32. `optax.tree.get(opt_state, "master_params")` returns the copies, in the structure of the parameters, with
+      None for each other parameter.
+
+    Raises:
+      TypeError: `inner` is not a gradient transformation. From `tx.update`: the parameters are missing or are
+        gradients, one has been converted since `tx.init`, or the state is from another optimizer.
+
+    Warns:
+      UserWarning: a gradient is float16 although `inner` adapts a loss scale.
+
+    >>> import jax.numpy as jnp
+    >>> import jmpscale
+    >>> import optax
+    >>> tx = jmpscale.with_master_params(optax.sgd(2.0**-10))
+    >>> w = jnp.array(1.0, jnp.bfloat16)  # the next smaller number is 0.99609375
+    >>> opt_state = tx.init(w)
+    >>> for _ in range(3):
+    ...     updates, opt_state = tx.update(jnp.array(1.0, jnp.bfloat16), opt_state, w)
+    ...     w = optax.apply_updates(w, updates)
+    >>> w, opt_state.master_params
+    (Array(0.996094, dtype=bfloat16), Array(0.9970703, dtype=float32))
     """
     guards.created(inner)
     tx = with_extra_args(inner)
 
     def init(params: optax.Params) -> WithMasterParamsState:
-        full = as_float32(params, is_half)
-        copies = jax.tree.map(lambda param, x: x if is_half(param) else None, params, full)
-        return WithMasterParamsState(copies, tx.init(full))
+        copies = jax.tree.map(lambda param: param if is_half(param) else None, params)
+        # inner may keep parameters in its state: it gets arrays of its own, so that both can be donated.
+        return WithMasterParamsState(as_float32(copies, is_half), tx.init(as_float32(params, is_half)))
 
     def update(
         updates: optax.Updates, state: PyTree, params: optax.Params | None = None, **extra_args: Any
@@ -40,37 +79,39 @@ def with_master_params(inner: Transformation) -> optax.GradientTransformationExt
         changes, inner_state = tx.update(grads, state.inner_state, full, **extra_args)
         new = optax.apply_updates(full, changes)
         updates = jax.tree.map(lambda p, x, change: _difference(x, p) if is_half(p) else change, params, new, changes)
+        # No float32 number leads from 1 to 1e-9 exactly. There, too, the copies are float32 copies of the parameters.
         applied = optax.apply_updates(params, updates)
-        copies = jax.tree.map(lambda p, x: _follow(x, p) if is_half(p) else None, applied, new)
+        copies = jax.tree.map(lambda p, copy: _follow(copy, p) if is_half(p) else None, applied, new)
         return updates, WithMasterParamsState(copies, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+# Inlined, a jitted function adds the equations of its body: leaves of equal type share one trace.
+@functools.partial(jax.jit, inline=True)
 def _follow(copy: jax.Array, param: jax.Array) -> jax.Array:
-    """Returns a copy; where it does not round to its parameter, the parameter in float32.
-
-    """
-    value = jnp.asarray(param, np.float32)
+    """Returns a copy where it rounds to its parameter, otherwise the parameter, in float32."""
+    value = param.astype(np.float32)
     return jnp.where(_rounded(copy, param.dtype) == value, copy, value)
 
 
+@functools.partial(jax.jit, inline=True)
 def _difference(new: jax.Array, param: jax.Array) -> jax.Array:
-    """Returns the float32 number that, added to a parameter, gives the rounded new copy."""
-    rounded, value = _rounded(new, param.dtype), jnp.asarray(param, np.float32)
-    update = jnp.where(rounded == value, -0.0, rounded - value)  # inf - inf is NaN
-    return jnp.where(value == 0, new, update)  # keeps the sign of a copy that rounds to zero
+    """Returns the float32 number whose addition to a parameter gives the rounded new copy."""
+    rounded, value = _rounded(new, param.dtype), param.astype(np.float32)
+    difference = jnp.where(rounded == value, -0.0, rounded - value)  # inf - inf is NaN
+    return jnp.where(value == 0, new, difference)  # a zero gets the sign of a copy that rounds to zero
 
 
 def _rounded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Returns float32 numbers rounded to bfloat16 or float16, in float32.
 
-    On a GPU, XLA omits a conversion to half precision and back. Its operation that rounds makes subnormal numbers of
-    float16 zero.
+    For a GPU, XLA removes a conversion to half precision and back. Its own operation does not round to the subnormal
+    numbers of float16.
     """
     info = jnp.finfo(dtype)
     rounded = jax.lax.reduce_precision(x, info.nexp, info.nmant)
     if dtype == jnp.bfloat16:
         return rounded
     step = float(info.smallest_subnormal)
-    return jnp.where(jnp.abs(x) < info.tiny, jnp.rint(x / step) * step, rounded)
+    return jnp.where(jnp.abs(x) < float(info.tiny), jnp.rint(x / step) * step, rounded)

@@ -23,18 +23,7 @@ def called(state: object, params: PyTree) -> None:
     if params is None:
         raise TypeError("params must be the parameters, got None. Call tx.update(grads, state, params).")
     check_params(params)
-    copies = jax.tree.leaves(jax.tree.map(lambda _, copy: copy is not None, params, state.master_params))
-    for (path, param), has_copy in zip(named_leaves(params), copies, strict=True):
-        if is_half(param) and not has_copy:
-            raise TypeError(
-                f"params{path} is {describe(param)}, but tx.init saw it in another dtype and made no float32 copy. "
-                "Call tx.init with the parameters in the dtype in which they train."
-            )
-        if has_copy and not is_half(param):
-            raise TypeError(
-                f"params{path} must be bfloat16 or float16, as in tx.init, got {describe(param)}. Apply updates with "
-                "optax.apply_updates, which keeps the dtype of parameters; or call tx.init again."
-            )
+    _check_dtypes(params, state.master_params)
 
 
 def converted(updates: PyTree, grads: PyTree, state: WithMasterParamsState) -> None:
@@ -44,3 +33,21 @@ def converted(updates: PyTree, grads: PyTree, state: WithMasterParamsState) -> N
         for kind in (Mark.GRADIENT, Mark.KNOWN_SCALE):
             if has_mark(kind, before):
                 mark(kind, after, source_of(kind, before))
+
+
+def _check_dtypes(params: PyTree, copies: PyTree) -> None:
+    """Raises if a parameter has been converted since the copies were made, so that it needs one, or has one too many."""
+    has_copy = jax.tree.leaves(jax.tree.map(lambda _, copy: copy is not None, params, copies))
+    if has_copy == [is_half(param) for param in jax.tree.leaves(params)]:
+        return  # finding the paths of a large tree takes longer
+    named = zip(named_leaves(params), has_copy, strict=True)
+    path, param = next(leaf for leaf, flag in named if is_half(leaf[1]) != flag)
+    if is_half(param):
+        raise TypeError(
+            f"params{path} must have the dtype that it had in tx.init, where it got no float32 copy, got "
+            f"{describe(param)}. Call tx.init with the parameters in the dtypes in which they train."
+        )
+    raise TypeError(
+        f"params{path} must be bfloat16 or float16, as it was in tx.init, got {describe(param)}. Apply updates by "
+        "optax.apply_updates, which keeps the dtypes of parameters; if the parameters are float32 now, call tx.init."
+    )

@@ -35,7 +35,14 @@ from jmpscale._guards.checks import (
     warn_if_nothing_is_scaled,
     warn_if_unsynchronized,
 )
-from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerState, WithLossScalingState, scale_of
+from jmpscale._state import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    ScalerState,
+    WithLossScalingState,
+    WithMasterParamsState,
+    scale_of,
+)
 
 
 def created(inner: object, scaler: ScalerState | None, max_norm: object, warn_after_skips: object) -> None:
@@ -151,10 +158,13 @@ def _warn_if_unscaled_by_another(grads: PyTree, scaler: ScalerState) -> None:
 def _warn_if_narrow(params: PyTree, inner_state: PyTree) -> None:
     """Warns if all parameters are float16, or if averages of gradients are."""
     arrays = list(filter(is_inexact, jax.tree.leaves(params)))
-    if arrays and all(map(needs_wider_gradient, arrays)):  # a float16 parameter among others may be frozen
+    has_copies = bool(find_instances(inner_state, WithMasterParamsState))
+    # A float16 parameter among others may be frozen.
+    if arrays and all(map(needs_wider_gradient, arrays)) and not has_copies:
         warn_user(
             "the parameters are float16, in which small updates are rounded away. Keep them in float32, and use "
-            "jmpscale.autocast or convert them in the loss function, unless the optimizer keeps float32 copies."
+            "jmpscale.autocast or convert them in the loss function; or wrap the optimizer in with_master_params, which "
+            "keeps float32 copies."
         )
     warn_if_averages_are_narrow(inner_state)
     _warn_if_averages_stop(inner_state)
