@@ -78,10 +78,8 @@ def with_master_params(inner: Transformation) -> optax.GradientTransformationExt
         full = jax.tree.map(lambda p, copy: _follow(copy, p) if is_half(p) else p, params, state.master_params)
         changes, inner_state = tx.update(grads, state.inner_state, full, **extra_args)
         new = optax.apply_updates(full, changes)
-        updates = jax.tree.map(lambda p, x, change: _difference(x, p) if is_half(p) else change, params, new, changes)
-        # No float32 number leads from 1 to 1e-9 exactly. There, too, the copies are float32 copies of the parameters.
-        applied = optax.apply_updates(params, updates)
-        copies = jax.tree.map(lambda p, copy: _follow(copy, p) if is_half(p) else None, applied, new)
+        copies = jax.tree.map(lambda p, x: _reachable(x, p) if is_half(p) else None, params, new)
+        updates = jax.tree.map(lambda p, x, u: _difference(x, p) if is_half(p) else u, params, copies, changes)
         return updates, WithMasterParamsState(copies, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -96,11 +94,22 @@ def _follow(copy: jax.Array, param: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, inline=True)
-def _difference(new: jax.Array, param: jax.Array) -> jax.Array:
-    """Returns the float32 number whose addition to a parameter gives the rounded new copy."""
-    rounded, value = _rounded(new, param.dtype), param.astype(np.float32)
-    difference = jnp.where(rounded == value, -0.0, rounded - value)  # inf - inf is NaN
-    return jnp.where(value == 0, new, difference)  # a zero gets the sign of a copy that rounds to zero
+def _reachable(new: jax.Array, param: jax.Array) -> jax.Array:
+    """Returns a new copy that a float32 update of its parameter can reach.
+
+    From 1, no such update leads to 1e-9. A copy that is so much smaller moves by less than the rounding of the update.
+    """
+    value = param.astype(np.float32)
+    is_far = 2.0**12 * jnp.abs(_rounded(new, param.dtype)) < jnp.abs(value)
+    return jnp.where(is_far, value + (new - value), new)
+
+
+@functools.partial(jax.jit, inline=True)
+def _difference(copy: jax.Array, param: jax.Array) -> jax.Array:
+    """Returns the float32 update whose addition to a parameter gives its rounded copy."""
+    rounded, value = _rounded(copy, param.dtype), param.astype(np.float32)
+    update = jnp.where(rounded == value, -0.0, rounded - value)  # inf - inf is NaN
+    return jnp.where(value == 0, copy, update)  # a zero gets the sign of a copy that rounds to zero
 
 
 def _rounded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
