@@ -37,6 +37,7 @@ PARAMS = {
     "b": jnp.asarray(RNG.standard_normal((16, 1)) / 4, jnp.float32),
 }
 ADAMW = optax.adamw(3e-4)
+with_copies = jmpscale.with_master_params
 DTYPES = ["bfloat16", "float16"]
 
 
@@ -48,7 +49,12 @@ def loss_fn(params, factor=1.0):
 
 def params_in(dtype):
     """Returns parameters in half precision, and one in float32."""
-    return {**jmpscale.cast(PARAMS, dtype), "c": jnp.zeros(1)}
+    return {**jmpscale.cast(PARAMS, dtype), "c": jnp.zeros(())}
+
+
+def nodes(tree, kind):
+    """Returns the nodes of a tree that are of a class."""
+    return [x for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind)) if isinstance(x, kind)]
 
 
 def copies_of(opt_state):
@@ -63,16 +69,11 @@ def assert_rounded(params, copies):
     assert_equal_bits(half, [copy.astype(x.dtype) for x, copy in zip(half, copies, strict=True)])
 
 
-def step_of(tx, loss_fn=loss_fn, **options):
+def step_of(tx, jit=jit, **options):
     """Returns a jitted step; with a scaler in the state, the loss is scaled."""
 
     def step(params, opt_state, factor=1.0):
-        is_scaled = bool(jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, jmpscale.ScalerState)))
-        is_scaled = any(
-            isinstance(x, jmpscale.ScalerState)
-            for x in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, jmpscale.ScalerState))
-        )
-        if is_scaled:
+        if nodes(opt_state, jmpscale.ScalerState):
             loss, grads = jmpscale.value_and_grad(loss_fn)(opt_state, params, factor)
             updates, opt_state = tx.update(grads, opt_state, params, value=loss)
         else:
@@ -126,10 +127,11 @@ def _numbers():
 @hypothesis.given(st.data())
 def test_with_master_params_reaches_the_rounded_copy(dtype, data):
     """Of any number, by any change: also if the difference is not a float32 number."""
-    arrays = npst.arrays(np.float32, 200, elements=_numbers())
+    arrays = npst.arrays(np.float32, 20, elements=_numbers())
     copy, change = data.draw(arrays), data.draw(arrays)
-    cancels = data.draw(npst.arrays(np.bool_, 200))
-    change = np.where(cancels, -copy * (1 + change * np.float32(2.0**-20)), change)
+    cancels = data.draw(npst.arrays(np.bool_, 20))
+    with np.errstate(all="ignore"):
+        change = np.where(cancels, -copy * (1 + change * np.float32(2.0**-20)), change)
     _check_reached(jnp.asarray(copy), jnp.asarray(change, np.float32), dtype)
 
 
@@ -146,12 +148,12 @@ def _check_reached(copy, change, dtype):
     # A sum of numbers that are not zero is never -0.0.
     same_sign = (np.signbit(now) == np.signbit(rounded)) | np.isnan(now) | ((now == 0) & (was != 0))
     assert same_sign[~ended].all()
-    # The copy is the sum, or is nearer to it than the rounding of a float32 number of the size of the parameter.
-    exact, reached = np.asarray(expected), np.asarray(new)
-    same = (exact == reached) | (np.isnan(exact) & np.isnan(reached)) | ended
-    far = np.abs(reached[~same] - exact[~same]) / np.maximum(np.abs(was[~same]), 2.0**-126)
-    assert (far <= 2.0**-24).all()
-    assert (np.abs(exact[~same]) <= 2.0**-11 * np.abs(was[~same]) + 2.0**-25).all()
+    # The copy is the sum, or, where it is far smaller than the parameter, within the rounding of the update.
+    exact, reached = (np.asarray(x, np.float64) for x in (expected, new))
+    other = ~(ended | np.isnan(exact) | (exact == reached))
+    smallest = 2.0**-126  # a CPU flushes smaller numbers to zero
+    assert (np.abs(reached[other] - exact[other]) <= 2.0**-24 * np.abs(was[other]) + smallest).all()
+    assert (np.abs(rounded[other]) <= 2.0**-11 * np.abs(was[other]) + smallest).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -170,8 +172,8 @@ def test_with_master_params_keeps_parameters_whose_update_is_zero(dtype):
     state = IDENTITY.init(params)._replace(master_params=copy)
     updates, new = jit(IDENTITY.update)(jnp.full_like(copy, -0.0), state, params)
     if jax.default_backend() == "cpu":  # which flushes subnormal numbers to zero
-        normal = (jnp.abs(copy) >= 2.0**-126) | (copy == 0) | jnp.isnan(copy)
-        copy, params, updates, new = (jax.tree.map(lambda x: x[normal], x) for x in (copy, params, updates, new))
+        is_normal = ~((np.abs(copy) > 0) & (np.abs(copy) < 2.0**-126))
+        copy, params, updates, new = jax.tree.map(lambda x: x[is_normal], (copy, params, updates, new))
     assert_equal_bits(params, optax.apply_updates(params, updates))
     assert_equal_bits(copy, new.master_params)
 
@@ -226,14 +228,16 @@ def test_with_master_params_shows_inner_float32_values():
 
 # --- a step that is skipped changes neither ---
 
+def with_scaling(inner, **options):
+    return jmpscale.with_loss_scaling(inner, jmpscale.dynamic(2.0**8), **options)
+
+
 WRAPPED = {
-    "inside": lambda inner: jmpscale.with_loss_scaling(jmpscale.with_master_params(inner)),
-    "outside": lambda inner: jmpscale.with_master_params(jmpscale.with_loss_scaling(inner)),
-    "inside, max_norm": lambda inner: jmpscale.with_loss_scaling(jmpscale.with_master_params(inner), max_norm=1.0),
-    "outside, max_norm": lambda inner: jmpscale.with_master_params(jmpscale.with_loss_scaling(inner, max_norm=1.0)),
-    "in a chain inside": lambda inner: jmpscale.with_loss_scaling(
-        optax.chain(optax.clip_by_global_norm(1.0), jmpscale.with_master_params(inner))
-    ),
+    "inside": lambda inner: with_scaling(with_copies(inner)),
+    "outside": lambda inner: with_copies(with_scaling(inner)),
+    "inside, max_norm": lambda inner: with_scaling(with_copies(inner), max_norm=1.0),
+    "outside, max_norm": lambda inner: with_copies(with_scaling(inner, max_norm=1.0)),
+    "in a chain": lambda inner: with_scaling(optax.chain(optax.clip_by_global_norm(1.0), with_copies(inner))),
 }
 
 
@@ -280,7 +284,6 @@ def test_with_master_params_in_the_functional_api_changes_nothing_on_a_skip(plat
 
 # --- with other transformations ---
 
-with_copies = jmpscale.with_master_params
 MASK = {"a": True, "b": False, "c": True}
 FROZEN = optax.masked(optax.set_to_zero(), {name: not flag for name, flag in MASK.items()})
 LABELS = {"a": "x", "b": "y", "c": "x"}
@@ -318,27 +321,19 @@ def test_with_master_params_composes(name, outer):
     wrap, dtype = OUTER[outer]
     tx = wrap(COMPOSED[name]())
     params = params_in(dtype)
-    # A frozen parameter of optax.masked has no copy.
-    trained = {k: x for k, x in params.items() if MASK[k] or not name.startswith("masked")}
     step, opt_state = step_of(tx), tx.init(params)
     for _ in range(6):
         new, opt_state, _ = step(params, opt_state)
         assert jax.tree.map(lambda x: x.dtype, new) == jax.tree.map(lambda x: x.dtype, params)
         params = new
-    states = [x for x in jax.tree.leaves(opt_state, is_leaf=_has_copies) if _has_copies(x)]
-    copies = {jax.tree_util.keystr(p): x for s in states for p, x in jax.tree.leaves_with_path(s.master_params)}
-    if name == "masked":
-        assert set(copies) == {"['a']"}
-        assert_rounded({"a": params["a"]}, copies)
-    else:
-        assert set(copies) == {"['a']", "['b']"}
-        assert_rounded({"a": params["a"], "b": params["b"]}, copies)
-    assert not np.array_equal(np.asarray(copies["['a']"]), np.asarray(PARAMS["a"].astype(dtype), np.float32))
-    assert trained
-
-
-def _has_copies(x):
-    return hasattr(x, "master_params")
+    states = nodes(opt_state, type(with_copies(ADAMW).init(PARAMS)))
+    copies = {
+        path[0].key: copy for state in states for path, copy in jax.tree.leaves_with_path(state.master_params)
+    }
+    expected = {"a"} if name == "masked" else {"a", "b"}  # a frozen parameter of optax.masked has no copy
+    assert set(copies) == expected
+    assert_rounded({key: params[key] for key in copies}, copies)
+    assert not np.array_equal(copies["a"], PARAMS["a"].astype(dtype).astype(jnp.float32))
 
 
 def test_with_master_params_accumulates_in_float32_in_multi_steps():
@@ -355,9 +350,12 @@ def test_with_master_params_accumulates_in_float32_in_multi_steps():
     assert w == -512
 
 
+KEEPS_PARAMS = optax.GradientTransformation(lambda params: params, lambda grads, state, params=None: (grads, state))
+
+
 def test_with_master_params_can_be_donated():
-    """The state of inner holds parameters, too, but not the arrays of the copies."""
-    tx = jmpscale.with_master_params(optax.lbfgs(1e-2, memory_size=2, linesearch=None))
+    """The state of inner may hold the initial parameters, but not the arrays of the copies."""
+    tx = jmpscale.with_master_params(KEEPS_PARAMS)
     params = jmpscale.cast(PARAMS, jnp.bfloat16)
     step, opt_state = step_of(tx, donate_argnums=(0, 1)), tx.init(params)
     for _ in range(2):
@@ -378,7 +376,7 @@ def test_with_master_params_trains_an_ensemble():
 
 
 def test_with_master_params_can_be_exported():
-    tx = jmpscale.with_master_params(jmpscale.with_loss_scaling(ADAMW))
+    tx = jmpscale.with_master_params(jmpscale.with_loss_scaling(KEEPS_PARAMS))
     params = jmpscale.cast(PARAMS, jnp.bfloat16)
     args = params, tx.init(params)
     stored = jax.export.export(step_of(tx))(*args).serialize()
@@ -494,7 +492,7 @@ def linen(tx, dtype):
     model = Linen(dtype)
     state = TrainState.create(apply_fn=model.apply, params=model.init(jax.random.key(0), X)["params"], tx=tx)
 
-    @jit
+    @jax.jit
     def step(state, factor):
         def loss_fn(params):
             return factor * _error(state.apply_fn({"params": params}, X))
@@ -582,9 +580,9 @@ def test_check_step_and_diagnose_step_accept_with_master_params_in(framework, dt
 def test_diagnose_step_accepts_with_master_params_late_in_training(dtype):
     """It accuses the same step without copies."""
     tx, params = jmpscale.with_master_params(ADAMW), jmpscale.cast(PARAMS, dtype)
-    step, opt_state = step_of(tx), tx.init(params)
+    step, opt_state = step_of(tx, jax.jit), tx.init(params)
     for _ in range(300):
         params, opt_state, _ = step(params, opt_state)
     assert "keep" not in jmpscale.diagnose_step(step)(params, opt_state).summary
-    plain = jmpscale.diagnose_step(step_of(ADAMW))(params, opt_state.inner_state)
+    plain = jmpscale.diagnose_step(step_of(ADAMW, jax.jit))(params, opt_state.inner_state)
     assert "keep" in plain.summary or dtype == "float16"
