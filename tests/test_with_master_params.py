@@ -23,7 +23,7 @@ from jmpscale.testing import check_step
 from bits import assert_equal_bits
 from compiling import FAST
 from meshes import make_mesh
-from tables import names, rows
+from tables import names
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -113,8 +113,8 @@ def test_with_master_params_trains_the_copies_like_float32_parameters(dtype):
 
 
 IDENTITY = jmpscale.with_master_params(optax.identity())
-SPECIAL = [0.0, -0.0, np.inf, np.nan, 2.0**-149, 2.0**-126, 2.0**-25, 1.0001 * 2.0**-25, 2.0**-24, 2.0**-14, 65519, 65520]
-SPECIAL += [65504, 3.3895314e38, 3.3961e38, 3.4028235e38]
+SPECIAL = [0.0, -0.0, np.inf, np.nan, 2.0**-149, 2.0**-126, 3.3895314e38, 3.3961e38, 3.4028235e38]
+SPECIAL += [2.0**-25, 1.0001 * 2.0**-25, 2.0**-24, 2.0**-14, 65504, 65519, 65520]  # the limits of float16
 
 
 def _numbers():
@@ -228,6 +228,7 @@ def test_with_master_params_shows_inner_float32_values():
 
 # --- a step that is skipped changes neither ---
 
+
 def with_scaling(inner, **options):
     return jmpscale.with_loss_scaling(inner, jmpscale.dynamic(2.0**8), **options)
 
@@ -298,9 +299,9 @@ COMPOSED = {
     "MultiSteps": lambda: optax.MultiSteps(with_copies(ADAMW), 2),
     "apply_if_finite inside": lambda: with_copies(optax.apply_if_finite(ADAMW, 3)),
     "inject_hyperparams inside": lambda: with_copies(optax.inject_hyperparams(optax.adamw)(3e-4)),
-    "inject_hyperparams": lambda: optax.inject_hyperparams(lambda learning_rate: with_copies(optax.adamw(learning_rate)))(
-        3e-4
-    ),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(
+        lambda learning_rate: with_copies(optax.adamw(learning_rate))
+    )(3e-4),
     "lion": lambda: with_copies(optax.lion(1e-4)),
     "adafactor": lambda: with_copies(optax.adafactor(1e-3)),
     "muon": lambda: with_copies(optax.contrib.muon(1e-3)),
@@ -327,9 +328,7 @@ def test_with_master_params_composes(name, outer):
         assert jax.tree.map(lambda x: x.dtype, new) == jax.tree.map(lambda x: x.dtype, params)
         params = new
     states = nodes(opt_state, type(with_copies(ADAMW).init(PARAMS)))
-    copies = {
-        path[0].key: copy for state in states for path, copy in jax.tree.leaves_with_path(state.master_params)
-    }
+    copies = {path[0].key: copy for state in states for path, copy in jax.tree.leaves_with_path(state.master_params)}
     expected = {"a"} if name == "masked" else {"a", "b"}  # a frozen parameter of optax.masked has no copy
     assert set(copies) == expected
     assert_rounded({key: params[key] for key in copies}, copies)
@@ -370,8 +369,8 @@ def test_with_master_params_trains_an_ensemble():
     params, opt_state, _ = step(members, jax.vmap(tx.init)(members))
     for i in range(2):
         member = jax.tree.map(lambda x, i=i: x[i], members)
-        alone = step_of(tx)(member, tx.init(member))[0]
-        np.testing.assert_allclose(*(np.asarray(x["a"], np.float32) for x in (alone, jax.tree.map(lambda x, i=i: x[i], params))))
+        alone, _, _ = step_of(tx)(member, tx.init(member))
+        np.testing.assert_allclose(np.asarray(params["a"][i], np.float32), np.asarray(alone["a"], np.float32))
     assert_rounded(params, copies_of(opt_state))
 
 
@@ -386,7 +385,7 @@ def test_with_master_params_can_be_exported():
 def test_with_master_params_has_a_state_that_optax_maps():
     tx, params = jmpscale.with_master_params(ADAMW), jmpscale.cast(PARAMS, jnp.bfloat16)
     specs = {"a": "spec of a", "b": "spec of b"}
-    found = optax.tree.map_params(tx, lambda _, spec: spec, tx.init(params), specs, transform_non_params=lambda _: "none")
+    found = optax.tree.map_params(tx, lambda _, spec: spec, tx.init(params), specs)
     assert found.master_params == optax.tree.get(found, "mu") == specs
 
 
@@ -398,10 +397,8 @@ def test_with_master_params_follows_parameters_that_something_else_changes():
     params = jnp.array([1.0, 2.0, 3.0, jnp.nan], jnp.bfloat16)
     state = tx.init(params)._replace(master_params=jnp.array([1.001, 2.001, 3.001, 4.001]))
     changed = params.at[1].set(5.0)
-    updates, state = tx.update(jnp.full(4, 2.0**-10), state, changed)
-    np.testing.assert_array_equal(
-        state.master_params, np.float32([1.001, 5, 3.001, np.nan]) - np.float32(2.0**-10)
-    )
+    _, state = tx.update(jnp.full(4, 2.0**-10), state, changed)
+    np.testing.assert_array_equal(state.master_params, np.float32([1.001, 5, 3.001, np.nan]) - np.float32(2.0**-10))
     restored = jnp.array([1.0, 2.0, 3.0, 4.0], jnp.bfloat16)  # after NaN, the copy is not lost for ever
     _, state = tx.update(jnp.zeros(4), state, restored)
     np.testing.assert_array_equal(state.master_params, np.float32([1.001 - 2.0**-10, 2, 3.001 - 2.0**-10, 4]))
@@ -437,7 +434,7 @@ def test_with_master_params_has_copies_with_the_sharding_of_their_parameters(dty
     assert jmpscale.get_scaler(opt_state).total_skips == 1
 
 
-@pytest.mark.parametrize("name", names(WRAPPED, default={"inside", "outside"}))
+@pytest.mark.parametrize("name", ["inside", "outside"])
 def test_with_master_params_under_shard_map_shards_the_copies(name):
     """Each device holds a part of the parameters and of the copies, as in hand-written FSDP."""
     mesh = make_mesh(data=8)
@@ -451,8 +448,6 @@ def test_with_master_params_under_shard_map_shards_the_copies(name):
 
     opt_state = tx.init(params)
     specs = jax.tree.map(lambda x: P("data") if jnp.ndim(x) else P(), opt_state)
-    if "max_norm" in name:
-        pytest.skip("each device would clip by the norm of its own part")
     local = jit(jax.shard_map(step, mesh=mesh, in_specs=(P("data"), specs, P("data")), out_specs=(P("data"), specs)))
     for bad in (1.0, jnp.inf):
         expected = jit(step)(params, opt_state, grads.at[3, 5].mul(bad))
@@ -514,9 +509,10 @@ def nnx_optimizer(tx, dtype):
         optimizer.update(model, grads, value=loss)
         return loss
 
-    return step, (model, optimizer), lambda model, opt: jax.tree.map(
-        jnp.copy, (nnx.as_pure(nnx.state(model, nnx.Param)), nnx.as_pure(opt.opt_state))
-    )
+    def parts(model, optimizer):
+        return jax.tree.map(jnp.copy, nnx.as_pure((nnx.state(model, nnx.Param), optimizer.opt_state)))
+
+    return step, (model, optimizer), parts
 
 
 def equinox(tx, dtype):
@@ -533,10 +529,10 @@ def equinox(tx, dtype):
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)
         return eqx.combine(optax.apply_updates(params, updates), static), opt_state, loss
 
-    return step, (model, tx.init(eqx.filter(model, eqx.is_inexact_array))), lambda *state: (
-        eqx.filter(state[0], eqx.is_inexact_array),
-        state[1],
-    )
+    def parts(model, opt_state):
+        return eqx.filter(model, eqx.is_inexact_array), opt_state
+
+    return step, (model, tx.init(eqx.filter(model, eqx.is_inexact_array))), parts
 
 
 FRAMEWORKS = {"Linen": linen, "NNX": nnx_optimizer, "Equinox": equinox}
@@ -572,7 +568,7 @@ def test_check_step_and_diagnose_step_accept_with_master_params_in(framework, dt
             state = result[:-1] if isinstance(result, tuple) else state
         check_step(step)(*state, 1.0)
         diagnosis = jmpscale.diagnose_step(step)(*state, 1.0)
-        assert diagnosis.gradient_error < 0.05
+        assert all(change.error < 0.05 for change in diagnosis.changes)
         assert "keep" not in diagnosis.summary
 
 

@@ -92,12 +92,14 @@ def with_loss_scaling(
       value=loss)`. `value=` is the unscaled loss; a step whose loss is not finite is skipped, and does not change the
       scale. On a skipped step the updates are -0.0, which change no parameter, except that a CPU flushes
       parameters below 2^-126 to zero, as in every addition. In `grad=`, which some optax transformations read, zeros
-      replace non-finite values. `inner` sees float16 parameters as float32, the dtype of their gradients.
+      replace non-finite values. `inner` sees float16 parameters as float32, the dtype of their gradients, unless it
+      contains `with_master_params`.
 
     Raises:
-      TypeError: an argument has the wrong type, `inner` contains another wrapper or changes the types of its state, the
-        loss is passed by position or as `loss=`, the parameters are gradients, a gradient or the loss is a partial
-        sum, or a gradient is a `jax.Ref` or part of a scaler.
+      TypeError: an argument has the wrong type, `inner` contains another wrapper, has float16 numbers in its state
+        beside `with_master_params`, or changes the types of its state, the loss is passed by position or as `loss=`,
+        the parameters are gradients, a gradient or the loss is a partial sum, or a gradient is a `jax.Ref` or part of a
+        scaler.
       ValueError: `max_norm` or `warn_after_skips` is out of range, an axis is not mapped, or a state is from a wrapper
         with `max_norm` and this one has none, or the reverse.
 
@@ -217,7 +219,7 @@ def _as_seen_by_inner(params: PyTree, inner_state: PyTree) -> PyTree:
     return as_float32(params, _is_widened)
 
 
-def _is_widened(param: object) -> bool:
+def _is_widened(param: Any) -> bool:
     """Tests whether the unscaled gradient of a parameter has a wider dtype."""
     return is_narrow(param) and unscaled_dtype(param.dtype) != param.dtype
 

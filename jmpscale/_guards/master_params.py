@@ -36,7 +36,7 @@ def converted(updates: PyTree, grads: PyTree, state: WithMasterParamsState) -> N
 
 
 def _check_dtypes(params: PyTree, copies: PyTree) -> None:
-    """Raises if a parameter has been converted since the copies were made, so that it needs one, or has one too many."""
+    """Raises if a parameter has been converted since `tx.init`, so that it needs a copy or has one in excess."""
     has_copy = jax.tree.leaves(jax.tree.map(lambda _, copy: copy is not None, params, copies))
     if has_copy == [is_half(param) for param in jax.tree.leaves(params)]:
         return  # finding the paths of a large tree takes longer

@@ -12,7 +12,7 @@ import numpy as np
 
 from jmpscale._algorithm.update import update
 from jmpscale._base.text import format_percentage, format_scale
-from jmpscale._base.tree import is_array, is_inexact, is_real_scalar
+from jmpscale._base.tree import is_inexact, is_real_scalar
 from jmpscale._base.types import is_narrow
 from jmpscale._base.warn import warn_user
 from jmpscale._state import LARGEST_SCALE, SkipReason
@@ -286,7 +286,8 @@ def _lost_by_dtype(applied: Run, expected: Run, path: str) -> str:
 def _check_invalid(runs: Runs, usual: Run) -> None:
     """Raises if a step that is skipped because of its loss changes the state, and warns if the loss is not passed."""
     # One number, so that a float32 copy of a parameter in half precision still rounds to the parameter.
-    largest = min(float(jnp.finfo(was.dtype).max) for _, was, _ in usual.leaves if is_array(was) and is_inexact(was))
+    dtypes = {jnp.result_type(was) for _, was, _ in usual.leaves if is_inexact(was)}
+    largest = min((float(jnp.finfo(dtype).max) for dtype in dtypes), default=math.inf)
     numbers = runs.with_numbers(lambda x: np.full_like(x, largest))
     overflow = numbers.at(usual.scale)
     if overflow.is_skipped:
