@@ -163,6 +163,10 @@ def test_with_master_params_reaches_the_rounded_copy_of_random_numbers(dtype):
     change = copy * jnp.asarray(RNG.standard_normal(size) * np.exp2(RNG.uniform(-25, 2, size)), jnp.float32)
     for exact in (change, -copy * (1 + jnp.asarray(np.exp2(RNG.uniform(-24, -5, size)), jnp.float32)), -copy):
         _check_reached(copy, exact, dtype)
+    # Copies that round to 1, and new ones that no float32 update of 1 reaches exactly.
+    steps = RNG.integers(2, 2**12, size)
+    copy, new = 1 - steps * 2.0**-24, -RNG.integers(1, steps) * 2.0**-24
+    _check_reached(jnp.asarray(copy, jnp.float32), jnp.asarray(new - copy, jnp.float32), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -97,7 +97,8 @@ def _follow(copy: jax.Array, param: jax.Array) -> jax.Array:
 def _reachable(new: jax.Array, param: jax.Array) -> jax.Array:
     """Returns a new copy that a float32 update of its parameter can reach.
 
-    From 1, no such update leads to 1e-9. A copy that is so much smaller moves by less than the rounding of the update.
+    No such update leads from 1, to which 0.9999199 rounds in bfloat16, to -1.4901161e-6. A new copy that is so much
+    smaller than the parameter moves by less than the update rounds.
     """
     value = param.astype(np.float32)
     is_far = 2.0**12 * jnp.abs(_rounded(new, param.dtype)) < jnp.abs(value)
