@@ -576,6 +576,13 @@ def test_check_step_and_diagnose_step_accept_with_master_params_in(framework, dt
         assert "keep" not in diagnosis.summary
 
 
+def test_diagnose_step_names_parameters_whose_updates_change_outside_of_with_master_params():
+    tx = optax.chain(jmpscale.with_master_params(optax.scale_by_adam()), optax.scale(-3e-4))
+    params = jmpscale.cast(PARAMS, jnp.bfloat16)
+    diagnosis = jmpscale.diagnose_step(step_of(tx, jax.jit))(params, tx.init(params))
+    assert {change.name for change in diagnosis.changes if change.error > 0.3} == {"params['a']", "params['b']"}
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=full)])
 def test_diagnose_step_accepts_with_master_params_late_in_training(dtype):
     """It accuses the same step without copies."""

@@ -27,8 +27,9 @@ def with_master_params(inner: Transformation) -> optax.GradientTransformationExt
     starts from the parameter. So a checkpoint of the parameters and the optimizer state continues bit for bit, and new
     parameters beside an old state are used as they are.
 
-    Place every transformation that changes updates inside, `with_loss_scaling` and `optax.MultiSteps` included. Outside
-    of it, `with_loss_scaling`, `optax.MultiSteps`, `optax.masked` and `optax.partition` are right, too.
+    Place every transformation that changes updates inside, `with_loss_scaling` and `optax.MultiSteps` included. Copies
+    would follow updates that a transformation outside has changed, and lose their digits; `diagnose_step` reports it.
+    Outside, `with_loss_scaling`, `optax.MultiSteps`, `optax.masked` and `optax.partition` are right, too.
 
     Args:
       inner: an optax gradient transformation. Its state has the dtypes of a state for float32 parameters.
