@@ -214,6 +214,23 @@ def test_with_master_params_gives_only_half_precision_parameters_a_copy():
     assert jax.tree.map(lambda x: (x.shape, x.dtype), like) == jax.tree.map(lambda x: (x.shape, x.dtype), copies)
 
 
+def test_with_master_params_passes_other_leaves_to_inner_and_back():
+    params = {
+        "h": jnp.ones(2, jnp.bfloat16),
+        "n": jnp.arange(2),
+        "key": jax.random.key(0),
+        "number": 1.0,
+        "fn": jnp.tanh,
+    }
+    grads = params | {"n": np.zeros(2, jax.dtypes.float0)}
+    tx = jmpscale.with_master_params(
+        optax.GradientTransformation(lambda params: (), lambda grads, state, params: (grads, ()))
+    )
+    updates, state = tx.update(grads, tx.init(params), params)
+    assert all(updates[name] is x for name, x in grads.items() if name != "h")
+    assert_equal_bits(dict.fromkeys(params) | {"h": jnp.full(2, 2.0)}, state.master_params)
+
+
 def test_with_master_params_shows_inner_float32_values():
     seen = []
 

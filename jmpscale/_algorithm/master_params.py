@@ -78,8 +78,7 @@ def with_master_params(inner: Transformation) -> optax.GradientTransformationExt
 
         full = jax.tree.map(lambda p, copy: _follow(copy, p) if is_half(p) else p, params, state.master_params)
         changes, inner_state = tx.update(grads, state.inner_state, full, **extra_args)
-        new = optax.apply_updates(full, changes)
-        copies = jax.tree.map(lambda p, x: _reachable(x, p) if is_half(p) else None, params, new)
+        copies = jax.tree.map(lambda p, x, u: _reachable(x + u, p) if is_half(p) else None, params, full, changes)
         updates = jax.tree.map(lambda p, x, u: _difference(x, p) if is_half(p) else u, params, copies, changes)
         return updates, WithMasterParamsState(copies, inner_state)
 
