@@ -1,6 +1,7 @@
 """with_master_params trains half-precision parameters as float32 ones, of which they are the rounded copies."""
 
 import functools
+import importlib.metadata
 
 import equinox as eqx
 import flax.linen as nn
@@ -39,6 +40,7 @@ PARAMS = {
 ADAMW = optax.adamw(3e-4)
 with_copies = jmpscale.with_master_params
 DTYPES = ["bfloat16", "float16"]
+FLAX, OPTAX = (tuple(map(int, importlib.metadata.version(name).split(".")[:3])) for name in ("flax", "optax"))
 
 
 def loss_fn(params, factor=1.0):
@@ -329,6 +331,7 @@ COMPOSED = {
     "schedule-free": lambda: with_copies(optax.contrib.schedule_free_adamw(1e-3)),
     "L-BFGS": lambda: with_copies(optax.lbfgs(1e-2, memory_size=2, linesearch=None)),
 }
+FLOAT16_BESIDE = {"MultiSteps", "inject_hyperparams"}
 OUTER = {
     "alone": (lambda tx: tx, jnp.bfloat16),
     "in with_loss_scaling": (jmpscale.with_loss_scaling, jnp.float16),
@@ -338,9 +341,11 @@ OUTER = {
 
 
 @pytest.mark.parametrize("outer", names(OUTER, default={"alone", "in with_loss_scaling"}))
-@pytest.mark.parametrize("name", names(COMPOSED, default=set(COMPOSED) - {"muon", "adafactor", "L-BFGS", "lion"}))
+@pytest.mark.parametrize("name", names(COMPOSED, default={"chain", "masked", "partition", "MultiSteps"}))
 def test_with_master_params_composes(name, outer):
     wrap, dtype = OUTER[outer]
+    if OPTAX < (0, 2, 8) and dtype == jnp.float16 and name in FLOAT16_BESIDE:
+        pytest.skip("before optax 0.2.8, these states have the dtype of the parameters")
     tx = wrap(COMPOSED[name]())
     params = params_in(dtype)
     step, opt_state = step_of(tx), tx.init(params)
@@ -436,7 +441,7 @@ def test_with_master_params_follows_parameters_of_a_checkpoint_beside_a_new_stat
 # --- devices ---
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=full)])
 def test_with_master_params_has_copies_with_the_sharding_of_their_parameters(dtype):
     mesh = make_mesh()
     tx = jmpscale.with_master_params(jmpscale.with_loss_scaling(optax.adamw(1e-3)))
@@ -520,6 +525,8 @@ def linen(tx, dtype):
 
 
 def nnx_optimizer(tx, dtype):
+    if FLAX < (0, 12):
+        pytest.skip("before Flax 0.12, an Optimizer of NNX requires an array for each parameter")
     model = NNX(dtype, nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
@@ -531,7 +538,7 @@ def nnx_optimizer(tx, dtype):
         return loss
 
     def parts(model, optimizer):
-        return jax.tree.map(jnp.copy, nnx.as_pure((nnx.state(model, nnx.Param), optimizer.opt_state)))
+        return jax.tree.map(jnp.copy, (nnx.state(model, nnx.Param), optimizer.opt_state))
 
     return step, (model, optimizer), parts
 
@@ -560,7 +567,7 @@ FRAMEWORKS = {"Linen": linen, "NNX": nnx_optimizer, "Equinox": equinox}
 
 
 @pytest.mark.parametrize("wrapped", ["outside", pytest.param("inside", marks=full)])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=full)])
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_with_master_params_trains_and_skips_in(framework, dtype, wrapped):
     step, state, parts = FRAMEWORKS[framework](WRAPPED[wrapped](optax.adamw(1e-3)), dtype)
@@ -580,10 +587,10 @@ def test_with_master_params_trains_and_skips_in(framework, dtype, wrapped):
 @pytest.mark.filterwarnings("ignore:update does not see that the loss is not finite")  # a TrainState passes no loss
 @pytest.mark.parametrize("wrapped", ["outside", pytest.param("inside", marks=full)])
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=full)])
-@pytest.mark.parametrize("framework", names(FRAMEWORKS, default={"Linen"}))
+@pytest.mark.parametrize("framework", names(FRAMEWORKS, default={"Equinox"}))
 def test_check_step_and_diagnose_step_accept_with_master_params_in(framework, dtype, wrapped):
     step, state, _ = FRAMEWORKS[framework](WRAPPED[wrapped](optax.adamw(1e-3)), dtype)
-    for steps in (0, 30):
+    for steps in (0, 30):  # the first step, and a later one
         for _ in range(steps):
             result = step(*state, 1.0)
             state = result[:-1] if isinstance(result, tuple) else state
