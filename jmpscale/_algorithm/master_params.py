@@ -10,6 +10,7 @@ import optax
 from jax.typing import DTypeLike
 
 from jmpscale._algorithm.optax import Transformation, with_extra_args
+from jmpscale._base.as_written import as_written
 from jmpscale._base.tree import PyTree
 from jmpscale._base.types import as_float32, is_half
 from jmpscale._guards import master_params as guards
@@ -120,8 +121,9 @@ def _rounded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     numbers of float16.
     """
     info = jnp.finfo(dtype)
-    rounded = jax.lax.reduce_precision(x, info.nexp, info.nmant)
-    if dtype == jnp.bfloat16:
-        return rounded
-    step = float(info.smallest_subnormal)
-    return jnp.where(jnp.abs(x) < float(info.tiny), jnp.rint(x / step) * step, rounded)
+    with as_written():  # what a copy is compared with is rounded in float32, too
+        rounded = jax.lax.reduce_precision(x, info.nexp, info.nmant)
+        if dtype == jnp.bfloat16:
+            return rounded
+        step = float(info.smallest_subnormal)
+        return jnp.where(jnp.abs(x) < float(info.tiny), jnp.rint(x / step) * step, rounded)

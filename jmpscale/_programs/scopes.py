@@ -7,12 +7,12 @@ from typing import Any
 
 from jax.extend import core
 
-AS_WRITTEN = "jmpscale_as_written"  # the scope of operations that an interpreter runs as they are written
+from jmpscale._base.as_written import SCOPE
 
 
 def runs_as_written(eqn: core.JaxprEqn) -> bool:
     """Tests whether an equation is in the scope of operations that an interpreter runs as they are written."""
-    return any(scope.name == AS_WRITTEN for scope in _scopes(eqn))
+    return any(scope.name == SCOPE for scope in _scopes(eqn))
 
 
 def is_backward(eqn: core.JaxprEqn) -> bool:

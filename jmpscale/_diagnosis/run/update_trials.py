@@ -13,7 +13,7 @@ from jmpscale._diagnosis.run.changes import Change, measure_changes
 from jmpscale._diagnosis.run.forms import Forms
 from jmpscale._diagnosis.run.lossless import ErrorsOfDraws, Values, error_of_sum, may_draw, norm, other_draw
 from jmpscale._diagnosis.run.modes import Mode, Modes, Part, Site
-from jmpscale._diagnosis.thresholds import CHANGE, DRAWS, TRIED_ALONE, AcceptedErrors
+from jmpscale._diagnosis.thresholds import CHANGE, DRAWS, LARGE_VALUE, TRIED_ALONE, AcceptedErrors
 from jmpscale._diagnosis.trace.operations import Path
 from jmpscale._diagnosis.trace.program import Program, Result
 from jmpscale._programs.interpret import widen
@@ -167,6 +167,16 @@ class UpdateTrials:
             return {x.name: y - on_device(z) for x, y, z in found if x.is_changed}
 
         return changes(Mode.AS_WRITTEN), changes(Mode.FLOAT32)
+
+    def changed_by_other_gradients(self, results: Sequence[Result]) -> set[str]:
+        """Returns the names of the leaves that change if gradients are large, and not zero."""
+        if not results or not self._gradients:
+            return set()
+        consts = [
+            jnp.where(x == 0, 1, LARGE_VALUE * x) if i in self._gradients else x for i, x in enumerate(self._consts)
+        ]
+        outputs = dict(zip((x.name for x in self.results), self._run({}, Mode.FLOAT32, consts), strict=True))
+        return {x.name for x in results if not bool((outputs[x.name] == on_device(self.old(x))).all())}
 
     def varies_with_random_numbers(self, result: Result) -> bool:
         """Tests whether a result is another one with other random numbers."""
