@@ -12,7 +12,6 @@ from jmpscale._diagnosis.trace.program import Result
 from jmpscale._programs import flow
 from jmpscale._programs.jaxpr import Caller, type_of
 
-
 _ROUNDED = frozenset(["rounded"])
 
 
