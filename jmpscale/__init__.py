@@ -20,15 +20,21 @@ from jmpscale._monitoring.grad_report import GradReport, grad_report
 from jmpscale._monitoring.metrics import metrics
 from jmpscale._monitoring.run_monitor import RunMonitor
 from jmpscale._programs.in_float32 import in_float32
+from jmpscale._run.diagnose_run import diagnose_run
+from jmpscale._run.report import DiagnosisFinding, DiagnosisKind, RunChange, RunDiagnosis
 from jmpscale._state import ScalerConfig, ScalerState, SkipReason, WithLossScalingState, disabled, dynamic, static
 from jmpscale._torch_state_dict import from_torch_state_dict, to_torch_state_dict
 
 __all__ = [
     "Diagnosis",
     "DiagnosisChange",
+    "DiagnosisFinding",
+    "DiagnosisKind",
     "DiagnosisRow",
     "GradReport",
     "LossScalingTransformation",
+    "RunChange",
+    "RunDiagnosis",
     "RunMonitor",
     "ScalerConfig",
     "ScalerState",
@@ -39,6 +45,7 @@ __all__ = [
     "autocast",
     "cast",
     "diagnose",
+    "diagnose_run",
     "diagnose_step",
     "disabled",
     "dynamic",
