@@ -13,6 +13,7 @@ from jax.extend import core
 from jmpscale._base.frameworks import is_nnx_object
 from jmpscale._base.text import describe
 from jmpscale._base.tree import PyTree, check_no_refs, is_array, named_leaves
+from jmpscale._base.types import is_unchanged
 from jmpscale._diagnosis.trace.outputs import find_losses, with_outputs
 from jmpscale._diagnosis.trace.program import Result
 from jmpscale._diagnosis.trace.repeatable import repeatable
@@ -63,9 +64,8 @@ class TracedRun:
         self.values = [jnp.asarray(leaves[i]) for i in of_state]
         matches = [x for x in match_state(call, out, self.program) if arguments[x.old[0]] != batch_argument]
         if not matches:
-            raise TypeError(
-                f"step must return its state, but no part of its result has the types of an argument. {_CALL}"
-            )
+            got = describe(out[0])
+            raise TypeError(f"step must return its state, got {got}, of which no part has the types of one. {_CALL}")
         self.names = [match.name for match in matches]
         pairs = {old: new for match in matches for old, new in zip(match.old, match.new, strict=True)}
         returned = {arguments[i] for i in pairs}
@@ -110,31 +110,37 @@ def arrays_of(batch: PyTree) -> list[Any]:
 
 def as_arrays(tree: PyTree) -> PyTree:
     """Converts Python numbers to arrays, as `jax.jit` does."""
+    return jax.tree.map(lambda x: jnp.asarray(x) if _is_number(x) else x, tree, is_leaf=is_nnx_object)
 
-    def converted(x: Any) -> Any:
-        return jnp.asarray(x) if isinstance(x, bool | int | float | complex) else x
 
-    return jax.tree.map(converted, tree, is_leaf=is_nnx_object)
+def _is_number(x: object) -> bool:
+    """Tests whether a leaf is a Python number."""
+    return isinstance(x, bool | int | float | complex)
 
 
 def _trace(step: Callable[..., Any], args: Sequence[PyTree]) -> tuple[StepCall, PyTree, core.ClosedJaxpr]:
-    """Traces a step; numbers of its state that it changes become arrays."""
+    """Traces a step; numbers of its state that it changes, such as a count in Python, become arrays."""
     _check_call(step, args)
-
-    def trace(args: Sequence[PyTree]) -> tuple[StepCall, PyTree, core.ClosedJaxpr]:
-        call = StepCall(step, args, {})
-        try:
-            return call, *call.trace()
-        except Exception as error:
-            explain_error(error, "diagnose_run")
-            raise
-
-    call, out, program = trace(args)
-    old, new = jax.tree.leaves(call.arguments), jax.tree.leaves(out)
+    call = StepCall(step, args, {})
+    out, program = _traced(call)
+    leaves, tree = jax.tree.flatten(call.arguments)
+    new = jax.tree.leaves(out)
     pairs = [pair for match in match_state(call, out, program) for pair in zip(match.old, match.new, strict=True)]
-    if any(isinstance(old[i], bool | int | float) and old[i] is not new[k] and old[i] != new[k] for i, k in pairs):
-        return trace([as_arrays(x) for x in args])
-    return call, out, program
+    changed = [i for i, k in pairs if _is_number(leaves[i]) and not is_unchanged(leaves[i], new[k])]
+    if not changed:
+        return call, out, program
+    for i in changed:
+        leaves[i] = jnp.asarray(leaves[i])
+    call = StepCall(call.step, *call.given(jax.tree.unflatten(tree, leaves)))
+    return call, *_traced(call)
+
+
+def _traced(call: StepCall) -> tuple[PyTree, core.ClosedJaxpr]:
+    try:
+        return call.trace()
+    except Exception as error:
+        explain_error(error, "diagnose_run")
+        raise
 
 
 def _check_call(step: Callable[..., Any], args: Sequence[PyTree]) -> None:
