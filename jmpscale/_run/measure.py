@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._base.tree import is_real
-from jmpscale._programs.compile import compiled
+from jmpscale._programs.compile import compiled_when_called
 from jmpscale._run.forms import State
 from jmpscale._run.traced_run import TracedRun
 
@@ -31,22 +31,19 @@ class Difference(NamedTuple):
 
 
 class Differences:
-    """Compares the changes of the leaves of a state that hold real numbers, in one compiled program."""
+    """Compares the changes of the leaves of a state that hold real numbers."""
 
     def __init__(self, traced: TracedRun) -> None:
         self.leaves = [x for x in traced.leaves if is_real(x.value) and not x.is_of_scaler]
-        self._norms = compiled(lambda *args: [_norm(*x) for x in zip(*args, strict=True)], optimize=True)
-        self._compare = compiled(lambda *args: [_sums(*x) for x in zip(*args, strict=True)], optimize=True)
 
     def measure(self, old: State, new: State, old_reference: State, reference: State) -> list[Difference]:
         """Compares the change from an old state to a new one with the change in a reference."""
-        states = old, new, old_reference, reference
-        found = self._compare(*([state[x.input] for x in self.leaves] for state in states))
-        return [_difference(*map(float, x)) for x in np.asarray(jax.device_get(found), np.float64).reshape(-1, 6)]
+        found = [_sums(*[state[x.input] for state in (old, new, old_reference, reference)]) for x in self.leaves]
+        return [_difference(*map(float, x)) for x in jax.device_get(found)]
 
     def norms(self, old: State, new: State) -> list[float]:
         """Returns the L2 norms of changes."""
-        found = self._norms(*([state[x.input] for x in self.leaves] for state in (old, new)))
+        found = [_norm(old[x.input], new[x.input]) for x in self.leaves]
         return [float(unit) * float(norm) for unit, norm in jax.device_get(found)]
 
 
@@ -56,6 +53,8 @@ def _difference(distance: float, size: float, product: float, size_of_old: float
     return Difference(error, progress, is_decisive, *map(bool, are_finite))
 
 
+# One program for each shape compiles faster than one program for all leaves.
+@compiled_when_called
 def _sums(old: Any, new: Any, old_reference: Any, reference: Any) -> jax.Array:
     """Returns sums of squares and of products of changes, in units of the largest change of the reference."""
     dtype = jnp.promote_types(reference.dtype, np.float32)
@@ -70,6 +69,7 @@ def _sums(old: Any, new: Any, old_reference: Any, reference: Any) -> jax.Array:
     return jnp.stack([*sums, *(jnp.isfinite(v).all().astype(dtype) for v in (new, reference))])
 
 
+@compiled_when_called
 def _norm(old: Any, new: Any) -> tuple[jax.Array, jax.Array]:
     """Returns a unit, and the norm of a change in this unit."""
     dtype = jnp.promote_types(new.dtype, np.float32)
@@ -85,14 +85,14 @@ def changed(traced: TracedRun, state: State, size: float) -> State:
     Equal numbers change equally, so copies remain copies. Scalars, such as a learning rate, and scalers are unchanged.
     """
     places = [x.input for x in traced.leaves if is_real(x.value) and np.ndim(x.value) and not x.is_of_scaler]
-    new = compiled(lambda arrays: [_changed(x, size) for x in arrays])([state[i] for i in places])
     result = list(state)
-    for i, x in zip(places, new, strict=True):
-        result[i] = x
+    for i in places:
+        result[i] = _changed(state[i], np.float32(size))
     return result
 
 
-def _changed(x: jax.Array, size: float) -> jax.Array:
+@compiled_when_called
+def _changed(x: jax.Array, size: jax.Array) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(x.astype(np.float32), np.uint32)
     for shift, factor in ((15, 0x9E3779B1), (13, 0x85EBCA77), (16, 0xC2B2AE3D)):
         bits = (bits ^ (bits >> shift)) * np.uint32(factor)

@@ -9,7 +9,13 @@ from jmpscale._diagnosis.tell.report import Diagnosis
 
 
 class DiagnosisKind(enum.StrEnum):
-    """What a finding is about."""
+    """What a finding is about.
+
+    Attributes:
+      NOT_FINITE: values that are infinite or NaN, and finite in float32.
+      LOSS: a loss that makes less progress than in float32.
+      CHANGE: leaves of the state that do not get as far as in float32.
+    """
 
     NOT_FINITE = "not finite"
     LOSS = "loss"
@@ -21,14 +27,13 @@ class DiagnosisFinding:
     """Something that half precision makes wrong; created by `diagnose_run`.
 
     Attributes:
-      kind: what it is about: `NOT_FINITE`, values that are infinite or NaN in half precision only; `LOSS`, the progress
-        of the loss; or `CHANGE`, leaves of the state that do not get as far as in float32.
+      kind: what it is about.
       names: the loss, such as `result[1]`, or the leaves, such as `params['w']`, the worst one first.
       lines: the lines that must compute in float32; a diagnosis of a run has them in its `diagnosis`.
       dtype: the name of the dtype of the first leaf; None for the loss.
-      error: of a loss, the part of the progress of float32 that is missing, or if float32 makes none, the difference
-        relative to the loss; of a leaf, the part of its change that is missing or too much. Infinite if values are not
-        finite.
+      error: of a loss, the part of the decrease in float32 that is missing, or if it does not clearly decrease in
+        float32, the difference relative to the loss; of the first leaf, the part of its change that is missing.
+        Infinite if values are not finite.
       error_then: the error that remains if the lines compute in float32; None, because it is not measured for a run.
     """
 

@@ -159,20 +159,21 @@ class _Runs:
         A leaf counts as much as it has fallen behind, because the changes of a step may be rounded in a right run, too,
         as in Kahan summation.
         """
-        step = self._differences.measure(before, self._written, before, single)
+        errors = list(map(_error_of_step, self._differences.measure(before, self._written, before, single)))
+        if self._worst and max(errors, default=0.0) <= _LARGER * self._worst.error:
+            return
         run = self._differences.measure(self._start, self._written, self._start, self._float32)
-        error = max(map(_weighted_error, step, run), default=0.0)
+        behind = [min(abs(1 - x.progress) / _BEHIND, 1.0) if x.is_finite else 1.0 for x in run]
+        error = max((x * part for x, part in zip(errors, behind, strict=True)), default=0.0)
         if self._worst is None or error > _LARGER * self._worst.error:
             self._worst = WorstStep(len(self._losses), error, self._current.traced.arguments(before, self._batch))
 
 
-def _weighted_error(step: Difference, run: Difference) -> float:
-    """Returns the error of the change of a leaf in a step, given the difference of its changes in the run so far."""
-    if not (step.is_decisive and step.is_finite_in_reference and run.is_finite_in_reference):
+def _error_of_step(x: Difference) -> float:
+    """Returns the error of the change of a leaf in a step, if it can be compared."""
+    if not (x.is_decisive and x.is_finite_in_reference):
         return 0.0
-    if not step.is_finite:
-        return _LARGEST
-    return min(step.error, _LARGEST) * min(abs(1 - run.progress) / _BEHIND, 1.0)
+    return min(x.error, _LARGEST) if x.is_finite else _LARGEST
 
 
 def _ratio(x: float, size: float) -> float:
