@@ -210,7 +210,7 @@ def test_diagnose_run_feeds_objects_of_nnx_back():
         optimizer.update(model, grads)
         return loss
 
-    run = jmpscale.diagnose_run(step, [BATCH] * 500)(model, optimizer)
+    run = jmpscale.diagnose_run(step, [BATCH] * 400)(model, optimizer)
     assert run.loss_float32[-1] < 0.9 * run.loss_float32[0]
     names = [name for finding in run.findings for name in finding.names]
     assert "model.seen.value" in names or "model.seen" in names, names

@@ -72,7 +72,7 @@ def in_float32(fun: Callable[P, T]) -> Callable[P, T]:
     def transform(fun: Callable[..., PyTree], *args: PyTree) -> PyTree:
         nonlocal is_checked
         traced = trace(fun, *args, name=f"{name} in jmpscale.in_float32")
-        outputs, as_written = evaluate_in_float32(core.ClosedJaxpr(traced.jaxpr, traced.inputs), ())
+        outputs, as_written = run_program_in_float32(core.ClosedJaxpr(traced.jaxpr, traced.inputs), ())
         if as_written and not is_checked:
             warn_user(
                 f"in_float32 runs operations of {name} in half precision, because they can only run as written: "
@@ -91,7 +91,7 @@ def in_float32(fun: Callable[P, T]) -> Callable[P, T]:
     return in_float32_fun
 
 
-def evaluate_in_float32(program: core.ClosedJaxpr, args: Sequence[Any]) -> tuple[list[Any], list[str]]:
+def run_program_in_float32(program: core.ClosedJaxpr, args: Sequence[Any]) -> tuple[list[Any], list[str]]:
     """Returns the outputs of a program in float32, and the operations in half precision that ran as written.
 
     The result can be differentiated like the program.

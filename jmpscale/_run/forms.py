@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jmpscale._base.memory import on_device
 from jmpscale._programs.compile import compiled
-from jmpscale._programs.in_float32 import evaluate_in_float32
+from jmpscale._programs.in_float32 import run_program_in_float32
 from jmpscale._programs.interpret import widen
 from jmpscale._run.traced_run import TracedRun
 
@@ -38,7 +38,7 @@ def form_in_float32(traced: TracedRun) -> Form:
     as_written: list[str] = []
 
     def evaluate(inputs: list[Any]) -> list[Any]:
-        outputs, as_written[:] = evaluate_in_float32(traced.program, inputs)
+        outputs, as_written[:] = run_program_in_float32(traced.program, inputs)
         return outputs
 
     return Form(_compiled(traced, evaluate), as_written)
