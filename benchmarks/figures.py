@@ -4,6 +4,7 @@ On a page, a comment behind a number has the name of the figure: `takes 2.2<!-- 
 benchmarks.table` writes the number. Only the page has the words around it.
 """
 
+import itertools
 import math
 import re
 
@@ -191,11 +192,9 @@ def _studies():
 def _runs():
     """Returns the numbers of right runs and of faults in runs, and how many of them are accused."""
     study = record.read(STUDIES / "runs.json")
-    right, shown = study["right"], [row for row in study["faults"] if row["expected"]]
-    named = [
-        (row["expected"], [*row["named"], *(name for names in row["named"].values() for name in names)])
-        for row in shown
-    ]
+    right = study["right"] + study["right, small batches"]
+    shown = [row for row in study["faults"] if row["expected"]]
+    named = [(row["expected"], [*row["named"], *itertools.chain(*row["named"].values())]) for row in shown]
     return {
         "runs: right": str(len(right)),
         "runs: accused": str(sum(bool(row["named"]) for row in right)),

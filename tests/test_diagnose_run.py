@@ -439,10 +439,30 @@ LOSSES = {  # how the losses fall, and whether the loss is accused
     "as far apart as two runs in float32": (measured(0.6, 0.8, 0.7), False),
     "further apart than two runs in float32": (measured(0.6, 0.8, 0.79), True),
     "near a minimum": (measured(0.8, 0.9, nearby=10.0), False),
+    "infinite after a change of the state": (measured(0.4, 0.8, nearby=np.inf), True),
     "no progress": (measured(0.0, 0.0), False),
     "no progress, and worse": (measured(-0.5, 0.0), True),
     "less than the same loss": (measured(0.001, 0.005), False),
 }
+
+
+NOT_FINITE = {  # the losses at the end as written, in float32, and from another start, and whether the loss is accused
+    "as written": ((np.nan, 0.5, 0.5), True),
+    "in all runs": ((np.nan, np.nan, np.nan), False),
+    "from another start": ((0.5, 0.5, np.inf), False),
+    "one step, which may be skipped": ((0.5, 0.5, 0.5), False),
+}
+
+
+@pytest.mark.parametrize("row", rows(NOT_FINITE))
+def test_verdict_accuses_a_loss_that_is_finite_only_in_float32(row):
+    ends, is_wrong = row
+    given = measured(0.5, 0.5)
+    for i, end in enumerate(ends):
+        given.losses[i, 80:] = end
+    given.losses[0, -1] = np.inf
+    found = verdict.find_wrong(given, verdict.measure_losses(given))
+    assert [x.kind for x in found] == [DiagnosisKind.NOT_FINITE] * is_wrong
 
 
 @pytest.mark.parametrize("row", rows(LOSSES))

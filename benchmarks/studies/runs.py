@@ -391,6 +391,16 @@ RIGHT = {
     "copy in bfloat16": serving_copy,
     "residual in float32": residual,
 }
+SMALL_BATCHES = (  # of the right steps
+    "float32 parameters",
+    "Adam, mu in bfloat16",
+    "Lion, momentum in bfloat16",
+    "SGD, momentum in bfloat16",
+    "batch normalization",
+    "stochastic rounding by bits",
+    "Prodigy",
+    "loss scaling in float16",
+)
 
 
 # --- Faults. ---
@@ -677,15 +687,31 @@ def row(name, state, program, steps, expected=None):
     losses = [None if x is None else float(np.mean(x[-steps // 5 :])) for x in (found.loss, found.loss_float32, found.loss_spread)]
     new = {"program": name, "state": state, "expected": expected, "steps": steps, "losses": losses}
     new |= {"progress": found.progress, "skips": [found.skips, found.skips_float32], "seconds": round(seconds, 1)}
-    new |= {"named": {x.kind.value: list(x.names) for x in found.findings}, "worst step": found.worst_step}
+    named = {kind: [name for x in found.findings if x.kind is kind for name in x.names] for kind in jmpscale.DiagnosisKind}
+    new |= {"named": {kind.value: names for kind, names in named.items() if names}, "worst step": found.worst_step}
     new |= {"summary": found.summary}
     print(new, flush=True)
     return new
 
 
-def late(program):
+def late(program, batches=None):
+    """Returns a program after many steps, by default on one batch."""
     step, state = program
-    return step, jax.jit(lambda s: jax.lax.scan(lambda s, _: (step(s, BATCH)[0], None), s, None, LATE)[0])(state)
+    if batches is None:
+        return step, jax.jit(lambda s: jax.lax.scan(lambda s, _: (step(s, BATCH)[0], None), s, None, LATE)[0])(state)
+    compiled = jax.jit(step)
+    for batch in itertools.islice(batches, LATE):
+        state, _ = compiled(state, batch)
+    return step, state
+
+
+def small_batches(seed):
+    """Yields batches of 32 of 4,096 examples."""
+    x = normal(20, 4096, 16)
+    y = jnp.sin(2 * x[:, :1]) + 0.05 * normal(21, 4096, 1)
+    for i in itertools.count():
+        chosen = jax.random.randint(jax.random.fold_in(jax.random.key(seed), i), (32,), 0, 4096)
+        yield x[chosen], y[chosen]
 
 
 def right_rows():
@@ -694,16 +720,25 @@ def right_rows():
         yield row(name, "late", late(make()), STEPS)
 
 
+def small_batch_rows():
+    for name in SMALL_BATCHES:
+        make = RIGHT[name]
+        yield row(name, "first", (*make(), small_batches(1)), STEPS)
+        yield row(name, "late", (*late(make(), small_batches(2)), small_batches(1)), STEPS)
+
+
 def fault_rows():
     for name, (make, steps, expected) in FAULTS.items():
         yield row(name, "first", make(), steps, expected)
 
 
 def main():
+    parts = {"right": right_rows, "right, small batches": small_batch_rows, "faults": fault_rows}
     parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.runs", description=__doc__.split("\n\n")[0])
-    parser.parse_args()
-    about = record.about("benchmarks.studies.runs", "cpu")
-    record.add(RESULTS, {"about": about, "right": list(right_rows()), "faults": list(fault_rows())})
+    parser.add_argument("parts", nargs="*", default=list(parts), help="the parts of the study to run (default: all)")
+    for part in parser.parse_args().parts:
+        about = record.about("benchmarks.studies.runs", "cpu")
+        record.add(RESULTS, {"about": about, part: list(parts[part]())})
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ _LONG_LOOP = 100
 _FAST = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
 
 
-def compiled(fun: Callable[..., Any], *, optimize: bool = False, out_shardings: Any = None) -> Callable[..., Any]:
+def compiled(fun: Callable[..., Any], *, optimize: bool = False) -> Callable[..., Any]:
     """Compiles a function without changes of precision, each call of which waits for its results.
 
     On a CPU, optimization takes longer than a few runs, unless the function has a long loop. If several programs are
@@ -28,7 +28,13 @@ def compiled(fun: Callable[..., Any], *, optimize: bool = False, out_shardings: 
     options: dict[str, Any] = {"xla_allow_excess_precision": False}
     if jax.default_backend() == "cpu":
         options |= {"xla_backend_optimization_level": 2 if optimize else 0} | _fast_compilation()
-    run = jax.jit(fun, compiler_options=options, out_shardings=out_shardings)
+    run = jax.jit(fun, compiler_options=options)
+    return lambda *args: jax.block_until_ready(run(*args))
+
+
+def compiled_for_many_runs(fun: Callable[..., Any], out_shardings: Any) -> Callable[..., Any]:
+    """Compiles a function as `compiled`, but with all optimizations of XLA, which pay if it runs some hundred times."""
+    run = jax.jit(fun, compiler_options={"xla_allow_excess_precision": False}, out_shardings=out_shardings)
     return lambda *args: jax.block_until_ready(run(*args))
 
 

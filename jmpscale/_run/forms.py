@@ -8,7 +8,7 @@ import jax.core
 import jax.numpy as jnp
 
 from jmpscale._base.memory import on_device
-from jmpscale._programs.compile import compiled
+from jmpscale._programs.compile import compiled_for_many_runs
 from jmpscale._programs.in_float32 import run_program_in_float32
 from jmpscale._programs.interpret import widen
 from jmpscale._run.traced_run import TracedRun
@@ -61,7 +61,7 @@ def _compiled(
         return new, None if loss_output is None else jnp.mean(jnp.asarray(outputs[loss_output], float))
 
     shardings = [_sharding(x.value) for x in traced.leaves]
-    run = compiled(step, optimize=True, out_shardings=(shardings, None))
+    run = compiled_for_many_runs(step, (shardings, None))
 
     def run_step(state: State, batch: list[Any]) -> tuple[State, Any]:
         constant = [x for i, x in enumerate(state) if i not in set(places)]

@@ -1,6 +1,7 @@
 """Measures how far two changes of a state differ."""
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._base.tree import is_real
-from jmpscale._programs.compile import compiled_when_called
 from jmpscale._run.forms import State
 from jmpscale._run.traced_run import TracedRun
 
@@ -38,13 +38,14 @@ class Differences:
 
     def measure(self, old: State, new: State, old_reference: State, reference: State) -> list[Difference]:
         """Compares the change from an old state to a new one with the change in a reference."""
-        found = [_sums(*[state[x.input] for state in (old, new, old_reference, reference)]) for x in self.leaves]
-        return [_difference(*map(float, x)) for x in jax.device_get(found)]
+        states = old, new, old_reference, reference
+        found = _fetched(_sums(*[state[x.input] for state in states]) for x in self.leaves)
+        return [_difference(*map(float, x)) for x in found]
 
     def norms(self, old: State, new: State) -> list[float]:
         """Returns the L2 norms of changes."""
-        found = [_norm(old[x.input], new[x.input]) for x in self.leaves]
-        return [float(unit) * float(norm) for unit, norm in jax.device_get(found)]
+        found = _fetched(_norm(old[x.input], new[x.input]) for x in self.leaves)
+        return [float(unit) * float(norm) for unit, norm in found]
 
 
 def _difference(distance: float, size: float, product: float, size_of_old: float, *are_finite: float) -> Difference:
@@ -53,8 +54,14 @@ def _difference(distance: float, size: float, product: float, size_of_old: float
     return Difference(error, progress, is_decisive, *map(bool, are_finite))
 
 
+def _fetched(results: Iterable[Any]) -> list[Any]:
+    """Returns results on the host. Programs on several simulated devices may deadlock if they are queued."""
+    waits = jax.device_count() > 1
+    return jax.device_get([jax.block_until_ready(x) if waits else x for x in results])
+
+
 # One program for each shape compiles faster than one program for all leaves.
-@compiled_when_called
+@jax.jit
 def _sums(old: Any, new: Any, old_reference: Any, reference: Any) -> jax.Array:
     """Returns sums of squares and of products of changes, in units of the largest change of the reference."""
     dtype = jnp.promote_types(reference.dtype, np.float32)
@@ -69,7 +76,7 @@ def _sums(old: Any, new: Any, old_reference: Any, reference: Any) -> jax.Array:
     return jnp.stack([*sums, *(jnp.isfinite(v).all().astype(dtype) for v in (new, reference))])
 
 
-@compiled_when_called
+@jax.jit
 def _norm(old: Any, new: Any) -> tuple[jax.Array, jax.Array]:
     """Returns a unit, and the norm of a change in this unit."""
     dtype = jnp.promote_types(new.dtype, np.float32)
@@ -91,7 +98,7 @@ def changed(traced: TracedRun, state: State, size: float) -> State:
     return result
 
 
-@compiled_when_called
+@jax.jit
 def _changed(x: jax.Array, size: jax.Array) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(x.astype(np.float32), np.uint32)
     for shift, factor in ((15, 0x9E3779B1), (13, 0x85EBCA77), (16, 0xC2B2AE3D)):

@@ -7,7 +7,7 @@ import numpy as np
 from jmpscale._base.text import enumerate_names, format_percentage
 from jmpscale._run.report import DiagnosisFinding, DiagnosisKind
 from jmpscale._run.run import Measured
-from jmpscale._run.verdict import Losses
+from jmpscale._run.verdict import Losses, not_finite_at_end
 
 _STEADY = 0.005  # a difference from all, and from nothing, that is not told
 
@@ -60,11 +60,10 @@ def _describe_state(findings: Sequence[DiagnosisFinding]) -> str:
 
 
 def _describe_not_finite(measured: Measured, steps: str) -> str:
-    written, float32, _ = np.isfinite(measured.losses)
-    if not float32[-1]:
-        first = int(np.argmin(float32))
+    which = not_finite_at_end(measured.losses)
+    first = int(np.argmin(np.isfinite(measured.losses[which[-1]])))
+    if which != [0]:
         return f"In {steps} the loss becomes infinite or NaN in float32, too, at step {first}: the run shows nothing."
-    first = int(np.argmin(written))
     last = measured.losses[1, -1]
     return f"In {steps} the loss becomes infinite or NaN, at step {first}; in float32 it ends at {last:.4g}."
 

@@ -62,7 +62,8 @@ class TracedRun:
         self._is_batch = [arguments[i] == batch_argument for i in self._places]
         of_state = [i for i in self._places if arguments[i] != batch_argument]
         self.values = [jnp.asarray(leaves[i]) for i in of_state]
-        matches = [x for x in match_state(call, out, self.program) if arguments[x.old[0]] != batch_argument]
+        found = match_state(call, out, self.program)
+        matches = [x for x in found if x.old and arguments[x.old[0]] != batch_argument]
         if not matches:
             got = describe(out[0])
             raise TypeError(f"step must return its state, got {got}, of which no part has the types of one. {_CALL}")

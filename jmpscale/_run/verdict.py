@@ -74,22 +74,31 @@ class Losses(NamedTuple):
 
 
 def measure_losses(measured: Measured) -> Losses | None:
-    """Returns the loss of a run; None if there is none, or it is not finite at the end of one of the runs.
-
-    Single losses that are not finite, as in steps that are skipped, do not count.
-    """
+    """Returns the loss of a run; None if there is none, or if it is not finite at the end of one of the runs."""
     losses = measured.losses
-    count = math.ceil(_END * losses.shape[1])
-    written, float32, otherwise = (_mean(x[losses.shape[1] - count :]) for x in losses)
-    if not np.isfinite([written, float32, otherwise]).all():
+    if not losses.size or not_finite_at_end(losses):
         return None
+    count = _count_at_end(losses)
+    written, float32, otherwise = (_mean(x[-count:]) for x in losses)
     stops = range(losses.shape[1], losses.shape[1] // 2, -count)
     windows = [slice(max(0, stop - count), stop) for stop in stops]
     chance = np.nanmax([abs(_mean(losses[2, window]) - _mean(losses[1, window])) for window in windows])
-    differences = np.diff(losses[1, losses.shape[1] - count :])
+    differences = np.diff(losses[1, -count:])
     noise = float(np.nanstd(differences)) / math.sqrt(2) if np.isfinite(differences).any() else 0.0
     start = float(losses[1][np.isfinite(losses[1])][0])
-    return Losses(start, (written, float32, otherwise), float(chance), noise, measured.loss_nearby - losses[1, -1])
+    nearby = measured.loss_nearby - losses[1, -1]
+    return Losses(
+        start, (written, float32, otherwise), float(chance), noise, nearby if np.isfinite(nearby) else math.nan
+    )
+
+
+def not_finite_at_end(losses: np.ndarray) -> list[int]:
+    """Returns the runs whose loss is infinite or NaN at the end; single steps may be skipped."""
+    return [i for i, x in enumerate(losses) if not np.isfinite(x[-_count_at_end(losses) :]).any()]
+
+
+def _count_at_end(losses: np.ndarray) -> int:
+    return math.ceil(_END * losses.shape[1])
 
 
 def _mean(losses: np.ndarray) -> float:
@@ -109,10 +118,10 @@ def find_wrong(measured: Measured, losses: Losses | None) -> tuple[DiagnosisFind
 
 
 def _not_finite(measured: Measured, name: str) -> list[str]:
-    """Returns the names of the loss and of the leaves that are finite in float32 only, after the last step."""
+    """Returns the names of the loss and of the leaves that are finite in float32 only, at the end of the run."""
     names = [x.leaf.name for x in measured.leaves if not x.written.is_finite and x.written.is_finite_in_reference]
-    written, float32, *_ = (x[-1:] for x in measured.losses)
-    return [*[name] * bool((np.isfinite(float32) & ~np.isfinite(written)).any()), *names]
+    is_lost = bool(measured.losses.size) and not_finite_at_end(measured.losses) == [0]
+    return [name, *names] if is_lost else names
 
 
 def _wrong_changes(leaves: Sequence[LeafOfRun]) -> list[DiagnosisFinding]:
