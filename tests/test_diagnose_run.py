@@ -156,6 +156,24 @@ def test_diagnose_run_compares_a_float32_program_with_itself():
     assert {change.name for change in run.changes} == {"state['params']['a']", "state['params']['b']"}
 
 
+def test_diagnose_run_diagnoses_the_step_that_loses_a_change():
+    """It is neither the first step nor the last one, and a counter in bfloat16 rounds nothing before it."""
+
+    def step(state, batch):
+        n = state["n"] + 1
+        w = jnp.where(n == 8, (state["w"] + B(1e-3)).astype(B), state["w"])
+        params, loss = descend(state["params"], batch)
+        return {"params": params, "w": w, "n": n}, loss
+
+    state = {"params": PARAMS, "w": jnp.ones(4, B), "n": jnp.zeros((), B)}
+    run = jmpscale.diagnose_run(step, [BATCH] * 12)(state)
+    assert [finding.names for finding in run.findings] == [("state['w']",)]
+    assert run.worst_step == 7
+    assert "At step 7: " in run.summary
+    [change] = [change for change in run.diagnosis.changes if change.name == "state['w']"]
+    assert change.error == pytest.approx(1.0)
+
+
 # --- the state
 
 
