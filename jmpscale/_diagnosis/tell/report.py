@@ -106,6 +106,8 @@ class FindingKind(enum.StrEnum):
       ROUNDED_INPUT: an argument or a constant has too few digits.
       NOT_FINITE: a value is infinite or NaN, in float32 too.
       NOT_COMPARED: something was not compared, so nothing is known of it.
+      LOST_PROGRESS: in a run, the loss makes less progress than in float32.
+      LAGGING: in a run, a leaf of the state does not get as far as in float32.
     """
 
     FORWARD_OVERFLOW = enum.auto()
@@ -125,19 +127,22 @@ class FindingKind(enum.StrEnum):
     ROUNDED_INPUT = enum.auto()
     NOT_FINITE = enum.auto()
     NOT_COMPARED = enum.auto()
+    LOST_PROGRESS = enum.auto()
+    LAGGING = enum.auto()
 
 
 @dataclasses.dataclass(frozen=True)
 class DiagnosisFinding:
-    """Something that is wrong in a training step, or was not compared; created by `diagnose`.
+    """Something that is wrong in a training step or a run, or was not compared; created by the diagnoses.
 
     Attributes:
       kind: what is wrong.
       names: the gradients, leaves of the state, results or arguments that it concerns, such as `params['w']`.
       lines: the lines to change: with them in float32, `error_then` remains.
       dtype: the name of the dtype that is too small; None if it is not about one.
-      error: the largest relative error, as in `Diagnosis.gradient_error` or `DiagnosisChange.error`; None if it is not
-        about an error.
+      error: the largest relative error, as in `Diagnosis.gradient_error` or `DiagnosisChange.error`; in a run, the part
+        of the decrease of the loss, or of the change of the first leaf, that is missing; None if it is not about an
+        error.
       error_then: the largest relative error after the remedy; None if it was not measured.
     """
 

@@ -20,9 +20,9 @@ from jmpscale._diagnosis.trace.rollouts import run_rollouts
 from jmpscale._diagnosis.trace.step_arrays import StepArrays
 from jmpscale._diagnosis.trace.trace_observed import Axes
 from jmpscale._diagnosis.trace.traced_step import TracedStep
-from jmpscale._programs.source import place_of_error
-from jmpscale._step.call import StepCall, reads_values
+from jmpscale._step.call import StepCall
 from jmpscale._step.dependence import StepDependence
+from jmpscale._step.explain import explain_error
 from jmpscale._step.parts import Match, Part
 from jmpscale._step.state import match_state
 
@@ -32,7 +32,7 @@ def trace_step(call: StepCall, axes: Axes) -> TracedStep:
     try:
         out, closed = call.trace(axes)
     except Exception as error:
-        _explain_error(error)
+        explain_error(error, "diagnose_step")
         raise
     return _traced_step(call, out, closed)
 
@@ -127,20 +127,3 @@ def _cut(exposed: _Exposed, results: Sequence[Result]) -> tuple[Update, list[Res
     pairs = [(result, variable) for result, variable in selected if result is not None]
     program = update.program.with_outputs([variable for _, variable in pairs])
     return update._replace(program=program), [result for result, _ in pairs]
-
-
-def _explain_error(error: Exception) -> None:
-    """Says what to do about an error of a training step that is traced."""
-    if reads_values(error):
-        error.add_note(
-            "diagnose_step traces the step, as jax.jit does, so Python must not read the values of arrays in it, as it "
-            f"does{place_of_error(error)}. Pass the part of the step that jax.jit accepts: the function that computes "
-            "the gradients and the update."
-        )
-    elif isinstance(error, TypeError) and "lowered and compiled" in str(error):
-        error.add_note("The step was compiled ahead of time. Pass the function that was compiled to diagnose_step.")
-    elif isinstance(error, NameError) and "axis name" in str(error):
-        error.add_note(
-            "The step uses an axis of jax.pmap, jax.shard_map or jax.vmap: pass the function that maps it, with the "
-            "arguments of all devices."
-        )
