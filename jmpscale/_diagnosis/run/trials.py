@@ -16,6 +16,7 @@ from jmpscale._diagnosis.run.fitting_scales import Errors, Scales, at_one_scale,
 from jmpscale._diagnosis.run.forms import Forms
 from jmpscale._diagnosis.run.modal_program import ModalProgram
 from jmpscale._diagnosis.run.modes import Mode, Modes, Part, Site, Statistics
+from jmpscale._diagnosis.run.scaler_group import LossScales, ScalerGroup
 from jmpscale._diagnosis.thresholds import (
     CHANGE,
     CHANGES,
@@ -42,29 +43,34 @@ class GradientTrials:
         has_scaler: bool,
         may_be_scaled: bool,
         may_be_halved: bool,
+        group: ScalerGroup | None = None,
     ) -> None:
         """Creates trials of a step.
 
         `parameters` are the names of the arguments that gradients change. A gradient of a loss function is unscaled;
         one that a step computes `may_be_scaled`. A value that is unscaled, but not scaled, `may_be_halved` at twice the
-        scale, unless the scale is always 1.
+        scale, unless the scale is always 1. Of a step with several scalers, the loss scale is the one of `group`, and
+        its gradients decide.
         """
         self.accepted, self._has_scaler = accepted, has_scaler
+        self._group = group
         self._parameters = parameters
         self.set_forms(forms)
-        self._recording = forms.recording.of_gradients()
+        self._recording = forms.recording.of_gradients(group)
         self._statistics: dict[float, dict[Site, Statistics]] = {}
         self.reference = self._run_in_float32(1.0)
+        self.is_compared = group.gradients if group else np.ones(len(self.reference) - 1, bool)
         self.loss = float(self.reference[0])
         self.measured = measure(self.reference, self.reference)
         at_two = self._run_in_float32(2.0) if may_be_scaled or may_be_halved else self.reference
         self._are_scaled = self._find_scaled(at_two) if may_be_scaled else [False] * len(self.reference)
-        self.halved = self._find_halved(at_two) & may_be_halved
+        self.halved = self._find_halved(at_two) & may_be_halved & self.is_compared
         changes = [self._error_of_a_change(change) for change in CHANGES]
         # A gradient decides if it is more than rounding noise, and not negligible beside the others. The gradient of a
         # bias before a normalization is zero. In a computed one there is only rounding noise, which the smallest change
         # of the arguments replaces by other noise.
-        norms, noise = np.where(self.halved, 0.0, self.measured.norms[1:]), np.max(changes, axis=0)[1:]
+        norms = np.where(self.is_compared & ~self.halved, self.measured.norms[1:], 0.0)
+        noise = np.max(changes, axis=0)[1:]
         self.decisive = (noise < NOISE) & (norms > 0) & (norms >= NEGLIGIBLE * norms.max(initial=0.0))
         # Rounding the arguments to half precision changes them by half as much, or less.
         self._digits = min((jnp.finfo(site.dtype).nmant for site in self.program.sites), default=10)
@@ -113,7 +119,7 @@ class GradientTrials:
     def set_forms(self, forms: Forms) -> None:
         """Sets the step that the trials run; no error of it is known yet."""
         self._forms = forms
-        self.program = forms.precision.of_gradients()  # whose lines can compute in float32
+        self.program = forms.precision.of_gradients(self._group)  # whose lines can compute in float32
         self._errors: dict[tuple[frozenset[tuple[Site, Mode | tuple[Mode, ...]]], Mode, int], tuple[Errors, float]] = {}
 
     def run_as_written(self, scale: float) -> list[Any]:
@@ -123,18 +129,18 @@ class GradientTrials:
     def loss_as_written(self, scale: float) -> float:
         return float(self.unscaled(self.run_as_written(scale), scale)[0])
 
-    def given(self, scale: float) -> list[Any]:
+    def given(self, scale: LossScales) -> list[Any]:
         """Returns what the update is given, as it is written, at a loss scale."""
         return self._run_all_as_written(scale)[self._forms.measured :]
 
-    def _run_all_as_written(self, scale: float) -> list[Any]:
+    def _run_all_as_written(self, scale: LossScales) -> list[Any]:
         """Returns all outputs as they are written, at a loss scale.
 
         Without a scaler, one run does not repay another compilation. In float16, the compiler may combine operations of
         the form without modes, so that an intermediate result overflows.
         """
         if self._has_scaler or any(site.dtype == np.float16 for site in self.program.sites):
-            return self._forms.run_as_written(scale)
+            return self._forms.run_as_written(self._group.at(scale) if self._group else scale)
         return self._forms.precision.run(scale, {}, Mode.AS_WRITTEN)[0]
 
     @property
@@ -150,7 +156,7 @@ class GradientTrials:
     @property
     def program_of_repair(self) -> ModalProgram:
         """The step, whose infinities and NaN can be replaced by zeros."""
-        return self._forms.repair.of_gradients()
+        return self._forms.repair.of_gradients(self._group)
 
     @property
     def not_entered(self) -> list[Operation]:
@@ -165,7 +171,8 @@ class GradientTrials:
         The outputs are those at a loss scale.
         """
         found: Measured = measure(self.unscaled(outputs, scale), self.reference if reference is None else reference)
-        errors = np.where(found.severity[1:].any(), np.inf, np.where(self.decisive, found.errors[1:], 0.0))
+        is_finite = not found.severity[1:][self.is_compared].any()
+        errors = np.where(self.decisive, found.errors[1:], 0.0) if is_finite else np.full_like(found.errors[1:], np.inf)
         return errors, float(found.errors[0]) if found.errors[0] > self._largest_loss_error else 0.0
 
     def error(self, modes: Modes, default: Mode, exponent: int) -> float:

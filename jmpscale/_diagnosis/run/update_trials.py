@@ -11,6 +11,7 @@ from jmpscale._diagnosis.run.changes import Change, measure_changes
 from jmpscale._diagnosis.run.forms import Forms
 from jmpscale._diagnosis.run.lossless import ErrorsOfDraws, Values, error_of_sum, may_draw, other_draw
 from jmpscale._diagnosis.run.modes import Mode, Modes, Part, Site
+from jmpscale._diagnosis.run.scaler_group import LossScales
 from jmpscale._diagnosis.thresholds import DRAWS, TRIED_ALONE, AcceptedErrors
 from jmpscale._diagnosis.trace.operations import Path
 from jmpscale._diagnosis.trace.program import Program, Result
@@ -25,7 +26,7 @@ class UpdateTrials:
         program: Program,
         gradients: Collection[int],
         results: Sequence[Result],
-        scale: float,
+        scale: LossScales,
         accepted: AcceptedErrors,
     ) -> None:
         """Creates trials; the first constants are the arguments of the step, and others, `gradients`, are gradients."""

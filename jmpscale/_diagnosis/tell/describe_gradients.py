@@ -16,10 +16,10 @@ from jmpscale._diagnosis.thresholds import CHANGE, MARGIN, NOISE
 
 def describe_gradients(examined: Examined) -> list[Told]:
     """Describes the gradients at the present scale and at others, and the lines that make them wrong."""
-    gradients = examined.step.gradients
+    gradients = examined.gradients
     if not gradients:
         return [Told("The step computes no gradient: for the gradients of a loss function, call jmpscale.diagnose.")]
-    names = list(itertools.compress(gradients, examined.trials.halved))
+    names = list(itertools.compress(examined.step.gradients, examined.trials.halved))
     halved = [_describe_halved(names)] if names else []
     return halved + (_describe_others(examined) if len(names) < len(gradients) else [])
 
@@ -40,7 +40,8 @@ def _describe_others(examined: Examined) -> list[Told]:
     if not trials.program.sites and not trials.not_entered:
         return [Told(_describe_no_half(examined))]
     if examined.repair is not None:
-        return [describe_lines(examined, examined.repair)]
+        lines = describe_lines(examined, examined.repair)
+        return [_describe_scale(examined, f" Use {examined.advice.call}."), lines] if examined.advice else [lines]
     if not trials.decisive.any():
         useless = Told(_describe_useless_gradients(examined), DiagnosisFinding(FindingKind.NOT_COMPARED))
         # Another scaler would be based on gradients that are noise.
@@ -108,7 +109,7 @@ def _describe_minimum(examined: Examined, error_elsewhere: float, errors: Errors
 
 
 def _describe_useless_gradients(examined: Examined) -> str:
-    if not examined.trials.measured.norms[1:].any():
+    if not examined.trials.measured.norms[1:][examined.trials.is_compared].any():
         where = "the comparison" if examined.not_entered else "float32"
         return (
             f"All gradients are zero, in {where} too. No loss scale changes that. Perhaps a constant, such as 1e-8 or "
@@ -123,7 +124,8 @@ def _describe_useless_gradients(examined: Examined) -> str:
 
 def _describe_range(examined: Examined) -> str:
     fitting = " to ".join(format_scale(2.0**k) for k in examined.fit.scales.fitting or ())
-    return f"Loss scales from {fitting} fit; yours is {format_scale(examined.present.scale)}."
+    name = f" of {examined.present.name}" if examined.present.name else ""
+    return f"Loss scales{name} from {fitting} fit; yours is {format_scale(examined.present.scale)}."
 
 
 def _describe_scale(examined: Examined, remedy: str) -> Told:
@@ -134,8 +136,10 @@ def _describe_scale(examined: Examined, remedy: str) -> Told:
         f"differ from float32 {by_gradient(examined, fit.errors)}" if math.isfinite(fit.error) else "are not finite"
     )
     kind = FindingKind.SMALL_SCALE if fit.is_small else FindingKind.LARGE_SCALE
-    wrong = [x for x, is_wrong in zip(examined.step.gradients, fit.errors > fit.scales.limits, strict=True) if is_wrong]
-    finding = DiagnosisFinding(kind, tuple(wrong), error=fit.error, error_then=fit.scales.smallest_error)
+    wrong = itertools.compress(examined.step.gradients, (fit.errors > fit.scales.limits) & examined.trials.is_compared)
+    names = (*filter(None, [examined.present.name]), *wrong)
+    scaler = examined.advice.scaler if examined.advice else None
+    finding = DiagnosisFinding(kind, names, error=fit.error, error_then=fit.scales.smallest_error, scaler=scaler)
     return Told(f"{_describe_range(examined)} {what} {differ}.{remedy}", finding)
 
 

@@ -139,6 +139,8 @@ class DiagnosisFinding:
       error: the largest relative error, as in `Diagnosis.gradient_error` or `DiagnosisChange.error`; None if it is not
         about an error.
       error_then: the largest relative error after the remedy; None if it was not measured.
+      scaler: the scaler that the remedy needs: in place of the present one, once the `lines` compute in float32, if
+        there are some. None if the present one is right then.
     """
 
     kind: FindingKind
@@ -147,6 +149,7 @@ class DiagnosisFinding:
     dtype: str | None = None
     error: float | None = None
     error_then: float | None = None
+    scaler: ScalerState | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,9 +171,9 @@ class Diagnosis:
         most 1.1 times its smallest one, plus one percentage point, plus a quarter of the largest error at the best
         scale. If a gradient has an error of 5% or more at every scale, the error of the forward pass alone counts if it
         is larger than the smallest one.
-      scaler: the scaler that is advised, with the settings of the present one that need no change: a scale that fits,
-        or has room for larger gradients; if there are `lines`, a scale that fits once they compute in float32. None if
-        the present scaler is right.
+      scaler: the scaler that helps the program as it is, with the settings of the present one that need no change: a
+        scale that fits, or has room for larger gradients. None if the present scaler is right, and if none helps: a
+        scaler that helps only after an edit is part of the finding that names the lines.
       scale_errors: pairs of a loss scale and the `gradient_error` at this scale, for all scales that were tried.
       lines: a minimal set of lines that must compute in float32, in program order; empty if none need to. A set of more
         than 12 lines need not be minimal.
