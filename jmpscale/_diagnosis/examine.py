@@ -8,6 +8,7 @@ from jmpscale._diagnosis.run.forms import Forms
 from jmpscale._diagnosis.run.scaler_group import LossScales, ScalerGroup
 from jmpscale._diagnosis.run.trials import GradientTrials
 from jmpscale._diagnosis.search.advice import find_advice, find_advice_then
+from jmpscale._diagnosis.search.factors import find_factors
 from jmpscale._diagnosis.search.fit import Fit, Present, find_fit
 from jmpscale._diagnosis.search.lines import find_suspects
 from jmpscale._diagnosis.search.repair import Repair, find_repair
@@ -54,7 +55,8 @@ def _examine_gradients(
 ) -> Examined:
     """Examines the gradients whose loss scale the trials move."""
     fit = find_fit(trials, present)
-    repair = find_repair(trials, fit, with_float32_results)
+    factors = find_factors(trials, fit)
+    repair = None if factors else find_repair(trials, fit, with_float32_results)
     lines = repair.lines if repair else None
     alone = {}
     if lines or fit.error >= trials.accepted.small:
@@ -65,9 +67,10 @@ def _examine_gradients(
         fit,
         repair,
         alone,
-        find_suspects(trials, fit, alone) if repair is None else None,
+        find_suspects(trials, fit, alone) if repair is None and factors is None else None,
         find_advice(fit, has_decisive=bool(trials.decisive.any()), is_repaired=repair is not None),
         find_advice_then(present, lines),
+        factors,
         _find_sensitive_loss(trials, fit, repair),
     )
 

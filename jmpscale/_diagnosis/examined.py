@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from jmpscale._base.text import enumerate_names
+from jmpscale._diagnosis.run.fitting_scales import Scales
 from jmpscale._diagnosis.run.modes import Part, Site, Statistics
 from jmpscale._diagnosis.run.trials import GradientTrials
 from jmpscale._diagnosis.search.advice import Advice
@@ -38,6 +39,7 @@ class Examined(NamedTuple):
     suspects: Suspects | None = None  # of a moderate error
     advice: Advice | None = None  # the scaler that helps the program as it is, if the present one should change
     advice_then: Advice | None = None  # the scaler that is right once lines compute in float32, if not the present one
+    factors: Scales | None = None  # of a loss without a scaler, if another number would make the gradients right
     sensitive_loss: SensitiveLoss | None = None
     update: Update = Update()
     others: tuple["Examined", ...] = ()  # of a step with several scalers: the gradients of the others
@@ -53,8 +55,8 @@ class Examined(NamedTuple):
 
     @property
     def is_accurate(self) -> bool:
-        """Whether a scale fits, the loss is right, and no overflow makes the gradients worse."""
-        return self.fit.is_right and self.repair is None
+        """Whether a scale fits, the loss is right, and the range of the dtype does not make the gradients worse."""
+        return self.fit.is_right and self.repair is None and self.factors is None
 
     @property
     def scale_of_rows(self) -> float:

@@ -7,9 +7,9 @@ import numpy as np
 
 from jmpscale._base.memory import on_device
 from jmpscale._diagnosis.run.modal_program import ModalProgram
-from jmpscale._diagnosis.run.modes import CONSTANTS, PRECISION, RECORD, REPAIR, Modal
+from jmpscale._diagnosis.run.modes import CONSTANTS, PRECISION, RECORD, REPAIR, Modal, factors
 from jmpscale._diagnosis.run.scaler_group import LossScales
-from jmpscale._diagnosis.trace.operations import Operation, program_operations
+from jmpscale._diagnosis.trace.operations import Operation, operations_of_loss, program_operations
 from jmpscale._diagnosis.trace.program import Program
 from jmpscale._programs.compile import compiled_jaxpr
 
@@ -33,6 +33,11 @@ class Forms:
     @functools.cached_property
     def precision(self) -> ModalProgram:
         return self._form(PRECISION)
+
+    @functools.cached_property
+    def factors(self) -> ModalProgram:
+        """A program whose cotangents can be rounded as if the loss were multiplied by a power of two."""
+        return self._form(factors(operations_of_loss(self.program.jaxpr)))
 
     @functools.cached_property
     def recording(self) -> ModalProgram:

@@ -158,7 +158,7 @@ class _ModalOperation(NamedTuple):
     operation: Operation
     sites: dict[Site, int]
 
-    def mode(self, modes: Modes, default: Mode) -> Mode:
+    def mode(self, modes: Modes, default: Mode) -> int:
         """Returns the largest mode of its sites."""
         found = [(modes.get(site, default), number) for site, number in self.sites.items()]
         return max(x[number] if isinstance(x, tuple) else x for x, number in found)

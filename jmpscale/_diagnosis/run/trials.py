@@ -15,7 +15,7 @@ from jmpscale._diagnosis.run.errors import Measured, measure
 from jmpscale._diagnosis.run.fitting_scales import Errors, Scales, at_one_scale, largest, search
 from jmpscale._diagnosis.run.forms import Forms
 from jmpscale._diagnosis.run.modal_program import ModalProgram
-from jmpscale._diagnosis.run.modes import Mode, Modes, Part, Site, Statistics
+from jmpscale._diagnosis.run.modes import Mode, Modes, Part, Site, Statistics, mode_of_factor
 from jmpscale._diagnosis.run.scaler_group import LossScales, ScalerGroup
 from jmpscale._diagnosis.thresholds import (
     CHANGE,
@@ -120,7 +120,7 @@ class GradientTrials:
         """Sets the step that the trials run; no error of it is known yet."""
         self._forms = forms
         self.program = forms.precision.of_gradients(self._group)  # whose lines can compute in float32
-        self._errors: dict[tuple[frozenset[tuple[Site, Mode | tuple[Mode, ...]]], Mode, int], tuple[Errors, float]] = {}
+        self._errors: dict[tuple[frozenset[tuple[Site, int | tuple[int, ...]]], Mode, int], tuple[Errors, float]] = {}
 
     def run_as_written(self, scale: float) -> list[Any]:
         """Returns the loss and the gradients as they are written, at a loss scale."""
@@ -190,6 +190,12 @@ class GradientTrials:
     def errors_as_written(self, exponent: int) -> tuple[Errors, float]:
         """Returns the errors of the program without modes, whose operations the compiler may combine."""
         return self.compare(self.run_as_written(2.0**exponent), 2.0**exponent)
+
+    def errors_of_factor(self, exponent: int) -> Errors:
+        """Returns the errors of the gradients, as written, if the loss is multiplied by a power of two."""
+        program = self._forms.factors.of_gradients(self._group)
+        modes = {x: mode_of_factor(exponent) for x in program.sites if x.part.backward}
+        return self.compare(program.run(1.0, modes, Mode.AS_WRITTEN)[0])[0]
 
     def statistics(self, scale: float) -> dict[Site, Statistics]:
         """Returns the statistics of the results in float32, at a loss scale."""
@@ -265,6 +271,14 @@ class GradientTrials:
             return False
         written, with_range = (self.error(x, Mode.AS_WRITTEN, exponent) for x in ({}, modes))
         return with_range < written / SAME_SIZE
+
+    def is_wrong_by_range(self, exponent: int) -> bool:
+        """Tests whether the range of float32 in the backward pass makes the error much smaller."""
+        wider = jnp.finfo(np.float32).nexp
+        modes = {x: Mode.RANGE for x in self.program.sites if x.part.backward and jnp.finfo(x.dtype).nexp < wider}
+        if not modes:
+            return False
+        return self.error(modes, Mode.AS_WRITTEN, exponent) < self.error({}, Mode.AS_WRITTEN, exponent) / SAME_SIZE
 
     def find_scales(self, exponent: int, paths: Collection[Path] = ()) -> Scales:
         """Finds the loss scales that fit, beginning with one, if some lines compute in float32."""

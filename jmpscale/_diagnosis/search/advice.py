@@ -31,8 +31,8 @@ def advise(config: ScalerConfig, low: int, high: int, *, may_grow: bool = True, 
     if not is_first and may_grow and max(low, smallest) <= DEFAULT <= min(high - MARGIN, largest):
         return _dynamic(config, {})
     exponent = max(low, high - (ROOM if is_first else MARGIN))
-    if is_first:
-        exponent = max(exponent, min(smallest, high))
+    if is_first and smallest <= high:
+        exponent = max(exponent, smallest)
     if largest >= low + 4:  # otherwise the scale could hardly back off
         exponent = min(exponent, largest)
     arguments = {"init_scale": exponent}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from jmpscale._base.text import enumerate_names, format_percentage, format_scale
 from jmpscale._diagnosis.examined import Examined
 from jmpscale._diagnosis.run.fitting_scales import Errors, largest
+from jmpscale._diagnosis.tell.describe_factors import describe_factors
 from jmpscale._diagnosis.tell.describe_lines import describe_lines
 from jmpscale._diagnosis.tell.phrases import by, by_gradient, describe_alone, describe_edit, name_of_worst
 from jmpscale._diagnosis.tell.report import DiagnosisFinding, FindingKind
@@ -39,6 +40,8 @@ def _describe_others(examined: Examined) -> list[Told]:
     fit, trials = examined.fit, examined.trials
     if not trials.program.sites and not trials.not_entered:
         return [Told(_describe_no_half(examined))]
+    if examined.factors is not None:
+        return [describe_factors(examined, examined.factors)]
     if examined.repair is not None:
         lines = describe_lines(examined, examined.repair)
         return [_describe_scale(examined, f" Use {examined.advice.call}."), lines] if examined.advice else [lines]

@@ -121,9 +121,6 @@ def _remedy(examined: Examined, repair: Repair, cause: Cause, lines: Lines) -> s
     scales = lines.scales
     edit = f"{examined.names(lines.paths)} in float32{describe_edit(examined, lines.paths)}"
     first = f"Compute {edit}: {_promise_of_lines(examined, lines)}"
-    if not examined.present.has_scaler and cause.reason is Reason.UNDERFLOW and cause.site.part.backward:
-        how = "with jmpscale.value_and_grad and a scaler, or by a larger number if it is scaled already"
-        first = f"Scale the loss, {how}. Or c{first[1:]}"
     if examined.advice_then:
         first = f"{first}{_describe_advice(examined, scales)}"
     minimal = "" if lines.is_minimal else _NOT_MINIMAL
