@@ -94,7 +94,7 @@ SCALERS = {  # the loss function, the scaler, the name of the present scale, and
         product,
         jmpscale.dynamic(2.0**30),
         "2^30",
-        f"{LARGE} Use dynamic(init_scale=2.0**13). {BEST}0.",
+        f"{LARGE} Use dynamic(init_scale=2.0**9). {BEST}0.",
     ),
     "dynamic, max_scale is too small": (
         product,

@@ -11,6 +11,7 @@ from jmpscale._diagnosis.search.advice import find_advice, find_advice_then
 from jmpscale._diagnosis.search.factors import find_factors
 from jmpscale._diagnosis.search.fit import Fit, Present, find_fit
 from jmpscale._diagnosis.search.lines import find_suspects
+from jmpscale._diagnosis.search.reference import find_changes_of_reference
 from jmpscale._diagnosis.search.repair import Repair, find_repair
 from jmpscale._diagnosis.search.scalers import find_groups
 from jmpscale._diagnosis.search.update import Update, examine_update
@@ -55,7 +56,7 @@ def _examine_gradients(
 ) -> Examined:
     """Examines the gradients whose loss scale the trials move."""
     fit = find_fit(trials, present)
-    factors = find_factors(trials, fit)
+    factors, changes = find_factors(trials, fit), find_changes_of_reference(trials, fit)
     repair = None if factors else find_repair(trials, fit, with_float32_results)
     lines = repair.lines if repair else None
     alone = {}
@@ -68,9 +69,10 @@ def _examine_gradients(
         repair,
         alone,
         find_suspects(trials, fit, alone) if repair is None and factors is None else None,
-        find_advice(fit, has_decisive=bool(trials.decisive.any()), is_repaired=repair is not None),
+        find_advice(fit, is_compared=bool(trials.decisive.any()) and changes is None, is_repaired=repair is not None),
         find_advice_then(present, lines),
         factors,
+        changes,
         _find_sensitive_loss(trials, fit, repair),
     )
 

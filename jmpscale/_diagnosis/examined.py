@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from jmpscale._base.text import enumerate_names
-from jmpscale._diagnosis.run.fitting_scales import Scales
+from jmpscale._diagnosis.run.fitting_scales import Errors, Scales
 from jmpscale._diagnosis.run.modes import Part, Site, Statistics
 from jmpscale._diagnosis.run.trials import GradientTrials
 from jmpscale._diagnosis.search.advice import Advice
@@ -40,6 +40,7 @@ class Examined(NamedTuple):
     advice: Advice | None = None  # the scaler that helps the program as it is, if the present one should change
     advice_then: Advice | None = None  # the scaler that is right once lines compute in float32, if not the present one
     factors: Scales | None = None  # of a loss without a scaler, if another number would make the gradients right
+    changes_of_reference: Errors | None = None  # with the loss scale, if it changes
     sensitive_loss: SensitiveLoss | None = None
     update: Update = Update()
     others: tuple["Examined", ...] = ()  # of a step with several scalers: the gradients of the others

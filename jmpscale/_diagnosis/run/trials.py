@@ -24,6 +24,7 @@ from jmpscale._diagnosis.thresholds import (
     NEGLIGIBLE,
     NOISE,
     SAME_SIZE,
+    TOLERANCE,
     TRIED_ALONE,
     AcceptedErrors,
 )
@@ -72,6 +73,8 @@ class GradientTrials:
         norms = np.where(self.is_compared & ~self.halved, self.measured.norms[1:], 0.0)
         noise = np.max(changes, axis=0)[1:]
         self.decisive = (noise < NOISE) & (norms > 0) & (norms >= NEGLIGIBLE * norms.max(initial=0.0))
+        changes_at_two = measure(self.unscaled(at_two, 2.0), self.reference).errors[1:]
+        self.changes_at_two = bool((changes_at_two[self.decisive] > TOLERANCE).any())
         # Rounding the arguments to half precision changes them by half as much, or less.
         self._digits = min((jnp.finfo(site.dtype).nmant for site in self.program.sites), default=10)
         sensitivity = 0.0 if accepted.is_chosen else changes[0][0] / CHANGES[0] * 2.0**-self._digits
@@ -208,6 +211,11 @@ class GradientTrials:
         outputs, records = self._recording.run(scale, {}, Mode.FLOAT32)
         self._statistics[scale] = {site: Statistics(*numbers) for site, numbers in records.items()}
         return outputs
+
+    def change_in_float32(self, scale: float) -> Errors:
+        """Returns the errors of the decisive gradients in float32 at another loss scale."""
+        found = measure(self.unscaled(self._run_in_float32(scale), scale), self.reference)
+        return np.where(self.decisive, found.errors[1:], 0.0)
 
     def largest_exponent(self, paths: Collection[Path] = ()) -> int:
         """Returns the exponent of the largest scale at which the backward pass does not overflow outside of `paths`."""

@@ -59,13 +59,13 @@ def _dynamic(config: ScalerConfig, exponents: dict[str, int]) -> Advice:
     return Advice(scaler, f"dynamic({', '.join(f'{name}=2.0**{k}' for name, k in exponents.items())})")
 
 
-def find_advice(fit: Fit, *, has_decisive: bool, is_repaired: bool) -> Advice | None:
+def find_advice(fit: Fit, *, is_compared: bool, is_repaired: bool) -> Advice | None:
     """Finds a scaler that helps the program as it is: one that fits, or has room for larger gradients.
 
     Returns None if the present one is right, or none helps. A program that `is_repaired` needs room only afterwards.
     """
     present, fitting = fit.present, fit.scales.fitting
-    if not present.has_scaler or fitting is None or not (fit.is_right and has_decisive):
+    if not present.has_scaler or fitting is None or not (fit.is_right and is_compared):
         return None
     if fit.scale_fits:
         return None if is_repaired else _with_room(present, fitting)

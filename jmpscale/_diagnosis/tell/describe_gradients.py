@@ -12,7 +12,7 @@ from jmpscale._diagnosis.tell.describe_lines import describe_lines
 from jmpscale._diagnosis.tell.phrases import by, by_gradient, describe_alone, describe_edit, name_of_worst
 from jmpscale._diagnosis.tell.report import DiagnosisFinding, FindingKind
 from jmpscale._diagnosis.tell.told import Told
-from jmpscale._diagnosis.thresholds import CHANGE, MARGIN, NOISE
+from jmpscale._diagnosis.thresholds import CHANGE, MARGIN, NOISE, OTHER_SCALES, TOLERANCE
 
 
 def describe_gradients(examined: Examined) -> list[Told]:
@@ -37,6 +37,9 @@ def _describe_halved(names: Sequence[str]) -> Told:
 
 
 def _describe_others(examined: Examined) -> list[Told]:
+    if examined.changes_of_reference is not None:
+        lines = [describe_lines(examined, examined.repair)] if examined.repair else []
+        return [_describe_reference(examined, examined.changes_of_reference), *lines]
     fit, trials = examined.fit, examined.trials
     if not trials.program.sites and not trials.not_entered:
         return [Told(_describe_no_half(examined))]
@@ -58,6 +61,18 @@ def _describe_others(examined: Examined) -> list[Told]:
         return [Told(rounding)]
     scales = f"{_describe_range(examined)}{_describe_margin(examined)}"
     return [Told(f"{scales} {rounding}" if _is_small(examined) else f"{rounding} {scales}")]
+
+
+def _describe_reference(examined: Examined, changes: Errors) -> Told:
+    """Describes gradients that change with the loss scale in float32, too."""
+    low, high = (format_scale(2.0**k) for k in OTHER_SCALES)
+    text = (
+        f"In float32, too, the gradients depend on the loss scale: at {low} and at {high}, they differ "
+        f"{by_gradient(examined, changes)}, or more. So no comparison shows which scale is right. The backward pass may "
+        "exceed the range of float32, or it may clip or compare scaled values."
+    )
+    names = tuple(itertools.compress(examined.step.gradients, changes > TOLERANCE))
+    return Told(text, DiagnosisFinding(FindingKind.NOT_COMPARED, names, error=largest(changes)))
 
 
 def _describe_no_half(examined: Examined) -> str:

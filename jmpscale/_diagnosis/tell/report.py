@@ -166,7 +166,7 @@ class Diagnosis:
       loss_scale: the current loss scale.
       fitting_scales: the smallest and the largest loss scale that fit, both powers of two; None if no scale fits: the
         gradients are not finite at any scale, or wrong at all of them, by more than 50% or `accepted_error`; or no
-        gradient can be compared.
+        gradient can be compared, as if those in float32 depend on the scale.
         A scale fits if the gradients are finite, and nearly as accurate as at the best scale: the error of each is at
         most 1.1 times its smallest one, plus one percentage point, plus a quarter of the largest error at the best
         scale. If a gradient has an error of 5% or more at every scale, the error of the forward pass alone counts if it

@@ -20,7 +20,8 @@ def write_report(examined: Examined) -> Diagnosis:
     """Returns what was measured as a diagnosis."""
     step, trials, fit, update = examined.step, examined.trials, examined.fit, examined.update
     present, scales = fit.present, fit.scales
-    fitting = scales.fitting if present.has_scaler and trials.decisive.any() else None
+    is_compared = trials.decisive.any() and examined.changes_of_reference is None
+    fitting = scales.fitting if present.has_scaler and is_compared else None
     told, lines = tell(examined), examined.chosen
     return Diagnosis(
         loss=fit.loss if step.has_loss else None,
