@@ -201,7 +201,7 @@ def test_diagnose_step_names_the_scaler_of_several_that_does_not_fit(case):
     assert found.lines == ()
     for finding in found.findings:
         assert finding.error > 0.5
-        assert finding.error_then < 0.01
+        assert finding.error_then < 0.02
         assert all(name.startswith(("state['large']", "state['l']")[:2]) for name in finding.names[1:]) == (
             finding.names[0] == paths[0]
         )
@@ -219,6 +219,15 @@ def test_diagnose_step_of_several_scalers_that_fit_has_no_findings(name):
     assert found.gradient_error < 0.01
 
 
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:each device decides independently")
+def test_diagnose_step_of_several_scalers_on_each_device_names_the_one_that_does_not_fit():
+    state = tree_map(lambda x: jnp.stack([x] * jax.local_device_count()), state_of(8, 8))
+    found = jmpscale.diagnose_step(jax.pmap(functional))(state)
+    assert [(x.kind.name, x.names[0]) for x in found.findings] == [("SMALL_SCALE", "state['ss']")]
+    assert found.loss_scale == 2.0**8
+
+
 def test_diagnose_step_of_one_scaler_does_not_name_it():
     def step(state):
         state, loss = functional({**state, "ss": jmpscale.static(2.0**36)})
@@ -231,7 +240,7 @@ def test_diagnose_step_of_one_scaler_does_not_name_it():
 def test_diagnose_step_names_a_line_that_must_change_for_two_scalers_once():
     def overflowing(p, factor):
         h = X.astype(H) @ p["a"].astype(H) * H(3e4)
-        return factor * jnp.mean(jnp.tanh(h.astype(F) * 1e-4) @ p["b"])
+        return factor * jnp.mean(jnp.tanh(h.astype(F) * 1e-5) @ p["b"])
 
     def step(state):
         large, sl, loss = loss_step(state, "large", "sl", lambda p: overflowing(p, LARGE), 1e-3)
@@ -249,7 +258,9 @@ def test_diagnose_step_names_a_line_that_must_change_for_two_scalers_once():
 
 
 def overflow_in_the_forward_pass(p):
-    return jnp.mean((X.astype(H) @ p["a"].astype(H) * H(3e4)).astype(F) ** 2) * 1e-12  # fault
+    h = jnp.tanh(X.astype(H) @ p["a"].astype(H))
+    large = h * H(1e5**0.5) * H(1e5**0.5)
+    return jnp.mean(jnp.tanh(large.astype(F) * 1e-5))
 
 
 def of_one_scaler(loss_fn):
@@ -263,11 +274,10 @@ def of_one_scaler(loss_fn):
 
 
 def test_diagnose_step_has_no_scaler_if_one_helps_only_after_an_edit():
-    found = jmpscale.diagnose_step(of_one_scaler(overflow_in_the_forward_pass))(P, jmpscale.dynamic(2.0**40))
-    (finding,) = found.findings
-    assert finding.kind is jmpscale.FindingKind.FORWARD_OVERFLOW if hasattr(jmpscale, "FindingKind") else finding.lines
+    found = jmpscale.diagnose_step(of_one_scaler(overflow_in_the_forward_pass))(P, jmpscale.dynamic(2.0**32))
+    assert kinds(found) == ["FORWARD_OVERFLOW"]
     assert found.scaler is None
-    assert finding.scaler.loss_scale < 2.0**40
+    assert found.findings[0].scaler.loss_scale < 2.0**32
 
 
 ROOM = {  # a scaler whose scale is too large, and bits below the largest scale of the one that is advised
@@ -343,12 +353,12 @@ def by_jmp(number):
 
 
 def beside_a_scaler(number):
-    """One loss has a scaler, and the other one has a number."""
+    """Two losses have scalers, and the third one has a number."""
 
     def step(p, state):
         step_of_number, _ = multiplied(number)
         p, loss = step_of_number(p)
-        return p, functional(state)[0], loss
+        return p, by_hand(state)[0], loss
 
     return step, (P, state_of(4, 36))
 
@@ -411,8 +421,8 @@ def rounded_steps(p):
 
 def inner_underflow(p):
     """Contains a gradient that underflows, whatever the loss is multiplied by."""
-    inner = jax.grad(lambda x: jnp.mean(network(p, x)) * 2.0**-14)(X[:4])
-    return jnp.mean((inner * 2.0**20) ** 2)
+    inner = jax.grad(lambda x: jnp.mean(network(p, x)) * 2.0**-17)(X[:4])
+    return jnp.mean((inner * 2.0**14) ** 2)
 
 
 def test_diagnose_step_does_not_call_rounding_an_underflow():

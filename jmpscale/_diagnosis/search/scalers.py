@@ -64,6 +64,8 @@ def _are_nan(gradients: Sequence[Any]) -> np.ndarray:
 def _join_copies(scalers: Sequence[StepScaler], runs: _Runs) -> list[tuple[int, ...]]:
     """Returns the scalers with their copies: if one of them scales a loss, another one may unscale its gradients.
 
+    The first one scales.
+
     A scaler that reaches no gradient may be a copy of one that is equal.
     """
 
@@ -76,7 +78,12 @@ def _join_copies(scalers: Sequence[StepScaler], runs: _Runs) -> list[tuple[int, 
     for i in range(len(scalers)):
         copies = [x for x in joined if any(are_copies(i, j) for j in x)]
         joined = [*(x for x in joined if x not in copies), (*(j for x in copies for j in x), i)]
-    return joined
+
+    def scales_first(copies: tuple[int, ...]) -> tuple[int, ...]:
+        scaling = max(copies, key=lambda i: (runs.grows[i].any(), runs.is_nan[i].any()))
+        return scaling, *(i for i in copies if i != scaling)
+
+    return list(map(scales_first, joined))
 
 
 def _values(scaler: StepScaler) -> tuple[object, ...]:

@@ -26,7 +26,8 @@ def describe_factors(examined: Examined, factors: Scales) -> Told:
         f"{how}: factors from {format_scale(2.0**low)} to {format_scale(2.0**high)} fit, and then the gradients {then}."
     )
     kind = FindingKind.UNDERFLOW if is_small else FindingKind.LARGE_SCALE
-    names = tuple(itertools.compress(examined.step.gradients, errors > factors.limits))
+    wrong = (errors > factors.limits) & examined.trials.is_compared
+    names = tuple(itertools.compress(examined.step.gradients, wrong))
     return Told(text, DiagnosisFinding(kind, names, error=largest(errors), error_then=factors.smallest_error))
 
 
