@@ -26,7 +26,8 @@ def diagnose_step(step: Callable[..., Any], *, accepted_error: float | None = No
     traced once, and compared with the same step in float32:
 
     - The loss and the gradients, as `diagnose` compares them. If an argument contains a scaler on whose scale a
-      gradient depends, at power-of-two loss scales; otherwise as they are, as with `scaled_backward` and a number.
+      gradient depends, at power-of-two loss scales; otherwise as they are, as with `scaled_backward` and a number. Of
+      several scalers, each is examined by itself, with the gradients that depend on its scale.
       Gradients of several losses are compared together; in a loop, their sum.
     - The change of each leaf of its state, beside the change that the same gradients make if the update computes in
       float32. So a leaf in half precision that is too coarse for its changes is found, such as parameters, an average
