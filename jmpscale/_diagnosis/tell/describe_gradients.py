@@ -68,8 +68,8 @@ def _describe_reference(examined: Examined, changes: Errors) -> Told:
     low, high = (format_scale(2.0**k) for k in OTHER_SCALES)
     text = (
         f"In float32, too, the gradients depend on the loss scale: at {low} and at {high}, they differ "
-        f"{by_gradient(examined, changes)}, or more. So no comparison shows which scale is right. The backward pass may "
-        "exceed the range of float32, or it may clip or compare scaled values."
+        f"{by_gradient(examined, changes)}, or more. So no comparison shows which scale is right. The backward pass "
+        "may exceed the range of float32, or it may clip or compare scaled values."
     )
     names = tuple(itertools.compress(examined.step.gradients, changes > TOLERANCE))
     return Told(text, DiagnosisFinding(FindingKind.NOT_COMPARED, names, error=largest(changes)))
