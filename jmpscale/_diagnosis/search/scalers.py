@@ -16,6 +16,7 @@ from jmpscale._diagnosis.run.errors import measure
 from jmpscale._diagnosis.run.forms import Forms
 from jmpscale._diagnosis.run.modes import Mode
 from jmpscale._diagnosis.run.scaler_group import ScalerGroup
+from jmpscale._diagnosis.thresholds import TOLERANCE
 from jmpscale._diagnosis.trace.scalers import StepScaler
 
 
@@ -32,7 +33,8 @@ def find_groups(scalers: Sequence[StepScaler], forms: Forms) -> list[ScalerGroup
         found.append(ScalerGroup(first.name, first.state, copies, rest & of_copies, runs.scales))
         rest &= ~of_copies
     found.append(ScalerGroup("", None, (), rest, runs.scales))
-    return [x for x in reversed(found) if x.gradients.any()] or found[-1:]
+    groups = [x for x in reversed(found) if x.gradients.any()] or found[-1:]
+    return [groups[0]._replace(has_loss=True), *groups[1:]]
 
 
 class _Runs:
@@ -48,13 +50,13 @@ class _Runs:
         self.gradients, each = gradients(1.0), np.eye(len(scalers), dtype=bool)
         self.is_nan = [_are_nan(gradients(np.where(chosen, np.nan, 1.0))) for chosen in each]
         doubled = [gradients(np.where(chosen, 2.0, 1.0)) for chosen in each]
-        self.grows = [self._are([x / 2 for x in found]) for found in doubled]
-        self.shrinks = [self._are([x * 2 for x in found]) for found in doubled]
+        self.changes = [self._differ(found) for found in doubled]
+        # Gradients that are scaled, and not unscaled.
+        self.grows = [x & ~self._differ([y / 2 for y in found]) for x, found in zip(self.changes, doubled, strict=True)]
 
-    def _are(self, found: Sequence[Any]) -> np.ndarray:
-        """Tests which of some gradients are equal to those of the step, and not zero."""
-        measured = measure(found, self.gradients) if found else None
-        return np.zeros(0, bool) if measured is None else (measured.errors == 0) & (measured.norms > 0)
+    def _differ(self, found: Sequence[Any]) -> np.ndarray:
+        """Tests which of some gradients differ from those of the step; powers of two are exact."""
+        return measure(found, self.gradients).errors > TOLERANCE if found else np.zeros(0, bool)
 
 
 def _are_nan(gradients: Sequence[Any]) -> np.ndarray:
@@ -62,28 +64,26 @@ def _are_nan(gradients: Sequence[Any]) -> np.ndarray:
 
 
 def _join_copies(scalers: Sequence[StepScaler], runs: _Runs) -> list[tuple[int, ...]]:
-    """Returns the scalers with their copies: if one of them scales a loss, another one may unscale its gradients.
+    """Returns the scalers with their copies, with one that scales first.
 
-    The first one scales.
-
-    A scaler that reaches no gradient may be a copy of one that is equal.
+    Two scalers are copies if a gradient changes with the scale of each: one of them scales it, or a part of the loss,
+    and the other one unscales it. A scaler that reaches no gradient may be a copy of one that is equal.
     """
 
     def are_copies(i: int, j: int) -> bool:
-        unscales = bool((runs.grows[i] & runs.shrinks[j]).any() or (runs.grows[j] & runs.shrinks[i]).any())
         is_unused = not runs.is_nan[i].any() or not runs.is_nan[j].any()
-        return unscales or (is_unused and _values(scalers[i]) == _values(scalers[j]))
+        is_equal = is_unused and _values(scalers[i]) == _values(scalers[j])
+        return is_equal or bool((runs.changes[i] & runs.changes[j]).any())
+
+    def scaling_first(copies: tuple[int, ...]) -> tuple[int, ...]:
+        first = max(copies, key=lambda i: (runs.grows[i].any(), runs.is_nan[i].any()))
+        return first, *(i for i in copies if i != first)
 
     joined: list[tuple[int, ...]] = []
     for i in range(len(scalers)):
         copies = [x for x in joined if any(are_copies(i, j) for j in x)]
         joined = [*(x for x in joined if x not in copies), (*(j for x in copies for j in x), i)]
-
-    def scales_first(copies: tuple[int, ...]) -> tuple[int, ...]:
-        scaling = max(copies, key=lambda i: (runs.grows[i].any(), runs.is_nan[i].any()))
-        return scaling, *(i for i in copies if i != scaling)
-
-    return list(map(scales_first, joined))
+    return list(map(scaling_first, joined))
 
 
 def _values(scaler: StepScaler) -> tuple[object, ...]:
