@@ -38,7 +38,7 @@ class ModalProgram:
         """
         self.consts = [on_device(widen(jnp.asarray(x))) for x in program.consts]
         self.outputs = slice(None)  # those that a run returns
-        self._at: Callable[[LossScales], LossScales] = _unchanged
+        self.at: Callable[[LossScales], LossScales] = _unchanged
         self._measured = measured
         with_mode = [(x, dtype) for x in everything if (dtype := modal.dtype(x)) is not None]
         shortest = _shortest({path for x, _ in with_mode for path in x.paths})
@@ -85,7 +85,7 @@ class ModalProgram:
         Of a step with several scalers, the loss scale of a run is the one of `group`.
         """
         view = copy.copy(self)
-        view._at = group.at if group else _unchanged
+        view.at = group.at if group else _unchanged
         view.sites = [site for site in self.sites if site.part.pass_ is not Pass.UPDATE]
         view.parts = list(dict.fromkeys(site.part for site in view.sites))
         used = {part.path for part in view.parts}
@@ -116,7 +116,7 @@ class ModalProgram:
         `modes` are the modes of some sites, `default` is the mode of all others, and `consts` replaces `self.consts`.
         """
         program = self._program
-        inputs = [*(self.consts if consts is None else consts), np.asarray(self._at(scale), np.float32)]
+        inputs = [*(self.consts if consts is None else consts), np.asarray(self.at(scale), np.float32)]
         values = dict(zip(program.inputs, inputs, strict=True))
         values |= {i: widen(jnp.asarray(x)) for i, x in program.constants.items()}
         records = []
