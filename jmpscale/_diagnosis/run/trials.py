@@ -142,8 +142,9 @@ class GradientTrials:
         Without a scaler, one run does not repay another compilation. In float16, the compiler may combine operations of
         the form without modes, so that an intermediate result overflows.
         """
+        scale = self._group.at(scale) if self._group else scale
         if self._has_scaler or any(site.dtype == np.float16 for site in self.program.sites):
-            return self._forms.run_as_written(self._group.at(scale) if self._group else scale)
+            return self._forms.run_as_written(scale)
         return self._forms.precision.run(scale, {}, Mode.AS_WRITTEN)[0]
 
     @property
