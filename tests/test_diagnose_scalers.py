@@ -243,6 +243,37 @@ def test_diagnose_step_of_several_scalers_on_each_device_names_the_one_that_does
     assert found.loss_scale == 2.0**8
 
 
+def test_diagnose_step_of_losses_in_turn_compares_those_of_this_step():
+    def step(state, i):
+        def large(state):
+            p, scaler, loss = loss_step(state, "large", "sl", lambda p: mean_square(p, LARGE), 1e-3)
+            return {**state, "large": p, "sl": scaler}, loss
+
+        def small(state):
+            p, scaler, loss = loss_step(state, "small", "ss", lambda p: mean_square(p, SMALL), 1e6)
+            return {**state, "small": p, "ss": scaler}, loss
+
+        return jax.lax.cond(i % 2 == 0, large, small, state)
+
+    found = [jmpscale.diagnose_step(step)(state_of(4, 8), jnp.int32(i)) for i in (0, 1)]
+    assert [kinds(x) for x in found] == [[], ["SMALL_SCALE"]]
+    assert ["state['ss']" in x.summary for x in found] == [False, True]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.full)])
+def test_diagnose_step_of_scalers_that_scale_nothing_is_one_without_a_scaler(dtype):
+    def step(state):
+        def loss_fn(p):
+            return jnp.mean((X.astype(dtype) @ p["a"].astype(dtype)).astype(F) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(state["large"])
+        return {**state, "large": descend(state["large"], grads)}, loss
+
+    found = jmpscale.diagnose_step(step)(static_state(4, 8))
+    assert (found.findings, found.loss_scale, found.fitting_scales) == ((), 1.0, None)
+    assert kinds(jmpscale.diagnose_step(step)(state_of(4, 8))) == ["UNUSED_SCALER"]
+
+
 def test_diagnose_step_of_one_scaler_does_not_name_it():
     def step(state):
         state, loss = functional({**state, "ss": jmpscale.static(2.0**36)})
