@@ -22,6 +22,7 @@ from jmpscale._diagnosis.run.lossless import (
     sketch,
 )
 from jmpscale._diagnosis.run.modes import Mode, Modes, Part, Site
+from jmpscale._diagnosis.run.scaler_group import LossScales
 from jmpscale._diagnosis.thresholds import CHANGE, DRAWS, LARGE_VALUE, TRIED_ALONE, AcceptedErrors
 from jmpscale._diagnosis.trace.operations import Path
 from jmpscale._diagnosis.trace.program import Program, Result
@@ -37,7 +38,7 @@ class UpdateTrials:
         program: Program,
         gradients: Collection[int],
         results: Sequence[Result],
-        scale: float,
+        scale: LossScales,
         accepted: AcceptedErrors,
     ) -> None:
         """Creates trials; the first constants are the arguments of the step, and others, `gradients`, are gradients."""
