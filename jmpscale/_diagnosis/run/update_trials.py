@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -185,12 +186,14 @@ class UpdateTrials:
         return changes(Mode.AS_WRITTEN), changes(Mode.FLOAT32)
 
     def changed_by_other_gradients(self, results: Sequence[Result]) -> set[str]:
-        """Returns the names of the leaves that change if gradients are large, and not zero."""
+        """Returns the names of the leaves that change if gradients are finite, large, and not zero."""
         if not results or not self._gradients:
             return set()
-        consts = [
-            jnp.where(x == 0, 1, LARGE_VALUE * x) if i in self._gradients else x for i, x in enumerate(self._consts)
-        ]
+
+        def other(x: Any) -> jax.Array:
+            return jnp.where(jnp.isfinite(x) & (x != 0), LARGE_VALUE * x, 1)
+
+        consts = [other(x) if i in self._gradients else x for i, x in enumerate(self._consts)]
         outputs = dict(zip((x.name for x in self.results), self._run({}, Mode.FLOAT32, consts), strict=True))
         return {x.name for x in results if not bool((outputs[x.name] == on_device(self.old(x))).all())}
 
