@@ -17,6 +17,13 @@ WRONG_ERROR = 0.5
 # The largest error of the loss. The healthy programs of the tests have at most 2%.
 LARGEST_LOSS_ERROR = 0.03
 
+# --- What enters in half precision: an input that moves within its last place, in float32, is tried like an error. ---
+
+# The gradients change by 99% for the table of a noise schedule in bfloat16, 11% for time steps up to 999, and less than
+# 0.1% for images and for a table of cosines. These are 400, 50 and less than 1 times the change that parameters make
+# that move as much. In healthy steps near a minimum of the loss, or with low-rank adapters, it is at most 8 times.
+BESIDE_PARAMETERS = 10.0
+
 # --- Loss scales: how much larger an error may be than the smallest one at any scale. ---
 
 # An error may exceed the smallest one by a factor and a tolerance. Without them, the other digits that float16 rounds
@@ -104,6 +111,7 @@ LARGE_VALUE, SMALLEST_DECAY = 2.0**10, 1e-6
 
 LARGEST_SET = 12  # lines that are found one by one, each in about log2(n) runs of a program of n lines
 TRIED_ALONE = 64  # parts of which each one is run alone, more than the rows of a table by default
+MOST_INPUTS = 4  # that are too coarse, each found in about log2(n) runs
 MOST_CASTS = 3  # casts of a line that are named, each found in about log2(n) runs: of more, the line is the cause
 
 # --- Which scaler is advised. ---

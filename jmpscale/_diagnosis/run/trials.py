@@ -104,6 +104,10 @@ class GradientTrials:
         consts = [_perturb(x, change) for x in self.program.consts]
         return measure(self._recording.run(1.0, {}, Mode.FLOAT32, consts)[0], self.reference).errors
 
+    def errors_of(self, consts: list[Any]) -> tuple[Errors, float]:
+        """Returns the errors in float32, as `compare` does, with other values of the arguments and constants."""
+        return self.compare(self._recording.run(1.0, {}, Mode.FLOAT32, consts)[0])
+
     def of(self, program: Program) -> "GradientTrials":
         """Returns trials of another form of the step, which is compared with the same reference."""
         trials = copy.copy(self)

@@ -103,7 +103,8 @@ class FindingKind(enum.StrEnum):
       STALLED: a leaf of the state, such as an average, will stop moving, because rounding keeps it from shrinking.
       LOST_DECAY: the decay of a parameter is lost.
       ROUNDED_CONSTANT: a leaf does not change because a constant near 1 is rounded.
-      ROUNDED_INPUT: an argument or a constant has too few digits.
+      ROUNDED_INPUT: an argument or a constant has too few digits; `error` is the change that a move within its last
+        place makes.
       NOT_FINITE: a value is infinite or NaN, in float32 too.
       NOT_COMPARED: something was not compared, so nothing is known of it.
     """

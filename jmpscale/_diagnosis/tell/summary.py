@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from jmpscale._base.text import enumerate_names
 from jmpscale._diagnosis.examined import Examined, SensitiveLoss
 from jmpscale._diagnosis.tell.describe_gradients import describe_gradients, ends_with_small_error
-from jmpscale._diagnosis.tell.describe_inputs import describe_rounded
+from jmpscale._diagnosis.tell.describe_inputs import describe_coarse_inputs
 from jmpscale._diagnosis.tell.describe_update import describe_update
 from jmpscale._diagnosis.tell.phrases import by
 from jmpscale._diagnosis.tell.report import DiagnosisFinding, FindingKind
 from jmpscale._diagnosis.tell.told import Told
-from jmpscale._diagnosis.trace.rounded import find_rounded
 
 _IGNORED = (
     "No gradient depends on the dynamic loss scale: scale the loss with this scaler, or create the optimizer with "
@@ -66,7 +65,7 @@ def _notes(examined: Examined) -> list[Told]:
         notes.append(Told(_IGNORED, DiagnosisFinding(FindingKind.UNUSED_SCALER)))
     if step.gradients and step.state == ():
         notes.append(Told(_NO_STATE, DiagnosisFinding(FindingKind.NOT_COMPARED)))
-    return [*notes, *describe_rounded(find_rounded(step.of_gradients))]
+    return [*notes, *describe_coarse_inputs(examined.coarse_inputs)]
 
 
 def _describe_loss(loss: SensitiveLoss) -> Told:

@@ -1,0 +1,172 @@
+"""What enters a step in half precision: arguments, constants, random numbers, counters, and integers made of them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmpscale
+
+from arrays import normal
+from diagnosis_programs import fault_line
+from tables import names
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+B, F, H = jnp.bfloat16, jnp.float32, jnp.float16
+Kind = jmpscale.FindingKind
+PARAMS = {"a": normal(0, 16, 32, scale=0.25), "b": normal(1, 32, 16, scale=0.2)}
+X, NOISE = normal(2, 128, 16), normal(3, 128, 16)
+
+
+def model(params, x, dtype=F):
+    return (jnp.tanh(x.astype(dtype) @ params["a"].astype(dtype)) @ params["b"].astype(dtype)).astype(F)
+
+
+def sgd(loss_fn):
+    """Returns a step of gradient descent."""
+
+    def step(params, *args):
+        loss, grads = jax.value_and_grad(loss_fn)(params, *args)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    return step
+
+
+def place(fun):
+    return f"test_diagnose_entering.py:{fault_line(fun)} ({fun.__name__})"
+
+
+# --- Arguments and constants in half precision. ---
+
+SCHEDULE = jnp.cumprod(1 - jnp.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2)  # of Stable Diffusion
+TIMES = jnp.arange(128) * 8
+FREQUENCIES = 1e3 ** -(jnp.arange(8.0) / 8)
+
+
+def denoising(params, table, times, dtype=F):
+    signal = table[times].astype(F)[:, None]  # fault
+    noisy = jnp.sqrt(signal) * X + jnp.sqrt(1 - signal) * NOISE
+    return jnp.mean((model(params, noisy, dtype) / jnp.sqrt(1 - signal + 1e-5) - NOISE) ** 2)
+
+
+def time_steps(params, times):
+    angles = times.astype(F)[:, None] * FREQUENCIES[None]  # fault
+    return jnp.mean((model(params, jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], 1)) - 0.3) ** 2)
+
+
+def offset(params, batch):
+    centered = batch["x"].astype(F) - 100  # fault
+    return jnp.mean((model(params, centered) - jnp.sin(X)) ** 2)
+
+
+def discounted(params, gamma):
+    returns = jnp.mean(X**2, 1) / (1 - gamma.astype(F))  # fault
+    return jnp.mean((model(params, X)[:, 0] - returns) ** 2)
+
+
+def with_table(compile_, table):
+    return compile_(sgd(lambda params, times: denoising(params, table, times)))
+
+
+SCHEDULE_IN_HALF, LATE = SCHEDULE.astype(B), TIMES // 20
+COARSE = {  # a step, its arguments after the parameters, the function with the line, the names, and the dtype
+    "table": (sgd(denoising), (SCHEDULE_IN_HALF, LATE), denoising, ("args[0]",), "bfloat16"),
+    "table of a compiled step": (
+        jax.jit(sgd(denoising)),
+        (SCHEDULE_IN_HALF, LATE),
+        denoising,
+        ("args[0]",),
+        "bfloat16",
+    ),
+    "table in float16": (sgd(denoising), (SCHEDULE.astype(H), LATE), denoising, ("args[0]",), "float16"),
+    "table of a model in bfloat16": (
+        sgd(lambda *args: denoising(*args, dtype=B)),
+        (SCHEDULE_IN_HALF, LATE),
+        denoising,
+        ("args[0]",),
+        "bfloat16",
+    ),
+    "constant table": (with_table(lambda f: f, SCHEDULE_IN_HALF), (LATE,), denoising, (), "bfloat16"),
+    "constant table of a compiled step": (with_table(jax.jit, SCHEDULE_IN_HALF), (LATE,), denoising, (), "bfloat16"),
+    "time steps": (sgd(time_steps), (TIMES.astype(B),), time_steps, ("args[0]",), "bfloat16"),
+    "values with an offset": (sgd(offset), ({"x": (X + 100).astype(B)},), offset, ("args[0]['x']",), "bfloat16"),
+    "scalar": (sgd(discounted), (B(0.99),), discounted, ("args[0]",), "bfloat16"),
+    "one of several": (
+        sgd(lambda params, x, times, y: time_steps(params, times) + jnp.mean((model(params, x) - y) ** 2)),
+        (X.astype(B), TIMES.astype(B), NOISE.astype(B)),
+        time_steps,
+        ("args[1]",),
+        "bfloat16",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", names(COARSE, default={"table", "constant table of a compiled step", "time steps", "one of several"})
+)
+def test_diagnose_step_names_an_input_whose_lost_digits_change_the_gradients(name):
+    step, args, fun, argument, dtype = COARSE[name]
+    (finding,) = jmpscale.diagnose_step(step)(PARAMS, *args).findings
+    assert (finding.kind, finding.names, finding.lines) == (Kind.ROUNDED_INPUT, argument, (place(fun),))
+    assert finding.dtype == dtype
+    assert finding.error > 0.05
+    assert finding.error_then is None
+
+
+def test_diagnose_names_an_input_whose_lost_digits_change_the_gradients():
+    (finding,) = jmpscale.diagnose(denoising)(PARAMS, SCHEDULE_IN_HALF, LATE).findings
+    assert (finding.kind, finding.names) == (Kind.ROUNDED_INPUT, ("table",))
+
+
+def adapters(params, backbone, x):
+    """Has low-rank adapters beside parameters in bfloat16."""
+
+    def layer(h, w):
+        w, a, b = w
+        return h + jnp.tanh(h @ w + (h @ a.astype(B)) @ b.astype(B)) * B(0.5), None
+
+    h, _ = jax.lax.scan(layer, x, (backbone, params["a"], params["b"]))
+    return jnp.mean((h.astype(F) - X) ** 2)
+
+
+def regression(params, x, y):
+    return jnp.mean((model(params, x) - y.astype(F)) ** 2)
+
+
+def masked(params, x, mask, weights):
+    probability = jnp.sqrt(1 - mask.astype(F)) + weights.astype(F)[:, None]
+    return jnp.mean(probability * (model(params, x) - jnp.sin(X)) ** 2)
+
+
+def trained(step, state, steps, *args):
+    return jax.jit(lambda s: jax.lax.scan(lambda s, _: (step(s, *args)[0], None), s, None, steps)[0])(state)
+
+
+HALF_BATCH = X.astype(B), jnp.sin(X).astype(B)
+MASK = (jnp.arange(128) % 2).astype(B)[:, None]
+BACKBONE = normal(4, 24, 16, 16, scale=0.35).astype(B)
+ADAPTERS = {"a": normal(5, 24, 16, 4, scale=0.25), "b": jnp.zeros((24, 4, 16))}
+FINE = {  # a step, its state, the number of steps before, and its other arguments
+    "images": (sgd(regression), PARAMS, 0, HALF_BATCH),
+    "images, later": (sgd(regression), PARAMS, 20000, HALF_BATCH),
+    "table of cosines": (
+        sgd(regression),
+        PARAMS,
+        0,
+        (jnp.cos(TIMES.astype(F)[:, None] * np.ones((1, 16), np.float32)).astype(B), X),
+    ),
+    "exact mask": (sgd(masked), PARAMS, 0, (X, MASK, MASK[:, 0] * B(0.5))),
+    "small integers": (sgd(time_steps), PARAMS, 0, (jnp.arange(128).astype(B),)),
+    "large integers whose digits do not matter": (sgd(time_steps), PARAMS, 0, (TIMES.astype(H),)),
+    "backbone": (sgd(adapters), ADAPTERS, 0, (BACKBONE, X.astype(B))),
+    "backbone, later": (sgd(adapters), ADAPTERS, 100, (BACKBONE, X.astype(B))),
+    "schedule in float32": (sgd(denoising), PARAMS, 0, (SCHEDULE, LATE)),
+}
+
+
+@pytest.mark.parametrize("name", names(FINE, default={"images, later", "exact mask"}))
+def test_diagnose_step_finds_nothing_in_inputs_whose_lost_digits_do_not_matter(name):
+    step, state, steps, args = FINE[name]
+    state = trained(step, state, steps, *args) if steps else state
+    assert jmpscale.diagnose_step(step)(state, *args).findings == ()
