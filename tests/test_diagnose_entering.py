@@ -170,3 +170,109 @@ def test_diagnose_step_finds_nothing_in_inputs_whose_lost_digits_do_not_matter(n
     step, state, steps, args = FINE[name]
     state = trained(step, state, steps, *args) if steps else state
     assert jmpscale.diagnose_step(step)(state, *args).findings == ()
+
+
+# --- Random numbers in half precision. ---
+
+
+def with_weights(weights):
+    """Returns a step whose loss has weights that are made of a random key and the data."""
+
+    def step(params, key):
+        def loss_fn(params):
+            return jnp.mean(weights(key, params) * (model(params, X) - jnp.sin(X)) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    return step
+
+
+def one_hot_of(choices, count):
+    return jnp.bincount(choices, length=count)[:128, None] / choices.size
+
+
+def sampled(key, params):
+    return one_hot_of(jax.random.categorical(key, jnp.zeros(4096, B), shape=(512,)), 4096)  # fault
+
+
+def gumbel_of_a_policy(key, params):
+    logits = (model(params, X)[:, :1] @ jnp.ones((1, 1024))).astype(B)
+    noise = jax.random.gumbel(key, logits.shape, B)  # fault
+    return one_hot_of(jnp.argmax(jax.nn.softmax(logits + noise), 1), 1024)
+
+
+def without_replacement(key, params):
+    return jax.lax.top_k(jax.random.uniform(key, (4096,), B), 128)[1][:, None] / 4096  # fault
+
+
+def shuffled(key, params):
+    return jnp.argsort(jax.random.uniform(key, (4096,), B))[:128, None] / 4096  # fault
+
+
+def in_float16(key, params):
+    return one_hot_of(jax.random.categorical(key, jnp.zeros(4096, H), shape=(512,)), 4096)  # fault
+
+
+def rarely_masked(key, params):
+    return (jax.random.uniform(key, X.shape, B) < B(0.002)).astype(F)  # fault
+
+
+def rarely_kept(key, params):
+    x = jax.random.uniform(key, X.shape, B)  # fault
+    return (1 - x.astype(F) <= 0.01).astype(F)
+
+
+COARSE_DRAWS = {  # weights, and the dtype of the random numbers
+    "categorical": (sampled, "bfloat16"),
+    "Gumbel noise": (gumbel_of_a_policy, "bfloat16"),
+    "top_k": (without_replacement, "bfloat16"),
+    "sort": (shuffled, "bfloat16"),
+    "float16": (in_float16, "float16"),
+    "small probability": (rarely_masked, "bfloat16"),
+    "small probability of large numbers": (rarely_kept, "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", names(COARSE_DRAWS, default={"categorical", "small probability"}))
+@pytest.mark.parametrize("compile_", [lambda f: f, pytest.param(jax.jit, marks=pytest.mark.full)], ids=["", "compiled"])
+def test_diagnose_step_names_random_numbers_that_are_too_coarse(name, compile_):
+    weights, dtype = COARSE_DRAWS[name]
+    step = compile_(with_weights(weights))
+    assert jmpscale.diagnose_step(step)(PARAMS, jax.random.key(0)).findings == (
+        jmpscale.DiagnosisFinding(Kind.COARSE_RANDOM, lines=(place(weights),), dtype=dtype),
+    )
+
+
+def test_diagnose_step_names_random_numbers_that_choose_what_only_the_state_holds():
+    def step(params, key, actions):
+        params, loss = sgd(lambda params: jnp.mean((model(params, X) - jnp.sin(X)) ** 2))(params)
+        return params, jax.random.categorical(key, jnp.zeros(4096, B), shape=actions.shape), loss  # fault
+
+    (finding,) = jmpscale.diagnose_step(step)(PARAMS, jax.random.key(0), jnp.zeros(8, int)).findings
+    assert (finding.kind, finding.lines) == (Kind.COARSE_RANDOM, (place(step),))
+
+
+def noisy(key, params):
+    hidden = X.astype(B) + B(0.1) * jax.random.normal(key, X.shape, B)
+    return jax.nn.relu(hidden - B(2.8)).astype(F)
+
+
+FINE_DRAWS = {
+    "categorical in float32": lambda key, _: one_hot_of(jax.random.categorical(key, jnp.zeros(512), shape=(64,)), 512),
+    "few actions": lambda key, params: one_hot_of(jax.random.categorical(key, jnp.zeros(16, B), shape=(512,)), 128),
+    "dropout": lambda key, params: (jax.random.uniform(key, X.shape, B) < B(0.9)).astype(F),
+    "dropout by bernoulli": lambda key, params: jax.random.bernoulli(key, 0.999, X.shape).astype(F),
+    "dropout without dropping": lambda key, params: (jax.random.uniform(key, X.shape, B) < B(1)).astype(F),
+    "one rare number of a few": lambda key, params: (jax.random.uniform(key, (128, 1), B) < B(0.02)).astype(F),
+    "noise": noisy,
+    "noise before a matmul and an argmax": lambda key, params: jnp.argmax(
+        jax.random.normal(key, (128, 16), B).astype(F) @ normal(6, 16, 512), 1
+    )[:, None].astype(F),
+    "permutation": lambda key, params: jax.random.permutation(key, 512)[:128, None] / 512,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", names(FINE_DRAWS, default={"few actions", "dropout", "noise"}))
+def test_diagnose_step_finds_nothing_in_random_numbers_that_are_fine_enough(name):
+    assert jmpscale.diagnose_step(with_weights(FINE_DRAWS[name]))(PARAMS, jax.random.key(1)).findings == ()

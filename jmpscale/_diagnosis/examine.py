@@ -7,6 +7,7 @@ from jmpscale._diagnosis.examined import Examined, SensitiveLoss, scale_of_rows
 from jmpscale._diagnosis.run.forms import Forms
 from jmpscale._diagnosis.run.trials import GradientTrials
 from jmpscale._diagnosis.search.advice import find_advice
+from jmpscale._diagnosis.search.draws import find_coarse_choices
 from jmpscale._diagnosis.search.fit import Fit, Present, find_fit
 from jmpscale._diagnosis.search.inputs import find_coarse_inputs
 from jmpscale._diagnosis.search.lines import find_suspects
@@ -53,6 +54,7 @@ def examine(
             _find_sensitive_loss(trials, fit, repair),
             _examine_update(step, trials, fit, accepted),
             tuple(find_coarse_inputs(step, trials, fit.error_at_exponent)),
+            tuple(find_coarse_choices(step.choices, trials)),
         )
     )
 

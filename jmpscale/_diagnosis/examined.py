@@ -8,6 +8,7 @@ from jmpscale._base.text import enumerate_names
 from jmpscale._diagnosis.run.modes import Part, Site, Statistics
 from jmpscale._diagnosis.run.trials import GradientTrials
 from jmpscale._diagnosis.search.advice import Advice
+from jmpscale._diagnosis.search.draws import CoarseChoice
 from jmpscale._diagnosis.search.fit import Fit, Present
 from jmpscale._diagnosis.search.inputs import CoarseInput
 from jmpscale._diagnosis.search.lines import Suspects
@@ -40,6 +41,7 @@ class Examined(NamedTuple):
     sensitive_loss: SensitiveLoss | None = None
     update: Update = Update()
     coarse_inputs: tuple[CoarseInput, ...] = ()
+    coarse_choices: tuple[CoarseChoice, ...] = ()
 
     @property
     def present(self) -> Present:

@@ -24,6 +24,11 @@ LARGEST_LOSS_ERROR = 0.03
 # that move as much. In healthy steps near a minimum of the loss, or with low-rank adapters, it is at most 8 times.
 BESIDE_PARAMETERS = 10.0
 
+# A probability of a threshold is a number of steps, one for each different random number in half precision. Up to so
+# many steps, it may have an error of a third. bfloat16 has 128 of them, so the probability 0.9 is 0.902, but 0.01 is
+# 0.0156.
+RARE = 3
+
 # --- Loss scales: how much larger an error may be than the smallest one at any scale. ---
 
 # An error may exceed the smallest one by a factor and a tolerance. Without them, the other digits that float16 rounds

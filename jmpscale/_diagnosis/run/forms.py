@@ -1,13 +1,14 @@
 """The forms of a program that trials run: as it is written, and with modes."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from jmpscale._base.memory import on_device
 from jmpscale._diagnosis.run.modal_program import ModalProgram
-from jmpscale._diagnosis.run.modes import CONSTANTS, PRECISION, RECORD, REPAIR, Modal
+from jmpscale._diagnosis.run.modes import CONSTANTS, PRECISION, RECORD, REPAIR, Modal, counting
 from jmpscale._diagnosis.trace.operations import Operation, program_operations
 from jmpscale._diagnosis.trace.program import Program
 from jmpscale._programs.compile import compiled_jaxpr
@@ -47,6 +48,10 @@ class Forms:
     def repair(self) -> ModalProgram:
         """A program whose infinities and NaN can be replaced by zeros."""
         return self._form(REPAIR)
+
+    def counting(self, dtypes: Mapping[tuple[str, str], np.dtype]) -> ModalProgram:
+        """Returns a program that records how rare the results of some comparisons are."""
+        return self._form(counting(dtypes))
 
     @functools.cached_property
     def _operations(self) -> list[Operation]:

@@ -193,6 +193,22 @@ def _perturb_constants(
     return [jnp.where(execution.mode == Mode.PERTURBED, x, y) for x, y in zip(outputs, in_float32, strict=True)]
 
 
+def counting(dtypes: Mapping[tuple[str, str], np.dtype]) -> Modal:
+    """Returns the modes of some comparisons, by their lines and primitives: they record how rare a result is.
+
+    The first column has the fraction of the results that are true, or those that are false if they are fewer; the
+    second one, the number of results.
+    """
+
+    def record(execution: Execution, _: Operation, inputs: list[Any], in_float32: list[Any]) -> list[Any]:
+        fraction = in_float32[0].astype(np.float32).mean()
+        size = np.float32(in_float32[0].size)
+        execution.record(jnp.stack([jnp.minimum(fraction, 1 - fraction), size]))
+        return in_float32
+
+    return Modal(lambda x: dtypes.get((x.line, x.eqn.primitive.name)), record, columns=2)
+
+
 PRECISION = Modal(_half_dtype, _choose_precision)
 RECORD = Modal(_recorded_dtype, _record, columns=3)
 REPAIR = Modal(_inexact_dtype, _repair, columns=2)

@@ -3,7 +3,7 @@
 import copy
 import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -107,6 +107,14 @@ class GradientTrials:
     def errors_of(self, consts: list[Any]) -> tuple[Errors, float]:
         """Returns the errors in float32, as `compare` does, with other values of the arguments and constants."""
         return self.compare(self._recording.run(1.0, {}, Mode.FLOAT32, consts)[0])
+
+    def count(self, comparisons: Mapping[tuple[str, str], np.dtype]) -> dict[tuple[str, str], tuple[float, float]]:
+        """Returns how rare the results of some comparisons are, by line and primitive: the fraction, and their number.
+
+        Those on which neither the loss nor a gradient depends are missing.
+        """
+        records = self._forms.counting(comparisons).run(1.0, {}, Mode.FLOAT32)[1]
+        return {(site.part.path[-1], site.operation): (rare, size) for site, (rare, size) in records.items()}
 
     def of(self, program: Program) -> "GradientTrials":
         """Returns trials of another form of the step, which is compared with the same reference."""

@@ -70,7 +70,6 @@ class _Moves:
         self._readers = find_readers(self._program, halves.keys() - set(self._parameters))
         self._masks = {i: may_be_rounded(trials.program.consts[i], halves[i]) for i in sorted(self._readers)}
         self.inputs = [i for i, mask in self._masks.items() if bool(mask.any())]
-        self._dtype = max((halves[i] for i in self.inputs), key=lambda x: float(jnp.finfo(x).eps), default=None)
         self._errors: dict[tuple[int, ...], float] = {}
 
     def error(self, inputs: Sequence[int]) -> float:
@@ -82,7 +81,9 @@ class _Moves:
 
     def error_of_parameters(self) -> float:
         """Returns the largest error if the parameters move within the last places of the coarsest input."""
-        return self._largest(dict.fromkeys(self._parameters, self._dtype), {})
+        dtypes: list[np.dtype] = [self._program.consts[i].dtype for i in self.inputs]
+        coarsest = max(dtypes, key=lambda x: float(jnp.finfo(x).eps))
+        return self._largest(dict.fromkeys(self._parameters, coarsest), {})
 
     def _largest(self, dtypes: Mapping[int, np.dtype], masks: Mapping[int, Any]) -> float:
         consts = self._trials.program.consts

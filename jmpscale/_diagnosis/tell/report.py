@@ -105,6 +105,7 @@ class FindingKind(enum.StrEnum):
       ROUNDED_CONSTANT: a leaf does not change because a constant near 1 is rounded.
       ROUNDED_INPUT: an argument or a constant has too few digits; `error` is the change that a move within its last
         place makes.
+      COARSE_RANDOM: random numbers in half precision are too coarse for what is chosen by them.
       NOT_FINITE: a value is infinite or NaN, in float32 too.
       NOT_COMPARED: something was not compared, so nothing is known of it.
     """
@@ -124,6 +125,7 @@ class FindingKind(enum.StrEnum):
     LOST_DECAY = enum.auto()
     ROUNDED_CONSTANT = enum.auto()
     ROUNDED_INPUT = enum.auto()
+    COARSE_RANDOM = enum.auto()
     NOT_FINITE = enum.auto()
     NOT_COMPARED = enum.auto()
 

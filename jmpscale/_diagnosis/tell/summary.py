@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from jmpscale._base.text import enumerate_names
 from jmpscale._diagnosis.examined import Examined, SensitiveLoss
+from jmpscale._diagnosis.tell.describe_draws import describe_coarse_choices
 from jmpscale._diagnosis.tell.describe_gradients import describe_gradients, ends_with_small_error
 from jmpscale._diagnosis.tell.describe_inputs import describe_coarse_inputs
 from jmpscale._diagnosis.tell.describe_update import describe_update
@@ -65,7 +66,8 @@ def _notes(examined: Examined) -> list[Told]:
         notes.append(Told(_IGNORED, DiagnosisFinding(FindingKind.UNUSED_SCALER)))
     if step.gradients and step.state == ():
         notes.append(Told(_NO_STATE, DiagnosisFinding(FindingKind.NOT_COMPARED)))
-    return [*notes, *describe_coarse_inputs(examined.coarse_inputs)]
+    drawn = describe_coarse_choices(examined.coarse_choices)
+    return [*notes, *describe_coarse_inputs(examined.coarse_inputs), *drawn]
 
 
 def _describe_loss(loss: SensitiveLoss) -> Told:

@@ -8,6 +8,7 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._base.tree import PyTree, check_no_refs
+from jmpscale._diagnosis.trace.choices import find_choices
 from jmpscale._diagnosis.trace.cut import Update, cut, evaluate_given
 from jmpscale._diagnosis.trace.expose import evaluate
 from jmpscale._diagnosis.trace.gradients import Gradients
@@ -56,6 +57,7 @@ def _traced_step(call: StepCall, out: PyTree, traced: core.ClosedJaxpr) -> Trace
         tuple(match.name for match in matches),
         loss is not None,
         tuple(zip(arrays.names, arrays.values, strict=True)),
+        choices=tuple(find_choices(written.jaxpr)),
     )
 
 

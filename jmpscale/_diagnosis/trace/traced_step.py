@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+from jmpscale._diagnosis.trace.choices import Choice
 from jmpscale._diagnosis.trace.cut import Update
 from jmpscale._diagnosis.trace.program import Program, Result
 
@@ -17,6 +18,7 @@ class TracedStep(NamedTuple):
     has_loss: bool = True  # otherwise the first output is 1
     arguments: tuple[tuple[str, Any], ...] = ()  # the leaves of its arguments, with their names
     ignores_scaler: bool = False  # whether no gradient depends on the scale of a dynamic scaler
+    choices: tuple[Choice, ...] = ()  # by random numbers in half precision
     kept: tuple[str, ...] = ()  # the matmuls that autocast leaves in float32, with the reason
 
     @property
