@@ -276,3 +276,82 @@ FINE_DRAWS = {
 @pytest.mark.parametrize("name", names(FINE_DRAWS, default={"few actions", "dropout", "noise"}))
 def test_diagnose_step_finds_nothing_in_random_numbers_that_are_fine_enough(name):
     assert jmpscale.diagnose_step(with_weights(FINE_DRAWS[name]))(PARAMS, jax.random.key(1)).findings == ()
+
+
+# --- Counters in half precision. ---
+
+
+def with_counter(count, n, **others):
+    """Returns a step that has a counter, or another leaf, in its state, and the state."""
+
+    def step(state, x):
+        loss, grads = jax.value_and_grad(lambda params: jnp.mean((model(params, x) - jnp.sin(x)) ** 2))(state["params"])
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+        return state | {"params": params} | count(state, grads, loss, x), loss
+
+    return step, {"params": PARAMS, "n": n} | others
+
+
+def plus_one(state, grads, loss, x):
+    return {"n": state["n"] + 1}
+
+
+def gated(state, grads, loss, x):
+    finite = jmpscale.all_finite(grads)
+    return {"n": jmpscale.apply_if(finite, lambda n: n + 1, state["n"])}
+
+
+def wide_sum(state, grads, loss, x):
+    return {"n": (state["n"].astype(F) + len(x)).astype(state["n"].dtype)}
+
+
+def kahan(state, grads, loss, x):
+    y = 1 - state["c"]
+    n = state["n"] + y
+    return {"n": n, "c": (n - state["n"]) - y}
+
+
+COUNTERS = {  # a step and its state, the value at which the counter stops, and the dtype
+    "plus one": (*with_counter(plus_one, B(0)), 256, "bfloat16"),
+    "later": (*with_counter(plus_one, B(100)), 256, "bfloat16"),
+    "float16": (*with_counter(plus_one, H(0)), 2048, "float16"),
+    "several": (*with_counter(plus_one, jnp.zeros(3, B)), 256, "bfloat16"),
+    "gated": (*with_counter(gated, B(1)), 256, "bfloat16"),
+    "by the batch size": (*with_counter(wide_sum, B(0)), 256 * 128, "bfloat16"),
+    "by a fraction": (*with_counter(lambda s, *_: {"n": s["n"] + B(0.01)}, B(0)), 4, "bfloat16"),
+    "down": (*with_counter(lambda s, *_: {"n": s["n"] - 1}, B(0)), -256, "bfloat16"),
+    "that begins again too late": (
+        *with_counter(lambda s, *_: {"n": jnp.where(s["n"] < 1000, s["n"] + 1, 0)}, B(0)),
+        256,
+        "bfloat16",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", names(COUNTERS, default={"plus one", "gated", "by a fraction"}))
+def test_diagnose_step_predicts_where_a_counter_stops(name):
+    step, state, stop, dtype = COUNTERS[name]
+    diagnosis = jmpscale.diagnose_step(step)(state, X)
+    assert diagnosis.findings == (jmpscale.DiagnosisFinding(Kind.STALLED, ("state['n']",), dtype=dtype),)
+    assert f"state['n'] will stop at {stop}: " in diagnosis.summary
+
+
+NO_COUNTERS = {
+    "float32": with_counter(plus_one, F(0)),
+    "integer": with_counter(plus_one, jnp.int32(0)),
+    "begins again": with_counter(lambda s, *_: {"n": jnp.where(s["n"] < 10, s["n"] + 1, 0)}, B(0)),
+    "saturates": with_counter(lambda s, *_: {"n": jnp.minimum(s["n"] + 1, 100)}, B(0)),
+    "counts down": with_counter(lambda s, *_: {"n": jnp.maximum(s["n"] - 1, 0)}, B(100)),
+    "counts down below zero": with_counter(lambda s, *_: {"n": s["n"] - 1}, B(100)),
+    "Kahan summation": with_counter(kahan, B(0), c=B(0)),
+    "sum of losses": with_counter(lambda s, grads, loss, x: {"n": s["n"] + loss.astype(B)}, B(0)),
+    "sum of gradients": with_counter(lambda s, grads, *_: {"n": s["n"] + grads["a"].sum().astype(B)}, B(0)),
+    "sum of data": with_counter(lambda s, grads, loss, x: {"n": s["n"] + x[0, 0].astype(B)}, B(0)),
+    "average of ones": with_counter(lambda s, *_: {"n": B(0.9) * s["n"] + B(0.1)}, B(0)),
+}
+
+
+@pytest.mark.parametrize("name", names(NO_COUNTERS, default={"begins again", "sum of losses", "sum of gradients"}))
+def test_diagnose_step_finds_nothing_in_what_does_not_count_or_does_not_stop(name):
+    step, state = NO_COUNTERS[name]
+    assert jmpscale.diagnose_step(step)(state, X).findings == ()

@@ -16,6 +16,7 @@ from jmpscale._diagnosis.run.fitting_scales import Errors, Scales, at_one_scale,
 from jmpscale._diagnosis.run.forms import Forms
 from jmpscale._diagnosis.run.modal_program import ModalProgram
 from jmpscale._diagnosis.run.modes import Mode, Modes, Part, Site, Statistics
+from jmpscale._diagnosis.run.moves import perturb
 from jmpscale._diagnosis.thresholds import (
     CHANGE,
     CHANGES,
@@ -101,7 +102,7 @@ class GradientTrials:
 
     def _error_of_a_change(self, change: float) -> np.ndarray:
         """Returns the relative change of the loss and of each gradient in float32, after a change of all arguments."""
-        consts = [_perturb(x, change) for x in self.program.consts]
+        consts = [perturb(x, change) for x in self.program.consts]
         return measure(self._recording.run(1.0, {}, Mode.FLOAT32, consts)[0], self.reference).errors
 
     def errors_of(self, consts: list[Any]) -> tuple[Errors, float]:
@@ -245,7 +246,7 @@ class GradientTrials:
     def _errors_of_other_parameters(self, change: float, exponent: int) -> tuple[Errors, np.ndarray, bool]:
         """Returns the errors of the gradients after a change of the parameters, their norms, and if all is right."""
         pairs = list(zip(self.program.consts, self.program.names, strict=True))
-        consts = [_perturb(x, change) if name in self._parameters else x for x, name in pairs]
+        consts = [perturb(x, change) if name in self._parameters else x for x, name in pairs]
         reference = self.program.run(1.0, {}, Mode.FLOAT32, consts)[0]
         norms = measure(reference, reference).norms[1:]
         growth = np.max(norms[self.decisive] / self.measured.norms[1:][self.decisive], initial=1.0)
@@ -290,17 +291,6 @@ class GradientTrials:
         parts = self.program.parts if len(self.program.parts) <= TRIED_ALONE else []
         alone = {part: {x: Mode.AS_WRITTEN for x in self.program.sites if x.part == part} for part in parts}
         return {part: self.error(modes, Mode.FLOAT32, exponent) for part, modes in alone.items()}
-
-
-@jax.jit
-def _perturb(x: jax.Array, fraction: float) -> jax.Array:
-    """Changes values by a fraction, up or down, depending on their bits; not integers, which may be indices."""
-    if not jnp.issubdtype(x.dtype, np.floating):
-        return x
-    bits = jax.lax.bitcast_convert_type(x.astype(np.float32), np.int32)
-    up = ((bits ^ (bits >> 7) ^ (bits >> 13)) & 1) == 1
-    changed = x * jnp.where(up, 1 + fraction, 1 - fraction).astype(x.dtype)
-    return jnp.where(x == jnp.round(x), x, changed)
 
 
 def _round(x: jax.Array, digits: int) -> jax.Array:

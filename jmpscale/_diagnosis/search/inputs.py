@@ -13,7 +13,7 @@ import numpy as np
 
 from jmpscale._base.types import is_narrow
 from jmpscale._diagnosis.run.fitting_scales import largest
-from jmpscale._diagnosis.run.last_place import may_be_rounded, move
+from jmpscale._diagnosis.run.moves import may_be_rounded, move
 from jmpscale._diagnosis.run.trials import GradientTrials
 from jmpscale._diagnosis.thresholds import BESIDE_PARAMETERS, MOST_INPUTS, SAME_SIZE
 from jmpscale._diagnosis.trace.readers import find_readers

@@ -8,6 +8,7 @@ from jmpscale._diagnosis.run.changes import Change
 from jmpscale._diagnosis.run.forms import Forms
 from jmpscale._diagnosis.run.modes import Mode, Part, Site, Statistics
 from jmpscale._diagnosis.run.update_trials import UpdateTrials
+from jmpscale._diagnosis.search.counters import Counter, find_counters
 from jmpscale._diagnosis.search.smallest_set import smallest_set
 from jmpscale._diagnosis.search.stalled import Stalled, Unchanged, find_stalled, find_unchanged
 from jmpscale._diagnosis.thresholds import ALMOST_BAD, AcceptedErrors
@@ -27,6 +28,7 @@ class Update(NamedTuple):
     sites: tuple[Site, ...] = ()  # of the update
     stalled: tuple[Stalled, ...] = ()
     unchanged: Unchanged | None = None
+    counters: tuple[Counter, ...] = ()
 
     @property
     def all_paths(self) -> list[Path]:
@@ -70,6 +72,7 @@ def examine_update(
         tuple(trials.program.sites),
         tuple(find_stalled(trials)),
         find_unchanged(trials, changes),
+        tuple(find_counters(trials)),
     )
 
 

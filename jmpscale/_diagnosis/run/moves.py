@@ -1,10 +1,21 @@
-"""Moves values within their last place: to numbers that round to the same values."""
+"""Moves values by a fraction, or within their last place, to numbers that round to the same values."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+
+@jax.jit
+def perturb(x: jax.Array, fraction: float) -> jax.Array:
+    """Changes values by a fraction, up or down, depending on their bits; not integers, which may be indices."""
+    if not jnp.issubdtype(x.dtype, np.floating):
+        return x
+    bits = jax.lax.bitcast_convert_type(x.astype(np.float32), np.int32)
+    up = ((bits ^ (bits >> 7) ^ (bits >> 13)) & 1) == 1
+    changed = x * jnp.where(up, 1 + fraction, 1 - fraction).astype(x.dtype)
+    return jnp.where(x == jnp.round(x), x, changed)
 
 
 @functools.partial(jax.jit, static_argnums=1)
