@@ -355,3 +355,111 @@ NO_COUNTERS = {
 def test_diagnose_step_finds_nothing_in_what_does_not_count_or_does_not_stop(name):
     step, state = NO_COUNTERS[name]
     assert jmpscale.diagnose_step(step)(state, X).findings == ()
+
+
+# --- Integers that are indices. ---
+
+TABLE = jnp.cos(jnp.arange(512.0)[:, None] / 40 + jnp.arange(16.0)[None])
+ONES = jnp.ones((512, 1))
+LONG = normal(7, 512, 16)
+
+
+def with_indices(lookup):
+    """Returns the loss of a program that reads a table at indices, and has a moderate rounding error elsewhere."""
+
+    def loss_fn(params):
+        return regression(params, LONG + lookup(params), jnp.sin(LONG))
+
+    return loss_fn
+
+
+def positions(params):
+    return TABLE[(jnp.cumsum(ONES.astype(B), 0) - 1).astype(int)[:, 0]]  # fault
+
+
+def positions_through_float32(params):
+    counts = jnp.cumsum(ONES.astype(B), 0)  # fault
+    return TABLE[jnp.round(counts.astype(F) - 1).astype(jnp.uint32)[:, 0]]
+
+
+def one_hot(params):
+    index = (jnp.cumsum(ONES.astype(B), 0) - 1).astype(int)[:, 0]  # fault
+    return jax.nn.one_hot(index, 512) @ TABLE
+
+
+def gathered(params):
+    index = jax.jit(lambda ones: (jnp.cumsum(ones.astype(B), 0) - 1).astype(int))(ONES)  # fault
+    return jnp.take_along_axis(TABLE, index, 0, mode="clip")
+
+
+def scattered(params):
+    index = (jnp.cumsum(ONES.astype(B), 0) - 1).astype(int)[:, 0]  # fault
+    return jnp.zeros_like(TABLE).at[index].add(TABLE)
+
+
+def in_a_loop(params):
+    def row(_, i):
+        index = ((i + jnp.arange(16)).astype(B) * B(1.5)).astype(int)  # fault
+        return None, TABLE[jnp.minimum(index, 511), jnp.arange(16)]
+
+    return jax.lax.scan(row, None, jnp.arange(512))[1]
+
+
+WRONG_INDICES = {"positions": positions, "through float32": positions_through_float32, "one hot": one_hot}
+WRONG_INDICES |= {"gathered": gathered, "scattered": scattered, "in a loop": in_a_loop}
+
+
+@pytest.mark.parametrize("name", names(WRONG_INDICES, default={"positions", "in a loop"}))
+def test_diagnose_step_names_lines_that_make_indices_wrong(name):
+    diagnosis = jmpscale.diagnose_step(sgd(with_indices(WRONG_INDICES[name])))(PARAMS)
+    (finding,) = diagnosis.findings
+    line = place(WRONG_INDICES[name]).replace("(in_a_loop)", "(row)")
+    assert (finding.kind, finding.lines, finding.dtype) == (Kind.WRONG_INDICES, (line,), "bfloat16")
+    assert set(finding.names) <= {"params['a']", "params['b']"}
+    assert finding.error == diagnosis.gradient_error
+    assert finding.error_then < 0.01
+    assert diagnosis.lines == (line,)
+
+
+ROUTER = normal(8, 16, 4)
+
+
+def routed(params, dtype):
+    """Returns the tokens of experts that nearly equal scores choose, by the positions of the tokens in an expert."""
+    scores = LONG.astype(B) @ ROUTER.astype(B)
+    chosen = jax.nn.one_hot(jnp.argmax(scores, 1), 4, dtype=dtype)
+    position = jnp.sum((jnp.cumsum(chosen, 0) - 1) * chosen, 1).astype(int)
+    return TABLE[position]
+
+
+def fake_quantized(params):
+    hidden = LONG.astype(B) @ params["a"].astype(B)
+    scale = jnp.abs(hidden).max() / 127
+    rounded = jnp.round(hidden / scale).astype(jnp.int8).astype(B) * scale
+    return (hidden + jax.lax.stop_gradient(rounded - hidden)).astype(F)[:, :16]
+
+
+def interpolated(params):
+    position = (jnp.abs(jnp.sin(LONG[:, 0])) * 62).astype(B)
+    index = jnp.floor(position).astype(int)
+    weight = (position - jnp.floor(position)).astype(F)[:, None]
+    return TABLE[index] * (1 - weight) + TABLE[index + 1] * weight
+
+
+RIGHT_INDICES = {
+    "exact positions": lambda params: TABLE[(jnp.cumsum(ONES.astype(B)[:200], 0) - 1).astype(int)[:, 0]].sum(0)[None],
+    "positions in float32 of chosen experts": lambda params: routed(params, F),
+    "exact positions of chosen experts": lambda params: routed(params, B),
+    "fake quantization": fake_quantized,
+    "interpolation": interpolated,
+    "nearest code": lambda params: TABLE[jnp.argmin(((LONG[:, None] - TABLE[None, :64]) ** 2).astype(B).sum(2), 1)],
+    "few bins": lambda params: TABLE[jnp.floor(jax.nn.sigmoid(LONG[:, 0].astype(B)) * 16).astype(int)],
+    "one index": lambda params: TABLE[(LONG[0, 0].astype(B) * B(0.4) + B(300)).astype(int)][None],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", names(RIGHT_INDICES, default={"positions in float32 of chosen experts", "fake quantization"})
+)
+def test_diagnose_step_finds_nothing_in_integers_that_may_differ(name):
+    assert jmpscale.diagnose_step(sgd(with_indices(RIGHT_INDICES[name])))(PARAMS).findings == ()

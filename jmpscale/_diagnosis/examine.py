@@ -10,6 +10,7 @@ from jmpscale._diagnosis.search.advice import find_advice
 from jmpscale._diagnosis.search.draws import find_coarse_choices
 from jmpscale._diagnosis.search.fit import Fit, Present, find_fit
 from jmpscale._diagnosis.search.inputs import find_coarse_inputs
+from jmpscale._diagnosis.search.integers import find_wrong_indices
 from jmpscale._diagnosis.search.lines import find_suspects
 from jmpscale._diagnosis.search.repair import Repair, find_repair
 from jmpscale._diagnosis.search.update import Update, examine_update
@@ -53,6 +54,7 @@ def examine(
             find_advice(fit, lines, has_decisive=bool(trials.decisive.any())),
             _find_sensitive_loss(trials, fit, repair),
             _examine_update(step, trials, fit, accepted),
+            find_wrong_indices(trials, fit) if repair is None else None,
             tuple(find_coarse_inputs(step, trials, fit.error_at_exponent)),
             tuple(find_coarse_choices(step.choices, trials)),
         )

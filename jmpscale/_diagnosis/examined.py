@@ -11,6 +11,7 @@ from jmpscale._diagnosis.search.advice import Advice
 from jmpscale._diagnosis.search.draws import CoarseChoice
 from jmpscale._diagnosis.search.fit import Fit, Present
 from jmpscale._diagnosis.search.inputs import CoarseInput
+from jmpscale._diagnosis.search.integers import WrongIndices
 from jmpscale._diagnosis.search.lines import Suspects
 from jmpscale._diagnosis.search.repair import Repair
 from jmpscale._diagnosis.search.update import Update
@@ -40,6 +41,7 @@ class Examined(NamedTuple):
     advice: Advice | None = None  # the scaler that is advised, if the present one should change
     sensitive_loss: SensitiveLoss | None = None
     update: Update = Update()
+    wrong_indices: WrongIndices | None = None
     coarse_inputs: tuple[CoarseInput, ...] = ()
     coarse_choices: tuple[CoarseChoice, ...] = ()
 
@@ -72,7 +74,8 @@ class Examined(NamedTuple):
         lines = self.repair.lines if self.repair else None
         unchanged = self.update.unchanged.paths if self.update.unchanged else ()
         stalled = [path for x in self.update.stalled for path in x.paths]
-        chosen = {*(lines.paths if lines else ()), *self.update.paths, *unchanged, *stalled}
+        indices = self.wrong_indices.paths if self.wrong_indices else ()
+        chosen = {*(lines.paths if lines else ()), *indices, *self.update.paths, *unchanged, *stalled}
         return [path for path in self.paths if path in chosen]
 
     @property

@@ -29,6 +29,7 @@ from jmpscale._diagnosis.thresholds import (
 )
 from jmpscale._diagnosis.trace.operations import Operation, Path
 from jmpscale._diagnosis.trace.program import Program
+from jmpscale._programs.jaxpr import Key
 
 
 class GradientTrials:
@@ -116,6 +117,15 @@ class GradientTrials:
         """
         records = self._forms.counting(comparisons).run(1.0, {}, Mode.FLOAT32)[1]
         return {(site.part.path[-1], site.operation): (rare, size) for site, (rare, size) in records.items()}
+
+    @property
+    def whole_program(self) -> Program:
+        """The program of the loss, the gradients and what the update is given."""
+        return self._forms.program
+
+    def sampling(self, conversions: Collection[Key]) -> ModalProgram:
+        """Returns the step as a program that records a sample of the integers of some conversions."""
+        return self._forms.sampling(conversions)
 
     def of(self, program: Program) -> "GradientTrials":
         """Returns trials of another form of the step, which is compared with the same reference."""

@@ -93,6 +93,7 @@ class FindingKind(enum.StrEnum):
       BACKWARD_OVERFLOW: a result of the backward pass overflows at each loss scale that does not underflow.
       UNDERFLOW: results underflow.
       ROUNDING: rounding makes a gradient or the loss wrong.
+      WRONG_INDICES: rounding makes integers wrong that are indices, such as positions.
       SMALL_SCALE: the loss scale is too small.
       LARGE_SCALE: the loss scale is too large.
       UNUSED_SCALER: no gradient depends on the scale of a dynamic scaler.
@@ -114,6 +115,7 @@ class FindingKind(enum.StrEnum):
     BACKWARD_OVERFLOW = enum.auto()
     UNDERFLOW = enum.auto()
     ROUNDING = enum.auto()
+    WRONG_INDICES = enum.auto()
     SMALL_SCALE = enum.auto()
     LARGE_SCALE = enum.auto()
     UNUSED_SCALER = enum.auto()

@@ -7,6 +7,7 @@ from jmpscale._diagnosis.examined import Examined, SensitiveLoss
 from jmpscale._diagnosis.tell.describe_draws import describe_coarse_choices
 from jmpscale._diagnosis.tell.describe_gradients import describe_gradients, ends_with_small_error
 from jmpscale._diagnosis.tell.describe_inputs import describe_coarse_inputs
+from jmpscale._diagnosis.tell.describe_integers import describe_wrong_indices
 from jmpscale._diagnosis.tell.describe_update import describe_update
 from jmpscale._diagnosis.tell.phrases import by
 from jmpscale._diagnosis.tell.report import DiagnosisFinding, FindingKind
@@ -26,7 +27,8 @@ _NO_STATE = (
 def tell(examined: Examined) -> list[Told]:
     """Describes what half precision does to a step, and what to change."""
     gradients, update = describe_gradients(examined), describe_update(examined)
-    notes = [*describe_comparison(examined.not_entered)], _notes(examined)
+    indices = [describe_wrong_indices(examined, examined.wrong_indices)] if examined.wrong_indices else []
+    notes = [*describe_comparison(examined.not_entered), *indices], _notes(examined)
     if update:
         first = [*update, *gradients] if examined.is_accurate else [*gradients, *update]
         return [*notes[0], *first, *notes[1]]
