@@ -7,6 +7,7 @@ import pytest
 
 import jmpscale
 
+import meshes
 from arrays import normal
 from diagnosis_programs import fault_line
 from tables import names
@@ -463,3 +464,29 @@ RIGHT_INDICES = {
 )
 def test_diagnose_step_finds_nothing_in_integers_that_may_differ(name):
     assert jmpscale.diagnose_step(sgd(with_indices(RIGHT_INDICES[name])))(PARAMS).findings == ()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_diagnose_step_finds_what_enters_on_several_devices(kind):
+    mesh = meshes.make_mesh(getattr(jax.sharding.AxisType, kind), data=4)
+    sharding = jax.NamedSharding(mesh, jax.P("data"))
+
+    def step(state, x, table):
+        def loss_fn(params):
+            index = (x[:, 0].astype(B) * B(90)).astype(int)
+            position = TABLE.at[index].get(out_sharding=jax.P("data")) if kind == "Explicit" else TABLE[index]
+            signal = table.astype(F)
+            return jnp.mean((model(params, x + position) / jnp.sqrt(1 - signal + 1e-5) - 1) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+        return {"params": params, "n": state["n"] + 1}, loss
+
+    x = jnp.linspace(0, 5, 512 * 16).reshape(512, 16)
+    table = SCHEDULE[:512, None].astype(B)
+    with jax.set_mesh(mesh):
+        state = jax.device_put({"params": PARAMS}, jax.NamedSharding(mesh, jax.P()))
+        x, table, n = (jax.device_put(x, sharding) for x in (x, table, jnp.zeros(4, B)))
+        findings = jmpscale.diagnose_step(step)(state | {"n": n}, x, table).findings
+    assert [x.kind for x in findings] == [Kind.WRONG_INDICES, Kind.STALLED, Kind.ROUNDED_INPUT]

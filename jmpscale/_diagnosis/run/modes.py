@@ -227,7 +227,10 @@ def sampling(conversions: Collection[Key]) -> Modal:
     def run(execution: Execution, operation: Operation, inputs: list[Any], in_float32: list[Any]) -> list[Any]:
         if not is_sampled(operation):
             return _choose_precision(execution, operation, inputs, in_float32)
-        integers = in_float32[0].ravel()
+        integers = in_float32[0]
+        if any(jax.typeof(integers).sharding.spec):  # a mesh with Explicit axes
+            integers = jax.sharding.reshard(integers, jax.P())
+        integers = integers.ravel()
         sample = integers[positions % integers.size].astype(np.uint32)
         execution.record(((sample * (factors | 1)) >> 8).astype(np.float32))
         return in_float32

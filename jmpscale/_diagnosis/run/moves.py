@@ -34,8 +34,8 @@ def move(x: jax.Array, dtype: np.dtype, direction: int) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def may_be_rounded(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Tests which values, carried in float32, may have been rounded to a dtype.
+def move_rounded(x: jax.Array, dtype: np.dtype, direction: int) -> jax.Array:
+    """Moves the values that may have been rounded to a dtype.
 
     If all values of an array are integers, as in a mask, those are exact that the dtype can tell apart. So is an array
     all of whose values have zeros in half of their digits, such as 0.5 and 1.
@@ -43,5 +43,5 @@ def may_be_rounded(x: jax.Array, dtype: np.dtype) -> jax.Array:
     digits = int(jnp.finfo(dtype).nmant)
     bits = jax.lax.bitcast_convert_type(x.astype(np.float32), np.uint32)
     last = np.uint32((1 << (digits // 2 + 1)) - 1) << np.uint32(23 - digits)
-    is_exact = (x == jnp.round(x)).all() & (jnp.abs(x) <= 2.0 ** (digits + 1))
-    return ~is_exact & ((bits & last) != 0).any()
+    is_exact = (x == jnp.round(x)).all() & (jnp.abs(x) <= 2.0 ** (digits + 1)) | ((bits & last) == 0).all()
+    return jnp.where(is_exact, x, move(x, dtype, direction))

@@ -42,7 +42,7 @@ def _find_increment(trials: UpdateTrials, i: int) -> Counter | None:
         return None
     old = on_device(trials.old(result))
     changes = trials.reference[i] - old
-    increment = float(changes.ravel()[0]) if changes.size else 0.0
+    increment = float(changes.max(initial=-jnp.inf))
     if not increment or not math.isfinite(increment) or not _is_near(changes, increment):
         return None
     # Half of the distance between two numbers from here on is the increment, or more.

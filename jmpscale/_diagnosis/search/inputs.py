@@ -5,15 +5,15 @@ within its last place changes them much, its lost digits matter.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._base.types import is_narrow
-from jmpscale._diagnosis.run.fitting_scales import largest
-from jmpscale._diagnosis.run.moves import may_be_rounded, move
+from jmpscale._diagnosis.run.fitting_scales import Errors, largest
+from jmpscale._diagnosis.run.moves import move, move_rounded
 from jmpscale._diagnosis.run.trials import GradientTrials
 from jmpscale._diagnosis.thresholds import BESIDE_PARAMETERS, MOST_INPUTS, SAME_SIZE
 from jmpscale._diagnosis.trace.readers import find_readers
@@ -66,36 +66,33 @@ class _Moves:
         names = self._program.names
         self._parameters = [i for i, name in enumerate(names) if name in step.gradients or i in led]
         # An array of fewer bits is quantized on purpose.
-        halves = {i: x.dtype for i, x in enumerate(self._program.consts) if is_narrow(x) and x.dtype.itemsize == 2}
-        self._readers = find_readers(self._program, halves.keys() - set(self._parameters))
-        self._masks = {i: may_be_rounded(trials.program.consts[i], halves[i]) for i in sorted(self._readers)}
-        self.inputs = [i for i, mask in self._masks.items() if bool(mask.any())]
+        halves = {i for i, x in enumerate(self._program.consts) if is_narrow(x) and x.dtype.itemsize == 2}
+        self._readers = find_readers(self._program, halves.difference(self._parameters))
+        self.inputs = sorted(self._readers)
         self._errors: dict[tuple[int, ...], float] = {}
 
     def error(self, inputs: Sequence[int]) -> float:
         """Returns the largest error of the loss or a gradient if some inputs move within their last places."""
         key = tuple(inputs)
         if key not in self._errors:
-            self._errors[key] = self._largest({i: self._program.consts[i].dtype for i in inputs}, self._masks)
+            dtypes = {i: self._program.consts[i].dtype for i in inputs}
+            self._errors[key] = self._largest(lambda i, x, direction: move_rounded(x, dtypes[i], direction), inputs)
         return self._errors[key]
 
     def error_of_parameters(self) -> float:
         """Returns the largest error if the parameters move within the last places of the coarsest input."""
         dtypes: list[np.dtype] = [self._program.consts[i].dtype for i in self.inputs]
         coarsest = max(dtypes, key=lambda x: float(jnp.finfo(x).eps))
-        return self._largest(dict.fromkeys(self._parameters, coarsest), {})
+        return self._largest(lambda _, x, direction: move(x, coarsest, direction), self._parameters)
 
-    def _largest(self, dtypes: Mapping[int, np.dtype], masks: Mapping[int, Any]) -> float:
+    def _largest(self, moved: Callable[[int, Any, int], Any], inputs: Sequence[int]) -> float:
         consts = self._trials.program.consts
 
-        def moved(direction: int) -> list[Any]:
-            found = list(consts)
-            for i, dtype in dtypes.items():
-                found[i] = jnp.where(masks.get(i, True), move(consts[i], dtype, direction), consts[i])
-            return found
+        def errors(direction: int) -> tuple[Errors, float]:
+            found = [moved(i, x, direction) if i in inputs else x for i, x in enumerate(consts)]
+            return self._trials.errors_of(found)
 
-        errors = (self._trials.errors_of(moved(direction)) for direction in (1, -1))
-        return max(max(largest(gradients), loss) for gradients, loss in errors)
+        return max(max(largest(gradients), loss) for gradients, loss in map(errors, (1, -1)))
 
     def describe(self, i: int, error: float) -> CoarseInput:
         x = self._program.consts[i]
