@@ -422,7 +422,7 @@ def test_diagnose_step_names_lines_that_make_indices_wrong(name):
     assert diagnosis.lines == (line,)
 
 
-ROUTER = normal(8, 16, 4)
+ROUTER = normal(8, 16, 1) + normal(9, 16, 4, scale=0.01)  # whose scores are nearly equal
 
 
 def routed(params, dtype):
