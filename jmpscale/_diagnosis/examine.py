@@ -8,6 +8,7 @@ from jmpscale._diagnosis.run.forms import Forms
 from jmpscale._diagnosis.run.trials import GradientTrials
 from jmpscale._diagnosis.search.advice import find_advice
 from jmpscale._diagnosis.search.fit import Fit, Present, find_fit
+from jmpscale._diagnosis.search.layers import find_layers
 from jmpscale._diagnosis.search.lines import find_suspects
 from jmpscale._diagnosis.search.repair import Repair, find_repair
 from jmpscale._diagnosis.search.update import Update, examine_update
@@ -51,6 +52,7 @@ def examine(
             find_advice(fit, lines, has_decisive=bool(trials.decisive.any())),
             _find_sensitive_loss(trials, fit, repair),
             _examine_update(step, trials, fit, accepted),
+            find_layers(step, trials, repair),
         )
     )
 

@@ -9,6 +9,7 @@ from jmpscale._diagnosis.run.modes import Part, Site, Statistics
 from jmpscale._diagnosis.run.trials import GradientTrials
 from jmpscale._diagnosis.search.advice import Advice
 from jmpscale._diagnosis.search.fit import Fit, Present
+from jmpscale._diagnosis.search.layers import NO_LAYERS, Layers
 from jmpscale._diagnosis.search.lines import Suspects
 from jmpscale._diagnosis.search.repair import Repair
 from jmpscale._diagnosis.search.update import Update
@@ -38,6 +39,7 @@ class Examined(NamedTuple):
     advice: Advice | None = None  # the scaler that is advised, if the present one should change
     sensitive_loss: SensitiveLoss | None = None
     update: Update = Update()
+    layers: Layers = NO_LAYERS  # at fault
 
     @property
     def present(self) -> Present:

@@ -104,7 +104,8 @@ LARGE_VALUE, SMALLEST_DECAY = 2.0**10, 1e-6
 
 LARGEST_SET = 12  # lines that are found one by one, each in about log2(n) runs of a program of n lines
 TRIED_ALONE = 64  # parts of which each one is run alone, more than the rows of a table by default
-MOST_CASTS = 3  # casts of a line that are named, each found in about log2(n) runs: of more, the line is the cause
+# Casts or layers of a line that are named, each found in about log2(n) runs: of more, the line is the cause.
+MOST_NAMED = 3
 
 # --- Which scaler is advised. ---
 

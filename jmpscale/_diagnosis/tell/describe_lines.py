@@ -36,6 +36,7 @@ def describe_lines(examined: Examined, repair: Repair) -> Told:
         repair.cause.site.dtype.name,
         _error(examined),
         repair.lines.scales.smallest_error,
+        layers.names if (layers := examined.layers.get(repair.cause.site.part)) else (),
     )
     return Told(f"{cause} {remedy}", finding)
 
@@ -78,11 +79,11 @@ def _describe_combined_operations(examined: Examined) -> Told:
 def _describe_cause(examined: Examined, repair: Repair, cause: Cause, lines: Lines) -> str:
     site, statistics = cause.site, examined.statistics[cause.site]
     if cause.reason is Reason.ROUNDING:
-        place = examined.names([site.part.path]) + _casts(repair, site)
+        place = examined.names([site.part.path]) + _which(examined, repair, site)
         return f"{_describe_rounded(examined)} The error begins at {place}."
-    casts = _casts(repair, site)
-    name, limit = f"{site.operation} at {examined.name(site.part.path)}{casts}", site.limit
-    if casts:
+    which = _which(examined, repair, site)
+    name, limit = f"{site.operation} at {examined.name(site.part.path)}{which}", site.limit
+    if which:
         name += ","  # after an insertion
     if cause.reason is Reason.UNDERFLOW:
         fraction = format_percentage(statistics.tiny)
@@ -108,10 +109,12 @@ def _describe_rounded(examined: Examined) -> str:
     return f"{_difference(examined)}: rounding, not range."
 
 
-def _casts(repair: Repair, site: Site) -> str:
-    """Returns which of the arguments that a line casts are wrong, if not all of them are."""
-    casts = repair.casts.get(site.part)
-    return f", in the cast of {enumerate_names(casts.names)}" if casts and casts.site == site else ""
+def _which(examined: Examined, repair: Repair, site: Site) -> str:
+    """Returns which of the arguments that a line casts, or of the layers that run it, are wrong, if not all are."""
+    casts, layers = repair.casts.get(site.part), examined.layers.get(site.part)
+    if casts and casts.site == site:
+        return f", in the cast of {enumerate_names(casts.names)}"
+    return f", {layers.kind.value} {enumerate_names(layers.names)}" if layers and layers.site == site else ""
 
 
 def _remedy(examined: Examined, repair: Repair, cause: Cause, lines: Lines) -> str:

@@ -39,6 +39,9 @@ class DiagnosisRow:
         more than 64 rows.
       casts: for a line that casts several arguments, such as a tree of parameters: the names of those that are wrong
         alone, such as `params['w']`. They are measured if an error begins in this row; none if more than 3 are wrong.
+      layers: for a line that several layers run: those in which the error begins, such as `Model/Block_7`, by the
+        scopes of Flax Linen, Haiku and `jax.named_scope`, or the parameter that is read there, such as
+        `params['layers'][7]['w']`; none if more than 3, or most of them, are wrong.
     """
 
     line: str
@@ -51,6 +54,7 @@ class DiagnosisRow:
     in_lines: bool
     alone: float | None
     casts: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
 
     @property
     def backward(self) -> bool:
@@ -139,6 +143,7 @@ class DiagnosisFinding:
       error: the largest relative error, as in `Diagnosis.gradient_error` or `DiagnosisChange.error`; None if it is not
         about an error.
       error_then: the largest relative error after the remedy; None if it was not measured.
+      layers: the layers in which it begins, as in `DiagnosisRow.layers`.
     """
 
     kind: FindingKind
@@ -147,6 +152,7 @@ class DiagnosisFinding:
     dtype: str | None = None
     error: float | None = None
     error_then: float | None = None
+    layers: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,7 +245,7 @@ class Diagnosis:
 
     def _table(self, limit: int) -> str:
         shown = worst_first(self.rows)[:limit]
-        columns = ["line", "pass", "dtype", "max_abs", "headroom", "overflow", "tiny", "alone", "casts"]
+        columns = ["line", "pass", "dtype", "max_abs", "headroom", "overflow", "tiny", "alone", "casts", "layers"]
         # A column of numbers that were not measured, or that say nothing, is omitted.
         silent = _RANGE if all(map(_is_in_range, shown)) else set()
         filled = [x for x in zip(columns, *map(_cells, shown), strict=True) if any(x[1:]) and x[0] not in silent]
@@ -273,4 +279,5 @@ def _cells(row: DiagnosisRow) -> list[str]:
         *(["", "", "", ""] if math.isnan(row.max_abs) else _range_cells(row)),
         "" if row.alone is None else format_percentage(row.alone),
         ", ".join(row.casts),
+        "" if row.casts else ", ".join(row.layers),
     ]

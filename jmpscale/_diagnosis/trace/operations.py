@@ -26,6 +26,7 @@ _MOVES |= {"dynamic_update_slice", "gather", "layout_constraint", "mesh_cast", "
 _MOVES |= {"pbroadcast", "pcast", "ppermute", "pvary", "reshape", "reshard", "rev", "scatter", "select_n"}
 _MOVES |= {"sharding_constraint", "slice", "sort", "split", "squeeze", "stop_gradient", "tile", "top_k", "transpose"}
 _MOVES |= {"unstack", cotangents.NAME}
+_CAST = "convert_element_type"
 _SUM = "add_any"  # the sum of the cotangents of a value with several uses
 
 
@@ -90,6 +91,11 @@ def constant_scalar(x: Any) -> float | None:
 def moves_values(eqn: core.JaxprEqn) -> bool:
     """Tests whether the results consist of values that exist already."""
     return eqn.primitive.name in _MOVES or keeps_dtype(eqn)
+
+
+def keeps_values(eqn: core.JaxprEqn) -> bool:
+    """Tests whether the results are the operands, moved, converted to another dtype, or added up as cotangents."""
+    return moves_values(eqn) or eqn.primitive.name in (_CAST, _SUM)
 
 
 def of_moved(eqn: core.JaxprEqn, caller: Caller, operands: list[flow.Labels]) -> list[flow.Labels]:
@@ -161,7 +167,7 @@ def _with_deeper_lines(found: list[Operation], jaxpr: core.Jaxpr, depth: int) ->
 
 def _is_cast(eqn: core.JaxprEqn, *, to_narrow: bool) -> bool:
     """Tests whether an operation converts a wide value to a narrow one, or a narrow value to a wide one."""
-    if eqn.primitive.name != "convert_element_type":
+    if eqn.primitive.name != _CAST:
         return False
     before, after = narrow_dtype(eqn.invars[0]), narrow_dtype(eqn.outvars[0])
     return (before is None) == to_narrow and (after is not None) == to_narrow
