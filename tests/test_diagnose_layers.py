@@ -95,13 +95,14 @@ def with_weights(params, ws, path):
     )
 
 
-def flax_linen(ws, model=LinenModel()):
+def flax_linen(ws, block=LinenBlock):
+    model = LinenModel(block)
     params = model.init(jax.random.key(0), X)
     return model.apply, with_weights(params, ws, lambda i: f"['params']['block_{i}']['Dense_0']['kernel']")
 
 
 def flax_linen_remat(ws):
-    return flax_linen(ws, LinenModel(linen.remat(LinenBlock)))
+    return flax_linen(ws, linen.remat(LinenBlock))
 
 
 class NNXModel(nnx.Module):

@@ -41,6 +41,7 @@ def examine(
     alone = {}
     if lines or fit.error >= accepted.small:
         alone = trials.errors_alone(round(math.log2(scale_of_rows(fit, repair))))
+    suspects = find_suspects(trials, fit, alone) if repair is None else None
     return write_report(
         Examined(
             step,
@@ -48,11 +49,11 @@ def examine(
             fit,
             repair,
             alone,
-            find_suspects(trials, fit, alone) if repair is None else None,
+            suspects,
             find_advice(fit, lines, has_decisive=bool(trials.decisive.any())),
             _find_sensitive_loss(trials, fit, repair),
             _examine_update(step, trials, fit, accepted),
-            find_layers(step, trials, repair),
+            find_layers(step, trials, fit, repair, suspects),
         )
     )
 

@@ -89,6 +89,10 @@ class Examined(NamedTuple):
         """Returns the names of lines."""
         return tuple(dict.fromkeys(self.name(path, paths) for path in paths))
 
+    def names_of_layers(self, part: Part) -> tuple[str, ...]:
+        """Returns the names of the layers in which a line is wrong, of several that run it."""
+        return self.layers[part].names if part in self.layers else ()
+
     def names(self, paths: Collection[Path]) -> str:
         """Returns the names of lines, as in `a, b and c`."""
         return enumerate_names(self.each_name(paths), limit=12)

@@ -109,8 +109,8 @@ def find_wrong_groups(
             return as_written > lines.limit
         return as_written > SAME_SIZE * error(chosen, Mode.RANGE)  # equal without values out of range
 
-    found = sorted(_few(len(groups), is_wrong))
-    if not 0 < len(found) <= min(MOST_NAMED, len(groups) - 1):
+    found = few(len(groups), is_wrong)
+    if not found:
         return []
     without = error(found, Mode.FLOAT32, Mode.AS_WRITTEN)
     if without > lines.limit and not without < error(range(len(groups)), Mode.AS_WRITTEN) / SAME_SIZE:
@@ -118,8 +118,11 @@ def find_wrong_groups(
     return found
 
 
-def _few(count: int, is_wrong: Callable[[range], bool]) -> list[int]:
-    """Returns the integers below `count` that are wrong, by bisection; more than `MOST_NAMED` if there are more."""
+def few(count: int, is_wrong: Callable[[range], bool]) -> list[int]:
+    """Returns the integers below `count` that are wrong, by bisection; none if they are more than `MOST_NAMED`, or all.
+
+    A range is wrong if one of its integers is.
+    """
     found: list[int] = []
     pending = [range(count)]
     while pending and len(found) <= MOST_NAMED:
@@ -128,4 +131,4 @@ def _few(count: int, is_wrong: Callable[[range], bool]) -> list[int]:
             middle = len(chosen) // 2
             found += chosen if middle == 0 else []
             pending += [chosen[middle:], chosen[:middle]] if middle else []
-    return found
+    return sorted(found) if len(found) <= min(MOST_NAMED, count - 1) else []

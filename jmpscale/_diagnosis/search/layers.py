@@ -1,22 +1,29 @@
 """Finds which layers are at fault, if several of them run the same line."""
 
 import enum
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from jmpscale._diagnosis.run.modes import Part, Site
+from jmpscale._diagnosis.run.modes import Mode, Part
 from jmpscale._diagnosis.run.trials import GradientTrials
-from jmpscale._diagnosis.search.causes import Cause, find_wrong_groups
-from jmpscale._diagnosis.search.lines import Lines
+from jmpscale._diagnosis.search.causes import Cause, few, find_wrong_groups
+from jmpscale._diagnosis.search.fit import Fit
+from jmpscale._diagnosis.search.lines import Lines, Suspects
 from jmpscale._diagnosis.search.repair import Repair
+from jmpscale._diagnosis.thresholds import SAME_SIZE
 from jmpscale._diagnosis.trace.layers import Place, find_places, first_name, without_common
+from jmpscale._diagnosis.trace.operations import Path
 from jmpscale._diagnosis.trace.traced_step import TracedStep
+from jmpscale._programs.jaxpr import Key
 from jmpscale._programs.source import is_installed
+
+Groups = Sequence[Collection[int]]  # the numbers of operations
 
 
 class LayerName(enum.Enum):
-    """What names a layer: the values are the words before its name."""
+    """What names a layer; the values are the words before the name."""
 
     SCOPE = "in"  # the scopes of its operations
     ARGUMENT = "in the layer of"  # an argument that its operations read
@@ -26,7 +33,6 @@ class LayerName(enum.Enum):
 class WrongLayers(NamedTuple):
     """The layers in which operations of a line are wrong, of several that run the line."""
 
-    site: Site
     names: tuple[str, ...]  # such as `Model/Block_7` or `params['layers'][7]['w']`
     kind: LayerName
 
@@ -35,39 +41,67 @@ Layers = Mapping[Part, WrongLayers]
 NO_LAYERS: Layers = MappingProxyType({})
 
 
-def find_layers(step: TracedStep, trials: GradientTrials, repair: Repair | None) -> Layers:
-    """Finds the layers at fault for the lines in which an error begins."""
-    if repair is None or repair.lines is None:
-        return NO_LAYERS
-    several = {part: x for part, x in repair.causes.items() if _may_name(trials, x.site)}
+def find_layers(
+    step: TracedStep, trials: GradientTrials, fit: Fit, repair: Repair | None, suspects: Suspects | None
+) -> Layers:
+    """Finds the layers at fault in the lines where an error begins, or in the worst line of a moderate error."""
+    searches: dict[Part, _Search] = {}
+    if repair and repair.lines:
+        searches = {part: _of_cause(trials, x, repair.lines) for part, x in repair.causes.items()}
+    elif suspects and fit.exponent is not None:
+        searches = {suspects.part: _of_suspects(trials, suspects, fit.exponent)}
+    several = {part: x for part, x in searches.items() if len(x.keys) > 1 or is_installed(part.path[-1])}
     places = find_places(step.program, step.gradients) if several else {}
-    lines, found = repair.lines, {}
-    for part, cause in several.items():
-        own = [places[key] for key in trials.program.keys(cause.site)]
-        if layers := _find(trials, cause, lines, _names(own, step.gradients)):
-            found[part] = layers
-    return found
+    found = {part: x.find(_names([places[key] for key in x.keys], step.gradients)) for part, x in several.items()}
+    return {part: layers for part, layers in found.items() if layers}
 
 
-def _may_name(trials: GradientTrials, site: Site) -> bool:
-    """Tests whether a layer says more than the line: of a line in a library, it is the module of the user."""
-    return len(trials.program.keys(site)) > 1 or is_installed(site.part.path[-1])
+class _Search(NamedTuple):
+    """A search for layers of which each one is wrong alone."""
 
+    path: Path
+    keys: list[Key]  # of the operations of a line
+    find_wrong: Callable[[Groups], list[int]]  # returns which groups of these operations are wrong alone, if few are
 
-def _find(
-    trials: GradientTrials, cause: Cause, lines: Lines, names: Sequence[tuple[LayerName, list[str]]]
-) -> WrongLayers | None:
-    """Finds the layers that are wrong alone, by the first kind of names that distinguishes them."""
-    for kind, of_operations in names:
-        layers = list(dict.fromkeys(of_operations))
-        if len(layers) == 1:
-            wrong = layers if is_installed(cause.site.part.path[-1]) else []
-        else:
+    def find(self, names: Sequence[tuple[LayerName, list[str]]]) -> WrongLayers | None:
+        """Finds the layers by the first kind of names that distinguishes them."""
+        divisions = [(kind, x) for kind, x in names if len(set(x)) > 1]
+        if not divisions and is_installed(self.path[-1]):  # it says whose layer of a library it is
+            return next((WrongLayers((x[0],), kind) for kind, x in names if x[0]), None)
+        for kind, of_operations in divisions:
+            layers = list(dict.fromkeys(of_operations))
             groups = [[i for i, x in enumerate(of_operations) if x == layer] for layer in layers]
-            wrong = [layers[i] for i in find_wrong_groups(trials, cause, lines, groups)]
-        if wrong and all(wrong) and (2 * len(wrong) <= len(layers) or len(layers) == 1):
-            return WrongLayers(cause.site, tuple(wrong), kind)
-    return None
+            wrong = [layers[i] for i in self.find_wrong(groups)]
+            if wrong and all(wrong) and 2 * len(wrong) <= len(layers):
+                return WrongLayers(tuple(wrong), kind)
+        return None
+
+
+def _of_cause(trials: GradientTrials, cause: Cause, lines: Lines) -> _Search:
+    def find_wrong(groups: Groups) -> list[int]:
+        return find_wrong_groups(trials, cause, lines, groups)
+
+    return _Search(cause.site.part.path, trials.program.keys(cause.site), find_wrong)
+
+
+def _of_suspects(trials: GradientTrials, suspects: Suspects, exponent: int) -> _Search:
+    """Returns a search for the layers that make most of the error that a line has alone."""
+    sites = [site for site in trials.program.sites if site.part == suspects.part]
+    keys = [key for site in sites for key in trials.program.keys(site)]
+
+    def is_large(chosen: Collection[int]) -> bool:
+        modes = iter([Mode.AS_WRITTEN if i in chosen else Mode.FLOAT32 for i in range(len(keys))])
+        of_sites = {site: tuple(itertools.islice(modes, len(trials.program.keys(site)))) for site in sites}
+        return trials.error(of_sites, Mode.FLOAT32, exponent) > suspects.alone / SAME_SIZE
+
+    def find_wrong(groups: Groups) -> list[int]:
+        def operations(chosen: Collection[int]) -> set[int]:
+            return {i for number in chosen for i in groups[number]}
+
+        found = few(len(groups), lambda chosen: is_large(operations(chosen)))
+        return found if found and not is_large(operations(set(range(len(groups))).difference(found))) else []
+
+    return _Search(suspects.part.path, keys, find_wrong)
 
 
 def _names(places: Sequence[Place], gradients: Sequence[str]) -> list[tuple[LayerName, list[str]]]:

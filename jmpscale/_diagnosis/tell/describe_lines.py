@@ -10,7 +10,14 @@ from jmpscale._diagnosis.search.advice import advise
 from jmpscale._diagnosis.search.causes import Cause, Reason
 from jmpscale._diagnosis.search.lines import Lines
 from jmpscale._diagnosis.search.repair import Repair
-from jmpscale._diagnosis.tell.phrases import by, by_gradient, describe_alone, describe_edit, name_of_worst
+from jmpscale._diagnosis.tell.phrases import (
+    by,
+    by_gradient,
+    describe_alone,
+    describe_edit,
+    describe_layers,
+    name_of_worst,
+)
 from jmpscale._diagnosis.tell.report import DiagnosisFinding, FindingKind
 from jmpscale._diagnosis.tell.told import Told
 from jmpscale._diagnosis.thresholds import LARGEST_SET, MARGIN
@@ -36,7 +43,7 @@ def describe_lines(examined: Examined, repair: Repair) -> Told:
         repair.cause.site.dtype.name,
         _error(examined),
         repair.lines.scales.smallest_error,
-        layers.names if (layers := examined.layers.get(repair.cause.site.part)) else (),
+        examined.names_of_layers(repair.cause.site.part),
     )
     return Told(f"{cause} {remedy}", finding)
 
@@ -111,10 +118,10 @@ def _describe_rounded(examined: Examined) -> str:
 
 def _which(examined: Examined, repair: Repair, site: Site) -> str:
     """Returns which of the arguments that a line casts, or of the layers that run it, are wrong, if not all are."""
-    casts, layers = repair.casts.get(site.part), examined.layers.get(site.part)
+    casts = repair.casts.get(site.part)
     if casts and casts.site == site:
         return f", in the cast of {enumerate_names(casts.names)}"
-    return f", {layers.kind.value} {enumerate_names(layers.names)}" if layers and layers.site == site else ""
+    return f", {layers}" if (layers := describe_layers(examined, site.part)) else ""
 
 
 def _remedy(examined: Examined, repair: Repair, cause: Cause, lines: Lines) -> str:

@@ -43,6 +43,12 @@ def describe_alone(examined: Examined, part: Part, error: float) -> str:
     return f" With only the {which} pass of {examined.name(part.path)} in half precision, they differ {by(error)}"
 
 
+def describe_layers(examined: Examined, part: Part) -> str:
+    """Names the layers in which a line is wrong, as in `in Model/Block_7`; empty if they are not known."""
+    found = examined.layers.get(part)
+    return f"{found.kind.value} {enumerate_names(found.names)}" if found else ""
+
+
 def describe_leaves(leaves: Sequence[Result]) -> str:
     """Names the first of some leaves of the state, counts the others, and names other parts of the state with them."""
     first, *others = leaves

@@ -4,7 +4,7 @@ import dataclasses
 import enum
 import math
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import jax.numpy as jnp
 
@@ -15,6 +15,7 @@ from jmpscale._state import ScalerState
 _WIDTH = 100  # columns
 _RANGE = {"headroom", "overflow", "tiny"}  # columns
 _LARGE_HEADROOM = 64  # bits: float16 has at most 40
+_LONGEST_LAYER = 24  # characters of a cell
 _SHOWN = 8  # operations that were not entered
 
 
@@ -271,6 +272,15 @@ def _range_cells(row: DiagnosisRow) -> list[str]:
     return [f"{row.max_abs:.3g}", f"{row.headroom:.1f}", *fractions]
 
 
+def _layers_cell(layers: Sequence[str]) -> str:
+    """Returns the end of the first name, which tells layers apart, and the number of the others."""
+    if not layers:
+        return ""
+    others = f" (+{len(layers) - 1})" if len(layers) > 1 else ""
+    longest = _LONGEST_LAYER - len(others)
+    return f"{layers[0] if len(layers[0]) <= longest else f'...{layers[0][3 - longest :]}'}{others}"
+
+
 def _cells(row: DiagnosisRow) -> list[str]:
     return [
         row.line,
@@ -279,5 +289,5 @@ def _cells(row: DiagnosisRow) -> list[str]:
         *(["", "", "", ""] if math.isnan(row.max_abs) else _range_cells(row)),
         "" if row.alone is None else format_percentage(row.alone),
         ", ".join(row.casts),
-        "" if row.casts else ", ".join(row.layers),
+        "" if row.casts else _layers_cell(row.layers),
     ]

@@ -102,7 +102,7 @@ def _row(
         in_lines=in_lines,
         casts=casts[part].names if part in casts else (),
         alone=alone,
-        layers=examined.layers[part].names if part in examined.layers else (),
+        layers=examined.names_of_layers(part),
     )
 
 
