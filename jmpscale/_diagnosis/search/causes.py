@@ -9,6 +9,8 @@ from jmpscale._diagnosis.run.trials import GradientTrials
 from jmpscale._diagnosis.search.lines import Lines
 from jmpscale._diagnosis.thresholds import MOST_NAMED, SAME_SIZE
 
+Groups = Sequence[Collection[int]]  # the numbers of operations of a site, each of them once
+
 
 class Reason(enum.Enum):
     """Why a result must be computed in float32."""
@@ -87,14 +89,12 @@ def find_casts(trials: GradientTrials, cause: Cause, lines: Lines) -> WrongCasts
     return WrongCasts(cause.site, tuple(names[i] for i in found)) if found else None
 
 
-def find_wrong_groups(
-    trials: GradientTrials, cause: Cause, lines: Lines, groups: Sequence[Collection[int]]
-) -> list[int]:
+def find_wrong_groups(trials: GradientTrials, cause: Cause, lines: Lines, groups: Groups) -> list[int]:
     """Finds the few groups of operations of a line of which each one is wrong if it alone computes as it is written.
 
-    `groups` has the numbers of the operations of the site of a cause, each of them once. If the line overflows or
-    underflows, a group that only rounds does not count, although the overflow may amplify its rounding. Returns nothing
-    if there are none, or many, or all of them; and if the line is still wrong with these groups in float32.
+    If the line overflows or underflows, a group that only rounds does not count, although the overflow may amplify its
+    rounding. Returns nothing if there are none, or many, or all of them; and if the line is still wrong with these
+    groups in float32.
     """
     site, kept = cause.site, trials.kept(lines.paths)
     group_of = {i: number for number, group in enumerate(groups) for i in group}

@@ -6,11 +6,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from jmpscale._diagnosis.run.modes import Mode, Part
+from jmpscale._base.text import enumerate_names
+from jmpscale._diagnosis.run.modes import Mode, Part, Site
 from jmpscale._diagnosis.run.trials import GradientTrials
-from jmpscale._diagnosis.search.causes import Cause, few, find_wrong_groups
+from jmpscale._diagnosis.search.causes import Cause, Groups, few, find_wrong_groups
 from jmpscale._diagnosis.search.fit import Fit
 from jmpscale._diagnosis.search.lines import Lines, Suspects
+from jmpscale._diagnosis.search.not_finite import RepairTrials
 from jmpscale._diagnosis.search.repair import Repair
 from jmpscale._diagnosis.thresholds import SAME_SIZE
 from jmpscale._diagnosis.trace.layers import Place, find_places, first_name, without_common
@@ -18,8 +20,6 @@ from jmpscale._diagnosis.trace.operations import Path
 from jmpscale._diagnosis.trace.traced_step import TracedStep
 from jmpscale._programs.jaxpr import Key
 from jmpscale._programs.source import is_installed
-
-Groups = Sequence[Collection[int]]  # the numbers of operations
 
 
 class LayerName(enum.Enum):
@@ -36,6 +36,10 @@ class WrongLayers(NamedTuple):
     names: tuple[str, ...]  # such as `Model/Block_7` or `params['layers'][7]['w']`
     kind: LayerName
 
+    def describe(self) -> str:
+        """Returns the names after the words that belong to them."""
+        return f"{self.kind.value} {enumerate_names(self.names)}"
+
 
 Layers = Mapping[Part, WrongLayers]
 NO_LAYERS: Layers = MappingProxyType({})
@@ -50,10 +54,20 @@ def find_layers(
         searches = {part: _of_cause(trials, x, repair.lines) for part, x in repair.causes.items()}
     elif suspects and fit.exponent is not None:
         searches = {suspects.part: _of_suspects(trials, suspects, fit.exponent)}
-    several = {part: x for part, x in searches.items() if len(x.keys) > 1 or is_installed(part.path[-1])}
+    several = {part: x for part, x in searches.items() if x.may_find}
     places = find_places(step.program, step.gradients) if several else {}
     found = {part: x.find(_names([places[key] for key in x.keys], step.gradients)) for part, x in several.items()}
     return {part: layers for part, layers in found.items() if layers}
+
+
+def find_layers_not_finite(step: TracedStep, repair: RepairTrials, site: Site) -> WrongLayers | None:
+    """Finds the layers in which operations make infinities or NaN, in float32 too."""
+    keys = repair.keys(site)
+    search = _Search(site.part.path, keys, lambda groups: repair.origins(site, groups))
+    if not search.may_find:
+        return None
+    places = find_places(step.program, step.gradients)
+    return search.find(_names([places[key] for key in keys], step.gradients))
 
 
 class _Search(NamedTuple):
@@ -62,6 +76,11 @@ class _Search(NamedTuple):
     path: Path
     keys: list[Key]  # of the operations of a line
     find_wrong: Callable[[Groups], list[int]]  # returns which groups of these operations are wrong alone, if few are
+
+    @property
+    def may_find(self) -> bool:
+        """Whether a layer says more than the line."""
+        return len(self.keys) > 1 or is_installed(self.path[-1])
 
     def find(self, names: Sequence[tuple[LayerName, list[str]]]) -> WrongLayers | None:
         """Finds the layers by the first kind of names that distinguishes them."""

@@ -97,7 +97,7 @@ def _describe_rounding(examined: Examined, begin: str, errors: Errors | None) ->
         return f"{text} Compare a short run with one in float32."
     part, alone, paths, remaining = examined.suspects
     names, layers = examined.names(paths), describe_layers(examined, part)
-    mostly = f", mostly by operations {layers}" if layers else ""
+    mostly = f", mostly by its operations {layers}" if layers else ""
     these = "this line" if len(paths) == 1 else "these lines"
     return (
         f"{text}{describe_alone(examined, part, alone)}{mostly}; with {names} in float32, {by(remaining)}. Compare a "

@@ -45,8 +45,7 @@ def describe_alone(examined: Examined, part: Part, error: float) -> str:
 
 def describe_layers(examined: Examined, part: Part) -> str:
     """Names the layers in which a line is wrong, as in `in Model/Block_7`; empty if they are not known."""
-    found = examined.layers.get(part)
-    return f"{found.kind.value} {enumerate_names(found.names)}" if found else ""
+    return examined.layers[part].describe() if part in examined.layers else ""
 
 
 def describe_leaves(leaves: Sequence[Result]) -> str:
