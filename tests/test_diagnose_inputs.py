@@ -83,8 +83,9 @@ def test_arguments_that_are_not_finite_are_named(name):
 
 def trials(fun, *consts):
     program = step(fun, *consts)
+    gradients = [""] * (len(program.jaxpr.outvars) - 1)
     options = {"has_scaler": True, "may_be_scaled": True, "may_be_halved": True}
-    return GradientTrials(forms(program), (), AcceptedErrors(), **options)
+    return GradientTrials(forms(program), gradients, (), AcceptedErrors(), **options)
 
 
 def test_gradients_that_are_rounding_noise_or_negligible_are_not_decisive():

@@ -62,6 +62,7 @@ def _trials(step: TracedStep, present: Present, accepted: AcceptedErrors) -> Gra
     names = step.program.names
     return GradientTrials(
         Forms(step.program, 1 + len(step.gradients)),
+        step.gradients,
         frozenset(step.gradients).intersection(names) or frozenset(filter(None, names)),
         accepted,
         has_scaler=present.has_scaler,

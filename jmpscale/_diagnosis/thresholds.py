@@ -50,6 +50,9 @@ NEGLIGIBLE = 2.0**-60
 # large beside the distance from it, and small beside the parameters. `benchmarks.studies.healthy_steps` has a record.
 CHANGE = 0.1
 
+# The most slices of an array along its first axis that are compared by themselves: layers, experts, or members.
+MOST_SLICES = 128
+
 # --- The update. Errors are relative L2 norms of the change of a leaf of the state. ---
 
 # The largest error of the change of a leaf that is stored in half precision, which rounds in each step. Of 22 training

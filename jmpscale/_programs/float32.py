@@ -85,7 +85,7 @@ def run_in_float32(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any] | None:
 
     Returns None if the operation can only run as written, in a narrower dtype.
     """
-    if keeps_dtype(eqn):
+    if eqn.primitive.name == "reduce_precision":
         return list(inputs)
     if eqn.primitive.name not in _KNOWN:
         return None if runs_only_as_written(eqn) else run_as_written(eqn, inputs)
@@ -138,7 +138,9 @@ def runs_only_as_written(eqn: core.JaxprEqn) -> bool:
     which is not entered. The bits of integers, such as random ones, are the same numbers in every dtype.
     """
     name = eqn.primitive.name
-    if name in _KNOWN or keeps_dtype(eqn) or (name == "bitcast_convert_type" and not is_narrow(type_of(eqn.invars[0]))):
+    if name in {*_KNOWN, "reduce_precision"} or (
+        name == "bitcast_convert_type" and not is_narrow(type_of(eqn.invars[0]))
+    ):
         return False
     return _is_narrow(eqn) or any(_is_narrow(held) for jaxpr in held_jaxprs(eqn) for held, _ in equations(jaxpr))
 

@@ -36,14 +36,16 @@ def follow(
     inputs: Sequence[Labels] = (),
     mark: Rule = _unmarked,
     with_conditions: bool = True,
+    with_tests: bool = False,
 ) -> list[Labels]:
     """Returns the labels of the outputs of a program, given labels of all its constants, of its inputs, or no labels.
 
     `rule` returns the labels of the results of an operation, given the labels of its operands. `mark` replaces the
     labels of the results of any equation, also of a loop or a call, whose equations are followed by the rule. The
-    condition of a loop gives its labels to no result, and the condition of a branch only `with_conditions`.
+    condition of a branch gives its labels to the results only `with_conditions`, and the condition of a loop only
+    `with_tests`.
     """
-    return _Following(rule, mark, with_conditions).run(jaxpr, inputs, PROGRAM, constants)
+    return _Following(rule, mark, with_conditions, with_tests).run(jaxpr, inputs, PROGRAM, constants)
 
 
 def follow_back(
@@ -64,8 +66,9 @@ def follow_back(
 
 
 class _Following:
-    def __init__(self, rule: Rule, mark: Rule, with_conditions: bool) -> None:
-        self._rule, self._mark, self._with_conditions = rule, mark, with_conditions
+    def __init__(self, rule: Rule, mark: Rule, with_conditions: bool, with_tests: bool) -> None:
+        self._rule, self._mark = rule, mark
+        self._with_conditions, self._with_tests = with_conditions, with_tests
 
     def run(
         self, jaxpr: core.Jaxpr, inputs: Sequence[Labels], caller: Caller, constants: Sequence[Labels] = ()
@@ -104,9 +107,10 @@ class _Following:
     def _while(self, eqn: core.JaxprEqn, operands: list[Labels], inside: Caller) -> list[Labels]:
         cond_consts, body_consts, carry = split_while_inputs(eqn, operands)
         while True:
-            self.run(eqn.params["cond_jaxpr"].jaxpr, [*cond_consts, *carry], inside)  # the rule may observe it
+            [tested] = self.run(eqn.params["cond_jaxpr"].jaxpr, [*cond_consts, *carry], inside)
+            test = tested if self._with_tests else NONE
             outputs = self.run(eqn.params["body_jaxpr"].jaxpr, [*body_consts, *carry], inside)
-            after = [x | y for x, y in zip(carry, outputs, strict=True)]
+            after = [x | y | test for x, y in zip(carry, outputs, strict=True)]
             if after == carry:
                 return carry  # the loop may run no iteration
             carry = after

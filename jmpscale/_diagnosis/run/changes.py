@@ -10,6 +10,7 @@ import numpy as np
 
 from jmpscale._base.memory import on_device
 from jmpscale._base.types import is_narrow
+from jmpscale._diagnosis.run.errors import has_slices
 from jmpscale._diagnosis.thresholds import NOISE_OF_CHANGE, AcceptedErrors
 from jmpscale._diagnosis.trace.program import Result
 from jmpscale._programs.compile import compiled_when_called
@@ -26,7 +27,13 @@ class Change(NamedTuple):
     is_finite_as_written: bool = True
     is_zero: bool = False  # whether the leaf changes neither as written nor in the reference
     is_lossless: bool = False  # whether another leaf, or chance, makes up for rounding
+    part: int | None = None  # the slice along the first axis that is measured; None for the whole leaf
     accepted: AcceptedErrors = AcceptedErrors()
+
+    @property
+    def name(self) -> str:
+        """The name of what is measured, as Python code."""
+        return self.result.name + ("" if self.part is None else f"[{self.part}]")
 
     @property
     def is_narrow(self) -> bool:
@@ -42,15 +49,33 @@ class Change(NamedTuple):
 
 
 def measure_changes(
-    results: Sequence[Result], olds: Sequence[Any], written: Sequence[Any], reference: Sequence[Any]
+    results: Sequence[Result],
+    olds: Sequence[Any],
+    written: Sequence[Any],
+    reference: Sequence[Any],
+    accepted: AcceptedErrors,
 ) -> list[Change]:
-    """Compares results, as written, with their references: their changes from old values, or their values."""
-    found = [_measure(*x) for x in zip(olds, written, reference, strict=True)]
-    return [_change(x, *numbers) for x, numbers in zip(results, jax.device_get(found), strict=True)]
+    """Compares results, as written, with their references: their changes from old values, or their values.
+
+    If the whole of a leaf is right, but a slice is not, it is the worst slice: of the layers, experts or members that
+    it stacks, the others may hide it.
+    """
+    found = jax.device_get([_measure(*x) for x in zip(olds, written, reference, strict=True)])
+    triples = zip(results, found, strict=True)
+    return [_worst(x, whole, slices, accepted) for x, (whole, slices) in triples]
 
 
-def _change(result: Result, not_finite: float, written_not_finite: float, nonzero: float, *sums: float) -> Change:
-    distance, size, product, old = map(float, sums)
+def _worst(result: Result, whole: np.ndarray, slices: np.ndarray, accepted: AcceptedErrors) -> Change:
+    change = _change(result, whole)._replace(accepted=accepted)
+    if change.badness > 1 or not result.is_leaf or not change.is_finite:
+        return change
+    parts = [_change(result, x)._replace(accepted=accepted, part=i) for i, x in enumerate(slices)]
+    worst = max(parts, key=lambda x: x.badness, default=change)
+    return worst if worst.badness > 1 else change
+
+
+def _change(result: Result, numbers: np.ndarray) -> Change:
+    not_finite, written_not_finite, nonzero, distance, size, product, old = map(float, numbers)
     if not_finite:
         return Change(result, 0.0 if written_not_finite else math.inf, is_finite=False, is_decisive=False)
     if written_not_finite:
@@ -65,10 +90,21 @@ def _change(result: Result, not_finite: float, written_not_finite: float, nonzer
 
 
 def _measure(old: Any, written: Any, reference: Any) -> Any:
-    return _numbers(written, reference, np.float32(0) if old is None else on_device(old))
+    old = jnp.zeros_like(reference) if old is None else on_device(old)
+    slices = _numbers_of_slices(written, reference, old) if has_slices(reference) else ()
+    return _numbers_of_whole(written, reference, old), slices
 
 
 @compiled_when_called
+def _numbers_of_whole(written: jax.Array, reference: jax.Array, old: jax.Array) -> jax.Array:
+    return _numbers(written, reference, old)
+
+
+@compiled_when_called
+def _numbers_of_slices(written: jax.Array, reference: jax.Array, old: jax.Array) -> jax.Array:
+    return jax.vmap(_numbers)(written, reference, old)
+
+
 def _numbers(written: jax.Array, reference: jax.Array, old: jax.Array) -> jax.Array:
     """Returns whether values of the reference, and as written, are not finite; if the reference is nonzero; and sums.
 
@@ -77,7 +113,7 @@ def _numbers(written: jax.Array, reference: jax.Array, old: jax.Array) -> jax.Ar
     because squares overflow and underflow.
     """
     dtype = jnp.promote_types(reference.dtype, np.float32)
-    old = jnp.broadcast_to(old.astype(dtype), reference.shape)
+    old = old.astype(dtype)
     not_finite = [(~jnp.isfinite(z)).astype(dtype) for z in (reference, written)]
     x, y = (jnp.where(jnp.isfinite(z), z.astype(dtype) - old, 0) for z in (written, reference))
     # One reduction with several operands compiles faster than several reductions.

@@ -8,11 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmpscale._diagnosis.thresholds import MOST_SLICES
 from jmpscale._programs.compile import compiled_when_called
 
 
+def has_slices(x: Any) -> bool:
+    """Tests whether the slices of an array along its first axis are compared by themselves.
+
+    They may be layers, experts or members of an ensemble, of which each has a matrix. The rows of a matrix are not.
+    """
+    return x.ndim >= 3 and x.shape[0] <= MOST_SLICES
+
+
 class Measured(NamedTuple):
-    """Measurements of a loss and gradients, each an array with a number for the loss and for each gradient.
+    """Measurements of a loss and gradients, each an array with a number for the loss, each gradient, and each slice.
 
     The errors are relative L2 norms of the difference from the reference; infinite if a value is finite in only one of
     them, or if only the reference is zero.
@@ -30,11 +39,22 @@ class Measured(NamedTuple):
 def measure(outputs: Sequence[Any], reference: Sequence[Any]) -> Measured:
     """Compares a loss and gradients with a reference."""
     # One program for each shape compiles faster than one program for all gradients.
-    found = [_compare(x, y) for x, y in zip(outputs, reference, strict=True)]
-    return Measured(*np.asarray(jax.device_get(found), np.float64).T)
+    pairs = list(zip(outputs, reference, strict=True))
+    found = [_compare_whole(x, y)[None] for x, y in pairs]
+    found += [_compare_slices(x, y) for x, y in pairs if has_slices(y)]
+    return Measured(*np.concatenate(jax.device_get(found)).astype(np.float64).T)
 
 
 @compiled_when_called
+def _compare_whole(x: jax.Array, reference: jax.Array) -> jax.Array:
+    return _compare(x, reference)
+
+
+@compiled_when_called
+def _compare_slices(x: jax.Array, reference: jax.Array) -> jax.Array:
+    return jax.vmap(_compare)(x, reference)
+
+
 def _compare(x: jax.Array, reference: jax.Array) -> jax.Array:
     x = x.astype(reference.dtype)  # float32 or wider
     are_finite = jnp.isfinite(x) & jnp.isfinite(reference)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpscale._diagnosis.run.errors import Measured, measure
+from jmpscale._diagnosis.run.errors import Measured, has_slices, measure
 from jmpscale._diagnosis.run.fitting_scales import Errors, Scales, at_one_scale, largest, search
 from jmpscale._diagnosis.run.forms import Forms
 from jmpscale._diagnosis.run.modal_program import ModalProgram
@@ -36,6 +36,7 @@ class GradientTrials:
     def __init__(
         self,
         forms: Forms,
+        gradients: Sequence[str],
         parameters: Collection[str],
         accepted: AcceptedErrors,
         *,
@@ -45,9 +46,9 @@ class GradientTrials:
     ) -> None:
         """Creates trials of a step.
 
-        `parameters` are the names of the arguments that gradients change. A gradient of a loss function is unscaled;
-        one that a step computes `may_be_scaled`. A value that is unscaled, but not scaled, `may_be_halved` at twice the
-        scale, unless the scale is always 1.
+        `gradients` are the names of its gradients, and `parameters` are the names of the arguments that they change. A
+        gradient of a loss function is unscaled; one that a step computes `may_be_scaled`. A value that is unscaled, but
+        not scaled, `may_be_halved` at twice the scale, unless the scale is always 1.
         """
         self.accepted, self._has_scaler = accepted, has_scaler
         self._parameters = parameters
@@ -56,6 +57,9 @@ class GradientTrials:
         self._statistics: dict[float, dict[Site, Statistics]] = {}
         self.reference = self._run_in_float32(1.0)
         self.loss = float(self.reference[0])
+        slices = [(name, x) for name, x in zip(gradients, self.reference[1:], strict=True) if has_slices(x)]
+        # The names of what has an error: the gradients, and their slices along the first axis.
+        self.names = (*gradients, *(f"{name}[{i}]" for name, x in slices for i in range(x.shape[0])))
         self.measured = measure(self.reference, self.reference)
         at_two = self._run_in_float32(2.0) if may_be_scaled or may_be_halved else self.reference
         self._are_scaled = self._find_scaled(at_two) if may_be_scaled else [False] * len(self.reference)
@@ -86,8 +90,8 @@ class GradientTrials:
 
         They grow with the scale in float32, in which powers of two are exact. `at_two` are the outputs at the scale 2.
         """
-        halved = measure([x / 2 for x in at_two], self.reference).errors
-        return [bool(x < y) for x, y in zip(halved, measure(at_two, self.reference).errors, strict=True)]
+        halved, written = (measure(x, self.reference).errors for x in ([x / 2 for x in at_two], at_two))
+        return [bool(x < y) for x, y in zip(halved, written, strict=True)][: len(self.reference)]
 
     def _find_halved(self, at_two: Sequence[Any]) -> np.ndarray:
         """Tests which gradients are halves at twice the scale: values that are unscaled, but not scaled."""

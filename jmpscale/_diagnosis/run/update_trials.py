@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from jmpscale._base.memory import on_device
 from jmpscale._diagnosis.run.changes import Change, measure_changes
@@ -52,9 +53,10 @@ class UpdateTrials:
         key = frozenset(modes.items())
         if key not in self._changes:
             olds = [self.old(x) if x.is_changed else None for x in self.results]
-            changes = measure_changes(self.results, olds, self._run(modes, Mode.AS_WRITTEN), self._reference)
-            lossless = [self._lossless.get(x.result.name, x) for x in changes]
-            self._changes[key] = [x._replace(accepted=self._accepted) for x in lossless]
+            changes = measure_changes(
+                self.results, olds, self._run(modes, Mode.AS_WRITTEN), self._reference, self._accepted
+            )
+            self._changes[key] = [self._lossless.get(x.result.name, x) for x in changes]
         return self._changes[key]
 
     def with_lines(self, paths: Collection[Path]) -> dict[Site, Mode]:
@@ -98,30 +100,65 @@ class UpdateTrials:
         return consts
 
     def _find_random(self, results: Sequence[Result]) -> None:
-        """Finds leaves that are rounded at random, by running the step with other random numbers.
+        """Finds leaves that are rounded at random, by running the step with other random numbers."""
+        groups: dict[float, list[Result]] = {}
+        for result in results if self._random_inputs else ():
+            groups.setdefault(self._factor(result), []).append(result)
+        for factor, group in groups.items():
+            found = {x.name: ErrorsOfDraws() for x in group}
+            for draw in range(DRAWS):
+                written, reference = self._changes_of_draw(draw, factor)
+                for name, errors in found.items():
+                    errors.add(written[name], reference[name])
+            random = [x for x in group if found[x.name].is_random]
+            lossless = (Change(x, found[x.name].error, is_decisive=False, is_lossless=True) for x in random)
+            self._lossless.update((x.result.name, x) for x in lossless)
 
-        The change is compared that the gradients make, because noise may be in both runs, and be lost as well.
+    def _factor(self, result: Result) -> float:
+        """Returns the factor of the gradients with which a change is a quarter of the last place.
+
+        With smaller changes, few values would be rounded up in a few draws; larger changes are not lost.
         """
-        names = self.program.names
-        inputs = [i for i, x in enumerate(self.forms.program.consts) if names[i] and may_draw(x)]
-        found = {x.name: ErrorsOfDraws() for x in results}
-        for draw in range(DRAWS) if inputs and found else ():
-            consts = other_draw(self._consts, inputs, draw)
-            without = [jnp.zeros_like(x) if i in self._gradients else x for i, x in enumerate(consts)]
-            written, reference = (self._difference(consts, without, mode) for mode in (Mode.AS_WRITTEN, Mode.FLOAT32))
-            for name, errors in found.items():
-                errors.add(written[name], reference[name])
-        for result in results:
-            errors = found[result.name]
-            if errors.is_random:
-                self._lossless[result.name] = Change(result, errors.error, is_decisive=False, is_lossless=True)
+        if not self._gradients:
+            return 1.0
+        change = jnp.abs(self._changes_of_draw(0, 1.0)[1][result.name])
+        last_place = jnp.abs(on_device(self.old(result))) * float(jnp.finfo(result.dtype).eps)
+        ratios = jnp.where(change > 0, last_place / 4 / change, jnp.nan)
+        ratio = float(jnp.nan_to_num(jnp.nanmedian(ratios)))
+        return 8.0 ** max(0, round(math.log(max(ratio, 1.0), 8)))
 
-    def _difference(self, consts: list[Any], without: list[Any], mode: Mode) -> dict[str, Any]:
-        """Returns the changes that gradients make of the leaves of the state; without known gradients, all changes."""
-        after = self._run({}, mode, consts)
-        before = self._run({}, mode, without) if self._gradients else [self.old(x) for x in self.results]
-        found = zip(self.results, after, before, strict=True)
-        return {x.name: y - on_device(z) for x, y, z in found if x.is_changed}
+    def _changes_of_draw(self, draw: int, factor: float) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the changes that gradients, times a factor, make of the leaves, as written and in float32.
+
+        Without known gradients, these are all changes. Otherwise noise, which may be in both runs, and be lost as well,
+        is not part of them.
+        """
+        consts = other_draw(self._consts, self._random_inputs, draw)
+
+        def run(mode: Mode, factor: float) -> list[Any]:
+            scaled = [x * np.float32(factor) if i in self._gradients else x for i, x in enumerate(consts)]
+            return self._run({}, mode, scaled)
+
+        def changes(mode: Mode) -> dict[str, Any]:
+            before = run(mode, 0.0) if self._gradients else [self.old(x) for x in self.results]
+            found = zip(self.results, run(mode, factor), before, strict=True)
+            return {x.name: y - on_device(z) for x, y, z in found if x.is_changed}
+
+        return changes(Mode.AS_WRITTEN), changes(Mode.FLOAT32)
+
+    def varies_with_random_numbers(self, result: Result) -> bool:
+        """Tests whether a result is another one with other random numbers."""
+        i, inputs = self.results.index(result), self._random_inputs
+        if not inputs:
+            return False
+        first, second = (self._run({}, Mode.AS_WRITTEN, other_draw(self._consts, inputs, draw))[i] for draw in (0, 1))
+        return not bool((first == second).all())
+
+    @property
+    def _random_inputs(self) -> list[int]:
+        """The positions of the arguments that are random keys, or counts of which keys may be made."""
+        consts, names = self.forms.program.consts, self.program.names
+        return [i for i, x in enumerate(consts) if names[i] and may_draw(x)]
 
     def _values(self, written: Sequence[Any], reference: Sequence[Any]) -> dict[str, Values]:
         """Returns the new values of the leaves of the state, by name."""

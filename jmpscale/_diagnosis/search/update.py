@@ -8,6 +8,7 @@ from jmpscale._diagnosis.run.changes import Change
 from jmpscale._diagnosis.run.forms import Forms
 from jmpscale._diagnosis.run.modes import Mode, Part, Site, Statistics
 from jmpscale._diagnosis.run.update_trials import UpdateTrials
+from jmpscale._diagnosis.search.not_compared import NotCompared, find_not_compared
 from jmpscale._diagnosis.search.smallest_set import smallest_set
 from jmpscale._diagnosis.search.stalled import Stalled, Unchanged, find_stalled, find_unchanged
 from jmpscale._diagnosis.thresholds import ALMOST_BAD, AcceptedErrors
@@ -27,6 +28,7 @@ class Update(NamedTuple):
     sites: tuple[Site, ...] = ()  # of the update
     stalled: tuple[Stalled, ...] = ()
     unchanged: Unchanged | None = None
+    not_compared: NotCompared = NotCompared()
 
     @property
     def all_paths(self) -> list[Path]:
@@ -59,6 +61,8 @@ def examine_update(
     changes = trials.changes({})
     paths, is_repaired = _find_lines(trials)
     then = trials.changes(trials.with_lines(paths))
+    stalled, unchanged = tuple(find_stalled(trials)), find_unchanged(trials, changes)
+    known = {x.result.name for x in stalled} | {x.name for x in (unchanged.results if unchanged else ())}
     is_large = max((x.badness for x in changes), default=0.0) > ALMOST_BAD
     return Update(
         tuple(changes),
@@ -68,8 +72,9 @@ def examine_update(
         trials.errors_alone() if is_large else {},
         _find_statistics(trials.forms, scale),
         tuple(trials.program.sites),
-        tuple(find_stalled(trials)),
-        find_unchanged(trials, changes),
+        stalled,
+        unchanged,
+        find_not_compared(trials, known),
     )
 
 

@@ -142,7 +142,7 @@ def _describe_scale(examined: Examined, remedy: str) -> Told:
         f"differ from float32 {by_gradient(examined, fit.errors)}" if math.isfinite(fit.error) else "are not finite"
     )
     kind = FindingKind.SMALL_SCALE if fit.is_small else FindingKind.LARGE_SCALE
-    wrong = [x for x, is_wrong in zip(examined.step.gradients, fit.errors > fit.scales.limits, strict=True) if is_wrong]
+    wrong = [x for x, is_wrong in zip(examined.trials.names, fit.errors > fit.scales.limits, strict=True) if is_wrong]
     finding = DiagnosisFinding(kind, tuple(wrong), error=fit.error, error_then=fit.scales.smallest_error)
     return Told(f"{_describe_range(examined)} {what} {differ}.{remedy}", finding)
 

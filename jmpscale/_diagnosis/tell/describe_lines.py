@@ -60,7 +60,7 @@ def _wrong_names(examined: Examined) -> tuple[str, ...]:
     if errors is None:
         return examined.step.gradients
     limit = examined.trials.accepted.gradient
-    wrong = [name for name, error in zip(examined.step.gradients, errors, strict=True) if error > limit]
+    wrong = [name for name, error in zip(examined.trials.names, errors, strict=True) if error > limit]
     return tuple(wrong) or (("loss",) if examined.fit.loss_error else (name_of_worst(examined, errors),))
 
 

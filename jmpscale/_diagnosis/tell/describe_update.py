@@ -7,6 +7,7 @@ from jmpscale._base.text import enumerate_names, format_percentage
 from jmpscale._base.types import is_narrow
 from jmpscale._diagnosis.examined import Examined
 from jmpscale._diagnosis.run.changes import Change
+from jmpscale._diagnosis.search.not_compared import NotCompared
 from jmpscale._diagnosis.search.stalled import Stalled
 from jmpscale._diagnosis.search.update import Update
 from jmpscale._diagnosis.tell.phrases import by, describe_leaves
@@ -80,11 +81,11 @@ def _finding(examined: Examined, alike: Sequence[Change]) -> DiagnosisFinding:
         kind = FindingKind.LOST_CHANGE
     lines, then = examined.each_name(update.paths), update.error_then if update.is_repaired else None
     dtype = worst.result.dtype.name if worst.is_narrow else None
-    return DiagnosisFinding(kind, tuple(x.result.name for x in alike), lines, dtype, worst.error, then)
+    return DiagnosisFinding(kind, tuple(x.name for x in alike), lines, dtype, worst.error, then)
 
 
 def _what(worst: Change, update: Update) -> str:
-    same = [x.result for x in _alike(worst, update.bad)]
+    same = [x.result._replace(name=x.name) for x in _alike(worst, update.bad)]
     if not worst.result.is_leaf:
         return _describe_result(worst, len(same) - 1)
     leaves = describe_leaves(same)
@@ -174,6 +175,25 @@ def _describe_constants(examined: Examined, group: Sequence[Stalled]) -> Told:
     )
     kind = FindingKind.LOST_DECAY if is_parameter else FindingKind.STALLED
     return Told(text, DiagnosisFinding(kind, tuple(x.result.name for x in group), examined.each_name(lines), dtype))
+
+
+def describe_not_compared(found: NotCompared) -> list[Told]:
+    """Describes leaves of which the comparison shows nothing."""
+    told = []
+    if found.unchanged:
+        verb, they = ("do", "they change") if len(found.unchanged) > 1 else ("does", "it changes")
+        text = f"{describe_leaves(found.unchanged)} {verb} not change in this step: diagnose one in which {they}."
+        names = tuple(x.name for x in found.unchanged)
+        told.append(Told(text, DiagnosisFinding(FindingKind.NOT_COMPARED, names)))
+    if found.from_bits:
+        text = (
+            f"{describe_leaves(found.from_bits)} {'are' if len(found.from_bits) > 1 else 'is'} computed from bits at "
+            f"{enumerate_names(list(found.lines))}, which are rounded in the float32 run, too, so nothing is known of "
+            "this rounding."
+        )
+        names = tuple(x.name for x in found.from_bits)
+        told.append(Told(text, DiagnosisFinding(FindingKind.NOT_COMPARED, names, found.lines)))
+    return told
 
 
 def _describe_not_finite(update: Update) -> list[Told]:

@@ -28,13 +28,13 @@ def by_gradient(examined: Examined, errors: Errors | None) -> str:
     if largest(errors) < examined.trials.accepted.small or len(errors) == 1:
         return f"{text}, in {name}"
     norms = examined.trials.measured.norms[1:]
-    share = float(norms[np.argmax(errors)] / np.linalg.norm(norms))
+    share = float(norms[np.argmax(errors)] / np.linalg.norm(norms[: len(examined.step.gradients)]))
     return f"{text}, in {name}, which has {format_percentage(share)} of their norm"
 
 
 def name_of_worst(examined: Examined, errors: Errors) -> str:
     """Returns the name of the gradient with the largest error; empty if there is none, or the error is infinite."""
-    return examined.step.gradients[int(np.argmax(errors))] if 0 < largest(errors) < math.inf else ""
+    return examined.trials.names[int(np.argmax(errors))] if 0 < largest(errors) < math.inf else ""
 
 
 def describe_alone(examined: Examined, part: Part, error: float) -> str:

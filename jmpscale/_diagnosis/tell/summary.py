@@ -6,7 +6,7 @@ from jmpscale._base.text import enumerate_names
 from jmpscale._diagnosis.examined import Examined, SensitiveLoss
 from jmpscale._diagnosis.tell.describe_gradients import describe_gradients, ends_with_small_error
 from jmpscale._diagnosis.tell.describe_inputs import describe_rounded
-from jmpscale._diagnosis.tell.describe_update import describe_update
+from jmpscale._diagnosis.tell.describe_update import describe_not_compared, describe_update
 from jmpscale._diagnosis.tell.phrases import by
 from jmpscale._diagnosis.tell.report import DiagnosisFinding, FindingKind
 from jmpscale._diagnosis.tell.told import Told
@@ -66,7 +66,21 @@ def _notes(examined: Examined) -> list[Told]:
         notes.append(Told(_IGNORED, DiagnosisFinding(FindingKind.UNUSED_SCALER)))
     if step.gradients and step.state == ():
         notes.append(Told(_NO_STATE, DiagnosisFinding(FindingKind.NOT_COMPARED)))
+    notes += describe_not_compared(examined.update.not_compared)
+    if step.may_be_state:
+        notes.append(Told(_may_be_state(step.may_be_state)))
     return [*notes, *describe_rounded(find_rounded(step.of_gradients))]
+
+
+def _may_be_state(names: Sequence[str]) -> str:
+    which = enumerate_names(list(names))
+    verbs, they = (
+        ("come back changed, and were", "they are") if len(names) > 1 else ("comes back changed, and was", "it is")
+    )
+    return (
+        f"{which} {verbs} compared by value, as data. If {they} state, pass a function that takes and returns a tuple "
+        "of the state first."
+    )
 
 
 def _describe_loss(loss: SensitiveLoss) -> Told:

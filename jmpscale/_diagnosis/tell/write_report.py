@@ -31,9 +31,7 @@ def write_report(examined: Examined) -> Diagnosis:
         scale_errors=tuple((2.0**k, error) for k, error in scales.errors.items()),
         lines=examined.each_name(lines),
         rows=(*_rows_of_gradients(examined, lines), *_rows_of_update(examined, lines)),
-        changes=tuple(
-            DiagnosisChange(x.result.name, x.result.dtype.name, x.result.is_leaf, x.error) for x in update.changes
-        ),
+        changes=tuple(DiagnosisChange(x.name, x.result.dtype.name, x.result.is_leaf, x.error) for x in update.changes),
         state=step.state or (),
         not_entered=_not_entered(trials),
         kept=step.kept,

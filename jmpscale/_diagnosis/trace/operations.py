@@ -27,6 +27,7 @@ _MOVES |= {"pbroadcast", "pcast", "ppermute", "pvary", "reshape", "reshard", "re
 _MOVES |= {"sharding_constraint", "slice", "sort", "split", "squeeze", "stop_gradient", "tile", "top_k", "transpose"}
 _MOVES |= {"unstack", cotangents.NAME}
 _CAST = "convert_element_type"
+_FLOAT32 = jnp.finfo(np.float32)
 _SUM = "add_any"  # the sum of the cotangents of a value with several uses
 
 
@@ -69,11 +70,20 @@ class Operation(NamedTuple):
         The transpose of a cast to a narrow dtype reads a cotangent of this dtype, though its result is wide. A
         derivative rule may also cast a value of the forward pass up, which rounds nothing.
         """
-        if moves_values(self.eqn) or self.as_written:
+        if self.as_written:
             return [None] * len(self.eqn.outvars)
         if self.is_transposed and self.reads_cotangent and _is_cast(self.eqn, to_narrow=False):
             return [narrow_dtype(self.eqn.invars[0])]
-        return list(map(narrow_dtype, self.eqn.outvars))
+        return rounding_dtypes(self.eqn)
+
+
+def rounding_dtypes(eqn: core.JaxprEqn) -> list[np.dtype | None]:
+    """Returns the narrow dtype to which an operation rounds each result; None for a result that it does not round."""
+    if moves_values(eqn):
+        return [None] * len(eqn.outvars)
+    if eqn.primitive.name == "reduce_precision" and eqn.params["mantissa_bits"] < _FLOAT32.nmant:
+        return [np.dtype(jnp.bfloat16) if eqn.params["exponent_bits"] == _FLOAT32.nexp else np.dtype(np.float16)]
+    return list(map(narrow_dtype, eqn.outvars))
 
 
 def narrow_dtype(x: Any) -> np.dtype | None:

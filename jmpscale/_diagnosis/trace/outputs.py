@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from jmpscale._diagnosis.trace.operations import moves_values, narrow_dtype
+from jmpscale._diagnosis.trace.operations import rounding_dtypes
 from jmpscale._diagnosis.trace.program import Result
 from jmpscale._programs import flow
 from jmpscale._programs.jaxpr import Caller, type_of
@@ -50,11 +50,10 @@ def select_compared(jaxpr: core.Jaxpr, given: int, results: Sequence[Result]) ->
         if caller.runs_as_written(eqn):
             return [frozenset([_LED])] * len(eqn.outvars)
         found = flow.of_operands(eqn, caller, operands)
-        rounds = any(map(narrow_dtype, eqn.outvars)) and not moves_values(eqn)
-        return [x | {_HALF} for x in found] if rounds else found
+        return [x | {_HALF} for x in found] if any(rounding_dtypes(eqn)) else found
 
     constants = [flow.NONE] * (len(jaxpr.constvars) - given) + [frozenset([_LED])] * given
-    labels = flow.follow(jaxpr, rule, constants=constants)
+    labels = flow.follow(jaxpr, rule, constants=constants, with_tests=True)
     pairs = zip(results, labels, strict=True)
     return [result._replace(is_gradient_led=_LED in found) if _HALF in found else None for result, found in pairs]
 

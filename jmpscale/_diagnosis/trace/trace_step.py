@@ -8,6 +8,7 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._base.tree import PyTree, check_no_refs
+from jmpscale._base.types import is_narrow
 from jmpscale._diagnosis.trace.cut import Update, cut, evaluate_given
 from jmpscale._diagnosis.trace.expose import evaluate
 from jmpscale._diagnosis.trace.gradients import Gradients
@@ -22,6 +23,7 @@ from jmpscale._diagnosis.trace.traced_step import TracedStep
 from jmpscale._programs.source import place_of_error
 from jmpscale._step.call import StepCall, reads_values
 from jmpscale._step.dependence import StepDependence
+from jmpscale._step.parts import Match, Part
 from jmpscale._step.state import match_state
 
 
@@ -40,8 +42,8 @@ def _traced_step(call: StepCall, out: PyTree, traced: core.ClosedJaxpr) -> Trace
     written = traced.replace(jaxpr=repeatable(traced.jaxpr))
     dependence = StepDependence(call, out, written)
     # A lone array that may be data, such as an image beside its reconstruction, is compared as a result.
-    matches = match_state(call, out, dependence)
-    matches = [x for x in matches if x.is_certain or not jax.tree_util.all_leaves([x.tree])]
+    found = match_state(call, out, dependence)
+    matches = [x for x in found if x.is_certain or not jax.tree_util.all_leaves([x.tree])]
     arrays = StepArrays(call, out, matches, dependence)
     exposed = _expose_gradients(written, arrays)
     loss, results = _separate_loss(exposed, arrays.results)
@@ -54,9 +56,21 @@ def _traced_step(call: StepCall, out: PyTree, traced: core.ClosedJaxpr) -> Trace
         update,
         tuple(results),
         tuple(match.name for match in matches),
+        _may_be_state([x for x in found if x not in matches], out, dependence),
         loss is not None,
         tuple(zip(arrays.names, arrays.values, strict=True)),
     )
+
+
+def _may_be_state(matches: Sequence[Match], out: PyTree, dependence: StepDependence) -> tuple[str, ...]:
+    """Returns the names of lone arrays in half precision whose new values are near the old ones."""
+    results = jax.tree.leaves(out)
+
+    def is_near(match: Match) -> bool:
+        new = Part("", results[match.new[0]], match.new[0])
+        return dependence.are_near([new], Part(match.name, match.tree, match.old[0]))[0]
+
+    return tuple(x.name for x in matches if is_narrow(x.tree) and is_near(x))
 
 
 class _Exposed(NamedTuple):

@@ -14,6 +14,7 @@ class TracedStep(NamedTuple):
     update: Update | None = None  # the program of the results; None for a loss function
     results: tuple[Result, ...] = ()  # those that half precision may change other than through the gradients
     state: tuple[str, ...] | None = None  # the arguments that the step returns; None for a loss function
+    may_be_state: tuple[str, ...] = ()  # arguments in half precision that come back changed, and were taken for data
     has_loss: bool = True  # otherwise the first output is 1
     arguments: tuple[tuple[str, Any], ...] = ()  # the leaves of its arguments, with their names
     ignores_scaler: bool = False  # whether no gradient depends on the scale of a dynamic scaler
