@@ -1,5 +1,6 @@
 """Finds which layers are at fault, if several of them run the same line."""
 
+import collections
 import enum
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -131,4 +132,6 @@ def _names(places: Sequence[Place], gradients: Sequence[str]) -> list[tuple[Laye
     read_or_before = [x or y for x, y in zip(read, before, strict=True)]
     certain = [(LayerName.SCOPE, scopes), (LayerName.ARGUMENT, read)]
     certain.sort(key=lambda names: len(set(names[1])), reverse=True)
-    return [*certain, (LayerName.ARGUMENT_BEFORE, read_or_before)]
+    # Without several calls of the line, operations in one call are not layers.
+    calls = max(collections.Counter(x.code for x in places).values())
+    return [*certain, (LayerName.ARGUMENT_BEFORE, read_or_before)] if calls >= len(set(read_or_before)) else certain

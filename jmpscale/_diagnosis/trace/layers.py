@@ -5,7 +5,7 @@ data flow which of their parameters an operation reads.
 """
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax.extend import core
 
@@ -28,6 +28,7 @@ class Place(NamedTuple):
     read: Names = flow.NONE
     # The arguments that were read last, in the order of the forward pass, by an operation from which it is computed.
     before: Names = flow.NONE
+    code: Any = None  # the position in the code that has made it: operations of several calls of a line have the same
 
 
 class _Argument(NamedTuple):
@@ -53,6 +54,7 @@ def find_places(program: Program, gradients: Sequence[str]) -> dict[Key, Place]:
             "/".join(caller.scopes_of(eqn)),
             read.get(key) or joined.get(key, flow.NONE),
             before.get(key, flow.NONE),
+            eqn.source_info.traceback,
         )
         for eqn, caller in operations(program.jaxpr)
     }
