@@ -22,6 +22,11 @@ def is_narrow(x: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, np.floating) and dtype.itemsize < 4
 
 
+def is_below_half(x: Any) -> bool:
+    """Tests whether an array, or a type, has floating-point numbers of fewer bits than float16, such as float8."""
+    return is_narrow(x) and x.dtype.itemsize < 2
+
+
 def needs_wider_gradient(x: object) -> bool:
     """Tests whether a leaf is float16 or float8, which cannot hold unscaled gradients."""
     return is_inexact(x) and unscaled_dtype(jnp.result_type(x)) != jnp.result_type(x)

@@ -65,7 +65,7 @@ def _describe_others(examined: Examined) -> list[Told]:
 
 def _describe_no_half(examined: Examined) -> str:
     if not examined.present.has_scaler:
-        return "The gradients have no result in half precision."
+        return f"The gradients have no result in {examined.step.precision}."
     return (
         "The program has no result in half precision, and needs no loss scale. jmpscale.autocast converts its matmuls "
         'to half precision, except those with precision="highest" and contractions of at most 4 elements.'

@@ -40,7 +40,8 @@ def name_of_worst(examined: Examined, errors: Errors) -> str:
 def describe_alone(examined: Examined, part: Part, error: float) -> str:
     """Names a line with its error alone."""
     which = "backward" if part.backward else "forward"
-    return f" With only the {which} pass of {examined.name(part.path)} in half precision, they differ {by(error)}"
+    line, precision = examined.name(part.path), examined.step.precision
+    return f" With only the {which} pass of {line} in {precision}, they differ {by(error)}"
 
 
 def describe_layers(examined: Examined, part: Part) -> str:

@@ -26,21 +26,19 @@ _NO_STATE = (
 def tell(examined: Examined) -> list[Told]:
     """Describes what half precision does to a step, and what to change."""
     gradients, update = describe_gradients(examined), describe_update(examined)
-    notes = [*describe_comparison(examined.not_entered)], _notes(examined)
+    notes = [*describe_comparison(examined.not_entered, examined.step.precision)], _notes(examined)
     if update:
         first = [*update, *gradients] if examined.is_accurate else [*gradients, *update]
         return [*notes[0], *first, *notes[1]]
     return [*notes[0], *_with_update(examined, gradients), *notes[1]]
 
 
-def describe_comparison(not_entered: Sequence[str]) -> list[Told]:
-    """Describes a comparison in which operations run in half precision; nothing if there are none."""
+def describe_comparison(not_entered: Sequence[str], precision: str) -> list[Told]:
+    """Describes a comparison in which operations run with fewer bits than float32; nothing if there are none."""
     if not not_entered:
         return []
     verb = "runs" if len(not_entered) == 1 else "run"
-    text = (
-        f"The comparison is not entirely float32: {enumerate_names(not_entered)} {verb} in half precision in it, too."
-    )
+    text = f"The comparison is not entirely float32: {enumerate_names(not_entered)} {verb} in {precision} in it, too."
     return [Told(text, DiagnosisFinding(FindingKind.NOT_COMPARED, lines=tuple(not_entered)))]
 
 

@@ -43,7 +43,7 @@ def write_report(examined: Examined) -> Diagnosis:
 def report_not_finite(step: TracedStep, trials: GradientTrials, present: Present, told: Told) -> Diagnosis:
     """Returns the diagnosis of a step that is infinite or NaN in float32, too."""
     loss, errors = trials.loss_as_written(present.scale), trials.compare(trials.run_as_written(present.scale))[0]
-    every = [*describe_comparison(trials.names_not_entered), told]
+    every = [*describe_comparison(trials.names_not_entered, step.precision), told]
     return Diagnosis(
         loss=loss if step.has_loss else None,
         loss_float32=trials.loss if step.has_loss else None,
