@@ -126,7 +126,7 @@ def _of_suspects(trials: GradientTrials, suspects: Suspects, exponent: int) -> _
 
 def _names(places: Sequence[Place], gradients: Sequence[str]) -> list[tuple[LayerName, list[str]]]:
     """Returns names of the layers of some operations, the finest division into layers first."""
-    scopes = [x.scope for x in places]
+    scopes = _without_common_end([x.scopes for x in places])
     read = [first_name(x, gradients) for x in without_common([x.read for x in places])]
     before = [first_name(x, gradients) for x in without_common([x.before for x in places])]
     read_or_before = [x or y for x, y in zip(read, before, strict=True)]
@@ -135,3 +135,11 @@ def _names(places: Sequence[Place], gradients: Sequence[str]) -> list[tuple[Laye
     # Without several calls of the line, operations in one call are not layers.
     calls = max(collections.Counter(x.code for x in places).values())
     return [*certain, (LayerName.ARGUMENT_BEFORE, read_or_before)] if calls >= len(set(read_or_before)) else certain
+
+
+def _without_common_end(scopes: Sequence[tuple[str, ...]]) -> list[str]:
+    """Returns the paths of scopes, without the last scopes if those of all operations have the same names."""
+    found = list(scopes)
+    while len(set(found)) > 1 and all(found) and len({x[-1] for x in found}) == 1:
+        found = [x[:-1] for x in found]
+    return ["/".join(x) for x in found]

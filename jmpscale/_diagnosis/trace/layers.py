@@ -22,7 +22,7 @@ Names = frozenset[str]
 class Place(NamedTuple):
     """What shows the layer of an operation."""
 
-    scope: str = ""  # such as `Model/Block_7/Dense_0`
+    scopes: tuple[str, ...] = ()  # such as `("Model", "Block_7", "Dense_0")`
     # The arguments that it reads, moved or in another dtype; or else those that an operation reads together with its
     # result, or of which it makes the gradient.
     read: Names = flow.NONE
@@ -51,7 +51,7 @@ def find_places(program: Program, gradients: Sequence[str]) -> dict[Key, Place]:
     joined = _follow_back(program.jaxpr, gradients, read)
     return {
         (key := caller.key_of(eqn)): Place(
-            "/".join(caller.scopes_of(eqn)),
+            caller.scopes_of(eqn),
             read.get(key) or joined.get(key, flow.NONE),
             before.get(key, flow.NONE),
             eqn.source_info.traceback,

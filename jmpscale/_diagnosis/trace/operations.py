@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._base import cotangents
-from jmpscale._base.types import is_narrow
+from jmpscale._base.types import is_below_half, is_narrow
 from jmpscale._diagnosis.trace.passes import Pass, Passes
 from jmpscale._programs import flow
 from jmpscale._programs.float32 import keeps_dtype
@@ -155,8 +155,12 @@ def shortest_paths(paths: Collection[Path]) -> dict[Path, Path]:
 
 
 def autocast_lines(found: Iterable[Operation]) -> set[Path]:
-    """Returns the lines on which `autocast` converts a matmul: its conversions have the source of the matmul."""
+    """Returns the lines on which `autocast` converts a matmul: its conversions have the source of the matmul.
+
+    So do conversions to float8, which `autocast` does not make, if a derivative rule has both.
+    """
     casts = [x for x in found if _is_cast(x.eqn, to_narrow=True) and not x.backward]
+    casts = [x for x in casts if not is_below_half(type_of(x.eqn.outvars[0]))]
     matmuls = {_source(x.eqn) for x in found if x.eqn.primitive.name in MATMULS}
     return {path for x in casts if _source(x.eqn) in matmuls for path in x.paths}
 
