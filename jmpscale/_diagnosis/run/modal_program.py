@@ -6,7 +6,7 @@ modes finds the lines that must compute in float32 by changing them.
 
 import collections
 import copy
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from jax.extend import core
 from jmpscale._base.memory import on_device
 from jmpscale._diagnosis.run.blocks import Block, BlockProgram
 from jmpscale._diagnosis.run.modes import Execution, Modal, Mode, Modes, Part, Site
-from jmpscale._diagnosis.trace.operations import Operation, autocast_lines, shortest_paths
+from jmpscale._diagnosis.trace.operations import Operation, Path, autocast_lines
 from jmpscale._diagnosis.trace.passes import Pass
 from jmpscale._diagnosis.trace.program import Program
 from jmpscale._programs.compile import compiled, has_long_loop
@@ -39,7 +39,7 @@ class ModalProgram:
         self.outputs = slice(None)  # those that a run returns
         self._measured = measured
         with_mode = [(x, dtype) for x in everything if (dtype := modal.dtype(x)) is not None]
-        shortest = shortest_paths({path for x, _ in with_mode for path in x.paths})
+        shortest = _shortest({path for x, _ in with_mode for path in x.paths})
         sites = {
             x.key: dict.fromkeys(Site(Part(shortest[path], x.pass_), x.eqn.primitive.name, dtype) for path in x.paths)
             for x, dtype in with_mode
@@ -208,3 +208,11 @@ class _BlockFunction:
             return [values[i] for i in block.outputs], interpreter.current_records()
 
         self.run = compiled(run, optimize=has_long_loop(eqn for eqn, *_ in block.equations))
+
+
+def _shortest(paths: Collection[Path]) -> dict[Path, Path]:
+    """Returns for each path the shortest end of it that is a path, too.
+
+    In the forward pass, JAX forgets the callers of a function with `jax.checkpoint`; in the backward pass it does not.
+    """
+    return {path: next(end for end in (path[-n:] for n in range(1, len(path) + 1)) if end in paths) for path in paths}

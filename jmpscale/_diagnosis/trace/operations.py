@@ -146,14 +146,6 @@ def program_operations(jaxpr: core.Jaxpr, count: int) -> list[Operation]:
     return list(map(located, found))
 
 
-def shortest_paths(paths: Collection[Path]) -> dict[Path, Path]:
-    """Returns for each path the shortest end of it that is a path, too.
-
-    In the forward pass, JAX forgets the callers of a function with `jax.checkpoint`; in the backward pass it does not.
-    """
-    return {path: next(end for end in (path[-n:] for n in range(1, len(path) + 1)) if end in paths) for path in paths}
-
-
 def autocast_lines(found: Iterable[Operation]) -> set[Path]:
     """Returns the lines on which `autocast` converts a matmul: its conversions have the source of the matmul.
 
@@ -183,8 +175,14 @@ def _with_deeper_lines(found: list[Operation], jaxpr: core.Jaxpr, depth: int) ->
     pairs = zip(found, paths, strict=True)
     deeper = [x._replace(paths=(path,)) if x.line == crowded and path else x for x, path in pairs]
     replaced = [y for x, y in zip(found, deeper, strict=True) if x.line == crowded]
-    several = {path for x in replaced if depth == 1 or x.eqn.primitive.name in MATMULS for path in x.paths}
-    return deeper if len(set(shortest_paths(several).values())) > 1 else found
+    # Below the line: JAX forgets its callers in some passes through a function with `jax.checkpoint`.
+    several = {_below(x.paths[0], crowded) for x in replaced if depth == 1 or x.eqn.primitive.name in MATMULS}
+    return deeper if len(several) > 1 else found
+
+
+def _below(path: Path, line: str) -> Path:
+    """Returns the part of a path below a line."""
+    return path[path.index(line) + 1 :] if line in path else path
 
 
 def _is_cast(eqn: core.JaxprEqn, *, to_narrow: bool) -> bool:
