@@ -26,10 +26,18 @@ COMPILED = {  # the step, as the pages call it, and the name of its result
 }
 
 
+MASTER_PARAMS = {  # the same for parameters in half precision
+    "layers": "h100, 1 devices, 8 of 2048, batch 32, adamw, bfloat16, gradients in bfloat16",
+    "language model": "h100, 1 devices, language model, adamw, bfloat16, gradients in bfloat16",
+    "TPU": "tpu-v5e, 1 devices, 2 of 8192, batch 32, adamw, bfloat16, gradients in bfloat16",
+}
+
+
 def figures(results):
     """Returns the figures of all pages by name; `results` are what `benchmarks.table` reads."""
-    groups = (_sizes(), _gpu(results), _cpu(results), _compiled(results), _autocast(results), _other(results))
-    return {name: text for group in (*groups, _studies()) for name, text in group.items()}
+    groups = [_sizes(), _studies()]
+    groups += [group(results) for group in (_gpu, _cpu, _compiled, _autocast, _master_params, _other)]
+    return {name: text for group in groups for name, text in group.items()}
 
 
 def rewrite(text, known):
@@ -184,6 +192,18 @@ def _studies():
         found[name] = span(ratios, "{:.1f}")
     found |= {"near a minimum, other examples": span(_near_minimum(), "{:.3f}")}
     return found | _rules() | _rounding() | _infinite_pixel()
+
+
+def _master_params(results):
+    """Returns figures of `with_master_params`, relative to float32 parameters that the step casts."""
+    runs = record.read(STUDIES / "master_params.json")["runs"]
+    found = {f"master params: {x['parameters']}, {x['optimizer']}": f"{x['loss']:.3f}" for x in runs}
+    arguments = []
+    for name, result in MASTER_PARAMS.items():
+        ours, float32 = (results["compilers"][result]["figures"][x] for x in ("with_master_params", "bare"))
+        found[f"master params: bytes, {name}"] = f"{ours['moved_bytes'] / float32['moved_bytes']:.3f}"
+        arguments.append(ours["argument_bytes"] / float32["argument_bytes"])
+    return found | {"master params: memory of arguments": span(arguments)}
 
 
 def _rules():

@@ -356,6 +356,12 @@ def bare(job, tx=None):
     return lambda params: (params, tx.init(params), ()), step
 
 
+def master_params(job):
+    """Keeps the parameters in the dtype of the gradients, and their float32 copies in the state of the optimizer."""
+    init, step = bare(job, jmpscale.with_master_params(job.tx))
+    return lambda params: init(job.cast(params)), step
+
+
 def constant_scale(job, tx=None):
     """Multiplies the loss by a constant, and divides the gradients by it.
 
@@ -496,6 +502,7 @@ def mpx_steps(job):
 METHODS = {
     "bare": bare,
     "clipped": lambda job: bare(job, job.clipped),
+    "with_master_params": master_params,
     "constant scale": constant_scale,
     "clipped, constant scale": lambda job: constant_scale(job, job.clipped),
     "functional": functional,
@@ -513,7 +520,8 @@ METHODS = {
 BASELINE = "clipped"  # clipping, like skipping, needs all gradients first
 PEERS = ("jmp", "Flax DynamicScale", "mpx", "optax apply_if_finite")
 PEER_MODULES = ("jmp", "flax", "mpx", "equinox")
-UNGUARDED = ("bare", "clipped", "constant scale", "clipped, constant scale")  # these do not skip an overflow
+# These do not skip an overflow.
+UNGUARDED = ("bare", "with_master_params", "clipped", "constant scale", "clipped, constant scale")
 
 
 def count(tree):

@@ -5,6 +5,7 @@ from importlib.metadata import version as _version
 from jmpscale._algorithm.finite import all_finite
 from jmpscale._algorithm.gate import apply_if, select_tree
 from jmpscale._algorithm.grad import value_and_grad
+from jmpscale._algorithm.master_params import with_master_params
 from jmpscale._algorithm.optax import LossScalingTransformation, with_loss_scaling
 from jmpscale._algorithm.optax_step import optax_step
 from jmpscale._algorithm.scaled_backward import scaled_backward
@@ -59,6 +60,7 @@ __all__ = [
     "update",
     "value_and_grad",
     "with_loss_scaling",
+    "with_master_params",
 ]
 
 __version__ = _version("jmpscale")

@@ -182,6 +182,18 @@ class WithLossScalingState(NamedTuple):
     grad_norm: jax.Array | None
 
 
+class WithMasterParamsState(NamedTuple):
+    """The optimizer state of `with_master_params`.
+
+    Attributes:
+      master_params: the float32 copies, in the structure of the parameters; None for each other parameter.
+      inner_state: the state of the wrapped optimizer.
+    """
+
+    master_params: Any
+    inner_state: Any
+
+
 def _explains_arguments_of_torch(fun: Callable[P, ScalerState]) -> Callable[P, ScalerState]:
     """Makes a function raise an error with the remedy for arguments that only `torch.amp.GradScaler` has."""
 
@@ -338,5 +350,6 @@ jax.export.register_pytree_node_serialization(
     deserialize_auxdata=_deserialize_settings,
     from_children=_unflatten,
 )
-jax.export.register_namedtuple_serialization(WithLossScalingState, serialized_name="jmpscale.WithLossScalingState")
+for _state in (WithLossScalingState, WithMasterParamsState):
+    jax.export.register_namedtuple_serialization(_state, serialized_name=f"jmpscale.{_state.__name__}")
 register_with_flax()

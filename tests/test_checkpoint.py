@@ -27,7 +27,9 @@ ADAM = optax.adam(1e-2)
 SCALER = jmpscale.dynamic(2.0**10, growth_interval=3)
 TX = jmpscale.with_loss_scaling(ADAM, SCALER)
 CLIPPING_TX = jmpscale.with_loss_scaling(ADAM, SCALER, max_norm=1.0)
+COPYING_TX = jmpscale.with_master_params(TX)
 PARAMS = {"w": jnp.full((8, 1), 0.1)}
+MIXED = {"w": jnp.full((8, 1), 0.1, jnp.bfloat16), "b": jnp.full(1, 0.1)}  # of which one has a float32 copy
 jit = functools.partial(jax.jit, **FAST)
 update = jit(jmpscale.update)
 
@@ -78,6 +80,7 @@ def used_scaler():
 STATES = {
     "new_scaler": jmpscale.dynamic,  # consists of NumPy arrays
     "scaler": used_scaler,
+    "master_params": lambda: COPYING_TX.init(MIXED)._replace(master_params={"w": jnp.full((8, 1), 0.1), "b": None}),
     "opt_state": lambda: CLIPPING_TX.init(PARAMS)._replace(scaler=used_scaler(), grad_norm=jnp.float32(3)),
 }
 
@@ -188,6 +191,14 @@ def functional(state, number):
     return {"w": w, "opt_state": opt_state, "scaler": jmpscale.update(state["scaler"], finite, loss=loss)}
 
 
+def master_params(state, number):
+    loss, grads = jmpscale.value_and_grad(lambda params: loss_fn(params["w"], number) + params["b"][0])(
+        state["opt_state"], state["params"]
+    )
+    updates, opt_state = COPYING_TX.update(grads, state["opt_state"], state["params"], value=loss)
+    return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
+
+
 def train_state(state, number):
     _, grads = jmpscale.value_and_grad(lambda params: loss_fn(params["w"], number))(state, state.params)
     return state.apply_gradients(grads=grads)
@@ -211,6 +222,7 @@ def nnx_optimizer(state, number):
 
 START = {
     functional: lambda: {"w": PARAMS["w"], "opt_state": ADAM.init(PARAMS["w"]), "scaler": SCALER},
+    master_params: lambda: {"params": MIXED, "opt_state": COPYING_TX.init(MIXED)},
     train_state: lambda: TrainState.create(apply_fn=None, params=PARAMS, tx=CLIPPING_TX),
     nnx_optimizer: lambda: nnx.state(make_nnx()),
 }
@@ -234,6 +246,8 @@ def uninterrupted(program):
     [
         (functional, orbax, [5]),
         pytest.param(functional, msgpack, range(STEPS), marks=pytest.mark.full),
+        (master_params, msgpack, [5]),
+        pytest.param(master_params, orbax, range(STEPS), marks=pytest.mark.full),
         pytest.param(train_state, msgpack, range(STEPS), marks=pytest.mark.full),
         pytest.param(nnx_optimizer, orbax, range(STEPS), marks=pytest.mark.full),
     ],

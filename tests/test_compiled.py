@@ -156,6 +156,29 @@ def test_wrapper_with_warn_after_skips_moves_no_more_memory_than_clipping(target
     assert (ours["copies_of_state"], ours["loops"]) == (0, 0)
 
 
+# float32 copies of parameters in half precision are updated in the kernels that read them
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_with_master_params_moves_what_its_arrays_have(target, dtype):
+    """An update reads and writes a parameter (4 bytes), its copy and two averages (24), and reads its gradient (2)."""
+    topology, _, (_, width), _ = TARGETS[target]
+    tx = jmpscale.with_master_params(optax.adamw(1e-3))
+
+    def step(params, opt_state, grads):
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params = {"w": jax.ShapeDtypeStruct((width, width), dtype)}
+    args = params, jax.eval_shape(tx.init, params), params
+    everywhere = NamedSharding(targets.mesh(topology, 1), P())
+    jitted = jax.jit(step, donate_argnums=(0, 1), in_shardings=everywhere)
+    found = jitted.lower(*args).compile()
+    assert "reduce-precision(" in found.as_text()  # XLA removes a conversion to half precision and back on a GPU
+    assert compilers.traffic.moved_bytes(compilers.programs.parse(found.as_text())) / width**2 < 30.01
+    assert found.memory_analysis().temp_size_in_bytes < 2**16
+
+
 # A step with autocast costs little more than the step of a model that is cast by hand
 
 AUTOCAST = {  # the limits for the ratios of the bytes moved and of the temporary memory

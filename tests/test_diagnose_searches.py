@@ -175,7 +175,14 @@ def test_smallest_set(row):
         return any(needed <= runs[-1] for needed in row.enough)
 
     assert set(smallest_set(range(row.count), fits)) == row.found
-    assert len(runs) <= 3 + len(row.found) * (2 + np.ceil(np.log2(row.count)))
+    size = len(row.found)
+    assert len(runs) <= 3 + size * (2 + np.ceil(np.log2(row.count))) + 2 * size + 2
+
+
+def test_smallest_set_is_smaller_than_a_set_whose_superset_does_not_fit():
+    """Errors cancel: a set with the item that is enough does not fit without two others."""
+    found = smallest_set(range(4), lambda chosen: set(chosen) in ({3}, {0, 1, 3}, {0, 1, 2, 3}))
+    assert found == [3]
 
 
 def test_set_of_many_integers_is_found_in_few_runs():

@@ -37,6 +37,7 @@ MODULES = sorted(str(path.relative_to(PACKAGE).with_suffix("")) for path in PACK
 MAY_IMPORT = {
     "_guards/checks": {"optax"},
     "_guards/optax": {"optax"},
+    "_algorithm/master_params": {"optax"},
     "_algorithm/optax": {"optax"},
     "_algorithm/optax_step": {"optax"},
     "plots": {"matplotlib"},

@@ -19,11 +19,11 @@ from jmpscale._base.compat import full_like
 from jmpscale._base.memory import to_memory_of
 from jmpscale._base.multiply import multiply_leaf
 from jmpscale._base.options import requires_names
-from jmpscale._base.tree import PyTree, as_array, flatten_gradients, is_array, is_traced, structure
-from jmpscale._base.types import has_same_type, is_numeric, unscaled_dtype
+from jmpscale._base.tree import PyTree, as_array, find_instances, flatten_gradients, is_array, is_traced, structure
+from jmpscale._base.types import as_float32, has_same_type, is_narrow, is_numeric, unscaled_dtype
 from jmpscale._guards import optax as guards
 from jmpscale._monitoring.compiled_monitor import CompiledMonitor
-from jmpscale._state import ScalerState, WithLossScalingState, dynamic, register_with_flax
+from jmpscale._state import ScalerState, WithLossScalingState, WithMasterParamsState, dynamic, register_with_flax
 
 
 class Transformation(Protocol):
@@ -92,12 +92,14 @@ def with_loss_scaling(
       value=loss)`. `value=` is the unscaled loss; a step whose loss is not finite is skipped, and does not change the
       scale. On a skipped step the updates are -0.0, which change no parameter, except that a CPU flushes
       parameters below 2^-126 to zero, as in every addition. In `grad=`, which some optax transformations read, zeros
-      replace non-finite values. `inner` sees float16 parameters as float32, the dtype of their gradients.
+      replace non-finite values. `inner` sees float16 parameters as float32, the dtype of their gradients, unless it
+      contains `with_master_params`.
 
     Raises:
-      TypeError: an argument has the wrong type, `inner` contains another wrapper or changes the types of its state, the
-        loss is passed by position or as `loss=`, the parameters are gradients, a gradient or the loss is a partial
-        sum, or a gradient is a `jax.Ref` or part of a scaler.
+      TypeError: an argument has the wrong type, `inner` contains another wrapper, has float16 numbers in its state
+        beside `with_master_params`, or changes the types of its state, the loss is passed by position or as `loss=`,
+        the parameters are gradients, a gradient or the loss is a partial sum, or a gradient is a `jax.Ref` or part of a
+        scaler.
       ValueError: `max_norm` or `warn_after_skips` is out of range, an axis is not mapped, or a state is from a wrapper
         with `max_norm` and this one has none, or the reverse.
 
@@ -126,7 +128,9 @@ def with_loss_scaling(
     def init(params: optax.Params) -> Any:
         register_with_flax()
         scaler = jax.tree.map(jnp.array, initial)
-        inner_state = tx.init(params if scaler.config.mode == "disabled" else _as_seen_by_inner(params))
+        inner_state = tx.init(params)
+        if scaler.config.mode != "disabled" and any(map(_is_widened, jax.tree.leaves(params))):
+            inner_state = tx.init(_as_seen_by_inner(params, inner_state))
         grad_norm = None if max_norm is None else jnp.zeros((), jnp.float32)
         state = WithLossScalingState(scaler, inner_state, grad_norm)
         guards.initialized(params, state)
@@ -140,7 +144,7 @@ def with_loss_scaling(
         guards.called(grads, state, params, others, extra_args, max_norm)
         scaler, norm, grad_norm, factor = state.scaler, None, None, None
         is_disabled = scaler.config.mode == "disabled"
-        inner_params = params if is_disabled else _as_seen_by_inner(params)
+        inner_params = params if is_disabled else _as_seen_by_inner(params, state.inner_state)
         if "grad" in extra_args and not is_disabled:  # by optax's convention, the same gradients
             extra_args["grad"] = zero_nonfinite(extra_args["grad"])
         if max_norm is not None:
@@ -205,16 +209,19 @@ def _decision_axes(axis_name: AxisName, norm_axis_name: AxisName) -> AxisName:
     return tuple(dict.fromkeys([*named, *parts])) if parts else axis_name
 
 
-def _as_seen_by_inner(params: PyTree) -> PyTree:
-    """Converts parameters to the dtype of their gradients; otherwise optimizer states would change dtype."""
+def _as_seen_by_inner(params: PyTree, inner_state: PyTree) -> PyTree:
+    """Converts parameters to the dtype of their gradients; otherwise optimizer states would change dtype.
 
-    def convert(x: Any) -> Any:
-        is_type = isinstance(x, jax.ShapeDtypeStruct)
-        if (is_type or is_array(x)) and jnp.issubdtype(x.dtype, np.inexact) and unscaled_dtype(x.dtype) != x.dtype:
-            return x.update(dtype=np.float32) if is_type else jnp.asarray(x, np.float32)
-        return x
+    `with_master_params` sees them as they are: it finds out which of them need a copy, and converts them itself.
+    """
+    if find_instances(inner_state, WithMasterParamsState):
+        return params
+    return as_float32(params, _is_widened)
 
-    return jax.tree.map(convert, params)
+
+def _is_widened(param: Any) -> bool:
+    """Tests whether the unscaled gradient of a parameter has a wider dtype."""
+    return is_narrow(param) and unscaled_dtype(param.dtype) != param.dtype
 
 
 def _is_finite(grads: PyTree, norm: jax.Array | None) -> jax.Array:

@@ -1,5 +1,6 @@
 """Types of leaves: the dtypes that hold gradients in true units, and when two leaves have the same type."""
 
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jmpscale._base.compat import varying_axes
-from jmpscale._base.tree import bit_pattern, is_array, is_inexact
+from jmpscale._base.tree import PyTree, bit_pattern, is_array, is_inexact
 
 
 def unscaled_dtype(dtype: DTypeLike) -> np.dtype:
@@ -25,6 +26,22 @@ def is_narrow(x: Any) -> bool:
 def is_below_half(x: Any) -> bool:
     """Tests whether an array, or a type, has floating-point numbers of fewer bits than float16, such as float8."""
     return is_narrow(x) and x.dtype.itemsize < 2
+
+
+def is_half(x: Any) -> bool:
+    """Tests whether an array, or a type, has numbers in bfloat16 or float16."""
+    return getattr(x, "dtype", None) in (jnp.bfloat16, np.float16)
+
+
+def as_float32(tree: PyTree, matches: Callable[[Any], bool]) -> PyTree:
+    """Returns a tree in which the arrays, and the types of arrays, that match are float32."""
+
+    def convert(x: Any) -> Any:
+        if not matches(x):
+            return x
+        return x.update(dtype=np.float32) if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x, np.float32)
+
+    return jax.tree.map(convert, tree)
 
 
 def needs_wider_gradient(x: object) -> bool:

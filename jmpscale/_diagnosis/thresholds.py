@@ -32,6 +32,8 @@ NOISE_OF_ERRORS = 0.25
 # makes the next ones wrong, too. An overflow or underflow is the reason of an error that the range of float32 divides
 # by at least this factor.
 SAME_SIZE = 2.0
+# The part of an error that may remain after a remedy: with more, the cause is another one, too.
+REMAINS = 1 / 3
 # The most lines that are named for a moderate error: of more, the worst one.
 MOST_SUSPECTS = 3
 

@@ -224,6 +224,13 @@ def check_transformation(tx: object, name: str, remedy: str) -> None:
         raise TypeError(f"{name} must be an optax.GradientTransformation, got {type_name(tx)}. {remedy}")
 
 
+def check_params(params: PyTree) -> None:
+    """Raises if the parameters are gradients."""
+    arrays = jax.tree.leaves(params)
+    if arrays and all(has_mark(Mark.GRADIENT, x) for x in arrays):
+        raise TypeError("params must be the parameters, got gradients. The arguments are (grads, state, params).")
+
+
 def check_not_wrapped(state: PyTree, name: str, remedy: str) -> None:
     """Raises if an optimizer has loss scaling already: a step has one scaler."""
     if find_instances(state, WithLossScalingState):

@@ -10,14 +10,15 @@ from jmpscale._base.arguments import check_count, check_in_range
 from jmpscale._base.axes import AxisName
 from jmpscale._base.frameworks import known_decays
 from jmpscale._base.marks import Mark, has_mark, source_of
-from jmpscale._base.text import type_name
-from jmpscale._base.tree import PyTree, check_no_refs, find_instances, is_inexact, is_traced
+from jmpscale._base.text import describe, type_name
+from jmpscale._base.tree import PyTree, check_no_refs, find_instances, first_leaf, is_inexact, is_traced
 from jmpscale._base.types import is_narrow, needs_wider_gradient
 from jmpscale._base.warn import warn_user
 from jmpscale._guards.checks import (
     check_no_partial_sums,
     check_no_scaler,
     check_not_wrapped,
+    check_params,
     check_same_structure,
     check_same_types,
     check_scaler,
@@ -34,7 +35,14 @@ from jmpscale._guards.checks import (
     warn_if_nothing_is_scaled,
     warn_if_unsynchronized,
 )
-from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE, ScalerState, WithLossScalingState, scale_of
+from jmpscale._state import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    ScalerState,
+    WithLossScalingState,
+    WithMasterParamsState,
+    scale_of,
+)
 
 
 def created(inner: object, scaler: ScalerState | None, max_norm: object, warn_after_skips: object) -> None:
@@ -54,6 +62,7 @@ def initialized(params: PyTree, state: WithLossScalingState) -> None:
     if state.grad_norm is not None:
         _warn_if_micro_batches_are_clipped(state.inner_state)
     if state.scaler.config.mode != "disabled":
+        _check_beside_copies(state.inner_state)
         _warn_if_narrow(params, state.inner_state)
 
 
@@ -82,9 +91,7 @@ def called(
     check_no_refs(grads, "updates")
     check_no_partial_sums(grads, "updates")
     check_no_scaler(grads)
-    arrays = jax.tree.leaves(params)
-    if arrays and all(has_mark(Mark.GRADIENT, x) for x in arrays):
-        raise TypeError("params must be the parameters, got gradients. The arguments are (grads, state, params).")
+    check_params(params)
     loss = extra_args.get("value")
     if has_mark(Mark.GRADIENT, loss) and any(map(jnp.ndim, jax.tree.leaves(loss))):  # unscale returns losses, too
         warn_user("the loss must be the unscaled loss, got gradients. Pass value=loss.")
@@ -152,13 +159,30 @@ def _warn_if_unscaled_by_another(grads: PyTree, scaler: ScalerState) -> None:
 def _warn_if_narrow(params: PyTree, inner_state: PyTree) -> None:
     """Warns if all parameters are float16, or if averages of gradients are."""
     arrays = list(filter(is_inexact, jax.tree.leaves(params)))
-    if arrays and all(map(needs_wider_gradient, arrays)):  # a float16 parameter among others may be frozen
+    has_copies = bool(find_instances(inner_state, WithMasterParamsState))
+    # A float16 parameter among others may be frozen.
+    if arrays and all(map(needs_wider_gradient, arrays)) and not has_copies:
         warn_user(
             "the parameters are float16, in which small updates are rounded away. Keep them in float32, and use "
-            "jmpscale.autocast or convert them in the loss function, unless the optimizer keeps float32 copies."
+            "jmpscale.autocast or convert them in the loss function; or wrap the optimizer in with_master_params."
         )
     warn_if_averages_are_narrow(inner_state)
     _warn_if_averages_stop(inner_state)
+
+
+def _check_beside_copies(inner_state: PyTree) -> None:
+    """Raises if a transformation beside `with_master_params`, which sees float16 parameters, has a float16 state."""
+
+    def has_copies(x: object) -> bool:
+        return isinstance(x, WithMasterParamsState)
+
+    beside = jax.tree.map(lambda x: None if has_copies(x) else x, inner_state, is_leaf=has_copies)
+    if find_instances(inner_state, WithMasterParamsState) and (found := first_leaf(beside, needs_wider_gradient)):
+        path, x = found
+        raise TypeError(
+            f"inner has {describe(x)} in its state{path}, beside the copies of with_master_params, but its gradients "
+            "are float32. Place with_master_params outside: with_master_params(with_loss_scaling(inner))."
+        )
 
 
 def _warn_if_averages_stop(inner_state: PyTree) -> None:

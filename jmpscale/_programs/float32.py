@@ -14,7 +14,7 @@ from jax.extend import core
 from jmpscale._base import cotangents
 from jmpscale._base.types import is_narrow
 from jmpscale._programs.interpret import Interpreter, widen
-from jmpscale._programs.jaxpr import HIGHEST, MATMULS, Jaxpr, closed, equations, held_jaxprs, type_of
+from jmpscale._programs.jaxpr import HIGHEST, MATMULS, Caller, Jaxpr, closed, equations, held_jaxprs, type_of
 
 # Primitives of JAX that compute in the dtype of their operands, so that they can compute in float32 instead. Other
 # primitives (kernels, callbacks, and whatever a new version of JAX brings) run as written, and are listed.
@@ -113,15 +113,15 @@ def keeps_dtype(eqn: core.JaxprEqn) -> bool:
     return (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]) == (info.nexp, info.nmant)
 
 
-def run_in_widest(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any]:
-    """Returns the results of an operation in float32, or as written if it can only run so."""
-    outputs = run_in_float32(eqn, inputs)
+def run_in_widest(eqn: core.JaxprEqn, inputs: list[Any], caller: Caller) -> list[Any]:
+    """Returns the results of an operation in float32, or as written if it must run so."""
+    outputs = None if caller.runs_as_written(eqn) else run_in_float32(eqn, inputs)
     return run_as_written(eqn, inputs) if outputs is None else outputs
 
 
 def evaluate_in_float32(program: core.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """Returns the outputs of a program whose operations compute in float32, or as written if they cannot."""
-    return Interpreter(lambda _, eqn, inputs, caller: run_in_widest(eqn, inputs)).evaluate(program, args)[0]
+    return Interpreter(lambda _, eqn, inputs, caller: run_in_widest(eqn, inputs, caller)).evaluate(program, args)[0]
 
 
 def run_as_written(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any]:

@@ -8,13 +8,14 @@ from typing import Any
 
 from jax.extend import core
 
-AS_WRITTEN = "jmpscale_as_written"  # the scope of operations that an interpreter runs as they are written
+from jmpscale._base.as_written import SCOPE
+
 _RECOMPUTED = "rematted_computation"
 
 
 def runs_as_written(eqn: core.JaxprEqn) -> bool:
     """Tests whether an equation is in the scope of operations that an interpreter runs as they are written."""
-    return any(scope.name == AS_WRITTEN for scope in _scopes(eqn))
+    return any(scope.name == SCOPE for scope in _scopes(eqn))
 
 
 def is_backward(eqn: core.JaxprEqn) -> bool:
@@ -47,7 +48,7 @@ def named_scopes(eqn: core.JaxprEqn, around: tuple[str, ...] = ()) -> tuple[str,
     """
     found = around
     for is_named, group in itertools.groupby(_scopes(eqn), lambda scope: type(scope).__name__ == "Scope"):
-        names = tuple(scope.name for scope in group if scope.name not in (AS_WRITTEN, _RECOMPUTED))
+        names = tuple(scope.name for scope in group if scope.name not in (SCOPE, _RECOMPUTED))
         if is_named:
             found = names if names[: len(found)] == found else (*found, *names)
     return found

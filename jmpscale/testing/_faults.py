@@ -121,7 +121,7 @@ class _WithFault(Interpreter):
         self._indices = {key: i for i, key in enumerate(self._numbers)}
         # The number of times that an equation has run, and whether one of its results was not finite.
         records = {i: jnp.int32(0) for i in range(2 * len(self._numbers))}
-        super().__init__(lambda _, eqn, inputs, caller: run_in_widest(eqn, inputs), records=records)
+        super().__init__(lambda _, eqn, inputs, caller: run_in_widest(eqn, inputs, caller), records=records)
 
     def overflow(self, key: int) -> int:
         """Returns the index of the record of an overflow in an equation."""

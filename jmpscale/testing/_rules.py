@@ -285,7 +285,10 @@ def _lost_by_dtype(applied: Run, expected: Run, path: str) -> str:
 
 def _check_invalid(runs: Runs, usual: Run) -> None:
     """Raises if a step that is skipped because of its loss changes the state, and warns if the loss is not passed."""
-    numbers = runs.with_numbers(lambda x: np.full_like(x, jnp.finfo(x.dtype).max))
+    # One number, so that a float32 copy of a parameter in half precision still rounds to the parameter.
+    dtypes = {jnp.result_type(was) for _, was, _ in usual.leaves if is_inexact(was)}
+    largest = min((float(jnp.finfo(dtype).max) for dtype in dtypes), default=math.inf)
+    numbers = runs.with_numbers(lambda x: np.full_like(x, largest))
     overflow = numbers.at(usual.scale)
     if overflow.is_skipped:
         reset = {path: was for path, was, _ in usual.leaves}

@@ -37,7 +37,7 @@ def error_of_sum(steps: Sequence[tuple[Values, Values]], sign: int) -> float:
 def _compare_pair(x: Values, y: Values, sign: jax.Array) -> jax.Array:
     errors = [z.written - z.reference for z in (x, y)]
     change = x.reference - x.old.astype(np.float32) + sign * (y.reference - y.old.astype(np.float32))
-    first, second, total, size = map(_norm, (*errors, errors[0] + sign * errors[1], change))
+    first, second, total, size = map(norm, (*errors, errors[0] + sign * errors[1], change))
     return jnp.stack([total / jnp.minimum(first, second), total / size])
 
 
@@ -86,7 +86,7 @@ class ErrorsOfDraws:
         squares, changes, _, weighted = self._sums
         if not squares or not changes:
             return False
-        remains = float(_norm(self._error)) / math.sqrt(DRAWS * squares)
+        remains = float(norm(self._error)) / math.sqrt(DRAWS * squares)
         uncertain = math.sqrt(weighted) / changes
         return bool(remains < IS_RANDOM and self.error < max(IS_RANDOM, STANDARD_ERRORS * uncertain))
 
@@ -109,7 +109,8 @@ def _error(written: jax.Array, reference: jax.Array, unit: jax.Array) -> tuple[j
 
 
 @jax.jit
-def _norm(x: jax.Array) -> jax.Array:
+def norm(x: jax.Array) -> jax.Array:
+    """Returns the L2 norm."""
     # In units of the largest value, because squares underflow.
     unit = jnp.maximum(jnp.abs(x).max(initial=0), jnp.finfo(np.float32).tiny)
     return unit * jnp.linalg.norm((x / unit).ravel())

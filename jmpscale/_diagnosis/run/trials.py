@@ -228,14 +228,14 @@ class GradientTrials:
         rounding = errors[worst] * self.measured.norms[1 + worst]
         found = []
         for change in (CHANGE, -CHANGE):
-            changed, norms, is_right = self._errors_of_other_parameters(change, exponent)
-            if not is_right or changed[worst] * norms[worst] < rounding / SAME_SIZE:
+            changed, norm = self._error_of_other_parameters(worst, change, exponent)
+            if changed >= self.accepted.small or changed * norm < rounding / SAME_SIZE:
                 return None
-            found.append(largest(changed))
+            found.append(changed)
         return max(found)
 
-    def _errors_of_other_parameters(self, change: float, exponent: int) -> tuple[Errors, np.ndarray, bool]:
-        """Returns the errors of the gradients after a change of the parameters, their norms, and if all is right."""
+    def _error_of_other_parameters(self, worst: int, change: float, exponent: int) -> tuple[float, float]:
+        """Returns the error of a gradient after a change of the parameters, and its norm; infinite for a wrong loss."""
         pairs = list(zip(self.program.consts, self.program.names, strict=True))
         consts = [_perturb(x, change) if name in self._parameters else x for x, name in pairs]
         reference = self.program.run(1.0, {}, Mode.FLOAT32, consts)[0]
@@ -245,7 +245,7 @@ class GradientTrials:
             exponent = min(exponent, self.largest_exponent()) - math.ceil(math.log2(growth)) - MARGIN
         written = self.program.run(2.0**exponent, {}, Mode.AS_WRITTEN, consts)[0]
         errors, loss_error = self.compare(written, 2.0**exponent, reference)
-        return errors, norms, not loss_error and largest(errors) < self.accepted.small
+        return math.inf if loss_error else float(errors[worst]), float(norms[worst])
 
     def with_backward_in_float32(self, exponent: int) -> list[Any]:
         """Returns the loss and the gradients, unscaled, if the backward pass computes in float32."""

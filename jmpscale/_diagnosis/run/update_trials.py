@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpscale._base.memory import on_device
+from jmpscale._base.tree import is_real
 from jmpscale._diagnosis.run.changes import Change, measure_changes
 from jmpscale._diagnosis.run.forms import Forms
-from jmpscale._diagnosis.run.lossless import ErrorsOfDraws, Values, error_of_sum, may_draw, other_draw
+from jmpscale._diagnosis.run.lossless import ErrorsOfDraws, Values, error_of_sum, may_draw, norm, other_draw
 from jmpscale._diagnosis.run.modes import Mode, Modes, Part, Site
-from jmpscale._diagnosis.thresholds import DRAWS, TRIED_ALONE, AcceptedErrors
+from jmpscale._diagnosis.thresholds import CHANGE, DRAWS, LARGE_VALUE, TRIED_ALONE, AcceptedErrors
 from jmpscale._diagnosis.trace.operations import Path
 from jmpscale._diagnosis.trace.program import Program, Result
 from jmpscale._programs.interpret import widen
@@ -39,6 +40,7 @@ class UpdateTrials:
         self._reference = self._run({}, Mode.FLOAT32)
         self._changes: dict[frozenset[tuple[Site, Any]], list[Change]] = {}
         self._lossless: dict[str, Change] = {}  # by the name of the leaf
+        self._noise: set[str] = set()  # the names of the leaves whose changes are noise
         self._tested: set[str] = set()  # the names of the leaves that may be lossless
 
     def old(self, result: Result) -> Any:
@@ -48,6 +50,25 @@ class UpdateTrials:
     def _run(self, modes: Modes, default: Mode, consts: list[Any] | None = None) -> list[Any]:
         return self.program.run(self.scale, modes, default, consts)[0]
 
+    def find_noise(self, bad: Sequence[Change]) -> None:
+        """Finds leaves whose changes are so small that a small change of what they depend on changes them more.
+
+        When an average has reached what it averages, its change is a small difference, in float32, too.
+        """
+        own = {x.result.input for x in bad}
+        if not own:
+            return
+        others = [i for i, x in enumerate(self.forms.program.consts) if i not in own and is_real(x)]
+        consts = [x * np.float32(1 + CHANGE) if i in others else x for i, x in enumerate(self._consts)]
+        written, changed = self._run({}, Mode.AS_WRITTEN), self._run({}, Mode.FLOAT32, consts)
+        for change in bad:
+            i = self.results.index(change.result)
+            differences = [x[i] - self._reference[i] for x in (written, changed)]
+            error, response = (float(norm(x if change.part is None else x[change.part])) for x in differences)
+            if error < response < math.inf:
+                self._noise.add(change.result.name)
+        self._changes.clear()
+
     def changes(self, modes: Modes) -> list[Change]:
         """Returns the changes with some modes, and all other operations as written."""
         key = frozenset(modes.items())
@@ -56,7 +77,8 @@ class UpdateTrials:
             changes = measure_changes(
                 self.results, olds, self._run(modes, Mode.AS_WRITTEN), self._reference, self._accepted
             )
-            self._changes[key] = [self._lossless.get(x.result.name, x) for x in changes]
+            known = [self._lossless.get(x.result.name, x) for x in changes]
+            self._changes[key] = [x._replace(is_decisive=False) if x.result.name in self._noise else x for x in known]
         return self._changes[key]
 
     def with_lines(self, paths: Collection[Path]) -> dict[Site, Mode]:
@@ -145,6 +167,16 @@ class UpdateTrials:
             return {x.name: y - on_device(z) for x, y, z in found if x.is_changed}
 
         return changes(Mode.AS_WRITTEN), changes(Mode.FLOAT32)
+
+    def changed_by_other_gradients(self, results: Sequence[Result]) -> set[str]:
+        """Returns the names of the leaves that change if gradients are large, and not zero."""
+        if not results or not self._gradients:
+            return set()
+        consts = [
+            jnp.where(x == 0, 1, LARGE_VALUE * x) if i in self._gradients else x for i, x in enumerate(self._consts)
+        ]
+        outputs = dict(zip((x.name for x in self.results), self._run({}, Mode.FLOAT32, consts), strict=True))
+        return {x.name for x in results if not bool((outputs[x.name] == on_device(self.old(x))).all())}
 
     def varies_with_random_numbers(self, result: Result) -> bool:
         """Tests whether a result is another one with other random numbers."""

@@ -1,6 +1,7 @@
 """Finds why lines must compute in float32: where the error begins, and whether it is range or rounding."""
 
 import enum
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
@@ -66,9 +67,10 @@ def find_causes(trials: GradientTrials, lines: Lines, *, finite: bool) -> list[C
         is_smaller = error(cause.site, Mode.AS_WRITTEN) < largest_error / SAME_SIZE
         return cause.reason is Reason.ROUNDING and not finite, is_smaller, cause.reason.is_overflow and fits
 
-    # An error of the forward pass explains the errors of the backward pass.
-    for backward in (False, True):
-        wrong = [x for x in kept if x.part.backward == backward and error(x, Mode.AS_WRITTEN) > lines.limit]
+    # A wrong result explains others, and an error of the forward pass explains the errors of the backward pass.
+    limits = sorted({lines.limit, max(lines.limit, trials.accepted.gradient)}, reverse=True)
+    for limit, backward in itertools.product(limits, (False, True)):
+        wrong = [x for x in kept if x.part.backward == backward and error(x, Mode.AS_WRITTEN) > limit]
         if wrong:
             largest_error = max(error(x, Mode.AS_WRITTEN) for x in wrong)
             return sorted([Cause(x, reason(x)) for x in wrong], key=rank)

@@ -11,7 +11,7 @@ from jmpscale._diagnosis.run.trials import GradientTrials
 from jmpscale._diagnosis.search.causes import Cause, WrongCasts, find_casts, find_causes
 from jmpscale._diagnosis.search.fit import Fit
 from jmpscale._diagnosis.search.lines import Lines, find_lines
-from jmpscale._diagnosis.thresholds import SAME_SIZE
+from jmpscale._diagnosis.thresholds import REMAINS, SAME_SIZE
 from jmpscale._diagnosis.trace.program import Program
 
 
@@ -36,7 +36,9 @@ def find_repair(trials: GradientTrials, fit: Fit, with_float32_results: Callable
     exponents, limit = [present.exponent, best, trials.largest_exponent() - 2, 0, 24, -12], trials.accepted.gradient
     if not present.has_scaler:
         exponents = [present.exponent]
-    overflows = False
+    overflows, error = False, max(fit.error_at_exponent, fit.loss_error)
+    if math.isfinite(error):
+        limit = min(limit, error * REMAINS)
     if fit.is_right:
         # An error of rounding may be harmless, but an overflow that changes gradients is a fault.
         error, exponent = fit.error_at_exponent, fit.exponent

@@ -1,5 +1,6 @@
 """Finds what half precision does to the update of a step, and the lines that must compute in float32."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -58,6 +59,7 @@ def examine_update(
         return Update()
     trials = UpdateTrials(program, gradients, results, scale, accepted)
     trials.find_lossless([x.result for x in trials.changes({}) if x.is_narrow and x.badness > 1])
+    trials.find_noise([x for x in trials.changes({}) if x.result.is_changed and 1 < x.badness < math.inf])
     changes = trials.changes({})
     paths, is_repaired = _find_lines(trials)
     then = trials.changes(trials.with_lines(paths))

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from jmpscale._base.as_written import as_written
 from jmpscale._base.compat import axes_of_shard_map
 from jmpscale._diagnosis.trace.expose import Place
 from jmpscale._diagnosis.trace.gradients import Gradients
 from jmpscale._diagnosis.trace.program import Program, without_dead_code
 from jmpscale._programs.float32 import evaluate_equation
 from jmpscale._programs.jaxpr import called_jaxpr, closed, split_scan_inputs, split_while_inputs, type_of
-from jmpscale._programs.scopes import AS_WRITTEN
 
 
 class Update(NamedTuple):
@@ -141,7 +141,7 @@ class _PairEvaluation:
         if self._gradients.are_in(eqn):
             with eqn.ctx.manager:
                 return self.run_holder(eqn, inputs)
-        with jax.named_scope(AS_WRITTEN):
+        with as_written():
             written = evaluate_equation(eqn, [x.written for x in inputs])
         return list(map(_Pair, written, evaluate_equation(eqn, [x.compared for x in inputs])))
 
