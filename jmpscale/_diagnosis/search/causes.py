@@ -2,6 +2,7 @@
 
 import enum
 import itertools
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
@@ -107,7 +108,8 @@ def find_wrong_groups(trials: GradientTrials, cause: Cause, lines: Lines, groups
 
     def is_wrong(chosen: range) -> bool:
         as_written = error(chosen, Mode.AS_WRITTEN)
-        if as_written <= lines.limit or cause.reason in (Reason.ROUNDING, Reason.OVERFLOW_AND_ROUNDING):
+        is_certain = math.isinf(as_written) or cause.reason in (Reason.ROUNDING, Reason.OVERFLOW_AND_ROUNDING)
+        if as_written <= lines.limit or is_certain:
             return as_written > lines.limit
         return as_written > SAME_SIZE * error(chosen, Mode.RANGE)  # equal without values out of range
 
