@@ -9,6 +9,8 @@ from flax import linen, nnx
 
 import jmpscale
 from jmpscale import FindingKind
+from jmpscale._diagnosis.trace.layers import find_places
+from jmpscale._diagnosis.trace.program import Program, close_over
 from jmpscale._programs.interpret import operations
 
 from arrays import normal
@@ -321,12 +323,18 @@ def test_diagnose_step_names_the_layers_of_a_whole_step():
     assert finding.layers == ("LinenModel/block_2",)
 
 
-def test_diagnose_names_no_layer_of_a_line_that_runs_once():
-    def loss_fn(w, x):
-        h = matmul(x, w) * H(100)
-        return jnp.mean((h * h * H(2)).astype(jnp.float32))
+ONCE = {  # lines of which one operation overflows
+    "two arguments": lambda w, x: jnp.abs(x.astype(H) * H(6e4)) * w[:1].astype(H),
+    "an argument, and what is computed from it": lambda w, x: jnp.abs(x.astype(H) * H(6e4)) * H(0.5),
+}
 
-    (finding,) = jmpscale.diagnose(loss_fn)(weight(0, ()), X).findings
+
+@pytest.mark.parametrize("name", ONCE)
+def test_diagnose_names_no_layer_of_a_line_that_runs_once(name):
+    diagnosis = jmpscale.diagnose(lambda w, x: jnp.mean(ONCE[name](w, x).astype(jnp.float32) * w[0, 0]))(
+        weight(0, ()), X
+    )
+    (finding,) = diagnosis.findings
     assert (finding.kind, finding.layers) == (FindingKind.FORWARD_OVERFLOW, ())
 
 
@@ -335,3 +343,17 @@ def test_operations_of_checkpointed_modules_have_the_scopes_of_their_module():
     program = jax.make_jaxpr(jax.grad(lambda params: predict(params, X).sum()))(params)
     scopes = {caller.scopes_of(eqn) for eqn, caller in operations(program.jaxpr) if eqn.primitive.name == "dot_general"}
     assert scopes == {("LinenModel", f"block_{i}", "Dense_0") for i in range(COUNT)}
+
+
+def test_operations_on_cotangents_are_computed_from_the_parameter_of_their_layer():
+    def loss(first, second):
+        return jnp.sin(jnp.sin(X @ first) @ second).sum()
+
+    closed = jax.make_jaxpr(lambda *args: jax.value_and_grad(loss, (0, 1))(*args))(weight(0, ()), weight(1, ()))
+    jaxpr, consts = close_over(closed.jaxpr, closed.consts, [weight(0, ()), weight(1, ())])
+    program = Program(jaxpr, consts, ("first", "second", *[""] * len(closed.consts)))
+    places = find_places(program, ["first", "second"])
+    found = [(eqn.primitive.name, places[caller.key_of(eqn)]) for eqn, caller in operations(jaxpr)]
+    assert [set(x.before) for name, x in found if name == "mul"] == [{"second"}, {"first"}]
+    matmuls = [set(x.read) for name, x in found if name == "dot_general"]
+    assert matmuls == [{"first"}, {"second"}, {"second"}, {"second"}, {"first"}]

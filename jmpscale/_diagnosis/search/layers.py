@@ -130,11 +130,13 @@ def _names(places: Sequence[Place], gradients: Sequence[str]) -> list[tuple[Laye
     read = [first_name(x, gradients) for x in without_common([x.read for x in places])]
     before = [first_name(x, gradients) for x in without_common([x.before for x in places])]
     read_or_before = [x or y for x, y in zip(read, before, strict=True)]
-    certain = [(LayerName.SCOPE, scopes), (LayerName.ARGUMENT, read)]
-    certain.sort(key=lambda names: len(set(names[1])), reverse=True)
-    # Without several calls of the line, operations in one call are not layers.
+    names = [(LayerName.SCOPE, scopes)]
+    # In a line that runs once, two arguments are not of two layers.
     calls = max(collections.Counter(x.code for x in places).values())
-    return [*certain, (LayerName.ARGUMENT_BEFORE, read_or_before)] if calls >= len(set(read_or_before)) else certain
+    if calls > 1 or len(places) == 1:
+        names.append((LayerName.ARGUMENT, read))
+    names.sort(key=lambda names: len(set(names[1])), reverse=True)
+    return [*names, (LayerName.ARGUMENT_BEFORE, read_or_before)] if calls >= len(set(read_or_before)) else names
 
 
 def _without_common_end(scopes: Sequence[tuple[str, ...]]) -> list[str]:
