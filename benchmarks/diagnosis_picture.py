@@ -1,7 +1,8 @@
-"""Draws docs/diagnosis.png and docs/changes.png: `python -m benchmarks.diagnosis_picture`.
+"""Draws docs/diagnosis.png, docs/changes.png and docs/run.png: `python -m benchmarks.diagnosis_picture`.
 
-Both diagnose the first step of the demonstration's model. In the first picture the step scales its loss in float16; in
-the second, its parameters and the averages of Adam are stored in bfloat16.
+The first two diagnose the first step of the demonstration's model. In the first picture the step scales its loss in
+float16; in the second, its parameters and the averages of Adam are stored in bfloat16. The third shows a run of a small
+network that is stored in the same way.
 """
 
 import functools
@@ -14,6 +15,7 @@ import optax
 
 import jmpscale
 import jmpscale.__main__ as demonstration
+from benchmarks.studies import runs
 from jmpscale import plots
 
 DOCS = pathlib.Path(__file__).parent.parent / "docs"
@@ -50,11 +52,18 @@ def changes():
     return jmpscale.diagnose_step(train_step)(params, tx.init(params), batch)
 
 
+def run():
+    """Returns the diagnosis of a run with all parameters in bfloat16."""
+    make, steps, _ = runs.FAULTS["Adam, bfloat16 parameters"]
+    return runs.diagnosed(make(), steps)[0]
+
+
 def main():
     """Writes the pictures; they are readable at a width of 400 pixels."""
     pictures = {
         "diagnosis": (plots.diagnosis, scales(), 5.2),
         "changes": (plots.changes, changes(), 6.4),
+        "run": (plots.run, run(), 6.4),
     }
     for name, (plot, diagnosis, height) in pictures.items():
         with plt.rc_context({"font.size": 15, "axes.titlesize": "medium"}):

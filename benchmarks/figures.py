@@ -4,6 +4,7 @@ On a page, a comment behind a number has the name of the figure: `takes 2.2<!-- 
 benchmarks.table` writes the number. Only the page has the words around it.
 """
 
+import itertools
 import math
 import re
 
@@ -190,8 +191,24 @@ def _studies():
     for name, is_faulty in (("whole step", False), ("whole step, bfloat16 parameters", True)):
         ratios = [step["ratio"] for step in whole if (step["form"] == "bfloat16 parameters") == is_faulty]
         found[name] = span(ratios, "{:.1f}")
+    ratios = [run["ratio"] for run in record.read(STUDIES / "whole_run.json")["runs"]]
+    found["whole run"] = span(ratios, "{:.1f}")
     found |= {"near a minimum, other examples": span(_near_minimum(), "{:.3f}")}
-    return found | _rules() | _rounding() | _infinite_pixel()
+    return found | _runs() | _rules() | _rounding() | _infinite_pixel()
+
+
+def _runs():
+    """Returns the numbers of right runs and of faults in runs, and how many of them are accused."""
+    study = record.read(STUDIES / "runs.json")
+    right = study["right"] + study["right, small batches"]
+    shown = [row for row in study["faults"] if row["expected"]]
+    named = [(row["expected"], [*row["named"], *itertools.chain(*row["named"].values())]) for row in shown]
+    return {
+        "runs: right": str(len(right)),
+        "runs: accused": str(sum(bool(row["named"]) for row in right)),
+        "runs: faults": str(len(shown)),
+        "runs: found": str(sum(expected in names for expected, names in named)),
+    }
 
 
 def _master_params(results):

@@ -20,6 +20,9 @@ from jmpscale._get_scaler import get_scaler, replace_scaler
 from jmpscale._monitoring.grad_report import GradReport, grad_report
 from jmpscale._monitoring.metrics import metrics
 from jmpscale._monitoring.run_monitor import RunMonitor
+from jmpscale._programs.in_float32 import in_float32
+from jmpscale._run.diagnose_run import diagnose_run
+from jmpscale._run.report import RunChange, RunDiagnosis
 from jmpscale._state import ScalerConfig, ScalerState, SkipReason, WithLossScalingState, disabled, dynamic, static
 from jmpscale._torch_state_dict import from_torch_state_dict, to_torch_state_dict
 
@@ -31,6 +34,8 @@ __all__ = [
     "FindingKind",
     "GradReport",
     "LossScalingTransformation",
+    "RunChange",
+    "RunDiagnosis",
     "RunMonitor",
     "ScalerConfig",
     "ScalerState",
@@ -41,12 +46,14 @@ __all__ = [
     "autocast",
     "cast",
     "diagnose",
+    "diagnose_run",
     "diagnose_step",
     "disabled",
     "dynamic",
     "from_torch_state_dict",
     "get_scaler",
     "grad_report",
+    "in_float32",
     "metrics",
     "optax_step",
     "replace_scaler",

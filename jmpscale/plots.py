@@ -1,4 +1,4 @@
-"""Plots of a diagnosis, with matplotlib (`pip install "jmpscale[plots]"`)."""
+"""Plots of diagnoses, with matplotlib (`pip install "jmpscale[plots]"`)."""
 
 import itertools
 import math
@@ -13,9 +13,10 @@ from matplotlib.ticker import LogLocator, NullLocator
 from jmpscale._base.options import requires_names
 from jmpscale._base.text import describe, format_percentage, format_scale, truncate
 from jmpscale._diagnosis.tell.report import Diagnosis, DiagnosisChange, DiagnosisRow, worst_first
+from jmpscale._run.report import RunChange, RunDiagnosis
 from jmpscale._state import LARGEST_SCALE, SMALLEST_SCALE
 
-__all__ = ["changes", "diagnosis"]
+__all__ = ["changes", "diagnosis", "run"]
 
 GRAY, RED, BLUE, GREEN = "#5c626b", "#d1495b", "#2a7f9e", "#5aa469"
 COLORS = {  # of the bands
@@ -29,6 +30,7 @@ COLORS = {  # of the bands
 NARROW = 0.12  # of the width of the axes
 LEGEND_DISTANCE = 3.8  # from the axes to the legend below the label of the axis, in font sizes
 MOST_ROWS, MOST_CHANGES, MOST_TICKS = 6, 12, 6
+WIDE = 20  # from this ratio of the losses on, their axis is logarithmic
 LOWEST, HIGHEST = math.log2(SMALLEST_SCALE), math.log2(LARGEST_SCALE)
 
 
@@ -113,6 +115,69 @@ def changes(diagnosis: Diagnosis, *, ax: Axes | None = None) -> Axes:
     if RED in colors:
         ax.set_ylabel("red: in half precision", color=RED)
     return ax
+
+
+@requires_names
+def run(run: RunDiagnosis, *, ax: Axes | None = None) -> Axes:
+    """Plots the loss of a run and of the same run in float32, and how far leaves get that do not get as far.
+
+    Args:
+      run: the result of `jmpscale.diagnose_run(train_step, batches)(...)`.
+      ax: matplotlib axes, by default new ones. Axes in a grid, such as the axes of `plt.subplots`, are split: new axes
+        below show the leaves that the findings name.
+
+    Returns:
+      The axes with the losses. A band from the loss in float32 to the loss from a start that is rounded otherwise shows
+      which differences are chance, and a line the step that was diagnosed.
+
+    Raises:
+      TypeError: `run` is not a `RunDiagnosis`.
+      ValueError: the step returns no loss, so the run has none.
+
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import jmpscale
+    >>> from jmpscale import plots
+    >>> def train_step(w, x):
+    ...     loss, grad = jax.value_and_grad(lambda w: jnp.mean((x * w - 1) ** 2))(w)
+    ...     return w - 0.1 * grad, loss
+    >>> run = jmpscale.diagnose_run(train_step, [jnp.ones(3)] * 10)(jnp.zeros(3, jnp.bfloat16))
+    >>> plots.run(run).get_xlabel()
+    'step'
+    """
+    if not isinstance(run, RunDiagnosis):
+        raise TypeError(f"run must be a RunDiagnosis, got {describe(run)}. Pass the result of diagnose_run(...)(...).")
+    if run.loss is None or run.loss_float32 is None or run.loss_spread is None:
+        raise ValueError("run must have losses, got none. Return the loss from the step that diagnose_run calls.")
+    ax = plt.subplots(figsize=(8, 6), layout="constrained")[1] if ax is None else ax
+    named = {name for finding in run.findings for name in finding.names}
+    behind = sorted((x for x in run.changes if x.name in named), key=lambda x: x.progress)[:MOST_ROWS]
+    if behind and (place := ax.get_subplotspec()):
+        grid = place.subgridspec(2, 1, height_ratios=(3, 0.6 + 0.4 * len(behind)))
+        ax.set_subplotspec(grid[0])
+        _plot_progress(behind, ax.figure.add_subplot(grid[1]))
+    steps = np.arange(len(run.loss))
+    ax.fill_between(steps, run.loss_float32, run.loss_spread, color=BLUE, alpha=0.3, linewidth=0, label="chance")
+    ax.plot(steps, run.loss_float32, color=BLUE, label="float32")
+    ax.plot(steps, run.loss, color=RED if run.findings else GREEN, linestyle="--", label="as written")
+    if run.findings and run.worst_step is not None:
+        ax.axvline(run.worst_step, color=GRAY, linestyle=":", label=f"step {run.worst_step}, diagnosed")
+    losses = np.concatenate([run.loss, run.loss_float32])
+    losses = losses[np.isfinite(losses)]
+    if losses.size and losses.min() > 0 and losses.max() > WIDE * losses.min():
+        ax.set_yscale("log")
+    ax.set(xlabel="step", ylabel=f"loss ({run.loss_name})")
+    ax.legend(fontsize="small")
+    ax.set_title(textwrap.fill(run.summary.partition(". ")[0].removesuffix("."), 60))
+    return ax
+
+
+def _plot_progress(leaves: Sequence[RunChange], ax: Axes) -> None:
+    ax.set(xlim=(0, 1), xlabel="net change (100%: as far as in float32)")
+    ax.xaxis.set_major_formatter(_write_percentage)
+    labels = [f"{truncate(leaf.name, 50)}, {leaf.dtype}" for leaf in leaves]
+    colors = [RED if leaf.dtype != "float32" else BLUE for leaf in leaves]
+    _plot_bars(ax, labels, np.array([max(leaf.progress, 0.0) for leaf in leaves]), colors)
 
 
 def _check_type(diagnosis: object, call: str) -> None:

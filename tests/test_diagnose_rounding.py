@@ -221,7 +221,7 @@ def close_to_the_data(w, x):
 
 
 def underflowing(w, x):
-    return 0.004 * jnp.mean(((x.astype(H) @ w.astype(H)).astype(jnp.float32) - x) ** 2)  # fault
+    return 0.004 * jnp.mean(((x.astype(H) @ w.astype(H)).astype(jnp.float32) - x) ** 2)
 
 
 X = normal(0, 64)
@@ -229,7 +229,6 @@ FAULTS_NEAR_A_MINIMUM = {  # a loss function, and its arguments near the minimum
     "coordinates": (distances, ({"shift": 1e-2 * normal(0, 32, 3)}, normal(1, 32, 3))),
     "time steps": (time_steps, (NETWORK, 20 * TIMES)),
     "close to the data": (close_to_the_data, (X * (1 + 1e-4 * normal(1, 64)), X)),
-    "underflow": (underflowing, (jnp.eye(16) * (1 + 2.0**-10), jnp.sign(normal(1, 64, 16)))),
 }
 
 
@@ -240,6 +239,13 @@ def test_fault_near_a_minimum_names_its_line(row):
     diagnosis = jmpscale.diagnose(fun)(*args)
     assert "minimum" not in diagnosis.summary
     assert place(fun) in diagnosis.lines
+
+
+@pytest.mark.full
+def test_underflow_near_a_minimum_is_one():
+    diagnosis = jmpscale.diagnose(underflowing)(jnp.eye(16) * (1 + 2.0**-10), jnp.sign(normal(1, 64, 16)))
+    assert "minimum" not in diagnosis.summary
+    assert [x.kind.name for x in diagnosis.findings] == ["UNDERFLOW"]
 
 
 # --- The words for an error. ---

@@ -32,7 +32,7 @@ TESTS = pathlib.Path(__file__).parent
 ROOT = TESTS.parent
 # A module may import modules of its own part of the package, and of the parts before it.
 PARTS = ["_base", "_state", "_guards", "_get_scaler", "_monitoring", "_algorithm", "_torch_state_dict", "_cast"]
-PARTS += ["_programs", "_step", "_autocast", "_diagnosis", "__init__", "testing", "tools", "__main__"]
+PARTS += ["_programs", "_step", "_autocast", "_diagnosis", "_run", "__init__", "testing", "tools", "__main__"]
 MODULES = sorted(str(path.relative_to(PACKAGE).with_suffix("")) for path in PACKAGE.rglob("*.py"))
 MAY_IMPORT = {
     "_guards/checks": {"optax"},

@@ -225,3 +225,68 @@ def test_changes_of_something_else_raises():
         plots.changes(3)
     with pytest.raises(ValueError, match=r"^diagnosis must have changes, got none\."):
         plots.changes(_diagnosis())
+
+
+def _run(**changes):
+    values = {
+        "loss": np.array([1.0, 0.9, 0.85]),
+        "loss_float32": np.array([1.0, 0.7, 0.5]),
+        "loss_spread": np.array([1.0, 0.71, 0.52]),
+        "loss_name": "result[1]",
+        "progress": 0.3,
+        "changes": (_run_change("params['w']", 0.03, "bfloat16"), _run_change("params['b']", 1.0, "float32")),
+        "skips": 0,
+        "skips_float32": 0,
+        "state": ("params",),
+        "findings": (),
+        "worst_step": 1,
+        "diagnosis": None,
+        "as_written": (),
+        "summary": "In 3 steps the loss falls. params['w'] moves 3% as far.",
+    }
+    return jmpscale.RunDiagnosis(**values | changes)
+
+
+def _run_change(name, progress, dtype):
+    return jmpscale.RunChange(name, dtype, 1 - progress, progress, 0.001)
+
+
+FINDING = jmpscale.DiagnosisFinding(jmpscale.FindingKind.LAGGING, ("params['w']",), (), "bfloat16", 0.97, None)
+
+
+def test_run_shows_both_losses_and_chance():
+    given = plt.subplots()[1]
+    ax = plots.run(_run(), ax=given)
+    assert ax is given
+    assert ax.figure.axes == [ax]
+    curves = {line.get_label(): line.get_ydata().tolist() for line in ax.lines}
+    assert curves == {"float32": [1.0, 0.7, 0.5], "as written": [1.0, 0.9, 0.85]}
+    [band] = ax.collections
+    corners = {tuple(point) for point in band.get_paths()[0].vertices.round(6).tolist()}
+    assert {(1.0, 0.7), (1.0, 0.71), (2.0, 0.5), (2.0, 0.52)} <= corners
+    assert (ax.get_ylabel(), ax.get_yscale()) == ("loss (result[1])", "linear")
+    assert ax.get_title() == "In 3 steps the loss falls"
+
+
+def test_run_shows_the_leaves_that_do_not_get_as_far_and_the_step_that_was_diagnosed():
+    ax = plots.run(_run(findings=(FINDING,)))
+    _, leaves = ax.figure.axes
+    assert [text.get_text().strip() for text in leaves.texts] == ["params['w'], bfloat16: 3%"]
+    [bar] = leaves.patches
+    assert bar.get_width() == pytest.approx(0.03)
+    assert ax.lines[-1].get_xdata() == [1, 1]
+    assert ax.lines[-1].get_label() == "step 1, diagnosed"
+
+
+def test_run_has_a_logarithmic_axis_for_losses_of_different_size():
+    losses = np.array([1.0, 0.1, 1e-3])
+    assert plots.run(_run(loss_float32=losses, loss_spread=losses)).get_yscale() == "log"
+    losses = np.array([1.0, np.nan, -1.0])
+    assert plots.run(_run(loss_float32=losses, loss_spread=losses)).get_yscale() == "linear"
+
+
+def test_run_requires_a_run_with_losses():
+    with pytest.raises(TypeError, match=r"run must be a RunDiagnosis, got .* Pass the result of diagnose_run"):
+        plots.run(_diagnosis())
+    with pytest.raises(ValueError, match="run must have losses, got none"):
+        plots.run(_run(loss=None, loss_float32=None, loss_spread=None, loss_name=None))

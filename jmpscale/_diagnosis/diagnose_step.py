@@ -5,19 +5,16 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 
 from jmpscale._base.options import requires_names_in
 from jmpscale._base.text import describe
-from jmpscale._base.tree import PyTree, find_instances
 from jmpscale._diagnosis.arguments import accepted_errors, check_arguments
 from jmpscale._diagnosis.examine import examine
 from jmpscale._diagnosis.tell.report import Diagnosis
 from jmpscale._diagnosis.trace.program import Program
+from jmpscale._diagnosis.trace.scalers import find_scalers
 from jmpscale._diagnosis.trace.trace_observed import trace_observed, trace_with_float32_results
 from jmpscale._diagnosis.trace.trace_step import trace_step
-from jmpscale._get_scaler import find_scaler
-from jmpscale._state import ScalerState
 from jmpscale._step.call import StepCall
 
 
@@ -29,7 +26,8 @@ def diagnose_step(step: Callable[..., Any], *, accepted_error: float | None = No
     traced once, and compared with the same step in float32:
 
     - The loss and the gradients, as `diagnose` compares them. If an argument contains a scaler on whose scale a
-      gradient depends, at power-of-two loss scales; otherwise as they are, as with `scaled_backward` and a number.
+      gradient depends, at power-of-two loss scales; otherwise as they are, as with `scaled_backward` and a number. Of
+      several scalers, each is examined by itself, with the gradients that depend on its scale.
       Gradients of several losses are compared together; in a loop, their sum.
     - The change of each leaf of its state, beside the change that the same gradients make if the update computes in
       float32. So a leaf in half precision that is too coarse for its changes is found, such as parameters, an average
@@ -80,11 +78,12 @@ def diagnose_step(step: Callable[..., Any], *, accepted_error: float | None = No
     def diagnose_step_of(*args: Any, **kwargs: Any) -> Diagnosis:
         call = StepCall(step, args, kwargs)
         check_arguments(dict(zip(call.names, call.arguments, strict=True)), "diagnose_step")
-        scaler = _first_scaler(call.arguments)
+        scalers = find_scalers(call)
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
             trace = functools.partial(trace_step, call)
             traced, kept = trace_observed(trace)
             traced = traced._replace(kept=kept)
+            scaler = scalers[0].state if scalers else None
             if scaler is not None and not traced.of_gradients.depends_on_scale():
                 is_dynamic = scaler.config.mode == "dynamic"
                 traced, scaler = traced._replace(ignores_scaler=is_dynamic), None
@@ -97,12 +96,3 @@ def diagnose_step(step: Callable[..., Any], *, accepted_error: float | None = No
 
     diagnose_step_of.__name__ = f"diagnose_step_of_{getattr(step, '__name__', 'step')}"
     return diagnose_step_of
-
-
-def _first_scaler(tree: PyTree) -> ScalerState | None:
-    """Returns the first scaler of a tree that is not disabled; the first of a batch, as each device has a copy."""
-    scalers = [x for x in find_instances(tree, ScalerState) if x.config.mode != "disabled"]
-    if not scalers:
-        return None
-    scaler = find_scaler(scalers[0], allow_batch=True)
-    return jax.tree.map(lambda x: np.ravel(x)[0], scaler) if np.ndim(scaler.loss_scale) else scaler

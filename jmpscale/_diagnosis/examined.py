@@ -1,10 +1,12 @@
 """What a diagnosis has measured of a training step, from which it is written."""
 
+import itertools
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
 from jmpscale._base.text import enumerate_names
+from jmpscale._diagnosis.run.fitting_scales import Errors, Scales
 from jmpscale._diagnosis.run.modes import Part, Site, Statistics
 from jmpscale._diagnosis.run.trials import GradientTrials
 from jmpscale._diagnosis.search.advice import Advice
@@ -36,19 +38,28 @@ class Examined(NamedTuple):
     repair: Repair | None  # if lines must compute in float32
     alone: Mapping[Part, float] = MappingProxyType({})  # the errors of the parts that were tried alone
     suspects: Suspects | None = None  # of a moderate error
-    advice: Advice | None = None  # the scaler that is advised, if the present one should change
+    advice: Advice | None = None  # the scaler that helps the program as it is, if the present one should change
+    advice_then: Advice | None = None  # the scaler that is right once lines compute in float32, if not the present one
+    factors: Scales | None = None  # of a loss without a scaler, if another number would make the gradients right
+    changes_of_reference: Errors | None = None  # with the loss scale, if it changes
     sensitive_loss: SensitiveLoss | None = None
     update: Update = Update()
     layers: Layers = NO_LAYERS  # at fault
+    others: tuple["Examined", ...] = ()  # of a step with several scalers: the gradients of the others
 
     @property
     def present(self) -> Present:
         return self.fit.present
 
     @property
+    def gradients(self) -> tuple[str, ...]:
+        """The names of the gradients; of several scalers, those that belong to this one."""
+        return tuple(itertools.compress(self.step.gradients, self.trials.is_compared))
+
+    @property
     def is_accurate(self) -> bool:
-        """Whether a scale fits, the loss is right, and no overflow makes the gradients worse."""
-        return self.fit.is_right and self.repair is None
+        """Whether a scale fits, the loss is right, and the range of the dtype does not make the gradients worse."""
+        return self.fit.is_right and self.repair is None and self.factors is None
 
     @property
     def scale_of_rows(self) -> float:
@@ -67,10 +78,10 @@ class Examined(NamedTuple):
     @property
     def chosen(self) -> list[Path]:
         """The lines that must compute in float32."""
-        lines = self.repair.lines if self.repair else None
+        found = [x.repair.lines.paths for x in (self, *self.others) if x.repair and x.repair.lines]
         unchanged = self.update.unchanged.paths if self.update.unchanged else ()
         stalled = [path for x in self.update.stalled for path in x.paths]
-        chosen = {*(lines.paths if lines else ()), *self.update.paths, *unchanged, *stalled}
+        chosen = {*itertools.chain(*found), *self.update.paths, *unchanged, *stalled}
         return [path for path in self.paths if path in chosen]
 
     @property

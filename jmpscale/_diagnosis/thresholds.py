@@ -26,6 +26,10 @@ FACTOR, TOLERANCE = 1.1, 0.01
 # be larger by this fraction of the largest one at the best scale.
 NOISE_OF_ERRORS = 0.25
 
+# The exponents of a smaller and a larger scale at which float32 must have the same gradients as at 1. A backward pass
+# that clips has them at the smaller scale; if they differ at both, values are out of the range of float32.
+OTHER_SCALES = -12, 12
+
 # --- Causes. ---
 
 # Causes whose errors are within this factor of the largest one are in program order, because an error of a first line

@@ -19,6 +19,7 @@ from jmpscale._programs.source import is_library_function, user_lines
 Jaxpr = core.Jaxpr | core.ClosedJaxpr  # one class from JAX 0.12 on
 
 MATMULS = {"dot_general", "conv_general_dilated", "ragged_dot_general"}  # and convolutions
+RANDOM = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}  # the primitives that draw random bits
 HIGHEST = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)  # the precision of a matmul in full float32
 
 # Primitives that call one jaxpr with their operands: first those without, and then those with a derivative rule of it.

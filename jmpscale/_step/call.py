@@ -38,8 +38,8 @@ class StepCall:
 
     def __init__(self, step: Callable[..., PyTree], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         step, args, kwargs = _without_bound_objects(step, args, kwargs)
-        self._step = step
-        self._positional, self._keywords = len(args), tuple(kwargs)
+        self.step = step  # without the objects that `functools.partial` binds, which are arguments here
+        self.positional, self._keywords = len(args), tuple(kwargs)
         self.names = argument_names(step, args, kwargs)
         given = [*args, *kwargs.values()]
         self._objects, self._replace = flatten_matching(given, is_nnx_object, is_nnx_object)
@@ -56,7 +56,7 @@ class StepCall:
     @property
     def is_compiled(self) -> bool:
         """Whether `jax.jit`, `jax.pmap` or a framework compiles the step."""
-        step = self._step
+        step = self.step
         while isinstance(step, functools.partial):
             step = step.func
         return hasattr(step, "lower")
@@ -67,16 +67,21 @@ class StepCall:
         Returns:
           The result of the step, and the values of the arguments that contain objects of Flax NNX, after the step.
         """
+        args, keywords = self.given(arguments)
+        objects, replace = flatten_matching([*args, *keywords.values()], is_nnx_object, is_nnx_object)
+        result = self.step(*args, **keywords)
+        after = replace(self._values(objects))
+        return result, [x for x, is_nnx in zip(after, self.is_nnx, strict=True) if is_nnx]
+
+    def given(self, arguments: Sequence[PyTree]) -> tuple[list[Any], dict[str, Any]]:
+        """Returns what the step is called with for other values of the arguments, with new objects of Flax NNX."""
         values, replace = flatten_matching(list(arguments), is_nnx_object, is_nnx_object)
         objects = sys.modules["flax.nnx"].clone(self._objects) if self._objects else []
         for (path, new), (_, old) in zip(_places(values), _places(objects), strict=True):
             if new is not None:
                 _write(objects, path, old, new)
         given = replace(objects)
-        keywords = dict(zip(self._keywords, given[self._positional :], strict=True))
-        result = self._step(*given[: self._positional], **keywords)
-        after = replace(self._values(objects))
-        return result, [x for x, is_nnx in zip(after, self.is_nnx, strict=True) if is_nnx]
+        return given[: self.positional], dict(zip(self._keywords, given[self.positional :], strict=True))
 
     def trace(self, axes: Sequence[tuple[str, int]] = ()) -> tuple[PyTree, core.ClosedJaxpr]:
         """Traces the step, once, in the scope of some axes. Python numbers among the arguments remain numbers.

@@ -58,6 +58,10 @@ diagnosis = jmpscale.diagnose(swap, has_aux=True, transform=jax.value_and_grad, 
 limits: tuple[float, float] | None = diagnosis.fitting_scales
 critical: list[str] = [row.line for row in diagnosis.rows if row.overflow > 0 and row.in_lines]
 text: str = diagnosis.describe(limit=5) + diagnosis.rows[0].dtype
+run: jmpscale.RunDiagnosis = jmpscale.diagnose_run(swap, [grads, grads])(w)
+found: list[tuple[str, ...]] = [x.names for x in run.findings if x.kind is jmpscale.FindingKind.LAGGING]
+share: float | None = run.progress if run.diagnosis is None else run.changes[0].progress
+first, second = jmpscale.in_float32(swap)(w, n=grads)
 monitor: jmpscale.RunMonitor = jmpscale.RunMonitor(max_consecutive_skips=3)
 monitor.raise_if_stuck(opt_state)
 restored: jmpscale.ScalerState = jmpscale.from_torch_state_dict(jmpscale.to_torch_state_dict(scaler), min_scale=1.0)

@@ -7,8 +7,9 @@ import numpy as np
 
 from jmpscale._base.memory import on_device
 from jmpscale._diagnosis.run.modal_program import ModalProgram
-from jmpscale._diagnosis.run.modes import CONSTANTS, PRECISION, RECORD, REPAIR, Modal
-from jmpscale._diagnosis.trace.operations import Operation, program_operations
+from jmpscale._diagnosis.run.modes import CONSTANTS, PRECISION, RECORD, REPAIR, Modal, factors
+from jmpscale._diagnosis.run.scaler_group import LossScales
+from jmpscale._diagnosis.trace.operations import Operation, operations_of_loss, program_operations
 from jmpscale._diagnosis.trace.program import Program
 from jmpscale._programs.compile import compiled_jaxpr
 
@@ -21,9 +22,9 @@ class Forms:
         self.program = program
         self.measured = measured
 
-    def run_as_written(self, scale: float) -> list[Any]:
+    def run_as_written(self, scale: LossScales) -> list[Any]:
         """Returns the outputs at a loss scale; this form has no modes, and compiles and runs fastest."""
-        return list(map(on_device, self._as_written(self.program.consts, np.float32(scale))))
+        return list(map(on_device, self._as_written(self.program.consts, np.asarray(scale, np.float32))))
 
     @functools.cached_property
     def _as_written(self) -> Any:
@@ -32,6 +33,11 @@ class Forms:
     @functools.cached_property
     def precision(self) -> ModalProgram:
         return self._form(PRECISION)
+
+    @functools.cached_property
+    def factors(self) -> ModalProgram:
+        """A program whose cotangents can be rounded as if the loss were multiplied by a power of two."""
+        return self._form(factors(operations_of_loss(self.program.jaxpr)))
 
     @functools.cached_property
     def recording(self) -> ModalProgram:

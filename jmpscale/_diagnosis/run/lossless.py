@@ -24,6 +24,23 @@ class Values(NamedTuple):
     old: Any
 
 
+def may_cancel(first: Sequence[np.ndarray], second: Sequence[np.ndarray], sign: int) -> bool:
+    """Tests by the sketches of two leaves after some steps whether their sum, or difference, may be right."""
+    pairs = zip(first, second, strict=True)
+    return all(np.linalg.norm(x + sign * y) <= 4 * CANCELS * np.linalg.norm(x) for x, y in pairs)
+
+
+@compiled_when_called
+def sketch(x: Values) -> jax.Array:
+    """Returns sums of the errors of a leaf with signs that look random, which tell apart leaves with other errors."""
+    error = (x.written - x.reference).ravel()
+    bits = jnp.arange(error.size, dtype=np.uint32) * np.uint32(0x9E3779B1)
+    bits = (bits ^ (bits >> 15)) * np.uint32(0x85EBCA77)
+    signs = 1 - 2 * ((bits[None] >> jnp.arange(16, dtype=np.uint32)[:, None]) & 1).astype(error.dtype)
+    unit = jnp.maximum(jnp.abs(error).max(initial=0), jnp.finfo(error.dtype).tiny)
+    return unit * (signs @ (error / unit))
+
+
 def error_of_sum(steps: Sequence[tuple[Values, Values]], sign: int) -> float:
     """Returns the largest error of a sum, or a difference, of two leaves after some steps; infinite if it is not right.
 

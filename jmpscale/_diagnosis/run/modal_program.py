@@ -6,7 +6,7 @@ modes finds the lines that must compute in float32 by changing them.
 
 import collections
 import copy
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ from jax.extend import core
 from jmpscale._base.memory import on_device
 from jmpscale._diagnosis.run.blocks import Block, BlockProgram
 from jmpscale._diagnosis.run.modes import Execution, Modal, Mode, Modes, Part, Site
+from jmpscale._diagnosis.run.scaler_group import LossScales, ScalerGroup
 from jmpscale._diagnosis.trace.operations import Operation, Path, autocast_lines
 from jmpscale._diagnosis.trace.passes import Pass
 from jmpscale._diagnosis.trace.program import Program
@@ -37,6 +38,7 @@ class ModalProgram:
         """
         self.consts = [on_device(widen(jnp.asarray(x))) for x in program.consts]
         self.outputs = slice(None)  # those that a run returns
+        self.at: Callable[[LossScales], LossScales] = _unchanged
         self._measured = measured
         with_mode = [(x, dtype) for x in everything if (dtype := modal.dtype(x)) is not None]
         shortest = _shortest({path for x, _ in with_mode for path in x.paths})
@@ -81,9 +83,13 @@ class ModalProgram:
     def _operations(self, site: Site) -> list[Operation]:
         return [self._blocks[i].operations[j].operation for i, j in self._places[site]]
 
-    def of_gradients(self) -> "ModalProgram":
-        """Returns a view of the program that returns the loss and the gradients, without operations of the update."""
+    def of_gradients(self, group: ScalerGroup | None = None) -> "ModalProgram":
+        """Returns a view of the program that returns the loss and the gradients, without operations of the update.
+
+        Of a step with several scalers, the loss scale of a run is the one of `group`.
+        """
         view = copy.copy(self)
+        view.at = group.at if group else _unchanged
         view.sites = [site for site in self.sites if site.part.pass_ is not Pass.UPDATE]
         view.parts = list(dict.fromkeys(site.part for site in view.sites))
         used = {part.path for part in view.parts}
@@ -107,14 +113,14 @@ class ModalProgram:
         return blocks
 
     def run(
-        self, scale: float, modes: Modes, default: Mode, consts: list[Any] | None = None
+        self, scale: LossScales, modes: Modes, default: Mode, consts: list[Any] | None = None
     ) -> tuple[list[Any], dict[Site, Any]]:
         """Returns the loss and the gradients, and what was recorded for each site.
 
         `modes` are the modes of some sites, `default` is the mode of all others, and `consts` replaces `self.consts`.
         """
         program = self._program
-        inputs = [*(self.consts if consts is None else consts), np.float32(scale)]
+        inputs = [*(self.consts if consts is None else consts), np.asarray(self.at(scale), np.float32)]
         values = dict(zip(program.inputs, inputs, strict=True))
         values |= {i: widen(jnp.asarray(x)) for i, x in program.constants.items()}
         records = []
@@ -146,13 +152,17 @@ class ModalProgram:
         return {site: largest[site].tolist() for site in self.sites if site in largest}
 
 
+def _unchanged(scale: LossScales) -> LossScales:
+    return scale
+
+
 class _ModalOperation(NamedTuple):
     """An operation, with its sites, and its number among their operations; no sites if it has no mode."""
 
     operation: Operation
     sites: dict[Site, int]
 
-    def mode(self, modes: Modes, default: Mode) -> Mode:
+    def mode(self, modes: Modes, default: Mode) -> int:
         """Returns the largest mode of its sites."""
         found = [(modes.get(site, default), number) for site, number in self.sites.items()]
         return max(x[number] if isinstance(x, tuple) else x for x, number in found)

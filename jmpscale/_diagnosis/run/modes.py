@@ -1,7 +1,8 @@
 """The modes of operations, which compute as they are written, in float32, or otherwise, as an array of modes says."""
 
 import enum
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from jmpscale._diagnosis.trace.operations import Operation, Path
 from jmpscale._diagnosis.trace.passes import Pass
 from jmpscale._programs.float32 import run_as_written, run_in_float32
 from jmpscale._programs.interpret import Interpreter
-from jmpscale._programs.jaxpr import type_of
+from jmpscale._programs.jaxpr import Key, type_of
 
 
 class Mode(enum.IntEnum):
@@ -31,7 +32,8 @@ class Mode(enum.IntEnum):
     PERTURBED = 4  # in float32, with constants near 1 that round to those in the program
 
 
-Modes = Mapping["Site", Mode | tuple[Mode, ...]]  # of all operations of a site, or of each one in program order
+# Of all operations of a site, or of each one in program order: a `Mode`, or the bits of a factor.
+Modes = Mapping["Site", int | tuple[int, ...]]
 
 
 class Part(NamedTuple):
@@ -193,10 +195,38 @@ def _perturb_constants(
     return [jnp.where(execution.mode == Mode.PERTURBED, x, y) for x, y in zip(outputs, in_float32, strict=True)]
 
 
+def mode_of_factor(exponent: int) -> int:
+    """Returns the mode in which cotangents are rounded as if they were larger by a power of two."""
+    return int(np.float32(2.0**exponent).view(np.int32))
+
+
+def _multiply_cotangents(
+    of_loss: Collection[Key], execution: Execution, operation: Operation, inputs: list[Any], in_float32: list[Any]
+) -> list[Any]:
+    """Rounds cotangents as if they were multiplied by a power of two, whose bits are the mode.
+
+    The operations on which the loss depends have no cotangents of it, such as those of a gradient that it contains.
+    """
+
+    def choose(in_float32: jax.Array, written: jax.Array, dtype: np.dtype | None) -> jax.Array:
+        if dtype is None or not operation.is_transposed or operation.key in of_loss:
+            return written
+        factor = jax.lax.bitcast_convert_type(execution.mode, np.float32)
+        rounded = (in_float32 * factor).astype(dtype).astype(np.float32) / factor
+        return jnp.where(execution.mode == Mode.AS_WRITTEN, written, rounded)
+
+    return list(map(choose, in_float32, run_as_written(operation.eqn, inputs), operation.dtypes))
+
+
 PRECISION = Modal(_half_dtype, _choose_precision)
 RECORD = Modal(_recorded_dtype, _record, columns=3)
 REPAIR = Modal(_inexact_dtype, _repair, columns=2)
 CONSTANTS = Modal(_constant_dtype, _perturb_constants)
+
+
+def factors(of_loss: Collection[Key]) -> Modal:
+    """Returns modes that multiply the cotangents of a loss, which depends on some operations."""
+    return Modal(_half_dtype, functools.partial(_multiply_cotangents, of_loss))
 
 
 def _is_inexact(x: Any) -> bool:

@@ -15,7 +15,8 @@ from jmpscale._diagnosis.run.errors import Measured, has_slices, measure
 from jmpscale._diagnosis.run.fitting_scales import Errors, Scales, at_one_scale, largest, search
 from jmpscale._diagnosis.run.forms import Forms
 from jmpscale._diagnosis.run.modal_program import ModalProgram
-from jmpscale._diagnosis.run.modes import Mode, Modes, Part, Site, Statistics
+from jmpscale._diagnosis.run.modes import Mode, Modes, Part, Site, Statistics, mode_of_factor
+from jmpscale._diagnosis.run.scaler_group import LossScales, ScalerGroup
 from jmpscale._diagnosis.thresholds import (
     CHANGE,
     CHANGES,
@@ -23,6 +24,7 @@ from jmpscale._diagnosis.thresholds import (
     NEGLIGIBLE,
     NOISE,
     SAME_SIZE,
+    TOLERANCE,
     TRIED_ALONE,
     AcceptedErrors,
 )
@@ -43,33 +45,41 @@ class GradientTrials:
         has_scaler: bool,
         may_be_scaled: bool,
         may_be_halved: bool,
+        group: ScalerGroup | None = None,
     ) -> None:
         """Creates trials of a step.
 
         `gradients` are the names of its gradients, and `parameters` are the names of the arguments that they change. A
         gradient of a loss function is unscaled; one that a step computes `may_be_scaled`. A value that is unscaled, but
-        not scaled, `may_be_halved` at twice the scale, unless the scale is always 1.
+        not scaled, `may_be_halved` at twice the scale, unless the scale is always 1. Of a step with several scalers,
+        the loss scale is the one of `group`, and its gradients decide.
         """
         self.accepted, self._has_scaler = accepted, has_scaler
+        self._group = group
         self._parameters = parameters
         self.set_forms(forms)
-        self._recording = forms.recording.of_gradients()
+        self._recording = forms.recording.of_gradients(group)
         self._statistics: dict[float, dict[Site, Statistics]] = {}
         self.reference = self._run_in_float32(1.0)
         self.loss = float(self.reference[0])
-        slices = [(name, x) for name, x in zip(gradients, self.reference[1:], strict=True) if has_slices(x)]
-        # The names of what has an error: the gradients, and their slices along the first axis.
-        self.names = (*gradients, *(f"{name}[{i}]" for name, x in slices for i in range(x.shape[0])))
+        # The gradients have errors, and so have their slices along the first axis.
+        sliced = [(i, k) for i, x in enumerate(self.reference[1:]) if has_slices(x) for k in range(x.shape[0])]
+        self.names = (*gradients, *(f"{gradients[i]}[{k}]" for i, k in sliced))
+        of_group = group.gradients if group else np.ones(len(gradients), bool)
+        self.is_compared = np.concatenate([of_group, of_group[[i for i, _ in sliced]]])
         self.measured = measure(self.reference, self.reference)
         at_two = self._run_in_float32(2.0) if may_be_scaled or may_be_halved else self.reference
         self._are_scaled = self._find_scaled(at_two) if may_be_scaled else [False] * len(self.reference)
-        self.halved = self._find_halved(at_two) & may_be_halved
+        self.halved = self._find_halved(at_two) & may_be_halved & self.is_compared
         changes = [self._error_of_a_change(change) for change in CHANGES]
         # A gradient decides if it is more than rounding noise, and not negligible beside the others. The gradient of a
         # bias before a normalization is zero. In a computed one there is only rounding noise, which the smallest change
         # of the arguments replaces by other noise.
-        norms, noise = np.where(self.halved, 0.0, self.measured.norms[1:]), np.max(changes, axis=0)[1:]
+        norms = np.where(self.is_compared & ~self.halved, self.measured.norms[1:], 0.0)
+        noise = np.max(changes, axis=0)[1:]
         self.decisive = (noise < NOISE) & (norms > 0) & (norms >= NEGLIGIBLE * norms.max(initial=0.0))
+        changes_at_two = measure(self.unscaled(at_two, 2.0), self.reference).errors[1:]
+        self.changes_at_two = bool((changes_at_two[self.decisive] > TOLERANCE).any())
         # Rounding the arguments to half precision changes them by half as much, or less.
         self._digits = min((jnp.finfo(site.dtype).nmant for site in self.program.sites), default=10)
         sensitivity = 0.0 if accepted.is_chosen else changes[0][0] / CHANGES[0] * 2.0**-self._digits
@@ -117,8 +127,8 @@ class GradientTrials:
     def set_forms(self, forms: Forms) -> None:
         """Sets the step that the trials run; no error of it is known yet."""
         self._forms = forms
-        self.program = forms.precision.of_gradients()  # whose lines can compute in float32
-        self._errors: dict[tuple[frozenset[tuple[Site, Mode | tuple[Mode, ...]]], Mode, int], tuple[Errors, float]] = {}
+        self.program = forms.precision.of_gradients(self._group)  # whose lines can compute in float32
+        self._errors: dict[tuple[frozenset[tuple[Site, int | tuple[int, ...]]], Mode, int], tuple[Errors, float]] = {}
 
     def run_as_written(self, scale: float) -> list[Any]:
         """Returns the loss and the gradients as they are written, at a loss scale."""
@@ -127,16 +137,17 @@ class GradientTrials:
     def loss_as_written(self, scale: float) -> float:
         return float(self.unscaled(self.run_as_written(scale), scale)[0])
 
-    def given(self, scale: float) -> list[Any]:
+    def given(self, scale: LossScales) -> list[Any]:
         """Returns what the update is given, as it is written, at a loss scale."""
         return self._run_all_as_written(scale)[self._forms.measured :]
 
-    def _run_all_as_written(self, scale: float) -> list[Any]:
+    def _run_all_as_written(self, scale: LossScales) -> list[Any]:
         """Returns all outputs as they are written, at a loss scale.
 
         Without a scaler, one run does not repay another compilation. In float16, the compiler may combine operations of
         the form without modes, so that an intermediate result overflows.
         """
+        scale = self._group.at(scale) if self._group else scale
         if self._has_scaler or any(site.dtype == np.float16 for site in self.program.sites):
             return self._forms.run_as_written(scale)
         return self._forms.precision.run(scale, {}, Mode.AS_WRITTEN)[0]
@@ -154,7 +165,7 @@ class GradientTrials:
     @property
     def program_of_repair(self) -> ModalProgram:
         """The step, whose infinities and NaN can be replaced by zeros."""
-        return self._forms.repair.of_gradients()
+        return self._forms.repair.of_gradients(self._group)
 
     @property
     def not_entered(self) -> list[Operation]:
@@ -169,8 +180,10 @@ class GradientTrials:
         The outputs are those at a loss scale.
         """
         found: Measured = measure(self.unscaled(outputs, scale), self.reference if reference is None else reference)
-        errors = np.where(found.severity[1:].any(), np.inf, np.where(self.decisive, found.errors[1:], 0.0))
-        return errors, float(found.errors[0]) if found.errors[0] > self._largest_loss_error else 0.0
+        is_finite = not found.severity[1:][self.is_compared].any()
+        errors = np.where(self.decisive, found.errors[1:], 0.0) if is_finite else np.full_like(found.errors[1:], np.inf)
+        is_wrong = found.errors[0] > self._largest_loss_error and (self._group is None or self._group.has_loss)
+        return errors, float(found.errors[0]) if is_wrong else 0.0
 
     def error(self, modes: Modes, default: Mode, exponent: int) -> float:
         """Returns the largest error of a gradient, at least 1 if the loss is wrong, infinity if one is not finite."""
@@ -188,6 +201,12 @@ class GradientTrials:
         """Returns the errors of the program without modes, whose operations the compiler may combine."""
         return self.compare(self.run_as_written(2.0**exponent), 2.0**exponent)
 
+    def errors_of_factor(self, exponent: int) -> Errors:
+        """Returns the errors of the gradients, as written, if the loss is multiplied by a power of two."""
+        program = self._forms.factors.of_gradients(self._group)
+        modes = {x: mode_of_factor(exponent) for x in program.sites if x.part.backward}
+        return self.compare(program.run(1.0, modes, Mode.AS_WRITTEN)[0])[0]
+
     def statistics(self, scale: float) -> dict[Site, Statistics]:
         """Returns the statistics of the results in float32, at a loss scale."""
         if scale not in self._statistics:
@@ -199,6 +218,11 @@ class GradientTrials:
         outputs, records = self._recording.run(scale, {}, Mode.FLOAT32)
         self._statistics[scale] = {site: Statistics(*numbers) for site, numbers in records.items()}
         return outputs
+
+    def change_in_float32(self, scale: float) -> Errors:
+        """Returns the errors of the decisive gradients in float32 at another loss scale."""
+        found = measure(self.unscaled(self._run_in_float32(scale), scale), self.reference)
+        return np.where(self.decisive, found.errors[1:], 0.0)
 
     def largest_exponent(self, paths: Collection[Path] = ()) -> int:
         """Returns the exponent of the largest scale at which the backward pass does not overflow outside of `paths`."""
@@ -262,6 +286,14 @@ class GradientTrials:
             return False
         written, with_range = (self.error(x, Mode.AS_WRITTEN, exponent) for x in ({}, modes))
         return with_range < written / SAME_SIZE
+
+    def is_wrong_by_range(self, exponent: int) -> bool:
+        """Tests whether the range of float32 in the backward pass makes the error much smaller."""
+        wider = jnp.finfo(np.float32).nexp
+        modes = {x: Mode.RANGE for x in self.program.sites if x.part.backward and jnp.finfo(x.dtype).nexp < wider}
+        if not modes:
+            return False
+        return self.error(modes, Mode.AS_WRITTEN, exponent) < self.error({}, Mode.AS_WRITTEN, exponent) / SAME_SIZE
 
     def find_scales(self, exponent: int, paths: Collection[Path] = ()) -> Scales:
         """Finds the loss scales that fit, beginning with one, if some lines compute in float32."""

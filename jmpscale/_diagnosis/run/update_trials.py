@@ -11,12 +11,23 @@ from jmpscale._base.memory import on_device
 from jmpscale._base.tree import is_real
 from jmpscale._diagnosis.run.changes import Change, measure_changes
 from jmpscale._diagnosis.run.forms import Forms
-from jmpscale._diagnosis.run.lossless import ErrorsOfDraws, Values, error_of_sum, may_draw, norm, other_draw
+from jmpscale._diagnosis.run.lossless import (
+    ErrorsOfDraws,
+    Values,
+    error_of_sum,
+    may_cancel,
+    may_draw,
+    norm,
+    other_draw,
+    sketch,
+)
 from jmpscale._diagnosis.run.modes import Mode, Modes, Part, Site
+from jmpscale._diagnosis.run.scaler_group import LossScales
 from jmpscale._diagnosis.thresholds import CHANGE, DRAWS, LARGE_VALUE, TRIED_ALONE, AcceptedErrors
 from jmpscale._diagnosis.trace.operations import Path
 from jmpscale._diagnosis.trace.program import Program, Result
 from jmpscale._programs.interpret import widen
+from jmpscale._programs.jaxpr import RANDOM, equations
 
 
 class UpdateTrials:
@@ -27,7 +38,7 @@ class UpdateTrials:
         program: Program,
         gradients: Collection[int],
         results: Sequence[Result],
-        scale: float,
+        scale: LossScales,
         accepted: AcceptedErrors,
     ) -> None:
         """Creates trials; the first constants are the arguments of the step, and others, `gradients`, are gradients."""
@@ -40,6 +51,7 @@ class UpdateTrials:
         self._reference = self._run({}, Mode.FLOAT32)
         self._changes: dict[frozenset[tuple[Site, Any]], list[Change]] = {}
         self._lossless: dict[str, Change] = {}  # by the name of the leaf
+        self._draws = any(eqn.primitive.name in RANDOM for eqn, _ in equations(program.jaxpr))
         self._noise: set[str] = set()  # the names of the leaves whose changes are noise
         self._tested: set[str] = set()  # the names of the leaves that may be lossless
 
@@ -98,11 +110,13 @@ class UpdateTrials:
     def _find_pairs(self, results: Iterable[Result]) -> None:
         """Finds leaves of which another one takes what rounding removes, and adds it in the next step."""
         steps = [self._values(*outputs) for outputs in self._two_steps()]
+        sketches = {name: [np.asarray(sketch(values[name])) for values in steps] for name in steps[0]}
         for result in results:
             name, shape = result.name, steps[0][result.name].old.shape
             partners = [x for x, value in steps[0].items() if x != name and value.old.shape == shape]
-            pairs = ([(values[name], values[partner]) for values in steps] for partner in partners)
-            error = min((error_of_sum(pair, sign) for pair in pairs for sign in (1, -1)), default=math.inf)
+            pairs = [(x, s) for x in partners for s in (1, -1) if may_cancel(sketches[name], sketches[x], s)]
+            found = (error_of_sum([(values[name], values[x]) for values in steps], sign) for x, sign in pairs)
+            error = min(found, default=math.inf)
             if error < self._accepted.narrow_change:
                 self._lossless[name] = Change(result, error, is_lossless=True)
 
@@ -123,9 +137,12 @@ class UpdateTrials:
 
     def _find_random(self, results: Sequence[Result]) -> None:
         """Finds leaves that are rounded at random, by running the step with other random numbers."""
+        if not results or not self._random_inputs:
+            return
+        _, changes = self._changes_of_draw(0, 1.0)
         groups: dict[float, list[Result]] = {}
-        for result in results if self._random_inputs else ():
-            groups.setdefault(self._factor(result), []).append(result)
+        for result in results:
+            groups.setdefault(self._factor(result, changes[result.name]), []).append(result)
         for factor, group in groups.items():
             found = {x.name: ErrorsOfDraws() for x in group}
             for draw in range(DRAWS):
@@ -136,16 +153,15 @@ class UpdateTrials:
             lossless = (Change(x, found[x.name].error, is_decisive=False, is_lossless=True) for x in random)
             self._lossless.update((x.result.name, x) for x in lossless)
 
-    def _factor(self, result: Result) -> float:
+    def _factor(self, result: Result, change: Any) -> float:
         """Returns the factor of the gradients with which a change is a quarter of the last place.
 
         With smaller changes, few values would be rounded up in a few draws; larger changes are not lost.
         """
         if not self._gradients:
             return 1.0
-        change = jnp.abs(self._changes_of_draw(0, 1.0)[1][result.name])
         last_place = jnp.abs(on_device(self.old(result))) * float(jnp.finfo(result.dtype).eps)
-        ratios = jnp.where(change > 0, last_place / 4 / change, jnp.nan)
+        ratios = jnp.where(change != 0, last_place / 4 / jnp.abs(change), jnp.nan)
         ratio = float(jnp.nan_to_num(jnp.nanmedian(ratios)))
         return 8.0 ** max(0, round(math.log(max(ratio, 1.0), 8)))
 
@@ -189,6 +205,8 @@ class UpdateTrials:
     @property
     def _random_inputs(self) -> list[int]:
         """The positions of the arguments that are random keys, or counts of which keys may be made."""
+        if not self._draws:
+            return []
         consts, names = self.forms.program.consts, self.program.names
         return [i for i, x in enumerate(consts) if names[i] and may_draw(x)]
 

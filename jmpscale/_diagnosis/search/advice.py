@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from jmpscale._diagnosis.search.fit import Fit
+from jmpscale._diagnosis.search.fit import Fit, Present
 from jmpscale._diagnosis.search.lines import Lines
 from jmpscale._diagnosis.thresholds import DEFAULT, MARGIN, ROOM
 from jmpscale._state import ScalerConfig, ScalerState, dynamic, static
@@ -31,8 +31,8 @@ def advise(config: ScalerConfig, low: int, high: int, *, may_grow: bool = True, 
     if not is_first and may_grow and max(low, smallest) <= DEFAULT <= min(high - MARGIN, largest):
         return _dynamic(config, {})
     exponent = max(low, high - (ROOM if is_first else MARGIN))
-    if is_first:
-        exponent = max(exponent, min(smallest, high))
+    if is_first and smallest <= high:
+        exponent = max(exponent, smallest)
     if largest >= low + 4:  # otherwise the scale could hardly back off
         exponent = min(exponent, largest)
     arguments = {"init_scale": exponent}
@@ -59,25 +59,41 @@ def _dynamic(config: ScalerConfig, exponents: dict[str, int]) -> Advice:
     return Advice(scaler, f"dynamic({', '.join(f'{name}=2.0**{k}' for name, k in exponents.items())})")
 
 
-def find_advice(fit: Fit, lines: Lines | None, *, has_decisive: bool) -> Advice | None:
-    """Finds a scaler that fits in place of the present one, or has room for larger gradients; None if none is needed.
+def find_advice(fit: Fit, *, is_compared: bool, is_repaired: bool) -> Advice | None:
+    """Finds a scaler that helps the program as it is: one that fits, or has room for larger gradients.
 
-    If lines must compute in float32, the scaler fits if they do.
+    Returns None if the present one is right, or none helps. A program that `is_repaired` needs room only afterwards.
     """
-    present = fit.present
-    scales = lines.scales if lines and lines.paths else fit.scales
-    if not present.has_scaler or scales.fitting is None or not (lines or (fit.is_right and has_decisive)):
+    present, fitting = fit.present, fit.scales.fitting
+    if not present.has_scaler or fitting is None or not (fit.is_right and is_compared):
         return None
-    low, high = scales.fitting
-    if not fit.scale_fits and lines is None:
-        # A dynamic scale does not back off from finite gradients.
-        may_grow = fit.is_small or not math.isfinite(fit.error)
-        return advise(present.config, low, high, may_grow=may_grow)
-    if lines and not present.is_between((low, high)):
-        return advise(present.config, low, high)
-    with_room = advise(present.config, low, high, is_first=True)
-    if present.config.mode == "static" or present.is_new:
-        is_near = present.scale > max(2.0 ** (high - MARGIN), float(with_room.scaler.loss_scale))
-        return with_room if is_near else None
+    if fit.scale_fits:
+        return None if is_repaired else _with_room(present, fitting)
+    # A dynamic scale does not back off from finite gradients.
+    may_grow = fit.is_small or not math.isfinite(fit.error)
+    is_first = present.is_new and not fit.is_small  # in which gradients grow
+    return advise(present.config, *fitting, may_grow=may_grow, is_first=is_first)
+
+
+def find_advice_then(present: Present, lines: Lines | None) -> Advice | None:
+    """Finds a scaler that fits once lines compute in float32; None if the present one does, and has room."""
+    fitting = lines.scales.fitting if lines and lines.paths else None
+    if not present.has_scaler or fitting is None:
+        return None
+    if not present.is_between(fitting):
+        is_first = present.is_new and present.scale > 2.0 ** fitting[1]
+        return advise(present.config, *fitting, is_first=is_first)
+    if found := _with_room(present, fitting):
+        return found
     # A dynamic scale that has grown is near the largest one, and backs off. A new run may begin above it.
-    return with_room if lines and high - MARGIN < DEFAULT else None
+    has_grown = present.config.mode == "dynamic" and not present.is_new
+    return advise(present.config, *fitting, is_first=True) if has_grown and fitting[1] - MARGIN < DEFAULT else None
+
+
+def _with_room(present: Present, fitting: tuple[int, int]) -> Advice | None:
+    """Returns a scaler with room for larger gradients if the present scale fits, but has none."""
+    if present.config.mode == "dynamic" and not present.is_new:
+        return None  # it has grown, and backs off
+    advice = advise(present.config, *fitting, is_first=True)
+    is_near = present.scale > max(2.0 ** (fitting[1] - MARGIN), float(advice.scaler.loss_scale))
+    return advice if is_near else None

@@ -14,6 +14,7 @@ class Present(NamedTuple):
     """The scaler of a step; without one, the scale is 1, and cannot change."""
 
     scaler: ScalerState | None
+    name: str = ""  # of the scaler, such as `opt_state['d'].scaler`, if the step has several
 
     @property
     def has_scaler(self) -> bool:
@@ -79,6 +80,12 @@ class Fit(NamedTuple):
     def exponent(self) -> int | None:
         """The exponent of the present scale if it fits, otherwise of the best one; None if gradients are not finite."""
         return self.present.exponent if self.scale_fits else self.scales.best
+
+    @property
+    def scale(self) -> float:
+        """The present scale if it fits, otherwise the best one."""
+        best = self.scales.best
+        return self.present.scale if self.scale_fits or best is None else 2.0**best
 
     @property
     def error_at_exponent(self) -> float:

@@ -18,7 +18,7 @@ from jmpscale._diagnosis.trace.program import Program
 class Repair(NamedTuple):
     """What makes gradients right that are wrong at each loss scale."""
 
-    overflows: bool = False  # whether results overflow, and cause a moderate error
+    overflows: bool = False  # whether results overflow, or underflow, and cause a moderate error
     lines: Lines | None = None  # that must compute in float32; None if the step is wrong in float32, too
     cause: Cause | None = None  # where the error begins; None if no lines must change
     causes: Mapping[Part, Cause] = MappingProxyType({})  # the first one of each part, if it is wrong alone
@@ -42,7 +42,11 @@ def find_repair(trials: GradientTrials, fit: Fit, with_float32_results: Callable
     if fit.is_right:
         # An error of rounding may be harmless, but an overflow that changes gradients is a fault.
         error, exponent = fit.error_at_exponent, fit.exponent
-        if error < trials.accepted.small or exponent is None or not trials.is_wrong_by_overflow(exponent):
+        if error < trials.accepted.small or exponent is None:
+            return None
+        # Without a scaler, no factor of the loss helps an underflow that is tried here.
+        underflows = not present.has_scaler and trials.is_wrong_by_range(exponent)
+        if not underflows and not trials.is_wrong_by_overflow(exponent):
             return None
         exponents, limit, overflows = [exponent], error / SAME_SIZE, True
     lines = find_lines(trials, exponents, limit) if trials.program.sites else None

@@ -5,7 +5,7 @@ which does not depend on it: the gradients are given. So the difference between 
 written.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -118,19 +118,22 @@ def find_stalled(trials: UpdateTrials) -> list[Stalled]:
     for group in _groups(trials, leaves):
         decays = runs.decays(group)
         lost = runs.lost(group, decays)
-        found += [_of_constants(trials, trials.results[i], constants) for i, constants in lost.items()]
         narrow = [i for i in group if i not in lost and _is_stalled(decays[i], trials.results[i])]
-        lossless = trials.find_lossless([trials.results[i] for i in narrow])
+        rounded = [trials.results[i] for i in (*narrow, *lost) if is_narrow(trials.results[i])]
+        lossless = trials.find_lossless(rounded)
+        found += [_of_constants(trials, trials.results[i], constants, lossless) for i, constants in lost.items()]
         own = [trials.results[i] for i in narrow if trials.results[i].name not in lossless]
         found += [Stalled(x, decays[i], x.dtype) for i in narrow if (x := trials.results[i]) in own]
     return found
 
 
-def _of_constants(trials: UpdateTrials, result: Result, constants: Sequence[_Constant]) -> Stalled:
+def _of_constants(
+    trials: UpdateTrials, result: Result, constants: Sequence[_Constant], lossless: Container[str]
+) -> Stalled:
     names = trials.program.names
     paths = dict.fromkeys(x.site.part.path for x in constants if x.site is not None)
     arguments = tuple(names[x.input] for x in constants if x.input is not None and names[x.input])
-    loses_nothing = not is_narrow(result) or bool(trials.find_lossless([result]))
+    loses_nothing = not is_narrow(result) or result.name in lossless
     return Stalled(result, 1.0, constants[0].dtype, True, tuple(paths) if loses_nothing else (), arguments)
 
 

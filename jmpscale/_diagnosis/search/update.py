@@ -8,6 +8,7 @@ from typing import NamedTuple
 from jmpscale._diagnosis.run.changes import Change
 from jmpscale._diagnosis.run.forms import Forms
 from jmpscale._diagnosis.run.modes import Mode, Part, Site, Statistics
+from jmpscale._diagnosis.run.scaler_group import LossScales
 from jmpscale._diagnosis.run.update_trials import UpdateTrials
 from jmpscale._diagnosis.search.not_compared import NotCompared, find_not_compared
 from jmpscale._diagnosis.search.smallest_set import smallest_set
@@ -52,9 +53,9 @@ def _importance(change: Change) -> tuple[bool, bool, float]:
 
 
 def examine_update(
-    program: Program, gradients: Collection[int], results: Sequence[Result], scale: float, accepted: AcceptedErrors
+    program: Program, gradients: Collection[int], results: Sequence[Result], scale: LossScales, accepted: AcceptedErrors
 ) -> Update:
-    """Compares the results of a step at a loss scale, and finds the lines that must compute in float32."""
+    """Compares the results of a step at its loss scales, and finds the lines that must compute in float32."""
     if not results:
         return Update()
     trials = UpdateTrials(program, gradients, results, scale, accepted)
@@ -90,7 +91,7 @@ def _find_lines(trials: UpdateTrials) -> tuple[list[Path], bool]:
     return ([], False) if found is None else ([path for path in trials.program.paths if path in found], True)
 
 
-def _find_statistics(forms: Forms, scale: float) -> dict[Site, Statistics]:
+def _find_statistics(forms: Forms, scale: LossScales) -> dict[Site, Statistics]:
     recording = forms.recording
     records = recording.run(scale, {}, Mode.FLOAT32)[1]
     return {site: Statistics(*records[site]) for site in recording.sites if site in records}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from jmpscale._base.text import enumerate_names, format_percentage, format_scale
 from jmpscale._diagnosis.examined import Examined
 from jmpscale._diagnosis.run.fitting_scales import Errors, largest
+from jmpscale._diagnosis.tell.describe_factors import describe_factors
 from jmpscale._diagnosis.tell.describe_lines import describe_lines
 from jmpscale._diagnosis.tell.phrases import (
     by,
@@ -18,15 +19,15 @@ from jmpscale._diagnosis.tell.phrases import (
 )
 from jmpscale._diagnosis.tell.report import DiagnosisFinding, FindingKind
 from jmpscale._diagnosis.tell.told import Told
-from jmpscale._diagnosis.thresholds import CHANGE, MARGIN, NOISE
+from jmpscale._diagnosis.thresholds import CHANGE, MARGIN, NOISE, OTHER_SCALES, TOLERANCE
 
 
 def describe_gradients(examined: Examined) -> list[Told]:
     """Describes the gradients at the present scale and at others, and the lines that make them wrong."""
-    gradients = examined.step.gradients
+    gradients = examined.gradients
     if not gradients:
         return [Told("The step computes no gradient: for the gradients of a loss function, call jmpscale.diagnose.")]
-    names = list(itertools.compress(gradients, examined.trials.halved))
+    names = list(itertools.compress(examined.step.gradients, examined.trials.halved))
     halved = [_describe_halved(names)] if names else []
     return halved + (_describe_others(examined) if len(names) < len(gradients) else [])
 
@@ -43,11 +44,17 @@ def _describe_halved(names: Sequence[str]) -> Told:
 
 
 def _describe_others(examined: Examined) -> list[Told]:
+    if examined.changes_of_reference is not None:
+        lines = [describe_lines(examined, examined.repair)] if examined.repair else []
+        return [_describe_reference(examined, examined.changes_of_reference), *lines]
     fit, trials = examined.fit, examined.trials
     if not trials.program.sites and not trials.not_entered:
         return [Told(_describe_no_half(examined))]
+    if examined.factors is not None:
+        return [describe_factors(examined, examined.factors)]
     if examined.repair is not None:
-        return [describe_lines(examined, examined.repair)]
+        lines = describe_lines(examined, examined.repair)
+        return [_describe_scale(examined, f" Use {examined.advice.call}."), lines] if examined.advice else [lines]
     if not trials.decisive.any():
         useless = Told(_describe_useless_gradients(examined), DiagnosisFinding(FindingKind.NOT_COMPARED))
         # Another scaler would be based on gradients that are noise.
@@ -61,6 +68,18 @@ def _describe_others(examined: Examined) -> list[Told]:
         return [Told(rounding)]
     scales = f"{_describe_range(examined)}{_describe_margin(examined)}"
     return [Told(f"{scales} {rounding}" if _is_small(examined) else f"{rounding} {scales}")]
+
+
+def _describe_reference(examined: Examined, changes: Errors) -> Told:
+    """Describes gradients that change with the loss scale in float32, too."""
+    low, high = (format_scale(2.0**k) for k in OTHER_SCALES)
+    text = (
+        f"In float32, too, the gradients depend on the loss scale: at {low} and at {high}, they differ "
+        f"{by_gradient(examined, changes)}, or more. So no comparison shows which scale is right. The backward pass "
+        "may exceed the range of float32, or it may clip or compare scaled values."
+    )
+    names = tuple(itertools.compress(examined.step.gradients, changes > TOLERANCE))
+    return Told(text, DiagnosisFinding(FindingKind.NOT_COMPARED, names, error=largest(changes)))
 
 
 def _describe_no_half(examined: Examined) -> str:
@@ -116,7 +135,7 @@ def _describe_minimum(examined: Examined, error_elsewhere: float, errors: Errors
 
 
 def _describe_useless_gradients(examined: Examined) -> str:
-    if not examined.trials.measured.norms[1:].any():
+    if not examined.trials.measured.norms[1:][examined.trials.is_compared].any():
         where = "the comparison" if examined.not_entered else "float32"
         return (
             f"All gradients are zero, in {where} too. No loss scale changes that. Perhaps a constant, such as 1e-8 or "
@@ -131,7 +150,8 @@ def _describe_useless_gradients(examined: Examined) -> str:
 
 def _describe_range(examined: Examined) -> str:
     fitting = " to ".join(format_scale(2.0**k) for k in examined.fit.scales.fitting or ())
-    return f"Loss scales from {fitting} fit; yours is {format_scale(examined.present.scale)}."
+    name = f" of {examined.present.name}" if examined.present.name else ""
+    return f"Loss scales{name} from {fitting} fit; yours is {format_scale(examined.present.scale)}."
 
 
 def _describe_scale(examined: Examined, remedy: str) -> Told:
@@ -142,8 +162,10 @@ def _describe_scale(examined: Examined, remedy: str) -> Told:
         f"differ from float32 {by_gradient(examined, fit.errors)}" if math.isfinite(fit.error) else "are not finite"
     )
     kind = FindingKind.SMALL_SCALE if fit.is_small else FindingKind.LARGE_SCALE
-    wrong = [x for x, is_wrong in zip(examined.trials.names, fit.errors > fit.scales.limits, strict=True) if is_wrong]
-    finding = DiagnosisFinding(kind, tuple(wrong), error=fit.error, error_then=fit.scales.smallest_error)
+    wrong = itertools.compress(examined.trials.names, (fit.errors > fit.scales.limits) & examined.trials.is_compared)
+    names = (*filter(None, [examined.present.name]), *wrong)
+    scaler = examined.advice.scaler if examined.advice else None
+    finding = DiagnosisFinding(kind, names, error=fit.error, error_then=fit.scales.smallest_error, scaler=scaler)
     return Told(f"{_describe_range(examined)} {what} {differ}.{remedy}", finding)
 
 

@@ -38,11 +38,12 @@ def describe_lines(examined: Examined, repair: Repair) -> Told:
     remedy = _remedy(examined, repair, repair.cause, repair.lines)
     finding = DiagnosisFinding(
         _kind(repair.cause),
-        _wrong_names(examined),
+        (*(filter(None, [examined.present.name]) if examined.advice_then else ()), *_wrong_names(examined)),
         examined.each_name(repair.lines.paths),
         repair.cause.site.dtype.name,
         _error(examined),
         repair.lines.scales.smallest_error,
+        examined.advice_then.scaler if examined.advice_then else None,
         examined.names_of_layers(repair.cause.site.part),
     )
     return Told(f"{cause} {remedy}", finding)
@@ -58,7 +59,7 @@ def _wrong_names(examined: Examined) -> tuple[str, ...]:
     """Returns the names of the gradients that are wrong at the best scale; all of them if they are not finite."""
     errors = examined.fit.scales.errors_at_best
     if errors is None:
-        return examined.step.gradients
+        return examined.gradients
     limit = examined.trials.accepted.gradient
     wrong = [name for name, error in zip(examined.trials.names, errors, strict=True) if error > limit]
     return tuple(wrong) or (("loss",) if examined.fit.loss_error else (name_of_worst(examined, errors),))
@@ -107,7 +108,8 @@ def _describe_cause(examined: Examined, repair: Repair, cause: Cause, lines: Lin
     if examined.trials.program.is_recomputed(site):
         return f"The forward pass, which is computed again, {what}. A loss scale cannot prevent that."
     if site.part.backward:
-        return f"No loss scale fits. At {format_scale(2.0**lines.exponent)}, the backward pass {what}."
+        name = f" of {examined.present.name}" if examined.present.name else ""
+        return f"No loss scale{name} fits. At {format_scale(2.0**lines.exponent)}, the backward pass {what}."
     return f"The forward pass {what}. A loss scale cannot prevent that."
 
 
@@ -129,10 +131,7 @@ def _remedy(examined: Examined, repair: Repair, cause: Cause, lines: Lines) -> s
     scales = lines.scales
     edit = f"{examined.names(lines.paths)} in float32{describe_edit(examined, lines.paths)}"
     first = f"Compute {edit}: {_promise_of_lines(examined, lines)}"
-    if not examined.present.has_scaler and cause.reason is Reason.UNDERFLOW and cause.site.part.backward:
-        how = "with jmpscale.value_and_grad and a scaler, or by a larger number if it is scaled already"
-        first = f"Scale the loss, {how}. Or c{first[1:]}"
-    if examined.advice:
+    if examined.advice_then:
         first = f"{first}{_describe_advice(examined, scales)}"
     minimal = "" if lines.is_minimal else _NOT_MINIMAL
     text = ". ".join(filter(None, [first, _describe_alternative(examined, cause, lines), minimal]))
@@ -161,7 +160,7 @@ def _describe_remaining(examined: Examined, lines: Lines) -> str:
 def _promise_of_lines(examined: Examined, lines: Lines) -> str:
     """Describes the errors and the scales with lines in float32."""
     is_all = not examined.not_entered and set(lines.paths).issuperset(examined.trials.program.paths)
-    if is_all and examined.advice is None:
+    if is_all and examined.advice_then is None:
         return f"then the gradients have no result in {examined.step.precision}"
     return _promise(examined, lines.scales)
 
@@ -178,7 +177,7 @@ def _promise(examined: Examined, scales: Scales) -> str:
 def _describe_advice(examined: Examined, scales: Scales) -> str:
     """Names the scaler that the remedy needs, too."""
     low, high = scales.fitting or (0, 0)
-    call = examined.advice.call if examined.advice else ""
+    call = examined.advice_then.call if examined.advice_then else ""
     if not examined.present.is_between((low, high)):
         return f"; yours is {format_scale(examined.present.scale)}, so also use {call}"
     if examined.present.is_new or examined.present.config.mode == "static":

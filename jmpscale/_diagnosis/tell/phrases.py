@@ -27,7 +27,7 @@ def by_gradient(examined: Examined, errors: Errors | None) -> str:
         return text
     if largest(errors) < examined.trials.accepted.small or len(errors) == 1:
         return f"{text}, in {name}"
-    norms = examined.trials.measured.norms[1:]
+    norms = np.where(examined.trials.is_compared, examined.trials.measured.norms[1:], 0.0)
     share = float(norms[np.argmax(errors)] / np.linalg.norm(norms[: len(examined.step.gradients)]))
     return f"{text}, in {name}, which has {format_percentage(share)} of their norm"
 

@@ -96,10 +96,10 @@ class FindingKind(enum.StrEnum):
     Attributes:
       FORWARD_OVERFLOW: a result of the forward pass overflows, which no loss scale prevents.
       BACKWARD_OVERFLOW: a result of the backward pass overflows at each loss scale that does not underflow.
-      UNDERFLOW: results underflow.
+      UNDERFLOW: results underflow. Without `lines`, the remedy is a scaler, or a larger number that scales the loss.
       ROUNDING: rounding makes a gradient or the loss wrong.
       SMALL_SCALE: the loss scale is too small.
-      LARGE_SCALE: the loss scale is too large.
+      LARGE_SCALE: the loss scale is too large, or the number, or another library's scaler, that scales the loss.
       UNUSED_SCALER: no gradient depends on the scale of a dynamic scaler.
       NOT_SCALED: values are unscaled although the loss scale does not multiply them.
       LOST_CHANGE: rounding removes most of the change of a leaf of the state.
@@ -111,6 +111,8 @@ class FindingKind(enum.StrEnum):
       ROUNDED_INPUT: an argument or a constant has too few digits.
       NOT_FINITE: a value is infinite or NaN, in float32 too.
       NOT_COMPARED: something was not compared, so nothing is known of it.
+      LOST_PROGRESS: in a run, the loss makes less progress than in float32.
+      LAGGING: in a run, a leaf of the state does not get as far as in float32.
     """
 
     FORWARD_OVERFLOW = enum.auto()
@@ -130,20 +132,27 @@ class FindingKind(enum.StrEnum):
     ROUNDED_INPUT = enum.auto()
     NOT_FINITE = enum.auto()
     NOT_COMPARED = enum.auto()
+    LOST_PROGRESS = enum.auto()
+    LAGGING = enum.auto()
 
 
 @dataclasses.dataclass(frozen=True)
 class DiagnosisFinding:
-    """Something that is wrong in a training step, or was not compared; created by `diagnose`.
+    """Something that is wrong in a training step or a run, or was not compared; created by the diagnoses.
 
     Attributes:
       kind: what is wrong.
-      names: the gradients, leaves of the state, results or arguments that it concerns, such as `params['w']`.
+      names: the gradients, leaves of the state, results or arguments that it concerns, such as `params['w']`. In a step
+        with several scalers, the first name of a finding about a loss scale is the scaler, such as
+        `opt_state['d'].scaler`, and so is that of any finding with a `scaler`.
       lines: the lines to change: with them in float32, `error_then` remains.
       dtype: the name of the dtype that is too small; None if it is not about one.
-      error: the largest relative error, as in `Diagnosis.gradient_error` or `DiagnosisChange.error`; None if it is not
-        about an error.
+      error: the largest relative error, as in `Diagnosis.gradient_error` or `DiagnosisChange.error`; in a run, the part
+        of the decrease of the loss, or of the change of the first leaf, that is missing; None if it is not about an
+        error.
       error_then: the largest relative error after the remedy; None if it was not measured.
+      scaler: the scaler that is right after the remedy, in place of the present one: if there are `lines`, once they
+        compute in float32. None if the present one is right then.
       layers: the layers in which it begins, as in `DiagnosisRow.layers`.
     """
 
@@ -153,6 +162,7 @@ class DiagnosisFinding:
     dtype: str | None = None
     error: float | None = None
     error_then: float | None = None
+    scaler: ScalerState | None = None
     layers: tuple[str, ...] = ()
 
 
@@ -170,14 +180,16 @@ class Diagnosis:
       loss_scale: the current loss scale.
       fitting_scales: the smallest and the largest loss scale that fit, both powers of two; None if no scale fits: the
         gradients are not finite at any scale, or wrong at all of them, by more than 50% or `accepted_error`; or no
-        gradient can be compared.
+        gradient can be compared, as if those in float32 depend on the scale.
         A scale fits if the gradients are finite, and nearly as accurate as at the best scale: the error of each is at
         most 1.1 times its smallest one, plus one percentage point, plus a quarter of the largest error at the best
         scale. If a gradient has an error of 5% or more at every scale, the error of the forward pass alone counts if it
         is larger than the smallest one.
-      scaler: the scaler that is advised, with the settings of the present one that need no change: a scale that fits,
-        or has room for larger gradients; if there are `lines`, a scale that fits once they compute in float32. None if
-        the present scaler is right.
+      scaler: the scaler that helps the program as it is, with the settings of the present one that need no change: a
+        scale that fits, or has room for larger gradients. None if the present scaler is right, and if none helps: a
+        scaler that helps only after an edit is part of the finding that names the lines. If the step has several
+        scalers, it replaces the one that the first finding names, and each other one has a finding of its own. The
+        fields about loss scales are those of this scaler, or of the one whose gradients have the largest error.
       scale_errors: pairs of a loss scale and the `gradient_error` at this scale, for all scales that were tried.
       lines: a minimal set of lines that must compute in float32, in program order; empty if none need to. A set of more
         than 12 lines need not be minimal.

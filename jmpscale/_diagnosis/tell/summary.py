@@ -1,5 +1,6 @@
 """The summary of a diagnosis, which joins what is said about its parts, the worst first."""
 
+import itertools
 from collections.abc import Sequence
 
 from jmpscale._base.text import enumerate_names
@@ -25,12 +26,24 @@ _NO_STATE = (
 
 def tell(examined: Examined) -> list[Told]:
     """Describes what half precision does to a step, and what to change."""
-    gradients, update = describe_gradients(examined), describe_update(examined)
+    groups = [examined, *examined.others]
+    gradients, update = _describe_groups(groups), describe_update(examined)
     notes = [*describe_comparison(examined.not_entered, examined.step.precision)], _notes(examined)
     if update:
-        first = [*update, *gradients] if examined.is_accurate else [*gradients, *update]
+        first = [*update, *gradients] if all(x.is_accurate for x in groups) else [*gradients, *update]
         return [*notes[0], *first, *notes[1]]
-    return [*notes[0], *_with_update(examined, gradients), *notes[1]]
+    return [*notes[0], *_with_update(examined, groups[-1], gradients), *notes[1]]
+
+
+def _describe_groups(groups: Sequence[Examined]) -> list[Told]:
+    """Describes the gradients of each scaler; lines that must change for several, and equal sentences, once."""
+    told: list[Told] = []
+    for x in itertools.chain(*map(describe_gradients, groups)):
+        lines = {*(x.finding.lines if x.finding else ())}
+        named = {line for other in told if other.finding for line in other.finding.lines}
+        is_told = lines <= named if lines else any(x.text == other.text for other in told)
+        told.append(x._replace(text="") if is_told else x)
+    return told
 
 
 def describe_comparison(not_entered: Sequence[str], precision: str) -> list[Told]:
@@ -42,7 +55,7 @@ def describe_comparison(not_entered: Sequence[str], precision: str) -> list[Told
     return [Told(text, DiagnosisFinding(FindingKind.NOT_COMPARED, lines=tuple(not_entered)))]
 
 
-def _with_update(examined: Examined, gradients: list[Told]) -> list[Told]:
+def _with_update(examined: Examined, last_group: Examined, gradients: list[Told]) -> list[Told]:
     """Adds the error of an update that is right to the last sentence about the gradients."""
     worst = examined.update.worst
     if worst is None or not worst.result.is_leaf:
@@ -50,7 +63,7 @@ def _with_update(examined: Examined, gradients: list[Told]) -> list[Told]:
     *others, last = gradients
     if not examined.step.gradients:
         return [Told(f"The step computes no gradient, and its update differs from float32 {by(worst.error)}.")]
-    if ends_with_small_error(examined):
+    if ends_with_small_error(last_group):
         text = f"{last.text.removesuffix('.')}, and the update {by(worst.error)}."
     else:
         text = f"{last.text} The update differs from float32 {by(worst.error)}."

@@ -1,7 +1,7 @@
 """Writes the findings of a diagnosis as a `Diagnosis`, with a row for each line and pass."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from jmpscale._diagnosis.examined import Examined
 from jmpscale._diagnosis.run.fitting_scales import largest
@@ -13,21 +13,23 @@ from jmpscale._diagnosis.tell.summary import describe_comparison, tell
 from jmpscale._diagnosis.tell.told import Told, join
 from jmpscale._diagnosis.trace.operations import Path
 from jmpscale._diagnosis.trace.traced_step import TracedStep
+from jmpscale._state import ScalerState
 
 
 def write_report(examined: Examined) -> Diagnosis:
     """Returns what was measured as a diagnosis."""
     step, trials, fit, update = examined.step, examined.trials, examined.fit, examined.update
     present, scales = fit.present, fit.scales
-    fitting = scales.fitting if present.has_scaler and trials.decisive.any() else None
+    is_compared = trials.decisive.any() and examined.changes_of_reference is None
+    fitting = scales.fitting if present.has_scaler and is_compared else None
     told, lines = tell(examined), examined.chosen
     return Diagnosis(
         loss=fit.loss if step.has_loss else None,
         loss_float32=trials.loss if step.has_loss else None,
-        gradient_error=fit.error,
+        gradient_error=max(x.fit.error for x in (examined, *examined.others)),
         loss_scale=present.scale,
         fitting_scales=(2.0 ** fitting[0], 2.0 ** fitting[1]) if fitting else None,
-        scaler=examined.advice.scaler if examined.advice else None,
+        scaler=_scaler(examined, told),
         scale_errors=tuple((2.0**k, error) for k, error in scales.errors.items()),
         lines=examined.each_name(lines),
         rows=(*_rows_of_gradients(examined, lines), *_rows_of_update(examined, lines)),
@@ -38,6 +40,12 @@ def write_report(examined: Examined) -> Diagnosis:
         summary=join(told),
         findings=tuple(x.finding for x in told if x.finding),
     )
+
+
+def _scaler(examined: Examined, told: Sequence[Told]) -> ScalerState | None:
+    """Returns the scaler that helps; of several, one that a finding names, because nothing else says whose it is."""
+    found = examined.advice.scaler if examined.advice else None
+    return found if not examined.others or any(x.finding and x.finding.scaler is found for x in told) else None
 
 
 def report_not_finite(step: TracedStep, trials: GradientTrials, present: Present, told: Told) -> Diagnosis:
@@ -69,7 +77,8 @@ def _not_entered(trials: GradientTrials) -> tuple[str, ...]:
 def _rows_of_gradients(examined: Examined, lines: Collection[Path]) -> Iterator[DiagnosisRow]:
     for part in examined.trials.program.parts:
         if found := {site: x for site, x in examined.statistics.items() if site.part == part}:
-            yield _row(examined, part, part.path in lines, found, examined.alone.get(part))
+            errors = [x.alone[part] for x in (examined, *examined.others) if part in x.alone]
+            yield _row(examined, part, part.path in lines, found, max(errors, default=None))
 
 
 def _rows_of_update(examined: Examined, lines: Collection[Path]) -> Iterator[DiagnosisRow]:

@@ -18,7 +18,7 @@ from jmpscale._programs.jaxpr import MATMULS, PROGRAM, UNKNOWN_LINE, Caller, Key
 
 Path = tuple[str, ...]  # the user's lines that lead to an operation, outermost first, so that two calls differ
 _OUTPUTS: Path = ()  # stands for the outputs of the program
-_COTANGENT = frozenset(["cotangent"])
+_COTANGENT, _LOSS = frozenset(["cotangent"]), frozenset(["loss"])
 
 # The results of these primitives consist of values that exist already, so they neither round nor overflow.
 _MOVES = {"all_gather", "all_to_all", "broadcast_in_dim", "concatenate", "copy", "device_put", "dynamic_slice"}
@@ -144,6 +144,19 @@ def program_operations(jaxpr: core.Jaxpr, count: int) -> list[Operation]:
         return x._replace(paths=tuple(sorted(lines))) if is_of_a_value and lines else x
 
     return list(map(located, found))
+
+
+def operations_of_loss(jaxpr: core.Jaxpr) -> set[Key]:
+    """Returns the operations of a step on which its first output, the loss, depends."""
+    found: set[Key] = set()
+
+    def rule(eqn: core.JaxprEqn, caller: Caller, results: list[flow.Labels]) -> list[flow.Labels]:
+        if any(results):
+            found.add(caller.key_of(eqn))
+        return [flow.union(results)] * len(eqn.invars)
+
+    flow.follow_back(jaxpr, [_LOSS, *[flow.NONE] * (len(jaxpr.outvars) - 1)], rule)
+    return found
 
 
 def autocast_lines(found: Iterable[Operation]) -> set[Path]:

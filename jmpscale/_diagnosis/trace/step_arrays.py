@@ -9,6 +9,7 @@ import numpy as np
 
 from jmpscale._base.tree import PyTree, is_real, leaves_with_path, named_leaves
 from jmpscale._diagnosis.trace.program import Result
+from jmpscale._diagnosis.trace.scalers import find_scalers
 from jmpscale._state import is_scaler
 from jmpscale._step.call import StepCall, is_array_type
 from jmpscale._step.dependence import StepDependence
@@ -23,7 +24,8 @@ class StepArrays:
         places = [i for i, leaf in enumerate(leaves) if is_array_type(leaf)]
         self.values = [jnp.asarray(leaves[i]) for i in places]
         self._number = {place: i for i, place in enumerate(places)}  # of an array among the inputs of the program
-        self._scales, of_scalers = _places_of_scalers(call.arguments)
+        of_scalers = _places_of_scalers(call.arguments)
+        self.scalers = find_scalers(call)
         names = [name + path for name, x in zip(call.names, call.arguments, strict=True) for path, _ in named_leaves(x)]
         self.names = tuple(names[i] for i in places)
         old_of = {new: (match, k) for match in matches for k, new in enumerate(match.new)}
@@ -42,7 +44,7 @@ class StepArrays:
             is_changed = dependence.depends([place], [old])
             return Result(name, dtype, output, self._number[old], is_changed, part="" if part == name else part)
 
-        scalers_out = _places_of_scalers(out)[1]
+        scalers_out = _places_of_scalers(out)
         arrays = [(place, path, x) for place, (path, x) in enumerate(named_leaves(out)) if is_array_type(x)]
         found = [
             result(path, x.dtype, place, output)
@@ -51,31 +53,33 @@ class StepArrays:
         ]
         self.results = list(filter(None, found))
 
-    def with_scale(self, arrays: Sequence[Any], scale: jax.Array) -> list[Any]:
-        """Returns the arrays that the step takes, in which the scale of the first scaler is a number.
+    def ones(self) -> np.ndarray:
+        """Returns a loss scale of 1 for the only scaler, or for each of several."""
+        return np.ones(len(self.scalers) if len(self.scalers) > 1 else (), np.float32)
+
+    def with_scales(self, arrays: Sequence[Any], scales: jax.Array) -> list[Any]:
+        """Returns the arrays that the step takes, with other loss scales: one, or one for each of several scalers.
 
         With `jax.pmap`, each device has a copy of a scaler.
         """
         found = list(arrays)
-        numbers = [self._number[place] for place in self._scales if place in self._number]
-        for i in numbers:
-            ratio = np.asarray(self.values[i]) / np.ravel(self.values[numbers[0]])[0]
-            found[i] = scale if ratio.ndim == 0 and ratio == 1 else scale * ratio
+        for k, scaler in enumerate(self.scalers):
+            i, scale = self._number[scaler.place], scales[k] if scales.ndim else scales
+            ratio = np.asarray(self.values[i]) / np.ravel(self.values[i])[0]
+            found[i] = scale if ratio.ndim == 0 else scale * ratio
         return found
 
 
-def _places_of_scalers(tree: PyTree) -> tuple[list[int], set[int]]:
-    """Returns the positions of the loss scales among the leaves of a tree, and of all leaves of its scalers."""
-    scales: list[int] = []
+def _places_of_scalers(tree: PyTree) -> set[int]:
+    """Returns the positions of the leaves of scalers among the leaves of a tree."""
     inside: set[int] = set()
     position = 0
     for node in jax.tree.leaves(tree, is_leaf=is_scaler):
         count = len(jax.tree.leaves(node))
         if is_scaler(node) and node.config.mode != "disabled":
-            scales.append(position)
             inside.update(range(position, position + count))
         position += count
-    return scales, inside
+    return inside
 
 
 def _name_of_result(path: str) -> str:

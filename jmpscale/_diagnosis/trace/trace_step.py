@@ -1,4 +1,4 @@
-"""Traces a training step as a program of the loss scale, which returns the loss, the gradients and results."""
+"""Traces a training step as a program of its loss scales, which returns the loss, the gradients and results."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -20,19 +20,19 @@ from jmpscale._diagnosis.trace.rollouts import run_rollouts
 from jmpscale._diagnosis.trace.step_arrays import StepArrays
 from jmpscale._diagnosis.trace.trace_observed import Axes
 from jmpscale._diagnosis.trace.traced_step import TracedStep
-from jmpscale._programs.source import place_of_error
-from jmpscale._step.call import StepCall, reads_values
+from jmpscale._step.call import StepCall
 from jmpscale._step.dependence import StepDependence
+from jmpscale._step.explain import explain_error
 from jmpscale._step.parts import Match, Part
 from jmpscale._step.state import match_state
 
 
 def trace_step(call: StepCall, axes: Axes) -> TracedStep:
-    """Traces a step once, in the scope of `axes`, as a function of the loss scale of its scalers."""
+    """Traces a step once, in the scope of `axes`, as a function of the loss scales of its scalers."""
     try:
         out, closed = call.trace(axes)
     except Exception as error:
-        _explain_error(error)
+        explain_error(error, "diagnose_step")
         raise
     return _traced_step(call, out, closed)
 
@@ -59,6 +59,7 @@ def _traced_step(call: StepCall, out: PyTree, traced: core.ClosedJaxpr) -> Trace
         _may_be_state([x for x in found if x not in matches], out, dependence),
         loss is not None,
         tuple(zip(arrays.names, arrays.values, strict=True)),
+        tuple(arrays.scalers),
     )
 
 
@@ -74,7 +75,7 @@ def _may_be_state(matches: Sequence[Match], out: PyTree, dependence: StepDepende
 
 
 class _Exposed(NamedTuple):
-    """A step as a program of the loss scale, and variables of this program."""
+    """A step as a program of its loss scales, and variables of this program."""
 
     program: Program
     outputs: list[Any]  # the results of the step as it is written
@@ -89,15 +90,15 @@ def _expose_gradients(written: core.ClosedJaxpr, arrays: StepArrays) -> _Exposed
     gradients = Gradients(written.jaxpr)
     as_written: list[Any] = []
 
-    def values(scale: jax.Array, *values: Any) -> tuple[list[Any], ...]:
-        inputs = arrays.with_scale(values, scale)
+    def values(scales: jax.Array, *values: Any) -> tuple[list[Any], ...]:
+        inputs = arrays.with_scales(values, scales)
         found = evaluate(written, inputs, gradients)
         as_written[:] = [x.variable for x in found.gradients]
         results = evaluate_given(written, inputs, gradients, found.given, [x.output for x in arrays.results])
         losses, exposed = ([x.value for x in group] for group in (found.losses, found.gradients))
         return found.outputs, losses, exposed, [x for group in found.given.values() for x in group], results
 
-    closed, types = jax.make_jaxpr(values, return_shape=True)(np.float32(1.0), *arrays.values)
+    closed, types = jax.make_jaxpr(values, return_shape=True)(arrays.ones(), *arrays.values)
     variables = jax.tree.unflatten(jax.tree.structure(types), closed.jaxpr.outvars)
     jaxpr, consts = close_over(closed.jaxpr, closed.consts, arrays.values)
     names = (*arrays.names, *[""] * len(closed.consts))
@@ -127,20 +128,3 @@ def _cut(exposed: _Exposed, results: Sequence[Result]) -> tuple[Update, list[Res
     pairs = [(result, variable) for result, variable in selected if result is not None]
     program = update.program.with_outputs([variable for _, variable in pairs])
     return update._replace(program=program), [result for result, _ in pairs]
-
-
-def _explain_error(error: Exception) -> None:
-    """Says what to do about an error of a training step that is traced."""
-    if reads_values(error):
-        error.add_note(
-            "diagnose_step traces the step, as jax.jit does, so Python must not read the values of arrays in it, as it "
-            f"does{place_of_error(error)}. Pass the part of the step that jax.jit accepts: the function that computes "
-            "the gradients and the update."
-        )
-    elif isinstance(error, TypeError) and "lowered and compiled" in str(error):
-        error.add_note("The step was compiled ahead of time. Pass the function that was compiled to diagnose_step.")
-    elif isinstance(error, NameError) and "axis name" in str(error):
-        error.add_note(
-            "The step uses an axis of jax.pmap, jax.shard_map or jax.vmap: pass the function that maps it, with the "
-            "arguments of all devices."
-        )

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 from jmpscale._diagnosis.trace.cut import Update
 from jmpscale._diagnosis.trace.program import Program, Result
+from jmpscale._diagnosis.trace.scalers import StepScaler
 
 
 class TracedStep(NamedTuple):
@@ -17,6 +18,7 @@ class TracedStep(NamedTuple):
     may_be_state: tuple[str, ...] = ()  # arguments in half precision that come back changed, and were taken for data
     has_loss: bool = True  # otherwise the first output is 1
     arguments: tuple[tuple[str, Any], ...] = ()  # the leaves of its arguments, with their names
+    scalers: tuple[StepScaler, ...] = ()  # of a step; the program has a loss scale for each of several
     ignores_scaler: bool = False  # whether no gradient depends on the scale of a dynamic scaler
     kept: tuple[str, ...] = ()  # the matmuls that autocast leaves in float32, with the reason
 

@@ -1,0 +1,1 @@
+"""Measures what half precision does to a training run: `diagnose_run`."""
