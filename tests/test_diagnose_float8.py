@@ -71,29 +71,29 @@ def step_of(matmul, size=1.0, loss_size=1.0):
     return step, (PARAMS, tx.init(PARAMS))
 
 
-RECIPES = {  # the step, the kind of its finding, and words of its summary
+RECIPES = {  # the step, the kind and dtype of its finding, and words of its summary
     "current scaling": (step_of(current_scaling), None, " in low precision, they differ by "),
     "current scaling of large inputs": (step_of(current_scaling, size=1e4), None, " in low precision, "),
     "current scaling of a small loss": (step_of(current_scaling, loss_size=2.0**-20), None, " in low precision, "),
     "plain casts": (step_of(plain_cast, loss_size=2.0**6), None, " in low precision, they differ by "),
     "overflow": (
         step_of(plain_cast, size=1e3),
-        FindingKind.FORWARD_OVERFLOW,
+        (FindingKind.FORWARD_OVERFLOW, "float8_e4m3fn"),
         " and the largest number of float8_e4m3fn is 448.",
     ),
     "underflow": (
         step_of(plain_cast, loss_size=2.0**-10),
-        FindingKind.UNDERFLOW,
-        " of its values below the smallest normal number of float8_e4m3fn. Scale the loss, ",
+        (FindingKind.UNDERFLOW, None),
+        " in low precision, they differ by 100%. Scale the loss, ",
     ),
 }
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_diagnose_step_compares_a_recipe_by_hand(name):
-    (step, state), kind, words = RECIPES[name]
+    (step, state), finding, words = RECIPES[name]
     diagnosis = jmpscale.diagnose_step(step)(*state, X, Y)
-    assert [(x.kind, x.dtype) for x in diagnosis.findings] == ([(kind, "float8_e4m3fn")] if kind else [])
+    assert [(x.kind, x.dtype) for x in diagnosis.findings] == ([finding] if finding else [])
     assert words in diagnosis.summary
     assert "half precision" not in diagnosis.describe()
     assert {row.dtype for row in diagnosis.rows} <= {"float8_e4m3fn", "float8_e5m2"}
